@@ -1,0 +1,110 @@
+#include "core/gemm.h"
+
+#include <algorithm>
+
+#include "core/split.h"
+
+namespace w4a8 {
+namespace {
+
+constexpr int64_t kQuantizeRowsPerTask = 8;
+
+int64_t row_stride(int64_t k) {
+  // Whole cache lines, and one more: rows a power of two apart would share the same few sets of a cache.
+  return ceil_div(k, 64) * 64 + 64;
+}
+
+// Everything one call of matmul needs besides its arguments.
+struct MatmulBuffers {
+  MatmulBuffers(Slicer& slicer, const PackedShape& shape, int64_t m, int workers, int64_t tile_floats)
+      : rows(QuantizedRows::slice(slicer, m, shape.k, shape.group)),
+        tiles(slicer.take<float>(workers * tile_floats)),
+        scratch(slicer.take<uint8_t>(workers * unpack_scratch_bytes(shape.steps()))) {}
+  QuantizedRows rows;
+  float* tiles;      // [workers, tile_floats]
+  uint8_t* scratch;  // [workers, unpack_scratch_bytes]
+};
+
+const uint8_t* row_at(const void* x, DType dtype, int64_t row, int64_t k) {
+  return static_cast<const uint8_t*>(x) + row * k * dtype_bytes(dtype);
+}
+
+}  // namespace
+
+QuantizedRows QuantizedRows::slice(Slicer& slicer, int64_t rows, int64_t k, int64_t group) {
+  QuantizedRows result;
+  result.stride = row_stride(k);
+  result.groups = k / group;
+  if (rows > INT64_MAX / result.stride) slicer.take<uint8_t>(INT64_MAX);  // throws
+  result.q = slicer.take<int8_t>(rows * result.stride);
+  result.starts = slicer.take<int32_t>(rows * result.groups);
+  result.quant = slicer.take<RowQuant>(rows);
+  return result;
+}
+
+void matmul(const Kernel& kernel, Parallel& parallel, Workspace& workspace, const PackedMatrix& matrix, const void* x,
+            DType dtype, int64_t m, void* out) {
+  if (m == 0) return;
+  const PackedShape& shape = matrix.shape;
+  SerialParallel serial;
+  Parallel& runner = shape.n * shape.k < kSerialMacs / m ? serial : parallel;
+  const int workers = runner.threads();
+  const int64_t blocks = row_blocks(kernel, m, shape.k);
+  const int64_t block_rows = ceil_div(m, blocks);
+  const int64_t chunks = panel_chunks(shape.panels(), blocks, block_rows, workers);
+  const int64_t ldc = max_chunk(shape.panels(), chunks) * kPanelColumns;
+
+  Slicer size(nullptr);
+  MatmulBuffers(size, shape, m, workers, block_rows * ldc);
+  Slicer slicer(workspace.reserve(size.bytes()));
+  const MatmulBuffers buffers(slicer, shape, m, workers, block_rows * ldc);
+  const QuantizedRows& rows = buffers.rows;
+
+  const int64_t counts[] = {ceil_div(m, kQuantizeRowsPerTask), blocks * chunks};
+  run_phases(runner, counts, [&](int phase, int64_t task, int worker) {
+    if (phase == 0) {
+      const int64_t end = std::min(m, (task + 1) * kQuantizeRowsPerTask);
+      for (int64_t r = task * kQuantizeRowsPerTask; r < end; ++r) {
+        kernel.quantize_row(row_at(x, dtype, r, shape.k), dtype, shape.k, shape.group, rows.q + r * rows.stride,
+                            rows.starts + r * rows.groups, rows.quant + r);
+      }
+      return;
+    }
+    const Range block = share(m, blocks, task / chunks);
+    const Range panels = share(shape.panels(), chunks, task % chunks);
+    float* tile = buffers.tiles + worker * block_rows * ldc;
+    kernel.gemm(rows.from(block.begin), block.size(), matrix.panels(panels.begin), panels.size(), tile, ldc,
+                buffers.scratch + worker * unpack_scratch_bytes(shape.steps()));
+    const int64_t column = panels.begin * kPanelColumns;
+    const int64_t columns = std::min(shape.n, panels.end * kPanelColumns) - column;
+    for (int64_t r = 0; r < block.size(); ++r) {
+      kernel.store_row(tile + r * ldc, columns, dtype,
+                       static_cast<uint8_t*>(out) + ((block.begin + r) * shape.n + column) * dtype_bytes(dtype));
+    }
+  });
+}
+
+void quantize_rows(const Kernel& kernel, Parallel& parallel, Workspace& workspace, const void* x, DType dtype, int64_t m,
+                   int64_t k, int8_t* q, float* recip, int32_t* zero_point) {
+  if (m == 0) return;
+  const int workers = parallel.threads();
+  const auto buffers = [&](Slicer& slicer) { return QuantizedRows::slice(slicer, workers, k, k); };
+  Slicer size(nullptr);
+  buffers(size);
+  Slicer slicer(workspace.reserve(size.bytes()));
+  const QuantizedRows rows = buffers(slicer);
+  const int64_t counts[] = {ceil_div(m, kQuantizeRowsPerTask)};
+  run_phases(parallel, counts, [&](int, int64_t task, int worker) {
+    const int64_t end = std::min(m, (task + 1) * kQuantizeRowsPerTask);
+    int8_t* padded = rows.q + worker * rows.stride;
+    for (int64_t r = task * kQuantizeRowsPerTask; r < end; ++r) {
+      RowQuant quant;
+      kernel.quantize_row(row_at(x, dtype, r, k), dtype, k, k, padded, rows.starts + worker, &quant);
+      std::copy(padded, padded + k, q + r * k);
+      recip[r] = quant.recip;
+      zero_point[r] = quant.zero_point;
+    }
+  });
+}
+
+}  // namespace w4a8

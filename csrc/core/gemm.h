@@ -1,0 +1,34 @@
+// Activations times one packed matrix: quantize rows, then (row block x panel range) tasks.
+#pragma once
+
+#include <cstdint>
+
+#include "core/layout.h"
+#include "core/parallel.h"
+#include "core/workspace.h"
+#include "kernels/kernel.h"
+
+namespace w4a8 {
+
+/// Rows quantized for one matrix shape. Owner: the workspace it was sliced from.
+struct QuantizedRows {
+  int8_t* q = nullptr;        ///< [rows, stride]
+  int64_t stride = 0;         ///< bytes; padded so that rows do not fall into the same cache sets
+  int32_t* starts = nullptr;  ///< [rows, groups]
+  int64_t groups = 0;
+  RowQuant* quant = nullptr;  ///< [rows]
+
+  static QuantizedRows slice(Slicer& slicer, int64_t rows, int64_t k, int64_t group);
+  Rows from(int64_t row) const { return {q + row * stride, stride, starts + row * groups, groups, quant + row}; }
+};
+
+/// out[m, n] = x[m, k] times the packed matrix (dequantized, bias added), rounded once to `dtype`.
+/// x and out: contiguous, of `dtype`. m may be 0. A row with a NaN or infinite element gives NaN in that row only.
+void matmul(const Kernel& kernel, Parallel& parallel, Workspace& workspace, const PackedMatrix& matrix, const void* x,
+            DType dtype, int64_t m, void* out);
+
+/// The row quantizer alone: q [m, k], recip [m], zero_point [m]. x: contiguous [m, k] of `dtype`.
+void quantize_rows(const Kernel& kernel, Parallel& parallel, Workspace& workspace, const void* x, DType dtype, int64_t m,
+                   int64_t k, int8_t* q, float* recip, int32_t* zero_point);
+
+}  // namespace w4a8

@@ -1,0 +1,121 @@
+#include "core/layout.h"
+
+#include <array>
+#include <cstring>
+#include <stdexcept>
+
+namespace w4a8 {
+namespace {
+
+constexpr std::array<char, 8> kMagic = {'W', '4', 'A', '8', 'P', 'A', 'C', 'K'};
+
+// Little-endian, as every supported CPU is. 64 bytes.
+struct Header {
+  std::array<char, 8> magic;
+  uint32_t version;
+  uint32_t flags;  // bit 0: has a bias
+  int64_t n;
+  int64_t k;
+  int64_t group;
+  uint32_t scale_dtype;
+  std::array<uint8_t, 20> reserved;  // zero
+};
+static_assert(sizeof(Header) == kHeaderBytes);
+
+std::string str(int64_t value) { return std::to_string(value); }
+
+[[noreturn]] void fail(const std::string& message) { throw std::invalid_argument(message); }
+
+std::string group_name(const PackedShape& shape) {
+  return str(shape.group) + (shape.channelwise() ? " (channelwise)" : "");
+}
+
+}  // namespace
+
+void check_shape(const PackedShape& shape) {
+  if (shape.n < 1 || shape.n > kMaxN) fail("n (out_features) is " + str(shape.n) + ", expected 1.." + str(kMaxN));
+  if (shape.k < 2 || shape.k > kMaxK || shape.k % 2 != 0) {
+    fail("k (in_features) is " + str(shape.k) + ", expected an even number in 2.." + str(kMaxK));
+  }
+  if (shape.group != shape.k && (shape.group < 32 || shape.group % 32 != 0 || shape.k % shape.group != 0)) {
+    fail("group (block_size) is " + str(shape.group) + ", expected k = " + str(shape.k) +
+         " (channelwise) or a multiple of 32 that divides it");
+  }
+  if (shape.scale_dtype != DType::kFloat32 && shape.scale_dtype != DType::kBFloat16) {
+    fail("scale dtype is " + str(static_cast<int>(shape.scale_dtype)) + ", expected 0 (float32) or 1 (bfloat16)");
+  }
+}
+
+// n <= 2^31 and a panel of 16 columns has less than 2^25 bytes, so the product fits 64 bits.
+int64_t packed_bytes(const PackedShape& shape) { return kHeaderBytes + shape.panels() * shape.panel_bytes(); }
+
+void write_header(const PackedShape& shape, uint8_t* dst) {
+  Header header = {};
+  header.magic = kMagic;
+  header.version = kPackedVersion;
+  header.flags = shape.has_bias ? 1 : 0;
+  header.n = shape.n;
+  header.k = shape.k;
+  header.group = shape.group;
+  header.scale_dtype = static_cast<uint32_t>(shape.scale_dtype);
+  std::memcpy(dst, &header, sizeof(header));
+}
+
+PackedShape read_header(const uint8_t* src, int64_t size, const std::string& what) {
+  if (size < kHeaderBytes) fail(what + ": size is " + str(size) + " bytes, less than the header of a packed matrix (64)");
+  Header header;
+  std::memcpy(&header, src, sizeof(header));
+  if (header.magic != kMagic) fail(what + ": magic is not 'W4A8PACK': these bytes are not a packed matrix");
+  if (header.version != kPackedVersion) {
+    fail(what + ": version is " + str(header.version) + ", this library reads version " + str(kPackedVersion));
+  }
+  if ((header.flags & ~1u) != 0) fail(what + ": flags are " + str(header.flags) + ", expected 0 or 1");
+  for (const uint8_t byte : header.reserved) {
+    if (byte != 0) fail(what + ": reserved bytes of the header are not zero");
+  }
+  if (header.scale_dtype > 1) {
+    fail(what + ": scale dtype is " + str(header.scale_dtype) + ", expected 0 (float32) or 1 (bfloat16)");
+  }
+  PackedShape shape;
+  shape.n = header.n;
+  shape.k = header.k;
+  shape.group = header.group;
+  shape.scale_dtype = static_cast<DType>(header.scale_dtype);
+  shape.has_bias = (header.flags & 1u) != 0;
+  try {
+    check_shape(shape);
+  } catch (const std::invalid_argument& error) {
+    fail(what + ": " + error.what());
+  }
+  if (size != packed_bytes(shape)) {
+    fail(what + ": size is " + str(size) + " bytes, its header (n = " + str(shape.n) + ", k = " + str(shape.k) +
+         ", group = " + group_name(shape) + ") needs " + str(packed_bytes(shape)));
+  }
+  return shape;
+}
+
+Panels PackedMatrix::panels(int64_t first) const {
+  Panels panels;
+  panels.data = data + kHeaderBytes + first * shape.panel_bytes();
+  panels.stride = shape.panel_bytes();
+  panels.scales_offset = shape.scales_offset();
+  panels.sums_offset = shape.sums_offset();
+  panels.bias_offset = shape.bias_offset();
+  panels.steps = shape.steps();
+  panels.group_steps = shape.channelwise() ? shape.steps() : shape.group / kStepK;
+  panels.scale_dtype = shape.scale_dtype;
+  panels.channelwise = shape.channelwise();
+  return panels;
+}
+
+PackedMatrix open_packed(const uint8_t* src, int64_t size, int64_t n, int64_t k, int64_t group, const std::string& what) {
+  const PackedShape shape = read_header(src, size, what);
+  if (shape.k != k) fail(what + ": k (in_features) is " + str(shape.k) + ", expected " + str(k));
+  if (shape.n != n) fail(what + ": n (out_features) is " + str(shape.n) + ", expected " + str(n));
+  if (shape.group != group) {
+    fail(what + ": group is " + group_name(shape) + ", expected " + str(group) + (group == k ? " (channelwise)" : ""));
+  }
+  return {shape, src};
+}
+
+}  // namespace w4a8

@@ -1,0 +1,57 @@
+// The seam between the core and whatever runs threads (ATen, OpenMP, std::thread, nothing).
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <type_traits>
+#include <utility>
+
+namespace w4a8 {
+
+/// A non-owning reference to a callable, two words, no allocation. The callable must outlive the call.
+template <class Signature>
+class FunctionRef;
+template <class R, class... Args>
+class FunctionRef<R(Args...)> {
+ public:
+  template <class F>
+    requires(!std::is_same_v<std::remove_cvref_t<F>, FunctionRef>)
+  FunctionRef(F&& f)  // NOLINT(google-explicit-constructor): a lambda is passed where a FunctionRef is taken
+      : object_(const_cast<void*>(static_cast<const void*>(std::addressof(f)))), call_([](void* object, Args... args) -> R {
+          return (*static_cast<std::remove_reference_t<F>*>(object))(std::forward<Args>(args)...);
+        }) {}
+  R operator()(Args... args) const { return call_(object_, std::forward<Args>(args)...); }
+
+ private:
+  void* object_;
+  R (*call_)(void*, Args...);
+};
+
+/// Runs a body on several workers. Results never depend on which implementation runs or on how many workers it has.
+class Parallel {
+ public:
+  virtual ~Parallel() = default;
+  /// Workers that can run at once, at least 1.
+  virtual int threads() const = 0;
+  /// Calls body(worker) once for each worker in [0, workers), at once or one after another, and returns when all did.
+  virtual void run(int workers, FunctionRef<void(int)> body) = 0;
+};
+
+/// One worker: the calling thread.
+class SerialParallel final : public Parallel {
+ public:
+  int threads() const override { return 1; }
+  void run(int workers, FunctionRef<void(int)> body) override {
+    for (int i = 0; i < workers; ++i) body(i);
+  }
+};
+
+/// Runs body(phase, task, worker) for each task in [0, counts[phase]) of each phase, in one parallel region. Tasks are
+/// taken dynamically in order, and a phase starts when every task of the phase before has ended. worker is in
+/// [0, parallel.threads()). An exception thrown by a task is rethrown once all workers have stopped; tasks that had
+/// not begun are dropped.
+void run_phases(Parallel& parallel, std::span<const int64_t> counts,
+                FunctionRef<void(int phase, int64_t task, int worker)> body);
+
+}  // namespace w4a8

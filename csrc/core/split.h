@@ -1,0 +1,54 @@
+// How matrix work is cut into tasks. Only speed depends on it, never a result.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "kernels/kernel.h"
+
+namespace w4a8 {
+
+/// Share i of `parts` even shares of [0, total).
+struct Range {
+  int64_t begin;
+  int64_t end;
+  int64_t size() const { return end - begin; }
+};
+inline Range share(int64_t total, int64_t parts, int64_t i) { return {total * i / parts, total * (i + 1) / parts}; }
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+/// Most rows of one task: their int8 data should stay in a second-level cache beside the weights.
+inline int64_t max_task_rows(const Kernel& kernel, int64_t k) {
+  constexpr int64_t kBytes = 256 * 1024;
+  return std::clamp<int64_t>(kBytes / k, kernel.max_rows, 512);
+}
+
+/// Row blocks that m rows are cut into.
+inline int64_t row_blocks(const Kernel& kernel, int64_t m, int64_t k) { return ceil_div(m, max_task_rows(kernel, k)); }
+
+/// The float tile of a task should stay in cache beside the int8 rows.
+inline constexpr int64_t kTileFloats = 32 * 1024;
+
+/// Into how many chunks the panels of each of `units` row blocks are cut, so that every worker gets many tasks to take
+/// and a tile [rows, 16 * chunk] has about kTileFloats. rows: of the largest unit.
+inline int64_t panel_chunks(int64_t panels, int64_t units, int64_t rows, int64_t workers) {
+  constexpr int64_t kTasksPerWorker = 32;
+  const int64_t for_balance = workers == 1 ? 1 : ceil_div(kTasksPerWorker * workers, std::max<int64_t>(units, 1));
+  const int64_t most_panels = std::max<int64_t>(2, kTileFloats / (kPanelColumns * std::max<int64_t>(rows, 1)));
+  const int64_t chunks = std::max(for_balance, ceil_div(panels, most_panels));
+  // At least 2 panels a chunk: tiles are two panels wide.
+  return std::clamp<int64_t>(chunks, 1, std::max<int64_t>(1, panels / 2));
+}
+
+/// The most floats rows * 16 * max_chunk(panels, panel_chunks(..., rows, ...)) can be: a chunk has at most 3 panels
+/// where the tile would be larger than kTileFloats.
+inline int64_t max_tile_floats(int64_t rows) { return std::max(kTileFloats, rows * 3 * kPanelColumns); }
+
+/// Panels of the largest chunk.
+inline int64_t max_chunk(int64_t panels, int64_t chunks) { return ceil_div(panels, chunks); }
+
+/// Below this many multiply-accumulates waking other threads costs more than it saves.
+inline constexpr int64_t kSerialMacs = 1 << 18;
+
+}  // namespace w4a8

@@ -1,0 +1,70 @@
+#include "kernels/cpu_features.h"
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
+namespace w4a8 {
+namespace {
+
+#if defined(__x86_64__)
+uint64_t xcr0() {
+  uint32_t low = 0;
+  uint32_t high = 0;
+  __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return (static_cast<uint64_t>(high) << 32) | low;
+}
+
+// Bits: Intel SDM volume 2A, CPUID leaves 1 and 7; XCR0 bits 1-2 are the SSE and AVX state, 5-7 the AVX-512 state.
+uint32_t detect() {
+  uint32_t eax = 0;
+  uint32_t ebx = 0;
+  uint32_t ecx = 0;
+  uint32_t edx = 0;
+  if (__get_cpuid(1, &eax, &ebx, &ecx, &edx) == 0) return 0;
+  const bool osxsave = (ecx >> 27) & 1;
+  const bool fma = (ecx >> 12) & 1;
+  const bool f16c = (ecx >> 29) & 1;
+  if (!osxsave) return 0;
+  const uint64_t state = xcr0();
+  if ((state & 0x6) != 0x6) return 0;
+  uint32_t features = 0;
+  if (fma) features |= kFma;
+  if (f16c) features |= kF16c;
+  if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0) return features;
+  if ((ebx >> 5) & 1) features |= kAvx2;
+  if ((state & 0xe6) == 0xe6) {
+    const uint32_t f_dq_bw_vl = (1u << 16) | (1u << 17) | (1u << 30) | (1u << 31);
+    if ((ebx & f_dq_bw_vl) == f_dq_bw_vl) features |= kAvx512;
+    if ((ecx >> 11) & 1) features |= kAvx512Vnni;
+  }
+  return features;
+}
+#else
+uint32_t detect() { return 0; }
+#endif
+
+}  // namespace
+
+uint32_t host_features() {
+  static const uint32_t features = detect();
+  return features;
+}
+
+std::string feature_names(uint32_t features) {
+  struct Name {
+    uint32_t bit;
+    const char* name;
+  };
+  static constexpr Name kNames[] = {
+      {kAvx2, "avx2"}, {kFma, "fma"}, {kF16c, "f16c"}, {kAvx512, "avx512"}, {kAvx512Vnni, "avx512vnni"}};
+  std::string names;
+  for (const Name& entry : kNames) {
+    if ((features & entry.bit) == 0) continue;
+    if (!names.empty()) names += ' ';
+    names += entry.name;
+  }
+  return names;
+}
+
+}  // namespace w4a8

@@ -1,0 +1,24 @@
+// What the host CPU and its operating system offer.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace w4a8 {
+
+/// Feature bits. A kernel names what it needs as an OR of these.
+enum Feature : uint32_t {
+  kAvx2 = 1u << 0,  ///< with OS support for the YMM state
+  kFma = 1u << 1,
+  kF16c = 1u << 2,
+  kAvx512 = 1u << 3,  ///< F, BW, DQ and VL together, with OS support for the ZMM state
+  kAvx512Vnni = 1u << 4,
+};
+
+/// Feature bits of this machine, detected once. x86: CPUID, and XCR0 for what the OS saves.
+uint32_t host_features();
+
+/// Names of the bits, separated by one space, e.g. "avx2 fma f16c".
+std::string feature_names(uint32_t features);
+
+}  // namespace w4a8

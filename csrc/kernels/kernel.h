@@ -1,0 +1,101 @@
+// The contract between the ISA-free core and one SIMD variant ("kernel").
+//
+// A kernel is plain data: what it needs from the CPU and the functions it offers. Everything a kernel computes is
+// defined bit for bit in docs/numerics.md, so any two kernels give identical results on identical arguments.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace w4a8 {
+
+/// Element types of activations, scales and outputs. The values are part of the packed format.
+enum class DType : uint8_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
+
+constexpr int64_t dtype_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+
+/// What the fused op applies between w13 and w2, with g = rows [0, I) of w13 and u = rows [I, 2I) when gated.
+/// Ungated, the factor of the other operand is dropped and g is the one operand there is.
+enum class Activation : int32_t {
+  kSiluGateUp = 0,  ///< SiLU(g) * u
+  kSiluUpGate = 1,  ///< SiLU(u) * g
+  kSilu = 2,        ///< SiLU(g) * u
+  kSwigluOai = 3,   ///< g' = min(g, 7): g' * sigmoid(1.702 g') * (clamp(u, -7, 7) + 1)
+  kSwigluStep = 4,  ///< min(SiLU(g), 7) * clamp(u, -7, 7)
+  kGelu = 5,        ///< g * Phi(g) * u, Phi the normal distribution function (the "erf" GELU)
+  kGeluTanh = 6,    ///< the tanh approximation of GELU(g) * u
+  kRelu2 = 7,       ///< max(g, 0)^2 * u
+};
+inline constexpr int kActivationCount = 8;
+
+// Geometry of packed weights, the same for every kernel (diagram in core/layout.h).
+inline constexpr int64_t kPanelColumns = 16;  ///< output columns of one panel
+inline constexpr int64_t kStepK = 8;          ///< values of k in one step
+inline constexpr int64_t kStepBytes = 64;     ///< kPanelColumns * kStepK nibbles: one cache line, one AVX-512 register
+
+/// How one row was quantized: x ~ (q - zero_point) * recip.
+struct RowQuant {
+  float recip;         ///< 1 / scale; NaN for a row with a NaN or infinite element
+  int32_t zero_point;  ///< in [-128, 127]
+};
+
+/// Quantized rows a tile reads.
+struct Rows {
+  const int8_t* q;        ///< [m, stride] int8, each row zero from K to the next multiple of kStepK
+  int64_t stride;         ///< bytes between rows, at least kStepK * steps
+  const int32_t* starts;  ///< [m, groups]: -8 * sum of q over the group, where the accumulators start
+  int64_t starts_stride;  ///< elements between rows of starts
+  const RowQuant* quant;  ///< [m]
+};
+
+/// A run of consecutive panels of one packed matrix. No alignment is assumed.
+struct Panels {
+  const uint8_t* data;     ///< first byte of the first panel: its steps
+  int64_t stride;          ///< bytes between panels
+  int64_t scales_offset;   ///< bytes from a panel to its scales [groups, 16] of scale_dtype
+  int64_t sums_offset;     ///< bytes to its weight sums [16]: channelwise int32 sum_k w, else float32 W (docs/numerics.md)
+  int64_t bias_offset;     ///< bytes to its bias [16] float32 (zeros if there is none)
+  int64_t steps;           ///< steps of k, ceil(K / kStepK)
+  int64_t group_steps;     ///< steps of one group; equal to `steps` when channelwise
+  DType scale_dtype;       ///< kFloat32 or kBFloat16
+  bool channelwise;
+};
+
+/// out[r, 16 * p + c] = rows r times column c of panel p, dequantized, bias added, for r < m and p < panel_count.
+/// Writes all 16 columns of each panel and nothing else. ldc: elements between rows of out.
+/// scratch: null, or unpack_scratch_bytes(steps) bytes, 64-byte aligned, for weights unpacked once for many rows.
+using GemmFn = void (*)(const Rows& rows, int64_t m, const Panels& panels, int64_t panel_count, float* out, int64_t ldc,
+                        uint8_t* scratch);
+
+/// Quantizes one row of k elements. group: values of k per entry of starts (k itself when channelwise); divides k.
+/// q: [k rounded up to kStepK], the padding is written as zero. starts: [k / group].
+using QuantizeRowFn = void (*)(const void* x, DType dtype, int64_t k, int64_t group, int8_t* q, int32_t* starts,
+                               RowQuant* quant);
+
+/// h[i] = activation(g[i], u[i]) for i < n; u is null when ungated. h may be g.
+using ActivateFn = void (*)(Activation kind, const float* g, const float* u, float* h, int64_t n);
+
+/// out[i] = sum over j < count, ascending, skipping slots[j] < 0, of weights[j] * y[slots[j] * ldy + i], i < n, each
+/// step one fma in float32. weights null means 1 for all. NaN is stored as the canonical quiet NaN of `dtype`.
+using CombineFn = void (*)(const float* y, int64_t ldy, const int32_t* slots, const float* weights, int64_t count,
+                           int64_t n, DType dtype, void* out);
+
+/// out[i] = x[i] rounded to `dtype` (nearest even), i < n; NaN as in CombineFn.
+using StoreRowFn = void (*)(const float* x, int64_t n, DType dtype, void* out);
+
+/// One SIMD variant.
+struct Kernel {
+  const char* name;         ///< file name without .cpp, e.g. "x86_avx512vnni"
+  uint32_t needs;           ///< Feature bits (cpu_features.h); runs iff (needs & host_features()) == needs
+  int64_t max_rows;         ///< rows of its largest tile: row blocks are cut in multiples of this
+  GemmFn gemm;
+  QuantizeRowFn quantize_row;
+  ActivateFn activate;
+  CombineFn combine;
+  StoreRowFn store_row;
+};
+
+/// Bytes of `scratch` of GemmFn: two panels, unpacked to one byte a value.
+constexpr int64_t unpack_scratch_bytes(int64_t steps) { return 2 * steps * 2 * kStepBytes; }
+
+}  // namespace w4a8

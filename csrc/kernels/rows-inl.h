@@ -1,0 +1,170 @@
+// Work on whole rows: quantize, combine, round to the output type. Once for all ISAs.
+// Included inside a target region and an anonymous namespace, behind activation-inl.h.
+
+template <class Ops, DType kType>
+struct RowLoader {
+  const void* x;
+
+  W4A8_INLINE typename Ops::F full(int64_t i) const { return Ops::template load_as<kType>(x, i); }
+  // Elements [i, i + count), zeros behind; count < kLanes.
+  W4A8_INLINE typename Ops::F part(int64_t i, int64_t count) const {
+    constexpr int64_t kSize = dtype_bytes(kType);
+    alignas(64) uint8_t buffer[Ops::kLanes * kSize] = {};
+    __builtin_memcpy(buffer, static_cast<const uint8_t*>(x) + i * kSize, static_cast<size_t>(count * kSize));
+    return Ops::template load_as<kType>(buffer, 0);
+  }
+};
+
+template <class Ops>
+struct Quantizer {
+  typename Ops::F scale;
+  typename Ops::I zero_point;
+
+  W4A8_INLINE typename Ops::I operator()(typename Ops::F x) const {
+    const typename Ops::I q = Ops::iadd(Ops::to_int(Ops::mul(x, scale)), zero_point);
+    return Ops::imax(Ops::isplat(-128), Ops::imin(Ops::isplat(127), q));
+  }
+};
+
+template <class Ops, DType kType>
+void quantize_row_as(const void* x, int64_t k, int64_t group, int8_t* q, int32_t* starts, RowQuant* quant) {
+  using F = typename Ops::F;
+  using I = typename Ops::I;
+  constexpr int64_t kLanes = Ops::kLanes;
+  const RowLoader<Ops, kType> row{x};
+  const int64_t vectors = k / kLanes;
+  const int64_t rest = k % kLanes;
+  const F zero = Ops::splat(0.0f);
+  F low = zero;
+  F high = zero;
+  F finite = zero;  // becomes NaN with the first NaN or infinity, since 0 * inf is NaN
+  for (int64_t v = 0; v < vectors; ++v) {
+    const F value = row.full(v * kLanes);
+    low = Ops::min(low, value);
+    high = Ops::max(high, value);
+    finite = Ops::fma(value, zero, finite);
+  }
+  if (rest != 0) {
+    const F value = row.part(k - rest, rest);
+    low = Ops::min(low, value);
+    high = Ops::max(high, value);
+    finite = Ops::fma(value, zero, finite);
+  }
+  float lows[kLanes];
+  float highs[kLanes];
+  float flags[kLanes];
+  Ops::store(lows, low);
+  Ops::store(highs, high);
+  Ops::store(flags, finite);
+  float mn = 0.0f;
+  float mx = 0.0f;
+  float flag = 0.0f;
+  for (int64_t i = 0; i < kLanes; ++i) {
+    mn = lows[i] < mn ? lows[i] : mn;
+    mx = highs[i] > mx ? highs[i] : mx;
+    flag += flags[i];
+  }
+  const int64_t padded = (k + kStepK - 1) / kStepK * kStepK;
+  if (!(flag == 0.0f)) {
+    for (int64_t i = 0; i < padded; ++i) q[i] = 0;
+    for (int64_t g = 0; g < k / group; ++g) starts[g] = 0;
+    *quant = {__builtin_nanf(""), 0};
+    return;
+  }
+  const RowParams params = row_params(mn, mx);
+  *quant = params.quant;
+  const Quantizer<Ops> quantizer{Ops::splat(params.scale), Ops::isplat(params.quant.zero_point)};
+  const int64_t group_vectors = group / kLanes;  // a group is all of k, or a multiple of 32 and so of kLanes
+  for (int64_t g = 0; g < k / group; ++g) {
+    I sum = Ops::isplat(0);
+    for (int64_t v = g * group_vectors; v < (g + 1) * group_vectors; ++v) {
+      const I value = quantizer(row.full(v * kLanes));
+      Ops::store_int8(q + v * kLanes, value);
+      sum = Ops::iadd(sum, value);
+    }
+    starts[g] = -8 * Ops::reduce(sum);
+  }
+  if (rest == 0) return;
+  int32_t tail[kLanes];
+  Ops::istore(tail, quantizer(row.part(k - rest, rest)));
+  int32_t sum = 0;
+  for (int64_t i = 0; i < rest; ++i) {
+    q[k - rest + i] = static_cast<int8_t>(tail[i]);
+    sum += tail[i];
+  }
+  for (int64_t i = k; i < padded; ++i) q[i] = 0;
+  starts[0] -= 8 * sum;
+}
+
+template <class Ops>
+void quantize_row(const void* x, DType dtype, int64_t k, int64_t group, int8_t* q, int32_t* starts, RowQuant* quant) {
+  switch (dtype) {
+    case DType::kFloat32: return quantize_row_as<Ops, DType::kFloat32>(x, k, group, q, starts, quant);
+    case DType::kBFloat16: return quantize_row_as<Ops, DType::kBFloat16>(x, k, group, q, starts, quant);
+    case DType::kFloat16: return quantize_row_as<Ops, DType::kFloat16>(x, k, group, q, starts, quant);
+  }
+}
+
+// Stores vectors of float32 as kType, the last one partly.
+template <class Ops, DType kType>
+struct RowStorer {
+  void* out;
+
+  W4A8_INLINE void full(int64_t i, typename Ops::F x) const { Ops::template store_as<kType>(out, i, x); }
+  W4A8_INLINE void part(int64_t i, int64_t count, typename Ops::F x) const {
+    constexpr int64_t kSize = dtype_bytes(kType);
+    alignas(64) uint8_t buffer[Ops::kLanes * kSize];
+    Ops::template store_as<kType>(buffer, 0, x);
+    __builtin_memcpy(static_cast<uint8_t*>(out) + i * kSize, buffer, static_cast<size_t>(count * kSize));
+  }
+};
+
+template <class Ops, DType kType>
+void store_row_as(const float* x, int64_t n, void* out) {
+  const RowStorer<Ops, kType> row{out};
+  int64_t i = 0;
+  for (; i + Ops::kLanes <= n; i += Ops::kLanes) row.full(i, Ops::load(x + i));
+  if (i < n) row.part(i, n - i, RowLoader<Ops, DType::kFloat32>{x}.part(i, n - i));
+}
+
+template <class Ops>
+void store_row(const float* x, int64_t n, DType dtype, void* out) {
+  switch (dtype) {
+    case DType::kFloat32: return store_row_as<Ops, DType::kFloat32>(x, n, out);
+    case DType::kBFloat16: return store_row_as<Ops, DType::kBFloat16>(x, n, out);
+    case DType::kFloat16: return store_row_as<Ops, DType::kFloat16>(x, n, out);
+  }
+}
+
+template <class Ops, DType kType>
+void combine_as(const float* y, int64_t ldy, const int32_t* slots, const float* weights, int64_t count, int64_t n,
+                void* out) {
+  using F = typename Ops::F;
+  constexpr int64_t kLanes = Ops::kLanes;
+  const RowStorer<Ops, kType> row{out};
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const bool whole = i + kLanes <= n;
+    F sum = Ops::splat(0.0f);
+    for (int64_t j = 0; j < count; ++j) {
+      if (slots[j] < 0) continue;
+      const float* src = y + slots[j] * ldy;
+      const F value = whole ? Ops::load(src + i) : RowLoader<Ops, DType::kFloat32>{src}.part(i, n - i);
+      sum = Ops::fma(Ops::splat(weights != nullptr ? weights[j] : 1.0f), value, sum);
+    }
+    if (whole) {
+      row.full(i, sum);
+    } else {
+      row.part(i, n - i, sum);
+    }
+  }
+}
+
+template <class Ops>
+void combine(const float* y, int64_t ldy, const int32_t* slots, const float* weights, int64_t count, int64_t n,
+             DType dtype, void* out) {
+  switch (dtype) {
+    case DType::kFloat32: return combine_as<Ops, DType::kFloat32>(y, ldy, slots, weights, count, n, out);
+    case DType::kBFloat16: return combine_as<Ops, DType::kBFloat16>(y, ldy, slots, weights, count, n, out);
+    case DType::kFloat16: return combine_as<Ops, DType::kFloat16>(y, ldy, slots, weights, count, n, out);
+  }
+}

@@ -1,0 +1,122 @@
+// Portable kernel: one lane, plain C++, runs on any CPU. The definition the others are compared with.
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+#include "kernels/half.h"
+#include "kernels/kernel.h"
+#include "kernels/row_params.h"
+#include "kernels/target.h"
+
+namespace w4a8::isa {
+namespace {
+
+#include "kernels/activation-inl.h"
+#include "kernels/rows-inl.h"
+#include "kernels/tile-inl.h"
+
+struct Ops {
+  using F = float;
+  using I = int32_t;
+  static constexpr int64_t kLanes = 1;
+  static constexpr int kVecs = 16;
+  static constexpr int kRows[] = {2};
+  static constexpr int64_t kUnpackRows = INT64_MAX;  // nothing to gain
+
+  static F splat(float x) { return x; }
+  static F load(const float* p) { return *p; }
+  static F load_bytes(const uint8_t* p) {
+    F x;
+    std::memcpy(&x, p, sizeof(x));
+    return x;
+  }
+  static void store(float* p, F x) { *p = x; }
+  static F add(F a, F b) { return a + b; }
+  static F sub(F a, F b) { return a - b; }
+  static F mul(F a, F b) { return a * b; }
+  static F div(F a, F b) { return a / b; }
+  static F fma(F a, F b, F c) { return std::fma(a, b, c); }
+  static F min(F a, F b) { return a < b ? a : b; }
+  static F max(F a, F b) { return a > b ? a : b; }
+  static F neg(F a) { return bits_float(float_bits(a) ^ 0x80000000u); }
+  static F abs(F a) { return bits_float(float_bits(a) & 0x7fffffffu); }
+  static F select_less(F a, F b, F yes, F no) { return a < b ? yes : no; }
+  static F to_float(I a) { return static_cast<float>(a); }
+  // Nearest even: at 1.5 * 2^23 a float has no fraction bits. |a| < 2^22 for every number that gets here; a NaN gives
+  // some integer.
+  static I to_int(F a) { return static_cast<I>(float_bits(a + 0x1.8p23f) - 0x4b400000u); }
+  // 2^n for n in [-126, 127].
+  static F pow2(I n) { return bits_float(static_cast<uint32_t>(n + 127) << 23); }
+
+  static I isplat(int32_t x) { return x; }
+  static I iload(const uint8_t* p) {
+    I x;
+    std::memcpy(&x, p, sizeof(x));
+    return x;
+  }
+  static void istore(int32_t* p, I x) { *p = x; }
+  static I iadd(I a, I b) { return a + b; }
+  static I isub(I a, I b) { return a - b; }
+  static I imul(I a, I b) { return a * b; }
+  static I imin(I a, I b) { return a < b ? a : b; }
+  static I imax(I a, I b) { return a > b ? a : b; }
+  template <int kBits>
+  static I shift_right(I a) {
+    return a >> kBits;
+  }
+  static int32_t reduce(I a) { return a; }
+  static void store_int8(int8_t* p, I a) { *p = static_cast<int8_t>(a); }
+
+  template <DType kType>
+  static F load_as(const void* p, int64_t i) {
+    const auto* bytes = static_cast<const uint8_t*>(p) + i * dtype_bytes(kType);
+    if constexpr (kType == DType::kFloat32) return load_bytes(bytes);
+    uint16_t half;
+    std::memcpy(&half, bytes, sizeof(half));
+    return kType == DType::kBFloat16 ? bits_float(static_cast<uint32_t>(half) << 16) : float_from_float16(half);
+  }
+  template <DType kType>
+  static void store_as(void* p, int64_t i, F x) {
+    auto* bytes = static_cast<uint8_t*>(p) + i * dtype_bytes(kType);
+    if constexpr (kType == DType::kFloat32) {
+      const uint32_t bits = x == x ? float_bits(x) : 0x7fc00000u;
+      std::memcpy(bytes, &bits, sizeof(bits));
+    } else {
+      const uint16_t half = kType == DType::kBFloat16 ? bfloat16_from_float(x) : float16_from_float(x);
+      std::memcpy(bytes, &half, sizeof(half));
+    }
+  }
+  static F load_scales(const uint8_t* scales, int64_t i, DType dtype) {
+    return dtype == DType::kFloat32 ? load_as<DType::kFloat32>(scales, i) : load_as<DType::kBFloat16>(scales, i);
+  }
+
+  // nibble * q <= 15 * 128 in size: exact in int32 for K <= 2^20.
+  template <int R, int C, bool kUnpacked>
+  static void accumulate(I (&acc)[R][C][kVecs], const int8_t* const (&rows)[R], const uint8_t* const (&weights)[C],
+                         int64_t begin, int64_t end) {
+    for (int64_t s = begin; s < end; ++s) {
+      for (int c = 0; c < C; ++c) {
+        const uint8_t* step = weights[c] + s * kStepBytes;
+        for (int column = 0; column < kVecs; ++column) {
+          for (int i = 0; i < 4; ++i) {
+            const int32_t low = step[4 * column + i] & 0x0f;
+            const int32_t high = step[4 * column + i] >> 4;
+            for (int r = 0; r < R; ++r) {
+              const int8_t* q = rows[r] + s * kStepK;
+              acc[r][c][column] += low * q[i] + high * q[4 + i];
+            }
+          }
+        }
+      }
+    }
+  }
+};
+
+}  // namespace
+
+extern const Kernel scalar;
+const Kernel scalar = {"scalar",     0, Ops::kRows[0], gemm<Ops>, quantize_row<Ops>, activate<Ops>, combine<Ops>,
+                       store_row<Ops>};
+
+}  // namespace w4a8::isa

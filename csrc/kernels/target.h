@@ -1,0 +1,21 @@
+// A target region: between W4A8_TARGET("avx2,fma") and W4A8_TARGET_END the compiler may use those instructions.
+//
+// Regions instead of per-file compiler flags: functions of headers included before the region keep the baseline
+// instruction set, so no inline function of the standard library is emitted with AVX-512 in it and then chosen by the
+// linker for the whole program. Inside a region: no #include but *-inl.h, and no lambdas (they may not inherit it).
+#pragma once
+
+#define W4A8_PRAGMA(x) _Pragma(#x)
+#if defined(__clang__)
+#define W4A8_TARGET(features) \
+  W4A8_PRAGMA(clang attribute push(__attribute__((target(features))), apply_to = function))
+#define W4A8_TARGET_END W4A8_PRAGMA(clang attribute pop)
+#elif defined(__GNUC__)
+#define W4A8_TARGET(features) W4A8_PRAGMA(GCC push_options) W4A8_PRAGMA(GCC target(features))
+#define W4A8_TARGET_END W4A8_PRAGMA(GCC pop_options)
+#else
+#error "w4a8 needs GCC or Clang: kernels are compiled in target regions"
+#endif
+
+/// For the small functions a tile is made of: a call there would spill every register.
+#define W4A8_INLINE __attribute__((always_inline)) inline

@@ -1,0 +1,204 @@
+// AVX-512 VNNI kernel: int4 weights (unsigned nibbles) x int8 activations.
+//
+//   instruction                         Ice Lake / SPR    Zen 4          (ports and latency: uops.info, read 2026-11)
+//   VPDPBUSD zmm, zmm, m32{1to16}       2 a cycle, 5      1 a cycle, 4
+//   VPANDD, VPSRLW zmm                  same ports as VPDPBUSD on Intel: unpacking costs; free on Zen 4
+//
+//   A step of a panel (8 k x 16 columns) is one register:
+//      w    zmm   [ b0 b1 b2 b3 | b0 b1 b2 b3 | .. ]     byte i of column c: low nibble k0 + i, high nibble k0 + 4 + i
+//      lo = w & 0x0f   hi = (w >> 4) & 0x0f
+//      a    zmm   [ a0 a1 a2 a3 | a0 a1 a2 a3 | .. ]     4 activations, broadcast from memory
+//      acc += lo . a[k0..k0+3],  acc += hi . a[k0+4..k0+7]
+//
+//   The stored nibble is w + 8, hence acc starts at -8 * sum(a). |acc| <= K * 15 * 128 < 2^31 for K <= 2^20.
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#include <cstdint>
+#include <utility>
+
+#include "kernels/cpu_features.h"
+#include "kernels/kernel.h"
+#include "kernels/row_params.h"
+#include "kernels/target.h"
+
+#if !defined(__clang__)
+// GCC before 13 warns about its own undefined-value idiom in avx512fintrin.h (GCC bug 105593).
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+
+W4A8_TARGET("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")
+namespace w4a8::isa {
+namespace {
+
+#include "kernels/activation-inl.h"
+#include "kernels/rows-inl.h"
+#include "kernels/tile-inl.h"
+
+struct Ops {
+  using F = __m512;
+  using I = __m512i;
+  static constexpr int64_t kLanes = 16;
+  static constexpr int kVecs = 1;
+  // 12 x 1 or 6 x 2 accumulators, as many float ones, and the weights: 29 of 32 registers.
+  static constexpr int kRows[] = {12, 6};
+  static constexpr int64_t kUnpackRows = 24;
+
+  static W4A8_INLINE F splat(float x) { return _mm512_set1_ps(x); }
+  static W4A8_INLINE F load(const float* p) { return _mm512_loadu_ps(p); }
+  static W4A8_INLINE F load_bytes(const uint8_t* p) { return _mm512_loadu_ps(p); }
+  static W4A8_INLINE void store(float* p, F x) { _mm512_storeu_ps(p, x); }
+  static W4A8_INLINE F add(F a, F b) { return _mm512_add_ps(a, b); }
+  static W4A8_INLINE F sub(F a, F b) { return _mm512_sub_ps(a, b); }
+  static W4A8_INLINE F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+  static W4A8_INLINE F div(F a, F b) { return _mm512_div_ps(a, b); }
+  static W4A8_INLINE F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+  static W4A8_INLINE F min(F a, F b) { return _mm512_min_ps(a, b); }
+  static W4A8_INLINE F max(F a, F b) { return _mm512_max_ps(a, b); }
+  static W4A8_INLINE F neg(F a) { return _mm512_xor_ps(a, _mm512_set1_ps(-0.0f)); }
+  static W4A8_INLINE F abs(F a) { return _mm512_andnot_ps(_mm512_set1_ps(-0.0f), a); }
+  static W4A8_INLINE F select_less(F a, F b, F yes, F no) {
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), no, yes);
+  }
+  static W4A8_INLINE F to_float(I a) { return _mm512_cvtepi32_ps(a); }
+  static W4A8_INLINE I to_int(F a) { return _mm512_cvtps_epi32(a); }
+  static W4A8_INLINE F pow2(I n) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(n, _mm512_set1_epi32(127)), 23));
+  }
+
+  static W4A8_INLINE I isplat(int32_t x) { return _mm512_set1_epi32(x); }
+  static W4A8_INLINE I iload(const uint8_t* p) { return _mm512_loadu_si512(p); }
+  static W4A8_INLINE void istore(int32_t* p, I x) { _mm512_storeu_si512(p, x); }
+  static W4A8_INLINE I iadd(I a, I b) { return _mm512_add_epi32(a, b); }
+  static W4A8_INLINE I isub(I a, I b) { return _mm512_sub_epi32(a, b); }
+  static W4A8_INLINE I imul(I a, I b) { return _mm512_mullo_epi32(a, b); }
+  static W4A8_INLINE I imin(I a, I b) { return _mm512_min_epi32(a, b); }
+  static W4A8_INLINE I imax(I a, I b) { return _mm512_max_epi32(a, b); }
+  template <int kBits>
+  static W4A8_INLINE I shift_right(I a) {
+    return _mm512_srai_epi32(a, kBits);
+  }
+  static W4A8_INLINE int32_t reduce(I a) { return _mm512_reduce_add_epi32(a); }
+  static W4A8_INLINE void store_int8(int8_t* p, I a) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a));
+  }
+
+  static W4A8_INLINE F widen_bfloat16(__m256i half) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+  }
+  template <DType kType>
+  static W4A8_INLINE F load_as(const void* p, int64_t i) {
+    if constexpr (kType == DType::kFloat32) return _mm512_loadu_ps(static_cast<const float*>(p) + i);
+    const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(static_cast<const uint16_t*>(p) + i));
+    return kType == DType::kBFloat16 ? widen_bfloat16(half) : _mm512_cvtph_ps(half);
+  }
+  template <DType kType>
+  static W4A8_INLINE void store_as(void* p, int64_t i, F x) {
+    const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+    x = _mm512_mask_mov_ps(x, nan, _mm512_castsi512_ps(_mm512_set1_epi32(0x7fc00000)));
+    if constexpr (kType == DType::kFloat32) {
+      _mm512_storeu_ps(static_cast<float*>(p) + i, x);
+      return;
+    }
+    auto* dst = reinterpret_cast<__m256i*>(static_cast<uint16_t*>(p) + i);
+    if constexpr (kType == DType::kBFloat16) {
+      // Nearest even: add 0x7fff plus the lowest bit kept. 0x7fc00000 stays 0x7fc0.
+      const I bits = _mm512_castps_si512(x);
+      const I odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+      const I rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+      _mm256_storeu_si256(dst, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
+    } else {
+      _mm256_storeu_si256(dst, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    }
+  }
+  static W4A8_INLINE F load_scales(const uint8_t* scales, int64_t i, DType dtype) {
+    if (dtype == DType::kFloat32) return _mm512_loadu_ps(scales + 4 * i);
+    return widen_bfloat16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(scales + 2 * i)));
+  }
+
+  static W4A8_INLINE I broadcast4(const int8_t* p) {
+    int32_t four;
+    __builtin_memcpy(&four, p, sizeof(four));
+    return _mm512_set1_epi32(four);
+  }
+  // acc += u8 . s8. An asm statement, because GCC 12 wraps the intrinsic in register copies inside loops, which spills
+  // the float accumulators.
+  static W4A8_INLINE void dot(I& acc, I u8, I s8) {
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(u8), "v"(s8));
+  }
+  template <bool kUnpacked>
+  static W4A8_INLINE void load_step(const uint8_t* w, int64_t s, I& lo, I& hi) {
+    if constexpr (kUnpacked) {
+      lo = _mm512_loadu_si512(w + s * 2 * kStepBytes);
+      hi = _mm512_loadu_si512(w + s * 2 * kStepBytes + kStepBytes);
+    } else {
+      const I nibble = _mm512_set1_epi8(0x0f);
+      const I both = _mm512_loadu_si512(w + s * kStepBytes);
+      lo = _mm512_and_si512(both, nibble);
+      hi = _mm512_and_si512(_mm512_srli_epi16(both, 4), nibble);
+    }
+  }
+
+  template <int R, int C, bool kUnpacked>
+  static W4A8_INLINE void accumulate(I (&acc)[R][C][1], const int8_t* const (&rows)[R],
+                                     const uint8_t* const (&weights)[C], int64_t begin, int64_t end) {
+    // With few rows, a second set of accumulators hides the latency.
+    constexpr bool kSplit = R * C <= 4;
+    I second[R][C];
+    if constexpr (kSplit) {
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 2
+        for (int c = 0; c < C; ++c) second[r][c] = _mm512_setzero_si512();
+      }
+    }
+    for (int64_t s = begin; s < end; ++s) {
+      I lo[C];
+      I hi[C];
+#pragma GCC unroll 2
+      for (int c = 0; c < C; ++c) {
+        // 1.5 KiB ahead: a few rows leave the memory the time to be the limit.
+        if constexpr (R <= 2 && !kUnpacked) _mm_prefetch(weights[c] + (s + 24) * kStepBytes, _MM_HINT_T0);
+        load_step<kUnpacked>(weights[c], s, lo[c], hi[c]);
+      }
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) {
+        const I a0 = broadcast4(rows[r] + s * kStepK);
+        const I a1 = broadcast4(rows[r] + s * kStepK + 4);
+#pragma GCC unroll 2
+        for (int c = 0; c < C; ++c) {
+          dot(acc[r][c][0], lo[c], a0);
+          if constexpr (kSplit) {
+            dot(second[r][c], hi[c], a1);
+          } else {
+            dot(acc[r][c][0], hi[c], a1);
+          }
+        }
+      }
+    }
+    if constexpr (kSplit) {
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 2
+        for (int c = 0; c < C; ++c) acc[r][c][0] = _mm512_add_epi32(acc[r][c][0], second[r][c]);
+      }
+    }
+  }
+};
+
+}  // namespace
+
+extern const Kernel x86_avx512vnni;
+const Kernel x86_avx512vnni = {"x86_avx512vnni",
+                               kAvx2 | kFma | kF16c | kAvx512 | kAvx512Vnni,
+                               Ops::kRows[0],
+                               gemm<Ops>,
+                               quantize_row<Ops>,
+                               activate<Ops>,
+                               combine<Ops>,
+                               store_row<Ops>};
+
+}  // namespace w4a8::isa
+W4A8_TARGET_END
+#endif

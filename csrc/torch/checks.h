@@ -1,0 +1,66 @@
+// Tensors and scalars of a call -> what the core takes, with errors that name the argument.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "core/layout.h"
+#include "kernels/kernel.h"
+
+namespace w4a8 {
+
+/// Runs body and turns the core's std::invalid_argument into a c10::Error that names the op.
+template <class F>
+auto with_op_name(const char* op, F&& body) {
+  try {
+    return body();
+  } catch (const std::invalid_argument& error) {
+    TORCH_CHECK(false, "w4a8::", op, ": ", error.what());
+  }
+}
+
+inline std::string shape_text(at::IntArrayRef sizes) {
+  std::string text = "[";
+  for (std::size_t i = 0; i < sizes.size(); ++i) {
+    if (i != 0) text += ", ";
+    text += std::to_string(sizes[i]);
+  }
+  return text += "]";
+}
+
+inline void check_cpu(const char* name, const at::Tensor& tensor) {
+  TORCH_CHECK(tensor.defined() && tensor.device().is_cpu(), name, " is ",
+              tensor.defined() ? "on device " + tensor.device().str() : "undefined", ", expected a CPU tensor");
+  TORCH_CHECK(tensor.layout() == at::kStrided, name, " has layout ", tensor.layout(), ", expected a strided tensor");
+}
+
+inline DType activation_dtype(const char* name, const at::Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case at::kFloat: return DType::kFloat32;
+    case at::kBFloat16: return DType::kBFloat16;
+    case at::kHalf: return DType::kFloat16;
+    default:
+      TORCH_CHECK(false, name, " has dtype ", tensor.scalar_type(), ", expected float32, bfloat16 or float16");
+  }
+}
+
+/// A packed tensor as the core reads it: uint8 [bytes], or [E, bytes] when `stack`.
+inline void check_packed(const char* name, const at::Tensor& tensor, bool stack) {
+  TORCH_CHECK(tensor.scalar_type() == at::kByte, name, " has dtype ", tensor.scalar_type(), ", expected uint8");
+  TORCH_CHECK(tensor.dim() == (stack ? 2 : 1), name, " has shape ", shape_text(tensor.sizes()), ", expected ",
+              stack ? "[E, bytes]" : "[bytes]", " as dyn_quant_pack_4bit_weight returns it");
+}
+
+/// Checks the three integers that describe a matrix and returns its shape (scales and bias not yet known).
+inline PackedShape matrix_shape(const char* op, int64_t block_size, int64_t in_features, int64_t out_features) {
+  PackedShape shape;
+  shape.n = out_features;
+  shape.k = in_features;
+  shape.group = block_size;
+  with_op_name(op, [&] { check_shape(shape); });
+  return shape;
+}
+
+}  // namespace w4a8

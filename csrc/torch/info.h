@@ -1,0 +1,42 @@
+// What the library says about itself. No torch header: the Python module is built from this alone.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#define W4A8_EXPORT __attribute__((visibility("default")))
+
+namespace w4a8 {
+
+/// One kernel of the library.
+struct KernelInfo {
+  std::string name;
+  std::string needs;  ///< CPU features, separated by a space
+  bool supported;     ///< this CPU has them
+};
+
+W4A8_EXPORT std::string version();
+/// All kernels, best first.
+W4A8_EXPORT std::vector<KernelInfo> kernels();
+/// The kernel the ops run. Throws std::invalid_argument if the environment variable W4A8_KERNEL names one that cannot.
+W4A8_EXPORT std::string active_kernel_name();
+/// Forces a kernel for the process; "" returns to the default. Throws std::invalid_argument, listing the choices.
+W4A8_EXPORT void force_kernel(const std::string& name);
+/// Features of this CPU that matter to kernels, separated by a space.
+W4A8_EXPORT std::string cpu_features();
+
+/// What the header of a packed matrix says.
+struct PackedInfo {
+  int64_t version;
+  int64_t out_features;
+  int64_t in_features;
+  int64_t block_size;
+  std::string scale_dtype;  ///< "float32" or "bfloat16"
+  bool has_bias;
+  int64_t bytes;
+};
+/// data: one packed matrix of `size` bytes. Throws std::invalid_argument that names the field that is wrong.
+W4A8_EXPORT PackedInfo packed_info(const void* data, int64_t size);
+
+}  // namespace w4a8

@@ -1,0 +1,93 @@
+// The ops of namespace w4a8: schemas and registration.
+#include <torch/library.h>
+
+#include "core/layout.h"
+#include "kernels/cpu_features.h"
+#include "kernels/registry.h"
+#include "torch/ops.h"
+#include "torch/w4a8.h"
+
+TORCH_LIBRARY(w4a8, m) {
+  m.def(
+      "dyn_quant_pack_4bit_weight(Tensor weights, Tensor scales_zeros, Tensor? bias, int block_size, int in_features, "
+      "int out_features) -> Tensor");
+  m.def(
+      "dyn_quant_unpack_4bit_weight(Tensor packed_weights, int block_size, int in_features, int out_features) -> "
+      "(Tensor weights, Tensor scales_zeros, Tensor bias)");
+  m.def(
+      "dyn_quant_matmul_4bit(Tensor inp, Tensor packed_weights, int block_size, int in_features, int out_features) -> "
+      "Tensor");
+  m.def(
+      "dynamic_4bit_int_moe(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w13_packed, Tensor w2_packed, int H, "
+      "int I, int I2, int group_size, bool apply_router_weight_on_input, int activation_kind) -> Tensor");
+  // vLLM since 0.25 calls it without I2: gated.
+  m.def(
+      "dynamic_4bit_int_moe.gated(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w13_packed, Tensor w2_packed, "
+      "int H, int I, int group_size, bool apply_router_weight_on_input, int activation_kind) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(w4a8, CPU, m) {
+  m.impl("dyn_quant_pack_4bit_weight", w4a8::pack_cpu);
+  m.impl("dyn_quant_unpack_4bit_weight", w4a8::unpack_cpu);
+  m.impl("dyn_quant_matmul_4bit", w4a8::matmul_cpu);
+  m.impl("dynamic_4bit_int_moe", w4a8::moe_cpu);
+  m.impl("dynamic_4bit_int_moe.gated", w4a8::moe_gated_cpu);
+}
+
+// Unpack has none: the type of its scales and whether there is a bias are in the data.
+TORCH_LIBRARY_IMPL(w4a8, Meta, m) {
+  m.impl("dyn_quant_pack_4bit_weight", w4a8::pack_meta);
+  m.impl("dyn_quant_matmul_4bit", w4a8::matmul_meta);
+  m.impl("dynamic_4bit_int_moe", w4a8::moe_meta);
+  m.impl("dynamic_4bit_int_moe.gated", w4a8::moe_gated_meta);
+}
+
+namespace w4a8 {
+
+at::Tensor dyn_quant_pack_4bit_weight(const at::Tensor& weights, const at::Tensor& scales_zeros,
+                                      const c10::optional<at::Tensor>& bias, int64_t block_size, int64_t in_features,
+                                      int64_t out_features) {
+  return pack_cpu(weights, scales_zeros, bias, block_size, in_features, out_features);
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> dyn_quant_unpack_4bit_weight(const at::Tensor& packed_weights,
+                                                                            int64_t block_size, int64_t in_features,
+                                                                            int64_t out_features) {
+  return unpack_cpu(packed_weights, block_size, in_features, out_features);
+}
+
+at::Tensor dyn_quant_matmul_4bit(const at::Tensor& inp, const at::Tensor& packed_weights, int64_t block_size,
+                                 int64_t in_features, int64_t out_features) {
+  return matmul_cpu(inp, packed_weights, block_size, in_features, out_features);
+}
+
+at::Tensor dynamic_4bit_int_moe(const at::Tensor& x, const at::Tensor& topk_ids, const at::Tensor& topk_weights,
+                                const at::Tensor& w13_packed, const at::Tensor& w2_packed, int64_t H, int64_t I,
+                                int64_t I2, int64_t group_size, bool apply_router_weight_on_input,
+                                int64_t activation_kind) {
+  return moe_cpu(x, topk_ids, topk_weights, w13_packed, w2_packed, H, I, I2, group_size, apply_router_weight_on_input,
+                 activation_kind);
+}
+
+std::string version() { return W4A8_VERSION; }
+
+std::vector<KernelInfo> kernels() {
+  std::vector<KernelInfo> result;
+  for (const Kernel* kernel : all_kernels()) {
+    result.push_back({kernel->name, feature_names(kernel->needs), supported(*kernel, host_features())});
+  }
+  return result;
+}
+
+std::string active_kernel_name() { return active_kernel().name; }
+void force_kernel(const std::string& name) { use_kernel(name); }
+std::string cpu_features() { return feature_names(host_features()); }
+
+PackedInfo packed_info(const void* data, int64_t size) {
+  const PackedShape shape = read_header(static_cast<const uint8_t*>(data), size, "packed matrix");
+  return {kPackedVersion, shape.n,        shape.k,
+          shape.group,    shape.scale_dtype == DType::kFloat32 ? "float32" : "bfloat16",
+          shape.has_bias, packed_bytes(shape)};
+}
+
+}  // namespace w4a8

@@ -1,0 +1,173 @@
+// pack, unpack and matmul: checks, views and output tensors. The core computes.
+#include "core/gemm.h"
+#include "core/pack.h"
+#include "kernels/registry.h"
+#include "torch/checks.h"
+#include "torch/context.h"
+#include "torch/ops.h"
+
+namespace w4a8 {
+namespace {
+
+// "[E, sizes...]" for a stack, "[sizes...]" for one matrix.
+std::string expected_shape(const at::Tensor& weights, std::initializer_list<int64_t> sizes) {
+  std::vector<int64_t> all;
+  if (weights.dim() == 3) all.push_back(weights.size(0));
+  all.insert(all.end(), sizes);
+  return shape_text(all);
+}
+
+bool has_shape(const at::Tensor& tensor, const at::Tensor& weights, std::initializer_list<int64_t> sizes) {
+  return shape_text(tensor.sizes()) == expected_shape(weights, sizes);
+}
+
+// weights [N, K/2] or [E, N, K/2] and what must fit them.
+void check_pack_arguments(const at::Tensor& weights, const at::Tensor& scales, const c10::optional<at::Tensor>& bias,
+                          const PackedShape& shape) {
+  TORCH_CHECK(weights.scalar_type() == at::kByte, "weights has dtype ", weights.scalar_type(), ", expected uint8");
+  TORCH_CHECK((weights.dim() == 2 || weights.dim() == 3) && has_shape(weights, weights, {shape.n, shape.k / 2}),
+              "weights has shape ", shape_text(weights.sizes()), ", expected [", shape.n, ", ", shape.k / 2,
+              "] or [E, ", shape.n, ", ", shape.k / 2, "] for out_features = ", shape.n, " and in_features = ", shape.k);
+  TORCH_CHECK(scales.scalar_type() == at::kFloat || scales.scalar_type() == at::kBFloat16, "scales_zeros has dtype ",
+              scales.scalar_type(), ", expected float32 or bfloat16");
+  TORCH_CHECK(has_shape(scales, weights, {shape.n, shape.groups()}), "scales_zeros has shape ",
+              shape_text(scales.sizes()), ", expected ", expected_shape(weights, {shape.n, shape.groups()}),
+              " for block_size = ", shape.group);
+  if (!bias.has_value()) return;
+  TORCH_CHECK(at::isFloatingType(bias->scalar_type()), "bias has dtype ", bias->scalar_type(),
+              ", expected a floating point type");
+  TORCH_CHECK(has_shape(*bias, weights, {shape.n}), "bias has shape ", shape_text(bias->sizes()), ", expected ",
+              expected_shape(weights, {shape.n}));
+}
+
+PackedShape pack_shape(const at::Tensor& weights, const at::Tensor& scales, const c10::optional<at::Tensor>& bias,
+                       int64_t block_size, int64_t in_features, int64_t out_features) {
+  PackedShape shape = matrix_shape("dyn_quant_pack_4bit_weight", block_size, in_features, out_features);
+  check_pack_arguments(weights, scales, bias, shape);
+  shape.scale_dtype = scales.scalar_type() == at::kFloat ? DType::kFloat32 : DType::kBFloat16;
+  shape.has_bias = bias.has_value();
+  return shape;
+}
+
+at::Tensor empty_packed(const at::Tensor& weights, const PackedShape& shape) {
+  const int64_t bytes = packed_bytes(shape);
+  if (weights.dim() == 2) return at::empty({bytes}, weights.options());
+  TORCH_CHECK(weights.size(0) <= INT64_MAX / bytes, "weights has shape ", shape_text(weights.sizes()),
+              ": the packed tensor would exceed 2^63 bytes");
+  return at::empty({weights.size(0), bytes}, weights.options());
+}
+
+void check_matmul_arguments(const at::Tensor& inp, const at::Tensor& packed, const PackedShape& shape) {
+  activation_dtype("inp", inp);
+  TORCH_CHECK(inp.dim() >= 1 && inp.size(-1) == shape.k, "inp has shape ", shape_text(inp.sizes()), ", expected [..., ", shape.k,
+              "] for in_features = ", shape.k);
+  check_packed("packed_weights", packed, /*stack=*/false);
+}
+
+}  // namespace
+
+at::Tensor pack_cpu(const at::Tensor& weights, const at::Tensor& scales_zeros, const c10::optional<at::Tensor>& bias,
+                    int64_t block_size, int64_t in_features, int64_t out_features) {
+  check_cpu("weights", weights);
+  check_cpu("scales_zeros", scales_zeros);
+  if (bias.has_value()) check_cpu("bias", *bias);
+  const PackedShape shape = pack_shape(weights, scales_zeros, bias, block_size, in_features, out_features);
+  at::Tensor packed = empty_packed(weights, shape);
+  const at::Tensor w = weights.contiguous();
+  const at::Tensor s = scales_zeros.contiguous();
+  const at::Tensor b = bias.has_value() ? bias->to(at::kFloat).contiguous() : at::Tensor();
+  const RawWeights raw = {w.data_ptr<uint8_t>(), s.data_ptr(), b.defined() ? b.data_ptr<float>() : nullptr};
+  AtenParallel parallel;
+  pack(shape, weights.dim() == 3 ? weights.size(0) : 1, raw, packed.data_ptr<uint8_t>(), parallel);
+  return packed;
+}
+
+at::Tensor pack_meta(const at::Tensor& weights, const at::Tensor& scales_zeros, const c10::optional<at::Tensor>& bias,
+                     int64_t block_size, int64_t in_features, int64_t out_features) {
+  return empty_packed(weights, pack_shape(weights, scales_zeros, bias, block_size, in_features, out_features));
+}
+
+namespace {
+
+// Output tensors of unpack for `lead` = [] or [E].
+std::tuple<at::Tensor, at::Tensor, at::Tensor> empty_unpacked(const at::Tensor& packed, const PackedShape& shape) {
+  std::vector<int64_t> lead;
+  if (packed.dim() == 2) lead.push_back(packed.size(0));
+  const auto make = [&](std::initializer_list<int64_t> sizes, at::ScalarType dtype) {
+    std::vector<int64_t> all = lead;
+    all.insert(all.end(), sizes);
+    return at::empty(all, packed.options().dtype(dtype));
+  };
+  const auto scales = shape.scale_dtype == DType::kFloat32 ? at::kFloat : at::kBFloat16;
+  return {make({shape.n, shape.k / 2}, at::kByte), make({shape.n, shape.groups()}, scales),
+          shape.has_bias ? make({shape.n}, at::kFloat) : at::empty({0}, packed.options().dtype(at::kFloat))};
+}
+
+}  // namespace
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> unpack_cpu(const at::Tensor& packed_weights, int64_t block_size,
+                                                          int64_t in_features, int64_t out_features) {
+  const char* op = "dyn_quant_unpack_4bit_weight";
+  check_cpu("packed_weights", packed_weights);
+  matrix_shape(op, block_size, in_features, out_features);
+  check_packed("packed_weights", packed_weights, packed_weights.dim() == 2);
+  const at::Tensor packed = packed_weights.contiguous();
+  const int64_t count = packed.dim() == 2 ? packed.size(0) : 1;
+  const int64_t bytes = packed.size(-1);
+  TORCH_CHECK(count > 0, "packed_weights has shape ", shape_text(packed.sizes()), ", expected at least one expert");
+  const auto* data = packed.data_ptr<uint8_t>();
+  return with_op_name(op, [&] {
+    const auto open = [&](int64_t e) {
+      const std::string what = packed.dim() == 2 ? "packed_weights[" + std::to_string(e) + "]" : "packed_weights";
+      return open_packed(data + e * bytes, bytes, out_features, in_features, block_size, what);
+    };
+    const PackedShape shape = open(0).shape;
+    const auto out = empty_unpacked(packed, shape);
+    AtenParallel parallel;
+    for (int64_t e = 0; e < count; ++e) {
+      const PackedMatrix matrix = open(e);
+      TORCH_CHECK(matrix.shape == shape, "packed_weights[", e, "] has another scale dtype or bias flag than packed_weights[0]");
+      const auto scales_bytes = shape.n * shape.groups() * dtype_bytes(shape.scale_dtype);
+      unpack(matrix, std::get<0>(out).data_ptr<uint8_t>() + e * shape.n * (shape.k / 2),
+             static_cast<uint8_t*>(std::get<1>(out).data_ptr()) + e * scales_bytes,
+             shape.has_bias ? std::get<2>(out).data_ptr<float>() + e * shape.n : nullptr, parallel);
+    }
+    return out;
+  });
+}
+
+at::Tensor matmul_cpu(const at::Tensor& inp, const at::Tensor& packed_weights, int64_t block_size, int64_t in_features,
+                      int64_t out_features) {
+  const char* op = "dyn_quant_matmul_4bit";
+  check_cpu("inp", inp);
+  check_cpu("packed_weights", packed_weights);
+  check_matmul_arguments(inp, packed_weights, matrix_shape(op, block_size, in_features, out_features));
+  const at::Tensor packed = packed_weights.contiguous();
+  const at::Tensor x = inp.contiguous();
+  return with_op_name(op, [&] {
+    const PackedMatrix matrix = open_packed(packed.data_ptr<uint8_t>(), packed.numel(), out_features, in_features,
+                                            block_size, "packed_weights");
+    std::vector<int64_t> sizes = x.sizes().vec();
+    sizes.back() = out_features;
+    at::Tensor out = at::empty(sizes, x.options());
+    AtenParallel parallel;
+    matmul(active_kernel(), parallel, thread_workspace(), matrix, x.data_ptr(), activation_dtype("inp", x),
+           x.numel() / in_features, out.data_ptr());
+    return out;
+  });
+}
+
+at::Tensor matmul_meta(const at::Tensor& inp, const at::Tensor& packed_weights, int64_t block_size, int64_t in_features,
+                       int64_t out_features) {
+  matrix_shape("dyn_quant_matmul_4bit", block_size, in_features, out_features);
+  activation_dtype("inp", inp);
+  check_packed("packed_weights", packed_weights, /*stack=*/false);
+  TORCH_CHECK(inp.dim() >= 1, "inp has no dimensions, expected [..., ", in_features, "]");
+  std::vector<c10::SymInt> sizes(inp.sym_sizes().begin(), inp.sym_sizes().end());
+  TORCH_CHECK(sizes.back() == in_features, "inp has last dimension ", sizes.back(), ", expected in_features = ",
+              in_features);
+  sizes.back() = out_features;
+  return at::empty_symint(sizes, inp.options());
+}
+
+}  // namespace w4a8

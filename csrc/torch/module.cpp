@@ -1,0 +1,55 @@
+// w4a8._C: what Python asks about the library itself. The ops are not here (library.cpp).
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <string>
+
+#include "torch/info.h"
+
+namespace py = pybind11;
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "Kernels of w4a8 and the packed format. Importing it registers the ops of torch.ops.w4a8.";
+  m.attr("__version__") = w4a8::version();
+  m.def(
+      "kernels",
+      [] {
+        py::list result;
+        for (const w4a8::KernelInfo& kernel : w4a8::kernels()) {
+          py::dict row;
+          row["name"] = kernel.name;
+          row["supported"] = kernel.supported;
+          row["needs"] = kernel.needs;
+          result.append(row);
+        }
+        return result;
+      },
+      "All kernels, best first, as dicts with name, supported and needs.");
+  m.def("active_kernel", &w4a8::active_kernel_name, "Name of the kernel that the ops run.");
+  m.def("use_kernel", &w4a8::force_kernel, py::arg("name"),
+        "Forces a kernel for the process; '' returns to the default. Raises ValueError.");
+  m.def("cpu_features", &w4a8::cpu_features, "CPU features that matter to kernels, separated by a space.");
+  m.def(
+      "read_header",
+      [](const py::buffer& data) {
+        const py::buffer_info info = data.request();
+        int64_t stride = info.itemsize;
+        for (py::ssize_t i = info.ndim; i-- > 0; stride *= info.shape[static_cast<std::size_t>(i)]) {
+          if (info.shape[static_cast<std::size_t>(i)] > 1 && info.strides[static_cast<std::size_t>(i)] != stride) {
+            throw py::value_error("read_header: data is not contiguous");
+          }
+        }
+        const w4a8::PackedInfo header = w4a8::packed_info(info.ptr, info.size * info.itemsize);
+        py::dict result;
+        result["version"] = header.version;
+        result["n"] = header.out_features;
+        result["k"] = header.in_features;
+        result["group"] = header.block_size;
+        result["scale_dtype"] = header.scale_dtype;
+        result["has_bias"] = header.has_bias;
+        result["bytes"] = header.bytes;
+        return result;
+      },
+      py::arg("data"), "The header of one packed matrix (any buffer). Raises ValueError naming the field that is wrong.");
+}

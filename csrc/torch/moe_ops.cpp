@@ -1,0 +1,123 @@
+// The fused MoE op: checks, views and the output tensor. The core computes.
+#include "core/moe/fused_moe.h"
+#include "kernels/registry.h"
+#include "torch/checks.h"
+#include "torch/context.h"
+#include "torch/ops.h"
+
+namespace w4a8 {
+namespace {
+
+constexpr const char* kOp = "dynamic_4bit_int_moe";
+
+Activation activation_of(int64_t kind) {
+  TORCH_CHECK(kind >= 0 && kind < kActivationCount, "activation_kind is ", kind,
+              ", expected 0 (SiLU(g)*u), 1 (SiLU(u)*g), 2 (SiLU), 3 (gpt-oss SwiGLU), 4 (SwiGLU-step), 5 (GELU), "
+              "6 (GELU tanh) or 7 (ReLU^2)");
+  return static_cast<Activation>(kind);
+}
+
+// Everything that does not need the data of a tensor, for CPU and Meta alike.
+void check_scalars(const at::Tensor& x, const at::Tensor& topk_ids, const at::Tensor& topk_weights,
+                   const at::Tensor& w13_packed, const at::Tensor& w2_packed, int64_t H, int64_t I, int64_t I2,
+                   int64_t group_size, int64_t activation_kind) {
+  activation_dtype("x", x);
+  activation_of(activation_kind);
+  TORCH_CHECK(topk_ids.scalar_type() == at::kInt || topk_ids.scalar_type() == at::kLong, "topk_ids has dtype ",
+              topk_ids.scalar_type(), ", expected int32 or int64");
+  TORCH_CHECK(at::isFloatingType(topk_weights.scalar_type()), "topk_weights has dtype ", topk_weights.scalar_type(),
+              ", expected a floating point type");
+  TORCH_CHECK(topk_ids.dim() == 2, "topk_ids has ", topk_ids.dim(), " dimensions, expected [T, k]");
+  TORCH_CHECK(topk_weights.dim() == 2, "topk_weights has ", topk_weights.dim(), " dimensions, expected [T, k]");
+  TORCH_CHECK(x.dim() >= 1, "x has no dimensions, expected [..., H]");
+  check_packed("w13_packed", w13_packed, /*stack=*/true);
+  check_packed("w2_packed", w2_packed, /*stack=*/true);
+  for (const auto& [name, value] : {std::pair<const char*, int64_t>{"H", H}, {"I", I}}) {
+    TORCH_CHECK(value >= 2 && value <= kMaxK && value % 2 == 0, name, " is ", value, ", expected an even number in 2..",
+                kMaxK);
+    TORCH_CHECK(group_size == -1 || group_size == value ||
+                    (group_size >= 32 && group_size % 32 == 0 && value % group_size == 0),
+                "group_size is ", group_size, ", expected -1 (channelwise) or a multiple of 32 that divides ", name, " = ",
+                value);
+  }
+  TORCH_CHECK(I2 == 2 * I || I2 == I, "I2 is ", I2, ", expected 2 * I = ", 2 * I, " (gated) or I = ", I);
+}
+
+}  // namespace
+
+at::Tensor moe_cpu(const at::Tensor& x, const at::Tensor& topk_ids, const at::Tensor& topk_weights,
+                   const at::Tensor& w13_packed, const at::Tensor& w2_packed, int64_t H, int64_t I, int64_t I2,
+                   int64_t group_size, bool apply_router_weight_on_input, int64_t activation_kind) {
+  check_cpu("x", x);
+  check_cpu("topk_ids", topk_ids);
+  check_cpu("topk_weights", topk_weights);
+  check_cpu("w13_packed", w13_packed);
+  check_cpu("w2_packed", w2_packed);
+  check_scalars(x, topk_ids, topk_weights, w13_packed, w2_packed, H, I, I2, group_size, activation_kind);
+  TORCH_CHECK(x.size(-1) == H, "x has shape ", shape_text(x.sizes()), ", expected [..., ", H, "] for H = ", H);
+  const int64_t tokens = x.numel() / H;
+  TORCH_CHECK(topk_ids.size(0) == tokens, "topk_ids has shape ", shape_text(topk_ids.sizes()), ", expected [", tokens,
+              ", k]: x has ", tokens, " tokens");
+  TORCH_CHECK(topk_weights.sizes() == topk_ids.sizes(), "topk_weights has shape ", shape_text(topk_weights.sizes()),
+              ", expected that of topk_ids, ", shape_text(topk_ids.sizes()));
+  TORCH_CHECK(w13_packed.size(0) == w2_packed.size(0), "w2_packed has ", w2_packed.size(0),
+              " experts, expected as many as w13_packed, ", w13_packed.size(0));
+
+  const at::Tensor input = x.contiguous();
+  const at::Tensor ids = topk_ids.contiguous();
+  const at::Tensor weights = topk_weights.to(at::kFloat).contiguous();
+  const at::Tensor w13 = w13_packed.contiguous();
+  const at::Tensor w2 = w2_packed.contiguous();
+  at::Tensor out = at::empty(input.sizes(), input.options());
+
+  MoeArgs args;
+  args.x = input.data_ptr();
+  args.out = out.data_ptr();
+  args.dtype = activation_dtype("x", input);
+  args.tokens = tokens;
+  args.slots = ids.size(1);
+  if (ids.scalar_type() == at::kInt) {
+    args.ids = ids.data_ptr<int32_t>();
+  } else {
+    args.ids64 = ids.data_ptr<int64_t>();
+  }
+  args.weights = weights.data_ptr<float>();
+  args.experts = w13.size(0);
+  args.w13 = w13.data_ptr<uint8_t>();
+  args.w13_bytes = w13.size(1);
+  args.w2 = w2.data_ptr<uint8_t>();
+  args.w2_bytes = w2.size(1);
+  args.hidden = H;
+  args.intermediate = I;
+  args.gated = I2 == 2 * I;
+  args.group = group_size;
+  args.weight_on_input = apply_router_weight_on_input;
+  args.activation = activation_of(activation_kind);
+  AtenParallel parallel;
+  with_op_name(kOp, [&] { fused_moe(active_kernel(), parallel, thread_workspace(), args); });
+  return out;
+}
+
+at::Tensor moe_meta(const at::Tensor& x, const at::Tensor& topk_ids, const at::Tensor& topk_weights,
+                    const at::Tensor& w13_packed, const at::Tensor& w2_packed, int64_t H, int64_t I, int64_t I2,
+                    int64_t group_size, bool /*apply_router_weight_on_input*/, int64_t activation_kind) {
+  check_scalars(x, topk_ids, topk_weights, w13_packed, w2_packed, H, I, I2, group_size, activation_kind);
+  TORCH_CHECK(x.sym_sizes().back() == H, "x has last dimension ", x.sym_sizes().back(), ", expected H = ", H);
+  return at::empty_symint(x.sym_sizes(), x.options());
+}
+
+at::Tensor moe_gated_cpu(const at::Tensor& x, const at::Tensor& topk_ids, const at::Tensor& topk_weights,
+                         const at::Tensor& w13_packed, const at::Tensor& w2_packed, int64_t H, int64_t I,
+                         int64_t group_size, bool apply_router_weight_on_input, int64_t activation_kind) {
+  return moe_cpu(x, topk_ids, topk_weights, w13_packed, w2_packed, H, I, 2 * I, group_size, apply_router_weight_on_input,
+                 activation_kind);
+}
+
+at::Tensor moe_gated_meta(const at::Tensor& x, const at::Tensor& topk_ids, const at::Tensor& topk_weights,
+                          const at::Tensor& w13_packed, const at::Tensor& w2_packed, int64_t H, int64_t I,
+                          int64_t group_size, bool apply_router_weight_on_input, int64_t activation_kind) {
+  return moe_meta(x, topk_ids, topk_weights, w13_packed, w2_packed, H, I, 2 * I, group_size, apply_router_weight_on_input,
+                  activation_kind);
+}
+
+}  // namespace w4a8

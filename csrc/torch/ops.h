@@ -1,0 +1,36 @@
+// CPU and Meta implementations of the ops; schemas are in library.cpp, contracts in w4a8.h.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <tuple>
+
+namespace w4a8 {
+
+at::Tensor pack_cpu(const at::Tensor& weights, const at::Tensor& scales_zeros, const c10::optional<at::Tensor>& bias,
+                    int64_t block_size, int64_t in_features, int64_t out_features);
+at::Tensor pack_meta(const at::Tensor& weights, const at::Tensor& scales_zeros, const c10::optional<at::Tensor>& bias,
+                     int64_t block_size, int64_t in_features, int64_t out_features);
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> unpack_cpu(const at::Tensor& packed_weights, int64_t block_size,
+                                                          int64_t in_features, int64_t out_features);
+
+at::Tensor matmul_cpu(const at::Tensor& inp, const at::Tensor& packed_weights, int64_t block_size, int64_t in_features,
+                      int64_t out_features);
+at::Tensor matmul_meta(const at::Tensor& inp, const at::Tensor& packed_weights, int64_t block_size, int64_t in_features,
+                       int64_t out_features);
+
+at::Tensor moe_cpu(const at::Tensor& x, const at::Tensor& topk_ids, const at::Tensor& topk_weights,
+                   const at::Tensor& w13_packed, const at::Tensor& w2_packed, int64_t H, int64_t I, int64_t I2,
+                   int64_t group_size, bool apply_router_weight_on_input, int64_t activation_kind);
+at::Tensor moe_meta(const at::Tensor& x, const at::Tensor& topk_ids, const at::Tensor& topk_weights,
+                    const at::Tensor& w13_packed, const at::Tensor& w2_packed, int64_t H, int64_t I, int64_t I2,
+                    int64_t group_size, bool apply_router_weight_on_input, int64_t activation_kind);
+at::Tensor moe_gated_cpu(const at::Tensor& x, const at::Tensor& topk_ids, const at::Tensor& topk_weights,
+                         const at::Tensor& w13_packed, const at::Tensor& w2_packed, int64_t H, int64_t I,
+                         int64_t group_size, bool apply_router_weight_on_input, int64_t activation_kind);
+at::Tensor moe_gated_meta(const at::Tensor& x, const at::Tensor& topk_ids, const at::Tensor& topk_weights,
+                          const at::Tensor& w13_packed, const at::Tensor& w2_packed, int64_t H, int64_t I,
+                          int64_t group_size, bool apply_router_weight_on_input, int64_t activation_kind);
+
+}  // namespace w4a8

@@ -1,0 +1,42 @@
+// w4a8 for C++ users of libtorch: int4 weights, int8 activations, mixture of experts, on CPUs.
+//
+// Each function is the op of the same name in namespace w4a8 (torch.ops.w4a8 in Python), called directly. All throw
+// c10::Error with a message that names the argument, what it was and what was expected. Numerics: docs/numerics.md.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <tuple>
+
+#include "info.h"
+
+namespace w4a8 {
+
+/// Packs int4 weights. weights: uint8 [N, K/2] (low nibble even k, high nibble odd k, value + 8) or [E, N, K/2] for a
+/// stack of experts; scales_zeros: float32 or bfloat16 [N, K/block_size] ([E, ...]); bias: [N] ([E, N]) or none.
+/// block_size: K (channelwise) or a multiple of 32 that divides K. Returns uint8 [bytes] or [E, bytes].
+W4A8_EXPORT at::Tensor dyn_quant_pack_4bit_weight(const at::Tensor& weights, const at::Tensor& scales_zeros,
+                                                  const c10::optional<at::Tensor>& bias, int64_t block_size,
+                                                  int64_t in_features, int64_t out_features);
+
+/// The exact inverse: (weights, scales_zeros, bias); bias is empty if there was none.
+W4A8_EXPORT std::tuple<at::Tensor, at::Tensor, at::Tensor> dyn_quant_unpack_4bit_weight(const at::Tensor& packed_weights,
+                                                                                        int64_t block_size,
+                                                                                        int64_t in_features,
+                                                                                        int64_t out_features);
+
+/// inp [..., K] (float32, bfloat16, float16) times a packed matrix: [..., N] of inp's type.
+W4A8_EXPORT at::Tensor dyn_quant_matmul_4bit(const at::Tensor& inp, const at::Tensor& packed_weights, int64_t block_size,
+                                             int64_t in_features, int64_t out_features);
+
+/// The fused mixture-of-experts layer. x: [..., H]; topk_ids: int32 or int64 [T, k], -1 skips the slot; topk_weights:
+/// floating [T, k]; w13_packed: uint8 [E, bytes], I2 x H; w2_packed: [E, bytes], H x I. I2: 2 * I (gated) or I.
+/// group_size: -1 is channelwise. activation_kind: 0..7, docs/numerics.md section 5. Returns the shape and type of x.
+W4A8_EXPORT at::Tensor dynamic_4bit_int_moe(const at::Tensor& x, const at::Tensor& topk_ids,
+                                            const at::Tensor& topk_weights, const at::Tensor& w13_packed,
+                                            const at::Tensor& w2_packed, int64_t H, int64_t I, int64_t I2,
+                                            int64_t group_size, bool apply_router_weight_on_input,
+                                            int64_t activation_kind);
+
+}  // namespace w4a8
