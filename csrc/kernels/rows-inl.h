@@ -84,6 +84,7 @@ void quantize_row_as(const void* x, int64_t k, int64_t group, int8_t* q, int32_t
     }
     starts[g] = -8 * Ops::reduce(sum);
   }
+  for (int64_t i = k; i < padded; ++i) q[i] = 0;
   if (rest == 0) return;
   int32_t tail[kLanes];
   Ops::istore(tail, quantizer(row.part(k - rest, rest)));
@@ -92,7 +93,6 @@ void quantize_row_as(const void* x, int64_t k, int64_t group, int8_t* q, int32_t
     q[k - rest + i] = static_cast<int8_t>(tail[i]);
     sum += tail[i];
   }
-  for (int64_t i = k; i < padded; ++i) q[i] = 0;
   starts[0] -= 8 * sum;
 }
 

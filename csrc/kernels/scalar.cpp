@@ -23,6 +23,7 @@ struct Ops {
   static constexpr int kVecs = 16;
   static constexpr int kRows[] = {2};
   static constexpr int64_t kUnpackRows = INT64_MAX;  // nothing to gain
+  static constexpr int64_t kUnpackSteps = 16;
 
   static F splat(float x) { return x; }
   static F load(const float* p) { return *p; }
@@ -39,13 +40,15 @@ struct Ops {
   static F fma(F a, F b, F c) { return std::fma(a, b, c); }
   static F min(F a, F b) { return a < b ? a : b; }
   static F max(F a, F b) { return a > b ? a : b; }
-  static F neg(F a) { return bits_float(float_bits(a) ^ 0x80000000u); }
-  static F abs(F a) { return bits_float(float_bits(a) & 0x7fffffffu); }
+  static F neg(F a) { return bits_float(w4a8::float_bits(a) ^ 0x80000000u); }
+  static F abs(F a) { return bits_float(w4a8::float_bits(a) & 0x7fffffffu); }
   static F select_less(F a, F b, F yes, F no) { return a < b ? yes : no; }
+  static F float_bits(I a) { return bits_float(static_cast<uint32_t>(a)); }
+  static I int_bits(F a) { return static_cast<I>(w4a8::float_bits(a)); }
   static F to_float(I a) { return static_cast<float>(a); }
   // Nearest even: at 1.5 * 2^23 a float has no fraction bits. |a| < 2^22 for every number that gets here; a NaN gives
   // some integer.
-  static I to_int(F a) { return static_cast<I>(float_bits(a + 0x1.8p23f) - 0x4b400000u); }
+  static I to_int(F a) { return static_cast<I>(w4a8::float_bits(a + 0x1.8p23f) - 0x4b400000u); }
   // 2^n for n in [-126, 127].
   static F pow2(I n) { return bits_float(static_cast<uint32_t>(n + 127) << 23); }
 
@@ -80,7 +83,7 @@ struct Ops {
   static void store_as(void* p, int64_t i, F x) {
     auto* bytes = static_cast<uint8_t*>(p) + i * dtype_bytes(kType);
     if constexpr (kType == DType::kFloat32) {
-      const uint32_t bits = x == x ? float_bits(x) : 0x7fc00000u;
+      const uint32_t bits = x == x ? w4a8::float_bits(x) : 0x7fc00000u;
       std::memcpy(bytes, &bits, sizeof(bits));
     } else {
       const uint16_t half = kType == DType::kBFloat16 ? bfloat16_from_float(x) : float16_from_float(x);

@@ -11,17 +11,27 @@
 //     accumulate<R, C, kUnpacked>(acc, rows, weights, begin, end)
 // which adds sum over the steps [begin, end) of nibble * q to acc[r][c][v].
 
-// What one tile reads and writes.
+// Many rows take the steps in chunks that stay in the first-level cache once unpacked; between chunks a tile keeps its
+// sums (int32 channelwise, else float) in `out`.
+
+// Up to here memory is the limit, not arithmetic: these tiles prefetch.
+constexpr int kStreamRows = 2;
+
+// What one tile reads and writes, for the steps of one chunk.
 struct TileArgs {
-  const int8_t* q;
+  const int8_t* q;        // at the first step of the chunk
   int64_t q_stride;
-  const int32_t* starts;
+  const int32_t* starts;  // at the first group of the chunk
   int64_t starts_stride;
   const RowQuant* quant;
   const Panels* panels;
-  const uint8_t* panel;      // the first of the C panels: scales, sums and bias
-  const uint8_t* weights;    // its steps, packed or unpacked
-  int64_t weights_stride;    // bytes to the steps of the next panel
+  const uint8_t* panel;    // the first of the C panels: sums and bias
+  const uint8_t* scales;   // its scales, at the first group of the chunk
+  const uint8_t* weights;  // its steps, packed or unpacked, at the first step of the chunk
+  int64_t weights_stride;  // bytes to the steps of the next panel
+  int64_t steps;
+  bool first;              // no chunk before this one
+  bool last;
   float* out;
   int64_t ldc;
 };
@@ -86,25 +96,71 @@ W4A8_INLINE void start_accumulators(const TileArgs& t, int64_t group, typename O
   }
 }
 
-template <class Ops, int R, int C, bool kChannelwise, bool kUnpacked>
-void tile(const TileArgs& t) {
-  using I = typename Ops::I;
+// Sums kept in `out` between chunks, as they are.
+template <class Ops, int R, int C>
+W4A8_INLINE void load_sums(const TileArgs& t, typename Ops::F (&f)[R][C][Ops::kVecs]) {
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 2
+    for (int c = 0; c < C; ++c) {
+#pragma GCC unroll 16
+      for (int v = 0; v < Ops::kVecs; ++v) f[r][c][v] = Ops::load(t.out + r * t.ldc + c * kPanelColumns + v * Ops::kLanes);
+    }
+  }
+}
+
+template <class Ops, int R, int C>
+W4A8_INLINE void store_sums(const TileArgs& t, typename Ops::F (&f)[R][C][Ops::kVecs]) {
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 2
+    for (int c = 0; c < C; ++c) {
+#pragma GCC unroll 16
+      for (int v = 0; v < Ops::kVecs; ++v) Ops::store(t.out + r * t.ldc + c * kPanelColumns + v * Ops::kLanes, f[r][c][v]);
+    }
+  }
+}
+
+template <class Ops, int R, int C, bool kUnpacked>
+W4A8_INLINE void channelwise_tile(const TileArgs& t, const int8_t* const (&rows)[R], const uint8_t* const (&weights)[C]) {
+  typename Ops::I acc[R][C][Ops::kVecs];
+  typename Ops::F bits[R][C][Ops::kVecs];
+  if (t.first) {
+    start_accumulators<Ops, R, C>(t, 0, acc);
+  } else {
+    load_sums<Ops, R, C>(t, bits);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 2
+      for (int c = 0; c < C; ++c) {
+#pragma GCC unroll 16
+        for (int v = 0; v < Ops::kVecs; ++v) acc[r][c][v] = Ops::int_bits(bits[r][c][v]);
+      }
+    }
+  }
+  Ops::template accumulate<R, C, kUnpacked>(acc, rows, weights, 0, t.steps);
+  if (t.last) {
+    finish_channelwise<Ops, R, C>(t, acc);
+    return;
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 2
+    for (int c = 0; c < C; ++c) {
+#pragma GCC unroll 16
+      for (int v = 0; v < Ops::kVecs; ++v) bits[r][c][v] = Ops::float_bits(acc[r][c][v]);
+    }
+  }
+  store_sums<Ops, R, C>(t, bits);
+}
+
+template <class Ops, int R, int C, bool kUnpacked>
+W4A8_INLINE void groups_tile(const TileArgs& t, const int8_t* const (&rows)[R], const uint8_t* const (&weights)[C]) {
   using F = typename Ops::F;
   const Panels& p = *t.panels;
-  const int8_t* rows[R];
-  const uint8_t* weights[C];
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) rows[r] = t.q + r * t.q_stride;
-#pragma GCC unroll 2
-  for (int c = 0; c < C; ++c) weights[c] = t.weights + c * t.weights_stride;
-
-  I acc[R][C][Ops::kVecs];
-  if constexpr (kChannelwise) {
-    start_accumulators<Ops, R, C>(t, 0, acc);
-    Ops::template accumulate<R, C, kUnpacked>(acc, rows, weights, 0, p.steps);
-    finish_channelwise<Ops, R, C>(t, acc);
-  } else {
-    F f[R][C][Ops::kVecs];
+  typename Ops::I acc[R][C][Ops::kVecs];
+  F f[R][C][Ops::kVecs];
+  if (t.first) {
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 2
@@ -113,22 +169,47 @@ void tile(const TileArgs& t) {
         for (int v = 0; v < Ops::kVecs; ++v) f[r][c][v] = Ops::splat(0.0f);
       }
     }
-    const int64_t group_steps = p.group_steps;
-    for (int64_t group = 0, step = 0; step < p.steps; ++group, step += group_steps) {
-      start_accumulators<Ops, R, C>(t, group, acc);
-      Ops::template accumulate<R, C, kUnpacked>(acc, rows, weights, step, step + group_steps);
+  } else {
+    load_sums<Ops, R, C>(t, f);
+  }
+  const int64_t group_steps = p.group_steps;
+  for (int64_t group = 0, step = 0; step < t.steps; ++group, step += group_steps) {
+    start_accumulators<Ops, R, C>(t, group, acc);
+    Ops::template accumulate<R, C, kUnpacked>(acc, rows, weights, step, step + group_steps);
 #pragma GCC unroll 2
-      for (int c = 0; c < C; ++c) {
-        const uint8_t* scales = t.panel + c * p.stride + p.scales_offset;
+    for (int c = 0; c < C; ++c) {
+      const uint8_t* scales = t.scales + c * p.stride;
+      // The scales lie apart from the weights: without a hint each panel would wait for them once.
+      if constexpr (R <= kStreamRows && !kUnpacked) {
+        __builtin_prefetch(scales + C * p.stride + group * kPanelColumns * dtype_bytes(p.scale_dtype));
+      }
 #pragma GCC unroll 16
-        for (int v = 0; v < Ops::kVecs; ++v) {
-          const F scale = Ops::load_scales(scales, group * kPanelColumns + v * Ops::kLanes, p.scale_dtype);
+      for (int v = 0; v < Ops::kVecs; ++v) {
+        const F scale = Ops::load_scales(scales, group * kPanelColumns + v * Ops::kLanes, p.scale_dtype);
 #pragma GCC unroll 16
-          for (int r = 0; r < R; ++r) f[r][c][v] = Ops::fma(Ops::to_float(acc[r][c][v]), scale, f[r][c][v]);
-        }
+        for (int r = 0; r < R; ++r) f[r][c][v] = Ops::fma(Ops::to_float(acc[r][c][v]), scale, f[r][c][v]);
       }
     }
+  }
+  if (t.last) {
     finish_groups<Ops, R, C>(t, f);
+  } else {
+    store_sums<Ops, R, C>(t, f);
+  }
+}
+
+template <class Ops, int R, int C, bool kChannelwise, bool kUnpacked>
+void tile(const TileArgs& t) {
+  const int8_t* rows[R];
+  const uint8_t* weights[C];
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) rows[r] = t.q + r * t.q_stride;
+#pragma GCC unroll 2
+  for (int c = 0; c < C; ++c) weights[c] = t.weights + c * t.weights_stride;
+  if constexpr (kChannelwise) {
+    channelwise_tile<Ops, R, C, kUnpacked>(t, rows, weights);
+  } else {
+    groups_tile<Ops, R, C, kUnpacked>(t, rows, weights);
   }
 }
 
@@ -158,11 +239,46 @@ static inline void unpack_steps(const uint8_t* packed, int64_t steps, uint8_t* b
   }
 }
 
+// All rows times `columns` panels, for the steps of one chunk. t: everything but what depends on the rows.
+template <class Ops>
+void row_tiles(TileArgs t, const Rows& rows, int64_t m, int64_t columns, bool unpacked, int64_t first_step,
+               int64_t first_group) {
+  constexpr int64_t kMaxPanels = static_cast<int64_t>(sizeof(Ops::kRows) / sizeof(Ops::kRows[0]));
+  float* out = t.out;
+  // Even shares: 7 rows are 4 + 3, not 6 + 1.
+  const int64_t most = Ops::kRows[columns - 1];
+  const int64_t tiles = (m + most - 1) / most;
+  for (int64_t i = 0; i < tiles; ++i) {
+    const int64_t begin = m * i / tiles;
+    const int64_t count = m * (i + 1) / tiles - begin;
+    t.q = rows.q + begin * rows.stride + first_step * kStepK;
+    t.starts = rows.starts + begin * rows.starts_stride + first_group;
+    t.quant = rows.quant + begin;
+    t.out = out + begin * t.ldc;
+    TileFn fn = nullptr;
+    if constexpr (kMaxPanels == 2) {
+      fn = columns == 2 ? pick_tile<Ops, 2>(count, t.panels->channelwise, unpacked)
+                        : pick_tile<Ops, 1>(count, t.panels->channelwise, unpacked);
+    } else {
+      fn = pick_tile<Ops, 1>(count, t.panels->channelwise, unpacked);
+    }
+    fn(t);
+  }
+}
+
 template <class Ops>
 void gemm(const Rows& rows, int64_t m, const Panels& panels, int64_t panel_count, float* out, int64_t ldc,
           uint8_t* scratch) {
   constexpr int64_t kMaxPanels = static_cast<int64_t>(sizeof(Ops::kRows) / sizeof(Ops::kRows[0]));
   const bool unpacked = scratch != nullptr && m >= Ops::kUnpackRows;
+  // A chunk is whole groups: as many as fit kUnpackSteps, at least one.
+  int64_t chunk = panels.steps;
+  if (unpacked && panels.channelwise) {
+    chunk = Ops::kUnpackSteps;
+  } else if (unpacked) {
+    chunk = panels.group_steps >= Ops::kUnpackSteps ? panels.group_steps
+                                                    : Ops::kUnpackSteps / panels.group_steps * panels.group_steps;
+  }
   for (int64_t p = 0; p < panel_count;) {
     const int64_t columns = panel_count - p < kMaxPanels ? panel_count - p : kMaxPanels;
     TileArgs t;
@@ -170,34 +286,24 @@ void gemm(const Rows& rows, int64_t m, const Panels& panels, int64_t panel_count
     t.starts_stride = rows.starts_stride;
     t.panels = &panels;
     t.panel = panels.data + p * panels.stride;
-    t.weights = t.panel;
-    t.weights_stride = panels.stride;
+    t.out = out + p * kPanelColumns;
     t.ldc = ldc;
-    if (unpacked) {
-      t.weights = scratch;
-      t.weights_stride = panels.steps * 2 * kStepBytes;
-      for (int64_t c = 0; c < columns; ++c) {
-        unpack_steps(t.panel + c * panels.stride, panels.steps, scratch + c * t.weights_stride);
+    for (int64_t step = 0; step < panels.steps; step += chunk) {
+      const int64_t group = panels.channelwise ? 0 : step / panels.group_steps;
+      t.steps = panels.steps - step < chunk ? panels.steps - step : chunk;
+      t.first = step == 0;
+      t.last = step + t.steps == panels.steps;
+      t.scales = t.panel + panels.scales_offset + group * kPanelColumns * dtype_bytes(panels.scale_dtype);
+      t.weights = t.panel + step * kStepBytes;
+      t.weights_stride = panels.stride;
+      if (unpacked) {
+        t.weights_stride = t.steps * 2 * kStepBytes;
+        for (int64_t c = 0; c < columns; ++c) {
+          unpack_steps(t.weights + c * panels.stride, t.steps, scratch + c * t.weights_stride);
+        }
+        t.weights = scratch;
       }
-    }
-    // Even shares: 7 rows are 4 + 3, not 6 + 1.
-    const int64_t most = Ops::kRows[columns - 1];
-    const int64_t tiles = (m + most - 1) / most;
-    for (int64_t i = 0; i < tiles; ++i) {
-      const int64_t begin = m * i / tiles;
-      const int64_t count = m * (i + 1) / tiles - begin;
-      t.q = rows.q + begin * rows.stride;
-      t.starts = rows.starts + begin * rows.starts_stride;
-      t.quant = rows.quant + begin;
-      t.out = out + begin * ldc + p * kPanelColumns;
-      TileFn fn = pick_tile<Ops, 1>(1, panels.channelwise, unpacked);
-      if constexpr (kMaxPanels == 2) {
-        fn = columns == 2 ? pick_tile<Ops, 2>(count, panels.channelwise, unpacked)
-                          : pick_tile<Ops, 1>(count, panels.channelwise, unpacked);
-      } else {
-        fn = pick_tile<Ops, 1>(count, panels.channelwise, unpacked);
-      }
-      fn(t);
+      row_tiles<Ops>(t, rows, m, columns, unpacked, step, group);
     }
     p += columns;
   }

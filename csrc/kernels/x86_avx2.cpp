@@ -38,6 +38,8 @@ struct Ops {
   // 4 rows x 2 halves of 16-bit sums, two weights, broadcast, product: 12 of 16 registers; 32-bit sums live in memory.
   static constexpr int kRows[] = {4};
   static constexpr int64_t kUnpackRows = 8;
+  static constexpr int64_t kUnpackSteps = 96;  // 12 KiB of unpacked weights
+  static constexpr int64_t kAhead = 48;        // steps (cache lines) a tile of few rows prefetches ahead
   static constexpr int64_t kStepsInInt16 = 4;
 
   static W4A8_INLINE F splat(float x) { return _mm256_set1_ps(x); }
@@ -56,6 +58,8 @@ struct Ops {
   static W4A8_INLINE F select_less(F a, F b, F yes, F no) {
     return _mm256_blendv_ps(no, yes, _mm256_cmp_ps(a, b, _CMP_LT_OQ));
   }
+  static W4A8_INLINE F float_bits(I a) { return _mm256_castsi256_ps(a); }
+  static W4A8_INLINE I int_bits(F a) { return _mm256_castps_si256(a); }
   static W4A8_INLINE F to_float(I a) { return _mm256_cvtepi32_ps(a); }
   static W4A8_INLINE I to_int(F a) { return _mm256_cvtps_epi32(a); }
   static W4A8_INLINE F pow2(I n) {
@@ -143,40 +147,53 @@ struct Ops {
       }
     }
   }
-  template <int R, bool kUnpacked, bool kHigh>
+  // kFirst: the sums are set instead of added to.
+  template <int R, bool kUnpacked, bool kHigh, bool kFirst>
   static W4A8_INLINE void add_products(I (&sums)[R][2], const int8_t* const (&rows)[R], const uint8_t* w, int64_t s) {
     I nibbles[2];
     load_nibbles<kUnpacked, kHigh>(w, s, nibbles);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       const I a = broadcast4(rows[r] + s * kStepK + (kHigh ? 4 : 0));
-      sums[r][0] = _mm256_add_epi16(sums[r][0], _mm256_maddubs_epi16(nibbles[0], a));
-      sums[r][1] = _mm256_add_epi16(sums[r][1], _mm256_maddubs_epi16(nibbles[1], a));
+#pragma GCC unroll 2
+      for (int v = 0; v < 2; ++v) {
+        const I products = _mm256_maddubs_epi16(nibbles[v], a);
+        sums[r][v] = kFirst ? products : _mm256_add_epi16(sums[r][v], products);
+        // Keeps the compiler from regrouping the additions of several steps, which would spill every sum.
+        __asm__("" : "+x"(sums[r][v]));
+      }
+    }
+  }
+
+  // Steps [s, s + count), 1 <= count <= kStepsInInt16.
+  template <int R, bool kUnpacked>
+  static W4A8_INLINE void add_block(I (&acc)[R][1][2], const int8_t* const (&rows)[R], const uint8_t* w, int64_t s,
+                                    int64_t count) {
+    I sums[R][2];
+    constexpr bool kPrefetch = R <= kStreamRows && !kUnpacked;
+    if constexpr (kPrefetch) __builtin_prefetch(w + (s + kAhead) * kStepBytes);
+    add_products<R, kUnpacked, false, true>(sums, rows, w, s);
+    add_products<R, kUnpacked, true, false>(sums, rows, w, s);
+#pragma GCC unroll 4
+    for (int64_t i = 1; i < count; ++i) {
+      if constexpr (kPrefetch) __builtin_prefetch(w + (s + i + kAhead) * kStepBytes);
+      add_products<R, kUnpacked, false, false>(sums, rows, w, s + i);
+      add_products<R, kUnpacked, true, false>(sums, rows, w, s + i);
+    }
+    const I ones = _mm256_set1_epi16(1);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      acc[r][0][0] = _mm256_add_epi32(acc[r][0][0], _mm256_madd_epi16(sums[r][0], ones));
+      acc[r][0][1] = _mm256_add_epi32(acc[r][0][1], _mm256_madd_epi16(sums[r][1], ones));
     }
   }
 
   template <int R, int C, bool kUnpacked>
   static W4A8_INLINE void accumulate(I (&acc)[R][C][2], const int8_t* const (&rows)[R],
                                      const uint8_t* const (&weights)[C], int64_t begin, int64_t end) {
-    const uint8_t* w = weights[0];
-    for (int64_t s = begin; s < end;) {
-      I sums[R][2];
-#pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) sums[r][0] = sums[r][1] = _mm256_setzero_si256();
-      const int64_t stop = s + kStepsInInt16 < end ? s + kStepsInInt16 : end;
-      for (; s < stop; ++s) {
-        // 1.5 KiB ahead: a few rows leave the memory the time to be the limit.
-        if constexpr (R <= 2 && !kUnpacked) _mm_prefetch(w + (s + 24) * kStepBytes, _MM_HINT_T0);
-        add_products<R, kUnpacked, false>(sums, rows, w, s);
-        add_products<R, kUnpacked, true>(sums, rows, w, s);
-      }
-      const I ones = _mm256_set1_epi16(1);
-#pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) {
-        acc[r][0][0] = _mm256_add_epi32(acc[r][0][0], _mm256_madd_epi16(sums[r][0], ones));
-        acc[r][0][1] = _mm256_add_epi32(acc[r][0][1], _mm256_madd_epi16(sums[r][1], ones));
-      }
-    }
+    int64_t s = begin;
+    for (; s + kStepsInInt16 <= end; s += kStepsInInt16) add_block<R, kUnpacked>(acc, rows, weights[0], s, kStepsInInt16);
+    if (s < end) add_block<R, kUnpacked>(acc, rows, weights[0], s, end - s);
   }
 };
 

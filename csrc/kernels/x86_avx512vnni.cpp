@@ -44,6 +44,8 @@ struct Ops {
   // 12 x 1 or 6 x 2 accumulators, as many float ones, and the weights: 29 of 32 registers.
   static constexpr int kRows[] = {12, 6};
   static constexpr int64_t kUnpackRows = 24;
+  static constexpr int64_t kUnpackSteps = 96;  // 24 KiB of unpacked weights
+  static constexpr int64_t kAhead = 48;        // steps (cache lines) a tile of few rows prefetches ahead
 
   static W4A8_INLINE F splat(float x) { return _mm512_set1_ps(x); }
   static W4A8_INLINE F load(const float* p) { return _mm512_loadu_ps(p); }
@@ -61,6 +63,8 @@ struct Ops {
   static W4A8_INLINE F select_less(F a, F b, F yes, F no) {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), no, yes);
   }
+  static W4A8_INLINE F float_bits(I a) { return _mm512_castsi512_ps(a); }
+  static W4A8_INLINE I int_bits(F a) { return _mm512_castps_si512(a); }
   static W4A8_INLINE F to_float(I a) { return _mm512_cvtepi32_ps(a); }
   static W4A8_INLINE I to_int(F a) { return _mm512_cvtps_epi32(a); }
   static W4A8_INLINE F pow2(I n) {
@@ -153,28 +157,27 @@ struct Ops {
         for (int c = 0; c < C; ++c) second[r][c] = _mm512_setzero_si512();
       }
     }
+#pragma GCC unroll 4
     for (int64_t s = begin; s < end; ++s) {
       I lo[C];
       I hi[C];
 #pragma GCC unroll 2
       for (int c = 0; c < C; ++c) {
-        // 1.5 KiB ahead: a few rows leave the memory the time to be the limit.
-        if constexpr (R <= 2 && !kUnpacked) _mm_prefetch(weights[c] + (s + 24) * kStepBytes, _MM_HINT_T0);
+        if constexpr (R <= kStreamRows && !kUnpacked) __builtin_prefetch(weights[c] + (s + kAhead) * kStepBytes);
         load_step<kUnpacked>(weights[c], s, lo[c], hi[c]);
+      }
+      // All low halves, then all high ones: as far apart as can be, since both add to the same accumulator.
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) {
+        const I a = broadcast4(rows[r] + s * kStepK);
+#pragma GCC unroll 2
+        for (int c = 0; c < C; ++c) dot(acc[r][c][0], lo[c], a);
       }
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
-        const I a0 = broadcast4(rows[r] + s * kStepK);
-        const I a1 = broadcast4(rows[r] + s * kStepK + 4);
+        const I a = broadcast4(rows[r] + s * kStepK + 4);
 #pragma GCC unroll 2
-        for (int c = 0; c < C; ++c) {
-          dot(acc[r][c][0], lo[c], a0);
-          if constexpr (kSplit) {
-            dot(second[r][c], hi[c], a1);
-          } else {
-            dot(acc[r][c][0], hi[c], a1);
-          }
-        }
+        for (int c = 0; c < C; ++c) dot(kSplit ? second[r][c] : acc[r][c][0], hi[c], a);
       }
     }
     if constexpr (kSplit) {

@@ -1,0 +1,197 @@
+// Every kernel alone: decode from memory (one row) and prefill from cache (120 rows), beside the limits of the machine.
+//
+//   bench_kernels [--threads=N] [--rounds=N] [--pool=MiB] [--rows=M]
+//
+// Each thread works on its own matrices; quantizing rows and scheduling are not part of it (bench_moe has them). The
+// limits and the kernels take turns, each figure is a median, and each result is compared with the scalar kernel's.
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <vector>
+
+#include "core/gemm.h"
+#include "harness.h"
+#include "kernels/cpu_features.h"
+#include "kernels/registry.h"
+#include "machine_limits.h"
+
+namespace w4a8::bench {
+namespace {
+
+constexpr int64_t kN = 1536;
+constexpr int64_t kK = 2048;
+constexpr int64_t kChunk = 12;  // panels of one gemm call, as a task of the driver has
+
+// m quantized rows and the output of one thread.
+struct Work {
+  Work(const PackedShape& shape, int64_t m)
+      : m(m),
+        arena(static_cast<std::size_t>(bytes(shape, m))),
+        out(static_cast<std::size_t>(m * kChunk * kPanelColumns)),
+        scratch(static_cast<std::size_t>(unpack_scratch_bytes(shape.steps()) + 64)) {
+    Slicer slicer(aligned(arena.data()));
+    rows = QuantizedRows::slice(slicer, m, shape.k, shape.group);
+    const std::vector<float> x = normal_values(m * shape.k, 7);
+    for (int64_t r = 0; r < m; ++r) {
+      all_kernels().back()->quantize_row(x.data() + r * shape.k, DType::kFloat32, shape.k, shape.group,
+                                         rows.q + r * rows.stride, rows.starts + r * rows.groups, rows.quant + r);
+    }
+  }
+
+  // One pass over a matrix. The tile is overwritten by each chunk of panels.
+  void multiply(const Kernel& kernel, const PackedMatrix& matrix) {
+    for (int64_t p = 0; p < matrix.shape.panels(); p += kChunk) {
+      kernel.gemm(rows.from(0), m, matrix.panels(p), std::min(kChunk, matrix.shape.panels() - p), out.data(),
+                  kChunk * kPanelColumns, aligned(scratch.data()));
+    }
+  }
+
+  int64_t m;
+  std::vector<uint8_t> arena;
+  QuantizedRows rows;
+  std::vector<float> out;
+  std::vector<uint8_t> scratch;
+
+ private:
+  static int64_t bytes(const PackedShape& shape, int64_t m) {
+    Slicer slicer(nullptr);
+    QuantizedRows::slice(slicer, m, shape.k, shape.group);
+    return slicer.bytes() + 64;
+  }
+  static uint8_t* aligned(uint8_t* p) { return reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(p) + 63) / 64 * 64); }
+};
+
+void verify(const Kernel& kernel, const PackedMatrix& matrix, int64_t m) {
+  Work got(matrix.shape, m);
+  Work want(matrix.shape, m);
+  got.multiply(kernel, matrix);
+  want.multiply(*all_kernels().back(), matrix);
+  if (std::memcmp(got.out.data(), want.out.data(), got.out.size() * sizeof(float)) != 0) {
+    std::fprintf(stderr, "bench_kernels: %s gives another result than scalar\n", kernel.name);
+    std::exit(1);
+  }
+}
+
+// Seconds of `body(worker)` on all threads at once.
+template <class F>
+double timed(OmpParallel& parallel, F&& body) {
+  const double start = now_seconds();
+  parallel.run(parallel.threads(), body);
+  return now_seconds() - start;
+}
+
+// One row from memory: matrices are taken from a pool far larger than the caches.
+void decode(const Kernel& kernel, const PackedShape& shape, const Buffer& pool, OmpParallel& parallel, int64_t rounds) {
+  const int threads = parallel.threads();
+  const int64_t size = packed_bytes(shape);
+  const int64_t per_thread = pool.bytes() / size / threads;
+  const int64_t per_round = std::max<int64_t>(1, (int64_t{24} << 20) / size);
+  std::vector<Work> work;
+  for (int t = 0; t < threads; ++t) work.emplace_back(shape, 1);
+  std::vector<double> kernel_rate;
+  std::vector<double> read_rate;
+  int64_t next = 0;
+  const double bytes = static_cast<double>(threads * per_round * size);
+  for (int64_t round = 0; round < rounds; ++round) {
+    const auto matrix = [&](int worker, int64_t i) {
+      return pool.data() + (worker * per_thread + (next + i) % per_thread) * size;
+    };
+    const double seconds = timed(parallel, [&](int worker) {
+      for (int64_t i = 0; i < per_round; ++i) {
+        work[static_cast<std::size_t>(worker)].multiply(kernel, {shape, matrix(worker, i)});
+      }
+    });
+    next += per_round;
+    uint64_t sink = 0;
+    const double read = timed(parallel, [&](int worker) {
+      uint64_t sum = 0;
+      for (int64_t i = 0; i < per_round; ++i) sum ^= read_all(matrix(worker, i), size);
+#pragma omp atomic
+      sink ^= sum;
+    });
+    next += per_round;
+    kernel_rate.push_back(bytes / seconds);
+    read_rate.push_back(bytes / read);
+    if (sink == 1) std::printf(" ");
+  }
+  const double ours = median(kernel_rate);
+  const double limit = median(read_rate);
+  std::printf("%-15s  M=1    %-7s  %2d   %8.1f GB/s  %8.1f GMAC/s   read %6.1f GB/s   %5.1f %%\n", kernel.name,
+              group_name(shape).c_str(), threads, ours * 1e-9,
+              ours / static_cast<double>(size) * static_cast<double>(shape.n * shape.k) * 1e-9, limit * 1e-9,
+              100 * ours / limit);
+}
+
+// Many rows from cache.
+void prefill(const Kernel& kernel, const PackedShape& shape, const Buffer& pool, OmpParallel& parallel, int64_t rounds,
+             int64_t m) {
+  const int threads = parallel.threads();
+  const int64_t size = packed_bytes(shape);
+  std::vector<Work> work;
+  for (int t = 0; t < threads; ++t) work.emplace_back(shape, m);
+  std::vector<double> kernel_rate;
+  std::vector<double> peak_rate;
+  for (int64_t round = 0; round < rounds; ++round) {
+    const double seconds = timed(parallel, [&](int worker) {
+      work[static_cast<std::size_t>(worker)].multiply(kernel, {shape, pool.data() + worker * size});
+    });
+    kernel_rate.push_back(static_cast<double>(threads * m * shape.n * shape.k) / seconds);
+    int64_t macs = 0;
+    const double peak = timed(parallel, [&](int worker) {
+      const int64_t count = run_multiply(kernel, 400000);
+      if (worker == 0) macs = count;
+    });
+    peak_rate.push_back(static_cast<double>(threads * macs) / peak);
+  }
+  const double ours = median(kernel_rate);
+  const double limit = median(peak_rate);
+  std::printf("%-15s  M=%-4ld %-7s  %2d   %8.1f GB/s  %8.1f GMAC/s   peak %6.1f GMAC/s ", kernel.name, static_cast<long>(m),
+              group_name(shape).c_str(), threads,
+              ours / static_cast<double>(m * shape.n * shape.k) * static_cast<double>(size) * 1e-9, ours * 1e-9, limit * 1e-9);
+  if (limit > 0) {
+    std::printf("%5.1f %%\n", 100 * ours / limit);
+  } else {
+    std::printf("  -\n");
+  }
+}
+
+int run(int argc, char** argv) {
+  const int64_t rounds = option(argc, argv, "rounds", 15);
+  const int64_t pool_mib = option(argc, argv, "pool", 1536);
+  const int64_t rows = option(argc, argv, "rows", 120);
+  const int64_t only = option(argc, argv, "threads", 0);
+  std::vector<int> thread_counts = {1, 2};
+  if (only > 0) thread_counts = {static_cast<int>(only)};
+  std::printf("%s; features: %s; N=%ld K=%ld; pool %ld MiB; medians of %ld rounds\n", cpu_name().c_str(),
+              feature_names(host_features()).c_str(), static_cast<long>(kN), static_cast<long>(kK),
+              static_cast<long>(pool_mib), static_cast<long>(rounds));
+  std::printf("%-15s  %-6s %-7s  thr  %-13s  %-16s %-18s share of limit\n", "kernel", "rows", "group", "weights read",
+              "multiplied", "limit");
+  const Buffer pool(pool_mib << 20);
+  for (const int64_t group : {int64_t{32}, int64_t{128}, kK}) {
+    const PackedShape shape = {kN, kK, group, group == kK ? DType::kFloat32 : DType::kBFloat16, false};
+    OmpParallel all(2);
+    fill_packed(shape, pool.bytes() / packed_bytes(shape), pool.data(), all);
+    for (const Kernel* kernel : all_kernels()) {
+      if (!supported(*kernel, host_features())) {
+        std::printf("%-15s  not supported by this CPU\n", kernel->name);
+        continue;
+      }
+      const bool slow = kernel == all_kernels().back();
+      verify(*kernel, {shape, pool.data()}, 1);
+      verify(*kernel, {shape, pool.data()}, slow ? 3 : rows);
+      for (const int threads : thread_counts) {
+        OmpParallel parallel(threads);
+        decode(*kernel, shape, pool, parallel, slow ? 1 : rounds);
+        prefill(*kernel, shape, pool, parallel, slow ? 1 : rounds, slow ? 3 : rows);
+        std::fflush(stdout);
+      }
+    }
+  }
+  return 0;
+}
+
+}  // namespace
+}  // namespace w4a8::bench
+
+int main(int argc, char** argv) { return w4a8::bench::run(argc, argv); }

@@ -1,0 +1,215 @@
+// The fused MoE op on the layer of Qwen3-30B-A3B, with the time of each stage.
+//
+//   bench_moe [--threads=N] [--rounds=N] [--layers=N] [--kernel...=W4A8_KERNEL in the environment]
+//
+// Stages are timed from outside: the op runs on a copy of the kernel whose functions note their own time. What is left
+// (bucket, scheduling, waiting for the slowest worker) is the line "rest". Layers take turns, so that weights come from
+// memory; the read limit is measured over as many bytes in the same run.
+#include <algorithm>
+#include <cstdio>
+#include <random>
+#include <vector>
+
+#include "core/moe/fused_moe.h"
+#include "harness.h"
+#include "kernels/registry.h"
+#include "machine_limits.h"
+
+namespace w4a8::bench {
+namespace {
+
+constexpr int64_t kHidden = 2048;
+constexpr int64_t kInner = 768;
+constexpr int64_t kExperts = 128;
+constexpr int64_t kSlots = 8;
+
+enum Stage { kQuantize, kGateUp, kActivation, kRequantize, kDown, kCombine, kStages };
+constexpr const char* kStageNames[kStages] = {"quantize", "w13", "activation", "requantize", "w2", "combine"};
+
+const Kernel* g_kernel = nullptr;
+double g_stage[kStages];
+
+struct Timer {
+  explicit Timer(Stage stage) : stage(stage), start(now_seconds()) {}
+  ~Timer() {
+    const double seconds = now_seconds() - start;
+#pragma omp atomic
+    g_stage[stage] += seconds;
+  }
+  Stage stage;
+  double start;
+};
+
+void timed_gemm(const Rows& rows, int64_t m, const Panels& panels, int64_t count, float* out, int64_t ldc,
+                uint8_t* scratch) {
+  const Timer timer(panels.steps == kHidden / kStepK ? kGateUp : kDown);
+  g_kernel->gemm(rows, m, panels, count, out, ldc, scratch);
+}
+void timed_quantize(const void* x, DType dtype, int64_t k, int64_t group, int8_t* q, int32_t* starts, RowQuant* quant) {
+  const Timer timer(k == kHidden ? kQuantize : kRequantize);
+  g_kernel->quantize_row(x, dtype, k, group, q, starts, quant);
+}
+void timed_activate(Activation kind, const float* g, const float* u, float* h, int64_t n) {
+  const Timer timer(kActivation);
+  g_kernel->activate(kind, g, u, h, n);
+}
+void timed_combine(const float* y, int64_t ldy, const int32_t* slots, const float* weights, int64_t count, int64_t n,
+                   DType dtype, void* out) {
+  const Timer timer(kCombine);
+  g_kernel->combine(y, ldy, slots, weights, count, n, dtype, out);
+}
+
+// bfloat16 tokens and random routing: k distinct experts per token.
+struct Batch {
+  Batch(int64_t tokens, uint64_t seed) : x(static_cast<std::size_t>(tokens * kHidden)), out(x.size()) {
+    const std::vector<float> values = normal_values(tokens * kHidden, seed);
+    all_kernels().back()->store_row(values.data(), tokens * kHidden, DType::kBFloat16, x.data());
+    std::mt19937_64 random(seed);
+    std::vector<int32_t> experts(kExperts);
+    for (int64_t e = 0; e < kExperts; ++e) experts[static_cast<std::size_t>(e)] = static_cast<int32_t>(e);
+    for (int64_t t = 0; t < tokens; ++t) {
+      std::shuffle(experts.begin(), experts.end(), random);
+      ids.insert(ids.end(), experts.begin(), experts.begin() + kSlots);
+    }
+    weights.assign(ids.size(), 1.0f / kSlots);
+    std::vector<int32_t> used = ids;
+    std::sort(used.begin(), used.end());
+    experts_used = std::unique(used.begin(), used.end()) - used.begin();
+  }
+  std::vector<uint16_t> x;
+  std::vector<uint16_t> out;
+  std::vector<int32_t> ids;
+  std::vector<float> weights;
+  int64_t experts_used = 0;
+};
+
+struct Layers {
+  Layers(int64_t group, int64_t count, Parallel& parallel)
+      : shape13{2 * kInner, kHidden, group == -1 ? kHidden : group, group == -1 ? DType::kFloat32 : DType::kBFloat16, false},
+        shape2{kHidden, kInner, group == -1 ? kInner : group, group == -1 ? DType::kFloat32 : DType::kBFloat16, false},
+        count(count),
+        w13(count * kExperts * packed_bytes(shape13)),
+        w2(count * kExperts * packed_bytes(shape2)) {
+    fill_packed(shape13, count * kExperts, w13.data(), parallel);
+    fill_packed(shape2, count * kExperts, w2.data(), parallel);
+  }
+  int64_t expert_bytes() const { return packed_bytes(shape13) + packed_bytes(shape2); }
+  PackedShape shape13;
+  PackedShape shape2;
+  int64_t count;
+  Buffer w13;
+  Buffer w2;
+};
+
+MoeArgs make_args(const Layers& layers, int64_t layer, int64_t group, Batch& batch, int64_t tokens) {
+  MoeArgs args;
+  args.x = batch.x.data();
+  args.out = batch.out.data();
+  args.dtype = DType::kBFloat16;
+  args.tokens = tokens;
+  args.slots = kSlots;
+  args.ids = batch.ids.data();
+  args.weights = batch.weights.data();
+  args.experts = kExperts;
+  args.w13_bytes = packed_bytes(layers.shape13);
+  args.w2_bytes = packed_bytes(layers.shape2);
+  args.w13 = layers.w13.data() + layer * kExperts * args.w13_bytes;
+  args.w2 = layers.w2.data() + layer * kExperts * args.w2_bytes;
+  args.hidden = kHidden;
+  args.intermediate = kInner;
+  args.group = group;
+  args.activation = Activation::kSilu;
+  return args;
+}
+
+void bench(const Layers& layers, int64_t group, int64_t tokens, OmpParallel& parallel, int64_t rounds) {
+  Workspace workspace;
+  Kernel timed = *g_kernel;
+  timed.gemm = timed_gemm;
+  timed.quantize_row = timed_quantize;
+  timed.activate = timed_activate;
+  timed.combine = timed_combine;
+  std::vector<double> op;
+  std::vector<double> read;
+  std::vector<double> peak;
+  std::fill(std::begin(g_stage), std::end(g_stage), 0.0);
+  double staged = 0;
+  int64_t layer = 0;
+  double bytes = 0;
+  for (int64_t round = 0; round < rounds; ++round) {
+    Batch batch(tokens, static_cast<uint64_t>(round) + 1);
+    bytes = static_cast<double>(batch.experts_used * layers.expert_bytes());
+    const auto run = [&](const Kernel& kernel) {
+      const MoeArgs args = make_args(layers, layer++ % layers.count, group, batch, tokens);
+      const double start = now_seconds();
+      fused_moe(kernel, parallel, workspace, args);
+      return now_seconds() - start;
+    };
+    run(*g_kernel);  // the scratch memory of this size exists
+    op.push_back(run(*g_kernel));
+    staged += run(timed);
+
+    // As many bytes as the experts of this call have, from a layer that was not just used.
+    const uint8_t* base = layers.w13.data() + (layer++ % layers.count) * kExperts * packed_bytes(layers.shape13);
+    const auto share = static_cast<int64_t>(bytes) / parallel.threads();
+    const int64_t room = layers.w13.data() + layers.w13.bytes() - base;
+    const int64_t each = std::min(share, room / parallel.threads());
+    uint64_t sink = 0;
+    const double start = now_seconds();
+    parallel.run(parallel.threads(), [&](int worker) {
+      const uint64_t sum = read_all(base + worker * each, each);
+#pragma omp atomic
+      sink ^= sum;
+    });
+    read.push_back((now_seconds() - start) * static_cast<double>(share) / static_cast<double>(each));
+    int64_t macs = 0;
+    const double begin = now_seconds();
+    parallel.run(parallel.threads(), [&](int worker) {
+      const int64_t done = run_multiply(*g_kernel, 100000);
+      if (worker == 0) macs = done;
+    });
+    if (macs > 0) peak.push_back(static_cast<double>(macs * parallel.threads()) / (now_seconds() - begin));
+  }
+  const double seconds = median(op);
+  const double macs = static_cast<double>(tokens * kSlots * 3 * kHidden * kInner);
+  std::printf("group %-7s T=%-5ld thr %d  %8.3f ms  %7.1f GB/s (%5.1f %% of reading)  %7.1f GMAC/s",
+              group == -1 ? "channel" : std::to_string(group).c_str(), static_cast<long>(tokens), parallel.threads(),
+              seconds * 1e3, bytes / seconds * 1e-9, 100 * median(read) / seconds, macs / seconds * 1e-9);
+  if (!peak.empty()) std::printf(" (%4.1f %% of peak)", 100 * macs / seconds / median(peak));
+  std::printf("\n    stages, share of all thread time:");
+  double known = 0;
+  for (int s = 0; s < kStages; ++s) {
+    const double part = g_stage[s] / (staged * parallel.threads());
+    known += part;
+    std::printf("  %s %.1f %%", kStageNames[s], 100 * part);
+  }
+  std::printf("  rest %.1f %%\n", 100 * (1 - known));
+  std::fflush(stdout);
+}
+
+int run(int argc, char** argv) {
+  const int64_t rounds = option(argc, argv, "rounds", 9);
+  const int64_t layer_count = option(argc, argv, "layers", 4);
+  const int64_t only = option(argc, argv, "threads", 0);
+  g_kernel = &active_kernel();
+  std::printf("%s; kernel %s; Qwen3-30B-A3B layer: H %ld, I %ld, %ld experts, top-%ld; bfloat16; %ld layers in turn\n",
+              cpu_name().c_str(), g_kernel->name, static_cast<long>(kHidden), static_cast<long>(kInner),
+              static_cast<long>(kExperts), static_cast<long>(kSlots), static_cast<long>(layer_count));
+  OmpParallel all(2);
+  for (const int64_t group : {int64_t{32}, int64_t{128}, int64_t{-1}}) {
+    const Layers layers(group, layer_count, all);
+    for (const int threads : {1, 2}) {
+      if (only > 0 && threads != only) continue;
+      OmpParallel parallel(threads);
+      for (const int64_t tokens : {int64_t{1}, int64_t{4}, int64_t{16}, int64_t{128}, int64_t{512}}) {
+        bench(layers, group, tokens, parallel, tokens <= 16 ? 4 * rounds : rounds);
+      }
+    }
+  }
+  return 0;
+}
+
+}  // namespace
+}  // namespace w4a8::bench
+
+int main(int argc, char** argv) { return w4a8::bench::run(argc, argv); }

@@ -1,0 +1,90 @@
+#include "harness.h"
+
+#include <omp.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <new>
+#include <random>
+
+#include "core/pack.h"
+
+namespace w4a8::bench {
+
+void OmpParallel::run(int workers, FunctionRef<void(int)> body) {
+#pragma omp parallel num_threads(workers)
+  body(omp_get_thread_num());
+}
+
+double now_seconds() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+double median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  return values[values.size() / 2];
+}
+
+std::string cpu_name() {
+  std::ifstream info("/proc/cpuinfo");
+  std::string line;
+  while (std::getline(info, line)) {
+    if (line.rfind("model name", 0) == 0) return line.substr(line.find(':') + 2);
+  }
+  return "unknown CPU";
+}
+
+Buffer::Buffer(int64_t bytes) : bytes_(bytes) {
+  void* memory = mmap(nullptr, static_cast<std::size_t>(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) throw std::bad_alloc();
+  madvise(memory, static_cast<std::size_t>(bytes), MADV_HUGEPAGE);
+  data_ = static_cast<uint8_t*>(memory);
+}
+
+Buffer::~Buffer() { munmap(data_, static_cast<std::size_t>(bytes_)); }
+
+void fill_packed(const PackedShape& shape, int64_t count, uint8_t* dst, Parallel& parallel) {
+  constexpr int64_t kDistinct = 4;
+  const int64_t distinct = std::min(count, kDistinct);
+  std::mt19937_64 random(1);
+  std::vector<uint8_t> weights(static_cast<std::size_t>(distinct * shape.n * shape.k / 2));
+  for (uint8_t& byte : weights) byte = static_cast<uint8_t>(random());
+  std::vector<uint8_t> scales(static_cast<std::size_t>(distinct * shape.n * shape.groups() * dtype_bytes(shape.scale_dtype)));
+  for (std::size_t i = 0; i < scales.size(); i += static_cast<std::size_t>(dtype_bytes(shape.scale_dtype))) {
+    // 0.004 to 0.008: three mantissa bits of a bfloat16 just below 2^-7.
+    const float scale = 0.00390625f * (1.0f + static_cast<float>(random() % 8) / 8.0f);
+    uint32_t bits = 0;
+    std::memcpy(&bits, &scale, 4);
+    if (shape.scale_dtype == DType::kBFloat16) bits >>= 16;
+    std::memcpy(&scales[i], &bits, static_cast<std::size_t>(dtype_bytes(shape.scale_dtype)));
+  }
+  pack(shape, distinct, {weights.data(), scales.data(), nullptr}, dst, parallel);
+  for (int64_t i = distinct; i < count; ++i) {
+    std::memcpy(dst + i * packed_bytes(shape), dst + (i % distinct) * packed_bytes(shape),
+                static_cast<std::size_t>(packed_bytes(shape)));
+  }
+}
+
+std::vector<float> normal_values(int64_t count, uint64_t seed) {
+  std::mt19937_64 random(seed);
+  std::normal_distribution<float> normal;
+  std::vector<float> values(static_cast<std::size_t>(count));
+  for (float& value : values) value = normal(random);
+  return values;
+}
+
+int64_t option(int argc, char** argv, const char* name, int64_t fallback) {
+  const std::string prefix = std::string("--") + name + "=";
+  for (int i = 1; i < argc; ++i) {
+    if (std::strncmp(argv[i], prefix.c_str(), prefix.size()) == 0) return std::atoll(argv[i] + prefix.size());
+  }
+  return fallback;
+}
+
+std::string group_name(const PackedShape& shape) { return shape.channelwise() ? "channel" : std::to_string(shape.group); }
+
+}  // namespace w4a8::bench

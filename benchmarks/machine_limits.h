@@ -1,0 +1,19 @@
+// What the machine can do, measured in the same run as the kernels: reading memory, and the multiply instructions.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/kernel.h"
+
+namespace w4a8::bench {
+
+/// Reads every byte once with the widest loads of this CPU. Returns a value that depends on all of them.
+uint64_t read_all(const uint8_t* data, int64_t bytes);
+
+/// Runs the multiply instruction of a kernel `iterations` times on 12 independent accumulators in registers, and
+/// returns how many multiply-accumulates that was; 0 if the kernel has no such instruction (scalar).
+///   x86_avx512vnni  VPDPBUSD zmm: 64 MACs
+///   x86_avx2        VPMADDUBSW ymm + VPADDW ymm: 32 MACs
+int64_t run_multiply(const Kernel& kernel, int64_t iterations);
+
+}  // namespace w4a8::bench
