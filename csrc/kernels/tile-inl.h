@@ -8,14 +8,12 @@
 //       ..
 // An ISA brings Ops: the vector types I (int32) and F (float) of kLanes lanes, kVecs = 16 / kLanes, their arithmetic,
 // kRows[c - 1] = most rows of a tile with c panels, kUnpackRows = rows from which unpacking a panel pays, and
-//     accumulate<R, C, kUnpacked>(acc, rows, weights, begin, end)
-// which adds sum over the steps [begin, end) of nibble * q to acc[r][c][v].
+//     accumulate<R, C, kUnpacked>(acc, rows, weights, begin, end, ahead)
+// which adds sum over the steps [begin, end) of nibble * q to acc[r][c][v], and for packed weights fetches what lies
+// `ahead` bytes behind each step. kAhead: how many steps that is.
 
 // Many rows take the steps in chunks that stay in the first-level cache once unpacked; between chunks a tile keeps its
 // sums (int32 channelwise, else float) in `out`.
-
-// Up to here memory is the limit, not arithmetic: these tiles prefetch.
-constexpr int kStreamRows = 2;
 
 // What one tile reads and writes, for the steps of one chunk.
 struct TileArgs {
@@ -121,6 +119,14 @@ W4A8_INLINE void store_sums(const TileArgs& t, typename Ops::F (&f)[R][C][Ops::k
   }
 }
 
+// Bytes from a step to the one that is fetched with it: kAhead steps on, or as far into the same column of the next C
+// panels, if this panel ends before.
+template <class Ops>
+W4A8_INLINE int64_t prefetch_offset(const TileArgs& t, int columns, int64_t step) {
+  const int64_t ahead = Ops::kAhead * kStepBytes;
+  return step + Ops::kAhead < t.steps ? ahead : ahead + columns * t.panels->stride - t.steps * kStepBytes;
+}
+
 template <class Ops, int R, int C, bool kUnpacked>
 W4A8_INLINE void channelwise_tile(const TileArgs& t, const int8_t* const (&rows)[R], const uint8_t* const (&weights)[C]) {
   typename Ops::I acc[R][C][Ops::kVecs];
@@ -138,7 +144,9 @@ W4A8_INLINE void channelwise_tile(const TileArgs& t, const int8_t* const (&rows)
       }
     }
   }
-  Ops::template accumulate<R, C, kUnpacked>(acc, rows, weights, 0, t.steps);
+  const int64_t near = t.steps > Ops::kAhead ? t.steps - Ops::kAhead : 0;
+  Ops::template accumulate<R, C, kUnpacked>(acc, rows, weights, 0, near, prefetch_offset<Ops>(t, C, 0));
+  Ops::template accumulate<R, C, kUnpacked>(acc, rows, weights, near, t.steps, prefetch_offset<Ops>(t, C, near));
   if (t.last) {
     finish_channelwise<Ops, R, C>(t, acc);
     return;
@@ -175,12 +183,13 @@ W4A8_INLINE void groups_tile(const TileArgs& t, const int8_t* const (&rows)[R], 
   const int64_t group_steps = p.group_steps;
   for (int64_t group = 0, step = 0; step < t.steps; ++group, step += group_steps) {
     start_accumulators<Ops, R, C>(t, group, acc);
-    Ops::template accumulate<R, C, kUnpacked>(acc, rows, weights, step, step + group_steps);
+    Ops::template accumulate<R, C, kUnpacked>(acc, rows, weights, step, step + group_steps,
+                                              prefetch_offset<Ops>(t, C, step));
 #pragma GCC unroll 2
     for (int c = 0; c < C; ++c) {
       const uint8_t* scales = t.scales + c * p.stride;
       // The scales lie apart from the weights: without a hint each panel would wait for them once.
-      if constexpr (R <= kStreamRows && !kUnpacked) {
+      if constexpr (!kUnpacked) {
         __builtin_prefetch(scales + C * p.stride + group * kPanelColumns * dtype_bytes(p.scale_dtype));
       }
 #pragma GCC unroll 16
@@ -229,9 +238,11 @@ TileFn pick_tile(int64_t rows, bool channelwise, bool unpacked) {
   return channelwise ? pick_rows<Ops, C, true, false>(rows, kSequence) : pick_rows<Ops, C, false, false>(rows, kSequence);
 }
 
-// Nibbles to bytes, one step to 128 bytes: the 64 low nibbles, then the 64 high ones.
-static inline void unpack_steps(const uint8_t* packed, int64_t steps, uint8_t* bytes) {
-  for (int64_t s = 0; s < steps; ++s, packed += kStepBytes, bytes += 2 * kStepBytes) {
+// Nibbles to bytes, one step to 128 bytes: the 64 low nibbles, then the 64 high ones. `next`: what will be unpacked
+// after this, fetched into the second-level cache meanwhile.
+static inline void unpack_steps(const uint8_t* packed, int64_t steps, uint8_t* bytes, const uint8_t* next) {
+  for (int64_t s = 0; s < steps; ++s, packed += kStepBytes, bytes += 2 * kStepBytes, next += kStepBytes) {
+    __builtin_prefetch(next, 0, 2);
     for (int64_t i = 0; i < kStepBytes; ++i) {
       bytes[i] = packed[i] & 0x0f;
       bytes[kStepBytes + i] = packed[i] >> 4;
@@ -255,12 +266,11 @@ void row_tiles(TileArgs t, const Rows& rows, int64_t m, int64_t columns, bool un
     t.starts = rows.starts + begin * rows.starts_stride + first_group;
     t.quant = rows.quant + begin;
     t.out = out + begin * t.ldc;
+    const bool channelwise = t.panels->channelwise;
     TileFn fn = nullptr;
+    if (columns == 1) fn = pick_tile<Ops, 1>(count, channelwise, unpacked);
     if constexpr (kMaxPanels == 2) {
-      fn = columns == 2 ? pick_tile<Ops, 2>(count, t.panels->channelwise, unpacked)
-                        : pick_tile<Ops, 1>(count, t.panels->channelwise, unpacked);
-    } else {
-      fn = pick_tile<Ops, 1>(count, t.panels->channelwise, unpacked);
+      if (columns == 2) fn = pick_tile<Ops, 2>(count, channelwise, unpacked);
     }
     fn(t);
   }
@@ -279,8 +289,11 @@ void gemm(const Rows& rows, int64_t m, const Panels& panels, int64_t panel_count
     chunk = panels.group_steps >= Ops::kUnpackSteps ? panels.group_steps
                                                     : Ops::kUnpackSteps / panels.group_steps * panels.group_steps;
   }
+  // Two panels at once share each broadcast and are two streams of memory. Where packed weights would be read again for
+  // more rows, one panel is better: its tile has more rows.
+  const int64_t most_columns = !unpacked && m > Ops::kRows[kMaxPanels - 1] ? 1 : kMaxPanels;
   for (int64_t p = 0; p < panel_count;) {
-    const int64_t columns = panel_count - p < kMaxPanels ? panel_count - p : kMaxPanels;
+    const int64_t columns = panel_count - p < most_columns ? panel_count - p : most_columns;
     TileArgs t;
     t.q_stride = rows.stride;
     t.starts_stride = rows.starts_stride;
@@ -298,8 +311,9 @@ void gemm(const Rows& rows, int64_t m, const Panels& panels, int64_t panel_count
       t.weights_stride = panels.stride;
       if (unpacked) {
         t.weights_stride = t.steps * 2 * kStepBytes;
+        const uint8_t* next = t.last ? t.panel + columns * panels.stride : t.weights + chunk * kStepBytes;
         for (int64_t c = 0; c < columns; ++c) {
-          unpack_steps(t.weights + c * panels.stride, t.steps, scratch + c * t.weights_stride);
+          unpack_steps(t.weights + c * panels.stride, t.steps, scratch + c * t.weights_stride, next + c * panels.stride);
         }
         t.weights = scratch;
       }

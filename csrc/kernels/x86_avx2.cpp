@@ -39,7 +39,7 @@ struct Ops {
   static constexpr int kRows[] = {4};
   static constexpr int64_t kUnpackRows = 8;
   static constexpr int64_t kUnpackSteps = 96;  // 12 KiB of unpacked weights
-  static constexpr int64_t kAhead = 48;        // steps (cache lines) a tile of few rows prefetches ahead
+  static constexpr int64_t kAhead = 48;        // steps (cache lines) that packed weights are prefetched ahead
   static constexpr int64_t kStepsInInt16 = 4;
 
   static W4A8_INLINE F splat(float x) { return _mm256_set1_ps(x); }
@@ -168,15 +168,15 @@ struct Ops {
   // Steps [s, s + count), 1 <= count <= kStepsInInt16.
   template <int R, bool kUnpacked>
   static W4A8_INLINE void add_block(I (&acc)[R][1][2], const int8_t* const (&rows)[R], const uint8_t* w, int64_t s,
-                                    int64_t count) {
+                                    int64_t count, int64_t ahead) {
     I sums[R][2];
-    constexpr bool kPrefetch = R <= kStreamRows && !kUnpacked;
-    if constexpr (kPrefetch) __builtin_prefetch(w + (s + kAhead) * kStepBytes);
+    constexpr bool kPrefetch = !kUnpacked;
+    if constexpr (kPrefetch) __builtin_prefetch(w + s * kStepBytes + ahead);
     add_products<R, kUnpacked, false, true>(sums, rows, w, s);
     add_products<R, kUnpacked, true, false>(sums, rows, w, s);
 #pragma GCC unroll 4
     for (int64_t i = 1; i < count; ++i) {
-      if constexpr (kPrefetch) __builtin_prefetch(w + (s + i + kAhead) * kStepBytes);
+      if constexpr (kPrefetch) __builtin_prefetch(w + (s + i) * kStepBytes + ahead);
       add_products<R, kUnpacked, false, false>(sums, rows, w, s + i);
       add_products<R, kUnpacked, true, false>(sums, rows, w, s + i);
     }
@@ -190,10 +190,10 @@ struct Ops {
 
   template <int R, int C, bool kUnpacked>
   static W4A8_INLINE void accumulate(I (&acc)[R][C][2], const int8_t* const (&rows)[R],
-                                     const uint8_t* const (&weights)[C], int64_t begin, int64_t end) {
+                                     const uint8_t* const (&weights)[C], int64_t begin, int64_t end, int64_t ahead) {
     int64_t s = begin;
-    for (; s + kStepsInInt16 <= end; s += kStepsInInt16) add_block<R, kUnpacked>(acc, rows, weights[0], s, kStepsInInt16);
-    if (s < end) add_block<R, kUnpacked>(acc, rows, weights[0], s, end - s);
+    for (; s + kStepsInInt16 <= end; s += kStepsInInt16) add_block<R, kUnpacked>(acc, rows, weights[0], s, kStepsInInt16, ahead);
+    if (s < end) add_block<R, kUnpacked>(acc, rows, weights[0], s, end - s, ahead);
   }
 };
 

@@ -45,7 +45,7 @@ struct Ops {
   static constexpr int kRows[] = {12, 6};
   static constexpr int64_t kUnpackRows = 24;
   static constexpr int64_t kUnpackSteps = 96;  // 24 KiB of unpacked weights
-  static constexpr int64_t kAhead = 48;        // steps (cache lines) a tile of few rows prefetches ahead
+  static constexpr int64_t kAhead = 48;        // steps (cache lines) that packed weights are prefetched ahead
 
   static W4A8_INLINE F splat(float x) { return _mm512_set1_ps(x); }
   static W4A8_INLINE F load(const float* p) { return _mm512_loadu_ps(p); }
@@ -146,7 +146,7 @@ struct Ops {
 
   template <int R, int C, bool kUnpacked>
   static W4A8_INLINE void accumulate(I (&acc)[R][C][1], const int8_t* const (&rows)[R],
-                                     const uint8_t* const (&weights)[C], int64_t begin, int64_t end) {
+                                     const uint8_t* const (&weights)[C], int64_t begin, int64_t end, int64_t ahead) {
     // With few rows, a second set of accumulators hides the latency.
     constexpr bool kSplit = R * C <= 4;
     I second[R][C];
@@ -163,7 +163,7 @@ struct Ops {
       I hi[C];
 #pragma GCC unroll 2
       for (int c = 0; c < C; ++c) {
-        if constexpr (R <= kStreamRows && !kUnpacked) __builtin_prefetch(weights[c] + (s + kAhead) * kStepBytes);
+        if constexpr (!kUnpacked) __builtin_prefetch(weights[c] + s * kStepBytes + ahead);
         load_step<kUnpacked>(weights[c], s, lo[c], hi[c]);
       }
       // All low halves, then all high ones: as far apart as can be, since both add to the same accumulator.
