@@ -96,7 +96,7 @@ struct Ops {
   }
 
   // nibble * q <= 15 * 128 in size: exact in int32 for K <= 2^20.
-  template <int R, int C, bool kUnpacked>
+  template <int R, int C, bool kUnpacked, bool kBlocks>
   static void accumulate(I (&acc)[R][C][kVecs], const int8_t* const (&rows)[R], const uint8_t* const (&weights)[C],
                          int64_t begin, int64_t end, int64_t /*ahead*/) {
     for (int64_t s = begin; s < end; ++s) {

@@ -8,12 +8,15 @@
 //       ..
 // An ISA brings Ops: the vector types I (int32) and F (float) of kLanes lanes, kVecs = 16 / kLanes, their arithmetic,
 // kRows[c - 1] = most rows of a tile with c panels, kUnpackRows = rows from which unpacking a panel pays, and
-//     accumulate<R, C, kUnpacked>(acc, rows, weights, begin, end, ahead)
+//     accumulate<R, C, kUnpacked, kBlocks>(acc, rows, weights, begin, end, ahead)
 // which adds sum over the steps [begin, end) of nibble * q to acc[r][c][v], and for packed weights fetches what lies
-// `ahead` bytes behind each step. kAhead: how many steps that is.
+// `ahead` bytes behind each step (kAhead: how many steps that is). kBlocks: end - begin is a multiple of kBlockSteps.
 
 // Many rows take the steps in chunks that stay in the first-level cache once unpacked; between chunks a tile keeps its
 // sums (int32 channelwise, else float) in `out`.
+
+// Steps of the smallest group, 32 values of k.
+constexpr int64_t kBlockSteps = 4;
 
 // What one tile reads and writes, for the steps of one chunk.
 struct TileArgs {
@@ -145,8 +148,8 @@ W4A8_INLINE void channelwise_tile(const TileArgs& t, const int8_t* const (&rows)
     }
   }
   const int64_t near = t.steps > Ops::kAhead ? t.steps - Ops::kAhead : 0;
-  Ops::template accumulate<R, C, kUnpacked>(acc, rows, weights, 0, near, prefetch_offset<Ops>(t, C, 0));
-  Ops::template accumulate<R, C, kUnpacked>(acc, rows, weights, near, t.steps, prefetch_offset<Ops>(t, C, near));
+  Ops::template accumulate<R, C, kUnpacked, false>(acc, rows, weights, 0, near, prefetch_offset<Ops>(t, C, 0));
+  Ops::template accumulate<R, C, kUnpacked, false>(acc, rows, weights, near, t.steps, prefetch_offset<Ops>(t, C, near));
   if (t.last) {
     finish_channelwise<Ops, R, C>(t, acc);
     return;
@@ -162,29 +165,18 @@ W4A8_INLINE void channelwise_tile(const TileArgs& t, const int8_t* const (&rows)
   store_sums<Ops, R, C>(t, bits);
 }
 
-template <class Ops, int R, int C, bool kUnpacked>
-W4A8_INLINE void groups_tile(const TileArgs& t, const int8_t* const (&rows)[R], const uint8_t* const (&weights)[C]) {
+// f = fma(float(acc), scale, f), group by group. kGroupSteps: steps of a group, 0 if known at run time only.
+template <class Ops, int R, int C, bool kUnpacked, int64_t kGroupSteps>
+W4A8_INLINE void add_groups(const TileArgs& t, const int8_t* const (&rows)[R], const uint8_t* const (&weights)[C],
+                            typename Ops::F (&f)[R][C][Ops::kVecs]) {
   using F = typename Ops::F;
   const Panels& p = *t.panels;
-  typename Ops::I acc[R][C][Ops::kVecs];
-  F f[R][C][Ops::kVecs];
-  if (t.first) {
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 2
-      for (int c = 0; c < C; ++c) {
-#pragma GCC unroll 16
-        for (int v = 0; v < Ops::kVecs; ++v) f[r][c][v] = Ops::splat(0.0f);
-      }
-    }
-  } else {
-    load_sums<Ops, R, C>(t, f);
-  }
-  const int64_t group_steps = p.group_steps;
+  const int64_t group_steps = kGroupSteps != 0 ? kGroupSteps : p.group_steps;
   for (int64_t group = 0, step = 0; step < t.steps; ++group, step += group_steps) {
+    typename Ops::I acc[R][C][Ops::kVecs];
     start_accumulators<Ops, R, C>(t, group, acc);
-    Ops::template accumulate<R, C, kUnpacked>(acc, rows, weights, step, step + group_steps,
-                                              prefetch_offset<Ops>(t, C, step));
+    Ops::template accumulate<R, C, kUnpacked, true>(acc, rows, weights, step, step + group_steps,
+                                                    prefetch_offset<Ops>(t, C, step));
 #pragma GCC unroll 2
     for (int c = 0; c < C; ++c) {
       const uint8_t* scales = t.scales + c * p.stride;
@@ -199,6 +191,28 @@ W4A8_INLINE void groups_tile(const TileArgs& t, const int8_t* const (&rows)[R], 
         for (int r = 0; r < R; ++r) f[r][c][v] = Ops::fma(Ops::to_float(acc[r][c][v]), scale, f[r][c][v]);
       }
     }
+  }
+}
+
+template <class Ops, int R, int C, bool kUnpacked>
+W4A8_INLINE void groups_tile(const TileArgs& t, const int8_t* const (&rows)[R], const uint8_t* const (&weights)[C]) {
+  typename Ops::F f[R][C][Ops::kVecs];
+  if (t.first) {
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 2
+      for (int c = 0; c < C; ++c) {
+#pragma GCC unroll 16
+        for (int v = 0; v < Ops::kVecs; ++v) f[r][c][v] = Ops::splat(0.0f);
+      }
+    }
+  } else {
+    load_sums<Ops, R, C>(t, f);
+  }
+  if (t.panels->group_steps == kBlockSteps) {
+    add_groups<Ops, R, C, kUnpacked, kBlockSteps>(t, rows, weights, f);
+  } else {
+    add_groups<Ops, R, C, kUnpacked, 0>(t, rows, weights, f);
   }
   if (t.last) {
     finish_groups<Ops, R, C>(t, f);

@@ -10,7 +10,7 @@
 //      a    ymm   [ a0 a1 a2 a3 | a0 a1 a2 a3 | .. ]     4 activations, broadcast; used for both halves
 //
 //   |nibble * q| <= 15 * 128 = 1920, VPMADDUBSW adds two: 3840 cannot saturate. A 16-bit lane takes 2 products of each
-//   VPMADDUBSW, so 4 steps (32 k) are 8 of them: 8 * 3840 = 30720 < 32768. Then they are widened to 32 bits.
+//   VPMADDUBSW, so a block of 4 steps (32 k) is 8 of them: 8 * 3840 = 30720 < 32768. Then they are widened to 32 bits.
 #if defined(__x86_64__)
 #include <immintrin.h>
 
@@ -40,7 +40,6 @@ struct Ops {
   static constexpr int64_t kUnpackRows = 8;
   static constexpr int64_t kUnpackSteps = 96;  // 12 KiB of unpacked weights
   static constexpr int64_t kAhead = 48;        // steps (cache lines) that packed weights are prefetched ahead
-  static constexpr int64_t kStepsInInt16 = 4;
 
   static W4A8_INLINE F splat(float x) { return _mm256_set1_ps(x); }
   static W4A8_INLINE F load(const float* p) { return _mm256_loadu_ps(p); }
@@ -165,7 +164,7 @@ struct Ops {
     }
   }
 
-  // Steps [s, s + count), 1 <= count <= kStepsInInt16.
+  // Steps [s, s + count), 1 <= count <= kBlockSteps.
   template <int R, bool kUnpacked>
   static W4A8_INLINE void add_block(I (&acc)[R][1][2], const int8_t* const (&rows)[R], const uint8_t* w, int64_t s,
                                     int64_t count, int64_t ahead) {
@@ -188,11 +187,14 @@ struct Ops {
     }
   }
 
-  template <int R, int C, bool kUnpacked>
+  template <int R, int C, bool kUnpacked, bool kBlocks>
   static W4A8_INLINE void accumulate(I (&acc)[R][C][2], const int8_t* const (&rows)[R],
                                      const uint8_t* const (&weights)[C], int64_t begin, int64_t end, int64_t ahead) {
     int64_t s = begin;
-    for (; s + kStepsInInt16 <= end; s += kStepsInInt16) add_block<R, kUnpacked>(acc, rows, weights[0], s, kStepsInInt16, ahead);
+    for (; s + kBlockSteps <= end; s += kBlockSteps) {
+      add_block<R, kUnpacked>(acc, rows, weights[0], s, kBlockSteps, ahead);
+    }
+    if constexpr (kBlocks) return;
     if (s < end) add_block<R, kUnpacked>(acc, rows, weights[0], s, end - s, ahead);
   }
 };

@@ -121,15 +121,18 @@ struct Ops {
     return widen_bfloat16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(scales + 2 * i)));
   }
 
+  // The two instructions of the inner loop are asm statements: with the intrinsics GCC 12 copies accumulators from
+  // register to register and loads broadcasts long before they are used, which spills. `volatile` keeps their order.
   static W4A8_INLINE I broadcast4(const int8_t* p) {
-    int32_t four;
-    __builtin_memcpy(&four, p, sizeof(four));
-    return _mm512_set1_epi32(four);
+    struct Four {
+      int8_t bytes[4];
+    };
+    I four;
+    __asm__ volatile("vpbroadcastd %1, %0" : "=v"(four) : "m"(*reinterpret_cast<const Four*>(p)));
+    return four;
   }
-  // acc += u8 . s8. An asm statement, because GCC 12 wraps the intrinsic in register copies inside loops, which spills
-  // the float accumulators.
   static W4A8_INLINE void dot(I& acc, I u8, I s8) {
-    __asm__("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(u8), "v"(s8));
+    __asm__ volatile("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(u8), "v"(s8));
   }
   template <bool kUnpacked>
   static W4A8_INLINE void load_step(const uint8_t* w, int64_t s, I& lo, I& hi) {
@@ -144,47 +147,62 @@ struct Ops {
     }
   }
 
+  // Adds one step. second: where the high halves go, the same as acc or a second set.
   template <int R, int C, bool kUnpacked>
+  static W4A8_INLINE void add_step(I (&acc)[R][C][1], I (&second)[R][C][1], const int8_t* const (&rows)[R],
+                                   const uint8_t* const (&weights)[C], int64_t s, int64_t ahead) {
+    I lo[C];
+    I hi[C];
+#pragma GCC unroll 2
+    for (int c = 0; c < C; ++c) {
+      if constexpr (!kUnpacked) __builtin_prefetch(weights[c] + s * kStepBytes + ahead);
+      load_step<kUnpacked>(weights[c], s, lo[c], hi[c]);
+    }
+    // All low halves, then all high ones: as far apart as can be, since both may add to the same accumulator.
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      const I a = broadcast4(rows[r] + s * kStepK);
+#pragma GCC unroll 2
+      for (int c = 0; c < C; ++c) dot(acc[r][c][0], lo[c], a);
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      const I a = broadcast4(rows[r] + s * kStepK + 4);
+#pragma GCC unroll 2
+      for (int c = 0; c < C; ++c) dot(second[r][c][0], hi[c], a);
+    }
+  }
+
+  template <int R, int C, bool kUnpacked, bool kBlocks>
+  static W4A8_INLINE void add_steps(I (&acc)[R][C][1], I (&second)[R][C][1], const int8_t* const (&rows)[R],
+                                    const uint8_t* const (&weights)[C], int64_t begin, int64_t end, int64_t ahead) {
+    int64_t s = begin;
+    for (; s + kBlockSteps <= end; s += kBlockSteps) {
+#pragma GCC unroll 4
+      for (int64_t i = 0; i < kBlockSteps; ++i) add_step<R, C, kUnpacked>(acc, second, rows, weights, s + i, ahead);
+    }
+    if constexpr (kBlocks) return;
+    for (; s < end; ++s) add_step<R, C, kUnpacked>(acc, second, rows, weights, s, ahead);
+  }
+
+  template <int R, int C, bool kUnpacked, bool kBlocks>
   static W4A8_INLINE void accumulate(I (&acc)[R][C][1], const int8_t* const (&rows)[R],
                                      const uint8_t* const (&weights)[C], int64_t begin, int64_t end, int64_t ahead) {
-    // With few rows, a second set of accumulators hides the latency.
-    constexpr bool kSplit = R * C <= 4;
-    I second[R][C];
-    if constexpr (kSplit) {
+    if constexpr (R * C > 4) {
+      add_steps<R, C, kUnpacked, kBlocks>(acc, acc, rows, weights, begin, end, ahead);
+    } else {
+      // With few rows, a second set of accumulators hides the latency.
+      I second[R][C][1];
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 2
-        for (int c = 0; c < C; ++c) second[r][c] = _mm512_setzero_si512();
+        for (int c = 0; c < C; ++c) second[r][c][0] = _mm512_setzero_si512();
       }
-    }
-#pragma GCC unroll 4
-    for (int64_t s = begin; s < end; ++s) {
-      I lo[C];
-      I hi[C];
-#pragma GCC unroll 2
-      for (int c = 0; c < C; ++c) {
-        if constexpr (!kUnpacked) __builtin_prefetch(weights[c] + s * kStepBytes + ahead);
-        load_step<kUnpacked>(weights[c], s, lo[c], hi[c]);
-      }
-      // All low halves, then all high ones: as far apart as can be, since both add to the same accumulator.
-#pragma GCC unroll 16
-      for (int r = 0; r < R; ++r) {
-        const I a = broadcast4(rows[r] + s * kStepK);
-#pragma GCC unroll 2
-        for (int c = 0; c < C; ++c) dot(acc[r][c][0], lo[c], a);
-      }
-#pragma GCC unroll 16
-      for (int r = 0; r < R; ++r) {
-        const I a = broadcast4(rows[r] + s * kStepK + 4);
-#pragma GCC unroll 2
-        for (int c = 0; c < C; ++c) dot(kSplit ? second[r][c] : acc[r][c][0], hi[c], a);
-      }
-    }
-    if constexpr (kSplit) {
+      add_steps<R, C, kUnpacked, kBlocks>(acc, second, rows, weights, begin, end, ahead);
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 2
-        for (int c = 0; c < C; ++c) acc[r][c][0] = _mm512_add_epi32(acc[r][c][0], second[r][c]);
+        for (int c = 0; c < C; ++c) acc[r][c][0] = _mm512_add_epi32(acc[r][c][0], second[r][c][0]);
       }
     }
   }
