@@ -58,7 +58,9 @@ struct Work {
     QuantizedRows::slice(slicer, m, shape.k, shape.group);
     return slicer.bytes() + 64;
   }
-  static uint8_t* aligned(uint8_t* p) { return reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(p) + 63) / 64 * 64); }
+  static uint8_t* aligned(uint8_t* p) {
+    return reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(p) + 63) / 64 * 64);
+  }
 };
 
 void verify(const Kernel& kernel, const PackedMatrix& matrix, int64_t m) {
@@ -145,9 +147,10 @@ void prefill(const Kernel& kernel, const PackedShape& shape, const Buffer& pool,
   }
   const double ours = median(kernel_rate);
   const double limit = median(peak_rate);
-  std::printf("%-15s  M=%-4ld %-7s  %2d   %8.1f GB/s  %8.1f GMAC/s   peak %6.1f GMAC/s ", kernel.name, static_cast<long>(m),
-              group_name(shape).c_str(), threads,
-              ours / static_cast<double>(m * shape.n * shape.k) * static_cast<double>(size) * 1e-9, ours * 1e-9, limit * 1e-9);
+  std::printf("%-15s  M=%-4ld %-7s  %2d   %8.1f GB/s  %8.1f GMAC/s   peak %6.1f GMAC/s ", kernel.name,
+              static_cast<long>(m), group_name(shape).c_str(), threads,
+              ours / static_cast<double>(m * shape.n * shape.k) * static_cast<double>(size) * 1e-9, ours * 1e-9,
+              limit * 1e-9);
   if (limit > 0) {
     std::printf("%5.1f %%\n", 100 * ours / limit);
   } else {

@@ -85,7 +85,8 @@ struct Batch {
 
 struct Layers {
   Layers(int64_t group, int64_t count, Parallel& parallel)
-      : shape13{2 * kInner, kHidden, group == -1 ? kHidden : group, group == -1 ? DType::kFloat32 : DType::kBFloat16, false},
+      : shape13{2 * kInner, kHidden, group == -1 ? kHidden : group, group == -1 ? DType::kFloat32 : DType::kBFloat16,
+                false},
         shape2{kHidden, kInner, group == -1 ? kInner : group, group == -1 ? DType::kFloat32 : DType::kBFloat16, false},
         count(count),
         w13(count * kExperts * packed_bytes(shape13)),

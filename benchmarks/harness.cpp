@@ -39,7 +39,8 @@ std::string cpu_name() {
 }
 
 Buffer::Buffer(int64_t bytes) : bytes_(bytes) {
-  void* memory = mmap(nullptr, static_cast<std::size_t>(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  void* memory =
+      mmap(nullptr, static_cast<std::size_t>(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) throw std::bad_alloc();
   madvise(memory, static_cast<std::size_t>(bytes), MADV_HUGEPAGE);
   data_ = static_cast<uint8_t*>(memory);
@@ -53,7 +54,8 @@ void fill_packed(const PackedShape& shape, int64_t count, uint8_t* dst, Parallel
   std::mt19937_64 random(1);
   std::vector<uint8_t> weights(static_cast<std::size_t>(distinct * shape.n * shape.k / 2));
   for (uint8_t& byte : weights) byte = static_cast<uint8_t>(random());
-  std::vector<uint8_t> scales(static_cast<std::size_t>(distinct * shape.n * shape.groups() * dtype_bytes(shape.scale_dtype)));
+  std::vector<uint8_t> scales(
+      static_cast<std::size_t>(distinct * shape.n * shape.groups() * dtype_bytes(shape.scale_dtype)));
   for (std::size_t i = 0; i < scales.size(); i += static_cast<std::size_t>(dtype_bytes(shape.scale_dtype))) {
     // 0.004 to 0.008: three mantissa bits of a bfloat16 just below 2^-7.
     const float scale = 0.00390625f * (1.0f + static_cast<float>(random() % 8) / 8.0f);
@@ -85,6 +87,8 @@ int64_t option(int argc, char** argv, const char* name, int64_t fallback) {
   return fallback;
 }
 
-std::string group_name(const PackedShape& shape) { return shape.channelwise() ? "channel" : std::to_string(shape.group); }
+std::string group_name(const PackedShape& shape) {
+  return shape.channelwise() ? "channel" : std::to_string(shape.group);
+}
 
 }  // namespace w4a8::bench

@@ -43,7 +43,8 @@ class Buffer {
   int64_t bytes_;
 };
 
-/// `count` packed matrices of one shape one after the other: a few are packed from random weights, the others are copies.
+/// `count` packed matrices of one shape one after the other: a few are packed from random weights, the others are
+/// copies.
 void fill_packed(const PackedShape& shape, int64_t count, uint8_t* dst, Parallel& parallel);
 
 /// x: standard normal values [count], from a fixed seed.

@@ -84,8 +84,8 @@ void matmul(const Kernel& kernel, Parallel& parallel, Workspace& workspace, cons
   });
 }
 
-void quantize_rows(const Kernel& kernel, Parallel& parallel, Workspace& workspace, const void* x, DType dtype, int64_t m,
-                   int64_t k, int8_t* q, float* recip, int32_t* zero_point) {
+void quantize_rows(const Kernel& kernel, Parallel& parallel, Workspace& workspace, const void* x, DType dtype,
+                   int64_t m, int64_t k, int8_t* q, float* recip, int32_t* zero_point) {
   if (m == 0) return;
   const int workers = parallel.threads();
   const auto buffers = [&](Slicer& slicer) { return QuantizedRows::slice(slicer, workers, k, k); };

@@ -62,7 +62,8 @@ void write_header(const PackedShape& shape, uint8_t* dst) {
 }
 
 PackedShape read_header(const uint8_t* src, int64_t size, const std::string& what) {
-  if (size < kHeaderBytes) fail(what + ": size is " + str(size) + " bytes, less than the header of a packed matrix (64)");
+  if (size < kHeaderBytes)
+    fail(what + ": size is " + str(size) + " bytes, less than the header of a packed matrix (64)");
   Header header;
   std::memcpy(&header, src, sizeof(header));
   if (header.magic != kMagic) fail(what + ": magic is not 'W4A8PACK': these bytes are not a packed matrix");
@@ -108,7 +109,8 @@ Panels PackedMatrix::panels(int64_t first) const {
   return panels;
 }
 
-PackedMatrix open_packed(const uint8_t* src, int64_t size, int64_t n, int64_t k, int64_t group, const std::string& what) {
+PackedMatrix open_packed(const uint8_t* src, int64_t size, int64_t n, int64_t k, int64_t group,
+                         const std::string& what) {
   const PackedShape shape = read_header(src, size, what);
   if (shape.k != k) fail(what + ": k (in_features) is " + str(shape.k) + ", expected " + str(k));
   if (shape.n != n) fail(what + ": n (out_features) is " + str(shape.n) + ", expected " + str(n));

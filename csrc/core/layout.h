@@ -34,7 +34,9 @@ struct PackedShape {
   constexpr int64_t panels() const { return (n + kPanelColumns - 1) / kPanelColumns; }
   constexpr int64_t steps() const { return (k + kStepK - 1) / kStepK; }
   constexpr int64_t scales_offset() const { return steps() * kStepBytes; }
-  constexpr int64_t sums_offset() const { return scales_offset() + groups() * kPanelColumns * dtype_bytes(scale_dtype); }
+  constexpr int64_t sums_offset() const {
+    return scales_offset() + groups() * kPanelColumns * dtype_bytes(scale_dtype);
+  }
   constexpr int64_t bias_offset() const { return sums_offset() + kPanelColumns * 4; }
   constexpr int64_t panel_bytes() const { return (bias_offset() + kPanelColumns * 4 + 63) / 64 * 64; }
   bool operator==(const PackedShape&) const = default;
@@ -71,6 +73,7 @@ struct PackedMatrix {
 
 /// read_header plus the check that the matrix is the expected one: k, n and group (`group == k` for channelwise).
 /// Throws std::invalid_argument that names the field, what the buffer has and what was expected.
-PackedMatrix open_packed(const uint8_t* src, int64_t size, int64_t n, int64_t k, int64_t group, const std::string& what);
+PackedMatrix open_packed(const uint8_t* src, int64_t size, int64_t n, int64_t k, int64_t group,
+                         const std::string& what);
 
 }  // namespace w4a8

@@ -56,7 +56,8 @@ class PanelPacker {
 
   void run() {
     // The padding behind the bias must not depend on what was in the memory before.
-    std::memset(panel_ + shape_.scales_offset(), 0, static_cast<std::size_t>(shape_.panel_bytes() - shape_.scales_offset()));
+    std::memset(panel_ + shape_.scales_offset(), 0,
+                static_cast<std::size_t>(shape_.panel_bytes() - shape_.scales_offset()));
     const int64_t group_steps = shape_.channelwise() ? shape_.steps() : shape_.group / kStepK;
     float weighted[kPanelColumns] = {};
     for (int64_t g = 0; g < shape_.groups(); ++g) {
@@ -76,7 +77,8 @@ class PanelPacker {
     }
     if (!shape_.channelwise()) std::memcpy(panel_ + shape_.sums_offset(), weighted, sizeof(weighted));
     if (shape_.has_bias) {
-      std::memcpy(panel_ + shape_.bias_offset(), raw_.bias + first_row_, static_cast<std::size_t>(columns_) * sizeof(float));
+      std::memcpy(panel_ + shape_.bias_offset(), raw_.bias + first_row_,
+                  static_cast<std::size_t>(columns_) * sizeof(float));
     }
   }
 
@@ -90,7 +92,8 @@ class PanelPacker {
     if (available == 4) {
       for (int64_t c = 0; c < columns_; ++c) std::memcpy(&words[c], src + c * row_bytes, 4);
     } else {
-      for (int64_t c = 0; c < columns_; ++c) std::memcpy(&words[c], src + c * row_bytes, static_cast<std::size_t>(available));
+      for (int64_t c = 0; c < columns_; ++c)
+        std::memcpy(&words[c], src + c * row_bytes, static_cast<std::size_t>(available));
     }
     for (int64_t c = 0; c < kPanelColumns; ++c) sums[c] += nibble_sum(words[c]);
     for (uint32_t& word : words) word = to_packed(word);

@@ -12,7 +12,8 @@ constexpr int64_t kAlign = 64;
 
 int64_t Slicer::advance(int64_t count, int64_t size) {
   constexpr int64_t kMax = std::numeric_limits<int64_t>::max() - kAlign;
-  if (count < 0 || count > (kMax - used_) / size) throw std::length_error("w4a8: scratch memory would exceed 2^63 bytes");
+  if (count < 0 || count > (kMax - used_) / size)
+    throw std::length_error("w4a8: scratch memory would exceed 2^63 bytes");
   const int64_t offset = used_;
   used_ = (used_ + count * size + kAlign - 1) / kAlign * kAlign;
   return offset;

@@ -50,14 +50,14 @@ struct Rows {
 
 /// A run of consecutive panels of one packed matrix. No alignment is assumed.
 struct Panels {
-  const uint8_t* data;     ///< first byte of the first panel: its steps
-  int64_t stride;          ///< bytes between panels
-  int64_t scales_offset;   ///< bytes from a panel to its scales [groups, 16] of scale_dtype
-  int64_t sums_offset;     ///< bytes to its weight sums [16]: channelwise int32 sum_k w, else float32 W (docs/numerics.md)
-  int64_t bias_offset;     ///< bytes to its bias [16] float32 (zeros if there is none)
-  int64_t steps;           ///< steps of k, ceil(K / kStepK)
-  int64_t group_steps;     ///< steps of one group; equal to `steps` when channelwise
-  DType scale_dtype;       ///< kFloat32 or kBFloat16
+  const uint8_t* data;    ///< first byte of the first panel: its steps
+  int64_t stride;         ///< bytes between panels
+  int64_t scales_offset;  ///< bytes from a panel to its scales [groups, 16] of scale_dtype
+  int64_t sums_offset;  ///< bytes to its weight sums [16]: channelwise int32 sum_k w, else float32 W (docs/numerics.md)
+  int64_t bias_offset;  ///< bytes to its bias [16] float32 (zeros if there is none)
+  int64_t steps;        ///< steps of k, ceil(K / kStepK)
+  int64_t group_steps;  ///< steps of one group; equal to `steps` when channelwise
+  DType scale_dtype;    ///< kFloat32 or kBFloat16
   bool channelwise;
 };
 
@@ -85,9 +85,9 @@ using StoreRowFn = void (*)(const float* x, int64_t n, DType dtype, void* out);
 
 /// One SIMD variant.
 struct Kernel {
-  const char* name;         ///< file name without .cpp, e.g. "x86_avx512vnni"
-  uint32_t needs;           ///< Feature bits (cpu_features.h); runs iff (needs & host_features()) == needs
-  int64_t max_rows;         ///< rows of its largest tile: row blocks are cut in multiples of this
+  const char* name;  ///< file name without .cpp, e.g. "x86_avx512vnni"
+  uint32_t needs;    ///< Feature bits (cpu_features.h); runs iff (needs & host_features()) == needs
+  int64_t max_rows;  ///< rows of its largest tile: row blocks are cut in multiples of this
   GemmFn gemm;
   QuantizeRowFn quantize_row;
   ActivateFn activate;

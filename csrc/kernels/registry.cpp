@@ -60,7 +60,8 @@ const Kernel& find_kernel(std::string_view name, uint32_t features, std::string_
   if (found != nullptr && supported(*found, features)) return *found;
   std::string message = std::string(source) + ": kernel '" + std::string(name) + "' ";
   if (found != nullptr) {
-    message += "needs the CPU features '" + feature_names(found->needs) + "', this CPU has '" + feature_names(features) + "'";
+    message +=
+        "needs the CPU features '" + feature_names(found->needs) + "', this CPU has '" + feature_names(features) + "'";
   } else {
     message += "does not exist";
   }

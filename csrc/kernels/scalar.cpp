@@ -120,7 +120,7 @@ struct Ops {
 }  // namespace
 
 extern const Kernel scalar;
-const Kernel scalar = {"scalar",     0, Ops::kRows[0], gemm<Ops>, quantize_row<Ops>, activate<Ops>, combine<Ops>,
+const Kernel scalar = {"scalar",      0, Ops::kRows[0], gemm<Ops>, quantize_row<Ops>, activate<Ops>, combine<Ops>,
                        store_row<Ops>};
 
 }  // namespace w4a8::isa

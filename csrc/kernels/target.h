@@ -7,8 +7,7 @@
 
 #define W4A8_PRAGMA(x) _Pragma(#x)
 #if defined(__clang__)
-#define W4A8_TARGET(features) \
-  W4A8_PRAGMA(clang attribute push(__attribute__((target(features))), apply_to = function))
+#define W4A8_TARGET(features) W4A8_PRAGMA(clang attribute push(__attribute__((target(features))), apply_to = function))
 #define W4A8_TARGET_END W4A8_PRAGMA(clang attribute pop)
 #elif defined(__GNUC__)
 #define W4A8_TARGET(features) W4A8_PRAGMA(GCC push_options) W4A8_PRAGMA(GCC target(features))

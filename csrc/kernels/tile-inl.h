@@ -20,7 +20,7 @@ constexpr int64_t kBlockSteps = 4;
 
 // What one tile reads and writes, for the steps of one chunk.
 struct TileArgs {
-  const int8_t* q;        // at the first step of the chunk
+  const int8_t* q;  // at the first step of the chunk
   int64_t q_stride;
   const int32_t* starts;  // at the first group of the chunk
   int64_t starts_stride;
@@ -31,7 +31,7 @@ struct TileArgs {
   const uint8_t* weights;  // its steps, packed or unpacked, at the first step of the chunk
   int64_t weights_stride;  // bytes to the steps of the next panel
   int64_t steps;
-  bool first;              // no chunk before this one
+  bool first;  // no chunk before this one
   bool last;
   float* out;
   int64_t ldc;
@@ -105,7 +105,8 @@ W4A8_INLINE void load_sums(const TileArgs& t, typename Ops::F (&f)[R][C][Ops::kV
 #pragma GCC unroll 2
     for (int c = 0; c < C; ++c) {
 #pragma GCC unroll 16
-      for (int v = 0; v < Ops::kVecs; ++v) f[r][c][v] = Ops::load(t.out + r * t.ldc + c * kPanelColumns + v * Ops::kLanes);
+      for (int v = 0; v < Ops::kVecs; ++v)
+        f[r][c][v] = Ops::load(t.out + r * t.ldc + c * kPanelColumns + v * Ops::kLanes);
     }
   }
 }
@@ -117,7 +118,8 @@ W4A8_INLINE void store_sums(const TileArgs& t, typename Ops::F (&f)[R][C][Ops::k
 #pragma GCC unroll 2
     for (int c = 0; c < C; ++c) {
 #pragma GCC unroll 16
-      for (int v = 0; v < Ops::kVecs; ++v) Ops::store(t.out + r * t.ldc + c * kPanelColumns + v * Ops::kLanes, f[r][c][v]);
+      for (int v = 0; v < Ops::kVecs; ++v)
+        Ops::store(t.out + r * t.ldc + c * kPanelColumns + v * Ops::kLanes, f[r][c][v]);
     }
   }
 }
@@ -131,7 +133,8 @@ W4A8_INLINE int64_t prefetch_offset(const TileArgs& t, int columns, int64_t step
 }
 
 template <class Ops, int R, int C, bool kUnpacked>
-W4A8_INLINE void channelwise_tile(const TileArgs& t, const int8_t* const (&rows)[R], const uint8_t* const (&weights)[C]) {
+W4A8_INLINE void channelwise_tile(const TileArgs& t, const int8_t* const (&rows)[R],
+                                  const uint8_t* const (&weights)[C]) {
   typename Ops::I acc[R][C][Ops::kVecs];
   typename Ops::F bits[R][C][Ops::kVecs];
   if (t.first) {
@@ -247,9 +250,11 @@ template <class Ops, int C>
 TileFn pick_tile(int64_t rows, bool channelwise, bool unpacked) {
   constexpr std::make_integer_sequence<int, Ops::kRows[C - 1]> kSequence;
   if (unpacked) {
-    return channelwise ? pick_rows<Ops, C, true, true>(rows, kSequence) : pick_rows<Ops, C, false, true>(rows, kSequence);
+    return channelwise ? pick_rows<Ops, C, true, true>(rows, kSequence)
+                       : pick_rows<Ops, C, false, true>(rows, kSequence);
   }
-  return channelwise ? pick_rows<Ops, C, true, false>(rows, kSequence) : pick_rows<Ops, C, false, false>(rows, kSequence);
+  return channelwise ? pick_rows<Ops, C, true, false>(rows, kSequence)
+                     : pick_rows<Ops, C, false, false>(rows, kSequence);
 }
 
 // Nibbles to bytes, one step to 128 bytes: the 64 low nibbles, then the 64 high ones. `next`: what will be unpacked
@@ -327,7 +332,8 @@ void gemm(const Rows& rows, int64_t m, const Panels& panels, int64_t panel_count
         t.weights_stride = t.steps * 2 * kStepBytes;
         const uint8_t* next = t.last ? t.panel + columns * panels.stride : t.weights + chunk * kStepBytes;
         for (int64_t c = 0; c < columns; ++c) {
-          unpack_steps(t.weights + c * panels.stride, t.steps, scratch + c * t.weights_stride, next + c * panels.stride);
+          unpack_steps(t.weights + c * panels.stride, t.steps, scratch + c * t.weights_stride,
+                       next + c * panels.stride);
         }
         t.weights = scratch;
       }

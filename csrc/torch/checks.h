@@ -41,8 +41,7 @@ inline DType activation_dtype(const char* name, const at::Tensor& tensor) {
     case at::kFloat: return DType::kFloat32;
     case at::kBFloat16: return DType::kBFloat16;
     case at::kHalf: return DType::kFloat16;
-    default:
-      TORCH_CHECK(false, name, " has dtype ", tensor.scalar_type(), ", expected float32, bfloat16 or float16");
+    default: TORCH_CHECK(false, name, " has dtype ", tensor.scalar_type(), ", expected float32, bfloat16 or float16");
   }
 }
 

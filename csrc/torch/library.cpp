@@ -18,7 +18,8 @@ TORCH_LIBRARY(w4a8, m) {
       "dyn_quant_matmul_4bit(Tensor inp, Tensor packed_weights, int block_size, int in_features, int out_features) -> "
       "Tensor");
   m.def(
-      "dynamic_4bit_int_moe(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w13_packed, Tensor w2_packed, int H, "
+      "dynamic_4bit_int_moe(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w13_packed, Tensor w2_packed, int "
+      "H, "
       "int I, int I2, int group_size, bool apply_router_weight_on_input, int activation_kind) -> Tensor");
   // vLLM since 0.25 calls it without I2: gated.
   m.def(
@@ -85,9 +86,13 @@ std::string cpu_features() { return feature_names(host_features()); }
 
 PackedInfo packed_info(const void* data, int64_t size) {
   const PackedShape shape = read_header(static_cast<const uint8_t*>(data), size, "packed matrix");
-  return {kPackedVersion, shape.n,        shape.k,
-          shape.group,    shape.scale_dtype == DType::kFloat32 ? "float32" : "bfloat16",
-          shape.has_bias, packed_bytes(shape)};
+  return {kPackedVersion,
+          shape.n,
+          shape.k,
+          shape.group,
+          shape.scale_dtype == DType::kFloat32 ? "float32" : "bfloat16",
+          shape.has_bias,
+          packed_bytes(shape)};
 }
 
 }  // namespace w4a8

@@ -27,7 +27,8 @@ void check_pack_arguments(const at::Tensor& weights, const at::Tensor& scales, c
   TORCH_CHECK(weights.scalar_type() == at::kByte, "weights has dtype ", weights.scalar_type(), ", expected uint8");
   TORCH_CHECK((weights.dim() == 2 || weights.dim() == 3) && has_shape(weights, weights, {shape.n, shape.k / 2}),
               "weights has shape ", shape_text(weights.sizes()), ", expected [", shape.n, ", ", shape.k / 2,
-              "] or [E, ", shape.n, ", ", shape.k / 2, "] for out_features = ", shape.n, " and in_features = ", shape.k);
+              "] or [E, ", shape.n, ", ", shape.k / 2, "] for out_features = ", shape.n,
+              " and in_features = ", shape.k);
   TORCH_CHECK(scales.scalar_type() == at::kFloat || scales.scalar_type() == at::kBFloat16, "scales_zeros has dtype ",
               scales.scalar_type(), ", expected float32 or bfloat16");
   TORCH_CHECK(has_shape(scales, weights, {shape.n, shape.groups()}), "scales_zeros has shape ",
@@ -59,8 +60,8 @@ at::Tensor empty_packed(const at::Tensor& weights, const PackedShape& shape) {
 
 void check_matmul_arguments(const at::Tensor& inp, const at::Tensor& packed, const PackedShape& shape) {
   activation_dtype("inp", inp);
-  TORCH_CHECK(inp.dim() >= 1 && inp.size(-1) == shape.k, "inp has shape ", shape_text(inp.sizes()), ", expected [..., ", shape.k,
-              "] for in_features = ", shape.k);
+  TORCH_CHECK(inp.dim() >= 1 && inp.size(-1) == shape.k, "inp has shape ", shape_text(inp.sizes()), ", expected [..., ",
+              shape.k, "] for in_features = ", shape.k);
   check_packed("packed_weights", packed, /*stack=*/false);
 }
 
@@ -126,7 +127,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> unpack_cpu(const at::Tensor& pack
     AtenParallel parallel;
     for (int64_t e = 0; e < count; ++e) {
       const PackedMatrix matrix = open(e);
-      TORCH_CHECK(matrix.shape == shape, "packed_weights[", e, "] has another scale dtype or bias flag than packed_weights[0]");
+      TORCH_CHECK(matrix.shape == shape, "packed_weights[", e,
+                  "] has another scale dtype or bias flag than packed_weights[0]");
       const auto scales_bytes = shape.n * shape.groups() * dtype_bytes(shape.scale_dtype);
       unpack(matrix, std::get<0>(out).data_ptr<uint8_t>() + e * shape.n * (shape.k / 2),
              static_cast<uint8_t*>(std::get<1>(out).data_ptr()) + e * scales_bytes,
@@ -164,8 +166,8 @@ at::Tensor matmul_meta(const at::Tensor& inp, const at::Tensor& packed_weights, 
   check_packed("packed_weights", packed_weights, /*stack=*/false);
   TORCH_CHECK(inp.dim() >= 1, "inp has no dimensions, expected [..., ", in_features, "]");
   std::vector<c10::SymInt> sizes(inp.sym_sizes().begin(), inp.sym_sizes().end());
-  TORCH_CHECK(sizes.back() == in_features, "inp has last dimension ", sizes.back(), ", expected in_features = ",
-              in_features);
+  TORCH_CHECK(sizes.back() == in_features, "inp has last dimension ", sizes.back(),
+              ", expected in_features = ", in_features);
   sizes.back() = out_features;
   return at::empty_symint(sizes, inp.options());
 }

@@ -51,5 +51,6 @@ PYBIND11_MODULE(_C, m) {
         result["bytes"] = header.bytes;
         return result;
       },
-      py::arg("data"), "The header of one packed matrix (any buffer). Raises ValueError naming the field that is wrong.");
+      py::arg("data"),
+      "The header of one packed matrix (any buffer). Raises ValueError naming the field that is wrong.");
 }

@@ -37,8 +37,8 @@ void check_scalars(const at::Tensor& x, const at::Tensor& topk_ids, const at::Te
                 kMaxK);
     TORCH_CHECK(group_size == -1 || group_size == value ||
                     (group_size >= 32 && group_size % 32 == 0 && value % group_size == 0),
-                "group_size is ", group_size, ", expected -1 (channelwise) or a multiple of 32 that divides ", name, " = ",
-                value);
+                "group_size is ", group_size, ", expected -1 (channelwise) or a multiple of 32 that divides ", name,
+                " = ", value);
   }
   TORCH_CHECK(I2 == 2 * I || I2 == I, "I2 is ", I2, ", expected 2 * I = ", 2 * I, " (gated) or I = ", I);
 }
@@ -109,15 +109,15 @@ at::Tensor moe_meta(const at::Tensor& x, const at::Tensor& topk_ids, const at::T
 at::Tensor moe_gated_cpu(const at::Tensor& x, const at::Tensor& topk_ids, const at::Tensor& topk_weights,
                          const at::Tensor& w13_packed, const at::Tensor& w2_packed, int64_t H, int64_t I,
                          int64_t group_size, bool apply_router_weight_on_input, int64_t activation_kind) {
-  return moe_cpu(x, topk_ids, topk_weights, w13_packed, w2_packed, H, I, 2 * I, group_size, apply_router_weight_on_input,
-                 activation_kind);
+  return moe_cpu(x, topk_ids, topk_weights, w13_packed, w2_packed, H, I, 2 * I, group_size,
+                 apply_router_weight_on_input, activation_kind);
 }
 
 at::Tensor moe_gated_meta(const at::Tensor& x, const at::Tensor& topk_ids, const at::Tensor& topk_weights,
                           const at::Tensor& w13_packed, const at::Tensor& w2_packed, int64_t H, int64_t I,
                           int64_t group_size, bool apply_router_weight_on_input, int64_t activation_kind) {
-  return moe_meta(x, topk_ids, topk_weights, w13_packed, w2_packed, H, I, 2 * I, group_size, apply_router_weight_on_input,
-                  activation_kind);
+  return moe_meta(x, topk_ids, topk_weights, w13_packed, w2_packed, H, I, 2 * I, group_size,
+                  apply_router_weight_on_input, activation_kind);
 }
 
 }  // namespace w4a8

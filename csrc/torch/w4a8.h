@@ -21,14 +21,12 @@ W4A8_EXPORT at::Tensor dyn_quant_pack_4bit_weight(const at::Tensor& weights, con
                                                   int64_t in_features, int64_t out_features);
 
 /// The exact inverse: (weights, scales_zeros, bias); bias is empty if there was none.
-W4A8_EXPORT std::tuple<at::Tensor, at::Tensor, at::Tensor> dyn_quant_unpack_4bit_weight(const at::Tensor& packed_weights,
-                                                                                        int64_t block_size,
-                                                                                        int64_t in_features,
-                                                                                        int64_t out_features);
+W4A8_EXPORT std::tuple<at::Tensor, at::Tensor, at::Tensor> dyn_quant_unpack_4bit_weight(
+    const at::Tensor& packed_weights, int64_t block_size, int64_t in_features, int64_t out_features);
 
 /// inp [..., K] (float32, bfloat16, float16) times a packed matrix: [..., N] of inp's type.
-W4A8_EXPORT at::Tensor dyn_quant_matmul_4bit(const at::Tensor& inp, const at::Tensor& packed_weights, int64_t block_size,
-                                             int64_t in_features, int64_t out_features);
+W4A8_EXPORT at::Tensor dyn_quant_matmul_4bit(const at::Tensor& inp, const at::Tensor& packed_weights,
+                                             int64_t block_size, int64_t in_features, int64_t out_features);
 
 /// The fused mixture-of-experts layer. x: [..., H]; topk_ids: int32 or int64 [T, k], -1 skips the slot; topk_weights:
 /// floating [T, k]; w13_packed: uint8 [E, bytes], I2 x H; w2_packed: [E, bytes], H x I. I2: 2 * I (gated) or I.

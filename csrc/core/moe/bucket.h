@@ -7,10 +7,10 @@ namespace w4a8 {
 
 /// Where each routed slot goes. Rows of one expert are consecutive, in ascending (token, slot) order.
 struct Buckets {
-  int64_t* offsets;     ///< [E + 1]: rows of expert e are [offsets[e], offsets[e + 1])
-  int32_t* row_token;   ///< [rows]: which token a row belongs to
-  int32_t* row_slot;    ///< [rows]: which (token * k + slot)
-  int32_t* slot_row;    ///< [T * k]: the inverse; -1 for a skipped slot
+  int64_t* offsets;    ///< [E + 1]: rows of expert e are [offsets[e], offsets[e + 1])
+  int32_t* row_token;  ///< [rows]: which token a row belongs to
+  int32_t* row_slot;   ///< [rows]: which (token * k + slot)
+  int32_t* slot_row;   ///< [T * k]: the inverse; -1 for a skipped slot
 };
 
 /// Fills `buckets` from ids [tokens, slots]. Returns the number of rows (slots that are not -1).

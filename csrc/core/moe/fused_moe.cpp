@@ -43,7 +43,8 @@ void check_dimension(const char* name, int64_t value) {
 class Experts {
  public:
   explicit Experts(const MoeArgs& args)
-      : args_(args), group13_(args.group == -1 ? args.hidden : args.group),
+      : args_(args),
+        group13_(args.group == -1 ? args.hidden : args.group),
         group2_(args.group == -1 ? args.intermediate : args.group) {}
 
   PackedMatrix w13(int64_t e) const {
@@ -151,8 +152,8 @@ int64_t make_units(const int64_t* offsets, int64_t experts, int64_t max_rows, Un
 // One chunk of tokens, from the first to the last stage.
 class Chunk {
  public:
-  Chunk(const Kernel& kernel, const MoeArgs& args, const Experts& experts, const MoeBuffers& buffers, int64_t first_token,
-        int64_t tokens)
+  Chunk(const Kernel& kernel, const MoeArgs& args, const Experts& experts, const MoeBuffers& buffers,
+        int64_t first_token, int64_t tokens)
       : kernel_(kernel), args_(args), experts_(experts), b_(buffers), first_token_(first_token), tokens_(tokens) {}
 
   // Sorts the rows and cuts the work; then the tasks are known.
@@ -206,9 +207,9 @@ class Chunk {
         if (row < 0) continue;
         if (first < 0) {
           first = row;
-          kernel_.quantize_row(
-              static_cast<const uint8_t*>(args_.x) + token * args_.hidden * dtype_bytes(args_.dtype), args_.dtype,
-              args_.hidden, experts_.group13(), x.q + row * x.stride, x.starts + row * x.groups, &quant);
+          kernel_.quantize_row(static_cast<const uint8_t*>(args_.x) + token * args_.hidden * dtype_bytes(args_.dtype),
+                               args_.dtype, args_.hidden, experts_.group13(), x.q + row * x.stride,
+                               x.starts + row * x.groups, &quant);
         } else {
           std::memcpy(x.q + row * x.stride, x.q + first * x.stride, static_cast<std::size_t>(x.stride));
           std::memcpy(x.starts + row * x.groups, x.starts + first * x.groups,

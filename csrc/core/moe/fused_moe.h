@@ -15,8 +15,8 @@ struct MoeArgs {
   const void* x = nullptr;  ///< [T, H] of dtype
   void* out = nullptr;      ///< [T, H] of dtype
   DType dtype = DType::kFloat32;
-  int64_t tokens = 0;             ///< T
-  int64_t slots = 0;              ///< k
+  int64_t tokens = 0;              ///< T
+  int64_t slots = 0;               ///< k
   const int32_t* ids = nullptr;    ///< [T, k]; -1 skips the slot
   const int64_t* ids64 = nullptr;  ///< the same, read if ids is null
   const float* weights = nullptr;  ///< [T, k]
@@ -25,17 +25,17 @@ struct MoeArgs {
   int64_t w13_bytes = 0;
   const uint8_t* w2 = nullptr;  ///< [E, w2_bytes] packed; n = H, k = I
   int64_t w2_bytes = 0;
-  int64_t hidden = 0;        ///< H
-  int64_t intermediate = 0;  ///< I
-  bool gated = true;         ///< I2 == 2 I (else I2 == I)
-  int64_t group = -1;        ///< -1 is channelwise
+  int64_t hidden = 0;            ///< H
+  int64_t intermediate = 0;      ///< I
+  bool gated = true;             ///< I2 == 2 I (else I2 == I)
+  int64_t group = -1;            ///< -1 is channelwise
   bool weight_on_input = false;  ///< the router weight multiplies the row that enters w13 instead of the output
   Activation activation = Activation::kSilu;
 };
 
 /// Runs the layer. Throws std::invalid_argument, before anything is written, for H or I outside the layout's range, an
-/// id outside [-1, E) (naming the token), and for a packed matrix of an expert that is used whose header disagrees (naming expert and field).
-/// Scratch is bounded: tokens are worked off in chunks (moe_chunk_tokens).
+/// id outside [-1, E) (naming the token), and for a packed matrix of an expert that is used whose header disagrees
+/// (naming expert and field). Scratch is bounded: tokens are worked off in chunks (moe_chunk_tokens).
 void fused_moe(const Kernel& kernel, Parallel& parallel, Workspace& workspace, const MoeArgs& args);
 
 /// Tokens worked off at once: as many as keep the scratch near 96 MiB, at least 64.
