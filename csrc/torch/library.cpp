@@ -43,6 +43,14 @@ TORCH_LIBRARY_IMPL(w4a8, Meta, m) {
   m.impl("dynamic_4bit_int_moe.gated", w4a8::moe_gated_meta);
 }
 
+// torch 1.13 has no fallback for this key: without it Meta tensors would need inference mode.
+TORCH_LIBRARY_IMPL(w4a8, AutogradMeta, m) {
+  for (const char* name : {"dyn_quant_pack_4bit_weight", "dyn_quant_matmul_4bit", "dynamic_4bit_int_moe",
+                           "dynamic_4bit_int_moe.gated"}) {
+    m.impl(name, torch::CppFunction::makeFallthrough());
+  }
+}
+
 namespace w4a8 {
 
 at::Tensor dyn_quant_pack_4bit_weight(const at::Tensor& weights, const at::Tensor& scales_zeros,

@@ -1,0 +1,179 @@
+// The guarantee of docs/numerics.md: the output of a token has the same bits whatever the kernel, the number of threads
+// and the other tokens of the batch.
+#include <algorithm>
+#include <cmath>
+
+#include "core/gemm.h"
+#include "moe_data.h"
+#include "thread_parallel.h"
+
+namespace w4a8::test {
+namespace {
+
+constexpr int kThreadCounts[] = {1, 2, 3};
+
+// Batches a token is looked at in: (first row, rows) out of `total` rows.
+struct Batch {
+  int64_t first;
+  int64_t rows;
+};
+std::vector<Batch> batches(int64_t total) {
+  std::vector<Batch> list = {{0, total}, {0, 1},  {total - 1, 1}, {total / 2, 1},
+                             {1, 5},     {3, 13}, {0, 24},        {7, total - 7}};
+  return list;
+}
+
+// Fails the test at the first row of `part` that differs from the same row of `whole`.
+void expect_same_rows(const std::vector<uint8_t>& whole, const std::vector<uint8_t>& part, const Batch& batch,
+                      std::size_t row_bytes) {
+  for (int64_t r = 0; r < batch.rows; ++r) {
+    const auto from = static_cast<std::size_t>(batch.first + r) * row_bytes;
+    const auto at = static_cast<std::size_t>(r) * row_bytes;
+    ASSERT_EQ(std::memcmp(whole.data() + from, part.data() + at, row_bytes), 0)
+        << "row " << r << " of the batch of " << batch.rows << " from row " << batch.first;
+  }
+}
+
+TEST(AgreementTest, AtLeastScalarRuns) { EXPECT_FALSE(supported_kernels().empty()); }
+
+TEST(AgreementTest, Matmul) {
+  W4A8_TRACE_SEED();
+  Rng rng(90);
+  // 60 rows of these are above the size from which several threads are used.
+  for (const PackedShape& shape : {PackedShape{100, 128, 128, DType::kFloat32, true},
+                                   {75, 192, 64, DType::kBFloat16, false},
+                                   {130, 96, 32, DType::kFloat32, true},
+                                   {257, 90, 90, DType::kBFloat16, true}}) {
+    const Packed packed = pack_one(shape, random_weights(rng, shape));
+    for (const DType dtype : kAllDTypes) {
+      constexpr int64_t kRows = 60;
+      std::vector<float> values = random_activations(rng, kRows * shape.k, dtype);
+      std::fill_n(values.begin() + 4 * shape.k, shape.k, 0.0f);
+      values[static_cast<std::size_t>(9 * shape.k)] = NAN;
+      const std::vector<uint8_t> x = to_dtype(values, dtype);
+      const auto row_in = static_cast<std::size_t>(shape.k * dtype_bytes(dtype));
+      const auto row_out = static_cast<std::size_t>(shape.n * dtype_bytes(dtype));
+      std::vector<uint8_t> first;
+      for (const Kernel* kernel : supported_kernels()) {
+        for (const int threads : kThreadCounts) {
+          SCOPED_TRACE(std::string(kernel->name) + " threads=" + std::to_string(threads) + " " + describe(shape) + " " +
+                       dtype_name(dtype));
+          ThreadParallel parallel(threads);
+          Workspace workspace;
+          for (const Batch& batch : batches(kRows)) {
+            std::vector<uint8_t> out(static_cast<std::size_t>(batch.rows) * row_out);
+            matmul(*kernel, parallel, workspace, packed.matrix(),
+                   x.data() + static_cast<std::size_t>(batch.first) * row_in, dtype, batch.rows, out.data());
+            if (first.empty()) first = out;
+            expect_same_rows(first, out, batch, row_out);
+            if (testing::Test::HasFatalFailure()) return;
+          }
+        }
+      }
+    }
+  }
+}
+
+// Tokens `batch` of `data` as a layer call of their own.
+std::vector<uint8_t> run_part(const MoeData& data, const Batch& batch, const Kernel& kernel, Parallel& parallel,
+                              Workspace& workspace) {
+  MoeArgs args = data.args();
+  const auto row_bytes = static_cast<std::size_t>(data.shape.hidden * dtype_bytes(data.shape.dtype));
+  std::vector<uint8_t> out(static_cast<std::size_t>(batch.rows) * row_bytes);
+  args.tokens = batch.rows;
+  args.x = data.x.data() + static_cast<std::size_t>(batch.first) * row_bytes;
+  args.ids = data.ids.data() + batch.first * data.shape.slots;
+  args.weights = data.router.data() + batch.first * data.shape.slots;
+  args.out = out.data();
+  fused_moe(kernel, parallel, workspace, args);
+  return out;
+}
+
+TEST(AgreementTest, Moe) {
+  W4A8_TRACE_SEED();
+  Rng rng(91);
+  for (int variant = 0; variant < 8; ++variant) {
+    MoeCase c;
+    c.tokens = 80;
+    c.slots = 3;
+    c.experts = 5;
+    c.hidden = variant % 2 == 0 ? 70 : 128;
+    c.intermediate = variant % 2 == 0 ? 42 : 64;
+    c.group = variant % 2 == 0 ? -1 : 32;
+    c.kind = variant;
+    c.gated = variant % 4 < 2;
+    c.weight_on_input = variant % 3 == 0;
+    c.bias = variant % 3 == 1;
+    c.dtype = kAllDTypes[variant % 3];
+    c.scales = variant % 4 == 1 ? DType::kBFloat16 : DType::kFloat32;
+    MoeData data(rng, c);
+    for (std::size_t i = 0; i < data.ids.size(); i += 7) data.ids[i] = -1;
+    std::vector<uint8_t> first;
+    for (const Kernel* kernel : supported_kernels()) {
+      for (const int threads : kThreadCounts) {
+        SCOPED_TRACE(std::string(kernel->name) + " threads=" + std::to_string(threads) + " " + describe(c));
+        ThreadParallel parallel(threads);
+        Workspace workspace;
+        for (const Batch& batch : batches(c.tokens)) {
+          const std::vector<uint8_t> out = run_part(data, batch, *kernel, parallel, workspace);
+          if (first.empty()) first = out;
+          expect_same_rows(first, out, batch, static_cast<std::size_t>(c.hidden * dtype_bytes(c.dtype)));
+          if (testing::Test::HasFatalFailure()) return;
+        }
+      }
+    }
+  }
+}
+
+// A token among copies of itself, among strangers, and with the batch in another order.
+TEST(AgreementTest, OtherTokensDoNotMatter) {
+  W4A8_TRACE_SEED();
+  Rng rng(92);
+  MoeCase c;
+  c.tokens = 64;
+  c.hidden = 66;
+  c.intermediate = 50;
+  MoeData data(rng, c);
+  const auto row = static_cast<std::size_t>(c.hidden) * 4;
+  for (const Kernel* kernel : supported_kernels()) {
+    SCOPED_TRACE(kernel->name);
+    ThreadParallel parallel(2);
+    Workspace workspace;
+    const std::vector<uint8_t> out = data.run(*kernel, parallel, workspace);
+    MoeData reversed = MoeData(rng, c);
+    MoeData copies = MoeData(rng, c);
+    for (std::size_t t = 0; t < 64; ++t) {
+      const std::size_t other = 63 - t;
+      std::copy_n(data.x.begin() + static_cast<std::ptrdiff_t>(other * row), row,
+                  reversed.x.begin() + static_cast<std::ptrdiff_t>(t * row));
+      std::copy_n(data.x.begin() + static_cast<std::ptrdiff_t>(17 * row), row,
+                  copies.x.begin() + static_cast<std::ptrdiff_t>(t * row));
+      for (std::size_t j = 0; j < 2; ++j) {
+        reversed.ids[2 * t + j] = data.ids[2 * other + j];
+        reversed.router[2 * t + j] = data.router[2 * other + j];
+        copies.ids[2 * t + j] = data.ids[2 * 17 + j];
+        copies.router[2 * t + j] = data.router[2 * 17 + j];
+      }
+    }
+    const auto with_layer_of_data = [&](const MoeData& batch) {
+      MoeArgs args = data.args();
+      std::vector<uint8_t> result(batch.x.size());
+      args.x = batch.x.data();
+      args.ids = batch.ids.data();
+      args.weights = batch.router.data();
+      args.out = result.data();
+      fused_moe(*kernel, parallel, workspace, args);
+      return result;
+    };
+    const std::vector<uint8_t> backwards = with_layer_of_data(reversed);
+    const std::vector<uint8_t> same = with_layer_of_data(copies);
+    for (std::size_t t = 0; t < 64; ++t) {
+      ASSERT_EQ(std::memcmp(out.data() + t * row, backwards.data() + (63 - t) * row, row), 0)
+          << "token " << t << " in reverse order";
+      ASSERT_EQ(std::memcmp(out.data() + 17 * row, same.data() + t * row, row), 0) << "copy " << t;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace w4a8::test

@@ -1,0 +1,321 @@
+// GemmFn of every kernel against the reference, bit for bit: docs/numerics.md leaves no choice to a kernel.
+#include <cmath>
+
+#include "test_util.h"
+
+namespace w4a8::test {
+namespace {
+
+constexpr uint32_t kUntouched = 0xffffffff;  // what GuardedBuffer<float> is filled with, a NaN no kernel produces
+
+// Quantized rows in guarded memory. slack: bytes and elements between rows, filled with something harmful.
+struct QuantizedInput {
+  QuantizedInput(const std::vector<ref::Row>& source, const PackedShape& shape, int64_t slack, Guard guard)
+      : m(static_cast<int64_t>(source.size())),
+        stride(shape.steps() * kStepK + slack),
+        starts_stride(shape.groups() + slack),
+        q((m - 1) * stride + shape.steps() * kStepK, guard),
+        starts((m - 1) * starts_stride + shape.groups(), guard),
+        quant(m, guard) {
+    q.fill(0x7f);
+    starts.fill(0x7f);
+    for (int64_t r = 0; r < m; ++r) {
+      const ref::Row& row = source[static_cast<std::size_t>(r)];
+      for (int64_t i = 0; i < shape.steps() * kStepK; ++i) {
+        q[r * stride + i] = static_cast<int8_t>(i < shape.k ? row.q[static_cast<std::size_t>(i)] : 0);
+      }
+      for (int64_t g = 0; g < shape.groups(); ++g) {
+        int32_t sum = 0;
+        for (int64_t i = g * shape.group; i < (g + 1) * shape.group; ++i) sum += row.q[static_cast<std::size_t>(i)];
+        starts[r * starts_stride + g] = -8 * sum;
+      }
+      quant[r] = {row.recip, row.zero_point};
+    }
+    q.freeze();
+    starts.freeze();
+    quant.freeze();
+  }
+  Rows rows() const { return {q.data(), stride, starts.data(), starts_stride, quant.data()}; }
+
+  int64_t m;
+  int64_t stride;
+  int64_t starts_stride;
+  GuardedBuffer<int8_t> q;
+  GuardedBuffer<int32_t> starts;
+  GuardedBuffer<RowQuant> quant;
+};
+
+ref::Row random_row(Rng& rng, int64_t k) {
+  ref::Row row;
+  for (int64_t i = 0; i < k; ++i) row.q.push_back(static_cast<int>(rng.integer(-128, 127)));
+  row.recip = rng.uniform(0.001f, 0.1f);
+  row.zero_point = static_cast<int>(rng.integer(-128, 127));
+  return row;
+}
+
+// Runs the kernel on the first m rows and compares each output, the gaps between rows and the memory around.
+void check_gemm(const Kernel& kernel, const Packed& packed, const QuantizedInput& input, int64_t m, int64_t first_panel,
+                int64_t panel_count, const std::vector<std::vector<float>>& expected, bool with_scratch, Guard guard) {
+  const int64_t columns = panel_count * kPanelColumns;
+  const int64_t ldc = columns + 5;
+  GuardedBuffer<float> out((m - 1) * ldc + columns, guard);
+  GuardedBuffer<uint8_t> scratch(unpack_scratch_bytes(packed.shape.steps()));
+  kernel.gemm(input.rows(), m, packed.matrix().panels(first_panel), panel_count, out.data(), ldc,
+              with_scratch ? scratch.data() : nullptr);
+  for (int64_t r = 0; r < m; ++r) {
+    for (int64_t c = 0; c < ldc && r * ldc + c < out.size(); ++c) {
+      const float actual = out[r * ldc + c];
+      const int64_t column = first_panel * kPanelColumns + c;
+      if (c >= columns) {
+        ASSERT_EQ(float_bits(actual), kUntouched) << "wrote between rows: row " << r << " column " << c;
+      } else if (column >= packed.shape.n) {
+        ASSERT_NE(float_bits(actual), kUntouched) << "padding column not written: row " << r << " column " << column;
+      } else {
+        const float wanted = expected[static_cast<std::size_t>(r)][static_cast<std::size_t>(column)];
+        ASSERT_TRUE(same_float(actual, wanted))
+            << "row " << r << " of " << m << " column " << column << ": " << actual << " instead of " << wanted
+            << (with_scratch ? " with" : " without") << " scratch";
+      }
+    }
+  }
+  ASSERT_TRUE(out.slack_intact());
+  ASSERT_TRUE(scratch.slack_intact());
+}
+
+std::vector<std::vector<float>> expect(const std::vector<ref::Row>& rows, const ref::Weights& weights) {
+  std::vector<std::vector<float>> expected;
+  for (const ref::Row& row : rows) expected.push_back(ref::dot_all(row, weights));
+  return expected;
+}
+
+class KernelTest : public KernelFixture {
+ protected:
+  // All row counts that can select a different tile, and some that need several.
+  std::vector<int64_t> row_counts() const {
+    std::vector<int64_t> counts;
+    for (int64_t m = 1; m <= kernel().max_rows + 1; ++m) counts.push_back(m);
+    counts.push_back(2 * kernel().max_rows + 1);
+    counts.push_back(47);
+    return counts;
+  }
+
+  void check_shape_for_all_rows(const PackedShape& shape, uint64_t stream) {
+    SCOPED_TRACE(describe(shape));
+    Rng rng(stream);
+    const ref::Weights weights = random_weights(rng, shape);
+    Packed packed = pack_one(shape, weights);
+    packed.bytes.freeze();
+    std::vector<ref::Row> rows;
+    for (int64_t r = 0; r < std::max<int64_t>(47, 2 * kernel().max_rows + 1); ++r)
+      rows.push_back(random_row(rng, shape.k));
+    const auto expected = expect(rows, weights);
+    for (const int64_t m : row_counts()) {
+      const std::vector<ref::Row> some(rows.begin(), rows.begin() + m);
+      const Guard guard = m % 2 == 0 ? Guard::kBefore : Guard::kAfter;
+      const QuantizedInput input(some, shape, m % 3 == 0 ? 0 : 8 * m, guard);
+      for (const bool with_scratch : {false, true}) {
+        check_gemm(kernel(), packed, input, m, 0, shape.panels(), expected, with_scratch, guard);
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+};
+
+TEST_P(KernelTest, ChannelwiseEveryRowCount) {
+  W4A8_TRACE_SEED();
+  uint64_t stream = 100;
+  // K below, at and off the multiples of 8, 16, 32 and 64; one to three panels.
+  for (const int64_t k : {2, 6, 8, 10, 16, 30, 34, 64, 66, 136, 250}) {
+    for (const DType scales : {DType::kFloat32, DType::kBFloat16}) {
+      const int64_t n = 16 * (static_cast<int64_t>(stream) % 3) + 1 + static_cast<int64_t>(stream) % 16;
+      check_shape_for_all_rows({n, k, k, scales, stream % 2 == 0}, stream);
+      if (HasFatalFailure()) return;
+      ++stream;
+    }
+  }
+}
+
+TEST_P(KernelTest, GroupsEveryRowCount) {
+  W4A8_TRACE_SEED();
+  uint64_t stream = 200;
+  struct Case {
+    int64_t group;
+    int64_t groups;
+  };
+  // One group (which is channelwise by definition) is above; here even and odd counts of every group size.
+  for (const Case c : {Case{32, 2}, Case{32, 3}, Case{32, 11}, Case{64, 2}, Case{64, 3}, Case{96, 2}, Case{96, 3},
+                       Case{128, 2}, Case{128, 5}, Case{256, 3}}) {
+    for (const DType scales : {DType::kFloat32, DType::kBFloat16}) {
+      const int64_t n = 16 * (static_cast<int64_t>(stream) % 3) + 1 + static_cast<int64_t>(stream) % 16;
+      check_shape_for_all_rows({n, c.group * c.groups, c.group, scales, stream % 2 == 0}, stream);
+      if (HasFatalFailure()) return;
+      ++stream;
+    }
+  }
+}
+
+TEST_P(KernelTest, PanelRanges) {
+  W4A8_TRACE_SEED();
+  Rng rng(300);
+  for (const int64_t group : {int64_t{96}, int64_t{32}}) {
+    const PackedShape shape{75, 96, group, DType::kFloat32, true};  // five panels
+    const ref::Weights weights = random_weights(rng, shape);
+    const Packed packed = pack_one(shape, weights);
+    std::vector<ref::Row> rows;
+    for (int64_t r = 0; r < kernel().max_rows; ++r) rows.push_back(random_row(rng, shape.k));
+    const auto expected = expect(rows, weights);
+    const QuantizedInput input(rows, shape, 0, Guard::kAfter);
+    for (int64_t first = 0; first < shape.panels(); ++first) {
+      for (int64_t count = 1; first + count <= shape.panels(); ++count) {
+        SCOPED_TRACE("panels " + std::to_string(first) + " + " + std::to_string(count));
+        for (const int64_t m : {int64_t{1}, int64_t{2}, kernel().max_rows}) {
+          check_gemm(kernel(), packed, input, m, first, count, expected, count % 2 == 0, Guard::kAfter);
+          if (HasFatalFailure()) return;
+        }
+      }
+    }
+  }
+}
+
+// With scale, reciprocal and bias of 1, 1 and 0 the output is the integer sum, exact as float32 below 2^24. It must
+// survive any narrow intermediate (int16 sums of maddubs, signed times unsigned, ...).
+TEST_P(KernelTest, ExtremesAreExactIntegers) {
+  constexpr int64_t kK = 2048;  // 255 * 8 * 2048 < 2^23
+  const auto pattern = [](int which, int64_t i, int low, int high) {
+    switch (which) {
+      case 0: return low;
+      case 1: return high;
+      case 2: return i % 2 == 0 ? low : high;
+      default: return i / 4 % 2 == 0 ? low : high;
+    }
+  };
+  for (const int64_t group : {kK, int64_t{32}, int64_t{128}, int64_t{1024}}) {
+    for (int w_pattern = 0; w_pattern < 4; ++w_pattern) {
+      const PackedShape shape{17, kK, group, DType::kFloat32, false};
+      ref::Weights weights{shape.n, shape.k, shape.group, {}, {}, {}};
+      for (int64_t c = 0; c < shape.n; ++c) {
+        for (int64_t i = 0; i < kK; ++i) weights.w.push_back(pattern(w_pattern, i + c, -8, 7));
+      }
+      weights.scales.assign(static_cast<std::size_t>(shape.n * shape.groups()), 1.0f);
+      const Packed packed = pack_one(shape, weights);
+      std::vector<ref::Row> rows;
+      std::vector<std::vector<float>> expected;
+      for (int q_pattern = 0; q_pattern < 4; ++q_pattern) {
+        for (const int zero_point : {-128, 0, 127}) {
+          ref::Row row;
+          row.zero_point = zero_point;
+          for (int64_t i = 0; i < kK; ++i) row.q.push_back(pattern(q_pattern, i, -128, 127));
+          std::vector<float> sums;
+          for (int64_t c = 0; c < shape.n; ++c) {
+            int64_t sum = 0;
+            for (int64_t i = 0; i < kK; ++i) {
+              sum += int64_t{row.q[static_cast<std::size_t>(i)] - zero_point} *
+                     weights.w[static_cast<std::size_t>(c * kK + i)];
+            }
+            ASSERT_LT(std::llabs(sum), int64_t{1} << 24);
+            sums.push_back(static_cast<float>(sum));
+          }
+          rows.push_back(row);
+          expected.push_back(sums);
+        }
+      }
+      const QuantizedInput input(rows, shape, 0, Guard::kAfter);
+      SCOPED_TRACE(describe(shape) + " weight pattern " + std::to_string(w_pattern));
+      for (const bool with_scratch : {false, true}) {
+        check_gemm(kernel(), packed, input, static_cast<int64_t>(rows.size()), 0, 2, expected, with_scratch,
+                   Guard::kAfter);
+        if (HasFatalFailure()) return;
+      }
+      for (std::size_t r = 0; r < rows.size(); ++r) {
+        const QuantizedInput one({rows[r]}, shape, 0, Guard::kAfter);
+        check_gemm(kernel(), packed, one, 1, 0, 2, {expected[r]}, false, Guard::kAfter);
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
+// The largest K with the largest values: 255 * 8 * 2^20 is 99.6 % of what int32 holds.
+TEST_P(KernelTest, LargestSumFitsInt32) {
+  const PackedShape shape{2, kMaxK, kMaxK, DType::kFloat32, false};
+  ref::Weights weights{shape.n, shape.k, shape.group, {}, {1.0f, 1.0f}, {}};
+  weights.w.assign(static_cast<std::size_t>(shape.n * shape.k), -8);
+  std::fill(weights.w.begin() + shape.k, weights.w.end(), 7);
+  const Packed packed = pack_one(shape, weights);
+  std::vector<ref::Row> rows(2);
+  rows[0].q.assign(static_cast<std::size_t>(shape.k), 127);
+  rows[0].zero_point = -128;
+  rows[1].q.assign(static_cast<std::size_t>(shape.k), -128);
+  rows[1].zero_point = 127;
+  const auto sum = [](int64_t step) { return static_cast<float>(step * 255 * kMaxK); };
+  const std::vector<std::vector<float>> expected = {{sum(-8), sum(7)}, {sum(8), sum(-7)}};
+  const QuantizedInput input(rows, shape, 0, Guard::kAfter);
+  for (const bool with_scratch : {false, true}) {
+    check_gemm(kernel(), packed, input, 2, 0, 1, expected, with_scratch, Guard::kAfter);
+    if (HasFatalFailure()) return;
+  }
+}
+
+// A row of NaN gives NaN in that row only; infinite and denormal scales go through the same operations.
+TEST_P(KernelTest, SpecialScales) {
+  W4A8_TRACE_SEED();
+  Rng rng(400);
+  constexpr float kInf = INFINITY;
+  for (const int64_t group : {int64_t{64}, int64_t{32}}) {
+    const PackedShape shape{16, 64, group, DType::kFloat32, false};
+    ref::Weights weights = random_weights(rng, shape);
+    const float specials[] = {0.0f, -0.0f, kInf, NAN, 1e-44f, 1e-38f, 3e38f, -3e38f};
+    for (std::size_t i = 0; i < weights.scales.size(); i += 3) weights.scales[i] = specials[i / 3 % 8];
+    const Packed packed = pack_one(shape, weights);
+    std::vector<ref::Row> rows;
+    for (int64_t r = 0; r < kernel().max_rows + 1; ++r) rows.push_back(random_row(rng, shape.k));
+    rows[1].q.assign(rows[1].q.size(), 0);
+    rows[1].zero_point = 0;
+    rows[1].recip = NAN;
+    const auto expected = expect(rows, weights);
+    for (std::size_t c = 0; c < 16; ++c) ASSERT_TRUE(std::isnan(expected[1][c]));
+    const QuantizedInput input(rows, shape, 0, Guard::kAfter);
+    SCOPED_TRACE(describe(shape));
+    check_gemm(kernel(), packed, input, input.m, 0, 1, expected, false, Guard::kAfter);
+    if (HasFatalFailure()) return;
+  }
+}
+
+// Nothing is aligned: packed bytes, rows and output at every offset from a cache line.
+TEST_P(KernelTest, UnalignedBuffers) {
+  W4A8_TRACE_SEED();
+  Rng rng(500);
+  for (const int64_t group : {int64_t{64}, int64_t{32}}) {
+    const PackedShape shape{32, 64, group, DType::kBFloat16, true};
+    const ref::Weights weights = random_weights(rng, shape);
+    const Packed aligned = pack_one(shape, weights);
+    const int64_t m = kernel().max_rows;
+    std::vector<ref::Row> rows;
+    for (int64_t r = 0; r < m; ++r) rows.push_back(random_row(rng, shape.k));
+    const auto expected = expect(rows, weights);
+    for (int64_t offset = 1; offset < 64; ++offset) {
+      SCOPED_TRACE("offset " + std::to_string(offset));
+      GuardedBuffer<uint8_t> bytes(packed_bytes(shape) + offset, Guard::kBefore);
+      std::copy_n(aligned.bytes.data(), packed_bytes(shape), bytes.data() + offset);
+      const PackedMatrix matrix = open_packed(bytes.data() + offset, packed_bytes(shape), 32, 64, group, "matrix");
+      GuardedBuffer<int8_t> q(m * shape.k + offset, Guard::kBefore);
+      const QuantizedInput input(rows, shape, 0, Guard::kAfter);
+      std::copy_n(input.q.data(), m * shape.k, q.data() + offset);
+      Rows view = input.rows();
+      view.q = q.data() + offset;
+      GuardedBuffer<float> out(m * 32 + offset, Guard::kBefore);
+      kernel().gemm(view, m, matrix.panels(0), 2, out.data() + offset, 32, nullptr);
+      for (int64_t i = 0; i < m * 32; ++i) {
+        ASSERT_TRUE(
+            same_float(out[offset + i], expected[static_cast<std::size_t>(i / 32)][static_cast<std::size_t>(i % 32)]))
+            << "row " << i / 32 << " column " << i % 32;
+      }
+      ASSERT_TRUE(out.slack_intact());
+    }
+  }
+}
+
+W4A8_FOR_ALL_KERNELS(KernelTest);
+
+}  // namespace
+}  // namespace w4a8::test

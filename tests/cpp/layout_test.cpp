@@ -1,0 +1,174 @@
+// The header of a packed matrix: what is written can be read, anything else is refused by name.
+#include <array>
+#include <limits>
+
+#include "test_util.h"
+
+namespace w4a8::test {
+namespace {
+
+using testing::Test;
+
+const PackedShape kShape{40, 128, 32, DType::kBFloat16, true};
+
+// Offsets of the header's fields: magic[8], version u32, flags u32, n, k, group i64, scale dtype u32, 20 zeros.
+constexpr std::size_t kMagicAt = 0, kVersionAt = 8, kFlagsAt = 12, kNAt = 16, kKAt = 24, kGroupAt = 32, kScaleAt = 40,
+                      kReservedAt = 44;
+
+std::vector<uint8_t> header_of(const PackedShape& shape) {
+  std::vector<uint8_t> bytes(kHeaderBytes, 0xcc);
+  write_header(shape, bytes.data());
+  return bytes;
+}
+
+template <class T>
+std::vector<uint8_t> with(std::size_t offset, T value) {
+  std::vector<uint8_t> bytes = header_of(kShape);
+  std::memcpy(bytes.data() + offset, &value, sizeof(value));
+  return bytes;
+}
+
+std::string refusal(const std::vector<uint8_t>& header, int64_t size = packed_bytes(kShape)) {
+  return message_of([&] { read_header(header.data(), size, "expert 7 of w13"); });
+}
+
+void expect_words(const std::string& message, const std::vector<std::string>& words) {
+  for (const std::string& word : words) {
+    EXPECT_NE(message.find(word), std::string::npos) << "'" << word << "' is missing in: " << message;
+  }
+}
+
+TEST(LayoutTest, HeaderRoundTrip) {
+  for (const DType scales : {DType::kFloat32, DType::kBFloat16}) {
+    for (const bool bias : {false, true}) {
+      for (const int64_t n : {int64_t{1}, int64_t{16}, int64_t{17}, kMaxN}) {
+        for (const auto& [k, group] :
+             {std::pair<int64_t, int64_t>{2, 2}, {34, 34}, {64, 32}, {kMaxK, 32}, {kMaxK, kMaxK}}) {
+          const PackedShape shape{n, k, group, scales, bias};
+          check_shape(shape);
+          for (const std::size_t offset : {0u, 1u, 7u}) {
+            std::vector<uint8_t> bytes(64 + offset + 1, 0xcc);
+            write_header(shape, bytes.data() + offset);
+            EXPECT_EQ(bytes.back(), 0xcc) << "wrote more than 64 bytes";
+            EXPECT_EQ(read_header(bytes.data() + offset, packed_bytes(shape), "matrix"), shape) << describe(shape);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(LayoutTest, EachFieldIsCheckedByName) {
+  const std::string what = "expert 7 of w13";
+  expect_words(refusal(with<uint8_t>(kMagicAt, 'X')), {what, "magic"});
+  expect_words(refusal(with<uint8_t>(kMagicAt + 7, 'k')), {what, "magic"});
+  expect_words(refusal(with<uint32_t>(kVersionAt, 2)), {what, "version", "2", "1"});
+  expect_words(refusal(with<uint32_t>(kVersionAt, 0)), {what, "version", "0", "1"});
+  expect_words(refusal(with<uint32_t>(kFlagsAt, 2)), {what, "flags", "2"});
+  expect_words(refusal(with<uint32_t>(kFlagsAt, 0x80000001)), {what, "flags"});
+  expect_words(refusal(with<int64_t>(kNAt, 0)), {what, "n (out_features) is 0"});
+  expect_words(refusal(with<int64_t>(kNAt, -40)), {what, "n (out_features) is -40"});
+  expect_words(refusal(with<int64_t>(kNAt, kMaxN + 1)), {what, "n (out_features) is"});
+  expect_words(refusal(with<int64_t>(kKAt, 127)), {what, "k (in_features) is 127"});
+  expect_words(refusal(with<int64_t>(kKAt, 0)), {what, "k (in_features) is 0"});
+  expect_words(refusal(with<int64_t>(kKAt, -128)), {what, "k (in_features) is -128"});
+  expect_words(refusal(with<int64_t>(kKAt, kMaxK + 2)), {what, "k (in_features) is"});
+  expect_words(refusal(with<int64_t>(kGroupAt, 48)), {what, "group", "48"});
+  expect_words(refusal(with<int64_t>(kGroupAt, 0)), {what, "group", "0"});
+  expect_words(refusal(with<int64_t>(kGroupAt, -32)), {what, "group", "-32"});
+  expect_words(refusal(with<int64_t>(kGroupAt, 256)), {what, "group", "256"});
+  expect_words(refusal(with<uint32_t>(kScaleAt, 2)), {what, "scale dtype", "2"});
+  expect_words(refusal(with<uint32_t>(kScaleAt, 0xffffffff)), {what, "scale dtype"});
+  for (std::size_t i = kReservedAt; i < 64; ++i) {
+    expect_words(refusal(with<uint8_t>(i, 1)), {what, "reserved"});
+  }
+}
+
+TEST(LayoutTest, SizeIsCheckedByName) {
+  const std::vector<uint8_t> header = header_of(kShape);
+  const int64_t size = packed_bytes(kShape);
+  for (const int64_t wrong : {size - 1, size + 1, size * 2, int64_t{64}}) {
+    expect_words(refusal(header, wrong), {"expert 7 of w13", "size", std::to_string(wrong), std::to_string(size)});
+  }
+  // Shorter than a header: nothing behind `size` may be read.
+  for (const int64_t tiny : {0, 1, 63}) {
+    const GuardedBuffer<uint8_t> bytes(tiny);
+    expect_words(message_of([&] { read_header(bytes.data(), tiny, "buffer"); }),
+                 {"buffer", "size", std::to_string(tiny)});
+  }
+  // A header that is consistent in itself but promises more than there is.
+  for (const PackedShape shape :
+       {PackedShape{kMaxN, kMaxK, 32, DType::kFloat32, true}, PackedShape{57, 128, 32, DType::kBFloat16, true}}) {
+    expect_words(refusal(header_of(shape), size), {"size", std::to_string(size), std::to_string(packed_bytes(shape))});
+  }
+}
+
+// No bit of the header is without meaning: flipping it is refused, or changes the shape to another one of that size.
+TEST(LayoutTest, EveryBitMatters) {
+  for (std::size_t bit = 0; bit < 512; ++bit) {
+    std::vector<uint8_t> bytes = header_of(kShape);
+    bytes[bit / 8] = static_cast<uint8_t>(bytes[bit / 8] ^ (1u << bit % 8));
+    try {
+      const PackedShape shape = read_header(bytes.data(), packed_bytes(kShape), "matrix");
+      EXPECT_FALSE(shape == kShape) << "bit " << bit << " is ignored";
+      EXPECT_EQ(packed_bytes(shape), packed_bytes(kShape)) << "bit " << bit;
+    } catch (const std::invalid_argument&) {
+    }
+  }
+}
+
+TEST(LayoutTest, RandomBytesAreRefused) {
+  W4A8_TRACE_SEED();
+  Rng rng(40);
+  for (int i = 0; i < 2000; ++i) {
+    std::vector<uint8_t> bytes(64);
+    for (uint8_t& byte : bytes) byte = static_cast<uint8_t>(rng.bits());
+    EXPECT_THROW(read_header(bytes.data(), 1 << 20, "random"), std::invalid_argument);
+    // The right magic and version in front of random fields.
+    const std::vector<uint8_t> good = header_of(kShape);
+    std::copy_n(good.begin(), 16, bytes.begin());
+    EXPECT_THROW(read_header(bytes.data(), 1 << 20, "random"), std::invalid_argument);
+  }
+  const std::vector<uint8_t> zeros(64, 0);
+  EXPECT_THROW(read_header(zeros.data(), 64, "zeros"), std::invalid_argument);
+}
+
+TEST(LayoutTest, CheckShape) {
+  const auto bad = [](const PackedShape& shape, const std::vector<std::string>& words) {
+    expect_words(message_of([&] { check_shape(shape); }), words);
+  };
+  bad({0, 64, 64, DType::kFloat32, false}, {"n (out_features)", "0"});
+  bad({-1, 64, 64, DType::kFloat32, false}, {"n (out_features)", "-1"});
+  bad({kMaxN + 1, 64, 64, DType::kFloat32, false}, {"n (out_features)"});
+  bad({16, 0, 0, DType::kFloat32, false}, {"k (in_features)", "0"});
+  bad({16, 63, 63, DType::kFloat32, false}, {"k (in_features)", "63"});
+  bad({16, kMaxK + 2, kMaxK + 2, DType::kFloat32, false}, {"k (in_features)"});
+  bad({16, -64, -64, DType::kFloat32, false}, {"k (in_features)", "-64"});
+  bad({16, 64, 16, DType::kFloat32, false}, {"group (block_size)", "16"});
+  bad({16, 64, 0, DType::kFloat32, false}, {"group (block_size)", "0"});
+  bad({16, 64, -1, DType::kFloat32, false}, {"group (block_size)", "-1"});
+  bad({16, 64, 128, DType::kFloat32, false}, {"group (block_size)", "128"});
+  bad({16, 160, 64, DType::kFloat32, false}, {"group (block_size)", "64", "160"});
+  bad({16, 144, 48, DType::kFloat32, false}, {"group (block_size)", "48"});
+  bad({16, 64, std::numeric_limits<int64_t>::min(), DType::kFloat32, false}, {"group (block_size)"});
+  bad({16, 64, 64, DType::kFloat16, false}, {"scale dtype", "2"});
+  bad({16, 64, 64, static_cast<DType>(200), false}, {"scale dtype", "200"});
+  EXPECT_NO_THROW(check_shape({16, 160, 32, DType::kFloat32, false}));
+  EXPECT_NO_THROW(check_shape({1, 2, 2, DType::kBFloat16, false}));
+}
+
+TEST(LayoutTest, OpenPackedNamesWhatDiffers) {
+  Rng rng(41);
+  const Packed packed = pack_one(kShape, random_weights(rng, kShape));
+  const auto open = [&](int64_t n, int64_t k, int64_t group) {
+    return message_of([&] { open_packed(packed.bytes.data(), packed.bytes.size(), n, k, group, "packed_weights"); });
+  };
+  EXPECT_EQ(open_packed(packed.bytes.data(), packed.bytes.size(), 40, 128, 32, "packed_weights").shape, kShape);
+  expect_words(open(41, 128, 32), {"packed_weights", "n (out_features) is 40", "41"});
+  expect_words(open(40, 64, 32), {"packed_weights", "k (in_features) is 128", "64"});
+  expect_words(open(40, 128, 64), {"packed_weights", "group is 32", "64"});
+  expect_words(open(40, 128, 128), {"packed_weights", "group is 32", "128", "channelwise"});
+}
+
+}  // namespace
+}  // namespace w4a8::test

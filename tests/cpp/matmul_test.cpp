@@ -1,0 +1,162 @@
+// The GEMM driver: any m, n and type through quantization, tiles and rounding, bit for bit.
+#include <cmath>
+#include <limits>
+
+#include "core/gemm.h"
+#include "test_util.h"
+#include "thread_parallel.h"
+
+namespace w4a8::test {
+namespace {
+
+class MatmulTest : public KernelFixture {
+ protected:
+  void check(Parallel& parallel, const PackedShape& shape, const ref::Weights& weights, const Packed& packed,
+             const std::vector<float>& x, DType dtype) {
+    const int64_t m = static_cast<int64_t>(x.size()) / shape.k;
+    SCOPED_TRACE(describe(shape) + " m=" + std::to_string(m) + " " + dtype_name(dtype));
+    GuardedBuffer<uint8_t> input(to_dtype(x, dtype));
+    input.freeze();
+    GuardedBuffer<uint8_t> out(m * shape.n * dtype_bytes(dtype), m % 2 == 0 ? Guard::kBefore : Guard::kAfter);
+    matmul(kernel(), parallel, workspace_, packed.matrix(), input.data(), dtype, m, out.data());
+    for (int64_t r = 0; r < m; ++r) {
+      const ref::Row row = ref::quantize(from_dtype(input.data() + r * shape.k * dtype_bytes(dtype), shape.k, dtype));
+      for (int64_t c = 0; c < shape.n; ++c) {
+        ASSERT_EQ(element_bits(out.data(), r * shape.n + c, dtype),
+                  ref::narrow(ref::dot(row, weights, c), ref_type(dtype)))
+            << "row " << r << " column " << c;
+      }
+    }
+    ASSERT_TRUE(out.slack_intact());
+  }
+
+  Workspace workspace_;
+};
+
+TEST_P(MatmulTest, EveryN) {
+  W4A8_TRACE_SEED();
+  Rng rng(60);
+  SerialParallel serial;
+  for (int64_t n = 1; n <= 49; ++n) {
+    const bool groups = n % 2 == 0;
+    const PackedShape shape{n, groups ? 96 : 38, groups ? 32 : 38, n % 3 == 0 ? DType::kBFloat16 : DType::kFloat32,
+                            n % 4 < 2};
+    const ref::Weights weights = random_weights(rng, shape);
+    const Packed packed = pack_one(shape, weights);
+    for (const DType dtype : kAllDTypes) {
+      for (const int64_t m : {1, 5}) {
+        check(serial, shape, weights, packed, random_activations(rng, m * shape.k, dtype), dtype);
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
+TEST_P(MatmulTest, EveryM) {
+  W4A8_TRACE_SEED();
+  Rng rng(61);
+  SerialParallel serial;
+  ThreadParallel threads(3);
+  for (const int64_t group : {int64_t{160}, int64_t{32}}) {
+    const PackedShape shape{41, 160, group, DType::kBFloat16, true};
+    const ref::Weights weights = random_weights(rng, shape);
+    const Packed packed = pack_one(shape, weights);
+    std::vector<int64_t> counts = {0, 29, 63, 64, 65, 100};
+    for (int64_t m = 1; m <= 2 * kernel().max_rows + 1; ++m) counts.push_back(m);
+    for (const int64_t m : counts) {
+      const std::vector<float> x = random_activations(rng, m * shape.k, DType::kBFloat16);
+      check(serial, shape, weights, packed, x, DType::kBFloat16);
+      check(threads, shape, weights, packed, x, DType::kFloat32);
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
+// Enough work for several threads, several row blocks and several panel ranges.
+TEST_P(MatmulTest, LargerShapes) {
+  W4A8_TRACE_SEED();
+  Rng rng(62);
+  struct Case {
+    PackedShape shape;
+    int64_t m;
+  };
+  const Case cases[] = {{{300, 1024, 128, DType::kFloat32, false}, 3},
+                        {{520, 640, 640, DType::kBFloat16, true}, 2},
+                        {{18, 1000, 1000, DType::kFloat32, true}, 300},  // more rows than one block holds
+                        {{16, 2048, 32, DType::kBFloat16, false}, 140}};
+  for (const Case& c : cases) {
+    const ref::Weights weights = random_weights(rng, c.shape);
+    const Packed packed = pack_one(c.shape, weights);
+    for (const int count : {1, 3}) {
+      ThreadParallel threads(count);
+      check(threads, c.shape, weights, packed, random_activations(rng, c.m * c.shape.k, DType::kFloat32),
+            DType::kFloat32);
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
+TEST_P(MatmulTest, BadRowsAreNanAndAlone) {
+  W4A8_TRACE_SEED();
+  Rng rng(63);
+  SerialParallel serial;
+  for (const int64_t group : {int64_t{64}, int64_t{32}}) {
+    const PackedShape shape{21, 64, group, DType::kFloat32, true};
+    const ref::Weights weights = random_weights(rng, shape);
+    const Packed packed = pack_one(shape, weights);
+    const int64_t m = 15;
+    for (const DType dtype : kAllDTypes) {
+      const std::vector<float> clean = random_activations(rng, m * shape.k, dtype);
+      std::vector<float> x = clean;
+      x[static_cast<std::size_t>(2 * shape.k + 63)] = NAN;
+      x[static_cast<std::size_t>(7 * shape.k)] = std::numeric_limits<float>::infinity();
+      x[static_cast<std::size_t>(14 * shape.k + 17)] = -std::numeric_limits<float>::infinity();
+      check(serial, shape, weights, packed, x, dtype);
+      if (HasFatalFailure()) return;
+      std::vector<uint8_t> out(static_cast<std::size_t>(m * shape.n * dtype_bytes(dtype)));
+      std::vector<uint8_t> clean_out(out.size());
+      matmul(kernel(), serial, workspace_, packed.matrix(), to_dtype(x, dtype).data(), dtype, m, out.data());
+      matmul(kernel(), serial, workspace_, packed.matrix(), to_dtype(clean, dtype).data(), dtype, m, clean_out.data());
+      for (int64_t i = 0; i < m * shape.n; ++i) {
+        const int64_t row = i / shape.n;
+        const bool bad = row == 2 || row == 7 || row == 14;
+        // Every NaN is the canonical one.
+        const uint32_t wanted = bad ? ref::narrow(NAN, ref_type(dtype)) : element_bits(clean_out.data(), i, dtype);
+        ASSERT_EQ(element_bits(out.data(), i, dtype), wanted) << dtype_name(dtype) << " row " << row;
+      }
+    }
+  }
+}
+
+TEST_P(MatmulTest, ExtremeRows) {
+  SerialParallel serial;
+  Rng rng(64);
+  const PackedShape shape{17, 64, 64, DType::kFloat32, false};
+  const ref::Weights weights = random_weights(rng, shape);
+  const Packed packed = pack_one(shape, weights);
+  constexpr float kMax = std::numeric_limits<float>::max();
+  std::vector<float> x;
+  for (const auto& [low, high] :
+       {std::pair{-kMax, kMax}, {0.0f, kMax}, {-kMax, -kMax}, {0.0f, 0.0f}, {-1e-38f, 1e-40f}, {5.0f, 5.0f}}) {
+    for (int i = 0; i < 64; ++i) x.push_back(i % 2 == 0 ? low : high);
+  }
+  check(serial, shape, weights, packed, x, DType::kFloat32);
+  if (HasFatalFailure()) return;
+  std::vector<float> out(6 * 17);
+  matmul(kernel(), serial, workspace_, packed.matrix(), x.data(), DType::kFloat32, 6, out.data());
+  for (std::size_t i = 0; i < out.size(); ++i) EXPECT_FALSE(std::isnan(out[i])) << "finite input, row " << i / 17;
+}
+
+TEST_P(MatmulTest, NoRowsTouchNothing) {
+  Rng rng(65);
+  SerialParallel serial;
+  const PackedShape shape{16, 32, 32, DType::kFloat32, false};
+  const Packed packed = pack_one(shape, random_weights(rng, shape));
+  matmul(kernel(), serial, workspace_, packed.matrix(), nullptr, DType::kFloat32, 0, nullptr);
+  EXPECT_EQ(workspace_.capacity(), 0) << "nothing to do, but memory was taken";
+}
+
+W4A8_FOR_ALL_KERNELS(MatmulTest);
+
+}  // namespace
+}  // namespace w4a8::test

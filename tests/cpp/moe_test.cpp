@@ -1,0 +1,289 @@
+// The fused op, per kernel: bit for bit its composition out of parts, and near the double-precision reference.
+#include <cmath>
+#include <limits>
+
+#include "moe_data.h"
+#include "thread_parallel.h"
+
+namespace w4a8::test {
+namespace {
+
+class MoeTest : public KernelFixture {
+ protected:
+  void check(const MoeData& data) {
+    expect_composition(kernel(), serial_, workspace_, data);
+    if (HasFatalFailure()) return;
+    expect_composition(kernel(), threads_, workspace_, data);
+  }
+
+  SerialParallel serial_;
+  ThreadParallel threads_{3};
+  Workspace workspace_;
+};
+
+// Every activation, gated and not, channelwise with odd sizes and with groups.
+TEST_P(MoeTest, ActivationsAndShapes) {
+  W4A8_TRACE_SEED();
+  Rng rng(70);
+  struct Sizes {
+    int64_t hidden;
+    int64_t intermediate;
+    int64_t group;
+  };
+  int variant = 0;
+  // I = 18: u begins inside a panel. I = 96 and 160: several groups, odd counts of them.
+  for (const Sizes& s : {Sizes{34, 18, -1}, {6, 2, -1}, {64, 34, -1}, {96, 160, 32}, {128, 64, 64}, {96, 96, 96}}) {
+    for (int kind = 0; kind < kActivationCount; ++kind) {
+      for (const bool gated : {true, false}) {
+        ++variant;
+        MoeCase c;
+        c.hidden = s.hidden;
+        c.intermediate = s.intermediate;
+        c.group = s.group;
+        c.kind = kind;
+        c.gated = gated;
+        c.bias = variant % 3 == 0;
+        c.weight_on_input = variant % 5 == 0;
+        c.scales = variant % 2 == 0 ? DType::kBFloat16 : DType::kFloat32;
+        c.dtype = kAllDTypes[variant % 3];
+        check(MoeData(rng, c));
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
+TEST_P(MoeTest, EveryNumberOfTokens) {
+  W4A8_TRACE_SEED();
+  Rng rng(71);
+  for (const int64_t tokens : {0, 1, 2, 3, 7, 8, 9, 13, 25, 50, 90}) {
+    for (const int64_t slots : {1, 3}) {
+      MoeCase c;
+      c.tokens = tokens;
+      c.slots = slots;
+      c.experts = 3;
+      c.bias = slots == 3;
+      check(MoeData(rng, c));
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
+TEST_P(MoeTest, Routing) {
+  W4A8_TRACE_SEED();
+  Rng rng(72);
+  MoeCase c;
+  c.tokens = 40;
+  c.slots = 3;
+  c.experts = 9;
+  for (const bool on_input : {false, true}) {
+    c.weight_on_input = on_input;
+    MoeData data(rng, c);
+    const std::vector<int32_t> random = data.ids;
+    {
+      SCOPED_TRACE("one expert takes all");
+      data.ids.assign(random.size(), 8);
+      check(data);
+      if (HasFatalFailure()) return;
+    }
+    {
+      SCOPED_TRACE("some slots skipped, among them all of a token");
+      data.ids = random;
+      for (std::size_t i = 0; i < data.ids.size(); ++i) {
+        if (i < 3 || rng.integer(0, 2) == 0) data.ids[i] = -1;
+      }
+      check(data);
+      if (HasFatalFailure()) return;
+    }
+    {
+      SCOPED_TRACE("everything skipped: zeros");
+      data.ids.assign(random.size(), -1);
+      check(data);
+      if (HasFatalFailure()) return;
+    }
+    {
+      SCOPED_TRACE("the same expert in several slots of a token");
+      for (std::size_t i = 0; i < data.ids.size(); ++i) data.ids[i] = random[i / 3];
+      check(data);
+      if (HasFatalFailure()) return;
+    }
+  }
+  c.experts = 2;  // fewer experts than slots
+  c.slots = 5;
+  check(MoeData(rng, c));
+  c.slots = 0;
+  check(MoeData(rng, c));
+}
+
+TEST_P(MoeTest, Ids64) {
+  Rng rng(73);
+  MoeData data(rng, {});
+  data.ids[3] = -1;
+  const std::vector<int64_t> wide(data.ids.begin(), data.ids.end());
+  std::vector<uint8_t> out(data.x.size(), 0xff);
+  MoeArgs args = data.args();
+  args.ids = nullptr;
+  args.ids64 = wide.data();
+  args.out = out.data();
+  fused_moe(kernel(), serial_, workspace_, args);
+  EXPECT_EQ(out, data.run(kernel(), serial_, workspace_));
+}
+
+// Larger layers: several row blocks and panel ranges per expert.
+TEST_P(MoeTest, LargerLayers) {
+  W4A8_TRACE_SEED();
+  Rng rng(74);
+  MoeCase c;
+  c.tokens = 70;
+  c.slots = 2;
+  c.experts = 2;
+  c.hidden = 256;
+  c.intermediate = 96;
+  c.group = 32;
+  c.dtype = DType::kBFloat16;
+  c.scales = DType::kBFloat16;
+  check(MoeData(rng, c));
+  if (HasFatalFailure()) return;
+  c = {};
+  c.tokens = 3;
+  c.experts = 2;
+  c.hidden = 1026;
+  c.intermediate = 150;
+  c.kind = 3;
+  c.bias = true;
+  check(MoeData(rng, c));
+}
+
+// Double precision against the kernel, independent of any kernel function.
+TEST_P(MoeTest, WithinTheBoundOfTheReference) {
+  W4A8_TRACE_SEED();
+  Rng rng(75);
+  for (int kind = 0; kind < kActivationCount; ++kind) {
+    for (const int64_t group : {int64_t{-1}, int64_t{32}}) {
+      for (const bool gated : {true, false}) {
+        MoeCase c;
+        c.tokens = 4;
+        c.hidden = group == -1 ? 50 : 64;
+        c.intermediate = group == -1 ? 26 : 96;
+        c.group = group;
+        c.kind = kind;
+        c.gated = gated;
+        c.weight_on_input = kind % 2 == 1;
+        c.bias = gated;
+        const MoeData data(rng, c);
+        SCOPED_TRACE(describe(c));
+        const std::vector<uint8_t> bytes = data.run(kernel(), serial_, workspace_);
+        const std::vector<float> out = from_dtype(bytes.data(), c.tokens * c.hidden, c.dtype);
+        double error = 0;
+        double size = 0;
+        for (int64_t t = 0; t < c.tokens; ++t) {
+          const std::vector<ref::Bounded> expected = data.bounded(t);
+          for (int64_t i = 0; i < c.hidden; ++i) {
+            const ref::Bounded& b = expected[static_cast<std::size_t>(i)];
+            const double actual = out[static_cast<std::size_t>(t * c.hidden + i)];
+            ASSERT_LE(std::fabs(actual - b.value), b.error)
+                << "token " << t << " element " << i << ": " << actual << " instead of " << b.value;
+            error += b.error;
+            size += std::fabs(b.value);
+          }
+        }
+        // The bound itself must say something: on average it is a small part of the values.
+        ASSERT_LT(error, 0.05 * size);
+      }
+    }
+  }
+}
+
+TEST_P(MoeTest, BadTokensAreNanAndAlone) {
+  W4A8_TRACE_SEED();
+  Rng rng(76);
+  for (const DType dtype : kAllDTypes) {
+    for (const int64_t group : {int64_t{-1}, int64_t{32}}) {
+      MoeCase c;
+      c.tokens = 11;
+      c.hidden = 64;
+      c.intermediate = 32;
+      c.group = group;
+      c.dtype = dtype;
+      MoeData data(rng, c);
+      data.ids[2 * 8] = data.ids[2 * 8 + 1] = -1;
+      const std::vector<uint8_t> clean = data.run(kernel(), serial_, workspace_);
+      const auto poison = [&](int64_t t, int64_t i, float value) {
+        const uint32_t bits = ref::narrow(value, ref_type(dtype));
+        std::memcpy(data.x.data() + (t * c.hidden + i) * dtype_bytes(dtype), &bits,
+                    static_cast<std::size_t>(dtype_bytes(dtype)));
+      };
+      poison(0, 63, NAN);
+      poison(5, 0, std::numeric_limits<float>::infinity());
+      poison(10, 31, -std::numeric_limits<float>::infinity());
+      poison(8, 3, NAN);  // no expert takes token 8
+      const std::vector<uint8_t> out = data.run(kernel(), serial_, workspace_);
+      for (int64_t i = 0; i < c.tokens * c.hidden; ++i) {
+        const int64_t t = i / c.hidden;
+        const bool bad = t == 0 || t == 5 || t == 10;
+        const uint32_t wanted = bad ? ref::narrow(NAN, ref_type(dtype)) : element_bits(clean.data(), i, dtype);
+        ASSERT_EQ(element_bits(out.data(), i, dtype), wanted) << dtype_name(dtype) << " token " << t;
+        if (t == 8) {
+          ASSERT_EQ(element_bits(out.data(), i, dtype), 0u);
+        }
+      }
+    }
+  }
+}
+
+// A router weight that is not finite stays in its token.
+TEST_P(MoeTest, BadRouterWeight) {
+  Rng rng(77);
+  for (const bool on_input : {false, true}) {
+    MoeCase c;
+    c.weight_on_input = on_input;
+    MoeData data(rng, c);
+    data.router[3] = NAN;                                     // token 1
+    data.router[8] = std::numeric_limits<float>::infinity();  // token 4
+    data.router[5] = 0;
+    check(data);
+    if (HasFatalFailure()) return;
+  }
+}
+
+// Many tokens, few of whose slots are held: the chunks are real, the work is small.
+TEST_P(MoeTest, ChunksOfTokens) {
+  W4A8_TRACE_SEED();
+  Rng rng(78);
+  MoeCase c;
+  c.slots = 96;
+  c.experts = 2;
+  c.hidden = 4096;
+  c.intermediate = 2;
+  const int64_t chunk = moe_chunk_tokens(c.slots, c.hidden, c.intermediate);
+  ASSERT_LE(chunk, 100) << "too large for a test";
+  for (const int64_t tokens : {chunk, chunk + 1, 2 * chunk + 1}) {
+    c.tokens = tokens;
+    MoeData data(rng, c);
+    for (std::size_t i = 0; i < data.ids.size(); ++i) {
+      if (i % 96 != i / 96 % 96) data.ids[i] = -1;
+    }
+    check(data);
+    if (HasFatalFailure()) return;
+  }
+}
+
+TEST(MoeChunkTest, BoundedButNotTiny) {
+  for (const int64_t slots : {0, 1, 8, 64}) {
+    for (const int64_t hidden : {2, 2048, 7168}) {
+      for (const int64_t inter : {2, 768, 18432}) {
+        const int64_t chunk = moe_chunk_tokens(slots, hidden, inter);
+        EXPECT_GE(chunk, 64);
+        // Above the least chunk, the float32 rows alone must fit 96 MiB.
+        if (chunk > 64) {
+          EXPECT_LE(chunk * slots * (hidden + inter) * 4, int64_t{96} << 20);
+        }
+      }
+    }
+  }
+}
+
+W4A8_FOR_ALL_KERNELS(MoeTest);
+
+}  // namespace
+}  // namespace w4a8::test

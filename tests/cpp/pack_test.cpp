@@ -1,0 +1,207 @@
+// pack and unpack: the byte formula of layout.h, the sums, the padding, the inverse.
+#include "core/pack.h"
+
+#include <cmath>
+
+#include "test_util.h"
+#include "thread_parallel.h"
+
+namespace w4a8::test {
+namespace {
+
+const std::vector<PackedShape>& shapes() {
+  static const std::vector<PackedShape> all = [] {
+    std::vector<PackedShape> list;
+    for (const DType scales : {DType::kFloat32, DType::kBFloat16}) {
+      for (const bool bias : {false, true}) {
+        for (const int64_t n : {1, 2, 15, 16, 17, 33, 70}) {
+          for (const int64_t k : {2, 4, 6, 8, 10, 34, 64}) list.push_back({n, k, k, scales, bias});
+          for (const int64_t group : {32, 64, 96}) list.push_back({n, 192, group, scales, bias});
+        }
+      }
+    }
+    return list;
+  }();
+  return all;
+}
+
+std::vector<ref::Weights> random_stack(Rng& rng, const PackedShape& shape, int64_t count) {
+  std::vector<ref::Weights> stack;
+  for (int64_t i = 0; i < count; ++i) stack.push_back(random_weights(rng, shape));
+  return stack;
+}
+
+uint32_t read32(const uint8_t* bytes) {
+  uint32_t value = 0;
+  std::memcpy(&value, bytes, sizeof(value));
+  return value;
+}
+
+// Every byte of one matrix, as the comment in layout.h describes it.
+void check_bytes(const PackedShape& shape, const ref::Weights& weights, const uint8_t* bytes) {
+  const int64_t steps = (shape.k + 7) / 8;
+  const int64_t groups = shape.k / shape.group;
+  const int64_t scale_bytes = shape.scale_dtype == DType::kFloat32 ? 4 : 2;
+  const int64_t used = steps * 64 + groups * 16 * scale_bytes + 64 + 64;
+  const int64_t panel_bytes = (used + 63) / 64 * 64;
+  const auto nibble = [&](int64_t column, int64_t k) {
+    return column < shape.n && k < shape.k ? weights.w[static_cast<std::size_t>(column * shape.k + k)] + 8 : 8;
+  };
+  for (int64_t p = 0; p < (shape.n + 15) / 16; ++p) {
+    const uint8_t* panel = bytes + 64 + p * panel_bytes;
+    for (int64_t step = 0; step < steps; ++step) {
+      for (int64_t c = 0; c < 16; ++c) {
+        for (int64_t i = 0; i < 4; ++i) {
+          const int byte = panel[step * 64 + 4 * c + i];
+          ASSERT_EQ(byte & 15, nibble(16 * p + c, 8 * step + i))
+              << "panel " << p << " step " << step << " column " << c << " i " << i;
+          ASSERT_EQ(byte >> 4, nibble(16 * p + c, 8 * step + 4 + i))
+              << "panel " << p << " step " << step << " column " << c << " i " << i;
+        }
+      }
+    }
+    const uint8_t* scales = panel + steps * 64;
+    const uint8_t* sums = scales + groups * 16 * scale_bytes;
+    const uint8_t* bias = sums + 64;
+    for (int64_t c = 0; c < 16; ++c) {
+      const int64_t column = 16 * p + c;
+      const bool exists = column < shape.n;
+      for (int64_t g = 0; g < groups; ++g) {
+        const uint32_t expected = exists ? ref::narrow(weights.scales[static_cast<std::size_t>(column * groups + g)],
+                                                       ref_type(shape.scale_dtype))
+                                         : 0;
+        ASSERT_EQ(element_bits(scales, 16 * g + c, shape.scale_dtype), expected)
+            << "scale of column " << column << " group " << g;
+      }
+      uint32_t sum = 0;
+      if (exists && shape.channelwise()) {
+        int32_t total = 0;
+        for (int64_t i = 0; i < shape.k; ++i) total += weights.w[static_cast<std::size_t>(column * shape.k + i)];
+        sum = static_cast<uint32_t>(total);
+      } else if (exists) {
+        sum = float_bits(ref::weighted_sum(weights, column));
+      }
+      ASSERT_EQ(read32(sums + 4 * c), sum) << "sum of column " << column;
+      const float b = exists && shape.has_bias ? weights.bias[static_cast<std::size_t>(column)] : 0.0f;
+      ASSERT_EQ(read32(bias + 4 * c), float_bits(b)) << "bias of column " << column;
+    }
+    for (int64_t i = used; i < panel_bytes; ++i) ASSERT_EQ(panel[i], 0) << "padding byte " << i << " of panel " << p;
+  }
+  ASSERT_EQ(packed_bytes(shape), 64 + (shape.n + 15) / 16 * panel_bytes);
+}
+
+TEST(PackTest, BytesFollowTheFormula) {
+  W4A8_TRACE_SEED();
+  Rng rng(30);
+  for (const PackedShape& shape : shapes()) {
+    SCOPED_TRACE(describe(shape));
+    const auto stack = random_stack(rng, shape, 1);
+    const Packed packed = pack_stack(shape, stack);
+    check_bytes(shape, stack[0], packed.bytes.data());
+    if (HasFatalFailure()) return;
+    EXPECT_TRUE(packed.bytes.slack_intact());
+  }
+}
+
+TEST(PackTest, EveryMatrixOfAStackIsValid) {
+  W4A8_TRACE_SEED();
+  Rng rng(31);
+  for (const PackedShape& shape : shapes()) {
+    SCOPED_TRACE(describe(shape));
+    const auto stack = random_stack(rng, shape, 3);
+    const Packed packed = pack_stack(shape, stack);
+    for (int64_t e = 0; e < 3; ++e) {
+      const uint8_t* bytes = packed.bytes.data() + e * packed_bytes(shape);
+      EXPECT_EQ(read_header(bytes, packed_bytes(shape), "expert"), shape);
+      check_bytes(shape, stack[static_cast<std::size_t>(e)], bytes);
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
+TEST(PackTest, UnpackIsTheInverse) {
+  W4A8_TRACE_SEED();
+  Rng rng(32);
+  for (const int threads : {1, 3}) {
+    ThreadParallel parallel(threads);
+    for (const PackedShape& shape : shapes()) {
+      SCOPED_TRACE(describe(shape));
+      Checkpoint source = to_checkpoint(shape, random_stack(rng, shape, 2));
+      // Scales and bias are carried as bits, whatever they are.
+      if (shape.scale_dtype == DType::kFloat32) {
+        const uint32_t signaling_nan = 0x7f800001;
+        std::memcpy(source.scales.data(), &signaling_nan, sizeof(signaling_nan));
+      }
+      const GuardedBuffer<uint8_t> weights_in(source.weights);
+      const GuardedBuffer<uint8_t> scales_in(source.scales);
+      const GuardedBuffer<float> bias_in(source.bias);
+      GuardedBuffer<uint8_t> packed(2 * packed_bytes(shape));
+      pack(shape, 2, {weights_in.data(), scales_in.data(), shape.has_bias ? bias_in.data() : nullptr}, packed.data(),
+           parallel);
+      EXPECT_TRUE(packed.slack_intact());
+      packed.freeze();
+      for (int64_t e = 0; e < 2; ++e) {
+        GuardedBuffer<uint8_t> weights(weights_in.size() / 2);
+        GuardedBuffer<uint8_t> scales(scales_in.size() / 2);
+        GuardedBuffer<float> bias(shape.n);
+        const PackedMatrix matrix = open_packed(packed.data() + e * packed_bytes(shape), packed_bytes(shape), shape.n,
+                                                shape.k, shape.group, "matrix");
+        unpack(matrix, weights.data(), scales.data(), bias.data(), parallel);
+        EXPECT_EQ(std::memcmp(weights.data(), weights_in.data() + e * weights.size(), weights.bytes()), 0);
+        EXPECT_EQ(std::memcmp(scales.data(), scales_in.data() + e * scales.size(), scales.bytes()), 0);
+        if (shape.has_bias) {
+          EXPECT_EQ(std::memcmp(bias.data(), bias_in.data() + e * bias.size(), bias.bytes()), 0);
+        } else {
+          for (int64_t i = 0; i < shape.n; ++i)
+            ASSERT_EQ(float_bits(bias[i]), 0xffffffffu) << "bias written without a bias";
+        }
+        EXPECT_TRUE(weights.slack_intact() && scales.slack_intact() && bias.slack_intact());
+      }
+    }
+  }
+}
+
+TEST(PackTest, SameBytesForAnyNumberOfThreads) {
+  W4A8_TRACE_SEED();
+  Rng rng(33);
+  const PackedShape shape{200, 66, 66, DType::kBFloat16, true};
+  const Checkpoint source = to_checkpoint(shape, random_stack(rng, shape, 5));
+  std::vector<std::vector<uint8_t>> results;
+  for (const int threads : {1, 2, 3, 8}) {
+    ThreadParallel parallel(threads);
+    // A different fill each time: no byte of the result may be left over from before.
+    std::vector<uint8_t> bytes(static_cast<std::size_t>(5 * packed_bytes(shape)), static_cast<uint8_t>(threads));
+    pack(shape, 5, {source.weights.data(), source.scales.data(), source.bias.data()}, bytes.data(), parallel);
+    results.push_back(bytes);
+  }
+  for (std::size_t i = 1; i < results.size(); ++i) EXPECT_TRUE(results[i] == results[0]) << "run " << i;
+}
+
+TEST(PackTest, UnalignedBuffers) {
+  W4A8_TRACE_SEED();
+  Rng rng(34);
+  const PackedShape shape{17, 64, 32, DType::kFloat32, true};
+  const auto stack = random_stack(rng, shape, 1);
+  const Checkpoint source = to_checkpoint(shape, stack);
+  const Packed aligned = pack_stack(shape, stack);
+  SerialParallel serial;
+  for (int64_t offset = 1; offset < 64; ++offset) {
+    GuardedBuffer<uint8_t> weights(offset + static_cast<int64_t>(source.weights.size()), Guard::kBefore);
+    std::copy(source.weights.begin(), source.weights.end(), weights.data() + offset);
+    GuardedBuffer<uint8_t> packed(offset + packed_bytes(shape), Guard::kBefore);
+    pack(shape, 1, {weights.data() + offset, source.scales.data(), source.bias.data()}, packed.data() + offset, serial);
+    ASSERT_EQ(std::memcmp(packed.data() + offset, aligned.bytes.data(), aligned.bytes.bytes()), 0)
+        << "offset " << offset;
+    ASSERT_TRUE(packed.slack_intact());
+    GuardedBuffer<uint8_t> back(offset + static_cast<int64_t>(source.weights.size()), Guard::kBefore);
+    std::vector<uint8_t> scales(source.scales.size());
+    std::vector<float> bias(source.bias.size());
+    unpack({shape, packed.data() + offset}, back.data() + offset, scales.data(), bias.data(), serial);
+    ASSERT_EQ(std::memcmp(back.data() + offset, source.weights.data(), source.weights.size()), 0)
+        << "offset " << offset;
+    ASSERT_TRUE(back.slack_intact());
+  }
+}
+
+}  // namespace
+}  // namespace w4a8::test

@@ -1,0 +1,216 @@
+// quantize_row of every kernel against the reference, bit for bit.
+#include <cmath>
+#include <limits>
+
+#include "core/gemm.h"
+#include "test_util.h"
+#include "thread_parallel.h"
+
+namespace w4a8::test {
+namespace {
+
+class QuantizeTest : public KernelFixture {
+ protected:
+  // `x` is rounded to `dtype` first. All memory is guarded.
+  void check(const std::vector<float>& x, DType dtype, int64_t group, Guard guard = Guard::kAfter) {
+    const auto k = static_cast<int64_t>(x.size());
+    SCOPED_TRACE("k=" + std::to_string(k) + " group=" + std::to_string(group) + " " + dtype_name(dtype));
+    const std::vector<uint8_t> bytes = to_dtype(x, dtype);
+    const ref::Row expected = ref::quantize(from_dtype(bytes.data(), k, dtype));
+    GuardedBuffer<uint8_t> input(bytes, guard);
+    input.freeze();
+    const int64_t padded = (k + kStepK - 1) / kStepK * kStepK;
+    GuardedBuffer<int8_t> q(padded, guard);
+    GuardedBuffer<int32_t> starts(k / group, guard);
+    GuardedBuffer<RowQuant> quant(1, guard);
+    kernel().quantize_row(input.data(), dtype, k, group, q.data(), starts.data(), quant.data());
+    ASSERT_TRUE(same_float(quant[0].recip, expected.recip)) << quant[0].recip << " instead of " << expected.recip;
+    ASSERT_EQ(quant[0].zero_point, expected.zero_point);
+    for (int64_t i = 0; i < padded; ++i) {
+      ASSERT_EQ(static_cast<int>(q[i]), i < k ? expected.q[static_cast<std::size_t>(i)] : 0) << "element " << i;
+    }
+    for (int64_t g = 0; g < k / group; ++g) {
+      int32_t sum = 0;
+      for (int64_t i = g * group; i < (g + 1) * group; ++i) sum += expected.q[static_cast<std::size_t>(i)];
+      ASSERT_EQ(starts[g], -8 * sum) << "group " << g;
+    }
+    ASSERT_TRUE(q.slack_intact() && starts.slack_intact() && quant.slack_intact());
+  }
+
+  void check_everywhere(const std::vector<float>& x) {
+    for (const DType dtype : kAllDTypes) {
+      check(x, dtype, static_cast<int64_t>(x.size()));
+      if (HasFatalFailure()) return;
+    }
+  }
+};
+
+TEST_P(QuantizeTest, EveryLength) {
+  W4A8_TRACE_SEED();
+  Rng rng(1);
+  for (int64_t k = 1; k <= 130; ++k) {
+    for (const DType dtype : kAllDTypes) {
+      check(random_activations(rng, k, dtype), dtype, k, k % 2 == 0 ? Guard::kBefore : Guard::kAfter);
+      if (HasFatalFailure()) return;
+    }
+  }
+  for (const int64_t k : {1000, 2048, 4097}) {
+    check_everywhere(random_activations(rng, k, DType::kFloat32));
+    if (HasFatalFailure()) return;
+  }
+}
+
+TEST_P(QuantizeTest, Groups) {
+  W4A8_TRACE_SEED();
+  Rng rng(2);
+  for (const int64_t group : {32, 64, 96, 128, 160}) {
+    for (int64_t groups = 1; groups <= 5; ++groups) {
+      for (const DType dtype : kAllDTypes) {
+        check(random_activations(rng, group * groups, dtype), dtype, group);
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
+// Ranges and offsets over the whole exponent range, so that every branch of the zero point is taken.
+TEST_P(QuantizeTest, RangesAndOffsets) {
+  W4A8_TRACE_SEED();
+  Rng rng(3);
+  for (int exponent = -149; exponent <= 127; exponent += 3) {
+    for (const float offset : {-2.0f, -1.0f, -0.5f, 0.0f, 0.5f, 1.0f, 2.0f}) {
+      std::vector<float> x;
+      for (int i = 0; i < 37; ++i) x.push_back(std::ldexp(rng.uniform(-1, 1) + offset, exponent - 2));
+      check(x, DType::kFloat32, 37);
+      if (HasFatalFailure()) return;
+      check(x, DType::kBFloat16, 37);
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
+TEST_P(QuantizeTest, ConstantAndZeroRows) {
+  for (const float value : {0.0f, -0.0f, 1.0f, -1.0f, 3.25f, -700.0f, 6e-5f}) {
+    for (const std::size_t k : {1u, 2u, 15u, 16u, 17u, 64u}) {
+      check_everywhere(std::vector<float>(k, value));
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
+// A range of 255 makes the scale 1, so that halves are ties: of the values and of the zero point.
+TEST_P(QuantizeTest, TiesGoToEven) {
+  for (const float shift : {0.0f, 0.5f, -0.5f, 0.25f}) {
+    std::vector<float> x = {-128.0f + shift, 127.0f + shift};
+    for (int i = -100; i <= 100; ++i) x.push_back(static_cast<float>(i) + 0.5f);
+    check(x, DType::kFloat32, static_cast<int64_t>(x.size()));
+    if (HasFatalFailure()) return;
+  }
+  // The same by hand, apart from the reference: scale 1, zero point 0, 0.5 -> 0, 1.5 -> 2, 2.5 -> 2, -0.5 -> 0, -1.5 ->
+  // -2.
+  const std::vector<float> x = {-128, 127, 0.5f, 1.5f, 2.5f, -0.5f, -1.5f, 126.5f};
+  const int expected[] = {-128, 127, 0, 2, 2, 0, -2, 126};
+  GuardedBuffer<int8_t> q(8);
+  GuardedBuffer<int32_t> starts(1);
+  RowQuant quant{};
+  kernel().quantize_row(x.data(), DType::kFloat32, 8, 8, q.data(), starts.data(), &quant);
+  EXPECT_EQ(quant.recip, 1.0f);
+  EXPECT_EQ(quant.zero_point, 0);
+  for (int i = 0; i < 8; ++i) EXPECT_EQ(q[i], expected[i]) << "element " << i;
+}
+
+TEST_P(QuantizeTest, NotFiniteAnywhere) {
+  constexpr float kInf = std::numeric_limits<float>::infinity();
+  for (const float bad : {NAN, -NAN, kInf, -kInf}) {
+    for (const std::size_t k : {1u, 7u, 16u, 33u, 96u}) {
+      for (std::size_t at = 0; at < k; ++at) {
+        std::vector<float> x(k, 1.0f);
+        x[at] = bad;
+        check_everywhere(x);
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+  // A signaling NaN, and both infinities, which would make the range a NaN.
+  check({1.0f, bits_float(0x7f800001), 2.0f}, DType::kFloat32, 3);
+  check_everywhere({kInf, -kInf, 0.0f});
+}
+
+TEST_P(QuantizeTest, RangeBeyondFloat) {
+  constexpr float kMax = std::numeric_limits<float>::max();
+  for (const auto& [low, high] :
+       {std::pair{-kMax, kMax}, {-kMax, kMax / 3}, {-kMax / 7, kMax}, {-3e38f, 1e38f}, {-1e38f, 3e38f}}) {
+    std::vector<float> x = {low, high};
+    for (int i = 0; i <= 40; ++i)
+      x.push_back(low / 40 * static_cast<float>(i) + high / 40 * static_cast<float>(40 - i));
+    check(x, DType::kFloat32, static_cast<int64_t>(x.size()));
+    if (HasFatalFailure()) return;
+  }
+}
+
+TEST_P(QuantizeTest, RangeOfDenormals) {
+  constexpr float kDenormal = std::numeric_limits<float>::denorm_min();
+  // 7.5e-37 is where 255 / range overflows.
+  for (const float size : {kDenormal, 100 * kDenormal, 1e-40f, 1e-38f, 7.4e-37f, 7.5e-37f, 7.6e-37f, 1e-36f}) {
+    std::vector<float> x;
+    for (int i = -8; i <= 8; ++i) x.push_back(size / 16 * static_cast<float>(i));
+    check(x, DType::kFloat32, static_cast<int64_t>(x.size()));
+    if (HasFatalFailure()) return;
+    check({size, 0.0f}, DType::kBFloat16, 2);
+    if (HasFatalFailure()) return;
+  }
+  // float16 denormals are ordinary floats.
+  check({6e-8f, -6e-8f, 3e-6f}, DType::kFloat16, 3);
+}
+
+TEST_P(QuantizeTest, AllHalfValues) {
+  // Every finite float16 and bfloat16 as an input, in rows of 64.
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
+    std::vector<float> x;
+    for (uint32_t bits = 0; bits < 0x10000; ++bits) {
+      const float value = ref::widen(bits, ref_type(dtype));
+      if (std::isfinite(value)) x.push_back(value);
+      if (x.size() < 64) continue;
+      check(x, dtype, 64);
+      if (HasFatalFailure()) return;
+      x.clear();
+    }
+  }
+}
+
+// The op: rows one after the other, no padding in q.
+TEST_P(QuantizeTest, QuantizeRows) {
+  W4A8_TRACE_SEED();
+  Rng rng(4);
+  Workspace workspace;
+  for (const int threads : {1, 3}) {
+    ThreadParallel parallel(threads);
+    for (const int64_t m : {0, 1, 7, 50}) {
+      for (const int64_t k : {2, 13, 64, 250}) {
+        for (const DType dtype : kAllDTypes) {
+          const std::vector<float> x = random_activations(rng, m * k, dtype);
+          const GuardedBuffer<uint8_t> input(to_dtype(x, dtype));
+          GuardedBuffer<int8_t> q(m * k);
+          GuardedBuffer<float> recip(m);
+          GuardedBuffer<int32_t> zero_point(m);
+          quantize_rows(kernel(), parallel, workspace, input.data(), dtype, m, k, q.data(), recip.data(),
+                        zero_point.data());
+          for (int64_t r = 0; r < m; ++r) {
+            const ref::Row expected = ref::quantize({x.begin() + r * k, x.begin() + (r + 1) * k});
+            ASSERT_TRUE(same_float(recip[r], expected.recip)) << "row " << r;
+            ASSERT_EQ(zero_point[r], expected.zero_point) << "row " << r;
+            for (int64_t i = 0; i < k; ++i) {
+              ASSERT_EQ(static_cast<int>(q[r * k + i]), expected.q[static_cast<std::size_t>(i)])
+                  << "row " << r << " element " << i;
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+W4A8_FOR_ALL_KERNELS(QuantizeTest);
+
+}  // namespace
+}  // namespace w4a8::test

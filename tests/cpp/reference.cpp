@@ -1,0 +1,321 @@
+#include "reference.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+namespace w4a8::ref {
+namespace {
+
+// Unit roundoff of float32, and half of the smallest denormal: what one operation can be off.
+constexpr double kRound = 0x1p-24;
+constexpr double kTiny = 0x1p-150;
+// docs/numerics.md, section 5: relative errors of the two polynomials.
+constexpr double kExpError = 2e-7;
+constexpr double kErfcError = 5e-7;
+// Where exp leaves the range that matters: float32 overflows at 88.7, and beyond 104 even 1 / exp is zero.
+constexpr double kExpLarge = 87;
+constexpr double kExpHuge = 104;
+
+uint32_t to_bits(float x) {
+  uint32_t bits = 0;
+  std::memcpy(&bits, &x, sizeof(bits));
+  return bits;
+}
+
+float from_bits(uint32_t bits) {
+  float x = 0;
+  std::memcpy(&x, &bits, sizeof(x));
+  return x;
+}
+
+// A sign, an exponent and a mantissa of `mantissa_bits` stored bits, out of a finite float. max_exponent is the largest
+// biased exponent, the one of infinity.
+uint32_t round_to(float x, int mantissa_bits, int exponent_bits) {
+  const uint32_t bits = to_bits(x);
+  const uint32_t sign = bits >> 31 << (mantissa_bits + exponent_bits);
+  const int bias = (1 << (exponent_bits - 1)) - 1;
+  const uint32_t infinity = ((1u << exponent_bits) - 1) << mantissa_bits;
+  const int exponent = static_cast<int>(bits >> 23 & 0xff);
+  if (exponent == 0xff) return sign | infinity;
+  // value = mantissa * 2^power, mantissa below 2^24
+  const uint64_t mantissa = (bits & 0x7fffff) | (exponent == 0 ? 0u : 0x800000u);
+  const int power = std::max(exponent, 1) - 127 - 23;
+  // The unit in the last place of the target: 2^ulp, not below that of its denormals.
+  const int ulp = std::max(std::max(exponent, 1) - 127, 1 - bias) - mantissa_bits;
+  const int shift = ulp - power;  // 0..40: bits to round away
+  if (shift > 40) return sign;
+  const uint64_t unit = uint64_t{1} << shift;
+  uint64_t kept = mantissa / unit;
+  const uint64_t rest = mantissa % unit;
+  if (2 * rest > unit || (2 * rest == unit && kept % 2 == 1)) ++kept;
+  // kept * 2^ulp: the hidden bit, if there, adds one to the exponent; a carry out of the mantissa does as well.
+  const int base = ulp + mantissa_bits + bias - 1;
+  const uint64_t result = (static_cast<uint64_t>(base) << mantissa_bits) + kept;
+  return sign | static_cast<uint32_t>(std::min<uint64_t>(result, infinity));
+}
+
+// min and max as the document defines them: the second operand if one is NaN.
+template <class T>
+T min2(T a, T b) {
+  return a < b ? a : b;
+}
+template <class T>
+T max2(T a, T b) {
+  return a > b ? a : b;
+}
+
+// A value with a relative and an absolute error.
+struct Approximate {
+  double value;
+  double relative;
+  double absolute;
+};
+
+Approximate exact(double value) { return {value, 0, 0}; }
+
+// What float32 holds of a value that is too large for it.
+double saturate(double value) {
+  return std::fabs(value) > std::numeric_limits<float>::max()
+             ? std::copysign(std::numeric_limits<double>::infinity(), value)
+             : value;
+}
+
+// A product adds one rounding.
+Approximate times(const Approximate& a, const Approximate& b) {
+  return {saturate(a.value * b.value), a.relative + b.relative + kRound,
+          std::fabs(a.value) * b.absolute + std::fabs(b.value) * a.absolute};
+}
+
+// x / (1 + exp(-a)), where float knows a up to a relative error of `a_error`.
+Approximate logistic(double x, double a, double a_error) {
+  const double e = std::exp(-a);
+  const double argument = std::min(std::fabs(a), kExpHuge) * a_error;
+  // An error of e enters the sum 1 + e with the weight e / (1 + e); then one sum and one quotient.
+  const double weight = std::isinf(e) ? 1.0 : e / (1 + e);
+  // Between the two limits exp may have overflowed, which makes the quotient 0.
+  const bool may_overflow = -a > kExpLarge && -a <= kExpHuge;
+  return {x / (1 + e), weight * (kExpError + argument) + 2 * kRound,
+          may_overflow ? std::fabs(x) * std::exp(-kExpLarge) : 0};
+}
+
+Approximate silu(double x) { return logistic(x, x, 0); }
+
+Approximate gelu(double x) {
+  const double z = -x / std::sqrt(2.0);
+  const double c = std::erfc(z);
+  // z has two roundings (the constant, the product); what erfc makes of them is its condition number.
+  const double condition = c > 0 && c < 2 ? std::fabs(z) * 2 / std::sqrt(M_PI) * std::exp(-z * z) / c : 0;
+  return {x * (c / 2), kErfcError + 2 * kRound * condition + 2 * kRound, 0};
+}
+
+Approximate gelu_tanh(double x) {
+  // x^2, x^3, the constant and its product, the sum, the other constant and its product: 7 roundings of terms of one
+  // sign. The factor 2 is exact.
+  const double t = std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x);
+  return logistic(x, 2 * t, 7 * kRound);
+}
+
+double clamp7(double u) { return max2(-7.0, min2(7.0, u)); }
+
+Approximate activation(int kind, bool gated, double g, double u) {
+  switch (kind) {
+    case 0:
+    case 2: return gated ? times(silu(g), exact(u)) : silu(g);
+    case 1: return gated ? times(silu(u), exact(g)) : silu(g);
+    case 3: {
+      const double c = min2(7.0, g);
+      const Approximate gate = logistic(c, 1.702 * c, 2 * kRound);
+      return gated ? times(gate, {clamp7(u) + 1, kRound, 0}) : gate;
+    }
+    case 4: {
+      Approximate gate = silu(g);
+      gate.value = min2(7.0, gate.value);
+      return gated ? times(gate, exact(clamp7(u))) : gate;
+    }
+    case 5: return gated ? times(gelu(g), exact(u)) : gelu(g);
+    case 6: return gated ? times(gelu_tanh(g), exact(u)) : gelu_tanh(g);
+    default: {
+      const double r = max2(0.0, g);
+      const Approximate square = times(exact(r), exact(r));
+      return gated ? times(square, exact(u)) : square;
+    }
+  }
+}
+
+}  // namespace
+
+float widen(uint32_t bits, Type type) {
+  if (type == Type::kF32) return from_bits(bits);
+  if (type == Type::kBF16) return from_bits(bits << 16);
+  const float sign = (bits >> 15 & 1) != 0 ? -1.0f : 1.0f;
+  const int exponent = static_cast<int>(bits >> 10 & 0x1f);
+  const int mantissa = static_cast<int>(bits & 0x3ff);
+  if (exponent == 0x1f) {
+    const float special =
+        mantissa == 0 ? std::numeric_limits<float>::infinity() : std::numeric_limits<float>::quiet_NaN();
+    return std::copysign(special, sign);
+  }
+  if (exponent == 0) return sign * std::ldexp(static_cast<float>(mantissa), -24);
+  return sign * std::ldexp(static_cast<float>(mantissa + 1024), exponent - 25);
+}
+
+uint32_t narrow(float x, Type type) {
+  const bool nan = (to_bits(x) & 0x7fffffff) > 0x7f800000;
+  switch (type) {
+    case Type::kF32: return nan ? 0x7fc00000u : to_bits(x);
+    case Type::kBF16: return nan ? 0x7fc0u : round_to(x, 7, 8);
+    default: return nan ? 0x7e00u : round_to(x, 10, 5);
+  }
+}
+
+Row quantize(const std::vector<float>& x) {
+  Row row;
+  float mn = 0;
+  float mx = 0;
+  for (const float value : x) {
+    if (!std::isfinite(value)) {
+      row.q.assign(x.size(), 0);
+      row.recip = std::numeric_limits<float>::quiet_NaN();
+      return row;
+    }
+    mn = std::min(mn, value);
+    mx = std::max(mx, value);
+  }
+  const float range = mx - mn;
+  float scale = 1;
+  if (std::isinf(range)) {
+    scale = 127.5f / (mx / 2 - mn / 2);
+  } else if (range != 0) {
+    scale = 255.0f / range;
+    if (std::isinf(scale)) scale = 1;
+  }
+  row.recip = 1.0f / scale;
+  const float low = -128.0f - mn * scale;
+  const float high = 127.0f - mx * scale;
+  const float sum = (-128.0f + mn * scale) + (127.0f + mx * scale);
+  const float zero_point = std::nearbyintf(std::clamp(sum > 0 ? low : high, -128.0f, 127.0f));
+  row.zero_point = static_cast<int>(zero_point);
+  for (const float value : x) {
+    row.q.push_back(static_cast<int>(std::clamp(std::nearbyintf(value * scale) + zero_point, -128.0f, 127.0f)));
+  }
+  return row;
+}
+
+float weighted_sum(const Weights& weights, int64_t column) {
+  const int64_t groups = weights.k / weights.group;
+  float total = 0;
+  for (int64_t g = 0; g < groups; ++g) {
+    int64_t sum = 0;
+    for (int64_t i = 0; i < weights.group; ++i) {
+      sum += weights.w[static_cast<std::size_t>(column * weights.k + g * weights.group + i)];
+    }
+    total = std::fma(weights.scales[static_cast<std::size_t>(column * groups + g)], static_cast<float>(sum), total);
+  }
+  return total;
+}
+
+float dot(const Row& row, const Weights& weights, int64_t column) {
+  const int* w = weights.w.data() + column * weights.k;
+  const float bias = weights.bias.empty() ? 0.0f : weights.bias[static_cast<std::size_t>(column)];
+  if (weights.group == weights.k) {
+    int64_t sum = 0;
+    for (int64_t i = 0; i < weights.k; ++i) {
+      sum += int64_t{row.q[static_cast<std::size_t>(i)] - row.zero_point} * w[i];
+    }
+    return static_cast<float>(sum) * (row.recip * weights.scales[static_cast<std::size_t>(column)]) + bias;
+  }
+  const int64_t groups = weights.k / weights.group;
+  float f = 0;
+  for (int64_t g = 0; g < groups; ++g) {
+    int64_t sum = 0;
+    for (int64_t i = g * weights.group; i < (g + 1) * weights.group; ++i) {
+      sum += int64_t{row.q[static_cast<std::size_t>(i)]} * w[i];
+    }
+    f = std::fma(static_cast<float>(sum), weights.scales[static_cast<std::size_t>(column * groups + g)], f);
+  }
+  f = std::fma(-static_cast<float>(row.zero_point), weighted_sum(weights, column), f);
+  return f * row.recip + bias;
+}
+
+std::vector<float> dot_all(const Row& row, const Weights& weights) {
+  std::vector<float> out;
+  for (int64_t column = 0; column < weights.n; ++column) out.push_back(dot(row, weights, column));
+  return out;
+}
+
+Bounded activate(int kind, bool gated, float g, float u) {
+  const Approximate result = activation(kind, gated, g, u);
+  // An intermediate that underflows is off by half of the smallest denormal, and multiplied by g, u or both after that.
+  const double factor =
+      std::max(1.0, std::fabs(static_cast<double>(g))) * std::max(1.0, std::fabs(static_cast<double>(u)));
+  // 1.01: second-order terms, far below 1 %.
+  return {result.value, std::fabs(result.value) * result.relative * 1.01 + result.absolute + 4 * kTiny * factor};
+}
+
+std::vector<Bounded> moe_token(const MoeLayer& layer, const std::vector<float>& x, const std::vector<int>& ids,
+                               const std::vector<float>& router) {
+  const Row row = quantize(x);
+  const auto hidden = static_cast<int64_t>(x.size());
+  std::vector<Bounded> out(x.size(), {0, 0});
+  double magnitude = 0;  // of the largest term, for the roundings of the sum
+  for (std::size_t j = 0; j < ids.size(); ++j) {
+    if (ids[j] < 0) continue;
+    const auto e = static_cast<std::size_t>(ids[j]);
+    Row input = row;
+    if (layer.weight_on_input) input.recip = row.recip * router[j];
+    const double weight = layer.weight_on_input ? 1.0 : static_cast<double>(router[j]);
+    const std::vector<float> gu = dot_all(input, layer.w13[e]);
+    const int64_t inner = layer.w2[e].k;
+    std::vector<float> h;
+    std::vector<double> error;
+    for (int64_t i = 0; i < inner; ++i) {
+      const auto at = static_cast<std::size_t>(i);
+      const Bounded b =
+          activate(layer.kind, layer.gated, gu[at], layer.gated ? gu[at + static_cast<std::size_t>(inner)] : 0);
+      h.push_back(static_cast<float>(b.value));
+      error.push_back(b.error + std::fabs(b.value) * kRound);
+    }
+    const Row middle = quantize(h);
+    // How far each dequantized value may be off: a step if the error reaches a tie, else what the range adds.
+    const double step = middle.recip;
+    const double largest_error = *std::max_element(error.begin(), error.end());
+    const double scale_error = 2 * largest_error / (255 * step) + 4 * kRound;  // the range is 255 steps
+    const auto to_half = [](double position) { return std::fabs(position - std::floor(position) - 0.5); };
+    // zp = rint(127 - max / step), and a moved one moves the values at the ends of the range by a step.
+    const double largest = std::max(0.0, static_cast<double>(*std::max_element(h.begin(), h.end()))) / step;
+    const bool zero_point_moves = to_half(127 - largest) <= largest_error / step + 256 * scale_error;
+    std::vector<double> moved;
+    for (int64_t i = 0; i < inner; ++i) {
+      const auto at = static_cast<std::size_t>(i);
+      const double position = static_cast<double>(h[at]) / step;
+      const double reach = error[at] / step + std::fabs(position) * scale_error;
+      const double to_tie = to_half(position);
+      const bool clamp_moves = zero_point_moves && (middle.q[at] == -128 || middle.q[at] == 127);
+      moved.push_back(step * ((to_tie <= reach || clamp_moves ? 1.0 : 0.0) + (std::fabs(position) + 1) * scale_error));
+    }
+    for (int64_t c = 0; c < hidden; ++c) {
+      const Weights& w2 = layer.w2[e];
+      double tolerance = 0;
+      double scaled = 0;
+      for (int64_t i = 0; i < inner; ++i) {
+        const double w =
+            std::fabs(static_cast<double>(w2.scales[static_cast<std::size_t>(c * (inner / w2.group) + i / w2.group)]) *
+                      w2.w[static_cast<std::size_t>(c * inner + i)]);
+        tolerance += w * moved[static_cast<std::size_t>(i)];
+        scaled += w * step * 256;
+      }
+      const double y = dot(middle, w2, c);
+      // The two evaluations round alike except where their inputs differ: one unit per group and two for the end.
+      tolerance += scaled * kRound * static_cast<double>(inner / w2.group + 3) + std::fabs(y) * 2 * kRound;
+      out[static_cast<std::size_t>(c)].value += weight * y;
+      out[static_cast<std::size_t>(c)].error += std::fabs(weight) * tolerance;
+      magnitude = std::max(magnitude, std::fabs(weight * y));
+    }
+  }
+  for (Bounded& b : out) b.error += magnitude * kRound * static_cast<double>(ids.size() * (ids.size() + 1));
+  return out;
+}
+
+}  // namespace w4a8::ref

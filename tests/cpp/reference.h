@@ -1,0 +1,69 @@
+// A naive reference of docs/numerics.md. It shares no code and no type with csrc: one scalar operation after another,
+// as the document writes them.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace w4a8::ref {
+
+/// Element types, numbered as the packed format numbers them.
+enum class Type { kF32 = 0, kBF16 = 1, kF16 = 2 };
+
+/// Exact value of an element. The upper bits of `bits` are ignored for the 16-bit types.
+float widen(uint32_t bits, Type type);
+
+/// x rounded to `type`, nearest even, as bits; a NaN becomes the canonical one. Integer arithmetic only.
+uint32_t narrow(float x, Type type);
+
+/// One quantized row: x ~ (q - zero_point) * recip.
+struct Row {
+  std::vector<int> q;  // [k]
+  float recip = 1;
+  int zero_point = 0;
+};
+
+/// Section 1 of the document.
+Row quantize(const std::vector<float>& x);
+
+/// A weight matrix as a checkpoint holds it, unpacked: y = x * W^T + bias.
+struct Weights {
+  int64_t n = 0;
+  int64_t k = 0;
+  int64_t group = 0;          // k when channelwise
+  std::vector<int> w;         // [n, k], -8..7
+  std::vector<float> scales;  // [n, k / group]
+  std::vector<float> bias;    // [n] or empty
+};
+
+/// One output of sections 2 and 3, bit for bit.
+float dot(const Row& row, const Weights& weights, int64_t column);
+
+/// All n outputs of one row.
+std::vector<float> dot_all(const Row& row, const Weights& weights);
+
+/// W of section 3 for one column.
+float weighted_sum(const Weights& weights, int64_t column);
+
+/// A real number and how far a float evaluation of section 5 may be from it.
+struct Bounded {
+  double value;
+  double error;
+};
+
+/// Section 5 in double precision, without its clamps of exp. u is ignored when not gated.
+Bounded activate(int kind, bool gated, float g, float u);
+
+/// Section 4 for one token in double precision: everything before the activation is exact (dot), what follows carries
+/// the error of `activate`, and a quantized value that this error can move across a tie counts as moved.
+struct MoeLayer {
+  std::vector<Weights> w13;  // [E]: n = I2, k = H
+  std::vector<Weights> w2;   // [E]: n = H, k = I
+  bool gated = true;
+  bool weight_on_input = false;
+  int kind = 2;
+};
+std::vector<Bounded> moe_token(const MoeLayer& layer, const std::vector<float>& x, const std::vector<int>& ids,
+                               const std::vector<float>& router);
+
+}  // namespace w4a8::ref

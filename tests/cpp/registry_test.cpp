@@ -1,0 +1,154 @@
+// The list of kernels and the choice of one.
+#include <cstdlib>
+#include <set>
+
+#include "test_util.h"
+
+namespace w4a8::test {
+namespace {
+
+constexpr uint32_t kEverything = 0xffffffff;
+
+std::string chosen_by_environment() {
+  const char* value = std::getenv("W4A8_KERNEL");
+  return value != nullptr ? value : "";
+}
+
+class RegistryTest : public testing::Test {
+ protected:
+  void TearDown() override { use_kernel(""); }
+};
+
+TEST_F(RegistryTest, ListIsCompleteAndEndsWithScalar) {
+  ASSERT_FALSE(all_kernels().empty());
+  EXPECT_STREQ(all_kernels().back()->name, "scalar");
+  EXPECT_EQ(all_kernels().back()->needs, 0u);
+  std::set<std::string> names;
+  for (const Kernel* kernel : all_kernels()) {
+    ASSERT_NE(kernel, nullptr);
+    EXPECT_TRUE(names.insert(kernel->name).second) << kernel->name << " is listed twice";
+    EXPECT_GE(kernel->max_rows, 1) << kernel->name;
+    EXPECT_NE(kernel->gemm, nullptr) << kernel->name;
+    EXPECT_NE(kernel->quantize_row, nullptr) << kernel->name;
+    EXPECT_NE(kernel->activate, nullptr) << kernel->name;
+    EXPECT_NE(kernel->combine, nullptr) << kernel->name;
+    EXPECT_NE(kernel->store_row, nullptr) << kernel->name;
+  }
+}
+
+TEST_F(RegistryTest, SupportedNeedsEveryBit) {
+  for (const Kernel* kernel : all_kernels()) {
+    EXPECT_TRUE(supported(*kernel, kEverything)) << kernel->name;
+    EXPECT_TRUE(supported(*kernel, kernel->needs)) << kernel->name;
+    EXPECT_EQ(supported(*kernel, 0), kernel->needs == 0) << kernel->name;
+    for (uint32_t bit = 1; bit != 0; bit <<= 1) {
+      EXPECT_EQ(supported(*kernel, kernel->needs & ~bit), (kernel->needs & bit) == 0) << kernel->name << " bit " << bit;
+    }
+  }
+}
+
+TEST_F(RegistryTest, BestKernelIsTheFirstThatRuns) {
+  EXPECT_STREQ(best_kernel(0).name, "scalar");
+  EXPECT_EQ(&best_kernel(kEverything), all_kernels().front());
+  for (const Kernel* kernel : all_kernels()) {
+    const Kernel& best = best_kernel(kernel->needs);
+    EXPECT_TRUE(supported(best, kernel->needs));
+    for (const Kernel* earlier : all_kernels()) {
+      if (earlier == &best) break;
+      EXPECT_FALSE(supported(*earlier, kernel->needs)) << earlier->name << " comes before " << best.name;
+    }
+  }
+#if defined(__x86_64__)
+  EXPECT_STREQ(best_kernel(kAvx2 | kFma | kF16c).name, "x86_avx2");
+  EXPECT_STREQ(best_kernel(kAvx2 | kFma | kF16c | kAvx512 | kAvx512Vnni).name, "x86_avx512vnni");
+  // AVX-512 without VNNI falls back.
+  EXPECT_STREQ(best_kernel(kAvx2 | kFma | kF16c | kAvx512).name, "x86_avx2");
+#endif
+}
+
+TEST_F(RegistryTest, FindKernel) {
+  for (const Kernel* kernel : all_kernels()) {
+    EXPECT_EQ(&find_kernel(kernel->name, kernel->needs, "test"), kernel);
+  }
+  const std::string unknown = message_of([] { find_kernel("doesnotexist", kEverything, "somewhere"); });
+  EXPECT_NE(unknown.find("somewhere"), std::string::npos) << unknown;
+  EXPECT_NE(unknown.find("doesnotexist"), std::string::npos) << unknown;
+  for (const Kernel* kernel : all_kernels()) EXPECT_NE(unknown.find(kernel->name), std::string::npos) << unknown;
+  for (const char* near : {"", "Scalar", "scalar ", "scala", "scalarx"}) {
+    EXPECT_THROW(find_kernel(near, kEverything, "test"), std::invalid_argument) << "'" << near << "'";
+  }
+  for (const Kernel* kernel : all_kernels()) {
+    if (kernel->needs == 0) continue;
+    const std::string message = message_of([&] { find_kernel(kernel->name, 0, "test"); });
+    EXPECT_NE(message.find(kernel->name), std::string::npos) << message;
+    EXPECT_NE(message.find(feature_names(kernel->needs)), std::string::npos) << message;
+    EXPECT_NE(message.find("scalar"), std::string::npos) << "the choice is not listed: " << message;
+  }
+}
+
+TEST_F(RegistryTest, UseKernelAndBack) {
+  if (chosen_by_environment() == "doesnotexist") GTEST_SKIP() << "the default is an error here on purpose";
+  const Kernel& before = active_kernel();
+  for (const Kernel* kernel : supported_kernels()) {
+    use_kernel(kernel->name);
+    EXPECT_EQ(&active_kernel(), kernel);
+  }
+  use_kernel("scalar");
+  EXPECT_THROW(use_kernel("doesnotexist"), std::invalid_argument);
+  EXPECT_STREQ(active_kernel().name, "scalar") << "a refused choice must change nothing";
+  use_kernel("");
+  EXPECT_EQ(&active_kernel(), &before);
+}
+
+TEST_F(RegistryTest, UseKernelRefusesWhatTheCpuLacks) {
+  int missing = 0;
+  for (const Kernel* kernel : all_kernels()) {
+    if (supported(*kernel, host_features())) continue;
+    ++missing;
+    EXPECT_THROW(use_kernel(kernel->name), std::invalid_argument) << kernel->name;
+  }
+  if (missing == 0) GTEST_SKIP() << "this CPU runs every kernel";
+}
+
+TEST_F(RegistryTest, FeatureNames) {
+  EXPECT_EQ(feature_names(0), "");
+  std::set<std::string> names;
+  for (const Kernel* kernel : all_kernels()) {
+    for (uint32_t bit = 1; bit != 0; bit <<= 1) {
+      if ((kernel->needs & bit) != 0) names.insert(feature_names(bit));
+    }
+  }
+  EXPECT_EQ(names.count(""), 0u) << "a feature without a name";
+#if defined(__x86_64__)
+  EXPECT_EQ(feature_names(kAvx2 | kF16c), "avx2 f16c");
+  EXPECT_EQ(names.size(), 5u);
+#endif
+}
+
+// W4A8_KERNEL is read from the environment of the process, so ctest runs these once more with it set (CMakeLists.txt).
+TEST_F(RegistryTest, EnvironmentDecides) {
+  const std::string name = chosen_by_environment();
+  if (name == "doesnotexist") GTEST_SKIP() << "see EnvironmentWithUnknownName";
+  EXPECT_EQ(&active_kernel(),
+            name.empty() ? &best_kernel(host_features()) : &find_kernel(name, host_features(), "test"));
+}
+
+TEST_F(RegistryTest, EnvironmentSaysScalar) {
+  if (chosen_by_environment() != "scalar") GTEST_SKIP() << "needs W4A8_KERNEL=scalar";
+  EXPECT_STREQ(active_kernel().name, "scalar");
+}
+
+TEST_F(RegistryTest, EnvironmentWithUnknownName) {
+  if (chosen_by_environment() != "doesnotexist") GTEST_SKIP() << "needs W4A8_KERNEL=doesnotexist";
+  for (int i = 0; i < 2; ++i) {  // the second time as well: a failure is not forgotten
+    const std::string message = message_of([] { active_kernel(); });
+    EXPECT_NE(message.find("W4A8_KERNEL"), std::string::npos) << message;
+    EXPECT_NE(message.find("doesnotexist"), std::string::npos) << message;
+    EXPECT_NE(message.find("scalar"), std::string::npos) << message;
+  }
+  use_kernel("scalar");  // an explicit choice comes before the environment
+  EXPECT_STREQ(active_kernel().name, "scalar");
+}
+
+}  // namespace
+}  // namespace w4a8::test

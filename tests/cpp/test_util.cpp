@@ -1,0 +1,130 @@
+#include "test_util.h"
+
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+
+namespace w4a8::test {
+
+uint64_t seed() {
+  static const uint64_t value = [] {
+    const char* text = std::getenv("W4A8_TEST_SEED");
+    return text != nullptr ? static_cast<uint64_t>(std::strtoull(text, nullptr, 0)) : uint64_t{20260821};
+  }();
+  return value;
+}
+
+uint32_t float_bits(float x) {
+  uint32_t bits = 0;
+  std::memcpy(&bits, &x, sizeof(bits));
+  return bits;
+}
+
+float bits_float(uint32_t bits) {
+  float x = 0;
+  std::memcpy(&x, &bits, sizeof(x));
+  return x;
+}
+
+bool same_float(float a, float b) { return (std::isnan(a) && std::isnan(b)) || float_bits(a) == float_bits(b); }
+
+const char* dtype_name(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat32: return "float32";
+    case DType::kBFloat16: return "bfloat16";
+    case DType::kFloat16: return "float16";
+  }
+  return "?";
+}
+
+std::vector<uint8_t> to_dtype(const std::vector<float>& values, DType dtype) {
+  const auto size = static_cast<std::size_t>(dtype_bytes(dtype));
+  std::vector<uint8_t> bytes(values.size() * size);
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    const uint32_t bits = ref::narrow(values[i], ref_type(dtype));
+    std::memcpy(bytes.data() + i * size, &bits, size);  // little-endian
+  }
+  return bytes;
+}
+
+uint32_t element_bits(const void* data, int64_t i, DType dtype) {
+  const int64_t size = dtype_bytes(dtype);
+  uint32_t bits = 0;
+  std::memcpy(&bits, static_cast<const uint8_t*>(data) + i * size, static_cast<std::size_t>(size));
+  return bits;
+}
+
+std::vector<float> from_dtype(const void* data, int64_t count, DType dtype) {
+  std::vector<float> values;
+  for (int64_t i = 0; i < count; ++i) values.push_back(ref::widen(element_bits(data, i, dtype), ref_type(dtype)));
+  return values;
+}
+
+std::vector<float> random_activations(Rng& rng, int64_t count, DType dtype) {
+  std::vector<float> values;
+  for (int64_t i = 0; i < count; ++i) values.push_back(rng.normal() * (rng.integer(0, 49) == 0 ? 8.0f : 1.0f));
+  return from_dtype(to_dtype(values, dtype).data(), count, dtype);
+}
+
+ref::Weights random_weights(Rng& rng, const PackedShape& shape) {
+  ref::Weights weights;
+  weights.n = shape.n;
+  weights.k = shape.k;
+  weights.group = shape.group;
+  for (int64_t i = 0; i < shape.n * shape.k; ++i) weights.w.push_back(static_cast<int>(rng.integer(-8, 7)));
+  for (int64_t i = 0; i < shape.n * shape.groups(); ++i) {
+    const float scale = rng.uniform(0.002f, 0.03f) * (rng.integer(0, 7) == 0 ? -1.0f : 1.0f);
+    weights.scales.push_back(ref::widen(ref::narrow(scale, ref_type(shape.scale_dtype)), ref_type(shape.scale_dtype)));
+  }
+  if (shape.has_bias) {
+    for (int64_t i = 0; i < shape.n; ++i) weights.bias.push_back(rng.normal());
+  }
+  return weights;
+}
+
+Checkpoint to_checkpoint(const PackedShape& shape, const std::vector<ref::Weights>& stack) {
+  Checkpoint checkpoint;
+  for (const ref::Weights& weights : stack) {
+    for (std::size_t i = 0; i < weights.w.size(); i += 2) {
+      checkpoint.weights.push_back(static_cast<uint8_t>((weights.w[i] + 8) | (weights.w[i + 1] + 8) << 4));
+    }
+    const std::vector<uint8_t> scales = to_dtype(weights.scales, shape.scale_dtype);
+    checkpoint.scales.insert(checkpoint.scales.end(), scales.begin(), scales.end());
+    checkpoint.bias.insert(checkpoint.bias.end(), weights.bias.begin(), weights.bias.end());
+  }
+  return checkpoint;
+}
+
+Packed pack_stack(const PackedShape& shape, const std::vector<ref::Weights>& stack) {
+  check_shape(shape);
+  const Checkpoint checkpoint = to_checkpoint(shape, stack);
+  const auto count = static_cast<int64_t>(stack.size());
+  Packed packed{shape, GuardedBuffer<uint8_t>(count * packed_bytes(shape))};
+  SerialParallel serial;
+  pack(shape, count,
+       {checkpoint.weights.data(), checkpoint.scales.data(), shape.has_bias ? checkpoint.bias.data() : nullptr},
+       packed.bytes.data(), serial);
+  return packed;
+}
+
+std::string describe(const PackedShape& shape) {
+  return "n=" + std::to_string(shape.n) + " k=" + std::to_string(shape.k) + " group=" + std::to_string(shape.group) +
+         " scales=" + dtype_name(shape.scale_dtype) + (shape.has_bias ? " bias" : "");
+}
+
+std::string kernel_name(const testing::TestParamInfo<const Kernel*>& info) { return info.param->name; }
+
+std::vector<const Kernel*> kernel_list() {
+  const auto kernels = all_kernels();
+  return {kernels.begin(), kernels.end()};
+}
+
+std::vector<const Kernel*> supported_kernels() {
+  std::vector<const Kernel*> kernels;
+  for (const Kernel* kernel : all_kernels()) {
+    if (supported(*kernel, host_features())) kernels.push_back(kernel);
+  }
+  return kernels;
+}
+
+}  // namespace w4a8::test

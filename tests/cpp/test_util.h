@@ -1,0 +1,131 @@
+// What every test file needs: seeds, names, and weights packed from a known source.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <ostream>
+#include <string>
+#include <vector>
+
+#include "core/layout.h"
+#include "core/pack.h"
+#include "guarded_buffer.h"
+#include "kernels/cpu_features.h"
+#include "kernels/kernel.h"
+#include "kernels/registry.h"
+#include "reference.h"
+
+namespace w4a8 {
+/// GoogleTest prints the parameter of a test; an address would change from run to run.
+inline void PrintTo(const Kernel* kernel, std::ostream* out) { *out << kernel->name; }
+}  // namespace w4a8
+
+namespace w4a8::test {
+
+/// W4A8_TEST_SEED, or a fixed default.
+uint64_t seed();
+
+/// SplitMix64 (Steele, Lea, Flood 2014): one addition and a mix, good enough and the same on every platform.
+class Rng {
+ public:
+  /// `stream` separates the tests of one run.
+  explicit Rng(uint64_t stream = 0) : state_(seed() + 0x9e3779b97f4a7c15u * (stream + 1)) {}
+  uint64_t bits() {
+    uint64_t z = (state_ += 0x9e3779b97f4a7c15u);
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+    return z ^ (z >> 31);
+  }
+  /// In [low, high].
+  int64_t integer(int64_t low, int64_t high) {
+    return low + static_cast<int64_t>(bits() % static_cast<uint64_t>(high - low + 1));
+  }
+  /// In [low, high), 24 random bits.
+  float uniform(float low, float high) { return low + (high - low) * static_cast<float>(bits() >> 40) * 0x1p-24f; }
+  /// Roughly normal: the sum of four uniforms, standard deviation 1, |x| < 3.5.
+  float normal() { return (uniform(-1, 1) + uniform(-1, 1) + uniform(-1, 1) + uniform(-1, 1)) * 0.866f; }
+
+ private:
+  uint64_t state_;
+};
+
+uint32_t float_bits(float x);
+float bits_float(uint32_t bits);
+
+/// Same bits, or both NaN (whose payload kernels do not define).
+bool same_float(float a, float b);
+
+inline ref::Type ref_type(DType dtype) { return static_cast<ref::Type>(dtype); }
+const char* dtype_name(DType dtype);
+inline constexpr DType kAllDTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
+
+/// Elements of `dtype` as bytes, from floats (rounded) or to floats (exact).
+std::vector<uint8_t> to_dtype(const std::vector<float>& values, DType dtype);
+std::vector<float> from_dtype(const void* data, int64_t count, DType dtype);
+/// Element i as bits.
+uint32_t element_bits(const void* data, int64_t i, DType dtype);
+
+/// Normal values with a few larger ones, as activations have them, rounded to `dtype`.
+std::vector<float> random_activations(Rng& rng, int64_t count, DType dtype);
+
+/// Random weights of that shape; scales positive and negative, exactly representable in shape.scale_dtype.
+ref::Weights random_weights(Rng& rng, const PackedShape& shape);
+
+/// A checkpoint's tensors.
+struct Checkpoint {
+  std::vector<uint8_t> weights;  // [count, n, k / 2]
+  std::vector<uint8_t> scales;   // [count, n, groups] of the scale type
+  std::vector<float> bias;       // [count, n] or empty
+};
+Checkpoint to_checkpoint(const PackedShape& shape, const std::vector<ref::Weights>& stack);
+
+/// A packed stack, each matrix behind the one before, an inaccessible page behind the last.
+struct Packed {
+  PackedShape shape;
+  GuardedBuffer<uint8_t> bytes;
+  PackedMatrix matrix(int64_t index = 0) const { return {shape, bytes.data() + index * packed_bytes(shape)}; }
+};
+Packed pack_stack(const PackedShape& shape, const std::vector<ref::Weights>& stack);
+inline Packed pack_one(const PackedShape& shape, const ref::Weights& weights) { return pack_stack(shape, {weights}); }
+
+std::string describe(const PackedShape& shape);
+
+/// The message of the std::invalid_argument that `body` throws; fails the test if it throws none.
+template <class Body>
+std::string message_of(Body body) {
+  try {
+    body();
+  } catch (const std::invalid_argument& error) {
+    return error.what();
+  } catch (const std::exception& error) {
+    ADD_FAILURE() << "another exception: " << error.what();
+    return "";
+  }
+  ADD_FAILURE() << "nothing was thrown";
+  return "";
+}
+
+/// Base of the tests that run once for each kernel of the list.
+class KernelFixture : public testing::TestWithParam<const Kernel*> {
+ protected:
+  void SetUp() override {
+    if (!supported(*GetParam(), host_features())) {
+      GTEST_SKIP() << "this CPU cannot run " << GetParam()->name << ": it needs '" << feature_names(GetParam()->needs)
+                   << "' and has '" << feature_names(host_features()) << "'";
+    }
+  }
+  const Kernel& kernel() const { return *GetParam(); }
+};
+
+std::string kernel_name(const testing::TestParamInfo<const Kernel*>& info);
+std::vector<const Kernel*> kernel_list();
+std::vector<const Kernel*> supported_kernels();
+
+}  // namespace w4a8::test
+
+/// Instantiates a KernelFixture suite for all kernels.
+#define W4A8_FOR_ALL_KERNELS(Suite) \
+  INSTANTIATE_TEST_SUITE_P(Kernels, Suite, testing::ValuesIn(w4a8::test::kernel_list()), w4a8::test::kernel_name)
+
+#define W4A8_TRACE_SEED() SCOPED_TRACE("W4A8_TEST_SEED=" + std::to_string(w4a8::test::seed()))
