@@ -3,23 +3,12 @@
 
 #include <ATen/ATen.h>
 
-#include <stdexcept>
 #include <string>
 
 #include "core/layout.h"
 #include "kernels/kernel.h"
 
 namespace w4a8 {
-
-/// Runs body and turns the core's std::invalid_argument into a c10::Error that names the op.
-template <class F>
-auto with_op_name(const char* op, F&& body) {
-  try {
-    return body();
-  } catch (const std::invalid_argument& error) {
-    TORCH_CHECK(false, "w4a8::", op, ": ", error.what());
-  }
-}
 
 inline std::string shape_text(at::IntArrayRef sizes) {
   std::string text = "[";
@@ -53,12 +42,12 @@ inline void check_packed(const char* name, const at::Tensor& tensor, bool stack)
 }
 
 /// Checks the three integers that describe a matrix and returns its shape (scales and bias not yet known).
-inline PackedShape matrix_shape(const char* op, int64_t block_size, int64_t in_features, int64_t out_features) {
+inline PackedShape matrix_shape(int64_t block_size, int64_t in_features, int64_t out_features) {
   PackedShape shape;
   shape.n = out_features;
   shape.k = in_features;
   shape.group = block_size;
-  with_op_name(op, [&] { check_shape(shape); });
+  check_shape(shape);
   return shape;
 }
 

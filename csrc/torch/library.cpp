@@ -4,6 +4,7 @@
 #include "core/layout.h"
 #include "kernels/cpu_features.h"
 #include "kernels/registry.h"
+#include "torch/named_op.h"
 #include "torch/ops.h"
 #include "torch/w4a8.h"
 
@@ -28,25 +29,25 @@ TORCH_LIBRARY(w4a8, m) {
 }
 
 TORCH_LIBRARY_IMPL(w4a8, CPU, m) {
-  m.impl("dyn_quant_pack_4bit_weight", w4a8::pack_cpu);
-  m.impl("dyn_quant_unpack_4bit_weight", w4a8::unpack_cpu);
-  m.impl("dyn_quant_matmul_4bit", w4a8::matmul_cpu);
-  m.impl("dynamic_4bit_int_moe", w4a8::moe_cpu);
-  m.impl("dynamic_4bit_int_moe.gated", w4a8::moe_gated_cpu);
+  m.impl("dyn_quant_pack_4bit_weight", w4a8::NamedOp<"dyn_quant_pack_4bit_weight", w4a8::pack_cpu>::call);
+  m.impl("dyn_quant_unpack_4bit_weight", w4a8::NamedOp<"dyn_quant_unpack_4bit_weight", w4a8::unpack_cpu>::call);
+  m.impl("dyn_quant_matmul_4bit", w4a8::NamedOp<"dyn_quant_matmul_4bit", w4a8::matmul_cpu>::call);
+  m.impl("dynamic_4bit_int_moe", w4a8::NamedOp<"dynamic_4bit_int_moe", w4a8::moe_cpu>::call);
+  m.impl("dynamic_4bit_int_moe.gated", w4a8::NamedOp<"dynamic_4bit_int_moe", w4a8::moe_gated_cpu>::call);
 }
 
 // Unpack has none: the type of its scales and whether there is a bias are in the data.
 TORCH_LIBRARY_IMPL(w4a8, Meta, m) {
-  m.impl("dyn_quant_pack_4bit_weight", w4a8::pack_meta);
-  m.impl("dyn_quant_matmul_4bit", w4a8::matmul_meta);
-  m.impl("dynamic_4bit_int_moe", w4a8::moe_meta);
-  m.impl("dynamic_4bit_int_moe.gated", w4a8::moe_gated_meta);
+  m.impl("dyn_quant_pack_4bit_weight", w4a8::NamedOp<"dyn_quant_pack_4bit_weight", w4a8::pack_meta>::call);
+  m.impl("dyn_quant_matmul_4bit", w4a8::NamedOp<"dyn_quant_matmul_4bit", w4a8::matmul_meta>::call);
+  m.impl("dynamic_4bit_int_moe", w4a8::NamedOp<"dynamic_4bit_int_moe", w4a8::moe_meta>::call);
+  m.impl("dynamic_4bit_int_moe.gated", w4a8::NamedOp<"dynamic_4bit_int_moe", w4a8::moe_gated_meta>::call);
 }
 
 // torch 1.13 has no fallback for this key: without it Meta tensors would need inference mode.
 TORCH_LIBRARY_IMPL(w4a8, AutogradMeta, m) {
-  for (const char* name : {"dyn_quant_pack_4bit_weight", "dyn_quant_matmul_4bit", "dynamic_4bit_int_moe",
-                           "dynamic_4bit_int_moe.gated"}) {
+  for (const char* name :
+       {"dyn_quant_pack_4bit_weight", "dyn_quant_matmul_4bit", "dynamic_4bit_int_moe", "dynamic_4bit_int_moe.gated"}) {
     m.impl(name, torch::CppFunction::makeFallthrough());
   }
 }
@@ -56,26 +57,28 @@ namespace w4a8 {
 at::Tensor dyn_quant_pack_4bit_weight(const at::Tensor& weights, const at::Tensor& scales_zeros,
                                       const c10::optional<at::Tensor>& bias, int64_t block_size, int64_t in_features,
                                       int64_t out_features) {
-  return pack_cpu(weights, scales_zeros, bias, block_size, in_features, out_features);
+  return NamedOp<"dyn_quant_pack_4bit_weight", pack_cpu>::call(weights, scales_zeros, bias, block_size, in_features,
+                                                               out_features);
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> dyn_quant_unpack_4bit_weight(const at::Tensor& packed_weights,
                                                                             int64_t block_size, int64_t in_features,
                                                                             int64_t out_features) {
-  return unpack_cpu(packed_weights, block_size, in_features, out_features);
+  return NamedOp<"dyn_quant_unpack_4bit_weight", unpack_cpu>::call(packed_weights, block_size, in_features,
+                                                                   out_features);
 }
 
 at::Tensor dyn_quant_matmul_4bit(const at::Tensor& inp, const at::Tensor& packed_weights, int64_t block_size,
                                  int64_t in_features, int64_t out_features) {
-  return matmul_cpu(inp, packed_weights, block_size, in_features, out_features);
+  return NamedOp<"dyn_quant_matmul_4bit", matmul_cpu>::call(inp, packed_weights, block_size, in_features, out_features);
 }
 
 at::Tensor dynamic_4bit_int_moe(const at::Tensor& x, const at::Tensor& topk_ids, const at::Tensor& topk_weights,
                                 const at::Tensor& w13_packed, const at::Tensor& w2_packed, int64_t H, int64_t I,
                                 int64_t I2, int64_t group_size, bool apply_router_weight_on_input,
                                 int64_t activation_kind) {
-  return moe_cpu(x, topk_ids, topk_weights, w13_packed, w2_packed, H, I, I2, group_size, apply_router_weight_on_input,
-                 activation_kind);
+  return NamedOp<"dynamic_4bit_int_moe", moe_cpu>::call(x, topk_ids, topk_weights, w13_packed, w2_packed, H, I, I2,
+                                                        group_size, apply_router_weight_on_input, activation_kind);
 }
 
 std::string version() { return W4A8_VERSION; }

@@ -43,7 +43,7 @@ void check_pack_arguments(const at::Tensor& weights, const at::Tensor& scales, c
 
 PackedShape pack_shape(const at::Tensor& weights, const at::Tensor& scales, const c10::optional<at::Tensor>& bias,
                        int64_t block_size, int64_t in_features, int64_t out_features) {
-  PackedShape shape = matrix_shape("dyn_quant_pack_4bit_weight", block_size, in_features, out_features);
+  PackedShape shape = matrix_shape(block_size, in_features, out_features);
   check_pack_arguments(weights, scales, bias, shape);
   shape.scale_dtype = scales.scalar_type() == at::kFloat ? DType::kFloat32 : DType::kBFloat16;
   shape.has_bias = bias.has_value();
@@ -108,60 +108,54 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> empty_unpacked(const at::Tensor& 
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> unpack_cpu(const at::Tensor& packed_weights, int64_t block_size,
                                                           int64_t in_features, int64_t out_features) {
-  const char* op = "dyn_quant_unpack_4bit_weight";
   check_cpu("packed_weights", packed_weights);
-  matrix_shape(op, block_size, in_features, out_features);
+  matrix_shape(block_size, in_features, out_features);
   check_packed("packed_weights", packed_weights, packed_weights.dim() == 2);
   const at::Tensor packed = packed_weights.contiguous();
   const int64_t count = packed.dim() == 2 ? packed.size(0) : 1;
   const int64_t bytes = packed.size(-1);
   TORCH_CHECK(count > 0, "packed_weights has shape ", shape_text(packed.sizes()), ", expected at least one expert");
   const auto* data = packed.data_ptr<uint8_t>();
-  return with_op_name(op, [&] {
-    const auto open = [&](int64_t e) {
-      const std::string what = packed.dim() == 2 ? "packed_weights[" + std::to_string(e) + "]" : "packed_weights";
-      return open_packed(data + e * bytes, bytes, out_features, in_features, block_size, what);
-    };
-    const PackedShape shape = open(0).shape;
-    const auto out = empty_unpacked(packed, shape);
-    AtenParallel parallel;
-    for (int64_t e = 0; e < count; ++e) {
-      const PackedMatrix matrix = open(e);
-      TORCH_CHECK(matrix.shape == shape, "packed_weights[", e,
-                  "] has another scale dtype or bias flag than packed_weights[0]");
-      const auto scales_bytes = shape.n * shape.groups() * dtype_bytes(shape.scale_dtype);
-      unpack(matrix, std::get<0>(out).data_ptr<uint8_t>() + e * shape.n * (shape.k / 2),
-             static_cast<uint8_t*>(std::get<1>(out).data_ptr()) + e * scales_bytes,
-             shape.has_bias ? std::get<2>(out).data_ptr<float>() + e * shape.n : nullptr, parallel);
-    }
-    return out;
-  });
+  const auto open = [&](int64_t e) {
+    const std::string what = packed.dim() == 2 ? "packed_weights[" + std::to_string(e) + "]" : "packed_weights";
+    return open_packed(data + e * bytes, bytes, out_features, in_features, block_size, what);
+  };
+  const PackedShape shape = open(0).shape;
+  const auto out = empty_unpacked(packed, shape);
+  AtenParallel parallel;
+  for (int64_t e = 0; e < count; ++e) {
+    const PackedMatrix matrix = open(e);
+    TORCH_CHECK(matrix.shape == shape, "packed_weights[", e,
+                "] has another scale dtype or bias flag than packed_weights[0]");
+    const auto scales_bytes = shape.n * shape.groups() * dtype_bytes(shape.scale_dtype);
+    unpack(matrix, std::get<0>(out).data_ptr<uint8_t>() + e * shape.n * (shape.k / 2),
+           static_cast<uint8_t*>(std::get<1>(out).data_ptr()) + e * scales_bytes,
+           shape.has_bias ? std::get<2>(out).data_ptr<float>() + e * shape.n : nullptr, parallel);
+  }
+  return out;
 }
 
 at::Tensor matmul_cpu(const at::Tensor& inp, const at::Tensor& packed_weights, int64_t block_size, int64_t in_features,
                       int64_t out_features) {
-  const char* op = "dyn_quant_matmul_4bit";
   check_cpu("inp", inp);
   check_cpu("packed_weights", packed_weights);
-  check_matmul_arguments(inp, packed_weights, matrix_shape(op, block_size, in_features, out_features));
+  check_matmul_arguments(inp, packed_weights, matrix_shape(block_size, in_features, out_features));
   const at::Tensor packed = packed_weights.contiguous();
   const at::Tensor x = inp.contiguous();
-  return with_op_name(op, [&] {
-    const PackedMatrix matrix = open_packed(packed.data_ptr<uint8_t>(), packed.numel(), out_features, in_features,
-                                            block_size, "packed_weights");
-    std::vector<int64_t> sizes = x.sizes().vec();
-    sizes.back() = out_features;
-    at::Tensor out = at::empty(sizes, x.options());
-    AtenParallel parallel;
-    matmul(active_kernel(), parallel, thread_workspace(), matrix, x.data_ptr(), activation_dtype("inp", x),
-           x.numel() / in_features, out.data_ptr());
-    return out;
-  });
+  const PackedMatrix matrix =
+      open_packed(packed.data_ptr<uint8_t>(), packed.numel(), out_features, in_features, block_size, "packed_weights");
+  std::vector<int64_t> sizes = x.sizes().vec();
+  sizes.back() = out_features;
+  at::Tensor out = at::empty(sizes, x.options());
+  AtenParallel parallel;
+  matmul(active_kernel(), parallel, thread_workspace(), matrix, x.data_ptr(), activation_dtype("inp", x),
+         x.numel() / in_features, out.data_ptr());
+  return out;
 }
 
 at::Tensor matmul_meta(const at::Tensor& inp, const at::Tensor& packed_weights, int64_t block_size, int64_t in_features,
                        int64_t out_features) {
-  matrix_shape("dyn_quant_matmul_4bit", block_size, in_features, out_features);
+  matrix_shape(block_size, in_features, out_features);
   activation_dtype("inp", inp);
   check_packed("packed_weights", packed_weights, /*stack=*/false);
   TORCH_CHECK(inp.dim() >= 1, "inp has no dimensions, expected [..., ", in_features, "]");

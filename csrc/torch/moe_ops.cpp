@@ -8,8 +8,6 @@
 namespace w4a8 {
 namespace {
 
-constexpr const char* kOp = "dynamic_4bit_int_moe";
-
 Activation activation_of(int64_t kind) {
   TORCH_CHECK(kind >= 0 && kind < kActivationCount, "activation_kind is ", kind,
               ", expected 0 (SiLU(g)*u), 1 (SiLU(u)*g), 2 (SiLU), 3 (gpt-oss SwiGLU), 4 (SwiGLU-step), 5 (GELU), "
@@ -94,7 +92,7 @@ at::Tensor moe_cpu(const at::Tensor& x, const at::Tensor& topk_ids, const at::Te
   args.weight_on_input = apply_router_weight_on_input;
   args.activation = activation_of(activation_kind);
   AtenParallel parallel;
-  with_op_name(kOp, [&] { fused_moe(active_kernel(), parallel, thread_workspace(), args); });
+  fused_moe(active_kernel(), parallel, thread_workspace(), args);
   return out;
 }
 

@@ -1,0 +1,36 @@
+# Everything is in scripts/; `make` alone lists the targets.
+SHELL := /bin/bash
+export TORCH PYTHON
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test setup lint format bench clean
+
+help: ## list the targets
+	@echo "usage: make TARGET [TORCH=debian | PYTHON=/path/to/python] [ARGS='...']"
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo "  TORCH=debian   Debian's python3-torch in .venv-debian instead of PyPI's torch in .venv"
+	@echo "  PYTHON=...     your own interpreter with torch; nothing is installed into it"
+	@echo "  ARGS='...'     passed on: to demo.py, pytest or the benchmarks"
+
+demo: ## set up everything and let a small mixture-of-experts model write text through the operators
+	@scripts/demo.sh $(ARGS)
+
+test: ## set up everything and run all tests: GoogleTest through ctest, then pytest
+	@scripts/test.sh $(ARGS)
+
+setup: ## only set up the environment and install the package into it
+	@scripts/setup.sh
+
+lint: ## formatters and linters in check mode
+	@scripts/lint.sh
+
+format: ## let the formatters write
+	@scripts/lint.sh --fix
+
+bench: ## build and run the benchmarks (benchmarks/README.md)
+	@scripts/bench.sh $(ARGS)
+
+clean: ## remove what the build made; .venv and .venv-debian stay
+	@rm -rf build dist python/w4a8.egg-info python/w4a8/*.so .pytest_cache .ruff_cache
+	@find python tests examples scripts -name __pycache__ -type d -prune -exec rm -rf {} +

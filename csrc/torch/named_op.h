@@ -1,0 +1,37 @@
+// Errors of an op begin with its name.
+#pragma once
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <stdexcept>
+
+namespace w4a8 {
+
+/// A string literal as a template argument.
+template <std::size_t kSize>
+struct OpName {
+  constexpr OpName(const char (&literal)[kSize]) { std::copy(literal, literal + kSize, text); }  // NOLINT: implicit
+  char text[kSize];
+};
+
+/// Calls kFunction and turns what it throws, the core's std::invalid_argument too, into a c10::Error that begins with
+/// "w4a8::<name>: ".
+template <OpName kName, auto kFunction>
+struct NamedOp;
+
+template <OpName kName, class Result, class... Args, Result (*kFunction)(Args...)>
+struct NamedOp<kName, kFunction> {
+  static Result call(Args... args) {
+    try {
+      return kFunction(args...);
+    } catch (const c10::Error& error) {
+      TORCH_CHECK(false, "w4a8::", kName.text, ": ", error.what_without_backtrace());
+    } catch (const std::invalid_argument& error) {
+      TORCH_CHECK(false, "w4a8::", kName.text, ": ", error.what());
+    }
+  }
+};
+
+}  // namespace w4a8

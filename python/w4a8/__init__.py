@@ -1,0 +1,45 @@
+"""w4a8: int4-weight, int8-activation matmul and mixture-of-experts operators for CPUs.
+
+The operators are registered with PyTorch as ``torch.ops.w4a8.*`` when this package is imported; ``w4a8.ops`` has typed
+wrappers of them, exported here. ``python -m w4a8`` tells what this machine can run.
+"""
+
+import torch  # before _C: the operator library links against the libtorch that this loads
+
+try:
+    from w4a8 import _C
+except ImportError as error:
+    raise ImportError(
+        f"the compiled part of w4a8 could not be loaded with torch {torch.__version__}: {error}. It must be built "
+        "against the torch it runs with: reinstall with `pip install --no-build-isolation --no-deps .`"
+    ) from error
+
+from w4a8.checkpoint import load
+from w4a8.cpu import active_kernel, cpu_features, kernels, use_kernel
+from w4a8.ops import (
+    Activation,
+    PackedHeader,
+    dyn_quant_matmul_4bit,
+    dyn_quant_pack_4bit_weight,
+    dyn_quant_unpack_4bit_weight,
+    dynamic_4bit_int_moe,
+    read_header,
+)
+
+__version__: str = _C.__version__
+
+__all__ = [
+    "Activation",
+    "PackedHeader",
+    "__version__",
+    "active_kernel",
+    "cpu_features",
+    "dyn_quant_matmul_4bit",
+    "dyn_quant_pack_4bit_weight",
+    "dyn_quant_unpack_4bit_weight",
+    "dynamic_4bit_int_moe",
+    "kernels",
+    "load",
+    "read_header",
+    "use_kernel",
+]

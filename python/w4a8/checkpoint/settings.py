@@ -1,0 +1,156 @@
+"""What config.json of a model says about its mixture-of-experts layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from w4a8.checkpoint.tensors import CheckpointError, read_json
+from w4a8.moe.activation import MoEActivation
+from w4a8.moe.config import RoutingMethodType
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class MoESettings:
+    """Everything about the layers that their tensors do not show.
+
+    Attributes:
+        hidden_size: H.
+        top_k: experts per token.
+        routing_method: how router logits are read.
+        activation: between w13 and w2.
+        num_experts: of a layer; None: as many as there are tensors for.
+        intermediate_size: of an expert; None: as the first expert's tensors say.
+        num_expert_group, topk_group: grouped routing, or None.
+        routed_scaling_factor: multiplies router weights.
+        apply_router_weight_on_input: router weights multiply the input.
+        has_correction_bias: the router has an ``e_score_correction_bias``, which must then be in the checkpoint.
+        dtype: of the activations.
+    """
+
+    hidden_size: int
+    top_k: int
+    routing_method: RoutingMethodType
+    activation: MoEActivation = MoEActivation.SILU
+    num_experts: int | None = None
+    intermediate_size: int | None = None
+    num_expert_group: int | None = None
+    topk_group: int | None = None
+    routed_scaling_factor: float = 1.0
+    apply_router_weight_on_input: bool = False
+    has_correction_bias: bool = False
+    dtype: torch.dtype = torch.bfloat16
+
+
+def _softmax(text: Mapping[str, Any]) -> dict[str, Any]:
+    renormalize = bool(text.get("norm_topk_prob", False))
+    return {"routing_method": RoutingMethodType.Renormalize if renormalize else RoutingMethodType.Default}
+
+
+def _always_renormalized(text: Mapping[str, Any]) -> dict[str, Any]:
+    return {"routing_method": RoutingMethodType.Renormalize}
+
+
+def _gpt_oss(text: Mapping[str, Any]) -> dict[str, Any]:
+    # hidden_act says silu; the model's code has the clamped SwiGLU.
+    return {"routing_method": RoutingMethodType.Renormalize, "activation": MoEActivation.SWIGLUOAI}
+
+
+def _groups(text: Mapping[str, Any]) -> dict[str, Any]:
+    if (text.get("n_group") or 1) == 1:  # one group is none
+        return {}
+    return {"num_expert_group": text["n_group"], "topk_group": text.get("topk_group")}
+
+
+def _deepseek_v2(text: Mapping[str, Any]) -> dict[str, Any]:
+    found = _softmax(text)
+    found["routed_scaling_factor"] = text.get("routed_scaling_factor") or 1.0
+    if text.get("topk_method") == "group_limited_greedy":
+        found.update(_groups(text))
+    return found
+
+
+def _deepseek_v3(text: Mapping[str, Any]) -> dict[str, Any]:
+    renormalize = text.get("norm_topk_prob", True)
+    return {
+        "routing_method": RoutingMethodType.DeepSeekV3 if renormalize else RoutingMethodType.Sigmoid,
+        "routed_scaling_factor": text.get("routed_scaling_factor") or 1.0,
+        "has_correction_bias": True,
+        **_groups(text),
+    }
+
+
+def _llama4(text: Mapping[str, Any]) -> dict[str, Any]:
+    return {"routing_method": RoutingMethodType.Llama4, "apply_router_weight_on_input": True}
+
+
+def _minimax_m2(text: Mapping[str, Any]) -> dict[str, Any]:
+    return {"routing_method": RoutingMethodType.MiniMax2, "has_correction_bias": True}
+
+
+# model_type: (what it says of routing, key of an expert's intermediate size)
+_MODELS = {
+    "qwen2_moe": (_softmax, "moe_intermediate_size"),
+    "qwen3_moe": (_softmax, "moe_intermediate_size"),
+    "qwen3_next": (_softmax, "moe_intermediate_size"),
+    "olmoe": (_softmax, "intermediate_size"),
+    "mixtral": (_always_renormalized, "intermediate_size"),
+    "gpt_oss": (_gpt_oss, "intermediate_size"),
+    "deepseek_v2": (_deepseek_v2, "moe_intermediate_size"),
+    "deepseek_v3": (_deepseek_v3, "moe_intermediate_size"),
+    "kimi_k2": (_deepseek_v3, "moe_intermediate_size"),
+    "glm4_moe": (_deepseek_v3, "moe_intermediate_size"),
+    "llama4_text": (_llama4, "intermediate_size"),
+    "minimax_m2": (_minimax_m2, "intermediate_size"),
+}
+
+
+def _first(text: Mapping[str, Any], *names: str) -> Any:
+    return next((text[name] for name in names if text.get(name) is not None), None)
+
+
+def settings_from_config(config: Mapping[str, Any]) -> MoESettings:
+    """Settings from the content of config.json.
+
+    Raises:
+        CheckpointError: a model type whose routing is not known here, or a key that is missing.
+    """
+    text = config.get("text_config") or config
+    model_type = text.get("model_type")
+    if model_type not in _MODELS:
+        raise CheckpointError(
+            f"config.json: routing of model_type {model_type!r} is not known (known: {', '.join(sorted(_MODELS))}); "
+            "pass settings=MoESettings(...)"
+        )
+    routing, intermediate_key = _MODELS[model_type]
+    top_k = _first(text, "num_experts_per_tok", "num_experts_per_token", "experts_per_token")
+    hidden_size = text.get("hidden_size")
+    for name, value in (("hidden_size", hidden_size), ("num_experts_per_tok", top_k)):
+        if not isinstance(value, int):
+            raise CheckpointError(f"config.json: {name} is {value!r}, but an integer is expected")
+    dtype = str(_first(text, "dtype", "torch_dtype") or _first(config, "dtype", "torch_dtype") or "bfloat16")
+    if dtype not in _DTYPES:
+        raise CheckpointError(f"config.json: dtype is {dtype!r}, but one of {', '.join(_DTYPES)} is expected")
+    found = {
+        "activation": MoEActivation.from_str(_first(text, "hidden_act", "hidden_activation") or "silu"),
+        **routing(text),
+    }
+    return MoESettings(
+        hidden_size=hidden_size,
+        top_k=top_k,
+        num_experts=_first(text, "num_experts", "num_local_experts", "n_routed_experts"),
+        intermediate_size=text.get(intermediate_key),
+        dtype=_DTYPES[dtype],
+        **found,
+    )
+
+
+def read_settings(path: str | Path) -> MoESettings:
+    """Settings of a checkpoint directory; change them with ``dataclasses.replace`` and give them to ``load``."""
+    return settings_from_config(read_json(Path(path) / "config.json"))

@@ -1,0 +1,113 @@
+"""Tensors of a checkpoint directory by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+INDEX_NAME = "model.safetensors.index.json"
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be read as what it says it is; the message names the key or the file."""
+
+
+def _safe_open() -> Any:
+    try:
+        from safetensors import safe_open
+    except ImportError as error:
+        raise ImportError("reading checkpoints needs the safetensors package: pip install safetensors") from error
+    return safe_open
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        CheckpointError: the file is missing or holds something else.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is not a JSON object")
+    return content
+
+
+class CheckpointTensors:
+    """Reads single tensors of a directory with one safetensors file, or with several and an index."""
+
+    def __init__(self, directory: str | Path) -> None:
+        """Reads the names of all tensors, and none of their data.
+
+        Raises:
+            ImportError: safetensors is not installed.
+            CheckpointError: no safetensors file, or one that the index names is missing or damaged.
+        """
+        self._open = _safe_open()
+        self.directory = Path(directory)
+        self._handles: dict[str, Any] = {}
+        self._file_of = self._files()
+
+    def _files(self) -> dict[str, str]:
+        index = self.directory / INDEX_NAME
+        if index.exists():
+            file_of = read_json(index).get("weight_map")
+            if not isinstance(file_of, dict):
+                raise CheckpointError(f"{index} has no weight_map")
+            for name in sorted(set(file_of.values())):
+                # A name that leads out of the directory is not one that a writer of checkpoints makes.
+                if Path(name).name != name or not (self.directory / name).is_file():
+                    raise CheckpointError(f"{index} names {name!r}, which is no file of {self.directory}")
+            return file_of
+        files = sorted(path.name for path in self.directory.glob("*.safetensors"))
+        if not files:
+            raise CheckpointError(f"{self.directory} holds no *.safetensors file")
+        if len(files) > 1 and "model.safetensors" in files:
+            files = ["model.safetensors"]
+        if len(files) > 1:
+            raise CheckpointError(f"{self.directory} holds {len(files)} *.safetensors files, but no {INDEX_NAME}")
+        return dict.fromkeys(self._handle(files[0]).keys(), files[0])
+
+    def _handle(self, name: str) -> Any:
+        if name not in self._handles:
+            path = self.directory / name
+            try:
+                self._handles[name] = self._open(str(path), framework="pt", device="cpu")
+            except Exception as error:  # safetensors raises its own class for damaged headers, OSError and others
+                raise CheckpointError(f"{path} cannot be read: {error}") from error
+        return self._handles[name]
+
+    def release(self) -> None:
+        """Closes the files, which are memory-mapped: pages that have been read stop counting as this process's."""
+        self._handles.clear()
+
+    def keys(self) -> list[str]:
+        """Names of all tensors."""
+        return list(self._file_of)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._file_of
+
+    def get(self, key: str) -> torch.Tensor:
+        """One tensor.
+
+        Raises:
+            CheckpointError: it is not there, or not readable; names the key.
+        """
+        if key not in self._file_of:
+            raise CheckpointError(f"tensor {key!r} is missing from {self.directory}")
+        name = self._file_of[key]
+        handle = self._handle(name)
+        try:
+            return handle.get_tensor(key)
+        except Exception as error:
+            raise CheckpointError(f"tensor {key!r} cannot be read from {self.directory / name}: {error}") from error

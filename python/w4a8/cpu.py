@@ -1,0 +1,72 @@
+"""What this CPU can run, and choosing a kernel by hand.
+
+Every kernel gives the same bits (docs/numerics.md), so a choice changes only speed. It holds for the whole process; do
+not change it while another thread is inside an operator.
+"""
+
+from typing import TypedDict
+
+from w4a8 import _C
+
+
+class KernelInfo(TypedDict):
+    """One row of the list of kernels."""
+
+    name: str
+    supported: bool
+    needs: str
+
+
+# What was last forced from Python; "" leaves the choice to W4A8_KERNEL or else to the CPU.
+_forced = ""
+
+
+def kernels() -> list[KernelInfo]:
+    """All kernels compiled in, best first: name, whether this CPU can run it, and the CPU features it needs."""
+    return _C.kernels()
+
+
+def active_kernel() -> str:
+    """The name of the kernel that runs.
+
+    Raises:
+        ValueError: the environment variable W4A8_KERNEL names a kernel that does not exist or that this CPU cannot run.
+    """
+    return _C.active_kernel()
+
+
+def cpu_features() -> str:
+    """The features of this CPU that kernels ask for, separated by spaces."""
+    return _C.cpu_features()
+
+
+class _Choice:
+    """Returned by use_kernel; leaving a ``with`` block on it restores the choice before."""
+
+    def __init__(self, previous: str) -> None:
+        self._previous = previous
+
+    def __enter__(self) -> str:
+        return active_kernel()
+
+    def __exit__(self, *exc_info: object) -> None:
+        use_kernel(self._previous)
+
+
+def use_kernel(name: str) -> _Choice:
+    """Forces a kernel, from now on or for a ``with`` block.
+
+        w4a8.use_kernel("scalar")          # from now on
+        with w4a8.use_kernel("scalar"):    # inside the block
+            ...
+
+    Args:
+        name: a name out of kernels(), or "" for the default: W4A8_KERNEL if set, else the best one for this CPU.
+
+    Raises:
+        ValueError: no kernel of that name exists, or this CPU cannot run it. Lists the choices; nothing is changed.
+    """
+    global _forced
+    _C.use_kernel(name)
+    previous, _forced = _forced, name
+    return _Choice(previous)

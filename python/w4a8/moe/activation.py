@@ -1,0 +1,100 @@
+"""Activations of a mixture-of-experts layer, and the kernel kinds that compute them (docs/numerics.md, section 5)."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class MoEActivation(Enum):
+    """What stands between w13 and w2 (upstream: ``vllm.model_executor.layers.fused_moe.activation``).
+
+    A gated activation takes two rows of w13 per intermediate feature, ``*_no_mul`` one.
+    """
+
+    SILU = "silu"
+    GELU = "gelu"
+    GELU_TANH = "gelu_tanh"
+    RELU2 = "relu2"
+    SWIGLUOAI = "swigluoai"
+    SWIGLUOAI_UNINTERLEAVE = "swigluoai_uninterleave"
+    SWIGLUSTEP = "swiglustep"
+    SILU_NO_MUL = "silu_no_mul"
+    GELU_NO_MUL = "gelu_no_mul"
+    GELU_TANH_NO_MUL = "gelu_tanh_no_mul"
+    RELU2_NO_MUL = "relu2_no_mul"
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether w13 holds a gate and an up half."""
+        return not self.value.endswith("_no_mul")
+
+    def without_mul(self) -> MoEActivation:
+        """The ungated relative, or the activation itself if there is none."""
+        try:
+            return type(self)(f"{self.value}_no_mul")
+        except ValueError:
+            return self
+
+    @classmethod
+    def from_str(cls, s: str) -> MoEActivation:
+        """The activation a model's configuration names.
+
+        Args:
+            s: a value of this enum, or ``gelu_pytorch_tanh``, as transformers calls ``gelu_tanh``.
+
+        Raises:
+            ValueError: no such activation.
+        """
+        value = {"gelu_pytorch_tanh": "gelu_tanh"}.get(s, s)
+        try:
+            return cls(value)
+        except ValueError:
+            valid = [member.value for member in cls]
+            raise ValueError(f"Unknown MoE activation: {s!r}. Valid activations: {valid}") from None
+
+
+def as_activation(activation: MoEActivation | str) -> MoEActivation:
+    """The enum member; layers of older vLLM versions hold its string."""
+    return MoEActivation.from_str(activation) if isinstance(activation, str) else activation
+
+
+# Gated or not is told to the op by I2, so an activation and its *_no_mul relative share a kind.
+_KERNEL_KINDS = {
+    "silu": 2,
+    "swigluoai": 3,
+    "swigluoai_uninterleave": 3,
+    "swiglustep": 4,
+    "gelu": 5,
+    "gelu_tanh": 6,
+    "relu2": 7,
+}
+
+
+def kernel_activation_kind(activation: MoEActivation) -> int:
+    """``activation_kind`` of the op that computes the true formula of an activation.
+
+    Where this departs from upstream's integers (:func:`upstream_activation_kind`): upstream sends SWIGLUOAI as 1, which
+    its kernel reads as the clamped SwiGLU of gpt-oss and this op as the plain ``SiLU(u) * g`` that the number is
+    documented to mean; and SWIGLUSTEP as 0, whose kernel forgets the clamps at 7. Packed w13 is always two halves, gate
+    first, so the two SWIGLUOAI layouts are one kind.
+
+    Raises:
+        ValueError: not a MoEActivation.
+    """
+    if not isinstance(activation, MoEActivation):
+        raise ValueError(f"Unsupported activation '{activation}'")
+    return _KERNEL_KINDS[activation.value[: -len("_no_mul")] if not activation.is_gated else activation.value]
+
+
+def upstream_activation_kind(activation: MoEActivation) -> int:
+    """The integer that upstream vLLM 0.24 hands its own op: 0 SWIGLUSTEP, 1 SWIGLUOAI, 2 SILU.
+
+    For code that must agree with upstream's numbering; nothing in this package computes with it.
+
+    Raises:
+        ValueError: one of the activations that upstream 0.24 does not have.
+    """
+    kinds = {MoEActivation.SWIGLUSTEP: 0, MoEActivation.SWIGLUOAI: 1, MoEActivation.SILU: 2}
+    if activation not in kinds:
+        raise ValueError(f"Unsupported activation '{activation}'")
+    return kinds[activation]

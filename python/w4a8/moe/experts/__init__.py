@@ -1,0 +1,1 @@
+"""Experts classes, under the module names that upstream gives them."""

@@ -1,0 +1,92 @@
+"""The same method with the interface it had in vLLM 0.17 (``...compressed_tensors.compressed_tensors_moe``).
+
+Layers of that version carry ``top_k``, ``renormalize`` and ``use_grouped_topk`` themselves, and no kernel object stands
+between the method and the op. Construction, parameters and packing are those of :mod:`w4a8.moe.method`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from w4a8.moe import method
+from w4a8.moe.activation import MoEActivation, as_activation, kernel_activation_kind
+from w4a8.moe.config import FusedMoEQuantConfig
+from w4a8.moe.experts.cpu_int4_moe import local_expert_ids
+from w4a8.moe.platforms import current_platform
+from w4a8.moe.quant_key import QuantKey
+from w4a8.moe.routing import select_experts
+
+
+class CompressedTensorsW4A8Int8MoEMethod(method.CompressedTensorsW4A8Int8MoEMethod):
+    """W4A8-int8 for layers of vLLM 0.17."""
+
+    def _select_experts(self, weight_key: QuantKey) -> None:
+        if not current_platform.is_cpu():
+            raise ValueError("CompressedTensorsW4A8Int8MoEMethod is CPU-only.")
+        super()._select_experts(weight_key)
+
+    @property
+    def is_monolithic(self) -> bool:
+        """The layer always takes router logits."""
+        return True
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Packs the loaded weights and frees them; see the newer method about memory."""
+        self._pack(layer)
+
+    def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> FusedMoEQuantConfig | None:
+        """None: nothing here reads one."""
+        return None
+
+    def apply_monolithic(  # type: ignore[override]
+        self,
+        layer: torch.nn.Module,
+        x: torch.Tensor,
+        router_logits: torch.Tensor,
+    ) -> torch.Tensor:
+        """Routes by softmax and runs.
+
+        Args:
+            layer: packed weights, sizes, and top_k, use_grouped_topk, renormalize, activation, expert_map,
+                apply_router_weight_on_input; the groups' sizes, a correction bias and a scaling factor if it has them.
+            x: float32, bfloat16 or float16 [T, H].
+            router_logits: [T, global experts].
+
+        Returns:
+            [T, H] in the dtype of x.
+
+        Raises:
+            NotImplementedError: the layer moves experts between ranks (EPLB).
+            ValueError: an activation that does not exist.
+        """
+        if getattr(layer, "enable_eplb", False):
+            raise NotImplementedError("EPLB not supported for W4A8-int MoE yet.")
+        activation = as_activation(layer.activation)
+        if not isinstance(activation, MoEActivation):
+            raise ValueError(f"Unknown activation '{activation}'")
+        topk_weights, topk_ids = select_experts(
+            hidden_states=x,
+            router_logits=router_logits,
+            top_k=layer.top_k,
+            use_grouped_topk=layer.use_grouped_topk,
+            renormalize=layer.renormalize,
+            topk_group=getattr(layer, "topk_group", None),
+            num_expert_group=getattr(layer, "num_expert_group", None),
+            custom_routing_function=getattr(layer, "custom_routing_function", None),
+            scoring_func=getattr(layer, "scoring_func", "softmax"),
+            routed_scaling_factor=getattr(layer, "routed_scaling_factor", None) or 1.0,
+            e_score_correction_bias=getattr(layer, "e_score_correction_bias", None),
+        )
+        return torch.ops.w4a8.dynamic_4bit_int_moe(
+            x,
+            local_expert_ids(topk_ids, layer.expert_map),
+            topk_weights,
+            layer.w13_weight_packed,
+            layer.w2_weight_packed,
+            layer.w2_out_features,
+            layer.w2_in_features,
+            layer.w13_out_features,
+            layer.group_size,
+            layer.apply_router_weight_on_input,
+            kernel_activation_kind(activation),
+        )

@@ -1,0 +1,44 @@
+"""Quantization arguments as a checkpoint states them (upstream: ``compressed_tensors.quantization``).
+
+The method takes the real classes of compressed-tensors too: only attributes are read, and enums compare as strings.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class QuantizationStrategy(str, Enum):
+    """What shares a scale."""
+
+    TENSOR = "tensor"
+    CHANNEL = "channel"
+    GROUP = "group"
+    BLOCK = "block"
+    TOKEN = "token"
+
+
+@dataclass(frozen=True)
+class QuantizationArgs:
+    """How one tensor of a linear layer is quantized.
+
+    Attributes:
+        num_bits: per value.
+        type: ``int`` or ``float``.
+        symmetric: no zero point.
+        group_size: input features per scale, with strategy ``group``.
+        strategy: what shares a scale.
+        dynamic: quantized while the layer runs.
+    """
+
+    num_bits: int = 8
+    type: str = "int"
+    symmetric: bool = True
+    group_size: int | None = None
+    strategy: str | None = None
+    dynamic: bool = False
+
+
+# What every W4A8 scheme says of its activations.
+DYNAMIC_INT8_TOKENS = QuantizationArgs(num_bits=8, strategy=QuantizationStrategy.TOKEN, dynamic=True)

@@ -1,0 +1,203 @@
+"""From router logits to experts and their weights.
+
+Everything is float32. Between equal scores the expert with the lower index wins, and a token's experts come in
+descending order of the score they were selected by: the op adds them in this order, so both are part of the result.
+``torch.topk`` does not promise the first, which is why a stable sort stands in its place.
+
+Without groups and without a correction bias, experts are selected by their logits: every scoring function is monotonic,
+so the choice is the same, and logits that differ stay apart where their scores round to one float.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from w4a8.moe.config import RoutingMethodType
+
+SCORING_FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "softmax": lambda logits: torch.softmax(logits, dim=-1),
+    "sigmoid": torch.sigmoid,
+    "sqrtsoftplus": lambda logits: torch.nn.functional.softplus(logits).sqrt(),
+    "identity": lambda logits: logits,
+}
+
+
+def stable_topk(scores: torch.Tensor, k: int) -> torch.Tensor:
+    """Indices of the k largest of each row, descending, the lower index first among equals; a NaN is the largest.
+
+    Args:
+        scores: [T, E].
+        k: at most E.
+
+    Returns:
+        int64 [T, k].
+    """
+    return torch.sort(scores, dim=-1, descending=True, stable=True).indices[:, :k]
+
+
+def _renormalized(weights: torch.Tensor) -> torch.Tensor:
+    """Rows divided by their sums; a row that underflowed to all zeros stays zero instead of becoming NaN."""
+    total = weights.sum(dim=-1, keepdim=True)
+    return weights / torch.where(total == 0, torch.ones_like(total), total)
+
+
+def _keep_best_groups(scores: torch.Tensor, groups: int, keep: int, sum_two: bool) -> torch.Tensor:
+    """Scores [T, E] with -inf for the experts outside the ``keep`` best of ``groups`` groups of neighbours."""
+    tokens, experts = scores.shape
+    grouped = scores.view(tokens, groups, experts // groups)
+    # DeepSeek-V3 rates a group by its two best biased scores, V2 by its best.
+    best = grouped.topk(min(2, grouped.shape[-1]) if sum_two else 1, dim=-1).values.sum(dim=-1)
+    kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, stable_topk(best, keep), True)
+    return grouped.masked_fill(~kept.unsqueeze(-1), float("-inf")).view(tokens, experts)
+
+
+def _check_groups(experts: int, top_k: int, num_expert_group: int | None, topk_group: int | None) -> None:
+    if num_expert_group is None or topk_group is None:
+        raise ValueError("grouped routing needs num_expert_group and topk_group")
+    if num_expert_group < 1 or experts % num_expert_group != 0:
+        raise ValueError(f"{experts} experts cannot be divided into {num_expert_group} groups")
+    if not 1 <= topk_group <= num_expert_group:
+        raise ValueError(f"topk_group {topk_group} is outside [1, {num_expert_group}]")
+    if top_k > experts // num_expert_group * topk_group:
+        raise ValueError(
+            f"top_k {top_k} exceeds the {experts // num_expert_group * topk_group} experts of {topk_group} groups"
+        )
+
+
+def select_experts(
+    hidden_states: torch.Tensor,
+    router_logits: torch.Tensor,
+    top_k: int,
+    use_grouped_topk: bool,
+    renormalize: bool,
+    topk_group: int | None = None,
+    num_expert_group: int | None = None,
+    custom_routing_function: Callable | None = None,
+    scoring_func: str = "softmax",
+    routed_scaling_factor: float = 1.0,
+    e_score_correction_bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Selects the experts of each token (upstream: ``...fused_moe.cpu_fused_moe.select_experts``).
+
+    Upstream's CPU version knows softmax and sigmoid, takes a correction bias and the scaling factor only with groups
+    (and ignores them silently otherwise), and leaves ties to ``torch.topk``.
+
+    Args:
+        hidden_states: [T, H]; only the custom function reads it.
+        router_logits: [T, E], any float dtype.
+        top_k: experts per token, at most E.
+        use_grouped_topk: select among the best ``topk_group`` of ``num_expert_group`` groups of neighbouring experts.
+        renormalize: divide the weights of a token by their sum.
+        topk_group: groups that are kept.
+        num_expert_group: groups there are.
+        custom_routing_function: ``f(hidden_states=, gating_output=, topk=, renormalize=)`` that does it all.
+        scoring_func: softmax, sigmoid, sqrtsoftplus or identity.
+        routed_scaling_factor: multiplies the weights, last.
+        e_score_correction_bias: [E], added to the scores for selecting; the weights are the scores without it.
+
+    Returns:
+        Weights float32 [T, top_k] and global expert indices int32 [T, top_k].
+
+    Raises:
+        ValueError: an unknown scoring function, or groups or top_k that do not fit the number of experts.
+    """
+    if custom_routing_function is not None:
+        weights, ids = custom_routing_function(
+            hidden_states=hidden_states, gating_output=router_logits, topk=top_k, renormalize=renormalize
+        )
+        return weights.to(torch.float32), ids.to(torch.int32)
+    if scoring_func not in SCORING_FUNCTIONS:
+        raise ValueError(f"Unsupported scoring function: {scoring_func}")
+    experts = router_logits.shape[-1]
+    if not 1 <= top_k <= experts:
+        raise ValueError(f"top_k {top_k} is outside [1, {experts}], the number of experts")
+
+    logits = router_logits.to(torch.float32)
+    scores = SCORING_FUNCTIONS[scoring_func](logits)
+    ranked = logits
+    if e_score_correction_bias is not None:
+        ranked = scores + e_score_correction_bias.to(torch.float32)
+    if use_grouped_topk:
+        _check_groups(experts, top_k, num_expert_group, topk_group)
+        with_bias = e_score_correction_bias is not None
+        ranked = _keep_best_groups(ranked, num_expert_group, topk_group, sum_two=with_bias)
+    ids = stable_topk(ranked, top_k)
+
+    if renormalize and scoring_func == "softmax":
+        # The denominators cancel, and without them nothing underflows.
+        weights = torch.softmax(logits.gather(1, ids), dim=-1)
+    else:
+        weights = scores.gather(1, ids)
+        if renormalize:
+            weights = _renormalized(weights)
+    if routed_scaling_factor != 1.0:
+        weights = weights * routed_scaling_factor
+    return weights, ids.to(torch.int32)
+
+
+# scoring function, renormalize
+_METHODS = {
+    RoutingMethodType.Default: ("softmax", False),
+    RoutingMethodType.Renormalize: ("softmax", True),
+    RoutingMethodType.RenormalizeNaive: ("softmax", True),
+    RoutingMethodType.TopK: ("identity", False),
+    RoutingMethodType.Sigmoid: ("sigmoid", False),
+    RoutingMethodType.SigmoidRenorm: ("sigmoid", True),
+    RoutingMethodType.Llama4: ("sigmoid", False),
+    RoutingMethodType.MiniMax2: ("sigmoid", True),
+    RoutingMethodType.DeepSeekV3: ("sigmoid", True),
+    RoutingMethodType.DeepseekV4: ("sqrtsoftplus", True),
+}
+
+ROUTING_METHODS = frozenset(_METHODS)
+
+
+def route(
+    routing_method: RoutingMethodType,
+    hidden_states: torch.Tensor,
+    router_logits: torch.Tensor,
+    top_k: int,
+    num_expert_group: int | None = None,
+    topk_group: int | None = None,
+    e_score_correction_bias: torch.Tensor | None = None,
+    routed_scaling_factor: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`select_experts` with the scoring function and the renormalization of a routing method.
+
+    Groups, a correction bias and a scaling factor are honoured whenever they are given, with every method: DeepSeek-V2
+    is Default with groups, for example. That Llama4's weights go into the input is the layer's
+    ``apply_router_weight_on_input``.
+
+    Args:
+        routing_method: one of ROUTING_METHODS.
+        hidden_states: [T, H].
+        router_logits: [T, E].
+        top_k: experts per token.
+        num_expert_group: None for no groups.
+        topk_group: groups that are kept.
+        e_score_correction_bias: [E] or None.
+        routed_scaling_factor: None is 1.
+
+    Returns:
+        Weights float32 [T, top_k] and global expert indices int32 [T, top_k].
+
+    Raises:
+        ValueError: a method that says nothing of the arithmetic (Unspecified, Custom).
+    """
+    if routing_method not in _METHODS:
+        raise ValueError(f"{routing_method!r} does not say how to select experts: select them outside the layer")
+    scoring_func, renormalize = _METHODS[routing_method]
+    return select_experts(
+        hidden_states,
+        router_logits,
+        top_k,
+        use_grouped_topk=num_expert_group is not None,
+        renormalize=renormalize,
+        topk_group=topk_group,
+        num_expert_group=num_expert_group,
+        scoring_func=scoring_func,
+        routed_scaling_factor=1.0 if routed_scaling_factor is None else routed_scaling_factor,
+        e_score_correction_bias=e_score_correction_bias,
+    )

@@ -1,0 +1,151 @@
+"""The operators of ``torch.ops.w4a8`` with names, types and documentation. The wrappers add no computation.
+
+Common to all: an int4 value v in [-8, 7] is stored as the nibble v + 8; ``block_size`` (``group_size``) is the number
+of consecutive input features that share a scale: a multiple of 32 that divides ``in_features``, or ``in_features``
+itself for channelwise scales. Every violation is a RuntimeError that names the argument, what was given and what was
+expected.
+"""
+
+from enum import IntEnum
+from typing import Any, Optional, TypedDict
+
+import torch
+
+from w4a8 import _C
+
+
+class Activation(IntEnum):
+    """``activation_kind`` of dynamic_4bit_int_moe. g is the gate half of w13, u the other half."""
+
+    SILU_GATE_UP = 0  # SiLU(g) * u
+    SILU_UP_GATE = 1  # SiLU(u) * g
+    SILU = 2  # SiLU(g) * u, or SiLU(g) when ungated
+    SWIGLU_OAI = 3  # c * sigmoid(1.702 c) * (clamp(u, -7, 7) + 1) with c = min(g, 7)
+    SWIGLU_STEP = 4  # min(SiLU(g), 7) * clamp(u, -7, 7)
+    GELU = 5  # GELU(g) * u, by the normal distribution function
+    GELU_TANH = 6  # GELU(g) * u, by its tanh approximation
+    RELU2 = 7  # max(g, 0)^2 * u
+
+
+class PackedHeader(TypedDict):
+    """What a packed matrix says about itself."""
+
+    version: int
+    n: int  # out_features
+    k: int  # in_features
+    group: int  # equal to k when channelwise
+    scale_dtype: str
+    has_bias: bool
+    bytes: int  # of the whole packed matrix
+
+
+def dyn_quant_pack_4bit_weight(
+    weights: torch.Tensor,
+    scales_zeros: torch.Tensor,
+    bias: Optional[torch.Tensor],
+    block_size: int,
+    in_features: int,
+    out_features: int,
+) -> torch.Tensor:
+    """Packs int4 weights with their scales and bias into the layout every kernel reads (docs/packed_layout.md).
+
+    Args:
+        weights: uint8 [N, K/2], low nibble = even k, high nibble = odd k; or [E, N, K/2], a stack of experts.
+        scales_zeros: float32 or bfloat16 [N, K / block_size] ([N, 1] channelwise), with a leading E for a stack. Kept
+            at the precision given. Symmetric: there are no zero points.
+        bias: floating point [N] ([E, N] for a stack), or None. Kept as float32.
+        block_size: values of k per scale: in_features, or a multiple of 32 that divides it.
+        in_features: K, even, at most 2**20.
+        out_features: N.
+
+    Returns:
+        uint8 [bytes], or [E, bytes]: row e is itself a valid packed matrix. The same on every machine and good for
+        saving; any byte alignment is fine when it is loaded again.
+    """
+    op = torch.ops.w4a8.dyn_quant_pack_4bit_weight.default
+    return op(weights, scales_zeros, bias, block_size, in_features, out_features)
+
+
+def dyn_quant_unpack_4bit_weight(
+    packed_weights: torch.Tensor, block_size: int, in_features: int, out_features: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The exact inverse of dyn_quant_pack_4bit_weight.
+
+    Args:
+        packed_weights: uint8 [bytes] or [E, bytes].
+        block_size, in_features, out_features: as given when packing.
+
+    Returns:
+        weights uint8 [N, K/2], scales [N, K / block_size] in the dtype they were packed with, and bias float32 [N], or
+        [0] if there was none; all with a leading E for a stack.
+    """
+    return torch.ops.w4a8.dyn_quant_unpack_4bit_weight.default(packed_weights, block_size, in_features, out_features)
+
+
+def dyn_quant_matmul_4bit(
+    inp: torch.Tensor, packed_weights: torch.Tensor, block_size: int, in_features: int, out_features: int
+) -> torch.Tensor:
+    """``inp @ weights.T + bias`` with each row of inp quantized to int8 on the fly (docs/numerics.md).
+
+    Args:
+        inp: float32, bfloat16 or float16 [..., K], any number of leading dimensions, any strides, zero rows allowed.
+        packed_weights: uint8 [bytes] of dyn_quant_pack_4bit_weight with the same three sizes.
+        block_size, in_features, out_features: as given when packing.
+
+    Returns:
+        [..., N] in the dtype of inp. A row with a NaN or an infinity is all NaN and changes no other row.
+    """
+    return torch.ops.w4a8.dyn_quant_matmul_4bit.default(inp, packed_weights, block_size, in_features, out_features)
+
+
+def dynamic_4bit_int_moe(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    w13_packed: torch.Tensor,
+    w2_packed: torch.Tensor,
+    H: int,
+    I: int,
+    I2: int,
+    group_size: int,
+    apply_router_weight_on_input: bool,
+    activation_kind: int,
+) -> torch.Tensor:
+    """A mixture-of-experts layer: ``out[t] = sum_j topk_weights[t, j] * w2[e](act(w13[e](x[t])))``, e = topk_ids[t, j].
+
+    Args:
+        x: float32, bfloat16 or float16 [..., H], T rows in all; zero rows allowed.
+        topk_ids: int32 or int64 [T, k], in [0, E). -1 is a slot that another rank holds: it contributes nothing.
+        topk_weights: floating point [T, k].
+        w13_packed: uint8 [E, bytes], packed with out_features = I2 and in_features = H.
+        w2_packed: uint8 [E, bytes], packed with out_features = H and in_features = I.
+        H: hidden size.
+        I: intermediate size.
+        I2: rows of w13: 2 * I (gated: rows [0, I) are the gate g, [I, 2I) are u) or I (ungated).
+        group_size: block size of both weights; -1 is channelwise.
+        apply_router_weight_on_input: the router weight multiplies the input row instead of the output.
+        activation_kind: an Activation.
+
+    Returns:
+        The shape and dtype of x. A token's bits depend on nothing but that token: not on the kernel, the number of
+        threads, or the rest of the batch.
+    """
+    op = torch.ops.w4a8.dynamic_4bit_int_moe.default
+    weight_on_input = apply_router_weight_on_input
+    kind = int(activation_kind)
+    return op(x, topk_ids, topk_weights, w13_packed, w2_packed, H, I, I2, group_size, weight_on_input, kind)
+
+
+def read_header(data: Any) -> PackedHeader:
+    """What a packed matrix says about itself.
+
+    Args:
+        data: one packed matrix: a contiguous uint8 CPU tensor [bytes], or any object with the buffer protocol (bytes,
+            numpy array, memoryview, mmap).
+
+    Raises:
+        ValueError: it is not a packed matrix of this version, or it is truncated; says which field is wrong.
+    """
+    if isinstance(data, torch.Tensor):
+        data = data.numpy()
+    return _C.read_header(data)

@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# Builds the benchmarks (no torch needed) and runs them. Arguments go to both.
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+need_cmake
+say "building the benchmarks in build/bench"
+run_quiet build/log/bench-configure.log cmake --preset bench
+run_quiet build/log/bench-build.log cmake --build --preset bench -j "$CMAKE_BUILD_PARALLEL_LEVEL"
+build/bench/benchmarks/bench_kernels "$@"
+exec build/bench/benchmarks/bench_moe "$@"

@@ -1,0 +1,185 @@
+# Shared by the scripts: flavours, environments, installing what is missing. Source it; it changes to the root folder.
+#
+# A flavour is one torch to build against:
+#   pypi    (default)      .venv, made from the python3 on PATH, with the pinned torch of requirements/build.txt
+#   debian  (TORCH=debian) .venv-debian over /usr/bin/python3 with Debian's python3-torch and libtorch-dev
+#   own     (PYTHON=...)   the user's interpreter, which must have torch; nothing is installed into it: the package is
+#                          built into build/<interpreter and torch>/site and found through PYTHONPATH
+# After `select_flavour` and `install_w4a8`: PY is the interpreter to use, BUILD_DIR the CMake tree of the flavour.
+
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+ROOT=$PWD
+
+export CMAKE_BUILD_PARALLEL_LEVEL=${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc)}
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore PIP_NO_INPUT=1
+
+say() { printf '\033[1m== %s\033[0m\n' "$*"; }
+die() { printf 'error: %s\n' "$*" >&2; exit 1; }
+
+# run_quiet LOG COMMAND...: shows the command's output only if it fails.
+run_quiet() {
+  local log=$1
+  shift
+  mkdir -p "$(dirname "$log")"
+  if ! "$@" >"$log" 2>&1; then
+    tail -n 60 "$log" >&2
+    die "failed: $* (the whole output: $log)"
+  fi
+}
+
+# need_packages NAME...: installs Debian packages when root; else says which ones are missing.
+need_packages() {
+  [ $# -gt 0 ] || return 0
+  command -v apt-get >/dev/null || die "please install the equivalents of these Debian packages: $*"
+  [ "$(id -u)" = 0 ] || die "please install: sudo apt-get install $*"
+  say "apt-get install $*"
+  run_quiet build/log/apt-update.log apt-get -q update
+  run_quiet build/log/apt-install.log env DEBIAN_FRONTEND=noninteractive apt-get -q install -y --no-install-recommends "$@"
+}
+
+# Debian packages of the list that are not installed.
+missing_packages() {
+  local name
+  for name in "$@"; do
+    dpkg-query -W -f='${Status}\n' "$name" 2>/dev/null | grep -q '^install ok installed$' || printf '%s ' "$name"
+  done
+}
+
+has_gtest() { printf '#include <gtest/gtest.h>\n' | c++ -E -x c++ - >/dev/null 2>&1; }
+has_headers() { "$1" -c 'import os, sysconfig as s; exit(not os.path.exists(s.get_path("include") + "/Python.h"))' 2>/dev/null; }
+
+# Compiler and GoogleTest, asked by what they do: a user may have them from elsewhere.
+need_toolchain() {
+  local missing=()
+  command -v c++ >/dev/null || missing+=(g++)
+  command -v make >/dev/null || missing+=(make)
+  has_gtest || missing+=(libgtest-dev)
+  need_packages "${missing[@]}"
+}
+
+# For the presets of CMakePresets.json, which need no torch: cmake and ninja of the system, else of .venv.
+need_cmake() {
+  local name missing=()
+  need_toolchain
+  PATH=$PATH:$ROOT/.venv/bin
+  command -v cmake >/dev/null || missing+=(cmake)
+  command -v ninja >/dev/null || missing+=(ninja-build)
+  need_packages "${missing[@]}"
+  mkdir -p build/log
+}
+
+# pip_once PYTHON REQUIREMENTS: installs a requirements file once (again when the file changes).
+pip_once() {
+  local py=$1 file=scripts/requirements/$2.txt stamp
+  stamp=$(dirname "$(dirname "$py")")/.w4a8-requirements-$2
+  if ! cmp -s "$file" "$stamp"; then
+    say "pip install -r $file$([ "$2" = build ] && printf " (torch is a large download)")"
+    "$py" -m pip install -qq -r "$file"
+    cp "$file" "$stamp"
+  fi
+}
+
+setup_pypi() {
+  local missing=()
+  PY=$ROOT/.venv/bin/python
+  need_toolchain
+  if ! [ -x "$PY" ] || ! "$PY" -c 'import pip' 2>/dev/null; then
+    command -v python3 >/dev/null || missing+=(python3)
+    { command -v python3 >/dev/null && python3 -c 'import ensurepip, venv' 2>/dev/null; } || missing+=(python3-venv)
+    need_packages "${missing[@]}"
+    hash -r
+    python3 -c 'import sys; exit(sys.version_info < (3, 9))' || die "Python 3.9 or newer is needed, python3 is older"
+    say "creating .venv with $(python3 -V)"
+    python3 -m venv .venv
+  fi
+  has_headers "$PY" || need_packages python3-dev
+  pip_once "$PY" build
+}
+
+setup_debian() {
+  local packages=(g++ cmake ninja-build libgtest-dev pybind11-dev python3 python3-dev python3-venv python3-pip
+    python3-setuptools python3-wheel python3-numpy python3-pytest python3-torch libtorch-dev)
+  command -v dpkg-query >/dev/null || die "TORCH=debian needs a Debian system"
+  # shellcheck disable=SC2046
+  need_packages $(missing_packages "${packages[@]}")
+  PY=$ROOT/.venv-debian/bin/python
+  if ! [ -x "$PY" ] || ! "$PY" -c 'import pip' 2>/dev/null; then
+    say "creating .venv-debian with $(/usr/bin/python3 -V) and its site packages"
+    /usr/bin/python3 -m venv --system-site-packages .venv-debian
+  fi
+  # Debian has no safetensors package. --no-deps: it must not bring a torch of its own.
+  if ! "$PY" -c 'import safetensors' 2>/dev/null; then
+    "$PY" -m pip install -qq --no-deps 'safetensors>=0.4,<1'
+  fi
+}
+
+setup_own() {
+  PY=$(command -v "$PYTHON") || die "PYTHON=$PYTHON is no program"
+  need_toolchain
+  "$PY" -c 'import torch' 2>/dev/null || die "PYTHON=$PYTHON has no torch"
+  "$PY" -c 'import setuptools' 2>/dev/null || die "PYTHON=$PYTHON has no setuptools"
+  local missing=()
+  has_headers "$PY" || die "PYTHON=$PYTHON has no C headers (Python.h)"
+  "$PY" -c 'import cmake' 2>/dev/null || command -v cmake >/dev/null || missing+=(cmake)
+  "$PY" -c 'import pybind11' 2>/dev/null || [ -d /usr/include/pybind11 ] || missing+=(pybind11-dev)
+  need_packages "${missing[@]}"
+}
+
+# Sets FLAVOUR, PY, BUILD_DIR and PATH, and installs what building needs.
+select_flavour() {
+  mkdir -p build/log
+  if [ -n "${PYTHON:-}" ]; then
+    [ -z "${TORCH:-}" ] || die "give TORCH=debian or PYTHON=..., not both"
+    FLAVOUR=own
+  else
+    case "${TORCH:-pypi}" in
+      pypi | debian) FLAVOUR=${TORCH:-pypi} ;;
+      *) die "TORCH=$TORCH is not known; choose debian, or leave it out for PyPI's torch in .venv" ;;
+    esac
+  fi
+  "setup_$FLAVOUR"
+  PATH=$(dirname "$PY"):$PATH # its cmake and ninja before the system's, as in setup.py
+  BUILD_DIR=$("$PY" -c 'import sys, torch; print(f"build/{sys.implementation.cache_tag}-torch{torch.__version__}".replace("+", "-"))')
+  export PATH FLAVOUR PY BUILD_DIR
+}
+
+# need_modules NAME...: what a user's own interpreter must have besides torch.
+need_modules() {
+  local name missing=()
+  for name in "$@"; do
+    "$PY" -c "import $name" 2>/dev/null || missing+=("$name")
+  done
+  [ ${#missing[@]} -eq 0 ] || die "$PY lacks these Python packages: ${missing[*]}"
+}
+
+# Changes when a file that goes into the package, the interpreter or torch does.
+source_fingerprint() {
+  {
+    "$PY" -c 'import sys, torch; print(sys.version, sys.prefix, torch.__version__)'
+    find CMakeLists.txt cmake csrc python setup.py pyproject.toml -type f \
+      ! -name '*.so' ! -name '*.pyc' ! -path '*.egg-info/*' -print0 | sort -z | xargs -0 sha256sum
+  } | sha256sum
+}
+
+# Builds the package and puts it where PY finds it; does nothing if nothing changed.
+install_w4a8() {
+  local stamp=$BUILD_DIR/installed fingerprint
+  fingerprint=$(source_fingerprint)
+  if [ "$FLAVOUR" = own ]; then
+    export PYTHONPATH=$ROOT/$BUILD_DIR/site${PYTHONPATH:+:$PYTHONPATH}
+  fi
+  if [ "$(cat "$stamp" 2>/dev/null)" = "$fingerprint" ] && (cd / && "$PY" -c 'import w4a8' 2>/dev/null); then
+    return
+  fi
+  say "building w4a8 with $("$PY" -V) and torch $("$PY" -c 'import torch; print(torch.__version__)') (minutes the first time)"
+  rm -rf "$BUILD_DIR/setuptools" # a file that was removed from the sources must not stay in the package
+  if [ "$FLAVOUR" = own ]; then
+    rm -rf "$BUILD_DIR/site"
+    run_quiet build/log/install.log "$PY" setup.py -q build --build-lib "$BUILD_DIR/site"
+  else
+    run_quiet build/log/install.log "$PY" -m pip install -v --no-build-isolation --no-deps --force-reinstall .
+  fi
+  (cd / && "$PY" -c 'import w4a8') || die "w4a8 was built but does not import"
+  printf '%s\n' "$fingerprint" >"$stamp"
+}

@@ -1,0 +1,6 @@
+#!/usr/bin/env bash
+# Makes the environment of a flavour (TORCH=debian, PYTHON=...; see common.sh), builds the package and installs it there.
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+select_flavour
+install_w4a8
+say "ready: $PY"

@@ -1,0 +1,128 @@
+"""Building blocks of the tests."""
+
+from dataclasses import dataclass
+from typing import Optional
+
+import numpy as np
+import torch
+
+import w4a8
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# Relative error of rounding to a type, and what rounding below its normal range may add.
+ROUNDING = {torch.float32: (0.0, 0.0), torch.bfloat16: (2.0**-8, 0.0), torch.float16: (2.0**-11, 2.0**-25)}
+
+TORCH_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+
+
+def bits(t):
+    """The bits of a tensor as integers: equality of NaN and of signed zeros included."""
+    return t.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[t.element_size()]).numpy()
+
+
+def assert_same_bits(actual, expected, what=""):
+    assert actual.dtype == expected.dtype, f"{what}: {actual.dtype} instead of {expected.dtype}"
+    assert actual.shape == expected.shape, f"{what}: shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"
+    different = np.argwhere(bits(actual) != bits(expected))
+    if len(different):
+        first = tuple(different[0])
+        got, want = actual[first].item(), expected[first].item()
+        raise AssertionError(
+            f"{what}: {len(different)} of {actual.numel()} differ; {first}: {got!r}, expected {want!r}"
+        )
+
+
+def assert_within(actual, expected, allowed, what=""):
+    """|actual - expected| <= allowed element by element, naming the worst one."""
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    assert actual.shape == expected.shape
+    excess = np.abs(actual - expected) - allowed
+    bad = ~(excess <= 0)
+    if bad.any():
+        worst = np.unravel_index(np.nanargmax(np.where(bad, np.nan_to_num(excess, nan=np.inf), -np.inf)), excess.shape)
+        raise AssertionError(
+            f"{what}: {bad.sum()} of {bad.size} out of tolerance; worst at {worst}: {actual[worst]!r}, expected "
+            f"{expected[worst]!r} +- {np.broadcast_to(allowed, bad.shape)[worst]!r}"
+        )
+
+
+def from_numpy(a, dtype=None):
+    t = torch.from_numpy(np.ascontiguousarray(a))
+    return t if dtype is None else t.to(dtype)
+
+
+@dataclass
+class Matrix:
+    """A random 4-bit matrix, or a stack of them, as the pack operator takes it."""
+
+    weights: torch.Tensor  # uint8 [N, K/2] or [E, N, K/2]
+    scales: torch.Tensor  # [N, K/group]
+    bias: Optional[torch.Tensor]  # [N]
+    n: int
+    k: int
+    group: int
+
+    def pack(self):
+        return w4a8.dyn_quant_pack_4bit_weight(self.weights, self.scales, self.bias, self.group, self.k, self.n)
+
+    def arrays(self, expert=None):
+        """(weights, scales, bias) for reference.py, of one expert if this is a stack."""
+        parts = [self.weights, self.scales.float(), None if self.bias is None else self.bias.float()]
+        return tuple(None if p is None else (p if expert is None else p[expert]).numpy() for p in parts)
+
+
+def make_matrix(n, k, group, scale_dtype=torch.float32, bias=False, experts=None, bias_dtype=torch.float32):
+    lead = [] if experts is None else [experts]
+    weights = torch.randint(0, 256, [*lead, n, k // 2], dtype=torch.uint8)
+    # Scales such that outputs are of order 1 for inputs of order 1.
+    scales = ((torch.rand([*lead, n, k // group]) + 0.5) / (4 * k**0.5)).to(scale_dtype)
+    bias = torch.randn([*lead, n]).to(bias_dtype) if bias else None
+    return Matrix(weights, scales, bias, n, k, group)
+
+
+def matmul(x, matrix, packed):
+    return w4a8.dyn_quant_matmul_4bit(x, packed, matrix.group, matrix.k, matrix.n)
+
+
+@dataclass
+class Layer:
+    """A random mixture-of-experts layer."""
+
+    w13: Matrix
+    w2: Matrix
+    hidden: int
+    intermediate: int
+    gated: bool
+    group_size: int  # as the operator takes it: -1 is channelwise
+
+    def __post_init__(self):
+        self.w13_packed, self.w2_packed = self.w13.pack(), self.w2.pack()
+        self.experts = len(self.w13_packed)
+
+    @property
+    def w13_rows(self):
+        return self.intermediate * (2 if self.gated else 1)
+
+    def arrays(self):
+        return [[m.arrays(e) for e in range(self.experts)] for m in (self.w13, self.w2)]
+
+    def __call__(self, x, ids, router, kind=0, weight_on_input=False):
+        sizes = (self.hidden, self.intermediate, self.w13_rows, self.group_size)
+        return w4a8.dynamic_4bit_int_moe(x, ids, router, self.w13_packed, self.w2_packed, *sizes, weight_on_input, kind)
+
+
+def make_layer(experts, hidden, intermediate, group_size=32, gated=True, bias=False, scale_dtype=torch.float32):
+    group = [hidden, intermediate] if group_size == -1 else [group_size, group_size]
+    rows = intermediate * (2 if gated else 1)
+    w13 = make_matrix(rows, hidden, group[0], scale_dtype, bias, experts)
+    w2 = make_matrix(hidden, intermediate, group[1], scale_dtype, bias, experts)
+    return Layer(w13, w2, hidden, intermediate, gated, group_size)
+
+
+def route(tokens, top_k, experts, dtype=torch.int64):
+    """Distinct random experts per token (repeated ones if top_k > experts) and normalized weights."""
+    if top_k <= experts:
+        ids = torch.rand(tokens, experts).argsort(1)[:, :top_k].contiguous()
+    else:
+        ids = torch.randint(0, experts, (tokens, top_k))
+    return ids.to(dtype), torch.softmax(torch.randn(tokens, top_k), 1)

@@ -1,0 +1,131 @@
+"""Random layers for the tests."""
+
+from dataclasses import dataclass
+from typing import Optional
+
+import torch
+
+from w4a8.moe import (
+    CompressedTensorsW4A8Int8MoEMethod,
+    FusedMoEConfig,
+    MoEActivation,
+    QuantizationArgs,
+    QuantizationStrategy,
+    RoutedExperts,
+)
+
+TOKEN_INT8 = QuantizationArgs(num_bits=8, strategy=QuantizationStrategy.TOKEN, dynamic=True)
+
+
+def weight_args(group_size, **changes):
+    """QuantizationArgs of int4 weights; group size None or -1 is channelwise."""
+    channel = group_size in (None, -1)
+    strategy = QuantizationStrategy.CHANNEL if channel else QuantizationStrategy.GROUP
+    args = {"num_bits": 4, "strategy": strategy, "group_size": None if channel else group_size}
+    return QuantizationArgs(**{**args, **changes})
+
+
+@dataclass
+class Stack:
+    """Experts of one matrix: values int8 [E, N, K], scales [E, N, G], bias [E, N] or None."""
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    bias: Optional[torch.Tensor]
+
+    def of(self, expert):
+        return self.values[expert], self.scales[expert], None if self.bias is None else self.bias[expert]
+
+
+def random_stack(experts, rows, columns, group_size, bias=False, dtype=torch.bfloat16):
+    """Values over the whole range, -8 included; scales that keep outputs near 1."""
+    groups = 1 if group_size == -1 else columns // group_size
+    scale_dtype = torch.float32 if group_size == -1 else torch.bfloat16
+    values = torch.randint(-8, 8, (experts, rows, columns), dtype=torch.int8)
+    scales = (torch.rand(experts, rows, groups) + 0.5) * 0.3 / columns**0.5
+    return Stack(values, scales.to(scale_dtype), torch.randn(experts, rows).to(dtype) * 0.3 if bias else None)
+
+
+def op_pack(stack, group_size):
+    """The pack op called by hand, one expert at a time: uint8 [E, bytes]."""
+    packed = []
+    for expert in range(len(stack.values)):
+        values, scales, bias = stack.of(expert)
+        unsigned = (values.to(torch.int16) + 8).to(torch.uint8)
+        nibbles = unsigned[:, ::2] | (unsigned[:, 1::2] << 4)
+        rows, columns = values.shape
+        block = columns if group_size == -1 else group_size
+        bias = None if bias is None else bias.float()
+        packed.append(torch.ops.w4a8.dyn_quant_pack_4bit_weight(nibbles, scales, bias, block, columns, rows))
+    return torch.stack(packed)
+
+
+def make_config(**changes):
+    """A small layer."""
+    config = {
+        "num_experts": 8,
+        "experts_per_token": 3,
+        "hidden_dim": 128,
+        "intermediate_size": 256,
+        "in_dtype": torch.float32,
+        **changes,
+    }
+    config.setdefault("num_local_experts", config["num_experts"])
+    return FusedMoEConfig(**config)
+
+
+def make_stacks(moe, group_size, local=True):
+    """Random w13 and w2 of a layer (of this rank's intermediate size, or with local=False of the whole)."""
+    inner = moe.intermediate_size_per_partition if local else moe.intermediate_size
+    experts = moe.num_local_experts if local else moe.num_experts
+    rows = 2 * inner if moe.is_act_and_mul else inner
+    w13 = random_stack(experts, rows, moe.hidden_dim, group_size, moe.has_bias, moe.in_dtype)
+    return w13, random_stack(experts, moe.hidden_dim, inner, group_size, moe.has_bias, moe.in_dtype)
+
+
+def fill(layer, w13, w2):
+    """Puts stacks into the parameters without the weight loader."""
+    for name, stack in (("w13", w13), ("w2", w2)):
+        getattr(layer, f"{name}_weight").data.copy_(stack.values)
+        getattr(layer, f"{name}_weight_scale").data.copy_(stack.scales)
+        if stack.bias is not None:
+            getattr(layer, f"{name}_bias").data.copy_(stack.bias)
+
+
+def make_layer(moe, group_size, w13=None, w2=None, method_cls=CompressedTensorsW4A8Int8MoEMethod, **layer_args):
+    """A layer ready to run: (layer, w13 stack, w2 stack)."""
+    if w13 is None:
+        w13, w2 = make_stacks(moe, group_size)
+    layer = RoutedExperts(moe, method_cls(weight_args(group_size), TOKEN_INT8, moe), **layer_args)
+    fill(layer, w13, w2)
+    layer.process_weights_after_loading()
+    return layer, w13, w2
+
+
+def kernel_kind(activation):
+    """activation_kind of the op, by docs/numerics.md section 5 (not by the package's own table)."""
+    kinds = {"silu": 2, "swigluoai": 3, "swigluoai_uninterleave": 3, "swiglustep": 4}
+    kinds.update({"gelu": 5, "gelu_tanh": 6, "relu2": 7})
+    return kinds[activation.value.replace("_no_mul", "")]
+
+
+def op_moe(moe, group_size, x, ids, weights, w13, w2, weight_on_input=False):
+    """The fused op called by hand with stacks."""
+    inner = moe.intermediate_size_per_partition
+    return torch.ops.w4a8.dynamic_4bit_int_moe(
+        x,
+        ids,
+        weights,
+        op_pack(w13, group_size),
+        op_pack(w2, group_size),
+        moe.hidden_dim,
+        inner,
+        2 * inner if moe.is_act_and_mul else inner,
+        group_size,
+        weight_on_input,
+        kernel_kind(moe.activation),
+    )
+
+
+ACTIVATIONS = list(MoEActivation)
+GROUP_SIZES = [-1, 32, 64, 128]

@@ -1,0 +1,201 @@
+"""Checkpoints for the tests: written by hand (safetensors only), or by the real compressed-tensors package."""
+
+import json
+
+import torch
+from moe_build import Stack, random_stack
+
+from w4a8.moe.nibbles import to_nibbles
+
+HIDDEN, INTER, EXPERTS = 128, 256, 8
+LAYER = "model.layers.{}.mlp.experts"
+FIRST = LAYER.format(0)
+
+
+def model_config(quantization, **changes):
+    """config.json of a small Qwen3-MoE."""
+    config = {
+        "model_type": "qwen3_moe",
+        "hidden_size": HIDDEN,
+        "moe_intermediate_size": INTER,
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": True,
+        "hidden_act": "silu",
+        "dtype": "float32",
+        **changes,
+    }
+    if quantization is not None:
+        config["quantization_config"] = quantization
+    return config
+
+
+def quantization_config(group_size, format_, **changes):
+    """quantization_config as llm-compressor writes it; changes are of the weights."""
+    channel = group_size == -1
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "channel" if channel else "group"}
+    weights.update({"group_size": None if channel else group_size, "dynamic": False, **changes})
+    activations = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
+    group = {"targets": ["Linear"], "format": format_, "weights": weights, "input_activations": activations}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": format_,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head", "re:.*mlp.gate$"],
+    }
+
+
+def tensors_of_layer(w13, w2, format_, layer=FIRST, names=("gate_proj", "up_proj", "down_proj")):
+    """State dict of a layer's experts; two names: the first is all of w13."""
+    tensors = {}
+    for expert in range(len(w2.values)):
+        values, scales, bias = w13.of(expert)
+        half = len(values) // 2
+        parts = [slice(0, half), slice(half, None)] if len(names) == 3 else [slice(None)]
+        shards = [(values[p], scales[p], None if bias is None else bias[p]) for p in parts] + [w2.of(expert)]
+        for name, (values, scales, bias) in zip(names, shards):
+            module = f"{layer}.{expert}.{name}"
+            tensors[f"{module}.weight_scale"] = scales.to(torch.bfloat16).clone()
+            if format_ == "pack-quantized":
+                tensors[f"{module}.weight_packed"] = to_nibbles(values).view(torch.int32).clone()
+                tensors[f"{module}.weight_shape"] = torch.tensor(values.shape)
+            else:
+                tensors[f"{module}.weight"] = values.clone()
+            if bias is not None:
+                tensors[f"{module}.bias"] = bias.clone()
+    return tensors
+
+
+def write(path, tensors, config, files=1):
+    """Writes config.json and one safetensors file, or several and their index."""
+    from safetensors.torch import save_file
+
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    if files == 1:
+        save_file(tensors, path / "model.safetensors")
+        return path
+    weight_map = {}
+    for i in range(files):
+        name = f"model-{i + 1:05d}-of-{files:05d}.safetensors"
+        part = {key: tensors[key] for key in sorted(tensors)[i::files]}
+        save_file(part, path / name)
+        weight_map.update(dict.fromkeys(part, name))
+    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return path
+
+
+def random_layer(group_size, bias=False, gated=True, experts=EXPERTS):
+    """Stacks of a layer whose scales are bfloat16, as in checkpoints."""
+    w13 = random_stack(experts, 2 * INTER if gated else INTER, HIDDEN, group_size, bias, torch.float32)
+    w2 = random_stack(experts, HIDDEN, INTER, group_size, bias, torch.float32)
+    for stack in (w13, w2):
+        stack.scales = stack.scales.to(torch.bfloat16)
+    return w13, w2
+
+
+# ---- the real package ----
+
+
+class _Expert(torch.nn.Module):
+    def __init__(self, bias, gated):
+        super().__init__()
+        if gated:
+            self.gate_proj = torch.nn.Linear(HIDDEN, INTER, bias=bias)
+        self.up_proj = torch.nn.Linear(HIDDEN, INTER, bias=bias)
+        self.down_proj = torch.nn.Linear(INTER, HIDDEN, bias=bias)
+
+
+class _Layer(torch.nn.Module):
+    def __init__(self, bias, gated):
+        super().__init__()
+        self.self_attn = torch.nn.Module()
+        self.self_attn.q_proj = torch.nn.Linear(HIDDEN, HIDDEN, bias=False)
+        self.mlp = torch.nn.Module()
+        self.mlp.gate = torch.nn.Linear(HIDDEN, EXPERTS, bias=False)
+        self.mlp.experts = torch.nn.ModuleList([_Expert(bias, gated) for _ in range(EXPERTS)])
+
+
+def write_with_compressed_tensors(path, group_size, format_, bias=False, gated=True, weight_only=False, layers=1):
+    """A model quantized, compressed and described by compressed-tensors, with attention in W8A8.
+
+    Returns:
+        The weights as the package itself decompresses them: {module: float32 [N, K]}.
+    """
+    from compressed_tensors.compressors import BaseCompressor, ModelCompressor
+    from compressed_tensors.quantization import (
+        QuantizationArgs,
+        QuantizationConfig,
+        QuantizationScheme,
+        apply_quantization_config,
+    )
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    model = torch.nn.Module()
+    model.model = torch.nn.Module()
+    model.model.layers = torch.nn.ModuleList([_Layer(bias, gated) for _ in range(layers)])
+    model = model.to(torch.bfloat16)
+    channel = group_size == -1
+    weights = QuantizationArgs(
+        num_bits=4,
+        symmetric=True,
+        strategy="channel" if channel else "group",
+        group_size=None if channel else group_size,
+    )
+    tokens = QuantizationArgs(num_bits=8, symmetric=False, strategy="token", dynamic=True)
+    eight = QuantizationArgs(num_bits=8, symmetric=True, strategy="channel")
+    config = QuantizationConfig(
+        config_groups={
+            "group_0": QuantizationScheme(
+                targets=["re:.*self_attn.*"], weights=eight, input_activations=tokens, format="int-quantized"
+            ),
+            "group_1": QuantizationScheme(
+                targets=["Linear"], weights=weights, input_activations=None if weight_only else tokens, format=format_
+            ),
+        },
+        ignore=["lm_head", "re:.*mlp.gate$"],
+    )
+    apply_quantization_config(model, config)
+    quantized = {name: module for name, module in model.named_modules() if hasattr(module, "quantization_scheme")}
+    for module in quantized.values():
+        args, weight = module.quantization_scheme.weights, module.weight.float()
+        grouped = weight.view(len(weight), -1, args.group_size or weight.shape[1])
+        module.weight_scale.data.copy_(calculate_qparams(grouped.amin(-1), grouped.amax(-1), args)[0])
+    compressor = ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    write(path, {key: tensor.contiguous() for key, tensor in model.state_dict().items()}, model_config(None))
+    compressor.update_config(str(path))
+    decompressed = {}
+    for name, module in quantized.items():
+        scheme = module.quantization_scheme
+        state = {key: tensor.detach() for key, tensor in module.state_dict().items()}
+        state["weight_scale"] = state["weight_scale"].float()
+        tool = BaseCompressor.get_value_from_registry(scheme.format.value)
+        decompressed[name] = tool.decompress(state, scheme)["weight"].float()
+    return decompressed
+
+
+def read_stacks(path, group_size, layer=FIRST, gated=True):
+    """What a checkpoint holds for a layer, as stacks, read without the package under test."""
+    from safetensors.torch import load_file
+
+    tensors = load_file(path / "model.safetensors")
+
+    def weight(module):
+        if f"{module}.weight" in tensors:
+            return tensors[f"{module}.weight"]
+        words = tensors[f"{module}.weight_packed"].to(torch.int64)
+        nibbles = torch.stack([(words >> 4 * i) & 15 for i in range(8)], -1).flatten(1)
+        return (nibbles[:, : int(tensors[f"{module}.weight_shape"][1])] - 8).to(torch.int8)
+
+    def stack(names):
+        modules = [[f"{layer}.{expert}.{name}" for name in names] for expert in range(EXPERTS)]
+        values = torch.stack([torch.cat([weight(m) for m in row]) for row in modules])
+        scales = torch.stack([torch.cat([tensors[f"{m}.weight_scale"] for m in row]) for row in modules])
+        bias = None
+        if f"{modules[0][0]}.bias" in tensors:
+            bias = torch.stack([torch.cat([tensors[f"{m}.bias"] for m in row]) for row in modules])
+        return Stack(values, scales.float() if group_size == -1 else scales, bias)
+
+    return stack(["gate_proj", "up_proj"] if gated else ["up_proj"]), stack(["down_proj"])

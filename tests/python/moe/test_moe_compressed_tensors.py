@@ -1,0 +1,162 @@
+"""From checkpoints of the real compressed-tensors package to outputs: through the weight loader, and through load."""
+
+import dataclasses
+
+import moe_build
+import moe_checkpoint
+import moe_reference
+import pytest
+import torch
+from moe_build import ACTIVATIONS, GROUP_SIZES, make_config, op_moe, op_pack
+
+import w4a8.checkpoint
+from w4a8.moe import CompressedTensorsW4A8Int8MoEMethod, RoutedExperts, RoutingMethodType, route
+from w4a8.moe.routing import ROUTING_METHODS
+
+pytest.importorskip("safetensors", reason="the safetensors package is not installed")
+pytest.importorskip("compressed_tensors", reason="the compressed-tensors package is not installed")
+
+LAYER = moe_checkpoint.FIRST
+FORMATS = ["int-quantized", "pack-quantized"]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """Writes each checkpoint once: (path, decompressed weights)."""
+    written = {}
+
+    def get(group_size, format_="int-quantized", bias=False, gated=True, weight_only=False, layers=1):
+        key = (group_size, format_, bias, gated, weight_only, layers)
+        if key not in written:
+            path = tmp_path_factory.mktemp("checkpoint")
+            written[key] = path, moe_checkpoint.write_with_compressed_tensors(path, *key)
+        return written[key]
+
+    return get
+
+
+def load_through_weight_loader(path, moe, group_size, **layer_args):
+    """What a model's load_weights does: each tensor of the file to the parameter its name says."""
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
+    from safetensors import safe_open
+
+    # The package's own arguments, not this project's stand-ins.
+    channel = group_size == -1
+    weights = QuantizationArgs(
+        num_bits=4,
+        strategy=QuantizationStrategy.CHANNEL if channel else QuantizationStrategy.GROUP,
+        group_size=None if channel else group_size,
+    )
+    tokens = QuantizationArgs(num_bits=8, strategy=QuantizationStrategy.TOKEN, dynamic=True, symmetric=False)
+    layer = RoutedExperts(moe, CompressedTensorsW4A8Int8MoEMethod(weights, tokens, moe), **layer_args)
+    shards = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+    if not moe.is_act_and_mul:
+        shards["up_proj"] = "w1"
+    with safe_open(str(path / "model.safetensors"), framework="pt") as file:
+        for key in file.keys():  # noqa: SIM118 (no mapping)
+            if not key.startswith(LAYER) or key.endswith("weight_shape"):
+                continue
+            expert, projection, tensor = key[len(LAYER) + 1 :].split(".")
+            suffix = tensor.replace("weight_packed", "weight")
+            name = f"{'w2' if projection == 'down_proj' else 'w13'}_{suffix}"
+            parameter = getattr(layer, name)
+            parameter.weight_loader(parameter, file.get_tensor(key), key, shards[projection], int(expert))
+    layer.process_weights_after_loading()
+    return layer
+
+
+def logits_for(tokens):
+    grid = (torch.arange(8) - 4) / 4
+    return torch.stack([grid[torch.randperm(8)] for _ in range(tokens)])
+
+
+def check(layer, path, group_size):
+    """Same bits as the op called by hand; within the bound of float64."""
+    moe = layer.moe_config
+    w13, w2 = moe_checkpoint.read_stacks(path, group_size, gated=moe.is_act_and_mul)
+    x, logits = torch.randn(7, 128), logits_for(7)
+    routing = {"e_score_correction_bias": layer.e_score_correction_bias}
+    weights, ids = route(moe.routing_method, x, logits, moe.experts_per_token, **routing)
+    on_input = layer.apply_router_weight_on_input
+    out = layer(x, logits)
+    assert torch.equal(out, op_moe(moe, group_size, x, ids, weights, w13, w2, on_input))
+    router, reference_ids, gap = moe_reference.route(
+        moe.routing_method.name, logits, moe.experts_per_token, bias=layer.e_score_correction_bias
+    )
+    assert gap > 2.0**-17 and torch.equal(ids.long(), reference_ids)
+    experts = [(w13.of(e), w2.of(e)) for e in range(moe.num_experts)]
+    router_error = (12 + 3 * float(logits.abs().max()) + 8 + moe.experts_per_token) * moe_reference.U
+    expected, bound = moe_reference.moe(x, ids, router, experts, moe.activation.value, on_input, router_error)
+    moe_reference.assert_close(out, expected, bound)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("group_size", GROUP_SIZES)
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: a.value)
+def test_each_activation(checkpoints, activation, group_size, bias):
+    path, _ = checkpoints(group_size, bias=bias, gated=activation.is_gated)
+    moe = make_config(activation=activation, has_bias=bias)
+    check(load_through_weight_loader(path, moe, group_size), path, group_size)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("group_size", GROUP_SIZES)
+@pytest.mark.parametrize("method", sorted(ROUTING_METHODS), ids=lambda m: m.name)
+def test_each_routing_method(checkpoints, method, group_size, bias):
+    path, _ = checkpoints(group_size, bias=bias)
+    moe = make_config(routing_method=method, has_bias=bias)
+    biased = method.name in ("DeepSeekV3", "MiniMax2", "DeepseekV4")
+    correction = torch.tensor([0.0137 * ((5 * e) % 8) for e in range(8)]) if biased else None
+    layer = load_through_weight_loader(
+        path,
+        moe,
+        group_size,
+        apply_router_weight_on_input=method is RoutingMethodType.Llama4,
+        e_score_correction_bias=correction,
+    )
+    check(layer, path, group_size)
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+@pytest.mark.parametrize("group_size", GROUP_SIZES)
+def test_stacks_are_what_the_package_means(checkpoints, group_size, format_):
+    """The tests' own reading of a checkpoint against the package's decompression."""
+    path, decompressed = checkpoints(group_size, format_)
+    w13, w2 = moe_checkpoint.read_stacks(path, group_size)
+    for expert in range(8):
+        module = f"{LAYER}.{expert}"
+        gate_up = torch.cat([decompressed[f"{module}.gate_proj"], decompressed[f"{module}.up_proj"]])
+        for (values, scales, _), expected in (
+            (w13.of(expert), gate_up),
+            (w2.of(expert), decompressed[f"{module}.down_proj"]),
+        ):
+            # int4 * bfloat16 is exact in float32.
+            assert torch.equal(moe_reference.dequantize(values, scales).float(), expected)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("format_", FORMATS)
+@pytest.mark.parametrize("group_size", GROUP_SIZES)
+def test_load(checkpoints, group_size, format_, bias):
+    path, _ = checkpoints(group_size, format_, bias, layers=2)
+    layers = w4a8.checkpoint.load(path)
+    assert list(layers) == [moe_checkpoint.LAYER.format(i) for i in range(2)]
+    for name, layer in layers.items():
+        w13, w2 = moe_checkpoint.read_stacks(path, group_size, name)
+        assert torch.equal(layer.w13_weight_packed, op_pack(w13, group_size))
+        assert torch.equal(layer.w2_weight_packed, op_pack(w2, group_size))
+        assert layer.moe_config.routing_method is RoutingMethodType.Renormalize
+    check(layers[LAYER], path, group_size)
+
+
+def test_load_ungated(checkpoints):
+    path, _ = checkpoints(32, gated=False)
+    settings = dataclasses.replace(w4a8.checkpoint.read_settings(path), activation=moe_build.MoEActivation.RELU2_NO_MUL)
+    check(w4a8.checkpoint.load(path, settings=settings)[LAYER], path, 32)
+
+
+def test_load_weight_only(checkpoints):
+    path, _ = checkpoints(32, "pack-quantized", weight_only=True)
+    with pytest.raises(w4a8.checkpoint.CheckpointError, match="is W4A16; pass quantize_w4a16=True"):
+        w4a8.checkpoint.load(path)
+    check(w4a8.checkpoint.load(path, quantize_w4a16=True)[LAYER], path, 32)

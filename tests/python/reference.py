@@ -1,0 +1,202 @@
+"""The naive reference of docs/numerics.md in NumPy. It shares no code with csrc and knows no packed layout.
+
+`quantize` and `matmul` follow the definition operation by operation, with float32 roundings and exact fma, so a kernel
+must give the same bits. `moe` cannot: exp and erfc are free within an error bound; it returns the largest difference
+that this bound explains together with its answer.
+"""
+
+import math
+
+import numpy as np
+
+F32 = np.float32
+U = 2.0**-24  # relative error of one float32 rounding
+
+
+def fma32(a, b, c):
+    """float32(a * b + c) rounded once. All arguments float32."""
+    product = np.asarray(a, np.float64) * np.asarray(b, np.float64)  # exact: 24 + 24 bits
+    c = np.broadcast_to(np.asarray(c, np.float64), product.shape)
+    total = product + c
+    virtual = total - product
+    error = (product - (total - virtual)) + (c - virtual)  # exact sum = total + error (two-sum)
+    # Round the exact sum to odd in float64: then the second rounding, to float32, is as if it were the only one.
+    total = np.atleast_1d(total)
+    even = (total.view(np.int64) & 1) == 0
+    odd = np.nextafter(total, np.where(error > 0, np.inf, -np.inf))
+    inexact = np.isfinite(total) & (error != 0)
+    return np.where(inexact & even, odd, total).astype(F32).reshape(product.shape)
+
+
+def unpack_nibbles(weights):
+    """uint8 [..., K/2] (low nibble = even k, value + 8) -> int64 [..., K] in [-8, 7]."""
+    low, high = weights & 15, weights >> 4
+    return np.stack([low, high], -1).reshape(*weights.shape[:-1], -1).astype(np.int64) - 8
+
+
+def quantize(x):
+    """float32 [M, K] -> q int64 [M, K], zero point float32 [M], recip float32 [M]; docs/numerics.md section 1."""
+    x = np.asarray(x, F32)
+    zero = F32(0)
+    finite = np.isfinite(x).all(1)
+    safe = np.where(finite[:, None], x, zero)
+    with np.errstate(all="ignore"):
+        mn, mx = np.minimum(zero, safe.min(1)), np.maximum(zero, safe.max(1))
+        span = mx - mn
+        scale = np.where(span == 0, F32(1), F32(255) / span)
+        scale = np.where(np.isinf(span), F32(127.5) / (mx / F32(2) - mn / F32(2)), scale)
+        scale = np.where(np.isinf(scale), F32(1), scale).astype(F32)
+        recip = F32(1) / scale
+        low, high = F32(-128) - mn * scale, F32(127) - mx * scale
+        use_low = (F32(-128) + mn * scale) + (F32(127) + mx * scale) > 0
+        zp = np.rint(np.clip(np.where(use_low, low, high), F32(-128), F32(127)))
+        q = np.clip(np.rint(safe * scale[:, None]) + zp[:, None], F32(-128), F32(127))
+    q = np.where(finite[:, None], q, zero).astype(np.int64)
+    return q, np.where(finite, zp, zero).astype(F32), np.where(finite, recip, F32(np.nan)).astype(F32)
+
+
+def _dot(q, w):
+    """Exact integer q [M, K] @ w [N, K].T: all sums are below 2**53."""
+    return (q.astype(np.float64) @ w.T.astype(np.float64)).astype(np.int64)
+
+
+def matmul_quantized(q, zp, recip, weights, scales, bias):
+    """The bits of docs/numerics.md sections 2 and 3. weights uint8 [N, K/2], scales float32 [N, G]."""
+    w = unpack_nibbles(weights)
+    scales = np.asarray(scales, F32)
+    k, groups = w.shape[1], scales.shape[1]
+    size = k // groups
+    bias = F32(0) if bias is None else np.asarray(bias, F32)
+    with np.errstate(all="ignore"):
+        if groups == 1:  # one group is the channelwise definition
+            total = _dot(q - zp.astype(np.int64)[:, None], w).astype(F32)
+            return total * (recip[:, None] * scales[None, :, 0]) + bias
+        f = np.zeros((len(q), len(w)), F32)
+        weight_sum = np.zeros(len(w), F32)
+        for g in range(groups):
+            part = slice(g * size, (g + 1) * size)
+            f = fma32(_dot(q[:, part], w[:, part]).astype(F32), scales[None, :, g], f)
+            weight_sum = fma32(scales[:, g], w[:, part].sum(1).astype(F32), weight_sum)
+        f = fma32(-zp[:, None], weight_sum[None], f)
+        return f * recip[:, None] + bias
+
+
+def matmul(x, weights, scales, bias=None):
+    """float32 [M, K] times a 4-bit matrix, bit for bit."""
+    return matmul_quantized(*quantize(x), weights, scales, bias)
+
+
+def dequantize(weights, scales):
+    """The real numbers a 4-bit matrix stands for: float64 [N, K]."""
+    w = unpack_nibbles(weights)
+    scales = np.asarray(scales, np.float64)
+    return w * np.repeat(scales, w.shape[1] // scales.shape[1], axis=1)
+
+
+# What docs/numerics.md section 5 grants exp and erfc, relative.
+EXP_ERROR, ERFC_ERROR = 2e-7, 5e-7
+
+
+def activation(kind, g, u):
+    """float32 g, u (u None when ungated) -> h float64, and a bound on how far float32 arithmetic may be from it.
+
+    The bound adds, relative to h: the error of exp or erfc, U for each rounding, and the error of the argument times
+    the condition of the function (|a| for exp(a); a**2 + 1 for the normal distribution function at a).
+    """
+    g = np.asarray(g, np.float64)
+    gate, up = g, (np.ones_like(g) if u is None else np.asarray(u, np.float64))
+
+    def silu(v):
+        with np.errstate(over="ignore"):
+            return v / (1 + np.exp(-v))
+
+    silu_error = EXP_ERROR + 2 * U
+    if kind == 1 and u is not None:
+        gate, up = up, gate
+    if kind in (0, 1, 2):
+        h, relative = silu(gate) * up, silu_error + U
+    elif kind == 3:
+        c = np.minimum(7, gate)
+        a = 1.702 * c
+        h = c / (1 + np.exp(-a)) * (1 if u is None else np.clip(up, -7, 7) + 1)
+        relative = EXP_ERROR + 2 * U * np.abs(a) + 5 * U
+    elif kind == 4:
+        h, relative = np.minimum(7, silu(gate)) * (1 if u is None else np.clip(up, -7, 7)), silu_error + U
+    elif kind == 5:
+        phi = np.vectorize(math.erfc, otypes=[np.float64])(-gate / math.sqrt(2)) / 2
+        h, relative = gate * phi * up, ERFC_ERROR + 2 * U * (gate**2 + 1) + 3 * U
+    elif kind == 6:
+        t = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+        with np.errstate(over="ignore"):
+            h = gate / (1 + np.exp(-2 * t)) * up
+        relative = EXP_ERROR + 12 * U * np.abs(t) + 3 * U
+    elif kind == 7:
+        h, relative = np.maximum(0, gate) ** 2 * up, 2 * U
+    else:
+        raise ValueError(kind)
+    # exp(87) is the largest value exp may return: an absolute error below |g u| exp(-87).
+    return h, relative * np.abs(h) + np.abs(gate * up) * math.exp(-87)
+
+
+def _half_distance(v):
+    """Distance to the nearest n + 1/2, where rint changes its answer."""
+    return np.abs(v - np.floor(v) - 0.5)
+
+
+def second_matmul(h, error, weights, scales, bias):
+    """y = quantize(h) times a 4-bit matrix, and how far off a kernel may be whose h is within `error` of this one.
+
+    Integers differ only where a value sits within `error` (in steps) of the middle between two: each such value moves
+    its product by one step of q. The rest is the error of recip, which all values share.
+    """
+    h32 = h.astype(F32)
+    error = error + U * np.abs(h)
+    q, zp, recip = quantize(h32)
+    y = matmul_quantized(q, zp, recip, weights, scales, bias)
+
+    mn, mx = np.minimum(0, h.min(1)), np.maximum(0, h.max(1))
+    span = np.where(mx > mn, mx - mn, 1)
+    scale = np.where(mx > mn, 255 / span, 1)
+    worst = error.max(1)
+    scale_error = 2 * worst / span + 4 * U  # relative, of scale and recip
+    steps = np.abs(h) * scale[:, None] * scale_error[:, None] + error * scale[:, None]
+    undecided = _half_distance(h * scale[:, None]) <= steps
+    zp_error = 255 * scale_error + worst * scale + 512 * U  # -128 - mn * scale: two more roundings below 256
+    undecided |= (_half_distance(-128 - mn * scale) <= zp_error)[:, None]
+    undecided &= (mx > mn)[:, None]
+
+    size = np.abs(dequantize(weights, scales))  # [N, K]
+    moved = undecided.astype(np.float64) @ size.T / scale[:, None]
+    # Where an integer moved, the sums of the groups round differently: one rounding per group and two more.
+    groups = np.asarray(scales).shape[1]
+    terms = np.abs(q - zp[:, None]) @ size.T + np.abs(zp)[:, None] * size.sum(1)[None]
+    rounding = np.where(undecided.any(1)[:, None], (2 * groups + 4) * U * terms / scale[:, None], 0)
+    without_bias = np.abs(y if bias is None else y - np.asarray(bias, np.float64))
+    shared = (scale_error[:, None] + 2 * U) * (without_bias + moved) + 2 * U * np.abs(y)
+    return y, moved + rounding + shared
+
+
+def moe(x, ids, router, w13, w2, intermediate, gated, weight_on_input, kind):
+    """The fused layer. x float32 [T, H], ids int [T, k], router float32 [T, k], w13 and w2 lists of
+    (weights, scales, bias or None) per expert -> out float32 [T, H] and the explained difference float64 [T, H]."""
+    tokens, slots = ids.shape
+    hidden = x.shape[1]
+    y = np.zeros((tokens, slots, hidden), F32)
+    y_error = np.zeros((tokens, slots, hidden))
+    q, zp, recip = quantize(x)
+    for expert in sorted(set(ids.ravel().tolist()) - {-1}):
+        rows, slot = np.nonzero(ids == expert)
+        row_recip = recip[rows] * router[rows, slot] if weight_on_input else recip[rows]
+        gu = matmul_quantized(q[rows], zp[rows], row_recip, *w13[expert])
+        h, error = activation(kind, gu[:, :intermediate], gu[:, intermediate:] if gated else None)
+        y[rows, slot], y_error[rows, slot] = second_matmul(h, error, *w2[expert])
+
+    out = np.zeros((tokens, hidden), F32)
+    explained = np.zeros((tokens, hidden))
+    for j in range(slots):
+        held = (ids[:, j] >= 0)[:, None]
+        weight = np.ones((tokens, 1), F32) if weight_on_input else router[:, j : j + 1]
+        out = np.where(held, fma32(weight, y[:, j], out), out)
+        explained += held * np.abs(weight) * y_error[:, j]
+        explained += held * U * (np.abs(out) + explained)  # this fma rounds a slightly different number
+    return out, explained

@@ -1,0 +1,188 @@
+"""The package as a user meets it: version, command line, choosing a kernel, the example of the README."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from common import make_matrix, matmul
+
+import w4a8
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*arguments, **environment):
+    """Python in a process of its own, from a folder that is not the project's."""
+    env = {k: v for k, v in os.environ.items() if k != "W4A8_KERNEL"}
+    env.update(environment)
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd="/", env=env, capture_output=True, text=True)
+
+
+def test_version():
+    match = re.search(r"project\(\s*w4a8\s+VERSION\s+([0-9.]+)", (ROOT / "CMakeLists.txt").read_text())
+    assert w4a8.__version__ == match.group(1)
+
+
+def test_everything_exported_exists():
+    for name in w4a8.__all__:
+        assert getattr(w4a8, name) is not None
+
+
+def test_kernels():
+    kernels = w4a8.kernels()
+    names = [kernel["name"] for kernel in kernels]
+    assert len(set(names)) == len(names)
+    assert names[-1] == "scalar"
+    assert kernels[-1]["supported"]
+    features = w4a8.cpu_features().split()
+    for kernel in kernels:
+        assert set(kernel) == {"name", "supported", "needs"}
+        assert kernel["supported"] == (set(kernel["needs"].split()) <= set(features))
+
+
+@pytest.mark.skipif("W4A8_KERNEL" in os.environ, reason="W4A8_KERNEL is set")
+def test_the_best_kernel_runs_by_default():
+    assert w4a8.active_kernel() == next(kernel["name"] for kernel in w4a8.kernels() if kernel["supported"])
+
+
+def test_use_kernel_as_a_call():
+    before = w4a8.active_kernel()
+    w4a8.use_kernel("scalar")
+    assert w4a8.active_kernel() == "scalar"
+    w4a8.use_kernel("")
+    assert w4a8.active_kernel() == before
+
+
+def test_use_kernel_as_a_context(supported_kernels):
+    before = w4a8.active_kernel()
+    for outer in supported_kernels:
+        with w4a8.use_kernel(outer) as name:
+            assert name == w4a8.active_kernel() == outer
+            with w4a8.use_kernel("scalar"):
+                assert w4a8.active_kernel() == "scalar"
+            assert w4a8.active_kernel() == outer
+    assert w4a8.active_kernel() == before
+
+
+def test_use_kernel_is_restored_after_an_exception():
+    before = w4a8.active_kernel()
+    with pytest.raises(KeyError), w4a8.use_kernel("scalar"):
+        raise KeyError
+    assert w4a8.active_kernel() == before
+
+
+def test_use_kernel_refuses_what_it_does_not_know():
+    before = w4a8.active_kernel()
+    with pytest.raises(ValueError, match="doesnotexist") as error:
+        w4a8.use_kernel("doesnotexist")
+    for kernel in w4a8.kernels():
+        assert kernel["name"] in str(error.value)
+    assert w4a8.active_kernel() == before
+
+
+def test_use_kernel_refuses_what_the_cpu_cannot_run():
+    unsupported = [kernel for kernel in w4a8.kernels() if not kernel["supported"]]
+    if not unsupported:
+        pytest.skip("this CPU runs every kernel")
+    for kernel in unsupported:
+        with pytest.raises(ValueError, match=kernel["name"]):
+            w4a8.use_kernel(kernel["name"])
+
+
+def test_command_line():
+    result = run("-m", "w4a8")
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    assert w4a8.__version__ in result.stdout
+    assert torch.__version__ in result.stdout
+    assert w4a8.cpu_features() in result.stdout
+    for kernel in w4a8.kernels():
+        line = next(line for line in result.stdout.splitlines() if re.search(rf"\b{kernel['name']}\b.*needs", line))
+        assert ("not supported" in line) != kernel["supported"]
+    best = next(kernel["name"] for kernel in w4a8.kernels() if kernel["supported"])
+    assert f"active    {best}" in result.stdout
+
+
+def test_import_prints_nothing():
+    result = run("-c", "import w4a8; w4a8.kernels(); w4a8.active_kernel()")
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+def test_environment_chooses_a_kernel(supported_kernels):
+    for name in supported_kernels:
+        result = run("-c", "import w4a8; print(w4a8.active_kernel())", W4A8_KERNEL=name)
+        assert result.stdout.strip() == name, result.stderr
+
+
+def test_use_kernel_goes_before_the_environment(supported_kernels):
+    code = (
+        "import w4a8\n"
+        "w4a8.use_kernel('scalar')\nprint(w4a8.active_kernel())\n"
+        "w4a8.use_kernel('')\nprint(w4a8.active_kernel())\n"
+    )
+    result = run("-c", code, W4A8_KERNEL=supported_kernels[0])
+    assert result.stdout.split() == ["scalar", supported_kernels[0]], result.stderr
+
+
+def test_an_empty_environment_variable_is_none():
+    result = run("-c", "import w4a8; print(w4a8.active_kernel())", W4A8_KERNEL="")
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_bad_environment_is_an_error():
+    result = run("-m", "w4a8", W4A8_KERNEL="doesnotexist")
+    assert result.returncode == 1
+    assert "doesnotexist" in result.stderr
+    assert "scalar" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_bad_environment_stops_the_operators():
+    code = (
+        "import torch, w4a8\n"
+        "p = w4a8.dyn_quant_pack_4bit_weight(torch.zeros(2, 32).byte(), torch.ones(2, 2), None, 32, 64, 2)\n"
+        "w4a8.dyn_quant_matmul_4bit(torch.ones(1, 64), p, 32, 64, 2)\n"
+    )
+    result = run("-c", code, W4A8_KERNEL="doesnotexist")
+    assert result.returncode != 0
+    assert "doesnotexist" in result.stderr
+    assert "scalar" in result.stderr
+
+
+def test_wrappers_are_the_operators():
+    matrix = make_matrix(24, 64, 32)
+    packed, x = matrix.pack(), torch.randn(3, 64)
+    assert torch.equal(torch.ops.w4a8.dyn_quant_matmul_4bit(x, packed, 32, 64, 24), matmul(x, matrix, packed))
+
+
+def python_example():
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    assert len(blocks) == 1
+    return blocks[0]
+
+
+def test_the_example_of_the_readme():
+    code = python_example()
+    statements = [line for line in code.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    assert len(statements) <= 10
+    scope = {}
+    exec(compile(code, "README.md", "exec"), scope)
+    assert scope["y"].shape == scope["x"].shape
+    assert scope["y"].abs().max() > 0
+
+
+def test_the_readme_lists_the_operators():
+    text = (ROOT / "README.md").read_text()
+    for name in (
+        "dyn_quant_pack_4bit_weight",
+        "dyn_quant_unpack_4bit_weight",
+        "dyn_quant_matmul_4bit",
+        "dynamic_4bit_int_moe",
+    ):
+        assert name in text
+        assert hasattr(torch.ops.w4a8, name)
