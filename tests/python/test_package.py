@@ -160,19 +160,28 @@ def test_wrappers_are_the_operators():
     assert torch.equal(torch.ops.w4a8.dyn_quant_matmul_4bit(x, packed, 32, 64, 24), matmul(x, matrix, packed))
 
 
-def python_example():
+def python_examples():
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    assert len(blocks) == 1
-    return blocks[0]
+    assert len(blocks) == 2
+    return blocks
 
 
 def test_the_example_of_the_readme():
-    code = python_example()
+    code = python_examples()[0]
     statements = [line for line in code.splitlines() if line.strip() and not line.lstrip().startswith("#")]
     assert len(statements) <= 10
     scope = {}
     exec(compile(code, "README.md", "exec"), scope)
     assert scope["y"].shape == scope["x"].shape
+    assert scope["y"].abs().max() > 0
+
+
+def test_the_checkpoint_example_of_the_readme(monkeypatch):
+    pytest.importorskip("safetensors")
+    monkeypatch.chdir(ROOT)
+    scope = {"torch": torch, "w4a8": w4a8}
+    exec(compile(python_examples()[1], "README.md", "exec"), scope)
+    assert scope["y"].shape == (5, 256)
     assert scope["y"].abs().max() > 0
 
 
