@@ -129,3 +129,8 @@ def op_moe(moe, group_size, x, ids, weights, w13, w2, weight_on_input=False):
 
 ACTIVATIONS = list(MoEActivation)
 GROUP_SIZES = [-1, 32, 64, 128]
+
+
+def assert_packed(layer, w13, w2, group_size=32):
+    assert torch.equal(layer.w13_weight_packed, op_pack(w13, group_size))
+    assert torch.equal(layer.w2_weight_packed, op_pack(w2, group_size))
