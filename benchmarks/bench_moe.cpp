@@ -136,6 +136,7 @@ void bench(const Layers& layers, int64_t group, int64_t tokens, OmpParallel& par
   std::fill(std::begin(g_stage), std::end(g_stage), 0.0);
   double staged = 0;
   int64_t layer = 0;
+  int64_t read_at = 0;
   double bytes = 0;
   for (int64_t round = 0; round < rounds; ++round) {
     Batch batch(tokens, static_cast<uint64_t>(round) + 1);
@@ -150,11 +151,13 @@ void bench(const Layers& layers, int64_t group, int64_t tokens, OmpParallel& par
     op.push_back(run(*g_kernel));
     staged += run(timed);
 
-    // As many bytes as the experts of this call have, from a layer that was not just used.
-    const uint8_t* base = layers.w13.data() + (layer++ % layers.count) * kExperts * packed_bytes(layers.shape13);
-    const auto share = static_cast<int64_t>(bytes) / parallel.threads();
-    const int64_t room = layers.w13.data() + layers.w13.bytes() - base;
-    const int64_t each = std::min(share, room / parallel.threads());
+    // As many bytes as the experts of this call have. The place moves through all layers, so that none of it was just
+    // read.
+    const int64_t each = std::min(static_cast<int64_t>(bytes), layers.w13.bytes() / 2) / parallel.threads();
+    const int64_t total = each * parallel.threads();
+    if (read_at + total > layers.w13.bytes()) read_at = 0;
+    const uint8_t* base = layers.w13.data() + read_at;
+    read_at += total;
     uint64_t sink = 0;
     const double start = now_seconds();
     parallel.run(parallel.threads(), [&](int worker) {
@@ -162,7 +165,7 @@ void bench(const Layers& layers, int64_t group, int64_t tokens, OmpParallel& par
 #pragma omp atomic
       sink ^= sum;
     });
-    read.push_back((now_seconds() - start) * static_cast<double>(share) / static_cast<double>(each));
+    read.push_back((now_seconds() - start) * bytes / static_cast<double>(total));
     int64_t macs = 0;
     const double begin = now_seconds();
     parallel.run(parallel.threads(), [&](int worker) {
