@@ -33,7 +33,7 @@ inline constexpr int64_t kTileFloats = 32 * 1024;
 /// Into how many chunks the panels of each of `units` row blocks are cut, so that every worker gets many tasks to take
 /// and a tile [rows, 16 * chunk] has about kTileFloats. rows: of the largest unit.
 inline int64_t panel_chunks(int64_t panels, int64_t units, int64_t rows, int64_t workers) {
-  constexpr int64_t kTasksPerWorker = 16;
+  constexpr int64_t kTasksPerWorker = 8;
   const int64_t for_balance = workers == 1 ? 1 : ceil_div(kTasksPerWorker * workers, std::max<int64_t>(units, 1));
   const int64_t most_panels = std::max<int64_t>(2, kTileFloats / (kPanelColumns * std::max<int64_t>(rows, 1)));
   const int64_t chunks = std::max(for_balance, ceil_div(panels, most_panels));

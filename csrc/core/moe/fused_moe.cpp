@@ -172,13 +172,16 @@ class Chunk {
     chunks13_ = panel_chunks(plan.gate_panels, units13_, largest13 * 2, plan.workers);
     chunks2_ = panel_chunks(plan.out_panels, units2_, largest2, plan.workers);
     ld13_ = max_chunk(plan.gate_panels, chunks13_) * kPanelColumns;
+    // Small enough that every worker has some, large enough that taking a task costs nothing.
+    tokens_per_task_ = std::clamp<int64_t>(tokens_ / (4 * plan.workers), 1, 4);
+    rows_per_task_ = std::clamp<int64_t>(rows_ / (4 * plan.workers), 1, 8);
     gate_panels_ = plan.gate_panels;
     out_panels_ = plan.out_panels;
   }
 
   void run(Parallel& parallel, const WorkerBuffers& workers) {
-    const int64_t counts[] = {ceil_div(tokens_, kTokensPerTask), units13_ * chunks13_, ceil_div(rows_, kRowsPerTask),
-                              units2_ * chunks2_, ceil_div(tokens_, kTokensPerTask)};
+    const int64_t counts[] = {ceil_div(tokens_, tokens_per_task_), units13_ * chunks13_,
+                              ceil_div(rows_, rows_per_task_), units2_ * chunks2_, ceil_div(tokens_, tokens_per_task_)};
     run_phases(parallel, counts, [&](int phase, int64_t task, int worker) {
       switch (phase) {
         case 0: return quantize_tokens(task);
@@ -191,13 +194,10 @@ class Chunk {
   }
 
  private:
-  static constexpr int64_t kTokensPerTask = 4;
-  static constexpr int64_t kRowsPerTask = 8;
-
   // Quantizes each token once and copies the row to its slots, so that the rows of an expert are consecutive.
   void quantize_tokens(int64_t task) {
     const QuantizedRows& x = b_.x;
-    for (int64_t t = task * kTokensPerTask; t < std::min(tokens_, (task + 1) * kTokensPerTask); ++t) {
+    for (int64_t t = task * tokens_per_task_; t < std::min(tokens_, (task + 1) * tokens_per_task_); ++t) {
       const int64_t token = first_token_ + t;
       const int32_t* slot_row = b_.buckets.slot_row + t * args_.slots;
       int64_t first = -1;
@@ -251,7 +251,7 @@ class Chunk {
 
   void requantize(int64_t task) {
     const QuantizedRows& hq = b_.hq;
-    for (int64_t r = task * kRowsPerTask; r < std::min(rows_, (task + 1) * kRowsPerTask); ++r) {
+    for (int64_t r = task * rows_per_task_; r < std::min(rows_, (task + 1) * rows_per_task_); ++r) {
       kernel_.quantize_row(b_.h + r * args_.intermediate, DType::kFloat32, args_.intermediate, experts_.group2(),
                            hq.q + r * hq.stride, hq.starts + r * hq.groups, hq.quant + r);
     }
@@ -267,7 +267,7 @@ class Chunk {
   }
 
   void combine(int64_t task) {
-    for (int64_t t = task * kTokensPerTask; t < std::min(tokens_, (task + 1) * kTokensPerTask); ++t) {
+    for (int64_t t = task * tokens_per_task_; t < std::min(tokens_, (task + 1) * tokens_per_task_); ++t) {
       const int64_t token = first_token_ + t;
       kernel_.combine(b_.y, out_panels_ * kPanelColumns, b_.buckets.slot_row + t * args_.slots,
                       args_.weight_on_input ? nullptr : args_.weights + token * args_.slots, args_.slots, args_.hidden,
@@ -287,6 +287,8 @@ class Chunk {
   int64_t chunks13_ = 1;
   int64_t chunks2_ = 1;
   int64_t ld13_ = 0;
+  int64_t tokens_per_task_ = 1;
+  int64_t rows_per_task_ = 1;
   int64_t gate_panels_ = 0;
   int64_t out_panels_ = 0;
 };
