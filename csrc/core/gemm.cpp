@@ -1,6 +1,8 @@
 #include "core/gemm.h"
 
 #include <algorithm>
+#include <stdexcept>
+#include <string>
 
 #include "core/split.h"
 
@@ -29,21 +31,12 @@ const uint8_t* row_at(const void* x, DType dtype, int64_t row, int64_t k) {
   return static_cast<const uint8_t*>(x) + row * k * dtype_bytes(dtype);
 }
 
-}  // namespace
+// How the rows of a product come about: fills what a tile reads of row r. Called once for each row.
+using PrepareRow = FunctionRef<void(int64_t r, int8_t* q, int32_t* starts, RowQuant* quant)>;
 
-QuantizedRows QuantizedRows::slice(Slicer& slicer, int64_t rows, int64_t k, int64_t group) {
-  QuantizedRows result;
-  result.stride = row_stride(k);
-  result.groups = k / group;
-  if (rows > INT64_MAX / result.stride) slicer.take<uint8_t>(INT64_MAX);  // throws
-  result.q = slicer.take<int8_t>(rows * result.stride);
-  result.starts = slicer.take<int32_t>(rows * result.groups);
-  result.quant = slicer.take<RowQuant>(rows);
-  return result;
-}
-
-void matmul(const Kernel& kernel, Parallel& parallel, Workspace& workspace, const PackedMatrix& matrix, const void* x,
-            DType dtype, int64_t m, void* out) {
+// A null bias adds nothing beyond what is packed.
+void multiply(const Kernel& kernel, Parallel& parallel, Workspace& workspace, const PackedMatrix& matrix,
+              const float* bias, DType dtype, int64_t m, void* out, PrepareRow prepare) {
   if (m == 0) return;
   const PackedShape& shape = matrix.shape;
   SerialParallel serial;
@@ -65,8 +58,7 @@ void matmul(const Kernel& kernel, Parallel& parallel, Workspace& workspace, cons
     if (phase == 0) {
       const int64_t end = std::min(m, (task + 1) * kQuantizeRowsPerTask);
       for (int64_t r = task * kQuantizeRowsPerTask; r < end; ++r) {
-        kernel.quantize_row(row_at(x, dtype, r, shape.k), dtype, shape.k, shape.group, rows.q + r * rows.stride,
-                            rows.starts + r * rows.groups, rows.quant + r);
+        prepare(r, rows.q + r * rows.stride, rows.starts + r * rows.groups, rows.quant + r);
       }
       return;
     }
@@ -78,10 +70,68 @@ void matmul(const Kernel& kernel, Parallel& parallel, Workspace& workspace, cons
     const int64_t column = panels.begin * kPanelColumns;
     const int64_t columns = std::min(shape.n, panels.end * kPanelColumns) - column;
     for (int64_t r = 0; r < block.size(); ++r) {
+      for (int64_t c = 0; bias != nullptr && c < columns; ++c) tile[r * ldc + c] += bias[column + c];
       kernel.store_row(tile + r * ldc, columns, dtype,
                        static_cast<uint8_t*>(out) + ((block.begin + r) * shape.n + column) * dtype_bytes(dtype));
     }
   });
+}
+
+void check_zero_points(const GivenRows& rows, int64_t m) {
+  const int64_t low = rows.is_unsigned ? 0 : -128;
+  for (int64_t r = 0; r < m; ++r) {
+    const int64_t value = rows.zero_point[r];
+    if (value >= low && value <= low + 255) continue;
+    throw std::invalid_argument("the zero point of token " + std::to_string(r) + " is " + std::to_string(value) +
+                                ", expected " + std::to_string(low) + ".." + std::to_string(low + 255) + " for " +
+                                (rows.is_unsigned ? "uint8" : "int8") + " activations");
+  }
+}
+
+void take_row(const GivenRows& rows, int64_t r, const PackedShape& shape, int8_t* q, int32_t* starts, RowQuant* quant) {
+  const uint8_t* src = rows.q + r * shape.k;
+  const uint8_t flip = rows.is_unsigned ? 0x80 : 0;  // value - 128, as the bits of an int8
+  for (int64_t g = 0; g < shape.groups(); ++g) {
+    int32_t sum = 0;
+    for (int64_t i = g * shape.group; i < (g + 1) * shape.group; ++i) {
+      q[i] = static_cast<int8_t>(src[i] ^ flip);
+      sum += q[i];
+    }
+    starts[g] = -8 * sum;
+  }
+  std::fill(q + shape.k, q + shape.steps() * kStepK, int8_t{0});
+  *quant = {rows.scale[r], static_cast<int32_t>(rows.zero_point[r] - (rows.is_unsigned ? 128 : 0))};
+}
+
+}  // namespace
+
+QuantizedRows QuantizedRows::slice(Slicer& slicer, int64_t rows, int64_t k, int64_t group) {
+  QuantizedRows result;
+  result.stride = row_stride(k);
+  result.groups = k / group;
+  if (rows > INT64_MAX / result.stride) slicer.take<uint8_t>(INT64_MAX);  // throws
+  result.q = slicer.take<int8_t>(rows * result.stride);
+  result.starts = slicer.take<int32_t>(rows * result.groups);
+  result.quant = slicer.take<RowQuant>(rows);
+  return result;
+}
+
+void matmul(const Kernel& kernel, Parallel& parallel, Workspace& workspace, const PackedMatrix& matrix, const void* x,
+            DType dtype, int64_t m, void* out) {
+  const PackedShape& shape = matrix.shape;
+  multiply(kernel, parallel, workspace, matrix, nullptr, dtype, m, out,
+           [&](int64_t r, int8_t* q, int32_t* starts, RowQuant* quant) {
+             kernel.quantize_row(row_at(x, dtype, r, shape.k), dtype, shape.k, shape.group, q, starts, quant);
+           });
+}
+
+void matmul_quantized(const Kernel& kernel, Parallel& parallel, Workspace& workspace, const PackedMatrix& matrix,
+                      const GivenRows& rows, const float* bias, DType dtype, int64_t m, void* out) {
+  check_zero_points(rows, m);
+  multiply(kernel, parallel, workspace, matrix, bias, dtype, m, out,
+           [&](int64_t r, int8_t* q, int32_t* starts, RowQuant* quant) {
+             take_row(rows, r, matrix.shape, q, starts, quant);
+           });
 }
 
 void quantize_rows(const Kernel& kernel, Parallel& parallel, Workspace& workspace, const void* x, DType dtype,

@@ -27,6 +27,19 @@ struct QuantizedRows {
 void matmul(const Kernel& kernel, Parallel& parallel, Workspace& workspace, const PackedMatrix& matrix, const void* x,
             DType dtype, int64_t m, void* out);
 
+/// Rows that the caller has quantized: x ~ (q - zero_point) * scale.
+struct GivenRows {
+  const uint8_t* q;           ///< [m, k] int8, or uint8 when is_unsigned
+  bool is_unsigned;           ///< q and zero_point count from 0: both are taken less 128
+  const float* scale;         ///< [m]; NaN makes the row NaN
+  const int64_t* zero_point;  ///< [m], in [-128, 127] once taken less 128
+};
+
+/// out[m, n] = the given rows times the packed matrix, plus bias[n] (null: none), rounded once to `dtype`.
+/// Throws std::invalid_argument naming the first token whose zero point is out of range.
+void matmul_quantized(const Kernel& kernel, Parallel& parallel, Workspace& workspace, const PackedMatrix& matrix,
+                      const GivenRows& rows, const float* bias, DType dtype, int64_t m, void* out);
+
 /// The row quantizer alone: q [m, k], recip [m], zero_point [m]. x: contiguous [m, k] of `dtype`.
 void quantize_rows(const Kernel& kernel, Parallel& parallel, Workspace& workspace, const void* x, DType dtype,
                    int64_t m, int64_t k, int8_t* q, float* recip, int32_t* zero_point);

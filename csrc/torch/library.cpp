@@ -19,6 +19,12 @@ TORCH_LIBRARY(w4a8, m) {
       "dyn_quant_matmul_4bit(Tensor inp, Tensor packed_weights, int block_size, int in_features, int out_features) -> "
       "Tensor");
   m.def(
+      "dynamic_per_token_int8_quant(Tensor x, bool use_sym_quant, int bits) -> (Tensor q, Tensor scale, Tensor "
+      "zero_point)");
+  m.def(
+      "int4_gemm_w4a8(Tensor quant_x, Tensor x_scale, Tensor x_zero, Tensor weight, Tensor weight_scale, Tensor "
+      "weight_zero_point, int group_size, Tensor? g_idx, Tensor? bias, ScalarType? out_dtype=None) -> Tensor");
+  m.def(
       "dynamic_4bit_int_moe(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w13_packed, Tensor w2_packed, int "
       "H, "
       "int I, int I2, int group_size, bool apply_router_weight_on_input, int activation_kind) -> Tensor");
@@ -32,6 +38,8 @@ TORCH_LIBRARY_IMPL(w4a8, CPU, m) {
   m.impl("dyn_quant_pack_4bit_weight", w4a8::NamedOp<"dyn_quant_pack_4bit_weight", w4a8::pack_cpu>::call);
   m.impl("dyn_quant_unpack_4bit_weight", w4a8::NamedOp<"dyn_quant_unpack_4bit_weight", w4a8::unpack_cpu>::call);
   m.impl("dyn_quant_matmul_4bit", w4a8::NamedOp<"dyn_quant_matmul_4bit", w4a8::matmul_cpu>::call);
+  m.impl("dynamic_per_token_int8_quant", w4a8::NamedOp<"dynamic_per_token_int8_quant", w4a8::token_quant_cpu>::call);
+  m.impl("int4_gemm_w4a8", w4a8::NamedOp<"int4_gemm_w4a8", w4a8::int4_gemm_cpu>::call);
   m.impl("dynamic_4bit_int_moe", w4a8::NamedOp<"dynamic_4bit_int_moe", w4a8::moe_cpu>::call);
   m.impl("dynamic_4bit_int_moe.gated", w4a8::NamedOp<"dynamic_4bit_int_moe", w4a8::moe_gated_cpu>::call);
 }
@@ -40,14 +48,16 @@ TORCH_LIBRARY_IMPL(w4a8, CPU, m) {
 TORCH_LIBRARY_IMPL(w4a8, Meta, m) {
   m.impl("dyn_quant_pack_4bit_weight", w4a8::NamedOp<"dyn_quant_pack_4bit_weight", w4a8::pack_meta>::call);
   m.impl("dyn_quant_matmul_4bit", w4a8::NamedOp<"dyn_quant_matmul_4bit", w4a8::matmul_meta>::call);
+  m.impl("dynamic_per_token_int8_quant", w4a8::NamedOp<"dynamic_per_token_int8_quant", w4a8::token_quant_meta>::call);
+  m.impl("int4_gemm_w4a8", w4a8::NamedOp<"int4_gemm_w4a8", w4a8::int4_gemm_meta>::call);
   m.impl("dynamic_4bit_int_moe", w4a8::NamedOp<"dynamic_4bit_int_moe", w4a8::moe_meta>::call);
   m.impl("dynamic_4bit_int_moe.gated", w4a8::NamedOp<"dynamic_4bit_int_moe", w4a8::moe_gated_meta>::call);
 }
 
 // torch 1.13 has no fallback for this key: without it Meta tensors would need inference mode.
 TORCH_LIBRARY_IMPL(w4a8, AutogradMeta, m) {
-  for (const char* name :
-       {"dyn_quant_pack_4bit_weight", "dyn_quant_matmul_4bit", "dynamic_4bit_int_moe", "dynamic_4bit_int_moe.gated"}) {
+  for (const char* name : {"dyn_quant_pack_4bit_weight", "dyn_quant_matmul_4bit", "dynamic_per_token_int8_quant",
+                           "int4_gemm_w4a8", "dynamic_4bit_int_moe", "dynamic_4bit_int_moe.gated"}) {
     m.impl(name, torch::CppFunction::makeFallthrough());
   }
 }
@@ -71,6 +81,19 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> dyn_quant_unpack_4bit_weight(cons
 at::Tensor dyn_quant_matmul_4bit(const at::Tensor& inp, const at::Tensor& packed_weights, int64_t block_size,
                                  int64_t in_features, int64_t out_features) {
   return NamedOp<"dyn_quant_matmul_4bit", matmul_cpu>::call(inp, packed_weights, block_size, in_features, out_features);
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> dynamic_per_token_int8_quant(const at::Tensor& x, bool use_sym_quant,
+                                                                            int64_t bits) {
+  return NamedOp<"dynamic_per_token_int8_quant", token_quant_cpu>::call(x, use_sym_quant, bits);
+}
+
+at::Tensor int4_gemm_w4a8(const at::Tensor& quant_x, const at::Tensor& x_scale, const at::Tensor& x_zero,
+                          const at::Tensor& weight, const at::Tensor& weight_scale, const at::Tensor& weight_zero_point,
+                          int64_t group_size, const c10::optional<at::Tensor>& g_idx,
+                          const c10::optional<at::Tensor>& bias, c10::optional<at::ScalarType> out_dtype) {
+  return NamedOp<"int4_gemm_w4a8", int4_gemm_cpu>::call(quant_x, x_scale, x_zero, weight, weight_scale,
+                                                        weight_zero_point, group_size, g_idx, bias, out_dtype);
 }
 
 at::Tensor dynamic_4bit_int_moe(const at::Tensor& x, const at::Tensor& topk_ids, const at::Tensor& topk_weights,

@@ -20,6 +20,18 @@ at::Tensor matmul_cpu(const at::Tensor& inp, const at::Tensor& packed_weights, i
 at::Tensor matmul_meta(const at::Tensor& inp, const at::Tensor& packed_weights, int64_t block_size, int64_t in_features,
                        int64_t out_features);
 
+std::tuple<at::Tensor, at::Tensor, at::Tensor> token_quant_cpu(const at::Tensor& x, bool use_sym_quant, int64_t bits);
+std::tuple<at::Tensor, at::Tensor, at::Tensor> token_quant_meta(const at::Tensor& x, bool use_sym_quant, int64_t bits);
+
+at::Tensor int4_gemm_cpu(const at::Tensor& quant_x, const at::Tensor& x_scale, const at::Tensor& x_zero,
+                         const at::Tensor& weight, const at::Tensor& weight_scale, const at::Tensor& weight_zero_point,
+                         int64_t group_size, const c10::optional<at::Tensor>& g_idx,
+                         const c10::optional<at::Tensor>& bias, c10::optional<at::ScalarType> out_dtype);
+at::Tensor int4_gemm_meta(const at::Tensor& quant_x, const at::Tensor& x_scale, const at::Tensor& x_zero,
+                          const at::Tensor& weight, const at::Tensor& weight_scale, const at::Tensor& weight_zero_point,
+                          int64_t group_size, const c10::optional<at::Tensor>& g_idx,
+                          const c10::optional<at::Tensor>& bias, c10::optional<at::ScalarType> out_dtype);
+
 at::Tensor moe_cpu(const at::Tensor& x, const at::Tensor& topk_ids, const at::Tensor& topk_weights,
                    const at::Tensor& w13_packed, const at::Tensor& w2_packed, int64_t H, int64_t I, int64_t I2,
                    int64_t group_size, bool apply_router_weight_on_input, int64_t activation_kind);

@@ -28,6 +28,22 @@ W4A8_EXPORT std::tuple<at::Tensor, at::Tensor, at::Tensor> dyn_quant_unpack_4bit
 W4A8_EXPORT at::Tensor dyn_quant_matmul_4bit(const at::Tensor& inp, const at::Tensor& packed_weights,
                                              int64_t block_size, int64_t in_features, int64_t out_features);
 
+/// Quantizes x [..., K] (float32, bfloat16, float16) per token to `bits` bits, 2..8: (q, scale, zero_point), q int8
+/// when use_sym_quant, else uint8; scale [..., 1] of x's type; zero_point int32 [..., 1].
+W4A8_EXPORT std::tuple<at::Tensor, at::Tensor, at::Tensor> dynamic_per_token_int8_quant(const at::Tensor& x,
+                                                                                        bool use_sym_quant,
+                                                                                        int64_t bits);
+
+/// quant_x [..., K] (int8 or uint8, with x_scale and x_zero [..., 1]) times int4 weights: [..., N] of out_dtype
+/// (float16 by default). weight: int32 [K/8, N] (nibble i of word j is k = 8j + i, value + 8) with weight_scale [K/g,
+/// N], or a packed matrix, when weight_scale may be empty ([0, N] tells Meta tensors N). weight_zero_point: 8. g_idx:
+/// none.
+W4A8_EXPORT at::Tensor int4_gemm_w4a8(const at::Tensor& quant_x, const at::Tensor& x_scale, const at::Tensor& x_zero,
+                                      const at::Tensor& weight, const at::Tensor& weight_scale,
+                                      const at::Tensor& weight_zero_point, int64_t group_size,
+                                      const c10::optional<at::Tensor>& g_idx, const c10::optional<at::Tensor>& bias,
+                                      c10::optional<at::ScalarType> out_dtype = c10::nullopt);
+
 /// The fused mixture-of-experts layer. x: [..., H]; topk_ids: int32 or int64 [T, k], -1 skips the slot; topk_weights:
 /// floating [T, k]; w13_packed: uint8 [E, bytes], I2 x H; w2_packed: [E, bytes], H x I. I2: 2 * I (gated) or I.
 /// group_size: -1 is channelwise. activation_kind: 0..7, docs/numerics.md section 5. Returns the shape and type of x.

@@ -23,6 +23,8 @@ from w4a8.ops import (
     dyn_quant_pack_4bit_weight,
     dyn_quant_unpack_4bit_weight,
     dynamic_4bit_int_moe,
+    dynamic_per_token_int8_quant,
+    int4_gemm_w4a8,
     read_header,
 )
 
@@ -38,6 +40,8 @@ __all__ = [
     "dyn_quant_pack_4bit_weight",
     "dyn_quant_unpack_4bit_weight",
     "dynamic_4bit_int_moe",
+    "dynamic_per_token_int8_quant",
+    "int4_gemm_w4a8",
     "kernels",
     "load",
     "read_header",

@@ -98,6 +98,60 @@ def dyn_quant_matmul_4bit(
     return torch.ops.w4a8.dyn_quant_matmul_4bit.default(inp, packed_weights, block_size, in_features, out_features)
 
 
+def dynamic_per_token_int8_quant(
+    x: torch.Tensor, use_sym_quant: bool, bits: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Quantizes each row of x to integers: ``x ~ (q - zero_point) * scale`` (docs/numerics.md, section 6).
+
+    Args:
+        x: float32, bfloat16 or float16 [..., K]; zero rows allowed.
+        use_sym_quant: to signed integers around zero, or to unsigned ones with a zero point.
+        bits: 2 to 8.
+
+    Returns:
+        q [..., K], int8 when symmetric, else uint8; scale [..., 1] in the dtype of x; zero_point int32 [..., 1]: 0 when
+        symmetric, else in [0, 2**bits - 1]. A row with a NaN or an infinity has q = 0 and a scale of NaN.
+    """
+    return torch.ops.w4a8.dynamic_per_token_int8_quant.default(x, use_sym_quant, bits)
+
+
+def int4_gemm_w4a8(
+    quant_x: torch.Tensor,
+    x_scale: torch.Tensor,
+    x_zero: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    weight_zero_point: torch.Tensor,
+    group_size: int,
+    g_idx: Optional[torch.Tensor],
+    bias: Optional[torch.Tensor],
+    out_dtype: Optional[torch.dtype] = None,
+) -> torch.Tensor:
+    """``((quant_x - x_zero) * x_scale) @ W + bias`` for activations that are quantized already.
+
+    Args:
+        quant_x: int8 or uint8 [..., K], as dynamic_per_token_int8_quant gives it.
+        x_scale: floating point [..., 1].
+        x_zero: int32, int8 or int64 [..., 1], in the range of quant_x's dtype.
+        weight: int32 [K/8, N] of any strides, nibble i of word j = value of k = 8 j + i, plus 8; or the uint8 [bytes]
+            of dyn_quant_pack_4bit_weight. The int32 form is packed anew by each call; the bits are the same.
+        weight_scale: float32, bfloat16 or float16 [K / group_size, N]. Not read when weight is packed, and may then be
+            empty; as [0, N] it still tells Meta tensors (torch.compile) N.
+        weight_zero_point: integers of value 8 (symmetric weights); may be empty when weight is packed.
+        group_size: values of k per scale, a multiple of 32 that divides K; -1 or K is channelwise.
+        g_idx: None; act-order is not supported.
+        bias: floating point [N], or None; added in float32.
+        out_dtype: float16 (None), bfloat16 or float32.
+
+    Returns:
+        [..., N] of out_dtype.
+    """
+    op = torch.ops.w4a8.int4_gemm_w4a8.default
+    return op(
+        quant_x, x_scale, x_zero, weight, weight_scale, weight_zero_point, group_size, g_idx, bias, out_dtype=out_dtype
+    )
+
+
 def dynamic_4bit_int_moe(
     x: torch.Tensor,
     topk_ids: torch.Tensor,

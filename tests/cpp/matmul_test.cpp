@@ -147,6 +147,66 @@ TEST_P(MatmulTest, ExtremeRows) {
   for (std::size_t i = 0; i < out.size(); ++i) EXPECT_FALSE(std::isnan(out[i])) << "finite input, row " << i / 17;
 }
 
+// Rows quantized by the caller, signed and unsigned, with a bias of the call: the tiles of matmul, other preparation.
+TEST_P(MatmulTest, GivenRows) {
+  W4A8_TRACE_SEED();
+  Rng rng(66);
+  ThreadParallel threads(3);
+  for (const int64_t group : {int64_t{160}, int64_t{32}}) {
+    const PackedShape shape{41, 160, group, DType::kFloat32, false};
+    const ref::Weights weights = random_weights(rng, shape);
+    const Packed packed = pack_one(shape, weights);
+    std::vector<float> bias(41);
+    for (float& value : bias) value = rng.normal();
+    for (const int64_t m : {0, 1, 7, 30}) {
+      for (const int offset : {0, 128}) {
+        std::vector<ref::Row> rows(static_cast<std::size_t>(m));
+        std::vector<uint8_t> q;
+        std::vector<float> scale;
+        std::vector<int64_t> zero;
+        for (ref::Row& row : rows) {
+          row.recip = rng.uniform(0.001f, 1.0f);
+          row.zero_point = static_cast<int>(rng.integer(-128, 127));
+          for (int64_t i = 0; i < shape.k; ++i) row.q.push_back(static_cast<int>(rng.integer(-128, 127)));
+          for (const int value : row.q) q.push_back(static_cast<uint8_t>(value + offset));
+          scale.push_back(row.recip);
+          zero.push_back(row.zero_point + offset);
+        }
+        std::vector<float> out(static_cast<std::size_t>(m * shape.n));
+        const GivenRows given = {q.data(), offset != 0, scale.data(), zero.data()};
+        matmul_quantized(kernel(), threads, workspace_, packed.matrix(), given, bias.data(), DType::kFloat32, m,
+                         out.data());
+        for (int64_t i = 0; i < m * shape.n; ++i) {
+          const float wanted = ref::dot(rows[static_cast<std::size_t>(i / shape.n)], weights, i % shape.n) +
+                               bias[static_cast<std::size_t>(i % shape.n)];
+          ASSERT_EQ(float_bits(out[static_cast<std::size_t>(i)]), float_bits(wanted)) << "element " << i;
+        }
+      }
+    }
+  }
+}
+
+TEST_P(MatmulTest, GivenZeroPointsAreChecked) {
+  Rng rng(67);
+  SerialParallel serial;
+  const PackedShape shape{16, 32, 32, DType::kFloat32, false};
+  const Packed packed = pack_one(shape, random_weights(rng, shape));
+  const std::vector<uint8_t> q(64);
+  const std::vector<float> scale = {1, 1};
+  std::vector<float> out(32);
+  for (const bool is_unsigned : {false, true}) {
+    const int64_t low = is_unsigned ? 0 : -128;
+    for (const int64_t bad : {low - 1, low + 256}) {
+      const std::vector<int64_t> zero = {low, bad};
+      const std::string message = message_of([&] {
+        matmul_quantized(kernel(), serial, workspace_, packed.matrix(),
+                         {q.data(), is_unsigned, scale.data(), zero.data()}, nullptr, DType::kFloat32, 2, out.data());
+      });
+      EXPECT_NE(message.find("zero point of token 1 is " + std::to_string(bad)), std::string::npos) << message;
+    }
+  }
+}
+
 TEST_P(MatmulTest, NoRowsTouchNothing) {
   Rng rng(65);
   SerialParallel serial;

@@ -1,0 +1,198 @@
+// Activations quantized by the caller: the per-token quantizer and int4_gemm_w4a8. Checks and views; the core computes.
+#include "core/gemm.h"
+#include "core/pack.h"
+#include "core/token_quant.h"
+#include "kernels/registry.h"
+#include "torch/checks.h"
+#include "torch/context.h"
+#include "torch/ops.h"
+
+namespace w4a8 {
+namespace {
+
+void check_token_quant(const at::Tensor& x, int64_t bits) {
+  activation_dtype("x", x);
+  TORCH_CHECK(x.dim() >= 1, "x has no dimensions, expected [..., K]");
+  TORCH_CHECK(bits >= 2 && bits <= 8, "bits is ", bits, ", expected 2..8");
+}
+
+bool is_packed(const at::Tensor& weight) { return weight.scalar_type() == at::kByte; }
+
+DType output_dtype(c10::optional<at::ScalarType> out_dtype) {
+  switch (out_dtype.value_or(at::kHalf)) {
+    case at::kFloat: return DType::kFloat32;
+    case at::kBFloat16: return DType::kBFloat16;
+    case at::kHalf: return DType::kFloat16;
+    default: TORCH_CHECK(false, "out_dtype is ", *out_dtype, ", expected float16 (the default), bfloat16 or float32");
+  }
+}
+
+// Everything that does not need sizes or data, for CPU and Meta alike.
+void check_gemm_types(const at::Tensor& quant_x, const at::Tensor& x_scale, const at::Tensor& x_zero,
+                      const at::Tensor& weight, const at::Tensor& weight_scale, const at::Tensor& weight_zero_point,
+                      const c10::optional<at::Tensor>& g_idx, const c10::optional<at::Tensor>& bias,
+                      c10::optional<at::ScalarType> out_dtype) {
+  const auto floating = [](const char* name, const at::Tensor& tensor) {
+    TORCH_CHECK(at::isFloatingType(tensor.scalar_type()), name, " has dtype ", tensor.scalar_type(),
+                ", expected a floating point type");
+  };
+  TORCH_CHECK(!g_idx.has_value(), "g_idx is given, expected none: reordered activations (act-order) are not supported");
+  TORCH_CHECK(quant_x.scalar_type() == at::kChar || quant_x.scalar_type() == at::kByte, "quant_x has dtype ",
+              quant_x.scalar_type(), ", expected int8 or uint8");
+  TORCH_CHECK(quant_x.dim() >= 1, "quant_x has no dimensions, expected [..., K]");
+  floating("x_scale", x_scale);
+  const auto zero_type = x_zero.scalar_type();
+  TORCH_CHECK(zero_type == at::kInt || zero_type == at::kChar || zero_type == at::kLong, "x_zero has dtype ", zero_type,
+              ", expected int32, int8 or int64");
+  TORCH_CHECK(weight.scalar_type() == at::kInt || is_packed(weight), "weight has dtype ", weight.scalar_type(),
+              ", expected int32 [K/8, N], or uint8 [bytes] as dyn_quant_pack_4bit_weight returns it");
+  if (is_packed(weight)) {
+    check_packed("weight", weight, /*stack=*/false);
+  } else {
+    TORCH_CHECK(weight.dim() == 2, "weight has ", weight.dim(), " dimensions, expected int32 [K/8, N]");
+    const auto type = weight_scale.scalar_type();
+    TORCH_CHECK(type == at::kFloat || type == at::kBFloat16 || type == at::kHalf, "weight_scale has dtype ", type,
+                ", expected float32, bfloat16 or float16");
+  }
+  TORCH_CHECK(at::isIntegralType(weight_zero_point.scalar_type(), /*includeBool=*/false),
+              "weight_zero_point has dtype ", weight_zero_point.scalar_type(), ", expected an integer type");
+  if (bias.has_value()) floating("bias", *bias);
+  output_dtype(out_dtype);
+}
+
+// x_scale or x_zero: one value for each token of quant_x.
+void check_per_token(const char* name, const at::Tensor& tensor, const at::Tensor& quant_x) {
+  std::vector<int64_t> sizes = quant_x.sizes().vec();
+  sizes.back() = 1;
+  TORCH_CHECK(tensor.sizes() == at::IntArrayRef(sizes), name, " has shape ", shape_text(tensor.sizes()), ", expected ",
+              shape_text(sizes), " for quant_x of shape ", shape_text(quant_x.sizes()));
+}
+
+void check_weight_zero_point(const at::Tensor& weight_zero_point, bool may_be_empty) {
+  const at::Tensor zero = weight_zero_point.to(at::kLong).contiguous();
+  TORCH_CHECK(may_be_empty || zero.numel() > 0, "weight_zero_point is empty, expected the value 8");
+  const auto* values = zero.data_ptr<int64_t>();
+  for (int64_t i = 0; i < zero.numel(); ++i) {
+    TORCH_CHECK(values[i] == 8, "weight_zero_point is ", values[i],
+                ", expected 8: only symmetric weight quantization is supported");
+  }
+}
+
+PackedMatrix open_weight(const at::Tensor& packed, const at::Tensor& weight_scale, int64_t k, int64_t group_size) {
+  const auto* data = packed.data_ptr<uint8_t>();
+  const PackedShape shape = read_header(data, packed.numel(), "weight");
+  TORCH_CHECK(weight_scale.dim() != 2 || weight_scale.size(1) == shape.n, "weight_scale has shape ",
+              shape_text(weight_scale.sizes()), ", expected [K/g, ", shape.n,
+              "] or an empty tensor: the packed weight has ", shape.n, " columns");
+  TORCH_CHECK(weight_scale.dim() == 2 || weight_scale.numel() == 0, "weight_scale has shape ",
+              shape_text(weight_scale.sizes()), ", expected [K/g, ", shape.n, "] or an empty tensor");
+  return open_packed(data, packed.numel(), shape.n, k, group_size == -1 ? k : group_size, "weight");
+}
+
+// weight int32 [K/8, N] -> packed. Its transpose's little-endian bytes are the nibbles in the order of k.
+at::Tensor pack_words(const at::Tensor& weight, const at::Tensor& weight_scale, int64_t k, int64_t group_size) {
+  TORCH_CHECK(weight.size(0) * 8 == k, "weight has shape ", shape_text(weight.sizes()),
+              ", expected int32 [K/8, N] with ", "8 * size(0) = K = ", k, ", the last dimension of quant_x");
+  PackedShape shape = matrix_shape(group_size == -1 ? k : group_size, k, weight.size(1));
+  TORCH_CHECK(weight_scale.dim() == 2 && weight_scale.size(0) == shape.groups() && weight_scale.size(1) == shape.n,
+              "weight_scale has shape ", shape_text(weight_scale.sizes()), ", expected [", shape.groups(), ", ",
+              shape.n, "] for group_size = ", group_size);
+  const bool narrow = weight_scale.scalar_type() == at::kBFloat16;  // float16 widens to float32 exactly
+  shape.scale_dtype = narrow ? DType::kBFloat16 : DType::kFloat32;
+  const at::Tensor words = weight.t().contiguous();
+  const at::Tensor scales = weight_scale.t().to(narrow ? at::kBFloat16 : at::kFloat).contiguous();
+  at::Tensor packed = at::empty({packed_bytes(shape)}, weight.options().dtype(at::kByte));
+  const RawWeights raw = {static_cast<const uint8_t*>(words.data_ptr()), scales.data_ptr(), nullptr};
+  AtenParallel parallel;
+  pack(shape, 1, raw, packed.data_ptr<uint8_t>(), parallel);
+  return packed;
+}
+
+}  // namespace
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> token_quant_cpu(const at::Tensor& x, bool use_sym_quant, int64_t bits) {
+  check_cpu("x", x);
+  check_token_quant(x, bits);
+  const at::Tensor input = x.contiguous();
+  std::vector<int64_t> sizes = input.sizes().vec();
+  const int64_t k = sizes.back();
+  sizes.back() = 1;
+  at::Tensor q = at::empty(input.sizes(), input.options().dtype(use_sym_quant ? at::kChar : at::kByte));
+  at::Tensor scale = at::empty(sizes, input.options());
+  at::Tensor zero_point = at::empty(sizes, input.options().dtype(at::kInt));
+  AtenParallel parallel;
+  quantize_per_token(parallel, input.data_ptr(), activation_dtype("x", input), scale.numel(), k, use_sym_quant,
+                     static_cast<int>(bits), static_cast<uint8_t*>(q.data_ptr()), scale.data_ptr(),
+                     zero_point.data_ptr<int32_t>());
+  return {q, scale, zero_point};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> token_quant_meta(const at::Tensor& x, bool use_sym_quant, int64_t bits) {
+  check_token_quant(x, bits);
+  std::vector<c10::SymInt> sizes(x.sym_sizes().begin(), x.sym_sizes().end());
+  at::Tensor q = at::empty_symint(sizes, x.options().dtype(use_sym_quant ? at::kChar : at::kByte));
+  sizes.back() = 1;
+  return {q, at::empty_symint(sizes, x.options()), at::empty_symint(sizes, x.options().dtype(at::kInt))};
+}
+
+at::Tensor int4_gemm_cpu(const at::Tensor& quant_x, const at::Tensor& x_scale, const at::Tensor& x_zero,
+                         const at::Tensor& weight, const at::Tensor& weight_scale, const at::Tensor& weight_zero_point,
+                         int64_t group_size, const c10::optional<at::Tensor>& g_idx,
+                         const c10::optional<at::Tensor>& bias, c10::optional<at::ScalarType> out_dtype) {
+  check_gemm_types(quant_x, x_scale, x_zero, weight, weight_scale, weight_zero_point, g_idx, bias, out_dtype);
+  check_cpu("quant_x", quant_x);
+  check_cpu("x_scale", x_scale);
+  check_cpu("x_zero", x_zero);
+  check_cpu("weight", weight);
+  check_cpu("weight_scale", weight_scale);
+  check_cpu("weight_zero_point", weight_zero_point);
+  check_per_token("x_scale", x_scale, quant_x);
+  check_per_token("x_zero", x_zero, quant_x);
+  check_weight_zero_point(weight_zero_point, is_packed(weight));
+  const int64_t k = quant_x.size(-1);
+  const at::Tensor packed = is_packed(weight) ? weight.contiguous() : pack_words(weight, weight_scale, k, group_size);
+  const PackedMatrix matrix = open_weight(packed, weight_scale, k, group_size);
+  at::Tensor addend;
+  if (bias.has_value()) {
+    check_cpu("bias", *bias);
+    TORCH_CHECK(bias->dim() == 1 && bias->size(0) == matrix.shape.n, "bias has shape ", shape_text(bias->sizes()),
+                ", expected [", matrix.shape.n, "]");
+    TORCH_CHECK(!matrix.shape.has_bias, "bias is given, but the packed weight has one already");
+    addend = bias->to(at::kFloat).contiguous();
+  }
+  const at::Tensor q = quant_x.contiguous();
+  const at::Tensor scale = x_scale.to(at::kFloat).contiguous();
+  const at::Tensor zero = x_zero.to(at::kLong).contiguous();
+  std::vector<int64_t> sizes = q.sizes().vec();
+  sizes.back() = matrix.shape.n;
+  at::Tensor out = at::empty(sizes, q.options().dtype(out_dtype.value_or(at::kHalf)));
+  const GivenRows rows = {static_cast<const uint8_t*>(q.data_ptr()), q.scalar_type() == at::kByte,
+                          scale.data_ptr<float>(), zero.data_ptr<int64_t>()};
+  AtenParallel parallel;
+  matmul_quantized(active_kernel(), parallel, thread_workspace(), matrix, rows,
+                   addend.defined() ? addend.data_ptr<float>() : nullptr, output_dtype(out_dtype), scale.numel(),
+                   out.data_ptr());
+  return out;
+}
+
+at::Tensor int4_gemm_meta(const at::Tensor& quant_x, const at::Tensor& x_scale, const at::Tensor& x_zero,
+                          const at::Tensor& weight, const at::Tensor& weight_scale, const at::Tensor& weight_zero_point,
+                          int64_t /*group_size*/, const c10::optional<at::Tensor>& g_idx,
+                          const c10::optional<at::Tensor>& bias, c10::optional<at::ScalarType> out_dtype) {
+  check_gemm_types(quant_x, x_scale, x_zero, weight, weight_scale, weight_zero_point, g_idx, bias, out_dtype);
+  std::vector<c10::SymInt> sizes(quant_x.sym_sizes().begin(), quant_x.sym_sizes().end());
+  if (!is_packed(weight)) {
+    TORCH_CHECK(weight.sym_sizes()[0] * 8 == sizes.back(), "quant_x has last dimension ", sizes.back(),
+                ", expected K = 8 * ", weight.sym_sizes()[0]);
+    sizes.back() = weight.sym_sizes()[1];
+  } else if (weight_scale.dim() == 2) {
+    sizes.back() = weight_scale.sym_sizes()[1];
+  } else {
+    TORCH_CHECK(bias.has_value() && bias->dim() == 1, "weight_scale has ", weight_scale.dim(),
+                " dimensions: without data, a packed weight needs it as [K/g, N] or [0, N], which tells N");
+    sizes.back() = bias->sym_sizes()[0];
+  }
+  return at::empty_symint(sizes, quant_x.options().dtype(out_dtype.value_or(at::kHalf)));
+}
+
+}  // namespace w4a8
