@@ -19,6 +19,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import w4a8
 from w4a8.moe import RoutedExperts
+from w4a8.nn import W4A8Linear
 
 _QUANTIZED_SUFFIXES = (".weight_packed", ".weight_scale", ".weight_shape")
 
@@ -92,6 +93,11 @@ class Checkpoint:
         # An int32 holds eight values from its lowest bits up. Its little-endian bytes are then the nibbles in order.
         return Int4Matrix(packed.view(torch.uint8), self._file.get_tensor(f"{name}.weight_scale"))
 
+    def linear(self, name: str) -> W4A8Linear:
+        """The quantized Linear called ``name`` as a module of the ``w4a8`` ops."""
+        packed, scale, shape = (self._file.get_tensor(name + suffix) for suffix in _QUANTIZED_SUFFIXES)
+        return W4A8Linear.from_compressed_tensors(packed, scale, shape)
+
     def experts(self, block: str) -> tuple[Int4Matrix, Int4Matrix]:
         """The experts of one MoE block: w13 [E, 2I, H], gate rows first and then up, and w2 [E, H, I]."""
         names = [f"{block}.experts.{e}" for e in range(self.config.num_experts)]
@@ -102,24 +108,6 @@ class Checkpoint:
         )
         w2 = Int4Matrix(torch.stack([d.nibbles for d in down]), torch.stack([d.scales for d in down]))
         return w13, w2
-
-
-class W4A8Linear(nn.Module):
-    """A bias-free Linear with int4 weights and activations quantized on the fly: [..., K] to [..., N]."""
-
-    packed: Tensor
-
-    def __init__(self, weight: Int4Matrix) -> None:
-        super().__init__()
-        self.block_size = weight.block_size
-        self.in_features = weight.in_features
-        self.out_features = weight.out_features
-        self.register_buffer("packed", weight.pack(), persistent=False)
-
-    def forward(self, inp: Tensor) -> Tensor:
-        return torch.ops.w4a8.dyn_quant_matmul_4bit(
-            inp, self.packed, self.block_size, self.in_features, self.out_features
-        )
 
 
 class W4A8SparseMoeBlock(nn.Module):
@@ -186,7 +174,7 @@ def load_w4a8(directory: Path) -> Qwen3MoeForCausalLM:
         model.set_submodule(block, W4A8SparseMoeBlock(model.get_submodule(block).gate, experts))
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     for name in filter(checkpoint.is_quantized, linears):
-        model.set_submodule(name, W4A8Linear(checkpoint.matrix(name)))
+        model.set_submodule(name, checkpoint.linear(name))
     # The experts have their weights already.
     model.load_state_dict(checkpoint.float_tensors(), strict=False, assign=True)
     missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]

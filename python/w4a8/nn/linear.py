@@ -1,0 +1,136 @@
+"""A linear layer with int4 weights whose input is quantized to int8 on the fly."""
+
+from __future__ import annotations
+
+import torch
+
+from w4a8.moe.nibbles import check_int4_range, from_int32, to_nibbles
+from w4a8.ops import dyn_quant_matmul_4bit, dyn_quant_pack_4bit_weight, read_header
+
+
+class W4A8Linear(torch.nn.Module):
+    """``x @ W.T + bias`` with W packed, [..., in_features] to [..., out_features] of the type of x.
+
+    The packed weight is a buffer and so part of the state dict; loading checks that it is a matrix of this shape.
+    """
+
+    packed: torch.Tensor
+
+    def __init__(self, packed: torch.Tensor, in_features: int, out_features: int, group_size: int = -1) -> None:
+        """Takes a packed matrix.
+
+        Args:
+            packed: uint8 [bytes] of dyn_quant_pack_4bit_weight; its bias, if it has one, is the layer's.
+            in_features: K.
+            out_features: N.
+            group_size: values of k per scale; -1 is channelwise.
+        """
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        self.group_size = in_features if group_size == -1 else group_size
+        self._check(packed)
+        self.register_buffer("packed", packed)
+
+    @classmethod
+    def from_float(cls, linear: torch.nn.Linear, group_size: int = -1) -> W4A8Linear:
+        """Quantizes a layer, round to nearest: each group's largest magnitude becomes 7 or -7.
+
+        Args:
+            linear: with any floating point weight. It is left alone.
+            group_size: a multiple of 32 that divides in_features; -1 is channelwise.
+
+        Raises:
+            ValueError: the weight has a NaN or an infinity.
+        """
+        weight = linear.weight.detach().float()
+        n, k = weight.shape
+        group = k if group_size == -1 else group_size
+        if group <= 0 or k % group != 0:
+            raise ValueError(f"group_size is {group_size}, expected -1 or a divisor of in_features = {k}")
+        if not torch.isfinite(weight).all():
+            raise ValueError("the weight has a NaN or an infinite element")
+        groups = weight.reshape(n, k // group, group)
+        scales = groups.abs().amax(-1) / 7
+        scales = torch.where(scales == 0, torch.ones_like(scales), scales)
+        values = (groups / scales.unsqueeze(-1)).round().clamp(-8, 7).to(torch.int8).reshape(n, k)
+        return cls._pack(to_nibbles(values), scales, linear.bias, group, k)
+
+    @classmethod
+    def from_compressed_tensors(
+        cls,
+        weight: torch.Tensor,
+        weight_scale: torch.Tensor,
+        weight_shape: torch.Tensor | tuple[int, int] | None = None,
+        bias: torch.Tensor | None = None,
+    ) -> W4A8Linear:
+        """A layer of a compressed-tensors checkpoint: symmetric int4, in groups or per channel.
+
+        Args:
+            weight: ``weight_packed``, int32 [N, ceil(K/8)] (pack-quantized), or ``weight``, int8 [N, K]
+                (int-quantized).
+            weight_scale: [N, K/g], or [N, 1] per channel. float32 and bfloat16 are kept, others become float32.
+            weight_shape: (N, K); None is that of the weight, with K = 8 times the words of a row.
+            bias: [N] or None.
+
+        Raises:
+            ValueError: the tensors do not fit each other, or values are outside [-8, 7].
+        """
+        words = weight.dtype == torch.int32
+        if weight.dim() != 2 or not (words or weight.dtype == torch.int8):
+            raise ValueError(f"weight is {weight.dtype} {list(weight.shape)}, expected int32 or int8 with 2 dimensions")
+        n, k = weight.shape[0], weight.shape[1] * (8 if words else 1)
+        if weight_shape is not None:
+            rows, columns = (int(size) for size in weight_shape)
+            if rows != n or not (columns <= k < columns + 8 if words else columns == k):
+                raise ValueError(f"weight is {list(weight.shape)}, but weight_shape says {[rows, columns]}")
+            k = columns
+        if weight_scale.dim() != 2 or weight_scale.shape[0] != n or weight_scale.shape[1] == 0:
+            raise ValueError(f"weight_scale is {list(weight_scale.shape)}, expected [{n}, groups]")
+        if k % weight_scale.shape[1] != 0:
+            raise ValueError(f"weight_scale has {weight_scale.shape[1]} groups, which do not divide K = {k}")
+        values = from_int32(weight, k) if words else weight
+        check_int4_range(values, "weight")
+        scales = weight_scale
+        if scales.dtype not in (torch.float32, torch.bfloat16):
+            scales = scales.float()
+        return cls._pack(to_nibbles(values), scales, bias, k // weight_scale.shape[1], k)
+
+    @classmethod
+    def _pack(
+        cls, nibbles: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, group: int, k: int
+    ) -> W4A8Linear:
+        n = nibbles.shape[0]
+        bias = None if bias is None else bias.detach()
+        return cls(dyn_quant_pack_4bit_weight(nibbles, scales, bias, group, k, n), k, n, group)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x float32, bfloat16 or float16 [..., in_features] to [..., out_features] of its type."""
+        return dyn_quant_matmul_4bit(x, self.packed, self.group_size, self.in_features, self.out_features)
+
+    def extra_repr(self) -> str:
+        """Sizes, for print()."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, group_size={self.group_size}"
+
+    def _check(self, packed: torch.Tensor) -> None:
+        if packed.is_meta:
+            return
+        header = read_header(packed)
+        expected = {"n": self.out_features, "k": self.in_features, "group": self.group_size}
+        for field, value in expected.items():
+            if header[field] != value:
+                raise ValueError(f"packed: {field} is {header[field]}, expected {value}")
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
+        # Bytes of another matrix of the same size would load, and fail only in forward. One with a bias (or without,
+        # or with scales of another type) is as good, whatever its size.
+        packed = state_dict.get(prefix + "packed")
+        if packed is not None:
+            try:
+                self._check(packed)
+            except (ValueError, TypeError) as error:
+                errors.append(f"{prefix}packed: {error}")
+                return
+            if packed.shape != self.packed.shape:
+                self.packed = torch.empty_like(packed, device=self.packed.device)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)

@@ -1,0 +1,113 @@
+"""w4a8.nn.W4A8Linear: made from floats and from checkpoints, saved and loaded."""
+
+import io
+
+import pytest
+import torch
+from common import DTYPES, assert_same_bits
+
+import w4a8
+from w4a8.nn import W4A8Linear
+
+
+def unpacked(layer):
+    nibbles, scales, bias = w4a8.dyn_quant_unpack_4bit_weight(
+        layer.packed, layer.group_size, layer.in_features, layer.out_features
+    )
+    values = torch.stack((nibbles & 15, nibbles >> 4), -1).flatten(1).double() - 8
+    return values, scales.double().repeat_interleave(layer.group_size, 1), bias
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("group", [-1, 32])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_from_float(dtype, group, bias):
+    linear = torch.nn.Linear(96, 21, bias=bias).to(dtype)
+    layer = W4A8Linear.from_float(linear, group)
+    values, scales, packed_bias = unpacked(layer)
+    # Nearest: half a step, and the roundings of the scale and of the quotient.
+    assert ((values * scales - linear.weight.double()).abs() <= (0.5 + 1e-5) * scales).all()
+    assert values.abs().max() <= 7
+    assert torch.equal(packed_bias, linear.bias.float() if bias else torch.empty(0))
+    x = torch.randn(2, 3, 96)
+    y = layer(x)
+    want = w4a8.dyn_quant_matmul_4bit(x, layer.packed, 96 if group == -1 else group, 96, 21)
+    assert y.shape == (2, 3, 21)
+    assert_same_bits(y, want)
+
+
+def test_from_float_zeros_and_errors():
+    linear = torch.nn.Linear(64, 4, bias=False)
+    linear.weight.data[1] = 0
+    assert not W4A8Linear.from_float(linear, 32)(torch.randn(3, 64))[:, 1].any()
+    with pytest.raises(ValueError, match="group_size is 48, expected -1 or a divisor of in_features = 64"):
+        W4A8Linear.from_float(linear, 48)
+    with pytest.raises(RuntimeError, match=r"group \(block_size\) is 16, expected"):
+        W4A8Linear.from_float(linear, 16)
+    linear.weight.data[2, 3] = float("nan")
+    with pytest.raises(ValueError, match="the weight has a NaN or an infinite element"):
+        W4A8Linear.from_float(linear)
+
+
+@pytest.mark.parametrize("k", [64, 38])
+@pytest.mark.parametrize("scale_dtype", DTYPES, ids=str)
+def test_from_compressed_tensors(scale_dtype, k):
+    groups = 2 if k == 64 else 1
+    values = torch.randint(-8, 8, (5, k), dtype=torch.int8)
+    scales = (torch.rand(5, groups) / 10).to(scale_dtype)
+    padded = torch.nn.functional.pad(values, (0, -k % 8)).reshape(5, -1, 8).to(torch.int64) + 8
+    words = (padded << torch.arange(0, 32, 4)).sum(-1)
+    words = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+    bias = torch.randn(5)
+    from_words = W4A8Linear.from_compressed_tensors(words, scales, torch.tensor([5, k]), bias)
+    from_int8 = W4A8Linear.from_compressed_tensors(values, scales, bias=bias)
+    assert_same_bits(from_words.packed, from_int8.packed)
+    got, got_scales, got_bias = unpacked(from_int8)
+    assert torch.equal(got, values.double())
+    assert torch.equal(got_scales, scales.double().repeat_interleave(k // groups, 1))
+    assert torch.equal(got_bias, bias)
+
+
+def test_compressed_tensors_errors():
+    words, scales, call = torch.zeros(5, 8, dtype=torch.int32), torch.ones(5, 2), W4A8Linear.from_compressed_tensors
+    for arguments, message in [
+        ((words.float(), scales), r"weight is torch.float32 \[5, 8\], expected int32 or int8 with 2 dimensions"),
+        ((words, scales, (5, 56)), r"weight is \[5, 8\], but weight_shape says \[5, 56\]"),
+        ((words, scales, (6, 64)), r"weight is \[5, 8\], but weight_shape says \[6, 64\]"),
+        ((words, torch.ones(4, 2)), r"weight_scale is \[4, 2\], expected \[5, groups\]"),
+        ((words, torch.ones(5, 3)), r"weight_scale has 3 groups, which do not divide K = 64"),
+        ((torch.full((5, 64), 9, dtype=torch.int8), scales), r"weight holds values in \[9, 9\]"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            call(*arguments)
+
+
+def test_state_dict():
+    layer = W4A8Linear.from_float(torch.nn.Linear(64, 24), 32)
+    file = io.BytesIO()
+    torch.save(torch.nn.Sequential(layer).state_dict(), file)
+    file.seek(0)
+    other = torch.nn.Sequential(W4A8Linear.from_float(torch.nn.Linear(64, 24, bias=False), 32))
+    other.load_state_dict(torch.load(file))
+    assert_same_bits(other[0].packed, layer.packed)
+    x = torch.randn(3, 64)
+    assert_same_bits(other(x), layer(x))
+
+
+def test_state_dict_of_another_matrix_is_refused():
+    state = W4A8Linear.from_float(torch.nn.Linear(64, 24), 32).state_dict()
+    for layer, message in [
+        (W4A8Linear.from_float(torch.nn.Linear(64, 23), 32), "packed: n is 24, expected 23"),
+        (W4A8Linear.from_float(torch.nn.Linear(64, 24)), "packed: group is 32, expected 64"),
+    ]:
+        before = layer.packed.clone()
+        with pytest.raises(RuntimeError, match=message):
+            layer.load_state_dict(state)
+        assert_same_bits(layer.packed, before)
+    with pytest.raises(ValueError, match="packed: k is 64, expected 96"):
+        W4A8Linear(state["packed"], 96, 24, 32)
+
+
+def test_repr():
+    layer = W4A8Linear.from_float(torch.nn.Linear(64, 24))
+    assert repr(layer) == "W4A8Linear(in_features=64, out_features=24, group_size=64)"
