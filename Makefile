@@ -4,11 +4,11 @@ export TORCH PYTHON
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test setup lint format bench clean
+.PHONY: help demo test test-arm setup lint format bench clean
 
 help: ## list the targets
 	@echo "usage: make TARGET [TORCH=debian | PYTHON=/path/to/python] [ARGS='...']"
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "  TORCH=debian   Debian's python3-torch in .venv-debian instead of PyPI's torch in .venv"
 	@echo "  PYTHON=...     your own interpreter with torch; nothing is installed into it"
 	@echo "  ARGS='...'     passed on: to demo.py, pytest or the benchmarks"
@@ -18,6 +18,9 @@ demo: ## set up everything and let a small mixture-of-experts model write text t
 
 test: ## set up everything and run all tests: GoogleTest through ctest, then pytest
 	@scripts/test.sh $(ARGS)
+
+test-arm: ## the Arm kernels on emulated CPUs (installs a cross compiler and qemu when root)
+	@scripts/test_arm.sh $(ARGS)
 
 setup: ## only set up the environment and install the package into it
 	@scripts/setup.sh

@@ -2,6 +2,10 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
 #endif
 
 namespace w4a8 {
@@ -40,6 +44,30 @@ uint32_t detect() {
   }
   return features;
 }
+#elif defined(__aarch64__) && defined(__linux__)
+// Bits: Linux, arch/arm64/include/uapi/asm/hwcap.h. As numbers, since older headers lack the names.
+uint32_t detect() {
+  const unsigned long hwcap = getauxval(AT_HWCAP);
+  const unsigned long hwcap2 = getauxval(AT_HWCAP2);
+  uint32_t features = 0;
+  if ((hwcap >> 1) & 1) features |= kNeon;      // HWCAP_ASIMD
+  if ((hwcap >> 20) & 1) features |= kDotprod;  // HWCAP_ASIMDDP
+  if ((hwcap2 >> 13) & 1) features |= kI8mm;    // HWCAP2_I8MM
+  return features;
+}
+#elif defined(__aarch64__) && defined(__APPLE__)
+bool sysctl_flag(const char* name) {
+  int value = 0;
+  size_t size = sizeof(value);
+  return sysctlbyname(name, &value, &size, nullptr, 0) == 0 && value != 0;
+}
+
+uint32_t detect() {
+  uint32_t features = kNeon;
+  if (sysctl_flag("hw.optional.arm.FEAT_DotProd")) features |= kDotprod;
+  if (sysctl_flag("hw.optional.arm.FEAT_I8MM")) features |= kI8mm;
+  return features;
+}
 #else
 uint32_t detect() { return 0; }
 #endif
@@ -57,7 +85,8 @@ std::string feature_names(uint32_t features) {
     const char* name;
   };
   static constexpr Name kNames[] = {
-      {kAvx2, "avx2"}, {kFma, "fma"}, {kF16c, "f16c"}, {kAvx512, "avx512"}, {kAvx512Vnni, "avx512vnni"}};
+      {kAvx2, "avx2"}, {kFma, "fma"},         {kF16c, "f16c"}, {kAvx512, "avx512"}, {kAvx512Vnni, "avx512vnni"},
+      {kNeon, "neon"}, {kDotprod, "dotprod"}, {kI8mm, "i8mm"}};
   std::string names;
   for (const Name& entry : kNames) {
     if ((features & entry.bit) == 0) continue;

@@ -13,9 +13,12 @@ enum Feature : uint32_t {
   kF16c = 1u << 2,
   kAvx512 = 1u << 3,  ///< F, BW, DQ and VL together, with OS support for the ZMM state
   kAvx512Vnni = 1u << 4,
+  kNeon = 1u << 5,     ///< every 64-bit Arm CPU that runs Linux or macOS
+  kDotprod = 1u << 6,  ///< SDOT
+  kI8mm = 1u << 7,     ///< SMMLA
 };
 
-/// Feature bits of this machine, detected once. x86: CPUID, and XCR0 for what the OS saves.
+/// Feature bits of this machine, detected once. x86: CPUID, and XCR0 for what the OS saves. Arm: what the OS says.
 uint32_t host_features();
 
 /// Names of the bits, separated by one space, e.g. "avx2 fma f16c".

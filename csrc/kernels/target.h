@@ -16,5 +16,14 @@
 #error "w4a8 needs GCC or Clang: kernels are compiled in target regions"
 #endif
 
+// The same instructions under the names each compiler knows. GCC's intrinsics want the architecture of their own region.
+#if defined(__clang__)
+#define W4A8_TARGET_DOTPROD "dotprod"
+#define W4A8_TARGET_I8MM "dotprod,i8mm"
+#else
+#define W4A8_TARGET_DOTPROD "arch=armv8.2-a+dotprod"
+#define W4A8_TARGET_I8MM "arch=armv8.2-a+dotprod+i8mm"
+#endif
+
 /// For the small functions a tile is made of: a call there would spill every register.
 #define W4A8_INLINE __attribute__((always_inline)) inline

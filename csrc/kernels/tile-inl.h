@@ -11,6 +11,7 @@
 //     accumulate<R, C, kUnpacked, kBlocks>(acc, rows, weights, begin, end, ahead)
 // which adds sum over the steps [begin, end) of nibble * q to acc[r][c][v], and for packed weights fetches what lies
 // `ahead` bytes behind each step (kAhead: how many steps that is). kBlocks: end - begin is a multiple of kBlockSteps.
+// With kOwnGroups it also brings add_groups<R, C, kUnpacked>(t, rows, weights, f), the loop over groups.
 
 // Many rows take the steps in chunks that stay in the first-level cache once unpacked; between chunks a tile keeps its
 // sums (int32 channelwise, else float) in `out`.
@@ -212,7 +213,9 @@ W4A8_INLINE void groups_tile(const TileArgs& t, const int8_t* const (&rows)[R], 
   } else {
     load_sums<Ops, R, C>(t, f);
   }
-  if (t.panels->group_steps == kBlockSteps) {
+  if constexpr (requires { Ops::kOwnGroups; }) {
+    Ops::template add_groups<R, C, kUnpacked>(t, rows, weights, f);
+  } else if (t.panels->group_steps == kBlockSteps) {
     add_groups<Ops, R, C, kUnpacked, kBlockSteps>(t, rows, weights, f);
   } else {
     add_groups<Ops, R, C, kUnpacked, 0>(t, rows, weights, f);

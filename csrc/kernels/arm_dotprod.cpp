@@ -1,0 +1,227 @@
+// SDOT kernel (Armv8.2 with FEAT_DotProd): int4 weights (unsigned nibbles) x int8 activations.
+//
+//   SDOT by element   s8 x s8 -> i32, 16 products an instruction: 4 k of 4 columns, one row
+//   AND, USHR         low and high nibbles of packed weights
+//
+//   How a step is multiplied, and the ranges, are in tile_arm_dot-inl.h. Many rows, unpacked panel:
+//
+//      channelwise          5 rows x 4 sums, 2 x 5 rows of q, 2 of weights: 32 registers
+//      groups               4 rows x 2 sums, as many floats, 2 x 4, 2: 26 registers; the panel in two halves, 8 columns
+//                           each, because the float sums of all 16 would not fit beside the int32 ones
+#if defined(__aarch64__)
+#include <arm_neon.h>
+
+#include <cstdint>
+#include <utility>
+
+#include "kernels/cpu_features.h"
+#include "kernels/kernel.h"
+#include "kernels/row_params.h"
+#include "kernels/target.h"
+
+W4A8_TARGET(W4A8_TARGET_DOTPROD)
+namespace w4a8::isa {
+namespace {
+
+#include "kernels/activation-inl.h"
+#include "kernels/arm_ops-inl.h"
+#include "kernels/rows-inl.h"
+#include "kernels/rows_arm-inl.h"
+#include "kernels/tile-inl.h"
+#include "kernels/tile_arm_dot-inl.h"
+#include "kernels/tile_arm_many-inl.h"
+
+using Ops = DotOps;
+
+// Tiles on an unpacked panel: a step is the 64 low nibbles, then the 64 high ones.
+struct Unpacked {
+  using F = Ops::F;
+  using I = Ops::I;
+  using Bytes = Ops::Bytes;
+  static constexpr int64_t kRowBytes = 0;
+  static constexpr int64_t kChunkSteps = 256;  // 32 KiB of unpacked weights
+  static constexpr int64_t kManyRows = 8;
+
+  static void unpack(bool, const uint8_t* packed, int64_t steps, uint8_t* bytes, const uint8_t* next) {
+    unpack_steps(packed, steps, bytes, next);
+  }
+
+  // Adds V registers of columns of one step; kStep: offset of the step behind w, in steps.
+  template <int R, int V, int kStep, int kLane>
+  static W4A8_INLINE void add_step(I (&acc)[R][V], const Bytes (&a)[R], const uint8_t* w) {
+    constexpr int kOffset = kStep * static_cast<int>(kUnpackedBytes);
+    add_pair<R, V, kOffset, kLane, 0>(acc, a, w);
+    if constexpr (V == 4) add_pair<R, V, kOffset + 32, kLane, 2>(acc, a, w);
+    add_pair<R, V, kOffset + static_cast<int>(kStepBytes), kLane + 1, 0>(acc, a, w);
+    if constexpr (V == 4) add_pair<R, V, kOffset + static_cast<int>(kStepBytes) + 32, kLane + 1, 2>(acc, a, w);
+  }
+  template <int R, int V, int kOffset, int kLane, int kFirst>
+  static W4A8_INLINE void add_pair(I (&acc)[R][V], const Bytes (&a)[R], const uint8_t* w) {
+    Bytes first;
+    Bytes second;
+    Ops::load_pair<kOffset>(w, first, second);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) Ops::dot<kLane>(acc[r][kFirst], first, a[r]);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) Ops::dot<kLane>(acc[r][kFirst + 1], second, a[r]);
+  }
+
+  // Four steps. q and w move behind them.
+  template <int R, int V>
+  static W4A8_INLINE void add_block(I (&acc)[R][V], const int8_t* (&q)[R], const uint8_t*& w) {
+    Bytes a[R];
+    Bytes b[R];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) Ops::take_pair(q[r], a[r], b[r]);
+    add_step<R, V, 0, 0>(acc, a, w);
+    add_step<R, V, 1, 2>(acc, a, w);
+    add_step<R, V, 2, 0>(acc, b, w);
+    add_step<R, V, 3, 2>(acc, b, w);
+    w += kBlockSteps * kUnpackedBytes;
+  }
+
+  template <int R>
+  static void channelwise(const TileArgs& t) {
+    I acc[R][1][4];
+    F bits[R][1][4];
+    if (t.first) {
+      start_accumulators<Ops, R, 1>(t, 0, acc);
+    } else {
+      load_sums<Ops, R, 1>(t, bits);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+        for (int v = 0; v < 4; ++v) acc[r][0][v] = Ops::int_bits(bits[r][0][v]);
+      }
+    }
+    I sums[R][4];
+    const int8_t* q[R];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      q[r] = t.q + r * t.q_stride;
+#pragma GCC unroll 4
+      for (int v = 0; v < 4; ++v) sums[r][v] = acc[r][0][v];
+    }
+    const uint8_t* w = t.weights;
+    Ops::barrier();
+    for (int64_t blocks = t.steps / kBlockSteps; blocks != 0; --blocks) add_block<R, 4>(sums, q, w);
+    for (int64_t left = t.steps % kBlockSteps; left != 0; --left, w += kUnpackedBytes) {
+      Bytes a[R];
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) Ops::take_half(q[r], a[r]);
+      add_step<R, 4, 0, 0>(sums, a, w);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+      for (int v = 0; v < 4; ++v) {
+        acc[r][0][v] = sums[r][v];
+        bits[r][0][v] = Ops::float_bits(sums[r][v]);
+      }
+    }
+    if (t.last) {
+      finish_channelwise<Ops, R, 1>(t, acc);
+    } else {
+      store_sums<Ops, R, 1>(t, bits);
+    }
+  }
+
+  // All groups of the chunk for 8 columns, the first or second half of the panel. Not inlined: the sums of the other
+  // half would take registers. kBlocks: of a group, 0 if known at run time only.
+  template <int R, DType kScales, int kHalf, int64_t kBlocks>
+  static __attribute__((noinline)) void add_groups(const TileArgs& t, F (&all)[R][1][4]) {
+    F f[R][2];
+    const int8_t* q[R];
+    const int32_t* starts[R];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      q[r] = t.q + r * t.q_stride;
+      starts[r] = t.starts + r * t.starts_stride;
+      f[r][0] = all[r][0][2 * kHalf];
+      f[r][1] = all[r][0][2 * kHalf + 1];
+    }
+    const uint8_t* w = t.weights + 32 * kHalf;
+    const uint8_t* scales = t.scales + 8 * kHalf * dtype_bytes(kScales);
+    const int64_t blocks = t.panels->group_steps / kBlockSteps;
+    int64_t groups = t.steps / t.panels->group_steps;
+    Ops::barrier();
+    do {
+      I acc[R][2];
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        acc[r][0] = Ops::take_splat(starts[r]);
+        acc[r][1] = acc[r][0];
+      }
+      if constexpr (kBlocks == 1) {
+        add_block<R, 2>(acc, q, w);
+      } else {
+        int64_t block = blocks;
+        do {
+          add_block<R, 2>(acc, q, w);
+        } while (--block != 0);
+      }
+#pragma GCC unroll 2
+      for (int v = 0; v < 2; ++v) {
+        const F scale = Ops::load_scales(scales, 4 * v, kScales);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) f[r][v] = Ops::fma(Ops::to_float(acc[r][v]), scale, f[r][v]);
+      }
+      scales += kPanelColumns * dtype_bytes(kScales);
+    } while (--groups != 0);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      all[r][0][2 * kHalf] = f[r][0];
+      all[r][0][2 * kHalf + 1] = f[r][1];
+    }
+  }
+
+  template <int R, DType kScales>
+  static void groups(const TileArgs& t) {
+    F f[R][1][4];
+    if (t.first) {
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+        for (int v = 0; v < 4; ++v) f[r][0][v] = Ops::splat(0.0f);
+      }
+    } else {
+      load_sums<Ops, R, 1>(t, f);
+    }
+    if (t.panels->group_steps == kBlockSteps) {
+      add_groups<R, kScales, 0, 1>(t, f);
+      add_groups<R, kScales, 1, 1>(t, f);
+    } else {
+      add_groups<R, kScales, 0, 0>(t, f);
+      add_groups<R, kScales, 1, 0>(t, f);
+    }
+    if (t.last) {
+      finish_groups<Ops, R, 1>(t, f);
+    } else {
+      store_sums<Ops, R, 1>(t, f);
+    }
+  }
+
+  static int64_t tile_rows(bool channelwise) { return channelwise ? 5 : 4; }
+  static void tile(int64_t count, const TileArgs& t) {
+    static constexpr TileFn kChannelwise[] = {channelwise<1>, channelwise<2>, channelwise<3>, channelwise<4>,
+                                              channelwise<5>};
+    static constexpr TileFn kFloat32[] = {groups<1, DType::kFloat32>, groups<2, DType::kFloat32>,
+                                          groups<3, DType::kFloat32>, groups<4, DType::kFloat32>};
+    static constexpr TileFn kBFloat16[] = {groups<1, DType::kBFloat16>, groups<2, DType::kBFloat16>,
+                                           groups<3, DType::kBFloat16>, groups<4, DType::kBFloat16>};
+    const bool wide = t.panels->scale_dtype == DType::kFloat32;
+    const TileFn* tiles = t.panels->channelwise ? kChannelwise : (wide ? kFloat32 : kBFloat16);
+    tiles[count - 1](t);
+  }
+};
+
+}  // namespace
+
+extern const Kernel arm_dotprod;
+const Kernel arm_dotprod = {"arm_dotprod",      kNeon | kDotprod,       5,
+                            gemm_any<Unpacked>, quantize_row_neon<Ops>, activate<Ops>,
+                            combine<Ops>,       store_row<Ops>};
+
+}  // namespace w4a8::isa
+W4A8_TARGET_END
+#endif

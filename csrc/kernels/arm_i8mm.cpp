@@ -1,0 +1,418 @@
+// SMMLA kernel (Armv8.6, FEAT_I8MM): int4 weights x int8 activations, 2 rows x 2 columns x 8 k an instruction.
+//
+//   SMMLA        s8 x s8 -> i32, 32 products an instruction
+//   ZIP1, ZIP2   pair columns (weights) and rows, once per block
+//
+//   Many rows: rows are prepared in pairs, the panel is unpacked and zipped, both once for a block
+//   (tile_arm_many-inl.h):
+//
+//      a[p]        [ row 2 p: k0..k7     | row 2 p + 1: k0..k7 ]      one step of a pair of rows
+//      b[v]        [ column 2 v: k0..k7  | column 2 v + 1: k0..k7 ]   one step of a pair of columns
+//      acc[p][v]   [ row 2 p: columns 2 v, 2 v + 1 | row 2 p + 1: the same ]   += SMMLA(a[p], b[v])
+//
+//      channelwise   3 pairs of rows x 8 sums, 2 x 3 of a, 2 of b: 32 registers
+//      groups        3 x 4 sums, as many floats, 2 x 3, 2: 32 registers; the panel in two halves, 8 columns each
+//
+//   Groups unpack the weights to -8..7, so that their sums start at 0; channelwise leaves 0..15, sums start at
+//   -8 * sum(a). |acc| <= K * 15 * 128 < 2^31 for K <= 2^20. Few rows take SDOT, which every CPU with SMMLA has, and
+//   packed weights: reading those is what they wait for.
+#if defined(__aarch64__)
+#include <arm_neon.h>
+
+#include <cstdint>
+#include <utility>
+
+#include "kernels/cpu_features.h"
+#include "kernels/kernel.h"
+#include "kernels/row_params.h"
+#include "kernels/target.h"
+
+W4A8_TARGET(W4A8_TARGET_I8MM)
+namespace w4a8::isa {
+namespace {
+
+#include "kernels/activation-inl.h"
+#include "kernels/arm_ops-inl.h"
+#include "kernels/rows-inl.h"
+#include "kernels/rows_arm-inl.h"
+#include "kernels/tile-inl.h"
+#include "kernels/tile_arm_dot-inl.h"
+#include "kernels/tile_arm_many-inl.h"
+
+using Ops = DotOps;
+
+struct Pairs {
+  using F = Ops::F;
+  using I = Ops::I;
+  using Bytes = Ops::Bytes;
+  static constexpr int64_t kManyRows = 6;
+  static constexpr int64_t kRowBytes = kStepK;
+  static constexpr int64_t kChunkSteps = 256;  // 32 KiB of unpacked weights
+  static constexpr int64_t kMostRows = 6;
+  static constexpr int64_t tile_rows(bool) { return kMostRows; }
+
+  static W4A8_INLINE I low_halves(I a, I b) { return vcombine_s32(vget_low_s32(a), vget_low_s32(b)); }
+  static W4A8_INLINE I high_halves(I a, I b) { return vcombine_s32(vget_high_s32(a), vget_high_s32(b)); }
+
+  // Steps of a tile one after the other, in each the pairs of rows. The last of an odd number of rows is its own
+  // partner.
+  static void prepare(const int8_t* q, int64_t count, int64_t stride, int64_t steps, uint8_t* bytes) {
+    const int64_t step_bytes = (count + 1) / 2 * 16;
+    for (int64_t r = 0; r < count; r += 2, bytes += 16) {
+      const int8_t* even = q + r * stride;
+      const int8_t* odd = r + 1 < count ? even + stride : even;
+      uint8_t* to = bytes;
+      int64_t s = 0;
+      for (; s + 4 <= steps; s += 4, to += 4 * step_bytes) {
+        const I a = Ops::iload(reinterpret_cast<const uint8_t*>(even + s * kStepK));
+        const I b = Ops::iload(reinterpret_cast<const uint8_t*>(odd + s * kStepK));
+        const I c = Ops::iload(reinterpret_cast<const uint8_t*>(even + s * kStepK + 16));
+        const I d = Ops::iload(reinterpret_cast<const uint8_t*>(odd + s * kStepK + 16));
+        vst1q_u8(to, vreinterpretq_u8_s32(low_halves(a, b)));
+        vst1q_u8(to + step_bytes, vreinterpretq_u8_s32(high_halves(a, b)));
+        vst1q_u8(to + 2 * step_bytes, vreinterpretq_u8_s32(low_halves(c, d)));
+        vst1q_u8(to + 3 * step_bytes, vreinterpretq_u8_s32(high_halves(c, d)));
+      }
+      for (; s < steps; ++s, to += step_bytes) {
+        __builtin_memcpy(to, even + s * kStepK, kStepK);
+        __builtin_memcpy(to + kStepK, odd + s * kStepK, kStepK);
+      }
+    }
+  }
+
+  // kSigned: nibble - 8, which is what nibble ^ 8 is as 4 signed bits.
+  template <bool kSigned>
+  static void unpack_as(const uint8_t* packed, int64_t steps, uint8_t* bytes, int64_t ahead) {
+    for (; steps != 0; --steps, bytes += kUnpackedBytes) {
+      __builtin_prefetch(packed + ahead, 0, 2);
+      Bytes both[4];
+      Ops::take_pair(packed, both[0], both[1]);
+      Ops::take_pair(packed, both[2], both[3]);
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) {
+        Bytes low;
+        Bytes high;
+        if constexpr (kSigned) {
+          const Bytes flipped = veorq_s8(both[j], vreinterpretq_s8_u8(vdupq_n_u8(0x88)));
+          low = vshrq_n_s8(vshlq_n_s8(flipped, 4), 4);
+          high = vshrq_n_s8(flipped, 4);
+        } else {
+          low = vandq_s8(both[j], vdupq_n_s8(0x0f));
+          high = vreinterpretq_s8_u8(vshrq_n_u8(vreinterpretq_u8_s8(both[j]), 4));
+        }
+        const I pairs[] = {vzip1q_s32(vreinterpretq_s32_s8(low), vreinterpretq_s32_s8(high)),
+                           vzip2q_s32(vreinterpretq_s32_s8(low), vreinterpretq_s32_s8(high))};
+        vst1q_u8(bytes + 32 * j, vreinterpretq_u8_s32(pairs[0]));
+        vst1q_u8(bytes + 32 * j + 16, vreinterpretq_u8_s32(pairs[1]));
+      }
+    }
+  }
+  static void unpack(bool channelwise, const uint8_t* packed, int64_t steps, uint8_t* bytes, const uint8_t* next) {
+    (channelwise ? unpack_as<false> : unpack_as<true>)(packed, steps, bytes, next - packed);
+  }
+
+  static W4A8_INLINE void multiply(I& acc, Bytes a, Bytes b) {
+    __asm__ volatile("smmla %0.4s, %1.16b, %2.16b" : "+w"(acc) : "w"(a), "w"(b));
+  }
+  // A zero that takes no register to copy it from.
+  static W4A8_INLINE I zero() {
+    I zero;
+    __asm__ volatile("movi %0.4s, 0" : "=w"(zero));
+    return zero;
+  }
+  static W4A8_INLINE void take_one(const int8_t*& p, Bytes& a) {
+    __asm__ volatile("ldr %q0, [%1], 16" : "=w"(a), "+r"(p));
+  }
+
+  // Adds V pairs of columns of one step; kStep: its offset behind w, in steps.
+  template <int P, int V, int kStep, int kPair = 0>
+  static W4A8_INLINE void add_step(I (&acc)[P][V], const Bytes (&a)[P], const uint8_t* w) {
+    Bytes first;
+    Bytes second;
+    Ops::load_pair<kStep* static_cast<int>(kUnpackedBytes) + 16 * kPair>(w, first, second);
+#pragma GCC unroll 4
+    for (int p = 0; p < P; ++p) multiply(acc[p][kPair], a[p], first);
+#pragma GCC unroll 4
+    for (int p = 0; p < P; ++p) multiply(acc[p][kPair + 1], a[p], second);
+    if constexpr (kPair + 2 < V) add_step<P, V, kStep, kPair + 2>(acc, a, w);
+  }
+
+  // Two steps, at kStep behind w. q moves behind them.
+  template <int P, int V, int kStep>
+  static W4A8_INLINE void add_two_steps(I (&acc)[P][V], const int8_t*& q, const uint8_t* w) {
+    Bytes both[2 * P];
+    Bytes a[P];
+    Bytes b[P];
+#pragma GCC unroll 4
+    for (int p = 0; p < P; ++p) Ops::take_pair(q, both[2 * p], both[2 * p + 1]);
+#pragma GCC unroll 4
+    for (int p = 0; p < P; ++p) {
+      a[p] = both[p];
+      b[p] = both[P + p];
+    }
+    add_step<P, V, kStep>(acc, a, w);
+    add_step<P, V, kStep + 1>(acc, b, w);
+  }
+
+  // V sums of a pair of rows, from register kFirst of 8 on, as `out` keeps them between chunks: registers 0..3 in the
+  // even row, 4..7 in the odd one. A single row has room for its half of them, in the order of the columns.
+  template <int V, int kFirst>
+  static W4A8_INLINE void load_pair(const float* row, int64_t ldc, bool both, F (&f)[V]) {
+#pragma GCC unroll 8
+    for (int v = 0; v < V; v += 2) {
+      const int at = kFirst + v;
+      if (both) {
+        const float* from = row + (at < 4 ? 0 : ldc) + at % 4 * 4;
+        f[v] = Ops::load(from);
+        f[v + 1] = Ops::load(from + 4);
+      } else {
+        const I one = Ops::int_bits(Ops::load(row + 2 * at));
+        f[v] = Ops::float_bits(low_halves(one, one));
+        f[v + 1] = Ops::float_bits(high_halves(one, one));
+      }
+    }
+  }
+  template <int V, int kFirst>
+  static W4A8_INLINE void store_pair(float* row, int64_t ldc, bool both, const F (&f)[V]) {
+#pragma GCC unroll 8
+    for (int v = 0; v < V; v += 2) {
+      const int at = kFirst + v;
+      if (both) {
+        float* to = row + (at < 4 ? 0 : ldc) + at % 4 * 4;
+        Ops::store(to, f[v]);
+        Ops::store(to + 4, f[v + 1]);
+      } else {
+        Ops::store(row + 2 * at, Ops::float_bits(low_halves(Ops::int_bits(f[v]), Ops::int_bits(f[v + 1]))));
+      }
+    }
+  }
+  template <int P, int V, int kFirst>
+  static W4A8_INLINE void load_pairs(const TileArgs& t, int64_t count, F (&f)[P][V]) {
+#pragma GCC unroll 4
+    for (int p = 0; p < P; ++p) load_pair<V, kFirst>(t.out + 2 * p * t.ldc, t.ldc, p + 1 < P || count == 2 * P, f[p]);
+  }
+  template <int P, int V, int kFirst>
+  static W4A8_INLINE void store_pairs(const TileArgs& t, int64_t count, const F (&f)[P][V]) {
+#pragma GCC unroll 4
+    for (int p = 0; p < P; ++p) store_pair<V, kFirst>(t.out + 2 * p * t.ldc, t.ldc, p + 1 < P || count == 2 * P, f[p]);
+  }
+
+  // Two numbers, twice.
+  static W4A8_INLINE F twice(const uint8_t* p) {
+    double two;
+    __builtin_memcpy(&two, p, sizeof(two));
+    return vreinterpretq_f32_f64(vdupq_n_f64(two));
+  }
+  // finish_channelwise and finish_groups of tile-inl.h for pairs of rows, in `out`.
+  template <bool kChannelwise>
+  static __attribute__((noinline)) void finish(const TileArgs& t, int64_t count) {
+    const Panels& panels = *t.panels;
+    F sums[8];
+    F bias[8];
+    F scales[8];
+#pragma GCC unroll 8
+    for (int v = 0; v < 8; ++v) {
+      sums[v] = twice(t.panel + panels.sums_offset + 8 * v);
+      bias[v] = twice(t.panel + panels.bias_offset + 8 * v);
+    }
+    if constexpr (kChannelwise) {
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) {
+        const F four = Ops::load_scales(t.panel + panels.scales_offset, 4 * j, panels.scale_dtype);
+        scales[2 * j] = Ops::float_bits(low_halves(Ops::int_bits(four), Ops::int_bits(four)));
+        scales[2 * j + 1] = Ops::float_bits(high_halves(Ops::int_bits(four), Ops::int_bits(four)));
+      }
+    }
+    for (int64_t r = 0; r < count; r += 2) {
+      const bool both = r + 1 < count;
+      const RowQuant even = t.quant[r];
+      const RowQuant odd = t.quant[both ? r + 1 : r];
+      const F recip = vcombine_f32(vdup_n_f32(even.recip), vdup_n_f32(odd.recip));
+      const I zero = vcombine_s32(vdup_n_s32(even.zero_point), vdup_n_s32(odd.zero_point));
+      float* row = t.out + r * t.ldc;
+      F f[8];
+      load_pair<8, 0>(row, t.ldc, both, f);
+#pragma GCC unroll 8
+      for (int v = 0; v < 8; ++v) {
+        if constexpr (kChannelwise) {
+          const I sum = Ops::isub(Ops::int_bits(f[v]), Ops::imul(zero, Ops::int_bits(sums[v])));
+          f[v] = Ops::add(Ops::mul(Ops::to_float(sum), Ops::mul(recip, scales[v])), bias[v]);
+        } else {
+          const F shifted = Ops::fma(Ops::neg(Ops::to_float(zero)), sums[v], f[v]);
+          f[v] = Ops::add(Ops::mul(shifted, recip), bias[v]);
+        }
+      }
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) {
+        const I first = Ops::int_bits(f[2 * j]);
+        const I second = Ops::int_bits(f[2 * j + 1]);
+        Ops::store(row + 4 * j, Ops::float_bits(low_halves(first, second)));
+        if (both) Ops::store(row + t.ldc + 4 * j, Ops::float_bits(high_halves(first, second)));
+      }
+    }
+  }
+
+  template <int P>
+  static void channelwise(const TileArgs& t, int64_t count) {
+    I acc[P][8];
+    if (t.first) {
+#pragma GCC unroll 4
+      for (int p = 0; p < P; ++p) {
+        const int32_t* even = t.starts + 2 * p * t.starts_stride;
+        const int32_t* odd = 2 * p + 1 < count ? even + t.starts_stride : even;
+        const I start = vcombine_s32(vdup_n_s32(*even), vdup_n_s32(*odd));
+#pragma GCC unroll 8
+        for (int v = 0; v < 8; ++v) acc[p][v] = start;
+      }
+    } else {
+      F bits[P][8];
+      load_pairs<P, 8, 0>(t, count, bits);
+#pragma GCC unroll 4
+      for (int p = 0; p < P; ++p) {
+#pragma GCC unroll 8
+        for (int v = 0; v < 8; ++v) acc[p][v] = Ops::int_bits(bits[p][v]);
+      }
+    }
+    const int8_t* q = t.q;
+    const uint8_t* w = t.weights;
+    Ops::barrier();
+    for (int64_t left = t.steps / 2; left != 0; --left, w += 2 * kUnpackedBytes) add_two_steps<P, 8, 0>(acc, q, w);
+    if (t.steps % 2 != 0) {
+      Bytes a[P];
+#pragma GCC unroll 4
+      for (int p = 0; p < P; ++p) take_one(q, a[p]);
+      add_step<P, 8, 0>(acc, a, w);
+    }
+    F bits[P][8];
+#pragma GCC unroll 4
+    for (int p = 0; p < P; ++p) {
+#pragma GCC unroll 8
+      for (int v = 0; v < 8; ++v) bits[p][v] = Ops::float_bits(acc[p][v]);
+    }
+    store_pairs<P, 8, 0>(t, count, bits);
+    if (t.last) finish<true>(t, count);
+  }
+
+  // Scales of 8 columns, each pair twice, as the sums are. `scales` moves to the next group.
+  template <DType kScales>
+  static W4A8_INLINE void take_scales(const uint8_t*& scales, F (&out)[4]) {
+    if constexpr (kScales == DType::kFloat32) {
+#pragma GCC unroll 4
+      for (int v = 0; v < 4; ++v) __asm__ volatile("ld1r {%0.2d}, [%1], 8" : "=w"(out[v]), "+r"(scales));
+      scales += 4 * kPanelColumns - 32;
+    } else {
+#pragma GCC unroll 2
+      for (int v = 0; v < 2; ++v) {
+        const float64x2_t four = vreinterpretq_f64_f32(Ops::load_scales(scales, 4 * v, kScales));
+        out[2 * v] = vreinterpretq_f32_f64(vdupq_laneq_f64(four, 0));
+        out[2 * v + 1] = vreinterpretq_f32_f64(vdupq_laneq_f64(four, 1));
+      }
+      scales += 2 * kPanelColumns;
+    }
+  }
+
+  // Four steps, 8 columns. q and w move behind them.
+  template <int P>
+  static W4A8_INLINE void add_block(I (&acc)[P][4], const int8_t*& q, const uint8_t*& w) {
+    add_two_steps<P, 4, 0>(acc, q, w);
+    add_two_steps<P, 4, 2>(acc, q, w);
+    w += kBlockSteps * kUnpackedBytes;
+  }
+  // All groups of the chunk for 8 columns, the first or second half of the panel. kBlocks: of a group, 0 if known at
+  // run time only.
+  template <int P, DType kScales, int kHalf, int64_t kBlocks>
+  static __attribute__((noinline)) void add_groups(const TileArgs& t, int64_t count) {
+    F f[P][4];
+    if (t.first) {
+#pragma GCC unroll 4
+      for (int p = 0; p < P; ++p) {
+#pragma GCC unroll 4
+        for (int v = 0; v < 4; ++v) f[p][v] = Ops::splat(0.0f);
+      }
+    } else {
+      load_pairs<P, 4, 4 * kHalf>(t, count, f);
+    }
+    const int8_t* q = t.q;
+    const uint8_t* w = t.weights + 64 * kHalf;
+    const uint8_t* scales = t.scales + 8 * kHalf * dtype_bytes(kScales);
+    const int64_t blocks = t.panels->group_steps / kBlockSteps;
+    int64_t groups = t.steps / t.panels->group_steps;
+    Ops::barrier();
+    do {
+      I acc[P][4];
+#pragma GCC unroll 4
+      for (int p = 0; p < P; ++p) {
+#pragma GCC unroll 4
+        for (int v = 0; v < 4; ++v) acc[p][v] = zero();
+      }
+      if constexpr (kBlocks != 0) {
+#pragma GCC unroll 4
+        for (int64_t block = 0; block < kBlocks; ++block) add_block<P>(acc, q, w);
+      } else {
+        int64_t block = blocks;
+        do {
+          add_block<P>(acc, q, w);
+        } while (--block != 0);
+      }
+      F scale[4];
+      take_scales<kScales>(scales, scale);
+#pragma GCC unroll 4
+      for (int v = 0; v < 4; ++v) {
+#pragma GCC unroll 4
+        for (int p = 0; p < P; ++p) f[p][v] = Ops::fma(Ops::to_float(acc[p][v]), scale[v], f[p][v]);
+      }
+    } while (--groups != 0);
+    store_pairs<P, 4, 4 * kHalf>(t, count, f);
+  }
+
+  template <int P, DType kScales>
+  static void groups(const TileArgs& t, int64_t count) {
+    if (t.panels->group_steps == kBlockSteps) {
+      add_groups<P, kScales, 0, 1>(t, count);
+      add_groups<P, kScales, 1, 1>(t, count);
+    } else if (t.panels->group_steps == 4 * kBlockSteps) {
+      add_groups<P, kScales, 0, 4>(t, count);
+      add_groups<P, kScales, 1, 4>(t, count);
+    } else {
+      add_groups<P, kScales, 0, 0>(t, count);
+      add_groups<P, kScales, 1, 0>(t, count);
+    }
+    if (t.last) finish<false>(t, count);
+  }
+
+  template <int P>
+  static void tile_of(const TileArgs& t, int64_t count) {
+    if (t.panels->channelwise) {
+      channelwise<P>(t, count);
+    } else if (t.panels->scale_dtype == DType::kFloat32) {
+      groups<P, DType::kFloat32>(t, count);
+    } else {
+      groups<P, DType::kBFloat16>(t, count);
+    }
+  }
+  static void tile(int64_t count, const TileArgs& t) {
+    if (count > 4) {
+      tile_of<3>(t, count);
+    } else if (count > 2) {
+      tile_of<2>(t, count);
+    } else {
+      tile_of<1>(t, count);
+    }
+  }
+};
+
+}  // namespace
+
+extern const Kernel arm_i8mm;
+const Kernel arm_i8mm = {"arm_i8mm",
+                         kNeon | kDotprod | kI8mm,
+                         Pairs::kMostRows,
+                         gemm_any<Pairs>,
+                         quantize_row_neon<Ops>,
+                         activate<Ops>,
+                         combine<Ops>,
+                         store_row<Ops>};
+
+}  // namespace w4a8::isa
+W4A8_TARGET_END
+#endif

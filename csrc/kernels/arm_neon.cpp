@@ -1,0 +1,129 @@
+// NEON kernel, plain armv8-a: int4 weights (unsigned nibbles) x int8 activations, in 16-bit sums.
+//
+//   SMULL, SMLAL, SMLAL2   s8 x s8 -> i16, 8 products an instruction, set or added to the sums
+//   SADDLP                 i16 + i16 -> i32, neighbours
+//
+//   A step of a panel (8 k x 16 columns) is four registers, j = 0..3:
+//      w[j]   [ b0 b1 b2 b3 | b0 b1 .. ]   byte i of column 4 j + c: low nibble k0 + i, high nibble k0 + 4 + i
+//      a      [ a0 a1 a2 a3 | a0 a1 .. ]   4 activations, broadcast
+//      sums[2 j]     += low half of w[j] * a      8 lanes of 16 bits: 2 columns x 4 k
+//      sums[2 j + 1] += high half
+//
+//   2 rows x 8 sums, 4 broadcasts and the weights: 28 of 32 registers, the 32-bit sums live in memory.
+//
+//   |nibble * q| <= 15 * 128 = 1920. A lane takes 2 products of each step, so a block of 8 steps (64 k) is 16 of them:
+//   16 * 1920 = 30720 < 32768. Then they are widened to 32 bits.
+#if defined(__aarch64__)
+#include <arm_neon.h>
+
+#include <cstdint>
+#include <utility>
+
+#include "kernels/cpu_features.h"
+#include "kernels/kernel.h"
+#include "kernels/row_params.h"
+#include "kernels/target.h"
+
+namespace w4a8::isa {
+namespace {
+
+#include "kernels/activation-inl.h"
+#include "kernels/arm_ops-inl.h"
+#include "kernels/rows-inl.h"
+#include "kernels/rows_arm-inl.h"
+#include "kernels/tile-inl.h"
+
+struct Ops : NeonOps {
+  static constexpr int kRows[] = {2};
+  static constexpr int64_t kUnpackRows = 4;
+  static constexpr int64_t kUnpackSteps = 128;  // 16 KiB of unpacked weights
+  static constexpr int64_t kAhead = 32;         // steps (cache lines) that packed weights are prefetched ahead
+  static constexpr int64_t kSumSteps = 8;       // steps that fit 16-bit sums
+
+  static W4A8_INLINE int8x16_t broadcast4(const int8_t* p) {
+    int32_t four;
+    __builtin_memcpy(&four, p, sizeof(four));
+    return vreinterpretq_s8_s32(vdupq_n_s32(four));
+  }
+  template <bool kUnpacked>
+  static W4A8_INLINE void load_nibbles(const uint8_t* w, int64_t s, int j, int8x16_t& low, int8x16_t& high) {
+    if constexpr (kUnpacked) {
+      low = vreinterpretq_s8_u8(vld1q_u8(w + s * 2 * kStepBytes + 16 * j));
+      high = vreinterpretq_s8_u8(vld1q_u8(w + s * 2 * kStepBytes + kStepBytes + 16 * j));
+    } else {
+      const uint8x16_t both = vld1q_u8(w + s * kStepBytes + 16 * j);
+      low = vreinterpretq_s8_u8(vandq_u8(both, vdupq_n_u8(0x0f)));
+      high = vreinterpretq_s8_u8(vshrq_n_u8(both, 4));
+    }
+  }
+  // kFirst: the sums are set instead of added to.
+  template <int R, bool kUnpacked, bool kFirst>
+  static W4A8_INLINE void add_step(int16x8_t (&sums)[R][8], const int8_t* const (&rows)[R], const uint8_t* w,
+                                   int64_t s) {
+    int8x16_t a_low[R];
+    int8x16_t a_high[R];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      a_low[r] = broadcast4(rows[r] + s * kStepK);
+      a_high[r] = broadcast4(rows[r] + s * kStepK + 4);
+    }
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) {
+      int8x16_t low;
+      int8x16_t high;
+      load_nibbles<kUnpacked>(w, s, j, low, high);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        int16x8_t& even = sums[r][2 * j];
+        int16x8_t& odd = sums[r][2 * j + 1];
+        if constexpr (kFirst) {
+          even = vmull_s8(vget_low_s8(low), vget_low_s8(a_low[r]));
+          odd = vmull_high_s8(low, a_low[r]);
+        } else {
+          even = vmlal_s8(even, vget_low_s8(low), vget_low_s8(a_low[r]));
+          odd = vmlal_high_s8(odd, low, a_low[r]);
+        }
+        even = vmlal_s8(even, vget_low_s8(high), vget_low_s8(a_high[r]));
+        odd = vmlal_high_s8(odd, high, a_high[r]);
+      }
+    }
+  }
+
+  // Steps [s, s + count), 1 <= count <= kSumSteps.
+  template <int R, bool kUnpacked>
+  static W4A8_INLINE void add_block(I (&acc)[R][1][4], const int8_t* const (&rows)[R], const uint8_t* w, int64_t s,
+                                    int64_t count, int64_t ahead) {
+    int16x8_t sums[R][8];
+    if constexpr (!kUnpacked) __builtin_prefetch(w + s * kStepBytes + ahead);
+    add_step<R, kUnpacked, true>(sums, rows, w, s);
+    for (int64_t i = 1; i < count; ++i) {
+      if constexpr (!kUnpacked) __builtin_prefetch(w + (s + i) * kStepBytes + ahead);
+      add_step<R, kUnpacked, false>(sums, rows, w, s + i);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) {
+        const I pairs = vpaddq_s32(vpaddlq_s16(sums[r][2 * j]), vpaddlq_s16(sums[r][2 * j + 1]));
+        acc[r][0][j] = vaddq_s32(acc[r][0][j], pairs);
+      }
+    }
+  }
+
+  template <int R, int C, bool kUnpacked, bool kBlocks>
+  static W4A8_INLINE void accumulate(I (&acc)[R][C][4], const int8_t* const (&rows)[R],
+                                     const uint8_t* const (&weights)[C], int64_t begin, int64_t end, int64_t ahead) {
+    for (int64_t s = begin; s < end; s += kSumSteps) {
+      add_block<R, kUnpacked>(acc, rows, weights[0], s, end - s < kSumSteps ? end - s : kSumSteps, ahead);
+    }
+  }
+};
+
+}  // namespace
+
+extern const Kernel arm_neon;
+const Kernel arm_neon = {"arm_neon",    kNeon,        Ops::kRows[0], gemm<Ops>, quantize_row_neon<Ops>,
+                         activate<Ops>, combine<Ops>, store_row<Ops>};
+
+}  // namespace w4a8::isa
+#endif

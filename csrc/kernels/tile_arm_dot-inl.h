@@ -1,0 +1,172 @@
+// SDOT tiles, for arm_dotprod and for the few rows of arm_i8mm.
+// Included inside a target region with dotprod and an anonymous namespace, behind arm_ops-inl.h and tile-inl.h.
+//
+//   A step of a panel (8 k x 16 columns) is four registers, j = 0..3:
+//      w[j]   [ b0 b1 b2 b3 | b0 b1 .. ]   byte i of column 4 j + c: low nibble k0 + i, high nibble k0 + 4 + i
+//      a      [ a0..a3 | a4..a7 | .. ]     16 activations of one row: the lanes of two steps
+//   Nibbles 0..15 are positive as signed bytes too. They are w + 8, hence acc starts at -8 * sum(a).
+//   |acc| <= K * 15 * 128 < 2^31 for K <= 2^20.
+//
+// Loads and SDOT of the loops are asm statements: GCC 12 takes one row after the other through several steps otherwise,
+// loads the weights again for each and spills. `volatile` keeps their order. Packed weights and rows were written
+// long before by other functions; what was just unpacked needs a barrier in front.
+
+struct DotOps : NeonOps {
+  using Bytes = int8x16_t;
+
+  static W4A8_INLINE void barrier() { __asm__ volatile("" ::: "memory"); }
+  // Two registers from p + kOffset.
+  template <int kOffset>
+  static W4A8_INLINE void load_pair(const uint8_t* p, Bytes& a, Bytes& b) {
+    __asm__ volatile("ldp %q0, %q1, [%2, %3]" : "=w"(a), "=w"(b) : "r"(p), "i"(kOffset));
+  }
+  // Two registers, and p moves behind them.
+  template <class Pointer>
+  static W4A8_INLINE void take_pair(Pointer& p, Bytes& a, Bytes& b) {
+    __asm__ volatile("ldp %q0, %q1, [%2], 32" : "=w"(a), "=w"(b), "+r"(p));
+  }
+  // 8 activations, zeros behind, and p moves behind them.
+  static W4A8_INLINE void take_half(const int8_t*& p, Bytes& a) {
+    __asm__ volatile("ldr %d0, [%1], 8" : "=w"(a), "+r"(p));
+  }
+  // A number in all lanes, and p moves behind it.
+  static W4A8_INLINE I take_splat(const int32_t*& p) {
+    I splat;
+    __asm__ volatile("ld1r {%0.4s}, [%1], 4" : "=w"(splat), "+r"(p));
+    return splat;
+  }
+  template <int kLane>
+  static W4A8_INLINE void dot(I& acc, Bytes w, Bytes a) {
+    __asm__ volatile("sdot %0.4s, %1.16b, %2.4b[%3]" : "+w"(acc) : "w"(w), "w"(a), "i"(kLane));
+  }
+
+  // Adds the step at weights[c], which moves on. kLane: of the first 4 activations in a.
+  template <int R, int C, int kLane>
+  static W4A8_INLINE void add_step(I (&acc)[R][C][4], const Bytes (&a)[R], const uint8_t* (&weights)[C],
+                                   int64_t ahead) {
+    const Bytes nibble = vdupq_n_s8(0x0f);
+#pragma GCC unroll 2
+    for (int c = 0; c < C; ++c) {
+      Bytes both[4];
+      __builtin_prefetch(weights[c] + ahead);
+      take_pair(weights[c], both[0], both[1]);
+      take_pair(weights[c], both[2], both[3]);
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) {
+        const Bytes low = vandq_s8(both[j], nibble);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) dot<kLane>(acc[r][c][j], low, a[r]);
+      }
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) {
+        const Bytes high = vreinterpretq_s8_u8(vshrq_n_u8(vreinterpretq_u8_s8(both[j]), 4));
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) dot<kLane + 1>(acc[r][c][j], high, a[r]);
+      }
+    }
+  }
+
+  // Four steps. q and w move behind them.
+  template <int R, int C>
+  static W4A8_INLINE void add_block(I (&acc)[R][C][4], const int8_t* (&q)[R], const uint8_t* (&w)[C], int64_t ahead) {
+    Bytes a[R];
+    Bytes b[R];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) take_pair(q[r], a[r], b[r]);
+    add_step<R, C, 0>(acc, a, w, ahead);
+    add_step<R, C, 2>(acc, a, w, ahead);
+    add_step<R, C, 0>(acc, b, w, ahead);
+    add_step<R, C, 2>(acc, b, w, ahead);
+  }
+
+  // Packed weights only: unpacked ones belong to tile_arm_many-inl.h.
+  template <int R, int C, bool kUnpacked, bool kBlocks>
+  static W4A8_INLINE void accumulate(I (&acc)[R][C][4], const int8_t* const (&rows)[R],
+                                     const uint8_t* const (&weights)[C], int64_t begin, int64_t end, int64_t ahead) {
+    if constexpr (kUnpacked) __builtin_unreachable();
+    const int8_t* q[R];
+    const uint8_t* w[C];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) q[r] = rows[r] + begin * kStepK;
+#pragma GCC unroll 2
+    for (int c = 0; c < C; ++c) w[c] = weights[c] + begin * kStepBytes;
+    int64_t left = end - begin;
+    for (; left >= kBlockSteps; left -= kBlockSteps) add_block<R, C>(acc, q, w, ahead);
+    for (; !kBlocks && left > 0; --left) {
+      Bytes a[R];
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) take_half(q[r], a[r]);
+      add_step<R, C, 0>(acc, a, w, ahead);
+    }
+  }
+};
+
+// The constants of tiles on packed weights, and the type of the scales: known at compile time, it costs no branches.
+template <DType kScales>
+struct FewOps : DotOps {
+  // 2 rows x 2 panels or 5 x 1, with the weights of a step.
+  static constexpr int kRows[] = {5, 2};
+  static constexpr int64_t kUnpackRows = INT64_MAX;  // tile_arm_many-inl.h does it
+  static constexpr int64_t kUnpackSteps = 256;
+  static constexpr int64_t kAhead = 32;  // steps (cache lines) that weights are prefetched ahead
+  static constexpr bool kOwnGroups = true;
+
+  // The sums of the general add_groups: pointers that move instead of indices, and one decision per panel where to
+  // prefetch. In decode a group of 32 takes a tenth less.
+  template <int R, int C, bool kUnpacked>
+  static W4A8_INLINE void add_groups(const TileArgs& t, const int8_t* const (&rows)[R],
+                                     const uint8_t* const (&weights)[C], F (&f)[R][C][4]) {
+    if constexpr (kUnpacked) __builtin_unreachable();
+    const int8_t* q[R];
+    const int32_t* starts[R];
+    const uint8_t* w[C];
+    const uint8_t* scales[C];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      q[r] = rows[r];
+      starts[r] = t.starts + r * t.starts_stride;
+    }
+#pragma GCC unroll 2
+    for (int c = 0; c < C; ++c) {
+      w[c] = weights[c];
+      scales[c] = t.scales + c * t.panels->stride;
+    }
+    const int64_t group_steps = t.panels->group_steps;
+    const int64_t next_scales = C * t.panels->stride;
+    // Groups whose prefetch stays in this panel, then the others.
+    const int64_t total = t.steps / group_steps;
+    const int64_t near = t.steps > kAhead ? (t.steps - kAhead) / group_steps : 0;
+    for (int64_t group = 0; group < total;) {
+      int64_t left = group < near ? near - group : total - group;
+      const int64_t ahead = prefetch_offset<FewOps>(t, C, group * group_steps);
+      group += left;
+      do {
+        I acc[R][C][4];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+          const I start = take_splat(starts[r]);
+#pragma GCC unroll 2
+          for (int c = 0; c < C; ++c) {
+#pragma GCC unroll 4
+            for (int v = 0; v < 4; ++v) acc[r][c][v] = start;
+          }
+        }
+        int64_t blocks = group_steps / kBlockSteps;
+        do {
+          add_block<R, C>(acc, q, w, ahead);
+        } while (--blocks != 0);
+#pragma GCC unroll 2
+        for (int c = 0; c < C; ++c) {
+          __builtin_prefetch(scales[c] + next_scales);
+#pragma GCC unroll 4
+          for (int v = 0; v < 4; ++v) {
+            const F scale = load_scales(scales[c], 4 * v, kScales);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) f[r][c][v] = fma(to_float(acc[r][c][v]), scale, f[r][c][v]);
+          }
+          scales[c] += kPanelColumns * dtype_bytes(kScales);
+        }
+      } while (--left != 0);
+    }
+  }
+};
