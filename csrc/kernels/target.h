@@ -16,7 +16,8 @@
 #error "w4a8 needs GCC or Clang: kernels are compiled in target regions"
 #endif
 
-// The same instructions under the names each compiler knows. GCC's intrinsics want the architecture of their own region.
+// The same instructions under the names each compiler knows. GCC's intrinsics want the architecture of their own
+// region.
 #if defined(__clang__)
 #define W4A8_TARGET_DOTPROD "dotprod"
 #define W4A8_TARGET_I8MM "dotprod,i8mm"

@@ -4,6 +4,8 @@
 //   A step of a panel (8 k x 16 columns) is four registers, j = 0..3:
 //      w[j]   [ b0 b1 b2 b3 | b0 b1 .. ]   byte i of column 4 j + c: low nibble k0 + i, high nibble k0 + 4 + i
 //      a      [ a0..a3 | a4..a7 | .. ]     16 activations of one row: the lanes of two steps
+//      acc[j] += (w[j] & 15) . a.lane[0],  acc[j] += (w[j] >> 4) . a.lane[1];  the next step takes lanes 2 and 3
+//
 //   Nibbles 0..15 are positive as signed bytes too. They are w + 8, hence acc starts at -8 * sum(a).
 //   |acc| <= K * 15 * 128 < 2^31 for K <= 2^20.
 //

@@ -71,6 +71,7 @@ void add_chunk(TileArgs t, const Rows& rows, int64_t begin, int64_t m, int64_t p
     t.panel = panels.data + p * panels.stride;
     t.scales = t.panel + panels.scales_offset + group * kPanelColumns * dtype_bytes(panels.scale_dtype);
     const uint8_t* packed = t.panel + step * kStepBytes;
+    DotOps::barrier();  // not before the tiles have read what this overwrites
     Isa::unpack(panels.channelwise, packed, t.steps, scratch, packed + panels.stride);
     t.weights = scratch;
     for (int64_t i = 0; i < tiles; ++i) {
