@@ -16,7 +16,7 @@ apt=$dest.apt
 mkdir -p "$apt"/{lists/partial,archives/partial} "$dest"
 : >"$apt/status"
 site=$(apt-get indextargets --format '$(SITE)' 'Created-By: Packages' 'Codename: bookworm' | sort -u | head -n 1)
-echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] ${site:-http://deb.debian.org/debian} bookworm main" >"$apt/sources.list"
+echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] ${site:?this machine has no package site for bookworm} bookworm main" >"$apt/sources.list"
 options=(-q -o APT::Architecture=arm64 -o APT::Architectures::=arm64 -o Dir::State="$apt" -o Dir::State::status="$apt/status"
   -o Dir::Cache="$apt" -o Dir::Etc::sourcelist="$apt/sources.list" -o Dir::Etc::sourceparts=- -o Debug::NoLocking=1
   -o APT::Sandbox::User="$(id -un)")
