@@ -6,6 +6,10 @@
 #include "core/parallel.h"
 #include "core/workspace.h"
 
+#if AT_PARALLEL_OPENMP && !defined(_OPENMP)
+#error "at::parallel_for is an OpenMP pragma in a header: without -fopenmp every op would run on one thread"
+#endif
+
 namespace w4a8 {
 
 /// Workers on ATen's intra-op threads: torch.set_num_threads applies; inside another parallel region there is one.
