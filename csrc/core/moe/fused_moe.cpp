@@ -4,6 +4,7 @@
 #include <cstring>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "core/gemm.h"
 #include "core/moe/bucket.h"
@@ -295,9 +296,11 @@ class Chunk {
 
 // Each chunk opens the experts it uses; with several chunks a bad one must be found before the first is written.
 void check_used_headers(const MoeArgs& args, const Experts& experts) {
+  std::vector<bool> checked(static_cast<std::size_t>(args.experts));
   for (int64_t i = 0; i < args.tokens * args.slots; ++i) {
     const int64_t id = id_at(args, i);
-    if (id < 0) continue;
+    if (id < 0 || checked[static_cast<std::size_t>(id)]) continue;
+    checked[static_cast<std::size_t>(id)] = true;
     experts.w13(id);
     experts.w2(id);
   }
