@@ -65,8 +65,10 @@ void multiply(const Kernel& kernel, Parallel& parallel, Workspace& workspace, co
     const Range block = share(m, blocks, task / chunks);
     const Range panels = share(shape.panels(), chunks, task % chunks);
     float* tile = buffers.tiles + worker * block_rows * ldc;
-    kernel.gemm(rows.from(block.begin), block.size(), matrix.panels(panels.begin), panels.size(), tile, ldc,
-                buffers.scratch + worker * unpack_scratch_bytes(shape.steps()));
+    // What this worker will most likely take next.
+    const int64_t next = task + workers < blocks * chunks ? share(shape.panels(), chunks, (task + workers) % chunks).begin : 0;
+    kernel.gemm(rows.from(block.begin), block.size(), matrix.panels(panels.begin, matrix.panel(next)), panels.size(),
+                tile, ldc, unpack_scratch(kernel, buffers.scratch, unpack_scratch_bytes(shape.steps()), worker));
     const int64_t column = panels.begin * kPanelColumns;
     const int64_t columns = std::min(shape.n, panels.end * kPanelColumns) - column;
     for (int64_t r = 0; r < block.size(); ++r) {

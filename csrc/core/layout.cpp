@@ -95,9 +95,9 @@ PackedShape read_header(const uint8_t* src, int64_t size, const std::string& wha
   return shape;
 }
 
-Panels PackedMatrix::panels(int64_t first) const {
+Panels PackedMatrix::panels(int64_t first, const uint8_t* next) const {
   Panels panels;
-  panels.data = data + kHeaderBytes + first * shape.panel_bytes();
+  panels.data = panel(first);
   panels.stride = shape.panel_bytes();
   panels.scales_offset = shape.scales_offset();
   panels.sums_offset = shape.sums_offset();
@@ -106,6 +106,7 @@ Panels PackedMatrix::panels(int64_t first) const {
   panels.group_steps = shape.channelwise() ? shape.steps() : shape.group / kStepK;
   panels.scale_dtype = shape.scale_dtype;
   panels.channelwise = shape.channelwise();
+  panels.next = next;
   return panels;
 }
 

@@ -67,8 +67,9 @@ struct PackedMatrix {
   PackedShape shape;
   const uint8_t* data = nullptr;  ///< first byte of the header
 
-  /// Panels [first, ...) as kernels want them.
-  Panels panels(int64_t first) const;
+  /// Panels [first, ...) as kernels want them. next: see Panels.
+  Panels panels(int64_t first, const uint8_t* next = nullptr) const;
+  const uint8_t* panel(int64_t i) const { return data + kHeaderBytes + i * shape.panel_bytes(); }
 };
 
 /// read_header plus the check that the matrix is the expected one: k, n and group (`group == k` for channelwise).

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "kernels/cpu_features.h"
 #include "kernels/kernel.h"
 
 namespace w4a8 {
@@ -47,6 +48,11 @@ inline int64_t max_tile_floats(int64_t rows) { return std::max(kTileFloats, rows
 
 /// Panels of the largest chunk.
 inline int64_t max_chunk(int64_t panels, int64_t chunks) { return ceil_div(panels, chunks); }
+
+/// Scratch of worker i for Kernel::gemm, if it is worth unpacking on this machine.
+inline uint8_t* unpack_scratch(const Kernel& kernel, uint8_t* scratch, int64_t bytes, int i) {
+  return (kernel.never_unpack & host_features()) != 0 ? nullptr : scratch + i * bytes;
+}
 
 /// Below this many multiply-accumulates waking other threads costs more than it saves.
 inline constexpr int64_t kSerialMacs = 1 << 18;

@@ -37,7 +37,6 @@ struct Ops : NeonOps {
   static constexpr int kRows[] = {2};
   static constexpr int64_t kUnpackRows = 4;
   static constexpr int64_t kUnpackSteps = 128;  // 16 KiB of unpacked weights
-  static constexpr int64_t kAhead = 32;         // steps (cache lines) that packed weights are prefetched ahead
   static constexpr int64_t kSumSteps = 8;       // steps that fit 16-bit sums
 
   static W4A8_INLINE int8x16_t broadcast4(const int8_t* p) {
@@ -92,12 +91,12 @@ struct Ops : NeonOps {
   // Steps [s, s + count), 1 <= count <= kSumSteps.
   template <int R, bool kUnpacked>
   static W4A8_INLINE void add_block(I (&acc)[R][1][4], const int8_t* const (&rows)[R], const uint8_t* w, int64_t s,
-                                    int64_t count, int64_t ahead) {
+                                    int64_t count, const uint8_t* fetch) {
     int16x8_t sums[R][8];
-    if constexpr (!kUnpacked) __builtin_prefetch(w + s * kStepBytes + ahead);
+    if constexpr (!kUnpacked) __builtin_prefetch(fetch, 0, 2);
     add_step<R, kUnpacked, true>(sums, rows, w, s);
     for (int64_t i = 1; i < count; ++i) {
-      if constexpr (!kUnpacked) __builtin_prefetch(w + (s + i) * kStepBytes + ahead);
+      if constexpr (!kUnpacked) __builtin_prefetch(fetch + i * kStepBytes, 0, 2);
       add_step<R, kUnpacked, false>(sums, rows, w, s + i);
     }
 #pragma GCC unroll 8
@@ -112,9 +111,9 @@ struct Ops : NeonOps {
 
   template <int R, int C, bool kUnpacked, bool kBlocks>
   static W4A8_INLINE void accumulate(I (&acc)[R][C][4], const int8_t* const (&rows)[R],
-                                     const uint8_t* const (&weights)[C], int64_t begin, int64_t end, int64_t ahead) {
-    for (int64_t s = begin; s < end; s += kSumSteps) {
-      add_block<R, kUnpacked>(acc, rows, weights[0], s, end - s < kSumSteps ? end - s : kSumSteps, ahead);
+                                     const uint8_t* const (&weights)[C], int64_t begin, int64_t end, const uint8_t* fetch) {
+    for (int64_t s = begin; s < end; s += kSumSteps, fetch += kSumSteps * kStepBytes) {
+      add_block<R, kUnpacked>(acc, rows, weights[0], s, end - s < kSumSteps ? end - s : kSumSteps, fetch);
     }
   }
 };

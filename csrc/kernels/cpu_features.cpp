@@ -33,6 +33,7 @@ uint32_t detect() {
   const uint64_t state = xcr0();
   if ((state & 0x6) != 0x6) return 0;
   uint32_t features = 0;
+  if (__builtin_cpu_is("amd")) features |= kAmd;
   if (fma) features |= kFma;
   if (f16c) features |= kF16c;
   if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0) return features;
@@ -86,7 +87,7 @@ std::string feature_names(uint32_t features) {
   };
   static constexpr Name kNames[] = {
       {kAvx2, "avx2"}, {kFma, "fma"},         {kF16c, "f16c"}, {kAvx512, "avx512"}, {kAvx512Vnni, "avx512vnni"},
-      {kNeon, "neon"}, {kDotprod, "dotprod"}, {kI8mm, "i8mm"}};
+      {kNeon, "neon"}, {kDotprod, "dotprod"}, {kI8mm, "i8mm"}, {kAmd, "amd"}};
   std::string names;
   for (const Name& entry : kNames) {
     if ((features & entry.bit) == 0) continue;

@@ -59,11 +59,13 @@ struct Panels {
   int64_t group_steps;  ///< steps of one group; equal to `steps` when channelwise
   DType scale_dtype;    ///< kFloat32 or kBFloat16
   bool channelwise;
+  const uint8_t* next;  ///< what will be multiplied after these panels, to be fetched meanwhile; null: unknown
 };
 
 /// out[r, 16 * p + c] = rows r times column c of panel p, dequantized, bias added, for r < m and p < panel_count.
 /// Writes all 16 columns of each panel and nothing else. ldc: elements between rows of out.
-/// scratch: null, or unpack_scratch_bytes(steps) bytes, 64-byte aligned, for weights unpacked once for many rows.
+/// scratch: unpack_scratch_bytes(steps) bytes, 64-byte aligned, for weights unpacked once for many rows; null: never
+/// unpack.
 using GemmFn = void (*)(const Rows& rows, int64_t m, const Panels& panels, int64_t panel_count, float* out, int64_t ldc,
                         uint8_t* scratch);
 
@@ -93,6 +95,7 @@ struct Kernel {
   ActivateFn activate;
   CombineFn combine;
   StoreRowFn store_row;
+  uint32_t never_unpack = 0;  ///< Feature bits; `gemm` is faster without scratch where host_features() has one
 };
 
 /// Bytes of `scratch` of GemmFn: two panels, unpacked to one byte a value.

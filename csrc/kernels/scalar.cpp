@@ -24,7 +24,6 @@ struct Ops {
   static constexpr int kRows[] = {2};
   static constexpr int64_t kUnpackRows = INT64_MAX;  // nothing to gain
   static constexpr int64_t kUnpackSteps = 16;
-  static constexpr int64_t kAhead = 48;
 
   static F splat(float x) { return x; }
   static F load(const float* p) { return *p; }
@@ -98,7 +97,7 @@ struct Ops {
   // nibble * q <= 15 * 128 in size: exact in int32 for K <= 2^20.
   template <int R, int C, bool kUnpacked, bool kBlocks>
   static void accumulate(I (&acc)[R][C][kVecs], const int8_t* const (&rows)[R], const uint8_t* const (&weights)[C],
-                         int64_t begin, int64_t end, int64_t /*ahead*/) {
+                         int64_t begin, int64_t end, const uint8_t* /*fetch*/) {
     for (int64_t s = begin; s < end; ++s) {
       for (int c = 0; c < C; ++c) {
         const uint8_t* step = weights[c] + s * kStepBytes;

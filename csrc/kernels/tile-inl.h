@@ -8,9 +8,9 @@
 //       ..
 // An ISA brings Ops: the vector types I (int32) and F (float) of kLanes lanes, kVecs = 16 / kLanes, their arithmetic,
 // kRows[c - 1] = most rows of a tile with c panels, kUnpackRows = rows from which unpacking a panel pays, and
-//     accumulate<R, C, kUnpacked, kBlocks>(acc, rows, weights, begin, end, ahead)
-// which adds sum over the steps [begin, end) of nibble * q to acc[r][c][v], and for packed weights fetches what lies
-// `ahead` bytes behind each step (kAhead: how many steps that is). kBlocks: end - begin is a multiple of kBlockSteps.
+//     accumulate<R, C, kUnpacked, kBlocks>(acc, rows, weights, begin, end, fetch)
+// which adds sum over the steps [begin, end) of nibble * q to acc[r][c][v], and for packed weights fetches as many
+// bytes at `fetch`. kBlocks: end - begin is a multiple of kBlockSteps.
 // With kOwnGroups it also brings add_groups<R, C, kUnpacked>(t, rows, weights, f), the loop over groups.
 
 // Many rows take the steps in chunks that stay in the first-level cache once unpacked; between chunks a tile keeps its
@@ -31,6 +31,7 @@ struct TileArgs {
   const uint8_t* scales;   // its scales, at the first group of the chunk
   const uint8_t* weights;  // its steps, packed or unpacked, at the first step of the chunk
   int64_t weights_stride;  // bytes to the steps of the next panel
+  const uint8_t* fetch;    // packed weights only: what is multiplied after the C panels, fetched as they are
   int64_t steps;
   bool first;  // no chunk before this one
   bool last;
@@ -125,12 +126,11 @@ W4A8_INLINE void store_sums(const TileArgs& t, typename Ops::F (&f)[R][C][Ops::k
   }
 }
 
-// Bytes from a step to the one that is fetched with it: kAhead steps on, or as far into the same column of the next C
-// panels, if this panel ends before.
-template <class Ops>
-W4A8_INLINE int64_t prefetch_offset(const TileArgs& t, int columns, int64_t step) {
-  const int64_t ahead = Ops::kAhead * kStepBytes;
-  return step + Ops::kAhead < t.steps ? ahead : ahead + columns * t.panels->stride - t.steps * kStepBytes;
+// Fetches `bytes` bytes and returns what lies behind them. Into the second-level cache: the first would be full before
+// they are used.
+W4A8_INLINE const uint8_t* fetch_bytes(const uint8_t* fetch, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += kStepBytes) __builtin_prefetch(fetch + i, 0, 2);
+  return fetch + bytes;
 }
 
 template <class Ops, int R, int C, bool kUnpacked>
@@ -151,9 +151,11 @@ W4A8_INLINE void channelwise_tile(const TileArgs& t, const int8_t* const (&rows)
       }
     }
   }
-  const int64_t near = t.steps > Ops::kAhead ? t.steps - Ops::kAhead : 0;
-  Ops::template accumulate<R, C, kUnpacked, false>(acc, rows, weights, 0, near, prefetch_offset<Ops>(t, C, 0));
-  Ops::template accumulate<R, C, kUnpacked, false>(acc, rows, weights, near, t.steps, prefetch_offset<Ops>(t, C, near));
+  Ops::template accumulate<R, C, kUnpacked, false>(acc, rows, weights, 0, t.steps, t.fetch);
+  if constexpr (!kUnpacked) {
+    const int64_t step_bytes = t.steps * kStepBytes;
+    fetch_bytes(t.fetch + C * step_bytes, C * (t.panels->stride - step_bytes));
+  }
   if (t.last) {
     finish_channelwise<Ops, R, C>(t, acc);
     return;
@@ -176,18 +178,16 @@ W4A8_INLINE void add_groups(const TileArgs& t, const int8_t* const (&rows)[R], c
   using F = typename Ops::F;
   const Panels& p = *t.panels;
   const int64_t group_steps = kGroupSteps != 0 ? kGroupSteps : p.group_steps;
+  const int64_t scale_bytes = kPanelColumns * dtype_bytes(p.scale_dtype);
+  const uint8_t* fetch = t.fetch;
   for (int64_t group = 0, step = 0; step < t.steps; ++group, step += group_steps) {
     typename Ops::I acc[R][C][Ops::kVecs];
     start_accumulators<Ops, R, C>(t, group, acc);
-    Ops::template accumulate<R, C, kUnpacked, true>(acc, rows, weights, step, step + group_steps,
-                                                    prefetch_offset<Ops>(t, C, step));
+    Ops::template accumulate<R, C, kUnpacked, true>(acc, rows, weights, step, step + group_steps, fetch);
+    if constexpr (!kUnpacked) fetch = fetch_bytes(fetch + C * group_steps * kStepBytes, C * scale_bytes);
 #pragma GCC unroll 2
     for (int c = 0; c < C; ++c) {
       const uint8_t* scales = t.scales + c * p.stride;
-      // The scales lie apart from the weights: without a hint each panel would wait for them once.
-      if constexpr (!kUnpacked) {
-        __builtin_prefetch(scales + C * p.stride + group * kPanelColumns * dtype_bytes(p.scale_dtype));
-      }
 #pragma GCC unroll 16
       for (int v = 0; v < Ops::kVecs; ++v) {
         const F scale = Ops::load_scales(scales, group * kPanelColumns + v * Ops::kLanes, p.scale_dtype);
@@ -311,16 +311,19 @@ void gemm(const Rows& rows, int64_t m, const Panels& panels, int64_t panel_count
     chunk = panels.group_steps >= Ops::kUnpackSteps ? panels.group_steps
                                                     : Ops::kUnpackSteps / panels.group_steps * panels.group_steps;
   }
-  // Two panels at once share each broadcast and are two streams of memory. Where packed weights would be read again for
-  // more rows, one panel is better: its tile has more rows.
-  const int64_t most_columns = !unpacked && m > Ops::kRows[kMaxPanels - 1] ? 1 : kMaxPanels;
+  // Two panels at once share each broadcast. Where unpacking costs and would be done again for more rows, one panel is
+  // better: its tile has more rows.
+  const bool again = !unpacked && scratch != nullptr && m > Ops::kRows[kMaxPanels - 1];
+  const int64_t most_columns = again ? 1 : kMaxPanels;
   for (int64_t p = 0; p < panel_count;) {
     const int64_t columns = panel_count - p < most_columns ? panel_count - p : most_columns;
+    const uint8_t* panel = panels.data + p * panels.stride;
+    const uint8_t* next = p + columns < panel_count ? panel + columns * panels.stride : panels.next;
     TileArgs t;
     t.q_stride = rows.stride;
     t.starts_stride = rows.starts_stride;
     t.panels = &panels;
-    t.panel = panels.data + p * panels.stride;
+    t.panel = panel;
     t.out = out + p * kPanelColumns;
     t.ldc = ldc;
     for (int64_t step = 0; step < panels.steps; step += chunk) {
@@ -331,12 +334,13 @@ void gemm(const Rows& rows, int64_t m, const Panels& panels, int64_t panel_count
       t.scales = t.panel + panels.scales_offset + group * kPanelColumns * dtype_bytes(panels.scale_dtype);
       t.weights = t.panel + step * kStepBytes;
       t.weights_stride = panels.stride;
+      t.fetch = next != nullptr ? next : t.panel;
       if (unpacked) {
         t.weights_stride = t.steps * 2 * kStepBytes;
-        const uint8_t* next = t.last ? t.panel + columns * panels.stride : t.weights + chunk * kStepBytes;
+        const uint8_t* fetch = t.last ? t.fetch : t.weights + chunk * kStepBytes;
         for (int64_t c = 0; c < columns; ++c) {
           unpack_steps(t.weights + c * panels.stride, t.steps, scratch + c * t.weights_stride,
-                       next + c * panels.stride);
+                       fetch + c * panels.stride);
         }
         t.weights = scratch;
       }

@@ -50,7 +50,7 @@ struct DotOps : NeonOps {
 #pragma GCC unroll 2
     for (int c = 0; c < C; ++c) {
       Bytes both[4];
-      __builtin_prefetch(weights[c] + ahead);
+      __builtin_prefetch(weights[c] + ahead, 0, 2);
       take_pair(weights[c], both[0], both[1]);
       take_pair(weights[c], both[2], both[3]);
 #pragma GCC unroll 4
@@ -84,8 +84,10 @@ struct DotOps : NeonOps {
   // Packed weights only: unpacked ones belong to tile_arm_many-inl.h.
   template <int R, int C, bool kUnpacked, bool kBlocks>
   static W4A8_INLINE void accumulate(I (&acc)[R][C][4], const int8_t* const (&rows)[R],
-                                     const uint8_t* const (&weights)[C], int64_t begin, int64_t end, int64_t ahead) {
+                                     const uint8_t* const (&weights)[C], int64_t begin, int64_t end,
+                                     const uint8_t* fetch) {
     if constexpr (kUnpacked) __builtin_unreachable();
+    const int64_t ahead = fetch - (weights[0] + begin * kStepBytes);  // the same for each panel
     const int8_t* q[R];
     const uint8_t* w[C];
 #pragma GCC unroll 8
@@ -110,11 +112,10 @@ struct FewOps : DotOps {
   static constexpr int kRows[] = {5, 2};
   static constexpr int64_t kUnpackRows = INT64_MAX;  // tile_arm_many-inl.h does it
   static constexpr int64_t kUnpackSteps = 256;
-  static constexpr int64_t kAhead = 32;  // steps (cache lines) that weights are prefetched ahead
   static constexpr bool kOwnGroups = true;
 
-  // The sums of the general add_groups: pointers that move instead of indices, and one decision per panel where to
-  // prefetch. In decode a group of 32 takes a tenth less.
+  // The sums of the general add_groups with pointers that move instead of indices. In decode a group of 32 takes a
+  // tenth less.
   template <int R, int C, bool kUnpacked>
   static W4A8_INLINE void add_groups(const TileArgs& t, const int8_t* const (&rows)[R],
                                      const uint8_t* const (&weights)[C], F (&f)[R][C][4]) {
@@ -134,41 +135,34 @@ struct FewOps : DotOps {
       scales[c] = t.scales + c * t.panels->stride;
     }
     const int64_t group_steps = t.panels->group_steps;
-    const int64_t next_scales = C * t.panels->stride;
-    // Groups whose prefetch stays in this panel, then the others.
-    const int64_t total = t.steps / group_steps;
-    const int64_t near = t.steps > kAhead ? (t.steps - kAhead) / group_steps : 0;
-    for (int64_t group = 0; group < total;) {
-      int64_t left = group < near ? near - group : total - group;
-      const int64_t ahead = prefetch_offset<FewOps>(t, C, group * group_steps);
-      group += left;
-      do {
-        I acc[R][C][4];
+    const int64_t ahead = t.fetch - t.panel;
+    int64_t left = t.steps / group_steps;
+    do {
+      I acc[R][C][4];
 #pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
-          const I start = take_splat(starts[r]);
-#pragma GCC unroll 2
-          for (int c = 0; c < C; ++c) {
-#pragma GCC unroll 4
-            for (int v = 0; v < 4; ++v) acc[r][c][v] = start;
-          }
-        }
-        int64_t blocks = group_steps / kBlockSteps;
-        do {
-          add_block<R, C>(acc, q, w, ahead);
-        } while (--blocks != 0);
+      for (int r = 0; r < R; ++r) {
+        const I start = take_splat(starts[r]);
 #pragma GCC unroll 2
         for (int c = 0; c < C; ++c) {
-          __builtin_prefetch(scales[c] + next_scales);
 #pragma GCC unroll 4
-          for (int v = 0; v < 4; ++v) {
-            const F scale = load_scales(scales[c], 4 * v, kScales);
-#pragma GCC unroll 8
-            for (int r = 0; r < R; ++r) f[r][c][v] = fma(to_float(acc[r][c][v]), scale, f[r][c][v]);
-          }
-          scales[c] += kPanelColumns * dtype_bytes(kScales);
+          for (int v = 0; v < 4; ++v) acc[r][c][v] = start;
         }
-      } while (--left != 0);
-    }
+      }
+      int64_t blocks = group_steps / kBlockSteps;
+      do {
+        add_block<R, C>(acc, q, w, ahead);
+      } while (--blocks != 0);
+#pragma GCC unroll 2
+      for (int c = 0; c < C; ++c) {
+        __builtin_prefetch(scales[c] + ahead, 0, 2);
+#pragma GCC unroll 4
+        for (int v = 0; v < 4; ++v) {
+          const F scale = load_scales(scales[c], 4 * v, kScales);
+#pragma GCC unroll 8
+          for (int r = 0; r < R; ++r) f[r][c][v] = fma(to_float(acc[r][c][v]), scale, f[r][c][v]);
+        }
+        scales[c] += kPanelColumns * dtype_bytes(kScales);
+      }
+    } while (--left != 0);
   }
 };

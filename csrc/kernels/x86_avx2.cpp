@@ -39,7 +39,6 @@ struct Ops {
   static constexpr int kRows[] = {4};
   static constexpr int64_t kUnpackRows = 8;
   static constexpr int64_t kUnpackSteps = 96;  // 12 KiB of unpacked weights
-  static constexpr int64_t kAhead = 48;        // steps (cache lines) that packed weights are prefetched ahead
 
   static W4A8_INLINE F splat(float x) { return _mm256_set1_ps(x); }
   static W4A8_INLINE F load(const float* p) { return _mm256_loadu_ps(p); }
@@ -167,15 +166,15 @@ struct Ops {
   // Steps [s, s + count), 1 <= count <= kBlockSteps.
   template <int R, bool kUnpacked>
   static W4A8_INLINE void add_block(I (&acc)[R][1][2], const int8_t* const (&rows)[R], const uint8_t* w, int64_t s,
-                                    int64_t count, int64_t ahead) {
+                                    int64_t count, const uint8_t* fetch) {
     I sums[R][2];
     constexpr bool kPrefetch = !kUnpacked;
-    if constexpr (kPrefetch) __builtin_prefetch(w + s * kStepBytes + ahead);
+    if constexpr (kPrefetch) __builtin_prefetch(fetch, 0, 2);
     add_products<R, kUnpacked, false, true>(sums, rows, w, s);
     add_products<R, kUnpacked, true, false>(sums, rows, w, s);
 #pragma GCC unroll 4
     for (int64_t i = 1; i < count; ++i) {
-      if constexpr (kPrefetch) __builtin_prefetch(w + (s + i) * kStepBytes + ahead);
+      if constexpr (kPrefetch) __builtin_prefetch(fetch + i * kStepBytes, 0, 2);
       add_products<R, kUnpacked, false, false>(sums, rows, w, s + i);
       add_products<R, kUnpacked, true, false>(sums, rows, w, s + i);
     }
@@ -189,13 +188,13 @@ struct Ops {
 
   template <int R, int C, bool kUnpacked, bool kBlocks>
   static W4A8_INLINE void accumulate(I (&acc)[R][C][2], const int8_t* const (&rows)[R],
-                                     const uint8_t* const (&weights)[C], int64_t begin, int64_t end, int64_t ahead) {
+                                     const uint8_t* const (&weights)[C], int64_t begin, int64_t end, const uint8_t* fetch) {
     int64_t s = begin;
-    for (; s + kBlockSteps <= end; s += kBlockSteps) {
-      add_block<R, kUnpacked>(acc, rows, weights[0], s, kBlockSteps, ahead);
+    for (; s + kBlockSteps <= end; s += kBlockSteps, fetch += kBlockSteps * kStepBytes) {
+      add_block<R, kUnpacked>(acc, rows, weights[0], s, kBlockSteps, fetch);
     }
     if constexpr (kBlocks) return;
-    if (s < end) add_block<R, kUnpacked>(acc, rows, weights[0], s, end - s, ahead);
+    if (s < end) add_block<R, kUnpacked>(acc, rows, weights[0], s, end - s, fetch);
   }
 };
 

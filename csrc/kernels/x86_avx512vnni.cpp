@@ -2,7 +2,8 @@
 //
 //   instruction                         Ice Lake / SPR    Zen 4          (ports and latency: uops.info, read 2026-11)
 //   VPDPBUSD zmm, zmm, m32{1to16}       2 a cycle, 5      1 a cycle, 4
-//   VPANDD, VPSRLW zmm                  same ports as VPDPBUSD on Intel: unpacking costs; free on Zen 4
+//   VPANDD, VPSRLW zmm                  same ports as VPDPBUSD on Intel: unpacking costs, once for many rows; free on
+//                                       Zen 4, where storing what was unpacked costs
 //
 //   A step of a panel (8 k x 16 columns) is one register:
 //      w    zmm   [ b0 b1 b2 b3 | b0 b1 b2 b3 | .. ]     byte i of column c: low nibble k0 + i, high nibble k0 + 4 + i
@@ -45,7 +46,6 @@ struct Ops {
   static constexpr int kRows[] = {12, 6};
   static constexpr int64_t kUnpackRows = 24;
   static constexpr int64_t kUnpackSteps = 96;  // 24 KiB of unpacked weights
-  static constexpr int64_t kAhead = 48;        // steps (cache lines) that packed weights are prefetched ahead
 
   static W4A8_INLINE F splat(float x) { return _mm512_set1_ps(x); }
   static W4A8_INLINE F load(const float* p) { return _mm512_loadu_ps(p); }
@@ -150,12 +150,12 @@ struct Ops {
   // Adds one step. second: where the high halves go, the same as acc or a second set.
   template <int R, int C, bool kUnpacked>
   static W4A8_INLINE void add_step(I (&acc)[R][C][1], I (&second)[R][C][1], const int8_t* const (&rows)[R],
-                                   const uint8_t* const (&weights)[C], int64_t s, int64_t ahead) {
+                                   const uint8_t* const (&weights)[C], int64_t s, const uint8_t* fetch) {
     I lo[C];
     I hi[C];
 #pragma GCC unroll 2
     for (int c = 0; c < C; ++c) {
-      if constexpr (!kUnpacked) __builtin_prefetch(weights[c] + s * kStepBytes + ahead);
+      if constexpr (!kUnpacked) __builtin_prefetch(fetch + c * kStepBytes, 0, 2);
       load_step<kUnpacked>(weights[c], s, lo[c], hi[c]);
     }
     // All low halves, then all high ones: as far apart as can be, since both may add to the same accumulator.
@@ -175,21 +175,24 @@ struct Ops {
 
   template <int R, int C, bool kUnpacked, bool kBlocks>
   static W4A8_INLINE void add_steps(I (&acc)[R][C][1], I (&second)[R][C][1], const int8_t* const (&rows)[R],
-                                    const uint8_t* const (&weights)[C], int64_t begin, int64_t end, int64_t ahead) {
+                                    const uint8_t* const (&weights)[C], int64_t begin, int64_t end, const uint8_t* fetch) {
+    constexpr int64_t kBytes = C * kStepBytes;
     int64_t s = begin;
-    for (; s + kBlockSteps <= end; s += kBlockSteps) {
+    for (; s + kBlockSteps <= end; s += kBlockSteps, fetch += kBlockSteps * kBytes) {
 #pragma GCC unroll 4
-      for (int64_t i = 0; i < kBlockSteps; ++i) add_step<R, C, kUnpacked>(acc, second, rows, weights, s + i, ahead);
+      for (int64_t i = 0; i < kBlockSteps; ++i) {
+        add_step<R, C, kUnpacked>(acc, second, rows, weights, s + i, fetch + i * kBytes);
+      }
     }
     if constexpr (kBlocks) return;
-    for (; s < end; ++s) add_step<R, C, kUnpacked>(acc, second, rows, weights, s, ahead);
+    for (; s < end; ++s, fetch += kBytes) add_step<R, C, kUnpacked>(acc, second, rows, weights, s, fetch);
   }
 
   template <int R, int C, bool kUnpacked, bool kBlocks>
   static W4A8_INLINE void accumulate(I (&acc)[R][C][1], const int8_t* const (&rows)[R],
-                                     const uint8_t* const (&weights)[C], int64_t begin, int64_t end, int64_t ahead) {
+                                     const uint8_t* const (&weights)[C], int64_t begin, int64_t end, const uint8_t* fetch) {
     if constexpr (R * C > 4) {
-      add_steps<R, C, kUnpacked, kBlocks>(acc, acc, rows, weights, begin, end, ahead);
+      add_steps<R, C, kUnpacked, kBlocks>(acc, acc, rows, weights, begin, end, fetch);
     } else {
       // With few rows, a second set of accumulators hides the latency.
       I second[R][C][1];
@@ -198,7 +201,7 @@ struct Ops {
 #pragma GCC unroll 2
         for (int c = 0; c < C; ++c) second[r][c][0] = _mm512_setzero_si512();
       }
-      add_steps<R, C, kUnpacked, kBlocks>(acc, second, rows, weights, begin, end, ahead);
+      add_steps<R, C, kUnpacked, kBlocks>(acc, second, rows, weights, begin, end, fetch);
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 2
@@ -211,10 +214,15 @@ struct Ops {
 }  // namespace
 
 extern const Kernel x86_avx512vnni;
-const Kernel x86_avx512vnni = {"x86_avx512vnni",  kAvx2 | kFma | kF16c | kAvx512 | kAvx512Vnni,
-                               Ops::kRows[0],     gemm<Ops>,
-                               quantize_row<Ops>, activate<Ops>,
-                               combine<Ops>,      store_row<Ops>};
+const Kernel x86_avx512vnni = {"x86_avx512vnni",
+                               kAvx2 | kFma | kF16c | kAvx512 | kAvx512Vnni,
+                               Ops::kRows[0],
+                               gemm<Ops>,
+                               quantize_row<Ops>,
+                               activate<Ops>,
+                               combine<Ops>,
+                               store_row<Ops>,
+                               kAmd};
 
 }  // namespace w4a8::isa
 W4A8_TARGET_END

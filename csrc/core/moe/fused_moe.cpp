@@ -123,11 +123,13 @@ struct MoeBuffers {
 
 // Scratch of each worker: a gate and an up tile, and room for two unpacked panels.
 struct WorkerBuffers {
-  WorkerBuffers(Slicer& slicer, int workers, int64_t tile_floats_in, int64_t steps)
-      : tile_floats(tile_floats_in),
+  WorkerBuffers(Slicer& slicer, int workers_in, int64_t tile_floats_in, int64_t steps)
+      : workers(workers_in),
+        tile_floats(tile_floats_in),
         scratch_bytes(unpack_scratch_bytes(steps)),
         tiles(slicer.take<float>(workers * tile_floats)),
         scratch(slicer.take<uint8_t>(workers * scratch_bytes)) {}
+  int workers;
   int64_t tile_floats;
   int64_t scratch_bytes;
   float* tiles;
@@ -230,18 +232,20 @@ class Chunk {
     const int64_t m = unit.rows.size();
     const PackedMatrix w13 = experts_.w13(unit.expert);
     const Rows rows = b_.x.from(unit.rows.begin);
-    uint8_t* scratch = buffers.scratch + worker * buffers.scratch_bytes;
+    uint8_t* scratch = unpack_scratch(kernel_, buffers.scratch, buffers.scratch_bytes, worker);
     const int64_t column = panels.begin * kPanelColumns;
     const int64_t columns = std::min(inner, panels.end * kPanelColumns) - column;
     float* gate = buffers.tiles + worker * buffers.tile_floats;
-    kernel_.gemm(rows, m, w13.panels(panels.begin), panels.size(), gate, ld13_, scratch);
+    const int64_t up_begin = (inner + column) / kPanelColumns;
+    const uint8_t* next = after_gate_up(task, buffers.workers);
+    kernel_.gemm(rows, m, w13.panels(panels.begin, args_.gated ? w13.panel(up_begin) : next), panels.size(), gate,
+                 ld13_, scratch);
     const float* up = nullptr;
     const int64_t ld_up = ld13_ + kPanelColumns;
     if (args_.gated) {
       float* tile = gate + m * ld13_;
-      const int64_t begin = (inner + column) / kPanelColumns;
-      const int64_t end = ceil_div(inner + column + columns, kPanelColumns);
-      kernel_.gemm(rows, m, w13.panels(begin), end - begin, tile, ld_up, scratch);
+      const int64_t up_end = ceil_div(inner + column + columns, kPanelColumns);
+      kernel_.gemm(rows, m, w13.panels(up_begin, next), up_end - up_begin, tile, ld_up, scratch);
       up = tile + (inner + column) % kPanelColumns;
     }
     for (int64_t r = 0; r < m; ++r) {
@@ -262,9 +266,25 @@ class Chunk {
     const Unit unit = b_.units2[task / chunks2_];
     const Range panels = share(out_panels_, chunks2_, task % chunks2_);
     const int64_t ldy = out_panels_ * kPanelColumns;
-    kernel_.gemm(b_.hq.from(unit.rows.begin), unit.rows.size(), experts_.w2(unit.expert).panels(panels.begin),
-                 panels.size(), b_.y + unit.rows.begin * ldy + panels.begin * kPanelColumns, ldy,
-                 buffers.scratch + worker * buffers.scratch_bytes);
+    kernel_.gemm(b_.hq.from(unit.rows.begin), unit.rows.size(),
+                 experts_.w2(unit.expert).panels(panels.begin, down_panels(task + buffers.workers)), panels.size(),
+                 b_.y + unit.rows.begin * ldy + panels.begin * kPanelColumns, ldy,
+                 unpack_scratch(kernel_, buffers.scratch, buffers.scratch_bytes, worker));
+  }
+
+  // The weights that task `task` of w2 begins with, null if there is none.
+  const uint8_t* down_panels(int64_t task) const {
+    if (task >= units2_ * chunks2_) return nullptr;
+    return experts_.w2(b_.units2[task / chunks2_].expert).panel(share(out_panels_, chunks2_, task % chunks2_).begin);
+  }
+
+  // The weights that a worker will most likely read after task `task` of w13: workers take turns.
+  const uint8_t* after_gate_up(int64_t task, int workers) const {
+    const int64_t next = task + workers;
+    const int64_t tasks = units13_ * chunks13_;
+    if (next >= tasks) return down_panels(next - tasks);
+    return experts_.w13(b_.units13[next / chunks13_].expert)
+        .panel(share(gate_panels_, chunks13_, next % chunks13_).begin);
   }
 
   void combine(int64_t task) {
