@@ -4,6 +4,8 @@
 #include <cmath>
 #include <cstring>
 
+#include "core/huge_pages.h"
+
 namespace w4a8 {
 namespace {
 
@@ -146,6 +148,7 @@ void unpack_panel(const PackedMatrix& matrix, int64_t index, uint8_t* weights, v
 void pack(const PackedShape& shape, int64_t count, const RawWeights& raw, uint8_t* dst, Parallel& parallel) {
   const int64_t tasks_per_matrix = (shape.panels() + kPanelsPerTask - 1) / kPanelsPerTask;
   const int64_t counts[] = {count * tasks_per_matrix};
+  advise_huge_pages(dst, count * packed_bytes(shape));
   run_phases(parallel, counts, [&](int, int64_t task, int) {
     const int64_t m = task / tasks_per_matrix;
     const int64_t begin = task % tasks_per_matrix * kPanelsPerTask;

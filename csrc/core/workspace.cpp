@@ -5,6 +5,8 @@
 #include <new>
 #include <stdexcept>
 
+#include "core/huge_pages.h"
+
 namespace w4a8 {
 namespace {
 constexpr int64_t kAlign = 64;
@@ -29,6 +31,7 @@ uint8_t* Workspace::reserve(int64_t bytes) {
     capacity_ = 0;
     data_ = static_cast<uint8_t*>(::operator new(static_cast<std::size_t>(bytes), std::align_val_t(kAlign)));
     capacity_ = bytes;
+    advise_huge_pages(data_, bytes);
   }
   return data_;
 }
