@@ -27,6 +27,7 @@ from w4a8.ops import (
     int4_gemm_w4a8,
     read_header,
 )
+from w4a8.quantization import quantize_
 
 __version__: str = _C.__version__
 
@@ -44,6 +45,7 @@ __all__ = [
     "int4_gemm_w4a8",
     "kernels",
     "load",
+    "quantize_",
     "read_header",
     "use_kernel",
 ]

@@ -18,6 +18,7 @@ from w4a8.moe.layer import RoutedExperts, determine_expert_map
 from w4a8.moe.method import CompressedTensorsW4A8Int8MoEMethod
 from w4a8.moe.nibbles import check_int4_range
 from w4a8.moe.quant_args import DYNAMIC_INT8_TOKENS
+from w4a8.progress import progress_bar
 
 logger = logging.getLogger(__name__)
 
@@ -211,18 +212,6 @@ class _Reader:
                     raise CheckpointError(f"tensor {error}") from error
 
 
-def _progress_bar(total: int, wanted: bool) -> Any:
-    """A tqdm bar over experts, or None if it is not wanted or tqdm is not installed."""
-    if not wanted:
-        return None
-    try:
-        from tqdm.auto import tqdm
-    except ImportError:
-        logger.info("no progress bar: tqdm is not installed")
-        return None
-    return tqdm(total=total, unit="expert", desc="packing experts")
-
-
 def load(
     path: str | Path,
     *,
@@ -285,7 +274,7 @@ def load(
         for layer in layers:
             module, scheme, shards = reader.build(layer)
             local = [e for e in range(module.global_num_experts) if module.weight_loader.local_expert(e) != -1]
-            bar = bar if bar is not None else _progress_bar(len(layers) * len(local), progress)
+            bar = bar if bar is not None else progress_bar(len(layers) * len(local), progress, "expert", "packing experts")
             for expert in local:
                 reader.fill_expert(module, layer.name, expert, scheme, shards)
                 if bar is not None:

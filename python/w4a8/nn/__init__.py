@@ -1,5 +1,6 @@
 """Modules of quantized layers."""
 
+from w4a8.nn.experts import W4A8Experts
 from w4a8.nn.linear import W4A8Linear
 
-__all__ = ["W4A8Linear"]
+__all__ = ["W4A8Experts", "W4A8Linear"]

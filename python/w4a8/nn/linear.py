@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 
 from w4a8.moe.nibbles import check_int4_range, from_int32, to_nibbles
-from w4a8.ops import dyn_quant_matmul_4bit, dyn_quant_pack_4bit_weight, read_header
+from w4a8.nn.packed import PackedModule
+from w4a8.nn.rounding import round_weight
+from w4a8.ops import dyn_quant_matmul_4bit, dyn_quant_pack_4bit_weight
 
 
-class W4A8Linear(torch.nn.Module):
+class W4A8Linear(PackedModule):
     """``x @ W.T + bias`` with W packed, [..., in_features] to [..., out_features] of the type of x.
 
     The packed weight is a buffer and so part of the state dict; loading checks that it is a matrix of this shape.
@@ -29,32 +31,33 @@ class W4A8Linear(torch.nn.Module):
         self.in_features = in_features
         self.out_features = out_features
         self.group_size = in_features if group_size == -1 else group_size
-        self._check(packed)
+        self.check_packed("packed", packed)
         self.register_buffer("packed", packed)
 
     @classmethod
-    def from_float(cls, linear: torch.nn.Linear, group_size: int = -1) -> W4A8Linear:
+    def from_float(
+        cls,
+        linear: torch.nn.Linear,
+        group_size: int = -1,
+        *,
+        scale_dtype: torch.dtype = torch.float32,
+        clip_search: bool = False,
+    ) -> W4A8Linear:
         """Quantizes a layer, round to nearest: each group's largest magnitude becomes 7 or -7.
 
         Args:
-            linear: with any floating point weight. It is left alone.
+            linear: with any floating point weight. It is left alone. One on the meta device gives one there.
             group_size: a multiple of 32 that divides in_features; -1 is channelwise.
+            scale_dtype: float32 or bfloat16.
+            clip_search: search a scale with a smaller squared error for each group.
 
         Raises:
             ValueError: the weight has a NaN or an infinity.
         """
-        weight = linear.weight.detach().float()
-        n, k = weight.shape
-        group = k if group_size == -1 else group_size
-        if group <= 0 or k % group != 0:
-            raise ValueError(f"group_size is {group_size}, expected -1 or a divisor of in_features = {k}")
-        if not torch.isfinite(weight).all():
-            raise ValueError("the weight has a NaN or an infinite element")
-        groups = weight.reshape(n, k // group, group)
-        scales = groups.abs().amax(-1) / 7
-        scales = torch.where(scales == 0, torch.ones_like(scales), scales)
-        values = (groups / scales.unsqueeze(-1)).round().clamp(-8, 7).to(torch.int8).reshape(n, k)
-        return cls._pack(to_nibbles(values), scales, linear.bias, group, k)
+        weight = linear.weight
+        nibbles, scales = round_weight(weight, group_size, scale_dtype, clip_search)
+        k = weight.shape[1]
+        return cls._pack(nibbles, scales, linear.bias, k if group_size == -1 else group_size, k)
 
     @classmethod
     def from_compressed_tensors(
@@ -112,25 +115,6 @@ class W4A8Linear(torch.nn.Module):
         """Sizes, for print()."""
         return f"in_features={self.in_features}, out_features={self.out_features}, group_size={self.group_size}"
 
-    def _check(self, packed: torch.Tensor) -> None:
-        if packed.is_meta:
-            return
-        header = read_header(packed)
-        expected = {"n": self.out_features, "k": self.in_features, "group": self.group_size}
-        for field, value in expected.items():
-            if header[field] != value:
-                raise ValueError(f"packed: {field} is {header[field]}, expected {value}")
-
-    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
-        # Bytes of another matrix of the same size would load, and fail only in forward. One with a bias (or without,
-        # or with scales of another type) is as good, whatever its size.
-        packed = state_dict.get(prefix + "packed")
-        if packed is not None:
-            try:
-                self._check(packed)
-            except (ValueError, TypeError) as error:
-                errors.append(f"{prefix}packed: {error}")
-                return
-            if packed.shape != self.packed.shape:
-                self.packed = torch.empty_like(packed, device=self.packed.device)
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
+    def packed_shapes(self) -> dict[str, dict[str, int]]:
+        """What the header must say."""
+        return {"packed": {"n": self.out_features, "k": self.in_features, "group": self.group_size}}

@@ -1,0 +1,144 @@
+"""The experts of a mixture-of-experts layer with int4 weights, given what the router has chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from w4a8.nn.packed import PackedModule
+from w4a8.nn.rounding import round_weight
+from w4a8.ops import Activation, dyn_quant_pack_4bit_weight, dynamic_4bit_int_moe
+
+
+class W4A8Experts(PackedModule):
+    """All experts in one call, with the arguments of the experts modules of transformers 5.
+
+    The packed weights are buffers and so part of the state dict; loading checks that they are matrices of these shapes.
+    """
+
+    w13_packed: torch.Tensor
+    w2_packed: torch.Tensor
+
+    def __init__(
+        self,
+        w13_packed: torch.Tensor,
+        w2_packed: torch.Tensor,
+        hidden_size: int,
+        intermediate_size: int,
+        group_size: int = -1,
+        activation: Activation = Activation.SILU,
+    ) -> None:
+        """Takes packed stacks.
+
+        Args:
+            w13_packed: uint8 [E, bytes] of dyn_quant_pack_4bit_weight: gate rows, then up rows.
+            w2_packed: uint8 [E, bytes].
+            hidden_size: H.
+            intermediate_size: I.
+            group_size: values of k per scale; -1 is channelwise.
+            activation: between w13 and w2.
+        """
+        super().__init__()
+        self.num_experts = len(w13_packed)
+        self.hidden_size = hidden_size
+        self.intermediate_size = intermediate_size
+        self.group_size = group_size
+        self.activation = Activation(activation)
+        for name, packed in (("w13_packed", w13_packed), ("w2_packed", w2_packed)):
+            if packed.dim() != 2 or len(packed) != self.num_experts:
+                raise ValueError(f"{name} is {list(packed.shape)}, expected [{self.num_experts}, bytes]")
+            self.check_packed(name, packed)
+            self.register_buffer(name, packed)
+
+    @classmethod
+    def from_float(
+        cls,
+        w13: Sequence[torch.Tensor],
+        w2: Sequence[torch.Tensor],
+        group_size: int = -1,
+        activation: Activation = Activation.SILU,
+        *,
+        w13_bias: Sequence[torch.Tensor] | None = None,
+        w2_bias: Sequence[torch.Tensor] | None = None,
+        scale_dtype: torch.dtype = torch.float32,
+        clip_search: bool = False,
+        packed_one: Callable[[], object] = lambda: None,
+    ) -> W4A8Experts:
+        """Quantizes experts one by one, round to nearest.
+
+        Args:
+            w13: [E, 2I, H], or a sequence of E matrices [2I, H]: gate rows, then up rows. Any floating point type.
+            w2: [E, H, I], or a sequence of E matrices [H, I].
+            group_size: a multiple of 32 that divides H and I; -1 is channelwise.
+            activation: between them.
+            w13_bias: [E, 2I] or a sequence of E; None for none.
+            w2_bias: [E, H] or a sequence of E; None for none.
+            scale_dtype: float32 or bfloat16.
+            clip_search: search a scale with a smaller squared error for each group.
+            packed_one: called after each of the 2 E matrices.
+
+        Raises:
+            ValueError: an odd size, a group that does not divide, a NaN or an infinity; names the expert.
+        """
+        stacks: list[torch.Tensor | None] = [None, None]
+        for expert in range(len(w13)):
+            for which, (name, weights, biases) in enumerate((("w13", w13, w13_bias), ("w2", w2, w2_bias))):
+                weight = weights[expert]
+                n, k = weight.shape
+                try:
+                    nibbles, scales = round_weight(weight, group_size, scale_dtype, clip_search)
+                except ValueError as error:
+                    raise ValueError(f"{name} of expert {expert}: {error}") from error
+                bias = None if biases is None else biases[expert].detach()
+                packed = dyn_quant_pack_4bit_weight(nibbles, scales, bias, k if group_size == -1 else group_size, k, n)
+                if stacks[which] is None:
+                    stacks[which] = packed.new_empty(len(w13), len(packed))
+                stacks[which][expert] = packed
+                packed_one()
+        hidden, intermediate = w2[0].shape
+        return cls(*stacks, hidden, intermediate, group_size, activation)
+
+    def packed_shapes(self) -> dict[str, dict[str, int]]:
+        """What the headers must say."""
+        h, i, g = self.hidden_size, self.intermediate_size, self.group_size
+        return {
+            "w13_packed": {"n": 2 * i, "k": h, "group": h if g == -1 else g},
+            "w2_packed": {"n": h, "k": i, "group": i if g == -1 else g},
+        }
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """The weighted sum of each token's experts.
+
+        Args:
+            hidden_states: float32, bfloat16 or float16 [..., H], T rows in all.
+            top_k_index: int32 or int64 [T, k], in [0, E); -1 or E is a slot without an expert.
+            top_k_weights: floating point [T, k].
+
+        Returns:
+            The shape and dtype of hidden_states.
+        """
+        ids = top_k_index.masked_fill(top_k_index == self.num_experts, -1)
+        return dynamic_4bit_int_moe(
+            hidden_states,
+            ids,
+            top_k_weights,
+            self.w13_packed,
+            self.w2_packed,
+            self.hidden_size,
+            self.intermediate_size,
+            2 * self.intermediate_size,
+            self.group_size,
+            False,
+            self.activation,
+        )
+
+    def extra_repr(self) -> str:
+        """Sizes, for print()."""
+        return (
+            f"num_experts={self.num_experts}, hidden_size={self.hidden_size}, "
+            f"intermediate_size={self.intermediate_size}, group_size={self.group_size}, "
+            f"activation={self.activation.name}"
+        )

@@ -1,0 +1,6 @@
+"""Quantizing models in place (docs/quantization.md)."""
+
+from w4a8.quantization.quantize import QuantizationError, QuantizationReport, quantize_
+from w4a8.quantization.skip import DEFAULT_SKIP
+
+__all__ = ["DEFAULT_SKIP", "QuantizationError", "QuantizationReport", "quantize_"]

@@ -1,0 +1,203 @@
+"""The mixture-of-experts blocks of transformers, recognized by class name and attributes; it is never imported.
+
+transformers 5    a block has an ``experts`` module with all weights in two parameters. Only that one is replaced, so the
+                  block, its router and its shared experts, and what hooks read of them, stay what they are.
+transformers 4    ``experts`` is a ModuleList. It is replaced, and the block gets a subclass of its class that calls it:
+                  whoever looks for blocks by class (to record router logits) still finds it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from w4a8.moe.config import RoutingMethodType
+from w4a8.moe.routing import route
+from w4a8.nn import W4A8Experts
+from w4a8.ops import Activation
+
+_FUSED = re.compile(r"(Qwen2Moe|Qwen3Moe|Mixtral|Olmoe|DeepseekV2|DeepseekV3)(Experts|NaiveMoe)")
+_SOFTMAX = re.compile(r"(Qwen2Moe|Qwen3Moe|Mixtral|Olmoe)SparseMoeBlock")
+_DEEPSEEK = re.compile(r"Deepseek(V2|V3)(MoE|Moe)")
+
+# Names of an expert's projections: gate, up, down.
+_PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+
+_ACTIVATIONS = {
+    "SiLU": Activation.SILU,
+    "SiLUActivation": Activation.SILU,
+    "GELUActivation": Activation.GELU,
+    "GELUTanh": Activation.GELU_TANH,
+    "PytorchGELUTanh": Activation.GELU_TANH,
+    "NewGELUActivation": Activation.GELU_TANH,
+    "ReLUSquaredActivation": Activation.RELU2,
+}
+
+
+class Experts:
+    """The float weights of a block's experts: what W4A8Experts.from_float takes.
+
+    Attributes:
+        w13: sequence of [2I, H], gate rows, then up rows.
+        w2: sequence of [H, I].
+        w13_bias, w2_bias: sequences, or None.
+        activation: the module between them.
+    """
+
+    def __init__(
+        self,
+        w13: Sequence[torch.Tensor],
+        w2: Sequence[torch.Tensor],
+        activation: torch.nn.Module,
+        w13_bias: Sequence[torch.Tensor] | None = None,
+        w2_bias: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        self.w13, self.w2, self.w13_bias, self.w2_bias = w13, w2, w13_bias, w2_bias
+        self.act_fn = activation
+
+    @property
+    def activation(self) -> Activation | None:
+        """None if the op does not have it."""
+        if isinstance(self.act_fn, torch.nn.GELU):
+            return Activation.GELU if self.act_fn.approximate == "none" else Activation.GELU_TANH
+        return _ACTIVATIONS.get(type(self.act_fn).__name__)
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """E, H, I."""
+        return len(self.w2), *self.w2[0].shape
+
+    def quantize(self, group_size: int, packed_one: Callable[[], object], **options: Any) -> W4A8Experts:
+        """The packed experts."""
+        return W4A8Experts.from_float(
+            self.w13,
+            self.w2,
+            group_size,
+            self.activation,
+            w13_bias=self.w13_bias,
+            w2_bias=self.w2_bias,
+            packed_one=packed_one,
+            **options,
+        )
+
+
+class _GateUp(Sequence):
+    """Gate and up tensors of the experts, joined when one is asked for."""
+
+    def __init__(self, gates: list[torch.Tensor], ups: list[torch.Tensor]) -> None:
+        self.gates, self.ups = gates, ups
+
+    def __getitem__(self, expert: int) -> torch.Tensor:
+        return torch.cat((self.gates[expert], self.ups[expert]))
+
+    def __len__(self) -> int:
+        return len(self.gates)
+
+
+def fused_experts(module: torch.nn.Module) -> Experts | None:
+    """The experts of transformers 5, or None if this is no such module."""
+    if not _FUSED.fullmatch(type(module).__name__):
+        return None
+    w13, w2, act_fn = (getattr(module, name, None) for name in ("gate_up_proj", "down_proj", "act_fn"))
+    if not (isinstance(w13, torch.Tensor) and isinstance(w2, torch.Tensor) and act_fn is not None):
+        return None
+    if w13.dim() != 3 or w2.dim() != 3 or w13.shape != (w2.shape[0], 2 * w2.shape[2], w2.shape[1]):
+        return None
+    unusual = ("is_transposed", "has_bias", "has_post_expert_norm")
+    if any(getattr(module, name, False) for name in unusual) or not getattr(module, "is_concatenated", True):
+        return None
+    if has_own_forward(module):
+        return None
+    return Experts(w13, w2, act_fn)
+
+
+def listed_experts(module: torch.nn.Module) -> Experts | None:
+    """The experts of a block of transformers 4, or None if this is no such block."""
+    name = type(module).__name__
+    experts = getattr(module, "experts", None)
+    if not isinstance(experts, torch.nn.ModuleList) or len(experts) == 0 or getattr(module, "gate", None) is None:
+        return None
+    if has_own_forward(module):
+        return None
+    if not (_SOFTMAX.fullmatch(name) and hasattr(module, "top_k")) and not (
+        _DEEPSEEK.fullmatch(name) and callable(getattr(module, "moe", None))
+    ):
+        return None
+    for names in _PROJECTIONS:
+        linears = [[getattr(expert, name, None) for name in names] for expert in experts]
+        if all(type(linear) is torch.nn.Linear for three in linears for linear in three):
+            break
+    else:
+        return None
+    gates, ups, downs = zip(*linears)
+    biased = [linear.bias is not None for three in linears for linear in three]
+    if any(biased) and not all(biased):
+        return None
+    return Experts(
+        _GateUp([gate.weight for gate in gates], [up.weight for up in ups]),
+        [down.weight for down in downs],
+        getattr(experts[0], "act_fn", None),
+        _GateUp([gate.bias for gate in gates], [up.bias for up in ups]) if all(biased) else None,
+        [down.bias for down in downs] if all(biased) else None,
+    )
+
+
+def has_own_forward(module: torch.nn.Module) -> bool:
+    """Whether someone has put another forward into this very module, as hooks of accelerate do.
+
+    transformers, after recording outputs, leaves the forward of the class there.
+    """
+    own = module.__dict__.get("forward")
+    return own is not None and getattr(own, "__func__", None) is not type(module).forward
+
+
+def adopt(block: torch.nn.Module, experts: W4A8Experts) -> None:
+    """Gives a block of transformers 4 its new experts and the forward that calls them."""
+    block.__dict__.pop("forward", None)
+    block.experts = experts
+    block.__class__ = _subclass(type(block))
+
+
+class _SoftmaxBlock:
+    """[B, S, H] to the same and the router's logits [B * S, E], by one call of the experts."""
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        router_logits = self.gate(tokens)
+        # Mixtral has no such attribute and always normalizes.
+        renormalize = getattr(self, "norm_topk_prob", True)
+        method = RoutingMethodType.Renormalize if renormalize else RoutingMethodType.Default
+        weights, ids = route(method, tokens, router_logits, self.top_k)
+        out = self.experts(tokens, ids, weights)
+        if hasattr(self, "shared_expert"):
+            out = out + torch.sigmoid(self.shared_expert_gate(tokens)) * self.shared_expert(tokens)
+        return out.view(hidden_states.shape), router_logits
+
+    def __reduce__(self):
+        return _rebuild, (type(self).__mro__[2],), self.__dict__
+
+
+class _DeepseekBlock:
+    """Its forward and its router (groups, correction bias, scaling) stay; the loop over experts becomes one call."""
+
+    def moe(self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weight: torch.Tensor) -> torch.Tensor:
+        return self.experts(hidden_states, topk_ids, topk_weight)
+
+    def __reduce__(self):
+        return _rebuild, (type(self).__mro__[2],), self.__dict__
+
+
+@lru_cache(maxsize=None)
+def _subclass(original: type) -> type:
+    base = _SoftmaxBlock if _SOFTMAX.fullmatch(original.__name__) else _DeepseekBlock
+    return type(f"W4A8{original.__name__}", (base, original), {"__module__": __name__})
+
+
+def _rebuild(original: type) -> torch.nn.Module:
+    # The class was made at run time, so pickle cannot find it by name.
+    cls = _subclass(original)
+    return cls.__new__(cls)

@@ -1,0 +1,202 @@
+"""What of a model can be replaced, found before anything is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from w4a8.quantization.moe_blocks import Experts, fused_experts, has_own_forward, listed_experts
+
+_MAX_IN_FEATURES = 1 << 20
+_WEIGHT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@dataclass
+class Job:
+    """One replacement.
+
+    Attributes:
+        kind: ``linear``, ``fused`` (experts of transformers 5) or ``listed`` (a block of transformers 4).
+        names: of the module in the model; a shared one has several.
+        places: owner and key under which it is found; for ``listed`` the block itself, which stays.
+        matrices: how many will be packed.
+    """
+
+    kind: str
+    names: list[str]
+    places: list[tuple[torch.nn.Module, str]]
+    matrices: int = 1
+
+
+@dataclass
+class Plan:
+    """Jobs in the order of the model, and what is left alone with the reason."""
+
+    jobs: list[Job] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class _Linear:
+    """A linear layer that can be replaced unless it shares its weight with something that cannot."""
+
+    module: torch.nn.Linear
+    names: list[str]
+    places: list[tuple[torch.nn.Module, str]]
+
+
+class _Planner:
+    def __init__(self, group_size: int, skip: Callable[[str, torch.nn.Module], bool]) -> None:
+        self.group_size = group_size
+        self.skip = skip
+        self.plan = Plan()
+        self.found: dict[int, Job | _Linear] = {}  # by id of the module, in the order of the model
+        self.excluded: dict[int, str] = {}  # by id of a module to leave alone under all of its names: the reason
+
+    def visit(self, module: torch.nn.Module, name: str, owner: torch.nn.Module | None, key: str, left: bool) -> None:
+        """Looks at a module and what is below it; ``left`` if it is below one that is left alone."""
+        left = left or (owner is not None and bool(self.skip(name, module)))
+        if isinstance(module, torch.nn.Linear):
+            reason = "skip" if left else self.linear_problem(module, owner)
+            self.add(module, name, owner, key, reason)
+            return
+        fused = fused_experts(module)
+        if fused is not None:
+            reason = "skip" if left else self.experts_problem(fused)
+            self.add(module, name, owner, key, reason, Job("fused", [], [], 2 * len(fused.w2)))
+            return
+        below = [(child_key, child) for child_key, child in module._modules.items() if child is not None]
+        listed = listed_experts(module)
+        if listed is not None:
+            reason = "skip" if left or self.skip(_join(name, "experts"), module.experts) else None
+            if reason is None:
+                reason = self.experts_problem(listed)
+            job = Job("listed", [], [], 2 * len(listed.w2))
+            self.add(module, _join(name, "experts"), module, "experts", reason, job)
+            if reason is None:
+                below = [(child_key, child) for child_key, child in below if child_key != "experts"]
+        for child_key, child in below:
+            self.visit(child, _join(name, child_key), module, child_key, left)
+
+    def add(
+        self,
+        module: torch.nn.Module,
+        name: str,
+        owner: torch.nn.Module | None,
+        key: str,
+        reason: str | None,
+        job: Job | None = None,
+    ) -> None:
+        """Notes what is to become of a module under one of its names."""
+        if reason is None and owner is None:
+            raise ValueError(
+                f"model is itself a {type(module).__name__}, which cannot be replaced in place: use "
+                "w4a8.nn.W4A8Linear.from_float or w4a8.nn.W4A8Experts.from_float"
+            )
+        reason = self.excluded.get(id(module), reason)
+        if reason is not None:
+            self.plan.skipped[name] = reason
+            self.leave(id(module), reason)
+            return
+        entry = self.found.setdefault(id(module), job if job is not None else _Linear(module, [], []))
+        entry.names.append(name)
+        if not any(place[0] is owner and place[1] == key for place in entry.places):
+            entry.places.append((owner, key))
+
+    def leave(self, key: int, reason: str) -> None:
+        """Leaves a module alone, whatever was planned for it."""
+        self.excluded[key] = reason
+        earlier = self.found.pop(key, None)
+        if earlier is not None:
+            self.plan.skipped.update(dict.fromkeys(earlier.names, reason))
+
+    def width_problem(self, what: str, k: int) -> str | None:
+        """Why a matrix with K = ``k`` cannot be packed."""
+        if k == 0 or k % 2 != 0 or k > _MAX_IN_FEATURES:
+            return f"{what} = {k} is not an even number up to {_MAX_IN_FEATURES}"
+        if self.group_size != -1 and k % self.group_size != 0:
+            return f"{what} = {k} is no multiple of group_size = {self.group_size}"
+        return None
+
+    def linear_problem(self, linear: torch.nn.Linear, owner: torch.nn.Module | None) -> str | None:
+        """Why a linear layer cannot be replaced, or None."""
+        if type(linear) is not torch.nn.Linear:
+            return f"{type(linear).__name__} is a subclass of Linear, which may do something else"
+        if isinstance(owner, torch.nn.TransformerEncoderLayer):
+            return "TransformerEncoderLayer reads the weights of its linear layers itself"
+        if any(getattr(linear, hooks, None) for hooks in _HOOKS) or has_own_forward(linear):
+            return "it has hooks, which would be lost"
+        if linear.out_features == 0:
+            return "out_features = 0"
+        return self.weight_problem(linear.weight) or self.width_problem("in_features", linear.in_features)
+
+    def experts_problem(self, experts: Experts) -> str | None:
+        """Why experts cannot be replaced, or None."""
+        if experts.activation is None:
+            return f"activation {type(experts.act_fn).__name__} is not one of the operator"
+        _, hidden, intermediate = experts.sizes
+        return (
+            self.weight_problem(experts.w2[0])
+            or self.width_problem("hidden size", hidden)
+            or self.width_problem("intermediate size", intermediate)
+        )
+
+    def weight_problem(self, weight: torch.Tensor) -> str | None:
+        """Why a weight cannot be read as floats on a CPU, or None."""
+        if type(weight) not in (torch.nn.Parameter, torch.Tensor) or weight.dtype not in _WEIGHT_TYPES:
+            return f"its weight is a {type(weight).__name__} of {weight.dtype}: not float32, bfloat16 or float16"
+        if weight.device.type not in ("cpu", "meta"):
+            return f"its weight is on {weight.device}, and the operators run on CPUs"
+        return None
+
+    def leave_shared(self, model: torch.nn.Module) -> None:
+        """Leaves linear layers alone whose weight something else needs as floats, an embedding say."""
+        holders: dict[int, list[tuple[int, str]]] = {}
+        for name, module in model.named_modules():
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    holders.setdefault(id(parameter), []).append((id(module), name))
+        for key, entry in list(self.found.items()):
+            if isinstance(entry, _Linear):
+                others = [name for other, name in holders[id(entry.module.weight)] if other not in self.found]
+                if others:
+                    self.leave(key, f"its weight is shared with {others[0]}")
+
+    def finish(self) -> Plan:
+        """The jobs, linear layers with the same weight and bias in one."""
+        tied: dict[tuple[int, int], Job] = {}
+        for entry in self.found.values():
+            if isinstance(entry, Job):
+                self.plan.jobs.append(entry)
+                continue
+            parameters = (id(entry.module.weight), id(entry.module.bias))
+            if parameters not in tied:
+                tied[parameters] = Job("linear", [], [])
+                self.plan.jobs.append(tied[parameters])
+            tied[parameters].names += entry.names
+            tied[parameters].places += entry.places
+        return self.plan
+
+
+def _join(prefix: str, key: str) -> str:
+    return f"{prefix}.{key}" if prefix else key
+
+
+def make_plan(model: torch.nn.Module, group_size: int, skip: Callable[[str, torch.nn.Module], bool]) -> Plan:
+    """Finds what to replace.
+
+    Args:
+        model: is not changed.
+        group_size: -1 or a multiple of 32.
+        skip: says by name and module what to leave alone, with all below it.
+
+    Raises:
+        ValueError: the model itself would have to be replaced.
+    """
+    planner = _Planner(group_size, skip)
+    planner.visit(model, "", None, "", left=False)
+    planner.leave_shared(model)
+    return planner.finish()

@@ -1,0 +1,138 @@
+"""Replaces the linear layers and the experts of a model by quantized ones, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from w4a8.nn import W4A8Linear
+from w4a8.progress import progress_bar
+from w4a8.quantization.moe_blocks import adopt, fused_experts, listed_experts
+from w4a8.quantization.plan import Job, make_plan
+from w4a8.quantization.skip import DEFAULT_SKIP, Skip, skip_function
+
+
+@dataclass
+class QuantizationReport:
+    """What became of the layers of a model.
+
+    Attributes:
+        replaced: name -> the new module, as text. A shared module is there under each of its names.
+        skipped: name -> why the linear layer, or the experts, were left alone. Modules of other kinds are not listed.
+        float_bytes: of the weights that were replaced.
+        packed_bytes: of what stands in their place.
+    """
+
+    replaced: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    float_bytes: int = 0
+    packed_bytes: int = 0
+
+    def __str__(self) -> str:
+        lines = [
+            f"{len(self.replaced)} replaced ({self.float_bytes:,} bytes of weights to {self.packed_bytes:,}), "
+            f"{len(self.skipped)} left alone"
+        ]
+        lines += [f"  {name}: {reason}" for name, reason in self.skipped.items()]
+        return "\n".join(lines)
+
+
+class QuantizationError(ValueError):
+    """A layer could not be quantized. ``report`` tells which were replaced before it: they stay, and the model runs."""
+
+    def __init__(self, message: str, report: QuantizationReport) -> None:
+        super().__init__(message)
+        self.report = report
+
+
+def quantize_(
+    model: torch.nn.Module,
+    group_size: int = 32,
+    *,
+    skip: Skip = DEFAULT_SKIP,
+    scale_dtype: torch.dtype = torch.float32,
+    clip_search: bool = False,
+    progress: bool = False,
+) -> QuantizationReport:
+    """Quantizes the weights of a model to int4, in place; inputs are then quantized to int8 as they come.
+
+    ``torch.nn.Linear`` becomes ``w4a8.nn.W4A8Linear``, and the experts of Qwen2-MoE, Qwen3-MoE, Mixtral, OLMoE,
+    DeepSeek-V2 and -V3 (transformers 4 or 5) become ``w4a8.nn.W4A8Experts``; routers, shared experts and what a block
+    returns stay as they are. One module is replaced after another and its float weights are let go at once, so memory
+    peaks at the model, the packed weights of one module, and those of one matrix before packing.
+
+    What is left alone, with the reason in the report: what ``skip`` names; layers whose input size is odd or no
+    multiple of the group size (both input sizes, of experts); subclasses of Linear; layers with hooks; layers that
+    share their weight with something that is not replaced, like an output layer tied to the embedding; weights of
+    other types than float32, bfloat16, float16; and what is quantized already. Modules on the meta device become
+    modules there, to be filled by ``load_state_dict(..., assign=True)``.
+
+    Args:
+        model: for inference: the quantized layers have no gradients. An exception leaves it usable, each module either
+            replaced or untouched.
+        group_size: a multiple of 32; -1 is one scale per output feature.
+        skip: names, ``re:`` with a regular expression, or a function of name and module. A skipped module is left
+            alone with all that is below it. The default are output layers (``lm_head``) and routers (``gate``,
+            ``router``, ``shared_expert_gate``), ``w4a8.quantization.DEFAULT_SKIP``; other values replace it.
+        scale_dtype: of the weights' scales: float32 or bfloat16.
+        clip_search: try several scales per group and take the one with the least squared error, instead of the one
+            that makes the largest magnitude 7. Takes some twenty times as long.
+        progress: show a progress bar, if tqdm is installed.
+
+    Returns:
+        What was replaced and what was not; printing it gives a summary.
+
+    Raises:
+        ValueError: a bad argument, or the model is itself a layer to replace.
+        QuantizationError: a weight has a NaN or an infinity; names the layer.
+    """
+    if group_size != -1 and (group_size <= 0 or group_size % 32 != 0):
+        raise ValueError(f"group_size is {group_size}, expected -1 or a multiple of 32")
+    if scale_dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"scale_dtype is {scale_dtype}, expected torch.float32 or torch.bfloat16")
+    plan = make_plan(model, group_size, skip_function(skip))
+    report = QuantizationReport(skipped=plan.skipped)
+    options = {"scale_dtype": scale_dtype, "clip_search": clip_search}
+    bar = progress_bar(sum(job.matrices for job in plan.jobs), progress, "matrix", "quantizing")
+    try:
+        for job in plan.jobs:
+            try:
+                _run(job, group_size, options, bar.update if bar is not None else _nothing, report)
+            except (ValueError, RuntimeError) as error:
+                raise QuantizationError(
+                    f"{job.names[0]}: {error}; {len(report.replaced)} modules were replaced before it and stay so", report
+                ) from error
+    finally:
+        if bar is not None:
+            bar.close()
+    return report
+
+
+def _nothing() -> None:
+    pass
+
+
+def _run(
+    job: Job, group_size: int, options: dict[str, Any], packed_one: Callable[[], object], report: QuantizationReport
+) -> None:
+    """Makes the new module, and only then puts it in its places; the old one is freed on return."""
+    owner, key = job.places[0]
+    old = getattr(owner, key)
+    if job.kind == "linear":
+        new: torch.nn.Module = W4A8Linear.from_float(old, group_size, **options)
+        packed_one()
+    else:
+        experts = fused_experts(old) if job.kind == "fused" else listed_experts(owner)
+        new = experts.quantize(group_size, packed_one, **options)
+    new.train(old.training)
+    if job.kind == "listed":
+        adopt(owner, new)
+    else:
+        for place, name in job.places:
+            setattr(place, name, new)
+    report.float_bytes += sum(weight.numel() * weight.element_size() for weight in old.parameters())
+    report.packed_bytes += sum(packed.numel() * packed.element_size() for packed in new.buffers())
+    report.replaced.update(dict.fromkeys(job.names, repr(new)))

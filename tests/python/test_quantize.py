@@ -1,0 +1,453 @@
+"""w4a8.quantize_ on plain modules and on stand-ins for transformers' blocks (tests/python/moe_blocks.py)."""
+
+import copy
+import io
+import os
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import moe_blocks
+import numpy as np
+import pytest
+import reference
+import torch
+from common import TORCH_VERSION, assert_same_bits, assert_within
+from torch import nn
+
+import w4a8
+from w4a8.moe import RoutingMethodType, route
+from w4a8.nn import W4A8Experts, W4A8Linear
+from w4a8.quantization import DEFAULT_SKIP, QuantizationError
+
+
+def float_model():
+    model = nn.Module()
+    model.first = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64, bias=False))
+    model.gate = nn.Linear(64, 4)
+    model.lm_head = nn.Linear(64, 10)
+    return model
+
+
+# --- linear layers ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("group", [32, -1])
+@pytest.mark.parametrize("options", [{}, {"scale_dtype": torch.bfloat16}, {"clip_search": True}], ids=str)
+def test_linear(group, options):
+    model = float_model()
+    want = {key: W4A8Linear.from_float(model.get_submodule(key), group, **options) for key in ("first.0", "first.2")}
+    gate, head = model.gate, model.lm_head
+    report = w4a8.quantize_(model, group, **options)
+    for name, layer in want.items():
+        got = model.get_submodule(name)
+        assert_same_bits(got.packed, layer.packed)
+        assert report.replaced[name] == repr(layer)
+    assert list(report.replaced) == list(want)
+    assert (model.gate, model.lm_head) == (gate, head)
+    assert report.skipped == {"gate": "skip", "lm_head": "skip"}
+    assert report.float_bytes == 4 * (64 * 96 * 2 + 96)
+    assert report.packed_bytes == sum(layer.packed.numel() for layer in want.values())
+    x = torch.randn(3, 64)
+    assert_same_bits(model.first(x), want["first.2"](want["first.0"](x).relu()))
+
+
+def test_report_as_text():
+    report = w4a8.quantize_(float_model())
+    packed = report.packed_bytes
+    assert str(report) == (
+        f"2 replaced (49,536 bytes of weights to {packed:,}), 2 left alone\n  gate: skip\n  lm_head: skip"
+    )
+
+
+@pytest.mark.parametrize(
+    ("skip", "left"),
+    [
+        ((), []),
+        ("first", ["first.0", "first.2"]),
+        (["first.2", "gate"], ["first.2", "gate"]),
+        (["re:first.0"], ["first.0"]),
+        (["re:.*\\d$"], ["first.0", "first.2"]),
+        (["re:head", "irst.0", "first.01"], []),  # from the beginning of the name; whole names
+        (DEFAULT_SKIP, ["gate", "lm_head"]),
+        (lambda name, module: isinstance(module, nn.Sequential), ["first.0", "first.2"]),
+        (lambda name, module: isinstance(module, nn.Linear) and module.out_features == 10, ["lm_head"]),
+    ],
+    ids=str,
+)
+def test_skip(skip, left):
+    model = float_model()
+    report = w4a8.quantize_(model, skip=skip)
+    assert report.skipped == dict.fromkeys(left, "skip")
+    for name in ("first.0", "first.2", "gate", "lm_head"):
+        assert isinstance(model.get_submodule(name), nn.Linear if name in left else W4A8Linear)
+
+
+def test_default_skip():
+    for name in ("lm_head", "model.lm_head", "h.0.gate", "gate", "x.router", "mlp.shared_expert_gate"):
+        assert any(re.match(pattern[3:], name) for pattern in DEFAULT_SKIP), name
+    for name in ("lm_head.0", "my_lm_head", "mlp.gate_proj", "investigate", "router.proj", "x.gate_up"):
+        assert not any(re.match(pattern[3:], name) for pattern in DEFAULT_SKIP), name
+
+
+def test_what_is_left_alone():
+    model = nn.Module()
+    model.embedding = nn.Embedding(10, 64)
+    model.odd = nn.Linear(63, 4)
+    model.width = nn.Linear(48, 4)
+    model.double = nn.Linear(64, 4).double()
+    model.hooked = nn.Linear(64, 4)
+    model.hooked.register_forward_hook(lambda *arguments: None)
+    model.wrapped = nn.Linear(64, 4)
+    model.wrapped.forward = lambda x: x
+    model.attention = nn.MultiheadAttention(64, 2)
+    model.encoder = nn.TransformerEncoderLayer(64, 2, 96, batch_first=True)
+    model.tied = nn.Linear(64, 10)
+    model.tied.weight = model.embedding.weight
+    model.none = None
+    model.done = W4A8Linear.from_float(nn.Linear(64, 4), 32)
+    before = dict(model.named_modules())
+    report = w4a8.quantize_(model)
+    subclass = "NonDynamicallyQuantizableLinear is a subclass of Linear, which may do something else"
+    reads = "TransformerEncoderLayer reads the weights of its linear layers itself"
+    assert report.skipped == {
+        "odd": "in_features = 63 is not an even number up to 1048576",
+        "width": "in_features = 48 is no multiple of group_size = 32",
+        "double": "its weight is a Parameter of torch.float64: not float32, bfloat16 or float16",
+        "hooked": "it has hooks, which would be lost",
+        "wrapped": "it has hooks, which would be lost",
+        "attention.out_proj": subclass,
+        "encoder.self_attn.out_proj": subclass,
+        "encoder.linear1": reads,
+        "encoder.linear2": reads,
+        "tied": "its weight is shared with embedding",
+    }
+    assert report.replaced == {}
+    assert dict(model.named_modules()) == before
+    model.eval().encoder(torch.randn(1, 3, 64))
+    # Channelwise, 48 is as good as any even number.
+    assert list(w4a8.quantize_(model, -1).replaced) == ["width"]
+
+
+def test_shared_modules():
+    """One module under two names stays one; so do two modules of the same tensors."""
+    model = nn.Module()
+    model.a = nn.Linear(64, 8)
+    model.block = nn.Sequential(model.a, nn.Linear(64, 8), nn.Linear(64, 8))
+    model.again = model.block
+    model.block[1].weight, model.block[1].bias = model.a.weight, model.a.bias
+    model.block[2].weight = model.a.weight  # with a bias of its own
+    x = torch.randn(2, 64)
+    want = [W4A8Linear.from_float(model.a, 32)(x), W4A8Linear.from_float(model.block[2], 32)(x)]
+    report = w4a8.quantize_(model)
+    assert model.a is model.block[0] is model.block[1]
+    assert model.again is model.block
+    assert model.block[2] is not model.a
+    assert_same_bits(model.a(x), want[0])
+    assert_same_bits(model.block[2](x), want[1])
+    assert set(report.replaced) == {"a", "again.0", "again.1", "again.2", "block.0", "block.1", "block.2"}
+    assert report.packed_bytes == model.a.packed.numel() + model.block[2].packed.numel()
+
+
+def test_sharing_with_what_is_skipped():
+    model = nn.Sequential(nn.Linear(64, 8), nn.Linear(64, 8), nn.Linear(64, 8))
+    model[1].weight = model[0].weight
+    report = w4a8.quantize_(model, skip="0")
+    assert report.skipped == {"0": "skip", "1": "its weight is shared with 0"}
+    assert list(report.replaced) == ["2"]
+    # A module that is to be left alone under one of its names is so under all.
+    linear = nn.Linear(64, 8)
+    model = nn.Sequential(linear, linear, nn.Sequential(linear))
+    report = w4a8.quantize_(model, skip="1")
+    assert report.skipped == {"0": "skip", "1": "skip", "2.0": "skip"}
+    assert model[0] is model[1] is model[2][0] is linear
+
+
+def test_bad_arguments():
+    model = float_model()
+    for group in (0, 16, 48, -2):
+        with pytest.raises(ValueError, match=f"group_size is {group}, expected -1 or a multiple of 32"):
+            w4a8.quantize_(model, group)
+    with pytest.raises(ValueError, match=r"scale_dtype is torch.float16, expected torch.float32 or torch.bfloat16"):
+        w4a8.quantize_(model, scale_dtype=torch.float16)
+    with pytest.raises(TypeError, match="skip holds 3, expected names, 're:' and a regular expression, or a callable"):
+        w4a8.quantize_(model, skip=[3])
+    with pytest.raises(ValueError, match=re.escape("skip holds 're:(', which is no regular expression: ")):
+        w4a8.quantize_(model, skip="re:(")
+    for itself in (nn.Linear(64, 8), moe_blocks.MixtralExperts()):
+        with pytest.raises(ValueError, match=f"model is itself a {type(itself).__name__}, which cannot be replaced in"):
+            w4a8.quantize_(itself)
+    assert isinstance(model.first[0], nn.Linear)
+
+
+def test_an_exception_leaves_the_model_usable():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
+    model[1].weight.data[3, 5] = float("inf")
+    message = "1: the weight has a NaN or an infinite element; 1 modules were replaced before it and stay so"
+    with pytest.raises(QuantizationError) as error:
+        w4a8.quantize_(model)
+    assert str(error.value) == message
+    assert list(error.value.report.replaced) == ["0"]
+    assert [type(layer) for layer in model] == [W4A8Linear, nn.Linear, nn.Linear]
+    assert model(torch.randn(2, 64)).shape == (2, 64)
+    model[1].weight.data[3, 5] = 0
+    assert list(w4a8.quantize_(model).replaced) == ["1", "2"]
+
+
+def test_saved_and_loaded():
+    torch.manual_seed(1)
+    model = nn.ModuleList([float_model(), moe_blocks.FusedBlock(), moe_blocks.Qwen2MoeSparseMoeBlock()])
+    torch.manual_seed(2)
+    other = nn.ModuleList([float_model(), moe_blocks.FusedBlock(), moe_blocks.Qwen2MoeSparseMoeBlock()])
+    w4a8.quantize_(model)
+    w4a8.quantize_(other, scale_dtype=torch.bfloat16)
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    assert other.load_state_dict(torch.load(file)) == ([], [])
+    x = torch.randn(2, 3, 64)
+    assert_same_bits(other[0].first(x), model[0].first(x))
+    assert_same_bits(other[1](x), model[1](x))
+    for got, want in zip(other[2](x), model[2](x)):
+        assert_same_bits(got, want)
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert isinstance(again[2], moe_blocks.Qwen2MoeSparseMoeBlock)
+        for got, want in zip(again[2](x), model[2](x)):
+            assert_same_bits(got, want)
+
+
+def test_loading_other_experts_is_refused():
+    state = W4A8Experts.from_float(torch.randn(3, 64, 64), torch.randn(3, 64, 32), 32).state_dict()
+    for hidden, intermediate, group, message in [
+        (64, 64, 32, r"w13_packed\[0\]: n is 64, expected 128"),
+        (64, 32, -1, r"w13_packed\[0\]: group is 32, expected 64"),
+    ]:
+        shapes = (3, 2 * intermediate, hidden), (3, hidden, intermediate)
+        experts = W4A8Experts.from_float(*(torch.randn(*shape) for shape in shapes), group)
+        with pytest.raises(RuntimeError, match=message):
+            experts.load_state_dict(state)
+    fewer = W4A8Experts.from_float(torch.randn(2, 64, 64), torch.randn(2, 64, 32), 32)
+    with pytest.raises(RuntimeError, match="size mismatch for w13_packed"):
+        fewer.load_state_dict(state)
+    with pytest.raises(ValueError, match=r"w2_packed is \[2, \d+\], expected \[3, bytes\]"):
+        W4A8Experts(state["w13_packed"], state["w2_packed"][:2], 64, 32, 32)
+
+
+def test_meta():
+    """A model without storage becomes a quantized one without storage, which a state dict fills."""
+    model = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 8, bias=False))
+    empty = nn.Sequential(nn.Linear(64, 96, device="meta"), nn.Linear(96, 8, bias=False, device="meta"))
+    w4a8.quantize_(model)
+    w4a8.quantize_(empty)
+    assert all(isinstance(layer, W4A8Linear) and layer.packed.is_meta for layer in empty)
+    if TORCH_VERSION < (2, 1):
+        pytest.skip(f"torch {TORCH_VERSION} has no load_state_dict(assign=True)")
+    empty.load_state_dict(model.state_dict(), assign=True)
+    x = torch.randn(3, 64)
+    assert_same_bits(empty(x), model(x))
+
+
+def test_progress_bar(capfd):
+    pytest.importorskip("tqdm")
+    model = nn.ModuleList([float_model(), moe_blocks.FusedBlock()])
+    w4a8.quantize_(model, progress=True)
+    assert "14/14" in capfd.readouterr().err
+    w4a8.quantize_(float_model())
+    assert capfd.readouterr() == ("", "")
+
+
+# --- experts ------------------------------------------------------------------------------------------------------------
+
+
+def rounded(weight, group):
+    """(nibbles, scales) of a float matrix, in NumPy."""
+    n, k = weight.shape
+    groups = weight.detach().float().numpy().reshape(n, -1, k if group == -1 else group)
+    scales = np.abs(groups).max(-1) / np.float32(7)
+    values = (np.rint(groups / scales[..., None]).reshape(n, k) + 8).astype(np.uint8)
+    return values[:, ::2] | values[:, 1::2] << 4, scales
+
+
+def expected_experts(experts, tokens, ids, weights, group, kind=2):
+    """docs/numerics.md for float experts of either form, and the difference that the error of exp explains."""
+    numpy = [
+        [None if bias is None else bias.detach().numpy() for bias in (b13, b2)] for _, b13, _, b2 in experts
+    ]
+    w13 = [(*rounded(w, group), bias[0]) for (w, _, _, _), bias in zip(experts, numpy)]
+    w2 = [(*rounded(w, group), bias[1]) for (_, _, w, _), bias in zip(experts, numpy)]
+    arguments = tokens.float().numpy(), ids.numpy(), weights.float().numpy(), w13, w2
+    return reference.moe(*arguments, experts[0][2].shape[1], True, False, kind)
+
+
+@pytest.mark.parametrize("group", [32, -1])
+@pytest.mark.parametrize("block_class", [moe_blocks.FusedBlock, moe_blocks.DeepseekV3MoE])
+@torch.no_grad()
+def test_experts_behind_their_own_router(block_class, group, kernel):
+    block = block_class()
+    x = torch.randn(2, 9, 64)
+    tokens = x.view(-1, 64)
+    weights, ids = block.route(tokens)
+    want, explained = expected_experts(moe_blocks.expert_weights(block.experts), tokens, ids, weights, group)
+    model = nn.ModuleList([block])
+    report = w4a8.quantize_(model, group)
+    assert report.replaced["0.experts"] == repr(block.experts)
+    assert isinstance(block, block_class)
+    got = block(x)
+    if hasattr(block, "shared_experts"):
+        assert isinstance(block.shared_experts.up_proj, W4A8Linear)
+        shared = block.shared_experts(x)
+        want = want + shared.view(-1, 64).numpy()
+        explained = explained + reference.U * np.abs(want)
+    assert got.shape == x.shape
+    assert_within(got.view(-1, 64).numpy(), want, explained)
+
+
+@pytest.mark.parametrize("norm_topk_prob", [None, False, True])
+@torch.no_grad()
+def test_softmax_blocks(norm_topk_prob):
+    """[B, S, H] and the router's logits, with the shared expert behind its own gate; None is Mixtral."""
+    if norm_topk_prob is None:
+        block = moe_blocks.MixtralSparseMoeBlock()
+    else:
+        block = moe_blocks.Qwen2MoeSparseMoeBlock(norm_topk_prob=norm_topk_prob)
+    x = torch.randn(2, 9, 64)
+    tokens = x.view(-1, 64)
+    logits = block.gate(tokens)
+    probabilities = logits.softmax(-1)
+    weights, ids = probabilities.topk(2, -1)
+    if norm_topk_prob is not False:
+        weights = weights / weights.sum(-1, keepdim=True)
+    experts = moe_blocks.expert_weights(block.experts)
+    want, explained = expected_experts(experts, tokens, ids, weights, 32)
+    single = [expected_experts(experts, tokens, ids[:, j : j + 1], weights[:, j : j + 1], 32)[0] for j in (0, 1)]
+    block.gate_before = [block.gate]
+    w4a8.quantize_(nn.ModuleList([block]))
+    assert block.gate is block.gate_before[0]
+    got, got_logits = block(x)
+    assert_same_bits(got_logits, logits)
+    # The same weights in another order of float32 operations: two exp, a sum of six and two divisions.
+    explained = explained + (2 * reference.EXP_ERROR + 10 * reference.U) * sum(np.abs(part) for part in single)
+    if norm_topk_prob is not None:
+        shared = torch.sigmoid(block.shared_expert_gate(tokens)) * block.shared_expert(tokens)
+        want = want + shared.numpy()
+        explained = explained + reference.U * np.abs(want)
+    assert got.shape == x.shape
+    assert_within(got.view(-1, 64).numpy(), want, explained)
+
+
+@torch.no_grad()
+def test_biases_and_activation():
+    block = moe_blocks.MixtralSparseMoeBlock(bias=True, act=nn.GELU(approximate="tanh"))
+    tokens = torch.randn(7, 64)
+    weights, ids = route(RoutingMethodType.Renormalize, tokens, block.gate(tokens), 2)
+    want, explained = expected_experts(moe_blocks.expert_weights(block.experts), tokens, ids, weights, 32, kind=6)
+    w4a8.quantize_(nn.ModuleList([block]))
+    assert block.experts.activation == w4a8.Activation.GELU_TANH
+    assert_within(block(tokens[None])[0][0].numpy(), want, explained)
+
+
+def test_blocks_that_cannot_be_fused():
+    """Their experts are left alone, or quantized as the linear layers they are."""
+    tanh = moe_blocks.MixtralSparseMoeBlock(act=nn.Tanh())
+    narrow = moe_blocks.MixtralSparseMoeBlock(intermediate=48, experts=2)
+    fused = moe_blocks.FusedBlock(intermediate=48)
+    patched = moe_blocks.MixtralSparseMoeBlock(experts=1)
+    patched.forward = lambda x: x
+    model = nn.ModuleDict({"tanh": tanh, "narrow": narrow, "fused": fused, "patched": patched})
+    report = w4a8.quantize_(model)
+    width = "intermediate size = 48 is no multiple of group_size = 32"
+    linear = "in_features = 48 is no multiple of group_size = 32"
+    gates = {f"{name}.gate": "skip" for name in model}
+    assert report.skipped == {
+        **gates,
+        "tanh.experts": "activation Tanh is not one of the operator",
+        "narrow.experts": width,
+        "fused.experts": width,
+        "narrow.experts.0.down_proj": linear,
+        "narrow.experts.1.down_proj": linear,
+    }
+    assert isinstance(tanh.experts[5].down_proj, W4A8Linear)
+    assert isinstance(narrow.experts[1].up_proj, W4A8Linear)
+    assert isinstance(patched.experts[0].up_proj, W4A8Linear)
+    assert tanh(None) == "the loop over experts"
+
+
+def test_skipping_experts():
+    model = nn.ModuleDict({"a": moe_blocks.MixtralSparseMoeBlock(), "b": moe_blocks.FusedBlock()})
+    report = w4a8.quantize_(model, skip="re:.*experts$")
+    assert isinstance(model["a"].experts[0].up_proj, nn.Linear)
+    assert isinstance(model["b"].experts, moe_blocks.MixtralExperts)
+    assert list(report.replaced) == ["a.gate", "b.gate"]
+
+
+def test_a_slot_without_an_expert():
+    experts = W4A8Experts.from_float(torch.randn(3, 64, 64), torch.randn(3, 64, 32), 32)
+    x, weights = torch.randn(4, 64), torch.rand(4, 2)
+    ids = torch.tensor([[0, 3], [3, 1], [2, -1], [3, 3]])
+    got = experts(x, ids, weights)
+    assert_same_bits(got, experts(x, torch.where(ids == 3, -1, ids), weights))
+    assert not got[3].any()
+
+
+def test_experts_with_a_nan_are_named():
+    block = moe_blocks.FusedBlock()
+    block.experts.down_proj.data[4, 1, 2] = float("nan")
+    message = "experts: w2 of expert 4: the weight has a NaN or an infinite element; 0 modules were replaced before it"
+    with pytest.raises(QuantizationError, match=message):
+        w4a8.quantize_(block)
+    assert isinstance(block.experts, moe_blocks.MixtralExperts)
+
+
+# --- memory -------------------------------------------------------------------------------------------------------------
+
+MEASURE = """
+import sys
+import moe_blocks, torch, w4a8
+
+def kib(field):
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith(field + ":"))
+
+def model(layers, hidden, intermediate):
+    make = lambda: torch.nn.ModuleList([
+        torch.nn.Linear(hidden, 4 * hidden),
+        moe_blocks.FusedBlock(experts=8, hidden=hidden, intermediate=intermediate),
+        moe_blocks.MixtralSparseMoeBlock(experts=8, hidden=hidden, intermediate=intermediate),
+    ])
+    return torch.nn.ModuleList([make() for _ in range(layers)])
+
+search = sys.argv[1] == "True"
+w4a8.quantize_(model(1, 64, 32), clip_search=search)  # imports, thread pool and allocator are warm
+big = model(3, 1024, 512)
+before = kib("RssAnon")
+with open("/proc/self/clear_refs", "w") as reset:
+    reset.write("5")  # VmHWM starts again
+report = w4a8.quantize_(big, clip_search=search)
+print(report.float_bytes, report.packed_bytes, 1024 * (kib("VmHWM") - kib("VmRSS")), 1024 * (before - kib("RssAnon")))
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize("clip_search", [False, True], ids=["nearest", "search"])
+def test_memory_is_bounded(clip_search):
+    """The float weights of a module are gone before the next is packed, and memory never exceeds the model's by more
+    than the packed weights of one."""
+    package = Path(os.path.abspath(w4a8.__file__)).parent.parent
+    path = [str(Path(__file__).parent), str(package), os.environ.get("PYTHONPATH", "")]
+    environment = {
+        **os.environ,
+        "MALLOC_MMAP_THRESHOLD_": "65536",  # freed blocks go back to the system at once
+        "PYTHONPATH": os.pathsep.join(part for part in path if part),
+    }
+    command = [sys.executable, "-c", MEASURE, str(clip_search)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    float_bytes, packed_bytes, above_end, freed = map(int, done.stdout.split())
+    assert freed >= 0.97 * (float_bytes - packed_bytes), "something keeps float weights"
+    # The peak is at the first module, when all floats are there: what was freed later, and one module's packed
+    # weights (experts: 8 * 3 * 1024 * 512 at 5/8 byte) with the temporaries of one chunk of 2^18 weights and the
+    # nibbles of one matrix.
+    one = 8 * 3 * 1024 * 512 * 0.625 + 4 * 1024 * 1024 * 0.625 + 40 * 2**18
+    assert above_end - freed <= one
