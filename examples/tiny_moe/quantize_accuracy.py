@@ -1,0 +1,60 @@
+"""Measure what w4a8.quantize_ costs on a trained model, in bits per byte of text it has not seen.
+
+    python quantize_accuracy.py --model build
+
+reads what ``train.py`` wrote (``float32.pt``, ``config.json``), quantizes copies of it round to nearest with and without
+the search of scales, in groups of 32, of 128 and per channel, and prints a table: every attention projection and every
+expert is int4, every activation before them int8, through the ``w4a8`` ops.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import time
+from pathlib import Path
+
+import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+import data
+import w4a8
+from evaluate import bits_per_byte
+
+
+def main() -> None:
+    here = Path(__file__).parent
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=here / "build", help="output directory of train.py")
+    parser.add_argument("--bytes", type=int, default=0, help="measure on the first so many bytes only; 0 is all")
+    args = parser.parse_args()
+
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig.from_pretrained(args.model))
+    model.load_state_dict(torch.load(args.model / "float32.pt", weights_only=True))
+    model.eval().requires_grad_(False)
+    text = data.held_out_bytes()[: args.bytes or None]
+    training = json.loads((args.model / "training.json").read_text())
+    steps, batch, context = (training[key] for key in ("training_steps", "batch", "context"))
+    float32 = bits_per_byte(model, text, "float32")
+    print(f"{training['parameters']:,} parameters, {steps} steps of {batch} x {context} bytes")
+    print(f"{len(text):,} bytes, sha256 of all held-out text {data.held_out_sha256()[:16]}, {w4a8.active_kernel()}\n")
+    print("| weights | scales | bits per byte | to float32 | bytes of weights | seconds to quantize |")
+    print("|---|---|---|---|---|---|")
+    print(f"| float32 | | {float32:.4f} | | | |")
+    for group_size in (32, 128, -1):
+        for clip_search in (False, True):
+            name = f"int4, {f'g{group_size}' if group_size != -1 else 'channelwise'}"
+            quantized = copy.deepcopy(model)
+            started = time.monotonic()
+            report = w4a8.quantize_(quantized, group_size, clip_search=clip_search)
+            seconds = time.monotonic() - started
+            bits = bits_per_byte(quantized, text, name)
+            scales = "searched" if clip_search else "largest magnitude"
+            print(
+                f"| {name} | {scales} | {bits:.4f} | {bits / float32 - 1:+.2%} | {report.packed_bytes:,} | {seconds:.1f} |"
+            )
+
+
+if __name__ == "__main__":
+    main()
