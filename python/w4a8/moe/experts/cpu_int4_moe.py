@@ -115,7 +115,7 @@ class _Int4Experts(FusedMoEExperts):
         """The op's ``activation_kind``; not upstream's integers, see :func:`kernel_activation_kind`."""
         return kernel_activation_kind(as_activation(activation))
 
-    def _run(
+    def run(
         self,
         hidden_states: torch.Tensor,
         topk_weights: torch.Tensor,
@@ -219,7 +219,7 @@ class CPUExpertsInt4(_Int4Experts, FusedMoEExpertsMonolithic):
             e_score_correction_bias=e_score_correction_bias,
             routed_scaling_factor=routed_scaling_factor,
         )
-        return self._run(
+        return self.run(
             hidden_states, topk_weights, topk_ids, w1, w2, activation, expert_map, apply_router_weight_on_input
         )
 
@@ -292,4 +292,4 @@ class CPUExpertsInt4Modular(_Int4Experts, FusedMoEExpertsModular):
                 experts must not weight again.
         """
         weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
-        output.copy_(self._run(hidden_states, weights, topk_ids, w1, w2, activation, expert_map, False))
+        output.copy_(self.run(hidden_states, weights, topk_ids, w1, w2, activation, expert_map, False))

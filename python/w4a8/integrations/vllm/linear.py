@@ -1,0 +1,120 @@
+"""Linear layers (attention, shared experts, dense MLPs) with int4 weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsScheme
+from vllm.model_executor.parameter import (
+    BasevLLMParameter,
+    ChannelQuantScaleParameter,
+    GroupQuantScaleParameter,
+    ModelWeightParameter,
+    PackedvLLMParameter,
+)
+
+from w4a8.cpu import active_kernel
+from w4a8.integrations.vllm.loading import fill_dummy, is_dummy_load
+from w4a8.integrations.vllm.plugin import logger
+from w4a8.integrations.vllm.scheme import describe, group_size, kept_scale_dtype
+from w4a8.moe.weight_utils import replace_parameter
+from w4a8.nn import W4A8Linear
+from w4a8.ops import dyn_quant_matmul_4bit
+
+WORD = 8  # values in an int32
+
+
+class W4A8LinearScheme(CompressedTensorsScheme):
+    """Creates the parameters a checkpoint fills, packs them once, and multiplies."""
+
+    def __init__(self, weights: Any, format_: str, layer_name: str | None) -> None:
+        """A scheme for one layer.
+
+        Args:
+            weights: QuantizationArgs, checked by ``is_w4a8``.
+            format_: ``pack-quantized`` (int32 words) or another, which has one int8 per value.
+            layer_name: of the layer, for errors.
+        """
+        self.group_size = group_size(weights)
+        self.words = format_ == "pack-quantized"
+        self.layer_name = layer_name
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """CPUs have no such number."""
+        return -1
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        output_size: int,
+        input_size: int,
+        output_partition_sizes: list[int],
+        input_size_per_partition: int,
+        params_dtype: torch.dtype,
+        weight_loader: Callable,
+        **kwargs: Any,
+    ) -> None:
+        """Registers weight (int8 [N, K] or int32 [N, K/8]) and scales (float32 [N, K/g]) of this rank's part.
+
+        Raises:
+            ValueError: K of this rank is no multiple of the group size, or of a word.
+        """
+        n, k = sum(output_partition_sizes), input_size_per_partition
+        groups = 1 if self.group_size == -1 else k // self.group_size
+        step = max(self.group_size, WORD if self.words else 2)
+        if k % step != 0:
+            raise ValueError(
+                f"w4a8: {self.layer_name}: {k} input features per rank (of {input_size}) are not a multiple of {step}"
+            )
+        common = {"weight_loader": weight_loader}
+        if self.words:
+            weight = PackedvLLMParameter(
+                data=torch.zeros(n, k // WORD, dtype=torch.int32),
+                input_dim=1,
+                output_dim=0,
+                packed_dim=1,
+                packed_factor=WORD,
+                **common,
+            )
+            layer.register_parameter("weight_packed", weight)
+            layer.register_parameter(
+                "weight_shape", BasevLLMParameter(data=torch.zeros(2, dtype=torch.int64), **common)
+            )
+        else:
+            weight = ModelWeightParameter(data=torch.zeros(n, k, dtype=torch.int8), input_dim=1, output_dim=0, **common)
+            layer.register_parameter("weight", weight)
+        scales = torch.ones(n, groups, dtype=torch.float32)
+        if self.group_size == -1:
+            scale = ChannelQuantScaleParameter(data=scales, output_dim=0, **common)
+        else:
+            scale = GroupQuantScaleParameter(data=scales, output_dim=0, input_dim=1, **common)
+        layer.register_parameter("weight_scale", scale)
+        self.n, self.k = n, k
+        self.dummy = is_dummy_load()
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Packs the weight into ``layer.weight_packed``, uint8 [bytes], and frees the rest; once."""
+        name = "weight_packed" if self.words else "weight"
+        weight = getattr(layer, name, None)
+        if weight is None or weight.dtype == torch.uint8:
+            return
+        if self.dummy:
+            fill_dummy(weight.data)
+        scales = layer.weight_scale.data
+        if self.group_size != -1:
+            scales = scales.to(kept_scale_dtype(scales))
+        packed = W4A8Linear.from_compressed_tensors(weight.data, scales).packed
+        for old in ("weight", "weight_shape", "weight_scale"):
+            if hasattr(layer, old):
+                delattr(layer, old)
+        replace_parameter(layer, "weight_packed", packed)
+        logger().info_once("w4a8: runs int4 linear layers (%s), kernel %s", describe(self.group_size), active_kernel())
+
+    def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x [..., K] to [..., N] of its type."""
+        group = self.k if self.group_size == -1 else self.group_size
+        out = dyn_quant_matmul_4bit(x, layer.weight_packed, group, self.k, self.n)
+        return out if bias is None else out + bias

@@ -1,0 +1,83 @@
+"""What loading a model means for parameters that are packed afterwards."""
+
+from __future__ import annotations
+
+import torch
+from vllm.config import get_current_vllm_config_or_none
+
+from w4a8.moe.loader import MoEWeightLoader
+
+# Shards of vLLM's loader for gpt-oss, which has gate and up in one tensor.
+_SHARDS = {"gpt_oss_w13": "w13", "gpt_oss_w2": "w2"}
+
+
+def is_dummy_load() -> bool:
+    """Whether the model is made without a checkpoint (``--load-format dummy``)."""
+    config = get_current_vllm_config_or_none()
+    return config is not None and str(config.load_config.load_format) == "dummy"
+
+
+def fill_dummy(weight: torch.Tensor) -> None:
+    """Random int4 values for int8 or int32 weights, which vLLM's dummy loader leaves alone."""
+    if weight.dtype == torch.int8:
+        weight.random_(-8, 8)
+    else:
+        weight.random_()
+
+
+class ExpertsLoader(MoEWeightLoader):
+    """The loader of :mod:`w4a8.moe` behind vLLM's calls; remembers what it has loaded."""
+
+    supports_moe_loading = True  # vLLM asks for it
+
+    def __init__(self, layer: torch.nn.Module, tp_rank: int, tp_size: int, w13_interleaved: bool, gated: bool) -> None:
+        """A loader for one layer.
+
+        Args:
+            layer: vLLM's RoutedExperts.
+            tp_rank, tp_size: of the experts: 0 and 1 under expert parallelism.
+            w13_interleaved: rows of a w13 that comes in one piece alternate gate and up.
+            gated: w13 has a gate half and an up half.
+        """
+        super().__init__(tp_rank, tp_size, None, w13_interleaved, gated)
+        self._layer = layer
+        self._loaded: dict[str, set[tuple[int, str]]] = {}
+
+    def local_expert(self, expert_id: int) -> int:
+        """Index of a global expert on this rank, or -1."""
+        return self._layer._map_global_expert_id_to_local_expert_id(expert_id)
+
+    def __call__(
+        self,
+        param: torch.Tensor,
+        loaded_weight: torch.Tensor,
+        weight_name: str,
+        shard_id: str,
+        expert_id: int,
+        return_success: bool = False,
+    ) -> bool | None:
+        """As :meth:`MoEWeightLoader.__call__`; ``weight_packed`` and ``weight_shape`` have parameters of their own."""
+        shard = _SHARDS.get(shard_id, shard_id)
+        stack = "w2" if shard == "w2" else "w13"
+        if weight_name.endswith("weight_shape"):
+            local = self.local_expert(expert_id) != -1
+            return local if return_success else None
+        kind = weight_name.rpartition(f"{stack}_")[2]
+        if kind == "weight_packed":
+            kind, param = "weight", getattr(self._layer, f"{stack}_weight")
+        success = super().__call__(param, loaded_weight, weight_name, shard, expert_id, return_success=True)
+        if success:
+            self._loaded.setdefault(f"{stack}_{kind}", set()).add((expert_id, shard))
+        return success if return_success else None
+
+    def missing(self, names: tuple[str, ...]) -> list[str]:
+        """What a layer lacks of the named stacks: of each, as many tensors as it has experts (and halves of w13)."""
+        lacking = []
+        for name in names:
+            shards = [shard for _, shard in self._loaded.get(name, ())]
+            halves = 1 if name.startswith("w2") or not self.gated else 2
+            have = sum(halves if shard in ("w13", "w2") else 1 for shard in shards)
+            want = self._layer.local_num_experts * halves
+            if have != want:
+                lacking.append(f"{name}: {have} of {want} tensors")
+        return lacking

@@ -1,0 +1,210 @@
+"""Layers of experts: vLLM's interface in front of :mod:`w4a8.moe`, which loads, packs, routes and runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+
+from w4a8.cpu import active_kernel
+from w4a8.integrations.vllm.loading import ExpertsLoader, fill_dummy, is_dummy_load
+from w4a8.integrations.vllm.plugin import logger
+from w4a8.integrations.vllm.scheme import describe, kept_scale_dtype
+from w4a8.moe import (
+    CompressedTensorsW4A8Int8MoEMethod,
+    FusedMoEConfig,
+    FusedMoEParallelConfig,
+    MoEActivation,
+    RoutingMethodType,
+    select_experts,
+)
+
+# Of the clamped SwiGLU: limit, slope of the sigmoid, what is added to the up half.
+_SWIGLU = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702, "swiglu_beta": 1.0}
+_CLAMPED = (MoEActivation.SWIGLUOAI, MoEActivation.SWIGLUOAI_UNINTERLEAVE)
+
+
+def _activation(moe: Any) -> MoEActivation | None:
+    try:
+        return MoEActivation(moe.activation.value)
+    except ValueError:
+        return None
+
+
+def unsupported(moe: Any) -> str | None:
+    """Why a layer of vLLM's FusedMoEConfig cannot be run here, or None."""
+    parallel, activation = moe.moe_parallel_config, _activation(moe)
+    if activation is None:
+        return f"activation {moe.activation.value}"
+    for name, value in _SWIGLU.items():
+        given = getattr(moe, name)
+        if given is not None and (activation not in _CLAMPED or given != value):
+            return f"{name} {given} with activation {activation.value}"
+    if activation == MoEActivation.SWIGLUOAI_UNINTERLEAVE and moe.swiglu_alpha is None:
+        return "swiglu_alpha not given with activation swigluoai_uninterleave"
+    if moe.is_lora_enabled:
+        return "LoRA"
+    if parallel.enable_eplb:
+        return "expert load balancing"
+    for name in ("dp_size", "pcp_size", "sp_size"):
+        if getattr(parallel, name) != 1:
+            return f"{name} {getattr(parallel, name)}"
+    return None
+
+
+def translated(moe: Any) -> FusedMoEConfig:
+    """vLLM's FusedMoEConfig as that of :mod:`w4a8.moe`."""
+    parallel = moe.moe_parallel_config
+    shared = ("tp_size", "tp_rank", "pcp_size", "pcp_rank", "dp_size", "dp_rank", "ep_size", "ep_rank", "use_ep")
+    return FusedMoEConfig(
+        num_experts=moe.num_experts,
+        experts_per_token=moe.experts_per_token,
+        hidden_dim=moe.hidden_dim,
+        intermediate_size=moe.intermediate_size,
+        num_local_experts=moe.num_local_experts,
+        activation=_activation(moe),
+        routing_method=RoutingMethodType.Custom,  # the method below routes, as the layer's attributes say
+        moe_parallel_config=FusedMoEParallelConfig(**{name: getattr(parallel, name) for name in shared}),
+        in_dtype=moe.in_dtype,
+        router_logits_dtype=moe.router_logits_dtype,
+        has_bias=moe.has_bias,
+    )
+
+
+class W4A8MoEMethod(FusedMoEMethodBase):
+    """int4 experts with activations quantized to int8 per token.
+
+    It routes by itself, because vLLM's router for CPUs does not know every combination that models ask for; only
+    layers that select experts by token id are routed by vLLM.
+    """
+
+    def __init__(self, weights: Any, inputs: Any, layer: torch.nn.Module, layer_name: str) -> None:
+        """A method for one layer.
+
+        Args:
+            weights, inputs: QuantizationArgs, checked by ``is_w4a8``.
+            layer: vLLM's RoutedExperts, whose ``moe_config`` is not :func:`unsupported`.
+            layer_name: of the layer, for errors.
+        """
+        super().__init__(layer.moe_config)
+        self.layer_name = layer_name
+        self.inner = CompressedTensorsW4A8Int8MoEMethod(weights, inputs, translated(layer.moe_config), layer_name)
+        # Scales are loaded as float32, which holds those of every checkpoint, and narrowed before they are packed.
+        self.inner.scale_dtype = torch.float32
+        self.routes = not layer.moe_config.has_hash_routing
+
+    @property
+    def is_monolithic(self) -> bool:
+        """Whether the layer hands over router logits; otherwise vLLM has routed."""
+        return self.routes
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Registers the parameters of :mod:`w4a8.moe` and ``w13_weight_shape``, ``w2_weight_shape``."""
+        moe = self.inner.moe
+        layer.w13_interleaved = moe.activation == MoEActivation.SWIGLUOAI
+        self.loader = ExpertsLoader(
+            layer,
+            tp_rank=moe.moe_parallel_config.tp_rank,
+            tp_size=moe.moe_parallel_config.tp_size,
+            w13_interleaved=layer.w13_interleaved,
+            gated=bool(moe.is_act_and_mul),
+        )
+        self.inner.create_weights(
+            layer,
+            num_experts=num_experts,
+            hidden_size=hidden_size,
+            intermediate_size_per_partition=intermediate_size_per_partition,
+            params_dtype=params_dtype,
+            weight_loader=self.loader,
+        )
+        for stack in ("w13", "w2"):
+            shape = torch.nn.Parameter(torch.zeros(num_experts, 2, dtype=torch.int64), requires_grad=False)
+            shape.weight_loader = self.loader
+            layer.register_parameter(f"{stack}_weight_shape", shape)
+        self.dummy = is_dummy_load()
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Packs what was loaded; once.
+
+        Raises:
+            ValueError: the checkpoint did not have all weights of the layer.
+        """
+        if self.inner.moe_kernel is not None:
+            return
+        stacks = ("w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale")
+        if self.dummy:
+            fill_dummy(layer.w13_weight.data)
+            fill_dummy(layer.w2_weight.data)
+        else:
+            missing = self.loader.missing(stacks)
+            if missing:
+                raise ValueError(f"w4a8: {self.layer_name}: the checkpoint lacks weights: {', '.join(missing)}")
+        if self.inner.group_size != -1:
+            dtypes = {kept_scale_dtype(getattr(layer, f"{stack}_weight_scale").data) for stack in ("w13", "w2")}
+            self.inner.scale_dtype = torch.float32 if torch.float32 in dtypes else torch.bfloat16
+        self.inner.process_weights_after_loading(layer)
+        del layer.w13_weight_shape, layer.w2_weight_shape
+        self.moe_quant_config = self.get_fused_moe_quant_config(layer)
+        logger().info_once(
+            "w4a8: runs layers of int4 experts (%s, %s), kernel %s",
+            describe(self.inner.group_size),
+            self.inner.moe.activation.value,
+            active_kernel(),
+        )
+
+    def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> Any:
+        """That of :mod:`w4a8.moe`; vLLM only asks whether there is one."""
+        return self.inner.get_fused_moe_quant_config(layer)
+
+    def apply_monolithic(
+        self,
+        layer: torch.nn.Module,
+        x: torch.Tensor,
+        router_logits: torch.Tensor,
+        input_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Routes and runs: tokens [T, H] and router logits [T, E] to this rank's part of the sum, [T, H]."""
+        weights, ids = select_experts(
+            x,
+            router_logits,
+            layer.top_k,
+            use_grouped_topk=layer.use_grouped_topk,
+            renormalize=layer.renormalize,
+            topk_group=layer.topk_group,
+            num_expert_group=layer.num_expert_group,
+            custom_routing_function=layer.custom_routing_function,
+            scoring_func=layer.scoring_func,
+            routed_scaling_factor=layer.routed_scaling_factor,
+            e_score_correction_bias=layer.e_score_correction_bias,
+        )
+        return self.apply(layer, x, weights, ids)
+
+    def apply(
+        self,
+        layer: torch.nn.Module,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: Any = None,
+        shared_experts_input: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Runs: tokens [T, H], weights and global expert ids [T, k] to [T, H]. vLLM adds shared experts itself."""
+        return self.inner.moe_kernel.fused_experts.run(
+            x,
+            topk_weights,
+            topk_ids,
+            layer.w13_weight_packed,
+            layer.w2_weight_packed,
+            self.inner.moe.activation,
+            layer.expert_map,
+            layer.apply_router_weight_on_input,
+        )

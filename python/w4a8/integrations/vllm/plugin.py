@@ -1,0 +1,89 @@
+"""Decides whether to take over, and registers the configuration class with vLLM if so."""
+
+from __future__ import annotations
+
+import platform
+
+# Versions that tests/vllm has run with.
+OLDEST, NEWEST = (0, 32), (0, 32)
+X86 = ("x86_64", "AMD64", "i686")
+
+_state = {"done": False}
+
+
+def logger():
+    from vllm.logger import init_logger
+
+    return init_logger("vllm.w4a8")  # below "vllm", so that vLLM's own log settings apply
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """(0, 32) of "0.32.0" or "0.32.1rc1+cpu"; () if it does not start with two numbers."""
+    try:
+        return tuple(int(part) for part in version.split(".")[:2])
+    except ValueError:
+        return ()
+
+
+def reasons_against(vllm_version: str, machine: str) -> list[str]:
+    """Why the plugin should not take over without being told to: an untested vLLM or CPU architecture."""
+    reasons = []
+    if not OLDEST <= _release(vllm_version) <= NEWEST:
+        tested = ".".join(map(str, OLDEST))
+        if OLDEST != NEWEST:
+            tested += " to " + ".".join(map(str, NEWEST))
+        reasons.append(f"vLLM {vllm_version} has not been tested with it (tested: {tested})")
+    if machine not in X86:
+        reasons.append(f"vLLM has its own W4A8 kernels on {machine}")
+    return reasons
+
+
+def _activate() -> None:
+    from w4a8.integrations.vllm import settings
+
+    log = logger()
+    mode = settings.mode()
+    if mode == "0":
+        log.debug("w4a8: off (%s=0)", settings.SWITCH)
+        return
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        log.debug("w4a8: nothing to do, vLLM does not run on the CPU")
+        return
+    import vllm
+
+    settings.runs_w4a16()  # a bad value should be told now, not at the first layer
+    reasons = reasons_against(vllm.__version__, platform.machine())
+    if reasons and mode != "1":
+        log.warning(
+            "w4a8: vLLM goes on without the plugin: %s. %s=1 takes over all the same, %s=0 silences this.",
+            "; ".join(reasons),
+            settings.SWITCH,
+            settings.SWITCH,
+        )
+        return
+    from w4a8.integrations.vllm.selftest import problems
+
+    found = problems()
+    if found:
+        log.warning("w4a8: vLLM goes on without the plugin, whose self-test failed: %s", "; ".join(found))
+        return
+
+    from vllm.model_executor.layers.quantization import register_quantization_config
+
+    from w4a8.integrations.vllm.config import W4A8CompressedTensorsConfig
+
+    register_quantization_config("compressed-tensors")(W4A8CompressedTensorsConfig)
+    log.debug("w4a8: registered for compressed-tensors")
+
+
+def activate() -> None:
+    """See :func:`w4a8.integrations.vllm.register`."""
+    if _state["done"]:
+        return
+    _state["done"] = True
+    try:
+        _activate()
+    except Exception as error:
+        logger().warning("w4a8: vLLM goes on without the plugin: %s: %s", type(error).__name__, error)

