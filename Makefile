@@ -4,7 +4,7 @@ export TORCH PYTHON
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-arm setup lint format bench clean
+.PHONY: help demo test test-arm setup lint format bench bench-linear bench-peers clean
 
 help: ## list the targets
 	@echo "usage: make TARGET [TORCH=debian | PYTHON=/path/to/python] [ARGS='...']"
@@ -33,6 +33,12 @@ format: ## let the formatters write
 
 bench: ## build and run the benchmarks (benchmarks/README.md)
 	@scripts/bench.sh $(ARGS)
+
+bench-linear: ## linear layers beside PyTorch's own operators and other libraries (benchmarks/README.md)
+	@scripts/bench_peers.sh bench_linear $(ARGS)
+
+bench-peers: ## the fused operator beside other libraries, and the goals (an hour; ARGS=--quick: minutes)
+	@scripts/bench_peers.sh bench_peers $(ARGS)
 
 clean: ## remove what the build made; .venv and .venv-debian stay
 	@rm -rf build dist python/w4a8.egg-info python/w4a8/*.so .pytest_cache .ruff_cache

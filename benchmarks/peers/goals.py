@@ -1,0 +1,134 @@
+"""What this project wants to reach on a CPU with AVX-512 VNNI, beside what a run reached (of what it measured)."""
+
+from typing import Callable, Optional
+
+from peers.report import first
+
+# Multiply-accumulates in int4 weights and int8 activations; others keep wider weights.
+INT8_PEER = "vllm INT8_W8A8"
+AVX2 = "w4a8 x86_avx2"
+Line = tuple[str, str, float, float]  # what, where, goal, reached: more is better in all of them
+
+
+def of_reading(record: dict) -> float:
+    return record["reading_seconds"] / record["seconds"]
+
+
+def of_peak(record: dict) -> float:
+    return record["multiply_seconds"] / record["seconds"]
+
+
+class Run:
+    """The records of one kind of problem, shape, group and number of threads."""
+
+    def __init__(self, records: list[dict]):
+        self.records = records
+
+    def own(self, m: int, entry: str = "w4a8", **wanted: object) -> Optional[dict]:
+        return first(self.records, entry=entry, m=m, **wanted)
+
+    def against(self, m: int, fits: Callable[[dict], bool]) -> Optional[tuple[float, str]]:
+        """How many times as long as w4a8 the fastest peer that fits takes, and its name."""
+        found = [
+            (record["seconds"] / record["own_seconds"], record["entry"])
+            for record in self.records
+            if record["m"] == m and record["seconds"] and record["own_seconds"] and fits(record)
+        ]
+        return min(found) if found else None
+
+
+def is_peer(record: dict) -> bool:
+    return not record["entry"].startswith(("w4a8", "limit:"))
+
+
+def is_int4_peer(record: dict) -> bool:
+    return is_peer(record) and record["weights"] == "int4"
+
+
+def moe_goals(run: Run, group: str) -> list[Line]:
+    lines: list[Line] = []
+
+    def limit(m: int, goal: float, share: Callable[[dict], float], what: str, entry: str = "w4a8") -> None:
+        record = run.own(m, entry)
+        if record and record["reading_seconds"] and record["multiply_seconds"]:
+            lines.append((f"{entry}, {m} tokens, share of {what}", group, goal, share(record)))
+
+    def beside(m: int, goal: float, fits: Callable[[dict], bool], what: str) -> None:
+        found = run.against(m, fits)
+        if found:
+            lines.append((f"{m} tokens, times as fast as {what} ({found[1]})", group, goal, found[0]))
+
+    decode = 0.90 if group == "32" else 0.95
+    limit(1, decode, of_reading, "reading")
+    limit(1, decode, of_reading, "reading", AVX2)
+    beside(1, 1.0, is_peer, "the fastest peer")
+    if group == "32":
+        beside(1, 1.4, lambda r: r["entry"] == "vllm INT4_W4A8", "vLLM's int4")
+        beside(16, 1.4, is_int4_peer, "the fastest int4 peer")
+    limit(16, 0.92, of_reading, "reading")
+    for m, int4, int8 in ((128, 1.5, 1.25), (512, 1.5, 1.15)):
+        if group != "channel" or m == 512:
+            beside(m, int4, is_int4_peer, "the fastest int4 peer")
+        beside(m, int8, lambda r: r["entry"] == INT8_PEER, "vLLM's int8")
+    limit(512, {"channel": 0.85, "128": 0.82, "32": 0.74}[group], of_peak, "the multiply peak")
+    few, many = run.own(512), run.own(8192)
+    if few and many:
+        lines.append(("time per token, 512 tokens / 8192", group, 0.95, few["seconds"] * 16 / many["seconds"]))
+    return lines
+
+
+def linear_goals(run: Run, group: str) -> list[Line]:
+    lines: list[Line] = []
+    for copies in dict.fromkeys(r["copies"] for r in run.records):
+        where = f"{group}, weights in {'cache' if copies == 1 else 'memory'}"
+        part = Run([r for r in run.records if r["copies"] == copies])
+        for m in dict.fromkeys(r["m"] for r in part.records):
+            found = part.against(m, is_peer)
+            if found:
+                lines.append((f"M={m}, times as fast as the fastest peer ({found[1]})", where, 1.0, found[0]))
+        goal = {"channel": 0.95, "32": 0.80}.get(group)
+        avx2, peak = part.own(128, AVX2), first(part.records, entry="limit: multiply x86_avx2", m=128)
+        if goal and avx2 and peak:
+            reached = peak["seconds"] / avx2["seconds"]
+            lines.append((f"{AVX2}, M=128, share of its multiply peak", where, goal, reached))
+    return lines
+
+
+def goals(records: list[dict]) -> list[dict]:
+    """The lines of every shape that was measured."""
+    found = []
+    keys = dict.fromkeys((r["problem"], r["kind"], r["group"], r["threads"]) for r in records)
+    for problem, kind, group, threads in keys:
+        key = (problem, kind, group, threads)
+        run = Run([r for r in records if (r["problem"], r["kind"], r["group"], r["threads"]) == key])
+        if group not in ("32", "128", "channel"):
+            continue
+        for what, where, goal, reached in (moe_goals if kind == "moe" else linear_goals)(run, group):
+            found.append(
+                {"problem": problem, "threads": threads, "what": what, "group": where, "goal": goal, "reached": reached}
+            )
+    return found
+
+
+def goals_table(records: list[dict]) -> str:
+    lines = ["", "| goal | group | threads | goal | reached | reached / goal | |", "|---|---|---|---|---|---|---|"]
+    problem = None
+    found = goals(records)
+    for line in found:
+        if line["problem"] != problem:
+            problem = line["problem"]
+            lines.append(f"| **{problem}** | | | | | | |")
+        ratio = line["reached"] / line["goal"]
+        cells = [
+            line["what"],
+            line["group"],
+            line["threads"],
+            f"{line['goal']:.2f}",
+            f"{line['reached']:.2f}",
+            f"{ratio:.2f}",
+        ]
+        lines.append("| " + " | ".join(str(cell) for cell in cells) + f" | {'reached' if ratio >= 1 else 'missed'} |")
+    if not found:
+        return "\nNo goal is stated for what was measured."
+    reached = sum(line["reached"] >= line["goal"] for line in found)
+    return "\n".join([*lines, "", f"{reached} of {len(found)} reached"])

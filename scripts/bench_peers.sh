@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Runs benchmarks/bench_linear.py or bench_peers.py (first argument); the other arguments go to it. Each peer gets a virtual
+# environment in build/peers. TORCH=debian and PYTHON=... choose the torch of w4a8, as everywhere (common.sh).
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+select_flavour
+install_w4a8
+need_cmake
+[ "$FLAVOUR" = own ] || pip_once "$PY" bench
+say "building the limits in build/bench"
+run_quiet build/log/bench-configure.log cmake --preset bench
+run_quiet build/log/bench-build.log cmake --build --preset bench -j "$CMAKE_BUILD_PARALLEL_LEVEL"
+name=$1
+shift
+exec "$PY" "benchmarks/$name.py" "$@"
