@@ -69,6 +69,19 @@ need_cmake() {
   mkdir -p build/log
 }
 
+# Sets CLANGXX: a Clang with libFuzzer and the sanitizers.
+need_clang() {
+  local probe
+  for CLANGXX in clang++ clang++-19 clang++-16 clang++-14; do
+    command -v "$CLANGXX" >/dev/null || continue
+    probe=$("$CLANGXX" -print-file-name=libclang_rt.fuzzer-"$(uname -m)".a)
+    [ -e "$probe" ] || probe=$(find "$("$CLANGXX" -print-resource-dir)/lib" -name 'libclang_rt.fuzzer*.a' 2>/dev/null | head -n 1)
+    [ ! -e "$probe" ] || return 0
+  done
+  need_packages clang-14 libclang-rt-14-dev llvm-14
+  CLANGXX=clang++-14
+}
+
 # pip_once PYTHON REQUIREMENTS: installs a requirements file once (again when the file changes).
 pip_once() {
   local py=$1 file=scripts/requirements/$2.txt stamp

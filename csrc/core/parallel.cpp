@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cfenv>
 #include <exception>
 #include <stdexcept>
 #include <thread>
@@ -23,6 +24,22 @@ inline void relax() {
 #endif
 }
 
+// docs/numerics.md is for the default environment: a thread that rounds otherwise or flushes denormals (which
+// torch.set_flush_denormal makes of the calling thread alone) would give other bits than its fellows.
+class DefaultFloatEnvironment {
+ public:
+  DefaultFloatEnvironment() {
+    std::fegetenv(&caller_);
+    std::fesetenv(FE_DFL_ENV);
+  }
+  ~DefaultFloatEnvironment() { std::fesetenv(&caller_); }
+  DefaultFloatEnvironment(const DefaultFloatEnvironment&) = delete;
+  DefaultFloatEnvironment& operator=(const DefaultFloatEnvironment&) = delete;
+
+ private:
+  std::fenv_t caller_;
+};
+
 }  // namespace
 
 // Tasks are numbered through all phases and taken from one counter, so a worker only ever waits for tasks with smaller
@@ -41,6 +58,7 @@ void run_phases(Parallel& parallel, std::span<const int64_t> counts,
   }
   const int workers = static_cast<int>(std::min<int64_t>(parallel.threads(), widest));
   if (workers <= 1) {
+    const DefaultFloatEnvironment environment;
     for (int p = 0; p < phases; ++p) {
       for (int64_t i = 0; i < counts[static_cast<std::size_t>(p)]; ++i) body(p, i, 0);
     }
@@ -52,6 +70,7 @@ void run_phases(Parallel& parallel, std::span<const int64_t> counts,
   std::atomic<bool> failed{false};
   std::exception_ptr error;
   auto work = [&](int worker) {
+    const DefaultFloatEnvironment environment;
     int phase = 0;
     for (;;) {
       const int64_t task = next.value.fetch_add(1, std::memory_order_relaxed);

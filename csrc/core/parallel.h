@@ -50,8 +50,8 @@ class SerialParallel final : public Parallel {
 
 /// Runs body(phase, task, worker) for each task in [0, counts[phase]) of each phase, in one parallel region. Tasks are
 /// taken dynamically in order, and a phase starts when every task of the phase before has ended. worker is in
-/// [0, parallel.threads()). An exception thrown by a task is rethrown once all workers have stopped; tasks that had
-/// not begun are dropped.
+/// [0, parallel.threads()) and runs in the default floating-point environment. An exception thrown by a task is
+/// rethrown once all workers have stopped; tasks that had not begun are dropped.
 void run_phases(Parallel& parallel, std::span<const int64_t> counts,
                 FunctionRef<void(int phase, int64_t task, int worker)> body);
 

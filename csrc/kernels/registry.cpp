@@ -35,6 +35,13 @@ const Kernel& default_kernel() {
   return kernel;
 }
 
+// A name from outside, safe to print: a zero byte would end the message.
+std::string printable(std::string_view name) {
+  std::string result;
+  for (const char c : name) result += c >= 0x20 && static_cast<unsigned char>(c) < 0x7f ? c : '?';
+  return result;
+}
+
 }  // namespace
 
 std::span<const Kernel* const> all_kernels() { return kKernels; }
@@ -58,7 +65,7 @@ const Kernel& find_kernel(std::string_view name, uint32_t features, std::string_
     choices += kernel->name;
   }
   if (found != nullptr && supported(*found, features)) return *found;
-  std::string message = std::string(source) + ": kernel '" + std::string(name) + "' ";
+  std::string message = std::string(source) + ": kernel '" + printable(name) + "' ";
   if (found != nullptr) {
     message +=
         "needs the CPU features '" + feature_names(found->needs) + "', this CPU has '" + feature_names(features) + "'";

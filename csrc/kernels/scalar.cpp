@@ -60,8 +60,9 @@ struct Ops {
   }
   static void istore(int32_t* p, I x) { *p = x; }
   static I iadd(I a, I b) { return a + b; }
-  static I isub(I a, I b) { return a - b; }
-  static I imul(I a, I b) { return a * b; }
+  // These wrap around, as vector instructions do: the sums of a packed tensor may be any bytes.
+  static I isub(I a, I b) { return static_cast<I>(static_cast<uint32_t>(a) - static_cast<uint32_t>(b)); }
+  static I imul(I a, I b) { return static_cast<I>(static_cast<uint32_t>(a) * static_cast<uint32_t>(b)); }
   static I imin(I a, I b) { return a < b ? a : b; }
   static I imax(I a, I b) { return a > b ? a : b; }
   template <int kBits>

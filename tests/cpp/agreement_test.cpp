@@ -1,7 +1,9 @@
 // The guarantee of docs/numerics.md: the output of a token has the same bits whatever the kernel, the number of threads
 // and the other tokens of the batch.
 #include <algorithm>
+#include <cfenv>
 #include <cmath>
+#include <limits>
 
 #include "core/gemm.h"
 #include "moe_data.h"
@@ -70,6 +72,57 @@ TEST(AgreementTest, Matmul) {
           }
         }
       }
+    }
+  }
+}
+
+// The sums of a packed matrix are its owner's: whatever they are, int32 arithmetic wraps around in every kernel.
+TEST(AgreementTest, AnySums) {
+  W4A8_TRACE_SEED();
+  Rng rng(93);
+  const PackedShape shape = {20, 34, 34, DType::kFloat32, false};
+  const Packed packed = pack_one(shape, random_weights(rng, shape));
+  std::vector<uint8_t> bytes(packed.bytes.data(), packed.bytes.data() + packed.bytes.size());
+  for (int64_t c = 0; c < 16; ++c) {
+    const int32_t sum = c % 2 == 0 ? std::numeric_limits<int32_t>::min() : std::numeric_limits<int32_t>::max() - 5;
+    std::memcpy(bytes.data() + kHeaderBytes + shape.sums_offset() + 4 * c, &sum, 4);
+  }
+  std::vector<float> x = random_activations(rng, 3 * shape.k, DType::kFloat32);
+  for (float& value : x) value = std::fabs(value);  // a zero point of -128
+  SerialParallel serial;
+  Workspace workspace;
+  std::vector<float> first;
+  for (const Kernel* kernel : supported_kernels()) {
+    std::vector<float> out(static_cast<std::size_t>(3 * shape.n));
+    matmul(*kernel, serial, workspace, {shape, bytes.data()}, x.data(), DType::kFloat32, 3, out.data());
+    if (first.empty()) first = out;
+    for (std::size_t i = 0; i < out.size(); ++i) EXPECT_EQ(float_bits(out[i]), float_bits(first[i])) << kernel->name;
+  }
+}
+
+// A caller that rounds upwards gets the bits of docs/numerics.md, from its own thread as from others, and goes on
+// rounding upwards.
+TEST(AgreementTest, FloatEnvironmentOfTheCaller) {
+  W4A8_TRACE_SEED();
+  Rng rng(94);
+  const PackedShape shape = {130, 96, 32, DType::kFloat32, true};
+  const Packed packed = pack_one(shape, random_weights(rng, shape));
+  constexpr int64_t kRows = 60;
+  const std::vector<float> x = random_activations(rng, kRows * shape.k, DType::kFloat32);
+  for (const Kernel* kernel : supported_kernels()) {
+    for (const int threads : kThreadCounts) {
+      SCOPED_TRACE(std::string(kernel->name) + " threads=" + std::to_string(threads));
+      ThreadParallel parallel(threads);
+      Workspace workspace;
+      std::vector<float> usual(static_cast<std::size_t>(kRows * shape.n));
+      std::vector<float> upwards(usual.size());
+      matmul(*kernel, parallel, workspace, packed.matrix(), x.data(), DType::kFloat32, kRows, usual.data());
+      std::fesetround(FE_UPWARD);
+      matmul(*kernel, parallel, workspace, packed.matrix(), x.data(), DType::kFloat32, kRows, upwards.data());
+      const int rounding = std::fegetround();
+      std::fesetround(FE_TONEAREST);
+      EXPECT_EQ(rounding, FE_UPWARD);
+      EXPECT_EQ(std::memcmp(usual.data(), upwards.data(), usual.size() * sizeof(float)), 0);
     }
   }
 }

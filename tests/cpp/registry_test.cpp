@@ -77,6 +77,9 @@ TEST_F(RegistryTest, FindKernel) {
   for (const char* near : {"", "Scalar", "scalar ", "scala", "scalarx"}) {
     EXPECT_THROW(find_kernel(near, kEverything, "test"), std::invalid_argument) << "'" << near << "'";
   }
+  // A zero byte must not cut the message off.
+  const std::string zero = message_of([] { find_kernel({"a\0b", 3}, kEverything, "test"); });
+  EXPECT_NE(zero.find("'a?b' does not exist; kernels that can run here: "), std::string::npos) << zero;
   for (const Kernel* kernel : all_kernels()) {
     if (kernel->needs == 0) continue;
     const std::string message = message_of([&] { find_kernel(kernel->name, 0, "test"); });

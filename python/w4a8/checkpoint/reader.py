@@ -22,7 +22,7 @@ from w4a8.progress import progress_bar
 
 logger = logging.getLogger(__name__)
 
-_EXPERT_KEY = re.compile(r"(?P<layer>.+\.experts)\.(?P<expert>\d+)\.(?P<projection>\w+)\.(?P<tensor>weight\w*|bias)")
+_EXPERT_KEY = re.compile(r"(?P<layer>.+\.experts)\.(?P<expert>[0-9]{1,9})\.(?P<projection>\w+)\.(?P<tensor>weight\w*|bias)")
 
 # Names of the projections in checkpoints: what each is in a layer.
 _GATED = (
@@ -84,6 +84,34 @@ class _Reader:
         self.quantize_w4a16 = quantize_w4a16
         self.w13_interleaved = w13_interleaved
 
+    def check_experts(self, layer: _Layer, experts: int, shards: dict[str, str]) -> None:
+        """Fails before anything is allocated or listed for experts that the checkpoint only claims to have."""
+        if max(layer.experts) >= experts:
+            raise CheckpointError(
+                f"{layer.name} has an expert {max(layer.experts)}, but config.json says {experts} experts"
+            )
+        # A rank of expert parallelism may have a part of the files.
+        if experts > len(layer.experts) * self.parallel.ep_size:
+            missing = next(expert for expert in range(experts) if expert not in layer.experts)
+            raise CheckpointError(
+                f"tensor {f'{layer.name}.{missing}.{next(iter(shards))}.weight'!r} is missing: of {experts} experts "
+                f"there are {len(layer.experts)}"
+            )
+
+    def check_sizes(self, layer: _Layer, expert: int, scheme: Scheme, shards: dict[str, str], intermediate: int) -> None:
+        """Compares the weights of one expert with what will be allocated for all."""
+        for projection, shard in shards.items():
+            key, weight = self.weight(f"{layer.name}.{expert}.{projection}", scheme)
+            rows = {"w13": 2 * intermediate, "w2": self.settings.hidden_size}.get(shard, intermediate)
+            columns = intermediate if shard == "w2" else self.settings.hidden_size
+            if scheme.format == "pack-quantized":
+                columns = (columns + 7) // 8
+            if weight.shape != (rows, columns):
+                raise CheckpointError(
+                    f"tensor {key!r} has shape {tuple(weight.shape)}, but {(rows, columns)} is expected for "
+                    f"hidden_size {self.settings.hidden_size} and intermediate_size {intermediate}"
+                )
+
     def scheme(self, layer: _Layer, experts: int, shards: dict[str, str]) -> Scheme:
         """The one scheme of all linear modules of a layer."""
         modules = [f"{layer.name}.{expert}.{name}" for expert in range(experts) for name in shards]
@@ -102,7 +130,7 @@ class _Reader:
         """Key and tensor of a module's weight: int8, or packed int32. Checked but for its shape."""
         for name in ("weight_g_idx", "weight_zero_point"):
             key = f"{module}.{name}"
-            if key in self.tensors and (name == "weight_g_idx" or bool(self.tensors.get(key).any())):
+            if key in self.tensors and (name == "weight_g_idx" or bool(self.tensors.get(key).to(torch.float32).any())):
                 raise CheckpointError(f"tensor {key!r}: only symmetric weights in their original order are supported")
         key = f"{module}.{'weight_packed' if scheme.format == 'pack-quantized' else 'weight'}"
         tensor = self.tensors.get(key)
@@ -131,10 +159,7 @@ class _Reader:
         settings = self.settings
         shards = layer.shards(settings.activation.is_gated)
         experts = settings.num_experts if settings.num_experts is not None else max(layer.experts) + 1
-        if max(layer.experts) >= experts:
-            raise CheckpointError(
-                f"{layer.name} has an expert {max(layer.experts)}, but config.json says {experts} experts"
-            )
+        self.check_experts(layer, experts, shards)
         scheme = self.scheme(layer, experts, shards)
         intermediate = settings.intermediate_size
         if intermediate is None:
@@ -142,6 +167,9 @@ class _Reader:
             rows = self.weight(f"{layer.name}.0.{first}", scheme)[1].shape[0]
             intermediate = rows // 2 if shards[first] == "w13" else rows
         local, expert_map = determine_expert_map(self.parallel.ep_size, self.parallel.ep_rank, experts)
+        first_local = 0 if expert_map is None else int((expert_map == 0).nonzero()[:1].sum())
+        if local > 0:
+            self.check_sizes(layer, first_local, scheme, shards, intermediate)
         moe = FusedMoEConfig(
             num_experts=experts,
             experts_per_token=settings.top_k,
@@ -181,7 +209,10 @@ class _Reader:
         bias = self.tensors.get(key)
         if bias.shape != (experts,):
             raise CheckpointError(f"tensor {key!r} has shape {tuple(bias.shape)}, but ({experts},) is expected")
-        return bias.to(torch.float32)
+        bias = bias.to(torch.float32)
+        if not bool(torch.isfinite(bias).all()):
+            raise CheckpointError(f"tensor {key!r} holds a NaN or an infinity")
+        return bias
 
     def fill_expert(
         self, module: RoutedExperts, name: str, expert: int, scheme: Scheme, shards: dict[str, str]
@@ -199,6 +230,8 @@ class _Reader:
             loads = [(f"{param}_weight", key, weight)]
             scale_key = f"{linear}.weight_scale"
             scale = self.tensors.get(scale_key)
+            if scale.is_floating_point() and scale.element_size() < 2:
+                raise CheckpointError(f"tensor {scale_key!r} is {scale.dtype}, but at least 16 bits are expected")
             if not bool(torch.isfinite(scale).all()):
                 raise CheckpointError(f"tensor {scale_key!r} holds a NaN or an infinity")
             loads.append((f"{param}_weight_scale", scale_key, scale))

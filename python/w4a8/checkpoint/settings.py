@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from w4a8.checkpoint.tensors import CheckpointError, read_json
+from w4a8.checkpoint.tensors import CheckpointError, json_field, read_json, shorten
 from w4a8.moe.activation import MoEActivation
 from w4a8.moe.config import RoutingMethodType
 
@@ -63,14 +63,24 @@ def _gpt_oss(text: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _groups(text: Mapping[str, Any]) -> dict[str, Any]:
-    if (text.get("n_group") or 1) == 1:  # one group is none
+    groups = text.get("n_group") or 1
+    if groups == 1:  # one group is none
         return {}
-    return {"num_expert_group": text["n_group"], "topk_group": text.get("topk_group")}
+    _check_positive("n_group", groups)
+    _check_positive("topk_group", text.get("topk_group"))
+    return {"num_expert_group": groups, "topk_group": text["topk_group"]}
+
+
+def _scaling_factor(text: Mapping[str, Any]) -> float:
+    factor = json_field(text, "routed_scaling_factor", (int, float), "config.json: routed_scaling_factor") or 1.0
+    if not abs(factor) <= torch.finfo(torch.float32).max:
+        raise CheckpointError(f"config.json: routed_scaling_factor is {shorten(factor)}, but a finite number is expected")
+    return float(factor)
 
 
 def _deepseek_v2(text: Mapping[str, Any]) -> dict[str, Any]:
     found = _softmax(text)
-    found["routed_scaling_factor"] = text.get("routed_scaling_factor") or 1.0
+    found["routed_scaling_factor"] = _scaling_factor(text)
     if text.get("topk_method") == "group_limited_greedy":
         found.update(_groups(text))
     return found
@@ -80,7 +90,7 @@ def _deepseek_v3(text: Mapping[str, Any]) -> dict[str, Any]:
     renormalize = text.get("norm_topk_prob", True)
     return {
         "routing_method": RoutingMethodType.DeepSeekV3 if renormalize else RoutingMethodType.Sigmoid,
-        "routed_scaling_factor": text.get("routed_scaling_factor") or 1.0,
+        "routed_scaling_factor": _scaling_factor(text),
         "has_correction_bias": True,
         **_groups(text),
     }
@@ -115,37 +125,55 @@ def _first(text: Mapping[str, Any], *names: str) -> Any:
     return next((text[name] for name in names if text.get(name) is not None), None)
 
 
+def _check_positive(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise CheckpointError(f"config.json: {name} is {shorten(value)}, but an integer is expected")
+    if not 1 <= value < 2**31:
+        raise CheckpointError(f"config.json: {name} is {shorten(value)}, but 1..2**31-1 is expected")
+
+
+def _activation(text: Mapping[str, Any]) -> MoEActivation:
+    name = _first(text, "hidden_act", "hidden_activation") or "silu"
+    try:
+        return MoEActivation.from_str(name)
+    except (ValueError, TypeError, AttributeError):
+        known = ", ".join(activation.value for activation in MoEActivation)
+        raise CheckpointError(f"config.json: hidden_act is {shorten(name)}, but one of {known} is expected") from None
+
+
 def settings_from_config(config: Mapping[str, Any]) -> MoESettings:
     """Settings from the content of config.json.
 
     Raises:
         CheckpointError: a model type whose routing is not known here, or a key that is missing.
     """
-    text = config.get("text_config") or config
+    text = json_field(config, "text_config", dict, "config.json: text_config") or config
     model_type = text.get("model_type")
-    if model_type not in _MODELS:
+    if not isinstance(model_type, str) or model_type not in _MODELS:
         raise CheckpointError(
-            f"config.json: routing of model_type {model_type!r} is not known (known: {', '.join(sorted(_MODELS))}); "
+            f"config.json: routing of model_type {shorten(model_type)} is not known (known: {', '.join(sorted(_MODELS))}); "
             "pass settings=MoESettings(...)"
         )
     routing, intermediate_key = _MODELS[model_type]
     top_k = _first(text, "num_experts_per_tok", "num_experts_per_token", "experts_per_token")
     hidden_size = text.get("hidden_size")
-    for name, value in (("hidden_size", hidden_size), ("num_experts_per_tok", top_k)):
-        if not isinstance(value, int):
-            raise CheckpointError(f"config.json: {name} is {value!r}, but an integer is expected")
+    num_experts = _first(text, "num_experts", "num_local_experts", "n_routed_experts")
+    intermediate_size = text.get(intermediate_key)
+    _check_positive("hidden_size", hidden_size)
+    _check_positive("num_experts_per_tok", top_k)
+    if num_experts is not None:
+        _check_positive("num_experts", num_experts)
+    if intermediate_size is not None:
+        _check_positive(intermediate_key, intermediate_size)
     dtype = str(_first(text, "dtype", "torch_dtype") or _first(config, "dtype", "torch_dtype") or "bfloat16")
     if dtype not in _DTYPES:
-        raise CheckpointError(f"config.json: dtype is {dtype!r}, but one of {', '.join(_DTYPES)} is expected")
-    found = {
-        "activation": MoEActivation.from_str(_first(text, "hidden_act", "hidden_activation") or "silu"),
-        **routing(text),
-    }
+        raise CheckpointError(f"config.json: dtype is {shorten(dtype)}, but one of {', '.join(_DTYPES)} is expected")
+    found = {"activation": _activation(text), **routing(text)}
     return MoESettings(
         hidden_size=hidden_size,
         top_k=top_k,
-        num_experts=_first(text, "num_experts", "num_local_experts", "n_routed_experts"),
-        intermediate_size=text.get(intermediate_key),
+        num_experts=num_experts,
+        intermediate_size=intermediate_size,
         dtype=_DTYPES[dtype],
         **found,
     )

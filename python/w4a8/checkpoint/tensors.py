@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,47 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is missing") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # undecodable, not JSON, an integer of too many digits, too deep
         raise CheckpointError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is not a JSON object")
     return content
+
+
+def json_field(owner: Mapping[str, Any], name: str, kind: type | tuple[type, ...], key: str) -> Any:
+    """A value of a JSON object, or None if it is null or not there.
+
+    Args:
+        owner: the object.
+        name: of the value.
+        kind: what it must be; bool counts as an integer only if it is asked for.
+        key: where the value is, for the message.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
+    value = owner.get(name)
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    if value is None or (isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))):
+        return value
+    names = {dict: "an object", list: "a list", str: "a string", int: "an integer", float: "a number", bool: "true or false"}
+    raise CheckpointError(f"{key} is {shorten(value)}, but {names[kinds[-1]]} is expected")
+
+
+def shorten(value: object) -> str:
+    """repr of a value from outside, in a length that fits a message."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of too many digits
+        return "a huge integer"
+    return text if len(text) <= 200 else f"{text[:197]}..."
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # a name too long, or with a zero byte
+        return False
 
 
 class CheckpointTensors:
@@ -63,10 +100,14 @@ class CheckpointTensors:
             file_of = read_json(index).get("weight_map")
             if not isinstance(file_of, dict):
                 raise CheckpointError(f"{index} has no weight_map")
-            for name in sorted(set(file_of.values())):
+            checked: set[str] = set()
+            for name in file_of.values():
+                if isinstance(name, str) and name in checked:
+                    continue
                 # A name that leads out of the directory is not one that a writer of checkpoints makes.
-                if Path(name).name != name or not (self.directory / name).is_file():
-                    raise CheckpointError(f"{index} names {name!r}, which is no file of {self.directory}")
+                if not isinstance(name, str) or Path(name).name != name or not _is_file(self.directory / name):
+                    raise CheckpointError(f"{index} names {shorten(name)}, which is no file of {self.directory}")
+                checked.add(name)
             return file_of
         files = sorted(path.name for path in self.directory.glob("*.safetensors"))
         if not files:

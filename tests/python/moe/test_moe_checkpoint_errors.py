@@ -88,7 +88,7 @@ WRONG_TENSORS = [
     (spoil_missing_bias, f"{key('0.gate_proj.bias')} is missing"),
     (spoil_missing_expert, f"{key('5.gate_proj.weight')} is missing"),
     (spoil_rows, f"tensor {LAYER}.3.up_proj.weight: dimension 0 is 255, but 1 tensor-parallel rank of 256 make 256"),
-    (spoil_columns, f"tensor {LAYER}.0.down_proj.weight: dimension 1 is 128, but"),
+    (spoil_columns, f"{key('0.down_proj.weight')} has shape (128, 128), but (128, 256) is expected"),
     (spoil_rank, f"{key('0.down_proj.weight')} has shape (128,), but two dimensions are expected"),
     (spoil_scale_shape, f"tensor {LAYER}.2.gate_proj.weight_scale: shape (256, 1), but (256, 4) is expected"),
     (spoil_scale_value, f"{key('2.gate_proj.weight_scale')} holds a NaN or an infinity"),

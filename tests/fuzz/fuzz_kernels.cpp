@@ -1,0 +1,161 @@
+// Bytes -> shapes, weights, scales, activations, routing -> pack, matmul and the fused op: every kernel the same bits,
+// and those of the naive reference.
+#include <algorithm>
+#include <cstring>
+
+#include "bytes.h"
+#include "core/pack.h"
+#include "naive.h"
+#include "thread_parallel.h"
+
+namespace w4a8::fuzz {
+namespace {
+
+constexpr int64_t kMostMacs = 1 << 19;  // of the naive reference, per input
+constexpr DType kDTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
+constexpr DType kScaleDTypes[] = {DType::kFloat32, DType::kBFloat16};
+
+// A stack of packed matrices and what is in them.
+struct Stack {
+  PackedShape shape;
+  std::vector<uint8_t> bytes;
+  std::vector<Unpacked> naive;
+};
+
+Stack make_stack(Bytes& in, const PackedShape& shape, int64_t count) {
+  const std::vector<int> w = weights(in, count * shape.n * shape.k);
+  const std::vector<uint8_t> scales = to_bytes(floats(in, count * shape.n * shape.groups(), 0.01f), shape.scale_dtype);
+  const std::vector<float> bias = floats(in, shape.has_bias ? count * shape.n : 0);
+  std::vector<uint8_t> nibbles;
+  for (std::size_t i = 0; i < w.size(); i += 2) {
+    nibbles.push_back(static_cast<uint8_t>((w[i] + 8) | (w[i + 1] + 8) << 4));
+  }
+  Stack stack;
+  stack.shape = shape;
+  // Whatever was in the memory before must not matter.
+  stack.bytes.assign(static_cast<std::size_t>(count * packed_bytes(shape)), in.byte());
+  test::ThreadParallel parallel(2);
+  pack(shape, count, {nibbles.data(), scales.data(), shape.has_bias ? bias.data() : nullptr}, stack.bytes.data(),
+       parallel);
+  for (int64_t e = 0; e < count; ++e) {
+    const uint8_t* data = stack.bytes.data() + e * packed_bytes(shape);
+    Unpacked naive = read_packed(data, shape);
+    const auto first = static_cast<std::size_t>(e * shape.n * shape.k);
+    require(std::equal(naive.weights.w.begin(), naive.weights.w.end(), w.begin() + static_cast<std::ptrdiff_t>(first)),
+            "pack: other weights, " + describe(shape));
+    for (int64_t n = 0; n < shape.n; ++n) {
+      const auto column = static_cast<std::size_t>(n);
+      int64_t sum = 0;
+      for (int64_t k = 0; k < shape.k; ++k) sum += naive.weights.w[static_cast<std::size_t>(n * shape.k + k)];
+      const uint32_t expected = shape.channelwise() ? static_cast<uint32_t>(sum)
+                                                    : ref::narrow(ref::weighted_sum(naive.weights, n), ref::Type::kF32);
+      const auto* stored = reinterpret_cast<const uint8_t*>(&naive.sums[column]);
+      require((shape.channelwise() ? naive.sums[column] : element(stored, 0, DType::kFloat32)) == expected,
+              "pack: other sums, " + describe(shape));
+    }
+    std::vector<uint8_t> back(static_cast<std::size_t>(shape.n * shape.k / 2));
+    std::vector<uint8_t> back_scales(scales.size() / static_cast<std::size_t>(count));
+    std::vector<float> back_bias(static_cast<std::size_t>(shape.has_bias ? shape.n : 0));
+    unpack({shape, data}, back.data(), back_scales.data(), back_bias.data(), parallel);
+    const auto same = [&](const auto& part, const auto& all) {
+      const std::size_t bytes = part.size() * sizeof(part[0]);
+      return bytes == 0 || std::memcmp(part.data(), all.data() + static_cast<std::size_t>(e) * part.size(), bytes) == 0;
+    };
+    require(same(back, nibbles) && same(back_scales, scales) && same(back_bias, bias),
+            "unpack is not the inverse of pack, " + describe(shape));
+    stack.naive.push_back(std::move(naive));
+  }
+  return stack;
+}
+
+// k and the group: channelwise with any even k, or groups of a multiple of 32.
+PackedShape make_shape(Bytes& in) {
+  PackedShape shape;
+  shape.n = in.integer(1, 70);
+  if (in.flag()) {
+    shape.group = 32 * in.integer(1, 6);
+    shape.k = shape.group * in.integer(1, in.flag() ? 12 : 3);
+  } else {
+    shape.k = 2 * in.integer(1, in.flag() ? 1000 : 80);
+    shape.group = shape.k;
+  }
+  shape.scale_dtype = in.pick(kScaleDTypes);
+  shape.has_bias = in.flag();
+  return shape;
+}
+
+void fuzz_matmul(Bytes& in) {
+  const PackedShape shape = make_shape(in);
+  const DType dtype = in.pick(kDTypes);
+  const auto workers = static_cast<int>(in.integer(1, 3));
+  int64_t m = in.integer(0, in.integer(0, 3) == 1 ? 700 : 30);
+  m = std::min(m, std::max<int64_t>(1, kMostMacs / (shape.n * shape.k)));
+  const Stack stack = make_stack(in, shape, 1);
+  const std::vector<uint8_t> x = elements(in, m * shape.k, dtype);
+  check_matmul(stack.naive[0], {shape, stack.bytes.data()}, x, dtype, m, workers, "pack");
+}
+
+void fuzz_moe(Bytes& in) {
+  MoeArgs args;
+  const bool grouped = in.flag();
+  args.group = grouped ? 32 * in.integer(1, 3) : -1;
+  args.hidden = grouped ? args.group * in.integer(1, 3) : 2 * in.integer(1, 60);
+  args.intermediate = grouped ? args.group * in.integer(1, 3) : 2 * in.integer(1, 60);
+  args.gated = in.flag();
+  args.weight_on_input = in.flag();
+  args.activation = static_cast<Activation>(in.integer(0, kActivationCount - 1));
+  args.dtype = in.pick(kDTypes);
+  args.experts = in.integer(0, 5);
+  args.slots = in.integer(0, 4);
+  args.tokens = in.integer(0, 20);
+  const int64_t macs = args.hidden * args.intermediate * 3 * std::max<int64_t>(1, args.slots);
+  args.tokens = std::min(args.tokens, std::max<int64_t>(1, kMostMacs / macs));
+  const auto workers = static_cast<int>(in.integer(1, 3));
+  const DType scales = in.pick(kScaleDTypes);
+  const bool bias = in.flag();
+  // Now and then so many slots that the tokens are worked off in several chunks; nearly all are skipped.
+  if (in.integer(0, 255) == 77) {
+    args.slots = 6000;
+    args.tokens = 70;
+    args.hidden = args.intermediate = grouped ? 32 : 2;
+    args.group = grouped ? 32 : -1;
+  }
+  const PackedShape shape13 = {args.intermediate * (args.gated ? 2 : 1), args.hidden,
+                               grouped ? args.group : args.hidden, scales, bias};
+  const PackedShape shape2 = {args.hidden, args.intermediate, grouped ? args.group : args.intermediate, scales, bias};
+  const Stack w13 = make_stack(in, shape13, args.experts);
+  const Stack w2 = make_stack(in, shape2, args.experts);
+  const std::vector<uint8_t> x = elements(in, args.tokens * args.hidden, args.dtype);
+  const std::vector<float> router = floats(in, args.tokens * args.slots);
+  const bool wide = in.flag();
+  std::vector<int32_t> ids;
+  std::vector<int64_t> ids64;
+  for (int64_t i = 0; i < args.tokens * args.slots; ++i) {
+    const bool used = args.slots < 100 || i % 997 == 0;
+    ids64.push_back(used ? in.integer(-1, args.experts - 1) : -1);
+    ids.push_back(static_cast<int32_t>(ids64.back()));
+  }
+  args.x = x.data();
+  args.ids = wide ? nullptr : ids.data();
+  args.ids64 = wide ? ids64.data() : nullptr;
+  args.weights = router.data();
+  args.w13 = w13.bytes.data();
+  args.w13_bytes = packed_bytes(shape13);
+  args.w2 = w2.bytes.data();
+  args.w2_bytes = packed_bytes(shape2);
+  const std::string what = "kind " + std::to_string(static_cast<int>(args.activation)) + ", w13 " + describe(shape13);
+  check_moe({w13.naive, w2.naive}, args, workers, what);
+}
+
+}  // namespace
+}  // namespace w4a8::fuzz
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, std::size_t size) {
+  w4a8::fuzz::Bytes in(data, size);
+  if (in.flag()) {
+    w4a8::fuzz::fuzz_moe(in);
+  } else {
+    w4a8::fuzz::fuzz_matmul(in);
+  }
+  return 0;
+}

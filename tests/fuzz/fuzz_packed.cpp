@@ -1,0 +1,269 @@
+// Bytes -> a packed tensor, its size and the arguments of a call: open_packed, unpack, matmul and the fused op refuse
+// it or compute what the bytes say (docs/packed_layout.md), with every kernel, and read nothing outside of it.
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+
+#include "bytes.h"
+#include "core/pack.h"
+#include "naive.h"
+
+namespace w4a8::fuzz {
+namespace {
+
+template <class T>
+T field(const std::vector<uint8_t>& bytes, std::size_t offset) {
+  T value;
+  std::memcpy(&value, bytes.data() + offset, sizeof(value));
+  return value;
+}
+
+// docs/packed_layout.md once more, as a yes or no.
+bool valid(const std::vector<uint8_t>& bytes) {
+  if (bytes.size() < 64 || std::memcmp(bytes.data(), "W4A8PACK", 8) != 0) return false;
+  if (field<uint32_t>(bytes, 8) != 1 || field<uint32_t>(bytes, 12) > 1 || field<uint32_t>(bytes, 40) > 1) return false;
+  if (std::any_of(bytes.begin() + 44, bytes.begin() + 64, [](uint8_t byte) { return byte != 0; })) return false;
+  const auto n = field<int64_t>(bytes, 16);
+  const auto k = field<int64_t>(bytes, 24);
+  const auto group = field<int64_t>(bytes, 32);
+  if (n < 1 || n > int64_t{1} << 31 || k < 2 || k > 1 << 20 || k % 2 != 0) return false;
+  if (group != k && (group < 32 || group % 32 != 0 || k % group != 0)) return false;
+  const int64_t scale_bytes = field<uint32_t>(bytes, 40) == 0 ? 4 : 2;
+  const int64_t panel = ((k + 7) / 8 * 64 + 16 * (k / group) * scale_bytes + 128 + 63) / 64 * 64;
+  return static_cast<int64_t>(bytes.size()) == 64 + (n + 15) / 16 * panel;
+}
+
+PackedShape shape_in(const std::vector<uint8_t>& bytes) {
+  return {field<int64_t>(bytes, 16), field<int64_t>(bytes, 24), field<int64_t>(bytes, 32),
+          static_cast<DType>(field<uint32_t>(bytes, 40)), field<uint32_t>(bytes, 12) != 0};
+}
+
+template <class T>
+void put(std::vector<uint8_t>& bytes, std::size_t offset, T value) {
+  if (bytes.size() >= offset + sizeof(value)) std::memcpy(bytes.data() + offset, &value, sizeof(value));
+}
+
+// A header that is right, a body of anything.
+std::vector<uint8_t> make_packed(Bytes& in, const PackedShape& shape) {
+  std::vector<uint8_t> bytes(static_cast<std::size_t>(packed_bytes(shape)));
+  Random random(static_cast<uint64_t>(in.integer(0, 0xffff)));
+  for (uint8_t& byte : bytes) byte = static_cast<uint8_t>(random.bits());
+  if (in.flag()) {  // ordinary scales; else most of them are far out
+    const std::size_t scales = static_cast<std::size_t>(kHeaderBytes + shape.scales_offset());
+    const auto d = static_cast<std::size_t>(dtype_bytes(shape.scale_dtype));
+    for (std::size_t p = 0; p < static_cast<std::size_t>(shape.panels()); ++p) {
+      for (std::size_t i = 0; i < static_cast<std::size_t>(16 * shape.groups()); ++i) {
+        bytes[p * static_cast<std::size_t>(shape.panel_bytes()) + scales + i * d + d - 1] = 0x3c;
+      }
+    }
+  }
+  for (std::size_t i = 0; i < 64; ++i) bytes[i] = 0;
+  std::memcpy(bytes.data(), "W4A8PACK", 8);
+  put<uint32_t>(bytes, 8, 1);
+  put<uint32_t>(bytes, 12, shape.has_bias ? 1 : 0);
+  put<int64_t>(bytes, 16, shape.n);
+  put<int64_t>(bytes, 24, shape.k);
+  put<int64_t>(bytes, 32, shape.group);
+  put<uint32_t>(bytes, 40, static_cast<uint32_t>(shape.scale_dtype));
+  return bytes;
+}
+
+constexpr int64_t kHostile[] = {0,
+                                -1,
+                                1,
+                                2,
+                                3,
+                                15,
+                                16,
+                                17,
+                                31,
+                                32,
+                                33,
+                                64,
+                                96,
+                                1 << 20,
+                                (1 << 20) + 2,
+                                INT64_MAX,
+                                INT64_MIN,
+                                int64_t{1} << 31,
+                                (int64_t{1} << 31) + 1,
+                                int64_t{1} << 32,
+                                int64_t{1} << 62};
+
+// Some fields or bytes overwritten, some bytes more or less.
+void damage(Bytes& in, std::vector<uint8_t>& bytes, bool resize) {
+  constexpr std::size_t kFields[] = {0, 8, 12, 16, 24, 32, 40, 44, 56};
+  for (int64_t i = in.integer(0, 2); i > 0; --i) {
+    if (in.flag()) {
+      const std::size_t at = in.pick(kFields);
+      const int64_t value = in.pick(kHostile);
+      if (at == 8 || at == 12 || at == 40) {
+        put(bytes, at, static_cast<uint32_t>(value));
+      } else {
+        put(bytes, at, value);
+      }
+    } else if (!bytes.empty()) {
+      const auto at = static_cast<std::size_t>(in.integer(0, 0xffff)) % bytes.size();
+      bytes[at] = in.byte();
+    }
+  }
+  if (!resize) return;
+  const auto size = static_cast<int64_t>(bytes.size());
+  const int64_t sizes[] = {size, size, size, size, size + 1, size - 1, size + 64, size - 64, 64, 63, 0, size / 2};
+  bytes.resize(static_cast<std::size_t>(std::max<int64_t>(0, in.pick(sizes))), 0);
+  bytes.shrink_to_fit();
+}
+
+PackedShape make_shape(Bytes& in) {
+  PackedShape shape;
+  shape.n = in.integer(1, 40);
+  if (in.flag()) {
+    shape.group = 32 * in.integer(1, 3);
+    shape.k = shape.group * in.integer(1, 3);
+  } else {
+    shape.k = 2 * in.integer(1, 60);
+    shape.group = shape.k;
+  }
+  shape.scale_dtype = in.flag() ? DType::kBFloat16 : DType::kFloat32;
+  shape.has_bias = in.flag();
+  return shape;
+}
+
+void check_unpack(const PackedMatrix& matrix, const Unpacked& naive) {
+  const PackedShape& shape = matrix.shape;
+  std::vector<uint8_t> nibbles(static_cast<std::size_t>(shape.n * shape.k / 2), 0xa5);
+  std::vector<uint8_t> scales(static_cast<std::size_t>(shape.n * shape.groups() * dtype_bytes(shape.scale_dtype)));
+  std::vector<float> bias(static_cast<std::size_t>(shape.has_bias ? shape.n : 0));
+  SerialParallel serial;
+  unpack(matrix, nibbles.data(), scales.data(), bias.data(), serial);
+  for (std::size_t i = 0; i < naive.weights.w.size(); ++i) {
+    const int nibble = i % 2 == 0 ? nibbles[i / 2] & 15 : nibbles[i / 2] >> 4;
+    require(nibble - 8 == naive.weights.w[i], "unpack: weight " + std::to_string(i) + ", " + describe(shape));
+  }
+  const std::vector<uint8_t> expected = to_bytes(naive.weights.scales, shape.scale_dtype);
+  for (std::size_t i = 0; i < naive.weights.scales.size(); ++i) {
+    const auto at = static_cast<int64_t>(i);
+    require(element(scales.data(), at, shape.scale_dtype) == element(expected.data(), at, shape.scale_dtype),
+            "unpack: scale " + std::to_string(i) + ", " + describe(shape));
+  }
+  const std::vector<uint8_t> bias_bits = to_bytes(bias, DType::kFloat32);
+  const std::vector<uint8_t> naive_bias = to_bytes(naive.weights.bias, DType::kFloat32);
+  require(std::equal(bias_bits.begin(), bias_bits.end(), naive_bias.begin()), "unpack: bias, " + describe(shape));
+}
+
+void fuzz_one(Bytes& in) {
+  std::vector<uint8_t> bytes;
+  PackedShape wanted;
+  if (in.flag()) {
+    wanted = make_shape(in);
+    bytes = make_packed(in, wanted);
+    damage(in, bytes, true);
+  } else {
+    wanted = make_shape(in);
+    bytes.assign(in.rest(), in.rest() + std::min<std::size_t>(in.rest_size(), 4096));
+  }
+  const bool good = valid(bytes);
+  if (good && in.flag()) {  // else the arguments may disagree with the header
+    wanted.n = shape_in(bytes).n;
+    wanted.k = shape_in(bytes).k;
+    wanted.group = shape_in(bytes).group;
+  }
+  const bool fits =
+      good && wanted.n == shape_in(bytes).n && wanted.k == shape_in(bytes).k && wanted.group == shape_in(bytes).group;
+  PackedMatrix matrix;
+  bool opened = true;
+  try {
+    matrix = open_packed(bytes.data(), static_cast<int64_t>(bytes.size()), wanted.n, wanted.k, wanted.group, "buffer");
+  } catch (const std::invalid_argument& error) {
+    require(std::string(error.what()).starts_with("buffer: "), std::string("an error without a name: ") + error.what());
+    opened = false;
+  }
+  require(opened == fits, opened ? "a bad buffer was accepted" : "a good buffer was refused");
+  if (!opened) return;
+  require(matrix.shape == shape_in(bytes), "the header was read as something else");
+  const Unpacked naive = read_packed(bytes.data(), matrix.shape);
+  check_unpack(matrix, naive);
+  const int64_t m = in.integer(1, 26);
+  const std::vector<uint8_t> x = elements(in, m * wanted.k, DType::kFloat32);
+  check_matmul(naive, matrix, x, DType::kFloat32, m, 1, "any bytes");
+}
+
+// E experts, each of its own bytes; only those that are used must be right.
+void fuzz_experts(Bytes& in) {
+  constexpr int64_t kExperts = 3;
+  MoeArgs args;
+  const bool grouped = in.flag();
+  args.group = grouped ? 32 : -1;
+  args.hidden = grouped ? 32 * in.integer(1, 3) : 2 * in.integer(1, 20);
+  args.intermediate = grouped ? 32 * in.integer(1, 2) : 2 * in.integer(1, 20);
+  args.gated = in.flag();
+  args.activation = static_cast<Activation>(in.integer(0, kActivationCount - 1));
+  args.experts = kExperts;
+  args.tokens = in.integer(1, 5);
+  args.slots = in.integer(1, 3);
+  const PackedShape shape13 = {args.intermediate * (args.gated ? 2 : 1), args.hidden, grouped ? 32 : args.hidden,
+                               in.flag() ? DType::kBFloat16 : DType::kFloat32, in.flag()};
+  const PackedShape shape2 = {args.hidden, args.intermediate, grouped ? 32 : args.intermediate,
+                              in.flag() ? DType::kBFloat16 : DType::kFloat32, in.flag()};
+  std::vector<uint8_t> stacks[2];
+  NaiveLayer layer;
+  bool good[kExperts];
+  for (int64_t e = 0; e < kExperts; ++e) {
+    good[e] = true;
+    for (int side = 0; side < 2; ++side) {
+      const PackedShape& shape = side == 0 ? shape13 : shape2;
+      std::vector<uint8_t> bytes = make_packed(in, shape);
+      damage(in, bytes, false);
+      const bool fits = valid(bytes) && shape_in(bytes).n == shape.n && shape_in(bytes).k == shape.k &&
+                        shape_in(bytes).group == shape.group;
+      good[e] = good[e] && fits;
+      (side == 0 ? layer.w13 : layer.w2).push_back(fits ? read_packed(bytes.data(), shape_in(bytes)) : Unpacked());
+      stacks[side].insert(stacks[side].end(), bytes.begin(), bytes.end());
+    }
+  }
+  const std::vector<uint8_t> x = elements(in, args.tokens * args.hidden, args.dtype);
+  const std::vector<float> router = floats(in, args.tokens * args.slots);
+  std::vector<int64_t> ids;
+  bool all_good = true;
+  for (int64_t i = 0; i < args.tokens * args.slots; ++i) {
+    ids.push_back(in.integer(0, 31) == 31 ? in.integer(INT64_MIN, INT64_MAX) : in.integer(-1, kExperts - 1));
+    const bool in_range = ids.back() >= -1 && ids.back() < kExperts;
+    all_good = all_good && in_range && (ids.back() < 0 || good[ids.back()]);
+  }
+  args.x = x.data();
+  args.ids64 = ids.data();
+  args.weights = router.data();
+  args.w13 = stacks[0].data();
+  args.w13_bytes = static_cast<int64_t>(stacks[0].size()) / kExperts;
+  args.w2 = stacks[1].data();
+  args.w2_bytes = static_cast<int64_t>(stacks[1].size()) / kExperts;
+  if (all_good) return check_moe(layer, args, 1, "any experts");
+  const std::vector<uint8_t> untouched(x.size(), 0xa5);
+  for (const Kernel* kernel : usable_kernels()) {
+    std::vector<uint8_t> out = untouched;
+    args.out = out.data();
+    SerialParallel serial;
+    Workspace workspace;
+    bool refused = false;
+    try {
+      fused_moe(*kernel, serial, workspace, args);
+    } catch (const std::invalid_argument&) {
+      refused = true;
+    }
+    require(refused, std::string(kernel->name) + ": a bad expert or id was accepted");
+    require(out == untouched, std::string(kernel->name) + ": refused, but something was written");
+  }
+}
+
+}  // namespace
+}  // namespace w4a8::fuzz
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, std::size_t size) {
+  w4a8::fuzz::Bytes in(data, size);
+  if (in.flag()) {
+    w4a8::fuzz::fuzz_experts(in);
+  } else {
+    w4a8::fuzz::fuzz_one(in);
+  }
+  return 0;
+}

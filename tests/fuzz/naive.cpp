@@ -1,0 +1,206 @@
+#include "naive.h"
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+#include "core/gemm.h"
+#include "kernels/cpu_features.h"
+#include "kernels/registry.h"
+#include "thread_parallel.h"
+
+namespace w4a8::fuzz {
+namespace {
+
+ref::Type type_of(DType dtype) { return static_cast<ref::Type>(dtype); }
+
+uint32_t raw_bits(const uint8_t* data, int64_t i, DType dtype) {
+  uint32_t bits = 0;
+  const auto size = static_cast<std::size_t>(dtype_bytes(dtype));
+  std::memcpy(&bits, data + static_cast<std::size_t>(i) * size, size);
+  return bits;
+}
+
+float as_float(uint32_t bits) { return ref::widen(bits, ref::Type::kF32); }
+
+// Names the first element that differs.
+void require_same(const std::vector<uint8_t>& actual, const std::vector<uint8_t>& expected, DType dtype,
+                  int64_t columns, const std::string& what) {
+  if (actual == expected) return;
+  for (int64_t i = 0; i < static_cast<int64_t>(actual.size()) / dtype_bytes(dtype); ++i) {
+    const uint32_t a = raw_bits(actual.data(), i, dtype);
+    const uint32_t b = raw_bits(expected.data(), i, dtype);
+    require(a == b, what + ": row " + std::to_string(i / columns) + " column " + std::to_string(i % columns) +
+                        " has bits " + std::to_string(a) + " instead of " + std::to_string(b));
+  }
+}
+
+}  // namespace
+
+void require(bool ok, const std::string& message) {
+  if (ok) return;
+  std::fprintf(stderr, "fuzzer found: %s\n", message.c_str());
+  std::abort();
+}
+
+std::vector<const Kernel*> usable_kernels() {
+  std::vector<const Kernel*> kernels;
+  for (const Kernel* kernel : all_kernels()) {
+    if (supported(*kernel, host_features())) kernels.push_back(kernel);
+  }
+  return kernels;
+}
+
+std::string describe(const PackedShape& shape) {
+  return "n=" + std::to_string(shape.n) + " k=" + std::to_string(shape.k) + " group=" + std::to_string(shape.group) +
+         " scales=" + std::to_string(static_cast<int>(shape.scale_dtype)) + (shape.has_bias ? " bias" : "");
+}
+
+std::vector<uint8_t> to_bytes(const std::vector<float>& values, DType dtype) {
+  const auto size = static_cast<std::size_t>(dtype_bytes(dtype));
+  std::vector<uint8_t> bytes(values.size() * size);
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    const uint32_t bits = ref::narrow(values[i], type_of(dtype));
+    std::memcpy(bytes.data() + i * size, &bits, size);
+  }
+  return bytes;
+}
+
+std::vector<float> to_floats(const uint8_t* data, int64_t count, DType dtype) {
+  std::vector<float> values;
+  for (int64_t i = 0; i < count; ++i) values.push_back(ref::widen(raw_bits(data, i, dtype), type_of(dtype)));
+  return values;
+}
+
+uint32_t element(const uint8_t* data, int64_t i, DType dtype) {
+  const uint32_t bits = raw_bits(data, i, dtype);
+  return std::isnan(ref::widen(bits, type_of(dtype))) ? ref::narrow(NAN, type_of(dtype)) : bits;
+}
+
+Unpacked read_packed(const uint8_t* data, const PackedShape& shape) {
+  // docs/packed_layout.md, written out again so that an error in layout.h shows.
+  const int64_t steps = (shape.k + 7) / 8;
+  const int64_t groups = shape.k / shape.group;
+  const int64_t size = shape.scale_dtype == DType::kFloat32 ? 4 : 2;
+  const int64_t used = 64 * steps + 16 * groups * size + 64 + 64;
+  const int64_t panel_bytes = (used + 63) / 64 * 64;
+  Unpacked result;
+  result.weights.n = shape.n;
+  result.weights.k = shape.k;
+  result.weights.group = shape.group;
+  for (int64_t n = 0; n < shape.n; ++n) {
+    const uint8_t* panel = data + 64 + n / 16 * panel_bytes;
+    for (int64_t k = 0; k < shape.k; ++k) {
+      const uint8_t byte = panel[k / 8 * 64 + 4 * (n % 16) + k % 4];
+      result.weights.w.push_back((k % 8 >= 4 ? byte >> 4 : byte & 15) - 8);
+    }
+    const uint8_t* scales = panel + 64 * steps;
+    for (int64_t g = 0; g < groups; ++g) {
+      result.weights.scales.push_back(
+          ref::widen(raw_bits(scales, g * 16 + n % 16, shape.scale_dtype), type_of(shape.scale_dtype)));
+    }
+    const uint8_t* sums = scales + 16 * groups * size;
+    result.sums.push_back(raw_bits(sums, n % 16, DType::kFloat32));
+    // Without a bias these bytes are zero; whatever they are, they are added.
+    result.weights.bias.push_back(as_float(raw_bits(sums + 64, n % 16, DType::kFloat32)));
+  }
+  return result;
+}
+
+std::vector<float> multiply(const ref::Row& row, const Unpacked& matrix) {
+  const ref::Weights& weights = matrix.weights;
+  const int64_t groups = weights.k / weights.group;
+  std::vector<float> out;
+  for (int64_t n = 0; n < weights.n; ++n) {
+    const int* w = weights.w.data() + n * weights.k;
+    const auto column = static_cast<std::size_t>(n);
+    float f = 0;
+    int64_t sum = 0;
+    for (int64_t g = 0; g < groups; ++g) {
+      sum = 0;
+      for (int64_t k = g * weights.group; k < (g + 1) * weights.group; ++k) {
+        sum += int64_t{row.q[static_cast<std::size_t>(k)]} * w[k];
+      }
+      f = std::fma(static_cast<float>(sum), weights.scales[static_cast<std::size_t>(n * groups + g)], f);
+    }
+    if (groups == 1 && weights.group == weights.k) {
+      const auto offset = static_cast<uint32_t>(row.zero_point) * matrix.sums[column];
+      const auto total = static_cast<int32_t>(static_cast<uint32_t>(sum) - offset);
+      out.push_back(static_cast<float>(total) * (row.recip * weights.scales[column]) + weights.bias[column]);
+    } else {
+      f = std::fma(-static_cast<float>(row.zero_point), as_float(matrix.sums[column]), f);
+      out.push_back(f * row.recip + weights.bias[column]);
+    }
+  }
+  return out;
+}
+
+std::vector<uint32_t> moe_token(const Kernel& kernel, const NaiveLayer& layer, const MoeArgs& args, int64_t token) {
+  const auto inner = static_cast<std::size_t>(args.intermediate);
+  const auto* x = static_cast<const uint8_t*>(args.x) + token * args.hidden * dtype_bytes(args.dtype);
+  const ref::Row row = ref::quantize(to_floats(x, args.hidden, args.dtype));
+  std::vector<float> sum(static_cast<std::size_t>(args.hidden), 0.0f);
+  for (int64_t j = token * args.slots; j < (token + 1) * args.slots; ++j) {
+    const int64_t id = args.ids != nullptr ? args.ids[j] : args.ids64[j];
+    if (id < 0) continue;
+    ref::Row input = row;
+    if (args.weight_on_input) input.recip = row.recip * args.weights[j];
+    const std::vector<float> gu = multiply(input, layer.w13[static_cast<std::size_t>(id)]);
+    std::vector<float> h(inner);
+    kernel.activate(args.activation, gu.data(), args.gated ? gu.data() + inner : nullptr, h.data(), args.intermediate);
+    const std::vector<float> y = multiply(ref::quantize(h), layer.w2[static_cast<std::size_t>(id)]);
+    for (std::size_t i = 0; i < sum.size(); ++i) {
+      sum[i] = std::fma(args.weight_on_input ? 1.0f : args.weights[j], y[i], sum[i]);
+    }
+  }
+  std::vector<uint32_t> bits;
+  for (const float value : sum) bits.push_back(ref::narrow(value, type_of(args.dtype)));
+  return bits;
+}
+
+void check_moe(const NaiveLayer& layer, MoeArgs args, int workers, const std::string& what) {
+  const auto size = static_cast<std::size_t>(args.tokens * args.hidden * dtype_bytes(args.dtype));
+  std::vector<uint8_t> first;
+  for (const Kernel* kernel : usable_kernels()) {
+    std::vector<uint8_t> out(size, 0xa5);
+    args.out = out.data();
+    test::ThreadParallel parallel(first.empty() ? workers : 1);
+    Workspace workspace;
+    fused_moe(*kernel, parallel, workspace, args);
+    if (first.empty()) first = out;
+    require_same(out, first, args.dtype, args.hidden, what + ", moe, " + kernel->name + " against the best kernel");
+  }
+  const Kernel& scalar = *usable_kernels().back();
+  for (int64_t t = 0; t < args.tokens; ++t) {
+    const std::vector<uint32_t> expected = moe_token(scalar, layer, args, t);
+    for (int64_t i = 0; i < args.hidden; ++i) {
+      const uint32_t actual = raw_bits(first.data(), t * args.hidden + i, args.dtype);
+      require(actual == expected[static_cast<std::size_t>(i)],
+              what + ", moe: token " + std::to_string(t) + " element " + std::to_string(i) + " has bits " +
+                  std::to_string(actual) + ", the reference " + std::to_string(expected[static_cast<std::size_t>(i)]));
+    }
+  }
+}
+
+void check_matmul(const Unpacked& naive, const PackedMatrix& matrix, const std::vector<uint8_t>& x, DType dtype,
+                  int64_t m, int workers, const std::string& what) {
+  const PackedShape& shape = matrix.shape;
+  std::vector<float> expected;
+  for (int64_t r = 0; r < m; ++r) {
+    const ref::Row row = ref::quantize(to_floats(x.data() + r * shape.k * dtype_bytes(dtype), shape.k, dtype));
+    const std::vector<float> line = multiply(row, naive);
+    expected.insert(expected.end(), line.begin(), line.end());
+  }
+  const std::vector<uint8_t> bits = to_bytes(expected, dtype);
+  for (const Kernel* kernel : usable_kernels()) {
+    std::vector<uint8_t> out(bits.size(), 0xa5);
+    test::ThreadParallel parallel(workers);
+    Workspace workspace;
+    matmul(*kernel, parallel, workspace, matrix, x.data(), dtype, m, out.data());
+    require_same(out, bits, dtype, shape.n, what + ", matmul, " + kernel->name + " " + describe(shape));
+    workers = 1;
+  }
+}
+
+}  // namespace w4a8::fuzz
