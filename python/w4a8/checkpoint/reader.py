@@ -22,7 +22,9 @@ from w4a8.progress import progress_bar
 
 logger = logging.getLogger(__name__)
 
-_EXPERT_KEY = re.compile(r"(?P<layer>.+\.experts)\.(?P<expert>[0-9]{1,9})\.(?P<projection>\w+)\.(?P<tensor>weight\w*|bias)")
+_EXPERT_KEY = re.compile(
+    r"(?P<layer>.+\.experts)\.(?P<expert>[0-9]{1,9})\.(?P<projection>\w+)\.(?P<tensor>weight\w*|bias)"
+)
 
 # Names of the projections in checkpoints: what each is in a layer.
 _GATED = (
@@ -98,7 +100,9 @@ class _Reader:
                 f"there are {len(layer.experts)}"
             )
 
-    def check_sizes(self, layer: _Layer, expert: int, scheme: Scheme, shards: dict[str, str], intermediate: int) -> None:
+    def check_sizes(
+        self, layer: _Layer, expert: int, scheme: Scheme, shards: dict[str, str], intermediate: int
+    ) -> None:
         """Compares the weights of one expert with what will be allocated for all."""
         for projection, shard in shards.items():
             key, weight = self.weight(f"{layer.name}.{expert}.{projection}", scheme)
@@ -150,7 +154,8 @@ class _Reader:
     def check_weight_shape(self, module: str, rows: int, columns: int) -> None:
         """Compares ``weight_shape`` of a packed weight with what the layer needs."""
         key = f"{module}.weight_shape"
-        found = self.tensors.get(key).tolist()
+        tensor = self.tensors.get(key)
+        found = tensor.tolist() if tensor.numel() <= 4 else f"{tensor.numel()} numbers"
         if found != [rows, columns]:
             raise CheckpointError(f"tensor {key!r} says {found}, but {[rows, columns]} is expected")
 

@@ -74,7 +74,9 @@ def _groups(text: Mapping[str, Any]) -> dict[str, Any]:
 def _scaling_factor(text: Mapping[str, Any]) -> float:
     factor = json_field(text, "routed_scaling_factor", (int, float), "config.json: routed_scaling_factor") or 1.0
     if not abs(factor) <= torch.finfo(torch.float32).max:
-        raise CheckpointError(f"config.json: routed_scaling_factor is {shorten(factor)}, but a finite number is expected")
+        raise CheckpointError(
+            f"config.json: routed_scaling_factor is {shorten(factor)}, but a finite number is expected"
+        )
     return float(factor)
 
 
@@ -151,8 +153,8 @@ def settings_from_config(config: Mapping[str, Any]) -> MoESettings:
     model_type = text.get("model_type")
     if not isinstance(model_type, str) or model_type not in _MODELS:
         raise CheckpointError(
-            f"config.json: routing of model_type {shorten(model_type)} is not known (known: {', '.join(sorted(_MODELS))}); "
-            "pass settings=MoESettings(...)"
+            f"config.json: routing of model_type {shorten(model_type)} is not known "
+            f"(known: {', '.join(sorted(_MODELS))}); pass settings=MoESettings(...)"
         )
     routing, intermediate_key = _MODELS[model_type]
     top_k = _first(text, "num_experts_per_tok", "num_experts_per_token", "experts_per_token")

@@ -59,7 +59,14 @@ def json_field(owner: Mapping[str, Any], name: str, kind: type | tuple[type, ...
     kinds = kind if isinstance(kind, tuple) else (kind,)
     if value is None or (isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))):
         return value
-    names = {dict: "an object", list: "a list", str: "a string", int: "an integer", float: "a number", bool: "true or false"}
+    names = {
+        dict: "an object",
+        list: "a list",
+        str: "a string",
+        int: "an integer",
+        float: "a number",
+        bool: "true or false",
+    }
     raise CheckpointError(f"{key} is {shorten(value)}, but {names[kinds[-1]]} is expected")
 
 

@@ -289,7 +289,7 @@ def test_settings_beat_config_json(checkpoint):
     assert (moe.num_experts, moe.intermediate_size, moe.experts_per_token) == (8, 256, 2)  # from the tensors
     assert moe.activation is MoEActivation.GELU and moe.routing_method is RoutingMethodType.Sigmoid
     assert_packed(layer, checkpoint.w13, checkpoint.w2)
-    with pytest.raises(CheckpointError, match=r"gate_proj.weight: shape \(256, 128\), but \(256, 64\) is expected"):
+    with pytest.raises(CheckpointError, match=r"gate_proj.weight' has shape \(256, 128\), but \(256, 64\) is expected"):
         load(checkpoint.write(), settings=dataclasses.replace(own, hidden_size=64))
 
 

@@ -1,0 +1,326 @@
+"""w4a8.load on checkpoints that something has damaged: it loads what is there, or says what is wrong. Nothing else is
+raised, and nothing is allocated that the files only claim to hold."""
+
+import copy
+import json
+import math
+import struct
+import sys
+
+import moe_checkpoint
+import pytest
+import torch
+
+from w4a8.checkpoint import CheckpointError, load
+
+pytest.importorskip("safetensors")
+pytest.importorskip("hypothesis")
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+LIMITS = settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+HUGE = [0, -1, 1, 2, 3, 7, 33, 2**31 - 1, 2**31, 2**40, 2**62, 2**63, -(2**63), 2**64, 10**30]
+JUNK = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.sampled_from(HUGE),
+    st.floats(),
+    st.text(max_size=5),
+    st.sampled_from(
+        [[], {}, [1], [None], [[]], {"a": 1}, "re:(", "re:[", "re:.*", "Linear", "group", "int", "\x00", "ü"]
+    ),
+    st.lists(st.integers(-2, 2), max_size=3),
+)
+
+
+@pytest.fixture(scope="module")
+def good():
+    """A layer small enough to be loaded many times: its tensors, config.json and its answer, for both formats."""
+    before = moe_checkpoint.HIDDEN, moe_checkpoint.INTER, moe_checkpoint.EXPERTS
+    moe_checkpoint.HIDDEN, moe_checkpoint.INTER, moe_checkpoint.EXPERTS = 64, 32, 3
+    torch.manual_seed(1)
+    made = {}
+    for format_ in ("int-quantized", "pack-quantized"):
+        w13, w2 = moe_checkpoint.random_layer(32, experts=3)
+        config = moe_checkpoint.model_config(
+            moe_checkpoint.quantization_config(32, format_),
+            hidden_size=64,
+            moe_intermediate_size=32,
+            num_experts=3,
+            num_experts_per_tok=2,
+        )
+        made[format_] = moe_checkpoint.tensors_of_layer(w13, w2, format_), config
+    moe_checkpoint.HIDDEN, moe_checkpoint.INTER, moe_checkpoint.EXPERTS = before
+    return made
+
+
+def answer(layers):
+    generator = torch.Generator().manual_seed(2)
+    x, logits = torch.randn(3, 64, generator=generator), torch.randn(3, 3, generator=generator)
+    return [layer(x, logits) for layer in layers.values()]
+
+
+def load_or_refuse(path):
+    """Layers, or None if they were refused as they must be."""
+    try:
+        return load(path)
+    except (CheckpointError, NotImplementedError) as error:
+        assert str(error)
+        assert len(str(error)) < 4000
+        return None
+
+
+def raw_file(header, data):
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def parts(tensors):
+    """Header and data of a safetensors file, written by hand so that they can be wrong."""
+    header, data = {}, b""
+    names = {torch.int8: "I8", torch.int32: "I32", torch.int64: "I64", torch.bfloat16: "BF16"}
+    for name in sorted(tensors):
+        raw = tensors[name].contiguous().view(torch.uint8).numpy().tobytes() if tensors[name].dim() else b""
+        offsets = [len(data), len(data) + len(raw)]
+        header[name] = {
+            "dtype": names[tensors[name].dtype],
+            "shape": list(tensors[name].shape),
+            "data_offsets": offsets,
+        }
+        data += raw
+    return header, data
+
+
+def paths_in(value, path=()):
+    """Every place in nested JSON."""
+    found = [path] if path else []
+    if isinstance(value, dict):
+        for key in value:
+            found += paths_in(value[key], (*path, key))
+    elif isinstance(value, list):
+        for i, item in enumerate(value):
+            found += paths_in(item, (*path, i))
+    return found
+
+
+def put(value, path, new):
+    for key in path[:-1]:
+        value = value[key]
+    value[path[-1]] = new
+
+
+def remove(value, path):
+    for key in path[:-1]:
+        value = value[key]
+    del value[path[-1]]
+
+
+def prepare(tmp_path, tensors, config):
+    for path in tmp_path.iterdir():
+        path.unlink()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    header, data = parts(tensors)
+    (tmp_path / "model.safetensors").write_bytes(raw_file(header, data))
+    return header, data
+
+
+FORMATS = st.sampled_from(["int-quantized", "pack-quantized"])
+
+
+@pytest.mark.parametrize("format_", ["int-quantized", "pack-quantized"])
+def test_undamaged(good, tmp_path, format_):
+    tensors, config = good[format_]
+    prepare(tmp_path, tensors, config)
+    moe_checkpoint.write(tmp_path / "other", tensors, config)
+    mine, theirs = answer(load(tmp_path)), answer(load(tmp_path / "other"))
+    assert torch.equal(mine[0], theirs[0])
+    assert torch.isfinite(mine[0]).all()
+    assert mine[0].abs().max() > 0
+
+
+@LIMITS
+@given(format_=FORMATS, data=st.data())
+def test_config_of_anything(good, tmp_path, format_, data):
+    """One to three values of config.json replaced or removed."""
+    tensors, config = good[format_]
+    config = copy.deepcopy(config)
+    for _ in range(data.draw(st.integers(1, 3))):
+        places = paths_in(config)
+        assume(places)
+        place = data.draw(st.sampled_from(places))
+        if data.draw(st.booleans()):
+            put(config, place, data.draw(JUNK))
+        else:
+            remove(config, place)
+    prepare(tmp_path, tensors, config)
+    layers = load_or_refuse(tmp_path)
+    if layers is not None:
+        for layer in layers.values():
+            assert layer.moe_config.hidden_dim == 64
+            assert layer.moe_config.intermediate_size == 32
+            assert layer.global_num_experts == 3
+
+
+@LIMITS
+@given(format_=FORMATS, data=st.data())
+def test_header_of_anything(good, tmp_path, format_, data):
+    """Fields of the safetensors header replaced: huge or negative sizes, offsets that overlap or lie outside."""
+    tensors, config = good[format_]
+    header, body = prepare(tmp_path, tensors, config)
+    header = copy.deepcopy(header)
+    for _ in range(data.draw(st.integers(1, 2))):
+        place = data.draw(st.sampled_from(paths_in(header)))
+        dtypes = st.sampled_from(["F64", "F32", "F16", "BF16", "F8_E4M3", "I64", "U8", "BOOL", "I8", "I32", "C64", "X"])
+        put(header, place, data.draw(dtypes if place[-1] == "dtype" else st.one_of(JUNK, st.integers(0, len(body)))))
+    (tmp_path / "model.safetensors").write_bytes(raw_file(header, body))
+    load_or_refuse(tmp_path)
+
+
+@LIMITS
+@given(format_=FORMATS, data=st.data())
+def test_bytes_of_anything(good, tmp_path, format_, data):
+    """The file cut off, or some of its bytes changed."""
+    tensors, config = good[format_]
+    prepare(tmp_path, tensors, config)
+    file = tmp_path / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    if data.draw(st.booleans()):
+        content = content[: data.draw(st.integers(0, len(content) - 1))]
+    for _ in range(data.draw(st.integers(0, 4))):
+        if content:
+            content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    file.write_bytes(bytes(content))
+    load_or_refuse(tmp_path)
+
+
+@LIMITS
+@given(format_=FORMATS, data=st.data())
+def test_tensors_of_anything(good, tmp_path, format_, data):
+    """A tensor missing, of another shape, under another name, or with a value that cannot be."""
+    tensors, config = good[format_]
+    tensors = dict(tensors)
+    key = data.draw(st.sampled_from(sorted(tensors)))
+    old = tensors.pop(key)
+    what = data.draw(st.sampled_from(["missing", "shape", "name", "nan", "value"]))
+    if what == "shape":
+        tensors[key] = torch.zeros(data.draw(st.lists(st.integers(0, 70), min_size=1, max_size=3)), dtype=old.dtype)
+    elif what == "name":
+        number = data.draw(st.sampled_from(["0", "3", "007", "-1", "99999999", "99999999999999999999", "x", "٣"]))
+        tensors[key.replace(".0.", f".{number}.").replace(".1.", f".{number}.")] = old
+    elif what == "nan":
+        assume(old.is_floating_point())
+        tensors[key] = old.clone()
+        tensors[key].view(-1)[data.draw(st.integers(0, old.numel() - 1))] = data.draw(
+            st.sampled_from([math.nan, math.inf, -math.inf])
+        )
+    elif what == "value":
+        assume(not old.is_floating_point())
+        tensors[key] = old.clone()
+        tensors[key].view(-1)[0] = data.draw(st.sampled_from([-128, 127, 8, -9]))
+    prepare(tmp_path, tensors, config)
+    layers = load_or_refuse(tmp_path)
+    if what in ("missing", "nan"):
+        assert layers is None
+
+
+@LIMITS
+@given(format_=FORMATS, weight_map=st.one_of(JUNK, st.dictionaries(st.text(max_size=3), JUNK, max_size=3)), whole=JUNK)
+def test_index_of_anything(good, tmp_path, format_, weight_map, whole):
+    tensors, config = good[format_]
+    prepare(tmp_path, tensors, config)
+    names = dict.fromkeys(tensors, "model.safetensors")
+    if isinstance(weight_map, dict):
+        weight_map = {**names, **dict(zip(sorted(names), weight_map.values()))}
+    index = {"weight_map": weight_map} if not isinstance(whole, list) else whole
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    load_or_refuse(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts": 10**9}, "tensor 'model.layers.0.mlp.experts.3.gate_proj.weight' is missing: of 1000000000"),
+        ({"num_experts": -3}, "config.json: num_experts is -3, but 1..2**31-1 is expected"),
+        ({"hidden_size": 2**30}, "has shape (32, 64), but (32, 1073741824) is expected for hidden_size 1073741824"),
+        ({"moe_intermediate_size": 2**30}, "has shape (32, 64), but (1073741824, 64) is expected"),
+        ({"hidden_size": 2**70}, "config.json: hidden_size is 1180591620717411303424, but 1..2**31-1 is expected"),
+        ({"hidden_size": True}, "config.json: hidden_size is True, but an integer is expected"),
+        ({"num_experts": "3"}, "config.json: num_experts is '3', but an integer is expected"),
+        ({"model_type": ["qwen3_moe"]}, "routing of model_type ['qwen3_moe'] is not known"),
+        ({"hidden_act": 5}, "config.json: hidden_act is 5, but one of silu"),
+        ({"text_config": [1]}, "text_config is [1], but an object is expected"),
+        ({"quantization_config": "int4"}, "quantization_config is 'int4', but an object is expected"),
+        ({"routed_scaling_factor": "2", "model_type": "deepseek_v2"}, "routed_scaling_factor is '2', but a number"),
+        ({"n_group": 3.5, "model_type": "deepseek_v3"}, "config.json: n_group is 3.5, but an integer is expected"),
+    ],
+)
+def test_claims_are_checked_first(good, tmp_path, changes, message):
+    """Sizes that would exhaust the memory, and values of another type, are refused by name."""
+    tensors, config = good["int-quantized"]
+    prepare(tmp_path, tensors, {**config, **changes})
+    with pytest.raises(CheckpointError) as caught:
+        load(tmp_path)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda q: q.update(ignore=7), "quantization_config.ignore is 7, but a list is expected"),
+        (lambda q: q.update(config_groups=[1]), "quantization_config.config_groups is [1], but an object is expected"),
+        (lambda q: q["config_groups"].update(group_0=3), "config_groups.group_0 is 3, but an object is expected"),
+        (
+            lambda q: q["config_groups"]["group_0"].update(targets=["re:("]),
+            "targets is 're:(', but a name or a regular",
+        ),
+        (lambda q: q["config_groups"]["group_0"].update(weights=[4]), "group_0.weights is [4], but an object"),
+        (lambda q: q["config_groups"]["group_0"].update(input_activations=8), "input_activations is 8, but an object"),
+    ],
+)
+def test_quantization_config_of_other_types(good, tmp_path, change, message):
+    tensors, config = good["int-quantized"]
+    config = copy.deepcopy(config)
+    change(config["quantization_config"])
+    prepare(tmp_path, tensors, config)
+    with pytest.raises(CheckpointError) as caught:
+        load(tmp_path)
+    assert message in str(caught.value)
+
+
+def test_expert_number_of_a_tensor_alone(good, tmp_path):
+    """Without num_experts the names of the tensors count them: one with a huge number must not fill the memory."""
+    tensors, config = good["int-quantized"]
+    tensors = {
+        **tensors,
+        "model.layers.0.mlp.experts.999999999.gate_proj.weight": torch.zeros(32, 64, dtype=torch.int8),
+    }
+    prepare(tmp_path, tensors, {key: value for key, value in config.items() if key != "num_experts"})
+    with pytest.raises(CheckpointError, match=r"experts.3.gate_proj.weight' is missing: of 1000000000 experts"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a": ' + "9" * 5000 + "}", "\udcff", "", "NaN"])
+def test_json_of_anything(good, tmp_path, text):
+    tensors, config = good["int-quantized"]
+    prepare(tmp_path, tensors, config)
+    (tmp_path / "config.json").write_bytes(text.encode(errors="surrogateescape"))
+    if text.startswith("{") and sys.version_info < (3, 11):
+        pytest.skip("integers of any length are read")
+    with pytest.raises(CheckpointError, match=r"config.json is not"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("name", [5, None, ["model.safetensors"], "a\x00b", "x" * 5000, "../model.safetensors", ""])
+def test_index_names_no_file(good, tmp_path, name):
+    tensors, config = good["int-quantized"]
+    prepare(tmp_path, tensors, config)
+    index = {"weight_map": {key: name if i == 1 else "model.safetensors" for i, key in enumerate(tensors)}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"index.json names .*, which is no file of"):
+        load(tmp_path)
