@@ -105,6 +105,29 @@ int64_t multiply_vnni(int64_t iterations) {
 }  // namespace
 }  // namespace w4a8::bench
 W4A8_TARGET_END
+
+W4A8_TARGET("avx2,avxvnni")
+namespace w4a8::bench {
+namespace {
+
+int64_t multiply_avxvnni(int64_t iterations) {
+  __m256i sums[12];
+  const __m256i weights = _mm256_set1_epi8(3);
+  const __m256i rows = _mm256_set1_epi8(-5);
+#pragma GCC unroll 12
+  for (int j = 0; j < 12; ++j) sums[j] = _mm256_setzero_si256();
+  for (int64_t i = 0; i < iterations; ++i) {
+#pragma GCC unroll 12
+    for (int j = 0; j < 12; ++j) {
+      __asm__ volatile("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sums[j]) : "x"(weights), "x"(rows));
+    }
+  }
+  return iterations * 12 * 32;
+}
+
+}  // namespace
+}  // namespace w4a8::bench
+W4A8_TARGET_END
 #endif
 
 namespace w4a8::bench {
@@ -121,6 +144,7 @@ uint64_t read_all(const uint8_t* data, int64_t bytes) {
 int64_t run_multiply(const Kernel& kernel, int64_t iterations) {
 #if defined(__x86_64__)
   if (std::strcmp(kernel.name, "x86_avx512vnni") == 0) return multiply_vnni(iterations);
+  if (std::strcmp(kernel.name, "x86_avxvnni") == 0) return multiply_avxvnni(iterations);
   if (std::strcmp(kernel.name, "x86_avx2") == 0) return multiply_avx2(iterations);
 #endif
   static_cast<void>(kernel);

@@ -19,7 +19,7 @@ uint64_t xcr0() {
   return (static_cast<uint64_t>(high) << 32) | low;
 }
 
-// Bits: Intel SDM volume 2A, CPUID leaves 1 and 7; XCR0 bits 1-2 are the SSE and AVX state, 5-7 the AVX-512 state.
+// Bits: Intel SDM volume 2A, CPUID leaves 1, 7 and 7.1; XCR0 bits 1-2 are the SSE and AVX state, 5-7 the AVX-512 state.
 uint32_t detect() {
   uint32_t eax = 0;
   uint32_t ebx = 0;
@@ -43,6 +43,7 @@ uint32_t detect() {
     if ((ebx & f_dq_bw_vl) == f_dq_bw_vl) features |= kAvx512;
     if ((ecx >> 11) & 1) features |= kAvx512Vnni;
   }
+  if (eax >= 1 && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) != 0 && ((eax >> 4) & 1)) features |= kAvxVnni;
   return features;
 }
 #elif defined(__aarch64__) && defined(__linux__)
@@ -87,7 +88,7 @@ std::string feature_names(uint32_t features) {
   };
   static constexpr Name kNames[] = {
       {kAvx2, "avx2"}, {kFma, "fma"},         {kF16c, "f16c"}, {kAvx512, "avx512"}, {kAvx512Vnni, "avx512vnni"},
-      {kNeon, "neon"}, {kDotprod, "dotprod"}, {kI8mm, "i8mm"}, {kAmd, "amd"}};
+      {kNeon, "neon"}, {kDotprod, "dotprod"}, {kI8mm, "i8mm"}, {kAvxVnni, "avxvnni"}, {kAmd, "amd"}};
   std::string names;
   for (const Name& entry : kNames) {
     if ((features & entry.bit) == 0) continue;

@@ -16,7 +16,8 @@ enum Feature : uint32_t {
   kNeon = 1u << 5,     ///< every 64-bit Arm CPU that runs Linux or macOS
   kDotprod = 1u << 6,  ///< SDOT
   kI8mm = 1u << 7,     ///< SMMLA
-  kAmd = 1u << 8,      ///< no feature: x86 by AMD, whose cores have other ports
+  kAvxVnni = 1u << 8,  ///< VPDPBUSD on YMM registers without AVX-512
+  kAmd = 1u << 9,      ///< no feature: x86 by AMD, whose cores have other ports
 };
 
 /// Feature bits of this machine, detected once. x86: CPUID, and XCR0 for what the OS saves. Arm: what the OS says.

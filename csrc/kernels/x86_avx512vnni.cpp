@@ -36,14 +36,16 @@ namespace {
 #include "kernels/activation-inl.h"
 #include "kernels/rows-inl.h"
 #include "kernels/tile-inl.h"
+#include "kernels/tile_vnni-inl.h"
 
-struct Ops {
+struct Avx512Ops {
   using F = __m512;
   using I = __m512i;
   static constexpr int64_t kLanes = 16;
   static constexpr int kVecs = 1;
   // 12 x 1 or 6 x 2 accumulators, as many float ones, and the weights: 29 of 32 registers.
   static constexpr int kRows[] = {12, 6};
+  static constexpr int kDoubled = 4;
   static constexpr int64_t kUnpackRows = 24;
   static constexpr int64_t kUnpackSteps = 96;  // 24 KiB of unpacked weights
 
@@ -134,82 +136,21 @@ struct Ops {
   static W4A8_INLINE void dot(I& acc, I u8, I s8) {
     __asm__ volatile("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(u8), "v"(s8));
   }
+  // A step: lo and hi in the order of the columns.
   template <bool kUnpacked>
-  static W4A8_INLINE void load_step(const uint8_t* w, int64_t s, I& lo, I& hi) {
+  static W4A8_INLINE void load_step(const uint8_t* w, int64_t s, I (&lo)[1], I (&hi)[1]) {
     if constexpr (kUnpacked) {
-      lo = _mm512_loadu_si512(w + s * 2 * kStepBytes);
-      hi = _mm512_loadu_si512(w + s * 2 * kStepBytes + kStepBytes);
+      lo[0] = _mm512_loadu_si512(w + s * 2 * kStepBytes);
+      hi[0] = _mm512_loadu_si512(w + s * 2 * kStepBytes + kStepBytes);
     } else {
       const I nibble = _mm512_set1_epi8(0x0f);
       const I both = _mm512_loadu_si512(w + s * kStepBytes);
-      lo = _mm512_and_si512(both, nibble);
-      hi = _mm512_and_si512(_mm512_srli_epi16(both, 4), nibble);
-    }
-  }
-
-  // Adds one step. second: where the high halves go, the same as acc or a second set.
-  template <int R, int C, bool kUnpacked>
-  static W4A8_INLINE void add_step(I (&acc)[R][C][1], I (&second)[R][C][1], const int8_t* const (&rows)[R],
-                                   const uint8_t* const (&weights)[C], int64_t s, const uint8_t* fetch) {
-    I lo[C];
-    I hi[C];
-#pragma GCC unroll 2
-    for (int c = 0; c < C; ++c) {
-      if constexpr (!kUnpacked) __builtin_prefetch(fetch + c * kStepBytes, 0, 2);
-      load_step<kUnpacked>(weights[c], s, lo[c], hi[c]);
-    }
-    // All low halves, then all high ones: as far apart as can be, since both may add to the same accumulator.
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-      const I a = broadcast4(rows[r] + s * kStepK);
-#pragma GCC unroll 2
-      for (int c = 0; c < C; ++c) dot(acc[r][c][0], lo[c], a);
-    }
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-      const I a = broadcast4(rows[r] + s * kStepK + 4);
-#pragma GCC unroll 2
-      for (int c = 0; c < C; ++c) dot(second[r][c][0], hi[c], a);
-    }
-  }
-
-  template <int R, int C, bool kUnpacked, bool kBlocks>
-  static W4A8_INLINE void add_steps(I (&acc)[R][C][1], I (&second)[R][C][1], const int8_t* const (&rows)[R],
-                                    const uint8_t* const (&weights)[C], int64_t begin, int64_t end, const uint8_t* fetch) {
-    constexpr int64_t kBytes = C * kStepBytes;
-    int64_t s = begin;
-    for (; s + kBlockSteps <= end; s += kBlockSteps, fetch += kBlockSteps * kBytes) {
-#pragma GCC unroll 4
-      for (int64_t i = 0; i < kBlockSteps; ++i) {
-        add_step<R, C, kUnpacked>(acc, second, rows, weights, s + i, fetch + i * kBytes);
-      }
-    }
-    if constexpr (kBlocks) return;
-    for (; s < end; ++s, fetch += kBytes) add_step<R, C, kUnpacked>(acc, second, rows, weights, s, fetch);
-  }
-
-  template <int R, int C, bool kUnpacked, bool kBlocks>
-  static W4A8_INLINE void accumulate(I (&acc)[R][C][1], const int8_t* const (&rows)[R],
-                                     const uint8_t* const (&weights)[C], int64_t begin, int64_t end, const uint8_t* fetch) {
-    if constexpr (R * C > 4) {
-      add_steps<R, C, kUnpacked, kBlocks>(acc, acc, rows, weights, begin, end, fetch);
-    } else {
-      // With few rows, a second set of accumulators hides the latency.
-      I second[R][C][1];
-#pragma GCC unroll 16
-      for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 2
-        for (int c = 0; c < C; ++c) second[r][c][0] = _mm512_setzero_si512();
-      }
-      add_steps<R, C, kUnpacked, kBlocks>(acc, second, rows, weights, begin, end, fetch);
-#pragma GCC unroll 16
-      for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 2
-        for (int c = 0; c < C; ++c) acc[r][c][0] = _mm512_add_epi32(acc[r][c][0], second[r][c][0]);
-      }
+      lo[0] = _mm512_and_si512(both, nibble);
+      hi[0] = _mm512_and_si512(_mm512_srli_epi16(both, 4), nibble);
     }
   }
 };
+using Ops = VnniOps<Avx512Ops>;
 
 }  // namespace
 

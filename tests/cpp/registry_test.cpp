@@ -124,7 +124,7 @@ TEST_F(RegistryTest, FeatureNames) {
   EXPECT_EQ(names.count(""), 0u) << "a feature without a name";
 #if defined(__x86_64__)
   EXPECT_EQ(feature_names(kAvx2 | kF16c), "avx2 f16c");
-  EXPECT_EQ(names.size(), 5u);
+  EXPECT_EQ(names.size(), 6u);
 #endif
 }
 

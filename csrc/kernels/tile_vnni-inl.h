@@ -1,0 +1,89 @@
+// The integer part of tiles with VPDPBUSD, whatever the width of the registers.
+// Included inside a target region and an anonymous namespace, behind tile-inl.h.
+//
+// Base brings, besides the element-wise operations:
+//     broadcast4(p)                       4 activations in every lane
+//     dot(acc, u8, s8)                    acc += 4 products in each 32-bit lane
+//     load_step<kUnpacked>(w, s, lo, hi)  the nibbles of k0..k0+3 and of k0+4..k0+7, kVecs registers each
+//     kDoubled                            up to so many accumulators, a second set hides the latency of dot
+template <class Base>
+struct VnniOps : Base {
+  using I = typename Base::I;
+  static constexpr int kVecs = Base::kVecs;
+
+  // Adds one step. second: where the high halves go, the same as acc or a second set.
+  template <int R, int C, bool kUnpacked>
+  static W4A8_INLINE void add_step(I (&acc)[R][C][kVecs], I (&second)[R][C][kVecs], const int8_t* const (&rows)[R],
+                                   const uint8_t* const (&weights)[C], int64_t s, const uint8_t* fetch) {
+    I lo[C][kVecs];
+    I hi[C][kVecs];
+#pragma GCC unroll 2
+    for (int c = 0; c < C; ++c) {
+      if constexpr (!kUnpacked) __builtin_prefetch(fetch + c * kStepBytes, 0, 2);
+      Base::template load_step<kUnpacked>(weights[c], s, lo[c], hi[c]);
+    }
+    // All low halves, then all high ones: as far apart as can be, since both may add to the same accumulator.
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      const I a = Base::broadcast4(rows[r] + s * kStepK);
+#pragma GCC unroll 2
+      for (int c = 0; c < C; ++c) {
+#pragma GCC unroll 2
+        for (int v = 0; v < kVecs; ++v) Base::dot(acc[r][c][v], lo[c][v], a);
+      }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      const I a = Base::broadcast4(rows[r] + s * kStepK + 4);
+#pragma GCC unroll 2
+      for (int c = 0; c < C; ++c) {
+#pragma GCC unroll 2
+        for (int v = 0; v < kVecs; ++v) Base::dot(second[r][c][v], hi[c][v], a);
+      }
+    }
+  }
+
+  template <int R, int C, bool kUnpacked, bool kBlocks>
+  static W4A8_INLINE void add_steps(I (&acc)[R][C][kVecs], I (&second)[R][C][kVecs], const int8_t* const (&rows)[R],
+                                    const uint8_t* const (&weights)[C], int64_t begin, int64_t end,
+                                    const uint8_t* fetch) {
+    constexpr int64_t kBytes = C * kStepBytes;
+    int64_t s = begin;
+    for (; s + kBlockSteps <= end; s += kBlockSteps, fetch += kBlockSteps * kBytes) {
+#pragma GCC unroll 4
+      for (int64_t i = 0; i < kBlockSteps; ++i) {
+        add_step<R, C, kUnpacked>(acc, second, rows, weights, s + i, fetch + i * kBytes);
+      }
+    }
+    if constexpr (kBlocks) return;
+    for (; s < end; ++s, fetch += kBytes) add_step<R, C, kUnpacked>(acc, second, rows, weights, s, fetch);
+  }
+
+  template <int R, int C, bool kUnpacked, bool kBlocks>
+  static W4A8_INLINE void accumulate(I (&acc)[R][C][kVecs], const int8_t* const (&rows)[R],
+                                     const uint8_t* const (&weights)[C], int64_t begin, int64_t end,
+                                     const uint8_t* fetch) {
+    if constexpr (R * C * kVecs > Base::kDoubled) {
+      add_steps<R, C, kUnpacked, kBlocks>(acc, acc, rows, weights, begin, end, fetch);
+    } else {
+      I second[R][C][kVecs];
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 2
+        for (int c = 0; c < C; ++c) {
+#pragma GCC unroll 2
+          for (int v = 0; v < kVecs; ++v) second[r][c][v] = Base::isplat(0);
+        }
+      }
+      add_steps<R, C, kUnpacked, kBlocks>(acc, second, rows, weights, begin, end, fetch);
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 2
+        for (int c = 0; c < C; ++c) {
+#pragma GCC unroll 2
+          for (int v = 0; v < kVecs; ++v) acc[r][c][v] = Base::iadd(acc[r][c][v], second[r][c][v]);
+        }
+      }
+    }
+  }
+};

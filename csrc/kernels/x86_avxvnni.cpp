@@ -1,0 +1,64 @@
+// AVX-VNNI kernel: VPDPBUSD on 256-bit registers, for CPUs that have it without AVX-512.
+//
+//   instruction                      Alder Lake P      (uops.info, read 2026-11)
+//   VPDPBUSD ymm, ymm, ymm           2 a cycle, 5
+//
+//   A step of a panel (8 k x 16 columns) is two registers, columns 0..7 and 8..15, as in x86_avx2.cpp; what the
+//   instruction does to each 32-bit lane is drawn in x86_avx512vnni.cpp. No 16-bit sums, so nothing to widen.
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#include <cstdint>
+#include <utility>
+
+#include "kernels/cpu_features.h"
+#include "kernels/kernel.h"
+#include "kernels/row_params.h"
+#include "kernels/target.h"
+
+W4A8_TARGET("avx2,fma,f16c,avxvnni")
+namespace w4a8::isa {
+namespace {
+
+#include "kernels/activation-inl.h"
+#include "kernels/avx2_ops-inl.h"
+#include "kernels/rows-inl.h"
+#include "kernels/tile-inl.h"
+#include "kernels/tile_vnni-inl.h"
+
+struct AvxVnniOps : Avx2Ops {
+  // 6 rows x 2 halves, two weights, broadcast: 15 of 16 registers. Unpacking shares ports with VPDPBUSD on Intel.
+  static constexpr int kRows[] = {6};
+  static constexpr int kDoubled = 6;
+  static constexpr int64_t kUnpackRows = 12;
+  static constexpr int64_t kUnpackSteps = 96;  // 12 KiB of unpacked weights
+
+  // asm statements for the reason said in x86_avx512vnni.cpp. {vex} is: not the AVX-512 form of the instruction.
+  static W4A8_INLINE I broadcast4(const int8_t* p) {
+    struct Four {
+      int8_t bytes[4];
+    };
+    I four;
+    __asm__ volatile("vpbroadcastd %1, %0" : "=x"(four) : "m"(*reinterpret_cast<const Four*>(p)));
+    return four;
+  }
+  static W4A8_INLINE void dot(I& acc, I u8, I s8) {
+    __asm__ volatile("%{vex%} vpdpbusd %2, %1, %0" : "+x"(acc) : "x"(u8), "x"(s8));
+  }
+  template <bool kUnpacked>
+  static W4A8_INLINE void load_step(const uint8_t* w, int64_t s, I (&lo)[2], I (&hi)[2]) {
+    load_nibbles<kUnpacked, false>(w, s, lo);
+    load_nibbles<kUnpacked, true>(w, s, hi);
+  }
+};
+using Ops = VnniOps<AvxVnniOps>;
+
+}  // namespace
+
+extern const Kernel x86_avxvnni;
+const Kernel x86_avxvnni = {"x86_avxvnni",     kAvx2 | kFma | kF16c | kAvxVnni, Ops::kRows[0], gemm<Ops>,
+                            quantize_row<Ops>, activate<Ops>,                   combine<Ops>,  store_row<Ops>};
+
+}  // namespace w4a8::isa
+W4A8_TARGET_END
+#endif
