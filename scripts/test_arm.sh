@@ -1,23 +1,36 @@
 #!/usr/bin/env bash
 # usage: test_arm.sh [--no-python]
 # The Arm kernels on emulated CPUs, from a fresh Debian 12 (installs what is missing when root): the C++ suite under every
-# CPU model, again under AddressSanitizer, agreement with x86 bit for bit, instruction counts, and the Python tests in an
-# emulated PyTorch, where ATen's operators are KleidiAI. Builds in build/aarch64*.
+# CPU model and under AddressSanitizer, agreement with x86 bit for bit, the Python tests in an emulated PyTorch, where ATen's
+# operators are KleidiAI, and instruction counts. Builds in build/aarch64*. scripts/arm/ holds the parts.
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 with_python=1
 [ "${1:-}" != --no-python ] || with_python=0
 
-packages=(g++ make cmake ninja-build g++-aarch64-linux-gnu qemu-user qemu-user-static googletest python3)
-[ "$with_python" = 0 ] || packages+=(python3.11 python3-pip pybind11-dev)
+packages=(g++ make cmake ninja-build g++-aarch64-linux-gnu qemu-user qemu-user-static googletest python3 llvm-19)
+[ "$with_python" = 0 ] || packages+=(python3.11 python3-pip)
 read -ra missing <<<"$(missing_packages "${packages[@]}")"
 need_packages "${missing[@]}"
 mkdir -p build/log
 jobs=$CMAKE_BUILD_PARALLEL_LEVEL
+python=$ROOT/build/aarch64-python
+
+# lap WHAT: seconds since the last one, and the CPU seconds of what this script waited for.
+lap_wall=$SECONDS lap_cpu=0
+lap() {
+  local stat cpu
+  read -ra stat <"/proc/$$/stat"
+  cpu=$(((stat[15] + stat[16]) / $(getconf CLK_TCK)))
+  printf -- '-- %s: %d s, %d s of CPU\n' "$1" $((SECONDS - lap_wall)) $((cpu - lap_cpu))
+  lap_wall=$SECONDS lap_cpu=$cpu
+}
 start=$SECONDS
 
-# What each model has: nothing but NEON; dotprod; SVE without dotprod; everything but SVE; everything.
-models=(cortex-a72 neoverse-n1 a64fx max,sve=off max)
-declare -A best=([cortex-a72]=arm_neon [neoverse-n1]=arm_dotprod [a64fx]=arm_neon ["max,sve=off"]=arm_i8mm [max]=arm_i8mm)
+if [ "$with_python" = 1 ]; then # downloads while the compiler works
+  scripts/arm/site.sh "$python" >build/log/arm-site.log 2>&1 &
+  site=$!
+  trap 'kill "$site" 2>/dev/null || true' EXIT
+fi
 
 say "GoogleTest for arm64, from Debian's sources"
 if [ ! -e build/aarch64-gtest/lib/cmake/GTest/GTestConfig.cmake ]; then
@@ -26,71 +39,96 @@ if [ ! -e build/aarch64-gtest/lib/cmake/GTest/GTestConfig.cmake ]; then
     -DCMAKE_INSTALL_PREFIX="$ROOT/build/aarch64-gtest" -DCMAKE_INSTALL_LIBDIR=lib
   run_quiet build/log/arm-gtest-build.log cmake --build build/aarch64-gtest/build -j "$jobs" --target install
 fi
-
 for preset in aarch64 aarch64-asan; do
   say "building the C++ suite: $preset"
-  run_quiet "build/log/arm-$preset-configure.log" cmake --preset "$preset"
+  run_quiet "build/log/arm-$preset-configure.log" cmake --preset "$preset" -DW4A8_BUILD_TORCH=OFF -DW4A8_BUILD_PYTHON=OFF
   run_quiet "build/log/arm-$preset-build.log" cmake --build --preset "$preset" -j "$jobs"
 done
 scripts/check_symbols.sh build/aarch64
 
-emulate() {
-  local cpu=$1
-  shift
-  qemu-aarch64-static -cpu "$cpu" -L /usr/aarch64-linux-gnu "$@"
-}
-suite=build/aarch64/tests/cpp/w4a8_core_tests
+say "building the program that compares with this machine's kernels"
+# Which optimization made this machine's answers does not matter: every bit is defined.
+run_quiet build/log/arm-host-configure.log cmake -S . -B build/aarch64-host -G Ninja -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG=-O1 \
+  -DW4A8_BUILD_TORCH=OFF
+run_quiet build/log/arm-host-build.log cmake --build build/aarch64-host -j "$jobs" --target w4a8_core
+flags=(-std=c++20 -O1 -Wall -Wextra -Werror -Icsrc -pthread)
+run_quiet build/log/arm-cross.log c++ "${flags[@]}" tests/arm/cross_arch.cpp build/aarch64-host/libw4a8_core.a -o build/aarch64-host/cross_arch
+run_quiet build/log/arm-cross.log aarch64-linux-gnu-g++ "${flags[@]}" -static tests/arm/cross_arch.cpp build/aarch64/libw4a8_core.a \
+  -o build/aarch64/cross_arch
+build/aarch64-host/cross_arch write build/aarch64/cases.bin
 
-# One model after the other; the tests of a kernel that a model lacks are counted as skipped.
-run_suite() {
-  local name=$1 cpu=$2 program=$3 log=build/log/arm-$1-$2.log
-  shift 3
-  run_quiet "$log" env "$@" qemu-aarch64-static -cpu "$cpu" -L /usr/aarch64-linux-gnu "$program" --gtest_brief=1
-  printf '%-6s %-12s %s, %s skipped\n' "$name" "$cpu" "$(grep -a '\[  PASSED  \]' "$log" | tr -s ' ')" \
+if [ "$with_python" = 1 ]; then
+  say "building the extension for PyTorch's arm64 wheel"
+  wait "$site" || { tail -n 30 build/log/arm-site.log >&2; die "failed: scripts/arm/site.sh (the whole output: build/log/arm-site.log)"; }
+  scripts/arm/build_extension.sh "$python"
+fi
+lap "building"
+
+# emulate CPU PROGRAM ARGUMENTS...
+emulate() { qemu-aarch64-static -cpu "$1" -L /usr/aarch64-linux-gnu "${@:2}"; }
+
+# suite NAME CPU PROGRAM GTEST_FILTER: what a model lacks is counted as skipped.
+suite() {
+  local log=build/log/arm-$1-$2.log
+  run_quiet "$log" emulate "$2" "$3" --gtest_brief=1 --gtest_filter="$4"
+  printf '%-6s %-12s %s, %s skipped\n' "$1" "$2" "$(grep -a '\[  PASSED  \]' "$log" | tr -s ' ')" \
     "$(sed -n 's/^\[  SKIPPED \] \([0-9]*\) tests.*/\1/p' "$log")"
 }
-export -f run_suite run_quiet die
 
-say "the C++ suite under every model, and under AddressSanitizer"
-{
-  for cpu in "${models[@]}"; do printf '%s\n' "plain $cpu $suite"; done
-  printf '%s\n' "asan max,sve=off build/aarch64-asan/tests/cpp/w4a8_core_tests ASAN_OPTIONS=detect_leaks=0"
-} | xargs -P "$jobs" -I{} bash -euo pipefail -c 'run_suite {}'
-
-say "choosing a kernel: by default, by W4A8_KERNEL, and one that the CPU lacks"
-choice=RegistryTest.EnvironmentDecides
-for cpu in "${models[@]}"; do
+# choose CPU REFUSED...: each kernel by W4A8_KERNEL; REFUSED are those that the model lacks.
+choose() {
+  local cpu=$1 kernel answer wanted log=build/log/arm-choice-$1.log
+  shift
   for kernel in arm_i8mm arm_dotprod arm_neon scalar; do
-    log=build/log/arm-choice.log
-    if W4A8_KERNEL=$kernel emulate "$cpu" "$suite" --gtest_filter=$choice >"$log" 2>&1; then
+    if W4A8_KERNEL=$kernel emulate "$cpu" build/aarch64/tests/cpp/w4a8_core_tests --gtest_filter=RegistryTest.EnvironmentDecides \
+      >"$log" 2>&1; then
       answer=runs
     else
       grep -aq "kernel '$kernel' needs the CPU features" "$log" || { cat "$log" >&2; die "$kernel under $cpu: refused, but not by name"; }
       answer=refused
     fi
     wanted=runs
-    case "$cpu/$kernel" in
-      cortex-a72/arm_dotprod | cortex-a72/arm_i8mm | a64fx/arm_dotprod | a64fx/arm_i8mm | neoverse-n1/arm_i8mm) wanted=refused ;;
-    esac
+    [[ " $* " != *" $kernel "* ]] || wanted=refused
     [ "$answer" = "$wanted" ] || die "W4A8_KERNEL=$kernel under $cpu: $answer, expected: $wanted"
   done
-  echo "$cpu: ${best[$cpu]} and below run, the rest is refused by name"
-done
+  echo "choice $cpu: ${*:-nothing} refused by name, the others run"
+}
 
-say "agreement with this machine's kernels, bit for bit"
-run_quiet build/log/arm-host-configure.log cmake -S . -B build/aarch64-host -G Ninja -DCMAKE_BUILD_TYPE=Release -DW4A8_BUILD_TORCH=OFF
-run_quiet build/log/arm-host-build.log cmake --build build/aarch64-host -j "$jobs" --target w4a8_core
-flags=(-std=c++20 -O2 -Wall -Wextra -Werror -Icsrc -pthread)
-run_quiet build/log/arm-cross.log c++ "${flags[@]}" tests/arm/cross_arch.cpp build/aarch64-host/libw4a8_core.a -o build/aarch64-host/cross_arch
-run_quiet build/log/arm-cross.log aarch64-linux-gnu-g++ "${flags[@]}" -static tests/arm/cross_arch.cpp build/aarch64/libw4a8_core.a \
-  -o build/aarch64/cross_arch
-build/aarch64-host/cross_arch write build/aarch64/cases.bin
-for cpu in cortex-a72 neoverse-n1 max; do
-  emulate "$cpu" build/aarch64/cross_arch check build/aarch64/cases.bin | sed "s/^/$cpu: /"
-done
+compare() { emulate "$1" build/aarch64/cross_arch check build/aarch64/cases.bin | sed "s/^/x86    $1: /"; }
+
+# python_tests CPU NAME PYTEST_ARGUMENTS...
+python_tests() {
+  local log=build/log/arm-pytest-$2-$1.log
+  run_quiet "$log" scripts/arm/python.sh "$python" "$1" -m pytest -q -p no:cacheprovider -c pyproject.toml --rootdir . "${@:3}"
+  printf '%-6s %-12s %s\n' "$2" "$1" "$(tail -n 1 "$log")"
+}
+export python
+export -f emulate suite choose compare python_tests run_quiet die
+
+# Longest first. scalar is C++ that no model runs differently, and the activations of all kernels are the same NEON:
+# their long tests run once. The emulated Python leaves out what starts other programs (it cannot) or needs a compiler, and the
+# slow scalar. Ops take arm_neon under neoverse-n1 and MoE takes the best kernel: that they agree is tested in C++.
+program=build/aarch64/tests/cpp/w4a8_core_tests
+short='-*/scalar:*ActivationTest.RandomValuesOfEverySize/*:*ActivationTest.Sweep/*'
+golden="tests/python/test_golden.py tests/arm/test_kleidiai.py tests/python/test_ops.py"
+moe="tests/python/test_moe.py tests/python/moe/test_moe_method.py"
+tests=("ASAN_OPTIONS=detect_leaks=0 suite asan max,sve=off build/aarch64-asan/tests/cpp/w4a8_core_tests '$short'")
+if [ "$with_python" = 1 ]; then
+  tests+=("python_tests max python $golden $moe -k 'not scalar and not (test_ops and arm_neon) and not (test_moe and (arm_neon or arm_dotprod))'"
+    "python_tests neoverse-n1 python $golden -k 'not scalar'")
+fi
+tests+=("suite plain max $program '*'" "suite plain max,sve=off $program '$short'" "suite plain neoverse-n1 $program '$short'"
+  "suite plain cortex-a72 $program '$short'" "suite plain a64fx $program '$short'"
+  "choose cortex-a72 arm_i8mm arm_dotprod" "choose neoverse-n1 arm_i8mm" "choose a64fx arm_i8mm arm_dotprod" "choose max,sve=off" "choose max"
+  "compare cortex-a72" "compare neoverse-n1" "compare max")
+
+# plain: the C++ suite; asan: with AddressSanitizer; python: ops, golden answers, KleidiAI, under max also MoE and shim;
+# choice: what W4A8_KERNEL may say; x86: the same bits as this machine's kernels.
+say "tests under every CPU model, $jobs at a time"
+printf '%s\0' "${tests[@]}" | xargs -0 -P "$jobs" -I{} bash -euo pipefail -c '{}'
+lap "testing"
 
 say "instructions per multiply-accumulate"
 benchmarks/arm_instructions/run.sh build/aarch64/libw4a8_core.a | tee build/log/arm-instructions.txt
-
-[ "$with_python" = 0 ] || scripts/arm/python_tests.sh build/aarch64-python
+lap "counting instructions"
 say "Arm: all passed in $((SECONDS - start)) s"

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # usage: sysroot.sh DEST
-# Unpacks an arm64 Python 3.11 and the libraries it needs from Debian 12 packages into DEST: nothing is installed, no root,
+# Unpacks an arm64 Python 3.11, pybind11 and the libraries they need from Debian 12 packages into DEST: nothing is installed, no root,
 # no chroot. What runs in it is qemu-aarch64-static -L DEST.
 set -euo pipefail
 dest=$(realpath -m "${1:?usage: sysroot.sh DEST}")
 # The program and everything torch's wheel links against that a wheel may expect of a system.
 packages=(libc6 libgcc-s1 libstdc++6 libgomp1 libatomic1 zlib1g libexpat1 libffi8 libbz2-1.0 liblzma5 libsqlite3-0 libssl3
   libuuid1 libcrypt1 libdb5.3 libncursesw6 libtinfo6 libreadline8 libnsl2 libtirpc3 media-types
-  python3.11 python3.11-minimal libpython3.11 libpython3.11-minimal libpython3.11-stdlib libpython3.11-dev)
+  python3.11 python3.11-minimal libpython3.11 libpython3.11-minimal libpython3.11-stdlib libpython3.11-dev pybind11-dev)
 [ ! -e "$dest/complete" ] || exit 0
 [ "$(. /etc/os-release && echo "$VERSION_CODENAME")" = bookworm ] || { echo "sysroot.sh: needs Debian 12's package lists" >&2; exit 1; }
 
