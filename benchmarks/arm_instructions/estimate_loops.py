@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """usage: estimate_loops.py LIBRARY [LLVM_MCA]: what llvm-mca expects of the kernels' inner loops on Neoverse cores.
 
-The loops are found in the disassembly of libw4a8_core.a: of a function, the innermost loop with the most multiplies, and
-with groups the loop around it, in which the inner one runs as often as a group has blocks of 32. Printed are instructions
-and multiply-accumulates per cycle and the share of the core model's own peak of that multiply, which is what the same
-program gives for the multiply alone. Memory is a first-level cache that always hits: an upper limit, not a measurement.
+The loops are found in the disassembly of libw4a8_core.a: of a function, the innermost loop with most multiplies, and
+with groups the loop around it, in which the inner one runs as often as a group has blocks of 32. Printed are the
+instructions of the loop, multiply-accumulates per cycle and their share of what llvm-mca gives for the multiply alone.
+Memory is a first-level cache that always hits: an upper limit, not a measurement.
 """
 
 import re
@@ -43,8 +43,8 @@ def disassemble(library):
         if match := re.match(r"(\w+)\.cpp\.o:", line):
             kernel = match[1]
         elif match := re.match(r"[0-9a-f]+ <(.*)>:$", line):
-            name = match[1].replace("w4a8::isa::", "").replace("(anonymous namespace)::", "").replace("(w4a8::DType)", "")
-            body = functions.setdefault((kernel, re.sub(r"^void |\(.*", "", name)), [])
+            name = re.sub(r"^void |w4a8::isa::|\(anonymous namespace\)::|\(w4a8::DType\)", "", match[1])
+            body = functions.setdefault((kernel, re.sub(r"\(.*", "", name)), [])
         elif match := re.match(r" *([0-9a-f]+):\t(\S+)(?:\t(.*))?$", line):
             operands = re.sub(r" *//.*", "", match[3] or "")
             body.append((int(match[1], 16), match[2], operands))
