@@ -136,27 +136,4 @@ void matmul_quantized(const Kernel& kernel, Parallel& parallel, Workspace& works
            });
 }
 
-void quantize_rows(const Kernel& kernel, Parallel& parallel, Workspace& workspace, const void* x, DType dtype,
-                   int64_t m, int64_t k, int8_t* q, float* recip, int32_t* zero_point) {
-  if (m == 0) return;
-  const int workers = parallel.threads();
-  const auto buffers = [&](Slicer& slicer) { return QuantizedRows::slice(slicer, workers, k, k); };
-  Slicer size(nullptr);
-  buffers(size);
-  Slicer slicer(workspace.reserve(size.bytes()));
-  const QuantizedRows rows = buffers(slicer);
-  const int64_t counts[] = {ceil_div(m, kQuantizeRowsPerTask)};
-  run_phases(parallel, counts, [&](int, int64_t task, int worker) {
-    const int64_t end = std::min(m, (task + 1) * kQuantizeRowsPerTask);
-    int8_t* padded = rows.q + worker * rows.stride;
-    for (int64_t r = task * kQuantizeRowsPerTask; r < end; ++r) {
-      RowQuant quant;
-      kernel.quantize_row(row_at(x, dtype, r, k), dtype, k, k, padded, rows.starts + worker, &quant);
-      std::copy(padded, padded + k, q + r * k);
-      recip[r] = quant.recip;
-      zero_point[r] = quant.zero_point;
-    }
-  });
-}
-
 }  // namespace w4a8

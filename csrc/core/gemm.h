@@ -40,8 +40,4 @@ struct GivenRows {
 void matmul_quantized(const Kernel& kernel, Parallel& parallel, Workspace& workspace, const PackedMatrix& matrix,
                       const GivenRows& rows, const float* bias, DType dtype, int64_t m, void* out);
 
-/// The row quantizer alone: q [m, k], recip [m], zero_point [m]. x: contiguous [m, k] of `dtype`.
-void quantize_rows(const Kernel& kernel, Parallel& parallel, Workspace& workspace, const void* x, DType dtype,
-                   int64_t m, int64_t k, int8_t* q, float* recip, int32_t* zero_point);
-
 }  // namespace w4a8

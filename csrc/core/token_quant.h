@@ -11,7 +11,7 @@ namespace w4a8 {
 /// Quantizes m rows of k elements to `bits` bits, 2..8. x: contiguous [m, k] of `dtype`; q: [m, k], int8 when
 /// symmetric, else uint8; scale: [m] of `dtype`; zero_point: [m], 0 when symmetric, else in [0, 2^bits - 1].
 /// A row with a NaN or infinite element: q = 0, scale = NaN, zero_point = 0.
-void quantize_per_token(Parallel& parallel, const void* x, DType dtype, int64_t m, int64_t k, bool symmetric, int bits,
-                        uint8_t* q, void* scale, int32_t* zero_point);
+void quantize_per_token(const Kernel& kernel, Parallel& parallel, const void* x, DType dtype, int64_t m, int64_t k,
+                        bool symmetric, int bits, uint8_t* q, void* scale, int32_t* zero_point);
 
 }  // namespace w4a8

@@ -411,7 +411,7 @@ const Kernel arm_i8mm = {"arm_i8mm",
                          quantize_row_neon<Ops>,
                          activate<Ops>,
                          combine<Ops>,
-                         store_row<Ops>};
+                         store_row<Ops>, quantize_token<Ops>};
 
 }  // namespace w4a8::isa
 W4A8_TARGET_END

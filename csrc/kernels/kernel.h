@@ -74,6 +74,17 @@ using GemmFn = void (*)(const Rows& rows, int64_t m, const Panels& panels, int64
 using QuantizeRowFn = void (*)(const void* x, DType dtype, int64_t k, int64_t group, int8_t* q, int32_t* starts,
                                RowQuant* quant);
 
+/// Scale and zero point of one row quantized for int4_gemm_w4a8.
+struct TokenQuant {
+  float scale;  ///< representable in the dtype of the row; NaN if an element is not finite
+  int32_t zero_point;
+};
+
+/// Quantizes one row of k elements to `bits` bits, 2..8 (docs/numerics.md section 6). q: [k], int8 when symmetric, else
+/// uint8; nothing is padded.
+using QuantizeTokenFn = void (*)(const void* x, DType dtype, int64_t k, bool symmetric, int bits, uint8_t* q,
+                                 TokenQuant* quant);
+
 /// h[i] = activation(g[i], u[i]) for i < n; u is null when ungated. h may be g.
 using ActivateFn = void (*)(Activation kind, const float* g, const float* u, float* h, int64_t n);
 
@@ -95,6 +106,7 @@ struct Kernel {
   ActivateFn activate;
   CombineFn combine;
   StoreRowFn store_row;
+  QuantizeTokenFn quantize_token;
   uint32_t never_unpack = 0;  ///< Feature bits; `gemm` is faster without scratch where host_features() has one
 };
 

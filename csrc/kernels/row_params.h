@@ -1,4 +1,4 @@
-// Scale and zero point of a row from its extremes (docs/numerics.md section 1), shared by every kernel.
+// Scale and zero point of a row from its extremes (docs/numerics.md sections 1 and 6), shared by every kernel.
 #pragma once
 
 #include <cmath>
@@ -28,6 +28,38 @@ static inline RowParams row_params(float mn, float mx) {
   float zp = (-128.0f + mn * scale) + (127.0f + mx * scale) > 0.0f ? low : high;
   zp = zp < -128.0f ? -128.0f : (zp > 127.0f ? 127.0f : zp);
   return {scale, {1.0f / scale, static_cast<int32_t>(std::nearbyint(zp))}};
+}
+
+/// Section 6: the scale before it is rounded to the type of the row, and the range of q.
+struct TokenParams {
+  float scale;
+  float low;
+  float high;
+  bool symmetric;
+};
+
+/// mn <= 0 <= mx, both finite; bits in 2..8.
+static inline TokenParams token_params(float mn, float mx, bool symmetric, int bits) {
+  constexpr float kLeastScale = 1e-5f;
+  const auto levels = static_cast<float>((1 << bits) - 1);
+  const auto half = static_cast<float>(1 << (bits - 1));
+  float scale;
+  if (symmetric) {
+    scale = (-mn > mx ? -mn : mx) / (half - 1);
+  } else {
+    const float span = mx - mn;
+    scale = span <= std::numeric_limits<float>::max() ? span / levels : mx / levels - mn / levels;
+  }
+  scale = scale < kLeastScale ? kLeastScale : scale;
+  return {scale, symmetric ? -half : 0.0f, symmetric ? half - 1 : levels, symmetric};
+}
+
+/// An integer in [0, params.high], 0 when symmetric. scale: as it is stored.
+static inline float token_zero_point(float mn, float scale, const TokenParams& params) {
+  if (params.symmetric) return 0.0f;
+  // The stored scale may be less than the quotient, so this may be a little more than the largest q.
+  const float zero = std::nearbyint(-mn / scale);
+  return zero < params.high ? zero : params.high;
 }
 
 }  // namespace w4a8

@@ -26,19 +26,23 @@ struct Quantizer {
   }
 };
 
+struct Extremes {
+  float low;    // of the row and 0
+  float high;   // of the row and 0
+  bool finite;  // all of it
+};
+
 template <class Ops, DType kType>
-void quantize_row_as(const void* x, int64_t k, int64_t group, int8_t* q, int32_t* starts, RowQuant* quant) {
+W4A8_INLINE Extremes row_extremes(const void* x, int64_t k) {
   using F = typename Ops::F;
-  using I = typename Ops::I;
   constexpr int64_t kLanes = Ops::kLanes;
   const RowLoader<Ops, kType> row{x};
-  const int64_t vectors = k / kLanes;
   const int64_t rest = k % kLanes;
   const F zero = Ops::splat(0.0f);
   F low = zero;
   F high = zero;
   F finite = zero;  // becomes NaN with the first NaN or infinity, since 0 * inf is NaN
-  for (int64_t v = 0; v < vectors; ++v) {
+  for (int64_t v = 0; v < k / kLanes; ++v) {
     const F value = row.full(v * kLanes);
     low = Ops::min(low, value);
     high = Ops::max(high, value);
@@ -64,14 +68,24 @@ void quantize_row_as(const void* x, int64_t k, int64_t group, int8_t* q, int32_t
     mx = highs[i] > mx ? highs[i] : mx;
     flag += flags[i];
   }
+  return {mn, mx, flag == 0.0f};
+}
+
+template <class Ops, DType kType>
+void quantize_row_as(const void* x, int64_t k, int64_t group, int8_t* q, int32_t* starts, RowQuant* quant) {
+  using I = typename Ops::I;
+  constexpr int64_t kLanes = Ops::kLanes;
+  const RowLoader<Ops, kType> row{x};
+  const int64_t rest = k % kLanes;
+  const Extremes range = row_extremes<Ops, kType>(x, k);
   const int64_t padded = (k + kStepK - 1) / kStepK * kStepK;
-  if (!(flag == 0.0f)) {
+  if (!range.finite) {
     for (int64_t i = 0; i < padded; ++i) q[i] = 0;
     for (int64_t g = 0; g < k / group; ++g) starts[g] = 0;
     *quant = {__builtin_nanf(""), 0};
     return;
   }
-  const RowParams params = row_params(mn, mx);
+  const RowParams params = row_params(range.low, range.high);
   *quant = params.quant;
   const Quantizer<Ops> quantizer{Ops::splat(params.scale), Ops::isplat(params.quant.zero_point)};
   const int64_t group_vectors = group / kLanes;  // a group is all of k, or a multiple of 32 and so of kLanes
@@ -118,6 +132,70 @@ struct RowStorer {
     __builtin_memcpy(static_cast<uint8_t*>(out) + i * kSize, buffer, static_cast<size_t>(count * kSize));
   }
 };
+
+// x / scale + zero, clamped and rounded, as the low byte of an int8.
+template <class Ops>
+struct TokenQuantizer {
+  using F = typename Ops::F;
+  using I = typename Ops::I;
+  F scale;
+  F zero;
+  F low;
+  F high;
+
+  W4A8_INLINE I operator()(F x) const {
+    const F value = Ops::add(Ops::div(x, scale), zero);
+    const I q = Ops::to_int(Ops::min(high, Ops::max(low, value)));
+    // 128..255 become -128..-1, the same byte: store_int8 may saturate. Others are in [-128, 127] and stay.
+    const I over = Ops::imax(Ops::isplat(0), Ops::template shift_right<7>(q));
+    return Ops::isub(q, Ops::imul(over, Ops::isplat(256)));
+  }
+};
+
+// A number rounded to kType and back.
+template <class Ops, DType kType>
+W4A8_INLINE float rounded_to(float x) {
+  if constexpr (kType == DType::kFloat32) return x;
+  alignas(64) uint8_t buffer[Ops::kLanes * dtype_bytes(kType)];
+  float lanes[Ops::kLanes];
+  Ops::template store_as<kType>(buffer, 0, Ops::splat(x));
+  Ops::store(lanes, Ops::template load_as<kType>(buffer, 0));
+  return lanes[0];
+}
+
+template <class Ops, DType kType>
+void quantize_token_as(const void* x, int64_t k, bool symmetric, int bits, uint8_t* q, TokenQuant* quant) {
+  constexpr int64_t kLanes = Ops::kLanes;
+  const Extremes range = row_extremes<Ops, kType>(x, k);
+  if (!range.finite) {
+    for (int64_t i = 0; i < k; ++i) q[i] = 0;
+    *quant = {__builtin_nanf(""), 0};
+    return;
+  }
+  const TokenParams params = token_params(range.low, range.high, symmetric, bits);
+  const float scale = rounded_to<Ops, kType>(params.scale);
+  const float zero = token_zero_point(range.low, scale, params);
+  *quant = {scale, static_cast<int32_t>(zero)};
+  const TokenQuantizer<Ops> quantizer{Ops::splat(scale), Ops::splat(zero), Ops::splat(params.low),
+                                      Ops::splat(params.high)};
+  const RowLoader<Ops, kType> row{x};
+  auto* out = reinterpret_cast<int8_t*>(q);
+  int64_t i = 0;
+  for (; i + kLanes <= k; i += kLanes) Ops::store_int8(out + i, quantizer(row.full(i)));
+  if (i == k) return;
+  int32_t tail[kLanes];
+  Ops::istore(tail, quantizer(row.part(i, k - i)));
+  for (int64_t j = 0; i + j < k; ++j) out[i + j] = static_cast<int8_t>(tail[j]);
+}
+
+template <class Ops>
+void quantize_token(const void* x, DType dtype, int64_t k, bool symmetric, int bits, uint8_t* q, TokenQuant* quant) {
+  switch (dtype) {
+    case DType::kFloat32: return quantize_token_as<Ops, DType::kFloat32>(x, k, symmetric, bits, q, quant);
+    case DType::kBFloat16: return quantize_token_as<Ops, DType::kBFloat16>(x, k, symmetric, bits, q, quant);
+    case DType::kFloat16: return quantize_token_as<Ops, DType::kFloat16>(x, k, symmetric, bits, q, quant);
+  }
+}
 
 template <class Ops, DType kType>
 void store_row_as(const float* x, int64_t n, void* out) {

@@ -121,6 +121,6 @@ struct Ops {
 
 extern const Kernel scalar;
 const Kernel scalar = {"scalar",      0, Ops::kRows[0], gemm<Ops>, quantize_row<Ops>, activate<Ops>, combine<Ops>,
-                       store_row<Ops>};
+                       store_row<Ops>, quantize_token<Ops>};
 
 }  // namespace w4a8::isa

@@ -163,6 +163,7 @@ const Kernel x86_avx512vnni = {"x86_avx512vnni",
                                activate<Ops>,
                                combine<Ops>,
                                store_row<Ops>,
+                               quantize_token<Ops>,
                                kAmd};
 
 }  // namespace w4a8::isa

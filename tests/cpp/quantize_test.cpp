@@ -2,9 +2,7 @@
 #include <cmath>
 #include <limits>
 
-#include "core/gemm.h"
 #include "test_util.h"
-#include "thread_parallel.h"
 
 namespace w4a8::test {
 namespace {
@@ -174,38 +172,6 @@ TEST_P(QuantizeTest, AllHalfValues) {
       check(x, dtype, 64);
       if (HasFatalFailure()) return;
       x.clear();
-    }
-  }
-}
-
-// The op: rows one after the other, no padding in q.
-TEST_P(QuantizeTest, QuantizeRows) {
-  W4A8_TRACE_SEED();
-  Rng rng(4);
-  Workspace workspace;
-  for (const int threads : {1, 3}) {
-    ThreadParallel parallel(threads);
-    for (const int64_t m : {0, 1, 7, 50}) {
-      for (const int64_t k : {2, 13, 64, 250}) {
-        for (const DType dtype : kAllDTypes) {
-          const std::vector<float> x = random_activations(rng, m * k, dtype);
-          const GuardedBuffer<uint8_t> input(to_dtype(x, dtype));
-          GuardedBuffer<int8_t> q(m * k);
-          GuardedBuffer<float> recip(m);
-          GuardedBuffer<int32_t> zero_point(m);
-          quantize_rows(kernel(), parallel, workspace, input.data(), dtype, m, k, q.data(), recip.data(),
-                        zero_point.data());
-          for (int64_t r = 0; r < m; ++r) {
-            const ref::Row expected = ref::quantize({x.begin() + r * k, x.begin() + (r + 1) * k});
-            ASSERT_TRUE(same_float(recip[r], expected.recip)) << "row " << r;
-            ASSERT_EQ(zero_point[r], expected.zero_point) << "row " << r;
-            for (int64_t i = 0; i < k; ++i) {
-              ASSERT_EQ(static_cast<int>(q[r * k + i]), expected.q[static_cast<std::size_t>(i)])
-                  << "row " << r << " element " << i;
-            }
-          }
-        }
-      }
     }
   }
 }

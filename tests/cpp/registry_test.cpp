@@ -30,6 +30,7 @@ TEST_F(RegistryTest, ListIsCompleteAndEndsWithScalar) {
     EXPECT_GE(kernel->max_rows, 1) << kernel->name;
     EXPECT_NE(kernel->gemm, nullptr) << kernel->name;
     EXPECT_NE(kernel->quantize_row, nullptr) << kernel->name;
+    EXPECT_NE(kernel->quantize_token, nullptr) << kernel->name;
     EXPECT_NE(kernel->activate, nullptr) << kernel->name;
     EXPECT_NE(kernel->combine, nullptr) << kernel->name;
     EXPECT_NE(kernel->store_row, nullptr) << kernel->name;
