@@ -2,9 +2,11 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
+import reference
 import torch
-from common import DTYPES, assert_same_bits
+from common import DTYPES, ROUNDING, assert_same_bits, assert_within
 
 import w4a8
 from w4a8.linear import CPUW4A8IntLinearKernel, MPLinearLayerConfig, scalar_types
@@ -25,10 +27,19 @@ ROWS = {
     "float64": ({"act_type": torch.float64}, "CPUW4A8Int requires FP32/BF16/FP16 activations, got torch.float64"),
     "uint4": ({"weight_type": scalar_types.uint4}, "CPUW4A8Int requires int4 weights, got uint4"),
     "int8": ({"weight_type": scalar_types.int8}, "CPUW4A8Int requires int4 weights, got int8"),
+    "uint4b8": ({"weight_type": scalar_types.uint4b8}, "CPUW4A8Int requires int4 weights, got uint4b8"),
+    "uint8b128": ({"weight_type": scalar_types.uint8b128}, "CPUW4A8Int requires int4 weights, got uint8b128"),
+    "integer activations": (
+        {"act_type": torch.int8},
+        "CPUW4A8Int requires FP32/BF16/FP16 activations, got torch.int8",
+    ),
     "zero points": ({"zero_points": True}, "CPUW4A8Int only supports symmetric weight quantization"),
     "g_idx": ({"has_g_idx": True}, "CPUW4A8Int does not support reordered input features (g_idx)"),
     "group 16": ({"group_size": 16}, "Group size (16) not supported by CPUW4A8Int, must be a multiple of 32"),
     "group 0": ({"group_size": 0}, "Group size (0) not supported by CPUW4A8Int, must be a multiple of 32"),
+    "group -2": ({"group_size": -2}, "Group size (-2) not supported by CPUW4A8Int, must be a multiple of 32"),
+    "group 48": ({"group_size": 48}, "Group size (48) not supported by CPUW4A8Int, must be a multiple of 32"),
+    "no K": ({"group_size": -1, "partition_weight_shape": (0, 24)}, "in size (0) must be even"),
     "odd K": ({"group_size": -1, "partition_weight_shape": (63, 24)}, "in size (63) must be even"),
     "group does not divide": (
         {"partition_weight_shape": (48, 24)},
@@ -86,6 +97,44 @@ def test_layer(group, scale_dtype, dtype):
             quantized = w4a8.dynamic_per_token_int8_quant(x, True, 8)
             want = w4a8.int4_gemm_w4a8(*quantized, words.t(), scale.t(), eight, group, None, bias, dtype)
             assert_same_bits(kernel.apply_weights(layer, x, bias), want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("n", "k", "group"), [(1, 2, -1), (5, 38, -1), (16, 8, -1), (17, 96, 32), (33, 320, 64), (3, 192, 96)], ids=str
+)
+def test_against_float64(n, k, group, dtype, supported_kernels):
+    """Both forms of the weight, with and without bias and leading dimensions; every kernel gives the same bits."""
+    layer, weight, scale = make_layer(n, k, group)
+    kernel = names(replace(CONFIG, partition_weight_shape=(k, n), act_type=dtype, group_size=group))
+    words = kernel._pack_int4_weight(weight).t() if k % 8 == 0 else None
+    kernel.process_weights_after_loading(layer)
+    real = weight.double() * scale.double().repeat_interleave(k if group == -1 else group, 1)
+    relative, absolute = ROUNDING[dtype]
+    for lead in ((), (1,), (7,), (2, 3), (4, 0)):
+        x = torch.randn(*lead, k).to(dtype)
+        quantized = w4a8.dynamic_per_token_int8_quant(x, True, 8)
+        rows = quantized[0].double() * quantized[1].double()
+        for bias in (None, torch.randn(n).to(dtype)):
+            added = torch.zeros(n).double() if bias is None else bias.double()
+            exact = (rows @ real.t() + added).numpy()
+            # Two roundings per group, the product with the scale of the row, the bias; then the output.
+            terms = (rows.abs() @ real.abs().t() + added.abs()).numpy()
+            allowed = (2 * scale.shape[1] + 4) * reference.U * terms
+            allowed = allowed + relative * (np.abs(exact) + allowed) + absolute
+            first = None
+            for name in supported_kernels:
+                with w4a8.use_kernel(name):
+                    y = kernel.apply_weights(layer, x, bias)
+                    if words is not None:
+                        eight = layer.weight_zero_point
+                        from_words = w4a8.int4_gemm_w4a8(*quantized, words, scale.t(), eight, group, None, bias, dtype)
+                        assert_same_bits(from_words, y, f"{name}, words")
+                first = y if first is None else first
+                assert_same_bits(y, first, name)
+            assert first.shape == (*lead, n)
+            assert first.dtype == dtype
+            assert_within(first.double().numpy(), exact, allowed)
 
 
 def test_packs_once_and_frees():

@@ -98,6 +98,15 @@ def test_quantizer_is_close(symmetric, dtype):
     assert_within(((q - zero) * scale).numpy(), x.double().numpy(), steps * scale.numpy())
 
 
+@pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "asymmetric"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_quantizer_of_every_kernel(dtype, symmetric, kernel):
+    for k in (1, 15, 16, 17, 100, 1031):
+        x = (torch.randn(11, k) * torch.logspace(-7, 4, 11)[:, None]).to(dtype)
+        for got, want in zip(w4a8.dynamic_per_token_int8_quant(x, symmetric, 8), token_quant(x, symmetric, 8)):
+            assert_same_bits(got, want, f"K = {k}")
+
+
 def test_halves_round_to_even():
     x = torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -127.0]])  # scale 1
     q, scale, zero = w4a8.dynamic_per_token_int8_quant(x, True, 8)

@@ -453,3 +453,18 @@ def test_memory_is_bounded(clip_search):
     # nibbles of one matrix.
     one = 8 * 3 * 512 * 256 * 0.625 + 4 * 512 * 512 * 0.625 + 40 * 2**15
     assert above_end - freed <= one
+
+
+# --- documentation ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(TORCH_VERSION < (2, 1), reason="torch 1.13 has no torch.device context and no assign=True")
+def test_example_of_the_documentation(capsys):
+    text = (Path(__file__).parents[2] / "docs" / "quantization.md").read_text()
+    code = "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
+    names = {}
+    exec(code, names)
+    assert capsys.readouterr().out.startswith("1 replaced (526,336 bytes of weights to ")
+    assert names["y"].shape == (3, 10)
+    x = torch.randn(3, 256)
+    assert_same_bits(names["skeleton"](x), names["model"](x))

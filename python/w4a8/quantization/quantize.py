@@ -79,7 +79,7 @@ def quantize_(
             ``router``, ``shared_expert_gate``), ``w4a8.quantization.DEFAULT_SKIP``; other values replace it.
         scale_dtype: of the weights' scales: float32 or bfloat16.
         clip_search: try several scales per group and take the one with the least squared error, instead of the one
-            that makes the largest magnitude 7. Takes some twenty times as long.
+            that makes the largest magnitude 7. Takes many times as long.
         progress: show a progress bar, if tqdm is installed.
 
     Returns:
