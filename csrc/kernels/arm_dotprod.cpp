@@ -220,7 +220,7 @@ struct Unpacked {
 extern const Kernel arm_dotprod;
 const Kernel arm_dotprod = {"arm_dotprod",      kNeon | kDotprod,       5,
                             gemm_any<Unpacked>, quantize_row_neon<Ops>, activate<Ops>,
-                            combine<Ops>,       store_row<Ops>, quantize_token<Ops>};
+                            combine<Ops>,       store_row<Ops>,         quantize_token<Ops>};
 
 }  // namespace w4a8::isa
 W4A8_TARGET_END

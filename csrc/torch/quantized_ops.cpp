@@ -121,8 +121,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> token_quant_cpu(const at::Tensor&
   at::Tensor scale = at::empty(sizes, input.options());
   at::Tensor zero_point = at::empty(sizes, input.options().dtype(at::kInt));
   AtenParallel parallel;
-  quantize_per_token(active_kernel(), parallel, input.data_ptr(), activation_dtype("x", input), scale.numel(), k, use_sym_quant,
-                     static_cast<int>(bits), static_cast<uint8_t*>(q.data_ptr()), scale.data_ptr(),
+  quantize_per_token(active_kernel(), parallel, input.data_ptr(), activation_dtype("x", input), scale.numel(), k,
+                     use_sym_quant, static_cast<int>(bits), static_cast<uint8_t*>(q.data_ptr()), scale.data_ptr(),
                      zero_point.data_ptr<int32_t>());
   return {q, scale, zero_point};
 }

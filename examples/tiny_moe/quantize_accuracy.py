@@ -2,9 +2,9 @@
 
     python quantize_accuracy.py --model build
 
-reads what ``train.py`` wrote (``float32.pt``, ``config.json``), quantizes copies of it round to nearest with and without
-the search of scales, in groups of 32, of 128 and per channel, and prints a table: every attention projection and every
-expert is int4, every activation before them int8, through the ``w4a8`` ops.
+reads what ``train.py`` wrote (``float32.pt``, ``config.json``), quantizes copies of it to nearest with and without
+the search of scales, in groups of 32, of 128 and per channel, and prints a table: every attention projection and
+every expert is int4, every activation before them int8, through the ``w4a8`` ops.
 """
 
 from __future__ import annotations
@@ -51,9 +51,8 @@ def main() -> None:
             seconds = time.monotonic() - started
             bits = bits_per_byte(quantized, text, name)
             scales = "searched" if clip_search else "largest magnitude"
-            print(
-                f"| {name} | {scales} | {bits:.4f} | {bits / float32 - 1:+.2%} | {report.packed_bytes:,} | {seconds:.1f} |"
-            )
+            cost = f"{bits:.4f} | {bits / float32 - 1:+.2%}"
+            print(f"| {name} | {scales} | {cost} | {report.packed_bytes:,} | {seconds:.1f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 // quantize_token of every kernel against docs/numerics.md section 6, bit for bit.
+#include "core/token_quant.h"
+
 #include <algorithm>
 #include <cmath>
 #include <limits>
 
-#include "core/token_quant.h"
 #include "test_util.h"
 #include "thread_parallel.h"
 

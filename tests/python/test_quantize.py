@@ -31,7 +31,7 @@ def float_model():
     return model
 
 
-# --- linear layers ------------------------------------------------------------------------------------------------------
+# --- linear layers ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("group", [32, -1])
@@ -258,7 +258,7 @@ def test_progress_bar(capfd):
     assert capfd.readouterr() == ("", "")
 
 
-# --- experts ------------------------------------------------------------------------------------------------------------
+# --- experts ------------------------------------------------------------------------------------------------------
 
 
 def rounded(weight, group):
@@ -272,9 +272,7 @@ def rounded(weight, group):
 
 def expected_experts(experts, tokens, ids, weights, group, kind=2):
     """docs/numerics.md for float experts of either form, and the difference that the error of exp explains."""
-    numpy = [
-        [None if bias is None else bias.detach().numpy() for bias in (b13, b2)] for _, b13, _, b2 in experts
-    ]
+    numpy = [[None if bias is None else bias.detach().numpy() for bias in (b13, b2)] for _, b13, _, b2 in experts]
     w13 = [(*rounded(w, group), bias[0]) for (w, _, _, _), bias in zip(experts, numpy)]
     w2 = [(*rounded(w, group), bias[1]) for (_, _, w, _), bias in zip(experts, numpy)]
     arguments = tokens.float().numpy(), ids.numpy(), weights.float().numpy(), w13, w2
@@ -400,7 +398,7 @@ def test_experts_with_a_nan_are_named():
     assert isinstance(block.experts, moe_blocks.MixtralExperts)
 
 
-# --- memory -------------------------------------------------------------------------------------------------------------
+# --- memory -------------------------------------------------------------------------------------------------------
 
 MEASURE = """
 import sys
@@ -455,7 +453,7 @@ def test_memory_is_bounded(clip_search):
     assert above_end - freed <= one
 
 
-# --- documentation ------------------------------------------------------------------------------------------------------
+# --- documentation ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(TORCH_VERSION < (2, 1), reason="torch 1.13 has no torch.device context and no assign=True")

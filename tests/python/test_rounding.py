@@ -133,9 +133,7 @@ def test_search_is_never_worse(scale_dtype):
             assert (found < plain).mean() > 0.9
             # The values are the nearest for the scale that is stored.
             values = np.rint(weight.numpy().reshape(60, -1, group) / scales.float().numpy()[..., None])
-            assert np.array_equal(
-                np.clip(values, -8, 7).reshape(60, 256), reference.unpack_nibbles(nibbles.numpy())
-            )
+            assert np.array_equal(np.clip(values, -8, 7).reshape(60, 256), reference.unpack_nibbles(nibbles.numpy()))
 
 
 def test_from_float_passes_the_options_on():
@@ -144,7 +142,8 @@ def test_from_float_passes_the_options_on():
         layer = W4A8Linear.from_float(linear, 32, **options)
         nibbles, scales = round_weight(linear.weight, 32, **options)
         assert_same_bits(layer.packed, w4a8.dyn_quant_pack_4bit_weight(nibbles, scales, linear.bias, 32, 64, 24))
-    assert w4a8.read_header(W4A8Linear.from_float(linear, scale_dtype=torch.bfloat16).packed)["scale_dtype"] == "bfloat16"
+    packed = W4A8Linear.from_float(linear, scale_dtype=torch.bfloat16).packed
+    assert w4a8.read_header(packed)["scale_dtype"] == "bfloat16"
 
 
 def test_errors():
@@ -161,6 +160,7 @@ def test_errors():
 
 
 def test_meta():
-    layer = W4A8Linear.from_float(torch.nn.Linear(64, 24, device="meta"), 32, scale_dtype=torch.bfloat16)
-    assert layer.packed.is_meta
-    assert layer.packed.shape == W4A8Linear.from_float(torch.nn.Linear(64, 24), 32, scale_dtype=torch.bfloat16).packed.shape
+    linears = torch.nn.Linear(64, 24, device="meta"), torch.nn.Linear(64, 24)
+    empty, full = (W4A8Linear.from_float(linear, 32, scale_dtype=torch.bfloat16) for linear in linears)
+    assert empty.packed.is_meta
+    assert empty.packed.shape == full.packed.shape

@@ -312,7 +312,11 @@ def load(
         for layer in layers:
             module, scheme, shards = reader.build(layer)
             local = [e for e in range(module.global_num_experts) if module.weight_loader.local_expert(e) != -1]
-            bar = bar if bar is not None else progress_bar(len(layers) * len(local), progress, "expert", "packing experts")
+            bar = (
+                bar
+                if bar is not None
+                else progress_bar(len(layers) * len(local), progress, "expert", "packing experts")
+            )
             for expert in local:
                 reader.fill_expert(module, layer.name, expert, scheme, shards)
                 if bar is not None:

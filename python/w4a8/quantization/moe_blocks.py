@@ -1,7 +1,7 @@
 """The mixture-of-experts blocks of transformers, recognized by class name and attributes; it is never imported.
 
-transformers 5    a block has an ``experts`` module with all weights in two parameters. Only that one is replaced, so the
-                  block, its router and its shared experts, and what hooks read of them, stay what they are.
+transformers 5    a block has an ``experts`` module with all weights in two parameters. Only that one is replaced, so
+                  the block, its router and its shared experts, and what hooks read of them, stay what they are.
 transformers 4    ``experts`` is a ModuleList. It is replaced, and the block gets a subclass of its class that calls it:
                   whoever looks for blocks by class (to record router logits) still finds it.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -191,7 +191,7 @@ class _DeepseekBlock:
         return _rebuild, (type(self).__mro__[2],), self.__dict__
 
 
-@lru_cache(maxsize=None)
+@cache
 def _subclass(original: type) -> type:
     base = _SoftmaxBlock if _SOFTMAX.fullmatch(original.__name__) else _DeepseekBlock
     return type(f"W4A8{original.__name__}", (base, original), {"__module__": __name__})

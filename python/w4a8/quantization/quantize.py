@@ -103,7 +103,8 @@ def quantize_(
                 _run(job, group_size, options, bar.update if bar is not None else _nothing, report)
             except (ValueError, RuntimeError) as error:
                 raise QuantizationError(
-                    f"{job.names[0]}: {error}; {len(report.replaced)} modules were replaced before it and stay so", report
+                    f"{job.names[0]}: {error}; {len(report.replaced)} modules were replaced before it and stay so",
+                    report,
                 ) from error
     finally:
         if bar is not None:
