@@ -111,7 +111,8 @@ struct Ops : NeonOps {
 
   template <int R, int C, bool kUnpacked, bool kBlocks>
   static W4A8_INLINE void accumulate(I (&acc)[R][C][4], const int8_t* const (&rows)[R],
-                                     const uint8_t* const (&weights)[C], int64_t begin, int64_t end, const uint8_t* fetch) {
+                                     const uint8_t* const (&weights)[C], int64_t begin, int64_t end,
+                                     const uint8_t* fetch) {
     for (int64_t s = begin; s < end; s += kSumSteps, fetch += kSumSteps * kStepBytes) {
       add_block<R, kUnpacked>(acc, rows, weights[0], s, end - s < kSumSteps ? end - s : kSumSteps, fetch);
     }

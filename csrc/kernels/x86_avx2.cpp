@@ -80,7 +80,8 @@ struct Ops : Avx2Ops {
 
   template <int R, int C, bool kUnpacked, bool kBlocks>
   static W4A8_INLINE void accumulate(I (&acc)[R][C][2], const int8_t* const (&rows)[R],
-                                     const uint8_t* const (&weights)[C], int64_t begin, int64_t end, const uint8_t* fetch) {
+                                     const uint8_t* const (&weights)[C], int64_t begin, int64_t end,
+                                     const uint8_t* fetch) {
     int64_t s = begin;
     for (; s + kBlockSteps <= end; s += kBlockSteps, fetch += kBlockSteps * kStepBytes) {
       add_block<R, kUnpacked>(acc, rows, weights[0], s, kBlockSteps, fetch);
