@@ -1,17 +1,23 @@
 #!/usr/bin/env python3
-"""The fused mixture-of-experts operator beside other libraries (benchmarks/README.md)."""
+"""w4a8 beside other libraries: the fused mixture of experts, a dense layer, and the goals (benchmarks/README.md)."""
 
 import argparse
 import math
+import os
+import subprocess
+from pathlib import Path
 
+import bench_linear
 from peers import bench, entries, report
 from peers.goals import goals, goals_table
 from peers.limits import weight_bytes
-from peers.options import add_options, chosen_entries, groups_of, plan_of
+from peers.options import add_options, chosen_entries, groups_of, names, parse, plan_of
 from peers.plots import plot_roofline, plot_speeds
 from peers.problem import Moe, load_shapes
 
 QUICK_ROWS = [1, 16, 128, 512]
+GROWTH_ROWS = [512, 8192]  # time per token must not grow
+STAGES = Path(__file__).resolve().parent.parent / "build/bench/benchmarks/bench_moe"
 
 
 def layers_for(moe: dict, rows: int, most_bytes: float) -> int:
@@ -24,33 +30,62 @@ def layers_for(moe: dict, rows: int, most_bytes: float) -> int:
     return max(1, min(needed, fits))
 
 
+def measure_experts(options: argparse.Namespace, shapes: list[dict], collected: report.Collected) -> None:
+    chosen = chosen_entries(entries("moe"), options)
+    for shape in shapes:
+        moe = shape["moe"]
+        layers = layers_for(moe, min(options.m), options.memory * 1e9)
+        for threads in options.threads:
+            for group in groups_of(options, moe["hidden"], moe["intermediate"]):
+                problem = Moe(shape["name"], **moe, group=group, copies=layers)
+                collected.add(*bench.measure(problem, chosen, options.m, threads, plan_of(options)))
+
+
+def measure_growth(options: argparse.Namespace, shape: dict, collected: report.Collected) -> None:
+    own = [entry for entry in entries("moe") if entry.name in (bench.OWN, bench.READING, bench.MULTIPLY)]
+    problem = Moe(shape["name"], **shape["moe"], group=groups_of(options, shape["moe"]["hidden"])[0])
+    collected.add(*bench.measure(problem, own, GROWTH_ROWS, max(options.threads), plan_of(options)))
+
+
+def stage_times(threads: int) -> list[str]:
+    """The output of bench_moe: the share of each stage of the fused operator."""
+    variables = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    command = [str(STAGES), f"--threads={threads}", "--rounds=3", "--layers=2"]
+    try:
+        result = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=600, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return [f"no stage times: {error}"]
+    return result.stdout.splitlines() if result.returncode == 0 else [f"no stage times: {result.stderr.strip()}"]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     add_options(parser, rows="1,4,16,128,512,2048", shapes="all with experts", seconds=0.2)
-    options = parser.parse_args()
+    parser.add_argument(
+        "--parts", type=names, default=["moe", "linear", "growth", "stages"], help="moe,linear,growth,stages"
+    )
+    options = parse(parser)
     if options.quick:
         options.m = [m for m in options.m if m in QUICK_ROWS] or options.m
     shapes = load_shapes(options.shapes or (["qwen3-30b-a3b"] if options.quick else []), "moe")
-    chosen = chosen_entries(entries("moe"), options)
-
-    plan = plan_of(options)
-    records: list[dict] = []
-    versions: dict[str, str] = {}
-    for shape in shapes:
-        moe = shape["moe"]
-        for threads in options.threads:
-            for group in groups_of(options, moe["hidden"], moe["intermediate"]):
-                layers = layers_for(moe, min(options.m), options.memory * 1e9)
-                problem = Moe(shape["name"], **moe, group=group, copies=layers)
-                found, more = bench.measure(problem, chosen, options.m, threads, plan)
-                records += found
-                versions.update(more)
-                print(report.tables(found), flush=True)
-                report.save(options.output, records, versions)
+    collected = report.Collected(options.output)
+    stages: list[str] = []
+    if "moe" in options.parts:
+        measure_experts(options, shapes, collected)
+    if "linear" in options.parts:
+        bench_linear.measure(options, [(s["name"], s["linear"][0]) for s in shapes if "linear" in s], collected)
+    if "growth" in options.parts and shapes:
+        # The layer with the most experts has the most to sort.
+        measure_growth(options, max(shapes, key=lambda s: s["moe"]["experts"]), collected)
+    if "stages" in options.parts:
+        stages = stage_times(max(options.threads))
+        print("\nStages of the fused operator\n\n" + "\n".join(stages))
+    records, versions = collected.records, collected.versions
     print(goals_table(records))
-    path = report.save(options.output, records, versions, goals=goals(records))
-    speeds = plot_speeds(records, path.with_suffix(".png"), versions, "tokens")
-    roofline = plot_roofline(records, path.with_name(f"{path.stem}-roofline.png"), versions)
+    path = collected.save(goals=goals(records), stages=stages)
+    experts = [record for record in records if record["kind"] == "moe"]
+    speeds = plot_speeds(experts, path.with_suffix(".png"), versions, "tokens")
+    roofline = plot_roofline(experts, path.with_name(f"{path.stem}-roofline.png"), versions)
     print(f"\n{path}\n{speeds}\n{roofline}")
 
 

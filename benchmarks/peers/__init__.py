@@ -8,7 +8,7 @@ from importlib import import_module
 
 from peers.base import Entry
 
-MODULES = ["limits", "own", "aten", "vllm_ops", "zentorch_ops", "ggml", "onnx"]
+MODULES = ["limits", "own", "aten", "vllm_ops", "zentorch_ops", "ggml", "onnx", "kt"]
 
 
 def entries(kind: str) -> list[type[Entry]]:

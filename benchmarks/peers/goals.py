@@ -71,7 +71,8 @@ def moe_goals(run: Run, group: str) -> list[Line]:
             beside(m, int4, is_int4_peer, "the fastest int4 peer")
         beside(m, int8, lambda r: r["entry"] == INT8_PEER, "vLLM's int8")
     limit(512, {"channel": 0.85, "128": 0.82, "32": 0.74}[group], of_peak, "the multiply peak")
-    few, many = run.own(512), run.own(8192)
+    many = run.own(8192)
+    few = many and run.own(512, copies=many["copies"])  # of the same run
     if few and many:
         lines.append(("time per token, 512 tokens / 8192", group, 0.95, few["seconds"] * 16 / many["seconds"]))
     return lines

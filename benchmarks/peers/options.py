@@ -30,12 +30,23 @@ def add_options(parser: argparse.ArgumentParser, rows: str, shapes: str, seconds
     )
     parser.add_argument("--memory", type=float, default=7, help="GB that the processes may take together (default: 7)")
     parser.add_argument(
-        "--output",
-        default=os.path.basename(parser.prog).removesuffix(".py"),
-        help="name of the files in benchmarks/results",
+        "--output", default="", help="name of the files in benchmarks/results (default: the benchmark's)"
     )
     parser.add_argument("--pause", action="store_true", help="wait for Enter before each measurement")
     parser.add_argument("--quick", action="store_true", help="one shape, fewer rows and rounds")
+
+    parser.add_argument(
+        "--weights",
+        type=names,
+        default=["cache", "memory"],
+        help="of linear layers. cache: one matrix; memory: many in turn (few rows only)",
+    )
+
+
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    options = parser.parse_args()
+    options.output = options.output or parser.prog.removesuffix(".py") + ("-quick" if options.quick else "")
+    return options
 
 
 def chosen_entries(all_entries: list[type[Entry]], options: argparse.Namespace) -> list[type[Entry]]:

@@ -93,8 +93,21 @@ def tables(records: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def save(name: str, records: list[dict], versions: dict[str, str], **more: object) -> Path:
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps({**machine(versions), **more, "records": records}, indent=1))
-    return path
+class Collected:
+    """The records of a run, printed as they come and saved each time: a run that is cut short has what it measured."""
+
+    def __init__(self, name: str):
+        self.path = RESULTS / f"{name}.json"
+        self.records: list[dict] = []
+        self.versions: dict[str, str] = {}
+
+    def add(self, records: list[dict], versions: dict[str, str]) -> None:
+        self.records += records
+        self.versions.update(versions)
+        print(tables(records), flush=True)
+        self.save()
+
+    def save(self, **more: object) -> Path:
+        self.path.parent.mkdir(exist_ok=True)
+        self.path.write_text(json.dumps({**machine(self.versions), **more, "records": self.records}, indent=1))
+        return self.path
