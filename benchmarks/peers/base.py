@@ -33,6 +33,7 @@ class Entry:
     environment: Environment = OWN
     bytes_per_weight: float = 0.6  # resident memory, for planning what runs at the same time
     most_threads: int = 1 << 30
+    always: bool = False  # what the others are compared with: in every batch, whatever --peers says
     checked: bool = True
     most_error: float = 0.05  # relative; int8 activations give 0.008 to 0.03
 

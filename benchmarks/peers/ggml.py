@@ -18,7 +18,7 @@ from peers.problem import Files, Problem, from_bfloat16
 ENVIRONMENT = Environment(
     "ggml",
     ("numpy>=1.24,<3", "--no-binary llama-cpp-python llama-cpp-python==0.3.36"),
-    build_variables={"CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAMA_BUILD_TOOLS=OFF -DMTMD_BUILD=OFF"},
+    build_variables={"CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAMA_BUILD_TOOLS=OFF -DLLAVA_BUILD=OFF"},
 )
 F32, Q4_0, I32 = 0, 2, 26
 BLOCK = 32

@@ -29,6 +29,7 @@ def weight_bytes(problem: Problem) -> list[int]:
 class Limit(Entry):
     kind = "any"
     weights = ""
+    always = True
     checked = False
 
     def __init__(self, files: Files, threads: int):
@@ -88,6 +89,7 @@ class Multiplying(Limit):
 class Avx2Multiplying(Multiplying):
     name = "limit: multiply x86_avx2"
     environment = AVX2
+    always = False
 
     @classmethod
     def refuse(cls, problem: Problem) -> Optional[str]:

@@ -53,9 +53,7 @@ def chosen_entries(all_entries: list[type[Entry]], options: argparse.Namespace) 
     """w4a8 and the limits always; of the others those whose name has one of --peers in it."""
 
     def wanted(entry: type[Entry]) -> bool:
-        if entry.__module__ in ("peers.limits", "peers.own") and "avx2" not in entry.name:
-            return True
-        return not options.peers or any(part.lower() in entry.name.lower() for part in options.peers)
+        return entry.always or not options.peers or any(part.lower() in entry.name.lower() for part in options.peers)
 
     return [entry for entry in all_entries if wanted(entry)]
 

@@ -34,6 +34,7 @@ class Own(TorchEntry):
 class Linear(Own):
     name = "w4a8"
     kind = "linear"
+    always = True
 
     def __init__(self, files: Files, threads: int):
         super().__init__(files, threads)
@@ -48,6 +49,7 @@ class Linear(Own):
 class Moe(Own):
     name = "w4a8"
     kind = "moe"
+    always = True
 
     def __init__(self, files: Files, threads: int):
         super().__init__(files, threads)
@@ -65,6 +67,7 @@ class Avx2(Own):
     """What a CPU without AVX-512 would run."""
 
     environment = AVX2
+    always = False
 
     @classmethod
     def refuse(cls, problem: Problem) -> Optional[str]:

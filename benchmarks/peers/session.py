@@ -38,8 +38,7 @@ class Worker:
             "HF_HUB_OFFLINE": "1",
             **entry.environment.variables,
         }
-        module = entry.__module__.split(".")[-1]
-        command = [python, "-m", "peers.worker", module, entry.__name__, str(files.folder), str(threads)]
+        command = [python, "-m", "peers.worker", entry.__module__, entry.__name__, str(files.folder), str(threads)]
         with open(log, "w") as errors:
             pipe = subprocess.PIPE
             self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, env=variables, cwd=FOLDER)
@@ -179,11 +178,7 @@ class Session:
 def batches(entries: list[type[Entry]], weights: int, copies: int, most_bytes: float) -> list[list[type[Entry]]]:
     """Entries that run at the same time within `most_bytes` of memory. The limits and w4a8 are in each batch."""
     size = {entry: weights * copies * entry.bytes_per_weight + 0.35e9 for entry in entries}
-    always = [
-        entry
-        for entry in entries
-        if entry.environment.name == "own" and entry.__module__ in ("peers.limits", "peers.own")
-    ]
+    always = [entry for entry in entries if entry.always]
     left = most_bytes - sum(size[entry] for entry in always)
     found: list[list[type[Entry]]] = []
     room = 0.0

@@ -37,7 +37,7 @@ def main() -> None:
     try:
         from peers.problem import Files
 
-        entry_class = getattr(importlib.import_module(f"peers.{module}"), name)
+        entry_class = getattr(importlib.import_module(module), name)
         entry = entry_class(Files(folder), int(threads))
         answer(versions=entry_class.versions())
     except Exception as error:

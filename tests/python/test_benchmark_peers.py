@@ -1,0 +1,153 @@
+"""The harness of benchmarks/peers: a peer that is wrong, crashes or refuses is a record with its reason, not timed."""
+
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+FAKES = """
+import os, signal
+import numpy as np
+from peers.base import Entry
+from peers.problem import from_bfloat16
+
+class Right(Entry):
+    name, kind, always = "w4a8", "linear", True
+    def inputs(self, m):
+        self.x = from_bfloat16(self.files[f"x-{m}"])
+    def call(self, i):
+        return self.x @ self.files.float_weights("w", 0).T
+
+class Wrong(Right):
+    name, always = "wrong", False
+    def call(self, i):
+        return 1.1 * super().call(i)
+
+class NotFinite(Right):
+    name, always = "not finite", False
+    def call(self, i):
+        return super().call(i) * np.nan
+
+class Crashing(Right):
+    name, always = "crashing", False
+    def call(self, i):
+        if len(self.x) > 1:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return super().call(i)
+
+class Failing(Right):
+    name, always = "failing", False
+    def __init__(self, files, threads):
+        raise ValueError("cannot be set up")
+
+class Refusing(Right):
+    name, always = "refusing", False
+    @classmethod
+    def refuse(cls, problem):
+        return "does not like it"
+"""
+
+
+@pytest.fixture
+def peers(monkeypatch, tmp_path):
+    (tmp_path / "fake_peers.py").write_text(FAKES)
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    from peers import environments, session
+
+    monkeypatch.setattr(environments, "FOLDER", tmp_path)
+    monkeypatch.setattr(session, "FOLDER", tmp_path)
+    from peers import bench
+
+    monkeypatch.setattr(bench, "FOLDER", tmp_path)
+    import fake_peers
+
+    yield fake_peers
+    sys.modules.pop("fake_peers")
+
+
+def test_only_right_results_are_timed(peers):
+    from peers.bench import Plan, measure
+    from peers.problem import Linear
+
+    entries = [peers.Right, peers.Wrong, peers.NotFinite, peers.Crashing, peers.Failing, peers.Refusing]
+    plan = Plan(rounds=2, seconds=0.001, most_bytes=1e12)
+    records, _ = measure(Linear("model", "layer", 24, 64, 32), entries, [1, 3], 1, plan)
+    assert [(r["entry"], r["m"]) for r in records] == [(e.name, m) for m in (1, 3) for e in entries]
+    by_key = {(r["entry"], r["m"]): r for r in records}
+    for m in (1, 3):
+        assert by_key["w4a8", m]["seconds"] > 0
+        assert by_key["w4a8", m]["error"] < 1e-6  # the same products, summed in another order
+        assert by_key["w4a8", m]["note"] is None
+        assert by_key["wrong", m]["error"] == pytest.approx(0.1, abs=1e-6)
+        assert by_key["wrong", m]["note"] == "wrong result: error 0.100"
+        assert by_key["not finite", m]["note"] == "wrong result: not finite or of another shape"
+        assert by_key["failing", m]["note"] == "ValueError: cannot be set up"
+        assert by_key["refusing", m]["note"] == "does not like it"
+        for name in ("wrong", "not finite", "failing", "refusing"):
+            assert by_key[name, m]["seconds"] is None
+    assert by_key["crashing", 1]["seconds"] > 0
+    assert by_key["crashing", 3]["seconds"] is None
+    assert by_key["crashing", 3]["note"] == "its process ended with SIGSEGV"
+
+
+@pytest.mark.parametrize("group", [32, -1])
+def test_reference_of_experts(peers, tmp_path, group):
+    """The vectorized reference, against loops over tokens and slots in float64."""
+    from peers import problem as problems
+
+    problem = problems.Moe("model", hidden=64, intermediate=32, experts=5, top_k=2, group=group)
+    files = problems.write(problem, tmp_path / "files", [3], calls=2)
+    rows, result = problems.reference(files, 3)
+    assert rows.tolist() == [0, 1, 2]
+    x = problems.from_bfloat16(files["x-3"]).astype(np.float64)
+
+    def weight(name, expert):
+        packed, scales = files[name][expert], files["s" + name[1:]][expert]
+        n, half = packed.shape
+        w = np.zeros((n, 2 * half))
+        for row in range(n):
+            for k in range(2 * half):
+                nibble = int(packed[row, k // 2]) >> 4 if k % 2 else int(packed[row, k // 2]) & 15
+                w[row, k] = (nibble - 8) * scales[row, k // 32 if group == 32 else 0]
+        return w
+
+    for token in range(3):
+        expected = np.zeros(64)
+        for expert, gate in zip(files["ids-3"][0, token], files["gates-3"][0, token]):
+            both = weight("w13", expert) @ x[token]
+            hidden = both[:32] / (1 + np.exp(-both[:32])) * both[32:]
+            expected += gate * (weight("w2", expert) @ hidden)
+        # float32: 64 and 32 terms and the activation, each within 2^-24 of the largest partial sum
+        assert np.abs(result[token] - expected).max() <= 200 * 2.0**-24 * np.abs(expected).max()
+
+
+def test_batches_hold_what_fits(peers):
+    from peers.session import batches
+
+    # 0.6 bytes a weight and 0.35 GB a process: 0.95 GB each; two others fit beside the one that is always there.
+    others = [peers.Wrong, peers.NotFinite, peers.Crashing]
+    found = batches([peers.Right, *others], 1_000_000_000, 1, 3e9)
+    assert found == [[peers.Right, peers.Wrong, peers.NotFinite], [peers.Right, peers.Crashing]]
+    assert batches([peers.Right], 1_000_000_000, 1, 3e9) == [[peers.Right]]
+
+
+def test_goals_compare_with_the_fastest_peer_of_the_kind(peers):
+    from peers.goals import goals
+
+    common = {"problem": "p", "kind": "moe", "group": "128", "threads": 2, "m": 512, "copies": 1, "own_seconds": 2.0}
+    common.update(reading_seconds=0.5, multiply_seconds=1.5)
+    entries = [("w4a8", "int4", 2.0), ("int4 a", "int4", 5.0), ("int4 b", "int4", 4.0), ("vllm INT8_W8A8", "int8", 3.0)]
+    entries += [("limit: multiply", "", 1.5)]
+    records = [{**common, "entry": name, "weights": weights, "seconds": seconds} for name, weights, seconds in entries]
+    reached = {line["what"]: (line["goal"], line["reached"]) for line in goals(records)}
+    assert reached == {
+        "512 tokens, times as fast as the fastest int4 peer (int4 b)": (1.5, 2.0),
+        "512 tokens, times as fast as vLLM's int8 (vllm INT8_W8A8)": (1.15, 1.5),
+        "w4a8, 512 tokens, share of the multiply peak": (0.82, 0.75),
+    }
