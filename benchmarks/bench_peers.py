@@ -13,7 +13,7 @@ from peers.goals import goals, goals_table
 from peers.limits import weight_bytes
 from peers.options import add_options, chosen_entries, groups_of, names, parse, plan_of
 from peers.plots import plot_roofline, plot_speeds
-from peers.problem import Moe, load_shapes
+from peers.problem import Moe, load_shapes, weight_count
 
 QUICK_ROWS = [1, 16, 128, 512]
 GROWTH_ROWS = [512, 8192]  # time per token must not grow
@@ -21,12 +21,11 @@ STAGES = Path(__file__).resolve().parent.parent / "build/bench/benchmarks/bench_
 
 
 def layers_for(moe: dict, rows: int, most_bytes: float) -> int:
-    """Layers that take turns, so that no expert is left in the last-level cache when its layer comes again."""
+    """Layers that take turns: before a layer's turn comes again, three times the last-level cache has been read."""
     one = Moe("", **moe, group=32)
-    expert = sum(weight_bytes(one))
     used = moe["experts"] * (1 - (1 - moe["top_k"] / moe["experts"]) ** rows)
-    needed = 1 + math.ceil(1.5 * report.cache_bytes() / (used * expert))
-    fits = int(most_bytes * 0.3 / (moe["experts"] * expert))  # w4a8, as many bytes to read, and a peer
+    needed = math.ceil(3 * report.cache_bytes() / (used * sum(weight_bytes(one))))
+    fits = int((most_bytes - 1.4e9) / (2.5 * weight_count(one)))  # w4a8, as many bytes to read, and the largest peer
     return max(1, min(needed, fits))
 
 
@@ -60,12 +59,13 @@ def stage_times(threads: int) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    add_options(parser, rows="1,4,16,128,512,2048", shapes="all with experts", seconds=0.2)
+    add_options(parser, rows="1,4,16,128,512,2048", shapes="all with experts", seconds=0.2, threads=[1, 2])
     parser.add_argument(
         "--parts", type=names, default=["moe", "linear", "growth", "stages"], help="moe,linear,growth,stages"
     )
     options = parse(parser)
     if options.quick:
+        options.threads = options.threads[-1:]
         options.m = [m for m in options.m if m in QUICK_ROWS] or options.m
     shapes = load_shapes(options.shapes or (["qwen3-30b-a3b"] if options.quick else []), "moe")
     collected = report.Collected(options.output)

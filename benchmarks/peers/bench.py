@@ -1,6 +1,7 @@
 """Measures one problem with all entries: a record (a flat dictionary) per entry, number of rows and batch."""
 
 import shutil
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ class Plan:
     seconds: float  # of each entry in each round
     most_bytes: float  # of memory
     pause: bool = False  # wait for Enter before measuring
-    slowest: float = 20.0  # seconds a call may be expected to take
+    slowest: float = 8.0  # seconds a call may be expected to take
 
 
 def measure(
@@ -94,7 +95,15 @@ def measure_rows(
         # The next number of rows is larger: what takes this long now would take minutes then.
         if seconds is not None and seconds * 4 > plan.slowest:
             too_slow[name] = f"not run: {seconds:.1f} s with {m} rows"
+    print(progress(records), file=sys.stderr, flush=True)
     return records
+
+
+def progress(records: list[dict]) -> str:
+    """One line about what was just measured."""
+    r = records[0]
+    times = [f"{r['entry']} {r['seconds'] * 1e3:.3g}" for r in records if r["seconds"] is not None]
+    return f"{r['problem']}, group {r['group']}, {r['threads']} threads, M={r['m']}, ms: {', '.join(times)}"
 
 
 def middle(rounds: Optional[list[list[float]]]) -> Optional[float]:

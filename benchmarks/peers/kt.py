@@ -37,7 +37,7 @@ class Moe(TorchEntry):
         pool = self.kt.WorkerPoolConfig()
         pool.subpool_count = 1
         pool.subpool_numa_map = [0]
-        pool.subpool_thread_count = [threads]
+        pool.subpool_thread_count = [self.workers(threads)]
         self.pool = self.kt.CPUInfer(pool)
         inner = self.problem.intermediate
         w13, w2 = self.tensor(files["w13"]), self.tensor(files["w2"])
@@ -49,6 +49,9 @@ class Moe(TorchEntry):
         }
         self.masks = self.torch.zeros(self.problem.experts, dtype=self.torch.bool)  # none of them on a GPU
         self.layers = [self.layer(given, index) for index in range(self.problem.copies)]
+
+    def workers(self, threads: int) -> int:
+        return threads
 
     def scales_of_32(self, name: str) -> Any:
         """Larger groups repeat their scale: given a group of 64 or 128, its result is NaN."""
@@ -88,4 +91,13 @@ class Moe(TorchEntry):
         return self.out
 
 
-ENTRIES = [Moe]
+class MoeOneLess(Moe):
+    """Its workers and the thread that hands out tasks spin: with a worker per core a call takes whole time slices."""
+
+    name = "kt-kernel int4, a worker less"
+
+    def workers(self, threads: int) -> int:
+        return max(1, threads - 1)
+
+
+ENTRIES = [Moe, MoeOneLess]

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from collections.abc import Sequence
 
 from peers.base import Entry
 from peers.bench import Plan
@@ -15,7 +16,9 @@ def names(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def add_options(parser: argparse.ArgumentParser, rows: str, shapes: str, seconds: float) -> None:
+def add_options(
+    parser: argparse.ArgumentParser, rows: str, shapes: str, seconds: float, threads: Sequence[int] = (2,)
+) -> None:
     parser.add_argument("--peers", type=names, default=[], help="parts of names, e.g. vllm,zentorch (default: all)")
     parser.add_argument(
         "--shapes", type=names, default=[], help=f"files of benchmarks/shapes without .json (default: {shapes})"
@@ -23,8 +26,8 @@ def add_options(parser: argparse.ArgumentParser, rows: str, shapes: str, seconds
     parser.add_argument("--m", type=numbers, default=numbers(rows), help=f"rows (default: {rows})")
     parser.add_argument("--groups", type=names, default=["32", "128", "channel"], help="default: 32,128,channel")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    parser.add_argument("--threads", type=numbers, default=[min(2, cores)], help="e.g. 1,2")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=numbers, default=sorted({min(n, cores) for n in threads}), help="e.g. 1,2")
+    parser.add_argument("--rounds", type=int, default=5, help="default: 5")
     parser.add_argument(
         "--seconds", type=float, default=seconds, help=f"of each entry in each round (default: {seconds})"
     )
@@ -65,5 +68,5 @@ def groups_of(options: argparse.Namespace, *widths: int) -> list[int]:
 
 
 def plan_of(options: argparse.Namespace) -> Plan:
-    rounds = min(options.rounds, 5) if options.quick else options.rounds
+    rounds = min(options.rounds, 4) if options.quick else options.rounds
     return Plan(rounds, options.seconds, options.memory * 1e9, options.pause)
