@@ -1,10 +1,10 @@
 """What this project wants to reach on a CPU with AVX-512 VNNI, beside what a run reached (of what it measured)."""
 
+from functools import partial
 from typing import Callable, Optional
 
 from peers.report import first
 
-# Multiply-accumulates in int4 weights and int8 activations; others keep wider weights.
 INT8_PEER = "vllm INT8_W8A8"
 AVX2 = "w4a8 x86_avx2"
 Line = tuple[str, str, float, float]  # what, where, goal, reached: more is better in all of them
@@ -43,6 +43,10 @@ def is_peer(record: dict) -> bool:
 
 def is_int4_peer(record: dict) -> bool:
     return is_peer(record) and record["weights"] == "int4"
+
+
+def has_weights(kinds: tuple[str, ...], record: dict) -> bool:
+    return is_peer(record) and record["weights"] in kinds
 
 
 def moe_goals(run: Run, group: str) -> list[Line]:
@@ -84,9 +88,12 @@ def linear_goals(run: Run, group: str) -> list[Line]:
         where = f"{group}, weights in {'cache' if copies == 1 else 'memory'}"
         part = Run([r for r in run.records if r["copies"] == copies])
         for m in dict.fromkeys(r["m"] for r in part.records):
-            found = part.against(m, is_peer)
-            if found:
-                lines.append((f"M={m}, times as fast as the fastest peer ({found[1]})", where, 1.0, found[0]))
+            # 8-bit weights need no unpacking, and twice the memory: a line of their own.
+            for width, wanted in (("4- or 16-bit", ("int4", "bf16")), ("8-bit", ("int8",))):
+                found = part.against(m, partial(has_weights, wanted))
+                if found:
+                    what = f"M={m}, times as fast as the fastest peer with {width} weights ({found[1]})"
+                    lines.append((what, where, 1.0, found[0]))
         goal = {"channel": 0.95, "32": 0.80}.get(group)
         avx2, peak = part.own(128, AVX2), first(part.records, entry="limit: multiply x86_avx2", m=128)
         if goal and avx2 and peak:
