@@ -34,11 +34,11 @@ const uint8_t* row_at(const void* x, DType dtype, int64_t row, int64_t k) {
 // How the rows of a product come about: fills what a tile reads of row r. Called once for each row.
 using PrepareRow = FunctionRef<void(int64_t r, int8_t* q, int32_t* starts, RowQuant* quant)>;
 
-// A null bias adds nothing beyond what is packed.
-void multiply(const Kernel& kernel, Parallel& parallel, Workspace& workspace, const PackedMatrix& matrix,
-              const float* bias, DType dtype, int64_t m, void* out, PrepareRow prepare) {
-  if (m == 0) return;
+// The given rows of the product. A null bias adds nothing beyond what is packed.
+void multiply_rows(const Kernel& kernel, Parallel& parallel, Workspace& workspace, const PackedMatrix& matrix,
+                   const float* bias, DType dtype, Range chunk, void* out, PrepareRow prepare) {
   const PackedShape& shape = matrix.shape;
+  const int64_t m = chunk.size();
   SerialParallel serial;
   Parallel& runner = shape.n * shape.k < kSerialMacs / m ? serial : parallel;
   const int workers = runner.threads();
@@ -58,7 +58,7 @@ void multiply(const Kernel& kernel, Parallel& parallel, Workspace& workspace, co
     if (phase == 0) {
       const int64_t end = std::min(m, (task + 1) * kQuantizeRowsPerTask);
       for (int64_t r = task * kQuantizeRowsPerTask; r < end; ++r) {
-        prepare(r, rows.q + r * rows.stride, rows.starts + r * rows.groups, rows.quant + r);
+        prepare(chunk.begin + r, rows.q + r * rows.stride, rows.starts + r * rows.groups, rows.quant + r);
       }
       return;
     }
@@ -73,10 +73,20 @@ void multiply(const Kernel& kernel, Parallel& parallel, Workspace& workspace, co
     const int64_t columns = std::min(shape.n, panels.end * kPanelColumns) - column;
     for (int64_t r = 0; r < block.size(); ++r) {
       for (int64_t c = 0; bias != nullptr && c < columns; ++c) tile[r * ldc + c] += bias[column + c];
-      kernel.store_row(tile + r * ldc, columns, dtype,
-                       static_cast<uint8_t*>(out) + ((block.begin + r) * shape.n + column) * dtype_bytes(dtype));
+      kernel.store_row(
+          tile + r * ldc, columns, dtype,
+          static_cast<uint8_t*>(out) + ((chunk.begin + block.begin + r) * shape.n + column) * dtype_bytes(dtype));
     }
   });
+}
+
+// In chunks of rows, so that the scratch stays bounded.
+void multiply(const Kernel& kernel, Parallel& parallel, Workspace& workspace, const PackedMatrix& matrix,
+              const float* bias, DType dtype, int64_t m, void* out, PrepareRow prepare) {
+  const int64_t chunks = ceil_div(m, matmul_chunk_rows(matrix.shape));
+  for (int64_t c = 0; c < chunks; ++c) {
+    multiply_rows(kernel, parallel, workspace, matrix, bias, dtype, share(m, chunks, c), out, prepare);
+  }
 }
 
 void check_zero_points(const GivenRows& rows, int64_t m) {
@@ -116,6 +126,12 @@ QuantizedRows QuantizedRows::slice(Slicer& slicer, int64_t rows, int64_t k, int6
   result.starts = slicer.take<int32_t>(rows * result.groups);
   result.quant = slicer.take<RowQuant>(rows);
   return result;
+}
+
+int64_t matmul_chunk_rows(const PackedShape& shape) {
+  constexpr int64_t kScratchBytes = 96 * 1024 * 1024;
+  const int64_t bytes = row_stride(shape.k) + shape.groups() * int64_t{sizeof(int32_t)} + int64_t{sizeof(RowQuant)};
+  return std::max<int64_t>(64, kScratchBytes / bytes);
 }
 
 void matmul(const Kernel& kernel, Parallel& parallel, Workspace& workspace, const PackedMatrix& matrix, const void* x,

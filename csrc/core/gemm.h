@@ -24,8 +24,12 @@ struct QuantizedRows {
 
 /// out[m, n] = x[m, k] times the packed matrix (dequantized, bias added), rounded once to `dtype`.
 /// x and out: contiguous, of `dtype`. m may be 0. A row with a NaN or infinite element gives NaN in that row only.
+/// Scratch is bounded: rows are worked off in chunks (matmul_chunk_rows).
 void matmul(const Kernel& kernel, Parallel& parallel, Workspace& workspace, const PackedMatrix& matrix, const void* x,
             DType dtype, int64_t m, void* out);
+
+/// Rows worked off at once: as many as keep the scratch near 96 MiB, at least 64.
+int64_t matmul_chunk_rows(const PackedShape& shape);
 
 /// Rows that the caller has quantized: x ~ (q - zero_point) * scale.
 struct GivenRows {

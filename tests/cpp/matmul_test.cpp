@@ -207,6 +207,45 @@ TEST_P(MatmulTest, GivenZeroPointsAreChecked) {
   }
 }
 
+// More rows than are worked off at once: the same bits as in parts, and the scratch stays bounded.
+TEST_P(MatmulTest, ChunksOfRows) {
+  W4A8_TRACE_SEED();
+  Rng rng(66);
+  const PackedShape shape{1, 2, 2, DType::kFloat32, true};
+  const ref::Weights weights = random_weights(rng, shape);
+  const Packed packed = pack_one(shape, weights);
+  const int64_t chunk = matmul_chunk_rows(shape);
+  ASSERT_LE(chunk, 1 << 20) << "too large for a test";
+  const int64_t m = chunk + 3;
+  const std::vector<float> x = random_activations(rng, m * shape.k, DType::kFloat32);
+  std::vector<float> whole(static_cast<std::size_t>(m));
+  std::vector<float> parts(static_cast<std::size_t>(m));
+  ThreadParallel parallel(2);
+  matmul(kernel(), parallel, workspace_, packed.matrix(), x.data(), DType::kFloat32, m, whole.data());
+  EXPECT_LE(workspace_.capacity(), (int64_t{96} << 20) + (1 << 20));
+  constexpr int64_t kPart = 100000;
+  for (int64_t r = 0; r < m; r += kPart) {
+    matmul(kernel(), parallel, workspace_, packed.matrix(), x.data() + r * shape.k, DType::kFloat32,
+           std::min(kPart, m - r), parts.data() + r);
+  }
+  EXPECT_EQ(whole, parts);
+  for (const int64_t r : {int64_t{0}, m / 2 - 1, m / 2, m / 2 + 1, m - 1}) {
+    const ref::Row row = ref::quantize({x[static_cast<std::size_t>(2 * r)], x[static_cast<std::size_t>(2 * r + 1)]});
+    EXPECT_EQ(whole[static_cast<std::size_t>(r)], ref::dot(row, weights, 0)) << "row " << r;
+  }
+}
+
+TEST(MatmulChunkTest, BoundedForEveryShape) {
+  for (const int64_t k : {int64_t{2}, int64_t{64}, int64_t{4096}, int64_t{18432}, kMaxK}) {
+    for (const int64_t group : {int64_t{32}, k}) {
+      if (k % group != 0) continue;
+      const int64_t rows = matmul_chunk_rows({16, k, group, DType::kFloat32, false});
+      EXPECT_GE(rows, 64);
+      EXPECT_LE(rows * (k + k / group * 4 + 8), int64_t{96} << 20);
+    }
+  }
+}
+
 TEST_P(MatmulTest, NoRowsTouchNothing) {
   Rng rng(65);
   SerialParallel serial;

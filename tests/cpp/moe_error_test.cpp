@@ -61,6 +61,20 @@ TEST_F(MoeErrorTest, WideIdsAreNotTruncated) {
   }
 }
 
+// Rows are numbered in int32: so many slots must be refused before ids are read or memory is taken.
+TEST_F(MoeErrorTest, TooManySlots) {
+  Rng rng(86);
+  const MoeData data(rng, MoeCase{});
+  for (const int64_t slots : {int64_t{1} << 25, int64_t{1} << 31, int64_t{1} << 60}) {
+    MoeArgs args = data.args();
+    args.tokens = 1;
+    args.slots = slots;
+    args.ids = nullptr;
+    expect_words(refused(data, args), {"topk_ids", "k is " + std::to_string(slots), "at most 33554431"});
+  }
+  EXPECT_EQ(workspace_.capacity(), 0);
+}
+
 TEST_F(MoeErrorTest, HeadersOfUsedExperts) {
   Rng rng(82);
   for (const bool second : {false, true}) {

@@ -40,6 +40,14 @@ void check_dimension(const char* name, int64_t value) {
                               std::to_string(kMaxK));
 }
 
+// Rows of a chunk (at least 64 tokens) are numbered in int32.
+void check_slots(int64_t slots) {
+  constexpr int64_t kMostSlots = (int64_t{1} << 25) - 1;
+  if (slots <= kMostSlots) return;
+  throw std::invalid_argument("topk_ids: k is " + std::to_string(slots) + ", expected at most " +
+                              std::to_string(kMostSlots));
+}
+
 // The two packed matrices of the experts. Headers are read only for experts that are used.
 class Experts {
  public:
@@ -338,6 +346,7 @@ void fused_moe(const Kernel& kernel, Parallel& parallel, Workspace& workspace, c
   check_dimension("H", args.hidden);
   check_dimension("I", args.intermediate);
   if (args.tokens == 0) return;
+  check_slots(args.slots);
   check_ids(args);
   const Experts experts(args);
   const int64_t most_tokens = moe_chunk_tokens(args.slots, args.hidden, args.intermediate);

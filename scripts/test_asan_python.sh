@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# usage: test_asan_python.sh [PYTEST_ARGUMENTS]
+# The extension built with AddressSanitizer and UndefinedBehaviorSanitizer, under pytest: a subset that calls every operator
+# with right and wrong arguments. The interpreter and torch are not instrumented, so their leaks are not looked for.
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+select_flavour
+[ "$FLAVOUR" = debian ] || [ "$FLAVOUR" = own ] || pip_once "$PY" test
+build=${BUILD_DIR}-asan
+site=$ROOT/$build/site/w4a8
+say "building the extension with sanitizers in $build"
+cmake_flags=(-DCMAKE_BUILD_TYPE=Debug "-DCMAKE_CXX_FLAGS_DEBUG=-g1 -O1" -DW4A8_SANITIZE=address,undefined "-DPython_EXECUTABLE=$PY" "-DPYTHON_EXECUTABLE=$PY")
+pybind=$("$PY" -c 'import pybind11; print(pybind11.get_cmake_dir())' 2>/dev/null || true)
+[ -z "$pybind" ] || cmake_flags+=("-Dpybind11_DIR=$pybind")
+run_quiet build/log/asan-python-configure.log cmake -S . -B "$build" -G Ninja "${cmake_flags[@]}"
+run_quiet build/log/asan-python-build.log cmake --build "$build" -j "$CMAKE_BUILD_PARALLEL_LEVEL" --target w4a8_torch w4a8_python
+rm -rf "$site"
+mkdir -p "$site"
+cp -r python/w4a8/. "$site"
+rm -f "$site"/*.so
+run_quiet build/log/asan-python-install.log cmake --install "$build" --component python --prefix "$ROOT/$build/site"
+
+compiler=$(sed -n 's/^CMAKE_CXX_COMPILER:[A-Z]*=//p' "$build/CMakeCache.txt")
+export LD_PRELOAD
+LD_PRELOAD="$("$compiler" -print-file-name=libasan.so) $("$compiler" -print-file-name=libubsan.so) $("$compiler" -print-file-name=libstdc++.so.6)"
+export ASAN_OPTIONS=detect_leaks=0:abort_on_error=0:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1
+export PYTHONPATH=$ROOT/$build/site PYTHONMALLOC=malloc
+loaded=$("$PY" -c 'import w4a8; print(w4a8.__file__)' | tail -n 1)
+[ "$loaded" = "$site/__init__.py" ] || die "another w4a8 was loaded: $loaded"
+say "pytest with the sanitized extension"
+tests=(tests/python/test_ops.py tests/python/test_moe.py tests/python/test_errors.py tests/python/test_storage.py
+  tests/python/test_linear_ops.py tests/python/test_fuzz_ops.py tests/python/test_golden.py)
+"$PY" -m pytest -q -p no:cacheprovider "${tests[@]}" "$@"

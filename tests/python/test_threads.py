@@ -1,0 +1,211 @@
+"""Who calls, from where and how often must not matter: threads of Python and of torch, forks, modes of torch."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+import torch
+from common import TORCH_VERSION, assert_same_bits, make_layer, make_matrix, matmul, route
+
+import w4a8
+
+
+def cases():
+    """Calls of different operators and shapes, small and large enough for several threads."""
+    made = []
+    for n, k, group, rows in [(40, 64, 32, 3), (300, 256, 64, 50), (17, 90, 90, 7), (512, 512, 128, 1)]:
+        matrix = make_matrix(n, k, group, bias=True)
+        packed, x = matrix.pack(), torch.randn(rows, k)
+        made.append(lambda matrix=matrix, packed=packed, x=x: matmul(x, matrix, packed))
+        made.append(lambda matrix=matrix: matrix.pack())
+    for experts, hidden, inter, tokens, top_k in [(4, 64, 32, 5, 2), (8, 256, 128, 40, 3), (3, 128, 96, 1, 3)]:
+        layer, x = make_layer(experts, hidden, inter), torch.randn(tokens, hidden)
+        ids, router = route(tokens, top_k, experts)
+        made.append(lambda layer=layer, x=x, ids=ids, router=router: layer(x, ids, router))
+    x = torch.randn(60, 300)
+    made.append(lambda: w4a8.dynamic_per_token_int8_quant(x, False, 8)[0])
+    return made
+
+
+def test_eight_python_threads_at_once():
+    calls = cases()
+    expected = [call() for call in calls]
+    start = threading.Barrier(8)
+    errors = []
+
+    def work(first):
+        try:
+            start.wait()
+            for i in range(60):
+                at = (first + i) % len(calls)
+                assert_same_bits(calls[at](), expected[at], f"call {at}")
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors[0]
+
+
+def test_errors_in_one_thread_leave_the_others_alone():
+    matrix = make_matrix(40, 64, 32)
+    packed, x = matrix.pack(), torch.randn(3, 64)
+    expected = matmul(x, matrix, packed)
+    wrong, failed = [], []
+
+    def bad():
+        for _ in range(200):
+            try:
+                w4a8.dyn_quant_matmul_4bit(x, packed[:-1], 32, 64, 40)
+                wrong.append("accepted")
+            except RuntimeError:
+                pass
+
+    def good():
+        for _ in range(200):
+            if not torch.equal(matmul(x, matrix, packed), expected):
+                failed.append("other bits")
+
+    threads = [threading.Thread(target=work) for work in (bad, good, bad, good)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert not failed
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 4])
+def test_number_of_threads(set_threads, threads):
+    calls = cases()
+    set_threads(1)
+    expected = [call() for call in calls]
+    set_threads(threads)
+    for at, call in enumerate(calls):
+        assert_same_bits(call(), expected[at], f"call {at} with {threads} threads")
+
+
+def test_a_thousand_runs(set_threads):
+    set_threads(4)
+    layer, x = make_layer(8, 256, 128), torch.randn(40, 256)
+    ids, router = route(40, 3, 8)
+    expected = layer(x, ids, router)
+    for _ in range(1000):
+        assert torch.equal(layer(x, ids, router), expected)
+
+
+def test_flushed_denormals_and_threads(set_threads):
+    """torch.set_flush_denormal is of the calling thread alone: with it, several threads would not agree."""
+    if not torch.set_flush_denormal(False):
+        pytest.skip("this CPU cannot flush denormals")
+    matrix = make_matrix(300, 256, 64)
+    matrix.scales = matrix.scales * 1e-38
+    packed, x = matrix.pack(), torch.randn(50, 256)
+    set_threads(1)
+    expected = matmul(x, matrix, packed)
+    assert (expected != 0).any()
+    assert (expected.abs() < torch.finfo(torch.float32).tiny).any()
+    try:
+        for threads in (1, 4):
+            set_threads(threads)
+            torch.set_flush_denormal(True)
+            y = matmul(x, matrix, packed)
+            still = float(torch.tensor([1e-40]) * 1)  # the caller's own setting is as it was
+            torch.set_flush_denormal(False)
+            assert_same_bits(y, expected, f"{threads} threads")
+            assert still == 0
+    finally:
+        torch.set_flush_denormal(False)
+
+
+def test_modes_of_torch():
+    calls = cases()
+    expected = [call() for call in calls]
+    modes = [torch.no_grad, torch.enable_grad]
+    modes += [torch.inference_mode, lambda: torch.autocast("cpu", dtype=torch.bfloat16)]
+    for mode in modes:
+        with mode():
+            for at, call in enumerate(calls):
+                assert_same_bits(call(), expected[at], f"call {at}")
+
+
+def test_inputs_made_in_inference_mode_and_with_gradients():
+    layer, x = make_layer(4, 64, 32), torch.randn(5, 64)
+    ids, router = route(5, 2, 4)
+    expected = layer(x, ids, router)
+    with torch.inference_mode():
+        inside = x.clone(), router.clone()
+    assert_same_bits(layer(inside[0], ids, inside[1]), expected)
+    with torch.no_grad():
+        assert_same_bits(layer(x.requires_grad_(), ids, router), expected)
+
+
+@pytest.mark.skipif(TORCH_VERSION < (2, 2), reason="torch.compile of this torch cannot trace operators of a library")
+def test_compiled_under_a_mode():
+    layer, x = make_layer(4, 64, 32), torch.randn(5, 64)
+    ids, router = route(5, 2, 4)
+    expected = layer(x, ids, router) * 2
+    with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
+        compiled = torch.compile(lambda: layer(x, ids, router) * 2, backend="eager", fullgraph=True)
+        assert_same_bits(compiled(), expected)
+
+
+FORK = """
+    import os, signal, sys, threading
+    import torch, w4a8
+    sys.path.insert(0, sys.argv[1])
+    from common import make_layer, route
+    torch.manual_seed(0)
+    torch.set_num_threads(1)  # starts none: packing would
+    layer, x = make_layer(8, 256, 128), torch.randn(40, 256)
+    ids, router = route(40, 3, 8)
+    torch.set_num_threads(2)
+    before, inside = sys.argv[2], sys.argv[3]
+    if before == "ours":
+        layer(x, ids, router)
+    elif before == "torch":
+        torch.randn(1_000_000).add_(1)
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(60)  # a hang ends as a signal
+        if inside == "one":
+            torch.set_num_threads(1)
+        y = layer(x, ids, router)
+        torch.save(y, sys.argv[4])
+        os._exit(0)
+    status = os.waitpid(pid, 0)[1]
+    torch.set_num_threads(1)
+    expected = layer(x, ids, router)
+    if status != 0:
+        print("child", status)
+    elif not torch.equal(torch.load(sys.argv[4]), expected):
+        print("other bits")
+    else:
+        print("same")
+"""
+
+
+# before: what ran on several threads in the parent; inside: what the child does first.
+@pytest.mark.parametrize(("before", "inside"), [("nothing", "as it is"), ("ours", "one"), ("torch", "one")])
+def test_after_fork(tmp_path, before, inside):
+    """The child computes the same bits: on several threads if the parent had not started any, else on one.
+
+    libgomp's threads do not exist in the child of a process that had started them, and the first parallel region
+    waits for them forever. That is so for every operator of torch; torch.set_num_threads(1) in the child avoids it.
+    """
+    arguments = [os.path.dirname(__file__), before, inside, str(tmp_path / "y.pt")]
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(FORK), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "same", done.stdout
