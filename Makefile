@@ -4,11 +4,11 @@ export TORCH PYTHON
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-arm setup lint format bench bench-linear bench-peers clean
+.PHONY: fuzz test-baseline test-package help demo test test-arm setup lint format bench bench-linear bench-peers clean
 
 help: ## list the targets
 	@echo "usage: make TARGET [TORCH=debian | PYTHON=/path/to/python] [ARGS='...']"
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "  TORCH=debian   Debian's python3-torch in .venv-debian instead of PyPI's torch in .venv"
 	@echo "  PYTHON=...     your own interpreter with torch; nothing is installed into it"
 	@echo "  ARGS='...'     passed on: to demo.py, pytest or the benchmarks"
@@ -21,6 +21,15 @@ test: ## set up everything and run all tests: GoogleTest through ctest, then pyt
 
 test-arm: ## the Arm kernels on emulated CPUs (installs a cross compiler and qemu when root)
 	@scripts/test_arm.sh $(ARGS)
+
+fuzz: ## fuzz the core with Clang's sanitizers: make fuzz SECONDS=600 (default 60)
+	@scripts/fuzz.sh $(SECONDS)
+
+test-baseline: ## the core tests on an emulated x86-64 CPU without AVX
+	@scripts/test_baseline.sh
+
+test-package: ## sdist, wheel, and the wheel's tests away from the source tree
+	@scripts/test_package.sh
 
 setup: ## only set up the environment and install the package into it
 	@scripts/setup.sh

@@ -112,7 +112,7 @@ setup_pypi() {
 
 setup_debian() {
   local packages=(g++ cmake ninja-build libgtest-dev pybind11-dev python3 python3-dev python3-venv python3-pip
-    python3-setuptools python3-wheel python3-numpy python3-pytest python3-torch libtorch-dev)
+    python3-setuptools python3-wheel python3-numpy python3-pytest python3-hypothesis python3-torch libtorch-dev)
   command -v dpkg-query >/dev/null || die "TORCH=debian needs a Debian system"
   # shellcheck disable=SC2046
   need_packages $(missing_packages "${packages[@]}")

@@ -7,12 +7,12 @@ need_cmake
 command -v qemu-x86_64 >/dev/null || need_packages qemu-user
 command -v objdump >/dev/null || need_packages binutils
 say "building preset release without torch"
-run_quiet build/log/baseline-configure.log cmake --preset release -B build/baseline -DW4A8_BUILD_TORCH=OFF -DW4A8_BUILD_PYTHON=OFF
-run_quiet build/log/baseline-build.log cmake --build build/baseline -j "$CMAKE_BUILD_PARALLEL_LEVEL"
-scripts/check_symbols.sh build/baseline
-scripts/check_isa.sh build/baseline
+run_quiet build/log/baseline-configure.log cmake --preset release -DW4A8_BUILD_TORCH=OFF -DW4A8_BUILD_PYTHON=OFF
+run_quiet build/log/baseline-build.log cmake --build --preset release -j "$CMAKE_BUILD_PARALLEL_LEVEL"
+scripts/check_symbols.sh build/release
+scripts/check_isa.sh build/release
 
-suite=build/baseline/tests/cpp/w4a8_core_tests
+suite=build/release/tests/cpp/w4a8_core_tests
 emulate() { qemu-x86_64 -cpu qemu64 "$@"; }
 say "the core suite under qemu-x86_64 -cpu qemu64"
 shards=$CMAKE_BUILD_PARALLEL_LEVEL
@@ -30,7 +30,7 @@ done
 [ "$failed" = 0 ] || die "the core suite failed on the baseline"
 say "the fuzz corpus there"
 for name in kernels packed rows; do
-  run_quiet "build/log/baseline-fuzz-$name.log" emulate "build/baseline/tests/fuzz/fuzz_${name}_replay" "tests/fuzz/corpus/$name"
+  run_quiet "build/log/baseline-fuzz-$name.log" emulate "build/release/tests/fuzz/fuzz_${name}_replay" "tests/fuzz/corpus/$name"
 done
 say "a kernel that this CPU lacks is refused by name"
 for kernel in x86_avx2 x86_avx512vnni; do

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <limits>
 #include <new>
@@ -121,6 +122,35 @@ TEST(ParallelTest, PhasesPublishTheirResults) {
       }
     });
     for (std::size_t i = 0; i < 97; ++i) ASSERT_EQ(second[i], static_cast<int64_t>(97 - i));
+  }
+}
+
+// The same with every task of the first phase on a worker of its own, which small tasks alone do not bring about: the
+// first worker has done them all before the second one runs. They meet by relaxed operations, which publish nothing:
+// only run_phases does, and ThreadSanitizer sees it if it does not.
+TEST(ParallelTest, PhasesPublishBetweenWorkers) {
+  constexpr int kWorkers = 3;
+  ThreadParallel parallel(kWorkers);
+  for (int round = 0; round < 20; ++round) {
+    std::vector<int64_t> first(kWorkers, 0);
+    std::vector<int64_t> sums(kWorkers, 0);
+    std::vector<int> worker_of(kWorkers, -1);
+    std::atomic<int> arrived{0};
+    const int64_t counts[] = {kWorkers, kWorkers};
+    run_phases(parallel, counts, [&](int phase, int64_t task, int worker) {
+      const auto i = static_cast<std::size_t>(task);
+      if (phase == 0) {
+        first[i] = task + 1;
+        worker_of[i] = worker;
+        arrived.fetch_add(1, std::memory_order_relaxed);
+        while (arrived.load(std::memory_order_relaxed) < kWorkers) std::this_thread::yield();
+      } else {
+        for (const int64_t value : first) sums[i] += value;
+      }
+    });
+    for (const int64_t sum : sums) ASSERT_EQ(sum, 6);
+    std::sort(worker_of.begin(), worker_of.end());
+    ASSERT_EQ(worker_of, (std::vector<int>{0, 1, 2}));
   }
 }
 

@@ -1,0 +1,59 @@
+#!/usr/bin/env bash
+# The package as it is published: an sdist, a wheel built from it outside of this source tree, that wheel installed into a
+# fresh environment and tested from another folder; pip check; and what the wheel links is what NOTICE says.
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+select_flavour
+case $FLAVOUR in
+  pypi) pip_once "$PY" test ;;
+  *) need_modules numpy pytest ;;
+esac
+work=$ROOT/build/package
+rm -rf "$work"
+mkdir -p "$work/away"
+
+say "an environment with torch and without w4a8"
+"$PY" -m venv "$work/env"
+env_py=$work/env/bin/python
+site=$("$env_py" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+# torch and the tests' packages are taken from the flavour, behind the environment's own.
+"$PY" -c 'import site; print("\n".join(site.getsitepackages()))' >"$site/flavour.pth"
+"$env_py" -m pip install -qq build
+
+say "sdist"
+run_quiet build/log/package-sdist.log "$env_py" -m build --sdist --outdir "$work/dist" .
+sdist=$(echo "$work"/dist/w4a8-*.tar.gz)
+listing=$(tar tzf "$sdist")
+for file in LICENSE NOTICE README.md CMakeLists.txt cmake/torch.cmake csrc/core/gemm.cpp csrc/kernels/kernels.inc python/w4a8/py.typed; do
+  grep -q "/$file\$" <<<"$listing" || die "the sdist lacks $file"
+done
+if grep -E '\.(so|o|pyc)$|/build/' <<<"$listing"; then die "the sdist holds what a build made"; fi
+
+say "wheel from the sdist"
+run_quiet build/log/package-wheel.log env PATH="$(dirname "$PY"):$PATH" "$env_py" -m pip wheel -v --no-build-isolation --no-deps \
+  --wheel-dir "$work/dist" "$sdist"
+wheel=$(echo "$work"/dist/w4a8-*.whl)
+"$env_py" -m pip install -qq --no-deps "$wheel"
+
+say "away from the source tree"
+cp -r tests README.md CMakeLists.txt "$work/away"
+cd "$work/away"
+loaded=$("$env_py" -c 'import w4a8; print(w4a8.__file__)')
+case $loaded in "$site"/*) ;; *) die "another w4a8 was loaded: $loaded" ;; esac
+"$env_py" -m w4a8 >"$work/about.txt"
+"$env_py" -m pytest -q -p no:cacheprovider -c /dev/null --rootdir "$work/away" \
+  tests/python/test_ops.py tests/python/test_moe.py tests/python/test_errors.py tests/python/test_golden.py
+"$env_py" -m pip check || die "pip check"
+
+say "what it links and carries"
+for library in "$site"/w4a8/*.so; do
+  while read -r needed; do
+    case $needed in
+      libw4a8_torch.so | libtorch.so* | libtorch_cpu.so* | libc10.so* | libstdc++.so.6 | libgcc_s.so.1 | libm.so.6 | libc.so.6 | ld-linux-*.so.*) ;;
+      *) die "$(basename "$library") links $needed, which NOTICE does not name" ;;
+    esac
+  done < <(readelf -d "$library" | sed -n 's/.*(NEEDED).*\[\(.*\)\]/\1/p')
+  if readelf -d "$library" | grep -E 'R(UN)?PATH' | grep -v '\[\$ORIGIN\]'; then die "$library searches a folder of the build"; fi
+done
+carried=$(cd "$site" && find . -path './w4a8-*' \( -name 'LICENSE*' -o -name 'NOTICE*' \) | sort)
+[ "$(wc -l <<<"$carried")" = 2 ] || die "the wheel should carry LICENSE and NOTICE: $carried"
+say "package: $(basename "$sdist"), $(basename "$wheel") ($(du -h "$wheel" | cut -f1))"
