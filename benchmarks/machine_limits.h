@@ -13,6 +13,7 @@ uint64_t read_all(const uint8_t* data, int64_t bytes);
 /// Runs the multiply instruction of a kernel `iterations` times on 12 independent accumulators in registers, and
 /// returns how many multiply-accumulates that was; 0 if the kernel has no such instruction (scalar).
 ///   x86_avx512vnni  VPDPBUSD zmm: 64 MACs
+///   x86_avxvnni     VPDPBUSD ymm: 32 MACs
 ///   x86_avx2        VPMADDUBSW ymm + VPADDW ymm: 32 MACs
 int64_t run_multiply(const Kernel& kernel, int64_t iterations);
 
