@@ -4,11 +4,11 @@ export TORCH PYTHON
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: fuzz test-baseline test-package help demo test test-arm setup lint format bench bench-linear bench-peers clean
+.PHONY: help demo test test-arm test-vllm test-vllm-full test-baseline test-package fuzz setup lint format bench bench-linear bench-peers clean
 
 help: ## list the targets
 	@echo "usage: make TARGET [TORCH=debian | PYTHON=/path/to/python] [ARGS='...']"
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "  TORCH=debian   Debian's python3-torch in .venv-debian instead of PyPI's torch in .venv"
 	@echo "  PYTHON=...     your own interpreter with torch; nothing is installed into it"
 	@echo "  ARGS='...'     passed on: to demo.py, pytest or the benchmarks"
@@ -21,6 +21,12 @@ test: ## set up everything and run all tests: GoogleTest through ctest, then pyt
 
 test-arm: ## the Arm kernels on emulated CPUs (installs a cross compiler and qemu when root)
 	@scripts/test_arm.sh $(ARGS)
+
+test-vllm: ## the plugin in the real vLLM, in .venv-vllm (x86-64; large downloads)
+	@scripts/test_vllm.sh $(ARGS)
+
+test-vllm-full: ## the same with every format, group and dtype, and two ranks
+	@scripts/test_vllm.sh --full $(ARGS)
 
 fuzz: ## fuzz the core with Clang's sanitizers: make fuzz SECONDS=600 (default 60)
 	@scripts/fuzz.sh $(SECONDS)

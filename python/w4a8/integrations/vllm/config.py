@@ -31,11 +31,11 @@ class W4A8CompressedTensorsConfig(CompressedTensorsConfig):
 
     def get_scheme(self, layer: torch.nn.Module, layer_name: str | None = None):
         """The scheme of a linear layer, or None (upstream's contract)."""
-        if isinstance(layer, LinearBase):
-            found = self.get_scheme_dict(layer, layer_name)
-            if found is not None and is_w4a8(found.get("weights"), found.get("input_activations")):
-                if found.get("output_activations") is None:
-                    return W4A8LinearScheme(found["weights"], found["format"], layer_name)
+        found = self.get_scheme_dict(layer, layer_name) if isinstance(layer, LinearBase) else None
+        if found is not None and found.get("output_activations") is None:
+            weights = found.get("weights")
+            if is_w4a8(weights, found.get("input_activations")):
+                return W4A8LinearScheme(weights, found["format"], layer_name)
         return super().get_scheme(layer, layer_name)
 
     def _experts_method(self, layer: RoutedExperts, prefix: str) -> W4A8MoEMethod | None:

@@ -1,0 +1,238 @@
+"""Tokens per second in the real vLLM: stock bfloat16 beside W4A8 with the plugin, on one model's shapes.
+
+    .venv-vllm/bin/python benchmarks/bench_vllm.py [--layers 4] [--rounds 5]
+
+The model has the layers of Qwen3-30B-A3B (hidden 2048, 128 experts of 768, top-8) but few of them, and random weights
+made in memory; nothing is read from disk. Each way is one engine in a process of its own; all are loaded first, then
+take turns, so that a change of the machine's clock or load meets all of them. Memory at the default of 4 layers: about
+9 GB. What stock vLLM refuses is shown with its reason. See benchmarks/README.md.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+CONFIG = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "head_dim": 128,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"},
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+FULL_LAYERS, FULL_VOCABULARY = 48, 151936
+
+INT8_TOKENS = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
+
+
+def quantization(group: int, inputs: dict | None, format_: str) -> dict:
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "dynamic": False}
+    weights.update(strategy="group", group_size=group)
+    scheme = {"targets": ["Linear"], "format": format_, "weights": weights, "input_activations": inputs}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": format_,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": scheme},
+        "ignore": ["lm_head", "re:.*mlp.gate$"],
+    }
+
+
+# name: (quantization_config, plugin)
+WAYS = {
+    "bf16 (stock)": (None, False),
+    "W4A8 g128 (plugin)": (quantization(128, INT8_TOKENS, "int-quantized"), True),
+    "W4A16 g128 (stock)": (quantization(128, None, "pack-quantized"), False),
+    "W4A8 g128 (stock)": (quantization(128, INT8_TOKENS, "int-quantized"), False),
+}
+BASE, CANDIDATE = "bf16 (stock)", "W4A8 g128 (plugin)"
+
+
+# ---- one engine, in a process of its own ----
+
+
+class Engine:
+    def __init__(self, model: str) -> None:
+        from vllm import LLM
+
+        self.llm = LLM(
+            model,
+            skip_tokenizer_init=True,
+            load_format="dummy",
+            max_model_len=1024,
+            max_num_seqs=8,
+            enable_prefix_caching=False,
+            seed=0,
+        )
+        self.vocabulary = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
+
+    def generate(self, batch: int, prompt: int, tokens: int) -> float:
+        """Seconds."""
+        from vllm import SamplingParams
+
+        prompts = [
+            {"prompt_token_ids": [(7919 * (i + 1) * (b + 1)) % self.vocabulary for i in range(prompt)]}
+            for b in range(batch)
+        ]
+        parameters = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        started = time.perf_counter()
+        self.llm.generate(prompts, parameters, use_tqdm=False)
+        return time.perf_counter() - started
+
+    def decode(self, batch: int, tokens: int) -> float:
+        """Tokens per second of the steps after the first."""
+        return batch * tokens / (self.generate(batch, 8, tokens + 1) - self.generate(batch, 8, 1))
+
+    def prefill(self, tokens: int) -> float:
+        """Tokens per second of one prompt."""
+        return tokens / self.generate(1, tokens, 1)
+
+
+def serve(model: str, answers: int) -> None:
+    """Reads {"method", "arguments"} lines and answers with numbers, on a pipe that vLLM's output does not go to."""
+    with os.fdopen(answers, "w") as pipe:
+
+        def answer(content: object) -> None:
+            pipe.write(json.dumps(content) + "\n")
+            pipe.flush()
+
+        try:
+            engine = Engine(model)
+        except Exception as error:
+            answer({"error": f"{type(error).__name__}: {error}"})
+            return
+        answer({"ready": True})
+        for line in sys.stdin:
+            question = json.loads(line)
+            answer(getattr(engine, question["method"])(*question["arguments"]))
+
+
+class Process:
+    """An engine's process."""
+
+    def __init__(self, name: str, layers: int, directory: Path) -> None:
+        scheme, plugin = WAYS[name]
+        model = directory / "".join(c if c.isalnum() else "_" for c in name)
+        model.mkdir()
+        vocabulary = FULL_VOCABULARY * layers // FULL_LAYERS // 64 * 64  # its share of the time stays that of the model
+        config = {**CONFIG, "num_hidden_layers": layers, "vocab_size": vocabulary}
+        if scheme is not None:
+            config["quantization_config"] = scheme
+        (model / "config.json").write_text(json.dumps(config))
+        environment = {
+            **os.environ,
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "W4A8_VLLM": "1" if plugin else "0",
+        }
+        ours, theirs = os.pipe()
+        self.log = directory / f"{model.name}.log"
+        with open(self.log, "w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, __file__, "--serve", str(model), "--answers", str(theirs)],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                text=True,
+                env=environment,
+                pass_fds=(theirs,),
+            )
+        os.close(theirs)
+        self.answers = os.fdopen(ours)
+        line = self.answers.readline()
+        self.error = json.loads(line).get("error") if line else f"ended early, see {self.log}"
+
+    def ask(self, method: str, *arguments: int) -> float:
+        self.process.stdin.write(json.dumps({"method": method, "arguments": arguments}) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.answers.readline())
+
+    def stop(self) -> None:
+        self.process.stdin.close()
+        self.process.terminate()
+        self.process.wait(60)
+
+
+def measure(processes: dict[str, Process], rounds: int) -> None:
+    questions = {
+        "decode, batch 1": ("decode", 1, 32),
+        "decode, batch 8": ("decode", 8, 16),
+        "prefill, 512 tokens": ("prefill", 512),
+    }
+    for process in processes.values():  # compilation, pages, caches
+        for question in questions.values():
+            process.ask(*question)
+    print("measuring", flush=True)
+    figures = {(q, name): [] for q in questions for name in processes}
+    for _ in range(rounds):
+        for title, question in questions.items():
+            for name, process in processes.items():
+                figures[title, name].append(process.ask(*question))
+    header = "".join(f"{name:>28}" for name in processes)
+    print(f"\n{'tokens per second':22}{header}{'ratio':>10}{'ratios of the rounds':>26}")
+    for title in questions:
+        cells = ""
+        for name in processes:
+            rates = figures[title, name]
+            cells += f"{f'{statistics.median(rates):.1f} ({min(rates):.1f}..{max(rates):.1f})':>28}"
+        both = zip(figures[title, CANDIDATE], figures[title, BASE])
+        ratios = sorted(candidate / base for candidate, base in both)
+        spread = f"{ratios[0]:.2f}..{ratios[-1]:.2f}"
+        print(f"{title:22}{cells}{statistics.median(ratios):>9.2f}x{spread:>26}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=4, help="4: 1.2 GB of int4 experts")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--logs", type=Path, help="keep the logs of the engines in this folder")
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    parser.add_argument("--answers", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.serve:
+        serve(args.serve, args.answers)
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = args.logs or Path(temporary)
+        processes = {}
+        try:
+            for name in WAYS:
+                started = time.monotonic()
+                process = Process(name, args.layers, directory)
+                if process.error is None:
+                    processes[name] = process
+                    print(f"{name}: loaded in {time.monotonic() - started:.0f} s", flush=True)
+                else:
+                    print(f"{name}: {process.error.splitlines()[0]}", flush=True)
+                    process.stop()
+            measure(processes, args.rounds)
+        finally:
+            for process in processes.values():
+                process.stop()
+
+
+if __name__ == "__main__":
+    main()

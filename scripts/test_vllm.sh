@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# Runs tests/vllm with the real vLLM in .venv-vllm. Arguments go to pytest; --full runs everything.
+source "$(dirname "${BASH_SOURCE[0]}")/setup_vllm.sh"
+# What PyPI's vLLM compiles for CPUs, and its caches, stay in the build folder.
+export VLLM_CACHE_ROOT=$ROOT/build/vllm-cache TORCHINDUCTOR_CACHE_DIR=$ROOT/build/vllm-cache/inductor
+cd tests/vllm
+exec "$VLLM_PY" -m pytest -c pytest.ini "$@"

@@ -1,0 +1,85 @@
+"""Runs vLLM engines one after another in one process: `python engine.py JOBS RESULTS`.
+
+JOBS is a JSON list of {"model", "arguments" (of LLM), "prompts" (token ids), "tokens"}. RESULTS, a torch file, gets one
+entry per job: {"error"}, or {"outputs": token ids, "logprobs": float32 [prompt + output - 1, vocabulary] per prompt}.
+"""
+
+import gc
+import json
+import os
+import sys
+import time
+import traceback
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", TRANSFORMERS_VERBOSITY="error")
+
+
+def _rows(positions) -> list[list[float]]:
+    """One row per position that has log-probabilities of the whole vocabulary."""
+    return [[chances[token].logprob for token in range(len(chances))] for chances in positions if chances is not None]
+
+
+def inspect_models_here() -> None:
+    """vLLM starts an interpreter for each architecture it has not seen, to read the flags of its class."""
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda function: function()
+
+
+def run(job: dict) -> dict:
+    import torch
+    from vllm import LLM, SamplingParams
+
+    os.environ.update(job["environment"])
+    arguments = {"skip_tokenizer_init": True, "max_model_len": 256, "max_logprobs": -1, "seed": 0, **job["arguments"]}
+    llm = LLM(job["model"], **arguments)
+    try:
+        greedy = {"temperature": 0, "ignore_eos": True, "detokenize": False}
+        prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
+        # Prompts together, of different lengths: prefill and decode of several sequences in one step.
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=job["tokens"], logprobs=-1, **greedy), use_tqdm=False)
+        tokens = [list(output.outputs[0].token_ids) for output in outputs]
+        rows = [_rows(output.outputs[0].logprobs) for output in outputs]
+        if job.get("prompt_logprobs", True):
+            scored = llm.generate(prompts, SamplingParams(max_tokens=1, prompt_logprobs=-1, **greedy), use_tqdm=False)
+            rows = [_rows(output.prompt_logprobs) + row for output, row in zip(scored, rows)]
+        return {"outputs": tokens, "logprobs": [torch.tensor(row) for row in rows]}
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        for name in job["environment"]:
+            del os.environ[name]
+
+
+def main() -> None:
+    import torch
+
+    inspect_models_here()
+    jobs_path, results_path = sys.argv[1:]
+    results = []
+    with open(jobs_path) as file:
+        jobs = json.load(file)
+    for job in jobs:
+        started = time.monotonic()
+        try:
+            result = run(job)
+        except BaseException as error:
+            traceback.print_exc()
+            chain, cause = [], error
+            while cause is not None:
+                chain.append(f"{type(cause).__name__}: {cause}")
+                cause = cause.__cause__ or cause.__context__
+            result = {"error": "\n".join(chain)}
+        result["seconds"] = time.monotonic() - started
+        results.append(result)
+        torch.save(results, results_path)
+        gc.collect()
+        if job is not jobs[-1]:
+            from vllm.distributed import cleanup_dist_env_and_memory
+
+            cleanup_dist_env_and_memory()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,305 @@
+"""Tiny models with random weights, quantized by the real compressed-tensors package.
+
+`write(case, directory)` makes two directories: `checkpoint` is what vLLM loads; `reference` holds the same weights
+multiplied out in float32, for transformers.
+"""
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import transformers
+from compressed_tensors.compressors import ModelCompressor
+from compressed_tensors.quantization import (
+    QuantizationArgs,
+    QuantizationConfig,
+    QuantizationScheme,
+    apply_quantization_config,
+)
+from compressed_tensors.quantization.utils import calculate_qparams
+from safetensors.torch import load_file, save_file
+
+VOCAB = 160
+COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 1,
+}
+QWEN = {"head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+DEEPSEEK = {
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 128,
+    "intermediate_size": 256,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,  # with the next, the one size of vLLM's attention for it on CPUs
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+}
+
+# transformers' class, what its configuration adds, what is not quantized besides lm_head
+MODELS = {
+    "qwen3_moe": ("Qwen3Moe", {**QWEN, "norm_topk_prob": True, "intermediate_size": 256}, ["re:.*mlp.gate$"]),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 128,
+            "shared_expert_intermediate_size": 192,
+            "intermediate_size": 256,
+            "norm_topk_prob": False,
+        },
+        ["re:.*mlp.gate$", "re:.*shared_expert_gate$"],
+    ),
+    "mixtral": (
+        "Mixtral",
+        {"intermediate_size": 256, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32},
+        ["re:.*gate$"],
+    ),
+    "deepseek_v2": (
+        "DeepseekV2",
+        {
+            **DEEPSEEK,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 2.5,
+        },
+        ["re:.*mlp.gate$"],
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {
+            **DEEPSEEK,
+            "q_lora_rank": 64,
+            "topk_method": "noaux_tc",  # this and the next are in the configurations of the hub, for vLLM
+            "scoring_func": "sigmoid",
+            "n_group": 4,
+            "topk_group": 2,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+        },
+        ["re:.*mlp.gate$"],
+    ),
+    "gpt_oss": (
+        "GptOss",
+        {
+            "head_dim": 32,
+            "intermediate_size": 128,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "sliding_window": 16,
+        },
+        ["re:.*router$"],
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One checkpoint.
+
+    Attributes:
+        model: key of MODELS.
+        group: int4 weights per scale; -1 is channelwise.
+        format: ``int-quantized`` or ``pack-quantized``.
+        dtype: of the model.
+        inputs: what the checkpoint says of the inputs: symmetric, asymmetric, or none (weight-only).
+        attention: of the linear layers of attention: w4a8, w8a8 or float.
+        changes: of the model's configuration.
+    """
+
+    model: str
+    group: int = 32
+    format: str = "int-quantized"
+    dtype: str = "bfloat16"
+    inputs: str = "symmetric"
+    attention: str = "w4a8"
+    changes: dict = field(default_factory=dict, hash=False)
+
+    @property
+    def name(self) -> str:
+        group = "channel" if self.group == -1 else f"g{self.group}"
+        parts = (self.model, group, self.format.split("-")[0], self.dtype, self.inputs, self.attention)
+        return "-".join(parts) + "".join(f"-{key}{value}" for key, value in self.changes.items())
+
+
+def _random_weights(model: torch.nn.Module, dtype: torch.dtype, seed: int) -> None:
+    """Weights at which every part of the model matters; each is a value of `dtype`."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if name.endswith("norm.weight") or "layernorm" in name:
+            value = 1 + 0.1 * noise
+        elif parameter.dim() == 1 or "bias" in name:
+            value = 0.2 * noise  # biases, sinks
+        elif "embed" in name:
+            value = noise
+        else:
+            # gpt-oss keeps its experts as [in, out].
+            transposed = "gpt_oss" in type(model).__module__ and "experts" in name
+            value = noise * (1.5 / parameter.shape[-2 if transposed else -1] ** 0.5)
+        parameter.data.copy_(value.to(dtype))
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
+
+
+def hub_tensors(model: torch.nn.Module, directory: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a model as checkpoints name them: one matrix per expert and projection."""
+    model.save_pretrained(directory)
+    tensors = load_file(directory / "model.safetensors")
+    for name in [name for name in tensors if re.search(r"\.experts\.(gate_up|down)_proj(_bias)?$", name)]:  # gpt-oss
+        stack = tensors.pop(name)
+        prefix, _, projection = name.rpartition(".")
+        for expert, part in enumerate(stack):
+            if name.endswith("_bias"):
+                tensors[f"{prefix}.{expert}.{projection.removesuffix('_bias')}.bias"] = part.clone()
+            else:
+                tensors[f"{prefix}.{expert}.{projection}.weight"] = part.T.contiguous()
+    return tensors
+
+
+def _skeleton(tensors: dict[str, torch.Tensor], quantized: list[str], dtype: torch.dtype) -> torch.nn.Module:
+    """A tree of Linear modules for the matrices to quantize."""
+    root = torch.nn.Module()
+    for name in quantized:
+        path = name.split(".")[:-1]
+        parent = root
+        for part in path[:-1]:
+            if part not in parent._modules:
+                parent.add_module(part, torch.nn.Module())
+            parent = parent._modules[part]
+        weight = tensors[name]
+        bias = tensors.get(".".join([*path, "bias"]))
+        linear = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, dtype=dtype)
+        linear.weight.data.copy_(weight)
+        if bias is not None:
+            linear.bias.data.copy_(bias)
+        parent.add_module(path[-1], linear)
+    return root
+
+
+def _quantization_config(case: Case, ignore: list[str]) -> QuantizationConfig:
+    weights = QuantizationArgs(
+        num_bits=4,
+        symmetric=True,
+        strategy="channel" if case.group == -1 else "group",
+        group_size=None if case.group == -1 else case.group,
+    )
+    inputs = None
+    if case.inputs != "none":
+        inputs = QuantizationArgs(num_bits=8, symmetric=case.inputs == "symmetric", strategy="token", dynamic=True)
+    groups = {}
+    if case.attention == "w8a8":
+        eight = QuantizationArgs(num_bits=8, symmetric=True, strategy="channel")
+        tokens = QuantizationArgs(num_bits=8, symmetric=True, strategy="token", dynamic=True)
+        groups["group_1"] = QuantizationScheme(
+            targets=["re:.*self_attn.*_proj$"], weights=eight, input_activations=tokens, format="int-quantized"
+        )
+    elif case.attention == "float":
+        ignore = [*ignore, "re:.*self_attn.*"]
+    groups["group_0"] = QuantizationScheme(
+        targets=["Linear"], weights=weights, input_activations=inputs, format=case.format
+    )
+    return QuantizationConfig(config_groups=groups, ignore=["lm_head", *ignore])
+
+
+def _quantize(skeleton: torch.nn.Module, config: QuantizationConfig) -> tuple[ModelCompressor, dict]:
+    """Rounds to nearest and compresses in place; returns the compressor and the weights multiplied out, by name."""
+    apply_quantization_config(skeleton, config)
+    modules = {name: m for name, m in skeleton.named_modules() if hasattr(m, "quantization_scheme")}
+    for module in modules.values():
+        args, weight = module.quantization_scheme.weights, module.weight.data.float()
+        grouped = weight.unflatten(1, (-1, args.group_size or weight.shape[1]))
+        scale = calculate_qparams(grouped.amin(-1), grouped.amax(-1), args)[0]
+        module.weight_scale.data.copy_(scale)
+    compressor = ModelCompressor.from_pretrained_model(skeleton)
+    compressor.compress_model(skeleton)
+    plain = {}
+    for name, module in modules.items():
+        scale = module.weight_scale.data.float()
+        if hasattr(module, "weight_packed"):
+            words = module.weight_packed.data.to(torch.int64)
+            values = torch.stack([(words >> 4 * i & 15) - 8 for i in range(8)], -1).flatten(1)
+            values = values[:, : int(module.weight_shape[1])]
+        else:
+            values = module.weight.data
+        grouped = values.float().unflatten(1, (scale.shape[1], -1))
+        plain[f"{name}.weight"] = (grouped * scale.unsqueeze(-1)).flatten(1)
+    return compressor, plain
+
+
+def _stacked(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The inverse of what hub_tensors does to gpt-oss."""
+    if not any(".experts.0.gate_up_proj." in name for name in tensors):
+        return tensors
+    found: dict[str, dict[int, torch.Tensor]] = {}
+    rest = {}
+    for name, tensor in tensors.items():
+        match = re.fullmatch(r"(.*experts)\.(\d+)\.(gate_up_proj|down_proj)\.(weight|bias)", name)
+        if match is None:
+            rest[name] = tensor
+            continue
+        prefix, expert, projection, kind = match.groups()
+        stack = f"{prefix}.{projection}" + ("_bias" if kind == "bias" else "")
+        found.setdefault(stack, {})[int(expert)] = tensor.T if kind == "weight" else tensor
+    for stack, parts in found.items():
+        rest[stack] = torch.stack([parts[expert] for expert in range(len(parts))]).contiguous()
+    return rest
+
+
+def write(case: Case, directory: Path, seed: int = 0) -> Path:
+    """Makes `directory`/checkpoint and `directory`/reference; returns `directory`."""
+    family, changes, ignore = MODELS[case.model]
+    dtype = getattr(torch, case.dtype)
+    config = getattr(transformers, f"{family}Config")(**{**COMMON, **changes, **case.changes})
+    model = getattr(transformers, f"{family}ForCausalLM")(config).float()
+    _random_weights(model, dtype, seed)
+    tensors = hub_tensors(model, directory / "float")
+    quantization = _quantization_config(case, ignore)
+    patterns = [
+        re.compile(entry[3:] if entry.startswith("re:") else re.escape(entry) + "$") for entry in quantization.ignore
+    ]
+    matrices = [
+        name
+        for name, tensor in tensors.items()
+        if name.endswith(".weight") and tensor.dim() == 2 and "embed" not in name
+        if not any(pattern.match(name.removesuffix(".weight")) for pattern in patterns)
+    ]
+    skeleton = _skeleton(tensors, matrices, dtype)
+    compressor, plain = _quantize(skeleton, quantization)
+
+    stored = {name: tensor.contiguous() for name, tensor in skeleton.state_dict().items()}
+    keep_float32 = ("e_score_correction_bias",)
+    for name, tensor in tensors.items():
+        if name not in plain:
+            stored[name] = tensor if name.endswith(keep_float32) else tensor.to(dtype)
+    checkpoint, reference = directory / "checkpoint", directory / "reference"
+    settings = json.loads((directory / "float" / "config.json").read_text())
+    for path, content in ((checkpoint, stored), (reference, _stacked({**tensors, **plain}))):
+        path.mkdir()
+        save_file(content, path / "model.safetensors", metadata={"format": "pt"})
+        settings["dtype"] = case.dtype if path is checkpoint else "float32"
+        (path / "config.json").write_text(json.dumps(settings))
+    compressor.update_config(str(checkpoint))
+    # The package saw only what is quantized, so it does not know what to ignore.
+    settings = json.loads((checkpoint / "config.json").read_text())
+    settings["quantization_config"]["ignore"] = quantization.ignore
+    (checkpoint / "config.json").write_text(json.dumps(settings))
+    return directory

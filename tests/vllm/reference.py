@@ -1,0 +1,74 @@
+"""What transformers computes with the weights of a checkpoint multiplied out.
+
+Three ways: float32; float32 with the inputs of all quantized matrices rounded to int8 (as docs/numerics.md says, by
+code of its own); and the model's own dtype. How far the second and third are from the first is what int8 inputs and the
+dtype cost, and so the measure for what vLLM may be off.
+"""
+
+import functools
+from pathlib import Path
+
+import torch
+import transformers
+from torch.overrides import TorchFunctionMode
+
+PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.bmm)
+
+
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    """Each row rounded to 255 steps between its least and greatest element, 0 among them."""
+    low, high = x.amin(-1, keepdim=True).clamp(max=0), x.amax(-1, keepdim=True).clamp(min=0)
+    scale = torch.where(high == low, torch.ones_like(high), 255 / (high - low))
+    zero = torch.round(-128 - low * scale).clamp(-128, 127)
+    q = (torch.round(x * scale) + zero).clamp(-128, 127)
+    return (q - zero) / scale
+
+
+class Int8Inputs(TorchFunctionMode):
+    """Rounds what is multiplied by a quantized matrix."""
+
+    def __init__(self, matrices: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.storages = {matrix.untyped_storage().data_ptr() for matrix in matrices}
+        self.seen: set[int] = set()
+
+    def _quantized(self, weight: object) -> bool:
+        pointer = weight.untyped_storage().data_ptr() if isinstance(weight, torch.Tensor) else None
+        if pointer in self.storages:
+            self.seen.add(pointer)
+            return True
+        return False
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if (func is torch.nn.functional.linear or func in PRODUCTS) and len(args) > 1 and self._quantized(args[1]):
+            args = (rounded(args[0]), *args[1:])
+        return func(*args, **kwargs)
+
+
+@functools.cache
+def load(directory: Path, dtype: torch.dtype) -> torch.nn.Module:
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        directory, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
+
+
+def quantized_matrices(model: torch.nn.Module, attention: bool) -> list[torch.Tensor]:
+    """Parameters whose inputs are int8: all projections, or those of the experts and MLPs only."""
+    return [
+        parameter
+        for name, parameter in model.named_parameters()
+        if "_proj" in name and not name.endswith("bias") and (attention or "self_attn" not in name)
+    ]
+
+
+@torch.no_grad()
+def logprobs(model: torch.nn.Module, sequences: list[list[int]], int8: list[torch.Tensor] = ()) -> list[torch.Tensor]:
+    """Per sequence, float32 [length - 1, vocabulary]: of every token but the first, given those before it."""
+    rows = []
+    for sequence in sequences:
+        with Int8Inputs(int8) as mode:
+            logits = model(torch.tensor([sequence[:-1]]), use_cache=False).logits[0]
+        assert len(mode.seen) == len(mode.storages), "a quantized matrix was not used as the reference expects"
+        rows.append(torch.log_softmax(logits.float(), -1))
+    return rows

@@ -1,0 +1,89 @@
+"""The trained model of examples/tiny_moe writes the demo's text, offline and through the server."""
+
+import json
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from conftest import Job, environment, run_engines
+from example import EXAMPLE, PROMPTS, TOKENS, check_greedy, demo_model, with_tokenizer
+
+SCHEMES = ("g32", "channelwise")
+# float32 in both: what is left is the order of additions outside the operators, and what it tips over to the next
+# integer. bfloat16 keeps 8 bits of logits of about 16, after as many layers.
+TIE = {"float32": 0.02, "bfloat16": 0.5}
+
+
+def test_offline(tmp_path):
+    """torch.compile, prefix caching and chunked prefill are on, as vLLM's defaults are."""
+    prompts = [list(prompt.encode()) for prompt in PROMPTS]
+    jobs = [
+        Job(EXAMPLE / "checkpoints" / scheme, {"dtype": "float32"}, {}, prompts, TOKENS, prompt_logprobs=False)
+        for scheme in SCHEMES
+    ]
+    results, log = run_engines(jobs, tmp_path / "offline", 900, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    assert "torch.compile took" in log or "Compiling" in log, "nothing was compiled"
+    for scheme, result in zip(SCHEMES, results):
+        assert "error" not in result, result["error"]
+        model = demo_model(scheme)
+        for prompt, answer in zip(PROMPTS, result["outputs"]):
+            assert len(answer) == TOKENS
+            check_greedy(model, prompt, answer, TIE["float32"])
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+@pytest.fixture
+def server(tmp_path):
+    """`vllm serve` on loopback with nothing but its defaults; yields its address."""
+    model = with_tokenizer("g32", tmp_path / "model")
+    port, log_path = _free_port(), tmp_path / "serve.log"
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--served-model-name", "tiny"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "512"]
+    with open(log_path, "w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment(), cwd=tmp_path)
+        try:
+            address, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 600
+            while True:
+                assert process.poll() is None, log_path.read_text()[-4000:]
+                assert time.monotonic() < deadline, log_path.read_text()[-4000:]
+                try:
+                    urllib.request.urlopen(f"{address}/health", timeout=5)
+                    break
+                except (urllib.error.URLError, ConnectionError, TimeoutError):
+                    time.sleep(0.5)
+            yield address
+        finally:
+            process.terminate()
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+    text = log_path.read_text()
+    assert text.count("w4a8: runs layers of int4 experts") == 1, "the server should say once what it runs"
+
+
+def _complete(address: str, prompt: str) -> str:
+    question = {"model": "tiny", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+    request = urllib.request.Request(
+        f"{address}/v1/completions", json.dumps(question).encode(), {"Content-Type": "application/json"}
+    )
+    return json.load(urllib.request.urlopen(request, timeout=300))["choices"][0]["text"]
+
+
+def test_server(server):
+    """Three requests at a time, in the dtype of the checkpoint."""
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        answers = list(pool.map(lambda prompt: _complete(server, prompt), PROMPTS))
+    model = demo_model("g32")
+    for prompt, answer in zip(PROMPTS, answers):
+        check_greedy(model, prompt, list(answer.encode()), TIE["bfloat16"])
