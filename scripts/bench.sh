@@ -6,4 +6,5 @@ say "building the benchmarks in build/bench"
 run_quiet build/log/bench-configure.log cmake --preset bench
 run_quiet build/log/bench-build.log cmake --build --preset bench -j "$CMAKE_BUILD_PARALLEL_LEVEL"
 build/bench/benchmarks/bench_kernels "$@"
-exec build/bench/benchmarks/bench_moe "$@"
+build/bench/benchmarks/bench_moe "$@"
+exec build/bench/benchmarks/split_balance

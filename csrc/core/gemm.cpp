@@ -66,7 +66,8 @@ void multiply_rows(const Kernel& kernel, Parallel& parallel, Workspace& workspac
     const Range panels = share(shape.panels(), chunks, task % chunks);
     float* tile = buffers.tiles + worker * block_rows * ldc;
     // What this worker will most likely take next.
-    const int64_t next = task + workers < blocks * chunks ? share(shape.panels(), chunks, (task + workers) % chunks).begin : 0;
+    const int64_t next =
+        task + workers < blocks * chunks ? share(shape.panels(), chunks, (task + workers) % chunks).begin : 0;
     kernel.gemm(rows.from(block.begin), block.size(), matrix.panels(panels.begin, matrix.panel(next)), panels.size(),
                 tile, ldc, unpack_scratch(kernel, buffers.scratch, unpack_scratch_bytes(shape.steps()), worker));
     const int64_t column = panels.begin * kPanelColumns;

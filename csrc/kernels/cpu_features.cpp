@@ -87,7 +87,7 @@ std::string feature_names(uint32_t features) {
     const char* name;
   };
   static constexpr Name kNames[] = {
-      {kAvx2, "avx2"}, {kFma, "fma"},         {kF16c, "f16c"}, {kAvx512, "avx512"}, {kAvx512Vnni, "avx512vnni"},
+      {kAvx2, "avx2"}, {kFma, "fma"},         {kF16c, "f16c"}, {kAvx512, "avx512"},   {kAvx512Vnni, "avx512vnni"},
       {kNeon, "neon"}, {kDotprod, "dotprod"}, {kI8mm, "i8mm"}, {kAvxVnni, "avxvnni"}, {kAmd, "amd"}};
   std::string names;
   for (const Name& entry : kNames) {
