@@ -1,5 +1,6 @@
 """Measures one problem with all entries: a record (a flat dictionary) per entry, number of rows and batch."""
 
+import os
 import shutil
 import sys
 import tempfile
@@ -36,7 +37,8 @@ def measure(
     records: list[dict] = []
     versions: dict[str, str] = {}
     FOLDER.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix="data-", dir=FOLDER))
+    remove_left_over()
+    folder = Path(tempfile.mkdtemp(prefix=f"data-{os.getpid()}-", dir=FOLDER))
     try:
         files = problems.write(problem, folder, rows)
         expected = {m: problems.reference(files, m) for m in rows}
@@ -51,6 +53,17 @@ def measure(
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return records, versions
+
+
+def remove_left_over() -> None:
+    """The files of runs that were killed."""
+    for folder in FOLDER.glob("data-*-*"):
+        try:
+            os.kill(int(folder.name.split("-")[1]), 0)
+        except ProcessLookupError:
+            shutil.rmtree(folder, ignore_errors=True)
+        except PermissionError:
+            pass  # it is alive, and another user's
 
 
 def measure_rows(

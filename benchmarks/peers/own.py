@@ -38,11 +38,11 @@ class Linear(Own):
 
     def __init__(self, files: Files, threads: int):
         super().__init__(files, threads)
-        self.layers = self.copies(self.pack("w")[0])
+        self.layers = [self.pack("w")[0] for _ in range(self.problem.copies)]  # packed tensors have pages of their own
         self.group = files.group(self.problem.k)
 
     def call(self, i: int) -> Any:
-        (weights,) = self.layers[i % len(self.layers)]
+        weights = self.layers[i % len(self.layers)]
         return self.w4a8.dyn_quant_matmul_4bit(self.x, weights, self.group, self.problem.k, self.problem.n)
 
 
@@ -53,7 +53,7 @@ class Moe(Own):
 
     def __init__(self, files: Files, threads: int):
         super().__init__(files, threads)
-        self.layers = self.copies(self.pack("w13"), self.pack("w2"))
+        self.layers = [(self.pack("w13"), self.pack("w2")) for _ in range(self.problem.copies)]
 
     def call(self, i: int) -> Any:
         p = self.problem
