@@ -72,6 +72,7 @@ def main() -> None:
     stages: list[str] = []
     if "moe" in options.parts:
         measure_experts(options, shapes, collected)
+    experts = list(collected.records)
     if "linear" in options.parts:
         bench_linear.measure(options, [(s["name"], s["linear"][0]) for s in shapes if "linear" in s], collected)
     if "growth" in options.parts and shapes:
@@ -83,7 +84,6 @@ def main() -> None:
     records, versions = collected.records, collected.versions
     print(goals_table(records))
     path = collected.save(goals=goals(records), stages=stages)
-    experts = [record for record in records if record["kind"] == "moe"]
     speeds = plot_speeds(experts, path.with_suffix(".png"), versions, "tokens")
     roofline = plot_roofline(experts, path.with_name(f"{path.stem}-roofline.png"), versions)
     print(f"\n{path}\n{speeds}\n{roofline}")

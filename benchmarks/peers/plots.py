@@ -1,5 +1,7 @@
 """Plots of records (bench.py), PNG."""
 
+import math
+import textwrap
 from pathlib import Path
 from typing import Any, Optional
 
@@ -29,8 +31,9 @@ def caption(records: list[dict], versions: dict[str, str]) -> str:
 
 
 def save(plt: Any, figure: Any, path: Path, records: list[dict], versions: dict[str, str]) -> Path:
-    figure.text(0.005, 0.005, caption(records, versions), fontsize=6, color="#555555")
-    figure.tight_layout(rect=(0, 0.02, 1, 1))
+    lines = textwrap.wrap(caption(records, versions), int(22 * figure.get_figwidth()))
+    figure.text(0.005, 0.005, "\n".join(lines), fontsize=6, color="#555555")
+    figure.tight_layout(rect=(0, 0.12 * (len(lines) + 0.5) / figure.get_figheight(), 1, 1))
     figure.savefig(path, dpi=130)
     plt.close(figure)
     return path
@@ -72,9 +75,12 @@ def plot_speeds(records: list[dict], path: Path, versions: dict[str, str], rows_
             key = (problem, threads, copies, group)
             part = [r for r in records if (r["problem"], r["threads"], r["copies"], r["group"]) == key]
             rows = list(dict.fromkeys(r["m"] for r in part))
+            if not rows:
+                axes.axis("off")
+                continue
             bars(axes, part, rows, names)
-            where = "weights in cache" if copies == 1 else "weights from memory"
-            axes.set_title(f"{problem}\ngroup {group}, {threads} threads, {where}", fontsize=7)
+            where = ", weights in cache" if part[0]["kind"] == "linear" and copies == 1 else ""
+            axes.set_title(f"{problem}\ngroup {group}, {threads} threads{where}", fontsize=7)
             axes.set_xlabel(rows_name)
             axes.set_ylabel("speed, w4a8 = 1")
     handles: dict[str, Any] = {}
@@ -91,8 +97,12 @@ def plot_roofline(records: list[dict], path: Path, versions: dict[str, str]) -> 
     problems = list(dict.fromkeys((r["problem"], r["threads"]) for r in timed))
     if plt is None or not timed:
         return None
-    figure, panels = plt.subplots(1, len(problems), figsize=(6.2 * len(problems), 4.6), squeeze=False)
-    for axes, (problem, threads) in zip(panels[0], problems):
+    columns = min(2, len(problems))
+    lines = math.ceil(len(problems) / columns)
+    figure, panels = plt.subplots(lines, columns, figsize=(6.2 * columns, 4.6 * lines), squeeze=False)
+    for axes in panels.flat[len(problems) :]:
+        axes.axis("off")
+    for axes, (problem, threads) in zip(panels.flat, problems):
         part = [r for r in timed if (r["problem"], r["threads"]) == (problem, threads)]
         bandwidth = sorted(r["bytes"] / r["reading_seconds"] for r in part)[len(part) // 2]
         peak = sorted(2 * r["macs"] / r["multiply_seconds"] for r in part)[len(part) // 2]
