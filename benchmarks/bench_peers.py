@@ -70,6 +70,7 @@ def main() -> None:
     shapes = load_shapes(options.shapes or (["qwen3-30b-a3b"] if options.quick else []), "moe")
     collected = report.Collected(options.output)
     stages: list[str] = []
+    experts: list[dict] = []
     if "moe" in options.parts:
         measure_experts(options, shapes, collected)
     experts = list(collected.records)
