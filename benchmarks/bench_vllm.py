@@ -11,6 +11,7 @@ take turns, so that a change of the machine's clock or load meets all of them. M
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -165,12 +166,23 @@ class Process:
         line = self.answers.readline()
         self.error = json.loads(line).get("error") if line else f"ended early, see {self.log}"
 
+        self._pause()
+
+    def _pause(self) -> None:
+        """An engine that waits has threads that spin for a while, on the CPUs of the next one."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGSTOP)
+
     def ask(self, method: str, *arguments: int) -> float:
+        self.process.send_signal(signal.SIGCONT)
         self.process.stdin.write(json.dumps({"method": method, "arguments": arguments}) + "\n")
         self.process.stdin.flush()
-        return json.loads(self.answers.readline())
+        answer = json.loads(self.answers.readline())
+        self._pause()
+        return answer
 
     def stop(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
         self.process.stdin.close()
         self.process.terminate()
         self.process.wait(60)

