@@ -32,7 +32,7 @@ say "wheel from the sdist"
 run_quiet build/log/package-wheel.log env PATH="$(dirname "$PY"):$PATH" "$env_py" -m pip wheel -v --no-build-isolation --no-deps \
   --wheel-dir "$work/dist" "$sdist"
 wheel=$(echo "$work"/dist/w4a8-*.whl)
-"$env_py" -m pip install -qq --no-deps "$wheel"
+"$env_py" -m pip install -qq --no-deps --ignore-installed "$wheel"
 
 say "away from the source tree"
 cp -r tests README.md CMakeLists.txt "$work/away"
