@@ -15,6 +15,7 @@ say "an environment with torch and without w4a8"
 "$PY" -m venv "$work/env"
 env_py=$work/env/bin/python
 site=$("$env_py" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+"$env_py" -m pip uninstall -qq -y setuptools # venv's own is old, and would hide the flavour's
 # torch and the tests' packages are taken from the flavour, behind the environment's own.
 "$PY" -c 'import site; print("\n".join(site.getsitepackages()))' >"$site/flavour.pth"
 "$env_py" -m pip install -qq build

@@ -247,7 +247,7 @@ void fuzz_sums(Bytes& in) {
 
 // A name and a set of features find that kernel, or are refused by an error that lists what would do.
 void fuzz_names(Bytes& in) {
-  const auto features = static_cast<uint32_t>(in.integer(0, 0xff));
+  const auto features = static_cast<uint32_t>(in.integer(0, 0x3ff));
   const int64_t choice = in.integer(0, 7);
   const auto all = all_kernels();
   const std::string name =
