@@ -42,7 +42,8 @@ fi
 for preset in aarch64 aarch64-asan; do
   say "building the C++ suite: $preset"
   run_quiet "build/log/arm-$preset-configure.log" cmake --preset "$preset" -DW4A8_BUILD_TORCH=OFF -DW4A8_BUILD_PYTHON=OFF
-  run_quiet "build/log/arm-$preset-build.log" cmake --build --preset "$preset" -j "$jobs"
+  run_quiet "build/log/arm-$preset-build.log" cmake --build --preset "$preset" -j "$jobs" \
+    --target w4a8_core_tests
 done
 scripts/check_symbols.sh build/aarch64
 

@@ -180,12 +180,12 @@ void quantize_token_as(const void* x, int64_t k, bool symmetric, int bits, uint8
                                       Ops::splat(params.high)};
   const RowLoader<Ops, kType> row{x};
   auto* out = reinterpret_cast<int8_t*>(q);
-  int64_t i = 0;
-  for (; i + kLanes <= k; i += kLanes) Ops::store_int8(out + i, quantizer(row.full(i)));
-  if (i == k) return;
+  const int64_t rest = k % kLanes;
+  for (int64_t i = 0; i < k - rest; i += kLanes) Ops::store_int8(out + i, quantizer(row.full(i)));
+  if (rest == 0) return;
   int32_t tail[kLanes];
-  Ops::istore(tail, quantizer(row.part(i, k - i)));
-  for (int64_t j = 0; i + j < k; ++j) out[i + j] = static_cast<int8_t>(tail[j]);
+  Ops::istore(tail, quantizer(row.part(k - rest, rest)));
+  for (int64_t j = 0; j < rest; ++j) out[k - rest + j] = static_cast<int8_t>(tail[j]);
 }
 
 template <class Ops>
