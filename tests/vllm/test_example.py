@@ -14,9 +14,10 @@ from conftest import Job, environment, run_engines
 from example import EXAMPLE, PROMPTS, TOKENS, check_greedy, demo_model, with_tokenizer
 
 SCHEMES = ("g32", "channelwise")
-# float32 in both: what is left is the order of additions outside the operators, and what it tips over to the next
-# integer. bfloat16 keeps 8 bits of logits of about 16, after as many layers.
-TIE = {"float32": 0.02, "bfloat16": 0.5}
+# Differences of logits, whose standard deviation is 8. float32 in both: the additions outside the operators come in
+# another order, which tips a value over to the next of 255 integers here and there, and that moves all logits after it
+# by hundredths. bfloat16 keeps 8 bits of every activation, a logit of 16 to 1/16, and tips more of them.
+TIE = {"float32": 0.1, "bfloat16": 0.5}
 
 
 def test_offline(tmp_path):
