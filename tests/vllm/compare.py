@@ -23,7 +23,7 @@ def _differences(a: list[torch.Tensor], b: list[torch.Tensor]) -> list[torch.Ten
     return [x - y for x, y in zip(a, b)]
 
 
-def check(case: models.Case, directory, prompts: list[list[int]], result: dict) -> None:
+def check(case: models.Case, directory, prompts: list[list[int]], result: dict, ranks: int = 1) -> None:
     """Compares log-probabilities of the whole vocabulary at every position, and the tokens that were chosen.
 
     Int8 inputs and a 16-bit dtype are two sources of noise. Each is measured, in the very model and on the very tokens,
@@ -58,9 +58,10 @@ def check(case: models.Case, directory, prompts: list[list[int]], result: dict) 
     print(figures)
     assert noise < spread / 4, f"the noise hides what is to be seen; {figures}"
     assert off <= 2**0.5 * noise, figures
-    if case.dtype == "float32" and not case.model.startswith("deepseek"):
+    if case.dtype == "float32" and ranks == 1 and not case.model.startswith("deepseek"):
         # The same roundings to int8, except of what float32 arithmetic puts on the other side of a tie: at a typical
-        # position there are none. (DeepSeek's attention multiplies one matrix out of order when it decodes.)
+        # position there are none. (DeepSeek's attention multiplies one matrix out of order when it decodes; each
+        # of two ranks rounds its half of a row by that half's range.)
         assert _typical(_differences(got, rounded)) <= 0.02 * noise, figures
 
     # Positions where another expert was selected are few, or as many as the noise makes in the reference itself.

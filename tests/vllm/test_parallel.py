@@ -24,4 +24,4 @@ def results(checkpoints, tmp_path_factory):
 def test_two_ranks(index, results, checkpoints):
     jobs, done = results
     case, _ = PARALLEL[index]
-    check(case, checkpoints(case), jobs[index].prompts, done[index])
+    check(case, checkpoints(case), jobs[index].prompts, done[index], ranks=2)
