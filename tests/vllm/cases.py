@@ -22,7 +22,7 @@ MORE = [
         "int-quantized",
         "float32",
         "symmetric",
-        changes={"hidden_size": 192, "moe_intermediate_size": 96},
+        changes={"hidden_size": 192, "moe_intermediate_size": 96, "num_attention_heads": 6},
     ),
     Case("qwen3_moe", 128, "pack-quantized", "float16", "symmetric"),
     Case("qwen2_moe", -1, "int-quantized", "float32", "symmetric"),
