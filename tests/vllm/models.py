@@ -146,6 +146,8 @@ def _random_weights(model: torch.nn.Module, dtype: torch.dtype, seed: int) -> No
         noise = torch.randn(parameter.shape, generator=generator)
         if name.endswith("norm.weight") or "layernorm" in name:
             value = 1 + 0.1 * noise
+        elif name.endswith("experts.down_proj_bias"):
+            value = noise  # large enough to be seen if two ranks both add it
         elif parameter.dim() == 1 or "bias" in name:
             value = 0.2 * noise  # biases, sinks
         elif "embed" in name:
