@@ -109,14 +109,14 @@ export -f emulate suite choose compare python_tests run_quiet die
 
 # Longest first. scalar is C++ that no model runs differently, and the activations of all kernels are the same NEON:
 # their long tests run once. The emulated Python leaves out what starts other programs (it cannot) or needs a compiler, and the
-# slow scalar. Ops take arm_neon under neoverse-n1 and MoE takes the best kernel: that they agree is tested in C++.
+# slow scalar. Ops take arm_dotprod and arm_neon under neoverse-n1, MoE the best kernel: that they agree is tested in C++.
 program=build/aarch64/tests/cpp/w4a8_core_tests
 short='-*/scalar:*ActivationTest.RandomValuesOfEverySize/*:*ActivationTest.Sweep/*'
 golden="tests/python/test_golden.py tests/arm/test_kleidiai.py tests/python/test_ops.py"
 moe="tests/python/test_moe.py tests/python/moe/test_moe_method.py"
 tests=("ASAN_OPTIONS=detect_leaks=0 suite asan max,sve=off build/aarch64-asan/tests/cpp/w4a8_core_tests '$short'")
 if [ "$with_python" = 1 ]; then
-  others="(test_ops and arm_neon) or (test_moe and (arm_neon or arm_dotprod))"
+  others="(test_ops or test_moe) and (arm_neon or arm_dotprod)"
   tests+=("python_tests max python $golden $moe -k 'not scalar and not ($others)'"
     "python_tests neoverse-n1 python $golden -k 'not scalar'")
 fi
