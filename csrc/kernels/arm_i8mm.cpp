@@ -253,7 +253,7 @@ struct Pairs {
   }
 
   template <int P>
-  static void channelwise(const TileArgs& t, int64_t count) {
+  static __attribute__((noinline)) void channelwise(const TileArgs& t, int64_t count) {
     I acc[P][8];
     if (t.first) {
 #pragma GCC unroll 4
