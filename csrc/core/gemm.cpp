@@ -65,11 +65,12 @@ void multiply_rows(const Kernel& kernel, Parallel& parallel, Workspace& workspac
     const Range block = share(m, blocks, task / chunks);
     const Range panels = share(shape.panels(), chunks, task % chunks);
     float* tile = buffers.tiles + worker * block_rows * ldc;
-    // What this worker will most likely take next.
-    const int64_t next =
-        task + workers < blocks * chunks ? share(shape.panels(), chunks, (task + workers) % chunks).begin : 0;
-    kernel.gemm(rows.from(block.begin), block.size(), matrix.panels(panels.begin, matrix.panel(next)), panels.size(),
-                tile, ldc, unpack_scratch(kernel, buffers.scratch, unpack_scratch_bytes(shape.steps()), worker));
+    // What this worker will most likely take next; nothing is fetched behind the last tasks.
+    const int64_t later = task + workers;
+    const uint8_t* next =
+        later < blocks * chunks ? matrix.panel(share(shape.panels(), chunks, later % chunks).begin) : nullptr;
+    kernel.gemm(rows.from(block.begin), block.size(), matrix.panels(panels.begin, next), panels.size(), tile, ldc,
+                unpack_scratch(kernel, buffers.scratch, unpack_scratch_bytes(shape.steps()), worker));
     const int64_t column = panels.begin * kPanelColumns;
     const int64_t columns = std::min(shape.n, panels.end * kPanelColumns) - column;
     for (int64_t r = 0; r < block.size(); ++r) {
