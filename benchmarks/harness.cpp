@@ -12,6 +12,7 @@
 #include <random>
 
 #include "core/pack.h"
+#include "kernels/registry.h"
 
 namespace w4a8::bench {
 
@@ -64,7 +65,7 @@ void fill_packed(const PackedShape& shape, int64_t count, uint8_t* dst, Parallel
     if (shape.scale_dtype == DType::kBFloat16) bits >>= 16;
     std::memcpy(&scales[i], &bits, static_cast<std::size_t>(dtype_bytes(shape.scale_dtype)));
   }
-  pack(shape, distinct, {weights.data(), scales.data(), nullptr}, dst, parallel);
+  pack(active_kernel(), shape, distinct, {weights.data(), scales.data(), nullptr}, dst, parallel);
   for (int64_t i = distinct; i < count; ++i) {
     std::memcpy(dst + i * packed_bytes(shape), dst + (i % distinct) * packed_bytes(shape),
                 static_cast<std::size_t>(packed_bytes(shape)));

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds the benchmarks (no torch needed) and runs them. Arguments go to both.
+# Builds the benchmarks (no torch needed) and runs them. Arguments go to all but the last.
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 need_cmake
 say "building the benchmarks in build/bench"
@@ -7,4 +7,5 @@ run_quiet build/log/bench-configure.log cmake --preset bench
 run_quiet build/log/bench-build.log cmake --build --preset bench -j "$CMAKE_BUILD_PARALLEL_LEVEL"
 build/bench/benchmarks/bench_kernels "$@"
 build/bench/benchmarks/bench_moe "$@"
+build/bench/benchmarks/bench_pack "$@"
 exec build/bench/benchmarks/split_balance

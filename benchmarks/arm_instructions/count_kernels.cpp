@@ -33,7 +33,7 @@ std::vector<uint8_t> packed_matrix(const PackedShape& shape, Sequence& sequence)
   for (float& scale : scales) scale = 0.01f + 0.001f * sequence.uniform();
   std::vector<uint8_t> packed(static_cast<size_t>(packed_bytes(shape)));
   SerialParallel serial;
-  pack(shape, 1, {weights.data(), scales.data(), nullptr}, packed.data(), serial);
+  pack(active_kernel(), shape, 1, {weights.data(), scales.data(), nullptr}, packed.data(), serial);
   return packed;
 }
 

@@ -1,8 +1,8 @@
 #include "core/pack.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
+#include <limits>
 
 #include "core/huge_pages.h"
 
@@ -29,55 +29,32 @@ uint32_t to_raw(uint32_t packed) {
   return gather_nibbles(packed & 0x0f0f0f0fu) | (gather_nibbles((packed >> 4) & 0x0f0f0f0fu) << 16);
 }
 
-int32_t nibble_sum(uint32_t word) {
-  uint32_t v = (word & 0x0f0f0f0fu) + ((word >> 4) & 0x0f0f0f0fu);
-  v = (v & 0x00ff00ffu) + ((v >> 8) & 0x00ff00ffu);
-  return static_cast<int32_t>((v + (v >> 16)) & 0xffffu);
-}
-
-float scale_at(const void* scales, DType dtype, int64_t index) {
-  const auto* bytes = static_cast<const uint8_t*>(scales);
-  uint32_t bits = 0;
-  if (dtype == DType::kFloat32) {
-    std::memcpy(&bits, bytes + 4 * index, 4);
-  } else {
-    uint16_t half = 0;
-    std::memcpy(&half, bytes + 2 * index, 2);
-    bits = static_cast<uint32_t>(half) << 16;
-  }
-  float value = 0;
-  std::memcpy(&value, &bits, 4);
-  return value;
+// Byte i: the sum of its two nibbles, for eight words at most.
+uint32_t byte_sums(uint32_t word) { return (word & 0x0f0f0f0fu) + ((word >> 4) & 0x0f0f0f0fu); }
+int32_t sum_of_bytes(uint32_t bytes) {
+  bytes = (bytes & 0x00ff00ffu) + ((bytes >> 8) & 0x00ff00ffu);
+  return static_cast<int32_t>((bytes + (bytes >> 16)) & 0xffffu);
 }
 
 // One panel of one matrix. columns: how many of the 16 exist.
 class PanelPacker {
  public:
-  PanelPacker(const PackedShape& shape, const RawWeights& raw, int64_t first_row, int64_t columns, uint8_t* panel)
-      : shape_(shape), raw_(raw), first_row_(first_row), columns_(columns), panel_(panel) {}
+  PanelPacker(const Kernel& kernel, const PackedShape& shape, const RawWeights& raw, int64_t first_row, int64_t columns,
+              uint8_t* panel)
+      : kernel_(kernel), shape_(shape), raw_(raw), first_row_(first_row), columns_(columns), panel_(panel) {}
 
   void run() {
     // The padding behind the bias must not depend on what was in the memory before.
     std::memset(panel_ + shape_.scales_offset(), 0,
                 static_cast<std::size_t>(shape_.panel_bytes() - shape_.scales_offset()));
-    const int64_t group_steps = shape_.channelwise() ? shape_.steps() : shape_.group / kStepK;
-    float weighted[kPanelColumns] = {};
-    for (int64_t g = 0; g < shape_.groups(); ++g) {
+    if (shape_.channelwise()) {
       int32_t sums[kPanelColumns] = {};
-      for (int64_t s = g * group_steps; s < (g + 1) * group_steps; ++s) pack_step(s, sums);
-      // The stored nibble is w + 8.
-      for (int32_t& sum : sums) sum -= static_cast<int32_t>(8 * kStepK * group_steps);
-      copy_scales(g);
-      if (shape_.channelwise()) {
-        std::memcpy(panel_ + shape_.sums_offset(), sums, sizeof(sums));
-        break;
-      }
-      for (int64_t c = 0; c < columns_; ++c) {
-        weighted[c] = std::fma(scale_at(raw_.scales, shape_.scale_dtype, (first_row_ + c) * shape_.groups() + g),
-                               static_cast<float>(sums[c]), weighted[c]);
-      }
+      copy_scales(0, 1);
+      pack_steps(0, shape_.steps(), sums);
+      std::memcpy(panel_ + shape_.sums_offset(), sums, sizeof(sums));
+    } else {
+      pack_groups();
     }
-    if (!shape_.channelwise()) std::memcpy(panel_ + shape_.sums_offset(), weighted, sizeof(weighted));
     if (shape_.has_bias) {
       std::memcpy(panel_ + shape_.bias_offset(), raw_.bias + first_row_,
                   static_cast<std::size_t>(columns_) * sizeof(float));
@@ -85,32 +62,103 @@ class PanelPacker {
   }
 
  private:
-  void pack_step(int64_t step, int32_t* sums) {
+  static constexpr int64_t kBlock = 4;  // steps: 16 bytes of each column
+
+  void pack_groups() {
+    constexpr int64_t kGroups = 32;
+    const int64_t group_steps = shape_.group / kStepK;
+    const int64_t scale_bytes = kPanelColumns * dtype_bytes(shape_.scale_dtype);
+    int32_t sums[kGroups][kPanelColumns];
+    float weighted[kPanelColumns] = {};
+    for (int64_t begin = 0; begin < shape_.groups(); begin += kGroups) {
+      const int64_t count = std::min(kGroups, shape_.groups() - begin);
+      copy_scales(begin, count);
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t g = begin + i;
+        std::fill(std::begin(sums[i]), std::end(sums[i]), 0);
+        pack_steps(g * group_steps, (g + 1) * group_steps, sums[i]);
+      }
+      kernel_.add_weight_sums(panel_ + shape_.scales_offset() + begin * scale_bytes, shape_.scale_dtype, sums[0], count,
+                              weighted);
+    }
+    for (float& w : weighted) {
+      if (w != w) w = std::numeric_limits<float>::quiet_NaN();  // the same bytes, whatever kernel packs
+    }
+    std::memcpy(panel_ + shape_.sums_offset(), weighted, sizeof(weighted));
+  }
+
+  // Packs the steps [begin, end) and adds the weights of each column to sums.
+  void pack_steps(int64_t begin, int64_t end, int32_t (&sums)[kPanelColumns]) {
+    int64_t step = begin;
+    if (columns_ == kPanelColumns) {
+      // The last step may be cut short (K / 2 not a multiple of 4).
+      const int64_t whole = std::min(end, shape_.k / kStepK);
+      for (; step + kBlock <= whole; step += kBlock) pack_block(step, sums);
+    }
+    for (; step < end; ++step) pack_step(step, sums);
+    // The stored nibble is w + 8.
+    for (int32_t& sum : sums) sum -= static_cast<int32_t>(8 * kStepK * (end - begin));
+  }
+
+  // kBlock steps of all 16 columns.
+  void pack_block(int64_t step, int32_t (&sums)[kPanelColumns]) {
+    const int64_t row_bytes = shape_.k / 2;
+    const uint8_t* src = raw_.weights + first_row_ * row_bytes + 4 * step;
+    uint32_t words[kPanelColumns][kBlock];
+    for (int64_t c = 0; c < kPanelColumns; ++c) {
+      // 16 streams are more than what fetches ahead by itself follows.
+      __builtin_prefetch(src + c * row_bytes + 4 * 64);
+      std::memcpy(words[c], src + c * row_bytes, sizeof(words[c]));
+    }
+    for (auto& column : words) {
+      for (uint32_t& word : column) word = to_packed(word);
+    }
+    uint32_t packed[kBlock][kPanelColumns];
+    for (int64_t s = 0; s < kBlock; ++s) {
+      for (int64_t c = 0; c < kPanelColumns; ++c) packed[s][c] = words[c][s];
+    }
+    for (int64_t c = 0; c < kPanelColumns; ++c) {
+      uint32_t bytes = 0;
+      for (int64_t s = 0; s < kBlock; ++s) bytes += byte_sums(packed[s][c]);
+      sums[c] += sum_of_bytes(bytes);
+    }
+    std::memcpy(panel_ + step * kStepBytes, packed, sizeof(packed));
+  }
+
+  void pack_step(int64_t step, int32_t (&sums)[kPanelColumns]) {
     const int64_t row_bytes = shape_.k / 2;
     const int64_t available = std::min<int64_t>(4, row_bytes - 4 * step);
     const uint8_t* src = raw_.weights + first_row_ * row_bytes + 4 * step;
     uint32_t words[kPanelColumns];
     std::fill(std::begin(words), std::end(words), kZeroWeights);
-    if (available == 4) {
-      for (int64_t c = 0; c < columns_; ++c) std::memcpy(&words[c], src + c * row_bytes, 4);
-    } else {
-      for (int64_t c = 0; c < columns_; ++c)
-        std::memcpy(&words[c], src + c * row_bytes, static_cast<std::size_t>(available));
-    }
-    for (int64_t c = 0; c < kPanelColumns; ++c) sums[c] += nibble_sum(words[c]);
+    for (int64_t c = 0; c < columns_; ++c)
+      std::memcpy(&words[c], src + c * row_bytes, static_cast<std::size_t>(available));
+    for (int64_t c = 0; c < kPanelColumns; ++c) sums[c] += sum_of_bytes(byte_sums(words[c]));
     for (uint32_t& word : words) word = to_packed(word);
     std::memcpy(panel_ + step * kStepBytes, words, sizeof(words));
   }
 
-  void copy_scales(int64_t g) {
-    const int64_t size = dtype_bytes(shape_.scale_dtype);
-    uint8_t* dst = panel_ + shape_.scales_offset() + g * kPanelColumns * size;
-    const uint8_t* src = static_cast<const uint8_t*>(raw_.scales) + (first_row_ * shape_.groups() + g) * size;
-    for (int64_t c = 0; c < columns_; ++c) {
-      std::memcpy(dst + c * size, src + c * shape_.groups() * size, static_cast<std::size_t>(size));
+  void copy_scales(int64_t begin, int64_t count) {
+    if (shape_.scale_dtype == DType::kFloat32) {
+      transpose_scales<uint32_t>(begin, count);
+    } else {
+      transpose_scales<uint16_t>(begin, count);
     }
   }
 
+  // Groups [begin, begin + count): one line of all columns each.
+  template <class Bits>
+  void transpose_scales(int64_t begin, int64_t count) {
+    constexpr int64_t kSize = sizeof(Bits);
+    const int64_t row_bytes = shape_.groups() * kSize;
+    const uint8_t* src = static_cast<const uint8_t*>(raw_.scales) + first_row_ * row_bytes + begin * kSize;
+    uint8_t* dst = panel_ + shape_.scales_offset() + begin * kPanelColumns * kSize;
+    for (int64_t g = 0; g < count; ++g, src += kSize, dst += kPanelColumns * kSize) {
+      for (int64_t c = 0; c < columns_; ++c) std::memcpy(dst + c * kSize, src + c * row_bytes, kSize);
+    }
+  }
+
+  const Kernel& kernel_;
   const PackedShape& shape_;
   const RawWeights& raw_;
   int64_t first_row_;  // counted through the whole stack
@@ -145,7 +193,8 @@ void unpack_panel(const PackedMatrix& matrix, int64_t index, uint8_t* weights, v
 
 }  // namespace
 
-void pack(const PackedShape& shape, int64_t count, const RawWeights& raw, uint8_t* dst, Parallel& parallel) {
+void pack(const Kernel& kernel, const PackedShape& shape, int64_t count, const RawWeights& raw, uint8_t* dst,
+          Parallel& parallel) {
   const int64_t tasks_per_matrix = (shape.panels() + kPanelsPerTask - 1) / kPanelsPerTask;
   const int64_t counts[] = {count * tasks_per_matrix};
   advise_huge_pages(dst, count * packed_bytes(shape));
@@ -156,7 +205,7 @@ void pack(const PackedShape& shape, int64_t count, const RawWeights& raw, uint8_
     if (begin == 0) write_header(shape, matrix);
     for (int64_t p = begin; p < std::min(begin + kPanelsPerTask, shape.panels()); ++p) {
       const int64_t first = p * kPanelColumns;
-      PanelPacker(shape, raw, m * shape.n + first, std::min(kPanelColumns, shape.n - first),
+      PanelPacker(kernel, shape, raw, m * shape.n + first, std::min(kPanelColumns, shape.n - first),
                   matrix + kHeaderBytes + p * shape.panel_bytes())
           .run();
     }

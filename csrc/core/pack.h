@@ -5,6 +5,7 @@
 
 #include "core/layout.h"
 #include "core/parallel.h"
+#include "kernels/kernel.h"
 
 namespace w4a8 {
 
@@ -16,8 +17,10 @@ struct RawWeights {
 };
 
 /// Packs `count` matrices, each packed_bytes(shape) bytes, one after the other at `dst`.
-/// shape must have passed check_shape; shape.has_bias says whether raw.bias is read.
-void pack(const PackedShape& shape, int64_t count, const RawWeights& raw, uint8_t* dst, Parallel& parallel);
+/// The bytes do not depend on the kernel. shape must have passed check_shape; shape.has_bias says whether raw.bias is
+/// read.
+void pack(const Kernel& kernel, const PackedShape& shape, int64_t count, const RawWeights& raw, uint8_t* dst,
+          Parallel& parallel);
 
 /// The exact inverse, for one matrix: weights [n, k / 2], scales [n, groups], bias [n] (left alone without bias).
 void unpack(const PackedMatrix& matrix, uint8_t* weights, void* scales, float* bias, Parallel& parallel);

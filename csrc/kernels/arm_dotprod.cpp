@@ -218,9 +218,10 @@ struct Unpacked {
 }  // namespace
 
 extern const Kernel arm_dotprod;
-const Kernel arm_dotprod = {"arm_dotprod",      kNeon | kDotprod,       5,
-                            gemm_any<Unpacked>, quantize_row_neon<Ops>, activate<Ops>,
-                            combine<Ops>,       store_row<Ops>,         quantize_token<Ops>};
+const Kernel arm_dotprod = {"arm_dotprod",       kNeon | kDotprod,       5,
+                            gemm_any<Unpacked>,  quantize_row_neon<Ops>, activate<Ops>,
+                            combine<Ops>,        store_row<Ops>,         quantize_token<Ops>,
+                            add_weight_sums<Ops>};
 
 }  // namespace w4a8::isa
 W4A8_TARGET_END

@@ -96,6 +96,11 @@ using CombineFn = void (*)(const float* y, int64_t ldy, const int32_t* slots, co
 /// out[i] = x[i] rounded to `dtype` (nearest even), i < n; NaN as in CombineFn.
 using StoreRowFn = void (*)(const float* x, int64_t n, DType dtype, void* out);
 
+/// sums[c] = fma(scales[g, c], float(group_sums[g, c]), sums[c]) for g ascending, g < groups, c < 16: the W of a panel
+/// (docs/numerics.md section 3). scales: [groups, 16] of `dtype` (kFloat32 or kBFloat16), not aligned.
+using AddWeightSumsFn = void (*)(const uint8_t* scales, DType dtype, const int32_t* group_sums, int64_t groups,
+                                 float* sums);
+
 /// One SIMD variant.
 struct Kernel {
   const char* name;  ///< file name without .cpp, e.g. "x86_avx512vnni"
@@ -107,6 +112,7 @@ struct Kernel {
   CombineFn combine;
   StoreRowFn store_row;
   QuantizeTokenFn quantize_token;
+  AddWeightSumsFn add_weight_sums;
   uint32_t never_unpack = 0;  ///< Feature bits; `gemm` is faster without scratch where host_features() has one
 };
 

@@ -246,3 +246,18 @@ void combine(const float* y, int64_t ldy, const int32_t* slots, const float* wei
     case DType::kFloat16: return combine_as<Ops, DType::kFloat16>(y, ldy, slots, weights, count, n, out);
   }
 }
+
+template <class Ops>
+void add_weight_sums(const uint8_t* scales, DType dtype, const int32_t* group_sums, int64_t groups, float* sums) {
+  constexpr int kVecs = kPanelColumns / Ops::kLanes;
+  typename Ops::F w[kVecs];
+  for (int v = 0; v < kVecs; ++v) w[v] = Ops::load(sums + v * Ops::kLanes);
+  for (int64_t i = 0; i < groups * kPanelColumns; i += kPanelColumns) {
+    for (int v = 0; v < kVecs; ++v) {
+      const int64_t at = i + v * Ops::kLanes;
+      const auto sum = Ops::iload(reinterpret_cast<const uint8_t*>(group_sums + at));
+      w[v] = Ops::fma(Ops::load_scales(scales, at, dtype), Ops::to_float(sum), w[v]);
+    }
+  }
+  for (int v = 0; v < kVecs; ++v) Ops::store(sums + v * Ops::kLanes, w[v]);
+}

@@ -79,7 +79,7 @@ at::Tensor pack_cpu(const at::Tensor& weights, const at::Tensor& scales_zeros, c
   const at::Tensor b = bias.has_value() ? bias->to(at::kFloat).contiguous() : at::Tensor();
   const RawWeights raw = {w.data_ptr<uint8_t>(), s.data_ptr(), b.defined() ? b.data_ptr<float>() : nullptr};
   AtenParallel parallel;
-  pack(shape, weights.dim() == 3 ? weights.size(0) : 1, raw, packed.data_ptr<uint8_t>(), parallel);
+  pack(active_kernel(), shape, weights.dim() == 3 ? weights.size(0) : 1, raw, packed.data_ptr<uint8_t>(), parallel);
   return packed;
 }
 

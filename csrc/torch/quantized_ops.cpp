@@ -104,7 +104,7 @@ at::Tensor pack_words(const at::Tensor& weight, const at::Tensor& weight_scale, 
   at::Tensor packed = at::empty({packed_bytes(shape)}, weight.options().dtype(at::kByte));
   const RawWeights raw = {static_cast<const uint8_t*>(words.data_ptr()), scales.data_ptr(), nullptr};
   AtenParallel parallel;
-  pack(shape, 1, raw, packed.data_ptr<uint8_t>(), parallel);
+  pack(active_kernel(), shape, 1, raw, packed.data_ptr<uint8_t>(), parallel);
   return packed;
 }
 

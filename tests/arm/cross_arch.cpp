@@ -87,8 +87,8 @@ Bytes random_packed(Random& random, const PackedShape& shape, int64_t count) {
   const Bytes scale_bytes = stored(scales, shape.scale_dtype);
   Bytes packed(static_cast<size_t>(count * packed_bytes(shape)));
   SerialParallel serial;
-  pack(shape, count, {nibbles.data(), scale_bytes.data(), shape.has_bias ? bias.data() : nullptr}, packed.data(),
-       serial);
+  pack(active_kernel(), shape, count, {nibbles.data(), scale_bytes.data(), shape.has_bias ? bias.data() : nullptr},
+       packed.data(), serial);
   return packed;
 }
 

@@ -15,9 +15,10 @@ const std::vector<PackedShape>& shapes() {
     for (const DType scales : {DType::kFloat32, DType::kBFloat16}) {
       for (const bool bias : {false, true}) {
         for (const int64_t n : {1, 2, 15, 16, 17, 33, 70}) {
-          for (const int64_t k : {2, 4, 6, 8, 10, 34, 64}) list.push_back({n, k, k, scales, bias});
+          for (const int64_t k : {2, 4, 6, 8, 10, 34, 64, 70}) list.push_back({n, k, k, scales, bias});
           for (const int64_t group : {32, 64, 96}) list.push_back({n, 192, group, scales, bias});
         }
+        list.push_back({18, 32 * 70, 32, scales, bias});
       }
     }
     return list;
@@ -136,8 +137,8 @@ TEST(PackTest, UnpackIsTheInverse) {
       const GuardedBuffer<uint8_t> scales_in(source.scales);
       const GuardedBuffer<float> bias_in(source.bias);
       GuardedBuffer<uint8_t> packed(2 * packed_bytes(shape));
-      pack(shape, 2, {weights_in.data(), scales_in.data(), shape.has_bias ? bias_in.data() : nullptr}, packed.data(),
-           parallel);
+      pack(active_kernel(), shape, 2, {weights_in.data(), scales_in.data(), shape.has_bias ? bias_in.data() : nullptr},
+           packed.data(), parallel);
       EXPECT_TRUE(packed.slack_intact());
       packed.freeze();
       for (int64_t e = 0; e < 2; ++e) {
@@ -171,10 +172,47 @@ TEST(PackTest, SameBytesForAnyNumberOfThreads) {
     ThreadParallel parallel(threads);
     // A different fill each time: no byte of the result may be left over from before.
     std::vector<uint8_t> bytes(static_cast<std::size_t>(5 * packed_bytes(shape)), static_cast<uint8_t>(threads));
-    pack(shape, 5, {source.weights.data(), source.scales.data(), source.bias.data()}, bytes.data(), parallel);
+    pack(active_kernel(), shape, 5, {source.weights.data(), source.scales.data(), source.bias.data()}, bytes.data(),
+         parallel);
     results.push_back(bytes);
   }
   for (std::size_t i = 1; i < results.size(); ++i) EXPECT_TRUE(results[i] == results[0]) << "run " << i;
+}
+
+// W of every kernel, also where scales are no numbers: a NaN is stored as the canonical one.
+TEST(PackTest, SameBytesForEveryKernel) {
+  W4A8_TRACE_SEED();
+  Rng rng(35);
+  SerialParallel serial;
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+    const PackedShape shape{21, 32 * 41, 32, dtype, false};
+    std::vector<ref::Weights> stack = random_stack(rng, shape, 1);
+    ref::Weights& weights = stack[0];
+    for (float& scale : weights.scales)
+      scale *= std::ldexp(rng.integer(0, 1) == 0 ? 1.0f : -1.0f, static_cast<int>(rng.integer(-20, 20)));
+    // The first and a later group of columns 1..8; bits that bfloat16 holds exactly.
+    const uint32_t special[] = {0x7fc00000, 0xffff0000, 0x7f810000, 0x7f800000,
+                                0xff800000, 0x80000000, 0x00010000, 0x7f7f0000};
+    for (int64_t i = 0; i < 8; ++i) {
+      weights.scales[static_cast<std::size_t>((1 + i) * shape.groups())] = bits_float(special[i]);
+      weights.scales[static_cast<std::size_t>((1 + i) * shape.groups() + 37)] = bits_float(special[(i + 3) % 8]);
+    }
+    const Checkpoint source = to_checkpoint(shape, stack);
+    for (const Kernel* kernel : all_kernels()) {
+      if (!supported(*kernel, host_features())) continue;
+      GuardedBuffer<uint8_t> packed(packed_bytes(shape));
+      pack(*kernel, shape, 1, {source.weights.data(), source.scales.data(), nullptr}, packed.data(), serial);
+      EXPECT_TRUE(packed.slack_intact()) << kernel->name;
+      const PackedMatrix matrix{shape, packed.data()};
+      for (int64_t column = 0; column < shape.n; ++column) {
+        const Panels panel = matrix.panels(column / kPanelColumns);
+        const float expected = ref::weighted_sum(weights, column);
+        const uint32_t bits = std::isnan(expected) ? 0x7fc00000 : float_bits(expected);
+        ASSERT_EQ(read32(panel.data + panel.sums_offset + 4 * (column % kPanelColumns)), bits)
+            << kernel->name << " column " << column;
+      }
+    }
+  }
 }
 
 TEST(PackTest, UnalignedBuffers) {
@@ -189,7 +227,8 @@ TEST(PackTest, UnalignedBuffers) {
     GuardedBuffer<uint8_t> weights(offset + static_cast<int64_t>(source.weights.size()), Guard::kBefore);
     std::copy(source.weights.begin(), source.weights.end(), weights.data() + offset);
     GuardedBuffer<uint8_t> packed(offset + packed_bytes(shape), Guard::kBefore);
-    pack(shape, 1, {weights.data() + offset, source.scales.data(), source.bias.data()}, packed.data() + offset, serial);
+    pack(active_kernel(), shape, 1, {weights.data() + offset, source.scales.data(), source.bias.data()},
+         packed.data() + offset, serial);
     ASSERT_EQ(std::memcmp(packed.data() + offset, aligned.bytes.data(), aligned.bytes.bytes()), 0)
         << "offset " << offset;
     ASSERT_TRUE(packed.slack_intact());

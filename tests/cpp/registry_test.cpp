@@ -34,6 +34,7 @@ TEST_F(RegistryTest, ListIsCompleteAndEndsWithScalar) {
     EXPECT_NE(kernel->activate, nullptr) << kernel->name;
     EXPECT_NE(kernel->combine, nullptr) << kernel->name;
     EXPECT_NE(kernel->store_row, nullptr) << kernel->name;
+    EXPECT_NE(kernel->add_weight_sums, nullptr) << kernel->name;
   }
 }
 

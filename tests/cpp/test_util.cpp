@@ -101,7 +101,7 @@ Packed pack_stack(const PackedShape& shape, const std::vector<ref::Weights>& sta
   const auto count = static_cast<int64_t>(stack.size());
   Packed packed{shape, GuardedBuffer<uint8_t>(count * packed_bytes(shape))};
   SerialParallel serial;
-  pack(shape, count,
+  pack(active_kernel(), shape, count,
        {checkpoint.weights.data(), checkpoint.scales.data(), shape.has_bias ? checkpoint.bias.data() : nullptr},
        packed.bytes.data(), serial);
   return packed;

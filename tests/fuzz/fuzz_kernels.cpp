@@ -5,6 +5,7 @@
 
 #include "bytes.h"
 #include "core/pack.h"
+#include "kernels/registry.h"
 #include "naive.h"
 #include "thread_parallel.h"
 
@@ -35,8 +36,8 @@ Stack make_stack(Bytes& in, const PackedShape& shape, int64_t count) {
   // Whatever was in the memory before must not matter.
   stack.bytes.assign(static_cast<std::size_t>(count * packed_bytes(shape)), in.byte());
   test::ThreadParallel parallel(2);
-  pack(shape, count, {nibbles.data(), scales.data(), shape.has_bias ? bias.data() : nullptr}, stack.bytes.data(),
-       parallel);
+  pack(active_kernel(), shape, count, {nibbles.data(), scales.data(), shape.has_bias ? bias.data() : nullptr},
+       stack.bytes.data(), parallel);
   for (int64_t e = 0; e < count; ++e) {
     const uint8_t* data = stack.bytes.data() + e * packed_bytes(shape);
     Unpacked naive = read_packed(data, shape);

@@ -143,7 +143,7 @@ void fuzz_given(Bytes& in) {
   const std::vector<float> scales = floats(in, shape.n * shape.groups(), 0.01f);
   std::vector<uint8_t> packed(static_cast<std::size_t>(packed_bytes(shape)));
   SerialParallel serial;
-  pack(shape, 1, {nibbles.data(), scales.data(), nullptr}, packed.data(), serial);
+  pack(active_kernel(), shape, 1, {nibbles.data(), scales.data(), nullptr}, packed.data(), serial);
   const Unpacked naive = read_packed(packed.data(), shape);
   const std::vector<float> scale = floats(in, m);
   const std::vector<float> bias = floats(in, with_bias ? shape.n : 0);
