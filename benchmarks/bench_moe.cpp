@@ -1,6 +1,6 @@
 // The fused MoE op on the layer of Qwen3-30B-A3B, with the time of each stage.
 //
-//   bench_moe [--threads=N] [--rounds=N] [--layers=N] [--kernel...=W4A8_KERNEL in the environment]
+//   bench_moe [--threads=N] [--rounds=N] [--layers=N] [--tokens=N]; the kernel by W4A8_KERNEL in the environment
 //
 // Stages are timed from outside: the op runs on a copy of the kernel whose functions note their own time. What is left
 // (bucket, scheduling, waiting for the slowest worker) is the line "rest". Layers take turns, so that weights come from
@@ -195,6 +195,8 @@ int run(int argc, char** argv) {
   const int64_t rounds = option(argc, argv, "rounds", 9);
   const int64_t layer_count = option(argc, argv, "layers", 4);
   const int64_t only = option(argc, argv, "threads", 0);
+  std::vector<int64_t> token_counts = {1, 4, 16, 128, 512};
+  if (const int64_t tokens = option(argc, argv, "tokens", 0); tokens > 0) token_counts = {tokens};
   g_kernel = &active_kernel();
   std::printf("%s; kernel %s; Qwen3-30B-A3B layer: H %ld, I %ld, %ld experts, top-%ld; bfloat16; %ld layers in turn\n",
               cpu_name().c_str(), g_kernel->name, static_cast<long>(kHidden), static_cast<long>(kInner),
@@ -205,7 +207,7 @@ int run(int argc, char** argv) {
     for (const int threads : {1, 2}) {
       if (only > 0 && threads != only) continue;
       OmpParallel parallel(threads);
-      for (const int64_t tokens : {int64_t{1}, int64_t{4}, int64_t{16}, int64_t{128}, int64_t{512}}) {
+      for (const int64_t tokens : token_counts) {
         bench(layers, group, tokens, parallel, tokens <= 16 ? 4 * rounds : rounds);
       }
     }

@@ -10,7 +10,7 @@
 namespace w4a8 {
 namespace {
 
-constexpr int kMaxPhases = 8;
+constexpr int kMaxPhases = 80;
 
 struct alignas(64) Counter {
   std::atomic<int64_t> value{0};

@@ -251,9 +251,9 @@ TEST_P(MoeTest, ChunksOfTokens) {
   W4A8_TRACE_SEED();
   Rng rng(78);
   MoeCase c;
-  c.slots = 96;
+  c.slots = 120;
   c.experts = 2;
-  c.hidden = 4096;
+  c.hidden = 8180;  // 512 panels in as many blocks as there may be
   c.intermediate = 2;
   const int64_t chunk = moe_chunk_tokens(c.slots, c.hidden, c.intermediate);
   ASSERT_LE(chunk, 100) << "too large for a test";
@@ -261,10 +261,33 @@ TEST_P(MoeTest, ChunksOfTokens) {
     c.tokens = tokens;
     MoeData data(rng, c);
     for (std::size_t i = 0; i < data.ids.size(); ++i) {
-      if (i % 96 != i / 96 % 96) data.ids[i] = -1;
+      if (i % 120 != i / 120) data.ids[i] = -1;
     }
     check(data);
     if (HasFatalFailure()) return;
+  }
+}
+
+// Many slots, few of them held: columns of w2 in blocks, of which the last ends inside a panel.
+TEST_P(MoeTest, BlocksOfColumns) {
+  W4A8_TRACE_SEED();
+  Rng rng(79);
+  MoeCase c;
+  c.tokens = 33;
+  c.slots = 64;  // 132 KiB of y per panel: 31 panels a block
+  c.experts = 3;
+  c.intermediate = 34;
+  for (const int64_t hidden : {31 * 16, 31 * 16 + 2, 40 * 16 - 6, 64 * 16 - 14}) {
+    for (const DType dtype : kAllDTypes) {
+      c.hidden = hidden;
+      c.dtype = dtype;
+      MoeData data(rng, c);
+      for (std::size_t i = 0; i < data.ids.size(); ++i) {
+        if (rng.integer(0, 31) != 0) data.ids[i] = -1;
+      }
+      check(data);
+      if (HasFatalFailure()) return;
+    }
   }
 }
 
@@ -274,9 +297,9 @@ TEST(MoeChunkTest, BoundedButNotTiny) {
       for (const int64_t inter : {2, 768, 18432}) {
         const int64_t chunk = moe_chunk_tokens(slots, hidden, inter);
         EXPECT_GE(chunk, 64);
-        // Above the least chunk, the float32 rows alone must fit 96 MiB.
+        // Above the least chunk, x in int8 and h in float32 and int8 alone must fit 96 MiB.
         if (chunk > 64) {
-          EXPECT_LE(chunk * slots * (hidden + inter) * 4, int64_t{96} << 20);
+          EXPECT_LE(chunk * slots * (hidden + 5 * inter), int64_t{96} << 20);
         }
       }
     }

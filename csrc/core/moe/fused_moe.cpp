@@ -15,6 +15,17 @@ namespace {
 
 constexpr int64_t kScratchBytes = 96 * 1024 * 1024;
 
+// w2 is worked off in blocks of columns, each combined before the next one is multiplied: y, float32 for every slot,
+// then stays in a last-level cache.
+constexpr int64_t kOutBytes = 4 * 1024 * 1024;
+constexpr int64_t kMostOutBlocks = 32;
+
+// Blocks that the panels of w2 are cut into.
+int64_t out_blocks(int64_t slots, int64_t panels) {
+  const int64_t fit = std::max<int64_t>(1, kOutBytes / (std::max<int64_t>(1, slots) * kPanelColumns * 4));
+  return std::min(ceil_div(panels, fit), kMostOutBlocks);
+}
+
 // Consecutive rows of one expert that are worked on together.
 struct Unit {
   int64_t expert;
@@ -91,6 +102,8 @@ struct Plan {
         max_units2(std::min(args.experts, slots) + slots / max_rows2),
         gate_panels(ceil_div(args.intermediate, kPanelColumns)),
         out_panels(ceil_div(args.hidden, kPanelColumns)),
+        blocks(out_blocks(slots, out_panels)),
+        block_panels(ceil_div(out_panels, blocks)),
         group13(experts.group13()),
         group2(experts.group2()) {}
 
@@ -100,8 +113,10 @@ struct Plan {
   int64_t max_rows2;
   int64_t max_units13;
   int64_t max_units2;
-  int64_t gate_panels;  // panels of w13 that hold g; h has as many
-  int64_t out_panels;   // panels of w2
+  int64_t gate_panels;   // panels of w13 that hold g; h has as many
+  int64_t out_panels;    // panels of w2
+  int64_t blocks;        // that they are cut into
+  int64_t block_panels;  // panels of the largest block
   int64_t group13;
   int64_t group2;
 };
@@ -117,7 +132,7 @@ struct MoeBuffers {
         x(QuantizedRows::slice(slicer, plan.slots, args.hidden, plan.group13)),
         h(slicer.take<float>(plan.slots * args.intermediate)),
         hq(QuantizedRows::slice(slicer, plan.slots, args.intermediate, plan.group2)),
-        y(slicer.take<float>(plan.slots * plan.out_panels * kPanelColumns)) {}
+        y(slicer.take<float>(plan.slots * plan.block_panels * kPanelColumns)) {}
 
   int32_t* ids;
   Buckets buckets;
@@ -126,7 +141,7 @@ struct MoeBuffers {
   QuantizedRows x;   // rows sorted by expert
   float* h;          // [rows, I]
   QuantizedRows hq;  // h quantized
-  float* y;          // [rows, H rounded up to 16]
+  float* y;          // [rows, columns of a block]
 };
 
 // Scratch of each worker: a gate and an up tile, and room for two unpacked panels.
@@ -181,26 +196,34 @@ class Chunk {
       experts_.w2(b_.units13[u].expert);
     }
     chunks13_ = panel_chunks(plan.gate_panels, units13_, largest13 * 2, plan.workers);
-    chunks2_ = panel_chunks(plan.out_panels, units2_, largest2, plan.workers);
+    chunks2_ = panel_chunks(plan.block_panels, units2_, largest2, plan.workers);
     ld13_ = max_chunk(plan.gate_panels, chunks13_) * kPanelColumns;
     // Small enough that every worker has some, large enough that taking a task costs nothing.
     tokens_per_task_ = std::clamp<int64_t>(tokens_ / (4 * plan.workers), 1, 4);
     rows_per_task_ = std::clamp<int64_t>(rows_ / (4 * plan.workers), 1, 8);
     gate_panels_ = plan.gate_panels;
     out_panels_ = plan.out_panels;
+    blocks_ = plan.blocks;
+    ldy_ = plan.block_panels * kPanelColumns;
   }
 
   void run(Parallel& parallel, const WorkerBuffers& workers) {
-    const int64_t counts[] = {ceil_div(tokens_, tokens_per_task_), units13_ * chunks13_,
-                              ceil_div(rows_, rows_per_task_), units2_ * chunks2_, ceil_div(tokens_, tokens_per_task_)};
-    run_phases(parallel, counts, [&](int phase, int64_t task, int worker) {
+    const int64_t token_tasks = ceil_div(tokens_, tokens_per_task_);
+    int64_t counts[3 + 2 * kMostOutBlocks] = {token_tasks, units13_ * chunks13_, ceil_div(rows_, rows_per_task_)};
+    for (int64_t b = 0; b < blocks_; ++b) {
+      counts[3 + 2 * b] = units2_ * chunks2_;
+      counts[4 + 2 * b] = token_tasks;
+    }
+    run_phases(parallel, {counts, static_cast<std::size_t>(3 + 2 * blocks_)}, [&](int phase, int64_t task, int worker) {
       switch (phase) {
         case 0: return quantize_tokens(task);
         case 1: return gate_up(task, workers, worker);
         case 2: return requantize(task);
-        case 3: return down(task, workers, worker);
-        default: return combine(task);
+        default: break;
       }
+      const int64_t block = (phase - 3) / 2;
+      if (phase % 2 == 1) return down(block, task, workers, worker);
+      combine(block, task);
     });
   }
 
@@ -270,37 +293,54 @@ class Chunk {
     }
   }
 
-  void down(int64_t task, const WorkerBuffers& buffers, int worker) {
+  void down(int64_t block, int64_t task, const WorkerBuffers& buffers, int worker) {
     const Unit unit = b_.units2[task / chunks2_];
-    const Range panels = share(out_panels_, chunks2_, task % chunks2_);
-    const int64_t ldy = out_panels_ * kPanelColumns;
+    const Range panels = down_range(block, task);
+    float* y = b_.y + unit.rows.begin * ldy_ + (panels.begin - block_range(block).begin) * kPanelColumns;
     kernel_.gemm(b_.hq.from(unit.rows.begin), unit.rows.size(),
-                 experts_.w2(unit.expert).panels(panels.begin, down_panels(task + buffers.workers)), panels.size(),
-                 b_.y + unit.rows.begin * ldy + panels.begin * kPanelColumns, ldy,
-                 unpack_scratch(kernel_, buffers.scratch, buffers.scratch_bytes, worker));
+                 experts_.w2(unit.expert).panels(panels.begin, down_panels(block, task + buffers.workers)),
+                 panels.size(), y, ldy_, unpack_scratch(kernel_, buffers.scratch, buffers.scratch_bytes, worker));
   }
 
-  // The weights that task `task` of w2 begins with, null if there is none.
-  const uint8_t* down_panels(int64_t task) const {
-    if (task >= units2_ * chunks2_) return nullptr;
-    return experts_.w2(b_.units2[task / chunks2_].expert).panel(share(out_panels_, chunks2_, task % chunks2_).begin);
+  Range block_range(int64_t block) const { return share(out_panels_, blocks_, block); }
+
+  // The panels of w2 of one task.
+  Range down_range(int64_t block, int64_t task) const {
+    const Range all = block_range(block);
+    const Range part = share(all.size(), chunks2_, task % chunks2_);
+    return {all.begin + part.begin, all.begin + part.end};
+  }
+
+  // The weights that task `task` of a block begins with, or one of the next block; null if there is none.
+  const uint8_t* down_panels(int64_t block, int64_t task) const {
+    const int64_t tasks = units2_ * chunks2_;
+    if (task >= tasks) {
+      ++block;
+      task -= tasks;
+    }
+    if (task >= tasks || block >= blocks_) return nullptr;
+    return experts_.w2(b_.units2[task / chunks2_].expert).panel(down_range(block, task).begin);
   }
 
   // The weights that a worker will most likely read after task `task` of w13: workers take turns.
   const uint8_t* after_gate_up(int64_t task, int workers) const {
     const int64_t next = task + workers;
     const int64_t tasks = units13_ * chunks13_;
-    if (next >= tasks) return down_panels(next - tasks);
+    if (next >= tasks) return down_panels(0, next - tasks);
     return experts_.w13(b_.units13[next / chunks13_].expert)
         .panel(share(gate_panels_, chunks13_, next % chunks13_).begin);
   }
 
-  void combine(int64_t task) {
+  void combine(int64_t block, int64_t task) {
+    const Range panels = block_range(block);
+    const int64_t column = panels.begin * kPanelColumns;
+    const int64_t columns = std::min(args_.hidden, panels.end * kPanelColumns) - column;
     for (int64_t t = task * tokens_per_task_; t < std::min(tokens_, (task + 1) * tokens_per_task_); ++t) {
       const int64_t token = first_token_ + t;
-      kernel_.combine(b_.y, out_panels_ * kPanelColumns, b_.buckets.slot_row + t * args_.slots,
-                      args_.weight_on_input ? nullptr : args_.weights + token * args_.slots, args_.slots, args_.hidden,
-                      args_.dtype, static_cast<uint8_t*>(args_.out) + token * args_.hidden * dtype_bytes(args_.dtype));
+      kernel_.combine(b_.y, ldy_, b_.buckets.slot_row + t * args_.slots,
+                      args_.weight_on_input ? nullptr : args_.weights + token * args_.slots, args_.slots, columns,
+                      args_.dtype,
+                      static_cast<uint8_t*>(args_.out) + (token * args_.hidden + column) * dtype_bytes(args_.dtype));
     }
   }
 
@@ -320,6 +360,8 @@ class Chunk {
   int64_t rows_per_task_ = 1;
   int64_t gate_panels_ = 0;
   int64_t out_panels_ = 0;
+  int64_t blocks_ = 1;
+  int64_t ldy_ = 0;
 };
 
 // Each chunk opens the experts it uses; with several chunks a bad one must be found before the first is written.
@@ -337,8 +379,8 @@ void check_used_headers(const MoeArgs& args, const Experts& experts) {
 }  // namespace
 
 int64_t moe_chunk_tokens(int64_t slots, int64_t hidden, int64_t intermediate) {
-  // Per slot: x and h as int8, h and y as float32.
-  const int64_t bytes = std::max<int64_t>(1, slots) * (5 * hidden + 5 * intermediate + 256);
+  // Per slot: x and h as int8, h as float32, and where blocks of columns cannot be smaller, y.
+  const int64_t bytes = std::max<int64_t>(1, slots) * (hidden + hidden / 8 + 5 * intermediate + 512);
   return std::max<int64_t>(64, kScratchBytes / bytes);
 }
 
