@@ -40,8 +40,9 @@ def main() -> None:
     collected = report.Collected(options.output)
     measure(options, layers[:1] if options.quick else layers, collected)
     records, versions = collected.records, collected.versions
-    print(goals_table(records))
-    path = collected.save(goals=goals(records))
+    reached = goals(records)
+    print(goals_table(reached))
+    path = collected.save(goals=reached)
     print(f"\n{path}\n{plot_speeds(records, path.with_suffix('.png'), versions, 'rows')}")
 
 

@@ -3,13 +3,10 @@
 
 import argparse
 import math
-import os
-import subprocess
-from pathlib import Path
 
 import bench_linear
-from peers import bench, entries, report
-from peers.goals import goals, goals_table
+from peers import bench, entries, programs, report
+from peers.goals import goal_line, goals, goals_table
 from peers.limits import weight_bytes
 from peers.options import add_options, chosen_entries, groups_of, names, parse, plan_of
 from peers.plots import plot_roofline, plot_speeds
@@ -17,7 +14,6 @@ from peers.problem import Moe, load_shapes, weight_count
 
 QUICK_ROWS = [1, 16, 128, 512]
 GROWTH_ROWS = [512, 8192]  # time per token must not grow
-STAGES = Path(__file__).resolve().parent.parent / "build/bench/benchmarks/bench_moe"
 
 
 def layers_for(moe: dict, rows: int, most_bytes: float) -> int:
@@ -46,22 +42,29 @@ def measure_growth(options: argparse.Namespace, shape: dict, collected: report.C
     collected.add(*bench.measure(problem, own, GROWTH_ROWS, max(options.threads), plan_of(options)))
 
 
-def stage_times(threads: int) -> list[str]:
-    """The output of bench_moe: the share of each stage of the fused operator."""
-    variables = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    command = [str(STAGES), f"--threads={threads}", "--rounds=3", "--layers=2"]
-    try:
-        result = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=600, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return [f"no stage times: {error}"]
-    return result.stdout.splitlines() if result.returncode == 0 else [f"no stage times: {result.stderr.strip()}"]
+def run_programs(threads: int) -> tuple[dict[str, list[str]], list[dict]]:
+    """What the programs print, by title, and their goals."""
+    printed, found = {"Stages of the fused operator": programs.stage_times(threads)}, []
+    for title, used, (lines, goal_lines) in (
+        ("The split over 64 workers", 64, programs.split_balance()),
+        ("Packing beside copying", threads, programs.packing(threads)),
+        ("The cost of a call", 1, programs.call_overhead()),
+    ):
+        printed[title] = lines
+        found += [goal_line("w4a8 alone", used, line) for line in goal_lines]
+    for title, lines in printed.items():
+        print(f"\n{title}\n\n" + "\n".join(lines))
+    return printed, found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     add_options(parser, rows="1,4,16,128,512,2048", shapes="all with experts", seconds=0.2, threads=[1, 2])
     parser.add_argument(
-        "--parts", type=names, default=["moe", "linear", "growth", "stages"], help="moe,linear,growth,stages"
+        "--parts",
+        type=names,
+        default=["moe", "linear", "growth", "programs"],
+        help="moe,linear,growth,programs (default: all)",
     )
     options = parse(parser)
     if options.quick:
@@ -69,7 +72,8 @@ def main() -> None:
         options.m = [m for m in options.m if m in QUICK_ROWS] or options.m
     shapes = load_shapes(options.shapes or (["qwen3-30b-a3b"] if options.quick else []), "moe")
     collected = report.Collected(options.output)
-    stages: list[str] = []
+    printed: dict[str, list[str]] = {}
+    other_goals: list[dict] = []
     experts: list[dict] = []
     if "moe" in options.parts:
         measure_experts(options, shapes, collected)
@@ -79,12 +83,12 @@ def main() -> None:
     if "growth" in options.parts and shapes:
         # The layer with the most experts has the most to sort.
         measure_growth(options, max(shapes, key=lambda s: s["moe"]["experts"]), collected)
-    if "stages" in options.parts:
-        stages = stage_times(max(options.threads))
-        print("\nStages of the fused operator\n\n" + "\n".join(stages))
+    if "programs" in options.parts:
+        printed, other_goals = run_programs(max(options.threads))
     records, versions = collected.records, collected.versions
-    print(goals_table(records))
-    path = collected.save(goals=goals(records), stages=stages)
+    reached = [*goals(records), *other_goals]
+    print(goals_table(reached))
+    path = collected.save(goals=reached, programs=printed)
     speeds = plot_speeds(experts, path.with_suffix(".png"), versions, "tokens")
     roofline = plot_roofline(experts, path.with_name(f"{path.stem}-roofline.png"), versions)
     print(f"\n{path}\n{speeds}\n{roofline}")

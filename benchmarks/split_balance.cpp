@@ -5,8 +5,9 @@
 // The op runs on one thread that says it were N workers, with a kernel that computes nothing but notes what each call
 // would cost a core: the longer of reading the panels (5 GB/s a core, a 64-core server's share of its memory) and
 // multiplying (230 GMAC/s). Then its tasks are dealt to N workers as run_phases does, each to the first who is free.
-// Printed: the busiest worker's share over the mean, both matrix phases together. Layer of Qwen3-30B-A3B, group 32;
-// expert e is chosen with a probability proportional to 1 / (e + 1) (Zipf), k distinct experts per token.
+// Printed: the busiest worker's share over the mean, all phases of matrix work together (w13, and w2 block by block).
+// Layer of Qwen3-30B-A3B, group 32; expert e is chosen with a probability proportional to 1 / (e + 1) (Zipf), k
+// distinct experts per token.
 #include <algorithm>
 #include <cstdio>
 #include <queue>
@@ -27,16 +28,28 @@ constexpr int64_t kSlots = 8;
 constexpr double kBytesPerSecond = 5e9;
 constexpr double kMacsPerSecond = 230e9;
 
-std::vector<double> g_calls[2];  // seconds of each gemm call: w13 (gate and up in turn), w2
+std::vector<std::vector<double>> g_phases;  // seconds of each task
+bool g_between = true;                      // since the last gemm something else ran: the next one begins a phase
+bool g_gate = true;                         // the next gemm of w13 is a gate, whose task ends with the up after it
 
 void note_gemm(const Rows&, int64_t m, const Panels& panels, int64_t count, float*, int64_t, uint8_t*) {
   const double read = static_cast<double>(count * panels.stride) / kBytesPerSecond;
   const double multiply = static_cast<double>(m * count * kPanelColumns * panels.steps * kStepK) / kMacsPerSecond;
-  g_calls[panels.steps == kHidden / kStepK ? 0 : 1].push_back(std::max(read, multiply));
+  if (g_between) g_phases.emplace_back();
+  g_between = false;
+  const bool is_w13 = panels.steps == kHidden / kStepK;
+  if (is_w13 && !g_gate) {
+    g_phases.back().back() += std::max(read, multiply);
+  } else {
+    g_phases.back().push_back(std::max(read, multiply));
+  }
+  g_gate = !is_w13 || !g_gate;
 }
-void no_quantize(const void*, DType, int64_t, int64_t, int8_t*, int32_t*, RowQuant*) {}
+void no_quantize(const void*, DType, int64_t, int64_t, int8_t*, int32_t*, RowQuant*) { g_between = true; }
 void no_activate(Activation, const float*, const float*, float*, int64_t) {}
-void no_combine(const float*, int64_t, const int32_t*, const float*, int64_t, int64_t, DType, void*) {}
+void no_combine(const float*, int64_t, const int32_t*, const float*, int64_t, int64_t, DType, void*) {
+  g_between = true;
+}
 
 // One thread in the name of many workers.
 class Pretended final : public Parallel {
@@ -113,16 +126,20 @@ void report(const Kernel& kernel, const PackedShape& shape13, const Buffer& w13,
   args.hidden = kHidden;
   args.intermediate = kInner;
   args.group = shape13.group;
-  for (std::vector<double>& calls : g_calls) calls.clear();
+  g_phases.clear();
   Pretended parallel(workers);
   Workspace workspace;
   fused_moe(kernel, parallel, workspace, args);
-  std::vector<double> gate_up;
-  for (std::size_t i = 0; i + 1 < g_calls[0].size(); i += 2) gate_up.push_back(g_calls[0][i] + g_calls[0][i + 1]);
-  const double busiest = longest(gate_up, workers) + longest(g_calls[1], workers);
-  const double mean = (sum(gate_up) + sum(g_calls[1])) / workers;
-  std::printf("T=%-5ld %3d workers   %5zu + %5zu tasks   longest share %.3f x the mean\n", static_cast<long>(tokens),
-              workers, gate_up.size(), g_calls[1].size(), busiest / mean);
+  double busiest = 0;
+  double mean = 0;
+  std::size_t tasks = 0;
+  for (const std::vector<double>& phase : g_phases) {
+    busiest += longest(phase, workers);
+    mean += sum(phase) / workers;
+    tasks += phase.size();
+  }
+  std::printf("T=%-5ld %3d workers   %5zu tasks in %2zu phases   longest share %.3f x the mean\n",
+              static_cast<long>(tokens), workers, tasks, g_phases.size(), busiest / mean);
 }
 
 int run(int argc, char** argv) {

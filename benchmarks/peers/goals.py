@@ -102,6 +102,11 @@ def linear_goals(run: Run, group: str) -> list[Line]:
     return lines
 
 
+def goal_line(problem: str, threads: int, line: Line) -> dict:
+    what, where, goal, reached = line
+    return {"problem": problem, "threads": threads, "what": what, "group": where, "goal": goal, "reached": reached}
+
+
 def goals(records: list[dict]) -> list[dict]:
     """The lines of every shape that was measured."""
     found = []
@@ -111,17 +116,15 @@ def goals(records: list[dict]) -> list[dict]:
         run = Run([r for r in records if (r["problem"], r["kind"], r["group"], r["threads"]) == key])
         if group not in ("32", "128", "channel"):
             continue
-        for what, where, goal, reached in (moe_goals if kind == "moe" else linear_goals)(run, group):
-            found.append(
-                {"problem": problem, "threads": threads, "what": what, "group": where, "goal": goal, "reached": reached}
-            )
+        for line in (moe_goals if kind == "moe" else linear_goals)(run, group):
+            found.append(goal_line(problem, threads, line))
     return found
 
 
-def goals_table(records: list[dict]) -> str:
+def goals_table(found: list[dict]) -> str:
+    """Of what goals() and goal_line() gave."""
     lines = ["", "| goal | group | threads | goal | reached | reached / goal | |", "|---|---|---|---|---|---|---|"]
     problem = None
-    found = goals(records)
     for line in found:
         if line["problem"] != problem:
             problem = line["problem"]
