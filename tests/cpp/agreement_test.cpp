@@ -83,12 +83,14 @@ TEST(AgreementTest, AnySums) {
   const PackedShape shape = {20, 34, 34, DType::kFloat32, false};
   const Packed packed = pack_one(shape, random_weights(rng, shape));
   std::vector<uint8_t> bytes(packed.bytes.data(), packed.bytes.data() + packed.bytes.size());
+  // Times the zero point of -128 the first two leave int32; the others just stay in it, until a dot product is added.
+  constexpr int32_t kSums[] = {std::numeric_limits<int32_t>::min(), std::numeric_limits<int32_t>::max() - 5, 1 << 24,
+                               -(1 << 24) + 1};
   for (int64_t c = 0; c < 16; ++c) {
-    const int32_t sum = c % 2 == 0 ? std::numeric_limits<int32_t>::min() : std::numeric_limits<int32_t>::max() - 5;
-    std::memcpy(bytes.data() + kHeaderBytes + shape.sums_offset() + 4 * c, &sum, 4);
+    std::memcpy(bytes.data() + kHeaderBytes + shape.sums_offset() + 4 * c, &kSums[c % 4], 4);
   }
   std::vector<float> x = random_activations(rng, 3 * shape.k, DType::kFloat32);
-  for (float& value : x) value = std::fabs(value);  // a zero point of -128
+  for (float& value : x) value = std::fabs(value);  // the zero point of every row is -128
   SerialParallel serial;
   Workspace workspace;
   std::vector<float> first;
