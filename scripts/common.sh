@@ -58,15 +58,35 @@ need_toolchain() {
   need_packages "${missing[@]}"
 }
 
-# For the presets of CMakePresets.json, which need no torch: cmake and ninja of the system, else of .venv.
+# For the presets of CMakePresets.json, which need no torch: cmake and ninja of .venv, else of the system. As in select_flavour:
+# another version of cmake orders flags in another way, and all would be compiled again.
 need_cmake() {
   local name missing=()
   need_toolchain
-  PATH=$PATH:$ROOT/.venv/bin
+  PATH=$ROOT/.venv/bin:$PATH
   command -v cmake >/dev/null || missing+=(cmake)
   command -v ninja >/dev/null || missing+=(ninja-build)
   need_packages "${missing[@]}"
   mkdir -p build/log
+}
+
+# build_core TARGET...: targets that need no torch, optimized. Sets CORE_DIR, the tree they are in: one of `make test`, which has
+# most of it compiled, else that of preset release.
+build_core() {
+  local cache PATH=$PATH
+  need_cmake
+  CORE_DIR=""
+  for cache in build/*-torch*/CMakeCache.txt; do
+    if [ -e "$cache" ] && [ "$(grep -cE '^(CMAKE_BUILD_TYPE:.*=Release|W4A8_BUILD_TESTS:.*=ON|W4A8_SANITIZE:.*=)$' "$cache")" = 3 ]; then
+      CORE_DIR=$(dirname "$cache")
+    fi
+  done
+  if [ -z "$CORE_DIR" ]; then
+    CORE_DIR=build/release
+    run_quiet build/log/core-configure.log cmake --preset release -DW4A8_BUILD_TORCH=OFF -DW4A8_BUILD_PYTHON=OFF
+  fi
+  say "building $* in $CORE_DIR"
+  run_quiet build/log/core-build.log cmake --build "$CORE_DIR" -j "$CMAKE_BUILD_PARALLEL_LEVEL" --target "$@"
 }
 
 # Sets CLANGXX: a Clang with libFuzzer and the sanitizers.
@@ -112,7 +132,7 @@ setup_pypi() {
 
 setup_debian() {
   local packages=(g++ cmake ninja-build libgtest-dev pybind11-dev python3 python3-dev python3-venv python3-pip
-    python3-setuptools python3-wheel python3-numpy python3-pytest python3-hypothesis python3-torch libtorch-dev)
+    python3-setuptools python3-wheel python3-numpy python3-pytest python3-pytest-xdist python3-hypothesis python3-torch libtorch-dev)
   command -v dpkg-query >/dev/null || die "TORCH=debian needs a Debian system"
   # shellcheck disable=SC2046
   need_packages $(missing_packages "${packages[@]}")
@@ -164,6 +184,17 @@ need_modules() {
     "$PY" -c "import $name" 2>/dev/null || missing+=("$name")
   done
   [ ${#missing[@]} -eq 0 ] || die "$PY lacks these Python packages: ${missing[*]}"
+}
+
+# Sets PYTEST_JOBS: what makes pytest use several processes, where the flavour has pytest-xdist. Their threads outnumber the
+# cores then: those that wait must sleep.
+select_pytest_jobs() {
+  local jobs=$((CMAKE_BUILD_PARALLEL_LEVEL < 4 ? CMAKE_BUILD_PARALLEL_LEVEL : 4))
+  PYTEST_JOBS=()
+  if [ "$jobs" -gt 1 ] && "$PY" -c 'import xdist' 2>/dev/null; then
+    PYTEST_JOBS=(-n "$jobs")
+    export OMP_WAIT_POLICY=passive
+  fi
 }
 
 # Changes when a file that goes into the package, the interpreter or torch does.

@@ -7,4 +7,4 @@ need_cmake
 say "building preset $preset"
 run_quiet "build/log/$preset-configure.log" cmake --preset "$preset" -DW4A8_BUILD_TORCH=OFF -DW4A8_BUILD_PYTHON=OFF
 run_quiet "build/log/$preset-build.log" cmake --build --preset "$preset" -j "$CMAKE_BUILD_PARALLEL_LEVEL"
-ctest --preset "$preset" --output-on-failure --no-tests=error ${2:+-R "$2"}
+ctest --preset "$preset" -j "$CMAKE_BUILD_PARALLEL_LEVEL" --output-on-failure --no-tests=error ${2:+-R "$2"}

@@ -14,7 +14,7 @@ run_quiet build/log/tests-configure.log cmake -S . -B "$BUILD_DIR" -DW4A8_BUILD_
 run_quiet build/log/tests-build.log cmake --build "$BUILD_DIR" -j "$CMAKE_BUILD_PARALLEL_LEVEL"
 failed=()
 say "ctest ($FLAVOUR)"
-ctest --test-dir "$BUILD_DIR" --output-on-failure --no-tests=error || failed+=(ctest)
+ctest --test-dir "$BUILD_DIR" -j "$CMAKE_BUILD_PARALLEL_LEVEL" --output-on-failure --no-tests=error || failed+=(ctest)
 say "C++ package and examples/cpp ($FLAVOUR)"
 prefix=$ROOT/$BUILD_DIR/prefix
 torch_root=$("$PY" -c 'import pathlib, torch.utils as u; print(pathlib.Path(u.cmake_prefix_path).parent.parent)')
@@ -25,5 +25,6 @@ run_quiet build/log/example-configure.log cmake -S examples/cpp -B "$BUILD_DIR/e
 run_quiet build/log/example-build.log cmake --build "$BUILD_DIR/example"
 "$BUILD_DIR/example/moe_layer" || failed+=(examples/cpp)
 say "pytest ($FLAVOUR)"
-"$PY" -m pytest "$@" || failed+=(pytest)
+select_pytest_jobs
+"$PY" -m pytest "${PYTEST_JOBS[@]}" "$@" || failed+=(pytest)
 [ ${#failed[@]} -eq 0 ] || die "failed: ${failed[*]}"

@@ -48,16 +48,13 @@ done
 scripts/check_symbols.sh build/aarch64
 
 say "building the program that compares with this machine's kernels"
-# Which optimization made this machine's answers does not matter: every bit is defined.
-run_quiet build/log/arm-host-configure.log cmake -S . -B build/aarch64-host -G Ninja -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG=-O1 \
-  -DW4A8_BUILD_TORCH=OFF
-run_quiet build/log/arm-host-build.log cmake --build build/aarch64-host -j "$jobs" --target w4a8_core
+build_core w4a8_core # which optimization made this machine's answers does not matter: every bit is defined
 flags=(-std=c++20 -O1 -Wall -Wextra -Werror -Icsrc -pthread)
-run_quiet build/log/arm-cross.log c++ "${flags[@]}" tests/arm/cross_arch.cpp build/aarch64-host/libw4a8_core.a \
-  -o build/aarch64-host/cross_arch
+run_quiet build/log/arm-cross.log c++ "${flags[@]}" tests/arm/cross_arch.cpp "$CORE_DIR/libw4a8_core.a" \
+  -o build/aarch64/cross_arch_host
 run_quiet build/log/arm-cross.log aarch64-linux-gnu-g++ "${flags[@]}" -static tests/arm/cross_arch.cpp build/aarch64/libw4a8_core.a \
   -o build/aarch64/cross_arch
-build/aarch64-host/cross_arch write build/aarch64/cases.bin
+build/aarch64/cross_arch_host write build/aarch64/cases.bin
 
 if [ "$with_python" = 1 ]; then
   say "building the extension for PyTorch's arm64 wheel"

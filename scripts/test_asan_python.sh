@@ -5,13 +5,17 @@
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 select_flavour
 [ "$FLAVOUR" = debian ] || [ "$FLAVOUR" = own ] || pip_once "$PY" test
-build=${BUILD_DIR}-asan
+# PyPI's torch: the tree of sanitize.sh, whose core it links.
+build=build/debug-asan-ubsan
+[ "$FLAVOUR" = pypi ] || build=$BUILD_DIR-asan
 site=$ROOT/$build/site/w4a8
 say "building the extension with sanitizers in $build"
-cmake_flags=(-DCMAKE_BUILD_TYPE=Debug "-DCMAKE_CXX_FLAGS_DEBUG=-g1 -O1" -DW4A8_SANITIZE=address,undefined "-DPython_EXECUTABLE=$PY" "-DPYTHON_EXECUTABLE=$PY")
+cmake_flags=(-DW4A8_BUILD_TORCH=ON -DW4A8_BUILD_PYTHON=ON "-DPython_EXECUTABLE=$PY" "-DPYTHON_EXECUTABLE=$PY")
 pybind=$("$PY" -c 'import pybind11; print(pybind11.get_cmake_dir())' 2>/dev/null || true)
 [ -z "$pybind" ] || cmake_flags+=("-Dpybind11_DIR=$pybind")
-run_quiet build/log/asan-python-configure.log cmake -S . -B "$build" -G Ninja "${cmake_flags[@]}"
+torch=$("$PY" -c 'import torch.utils as u; print(u.cmake_prefix_path)')/Torch
+[ ! -d "$torch" ] || cmake_flags+=("-DTorch_DIR=$torch")
+run_quiet build/log/asan-python-configure.log cmake --preset debug-asan-ubsan -B "$build" "${cmake_flags[@]}"
 run_quiet build/log/asan-python-build.log cmake --build "$build" -j "$CMAKE_BUILD_PARALLEL_LEVEL" --target w4a8_torch w4a8_python
 rm -rf "$site"
 mkdir -p "$site"
@@ -29,4 +33,5 @@ loaded=$("$PY" -c 'import w4a8; print(w4a8.__file__)' | tail -n 1)
 say "pytest with the sanitized extension"
 tests=(tests/python/test_ops.py tests/python/test_moe.py tests/python/test_errors.py tests/python/test_storage.py
   tests/python/test_linear_ops.py tests/python/test_fuzz_ops.py tests/python/test_golden.py)
-"$PY" -m pytest -q -p no:cacheprovider "${tests[@]}" "$@"
+select_pytest_jobs
+"$PY" -m pytest -q "${PYTEST_JOBS[@]}" -p no:cacheprovider "${tests[@]}" "$@"

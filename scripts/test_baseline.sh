@@ -3,16 +3,13 @@
 # chosen and with W4A8_KERNEL=scalar; and that no object but the kernels has an instruction beyond that baseline.
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 [ "$(uname -m)" = x86_64 ] || die "test_baseline.sh is for x86-64; for Arm there is make test-arm"
-need_cmake
 command -v qemu-x86_64 >/dev/null || need_packages qemu-user
 command -v objdump >/dev/null || need_packages binutils
-say "building preset release without torch"
-run_quiet build/log/baseline-configure.log cmake --preset release -DW4A8_BUILD_TORCH=OFF -DW4A8_BUILD_PYTHON=OFF
-run_quiet build/log/baseline-build.log cmake --build --preset release -j "$CMAKE_BUILD_PARALLEL_LEVEL"
-scripts/check_symbols.sh build/release
-scripts/check_isa.sh build/release
+build_core w4a8_core_tests fuzz_kernels_replay fuzz_packed_replay fuzz_rows_replay
+scripts/check_symbols.sh "$CORE_DIR"
+scripts/check_isa.sh "$CORE_DIR"
 
-suite=build/release/tests/cpp/w4a8_core_tests
+suite=$CORE_DIR/tests/cpp/w4a8_core_tests
 emulate() { qemu-x86_64 -cpu qemu64 "$@"; }
 say "the core suite under qemu-x86_64 -cpu qemu64"
 shards=$CMAKE_BUILD_PARALLEL_LEVEL
@@ -30,10 +27,10 @@ done
 [ "$failed" = 0 ] || die "the core suite failed on the baseline"
 say "the fuzz corpus there"
 for name in kernels packed rows; do
-  run_quiet "build/log/baseline-fuzz-$name.log" emulate "build/release/tests/fuzz/fuzz_${name}_replay" "tests/fuzz/corpus/$name"
+  run_quiet "build/log/baseline-fuzz-$name.log" emulate "$CORE_DIR/tests/fuzz/fuzz_${name}_replay" "tests/fuzz/corpus/$name"
 done
 say "a kernel that this CPU lacks is refused by name"
-for kernel in x86_avx2 x86_avx512vnni; do
+for kernel in x86_avx2 x86_avxvnni x86_avx512vnni; do
   if W4A8_KERNEL=$kernel emulate "$suite" --gtest_filter=RegistryTest.EnvironmentDecides >build/log/baseline-choice.log 2>&1; then
     die "W4A8_KERNEL=$kernel was accepted"
   fi

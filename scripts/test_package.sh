@@ -41,7 +41,8 @@ cd "$work/away"
 loaded=$("$env_py" -c 'import w4a8; print(w4a8.__file__)')
 case $loaded in "$site"/*) ;; *) die "another w4a8 was loaded: $loaded" ;; esac
 "$env_py" -m w4a8 >"$work/about.txt"
-"$env_py" -m pytest -q -p no:cacheprovider -c /dev/null --rootdir "$work/away" \
+select_pytest_jobs
+"$env_py" -m pytest -q "${PYTEST_JOBS[@]}" -p no:cacheprovider -c /dev/null --rootdir "$work/away" \
   tests/python/test_ops.py tests/python/test_moe.py tests/python/test_errors.py tests/python/test_golden.py
 "$env_py" -m pip check || die "pip check"
 
