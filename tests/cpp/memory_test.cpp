@@ -1,0 +1,98 @@
+// Scratch memory against the formula of docs/memory.md, written a second time here.
+#include <algorithm>
+#include <cstdint>
+
+#include "core/gemm.h"
+#include "core/workspace.h"
+#include "moe_data.h"
+#include "test_util.h"
+#include "thread_parallel.h"
+
+namespace w4a8::test {
+namespace {
+
+constexpr int64_t kMiB = 1024 * 1024;
+constexpr int64_t kAlignment = 1024;  // of all arrays together
+
+int64_t up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
+int64_t over(int64_t a, int64_t b) { return up(a, b) / b; }
+
+// One quantized row.
+int64_t row_bytes(int64_t k, int64_t group) { return up(k, 64) + 64 + 4 * k / group + 8; }
+int64_t task_rows(int64_t k) { return std::clamp<int64_t>(256 * 1024 / k, 16, 512); }
+// Rows of the largest of the even chunks.
+int64_t chunk_of(int64_t rows, int64_t most) { return over(rows, over(rows, most)); }
+
+class MemoryTest : public KernelFixture {};
+
+TEST_P(MemoryTest, Matmul) {
+  struct Case {
+    int64_t m, n, k, group;
+    int threads;
+  };
+  for (const Case& c : {Case{1, 18, 66, 66, 1}, Case{5, 600, 4096, 32, 3}, Case{700, 34, 2, 2, 2},
+                        Case{513, 130, 514, 514, 4}, Case{70, 16, 20002, 20002, 2}, Case{300, 2050, 96, 96, 1}}) {
+    SCOPED_TRACE("m=" + std::to_string(c.m) + " n=" + std::to_string(c.n) + " k=" + std::to_string(c.k));
+    Rng rng(100);
+    const PackedShape shape = {c.n, c.k, c.group, DType::kFloat32, false};
+    const Packed packed = pack_one(shape, random_weights(rng, shape));
+    const std::vector<float> x = random_activations(rng, c.m * c.k, DType::kFloat32);
+    std::vector<float> out(static_cast<std::size_t>(c.m * c.n));
+    ThreadParallel parallel(c.threads);
+    Workspace workspace;
+    matmul(kernel(), parallel, workspace, packed.matrix(), x.data(), DType::kFloat32, c.m, out.data());
+    const int64_t rows =
+        chunk_of(c.m, std::max<int64_t>(64, 96 * kMiB / row_bytes(c.k, c.group))) * row_bytes(c.k, c.group);
+    const int64_t tile = std::max<int64_t>(128 * 1024, 192 * std::min(c.m, task_rows(c.k)));
+    EXPECT_GE(workspace.capacity(), rows);
+    EXPECT_LE(workspace.capacity(), rows + c.threads * (256 * over(c.k, 8) + tile) + kAlignment);
+  }
+}
+
+TEST_P(MemoryTest, FusedMoe) {
+  struct Case {
+    MoeCase moe;
+    int threads;
+  };
+  const auto moe = [](int64_t tokens, int64_t slots, int64_t experts, int64_t hidden, int64_t inter, int64_t group) {
+    MoeCase c;
+    c.tokens = tokens;
+    c.slots = slots;
+    c.experts = experts;
+    c.hidden = hidden;
+    c.intermediate = inter;
+    c.group = group;
+    return c;
+  };
+  for (const Case& c :
+       {Case{moe(1, 1, 1, 2, 2, -1), 1}, Case{moe(40, 8, 3, 1310, 6, -1), 3}, Case{moe(9, 3, 300, 34, 98, -1), 2},
+        Case{moe(200, 64, 2, 1026, 2, -1), 2}, Case{moe(129, 100, 2, 4096, 32, 32), 4},
+        Case{moe(3, 2, 2, 66, 20002, -1), 2}, Case{moe(66, 520, 2, 64, 2900, -1), 1}}) {
+    SCOPED_TRACE(describe(c.moe));
+    Rng rng(101);
+    MoeData data(rng, c.moe);
+    for (std::size_t i = 0; i < data.ids.size(); ++i) {
+      if (i % 61 != 0) data.ids[i] = -1;  // few rows are computed; all have their memory
+    }
+    ThreadParallel parallel(c.threads);
+    Workspace workspace;
+    data.run(kernel(), parallel, workspace);
+
+    const int64_t h = c.moe.hidden, i = c.moe.intermediate, k = c.moe.slots;
+    const int64_t group13 = c.moe.group == -1 ? h : c.moe.group, group2 = c.moe.group == -1 ? i : c.moe.group;
+    const int64_t most = std::max<int64_t>(64, 96 * kMiB / (k * (h + h / 8 + 5 * i + 512)));
+    const int64_t slots = chunk_of(c.moe.tokens, most) * k;
+    const int64_t slot = row_bytes(h, group13) + row_bytes(i, group2) + 4 * i;
+    const int64_t y = std::min(slots * 64 * over(h, 16), std::max(4 * kMiB, slots * 64 * over(h, 512)));
+    const int64_t rows = std::min(slots, task_rows(h));
+    const int64_t tile = std::max<int64_t>(128 * 1024, 384 * rows) + 64 * rows;
+    EXPECT_GE(workspace.capacity(), slots * (slot + 16) + y / 2);
+    EXPECT_LE(workspace.capacity(), slots * (slot + 20) + y + c.threads * (256 * over(std::max(h, i), 8) + tile) +
+                                        56 * c.moe.experts + kAlignment);
+  }
+}
+
+W4A8_FOR_ALL_KERNELS(MemoryTest);
+
+}  // namespace
+}  // namespace w4a8::test
