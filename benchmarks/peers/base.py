@@ -35,6 +35,7 @@ class Entry:
     most_threads: int = 1 << 30
     always: bool = False  # what the others are compared with: in every batch, whatever --peers says
     checked: bool = True
+    calls: int = 0  # of a round; 0: as many as fit its time
     most_error: float = 0.08  # relative; int8 activations give 0.008 to 0.04
 
     @classmethod

@@ -157,7 +157,8 @@ class Session:
                 continue
             # A call that takes many times its share is not repeated in all rounds.
             repeats = 1 if first > 20 * seconds else rounds
-            plan[worker] = (max(1, min(400, round(seconds / first))), repeats)
+            least = 3 if first < 2 * seconds else 1
+            plan[worker] = (worker.entry.calls or max(least, min(400, round(seconds / first))), repeats)
             times[worker.entry.name] = []
         for turn in range(rounds):
             for worker, (calls, repeats) in list(plan.items()):
