@@ -126,6 +126,21 @@ W4A8_INLINE void store_sums(const TileArgs& t, typename Ops::F (&f)[R][C][Ops::k
   }
 }
 
+// Channelwise, few rows read one panel after the other in one stream and little else, which the hardware of some CPUs
+// fetches better by itself. kStreamedRows of Ops: up to how many.
+template <class Ops>
+constexpr int64_t streamed_rows() {
+  if constexpr (requires { Ops::kStreamedRows; }) {
+    return Ops::kStreamedRows;
+  } else {
+    return 0;
+  }
+}
+template <class Ops, int R, int C, bool kChannelwise>
+constexpr bool fetches_ahead() {
+  return !kChannelwise || R > streamed_rows<Ops>() || C > 1;
+}
+
 // Fetches `bytes` bytes and returns what lies behind them. Into the second-level cache: the first would be full before
 // they are used.
 W4A8_INLINE const uint8_t* fetch_bytes(const uint8_t* fetch, int64_t bytes) {
@@ -152,7 +167,7 @@ W4A8_INLINE void channelwise_tile(const TileArgs& t, const int8_t* const (&rows)
     }
   }
   Ops::template accumulate<R, C, kUnpacked, false>(acc, rows, weights, 0, t.steps, t.fetch);
-  if constexpr (!kUnpacked) {
+  if constexpr (!kUnpacked && fetches_ahead<Ops, R, C, true>()) {
     const int64_t step_bytes = t.steps * kStepBytes;
     fetch_bytes(t.fetch + C * step_bytes, C * (t.panels->stride - step_bytes));
   }
@@ -314,7 +329,8 @@ void gemm(const Rows& rows, int64_t m, const Panels& panels, int64_t panel_count
   // Two panels at once share each broadcast. Where unpacking costs and would be done again for more rows, one panel is
   // better: its tile has more rows.
   const bool again = !unpacked && scratch != nullptr && m > Ops::kRows[kMaxPanels - 1];
-  const int64_t most_columns = again ? 1 : kMaxPanels;
+  const bool streamed = panels.channelwise && m <= streamed_rows<Ops>();
+  const int64_t most_columns = again || streamed ? 1 : kMaxPanels;
   for (int64_t p = 0; p < panel_count;) {
     const int64_t columns = panel_count - p < most_columns ? panel_count - p : most_columns;
     const uint8_t* panel = panels.data + p * panels.stride;

@@ -12,14 +12,14 @@ struct VnniOps : Base {
   static constexpr int kVecs = Base::kVecs;
 
   // Adds one step. second: where the high halves go, the same as acc or a second set.
-  template <int R, int C, bool kUnpacked>
+  template <int R, int C, bool kUnpacked, bool kFetch>
   static W4A8_INLINE void add_step(I (&acc)[R][C][kVecs], I (&second)[R][C][kVecs], const int8_t* const (&rows)[R],
                                    const uint8_t* const (&weights)[C], int64_t s, const uint8_t* fetch) {
     I lo[C][kVecs];
     I hi[C][kVecs];
 #pragma GCC unroll 2
     for (int c = 0; c < C; ++c) {
-      if constexpr (!kUnpacked) __builtin_prefetch(fetch + c * kStepBytes, 0, 2);
+      if constexpr (kFetch) __builtin_prefetch(fetch + c * kStepBytes, 0, 2);
       Base::template load_step<kUnpacked>(weights[c], s, lo[c], hi[c]);
     }
     // All low halves, then all high ones: as far apart as can be, since both may add to the same accumulator.
@@ -48,15 +48,16 @@ struct VnniOps : Base {
                                     const uint8_t* const (&weights)[C], int64_t begin, int64_t end,
                                     const uint8_t* fetch) {
     constexpr int64_t kBytes = C * kStepBytes;
+    constexpr bool kFetch = !kUnpacked && fetches_ahead<Base, R, C, !kBlocks>();
     int64_t s = begin;
     for (; s + kBlockSteps <= end; s += kBlockSteps, fetch += kBlockSteps * kBytes) {
 #pragma GCC unroll 4
       for (int64_t i = 0; i < kBlockSteps; ++i) {
-        add_step<R, C, kUnpacked>(acc, second, rows, weights, s + i, fetch + i * kBytes);
+        add_step<R, C, kUnpacked, kFetch>(acc, second, rows, weights, s + i, fetch + i * kBytes);
       }
     }
     if constexpr (kBlocks) return;
-    for (; s < end; ++s, fetch += kBytes) add_step<R, C, kUnpacked>(acc, second, rows, weights, s, fetch);
+    for (; s < end; ++s, fetch += kBytes) add_step<R, C, kUnpacked, kFetch>(acc, second, rows, weights, s, fetch);
   }
 
   template <int R, int C, bool kUnpacked, bool kBlocks>

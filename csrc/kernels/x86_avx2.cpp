@@ -35,6 +35,7 @@ struct Ops : Avx2Ops {
   // 4 rows x 2 halves of 16-bit sums, two weights, broadcast, product: 12 of 16 registers; 32-bit sums live in memory.
   static constexpr int kRows[] = {4};
   static constexpr int64_t kUnpackRows = 8;
+  static constexpr int64_t kStreamedRows = 2;
   static constexpr int64_t kUnpackSteps = 96;  // 12 KiB of unpacked weights
 
   // kFirst: the sums are set instead of added to.
@@ -56,17 +57,16 @@ struct Ops : Avx2Ops {
   }
 
   // Steps [s, s + count), 1 <= count <= kBlockSteps.
-  template <int R, bool kUnpacked>
+  template <int R, bool kUnpacked, bool kFetch>
   static W4A8_INLINE void add_block(I (&acc)[R][1][2], const int8_t* const (&rows)[R], const uint8_t* w, int64_t s,
                                     int64_t count, const uint8_t* fetch) {
     I sums[R][2];
-    constexpr bool kPrefetch = !kUnpacked;
-    if constexpr (kPrefetch) __builtin_prefetch(fetch, 0, 2);
+    if constexpr (kFetch) __builtin_prefetch(fetch, 0, 2);
     add_products<R, kUnpacked, false, true>(sums, rows, w, s);
     add_products<R, kUnpacked, true, false>(sums, rows, w, s);
 #pragma GCC unroll 4
     for (int64_t i = 1; i < count; ++i) {
-      if constexpr (kPrefetch) __builtin_prefetch(fetch + i * kStepBytes, 0, 2);
+      if constexpr (kFetch) __builtin_prefetch(fetch + i * kStepBytes, 0, 2);
       add_products<R, kUnpacked, false, false>(sums, rows, w, s + i);
       add_products<R, kUnpacked, true, false>(sums, rows, w, s + i);
     }
@@ -82,12 +82,13 @@ struct Ops : Avx2Ops {
   static W4A8_INLINE void accumulate(I (&acc)[R][C][2], const int8_t* const (&rows)[R],
                                      const uint8_t* const (&weights)[C], int64_t begin, int64_t end,
                                      const uint8_t* fetch) {
+    constexpr bool kFetch = !kUnpacked && fetches_ahead<Ops, R, C, !kBlocks>();
     int64_t s = begin;
     for (; s + kBlockSteps <= end; s += kBlockSteps, fetch += kBlockSteps * kStepBytes) {
-      add_block<R, kUnpacked>(acc, rows, weights[0], s, kBlockSteps, fetch);
+      add_block<R, kUnpacked, kFetch>(acc, rows, weights[0], s, kBlockSteps, fetch);
     }
     if constexpr (kBlocks) return;
-    if (s < end) add_block<R, kUnpacked>(acc, rows, weights[0], s, end - s, fetch);
+    if (s < end) add_block<R, kUnpacked, kFetch>(acc, rows, weights[0], s, end - s, fetch);
   }
 };
 

@@ -46,6 +46,7 @@ struct Avx512Ops {
   // 12 x 1 or 6 x 2 accumulators, as many float ones, and the weights: 29 of 32 registers.
   static constexpr int kRows[] = {12, 6};
   static constexpr int kDoubled = 4;
+  static constexpr int64_t kStreamedRows = 2;
   static constexpr int64_t kUnpackRows = 24;
   static constexpr int64_t kUnpackSteps = 96;  // 24 KiB of unpacked weights
 
