@@ -218,10 +218,8 @@ struct Unpacked {
 }  // namespace
 
 extern const Kernel arm_dotprod;
-const Kernel arm_dotprod = {"arm_dotprod",       kNeon | kDotprod,       5,
-                            gemm_any<Unpacked>,  quantize_row_neon<Ops>, activate<Ops>,
-                            combine<Ops>,        store_row<Ops>,         quantize_token<Ops>,
-                            add_weight_sums<Ops>};
+constinit const Kernel arm_dotprod =
+    kernel_of<Ops>("arm_dotprod", kNeon | kDotprod, 5, gemm_any<Unpacked>, quantize_row_neon<Ops>);
 
 }  // namespace w4a8::isa
 W4A8_TARGET_END

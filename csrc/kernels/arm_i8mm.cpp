@@ -404,10 +404,8 @@ struct Pairs {
 }  // namespace
 
 extern const Kernel arm_i8mm;
-const Kernel arm_i8mm = {"arm_i8mm",          kNeon | kDotprod | kI8mm, Pairs::kMostRows,
-                         gemm_any<Pairs>,     quantize_row_neon<Ops>,   activate<Ops>,
-                         combine<Ops>,        store_row<Ops>,           quantize_token<Ops>,
-                         add_weight_sums<Ops>};
+constinit const Kernel arm_i8mm =
+    kernel_of<Ops>("arm_i8mm", kNeon | kDotprod | kI8mm, Pairs::kMostRows, gemm_any<Pairs>, quantize_row_neon<Ops>);
 
 }  // namespace w4a8::isa
 W4A8_TARGET_END

@@ -122,8 +122,7 @@ struct Ops : NeonOps {
 }  // namespace
 
 extern const Kernel arm_neon;
-const Kernel arm_neon = {"arm_neon",    kNeon,        Ops::kRows[0],  gemm<Ops>,           quantize_row_neon<Ops>,
-                         activate<Ops>, combine<Ops>, store_row<Ops>, quantize_token<Ops>, add_weight_sums<Ops>};
+constinit const Kernel arm_neon = kernel_of<Ops>("arm_neon", kNeon, Ops::kRows[0], gemm<Ops>, quantize_row_neon<Ops>);
 
 }  // namespace w4a8::isa
 #endif

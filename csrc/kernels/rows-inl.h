@@ -261,3 +261,21 @@ void add_weight_sums(const uint8_t* scales, DType dtype, const int32_t* group_su
   }
   for (int v = 0; v < kVecs; ++v) Ops::store(sums + v * Ops::kLanes, w[v]);
 }
+
+// A kernel of its own tiles and quantizer; all the rest is what Ops makes of the definitions above and of
+// activation-inl.h. For constinit: no code of an instruction set may run before it was chosen.
+template <class Ops>
+constexpr Kernel kernel_of(const char* name, uint32_t needs, int64_t max_rows, GemmFn gemm, QuantizeRowFn quantize_row,
+                           uint32_t never_unpack = 0) {
+  return {name,
+          needs,
+          max_rows,
+          gemm,
+          quantize_row,
+          activate<Ops>,
+          combine<Ops>,
+          store_row<Ops>,
+          quantize_token<Ops>,
+          add_weight_sums<Ops>,
+          never_unpack};
+}

@@ -120,15 +120,6 @@ struct Ops {
 }  // namespace
 
 extern const Kernel scalar;
-const Kernel scalar = {"scalar",
-                       0,
-                       Ops::kRows[0],
-                       gemm<Ops>,
-                       quantize_row<Ops>,
-                       activate<Ops>,
-                       combine<Ops>,
-                       store_row<Ops>,
-                       quantize_token<Ops>,
-                       add_weight_sums<Ops>};
+constinit const Kernel scalar = kernel_of<Ops>("scalar", 0, Ops::kRows[0], gemm<Ops>, quantize_row<Ops>);
 
 }  // namespace w4a8::isa

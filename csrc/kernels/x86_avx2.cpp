@@ -95,9 +95,8 @@ struct Ops : Avx2Ops {
 }  // namespace
 
 extern const Kernel x86_avx2;
-const Kernel x86_avx2 = {"x86_avx2",          kAvx2 | kFma | kF16c, Ops::kRows[0], gemm<Ops>,
-                         quantize_row<Ops>,   activate<Ops>,        combine<Ops>,  store_row<Ops>,
-                         quantize_token<Ops>, add_weight_sums<Ops>};
+constinit const Kernel x86_avx2 =
+    kernel_of<Ops>("x86_avx2", kAvx2 | kFma | kF16c, Ops::kRows[0], gemm<Ops>, quantize_row<Ops>);
 
 }  // namespace w4a8::isa
 W4A8_TARGET_END

@@ -156,17 +156,8 @@ using Ops = VnniOps<Avx512Ops>;
 }  // namespace
 
 extern const Kernel x86_avx512vnni;
-const Kernel x86_avx512vnni = {"x86_avx512vnni",
-                               kAvx2 | kFma | kF16c | kAvx512 | kAvx512Vnni,
-                               Ops::kRows[0],
-                               gemm<Ops>,
-                               quantize_row<Ops>,
-                               activate<Ops>,
-                               combine<Ops>,
-                               store_row<Ops>,
-                               quantize_token<Ops>,
-                               add_weight_sums<Ops>,
-                               kAmd};
+constinit const Kernel x86_avx512vnni = kernel_of<Ops>("x86_avx512vnni", kAvx2 | kFma | kF16c | kAvx512 | kAvx512Vnni,
+                                                       Ops::kRows[0], gemm<Ops>, quantize_row<Ops>, kAmd);
 
 }  // namespace w4a8::isa
 W4A8_TARGET_END

@@ -56,11 +56,8 @@ using Ops = VnniOps<AvxVnniOps>;
 }  // namespace
 
 extern const Kernel x86_avxvnni;
-const Kernel x86_avxvnni = {"x86_avxvnni",       kAvx2 | kFma | kF16c | kAvxVnni,
-                            Ops::kRows[0],       gemm<Ops>,
-                            quantize_row<Ops>,   activate<Ops>,
-                            combine<Ops>,        store_row<Ops>,
-                            quantize_token<Ops>, add_weight_sums<Ops>};
+constinit const Kernel x86_avxvnni =
+    kernel_of<Ops>("x86_avxvnni", kAvx2 | kFma | kF16c | kAvxVnni, Ops::kRows[0], gemm<Ops>, quantize_row<Ops>);
 
 }  // namespace w4a8::isa
 W4A8_TARGET_END
