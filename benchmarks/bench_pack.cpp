@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "core/pack.h"
+#include "core/split.h"
 #include "harness.h"
 #include "kernels/registry.h"
 
@@ -20,10 +21,9 @@ constexpr int64_t kN = 1536;
 constexpr int64_t kK = 2048;
 
 void copy(uint8_t* dst, const uint8_t* src, int64_t bytes, OmpParallel& parallel) {
-  const int64_t workers = parallel.threads();
   parallel.run(parallel.threads(), [&](int worker) {
-    const int64_t begin = bytes * worker / workers;
-    std::memcpy(dst + begin, src + begin, static_cast<std::size_t>(bytes * (worker + 1) / workers - begin));
+    const Range part = share(bytes, parallel.threads(), worker);
+    std::memcpy(dst + part.begin, src + part.begin, static_cast<std::size_t>(part.size()));
   });
 }
 
@@ -49,7 +49,7 @@ struct Times {
 void run_group(const PackedShape& shape, int64_t experts, OmpParallel& parallel, int64_t rounds) {
   const int64_t size = experts * packed_bytes(shape);
   std::mt19937_64 random(1);
-  const Buffer raw(size);  // the weights, and the scales behind them
+  const Buffer raw(size);  // the weights, and as much more as the copy takes
   for (int64_t i = 0; i + 8 <= size; i += 8) {
     const uint64_t bits = random();
     std::memcpy(raw.data() + i, &bits, 8);

@@ -6,9 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from peers.goals import Line
+
 BENCHMARKS = Path(__file__).resolve().parent.parent
 NATIVE = BENCHMARKS.parent / "build/bench/benchmarks"
-Line = tuple[str, str, float, float]  # as in goals.py
 
 
 def output(command: list[str], threads: int) -> list[str]:
