@@ -240,7 +240,7 @@ def test_packed_tensor_of_anything(data):
 @given(st.data(), st.integers(0, 5), st.integers(1, 12), st.integers(1, 12))
 def test_routing(data, tokens, experts, top_k):
     """The experts of a token are the best by score, the lower one among equals, whatever the logits are."""
-    from w4a8.moe.routing import ROUTING_METHODS, route
+    from w4a8.core.routing import ROUTING_METHODS, route
 
     method = data.draw(st.sampled_from(sorted(ROUTING_METHODS, key=str)))
     values = st.one_of(st.floats(-5, 5, width=32), st.sampled_from([0.0, 1.0, 88.0, -104.0, 3e38, float("-inf")]))

@@ -13,11 +13,11 @@ import torch
 from w4a8.checkpoint.scheme import QuantizationScheme, Scheme
 from w4a8.checkpoint.settings import MoESettings, settings_from_config
 from w4a8.checkpoint.tensors import CheckpointError, CheckpointTensors, read_json
+from w4a8.core.nibbles import check_int4_range
+from w4a8.core.quant_args import DYNAMIC_INT8_TOKENS
 from w4a8.moe.config import FusedMoEConfig, FusedMoEParallelConfig
 from w4a8.moe.layer import RoutedExperts, determine_expert_map
 from w4a8.moe.method import CompressedTensorsW4A8Int8MoEMethod
-from w4a8.moe.nibbles import check_int4_range
-from w4a8.moe.quant_args import DYNAMIC_INT8_TOKENS
 from w4a8.progress import progress_bar
 
 logger = logging.getLogger(__name__)

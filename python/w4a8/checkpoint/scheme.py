@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from w4a8.checkpoint.tensors import CheckpointError, json_field, shorten
-from w4a8.moe.quant_args import QuantizationArgs, QuantizationStrategy
+from w4a8.core.quant_args import QuantizationArgs, QuantizationStrategy
 
 FORMATS = ("int-quantized", "pack-quantized")
 

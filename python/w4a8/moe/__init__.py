@@ -10,7 +10,10 @@ One module per module of vLLM that is mirrored (docs/vllm_mirror.md says what is
     layer, loader     RoutedExperts, the module that holds the weights, and what fills it
 """
 
-from w4a8.moe.activation import MoEActivation, kernel_activation_kind, upstream_activation_kind
+from w4a8.core.activation import MoEActivation, kernel_activation_kind, upstream_activation_kind
+from w4a8.core.loader import MoEWeightLoader
+from w4a8.core.quant_args import QuantizationArgs, QuantizationStrategy
+from w4a8.core.routing import route, select_experts
 from w4a8.moe.config import (
     FusedMoEConfig,
     FusedMoEParallelConfig,
@@ -20,7 +23,6 @@ from w4a8.moe.config import (
 )
 from w4a8.moe.experts.cpu_int4_moe import CPUExpertsInt4, CPUExpertsInt4Modular
 from w4a8.moe.layer import RoutedExperts, determine_expert_map
-from w4a8.moe.loader import MoEWeightLoader
 from w4a8.moe.method import CompressedTensorsW4A8Int8MoEMethod
 from w4a8.moe.oracle.w4a8_int8 import (
     W4A8Int8MoeBackend,
@@ -30,9 +32,7 @@ from w4a8.moe.oracle.w4a8_int8 import (
     pack_int4_weights_for_kleidi,
     select_w4a8_int8_moe_backend,
 )
-from w4a8.moe.quant_args import QuantizationArgs, QuantizationStrategy
 from w4a8.moe.quant_key import GroupShape, QuantKey, ScaleDesc
-from w4a8.moe.routing import route, select_experts
 
 __all__ = [
     "CPUExpertsInt4",

@@ -6,29 +6,12 @@ Mirrors what the W4A8 method, its oracle and its experts read of ``vllm.model_ex
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import IntEnum
 
 import torch
 
-from w4a8.moe.activation import MoEActivation, as_activation
+from w4a8.core.activation import MoEActivation, as_activation
+from w4a8.core.routing import RoutingMethodType
 from w4a8.moe.quant_key import GroupShape
-
-
-class RoutingMethodType(IntEnum):
-    """How router logits become experts and weights (docs/vllm_mirror.md, "Routing")."""
-
-    Default = 0  # softmax over all, top-k
-    Renormalize = 1  # top-k, softmax over those
-    DeepSeekV3 = 2  # sigmoid, + bias, groups, top-k, unbiased weights renormalized and scaled
-    Llama4 = 3  # top-k, sigmoid
-    RenormalizeNaive = 4  # softmax over all, top-k, divided by their sum
-    TopK = 5  # the logits themselves
-    SigmoidRenorm = 6  # sigmoid, top-k, divided by their sum
-    MiniMax2 = 7  # DeepSeekV3 without groups
-    Sigmoid = 8  # sigmoid, top-k
-    Unspecified = 9
-    DeepseekV4 = 100  # sqrt(softplus), + bias, top-k, unbiased weights renormalized and scaled
-    Custom = 101
 
 
 @dataclass(frozen=True)

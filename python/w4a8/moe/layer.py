@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from w4a8.core.loader import MoEWeightLoader
 from w4a8.moe.config import FusedMoEConfig, RoutingMethodType
-from w4a8.moe.loader import MoEWeightLoader
 from w4a8.moe.method import CompressedTensorsW4A8Int8MoEMethod
 
 

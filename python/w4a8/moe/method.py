@@ -10,10 +10,12 @@ Mirrors ``CompressedTensorsW4A8Int8MoEMethod`` of vLLM 0.24
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from w4a8.core.quant_args import QuantizationStrategy
+from w4a8.core.weight_utils import replace_parameter, set_weight_attrs
 from w4a8.moe.config import FusedMoEConfig, FusedMoEQuantConfig
 from w4a8.moe.experts.cpu_int4_moe import unsupported_width
 from w4a8.moe.modular_kernel import FusedMoEExperts, FusedMoEKernel
@@ -23,12 +25,7 @@ from w4a8.moe.oracle.w4a8_int8 import (
     make_w4a8_int8_moe_quant_config,
     select_w4a8_int8_moe_backend,
 )
-from w4a8.moe.quant_args import QuantizationStrategy
 from w4a8.moe.quant_key import QuantKey, int4_weight_key
-from w4a8.moe.weight_utils import replace_parameter, set_weight_attrs
-
-if TYPE_CHECKING:
-    from w4a8.moe.layer import RoutedExperts
 
 
 class FusedMoEMethodBase:
@@ -212,7 +209,7 @@ class CompressedTensorsW4A8Int8MoEMethod(CompressedTensorsMoEMethod):
 
     def apply_monolithic(
         self,
-        layer: RoutedExperts,
+        layer: torch.nn.Module,
         x: torch.Tensor,
         router_logits: torch.Tensor,
         input_ids: torch.Tensor | None = None,
@@ -247,7 +244,7 @@ class CompressedTensorsW4A8Int8MoEMethod(CompressedTensorsMoEMethod):
 
     def apply(
         self,
-        layer: RoutedExperts,
+        layer: torch.nn.Module,
         x: torch.Tensor,
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import torch
 
+from w4a8.core.activation import MoEActivation, as_activation, kernel_activation_kind
+from w4a8.core.platforms import current_platform
+from w4a8.core.routing import select_experts
 from w4a8.moe import method
-from w4a8.moe.activation import MoEActivation, as_activation, kernel_activation_kind
 from w4a8.moe.config import FusedMoEQuantConfig
 from w4a8.moe.experts.cpu_int4_moe import local_expert_ids
-from w4a8.moe.platforms import current_platform
 from w4a8.moe.quant_key import QuantKey
-from w4a8.moe.routing import select_experts
 
 
 class CompressedTensorsW4A8Int8MoEMethod(method.CompressedTensorsW4A8Int8MoEMethod):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from w4a8.moe.nibbles import check_int4_range, from_int32, to_nibbles
+from w4a8.core.nibbles import check_int4_range, from_int32, to_nibbles
 from w4a8.nn.packed import PackedModule
 from w4a8.nn.rounding import round_weight
 from w4a8.ops import dyn_quant_matmul_4bit, dyn_quant_pack_4bit_weight

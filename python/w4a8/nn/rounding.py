@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from w4a8.moe.nibbles import to_nibbles
+from w4a8.core.nibbles import to_nibbles
 
 # Weights that are rounded at a time (or one row): bounds the temporaries, which are some 30 bytes per weight.
 CHUNK = 1 << 18

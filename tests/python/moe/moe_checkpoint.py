@@ -5,7 +5,7 @@ import json
 import torch
 from moe_build import Stack, random_stack
 
-from w4a8.moe.nibbles import to_nibbles
+from w4a8.core.nibbles import to_nibbles
 
 HIDDEN, INTER, EXPERTS = 128, 256, 8
 LAYER = "model.layers.{}.mlp.experts"

@@ -10,8 +10,8 @@ import torch
 from moe_build import ACTIVATIONS, GROUP_SIZES, make_config, op_moe, op_pack
 
 import w4a8.checkpoint
+from w4a8.core.routing import ROUTING_METHODS
 from w4a8.moe import CompressedTensorsW4A8Int8MoEMethod, RoutedExperts, RoutingMethodType, route
-from w4a8.moe.routing import ROUTING_METHODS
 
 pytest.importorskip("safetensors", reason="the safetensors package is not installed")
 pytest.importorskip("compressed_tensors", reason="the compressed-tensors package is not installed")

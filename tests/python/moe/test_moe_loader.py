@@ -4,8 +4,8 @@ import pytest
 import torch
 from moe_build import TOKEN_INT8, make_config, make_layer, make_stacks, weight_args
 
+from w4a8.core.nibbles import to_nibbles
 from w4a8.moe import CompressedTensorsW4A8Int8MoEMethod, FusedMoEParallelConfig, MoEWeightLoader, RoutedExperts
-from w4a8.moe.nibbles import to_nibbles
 
 
 def empty_layer(moe, group_size, **layer_args):

@@ -5,8 +5,9 @@ import inspect
 import pytest
 import torch
 
+from w4a8.core.activation import MoEActivation
+from w4a8.core.routing import select_experts
 from w4a8.moe import method, method_v0_17
-from w4a8.moe.activation import MoEActivation
 from w4a8.moe.config import (
     FusedMoEConfig,
     FusedMoEParallelConfig,
@@ -18,7 +19,6 @@ from w4a8.moe.experts.cpu_int4_moe import CPUExpertsInt4, CPUExpertsInt4Modular
 from w4a8.moe.modular_kernel import FusedMoEExperts, FusedMoEExpertsModular, FusedMoEExpertsMonolithic
 from w4a8.moe.oracle import w4a8_int8 as oracle
 from w4a8.moe.quant_key import GroupShape, QuantKey, ScaleDesc
-from w4a8.moe.routing import select_experts
 
 REQUIRED = inspect.Parameter.empty
 VARIADIC = object()

@@ -4,8 +4,8 @@ import moe_reference
 import pytest
 import torch
 
+from w4a8.core.routing import ROUTING_METHODS, stable_topk
 from w4a8.moe import RoutingMethodType, route, select_experts
-from w4a8.moe.routing import ROUTING_METHODS, stable_topk
 
 U = 2.0**-24
 METHODS = sorted(ROUTING_METHODS)

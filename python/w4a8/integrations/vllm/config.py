@@ -10,12 +10,12 @@ from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 
+from w4a8.core.quant_args import DYNAMIC_INT8_TOKENS
 from w4a8.integrations.vllm.linear import W4A8LinearScheme
+from w4a8.integrations.vllm.log import logger
 from w4a8.integrations.vllm.moe import W4A8MoEMethod, unsupported
-from w4a8.integrations.vllm.plugin import logger
 from w4a8.integrations.vllm.scheme import is_w4a8, is_w4a16
 from w4a8.integrations.vllm.settings import W4A16_SWITCH, runs_w4a16
-from w4a8.moe.quant_args import DYNAMIC_INT8_TOKENS
 
 
 class W4A8CompressedTensorsConfig(CompressedTensorsConfig):

@@ -15,11 +15,11 @@ from vllm.model_executor.parameter import (
     PackedvLLMParameter,
 )
 
+from w4a8.core.weight_utils import replace_parameter
 from w4a8.cpu import active_kernel
 from w4a8.integrations.vllm.loading import fill_dummy, is_dummy_load
-from w4a8.integrations.vllm.plugin import logger
+from w4a8.integrations.vllm.log import logger
 from w4a8.integrations.vllm.scheme import describe, group_size, kept_scale_dtype
-from w4a8.moe.weight_utils import replace_parameter
 from w4a8.nn import W4A8Linear
 from w4a8.ops import dyn_quant_matmul_4bit
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from vllm.config import get_current_vllm_config_or_none
 
-from w4a8.moe.loader import MoEWeightLoader
+from w4a8.core.loader import MoEWeightLoader
 
 # Shards of vLLM's loader for gpt-oss, which has gate and up in one tensor.
 _SHARDS = {"gpt_oss_w13": "w13", "gpt_oss_w2": "w2"}

@@ -9,7 +9,7 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 
 from w4a8.cpu import active_kernel
 from w4a8.integrations.vllm.loading import ExpertsLoader, fill_dummy, is_dummy_load
-from w4a8.integrations.vllm.plugin import logger
+from w4a8.integrations.vllm.log import logger
 from w4a8.integrations.vllm.scheme import describe, kept_scale_dtype
 from w4a8.moe import (
     CompressedTensorsW4A8Int8MoEMethod,

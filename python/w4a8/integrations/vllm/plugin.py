@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import platform
 
+from w4a8.integrations.vllm.log import logger
+
 # Versions that tests/vllm has run with.
 OLDEST, NEWEST = (0, 32), (0, 32)
 X86 = ("x86_64", "AMD64", "i686")
 
 _state = {"done": False}
-
-
-def logger():
-    from vllm.logger import init_logger
-
-    return init_logger("vllm.w4a8")  # below "vllm", so that vLLM's own log settings apply
 
 
 def _release(version: str) -> tuple[int, ...]:

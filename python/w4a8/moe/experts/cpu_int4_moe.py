@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from w4a8.moe.activation import MoEActivation, as_activation, kernel_activation_kind
+from w4a8.core.activation import MoEActivation, as_activation, kernel_activation_kind
+from w4a8.core.platforms import current_platform
+from w4a8.core.routing import ROUTING_METHODS, route
 from w4a8.moe.config import FusedMoEConfig, FusedMoEParallelConfig, FusedMoEQuantConfig, RoutingMethodType
 from w4a8.moe.modular_kernel import (
     FusedMoEActivationFormat,
@@ -17,9 +19,7 @@ from w4a8.moe.modular_kernel import (
     FusedMoEExpertsMonolithic,
     TopKWeightAndReduceNoOP,
 )
-from w4a8.moe.platforms import current_platform
 from w4a8.moe.quant_key import GroupShape, QuantKey
-from w4a8.moe.routing import ROUTING_METHODS, route
 
 GROUP_MULTIPLE = 32  # a group is a whole number of the kernels' steps of 32 values
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

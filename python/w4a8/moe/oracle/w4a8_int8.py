@@ -10,6 +10,8 @@ from enum import Enum
 
 import torch
 
+from w4a8.core.nibbles import check_int4_range, to_nibbles
+from w4a8.core.platforms import current_platform
 from w4a8.moe.config import FusedMoEConfig, FusedMoEQuantConfig, FusedMoEQuantDesc
 from w4a8.moe.log import log_once
 from w4a8.moe.modular_kernel import (
@@ -21,8 +23,6 @@ from w4a8.moe.modular_kernel import (
     MoEPrepareAndFinalizeNoDPEPModular,
     MoEPrepareAndFinalizeNoDPEPMonolithic,
 )
-from w4a8.moe.nibbles import check_int4_range, to_nibbles
-from w4a8.moe.platforms import current_platform
 from w4a8.moe.quant_key import GroupShape, QuantKey
 
 logger = logging.getLogger(__name__)

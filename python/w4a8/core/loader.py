@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from w4a8.moe.nibbles import from_int32
+from w4a8.core.nibbles import from_int32
 
 
 def _slice(loaded: torch.Tensor, dim: int, size: int, rank: int, ranks: int, name: str) -> torch.Tensor:

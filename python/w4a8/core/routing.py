@@ -11,10 +11,27 @@ so the choice is the same, and logits that differ stay apart where their scores 
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import IntEnum
 
 import torch
 
-from w4a8.moe.config import RoutingMethodType
+
+class RoutingMethodType(IntEnum):
+    """How router logits become experts and weights (docs/vllm_mirror.md, "Routing")."""
+
+    Default = 0  # softmax over all, top-k
+    Renormalize = 1  # top-k, softmax over those
+    DeepSeekV3 = 2  # sigmoid, + bias, groups, top-k, unbiased weights renormalized and scaled
+    Llama4 = 3  # top-k, sigmoid
+    RenormalizeNaive = 4  # softmax over all, top-k, divided by their sum
+    TopK = 5  # the logits themselves
+    SigmoidRenorm = 6  # sigmoid, top-k, divided by their sum
+    MiniMax2 = 7  # DeepSeekV3 without groups
+    Sigmoid = 8  # sigmoid, top-k
+    Unspecified = 9
+    DeepseekV4 = 100  # sqrt(softplus), + bias, top-k, unbiased weights renormalized and scaled
+    Custom = 101
+
 
 SCORING_FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "softmax": lambda logits: torch.softmax(logits, dim=-1),

@@ -1,0 +1,88 @@
+"""The modules of the package import each other without a circle, and what is shared does not know its users."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2] / "python"
+COMPILED = "w4a8._C"
+
+
+def _modules(root):
+    """Module name -> file."""
+    found = {}
+    for path in root.rglob("*.py"):
+        parts = path.relative_to(root).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def _imported(tree, modules):
+    """Names of the modules that a file imports, anywhere in it: inside functions and for type checkers alone, too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield inner if inner in modules or inner == COMPILED else node.module
+
+
+def import_graph(root):
+    """Module -> the modules of the same tree that it names in imports."""
+    modules = _modules(root)
+    return {
+        name: {other for other in _imported(ast.parse(path.read_text()), modules) if other in modules and other != name}
+        for name, path in modules.items()
+    }
+
+
+def find_circle(graph):
+    """A list of modules, each importing the next and the last the first, or None."""
+    done, path = set(), []
+
+    def visit(name):
+        if name in path:
+            return path[path.index(name) :]
+        if name in done:
+            return None
+        path.append(name)
+        for other in sorted(graph[name]):
+            circle = visit(other)
+            if circle is not None:
+                return circle
+        path.pop()
+        done.add(name)
+        return None
+
+    for name in sorted(graph):
+        circle = visit(name)
+        if circle is not None:
+            return circle
+    return None
+
+
+@pytest.fixture(scope="module")
+def graph():
+    if not (ROOT / "w4a8").is_dir():
+        pytest.skip("needs the source tree")
+    return import_graph(ROOT)
+
+
+def test_find_circle():
+    assert find_circle({"a": {"b"}, "b": {"c"}, "c": set()}) is None
+    assert find_circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c"]
+
+
+def test_no_circle(graph):
+    assert len(graph) > 40
+    assert find_circle(graph) is None
+
+
+def test_core_knows_no_user(graph):
+    users = ("w4a8.moe", "w4a8.linear", "w4a8.nn", "w4a8.checkpoint", "w4a8.integrations", "w4a8.quantization")
+    for name, imported in graph.items():
+        if name.startswith("w4a8.core"):
+            assert not [other for other in imported if other.startswith(users)], name
