@@ -5,6 +5,8 @@
 //
 //   A step of a panel (8 k x 16 columns) is two registers, columns 0..7 and 8..15, as in x86_avx2.cpp; what the
 //   instruction does to each 32-bit lane is drawn in x86_avx512vnni.cpp. No 16-bit sums, so nothing to widen.
+//
+//   W4A8_EVEX_TWIN: the same with the AVX-512 form of VPDPBUSD, for tests on CPUs that lack this one (tests/twins).
 #if defined(__x86_64__)
 #include <immintrin.h>
 
@@ -16,7 +18,20 @@
 #include "kernels/row_params.h"
 #include "kernels/target.h"
 
+// {vex}, {evex}: the assembler must not choose the form.
+#ifndef W4A8_EVEX_TWIN
+#define W4A8_AVXVNNI x86_avxvnni
+#define W4A8_AVXVNNI_NAME "x86_avxvnni"
+#define W4A8_AVXVNNI_NEEDS kAvxVnni
+#define W4A8_VPDPBUSD "%{vex%} vpdpbusd"
 W4A8_TARGET("avx2,fma,f16c,avxvnni")
+#else
+#define W4A8_AVXVNNI x86_avxvnni_evex
+#define W4A8_AVXVNNI_NAME "x86_avxvnni_evex"
+#define W4A8_AVXVNNI_NEEDS (kAvx512 | kAvx512Vnni)
+#define W4A8_VPDPBUSD "%{evex%} vpdpbusd"
+W4A8_TARGET("avx2,fma,f16c,avx512vl,avx512vnni")
+#endif
 namespace w4a8::isa {
 namespace {
 
@@ -33,7 +48,7 @@ struct AvxVnniOps : Avx2Ops {
   static constexpr int64_t kUnpackRows = 12;
   static constexpr int64_t kUnpackSteps = 96;  // 12 KiB of unpacked weights
 
-  // asm statements for the reason said in x86_avx512vnni.cpp. {vex} is: not the AVX-512 form of the instruction.
+  // asm statements for the reason said in x86_avx512vnni.cpp.
   static W4A8_INLINE I broadcast4(const int8_t* p) {
     struct Four {
       int8_t bytes[4];
@@ -43,7 +58,7 @@ struct AvxVnniOps : Avx2Ops {
     return four;
   }
   static W4A8_INLINE void dot(I& acc, I u8, I s8) {
-    __asm__ volatile("%{vex%} vpdpbusd %2, %1, %0" : "+x"(acc) : "x"(u8), "x"(s8));
+    __asm__ volatile(W4A8_VPDPBUSD " %2, %1, %0" : "+x"(acc) : "x"(u8), "x"(s8));
   }
   template <bool kUnpacked>
   static W4A8_INLINE void load_step(const uint8_t* w, int64_t s, I (&lo)[2], I (&hi)[2]) {
@@ -55,9 +70,9 @@ using Ops = VnniOps<AvxVnniOps>;
 
 }  // namespace
 
-extern const Kernel x86_avxvnni;
-constinit const Kernel x86_avxvnni =
-    kernel_of<Ops>("x86_avxvnni", kAvx2 | kFma | kF16c | kAvxVnni, Ops::kRows[0], gemm<Ops>, quantize_row<Ops>);
+extern const Kernel W4A8_AVXVNNI;
+constinit const Kernel W4A8_AVXVNNI = kernel_of<Ops>(W4A8_AVXVNNI_NAME, kAvx2 | kFma | kF16c | W4A8_AVXVNNI_NEEDS,
+                                                     Ops::kRows[0], gemm<Ops>, quantize_row<Ops>);
 
 }  // namespace w4a8::isa
 W4A8_TARGET_END

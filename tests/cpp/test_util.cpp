@@ -114,17 +114,4 @@ std::string describe(const PackedShape& shape) {
 
 std::string kernel_name(const testing::TestParamInfo<const Kernel*>& info) { return info.param->name; }
 
-std::vector<const Kernel*> kernel_list() {
-  const auto kernels = all_kernels();
-  return {kernels.begin(), kernels.end()};
-}
-
-std::vector<const Kernel*> supported_kernels() {
-  std::vector<const Kernel*> kernels;
-  for (const Kernel* kernel : all_kernels()) {
-    if (supported(*kernel, host_features())) kernels.push_back(kernel);
-  }
-  return kernels;
-}
-
 }  // namespace w4a8::test

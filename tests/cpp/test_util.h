@@ -14,6 +14,7 @@
 #include "kernels/cpu_features.h"
 #include "kernels/kernel.h"
 #include "kernels/registry.h"
+#include "kernels_under_test.h"
 #include "reference.h"
 
 namespace w4a8 {
@@ -106,7 +107,7 @@ std::string message_of(Body body) {
   return "";
 }
 
-/// Base of the tests that run once for each kernel of the list.
+/// Base of the tests that run once for each kernel, twins among them.
 class KernelFixture : public testing::TestWithParam<const Kernel*> {
  protected:
   void SetUp() override {
@@ -119,13 +120,11 @@ class KernelFixture : public testing::TestWithParam<const Kernel*> {
 };
 
 std::string kernel_name(const testing::TestParamInfo<const Kernel*>& info);
-std::vector<const Kernel*> kernel_list();
-std::vector<const Kernel*> supported_kernels();
 
 }  // namespace w4a8::test
 
-/// Instantiates a KernelFixture suite for all kernels.
+/// Instantiates a KernelFixture suite for all kernels and their twins.
 #define W4A8_FOR_ALL_KERNELS(Suite) \
-  INSTANTIATE_TEST_SUITE_P(Kernels, Suite, testing::ValuesIn(w4a8::test::kernel_list()), w4a8::test::kernel_name)
+  INSTANTIATE_TEST_SUITE_P(Kernels, Suite, testing::ValuesIn(w4a8::test::kernels_under_test()), w4a8::test::kernel_name)
 
 #define W4A8_TRACE_SEED() SCOPED_TRACE("W4A8_TEST_SEED=" + std::to_string(w4a8::test::seed()))

@@ -239,7 +239,7 @@ void fuzz_experts(Bytes& in) {
   args.w2_bytes = static_cast<int64_t>(stacks[1].size()) / kExperts;
   if (all_good) return check_moe(layer, args, 1, "any experts");
   const std::vector<uint8_t> untouched(x.size(), 0xa5);
-  for (const Kernel* kernel : usable_kernels()) {
+  for (const Kernel* kernel : test::supported_kernels()) {
     std::vector<uint8_t> out = untouched;
     args.out = out.data();
     SerialParallel serial;

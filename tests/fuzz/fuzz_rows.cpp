@@ -37,7 +37,7 @@ void fuzz_quantize(Bytes& in) {
   }
   const int64_t m = in.integer(0, 20);
   const std::vector<uint8_t> x = elements(in, m * k, dtype);
-  for (const Kernel* kernel : usable_kernels()) {
+  for (const Kernel* kernel : test::supported_kernels()) {
     for (int64_t r = 0; r < m; ++r) {
       const std::string what = std::string("quantize, ") + kernel->name + " k=" + std::to_string(k);
       const uint8_t* src = x.data() + r * k * dtype_bytes(dtype);
@@ -103,7 +103,7 @@ void fuzz_tokens(Bytes& in) {
     rows.push_back(naive_token(to_floats(x.data() + r * k * dtype_bytes(dtype), k, dtype), dtype, symmetric, bits));
   }
   test::ThreadParallel parallel(2);
-  for (const Kernel* kernel : usable_kernels()) {
+  for (const Kernel* kernel : test::supported_kernels()) {
     const std::string what = std::string("per token, ") + kernel->name;
     std::vector<uint8_t> q(static_cast<std::size_t>(m * k));
     std::vector<float> scale(static_cast<std::size_t>(m));  // large enough for any dtype
@@ -172,7 +172,7 @@ void fuzz_given(Bytes& in) {
     expected.insert(expected.end(), line.begin(), line.end());
   }
   const std::vector<uint8_t> bits = to_bytes(expected, dtype);
-  for (const Kernel* kernel : usable_kernels()) {
+  for (const Kernel* kernel : test::supported_kernels()) {
     std::vector<uint8_t> out(static_cast<std::size_t>(m * shape.n * dtype_bytes(dtype)));
     test::ThreadParallel parallel(2);
     Workspace workspace;
@@ -195,7 +195,7 @@ void fuzz_activation(Bytes& in) {
   const std::vector<float> g = floats(in, count);
   const std::vector<float> u = floats(in, count);
   std::vector<float> first;
-  for (const Kernel* kernel : usable_kernels()) {
+  for (const Kernel* kernel : test::supported_kernels()) {
     std::vector<float> h(static_cast<std::size_t>(count));
     kernel->activate(static_cast<Activation>(kind), g.data(), gated ? u.data() : nullptr, h.data(), count);
     if (first.empty()) first = h;
@@ -236,7 +236,7 @@ void fuzz_sums(Bytes& in) {
     sums.push_back(sum);
     line.push_back(y[static_cast<std::size_t>(i)]);
   }
-  for (const Kernel* kernel : usable_kernels()) {
+  for (const Kernel* kernel : test::supported_kernels()) {
     std::vector<uint8_t> out(static_cast<std::size_t>(n * dtype_bytes(dtype)));
     kernel->combine(y.data(), ldy, slots.data(), weighted ? router.data() : nullptr, count, n, dtype, out.data());
     require(out == to_bytes(sums, dtype), std::string("combine: ") + kernel->name);

@@ -44,14 +44,6 @@ void require(bool ok, const std::string& message) {
   std::abort();
 }
 
-std::vector<const Kernel*> usable_kernels() {
-  std::vector<const Kernel*> kernels;
-  for (const Kernel* kernel : all_kernels()) {
-    if (supported(*kernel, host_features())) kernels.push_back(kernel);
-  }
-  return kernels;
-}
-
 std::string describe(const PackedShape& shape) {
   return "n=" + std::to_string(shape.n) + " k=" + std::to_string(shape.k) + " group=" + std::to_string(shape.group) +
          " scales=" + std::to_string(static_cast<int>(shape.scale_dtype)) + (shape.has_bias ? " bias" : "");
@@ -162,7 +154,7 @@ std::vector<uint32_t> moe_token(const Kernel& kernel, const NaiveLayer& layer, c
 void check_moe(const NaiveLayer& layer, MoeArgs args, int workers, const std::string& what) {
   const auto size = static_cast<std::size_t>(args.tokens * args.hidden * dtype_bytes(args.dtype));
   std::vector<uint8_t> first;
-  for (const Kernel* kernel : usable_kernels()) {
+  for (const Kernel* kernel : test::supported_kernels()) {
     std::vector<uint8_t> out(size, 0xa5);
     args.out = out.data();
     test::ThreadParallel parallel(first.empty() ? workers : 1);
@@ -171,7 +163,7 @@ void check_moe(const NaiveLayer& layer, MoeArgs args, int workers, const std::st
     if (first.empty()) first = out;
     require_same(out, first, args.dtype, args.hidden, what + ", moe, " + kernel->name + " against the best kernel");
   }
-  const Kernel& scalar = *usable_kernels().back();
+  const Kernel& scalar = *all_kernels().back();
   for (int64_t t = 0; t < args.tokens; ++t) {
     const std::vector<uint32_t> expected = moe_token(scalar, layer, args, t);
     for (int64_t i = 0; i < args.hidden; ++i) {
@@ -193,7 +185,7 @@ void check_matmul(const Unpacked& naive, const PackedMatrix& matrix, const std::
     expected.insert(expected.end(), line.begin(), line.end());
   }
   const std::vector<uint8_t> bits = to_bytes(expected, dtype);
-  for (const Kernel* kernel : usable_kernels()) {
+  for (const Kernel* kernel : test::supported_kernels()) {
     std::vector<uint8_t> out(bits.size(), 0xa5);
     test::ThreadParallel parallel(workers);
     Workspace workspace;

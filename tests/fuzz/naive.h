@@ -9,6 +9,7 @@
 #include "core/layout.h"
 #include "core/moe/fused_moe.h"
 #include "kernels/kernel.h"
+#include "kernels_under_test.h"
 #include "reference.h"
 
 namespace w4a8::fuzz {
@@ -16,7 +17,6 @@ namespace w4a8::fuzz {
 /// Prints the message and ends the process if `ok` is false.
 void require(bool ok, const std::string& message);
 
-std::vector<const Kernel*> usable_kernels();
 std::string describe(const PackedShape& shape);
 
 /// float -> elements of `dtype`, rounded by the reference, and back.

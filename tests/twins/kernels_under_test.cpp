@@ -1,0 +1,36 @@
+#include "kernels_under_test.h"
+
+#include "kernels/cpu_features.h"
+#include "kernels/registry.h"
+
+namespace w4a8 {
+
+namespace isa {
+#define W4A8_KERNEL(name) extern const Kernel name;
+#include "twins.inc"
+#undef W4A8_KERNEL
+}  // namespace isa
+
+namespace test {
+
+const std::vector<const Kernel*>& kernels_under_test() {
+  static const std::vector<const Kernel*> kernels = [] {
+    std::vector<const Kernel*> list(all_kernels().begin(), all_kernels().end());
+#define W4A8_KERNEL(name) list.push_back(&isa::name);
+#include "twins.inc"
+#undef W4A8_KERNEL
+    return list;
+  }();
+  return kernels;
+}
+
+std::vector<const Kernel*> supported_kernels() {
+  std::vector<const Kernel*> kernels;
+  for (const Kernel* kernel : kernels_under_test()) {
+    if (supported(*kernel, host_features())) kernels.push_back(kernel);
+  }
+  return kernels;
+}
+
+}  // namespace test
+}  // namespace w4a8
