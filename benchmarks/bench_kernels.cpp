@@ -28,7 +28,7 @@ struct Work {
       : m(m),
         arena(static_cast<std::size_t>(bytes(shape, m))),
         out(static_cast<std::size_t>(m * kChunk * kPanelColumns)),
-        scratch(static_cast<std::size_t>(unpack_scratch_bytes(shape.steps()) + 64)) {
+        scratch(static_cast<std::size_t>(scratch_bytes(shape, m) + 64)) {
     Slicer slicer(aligned(arena.data()));
     rows = QuantizedRows::slice(slicer, m, shape.k, shape.group);
     const std::vector<float> x = normal_values(m * shape.k, 7);
@@ -53,6 +53,11 @@ struct Work {
   std::vector<uint8_t> scratch;
 
  private:
+  static int64_t scratch_bytes(const PackedShape& shape, int64_t m) {
+    int64_t most = 0;
+    for (const Kernel* kernel : all_kernels()) most = std::max(most, kernel->scratch_bytes(m, shape.k, shape.group));
+    return most;
+  }
   static int64_t bytes(const PackedShape& shape, int64_t m) {
     Slicer slicer(nullptr);
     QuantizedRows::slice(slicer, m, shape.k, shape.group);

@@ -10,7 +10,8 @@ if grep -nE '#[[:space:]]*include[[:space:]]*"(core|torch)/' -r csrc/kernels; th
   echo "csrc/kernels must not include csrc/core or csrc/torch" >&2
   exit 1
 fi
-if grep -nE '#[[:space:]]*include[[:space:]]*<(immintrin|arm_neon|cpuid)\.h>' -r csrc/core csrc/torch; then
+if grep -nE '#[[:space:]]*include[[:space:]]*<(immintrin|arm_neon|cpuid)\.h>' -r csrc/core csrc/torch ||
+  grep -nE 'kernels/cpu_features\.h' -r csrc/core; then
   echo "only csrc/kernels knows a CPU" >&2
   exit 1
 fi

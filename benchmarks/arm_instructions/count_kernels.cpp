@@ -55,7 +55,7 @@ void count_gemm(const Kernel& kernel, int64_t m, int64_t group) {
                         rows.quant + r);
   }
   Workspace scratch;
-  uint8_t* unpacked = scratch.reserve(unpack_scratch_bytes(shape.steps()));
+  uint8_t* unpacked = scratch.reserve(kernel.scratch_bytes(m, kK, group));
   std::vector<float> out(static_cast<size_t>(m * kN));
   std::printf("%s gemm %ld %ld %ld\n", kernel.name, static_cast<long>(m), static_cast<long>(group == kK ? 0 : group),
               static_cast<long>(m * kN * kK));

@@ -12,19 +12,18 @@ namespace {
 constexpr int64_t kQuantizeRowsPerTask = 8;
 
 int64_t row_stride(int64_t k) {
-  // Whole cache lines, and one more: rows a power of two apart would share the same few sets of a cache.
+  // Whole cache lines, which any row_multiple fits, and one more: rows a power of two apart would share the same few
+  // sets of a cache.
   return ceil_div(k, 64) * 64 + 64;
 }
 
 // Everything one call of matmul needs besides its arguments.
 struct MatmulBuffers {
-  MatmulBuffers(Slicer& slicer, const PackedShape& shape, int64_t m, int workers, int64_t tile_floats)
-      : rows(QuantizedRows::slice(slicer, m, shape.k, shape.group)),
-        tiles(slicer.take<float>(workers * tile_floats)),
-        scratch(slicer.take<uint8_t>(workers * unpack_scratch_bytes(shape.steps()))) {}
+  MatmulBuffers(Slicer& slicer, const PackedShape& shape, int64_t m, int workers, int64_t tile_floats,
+                int64_t scratch_bytes)
+      : rows(QuantizedRows::slice(slicer, m, shape.k, shape.group)), own(slicer, workers, tile_floats, scratch_bytes) {}
   QuantizedRows rows;
-  float* tiles;      // [workers, tile_floats]
-  uint8_t* scratch;  // [workers, unpack_scratch_bytes]
+  WorkerBuffers own;
 };
 
 const uint8_t* row_at(const void* x, DType dtype, int64_t row, int64_t k) {
@@ -42,15 +41,16 @@ void multiply_rows(const Kernel& kernel, Parallel& parallel, Workspace& workspac
   SerialParallel serial;
   Parallel& runner = shape.n * shape.k < kSerialMacs / m ? serial : parallel;
   const int workers = runner.threads();
-  const int64_t blocks = row_blocks(kernel, m, shape.k);
+  const int64_t blocks = ceil_div(m, kernel.task_rows(shape.k));
   const int64_t block_rows = ceil_div(m, blocks);
   const int64_t chunks = panel_chunks(shape.panels(), blocks, block_rows, workers);
   const int64_t ldc = max_chunk(shape.panels(), chunks) * kPanelColumns;
+  const int64_t scratch_bytes = gemm_scratch_bytes(kernel, block_rows, shape.k, shape.group);
 
   Slicer size(nullptr);
-  MatmulBuffers(size, shape, m, workers, block_rows * ldc);
+  MatmulBuffers(size, shape, m, workers, block_rows * ldc, scratch_bytes);
   Slicer slicer(workspace.reserve(size.bytes()));
-  const MatmulBuffers buffers(slicer, shape, m, workers, block_rows * ldc);
+  const MatmulBuffers buffers(slicer, shape, m, workers, block_rows * ldc, scratch_bytes);
   const QuantizedRows& rows = buffers.rows;
 
   const int64_t counts[] = {ceil_div(m, kQuantizeRowsPerTask), blocks * chunks};
@@ -64,13 +64,13 @@ void multiply_rows(const Kernel& kernel, Parallel& parallel, Workspace& workspac
     }
     const Range block = share(m, blocks, task / chunks);
     const Range panels = share(shape.panels(), chunks, task % chunks);
-    float* tile = buffers.tiles + worker * block_rows * ldc;
+    float* tile = buffers.own.tile(worker);
     // What this worker will most likely take next; nothing is fetched behind the last tasks.
     const int64_t later = task + workers;
     const uint8_t* next =
         later < blocks * chunks ? matrix.panel(share(shape.panels(), chunks, later % chunks).begin) : nullptr;
     kernel.gemm(rows.from(block.begin), block.size(), matrix.panels(panels.begin, next), panels.size(), tile, ldc,
-                unpack_scratch(kernel, buffers.scratch, unpack_scratch_bytes(shape.steps()), worker));
+                buffers.own.scratch(worker));
     const int64_t column = panels.begin * kPanelColumns;
     const int64_t columns = std::min(shape.n, panels.end * kPanelColumns) - column;
     for (int64_t r = 0; r < block.size(); ++r) {
@@ -102,7 +102,8 @@ void check_zero_points(const GivenRows& rows, int64_t m) {
   }
 }
 
-void take_row(const GivenRows& rows, int64_t r, const PackedShape& shape, int8_t* q, int32_t* starts, RowQuant* quant) {
+void take_row(const GivenRows& rows, int64_t r, const PackedShape& shape, int64_t multiple, int8_t* q, int32_t* starts,
+              RowQuant* quant) {
   const uint8_t* src = rows.q + r * shape.k;
   const uint8_t flip = rows.is_unsigned ? 0x80 : 0;  // value - 128, as the bits of an int8
   for (int64_t g = 0; g < shape.groups(); ++g) {
@@ -113,7 +114,7 @@ void take_row(const GivenRows& rows, int64_t r, const PackedShape& shape, int8_t
     }
     starts[g] = -8 * sum;
   }
-  std::fill(q + shape.k, q + shape.steps() * kStepK, int8_t{0});
+  std::fill(q + shape.k, q + ceil_div(shape.k, multiple) * multiple, int8_t{0});
   *quant = {rows.scale[r], static_cast<int32_t>(rows.zero_point[r] - (rows.is_unsigned ? 128 : 0))};
 }
 
@@ -150,7 +151,7 @@ void matmul_quantized(const Kernel& kernel, Parallel& parallel, Workspace& works
   check_zero_points(rows, m);
   multiply(kernel, parallel, workspace, matrix, bias, dtype, m, out,
            [&](int64_t r, int8_t* q, int32_t* starts, RowQuant* quant) {
-             take_row(rows, r, matrix.shape, q, starts, quant);
+             take_row(rows, r, matrix.shape, kernel.row_multiple, q, starts, quant);
            });
 }
 

@@ -22,6 +22,28 @@ struct QuantizedRows {
   Rows from(int64_t row) const { return {q + row * stride, stride, starts + row * groups, groups, quant + row}; }
 };
 
+/// What each worker has to itself in a product: float tiles, and what Kernel::gemm asks for.
+struct WorkerBuffers {
+  /// scratch_bytes: gemm_scratch_bytes.
+  WorkerBuffers(Slicer& slicer, int workers, int64_t tile_floats, int64_t scratch_bytes)
+      : tile_floats(tile_floats),
+        scratch_bytes(scratch_bytes),
+        tiles(slicer.take<float>(workers * tile_floats)),
+        scratches(slicer.take<uint8_t>(workers * scratch_bytes)) {}
+  float* tile(int worker) const { return tiles + worker * tile_floats; }
+  uint8_t* scratch(int worker) const { return scratch_bytes == 0 ? nullptr : scratches + worker * scratch_bytes; }
+
+  int64_t tile_floats;
+  int64_t scratch_bytes;
+  float* tiles;
+  uint8_t* scratches;
+};
+
+/// Bytes of scratch that gemm calls of at most `rows` rows are to get, 0: none.
+inline int64_t gemm_scratch_bytes(const Kernel& kernel, int64_t rows, int64_t k, int64_t group) {
+  return kernel.wants_scratch() ? kernel.scratch_bytes(rows, k, group) : 0;
+}
+
 /// out[m, n] = x[m, k] times the packed matrix (dequantized, bias added), rounded once to `dtype`.
 /// x and out: contiguous, of `dtype`. m may be 0. A row with a NaN or infinite element gives NaN in that row only.
 /// Scratch is bounded: rows are worked off in chunks (matmul_chunk_rows).

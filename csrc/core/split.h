@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "kernels/cpu_features.h"
 #include "kernels/kernel.h"
 
 namespace w4a8 {
@@ -18,15 +17,6 @@ struct Range {
 inline Range share(int64_t total, int64_t parts, int64_t i) { return {total * i / parts, total * (i + 1) / parts}; }
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-/// Most rows of one task: their int8 data should stay in a second-level cache beside the weights.
-inline int64_t max_task_rows(const Kernel& kernel, int64_t k) {
-  constexpr int64_t kBytes = 256 * 1024;
-  return std::clamp<int64_t>(kBytes / k, kernel.max_rows, 512);
-}
-
-/// Row blocks that m rows are cut into.
-inline int64_t row_blocks(const Kernel& kernel, int64_t m, int64_t k) { return ceil_div(m, max_task_rows(kernel, k)); }
 
 /// The float tile of a task should stay in cache beside the int8 rows.
 inline constexpr int64_t kTileFloats = 32 * 1024;
@@ -48,11 +38,6 @@ inline int64_t max_tile_floats(int64_t rows) { return std::max(kTileFloats, rows
 
 /// Panels of the largest chunk.
 inline int64_t max_chunk(int64_t panels, int64_t chunks) { return ceil_div(panels, chunks); }
-
-/// Scratch of worker i for Kernel::gemm, if it is worth unpacking on this machine.
-inline uint8_t* unpack_scratch(const Kernel& kernel, uint8_t* scratch, int64_t bytes, int i) {
-  return (kernel.never_unpack & host_features()) != 0 ? nullptr : scratch + i * bytes;
-}
 
 /// Below this many multiply-accumulates waking other threads costs more than it saves.
 inline constexpr int64_t kSerialMacs = 1 << 18;

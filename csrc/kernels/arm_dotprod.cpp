@@ -219,7 +219,8 @@ struct Unpacked {
 
 extern const Kernel arm_dotprod;
 constinit const Kernel arm_dotprod =
-    kernel_of<Ops>("arm_dotprod", kNeon | kDotprod, 5, gemm_any<Unpacked>, quantize_row_neon<Ops>);
+    kernel_of<Ops>("arm_dotprod", kNeon | kDotprod, {gemm_any<Unpacked>, cached_rows<5>, many_scratch_bytes<Unpacked>},
+                   quantize_row_neon<Ops>);
 
 }  // namespace w4a8::isa
 W4A8_TARGET_END

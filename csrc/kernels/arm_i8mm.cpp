@@ -405,7 +405,8 @@ struct Pairs {
 
 extern const Kernel arm_i8mm;
 constinit const Kernel arm_i8mm =
-    kernel_of<Ops>("arm_i8mm", kNeon | kDotprod | kI8mm, Pairs::kMostRows, gemm_any<Pairs>, quantize_row_neon<Ops>);
+    kernel_of<Ops>("arm_i8mm", kNeon | kDotprod | kI8mm,
+                   {gemm_any<Pairs>, cached_rows<Pairs::kMostRows>, many_scratch_bytes<Pairs>}, quantize_row_neon<Ops>);
 
 }  // namespace w4a8::isa
 W4A8_TARGET_END

@@ -122,7 +122,8 @@ struct Ops : NeonOps {
 }  // namespace
 
 extern const Kernel arm_neon;
-constinit const Kernel arm_neon = kernel_of<Ops>("arm_neon", kNeon, Ops::kRows[0], gemm<Ops>, quantize_row_neon<Ops>);
+constinit const Kernel arm_neon = kernel_of<Ops>(
+    "arm_neon", kNeon, {gemm<Ops>, cached_rows<Ops::kRows[0]>, scratch_bytes<Ops>}, quantize_row_neon<Ops>);
 
 }  // namespace w4a8::isa
 #endif

@@ -33,7 +33,6 @@ uint32_t detect() {
   const uint64_t state = xcr0();
   if ((state & 0x6) != 0x6) return 0;
   uint32_t features = 0;
-  if (__builtin_cpu_is("amd")) features |= kAmd;
   if (fma) features |= kFma;
   if (f16c) features |= kF16c;
   if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0) return features;
@@ -81,14 +80,22 @@ uint32_t host_features() {
   return features;
 }
 
+bool host_unpacks_for_free() {
+#if defined(__x86_64__)
+  return __builtin_cpu_is("amd");
+#else
+  return false;
+#endif
+}
+
 std::string feature_names(uint32_t features) {
   struct Name {
     uint32_t bit;
     const char* name;
   };
   static constexpr Name kNames[] = {
-      {kAvx2, "avx2"}, {kFma, "fma"},         {kF16c, "f16c"}, {kAvx512, "avx512"},   {kAvx512Vnni, "avx512vnni"},
-      {kNeon, "neon"}, {kDotprod, "dotprod"}, {kI8mm, "i8mm"}, {kAvxVnni, "avxvnni"}, {kAmd, "amd"}};
+      {kAvx2, "avx2"}, {kFma, "fma"},         {kF16c, "f16c"}, {kAvx512, "avx512"},  {kAvx512Vnni, "avx512vnni"},
+      {kNeon, "neon"}, {kDotprod, "dotprod"}, {kI8mm, "i8mm"}, {kAvxVnni, "avxvnni"}};
   std::string names;
   for (const Name& entry : kNames) {
     if ((features & entry.bit) == 0) continue;

@@ -17,11 +17,14 @@ enum Feature : uint32_t {
   kDotprod = 1u << 6,  ///< SDOT
   kI8mm = 1u << 7,     ///< SMMLA
   kAvxVnni = 1u << 8,  ///< VPDPBUSD on YMM registers without AVX-512
-  kAmd = 1u << 9,      ///< no feature: x86 by AMD, whose cores have other ports
 };
 
 /// Feature bits of this machine, detected once. x86: CPUID, and XCR0 for what the OS saves. Arm: what the OS says.
 uint32_t host_features();
+
+/// True if taking nibbles apart costs a tile nothing: on x86 by AMD the multiplier leaves masks and shifts their own
+/// ports, elsewhere they share them.
+bool host_unpacks_for_free();
 
 /// Names of the bits, separated by one space, e.g. "avx2 fma f16c".
 std::string feature_names(uint32_t features);

@@ -41,8 +41,8 @@ struct RowQuant {
 
 /// Quantized rows a tile reads.
 struct Rows {
-  const int8_t* q;        ///< [m, stride] int8, each row zero from K to the next multiple of kStepK
-  int64_t stride;         ///< bytes between rows, at least kStepK * steps
+  const int8_t* q;        ///< [m, stride] int8, each row zero from K to the next multiple of Kernel::row_multiple
+  int64_t stride;         ///< bytes between rows, at least that
   const int32_t* starts;  ///< [m, groups]: -8 * sum of q over the group, where the accumulators start
   int64_t starts_stride;  ///< elements between rows of starts
   const RowQuant* quant;  ///< [m]
@@ -64,13 +64,13 @@ struct Panels {
 
 /// out[r, 16 * p + c] = rows r times column c of panel p, dequantized, bias added, for r < m and p < panel_count.
 /// Writes all 16 columns of each panel and nothing else. ldc: elements between rows of out.
-/// scratch: unpack_scratch_bytes(steps) bytes, 64-byte aligned, for weights unpacked once for many rows; null: never
-/// unpack.
+/// scratch: at least Kernel::scratch_bytes(m, K, group) bytes, 64-byte aligned, for what is prepared once for many rows
+/// (unpacked weights); null: do without. The result is the same.
 using GemmFn = void (*)(const Rows& rows, int64_t m, const Panels& panels, int64_t panel_count, float* out, int64_t ldc,
                         uint8_t* scratch);
 
 /// Quantizes one row of k elements. group: values of k per entry of starts (k itself when channelwise); divides k.
-/// q: [k rounded up to kStepK], the padding is written as zero. starts: [k / group].
+/// q: [k rounded up to Kernel::row_multiple], the padding is written as zero. starts: [k / group].
 using QuantizeRowFn = void (*)(const void* x, DType dtype, int64_t k, int64_t group, int8_t* q, int32_t* starts,
                                RowQuant* quant);
 
@@ -101,11 +101,18 @@ using StoreRowFn = void (*)(const float* x, int64_t n, DType dtype, void* out);
 using AddWeightSumsFn = void (*)(const uint8_t* scales, DType dtype, const int32_t* group_sums, int64_t groups,
                                  float* sums);
 
+/// Most rows of one gemm call in a task, in 1..512, for rows of k values: what is read again and again is to stay in a
+/// cache.
+using TaskRowsFn = int64_t (*)(int64_t k);
+
+/// Bytes of `scratch` for gemm calls of at most `rows` rows of k values, `group` of them to a scale (k: channelwise).
+/// A multiple of 64, no less for more rows; 0: such calls take none.
+using ScratchBytesFn = int64_t (*)(int64_t rows, int64_t k, int64_t group);
+
 /// One SIMD variant.
 struct Kernel {
   const char* name;  ///< file name without .cpp, e.g. "x86_avx512vnni"
   uint32_t needs;    ///< Feature bits (cpu_features.h); runs iff (needs & host_features()) == needs
-  int64_t max_rows;  ///< rows of its largest tile: row blocks are cut in multiples of this
   GemmFn gemm;
   QuantizeRowFn quantize_row;
   ActivateFn activate;
@@ -113,10 +120,10 @@ struct Kernel {
   StoreRowFn store_row;
   QuantizeTokenFn quantize_token;
   AddWeightSumsFn add_weight_sums;
-  uint32_t never_unpack = 0;  ///< Feature bits; `gemm` is faster without scratch where host_features() has one
+  TaskRowsFn task_rows;
+  ScratchBytesFn scratch_bytes;  ///< also where it is not wanted, for tests
+  bool (*wants_scratch)();       ///< `gemm` is faster with scratch on this CPU
+  int64_t row_multiple;          ///< bytes; rows are readable and zero up to this: a power of two, kStepK..64
 };
-
-/// Bytes of `scratch` of GemmFn: two panels, unpacked to one byte a value.
-constexpr int64_t unpack_scratch_bytes(int64_t steps) { return 2 * steps * 2 * kStepBytes; }
 
 }  // namespace w4a8

@@ -120,6 +120,7 @@ struct Ops {
 }  // namespace
 
 extern const Kernel scalar;
-constinit const Kernel scalar = kernel_of<Ops>("scalar", 0, Ops::kRows[0], gemm<Ops>, quantize_row<Ops>);
+constinit const Kernel scalar =
+    kernel_of<Ops>("scalar", 0, {gemm<Ops>, cached_rows<Ops::kRows[0]>, scratch_bytes<Ops>}, quantize_row<Ops>);
 
 }  // namespace w4a8::isa

@@ -287,11 +287,16 @@ static inline void unpack_steps(const uint8_t* packed, int64_t steps, uint8_t* b
   }
 }
 
+// Panels of the widest tile.
+template <class Ops>
+constexpr int64_t most_panels() {
+  return static_cast<int64_t>(sizeof(Ops::kRows) / sizeof(Ops::kRows[0]));
+}
+
 // All rows times `columns` panels, for the steps of one chunk. t: everything but what depends on the rows.
 template <class Ops>
 void row_tiles(TileArgs t, const Rows& rows, int64_t m, int64_t columns, bool unpacked, int64_t first_step,
                int64_t first_group) {
-  constexpr int64_t kMaxPanels = static_cast<int64_t>(sizeof(Ops::kRows) / sizeof(Ops::kRows[0]));
   float* out = t.out;
   // Even shares: 7 rows are 4 + 3, not 6 + 1.
   const int64_t most = Ops::kRows[columns - 1];
@@ -306,26 +311,45 @@ void row_tiles(TileArgs t, const Rows& rows, int64_t m, int64_t columns, bool un
     const bool channelwise = t.panels->channelwise;
     TileFn fn = nullptr;
     if (columns == 1) fn = pick_tile<Ops, 1>(count, channelwise, unpacked);
-    if constexpr (kMaxPanels == 2) {
+    if constexpr (most_panels<Ops>() == 2) {
       if (columns == 2) fn = pick_tile<Ops, 2>(count, channelwise, unpacked);
     }
     fn(t);
   }
 }
 
+// Steps that are unpacked at once: whole groups, as many as fit kUnpackSteps, at least one.
+template <class Ops>
+constexpr int64_t unpack_steps_of(int64_t steps, int64_t group_steps, bool channelwise) {
+  int64_t chunk = Ops::kUnpackSteps;
+  if (!channelwise) chunk = group_steps >= chunk ? group_steps : chunk / group_steps * group_steps;
+  return chunk < steps ? chunk : steps;
+}
+
+// TaskRowsFn: the int8 rows of a task stay in a second-level cache beside the weights, and are one tile at least.
+template <int64_t kTileRows>
+int64_t cached_rows(int64_t k) {
+  constexpr int64_t kBytes = 256 * 1024;
+  constexpr int64_t kMost = 512;
+  const int64_t rows = kBytes / k;
+  return rows < kTileRows ? kTileRows : (rows > kMost ? kMost : rows);
+}
+
+// ScratchBytesFn of gemm<Ops>: what is unpacked at once. Rows of one tile are never unpacked for.
+template <class Ops>
+int64_t scratch_bytes(int64_t rows, int64_t k, int64_t group) {
+  if (Ops::kUnpackRows == INT64_MAX || rows <= Ops::kRows[most_panels<Ops>() - 1]) return 0;
+  const int64_t steps = (k + kStepK - 1) / kStepK;
+  return most_panels<Ops>() * unpack_steps_of<Ops>(steps, group / kStepK, group == k) * 2 * kStepBytes;
+}
+
 template <class Ops>
 void gemm(const Rows& rows, int64_t m, const Panels& panels, int64_t panel_count, float* out, int64_t ldc,
           uint8_t* scratch) {
-  constexpr int64_t kMaxPanels = static_cast<int64_t>(sizeof(Ops::kRows) / sizeof(Ops::kRows[0]));
+  constexpr int64_t kMaxPanels = most_panels<Ops>();
   const bool unpacked = scratch != nullptr && m >= Ops::kUnpackRows;
-  // A chunk is whole groups: as many as fit kUnpackSteps, at least one.
-  int64_t chunk = panels.steps;
-  if (unpacked && panels.channelwise) {
-    chunk = Ops::kUnpackSteps;
-  } else if (unpacked) {
-    chunk = panels.group_steps >= Ops::kUnpackSteps ? panels.group_steps
-                                                    : Ops::kUnpackSteps / panels.group_steps * panels.group_steps;
-  }
+  const int64_t chunk =
+      unpacked ? unpack_steps_of<Ops>(panels.steps, panels.group_steps, panels.channelwise) : panels.steps;
   // Two panels at once share each broadcast. Where unpacking costs and would be done again for more rows, one panel is
   // better: its tile has more rows.
   const bool again = !unpacked && scratch != nullptr && m > Ops::kRows[kMaxPanels - 1];

@@ -13,6 +13,12 @@
 
 constexpr int64_t kUnpackedBytes = 2 * kStepBytes;
 
+// ScratchBytesFn of gemm_any: room for two unpacked panels.
+template <class Isa>
+int64_t many_scratch_bytes(int64_t rows, int64_t k, int64_t /*group*/) {
+  return rows < Isa::kManyRows ? 0 : 2 * ((k + kStepK - 1) / kStepK) * kUnpackedBytes;
+}
+
 // Rows of a block: as many share the unpacking of a panel, where they must be prepared.
 constexpr int64_t kBlockRows = 64;
 
@@ -25,7 +31,7 @@ struct Blocking {
 // in any case: scratch has room for two unpacked panels.
 template <class Isa>
 Blocking blocking(const Panels& panels, int64_t m) {
-  const int64_t room = unpack_scratch_bytes(panels.steps);
+  const int64_t room = 2 * panels.steps * kUnpackedBytes;  // many_scratch_bytes
   const int64_t unit = panels.channelwise ? kBlockSteps : panels.group_steps;
   const int64_t wanted = m < kBlockRows ? (m + 1) / 2 * 2 : kBlockRows;
   int64_t steps = room / (kUnpackedBytes + Isa::kRowBytes * wanted);

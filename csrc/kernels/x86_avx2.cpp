@@ -95,8 +95,8 @@ struct Ops : Avx2Ops {
 }  // namespace
 
 extern const Kernel x86_avx2;
-constinit const Kernel x86_avx2 =
-    kernel_of<Ops>("x86_avx2", kAvx2 | kFma | kF16c, Ops::kRows[0], gemm<Ops>, quantize_row<Ops>);
+constinit const Kernel x86_avx2 = kernel_of<Ops>(
+    "x86_avx2", kAvx2 | kFma | kF16c, {gemm<Ops>, cached_rows<Ops::kRows[0]>, scratch_bytes<Ops>}, quantize_row<Ops>);
 
 }  // namespace w4a8::isa
 W4A8_TARGET_END

@@ -153,11 +153,14 @@ struct Avx512Ops {
 };
 using Ops = VnniOps<Avx512Ops>;
 
+bool unpacking_pays() { return !host_unpacks_for_free(); }
+
 }  // namespace
 
 extern const Kernel x86_avx512vnni;
-constinit const Kernel x86_avx512vnni = kernel_of<Ops>("x86_avx512vnni", kAvx2 | kFma | kF16c | kAvx512 | kAvx512Vnni,
-                                                       Ops::kRows[0], gemm<Ops>, quantize_row<Ops>, kAmd);
+constinit const Kernel x86_avx512vnni =
+    kernel_of<Ops>("x86_avx512vnni", kAvx2 | kFma | kF16c | kAvx512 | kAvx512Vnni,
+                   {gemm<Ops>, cached_rows<Ops::kRows[0]>, scratch_bytes<Ops>, unpacking_pays}, quantize_row<Ops>);
 
 }  // namespace w4a8::isa
 W4A8_TARGET_END

@@ -71,8 +71,9 @@ using Ops = VnniOps<AvxVnniOps>;
 }  // namespace
 
 extern const Kernel W4A8_AVXVNNI;
-constinit const Kernel W4A8_AVXVNNI = kernel_of<Ops>(W4A8_AVXVNNI_NAME, kAvx2 | kFma | kF16c | W4A8_AVXVNNI_NEEDS,
-                                                     Ops::kRows[0], gemm<Ops>, quantize_row<Ops>);
+constinit const Kernel W4A8_AVXVNNI =
+    kernel_of<Ops>(W4A8_AVXVNNI_NAME, kAvx2 | kFma | kF16c | W4A8_AVXVNNI_NEEDS,
+                   {gemm<Ops>, cached_rows<Ops::kRows[0]>, scratch_bytes<Ops>}, quantize_row<Ops>);
 
 }  // namespace w4a8::isa
 W4A8_TARGET_END

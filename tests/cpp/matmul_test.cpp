@@ -62,7 +62,7 @@ TEST_P(MatmulTest, EveryM) {
     const ref::Weights weights = random_weights(rng, shape);
     const Packed packed = pack_one(shape, weights);
     std::vector<int64_t> counts = {0, 29, 63, 64, 65, 100};
-    for (int64_t m = 1; m <= 2 * kernel().max_rows + 1; ++m) counts.push_back(m);
+    for (int64_t m = 1; m <= 25; ++m) counts.push_back(m);
     for (const int64_t m : counts) {
       const std::vector<float> x = random_activations(rng, m * shape.k, DType::kBFloat16);
       check(serial, shape, weights, packed, x, DType::kBFloat16);

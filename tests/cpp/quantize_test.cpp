@@ -17,7 +17,7 @@ class QuantizeTest : public KernelFixture {
     const ref::Row expected = ref::quantize(from_dtype(bytes.data(), k, dtype));
     GuardedBuffer<uint8_t> input(bytes, guard);
     input.freeze();
-    const int64_t padded = (k + kStepK - 1) / kStepK * kStepK;
+    const int64_t padded = padded_row(kernel(), k);
     GuardedBuffer<int8_t> q(padded, guard);
     GuardedBuffer<int32_t> starts(k / group, guard);
     GuardedBuffer<RowQuant> quant(1, guard);

@@ -27,7 +27,6 @@ TEST_F(RegistryTest, ListIsCompleteAndEndsWithScalar) {
   for (const Kernel* kernel : all_kernels()) {
     ASSERT_NE(kernel, nullptr);
     EXPECT_TRUE(names.insert(kernel->name).second) << kernel->name << " is listed twice";
-    EXPECT_GE(kernel->max_rows, 1) << kernel->name;
     EXPECT_NE(kernel->gemm, nullptr) << kernel->name;
     EXPECT_NE(kernel->quantize_row, nullptr) << kernel->name;
     EXPECT_NE(kernel->quantize_token, nullptr) << kernel->name;
@@ -35,6 +34,30 @@ TEST_F(RegistryTest, ListIsCompleteAndEndsWithScalar) {
     EXPECT_NE(kernel->combine, nullptr) << kernel->name;
     EXPECT_NE(kernel->store_row, nullptr) << kernel->name;
     EXPECT_NE(kernel->add_weight_sums, nullptr) << kernel->name;
+    EXPECT_NE(kernel->wants_scratch, nullptr) << kernel->name;
+  }
+}
+
+// What the core counts on when it cuts work and reserves scratch.
+TEST_F(RegistryTest, Geometry) {
+  for (const Kernel* kernel : kernels_under_test()) {
+    SCOPED_TRACE(kernel->name);
+    EXPECT_TRUE(kernel->row_multiple == 8 || kernel->row_multiple == 16 || kernel->row_multiple == 32 ||
+                kernel->row_multiple == 64);
+    for (const int64_t k : {int64_t{2}, int64_t{34}, int64_t{768}, int64_t{7168}, kMaxK}) {
+      EXPECT_GE(kernel->task_rows(k), 1);
+      EXPECT_LE(kernel->task_rows(k), 512);
+      for (const int64_t group : {k, k / 2}) {
+        if (group != k && group % 32 != 0) continue;
+        int64_t fewer = 0;
+        for (int64_t rows = 1; rows <= 512; ++rows) {
+          const int64_t bytes = kernel->scratch_bytes(rows, k, group);
+          EXPECT_EQ(bytes % 64, 0);
+          EXPECT_GE(bytes, fewer);
+          fewer = bytes;
+        }
+      }
+    }
   }
 }
 

@@ -119,6 +119,11 @@ class KernelFixture : public testing::TestWithParam<const Kernel*> {
   const Kernel& kernel() const { return *GetParam(); }
 };
 
+/// Bytes of a quantized row that are readable and zero behind K.
+inline int64_t padded_row(const Kernel& kernel, int64_t k) {
+  return (k + kernel.row_multiple - 1) / kernel.row_multiple * kernel.row_multiple;
+}
+
 std::string kernel_name(const testing::TestParamInfo<const Kernel*>& info);
 
 }  // namespace w4a8::test

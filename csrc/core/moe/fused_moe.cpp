@@ -96,8 +96,8 @@ struct Plan {
   Plan(const Kernel& kernel, const MoeArgs& args, const Experts& experts, int64_t chunk_tokens, int workers_in)
       : workers(workers_in),
         slots(chunk_tokens * args.slots),
-        max_rows13(max_task_rows(kernel, args.hidden)),
-        max_rows2(max_task_rows(kernel, args.intermediate)),
+        max_rows13(kernel.task_rows(args.hidden)),
+        max_rows2(kernel.task_rows(args.intermediate)),
         max_units13(std::min(args.experts, slots) + slots / max_rows13),
         max_units2(std::min(args.experts, slots) + slots / max_rows2),
         gate_panels(ceil_div(args.intermediate, kPanelColumns)),
@@ -144,21 +144,6 @@ struct MoeBuffers {
   float* y;          // [rows, columns of a block]
 };
 
-// Scratch of each worker: a gate and an up tile, and room for two unpacked panels.
-struct WorkerBuffers {
-  WorkerBuffers(Slicer& slicer, int workers_in, int64_t tile_floats_in, int64_t steps)
-      : workers(workers_in),
-        tile_floats(tile_floats_in),
-        scratch_bytes(unpack_scratch_bytes(steps)),
-        tiles(slicer.take<float>(workers * tile_floats)),
-        scratch(slicer.take<uint8_t>(workers * scratch_bytes)) {}
-  int workers;
-  int64_t tile_floats;
-  int64_t scratch_bytes;
-  float* tiles;
-  uint8_t* scratch;
-};
-
 // Units of all experts, rows cut evenly into blocks of at most max_rows. Returns how many; `largest` is the most rows.
 int64_t make_units(const int64_t* offsets, int64_t experts, int64_t max_rows, Unit* units, int64_t* largest) {
   int64_t count = 0;
@@ -201,6 +186,7 @@ class Chunk {
     // Small enough that every worker has some, large enough that taking a task costs nothing.
     tokens_per_task_ = std::clamp<int64_t>(tokens_ / (4 * plan.workers), 1, 4);
     rows_per_task_ = std::clamp<int64_t>(rows_ / (4 * plan.workers), 1, 8);
+    workers_ = plan.workers;
     gate_panels_ = plan.gate_panels;
     out_panels_ = plan.out_panels;
     blocks_ = plan.blocks;
@@ -263,12 +249,12 @@ class Chunk {
     const int64_t m = unit.rows.size();
     const PackedMatrix w13 = experts_.w13(unit.expert);
     const Rows rows = b_.x.from(unit.rows.begin);
-    uint8_t* scratch = unpack_scratch(kernel_, buffers.scratch, buffers.scratch_bytes, worker);
+    uint8_t* scratch = buffers.scratch(worker);
     const int64_t column = panels.begin * kPanelColumns;
     const int64_t columns = std::min(inner, panels.end * kPanelColumns) - column;
-    float* gate = buffers.tiles + worker * buffers.tile_floats;
+    float* gate = buffers.tile(worker);
     const int64_t up_begin = (inner + column) / kPanelColumns;
-    const uint8_t* next = after_gate_up(task, buffers.workers);
+    const uint8_t* next = after_gate_up(task, workers_);
     kernel_.gemm(rows, m, w13.panels(panels.begin, args_.gated ? w13.panel(up_begin) : next), panels.size(), gate,
                  ld13_, scratch);
     const float* up = nullptr;
@@ -298,8 +284,8 @@ class Chunk {
     const Range panels = down_range(block, task);
     float* y = b_.y + unit.rows.begin * ldy_ + (panels.begin - block_range(block).begin) * kPanelColumns;
     kernel_.gemm(b_.hq.from(unit.rows.begin), unit.rows.size(),
-                 experts_.w2(unit.expert).panels(panels.begin, down_panels(block, task + buffers.workers)),
-                 panels.size(), y, ldy_, unpack_scratch(kernel_, buffers.scratch, buffers.scratch_bytes, worker));
+                 experts_.w2(unit.expert).panels(panels.begin, down_panels(block, task + workers_)), panels.size(), y,
+                 ldy_, buffers.scratch(worker));
   }
 
   Range block_range(int64_t block) const { return share(out_panels_, blocks_, block); }
@@ -358,6 +344,7 @@ class Chunk {
   int64_t ld13_ = 0;
   int64_t tokens_per_task_ = 1;
   int64_t rows_per_task_ = 1;
+  int workers_ = 1;
   int64_t gate_panels_ = 0;
   int64_t out_panels_ = 0;
   int64_t blocks_ = 1;
@@ -402,14 +389,16 @@ void fused_moe(const Kernel& kernel, Parallel& parallel, Workspace& workspace, c
   // The gate and the up tile; u may begin inside a panel, so it gets one more.
   const int64_t most_rows = std::min(plan.max_rows13, plan.slots);
   const int64_t tile_floats = max_tile_floats(2 * most_rows) + most_rows * kPanelColumns;
-  const int64_t steps = ceil_div(std::max(args.hidden, args.intermediate), kStepK);
+  const int64_t scratch_bytes =
+      std::max(gemm_scratch_bytes(kernel, most_rows, args.hidden, plan.group13),
+               gemm_scratch_bytes(kernel, std::min(plan.max_rows2, plan.slots), args.intermediate, plan.group2));
 
   Slicer size(nullptr);
   MoeBuffers(size, args, plan);
-  WorkerBuffers(size, plan.workers, tile_floats, steps);
+  WorkerBuffers(size, plan.workers, tile_floats, scratch_bytes);
   Slicer slicer(workspace.reserve(size.bytes()));
   const MoeBuffers buffers(slicer, args, plan);
-  const WorkerBuffers workers(slicer, plan.workers, tile_floats, steps);
+  const WorkerBuffers workers(slicer, plan.workers, tile_floats, scratch_bytes);
 
   for (int64_t c = 0; c < chunks; ++c) {
     const Range tokens = share(args.tokens, chunks, c);
