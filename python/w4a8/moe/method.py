@@ -14,13 +14,11 @@ from typing import Any
 
 import torch
 
+from w4a8.core.experts import ExpertSizes, pack_parameters, register_parameters
 from w4a8.core.quant_args import QuantizationStrategy
-from w4a8.core.weight_utils import replace_parameter, set_weight_attrs
 from w4a8.moe.config import FusedMoEConfig, FusedMoEQuantConfig
-from w4a8.moe.experts.cpu_int4_moe import unsupported_width
 from w4a8.moe.modular_kernel import FusedMoEExperts, FusedMoEKernel
 from w4a8.moe.oracle.w4a8_int8 import (
-    convert_to_w4a8_int8_moe_format,
     make_w4a8_int8_moe_kernel,
     make_w4a8_int8_moe_quant_config,
     select_w4a8_int8_moe_backend,
@@ -87,15 +85,10 @@ class CompressedTensorsW4A8Int8MoEMethod(CompressedTensorsMoEMethod):
         if weight_quant.num_bits != 4:
             raise ValueError("This method only supports 4-bit weights (num_bits=4).")
         weight_key = int4_weight_key(self.group_size, symmetric=getattr(weight_quant, "symmetric", True))
-        # Set it between create_weights and loading to keep group scales that a checkpoint has in float32.
-        self.scale_dtype = weight_key.scale.dtype
         self._select_experts(weight_key)
 
     def _select_experts(self, weight_key: QuantKey) -> None:
         self.backend, self.experts_cls = select_w4a8_int8_moe_backend(self.moe, weight_key, activation_key=None)
-
-    def _scale_columns(self, in_features: int) -> int:
-        return 1 if self.group_size == -1 else in_features // self.group_size
 
     def create_weights(
         self,
@@ -106,13 +99,7 @@ class CompressedTensorsW4A8Int8MoEMethod(CompressedTensorsMoEMethod):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        """Registers the parameters a weight loader fills, and the layer's sizes.
-
-        With E experts, N = 2 I rows of w13 (I without a gate) and G(K) = K / group_size scales per row (1 channelwise):
-
-            w13_weight        int8 [E, N, H]           w2_weight        int8 [E, H, I]
-            w13_weight_scale  [E, N, G(H)]             w2_weight_scale  [E, H, G(I)]
-            w13_bias          params_dtype [E, N]      w2_bias          params_dtype [E, H]      if the layer has biases
+        """Registers the parameters a weight loader fills (:func:`register_parameters`), and the layer's sizes.
 
         Args:
             layer: gets the parameters.
@@ -125,63 +112,29 @@ class CompressedTensorsW4A8Int8MoEMethod(CompressedTensorsMoEMethod):
         Raises:
             ValueError: H or I is no multiple of the group size, or odd.
         """
-        hidden, intermediate = hidden_size, intermediate_size_per_partition
-        problem = unsupported_width("hidden size", hidden, self.group_size) or unsupported_width(
-            "intermediate size per partition", intermediate, self.group_size
+        sizes = ExpertSizes(
+            num_experts,
+            hidden_size,
+            intermediate_size_per_partition,
+            self.group_size,
+            bool(self.moe.is_act_and_mul),
         )
-        if problem is not None:
-            raise ValueError(f"kernel does not support {problem}")
-        rows = 2 * intermediate if self.moe.is_act_and_mul else intermediate
+        # As upstream; where a checkpoint has scales that bfloat16 would round, the loader widens the parameter.
+        scale_dtype = torch.float32 if self.group_size == -1 else torch.bfloat16
+        bias_dtype = params_dtype if self.has_bias else None
+        register_parameters(layer, sizes, scale_dtype, bias_dtype, extra_weight_attrs)
+        self._set_sizes(layer, sizes)
 
-        def register(name: str, data: torch.Tensor, attrs: dict[str, Any]) -> None:
-            param = torch.nn.Parameter(data, requires_grad=False)
-            set_weight_attrs(param, attrs)
-            layer.register_parameter(name, param)
-
-        scale_attrs = {"quant_method": "channel" if self.group_size == -1 else "group", **extra_weight_attrs}
-        for name, out_features, in_features in (("w13", rows, hidden), ("w2", hidden, intermediate)):
-            weight = torch.empty(num_experts, out_features, in_features, dtype=torch.int8)
-            register(f"{name}_weight", weight, extra_weight_attrs)
-            scale = torch.ones(num_experts, out_features, self._scale_columns(in_features), dtype=self.scale_dtype)
-            register(f"{name}_weight_scale", scale, scale_attrs)
-            if self.has_bias:
-                bias = torch.zeros(num_experts, out_features, dtype=params_dtype)
-                register(f"{name}_bias", bias, extra_weight_attrs)
-            # Explicit, because a model's loader may have changed the default dtype.
-            register(f"{name}_weight_packed", torch.empty(0, dtype=torch.uint8), extra_weight_attrs)
-
-        layer.w13_in_features = hidden
-        layer.w13_out_features = rows
-        layer.w2_in_features = intermediate
-        layer.w2_out_features = hidden
-        layer.group_size = self.group_size
+    def _set_sizes(self, layer: torch.nn.Module, sizes: ExpertSizes) -> None:
+        layer.w13_in_features = sizes.hidden
+        layer.w13_out_features = sizes.w13_rows
+        layer.w2_in_features = sizes.intermediate
+        layer.w2_out_features = sizes.hidden
+        layer.group_size = sizes.group_size
 
     def _pack(self, layer: torch.nn.Module) -> None:
         """Replaces the loaded parameters by the packed ones; the int8 storage is used up on the way."""
-        w13_packed, w2_packed, w13_scale, w2_scale, w13_bias, w2_bias = convert_to_w4a8_int8_moe_format(
-            w13_weight=layer.w13_weight,
-            w2_weight=layer.w2_weight,
-            w13_weight_scale=layer.w13_weight_scale,
-            w2_weight_scale=layer.w2_weight_scale,
-            group_size=self.group_size,
-            w13_bias=layer.w13_bias if self.has_bias else None,
-            w2_bias=layer.w2_bias if self.has_bias else None,
-            w13_interleaved=getattr(layer, "w13_interleaved", False),
-            in_place=True,
-            scale_dtype=self.scale_dtype,
-        )
-        replacements = {
-            "w13_weight_packed": w13_packed,
-            "w2_weight_packed": w2_packed,
-            "w13_weight": torch.empty(0, dtype=torch.int8),
-            "w2_weight": torch.empty(0, dtype=torch.int8),
-            "w13_weight_scale": w13_scale,
-            "w2_weight_scale": w2_scale,
-        }
-        if self.has_bias:
-            replacements.update(w13_bias=w13_bias, w2_bias=w2_bias)
-        for name, tensor in replacements.items():
-            replace_parameter(layer, name, tensor)
+        pack_parameters(layer, self.group_size, getattr(layer, "w13_interleaved", False))
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Packs the loaded weights, frees them, and builds the kernel.

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import torch
 
-from w4a8.core.activation import MoEActivation, as_activation, kernel_activation_kind
+from w4a8.core.activation import MoEActivation, as_activation
+from w4a8.core.experts import ExpertSizes, run_experts
 from w4a8.core.platforms import current_platform
 from w4a8.core.routing import select_experts
 from w4a8.moe import method
 from w4a8.moe.config import FusedMoEQuantConfig
-from w4a8.moe.experts.cpu_int4_moe import local_expert_ids
 from w4a8.moe.quant_key import QuantKey
 
 
@@ -77,16 +77,20 @@ class CompressedTensorsW4A8Int8MoEMethod(method.CompressedTensorsW4A8Int8MoEMeth
             routed_scaling_factor=getattr(layer, "routed_scaling_factor", None) or 1.0,
             e_score_correction_bias=getattr(layer, "e_score_correction_bias", None),
         )
-        return torch.ops.w4a8.dynamic_4bit_int_moe(
+        return run_experts(
             x,
-            local_expert_ids(topk_ids, layer.expert_map),
             topk_weights,
+            topk_ids,
             layer.w13_weight_packed,
             layer.w2_weight_packed,
-            layer.w2_out_features,
-            layer.w2_in_features,
-            layer.w13_out_features,
-            layer.group_size,
+            ExpertSizes(
+                len(layer.w13_weight_packed),
+                layer.w2_out_features,
+                layer.w2_in_features,
+                layer.group_size,
+                layer.w13_out_features == 2 * layer.w2_in_features,
+            ),
+            activation,
+            layer.expert_map,
             layer.apply_router_weight_on_input,
-            kernel_activation_kind(activation),
         )

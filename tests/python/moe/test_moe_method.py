@@ -6,6 +6,7 @@ import pytest
 import torch
 from moe_build import ACTIVATIONS, GROUP_SIZES, TOKEN_INT8, make_config, make_layer, make_stacks, op_moe, weight_args
 
+from w4a8.core.experts import local_expert_ids
 from w4a8.core.routing import ROUTING_METHODS
 from w4a8.core.weight_utils import replace_parameter, set_weight_attrs
 from w4a8.moe import (
@@ -23,7 +24,6 @@ from w4a8.moe import (
     route,
 )
 from w4a8.moe import method as method_module
-from w4a8.moe.experts.cpu_int4_moe import local_expert_ids
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 METHODS = [CompressedTensorsW4A8Int8MoEMethod, method_v0_17.CompressedTensorsW4A8Int8MoEMethod]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from w4a8.core.activation import MoEActivation, as_activation, kernel_activation_kind
+from w4a8.core.experts import ExpertSizes, run_experts, unsupported_width
 from w4a8.core.platforms import current_platform
 from w4a8.core.routing import ROUTING_METHODS, route
 from w4a8.moe.config import FusedMoEConfig, FusedMoEParallelConfig, FusedMoEQuantConfig, RoutingMethodType
@@ -23,32 +24,6 @@ from w4a8.moe.quant_key import GroupShape, QuantKey
 
 GROUP_MULTIPLE = 32  # a group is a whole number of the kernels' steps of 32 values
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def unsupported_width(name: str, features: int, group_size: int) -> str | None:
-    """Why rows of ``features`` int4 values cannot be packed in groups of ``group_size`` (-1: one), or None."""
-    if group_size != -1 and features % group_size != 0:
-        return f"{name} {features}, which is not a multiple of the group size {group_size}"
-    if features % 2 != 0:
-        return f"{name} {features}, which is odd (two int4 values share a byte)"
-    return None
-
-
-def local_expert_ids(topk_ids: torch.Tensor, expert_map: torch.Tensor | None) -> torch.Tensor:
-    """Indices into this rank's experts, -1 for experts of other ranks.
-
-    Args:
-        topk_ids: int32 or int64 [T, k], global; -1 stays -1.
-        expert_map: int32 or int64 [global experts], local index or -1; None if this rank holds all.
-
-    Returns:
-        int64 [T, k].
-    """
-    ids = topk_ids.to(torch.long)
-    if expert_map is None:
-        return ids
-    mapped = expert_map.to(torch.long)[ids.clamp(min=0)]
-    return torch.where(ids < 0, ids, mapped)
 
 
 class _Int4Experts(FusedMoEExperts):
@@ -128,19 +103,23 @@ class _Int4Experts(FusedMoEExperts):
     ) -> torch.Tensor:
         """One call of the op: hidden states [T, H], weights and global ids [T, k], packed stacks -> [T, H]."""
         activation = as_activation(activation)
-        intermediate = self.moe_config.intermediate_size_per_partition
-        return torch.ops.w4a8.dynamic_4bit_int_moe(
+        moe = self.moe_config
+        return run_experts(
             hidden_states,
-            local_expert_ids(topk_ids, expert_map),
             topk_weights,
+            topk_ids,
             w13_packed,
             w2_packed,
-            self.moe_config.hidden_dim,
-            intermediate,
-            2 * intermediate if activation.is_gated else intermediate,
-            self.quant_config.group_size,
+            ExpertSizes(
+                moe.num_local_experts,
+                moe.hidden_dim,
+                moe.intermediate_size_per_partition,
+                self.quant_config.group_size,
+                activation.is_gated,
+            ),
+            activation,
+            expert_map,
             apply_router_weight_on_input,
-            self._activation_kind(activation),
         )
 
 

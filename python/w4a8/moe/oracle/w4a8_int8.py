@@ -10,6 +10,8 @@ from enum import Enum
 
 import torch
 
+from w4a8.core.experts import pack_stack
+from w4a8.core.matrix import pack_nibbles
 from w4a8.core.nibbles import check_int4_range, to_nibbles
 from w4a8.core.platforms import current_platform
 from w4a8.moe.config import FusedMoEConfig, FusedMoEQuantConfig, FusedMoEQuantDesc
@@ -171,69 +173,11 @@ def pack_int4_weights_for_kleidi(
         ValueError: a value outside [-8, 7].
     """
     check_int4_range(int4_as_int8, "int4_as_int8")
-    return torch.ops.w4a8.dyn_quant_pack_4bit_weight(
-        to_nibbles(int4_as_int8),
-        scales.to(_scale_dtype(group_size)),
-        None if bias is None else bias.to(torch.float32),
-        in_features if group_size == -1 else group_size,
-        in_features,
-        out_features,
-    )
-
-
-def _halves(rows: torch.Tensor, dim: int) -> torch.Tensor:
-    """Rows g0 u0 g1 u1 ... as g0 g1 ... u0 u1 ... (a copy)."""
-    return rows.unflatten(dim, (-1, 2)).transpose(dim, dim + 1).flatten(dim, dim + 1)
-
-
-def _nibble_stack(weights: torch.Tensor, interleaved: bool, in_place: bool) -> torch.Tensor:
-    """A stack of int8 matrices [E, N, K] as nibbles [E, N, K / 2], with one matrix of temporaries.
-
-    In place, matrix e goes to bytes [e * N * K / 2, (e + 1) * N * K / 2) of the stack's own storage. That is never
-    beyond matrix e itself, so going upwards no matrix is overwritten before it has been read.
-    """
-    experts, rows, columns = weights.shape
-    if in_place:
-        if not weights.is_contiguous():
-            raise ValueError("weights must be contiguous to be packed in place")
-        flat = weights.view(-1)[: weights.numel() // 2].view(torch.uint8)
-        nibbles = flat.view(experts, rows, columns // 2)
-    else:
-        nibbles = torch.empty(experts, rows, columns // 2, dtype=torch.uint8, device=weights.device)
-    for expert in range(experts):
-        packed = to_nibbles(weights[expert])
-        if interleaved:
-            nibbles[expert, : rows // 2] = packed[0::2]
-            nibbles[expert, rows // 2 :] = packed[1::2]
-        else:
-            nibbles[expert] = packed
-    return nibbles
-
-
-def _pack_stack(
-    weights: torch.Tensor,
-    scales: torch.Tensor,
-    bias: torch.Tensor | None,
-    group_size: int,
-    scale_dtype: torch.dtype,
-    interleaved: bool,
-    in_place: bool,
-) -> torch.Tensor:
-    """Packs int8 weights [E, N, K] with scales [E, N, groups] and bias [E, N] into uint8 [E, bytes]: one op call."""
-    _, rows, columns = weights.shape
-    scales = scales.to(scale_dtype)
-    bias = None if bias is None else bias.to(torch.float32)
-    if interleaved:
-        scales = _halves(scales, 1)
-        bias = None if bias is None else _halves(bias, 1)
-    return torch.ops.w4a8.dyn_quant_pack_4bit_weight(
-        _nibble_stack(weights, interleaved, in_place),
-        scales,
-        bias,
-        columns if group_size == -1 else group_size,
-        columns,
-        rows,
-    )
+    if int4_as_int8.shape != (out_features, in_features):
+        raise ValueError(
+            f"int4_as_int8 has shape {tuple(int4_as_int8.shape)}, but {(out_features, in_features)} is expected"
+        )
+    return pack_nibbles(to_nibbles(int4_as_int8), scales, bias, group_size, _scale_dtype(group_size))
 
 
 def convert_to_w4a8_int8_moe_format(
@@ -273,7 +217,8 @@ def convert_to_w4a8_int8_moe_format(
         w13_interleaved: rows of w13 (weights, scales, bias) alternate gate and up, as gpt-oss ships them; they are
             packed as a gate half and an up half.
         in_place: the contents of w13_weight and w2_weight are destroyed. They must be contiguous and writable.
-        scale_dtype: that scales are kept in; float32 if channelwise and bfloat16 for groups if not given.
+        scale_dtype: that scales are kept in; if not given, bfloat16 where that holds all of a stack exactly, else
+            float32.
 
     Returns:
         w13 uint8 [E, bytes], w2 uint8 [E, bytes], and four empty tensors: scales and biases are in the packed ones.
@@ -283,10 +228,11 @@ def convert_to_w4a8_int8_moe_format(
     """
     check_int4_range(w13_weight, "w13_weight")
     check_int4_range(w2_weight, "w2_weight")
-    dtype = scale_dtype if scale_dtype is not None else _scale_dtype(group_size)
-    w13_weight, w2_weight = w13_weight.detach(), w2_weight.detach()
-    w13_packed = _pack_stack(w13_weight, w13_weight_scale, w13_bias, group_size, dtype, w13_interleaved, in_place)
-    w2_packed = _pack_stack(w2_weight, w2_weight_scale, w2_bias, group_size, dtype, False, in_place)
+    options = {"in_place": in_place, "scale_dtype": scale_dtype}
+    w13_packed = pack_stack(
+        w13_weight.detach(), w13_weight_scale, w13_bias, group_size, interleaved=w13_interleaved, **options
+    )
+    w2_packed = pack_stack(w2_weight.detach(), w2_weight_scale, w2_bias, group_size, **options)
     empty = torch.empty(0, dtype=torch.float32)
     return w13_packed, w2_packed, empty, empty, empty, empty
 
