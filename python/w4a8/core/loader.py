@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from w4a8.core.matrix import kept_scale_dtype
 from w4a8.core.nibbles import from_int32
 
 
@@ -24,11 +25,13 @@ class MoEWeightLoader:
 
         w1 (gate)   rows [0, I) of w13      cut by rows            weights, scales and biases alike
         w3 (up)     rows [I, 2I) of w13     cut by rows
-        w13         both in one tensor, gate rows first, or alternating if w13_interleaved
+        w13         both in one tensor, gate rows first; if w13_interleaved, rows alternate: in the tensor, and then in
+                    the parameter, where w1 goes to the even rows and w3 to the odd ones
         w2 (down)   w2                      cut by columns         scales: whole if channelwise, else by columns
                                                                    bias: on rank 0 only, so that the sum has it once
 
-    A layer without a gate has w1 only. Packed int32 words (``weight_packed``) are unpacked on the way.
+    A layer without a gate has w1 only. Packed int32 words (``weight_packed``) are unpacked on the way. A parameter of
+    scales in bfloat16 becomes float32 when a tensor comes that it would round.
     """
 
     def __init__(
@@ -86,6 +89,8 @@ class MoEWeightLoader:
         expert = self.local_expert(expert_id)
         if expert == -1:
             return False if return_success else None
+        if param.dtype == torch.bfloat16 and hasattr(param, "quant_method"):
+            param.data = param.data.to(kept_scale_dtype(loaded_weight))
         target = param.data[expert]
         loaded = self._unpacked(param, loaded_weight, weight_name, shard_id)
         if loaded.dim() != target.dim():
@@ -119,8 +124,7 @@ class MoEWeightLoader:
             if self.tp_rank != 0:
                 target.zero_()
             return
-        is_scale = param.dtype != torch.int8
-        whole = is_scale and getattr(param, "quant_method", None) == "channel"
+        whole = getattr(param, "quant_method", None) == "channel"
         if not whole:
             loaded = _slice(loaded, 1, target.shape[1], self.tp_rank, self.tp_size, weight_name)
         _copy(target, loaded, weight_name)
@@ -137,9 +141,12 @@ class MoEWeightLoader:
         else:
             half = loaded.shape[0] // 2
             parts = {"w1": loaded[:half], "w3": loaded[half:]} if shard_id == "w13" else {shard_id: loaded}
+            gate, up = (
+                (target[0::2], target[1::2]) if self.w13_interleaved else (target[: rows // 2], target[rows // 2 :])
+            )
             for shard, part in parts.items():
                 cut = _slice(part, 0, rows // 2, rank, ranks, weight_name)
-                _copy(target.narrow(0, 0 if shard == "w1" else rows // 2, rows // 2), cut, weight_name)
+                _copy(gate if shard == "w1" else up, cut, weight_name)
 
 
 def _copy(target: torch.Tensor, loaded: torch.Tensor, weight_name: str) -> None:

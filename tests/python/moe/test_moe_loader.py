@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from moe_build import TOKEN_INT8, make_config, make_layer, make_stacks, weight_args
+from moe_build import TOKEN_INT8, Stack, assert_packed, make_config, make_layer, make_stacks, weight_args
 
 from w4a8.core.nibbles import to_nibbles
 from w4a8.moe import CompressedTensorsW4A8Int8MoEMethod, FusedMoEParallelConfig, MoEWeightLoader, RoutedExperts
@@ -220,3 +220,41 @@ def test_loaded_layer_runs_like_a_filled_one():
     loaded.process_weights_after_loading()
     x, logits = torch.randn(5, 128), torch.randn(5, 8)
     assert torch.equal(loaded(x, logits), filled(x, logits))
+
+
+@pytest.mark.parametrize("group_size", [-1, 32])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_separate_gate_and_up_in_an_interleaved_layer(ranks, group_size):
+    """Only a fused w13 alternates: w1 and w3 are gate and up, and both ways may meet in one layer."""
+    w13, w2 = make_stacks(make_config(has_bias=True), group_size)
+    order = torch.arange(512).view(2, 256).t().flatten()
+    for rank in range(ranks):
+        moe = make_config(has_bias=True, moe_parallel_config=FusedMoEParallelConfig(tp_size=ranks, tp_rank=rank))
+        plain, marked = empty_layer(moe, group_size), empty_layer(moe, group_size, w13_interleaved=True)
+        load_all(plain, w13, w2)
+        load_all(marked, w13, w2)
+        for name, tensor in (
+            ("w13_weight", w13.values[3]),
+            ("w13_weight_scale", w13.scales[3]),
+            ("w13_bias", w13.bias[3]),
+        ):
+            marked.weight_loader(getattr(marked, name), tensor[order], name, "w13", 3)
+        plain.process_weights_after_loading()
+        marked.process_weights_after_loading()
+        assert torch.equal(marked.w13_weight_packed, plain.w13_weight_packed)
+        assert torch.equal(marked.w2_weight_packed, plain.w2_weight_packed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_scales_that_bfloat16_would_round_are_kept(dtype):
+    """One stack in float32 because of one tensor; the other stays bfloat16."""
+    moe = make_config()
+    w13, w2 = make_stacks(moe, 32)
+    layer = empty_layer(moe, 32)
+    load_all(layer, w13, w2)
+    finer = (w2.scales[5].float() * 1.01).to(dtype)
+    layer.weight_loader(layer.w2_weight_scale, finer, "s", "w2", 5)
+    layer.process_weights_after_loading()
+    scales = w2.scales.float()
+    scales[5] = finer.float()
+    assert_packed(layer, w13, Stack(w2.values, scales, None))
