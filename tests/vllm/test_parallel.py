@@ -16,7 +16,7 @@ def results(checkpoints, tmp_path_factory):
         jobs.append(Job(checkpoints(case) / "checkpoint", {**eager(case), **parallel}))
     binding = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}  # both ranks on one NUMA node
     done, log = run_engines(jobs, tmp_path_factory.mktemp("parallel"), 1800, **binding)
-    assert log.count("rank 1 in world size 2") >= len(jobs)
+    assert log.count("world_size=2 rank=1 ") >= len(jobs)
     return jobs, done
 
 

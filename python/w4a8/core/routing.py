@@ -103,7 +103,7 @@ def select_experts(
 
     Args:
         hidden_states: [T, H]; only the custom function reads it.
-        router_logits: [T, E], any float dtype.
+        router_logits: [T, E], any real dtype; computed with as float32.
         top_k: experts per token, at most E.
         use_grouped_topk: select among the best ``topk_group`` of ``num_expert_group`` groups of neighbouring experts.
         renormalize: divide the weights of a token by their sum.

@@ -178,7 +178,6 @@ UNSUPPORTED = [
         None,
         f"routing method {RoutingMethodType.Custom!r}",
     ),
-    (CPUExpertsInt4, {"router_logits_dtype": torch.int32}, G32, None, "router logits dtype torch.int32"),
     (CPUExpertsInt4, {"in_dtype": torch.float64}, G32, None, "input dtype torch.float64"),
     (
         CPUExpertsInt4,
@@ -235,7 +234,8 @@ def test_supported(cls):
     configs = [make_config(activation=activation) for activation in MoEActivation]
     configs += [make_config(routing_method=m) for m in RoutingMethodType if m.name not in ("Custom", "Unspecified")]
     configs += [make_config(in_dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
-    configs += [make_config(router_logits_dtype=dtype) for dtype in (None, torch.float32, torch.bfloat16)]
+    logits = (None, torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int8)
+    configs += [make_config(router_logits_dtype=dtype) for dtype in logits]
     configs += [make_config(moe_parallel_config=parallel(ep_size=2, use_ep=True), num_local_experts=4)]
     configs += [make_config(moe_parallel_config=parallel(tp_size=2)), make_config(has_bias=True)]
     for config in configs:

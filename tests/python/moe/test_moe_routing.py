@@ -67,7 +67,7 @@ def tied_logits(tokens, experts):
 
 
 @pytest.mark.parametrize("make", [distinct_logits, tied_logits])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int32])
 @pytest.mark.parametrize("method", METHODS, ids=lambda m: m.name)
 def test_matches_reference(method, dtype, make):
     logits = make(17, 64).to(dtype)

@@ -149,8 +149,8 @@ class CPUExpertsInt4(_Int4Experts, FusedMoEExpertsMonolithic):
         router_logits_dtype: torch.dtype | None,
         routing_method: RoutingMethodType,
     ) -> bool:
-        """Logits are widened to float32."""
-        return router_logits_dtype is None or router_logits_dtype.is_floating_point
+        """Any: logits are converted to float32 first."""
+        return True
 
     def apply(
         self,
@@ -174,7 +174,7 @@ class CPUExpertsInt4(_Int4Experts, FusedMoEExpertsMonolithic):
             hidden_states: float32, bfloat16 or float16 [T, H].
             w1: uint8 [local experts, bytes], packed w13.
             w2: uint8 [local experts, bytes], packed w2.
-            router_logits: [T, global experts], any float dtype.
+            router_logits: [T, global experts], any real dtype.
             activation: between w13 and w2.
             global_num_experts: columns of router_logits; -1 if unknown.
             expert_map: [global experts], local index or -1, or None if this rank holds all experts.
