@@ -1,0 +1,31 @@
+"""4-bit checkpoint formats: one pure function each turns the tensors of one matrix into a :class:`Matrix4`.
+
+Nothing is dequantized and nothing is rounded: the 4-bit codes are put in another order, scales and biases stay the
+tensors that came.
+
+    from_gptq                GPTQ, versions 1 and 2 (``checkpoint_format: gptq_v2``)
+    from_awq                 AWQ (GEMM packing)
+    from_auto_round          AutoRound's own format, which is packed as one of the two
+    from_int_quantized       compressed-tensors, one int8 per value
+    from_pack_quantized      compressed-tensors, int32 words
+    from_mxfp4               MXFP4 blocks, as gpt-oss has them
+
+Each takes the tensors by the last part of their names, and the name of the matrix for its errors.
+"""
+
+from w4a8.formats.awq import from_auto_round, from_awq
+from w4a8.formats.compressed_tensors import from_int_quantized, from_pack_quantized
+from w4a8.formats.gptq import from_gptq
+from w4a8.formats.matrix import E2M1, Matrix4
+from w4a8.formats.mxfp4 import from_mxfp4
+
+__all__ = [
+    "E2M1",
+    "Matrix4",
+    "from_auto_round",
+    "from_awq",
+    "from_gptq",
+    "from_int_quantized",
+    "from_mxfp4",
+    "from_pack_quantized",
+]

@@ -1,0 +1,76 @@
+"""AWQ (AutoAWQ's GEMM packing), and AutoRound's format, which is this or GPTQ's."""
+
+from __future__ import annotations
+
+import torch
+
+from w4a8.formats.gptq import from_gptq
+from w4a8.formats.matrix import (
+    Matrix4,
+    Tensors,
+    checked_zeros,
+    expect_shape,
+    groups_of,
+    take,
+    take_bias,
+    take_scales,
+)
+from w4a8.formats.words import CODES, codes, pairs
+
+# Where the codes of a word belong: code i is output feature 8 c + ORDER[i], so feature j is code INVERSE[j].
+ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+INVERSE = tuple(ORDER.index(j) for j in range(CODES))
+
+
+def _features(words: torch.Tensor) -> torch.Tensor:
+    """int32 [R, N/8] to uint8 codes [R, N] in the order of output features."""
+    return codes(words).unflatten(-1, (-1, CODES))[..., list(INVERSE)].flatten(-2)
+
+
+def from_awq(tensors: Tensors, name: str, group_size: int, symmetric: bool = False) -> Matrix4:
+    """A matrix of an AWQ checkpoint.
+
+        qweight   int32 [K, N/8]     output features of a word in the order 0, 2, 4, 6, 1, 3, 5, 7
+        qzeros    int32 [K/g, N/8]   likewise
+        scales    [K/g, N]
+        bias      [N]                may be missing
+
+    Args:
+        tensors: by these names.
+        name: of the matrix, for errors.
+        group_size: g, -1 for one group.
+        symmetric: the configuration says ``zero_point: false``: they are 8, and ``qzeros`` may be missing.
+
+    Raises:
+        ValueError: a tensor is missing, has another dtype or shape, or values that this format does not have.
+    """
+    weight = take(tensors, name, "qweight", (torch.int32,), 2)
+    features, rows = weight.shape[0], CODES * weight.shape[1]
+    groups = groups_of(features, group_size, name, "qweight")
+    why = f"{features} x {rows} features in groups of {group_size}"
+    scales = take_scales(tensors, name, "scales", (groups, rows), why)
+    zeros = None
+    if tensors.get("qzeros") is not None or not symmetric:
+        words = take(tensors, name, "qzeros", (torch.int32,), 2)
+        expect_shape(words, name, "qzeros", (groups, rows // CODES), why)
+        zeros = checked_zeros(_features(words).T, name, "qzeros", symmetric)
+    nibbles = pairs(_features(weight).T).contiguous()
+    return Matrix4(nibbles, scales.T.contiguous(), zeros, "int4", take_bias(tensors, name, rows))
+
+
+def from_auto_round(tensors: Tensors, name: str, group_size: int, symmetric: bool, packing: str) -> Matrix4:
+    """A matrix of an AutoRound checkpoint: :func:`from_awq`, or :func:`from_gptq` version 1 without ``g_idx``.
+
+    Args:
+        tensors, name, group_size, symmetric: as there.
+        packing: the configuration's ``packing_format``, such as ``auto_round:auto_gptq``.
+
+    Raises:
+        ValueError: an unknown packing, and as there.
+    """
+    kind = packing.rpartition(":")[2]
+    if kind in ("awq", "auto_awq"):
+        return from_awq(tensors, name, group_size, symmetric)
+    if kind in ("gptq", "auto_gptq"):
+        return from_gptq(tensors, name, group_size, symmetric)
+    raise ValueError(f"{name}: packing_format {packing!r}, but one of auto_gptq and auto_awq is expected")

@@ -1,0 +1,143 @@
+"""What every format becomes, and what every reader checks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+# Values of the 16 codes of a 4-bit float with 2 bits of exponent and 1 of mantissa; the highest bit is the sign.
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Matrix4:
+    """One matrix of 4-bit codes, N output and K input features, G groups of K/G input features.
+
+        int4   weight[n, k] = (code[n, k] - zero[n, k // g]) * scale[n, k // g]
+        e2m1   weight[n, k] = E2M1[code[n, k]] * scale[n, k // g]
+
+    Attributes:
+        nibbles: uint8 [N, K/2], codes; low nibble = even k.
+        scales: [N, G], of the type that the checkpoint has; for e2m1 float32 powers of two.
+        zero_points: uint8 [N, G] in [0, 15], or None: 8 everywhere (int4), none (e2m1).
+        kind: ``int4`` or ``e2m1``.
+        bias: [N], of the type that the checkpoint has, or None.
+    """
+
+    nibbles: torch.Tensor
+    scales: torch.Tensor
+    zero_points: torch.Tensor | None
+    kind: str
+    bias: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        assert self.kind in ("int4", "e2m1")
+        assert self.nibbles.dtype == torch.uint8 and self.nibbles.dim() == self.scales.dim() == 2
+        assert self.zero_points is None or self.zero_points.shape == self.scales.shape
+
+
+def take(tensors: Tensors, name: str, suffix: str, dtypes: tuple[torch.dtype, ...], dim: int) -> torch.Tensor:
+    """A tensor that must be there.
+
+    Args:
+        tensors: of the matrix, by the last part of their names.
+        name: of the matrix.
+        suffix: which one.
+        dtypes: that it may have.
+        dim: number of its dimensions.
+
+    Raises:
+        ValueError: it is missing, or of another dtype or number of dimensions.
+    """
+    tensor = tensors.get(suffix)
+    if tensor is None:
+        raise ValueError(f"{name}.{suffix} is missing")
+    if tensor.dtype not in dtypes:
+        expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(f"{name}.{suffix}: dtype {tensor.dtype}, but {expected} is expected")
+    if tensor.dim() != dim:
+        raise ValueError(f"{name}.{suffix}: shape {tuple(tensor.shape)}, but {dim} dimensions are expected")
+    return tensor
+
+
+def expect_shape(tensor: torch.Tensor, name: str, suffix: str, shape: tuple[int, ...], why: str) -> None:
+    """Raises ValueError if a tensor has another shape; ``why`` says what it follows from."""
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name}.{suffix}: shape {tuple(tensor.shape)}, but {why} make {shape}")
+
+
+def groups_of(features: int, group_size: int, name: str, suffix: str) -> int:
+    """How many groups K input features make; -1 is one for all.
+
+    Raises:
+        ValueError: K is no multiple of the group size, or odd (two codes share a byte).
+    """
+    if features < 1 or features % 2 != 0:
+        raise ValueError(f"{name}.{suffix}: {features} input features, but an even number is expected")
+    if group_size == -1:
+        return 1
+    if group_size < 1 or features % group_size != 0:
+        raise ValueError(f"{name}.{suffix}: {features} input features are not groups of {group_size}")
+    return features // group_size
+
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def take_scales(tensors: Tensors, name: str, suffix: str, shape: tuple[int, int], why: str) -> torch.Tensor:
+    """Scales: floats of a given shape, all finite."""
+    scales = take(tensors, name, suffix, FLOATS, 2)
+    expect_shape(scales, name, suffix, shape, why)
+    if not torch.isfinite(scales).all():
+        raise ValueError(f"{name}.{suffix}: not all scales are finite")
+    return scales
+
+
+def take_bias(tensors: Tensors, name: str, rows: int) -> torch.Tensor | None:
+    """The bias, if there is one: floats [N]."""
+    if tensors.get("bias") is None:
+        return None
+    bias = take(tensors, name, "bias", FLOATS, 1)
+    expect_shape(bias, name, "bias", (rows,), f"{rows} output features")
+    return bias
+
+
+def checked_zeros(zeros: torch.Tensor, name: str, suffix: str, symmetric: bool) -> torch.Tensor | None:
+    """Zero points as uint8, None if all are 8.
+
+    Args:
+        zeros: integers [N, G].
+        name, suffix: of the tensor that they come from.
+        symmetric: what the configuration says: all zero points are 8.
+
+    Raises:
+        ValueError: one is not in [0, 15], or not 8 although the configuration says so.
+    """
+    low, high = (int(bound) for bound in torch.aminmax(zeros))
+    if low < 0 or high > 15:
+        raise ValueError(f"{name}.{suffix}: zero points in [{low}, {high}], but [0, 15] is expected")
+    if low == high == 8:
+        return None
+    if symmetric:
+        raise ValueError(
+            f"{name}.{suffix}: zero points in [{low}, {high}], but the configuration says symmetric, which is 8"
+        )
+    return zeros.to(torch.uint8).contiguous()
+
+
+def check_g_idx(tensors: Tensors, name: str, suffix: str, features: int, group_size: int) -> None:
+    """Raises ValueError if there is a ``g_idx`` that is not k // g: activation order is not supported."""
+    if tensors.get(suffix) is None:
+        return
+    g_idx = take(tensors, name, suffix, (torch.int32, torch.int64), 1)
+    expect_shape(g_idx, name, suffix, (features,), f"{features} input features")
+    width = features if group_size == -1 else group_size
+    if not torch.equal(g_idx.long(), torch.arange(features) // width):
+        raise ValueError(
+            f"{name}.{suffix}: groups are not consecutive input features (activation order, desc_act), "
+            "which is not supported"
+        )

@@ -1,0 +1,38 @@
+"""MXFP4: 4-bit floats in blocks of 32 that share a power of two."""
+
+from __future__ import annotations
+
+import torch
+
+from w4a8.formats.matrix import Matrix4, Tensors, expect_shape, take, take_bias
+
+BLOCK = 32
+
+
+def from_mxfp4(tensors: Tensors, name: str) -> Matrix4:
+    """A matrix in MXFP4; of a stack of experts, one of them.
+
+        blocks   uint8 [N, K/32, 16]   codes in pairs, low nibble = even k
+        scales   uint8 [N, K/32]       exponents: 2^(s - 127)
+        bias     [N]                   may be missing
+
+    Rows stay in the checkpoint's order (gpt-oss alternates gate and up).
+
+    Args:
+        tensors: by these names.
+        name: of the matrix, for errors.
+
+    Raises:
+        ValueError: a tensor is missing, has another dtype or shape, or a scale is 255 (not a number).
+    """
+    blocks = take(tensors, name, "blocks", (torch.uint8,), 3)
+    rows, groups = blocks.shape[:2]
+    expect_shape(blocks, name, "blocks", (rows, groups, BLOCK // 2), f"blocks of {BLOCK}")
+    exponents = take(tensors, name, "scales", (torch.uint8,), 2)
+    expect_shape(exponents, name, "scales", (rows, groups), f"{rows} x {groups} blocks")
+    if (exponents == 255).any():
+        raise ValueError(f"{name}.scales: 255, which is not a number")
+    # The exponent's bits of a float32; 2^-127 is a denormal.
+    bits = (exponents.to(torch.int32) << 23).masked_fill_(exponents == 0, 1 << 22)
+    scales = bits.view(torch.float32)
+    return Matrix4(blocks.flatten(1).contiguous(), scales, None, "e2m1", take_bias(tensors, name, rows))

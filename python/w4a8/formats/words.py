@@ -1,0 +1,29 @@
+"""int32 words of eight 4-bit codes; code i is in bits 4i to 4i + 3."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+CODES = 8  # in a word
+
+
+def word_bytes(words: torch.Tensor) -> torch.Tensor:
+    """int32 [..., W] to uint8 [..., 4 W]: codes 2i (low nibble) and 2i + 1 in byte i."""
+    # Flat first: of a dimension of one, a "contiguous" tensor may have any stride.
+    found = words.contiguous().reshape(-1).view(torch.uint8).view(*words.shape[:-1], -1)
+    if sys.byteorder == "big":
+        found = found.unflatten(-1, (-1, 4)).flip(-1).flatten(-2)
+    return found
+
+
+def codes(words: torch.Tensor) -> torch.Tensor:
+    """int32 [..., W] to uint8 [..., 8 W], one code each."""
+    pairs = word_bytes(words)
+    return torch.stack((pairs & 0xF, pairs >> 4), dim=-1).flatten(-2)
+
+
+def pairs(values: torch.Tensor) -> torch.Tensor:
+    """uint8 codes [N, K] to [N, K/2], low nibble = even k."""
+    return values[:, ::2] | values[:, 1::2] << 4

@@ -1,0 +1,163 @@
+"""Writes matrices as the formats store them, one code at a time, and multiplies files out the same way.
+
+Everything is numpy on Python's integers, and shares nothing with w4a8.formats: a code is placed and found by the
+formats' own definitions. `dequantized_*` read the tensors, not what they were made from.
+"""
+
+import numpy as np
+import torch
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+FP4 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+
+
+def words(rows: int, columns: int) -> np.ndarray:
+    return np.zeros((rows, columns), dtype=np.int64)
+
+
+def put(array: np.ndarray, row: int, column: int, i: int, code: int) -> None:
+    assert 0 <= code <= 15
+    array[row, column] |= int(code) << (4 * i)
+
+
+def get(tensor: torch.Tensor, row: int, column: int, i: int) -> int:
+    return (int(tensor[row, column]) & 0xFFFFFFFF) >> (4 * i) & 15
+
+
+def int32(array: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(array.astype(np.uint32).view(np.int32).copy())
+
+
+def write_gptq(codes, zeros, scales, version):
+    """codes [N, K] and zeros [N, G] in [0, 15], scales [N, G]."""
+    (n, k), g = codes.shape, zeros.shape[1]
+    weight, zero = words(k // 8, n), words(g, n // 8)
+    for row in range(n):
+        for column in range(k):
+            put(weight, column // 8, row, column % 8, codes[row, column])
+        for group in range(g):
+            put(zero, group, row // 8, row % 8, zeros[row, group] - (1 if version == 1 else 0))
+    g_idx = torch.tensor([column * g // k for column in range(k)], dtype=torch.int32)
+    return {"qweight": int32(weight), "qzeros": int32(zero), "scales": scales.T.contiguous(), "g_idx": g_idx}
+
+
+def dequantized_gptq(tensors, version):
+    qweight, qzeros, scales = tensors["qweight"], tensors["qzeros"], tensors["scales"].double()
+    k, n, g = 8 * qweight.shape[0], qweight.shape[1], scales.shape[0]
+    out = torch.empty(n, k, dtype=torch.float64)
+    for row in range(n):
+        for column in range(k):
+            group = column * g // k
+            zero = get(qzeros, group, row // 8, row % 8) + (1 if version == 1 else 0)
+            out[row, column] = (get(qweight, column // 8, row, column % 8) - zero) * scales[group, row]
+    return out
+
+
+def write_awq(codes, zeros, scales):
+    (n, k), g = codes.shape, zeros.shape[1]
+    weight, zero = words(k, n // 8), words(g, n // 8)
+    for row in range(n):
+        i = AWQ_ORDER.index(row % 8)
+        for column in range(k):
+            put(weight, column, row // 8, i, codes[row, column])
+        for group in range(g):
+            put(zero, group, row // 8, i, zeros[row, group])
+    return {"qweight": int32(weight), "qzeros": int32(zero), "scales": scales.T.contiguous()}
+
+
+def dequantized_awq(tensors):
+    qweight, qzeros, scales = tensors["qweight"], tensors.get("qzeros"), tensors["scales"].double()
+    k, n, g = qweight.shape[0], 8 * qweight.shape[1], scales.shape[0]
+    out = torch.empty(n, k, dtype=torch.float64)
+    for word in range(n // 8):
+        for i in range(8):
+            row = 8 * word + AWQ_ORDER[i]
+            for column in range(k):
+                group = column * g // k
+                zero = 8 if qzeros is None else get(qzeros, group, word, i)
+                out[row, column] = (get(qweight, column, word, i) - zero) * scales[group, row]
+    return out
+
+
+def write_int_quantized(codes, zeros, scales):
+    made = {"weight": torch.from_numpy((codes - 8).astype(np.int8)), "weight_scale": scales}
+    if zeros is not None:
+        made["weight_zero_point"] = torch.from_numpy((zeros - 8).astype(np.int8))
+    return made
+
+
+def dequantized_int(tensors):
+    weight, scales = tensors["weight"].double(), tensors["weight_scale"].double()
+    g = scales.shape[1]
+    zeros = tensors.get("weight_zero_point", torch.zeros(scales.shape)).double()
+    width = weight.shape[1] // g
+    return (weight - zeros.repeat_interleave(width, 1)) * scales.repeat_interleave(width, 1)
+
+
+def write_pack_quantized(codes, zeros, scales):
+    n, k = codes.shape
+    weight = words(n, -(-k // 8))
+    for row in range(n):
+        for column in range(k):
+            put(weight, row, column // 8, column % 8, codes[row, column])
+    made = {"weight_packed": int32(weight), "weight_scale": scales, "weight_shape": torch.tensor([n, k])}
+    if zeros is not None:
+        packed = words(-(-n // 8), zeros.shape[1])
+        for row in range(n):
+            for group in range(zeros.shape[1]):
+                put(packed, row // 8, group, row % 8, zeros[row, group])
+        made["weight_zero_point"] = int32(packed)
+    return made
+
+
+def dequantized_pack(tensors):
+    n, k = (int(size) for size in tensors["weight_shape"])
+    scales, zeros = tensors["weight_scale"].double(), tensors.get("weight_zero_point")
+    g = scales.shape[1]
+    out = torch.empty(n, k, dtype=torch.float64)
+    for row in range(n):
+        for column in range(k):
+            group = column * g // k
+            zero = 8 if zeros is None else get(zeros, row // 8, group, row % 8)
+            out[row, column] = (get(tensors["weight_packed"], row, column // 8, column % 8) - zero) * scales[row, group]
+    return out
+
+
+def write_mxfp4(codes, exponents):
+    n, k = codes.shape
+    blocks = np.zeros((n, k // 32, 16), dtype=np.uint8)
+    for row in range(n):
+        for column in range(k):
+            blocks[row, column // 32, column % 32 // 2] |= int(codes[row, column]) << (4 * (column % 2))
+    return {"blocks": torch.from_numpy(blocks), "scales": torch.from_numpy(exponents.astype(np.uint8))}
+
+
+def dequantized_mxfp4(tensors):
+    blocks, exponents = tensors["blocks"].numpy(), tensors["scales"].numpy()
+    n, groups, _ = blocks.shape
+    out = np.empty((n, groups * 32))
+    for row in range(n):
+        for column in range(groups * 32):
+            code = int(blocks[row, column // 32, column % 32 // 2]) >> (4 * (column % 2)) & 15
+            value = FP4[code & 7] * (-1 if code & 8 else 1)
+            out[row, column] = value * 2.0 ** (int(exponents[row, column // 32]) - 127)
+    return torch.from_numpy(out)
+
+
+def multiplied_out(matrix):
+    """What a Matrix4 means, by its documentation; float64 holds every product exactly."""
+    nibbles = matrix.nibbles.numpy()
+    n, k = nibbles.shape[0], 2 * nibbles.shape[1]
+    scales = matrix.scales.double()
+    g = scales.shape[1]
+    out = torch.empty(n, k, dtype=torch.float64)
+    for row in range(n):
+        for column in range(k):
+            code = int(nibbles[row, column // 2]) >> (4 * (column % 2)) & 15
+            group = column * g // k
+            if matrix.kind == "e2m1":
+                value = FP4[code & 7] * (-1 if code & 8 else 1)
+            else:
+                value = code - (8 if matrix.zero_points is None else int(matrix.zero_points[row, group]))
+            out[row, column] = value * scales[row, group]
+    return out

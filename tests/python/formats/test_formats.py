@@ -1,0 +1,281 @@
+"""Every 4-bit format, code by code, beside an independent reading of the same tensors; bit for bit."""
+
+import numpy as np
+import pytest
+import torch
+from format_writers import (
+    dequantized_awq,
+    dequantized_gptq,
+    dequantized_int,
+    dequantized_mxfp4,
+    dequantized_pack,
+    multiplied_out,
+    write_awq,
+    write_gptq,
+    write_int_quantized,
+    write_mxfp4,
+    write_pack_quantized,
+)
+
+from w4a8.formats import (
+    E2M1,
+    from_auto_round,
+    from_awq,
+    from_gptq,
+    from_int_quantized,
+    from_mxfp4,
+    from_pack_quantized,
+)
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+# N, K, g; N in words of 8
+IN_WORDS = [(8, 32, 32), (16, 64, 32), (24, 96, -1), (40, 96, 48), (8, 8, -1), (136, 32, 16)]
+# any N, even K
+ANY = [*IN_WORDS, (1, 2, -1), (7, 32, 32), (13, 66, -1), (5, 90, 30), (11, 4, 2)]
+
+
+def matrix(n, k, group, symmetric, dtype, lowest_zero=0):
+    """Codes, zero points and scales, every code and zero point among them where there is room."""
+    g = 1 if group == -1 else k // group
+    codes = torch.randint(16, (n, k)).numpy()
+    zeros = np.full((n, g), 8) if symmetric else torch.randint(lowest_zero, 16, (n, g)).numpy()
+    if not symmetric:
+        zeros[0, 0] = 15
+    return codes, zeros, (torch.rand(n, g) / 16 - 1 / 64).to(dtype)
+
+
+def check(found, expected, tensors, symmetric, scales="scales"):
+    n, k = expected.shape
+    assert found.nibbles.shape == (n, k // 2) and found.nibbles.is_contiguous()
+    assert found.scales.dtype == tensors[scales].dtype and found.scales.is_contiguous()
+    assert (found.zero_points is None) == symmetric
+    if not symmetric:
+        assert found.zero_points.dtype == torch.uint8 and found.zero_points.is_contiguous()
+    assert torch.equal(multiplied_out(found), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize(("n", "k", "group"), IN_WORDS)
+def test_gptq(n, k, group, version, symmetric, dtype):
+    # Version 1 cannot write a zero point of 0.
+    codes, zeros, scales = matrix(n, k, group, symmetric, dtype, lowest_zero=2 - version)
+    tensors = write_gptq(codes, zeros, scales, version)
+    found = from_gptq(tensors, "layer", group, symmetric, version)
+    check(found, dequantized_gptq(tensors, version), tensors, symmetric)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(("n", "k", "group"), IN_WORDS)
+def test_awq(n, k, group, symmetric):
+    tensors = write_awq(*matrix(n, k, group, symmetric, torch.float16))
+    check(from_awq(tensors, "layer", group, symmetric), dequantized_awq(tensors), tensors, symmetric)
+    if symmetric:
+        del tensors["qzeros"]
+        check(from_awq(tensors, "layer", group, symmetric), dequantized_awq(tensors), tensors, symmetric)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(("n", "k", "group"), IN_WORDS)
+@pytest.mark.parametrize("packing", ["auto_round:auto_gptq", "auto_round:gptq", "auto_round:auto_awq", "auto_awq"])
+def test_auto_round(n, k, group, symmetric, packing):
+    codes, zeros, scales = matrix(n, k, group, symmetric, torch.float16, lowest_zero=1)
+    if "gptq" in packing:
+        tensors = write_gptq(codes, zeros, scales, 1)
+        del tensors["g_idx"]
+        expected = dequantized_gptq(tensors, 1)
+    else:
+        tensors = write_awq(codes, zeros, scales)
+        expected = dequantized_awq(tensors)
+    check(from_auto_round(tensors, "layer", group, symmetric, packing), expected, tensors, symmetric)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(("n", "k", "group"), ANY)
+@pytest.mark.parametrize("format_", ["int", "pack"])
+def test_compressed_tensors(format_, n, k, group, symmetric, dtype):
+    codes, zeros, scales = matrix(n, k, group, symmetric, dtype)
+    write, read, reference = {
+        "int": (write_int_quantized, from_int_quantized, dequantized_int),
+        "pack": (write_pack_quantized, from_pack_quantized, dequantized_pack),
+    }[format_]
+    tensors = write(codes, None if symmetric else zeros, scales)
+    check(read(tensors, "layer", group, symmetric), reference(tensors), tensors, symmetric, "weight_scale")
+
+
+def test_compressed_tensors_with_zero_points_of_nothing():
+    """Some files have them although they are symmetric."""
+    codes, zeros, scales = matrix(16, 64, 32, True, torch.bfloat16)
+    for write, read in ((write_int_quantized, from_int_quantized), (write_pack_quantized, from_pack_quantized)):
+        tensors = write(codes, zeros, scales)
+        assert read(tensors, "layer", 32, True).zero_points is None
+
+
+@pytest.mark.parametrize(("n", "k"), [(1, 32), (7, 64), (16, 96), (3, 2880)])
+def test_mxfp4(n, k):
+    exponents = torch.randint(90, 140, (n, k // 32)).numpy()
+    exponents.flat[0], exponents.flat[-1] = (0, 254) if exponents.size > 1 else (254, 254)
+    tensors = write_mxfp4(torch.randint(16, (n, k)).numpy(), exponents)
+    found = from_mxfp4(tensors, "layer")
+    assert found.kind == "e2m1" and found.zero_points is None and found.scales.dtype == torch.float32
+    assert torch.equal(multiplied_out(found), dequantized_mxfp4(tensors))
+    assert found.nibbles.is_contiguous()
+
+
+def test_e2m1_values():
+    """One bit of sign, two of exponent (bias 1, denormals), one of mantissa."""
+    for code, value in enumerate(E2M1):
+        exponent, mantissa = code >> 1 & 3, code & 1
+        size = mantissa / 2 if exponent == 0 else (1 + mantissa / 2) * 2.0 ** (exponent - 1)
+        assert abs(value) == size and np.signbit(value) == (code >= 8)
+
+
+def make(format_, symmetric=False):
+    """Tensors of a format and how they are read, N 16, K 64, g 32."""
+    codes, zeros, scales = matrix(16, 64, 32, symmetric, torch.float16, lowest_zero=1)
+    exponents = np.full((16, 2), 127)
+    return {
+        "gptq": lambda: (write_gptq(codes, zeros, scales, 1), lambda t, g=32: from_gptq(t, "a.b", g, symmetric)),
+        "gptq2": lambda: (write_gptq(codes, zeros, scales, 2), lambda t, g=32: from_gptq(t, "a.b", g, symmetric, 2)),
+        "awq": lambda: (write_awq(codes, zeros, scales), lambda t, g=32: from_awq(t, "a.b", g, symmetric)),
+        "int": lambda: (
+            write_int_quantized(codes, zeros, scales),
+            lambda t, g=32: from_int_quantized(t, "a.b", g, symmetric),
+        ),
+        "pack": lambda: (
+            write_pack_quantized(codes, zeros, scales),
+            lambda t, g=32: from_pack_quantized(t, "a.b", g, symmetric),
+        ),
+        "mxfp4": lambda: (write_mxfp4(codes, exponents), lambda t: from_mxfp4(t, "a.b")),
+    }[format_]()
+
+
+FORMATS = ("gptq", "gptq2", "awq", "int", "pack", "mxfp4")
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+def test_bias(format_):
+    tensors, read = make(format_)
+    assert read(tensors).bias is None
+    bias = torch.randn(16, dtype=torch.float16)
+    assert torch.equal(read({**tensors, "bias": bias}).bias, bias)
+    for broken in (bias[:15], bias[None], torch.arange(16)):
+        with pytest.raises(ValueError, match=r"^a\.b\.bias: "):
+            read({**tensors, "bias": broken})
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+def test_every_tensor_is_named_when_it_is_missing_truncated_or_of_another_type(format_):
+    tensors, read = make(format_)
+    read(tensors)
+    for suffix, tensor in tensors.items():
+        if suffix != "g_idx":
+            with pytest.raises(ValueError, match=rf"^a\.b\.{suffix} is missing$"):
+                read({key: value for key, value in tensors.items() if key != suffix})
+        with pytest.raises(ValueError, match=rf"^a\.b\.{suffix}: dtype torch.complex64, but "):
+            read({**tensors, suffix: tensor.to(torch.complex64)})
+        with pytest.raises(ValueError, match=rf"^a\.b\.{suffix}: shape .* dimensions are expected"):
+            read({**tensors, suffix: tensor[None]})
+        for dim in range(tensor.dim()):
+            # Which of two tensors is too short cannot be known; one of them is named.
+            with pytest.raises(ValueError, match=r"^a\.b\.\w+: "):
+                read({**tensors, suffix: tensor.narrow(dim, 0, tensor.shape[dim] - 1)})
+
+
+@pytest.mark.parametrize("format_", ["gptq", "gptq2", "awq", "pack"])
+def test_truncated_zero_points(format_):
+    tensors, read = make(format_)
+    suffix = "weight_zero_point" if format_ == "pack" else "qzeros"
+    for dim in (0, 1):
+        with pytest.raises(ValueError, match=rf"^a\.b\.{suffix}: shape .* make \("):
+            read({**tensors, suffix: tensors[suffix].narrow(dim, 0, 1)})
+
+
+@pytest.mark.parametrize("format_", FORMATS[:-1])
+@pytest.mark.parametrize("group", [16, 64, -1, 48, 0, -2])
+def test_wrong_group(format_, group):
+    tensors, read = make(format_)
+    with pytest.raises(ValueError, match=r"^a\.b\.(scales|weight_scale|qweight|weight|weight_shape): "):
+        read(tensors, group)
+
+
+def test_zero_point_of_16():
+    """Version 1 stores it as 15; some tools write it where they mean 0, others mean 16."""
+    tensors, read = make("gptq")
+    tensors["qzeros"][0, 0] |= 15 << 12
+    with pytest.raises(ValueError, match=r"^a\.b\.qzeros: zero points in \[\d+, 16\], but \[0, 15\] is expected"):
+        read(tensors)
+
+
+@pytest.mark.parametrize("format_", FORMATS[:-1])
+def test_zero_points_of_a_symmetric_matrix(format_):
+    """A version 2 file that says it is version 1, for instance."""
+    tensors, read = make(format_, symmetric=True)
+    read(tensors)
+    suffix = "qzeros" if "qzeros" in tensors else "weight_zero_point"
+    tensors[suffix][0, 0] ^= 1
+    with pytest.raises(ValueError, match=rf"^a\.b\.{suffix}: zero points in .*, but the configuration says symmetric"):
+        read(tensors)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_gptq_of_the_other_version(version):
+    codes, zeros, scales = matrix(16, 64, 32, True, torch.float16)
+    tensors = write_gptq(codes, zeros, scales, version)
+    with pytest.raises(ValueError, match=r"^a\.b\.qzeros: .* the configuration says symmetric"):
+        from_gptq(tensors, "a.b", 32, True, 3 - version)
+    with pytest.raises(ValueError, match="version 3"):
+        from_gptq(tensors, "a.b", 32, True, 3)
+
+
+@pytest.mark.parametrize("format_", ["gptq", "int", "pack"])
+def test_activation_order(format_):
+    tensors, read = make(format_)
+    suffix = "g_idx" if format_ == "gptq" else "weight_g_idx"
+    identity = torch.arange(64, dtype=torch.int32) // 32
+    read({**tensors, suffix: identity})
+    one_wrong = identity.clone()
+    one_wrong[5] = -1
+    for broken in (identity.flip(0), torch.zeros(64, dtype=torch.int32), one_wrong):
+        with pytest.raises(ValueError, match=rf"^a\.b\.{suffix}: groups are not consecutive"):
+            read({**tensors, suffix: broken})
+
+
+@pytest.mark.parametrize("format_", FORMATS[:-1])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_scales_that_are_no_numbers(format_, value):
+    tensors, read = make(format_)
+    suffix = "scales" if "scales" in tensors else "weight_scale"
+    tensors[suffix][1, 1] = value
+    with pytest.raises(ValueError, match=rf"^a\.b\.{suffix}: not all scales are finite"):
+        read(tensors)
+
+
+def test_mxfp4_scale_of_255():
+    tensors, read = make("mxfp4")
+    tensors["scales"][3, 1] = 255
+    with pytest.raises(ValueError, match=r"^a\.b\.scales: 255"):
+        read(tensors)
+
+
+def test_int_values_outside_int4():
+    tensors, read = make("int")
+    tensors["weight"][0, 0] = 8
+    with pytest.raises(ValueError, match=r"^a\.b\.weight holds values in "):
+        read(tensors)
+
+
+def test_unknown_packing():
+    tensors, _ = make("awq")
+    with pytest.raises(ValueError, match=r"^a\.b: packing_format 'auto_round:marlin'"):
+        from_auto_round(tensors, "a.b", 32, False, "auto_round:marlin")
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+def test_tensors_stay_as_they_were(format_):
+    tensors, read = make(format_)
+    before = {suffix: tensor.clone() for suffix, tensor in tensors.items()}
+    read(tensors)
+    assert all(torch.equal(tensors[suffix], tensor) for suffix, tensor in before.items())
