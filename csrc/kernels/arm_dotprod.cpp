@@ -3,7 +3,7 @@
 //   SDOT by element   s8 x s8 -> i32, 16 products an instruction: 4 k of 4 columns, one row
 //   AND, USHR         low and high nibbles of packed weights
 //
-//   How a step is multiplied, and the ranges, are in tile_arm_dot-inl.h. Many rows, unpacked panel:
+//   How a step is multiplied, and the ranges, are in tile_sdot-inl.h. Many rows, unpacked panel:
 //
 //      channelwise          5 rows x 4 sums, 2 x 5 rows of q, 2 of weights: 32 registers
 //      groups               4 rows x 2 sums, as many floats, 2 x 4, 2: 26 registers; the panel in two halves, 8 columns
@@ -28,8 +28,8 @@ namespace {
 #include "kernels/rows-inl.h"
 #include "kernels/rows_arm-inl.h"
 #include "kernels/tile-inl.h"
-#include "kernels/tile_arm_dot-inl.h"
-#include "kernels/tile_arm_many-inl.h"
+#include "kernels/tile_driver-inl.h"
+#include "kernels/tile_sdot-inl.h"
 
 using Ops = DotOps;
 
@@ -40,9 +40,13 @@ struct Unpacked {
   using Bytes = Ops::Bytes;
   static constexpr int64_t kRowBytes = 0;
   static constexpr int64_t kChunkSteps = 256;  // 32 KiB of unpacked weights
+  static constexpr bool kUnpacks = true;
+  static constexpr int64_t kMostColumns = 1;
   static constexpr int64_t kManyRows = 8;
+  static constexpr int64_t kMostRows = 5;
 
   static void unpack(bool, const uint8_t* packed, int64_t steps, uint8_t* bytes, const uint8_t* next) {
+    Ops::barrier();  // not before the tiles have read what this overwrites
     unpack_steps(packed, steps, bytes, next);
   }
 
@@ -201,8 +205,8 @@ struct Unpacked {
     }
   }
 
-  static int64_t tile_rows(bool channelwise) { return channelwise ? 5 : 4; }
-  static void tile(int64_t count, const TileArgs& t) {
+  static int64_t tile_rows(int64_t, bool channelwise) { return channelwise ? kMostRows : 4; }
+  static void tile(int64_t count, int64_t, const TileArgs& t) {
     static constexpr TileFn kChannelwise[] = {channelwise<1>, channelwise<2>, channelwise<3>, channelwise<4>,
                                               channelwise<5>};
     static constexpr TileFn kFloat32[] = {groups<1, DType::kFloat32>, groups<2, DType::kFloat32>,
@@ -219,8 +223,7 @@ struct Unpacked {
 
 extern const Kernel arm_dotprod;
 constinit const Kernel arm_dotprod =
-    kernel_of<Ops>("arm_dotprod", kNeon | kDotprod, {gemm_any<Unpacked>, cached_rows<5>, many_scratch_bytes<Unpacked>},
-                   quantize_row_neon<Ops>);
+    kernel_of<Ops>("arm_dotprod", kNeon | kDotprod, gemm_arm_of<Unpacked>(), quantize_row_neon<Ops>);
 
 }  // namespace w4a8::isa
 W4A8_TARGET_END

@@ -3,8 +3,7 @@
 //   SMMLA        s8 x s8 -> i32, 32 products an instruction
 //   ZIP1, ZIP2   pair columns (weights) and rows, once per block
 //
-//   Many rows: rows are prepared in pairs, the panel is unpacked and zipped, both once for a block
-//   (tile_arm_many-inl.h):
+//   Many rows: rows are prepared in pairs, the panel is unpacked and zipped, both once for a block (tile_driver-inl.h):
 //
 //      a[p]        [ row 2 p: k0..k7     | row 2 p + 1: k0..k7 ]      one step of a pair of rows
 //      b[v]        [ column 2 v: k0..k7  | column 2 v + 1: k0..k7 ]   one step of a pair of columns
@@ -36,8 +35,8 @@ namespace {
 #include "kernels/rows-inl.h"
 #include "kernels/rows_arm-inl.h"
 #include "kernels/tile-inl.h"
-#include "kernels/tile_arm_dot-inl.h"
-#include "kernels/tile_arm_many-inl.h"
+#include "kernels/tile_driver-inl.h"
+#include "kernels/tile_sdot-inl.h"
 
 using Ops = DotOps;
 
@@ -45,11 +44,13 @@ struct Pairs {
   using F = Ops::F;
   using I = Ops::I;
   using Bytes = Ops::Bytes;
+  static constexpr bool kUnpacks = true;
+  static constexpr int64_t kMostColumns = 1;
   static constexpr int64_t kManyRows = 6;
   static constexpr int64_t kRowBytes = kStepK;
-  static constexpr int64_t kChunkSteps = 256;  // 32 KiB of unpacked weights
+  static constexpr int64_t kChunkSteps = 100;  // 12 KiB of unpacked weights and 50 KiB of prepared rows
   static constexpr int64_t kMostRows = 6;
-  static constexpr int64_t tile_rows(bool) { return kMostRows; }
+  static int64_t tile_rows(int64_t, bool) { return kMostRows; }
 
   static W4A8_INLINE I low_halves(I a, I b) { return vcombine_s32(vget_low_s32(a), vget_low_s32(b)); }
   static W4A8_INLINE I high_halves(I a, I b) { return vcombine_s32(vget_high_s32(a), vget_high_s32(b)); }
@@ -108,6 +109,7 @@ struct Pairs {
     }
   }
   static void unpack(bool channelwise, const uint8_t* packed, int64_t steps, uint8_t* bytes, const uint8_t* next) {
+    Ops::barrier();  // not before the tiles have read what this overwrites
     (channelwise ? unpack_as<false> : unpack_as<true>)(packed, steps, bytes, next - packed);
   }
 
@@ -390,7 +392,7 @@ struct Pairs {
       groups<P, DType::kBFloat16>(t, count);
     }
   }
-  static void tile(int64_t count, const TileArgs& t) {
+  static void tile(int64_t count, int64_t, const TileArgs& t) {
     if (count > 4) {
       tile_of<3>(t, count);
     } else if (count > 2) {
@@ -405,8 +407,7 @@ struct Pairs {
 
 extern const Kernel arm_i8mm;
 constinit const Kernel arm_i8mm =
-    kernel_of<Ops>("arm_i8mm", kNeon | kDotprod | kI8mm,
-                   {gemm_any<Pairs>, cached_rows<Pairs::kMostRows>, many_scratch_bytes<Pairs>}, quantize_row_neon<Ops>);
+    kernel_of<Ops>("arm_i8mm", kNeon | kDotprod | kI8mm, gemm_arm_of<Pairs>(), quantize_row_neon<Ops>);
 
 }  // namespace w4a8::isa
 W4A8_TARGET_END

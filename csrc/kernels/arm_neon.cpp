@@ -32,6 +32,7 @@ namespace {
 #include "kernels/rows-inl.h"
 #include "kernels/rows_arm-inl.h"
 #include "kernels/tile-inl.h"
+#include "kernels/tile_driver-inl.h"
 
 struct Ops : NeonOps {
   static constexpr int kRows[] = {2};
@@ -122,8 +123,7 @@ struct Ops : NeonOps {
 }  // namespace
 
 extern const Kernel arm_neon;
-constinit const Kernel arm_neon = kernel_of<Ops>(
-    "arm_neon", kNeon, {gemm<Ops>, cached_rows<Ops::kRows[0]>, scratch_bytes<Ops>}, quantize_row_neon<Ops>);
+constinit const Kernel arm_neon = kernel_of<Ops>("arm_neon", kNeon, gemm_of<Ops>(), quantize_row_neon<Ops>);
 
 }  // namespace w4a8::isa
 #endif

@@ -15,6 +15,7 @@ namespace {
 #include "kernels/activation-inl.h"
 #include "kernels/rows-inl.h"
 #include "kernels/tile-inl.h"
+#include "kernels/tile_driver-inl.h"
 
 struct Ops {
   using F = float;
@@ -22,8 +23,7 @@ struct Ops {
   static constexpr int64_t kLanes = 1;
   static constexpr int kVecs = 16;
   static constexpr int kRows[] = {2};
-  static constexpr int64_t kUnpackRows = INT64_MAX;  // nothing to gain
-  static constexpr int64_t kUnpackSteps = 16;
+  static constexpr int64_t kUnpackRows = 0;  // nothing to gain
 
   static F splat(float x) { return x; }
   static F load(const float* p) { return *p; }
@@ -120,7 +120,6 @@ struct Ops {
 }  // namespace
 
 extern const Kernel scalar;
-constinit const Kernel scalar =
-    kernel_of<Ops>("scalar", 0, {gemm<Ops>, cached_rows<Ops::kRows[0]>, scratch_bytes<Ops>}, quantize_row<Ops>);
+constinit const Kernel scalar = kernel_of<Ops>("scalar", 0, gemm_of<Ops>(), quantize_row<Ops>);
 
 }  // namespace w4a8::isa

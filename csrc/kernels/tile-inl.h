@@ -7,21 +7,21 @@
 //     row 1  [ K int8 ] acc[1][0]     acc[1][1]         each acc: 16 int32 columns, kVecs registers
 //       ..
 // An ISA brings Ops: the vector types I (int32) and F (float) of kLanes lanes, kVecs = 16 / kLanes, their arithmetic,
-// kRows[c - 1] = most rows of a tile with c panels, kUnpackRows = rows from which unpacking a panel pays, and
+// kRows[c - 1] = most rows of a tile with c panels, and
 //     accumulate<R, C, kUnpacked, kBlocks>(acc, rows, weights, begin, end, fetch)
 // which adds sum over the steps [begin, end) of nibble * q to acc[r][c][v], and for packed weights fetches as many
 // bytes at `fetch`. kBlocks: end - begin is a multiple of kBlockSteps.
 // With kOwnGroups it also brings add_groups<R, C, kUnpacked>(t, rows, weights, f), the loop over groups.
-
-// Many rows take the steps in chunks that stay in the first-level cache once unpacked; between chunks a tile keeps its
-// sums (int32 channelwise, else float) in `out`.
+//
+// A tile adds the steps of one chunk (tile_driver-inl.h); between chunks it keeps its sums, int32 channelwise, else
+// float, in `out`.
 
 // Steps of the smallest group, 32 values of k.
 constexpr int64_t kBlockSteps = 4;
 
 // What one tile reads and writes, for the steps of one chunk.
 struct TileArgs {
-  const int8_t* q;  // at the first step of the chunk
+  const int8_t* q;  // at the first step of the chunk; prepared, where the ISA prepares rows
   int64_t q_stride;
   const int32_t* starts;  // at the first group of the chunk
   int64_t starts_stride;
@@ -254,138 +254,5 @@ void tile(const TileArgs& t) {
     channelwise_tile<Ops, R, C, kUnpacked>(t, rows, weights);
   } else {
     groups_tile<Ops, R, C, kUnpacked>(t, rows, weights);
-  }
-}
-
-// The tile of `rows` rows, 1 <= rows <= kRows[C - 1].
-template <class Ops, int C, bool kChannelwise, bool kUnpacked, int... R>
-TileFn pick_rows(int64_t rows, std::integer_sequence<int, R...>) {
-  static constexpr TileFn kTiles[] = {&tile<Ops, R + 1, C, kChannelwise, kUnpacked>...};
-  return kTiles[rows - 1];
-}
-
-template <class Ops, int C>
-TileFn pick_tile(int64_t rows, bool channelwise, bool unpacked) {
-  constexpr std::make_integer_sequence<int, Ops::kRows[C - 1]> kSequence;
-  if (unpacked) {
-    return channelwise ? pick_rows<Ops, C, true, true>(rows, kSequence)
-                       : pick_rows<Ops, C, false, true>(rows, kSequence);
-  }
-  return channelwise ? pick_rows<Ops, C, true, false>(rows, kSequence)
-                     : pick_rows<Ops, C, false, false>(rows, kSequence);
-}
-
-// Nibbles to bytes, one step to 128 bytes: the 64 low nibbles, then the 64 high ones. `next`: what will be unpacked
-// after this, fetched into the second-level cache meanwhile.
-static inline void unpack_steps(const uint8_t* packed, int64_t steps, uint8_t* bytes, const uint8_t* next) {
-  for (int64_t s = 0; s < steps; ++s, packed += kStepBytes, bytes += 2 * kStepBytes, next += kStepBytes) {
-    __builtin_prefetch(next, 0, 2);
-    for (int64_t i = 0; i < kStepBytes; ++i) {
-      bytes[i] = packed[i] & 0x0f;
-      bytes[kStepBytes + i] = packed[i] >> 4;
-    }
-  }
-}
-
-// Panels of the widest tile.
-template <class Ops>
-constexpr int64_t most_panels() {
-  return static_cast<int64_t>(sizeof(Ops::kRows) / sizeof(Ops::kRows[0]));
-}
-
-// All rows times `columns` panels, for the steps of one chunk. t: everything but what depends on the rows.
-template <class Ops>
-void row_tiles(TileArgs t, const Rows& rows, int64_t m, int64_t columns, bool unpacked, int64_t first_step,
-               int64_t first_group) {
-  float* out = t.out;
-  // Even shares: 7 rows are 4 + 3, not 6 + 1.
-  const int64_t most = Ops::kRows[columns - 1];
-  const int64_t tiles = (m + most - 1) / most;
-  for (int64_t i = 0; i < tiles; ++i) {
-    const int64_t begin = m * i / tiles;
-    const int64_t count = m * (i + 1) / tiles - begin;
-    t.q = rows.q + begin * rows.stride + first_step * kStepK;
-    t.starts = rows.starts + begin * rows.starts_stride + first_group;
-    t.quant = rows.quant + begin;
-    t.out = out + begin * t.ldc;
-    const bool channelwise = t.panels->channelwise;
-    TileFn fn = nullptr;
-    if (columns == 1) fn = pick_tile<Ops, 1>(count, channelwise, unpacked);
-    if constexpr (most_panels<Ops>() == 2) {
-      if (columns == 2) fn = pick_tile<Ops, 2>(count, channelwise, unpacked);
-    }
-    fn(t);
-  }
-}
-
-// Steps that are unpacked at once: whole groups, as many as fit kUnpackSteps, at least one.
-template <class Ops>
-constexpr int64_t unpack_steps_of(int64_t steps, int64_t group_steps, bool channelwise) {
-  int64_t chunk = Ops::kUnpackSteps;
-  if (!channelwise) chunk = group_steps >= chunk ? group_steps : chunk / group_steps * group_steps;
-  return chunk < steps ? chunk : steps;
-}
-
-// TaskRowsFn: the int8 rows of a task stay in a second-level cache beside the weights, and are one tile at least.
-template <int64_t kTileRows>
-int64_t cached_rows(int64_t k) {
-  constexpr int64_t kBytes = 256 * 1024;
-  constexpr int64_t kMost = 512;
-  const int64_t rows = kBytes / k;
-  return rows < kTileRows ? kTileRows : (rows > kMost ? kMost : rows);
-}
-
-// ScratchBytesFn of gemm<Ops>: what is unpacked at once. Rows of one tile are never unpacked for.
-template <class Ops>
-int64_t scratch_bytes(int64_t rows, int64_t k, int64_t group) {
-  if (Ops::kUnpackRows == INT64_MAX || rows <= Ops::kRows[most_panels<Ops>() - 1]) return 0;
-  const int64_t steps = (k + kStepK - 1) / kStepK;
-  return most_panels<Ops>() * unpack_steps_of<Ops>(steps, group / kStepK, group == k) * 2 * kStepBytes;
-}
-
-template <class Ops>
-void gemm(const Rows& rows, int64_t m, const Panels& panels, int64_t panel_count, float* out, int64_t ldc,
-          uint8_t* scratch) {
-  constexpr int64_t kMaxPanels = most_panels<Ops>();
-  const bool unpacked = scratch != nullptr && m >= Ops::kUnpackRows;
-  const int64_t chunk =
-      unpacked ? unpack_steps_of<Ops>(panels.steps, panels.group_steps, panels.channelwise) : panels.steps;
-  // Two panels at once share each broadcast. Where unpacking costs and would be done again for more rows, one panel is
-  // better: its tile has more rows.
-  const bool again = !unpacked && scratch != nullptr && m > Ops::kRows[kMaxPanels - 1];
-  const bool streamed = panels.channelwise && m <= streamed_rows<Ops>();
-  const int64_t most_columns = again || streamed ? 1 : kMaxPanels;
-  for (int64_t p = 0; p < panel_count;) {
-    const int64_t columns = panel_count - p < most_columns ? panel_count - p : most_columns;
-    const uint8_t* panel = panels.data + p * panels.stride;
-    const uint8_t* next = p + columns < panel_count ? panel + columns * panels.stride : panels.next;
-    TileArgs t;
-    t.q_stride = rows.stride;
-    t.starts_stride = rows.starts_stride;
-    t.panels = &panels;
-    t.panel = panel;
-    t.out = out + p * kPanelColumns;
-    t.ldc = ldc;
-    for (int64_t step = 0; step < panels.steps; step += chunk) {
-      const int64_t group = panels.channelwise ? 0 : step / panels.group_steps;
-      t.steps = panels.steps - step < chunk ? panels.steps - step : chunk;
-      t.first = step == 0;
-      t.last = step + t.steps == panels.steps;
-      t.scales = t.panel + panels.scales_offset + group * kPanelColumns * dtype_bytes(panels.scale_dtype);
-      t.weights = t.panel + step * kStepBytes;
-      t.weights_stride = panels.stride;
-      t.fetch = next != nullptr ? next : t.panel;
-      if (unpacked) {
-        t.weights_stride = t.steps * 2 * kStepBytes;
-        const uint8_t* fetch = t.last ? t.fetch : t.weights + chunk * kStepBytes;
-        for (int64_t c = 0; c < columns; ++c) {
-          unpack_steps(t.weights + c * panels.stride, t.steps, scratch + c * t.weights_stride,
-                       fetch + c * panels.stride);
-        }
-        t.weights = scratch;
-      }
-      row_tiles<Ops>(t, rows, m, columns, unpacked, step, group);
-    }
-    p += columns;
   }
 }

@@ -30,6 +30,7 @@ namespace {
 #include "kernels/avx2_ops-inl.h"
 #include "kernels/rows-inl.h"
 #include "kernels/tile-inl.h"
+#include "kernels/tile_driver-inl.h"
 
 struct Ops : Avx2Ops {
   // 4 rows x 2 halves of 16-bit sums, two weights, broadcast, product: 12 of 16 registers; 32-bit sums live in memory.
@@ -95,8 +96,7 @@ struct Ops : Avx2Ops {
 }  // namespace
 
 extern const Kernel x86_avx2;
-constinit const Kernel x86_avx2 = kernel_of<Ops>(
-    "x86_avx2", kAvx2 | kFma | kF16c, {gemm<Ops>, cached_rows<Ops::kRows[0]>, scratch_bytes<Ops>}, quantize_row<Ops>);
+constinit const Kernel x86_avx2 = kernel_of<Ops>("x86_avx2", kAvx2 | kFma | kF16c, gemm_of<Ops>(), quantize_row<Ops>);
 
 }  // namespace w4a8::isa
 W4A8_TARGET_END

@@ -36,6 +36,7 @@ namespace {
 #include "kernels/activation-inl.h"
 #include "kernels/rows-inl.h"
 #include "kernels/tile-inl.h"
+#include "kernels/tile_driver-inl.h"
 #include "kernels/tile_vnni-inl.h"
 
 struct Avx512Ops {
@@ -158,9 +159,8 @@ bool unpacking_pays() { return !host_unpacks_for_free(); }
 }  // namespace
 
 extern const Kernel x86_avx512vnni;
-constinit const Kernel x86_avx512vnni =
-    kernel_of<Ops>("x86_avx512vnni", kAvx2 | kFma | kF16c | kAvx512 | kAvx512Vnni,
-                   {gemm<Ops>, cached_rows<Ops::kRows[0]>, scratch_bytes<Ops>, unpacking_pays}, quantize_row<Ops>);
+constinit const Kernel x86_avx512vnni = kernel_of<Ops>("x86_avx512vnni", kAvx2 | kFma | kF16c | kAvx512 | kAvx512Vnni,
+                                                       gemm_of<Ops>(unpacking_pays), quantize_row<Ops>);
 
 }  // namespace w4a8::isa
 W4A8_TARGET_END

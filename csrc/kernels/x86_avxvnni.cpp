@@ -39,6 +39,7 @@ namespace {
 #include "kernels/avx2_ops-inl.h"
 #include "kernels/rows-inl.h"
 #include "kernels/tile-inl.h"
+#include "kernels/tile_driver-inl.h"
 #include "kernels/tile_vnni-inl.h"
 
 struct AvxVnniOps : Avx2Ops {
@@ -72,8 +73,7 @@ using Ops = VnniOps<AvxVnniOps>;
 
 extern const Kernel W4A8_AVXVNNI;
 constinit const Kernel W4A8_AVXVNNI =
-    kernel_of<Ops>(W4A8_AVXVNNI_NAME, kAvx2 | kFma | kF16c | W4A8_AVXVNNI_NEEDS,
-                   {gemm<Ops>, cached_rows<Ops::kRows[0]>, scratch_bytes<Ops>}, quantize_row<Ops>);
+    kernel_of<Ops>(W4A8_AVXVNNI_NAME, kAvx2 | kFma | kF16c | W4A8_AVXVNNI_NEEDS, gemm_of<Ops>(), quantize_row<Ops>);
 
 }  // namespace w4a8::isa
 W4A8_TARGET_END

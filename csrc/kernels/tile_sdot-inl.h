@@ -1,5 +1,5 @@
 // SDOT tiles, for arm_dotprod and for the few rows of arm_i8mm.
-// Included inside a target region with dotprod and an anonymous namespace, behind arm_ops-inl.h and tile-inl.h.
+// Included inside a target region with dotprod and an anonymous namespace, behind arm_ops-inl.h and tile_driver-inl.h.
 //
 //   A step of a panel (8 k x 16 columns) is four registers, j = 0..3:
 //      w[j]   [ b0 b1 b2 b3 | b0 b1 .. ]   byte i of column 4 j + c: low nibble k0 + i, high nibble k0 + 4 + i
@@ -81,12 +81,10 @@ struct DotOps : NeonOps {
     add_step<R, C, 2>(acc, b, w, ahead);
   }
 
-  // Packed weights only: unpacked ones belong to tile_arm_many-inl.h.
   template <int R, int C, bool kUnpacked, bool kBlocks>
   static W4A8_INLINE void accumulate(I (&acc)[R][C][4], const int8_t* const (&rows)[R],
                                      const uint8_t* const (&weights)[C], int64_t begin, int64_t end,
                                      const uint8_t* fetch) {
-    if constexpr (kUnpacked) __builtin_unreachable();
     const int64_t ahead = fetch - (weights[0] + begin * kStepBytes);  // the same for each panel
     const int8_t* q[R];
     const uint8_t* w[C];
@@ -110,8 +108,7 @@ template <DType kScales>
 struct FewOps : DotOps {
   // 2 rows x 2 panels or 5 x 1, with the weights of a step.
   static constexpr int kRows[] = {5, 2};
-  static constexpr int64_t kUnpackRows = INT64_MAX;  // tile_arm_many-inl.h does it
-  static constexpr int64_t kUnpackSteps = 256;
+  static constexpr int64_t kUnpackRows = 0;  // Tiles of the ISA do it
   static constexpr bool kOwnGroups = true;
 
   // The sums of the general add_groups with pointers that move instead of indices. In decode a group of 32 takes a
@@ -119,7 +116,6 @@ struct FewOps : DotOps {
   template <int R, int C, bool kUnpacked>
   static W4A8_INLINE void add_groups(const TileArgs& t, const int8_t* const (&rows)[R],
                                      const uint8_t* const (&weights)[C], F (&f)[R][C][4]) {
-    if constexpr (kUnpacked) __builtin_unreachable();
     const int8_t* q[R];
     const int32_t* starts[R];
     const uint8_t* w[C];
@@ -166,3 +162,22 @@ struct FewOps : DotOps {
     } while (--left != 0);
   }
 };
+
+// GemmFn: few rows take packed weights as they are. Many: Tiles that unpack, kManyRows = rows from which that pays,
+// kMostRows = rows of the largest.
+template <class Many>
+void gemm_arm(const Rows& rows, int64_t m, const Panels& panels, int64_t panel_count, float* out, int64_t ldc,
+              uint8_t* scratch) {
+  if (scratch != nullptr && m >= Many::kManyRows) {
+    multiply<Many>(rows, m, panels, panel_count, out, ldc, scratch, Many::kMostColumns);
+  } else if (panels.scale_dtype == DType::kFloat32) {
+    gemm<FewOps<DType::kFloat32>>(rows, m, panels, panel_count, out, ldc, nullptr);
+  } else {
+    gemm<FewOps<DType::kBFloat16>>(rows, m, panels, panel_count, out, ldc, nullptr);
+  }
+}
+
+template <class Many>
+constexpr Gemm gemm_arm_of() {
+  return {gemm_arm<Many>, cached_rows<Many::kMostRows>, scratch_bytes<Many, Many::kManyRows>};
+}

@@ -1,0 +1,260 @@
+// The driver of the tiles: how rows times panels are cut into tiles, once for all ISAs.
+// Included inside a target region and an anonymous namespace, behind tile-inl.h.
+//
+//   for each block of rows              all of them, unless they are prepared
+//     for each span of panels           those of one tile; all of them, if they share prepared rows
+//       for each chunk of steps         all of K, unless weights are unpacked: then as many as a first-level cache
+//       holds
+//         prepare the rows              scratch   [ panels of one tile, unpacked | rows of the block, prepared ]
+//         for each tile's panels of the span
+//           unpack them
+//           for each tile's rows: add the chunk to the sums in `out`
+//
+// An ISA has Tiles for few rows and Tiles for many; OpsTiles makes both of its Ops:
+//     kUnpacks                            false: weights are read packed, and there is one chunk
+//     kRowBytes                           bytes a prepared row takes per step; 0: rows are read where they are
+//     tile_rows(columns, channelwise)     most rows of a tile
+//     tile(count, columns, t)             adds `count` rows times `columns` panels, 1 <= count <= tile_rows
+// and with kUnpacks
+//     kMostColumns                        panels of a tile
+//     kChunkSteps                         most steps of a chunk, but for one group
+//     unpack(channelwise, packed, steps, bytes, next)    a panel into kUnpackedBytes per step; `next` comes then
+// and with kRowBytes, since rows are prepared in pairs
+//     prepare(q, count, stride, steps, bytes)            the rows of one tile into its own order
+
+constexpr int64_t kUnpackedBytes = 2 * kStepBytes;
+
+// Rows of a block where they are prepared: as many share the unpacking of a panel.
+constexpr int64_t kBlockRows = 64;
+
+// Steps of a chunk of unpacked weights: whole groups. Even chunks: 256 steps are 3 x 88, not 2 x 96 + 64.
+template <class Tiles>
+constexpr int64_t chunk_steps(int64_t steps, int64_t group_steps, bool channelwise) {
+  const int64_t unit = channelwise ? kBlockSteps : group_steps;
+  const int64_t units = (steps + unit - 1) / unit;
+  const int64_t most = Tiles::kChunkSteps < unit ? 1 : Tiles::kChunkSteps / unit;
+  const int64_t chunks = (units + most - 1) / most;
+  const int64_t chunk = (units + chunks - 1) / chunks * unit;
+  return chunk < steps ? chunk : steps;
+}
+
+// First of share i of `parts` even shares of m rows, 7 rows in 4 + 3, not 6 + 1; an even row if rows are prepared.
+template <class Tiles>
+W4A8_INLINE int64_t share_begin(int64_t m, int64_t parts, int64_t i) {
+  if constexpr (Tiles::kRowBytes == 0) return m * i / parts;
+  const int64_t row = 2 * ((m + 1) / 2 * i / parts);
+  return row < m ? row : m;
+}
+
+// What of a block of rows belongs to one chunk.
+struct RowBlock {
+  int64_t begin;
+  int64_t count;
+  int64_t step;   // the first of the chunk
+  int64_t group;  // the first of the chunk
+};
+
+// out: of the first of all rows. scratch: behind the unpacked panels.
+template <class Tiles>
+W4A8_INLINE void row_tiles(TileArgs& t, const Rows& rows, const RowBlock& block, int64_t columns, float* out,
+                           const uint8_t* scratch) {
+  const int64_t most = Tiles::tile_rows(columns, t.panels->channelwise);
+  const int64_t tiles = (block.count + most - 1) / most;
+  int64_t first = 0;
+  for (int64_t i = 1; i <= tiles; ++i) {
+    const int64_t end = share_begin<Tiles>(block.count, tiles, i);
+    const int64_t row = block.begin + first;
+    if constexpr (Tiles::kRowBytes != 0) {
+      t.q = reinterpret_cast<const int8_t*>(scratch + first * t.steps * Tiles::kRowBytes);
+    } else {
+      t.q = rows.q + row * rows.stride + block.step * kStepK;
+    }
+    t.starts = rows.starts + row * rows.starts_stride + block.group;
+    t.quant = rows.quant + row;
+    t.out = out + row * t.ldc;
+    Tiles::tile(end - first, columns, t);
+    first = end;
+  }
+}
+
+template <class Tiles>
+void prepare_rows(const Rows& rows, const RowBlock& block, int64_t steps, bool channelwise, uint8_t* scratch) {
+  const int64_t most = Tiles::tile_rows(Tiles::kMostColumns, channelwise);
+  const int64_t tiles = (block.count + most - 1) / most;
+  const int8_t* q = rows.q + block.begin * rows.stride + block.step * kStepK;
+  int64_t first = 0;
+  for (int64_t i = 1; i <= tiles; ++i) {
+    const int64_t end = share_begin<Tiles>(block.count, tiles, i);
+    Tiles::prepare(q + first * rows.stride, end - first, rows.stride, steps,
+                   scratch + first * steps * Tiles::kRowBytes);
+    first = end;
+  }
+}
+
+// Panels [p, end), one span. next: what is multiplied after them.
+template <class Tiles>
+W4A8_INLINE void span_tiles(TileArgs& t, const Rows& rows, const RowBlock& block, int64_t p, int64_t end,
+                            int64_t most_columns, float* out, uint8_t* scratch, const uint8_t* next) {
+  const Panels& panels = *t.panels;
+  uint8_t* prepared = scratch;
+  if constexpr (Tiles::kRowBytes != 0) {
+    prepared += most_columns * t.steps * kUnpackedBytes;
+    prepare_rows<Tiles>(rows, block, t.steps, panels.channelwise, prepared);
+  }
+  for (; p < end; p += most_columns) {
+    const int64_t columns = end - p < most_columns ? end - p : most_columns;
+    t.panel = panels.data + p * panels.stride;
+    t.scales = t.panel + panels.scales_offset + block.group * kPanelColumns * dtype_bytes(panels.scale_dtype);
+    t.weights = t.panel + block.step * kStepBytes;
+    t.weights_stride = panels.stride;
+    t.fetch = p + columns < end ? t.weights + columns * panels.stride : next;
+    if constexpr (Tiles::kUnpacks) {
+      t.weights_stride = t.steps * kUnpackedBytes;
+      for (int64_t c = 0; c < columns; ++c) {
+        Tiles::unpack(panels.channelwise, t.weights + c * panels.stride, t.steps, scratch + c * t.weights_stride,
+                      t.fetch + c * panels.stride);
+      }
+      t.weights = scratch;
+    }
+    row_tiles<Tiles>(t, rows, block, columns, out + p * kPanelColumns, prepared);
+  }
+}
+
+// GemmFn in tiles of at most `most_columns` panels. Not inlined: the drivers of few and of many rows would share registers.
+template <class Tiles>
+__attribute__((noinline)) void multiply(const Rows& rows, int64_t m, const Panels& panels, int64_t panel_count,
+                                        float* out, int64_t ldc, uint8_t* scratch, int64_t most_columns) {
+  constexpr bool kPrepares = Tiles::kRowBytes != 0;
+  const int64_t steps = panels.steps;
+  int64_t chunk = steps;
+  if constexpr (Tiles::kUnpacks) chunk = chunk_steps<Tiles>(steps, panels.group_steps, panels.channelwise);
+  const int64_t blocks = kPrepares ? (m + kBlockRows - 1) / kBlockRows : 1;
+  const int64_t span = kPrepares ? panel_count : most_columns;
+  TileArgs t = {};
+  t.q_stride = rows.stride;
+  t.starts_stride = rows.starts_stride;
+  t.panels = &panels;
+  t.ldc = ldc;
+  for (int64_t b = 0; b < blocks; ++b) {
+    const int64_t begin = share_begin<Tiles>(m, blocks, b);
+    const int64_t count = share_begin<Tiles>(m, blocks, b + 1) - begin;
+    for (int64_t p = 0; p < panel_count; p += span) {
+      const int64_t end = panel_count - p < span ? panel_count : p + span;
+      const uint8_t* data = panels.data + p * panels.stride;
+      const uint8_t* behind = end < panel_count ? panels.data + end * panels.stride : panels.next;
+      int64_t step = 0;
+      do {
+        t.steps = steps - step < chunk ? steps - step : chunk;
+        t.first = step == 0;
+        t.last = step + t.steps == steps;
+        const uint8_t* next = data;
+        if (!t.last) {
+          next += (step + chunk) * kStepBytes;
+        } else if (behind != nullptr) {
+          next = behind;
+        }
+        const RowBlock block = {begin, count, step, panels.channelwise ? 0 : step / panels.group_steps};
+        span_tiles<Tiles>(t, rows, block, p, end, most_columns, out, scratch, next);
+        step += chunk;
+      } while (Tiles::kUnpacks && step < steps);
+    }
+  }
+}
+
+// ScratchBytesFn of multiply<Tiles>, if fewer rows than kLeastRows take none.
+template <class Tiles, int64_t kLeastRows>
+int64_t scratch_bytes(int64_t rows, int64_t k, int64_t group) {
+  if (rows < kLeastRows) return 0;
+  const int64_t prepared = (rows < kBlockRows ? (rows + 1) / 2 * 2 : kBlockRows) * Tiles::kRowBytes;
+  const int64_t steps = chunk_steps<Tiles>((k + kStepK - 1) / kStepK, group / kStepK, group == k);
+  return (steps * (Tiles::kMostColumns * kUnpackedBytes + prepared) + 63) / 64 * 64;
+}
+
+// TaskRowsFn: the int8 rows of a task stay in a second-level cache beside the weights; one tile at least.
+template <int64_t kTileRows>
+int64_t cached_rows(int64_t k) {
+  constexpr int64_t kBytes = 256 * 1024;
+  constexpr int64_t kMost = 512;
+  const int64_t rows = kBytes / k;
+  return rows < kTileRows ? kTileRows : (rows > kMost ? kMost : rows);
+}
+
+// Nibbles to bytes, one step to 128 bytes: the 64 low nibbles, then the 64 high ones. `next`: what will be unpacked
+// after this, fetched into the second-level cache meanwhile.
+static inline void unpack_steps(const uint8_t* packed, int64_t steps, uint8_t* bytes, const uint8_t* next) {
+  for (int64_t s = 0; s < steps; ++s, packed += kStepBytes, bytes += kUnpackedBytes, next += kStepBytes) {
+    __builtin_prefetch(next, 0, 2);
+    for (int64_t i = 0; i < kStepBytes; ++i) {
+      bytes[i] = packed[i] & 0x0f;
+      bytes[kStepBytes + i] = packed[i] >> 4;
+    }
+  }
+}
+
+// The tile of `rows` rows, 1 <= rows <= kRows[C - 1].
+template <class Ops, int C, bool kChannelwise, bool kUnpacked, int... R>
+TileFn pick_rows(int64_t rows, std::integer_sequence<int, R...>) {
+  static constexpr TileFn kTiles[] = {&tile<Ops, R + 1, C, kChannelwise, kUnpacked>...};
+  return kTiles[rows - 1];
+}
+
+template <class Ops, int C, bool kUnpacked>
+TileFn pick_tile(int64_t rows, bool channelwise) {
+  constexpr std::make_integer_sequence<int, Ops::kRows[C - 1]> kSequence;
+  return channelwise ? pick_rows<Ops, C, true, kUnpacked>(rows, kSequence)
+                     : pick_rows<Ops, C, false, kUnpacked>(rows, kSequence);
+}
+
+// The tiles of tile-inl.h.
+template <class Ops, bool kUnpacked>
+struct OpsTiles {
+  static constexpr bool kUnpacks = kUnpacked;
+  static constexpr int64_t kRowBytes = 0;
+  static constexpr int64_t kMostColumns = static_cast<int64_t>(sizeof(Ops::kRows) / sizeof(Ops::kRows[0]));
+  static constexpr int64_t kChunkSteps = Ops::kUnpackSteps;
+
+  static int64_t tile_rows(int64_t columns, bool) { return Ops::kRows[columns - 1]; }
+  static void unpack(bool, const uint8_t* packed, int64_t steps, uint8_t* bytes, const uint8_t* next) {
+    unpack_steps(packed, steps, bytes, next);
+  }
+  static void tile(int64_t count, int64_t columns, const TileArgs& t) {
+    if constexpr (kMostColumns == 2) {
+      if (columns == 2) return pick_tile<Ops, 2, kUnpacked>(count, t.panels->channelwise)(t);
+    }
+    pick_tile<Ops, 1, kUnpacked>(count, t.panels->channelwise)(t);
+  }
+};
+
+// GemmFn of an ISA that brings Ops alone, with kUnpackRows = rows from which unpacking a panel pays (0: never) and
+// kUnpackSteps = kChunkSteps of Tiles. More rows than one tile of packed weights has get scratch: that they do says
+// that unpacking costs.
+template <class Ops>
+void gemm(const Rows& rows, int64_t m, const Panels& panels, int64_t panel_count, float* out, int64_t ldc,
+          uint8_t* scratch) {
+  using Few = OpsTiles<Ops, false>;
+  if constexpr (Ops::kUnpackRows != 0) {
+    if (scratch != nullptr && m >= Ops::kUnpackRows) {
+      using Many = OpsTiles<Ops, true>;
+      return multiply<Many>(rows, m, panels, panel_count, out, ldc, scratch, Many::kMostColumns);
+    }
+  }
+  // Two panels at once share each broadcast. Where unpacking costs and would be done again for more rows, one panel is
+  // better: its tile has more rows.
+  const bool again = scratch != nullptr && m > Ops::kRows[Few::kMostColumns - 1];
+  const bool streamed = panels.channelwise && m <= streamed_rows<Ops>();
+  multiply<Few>(rows, m, panels, panel_count, out, ldc, nullptr, again || streamed ? 1 : Few::kMostColumns);
+}
+
+inline int64_t no_scratch(int64_t, int64_t, int64_t) { return 0; }
+
+template <class Ops>
+constexpr Gemm gemm_of(bool (*wants_scratch)() = always) {
+  using Many = OpsTiles<Ops, true>;
+  constexpr int64_t kTileRows = Ops::kRows[0];
+  if constexpr (Ops::kUnpackRows == 0) {
+    return {gemm<Ops>, cached_rows<kTileRows>, no_scratch, wants_scratch};
+  } else {
+    return {gemm<Ops>, cached_rows<kTileRows>, scratch_bytes<Many, Ops::kRows[Many::kMostColumns - 1] + 1>,
+            wants_scratch};
+  }
+}
