@@ -1,7 +1,8 @@
 """Checkpoints of quantized models (docs/vllm_mirror.md, "Checkpoints")."""
 
+from w4a8.checkpoint.linear import load_linear
 from w4a8.checkpoint.reader import load
 from w4a8.checkpoint.settings import MoESettings, read_settings
 from w4a8.checkpoint.tensors import CheckpointError
 
-__all__ = ["CheckpointError", "MoESettings", "load", "read_settings"]
+__all__ = ["CheckpointError", "MoESettings", "load", "load_linear", "read_settings"]

@@ -123,8 +123,12 @@ class QuantizationScheme:
                         return name
         return None
 
+    def is_quantized(self, module: str) -> bool:
+        """Whether a linear module is quantized at all, as config.json says."""
+        return self._group_of(module) is not None
+
     def of(self, module: str) -> Scheme:
-        """The scheme of a linear module of an expert.
+        """The scheme of a linear module.
 
         Raises:
             CheckpointError: it is not quantized, or not as int4 weights with int8 or unquantized activations; names

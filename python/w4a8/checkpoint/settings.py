@@ -30,6 +30,7 @@ class MoESettings:
         num_expert_group, topk_group: grouped routing, or None.
         routed_scaling_factor: multiplies router weights.
         apply_router_weight_on_input: router weights multiply the input.
+        w13_interleaved: rows of a fused gate and up projection alternate gate and up.
         has_correction_bias: the router has an ``e_score_correction_bias``, which must then be in the checkpoint.
         dtype: of the activations.
     """
@@ -44,6 +45,7 @@ class MoESettings:
     topk_group: int | None = None
     routed_scaling_factor: float = 1.0
     apply_router_weight_on_input: bool = False
+    w13_interleaved: bool = False
     has_correction_bias: bool = False
     dtype: torch.dtype = torch.bfloat16
 
@@ -59,7 +61,11 @@ def _always_renormalized(text: Mapping[str, Any]) -> dict[str, Any]:
 
 def _gpt_oss(text: Mapping[str, Any]) -> dict[str, Any]:
     # hidden_act says silu; the model's code has the clamped SwiGLU.
-    return {"routing_method": RoutingMethodType.Renormalize, "activation": MoEActivation.SWIGLUOAI}
+    return {
+        "routing_method": RoutingMethodType.Renormalize,
+        "activation": MoEActivation.SWIGLUOAI,
+        "w13_interleaved": True,
+    }
 
 
 def _groups(text: Mapping[str, Any]) -> dict[str, Any]:

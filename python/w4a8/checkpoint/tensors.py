@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -92,13 +92,17 @@ class CheckpointTensors:
     def __init__(self, directory: str | Path) -> None:
         """Reads the names of all tensors, and none of their data.
 
+        Files that the index names may be missing, as where a rank holds a part of them, until a tensor is asked for
+        (:meth:`check_there`, :meth:`get`).
+
         Raises:
             ImportError: safetensors is not installed.
-            CheckpointError: no safetensors file, or one that the index names is missing or damaged.
+            CheckpointError: no safetensors file, or an index that is damaged.
         """
         self._open = _safe_open()
         self.directory = Path(directory)
         self._handles: dict[str, Any] = {}
+        self._absent: set[str] = set()
         self._file_of = self._files()
 
     def _files(self) -> dict[str, str]:
@@ -112,8 +116,10 @@ class CheckpointTensors:
                 if isinstance(name, str) and name in checked:
                     continue
                 # A name that leads out of the directory is not one that a writer of checkpoints makes.
-                if not isinstance(name, str) or Path(name).name != name or not _is_file(self.directory / name):
-                    raise CheckpointError(f"{index} names {shorten(name)}, which is no file of {self.directory}")
+                if not isinstance(name, str) or Path(name).name != name:
+                    raise CheckpointError(self._no_file(name))
+                if not _is_file(self.directory / name):
+                    self._absent.add(name)
                 checked.add(name)
             return file_of
         files = sorted(path.name for path in self.directory.glob("*.safetensors"))
@@ -124,6 +130,9 @@ class CheckpointTensors:
         if len(files) > 1:
             raise CheckpointError(f"{self.directory} holds {len(files)} *.safetensors files, but no {INDEX_NAME}")
         return dict.fromkeys(self._handle(files[0]).keys(), files[0])
+
+    def _no_file(self, name: object) -> str:
+        return f"{self.directory / INDEX_NAME} names {shorten(name)}, which is no file of {self.directory}"
 
     def _handle(self, name: str) -> Any:
         if name not in self._handles:
@@ -145,6 +154,13 @@ class CheckpointTensors:
     def __contains__(self, key: str) -> bool:
         return key in self._file_of
 
+    def check_there(self, keys: Iterable[str]) -> None:
+        """Raises CheckpointError if the file of a tensor is missing; tensors that are not listed are passed over."""
+        for key in keys:
+            name = self._file_of.get(key)
+            if name in self._absent:
+                raise CheckpointError(f"{self._no_file(name)}, but tensor {key!r} is needed")
+
     def get(self, key: str) -> torch.Tensor:
         """One tensor.
 
@@ -153,6 +169,7 @@ class CheckpointTensors:
         """
         if key not in self._file_of:
             raise CheckpointError(f"tensor {key!r} is missing from {self.directory}")
+        self.check_there([key])
         name = self._file_of[key]
         handle = self._handle(name)
         try:

@@ -1,12 +1,10 @@
-"""One quantized matrix as every reader of a format gives it, and its packing."""
+"""What every format becomes: one matrix of 4-bit codes; and its packing."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
-
-from w4a8.core.nibbles import from_nibbles
 
 
 def kept_scale_dtype(*scales: torch.Tensor) -> torch.dtype:
@@ -55,18 +53,30 @@ def pack_nibbles(
 
 
 @dataclass(frozen=True)
-class QuantizedMatrix:
-    """Symmetric int4 weights [N, K] with their scales.
+class Matrix4:
+    """One matrix of 4-bit codes, N output and K input features, G groups of K/G input features.
+
+        int4   weight[n, k] = (code[n, k] - zero[n, k // g]) * scale[n, k // g]
+        e2m1   weight[n, k] = E2M1[code[n, k]] * scale[n, k // g]
 
     Attributes:
-        nibbles: uint8 [N, K/2], each nibble a value + 8, the low one of even k.
-        scales: floating point [N, K / group], or [N, 1] if channelwise.
-        bias: floating point [N] or None.
+        nibbles: uint8 [N, K/2], codes; low nibble = even k.
+        scales: [N, G], of the type that the checkpoint has; for e2m1 float32 powers of two.
+        zero_points: uint8 [N, G] in [0, 15], or None: 8 everywhere (int4), none (e2m1).
+        kind: ``int4`` or ``e2m1``.
+        bias: [N], of the type that the checkpoint has, or None.
     """
 
     nibbles: torch.Tensor
     scales: torch.Tensor
+    zero_points: torch.Tensor | None
+    kind: str
     bias: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        assert self.kind in ("int4", "e2m1")
+        assert self.nibbles.dtype == torch.uint8 and self.nibbles.dim() == self.scales.dim() == 2
+        assert self.zero_points is None or self.zero_points.shape == self.scales.shape
 
     @property
     def rows(self) -> int:
@@ -80,25 +90,30 @@ class QuantizedMatrix:
 
     @property
     def group(self) -> int:
-        """Values of k that share a scale; K if channelwise."""
+        """Values of k that share a scale; K if there is one group."""
         return self.columns // self.scales.shape[1]
 
-    def with_rows(self, rows: slice) -> QuantizedMatrix:
+    def with_rows(self, rows: slice) -> Matrix4:
         """The matrix of some rows (views)."""
-        return QuantizedMatrix(self.nibbles[rows], self.scales[rows], None if self.bias is None else self.bias[rows])
+        parts = (self.nibbles, self.scales, self.zero_points, self.bias)
+        nibbles, scales, zeros, bias = (None if part is None else part[rows] for part in parts)
+        return Matrix4(nibbles, scales, zeros, self.kind, bias)
 
-    def with_columns(self, begin: int, end: int) -> QuantizedMatrix:
-        """The matrix of columns [begin, end), whole groups of them, with the bias as it is (views)."""
-        scales = self.scales
+    def with_columns(self, begin: int, end: int) -> Matrix4:
+        """The matrix of columns [begin, end): whole groups, or any of one group; the bias stays (views)."""
+        scales, zeros = self.scales, self.zero_points
         if scales.shape[1] > 1:
-            scales = scales[:, begin // self.group : end // self.group]
-        return QuantizedMatrix(self.nibbles[:, begin // 2 : end // 2], scales, self.bias)
+            groups = slice(begin // self.group, end // self.group)
+            scales, zeros = scales[:, groups], None if zeros is None else zeros[:, groups]
+        return Matrix4(self.nibbles[:, begin // 2 : end // 2], scales, zeros, self.kind, self.bias)
 
-    def dequantized(self) -> torch.Tensor:
-        """float32 [N, K]: what the weights stand for."""
-        groups = from_nibbles(self.nibbles).to(torch.float32).unflatten(1, (self.scales.shape[1], -1))
-        return (groups * self.scales.to(torch.float32).unsqueeze(-1)).flatten(1)
+    def check_packable(self) -> None:
+        """Raises NotImplementedError for codes that the operators do not have: only symmetric int4 is there."""
+        if self.kind != "int4" or self.zero_points is not None:
+            zeros = "" if self.zero_points is None else " with zero points"
+            raise NotImplementedError(f"the operators have symmetric int4 weights, but these are {self.kind}{zeros}")
 
     def pack(self) -> torch.Tensor:
         """uint8 [bytes], as the operators take it."""
+        self.check_packable()
         return pack_nibbles(self.nibbles, self.scales, self.bias, self.group)

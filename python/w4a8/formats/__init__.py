@@ -13,10 +13,11 @@ tensors that came.
 Each takes the tensors by the last part of their names, and the name of the matrix for its errors.
 """
 
+from w4a8.core.matrix import Matrix4
 from w4a8.formats.awq import from_auto_round, from_awq
 from w4a8.formats.compressed_tensors import from_int_quantized, from_pack_quantized
 from w4a8.formats.gptq import from_gptq
-from w4a8.formats.matrix import E2M1, Matrix4
+from w4a8.formats.matrix import E2M1
 from w4a8.formats.mxfp4 import from_mxfp4
 
 __all__ = [

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from w4a8.core.matrix import Matrix4
 from w4a8.formats.gptq import from_gptq
 from w4a8.formats.matrix import (
-    Matrix4,
     Tensors,
     checked_zeros,
     expect_shape,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from w4a8.core.matrix import Matrix4
 from w4a8.core.nibbles import check_int4_range, to_nibbles
 from w4a8.formats.matrix import (
-    Matrix4,
     Tensors,
     check_g_idx,
     checked_zeros,

@@ -1,9 +1,8 @@
-"""What every format becomes, and what every reader checks."""
+"""What every reader checks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 
@@ -11,33 +10,6 @@ import torch
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 Tensors = Mapping[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Matrix4:
-    """One matrix of 4-bit codes, N output and K input features, G groups of K/G input features.
-
-        int4   weight[n, k] = (code[n, k] - zero[n, k // g]) * scale[n, k // g]
-        e2m1   weight[n, k] = E2M1[code[n, k]] * scale[n, k // g]
-
-    Attributes:
-        nibbles: uint8 [N, K/2], codes; low nibble = even k.
-        scales: [N, G], of the type that the checkpoint has; for e2m1 float32 powers of two.
-        zero_points: uint8 [N, G] in [0, 15], or None: 8 everywhere (int4), none (e2m1).
-        kind: ``int4`` or ``e2m1``.
-        bias: [N], of the type that the checkpoint has, or None.
-    """
-
-    nibbles: torch.Tensor
-    scales: torch.Tensor
-    zero_points: torch.Tensor | None
-    kind: str
-    bias: torch.Tensor | None = None
-
-    def __post_init__(self) -> None:
-        assert self.kind in ("int4", "e2m1")
-        assert self.nibbles.dtype == torch.uint8 and self.nibbles.dim() == self.scales.dim() == 2
-        assert self.zero_points is None or self.zero_points.shape == self.scales.shape
 
 
 def take(tensors: Tensors, name: str, suffix: str, dtypes: tuple[torch.dtype, ...], dim: int) -> torch.Tensor:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from w4a8.formats.matrix import Matrix4, Tensors, expect_shape, take, take_bias
+from w4a8.core.matrix import Matrix4
+from w4a8.formats.matrix import Tensors, expect_shape, take, take_bias
 
 BLOCK = 32
 

@@ -53,6 +53,7 @@ class RoutedExperts(torch.nn.Module):
         e_score_correction_bias: torch.Tensor | None = None,
         routed_scaling_factor: float | None = None,
         w13_interleaved: bool = False,
+        packed: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
         """Creates the parameters.
 
@@ -67,6 +68,7 @@ class RoutedExperts(torch.nn.Module):
             e_score_correction_bias: [global experts], or None.
             routed_scaling_factor: multiplies router weights; None is 1.
             w13_interleaved: a fused w13 will be loaded whose rows alternate gate and up.
+            packed: w13 and w2, uint8 [local experts, bytes], if there is nothing to load: the layer can run at once.
         """
         super().__init__()
         if expert_map is None and moe.num_local_experts != moe.num_experts:
@@ -89,6 +91,9 @@ class RoutedExperts(torch.nn.Module):
         self.weight_loader = MoEWeightLoader(
             parallel.tp_rank, parallel.tp_size, expert_map, w13_interleaved, gated=bool(moe.is_act_and_mul)
         )
+        if packed is not None:
+            quant_method.take_packed(self, *packed)
+            return
         quant_method.create_weights(
             self,
             num_experts=moe.num_local_experts,

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from w4a8.core.experts import ExpertSizes, pack_parameters, register_parameters
+from w4a8.core.experts import ExpertSizes, pack_parameters, register_parameters, set_packed
 from w4a8.core.quant_args import QuantizationStrategy
 from w4a8.moe.config import FusedMoEConfig, FusedMoEQuantConfig
 from w4a8.moe.modular_kernel import FusedMoEExperts, FusedMoEKernel
@@ -113,20 +113,17 @@ class CompressedTensorsW4A8Int8MoEMethod(CompressedTensorsMoEMethod):
         Raises:
             ValueError: H or I is no multiple of the group size, or odd.
         """
-        sizes = ExpertSizes(
-            num_experts,
-            hidden_size,
-            intermediate_size_per_partition,
-            self.group_size,
-            bool(self.moe.is_act_and_mul),
-        )
+        gated = bool(self.moe.is_act_and_mul)
+        sizes = ExpertSizes(num_experts, hidden_size, intermediate_size_per_partition, self.group_size, gated)
+        self._register(layer, sizes, params_dtype, extra_weight_attrs)
+
+    def _register(
+        self, layer: torch.nn.Module, sizes: ExpertSizes, params_dtype: torch.dtype, attrs: dict[str, Any]
+    ) -> None:
         # As upstream; where a checkpoint has scales that bfloat16 would round, the loader widens the parameter.
         scale_dtype = self.scale_dtype or (torch.float32 if self.group_size == -1 else torch.bfloat16)
         bias_dtype = params_dtype if self.has_bias else None
-        register_parameters(layer, sizes, scale_dtype, bias_dtype, extra_weight_attrs)
-        self._set_sizes(layer, sizes)
-
-    def _set_sizes(self, layer: torch.nn.Module, sizes: ExpertSizes) -> None:
+        register_parameters(layer, sizes, scale_dtype, bias_dtype, attrs)
         layer.w13_in_features = sizes.hidden
         layer.w13_out_features = sizes.w13_rows
         layer.w2_in_features = sizes.intermediate
@@ -144,6 +141,19 @@ class CompressedTensorsW4A8Int8MoEMethod(CompressedTensorsMoEMethod):
         overwritten, so nothing else may share it. Rows of w13 alternate gate and up if ``layer.w13_interleaved``.
         """
         self._pack(layer)
+        self._make_kernel(layer)
+
+    def take_packed(self, layer: torch.nn.Module, w13_packed: torch.Tensor, w2_packed: torch.Tensor) -> None:
+        """Makes packed stacks, uint8 [E, bytes], the weights of a layer that has no parameters yet."""
+        moe = self.moe
+        gated = bool(moe.is_act_and_mul)
+        sizes = ExpertSizes(0, moe.hidden_dim, moe.intermediate_size_per_partition, self.group_size, gated)
+        self._register(layer, sizes, moe.in_dtype, {})
+        set_packed(layer, "w13", w13_packed)
+        set_packed(layer, "w2", w2_packed)
+        self._make_kernel(layer)
+
+    def _make_kernel(self, layer: torch.nn.Module) -> None:
         quant_config = self.get_fused_moe_quant_config(layer)
         assert quant_config is not None
         assert self.experts_cls is not None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from w4a8.core.nibbles import check_int4_range, from_int32, to_nibbles
+from w4a8.core.matrix import Matrix4
+from w4a8.core.nibbles import check_int4_range, to_nibbles
+from w4a8.formats.words import CODES, word_bytes
 from w4a8.nn.packed import PackedModule
 from w4a8.nn.rounding import round_weight
 from w4a8.ops import dyn_quant_matmul_4bit, dyn_quant_pack_4bit_weight
@@ -56,8 +58,10 @@ class W4A8Linear(PackedModule):
         """
         weight = linear.weight
         nibbles, scales = round_weight(weight, group_size, scale_dtype, clip_search)
-        k = weight.shape[1]
-        return cls._pack(nibbles, scales, linear.bias, k if group_size == -1 else group_size, k)
+        n, k = weight.shape
+        bias = None if linear.bias is None else linear.bias.detach()
+        packed = dyn_quant_pack_4bit_weight(nibbles, scales, bias, k if group_size == -1 else group_size, k, n)
+        return cls(packed, k, n, group_size)
 
     @classmethod
     def from_compressed_tensors(
@@ -72,7 +76,8 @@ class W4A8Linear(PackedModule):
         Args:
             weight: ``weight_packed``, int32 [N, ceil(K/8)] (pack-quantized), or ``weight``, int8 [N, K]
                 (int-quantized).
-            weight_scale: [N, K/g], or [N, 1] per channel. float32 and bfloat16 are kept, others become float32.
+            weight_scale: [N, K/g], or [N, 1] per channel. Kept as bfloat16 where that holds them exactly, else as
+                float32.
             weight_shape: (N, K); None is that of the weight, with K = 8 times the words of a row.
             bias: [N] or None.
 
@@ -82,30 +87,31 @@ class W4A8Linear(PackedModule):
         words = weight.dtype == torch.int32
         if weight.dim() != 2 or not (words or weight.dtype == torch.int8):
             raise ValueError(f"weight is {weight.dtype} {list(weight.shape)}, expected int32 or int8 with 2 dimensions")
-        n, k = weight.shape[0], weight.shape[1] * (8 if words else 1)
+        n, k = weight.shape[0], weight.shape[1] * (CODES if words else 1)
         if weight_shape is not None:
             rows, columns = (int(size) for size in weight_shape)
-            if rows != n or not (columns <= k < columns + 8 if words else columns == k):
+            if rows != n or not (columns <= k < columns + CODES if words else columns == k):
                 raise ValueError(f"weight is {list(weight.shape)}, but weight_shape says {[rows, columns]}")
             k = columns
         if weight_scale.dim() != 2 or weight_scale.shape[0] != n or weight_scale.shape[1] == 0:
             raise ValueError(f"weight_scale is {list(weight_scale.shape)}, expected [{n}, groups]")
         if k % weight_scale.shape[1] != 0:
             raise ValueError(f"weight_scale has {weight_scale.shape[1]} groups, which do not divide K = {k}")
-        values = from_int32(weight, k) if words else weight
-        check_int4_range(values, "weight")
-        scales = weight_scale
-        if scales.dtype not in (torch.float32, torch.bfloat16):
-            scales = scales.float()
-        return cls._pack(to_nibbles(values), scales, bias, k // weight_scale.shape[1], k)
+        if words:
+            nibbles = word_bytes(weight)[:, : k // 2]
+        else:
+            check_int4_range(weight, "weight")
+            nibbles = to_nibbles(weight)
+        return cls.from_matrix(Matrix4(nibbles, weight_scale, None, "int4", bias))
 
     @classmethod
-    def _pack(
-        cls, nibbles: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, group: int, k: int
-    ) -> W4A8Linear:
-        n = nibbles.shape[0]
-        bias = None if bias is None else bias.detach()
-        return cls(dyn_quant_pack_4bit_weight(nibbles, scales, bias, group, k, n), k, n, group)
+    def from_matrix(cls, matrix: Matrix4) -> W4A8Linear:
+        """A layer of what a reader of a format gives (:mod:`w4a8.formats`).
+
+        Raises:
+            NotImplementedError: codes that the operators do not have.
+        """
+        return cls(matrix.pack(), matrix.columns, matrix.rows, matrix.group)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x float32, bfloat16 or float16 [..., in_features] to [..., out_features] of its type."""

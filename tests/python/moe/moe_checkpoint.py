@@ -196,6 +196,6 @@ def read_stacks(path, group_size, layer=FIRST, gated=True):
         bias = None
         if f"{modules[0][0]}.bias" in tensors:
             bias = torch.stack([torch.cat([tensors[f"{m}.bias"] for m in row]) for row in modules])
-        return Stack(values, scales.float() if group_size == -1 else scales, bias)
+        return Stack(values, scales, bias)
 
     return stack(["gate_proj", "up_proj"] if gated else ["up_proj"]), stack(["down_proj"])

@@ -82,21 +82,34 @@ def key(name):
     return f"tensor '{LAYER}.{name}'"
 
 
+def at(name):
+    return f"tensor {LAYER}.{name}"
+
+
 WRONG_TENSORS = [
     (spoil_missing, f"{key('3.up_proj.weight')} is missing"),
     (spoil_missing_scale, f"{key('7.down_proj.weight_scale')} is missing"),
     (spoil_missing_bias, f"{key('0.gate_proj.bias')} is missing"),
     (spoil_missing_expert, f"{key('5.gate_proj.weight')} is missing"),
-    (spoil_rows, f"tensor {LAYER}.3.up_proj.weight: dimension 0 is 255, but 1 tensor-parallel rank of 256 make 256"),
+    (spoil_rows, f"{key('3.up_proj.weight')} has shape (255, 128), but (256, 128) is expected"),
     (spoil_columns, f"{key('0.down_proj.weight')} has shape (128, 128), but (128, 256) is expected"),
-    (spoil_rank, f"{key('0.down_proj.weight')} has shape (128,), but two dimensions are expected"),
-    (spoil_scale_shape, f"tensor {LAYER}.2.gate_proj.weight_scale: shape (256, 1), but (256, 4) is expected"),
-    (spoil_scale_value, f"{key('2.gate_proj.weight_scale')} holds a NaN or an infinity"),
-    (spoil_scale_dtype, f"tensor {LAYER}.2.gate_proj.weight_scale: dtype torch.int8, but a float is expected"),
-    (spoil_range, f"{key('1.gate_proj.weight')} holds values in [-8, 8], but int4 values are in [-8, 7]"),
-    (spoil_dtype, f"{key('1.gate_proj.weight')} is torch.float32, but int8 is expected"),
-    (spoil_order, f"{key('1.gate_proj.weight_g_idx')}: only symmetric weights in their original order are supported"),
-    (spoil_zero_point, f"{key('1.gate_proj.weight_zero_point')}: only symmetric weights"),
+    (spoil_rank, f"{at('0.down_proj.weight')}: shape (128,), but 2 dimensions are expected"),
+    (
+        spoil_scale_shape,
+        f"{at('2.gate_proj.weight_scale')}: shape (256, 1), but 128 x 256 features in groups of 32 make (256, 4)",
+    ),
+    (spoil_scale_value, f"{at('2.gate_proj.weight_scale')}: not all scales are finite"),
+    (
+        spoil_scale_dtype,
+        f"{at('2.gate_proj.weight_scale')}: dtype torch.int8, but float16 or",
+    ),
+    (spoil_range, f"{at('1.gate_proj.weight')} holds values in [-8, 8], but int4 values are in [-8, 7]"),
+    (spoil_dtype, f"{at('1.gate_proj.weight')}: dtype torch.float32, but int8 is expected"),
+    (spoil_order, f"{at('1.gate_proj.weight_g_idx')}: groups are not consecutive input features"),
+    (
+        spoil_zero_point,
+        f"{at('1.gate_proj.weight_zero_point')}: zero points in [9, 9], but the configuration",
+    ),
     (spoil_extra_expert, f"{LAYER} has an expert 8, but config.json says 8 experts"),
 ]
 
@@ -114,8 +127,12 @@ def test_wrong_tensor(checkpoint, spoil, message):
 @pytest.mark.parametrize(
     ("name", "tensor", "message"),
     [
-        ("weight_packed", torch.zeros(256, 15, dtype=torch.int32), "shape (256, 15), but 128 columns make 16 words"),
-        ("weight_packed", torch.zeros(256, 16, dtype=torch.int64), "is torch.int64, but int32 is expected"),
+        (
+            "weight_packed",
+            torch.zeros(256, 15, dtype=torch.int32),
+            "(256, 15), but 256 x 128 features make (256, 16)",
+        ),
+        ("weight_packed", torch.zeros(256, 16, dtype=torch.int64), "dtype torch.int64, but int32 is expected"),
         ("weight_shape", torch.tensor([256, 120]), "says [256, 120], but [256, 128] is expected"),
         ("weight_shape", None, "is missing"),
         ("weight_packed", None, "is missing"),
@@ -293,5 +310,8 @@ def test_either_cut_or_distributed(tmp_path):
 @safetensors
 def test_groups_that_tensor_parallelism_cuts(checkpoint):
     checkpoint.reset(group_size=128)
-    with pytest.raises(NotImplementedError, match="No W4A8 Int8 MoE backend supports the deployment"):
+    message = (
+        "kernel does not support intermediate size per partition 64, which is not a multiple of the group size 128"
+    )
+    with pytest.raises(NotImplementedError, match=f"{LAYER}: {message}"):
         load(checkpoint.write(), tp_size=4)
