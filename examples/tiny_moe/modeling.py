@@ -2,8 +2,8 @@
 
 ``load_dequantized`` gives the stock float32 model with the int4 weights multiplied out: what the numbers of a
 checkpoint mean, at eight times their size. ``load_w4a8`` replaces the MoE blocks by the layers of ``w4a8.load``, and
-each other quantized matrix by a module that hands int4 weights to the ``w4a8`` ops, which quantize the activations to
-int8 row by row. No float copy of a quantized weight ever exists.
+each other quantized matrix by those of ``w4a8.checkpoint.load_linear``, which quantize the activations to int8 row by
+row. No float copy of a quantized weight ever exists.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-import w4a8
+import w4a8.checkpoint
 from w4a8.moe import RoutedExperts
-from w4a8.nn import W4A8Linear
 
 _QUANTIZED_SUFFIXES = (".weight_packed", ".weight_scale", ".weight_shape")
 
@@ -92,11 +91,6 @@ class Checkpoint:
             raise ValueError(f"{name}: weight_packed is {tuple(packed.shape)}, weight_shape says {(rows, columns)}")
         # An int32 holds eight values from its lowest bits up. Its little-endian bytes are then the nibbles in order.
         return Int4Matrix(packed.view(torch.uint8), self._file.get_tensor(f"{name}.weight_scale"))
-
-    def linear(self, name: str) -> W4A8Linear:
-        """The quantized Linear called ``name`` as a module of the ``w4a8`` ops."""
-        packed, scale, shape = (self._file.get_tensor(name + suffix) for suffix in _QUANTIZED_SUFFIXES)
-        return W4A8Linear.from_compressed_tensors(packed, scale, shape)
 
     def experts(self, block: str) -> tuple[Int4Matrix, Int4Matrix]:
         """The experts of one MoE block: w13 [E, 2I, H], gate rows first and then up, and w2 [E, H, I]."""
@@ -172,9 +166,8 @@ def load_w4a8(directory: Path) -> Qwen3MoeForCausalLM:
     for name, experts in w4a8.load(directory, progress=True).items():
         block = name.removesuffix(".experts")
         model.set_submodule(block, W4A8SparseMoeBlock(model.get_submodule(block).gate, experts))
-    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    for name in filter(checkpoint.is_quantized, linears):
-        model.set_submodule(name, checkpoint.linear(name))
+    for name, linear in w4a8.checkpoint.load_linear(directory).items():
+        model.set_submodule(name, linear)
     # The experts have their weights already.
     model.load_state_dict(checkpoint.float_tensors(), strict=False, assign=True)
     missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
