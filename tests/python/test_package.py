@@ -195,3 +195,32 @@ def test_the_readme_lists_the_operators():
     ):
         assert name in text
         assert hasattr(torch.ops.w4a8, name)
+
+
+OLD_PYTHON = """
+import collections.abc, importlib, pkgutil, types
+import torch
+
+class Callable:  # Callable[[A], B] of Python 3.9.0 and 3.9.1: an alias with a list in it, which has no hash
+    def __class_getitem__(cls, item):
+        return types.GenericAlias(collections.abc.Callable, item)
+
+collections.abc.Callable = Callable
+import w4a8
+for module in pkgutil.walk_packages(w4a8.__path__, "w4a8."):
+    if "vllm." not in module.name and not module.name.endswith(("__main__", "_C", "libw4a8_torch")):
+        importlib.import_module(module.name)
+hash(importlib.import_module("w4a8.quantization.skip").Skip)
+"""
+
+
+def test_imports_with_the_first_python_3_9():
+    done = subprocess.run([sys.executable, "-c", OLD_PYTHON], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_optional_requirements():
+    """pip install w4a8[load] and w4a8[progress] bring what the code asks for when it is missing."""
+    text = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2].partition("\n[")[0]
+    extras = dict(re.findall(r'^(\w+) = \["(\w+)', text, flags=re.MULTILINE))
+    assert extras == {"load": "safetensors", "progress": "tqdm"}

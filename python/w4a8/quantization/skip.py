@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
-from typing import Union
+from collections.abc import Iterable
+from typing import Callable, Union
 
 import torch
 
+# typing.Callable: that of collections.abc has no hash in Python 3.9.0 and 3.9.1.
 Skip = Union[str, Iterable[str], Callable[[str, torch.nn.Module], bool]]
 
 # Output layers decide between many close candidates, and routers between experts: both are small and sensitive.
