@@ -59,6 +59,12 @@ class ExpertsLoader(MoEWeightLoader):
         """As :meth:`MoEWeightLoader.__call__`; ``weight_packed`` and ``weight_shape`` have parameters of their own."""
         shard = _SHARDS.get(shard_id, shard_id)
         stack = "w2" if shard == "w2" else "w13"
+        if self.w13_interleaved and shard in ("w1", "w3"):
+            # The models of vLLM that hand over halves may have cut a fused tensor in two, whose rows alternate.
+            raise ValueError(
+                f"w4a8: {weight_name}: {shard} of a layer whose rows alternate gate and up: only a fused tensor can be "
+                "told apart; vLLM's own model of this architecture loads it (--model-impl vllm)"
+            )
         if weight_name.endswith("weight_shape"):
             local = self.local_expert(expert_id) != -1
             return local if return_success else None

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
+from w4a8.core.experts import ExpertSizes
 from w4a8.cpu import active_kernel
 from w4a8.integrations.vllm.loading import ExpertsLoader, fill_dummy, is_dummy_load
 from w4a8.integrations.vllm.log import logger
-from w4a8.integrations.vllm.scheme import describe, kept_scale_dtype
+from w4a8.integrations.vllm.scheme import describe, group_size, kept_scale_dtype
 from w4a8.moe import (
     CompressedTensorsW4A8Int8MoEMethod,
     FusedMoEConfig,
@@ -53,6 +54,17 @@ def unsupported(moe: Any) -> str | None:
     return None
 
 
+def expert_sizes(moe: Any, group: int) -> ExpertSizes:
+    """Of what this rank holds of a layer of vLLM's FusedMoEConfig; ``group`` is -1 if channelwise."""
+    return ExpertSizes(
+        moe.num_local_experts,
+        moe.hidden_dim,
+        moe.intermediate_size // moe.moe_parallel_config.tp_size,
+        group,
+        _activation(moe).is_gated,
+    )
+
+
 def translated(moe: Any) -> FusedMoEConfig:
     """vLLM's FusedMoEConfig as that of :mod:`w4a8.moe`."""
     parallel = moe.moe_parallel_config
@@ -86,8 +98,14 @@ class W4A8MoEMethod(FusedMoEMethodBase):
             weights, inputs: QuantizationArgs, checked by ``is_w4a8``.
             layer: vLLM's RoutedExperts, whose ``moe_config`` is not :func:`unsupported`.
             layer_name: of the layer, for errors.
+
+        Raises:
+            ValueError: groups that do not fit this rank's part of an expert; names the sizes.
         """
         super().__init__(layer.moe_config)
+        problem = expert_sizes(layer.moe_config, group_size(weights)).unsupported()
+        if problem is not None:
+            raise ValueError(f"w4a8: {layer_name}: kernel does not support {problem}")
         self.layer_name = layer_name
         self.inner = CompressedTensorsW4A8Int8MoEMethod(weights, inputs, translated(layer.moe_config), layer_name)
         # Scales are loaded as float32, which holds those of every checkpoint, and narrowed before they are packed.
@@ -141,6 +159,8 @@ class W4A8MoEMethod(FusedMoEMethodBase):
         if self.inner.moe_kernel is not None:
             return
         stacks = ("w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale")
+        if self.moe.has_bias:
+            stacks += ("w13_bias", "w2_bias")
         if self.dummy:
             fill_dummy(layer.w13_weight.data)
             fill_dummy(layer.w2_weight.data)
