@@ -3,6 +3,7 @@
 
 #include <ATen/ATen.h>
 
+#include <initializer_list>
 #include <string>
 
 #include "core/layout.h"
@@ -19,10 +20,50 @@ inline std::string shape_text(at::IntArrayRef sizes) {
   return text += "]";
 }
 
-inline void check_cpu(const char* name, const at::Tensor& tensor) {
-  TORCH_CHECK(tensor.defined() && tensor.device().is_cpu(), name, " is ",
-              tensor.defined() ? "on device " + tensor.device().str() : "undefined", ", expected a CPU tensor");
-  TORCH_CHECK(tensor.layout() == at::kStrided, name, " has layout ", tensor.layout(), ", expected a strided tensor");
+/// A tensor argument of a call; null: an optional one that was not given.
+struct NamedTensor {
+  NamedTensor(const char* name, const at::Tensor& tensor) : name(name), tensor(&tensor) {}
+  NamedTensor(const char* name, const c10::optional<at::Tensor>& tensor)
+      : name(name), tensor(tensor.has_value() ? &*tensor : nullptr) {}
+  const char* name;
+  const at::Tensor* tensor;
+};
+using NamedTensors = std::initializer_list<NamedTensor>;
+/// check_cpu or check_meta.
+using DeviceCheck = void(NamedTensors);
+
+/// For CPU implementations: all are strided CPU tensors.
+inline void check_cpu(NamedTensors arguments) {
+  for (const auto& [name, tensor] : arguments) {
+    if (tensor == nullptr) continue;
+    TORCH_CHECK(tensor->defined() && tensor->device().is_cpu(), name, " is ",
+                tensor->defined() ? "on device " + tensor->device().str() : "undefined", ", expected a CPU tensor");
+    TORCH_CHECK(tensor->layout() == at::kStrided, name, " has layout ", tensor->layout(),
+                ", expected a strided tensor");
+  }
+}
+
+/// For Meta implementations: all are Meta tensors. One of them among CPU tensors is enough for the dispatcher to come
+/// here, and an output like the others would be a CPU tensor that nobody writes. (A fake tensor is Meta here.)
+inline void check_meta(NamedTensors arguments) {
+  const NamedTensor& first = *arguments.begin();
+  for (const auto& [name, tensor] : arguments) {
+    if (tensor == nullptr) continue;
+    TORCH_CHECK(tensor->defined(), name, " is undefined, expected a tensor");
+    TORCH_CHECK(tensor->device() == first.tensor->device(), name, " is on device ", tensor->device().str(),
+                ", expected ", first.tensor->device().str(), ", the device of ", first.name);
+  }
+  TORCH_CHECK(first.tensor->is_meta(), first.name, " is on device ", first.tensor->device().str(), ", expected meta");
+}
+
+/// The data of an input. The mutable data_ptr() would copy a copy-on-write tensor.
+template <class T = void, class Tensor>
+const T* input_data(const Tensor& tensor) {
+  if constexpr (requires { tensor.const_data_ptr(); }) {
+    return static_cast<const T*>(tensor.const_data_ptr());
+  } else {  // torch before 2.1
+    return static_cast<const T*>(tensor.data_ptr());
+  }
 }
 
 inline DType activation_dtype(const char* name, const at::Tensor& tensor) {

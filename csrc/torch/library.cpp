@@ -1,4 +1,6 @@
 // The ops of namespace w4a8: schemas and registration.
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
 #include "core/layout.h"
@@ -54,54 +56,69 @@ TORCH_LIBRARY_IMPL(w4a8, Meta, m) {
   m.impl("dynamic_4bit_int_moe.gated", w4a8::NamedOp<"dynamic_4bit_int_moe", w4a8::moe_gated_meta>::call);
 }
 
-// torch 1.13 has no fallback for this key: without it Meta tensors would need inference mode.
-TORCH_LIBRARY_IMPL(w4a8, AutogradMeta, m) {
-  for (const char* name : {"dyn_quant_pack_4bit_weight", "dyn_quant_matmul_4bit", "dynamic_per_token_int8_quant",
-                           "int4_gemm_w4a8", "dynamic_4bit_int_moe", "dynamic_4bit_int_moe.gated"}) {
-    m.impl(name, torch::CppFunction::makeFallthrough());
+// For inference: with gradients on, an op runs, and backward through it is an error that names it.
+TORCH_LIBRARY_IMPL(w4a8, Autograd, m) {
+  for (const char* name :
+       {"dyn_quant_pack_4bit_weight", "dyn_quant_unpack_4bit_weight", "dyn_quant_matmul_4bit",
+        "dynamic_per_token_int8_quant", "int4_gemm_w4a8", "dynamic_4bit_int_moe", "dynamic_4bit_int_moe.gated"}) {
+    m.impl(name, torch::autograd::autogradNotImplementedFallback());
   }
 }
 
 namespace w4a8 {
+namespace {
+
+// The op of that name and C++ signature, through the dispatcher: with what torch adds to a call (autograd, profiler).
+template <OpName kName, class Function>
+const auto& op() {
+  static const auto handle = c10::Dispatcher::singleton()
+                                 .findSchemaOrThrow((std::string("w4a8::") + kName.text).c_str(), "")
+                                 .template typed<Function>();
+  return handle;
+}
+
+}  // namespace
 
 at::Tensor dyn_quant_pack_4bit_weight(const at::Tensor& weights, const at::Tensor& scales_zeros,
                                       const c10::optional<at::Tensor>& bias, int64_t block_size, int64_t in_features,
                                       int64_t out_features) {
-  return NamedOp<"dyn_quant_pack_4bit_weight", pack_cpu>::call(weights, scales_zeros, bias, block_size, in_features,
-                                                               out_features);
+  return op<"dyn_quant_pack_4bit_weight", decltype(dyn_quant_pack_4bit_weight)>().call(
+      weights, scales_zeros, bias, block_size, in_features, out_features);
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> dyn_quant_unpack_4bit_weight(const at::Tensor& packed_weights,
                                                                             int64_t block_size, int64_t in_features,
                                                                             int64_t out_features) {
-  return NamedOp<"dyn_quant_unpack_4bit_weight", unpack_cpu>::call(packed_weights, block_size, in_features,
-                                                                   out_features);
+  return op<"dyn_quant_unpack_4bit_weight", decltype(dyn_quant_unpack_4bit_weight)>().call(packed_weights, block_size,
+                                                                                           in_features, out_features);
 }
 
 at::Tensor dyn_quant_matmul_4bit(const at::Tensor& inp, const at::Tensor& packed_weights, int64_t block_size,
                                  int64_t in_features, int64_t out_features) {
-  return NamedOp<"dyn_quant_matmul_4bit", matmul_cpu>::call(inp, packed_weights, block_size, in_features, out_features);
+  return op<"dyn_quant_matmul_4bit", decltype(dyn_quant_matmul_4bit)>().call(inp, packed_weights, block_size,
+                                                                             in_features, out_features);
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> dynamic_per_token_int8_quant(const at::Tensor& x, bool use_sym_quant,
                                                                             int64_t bits) {
-  return NamedOp<"dynamic_per_token_int8_quant", token_quant_cpu>::call(x, use_sym_quant, bits);
+  return op<"dynamic_per_token_int8_quant", decltype(dynamic_per_token_int8_quant)>().call(x, use_sym_quant, bits);
 }
 
 at::Tensor int4_gemm_w4a8(const at::Tensor& quant_x, const at::Tensor& x_scale, const at::Tensor& x_zero,
                           const at::Tensor& weight, const at::Tensor& weight_scale, const at::Tensor& weight_zero_point,
                           int64_t group_size, const c10::optional<at::Tensor>& g_idx,
                           const c10::optional<at::Tensor>& bias, c10::optional<at::ScalarType> out_dtype) {
-  return NamedOp<"int4_gemm_w4a8", int4_gemm_cpu>::call(quant_x, x_scale, x_zero, weight, weight_scale,
-                                                        weight_zero_point, group_size, g_idx, bias, out_dtype);
+  return op<"int4_gemm_w4a8", decltype(int4_gemm_w4a8)>().call(quant_x, x_scale, x_zero, weight, weight_scale,
+                                                               weight_zero_point, group_size, g_idx, bias, out_dtype);
 }
 
 at::Tensor dynamic_4bit_int_moe(const at::Tensor& x, const at::Tensor& topk_ids, const at::Tensor& topk_weights,
                                 const at::Tensor& w13_packed, const at::Tensor& w2_packed, int64_t H, int64_t I,
                                 int64_t I2, int64_t group_size, bool apply_router_weight_on_input,
                                 int64_t activation_kind) {
-  return NamedOp<"dynamic_4bit_int_moe", moe_cpu>::call(x, topk_ids, topk_weights, w13_packed, w2_packed, H, I, I2,
-                                                        group_size, apply_router_weight_on_input, activation_kind);
+  return op<"dynamic_4bit_int_moe", decltype(dynamic_4bit_int_moe)>().call(
+      x, topk_ids, topk_weights, w13_packed, w2_packed, H, I, I2, group_size, apply_router_weight_on_input,
+      activation_kind);
 }
 
 std::string version() { return W4A8_VERSION; }

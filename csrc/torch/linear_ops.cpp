@@ -41,8 +41,10 @@ void check_pack_arguments(const at::Tensor& weights, const at::Tensor& scales, c
               expected_shape(weights, {shape.n}));
 }
 
-PackedShape pack_shape(const at::Tensor& weights, const at::Tensor& scales, const c10::optional<at::Tensor>& bias,
-                       int64_t block_size, int64_t in_features, int64_t out_features) {
+PackedShape pack_shape(DeviceCheck check_devices, const at::Tensor& weights, const at::Tensor& scales,
+                       const c10::optional<at::Tensor>& bias, int64_t block_size, int64_t in_features,
+                       int64_t out_features) {
+  check_devices({{"weights", weights}, {"scales_zeros", scales}, {"bias", bias}});
   PackedShape shape = matrix_shape(block_size, in_features, out_features);
   check_pack_arguments(weights, scales, bias, shape);
   shape.scale_dtype = scales.scalar_type() == at::kFloat ? DType::kFloat32 : DType::kBFloat16;
@@ -69,15 +71,12 @@ void check_matmul_arguments(const at::Tensor& inp, const at::Tensor& packed, con
 
 at::Tensor pack_cpu(const at::Tensor& weights, const at::Tensor& scales_zeros, const c10::optional<at::Tensor>& bias,
                     int64_t block_size, int64_t in_features, int64_t out_features) {
-  check_cpu("weights", weights);
-  check_cpu("scales_zeros", scales_zeros);
-  if (bias.has_value()) check_cpu("bias", *bias);
-  const PackedShape shape = pack_shape(weights, scales_zeros, bias, block_size, in_features, out_features);
+  const PackedShape shape = pack_shape(check_cpu, weights, scales_zeros, bias, block_size, in_features, out_features);
   at::Tensor packed = empty_packed(weights, shape);
   const at::Tensor w = weights.contiguous();
   const at::Tensor s = scales_zeros.contiguous();
   const at::Tensor b = bias.has_value() ? bias->to(at::kFloat).contiguous() : at::Tensor();
-  const RawWeights raw = {w.data_ptr<uint8_t>(), s.data_ptr(), b.defined() ? b.data_ptr<float>() : nullptr};
+  const RawWeights raw = {input_data<uint8_t>(w), input_data(s), b.defined() ? input_data<float>(b) : nullptr};
   AtenParallel parallel;
   pack(active_kernel(), shape, weights.dim() == 3 ? weights.size(0) : 1, raw, packed.data_ptr<uint8_t>(), parallel);
   return packed;
@@ -85,7 +84,8 @@ at::Tensor pack_cpu(const at::Tensor& weights, const at::Tensor& scales_zeros, c
 
 at::Tensor pack_meta(const at::Tensor& weights, const at::Tensor& scales_zeros, const c10::optional<at::Tensor>& bias,
                      int64_t block_size, int64_t in_features, int64_t out_features) {
-  return empty_packed(weights, pack_shape(weights, scales_zeros, bias, block_size, in_features, out_features));
+  return empty_packed(weights,
+                      pack_shape(check_meta, weights, scales_zeros, bias, block_size, in_features, out_features));
 }
 
 namespace {
@@ -108,14 +108,14 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> empty_unpacked(const at::Tensor& 
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> unpack_cpu(const at::Tensor& packed_weights, int64_t block_size,
                                                           int64_t in_features, int64_t out_features) {
-  check_cpu("packed_weights", packed_weights);
+  check_cpu({{"packed_weights", packed_weights}});
   matrix_shape(block_size, in_features, out_features);
   check_packed("packed_weights", packed_weights, packed_weights.dim() == 2);
   const at::Tensor packed = packed_weights.contiguous();
   const int64_t count = packed.dim() == 2 ? packed.size(0) : 1;
   const int64_t bytes = packed.size(-1);
   TORCH_CHECK(count > 0, "packed_weights has shape ", shape_text(packed.sizes()), ", expected at least one expert");
-  const auto* data = packed.data_ptr<uint8_t>();
+  const auto* data = input_data<uint8_t>(packed);
   const auto open = [&](int64_t e) {
     const std::string what = packed.dim() == 2 ? "packed_weights[" + std::to_string(e) + "]" : "packed_weights";
     return open_packed(data + e * bytes, bytes, out_features, in_features, block_size, what);
@@ -137,24 +137,24 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> unpack_cpu(const at::Tensor& pack
 
 at::Tensor matmul_cpu(const at::Tensor& inp, const at::Tensor& packed_weights, int64_t block_size, int64_t in_features,
                       int64_t out_features) {
-  check_cpu("inp", inp);
-  check_cpu("packed_weights", packed_weights);
+  check_cpu({{"inp", inp}, {"packed_weights", packed_weights}});
   check_matmul_arguments(inp, packed_weights, matrix_shape(block_size, in_features, out_features));
   const at::Tensor packed = packed_weights.contiguous();
   const at::Tensor x = inp.contiguous();
   const PackedMatrix matrix =
-      open_packed(packed.data_ptr<uint8_t>(), packed.numel(), out_features, in_features, block_size, "packed_weights");
+      open_packed(input_data<uint8_t>(packed), packed.numel(), out_features, in_features, block_size, "packed_weights");
   std::vector<int64_t> sizes = x.sizes().vec();
   sizes.back() = out_features;
   at::Tensor out = at::empty(sizes, x.options());
   AtenParallel parallel;
-  matmul(active_kernel(), parallel, thread_workspace(), matrix, x.data_ptr(), activation_dtype("inp", x),
+  matmul(active_kernel(), parallel, thread_workspace(), matrix, input_data(x), activation_dtype("inp", x),
          x.numel() / in_features, out.data_ptr());
   return out;
 }
 
 at::Tensor matmul_meta(const at::Tensor& inp, const at::Tensor& packed_weights, int64_t block_size, int64_t in_features,
                        int64_t out_features) {
+  check_meta({{"inp", inp}, {"packed_weights", packed_weights}});
   matrix_shape(block_size, in_features, out_features);
   activation_dtype("inp", inp);
   check_packed("packed_weights", packed_weights, /*stack=*/false);

@@ -16,9 +16,14 @@ Activation activation_of(int64_t kind) {
 }
 
 // Everything that does not need the data of a tensor, for CPU and Meta alike.
-void check_scalars(const at::Tensor& x, const at::Tensor& topk_ids, const at::Tensor& topk_weights,
-                   const at::Tensor& w13_packed, const at::Tensor& w2_packed, int64_t H, int64_t I, int64_t I2,
-                   int64_t group_size, int64_t activation_kind) {
+void check_arguments(DeviceCheck check_devices, const at::Tensor& x, const at::Tensor& topk_ids,
+                     const at::Tensor& topk_weights, const at::Tensor& w13_packed, const at::Tensor& w2_packed,
+                     int64_t H, int64_t I, int64_t I2, int64_t group_size, int64_t activation_kind) {
+  check_devices({{"x", x},
+                 {"topk_ids", topk_ids},
+                 {"topk_weights", topk_weights},
+                 {"w13_packed", w13_packed},
+                 {"w2_packed", w2_packed}});
   activation_dtype("x", x);
   activation_of(activation_kind);
   TORCH_CHECK(topk_ids.scalar_type() == at::kInt || topk_ids.scalar_type() == at::kLong, "topk_ids has dtype ",
@@ -46,12 +51,7 @@ void check_scalars(const at::Tensor& x, const at::Tensor& topk_ids, const at::Te
 at::Tensor moe_cpu(const at::Tensor& x, const at::Tensor& topk_ids, const at::Tensor& topk_weights,
                    const at::Tensor& w13_packed, const at::Tensor& w2_packed, int64_t H, int64_t I, int64_t I2,
                    int64_t group_size, bool apply_router_weight_on_input, int64_t activation_kind) {
-  check_cpu("x", x);
-  check_cpu("topk_ids", topk_ids);
-  check_cpu("topk_weights", topk_weights);
-  check_cpu("w13_packed", w13_packed);
-  check_cpu("w2_packed", w2_packed);
-  check_scalars(x, topk_ids, topk_weights, w13_packed, w2_packed, H, I, I2, group_size, activation_kind);
+  check_arguments(check_cpu, x, topk_ids, topk_weights, w13_packed, w2_packed, H, I, I2, group_size, activation_kind);
   TORCH_CHECK(x.size(-1) == H, "x has shape ", shape_text(x.sizes()), ", expected [..., ", H, "] for H = ", H);
   const int64_t tokens = x.numel() / H;
   TORCH_CHECK(topk_ids.size(0) == tokens, "topk_ids has shape ", shape_text(topk_ids.sizes()), ", expected [", tokens,
@@ -69,21 +69,21 @@ at::Tensor moe_cpu(const at::Tensor& x, const at::Tensor& topk_ids, const at::Te
   at::Tensor out = at::empty(input.sizes(), input.options());
 
   MoeArgs args;
-  args.x = input.data_ptr();
+  args.x = input_data(input);
   args.out = out.data_ptr();
   args.dtype = activation_dtype("x", input);
   args.tokens = tokens;
   args.slots = ids.size(1);
   if (ids.scalar_type() == at::kInt) {
-    args.ids = ids.data_ptr<int32_t>();
+    args.ids = input_data<int32_t>(ids);
   } else {
-    args.ids64 = ids.data_ptr<int64_t>();
+    args.ids64 = input_data<int64_t>(ids);
   }
-  args.weights = weights.data_ptr<float>();
+  args.weights = input_data<float>(weights);
   args.experts = w13.size(0);
-  args.w13 = w13.data_ptr<uint8_t>();
+  args.w13 = input_data<uint8_t>(w13);
   args.w13_bytes = w13.size(1);
-  args.w2 = w2.data_ptr<uint8_t>();
+  args.w2 = input_data<uint8_t>(w2);
   args.w2_bytes = w2.size(1);
   args.hidden = H;
   args.intermediate = I;
@@ -99,7 +99,7 @@ at::Tensor moe_cpu(const at::Tensor& x, const at::Tensor& topk_ids, const at::Te
 at::Tensor moe_meta(const at::Tensor& x, const at::Tensor& topk_ids, const at::Tensor& topk_weights,
                     const at::Tensor& w13_packed, const at::Tensor& w2_packed, int64_t H, int64_t I, int64_t I2,
                     int64_t group_size, bool /*apply_router_weight_on_input*/, int64_t activation_kind) {
-  check_scalars(x, topk_ids, topk_weights, w13_packed, w2_packed, H, I, I2, group_size, activation_kind);
+  check_arguments(check_meta, x, topk_ids, topk_weights, w13_packed, w2_packed, H, I, I2, group_size, activation_kind);
   TORCH_CHECK(x.sym_sizes().back() == H, "x has last dimension ", x.sym_sizes().back(), ", expected H = ", H);
   return at::empty_symint(x.sym_sizes(), x.options());
 }

@@ -28,14 +28,22 @@ DType output_dtype(c10::optional<at::ScalarType> out_dtype) {
 }
 
 // Everything that does not need sizes or data, for CPU and Meta alike.
-void check_gemm_types(const at::Tensor& quant_x, const at::Tensor& x_scale, const at::Tensor& x_zero,
-                      const at::Tensor& weight, const at::Tensor& weight_scale, const at::Tensor& weight_zero_point,
-                      const c10::optional<at::Tensor>& g_idx, const c10::optional<at::Tensor>& bias,
-                      c10::optional<at::ScalarType> out_dtype) {
+void check_gemm_types(DeviceCheck check_devices, const at::Tensor& quant_x, const at::Tensor& x_scale,
+                      const at::Tensor& x_zero, const at::Tensor& weight, const at::Tensor& weight_scale,
+                      const at::Tensor& weight_zero_point, const c10::optional<at::Tensor>& g_idx,
+                      const c10::optional<at::Tensor>& bias, c10::optional<at::ScalarType> out_dtype) {
   const auto floating = [](const char* name, const at::Tensor& tensor) {
     TORCH_CHECK(at::isFloatingType(tensor.scalar_type()), name, " has dtype ", tensor.scalar_type(),
                 ", expected a floating point type");
   };
+  check_devices({{"quant_x", quant_x},
+                 {"x_scale", x_scale},
+                 {"x_zero", x_zero},
+                 {"weight", weight},
+                 {"weight_scale", weight_scale},
+                 {"weight_zero_point", weight_zero_point},
+                 {"g_idx", g_idx},
+                 {"bias", bias}});
   TORCH_CHECK(!g_idx.has_value(), "g_idx is given, expected none: reordered activations (act-order) are not supported");
   TORCH_CHECK(quant_x.scalar_type() == at::kChar || quant_x.scalar_type() == at::kByte, "quant_x has dtype ",
               quant_x.scalar_type(), ", expected int8 or uint8");
@@ -71,7 +79,7 @@ void check_per_token(const char* name, const at::Tensor& tensor, const at::Tenso
 void check_weight_zero_point(const at::Tensor& weight_zero_point, bool may_be_empty) {
   const at::Tensor zero = weight_zero_point.to(at::kLong).contiguous();
   TORCH_CHECK(may_be_empty || zero.numel() > 0, "weight_zero_point is empty, expected the value 8");
-  const auto* values = zero.data_ptr<int64_t>();
+  const auto* values = input_data<int64_t>(zero);
   for (int64_t i = 0; i < zero.numel(); ++i) {
     TORCH_CHECK(values[i] == 8, "weight_zero_point is ", values[i],
                 ", expected 8: only symmetric weight quantization is supported");
@@ -79,7 +87,7 @@ void check_weight_zero_point(const at::Tensor& weight_zero_point, bool may_be_em
 }
 
 PackedMatrix open_weight(const at::Tensor& packed, const at::Tensor& weight_scale, int64_t k, int64_t group_size) {
-  const auto* data = packed.data_ptr<uint8_t>();
+  const auto* data = input_data<uint8_t>(packed);
   const PackedShape shape = read_header(data, packed.numel(), "weight");
   TORCH_CHECK(weight_scale.dim() != 2 || weight_scale.size(1) == shape.n, "weight_scale has shape ",
               shape_text(weight_scale.sizes()), ", expected [K/g, ", shape.n,
@@ -102,7 +110,7 @@ at::Tensor pack_words(const at::Tensor& weight, const at::Tensor& weight_scale, 
   const at::Tensor words = weight.t().contiguous();
   const at::Tensor scales = weight_scale.t().to(narrow ? at::kBFloat16 : at::kFloat).contiguous();
   at::Tensor packed = at::empty({packed_bytes(shape)}, weight.options().dtype(at::kByte));
-  const RawWeights raw = {static_cast<const uint8_t*>(words.data_ptr()), scales.data_ptr(), nullptr};
+  const RawWeights raw = {static_cast<const uint8_t*>(input_data(words)), input_data(scales), nullptr};
   AtenParallel parallel;
   pack(active_kernel(), shape, 1, raw, packed.data_ptr<uint8_t>(), parallel);
   return packed;
@@ -111,7 +119,7 @@ at::Tensor pack_words(const at::Tensor& weight, const at::Tensor& weight_scale, 
 }  // namespace
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> token_quant_cpu(const at::Tensor& x, bool use_sym_quant, int64_t bits) {
-  check_cpu("x", x);
+  check_cpu({{"x", x}});
   check_token_quant(x, bits);
   const at::Tensor input = x.contiguous();
   std::vector<int64_t> sizes = input.sizes().vec();
@@ -121,13 +129,14 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> token_quant_cpu(const at::Tensor&
   at::Tensor scale = at::empty(sizes, input.options());
   at::Tensor zero_point = at::empty(sizes, input.options().dtype(at::kInt));
   AtenParallel parallel;
-  quantize_per_token(active_kernel(), parallel, input.data_ptr(), activation_dtype("x", input), scale.numel(), k,
+  quantize_per_token(active_kernel(), parallel, input_data(input), activation_dtype("x", input), scale.numel(), k,
                      use_sym_quant, static_cast<int>(bits), static_cast<uint8_t*>(q.data_ptr()), scale.data_ptr(),
                      zero_point.data_ptr<int32_t>());
   return {q, scale, zero_point};
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> token_quant_meta(const at::Tensor& x, bool use_sym_quant, int64_t bits) {
+  check_meta({{"x", x}});
   check_token_quant(x, bits);
   std::vector<c10::SymInt> sizes(x.sym_sizes().begin(), x.sym_sizes().end());
   at::Tensor q = at::empty_symint(sizes, x.options().dtype(use_sym_quant ? at::kChar : at::kByte));
@@ -139,13 +148,8 @@ at::Tensor int4_gemm_cpu(const at::Tensor& quant_x, const at::Tensor& x_scale, c
                          const at::Tensor& weight, const at::Tensor& weight_scale, const at::Tensor& weight_zero_point,
                          int64_t group_size, const c10::optional<at::Tensor>& g_idx,
                          const c10::optional<at::Tensor>& bias, c10::optional<at::ScalarType> out_dtype) {
-  check_gemm_types(quant_x, x_scale, x_zero, weight, weight_scale, weight_zero_point, g_idx, bias, out_dtype);
-  check_cpu("quant_x", quant_x);
-  check_cpu("x_scale", x_scale);
-  check_cpu("x_zero", x_zero);
-  check_cpu("weight", weight);
-  check_cpu("weight_scale", weight_scale);
-  check_cpu("weight_zero_point", weight_zero_point);
+  check_gemm_types(check_cpu, quant_x, x_scale, x_zero, weight, weight_scale, weight_zero_point, g_idx, bias,
+                   out_dtype);
   check_per_token("x_scale", x_scale, quant_x);
   check_per_token("x_zero", x_zero, quant_x);
   check_weight_zero_point(weight_zero_point, is_packed(weight));
@@ -154,7 +158,6 @@ at::Tensor int4_gemm_cpu(const at::Tensor& quant_x, const at::Tensor& x_scale, c
   const PackedMatrix matrix = open_weight(packed, weight_scale, k, group_size);
   at::Tensor addend;
   if (bias.has_value()) {
-    check_cpu("bias", *bias);
     TORCH_CHECK(bias->dim() == 1 && bias->size(0) == matrix.shape.n, "bias has shape ", shape_text(bias->sizes()),
                 ", expected [", matrix.shape.n, "]");
     TORCH_CHECK(!matrix.shape.has_bias, "bias is given, but the packed weight has one already");
@@ -166,11 +169,11 @@ at::Tensor int4_gemm_cpu(const at::Tensor& quant_x, const at::Tensor& x_scale, c
   std::vector<int64_t> sizes = q.sizes().vec();
   sizes.back() = matrix.shape.n;
   at::Tensor out = at::empty(sizes, q.options().dtype(out_dtype.value_or(at::kHalf)));
-  const GivenRows rows = {static_cast<const uint8_t*>(q.data_ptr()), q.scalar_type() == at::kByte,
-                          scale.data_ptr<float>(), zero.data_ptr<int64_t>()};
+  const GivenRows rows = {static_cast<const uint8_t*>(input_data(q)), q.scalar_type() == at::kByte,
+                          input_data<float>(scale), input_data<int64_t>(zero)};
   AtenParallel parallel;
   matmul_quantized(active_kernel(), parallel, thread_workspace(), matrix, rows,
-                   addend.defined() ? addend.data_ptr<float>() : nullptr, output_dtype(out_dtype), scale.numel(),
+                   addend.defined() ? input_data<float>(addend) : nullptr, output_dtype(out_dtype), scale.numel(),
                    out.data_ptr());
   return out;
 }
@@ -179,7 +182,8 @@ at::Tensor int4_gemm_meta(const at::Tensor& quant_x, const at::Tensor& x_scale, 
                           const at::Tensor& weight, const at::Tensor& weight_scale, const at::Tensor& weight_zero_point,
                           int64_t /*group_size*/, const c10::optional<at::Tensor>& g_idx,
                           const c10::optional<at::Tensor>& bias, c10::optional<at::ScalarType> out_dtype) {
-  check_gemm_types(quant_x, x_scale, x_zero, weight, weight_scale, weight_zero_point, g_idx, bias, out_dtype);
+  check_gemm_types(check_meta, quant_x, x_scale, x_zero, weight, weight_scale, weight_zero_point, g_idx, bias,
+                   out_dtype);
   std::vector<c10::SymInt> sizes(quant_x.sym_sizes().begin(), quant_x.sym_sizes().end());
   if (!is_packed(weight)) {
     TORCH_CHECK(weight.sym_sizes()[0] * 8 == sizes.back(), "quant_x has last dimension ", sizes.back(),

@@ -1,7 +1,9 @@
 // w4a8 for C++ users of libtorch: int4 weights, int8 activations, mixture of experts, on CPUs.
 //
-// Each function is the op of the same name in namespace w4a8 (torch.ops.w4a8 in Python), called directly. All throw
-// c10::Error with a message that names the argument, what it was and what was expected. Numerics: docs/numerics.md.
+// Each function calls the op of the same name in namespace w4a8 (torch.ops.w4a8 in Python) through the dispatcher. All
+// tensors of a call are on the CPU, or all on Meta. The ops are for inference: they run with gradients on, but have
+// none, so that backward through an output is an error. All throw c10::Error with a message that names the argument,
+// what it was and what was expected. Numerics: docs/numerics.md.
 #pragma once
 
 #include <ATen/core/Tensor.h>

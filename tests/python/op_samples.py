@@ -1,0 +1,63 @@
+"""One good call of every operator, by the names of its arguments."""
+
+import torch
+from common import make_layer, make_matrix, route
+
+import w4a8
+
+
+def op_samples():
+    """name -> (operator, {argument: value})."""
+    ops = torch.ops.w4a8
+    matrix = make_matrix(24, 64, 32, bias=True)
+    sizes = {"block_size": 32, "in_features": 64, "out_features": 24}
+    layer = make_layer(4, 64, 32)
+    ids, router = route(5, 2, 4)
+    moe = {
+        "x": torch.randn(5, 64), "topk_ids": ids, "topk_weights": router,
+        "w13_packed": layer.w13_packed, "w2_packed": layer.w2_packed, "H": 64, "I": 32, "I2": 64,
+        "group_size": 32, "apply_router_weight_on_input": False, "activation_kind": 0,
+    }  # fmt: skip
+    q, scale, zero = w4a8.dynamic_per_token_int8_quant(torch.randn(5, 64), False, 8)
+    gemm = {
+        "quant_x": q, "x_scale": scale, "x_zero": zero,
+        "weight": torch.randint(-(2**31), 2**31, (8, 24), dtype=torch.int32),
+        "weight_scale": matrix.scales.t(), "weight_zero_point": torch.tensor([8], dtype=torch.int8),
+        "group_size": 32, "g_idx": None, "bias": torch.randn(24), "out_dtype": torch.float32,
+    }  # fmt: skip
+    return {
+        "pack": (
+            ops.dyn_quant_pack_4bit_weight.default,
+            {"weights": matrix.weights, "scales_zeros": matrix.scales, "bias": matrix.bias, **sizes},
+        ),
+        "unpack": (ops.dyn_quant_unpack_4bit_weight.default, {"packed_weights": matrix.pack(), **sizes}),
+        "matmul": (
+            ops.dyn_quant_matmul_4bit.default,
+            {"inp": torch.randn(5, 64), "packed_weights": matrix.pack(), **sizes},
+        ),
+        "quantize": (
+            ops.dynamic_per_token_int8_quant.default,
+            {"x": torch.randn(5, 64), "use_sym_quant": True, "bits": 8},
+        ),
+        "gemm of words": (ops.int4_gemm_w4a8.default, gemm),
+        "gemm of packed": (
+            ops.int4_gemm_w4a8.default,
+            {**gemm, "weight": make_matrix(24, 64, 32).pack(), "weight_scale": torch.empty(0, 24)},
+        ),
+        "moe": (ops.dynamic_4bit_int_moe.default, moe),
+        "moe of 10 arguments": (
+            ops.dynamic_4bit_int_moe.gated,
+            {name: value for name, value in moe.items() if name != "I2"},
+        ),
+    }
+
+
+def tensor_arguments(arguments):
+    """The names of those that are tensors."""
+    return [name for name, value in arguments.items() if isinstance(value, torch.Tensor)]
+
+
+def results(op, arguments):
+    """What a call returns, as a list of tensors."""
+    out = op(**arguments)
+    return list(out) if isinstance(out, (tuple, list)) else [out]
