@@ -2,6 +2,10 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #elif defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
 #elif defined(__aarch64__) && defined(__APPLE__)
@@ -19,7 +23,20 @@ uint64_t xcr0() {
   return (static_cast<uint64_t>(high) << 32) | low;
 }
 
-// Bits: Intel SDM volume 2A, CPUID leaves 1, 7 and 7.1; XCR0 bits 1-2 are the SSE and AVX state, 5-7 the AVX-512 state.
+// Linux, Documentation/arch/x86/xstate.rst: the state of tiles is enabled for a process that asks. Without permission
+// the first tile instruction is a SIGILL; a kernel that does not know the call has none to give.
+bool amx_permission() {
+#if defined(__linux__)
+  constexpr int kRequest = 0x1023;  // ARCH_REQ_XCOMP_PERM
+  constexpr int kTileData = 18;     // the component XTILEDATA
+  return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+
+// Bits: Intel SDM volume 2A, CPUID leaves 1, 7 and 7.1; XCR0 bits 1-2 are the SSE and AVX state, 5-7 the AVX-512 state,
+// 17-18 the configuration and data of tiles.
 uint32_t detect() {
   uint32_t eax = 0;
   uint32_t ebx = 0;
@@ -41,6 +58,12 @@ uint32_t detect() {
     const uint32_t f_dq_bw_vl = (1u << 16) | (1u << 17) | (1u << 30) | (1u << 31);
     if ((ebx & f_dq_bw_vl) == f_dq_bw_vl) features |= kAvx512;
     if ((ecx >> 11) & 1) features |= kAvx512Vnni;
+    if ((ecx >> 8) & 1) features |= kGfni;
+  }
+  const uint32_t tile_int8 = (1u << 24) | (1u << 25);
+  if ((edx & tile_int8) == tile_int8 && (state & 0x60000) == 0x60000) {
+    features |= kAmxInt8;
+    if (amx_permission()) features |= kAmxPermission;
   }
   if (eax >= 1 && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) != 0 && ((eax >> 4) & 1)) features |= kAvxVnni;
   return features;
@@ -73,14 +96,8 @@ uint32_t detect() {
 uint32_t detect() { return 0; }
 #endif
 
-}  // namespace
-
-uint32_t host_features() {
-  static const uint32_t features = detect();
-  return features;
-}
-
-bool host_unpacks_for_free() {
+// The only question about a vendor: what a core does well shows in no feature bit.
+bool by_amd() {
 #if defined(__x86_64__)
   return __builtin_cpu_is("amd");
 #else
@@ -88,14 +105,33 @@ bool host_unpacks_for_free() {
 #endif
 }
 
+}  // namespace
+
+uint32_t host_features() {
+  static const uint32_t features = detect();
+  return features;
+}
+
+bool host_unpacks_for_free() { return by_amd(); }
+bool host_streams_by_itself() { return by_amd(); }
+
 std::string feature_names(uint32_t features) {
   struct Name {
     uint32_t bit;
     const char* name;
   };
-  static constexpr Name kNames[] = {
-      {kAvx2, "avx2"}, {kFma, "fma"},         {kF16c, "f16c"}, {kAvx512, "avx512"},  {kAvx512Vnni, "avx512vnni"},
-      {kNeon, "neon"}, {kDotprod, "dotprod"}, {kI8mm, "i8mm"}, {kAvxVnni, "avxvnni"}};
+  static constexpr Name kNames[] = {{kAvx2, "avx2"},
+                                    {kFma, "fma"},
+                                    {kF16c, "f16c"},
+                                    {kAvx512, "avx512"},
+                                    {kAvx512Vnni, "avx512vnni"},
+                                    {kNeon, "neon"},
+                                    {kDotprod, "dotprod"},
+                                    {kI8mm, "i8mm"},
+                                    {kAvxVnni, "avxvnni"},
+                                    {kGfni, "gfni"},
+                                    {kAmxInt8, "amx_int8"},
+                                    {kAmxPermission, "amx_permission"}};
   std::string names;
   for (const Name& entry : kNames) {
     if ((features & entry.bit) == 0) continue;

@@ -13,18 +13,26 @@ enum Feature : uint32_t {
   kF16c = 1u << 2,
   kAvx512 = 1u << 3,  ///< F, BW, DQ and VL together, with OS support for the ZMM state
   kAvx512Vnni = 1u << 4,
-  kNeon = 1u << 5,     ///< every 64-bit Arm CPU that runs Linux or macOS
-  kDotprod = 1u << 6,  ///< SDOT
-  kI8mm = 1u << 7,     ///< SMMLA
-  kAvxVnni = 1u << 8,  ///< VPDPBUSD on YMM registers without AVX-512
+  kNeon = 1u << 5,            ///< every 64-bit Arm CPU that runs Linux or macOS
+  kDotprod = 1u << 6,         ///< SDOT
+  kI8mm = 1u << 7,            ///< SMMLA
+  kAvxVnni = 1u << 8,         ///< VPDPBUSD on YMM registers without AVX-512
+  kGfni = 1u << 9,            ///< with AVX-512: VGF2P8AFFINEQB on ZMM registers
+  kAmxInt8 = 1u << 10,        ///< tiles of int8, with OS support for their state
+  kAmxPermission = 1u << 11,  ///< the OS lets this process use them
 };
 
 /// Feature bits of this machine, detected once. x86: CPUID, and XCR0 for what the OS saves. Arm: what the OS says.
+/// On a CPU with AMX this asks Linux to let the process use it, once for all of its threads.
 uint32_t host_features();
 
 /// True if taking nibbles apart costs a tile nothing: on x86 by AMD the multiplier leaves masks and shifts their own
 /// ports, elsewhere they share them.
 bool host_unpacks_for_free();
+
+/// True if the hardware fetches the weights of one or two rows, one stream of bytes, as fast as memory gives them:
+/// cores by AMD do, where fetches of a program only disturb; those by Intel reach two thirds without them.
+bool host_streams_by_itself();
 
 /// Names of the bits, separated by one space, e.g. "avx2 fma f16c".
 std::string feature_names(uint32_t features);

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "kernels/half.h"
+#include "kernels/cpu_features.h"
 #include "kernels/kernel.h"
 #include "kernels/row_params.h"
 #include "kernels/target.h"

@@ -120,7 +120,8 @@ W4A8_INLINE void span_tiles(TileArgs& t, const Rows& rows, const RowBlock& block
   }
 }
 
-// GemmFn in tiles of at most `most_columns` panels. Not inlined: the drivers of few and of many rows would share registers.
+// GemmFn in tiles of at most `most_columns` panels. Not inlined: the drivers of few and of many rows would share
+// registers.
 template <class Tiles>
 __attribute__((noinline)) void multiply(const Rows& rows, int64_t m, const Panels& panels, int64_t panel_count,
                                         float* out, int64_t ldc, uint8_t* scratch, int64_t most_columns) {
@@ -241,7 +242,7 @@ void gemm(const Rows& rows, int64_t m, const Panels& panels, int64_t panel_count
   // Two panels at once share each broadcast. Where unpacking costs and would be done again for more rows, one panel is
   // better: its tile has more rows.
   const bool again = scratch != nullptr && m > Ops::kRows[Few::kMostColumns - 1];
-  const bool streamed = panels.channelwise && m <= streamed_rows<Ops>();
+  const bool streamed = panels.channelwise && m <= streamed_rows<Ops>() && host_streams_by_itself();
   multiply<Few>(rows, m, panels, panel_count, out, ldc, nullptr, again || streamed ? 1 : Few::kMostColumns);
 }
 

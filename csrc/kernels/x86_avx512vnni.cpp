@@ -34,124 +34,12 @@ namespace w4a8::isa {
 namespace {
 
 #include "kernels/activation-inl.h"
+#include "kernels/avx512_ops-inl.h"
 #include "kernels/rows-inl.h"
 #include "kernels/tile-inl.h"
 #include "kernels/tile_driver-inl.h"
 #include "kernels/tile_vnni-inl.h"
 
-struct Avx512Ops {
-  using F = __m512;
-  using I = __m512i;
-  static constexpr int64_t kLanes = 16;
-  static constexpr int kVecs = 1;
-  // 12 x 1 or 6 x 2 accumulators, as many float ones, and the weights: 29 of 32 registers.
-  static constexpr int kRows[] = {12, 6};
-  static constexpr int kDoubled = 4;
-  static constexpr int64_t kStreamedRows = 2;
-  static constexpr int64_t kUnpackRows = 24;
-  static constexpr int64_t kUnpackSteps = 96;  // 24 KiB of unpacked weights
-
-  static W4A8_INLINE F splat(float x) { return _mm512_set1_ps(x); }
-  static W4A8_INLINE F load(const float* p) { return _mm512_loadu_ps(p); }
-  static W4A8_INLINE F load_bytes(const uint8_t* p) { return _mm512_loadu_ps(p); }
-  static W4A8_INLINE void store(float* p, F x) { _mm512_storeu_ps(p, x); }
-  static W4A8_INLINE F add(F a, F b) { return _mm512_add_ps(a, b); }
-  static W4A8_INLINE F sub(F a, F b) { return _mm512_sub_ps(a, b); }
-  static W4A8_INLINE F mul(F a, F b) { return _mm512_mul_ps(a, b); }
-  static W4A8_INLINE F div(F a, F b) { return _mm512_div_ps(a, b); }
-  static W4A8_INLINE F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
-  static W4A8_INLINE F min(F a, F b) { return _mm512_min_ps(a, b); }
-  static W4A8_INLINE F max(F a, F b) { return _mm512_max_ps(a, b); }
-  static W4A8_INLINE F neg(F a) { return _mm512_xor_ps(a, _mm512_set1_ps(-0.0f)); }
-  static W4A8_INLINE F abs(F a) { return _mm512_andnot_ps(_mm512_set1_ps(-0.0f), a); }
-  static W4A8_INLINE F select_less(F a, F b, F yes, F no) {
-    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), no, yes);
-  }
-  static W4A8_INLINE F float_bits(I a) { return _mm512_castsi512_ps(a); }
-  static W4A8_INLINE I int_bits(F a) { return _mm512_castps_si512(a); }
-  static W4A8_INLINE F to_float(I a) { return _mm512_cvtepi32_ps(a); }
-  static W4A8_INLINE I to_int(F a) { return _mm512_cvtps_epi32(a); }
-  static W4A8_INLINE F pow2(I n) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(n, _mm512_set1_epi32(127)), 23));
-  }
-
-  static W4A8_INLINE I isplat(int32_t x) { return _mm512_set1_epi32(x); }
-  static W4A8_INLINE I iload(const uint8_t* p) { return _mm512_loadu_si512(p); }
-  static W4A8_INLINE void istore(int32_t* p, I x) { _mm512_storeu_si512(p, x); }
-  static W4A8_INLINE I iadd(I a, I b) { return _mm512_add_epi32(a, b); }
-  static W4A8_INLINE I isub(I a, I b) { return _mm512_sub_epi32(a, b); }
-  static W4A8_INLINE I imul(I a, I b) { return _mm512_mullo_epi32(a, b); }
-  static W4A8_INLINE I imin(I a, I b) { return _mm512_min_epi32(a, b); }
-  static W4A8_INLINE I imax(I a, I b) { return _mm512_max_epi32(a, b); }
-  template <int kBits>
-  static W4A8_INLINE I shift_right(I a) {
-    return _mm512_srai_epi32(a, kBits);
-  }
-  static W4A8_INLINE int32_t reduce(I a) { return _mm512_reduce_add_epi32(a); }
-  static W4A8_INLINE void store_int8(int8_t* p, I a) {
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a));
-  }
-
-  static W4A8_INLINE F widen_bfloat16(__m256i half) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
-  }
-  template <DType kType>
-  static W4A8_INLINE F load_as(const void* p, int64_t i) {
-    if constexpr (kType == DType::kFloat32) return _mm512_loadu_ps(static_cast<const float*>(p) + i);
-    const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(static_cast<const uint16_t*>(p) + i));
-    return kType == DType::kBFloat16 ? widen_bfloat16(half) : _mm512_cvtph_ps(half);
-  }
-  template <DType kType>
-  static W4A8_INLINE void store_as(void* p, int64_t i, F x) {
-    const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-    x = _mm512_mask_mov_ps(x, nan, _mm512_castsi512_ps(_mm512_set1_epi32(0x7fc00000)));
-    if constexpr (kType == DType::kFloat32) {
-      _mm512_storeu_ps(static_cast<float*>(p) + i, x);
-      return;
-    }
-    auto* dst = reinterpret_cast<__m256i*>(static_cast<uint16_t*>(p) + i);
-    if constexpr (kType == DType::kBFloat16) {
-      // Nearest even: add 0x7fff plus the lowest bit kept. 0x7fc00000 stays 0x7fc0.
-      const I bits = _mm512_castps_si512(x);
-      const I odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-      const I rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-      _mm256_storeu_si256(dst, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
-    } else {
-      _mm256_storeu_si256(dst, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-    }
-  }
-  static W4A8_INLINE F load_scales(const uint8_t* scales, int64_t i, DType dtype) {
-    if (dtype == DType::kFloat32) return _mm512_loadu_ps(scales + 4 * i);
-    return widen_bfloat16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(scales + 2 * i)));
-  }
-
-  // The two instructions of the inner loop are asm statements: with the intrinsics GCC 12 copies accumulators from
-  // register to register and loads broadcasts long before they are used, which spills. `volatile` keeps their order.
-  static W4A8_INLINE I broadcast4(const int8_t* p) {
-    struct Four {
-      int8_t bytes[4];
-    };
-    I four;
-    __asm__ volatile("vpbroadcastd %1, %0" : "=v"(four) : "m"(*reinterpret_cast<const Four*>(p)));
-    return four;
-  }
-  static W4A8_INLINE void dot(I& acc, I u8, I s8) {
-    __asm__ volatile("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(u8), "v"(s8));
-  }
-  // A step: lo and hi in the order of the columns.
-  template <bool kUnpacked>
-  static W4A8_INLINE void load_step(const uint8_t* w, int64_t s, I (&lo)[1], I (&hi)[1]) {
-    if constexpr (kUnpacked) {
-      lo[0] = _mm512_loadu_si512(w + s * 2 * kStepBytes);
-      hi[0] = _mm512_loadu_si512(w + s * 2 * kStepBytes + kStepBytes);
-    } else {
-      const I nibble = _mm512_set1_epi8(0x0f);
-      const I both = _mm512_loadu_si512(w + s * kStepBytes);
-      lo[0] = _mm512_and_si512(both, nibble);
-      hi[0] = _mm512_and_si512(_mm512_srli_epi16(both, 4), nibble);
-    }
-  }
-};
 using Ops = VnniOps<Avx512Ops>;
 
 bool unpacking_pays() { return !host_unpacks_for_free(); }

@@ -10,11 +10,12 @@ import w4a8
 
 def report() -> str:
     """The lines that ``python -m w4a8`` prints."""
+    features = w4a8.cpu_features().split()
     lines = [
         f"w4a8      {w4a8.__version__}",
         f"torch     {torch.__version__}  (Python {platform.python_version()}, {platform.machine()})",
         f"threads   {torch.get_num_threads()}",
-        f"features  {w4a8.cpu_features() or '(none that a kernel asks for)'}",
+        f"features  {' '.join(features) or '(none that a kernel asks for)'}",
         "kernels   (best first)",
     ]
     active = w4a8.active_kernel()
@@ -23,7 +24,9 @@ def report() -> str:
     for kernel in kernels:
         state = "supported" if kernel["supported"] else "not supported"
         mark = "->" if kernel["name"] == active else "  "
-        lines.append(f"  {mark} {kernel['name']:<{width}}  {state:<13}  needs: {kernel['needs'] or 'nothing'}")
+        lacking = [name for name in kernel["needs"].split() if name not in features]
+        lacks = f"  lacks: {' '.join(lacking)}" if lacking else ""
+        lines.append(f"  {mark} {kernel['name']:<{width}}  {state:<13}  needs: {kernel['needs'] or 'nothing'}{lacks}")
     lines.append(f"active    {active}")
     return "\n".join(lines)
 

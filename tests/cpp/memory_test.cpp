@@ -19,11 +19,15 @@ int64_t over(int64_t a, int64_t b) { return up(a, b) / b; }
 
 // One quantized row.
 int64_t row_bytes(int64_t k, int64_t group) { return up(k, 64) + 64 + 4 * k / group + 8; }
-int64_t task_rows(int64_t k) { return std::clamp<int64_t>(256 * 1024 / k, 16, 512); }
+bool has_tiles(const Kernel& kernel) { return std::string_view(kernel.name).starts_with("x86_amx"); }
+int64_t task_rows(const Kernel& kernel, int64_t k) {
+  return has_tiles(kernel) ? std::clamp<int64_t>(1024 * 1024 / k, 32, 512)
+                           : std::clamp<int64_t>(256 * 1024 / k, 16, 512);
+}
 // What a worker's gemm calls of so many rows get.
 int64_t unpacked(const Kernel& kernel, int64_t rows, int64_t k, int64_t group) {
   const int64_t bytes = kernel.wants_scratch() ? kernel.scratch_bytes(rows, k, group) : 0;
-  EXPECT_LE(bytes, 256 * over(k, 8));
+  EXPECT_LE(bytes, std::max(256 * over(k, 8), has_tiles(kernel) ? 20 * 1024 + 128 * up(rows, 16) : 0));
   return bytes;
 }
 // Rows of the largest of the even chunks.
@@ -49,7 +53,7 @@ TEST_P(MemoryTest, Matmul) {
     matmul(kernel(), parallel, workspace, packed.matrix(), x.data(), DType::kFloat32, c.m, out.data());
     const int64_t rows =
         chunk_of(c.m, std::max<int64_t>(64, 96 * kMiB / row_bytes(c.k, c.group))) * row_bytes(c.k, c.group);
-    const int64_t task = std::min(c.m, task_rows(c.k));
+    const int64_t task = std::min(c.m, task_rows(kernel(), c.k));
     const int64_t own = std::max<int64_t>(128 * 1024, 192 * task) + unpacked(kernel(), task, c.k, c.group);
     EXPECT_GE(workspace.capacity(), rows);
     EXPECT_LE(workspace.capacity(), rows + c.threads * own + kAlignment);
@@ -91,10 +95,10 @@ TEST_P(MemoryTest, FusedMoe) {
     const int64_t slots = chunk_of(c.moe.tokens, most) * k;
     const int64_t slot = row_bytes(h, group13) + row_bytes(i, group2) + 4 * i;
     const int64_t y = std::min(slots * 64 * over(h, 16), std::max(4 * kMiB, slots * 64 * over(h, 512)));
-    const int64_t rows = std::min(slots, task_rows(h));
-    const int64_t own =
-        std::max<int64_t>(128 * 1024, 384 * rows) + 64 * rows +
-        std::max(unpacked(kernel(), rows, h, group13), unpacked(kernel(), std::min(slots, task_rows(i)), i, group2));
+    const int64_t rows = std::min(slots, task_rows(kernel(), h));
+    const int64_t own = std::max<int64_t>(128 * 1024, 384 * rows) + 64 * rows +
+                        std::max(unpacked(kernel(), rows, h, group13),
+                                 unpacked(kernel(), std::min(slots, task_rows(kernel(), i)), i, group2));
     EXPECT_GE(workspace.capacity(), slots * (slot + 16) + y / 2);
     EXPECT_LE(workspace.capacity(), slots * (slot + 20) + y + c.threads * own + 56 * c.moe.experts + kAlignment);
   }

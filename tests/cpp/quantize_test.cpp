@@ -108,7 +108,7 @@ TEST_P(QuantizeTest, TiesGoToEven) {
   // -2.
   const std::vector<float> x = {-128, 127, 0.5f, 1.5f, 2.5f, -0.5f, -1.5f, 126.5f};
   const int expected[] = {-128, 127, 0, 2, 2, 0, -2, 126};
-  GuardedBuffer<int8_t> q(8);
+  GuardedBuffer<int8_t> q(padded_row(kernel(), 8));
   GuardedBuffer<int32_t> starts(1);
   RowQuant quant{};
   kernel().quantize_row(x.data(), DType::kFloat32, 8, 8, q.data(), starts.data(), &quant);

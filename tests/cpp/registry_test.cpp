@@ -86,6 +86,10 @@ TEST_F(RegistryTest, BestKernelIsTheFirstThatRuns) {
 #if defined(__x86_64__)
   EXPECT_STREQ(best_kernel(kAvx2 | kFma | kF16c).name, "x86_avx2");
   EXPECT_STREQ(best_kernel(kAvx2 | kFma | kF16c | kAvx512 | kAvx512Vnni).name, "x86_avx512vnni");
+  // AMX of which the OS does not let this process make use.
+  const uint32_t tiles = kAvx2 | kFma | kF16c | kAvx512 | kAvx512Vnni | kGfni | kAmxInt8;
+  EXPECT_STREQ(best_kernel(tiles | kAmxPermission).name, "x86_amx");
+  EXPECT_STREQ(best_kernel(tiles).name, "x86_avx512vnni");
   // AVX-512 without VNNI falls back.
   EXPECT_STREQ(best_kernel(kAvx2 | kFma | kF16c | kAvx512).name, "x86_avx2");
 #endif
@@ -150,7 +154,7 @@ TEST_F(RegistryTest, FeatureNames) {
   EXPECT_EQ(names.count(""), 0u) << "a feature without a name";
 #if defined(__x86_64__)
   EXPECT_EQ(feature_names(kAvx2 | kF16c), "avx2 f16c");
-  EXPECT_EQ(names.size(), 6u);
+  EXPECT_EQ(names.size(), 9u);
 #endif
 }
 

@@ -1,0 +1,116 @@
+// AMX kernel: tiles of int8 for many rows, VPDPBUSD for few.
+//
+//   instruction (Granite Rapids, measured 2026-11)      cycles
+//   TDPBSSD 16 x 16 x 64 bytes of k                     16: eight times VPDPBUSD
+//   TDPBSSD, M rows, K bytes of k                       about max(M, K / 4)
+//   TILELOADD from the first-level cache, TILESTORED    10, 19
+//   LDTILECFG and TILERELEASE                           260: once per call
+//   VGF2P8AFFINEQB zmm                                  one a cycle; nibble to int8 at once, see unpack_step
+//
+//   Tile instructions hardly overlap with AVX-512 arithmetic, which shares port 5: converting the sums of groups and
+//   multiplying add up. tile_amx-inl.h has the loops.
+//
+//   |sum| <= K * 8 * 128 < 2^31 for K <= 2^20.
+//
+// W4A8_AMX_TWIN: the same with tiles in plain C++, for tests on CPUs without AMX (tests/twins).
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#include <cstdint>
+#include <utility>
+
+#include "kernels/cpu_features.h"
+#include "kernels/kernel.h"
+#include "kernels/row_params.h"
+#include "kernels/target.h"
+
+#if !defined(__clang__)
+// GCC before 13 warns about its own undefined-value idiom in avx512fintrin.h (GCC bug 105593).
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+
+W4A8_TARGET("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,gfni")
+namespace w4a8::isa {
+namespace {
+
+#include "kernels/activation-inl.h"
+#include "kernels/avx512_ops-inl.h"
+#include "kernels/rows-inl.h"
+#include "kernels/tile-inl.h"
+#include "kernels/tile_amx-inl.h"
+#include "kernels/tile_driver-inl.h"
+#include "kernels/tile_vnni-inl.h"
+#ifndef W4A8_AMX_TWIN
+#define W4A8_AMX x86_amx
+#define W4A8_AMX_NAME "x86_amx"
+#define W4A8_AMX_NEEDS (kAmxInt8 | kAmxPermission)
+#include "kernels/amx_tiles-inl.h"
+using Unit = AmxTiles;
+#else
+#define W4A8_AMX x86_amx_plain
+#define W4A8_AMX_NAME "x86_amx_plain"
+#define W4A8_AMX_NEEDS 0u
+#include "plain_tiles-inl.h"
+using Unit = PlainTiles;
+#endif
+
+struct AmxOps : VnniOps<Avx512Ops> {
+  static constexpr int64_t kRowMultiple = 64;
+  // Fewest rows for which tiles beat VPDPBUSD, estimated from the costs above: unpacking is paid once for all rows.
+  static constexpr int64_t kTileRowsChannelwise = 12;
+  static constexpr int64_t kTileRowsGroups = 16;
+
+  // The matrix of VGF2P8AFFINEQB that makes of a byte the int8 n - 8, n its nibble at bit `shift`: result bits 0..2 are
+  // those of n, bits 3..7 are bit 3 of n, which 0xf8 flips. The row of result bit i is byte 7 - i.
+  static constexpr uint64_t signed_nibble(int shift) {
+    uint64_t matrix = 0;
+    for (int i = 0; i < 8; ++i) matrix |= (uint64_t{1} << (shift + (i < 3 ? i : 3))) << (8 * (7 - i));
+    return matrix;
+  }
+  static W4A8_INLINE void unpack_step(const uint8_t* packed, uint8_t* bytes) {
+    const I both = iload(packed);
+    const I low = _mm512_set1_epi64(static_cast<int64_t>(signed_nibble(0)));
+    const I high = _mm512_set1_epi64(static_cast<int64_t>(signed_nibble(4)));
+    _mm512_storeu_si512(bytes, _mm512_gf2p8affine_epi64_epi8(both, low, 0xf8));
+    _mm512_storeu_si512(bytes + kStepBytes, _mm512_gf2p8affine_epi64_epi8(both, high, 0xf8));
+  }
+};
+
+bool takes_tiles(int64_t rows, bool channelwise, int64_t group_steps) {
+  return rows >= (channelwise ? AmxOps::kTileRowsChannelwise : AmxOps::kTileRowsGroups) &&
+         tiles_can(channelwise, group_steps);
+}
+
+int64_t amx_scratch_bytes(int64_t rows, int64_t k, int64_t group) {
+  const int64_t few = gemm_of<AmxOps>().scratch_bytes(rows, k, group);
+  const int64_t many = takes_tiles(rows, group == k, group / kStepK) ? tile_scratch_bytes(rows) : 0;
+  return few > many ? few : many;
+}
+
+// Rows of a task are read again for every two panels: they should stay in a second-level cache of 2 MiB.
+int64_t amx_task_rows(int64_t k) {
+  constexpr int64_t kBytes = 1024 * 1024;
+  const int64_t rows = kBytes / k / kTileRows * kTileRows;
+  return rows < 2 * kTileRows ? 2 * kTileRows : (rows > 512 ? 512 : rows);
+}
+
+void amx_gemm(const Rows& rows, int64_t m, const Panels& panels, int64_t panel_count, float* out, int64_t ldc,
+              uint8_t* scratch) {
+  if (scratch != nullptr && takes_tiles(m, panels.channelwise, panels.group_steps)) {
+    gemm_tiles<AmxOps, Unit>(rows, m, panels, panel_count, out, ldc, scratch);
+  } else {
+    gemm<AmxOps>(rows, m, panels, panel_count, out, ldc, scratch);
+  }
+}
+
+}  // namespace
+
+extern const Kernel W4A8_AMX;
+constinit const Kernel W4A8_AMX =
+    kernel_of<AmxOps>(W4A8_AMX_NAME, kAvx2 | kFma | kF16c | kAvx512 | kAvx512Vnni | kGfni | W4A8_AMX_NEEDS,
+                      {amx_gemm, amx_task_rows, amx_scratch_bytes}, quantize_row<AmxOps>);
+
+}  // namespace w4a8::isa
+W4A8_TARGET_END
+#endif
