@@ -4,8 +4,8 @@
 #include <cstring>
 #include <utility>
 
-#include "kernels/half.h"
 #include "kernels/cpu_features.h"
+#include "kernels/half.h"
 #include "kernels/kernel.h"
 #include "kernels/row_params.h"
 #include "kernels/target.h"

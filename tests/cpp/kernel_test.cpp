@@ -95,8 +95,8 @@ class KernelTest : public KernelFixture {
  protected:
   // All row counts that can select a different tile, and some that need several.
   std::vector<int64_t> row_counts() const {
-    std::vector<int64_t> counts = {25, 47};
-    for (int64_t m = 1; m <= 13; ++m) counts.push_back(m);
+    std::vector<int64_t> counts = {25, 32, 47};
+    for (int64_t m = 1; m <= 17; ++m) counts.push_back(m);
     return counts;
   }
 
@@ -150,6 +150,32 @@ TEST_P(KernelTest, GroupsEveryRowCount) {
       check_shape_for_all_rows({n, c.group * c.groups, c.group, scales, stream % 2 == 0}, stream);
       if (HasFatalFailure()) return;
       ++stream;
+    }
+  }
+}
+
+// Rows beyond any that share the unpacking of a panel, K beyond any chunk of it, ragged ends of both.
+TEST_P(KernelTest, ManyRowsOfManyChunks) {
+  W4A8_TRACE_SEED();
+  Rng rng(250);
+  struct Case {
+    int64_t m;
+    int64_t k;
+    int64_t group;
+  };
+  for (const Case c : {Case{530, 1094, 1094}, Case{530, 1120, 32}, Case{49, 2304, 96}, Case{530, 1536, 512},
+                       Case{49, 2048, 1024}, Case{49, 4736, 128}, Case{49, 4726, 4726}}) {
+    const PackedShape shape{35, c.k, c.group, DType::kBFloat16, true};
+    SCOPED_TRACE(describe(shape));
+    const ref::Weights weights = random_weights(rng, shape);
+    const Packed packed = pack_one(shape, weights);
+    std::vector<ref::Row> rows;
+    for (int64_t r = 0; r < c.m; ++r) rows.push_back(random_row(rng, shape.k));
+    const QuantizedInput input(kernel(), rows, shape, 0, Guard::kAfter);
+    const auto expected = expect(rows, weights);
+    for (const bool with_scratch : {false, true}) {
+      check_gemm(kernel(), packed, input, c.m, 0, shape.panels(), expected, with_scratch, Guard::kAfter);
+      if (HasFatalFailure()) return;
     }
   }
 }
