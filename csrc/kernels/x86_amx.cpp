@@ -8,7 +8,7 @@
 //   VGF2P8AFFINEQB zmm                                  one a cycle; nibble to int8 at once, see unpack_step
 //
 //   Tile instructions hardly overlap with AVX-512 arithmetic, which shares port 5: converting the sums of groups and
-//   multiplying add up. tile_amx-inl.h has the loops.
+//   multiplying add up. tile_unit-inl.h has the loops.
 //
 //   |sum| <= K * 8 * 128 < 2^31 for K <= 2^20.
 //
@@ -38,8 +38,8 @@ namespace {
 #include "kernels/avx512_ops-inl.h"
 #include "kernels/rows-inl.h"
 #include "kernels/tile-inl.h"
-#include "kernels/tile_amx-inl.h"
 #include "kernels/tile_driver-inl.h"
+#include "kernels/tile_unit-inl.h"
 #include "kernels/tile_vnni-inl.h"
 #ifndef W4A8_AMX_TWIN
 #define W4A8_AMX x86_amx

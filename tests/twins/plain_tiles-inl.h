@@ -1,5 +1,5 @@
 // The tile unit of amx_tiles-inl.h in plain C++, for tests: what the instructions do, and a trap where they would
-// fault. Included inside a target region and an anonymous namespace, behind tile_amx-inl.h.
+// fault. Included inside a target region and an anonymous namespace, behind tile_unit-inl.h.
 
 struct PlainTiles {
   struct Tile {
