@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from common import TORCH_VERSION, assert_same_bits
+from common import assert_same_bits
 from op_samples import op_samples, results, tensor_arguments
 
 SAMPLES = op_samples()

@@ -111,3 +111,17 @@ def test_state_dict_of_another_matrix_is_refused():
 def test_repr():
     layer = W4A8Linear.from_float(torch.nn.Linear(64, 24))
     assert repr(layer) == "W4A8Linear(in_features=64, out_features=24, group_size=64)"
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_scales_are_exact_and_as_narrow_as_that_allows(groups):
+    values, scales = torch.randint(-8, 8, (5, 64), dtype=torch.int8), torch.rand(5, groups).to(torch.bfloat16)
+    call = W4A8Linear.from_compressed_tensors
+    narrow, wide = call(values, scales), call(values, scales.float(), scale_dtype=torch.float32)
+    assert_same_bits(call(values, scales.float()).packed, narrow.packed)
+    assert w4a8.read_header(narrow.packed)["scale_dtype"] == "bfloat16"
+    assert w4a8.read_header(wide.packed)["scale_dtype"] == "float32"
+    x = torch.randn(3, 64)
+    assert_same_bits(narrow(x), wide(x))
+    finer = scales.float() * 1.01
+    assert torch.equal(unpacked(call(values, finer))[1], finer.double().repeat_interleave(64 // groups, 1))

@@ -113,7 +113,7 @@ class Matrix4:
             zeros = "" if self.zero_points is None else " with zero points"
             raise NotImplementedError(f"the operators have symmetric int4 weights, but these are {self.kind}{zeros}")
 
-    def pack(self) -> torch.Tensor:
-        """uint8 [bytes], as the operators take it."""
+    def pack(self, scale_dtype: torch.dtype | None = None) -> torch.Tensor:
+        """uint8 [bytes], as the operators take it; ``scale_dtype`` as in :func:`pack_nibbles`."""
         self.check_packable()
-        return pack_nibbles(self.nibbles, self.scales, self.bias, self.group)
+        return pack_nibbles(self.nibbles, self.scales, self.bias, self.group, scale_dtype)

@@ -70,16 +70,18 @@ class W4A8Linear(PackedModule):
         weight_scale: torch.Tensor,
         weight_shape: torch.Tensor | tuple[int, int] | None = None,
         bias: torch.Tensor | None = None,
+        *,
+        scale_dtype: torch.dtype | None = None,
     ) -> W4A8Linear:
         """A layer of a compressed-tensors checkpoint: symmetric int4, in groups or per channel.
 
         Args:
             weight: ``weight_packed``, int32 [N, ceil(K/8)] (pack-quantized), or ``weight``, int8 [N, K]
                 (int-quantized).
-            weight_scale: [N, K/g], or [N, 1] per channel. Kept as bfloat16 where that holds them exactly, else as
-                float32.
+            weight_scale: [N, K/g], or [N, 1] per channel.
             weight_shape: (N, K); None is that of the weight, with K = 8 times the words of a row.
             bias: [N] or None.
+            scale_dtype: that scales are kept in; bfloat16 where that holds them exactly, else float32, if not given.
 
         Raises:
             ValueError: the tensors do not fit each other, or values are outside [-8, 7].
@@ -102,16 +104,16 @@ class W4A8Linear(PackedModule):
         else:
             check_int4_range(weight, "weight")
             nibbles = to_nibbles(weight)
-        return cls.from_matrix(Matrix4(nibbles, weight_scale, None, "int4", bias))
+        return cls.from_matrix(Matrix4(nibbles, weight_scale, None, "int4", bias), scale_dtype)
 
     @classmethod
-    def from_matrix(cls, matrix: Matrix4) -> W4A8Linear:
-        """A layer of what a reader of a format gives (:mod:`w4a8.formats`).
+    def from_matrix(cls, matrix: Matrix4, scale_dtype: torch.dtype | None = None) -> W4A8Linear:
+        """A layer of what a reader of a format gives (:mod:`w4a8.formats`); ``scale_dtype`` as above.
 
         Raises:
             NotImplementedError: codes that the operators do not have.
         """
-        return cls(matrix.pack(), matrix.columns, matrix.rows, matrix.group)
+        return cls(matrix.pack(scale_dtype), matrix.columns, matrix.rows, matrix.group)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x float32, bfloat16 or float16 [..., in_features] to [..., out_features] of its type."""
