@@ -14,9 +14,10 @@ from w4a8.checkpoint.modules import ModuleReader
 from w4a8.checkpoint.scheme import QuantizationScheme, Scheme
 from w4a8.checkpoint.settings import MoESettings, settings_from_config
 from w4a8.checkpoint.tensors import CheckpointError, CheckpointTensors, read_json
-from w4a8.core.experts import ExpertSizes, MatrixStack
+from w4a8.core.experts import ExpertSizes
 from w4a8.core.matrix import Matrix4
 from w4a8.core.quant_args import DYNAMIC_INT8_TOKENS
+from w4a8.core.stack import MatrixStack
 from w4a8.moe.config import FusedMoEConfig, FusedMoEParallelConfig
 from w4a8.moe.layer import RoutedExperts, determine_expert_map
 from w4a8.moe.method import CompressedTensorsW4A8Int8MoEMethod

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from w4a8.core.activation import MoEActivation, as_activation, kernel_activation_kind
-from w4a8.core.matrix import Matrix4, pack_nibbles
+from w4a8.core.matrix import pack_nibbles
 from w4a8.core.nibbles import check_int4_range, to_nibbles
 from w4a8.core.weight_utils import replace_parameter, set_weight_attrs
 
@@ -210,45 +210,6 @@ def pack_stack(
         scales = _halves(scales, 1)
         bias = None if bias is None else _halves(bias, 1)
     return pack_nibbles(_nibble_stack(weights, interleaved, in_place), scales, bias, group_size, scale_dtype)
-
-
-class MatrixStack:
-    """Matrices of one shape for all experts, put in piece by piece, and packed by one call of the operator."""
-
-    def __init__(self, experts: int, rows: int, columns: int, group_size: int, bias_dtype: torch.dtype | None) -> None:
-        """An empty stack of E matrices [N, K]; its memory is that of the nibbles, and of the scales in float32.
-
-        Biases are rounded to ``bias_dtype``, the type of the model, as they are where parameters hold them; None if
-        there are none.
-        """
-        self.group_size = group_size
-        scale_columns = 1 if group_size == -1 else columns // group_size
-        self.nibbles = torch.empty(experts, rows, columns // 2, dtype=torch.uint8)
-        self.scales = torch.empty(experts, rows, scale_columns, dtype=torch.float32)
-        self.bias = None if bias_dtype is None else torch.empty(experts, rows, dtype=bias_dtype)
-
-    def put(self, expert: int, row: int, matrix: Matrix4, has_bias: bool = True) -> None:
-        """Copies a matrix to rows [row, row + its rows) of an expert; it has a bias if and only if the stack has.
-
-        Args:
-            expert: index.
-            row: of the stack.
-            matrix: of the same columns and groups.
-            has_bias: False puts zeros in place of the bias: another rank adds it.
-
-        Raises:
-            NotImplementedError: codes that the operators do not have.
-        """
-        matrix.check_packable()
-        rows = slice(row, row + matrix.rows)
-        self.nibbles[expert, rows] = matrix.nibbles
-        self.scales[expert, rows] = matrix.scales
-        if self.bias is not None:
-            self.bias[expert, rows] = matrix.bias if has_bias else 0
-
-    def pack(self) -> torch.Tensor:
-        """uint8 [E, bytes]."""
-        return pack_nibbles(self.nibbles, self.scales, self.bias, self.group_size)
 
 
 def local_expert_ids(topk_ids: torch.Tensor, expert_map: torch.Tensor | None) -> torch.Tensor:

@@ -8,7 +8,7 @@ from w4a8.core.matrix import kept_scale_dtype
 from w4a8.core.nibbles import from_int32
 
 
-def _slice(loaded: torch.Tensor, dim: int, size: int, rank: int, ranks: int, name: str) -> torch.Tensor:
+def slice_of_rank(loaded: torch.Tensor, dim: int, size: int, rank: int, ranks: int, name: str) -> torch.Tensor:
     """This rank's part: ``loaded`` must be ``ranks`` parts of ``size`` along ``dim``."""
     if loaded.shape[dim] != size * ranks:
         raise ValueError(
@@ -126,7 +126,7 @@ class MoEWeightLoader:
             return
         whole = getattr(param, "quant_method", None) == "channel"
         if not whole:
-            loaded = _slice(loaded, 1, target.shape[1], self.tp_rank, self.tp_size, weight_name)
+            loaded = slice_of_rank(loaded, 1, target.shape[1], self.tp_rank, self.tp_size, weight_name)
         _copy(target, loaded, weight_name)
 
     def _load_w13(self, target: torch.Tensor, loaded: torch.Tensor, weight_name: str, shard_id: str) -> None:
@@ -134,10 +134,10 @@ class MoEWeightLoader:
         if not self.gated:
             if shard_id != "w1":
                 raise ValueError(f"{weight_name}: a layer without a gate has w1 and w2, but no {shard_id}")
-            _copy(target, _slice(loaded, 0, rows, rank, ranks, weight_name), weight_name)
+            _copy(target, slice_of_rank(loaded, 0, rows, rank, ranks, weight_name), weight_name)
         elif shard_id == "w13" and self.w13_interleaved:
             # Pairs of rows stay together: a cut by rows is a cut by features.
-            _copy(target, _slice(loaded, 0, rows, rank, ranks, weight_name), weight_name)
+            _copy(target, slice_of_rank(loaded, 0, rows, rank, ranks, weight_name), weight_name)
         else:
             half = loaded.shape[0] // 2
             parts = {"w1": loaded[:half], "w3": loaded[half:]} if shard_id == "w13" else {shard_id: loaded}
@@ -145,7 +145,7 @@ class MoEWeightLoader:
                 (target[0::2], target[1::2]) if self.w13_interleaved else (target[: rows // 2], target[rows // 2 :])
             )
             for shard, part in parts.items():
-                cut = _slice(part, 0, rows // 2, rank, ranks, weight_name)
+                cut = slice_of_rank(part, 0, rows // 2, rank, ranks, weight_name)
                 _copy(gate if shard == "w1" else up, cut, weight_name)
 
 

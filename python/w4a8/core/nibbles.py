@@ -46,12 +46,17 @@ def from_int32(words: torch.Tensor, columns: int) -> torch.Tensor:
     Returns:
         int8 [..., columns].
     """
+    return from_nibbles(word_nibbles(words, columns))
+
+
+def word_nibbles(words: torch.Tensor, columns: int) -> torch.Tensor:
+    """int32 [..., ceil(columns / 8)] as nibbles, uint8 [..., columns / 2]: a view if the words are contiguous."""
     words = words.contiguous()
     if sys.byteorder == "big":  # the nibble of k = 0 must come first in memory
         bytes_ = words.view(torch.uint8).unflatten(-1, (-1, 4)).flip(-1).flatten(-2)
     else:
         bytes_ = words.view(torch.uint8)
-    return from_nibbles(bytes_[..., : columns // 2])
+    return bytes_[..., : columns // 2]
 
 
 def check_int4_range(values: torch.Tensor, name: str) -> None:
