@@ -108,7 +108,7 @@ MoeArgs make_args(const Layers& layers, int64_t layer, int64_t group, Batch& bat
   args.out = batch.out.data();
   args.dtype = DType::kBFloat16;
   args.tokens = tokens;
-  args.slots = kSlots;
+  args.top_k = kSlots;
   args.ids = batch.ids.data();
   args.weights = batch.weights.data();
   args.experts = kExperts;

@@ -115,7 +115,7 @@ void report(const Kernel& kernel, const PackedShape& shape13, const Buffer& w13,
   args.x = x.data();
   args.out = out.data();
   args.tokens = tokens;
-  args.slots = kSlots;
+  args.top_k = kSlots;
   args.ids = ids.data();
   args.weights = weights.data();
   args.experts = kExperts;

@@ -33,61 +33,63 @@ const uint8_t* row_at(const void* x, DType dtype, int64_t row, int64_t k) {
 // How the rows of a product come about: fills what a tile reads of row r. Called once for each row.
 using PrepareRow = FunctionRef<void(int64_t r, int8_t* q, int32_t* starts, RowQuant* quant)>;
 
-// The given rows of the product. A null bias adds nothing beyond what is packed.
-void multiply_rows(const Kernel& kernel, Parallel& parallel, Workspace& workspace, const PackedMatrix& matrix,
-                   const float* bias, DType dtype, Range chunk, void* out, PrepareRow prepare) {
+// One batch of the rows of the product. A null bias adds nothing beyond what is packed.
+void multiply_batch(const Kernel& kernel, Parallel& parallel, int workers, Workspace& workspace,
+                    const PackedMatrix& matrix, const float* bias, DType dtype, Range batch, void* out,
+                    PrepareRow prepare) {
   const PackedShape& shape = matrix.shape;
-  const int64_t m = chunk.size();
-  SerialParallel serial;
-  Parallel& runner = shape.n * shape.k < kSerialMacs / m ? serial : parallel;
-  const int workers = runner.threads();
-  const int64_t blocks = ceil_div(m, kernel.task_rows(shape.k));
-  const int64_t block_rows = ceil_div(m, blocks);
-  const int64_t chunks = panel_chunks(shape.panels(), blocks, block_rows, workers);
-  const int64_t ldc = max_chunk(shape.panels(), chunks) * kPanelColumns;
-  const int64_t scratch_bytes = gemm_scratch_bytes(kernel, block_rows, shape.k, shape.group);
+  const int64_t m = batch.size();
+  const int64_t units = ceil_div(m, kernel.task_rows(shape.k));
+  const int64_t unit_rows = ceil_div(m, units);
+  const int64_t spans = panel_spans(shape.panels(), units, unit_rows, workers);
+  const int64_t ldc = max_span(shape.panels(), spans) * kPanelColumns;
+  const int64_t scratch_bytes = gemm_scratch_bytes(kernel, unit_rows, shape.k, shape.group);
 
   Slicer size(nullptr);
-  MatmulBuffers(size, shape, m, workers, block_rows * ldc, scratch_bytes);
+  MatmulBuffers(size, shape, m, workers, unit_rows * ldc, scratch_bytes);
   Slicer slicer(workspace.reserve(size.bytes()));
-  const MatmulBuffers buffers(slicer, shape, m, workers, block_rows * ldc, scratch_bytes);
+  const MatmulBuffers buffers(slicer, shape, m, workers, unit_rows * ldc, scratch_bytes);
   const QuantizedRows& rows = buffers.rows;
 
-  const int64_t counts[] = {ceil_div(m, kQuantizeRowsPerTask), blocks * chunks};
-  run_phases(runner, counts, [&](int phase, int64_t task, int worker) {
-    if (phase == 0) {
-      const int64_t end = std::min(m, (task + 1) * kQuantizeRowsPerTask);
-      for (int64_t r = task * kQuantizeRowsPerTask; r < end; ++r) {
-        prepare(chunk.begin + r, rows.q + r * rows.stride, rows.starts + r * rows.groups, rows.quant + r);
-      }
-      return;
+  const auto quantize = [&](int64_t, int64_t task, int) {
+    const int64_t end = std::min(m, (task + 1) * kQuantizeRowsPerTask);
+    for (int64_t r = task * kQuantizeRowsPerTask; r < end; ++r) {
+      prepare(batch.begin + r, rows.q + r * rows.stride, rows.starts + r * rows.groups, rows.quant + r);
     }
-    const Range block = share(m, blocks, task / chunks);
-    const Range panels = share(shape.panels(), chunks, task % chunks);
+  };
+  const auto multiply = [&](int64_t, int64_t task, int worker) {
+    const Range unit = share(m, units, task / spans);
+    const Range panels = share(shape.panels(), spans, task % spans);
     float* tile = buffers.own.tile(worker);
     // What this worker will most likely take next; nothing is fetched behind the last tasks.
     const int64_t later = task + workers;
     const uint8_t* next =
-        later < blocks * chunks ? matrix.panel(share(shape.panels(), chunks, later % chunks).begin) : nullptr;
-    kernel.gemm(rows.from(block.begin), block.size(), matrix.panels(panels.begin, next), panels.size(), tile, ldc,
+        later < units * spans ? matrix.panel(share(shape.panels(), spans, later % spans).begin) : nullptr;
+    kernel.gemm(rows.from(unit.begin), unit.size(), matrix.panels(panels.begin, next), panels.size(), tile, ldc,
                 buffers.own.scratch(worker));
     const int64_t column = panels.begin * kPanelColumns;
     const int64_t columns = std::min(shape.n, panels.end * kPanelColumns) - column;
-    for (int64_t r = 0; r < block.size(); ++r) {
+    for (int64_t r = 0; r < unit.size(); ++r) {
       for (int64_t c = 0; bias != nullptr && c < columns; ++c) tile[r * ldc + c] += bias[column + c];
       kernel.store_row(
           tile + r * ldc, columns, dtype,
-          static_cast<uint8_t*>(out) + ((chunk.begin + block.begin + r) * shape.n + column) * dtype_bytes(dtype));
+          static_cast<uint8_t*>(out) + ((batch.begin + unit.begin + r) * shape.n + column) * dtype_bytes(dtype));
     }
-  });
+  };
+  const Phase phases[] = {{ceil_div(m, kQuantizeRowsPerTask), quantize}, {units * spans, multiply}};
+  run_phases(parallel, workers, phases);
 }
 
-// In chunks of rows, so that the scratch stays bounded.
+// In batches of rows, so that the scratch stays bounded.
 void multiply(const Kernel& kernel, Parallel& parallel, Workspace& workspace, const PackedMatrix& matrix,
               const float* bias, DType dtype, int64_t m, void* out, PrepareRow prepare) {
-  const int64_t chunks = ceil_div(m, matmul_chunk_rows(matrix.shape));
-  for (int64_t c = 0; c < chunks; ++c) {
-    multiply_rows(kernel, parallel, workspace, matrix, bias, dtype, share(m, chunks, c), out, prepare);
+  if (m == 0) return;
+  const int64_t batches = ceil_div(m, matmul_batch_rows(matrix.shape));
+  SerialParallel serial;
+  Parallel& runner = matrix.shape.n * matrix.shape.k < kSerialMacs / m ? serial : parallel;
+  const int workers = runner.threads();
+  for (int64_t i = 0; i < batches; ++i) {
+    multiply_batch(kernel, runner, workers, workspace, matrix, bias, dtype, share(m, batches, i), out, prepare);
   }
 }
 
@@ -131,7 +133,7 @@ QuantizedRows QuantizedRows::slice(Slicer& slicer, int64_t rows, int64_t k, int6
   return result;
 }
 
-int64_t matmul_chunk_rows(const PackedShape& shape) {
+int64_t matmul_batch_rows(const PackedShape& shape) {
   constexpr int64_t kScratchBytes = 96 * 1024 * 1024;
   const int64_t bytes = row_stride(shape.k) + shape.groups() * int64_t{sizeof(int32_t)} + int64_t{sizeof(RowQuant)};
   return std::max<int64_t>(64, kScratchBytes / bytes);

@@ -1,4 +1,4 @@
-// Activations times one packed matrix: quantize rows, then (row block x panel range) tasks.
+// Activations times one packed matrix: quantize rows, then (unit of rows x span of panels) tasks.
 #pragma once
 
 #include <cstdint>
@@ -46,12 +46,12 @@ inline int64_t gemm_scratch_bytes(const Kernel& kernel, int64_t rows, int64_t k,
 
 /// out[m, n] = x[m, k] times the packed matrix (dequantized, bias added), rounded once to `dtype`.
 /// x and out: contiguous, of `dtype`. m may be 0. A row with a NaN or infinite element gives NaN in that row only.
-/// Scratch is bounded: rows are worked off in chunks (matmul_chunk_rows).
+/// Scratch is bounded: rows are worked off in batches (matmul_batch_rows).
 void matmul(const Kernel& kernel, Parallel& parallel, Workspace& workspace, const PackedMatrix& matrix, const void* x,
             DType dtype, int64_t m, void* out);
 
 /// Rows worked off at once: as many as keep the scratch near 96 MiB, at least 64.
-int64_t matmul_chunk_rows(const PackedShape& shape);
+int64_t matmul_batch_rows(const PackedShape& shape);
 
 /// Rows that the caller has quantized: x ~ (q - zero_point) * scale.
 struct GivenRows {

@@ -196,9 +196,8 @@ void unpack_panel(const PackedMatrix& matrix, int64_t index, uint8_t* weights, v
 void pack(const Kernel& kernel, const PackedShape& shape, int64_t count, const RawWeights& raw, uint8_t* dst,
           Parallel& parallel) {
   const int64_t tasks_per_matrix = (shape.panels() + kPanelsPerTask - 1) / kPanelsPerTask;
-  const int64_t counts[] = {count * tasks_per_matrix};
   advise_huge_pages(dst, count * packed_bytes(shape));
-  run_phases(parallel, counts, [&](int, int64_t task, int) {
+  const auto pack_panels = [&](int64_t, int64_t task, int) {
     const int64_t m = task / tasks_per_matrix;
     const int64_t begin = task % tasks_per_matrix * kPanelsPerTask;
     uint8_t* matrix = dst + m * packed_bytes(shape);
@@ -209,12 +208,15 @@ void pack(const Kernel& kernel, const PackedShape& shape, int64_t count, const R
                   matrix + kHeaderBytes + p * shape.panel_bytes())
           .run();
     }
-  });
+  };
+  const Phase phases[] = {{count * tasks_per_matrix, pack_panels}};
+  run_phases(parallel, parallel.threads(), phases);
 }
 
 void unpack(const PackedMatrix& matrix, uint8_t* weights, void* scales, float* bias, Parallel& parallel) {
-  const int64_t counts[] = {matrix.shape.panels()};
-  run_phases(parallel, counts, [&](int, int64_t panel, int) { unpack_panel(matrix, panel, weights, scales, bias); });
+  const auto unpack_one = [&](int64_t, int64_t panel, int) { unpack_panel(matrix, panel, weights, scales, bias); };
+  const Phase phases[] = {{matrix.shape.panels(), unpack_one}};
+  run_phases(parallel, parallel.threads(), phases);
 }
 
 }  // namespace w4a8

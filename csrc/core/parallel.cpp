@@ -10,8 +10,6 @@
 namespace w4a8 {
 namespace {
 
-constexpr int kMaxPhases = 80;
-
 struct alignas(64) Counter {
   std::atomic<int64_t> value{0};
 };
@@ -44,23 +42,21 @@ class DefaultFloatEnvironment {
 
 // Tasks are numbered through all phases and taken from one counter, so a worker only ever waits for tasks with smaller
 // numbers, each taken by a worker that is running it. Hence no deadlock, even if the workers run one after another.
-void run_phases(Parallel& parallel, std::span<const int64_t> counts,
-                FunctionRef<void(int phase, int64_t task, int worker)> body) {
+void run_phases(Parallel& parallel, int workers, std::span<const Phase> phases) {
   int64_t ends[kMaxPhases];
-  const int phases = static_cast<int>(counts.size());
-  if (phases > kMaxPhases) throw std::logic_error("run_phases: too many phases");
+  if (phases.size() > kMaxPhases) throw std::logic_error("run_phases: too many phases");
   int64_t total = 0;
   int64_t widest = 0;
-  for (int p = 0; p < phases; ++p) {
-    total += counts[static_cast<std::size_t>(p)];
+  for (std::size_t p = 0; p < phases.size(); ++p) {
+    total += phases[p].tasks;
     ends[p] = total;
-    widest = std::max(widest, counts[static_cast<std::size_t>(p)]);
+    widest = std::max(widest, phases[p].tasks);
   }
-  const int workers = static_cast<int>(std::min<int64_t>(parallel.threads(), widest));
+  workers = static_cast<int>(std::min<int64_t>(workers, widest));
   if (workers <= 1) {
     const DefaultFloatEnvironment environment;
-    for (int p = 0; p < phases; ++p) {
-      for (int64_t i = 0; i < counts[static_cast<std::size_t>(p)]; ++i) body(p, i, 0);
+    for (const Phase& phase : phases) {
+      for (int64_t i = 0; i < phase.tasks; ++i) phase.run(phase.part, i, 0);
     }
     return;
   }
@@ -71,7 +67,7 @@ void run_phases(Parallel& parallel, std::span<const int64_t> counts,
   std::exception_ptr error;
   auto work = [&](int worker) {
     const DefaultFloatEnvironment environment;
-    int phase = 0;
+    std::size_t phase = 0;
     for (;;) {
       const int64_t task = next.value.fetch_add(1, std::memory_order_relaxed);
       if (task >= total) return;
@@ -89,7 +85,7 @@ void run_phases(Parallel& parallel, std::span<const int64_t> counts,
       }
       if (failed.load(std::memory_order_relaxed)) return;
       try {
-        body(phase, task - begin, worker);
+        phases[phase].run(phases[phase].part, task - begin, worker);
       } catch (...) {
         if (!failed.exchange(true)) error = std::current_exception();
         return;

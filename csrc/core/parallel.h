@@ -33,7 +33,7 @@ class FunctionRef<R(Args...)> {
 class Parallel {
  public:
   virtual ~Parallel() = default;
-  /// Workers that can run at once, at least 1.
+  /// Workers that can run at once, at least 1. May change from call to call: what is sized by it asks once.
   virtual int threads() const = 0;
   /// Calls body(worker) once for each worker in [0, workers), at once or one after another, and returns when all did.
   virtual void run(int workers, FunctionRef<void(int)> body) = 0;
@@ -48,11 +48,19 @@ class SerialParallel final : public Parallel {
   }
 };
 
-/// Runs body(phase, task, worker) for each task in [0, counts[phase]) of each phase, in one parallel region. Tasks are
-/// taken dynamically in order, and a phase starts when every task of the phase before has ended. worker is in
-/// [0, parallel.threads()) and runs in the default floating-point environment. An exception thrown by a task is
-/// rethrown once all workers have stopped; tasks that had not begun are dropped.
-void run_phases(Parallel& parallel, std::span<const int64_t> counts,
-                FunctionRef<void(int phase, int64_t task, int worker)> body);
+/// Tasks that may run at once, numbered from 0.
+struct Phase {
+  int64_t tasks;
+  FunctionRef<void(int64_t part, int64_t task, int worker)> run;
+  int64_t part = 0;  ///< given to run, for phases that share a function
+};
+
+inline constexpr int kMaxPhases = 80;
+
+/// Runs all tasks of all phases, at most kMaxPhases, in one parallel region of at most `workers` workers. Tasks are
+/// taken dynamically in order, and a phase starts when every task of the phase before has ended. worker is in [0,
+/// workers) and runs in the default floating-point environment. An exception thrown by a task is rethrown once all
+/// workers have stopped; tasks that had not begun are dropped.
+void run_phases(Parallel& parallel, int workers, std::span<const Phase> phases);
 
 }  // namespace w4a8

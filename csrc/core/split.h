@@ -21,23 +21,23 @@ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 /// The float tile of a task should stay in cache beside the int8 rows.
 inline constexpr int64_t kTileFloats = 32 * 1024;
 
-/// Into how many chunks the panels of each of `units` row blocks are cut, so that every worker gets many tasks to take
-/// and a tile [rows, 16 * chunk] has about kTileFloats. rows: of the largest unit.
-inline int64_t panel_chunks(int64_t panels, int64_t units, int64_t rows, int64_t workers) {
+/// Into how many spans the panels of each of `units` units are cut, so that every worker gets many tasks to take and a
+/// tile [rows, 16 * span] has about kTileFloats. rows: of the largest unit.
+inline int64_t panel_spans(int64_t panels, int64_t units, int64_t rows, int64_t workers) {
   constexpr int64_t kTasksPerWorker = 8;
   const int64_t for_balance = workers == 1 ? 1 : ceil_div(kTasksPerWorker * workers, std::max<int64_t>(units, 1));
   const int64_t most_panels = std::max<int64_t>(2, kTileFloats / (kPanelColumns * std::max<int64_t>(rows, 1)));
-  const int64_t chunks = std::max(for_balance, ceil_div(panels, most_panels));
-  // At least 2 panels a chunk: tiles are two panels wide.
-  return std::clamp<int64_t>(chunks, 1, std::max<int64_t>(1, panels / 2));
+  const int64_t spans = std::max(for_balance, ceil_div(panels, most_panels));
+  // At least 2 panels a span: tiles are two panels wide.
+  return std::clamp<int64_t>(spans, 1, std::max<int64_t>(1, panels / 2));
 }
 
-/// The most floats rows * 16 * max_chunk(panels, panel_chunks(..., rows, ...)) can be: a chunk has at most 3 panels
+/// The most floats rows * 16 * max_span(panels, panel_spans(..., rows, ...)) can be: a span has at most 3 panels
 /// where the tile would be larger than kTileFloats.
 inline int64_t max_tile_floats(int64_t rows) { return std::max(kTileFloats, rows * 3 * kPanelColumns); }
 
-/// Panels of the largest chunk.
-inline int64_t max_chunk(int64_t panels, int64_t chunks) { return ceil_div(panels, chunks); }
+/// Panels of the largest span.
+inline int64_t max_span(int64_t panels, int64_t spans) { return ceil_div(panels, spans); }
 
 /// Below this many multiply-accumulates waking other threads costs more than it saves.
 inline constexpr int64_t kSerialMacs = 1 << 18;

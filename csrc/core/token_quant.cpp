@@ -27,8 +27,7 @@ void quantize_per_token(const Kernel& kernel, Parallel& parallel, const void* x,
   if (m == 0) return;
   SerialParallel serial;
   Parallel& runner = k < kSerialMacs / 16 / m ? serial : parallel;
-  const int64_t counts[] = {ceil_div(m, kRowsPerTask)};
-  run_phases(runner, counts, [&](int, int64_t task, int) {
+  const auto quantize = [&](int64_t, int64_t task, int) {
     const int64_t end = std::min(m, (task + 1) * kRowsPerTask);
     for (int64_t r = task * kRowsPerTask; r < end; ++r) {
       const auto* row = static_cast<const uint8_t*>(x) + r * k * dtype_bytes(dtype);
@@ -37,7 +36,9 @@ void quantize_per_token(const Kernel& kernel, Parallel& parallel, const void* x,
       store_scale(quant.scale, dtype, scale, r);
       zero_point[r] = quant.zero_point;
     }
-  });
+  };
+  const Phase phases[] = {{ceil_div(m, kRowsPerTask), quantize}};
+  run_phases(runner, runner.threads(), phases);
 }
 
 }  // namespace w4a8

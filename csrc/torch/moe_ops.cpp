@@ -73,7 +73,7 @@ at::Tensor moe_cpu(const at::Tensor& x, const at::Tensor& topk_ids, const at::Te
   args.out = out.data_ptr();
   args.dtype = activation_dtype("x", input);
   args.tokens = tokens;
-  args.slots = ids.size(1);
+  args.top_k = ids.size(1);
   if (ids.scalar_type() == at::kInt) {
     args.ids = input_data<int32_t>(ids);
   } else {

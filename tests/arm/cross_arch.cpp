@@ -140,7 +140,7 @@ Bytes run(const Case& c, const Kernel& kernel) {
   args.out = out.data();
   args.dtype = dtype;
   args.tokens = s.tokens;
-  args.slots = kSlots;
+  args.top_k = kSlots;
   args.ids = reinterpret_cast<const int32_t*>(c.ids.data());
   args.weights = reinterpret_cast<const float*>(c.router.data());
   args.experts = kExperts;

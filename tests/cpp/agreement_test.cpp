@@ -137,8 +137,8 @@ std::vector<uint8_t> run_part(const MoeData& data, const Batch& batch, const Ker
   std::vector<uint8_t> out(static_cast<std::size_t>(batch.rows) * row_bytes);
   args.tokens = batch.rows;
   args.x = data.x.data() + static_cast<std::size_t>(batch.first) * row_bytes;
-  args.ids = data.ids.data() + batch.first * data.shape.slots;
-  args.weights = data.router.data() + batch.first * data.shape.slots;
+  args.ids = data.ids.data() + batch.first * data.shape.top_k;
+  args.weights = data.router.data() + batch.first * data.shape.top_k;
   args.out = out.data();
   fused_moe(kernel, parallel, workspace, args);
   return out;
@@ -150,7 +150,7 @@ TEST(AgreementTest, Moe) {
   for (int variant = 0; variant < 8; ++variant) {
     MoeCase c;
     c.tokens = 80;
-    c.slots = 3;
+    c.top_k = 3;
     c.experts = 5;
     c.hidden = variant % 2 == 0 ? 70 : 128;
     c.intermediate = variant % 2 == 0 ? 42 : 64;

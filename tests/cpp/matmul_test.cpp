@@ -96,6 +96,17 @@ TEST_P(MatmulTest, LargerShapes) {
   }
 }
 
+// Scratch is for as many workers as the first answer says.
+TEST_P(MatmulTest, WorkersAreCountedOnce) {
+  Rng rng(69);
+  const PackedShape shape{300, 1024, 128, DType::kFloat32, false};
+  const ref::Weights weights = random_weights(rng, shape);
+  const Packed packed = pack_one(shape, weights);
+  GrowingParallel parallel(2);
+  check(parallel, shape, weights, packed, random_activations(rng, 40 * shape.k, DType::kFloat32), DType::kFloat32);
+  EXPECT_EQ(parallel.most(), 2);
+}
+
 TEST_P(MatmulTest, BadRowsAreNanAndAlone) {
   W4A8_TRACE_SEED();
   Rng rng(63);
@@ -214,7 +225,7 @@ TEST_P(MatmulTest, ChunksOfRows) {
   const PackedShape shape{1, 2, 2, DType::kFloat32, true};
   const ref::Weights weights = random_weights(rng, shape);
   const Packed packed = pack_one(shape, weights);
-  const int64_t chunk = matmul_chunk_rows(shape);
+  const int64_t chunk = matmul_batch_rows(shape);
   ASSERT_LE(chunk, 1 << 20) << "too large for a test";
   const int64_t m = chunk + 3;
   const std::vector<float> x = random_activations(rng, m * shape.k, DType::kFloat32);
@@ -239,7 +250,7 @@ TEST(MatmulChunkTest, BoundedForEveryShape) {
   for (const int64_t k : {int64_t{2}, int64_t{64}, int64_t{4096}, int64_t{18432}, kMaxK}) {
     for (const int64_t group : {int64_t{32}, k}) {
       if (k % group != 0) continue;
-      const int64_t rows = matmul_chunk_rows({16, k, group, DType::kFloat32, false});
+      const int64_t rows = matmul_batch_rows({16, k, group, DType::kFloat32, false});
       EXPECT_GE(rows, 64);
       EXPECT_LE(rows * (k + k / group * 4 + 8), int64_t{96} << 20);
     }

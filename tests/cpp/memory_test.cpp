@@ -30,8 +30,8 @@ int64_t unpacked(const Kernel& kernel, int64_t rows, int64_t k, int64_t group) {
   EXPECT_LE(bytes, std::max(256 * over(k, 8), has_tiles(kernel) ? 20 * 1024 + 128 * up(rows, 16) : 0));
   return bytes;
 }
-// Rows of the largest of the even chunks.
-int64_t chunk_of(int64_t rows, int64_t most) { return over(rows, over(rows, most)); }
+// Rows of the largest of the even batches.
+int64_t batch_of(int64_t rows, int64_t most) { return over(rows, over(rows, most)); }
 
 class MemoryTest : public KernelFixture {};
 
@@ -52,7 +52,7 @@ TEST_P(MemoryTest, Matmul) {
     Workspace workspace;
     matmul(kernel(), parallel, workspace, packed.matrix(), x.data(), DType::kFloat32, c.m, out.data());
     const int64_t rows =
-        chunk_of(c.m, std::max<int64_t>(64, 96 * kMiB / row_bytes(c.k, c.group))) * row_bytes(c.k, c.group);
+        batch_of(c.m, std::max<int64_t>(64, 96 * kMiB / row_bytes(c.k, c.group))) * row_bytes(c.k, c.group);
     const int64_t task = std::min(c.m, task_rows(kernel(), c.k));
     const int64_t own = std::max<int64_t>(128 * 1024, 192 * task) + unpacked(kernel(), task, c.k, c.group);
     EXPECT_GE(workspace.capacity(), rows);
@@ -68,7 +68,7 @@ TEST_P(MemoryTest, FusedMoe) {
   const auto moe = [](int64_t tokens, int64_t slots, int64_t experts, int64_t hidden, int64_t inter, int64_t group) {
     MoeCase c;
     c.tokens = tokens;
-    c.slots = slots;
+    c.top_k = slots;
     c.experts = experts;
     c.hidden = hidden;
     c.intermediate = inter;
@@ -89,18 +89,18 @@ TEST_P(MemoryTest, FusedMoe) {
     Workspace workspace;
     data.run(kernel(), parallel, workspace);
 
-    const int64_t h = c.moe.hidden, i = c.moe.intermediate, k = c.moe.slots;
+    const int64_t h = c.moe.hidden, i = c.moe.intermediate, k = c.moe.top_k;
     const int64_t group13 = c.moe.group == -1 ? h : c.moe.group, group2 = c.moe.group == -1 ? i : c.moe.group;
     const int64_t most = std::max<int64_t>(64, 96 * kMiB / (k * (h + h / 8 + 5 * i + 512)));
-    const int64_t slots = chunk_of(c.moe.tokens, most) * k;
+    const int64_t slots = batch_of(c.moe.tokens, most) * k;
     const int64_t slot = row_bytes(h, group13) + row_bytes(i, group2) + 4 * i;
     const int64_t y = std::min(slots * 64 * over(h, 16), std::max(4 * kMiB, slots * 64 * over(h, 512)));
     const int64_t rows = std::min(slots, task_rows(kernel(), h));
     const int64_t own = std::max<int64_t>(128 * 1024, 384 * rows) + 64 * rows +
                         std::max(unpacked(kernel(), rows, h, group13),
                                  unpacked(kernel(), std::min(slots, task_rows(kernel(), i)), i, group2));
-    EXPECT_GE(workspace.capacity(), slots * (slot + 16) + y / 2);
-    EXPECT_LE(workspace.capacity(), slots * (slot + 20) + y + c.threads * own + 56 * c.moe.experts + kAlignment);
+    EXPECT_GE(workspace.capacity(), slots * (slot + 8) + y / 2);
+    EXPECT_LE(workspace.capacity(), slots * (slot + 12) + y + c.threads * own + 168 * c.moe.experts + kAlignment);
   }
 }
 

@@ -31,7 +31,7 @@ ref::MoeLayer random_layer(Rng& rng, const MoeCase& c) {
 }  // namespace
 
 std::string describe(const MoeCase& c) {
-  return "T=" + std::to_string(c.tokens) + " k=" + std::to_string(c.slots) + " E=" + std::to_string(c.experts) +
+  return "T=" + std::to_string(c.tokens) + " k=" + std::to_string(c.top_k) + " E=" + std::to_string(c.experts) +
          " H=" + std::to_string(c.hidden) + " I=" + std::to_string(c.intermediate) +
          " group=" + std::to_string(c.group) + " kind=" + std::to_string(c.kind) + (c.gated ? " gated" : " ungated") +
          (c.bias ? " bias" : "") + (c.weight_on_input ? " weight_on_input" : "") + " scales=" + dtype_name(c.scales) +
@@ -46,7 +46,7 @@ MoeData::MoeData(Rng& rng, const MoeCase& c)
       w2(pack_stack(shape2(c), layer.w2)) {
   w13.bytes.freeze();
   w2.bytes.freeze();
-  for (int64_t i = 0; i < c.tokens * c.slots; ++i) {
+  for (int64_t i = 0; i < c.tokens * c.top_k; ++i) {
     ids.push_back(static_cast<int32_t>(rng.integer(0, c.experts - 1)));
     router.push_back(rng.uniform(0.05f, 1.0f));
   }
@@ -56,10 +56,10 @@ std::vector<float> MoeData::token(int64_t t) const {
   return from_dtype(x.data() + t * shape.hidden * dtype_bytes(shape.dtype), shape.hidden, shape.dtype);
 }
 std::vector<int> MoeData::ids_of(int64_t t) const {
-  return {ids.begin() + t * shape.slots, ids.begin() + (t + 1) * shape.slots};
+  return {ids.begin() + t * shape.top_k, ids.begin() + (t + 1) * shape.top_k};
 }
 std::vector<float> MoeData::router_of(int64_t t) const {
-  return {router.begin() + t * shape.slots, router.begin() + (t + 1) * shape.slots};
+  return {router.begin() + t * shape.top_k, router.begin() + (t + 1) * shape.top_k};
 }
 
 MoeArgs MoeData::args() const {
@@ -67,7 +67,7 @@ MoeArgs MoeData::args() const {
   args.x = x.data();
   args.dtype = shape.dtype;
   args.tokens = shape.tokens;
-  args.slots = shape.slots;
+  args.top_k = shape.top_k;
   args.ids = ids.data();
   args.weights = router.data();
   args.experts = shape.experts;
@@ -106,8 +106,8 @@ std::vector<uint32_t> MoeData::compose(const Kernel& kernel, int64_t t) const {
   const ref::Row row = ref::quantize(token(t));
   const auto inner = static_cast<std::size_t>(shape.intermediate);
   std::vector<float> sum(static_cast<std::size_t>(shape.hidden), 0.0f);
-  for (int64_t j = 0; j < shape.slots; ++j) {
-    const auto slot = static_cast<std::size_t>(t * shape.slots + j);
+  for (int64_t j = 0; j < shape.top_k; ++j) {
+    const auto slot = static_cast<std::size_t>(t * shape.top_k + j);
     if (ids[slot] < 0) continue;
     const auto e = static_cast<std::size_t>(ids[slot]);
     ref::Row input = row;

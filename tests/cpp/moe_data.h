@@ -12,7 +12,7 @@ namespace w4a8::test {
 
 struct MoeCase {
   int64_t tokens = 5;
-  int64_t slots = 2;
+  int64_t top_k = 2;
   int64_t experts = 4;
   int64_t hidden = 34;
   int64_t intermediate = 18;

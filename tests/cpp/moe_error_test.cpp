@@ -68,7 +68,7 @@ TEST_F(MoeErrorTest, TooManySlots) {
   for (const int64_t slots : {int64_t{1} << 25, int64_t{1} << 31, int64_t{1} << 60}) {
     MoeArgs args = data.args();
     args.tokens = 1;
-    args.slots = slots;
+    args.top_k = slots;
     args.ids = nullptr;
     expect_words(refused(data, args), {"topk_ids", "k is " + std::to_string(slots), "at most 33554431"});
   }
@@ -145,11 +145,11 @@ TEST_F(MoeErrorTest, ArgumentsThatContradictTheHeaders) {
 TEST_F(MoeErrorTest, LastChunkIsCheckedFirst) {
   Rng rng(84);
   MoeCase c;
-  c.slots = 96;
+  c.top_k = 96;
   c.experts = 3;
   c.hidden = 4096;
   c.intermediate = 2;
-  c.tokens = moe_chunk_tokens(c.slots, c.hidden, c.intermediate) + 7;
+  c.tokens = moe_batch_tokens(c.top_k, c.hidden, c.intermediate) + 7;
   MoeData data(rng, c);
   data.ids.assign(data.ids.size(), -1);
   for (std::size_t i = 0; i < data.ids.size(); i += 96) data.ids[i] = 1;

@@ -60,7 +60,7 @@ TEST_P(MoeTest, EveryNumberOfTokens) {
     for (const int64_t slots : {1, 3}) {
       MoeCase c;
       c.tokens = tokens;
-      c.slots = slots;
+      c.top_k = slots;
       c.experts = 3;
       c.bias = slots == 3;
       check(MoeData(rng, c));
@@ -74,7 +74,7 @@ TEST_P(MoeTest, Routing) {
   Rng rng(72);
   MoeCase c;
   c.tokens = 40;
-  c.slots = 3;
+  c.top_k = 3;
   c.experts = 9;
   for (const bool on_input : {false, true}) {
     c.weight_on_input = on_input;
@@ -109,9 +109,9 @@ TEST_P(MoeTest, Routing) {
     }
   }
   c.experts = 2;  // fewer experts than slots
-  c.slots = 5;
+  c.top_k = 5;
   check(MoeData(rng, c));
-  c.slots = 0;
+  c.top_k = 0;
   check(MoeData(rng, c));
 }
 
@@ -135,7 +135,7 @@ TEST_P(MoeTest, LargerLayers) {
   Rng rng(74);
   MoeCase c;
   c.tokens = 70;
-  c.slots = 2;
+  c.top_k = 2;
   c.experts = 2;
   c.hidden = 256;
   c.intermediate = 96;
@@ -251,11 +251,11 @@ TEST_P(MoeTest, ChunksOfTokens) {
   W4A8_TRACE_SEED();
   Rng rng(78);
   MoeCase c;
-  c.slots = 120;
+  c.top_k = 120;
   c.experts = 2;
   c.hidden = 8180;  // 512 panels in as many blocks as there may be
   c.intermediate = 2;
-  const int64_t chunk = moe_chunk_tokens(c.slots, c.hidden, c.intermediate);
+  const int64_t chunk = moe_batch_tokens(c.top_k, c.hidden, c.intermediate);
   ASSERT_LE(chunk, 100) << "too large for a test";
   for (const int64_t tokens : {chunk, chunk + 1, 2 * chunk + 1}) {
     c.tokens = tokens;
@@ -274,7 +274,7 @@ TEST_P(MoeTest, BlocksOfColumns) {
   Rng rng(79);
   MoeCase c;
   c.tokens = 33;
-  c.slots = 64;  // 132 KiB of y per panel: 31 panels a block
+  c.top_k = 64;  // 132 KiB of y per panel: 31 panels a block
   c.experts = 3;
   c.intermediate = 34;
   for (const int64_t hidden : {31 * 16, 31 * 16 + 2, 40 * 16 - 6, 64 * 16 - 14}) {
@@ -295,7 +295,7 @@ TEST(MoeChunkTest, BoundedButNotTiny) {
   for (const int64_t slots : {0, 1, 8, 64}) {
     for (const int64_t hidden : {2, 2048, 7168}) {
       for (const int64_t inter : {2, 768, 18432}) {
-        const int64_t chunk = moe_chunk_tokens(slots, hidden, inter);
+        const int64_t chunk = moe_batch_tokens(slots, hidden, inter);
         EXPECT_GE(chunk, 64);
         // Above the least chunk, x in int8 and h in float32 and int8 alone must fit 96 MiB.
         if (chunk > 64) {
@@ -304,6 +304,56 @@ TEST(MoeChunkTest, BoundedButNotTiny) {
       }
     }
   }
+}
+
+// Scratch is for as many workers as the first answer says.
+TEST_P(MoeTest, WorkersAreCountedOnce) {
+  Rng rng(79);
+  MoeCase c;
+  c.tokens = 64;
+  c.hidden = 256;
+  c.intermediate = 128;
+  const MoeData data(rng, c);
+  SerialParallel serial;
+  const std::vector<uint8_t> expected = data.run(kernel(), serial, workspace_);
+  GrowingParallel parallel(2);
+  EXPECT_EQ(data.run(kernel(), parallel, workspace_), expected);
+  EXPECT_EQ(parallel.most(), 2);
+}
+
+// Headers are read before the first worker runs, and never again.
+TEST_P(MoeTest, HeadersAreReadOnce) {
+  Rng rng(78);
+  MoeCase c;
+  c.tokens = 64;
+  c.hidden = 256;
+  c.intermediate = 128;
+  MoeData data(rng, c);
+  SerialParallel serial;
+  const std::vector<uint8_t> expected = data.run(kernel(), serial, workspace_);
+  // Damages every header before the workers start.
+  struct Damaging final : Parallel {
+    explicit Damaging(const MoeData& data)
+        : w13(data.w13.bytes.data(), data.w13.bytes.data() + data.w13.bytes.size()),
+          w2(data.w2.bytes.data(), data.w2.bytes.data() + data.w2.bytes.size()) {}
+    int threads() const override { return 2; }
+    void run(int workers, FunctionRef<void(int)> body) override {
+      for (std::size_t i = 0; i < w13.size(); i += w13_bytes) std::fill_n(w13.data() + i, kHeaderBytes, uint8_t{0});
+      for (std::size_t i = 0; i < w2.size(); i += w2_bytes) std::fill_n(w2.data() + i, kHeaderBytes, uint8_t{0});
+      ThreadParallel(workers).run(workers, body);
+    }
+    std::vector<uint8_t> w13, w2;
+    std::size_t w13_bytes = 0, w2_bytes = 0;
+  } damaging(data);
+  std::vector<uint8_t> out(expected.size());
+  MoeArgs args = data.args();
+  damaging.w13_bytes = static_cast<std::size_t>(args.w13_bytes);
+  damaging.w2_bytes = static_cast<std::size_t>(args.w2_bytes);
+  args.w13 = damaging.w13.data();
+  args.w2 = damaging.w2.data();
+  args.out = out.data();
+  fused_moe(kernel(), damaging, workspace_, args);
+  EXPECT_EQ(out, expected);
 }
 
 W4A8_FOR_ALL_KERNELS(MoeTest);

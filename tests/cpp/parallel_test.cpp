@@ -25,6 +25,14 @@ class OneAfterAnother final : public Parallel {
   }
 };
 
+// All phases with one function, which is told which of them it runs.
+void run_counts(Parallel& parallel, const std::vector<int64_t>& counts,
+                FunctionRef<void(int64_t phase, int64_t task, int worker)> body) {
+  std::vector<Phase> phases;
+  for (const int64_t tasks : counts) phases.push_back({tasks, body, static_cast<int64_t>(phases.size())});
+  run_phases(parallel, parallel.threads(), phases);
+}
+
 struct Calls {
   std::vector<std::vector<std::atomic<int>>> count;  // [phase][task]
   explicit Calls(const std::vector<int64_t>& counts) {
@@ -37,8 +45,8 @@ void check_phases(Parallel& parallel, const std::vector<int64_t>& counts) {
   std::vector<std::atomic<int64_t>> ended(counts.size());
   std::atomic<int> out_of_order{0};
   std::atomic<int> bad_worker{0};
-  run_phases(parallel, counts, [&](int phase, int64_t task, int worker) {
-    for (int p = 0; p < phase; ++p) {
+  run_counts(parallel, counts, [&](int64_t phase, int64_t task, int worker) {
+    for (int64_t p = 0; p < phase; ++p) {
       if (ended[static_cast<std::size_t>(p)] != counts[static_cast<std::size_t>(p)]) ++out_of_order;
     }
     if (worker < 0 || worker >= parallel.threads()) ++bad_worker;
@@ -95,8 +103,8 @@ TEST(ParallelTest, WorkersDoNotOverlap) {
     ThreadParallel parallel(threads);
     std::vector<std::atomic<int>> busy(static_cast<std::size_t>(threads));
     std::atomic<int> overlaps{0};
-    const int64_t counts[] = {200, 200};
-    run_phases(parallel, counts, [&](int, int64_t, int worker) {
+    const std::vector<int64_t> counts = {200, 200};
+    run_counts(parallel, counts, [&](int64_t, int64_t, int worker) {
       if (busy[static_cast<std::size_t>(worker)].exchange(1) != 0) ++overlaps;
       std::this_thread::yield();
       busy[static_cast<std::size_t>(worker)] = 0;
@@ -112,8 +120,8 @@ TEST(ParallelTest, PhasesPublishTheirResults) {
   for (int round = 0; round < 50; ++round) {
     std::vector<int64_t> first(97, 0);
     std::vector<int64_t> second(97, 0);
-    const int64_t counts[] = {97, 97};
-    run_phases(parallel, counts, [&](int phase, int64_t task, int) {
+    const std::vector<int64_t> counts = {97, 97};
+    run_counts(parallel, counts, [&](int64_t phase, int64_t task, int) {
       const auto i = static_cast<std::size_t>(task);
       if (phase == 0) {
         first[i] = task + 1;
@@ -136,8 +144,8 @@ TEST(ParallelTest, PhasesPublishBetweenWorkers) {
     std::vector<int64_t> sums(kWorkers, 0);
     std::vector<int> worker_of(kWorkers, -1);
     std::atomic<int> arrived{0};
-    const int64_t counts[] = {kWorkers, kWorkers};
-    run_phases(parallel, counts, [&](int phase, int64_t task, int worker) {
+    const std::vector<int64_t> counts = {kWorkers, kWorkers};
+    run_counts(parallel, counts, [&](int64_t phase, int64_t task, int worker) {
       const auto i = static_cast<std::size_t>(task);
       if (phase == 0) {
         first[i] = task + 1;
@@ -159,10 +167,10 @@ TEST(ParallelTest, ExceptionsReachTheCaller) {
     for (const int64_t bad : {0, 13, 99}) {
       for (const int bad_phase : {0, 1}) {
         std::atomic<int> later_phase{0};
-        const int64_t counts[] = {100, 100, 100};
+        const std::vector<int64_t> counts = {100, 100, 100};
         std::string message;
         try {
-          run_phases(parallel, counts, [&](int phase, int64_t task, int) {
+          run_counts(parallel, counts, [&](int64_t phase, int64_t task, int) {
             if (phase > bad_phase) ++later_phase;
             if (phase == bad_phase && task == bad) throw std::runtime_error("task " + std::to_string(task));
           });
@@ -178,10 +186,36 @@ TEST(ParallelTest, ExceptionsReachTheCaller) {
 
 TEST(ParallelTest, AllTasksMayThrow) {
   with_every_parallel([](Parallel& parallel) {
-    const int64_t counts[] = {50};
-    EXPECT_THROW(run_phases(parallel, counts, [](int, int64_t, int) { throw std::bad_alloc(); }), std::bad_alloc);
+    const std::vector<int64_t> counts = {50};
+    EXPECT_THROW(run_counts(parallel, counts, [](int64_t, int64_t, int) { throw std::bad_alloc(); }), std::bad_alloc);
     check_phases(parallel, {20, 20});  // usable afterwards
   });
+}
+
+TEST(ParallelTest, TooManyPhasesAreRefused) {
+  SerialParallel serial;
+  int64_t calls = 0;
+  const auto count = [&](int64_t, int64_t, int) { ++calls; };
+  std::vector<Phase> phases(kMaxPhases, Phase{1, count});
+  run_phases(serial, 1, phases);
+  EXPECT_EQ(calls, kMaxPhases);
+  phases.push_back({1, count});
+  EXPECT_THROW(run_phases(serial, 1, phases), std::logic_error);
+  EXPECT_EQ(calls, kMaxPhases);
+}
+
+// A pool may be resized by another thread: scratch is for as many workers as were asked for, whatever comes later.
+TEST(ParallelTest, WorkersAreThoseAskedFor) {
+  ThreadParallel parallel(5);
+  std::atomic<int> most{0};
+  const auto note = [&](int64_t, int64_t, int worker) {
+    for (int seen = most; seen < worker && !most.compare_exchange_weak(seen, worker);) {
+    }
+    std::this_thread::yield();
+  };
+  const Phase phases[] = {{200, note}};
+  run_phases(parallel, 2, phases);
+  EXPECT_LE(most, 1);
 }
 
 TEST(WorkspaceTest, AlignedGrowingReused) {

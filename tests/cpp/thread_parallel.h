@@ -23,4 +23,22 @@ class ThreadParallel final : public Parallel {
   int threads_;
 };
 
+/// As many workers as `threads` at the first question, one more at each that follows: what a pool does that another
+/// thread resizes.
+class GrowingParallel final : public Parallel {
+ public:
+  explicit GrowingParallel(int threads) : threads_(threads) {}
+  int threads() const override { return threads_++; }
+  /// The most workers that ran at once.
+  int most() const { return most_; }
+  void run(int workers, FunctionRef<void(int)> body) override {
+    if (workers > most_) most_ = workers;
+    ThreadParallel(workers).run(workers, body);
+  }
+
+ private:
+  mutable int threads_;
+  int most_ = 0;
+};
+
 }  // namespace w4a8::test

@@ -77,8 +77,8 @@ inline CheckpointTensors checkpoint_tensors(const PackedShape& shape, const std:
 struct MoeTensors {
   explicit MoeTensors(const MoeData& data)
       : x(to_tensor(data.x.data(), {data.shape.tokens, data.shape.hidden}, scalar_type(data.shape.dtype))),
-        ids(to_tensor(data.ids.data(), {data.shape.tokens, data.shape.slots}, at::kInt)),
-        weights(to_tensor(data.router.data(), {data.shape.tokens, data.shape.slots}, at::kFloat)),
+        ids(to_tensor(data.ids.data(), {data.shape.tokens, data.shape.top_k}, at::kInt)),
+        weights(to_tensor(data.router.data(), {data.shape.tokens, data.shape.top_k}, at::kFloat)),
         w13(to_tensor(data.w13.bytes.data(), {data.shape.experts, packed_bytes(data.w13.shape)}, at::kByte)),
         w2(to_tensor(data.w2.bytes.data(), {data.shape.experts, packed_bytes(data.w2.shape)}, at::kByte)),
         h(data.shape.hidden),

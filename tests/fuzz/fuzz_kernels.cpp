@@ -107,16 +107,16 @@ void fuzz_moe(Bytes& in) {
   args.activation = static_cast<Activation>(in.integer(0, kActivationCount - 1));
   args.dtype = in.pick(kDTypes);
   args.experts = in.integer(0, 5);
-  args.slots = in.integer(0, 4);
+  args.top_k = in.integer(0, 4);
   args.tokens = in.integer(0, 20);
-  const int64_t macs = args.hidden * args.intermediate * 3 * std::max<int64_t>(1, args.slots);
+  const int64_t macs = args.hidden * args.intermediate * 3 * std::max<int64_t>(1, args.top_k);
   args.tokens = std::min(args.tokens, std::max<int64_t>(1, kMostMacs / macs));
   const auto workers = static_cast<int>(in.integer(1, 3));
   const DType scales = in.pick(kScaleDTypes);
   const bool bias = in.flag();
   // Now and then so many slots that the tokens are worked off in several chunks; nearly all are skipped.
   if (in.integer(0, 255) == 77) {
-    args.slots = 6000;
+    args.top_k = 6000;
     args.tokens = 70;
     args.hidden = args.intermediate = grouped ? 32 : 2;
     args.group = grouped ? 32 : -1;
@@ -127,12 +127,12 @@ void fuzz_moe(Bytes& in) {
   const Stack w13 = make_stack(in, shape13, args.experts);
   const Stack w2 = make_stack(in, shape2, args.experts);
   const std::vector<uint8_t> x = elements(in, args.tokens * args.hidden, args.dtype);
-  const std::vector<float> router = floats(in, args.tokens * args.slots);
+  const std::vector<float> router = floats(in, args.tokens * args.top_k);
   const bool wide = in.flag();
   std::vector<int32_t> ids;
   std::vector<int64_t> ids64;
-  for (int64_t i = 0; i < args.tokens * args.slots; ++i) {
-    const bool used = args.slots < 100 || i % 997 == 0;
+  for (int64_t i = 0; i < args.tokens * args.top_k; ++i) {
+    const bool used = args.top_k < 100 || i % 997 == 0;
     ids64.push_back(used ? in.integer(-1, args.experts - 1) : -1);
     ids.push_back(static_cast<int32_t>(ids64.back()));
   }

@@ -200,7 +200,7 @@ void fuzz_experts(Bytes& in) {
   args.activation = static_cast<Activation>(in.integer(0, kActivationCount - 1));
   args.experts = kExperts;
   args.tokens = in.integer(1, 5);
-  args.slots = in.integer(1, 3);
+  args.top_k = in.integer(1, 3);
   const PackedShape shape13 = {args.intermediate * (args.gated ? 2 : 1), args.hidden, grouped ? 32 : args.hidden,
                                in.flag() ? DType::kBFloat16 : DType::kFloat32, in.flag()};
   const PackedShape shape2 = {args.hidden, args.intermediate, grouped ? 32 : args.intermediate,
@@ -222,10 +222,10 @@ void fuzz_experts(Bytes& in) {
     }
   }
   const std::vector<uint8_t> x = elements(in, args.tokens * args.hidden, args.dtype);
-  const std::vector<float> router = floats(in, args.tokens * args.slots);
+  const std::vector<float> router = floats(in, args.tokens * args.top_k);
   std::vector<int64_t> ids;
   bool all_good = true;
-  for (int64_t i = 0; i < args.tokens * args.slots; ++i) {
+  for (int64_t i = 0; i < args.tokens * args.top_k; ++i) {
     ids.push_back(in.integer(0, 31) == 31 ? in.integer(INT64_MIN, INT64_MAX) : in.integer(-1, kExperts - 1));
     const bool in_range = ids.back() >= -1 && ids.back() < kExperts;
     all_good = all_good && in_range && (ids.back() < 0 || good[ids.back()]);

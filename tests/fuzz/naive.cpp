@@ -133,7 +133,7 @@ std::vector<uint32_t> moe_token(const Kernel& kernel, const NaiveLayer& layer, c
   const auto* x = static_cast<const uint8_t*>(args.x) + token * args.hidden * dtype_bytes(args.dtype);
   const ref::Row row = ref::quantize(to_floats(x, args.hidden, args.dtype));
   std::vector<float> sum(static_cast<std::size_t>(args.hidden), 0.0f);
-  for (int64_t j = token * args.slots; j < (token + 1) * args.slots; ++j) {
+  for (int64_t j = token * args.top_k; j < (token + 1) * args.top_k; ++j) {
     const int64_t id = args.ids != nullptr ? args.ids[j] : args.ids64[j];
     if (id < 0) continue;
     ref::Row input = row;

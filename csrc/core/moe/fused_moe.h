@@ -10,13 +10,13 @@
 
 namespace w4a8 {
 
-/// One call. All arrays are contiguous. Shapes: T tokens, k slots, E experts, H hidden, I intermediate.
+/// One call. All arrays are contiguous. Shapes: T tokens, k slots of each, E experts, H hidden, I intermediate.
 struct MoeArgs {
   const void* x = nullptr;  ///< [T, H] of dtype
   void* out = nullptr;      ///< [T, H] of dtype
   DType dtype = DType::kFloat32;
   int64_t tokens = 0;              ///< T
-  int64_t slots = 0;               ///< k
+  int64_t top_k = 0;               ///< k
   const int32_t* ids = nullptr;    ///< [T, k]; -1 skips the slot
   const int64_t* ids64 = nullptr;  ///< the same, read if ids is null
   const float* weights = nullptr;  ///< [T, k]
@@ -35,10 +35,10 @@ struct MoeArgs {
 
 /// Runs the layer. Throws std::invalid_argument, before anything is written, for H or I outside the layout's range, an
 /// id outside [-1, E) (naming the token), and for a packed matrix of an expert that is used whose header disagrees
-/// (naming expert and field). Scratch is bounded: tokens are worked off in chunks (moe_chunk_tokens).
+/// (naming expert and field). Scratch is bounded: tokens are worked off in batches (moe_batch_tokens).
 void fused_moe(const Kernel& kernel, Parallel& parallel, Workspace& workspace, const MoeArgs& args);
 
 /// Tokens worked off at once: as many as keep the scratch near 96 MiB, at least 64.
-int64_t moe_chunk_tokens(int64_t slots, int64_t hidden, int64_t intermediate);
+int64_t moe_batch_tokens(int64_t top_k, int64_t hidden, int64_t intermediate);
 
 }  // namespace w4a8
