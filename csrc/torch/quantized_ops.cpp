@@ -98,7 +98,8 @@ PackedMatrix open_weight(const at::Tensor& packed, const at::Tensor& weight_scal
 }
 
 // weight int32 [K/8, N] -> packed. Its transpose's little-endian bytes are the nibbles in the order of k.
-at::Tensor pack_words(const at::Tensor& weight, const at::Tensor& weight_scale, int64_t k, int64_t group_size) {
+at::Tensor pack_words(const Kernel& kernel, const at::Tensor& weight, const at::Tensor& weight_scale, int64_t k,
+                      int64_t group_size) {
   TORCH_CHECK(weight.size(0) * 8 == k, "weight has shape ", shape_text(weight.sizes()),
               ", expected int32 [K/8, N] with ", "8 * size(0) = K = ", k, ", the last dimension of quant_x");
   PackedShape shape = matrix_shape(group_size == -1 ? k : group_size, k, weight.size(1));
@@ -112,7 +113,7 @@ at::Tensor pack_words(const at::Tensor& weight, const at::Tensor& weight_scale, 
   at::Tensor packed = at::empty({packed_bytes(shape)}, weight.options().dtype(at::kByte));
   const RawWeights raw = {static_cast<const uint8_t*>(input_data(words)), input_data(scales), nullptr};
   AtenParallel parallel;
-  pack(active_kernel(), shape, 1, raw, packed.data_ptr<uint8_t>(), parallel);
+  pack(kernel, shape, 1, raw, packed.data_ptr<uint8_t>(), parallel);
   return packed;
 }
 
@@ -154,7 +155,9 @@ at::Tensor int4_gemm_cpu(const at::Tensor& quant_x, const at::Tensor& x_scale, c
   check_per_token("x_zero", x_zero, quant_x);
   check_weight_zero_point(weight_zero_point, is_packed(weight));
   const int64_t k = quant_x.size(-1);
-  const at::Tensor packed = is_packed(weight) ? weight.contiguous() : pack_words(weight, weight_scale, k, group_size);
+  const Kernel& kernel = active_kernel();  // for both steps
+  const at::Tensor packed =
+      is_packed(weight) ? weight.contiguous() : pack_words(kernel, weight, weight_scale, k, group_size);
   const PackedMatrix matrix = open_weight(packed, weight_scale, k, group_size);
   at::Tensor addend;
   if (bias.has_value()) {
@@ -172,7 +175,7 @@ at::Tensor int4_gemm_cpu(const at::Tensor& quant_x, const at::Tensor& x_scale, c
   const GivenRows rows = {static_cast<const uint8_t*>(input_data(q)), q.scalar_type() == at::kByte,
                           input_data<float>(scale), input_data<int64_t>(zero)};
   AtenParallel parallel;
-  matmul_quantized(active_kernel(), parallel, thread_workspace(), matrix, rows,
+  matmul_quantized(kernel, parallel, thread_workspace(), matrix, rows,
                    addend.defined() ? input_data<float>(addend) : nullptr, output_dtype(out_dtype), scale.numel(),
                    out.data_ptr());
   return out;

@@ -1,7 +1,7 @@
 """What this CPU can run, and choosing a kernel by hand.
 
-Every kernel gives the same bits (docs/numerics.md), so a choice changes only speed. It holds for the whole process; do
-not change it while another thread is inside an operator.
+Every kernel gives the same bits (docs/numerics.md), so a choice changes only speed. It holds for the whole process,
+from the next call on: an operator that runs in another thread meanwhile ends with the kernel it began with.
 """
 
 from typing import TypedDict

@@ -124,13 +124,47 @@ TEST(LayoutTest, RandomBytesAreRefused) {
     std::vector<uint8_t> bytes(64);
     for (uint8_t& byte : bytes) byte = static_cast<uint8_t>(rng.bits());
     EXPECT_THROW(read_header(bytes.data(), 1 << 20, "random"), std::invalid_argument);
-    // The right magic and version in front of random fields.
-    const std::vector<uint8_t> good = header_of(kShape);
-    std::copy_n(good.begin(), 16, bytes.begin());
-    EXPECT_THROW(read_header(bytes.data(), 1 << 20, "random"), std::invalid_argument);
   }
   const std::vector<uint8_t> zeros(64, 0);
   EXPECT_THROW(read_header(zeros.data(), 64, "zeros"), std::invalid_argument);
+}
+
+// docs/packed_layout.md with bfloat16 scales; -1 for what is no shape.
+int64_t documented_bytes(int64_t n, int64_t k, int64_t group) {
+  if (n < 1 || n > int64_t{1} << 31 || k < 2 || k > 1 << 20 || k % 2 != 0) return -1;
+  if (group != k && (group < 32 || group % 32 != 0 || k % group != 0)) return -1;
+  const int64_t panel = 64 * ((k + 7) / 8) + 16 * 2 * (k / group) + 64 + 64;
+  return 64 + (n + 15) / 16 * ((panel + 63) / 64 * 64);
+}
+
+// Random n, k and group in a header that is right otherwise, near the shape of that size and anywhere.
+TEST(LayoutTest, RandomShapesAreReadIfTheyHaveTheSize) {
+  W4A8_TRACE_SEED();
+  Rng rng(42);
+  const int64_t size = packed_bytes(kShape);
+  ASSERT_EQ(size, documented_bytes(kShape.n, kShape.k, kShape.group));
+  int accepted = 0;
+  for (int i = 0; i < 20000; ++i) {
+    int64_t fields[] = {rng.integer(-1, 60), rng.integer(-1, 300), 32 * rng.integer(-1, 5)};
+    if (i % 2 == 0) fields[1] = 32 * rng.integer(0, 10);
+    if (i % 3 == 0) fields[2] = fields[1];  // channelwise
+    if (i % 5 == 0) fields[rng.integer(0, 2)] = static_cast<int64_t>(rng.bits() >> rng.integer(0, 63));
+    std::vector<uint8_t> bytes = header_of(kShape);
+    std::memcpy(bytes.data() + kNAt, fields, sizeof(fields));
+    SCOPED_TRACE("n " + std::to_string(fields[0]) + " k " + std::to_string(fields[1]) + " group " +
+                 std::to_string(fields[2]));
+    if (documented_bytes(fields[0], fields[1], fields[2]) != size) {
+      EXPECT_THROW(read_header(bytes.data(), size, "random"), std::invalid_argument);
+      continue;
+    }
+    ++accepted;
+    PackedShape expected = kShape;
+    expected.n = fields[0];
+    expected.k = fields[1];
+    expected.group = fields[2];
+    EXPECT_EQ(read_header(bytes.data(), size, "random"), expected);
+  }
+  EXPECT_GT(accepted, 10);
 }
 
 TEST(LayoutTest, CheckShape) {

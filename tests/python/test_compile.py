@@ -131,24 +131,3 @@ def test_meta_keeps_the_type_of_the_input(dtype):
     x, packed, *sizes = matmul_arguments(dtype)
     y = w4a8.dyn_quant_matmul_4bit(x.to("meta"), packed.to("meta"), *sizes)
     assert (y.dtype, y.shape) == (dtype, (5, 24))
-
-
-def test_inference_and_no_grad_modes():
-    x, packed, *sizes = matmul_arguments()
-    want = w4a8.dyn_quant_matmul_4bit(x, packed, *sizes)
-    with torch.inference_mode():
-        assert_same_bits(w4a8.dyn_quant_matmul_4bit(x, packed, *sizes), want)
-    with torch.no_grad():
-        assert_same_bits(w4a8.dyn_quant_matmul_4bit(x, packed, *sizes), want)
-
-
-def test_calls_from_several_threads():
-    """Operators keep no state between calls: concurrent callers do not disturb each other."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    layer = make_layer(4, 64, 32)
-    inputs = [(torch.randn(n, 64), *route(n, 2, 4)) for n in (1, 5, 9, 17)] * 4
-    want = [layer(*i) for i in inputs]
-    with ThreadPoolExecutor(4) as pool:
-        for actual, expected in zip(pool.map(lambda i: layer(*i), inputs), want):
-            assert_same_bits(actual, expected)

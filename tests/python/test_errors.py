@@ -173,16 +173,43 @@ def test_damaged_packed_tensor(name):
             w4a8.read_header(arguments["packed_weights"].contiguous())
 
 
+def documented_bytes(n, k, group):
+    """docs/packed_layout.md with float32 scales; None for what is no shape."""
+    if not (1 <= n <= 2**31 and 2 <= k <= 2**20 and k % 2 == 0):
+        return None
+    if group != k and not (group >= 32 and group % 32 == 0 and k % group == 0):
+        return None
+    panel = 64 * -(-k // 8) + 16 * 4 * (k // group) + 64 + 64
+    return 64 + -(-n // 16) * -(-panel // 64) * 64
+
+
 def test_random_headers_never_get_through():
-    """Any 64 random bytes behind the right magic and version: refused, whatever shape they claim."""
+    """Random n, k and group in a header that is right otherwise: read if the shape has this size, and never computed."""
     generator = np.random.default_rng(0)
     arguments = matmul_arguments()
     good = arguments["packed_weights"]
-    for _ in range(500):
+    # (16, 160, 32) and (17..32, 64, 32), (17..32, 66, 66) ... need as many bytes as there are, or nearly.
+    near = ([*range(50), -24, 2**31], [*range(200), -64, 2**20], [*range(-1, 200), 2**20])
+    accepted = 0
+    for i in range(4000):
+        shape = [int(generator.choice(values)) for values in near]
+        if i % 2:
+            shape[2] = shape[1]  # channelwise
+        if i % 5 == 0:
+            shape[i % 3] = int(generator.integers(-(2**63), 2**63 - 1))
         packed = good.clone()
-        packed[12:64] = torch.from_numpy(generator.integers(0, 256, 52, dtype=np.uint8))
+        packed[16:40] = torch.from_numpy(np.array(shape, dtype="<i8").view(np.uint8))
         arguments["packed_weights"] = packed
-        refuse(lambda: w4a8.dyn_quant_matmul_4bit(**arguments), "packed_weights: ")
+        if shape != [24, 64, 32]:
+            refuse(lambda: w4a8.dyn_quant_matmul_4bit(**arguments), "packed_weights: ")
+        if documented_bytes(*shape) == good.numel():
+            header = w4a8.read_header(packed)
+            assert [header["n"], header["k"], header["group"]] == shape
+            accepted += 1
+        else:
+            with pytest.raises(ValueError, match=r"n \(out_features\)|k \(in_features\)|group \(block_size\)|size is"):
+                w4a8.read_header(packed)
+    assert accepted > 10
 
 
 def test_read_header_refuses_strided_memory():

@@ -1,5 +1,6 @@
 """The package as a user meets it: version, command line, choosing a kernel, the example of the README."""
 
+import ast
 import os
 import re
 import subprocess
@@ -31,6 +32,24 @@ def test_version():
 def test_everything_exported_exists():
     for name in w4a8.__all__:
         assert getattr(w4a8, name) is not None
+
+
+def test_the_stub_of_the_extension():
+    """_C.pyi names what the module has, and its functions' arguments; the fields of its dicts are those returned."""
+    from w4a8 import _C
+
+    stub = ast.parse((Path(w4a8.__file__).parent / "_C.pyi").read_text())
+    functions = {node.name: node for node in stub.body if isinstance(node, ast.FunctionDef)}
+    dicts = {node.name: node for node in stub.body if isinstance(node, ast.ClassDef)}
+    assert set(functions) == {name for name in dir(_C) if callable(getattr(_C, name)) and not name.startswith("_")}
+    for name, node in functions.items():
+        arguments = [argument.arg for argument in node.args.args]
+        assert re.findall(r"(\w+):", getattr(_C, name).__doc__.partition(")")[0]) == arguments, name
+    assert _C.__version__ == w4a8.__version__
+    header = _C.read_header(make_matrix(16, 64, 32).pack().numpy())
+    for name, value in {"_KernelInfo": _C.kernels()[0], "_Header": header}.items():
+        fields = {field.target.id: field.annotation.id for field in dicts[name].body}
+        assert fields == {key: type(entry).__name__ for key, entry in value.items()}
 
 
 def test_kernels():

@@ -53,6 +53,45 @@ def test_eight_python_threads_at_once():
     assert not errors, errors[0]
 
 
+def test_switching_kernels_while_operators_run():
+    """A call ends with the kernel it began with; the bits are those of every kernel."""
+    calls = cases()
+    expected = [call() for call in calls]
+    names = [kernel["name"] for kernel in w4a8.kernels() if kernel["supported"]]
+    done, errors, used = threading.Event(), [], set()
+
+    def work(first):
+        try:
+            for i in range(4000):
+                if i >= 40 and used == set(names):
+                    break
+                at = (first + i) % len(calls)
+                used.add(w4a8.active_kernel())
+                assert_same_bits(calls[at](), expected[at], f"call {at}")
+        except BaseException as error:
+            errors.append(error)
+
+    def switch():
+        while not done.is_set():
+            for name in names:
+                w4a8.use_kernel(name)
+                done.wait(0.001)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    switcher = threading.Thread(target=switch)
+    try:
+        for thread in (switcher, *threads):
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        done.set()
+        switcher.join()
+        w4a8.use_kernel("")
+    assert not errors, errors[0]
+    assert used == set(names)
+
+
 def test_errors_in_one_thread_leave_the_others_alone():
     matrix = make_matrix(40, 64, 32)
     packed, x = matrix.pack(), torch.randn(3, 64)

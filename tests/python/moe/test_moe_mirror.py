@@ -1,6 +1,9 @@
 """Every public name of the mirrored modules of vLLM 0.24 and 0.17 is here, with the same signature."""
 
 import inspect
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -258,7 +261,21 @@ def test_config_sizes():
     assert not FusedMoEConfig(8, 2, 64, 96, 8, activation="gelu_no_mul").is_act_and_mul
 
 
-def test_nothing_of_vllm_is_imported():
-    import sys
+IMPORT_ALL = """
+import importlib, pkgutil, sys
+import w4a8
+for module in pkgutil.walk_packages(w4a8.__path__, "w4a8."):
+    if not module.name.startswith(("w4a8.integrations.", "w4a8.__main__", "w4a8.lib")):
+        importlib.import_module(module.name)
+print("w4a8.moe" in sys.modules, "vllm" in sys.modules)
+"""
 
-    assert not [name for name in sys.modules if name.split(".")[0] == "vllm"]
+
+def test_nothing_of_vllm_is_imported(tmp_path):
+    """With a package of that name to be found, every module but the plugin's leaves it alone."""
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text("")
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-c", IMPORT_ALL]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, cwd="/", capture_output=True, text=True)
+    assert done.stdout.split() == ["True", "False"], done.stdout + done.stderr

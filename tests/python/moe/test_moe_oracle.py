@@ -3,6 +3,7 @@
 import logging
 import subprocess
 import sys
+from dataclasses import replace
 
 import moe_build
 import pytest
@@ -254,11 +255,22 @@ def test_every_multiple_of_32_is_a_supported_scheme():
     assert not CPUExpertsInt4._supports_quant_scheme(half, None)
 
 
-def test_upstream_keys_are_supported():
-    assert kInt4W4A8StaticChannelSym == QuantKey(torch.int8, ScaleDesc(torch.float32, True, GroupShape(-1, 1)))
-    keys = (G32, kInt4W4A8StaticGroup64Sym, kInt4W4A8StaticGroup128Sym, kInt4W4A8StaticGroupSym)
-    assert all(CPUExpertsInt4._supports_quant_scheme(key, None) for key in keys)
-    assert QuantKey(torch.int8, ScaleDesc(torch.bfloat16, True, GroupShape(1, 32))) == G32
+def test_named_keys_are_supported_and_their_neighbours_are_not():
+    """Each name is the scheme that it says; one field of it changed is another scheme, which nothing here runs."""
+    named = {32: G32, 64: kInt4W4A8StaticGroup64Sym, 128: kInt4W4A8StaticGroup128Sym, -1: kInt4W4A8StaticChannelSym}
+    assert kInt4W4A8StaticGroupSym == kInt4W4A8StaticChannelSym
+    for size, key in named.items():
+        shape = GroupShape(-1, 1) if size == -1 else GroupShape(1, size)
+        dtype = torch.float32 if size == -1 else torch.bfloat16
+        assert key == QuantKey(torch.int8, ScaleDesc(dtype, True, shape))
+        assert CPUExpertsInt4._supports_quant_scheme(key, None)
+        scales = [{"static": False}, {"dtype": torch.float16}]
+        scales += [{"group_shape": GroupShape(*other)} for other in [(1, 48), (1, -1), (-1, -1), (2, 32), (32, 1)]]
+        others = [replace(key, scale=replace(key.scale, **change)) for change in scales]
+        others += [replace(key, dtype=torch.uint8), replace(key, scale2=key.scale), replace(key, symmetric=False)]
+        for other in others:
+            assert not CPUExpertsInt4._supports_quant_scheme(other, None), other
+        assert not CPUExpertsInt4._supports_quant_scheme(key, key)
 
 
 def test_activation_integers():

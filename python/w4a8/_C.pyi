@@ -1,0 +1,28 @@
+"""Kernels of w4a8 and the packed format. Importing it registers the ops of torch.ops.w4a8."""
+
+from typing import Any, TypedDict
+
+# Buffer protocol: typing has no name for it before Python 3.12.
+_Buffer = Any
+
+class _KernelInfo(TypedDict):
+    name: str
+    supported: bool
+    needs: str
+
+class _Header(TypedDict):
+    version: int
+    n: int
+    k: int
+    group: int
+    scale_dtype: str
+    has_bias: bool
+    bytes: int
+
+__version__: str
+
+def kernels() -> list[_KernelInfo]: ...
+def active_kernel() -> str: ...
+def use_kernel(name: str) -> None: ...
+def cpu_features() -> str: ...
+def read_header(data: _Buffer) -> _Header: ...
