@@ -143,9 +143,10 @@ uint64_t read_all(const uint8_t* data, int64_t bytes) {
 
 int64_t run_multiply(const Kernel& kernel, int64_t iterations) {
 #if defined(__x86_64__)
-  if (std::strcmp(kernel.name, "x86_avx512vnni") == 0) return multiply_vnni(iterations);
-  if (std::strcmp(kernel.name, "x86_avxvnni") == 0) return multiply_avxvnni(iterations);
-  if (std::strcmp(kernel.name, "x86_avx2") == 0) return multiply_avx2(iterations);
+  if ((kernel.needs & kAmxInt8) != 0) return 0;  // tiles are not measured
+  if ((kernel.needs & kAvx512Vnni) != 0) return multiply_vnni(iterations);
+  if ((kernel.needs & kAvxVnni) != 0) return multiply_avxvnni(iterations);
+  if ((kernel.needs & kAvx2) != 0) return multiply_avx2(iterations);
 #endif
   static_cast<void>(kernel);
   static_cast<void>(iterations);

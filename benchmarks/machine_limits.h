@@ -11,10 +11,10 @@ namespace w4a8::bench {
 uint64_t read_all(const uint8_t* data, int64_t bytes);
 
 /// Runs the multiply instruction of a kernel `iterations` times on 12 independent accumulators in registers, and
-/// returns how many multiply-accumulates that was; 0 if the kernel has no such instruction (scalar).
-///   x86_avx512vnni  VPDPBUSD zmm: 64 MACs
-///   x86_avxvnni     VPDPBUSD ymm: 32 MACs
-///   x86_avx2        VPMADDUBSW ymm + VPADDW ymm: 32 MACs
+/// returns how many multiply-accumulates that was; 0 if there is no such program. By what the kernel needs:
+///   AVX-512 VNNI  VPDPBUSD zmm: 64 MACs
+///   AVX-VNNI      VPDPBUSD ymm: 32 MACs
+///   AVX2          VPMADDUBSW ymm + VPADDW ymm: 32 MACs
 int64_t run_multiply(const Kernel& kernel, int64_t iterations);
 
 }  // namespace w4a8::bench

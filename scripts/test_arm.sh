@@ -78,7 +78,7 @@ suite() {
 choose() {
   local cpu=$1 kernel answer wanted log=build/log/arm-choice-$1.log
   shift
-  for kernel in arm_i8mm arm_dotprod arm_neon scalar; do
+  for kernel in $(sed -n 's/^W4A8_KERNEL(\(arm_.*\|scalar\))$/\1/p' csrc/kernels/kernels.inc); do
     if W4A8_KERNEL=$kernel emulate "$cpu" build/aarch64/tests/cpp/w4a8_core_tests --gtest_filter=RegistryTest.EnvironmentDecides \
       >"$log" 2>&1; then
       answer=runs

@@ -30,7 +30,7 @@ for name in kernels packed rows; do
   run_quiet "build/log/baseline-fuzz-$name.log" emulate "$CORE_DIR/tests/fuzz/fuzz_${name}_replay" "tests/fuzz/corpus/$name"
 done
 say "a kernel that this CPU lacks is refused by name"
-for kernel in x86_avx2 x86_avxvnni x86_avx512vnni; do
+for kernel in $(sed -n 's/^W4A8_KERNEL(\(x86_.*\))$/\1/p' csrc/kernels/kernels.inc); do
   if W4A8_KERNEL=$kernel emulate "$suite" --gtest_filter=RegistryTest.EnvironmentDecides >build/log/baseline-choice.log 2>&1; then
     die "W4A8_KERNEL=$kernel was accepted"
   fi

@@ -1,9 +1,9 @@
 // SMMLA kernel (Armv8.6, FEAT_I8MM): int4 weights x int8 activations, 2 rows x 2 columns x 8 k an instruction.
 //
 //   SMMLA        s8 x s8 -> i32, 32 products an instruction
-//   ZIP1, ZIP2   pair columns (weights) and rows, once per block
+//   ZIP1, ZIP2   pair columns (weights) and rows, once per batch
 //
-//   Many rows: rows are prepared in pairs, the panel is unpacked and zipped, both once for a block (tile_driver-inl.h):
+//   Many rows: rows are prepared in pairs, the panel is unpacked and zipped, both once for a batch (tile_driver-inl.h):
 //
 //      a[p]        [ row 2 p: k0..k7     | row 2 p + 1: k0..k7 ]      one step of a pair of rows
 //      b[v]        [ column 2 v: k0..k7  | column 2 v + 1: k0..k7 ]   one step of a pair of columns
@@ -23,6 +23,7 @@
 
 #include "kernels/cpu_features.h"
 #include "kernels/kernel.h"
+#include "kernels/ops.h"
 #include "kernels/row_params.h"
 #include "kernels/target.h"
 

@@ -284,7 +284,7 @@ struct Gemm {
 
 // A kernel of its own tiles and quantizer; all the rest is what Ops makes of the definitions above and of
 // activation-inl.h. For constinit: no code of an instruction set may run before it was chosen.
-template <class Ops>
+template <VectorOps Ops>
 constexpr Kernel kernel_of(const char* name, uint32_t needs, const Gemm& gemm, QuantizeRowFn quantize_row) {
   return {name,
           needs,

@@ -7,6 +7,7 @@
 #include "kernels/cpu_features.h"
 #include "kernels/half.h"
 #include "kernels/kernel.h"
+#include "kernels/ops.h"
 #include "kernels/row_params.h"
 #include "kernels/target.h"
 

@@ -6,8 +6,7 @@
 //     row 0  [ K int8 ] acc[0][0]     acc[0][1]
 //     row 1  [ K int8 ] acc[1][0]     acc[1][1]         each acc: 16 int32 columns, kVecs registers
 //       ..
-// An ISA brings Ops: the vector types I (int32) and F (float) of kLanes lanes, kVecs = 16 / kLanes, their arithmetic,
-// kRows[c - 1] = most rows of a tile with c panels, and
+// An ISA brings Ops (ops.h), of which
 //     accumulate<R, C, kUnpacked, kBlocks>(acc, rows, weights, begin, end, fetch)
 // which adds sum over the steps [begin, end) of nibble * q to acc[r][c][v], and for packed weights fetches as many
 // bytes at `fetch`. kBlocks: end - begin is a multiple of kBlockSteps.

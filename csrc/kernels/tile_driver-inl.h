@@ -1,11 +1,11 @@
 // The driver of the tiles: how rows times panels are cut into tiles, once for all ISAs.
 // Included inside a target region and an anonymous namespace, behind tile-inl.h.
 //
-//   for each block of rows              all of them, unless they are prepared
+//   for each batch of rows              all of them, unless they are prepared
 //     for each span of panels           those of one tile; all of them, if they share prepared rows
 //       for each chunk of steps         all of K, unless weights are unpacked: then as many as a first-level cache
 //       holds
-//         prepare the rows              scratch   [ panels of one tile, unpacked | rows of the block, prepared ]
+//         prepare the rows              scratch   [ panels of one tile, unpacked | rows of the batch, prepared ]
 //         for each tile's panels of the span
 //           unpack them
 //           for each tile's rows: add the chunk to the sums in `out`
@@ -24,8 +24,8 @@
 
 constexpr int64_t kUnpackedBytes = 2 * kStepBytes;
 
-// Rows of a block where they are prepared: as many share the unpacking of a panel.
-constexpr int64_t kBlockRows = 64;
+// Rows of a batch where they are prepared: as many share the unpacking of a panel.
+constexpr int64_t kBatchRows = 64;
 
 // Steps of a chunk of unpacked weights: whole groups. Even chunks: 256 steps are 3 x 88, not 2 x 96 + 64.
 template <class Tiles>
@@ -46,8 +46,8 @@ W4A8_INLINE int64_t share_begin(int64_t m, int64_t parts, int64_t i) {
   return row < m ? row : m;
 }
 
-// What of a block of rows belongs to one chunk.
-struct RowBlock {
+// What of a batch of rows belongs to one chunk.
+struct RowBatch {
   int64_t begin;
   int64_t count;
   int64_t step;   // the first of the chunk
@@ -56,20 +56,20 @@ struct RowBlock {
 
 // out: of the first of all rows. scratch: behind the unpacked panels.
 template <class Tiles>
-W4A8_INLINE void row_tiles(TileArgs& t, const Rows& rows, const RowBlock& block, int64_t columns, float* out,
+W4A8_INLINE void row_tiles(TileArgs& t, const Rows& rows, const RowBatch& batch, int64_t columns, float* out,
                            const uint8_t* scratch) {
   const int64_t most = Tiles::tile_rows(columns, t.panels->channelwise);
-  const int64_t tiles = (block.count + most - 1) / most;
+  const int64_t tiles = (batch.count + most - 1) / most;
   int64_t first = 0;
   for (int64_t i = 1; i <= tiles; ++i) {
-    const int64_t end = share_begin<Tiles>(block.count, tiles, i);
-    const int64_t row = block.begin + first;
+    const int64_t end = share_begin<Tiles>(batch.count, tiles, i);
+    const int64_t row = batch.begin + first;
     if constexpr (Tiles::kRowBytes != 0) {
       t.q = reinterpret_cast<const int8_t*>(scratch + first * t.steps * Tiles::kRowBytes);
     } else {
-      t.q = rows.q + row * rows.stride + block.step * kStepK;
+      t.q = rows.q + row * rows.stride + batch.step * kStepK;
     }
-    t.starts = rows.starts + row * rows.starts_stride + block.group;
+    t.starts = rows.starts + row * rows.starts_stride + batch.group;
     t.quant = rows.quant + row;
     t.out = out + row * t.ldc;
     Tiles::tile(end - first, columns, t);
@@ -78,13 +78,13 @@ W4A8_INLINE void row_tiles(TileArgs& t, const Rows& rows, const RowBlock& block,
 }
 
 template <class Tiles>
-void prepare_rows(const Rows& rows, const RowBlock& block, int64_t steps, bool channelwise, uint8_t* scratch) {
+void prepare_rows(const Rows& rows, const RowBatch& batch, int64_t steps, bool channelwise, uint8_t* scratch) {
   const int64_t most = Tiles::tile_rows(Tiles::kMostColumns, channelwise);
-  const int64_t tiles = (block.count + most - 1) / most;
-  const int8_t* q = rows.q + block.begin * rows.stride + block.step * kStepK;
+  const int64_t tiles = (batch.count + most - 1) / most;
+  const int8_t* q = rows.q + batch.begin * rows.stride + batch.step * kStepK;
   int64_t first = 0;
   for (int64_t i = 1; i <= tiles; ++i) {
-    const int64_t end = share_begin<Tiles>(block.count, tiles, i);
+    const int64_t end = share_begin<Tiles>(batch.count, tiles, i);
     Tiles::prepare(q + first * rows.stride, end - first, rows.stride, steps,
                    scratch + first * steps * Tiles::kRowBytes);
     first = end;
@@ -93,19 +93,19 @@ void prepare_rows(const Rows& rows, const RowBlock& block, int64_t steps, bool c
 
 // Panels [p, end), one span. next: what is multiplied after them.
 template <class Tiles>
-W4A8_INLINE void span_tiles(TileArgs& t, const Rows& rows, const RowBlock& block, int64_t p, int64_t end,
+W4A8_INLINE void span_tiles(TileArgs& t, const Rows& rows, const RowBatch& batch, int64_t p, int64_t end,
                             int64_t most_columns, float* out, uint8_t* scratch, const uint8_t* next) {
   const Panels& panels = *t.panels;
   uint8_t* prepared = scratch;
   if constexpr (Tiles::kRowBytes != 0) {
     prepared += most_columns * t.steps * kUnpackedBytes;
-    prepare_rows<Tiles>(rows, block, t.steps, panels.channelwise, prepared);
+    prepare_rows<Tiles>(rows, batch, t.steps, panels.channelwise, prepared);
   }
   for (; p < end; p += most_columns) {
     const int64_t columns = end - p < most_columns ? end - p : most_columns;
     t.panel = panels.data + p * panels.stride;
-    t.scales = t.panel + panels.scales_offset + block.group * kPanelColumns * dtype_bytes(panels.scale_dtype);
-    t.weights = t.panel + block.step * kStepBytes;
+    t.scales = t.panel + panels.scales_offset + batch.group * kPanelColumns * dtype_bytes(panels.scale_dtype);
+    t.weights = t.panel + batch.step * kStepBytes;
     t.weights_stride = panels.stride;
     t.fetch = p + columns < end ? t.weights + columns * panels.stride : next;
     if constexpr (Tiles::kUnpacks) {
@@ -116,7 +116,7 @@ W4A8_INLINE void span_tiles(TileArgs& t, const Rows& rows, const RowBlock& block
       }
       t.weights = scratch;
     }
-    row_tiles<Tiles>(t, rows, block, columns, out + p * kPanelColumns, prepared);
+    row_tiles<Tiles>(t, rows, batch, columns, out + p * kPanelColumns, prepared);
   }
 }
 
@@ -129,16 +129,16 @@ __attribute__((noinline)) void multiply(const Rows& rows, int64_t m, const Panel
   const int64_t steps = panels.steps;
   int64_t chunk = steps;
   if constexpr (Tiles::kUnpacks) chunk = chunk_steps<Tiles>(steps, panels.group_steps, panels.channelwise);
-  const int64_t blocks = kPrepares ? (m + kBlockRows - 1) / kBlockRows : 1;
+  const int64_t batches = kPrepares ? (m + kBatchRows - 1) / kBatchRows : 1;
   const int64_t span = kPrepares ? panel_count : most_columns;
   TileArgs t = {};
   t.q_stride = rows.stride;
   t.starts_stride = rows.starts_stride;
   t.panels = &panels;
   t.ldc = ldc;
-  for (int64_t b = 0; b < blocks; ++b) {
-    const int64_t begin = share_begin<Tiles>(m, blocks, b);
-    const int64_t count = share_begin<Tiles>(m, blocks, b + 1) - begin;
+  for (int64_t b = 0; b < batches; ++b) {
+    const int64_t begin = share_begin<Tiles>(m, batches, b);
+    const int64_t count = share_begin<Tiles>(m, batches, b + 1) - begin;
     for (int64_t p = 0; p < panel_count; p += span) {
       const int64_t end = panel_count - p < span ? panel_count : p + span;
       const uint8_t* data = panels.data + p * panels.stride;
@@ -154,8 +154,8 @@ __attribute__((noinline)) void multiply(const Rows& rows, int64_t m, const Panel
         } else if (behind != nullptr) {
           next = behind;
         }
-        const RowBlock block = {begin, count, step, panels.channelwise ? 0 : step / panels.group_steps};
-        span_tiles<Tiles>(t, rows, block, p, end, most_columns, out, scratch, next);
+        const RowBatch batch = {begin, count, step, panels.channelwise ? 0 : step / panels.group_steps};
+        span_tiles<Tiles>(t, rows, batch, p, end, most_columns, out, scratch, next);
         step += chunk;
       } while (Tiles::kUnpacks && step < steps);
     }
@@ -166,7 +166,7 @@ __attribute__((noinline)) void multiply(const Rows& rows, int64_t m, const Panel
 template <class Tiles, int64_t kLeastRows>
 int64_t scratch_bytes(int64_t rows, int64_t k, int64_t group) {
   if (rows < kLeastRows) return 0;
-  const int64_t prepared = (rows < kBlockRows ? (rows + 1) / 2 * 2 : kBlockRows) * Tiles::kRowBytes;
+  const int64_t prepared = (rows < kBatchRows ? (rows + 1) / 2 * 2 : kBatchRows) * Tiles::kRowBytes;
   const int64_t steps = chunk_steps<Tiles>((k + kStepK - 1) / kStepK, group / kStepK, group == k);
   return (steps * (Tiles::kMostColumns * kUnpackedBytes + prepared) + 63) / 64 * 64;
 }
@@ -226,8 +226,7 @@ struct OpsTiles {
   }
 };
 
-// GemmFn of an ISA that brings Ops alone, with kUnpackRows = rows from which unpacking a panel pays (0: never) and
-// kUnpackSteps = kChunkSteps of Tiles. More rows than one tile of packed weights has get scratch: that they do says
+// GemmFn of an ISA that brings Ops alone. More rows than one tile of packed weights has get scratch: that they do says
 // that unpacking costs.
 template <class Ops>
 void gemm(const Rows& rows, int64_t m, const Panels& panels, int64_t panel_count, float* out, int64_t ldc,
@@ -248,7 +247,7 @@ void gemm(const Rows& rows, int64_t m, const Panels& panels, int64_t panel_count
 
 inline int64_t no_scratch(int64_t, int64_t, int64_t) { return 0; }
 
-template <class Ops>
+template <TileOps Ops>
 constexpr Gemm gemm_of(bool (*wants_scratch)() = always) {
   using Many = OpsTiles<Ops, true>;
   constexpr int64_t kTileRows = Ops::kRows[0];

@@ -19,6 +19,7 @@
 
 #include "kernels/cpu_features.h"
 #include "kernels/kernel.h"
+#include "kernels/ops.h"
 #include "kernels/row_params.h"
 #include "kernels/target.h"
 

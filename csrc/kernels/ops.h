@@ -1,0 +1,66 @@
+// What an instruction set brings, as concepts: kernel_of and gemm_of name what is missing.
+#pragma once
+
+#include <concepts>
+#include <cstdint>
+
+#include "kernels/kernel.h"
+
+namespace w4a8 {
+
+/// Registers of kLanes floats F or int32 I and their arithmetic, by which rows-inl.h and activation-inl.h make all of a
+/// kernel but its tiles. docs/numerics.md fixes: min and max return the second operand if one is NaN, fma rounds once,
+/// to_int rounds half to even, nothing flushes denormals to zero.
+template <class Ops>
+concept VectorOps = requires(typename Ops::F f, typename Ops::I i, float* floats, const float* from, int32_t* ints,
+                             int8_t* q, const uint8_t* bytes, void* out) {
+  requires kPanelColumns == Ops::kLanes* Ops::kVecs;
+  // clang-format off
+  { Ops::splat(0.0f) } -> std::same_as<typename Ops::F>;
+  { Ops::load(from) } -> std::same_as<typename Ops::F>;
+  { Ops::load_bytes(bytes) } -> std::same_as<typename Ops::F>;  // not aligned
+  { Ops::load_scales(bytes, int64_t{}, DType{}) } -> std::same_as<typename Ops::F>;  // elements [i, i + kLanes)
+  { Ops::template load_as<DType::kBFloat16>(bytes, int64_t{}) } -> std::same_as<typename Ops::F>;
+  Ops::template store_as<DType::kBFloat16>(out, int64_t{}, f);  // rounded, NaN as in CombineFn
+  Ops::store(floats, f);
+  { Ops::add(f, f) } -> std::same_as<typename Ops::F>;
+  { Ops::sub(f, f) } -> std::same_as<typename Ops::F>;
+  { Ops::mul(f, f) } -> std::same_as<typename Ops::F>;
+  { Ops::div(f, f) } -> std::same_as<typename Ops::F>;
+  { Ops::fma(f, f, f) } -> std::same_as<typename Ops::F>;
+  { Ops::min(f, f) } -> std::same_as<typename Ops::F>;
+  { Ops::max(f, f) } -> std::same_as<typename Ops::F>;
+  { Ops::neg(f) } -> std::same_as<typename Ops::F>;
+  { Ops::abs(f) } -> std::same_as<typename Ops::F>;
+  { Ops::select_less(f, f, f, f) } -> std::same_as<typename Ops::F>;  // a < b ? yes : no
+  { Ops::to_float(i) } -> std::same_as<typename Ops::F>;
+  { Ops::to_int(f) } -> std::same_as<typename Ops::I>;
+  { Ops::float_bits(i) } -> std::same_as<typename Ops::F>;
+  { Ops::int_bits(f) } -> std::same_as<typename Ops::I>;
+  { Ops::pow2(i) } -> std::same_as<typename Ops::F>;  // of [-126, 127]
+  { Ops::isplat(0) } -> std::same_as<typename Ops::I>;
+  { Ops::iload(bytes) } -> std::same_as<typename Ops::I>;
+  Ops::istore(ints, i);
+  { Ops::iadd(i, i) } -> std::same_as<typename Ops::I>;
+  { Ops::isub(i, i) } -> std::same_as<typename Ops::I>;
+  { Ops::imul(i, i) } -> std::same_as<typename Ops::I>;
+  { Ops::imin(i, i) } -> std::same_as<typename Ops::I>;
+  { Ops::imax(i, i) } -> std::same_as<typename Ops::I>;
+  { Ops::template shift_right<7>(i) } -> std::same_as<typename Ops::I>;  // arithmetic
+  { Ops::reduce(i) } -> std::same_as<int32_t>;
+  Ops::store_int8(q, i);  // lanes are in [-128, 127]
+  // clang-format on
+};
+
+/// What gemm_of takes besides: the loop over steps of tile-inl.h, kRows = most rows of a tile with 1 (and 2) panels,
+/// and kUnpackRows = rows from which unpacking a panel pays (0: never), then with kUnpackSteps = most steps at once.
+/// Optional: kStreamedRows, kOwnGroups (tile-inl.h), kRowMultiple (rows-inl.h).
+template <class Ops>
+concept TileOps = VectorOps<Ops> && requires(typename Ops::I (&acc)[1][1][Ops::kVecs], const int8_t* const (&rows)[1],
+                                             const uint8_t* const (&weights)[1], const uint8_t* fetch) {
+  Ops::template accumulate<1, 1, false, true>(acc, rows, weights, int64_t{}, int64_t{}, fetch);
+  requires Ops::kRows[0] > 0;
+  requires Ops::kUnpackRows == 0 || Ops::kUnpackRows > 1;
+};
+
+}  // namespace w4a8
