@@ -27,7 +27,12 @@ int64_t task_rows(const Kernel& kernel, int64_t k) {
 // What a worker's gemm calls of so many rows get.
 int64_t unpacked(const Kernel& kernel, int64_t rows, int64_t k, int64_t group) {
   const int64_t bytes = kernel.wants_scratch() ? kernel.scratch_bytes(rows, k, group) : 0;
-  EXPECT_LE(bytes, std::max(256 * over(k, 8), has_tiles(kernel) ? 20 * 1024 + 128 * up(rows, 16) : 0));
+  int64_t most = 256 * over(k, 8);
+  if (has_tiles(kernel)) most = std::max(most, 20 * 1024 + 128 * up(rows, 16));
+  if (kernel.name == std::string_view("arm_i8mm")) {  // prepares rows as well
+    most = 640 * std::min(over(k, 8), std::max<int64_t>(100, group == k ? 0 : group / 8));
+  }
+  EXPECT_LE(bytes, most);
   return bytes;
 }
 // Rows of the largest of the even batches.
