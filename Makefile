@@ -4,7 +4,7 @@ export TORCH PYTHON
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-arm test-vllm test-vllm-full test-baseline test-package fuzz setup lint format bench bench-linear bench-peers real-size clean
+.PHONY: help demo test test-arm test-vllm test-vllm-full test-baseline test-package fuzz setup lint format bench bench-linear bench-peers bench-models real-size clean
 
 help: ## list the targets
 	@echo "usage: make TARGET [TORCH=debian | PYTHON=/path/to/python] [ARGS='...']"
@@ -54,6 +54,9 @@ bench-linear: ## linear layers beside PyTorch's own operators and other librarie
 
 bench-peers: ## the fused operator beside other libraries, and the goals (an hour; ARGS=--quick: minutes)
 	@scripts/bench_peers.sh bench_peers $(ARGS)
+
+bench-models: ## a model of real size in vLLM, stock and with the plugin, and in llama.cpp (ARGS='--layers 48': hours)
+	@scripts/bench_models.sh $(ARGS)
 
 real-size: ## write a 30-billion-parameter model with random weights (make real-size ARGS='FOLDER --layers 4')
 	@scripts/real_size.sh $(ARGS)

@@ -74,14 +74,14 @@ BASE, CANDIDATE = "bf16 (stock)", "W4A8 g128 (plugin)"
 
 
 class Engine:
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, load_format: str = "dummy", max_model_len: int = 1024) -> None:
         from vllm import LLM
 
         self.llm = LLM(
             model,
             skip_tokenizer_init=True,
-            load_format="dummy",
-            max_model_len=1024,
+            load_format=load_format,
+            max_model_len=max_model_len,
             max_num_seqs=8,
             enable_prefix_caching=False,
             seed=0,

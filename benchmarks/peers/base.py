@@ -18,6 +18,7 @@ class Environment:
     torch: str = ""  # this version of torch is taken from the benchmark's own environment; "any": whatever it has
     variables: dict[str, str] = field(default_factory=dict)  # of its processes
     build_variables: dict[str, str] = field(default_factory=dict)  # of pip, for what is built from source
+    python: str = ""  # an interpreter that a script has made; nothing is installed then
     machines: tuple[str, ...] = ()  # platform.machine() it has wheels for; empty: any
 
 
@@ -37,6 +38,11 @@ class Entry:
     checked: bool = True
     calls: int = 0  # of a round; 0: as many as fit its time
     most_error: float = 0.08  # relative; int8 activations give 0.008 to 0.04
+
+    @staticmethod
+    def open(folder: str) -> Any:
+        """What the constructor takes, of the folder that the process was given."""
+        return Files(folder)
 
     @classmethod
     def refuse(cls, problem: Problem) -> Optional[str]:

@@ -36,6 +36,10 @@ def python_of(environment: Environment) -> str:
         torch = own_version("torch")
         if torch is None or torch.split("+")[0] != environment.torch:
             raise Unavailable(f"needs torch {environment.torch}, here is {torch}")
+    if environment.python:
+        if not Path(environment.python).exists():
+            raise Unavailable(f"{environment.python} is missing")
+        return environment.python
     if not environment.requirements:
         return sys.executable
     folder = FOLDER / environment.name

@@ -5,6 +5,7 @@ python -m peers.worker MODULE CLASS FOLDER THREADS
 {"do": "inputs", "m": 16}         takes inputs
 {"do": "output", "path": "..."}   computes call 0 and saves it as float32 [m, features]
 {"do": "run", "calls": 5}         -> {"seconds": [...]}; counts calls on from run to run
+{"do": "ask", "method": "...", "arguments": [...]}  calls a method of the entry -> {"value": ...}
 """
 
 import ctypes
@@ -35,10 +36,8 @@ def main() -> None:
         answers.flush()
 
     try:
-        from peers.problem import Files
-
         entry_class = getattr(importlib.import_module(module), name)
-        entry = entry_class(Files(folder), int(threads))
+        entry = entry_class(entry_class.open(folder), int(threads))
         answer(versions=entry_class.versions())
     except Exception as error:
         traceback.print_exc()
@@ -55,6 +54,8 @@ def main() -> None:
             elif command["do"] == "output":
                 np.save(command["path"], np.ascontiguousarray(entry.to_numpy(entry.call(0)), np.float32))
                 answer()
+            elif command["do"] == "ask":
+                answer(value=getattr(entry, command["method"])(*command["arguments"]))
             else:
                 seconds = [entry.timed(calls + i) for i in range(command["calls"])]
                 calls += command["calls"]

@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -145,25 +145,34 @@ def probed_rate(folder: Path) -> float:
     return PROBE_BYTES / (time.monotonic() - started)
 
 
-def write_checkpoint(shapes: Shapes, target: Path, progress: Progress) -> None:
-    """config.json, tokenizer, index and files of one scheme; w4a16 links to the files of w4a8 beside it."""
+def write_settings(shapes: Shapes, target: Path) -> None:
+    """config.json and tokenizer."""
     for name, content in (
         ("config.json", shapes.config()),
         ("tokenizer.json", shapes.tokenizer()),
         ("tokenizer_config.json", shapes.tokenizer_config()),
     ):
         (target / name).write_text(json.dumps(content, indent=1))
+
+
+def write_checkpoint(shapes: Shapes, target: Path, progress: Progress) -> None:
+    """Settings, index and files of one scheme; w4a16 links to the files of w4a8 beside it."""
+    write_settings(shapes, target)
     if shapes.scheme == "w4a16":
         for path in sorted((target.parent / "w4a8").glob("model*safetensors*")):
             (target / path.name).symlink_to(Path("..") / "w4a8" / path.name)
         return
-    parts = files.shards(shapes.tensors(), SHARD_BYTES)
+    write_files(target, files.shards(shapes.tensors(), SHARD_BYTES), shapes.group, progress.add)
+
+
+def write_files(target: Path, parts: list[list[Tensor]], group: int, wrote: Callable[[int], None]) -> None:
+    """A file for each list of tensors, and the index; calls wrote(bytes)."""
     names = [f"model-{i + 1:05}-of-{len(parts):05}.safetensors" for i in range(len(parts))]
 
     def chunks(tensor: Tensor) -> Iterator[np.ndarray]:
-        for chunk in values.chunks(tensor, shapes.group):
+        for chunk in values.chunks(tensor, group):
             yield chunk
-            progress.add(chunk.nbytes)
+            wrote(chunk.nbytes)
 
     for name, part in zip(names, parts):
         files.write_shard(target / name, part, chunks)

@@ -293,9 +293,9 @@ def load(
 
     Experts must be linear modules of their own, as llm-compressor writes them: ``<layer>.experts.<n>.gate_proj``,
     ``up_proj``, ``down_proj`` (or ``w1``, ``w3``, ``w2``, or ``gate_up_proj``), in format ``int-quantized`` or
-    ``pack-quantized``. Tensors are read one by one, and a layer is packed before the next one is read. Memory peaks at
-    the packed layers and, of one, the pages of the file and half a byte per weight. The router itself is not read (but
-    for its correction bias): a layer takes its logits. Linear layers are :func:`w4a8.checkpoint.load_linear`'s.
+    ``pack-quantized``. An expert is packed as soon as it has been read. Memory peaks at the packed layers, a few
+    experts and about 128 MiB of mapped files. The router itself is not read (but for its correction bias): a layer
+    takes its logits. Linear layers are :func:`w4a8.checkpoint.load_linear`'s.
 
     A layer that is not quantized (ignored in config.json, or with weights without scales) is left out, and the log
     names it.

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+MOST_MAPPED = 128 << 20  # bytes; a file is then opened again, which takes as long as reading a few of them
 INDEX_NAME = "model.safetensors.index.json"
 
 
@@ -102,6 +103,7 @@ class CheckpointTensors:
         self._open = _safe_open()
         self.directory = Path(directory)
         self._handles: dict[str, Any] = {}
+        self._mapped = 0  # bytes that were read since the files were opened
         self._absent: set[str] = set()
         self._file_of = self._files()
 
@@ -146,6 +148,7 @@ class CheckpointTensors:
     def release(self) -> None:
         """Closes the files, which are memory-mapped: pages that have been read stop counting as this process's."""
         self._handles.clear()
+        self._mapped = 0
 
     def keys(self) -> list[str]:
         """Names of all tensors."""
@@ -171,8 +174,12 @@ class CheckpointTensors:
             raise CheckpointError(f"tensor {key!r} is missing from {self.directory}")
         self.check_there([key])
         name = self._file_of[key]
+        if self._mapped > MOST_MAPPED:
+            self.release()
         handle = self._handle(name)
         try:
-            return handle.get_tensor(key)
+            tensor = handle.get_tensor(key)
         except Exception as error:
             raise CheckpointError(f"tensor {key!r} cannot be read from {self.directory / name}: {error}") from error
+        self._mapped += tensor.numel() * tensor.element_size()
+        return tensor

@@ -1,0 +1,81 @@
+"""llama.cpp, which llama-cpp-python builds from its source package: Q4_0 through its C interface, token ids only."""
+
+import ctypes
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+from peers.ggml import ENVIRONMENT
+
+from models.base import POSITIONS, Model, memory
+
+SEQUENCES = 8
+
+
+class Llama(Model):
+    name, format = "llama.cpp, Q4_0", "gguf"
+    environment = ENVIRONMENT
+
+    def __init__(self, folder: Path, threads: int):
+        import llama_cpp
+
+        self.c = c = llama_cpp
+        started = time.perf_counter()
+        c.llama_backend_init()
+        self.model = c.llama_model_load_from_file(str(folder / "model.gguf").encode(), c.llama_model_default_params())
+        if not self.model:
+            raise RuntimeError("llama.cpp cannot load the model (its log says why)")
+        wanted = c.llama_context_default_params()
+        wanted.n_ctx, wanted.n_batch, wanted.n_seq_max = POSITIONS, 2048, SEQUENCES
+        wanted.n_threads = wanted.n_threads_batch = threads
+        wanted.kv_unified = True  # all sequences share the positions
+        self.context = c.llama_init_from_model(self.model, wanted)
+        if not self.context:
+            raise RuntimeError("llama.cpp cannot make a context")
+        self.vocabulary = c.llama_vocab_n_tokens(c.llama_model_get_vocab(self.model))
+        self.batch = c.llama_batch_init(2048, 0, 1)
+        self.seconds = time.perf_counter() - started
+        self.after = memory("VmHWM")
+
+    @classmethod
+    def versions(cls) -> dict[str, str]:
+        return {"llama-cpp-python": version("llama-cpp-python")}
+
+    def loading(self) -> dict[str, float]:
+        return {"seconds": self.seconds, "peak": self.after}
+
+    def forget(self) -> None:
+        self.c.llama_memory_clear(self.c.llama_get_memory(self.context), True)
+
+    def compute(self, tokens: list[tuple[int, int, int]], outputs: set[int]) -> None:
+        """(token, position, sequence) of each; `outputs` are the indices whose logits are wanted."""
+        batch = self.batch
+        batch.n_tokens = len(tokens)
+        for i, (token, position, sequence) in enumerate(tokens):
+            batch.token[i], batch.pos[i], batch.n_seq_id[i] = token % self.vocabulary, position, 1
+            batch.seq_id[i][0] = sequence
+            batch.logits[i] = i in outputs
+        if self.c.llama_decode(self.context, batch) != 0:
+            raise RuntimeError("llama_decode failed")
+        # The logits are there when they can be read.
+        ctypes.cast(self.c.llama_get_logits_ith(self.context, -1), ctypes.POINTER(ctypes.c_float))[0]
+
+    def prefill(self, tokens: int) -> float:
+        self.forget()
+        prompt = [(7919 * (i + 1), i, 0) for i in range(tokens)]
+        started = time.perf_counter()
+        self.compute(prompt, {tokens - 1})
+        return tokens / (time.perf_counter() - started)
+
+    def decode(self, batch: int, tokens: int) -> float:
+        self.forget()
+        for sequence in range(batch):
+            self.compute([(7919 * (i + 1) * (sequence + 1), i, sequence) for i in range(8)], {7})
+        started = time.perf_counter()
+        for step in range(tokens):
+            # Any token will do for the next: which one is chosen takes no time worth counting.
+            self.compute([(104729 * (step + 1) * (s + 1), 8 + step, s) for s in range(batch)], set(range(batch)))
+        return batch * tokens / (time.perf_counter() - started)
+
+
+ENTRIES = [Llama]

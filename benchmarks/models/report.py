@@ -1,0 +1,88 @@
+"""Tables, goals and a plot of records: a flat dictionary per way."""
+
+from pathlib import Path
+from statistics import median
+from typing import Any, Optional
+
+from peers.goals import Line, goal_line
+from peers.plots import COLORS, pyplot, save
+
+from models.base import DECODE_BATCHES, PREFILL_TOKENS
+
+OWN, LLAMA = "vLLM, w4a8", "llama.cpp, Q4_0"
+RATES = {
+    **{f"prefill {n}": ("prefill", n) for n in PREFILL_TOKENS},
+    **{f"decode, batch {n}": ("decode", n) for n in DECODE_BATCHES},
+}
+
+
+def middle(values: list[float]) -> Optional[float]:
+    return median(values) if values else None
+
+
+def rate(record: dict, title: str) -> Optional[float]:
+    return middle(record["rates"].get(title, []))
+
+
+def _cell(value: Optional[float], form: str = "{:.1f}") -> str:
+    return "–" if value is None else form.format(value)
+
+
+def tables(records: list[dict]) -> str:
+    """Loading, memory and tokens per second; then the served load; then what could not be measured."""
+    measured = [record for record in records if record["rates"]]
+    lines = ["", "| | load, s | peak loading, GB | peak, GB | " + " | ".join(f"{t}, tokens/s" for t in RATES) + " |"]
+    lines.append("|---" * (4 + len(RATES)) + "|")
+    for record in measured:
+        cells = [_cell(middle(record["load_seconds"]))]
+        cells += [_cell(record[key] and record[key] / 1e9) for key in ("load_peak", "peak")]
+        cells += [_cell(rate(record, title)) for title in RATES]
+        lines.append(f"| {record['entry']} | " + " | ".join(cells) + " |")
+    served = [record for record in measured if record["served"]]
+    if served:
+        counts = list(served[0]["served"])
+        lines += [
+            "",
+            "| served: requests/s (ms to the first token) | " + " | ".join(f"{n} at once" for n in counts) + " |",
+        ]
+        lines.append("|---" * (1 + len(counts)) + "|")
+        for record in served:
+            cells = [
+                f"{found['requests_per_second']:.3f} ({found['first_token_ms']:.0f})"
+                for found in record["served"].values()
+            ]
+            lines.append(f"| {record['entry']} | " + " | ".join(cells) + " |")
+    notes = [f"{record['entry']}: {record['note']}" for record in records if record["note"]]
+    return "\n".join([*lines, "", *notes] if notes else lines)
+
+
+def goals(records: list[dict], layers: int, threads: int) -> list[dict]:
+    """Against llama.cpp, and the peak of loading against what is loaded."""
+    by_name = {record["entry"]: record for record in records}
+    own, llama = by_name.get(OWN), by_name.get(LLAMA)
+    lines: list[Line] = []
+    if own and llama:
+        for title, goal in (("decode, batch 1", 1.4), ("decode, batch 8", 3.0), ("prefill 512", 6.0)):
+            ours, theirs = rate(own, title), rate(llama, title)
+            if ours and theirs:
+                lines.append((f"{title}, times as fast as llama.cpp", "", goal, ours / theirs))
+    if own and own.get("weights_bytes"):
+        allowed = 1.10 * own["weights_bytes"] + 1.5e9
+        lines.append(("allowed / peak while loading", "", 1.0, allowed / own["weights_peak"]))
+    return [goal_line(f"{layers} layers", threads, line) for line in lines]
+
+
+def plot(records: list[dict], path: Path, versions: dict[str, str]) -> Optional[Path]:
+    """Tokens per second of every way, a panel per question."""
+    plt = pyplot()
+    measured: list[dict[str, Any]] = [record for record in records if record["rates"]]
+    if plt is None or not measured:
+        return None
+    figure, panels = plt.subplots(1, len(RATES), figsize=(3 * len(RATES), 3.2), squeeze=False)
+    for axes, title in zip(panels[0], RATES):
+        for place, record in enumerate(measured):
+            axes.bar(place, rate(record, title) or 0, color=COLORS[place % len(COLORS)])
+        axes.set_xticks(range(len(measured)), [r["entry"].replace(", ", "\n") for r in measured], fontsize=7)
+        axes.set_title(title, fontsize=8)
+        axes.set_ylabel("tokens / s")
+    return save(plt, figure, path, measured, versions)

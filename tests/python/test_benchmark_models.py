@@ -1,0 +1,108 @@
+"""benchmarks/bench_models.py with made-up ways of running a model: what is asked, what fails, the tables and goals."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+FAKES = """
+import os, signal
+from models.base import Model
+
+class Fake(Model):
+    name, format = "vLLM, w4a8", "w4a8"
+    def __init__(self, folder, threads):
+        assert (folder / "config.json").exists()
+    def loading(self):
+        return {"seconds": 2.0, "peak": 3e9, "weights_bytes": 2e9, "weights_peak": 1.85e9, "weights_seconds": 1.0}
+    def peak(self):
+        return 4e9
+    def prefill(self, tokens):
+        return 700.0 if tokens == 512 else 650.0
+    def decode(self, batch, tokens):
+        return 10.0 * batch
+
+class Llama(Fake):
+    name = "llama.cpp, Q4_0"
+    def decode(self, batch, tokens):
+        return 5.0
+
+class Failing(Fake):
+    name = "failing"
+    def __init__(self, folder, threads):
+        raise ValueError("cannot be loaded")
+
+class Killed(Fake):
+    name = "killed"
+    def prefill(self, tokens):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+class Refusing(Fake):
+    name = "refusing"
+    @classmethod
+    def refuses(cls, layers, gigabytes):
+        return f"{layers} layers and {gigabytes} GB"
+"""
+
+
+@pytest.fixture
+def bench_models(monkeypatch, tmp_path):
+    (tmp_path / "fake_models.py").write_text(FAKES)
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    import bench_models
+    import fake_models
+    from peers import report, session
+
+    monkeypatch.setattr(session, "FOLDER", tmp_path)
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    names = ("Fake", "Llama", "Failing", "Killed", "Refusing")
+    monkeypatch.setattr(bench_models, "ENTRIES", [getattr(fake_models, name) for name in names])
+    yield bench_models
+    for name in ("fake_models", "bench_models"):
+        sys.modules.pop(name)
+
+
+def test_a_run(bench_models, monkeypatch, tmp_path, capsys):
+    def write(shapes, folder, formats):
+        assert (shapes.layers, shapes.vocabulary, formats) == (2, 6272, ["w4a8"])
+        (folder / "w4a8").mkdir(parents=True)
+        (folder / "w4a8/config.json").write_text("{}")
+
+    monkeypatch.setattr(bench_models, "write", write)
+    arguments = ["--layers", "2", "--rounds", "2", "--folder", str(tmp_path / "m"), "--memory", "8", "--no-serve"]
+    monkeypatch.setattr(sys, "argv", ["bench_models.py", *arguments, "--output", "result"])
+    bench_models.main()
+    found = json.loads((tmp_path / "result.json").read_text())
+    by_name = {record["entry"]: record for record in found["records"]}
+    assert by_name["vLLM, w4a8"]["rates"]["decode, batch 8"] == [80.0, 80.0]
+    assert by_name["vLLM, w4a8"]["load_seconds"] == [2.0, 2.0]
+    assert by_name["vLLM, w4a8"]["peak"] == 4e9
+    assert by_name["failing"]["note"] == "ValueError: cannot be loaded"
+    assert by_name["killed"]["note"] == "its process ended with SIGKILL"
+    assert by_name["refusing"]["note"] == "2 layers and 8.0 GB"
+    reached = {goal["what"]: goal["reached"] for goal in found["goals"]}
+    assert reached == {
+        "decode, batch 1, times as fast as llama.cpp": 2.0,
+        "decode, batch 8, times as fast as llama.cpp": 16.0,
+        "prefill 512, times as fast as llama.cpp": 1.0,
+        "allowed / peak while loading": pytest.approx(2.0),
+    }
+    printed = capsys.readouterr().out
+    assert "| vLLM, w4a8 | 2.0 | 3.0 | 4.0 | 700.0 | 650.0 | 10.0 | 80.0 |" in printed
+    assert "refusing: 2 layers and 8.0 GB" in printed
+
+
+def test_no_space(bench_models, monkeypatch, tmp_path):
+    def write(*unused):
+        raise bench_models.NotEnoughSpace("the disk is small")
+
+    monkeypatch.setattr(bench_models, "write", write)
+    monkeypatch.setattr(sys, "argv", ["bench_models.py", "--folder", str(tmp_path)])
+    with pytest.raises(SystemExit, match="error: the disk is small"):
+        bench_models.main()
