@@ -92,6 +92,11 @@ class DeepseekV3MoE(nn.Module):
 
 def expert_weights(experts):
     """[(w13 [2I, H], w13 bias or None, w2 [H, I], w2 bias or None)] of either form of experts."""
+    if hasattr(experts, "gate_up_proj_bias"):  # gpt-oss: gate and up in turns, transposed
+        halves = [(0, 2), (1, 2)]
+        w13 = [torch.cat([w.T[begin::step] for begin, step in halves]) for w in experts.gate_up_proj]
+        b13 = [torch.cat([b[begin::step] for begin, step in halves]) for b in experts.gate_up_proj_bias]
+        return list(zip(w13, b13, [w.T for w in experts.down_proj], experts.down_proj_bias))
     if hasattr(experts, "gate_up_proj"):
         return [(w13, None, w2, None) for w13, w2 in zip(experts.gate_up_proj, experts.down_proj)]
     found = []

@@ -37,10 +37,16 @@ MODELS = {
     "deepseek 3": ("DeepseekV3", {**DEEPSEEK, **GROUPS, "norm_topk_prob": True}),
     "deepseek 3, not normalized": ("DeepseekV3", {**DEEPSEEK, **GROUPS, "norm_topk_prob": False}),
 }
+GPT_OSS = {"num_local_experts": 6, "head_dim": 32, "sliding_window": 8, "eos_token_id": 0, "pad_token_id": 0}
+if int(transformers.__version__.split(".")[0]) >= 5:  # 4 calls its experts with other arguments
+    MODELS["gpt-oss"] = ("GptOss", {**GPT_OSS, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}})
+
+
+DENSE = {name: (name, {"num_experts_per_tok": None}) for name in ("Llama", "Qwen3", "Qwen2")}  # Qwen2 has biases
 
 
 def make_model(name):
-    family, sizes = MODELS[name]
+    family, sizes = {**MODELS, **DENSE}[name]
     config = getattr(transformers, f"{family}Config")(**{**COMMON, **sizes})
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval().requires_grad_(False)
     for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -60,6 +66,9 @@ def moe_block(model):
 def routed(block, x):
     """ids and weights [T, k] by transformers' own float block: its router, or, where the block routes itself (4), the
     weights with which its experts are called."""
+    if hasattr(block, "router"):
+        _, weights, ids = block.router(x.view(-1, 64))
+        return ids, weights
     if isinstance(block.gate, torch.nn.Linear):
         probabilities = block.gate(x.view(-1, 64)).softmax(-1)
         weights, ids = probabilities.topk(2, -1)
@@ -82,14 +91,15 @@ def test_block(name):
     before = block(x)
     ids, weights = routed(block, x)
     experts = moe_blocks.expert_weights(block.experts)
-    want, explained = expected_experts(experts, tokens, ids, weights, 32)
-    single = [expected_experts(experts, tokens, ids[:, j : j + 1], weights[:, j : j + 1], 32)[0] for j in (0, 1)]
+    kind = 3 if name == "gpt-oss" else 2
+    want, explained = expected_experts(experts, tokens, ids, weights, 32, kind)
+    single = [expected_experts(experts, tokens, ids[:, j : j + 1], weights[:, j : j + 1], 32, kind)[0] for j in (0, 1)]
     report = w4a8.quantize_(model)
     after = block(x)
     assert isinstance(block.experts, W4A8Experts)
     assert [key for key in report.replaced if key.endswith(".experts")]
     assert type(after) is type(before)
-    if isinstance(before, tuple):  # transformers 4: the router's logits
+    if isinstance(before, tuple):  # transformers 4: the router's logits; gpt-oss: its weights
         assert_same_bits(after[1], before[1])
         after = after[0]
     # A softmax in another order of operations, where this package routes (see test_quantize.test_softmax_blocks).

@@ -9,7 +9,7 @@ transformers 4    ``experts`` is a ModuleList. It is replaced, and the block get
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -23,6 +23,10 @@ from w4a8.ops import Activation
 _FUSED = re.compile(r"(Qwen2Moe|Qwen3Moe|Mixtral|Olmoe|DeepseekV2|DeepseekV3)(Experts|NaiveMoe)")
 _SOFTMAX = re.compile(r"(Qwen2Moe|Qwen3Moe|Mixtral|Olmoe)SparseMoeBlock")
 _DEEPSEEK = re.compile(r"Deepseek(V2|V3)(MoE|Moe)")
+
+# What the operator's activation has as constants.
+_SWIGLU_OAI = (1.702, 7.0)
+_GPT_OSS_PARAMETERS = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
 
 # Names of an expert's projections: gate, up, down.
 _PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
@@ -45,14 +49,14 @@ class Experts:
         w13: sequence of [2I, H], gate rows, then up rows.
         w2: sequence of [H, I].
         w13_bias, w2_bias: sequences, or None.
-        activation: the module between them.
+        act_fn: the module between them, or the operator's activation itself.
     """
 
     def __init__(
         self,
         w13: Sequence[torch.Tensor],
         w2: Sequence[torch.Tensor],
-        activation: torch.nn.Module,
+        activation: torch.nn.Module | Activation,
         w13_bias: Sequence[torch.Tensor] | None = None,
         w2_bias: Sequence[torch.Tensor] | None = None,
     ) -> None:
@@ -62,6 +66,8 @@ class Experts:
     @property
     def activation(self) -> Activation | None:
         """None if the op does not have it."""
+        if isinstance(self.act_fn, Activation):
+            return self.act_fn
         if isinstance(self.act_fn, torch.nn.GELU):
             return Activation.GELU if self.act_fn.approximate == "none" else Activation.GELU_TANH
         return _ACTIVATIONS.get(type(self.act_fn).__name__)
@@ -85,10 +91,10 @@ class Experts:
         )
 
 
-class _GateUp(Sequence):
+class GateUp(Sequence):
     """Gate and up tensors of the experts, joined when one is asked for."""
 
-    def __init__(self, gates: list[torch.Tensor], ups: list[torch.Tensor]) -> None:
+    def __init__(self, gates: Sequence[torch.Tensor], ups: Sequence[torch.Tensor]) -> None:
         self.gates, self.ups = gates, ups
 
     def __getitem__(self, expert: int) -> torch.Tensor:
@@ -98,10 +104,41 @@ class _GateUp(Sequence):
         return len(self.gates)
 
 
-def fused_experts(module: torch.nn.Module) -> Experts | None:
-    """The experts of transformers 5, or None if this is no such module."""
-    if not _FUSED.fullmatch(type(module).__name__):
-        return None
+class _Each(Sequence):
+    """A function of each expert's tensor, called when it is asked for."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.tensors, self.function = tensors, function
+
+    def __getitem__(self, expert: int) -> torch.Tensor:
+        return self.function(self.tensors[expert])
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+
+def fused_experts(
+    module: torch.nn.Module, weights: Mapping[str, Sequence[torch.Tensor]] | None = None
+) -> Experts | None:
+    """The experts of transformers 5, or None if this is no such module.
+
+    Args:
+        module: what to recognize.
+        weights: parameter name -> the experts' tensors of it, to take instead of the module's.
+    """
+    name = type(module).__name__
+    experts = None
+    if not has_own_forward(module):
+        experts = _gpt_oss(module) if name == "GptOssExperts" else _gated(module) if _FUSED.fullmatch(name) else None
+    if experts is None or not weights:
+        return experts
+    chosen = {**dict(module.named_parameters(recurse=False)), **weights}
+    if name == "GptOssExperts":
+        return _interleaved(*(chosen[parameter] for parameter in _GPT_OSS_PARAMETERS))
+    return Experts(chosen["gate_up_proj"], chosen["down_proj"], experts.act_fn)
+
+
+def _gated(module: torch.nn.Module) -> Experts | None:
     w13, w2, act_fn = (getattr(module, name, None) for name in ("gate_up_proj", "down_proj", "act_fn"))
     if not (isinstance(w13, torch.Tensor) and isinstance(w2, torch.Tensor) and act_fn is not None):
         return None
@@ -110,9 +147,40 @@ def fused_experts(module: torch.nn.Module) -> Experts | None:
     unusual = ("is_transposed", "has_bias", "has_post_expert_norm")
     if any(getattr(module, name, False) for name in unusual) or not getattr(module, "is_concatenated", True):
         return None
-    if has_own_forward(module):
-        return None
     return Experts(w13, w2, act_fn)
+
+
+def _gpt_oss(module: torch.nn.Module) -> Experts | None:
+    """Its matrices are [H, 2I] with gate and up in turns, and [I, H]; both have biases."""
+    if hasattr(module, "expert_dim"):  # transformers 4 calls it with the weights of all experts, [T, E]
+        return None
+    tensors = [getattr(module, name, None) for name in _GPT_OSS_PARAMETERS]
+    if not all(isinstance(tensor, torch.Tensor) for tensor in tensors) or [t.dim() for t in tensors] != [3, 2, 3, 2]:
+        return None
+    w13, w13_bias, w2, w2_bias = tensors
+    count, intermediate, hidden = w2.shape
+    if w13.shape != (count, hidden, 2 * intermediate) or w13_bias.shape != w13.shape[::2]:
+        return None
+    if w2_bias.shape != w2.shape[::2]:
+        return None
+    if (getattr(module, "alpha", None), getattr(module, "limit", None)) != _SWIGLU_OAI:
+        return None
+    return _interleaved(*tensors)
+
+
+def _interleaved(
+    w13: Sequence[torch.Tensor],
+    w13_bias: Sequence[torch.Tensor],
+    w2: Sequence[torch.Tensor],
+    w2_bias: Sequence[torch.Tensor],
+) -> Experts:
+    return Experts(
+        _Each(w13, lambda weight: torch.cat((weight[:, ::2], weight[:, 1::2]), 1).T),
+        _Each(w2, lambda weight: weight.T),
+        Activation.SWIGLU_OAI,
+        _Each(w13_bias, lambda bias: torch.cat((bias[::2], bias[1::2]))),
+        w2_bias,
+    )
 
 
 def listed_experts(module: torch.nn.Module) -> Experts | None:
@@ -138,10 +206,10 @@ def listed_experts(module: torch.nn.Module) -> Experts | None:
     if any(biased) and not all(biased):
         return None
     return Experts(
-        _GateUp([gate.weight for gate in gates], [up.weight for up in ups]),
+        GateUp([gate.weight for gate in gates], [up.weight for up in ups]),
         [down.weight for down in downs],
         getattr(experts[0], "act_fn", None),
-        _GateUp([gate.bias for gate in gates], [up.bias for up in ups]) if all(biased) else None,
+        GateUp([gate.bias for gate in gates], [up.bias for up in ups]) if all(biased) else None,
         [down.bias for down in downs] if all(biased) else None,
     )
 

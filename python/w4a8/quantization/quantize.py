@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,7 +60,7 @@ def quantize_(
     """Quantizes the weights of a model to int4, in place; inputs are then quantized to int8 as they come.
 
     ``torch.nn.Linear`` becomes ``w4a8.nn.W4A8Linear``, and the experts of Qwen2-MoE, Qwen3-MoE, Mixtral, OLMoE,
-    DeepSeek-V2 and -V3 (transformers 4 or 5) become ``w4a8.nn.W4A8Experts``; routers, shared experts and what a block
+    DeepSeek-V2 and -V3 (transformers 4 or 5) and gpt-oss (5) become ``w4a8.nn.W4A8Experts``; routers, shared experts and what a block
     returns stay as they are. One module is replaced after another and its float weights are let go at once, so memory
     peaks at the model, the packed weights of one module, and those of one matrix before packing.
 
@@ -100,7 +100,7 @@ def quantize_(
     try:
         for job in plan.jobs:
             try:
-                _run(job, group_size, options, bar.update if bar is not None else _nothing, report)
+                run_job(job, group_size, options, bar.update if bar is not None else _nothing, report)
             except (ValueError, RuntimeError) as error:
                 raise QuantizationError(
                     f"{job.names[0]}: {error}; {len(report.replaced)} modules were replaced before it and stay so",
@@ -116,17 +116,31 @@ def _nothing() -> None:
     pass
 
 
-def _run(
-    job: Job, group_size: int, options: dict[str, Any], packed_one: Callable[[], object], report: QuantizationReport
+def run_job(
+    job: Job,
+    group_size: int,
+    options: dict[str, Any],
+    packed_one: Callable[[], object],
+    report: QuantizationReport,
+    weights: Mapping[str, Sequence[torch.Tensor]] | None = None,
 ) -> None:
-    """Makes the new module, and only then puts it in its places; the old one is freed on return."""
+    """Makes the new module, and only then puts it in its places; the old one is freed on return.
+
+    Args:
+        job: of a plan.
+        group_size: as in quantize_.
+        options: of from_float.
+        packed_one: called after each matrix.
+        report: gets an entry.
+        weights: for ``fused`` experts: parameter name -> the tensors of the experts, instead of the module's own.
+    """
     owner, key = job.places[0]
     old = getattr(owner, key)
     if job.kind == "linear":
         new: torch.nn.Module = W4A8Linear.from_float(old, group_size, **options)
         packed_one()
     else:
-        experts = fused_experts(old) if job.kind == "fused" else listed_experts(owner)
+        experts = fused_experts(old, weights) if job.kind == "fused" else listed_experts(owner)
         new = experts.quantize(group_size, packed_one, **options)
     new.train(old.training)
     if job.kind == "listed":

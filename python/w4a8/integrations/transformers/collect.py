@@ -1,0 +1,223 @@
+"""Quantizes modules while transformers loads a checkpoint: each as soon as all of its weights are there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import torch
+from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, WeightConverter
+
+from w4a8.integrations.transformers.config import W4A8Config
+from w4a8.integrations.transformers.memory import Pages
+from w4a8.quantization import QuantizationError, QuantizationReport
+from w4a8.quantization.moe_blocks import GateUp
+from w4a8.quantization.plan import Job, make_plan
+from w4a8.quantization.quantize import run_job
+from w4a8.quantization.skip import skip_function
+
+# A parameter as it comes: a tensor, or those of the experts, not stacked.
+Value = Sequence[torch.Tensor]
+
+
+@dataclass
+class _Pending:
+    """A module that waits for its weights."""
+
+    job: Job
+    module: torch.nn.Module
+    missing: set[str]
+    given: dict[str, Value] = field(default_factory=dict)
+
+
+class Collector:
+    """The modules of a model that are to be quantized, and what has come of their weights.
+
+    Attributes:
+        report: what became of the modules.
+    """
+
+    def __init__(self, model: torch.nn.Module, config: W4A8Config, files: Sequence[str]) -> None:
+        """Plans.
+
+        Args:
+            model: on the meta device.
+            config: the options.
+            files: which the weights are mapped from.
+        """
+        self.config = config
+        self.files = files
+        self.error: QuantizationError | None = None
+        self.pending: dict[str, tuple[_Pending, str]] = {}  # by name in the model: module and parameter
+        plan = make_plan(model, config.group_size, skip_function(config.skip))
+        self.report = QuantizationReport(skipped=plan.skipped)
+        # transformers ties when all is loaded, so the plan could not see it.
+        tied = {**model.all_tied_weights_keys, **{v: k for k, v in model.all_tied_weights_keys.items()}}
+        for job in plan.jobs:
+            partner = next((tied[f"{name}.weight"] for name in job.names if f"{name}.weight" in tied), None)
+            if job.kind == "linear" and partner is not None:
+                reason = f"its weight is shared with {partner.rpartition('.')[0]}"
+                self.report.skipped.update(dict.fromkeys(job.names, reason))
+                continue
+            owner, key = job.places[0]
+            module = getattr(owner, key)
+            parameters = [name for name, _ in module.named_parameters()]
+            pending = _Pending(job, module, set(parameters))
+            self.pending.update({f"{name}.{part}": (pending, part) for name in job.names for part in parameters})
+
+    def give(self, name: str, value: Value) -> None:
+        """Takes a parameter; the module is replaced when it was the last.
+
+        An error is kept for ``finish``: transformers would only log it.
+        """
+        if self.error is not None:
+            return
+        pending, part = self.pending[name]
+        pending.given[part] = value
+        pending.missing.discard(part)
+        if not pending.missing:
+            self._replace(pending)
+
+    def finish(self) -> QuantizationReport:
+        """Quantizes what the checkpoint had no or not all weights of, with those that transformers has made up.
+
+        Raises:
+            QuantizationError: a weight has a NaN or an infinity; names the module.
+        """
+        for pending, _ in list(self.pending.values()):
+            if self.error is None and pending.missing:
+                pending.missing.clear()
+                self._replace(pending)
+        if self.error is not None:
+            raise self.error
+        self.pending.clear()
+        return self.report
+
+    def _replace(self, pending: _Pending) -> None:
+        stacks = {}
+        for part, value in pending.given.items():
+            if not isinstance(value, torch.Tensor):
+                stacks[part] = value
+                continue
+            path, _, leaf = part.rpartition(".")
+            setattr(pending.module.get_submodule(path), leaf, torch.nn.Parameter(value, requires_grad=False))
+        values, pages, packed = list(pending.given.values()), Pages(self.files), count()
+
+        def packed_one() -> None:  # of experts: w13 and w2 in turns
+            expert, is_w2 = divmod(next(packed), 2)
+            if is_w2 and pending.job.kind == "fused":
+                pages.release(tensor for value in values for tensor in _of_expert(value, expert))
+
+        try:
+            run_job(pending.job, self.config.group_size, self.config.options(), packed_one, self.report, stacks)
+        except (ValueError, RuntimeError) as error:
+            self.error = QuantizationError(f"{pending.job.names[0]}: {error}", self.report)
+            self.error.__cause__ = error
+        pages.release(tensor for value in values for tensor in _tensors(value))
+        pending.given.clear()
+        del pending.module
+
+
+def _tensors(value: Value) -> list[torch.Tensor]:
+    """All that a parameter was read from."""
+    return [value] if isinstance(value, torch.Tensor) else [t for e in range(len(value)) for t in _of_expert(value, e)]
+
+
+def _of_expert(value: Value, expert: int) -> list[torch.Tensor]:
+    return [value.gates[expert], value.ups[expert]] if isinstance(value, GateUp) else [value[expert]]
+
+
+class _Op(ConversionOps):
+    """transformers copies the operations for each parameter; these are one for the model."""
+
+    def __init__(self, collector: Collector) -> None:
+        self.collector = collector
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Op:
+        return self
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        raise NotImplementedError("rounding cannot be undone")
+
+
+class Give(_Op):
+    """Hands a parameter to the collector; transformers has nothing to set."""
+
+    def convert(
+        self, input_dict: dict[str, Any], full_layer_name: str, missing_keys: set[str] | None = None, **_: Any
+    ) -> dict[str, torch.Tensor]:
+        """One parameter; ``input_dict`` may wrap it into a list."""
+        (value,) = input_dict.values()
+        if isinstance(value, list) and len(value) == 1:
+            value = value[0]
+        if missing_keys is not None:
+            missing_keys.discard(full_layer_name)
+        self.collector.give(full_layer_name, value)
+        return {}
+
+
+class Unstacked(_Op):
+    """Leaves the experts' tensors where they are, instead of stacking them: that would be several copies of a layer."""
+
+    def __init__(self, collector: Collector, operations: list[ConversionOps]) -> None:
+        super().__init__(collector)
+        self.operations = operations
+
+    def convert(
+        self,
+        input_dict: dict[str, list[torch.Tensor]],
+        source_patterns: list[str],
+        target_patterns: list[str],
+        full_layer_name: str,
+        **options: Any,
+    ) -> dict[str, Any]:
+        """The tensors of each source, in the order of the experts."""
+        if full_layer_name not in self.collector.pending:
+            for operation in self.operations:
+                input_dict = operation.convert(
+                    input_dict,
+                    source_patterns=source_patterns,
+                    target_patterns=target_patterns,
+                    full_layer_name=full_layer_name,
+                    **options,
+                )
+            return input_dict
+        lists = [input_dict[pattern] for pattern in source_patterns]
+        if any(len(tensors) != len(lists[0]) for tensors in lists):
+            raise ValueError(f"{full_layer_name}: {[len(tensors) for tensors in lists]} tensors of {source_patterns}")
+        return {target_patterns[0]: GateUp(*lists) if len(lists) == 2 else _List(lists[0])}
+
+
+class _List(Sequence):
+    """Not a list: transformers would take the first of it."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self.tensors = tensors
+
+    def __getitem__(self, expert: int) -> torch.Tensor:
+        return self.tensors[expert]
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+
+def unstacked(converter: Any, collector: Collector) -> WeightConverter | None:
+    """The same converter without the copies, or None if it does something else than stacking experts."""
+    if not isinstance(converter, WeightConverter) or len(converter.target_patterns) != 1:
+        return None
+    merge, *others = converter.operations
+    if type(merge) is not MergeModulelist or merge.dim != 0 or len(converter.source_patterns) != 1 + len(others):
+        return None
+    if others and (type(others[0]) is not Concatenate or others[0].dim != 1 or len(others) != 1):
+        return None
+    other = WeightConverter(
+        list(converter._original_source_patterns),
+        list(converter._original_target_patterns),
+        [Unstacked(collector, converter.operations)],
+    )
+    other.scope_prefix = converter.scope_prefix
+    other.base_model_prefix = getattr(converter, "base_model_prefix", None)
+    return other

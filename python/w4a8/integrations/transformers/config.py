@@ -1,0 +1,92 @@
+"""What from_pretrained is given, and what config.json says of a directory with packed weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from transformers.quantizers import register_quantization_config
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from w4a8.quantization import DEFAULT_SKIP
+from w4a8.quantization.skip import skip_function
+
+METHOD = "w4a8"
+# Of the tensors in a saved directory: how modules and their packed tensors are named.
+FORMAT, FORMAT_VERSION = "packed", 1
+
+_SCALE_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@register_quantization_config(METHOD)
+class W4A8Config(QuantizationConfigMixin):
+    """Options of quantizing while loading: those of ``w4a8.quantize_``, as JSON can hold them."""
+
+    def __init__(
+        self,
+        group_size: int = 32,
+        *,
+        skip: str | Iterable[str] = DEFAULT_SKIP,
+        scale_dtype: str | torch.dtype = "float32",
+        clip_search: bool = False,
+        **saved: Any,
+    ) -> None:
+        """Takes the options.
+
+        Args:
+            group_size: weights per scale, a multiple of 32; -1 is one scale per output feature.
+            skip: names of modules to leave alone, and ``re:`` with regular expressions. The default leaves output
+                layers and routers alone; another value replaces it.
+            scale_dtype: of the weights' scales: float32 or bfloat16.
+            clip_search: try several scales per group; takes many times as long.
+            **saved: what a config.json has besides: quant_method, format, version.
+
+        Raises:
+            TypeError: an unknown option; a function as ``skip``, which no config.json could hold.
+            ValueError: a bad value; a directory in a format that this version does not know.
+        """
+        self.quant_method = METHOD
+        if isinstance(group_size, bool) or not isinstance(group_size, int):
+            raise TypeError(f"group_size is {group_size!r}, expected an int")
+        if group_size != -1 and (group_size <= 0 or group_size % 32 != 0):
+            raise ValueError(f"group_size is {group_size}, expected -1 or a multiple of 32")
+        self.group_size = group_size
+        if callable(skip):
+            raise TypeError("skip is a function, which config.json cannot hold: give names or 're:' and a pattern")
+        self.skip = [skip] if isinstance(skip, str) else list(skip)
+        skip_function(self.skip)  # refuses what is neither
+        self.scale_dtype = str(scale_dtype).removeprefix("torch.")
+        if self.scale_dtype not in _SCALE_TYPES:
+            raise ValueError(f"scale_dtype is {scale_dtype}, expected float32 or bfloat16")
+        self.clip_search = bool(clip_search)
+        self.format = self._check_saved(dict(saved))
+
+    def _check_saved(self, saved: dict[str, Any]) -> str | None:
+        """The format of a directory, None where the weights are floats."""
+        method, version = saved.pop("quant_method", METHOD), saved.pop("version", FORMAT_VERSION)
+        kind = saved.pop("format", None)
+        if saved:
+            raise TypeError(f"W4A8Config has no option {next(iter(saved))!r}")
+        if method != METHOD or kind not in (None, FORMAT) or version != FORMAT_VERSION:
+            raise ValueError(
+                f"quantization_config is {method!r} in format {kind!r}, version {version}; this w4a8 reads "
+                f"{METHOD!r} in format {FORMAT!r}, version {FORMAT_VERSION}"
+            )
+        return kind
+
+    def options(self) -> dict[str, Any]:
+        """What from_float takes besides the group size."""
+        return {"scale_dtype": _SCALE_TYPES[self.scale_dtype], "clip_search": self.clip_search}
+
+    def to_dict(self) -> dict[str, Any]:
+        """As config.json gets it: a model is saved packed, whatever it was loaded from."""
+        return {
+            "quant_method": METHOD,
+            "format": FORMAT,
+            "version": FORMAT_VERSION,
+            "group_size": self.group_size,
+            "skip": list(self.skip),
+            "scale_dtype": self.scale_dtype,
+            "clip_search": self.clip_search,
+        }

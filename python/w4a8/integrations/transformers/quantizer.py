@@ -1,0 +1,127 @@
+"""The quantizer that transformers calls."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers.quantizers import HfQuantizer, register_quantizer
+
+from w4a8.integrations.transformers.collect import Collector, Give, unstacked
+from w4a8.integrations.transformers.config import METHOD, W4A8Config
+from w4a8.integrations.transformers.guard import inference_only, refuse_device
+from w4a8.integrations.transformers.packed import build_packed
+from w4a8.nn.packed import PackedModule
+from w4a8.quantization import QuantizationReport
+
+logger = logging.getLogger(__name__)
+
+
+@register_quantizer(METHOD)
+class W4A8HfQuantizer(HfQuantizer):
+    """Quantizes float checkpoints while they load, and maps packed ones.
+
+    Attributes:
+        report: of quantizing, as ``w4a8.quantize_`` gives it; None for a packed directory.
+    """
+
+    requires_calibration = False
+
+    def __init__(self, quantization_config: W4A8Config, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self.report: QuantizationReport | None = None
+        self._collector: Collector | None = None
+        self._originals: dict[int, Any] = {}  # by id of a converter: the one of transformers that it stands for
+
+    # What the model can do.
+
+    def is_serializable(self, **_: Any) -> bool:
+        """save_pretrained writes the packed tensors."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """The operators have no gradients."""
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        """The operators work under torch.compile."""
+        return True
+
+    # Before loading.
+
+    def validate_environment(self, *args: Any, device_map: Any = None, **_: Any) -> None:
+        """Refuses devices other than the CPU, and offloading."""
+        for device in _devices(device_map):
+            if device == "disk":
+                raise ValueError("device_map has 'disk': packed weights are mapped from their file anyway")
+            refuse_device(device)
+
+    def update_device_map(self, device_map: Any) -> Any:
+        """``auto`` and the like mean the CPU."""
+        return {"": "cpu"} if device_map is None or isinstance(device_map, str) else device_map
+
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: Sequence[str] | None = None, **_: Any
+    ) -> None:
+        files = list(checkpoint_files or [])
+        if self.pre_quantized:
+            build_packed(model, files)
+        else:
+            self._collector = Collector(model, self.quantization_config, files)
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
+        """Experts are quantized from where they are, instead of being stacked first."""
+        if self._collector is None:
+            return weight_conversions
+        updated = []
+        for conversion in weight_conversions:
+            other = unstacked(conversion, self._collector)
+            if other is not None:
+                self._originals[id(other)] = conversion
+            updated.append(conversion if other is None else other)
+        return updated
+
+    # While loading.
+
+    def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
+        """Whether a parameter goes to the collector."""
+        return self._collector is not None and param_name in self._collector.pending
+
+    def get_quantize_ops(self) -> Give:
+        """What a parameter that needs quantization is handed to."""
+        return Give(self._collector)
+
+    # After loading.
+
+    def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
+        if self._collector is not None:
+            self.report = self._collector.finish()
+            self._collector = None
+            logger.info("%s", self.report)
+            # save_pretrained reverses them, and knows transformers' own.
+            used = getattr(model, "_weight_conversions", None) or []
+            model._weight_conversions = [self._originals.get(id(conversion), conversion) for conversion in used]
+            self._originals.clear()
+        for name, module in model.named_modules():
+            if isinstance(module, PackedModule):
+                _check(name, module)
+        inference_only(model)
+        return model
+
+
+def _devices(device_map: Any) -> list[Any]:
+    if isinstance(device_map, dict):
+        return list(device_map.values())
+    ours = device_map is None or device_map in ("auto", "balanced", "balanced_low_0", "sequential")
+    return [] if ours else [device_map]
+
+
+def _check(name: str, module: PackedModule) -> None:
+    """That weights were loaded; their headers were compared before, and the operators compare them again."""
+    for leaf, packed in module.named_buffers(recurse=False):
+        if not isinstance(packed, torch.Tensor) or packed.is_meta:
+            raise ValueError(f"{name}.{leaf} is not in the checkpoint")

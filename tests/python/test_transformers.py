@@ -1,0 +1,348 @@
+"""w4a8.integrations.transformers: from_pretrained quantizes while it loads, and maps what save_pretrained wrote."""
+
+import copy
+import json
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from common import assert_same_bits
+from test_quantize_transformers import DENSE, MODELS, make_model
+
+import w4a8
+from w4a8.nn import W4A8Experts, W4A8Linear
+from w4a8.quantization import DEFAULT_SKIP, QuantizationError
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+if int(transformers.__version__.split(".")[0]) < 5:
+    pytest.skip("transformers 5 is needed", allow_module_level=True)
+
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+from w4a8.integrations.transformers import W4A8Config  # noqa: E402
+
+TOKENS = torch.randint(1, 64, (2, 7), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.no_grad():
+        yield
+
+
+def save_float(name, directory, dtype=torch.bfloat16, change=lambda model: None, **options):
+    """A random checkpoint; the model."""
+    model = make_model(name).to(dtype)
+    change(model)
+    model.save_pretrained(directory, **options)
+    return model
+
+
+def load(directory, **options):
+    """The model, after a look at what transformers reports."""
+    model, info = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True, **options)
+    assert not any(info.values()), info
+    return model
+
+
+def quantized_whole(directory, *args, **options):
+    """The whole model in floats, then w4a8.quantize_."""
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    return model, w4a8.quantize_(model, *args, **options)
+
+
+@pytest.mark.parametrize("name", [*MODELS, *DENSE])
+def test_bits(name, tmp_path):
+    """Quantized while loading, and packed, saved and mapped: the logits of quantize_. In several shards, so that the
+    weights of a module come from two files."""
+    save_float(name, tmp_path / "float", max_shard_size="50KB")
+    assert len(list((tmp_path / "float").glob("*.safetensors"))) > 2
+    whole, report = quantized_whole(tmp_path / "float")
+    want = whole(TOKENS).logits
+    model = load(tmp_path / "float", quantization_config=W4A8Config())
+    assert model.hf_quantizer.report == report
+    assert report.skipped["lm_head"] == "skip"
+    assert_same_bits(model(TOKENS).logits, want)
+    assert model.dtype == torch.bfloat16
+
+    model.save_pretrained(tmp_path / "packed", max_shard_size="50KB")
+    packed = load(tmp_path / "packed")
+    assert_same_bits(packed(TOKENS).logits, want)
+    state = whole.state_dict()
+    for key, tensor in packed.state_dict().items():
+        assert_same_bits(tensor, state[key])
+    packed.save_pretrained(tmp_path / "again", max_shard_size="50KB")
+    for file in (tmp_path / "packed").glob("*.safetensors"):
+        assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"group_size": -1},
+        {"group_size": 64, "scale_dtype": torch.bfloat16},
+        {"clip_search": True},
+        {"skip": [*DEFAULT_SKIP, "model.layers.0.mlp", "re:.*o_proj"]},
+        {"skip": [*DEFAULT_SKIP, "re:.*experts$"]},
+    ],
+    ids=str,
+)
+def test_options(options, tmp_path):
+    """Those of quantize_; they are in config.json, and a part of the model may stay floats."""
+    save_float("qwen3", tmp_path / "float")
+    whole, report = quantized_whole(tmp_path / "float", **options)
+    want = whole(TOKENS).logits
+    config = W4A8Config(**options)
+    model = load(tmp_path / "float", quantization_config=config)
+    assert model.hf_quantizer.report == report
+    assert_same_bits(model(TOKENS).logits, want)
+    model.save_pretrained(tmp_path / "packed")
+    assert_same_bits(load(tmp_path / "packed")(TOKENS).logits, want)
+    saved = json.loads((tmp_path / "packed" / "config.json").read_text())["quantization_config"]
+    assert saved == config.to_dict()
+    again = W4A8Config.from_dict(saved)
+    assert again.to_dict() == saved
+    assert again.options() == config.options()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_dtypes(dtype, tmp_path):
+    """Of the checkpoint; and asked for, then rounded from what the model would have been."""
+    save_float("mixtral", tmp_path, dtype)
+    whole, _ = quantized_whole(tmp_path)
+    model = load(tmp_path, quantization_config=W4A8Config())
+    assert model.dtype == dtype
+    assert_same_bits(model(TOKENS).logits, whole(TOKENS).logits)
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    w4a8.quantize_(whole)
+    model = load(tmp_path, quantization_config=W4A8Config(), dtype=torch.bfloat16)
+    assert_same_bits(model(TOKENS).logits, whole(TOKENS).logits)
+
+
+def test_quantized_with_quantize_is_saved_too(tmp_path):
+    """Any model of transformers whose layers are packed, once config.json says so."""
+    save_float("qwen3", tmp_path / "float")
+    whole, _ = quantized_whole(tmp_path / "float")
+    whole.config.quantization_config = W4A8Config()
+    whole.save_pretrained(tmp_path / "packed")
+    assert_same_bits(load(tmp_path / "packed")(TOKENS).logits, whole(TOKENS).logits)
+
+
+def test_tied_output_layer_stays(tmp_path):
+    """Also where ``skip`` does not name it: transformers ties it after loading."""
+    config = copy.deepcopy(make_model("Qwen3").config)
+    config.tie_word_embeddings = True
+    transformers.Qwen3ForCausalLM(config).bfloat16().save_pretrained(tmp_path / "float")
+    whole, report = quantized_whole(tmp_path / "float", skip=[])
+    model = load(tmp_path / "float", quantization_config=W4A8Config(skip=[]))
+    assert report.skipped["lm_head"] == "its weight is shared with model.embed_tokens"
+    assert model.hf_quantizer.report == report
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert_same_bits(model(TOKENS).logits, whole(TOKENS).logits)
+    model.save_pretrained(tmp_path / "packed")
+    packed = load(tmp_path / "packed")
+    assert packed.lm_head.weight is packed.model.embed_tokens.weight
+    assert_same_bits(packed(TOKENS).logits, whole(TOKENS).logits)
+
+
+def test_head_that_the_checkpoint_lacks(tmp_path):
+    """A layer that transformers makes up is quantized as quantize_ would."""
+    save_float("Qwen3", tmp_path)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(
+        tmp_path, num_labels=4, quantization_config=W4A8Config()
+    )
+    assert isinstance(model.score, W4A8Linear)
+    assert isinstance(model.model.layers[1].mlp.up_proj, W4A8Linear)
+    assert torch.isfinite(model(TOKENS[:1]).logits).all()
+
+
+def test_rows_do_not_depend_on_the_batch(tmp_path):
+    save_float("qwen3", tmp_path)
+    model = load(tmp_path, quantization_config=W4A8Config())
+    experts = model.model.layers[1].mlp.experts
+    assert isinstance(experts, W4A8Experts)
+    x = torch.randn(5, 64, dtype=torch.bfloat16)
+    ids, weights = torch.tensor([[0, 3]] * 5), torch.full((5, 2), 0.5)
+    assert_same_bits(experts(x, ids, weights)[2:3], experts(x[2:3], ids[2:3], weights[2:3]))
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static", None])
+@pytest.mark.parametrize("name", ["qwen3", "gpt-oss"])
+def test_generate(cache, name, tmp_path):
+    """With the usual caches and without one, the same tokens as the model quantized as a whole."""
+    save_float(name, tmp_path / "float")
+    whole, _ = quantized_whole(tmp_path / "float")
+    load(tmp_path / "float", quantization_config=W4A8Config()).save_pretrained(tmp_path / "packed")
+    packed = load(tmp_path / "packed")
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    options |= {"use_cache": False} if cache is None else {"cache_implementation": cache}
+    written = packed.generate(TOKENS, **options)
+    assert written.shape == (2, 13)
+    assert torch.equal(written, whole.generate(TOKENS, **options))
+
+
+def test_generate_in_a_padded_batch(tmp_path):
+    save_float("qwen3", tmp_path)
+    model = load(tmp_path, quantization_config=W4A8Config())
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    short = TOKENS[:1, :4]
+    padded = torch.cat([torch.zeros(1, 3, dtype=torch.int64), short], 1)
+    batch = torch.cat([padded, TOKENS[1:]])
+    mask = torch.ones_like(batch)
+    mask[0, :3] = 0
+    written = model.generate(batch, attention_mask=mask, **options)
+    assert torch.equal(written[1:], model.generate(TOKENS[1:], **options))
+    assert written.shape == (2, 12)
+
+
+def test_compiled_decoding(tmp_path):
+    """transformers compiles decoding with a static cache; whole graphs, through the operators."""
+    save_float("qwen3", tmp_path)
+    model = load(tmp_path, quantization_config=W4A8Config())
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    options["cache_implementation"] = "static"
+    plain = model.generate(TOKENS, **options)
+    compiling = transformers.CompileConfig(backend="aot_eager", fullgraph=True, mode=None)
+    compiling._compile_all_devices = True
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    assert torch.equal(model.generate(TOKENS, compile_config=compiling, **options), plain)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+
+
+def test_training_is_refused(tmp_path):
+    save_float("qwen3", tmp_path)
+    model = load(tmp_path, quantization_config=W4A8Config())
+    with pytest.raises(RuntimeError, match="cannot be trained"):
+        model.train()
+    assert not model.training
+    assert model.eval() is model
+    with torch.enable_grad():
+        assert not model(TOKENS, labels=TOKENS).loss.requires_grad
+    arguments = transformers.TrainingArguments(str(tmp_path / "out")) if has_accelerate() else None
+    if arguments is not None:
+        with pytest.raises(ValueError, match="w4a8"):
+            transformers.Trainer(model, arguments)
+
+
+def has_accelerate():
+    return transformers.utils.is_accelerate_available()
+
+
+def test_other_devices_are_refused(tmp_path):
+    save_float("qwen3", tmp_path)
+    model = load(tmp_path, quantization_config=W4A8Config())
+    for move in (lambda: model.to("cuda"), lambda: model.to(device="cuda:0"), lambda: model.cuda()):
+        with pytest.raises(RuntimeError, match="cannot go to cuda"):
+            move()
+    assert model.to("cpu") is model
+    for device_map in ("cuda", {"": "cuda:0"}, {"model": "cpu", "lm_head": 0}):
+        with pytest.raises((RuntimeError, ValueError)):
+            AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=W4A8Config(), device_map=device_map)
+
+
+def test_copies_and_pickles(tmp_path):
+    """And a copy refuses for itself."""
+    save_float("qwen3", tmp_path)
+    model = load(tmp_path, quantization_config=W4A8Config())
+    want = model(TOKENS).logits
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert_same_bits(other(TOKENS).logits, want)
+        assert other.eval() is other
+        with pytest.raises(RuntimeError, match="cannot go to cuda"):
+            other.to("cuda")
+
+
+def test_nan_names_the_module(tmp_path):
+    def spoil(model):
+        model.model.layers[1].mlp.experts.gate_up_proj[3, 5, 7] = float("nan")
+
+    save_float("qwen3", tmp_path, change=spoil)
+    with pytest.raises(QuantizationError, match=r"model\.layers\.1\.mlp\.experts: w13 of expert 3: .*NaN"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=W4A8Config())
+
+
+@pytest.mark.parametrize(
+    "options, error, match",
+    [
+        ({"group_size": 48}, ValueError, "group_size is 48"),
+        ({"group_size": 32.0}, TypeError, "group_size is 32.0"),
+        ({"scale_dtype": "float16"}, ValueError, "scale_dtype is float16"),
+        ({"skip": len}, TypeError, "skip is a function"),
+        ({"skip": ["re:("]}, ValueError, "regular expression"),
+        ({"bits": 4}, TypeError, "bits"),
+        ({"format": "packed", "version": 2}, ValueError, "version 2"),
+        ({"quant_method": "gptq"}, ValueError, "gptq"),
+    ],
+    ids=str,
+)
+def test_bad_options(options, error, match):
+    with pytest.raises(error, match=match):
+        W4A8Config(**options)
+
+
+def damaged(directory, change):
+    """The tensors of a packed directory, changed and written back."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    tensors = safetensors.load_file(directory / "model.safetensors")
+    tensors = {key: tensor.clone() for key, tensor in tensors.items()}
+    change(tensors)
+    safetensors.save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def swap(tensors):
+    tensors["model.layers.0.self_attn.q_proj.packed"] = tensors["model.layers.0.self_attn.k_proj.packed"][:64].clone()
+
+
+def other_shape(tensors):
+    linear = torch.nn.Linear(32, 64, bias=False)
+    tensors["model.layers.0.self_attn.q_proj.packed"] = W4A8Linear.from_float(linear, 32).packed
+
+
+def no_w2(tensors):
+    del tensors["model.layers.0.mlp.experts.w2_packed"]
+
+
+def fewer_experts(tensors):
+    tensors["model.layers.0.mlp.experts.w2_packed"] = tensors["model.layers.0.mlp.experts.w2_packed"][:4].clone()
+
+
+def nothing_packed(tensors):
+    for key in [key for key in tensors if key.endswith("packed")]:
+        del tensors[key]
+
+
+@pytest.mark.parametrize(
+    "change, match",
+    [
+        (swap, r"q_proj\.packed: .*64 bytes"),
+        (other_shape, r"q_proj: packed: \[n, k\] is \[64, 32\], expected \[64, 64\]"),
+        (no_w2, r"layers\.0\.mlp\.experts: .*w2_packed"),
+        (fewer_experts, r"w2_packed: \[experts, n, k\] is \[4, 64, 32\]"),
+        (nothing_packed, "no packed tensors"),
+    ],
+)
+def test_damaged_directories(change, match, tmp_path):
+    save_float("qwen3", tmp_path / "float")
+    load(tmp_path / "float", quantization_config=W4A8Config()).save_pretrained(tmp_path / "packed")
+    damaged(tmp_path / "packed", change)
+    with pytest.raises(ValueError, match=match):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+
+
+@pytest.mark.parametrize(
+    "before, match",
+    [
+        ("import transformers; transformers.__version__ = '4.57.1'", "needs transformers 5, this is 4.57.1"),
+        ("import sys; sys.modules['transformers'] = None", "needs transformers 5"),
+    ],
+)
+def test_old_and_missing_transformers(before, match):
+    """Importing says what is needed."""
+    code = f"{before}; import w4a8.integrations.transformers"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "ImportError" in done.stderr
+    assert match in done.stderr
