@@ -60,9 +60,9 @@ def quantize_(
     """Quantizes the weights of a model to int4, in place; inputs are then quantized to int8 as they come.
 
     ``torch.nn.Linear`` becomes ``w4a8.nn.W4A8Linear``, and the experts of Qwen2-MoE, Qwen3-MoE, Mixtral, OLMoE,
-    DeepSeek-V2 and -V3 (transformers 4 or 5) and gpt-oss (5) become ``w4a8.nn.W4A8Experts``; routers, shared experts and what a block
-    returns stay as they are. One module is replaced after another and its float weights are let go at once, so memory
-    peaks at the model, the packed weights of one module, and those of one matrix before packing.
+    DeepSeek-V2 and -V3 (transformers 4 or 5) and gpt-oss (5) become ``w4a8.nn.W4A8Experts``; routers, shared experts
+    and what a block returns stay as they are. One module is replaced after another and its float weights are let go
+    at once, so memory peaks at the model, the packed weights of one module, and those of one matrix before packing.
 
     What is left alone, with the reason in the report: what ``skip`` names; layers whose input size is odd or no
     multiple of the group size (both input sizes, of experts); subclasses of Linear; layers with hooks; layers that

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import copy
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from transformers.quantizers import register_quantization_config
+from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from w4a8.quantization import DEFAULT_SKIP
@@ -61,6 +63,13 @@ class W4A8Config(QuantizationConfigMixin):
             raise ValueError(f"scale_dtype is {scale_dtype}, expected float32 or bfloat16")
         self.clip_search = bool(clip_search)
         self.format = self._check_saved(dict(saved))
+        self.source: dict[str, Any] | None = None
+
+    def for_source(self, source: dict[str, Any]) -> W4A8Config:
+        """The config for a checkpoint that another method quantized: ``source`` is its quantization_config."""
+        other = copy.deepcopy(self)
+        other.source = source
+        return other
 
     def _check_saved(self, saved: dict[str, Any]) -> str | None:
         """The format of a directory, None where the weights are floats."""
@@ -90,3 +99,24 @@ class W4A8Config(QuantizationConfigMixin):
             "scale_dtype": self.scale_dtype,
             "clip_search": self.clip_search,
         }
+
+
+def _merge_foreign(merge: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets W4A8Config stand beside the config of another method, which transformers takes for a mistake."""
+
+    def merged(
+        quantization_config: dict[str, Any] | QuantizationConfigMixin,
+        quantization_config_from_args: QuantizationConfigMixin | None,
+    ) -> QuantizationConfigMixin:
+        if isinstance(quantization_config_from_args, W4A8Config):
+            found = quantization_config
+            source = found if isinstance(found, dict) else found.to_dict()
+            if source.get("quant_method") != METHOD:
+                return quantization_config_from_args.for_source(source)
+        return merge(quantization_config, quantization_config_from_args)
+
+    return merged
+
+
+# There is nothing to register this with.
+AutoHfQuantizer.merge_quantization_configs = staticmethod(_merge_foreign(AutoHfQuantizer.merge_quantization_configs))

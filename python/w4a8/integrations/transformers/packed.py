@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
+from w4a8.integrations.transformers.names import Names, slices
 from w4a8.nn import W4A8Experts, W4A8Linear
 from w4a8.ops import PackedHeader, read_header
 from w4a8.quantization.moe_blocks import fused_experts
@@ -55,28 +53,15 @@ def build_packed(model: torch.nn.Module, files: Sequence[str]) -> list[str]:
 
 def _read_headers(model: torch.nn.Module, files: Sequence[str]) -> dict[str, dict[str, _Entry]]:
     """Module name -> tensor name -> header (of the first expert)."""
-    mapping = get_model_conversion_mapping(model)
-    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    state = model.state_dict()
+    names = Names(model)
     found: dict[str, dict[str, _Entry]] = {}
-    for file in files:
-        if not str(file).endswith(".safetensors"):
-            raise ValueError(f"{file}: packed weights are read from safetensors files only")
-        with safe_open(file, framework="pt") as tensors:
-            for key in tensors.keys():  # noqa: SIM118 (it is no dict)
-                path, _, leaf = key.rpartition(".")
-                if leaf not in _STANDS_FOR:
-                    continue
-                # Files have the names that others wrote, which differ from the model's for some architectures.
-                parameter = f"{path}.{_STANDS_FOR[leaf]}"
-                parameter, _ = rename_source_key(parameter, renamings, converters, model.base_model_prefix, state)
-                if parameter in state:
-                    part = tensors.get_slice(key)
-                    shape = tuple(part.get_shape())
-                    first = part[...] if len(shape) == 1 else part[:1][0]  # a view: only the header is read
-                    entry = _Entry(_header(key, first), shape)
-                    found.setdefault(parameter.rpartition(".")[0], {})[leaf] = entry
+    for key, part in slices(files):
+        path, _, leaf = key.rpartition(".")
+        parameter = names.parameter(f"{path}.{_STANDS_FOR[leaf]}")[0] if leaf in _STANDS_FOR else None
+        if parameter is not None:
+            shape = tuple(part.get_shape())
+            first = part[...] if len(shape) == 1 else part[:1][0]  # a view: only the header is read
+            found.setdefault(parameter.rpartition(".")[0], {})[leaf] = _Entry(_header(key, first), shape)
     return found
 
 

@@ -11,6 +11,7 @@ from transformers.quantizers import HfQuantizer, register_quantizer
 
 from w4a8.integrations.transformers.collect import Collector, Give, unstacked
 from w4a8.integrations.transformers.config import METHOD, W4A8Config
+from w4a8.integrations.transformers.foreign import Foreign
 from w4a8.integrations.transformers.guard import inference_only, refuse_device
 from w4a8.integrations.transformers.packed import build_packed
 from w4a8.nn.packed import PackedModule
@@ -21,10 +22,10 @@ logger = logging.getLogger(__name__)
 
 @register_quantizer(METHOD)
 class W4A8HfQuantizer(HfQuantizer):
-    """Quantizes float checkpoints while they load, and maps packed ones.
+    """Quantizes float checkpoints while they load, packs what others have quantized, and maps packed directories.
 
     Attributes:
-        report: of quantizing, as ``w4a8.quantize_`` gives it; None for a packed directory.
+        report: of quantizing or packing, as ``w4a8.quantize_`` gives it; None for a packed directory.
     """
 
     requires_calibration = False
@@ -33,6 +34,7 @@ class W4A8HfQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         self.report: QuantizationReport | None = None
         self._collector: Collector | None = None
+        self._foreign: Foreign | None = None
         self._originals: dict[int, Any] = {}  # by id of a converter: the one of transformers that it stands for
 
     # What the model can do.
@@ -68,7 +70,9 @@ class W4A8HfQuantizer(HfQuantizer):
         self, model: Any, checkpoint_files: Sequence[str] | None = None, **_: Any
     ) -> None:
         files = list(checkpoint_files or [])
-        if self.pre_quantized:
+        if self.quantization_config.source is not None:
+            self._foreign = Foreign(model, self.quantization_config.source, files)
+        elif self.pre_quantized:
             build_packed(model, files)
         else:
             self._collector = Collector(model, self.quantization_config, files)
@@ -106,6 +110,9 @@ class W4A8HfQuantizer(HfQuantizer):
             used = getattr(model, "_weight_conversions", None) or []
             model._weight_conversions = [self._originals.get(id(conversion), conversion) for conversion in used]
             self._originals.clear()
+        if self._foreign is not None:
+            self.report = self._foreign.finish(model)
+            self._foreign = None
         for name, module in model.named_modules():
             if isinstance(module, PackedModule):
                 _check(name, module)

@@ -1,0 +1,209 @@
+"""Checkpoints that others have quantized: their 4-bit codes are packed as they are (readers: ``w4a8.formats``)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from w4a8.checkpoint.scheme import QuantizationScheme
+from w4a8.core.experts import MatrixStack
+from w4a8.core.matrix import Matrix4
+from w4a8.formats import from_auto_round, from_awq, from_gptq, from_int_quantized, from_pack_quantized
+from w4a8.integrations.transformers.memory import Pages
+from w4a8.integrations.transformers.names import Names, slices
+from w4a8.nn import W4A8Experts, W4A8Linear
+from w4a8.quantization import QuantizationReport
+from w4a8.quantization.moe_blocks import fused_experts
+
+# The last part of a tensor's name -> whether it says that its module is quantized, in every format that is read here.
+_SUFFIXES = {
+    "qweight": True, "qzeros": False, "scales": False, "g_idx": False,
+    "weight_packed": True, "weight_scale": True, "weight_shape": False, "weight_zero_point": False,
+    "weight_g_idx": False, "weight": False, "bias": False,
+}  # fmt: skip
+
+# Takes the tensors of a matrix and its name.
+Reader = Callable[[Mapping[str, torch.Tensor], str], Matrix4]
+
+
+def reader_of(source: Mapping[str, Any]) -> Callable[[str], Reader]:
+    """What reads a module, by its name in the checkpoint.
+
+    Args:
+        source: the quantization_config of the checkpoint.
+
+    Raises:
+        ValueError: a method or setting that the operators cannot run; names it.
+    """
+    method = str(source.get("quant_method"))
+    if method == "compressed-tensors":
+        return _compressed_tensors(source)
+    if method not in ("gptq", "awq", "auto-round"):
+        raise ValueError(
+            f"the checkpoint is quantized with {method!r}; W4A8Config reads compressed-tensors, gptq, awq and "
+            "auto-round. Load it without W4A8Config, or an unquantized checkpoint with it"
+        )
+    bits = source.get("bits", source.get("w_bit", 4))
+    if bits != 4:
+        raise ValueError(f"quantization_config.bits is {bits}, but the operators have 4-bit weights")
+    group = source.get("group_size", source.get("q_group_size", 128))
+    if not isinstance(group, int) or (group != -1 and (group <= 0 or group % 32 != 0)):
+        raise ValueError(f"quantization_config.group_size is {group}, but -1 or a multiple of 32 is expected")
+    if method == "gptq":
+        version = 2 if source.get("checkpoint_format") == "gptq_v2" else 1
+        read = partial(from_gptq, group_size=group, symmetric=bool(source.get("sym", True)), version=version)
+    elif method == "awq":
+        if str(source.get("version", "gemm")).lower() != "gemm":
+            raise ValueError(f"quantization_config.version is {source['version']!r}, but 'gemm' is expected")
+        read = partial(from_awq, group_size=group, symmetric=not source.get("zero_point", True))
+    else:
+        packing = str(source.get("packing_format", "auto_round:auto_gptq"))
+        symmetric = bool(source.get("sym", True))
+        read = partial(from_auto_round, group_size=group, symmetric=symmetric, packing=packing)
+    return lambda name: read
+
+
+def _compressed_tensors(source: Mapping[str, Any]) -> Callable[[str], Reader]:
+    schemes = QuantizationScheme({"quantization_config": source})
+
+    def of(name: str) -> Reader:
+        scheme = schemes.of(name)
+        read = from_int_quantized if scheme.format == "int-quantized" else from_pack_quantized
+        return partial(read, group_size=scheme.weights.group_size or -1, symmetric=True)
+
+    return of
+
+
+@dataclass
+class _Module:
+    """What becomes of one module of the model.
+
+    Attributes:
+        old: the float module, on the meta device.
+        matrices: parameter (of ``old``) -> for each of its sources the names of the matrices in the files, by expert.
+    """
+
+    old: torch.nn.Module
+    matrices: dict[str, list[list[str]]] = field(default_factory=dict)
+
+
+class Foreign:
+    """The quantized modules of a model. transformers loads all others, and sees nothing of these."""
+
+    def __init__(self, model: torch.nn.Module, source: Mapping[str, Any], files: Sequence[str]) -> None:
+        """Finds the modules, and takes them out of the model until ``finish``.
+
+        Args:
+            model: on the meta device.
+            source: the quantization_config of the checkpoint.
+            files: safetensors.
+
+        Raises:
+            ValueError: the method cannot be run, or a quantized tensor belongs to nothing in the model.
+        """
+        self.reader = reader_of(source)
+        self.files = files
+        self.tensors: dict[str, dict[str, Any]] = {}  # by name of the matrix, then the last part of the tensor's
+        with torch.device("cpu"):  # transformers builds models with the meta device as default
+            for key, part in slices(files):
+                name, _, suffix = key.rpartition(".")
+                if suffix in _SUFFIXES:
+                    self.tensors.setdefault(name, {})[suffix] = part
+        self.tensors = {k: parts for k, parts in self.tensors.items() if any(_SUFFIXES[suffix] for suffix in parts)}
+        if not self.tensors:
+            raise ValueError(f"no quantized tensors, though config.json says {source.get('quant_method')!r}")
+        self.modules: dict[str, _Module] = {}
+        names = Names(model)
+        for name in self.tensors:
+            self._add(model, names, name)
+        for name in self.modules:
+            owner, _, key = name.rpartition(".")
+            setattr(model.get_submodule(owner), key, torch.nn.Module())
+        # Of what transformers would report as unexpected; it matches names in the model.
+        suffixes = "|".join(suffix for suffix in _SUFFIXES if suffix not in ("weight", "bias"))
+        ours = [rf"\.({suffixes})$", *(rf"^{re.escape(name)}(\.|$)" for name in self.modules)]
+        model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *ours}
+
+    def _add(self, model: torch.nn.Module, names: Names, name: str) -> None:
+        parameter, sources, pattern = names.parameter(f"{name}.weight")
+        if parameter is None:
+            raise ValueError(f"{name} is quantized, but {type(model).__name__} has no such weight")
+        path, _, leaf = parameter.rpartition(".")
+        module = self.modules.setdefault(path, _Module(model.get_submodule(path)))
+        lists = module.matrices.setdefault(leaf, [[] for _ in sources or [None]])
+        lists[sources.index(pattern) if sources else 0].append(name)
+
+    def finish(self, model: torch.nn.Module) -> QuantizationReport:
+        """Packs, module by module, and puts the modules into the model.
+
+        Raises:
+            ValueError: a tensor is missing, or has another shape or values than it should; codes that the operators do
+                not have. Names the module.
+        """
+        report = QuantizationReport()
+        for name, module in self.modules.items():
+            try:
+                new = self._pack(module)
+            except (ValueError, NotImplementedError) as error:
+                raise ValueError(f"{name}: {error}") from error
+            owner, _, key = name.rpartition(".")
+            setattr(model.get_submodule(owner), key, new.eval())
+            report.replaced[name] = repr(new)
+            report.float_bytes += sum(weight.numel() * weight.element_size() for weight in module.old.parameters())
+            report.packed_bytes += sum(packed.numel() for packed in new.buffers())
+        return report
+
+    def _pack(self, module: _Module) -> torch.nn.Module:
+        old, pages = module.old, Pages(self.files)
+        if type(old) is torch.nn.Linear:
+            matrix = self._matrix(module.matrices["weight"][0][0], (old.out_features, old.in_features), pages)
+            return W4A8Linear.from_matrix(matrix)
+        experts = fused_experts(old)
+        expected = {"gate_up_proj": 2, "down_proj": 1}
+        if experts is None or {leaf: len(lists) for leaf, lists in module.matrices.items()} != expected:
+            raise ValueError(f"quantized {sorted(module.matrices)} of a {type(old).__name__}, which is not supported")
+        if experts.activation is None:
+            raise ValueError(f"activation {type(experts.act_fn).__name__} is not one of the operator")
+        count, hidden, intermediate = experts.sizes
+        w13, group13 = self._stack(module.matrices["gate_up_proj"], count, intermediate, hidden, pages)
+        w2, group2 = self._stack(module.matrices["down_proj"], count, hidden, intermediate, pages)
+        group = -1 if (group13, group2) == (hidden, intermediate) else group13
+        if group != -1 and group2 != group:
+            raise ValueError(f"groups of {group13} and {group2}, but all matrices of a layer must have the same")
+        return W4A8Experts(w13, w2, hidden, intermediate, group, experts.activation)
+
+    def _stack(
+        self, sources: list[list[str]], count: int, rows: int, columns: int, pages: Pages
+    ) -> tuple[torch.Tensor, int]:
+        """The packed experts, each with the rows of all sources, and their group size."""
+        if any(len(names) != count for names in sources):
+            raise ValueError(f"matrices of {[len(names) for names in sources]} experts, expected {count}")
+        stack, group = None, columns
+        for expert in range(count):
+            for index, names in enumerate(sources):
+                matrix = self._matrix(names[expert], (rows, columns), pages)
+                if stack is None:
+                    group = matrix.group
+                    bias = None if matrix.bias is None else matrix.bias.dtype
+                    stack = MatrixStack(count, len(sources) * rows, columns, group, bias)
+                if matrix.group != group or (matrix.bias is None) != (stack.bias is None):
+                    raise ValueError(
+                        f"{names[expert]} has other groups than the first expert, or a bias where it has none"
+                    )
+                stack.put(expert, index * rows, matrix)
+        return stack.pack(), group
+
+    def _matrix(self, name: str, shape: tuple[int, int], pages: Pages) -> Matrix4:
+        """Reads a matrix, which must be [N, K]."""
+        tensors = {suffix: part[...] for suffix, part in self.tensors[name].items()}
+        matrix = self.reader(name)(tensors, name)
+        if (matrix.rows, matrix.columns) != shape:
+            raise ValueError(f"{name} is [{matrix.rows}, {matrix.columns}], expected {list(shape)}")
+        # Whatever the matrix has of the tensors is a view; it comes from the file again.
+        pages.release(tensors.values())
+        return matrix
