@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from w4a8.checkpoint.scheme import QuantizationScheme
-from w4a8.core.experts import MatrixStack
 from w4a8.core.matrix import Matrix4
+from w4a8.core.stack import MatrixStack
 from w4a8.formats import from_auto_round, from_awq, from_gptq, from_int_quantized, from_pack_quantized
 from w4a8.integrations.transformers.memory import Pages
 from w4a8.integrations.transformers.names import Names, slices
@@ -191,7 +191,7 @@ class Foreign:
                     group = matrix.group
                     bias = None if matrix.bias is None else matrix.bias.dtype
                     stack = MatrixStack(count, len(sources) * rows, columns, group, bias)
-                if matrix.group != group or (matrix.bias is None) != (stack.bias is None):
+                if matrix.group != group or (matrix.bias is None) != (stack.bias_dtype is None):
                     raise ValueError(
                         f"{names[expert]} has other groups than the first expert, or a bias where it has none"
                     )
