@@ -1,0 +1,124 @@
+"""Tokens per second in transformers: its own bfloat16 beside W4A8Config, on one model's shapes.
+
+    .venv/bin/python benchmarks/bench_transformers.py [--layers 4] [--rounds 5] [--group 32]
+
+The model has the layers of Qwen3-30B-A3B (hidden 2048, 128 experts of 768, top-8) but few of them, and random weights,
+which are written to a folder and loaded in both ways. Both are loaded first and take turns, so that a change of the
+machine's clock or load meets both. At the default of 4 layers: about 5 GB on disk and 7 GB of memory. See
+benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import w4a8
+from w4a8.integrations.transformers import W4A8Config
+
+FULL_LAYERS, FULL_VOCABULARY = 48, 151936
+GOALS = {"x86_amx": 1.3}  # of another kernel: 3
+
+
+def write_checkpoint(directory: Path, layers: int) -> int:
+    """Returns the size of the vocabulary."""
+    vocabulary = FULL_VOCABULARY * layers // FULL_LAYERS // 64 * 64  # its share of the time stays that of the model
+    config = transformers.Qwen3MoeConfig(
+        hidden_size=2048, head_dim=128, num_attention_heads=32, num_key_value_heads=4, intermediate_size=6144,
+        moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True, vocab_size=vocabulary,
+        num_hidden_layers=layers, max_position_embeddings=4096, eos_token_id=None, dtype="bfloat16",
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.Qwen3MoeForCausalLM(config).bfloat16()
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.02)
+    model.save_pretrained(directory, max_shard_size="1GB")
+    return vocabulary
+
+
+class Model:
+    """One way to run it."""
+
+    def __init__(self, directory: Path, vocabulary: int, **options: Any) -> None:
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(directory, **options)
+        self.vocabulary = vocabulary
+
+    def generate(self, batch: int, prompt: int, tokens: int) -> float:
+        """Seconds."""
+        rows = [[(7919 * (i + 1) * (b + 1)) % self.vocabulary for i in range(prompt)] for b in range(batch)]
+        begin = time.perf_counter()
+        self.model.generate(
+            torch.tensor(rows), max_new_tokens=tokens, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        return time.perf_counter() - begin
+
+    def decode(self, batch: int, tokens: int) -> float:
+        """Tokens per second of the steps after the first."""
+        return batch * tokens / (self.generate(batch, 8, tokens + 1) - self.generate(batch, 8, 1))
+
+    def prefill(self, tokens: int) -> float:
+        """Tokens per second of one prompt."""
+        return tokens / self.generate(1, tokens, 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--group", type=int, default=32)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--experts", help="experts_implementation of transformers' own; its default if not given")
+    parser.add_argument("--folder", type=Path, help="for the checkpoint; it is kept and used again")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    transformers.logging.disable_progress_bar()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = (args.folder or Path(temporary)) / f"qwen3-{args.layers}-layers"
+        if not (folder / "config.json").exists():
+            write_checkpoint(folder, args.layers)
+        vocabulary = transformers.AutoConfig.from_pretrained(folder).vocab_size
+        theirs = {"experts_implementation": args.experts} if args.experts else {}
+        models = {
+            "bf16": Model(folder, vocabulary, **theirs),
+            "w4a8": Model(folder, vocabulary, quantization_config=W4A8Config(args.group)),
+        }
+        measure(models, args)
+
+
+def measure(models: dict[str, Model], args: argparse.Namespace) -> None:
+    """Prints the table."""
+    questions = {
+        "decode, batch 1": lambda model: model.decode(1, 32),
+        "decode, batch 8": lambda model: model.decode(8, 16),
+        "prefill, 512 tokens": lambda model: model.prefill(512),
+    }
+    experts = getattr(models["bf16"].model.config, "_experts_implementation", None)
+    print(
+        f"w4a8 {w4a8.__version__}, kernel {w4a8.active_kernel()}; transformers {transformers.__version__} (experts: "
+        f"{experts}), torch {torch.__version__}, {args.threads} threads; {args.layers} layers, group {args.group}, "
+        f"median (least to most) of {args.rounds} rounds in turns, tokens/s"
+    )
+    goal = GOALS.get(w4a8.active_kernel(), 3.0)
+    for ask in questions.values():  # pages, caches
+        for model in models.values():
+            ask(model)
+    for name, ask in questions.items():
+        found: dict[str, list[float]] = {way: [] for way in models}
+        for _ in range(args.rounds):
+            for way, model in models.items():
+                found[way].append(ask(model))
+        cells = [f"{way} {statistics.median(v):8.1f} ({min(v):.1f} to {max(v):.1f})" for way, v in found.items()]
+        ratio = statistics.median(found["w4a8"]) / statistics.median(found["bf16"])
+        print(f"{name:20} {'   '.join(cells)}   {ratio:.2f} x, goal {goal} x", flush=True)
+
+
+if __name__ == "__main__":
+    main()
