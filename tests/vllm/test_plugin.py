@@ -12,6 +12,7 @@ from w4a8.integrations.vllm import plugin, selftest
 @pytest.fixture
 def fresh(monkeypatch):
     """The plugin as in a new process, and what it warns of."""
+    from vllm import envs
     from vllm.model_executor.layers import quantization
 
     warnings = []
@@ -26,6 +27,7 @@ def fresh(monkeypatch):
     monkeypatch.setattr(plugin, "logger", Log)
     monkeypatch.setitem(plugin._state, "done", False)
     monkeypatch.setattr(quantization, "_CUSTOMIZED_METHOD_TO_QUANT_CONFIG", {})
+    monkeypatch.setattr(envs, "environment_variables", dict(envs.environment_variables))
     for name in ("W4A8_VLLM", "W4A8_VLLM_W4A16"):
         monkeypatch.delenv(name, raising=False)
 
@@ -41,6 +43,21 @@ def test_takes_over(fresh):
     assert fresh() == "W4A8CompressedTensorsConfig"
     assert fresh() == "W4A8CompressedTensorsConfig"  # vLLM may call it again
     assert fresh.warnings == []
+
+
+def test_compiled_graphs_are_named_after_what_is_on(fresh, monkeypatch):
+    """The whole way, with a cache on disk: test_cache.py."""
+    from vllm import envs
+
+    monkeypatch.setenv("W4A8_VLLM", "0")
+    fresh()
+    off = envs.compile_factors()
+    monkeypatch.delenv("W4A8_VLLM")
+    plugin._state["done"] = False
+    fresh()
+    on = envs.compile_factors()
+    monkeypatch.setenv("W4A8_VLLM_W4A16", "1")
+    assert len({str(factors) for factors in (off, on, envs.compile_factors())}) == 3
 
 
 def test_off(fresh, monkeypatch):

@@ -19,7 +19,7 @@ from w4a8.core.weight_utils import replace_parameter
 from w4a8.cpu import active_kernel
 from w4a8.integrations.vllm.loading import fill_dummy, is_dummy_load
 from w4a8.integrations.vllm.log import logger
-from w4a8.integrations.vllm.scheme import describe, group_size, kept_scale_dtype
+from w4a8.integrations.vllm.scheme import describe, group_size, packed_scale_dtype
 from w4a8.nn import W4A8Linear
 from w4a8.ops import dyn_quant_matmul_4bit
 
@@ -40,6 +40,7 @@ class W4A8LinearScheme(CompressedTensorsScheme):
         self.group_size = group_size(weights)
         self.words = format_ == "pack-quantized"
         self.layer_name = layer_name
+        self.scale_dtype: torch.dtype | None = None  # of the packed weight
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -80,9 +81,9 @@ class W4A8LinearScheme(CompressedTensorsScheme):
                 **common,
             )
             layer.register_parameter("weight_packed", weight)
-            layer.register_parameter(
-                "weight_shape", BasevLLMParameter(data=torch.zeros(2, dtype=torch.int64), **common)
-            )
+            shape = BasevLLMParameter(data=torch.zeros(2, dtype=torch.int64), **common)
+            shape.weight_loader_numel = 0  # not counted among what a layer lacks: it comes once per part of a layer
+            layer.register_parameter("weight_shape", shape)
         else:
             weight = ModelWeightParameter(data=torch.zeros(n, k, dtype=torch.int8), input_dim=1, output_dim=0, **common)
             layer.register_parameter("weight", weight)
@@ -96,18 +97,27 @@ class W4A8LinearScheme(CompressedTensorsScheme):
         self.dummy = is_dummy_load()
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Packs the weight into ``layer.weight_packed``, uint8 [bytes], and frees the rest; once."""
+        """Packs the weight into ``layer.weight_packed``, uint8 [bytes], and frees the rest.
+
+        Again when vLLM has loaded another weight.
+
+        Raises:
+            ValueError: scales do not fit into what the first weight was packed as.
+        """
         name = "weight_packed" if self.words else "weight"
         weight = getattr(layer, name, None)
         if weight is None or weight.dtype == torch.uint8:
             return
         if self.dummy:
             fill_dummy(weight.data)
+            self.dummy = False
         scales = layer.weight_scale.data
         if self.group_size != -1:
-            scales = scales.to(kept_scale_dtype(scales))
+            self.scale_dtype = packed_scale_dtype([scales], self.scale_dtype, self.layer_name)
+            scales = scales.to(self.scale_dtype)
         packed = W4A8Linear.from_compressed_tensors(weight.data, scales).packed
-        for old in ("weight", "weight_shape", "weight_scale"):
+        # The shape stays: of other weights, the last one comes when its layer is complete.
+        for old in ("weight", "weight_scale"):
             if hasattr(layer, old):
                 delattr(layer, old)
         replace_parameter(layer, "weight_packed", packed)

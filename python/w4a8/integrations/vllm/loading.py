@@ -25,10 +25,27 @@ def fill_dummy(weight: torch.Tensor) -> None:
         weight.random_()
 
 
+def load_expert(
+    layer: torch.nn.Module,
+    param: torch.Tensor,
+    loaded_weight: torch.Tensor,
+    weight_name: str,
+    shard_id: str,
+    expert_id: int,
+    return_success: bool = False,
+) -> bool | None:
+    """``layer.w4a8_loader`` as vLLM wants the loader of a parameter: bound to its layer, with a name.
+
+    What vLLM keeps of a layer for loading other weights must not keep the layer alive; it knows how to untie methods.
+    """
+    return layer.w4a8_loader(param, loaded_weight, weight_name, shard_id, expert_id, return_success)
+
+
+load_expert.supports_moe_loading = True  # vLLM asks for it
+
+
 class ExpertsLoader(MoEWeightLoader):
     """The loader of :mod:`w4a8.moe` behind vLLM's calls; remembers what it has loaded."""
-
-    supports_moe_loading = True  # vLLM asks for it
 
     def __init__(self, layer: torch.nn.Module, tp_rank: int, tp_size: int, w13_interleaved: bool, gated: bool) -> None:
         """A loader for one layer.
@@ -75,6 +92,10 @@ class ExpertsLoader(MoEWeightLoader):
         if success:
             self._loaded.setdefault(f"{stack}_{kind}", set()).add((expert_id, shard))
         return success if return_success else None
+
+    def forget(self) -> None:
+        """What has been loaded is packed: what comes now is another set of weights."""
+        self._loaded.clear()
 
     def missing(self, names: tuple[str, ...]) -> list[str]:
         """What a layer lacks of the named stacks: of each, as many tensors as it has experts (and halves of w13)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import Any
 
 import torch
@@ -9,16 +10,16 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 
 from w4a8.core.experts import ExpertSizes
 from w4a8.cpu import active_kernel
-from w4a8.integrations.vllm.loading import ExpertsLoader, fill_dummy, is_dummy_load
+from w4a8.integrations.vllm.loading import ExpertsLoader, fill_dummy, is_dummy_load, load_expert
 from w4a8.integrations.vllm.log import logger
-from w4a8.integrations.vllm.scheme import describe, group_size, kept_scale_dtype
+from w4a8.integrations.vllm.routing import select
+from w4a8.integrations.vllm.scheme import describe, group_size, packed_scale_dtype
 from w4a8.moe import (
     CompressedTensorsW4A8Int8MoEMethod,
     FusedMoEConfig,
     FusedMoEParallelConfig,
     MoEActivation,
     RoutingMethodType,
-    select_experts,
 )
 
 # Of the clamped SwiGLU: limit, slope of the sigmoid, what is added to the up half.
@@ -91,11 +92,12 @@ class W4A8MoEMethod(FusedMoEMethodBase):
     layers that select experts by token id are routed by vLLM.
     """
 
-    def __init__(self, weights: Any, inputs: Any, layer: torch.nn.Module, layer_name: str) -> None:
+    def __init__(self, weights: Any, inputs: Any, format_: str, layer: torch.nn.Module, layer_name: str) -> None:
         """A method for one layer.
 
         Args:
             weights, inputs: QuantizationArgs, checked by ``is_w4a8``.
+            format_: ``pack-quantized`` (int32 words) or another, which has one int8 per value.
             layer: vLLM's RoutedExperts, whose ``moe_config`` is not :func:`unsupported`.
             layer_name: of the layer, for errors.
 
@@ -107,6 +109,7 @@ class W4A8MoEMethod(FusedMoEMethodBase):
         if problem is not None:
             raise ValueError(f"w4a8: {layer_name}: kernel does not support {problem}")
         self.layer_name = layer_name
+        self.words = format_ == "pack-quantized"
         self.inner = CompressedTensorsW4A8Int8MoEMethod(weights, inputs, translated(layer.moe_config), layer_name)
         # Scales are loaded as float32, which holds those of every checkpoint, and narrowed before they are packed.
         self.inner.scale_dtype = torch.float32
@@ -126,10 +129,10 @@ class W4A8MoEMethod(FusedMoEMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        """Registers the parameters of :mod:`w4a8.moe` and ``w13_weight_shape``, ``w2_weight_shape``."""
+        """Registers the parameters of :mod:`w4a8.moe`; with words, ``w13_weight_shape`` and ``w2_weight_shape``."""
         moe = self.inner.moe
         layer.w13_interleaved = moe.activation == MoEActivation.SWIGLUOAI
-        self.loader = ExpertsLoader(
+        layer.w4a8_loader = ExpertsLoader(
             layer,
             tp_rank=moe.moe_parallel_config.tp_rank,
             tp_size=moe.moe_parallel_config.tp_size,
@@ -142,37 +145,50 @@ class W4A8MoEMethod(FusedMoEMethodBase):
             hidden_size=hidden_size,
             intermediate_size_per_partition=intermediate_size_per_partition,
             params_dtype=params_dtype,
-            weight_loader=self.loader,
+            weight_loader=MethodType(load_expert, layer),
         )
-        for stack in ("w13", "w2"):
-            shape = torch.nn.Parameter(torch.zeros(num_experts, 2, dtype=torch.int64), requires_grad=False)
-            shape.weight_loader = self.loader
-            layer.register_parameter(f"{stack}_weight_shape", shape)
+        if self.words:
+            self._register_words(layer, num_experts)
         self.dummy = is_dummy_load()
 
+    def _register_words(self, layer: torch.nn.Module, num_experts: int) -> None:
+        """What a checkpoint with int32 words has besides: vLLM's loader looks for parameters of the same names."""
+        for stack in ("w13", "w2"):
+            # Stays when the rest is packed: the last shapes of other weights come when their layer is complete.
+            shape = torch.nn.Parameter(torch.zeros(num_experts, 2, dtype=torch.int64), requires_grad=False)
+            shape.weight_loader = MethodType(load_expert, layer)
+            layer.register_parameter(f"{stack}_weight_shape", shape)
+            # vLLM counts what a layer still lacks, by the parameter that it hands to the loader.
+            weight = getattr(layer, f"{stack}_weight")
+            getattr(layer, f"{stack}_weight_packed").weight_loader_numel = weight.numel()
+            weight.weight_loader_numel = shape.weight_loader_numel = 0
+
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Packs what was loaded; once.
+        """Packs what was loaded; again when vLLM has loaded other weights.
 
         Raises:
-            ValueError: the checkpoint did not have all weights of the layer.
+            ValueError: the checkpoint did not have all weights of the layer, or has scales that do not fit into what
+                the first weights were packed as.
         """
-        if self.inner.moe_kernel is not None:
-            return
+        if layer.w13_weight.numel() == 0:
+            return  # packed, and nothing has come since
         stacks = ("w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale")
         if self.moe.has_bias:
             stacks += ("w13_bias", "w2_bias")
         if self.dummy:
             fill_dummy(layer.w13_weight.data)
             fill_dummy(layer.w2_weight.data)
+            self.dummy = False
         else:
-            missing = self.loader.missing(stacks)
+            missing = layer.w4a8_loader.missing(stacks)
             if missing:
                 raise ValueError(f"w4a8: {self.layer_name}: the checkpoint lacks weights: {', '.join(missing)}")
+            layer.w4a8_loader.forget()
         if self.inner.group_size != -1:
-            dtypes = {kept_scale_dtype(getattr(layer, f"{stack}_weight_scale").data) for stack in ("w13", "w2")}
-            self.inner.scale_dtype = torch.float32 if torch.float32 in dtypes else torch.bfloat16
+            scales = [getattr(layer, f"{stack}_weight_scale").data for stack in ("w13", "w2")]
+            packed_before = None if self.inner.moe_kernel is None else self.inner.scale_dtype
+            self.inner.scale_dtype = packed_scale_dtype(scales, packed_before, self.layer_name)
         self.inner.process_weights_after_loading(layer)
-        del layer.w13_weight_shape, layer.w2_weight_shape
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
         logger().info_once(
             "w4a8: runs layers of int4 experts (%s, %s), kernel %s",
@@ -193,19 +209,7 @@ class W4A8MoEMethod(FusedMoEMethodBase):
         input_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Routes and runs: tokens [T, H] and router logits [T, E] to this rank's part of the sum, [T, H]."""
-        weights, ids = select_experts(
-            x,
-            router_logits,
-            layer.top_k,
-            use_grouped_topk=layer.use_grouped_topk,
-            renormalize=layer.renormalize,
-            topk_group=layer.topk_group,
-            num_expert_group=layer.num_expert_group,
-            custom_routing_function=layer.custom_routing_function,
-            scoring_func=layer.scoring_func,
-            routed_scaling_factor=layer.routed_scaling_factor,
-            e_score_correction_bias=layer.e_score_correction_bias,
-        )
+        weights, ids = select(layer, x, router_logits)
         return self.apply(layer, x, weights, ids)
 
     def apply(

@@ -34,6 +34,18 @@ def reasons_against(vllm_version: str, machine: str) -> list[str]:
     return reasons
 
 
+def _name_in_compile_cache() -> None:
+    """Tells vLLM that its compiled graphs depend on the plugin, as it does on variables of its own."""
+    from vllm import envs
+
+    from w4a8 import __version__
+    from w4a8.integrations.vllm import settings
+
+    envs.environment_variables[settings.SWITCH] = lambda: (
+        f"w4a8 {__version__}, {settings.W4A16_SWITCH}={int(settings.runs_w4a16())}"
+    )
+
+
 def _activate() -> None:
     from w4a8.integrations.vllm import settings
 
@@ -70,6 +82,7 @@ def _activate() -> None:
 
     from w4a8.integrations.vllm.config import W4A8CompressedTensorsConfig
 
+    _name_in_compile_cache()
     register_quantization_config("compressed-tensors")(W4A8CompressedTensorsConfig)
     log.debug("w4a8: registered for compressed-tensors")
 

@@ -1,10 +1,12 @@
-"""Which quantization schemes of a checkpoint are taken over. Reads attributes only, so it needs no package."""
+"""Which quantization schemes of a checkpoint are taken over. Reads attributes only, so it needs no other package."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+
+from w4a8.core.matrix import kept_scale_dtype
 
 
 def _is(value: Any, wanted: str) -> bool:
@@ -49,7 +51,25 @@ def describe(group: int) -> str:
     return "channelwise" if group == -1 else f"groups of {group}"
 
 
-def kept_scale_dtype(scales: torch.Tensor) -> torch.dtype:
-    """bfloat16 if that holds every scale exactly, else float32: half the bytes to read, at no loss."""
-    exact = torch.equal(scales.to(torch.bfloat16).to(scales.dtype), scales)
-    return torch.bfloat16 if exact else torch.float32
+def packed_scale_dtype(
+    scales: list[torch.Tensor], packed_before: torch.dtype | None, layer_name: str | None
+) -> torch.dtype:
+    """The type that the scales of a layer are packed in, which stays what it was when other weights are loaded.
+
+    Args:
+        scales: of all matrices of the layer.
+        packed_before: its dtype, if the layer is packed into the same memory again; None at first.
+        layer_name: for errors.
+
+    Raises:
+        ValueError: the layer was packed with bfloat16, which does not hold these scales.
+    """
+    needed = kept_scale_dtype(*scales)
+    if packed_before is None:
+        return needed
+    if packed_before == torch.bfloat16 and needed != packed_before:
+        raise ValueError(
+            f"w4a8: {layer_name}: the scales of the new weights are not bfloat16 values as the first ones were, and "
+            "do not fit into their memory: load these weights with a new engine"
+        )
+    return packed_before

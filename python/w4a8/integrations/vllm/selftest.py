@@ -64,6 +64,7 @@ def _more_to_implement(cls: type, implemented: Iterable[str]) -> list[str]:
 
 def interface_problems() -> list[str]:
     """What of vLLM is not as the plugin expects it."""
+    from vllm import envs
     from vllm.model_executor.layers.fused_moe import RoutedExperts
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig
     from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
@@ -76,6 +77,7 @@ def interface_problems() -> list[str]:
     config, method = CompressedTensorsConfig, FusedMoEMethodBase
     experts = "RoutedExperts"
     return [
+        *_missing("vllm.envs", ("environment_variables", "compile_factors"), vars(envs)),
         *_missing(f"{experts}.__init__", LAYER_ARGUMENTS, _parameters(RoutedExperts.__init__)),
         *_missing(experts, ("_map_global_expert_id_to_local_expert_id", "_expert_routing_tables"), dir(RoutedExperts)),
         *_missing("FusedMoEConfig", MOE_FIELDS, fields(FusedMoEConfig)),
