@@ -4,6 +4,7 @@ tiny model to load, pack and run.
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -15,6 +16,8 @@ import torch
 
 HERE = Path(__file__).parent
 TOKENS = 24
+# As on a CPU without AMX, where vLLM chooses other backends.
+HIDE_AMX = os.environ.get("W4A8_TEST_HIDE_AMX", "0") == "1"
 
 
 def pytest_addoption(parser):
@@ -38,18 +41,21 @@ def prompts() -> list[list[int]]:
     return [torch.randint(2, models.VOCAB, (n,), generator=generator).tolist() for n in (5, 17, 40)]
 
 
-def eager(case: models.Case) -> dict:
-    """Arguments of vllm.LLM for a case without torch.compile."""
-    arguments = {"enforce_eager": True, "dtype": case.dtype}
+def arguments(case: models.Case, compiled: bool = False) -> dict:
+    """Arguments of vllm.LLM for a case."""
+    found = {"enforce_eager": not compiled, "dtype": case.dtype}
     if case.model.startswith("deepseek"):
-        # vLLM 0.32's own rotary operator for CPUs rotates DeepSeek's queries wrongly, unquantized models' too.
-        arguments["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}
-    return arguments
+        if not compiled:
+            # vLLM 0.32's own rotary operator for CPUs rotates DeepSeek's queries wrongly, unquantized models' too.
+            found["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}
+        if case.dtype != "bfloat16":
+            found["attention_backend"] = "CPU_MLA"  # where there is AMX, vLLM takes AMX_MLA, which refuses other dtypes
+    return found
 
 
 @dataclass
 class Job:
-    """One engine: a checkpoint, arguments of vllm.LLM, variables for the plugin."""
+    """One engine: a checkpoint, arguments of vllm.LLM, variables for the plugin, a checkpoint to reload from."""
 
     model: Path
     arguments: dict = field(default_factory=dict)
@@ -57,40 +63,71 @@ class Job:
     prompts: list = field(default_factory=prompts)
     tokens: int = TOKENS
     prompt_logprobs: bool = True
+    reload: Path | None = None
 
 
-def environment(**variables) -> dict:
+def environment(hide_amx: bool = False, **variables) -> dict:
     """Of a process that runs vLLM, without what this one was told about the plugin."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("W4A8_VLLM", "VLLM_PLUGINS"))}
-    offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    return {**clean, **offline, **variables}
+    found = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    found["OMP_WAIT_POLICY"] = "PASSIVE"  # on a busy machine, threads that wait by spinning keep each other waiting
+    if hide_amx or HIDE_AMX:
+        path = [str(HERE / "hide_amx"), clean.get("PYTHONPATH", "")]
+        found["PYTHONPATH"] = os.pathsep.join(entry for entry in path if entry)
+        found["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"  # oneDNN asks the CPU itself
+    return {**clean, **found, **variables}
 
 
-def run_engines(jobs: list[Job], directory: Path, timeout: float, **variables) -> tuple[list[dict], str]:
+class Engines:
+    """A process of engine.py; `finish` returns its results and its log."""
+
+    def __init__(self, jobs: list[Job], directory: Path, hide_amx: bool = False, **variables) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        paths = [directory / name for name in ("jobs.json", "results.pt", "log.txt")]
+        paths[0].write_text(json.dumps([vars(job) for job in jobs], default=str))
+        command = [sys.executable, str(HERE / "engine.py"), str(paths[0]), str(paths[1])]
+        with open(paths[2], "w") as log:
+            self._process = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, env=environment(hide_amx, **variables), cwd=directory
+            )
+        self._results, self._log = paths[1:]
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def finish(self, timeout: float) -> tuple[list[dict], str]:
+        try:
+            code = self._process.wait(timeout)
+        finally:
+            self.kill()
+        log = self._log.read_text()
+        assert code == 0, log[-4000:]
+        return torch.load(self._results), log
+
+
+def run_engines(jobs: list[Job], directory: Path, timeout: float, *args, **variables) -> tuple[list[dict], str]:
     """Results of engine.py, and its log."""
-    directory.mkdir(parents=True, exist_ok=True)
-    paths = [directory / name for name in ("jobs.json", "results.pt", "log.txt")]
-    paths[0].write_text(json.dumps([{**vars(job), "model": str(job.model)} for job in jobs]))
-    command = [sys.executable, str(HERE / "engine.py"), str(paths[0]), str(paths[1])]
-    with open(paths[2], "w") as log:
-        done = subprocess.run(
-            command, stdout=log, stderr=subprocess.STDOUT, env=environment(**variables), timeout=timeout, cwd=directory
-        )
-    text = paths[2].read_text()
-    assert done.returncode == 0, text[-4000:]
-    return torch.load(paths[1]), text
+    return Engines(jobs, directory, *args, **variables).finish(timeout)
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
 
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory):
-    """`checkpoints(case)`: the directory models.write made for a case."""
+    """`checkpoints(case)`: the directory models.write made for a case; other weights with another seed."""
     root, made = tmp_path_factory.mktemp("models"), {}
 
-    def get(case: models.Case) -> Path:
-        if case.name not in made:
-            directory = root / case.name
+    def get(case: models.Case, seed: int = 0) -> Path:
+        name = f"{case.name}-{seed}"
+        if name not in made:
+            directory = root / name
             directory.mkdir()
-            made[case.name] = models.write(case, directory)
-        return made[case.name]
+            made[name] = models.write(case, directory, seed)
+        return made[name]
 
     return get

@@ -1,7 +1,8 @@
 """Runs vLLM engines one after another in one process: `python engine.py JOBS RESULTS`.
 
 JOBS is a JSON list of {"model", "arguments" (of LLM), "prompts" (token ids), "tokens"}. RESULTS, a torch file, gets one
-entry per job: {"error"}, or {"outputs": token ids, "logprobs": float32 [prompt + output - 1, vocabulary] per prompt}.
+entry per job: {"error"}, or {"outputs": token ids, "logprobs": float32 [prompt + output - 1, vocabulary] per prompt},
+and for a job with "reload", a second checkpoint, the same again under "reloaded". "amx": whether vLLM was told of AMX.
 """
 
 import gc
@@ -28,28 +29,40 @@ def inspect_models_here() -> None:
 
 
 def run(job: dict) -> dict:
-    import torch
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
     os.environ.update(job["environment"])
     arguments = {"skip_tokenizer_init": True, "max_model_len": 256, "max_logprobs": -1, "seed": 0, **job["arguments"]}
     llm = LLM(job["model"], **arguments)
     try:
-        greedy = {"temperature": 0, "ignore_eos": True, "detokenize": False}
-        prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
-        # Prompts together, of different lengths: prefill and decode of several sequences in one step.
-        outputs = llm.generate(prompts, SamplingParams(max_tokens=job["tokens"], logprobs=-1, **greedy), use_tqdm=False)
-        tokens = [list(output.outputs[0].token_ids) for output in outputs]
-        rows = [_rows(output.outputs[0].logprobs) for output in outputs]
-        if job.get("prompt_logprobs", True):
-            scored = llm.generate(prompts, SamplingParams(max_tokens=1, prompt_logprobs=-1, **greedy), use_tqdm=False)
-            rows = [_rows(output.prompt_logprobs) + row for output, row in zip(scored, rows)]
-        return {"outputs": tokens, "logprobs": [torch.tensor(row) for row in rows]}
+        result = answers(llm, job)
+        if job.get("reload"):
+            llm.collective_rpc("reload_weights", kwargs={"weights_path": job["reload"]})
+            llm.reset_prefix_cache()
+            result["reloaded"] = answers(llm, job)
+        return result
     finally:
         llm.llm_engine.engine_core.shutdown()
         del llm
         for name in job["environment"]:
             del os.environ[name]
+
+
+def answers(llm, job: dict) -> dict:
+    """Outputs and log-probabilities of the prompts."""
+    import torch
+    from vllm import SamplingParams
+
+    greedy = {"temperature": 0, "ignore_eos": True, "detokenize": False}
+    prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
+    # Prompts together, of different lengths: prefill and decode of several sequences in one step.
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=job["tokens"], logprobs=-1, **greedy), use_tqdm=False)
+    tokens = [list(output.outputs[0].token_ids) for output in outputs]
+    rows = [_rows(output.outputs[0].logprobs) for output in outputs]
+    if job.get("prompt_logprobs", True):
+        scored = llm.generate(prompts, SamplingParams(max_tokens=1, prompt_logprobs=-1, **greedy), use_tqdm=False)
+        rows = [_rows(output.prompt_logprobs) + row for output, row in zip(scored, rows)]
+    return {"outputs": tokens, "logprobs": [torch.tensor(row) for row in rows]}
 
 
 def main() -> None:
@@ -72,6 +85,7 @@ def main() -> None:
                 cause = cause.__cause__ or cause.__context__
             result = {"error": "\n".join(chain)}
         result["seconds"] = time.monotonic() - started
+        result["amx"] = torch.cpu._is_amx_tile_supported()
         results.append(result)
         torch.save(results, results_path)
         gc.collect()

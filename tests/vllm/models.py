@@ -52,6 +52,7 @@ DEEPSEEK = {
 
 # transformers' class, what its configuration adds, what is not quantized besides lm_head
 MODELS = {
+    "qwen3": ("Qwen3", {"head_dim": 32, "intermediate_size": 256}, []),
     "qwen3_moe": ("Qwen3Moe", {**QWEN, "norm_topk_prob": True, "intermediate_size": 256}, ["re:.*mlp.gate$"]),
     "qwen2_moe": (
         "Qwen2Moe",
@@ -137,6 +138,13 @@ class Case:
         group = "channel" if self.group == -1 else f"g{self.group}"
         parts = (self.model, group, self.format.split("-")[0], self.dtype, self.inputs, self.attention)
         return "-".join(parts) + "".join(f"-{key}{value}" for key, value in self.changes.items())
+
+    @property
+    def share_of_an_expert(self) -> float:
+        """Of the positions, in one layer, if all experts are equally likely."""
+        config = {**COMMON, **MODELS[self.model][1], **self.changes}
+        names = [key for key in ("num_experts", "n_routed_experts", "num_local_experts") if key in config]
+        return config["num_experts_per_tok"] / config[names[0]] if names else 1.0
 
 
 def _random_weights(model: torch.nn.Module, dtype: torch.dtype, seed: int) -> None:

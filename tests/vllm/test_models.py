@@ -1,28 +1,43 @@
-"""Tiny models of every supported family, generated from and scored by vLLM in eager mode."""
+"""Tiny models of every supported family, generated from and scored by vLLM, compiled and eagerly."""
 
 import pytest
-from cases import MORE, QUICK
+from cases import COMPILED, MORE, QUICK, RELOADED
 from compare import check
-from conftest import Job, eager, run_engines
+from conftest import Job, arguments, run_engines
+
+# (case, whether it is compiled). What is compiled runs eagerly as well with --full.
+SHORT = [(case, case in COMPILED) for case in QUICK]
+FULL = [(case, False) for case in [*COMPILED, *MORE]]
 
 
 @pytest.fixture(scope="module")
 def results(request, checkpoints, tmp_path_factory):
-    cases = QUICK + (MORE if request.config.getoption("--full") else [])
+    runs = SHORT + (FULL if request.config.getoption("--full") else [])
     jobs = []
-    for case in cases:
+    for case, compiled in runs:
         opt_in = {"W4A8_VLLM_W4A16": "1"} if case.inputs == "none" else {}
-        jobs.append(Job(checkpoints(case) / "checkpoint", eager(case), opt_in))
-    done, log = run_engines(jobs, tmp_path_factory.mktemp("eager"), 1500, VLLM_ENABLE_V1_MULTIPROCESSING="0")
-    return {case: (job, result) for case, job, result in zip(cases, jobs, done)}, log
+        reload = checkpoints(case, seed=1) / "checkpoint" if (case, compiled) in RELOADED else None
+        jobs.append(Job(checkpoints(case) / "checkpoint", arguments(case, compiled), opt_in, reload=reload))
+    done, log = run_engines(jobs, tmp_path_factory.mktemp("models"), 2400, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    return dict(zip(runs, zip(jobs, done))), log
 
 
-@pytest.mark.parametrize(
-    "case", [*QUICK, *(pytest.param(case, marks=pytest.mark.full) for case in MORE)], ids=lambda c: c.name
-)
-def test_answers_are_those_of_transformers(case, results, checkpoints):
-    job, result = results[0][case]
+def _name(run: tuple) -> str:
+    return run[0].name + ("-compiled" if run[1] else "")
+
+
+@pytest.mark.parametrize("run", [*SHORT, *(pytest.param(run, marks=pytest.mark.full) for run in FULL)], ids=_name)
+def test_answers_are_those_of_transformers(run, results, checkpoints):
+    case, (job, result) = run[0], results[0][run]
     check(case, checkpoints(case), job.prompts, result)
+
+
+@pytest.mark.parametrize("run", RELOADED, ids=_name)
+def test_other_weights_are_reloaded(run, results, checkpoints):
+    """As training with vLLM does between two steps."""
+    case, (job, result) = run[0], results[0][run]
+    assert "error" not in result, result["error"]
+    check(case, checkpoints(case, seed=1), job.prompts, {**result, **result["reloaded"]})
 
 
 def test_says_once_what_it_runs(results):
@@ -36,3 +51,10 @@ def test_says_once_what_it_runs(results):
     ):
         assert log.count(message) == 1, message
     assert "goes on without the plugin" not in log
+
+
+def test_what_is_compiled_is_compiled(results):
+    """One graph per compiled model, made now or taken from the cache."""
+    runs, log = results
+    compiled = sum(compiled for _, compiled in runs)
+    assert log.count("AOT compil") >= compiled

@@ -3,24 +3,26 @@
 import pytest
 from cases import PARALLEL
 from compare import check
-from conftest import Job, eager, run_engines
-
-pytestmark = pytest.mark.full
+from conftest import Job, arguments, run_engines
 
 
 @pytest.fixture(scope="module")
-def results(checkpoints, tmp_path_factory):
+def results(request, checkpoints, tmp_path_factory):
     jobs = []
-    for case, experts in PARALLEL:
+    for case, experts in PARALLEL if request.config.getoption("--full") else PARALLEL[:1]:
         parallel = {"tensor_parallel_size": 2, "enable_expert_parallel": experts}
-        jobs.append(Job(checkpoints(case) / "checkpoint", {**eager(case), **parallel}))
+        jobs.append(Job(checkpoints(case) / "checkpoint", {**arguments(case), **parallel}))
     binding = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}  # both ranks on one NUMA node
     done, log = run_engines(jobs, tmp_path_factory.mktemp("parallel"), 1800, **binding)
     assert log.count("world_size=2 rank=1 ") >= len(jobs)
     return jobs, done
 
 
-@pytest.mark.parametrize("index", range(len(PARALLEL)), ids=[f"{c.name}-{'ep' if ep else 'tp'}2" for c, ep in PARALLEL])
+@pytest.mark.parametrize(
+    "index",
+    [pytest.param(index, marks=[pytest.mark.full] if index else []) for index in range(len(PARALLEL))],
+    ids=[f"{case.name}-{'ep' if experts else 'tp'}2" for case, experts in PARALLEL],
+)
 def test_two_ranks(index, results, checkpoints):
     jobs, done = results
     case, _ = PARALLEL[index]

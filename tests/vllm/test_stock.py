@@ -1,8 +1,10 @@
 """What vLLM says to the same checkpoints without the plugin, which is why there is one."""
 
 import pytest
+import torch
 from cases import QUICK
-from conftest import Job, run_engines
+from compare import check
+from conftest import HIDE_AMX, Job, run_engines
 from models import Case
 
 INT, PACK = QUICK[0], Case("qwen3_moe", 32, "pack-quantized", "bfloat16", "symmetric")
@@ -12,29 +14,92 @@ NO_BACKEND = "NotImplementedError: No W4A8 Int8 MoE backend supports the deploym
 NOT_ARM = "kernel only supports Arm CPU"
 NO_WNA16 = "NotImplementedError: No WNA16 MoE backend supports the deployment configuration."
 
+AMX = torch.cpu._is_amx_tile_supported() and not HIDE_AMX
+ON_EITHER = {"int-quantized": NO_BACKEND, "moe_backend=cpu": NOT_ARM, "pack-quantized": NO_BACKEND}
 
-def _job(checkpoints, case, **arguments):
-    return Job(checkpoints(case) / "checkpoint", {"enforce_eager": True, "dtype": case.dtype, **arguments})
+
+def _run(checkpoints, directory, hide_amx: bool) -> dict[str, tuple[Job, dict]]:
+    def job(case: Case, **arguments) -> Job:
+        return Job(checkpoints(case) / "checkpoint", {"enforce_eager": True, "dtype": case.dtype, **arguments})
+
+    jobs = {
+        "int-quantized": job(INT),
+        "moe_backend=cpu": job(INT, moe_backend="cpu"),
+        "pack-quantized": job(PACK),
+        "weight-only": job(WEIGHT_ONLY),
+    }
+    off = {"W4A8_VLLM": "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    done, log = run_engines(list(jobs.values()), directory, 600, hide_amx, **off)
+    assert "w4a8: runs" not in log
+    assert all(result["amx"] != hide_amx for result in done)
+    return {name: (job, result) for (name, job), result in zip(jobs.items(), done)}
 
 
 @pytest.fixture(scope="module")
-def results(checkpoints, tmp_path_factory):
-    jobs = [
-        _job(checkpoints, INT),
-        _job(checkpoints, INT, moe_backend="cpu"),
-        _job(checkpoints, PACK),
-        _job(checkpoints, WEIGHT_ONLY),
-    ]
-    off = {"W4A8_VLLM": "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    done, log = run_engines(jobs, tmp_path_factory.mktemp("stock"), 600, **off)
-    assert "w4a8: runs" not in log
-    return [result.get("error", "no error") for result in done]
+def without_amx(checkpoints, tmp_path_factory):
+    """On a CPU that has AMX, it is hidden."""
+    return _run(checkpoints, tmp_path_factory.mktemp("stock"), hide_amx=True)
 
 
-@pytest.mark.parametrize(
-    ("index", "message"),
-    [(0, NO_BACKEND), (1, NOT_ARM), (2, NO_BACKEND), (3, NO_WNA16)],
-    ids=["int-quantized", "moe_backend=cpu", "pack-quantized", "weight-only"],
-)
-def test_refusal(results, index, message):
-    assert message in results[index]
+@pytest.fixture(scope="module")
+def with_amx(checkpoints, tmp_path_factory):
+    if not AMX:
+        pytest.skip("this CPU has no AMX, or it is hidden")
+    return _run(checkpoints, tmp_path_factory.mktemp("stock-amx"), hide_amx=False)
+
+
+@pytest.mark.parametrize("name", [*ON_EITHER, "weight-only"])
+def test_refusal(without_amx, name):
+    assert {**ON_EITHER, "weight-only": NO_WNA16}[name] in without_amx[name][1].get("error", "no error")
+
+
+@pytest.mark.parametrize("name", ON_EITHER)
+def test_refusal_with_amx(with_amx, name):
+    assert ON_EITHER[name] in with_amx[name][1].get("error", "no error")
+
+
+def test_runs_weight_only_with_amx(with_amx, checkpoints):
+    """With int8 activations, so the same noise is allowed as for the plugin."""
+    job, result = with_amx["weight-only"]
+    check(WEIGHT_ONLY, checkpoints(WEIGHT_ONLY), job.prompts, result)
+
+
+@pytest.mark.parametrize("amx", [False, True])
+def test_selection_of_weight_only_experts(monkeypatch, amx):
+    """That it is AMX which decides, shown on every CPU: nothing is run."""
+    from compressed_tensors.quantization import QuantizationArgs
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.config import (
+        FusedMoEConfig,
+        FusedMoEParallelConfig,
+        RoutingMethodType,
+    )
+    from vllm.model_executor.layers.fused_moe.oracle.int_wna16 import select_wna16_moe_backend
+    from vllm.model_executor.layers.quantization.utils.quant_utils import QuantKey, kInt4StaticGroupScale
+    from vllm.scalar_type import scalar_types
+
+    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: amx)
+    config = FusedMoEConfig(
+        num_experts=8,
+        experts_per_token=2,
+        hidden_dim=128,
+        intermediate_size=128,
+        num_local_experts=8,
+        num_logical_experts=8,
+        activation=MoEActivation.SILU,
+        device="cpu",
+        routing_method=RoutingMethodType.Renormalize,
+        moe_parallel_config=FusedMoEParallelConfig.make_no_parallel(),
+        in_dtype=torch.bfloat16,
+    )
+
+    def select():
+        weights = QuantizationArgs(num_bits=4, symmetric=True, strategy="group", group_size=128)
+        key = QuantKey(scalar_types.uint4b8, kInt4StaticGroupScale, symmetric=True)
+        return select_wna16_moe_backend(config, key, weights, may_have_zp=False, may_have_bias=False)
+
+    if amx:
+        assert "CPU" in select()[1].__name__
+    else:
+        with pytest.raises(NotImplementedError, match="No WNA16 MoE backend"):
+            select()

@@ -1,0 +1,33 @@
+"""That `compare.check` sees what it is for: answers of a model with one wrong expert, and with noise."""
+
+import copy
+
+import pytest
+import reference
+import torch
+from cases import QUICK
+from compare import check
+from conftest import prompts
+
+CASES = [case for case in QUICK if case.model in ("gpt_oss", "qwen2_moe")]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_one_wrong_expert_is_seen(case, checkpoints):
+    directory = checkpoints(case)
+    model = copy.deepcopy(reference.load(directory / "reference", torch.float32))
+    generator = torch.Generator().manual_seed(0)
+    outputs = [torch.randint(2, 160, (24,), generator=generator).tolist() for _ in prompts()]
+    sequences = [prompt + output for prompt, output in zip(prompts(), outputs)]
+    int8 = reference.quantized_matrices(model, attention=True)
+
+    def result() -> dict:
+        return {"outputs": outputs, "logprobs": reference.logprobs(model, sequences, int8), "amx": False}
+
+    # Not what a model would choose: all but the last check, of the tokens, passes.
+    with pytest.raises(AssertionError, match="token"):
+        check(case, directory, prompts(), result())
+    *_, stack = (stack for name, stack in model.named_parameters() if name.endswith("experts.down_proj"))
+    stack.data[0] = stack.data[0].flip(-1)
+    with pytest.raises(AssertionError, match="of the positions are far off"):
+        check(case, directory, prompts(), result())
