@@ -144,11 +144,12 @@ class CompressedTensorsW4A8Int8MoEMethod(CompressedTensorsMoEMethod):
         self._make_kernel(layer)
 
     def take_packed(self, layer: torch.nn.Module, w13_packed: torch.Tensor, w2_packed: torch.Tensor) -> None:
-        """Makes packed stacks, uint8 [E, bytes], the weights of a layer that has no parameters yet."""
-        moe = self.moe
-        gated = bool(moe.is_act_and_mul)
-        sizes = ExpertSizes(0, moe.hidden_dim, moe.intermediate_size_per_partition, self.group_size, gated)
-        self._register(layer, sizes, moe.in_dtype, {})
+        """Makes packed stacks, uint8 [E, bytes], the weights of a layer, whose parameters it may not have yet."""
+        if not hasattr(layer, "w13_weight_packed"):
+            moe = self.moe
+            gated = bool(moe.is_act_and_mul)
+            sizes = ExpertSizes(0, moe.hidden_dim, moe.intermediate_size_per_partition, self.group_size, gated)
+            self._register(layer, sizes, moe.in_dtype, {})
         set_packed(layer, "w13", w13_packed)
         set_packed(layer, "w2", w2_packed)
         self._make_kernel(layer)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsScheme
 from vllm.model_executor.parameter import (
     BasevLLMParameter,
@@ -15,6 +17,7 @@ from vllm.model_executor.parameter import (
     PackedvLLMParameter,
 )
 
+from w4a8.core.memory import fresh_bytes
 from w4a8.core.weight_utils import replace_parameter
 from w4a8.cpu import active_kernel
 from w4a8.integrations.vllm.loading import fill_dummy, is_dummy_load
@@ -24,6 +27,26 @@ from w4a8.nn import W4A8Linear
 from w4a8.ops import dyn_quant_matmul_4bit
 
 WORD = 8  # values in an int32
+
+
+class _CopiedValues(TorchDispatchMode):
+    """Counts the values that are copied: how much of a parameter a loader has filled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            self.count += args[0].numel()
+        return func(*args, **(kwargs or {}))
+
+
+def load_linear(
+    layer: torch.nn.Module, param: torch.Tensor, loaded_weight: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """The loader of a parameter, bound to its layer: see ``load_expert``."""
+    return layer.scheme.load(layer, param, loaded_weight, *args, **kwargs)
 
 
 class W4A8LinearScheme(CompressedTensorsScheme):
@@ -70,10 +93,11 @@ class W4A8LinearScheme(CompressedTensorsScheme):
             raise ValueError(
                 f"w4a8: {self.layer_name}: {k} input features per rank (of {input_size}) are not a multiple of {step}"
             )
-        common = {"weight_loader": weight_loader}
+        self._load = weight_loader
+        common = {"weight_loader": MethodType(load_linear, layer)}
         if self.words:
             weight = PackedvLLMParameter(
-                data=torch.zeros(n, k // WORD, dtype=torch.int32),
+                data=fresh_bytes(n, k // 2).view(torch.int32),
                 input_dim=1,
                 output_dim=0,
                 packed_dim=1,
@@ -85,16 +109,31 @@ class W4A8LinearScheme(CompressedTensorsScheme):
             shape.weight_loader_numel = 0  # not counted among what a layer lacks: it comes once per part of a layer
             layer.register_parameter("weight_shape", shape)
         else:
-            weight = ModelWeightParameter(data=torch.zeros(n, k, dtype=torch.int8), input_dim=1, output_dim=0, **common)
+            weight = ModelWeightParameter(data=fresh_bytes(n, k).view(torch.int8), input_dim=1, output_dim=0, **common)
             layer.register_parameter("weight", weight)
-        scales = torch.ones(n, groups, dtype=torch.float32)
+        scales = fresh_bytes(n, 4 * groups).view(torch.float32)
         if self.group_size == -1:
             scale = ChannelQuantScaleParameter(data=scales, output_dim=0, **common)
         else:
             scale = GroupQuantScaleParameter(data=scales, output_dim=0, input_dim=1, **common)
         layer.register_parameter("weight_scale", scale)
         self.n, self.k = n, k
+        self._lacking = {id(weight): weight.numel(), id(scale): scale.numel()}
         self.dummy = is_dummy_load()
+
+    def load(self, layer: torch.nn.Module, param: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's loader of a parameter; packs the weight when that was the last of its first tensors."""
+        with _CopiedValues() as copied:
+            found = self._load(param, *args, **kwargs)
+        if id(param) in self._lacking:
+            self._lacking[id(param)] -= copied.count
+            if all(count <= 0 for count in self._lacking.values()):
+                self._lacking = {}
+                parts = [layer.weight_packed if self.words else layer.weight, layer.weight_scale]
+                self.process_weights_after_loading(layer)
+                for part in parts:  # the model's loader keeps them until it has loaded all layers
+                    part.data = torch.empty(0, dtype=part.dtype)
+        return found
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Packs the weight into ``layer.weight_packed``, uint8 [bytes], and frees the rest.
@@ -111,6 +150,7 @@ class W4A8LinearScheme(CompressedTensorsScheme):
         if self.dummy:
             fill_dummy(weight.data)
             self.dummy = False
+        self._lacking = {}
         scales = layer.weight_scale.data
         if self.group_size != -1:
             self.scale_dtype = packed_scale_dtype([scales], self.scale_dtype, self.layer_name)

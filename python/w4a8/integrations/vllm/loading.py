@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from vllm.config import get_current_vllm_config_or_none
 
+from w4a8.core.experts import ExpertSizes
 from w4a8.core.loader import MoEWeightLoader
+from w4a8.core.packer import ExpertPacker
 
 # Shards of vLLM's loader for gpt-oss, which has gate and up in one tensor.
 _SHARDS = {"gpt_oss_w13": "w13", "gpt_oss_w2": "w2"}
@@ -23,6 +27,19 @@ def fill_dummy(weight: torch.Tensor) -> None:
         weight.random_(-8, 8)
     else:
         weight.random_()
+
+
+def pack_dummy(packer: ExpertPacker) -> None:
+    """Random experts: all values of int4, and scales of the size that vLLM's dummy loader gives to what it fills."""
+    for name, rows, columns in packer.sizes.stacks:
+        stack = packer.stacks[name]
+        nibbles = torch.empty(rows, columns // 2, dtype=torch.uint8)
+        scales = torch.empty(rows, packer.sizes.scale_columns(columns), dtype=torch.bfloat16)
+        for expert in range(packer.sizes.experts):
+            stack.put_piece(expert, "scales", slice(0, rows), scales.uniform_(-1e-3, 1e-3))
+            if packer.has_bias:
+                stack.put_piece(expert, "bias", slice(0, rows), scales[:, 0])
+            stack.put_piece(expert, "nibbles", slice(0, rows), nibbles.random_())
 
 
 def load_expert(
@@ -45,20 +62,39 @@ load_expert.supports_moe_loading = True  # vLLM asks for it
 
 
 class ExpertsLoader(MoEWeightLoader):
-    """The loader of :mod:`w4a8.moe` behind vLLM's calls; remembers what it has loaded."""
+    """Packs what vLLM's calls bring, and remembers what has come.
 
-    def __init__(self, layer: torch.nn.Module, tp_rank: int, tp_size: int, w13_interleaved: bool, gated: bool) -> None:
+    The parameters that vLLM knows have no memory (they are on the device "meta"): an expert waits in the packer until
+    its last tensor is there.
+    """
+
+    def __init__(
+        self,
+        layer: torch.nn.Module,
+        sizes: ExpertSizes,
+        bias_dtype: torch.dtype | None,
+        tp_rank: int,
+        tp_size: int,
+        w13_interleaved: bool,
+    ) -> None:
         """A loader for one layer.
 
         Args:
             layer: vLLM's RoutedExperts.
+            sizes: of this rank's experts.
+            bias_dtype: of the model; None if there are no biases.
             tp_rank, tp_size: of the experts: 0 and 1 under expert parallelism.
             w13_interleaved: rows of a w13 that comes in one piece alternate gate and up.
-            gated: w13 has a gate half and an up half.
+
+        Raises:
+            ValueError: groups that do not fit this rank's part of an expert.
         """
-        super().__init__(tp_rank, tp_size, None, w13_interleaved, gated)
+        super().__init__(tp_rank, tp_size, None, w13_interleaved, sizes.gated)
         self._layer = layer
         self._loaded: dict[str, set[tuple[int, str]]] = {}
+        self._scale_dtypes: dict[str, torch.dtype] | None = None  # once packed
+        self._new_packer = partial(ExpertPacker, sizes, bias_dtype, tp_rank, tp_size, w13_interleaved)
+        self.packer = self._new_packer()
 
     def local_expert(self, expert_id: int) -> int:
         """Index of a global expert on this rank, or -1."""
@@ -88,14 +124,24 @@ class ExpertsLoader(MoEWeightLoader):
         kind = weight_name.rpartition(f"{stack}_")[2]
         if kind == "weight_packed":
             kind, param = "weight", getattr(self._layer, f"{stack}_weight")
-        success = super().__call__(param, loaded_weight, weight_name, shard, expert_id, return_success=True)
-        if success:
-            self._loaded.setdefault(f"{stack}_{kind}", set()).add((expert_id, shard))
-        return success if return_success else None
+        expert = self.local_expert(expert_id)
+        if expert == -1:
+            return False if return_success else None
+        if self._scale_dtypes is not None and param.is_meta:
+            # Other weights: vLLM first counts what a call copies, and calls again when it has the whole layer.
+            super().__call__(param, loaded_weight, weight_name, shard, expert_id)
+        else:
+            self.packer.put(expert, shard, kind, loaded_weight, weight_name)
+        self._loaded.setdefault(f"{stack}_{kind}", set()).add((expert_id, shard))
+        return True if return_success else None
 
-    def forget(self) -> None:
-        """What has been loaded is packed: what comes now is another set of weights."""
+    def pack(self) -> dict[str, torch.Tensor]:
+        """``w13`` and ``w2``, uint8 [E, bytes]. What comes afterwards is another set of weights, of the same types."""
+        packed = self.packer.pack()
+        self._scale_dtypes = {name: stack.scale_dtype for name, stack in self.packer.stacks.items()}
+        self.packer = self._new_packer(scale_dtypes=self._scale_dtypes)
         self._loaded.clear()
+        return packed
 
     def missing(self, names: tuple[str, ...]) -> list[str]:
         """What a layer lacks of the named stacks: of each, as many tensors as it has experts (and halves of w13)."""

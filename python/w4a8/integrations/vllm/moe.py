@@ -10,10 +10,10 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 
 from w4a8.core.experts import ExpertSizes
 from w4a8.cpu import active_kernel
-from w4a8.integrations.vllm.loading import ExpertsLoader, fill_dummy, is_dummy_load, load_expert
+from w4a8.integrations.vllm.loading import ExpertsLoader, is_dummy_load, load_expert, pack_dummy
 from w4a8.integrations.vllm.log import logger
 from w4a8.integrations.vllm.routing import select
-from w4a8.integrations.vllm.scheme import describe, group_size, packed_scale_dtype
+from w4a8.integrations.vllm.scheme import describe, group_size
 from w4a8.moe import (
     CompressedTensorsW4A8Int8MoEMethod,
     FusedMoEConfig,
@@ -111,8 +111,6 @@ class W4A8MoEMethod(FusedMoEMethodBase):
         self.layer_name = layer_name
         self.words = format_ == "pack-quantized"
         self.inner = CompressedTensorsW4A8Int8MoEMethod(weights, inputs, translated(layer.moe_config), layer_name)
-        # Scales are loaded as float32, which holds those of every checkpoint, and narrowed before they are packed.
-        self.inner.scale_dtype = torch.float32
         self.routes = not layer.moe_config.has_hash_routing
 
     @property
@@ -134,19 +132,27 @@ class W4A8MoEMethod(FusedMoEMethodBase):
         layer.w13_interleaved = moe.activation == MoEActivation.SWIGLUOAI
         layer.w4a8_loader = ExpertsLoader(
             layer,
+            ExpertSizes(
+                num_experts,
+                hidden_size,
+                intermediate_size_per_partition,
+                self.inner.group_size,
+                bool(moe.is_act_and_mul),
+            ),
+            params_dtype if moe.has_bias else None,
             tp_rank=moe.moe_parallel_config.tp_rank,
             tp_size=moe.moe_parallel_config.tp_size,
             w13_interleaved=layer.w13_interleaved,
-            gated=bool(moe.is_act_and_mul),
         )
-        self.inner.create_weights(
-            layer,
-            num_experts=num_experts,
-            hidden_size=hidden_size,
-            intermediate_size_per_partition=intermediate_size_per_partition,
-            params_dtype=params_dtype,
-            weight_loader=MethodType(load_expert, layer),
-        )
+        with torch.device("meta"):  # vLLM knows tensors by parameters; what comes for them goes to the packer
+            self.inner.create_weights(
+                layer,
+                num_experts=num_experts,
+                hidden_size=hidden_size,
+                intermediate_size_per_partition=intermediate_size_per_partition,
+                params_dtype=params_dtype,
+                weight_loader=MethodType(load_expert, layer),
+            )
         if self.words:
             self._register_words(layer, num_experts)
         self.dummy = is_dummy_load()
@@ -164,31 +170,26 @@ class W4A8MoEMethod(FusedMoEMethodBase):
             weight.weight_loader_numel = shape.weight_loader_numel = 0
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Packs what was loaded; again when vLLM has loaded other weights.
+        """Takes what was packed while it was loaded; again when vLLM has loaded other weights.
 
         Raises:
-            ValueError: the checkpoint did not have all weights of the layer, or has scales that do not fit into what
-                the first weights were packed as.
+            ValueError: the checkpoint did not have all weights of the layer.
         """
         if layer.w13_weight.numel() == 0:
             return  # packed, and nothing has come since
         stacks = ("w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale")
         if self.moe.has_bias:
             stacks += ("w13_bias", "w2_bias")
+        loader = layer.w4a8_loader
         if self.dummy:
-            fill_dummy(layer.w13_weight.data)
-            fill_dummy(layer.w2_weight.data)
+            pack_dummy(loader.packer)
             self.dummy = False
         else:
-            missing = layer.w4a8_loader.missing(stacks)
+            missing = loader.missing(stacks)
             if missing:
                 raise ValueError(f"w4a8: {self.layer_name}: the checkpoint lacks weights: {', '.join(missing)}")
-            layer.w4a8_loader.forget()
-        if self.inner.group_size != -1:
-            scales = [getattr(layer, f"{stack}_weight_scale").data for stack in ("w13", "w2")]
-            packed_before = None if self.inner.moe_kernel is None else self.inner.scale_dtype
-            self.inner.scale_dtype = packed_scale_dtype(scales, packed_before, self.layer_name)
-        self.inner.process_weights_after_loading(layer)
+        packed = loader.pack()
+        self.inner.take_packed(layer, packed["w13"], packed["w2"])
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
         logger().info_once(
             "w4a8: runs layers of int4 experts (%s, %s), kernel %s",
