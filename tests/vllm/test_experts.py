@@ -39,7 +39,7 @@ def make_layer(group_size=32, intermediate=64, tp_size=1, has_bias=False, activa
     layer._map_global_expert_id_to_local_expert_id = MethodType(lambda self, expert: expert, layer)
     layer._expert_routing_tables = MethodType(lambda self: None, layer)
     weights = QuantizationArgs(num_bits=4, strategy="group", group_size=group_size)
-    method = W4A8MoEMethod(weights, DYNAMIC_INT8_TOKENS, layer, "model.layers.0.mlp.experts")
+    method = W4A8MoEMethod(weights, DYNAMIC_INT8_TOKENS, "int-quantized", layer, "model.layers.0.mlp.experts")
     method.create_weights(layer, EXPERTS, HIDDEN, intermediate // tp_size, torch.bfloat16)
     return layer, method
 
