@@ -18,7 +18,7 @@ def results(request, checkpoints, tmp_path_factory):
         opt_in = {"W4A8_VLLM_W4A16": "1"} if case.inputs == "none" else {}
         reload = checkpoints(case, seed=1) / "checkpoint" if (case, compiled) in RELOADED else None
         jobs.append(Job(checkpoints(case) / "checkpoint", arguments(case, compiled), opt_in, reload=reload))
-    done, log = run_engines(jobs, tmp_path_factory.mktemp("models"), 2400, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    done, log = run_engines(jobs, tmp_path_factory.mktemp("models"), 3600, VLLM_ENABLE_V1_MULTIPROCESSING="0")
     return dict(zip(runs, zip(jobs, done))), log
 
 

@@ -13,7 +13,7 @@ def results(request, checkpoints, tmp_path_factory):
         parallel = {"tensor_parallel_size": 2, "enable_expert_parallel": experts}
         jobs.append(Job(checkpoints(case) / "checkpoint", {**arguments(case), **parallel}))
     binding = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}  # both ranks on one NUMA node
-    done, log = run_engines(jobs, tmp_path_factory.mktemp("parallel"), 1800, **binding)
+    done, log = run_engines(jobs, tmp_path_factory.mktemp("parallel"), 3600, **binding)
     assert log.count("world_size=2 rank=1 ") >= len(jobs)
     return jobs, done
 
