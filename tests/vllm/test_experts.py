@@ -6,7 +6,7 @@ import pytest
 import torch
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
-from w4a8.core.quant_args import DYNAMIC_INT8_TOKENS, QuantizationArgs
+from w4a8.core.quant_args import QuantizationArgs
 from w4a8.integrations.vllm.moe import W4A8MoEMethod
 
 HIDDEN, EXPERTS = 128, 2
@@ -37,9 +37,8 @@ def make_layer(group_size=32, intermediate=64, tp_size=1, has_bias=False, activa
     )
     layer.local_num_experts = EXPERTS
     layer._map_global_expert_id_to_local_expert_id = MethodType(lambda self, expert: expert, layer)
-    layer._expert_routing_tables = MethodType(lambda self: None, layer)
     weights = QuantizationArgs(num_bits=4, strategy="group", group_size=group_size)
-    method = W4A8MoEMethod(weights, DYNAMIC_INT8_TOKENS, "int-quantized", layer, "model.layers.0.mlp.experts")
+    method = W4A8MoEMethod(weights, "int-quantized", layer, "model.layers.0.mlp.experts")
     method.create_weights(layer, EXPERTS, HIDDEN, intermediate // tp_size, torch.bfloat16)
     return layer, method
 

@@ -112,9 +112,7 @@ def register_parameters(
         register(f"{name}_weight_packed", torch.empty(0, dtype=torch.uint8), attrs)
 
 
-def pack_parameters(
-    layer: torch.nn.Module, group_size: int, w13_interleaved: bool, scale_dtype: torch.dtype | None = None
-) -> None:
+def pack_parameters(layer: torch.nn.Module, group_size: int, w13_interleaved: bool) -> None:
     """Replaces what was loaded by ``w13_weight_packed`` and ``w2_weight_packed``, uint8 [E, bytes], and empty ones.
 
     Peak memory is the raw weights, the packed ones and the temporaries of one matrix: the int8 storage is overwritten,
@@ -124,7 +122,6 @@ def pack_parameters(
         layer: with the parameters of :func:`register_parameters`, filled.
         group_size: input features per scale; -1 is channelwise.
         w13_interleaved: rows of w13 (weights, scales, bias) alternate gate and up.
-        scale_dtype: as in :func:`pack_nibbles`.
 
     Raises:
         ValueError: a weight outside [-8, 7] (before anything is overwritten).
@@ -139,7 +136,6 @@ def pack_parameters(
             group_size,
             interleaved=w13_interleaved and name == "w13",
             in_place=True,
-            scale_dtype=scale_dtype,
         )
         set_packed(layer, name, packed)
 

@@ -85,7 +85,6 @@ class CompressedTensorsW4A8Int8MoEMethod(CompressedTensorsMoEMethod):
         if weight_quant.num_bits != 4:
             raise ValueError("This method only supports 4-bit weights (num_bits=4).")
         weight_key = int4_weight_key(self.group_size, symmetric=getattr(weight_quant, "symmetric", True))
-        self.scale_dtype: torch.dtype | None = None  # of parameters and packed weights, instead of what suits them
         self._select_experts(weight_key)
 
     def _select_experts(self, weight_key: QuantKey) -> None:
@@ -121,7 +120,7 @@ class CompressedTensorsW4A8Int8MoEMethod(CompressedTensorsMoEMethod):
         self, layer: torch.nn.Module, sizes: ExpertSizes, params_dtype: torch.dtype, attrs: dict[str, Any]
     ) -> None:
         # As upstream; where a checkpoint has scales that bfloat16 would round, the loader widens the parameter.
-        scale_dtype = self.scale_dtype or (torch.float32 if self.group_size == -1 else torch.bfloat16)
+        scale_dtype = torch.float32 if self.group_size == -1 else torch.bfloat16
         bias_dtype = params_dtype if self.has_bias else None
         register_parameters(layer, sizes, scale_dtype, bias_dtype, attrs)
         layer.w13_in_features = sizes.hidden
@@ -132,7 +131,7 @@ class CompressedTensorsW4A8Int8MoEMethod(CompressedTensorsMoEMethod):
 
     def _pack(self, layer: torch.nn.Module) -> None:
         """Replaces the loaded parameters by the packed ones; the int8 storage is used up on the way."""
-        pack_parameters(layer, self.group_size, getattr(layer, "w13_interleaved", False), self.scale_dtype)
+        pack_parameters(layer, self.group_size, getattr(layer, "w13_interleaved", False))
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Packs the loaded weights, frees them, and builds the kernel.

@@ -60,4 +60,4 @@ class W4A8CompressedTensorsConfig(CompressedTensorsConfig):
         if reason is not None:
             logger().warning_once("w4a8: leaves layers of experts to vLLM, because of %s", reason)
             return None
-        return W4A8MoEMethod(weights, inputs, found["format"], layer, prefix)
+        return W4A8MoEMethod(weights, found["format"], layer, prefix)

@@ -152,10 +152,8 @@ class W4A8LinearScheme(CompressedTensorsScheme):
             self.dummy = False
         self._lacking = {}
         scales = layer.weight_scale.data
-        if self.group_size != -1:
-            self.scale_dtype = packed_scale_dtype([scales], self.scale_dtype, self.layer_name)
-            scales = scales.to(self.scale_dtype)
-        packed = W4A8Linear.from_compressed_tensors(weight.data, scales).packed
+        self.scale_dtype = packed_scale_dtype([scales], self.scale_dtype, self.layer_name)
+        packed = W4A8Linear.from_compressed_tensors(weight.data, scales, scale_dtype=self.scale_dtype).packed
         # The shape stays: of other weights, the last one comes when its layer is complete.
         for old in ("weight", "weight_scale"):
             if hasattr(layer, old):

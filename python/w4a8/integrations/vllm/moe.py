@@ -1,26 +1,22 @@
-"""Layers of experts: vLLM's interface in front of :mod:`w4a8.moe`, which loads, packs, routes and runs."""
+"""Layers of experts: vLLM's interface in front of :mod:`w4a8.core`, which packs, routes and runs."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 
 import torch
+from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
-from w4a8.core.experts import ExpertSizes
+from w4a8.core.activation import MoEActivation
+from w4a8.core.experts import ExpertSizes, register_parameters, run_experts, set_packed
 from w4a8.cpu import active_kernel
 from w4a8.integrations.vllm.loading import ExpertsLoader, is_dummy_load, load_expert, pack_dummy
 from w4a8.integrations.vllm.log import logger
 from w4a8.integrations.vllm.routing import select
 from w4a8.integrations.vllm.scheme import describe, group_size
-from w4a8.moe import (
-    CompressedTensorsW4A8Int8MoEMethod,
-    FusedMoEConfig,
-    FusedMoEParallelConfig,
-    MoEActivation,
-    RoutingMethodType,
-)
 
 # Of the clamped SwiGLU: limit, slope of the sigmoid, what is added to the up half.
 _SWIGLU = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702, "swiglu_beta": 1.0}
@@ -66,25 +62,6 @@ def expert_sizes(moe: Any, group: int) -> ExpertSizes:
     )
 
 
-def translated(moe: Any) -> FusedMoEConfig:
-    """vLLM's FusedMoEConfig as that of :mod:`w4a8.moe`."""
-    parallel = moe.moe_parallel_config
-    shared = ("tp_size", "tp_rank", "pcp_size", "pcp_rank", "dp_size", "dp_rank", "ep_size", "ep_rank", "use_ep")
-    return FusedMoEConfig(
-        num_experts=moe.num_experts,
-        experts_per_token=moe.experts_per_token,
-        hidden_dim=moe.hidden_dim,
-        intermediate_size=moe.intermediate_size,
-        num_local_experts=moe.num_local_experts,
-        activation=_activation(moe),
-        routing_method=RoutingMethodType.Custom,  # the method below routes, as the layer's attributes say
-        moe_parallel_config=FusedMoEParallelConfig(**{name: getattr(parallel, name) for name in shared}),
-        in_dtype=moe.in_dtype,
-        router_logits_dtype=moe.router_logits_dtype,
-        has_bias=moe.has_bias,
-    )
-
-
 class W4A8MoEMethod(FusedMoEMethodBase):
     """int4 experts with activations quantized to int8 per token.
 
@@ -92,11 +69,11 @@ class W4A8MoEMethod(FusedMoEMethodBase):
     layers that select experts by token id are routed by vLLM.
     """
 
-    def __init__(self, weights: Any, inputs: Any, format_: str, layer: torch.nn.Module, layer_name: str) -> None:
+    def __init__(self, weights: Any, format_: str, layer: torch.nn.Module, layer_name: str) -> None:
         """A method for one layer.
 
         Args:
-            weights, inputs: QuantizationArgs, checked by ``is_w4a8``.
+            weights: QuantizationArgs, checked by ``is_w4a8``.
             format_: ``pack-quantized`` (int32 words) or another, which has one int8 per value.
             layer: vLLM's RoutedExperts, whose ``moe_config`` is not :func:`unsupported`.
             layer_name: of the layer, for errors.
@@ -105,12 +82,13 @@ class W4A8MoEMethod(FusedMoEMethodBase):
             ValueError: groups that do not fit this rank's part of an expert; names the sizes.
         """
         super().__init__(layer.moe_config)
-        problem = expert_sizes(layer.moe_config, group_size(weights)).unsupported()
+        self.sizes = expert_sizes(layer.moe_config, group_size(weights))
+        self.activation = _activation(layer.moe_config)
+        problem = self.sizes.unsupported()
         if problem is not None:
             raise ValueError(f"w4a8: {layer_name}: kernel does not support {problem}")
         self.layer_name = layer_name
         self.words = format_ == "pack-quantized"
-        self.inner = CompressedTensorsW4A8Int8MoEMethod(weights, inputs, translated(layer.moe_config), layer_name)
         self.routes = not layer.moe_config.has_hash_routing
 
     @property
@@ -127,32 +105,24 @@ class W4A8MoEMethod(FusedMoEMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        """Registers the parameters of :mod:`w4a8.moe`; with words, ``w13_weight_shape`` and ``w2_weight_shape``."""
-        moe = self.inner.moe
-        layer.w13_interleaved = moe.activation == MoEActivation.SWIGLUOAI
+        """Registers the parameters; with words, ``w13_weight_shape`` and ``w2_weight_shape`` as well."""
+        parallel = self.moe.moe_parallel_config
+        bias_dtype = params_dtype if self.moe.has_bias else None
+        self.sizes = replace(
+            self.sizes, experts=num_experts, hidden=hidden_size, intermediate=intermediate_size_per_partition
+        )
+        layer.w13_interleaved = self.activation == MoEActivation.SWIGLUOAI
         layer.w4a8_loader = ExpertsLoader(
             layer,
-            ExpertSizes(
-                num_experts,
-                hidden_size,
-                intermediate_size_per_partition,
-                self.inner.group_size,
-                bool(moe.is_act_and_mul),
-            ),
-            params_dtype if moe.has_bias else None,
-            tp_rank=moe.moe_parallel_config.tp_rank,
-            tp_size=moe.moe_parallel_config.tp_size,
+            self.sizes,
+            bias_dtype,
+            tp_rank=parallel.tp_rank,
+            tp_size=parallel.tp_size,
             w13_interleaved=layer.w13_interleaved,
         )
+        attrs = {"weight_loader": MethodType(load_expert, layer)}
         with torch.device("meta"):  # vLLM knows tensors by parameters; what comes for them goes to the packer
-            self.inner.create_weights(
-                layer,
-                num_experts=num_experts,
-                hidden_size=hidden_size,
-                intermediate_size_per_partition=intermediate_size_per_partition,
-                params_dtype=params_dtype,
-                weight_loader=MethodType(load_expert, layer),
-            )
+            register_parameters(layer, self.sizes, torch.float32, bias_dtype, attrs)
         if self.words:
             self._register_words(layer, num_experts)
         self.dummy = is_dummy_load()
@@ -188,19 +158,19 @@ class W4A8MoEMethod(FusedMoEMethodBase):
             missing = loader.missing(stacks)
             if missing:
                 raise ValueError(f"w4a8: {self.layer_name}: the checkpoint lacks weights: {', '.join(missing)}")
-        packed = loader.pack()
-        self.inner.take_packed(layer, packed["w13"], packed["w2"])
+        for stack, packed in loader.pack().items():
+            set_packed(layer, stack, packed)
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
         logger().info_once(
             "w4a8: runs layers of int4 experts (%s, %s), kernel %s",
-            describe(self.inner.group_size),
-            self.inner.moe.activation.value,
+            describe(self.sizes.group_size),
+            self.activation.value,
             active_kernel(),
         )
 
     def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> Any:
-        """That of :mod:`w4a8.moe`; vLLM only asks whether there is one."""
-        return self.inner.get_fused_moe_quant_config(layer)
+        """vLLM only asks whether there is one; what it would say is in the packed weights."""
+        return FUSED_MOE_UNQUANTIZED_CONFIG
 
     def apply_monolithic(
         self,
@@ -223,13 +193,14 @@ class W4A8MoEMethod(FusedMoEMethodBase):
         shared_experts_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Runs: tokens [T, H], weights and global expert ids [T, k] to [T, H]. vLLM adds shared experts itself."""
-        return self.inner.moe_kernel.fused_experts.run(
+        return run_experts(
             x,
             topk_weights,
             topk_ids,
             layer.w13_weight_packed,
             layer.w2_weight_packed,
-            self.inner.moe.activation,
+            self.sizes,
+            self.activation,
             layer.expert_map,
             layer.apply_router_weight_on_input,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from w4a8.moe import select_experts
+from w4a8.core.routing import select_experts
 
 
 @torch.library.custom_op("w4a8::select_experts_in_groups", mutates_args=())

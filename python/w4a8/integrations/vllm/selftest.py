@@ -79,7 +79,7 @@ def interface_problems() -> list[str]:
     return [
         *_missing("vllm.envs", ("environment_variables", "compile_factors"), vars(envs)),
         *_missing(f"{experts}.__init__", LAYER_ARGUMENTS, _parameters(RoutedExperts.__init__)),
-        *_missing(experts, ("_map_global_expert_id_to_local_expert_id", "_expert_routing_tables"), dir(RoutedExperts)),
+        *_missing(experts, ("_map_global_expert_id_to_local_expert_id",), dir(RoutedExperts)),
         *_missing("FusedMoEConfig", MOE_FIELDS, fields(FusedMoEConfig)),
         *_missing("FusedMoEParallelConfig", PARALLEL_FIELDS, fields(FusedMoEParallelConfig)),
         *_missing(config.__name__, ("get_scheme_dict", "_add_fused_moe_to_target_scheme_map"), dir(config)),
