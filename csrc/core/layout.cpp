@@ -18,7 +18,8 @@ struct Header {
   int64_t k;
   int64_t group;
   uint32_t scale_dtype;
-  std::array<uint8_t, 20> reserved;  // zero
+  uint32_t kind;                     // WeightKind; zero in version 1
+  std::array<uint8_t, 16> reserved;  // zero
 };
 static_assert(sizeof(Header) == kHeaderBytes);
 
@@ -32,10 +33,23 @@ std::string group_name(const PackedShape& shape) {
 
 }  // namespace
 
+const char* kind_name(WeightKind kind) {
+  switch (kind) {
+    case WeightKind::kInt4: return "int4";
+    case WeightKind::kInt4ZeroPoints: return "int4 with zero points";
+    case WeightKind::kE2M1: return "e2m1";
+  }
+  return "unknown";
+}
+
 void check_shape(const PackedShape& shape) {
+  if (shape.kind > WeightKind::kE2M1) {
+    fail("kind is " + str(static_cast<int>(shape.kind)) + ", expected 0 (int4), 1 (int4 with zero points) or 2 (e2m1)");
+  }
   if (shape.n < 1 || shape.n > kMaxN) fail("n (out_features) is " + str(shape.n) + ", expected 1.." + str(kMaxN));
-  if (shape.k < 2 || shape.k > kMaxK || shape.k % 2 != 0) {
-    fail("k (in_features) is " + str(shape.k) + ", expected an even number in 2.." + str(kMaxK));
+  if (shape.k < 2 || shape.k > max_k(shape.kind) || shape.k % 2 != 0) {
+    fail("k (in_features) is " + str(shape.k) + ", expected an even number in 2.." + str(max_k(shape.kind)) +
+         (shape.kind == WeightKind::kInt4 ? "" : std::string(" for ") + kind_name(shape.kind)));
   }
   if (shape.group != shape.k && (shape.group < 32 || shape.group % 32 != 0 || shape.k % shape.group != 0)) {
     fail("group (block_size) is " + str(shape.group) + ", expected k = " + str(shape.k) +
@@ -52,12 +66,13 @@ int64_t packed_bytes(const PackedShape& shape) { return kHeaderBytes + shape.pan
 void write_header(const PackedShape& shape, uint8_t* dst) {
   Header header = {};
   header.magic = kMagic;
-  header.version = kPackedVersion;
+  header.version = packed_version(shape.kind);
   header.flags = shape.has_bias ? 1 : 0;
   header.n = shape.n;
   header.k = shape.k;
   header.group = shape.group;
   header.scale_dtype = static_cast<uint32_t>(shape.scale_dtype);
+  header.kind = static_cast<uint32_t>(shape.kind);
   std::memcpy(dst, &header, sizeof(header));
 }
 
@@ -67,10 +82,16 @@ PackedShape read_header(const uint8_t* src, int64_t size, const std::string& wha
   Header header;
   std::memcpy(&header, src, sizeof(header));
   if (header.magic != kMagic) fail(what + ": magic is not 'W4A8PACK': these bytes are not a packed matrix");
-  if (header.version != kPackedVersion) {
-    fail(what + ": version is " + str(header.version) + ", this library reads version " + str(kPackedVersion));
+  if (header.version != 1 && header.version != 2) {
+    fail(what + ": version is " + str(header.version) + ", this library reads versions 1 and 2");
   }
   if ((header.flags & ~1u) != 0) fail(what + ": flags are " + str(header.flags) + ", expected 0 or 1");
+  if (header.version == 1 && header.kind != 0) {
+    fail(what + ": kind is " + str(header.kind) + ", expected 0 (int4): these bytes are reserved in version 1");
+  }
+  if (header.version == 2 && header.kind != 1 && header.kind != 2) {
+    fail(what + ": kind is " + str(header.kind) + ", expected 1 (int4 with zero points) or 2 (e2m1) in version 2");
+  }
   for (const uint8_t byte : header.reserved) {
     if (byte != 0) fail(what + ": reserved bytes of the header are not zero");
   }
@@ -83,6 +104,7 @@ PackedShape read_header(const uint8_t* src, int64_t size, const std::string& wha
   shape.group = header.group;
   shape.scale_dtype = static_cast<DType>(header.scale_dtype);
   shape.has_bias = (header.flags & 1u) != 0;
+  shape.kind = static_cast<WeightKind>(header.kind);
   try {
     check_shape(shape);
   } catch (const std::invalid_argument& error) {
@@ -100,11 +122,13 @@ Panels PackedMatrix::panels(int64_t first, const uint8_t* next) const {
   panels.data = panel(first);
   panels.stride = shape.panel_bytes();
   panels.scales_offset = shape.scales_offset();
+  panels.zeros_offset = shape.zeros_offset();
   panels.sums_offset = shape.sums_offset();
   panels.bias_offset = shape.bias_offset();
   panels.steps = shape.steps();
   panels.group_steps = shape.channelwise() ? shape.steps() : shape.group / kStepK;
   panels.scale_dtype = shape.scale_dtype;
+  panels.kind = shape.kind;
   panels.channelwise = shape.channelwise();
   panels.next = next;
   return panels;

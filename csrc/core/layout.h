@@ -1,16 +1,17 @@
-// The packed int4 matrix: the one place where its index arithmetic lives.
+// The packed matrix of 4-bit weights: the one place where its index arithmetic lives.
 //
 //   buffer:  header (64 bytes) | panel 0 | panel 1 | ... | panel ceil(N/16)-1
-//   panel:   steps | scales [groups, 16] | sums [16] | bias [16] float32      padded to a multiple of 64 bytes
+//   panel:   steps | scales [groups, 16] | zero points [groups, 16] | sums [16] | bias [16] float32
+//            padded to a multiple of 64 bytes; zero points, a byte each, in kInt4ZeroPoints only
 //   step:    8 values of k for 16 columns, 64 bytes:
 //
-//     byte 4*c + i:  low nibble = w[k0 + i][column c] + 8,  high nibble = w[k0 + 4 + i][column c] + 8,   i = 0..3
+//     byte 4*c + i:  low nibble = n[k0 + i][column c],  high nibble = n[k0 + 4 + i][column c],   i = 0..3
 //
 //                     byte 0      1      2      3     4      5             63
 //              low  | k0 c0  k1 c0  k2 c0  k3 c0 | k0 c1  k1 c1  ...  k3 c15 |
 //              high | k4 c0  k5 c0  k6 c0  k7 c0 | k4 c1  k5 c1  ...  k7 c15 |
 //
-// N is padded to 16 and K to 8 with zero weights (nibble 8). docs/packed_layout.md tells the same in words.
+// N is padded to 16 and K to 8 with weights of zero. docs/packed_layout.md tells the same in words.
 #pragma once
 
 #include <cstddef>
@@ -28,14 +29,18 @@ struct PackedShape {
   int64_t group = 0;  ///< values of k that share a scale: k, or a multiple of 32 that divides k
   DType scale_dtype = DType::kFloat32;
   bool has_bias = false;
+  WeightKind kind = WeightKind::kInt4;
 
   constexpr bool channelwise() const { return group == k; }
   constexpr int64_t groups() const { return k / group; }
   constexpr int64_t panels() const { return (n + kPanelColumns - 1) / kPanelColumns; }
   constexpr int64_t steps() const { return (k + kStepK - 1) / kStepK; }
   constexpr int64_t scales_offset() const { return steps() * kStepBytes; }
-  constexpr int64_t sums_offset() const {
+  constexpr int64_t zeros_offset() const {
     return scales_offset() + groups() * kPanelColumns * dtype_bytes(scale_dtype);
+  }
+  constexpr int64_t sums_offset() const {
+    return zeros_offset() + (kind == WeightKind::kInt4ZeroPoints ? groups() * kPanelColumns : 0);
   }
   constexpr int64_t bias_offset() const { return sums_offset() + kPanelColumns * 4; }
   constexpr int64_t panel_bytes() const { return (bias_offset() + kPanelColumns * 4 + 63) / 64 * 64; }
@@ -43,13 +48,18 @@ struct PackedShape {
 };
 
 inline constexpr int64_t kHeaderBytes = 64;
-inline constexpr uint32_t kPackedVersion = 1;
-/// |q - zp| <= 255 and |w| <= 8, so up to here the sum of K products fits int32.
-inline constexpr int64_t kMaxK = int64_t{1} << 20;
+/// Version 1 is kInt4, version 2 every other kind.
+constexpr uint32_t packed_version(WeightKind kind) { return kind == WeightKind::kInt4 ? 1 : 2; }
+/// |q - zp| <= 255 and |w| <= 8 (zero points: 15, e2m1: 12), so up to here the sum of K products fits int32.
+constexpr int64_t max_k(WeightKind kind) { return int64_t{1} << (kind == WeightKind::kInt4 ? 20 : 19); }
+inline constexpr int64_t kMaxK = max_k(WeightKind::kInt4);
 inline constexpr int64_t kMaxN = int64_t{1} << 31;
 
+/// "int4", "int4 with zero points" or "e2m1".
+const char* kind_name(WeightKind kind);
+
 /// Throws std::invalid_argument naming the field if the shape is outside what the layout allows: 1 <= n <= kMaxN,
-/// k even in [2, kMaxK], group == k or a multiple of 32 that divides k, scales float32 or bfloat16.
+/// k even in [2, max_k(kind)], group == k or a multiple of 32 that divides k, scales float32 or bfloat16, a known kind.
 void check_shape(const PackedShape& shape);
 
 /// Bytes of the whole packed matrix, header included. The shape must have passed check_shape.
@@ -59,7 +69,7 @@ int64_t packed_bytes(const PackedShape& shape);
 void write_header(const PackedShape& shape, uint8_t* dst);
 
 /// Reads and checks a header. size: bytes of the buffer. Throws std::invalid_argument that says which field is wrong
-/// (magic, version, n, k, group, scale dtype, flags, size). `what` names the buffer in the message.
+/// (magic, version, kind, n, k, group, scale dtype, flags, size). `what` names the buffer in the message.
 PackedShape read_header(const uint8_t* src, int64_t size, const std::string& what);
 
 /// A packed matrix in memory: a checked header and the panels behind it.

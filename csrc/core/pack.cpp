@@ -1,8 +1,11 @@
 #include "core/pack.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <limits>
+#include <stdexcept>
+#include <string>
 
 #include "core/huge_pages.h"
 
@@ -10,7 +13,8 @@ namespace w4a8 {
 namespace {
 
 constexpr int64_t kPanelsPerTask = 4;
-constexpr uint32_t kZeroWeights = 0x88888888u;  // eight nibbles of value 0
+constexpr uint32_t kNibbles = 0x11111111u;  // times a nibble: eight of it
+constexpr int32_t kMostZero = 15;
 
 // Nibbles 0..3 of t to the even nibbles of the result.
 uint32_t spread_nibbles(uint32_t t) {
@@ -36,6 +40,71 @@ int32_t sum_of_bytes(uint32_t bytes) {
   return static_cast<int32_t>((bytes + (bytes >> 16)) & 0xffffu);
 }
 
+// The sum of the two e2m1 weights in a byte.
+constexpr std::array<int8_t, 256> kE2M1Sums = [] {
+  std::array<int8_t, 256> sums = {};
+  for (std::size_t i = 0; i < sums.size(); ++i) {
+    sums[i] = static_cast<int8_t>(kE2M1Weights[i & 15] + kE2M1Weights[i >> 4]);
+  }
+  return sums;
+}();
+int32_t e2m1_sum(uint32_t word) {
+  return kE2M1Sums[word & 0xff] + kE2M1Sums[word >> 8 & 0xff] + kE2M1Sums[word >> 16 & 0xff] + kE2M1Sums[word >> 24];
+}
+
+// Floats as bits: uint32_t is float32, uint16_t bfloat16. Infinities and NaN stay what they are.
+template <class Bits>
+struct FloatBits {
+  static constexpr int kMantissa = sizeof(Bits) == 4 ? 23 : 7;
+  static constexpr auto kSign = static_cast<Bits>(Bits{1} << (8 * sizeof(Bits) - 1));
+  static constexpr auto kInfinity = static_cast<Bits>(Bits{0xff} << kMantissa);
+  static constexpr auto kLeastNormal = static_cast<Bits>(Bits{1} << kMantissa);
+
+  static Bits magnitude(Bits x) { return static_cast<Bits>(x & static_cast<Bits>(~kSign)); }
+  // A number of exponent 0 or 1 becomes a denormal, whose half is a shift.
+  static bool halves(Bits x) { return magnitude(x) >= 2 * kLeastNormal || (x & 1) == 0; }
+  static Bits half(Bits x) {
+    const Bits size = magnitude(x);
+    if (size >= kInfinity) return x;
+    return static_cast<Bits>((x & kSign) | (size >= 2 * kLeastNormal ? size - kLeastNormal : size >> 1));
+  }
+  static Bits twice(Bits x) {
+    const Bits size = magnitude(x);
+    if (size >= kInfinity) return x;
+    const Bits result = static_cast<Bits>(size >= kLeastNormal ? size + kLeastNormal : size << 1);
+    return static_cast<Bits>((x & kSign) | std::min(result, kInfinity));
+  }
+};
+
+template <class Bits>
+void check_halves(const void* scales, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    Bits bits;
+    std::memcpy(&bits, static_cast<const uint8_t*>(scales) + i * static_cast<int64_t>(sizeof(Bits)), sizeof(Bits));
+    if (!FloatBits<Bits>::halves(bits)) {
+      throw std::invalid_argument("scales_zeros: element " + std::to_string(i) +
+                                  " is a number below 2^-125 whose half is not exact, which e2m1 values need");
+    }
+  }
+}
+
+// In the order of the argument, [n, groups] or a stack of them.
+[[noreturn]] void fail_zero_point(int64_t i, int32_t value) {
+  throw std::invalid_argument("zero_points: element " + std::to_string(i) + " is " + std::to_string(value) +
+                              ", expected 0..15");
+}
+
+void check_values(const PackedShape& shape, int64_t count, const RawWeights& raw) {
+  const int64_t values = count * shape.n * shape.groups();
+  if (shape.kind == WeightKind::kE2M1) {
+    (shape.scale_dtype == DType::kFloat32 ? check_halves<uint32_t> : check_halves<uint16_t>)(raw.scales, values);
+  }
+  if (shape.kind != WeightKind::kInt4ZeroPoints) return;
+  for (int64_t i = 0; i < values; ++i) {
+    if (raw.zero_points[i] > kMostZero) fail_zero_point(i, raw.zero_points[i]);
+  }
+}
+
 // One panel of one matrix. columns: how many of the 16 exist.
 class PanelPacker {
  public:
@@ -50,6 +119,7 @@ class PanelPacker {
     if (shape_.channelwise()) {
       int32_t sums[kPanelColumns] = {};
       copy_scales(0, 1);
+      take_zeros(0);
       pack_steps(0, shape_.steps(), sums);
       std::memcpy(panel_ + shape_.sums_offset(), sums, sizeof(sums));
     } else {
@@ -76,6 +146,7 @@ class PanelPacker {
       for (int64_t i = 0; i < count; ++i) {
         const int64_t g = begin + i;
         std::fill(std::begin(sums[i]), std::end(sums[i]), 0);
+        take_zeros(g);
         pack_steps(g * group_steps, (g + 1) * group_steps, sums[i]);
       }
       kernel_.add_weight_sums(panel_ + shape_.scales_offset() + begin * scale_bytes, shape_.scale_dtype, sums[0], count,
@@ -87,6 +158,18 @@ class PanelPacker {
     std::memcpy(panel_ + shape_.sums_offset(), weighted, sizeof(weighted));
   }
 
+  // What the nibbles of group g count from, which is also what pads them.
+  void take_zeros(int64_t g) {
+    if (shape_.kind == WeightKind::kInt4) {
+      std::fill(std::begin(zeros_), std::end(zeros_), uint8_t{8});
+      return;
+    }
+    std::fill(std::begin(zeros_), std::end(zeros_), uint8_t{0});
+    if (shape_.kind == WeightKind::kE2M1) return;
+    for (int64_t c = 0; c < columns_; ++c) zeros_[c] = raw_.zero_points[(first_row_ + c) * shape_.groups() + g];
+    std::memcpy(panel_ + shape_.zeros_offset() + g * kPanelColumns, zeros_, sizeof(zeros_));
+  }
+
   // Packs the steps [begin, end) and adds the weights of each column to sums.
   void pack_steps(int64_t begin, int64_t end, int32_t (&sums)[kPanelColumns]) {
     int64_t step = begin;
@@ -96,8 +179,7 @@ class PanelPacker {
       for (; step + kBlock <= whole; step += kBlock) pack_block(step, sums);
     }
     for (; step < end; ++step) pack_step(step, sums);
-    // The stored nibble is w + 8.
-    for (int32_t& sum : sums) sum -= static_cast<int32_t>(8 * kStepK * (end - begin));
+    for (int64_t c = 0; c < kPanelColumns; ++c) sums[c] -= static_cast<int32_t>(zeros_[c] * kStepK * (end - begin));
   }
 
   // kBlock steps of all 16 columns.
@@ -117,10 +199,16 @@ class PanelPacker {
     for (int64_t s = 0; s < kBlock; ++s) {
       for (int64_t c = 0; c < kPanelColumns; ++c) packed[s][c] = words[c][s];
     }
-    for (int64_t c = 0; c < kPanelColumns; ++c) {
-      uint32_t bytes = 0;
-      for (int64_t s = 0; s < kBlock; ++s) bytes += byte_sums(packed[s][c]);
-      sums[c] += sum_of_bytes(bytes);
+    if (shape_.kind == WeightKind::kE2M1) {
+      for (const auto& line : packed) {
+        for (int64_t c = 0; c < kPanelColumns; ++c) sums[c] += e2m1_sum(line[c]);
+      }
+    } else {
+      for (int64_t c = 0; c < kPanelColumns; ++c) {
+        uint32_t bytes = 0;
+        for (int64_t s = 0; s < kBlock; ++s) bytes += byte_sums(packed[s][c]);
+        sums[c] += sum_of_bytes(bytes);
+      }
     }
     std::memcpy(panel_ + step * kStepBytes, packed, sizeof(packed));
   }
@@ -130,10 +218,12 @@ class PanelPacker {
     const int64_t available = std::min<int64_t>(4, row_bytes - 4 * step);
     const uint8_t* src = raw_.weights + first_row_ * row_bytes + 4 * step;
     uint32_t words[kPanelColumns];
-    std::fill(std::begin(words), std::end(words), kZeroWeights);
+    for (int64_t c = 0; c < kPanelColumns; ++c) words[c] = zeros_[c] * kNibbles;
     for (int64_t c = 0; c < columns_; ++c)
       std::memcpy(&words[c], src + c * row_bytes, static_cast<std::size_t>(available));
-    for (int64_t c = 0; c < kPanelColumns; ++c) sums[c] += sum_of_bytes(byte_sums(words[c]));
+    for (int64_t c = 0; c < kPanelColumns; ++c) {
+      sums[c] += shape_.kind == WeightKind::kE2M1 ? e2m1_sum(words[c]) : sum_of_bytes(byte_sums(words[c]));
+    }
     for (uint32_t& word : words) word = to_packed(word);
     std::memcpy(panel_ + step * kStepBytes, words, sizeof(words));
   }
@@ -153,8 +243,14 @@ class PanelPacker {
     const int64_t row_bytes = shape_.groups() * kSize;
     const uint8_t* src = static_cast<const uint8_t*>(raw_.scales) + first_row_ * row_bytes + begin * kSize;
     uint8_t* dst = panel_ + shape_.scales_offset() + begin * kPanelColumns * kSize;
+    const bool halved = shape_.kind == WeightKind::kE2M1;
     for (int64_t g = 0; g < count; ++g, src += kSize, dst += kPanelColumns * kSize) {
-      for (int64_t c = 0; c < columns_; ++c) std::memcpy(dst + c * kSize, src + c * row_bytes, kSize);
+      for (int64_t c = 0; c < columns_; ++c) {
+        Bits bits;
+        std::memcpy(&bits, src + c * row_bytes, kSize);
+        if (halved) bits = FloatBits<Bits>::half(bits);
+        std::memcpy(dst + c * kSize, &bits, kSize);
+      }
     }
   }
 
@@ -164,15 +260,26 @@ class PanelPacker {
   int64_t first_row_;  // counted through the whole stack
   int64_t columns_;
   uint8_t* panel_;
+  uint8_t zeros_[kPanelColumns] = {};  // of the group that is packed
 };
 
-void unpack_panel(const PackedMatrix& matrix, int64_t index, uint8_t* weights, void* scales, float* bias) {
+template <class Bits>
+void unpack_scale(const uint8_t* from, bool halved, uint8_t* to) {
+  Bits bits;
+  std::memcpy(&bits, from, sizeof(Bits));
+  if (halved) bits = FloatBits<Bits>::twice(bits);
+  std::memcpy(to, &bits, sizeof(Bits));
+}
+
+void unpack_panel(const PackedMatrix& matrix, int64_t index, uint8_t* weights, void* scales, float* bias,
+                  uint8_t* zero_points) {
   const PackedShape& shape = matrix.shape;
   const uint8_t* panel = matrix.panels(index).data;
   const int64_t first = index * kPanelColumns;
   const int64_t row_bytes = shape.k / 2;
   const int64_t size = dtype_bytes(shape.scale_dtype);
   const int64_t columns = std::min(kPanelColumns, shape.n - first);
+  const bool halved = shape.kind == WeightKind::kE2M1;
   for (int64_t c = 0; c < columns; ++c) {
     for (int64_t s = 0; s < shape.steps(); ++s) {
       uint32_t word = 0;
@@ -182,8 +289,13 @@ void unpack_panel(const PackedMatrix& matrix, int64_t index, uint8_t* weights, v
                   static_cast<std::size_t>(std::min<int64_t>(4, row_bytes - 4 * s)));
     }
     for (int64_t g = 0; g < shape.groups(); ++g) {
-      std::memcpy(static_cast<uint8_t*>(scales) + ((first + c) * shape.groups() + g) * size,
-                  panel + shape.scales_offset() + (g * kPanelColumns + c) * size, static_cast<std::size_t>(size));
+      const int64_t to = (first + c) * shape.groups() + g;
+      (size == 4 ? unpack_scale<uint32_t>
+                 : unpack_scale<uint16_t>)(panel + shape.scales_offset() + (g * kPanelColumns + c) * size, halved,
+                                           static_cast<uint8_t*>(scales) + to * size);
+      if (shape.kind == WeightKind::kInt4ZeroPoints) {
+        zero_points[to] = panel[shape.zeros_offset() + g * kPanelColumns + c];
+      }
     }
   }
   if (shape.has_bias) {
@@ -195,6 +307,7 @@ void unpack_panel(const PackedMatrix& matrix, int64_t index, uint8_t* weights, v
 
 void pack(const Kernel& kernel, const PackedShape& shape, int64_t count, const RawWeights& raw, uint8_t* dst,
           Parallel& parallel) {
+  check_values(shape, count, raw);
   const int64_t tasks_per_matrix = (shape.panels() + kPanelsPerTask - 1) / kPanelsPerTask;
   advise_huge_pages(dst, count * packed_bytes(shape));
   const auto pack_panels = [&](int64_t, int64_t task, int) {
@@ -213,10 +326,18 @@ void pack(const Kernel& kernel, const PackedShape& shape, int64_t count, const R
   run_phases(parallel, parallel.threads(), phases);
 }
 
-void unpack(const PackedMatrix& matrix, uint8_t* weights, void* scales, float* bias, Parallel& parallel) {
-  const auto unpack_one = [&](int64_t, int64_t panel, int) { unpack_panel(matrix, panel, weights, scales, bias); };
-  const Phase phases[] = {{matrix.shape.panels(), unpack_one}};
+void unpack(const PackedMatrix& matrix, uint8_t* weights, void* scales, float* bias, Parallel& parallel,
+            uint8_t* zero_points) {
+  const PackedShape& shape = matrix.shape;
+  const auto unpack_one = [&](int64_t, int64_t panel, int) {
+    unpack_panel(matrix, panel, weights, scales, bias, zero_points);
+  };
+  const Phase phases[] = {{shape.panels(), unpack_one}};
   run_phases(parallel, parallel.threads(), phases);
+  if (shape.kind != WeightKind::kInt4ZeroPoints) return;
+  for (int64_t i = 0; i < shape.n * shape.groups(); ++i) {
+    if (zero_points[i] > kMostZero) fail_zero_point(i, zero_points[i]);
+  }
 }
 
 }  // namespace w4a8

@@ -46,9 +46,23 @@ struct Unpacked {
   static constexpr int64_t kManyRows = 8;
   static constexpr int64_t kMostRows = 5;
 
-  static void unpack(bool, const uint8_t* packed, int64_t steps, uint8_t* bytes, const uint8_t* next) {
+  static constexpr uint8_t kE2M1Zero = Ops::kE2M1Zero;
+  static constexpr bool kTakesZeros = true;
+
+  static W4A8_INLINE void store_step(const Bytes (&low)[4], const Bytes (&high)[4], uint8_t* bytes) {
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) {
+      vst1q_u8(bytes + 16 * j, vreinterpretq_u8_s8(low[j]));
+      vst1q_u8(bytes + kStepBytes + 16 * j, vreinterpretq_u8_s8(high[j]));
+    }
+  }
+  static void unpack(const TileArgs& t, int64_t c, uint8_t* bytes) {
     Ops::barrier();  // not before the tiles have read what this overwrites
-    unpack_steps(packed, steps, bytes, next);
+    if (t.panels->kind == WeightKind::kInt4) {
+      unpack_nibbles(t, c, bytes);
+    } else {
+      unpack_signed<Unpacked>(t, c, bytes);
+    }
   }
 
   // Adds V registers of columns of one step; kStep: offset of the step behind w, in steps.
@@ -90,7 +104,7 @@ struct Unpacked {
     I acc[R][1][4];
     F bits[R][1][4];
     if (t.first) {
-      start_accumulators<Ops, R, 1>(t, 0, acc);
+      start_accumulators<Ops, R, 1, Code::kBytes>(t, 0, acc);
     } else {
       load_sums<Ops, R, 1>(t, bits);
 #pragma GCC unroll 8

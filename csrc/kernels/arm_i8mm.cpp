@@ -12,7 +12,7 @@
 //      channelwise   3 pairs of rows x 8 sums, 2 x 3 of a, 2 of b: 32 registers
 //      groups        3 x 4 sums, as many floats, 2 x 3, 2: 32 registers; the panel in two halves, 8 columns each
 //
-//   Groups unpack the weights to -8..7, so that their sums start at 0; channelwise leaves 0..15, sums start at
+//   Groups unpack the weights to w, so that their sums start at 0; channelwise leaves int4 at 0..15, sums start at
 //   -8 * sum(a). |acc| <= K * 15 * 128 < 2^31 for K <= 2^20. Few rows take SDOT, which every CPU with SMMLA has, and
 //   packed weights: reading those is what they wait for.
 #if defined(__aarch64__)
@@ -46,6 +46,8 @@ struct Pairs {
   using I = Ops::I;
   using Bytes = Ops::Bytes;
   static constexpr bool kUnpacks = true;
+  static constexpr uint8_t kE2M1Zero = Ops::kE2M1Zero;
+  static constexpr bool kTakesZeros = true;
   static constexpr int64_t kMostColumns = 1;
   static constexpr int64_t kManyRows = 6;
   static constexpr int64_t kRowBytes = kStepK;
@@ -82,6 +84,17 @@ struct Pairs {
     }
   }
 
+  static W4A8_INLINE void store_zipped(Bytes low, Bytes high, uint8_t* bytes) {
+    const I pairs[] = {vzip1q_s32(vreinterpretq_s32_s8(low), vreinterpretq_s32_s8(high)),
+                       vzip2q_s32(vreinterpretq_s32_s8(low), vreinterpretq_s32_s8(high))};
+    vst1q_u8(bytes, vreinterpretq_u8_s32(pairs[0]));
+    vst1q_u8(bytes + 16, vreinterpretq_u8_s32(pairs[1]));
+  }
+  static W4A8_INLINE void store_step(const Bytes (&low)[4], const Bytes (&high)[4], uint8_t* bytes) {
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) store_zipped(low[j], high[j], bytes + 32 * j);
+  }
+
   // kSigned: nibble - 8, which is what nibble ^ 8 is as 4 signed bits.
   template <bool kSigned>
   static void unpack_as(const uint8_t* packed, int64_t steps, uint8_t* bytes, int64_t ahead) {
@@ -102,16 +115,15 @@ struct Pairs {
           low = vandq_s8(both[j], vdupq_n_s8(0x0f));
           high = vreinterpretq_s8_u8(vshrq_n_u8(vreinterpretq_u8_s8(both[j]), 4));
         }
-        const I pairs[] = {vzip1q_s32(vreinterpretq_s32_s8(low), vreinterpretq_s32_s8(high)),
-                           vzip2q_s32(vreinterpretq_s32_s8(low), vreinterpretq_s32_s8(high))};
-        vst1q_u8(bytes + 32 * j, vreinterpretq_u8_s32(pairs[0]));
-        vst1q_u8(bytes + 32 * j + 16, vreinterpretq_u8_s32(pairs[1]));
+        store_zipped(low, high, bytes + 32 * j);
       }
     }
   }
-  static void unpack(bool channelwise, const uint8_t* packed, int64_t steps, uint8_t* bytes, const uint8_t* next) {
+  static void unpack(const TileArgs& t, int64_t c, uint8_t* bytes) {
     Ops::barrier();  // not before the tiles have read what this overwrites
-    (channelwise ? unpack_as<false> : unpack_as<true>)(packed, steps, bytes, next - packed);
+    if (t.panels->kind != WeightKind::kInt4) return unpack_signed<Pairs>(t, c, bytes);
+    const uint8_t* packed = t.weights + c * t.weights_stride;
+    (t.panels->channelwise ? unpack_as<false> : unpack_as<true>)(packed, t.steps, bytes, t.fetch - t.weights);
   }
 
   static W4A8_INLINE void multiply(I& acc, Bytes a, Bytes b) {

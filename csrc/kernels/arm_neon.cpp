@@ -40,15 +40,16 @@ struct Ops : NeonOps {
   static constexpr int64_t kUnpackRows = 4;
   static constexpr int64_t kUnpackSteps = 128;  // 16 KiB of unpacked weights
   static constexpr int64_t kSumSteps = 8;       // steps that fit 16-bit sums
+  static constexpr bool kE2M1IsWide = false;    // |w| <= 12
 
   static W4A8_INLINE int8x16_t broadcast4(const int8_t* p) {
     int32_t four;
     __builtin_memcpy(&four, p, sizeof(four));
     return vreinterpretq_s8_s32(vdupq_n_s32(four));
   }
-  template <bool kUnpacked>
+  template <Code kCode>
   static W4A8_INLINE void load_nibbles(const uint8_t* w, int64_t s, int j, int8x16_t& low, int8x16_t& high) {
-    if constexpr (kUnpacked) {
+    if constexpr (!is_packed(kCode)) {
       low = vreinterpretq_s8_u8(vld1q_u8(w + s * 2 * kStepBytes + 16 * j));
       high = vreinterpretq_s8_u8(vld1q_u8(w + s * 2 * kStepBytes + kStepBytes + 16 * j));
     } else {
@@ -56,9 +57,23 @@ struct Ops : NeonOps {
       low = vreinterpretq_s8_u8(vandq_u8(both, vdupq_n_u8(0x0f)));
       high = vreinterpretq_s8_u8(vshrq_n_u8(both, 4));
     }
+    if constexpr (kCode == Code::kE2M1) {
+      low = look_up(vreinterpretq_u8_s8(low));
+      high = look_up(vreinterpretq_u8_s8(high));
+    }
+  }
+  static W4A8_INLINE void unpack_e2m1(const uint8_t* packed, uint8_t* bytes) {
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) {
+      int8x16_t low;
+      int8x16_t high;
+      load_nibbles<Code::kE2M1>(packed, 0, j, low, high);
+      vst1q_u8(bytes + 16 * j, vreinterpretq_u8_s8(low));
+      vst1q_u8(bytes + kStepBytes + 16 * j, vreinterpretq_u8_s8(high));
+    }
   }
   // kFirst: the sums are set instead of added to.
-  template <int R, bool kUnpacked, bool kFirst>
+  template <int R, Code kCode, bool kFirst>
   static W4A8_INLINE void add_step(int16x8_t (&sums)[R][8], const int8_t* const (&rows)[R], const uint8_t* w,
                                    int64_t s) {
     int8x16_t a_low[R];
@@ -72,7 +87,7 @@ struct Ops : NeonOps {
     for (int j = 0; j < 4; ++j) {
       int8x16_t low;
       int8x16_t high;
-      load_nibbles<kUnpacked>(w, s, j, low, high);
+      load_nibbles<kCode>(w, s, j, low, high);
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
         int16x8_t& even = sums[r][2 * j];
@@ -91,15 +106,15 @@ struct Ops : NeonOps {
   }
 
   // Steps [s, s + count), 1 <= count <= kSumSteps.
-  template <int R, bool kUnpacked>
+  template <int R, Code kCode>
   static W4A8_INLINE void add_block(I (&acc)[R][1][4], const int8_t* const (&rows)[R], const uint8_t* w, int64_t s,
                                     int64_t count, const uint8_t* fetch) {
     int16x8_t sums[R][8];
-    if constexpr (!kUnpacked) __builtin_prefetch(fetch, 0, 2);
-    add_step<R, kUnpacked, true>(sums, rows, w, s);
+    if constexpr (is_packed(kCode)) __builtin_prefetch(fetch, 0, 2);
+    add_step<R, kCode, true>(sums, rows, w, s);
     for (int64_t i = 1; i < count; ++i) {
-      if constexpr (!kUnpacked) __builtin_prefetch(fetch + i * kStepBytes, 0, 2);
-      add_step<R, kUnpacked, false>(sums, rows, w, s + i);
+      if constexpr (is_packed(kCode)) __builtin_prefetch(fetch + i * kStepBytes, 0, 2);
+      add_step<R, kCode, false>(sums, rows, w, s + i);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
@@ -111,12 +126,12 @@ struct Ops : NeonOps {
     }
   }
 
-  template <int R, int C, bool kUnpacked, bool kBlocks>
+  template <int R, int C, Code kCode, bool kBlocks>
   static W4A8_INLINE void accumulate(I (&acc)[R][C][4], const int8_t* const (&rows)[R],
                                      const uint8_t* const (&weights)[C], int64_t begin, int64_t end,
                                      const uint8_t* fetch) {
     for (int64_t s = begin; s < end; s += kSumSteps, fetch += kSumSteps * kStepBytes) {
-      add_block<R, kUnpacked>(acc, rows, weights[0], s, end - s < kSumSteps ? end - s : kSumSteps, fetch);
+      add_block<R, kCode>(acc, rows, weights[0], s, end - s < kSumSteps ? end - s : kSumSteps, fetch);
     }
   }
 };

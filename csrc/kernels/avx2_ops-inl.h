@@ -98,18 +98,37 @@ struct Avx2Ops {
     __builtin_memcpy(&four, p, sizeof(four));
     return _mm256_set1_epi32(four);
   }
-  // The nibbles of k0..k0+3 (kHigh: k0+4..k0+7) of both halves of the columns.
-  template <bool kUnpacked, bool kHigh>
-  static W4A8_INLINE void load_nibbles(const uint8_t* w, int64_t s, I (&out)[2]) {
+  static constexpr uint8_t kE2M1Zero = 12;
+  static W4A8_INLINE I load_zeros(const uint8_t* p) {
+    const __m128i zeros = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+    return _mm256_and_si256(_mm256_cvtepu8_epi32(zeros), isplat(15));
+  }
+  static W4A8_INLINE I look_up(I nibbles) {
+    const __m128i table = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), nibbles);
+  }
+  // u of k0..k0+3 (kHigh: k0+4..k0+7) of both halves of the columns.
+  template <Code kCode, bool kHigh>
+  static W4A8_INLINE void load_half(const uint8_t* w, int64_t s, I (&out)[2]) {
     const I nibble = _mm256_set1_epi8(0x0f);
 #pragma GCC unroll 2
     for (int v = 0; v < 2; ++v) {
-      if constexpr (kUnpacked) {
+      if constexpr (!is_packed(kCode)) {
         out[v] = iload(w + s * 2 * kStepBytes + (kHigh ? kStepBytes : 0) + 32 * v);
       } else {
         const I both = iload(w + s * kStepBytes + 32 * v);
         out[v] = _mm256_and_si256(kHigh ? _mm256_srli_epi16(both, 4) : both, nibble);
       }
+      if constexpr (kCode == Code::kE2M1) out[v] = look_up(out[v]);
+    }
+  }
+  static W4A8_INLINE void unpack_e2m1(const uint8_t* packed, uint8_t* bytes) {
+    I halves[2][2];
+    load_half<Code::kE2M1, false>(packed, 0, halves[0]);
+    load_half<Code::kE2M1, true>(packed, 0, halves[1]);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(bytes + 32 * i), halves[i / 2][i % 2]);
     }
   }
 };

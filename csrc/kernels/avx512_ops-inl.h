@@ -100,10 +100,18 @@ struct Avx512Ops {
   static W4A8_INLINE void dot(I& acc, I u8, I s8) {
     __asm__ volatile("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(u8), "v"(s8));
   }
+  static constexpr uint8_t kE2M1Zero = 12;
+  static W4A8_INLINE I load_zeros(const uint8_t* p) {
+    return _mm512_and_si512(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), isplat(15));
+  }
+  static W4A8_INLINE I look_up(I nibbles) {
+    const __m128i table = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), nibbles);
+  }
   // A step: lo and hi in the order of the columns.
-  template <bool kUnpacked>
+  template <Code kCode>
   static W4A8_INLINE void load_step(const uint8_t* w, int64_t s, I (&lo)[1], I (&hi)[1]) {
-    if constexpr (kUnpacked) {
+    if constexpr (!is_packed(kCode)) {
       lo[0] = _mm512_loadu_si512(w + s * 2 * kStepBytes);
       hi[0] = _mm512_loadu_si512(w + s * 2 * kStepBytes + kStepBytes);
     } else {
@@ -112,5 +120,16 @@ struct Avx512Ops {
       lo[0] = _mm512_and_si512(both, nibble);
       hi[0] = _mm512_and_si512(_mm512_srli_epi16(both, 4), nibble);
     }
+    if constexpr (kCode == Code::kE2M1) {
+      lo[0] = look_up(lo[0]);
+      hi[0] = look_up(hi[0]);
+    }
+  }
+  static W4A8_INLINE void unpack_e2m1(const uint8_t* packed, uint8_t* bytes) {
+    I lo[1];
+    I hi[1];
+    load_step<Code::kE2M1>(packed, 0, lo, hi);
+    _mm512_storeu_si512(bytes, lo[0]);
+    _mm512_storeu_si512(bytes + kStepBytes, hi[0]);
   }
 };

@@ -14,6 +14,17 @@ enum class DType : uint8_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 
 constexpr int64_t dtype_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
+/// What a nibble n of packed weights stands for: an integer w, to be multiplied by its stored scale. The values are
+/// part of the packed format.
+enum class WeightKind : uint8_t {
+  kInt4 = 0,            ///< w = n - 8
+  kInt4ZeroPoints = 1,  ///< w = n - z, a zero point z per column and group
+  kE2M1 = 2,            ///< w = kE2M1Weights[n]: twice the value; the stored scale is half of the one given
+};
+
+// Not inline: a kernel exports nothing but itself.
+constexpr int8_t kE2M1Weights[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+
 /// What the fused op applies between w13 and w2, with g = rows [0, I) of w13 and u = rows [I, 2I) when gated.
 /// Ungated, the factor of the other operand is dropped and g is the one operand there is.
 enum class Activation : int32_t {
@@ -53,11 +64,13 @@ struct Panels {
   const uint8_t* data;    ///< first byte of the first panel: its steps
   int64_t stride;         ///< bytes between panels
   int64_t scales_offset;  ///< bytes from a panel to its scales [groups, 16] of scale_dtype
+  int64_t zeros_offset;   ///< kInt4ZeroPoints: bytes to its zero points [groups, 16], the low four bits of a byte each
   int64_t sums_offset;  ///< bytes to its weight sums [16]: channelwise int32 sum_k w, else float32 W (docs/numerics.md)
   int64_t bias_offset;  ///< bytes to its bias [16] float32 (zeros if there is none)
   int64_t steps;        ///< steps of k, ceil(K / kStepK)
   int64_t group_steps;  ///< steps of one group; equal to `steps` when channelwise
   DType scale_dtype;    ///< kFloat32 or kBFloat16
+  WeightKind kind;
   bool channelwise;
   const uint8_t* next;  ///< what will be multiplied after these panels, to be fetched meanwhile; null: unknown
 };

@@ -52,13 +52,25 @@ concept VectorOps = requires(typename Ops::F f, typename Ops::I i, float* floats
   // clang-format on
 };
 
-/// What gemm_of takes besides: the loop over steps of tile-inl.h, kRows = most rows of a tile with 1 (and 2) panels,
-/// and kUnpackRows = rows from which unpacking a panel pays (0: never), then with kUnpackSteps = most steps at once.
+/// How a tile reads weights: u, which it multiplies, is the nibble, the entry of a table for e2m1, or a byte that was
+/// unpacked. A tile of bytes does not know from what, unless the products of e2m1 are too large for the kernel's narrow
+/// sums (kWideBytes).
+enum class Code { kNibbles, kE2M1, kBytes, kWideBytes };
+constexpr bool is_packed(Code code) { return code == Code::kNibbles || code == Code::kE2M1; }
+
+/// What gemm_of takes besides: the loop over steps of tile-inl.h, what u of e2m1 counts from (kE2M1Zero) and whether it
+/// needs kWideBytes (kE2M1IsWide), kRows = most rows of a tile with 1 (and 2) panels,
+/// and kUnpackRows = rows from which unpacking a panel pays (0: never), then with kUnpackSteps = most steps at once and
+/// unpack_e2m1, a step of e2m1 to 128 bytes u: low nibbles, then high ones.
 /// Optional: kStreamedRows, kOwnGroups (tile-inl.h), kRowMultiple (rows-inl.h).
 template <class Ops>
 concept TileOps = VectorOps<Ops> && requires(typename Ops::I (&acc)[1][1][Ops::kVecs], const int8_t* const (&rows)[1],
                                              const uint8_t* const (&weights)[1], const uint8_t* fetch) {
-  Ops::template accumulate<1, 1, false, true>(acc, rows, weights, int64_t{}, int64_t{}, fetch);
+  Ops::template accumulate<1, 1, Code::kNibbles, true>(acc, rows, weights, int64_t{}, int64_t{}, fetch);
+  // The low four bits of kLanes bytes.
+  { Ops::load_zeros(fetch) } -> std::same_as<typename Ops::I>;
+  requires Ops::kE2M1Zero == 0 || Ops::kE2M1Zero == 12;
+  requires !Ops::kE2M1IsWide || Ops::kUnpackRows != 0;
   requires Ops::kRows[0] > 0;
   requires Ops::kUnpackRows == 0 || Ops::kUnpackRows > 1;
 };

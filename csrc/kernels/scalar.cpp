@@ -26,6 +26,8 @@ struct Ops {
   static constexpr int kVecs = 16;
   static constexpr int kRows[] = {2};
   static constexpr int64_t kUnpackRows = 0;  // nothing to gain
+  static constexpr uint8_t kE2M1Zero = 0;
+  static constexpr bool kE2M1IsWide = false;
 
   static F splat(float x) { return x; }
   static F load(const float* p) { return *p; }
@@ -97,8 +99,10 @@ struct Ops {
     return dtype == DType::kFloat32 ? load_as<DType::kFloat32>(scales, i) : load_as<DType::kBFloat16>(scales, i);
   }
 
-  // nibble * q <= 15 * 128 in size: exact in int32 for K <= 2^20.
-  template <int R, int C, bool kUnpacked, bool kBlocks>
+  static I load_zeros(const uint8_t* p) { return *p & 15; }
+
+  // u * q <= 15 * 128 in size: exact in int32 for K <= 2^20.
+  template <int R, int C, Code kCode, bool kBlocks>
   static void accumulate(I (&acc)[R][C][kVecs], const int8_t* const (&rows)[R], const uint8_t* const (&weights)[C],
                          int64_t begin, int64_t end, const uint8_t* /*fetch*/) {
     for (int64_t s = begin; s < end; ++s) {
@@ -106,8 +110,12 @@ struct Ops {
         const uint8_t* step = weights[c] + s * kStepBytes;
         for (int column = 0; column < kVecs; ++column) {
           for (int i = 0; i < 4; ++i) {
-            const int32_t low = step[4 * column + i] & 0x0f;
-            const int32_t high = step[4 * column + i] >> 4;
+            int32_t low = step[4 * column + i] & 0x0f;
+            int32_t high = step[4 * column + i] >> 4;
+            if constexpr (kCode == Code::kE2M1) {
+              low = kE2M1Weights[low];
+              high = kE2M1Weights[high];
+            }
             for (int r = 0; r < R; ++r) {
               const int8_t* q = rows[r] + s * kStepK;
               acc[r][c][column] += low * q[i] + high * q[4 + i];

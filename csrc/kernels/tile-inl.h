@@ -7,10 +7,11 @@
 //     row 1  [ K int8 ] acc[1][0]     acc[1][1]         each acc: 16 int32 columns, kVecs registers
 //       ..
 // An ISA brings Ops (ops.h), of which
-//     accumulate<R, C, kUnpacked, kBlocks>(acc, rows, weights, begin, end, fetch)
-// which adds sum over the steps [begin, end) of nibble * q to acc[r][c][v], and for packed weights fetches as many
-// bytes at `fetch`. kBlocks: end - begin is a multiple of kBlockSteps.
-// With kOwnGroups it also brings add_groups<R, C, kUnpacked>(t, rows, weights, f), the loop over groups.
+//     accumulate<R, C, kCode, kBlocks>(acc, rows, weights, begin, end, fetch)
+// which adds sum over the steps [begin, end) of u * q to acc[r][c][v], and for packed weights fetches as many bytes at
+// `fetch`. kBlocks: end - begin is a multiple of kBlockSteps. u is the nibble, or for e2m1 twice the value + kE2M1Zero;
+// what it counts from is in the accumulator from the start.
+// With kOwnGroups it also brings add_groups<R, C, kCode>(t, rows, weights, f), the loop over groups.
 //
 // A tile adds the steps of one chunk (tile_driver-inl.h); between chunks it keeps its sums, int32 channelwise, else
 // float, in `out`.
@@ -24,6 +25,9 @@ struct TileArgs {
   int64_t q_stride;
   const int32_t* starts;  // at the first group of the chunk
   int64_t starts_stride;
+  const uint8_t* zeros;  // [16], what u counts from, at the first group of the chunk; null: 8 in all columns
+  int64_t zeros_stride;  // bytes to those of the next panel
+  int64_t zeros_step;    // bytes to those of the next group
   const RowQuant* quant;
   const Panels* panels;
   const uint8_t* panel;    // the first of the C panels: sums and bias
@@ -87,13 +91,42 @@ W4A8_INLINE void finish_groups(const TileArgs& t, typename Ops::F (&f)[R][C][Ops
 }
 
 template <class Ops, int R, int C>
+W4A8_INLINE void start_at_zeros(const TileArgs& t, int64_t group, typename Ops::I (&acc)[R][C][Ops::kVecs]) {
+#pragma GCC unroll 2
+  for (int c = 0; c < C; ++c) {
+    const uint8_t* zeros = t.zeros + c * t.zeros_stride + group * t.zeros_step;
+#pragma GCC unroll 16
+    for (int v = 0; v < Ops::kVecs; ++v) {
+      const typename Ops::I zero = Ops::load_zeros(zeros + v * Ops::kLanes);
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) {
+        acc[r][c][v] = Ops::imul(zero, Ops::isplat(t.starts[r * t.starts_stride + group] >> 3));
+      }
+    }
+  }
+}
+
+// acc = -z * sum of q, z being what u counts from.
+template <class Ops, int R, int C, Code kCode>
 W4A8_INLINE void start_accumulators(const TileArgs& t, int64_t group, typename Ops::I (&acc)[R][C][Ops::kVecs]) {
+  if constexpr (kCode != Code::kE2M1) {
+    if (t.zeros != nullptr) return start_at_zeros<Ops, R, C>(t, group, acc);
+  }
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 2
     for (int c = 0; c < C; ++c) {
 #pragma GCC unroll 16
-      for (int v = 0; v < Ops::kVecs; ++v) acc[r][c][v] = Ops::isplat(t.starts[r * t.starts_stride + group]);
+      for (int v = 0; v < Ops::kVecs; ++v) {
+        if constexpr (kCode == Code::kE2M1 && Ops::kE2M1Zero == 0) {
+          acc[r][c][v] = Ops::isplat(0);
+        } else {
+          acc[r][c][v] = Ops::isplat(t.starts[r * t.starts_stride + group]);
+          if constexpr (kCode == Code::kE2M1) {
+            acc[r][c][v] = Ops::iadd(acc[r][c][v], Ops::template shift_right<1>(acc[r][c][v]));
+          }
+        }
+      }
     }
   }
 }
@@ -147,13 +180,13 @@ W4A8_INLINE const uint8_t* fetch_bytes(const uint8_t* fetch, int64_t bytes) {
   return fetch + bytes;
 }
 
-template <class Ops, int R, int C, bool kUnpacked>
+template <class Ops, int R, int C, Code kCode>
 W4A8_INLINE void channelwise_tile(const TileArgs& t, const int8_t* const (&rows)[R],
                                   const uint8_t* const (&weights)[C]) {
   typename Ops::I acc[R][C][Ops::kVecs];
   typename Ops::F bits[R][C][Ops::kVecs];
   if (t.first) {
-    start_accumulators<Ops, R, C>(t, 0, acc);
+    start_accumulators<Ops, R, C, kCode>(t, 0, acc);
   } else {
     load_sums<Ops, R, C>(t, bits);
 #pragma GCC unroll 16
@@ -165,8 +198,8 @@ W4A8_INLINE void channelwise_tile(const TileArgs& t, const int8_t* const (&rows)
       }
     }
   }
-  Ops::template accumulate<R, C, kUnpacked, false>(acc, rows, weights, 0, t.steps, t.fetch);
-  if constexpr (!kUnpacked && fetches_ahead<Ops, R, C, true>()) {
+  Ops::template accumulate<R, C, kCode, false>(acc, rows, weights, 0, t.steps, t.fetch);
+  if constexpr (is_packed(kCode) && fetches_ahead<Ops, R, C, true>()) {
     const int64_t step_bytes = t.steps * kStepBytes;
     fetch_bytes(t.fetch + C * step_bytes, C * (t.panels->stride - step_bytes));
   }
@@ -186,19 +219,19 @@ W4A8_INLINE void channelwise_tile(const TileArgs& t, const int8_t* const (&rows)
 }
 
 // f = fma(float(acc), scale, f), group by group. kGroupSteps: steps of a group, 0 if known at run time only.
-template <class Ops, int R, int C, bool kUnpacked, int64_t kGroupSteps>
+template <class Ops, int R, int C, Code kCode, int64_t kGroupSteps>
 W4A8_INLINE void add_groups(const TileArgs& t, const int8_t* const (&rows)[R], const uint8_t* const (&weights)[C],
                             typename Ops::F (&f)[R][C][Ops::kVecs]) {
   using F = typename Ops::F;
   const Panels& p = *t.panels;
   const int64_t group_steps = kGroupSteps != 0 ? kGroupSteps : p.group_steps;
-  const int64_t scale_bytes = kPanelColumns * dtype_bytes(p.scale_dtype);
+  const int64_t scale_bytes = kPanelColumns * dtype_bytes(p.scale_dtype) + t.zeros_step;
   const uint8_t* fetch = t.fetch;
   for (int64_t group = 0, step = 0; step < t.steps; ++group, step += group_steps) {
     typename Ops::I acc[R][C][Ops::kVecs];
-    start_accumulators<Ops, R, C>(t, group, acc);
-    Ops::template accumulate<R, C, kUnpacked, true>(acc, rows, weights, step, step + group_steps, fetch);
-    if constexpr (!kUnpacked) fetch = fetch_bytes(fetch + C * group_steps * kStepBytes, C * scale_bytes);
+    start_accumulators<Ops, R, C, kCode>(t, group, acc);
+    Ops::template accumulate<R, C, kCode, true>(acc, rows, weights, step, step + group_steps, fetch);
+    if constexpr (is_packed(kCode)) fetch = fetch_bytes(fetch + C * group_steps * kStepBytes, C * scale_bytes);
 #pragma GCC unroll 2
     for (int c = 0; c < C; ++c) {
       const uint8_t* scales = t.scales + c * p.stride;
@@ -212,7 +245,7 @@ W4A8_INLINE void add_groups(const TileArgs& t, const int8_t* const (&rows)[R], c
   }
 }
 
-template <class Ops, int R, int C, bool kUnpacked>
+template <class Ops, int R, int C, Code kCode>
 W4A8_INLINE void groups_tile(const TileArgs& t, const int8_t* const (&rows)[R], const uint8_t* const (&weights)[C]) {
   typename Ops::F f[R][C][Ops::kVecs];
   if (t.first) {
@@ -228,11 +261,11 @@ W4A8_INLINE void groups_tile(const TileArgs& t, const int8_t* const (&rows)[R], 
     load_sums<Ops, R, C>(t, f);
   }
   if constexpr (requires { Ops::kOwnGroups; }) {
-    Ops::template add_groups<R, C, kUnpacked>(t, rows, weights, f);
+    Ops::template add_groups<R, C, kCode>(t, rows, weights, f);
   } else if (t.panels->group_steps == kBlockSteps) {
-    add_groups<Ops, R, C, kUnpacked, kBlockSteps>(t, rows, weights, f);
+    add_groups<Ops, R, C, kCode, kBlockSteps>(t, rows, weights, f);
   } else {
-    add_groups<Ops, R, C, kUnpacked, 0>(t, rows, weights, f);
+    add_groups<Ops, R, C, kCode, 0>(t, rows, weights, f);
   }
   if (t.last) {
     finish_groups<Ops, R, C>(t, f);
@@ -241,7 +274,7 @@ W4A8_INLINE void groups_tile(const TileArgs& t, const int8_t* const (&rows)[R], 
   }
 }
 
-template <class Ops, int R, int C, bool kChannelwise, bool kUnpacked>
+template <class Ops, int R, int C, bool kChannelwise, Code kCode>
 void tile(const TileArgs& t) {
   const int8_t* rows[R];
   const uint8_t* weights[C];
@@ -250,8 +283,8 @@ void tile(const TileArgs& t) {
 #pragma GCC unroll 2
   for (int c = 0; c < C; ++c) weights[c] = t.weights + c * t.weights_stride;
   if constexpr (kChannelwise) {
-    channelwise_tile<Ops, R, C, kUnpacked>(t, rows, weights);
+    channelwise_tile<Ops, R, C, kCode>(t, rows, weights);
   } else {
-    groups_tile<Ops, R, C, kUnpacked>(t, rows, weights);
+    groups_tile<Ops, R, C, kCode>(t, rows, weights);
   }
 }

@@ -12,13 +12,15 @@
 //
 // An ISA has Tiles for few rows and Tiles for many; OpsTiles makes both of its Ops:
 //     kUnpacks                            false: weights are read packed, and there is one chunk
+//     kE2M1Zero                           what their tile counts e2m1 from
+//     kTakesZeros                         weights of other kinds than kInt4 are unpacked to w: sums start at 0
 //     kRowBytes                           bytes a prepared row takes per step; 0: rows are read where they are
 //     tile_rows(columns, channelwise)     most rows of a tile
 //     tile(count, columns, t)             adds `count` rows times `columns` panels, 1 <= count <= tile_rows
 // and with kUnpacks
 //     kMostColumns                        panels of a tile
 //     kChunkSteps                         most steps of a chunk, but for one group
-//     unpack(channelwise, packed, steps, bytes, next)    a panel into kUnpackedBytes per step; `next` comes then
+//     unpack(t, c, bytes)                 panel c of t.weights, t.steps of kUnpackedBytes each; t.fetch comes then
 // and with kRowBytes, since rows are prepared in pairs
 //     prepare(q, count, stride, steps, bytes)            the rows of one tile into its own order
 
@@ -46,6 +48,25 @@ W4A8_INLINE int64_t share_begin(int64_t m, int64_t parts, int64_t i) {
   return row < m ? row : m;
 }
 
+// What accumulators start at where the weights count from 0. As many groups as a chunk of unpacked weights can have.
+alignas(64) constexpr int32_t kNoStarts[64] = {};
+
+// What u of a tile counts from, for its panels at t.panel.
+template <class Tiles>
+W4A8_INLINE void set_zeros(TileArgs& t, int64_t group) {
+  static constexpr uint8_t kE2M1Zeros[kPanelColumns] = {
+      Tiles::kE2M1Zero, Tiles::kE2M1Zero, Tiles::kE2M1Zero, Tiles::kE2M1Zero, Tiles::kE2M1Zero, Tiles::kE2M1Zero,
+      Tiles::kE2M1Zero, Tiles::kE2M1Zero, Tiles::kE2M1Zero, Tiles::kE2M1Zero, Tiles::kE2M1Zero, Tiles::kE2M1Zero,
+      Tiles::kE2M1Zero, Tiles::kE2M1Zero, Tiles::kE2M1Zero, Tiles::kE2M1Zero};
+  if (t.panels->kind == WeightKind::kInt4ZeroPoints) {
+    t.zeros = t.panel + t.panels->zeros_offset + group * kPanelColumns;
+    t.zeros_stride = t.panels->stride;
+    t.zeros_step = kPanelColumns;
+  } else if (t.panels->kind == WeightKind::kE2M1) {
+    t.zeros = kE2M1Zeros;
+  }
+}
+
 // What of a batch of rows belongs to one chunk.
 struct RowBatch {
   int64_t begin;
@@ -70,6 +91,13 @@ W4A8_INLINE void row_tiles(TileArgs& t, const Rows& rows, const RowBatch& batch,
       t.q = rows.q + row * rows.stride + batch.step * kStepK;
     }
     t.starts = rows.starts + row * rows.starts_stride + batch.group;
+    if constexpr (Tiles::kTakesZeros) {
+      static_assert(Tiles::kChunkSteps / kBlockSteps <= static_cast<int64_t>(sizeof(kNoStarts) / sizeof(int32_t)));
+      if (t.panels->kind != WeightKind::kInt4) {
+        t.starts = kNoStarts;
+        t.starts_stride = 0;
+      }
+    }
     t.quant = rows.quant + row;
     t.out = out + row * t.ldc;
     Tiles::tile(end - first, columns, t);
@@ -107,13 +135,11 @@ W4A8_INLINE void span_tiles(TileArgs& t, const Rows& rows, const RowBatch& batch
     t.scales = t.panel + panels.scales_offset + batch.group * kPanelColumns * dtype_bytes(panels.scale_dtype);
     t.weights = t.panel + batch.step * kStepBytes;
     t.weights_stride = panels.stride;
+    set_zeros<Tiles>(t, batch.group);
     t.fetch = p + columns < end ? t.weights + columns * panels.stride : next;
     if constexpr (Tiles::kUnpacks) {
+      for (int64_t c = 0; c < columns; ++c) Tiles::unpack(t, c, scratch + c * t.steps * kUnpackedBytes);
       t.weights_stride = t.steps * kUnpackedBytes;
-      for (int64_t c = 0; c < columns; ++c) {
-        Tiles::unpack(panels.channelwise, t.weights + c * panels.stride, t.steps, scratch + c * t.weights_stride,
-                      t.fetch + c * panels.stride);
-      }
       t.weights = scratch;
     }
     row_tiles<Tiles>(t, rows, batch, columns, out + p * kPanelColumns, prepared);
@@ -180,10 +206,12 @@ int64_t cached_rows(int64_t k) {
   return rows < kTileRows ? kTileRows : (rows > kMost ? kMost : rows);
 }
 
-// Nibbles to bytes, one step to 128 bytes: the 64 low nibbles, then the 64 high ones. `next`: what will be unpacked
-// after this, fetched into the second-level cache meanwhile.
-static inline void unpack_steps(const uint8_t* packed, int64_t steps, uint8_t* bytes, const uint8_t* next) {
-  for (int64_t s = 0; s < steps; ++s, packed += kStepBytes, bytes += kUnpackedBytes, next += kStepBytes) {
+// Panel c of the packed weights of t to bytes, one step to 128: the 64 low nibbles, then the 64 high ones. What will be
+// unpacked after this is fetched into the second-level cache meanwhile.
+static inline void unpack_nibbles(const TileArgs& t, int64_t c, uint8_t* bytes) {
+  const uint8_t* packed = t.weights + c * t.weights_stride;
+  const uint8_t* next = t.fetch + c * t.weights_stride;
+  for (int64_t s = 0; s < t.steps; ++s, packed += kStepBytes, bytes += kUnpackedBytes, next += kStepBytes) {
     __builtin_prefetch(next, 0, 2);
     for (int64_t i = 0; i < kStepBytes; ++i) {
       bytes[i] = packed[i] & 0x0f;
@@ -192,18 +220,29 @@ static inline void unpack_steps(const uint8_t* packed, int64_t steps, uint8_t* b
   }
 }
 
+// The same for e2m1, with the table of the ISA.
+template <class Ops>
+void unpack_e2m1(const TileArgs& t, int64_t c, uint8_t* bytes) {
+  const uint8_t* packed = t.weights + c * t.weights_stride;
+  const uint8_t* next = t.fetch + c * t.weights_stride;
+  for (int64_t s = 0; s < t.steps; ++s, bytes += kUnpackedBytes) {
+    __builtin_prefetch(next + s * kStepBytes, 0, 2);
+    Ops::unpack_e2m1(packed + s * kStepBytes, bytes);
+  }
+}
+
 // The tile of `rows` rows, 1 <= rows <= kRows[C - 1].
-template <class Ops, int C, bool kChannelwise, bool kUnpacked, int... R>
+template <class Ops, int C, bool kChannelwise, Code kCode, int... R>
 TileFn pick_rows(int64_t rows, std::integer_sequence<int, R...>) {
-  static constexpr TileFn kTiles[] = {&tile<Ops, R + 1, C, kChannelwise, kUnpacked>...};
+  static constexpr TileFn kTiles[] = {&tile<Ops, R + 1, C, kChannelwise, kCode>...};
   return kTiles[rows - 1];
 }
 
-template <class Ops, int C, bool kUnpacked>
+template <class Ops, int C, Code kCode>
 TileFn pick_tile(int64_t rows, bool channelwise) {
   constexpr std::make_integer_sequence<int, Ops::kRows[C - 1]> kSequence;
-  return channelwise ? pick_rows<Ops, C, true, kUnpacked>(rows, kSequence)
-                     : pick_rows<Ops, C, false, kUnpacked>(rows, kSequence);
+  return channelwise ? pick_rows<Ops, C, true, kCode>(rows, kSequence)
+                     : pick_rows<Ops, C, false, kCode>(rows, kSequence);
 }
 
 // The tiles of tile-inl.h.
@@ -214,15 +253,30 @@ struct OpsTiles {
   static constexpr int64_t kMostColumns = static_cast<int64_t>(sizeof(Ops::kRows) / sizeof(Ops::kRows[0]));
   static constexpr int64_t kChunkSteps = Ops::kUnpackSteps;
 
+  static constexpr uint8_t kE2M1Zero = Ops::kE2M1Zero;
+  static constexpr bool kTakesZeros = false;
+  // Of the kinds that differ in the inner loop.
+  static constexpr Code kE2M1Code = kUnpacked ? (Ops::kE2M1IsWide ? Code::kWideBytes : Code::kBytes) : Code::kE2M1;
+  static constexpr Code kOtherCode = kUnpacked ? Code::kBytes : Code::kNibbles;
+
   static int64_t tile_rows(int64_t columns, bool) { return Ops::kRows[columns - 1]; }
-  static void unpack(bool, const uint8_t* packed, int64_t steps, uint8_t* bytes, const uint8_t* next) {
-    unpack_steps(packed, steps, bytes, next);
+  static void unpack(const TileArgs& t, int64_t c, uint8_t* bytes) {
+    if (t.panels->kind == WeightKind::kE2M1) {
+      unpack_e2m1<Ops>(t, c, bytes);
+    } else {
+      unpack_nibbles(t, c, bytes);
+    }
+  }
+  template <Code kCode>
+  static TileFn pick(int64_t count, int64_t columns, bool channelwise) {
+    if constexpr (kMostColumns == 2) {
+      if (columns == 2) return pick_tile<Ops, 2, kCode>(count, channelwise);
+    }
+    return pick_tile<Ops, 1, kCode>(count, channelwise);
   }
   static void tile(int64_t count, int64_t columns, const TileArgs& t) {
-    if constexpr (kMostColumns == 2) {
-      if (columns == 2) return pick_tile<Ops, 2, kUnpacked>(count, t.panels->channelwise)(t);
-    }
-    pick_tile<Ops, 1, kUnpacked>(count, t.panels->channelwise)(t);
+    const bool e2m1 = t.panels->kind == WeightKind::kE2M1;
+    (e2m1 ? pick<kE2M1Code> : pick<kOtherCode>)(count, columns, t.panels->channelwise)(t);
   }
 };
 

@@ -6,8 +6,8 @@
 //      a      [ a0..a3 | a4..a7 | .. ]     16 activations of one row: the lanes of two steps
 //      acc[j] += (w[j] & 15) . a.lane[0],  acc[j] += (w[j] >> 4) . a.lane[1];  the next step takes lanes 2 and 3
 //
-//   Nibbles 0..15 are positive as signed bytes too. They are w + 8, hence acc starts at -8 * sum(a).
-//   |acc| <= K * 15 * 128 < 2^31 for K <= 2^20.
+//   Nibbles 0..15 are positive as signed bytes too. They are w + 8, hence acc starts at -8 * sum(a); w + z, hence it
+//   starts at -z * sum(a). Those of e2m1 are looked up. |acc| <= K * 15 * 128 < 2^31 for K <= 2^20.
 //
 // Loads and SDOT of the loops are asm statements: GCC 12 takes one row after the other through several steps otherwise,
 // loads the weights again for each and spills. `volatile` keeps their order. Packed weights and rows were written
@@ -15,6 +15,7 @@
 
 struct DotOps : NeonOps {
   using Bytes = int8x16_t;
+  static constexpr bool kE2M1IsWide = false;
 
   static W4A8_INLINE void barrier() { __asm__ volatile("" ::: "memory"); }
   // Two registers from p + kOffset.
@@ -43,7 +44,7 @@ struct DotOps : NeonOps {
   }
 
   // Adds the step at weights[c], which moves on. kLane: of the first 4 activations in a.
-  template <int R, int C, int kLane>
+  template <int R, int C, int kLane, Code kCode>
   static W4A8_INLINE void add_step(I (&acc)[R][C][4], const Bytes (&a)[R], const uint8_t* (&weights)[C],
                                    int64_t ahead) {
     const Bytes nibble = vdupq_n_s8(0x0f);
@@ -55,13 +56,15 @@ struct DotOps : NeonOps {
       take_pair(weights[c], both[2], both[3]);
 #pragma GCC unroll 4
       for (int j = 0; j < 4; ++j) {
-        const Bytes low = vandq_s8(both[j], nibble);
+        Bytes low = vandq_s8(both[j], nibble);
+        if constexpr (kCode == Code::kE2M1) low = look_up(vreinterpretq_u8_s8(low));
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) dot<kLane>(acc[r][c][j], low, a[r]);
       }
 #pragma GCC unroll 4
       for (int j = 0; j < 4; ++j) {
-        const Bytes high = vreinterpretq_s8_u8(vshrq_n_u8(vreinterpretq_u8_s8(both[j]), 4));
+        Bytes high = vreinterpretq_s8_u8(vshrq_n_u8(vreinterpretq_u8_s8(both[j]), 4));
+        if constexpr (kCode == Code::kE2M1) high = look_up(vreinterpretq_u8_s8(high));
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) dot<kLane + 1>(acc[r][c][j], high, a[r]);
       }
@@ -69,19 +72,19 @@ struct DotOps : NeonOps {
   }
 
   // Four steps. q and w move behind them.
-  template <int R, int C>
+  template <int R, int C, Code kCode>
   static W4A8_INLINE void add_block(I (&acc)[R][C][4], const int8_t* (&q)[R], const uint8_t* (&w)[C], int64_t ahead) {
     Bytes a[R];
     Bytes b[R];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) take_pair(q[r], a[r], b[r]);
-    add_step<R, C, 0>(acc, a, w, ahead);
-    add_step<R, C, 2>(acc, a, w, ahead);
-    add_step<R, C, 0>(acc, b, w, ahead);
-    add_step<R, C, 2>(acc, b, w, ahead);
+    add_step<R, C, 0, kCode>(acc, a, w, ahead);
+    add_step<R, C, 2, kCode>(acc, a, w, ahead);
+    add_step<R, C, 0, kCode>(acc, b, w, ahead);
+    add_step<R, C, 2, kCode>(acc, b, w, ahead);
   }
 
-  template <int R, int C, bool kUnpacked, bool kBlocks>
+  template <int R, int C, Code kCode, bool kBlocks>
   static W4A8_INLINE void accumulate(I (&acc)[R][C][4], const int8_t* const (&rows)[R],
                                      const uint8_t* const (&weights)[C], int64_t begin, int64_t end,
                                      const uint8_t* fetch) {
@@ -93,12 +96,12 @@ struct DotOps : NeonOps {
 #pragma GCC unroll 2
     for (int c = 0; c < C; ++c) w[c] = weights[c] + begin * kStepBytes;
     int64_t left = end - begin;
-    for (; left >= kBlockSteps; left -= kBlockSteps) add_block<R, C>(acc, q, w, ahead);
+    for (; left >= kBlockSteps; left -= kBlockSteps) add_block<R, C, kCode>(acc, q, w, ahead);
     for (; !kBlocks && left > 0; --left) {
       Bytes a[R];
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) take_half(q[r], a[r]);
-      add_step<R, C, 0>(acc, a, w, ahead);
+      add_step<R, C, 0, kCode>(acc, a, w, ahead);
     }
   }
 };
@@ -111,15 +114,59 @@ struct FewOps : DotOps {
   static constexpr int64_t kUnpackRows = 0;  // Tiles of the ISA do it
   static constexpr bool kOwnGroups = true;
 
+  // z of 16 columns; four registers of four.
+  static W4A8_INLINE void expand_zeros(const uint8_t* p, I (&out)[4]) {
+    const uint8x16_t bytes = vandq_u8(vld1q_u8(p), vdupq_n_u8(15));
+    const uint16x8_t halves[] = {vmovl_u8(vget_low_u8(bytes)), vmovl_high_u8(bytes)};
+#pragma GCC unroll 2
+    for (int h = 0; h < 2; ++h) {
+      out[2 * h] = vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(halves[h])));
+      out[2 * h + 1] = vreinterpretq_s32_u32(vmovl_high_u16(halves[h]));
+    }
+  }
+
+  // start_accumulators of tile-inl.h; starts and zeros move to the next group.
+  template <int R, int C, Code kCode>
+  static W4A8_INLINE void start_group(I (&acc)[R][C][4], const int32_t* (&starts)[R], const uint8_t*& zeros,
+                                      int64_t zeros_stride) {
+    if (kCode == Code::kNibbles && zeros != nullptr) {
+      I eighths[R];
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) eighths[r] = vshrq_n_s32(take_splat(starts[r]), 3);
+#pragma GCC unroll 2
+      for (int c = 0; c < C; ++c) {
+        I zero[4];
+        expand_zeros(zeros + c * zeros_stride, zero);
+#pragma GCC unroll 4
+        for (int v = 0; v < 4; ++v) {
+#pragma GCC unroll 8
+          for (int r = 0; r < R; ++r) acc[r][c][v] = imul(zero[v], eighths[r]);
+        }
+      }
+      zeros += kPanelColumns;
+      return;
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const I start = kCode == Code::kE2M1 ? isplat(0) : take_splat(starts[r]);
+#pragma GCC unroll 2
+      for (int c = 0; c < C; ++c) {
+#pragma GCC unroll 4
+        for (int v = 0; v < 4; ++v) acc[r][c][v] = start;
+      }
+    }
+  }
+
   // The sums of the general add_groups with pointers that move instead of indices. In decode a group of 32 takes a
   // tenth less.
-  template <int R, int C, bool kUnpacked>
+  template <int R, int C, Code kCode>
   static W4A8_INLINE void add_groups(const TileArgs& t, const int8_t* const (&rows)[R],
                                      const uint8_t* const (&weights)[C], F (&f)[R][C][4]) {
     const int8_t* q[R];
     const int32_t* starts[R];
     const uint8_t* w[C];
     const uint8_t* scales[C];
+    const uint8_t* zeros = t.zeros;
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       q[r] = rows[r];
@@ -135,18 +182,10 @@ struct FewOps : DotOps {
     int64_t left = t.steps / group_steps;
     do {
       I acc[R][C][4];
-#pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) {
-        const I start = take_splat(starts[r]);
-#pragma GCC unroll 2
-        for (int c = 0; c < C; ++c) {
-#pragma GCC unroll 4
-          for (int v = 0; v < 4; ++v) acc[r][c][v] = start;
-        }
-      }
+      start_group<R, C, kCode>(acc, starts, zeros, t.zeros_stride);
       int64_t blocks = group_steps / kBlockSteps;
       do {
-        add_block<R, C>(acc, q, w, ahead);
+        add_block<R, C, kCode>(acc, q, w, ahead);
       } while (--blocks != 0);
 #pragma GCC unroll 2
       for (int c = 0; c < C; ++c) {
@@ -162,6 +201,45 @@ struct FewOps : DotOps {
     } while (--left != 0);
   }
 };
+
+// Panel c of the packed weights of t as w, for kinds other than kInt4. Tiles::store_step puts a step where its tile
+// wants it.
+template <class Tiles>
+void unpack_signed(const TileArgs& t, int64_t c, uint8_t* bytes) {
+  using Bytes = DotOps::Bytes;
+  const bool e2m1 = t.panels->kind == WeightKind::kE2M1;
+  const uint8_t* packed = t.weights + c * t.weights_stride;
+  const uint8_t* zeros = t.zeros + c * t.zeros_stride;
+  const int64_t ahead = t.fetch - t.weights;
+  const int64_t group_steps = t.panels->channelwise ? t.steps : t.panels->group_steps;
+  for (int64_t left = t.steps; left > 0; left -= group_steps, zeros += t.zeros_step) {
+    Bytes zero[4];
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) {
+      uint32_t z;
+      __builtin_memcpy(&z, zeros + 4 * j, sizeof(z));
+      const uint8x16_t all = vreinterpretq_u8_u32(vdupq_n_u32(z & 0x0f0f0f0f));
+      const uint8x16_t index = vcombine_u8(vcreate_u8(0x0101010100000000), vcreate_u8(0x0303030302020202));
+      zero[j] = vreinterpretq_s8_u8(vqtbl1q_u8(all, index));
+    }
+    for (int64_t s = 0; s < group_steps; ++s, bytes += kUnpackedBytes) {
+      __builtin_prefetch(packed + ahead, 0, 2);
+      Bytes both[4];
+      Bytes low[4];
+      Bytes high[4];
+      DotOps::take_pair(packed, both[0], both[1]);
+      DotOps::take_pair(packed, both[2], both[3]);
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) {
+        const uint8x16_t nibbles = vandq_u8(vreinterpretq_u8_s8(both[j]), vdupq_n_u8(15));
+        const uint8x16_t others = vshrq_n_u8(vreinterpretq_u8_s8(both[j]), 4);
+        low[j] = e2m1 ? NeonOps::look_up(nibbles) : vsubq_s8(vreinterpretq_s8_u8(nibbles), zero[j]);
+        high[j] = e2m1 ? NeonOps::look_up(others) : vsubq_s8(vreinterpretq_s8_u8(others), zero[j]);
+      }
+      Tiles::store_step(low, high, bytes);
+    }
+  }
+}
 
 // GemmFn: few rows take packed weights as they are. Many: Tiles that unpack, kManyRows = rows from which that pays,
 // kMostRows = rows of the largest.

@@ -274,9 +274,17 @@ struct TileProduct {
 
   void unpack(const uint8_t* panel, int64_t step, int64_t steps, uint8_t* weights, Fetcher& fetcher) const {
     const uint8_t* packed = panel + step * kStepBytes;
-    for (int64_t s = 0; s < steps; ++s, packed += kStepBytes, weights += kUnpackedBytes) {
-      Ops::unpack_step(packed, weights);
-      fetcher.spend(kUnpackCycles);
+    const int64_t run = panels.channelwise ? steps : panels.group_steps;  // steps that share zero points
+    const uint8_t* zeros = panel + panels.zeros_offset + (panels.channelwise ? 0 : step / run * kPanelColumns);
+    for (int64_t left = steps; left > 0; left -= run, zeros += kPanelColumns) {
+      for (int64_t s = 0; s < run; ++s, packed += kStepBytes, weights += kUnpackedBytes) {
+        switch (panels.kind) {
+          case WeightKind::kInt4: Ops::unpack_step(packed, weights); break;
+          case WeightKind::kInt4ZeroPoints: Ops::unpack_step_from(packed, zeros, weights); break;
+          case WeightKind::kE2M1: Ops::unpack_step_e2m1(packed, weights); break;
+        }
+        fetcher.spend(kUnpackCycles);
+      }
     }
     if (steps % kTileSteps != 0 && panels.channelwise) {
       __builtin_memset(weights, 0, static_cast<size_t>((kTileSteps - steps % kTileSteps) * kUnpackedBytes));

@@ -4,15 +4,18 @@
 // Base brings, besides the element-wise operations:
 //     broadcast4(p)                       4 activations in every lane
 //     dot(acc, u8, s8)                    acc += 4 products in each 32-bit lane
-//     load_step<kUnpacked>(w, s, lo, hi)  the nibbles of k0..k0+3 and of k0+4..k0+7, kVecs registers each
+//     load_step<kCode>(w, s, lo, hi)      u of k0..k0+3 and of k0+4..k0+7, kVecs registers each
 //     kDoubled                            up to so many accumulators, a second set hides the latency of dot
 template <class Base>
 struct VnniOps : Base {
   using I = typename Base::I;
   static constexpr int kVecs = Base::kVecs;
 
+  // 24 * 128 in size at most, K * 24 * 128 < 2^31 for K <= 2^19; nothing is narrow.
+  static constexpr bool kE2M1IsWide = false;
+
   // Adds one step. second: where the high halves go, the same as acc or a second set.
-  template <int R, int C, bool kUnpacked, bool kFetch>
+  template <int R, int C, Code kCode, bool kFetch>
   static W4A8_INLINE void add_step(I (&acc)[R][C][kVecs], I (&second)[R][C][kVecs], const int8_t* const (&rows)[R],
                                    const uint8_t* const (&weights)[C], int64_t s, const uint8_t* fetch) {
     I lo[C][kVecs];
@@ -20,7 +23,7 @@ struct VnniOps : Base {
 #pragma GCC unroll 2
     for (int c = 0; c < C; ++c) {
       if constexpr (kFetch) __builtin_prefetch(fetch + c * kStepBytes, 0, 2);
-      Base::template load_step<kUnpacked>(weights[c], s, lo[c], hi[c]);
+      Base::template load_step<kCode>(weights[c], s, lo[c], hi[c]);
     }
     // All low halves, then all high ones: as far apart as can be, since both may add to the same accumulator.
 #pragma GCC unroll 16
@@ -43,29 +46,29 @@ struct VnniOps : Base {
     }
   }
 
-  template <int R, int C, bool kUnpacked, bool kBlocks>
+  template <int R, int C, Code kCode, bool kBlocks>
   static W4A8_INLINE void add_steps(I (&acc)[R][C][kVecs], I (&second)[R][C][kVecs], const int8_t* const (&rows)[R],
                                     const uint8_t* const (&weights)[C], int64_t begin, int64_t end,
                                     const uint8_t* fetch) {
     constexpr int64_t kBytes = C * kStepBytes;
-    constexpr bool kFetch = !kUnpacked && fetches_ahead<Base, R, C, !kBlocks>();
+    constexpr bool kFetch = is_packed(kCode) && fetches_ahead<Base, R, C, !kBlocks>();
     int64_t s = begin;
     for (; s + kBlockSteps <= end; s += kBlockSteps, fetch += kBlockSteps * kBytes) {
 #pragma GCC unroll 4
       for (int64_t i = 0; i < kBlockSteps; ++i) {
-        add_step<R, C, kUnpacked, kFetch>(acc, second, rows, weights, s + i, fetch + i * kBytes);
+        add_step<R, C, kCode, kFetch>(acc, second, rows, weights, s + i, fetch + i * kBytes);
       }
     }
     if constexpr (kBlocks) return;
-    for (; s < end; ++s, fetch += kBytes) add_step<R, C, kUnpacked, kFetch>(acc, second, rows, weights, s, fetch);
+    for (; s < end; ++s, fetch += kBytes) add_step<R, C, kCode, kFetch>(acc, second, rows, weights, s, fetch);
   }
 
-  template <int R, int C, bool kUnpacked, bool kBlocks>
+  template <int R, int C, Code kCode, bool kBlocks>
   static W4A8_INLINE void accumulate(I (&acc)[R][C][kVecs], const int8_t* const (&rows)[R],
                                      const uint8_t* const (&weights)[C], int64_t begin, int64_t end,
                                      const uint8_t* fetch) {
     if constexpr (R * C * kVecs > Base::kDoubled) {
-      add_steps<R, C, kUnpacked, kBlocks>(acc, acc, rows, weights, begin, end, fetch);
+      add_steps<R, C, kCode, kBlocks>(acc, acc, rows, weights, begin, end, fetch);
     } else {
       I second[R][C][kVecs];
 #pragma GCC unroll 16
@@ -76,7 +79,7 @@ struct VnniOps : Base {
           for (int v = 0; v < kVecs; ++v) second[r][c][v] = Base::isplat(0);
         }
       }
-      add_steps<R, C, kUnpacked, kBlocks>(acc, second, rows, weights, begin, end, fetch);
+      add_steps<R, C, kCode, kBlocks>(acc, second, rows, weights, begin, end, fetch);
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 2

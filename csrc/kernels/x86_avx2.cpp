@@ -11,6 +11,7 @@
 //
 //   |nibble * q| <= 15 * 128 = 1920, VPMADDUBSW adds two: 3840 cannot saturate. A 16-bit lane takes 2 products of each
 //   VPMADDUBSW, so a block of 4 steps (32 k) is 8 of them: 8 * 3840 = 30720 < 32768. Then they are widened to 32 bits.
+//   e2m1 counts from 12: 24 * 128 * 2 = 6144, so 2 steps are 4 * 6144 = 24576, and 3 would not fit.
 #if defined(__x86_64__)
 #include <immintrin.h>
 
@@ -40,11 +41,13 @@ struct Ops : Avx2Ops {
   static constexpr int64_t kStreamedRows = 2;
   static constexpr int64_t kUnpackSteps = 96;  // 12 KiB of unpacked weights
 
+  static constexpr bool kE2M1IsWide = true;
+
   // kFirst: the sums are set instead of added to.
-  template <int R, bool kUnpacked, bool kHigh, bool kFirst>
+  template <int R, Code kCode, bool kHigh, bool kFirst>
   static W4A8_INLINE void add_products(I (&sums)[R][2], const int8_t* const (&rows)[R], const uint8_t* w, int64_t s) {
     I nibbles[2];
-    load_nibbles<kUnpacked, kHigh>(w, s, nibbles);
+    load_half<kCode, kHigh>(w, s, nibbles);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       const I a = broadcast4(rows[r] + s * kStepK + (kHigh ? 4 : 0));
@@ -58,19 +61,19 @@ struct Ops : Avx2Ops {
     }
   }
 
-  // Steps [s, s + count), 1 <= count <= kBlockSteps.
-  template <int R, bool kUnpacked, bool kFetch>
-  static W4A8_INLINE void add_block(I (&acc)[R][1][2], const int8_t* const (&rows)[R], const uint8_t* w, int64_t s,
-                                    int64_t count, const uint8_t* fetch) {
+  // Steps [s, s + count), which fit 16 bits; count >= 1.
+  template <int R, Code kCode, bool kFetch>
+  static W4A8_INLINE void add_sums(I (&acc)[R][1][2], const int8_t* const (&rows)[R], const uint8_t* w, int64_t s,
+                                   int64_t count, const uint8_t* fetch) {
     I sums[R][2];
     if constexpr (kFetch) __builtin_prefetch(fetch, 0, 2);
-    add_products<R, kUnpacked, false, true>(sums, rows, w, s);
-    add_products<R, kUnpacked, true, false>(sums, rows, w, s);
+    add_products<R, kCode, false, true>(sums, rows, w, s);
+    add_products<R, kCode, true, false>(sums, rows, w, s);
 #pragma GCC unroll 4
     for (int64_t i = 1; i < count; ++i) {
       if constexpr (kFetch) __builtin_prefetch(fetch + i * kStepBytes, 0, 2);
-      add_products<R, kUnpacked, false, false>(sums, rows, w, s + i);
-      add_products<R, kUnpacked, true, false>(sums, rows, w, s + i);
+      add_products<R, kCode, false, false>(sums, rows, w, s + i);
+      add_products<R, kCode, true, false>(sums, rows, w, s + i);
     }
     const I ones = _mm256_set1_epi16(1);
 #pragma GCC unroll 8
@@ -80,17 +83,29 @@ struct Ops : Avx2Ops {
     }
   }
 
-  template <int R, int C, bool kUnpacked, bool kBlocks>
+  // Steps [s, s + count), 1 <= count <= kBlockSteps, in sums of as many as fit 16 bits.
+  template <int R, Code kCode, bool kFetch>
+  static W4A8_INLINE void add_block(I (&acc)[R][1][2], const int8_t* const (&rows)[R], const uint8_t* w, int64_t s,
+                                    int64_t count, const uint8_t* fetch) {
+    if constexpr (kCode == Code::kE2M1 || kCode == Code::kWideBytes) {
+      add_sums<R, kCode, kFetch>(acc, rows, w, s, count < 2 ? count : 2, fetch);
+      if (count > 2) add_sums<R, kCode, kFetch>(acc, rows, w, s + 2, count - 2, fetch + 2 * kStepBytes);
+    } else {
+      add_sums<R, kCode, kFetch>(acc, rows, w, s, count, fetch);
+    }
+  }
+
+  template <int R, int C, Code kCode, bool kBlocks>
   static W4A8_INLINE void accumulate(I (&acc)[R][C][2], const int8_t* const (&rows)[R],
                                      const uint8_t* const (&weights)[C], int64_t begin, int64_t end,
                                      const uint8_t* fetch) {
-    constexpr bool kFetch = !kUnpacked && fetches_ahead<Ops, R, C, !kBlocks>();
+    constexpr bool kFetch = is_packed(kCode) && fetches_ahead<Ops, R, C, !kBlocks>();
     int64_t s = begin;
     for (; s + kBlockSteps <= end; s += kBlockSteps, fetch += kBlockSteps * kStepBytes) {
-      add_block<R, kUnpacked, kFetch>(acc, rows, weights[0], s, kBlockSteps, fetch);
+      add_block<R, kCode, kFetch>(acc, rows, weights[0], s, kBlockSteps, fetch);
     }
     if constexpr (kBlocks) return;
-    if (s < end) add_block<R, kUnpacked, kFetch>(acc, rows, weights[0], s, end - s, fetch);
+    if (s < end) add_block<R, kCode, kFetch>(acc, rows, weights[0], s, end - s, fetch);
   }
 };
 

@@ -62,10 +62,10 @@ struct AvxVnniOps : Avx2Ops {
   static W4A8_INLINE void dot(I& acc, I u8, I s8) {
     __asm__ volatile(W4A8_VPDPBUSD " %2, %1, %0" : "+x"(acc) : "x"(u8), "x"(s8));
   }
-  template <bool kUnpacked>
+  template <Code kCode>
   static W4A8_INLINE void load_step(const uint8_t* w, int64_t s, I (&lo)[2], I (&hi)[2]) {
-    load_nibbles<kUnpacked, false>(w, s, lo);
-    load_nibbles<kUnpacked, true>(w, s, hi);
+    load_half<kCode, false>(w, s, lo);
+    load_half<kCode, true>(w, s, hi);
   }
 };
 using Ops = VnniOps<AvxVnniOps>;

@@ -75,6 +75,9 @@ inline DType activation_dtype(const char* name, const at::Tensor& tensor) {
   }
 }
 
+/// The argument `values` of the ops.
+inline std::string values_name(WeightKind kind) { return kind == WeightKind::kE2M1 ? "e2m1" : "int4"; }
+
 /// A packed tensor as the core reads it: uint8 [bytes], or [E, bytes] when `stack`.
 inline void check_packed(const char* name, const at::Tensor& tensor, bool stack) {
   TORCH_CHECK(tensor.scalar_type() == at::kByte, name, " has dtype ", tensor.scalar_type(), ", expected uint8");
@@ -83,8 +86,10 @@ inline void check_packed(const char* name, const at::Tensor& tensor, bool stack)
 }
 
 /// Checks the three integers that describe a matrix and returns its shape (scales and bias not yet known).
-inline PackedShape matrix_shape(int64_t block_size, int64_t in_features, int64_t out_features) {
+inline PackedShape matrix_shape(int64_t block_size, int64_t in_features, int64_t out_features,
+                                WeightKind kind = WeightKind::kInt4) {
   PackedShape shape;
+  shape.kind = kind;
   shape.n = out_features;
   shape.k = in_features;
   shape.group = block_size;

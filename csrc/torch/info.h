@@ -34,6 +34,8 @@ struct PackedInfo {
   int64_t block_size;
   std::string scale_dtype;  ///< "float32" or "bfloat16"
   bool has_bias;
+  std::string values;  ///< "int4" or "e2m1"
+  bool has_zero_points;
   int64_t bytes;
 };
 /// data: one packed matrix of `size` bytes. Throws std::invalid_argument that names the field that is wrong.

@@ -13,10 +13,13 @@
 TORCH_LIBRARY(w4a8, m) {
   m.def(
       "dyn_quant_pack_4bit_weight(Tensor weights, Tensor scales_zeros, Tensor? bias, int block_size, int in_features, "
-      "int out_features) -> Tensor");
+      "int out_features, *, Tensor? zero_points=None, str values='int4') -> Tensor");
   m.def(
       "dyn_quant_unpack_4bit_weight(Tensor packed_weights, int block_size, int in_features, int out_features) -> "
       "(Tensor weights, Tensor scales_zeros, Tensor bias)");
+  m.def(
+      "dyn_quant_unpack_any_4bit_weight(Tensor packed_weights, int block_size, int in_features, int out_features) -> "
+      "(Tensor weights, Tensor scales_zeros, Tensor zero_points, Tensor bias, str values)");
   m.def(
       "dyn_quant_matmul_4bit(Tensor inp, Tensor packed_weights, int block_size, int in_features, int out_features) -> "
       "Tensor");
@@ -39,6 +42,8 @@ TORCH_LIBRARY(w4a8, m) {
 TORCH_LIBRARY_IMPL(w4a8, CPU, m) {
   m.impl("dyn_quant_pack_4bit_weight", w4a8::NamedOp<"dyn_quant_pack_4bit_weight", w4a8::pack_cpu>::call);
   m.impl("dyn_quant_unpack_4bit_weight", w4a8::NamedOp<"dyn_quant_unpack_4bit_weight", w4a8::unpack_cpu>::call);
+  m.impl("dyn_quant_unpack_any_4bit_weight",
+         w4a8::NamedOp<"dyn_quant_unpack_any_4bit_weight", w4a8::unpack_any_cpu>::call);
   m.impl("dyn_quant_matmul_4bit", w4a8::NamedOp<"dyn_quant_matmul_4bit", w4a8::matmul_cpu>::call);
   m.impl("dynamic_per_token_int8_quant", w4a8::NamedOp<"dynamic_per_token_int8_quant", w4a8::token_quant_cpu>::call);
   m.impl("int4_gemm_w4a8", w4a8::NamedOp<"int4_gemm_w4a8", w4a8::int4_gemm_cpu>::call);
@@ -46,7 +51,7 @@ TORCH_LIBRARY_IMPL(w4a8, CPU, m) {
   m.impl("dynamic_4bit_int_moe.gated", w4a8::NamedOp<"dynamic_4bit_int_moe", w4a8::moe_gated_cpu>::call);
 }
 
-// Unpack has none: the type of its scales and whether there is a bias are in the data.
+// Unpacking has none: the type of its scales and whether there is a bias are in the data.
 TORCH_LIBRARY_IMPL(w4a8, Meta, m) {
   m.impl("dyn_quant_pack_4bit_weight", w4a8::NamedOp<"dyn_quant_pack_4bit_weight", w4a8::pack_meta>::call);
   m.impl("dyn_quant_matmul_4bit", w4a8::NamedOp<"dyn_quant_matmul_4bit", w4a8::matmul_meta>::call);
@@ -58,9 +63,9 @@ TORCH_LIBRARY_IMPL(w4a8, Meta, m) {
 
 // For inference: with gradients on, an op runs, and backward through it is an error that names it.
 TORCH_LIBRARY_IMPL(w4a8, Autograd, m) {
-  for (const char* name :
-       {"dyn_quant_pack_4bit_weight", "dyn_quant_unpack_4bit_weight", "dyn_quant_matmul_4bit",
-        "dynamic_per_token_int8_quant", "int4_gemm_w4a8", "dynamic_4bit_int_moe", "dynamic_4bit_int_moe.gated"}) {
+  for (const char* name : {"dyn_quant_pack_4bit_weight", "dyn_quant_unpack_4bit_weight",
+                           "dyn_quant_unpack_any_4bit_weight", "dyn_quant_matmul_4bit", "dynamic_per_token_int8_quant",
+                           "int4_gemm_w4a8", "dynamic_4bit_int_moe", "dynamic_4bit_int_moe.gated"}) {
     m.impl(name, torch::autograd::autogradNotImplementedFallback());
   }
 }
@@ -81,9 +86,10 @@ const auto& op() {
 
 at::Tensor dyn_quant_pack_4bit_weight(const at::Tensor& weights, const at::Tensor& scales_zeros,
                                       const c10::optional<at::Tensor>& bias, int64_t block_size, int64_t in_features,
-                                      int64_t out_features) {
+                                      int64_t out_features, const c10::optional<at::Tensor>& zero_points,
+                                      c10::string_view values) {
   return op<"dyn_quant_pack_4bit_weight", decltype(dyn_quant_pack_4bit_weight)>().call(
-      weights, scales_zeros, bias, block_size, in_features, out_features);
+      weights, scales_zeros, bias, block_size, in_features, out_features, zero_points, values);
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> dyn_quant_unpack_4bit_weight(const at::Tensor& packed_weights,
@@ -91,6 +97,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> dyn_quant_unpack_4bit_weight(cons
                                                                             int64_t out_features) {
   return op<"dyn_quant_unpack_4bit_weight", decltype(dyn_quant_unpack_4bit_weight)>().call(packed_weights, block_size,
                                                                                            in_features, out_features);
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, std::string> dyn_quant_unpack_any_4bit_weight(
+    const at::Tensor& packed_weights, int64_t block_size, int64_t in_features, int64_t out_features) {
+  return op<"dyn_quant_unpack_any_4bit_weight", decltype(dyn_quant_unpack_any_4bit_weight)>().call(
+      packed_weights, block_size, in_features, out_features);
 }
 
 at::Tensor dyn_quant_matmul_4bit(const at::Tensor& inp, const at::Tensor& packed_weights, int64_t block_size,
@@ -137,12 +149,14 @@ std::string cpu_features() { return feature_names(host_features()); }
 
 PackedInfo packed_info(const void* data, int64_t size) {
   const PackedShape shape = read_header(static_cast<const uint8_t*>(data), size, "packed matrix");
-  return {kPackedVersion,
+  return {packed_version(shape.kind),
           shape.n,
           shape.k,
           shape.group,
           shape.scale_dtype == DType::kFloat32 ? "float32" : "bfloat16",
           shape.has_bias,
+          shape.kind == WeightKind::kE2M1 ? "e2m1" : "int4",
+          shape.kind == WeightKind::kInt4ZeroPoints,
           packed_bytes(shape)};
 }
 

@@ -21,9 +21,17 @@ bool has_shape(const at::Tensor& tensor, const at::Tensor& weights, std::initial
   return shape_text(tensor.sizes()) == expected_shape(weights, sizes);
 }
 
+// Zero points say so, whatever they are.
+WeightKind kind_of(const c10::optional<at::Tensor>& zero_points, c10::string_view values) {
+  TORCH_CHECK(values == "int4" || values == "e2m1", "values is '", values, "', expected 'int4' or 'e2m1'");
+  TORCH_CHECK(values == "int4" || !zero_points.has_value(), "zero_points is given, expected none for values = 'e2m1'");
+  if (zero_points.has_value()) return WeightKind::kInt4ZeroPoints;
+  return values == "int4" ? WeightKind::kInt4 : WeightKind::kE2M1;
+}
+
 // weights [N, K/2] or [E, N, K/2] and what must fit them.
 void check_pack_arguments(const at::Tensor& weights, const at::Tensor& scales, const c10::optional<at::Tensor>& bias,
-                          const PackedShape& shape) {
+                          const c10::optional<at::Tensor>& zero_points, const PackedShape& shape) {
   TORCH_CHECK(weights.scalar_type() == at::kByte, "weights has dtype ", weights.scalar_type(), ", expected uint8");
   TORCH_CHECK((weights.dim() == 2 || weights.dim() == 3) && has_shape(weights, weights, {shape.n, shape.k / 2}),
               "weights has shape ", shape_text(weights.sizes()), ", expected [", shape.n, ", ", shape.k / 2,
@@ -34,6 +42,12 @@ void check_pack_arguments(const at::Tensor& weights, const at::Tensor& scales, c
   TORCH_CHECK(has_shape(scales, weights, {shape.n, shape.groups()}), "scales_zeros has shape ",
               shape_text(scales.sizes()), ", expected ", expected_shape(weights, {shape.n, shape.groups()}),
               " for block_size = ", shape.group);
+  if (zero_points.has_value()) {
+    TORCH_CHECK(zero_points->scalar_type() == at::kByte, "zero_points has dtype ", zero_points->scalar_type(),
+                ", expected uint8");
+    TORCH_CHECK(has_shape(*zero_points, weights, {shape.n, shape.groups()}), "zero_points has shape ",
+                shape_text(zero_points->sizes()), ", expected that of scales_zeros, ", shape_text(scales.sizes()));
+  }
   if (!bias.has_value()) return;
   TORCH_CHECK(at::isFloatingType(bias->scalar_type()), "bias has dtype ", bias->scalar_type(),
               ", expected a floating point type");
@@ -43,13 +57,21 @@ void check_pack_arguments(const at::Tensor& weights, const at::Tensor& scales, c
 
 PackedShape pack_shape(DeviceCheck check_devices, const at::Tensor& weights, const at::Tensor& scales,
                        const c10::optional<at::Tensor>& bias, int64_t block_size, int64_t in_features,
-                       int64_t out_features) {
-  check_devices({{"weights", weights}, {"scales_zeros", scales}, {"bias", bias}});
-  PackedShape shape = matrix_shape(block_size, in_features, out_features);
-  check_pack_arguments(weights, scales, bias, shape);
+                       int64_t out_features, const c10::optional<at::Tensor>& zero_points, c10::string_view values) {
+  check_devices({{"weights", weights}, {"scales_zeros", scales}, {"bias", bias}, {"zero_points", zero_points}});
+  PackedShape shape = matrix_shape(block_size, in_features, out_features, kind_of(zero_points, values));
+  check_pack_arguments(weights, scales, bias, zero_points, shape);
   shape.scale_dtype = scales.scalar_type() == at::kFloat ? DType::kFloat32 : DType::kBFloat16;
   shape.has_bias = bias.has_value();
   return shape;
+}
+
+// 8 everywhere is what kInt4 has without saying so.
+bool all_eight(const at::Tensor& zero_points) {
+  const auto* values = input_data<uint8_t>(zero_points);
+  bool eight = zero_points.numel() > 0;
+  for (int64_t i = 0; i < zero_points.numel() && eight; ++i) eight = values[i] == 8;
+  return eight;
 }
 
 at::Tensor empty_packed(const at::Tensor& weights, const PackedShape& shape) {
@@ -70,44 +92,59 @@ void check_matmul_arguments(const at::Tensor& inp, const at::Tensor& packed, con
 }  // namespace
 
 at::Tensor pack_cpu(const at::Tensor& weights, const at::Tensor& scales_zeros, const c10::optional<at::Tensor>& bias,
-                    int64_t block_size, int64_t in_features, int64_t out_features) {
-  const PackedShape shape = pack_shape(check_cpu, weights, scales_zeros, bias, block_size, in_features, out_features);
+                    int64_t block_size, int64_t in_features, int64_t out_features,
+                    const c10::optional<at::Tensor>& zero_points, c10::string_view values) {
+  PackedShape shape =
+      pack_shape(check_cpu, weights, scales_zeros, bias, block_size, in_features, out_features, zero_points, values);
+  const at::Tensor z = zero_points.has_value() ? zero_points->contiguous() : at::Tensor();
+  if (z.defined() && all_eight(z)) shape.kind = WeightKind::kInt4;
   at::Tensor packed = empty_packed(weights, shape);
   const at::Tensor w = weights.contiguous();
   const at::Tensor s = scales_zeros.contiguous();
   const at::Tensor b = bias.has_value() ? bias->to(at::kFloat).contiguous() : at::Tensor();
-  const RawWeights raw = {input_data<uint8_t>(w), input_data(s), b.defined() ? input_data<float>(b) : nullptr};
+  const RawWeights raw = {input_data<uint8_t>(w), input_data(s), b.defined() ? input_data<float>(b) : nullptr,
+                          z.defined() ? input_data<uint8_t>(z) : nullptr};
   AtenParallel parallel;
   pack(active_kernel(), shape, weights.dim() == 3 ? weights.size(0) : 1, raw, packed.data_ptr<uint8_t>(), parallel);
   return packed;
 }
 
+// Values are not known: zero points count as not all 8.
 at::Tensor pack_meta(const at::Tensor& weights, const at::Tensor& scales_zeros, const c10::optional<at::Tensor>& bias,
-                     int64_t block_size, int64_t in_features, int64_t out_features) {
-  return empty_packed(weights,
-                      pack_shape(check_meta, weights, scales_zeros, bias, block_size, in_features, out_features));
+                     int64_t block_size, int64_t in_features, int64_t out_features,
+                     const c10::optional<at::Tensor>& zero_points, c10::string_view values) {
+  return empty_packed(weights, pack_shape(check_meta, weights, scales_zeros, bias, block_size, in_features,
+                                          out_features, zero_points, values));
 }
 
 namespace {
 
-// Output tensors of unpack for `lead` = [] or [E].
-std::tuple<at::Tensor, at::Tensor, at::Tensor> empty_unpacked(const at::Tensor& packed, const PackedShape& shape) {
+struct Unpacked {
+  PackedShape shape;
+  at::Tensor weights;
+  at::Tensor scales;
+  at::Tensor zero_points;
+  at::Tensor bias;
+};
+
+// What comes out of a packed tensor [bytes] or [E, bytes], not filled in. Absent ones have no elements.
+Unpacked empty_unpacked(const at::Tensor& packed, const PackedShape& shape) {
   std::vector<int64_t> lead;
   if (packed.dim() == 2) lead.push_back(packed.size(0));
-  const auto make = [&](std::initializer_list<int64_t> sizes, at::ScalarType dtype) {
+  const auto make = [&](std::initializer_list<int64_t> sizes, at::ScalarType dtype, bool present = true) {
     std::vector<int64_t> all = lead;
     all.insert(all.end(), sizes);
-    return at::empty(all, packed.options().dtype(dtype));
+    return at::empty(present ? all : std::vector<int64_t>{0}, packed.options().dtype(dtype));
   };
   const auto scales = shape.scale_dtype == DType::kFloat32 ? at::kFloat : at::kBFloat16;
-  return {make({shape.n, shape.k / 2}, at::kByte), make({shape.n, shape.groups()}, scales),
-          shape.has_bias ? make({shape.n}, at::kFloat) : at::empty({0}, packed.options().dtype(at::kFloat))};
+  return {shape, make({shape.n, shape.k / 2}, at::kByte), make({shape.n, shape.groups()}, scales),
+          make({shape.n, shape.groups()}, at::kByte, shape.kind == WeightKind::kInt4ZeroPoints),
+          make({shape.n}, at::kFloat, shape.has_bias)};
 }
 
-}  // namespace
-
-std::tuple<at::Tensor, at::Tensor, at::Tensor> unpack_cpu(const at::Tensor& packed_weights, int64_t block_size,
-                                                          int64_t in_features, int64_t out_features) {
+// only_int4: refuse the other kinds.
+Unpacked unpack_tensor(const at::Tensor& packed_weights, int64_t block_size, int64_t in_features, int64_t out_features,
+                       bool only_int4) {
   check_cpu({{"packed_weights", packed_weights}});
   matrix_shape(block_size, in_features, out_features);
   check_packed("packed_weights", packed_weights, packed_weights.dim() == 2);
@@ -121,18 +158,37 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> unpack_cpu(const at::Tensor& pack
     return open_packed(data + e * bytes, bytes, out_features, in_features, block_size, what);
   };
   const PackedShape shape = open(0).shape;
-  const auto out = empty_unpacked(packed, shape);
+  TORCH_CHECK(!only_int4 || shape.kind == WeightKind::kInt4, "packed_weights holds ", kind_name(shape.kind),
+              ", expected int4: dyn_quant_unpack_any_4bit_weight unpacks every kind");
+  const Unpacked out = empty_unpacked(packed, shape);
+  const int64_t values = shape.n * shape.groups();
   AtenParallel parallel;
   for (int64_t e = 0; e < count; ++e) {
     const PackedMatrix matrix = open(e);
     TORCH_CHECK(matrix.shape == shape, "packed_weights[", e,
-                "] has another scale dtype or bias flag than packed_weights[0]");
-    const auto scales_bytes = shape.n * shape.groups() * dtype_bytes(shape.scale_dtype);
-    unpack(matrix, std::get<0>(out).data_ptr<uint8_t>() + e * shape.n * (shape.k / 2),
-           static_cast<uint8_t*>(std::get<1>(out).data_ptr()) + e * scales_bytes,
-           shape.has_bias ? std::get<2>(out).data_ptr<float>() + e * shape.n : nullptr, parallel);
+                "] has another kind, scale dtype or bias flag than packed_weights[0]");
+    unpack(matrix, out.weights.data_ptr<uint8_t>() + e * shape.n * (shape.k / 2),
+           static_cast<uint8_t*>(out.scales.data_ptr()) + e * values * dtype_bytes(shape.scale_dtype),
+           shape.has_bias ? out.bias.data_ptr<float>() + e * shape.n : nullptr, parallel,
+           out.zero_points.numel() != 0 ? out.zero_points.data_ptr<uint8_t>() + e * values : nullptr);
   }
   return out;
+}
+
+}  // namespace
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> unpack_cpu(const at::Tensor& packed_weights, int64_t block_size,
+                                                          int64_t in_features, int64_t out_features) {
+  const Unpacked out = unpack_tensor(packed_weights, block_size, in_features, out_features, /*only_int4=*/true);
+  return {out.weights, out.scales, out.bias};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, std::string> unpack_any_cpu(const at::Tensor& packed_weights,
+                                                                                       int64_t block_size,
+                                                                                       int64_t in_features,
+                                                                                       int64_t out_features) {
+  const Unpacked out = unpack_tensor(packed_weights, block_size, in_features, out_features, /*only_int4=*/false);
+  return {out.weights, out.scales, out.zero_points, out.bias, values_name(out.shape.kind)};
 }
 
 at::Tensor matmul_cpu(const at::Tensor& inp, const at::Tensor& packed_weights, int64_t block_size, int64_t in_features,

@@ -48,6 +48,8 @@ PYBIND11_MODULE(_C, m) {
         result["group"] = header.block_size;
         result["scale_dtype"] = header.scale_dtype;
         result["has_bias"] = header.has_bias;
+        result["values"] = header.values;
+        result["has_zero_points"] = header.has_zero_points;
         result["bytes"] = header.bytes;
         return result;
       },

@@ -76,13 +76,32 @@ void check_per_token(const char* name, const at::Tensor& tensor, const at::Tenso
               shape_text(sizes), " for quant_x of shape ", shape_text(quant_x.sizes()));
 }
 
-void check_weight_zero_point(const at::Tensor& weight_zero_point, bool may_be_empty) {
+struct WeightZeros {
+  at::Tensor values;  // uint8: one, or [K/g, N]; undefined: 8 everywhere, or none given
+};
+
+// 8 everywhere may have any shape, and with a packed weight none at all.
+WeightZeros weight_zeros(const at::Tensor& weight_zero_point, bool packed) {
   const at::Tensor zero = weight_zero_point.to(at::kLong).contiguous();
-  TORCH_CHECK(may_be_empty || zero.numel() > 0, "weight_zero_point is empty, expected the value 8");
+  TORCH_CHECK(packed || zero.numel() > 0, "weight_zero_point is empty, expected 0..15");
   const auto* values = input_data<int64_t>(zero);
+  bool symmetric = true;
   for (int64_t i = 0; i < zero.numel(); ++i) {
-    TORCH_CHECK(values[i] == 8, "weight_zero_point is ", values[i],
-                ", expected 8: only symmetric weight quantization is supported");
+    TORCH_CHECK(values[i] >= 0 && values[i] <= 15, "weight_zero_point is ", values[i], ", expected 0..15");
+    symmetric = symmetric && values[i] == 8;
+  }
+  return {symmetric ? at::Tensor() : zero.to(at::kByte)};
+}
+
+// A packed weight given by the caller has its own zero points.
+void check_packed_zeros(const PackedShape& shape, const at::Tensor& weight_zero_point, const WeightZeros& zeros) {
+  if (shape.kind == WeightKind::kInt4) {
+    TORCH_CHECK(!zeros.values.defined(),
+                "weight_zero_point is not 8, but the packed weight is int4 without zero points");
+  } else {
+    TORCH_CHECK(weight_zero_point.numel() == 0,
+                "weight_zero_point is given, expected an empty tensor: the packed weight ", "is ",
+                kind_name(shape.kind));
   }
 }
 
@@ -98,11 +117,12 @@ PackedMatrix open_weight(const at::Tensor& packed, const at::Tensor& weight_scal
 }
 
 // weight int32 [K/8, N] -> packed. Its transpose's little-endian bytes are the nibbles in the order of k.
-at::Tensor pack_words(const Kernel& kernel, const at::Tensor& weight, const at::Tensor& weight_scale, int64_t k,
-                      int64_t group_size) {
+at::Tensor pack_words(const Kernel& kernel, const at::Tensor& weight, const at::Tensor& weight_scale,
+                      const WeightZeros& zeros, int64_t k, int64_t group_size) {
   TORCH_CHECK(weight.size(0) * 8 == k, "weight has shape ", shape_text(weight.sizes()),
               ", expected int32 [K/8, N] with ", "8 * size(0) = K = ", k, ", the last dimension of quant_x");
-  PackedShape shape = matrix_shape(group_size == -1 ? k : group_size, k, weight.size(1));
+  PackedShape shape = matrix_shape(group_size == -1 ? k : group_size, k, weight.size(1),
+                                   zeros.values.defined() ? WeightKind::kInt4ZeroPoints : WeightKind::kInt4);
   TORCH_CHECK(weight_scale.dim() == 2 && weight_scale.size(0) == shape.groups() && weight_scale.size(1) == shape.n,
               "weight_scale has shape ", shape_text(weight_scale.sizes()), ", expected [", shape.groups(), ", ",
               shape.n, "] for group_size = ", group_size);
@@ -110,8 +130,17 @@ at::Tensor pack_words(const Kernel& kernel, const at::Tensor& weight, const at::
   shape.scale_dtype = narrow ? DType::kBFloat16 : DType::kFloat32;
   const at::Tensor words = weight.t().contiguous();
   const at::Tensor scales = weight_scale.t().to(narrow ? at::kBFloat16 : at::kFloat).contiguous();
+  at::Tensor z;
+  if (zeros.values.defined()) {
+    TORCH_CHECK(zeros.values.numel() == 1 || zeros.values.sizes() == weight_scale.sizes(),
+                "weight_zero_point has shape ", shape_text(zeros.values.sizes()),
+                ", expected one element or that of weight_scale, ", shape_text(weight_scale.sizes()));
+    z = zeros.values.numel() == 1 ? zeros.values.reshape({1, 1}).expand({shape.n, shape.groups()}) : zeros.values.t();
+    z = z.contiguous();
+  }
   at::Tensor packed = at::empty({packed_bytes(shape)}, weight.options().dtype(at::kByte));
-  const RawWeights raw = {static_cast<const uint8_t*>(input_data(words)), input_data(scales), nullptr};
+  const RawWeights raw = {static_cast<const uint8_t*>(input_data(words)), input_data(scales), nullptr,
+                          z.defined() ? input_data<uint8_t>(z) : nullptr};
   AtenParallel parallel;
   pack(kernel, shape, 1, raw, packed.data_ptr<uint8_t>(), parallel);
   return packed;
@@ -153,12 +182,13 @@ at::Tensor int4_gemm_cpu(const at::Tensor& quant_x, const at::Tensor& x_scale, c
                    out_dtype);
   check_per_token("x_scale", x_scale, quant_x);
   check_per_token("x_zero", x_zero, quant_x);
-  check_weight_zero_point(weight_zero_point, is_packed(weight));
+  const WeightZeros zeros = weight_zeros(weight_zero_point, is_packed(weight));
   const int64_t k = quant_x.size(-1);
   const Kernel& kernel = active_kernel();  // for both steps
   const at::Tensor packed =
-      is_packed(weight) ? weight.contiguous() : pack_words(kernel, weight, weight_scale, k, group_size);
+      is_packed(weight) ? weight.contiguous() : pack_words(kernel, weight, weight_scale, zeros, k, group_size);
   const PackedMatrix matrix = open_weight(packed, weight_scale, k, group_size);
+  if (is_packed(weight)) check_packed_zeros(matrix.shape, weight_zero_point, zeros);
   at::Tensor addend;
   if (bias.has_value()) {
     TORCH_CHECK(bias->dim() == 1 && bias->size(0) == matrix.shape.n, "bias has shape ", shape_text(bias->sizes()),

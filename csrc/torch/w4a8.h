@@ -15,15 +15,24 @@
 
 namespace w4a8 {
 
-/// Packs int4 weights. weights: uint8 [N, K/2] (low nibble even k, high nibble odd k, value + 8) or [E, N, K/2] for a
-/// stack of experts; scales_zeros: float32 or bfloat16 [N, K/block_size] ([E, ...]); bias: [N] ([E, N]) or none.
-/// block_size: K (channelwise) or a multiple of 32 that divides K. Returns uint8 [bytes] or [E, bytes].
+/// Packs 4-bit weights. weights: uint8 [N, K/2] (low nibble even k, high nibble odd k) or [E, N, K/2] for a stack of
+/// experts; scales_zeros: float32 or bfloat16 [N, K/block_size] ([E, ...]); bias: [N] ([E, N]) or none. block_size: K
+/// (channelwise) or a multiple of 32 that divides K. A nibble n is n - 8; with zero_points, uint8 of the shape of
+/// scales_zeros in 0..15, it is n - zero point; with values "e2m1" it is the e2m1 number of these bits. Returns uint8
+/// [bytes] or [E, bytes].
 W4A8_EXPORT at::Tensor dyn_quant_pack_4bit_weight(const at::Tensor& weights, const at::Tensor& scales_zeros,
                                                   const c10::optional<at::Tensor>& bias, int64_t block_size,
-                                                  int64_t in_features, int64_t out_features);
+                                                  int64_t in_features, int64_t out_features,
+                                                  const c10::optional<at::Tensor>& zero_points = c10::nullopt,
+                                                  c10::string_view values = "int4");
 
-/// The exact inverse: (weights, scales_zeros, bias); bias is empty if there was none.
+/// The exact inverse for int4 without zero points: (weights, scales_zeros, bias); bias is empty if there was none.
 W4A8_EXPORT std::tuple<at::Tensor, at::Tensor, at::Tensor> dyn_quant_unpack_4bit_weight(
+    const at::Tensor& packed_weights, int64_t block_size, int64_t in_features, int64_t out_features);
+
+/// The exact inverse for every kind: (weights, scales_zeros, zero_points, bias, values); zero_points and bias are empty
+/// if there were none.
+W4A8_EXPORT std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, std::string> dyn_quant_unpack_any_4bit_weight(
     const at::Tensor& packed_weights, int64_t block_size, int64_t in_features, int64_t out_features);
 
 /// inp [..., K] (float32, bfloat16, float16) times a packed matrix: [..., N] of inp's type.
@@ -37,9 +46,9 @@ W4A8_EXPORT std::tuple<at::Tensor, at::Tensor, at::Tensor> dynamic_per_token_int
                                                                                         int64_t bits);
 
 /// quant_x [..., K] (int8 or uint8, with x_scale and x_zero [..., 1]) times int4 weights: [..., N] of out_dtype
-/// (float16 by default). weight: int32 [K/8, N] (nibble i of word j is k = 8j + i, value + 8) with weight_scale [K/g,
-/// N], or a packed matrix, when weight_scale may be empty ([0, N] tells Meta tensors N). weight_zero_point: 8. g_idx:
-/// none.
+/// (float16 by default). weight: int32 [K/8, N] (nibble i of word j is k = 8j + i) with weight_scale [K/g, N] and
+/// weight_zero_point, integers in 0..15, one or [K/g, N]; or a packed matrix, when weight_scale may be empty ([0, N]
+/// tells Meta tensors N), and weight_zero_point too. g_idx: none.
 W4A8_EXPORT at::Tensor int4_gemm_w4a8(const at::Tensor& quant_x, const at::Tensor& x_scale, const at::Tensor& x_zero,
                                       const at::Tensor& weight, const at::Tensor& weight_scale,
                                       const at::Tensor& weight_zero_point, int64_t group_size,

@@ -17,6 +17,8 @@ class _Header(TypedDict):
     group: int
     scale_dtype: str
     has_bias: bool
+    values: str
+    has_zero_points: bool
     bytes: int
 
 __version__: str

@@ -1,6 +1,7 @@
 """The operators of ``torch.ops.w4a8`` with names, types and documentation. The wrappers add no computation.
 
-Common to all: an int4 value v in [-8, 7] is stored as the nibble v + 8; ``block_size`` (``group_size``) is the number
+Common to all: an int4 value v in [-8, 7] is stored as the nibble v + 8, with a zero point z as v + z, an e2m1 number as
+its four bits; ``block_size`` (``group_size``) is the number
 of consecutive input features that share a scale: a multiple of 32 that divides ``in_features``, or ``in_features``
 itself for channelwise scales. Every violation is a RuntimeError that names the argument, what was given and what was
 expected.
@@ -36,6 +37,8 @@ class PackedHeader(TypedDict):
     group: int  # equal to k when channelwise
     scale_dtype: str
     has_bias: bool
+    values: str  # "int4" or "e2m1"
+    has_zero_points: bool
     bytes: int  # of the whole packed matrix
 
 
@@ -46,30 +49,40 @@ def dyn_quant_pack_4bit_weight(
     block_size: int,
     in_features: int,
     out_features: int,
+    *,
+    zero_points: Optional[torch.Tensor] = None,
+    values: str = "int4",
 ) -> torch.Tensor:
-    """Packs int4 weights with their scales and bias into the layout every kernel reads (docs/packed_layout.md).
+    """Packs 4-bit weights with their scales and bias into the layout every kernel reads (docs/packed_layout.md).
 
     Args:
         weights: uint8 [N, K/2], low nibble = even k, high nibble = odd k; or [E, N, K/2], a stack of experts.
         scales_zeros: float32 or bfloat16 [N, K / block_size] ([N, 1] channelwise), with a leading E for a stack. Kept
-            at the precision given. Symmetric: there are no zero points.
+            at the precision given. With e2m1 a scale below 2**-125 must be even in its last bit.
         bias: floating point [N] ([E, N] for a stack), or None. Kept as float32.
         block_size: values of k per scale: in_features, or a multiple of 32 that divides it.
-        in_features: K, even, at most 2**20.
+        in_features: K, even, at most 2**20; 2**19 with zero points or e2m1.
         out_features: N.
+        zero_points: uint8 of the shape of scales_zeros, 0 to 15: the value of a nibble n is (n - zero point) * scale.
+            None, or 8 everywhere: n - 8, packed as version 1. (On Meta tensors their values are not known and count as
+            not all 8.)
+        values: "int4", or "e2m1": a nibble is a sign, two bits of exponent and one of mantissa, as in MXFP4: 0, 0.5,
+            1, 1.5, 2, 3, 4, 6 and their negatives. No zero points then.
 
     Returns:
         uint8 [bytes], or [E, bytes]: row e is itself a valid packed matrix. The same on every machine and good for
         saving; any byte alignment is fine when it is loaded again.
     """
     op = torch.ops.w4a8.dyn_quant_pack_4bit_weight.default
-    return op(weights, scales_zeros, bias, block_size, in_features, out_features)
+    return op(
+        weights, scales_zeros, bias, block_size, in_features, out_features, zero_points=zero_points, values=values
+    )
 
 
 def dyn_quant_unpack_4bit_weight(
     packed_weights: torch.Tensor, block_size: int, in_features: int, out_features: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The exact inverse of dyn_quant_pack_4bit_weight.
+    """The exact inverse of dyn_quant_pack_4bit_weight for int4 without zero points; other kinds are refused.
 
     Args:
         packed_weights: uint8 [bytes] or [E, bytes].
@@ -80,6 +93,23 @@ def dyn_quant_unpack_4bit_weight(
         [0] if there was none; all with a leading E for a stack.
     """
     return torch.ops.w4a8.dyn_quant_unpack_4bit_weight.default(packed_weights, block_size, in_features, out_features)
+
+
+def dyn_quant_unpack_any_4bit_weight(
+    packed_weights: torch.Tensor, block_size: int, in_features: int, out_features: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, str]:
+    """The exact inverse of dyn_quant_pack_4bit_weight for every kind of weights.
+
+    Args:
+        packed_weights: uint8 [bytes] or [E, bytes], all of one kind.
+        block_size, in_features, out_features: as given when packing.
+
+    Returns:
+        weights, scales_zeros, zero_points, bias and values as given when packing (bias as float32); zero_points uint8
+        [0] and bias [0] if there were none. Zero points of 8 everywhere were packed as none.
+    """
+    op = torch.ops.w4a8.dyn_quant_unpack_any_4bit_weight.default
+    return op(packed_weights, block_size, in_features, out_features)
 
 
 def dyn_quant_matmul_4bit(
@@ -133,11 +163,13 @@ def int4_gemm_w4a8(
         quant_x: int8 or uint8 [..., K], as dynamic_per_token_int8_quant gives it.
         x_scale: floating point [..., 1].
         x_zero: int32, int8 or int64 [..., 1], in the range of quant_x's dtype.
-        weight: int32 [K/8, N] of any strides, nibble i of word j = value of k = 8 j + i, plus 8; or the uint8 [bytes]
-            of dyn_quant_pack_4bit_weight. The int32 form is packed anew by each call; the bits are the same.
+        weight: int32 [K/8, N] of any strides, nibble i of word j = value of k = 8 j + i, plus its zero point; or the
+            uint8 [bytes] of dyn_quant_pack_4bit_weight. The int32 form is packed anew by each call; the bits are the
+            same.
         weight_scale: float32, bfloat16 or float16 [K / group_size, N]. Not read when weight is packed, and may then be
             empty; as [0, N] it still tells Meta tensors (torch.compile) N.
-        weight_zero_point: integers of value 8 (symmetric weights); may be empty when weight is packed.
+        weight_zero_point: integers from 0 to 15: one, or [K / group_size, N]; 8 is symmetric. May be empty when weight
+            is packed, and must be if what is packed is not int4 without zero points.
         group_size: values of k per scale, a multiple of 32 that divides K; -1 or K is channelwise.
         g_idx: None; act-order is not supported.
         bias: floating point [N], or None; added in float32.

@@ -43,7 +43,11 @@ TEST(AgreementTest, Matmul) {
   for (const PackedShape& shape : {PackedShape{100, 128, 128, DType::kFloat32, true},
                                    {75, 192, 64, DType::kBFloat16, false},
                                    {130, 96, 32, DType::kFloat32, true},
-                                   {257, 90, 90, DType::kBFloat16, true}}) {
+                                   {257, 90, 90, DType::kBFloat16, true},
+                                   {75, 192, 64, DType::kBFloat16, false, WeightKind::kInt4ZeroPoints},
+                                   {257, 90, 90, DType::kBFloat16, true, WeightKind::kInt4ZeroPoints},
+                                   {130, 96, 32, DType::kFloat32, true, WeightKind::kE2M1},
+                                   {100, 128, 128, DType::kFloat32, true, WeightKind::kE2M1}}) {
     const Packed packed = pack_one(shape, random_weights(rng, shape));
     for (const DType dtype : kAllDTypes) {
       constexpr int64_t kRows = 60;

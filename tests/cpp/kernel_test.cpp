@@ -128,8 +128,10 @@ TEST_P(KernelTest, ChannelwiseEveryRowCount) {
   for (const int64_t k : {2, 6, 8, 10, 16, 30, 34, 64, 66, 136, 250}) {
     for (const DType scales : {DType::kFloat32, DType::kBFloat16}) {
       const int64_t n = 16 * (static_cast<int64_t>(stream) % 3) + 1 + static_cast<int64_t>(stream) % 16;
-      check_shape_for_all_rows({n, k, k, scales, stream % 2 == 0}, stream);
-      if (HasFatalFailure()) return;
+      for (const WeightKind kind : kAllKinds) {
+        check_shape_for_all_rows({n, k, k, scales, stream % 2 == 0, kind}, stream);
+        if (HasFatalFailure()) return;
+      }
       ++stream;
     }
   }
@@ -147,8 +149,10 @@ TEST_P(KernelTest, GroupsEveryRowCount) {
                        Case{128, 2}, Case{128, 5}, Case{256, 3}}) {
     for (const DType scales : {DType::kFloat32, DType::kBFloat16}) {
       const int64_t n = 16 * (static_cast<int64_t>(stream) % 3) + 1 + static_cast<int64_t>(stream) % 16;
-      check_shape_for_all_rows({n, c.group * c.groups, c.group, scales, stream % 2 == 0}, stream);
-      if (HasFatalFailure()) return;
+      for (const WeightKind kind : kAllKinds) {
+        check_shape_for_all_rows({n, c.group * c.groups, c.group, scales, stream % 2 == 0, kind}, stream);
+        if (HasFatalFailure()) return;
+      }
       ++stream;
     }
   }
@@ -183,8 +187,9 @@ TEST_P(KernelTest, ManyRowsOfManyChunks) {
 TEST_P(KernelTest, PanelRanges) {
   W4A8_TRACE_SEED();
   Rng rng(300);
-  for (const int64_t group : {int64_t{96}, int64_t{32}}) {
-    const PackedShape shape{75, 96, group, DType::kFloat32, true};  // five panels
+  for (const int64_t i : {0, 1, 2, 3, 4, 5}) {
+    const PackedShape shape{75, 96, i < 3 ? 96 : 32, DType::kFloat32, true, kAllKinds[i % 3]};  // five panels
+    SCOPED_TRACE(describe(shape));
     const ref::Weights weights = random_weights(rng, shape);
     const Packed packed = pack_one(shape, weights);
     std::vector<ref::Row> rows;
@@ -203,70 +208,94 @@ TEST_P(KernelTest, PanelRanges) {
   }
 }
 
-// With scale, reciprocal and bias of 1, 1 and 0 the output is the integer sum, exact as float32 below 2^24. It must
-// survive any narrow intermediate (int16 sums of maddubs, signed times unsigned, ...).
-TEST_P(KernelTest, ExtremesAreExactIntegers) {
-  constexpr int64_t kK = 2048;  // 255 * 8 * 2048 < 2^23
-  const auto pattern = [](int which, int64_t i, int low, int high) {
-    switch (which) {
-      case 0: return low;
-      case 1: return high;
-      case 2: return i % 2 == 0 ? low : high;
-      default: return i / 4 % 2 == 0 ? low : high;
+int extreme(int pattern, int64_t i, int low, int high) {
+  switch (pattern) {
+    case 0: return low;
+    case 1: return high;
+    case 2: return i % 2 == 0 ? low : high;
+    default: return i / 4 % 2 == 0 ? low : high;
+  }
+}
+
+// The least and the largest weights of the kind, in columns of zero points 0, 15 and 8. All scales are 1.
+ref::Weights extreme_weights(const PackedShape& shape, int pattern) {
+  ref::Weights weights{shape.n, shape.k, shape.group, {}, {}, {}, {}};
+  for (int64_t c = 0; c < shape.n; ++c) {
+    const int zero_point = c % 3 == 0 ? 0 : (c % 3 == 1 ? 15 : 8);
+    const bool e2m1 = shape.kind == WeightKind::kE2M1;
+    const int low = decode(shape.kind, e2m1 ? 15 : 0, zero_point);
+    const int high = decode(shape.kind, e2m1 ? 7 : 15, zero_point);
+    for (int64_t i = 0; i < shape.k; ++i) weights.w.push_back(extreme(pattern, i + c, low, high));
+    if (shape.kind != WeightKind::kInt4ZeroPoints) continue;
+    weights.zero_points.insert(weights.zero_points.end(), static_cast<std::size_t>(shape.groups()), zero_point);
+  }
+  weights.scales.assign(static_cast<std::size_t>(shape.n * shape.groups()), 1.0f);
+  return weights;
+}
+
+// With scale, reciprocal and bias of 1, 1 and 0 the output is the integer sum, exact as float32 below 2^24.
+float integer_sum(const ref::Row& row, const ref::Weights& weights, int64_t column) {
+  int64_t sum = 0;
+  for (int64_t i = 0; i < weights.k; ++i) {
+    sum += int64_t{row.q[static_cast<std::size_t>(i)] - row.zero_point} *
+           weights.w[static_cast<std::size_t>(column * weights.k + i)];
+  }
+  EXPECT_LT(std::llabs(sum), int64_t{1} << 24);
+  return static_cast<float>(sum);
+}
+
+void check_extremes(const Kernel& kernel, const PackedShape& shape, const ref::Weights& weights) {
+  const Packed packed = pack_one(shape, weights);
+  std::vector<ref::Row> rows;
+  std::vector<std::vector<float>> expected;
+  for (int pattern = 0; pattern < 4; ++pattern) {
+    for (const int zero_point : {-128, 0, 127}) {
+      ref::Row row;
+      row.zero_point = zero_point;
+      for (int64_t i = 0; i < shape.k; ++i) row.q.push_back(extreme(pattern, i, -128, 127));
+      std::vector<float> sums;
+      for (int64_t c = 0; c < shape.n; ++c) sums.push_back(integer_sum(row, weights, c));
+      rows.push_back(row);
+      expected.push_back(sums);
     }
-  };
-  for (const int64_t group : {kK, int64_t{32}, int64_t{128}, int64_t{1024}}) {
-    for (int w_pattern = 0; w_pattern < 4; ++w_pattern) {
-      const PackedShape shape{17, kK, group, DType::kFloat32, false};
-      ref::Weights weights{shape.n, shape.k, shape.group, {}, {}, {}};
-      for (int64_t c = 0; c < shape.n; ++c) {
-        for (int64_t i = 0; i < kK; ++i) weights.w.push_back(pattern(w_pattern, i + c, -8, 7));
-      }
-      weights.scales.assign(static_cast<std::size_t>(shape.n * shape.groups()), 1.0f);
-      const Packed packed = pack_one(shape, weights);
-      std::vector<ref::Row> rows;
-      std::vector<std::vector<float>> expected;
-      for (int q_pattern = 0; q_pattern < 4; ++q_pattern) {
-        for (const int zero_point : {-128, 0, 127}) {
-          ref::Row row;
-          row.zero_point = zero_point;
-          for (int64_t i = 0; i < kK; ++i) row.q.push_back(pattern(q_pattern, i, -128, 127));
-          std::vector<float> sums;
-          for (int64_t c = 0; c < shape.n; ++c) {
-            int64_t sum = 0;
-            for (int64_t i = 0; i < kK; ++i) {
-              sum += int64_t{row.q[static_cast<std::size_t>(i)] - zero_point} *
-                     weights.w[static_cast<std::size_t>(c * kK + i)];
-            }
-            ASSERT_LT(std::llabs(sum), int64_t{1} << 24);
-            sums.push_back(static_cast<float>(sum));
-          }
-          rows.push_back(row);
-          expected.push_back(sums);
-        }
-      }
-      const QuantizedInput input(kernel(), rows, shape, 0, Guard::kAfter);
-      SCOPED_TRACE(describe(shape) + " weight pattern " + std::to_string(w_pattern));
-      for (const bool with_scratch : {false, true}) {
-        check_gemm(kernel(), packed, input, static_cast<int64_t>(rows.size()), 0, 2, expected, with_scratch,
-                   Guard::kAfter);
-        if (HasFatalFailure()) return;
-      }
-      for (std::size_t r = 0; r < rows.size(); ++r) {
-        const QuantizedInput one(kernel(), {rows[r]}, shape, 0, Guard::kAfter);
-        check_gemm(kernel(), packed, one, 1, 0, 2, {expected[r]}, false, Guard::kAfter);
+  }
+  const QuantizedInput input(kernel, rows, shape, 0, Guard::kAfter);
+  for (const bool with_scratch : {false, true}) {
+    check_gemm(kernel, packed, input, input.m, 0, 2, expected, with_scratch, Guard::kAfter);
+    if (testing::Test::HasFatalFailure()) return;
+  }
+  for (std::size_t r = 0; r < rows.size(); ++r) {
+    const QuantizedInput one(kernel, {rows[r]}, shape, 0, Guard::kAfter);
+    check_gemm(kernel, packed, one, 1, 0, 2, {expected[r]}, false, Guard::kAfter);
+    if (testing::Test::HasFatalFailure()) return;
+  }
+}
+
+// They must survive any narrow intermediate (int16 sums of maddubs, signed times unsigned, ...).
+TEST_P(KernelTest, ExtremesAreExactIntegers) {
+  constexpr int64_t kK = 2048;  // 255 * 15 * 2048 < 2^23
+  for (const WeightKind kind : kAllKinds) {
+    for (const int64_t group : {kK, int64_t{32}, int64_t{128}, int64_t{256}, int64_t{1024}}) {
+      for (int pattern = 0; pattern < 4; ++pattern) {
+        const PackedShape shape{17, kK, group, DType::kFloat32, false, kind};
+        SCOPED_TRACE(describe(shape) + " weight pattern " + std::to_string(pattern));
+        check_extremes(kernel(), shape, extreme_weights(shape, pattern));
         if (HasFatalFailure()) return;
       }
     }
   }
 }
 
-// The largest K with the largest values: 255 * 8 * 2^20 is 99.6 % of what int32 holds.
-TEST_P(KernelTest, LargestSumFitsInt32) {
-  const PackedShape shape{2, kMaxK, kMaxK, DType::kFloat32, false};
-  ref::Weights weights{shape.n, shape.k, shape.group, {}, {1.0f, 1.0f}, {}};
-  weights.w.assign(static_cast<std::size_t>(shape.n * shape.k), -8);
-  std::fill(weights.w.begin() + shape.k, weights.w.end(), 7);
+void check_largest_sum(const Kernel& kernel, WeightKind kind) {
+  const int64_t k = max_k(kind);
+  const PackedShape shape{2, k, k, DType::kFloat32, false, kind};
+  SCOPED_TRACE(describe(shape));
+  ref::Weights weights{shape.n, shape.k, shape.group, {}, {1.0f, 1.0f}, {}, {}};
+  if (kind == WeightKind::kInt4ZeroPoints) weights.zero_points = {15, 0};
+  const int low = kind == WeightKind::kInt4 ? -8 : (kind == WeightKind::kE2M1 ? -12 : -15);
+  const int high = kind == WeightKind::kInt4 ? 7 : -low;
+  weights.w.assign(static_cast<std::size_t>(shape.n * shape.k), low);
+  std::fill(weights.w.begin() + shape.k, weights.w.end(), high);
   const Packed packed = pack_one(shape, weights);
   // 2 rows for packed weights, and so many that every kernel unpacks, if it ever does.
   constexpr int64_t kMany = 32;
@@ -275,19 +304,27 @@ TEST_P(KernelTest, LargestSumFitsInt32) {
   rows[0].zero_point = -128;
   rows[1].q.assign(static_cast<std::size_t>(shape.k), -128);
   rows[1].zero_point = 127;
-  const auto sum = [](int64_t step) { return static_cast<float>(step * 255 * kMaxK); };
-  const std::vector<std::vector<float>> expected = {{sum(-8), sum(7)}, {sum(8), sum(-7)}};
-  const QuantizedInput input(kernel(), rows, shape, 0, Guard::kAfter);
-  check_gemm(kernel(), packed, input, 2, 0, 1, expected, false, Guard::kAfter);
-  if (HasFatalFailure() || kernel().scratch_bytes(kMany, kMaxK, kMaxK) == 0) return;
+  const auto sum = [&](int64_t step) { return static_cast<float>(step * 255 * k); };
+  const std::vector<std::vector<float>> expected = {{sum(low), sum(high)}, {sum(-low), sum(-high)}};
+  const QuantizedInput input(kernel, rows, shape, 0, Guard::kAfter);
+  check_gemm(kernel, packed, input, 2, 0, 1, expected, false, Guard::kAfter);
+  if (testing::Test::HasFatalFailure() || kernel.scratch_bytes(kMany, k, k) == 0) return;
   std::vector<ref::Row> many;
   std::vector<std::vector<float>> many_expected;
   for (std::size_t r = 0; r < kMany; ++r) {
     many.push_back(rows[r % 2]);
     many_expected.push_back(expected[r % 2]);
   }
-  const QuantizedInput many_input(kernel(), many, shape, 0, Guard::kAfter);
-  check_gemm(kernel(), packed, many_input, kMany, 0, 1, many_expected, true, Guard::kAfter);
+  const QuantizedInput many_input(kernel, many, shape, 0, Guard::kAfter);
+  check_gemm(kernel, packed, many_input, kMany, 0, 1, many_expected, true, Guard::kAfter);
+}
+
+// The largest K with the largest values: 255 * 8 * 2^20 is 99.6 % of what int32 holds, 255 * 15 * 2^19 93 %.
+TEST_P(KernelTest, LargestSumFitsInt32) {
+  for (const WeightKind kind : kAllKinds) {
+    check_largest_sum(kernel(), kind);
+    if (HasFatalFailure()) return;
+  }
 }
 
 // A row of NaN gives NaN in that row only; infinite and denormal scales go through the same operations.
@@ -295,10 +332,11 @@ TEST_P(KernelTest, SpecialScales) {
   W4A8_TRACE_SEED();
   Rng rng(400);
   constexpr float kInf = INFINITY;
-  for (const int64_t group : {int64_t{64}, int64_t{32}}) {
-    const PackedShape shape{16, 64, group, DType::kFloat32, false};
+  for (const int64_t s : {0, 1, 2, 3, 4, 5}) {
+    const PackedShape shape{16, 64, s < 3 ? 64 : 32, DType::kFloat32, false, kAllKinds[s % 3]};
     ref::Weights weights = random_weights(rng, shape);
-    const float specials[] = {0.0f, -0.0f, kInf, NAN, 1e-44f, 1e-38f, 3e38f, -3e38f};
+    const float most = shape.kind == WeightKind::kE2M1 ? 1.5e38f : 3e38f;  // the checkpoint has twice as much
+    const float specials[] = {0.0f, -0.0f, kInf, NAN, 1e-44f, 1e-38f, most, -most};
     for (std::size_t i = 0; i < weights.scales.size(); i += 3) weights.scales[i] = specials[i / 3 % 8];
     const Packed packed = pack_one(shape, weights);
     std::vector<ref::Row> rows;
@@ -319,8 +357,9 @@ TEST_P(KernelTest, SpecialScales) {
 TEST_P(KernelTest, UnalignedBuffers) {
   W4A8_TRACE_SEED();
   Rng rng(500);
-  for (const int64_t group : {int64_t{64}, int64_t{32}}) {
-    const PackedShape shape{32, 64, group, DType::kBFloat16, true};
+  for (const int64_t s : {0, 1, 2, 3, 4, 5}) {
+    const int64_t group = s < 3 ? 64 : 32;
+    const PackedShape shape{32, 64, group, DType::kBFloat16, true, kAllKinds[s % 3]};
     const ref::Weights weights = random_weights(rng, shape);
     const Packed aligned = pack_one(shape, weights);
     const int64_t m = 12;
@@ -345,6 +384,26 @@ TEST_P(KernelTest, UnalignedBuffers) {
             << "row " << i / 32 << " column " << i % 32;
       }
       ASSERT_TRUE(out.slack_intact());
+    }
+  }
+}
+
+// A zero point above 15 in packed bytes counts as its low four bits.
+TEST_P(KernelTest, HostileZeroPoints) {
+  W4A8_TRACE_SEED();
+  Rng rng(600);
+  for (const int64_t group : {int64_t{192}, int64_t{96}}) {
+    const PackedShape shape{16, 192, group, DType::kFloat32, false, WeightKind::kInt4ZeroPoints};
+    const ref::Weights weights = random_weights(rng, shape);
+    Packed packed = pack_one(shape, weights);
+    uint8_t* zeros = packed.bytes.data() + kHeaderBytes + shape.zeros_offset();
+    for (int64_t i = 0; i < 16 * shape.groups(); ++i) zeros[i] = static_cast<uint8_t>(zeros[i] + 16 * (i % 16));
+    std::vector<ref::Row> rows;
+    for (int64_t r = 0; r < 25; ++r) rows.push_back(random_row(rng, shape.k));
+    const QuantizedInput input(kernel(), rows, shape, 0, Guard::kAfter);
+    for (const int64_t m : {1, 3, 25}) {
+      check_gemm(kernel(), packed, input, m, 0, 1, expect(rows, weights), m != 3, Guard::kAfter);
+      if (HasFatalFailure()) return;
     }
   }
 }

@@ -11,9 +11,10 @@ using testing::Test;
 
 const PackedShape kShape{40, 128, 32, DType::kBFloat16, true};
 
-// Offsets of the header's fields: magic[8], version u32, flags u32, n, k, group i64, scale dtype u32, 20 zeros.
+// Offsets of the header's fields: magic[8], version u32, flags u32, n, k, group i64, scale dtype u32, kind u32,
+// 16 zeros.
 constexpr std::size_t kMagicAt = 0, kVersionAt = 8, kFlagsAt = 12, kNAt = 16, kKAt = 24, kGroupAt = 32, kScaleAt = 40,
-                      kReservedAt = 44;
+                      kKindAt = 44, kReservedAt = 48;
 
 std::vector<uint8_t> header_of(const PackedShape& shape) {
   std::vector<uint8_t> bytes(kHeaderBytes, 0xcc);
@@ -22,8 +23,8 @@ std::vector<uint8_t> header_of(const PackedShape& shape) {
 }
 
 template <class T>
-std::vector<uint8_t> with(std::size_t offset, T value) {
-  std::vector<uint8_t> bytes = header_of(kShape);
+std::vector<uint8_t> with(std::size_t offset, T value, WeightKind kind = WeightKind::kInt4) {
+  std::vector<uint8_t> bytes = header_of(of_kind(kShape, kind));
   std::memcpy(bytes.data() + offset, &value, sizeof(value));
   return bytes;
 }
@@ -43,8 +44,9 @@ TEST(LayoutTest, HeaderRoundTrip) {
     for (const bool bias : {false, true}) {
       for (const int64_t n : {int64_t{1}, int64_t{16}, int64_t{17}, kMaxN}) {
         for (const auto& [k, group] :
-             {std::pair<int64_t, int64_t>{2, 2}, {34, 34}, {64, 32}, {kMaxK, 32}, {kMaxK, kMaxK}}) {
-          const PackedShape shape{n, k, group, scales, bias};
+             {std::pair<int64_t, int64_t>{2, 2}, {34, 34}, {64, 32}, {kMaxK / 2, 32}, {kMaxK, 32}, {kMaxK, kMaxK}}) {
+          const WeightKind kind = kAllKinds[k == kMaxK ? 0 : (k + (bias ? 1 : 0)) % 3];
+          const PackedShape shape{n, k, group, scales, bias, kind};
           check_shape(shape);
           for (const std::size_t offset : {0u, 1u, 7u}) {
             std::vector<uint8_t> bytes(64 + offset + 1, 0xcc);
@@ -62,8 +64,18 @@ TEST(LayoutTest, EachFieldIsCheckedByName) {
   const std::string what = "expert 7 of w13";
   expect_words(refusal(with<uint8_t>(kMagicAt, 'X')), {what, "magic"});
   expect_words(refusal(with<uint8_t>(kMagicAt + 7, 'k')), {what, "magic"});
-  expect_words(refusal(with<uint32_t>(kVersionAt, 2)), {what, "version", "2", "1"});
-  expect_words(refusal(with<uint32_t>(kVersionAt, 0)), {what, "version", "0", "1"});
+  expect_words(refusal(with<uint32_t>(kVersionAt, 3)), {what, "version is 3", "1", "2"});
+  expect_words(refusal(with<uint32_t>(kVersionAt, 0)), {what, "version is 0", "1", "2"});
+  // A kind that is unknown, or not one of the version.
+  expect_words(refusal(with<uint32_t>(kVersionAt, 2)), {what, "kind is 0", "version 2"});
+  expect_words(refusal(with<uint32_t>(kKindAt, 1)), {what, "kind is 1", "version 1"});
+  expect_words(refusal(with<uint32_t>(kKindAt, 0x200)), {what, "kind is 512", "version 1"});
+  for (const WeightKind kind : {WeightKind::kInt4ZeroPoints, WeightKind::kE2M1}) {
+    expect_words(refusal(with<uint32_t>(kVersionAt, 1, kind)), {what, "kind is", "version 1"});
+    expect_words(refusal(with<uint32_t>(kKindAt, 3, kind)), {what, "kind is 3", "version 2"});
+    expect_words(refusal(with<uint32_t>(kKindAt, 0xffffff01, kind)), {what, "kind is 4294967041", "version 2"});
+    expect_words(refusal(with<int64_t>(kKAt, kMaxK / 2 + 2, kind)), {what, "k (in_features) is", kind_name(kind)});
+  }
   expect_words(refusal(with<uint32_t>(kFlagsAt, 2)), {what, "flags", "2"});
   expect_words(refusal(with<uint32_t>(kFlagsAt, 0x80000001)), {what, "flags"});
   expect_words(refusal(with<int64_t>(kNAt, 0)), {what, "n (out_features) is 0"});
@@ -81,6 +93,7 @@ TEST(LayoutTest, EachFieldIsCheckedByName) {
   expect_words(refusal(with<uint32_t>(kScaleAt, 0xffffffff)), {what, "scale dtype"});
   for (std::size_t i = kReservedAt; i < 64; ++i) {
     expect_words(refusal(with<uint8_t>(i, 1)), {what, "reserved"});
+    expect_words(refusal(with<uint8_t>(i, 1, WeightKind::kE2M1)), {what, "reserved"});
   }
 }
 
@@ -105,14 +118,17 @@ TEST(LayoutTest, SizeIsCheckedByName) {
 
 // No bit of the header is without meaning: flipping it is refused, or changes the shape to another one of that size.
 TEST(LayoutTest, EveryBitMatters) {
-  for (std::size_t bit = 0; bit < 512; ++bit) {
-    std::vector<uint8_t> bytes = header_of(kShape);
-    bytes[bit / 8] = static_cast<uint8_t>(bytes[bit / 8] ^ (1u << bit % 8));
-    try {
-      const PackedShape shape = read_header(bytes.data(), packed_bytes(kShape), "matrix");
-      EXPECT_FALSE(shape == kShape) << "bit " << bit << " is ignored";
-      EXPECT_EQ(packed_bytes(shape), packed_bytes(kShape)) << "bit " << bit;
-    } catch (const std::invalid_argument&) {
+  for (const WeightKind kind : kAllKinds) {
+    const PackedShape original = of_kind(kShape, kind);
+    for (std::size_t bit = 0; bit < 512; ++bit) {
+      std::vector<uint8_t> bytes = header_of(original);
+      bytes[bit / 8] = static_cast<uint8_t>(bytes[bit / 8] ^ (1u << bit % 8));
+      try {
+        const PackedShape shape = read_header(bytes.data(), packed_bytes(original), "matrix");
+        EXPECT_FALSE(shape == original) << "bit " << bit << " is ignored";
+        EXPECT_EQ(packed_bytes(shape), packed_bytes(original)) << "bit " << bit;
+      } catch (const std::invalid_argument&) {
+      }
     }
   }
 }
@@ -187,6 +203,9 @@ TEST(LayoutTest, CheckShape) {
   bad({16, 64, std::numeric_limits<int64_t>::min(), DType::kFloat32, false}, {"group (block_size)"});
   bad({16, 64, 64, DType::kFloat16, false}, {"scale dtype", "2"});
   bad({16, 64, 64, static_cast<DType>(200), false}, {"scale dtype", "200"});
+  bad({16, kMaxK / 2 + 2, 2, DType::kFloat32, false, WeightKind::kInt4ZeroPoints}, {"k (in_features)", "524288"});
+  bad({16, kMaxK, kMaxK, DType::kFloat32, false, WeightKind::kE2M1}, {"k (in_features)", "524288", "e2m1"});
+  bad({16, 64, 64, DType::kFloat32, false, static_cast<WeightKind>(3)}, {"kind is 3"});
   EXPECT_NO_THROW(check_shape({16, 160, 32, DType::kFloat32, false}));
   EXPECT_NO_THROW(check_shape({1, 2, 2, DType::kBFloat16, false}));
 }

@@ -6,10 +6,10 @@ namespace w4a8::test {
 namespace {
 
 PackedShape shape13(const MoeCase& c) {
-  return {c.intermediate * (c.gated ? 2 : 1), c.hidden, c.group == -1 ? c.hidden : c.group, c.scales, c.bias};
+  return {c.intermediate * (c.gated ? 2 : 1), c.hidden, c.group == -1 ? c.hidden : c.group, c.scales, c.bias, c.kind13};
 }
 PackedShape shape2(const MoeCase& c) {
-  return {c.hidden, c.intermediate, c.group == -1 ? c.intermediate : c.group, c.scales, c.bias};
+  return {c.hidden, c.intermediate, c.group == -1 ? c.intermediate : c.group, c.scales, c.bias, c.kind2};
 }
 
 std::vector<ref::Weights> random_stack(Rng& rng, const PackedShape& shape, int64_t experts) {
@@ -35,7 +35,7 @@ std::string describe(const MoeCase& c) {
          " H=" + std::to_string(c.hidden) + " I=" + std::to_string(c.intermediate) +
          " group=" + std::to_string(c.group) + " kind=" + std::to_string(c.kind) + (c.gated ? " gated" : " ungated") +
          (c.bias ? " bias" : "") + (c.weight_on_input ? " weight_on_input" : "") + " scales=" + dtype_name(c.scales) +
-         " x=" + dtype_name(c.dtype);
+         " x=" + dtype_name(c.dtype) + " w13 " + kind_name(c.kind13) + " w2 " + kind_name(c.kind2);
 }
 
 MoeData::MoeData(Rng& rng, const MoeCase& c)

@@ -23,6 +23,8 @@ struct MoeCase {
   bool bias = false;
   DType scales = DType::kFloat32;
   DType dtype = DType::kFloat32;
+  WeightKind kind13 = WeightKind::kInt4;
+  WeightKind kind2 = WeightKind::kInt4;
 };
 
 std::string describe(const MoeCase& c);

@@ -46,6 +46,8 @@ TEST_P(MoeTest, ActivationsAndShapes) {
         c.weight_on_input = variant % 5 == 0;
         c.scales = variant % 2 == 0 ? DType::kBFloat16 : DType::kFloat32;
         c.dtype = kAllDTypes[variant % 3];
+        c.kind13 = kAllKinds[variant / 2 % 3];
+        c.kind2 = kAllKinds[variant / 7 % 3];
         check(MoeData(rng, c));
         if (HasFatalFailure()) return;
       }
@@ -63,6 +65,8 @@ TEST_P(MoeTest, EveryNumberOfTokens) {
       c.top_k = slots;
       c.experts = 3;
       c.bias = slots == 3;
+      c.kind13 = kAllKinds[tokens % 3];
+      c.kind2 = kAllKinds[(tokens + slots) % 3];
       check(MoeData(rng, c));
       if (HasFatalFailure()) return;
     }

@@ -14,11 +14,13 @@ const std::vector<PackedShape>& shapes() {
     std::vector<PackedShape> list;
     for (const DType scales : {DType::kFloat32, DType::kBFloat16}) {
       for (const bool bias : {false, true}) {
-        for (const int64_t n : {1, 2, 15, 16, 17, 33, 70}) {
-          for (const int64_t k : {2, 4, 6, 8, 10, 34, 64, 70}) list.push_back({n, k, k, scales, bias});
-          for (const int64_t group : {32, 64, 96}) list.push_back({n, 192, group, scales, bias});
+        for (const WeightKind kind : kAllKinds) {
+          for (const int64_t n : {1, 2, 15, 16, 17, 33, 70}) {
+            for (const int64_t k : {2, 4, 6, 8, 10, 34, 64, 70}) list.push_back({n, k, k, scales, bias, kind});
+            for (const int64_t group : {32, 64, 96}) list.push_back({n, 192, group, scales, bias, kind});
+          }
+          list.push_back({18, 32 * 70, 32, scales, bias, kind});
         }
-        list.push_back({18, 32 * 70, 32, scales, bias});
       }
     }
     return list;
@@ -43,10 +45,15 @@ void check_bytes(const PackedShape& shape, const ref::Weights& weights, const ui
   const int64_t steps = (shape.k + 7) / 8;
   const int64_t groups = shape.k / shape.group;
   const int64_t scale_bytes = shape.scale_dtype == DType::kFloat32 ? 4 : 2;
-  const int64_t used = steps * 64 + groups * 16 * scale_bytes + 64 + 64;
+  const bool zeros = shape.kind == WeightKind::kInt4ZeroPoints;
+  const int64_t used = steps * 64 + groups * 16 * (scale_bytes + (zeros ? 1 : 0)) + 64 + 64;
   const int64_t panel_bytes = (used + 63) / 64 * 64;
+  const auto zero_point = [&](int64_t column, int64_t g) {
+    return column < shape.n ? weights.zero_points[static_cast<std::size_t>(column * groups + g)] : 0;
+  };
   const auto nibble = [&](int64_t column, int64_t k) {
-    return column < shape.n && k < shape.k ? weights.w[static_cast<std::size_t>(column * shape.k + k)] + 8 : 8;
+    if (column < shape.n && k < shape.k) return nibble_at(shape, weights, column, k);
+    return zeros ? zero_point(column, groups - 1) : (shape.kind == WeightKind::kInt4 ? 8 : 0);
   };
   for (int64_t p = 0; p < (shape.n + 15) / 16; ++p) {
     const uint8_t* panel = bytes + 64 + p * panel_bytes;
@@ -62,7 +69,8 @@ void check_bytes(const PackedShape& shape, const ref::Weights& weights, const ui
       }
     }
     const uint8_t* scales = panel + steps * 64;
-    const uint8_t* sums = scales + groups * 16 * scale_bytes;
+    const uint8_t* zero_bytes = scales + groups * 16 * scale_bytes;
+    const uint8_t* sums = zero_bytes + (zeros ? groups * 16 : 0);
     const uint8_t* bias = sums + 64;
     for (int64_t c = 0; c < 16; ++c) {
       const int64_t column = 16 * p + c;
@@ -73,6 +81,9 @@ void check_bytes(const PackedShape& shape, const ref::Weights& weights, const ui
                                          : 0;
         ASSERT_EQ(element_bits(scales, 16 * g + c, shape.scale_dtype), expected)
             << "scale of column " << column << " group " << g;
+        if (zeros) {
+          ASSERT_EQ(zero_bytes[16 * g + c], zero_point(column, g)) << "column " << column << " group " << g;
+        }
       }
       uint32_t sum = 0;
       if (exists && shape.channelwise()) {
@@ -128,16 +139,24 @@ TEST(PackTest, UnpackIsTheInverse) {
     for (const PackedShape& shape : shapes()) {
       SCOPED_TRACE(describe(shape));
       Checkpoint source = to_checkpoint(shape, random_stack(rng, shape, 2));
-      // Scales and bias are carried as bits, whatever they are.
-      if (shape.scale_dtype == DType::kFloat32) {
-        const uint32_t signaling_nan = 0x7f800001;
-        std::memcpy(source.scales.data(), &signaling_nan, sizeof(signaling_nan));
+      // Scales and bias are carried as bits, whatever they are; e2m1 takes what its half can carry.
+      const uint32_t special[] = {0x7f800001, 0xff800000, 0x80000000, 0x00400000, 0x80800000, 0x00800002,
+                                  0x00ff0000, 0x01000000, 0x01010000, 0x00000002, 0x7f7f0000, 0xff7f0000};
+      const auto size = static_cast<std::size_t>(dtype_bytes(shape.scale_dtype));
+      for (std::size_t i = 0; i < std::min(source.scales.size() / size, std::size(special)); ++i) {
+        if (size == 2 && special[i] == 0x00ff0000 && shape.kind == WeightKind::kE2M1) continue;  // odd in bfloat16
+        const uint32_t bits = special[i] >> (size == 2 ? 16 : 0);
+        std::memcpy(source.scales.data() + i * size, &bits, size);
       }
       const GuardedBuffer<uint8_t> weights_in(source.weights);
       const GuardedBuffer<uint8_t> scales_in(source.scales);
       const GuardedBuffer<float> bias_in(source.bias);
+      const GuardedBuffer<uint8_t> zeros_in(source.zero_points);
+      const bool has_zeros = !source.zero_points.empty();
       GuardedBuffer<uint8_t> packed(2 * packed_bytes(shape));
-      pack(active_kernel(), shape, 2, {weights_in.data(), scales_in.data(), shape.has_bias ? bias_in.data() : nullptr},
+      pack(active_kernel(), shape, 2,
+           {weights_in.data(), scales_in.data(), shape.has_bias ? bias_in.data() : nullptr,
+            has_zeros ? zeros_in.data() : nullptr},
            packed.data(), parallel);
       EXPECT_TRUE(packed.slack_intact());
       packed.freeze();
@@ -145,9 +164,11 @@ TEST(PackTest, UnpackIsTheInverse) {
         GuardedBuffer<uint8_t> weights(weights_in.size() / 2);
         GuardedBuffer<uint8_t> scales(scales_in.size() / 2);
         GuardedBuffer<float> bias(shape.n);
+        GuardedBuffer<uint8_t> zeros(zeros_in.size() / 2);
         const PackedMatrix matrix = open_packed(packed.data() + e * packed_bytes(shape), packed_bytes(shape), shape.n,
                                                 shape.k, shape.group, "matrix");
-        unpack(matrix, weights.data(), scales.data(), bias.data(), parallel);
+        unpack(matrix, weights.data(), scales.data(), bias.data(), parallel, has_zeros ? zeros.data() : nullptr);
+        EXPECT_EQ(std::memcmp(zeros.data(), zeros_in.data() + e * zeros.size(), zeros.bytes()), 0);
         EXPECT_EQ(std::memcmp(weights.data(), weights_in.data() + e * weights.size(), weights.bytes()), 0);
         EXPECT_EQ(std::memcmp(scales.data(), scales_in.data() + e * scales.size(), scales.bytes()), 0);
         if (shape.has_bias) {
@@ -156,7 +177,7 @@ TEST(PackTest, UnpackIsTheInverse) {
           for (int64_t i = 0; i < shape.n; ++i)
             ASSERT_EQ(float_bits(bias[i]), 0xffffffffu) << "bias written without a bias";
         }
-        EXPECT_TRUE(weights.slack_intact() && scales.slack_intact() && bias.slack_intact());
+        EXPECT_TRUE(weights.slack_intact() && scales.slack_intact() && bias.slack_intact() && zeros.slack_intact());
       }
     }
   }
@@ -210,6 +231,66 @@ TEST(PackTest, SameBytesForEveryKernel) {
         ASSERT_EQ(read32(panel.data + panel.sums_offset + 4 * (column % kPanelColumns)), bits)
             << kernel->name << " column " << column;
       }
+    }
+  }
+}
+
+// Exact bytes: what was packed once stays valid, and int4 is still packed like that.
+TEST(PackTest, CommittedBytes) {
+  // n = 2, k = 64, two groups; w = (5 k + 3 n) % 16 - 8, scales 1, 2, -3, 0.5, bias 1, -2.
+  const PackedShape shape{2, 64, 32, DType::kFloat32, true};
+  ref::Weights weights{2, 64, 32, {}, {1.0f, 2.0f, -3.0f, 0.5f}, {1.0f, -2.0f}, {}};
+  for (int n = 0; n < 2; ++n) {
+    for (int k = 0; k < 64; ++k) weights.w.push_back((5 * k + 3 * n) % 16 - 8);
+  }
+  const Packed packed = pack_one(shape, weights);
+  const std::vector<uint8_t> header = {
+      'W', '4', 'A', '8', 'P', 'A', 'C', 'K', 1, 0, 0, 0, 1, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0, 64, 0, 0, 0, 0, 0, 0, 0,
+      32,  0,   0,   0,   0,   0,   0,   0,   0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,  0, 0, 0, 0, 0, 0, 0};
+  ASSERT_EQ(packed.bytes.size(), 64 + 8 * 64 + 2 * 64 + 64 + 64);
+  EXPECT_EQ(std::memcmp(packed.bytes.data(), header.data(), 64), 0);
+  const uint8_t* panel = packed.bytes.data() + 64;
+  const uint8_t even[] = {0x40, 0x95, 0xea, 0x3f, 0x73, 0xc8, 0x1d, 0x62, 0x88};  // step 0: columns 0, 1, 2..
+  const uint8_t odd[] = {0xc8, 0x1d, 0x62, 0xb7, 0xfb, 0x40, 0x95, 0xea, 0x88};
+  for (int step = 0; step < 8; ++step) {
+    EXPECT_EQ(std::memcmp(panel + 64 * step, step % 2 == 0 ? even : odd, 9), 0) << "step " << step;
+  }
+  const uint32_t tail[] = {0x3f800000, 0xc0400000, 0, 0x40000000, 0x3f000000, 0,
+                           0xc2400000, 0x42200000, 0, 0x3f800000, 0xc0000000, 0};
+  const int at[] = {0, 1, 2, 16, 17, 18, 32, 33, 34, 48, 49, 50};
+  for (int i = 0; i < 12; ++i) EXPECT_EQ(read32(panel + 512 + 4 * at[i]), tail[i]) << i;
+}
+
+TEST(PackTest, RefusesValuesByName) {
+  Rng rng(36);
+  SerialParallel serial;
+  const PackedShape with_zeros{3, 64, 32, DType::kFloat32, false, WeightKind::kInt4ZeroPoints};
+  Checkpoint source = to_checkpoint(with_zeros, random_stack(rng, with_zeros, 2));
+  std::vector<uint8_t> packed(static_cast<std::size_t>(2 * packed_bytes(with_zeros)));
+  source.zero_points[7] = 16;
+  const std::string zero =
+      message_of([&] { pack(active_kernel(), with_zeros, 2, source.raw(), packed.data(), serial); });
+  EXPECT_EQ(zero, "zero_points: element 7 is 16, expected 0..15");
+  source.zero_points[7] = 15;
+  pack(active_kernel(), with_zeros, 2, source.raw(), packed.data(), serial);
+  packed[static_cast<std::size_t>(kHeaderBytes + with_zeros.zeros_offset() + 16 + 2)] = 255;
+  std::vector<uint8_t> out(3 * 32);
+  std::vector<uint8_t> zeros(6);
+  std::vector<float> scales(6);
+  const std::string back = message_of([&] {
+    unpack({with_zeros, packed.data()}, out.data(), scales.data(), nullptr, serial, zeros.data());
+  });
+  EXPECT_EQ(back, "zero_points: element 5 is 255, expected 0..15");
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+    const PackedShape e2m1{3, 64, 32, dtype, false, WeightKind::kE2M1};
+    for (const uint32_t bits : {0x00ff0000u, 0x80010000u, 0x00810000u}) {  // odd in bfloat16, in float32 one more
+      Checkpoint values = to_checkpoint(e2m1, random_stack(rng, e2m1, 1));
+      const uint32_t element = dtype == DType::kFloat32 ? bits | 1 : bits >> 16;
+      const auto size = static_cast<std::size_t>(dtype_bytes(dtype));
+      std::memcpy(values.scales.data() + 4 * size, &element, size);
+      const std::string message =
+          message_of([&] { pack(active_kernel(), e2m1, 1, values.raw(), packed.data(), serial); });
+      EXPECT_NE(message.find("scales_zeros: element 4 is a number below 2^-125"), std::string::npos) << message;
     }
   }
 }

@@ -170,6 +170,14 @@ uint32_t narrow(float x, Type type) {
   }
 }
 
+int twice_e2m1(int nibble) {
+  const int mantissa = nibble & 1;
+  const int exponent = nibble >> 1 & 3;
+  // Exponent 0 is that of 1, without the hidden bit: mantissa / 2. Else (1 + mantissa / 2) * 2^(exponent - 1).
+  const int twice = exponent == 0 ? mantissa : (2 + mantissa) << (exponent - 1);
+  return nibble >= 8 ? -twice : twice;
+}
+
 Row quantize(const std::vector<float>& x) {
   Row row;
   float mn = 0;

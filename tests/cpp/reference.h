@@ -26,14 +26,18 @@ struct Row {
 /// Section 1 of the document.
 Row quantize(const std::vector<float>& x);
 
-/// A weight matrix as a checkpoint holds it, unpacked: y = x * W^T + bias.
+/// Twice the value of an e2m1 number: a sign, two bits of exponent, one of mantissa.
+int twice_e2m1(int nibble);
+
+/// A weight matrix as integers and what each is multiplied by: y = x * W^T + bias.
 struct Weights {
   int64_t n = 0;
   int64_t k = 0;
-  int64_t group = 0;          // k when channelwise
-  std::vector<int> w;         // [n, k], -8..7
-  std::vector<float> scales;  // [n, k / group]
-  std::vector<float> bias;    // [n] or empty
+  int64_t group = 0;             // k when channelwise
+  std::vector<int> w;            // [n, k]: nibble - 8, nibble - zero point, or twice_e2m1(nibble)
+  std::vector<float> scales;     // [n, k / group]: of e2m1 half of what the checkpoint has
+  std::vector<float> bias;       // [n] or empty
+  std::vector<int> zero_points;  // [n, k / group], 0..15; empty if there are none
 };
 
 /// One output of sections 2 and 3, bit for bit.

@@ -66,12 +66,45 @@ std::vector<float> random_activations(Rng& rng, int64_t count, DType dtype) {
   return from_dtype(to_dtype(values, dtype).data(), count, dtype);
 }
 
+int decode(WeightKind kind, int nibble, int zero_point) {
+  switch (kind) {
+    case WeightKind::kInt4: return nibble - 8;
+    case WeightKind::kInt4ZeroPoints: return nibble - zero_point;
+    case WeightKind::kE2M1: return ref::twice_e2m1(nibble);
+  }
+  return 0;
+}
+
+int encode(WeightKind kind, int w, int zero_point, bool odd) {
+  for (int i = 0; i < 16; ++i) {
+    const int nibble = odd ? 15 - i : i;
+    if (decode(kind, nibble, zero_point) == w) return nibble;
+  }
+  ADD_FAILURE() << "no nibble is " << w;
+  return 0;
+}
+
+int nibble_at(const PackedShape& shape, const ref::Weights& weights, int64_t column, int64_t k) {
+  const int64_t group = column * shape.groups() + k / shape.group;
+  const int zero_point = weights.zero_points.empty() ? 0 : weights.zero_points[static_cast<std::size_t>(group)];
+  return encode(shape.kind, weights.w[static_cast<std::size_t>(column * shape.k + k)], zero_point, k % 3 == 1);
+}
+
 ref::Weights random_weights(Rng& rng, const PackedShape& shape) {
   ref::Weights weights;
   weights.n = shape.n;
   weights.k = shape.k;
   weights.group = shape.group;
-  for (int64_t i = 0; i < shape.n * shape.k; ++i) weights.w.push_back(static_cast<int>(rng.integer(-8, 7)));
+  if (shape.kind == WeightKind::kInt4ZeroPoints) {
+    for (int64_t i = 0; i < shape.n * shape.groups(); ++i) {
+      weights.zero_points.push_back(static_cast<int>(rng.integer(0, 15)));
+    }
+  }
+  for (int64_t i = 0; i < shape.n * shape.k; ++i) {
+    const int zero_point =
+        weights.zero_points.empty() ? 0 : weights.zero_points[static_cast<std::size_t>(i / shape.group)];
+    weights.w.push_back(decode(shape.kind, static_cast<int>(rng.integer(0, 15)), zero_point));
+  }
   for (int64_t i = 0; i < shape.n * shape.groups(); ++i) {
     const float scale = rng.uniform(0.002f, 0.03f) * (rng.integer(0, 7) == 0 ? -1.0f : 1.0f);
     weights.scales.push_back(ref::widen(ref::narrow(scale, ref_type(shape.scale_dtype)), ref_type(shape.scale_dtype)));
@@ -85,10 +118,18 @@ ref::Weights random_weights(Rng& rng, const PackedShape& shape) {
 Checkpoint to_checkpoint(const PackedShape& shape, const std::vector<ref::Weights>& stack) {
   Checkpoint checkpoint;
   for (const ref::Weights& weights : stack) {
-    for (std::size_t i = 0; i < weights.w.size(); i += 2) {
-      checkpoint.weights.push_back(static_cast<uint8_t>((weights.w[i] + 8) | (weights.w[i + 1] + 8) << 4));
+    for (int64_t column = 0; column < shape.n; ++column) {
+      for (int64_t k = 0; k < shape.k; k += 2) {
+        checkpoint.weights.push_back(
+            static_cast<uint8_t>(nibble_at(shape, weights, column, k) | nibble_at(shape, weights, column, k + 1) << 4));
+      }
     }
-    const std::vector<uint8_t> scales = to_dtype(weights.scales, shape.scale_dtype);
+    std::vector<float> given = weights.scales;
+    if (shape.kind == WeightKind::kE2M1) {
+      for (float& scale : given) scale *= 2;
+    }
+    checkpoint.zero_points.insert(checkpoint.zero_points.end(), weights.zero_points.begin(), weights.zero_points.end());
+    const std::vector<uint8_t> scales = to_dtype(given, shape.scale_dtype);
     checkpoint.scales.insert(checkpoint.scales.end(), scales.begin(), scales.end());
     checkpoint.bias.insert(checkpoint.bias.end(), weights.bias.begin(), weights.bias.end());
   }
@@ -101,15 +142,13 @@ Packed pack_stack(const PackedShape& shape, const std::vector<ref::Weights>& sta
   const auto count = static_cast<int64_t>(stack.size());
   Packed packed{shape, GuardedBuffer<uint8_t>(count * packed_bytes(shape))};
   SerialParallel serial;
-  pack(active_kernel(), shape, count,
-       {checkpoint.weights.data(), checkpoint.scales.data(), shape.has_bias ? checkpoint.bias.data() : nullptr},
-       packed.bytes.data(), serial);
+  pack(active_kernel(), shape, count, checkpoint.raw(), packed.bytes.data(), serial);
   return packed;
 }
 
 std::string describe(const PackedShape& shape) {
   return "n=" + std::to_string(shape.n) + " k=" + std::to_string(shape.k) + " group=" + std::to_string(shape.group) +
-         " scales=" + dtype_name(shape.scale_dtype) + (shape.has_bias ? " bias" : "");
+         " scales=" + dtype_name(shape.scale_dtype) + (shape.has_bias ? " bias " : " ") + kind_name(shape.kind);
 }
 
 std::string kernel_name(const testing::TestParamInfo<const Kernel*>& info) { return info.param->name; }

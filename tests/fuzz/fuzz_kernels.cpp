@@ -14,6 +14,7 @@ namespace {
 
 constexpr int64_t kMostMacs = 1 << 19;  // of the naive reference, per input
 constexpr DType kDTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
+constexpr WeightKind kKinds[] = {WeightKind::kInt4, WeightKind::kInt4ZeroPoints, WeightKind::kE2M1};
 constexpr DType kScaleDTypes[] = {DType::kFloat32, DType::kBFloat16};
 
 // A stack of packed matrices and what is in them.
@@ -23,9 +24,25 @@ struct Stack {
   std::vector<Unpacked> naive;
 };
 
+// e2m1 takes no scale whose half is not exact: the last bit of those below 2^-125 is cleared.
+void make_even(std::vector<uint8_t>& scales, DType dtype) {
+  const auto size = static_cast<std::size_t>(dtype_bytes(dtype));
+  for (std::size_t i = 0; i < scales.size(); i += size) {
+    // The bytes of the exponent: sign and seven bits, then its last bit.
+    const int exponent = (scales[i + size - 1] & 0x7f) << 1 | scales[i + size - 2] >> 7;
+    if (exponent <= 1) scales[i] = static_cast<uint8_t>(scales[i] & 0xfe);
+  }
+}
+
 Stack make_stack(Bytes& in, const PackedShape& shape, int64_t count) {
   const std::vector<int> w = weights(in, count * shape.n * shape.k);
-  const std::vector<uint8_t> scales = to_bytes(floats(in, count * shape.n * shape.groups(), 0.01f), shape.scale_dtype);
+  std::vector<uint8_t> scales = to_bytes(floats(in, count * shape.n * shape.groups(), 0.01f), shape.scale_dtype);
+  std::vector<uint8_t> zeros;
+  if (shape.kind == WeightKind::kInt4ZeroPoints) {
+    for (int64_t i = 0; i < count * shape.n * shape.groups(); ++i) zeros.push_back(in.byte() & 15);
+  } else if (shape.kind == WeightKind::kE2M1) {
+    make_even(scales, shape.scale_dtype);
+  }
   const std::vector<float> bias = floats(in, shape.has_bias ? count * shape.n : 0);
   std::vector<uint8_t> nibbles;
   for (std::size_t i = 0; i < w.size(); i += 2) {
@@ -36,13 +53,15 @@ Stack make_stack(Bytes& in, const PackedShape& shape, int64_t count) {
   // Whatever was in the memory before must not matter.
   stack.bytes.assign(static_cast<std::size_t>(count * packed_bytes(shape)), in.byte());
   test::ThreadParallel parallel(2);
-  pack(active_kernel(), shape, count, {nibbles.data(), scales.data(), shape.has_bias ? bias.data() : nullptr},
+  pack(active_kernel(), shape, count,
+       {nibbles.data(), scales.data(), shape.has_bias ? bias.data() : nullptr, zeros.empty() ? nullptr : zeros.data()},
        stack.bytes.data(), parallel);
   for (int64_t e = 0; e < count; ++e) {
     const uint8_t* data = stack.bytes.data() + e * packed_bytes(shape);
     Unpacked naive = read_packed(data, shape);
     const auto first = static_cast<std::size_t>(e * shape.n * shape.k);
-    require(std::equal(naive.weights.w.begin(), naive.weights.w.end(), w.begin() + static_cast<std::ptrdiff_t>(first)),
+    require(std::equal(naive.nibbles.begin(), naive.nibbles.end(), w.begin() + static_cast<std::ptrdiff_t>(first),
+                       [](int nibble, int value) { return nibble == value + 8; }),
             "pack: other weights, " + describe(shape));
     for (int64_t n = 0; n < shape.n; ++n) {
       const auto column = static_cast<std::size_t>(n);
@@ -57,12 +76,13 @@ Stack make_stack(Bytes& in, const PackedShape& shape, int64_t count) {
     std::vector<uint8_t> back(static_cast<std::size_t>(shape.n * shape.k / 2));
     std::vector<uint8_t> back_scales(scales.size() / static_cast<std::size_t>(count));
     std::vector<float> back_bias(static_cast<std::size_t>(shape.has_bias ? shape.n : 0));
-    unpack({shape, data}, back.data(), back_scales.data(), back_bias.data(), parallel);
+    std::vector<uint8_t> back_zeros(zeros.size() / static_cast<std::size_t>(count));
+    unpack({shape, data}, back.data(), back_scales.data(), back_bias.data(), parallel, back_zeros.data());
     const auto same = [&](const auto& part, const auto& all) {
       const std::size_t bytes = part.size() * sizeof(part[0]);
       return bytes == 0 || std::memcmp(part.data(), all.data() + static_cast<std::size_t>(e) * part.size(), bytes) == 0;
     };
-    require(same(back, nibbles) && same(back_scales, scales) && same(back_bias, bias),
+    require(same(back, nibbles) && same(back_scales, scales) && same(back_bias, bias) && same(back_zeros, zeros),
             "unpack is not the inverse of pack, " + describe(shape));
     stack.naive.push_back(std::move(naive));
   }
@@ -82,6 +102,7 @@ PackedShape make_shape(Bytes& in) {
   }
   shape.scale_dtype = in.pick(kScaleDTypes);
   shape.has_bias = in.flag();
+  shape.kind = in.pick(kKinds);
   return shape;
 }
 
@@ -114,6 +135,8 @@ void fuzz_moe(Bytes& in) {
   const auto workers = static_cast<int>(in.integer(1, 3));
   const DType scales = in.pick(kScaleDTypes);
   const bool bias = in.flag();
+  const WeightKind kind13 = in.pick(kKinds);
+  const WeightKind kind2 = in.pick(kKinds);
   // Now and then so many slots that the tokens are worked off in several chunks; nearly all are skipped.
   if (in.integer(0, 255) == 77) {
     args.top_k = 6000;
@@ -121,9 +144,10 @@ void fuzz_moe(Bytes& in) {
     args.hidden = args.intermediate = grouped ? 32 : 2;
     args.group = grouped ? 32 : -1;
   }
-  const PackedShape shape13 = {args.intermediate * (args.gated ? 2 : 1), args.hidden,
-                               grouped ? args.group : args.hidden, scales, bias};
-  const PackedShape shape2 = {args.hidden, args.intermediate, grouped ? args.group : args.intermediate, scales, bias};
+  const PackedShape shape13 = {
+      args.intermediate * (args.gated ? 2 : 1), args.hidden, grouped ? args.group : args.hidden, scales, bias, kind13};
+  const PackedShape shape2 = {args.hidden, args.intermediate, grouped ? args.group : args.intermediate, scales, bias,
+                              kind2};
   const Stack w13 = make_stack(in, shape13, args.experts);
   const Stack w2 = make_stack(in, shape2, args.experts);
   const std::vector<uint8_t> x = elements(in, args.tokens * args.hidden, args.dtype);

@@ -21,21 +21,26 @@ T field(const std::vector<uint8_t>& bytes, std::size_t offset) {
 // docs/packed_layout.md once more, as a yes or no.
 bool valid(const std::vector<uint8_t>& bytes) {
   if (bytes.size() < 64 || std::memcmp(bytes.data(), "W4A8PACK", 8) != 0) return false;
-  if (field<uint32_t>(bytes, 8) != 1 || field<uint32_t>(bytes, 12) > 1 || field<uint32_t>(bytes, 40) > 1) return false;
-  if (std::any_of(bytes.begin() + 44, bytes.begin() + 64, [](uint8_t byte) { return byte != 0; })) return false;
+  const auto version = field<uint32_t>(bytes, 8);
+  const auto kind = field<uint32_t>(bytes, 44);
+  if (version == 1 ? kind != 0 : (version != 2 || kind == 0 || kind > 2)) return false;
+  if (field<uint32_t>(bytes, 12) > 1 || field<uint32_t>(bytes, 40) > 1) return false;
+  if (std::any_of(bytes.begin() + 48, bytes.begin() + 64, [](uint8_t byte) { return byte != 0; })) return false;
   const auto n = field<int64_t>(bytes, 16);
   const auto k = field<int64_t>(bytes, 24);
   const auto group = field<int64_t>(bytes, 32);
-  if (n < 1 || n > int64_t{1} << 31 || k < 2 || k > 1 << 20 || k % 2 != 0) return false;
+  if (n < 1 || n > int64_t{1} << 31 || k < 2 || k > 1 << (version == 1 ? 20 : 19) || k % 2 != 0) return false;
   if (group != k && (group < 32 || group % 32 != 0 || k % group != 0)) return false;
   const int64_t scale_bytes = field<uint32_t>(bytes, 40) == 0 ? 4 : 2;
-  const int64_t panel = ((k + 7) / 8 * 64 + 16 * (k / group) * scale_bytes + 128 + 63) / 64 * 64;
+  const int64_t zero_bytes = kind == 1 ? 1 : 0;
+  const int64_t panel = ((k + 7) / 8 * 64 + 16 * (k / group) * (scale_bytes + zero_bytes) + 128 + 63) / 64 * 64;
   return static_cast<int64_t>(bytes.size()) == 64 + (n + 15) / 16 * panel;
 }
 
 PackedShape shape_in(const std::vector<uint8_t>& bytes) {
-  return {field<int64_t>(bytes, 16), field<int64_t>(bytes, 24), field<int64_t>(bytes, 32),
-          static_cast<DType>(field<uint32_t>(bytes, 40)), field<uint32_t>(bytes, 12) != 0};
+  return {field<int64_t>(bytes, 16),       field<int64_t>(bytes, 24),
+          field<int64_t>(bytes, 32),       static_cast<DType>(field<uint32_t>(bytes, 40)),
+          field<uint32_t>(bytes, 12) != 0, static_cast<WeightKind>(field<uint32_t>(bytes, 44))};
 }
 
 template <class T>
@@ -59,12 +64,13 @@ std::vector<uint8_t> make_packed(Bytes& in, const PackedShape& shape) {
   }
   for (std::size_t i = 0; i < 64; ++i) bytes[i] = 0;
   std::memcpy(bytes.data(), "W4A8PACK", 8);
-  put<uint32_t>(bytes, 8, 1);
+  put<uint32_t>(bytes, 8, shape.kind == WeightKind::kInt4 ? 1 : 2);
   put<uint32_t>(bytes, 12, shape.has_bias ? 1 : 0);
   put<int64_t>(bytes, 16, shape.n);
   put<int64_t>(bytes, 24, shape.k);
   put<int64_t>(bytes, 32, shape.group);
   put<uint32_t>(bytes, 40, static_cast<uint32_t>(shape.scale_dtype));
+  put<uint32_t>(bytes, 44, static_cast<uint32_t>(shape.kind));
   return bytes;
 }
 
@@ -97,7 +103,7 @@ void damage(Bytes& in, std::vector<uint8_t>& bytes, bool resize) {
     if (in.flag()) {
       const std::size_t at = in.pick(kFields);
       const int64_t value = in.pick(kHostile);
-      if (at == 8 || at == 12 || at == 40) {
+      if (at == 8 || at == 12 || at == 40 || at == 44) {
         put(bytes, at, static_cast<uint32_t>(value));
       } else {
         put(bytes, at, value);
@@ -114,6 +120,8 @@ void damage(Bytes& in, std::vector<uint8_t>& bytes, bool resize) {
   bytes.shrink_to_fit();
 }
 
+WeightKind make_kind(Bytes& in) { return static_cast<WeightKind>(in.integer(0, 2)); }
+
 PackedShape make_shape(Bytes& in) {
   PackedShape shape;
   shape.n = in.integer(1, 40);
@@ -126,6 +134,7 @@ PackedShape make_shape(Bytes& in) {
   }
   shape.scale_dtype = in.flag() ? DType::kBFloat16 : DType::kFloat32;
   shape.has_bias = in.flag();
+  shape.kind = make_kind(in);
   return shape;
 }
 
@@ -134,13 +143,27 @@ void check_unpack(const PackedMatrix& matrix, const Unpacked& naive) {
   std::vector<uint8_t> nibbles(static_cast<std::size_t>(shape.n * shape.k / 2), 0xa5);
   std::vector<uint8_t> scales(static_cast<std::size_t>(shape.n * shape.groups() * dtype_bytes(shape.scale_dtype)));
   std::vector<float> bias(static_cast<std::size_t>(shape.has_bias ? shape.n : 0));
+  const std::vector<int>& zeros = naive.weights.zero_points;
+  std::vector<uint8_t> zero_points(zeros.size());
   SerialParallel serial;
-  unpack(matrix, nibbles.data(), scales.data(), bias.data(), serial);
+  const bool bad_zero = std::any_of(zeros.begin(), zeros.end(), [](int zero) { return zero > 15; });
+  bool refused = false;
+  try {
+    unpack(matrix, nibbles.data(), scales.data(), bias.data(), serial, zero_points.data());
+  } catch (const std::invalid_argument&) {
+    refused = true;
+  }
+  require(refused == bad_zero, "unpack: a zero point of more than 15 " + describe(shape));
+  require(std::equal(zeros.begin(), zeros.end(), zero_points.begin()), "unpack: zero points, " + describe(shape));
   for (std::size_t i = 0; i < naive.weights.w.size(); ++i) {
     const int nibble = i % 2 == 0 ? nibbles[i / 2] & 15 : nibbles[i / 2] >> 4;
-    require(nibble - 8 == naive.weights.w[i], "unpack: weight " + std::to_string(i) + ", " + describe(shape));
+    require(nibble == naive.nibbles[i], "unpack: weight " + std::to_string(i) + ", " + describe(shape));
   }
-  const std::vector<uint8_t> expected = to_bytes(naive.weights.scales, shape.scale_dtype);
+  std::vector<float> given = naive.weights.scales;
+  if (shape.kind == WeightKind::kE2M1) {
+    for (float& scale : given) scale *= 2;
+  }
+  const std::vector<uint8_t> expected = to_bytes(given, shape.scale_dtype);
   for (std::size_t i = 0; i < naive.weights.scales.size(); ++i) {
     const auto at = static_cast<int64_t>(i);
     require(element(scales.data(), at, shape.scale_dtype) == element(expected.data(), at, shape.scale_dtype),
@@ -201,10 +224,11 @@ void fuzz_experts(Bytes& in) {
   args.experts = kExperts;
   args.tokens = in.integer(1, 5);
   args.top_k = in.integer(1, 3);
-  const PackedShape shape13 = {args.intermediate * (args.gated ? 2 : 1), args.hidden, grouped ? 32 : args.hidden,
-                               in.flag() ? DType::kBFloat16 : DType::kFloat32, in.flag()};
-  const PackedShape shape2 = {args.hidden, args.intermediate, grouped ? 32 : args.intermediate,
-                              in.flag() ? DType::kBFloat16 : DType::kFloat32, in.flag()};
+  const PackedShape shape13 = {args.intermediate * (args.gated ? 2 : 1),       args.hidden, grouped ? 32 : args.hidden,
+                               in.flag() ? DType::kBFloat16 : DType::kFloat32, in.flag(),   make_kind(in)};
+  const PackedShape shape2 = {
+      args.hidden, args.intermediate, grouped ? 32 : args.intermediate, in.flag() ? DType::kBFloat16 : DType::kFloat32,
+      in.flag(),   make_kind(in)};
   std::vector<uint8_t> stacks[2];
   NaiveLayer layer;
   bool good[kExperts];

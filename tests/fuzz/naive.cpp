@@ -46,7 +46,13 @@ void require(bool ok, const std::string& message) {
 
 std::string describe(const PackedShape& shape) {
   return "n=" + std::to_string(shape.n) + " k=" + std::to_string(shape.k) + " group=" + std::to_string(shape.group) +
-         " scales=" + std::to_string(static_cast<int>(shape.scale_dtype)) + (shape.has_bias ? " bias" : "");
+         " scales=" + std::to_string(static_cast<int>(shape.scale_dtype)) + (shape.has_bias ? " bias" : "") +
+         " kind=" + std::to_string(static_cast<int>(shape.kind));
+}
+
+int decode(WeightKind kind, int nibble, int zero_point) {
+  if (kind == WeightKind::kE2M1) return ref::twice_e2m1(nibble);
+  return nibble - (kind == WeightKind::kInt4 ? 8 : zero_point);
 }
 
 std::vector<uint8_t> to_bytes(const std::vector<float>& values, DType dtype) {
@@ -75,7 +81,8 @@ Unpacked read_packed(const uint8_t* data, const PackedShape& shape) {
   const int64_t steps = (shape.k + 7) / 8;
   const int64_t groups = shape.k / shape.group;
   const int64_t size = shape.scale_dtype == DType::kFloat32 ? 4 : 2;
-  const int64_t used = 64 * steps + 16 * groups * size + 64 + 64;
+  const int64_t zero_bytes = shape.kind == WeightKind::kInt4ZeroPoints ? 16 * groups : 0;
+  const int64_t used = 64 * steps + 16 * groups * size + zero_bytes + 64 + 64;
   const int64_t panel_bytes = (used + 63) / 64 * 64;
   Unpacked result;
   result.weights.n = shape.n;
@@ -83,16 +90,20 @@ Unpacked read_packed(const uint8_t* data, const PackedShape& shape) {
   result.weights.group = shape.group;
   for (int64_t n = 0; n < shape.n; ++n) {
     const uint8_t* panel = data + 64 + n / 16 * panel_bytes;
+    const uint8_t* scales = panel + 64 * steps;
+    const uint8_t* zeros = scales + 16 * groups * size;
+    const auto zero_point = [&](int64_t g) { return zero_bytes == 0 ? 0 : zeros[16 * g + n % 16] & 15; };
     for (int64_t k = 0; k < shape.k; ++k) {
       const uint8_t byte = panel[k / 8 * 64 + 4 * (n % 16) + k % 4];
-      result.weights.w.push_back((k % 8 >= 4 ? byte >> 4 : byte & 15) - 8);
+      result.nibbles.push_back(k % 8 >= 4 ? byte >> 4 : byte & 15);
+      result.weights.w.push_back(decode(shape.kind, result.nibbles.back(), zero_point(k / shape.group)));
     }
-    const uint8_t* scales = panel + 64 * steps;
     for (int64_t g = 0; g < groups; ++g) {
+      if (zero_bytes != 0) result.weights.zero_points.push_back(zeros[16 * g + n % 16]);
       result.weights.scales.push_back(
           ref::widen(raw_bits(scales, g * 16 + n % 16, shape.scale_dtype), type_of(shape.scale_dtype)));
     }
-    const uint8_t* sums = scales + 16 * groups * size;
+    const uint8_t* sums = zeros + zero_bytes;
     result.sums.push_back(raw_bits(sums, n % 16, DType::kFloat32));
     // Without a bias these bytes are zero; whatever they are, they are added.
     result.weights.bias.push_back(as_float(raw_bits(sums + 64, n % 16, DType::kFloat32)));

@@ -25,10 +25,14 @@ std::vector<float> to_floats(const uint8_t* data, int64_t count, DType dtype);
 /// Element i as bits; a NaN as the canonical one.
 uint32_t element(const uint8_t* data, int64_t i, DType dtype);
 
+/// The integer that a nibble stands for; zero_point: of its column and group.
+int decode(WeightKind kind, int nibble, int zero_point);
+
 /// A packed matrix as the naive reference takes it: nibbles, scales and bias at the offsets of the document, and the
 /// sums as they are stored, which need not be those of the nibbles.
 struct Unpacked {
   ref::Weights weights;
+  std::vector<int> nibbles;    ///< [n, k]
   std::vector<uint32_t> sums;  ///< [n] as bits
 };
 Unpacked read_packed(const uint8_t* data, const PackedShape& shape);

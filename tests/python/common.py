@@ -4,10 +4,12 @@ from dataclasses import dataclass
 from typing import Optional
 
 import numpy as np
+import reference
 import torch
 
 import w4a8
 
+KINDS = ["int4", "zeros", "e2m1"]  # the kinds of weights; zeros: int4 with zero points
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Relative error of rounding to a type, and what rounding below its normal range may add.
 ROUNDING = {torch.float32: (0.0, 0.0), torch.bfloat16: (2.0**-8, 0.0), torch.float16: (2.0**-11, 2.0**-25)}
@@ -61,23 +63,42 @@ class Matrix:
     n: int
     k: int
     group: int
+    zero_points: Optional[torch.Tensor] = None  # uint8 [N, K/group]
+    values: str = "int4"
 
     def pack(self):
-        return w4a8.dyn_quant_pack_4bit_weight(self.weights, self.scales, self.bias, self.group, self.k, self.n)
+        return w4a8.dyn_quant_pack_4bit_weight(
+            self.weights,
+            self.scales,
+            self.bias,
+            self.group,
+            self.k,
+            self.n,
+            zero_points=self.zero_points,
+            values=self.values,
+        )
 
     def arrays(self, expert=None):
         """(weights, scales, bias) for reference.py, of one expert if this is a stack."""
-        parts = [self.weights, self.scales.float(), None if self.bias is None else self.bias.float()]
-        return tuple(None if p is None else (p if expert is None else p[expert]).numpy() for p in parts)
+        parts = [self.weights, self.scales.float(), None if self.bias is None else self.bias.float(), self.zero_points]
+        parts = [None if p is None else (p if expert is None else p[expert]).numpy() for p in parts]
+        weights, scales, bias, zero_points = parts
+        if zero_points is None and self.values == "int4":
+            return weights, scales, bias
+        half = np.float32(0.5 if self.values == "e2m1" else 1)
+        return reference.integers(weights, zero_points, self.values), scales * half, bias
 
 
-def make_matrix(n, k, group, scale_dtype=torch.float32, bias=False, experts=None, bias_dtype=torch.float32):
+def make_matrix(
+    n, k, group, scale_dtype=torch.float32, bias=False, experts=None, bias_dtype=torch.float32, kind="int4"
+):
     lead = [] if experts is None else [experts]
     weights = torch.randint(0, 256, [*lead, n, k // 2], dtype=torch.uint8)
     # Scales such that outputs are of order 1 for inputs of order 1.
     scales = ((torch.rand([*lead, n, k // group]) + 0.5) / (4 * k**0.5)).to(scale_dtype)
     bias = torch.randn([*lead, n]).to(bias_dtype) if bias else None
-    return Matrix(weights, scales, bias, n, k, group)
+    zero_points = torch.randint(0, 16, scales.shape, dtype=torch.uint8) if kind == "zeros" else None
+    return Matrix(weights, scales, bias, n, k, group, zero_points, "e2m1" if kind == "e2m1" else "int4")
 
 
 def matmul(x, matrix, packed):
@@ -111,11 +132,20 @@ class Layer:
         return w4a8.dynamic_4bit_int_moe(x, ids, router, self.w13_packed, self.w2_packed, *sizes, weight_on_input, kind)
 
 
-def make_layer(experts, hidden, intermediate, group_size=32, gated=True, bias=False, scale_dtype=torch.float32):
+def make_layer(
+    experts,
+    hidden,
+    intermediate,
+    group_size=32,
+    gated=True,
+    bias=False,
+    scale_dtype=torch.float32,
+    kinds=("int4", "int4"),
+):
     group = [hidden, intermediate] if group_size == -1 else [group_size, group_size]
     rows = intermediate * (2 if gated else 1)
-    w13 = make_matrix(rows, hidden, group[0], scale_dtype, bias, experts)
-    w2 = make_matrix(hidden, intermediate, group[1], scale_dtype, bias, experts)
+    w13 = make_matrix(rows, hidden, group[0], scale_dtype, bias, experts, kind=kinds[0])
+    w2 = make_matrix(hidden, intermediate, group[1], scale_dtype, bias, experts, kind=kinds[1])
     return Layer(w13, w2, hidden, intermediate, gated, group_size)
 
 

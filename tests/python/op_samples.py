@@ -6,6 +6,13 @@ from common import make_layer, make_matrix, route
 import w4a8
 
 
+def pack_arguments(kind, sizes):
+    matrix = make_matrix(24, 64, 32, bias=True, kind=kind)
+    given = {"weights": matrix.weights, "scales_zeros": matrix.scales, "bias": matrix.bias, **sizes}
+    given["values"] = matrix.values
+    return given if matrix.zero_points is None else {**given, "zero_points": matrix.zero_points}
+
+
 def op_samples():
     """name -> (operator, {argument: value})."""
     ops = torch.ops.w4a8
@@ -29,6 +36,12 @@ def op_samples():
         "pack": (
             ops.dyn_quant_pack_4bit_weight.default,
             {"weights": matrix.weights, "scales_zeros": matrix.scales, "bias": matrix.bias, **sizes},
+        ),
+        "pack with zero points": (ops.dyn_quant_pack_4bit_weight.default, pack_arguments("zeros", sizes)),
+        "pack e2m1": (ops.dyn_quant_pack_4bit_weight.default, pack_arguments("e2m1", sizes)),
+        "unpack any": (
+            ops.dyn_quant_unpack_any_4bit_weight.default,
+            {"packed_weights": make_matrix(24, 64, 32, bias=True, kind="zeros").pack(), **sizes},
         ),
         "unpack": (ops.dyn_quant_unpack_4bit_weight.default, {"packed_weights": matrix.pack(), **sizes}),
         "matmul": (
@@ -60,4 +73,4 @@ def tensor_arguments(arguments):
 def results(op, arguments):
     """What a call returns, as a list of tensors."""
     out = op(**arguments)
-    return list(out) if isinstance(out, (tuple, list)) else [out]
+    return [part for part in out if isinstance(part, torch.Tensor)] if isinstance(out, (tuple, list)) else [out]

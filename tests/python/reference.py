@@ -34,6 +34,23 @@ def unpack_nibbles(weights):
     return np.stack([low, high], -1).reshape(*weights.shape[:-1], -1).astype(np.int64) - 8
 
 
+def integers(weights, zero_points=None, values="int4"):
+    """uint8 [..., N, K/2] -> the integers int64 [..., N, K] that scales multiply; of e2m1 half of the scales."""
+    nibbles = unpack_nibbles(weights) + 8
+    if values == "e2m1":
+        sign, exponent, mantissa = nibbles >> 3, nibbles >> 1 & 3, nibbles & 1
+        value = np.where(exponent == 0, mantissa * 0.5, (1 + mantissa * 0.5) * 2.0 ** (exponent - 1))
+        return (2 * value * np.where(sign == 1, -1, 1)).astype(np.int64)
+    if zero_points is None:
+        return nibbles - 8
+    size = nibbles.shape[-1] // zero_points.shape[-1]
+    return nibbles - np.repeat(zero_points.astype(np.int64), size, axis=-1)
+
+
+def _as_integers(weights):
+    return weights if weights.dtype == np.int64 else unpack_nibbles(weights)
+
+
 def quantize(x):
     """float32 [M, K] -> q int64 [M, K], zero point float32 [M], recip float32 [M]; docs/numerics.md section 1."""
     x = np.asarray(x, F32)
@@ -61,8 +78,9 @@ def _dot(q, w):
 
 
 def matmul_quantized(q, zp, recip, weights, scales, bias):
-    """The bits of docs/numerics.md sections 2 and 3. weights uint8 [N, K/2], scales float32 [N, G]."""
-    w = unpack_nibbles(weights)
+    """The bits of docs/numerics.md sections 2 and 3. weights uint8 [N, K/2] (int4) or the int64 [N, K] of `integers`,
+    scales float32 [N, G]."""
+    w = _as_integers(weights)
     scales = np.asarray(scales, F32)
     k, groups = w.shape[1], scales.shape[1]
     size = k // groups
@@ -88,7 +106,7 @@ def matmul(x, weights, scales, bias=None):
 
 def dequantize(weights, scales):
     """The real numbers a 4-bit matrix stands for: float64 [N, K]."""
-    w = unpack_nibbles(weights)
+    w = _as_integers(weights)
     scales = np.asarray(scales, np.float64)
     return w * np.repeat(scales, w.shape[1] // scales.shape[1], axis=1)
 

@@ -43,7 +43,7 @@ def test_unused_argument_on_meta():
         op(**{**arguments, "g_idx": torch.zeros(64, dtype=torch.int32, device="meta")})
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "unpack"])
+@pytest.mark.parametrize("name", [name for name in NAMES if "unpack" not in name])
 def test_all_on_meta(name):
     op, arguments = SAMPLES[name]
     on_meta = {n: a.to("meta") if isinstance(a, torch.Tensor) else a for n, a in arguments.items()}
@@ -51,7 +51,7 @@ def test_all_on_meta(name):
         assert (meta.device.type, meta.shape, meta.dtype) == ("meta", real.shape, real.dtype)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "unpack"])
+@pytest.mark.parametrize("name", [name for name in NAMES if "unpack" not in name])
 def test_fake_tensors_are_on_the_cpu(name):
     """What torch.compile traces with; underneath they are Meta tensors."""
     from torch._subclasses import FakeTensorMode

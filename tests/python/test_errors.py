@@ -140,7 +140,12 @@ def spoilt(at, value):
 # What happened to the bytes, and the field that the message must name. Offsets: docs/packed_layout.md.
 DAMAGE = {
     "magic": (spoilt(0, 0), "magic is not 'W4A8PACK'"),
-    "version": (spoilt(8, 2), "version is 2, this library reads version 1"),
+    "version": (spoilt(8, 3), "version is 3, this library reads versions 1 and 2"),
+    "version 2 without a kind": (
+        spoilt(8, 2),
+        r"kind is 0, expected 1 \(int4 with zero points\) or 2 \(e2m1\) in version 2",
+    ),
+    "kind in version 1": (spoilt(44, 1), r"kind is 1, expected 0 \(int4\)"),
     "flags": (spoilt(12, 2), r"flags are 2, expected 0 or 1"),
     "n": (spoilt(16, 23), r"(n \(out_features\) is 23, expected 24|size is)"),
     "n negative": (spoilt(slice(16, 24), 0xFF), r"n \(out_features\) is -1, expected 1"),
@@ -315,7 +320,7 @@ def test_damaged_expert_is_named(which, tokens):
     damaged[3, 8] = 7
     good = w4a8.dynamic_4bit_int_moe(**arguments)
     arguments[which] = damaged
-    message = f"expert 3, {which}: version is 7, this library reads version 1"
+    message = f"expert 3, {which}: version is 7, this library reads versions 1 and 2"
     refuse(lambda: w4a8.dynamic_4bit_int_moe(**arguments), message)
     arguments["topk_ids"][-1, 0] = -1
     untouched = w4a8.dynamic_4bit_int_moe(**arguments)
