@@ -12,9 +12,13 @@
 
 namespace w4a8::test {
 
-/// Calls w4a8::<name>.<overload>. Boxed: the same source then fits every version of torch.
+/// Calls w4a8::<name>.<overload>; arguments that are left out at the end take their defaults. Boxed: the same source
+/// then fits every version of torch.
 inline std::vector<c10::IValue> call(const char* name, std::vector<c10::IValue> stack, const char* overload = "") {
-  c10::Dispatcher::singleton().findSchemaOrThrow((std::string("w4a8::") + name).c_str(), overload).callBoxed(&stack);
+  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow((std::string("w4a8::") + name).c_str(), overload);
+  const auto& arguments = op.schema().arguments();
+  while (stack.size() < arguments.size()) stack.push_back(arguments[stack.size()].default_value().value());
+  op.callBoxed(&stack);
   return stack;
 }
 inline at::Tensor call_pack(const at::Tensor& weights, const at::Tensor& scales, const c10::IValue& bias, int64_t block,
