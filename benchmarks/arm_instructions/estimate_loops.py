@@ -23,9 +23,9 @@ LOOPS = [
     ("arm_dotprod", 64, "-", "Unpacked::channelwise<5>", 0),
     ("arm_dotprod", 64, "128", "Unpacked::add_groups<4, 0, 0, 0l>", 4),
     ("arm_dotprod", 64, "32", "Unpacked::add_groups<4, 0, 0, 1l>", 0),
-    ("arm_dotprod", 1, "-", "tile<FewOps<0>, 1, 2, true, false>", 0),
-    ("arm_dotprod", 1, "128", "tile<FewOps<0>, 1, 2, false, false>", 4),
-    ("arm_dotprod", 1, "32", "tile<FewOps<0>, 1, 2, false, false>", 1),
+    ("arm_dotprod", 1, "-", "tile<FewOps<0>, 1, 2, true, 0>", 0),
+    ("arm_dotprod", 1, "128", "tile<FewOps<0>, 1, 2, false, 0>", 4),
+    ("arm_dotprod", 1, "32", "tile<FewOps<0>, 1, 2, false, 0>", 1),
 ]
 
 
@@ -43,7 +43,7 @@ def disassemble(library):
         if match := re.match(r"(\w+)\.cpp\.o:", line):
             kernel = match[1]
         elif match := re.match(r"[0-9a-f]+ <(.*)>:$", line):
-            name = re.sub(r"^void |w4a8::isa::|\(anonymous namespace\)::|\(w4a8::DType\)", "", match[1])
+            name = re.sub(r"^void |w4a8::isa::|\(anonymous namespace\)::|\(w4a8::(?:DType|Code)\)", "", match[1])
             body = functions.setdefault((kernel, re.sub(r"\(.*", "", name)), [])
         elif match := re.match(r" *([0-9a-f]+):\t(\S+)(?:\t(.*))?$", line):
             operands = re.sub(r" *//.*", "", match[3] or "")
