@@ -1,9 +1,10 @@
 // Every kernel alone: decode from memory (one row) and prefill from cache (120 rows), beside the limits of the machine.
 //
-//   bench_kernels [--threads=N] [--rounds=N] [--pool=MiB] [--rows=M]
+//   bench_kernels [--threads=N] [--rounds=N] [--pool=MiB] [--rows=M] [--kind=K]
 //
-// Each thread works on its own matrices; quantizing rows and scheduling are not part of it (bench_moe has them). The
-// limits and the kernels take turns, each figure is a median, and each result is compared with the scalar kernel's.
+// K: kind of the weights, 0 int4, 1 int4 with zero points, 2 e2m1. Each thread works on its own matrices; quantizing
+// rows and scheduling are not part of it (bench_moe has them). The limits and the kernels take turns, each figure is a
+// median, and each result is compared with the scalar kernel's.
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
@@ -168,16 +169,17 @@ int run(int argc, char** argv) {
   const int64_t pool_mib = option(argc, argv, "pool", 1536);
   const int64_t rows = option(argc, argv, "rows", 120);
   const int64_t only = option(argc, argv, "threads", 0);
+  const WeightKind kind = kind_option(argc, argv);
   std::vector<int> thread_counts = {1, 2};
   if (only > 0) thread_counts = {static_cast<int>(only)};
-  std::printf("%s; features: %s; N=%ld K=%ld; pool %ld MiB; medians of %ld rounds\n", cpu_name().c_str(),
-              feature_names(host_features()).c_str(), static_cast<long>(kN), static_cast<long>(kK),
+  std::printf("%s; features: %s; N=%ld K=%ld; %s; pool %ld MiB; medians of %ld rounds\n", cpu_name().c_str(),
+              feature_names(host_features()).c_str(), static_cast<long>(kN), static_cast<long>(kK), kind_name(kind),
               static_cast<long>(pool_mib), static_cast<long>(rounds));
   std::printf("%-15s  %-6s %-7s  thr  %-13s  %-16s %-18s share of limit\n", "kernel", "rows", "group", "weights read",
               "multiplied", "limit");
   const Buffer pool(pool_mib << 20);
   for (const int64_t group : {int64_t{32}, int64_t{128}, kK}) {
-    const PackedShape shape = {kN, kK, group, group == kK ? DType::kFloat32 : DType::kBFloat16, false};
+    const PackedShape shape = {kN, kK, group, group == kK ? DType::kFloat32 : DType::kBFloat16, false, kind};
     OmpParallel all(2);
     fill_packed(shape, pool.bytes() / packed_bytes(shape), pool.data(), all);
     for (const Kernel* kernel : all_kernels()) {

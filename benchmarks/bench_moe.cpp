@@ -1,27 +1,25 @@
 // The fused MoE op on the layer of Qwen3-30B-A3B, with the time of each stage.
 //
-//   bench_moe [--threads=N] [--rounds=N] [--layers=N] [--tokens=N]; the kernel by W4A8_KERNEL in the environment
+//   bench_moe [--threads=N] [--rounds=N] [--layers=N] [--tokens=N] [--kind=K]; the kernel by W4A8_KERNEL in the
+//   environment
+//
+// K: kind of the weights, 0 int4, 1 int4 with zero points, 2 e2m1.
 //
 // Stages are timed from outside: the op runs on a copy of the kernel whose functions note their own time. What is left
 // (bucket, scheduling, waiting for the slowest worker) is the line "rest". Layers take turns, so that weights come from
 // memory; the read limit is measured over as many bytes in the same run.
 #include <algorithm>
 #include <cstdio>
-#include <random>
 #include <vector>
 
 #include "core/moe/fused_moe.h"
 #include "harness.h"
 #include "kernels/registry.h"
 #include "machine_limits.h"
+#include "moe_layer.h"
 
 namespace w4a8::bench {
 namespace {
-
-constexpr int64_t kHidden = 2048;
-constexpr int64_t kInner = 768;
-constexpr int64_t kExperts = 128;
-constexpr int64_t kSlots = 8;
 
 enum Stage { kQuantize, kGateUp, kActivation, kRequantize, kDown, kCombine, kStages };
 constexpr const char* kStageNames[kStages] = {"quantize", "w13", "activation", "requantize", "w2", "combine"};
@@ -59,70 +57,6 @@ void timed_combine(const float* y, int64_t ldy, const int32_t* slots, const floa
   g_kernel->combine(y, ldy, slots, weights, count, n, dtype, out);
 }
 
-// bfloat16 tokens and random routing: k distinct experts per token.
-struct Batch {
-  Batch(int64_t tokens, uint64_t seed) : x(static_cast<std::size_t>(tokens * kHidden)), out(x.size()) {
-    const std::vector<float> values = normal_values(tokens * kHidden, seed);
-    all_kernels().back()->store_row(values.data(), tokens * kHidden, DType::kBFloat16, x.data());
-    std::mt19937_64 random(seed);
-    std::vector<int32_t> experts(kExperts);
-    for (int64_t e = 0; e < kExperts; ++e) experts[static_cast<std::size_t>(e)] = static_cast<int32_t>(e);
-    for (int64_t t = 0; t < tokens; ++t) {
-      std::shuffle(experts.begin(), experts.end(), random);
-      ids.insert(ids.end(), experts.begin(), experts.begin() + kSlots);
-    }
-    weights.assign(ids.size(), 1.0f / kSlots);
-    std::vector<int32_t> used = ids;
-    std::sort(used.begin(), used.end());
-    experts_used = std::unique(used.begin(), used.end()) - used.begin();
-  }
-  std::vector<uint16_t> x;
-  std::vector<uint16_t> out;
-  std::vector<int32_t> ids;
-  std::vector<float> weights;
-  int64_t experts_used = 0;
-};
-
-struct Layers {
-  Layers(int64_t group, int64_t count, Parallel& parallel)
-      : shape13{2 * kInner, kHidden, group == -1 ? kHidden : group, group == -1 ? DType::kFloat32 : DType::kBFloat16,
-                false},
-        shape2{kHidden, kInner, group == -1 ? kInner : group, group == -1 ? DType::kFloat32 : DType::kBFloat16, false},
-        count(count),
-        w13(count * kExperts * packed_bytes(shape13)),
-        w2(count * kExperts * packed_bytes(shape2)) {
-    fill_packed(shape13, count * kExperts, w13.data(), parallel);
-    fill_packed(shape2, count * kExperts, w2.data(), parallel);
-  }
-  int64_t expert_bytes() const { return packed_bytes(shape13) + packed_bytes(shape2); }
-  PackedShape shape13;
-  PackedShape shape2;
-  int64_t count;
-  Buffer w13;
-  Buffer w2;
-};
-
-MoeArgs make_args(const Layers& layers, int64_t layer, int64_t group, Batch& batch, int64_t tokens) {
-  MoeArgs args;
-  args.x = batch.x.data();
-  args.out = batch.out.data();
-  args.dtype = DType::kBFloat16;
-  args.tokens = tokens;
-  args.top_k = kSlots;
-  args.ids = batch.ids.data();
-  args.weights = batch.weights.data();
-  args.experts = kExperts;
-  args.w13_bytes = packed_bytes(layers.shape13);
-  args.w2_bytes = packed_bytes(layers.shape2);
-  args.w13 = layers.w13.data() + layer * kExperts * args.w13_bytes;
-  args.w2 = layers.w2.data() + layer * kExperts * args.w2_bytes;
-  args.hidden = kHidden;
-  args.intermediate = kInner;
-  args.group = group;
-  args.activation = Activation::kSilu;
-  return args;
-}
-
 void bench(const Layers& layers, int64_t group, int64_t tokens, OmpParallel& parallel, int64_t rounds) {
   Workspace workspace;
   Kernel timed = *g_kernel;
@@ -142,7 +76,7 @@ void bench(const Layers& layers, int64_t group, int64_t tokens, OmpParallel& par
     Batch batch(tokens, static_cast<uint64_t>(round) + 1);
     bytes = static_cast<double>(batch.experts_used * layers.expert_bytes());
     const auto run = [&](const Kernel& kernel) {
-      const MoeArgs args = make_args(layers, layer++ % layers.count, group, batch, tokens);
+      const MoeArgs args = make_args(layers, layer++ % layers.count, batch, tokens);
       const double start = now_seconds();
       fused_moe(kernel, parallel, workspace, args);
       return now_seconds() - start;
@@ -198,12 +132,14 @@ int run(int argc, char** argv) {
   std::vector<int64_t> token_counts = {1, 4, 16, 128, 512};
   if (const int64_t tokens = option(argc, argv, "tokens", 0); tokens > 0) token_counts = {tokens};
   g_kernel = &active_kernel();
-  std::printf("%s; kernel %s; Qwen3-30B-A3B layer: H %ld, I %ld, %ld experts, top-%ld; bfloat16; %ld layers in turn\n",
-              cpu_name().c_str(), g_kernel->name, static_cast<long>(kHidden), static_cast<long>(kInner),
-              static_cast<long>(kExperts), static_cast<long>(kSlots), static_cast<long>(layer_count));
+  const WeightKind kind = kind_option(argc, argv);
+  std::printf(
+      "%s; kernel %s; Qwen3-30B-A3B layer: H %ld, I %ld, %ld experts, top-%ld; bfloat16; %s; %ld layers in turn\n",
+      cpu_name().c_str(), g_kernel->name, static_cast<long>(kHidden), static_cast<long>(kInner),
+      static_cast<long>(kExperts), static_cast<long>(kSlots), kind_name(kind), static_cast<long>(layer_count));
   OmpParallel all(2);
   for (const int64_t group : {int64_t{32}, int64_t{128}, int64_t{-1}}) {
-    const Layers layers(group, layer_count, all);
+    const Layers layers(group, layer_count, all, kind);
     for (const int threads : {1, 2}) {
       if (only > 0 && threads != only) continue;
       OmpParallel parallel(threads);

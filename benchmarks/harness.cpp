@@ -65,7 +65,9 @@ void fill_packed(const PackedShape& shape, int64_t count, uint8_t* dst, Parallel
     if (shape.scale_dtype == DType::kBFloat16) bits >>= 16;
     std::memcpy(&scales[i], &bits, static_cast<std::size_t>(dtype_bytes(shape.scale_dtype)));
   }
-  pack(active_kernel(), shape, distinct, {weights.data(), scales.data(), nullptr}, dst, parallel);
+  std::vector<uint8_t> zeros(static_cast<std::size_t>(distinct * shape.n * shape.groups()));
+  for (uint8_t& zero : zeros) zero = static_cast<uint8_t>(random() % 16);
+  pack(active_kernel(), shape, distinct, {weights.data(), scales.data(), nullptr, zeros.data()}, dst, parallel);
   for (int64_t i = distinct; i < count; ++i) {
     std::memcpy(dst + i * packed_bytes(shape), dst + (i % distinct) * packed_bytes(shape),
                 static_cast<std::size_t>(packed_bytes(shape)));
@@ -86,6 +88,13 @@ int64_t option(int argc, char** argv, const char* name, int64_t fallback) {
     if (std::strncmp(argv[i], prefix.c_str(), prefix.size()) == 0) return std::atoll(argv[i] + prefix.size());
   }
   return fallback;
+}
+
+WeightKind kind_option(int argc, char** argv) {
+  PackedShape shape{16, 64, 64, DType::kFloat32, false};
+  shape.kind = static_cast<WeightKind>(option(argc, argv, "kind", 0));
+  check_shape(shape);
+  return shape.kind;
 }
 
 std::string group_name(const PackedShape& shape) {

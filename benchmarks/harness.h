@@ -53,6 +53,9 @@ std::vector<float> normal_values(int64_t count, uint64_t seed);
 /// Value of --name=N on the command line, or `fallback`.
 int64_t option(int argc, char** argv, const char* name, int64_t fallback);
 
+/// Value of --kind=N: a WeightKind, int4 by default.
+WeightKind kind_option(int argc, char** argv);
+
 /// "32", "128" or "channel".
 std::string group_name(const PackedShape& shape);
 

@@ -8,4 +8,5 @@ run_quiet build/log/bench-build.log cmake --build --preset bench -j "$CMAKE_BUIL
 build/bench/benchmarks/bench_kernels "$@"
 build/bench/benchmarks/bench_moe "$@"
 build/bench/benchmarks/bench_pack "$@"
+build/bench/benchmarks/bench_kinds "$@"
 exec build/bench/benchmarks/split_balance

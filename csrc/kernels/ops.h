@@ -56,13 +56,14 @@ concept VectorOps = requires(typename Ops::F f, typename Ops::I i, float* floats
 /// unpacked. A tile of bytes does not know from what, unless the products of e2m1 are too large for the kernel's narrow
 /// sums (kWideBytes).
 enum class Code { kNibbles, kE2M1, kBytes, kWideBytes };
+constexpr bool is_e2m1(Code code) { return code == Code::kE2M1 || code == Code::kWideBytes; }
 constexpr bool is_packed(Code code) { return code == Code::kNibbles || code == Code::kE2M1; }
 
 /// What gemm_of takes besides: the loop over steps of tile-inl.h, what u of e2m1 counts from (kE2M1Zero) and whether it
 /// needs kWideBytes (kE2M1IsWide), kRows = most rows of a tile with 1 (and 2) panels,
 /// and kUnpackRows = rows from which unpacking a panel pays (0: never), then with kUnpackSteps = most steps at once and
 /// unpack_e2m1, a step of e2m1 to 128 bytes u: low nibbles, then high ones.
-/// Optional: kStreamedRows, kOwnGroups (tile-inl.h), kRowMultiple (rows-inl.h).
+/// Optional: kStreamedRows, kOwnGroups, kSpareRegisters, imul16 (tile-inl.h), kRowMultiple (rows-inl.h).
 template <class Ops>
 concept TileOps = VectorOps<Ops> && requires(typename Ops::I (&acc)[1][1][Ops::kVecs], const int8_t* const (&rows)[1],
                                              const uint8_t* const (&weights)[1], const uint8_t* fetch) {

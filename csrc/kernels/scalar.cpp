@@ -27,6 +27,7 @@ struct Ops {
   static constexpr int kRows[] = {2};
   static constexpr int64_t kUnpackRows = 0;  // nothing to gain
   static constexpr uint8_t kE2M1Zero = 0;
+  static constexpr bool kSpareRegisters = true;  // one loop for all: less code
   static constexpr bool kE2M1IsWide = false;
 
   static F splat(float x) { return x; }

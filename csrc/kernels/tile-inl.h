@@ -90,7 +90,43 @@ W4A8_INLINE void finish_groups(const TileArgs& t, typename Ops::F (&f)[R][C][Ops
   }
 }
 
+// acc = -8 * sum of q, and of e2m1 -kE2M1Zero * sum of q.
+template <class Ops, int R, int C, Code kCode>
+W4A8_INLINE void start_accumulators(const TileArgs& t, int64_t group, typename Ops::I (&acc)[R][C][Ops::kVecs]) {
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 2
+    for (int c = 0; c < C; ++c) {
+#pragma GCC unroll 16
+      for (int v = 0; v < Ops::kVecs; ++v) {
+        if constexpr (is_e2m1(kCode) && Ops::kE2M1Zero == 0) {
+          acc[r][c][v] = Ops::isplat(0);
+        } else {
+          acc[r][c][v] = Ops::isplat(t.starts[r * t.starts_stride + group]);
+          if constexpr (is_e2m1(kCode)) {
+            acc[r][c][v] = Ops::iadd(acc[r][c][v], Ops::template shift_right<1>(acc[r][c][v]));
+          }
+        }
+      }
+    }
+  }
+}
+
 template <class Ops, int R, int C>
+W4A8_INLINE void clear_accumulators(typename Ops::I (&acc)[R][C][Ops::kVecs]) {
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 2
+    for (int c = 0; c < C; ++c) {
+#pragma GCC unroll 16
+      for (int v = 0; v < Ops::kVecs; ++v) acc[r][c][v] = Ops::isplat(0);
+    }
+  }
+}
+
+// Where u counts from z instead of 8: acc = -z * sum of q, for kAdded added to acc: behind the sum over the
+// steps, since what is there before is live all through it. kSmall: |sum| < 2^15.
+template <class Ops, int R, int C, bool kAdded, bool kSmall>
 W4A8_INLINE void start_at_zeros(const TileArgs& t, int64_t group, typename Ops::I (&acc)[R][C][Ops::kVecs]) {
 #pragma GCC unroll 2
   for (int c = 0; c < C; ++c) {
@@ -100,32 +136,14 @@ W4A8_INLINE void start_at_zeros(const TileArgs& t, int64_t group, typename Ops::
       const typename Ops::I zero = Ops::load_zeros(zeros + v * Ops::kLanes);
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
-        acc[r][c][v] = Ops::imul(zero, Ops::isplat(t.starts[r * t.starts_stride + group] >> 3));
-      }
-    }
-  }
-}
-
-// acc = -z * sum of q, z being what u counts from.
-template <class Ops, int R, int C, Code kCode>
-W4A8_INLINE void start_accumulators(const TileArgs& t, int64_t group, typename Ops::I (&acc)[R][C][Ops::kVecs]) {
-  if constexpr (kCode != Code::kE2M1) {
-    if (t.zeros != nullptr) return start_at_zeros<Ops, R, C>(t, group, acc);
-  }
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 2
-    for (int c = 0; c < C; ++c) {
-#pragma GCC unroll 16
-      for (int v = 0; v < Ops::kVecs; ++v) {
-        if constexpr (kCode == Code::kE2M1 && Ops::kE2M1Zero == 0) {
-          acc[r][c][v] = Ops::isplat(0);
+        const typename Ops::I sum = Ops::isplat(t.starts[r * t.starts_stride + group] >> 3);
+        typename Ops::I start;
+        if constexpr (kSmall && requires { Ops::imul16(zero, sum); }) {
+          start = Ops::imul16(zero, sum);
         } else {
-          acc[r][c][v] = Ops::isplat(t.starts[r * t.starts_stride + group]);
-          if constexpr (kCode == Code::kE2M1) {
-            acc[r][c][v] = Ops::iadd(acc[r][c][v], Ops::template shift_right<1>(acc[r][c][v]));
-          }
+          start = Ops::imul(zero, sum);
         }
+        acc[r][c][v] = kAdded ? Ops::iadd(acc[r][c][v], start) : start;
       }
     }
   }
@@ -186,7 +204,11 @@ W4A8_INLINE void channelwise_tile(const TileArgs& t, const int8_t* const (&rows)
   typename Ops::I acc[R][C][Ops::kVecs];
   typename Ops::F bits[R][C][Ops::kVecs];
   if (t.first) {
-    start_accumulators<Ops, R, C, kCode>(t, 0, acc);
+    if (!is_e2m1(kCode) && t.zeros != nullptr) {
+      start_at_zeros<Ops, R, C, false, false>(t, 0, acc);
+    } else {
+      start_accumulators<Ops, R, C, kCode>(t, 0, acc);
+    }
   } else {
     load_sums<Ops, R, C>(t, bits);
 #pragma GCC unroll 16
@@ -218,8 +240,12 @@ W4A8_INLINE void channelwise_tile(const TileArgs& t, const int8_t* const (&rows)
   store_sums<Ops, R, C>(t, bits);
 }
 
+// Whether a loop over groups starts at t.zeros: where registers are scarce it has a loop of its own, since a branch in
+// it makes GCC spill more for the others.
+enum class Zeros { kNone, kAll, kAsk };
+
 // f = fma(float(acc), scale, f), group by group. kGroupSteps: steps of a group, 0 if known at run time only.
-template <class Ops, int R, int C, Code kCode, int64_t kGroupSteps>
+template <class Ops, int R, int C, Code kCode, Zeros kZeros, int64_t kGroupSteps>
 W4A8_INLINE void add_groups(const TileArgs& t, const int8_t* const (&rows)[R], const uint8_t* const (&weights)[C],
                             typename Ops::F (&f)[R][C][Ops::kVecs]) {
   using F = typename Ops::F;
@@ -229,8 +255,16 @@ W4A8_INLINE void add_groups(const TileArgs& t, const int8_t* const (&rows)[R], c
   const uint8_t* fetch = t.fetch;
   for (int64_t group = 0, step = 0; step < t.steps; ++group, step += group_steps) {
     typename Ops::I acc[R][C][Ops::kVecs];
-    start_accumulators<Ops, R, C, kCode>(t, group, acc);
+    constexpr bool kSmall = kGroupSteps == kBlockSteps;
+    if constexpr (kZeros == Zeros::kAll) {
+      clear_accumulators<Ops, R, C>(acc);
+    } else if (kZeros == Zeros::kAsk && t.zeros != nullptr) {
+      start_at_zeros<Ops, R, C, false, kSmall>(t, group, acc);
+    } else {
+      start_accumulators<Ops, R, C, kCode>(t, group, acc);
+    }
     Ops::template accumulate<R, C, kCode, true>(acc, rows, weights, step, step + group_steps, fetch);
+    if constexpr (kZeros == Zeros::kAll) start_at_zeros<Ops, R, C, true, kSmall>(t, group, acc);
     if constexpr (is_packed(kCode)) fetch = fetch_bytes(fetch + C * group_steps * kStepBytes, C * scale_bytes);
 #pragma GCC unroll 2
     for (int c = 0; c < C; ++c) {
@@ -242,6 +276,26 @@ W4A8_INLINE void add_groups(const TileArgs& t, const int8_t* const (&rows)[R], c
         for (int r = 0; r < R; ++r) f[r][c][v] = Ops::fma(Ops::to_float(acc[r][c][v]), scale, f[r][c][v]);
       }
     }
+  }
+}
+
+template <class Ops, int R, int C, Code kCode>
+W4A8_INLINE void add_all_groups(const TileArgs& t, const int8_t* const (&rows)[R], const uint8_t* const (&weights)[C],
+                                typename Ops::F (&f)[R][C][Ops::kVecs]) {
+  constexpr bool kSpare = requires { Ops::kSpareRegisters; };
+  if constexpr (!kSpare && !is_e2m1(kCode)) {
+    if (t.zeros != nullptr) {
+      if (t.panels->group_steps == kBlockSteps) {
+        return add_groups<Ops, R, C, kCode, Zeros::kAll, kBlockSteps>(t, rows, weights, f);
+      }
+      return add_groups<Ops, R, C, kCode, Zeros::kAll, 0>(t, rows, weights, f);
+    }
+  }
+  constexpr Zeros kZeros = kSpare && !is_e2m1(kCode) ? Zeros::kAsk : Zeros::kNone;
+  if (t.panels->group_steps == kBlockSteps) {
+    add_groups<Ops, R, C, kCode, kZeros, kBlockSteps>(t, rows, weights, f);
+  } else {
+    add_groups<Ops, R, C, kCode, kZeros, 0>(t, rows, weights, f);
   }
 }
 
@@ -262,10 +316,8 @@ W4A8_INLINE void groups_tile(const TileArgs& t, const int8_t* const (&rows)[R], 
   }
   if constexpr (requires { Ops::kOwnGroups; }) {
     Ops::template add_groups<R, C, kCode>(t, rows, weights, f);
-  } else if (t.panels->group_steps == kBlockSteps) {
-    add_groups<Ops, R, C, kCode, kBlockSteps>(t, rows, weights, f);
   } else {
-    add_groups<Ops, R, C, kCode, 0>(t, rows, weights, f);
+    add_all_groups<Ops, R, C, kCode>(t, rows, weights, f);
   }
   if (t.last) {
     finish_groups<Ops, R, C>(t, f);
