@@ -209,11 +209,35 @@ def test_what_is_refused(write_matrix, quantization, match, tmp_path):
         load(tmp_path / "theirs")
 
 
-def test_zero_points_are_refused_by_name(tmp_path):
-    quantization = {"quant_method": "awq", **INT4, "zero_point": True, "version": "gemm"}
-    write(tmp_path / "theirs", "qwen3", lambda codes, scales: awq(codes, scales, zero=5), quantization)
-    with pytest.raises(ValueError, match=r"model\.layers\.0\.\S+: .*int4 with zero points"):
-        load(tmp_path / "theirs")
+def with_zero_points(packed, zero):
+    """The same codes, meaning less a zero point."""
+    header = w4a8.read_header(packed[0] if packed.dim() == 2 else packed)
+    sizes = header["group"], header["k"], header["n"]
+    nibbles, scales, bias = w4a8.dyn_quant_unpack_4bit_weight(packed, *sizes)
+    zeros = torch.full(scales.shape, zero, dtype=torch.uint8)
+    bias = bias if header["has_bias"] else None
+    return w4a8.dyn_quant_pack_4bit_weight(nibbles, scales, bias, *sizes, zero_points=zeros)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "Qwen2"])
+@pytest.mark.parametrize("kind", ["GPTQ", "AWQ", "AutoRound"])
+def test_zero_points(kind, name, tmp_path):
+    quantization = {**FORMATS[kind][1], "sym": False, "zero_point": True}
+    if kind == "AutoRound":
+        quantization["packing_format"] = "auto_round:auto_awq"
+    write_matrix, stored = (gptq, 4) if kind == "GPTQ" else (awq, 5)
+    want = write(
+        tmp_path / "theirs", name, lambda codes, scales: write_matrix(codes, scales, zero=stored), quantization
+    )
+    for module in want.modules():
+        for key, packed in module.named_buffers(recurse=False):
+            if key.endswith("packed"):
+                setattr(module, key, with_zero_points(packed, 5))
+    model = load(tmp_path / "theirs")
+    assert_same_bits(model(TOKENS).logits, want(TOKENS).logits)
+    model.save_pretrained(tmp_path / "packed")
+    packed = AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+    assert_same_bits(packed(TOKENS).logits, want(TOKENS).logits)
 
 
 def test_missing_and_unknown_tensors(tmp_path):

@@ -28,15 +28,19 @@ def pack_nibbles(
     bias: torch.Tensor | None,
     group_size: int,
     scale_dtype: torch.dtype | None = None,
+    zero_points: torch.Tensor | None = None,
+    values: str = "int4",
 ) -> torch.Tensor:
     """Packs one matrix, or a stack of them in one call of the operator.
 
     Args:
-        nibbles: uint8 [N, K/2] or [E, N, K/2], each nibble a value + 8, the low one of even k.
+        nibbles: uint8 [N, K/2] or [E, N, K/2], codes, the low nibble of even k.
         scales: floating point [..., N, groups], one group if channelwise.
         bias: floating point [..., N] or None; kept as float32.
         group_size: values of k per scale; -1 is channelwise.
         scale_dtype: that scales are kept in; :func:`kept_scale_dtype` if not given.
+        zero_points: uint8 of the shape of ``scales`` in [0, 15]; None, or 8 everywhere: a code is a value + 8.
+        values: ``int4`` or ``e2m1``, what a code is.
 
     Returns:
         uint8 [bytes] or [E, bytes].
@@ -49,6 +53,8 @@ def pack_nibbles(
         columns if group_size == -1 else group_size,
         columns,
         rows,
+        zero_points=zero_points,
+        values=values,
     )
 
 
@@ -100,20 +106,21 @@ class Matrix4:
         return Matrix4(nibbles, scales, zeros, self.kind, bias)
 
     def with_columns(self, begin: int, end: int) -> Matrix4:
-        """The matrix of columns [begin, end): whole groups, or any of one group; the bias stays (views)."""
+        """The matrix of columns [begin, end): whole groups, or whole bytes of one group; the bias stays (views).
+
+        Raises:
+            ValueError: the cut is inside a group, or inside a byte.
+        """
         scales, zeros = self.scales, self.zero_points
+        unit = self.group if scales.shape[1] > 1 else 2
+        if begin % unit != 0 or end % unit != 0:
+            what = f"groups of {unit}" if scales.shape[1] > 1 else "bytes of two"
+            raise ValueError(f"columns [{begin}, {end}) of {self.columns} cut {what}")
         if scales.shape[1] > 1:
-            groups = slice(begin // self.group, end // self.group)
+            groups = slice(begin // unit, end // unit)
             scales, zeros = scales[:, groups], None if zeros is None else zeros[:, groups]
         return Matrix4(self.nibbles[:, begin // 2 : end // 2], scales, zeros, self.kind, self.bias)
 
-    def check_packable(self) -> None:
-        """Raises NotImplementedError for codes that the operators do not have: only symmetric int4 is there."""
-        if self.kind != "int4" or self.zero_points is not None:
-            zeros = "" if self.zero_points is None else " with zero points"
-            raise NotImplementedError(f"the operators have symmetric int4 weights, but these are {self.kind}{zeros}")
-
     def pack(self, scale_dtype: torch.dtype | None = None) -> torch.Tensor:
         """uint8 [bytes], as the operators take it; ``scale_dtype`` as in :func:`pack_nibbles`."""
-        self.check_packable()
-        return pack_nibbles(self.nibbles, self.scales, self.bias, self.group, scale_dtype)
+        return pack_nibbles(self.nibbles, self.scales, self.bias, self.group, scale_dtype, self.zero_points, self.kind)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 
 from w4a8.core.experts import ExpertSizes
 from w4a8.core.loader import slice_of_rank
+from w4a8.core.matrix import Matrix4
 from w4a8.core.nibbles import check_int4_range, to_nibbles, word_nibbles
-from w4a8.core.stack import MatrixStack
+from w4a8.core.stack import MatrixStack, PackedAs
 
-KINDS = {"weight": "nibbles", "weight_scale": "scales", "bias": "bias"}
+KINDS = {"weight": "nibbles", "weight_scale": "scales", "zero_points": "zero_points", "bias": "bias"}
+# What there is one of for each group of columns.
+_BY_GROUP = ("weight_scale", "zero_points")
 
 
 class ExpertPacker:
@@ -25,7 +30,10 @@ class ExpertPacker:
         tp_rank: int = 0,
         tp_size: int = 1,
         w13_interleaved: bool = False,
-        scale_dtypes: dict[str, torch.dtype] | None = None,
+        packed_as: dict[str, PackedAs] | None = None,
+        *,
+        values: dict[str, str] | None = None,
+        zero_points: Collection[str] = (),
     ) -> None:
         """Empty stacks.
 
@@ -34,7 +42,8 @@ class ExpertPacker:
             bias_dtype: as in :class:`MatrixStack`.
             tp_rank, tp_size: which part of each expert this rank holds.
             w13_interleaved: rows of a fused w13 alternate gate and up.
-            scale_dtypes: of ``w13`` and ``w2``, that scales must be kept in; by exactness if not given.
+            packed_as, values: of ``w13`` and ``w2``, as in :class:`MatrixStack`.
+            zero_points: of which of the two zero points come as tensors of their own.
 
         Raises:
             ValueError: H or I is no multiple of the group size, or odd.
@@ -46,9 +55,17 @@ class ExpertPacker:
         self.has_bias = bias_dtype is not None
         self._tp_rank, self._tp_size = tp_rank, tp_size
         self._interleaved = w13_interleaved
-        dtypes = scale_dtypes or {}
         self.stacks = {
-            name: MatrixStack(sizes.experts, rows, columns, sizes.group_size, bias_dtype, dtypes.get(name))
+            name: MatrixStack(
+                sizes.experts,
+                rows,
+                columns,
+                sizes.group_size,
+                bias_dtype,
+                (packed_as or {}).get(name),
+                values=(values or {}).get(name),
+                zero_points=name in zero_points,
+            )
             for name, rows, columns in sizes.stacks
         }
 
@@ -58,18 +75,21 @@ class ExpertPacker:
         Args:
             expert: index on this rank.
             shard: ``w1``, ``w2``, ``w3``, or ``w13`` for a fused one.
-            kind: ``weight`` (int8 [rows, columns] or int32 [rows, ceil(columns / 8)]), ``weight_scale`` or ``bias``,
-                of the whole expert.
+            kind: ``weight`` (int8 [rows, columns], int32 [rows, ceil(columns / 8)], or codes, uint8
+                [rows, columns / 2], low nibble first), ``weight_scale``, ``zero_points`` (uint8) or ``bias``, of the
+                whole expert.
             tensor: the values.
             name: for errors.
 
         Raises:
-            ValueError: a tensor of the wrong dtype or shape, a weight outside [-8, 7], or a shard that the layer does
-                not have.
+            ValueError: a tensor of the wrong dtype or shape, a weight outside [-8, 7], a zero point outside [0, 15], or
+                a shard that the layer does not have.
         """
         if kind == "weight":
             columns = self.sizes.intermediate * self._tp_size if shard == "w2" else self.sizes.hidden
             tensor = _nibbles(tensor, columns, name)
+        elif kind == "zero_points":
+            _check_zero_points(tensor, name)
         elif not tensor.dtype.is_floating_point:
             raise ValueError(f"{name}: dtype {tensor.dtype}, but a float is expected")
         dim = 1 if kind == "bias" else 2
@@ -82,11 +102,44 @@ class ExpertPacker:
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
 
+    def put_matrix(self, expert: int, shard: str, matrix: Matrix4, name: str) -> None:
+        """Takes one matrix of one expert, whole, as a reader of a format gives it; it is copied.
+
+        It has a bias if and only if the packer has; gate and up, and all experts, are of one kind.
+
+        Args:
+            expert, shard, name: as in :meth:`put`.
+            matrix: of the whole expert.
+
+        Raises:
+            ValueError: a matrix of another size, groups or kind, or a shard that the layer does not have.
+        """
+        rank, ranks = self._tp_rank, self._tp_size
+        fused = 2 if shard == "w13" else 1
+        rows, columns = fused * self.sizes.intermediate * ranks, self.sizes.hidden
+        if shard == "w2":
+            rows, columns = columns, rows
+        if (matrix.rows, matrix.columns) != (rows, columns):
+            raise ValueError(f"{name} is [{matrix.rows}, {matrix.columns}], but [{rows}, {columns}] is expected")
+        if (matrix.bias is None) == self.has_bias:
+            raise ValueError(f"{name} has {'no' if self.has_bias else 'a'} bias, unlike the layer")
+        try:
+            if shard == "w2":
+                begin = rank * self.sizes.intermediate
+                part = matrix.with_columns(begin, begin + self.sizes.intermediate)
+                self.stacks["w2"].put(expert, 0, part, has_bias=rank == 0)  # the sum over the ranks has it once
+                return
+            mine = slice(rank * self.sizes.intermediate, (rank + 1) * self.sizes.intermediate)
+            for target, source in self._halves(shard, matrix.rows, name):
+                self.stacks["w13"].put(expert, target.start, matrix.with_rows(source).with_rows(mine))
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+
     def _w2_piece(self, kind: str, tensor: torch.Tensor, name: str) -> list[tuple[slice, torch.Tensor]]:
         rows = slice(0, self.sizes.hidden)
         if kind == "bias":  # the sum over the ranks has it once
             return [(rows, tensor if self._tp_rank == 0 else torch.zeros_like(tensor))]
-        if kind == "weight_scale" and self.sizes.group_size == -1:
+        if kind in _BY_GROUP and self.sizes.group_size == -1:
             return [(rows, tensor)]
         columns = self.sizes.intermediate
         wanted = columns // 2 if kind == "weight" else columns // self.sizes.group_size
@@ -94,22 +147,24 @@ class ExpertPacker:
 
     def _w13_pieces(self, shard: str, tensor: torch.Tensor, name: str) -> list[tuple[slice, torch.Tensor]]:
         part = self.sizes.intermediate
-        halves = {"w1": slice(0, part), "w3": slice(part, 2 * part)}
+        return [
+            (target, slice_of_rank(tensor[source], 0, part, self._tp_rank, self._tp_size, name))
+            for target, source in self._halves(shard, len(tensor), name)
+        ]
+
+    def _halves(self, shard: str, rows: int, name: str) -> list[tuple[slice, slice]]:
+        """Rows of w13 on this rank, and which of a tensor's go there before it is cut for this rank."""
+        part = self.sizes.intermediate
+        gate, up, everything = slice(0, part), slice(part, 2 * part), slice(None)
         if not self.sizes.gated:
             if shard != "w1":
                 raise ValueError(f"{name}: a layer without a gate has w1 and w2, but no {shard}")
-            found = {"w1": tensor}
-        elif shard != "w13":
-            found = {shard: tensor}
-        elif self._interleaved:
-            found = {"w1": tensor[0::2], "w3": tensor[1::2]}
-        else:
-            half = len(tensor) // 2
-            found = {"w1": tensor[:half], "w3": tensor[half:]}
-        return [
-            (halves[which], slice_of_rank(piece, 0, part, self._tp_rank, self._tp_size, name))
-            for which, piece in found.items()
-        ]
+            return [(gate, everything)]
+        if shard != "w13":
+            return [(gate if shard == "w1" else up, everything)]
+        if self._interleaved:
+            return [(gate, slice(0, None, 2)), (up, slice(1, None, 2))]
+        return [(gate, slice(0, rows // 2)), (up, slice(rows // 2, None))]
 
     @property
     def is_empty(self) -> bool:
@@ -122,7 +177,11 @@ class ExpertPacker:
 
 
 def _nibbles(tensor: torch.Tensor, columns: int, name: str) -> torch.Tensor:
-    """uint8 [rows, columns / 2] of int8 values or packed int32 words."""
+    """uint8 [rows, columns / 2] of int8 values, packed int32 words, or what it is already."""
+    if tensor.dtype == torch.uint8:
+        if tensor.dim() != 2 or 2 * tensor.shape[-1] != columns:
+            raise ValueError(f"{name}: shape {tuple(tensor.shape)}, but {columns} columns make {columns // 2} bytes")
+        return tensor
     if tensor.dtype == torch.int32:
         words = (columns + 7) // 8
         if tensor.dim() != 2 or tensor.shape[-1] != words:
@@ -134,3 +193,10 @@ def _nibbles(tensor: torch.Tensor, columns: int, name: str) -> torch.Tensor:
         raise ValueError(f"{name}: shape {tuple(tensor.shape)}, but {columns} columns are expected")
     check_int4_range(tensor, name)
     return to_nibbles(tensor)
+
+
+def _check_zero_points(tensor: torch.Tensor, name: str) -> None:
+    if tensor.dtype != torch.uint8:
+        raise ValueError(f"{name}: dtype {tensor.dtype}, but uint8 is expected")
+    if tensor.numel() > 0 and int(tensor.max()) > 15:
+        raise ValueError(f"{name} holds {int(tensor.max())}, but zero points are in [0, 15]")

@@ -2,34 +2,78 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import torch
 
 from w4a8.core.matrix import Matrix4, kept_scale_dtype, pack_nibbles
 from w4a8.core.memory import fresh_bytes
 
 
+@dataclass(frozen=True)
+class PackedAs:
+    """What the size of a packed stack depends on, beside its shape; of a kind with the same, others fit in its place.
+
+    Attributes:
+        values: ``int4`` or ``e2m1``.
+        scale_dtype: that scales are kept in.
+        zero_points: there is room for them.
+    """
+
+    values: str = "int4"
+    scale_dtype: torch.dtype = torch.bfloat16
+    zero_points: bool = False
+
+
+def _pack_one(tensors: dict[str, torch.Tensor], group_size: int, packed_as: PackedAs) -> torch.Tensor:
+    """uint8 [bytes] of one matrix: ``nibbles`` and ``scales``, ``zero_points`` and ``bias`` if any."""
+    nibbles, scales = tensors["nibbles"], tensors["scales"]
+    zeros, bias = tensors.get("zero_points"), tensors.get("bias")
+    dtype = packed_as.scale_dtype
+    if not packed_as.zero_points:
+        return pack_nibbles(nibbles, scales, bias, group_size, dtype, values=packed_as.values)
+    if zeros is None or not _has_zero_points(zeros):
+        # Alone, the operator would make this one smaller than its neighbours; in a stack with another it does not.
+        nibbles, scales = nibbles.expand(2, -1, -1), scales.expand(2, -1, -1)
+        bias = None if bias is None else bias.expand(2, -1)
+        zeros = torch.full(scales.shape, 8, dtype=torch.uint8)
+        zeros[1] = 7
+        return pack_nibbles(nibbles, scales, bias, group_size, dtype, zeros)[0]
+    return pack_nibbles(nibbles, scales, bias, group_size, dtype, zeros)
+
+
+def _has_zero_points(zeros: torch.Tensor) -> bool:
+    """Whether any is not 8, which is none."""
+    return bool((zeros != 8).any())
+
+
 class _Waiting:
     """The pieces of one matrix, until they are complete."""
 
-    def __init__(self, rows: int, columns: int, scale_columns: int, has_bias: bool) -> None:
+    def __init__(self, rows: int, columns: int, scale_columns: int, has_bias: bool, zero_points: bool) -> None:
         # One block of pages. Scales and biases as float32, which holds those of every file.
         counts = (4 * rows * scale_columns, 4 * rows if has_bias else 0, rows * (columns // 2))
         scales, bias, nibbles = fresh_bytes(sum(counts)).split(counts)
-        self._tensors = {
+        self.tensors = {
             "nibbles": nibbles.view(rows, columns // 2),
             "scales": scales.view(torch.float32).view(rows, scale_columns),
         }
         if has_bias:
-            self._tensors["bias"] = bias.view(torch.float32)
+            self.tensors["bias"] = bias.view(torch.float32)
         self.clear()
+        if zero_points:
+            self.expect_zero_points()
 
-    def tensor(self, kind: str) -> torch.Tensor | None:
-        """All pieces of a kind; None for a bias that there is none of."""
-        return self._tensors.get(kind)
+    def expect_zero_points(self) -> None:
+        """There are zero points from now on; rows that have come have none, which is 8."""
+        self.tensors["zero_points"] = torch.full(self.tensors["scales"].shape, 8, dtype=torch.uint8)
+        self._there["zero_points"] = bytearray(self._there["nibbles"])
 
     def put(self, kind: str, rows: slice, piece: torch.Tensor) -> bool:
         """Copies a piece to its rows; returns whether the matrix is complete."""
-        target = self._tensors[kind][rows]
+        if kind not in self.tensors:
+            raise ValueError(f"{kind} are given, but none are expected")
+        target = self.tensors[kind][rows]
         if target.shape != piece.shape:
             raise ValueError(f"{kind} have shape {tuple(piece.shape)}, but {tuple(target.shape)} is expected")
         target.copy_(piece)
@@ -38,15 +82,16 @@ class _Waiting:
 
     def clear(self) -> None:
         """Nothing is there any more; the memory stays."""
-        self._there = {kind: bytearray(len(tensor)) for kind, tensor in self._tensors.items()}  # by row
+        self._there = {kind: bytearray(len(tensor)) for kind, tensor in self.tensors.items()}  # by row
 
 
 class MatrixStack:
     """Packed matrices [N, K] of E experts, uint8 [E, bytes], put in piece by piece in any order.
 
-    A matrix is packed when its last piece comes; what is incomplete waits as nibbles and float32 scales. Scales are
-    kept as :func:`kept_scale_dtype` says for all of the stack: the first one that bfloat16 would round makes those
-    float32 that have been packed already.
+    A matrix is packed when its last piece comes; what is incomplete waits as nibbles and float32 scales. All matrices
+    of the stack have as many bytes: scales are kept as :func:`kept_scale_dtype` says for all of it, and the first one
+    that bfloat16 would round makes those float32 that have been packed already. Likewise the first zero point that is
+    not 8 gives zero points of 8 to those.
     """
 
     def __init__(
@@ -56,7 +101,10 @@ class MatrixStack:
         columns: int,
         group_size: int,
         bias_dtype: torch.dtype | None = None,
-        scale_dtype: torch.dtype | None = None,
+        packed_as: PackedAs | None = None,
+        *,
+        values: str | None = None,
+        zero_points: bool = False,
     ) -> None:
         """An empty stack.
 
@@ -65,13 +113,18 @@ class MatrixStack:
             rows, columns: N and K of each matrix.
             group_size: values of k per scale; -1 is channelwise.
             bias_dtype: type of the model, which biases are rounded to; None if there are none.
-            scale_dtype: that scales must be kept in; by exactness if not given.
+            packed_as: how it must be packed; as the matrices ask for if not given.
+            values: ``int4`` or ``e2m1``; None is what the first matrix has, ``int4`` if pieces come.
+            zero_points: a matrix is not complete without a piece ``zero_points``. (A matrix that is :meth:`put` may
+                have them or not, in any case.)
         """
         self.experts, self.rows, self.columns, self.group_size = experts, rows, columns, group_size
         self.bias_dtype = bias_dtype
         self._scale_columns = 1 if group_size == -1 else columns // group_size
-        self.scale_dtype = scale_dtype or torch.bfloat16
-        self._may_widen = scale_dtype is None
+        self._values = values if packed_as is None else packed_as.values
+        self.packed_as = packed_as if packed_as is not None else PackedAs(values or "int4")
+        self._is_fixed = packed_as is not None
+        self._zero_points = zero_points
         self._packed: torch.Tensor | None = None
         self._done: set[int] = set()
         # Experts are written from the first to the last, so that no memory is taken ahead: with huge pages, the first
@@ -81,26 +134,41 @@ class MatrixStack:
         self._waiting: dict[int, _Waiting] = {}
         self._spare: _Waiting | None = None
 
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """That scales are kept in, as far as is known."""
+        return self.packed_as.scale_dtype
+
     def put(self, expert: int, row: int, matrix: Matrix4, has_bias: bool = True) -> None:
         """Copies a matrix to rows [row, row + its rows) of an expert; it has a bias if and only if the stack has.
+
+        A matrix without zero points beside others that have them gets 8 everywhere, which is the same.
 
         Args:
             expert: index.
             row: of the stack.
-            matrix: of the same columns and groups.
+            matrix: of the same columns, groups and kind.
             has_bias: False puts zeros in place of the bias: another rank adds it.
 
         Raises:
-            NotImplementedError: codes that the operators do not have.
-            ValueError: a matrix of another shape.
+            ValueError: a matrix of another shape, or of another kind than those before.
         """
-        matrix.check_packable()
+        self._agree_on(matrix.kind)
         rows = slice(row, row + matrix.rows)
+        zeros = matrix.zero_points
+        if zeros is not None and not self._zero_points:
+            self._zero_points = True
+            for waiting in (*self._waiting.values(), self._spare):
+                if waiting is not None:
+                    waiting.expect_zero_points()
         if self.bias_dtype is not None:
             self.put_piece(
                 expert, "bias", rows, matrix.bias if has_bias else torch.zeros(matrix.rows, dtype=torch.float32)
             )
         self.put_piece(expert, "scales", rows, matrix.scales)
+        if self._zero_points:
+            eight = torch.full(matrix.scales.shape, 8, dtype=torch.uint8) if zeros is None else zeros
+            self.put_piece(expert, "zero_points", rows, eight)
         self.put_piece(expert, "nibbles", rows, matrix.nibbles)
 
     def put_piece(self, expert: int, kind: str, rows: slice, piece: torch.Tensor) -> None:
@@ -108,13 +176,16 @@ class MatrixStack:
 
         Args:
             expert: index.
-            kind: ``nibbles`` (uint8 [rows, K/2]), ``scales`` ([rows, groups]) or ``bias`` ([rows]).
+            kind: ``nibbles`` (uint8 [rows, K/2]), ``scales`` ([rows, groups]), ``zero_points`` (uint8 [rows, groups]
+                in [0, 15]) or ``bias`` ([rows]).
             rows: of the stack.
             piece: the values.
 
         Raises:
-            ValueError: a piece of another shape, or the last one of scales that ``scale_dtype`` would round.
+            ValueError: a piece of another shape, one that there is none of, or the last one of a matrix that cannot be
+                packed as ``packed_as`` says.
         """
+        self._agree_on(self._values or "int4")
         waiting = self._waiting.get(expert)
         if waiting is None:
             waiting, self._spare = self._spare or self._new_waiting(), None
@@ -128,19 +199,35 @@ class MatrixStack:
                 waiting.clear()
                 self._spare = waiting
 
+    def _agree_on(self, values: str) -> None:
+        if self._values is None:
+            self._values = values
+            self.packed_as = replace(self.packed_as, values=values)
+        if values != self._values:
+            raise ValueError(f"the codes are {values}, but {self._values} is expected: a stack is of one kind")
+
     def _new_waiting(self) -> _Waiting:
-        return _Waiting(self.rows, self.columns, self._scale_columns, self.bias_dtype is not None)
+        has_bias = self.bias_dtype is not None
+        return _Waiting(self.rows, self.columns, self._scale_columns, has_bias, self._zero_points)
 
     def _pack(self, expert: int, matrix: _Waiting) -> None:
-        scales = matrix.tensor("scales")
-        if self.scale_dtype == torch.bfloat16 and kept_scale_dtype(scales) == torch.float32:
-            if not self._may_widen:
-                raise ValueError(f"the scales of expert {expert} are no bfloat16 values, which they are to be kept in")
-            self._widen()
-        self._store(expert, matrix.tensor("nibbles"), scales, matrix.tensor("bias"))
+        needed, zeros = self.packed_as, matrix.tensors.get("zero_points")
+        if needed.scale_dtype == torch.bfloat16 and kept_scale_dtype(matrix.tensors["scales"]) != torch.bfloat16:
+            self._must_not_be_fixed(f"the scales of expert {expert} are no bfloat16 values")
+            needed = replace(needed, scale_dtype=torch.float32)
+        if not needed.zero_points and zeros is not None and _has_zero_points(zeros):
+            self._must_not_be_fixed(f"the zero points of expert {expert} are not 8")
+            needed = replace(needed, zero_points=True)
+        if needed != self.packed_as:
+            self._repack(needed)
+        self._store(expert, matrix.tensors)
 
-    def _store(self, expert: int, nibbles: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> None:
-        packed = pack_nibbles(nibbles, scales, bias, self.group_size, self.scale_dtype)
+    def _must_not_be_fixed(self, problem: str) -> None:
+        if self._is_fixed:
+            raise ValueError(f"{problem}, which they are to be kept in")
+
+    def _store(self, expert: int, tensors: dict[str, torch.Tensor]) -> None:
+        packed = _pack_one(tensors, self.group_size, self.packed_as)
         if self._packed is None:
             self._packed = fresh_bytes(self.experts, packed.numel(), huge_pages=True)
         self._done.add(expert)
@@ -153,16 +240,17 @@ class MatrixStack:
             self._packed[self._written] = self._held.pop(self._written)
             self._written += 1
 
-    def _widen(self) -> None:
-        """Makes all scales float32."""
+    def _repack(self, packed_as: PackedAs) -> None:
+        """Packs what is packed as something larger."""
         before, written, held = self._packed, self._written, self._held
         self._packed, self._written, self._held = None, 0, {}
-        self.scale_dtype = torch.float32
+        self.packed_as = packed_as
         group = self.columns if self.group_size == -1 else self.group_size
         for expert in sorted(self._done):
             matrix = before[expert] if expert < written else held.pop(expert)
-            nibbles, scales, bias = torch.ops.w4a8.dyn_quant_unpack_4bit_weight(matrix, group, self.columns, self.rows)
-            self._store(expert, nibbles, scales, bias if self.bias_dtype is not None else None)
+            unpacked = torch.ops.w4a8.dyn_quant_unpack_any_4bit_weight(matrix, group, self.columns, self.rows)
+            tensors = dict(zip(("nibbles", "scales", "zero_points", "bias"), unpacked))
+            self._store(expert, {name: tensor for name, tensor in tensors.items() if tensor.numel() != 0})
 
     @property
     def is_empty(self) -> bool:
@@ -182,7 +270,9 @@ class MatrixStack:
             nibbles = torch.empty(0, self.rows, self.columns // 2, dtype=torch.uint8)
             bias = None if self.bias_dtype is None else torch.empty(0, self.rows, dtype=torch.float32)
             scales = torch.empty(0, self.rows, self._scale_columns, dtype=torch.float32)
-            return pack_nibbles(nibbles, scales, bias, self.group_size, self.scale_dtype)
+            zeros = torch.empty(scales.shape, dtype=torch.uint8) if self.packed_as.zero_points else None
+            dtype, values = self.packed_as.scale_dtype, self.packed_as.values
+            return pack_nibbles(nibbles, scales, bias, self.group_size, dtype, zeros, values)
         packed, self._packed, self._spare = self._packed, None, None
         self._done.clear()
         self._written = 0

@@ -108,11 +108,7 @@ class W4A8Linear(PackedModule):
 
     @classmethod
     def from_matrix(cls, matrix: Matrix4, scale_dtype: torch.dtype | None = None) -> W4A8Linear:
-        """A layer of what a reader of a format gives (:mod:`w4a8.formats`); ``scale_dtype`` as above.
-
-        Raises:
-            NotImplementedError: codes that the operators do not have.
-        """
+        """A layer of what a reader of a format gives (:mod:`w4a8.formats`); ``scale_dtype`` as above."""
         return cls(matrix.pack(scale_dtype), matrix.columns, matrix.rows, matrix.group)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

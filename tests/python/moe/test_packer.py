@@ -11,7 +11,7 @@ import torch
 from w4a8.core.experts import ExpertSizes, pack_stack
 from w4a8.core.matrix import kept_scale_dtype
 from w4a8.core.packer import ExpertPacker
-from w4a8.core.stack import MatrixStack
+from w4a8.core.stack import MatrixStack, PackedAs
 
 EXPERTS, HIDDEN, INTERMEDIATE = 3, 128, 64
 
@@ -137,7 +137,8 @@ def test_again():
     """Other weights into the same packer, as when an engine gets new ones; their scales must fit."""
     first, second = _checkpoint(32, torch.bfloat16), _checkpoint(32, torch.float32, seed=1)
     dtypes = {"w13": torch.float32, "w2": torch.bfloat16}
-    packer = _packer(32, True, 0, 1, scale_dtypes=dtypes)
+    packed_as = {name: PackedAs(scale_dtype=dtype) for name, dtype in dtypes.items()}
+    packer = _packer(32, True, 0, 1, packed_as=packed_as)
     for key, tensor in first.items():
         packer.put(*key, tensor, "name")
     assert packer.stacks["w13"].scale_dtype == torch.float32

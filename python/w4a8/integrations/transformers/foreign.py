@@ -142,14 +142,13 @@ class Foreign:
         """Packs, module by module, and puts the modules into the model.
 
         Raises:
-            ValueError: a tensor is missing, or has another shape or values than it should; codes that the operators do
-                not have. Names the module.
+            ValueError: a tensor is missing, or has another shape or values than it should; names the module.
         """
         report = QuantizationReport()
         for name, module in self.modules.items():
             try:
                 new = self._pack(module)
-            except (ValueError, NotImplementedError) as error:
+            except ValueError as error:
                 raise ValueError(f"{name}: {error}") from error
             owner, _, key = name.rpartition(".")
             setattr(model.get_submodule(owner), key, new.eval())

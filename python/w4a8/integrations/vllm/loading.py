@@ -10,6 +10,7 @@ from vllm.config import get_current_vllm_config_or_none
 from w4a8.core.experts import ExpertSizes
 from w4a8.core.loader import MoEWeightLoader
 from w4a8.core.packer import ExpertPacker
+from w4a8.core.stack import PackedAs
 
 # Shards of vLLM's loader for gpt-oss, which has gate and up in one tensor.
 _SHARDS = {"gpt_oss_w13": "w13", "gpt_oss_w2": "w2"}
@@ -92,7 +93,7 @@ class ExpertsLoader(MoEWeightLoader):
         super().__init__(tp_rank, tp_size, None, w13_interleaved, sizes.gated)
         self._layer = layer
         self._loaded: dict[str, set[tuple[int, str]]] = {}
-        self._scale_dtypes: dict[str, torch.dtype] | None = None  # once packed
+        self._packed_as: dict[str, PackedAs] | None = None  # once packed
         self._new_packer = partial(ExpertPacker, sizes, bias_dtype, tp_rank, tp_size, w13_interleaved)
         self.packer = self._new_packer()
 
@@ -127,7 +128,7 @@ class ExpertsLoader(MoEWeightLoader):
         expert = self.local_expert(expert_id)
         if expert == -1:
             return False if return_success else None
-        if self._scale_dtypes is not None and param.is_meta:
+        if self._packed_as is not None and param.is_meta:
             # Other weights: vLLM first counts what a call copies, and calls again when it has the whole layer.
             super().__call__(param, loaded_weight, weight_name, shard, expert_id)
         else:
@@ -138,8 +139,8 @@ class ExpertsLoader(MoEWeightLoader):
     def pack(self) -> dict[str, torch.Tensor]:
         """``w13`` and ``w2``, uint8 [E, bytes]. What comes afterwards is another set of weights, of the same types."""
         packed = self.packer.pack()
-        self._scale_dtypes = {name: stack.scale_dtype for name, stack in self.packer.stacks.items()}
-        self.packer = self._new_packer(scale_dtypes=self._scale_dtypes)
+        self._packed_as = {name: stack.packed_as for name, stack in self.packer.stacks.items()}
+        self.packer = self._new_packer(packed_as=self._packed_as)
         self._loaded.clear()
         return packed
 

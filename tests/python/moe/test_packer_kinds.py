@@ -1,0 +1,279 @@
+"""Stacks of every kind of 4-bit weights: matrix by matrix or piece by piece the bytes of one call of the operator."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+import w4a8
+from w4a8.core.experts import ExpertSizes
+from w4a8.core.matrix import Matrix4
+from w4a8.core.packer import ExpertPacker
+from w4a8.core.stack import MatrixStack, PackedAs
+
+EXPERTS, HIDDEN, INTERMEDIATE, GROUP = 3, 128, 64, 32
+KINDS = ("int4", "zeros", "e2m1")
+SHAPES = {"w1": (INTERMEDIATE, HIDDEN), "w3": (INTERMEDIATE, HIDDEN), "w2": (HIDDEN, INTERMEDIATE)}
+
+
+def _matrix(rows, columns, kind, group=GROUP, scale_dtype=torch.float16, bias=True):
+    groups = 1 if group == -1 else columns // group
+    nibbles = torch.randint(256, (rows, columns // 2), dtype=torch.uint8)
+    if kind == "e2m1":
+        scales = torch.ldexp(torch.ones(rows, groups), torch.randint(-20, 4, (rows, groups)))
+    else:
+        scales = (torch.rand(rows, groups) / 8).to(scale_dtype)
+    zeros = torch.randint(16, (rows, groups), dtype=torch.uint8) if kind == "zeros" else None
+    if zeros is not None:
+        zeros[0, 0] = 3  # not 8 everywhere
+    values = "e2m1" if kind == "e2m1" else "int4"
+    return Matrix4(nibbles, scales, zeros, values, torch.randn(rows) if bias else None)
+
+
+def _experts(kinds, **more):
+    """{(expert, shard): matrix} with ``kinds[stack]``."""
+    found = {}
+    for expert in range(EXPERTS):
+        for shard, shape in SHAPES.items():
+            found[expert, shard] = _matrix(*shape, kinds["w2" if shard == "w2" else "w13"], **more)
+    return found
+
+
+def _one_call(matrices, group, scale_dtype=None):
+    """A stack of equal matrices by one call of the operator; each a list of matrices of consecutive rows."""
+    whole = []
+    for parts in matrices:
+        zeros = [torch.full(part.scales.shape, 8, dtype=torch.uint8) if part.zero_points is None else part.zero_points
+                 for part in parts]  # fmt: skip
+        biases = [part.bias for part in parts]
+        whole.append([torch.cat(tensors) for tensors in
+                      ([p.nibbles for p in parts], [p.scales.float() for p in parts], zeros)]
+                     + [None if biases[0] is None else torch.cat(biases)])  # fmt: skip
+    nibbles, scales, zeros = (torch.stack([one[i] for one in whole]) for i in range(3))
+    bias = None if whole[0][3] is None else torch.stack([one[3] for one in whole]).to(torch.bfloat16)
+    values = matrices[0][0].kind
+    rounded = scales.to(torch.bfloat16)
+    scales = (
+        rounded
+        if scale_dtype is None and torch.equal(rounded.float(), scales)
+        else scales.to(scale_dtype or torch.float32)
+    )
+    columns = 2 * nibbles.shape[-1]
+    return w4a8.dyn_quant_pack_4bit_weight(
+        nibbles, scales, bias, columns if group == -1 else group, columns, nibbles.shape[1],
+        zero_points=None if values == "e2m1" else zeros, values=values,
+    )  # fmt: skip
+
+
+def _cut(matrix, shard, rank, ranks, group):
+    """What a rank has of a matrix, by slices of tensors."""
+    part = INTERMEDIATE // ranks
+    mine = slice(rank * part, (rank + 1) * part)
+    nibbles, scales, zeros, bias = matrix.nibbles, matrix.scales, matrix.zero_points, matrix.bias
+    if shard != "w2":
+        zeros = None if zeros is None else zeros[mine]
+        return Matrix4(nibbles[mine], scales[mine], zeros, matrix.kind, None if bias is None else bias[mine])
+    groups = slice(None) if group == -1 else slice(mine.start // group, mine.stop // group)
+    zeros = None if zeros is None else zeros[:, groups]
+    if bias is not None and rank != 0:
+        bias = torch.zeros_like(bias)
+    return Matrix4(nibbles[:, mine.start // 2 : mine.stop // 2], scales[:, groups], zeros, matrix.kind, bias)
+
+
+def _expected(matrices, group, rank=0, ranks=1):
+    cut = {(expert, shard): _cut(m, shard, rank, ranks, group) for (expert, shard), m in matrices.items()}
+    return {
+        "w13": _one_call([[cut[e, "w1"], cut[e, "w3"]] for e in range(EXPERTS)], group),
+        "w2": _one_call([[cut[e, "w2"]] for e in range(EXPERTS)], group),
+    }
+
+
+def _packer(group=GROUP, rank=0, ranks=1, bias=True, interleaved=False, **more):
+    sizes = ExpertSizes(EXPERTS, HIDDEN, INTERMEDIATE // ranks, group)
+    return ExpertPacker(sizes, torch.bfloat16 if bias else None, rank, ranks, interleaved, **more)
+
+
+def _same(found, expected):
+    return all(torch.equal(found[name], expected[name]) for name in ("w13", "w2"))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("group", [32, -1])
+@pytest.mark.parametrize("kinds", [(a, b) for a in KINDS for b in KINDS], ids="-".join)
+def test_matrices_in_any_order(kinds, group, bias):
+    matrices = _experts(dict(zip(("w13", "w2"), kinds)), group=group, bias=bias)
+    for ranks in (1, 2):
+        for rank in range(ranks):
+            packer = _packer(group, rank, ranks, bias)
+            order = list(matrices)
+            random.Random(rank).shuffle(order)
+            for expert, shard in order:
+                packer.put_matrix(expert, shard, matrices[expert, shard], "name")
+            assert _same(packer.pack(), _expected(matrices, group, rank, ranks))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pieces_in_any_order(kind):
+    matrices = _experts({"w13": kind, "w2": kind})
+    pieces = []
+    for key, matrix in matrices.items():
+        pieces += [(key, "weight", matrix.nibbles), (key, "weight_scale", matrix.scales), (key, "bias", matrix.bias)]
+        if kind == "zeros":
+            pieces.append((key, "zero_points", matrix.zero_points))
+    for seed, ranks in ((0, 1), (1, 2)):
+        random.Random(seed).shuffle(pieces)
+        zeros = ("w13", "w2") if kind == "zeros" else ()
+        values = dict.fromkeys(("w13", "w2"), "e2m1" if kind == "e2m1" else "int4")
+        packer = _packer(rank=ranks - 1, ranks=ranks, values=values, zero_points=zeros)
+        for (expert, shard), what, piece in pieces:
+            packer.put(expert, shard, what, piece, "name")
+        assert _same(packer.pack(), _expected(matrices, GROUP, ranks - 1, ranks))
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_fused_gate_and_up(kind, interleaved):
+    matrices = _experts({"w13": kind, "w2": kind})
+    for ranks in (1, 2):
+        packer = _packer(rank=ranks - 1, ranks=ranks, interleaved=interleaved)
+        for expert in range(EXPERTS):
+            gate, up = matrices[expert, "w1"], matrices[expert, "w3"]
+            pairs = [(getattr(gate, f), getattr(up, f)) for f in ("nibbles", "scales", "zero_points", "bias")]
+            nibbles, scales, zeros, bias = (
+                None if a is None else (torch.stack((a, b), 1).flatten(0, 1) if interleaved else torch.cat((a, b)))
+                for a, b in pairs
+            )
+            packer.put_matrix(expert, "w13", Matrix4(nibbles, scales, zeros, gate.kind, bias), "name")
+            packer.put_matrix(expert, "w2", matrices[expert, "w2"], "name")
+        assert _same(packer.pack(), _expected(matrices, GROUP, ranks - 1, ranks))
+
+
+@pytest.mark.parametrize("with_zeros", [{(0, "w1")}, {(1, "w3")}, {(2, "w1"), (2, "w2")}, {(1, "w1"), (0, "w2")}])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_matrices_without_zero_points_beside_others(with_zeros, reverse):
+    """They get 8, whenever the first zero point comes, and scales stay what they are."""
+    matrices = _experts({"w13": "int4", "w2": "int4"})
+    for key in with_zeros:
+        matrices[key] = _matrix(*SHAPES[key[1]], "zeros", scale_dtype=torch.bfloat16)
+    packer = _packer()
+    for expert, shard in sorted(matrices, reverse=reverse):
+        packer.put_matrix(expert, shard, matrices[expert, shard], "name")
+    assert _same(packer.pack(), _expected(matrices, GROUP))
+
+
+def test_zero_points_that_are_all_8():
+    """Packed as none, however they come."""
+    matrices = _experts({"w13": "int4", "w2": "int4"})
+    packer = _packer(zero_points=("w13", "w2"))
+    for key, matrix in matrices.items():
+        eight = torch.full(matrix.scales.shape, 8, dtype=torch.uint8)
+        packer.put_matrix(*key, replace(matrix, zero_points=eight), "name")
+    assert not packer.stacks["w13"].packed_as.zero_points
+    assert _same(packer.pack(), _expected(matrices, GROUP))
+
+
+def test_scales_and_zero_points_come_late():
+    matrices = _experts({"w13": "int4", "w2": "int4"}, scale_dtype=torch.bfloat16)
+    matrices[2, "w3"] = _matrix(*SHAPES["w3"], "zeros", scale_dtype=torch.float32)
+    packer = _packer()
+    for expert, shard in sorted(matrices):
+        packer.put_matrix(expert, shard, matrices[expert, shard], "name")
+    assert packer.stacks["w13"].packed_as == PackedAs("int4", torch.float32, True)
+    assert packer.stacks["w2"].packed_as == PackedAs("int4", torch.bfloat16, False)
+    assert _same(packer.pack(), _expected(matrices, GROUP))
+
+
+def test_again():
+    """Into the same bytes: what needs less gets as much, what needs more is refused."""
+    first = _experts({"w13": "zeros", "w2": "int4"})
+    packer = _packer()
+    for key, matrix in first.items():
+        packer.put_matrix(*key, matrix, "name")
+    sizes = {name: packed.shape for name, packed in packer.pack().items()}
+    packed_as = {name: stack.packed_as for name, stack in packer.stacks.items()}
+    second = _experts({"w13": "int4", "w2": "int4"})
+    packer = _packer(packed_as=packed_as)
+    for key, matrix in second.items():
+        packer.put_matrix(*key, matrix, "name")
+    packed = packer.pack()
+    assert {name: tensor.shape for name, tensor in packed.items()} == sizes
+    unpacked = w4a8.dyn_quant_unpack_any_4bit_weight(packed["w13"], GROUP, HIDDEN, 2 * INTERMEDIATE)
+    assert torch.equal(unpacked[0][1], torch.cat([second[1, "w1"].nibbles, second[1, "w3"].nibbles]))
+    assert (unpacked[2] == 8).all()
+    packer = _packer(packed_as=packed_as)
+    with pytest.raises(ValueError, match="the name: the zero points of expert 0 are not 8"):
+        packer.put_matrix(0, "w2", _matrix(HIDDEN, INTERMEDIATE, "zeros"), "the name")
+    with pytest.raises(ValueError, match="the name: the codes are e2m1, but int4 is expected"):
+        packer.put_matrix(0, "w2", _matrix(HIDDEN, INTERMEDIATE, "e2m1"), "the name")
+
+
+def test_no_experts():
+    sizes = ExpertSizes(0, HIDDEN, INTERMEDIATE, 32)
+    for kind in ("int4", "e2m1"):
+        assert ExpertPacker(sizes, None, values={"w2": kind}, zero_points=("w13",)).pack()["w2"].shape[0] == 0
+    assert MatrixStack(0, 16, 32, 32, None, PackedAs("int4", torch.float32, True)).pack().shape[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("shard", "matrix", "message"),
+    [
+        ("w1", (64, 64, "int4"), r"is \[64, 64\], but \[64, 128\] is expected"),
+        ("w13", (64, 128, "int4"), r"is \[64, 128\], but \[128, 128\] is expected"),
+        ("w2", (64, 128, "int4"), r"is \[64, 128\], but \[128, 64\] is expected"),
+        ("w3", (64, 128, "e2m1"), "the codes are e2m1, but int4 is expected"),
+        ("w3", (64, 128, "zeros", 64), r"scales have shape \(64, 2\), but \(64, 4\) is expected"),
+        ("w3", (64, 128, "zeros", 32, torch.float16, False), "has no bias, unlike the layer"),
+    ],
+)
+def test_wrong_matrices(shard, matrix, message):
+    packer = _packer()
+    packer.put_matrix(0, "w1", _matrix(64, 128, "int4"), "w1")
+    with pytest.raises(ValueError, match=f"the name:? {message}"):
+        packer.put_matrix(0, shard, _matrix(*matrix), "the name")
+
+
+@pytest.mark.parametrize(
+    ("kind", "tensor", "message"),
+    [
+        ("zero_points", torch.full((64, 4), 16, dtype=torch.uint8), r"holds 16, but zero points are in \[0, 15\]"),
+        ("zero_points", torch.full((64, 4), 8, dtype=torch.int8), "dtype torch.int8, but uint8 is expected"),
+        ("zero_points", torch.full((64, 3), 8, dtype=torch.uint8), r"but \(64, 4\) is expected"),
+        ("weight", torch.zeros(64, 63, dtype=torch.uint8), "128 columns make 64 bytes"),
+    ],
+)
+def test_wrong_pieces(kind, tensor, message):
+    with pytest.raises(ValueError, match=f"the name.*{message}"):
+        _packer(zero_points=("w13",)).put(0, "w1", kind, tensor, "the name")
+
+
+def test_zero_points_that_nobody_expects():
+    with pytest.raises(ValueError, match="the name: zero_points are given, but none are expected"):
+        _packer().put(0, "w1", "zero_points", torch.full((64, 4), 8, dtype=torch.uint8), "the name")
+
+
+@pytest.mark.parametrize(("group", "begin", "end"), [(32, 16, 64), (32, 0, 48), (-1, 1, 64), (-1, 0, 33)])
+def test_cut_inside_a_group(group, begin, end):
+    matrix = _matrix(8, 128, "zeros", group)
+    with pytest.raises(ValueError, match=rf"columns \[{begin}, {end}\) of 128 cut"):
+        matrix.with_columns(begin, end)
+
+
+def test_the_op_takes_them():
+    """Experts of every pair of kinds through the fused operator, beside its answer for each expert alone."""
+    for kinds in ((a, b) for a in KINDS for b in KINDS):
+        matrices = _experts(dict(zip(("w13", "w2"), kinds)))
+        packer = _packer()
+        for key, matrix in matrices.items():
+            packer.put_matrix(*key, matrix, "name")
+        packed = packer.pack()
+        x = torch.randn(5, HIDDEN)
+        ids = torch.tensor([[0], [1], [2], [2], [0]])
+        weights = torch.ones(5, 1)
+        sizes = (HIDDEN, INTERMEDIATE, 2 * INTERMEDIATE, GROUP, False, 0)
+        found = w4a8.dynamic_4bit_int_moe(x, ids, weights, packed["w13"], packed["w2"], *sizes)
+        for row, expert in enumerate(ids[:, 0].tolist()):
+            halves = [matrices[expert, "w1"], matrices[expert, "w3"]]
+            w13, w2 = _one_call([halves], GROUP), _one_call([[matrices[expert, "w2"]]], GROUP)
+            alone = w4a8.dynamic_4bit_int_moe(x[row : row + 1], ids[:1] * 0, weights[:1], w13, w2, *sizes)
+            assert torch.equal(found[row], alone[0]), kinds
