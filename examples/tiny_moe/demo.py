@@ -8,6 +8,7 @@ The exit status is non-zero if a result is wrong. Times are shown and never judg
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import sys
 from pathlib import Path
@@ -25,7 +26,15 @@ from evaluate import bits_per_byte, generate
 PROMPTS = ("import os\n\n\nclass ", "def ")
 SCHEMES = ("g32", "channelwise")
 
-# Int8 activations may cost this much of the bits per byte of the dequantized model, either way.
+# What w4a8.quantize_ does to the g32 model in floats: row of the table -> options.
+KINDS = {
+    "int4, g128": {"group_size": 128},
+    "int4 with zero points, g128": {"group_size": 128, "symmetric": False},
+    "int4 with zero points, g32": {"group_size": 32, "symmetric": False},
+    "e2m1 (MXFP4's numbers), g32": {"group_size": 32, "values": "e2m1"},
+}
+
+# Int8 activations, and rounding to nearest, may cost this much of the bits per byte of the same model in floats.
 TOLERANCE = 0.02
 # Both sides of the speed comparison quantize alike; what is left is rounding.
 ATEN_TOLERANCE = 0.02
@@ -91,6 +100,26 @@ def show_quality(directory: Path, metrics: dict[str, Any]) -> list[str]:
     return problems
 
 
+def show_kinds(directory: Path) -> list[str]:
+    """Print what each kind of 4-bit weights costs when w4a8.quantize_ rounds to it; returns what is wrong."""
+    text = data.held_out_bytes()
+    floats = modeling.load_dequantized(directory)
+    reference = bits_per_byte(floats, text, "floats")
+    heading("Bits per byte after w4a8.quantize_, to nearest, in one call")
+    print(f"{'weights':28} {'activations':14}{'bits per byte':>18}{'bytes':>14}")
+    print(f"{'float32':28} {'float32':14}{reference:>18.4f}{'':>14}")
+    problems = []
+    for name, options in KINDS.items():
+        model = copy.deepcopy(floats)
+        packed = w4a8.quantize_(model, **options).packed_bytes
+        bits = bits_per_byte(model, text, name)
+        print(f"{name:28} {'int8':14}{f'{bits:.4f}{relative(bits, reference)}':>18}{packed:>14,}")
+        if not abs(bits / reference - 1) <= TOLERANCE:
+            problems.append(f"{name}: {bits:.4f} bits per byte, the same model in floats {reference:.4f}")
+    print("float32 is the g32 checkpoint above, multiplied out: its weights are int4 times a scale per 32 already.")
+    return problems
+
+
 def show_speed() -> list[str]:
     """Print the times of one large layer; returns what is wrong."""
     results, difference = speed.measure()
@@ -133,6 +162,7 @@ def main() -> int:
 
     show_text(args.checkpoints / "g32", args)
     problems = show_quality(args.checkpoints, metrics)
+    problems += show_kinds(args.checkpoints / "g32")
     if not args.skip_speed:
         problems += show_speed()
     for problem in problems:

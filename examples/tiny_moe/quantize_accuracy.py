@@ -3,8 +3,8 @@
     python quantize_accuracy.py --model build
 
 reads what ``train.py`` wrote (``float32.pt``, ``config.json``), quantizes copies of it to nearest with and without
-the search of scales, in groups of 32, of 128 and per channel, and prints a table: every attention projection and
-every expert is int4, every activation before them int8, through the ``w4a8`` ops.
+the search of scales, to each kind of weights, in groups of 32, of 128 and per channel, and prints a table: every
+attention projection and every expert has 4-bit weights, every activation before them is int8, through the ``w4a8`` ops.
 """
 
 from __future__ import annotations
@@ -21,6 +21,13 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 import data
 import w4a8
 from evaluate import bits_per_byte
+
+# Kind of weights: options of quantize_, and the groups to measure.
+KINDS = {
+    "int4": ({}, (32, 128, -1)),
+    "int4 with zero points": ({"symmetric": False}, (32, 128, -1)),
+    "e2m1": ({"values": "e2m1"}, (32,)),
+}
 
 
 def main() -> None:
@@ -42,17 +49,18 @@ def main() -> None:
     print("| weights | scales | bits per byte | to float32 | bytes of weights | seconds to quantize |")
     print("|---|---|---|---|---|---|")
     print(f"| float32 | | {float32:.4f} | | | |")
-    for group_size in (32, 128, -1):
-        for clip_search in (False, True):
-            name = f"int4, {f'g{group_size}' if group_size != -1 else 'channelwise'}"
-            quantized = copy.deepcopy(model)
-            started = time.monotonic()
-            report = w4a8.quantize_(quantized, group_size, clip_search=clip_search)
-            seconds = time.monotonic() - started
-            bits = bits_per_byte(quantized, text, name)
-            scales = "searched" if clip_search else "largest magnitude"
-            cost = f"{bits:.4f} | {bits / float32 - 1:+.2%}"
-            print(f"| {name} | {scales} | {cost} | {report.packed_bytes:,} | {seconds:.1f} |", flush=True)
+    for kind, (options, groups) in KINDS.items():
+        for group_size in groups:
+            for clip_search in (False, True):
+                name = f"{kind}, {f'g{group_size}' if group_size != -1 else 'channelwise'}"
+                quantized = copy.deepcopy(model)
+                started = time.monotonic()
+                report = w4a8.quantize_(quantized, group_size, clip_search=clip_search, **options)
+                seconds = time.monotonic() - started
+                bits = bits_per_byte(quantized, text, name)
+                scales = "searched" if clip_search else "covering"
+                cost = f"{bits:.4f} | {bits / float32 - 1:+.2%}"
+                print(f"| {name} | {scales} | {cost} | {report.packed_bytes:,} | {seconds:.1f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import pytest
 import reference
 import torch
 from common import TORCH_VERSION, assert_same_bits, assert_within
+from test_rounding import KINDS, kinds, nearest_of_kind, new_kinds
 from torch import nn
 
 import w4a8
@@ -35,7 +36,11 @@ def float_model():
 
 
 @pytest.mark.parametrize("group", [32, -1])
-@pytest.mark.parametrize("options", [{}, {"scale_dtype": torch.bfloat16}, {"clip_search": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"scale_dtype": torch.bfloat16}, {"clip_search": True}, {"symmetric": False}, {"values": "e2m1"}],
+    ids=str,
+)
 def test_linear(group, options):
     model = float_model()
     want = {key: W4A8Linear.from_float(model.get_submodule(key), group, **options) for key in ("first.0", "first.2")}
@@ -165,8 +170,22 @@ def test_sharing_with_what_is_skipped():
     assert model[0] is model[1] is model[2][0] is linear
 
 
+@kinds
+def test_widest_layer(kind):
+    """Zero points and e2m1 leave less room in the sums."""
+    most = (1 << 20) if kind == "int4" else (1 << 19)
+    model = nn.Sequential(*(nn.Linear(k, 1, bias=False, device="meta") for k in (most, most + 2)))
+    report = w4a8.quantize_(model, -1, **KINDS[kind])
+    assert list(report.replaced) == ["0"]
+    assert report.skipped == {"1": f"in_features = {most + 2} is not an even number up to {most}"}
+
+
 def test_bad_arguments():
     model = float_model()
+    with pytest.raises(ValueError, match="values is 'nf4', expected 'int4' or 'e2m1'"):
+        w4a8.quantize_(model, values="nf4")
+    with pytest.raises(ValueError, match="symmetric is False, expected True for values = 'e2m1'"):
+        w4a8.quantize_(model, symmetric=False, values="e2m1")
     for group in (0, 16, 48, -2):
         with pytest.raises(ValueError, match=f"group_size is {group}, expected -1 or a multiple of 32"):
             w4a8.quantize_(model, group)
@@ -196,12 +215,13 @@ def test_an_exception_leaves_the_model_usable():
     assert list(w4a8.quantize_(model).replaced) == ["1", "2"]
 
 
-def test_saved_and_loaded():
+@kinds
+def test_saved_and_loaded(kind):
     torch.manual_seed(1)
     model = nn.ModuleList([float_model(), moe_blocks.FusedBlock(), moe_blocks.Qwen2MoeSparseMoeBlock()])
     torch.manual_seed(2)
     other = nn.ModuleList([float_model(), moe_blocks.FusedBlock(), moe_blocks.Qwen2MoeSparseMoeBlock()])
-    w4a8.quantize_(model)
+    w4a8.quantize_(model, **KINDS[kind])
     w4a8.quantize_(other, scale_dtype=torch.bfloat16)
     file = io.BytesIO()
     torch.save(model.state_dict(), file)
@@ -235,13 +255,16 @@ def test_loading_other_experts_is_refused():
         W4A8Experts(state["w13_packed"], state["w2_packed"][:2], 64, 32, 32)
 
 
-def test_meta():
+@kinds
+def test_meta(kind):
     """A model without storage becomes a quantized one without storage, which a state dict fills."""
-    model = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 8, bias=False))
-    empty = nn.Sequential(nn.Linear(64, 96, device="meta"), nn.Linear(96, 8, bias=False, device="meta"))
-    w4a8.quantize_(model)
-    w4a8.quantize_(empty)
-    assert all(isinstance(layer, W4A8Linear) and layer.packed.is_meta for layer in empty)
+    model = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64, bias=False), moe_blocks.FusedBlock())
+    empty = copy.deepcopy(model).to("meta")
+    w4a8.quantize_(model, **KINDS[kind])
+    w4a8.quantize_(empty, **KINDS[kind])
+    assert all(isinstance(layer, W4A8Linear) and layer.packed.is_meta for layer in empty[:2])
+    shapes = {key: tensor.shape for key, tensor in model.state_dict().items()}
+    assert {key: tensor.shape for key, tensor in empty.state_dict().items()} == shapes
     if TORCH_VERSION < (2, 1):
         pytest.skip(f"torch {TORCH_VERSION} has no load_state_dict(assign=True)")
     empty.load_state_dict(model.state_dict(), assign=True)
@@ -300,6 +323,29 @@ def test_experts_behind_their_own_router(block_class, group, kernel):
         explained = explained + reference.U * np.abs(want)
     assert got.shape == x.shape
     assert_within(got.view(-1, 64).numpy(), want, explained)
+
+
+@new_kinds
+@pytest.mark.parametrize("group", [32, -1])
+@torch.no_grad()
+def test_experts_of_kind(group, kind):
+    """docs/numerics.md for codes that test_rounding.py finds by comparing."""
+    block = moe_blocks.FusedBlock()
+    x = torch.randn(9, 64)
+    weights, ids = block.route(x)
+
+    def matrix(weight):
+        width = weight.shape[1] if group == -1 else group
+        values, scales, _ = nearest_of_kind(weight.detach(), width, torch.float32, kind)
+        factor = 2 if kind == "e2m1" else 1
+        return (factor * values).astype(np.int64), scales / np.float32(factor), None
+
+    experts = moe_blocks.expert_weights(block.experts)
+    w13, w2 = [matrix(w) for w, _, _, _ in experts], [matrix(w) for _, _, w, _ in experts]
+    want, explained = reference.moe(x.numpy(), ids.numpy(), weights.numpy(), w13, w2, 32, True, False, 2)
+    w4a8.quantize_(nn.ModuleList([block]), group, **KINDS[kind])
+    assert w4a8.read_header(block.experts.w2_packed[5])["values"] == ("e2m1" if kind == "e2m1" else "int4")
+    assert_within(block(x).numpy(), want, explained)
 
 
 @pytest.mark.parametrize("norm_topk_prob", [None, False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,7 +26,7 @@ class PackedAs:
     zero_points: bool = False
 
 
-def _pack_one(tensors: dict[str, torch.Tensor], group_size: int, packed_as: PackedAs) -> torch.Tensor:
+def pack_for_stack(tensors: Mapping[str, torch.Tensor | None], group_size: int, packed_as: PackedAs) -> torch.Tensor:
     """uint8 [bytes] of one matrix: ``nibbles`` and ``scales``, ``zero_points`` and ``bias`` if any."""
     nibbles, scales = tensors["nibbles"], tensors["scales"]
     zeros, bias = tensors.get("zero_points"), tensors.get("bias")
@@ -43,8 +44,8 @@ def _pack_one(tensors: dict[str, torch.Tensor], group_size: int, packed_as: Pack
 
 
 def _has_zero_points(zeros: torch.Tensor) -> bool:
-    """Whether any is not 8, which is none."""
-    return bool((zeros != 8).any())
+    """Whether any is not 8, which is none. On the meta device, as the operator, yes."""
+    return zeros.is_meta or bool((zeros != 8).any())
 
 
 class _Waiting:
@@ -227,7 +228,7 @@ class MatrixStack:
             raise ValueError(f"{problem}, which they are to be kept in")
 
     def _store(self, expert: int, tensors: dict[str, torch.Tensor]) -> None:
-        packed = _pack_one(tensors, self.group_size, self.packed_as)
+        packed = pack_for_stack(tensors, self.group_size, self.packed_as)
         if self._packed is None:
             self._packed = fresh_bytes(self.experts, packed.numel(), huge_pages=True)
         self._done.add(expert)

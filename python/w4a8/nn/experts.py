@@ -1,4 +1,4 @@
-"""The experts of a mixture-of-experts layer with int4 weights, given what the router has chosen."""
+"""The experts of a mixture-of-experts layer with 4-bit weights, given what the router has chosen."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from w4a8.core.stack import PackedAs, pack_for_stack
 from w4a8.nn.packed import PackedModule
 from w4a8.nn.rounding import round_weight
-from w4a8.ops import Activation, dyn_quant_pack_4bit_weight, dynamic_4bit_int_moe
+from w4a8.ops import Activation, dynamic_4bit_int_moe
 
 
 class W4A8Experts(PackedModule):
@@ -63,6 +64,8 @@ class W4A8Experts(PackedModule):
         w2_bias: Sequence[torch.Tensor] | None = None,
         scale_dtype: torch.dtype = torch.float32,
         clip_search: bool = False,
+        symmetric: bool = True,
+        values: str = "int4",
         packed_one: Callable[[], object] = lambda: None,
     ) -> W4A8Experts:
         """Quantizes experts one by one, round to nearest.
@@ -75,23 +78,25 @@ class W4A8Experts(PackedModule):
             w13_bias: [E, 2I] or a sequence of E; None for none.
             w2_bias: [E, H] or a sequence of E; None for none.
             scale_dtype: float32 or bfloat16.
-            clip_search: search a scale with a smaller squared error for each group.
+            clip_search: search a scale, and zero point, with a smaller squared error for each group.
+            symmetric: False: int4 values with a zero point for each group.
+            values: ``int4``, or ``e2m1`` for the numbers of MXFP4, with any scales; then ``symmetric``.
             packed_one: called after each of the 2 E matrices.
 
         Raises:
             ValueError: an odd size, a group that does not divide, a NaN or an infinity; names the expert.
         """
         stacks: list[torch.Tensor | None] = [None, None]
+        packed_as = PackedAs(values, scale_dtype, zero_points=not symmetric)
         for expert in range(len(w13)):
             for which, (name, weights, biases) in enumerate((("w13", w13, w13_bias), ("w2", w2, w2_bias))):
-                weight = weights[expert]
-                n, k = weight.shape
                 try:
-                    nibbles, scales = round_weight(weight, group_size, scale_dtype, clip_search)
+                    matrix = round_weight(weights[expert], group_size, scale_dtype, clip_search, symmetric, values)
                 except ValueError as error:
                     raise ValueError(f"{name} of expert {expert}: {error}") from error
-                bias = None if biases is None else biases[expert].detach()
-                packed = dyn_quant_pack_4bit_weight(nibbles, scales, bias, k if group_size == -1 else group_size, k, n)
+                bias = None if biases is None else biases[expert]
+                tensors = {"nibbles": matrix.nibbles, "scales": matrix.scales, "zero_points": matrix.zero_points}
+                packed = pack_for_stack({**tensors, "bias": bias}, group_size, packed_as)
                 if stacks[which] is None:
                     stacks[which] = packed.new_empty(len(w13), len(packed))
                 stacks[which][expert] = packed

@@ -9,7 +9,7 @@ from w4a8.core.nibbles import check_int4_range, to_nibbles
 from w4a8.formats.words import CODES, word_bytes
 from w4a8.nn.packed import PackedModule
 from w4a8.nn.rounding import round_weight
-from w4a8.ops import dyn_quant_matmul_4bit, dyn_quant_pack_4bit_weight
+from w4a8.ops import dyn_quant_matmul_4bit
 
 
 class W4A8Linear(PackedModule):
@@ -44,24 +44,24 @@ class W4A8Linear(PackedModule):
         *,
         scale_dtype: torch.dtype = torch.float32,
         clip_search: bool = False,
+        symmetric: bool = True,
+        values: str = "int4",
     ) -> W4A8Linear:
-        """Quantizes a layer, round to nearest: each group's largest magnitude becomes 7 or -7.
+        """Quantizes a layer, round to nearest (docs/quantization.md, "Rounding").
 
         Args:
             linear: with any floating point weight. It is left alone. One on the meta device gives one there.
             group_size: a multiple of 32 that divides in_features; -1 is channelwise.
             scale_dtype: float32 or bfloat16.
-            clip_search: search a scale with a smaller squared error for each group.
+            clip_search: search a scale, and zero point, with a smaller squared error for each group.
+            symmetric: False: int4 values with a zero point for each group.
+            values: ``int4``, or ``e2m1`` for the numbers of MXFP4, with any scales; then ``symmetric``.
 
         Raises:
-            ValueError: the weight has a NaN or an infinity.
+            ValueError: the weight has a NaN or an infinity; another argument that is not one of these.
         """
-        weight = linear.weight
-        nibbles, scales = round_weight(weight, group_size, scale_dtype, clip_search)
-        n, k = weight.shape
-        bias = None if linear.bias is None else linear.bias.detach()
-        packed = dyn_quant_pack_4bit_weight(nibbles, scales, bias, k if group_size == -1 else group_size, k, n)
-        return cls(packed, k, n, group_size)
+        matrix = round_weight(linear.weight, group_size, scale_dtype, clip_search, symmetric, values, linear.bias)
+        return cls.from_matrix(matrix, scale_dtype)
 
     @classmethod
     def from_compressed_tensors(

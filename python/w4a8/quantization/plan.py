@@ -9,7 +9,6 @@ import torch
 
 from w4a8.quantization.moe_blocks import Experts, fused_experts, has_own_forward, listed_experts
 
-_MAX_IN_FEATURES = 1 << 20
 _WEIGHT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -49,9 +48,10 @@ class _Linear:
 
 
 class _Planner:
-    def __init__(self, group_size: int, skip: Callable[[str, torch.nn.Module], bool]) -> None:
+    def __init__(self, group_size: int, skip: Callable[[str, torch.nn.Module], bool], most_in_features: int) -> None:
         self.group_size = group_size
         self.skip = skip
+        self.most_in_features = most_in_features
         self.plan = Plan()
         self.found: dict[int, Job | _Linear] = {}  # by id of the module, in the order of the model
         self.excluded: dict[int, str] = {}  # by id of a module to leave alone under all of its names: the reason
@@ -115,8 +115,8 @@ class _Planner:
 
     def width_problem(self, what: str, k: int) -> str | None:
         """Why a matrix with K = ``k`` cannot be packed."""
-        if k == 0 or k % 2 != 0 or k > _MAX_IN_FEATURES:
-            return f"{what} = {k} is not an even number up to {_MAX_IN_FEATURES}"
+        if k == 0 or k % 2 != 0 or k > self.most_in_features:
+            return f"{what} = {k} is not an even number up to {self.most_in_features}"
         if self.group_size != -1 and k % self.group_size != 0:
             return f"{what} = {k} is no multiple of group_size = {self.group_size}"
         return None
@@ -185,18 +185,21 @@ def _join(prefix: str, key: str) -> str:
     return f"{prefix}.{key}" if prefix else key
 
 
-def make_plan(model: torch.nn.Module, group_size: int, skip: Callable[[str, torch.nn.Module], bool]) -> Plan:
+def make_plan(
+    model: torch.nn.Module, group_size: int, skip: Callable[[str, torch.nn.Module], bool], most_in_features: int
+) -> Plan:
     """Finds what to replace.
 
     Args:
         model: is not changed.
         group_size: -1 or a multiple of 32.
         skip: says by name and module what to leave alone, with all below it.
+        most_in_features: K that can be packed.
 
     Raises:
         ValueError: the model itself would have to be replaced.
     """
-    planner = _Planner(group_size, skip)
+    planner = _Planner(group_size, skip, most_in_features)
     planner.visit(model, "", None, "", left=False)
     planner.leave_shared(model)
     return planner.finish()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from w4a8.nn import W4A8Linear
+from w4a8.nn.grids import grid_of
 from w4a8.progress import progress_bar
 from w4a8.quantization.moe_blocks import adopt, fused_experts, listed_experts
 from w4a8.quantization.plan import Job, make_plan
@@ -55,9 +56,11 @@ def quantize_(
     skip: Skip = DEFAULT_SKIP,
     scale_dtype: torch.dtype = torch.float32,
     clip_search: bool = False,
+    symmetric: bool = True,
+    values: str = "int4",
     progress: bool = False,
 ) -> QuantizationReport:
-    """Quantizes the weights of a model to int4, in place; inputs are then quantized to int8 as they come.
+    """Quantizes the weights of a model to 4 bits, in place; inputs are then quantized to int8 as they come.
 
     ``torch.nn.Linear`` becomes ``w4a8.nn.W4A8Linear``, and the experts of Qwen2-MoE, Qwen3-MoE, Mixtral, OLMoE,
     DeepSeek-V2 and -V3 (transformers 4 or 5) and gpt-oss (5) become ``w4a8.nn.W4A8Experts``; routers, shared experts
@@ -79,7 +82,10 @@ def quantize_(
             ``router``, ``shared_expert_gate``), ``w4a8.quantization.DEFAULT_SKIP``; other values replace it.
         scale_dtype: of the weights' scales: float32 or bfloat16.
         clip_search: try several scales per group and take the one with the least squared error, instead of the one
-            that makes the largest magnitude 7. Takes many times as long.
+            that reaches the largest magnitude. Takes many times as long.
+        symmetric: False: int4 values get a zero point for each group, one byte more; better where the weights of a
+            group are not spread evenly around 0.
+        values: ``int4``, or ``e2m1`` for the numbers of MXFP4 (then ``symmetric``), with scales of any value.
         progress: show a progress bar, if tqdm is installed.
 
     Returns:
@@ -93,9 +99,9 @@ def quantize_(
         raise ValueError(f"group_size is {group_size}, expected -1 or a multiple of 32")
     if scale_dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"scale_dtype is {scale_dtype}, expected torch.float32 or torch.bfloat16")
-    plan = make_plan(model, group_size, skip_function(skip))
+    options = {"scale_dtype": scale_dtype, "clip_search": clip_search, "symmetric": symmetric, "values": values}
+    plan = make_plan(model, group_size, skip_function(skip), grid_of(symmetric, values).most_in_features)
     report = QuantizationReport(skipped=plan.skipped)
-    options = {"scale_dtype": scale_dtype, "clip_search": clip_search}
     bar = progress_bar(sum(job.matrices for job in plan.jobs), progress, "matrix", "quantizing")
     try:
         for job in plan.jobs:

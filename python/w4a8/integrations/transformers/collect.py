@@ -51,7 +51,7 @@ class Collector:
         self.files = files
         self.error: QuantizationError | None = None
         self.pending: dict[str, tuple[_Pending, str]] = {}  # by name in the model: module and parameter
-        plan = make_plan(model, config.group_size, skip_function(config.skip))
+        plan = make_plan(model, config.group_size, skip_function(config.skip), config.most_in_features)
         self.report = QuantizationReport(skipped=plan.skipped)
         # transformers ties when all is loaded, so the plan could not see it.
         tied = {**model.all_tied_weights_keys, **{v: k for k, v in model.all_tied_weights_keys.items()}}

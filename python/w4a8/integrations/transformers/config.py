@@ -11,6 +11,7 @@ from transformers.quantizers import register_quantization_config
 from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from w4a8.nn.grids import grid_of
 from w4a8.quantization import DEFAULT_SKIP
 from w4a8.quantization.skip import skip_function
 
@@ -32,6 +33,8 @@ class W4A8Config(QuantizationConfigMixin):
         skip: str | Iterable[str] = DEFAULT_SKIP,
         scale_dtype: str | torch.dtype = "float32",
         clip_search: bool = False,
+        symmetric: bool = True,
+        values: str = "int4",
         **saved: Any,
     ) -> None:
         """Takes the options.
@@ -42,6 +45,8 @@ class W4A8Config(QuantizationConfigMixin):
                 layers and routers alone; another value replaces it.
             scale_dtype: of the weights' scales: float32 or bfloat16.
             clip_search: try several scales per group; takes many times as long.
+            symmetric: False: int4 values with a zero point for each group.
+            values: ``int4``, or ``e2m1`` for the numbers of MXFP4; then ``symmetric``.
             **saved: what a config.json has besides: quant_method, format, version.
 
         Raises:
@@ -62,6 +67,10 @@ class W4A8Config(QuantizationConfigMixin):
         if self.scale_dtype not in _SCALE_TYPES:
             raise ValueError(f"scale_dtype is {scale_dtype}, expected float32 or bfloat16")
         self.clip_search = bool(clip_search)
+        if not isinstance(symmetric, bool):
+            raise TypeError(f"symmetric is {symmetric!r}, expected True or False")
+        self.symmetric, self.values = symmetric, values
+        grid_of(symmetric, values)  # refuses what is none
         self.format = self._check_saved(dict(saved))
         self.source: dict[str, Any] | None = None
 
@@ -70,6 +79,11 @@ class W4A8Config(QuantizationConfigMixin):
         other = copy.deepcopy(self)
         other.source = source
         return other
+
+    @property
+    def most_in_features(self) -> int:
+        """K that can be quantized."""
+        return grid_of(self.symmetric, self.values).most_in_features
 
     def _check_saved(self, saved: dict[str, Any]) -> str | None:
         """The format of a directory, None where the weights are floats."""
@@ -86,7 +100,12 @@ class W4A8Config(QuantizationConfigMixin):
 
     def options(self) -> dict[str, Any]:
         """What from_float takes besides the group size."""
-        return {"scale_dtype": _SCALE_TYPES[self.scale_dtype], "clip_search": self.clip_search}
+        return {
+            "scale_dtype": _SCALE_TYPES[self.scale_dtype],
+            "clip_search": self.clip_search,
+            "symmetric": self.symmetric,
+            "values": self.values,
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """As config.json gets it: a model is saved packed, whatever it was loaded from."""
@@ -98,6 +117,8 @@ class W4A8Config(QuantizationConfigMixin):
             "skip": list(self.skip),
             "scale_dtype": self.scale_dtype,
             "clip_search": self.clip_search,
+            "symmetric": self.symmetric,
+            "values": self.values,
         }
 
 
