@@ -3,6 +3,6 @@
 from w4a8.checkpoint.linear import load_linear
 from w4a8.checkpoint.reader import load
 from w4a8.checkpoint.settings import MoESettings, read_settings
-from w4a8.checkpoint.tensors import CheckpointError
+from w4a8.core.json_fields import CheckpointError
 
 __all__ = ["CheckpointError", "MoESettings", "load", "load_linear", "read_settings"]

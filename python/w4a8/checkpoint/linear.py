@@ -1,18 +1,22 @@
-"""The linear layers of a compressed-tensors checkpoint, packed and ready to run."""
+"""The linear layers of a quantized checkpoint, packed and ready to run."""
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
 
-from w4a8.checkpoint.modules import ModuleReader
-from w4a8.checkpoint.scheme import QuantizationScheme
+from w4a8.checkpoint.modules import Module, check_input
 from w4a8.checkpoint.tensors import CheckpointTensors, read_json
+from w4a8.core.json_fields import CheckpointError
+from w4a8.formats import NotOurs, Rules, Stored, find_config, rules_of, stored_as
 from w4a8.nn import W4A8Linear
 from w4a8.progress import progress_bar
 
-_QUANTIZED_KEY = re.compile(r"(?P<module>.+)\.(weight_packed|weight_scale)")
+logger = logging.getLogger(__name__)
+
+_QUANTIZED_KEY = re.compile(r"(?P<module>.+)\.(?P<tensor>weight_packed|weight_scale|qweight)")
 _EXPERT = re.compile(r".+\.experts\.[0-9]+\.\w+")
 
 
@@ -23,14 +27,14 @@ def load_linear(
     quantize_w4a16: bool = False,
     progress: bool = False,
 ) -> dict[str, W4A8Linear]:
-    """Reads and packs the quantized linear layers of a compressed-tensors checkpoint, all but those of experts.
+    """Reads and packs the quantized linear layers of a checkpoint, all but those of experts.
 
-    The counterpart of :func:`w4a8.load`, which reads the experts. Layers are read one by one.
+    The counterpart of :func:`w4a8.load`, which reads the experts; the same formats. Layers are read one by one. A
+    layer that is not int4 is left out, and the log names it.
 
     Args:
         path: directory with config.json and model.safetensors (or several files and their index).
-        only: takes the name of a layer, ``model.layers.0.self_attn.q_proj`` say, and tells whether to load it; for
-            checkpoints with layers of other schemes, which are errors otherwise.
+        only: takes the name of a layer, ``model.layers.0.self_attn.q_proj`` say, and tells whether to load it.
         quantize_w4a16: run weight-only (W4A16) layers with activations quantized to int8 as well.
         progress: show a progress bar, if tqdm is installed.
 
@@ -39,22 +43,18 @@ def load_linear(
 
     Raises:
         ImportError: safetensors is not installed.
-        CheckpointError: a tensor that is missing or has the wrong dtype, shape or values, or a scheme that is not
-            int4 symmetric; names the key.
+        CheckpointError: a tensor that is missing or has the wrong dtype, shape or values; names the key. There are
+            quantized layers, but none is int4; says why the first is not.
     """
     config = read_json(Path(path) / "config.json")
     tensors = CheckpointTensors(path)
-    reader = ModuleReader(tensors, QuantizationScheme(config), quantize_w4a16)
-    matches = (_QUANTIZED_KEY.fullmatch(key) for key in tensors.keys())  # noqa: SIM118 (no mapping)
-    modules = dict.fromkeys(match["module"] for match in matches if match is not None)
-    names = [name for name in modules if _EXPERT.fullmatch(name) is None and (only is None or only(name))]
+    found = _stored_layers(tensors, rules_of(find_config(config)), only)
     loaded: dict[str, W4A8Linear] = {}
-    bar = progress_bar(len(names), progress, "layer", "packing linear layers")
+    bar = progress_bar(len(found), progress, "layer", "packing linear layers")
     try:
-        for name in names:
-            scheme = reader.schemes.of(name)
-            reader.check_input(scheme, name)
-            matrix = reader.matrix(name, scheme, has_bias=f"{name}.bias" in tensors)
+        for name, stored in found.items():
+            check_input(stored, name, quantize_w4a16)
+            matrix = Module(tensors, name).matrix(stored, has_bias=f"{name}.bias" in tensors)
             loaded[name] = W4A8Linear.from_matrix(matrix)
             if bar is not None:
                 bar.update()
@@ -62,3 +62,25 @@ def load_linear(
         if bar is not None:
             bar.close()
     return loaded
+
+
+def _stored_layers(tensors: CheckpointTensors, rules: Rules, only: Callable[[str], bool] | None) -> dict[str, Stored]:
+    """Name of a quantized layer -> how it is stored; what is not ours is reported.
+
+    Raises:
+        CheckpointError: nothing is ours.
+    """
+    suffixes: dict[str, list[str]] = {}
+    for key in tensors.keys():  # noqa: SIM118 (no mapping)
+        match = _QUANTIZED_KEY.fullmatch(key)
+        if match is None or _EXPERT.fullmatch(match["module"]) is not None:
+            continue
+        if only is None or only(match["module"]):
+            suffixes.setdefault(match["module"], []).append(match["tensor"])
+    found = {name: stored_as(rules, name, there) for name, there in suffixes.items()}
+    reasons = {name: stored.reason for name, stored in found.items() if isinstance(stored, NotOurs)}
+    if reasons and len(reasons) == len(found):
+        raise CheckpointError(next(iter(reasons.values())))
+    for name, reason in reasons.items():
+        logger.warning("%s is left out: %s", name, reason)
+    return {name: stored for name, stored in found.items() if isinstance(stored, Stored)}

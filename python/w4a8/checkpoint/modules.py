@@ -1,59 +1,70 @@
-"""One linear module of a compressed-tensors checkpoint: its tensors, checked, as a Matrix4."""
+"""One linear module of a checkpoint: its tensors, checked, as a Matrix4."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
-from w4a8.checkpoint.scheme import QuantizationScheme, Scheme
-from w4a8.checkpoint.tensors import CheckpointError, CheckpointTensors
+from w4a8.checkpoint.tensors import CheckpointTensors
+from w4a8.core.json_fields import CheckpointError
 from w4a8.core.matrix import Matrix4
-from w4a8.formats import from_int_quantized, from_pack_quantized
-
-# Of each format: the function that reads it, and the tensors that must be there.
-_FORMATS = {
-    "int-quantized": (from_int_quantized, ("weight", "weight_scale")),
-    "pack-quantized": (from_pack_quantized, ("weight_packed", "weight_shape", "weight_scale")),
-}
-_OPTIONAL = ("weight_zero_point", "weight_g_idx")
+from w4a8.formats import Stored
 
 
-class ModuleReader:
-    """Reads linear modules, of experts or not; every error names the tensor."""
+class Module:
+    """Where the tensors of a module are: in tensors of its own, or one of the experts of some that are for all."""
 
-    def __init__(self, tensors: CheckpointTensors, schemes: QuantizationScheme, quantize_w4a16: bool) -> None:
-        self.tensors = tensors
-        self.schemes = schemes
-        self.quantize_w4a16 = quantize_w4a16
-
-    def check_input(self, scheme: Scheme, name: str) -> None:
-        """Refuses a weight-only scheme unless it was asked for."""
-        if not scheme.quantizes_input and not self.quantize_w4a16:
-            raise CheckpointError(
-                f"{scheme.key}.input_activations is missing: {name} is W4A16; pass quantize_w4a16=True to run "
-                "it with activations quantized to int8"
-            )
-
-    def rows(self, module: str, scheme: Scheme) -> int:
-        """Output features, as the weight says."""
-        key = f"{module}.{_FORMATS[scheme.format][1][0]}"
-        weight = self.tensors.get(key)
-        if weight.dim() != 2:
-            raise CheckpointError(f"tensor {key}: shape {tuple(weight.shape)}, but 2 dimensions are expected")
-        return weight.shape[0]
-
-    def matrix(
-        self,
-        module: str,
-        scheme: Scheme,
-        has_bias: bool,
-        shape: tuple[int, int] | None = None,
-        because: str = "",
-    ) -> Matrix4:
-        """The matrix of a module.
+    def __init__(self, tensors: CheckpointTensors, name: str, expert: int | None = None) -> None:
+        """A module.
 
         Args:
-            module: its name.
-            scheme: of its tensors.
+            tensors: of the checkpoint.
+            name: of the module, ``<layer>.experts.3.up_proj`` say. Of a fused one, ``<layer>.experts.down_proj``, whose
+                tensors are ``..._blocks`` and so on.
+            expert: of a fused one, index into the first dimension.
+        """
+        self.tensors = tensors
+        self.name = name
+        self.expert = expert
+
+    def key(self, suffix: str) -> str:
+        """Name of a tensor, by its last part."""
+        return f"{self.name}{'.' if self.expert is None else '_'}{suffix}"
+
+    def __contains__(self, suffix: str) -> bool:
+        return self.key(suffix) in self.tensors
+
+    def get(self, suffix: str) -> torch.Tensor:
+        """A tensor, or what this expert has of it.
+
+        Raises:
+            CheckpointError: it is not there, or not readable; names the key.
+        """
+        return self.tensors.get(self.key(suffix), self.expert)
+
+    def shape(self, stored: Stored) -> tuple[int, int]:
+        """(N, K), as its tensors say.
+
+        Raises:
+            CheckpointError: the one that says so is missing, or has no such shape.
+        """
+        suffix = "weight_shape" if stored.format == "pack-quantized" else stored.weight
+        return self._shape(stored, {suffix: self.get(suffix)})
+
+    def _shape(self, stored: Stored, found: Mapping[str, torch.Tensor]) -> tuple[int, int]:
+        try:
+            return stored.shape(found)
+        except ValueError as error:
+            raise CheckpointError(f"tensor {self.key(str(error))}") from error
+
+    def matrix(
+        self, stored: Stored, has_bias: bool, shape: tuple[int, int] | None = None, because: str = ""
+    ) -> Matrix4:
+        """The matrix of the module.
+
+        Args:
+            stored: how it is stored.
             has_bias: it must have a bias.
             shape: (N, K) that it must have; None is what its tensors say.
             because: end of the message if it has another one.
@@ -61,26 +72,41 @@ class ModuleReader:
         Raises:
             CheckpointError: a tensor is missing, or has another dtype, shape or value than it should.
         """
-        read, required = _FORMATS[scheme.format]
-        names = [*required, *(name for name in _OPTIONAL if f"{module}.{name}" in self.tensors)]
+        names = [*stored.required, *(name for name in stored.optional if name in self)]
         if has_bias:
             names.append("bias")
-        found = {name: self.tensors.get(f"{module}.{name}") for name in names}
+        found = {name: self.get(name) for name in names}
+        if shape is not None:
+            self._check_shape(stored, found, shape, because)
         try:
-            if shape is not None:
-                self._check_shape(found, module, shape, because)
-            return read(found, module, scheme.weights.group_size or -1, True)
+            return stored.read(found, self.name)
         except ValueError as error:
-            raise CheckpointError(f"tensor {error}") from error
+            # A reader joins names by a point.
+            text = str(error).replace(f"{self.name}.", self.key(""), 1)
+            expert = "" if self.expert is None else f" (expert {self.expert})"
+            raise CheckpointError(f"tensor {text}{expert}") from error
 
-    @staticmethod
-    def _check_shape(found: dict[str, torch.Tensor], module: str, shape: tuple[int, int], because: str) -> None:
+    def _check_shape(
+        self, stored: Stored, found: Mapping[str, torch.Tensor], shape: tuple[int, int], because: str
+    ) -> None:
         """Compares the size of the weight with what is needed, before anything of that size is made."""
-        stated = found.get("weight_shape")
-        if stated is not None:
-            sizes = stated.tolist() if stated.numel() <= 4 else f"{stated.numel()} numbers"
-            if sizes != list(shape):
-                raise ValueError(f"{module + '.weight_shape'!r} says {sizes}, but {list(shape)} is expected{because}")
-        elif found["weight"].shape != shape and found["weight"].dim() == 2:
-            size = tuple(found["weight"].shape)
-            raise ValueError(f"{module + '.weight'!r} has shape {size}, but {shape} is expected{because}")
+        stated = self._shape(stored, found)
+        if stated == shape:
+            return
+        if stored.format == "pack-quantized":
+            what = f"{self.key('weight_shape')!r} says {list(stated)}, but {list(shape)} is expected"
+        elif stored.format == "int-quantized":
+            what = f"{self.key(stored.weight)!r} has shape {stated}, but {shape} is expected"
+        else:
+            size = tuple(found[stored.weight].shape)
+            what = f"{self.key(stored.weight)!r} has shape {size}, which is {stated}, but {shape} is expected"
+        raise CheckpointError(f"tensor {what}{because}")
+
+
+def check_input(stored: Stored, name: str, quantize_w4a16: bool) -> None:
+    """Raises CheckpointError for a weight-only module unless it was asked for."""
+    if stored.weight_only is not None and not quantize_w4a16:
+        raise CheckpointError(
+            f"{stored.weight_only}: {name} is W4A16; pass quantize_w4a16=True to run it with activations quantized to "
+            "int8"
+        )

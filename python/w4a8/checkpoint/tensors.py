@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from w4a8.core.json_fields import CheckpointError, shorten
+
 MOST_MAPPED = 128 << 20  # bytes; a file is then opened again, which takes as long as reading a few of them
 INDEX_NAME = "model.safetensors.index.json"
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be read as what it says it is; the message names the key or the file."""
 
 
 def _safe_open() -> Any:
@@ -42,42 +40,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is not a JSON object")
     return content
-
-
-def json_field(owner: Mapping[str, Any], name: str, kind: type | tuple[type, ...], key: str) -> Any:
-    """A value of a JSON object, or None if it is null or not there.
-
-    Args:
-        owner: the object.
-        name: of the value.
-        kind: what it must be; bool counts as an integer only if it is asked for.
-        key: where the value is, for the message.
-
-    Raises:
-        CheckpointError: it is something else.
-    """
-    value = owner.get(name)
-    kinds = kind if isinstance(kind, tuple) else (kind,)
-    if value is None or (isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))):
-        return value
-    names = {
-        dict: "an object",
-        list: "a list",
-        str: "a string",
-        int: "an integer",
-        float: "a number",
-        bool: "true or false",
-    }
-    raise CheckpointError(f"{key} is {shorten(value)}, but {names[kinds[-1]]} is expected")
-
-
-def shorten(value: object) -> str:
-    """repr of a value from outside, in a length that fits a message."""
-    try:
-        text = repr(value)
-    except ValueError:  # an integer of too many digits
-        return "a huge integer"
-    return text if len(text) <= 200 else f"{text[:197]}..."
 
 
 def _is_file(path: Path) -> bool:
@@ -164,22 +126,43 @@ class CheckpointTensors:
             if name in self._absent:
                 raise CheckpointError(f"{self._no_file(name)}, but tensor {key!r} is needed")
 
-    def get(self, key: str) -> torch.Tensor:
-        """One tensor.
+    def length(self, key: str) -> int:
+        """First dimension of a tensor, of which nothing else is read.
+
+        Raises:
+            CheckpointError: it is not there, not readable, or a number.
+        """
+        handle = self._handle_of(key)
+        try:
+            shape = handle.get_slice(key).get_shape()
+        except Exception as error:
+            raise self._unreadable(key, error) from error
+        if not shape:
+            raise CheckpointError(f"tensor {key!r} is a number, but one with dimensions is expected")
+        return shape[0]
+
+    def get(self, key: str, index: int | None = None) -> torch.Tensor:
+        """One tensor, or what it has at an index of its first dimension; nothing else of it is read.
 
         Raises:
             CheckpointError: it is not there, or not readable; names the key.
         """
+        handle = self._handle_of(key)
+        try:
+            tensor = handle.get_tensor(key) if index is None else handle.get_slice(key)[index]
+        except Exception as error:
+            raise self._unreadable(key, error) from error
+        self._mapped += tensor.numel() * tensor.element_size()
+        return tensor
+
+    def _handle_of(self, key: str) -> Any:
+        """The file of a tensor."""
         if key not in self._file_of:
             raise CheckpointError(f"tensor {key!r} is missing from {self.directory}")
         self.check_there([key])
-        name = self._file_of[key]
         if self._mapped > MOST_MAPPED:
             self.release()
-        handle = self._handle(name)
-        try:
-            tensor = handle.get_tensor(key)
-        except Exception as error:
-            raise CheckpointError(f"tensor {key!r} cannot be read from {self.directory / name}: {error}") from error
-        self._mapped += tensor.numel() * tensor.element_size()
-        return tensor
+        return self._handle(self._file_of[key])
+
+    def _unreadable(self, key: str, error: Exception) -> CheckpointError:
+        return CheckpointError(f"tensor {key!r} cannot be read from {self.directory / self._file_of[key]}: {error}")

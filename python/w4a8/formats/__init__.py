@@ -10,23 +10,34 @@ tensors that came.
     from_pack_quantized      compressed-tensors, int32 words
     from_mxfp4               MXFP4 blocks, as gpt-oss has them
 
-Each takes the tensors by the last part of their names, and the name of the matrix for its errors.
+Each takes the tensors by the last part of their names, and the name of the matrix for its errors. Which of them reads a
+module, and with which group size, says the ``quantization_config`` of the checkpoint:
+
+    rules_of(config).of(name)    Stored, with read(tensors, name), or NotOurs, with the reason
 """
 
 from w4a8.core.matrix import Matrix4
 from w4a8.formats.awq import from_auto_round, from_awq
 from w4a8.formats.compressed_tensors import from_int_quantized, from_pack_quantized
+from w4a8.formats.config import Rules, find_config, rules_of, stored_as
 from w4a8.formats.gptq import from_gptq
 from w4a8.formats.matrix import E2M1
 from w4a8.formats.mxfp4 import from_mxfp4
+from w4a8.formats.stored import NotOurs, Stored
 
 __all__ = [
     "E2M1",
     "Matrix4",
+    "NotOurs",
+    "Rules",
+    "Stored",
+    "find_config",
     "from_auto_round",
     "from_awq",
     "from_gptq",
     "from_int_quantized",
     "from_mxfp4",
     "from_pack_quantized",
+    "rules_of",
+    "stored_as",
 ]

@@ -58,8 +58,20 @@ def from_awq(tensors: Tensors, name: str, group_size: int, symmetric: bool = Fal
     return Matrix4(nibbles, scales.T.contiguous(), zeros, "int4", take_bias(tensors, name, rows))
 
 
+def packing_of(packing: str) -> tuple[str, int] | None:
+    """What AutoRound's ``packing_format`` is: ``gptq`` or ``awq``, and the version of GPTQ; None if it is another."""
+    kind = packing.rpartition(":")[2]
+    if kind in ("awq", "auto_awq"):
+        return "awq", 1
+    if kind in ("gptq", "auto_gptq", "auto"):
+        return "gptq", 1
+    if kind in ("auto_round", "gptqmodel"):  # zero points as they are
+        return "gptq", 2
+    return None
+
+
 def from_auto_round(tensors: Tensors, name: str, group_size: int, symmetric: bool, packing: str) -> Matrix4:
-    """A matrix of an AutoRound checkpoint: :func:`from_awq`, or :func:`from_gptq` version 1 without ``g_idx``.
+    """A matrix of an AutoRound checkpoint: :func:`from_awq`, or :func:`from_gptq` without ``g_idx``.
 
     Args:
         tensors, name, group_size, symmetric: as there.
@@ -68,9 +80,9 @@ def from_auto_round(tensors: Tensors, name: str, group_size: int, symmetric: boo
     Raises:
         ValueError: an unknown packing, and as there.
     """
-    kind = packing.rpartition(":")[2]
-    if kind in ("awq", "auto_awq"):
+    found = packing_of(packing)
+    if found is None:
+        raise ValueError(f"{name}: packing_format {packing!r}, but one of auto_gptq and auto_awq is expected")
+    if found[0] == "awq":
         return from_awq(tensors, name, group_size, symmetric)
-    if kind in ("gptq", "auto_gptq"):
-        return from_gptq(tensors, name, group_size, symmetric)
-    raise ValueError(f"{name}: packing_format {packing!r}, but one of auto_gptq and auto_awq is expected")
+    return from_gptq(tensors, name, group_size, symmetric, version=found[1])

@@ -78,13 +78,23 @@ def test_awq(n, k, group, symmetric):
 
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize(("n", "k", "group"), IN_WORDS)
-@pytest.mark.parametrize("packing", ["auto_round:auto_gptq", "auto_round:gptq", "auto_round:auto_awq", "auto_awq"])
-def test_auto_round(n, k, group, symmetric, packing):
+@pytest.mark.parametrize(
+    ("packing", "version"),
+    [
+        ("auto_round:auto_gptq", 1),
+        ("auto_round:gptq", 1),
+        ("auto_round", 2),  # zero points as they are
+        ("auto_round:gptqmodel", 2),
+        ("auto_round:auto_awq", None),
+        ("auto_awq", None),
+    ],
+)
+def test_auto_round(n, k, group, symmetric, packing, version):
     codes, zeros, scales = matrix(n, k, group, symmetric, torch.float16, lowest_zero=1)
-    if "gptq" in packing:
-        tensors = write_gptq(codes, zeros, scales, 1)
+    if version is not None:
+        tensors = write_gptq(codes, zeros, scales, version)
         del tensors["g_idx"]
-        expected = dequantized_gptq(tensors, 1)
+        expected = dequantized_gptq(tensors, version)
     else:
         tensors = write_awq(codes, zeros, scales)
         expected = dequantized_awq(tensors)

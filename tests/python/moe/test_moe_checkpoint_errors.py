@@ -153,7 +153,8 @@ def test_wrong_packed_tensor(checkpoint, name, tensor, message):
 WEIGHTS = "quantization_config.config_groups.group_0.weights"
 INPUT = "quantization_config.config_groups.group_0.input_activations"
 WRONG_SCHEMES = [
-    ("weights", {"symmetric": False}, f"{WEIGHTS}.symmetric is False, but true (int4 weights without zero points)"),
+    ("weights", {"symmetric": False}, f"{key('0.gate_proj.weight_zero_point')} is missing"),
+    ("weights", {"symmetric": "no"}, f"{WEIGHTS}.symmetric is 'no', but true or false is expected"),
     ("weights", {"num_bits": 8}, f"{WEIGHTS}.num_bits is 8, but 4 is expected"),
     ("weights", {"type": "float"}, f"{WEIGHTS}.type is 'float', but 'int' is expected"),
     ("weights", {"strategy": "tensor"}, f"{WEIGHTS}.strategy is 'tensor', but 'group' or 'channel' is expected"),
@@ -189,7 +190,7 @@ def test_wrong_quantization_config(checkpoint):
         del config["quantization_config"]
 
     def other_method(config, group):
-        config["quantization_config"]["quant_method"] = "gptq"
+        config["quantization_config"]["quant_method"] = "fp8"
 
     def other_format(config, group):
         group["format"] = "marlin-24"
@@ -218,7 +219,8 @@ def test_wrong_quantization_config(checkpoint):
         config["quantization_config"]["config_groups"]["group_1"] = other
 
     assert message_of(no_quantization) == "config.json has no quantization_config: this is not a quantized checkpoint"
-    assert "quant_method is 'gptq', but 'compressed-tensors' is expected" in message_of(other_method)
+    methods = "compressed-tensors, gptq, awq, auto-round, mxfp4"
+    assert f"quant_method is 'fp8', but one of {methods} is expected" in message_of(other_method)
     assert "group_0 is 'marlin-24', but 'int-quantized' or 'pack-quantized' is expected" in message_of(other_format)
     assert "group_0.weights is missing" in message_of(no_weights)
     not_quantized = "is not quantized: no target matches it, or it is ignored"

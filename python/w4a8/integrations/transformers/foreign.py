@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 
-from w4a8.checkpoint.scheme import QuantizationScheme
 from w4a8.core.matrix import Matrix4
 from w4a8.core.stack import MatrixStack
-from w4a8.formats import from_auto_round, from_awq, from_gptq, from_int_quantized, from_pack_quantized
+from w4a8.formats import NotOurs, Rules, rules_of, stored_as
 from w4a8.integrations.transformers.memory import Pages
 from w4a8.integrations.transformers.names import Names, slices
 from w4a8.nn import W4A8Experts, W4A8Linear
@@ -27,56 +25,22 @@ _SUFFIXES = {
     "weight_g_idx": False, "weight": False, "bias": False,
 }  # fmt: skip
 
-# Takes the tensors of a matrix and its name.
-Reader = Callable[[Mapping[str, torch.Tensor], str], Matrix4]
+_METHODS = ("compressed-tensors", "gptq", "awq", "auto-round")
 
 
-def reader_of(source: Mapping[str, Any]) -> Callable[[str], Reader]:
-    """What reads a module, by its name in the checkpoint.
-
-    Args:
-        source: the quantization_config of the checkpoint.
+def checked_rules(source: Mapping[str, Any]) -> Rules:
+    """What a quantization_config says of each module.
 
     Raises:
         ValueError: a method or setting that the operators cannot run; names it.
     """
     method = str(source.get("quant_method"))
-    if method == "compressed-tensors":
-        return _compressed_tensors(source)
-    if method not in ("gptq", "awq", "auto-round"):
+    if method not in _METHODS:
         raise ValueError(
-            f"the checkpoint is quantized with {method!r}; W4A8Config reads compressed-tensors, gptq, awq and "
-            "auto-round. Load it without W4A8Config, or an unquantized checkpoint with it"
+            f"the checkpoint is quantized with {method!r}; W4A8Config reads {', '.join(_METHODS[:-1])} and "
+            f"{_METHODS[-1]}. Load it without W4A8Config, or an unquantized checkpoint with it"
         )
-    bits = source.get("bits", source.get("w_bit", 4))
-    if bits != 4:
-        raise ValueError(f"quantization_config.bits is {bits}, but the operators have 4-bit weights")
-    group = source.get("group_size", source.get("q_group_size", 128))
-    if not isinstance(group, int) or (group != -1 and (group <= 0 or group % 32 != 0)):
-        raise ValueError(f"quantization_config.group_size is {group}, but -1 or a multiple of 32 is expected")
-    if method == "gptq":
-        version = 2 if source.get("checkpoint_format") == "gptq_v2" else 1
-        read = partial(from_gptq, group_size=group, symmetric=bool(source.get("sym", True)), version=version)
-    elif method == "awq":
-        if str(source.get("version", "gemm")).lower() != "gemm":
-            raise ValueError(f"quantization_config.version is {source['version']!r}, but 'gemm' is expected")
-        read = partial(from_awq, group_size=group, symmetric=not source.get("zero_point", True))
-    else:
-        packing = str(source.get("packing_format", "auto_round:auto_gptq"))
-        symmetric = bool(source.get("sym", True))
-        read = partial(from_auto_round, group_size=group, symmetric=symmetric, packing=packing)
-    return lambda name: read
-
-
-def _compressed_tensors(source: Mapping[str, Any]) -> Callable[[str], Reader]:
-    schemes = QuantizationScheme({"quantization_config": source})
-
-    def of(name: str) -> Reader:
-        scheme = schemes.of(name)
-        read = from_int_quantized if scheme.format == "int-quantized" else from_pack_quantized
-        return partial(read, group_size=scheme.weights.group_size or -1, symmetric=True)
-
-    return of
+    return rules_of(source)
 
 
 @dataclass
@@ -106,7 +70,7 @@ class Foreign:
         Raises:
             ValueError: the method cannot be run, or a quantized tensor belongs to nothing in the model.
         """
-        self.reader = reader_of(source)
+        self.rules = checked_rules(source)
         self.files = files
         self.tensors: dict[str, dict[str, Any]] = {}  # by name of the matrix, then the last part of the tensor's
         with torch.device("cpu"):  # transformers builds models with the meta device as default
@@ -200,7 +164,10 @@ class Foreign:
     def _matrix(self, name: str, shape: tuple[int, int], pages: Pages) -> Matrix4:
         """Reads a matrix, which must be [N, K]."""
         tensors = {suffix: part[...] for suffix, part in self.tensors[name].items()}
-        matrix = self.reader(name)(tensors, name)
+        stored = stored_as(self.rules, name, tensors)
+        if isinstance(stored, NotOurs):
+            raise ValueError(stored.reason)
+        matrix = stored.read(tensors, name)
         if (matrix.rows, matrix.columns) != shape:
             raise ValueError(f"{name} is [{matrix.rows}, {matrix.columns}], expected {list(shape)}")
         # Whatever the matrix has of the tensors is a view; it comes from the file again.

@@ -1,33 +1,16 @@
-"""How a compressed-tensors checkpoint quantizes a module (``quantization_config`` of config.json)."""
+"""Which modules of a compressed-tensors checkpoint are quantized, and how."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from w4a8.checkpoint.tensors import CheckpointError, json_field, shorten
+from w4a8.core.json_fields import CheckpointError, check_field, json_field
 from w4a8.core.quant_args import QuantizationArgs, QuantizationStrategy
+from w4a8.formats.stored import NotOurs, Stored
 
 FORMATS = ("int-quantized", "pack-quantized")
-
-
-@dataclass(frozen=True)
-class Scheme:
-    """One quantization scheme.
-
-    Attributes:
-        key: where config.json states it.
-        format: one of FORMATS.
-        weights: int4, symmetric, channelwise or in groups.
-        quantizes_input: W4A8; False is W4A16.
-    """
-
-    key: str
-    format: str
-    weights: QuantizationArgs
-    quantizes_input: bool
 
 
 def _args(entry: Mapping[str, Any]) -> QuantizationArgs:
@@ -35,30 +18,25 @@ def _args(entry: Mapping[str, Any]) -> QuantizationArgs:
     return QuantizationArgs(**{name: entry[name] for name in names if entry.get(name) is not None})
 
 
-def _check(condition: bool, key: str, found: object, expected: str) -> None:
-    if not condition:
-        raise CheckpointError(f"{key} is {shorten(found)}, but {expected} is expected")
-
-
 def _check_weights(args: QuantizationArgs, key: str) -> None:
-    _check(args.num_bits == 4, f"{key}.num_bits", args.num_bits, "4")
-    _check(args.type == "int", f"{key}.type", args.type, "'int'")
-    _check(args.symmetric is True, f"{key}.symmetric", args.symmetric, "true (int4 weights without zero points)")
-    _check(args.dynamic is False, f"{key}.dynamic", args.dynamic, "false")
+    check_field(args.num_bits == 4, f"{key}.num_bits", args.num_bits, "4")
+    check_field(args.type == "int", f"{key}.type", args.type, "'int'")
+    check_field(isinstance(args.symmetric, bool), f"{key}.symmetric", args.symmetric, "true or false")
+    check_field(args.dynamic is False, f"{key}.dynamic", args.dynamic, "false")
     strategies = (QuantizationStrategy.GROUP, QuantizationStrategy.CHANNEL)
-    _check(args.strategy in strategies, f"{key}.strategy", args.strategy, "'group' or 'channel'")
+    check_field(args.strategy in strategies, f"{key}.strategy", args.strategy, "'group' or 'channel'")
     if args.strategy == QuantizationStrategy.GROUP:
         size = args.group_size
         valid = isinstance(size, int) and not isinstance(size, bool) and size > 0 and size % 32 == 0
-        _check(valid, f"{key}.group_size", size, "a multiple of 32")
+        check_field(valid, f"{key}.group_size", size, "a multiple of 32")
 
 
 def _check_input(args: QuantizationArgs, key: str) -> None:
     # Declared symmetric or not, the op quantizes asymmetrically, which represents at least as much.
-    _check(args.num_bits == 8, f"{key}.num_bits", args.num_bits, "8")
-    _check(args.type == "int", f"{key}.type", args.type, "'int'")
-    _check(args.strategy == QuantizationStrategy.TOKEN, f"{key}.strategy", args.strategy, "'token'")
-    _check(args.dynamic is True, f"{key}.dynamic", args.dynamic, "true")
+    check_field(args.num_bits == 8, f"{key}.num_bits", args.num_bits, "8")
+    check_field(args.type == "int", f"{key}.type", args.type, "'int'")
+    check_field(args.strategy == QuantizationStrategy.TOKEN, f"{key}.strategy", args.strategy, "'token'")
+    check_field(args.dynamic is True, f"{key}.dynamic", args.dynamic, "true")
 
 
 def _matches(name: str, target: str) -> bool:
@@ -75,41 +53,30 @@ def _targets(owner: Mapping[str, Any], name: str, key: str) -> list[str]:
             valid = isinstance(target, str) and (not target.startswith("re:") or bool(re.compile(target[3:])))
         except (re.error, RecursionError, OverflowError):
             valid = False
-        _check(valid, f"an entry of {key}", target, "a name or a regular expression (re:...)")
+        check_field(valid, f"an entry of {key}", target, "a name or a regular expression (re:...)")
     return targets
 
 
-class QuantizationScheme:
-    """Schemes of all modules of a checkpoint."""
+class CompressedTensorsRules:
+    """What ``quant_method: compressed-tensors`` says of each module."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        """Reads config.json.
-
-        Args:
-            config: its content; the quantization may be stated for the text part of a larger model.
+        """Reads a quantization_config.
 
         Raises:
-            CheckpointError: no quantization, or not by compressed-tensors.
+            CheckpointError: rotated or sparse weights, or a value of another type than it should be.
         """
-        found = None
-        for owner in (config, json_field(config, "text_config", dict, "text_config") or {}):
-            for name in ("quantization_config", "compression_config"):
-                found = found or json_field(owner, name, dict, name)
-        if not found:
-            raise CheckpointError("config.json has no quantization_config: this is not a quantized checkpoint")
-        method = found.get("quant_method")
-        _check(method == "compressed-tensors", "quantization_config.quant_method", method, "'compressed-tensors'")
         for name, what in (("transform_config", "rotated"), ("sparsity_config", "sparse")):
-            entry = json_field(found, name, dict, f"quantization_config.{name}") or {}
+            entry = json_field(config, name, dict, f"quantization_config.{name}") or {}
             if entry.get("config_groups") or entry.get("format", "dense") != "dense":
                 raise CheckpointError(f"quantization_config.{name} is set: {what} weights are not supported")
-        self._format = found.get("format")
-        self._ignore = _targets(found, "ignore", "quantization_config.ignore")
+        self._format = config.get("format")
+        self._ignore = _targets(config, "ignore", "quantization_config.ignore")
         key = "quantization_config.config_groups"
-        self._groups: dict[str, Mapping[str, Any]] = json_field(found, "config_groups", dict, key) or {}
+        self._groups: dict[str, Mapping[str, Any]] = json_field(config, "config_groups", dict, key) or {}
         self._targets: dict[str, list[str]] = {}
         for name, group in self._groups.items():
-            _check(isinstance(group, dict), f"{key}.{name}", group, "an object")
+            check_field(isinstance(group, dict), f"{key}.{name}", group, "an object")
             self._targets[name] = _targets(group, "targets", f"{key}.{name}.targets")
 
     def _group_of(self, module: str) -> str | None:
@@ -123,24 +90,21 @@ class QuantizationScheme:
                         return name
         return None
 
-    def is_quantized(self, module: str) -> bool:
-        """Whether a linear module is quantized at all, as config.json says."""
-        return self._group_of(module) is not None
-
-    def of(self, module: str) -> Scheme:
-        """The scheme of a linear module.
-
-        Raises:
-            CheckpointError: it is not quantized, or not as int4 weights with int8 or unquantized activations; names
-                what in config.json says so.
-        """
+    def of(self, module: str) -> Stored | NotOurs:
+        """How a linear module is stored, or why it is not ours."""
         name = self._group_of(module)
         if name is None:
-            raise CheckpointError(f"{module} is not quantized: no target matches it, or it is ignored")
+            return NotOurs(f"{module} is not quantized: no target matches it, or it is ignored", quantized=False)
+        try:
+            return self._stored(name, module)
+        except CheckpointError as error:
+            return NotOurs(str(error), quantized=True)
+
+    def _stored(self, name: str, module: str) -> Stored:
         group = self._groups[name]
         key = f"quantization_config.config_groups.{name}"
         format_ = group.get("format") or self._format
-        _check(format_ in FORMATS, f"format of {key}", format_, " or ".join(map(repr, FORMATS)))
+        check_field(format_ in FORMATS, f"format of {key}", format_, " or ".join(map(repr, FORMATS)))
         if not json_field(group, "weights", dict, f"{key}.weights"):
             raise CheckpointError(f"{key}.weights is missing: {module} is not quantized")
         weights = _args(group["weights"])
@@ -154,4 +118,6 @@ class QuantizationScheme:
         activations = json_field(group, "input_activations", dict, f"{key}.input_activations")
         if activations:
             _check_input(_args(activations), f"{key}.input_activations")
-        return Scheme(key, format_, weights, quantizes_input=bool(activations))
+        weight_only = None if activations else f"{key}.input_activations is missing"
+        group_size = weights.group_size if weights.strategy == QuantizationStrategy.GROUP else -1
+        return Stored(format_, group_size, weights.symmetric, weight_only=weight_only)

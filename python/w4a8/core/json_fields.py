@@ -1,0 +1,52 @@
+"""Values of JSON objects from outside: of the right type, or an error that names the key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be read as what it says it is; the message names the key or the file."""
+
+
+def json_field(owner: Mapping[str, Any], name: str, kind: type | tuple[type, ...], key: str) -> Any:
+    """A value of a JSON object, or None if it is null or not there.
+
+    Args:
+        owner: the object.
+        name: of the value.
+        kind: what it must be; bool counts as an integer only if it is asked for.
+        key: where the value is, for the message.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
+    value = owner.get(name)
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    if value is None or (isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))):
+        return value
+    names = {
+        dict: "an object",
+        list: "a list",
+        str: "a string",
+        int: "an integer",
+        float: "a number",
+        bool: "true or false",
+    }
+    raise CheckpointError(f"{key} is {shorten(value)}, but {names[kinds[-1]]} is expected")
+
+
+def shorten(value: object) -> str:
+    """repr of a value from outside, in a length that fits a message."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of too many digits
+        return "a huge integer"
+    return text if len(text) <= 200 else f"{text[:197]}..."
+
+
+def check_field(condition: bool, key: str, found: object, expected: str) -> None:
+    """Raises CheckpointError unless a condition holds; says what is expected in its place."""
+    if not condition:
+        raise CheckpointError(f"{key} is {shorten(found)}, but {expected} is expected")

@@ -1,0 +1,336 @@
+"""What a ``quantization_config`` says of each module: how its 4-bit weights are stored, or why they are not ours.
+
+The one reading of it: ``w4a8.load``, the plugin for vLLM and the integration in transformers ask :func:`rules_of`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, Protocol
+
+from w4a8.core.json_fields import CheckpointError, check_field, json_field, shorten
+from w4a8.formats.awq import packing_of
+from w4a8.formats.compressed_rules import CompressedTensorsRules
+from w4a8.formats.mxfp4 import BLOCK
+from w4a8.formats.stored import QUANTIZED_SUFFIXES, NotOurs, Stored
+
+_WHERE = "quantization_config"
+
+
+class Rules(Protocol):
+    """What a configuration says of each module."""
+
+    def of(self, module: str) -> Stored | NotOurs:
+        """How a module is stored.
+
+        Args:
+            module: its name in the files, of a linear layer: ``model.layers.0.mlp.experts.3.gate_proj`` say; of MXFP4
+                also of all experts of a layer, ``model.layers.0.mlp.experts``.
+        """
+
+
+def rules_of(config: Mapping[str, Any]) -> Rules:
+    """Reads a quantization_config.
+
+    Args:
+        config: the object ``quantization_config`` of config.json (``quantize_config.json`` of old checkpoints).
+
+    Raises:
+        CheckpointError: a method that is not known here, or a value that is missing or of another type than it should
+            be; names the key.
+    """
+    method = config.get("quant_method")
+    name = method.lower().replace("_", "-").rpartition("/")[2] if isinstance(method, str) else None
+    if name not in _METHODS:
+        raise CheckpointError(
+            f"{_WHERE}.quant_method is {shorten(method)}, but one of {', '.join(_METHODS)} is expected"
+        )
+    return _METHODS[name](config)
+
+
+def find_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The quantization_config in config.json, which may state it for the text part of a larger model.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    for owner in (config, json_field(config, "text_config", dict, "text_config") or {}):
+        for name in ("quantization_config", "compression_config"):
+            found = json_field(owner, name, dict, name)
+            if found:
+                return found
+    raise CheckpointError("config.json has no quantization_config: this is not a quantized checkpoint")
+
+
+def stored_as(rules: Rules, module: str, suffixes: Collection[str]) -> Stored | NotOurs:
+    """How a module is stored whose tensors are known.
+
+    Files decide whether a module is quantized: where methods name what is left out, they do so by parts of names, and
+    differently from version to version.
+
+    Args:
+        rules: of the checkpoint.
+        module: its name.
+        suffixes: last parts of the names of its tensors.
+    """
+    found = rules.of(module)
+    quantized = any(suffix in suffixes for suffix in QUANTIZED_SUFFIXES)
+    if isinstance(found, Stored):
+        return found if quantized else NotOurs(f"{module} is not quantized: it has weights without scales", False)
+    default = getattr(rules, "default", None)
+    if not found.quantized and quantized and isinstance(default, Stored) and default.weight in suffixes:
+        return default
+    return found
+
+
+def _group_size(value: object, key: str) -> int:
+    valid = isinstance(value, int) and not isinstance(value, bool)
+    check_field(valid and (value == -1 or (value > 0 and value % 32 == 0)), key, value, "-1 or a multiple of 32")
+    return value
+
+
+def _bits(value: object, key: str) -> None:
+    check_field(value == 4 and not isinstance(value, bool), key, value, "4")
+
+
+def _flag(value: object, key: str) -> bool:
+    check_field(isinstance(value, bool), key, value, "true or false")
+    return value
+
+
+def _first(config: Mapping[str, Any], names: Iterable[str], default: object = None) -> tuple[Any, str]:
+    """The first of some values that is there, and its key."""
+    names = tuple(names)
+    name = next((name for name in names if config.get(name) is not None), names[0])
+    value = config.get(name)
+    return default if value is None else value, f"{_WHERE}.{name}"
+
+
+def _strings(config: Mapping[str, Any], name: str) -> list[str]:
+    """A list of strings, or of lists of them; a string is one with commas."""
+    key = f"{_WHERE}.{name}"
+    value = config.get(name)
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",")]
+    found: list[str] = []
+    for entry in json_field(config, name, list, key) or []:
+        for part in entry if isinstance(entry, list) else [entry]:
+            check_field(isinstance(part, str), f"an entry of {key}", part, "a name")
+            found.append(part)
+    return found
+
+
+def _pattern(text: object, key: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except (re.error, TypeError, RecursionError, OverflowError):
+        raise CheckpointError(f"{key} is {shorten(text)}, but a regular expression is expected") from None
+
+
+def _objects(config: Mapping[str, Any], name: str) -> dict[str, Mapping[str, Any]]:
+    """An object of objects."""
+    found = json_field(config, name, dict, f"{_WHERE}.{name}") or {}
+    return {key: json_field(found, key, dict, f"{_WHERE}.{name}[{shorten(key)}]") or {} for key in found}
+
+
+class _Rules:
+    """One way of storing for all modules, and exceptions.
+
+    Attributes:
+        default: how a module is stored that no rule names; NotOurs where nothing is.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.config = config
+        self.default = self._try({}, "")
+
+    def _try(self, changes: Mapping[str, Any], where: str) -> Stored | NotOurs:
+        """How a module is stored for which some values are others; ``where`` they are stated, for messages."""
+        try:
+            return self._stored({**self.config, **changes})
+        except CheckpointError as error:
+            return NotOurs(f"{error}{where}", quantized=True)
+
+    def _stored(self, config: Mapping[str, Any]) -> Stored:
+        raise NotImplementedError
+
+    def _head(self, module: str) -> NotOurs | None:
+        """Why the head of the model is not quantized, where nothing says that it is."""
+        if module.rpartition(".")[2] != "lm_head" or self.config.get("lm_head") is True:
+            return None
+        return NotOurs(f"{module} is not quantized: {_WHERE}.lm_head is not true", quantized=False)
+
+
+def _named(module: str, entries: Iterable[str]) -> str | None:
+    """The entry that a name contains."""
+    return next((entry for entry in entries if entry in module), None)
+
+
+class GptqRules(_Rules):
+    """``quant_method: gptq``: AutoGPTQ, GPTQModel, AutoRound's export."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        """Reads a quantization_config.
+
+        Raises:
+            CheckpointError: a value of another type than it should be.
+        """
+        super().__init__(config)
+        self._inside = _strings(config, "modules_in_block_to_quantize")
+        self._dynamic: list[tuple[re.Pattern[str], str, Stored | NotOurs | None]] = []
+        for text, changes in _objects(config, "dynamic").items():
+            where = f"{_WHERE}.dynamic[{shorten(text)}]"
+            pattern = _pattern(text[2:] if text[:2] in ("+:", "-:") else text, where)
+            found = None if text.startswith("-:") else self._try(changes, f" (by {where})")
+            self._dynamic.append((pattern, where, found))
+
+    def of(self, module: str) -> Stored | NotOurs:
+        """As :meth:`Rules.of`: the first entry of ``dynamic`` that matches from the start, else the default."""
+        for pattern, where, found in self._dynamic:
+            if pattern.match(module):
+                return found or NotOurs(f"{module} is not quantized: {where} leaves it out", quantized=False)
+        head = self._head(module)
+        if head is not None:
+            return head
+        if self._inside and _named(module, self._inside) is None and module.rpartition(".")[2] != "lm_head":
+            reason = f"{module} is not quantized: {_WHERE}.modules_in_block_to_quantize does not name it"
+            return NotOurs(reason, quantized=False)
+        return self.default
+
+    def _stored(self, config: Mapping[str, Any]) -> Stored:
+        _bits(*_first(config, ("bits",)))
+        group = _group_size(*_first(config, ("group_size",), 128))
+        symmetric = _flag(*_first(config, ("sym",), True))
+        ordered = _flag(*_first(config, ("desc_act",), False))
+        words, key = _first(config, ("pack_dtype",), "int32")
+        check_field(words == "int32", key, words, "'int32'")
+        form, key = _first(config, ("checkpoint_format", "format"), "gptq")
+        form = form.lower() if isinstance(form, str) else form
+        check_field(form in ("gptq", "gptq_v2"), key, form, "'gptq' or 'gptq_v2'")
+        version = 2 if form == "gptq_v2" else 1
+        weight_only = f"{_WHERE}.quant_method is 'gptq'"
+        return Stored("gptq", group, symmetric, version, ordered and group != -1, weight_only)
+
+
+class AwqRules(_Rules):
+    """``quant_method: awq``: AutoAWQ's GEMM packing."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        """Reads a quantization_config.
+
+        Raises:
+            CheckpointError: a value of another type than it should be.
+        """
+        super().__init__(config)
+        self._skipped = _strings(config, "modules_to_not_convert")
+
+    def of(self, module: str) -> Stored | NotOurs:
+        """As :meth:`Rules.of`: a module whose name contains an entry of ``modules_to_not_convert`` is left out."""
+        entry = _named(module, self._skipped)
+        if entry is not None:
+            reason = f"{module} is not quantized: {_WHERE}.modules_to_not_convert has {shorten(entry)}"
+            return NotOurs(reason, quantized=False)
+        return self._head(module) or self.default
+
+    def _stored(self, config: Mapping[str, Any]) -> Stored:
+        _bits(*_first(config, ("bits", "w_bit")))
+        group = _group_size(*_first(config, ("group_size", "q_group_size"), 128))
+        zeros = _flag(*_first(config, ("zero_point",), True))
+        version, key = _first(config, ("version", "format"), "gemm")
+        valid = isinstance(version, str) and version.lower() == "gemm"
+        check_field(valid, key, version, "'gemm'")
+        return Stored("awq", group, not zeros, weight_only=f"{_WHERE}.quant_method is 'awq'")
+
+
+class AutoRoundRules(_Rules):
+    """``quant_method: auto-round``: AutoRound's own format, packed as GPTQ or as AWQ."""
+
+    _SPECIAL = frozenset("*+?^$()[]{}|\\")  # with one of them, a key of extra_config is a regular expression
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        """Reads a quantization_config.
+
+        Raises:
+            CheckpointError: a value of another type than it should be.
+        """
+        super().__init__(config)
+        blocks = next((n for n in ("block_name_to_quantize", "to_quant_block_names") if config.get(n)), None)
+        self._blocks = _strings(config, blocks) if blocks is not None else []
+        self._blocks_key = f"{_WHERE}.{blocks}"
+        self._skipped = [_pattern(entry, f"{_WHERE}.modules_to_not_convert")
+                         for entry in _strings(config, "modules_to_not_convert")]  # fmt: skip
+        self._exact: dict[str, Stored | NotOurs] = {}
+        self._patterns: list[tuple[re.Pattern[str], Stored | NotOurs]] = []
+        for text, changes in _objects(config, "extra_config").items():
+            where = f"{_WHERE}.extra_config[{shorten(text)}]"
+            if changes.get("bits") in (16, 32):
+                found: Stored | NotOurs = NotOurs(f"{where}.bits is {changes['bits']}: not quantized", quantized=False)
+            else:
+                found = self._try(changes, f" (by {where})")
+            self._exact[text] = found
+            if any(char in self._SPECIAL for char in text):
+                self._patterns.append((_pattern(text, where), found))
+
+    def of(self, module: str) -> Stored | NotOurs:
+        """As :meth:`Rules.of`: an entry of ``extra_config`` by its whole name, its end or a pattern, else by block."""
+        found = self._exact.get(module)
+        if found is None:
+            found = next((entry for name, entry in self._exact.items() if module.endswith(f".{name}")), None)
+        if found is None:
+            found = next((entry for pattern, entry in self._patterns if pattern.search(module)), None)
+        if found is not None:
+            return found
+        if any(pattern.search(module) for pattern in self._skipped):
+            return NotOurs(f"{module} is not quantized: {_WHERE}.modules_to_not_convert names it", quantized=False)
+        if self._blocks and not any(module == block or module.startswith(f"{block}.") for block in self._blocks):
+            return NotOurs(f"{module} is not quantized: {self._blocks_key} does not name its block", quantized=False)
+        return self._head(module) or self.default
+
+    def _stored(self, config: Mapping[str, Any]) -> Stored:
+        _bits(*_first(config, ("bits",)))
+        kind, key = _first(config, ("data_type",), "int")
+        check_field(kind == "int", key, kind, "'int'")
+        group = _group_size(*_first(config, ("group_size",), 128))
+        symmetric = _flag(*_first(config, ("sym",), True))
+        packing, key = _first(config, ("packing_format",), "auto_round:auto_gptq")
+        found = packing_of(packing) if isinstance(packing, str) else None
+        check_field(found is not None, key, packing, "auto_round:auto_gptq or auto_round:auto_awq")
+        bits, key = _first(config, ("act_bits",), 16)
+        check_field(bits in (16, 32) or (bits == 8 and config.get("act_dynamic") is not False), key, bits, "16, or 8")
+        weight_only = None if bits == 8 else f"{_WHERE}.act_bits is {bits}"
+        return Stored(found[0], group, symmetric, found[1], weight_only=weight_only)
+
+
+class Mxfp4Rules(_Rules):
+    """``quant_method: mxfp4``: the experts of gpt-oss."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        """Reads a quantization_config.
+
+        Raises:
+            CheckpointError: a value of another type than it should be.
+        """
+        super().__init__(config)
+        self._skipped = [_pattern(entry, f"{_WHERE}.modules_to_not_convert")
+                         for entry in _strings(config, "modules_to_not_convert")]  # fmt: skip
+
+    def of(self, module: str) -> Stored | NotOurs:
+        """As :meth:`Rules.of`: experts that no entry of ``modules_to_not_convert`` matches from the start."""
+        if "experts" not in module.split("."):
+            return NotOurs(f"{module} is not quantized: MXFP4 is for experts", quantized=False)
+        if any(pattern.match(module) for pattern in self._skipped):
+            return NotOurs(f"{module} is not quantized: {_WHERE}.modules_to_not_convert names it", quantized=False)
+        return self.default
+
+    def _stored(self, config: Mapping[str, Any]) -> Stored:
+        return Stored("mxfp4", BLOCK, True, weight_only=f"{_WHERE}.quant_method is 'mxfp4'")
+
+
+_METHODS: dict[str, Callable[[Mapping[str, Any]], Rules]] = {
+    "compressed-tensors": CompressedTensorsRules,
+    "gptq": GptqRules,
+    "awq": AwqRules,
+    "auto-round": AutoRoundRules,
+    "mxfp4": Mxfp4Rules,
+}

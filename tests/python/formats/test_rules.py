@@ -1,0 +1,236 @@
+"""What a quantization_config says of a module, as the tools that write it mean it."""
+
+import re
+
+import pytest
+
+from w4a8.core.json_fields import CheckpointError
+from w4a8.formats import NotOurs, Stored, find_config, rules_of, stored_as
+
+Q, UP, HEAD = "model.layers.3.self_attn.q_proj", "model.layers.3.mlp.experts.7.up_proj", "lm_head"
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
+ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": False, "data_type": "int"}
+MXFP4 = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ],
+}
+
+
+def gptq(group=128, symmetric=True, version=1, ordered=False):
+    return Stored("gptq", group, symmetric, version, ordered, "quantization_config.quant_method is 'gptq'")
+
+
+def awq(group=64, symmetric=False):
+    return Stored("awq", group, symmetric, weight_only="quantization_config.quant_method is 'awq'")
+
+
+def auto_round(format_="gptq", group=128, symmetric=False, version=1):
+    return Stored(format_, group, symmetric, version, weight_only="quantization_config.act_bits is 16")
+
+
+def compressed(inputs=True, **changes):
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32, **changes}
+    activations = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations if inputs else None}
+    return {
+        "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": [HEAD],
+        "config_groups": {"group_0": group},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (GPTQ, gptq()),
+        ({**GPTQ, "checkpoint_format": "gptq_v2"}, gptq(version=2)),
+        ({**GPTQ, "format": "GPTQ_V2"}, gptq(version=2)),
+        ({**GPTQ, "checkpoint_format": "gptq", "sym": False}, gptq(symmetric=False)),
+        ({**GPTQ, "desc_act": True}, gptq(ordered=True)),
+        ({**GPTQ, "desc_act": True, "group_size": -1}, gptq(group=-1)),
+        (AWQ, awq()),
+        ({"quant_method": "awq", "w_bit": 4, "q_group_size": 32, "zero_point": False}, awq(32, True)),
+        (ROUND, auto_round()),
+        ({**ROUND, "quant_method": "intel/auto-round", "packing_format": "auto_round:auto_awq"}, auto_round("awq")),
+        ({**ROUND, "quant_method": "auto_round", "packing_format": "auto_round:gptq"}, auto_round()),
+        ({**ROUND, "packing_format": "auto_round"}, auto_round(version=2)),
+        ({**ROUND, "packing_format": "auto_round:gptqmodel", "sym": True}, auto_round(symmetric=True, version=2)),
+        (compressed(), Stored("pack-quantized", 32, True)),
+        (compressed(strategy="channel", group_size=None), Stored("pack-quantized", -1, True)),
+        (
+            compressed(inputs=False, symmetric=False),
+            Stored("pack-quantized", 32, False,
+                   weight_only="quantization_config.config_groups.group_0.input_activations is missing"),
+        ),
+        (MXFP4, Stored("mxfp4", 32, True, weight_only="quantization_config.quant_method is 'mxfp4'")),
+    ],
+)  # fmt: skip
+def test_of_all_modules(config, expected):
+    assert rules_of(config).of(UP) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({**GPTQ, "bits": 8}, "quantization_config.bits is 8, but 4 is expected"),
+        ({**GPTQ, "bits": None}, "quantization_config.bits is None, but 4 is expected"),
+        ({**GPTQ, "group_size": 16}, "quantization_config.group_size is 16, but -1 or a multiple of 32 is expected"),
+        ({**GPTQ, "checkpoint_format": "marlin"}, "quantization_config.checkpoint_format is 'marlin', but 'gptq' or"),
+        ({**GPTQ, "pack_dtype": "int16"}, "quantization_config.pack_dtype is 'int16', but 'int32' is expected"),
+        ({**GPTQ, "sym": "yes"}, "quantization_config.sym is 'yes', but true or false is expected"),
+        ({**AWQ, "version": "gemv"}, "quantization_config.version is 'gemv', but 'gemm' is expected"),
+        ({**AWQ, "bits": 8}, "quantization_config.bits is 8"),
+        (
+            {**ROUND, "packing_format": "auto_round:llm_compressor"},
+            "packing_format is 'auto_round:llm_compressor', but",
+        ),
+        ({**ROUND, "data_type": "mx_fp"}, "quantization_config.data_type is 'mx_fp', but 'int' is expected"),
+        ({**ROUND, "act_bits": 4}, "quantization_config.act_bits is 4, but 16, or 8 is expected"),
+        (compressed(num_bits=8), "quantization_config.config_groups.group_0.weights.num_bits is 8, but 4 is expected"),
+        (compressed(actorder="group"), "weights.actorder is 'group': reordered input features"),
+    ],
+)
+def test_quantized_otherwise(config, reason):
+    found = rules_of(config).of(UP)
+    assert isinstance(found, NotOurs) and found.quantized
+    assert reason in found.reason
+
+
+def test_int8_activations_of_auto_round():
+    assert rules_of({**ROUND, "act_bits": 8, "act_dynamic": True}).of(UP).weight_only is None
+
+
+def test_dynamic_rules_of_gptq():
+    """Patterns match from the start, the first one wins."""
+    rules = rules_of({
+        **GPTQ,
+        "dynamic": {
+            r"-:.*\.layers\.0\.": {},
+            r"+:.*\.self_attn\.": {"bits": 8},
+            r".*\.layers\.1\.mlp\.experts\.\d+\.down_proj": {"group_size": 32, "sym": False},
+            r"+:layers\.2": {"bits": 8},
+        },
+    })  # fmt: skip
+    skipped = rules.of("model.layers.0.self_attn.q_proj")
+    assert not skipped.quantized and r"dynamic['-:.*\\.layers\\.0\\.'] leaves it out" in skipped.reason
+    eight = rules.of(Q)
+    assert eight.quantized and eight.reason.startswith("quantization_config.bits is 8, but 4 is expected (by quantiz")
+    assert rules.of("model.layers.1.mlp.experts.5.down_proj") == gptq(32, False)
+    assert rules.of("model.layers.2.mlp.experts.5.down_proj") == gptq()
+
+
+def test_named_modules_of_gptq():
+    rules = rules_of({**GPTQ, "modules_in_block_to_quantize": [["self_attn.k_proj", "self_attn.q_proj"]]})
+    assert rules.of(Q) == gptq()
+    assert "modules_in_block_to_quantize does not name it" in rules.of(UP).reason
+
+
+@pytest.mark.parametrize("config", [GPTQ, AWQ, ROUND])
+def test_head(config):
+    found = rules_of(config).of(HEAD)
+    assert not found.quantized and found.reason == "lm_head is not quantized: quantization_config.lm_head is not true"
+    assert isinstance(rules_of({**config, "lm_head": True}).of(HEAD), Stored)
+    # A file that has codes of it says more.
+    assert isinstance(stored_as(rules_of(config), HEAD, ["qweight", "qzeros", "scales"]), Stored)
+
+
+def test_what_awq_leaves_out():
+    rules = rules_of({**AWQ, "modules_to_not_convert": ["mlp.gate", "self_attn"]})
+    assert rules.of(UP) == awq()
+    for name in (Q, "model.layers.0.mlp.gate", "model.layers.0.mlp.gate_proj"):
+        assert not rules.of(name).quantized
+        assert "modules_to_not_convert has '" in rules.of(name).reason
+    # By parts of names, this is left out as well; by its tensors it is not.
+    assert stored_as(rules, "model.layers.0.mlp.gate_proj", ["qweight", "qzeros", "scales"]) == awq()
+    assert not stored_as(rules, "model.layers.0.mlp.gate", ["weight"]).quantized
+
+
+def test_extra_config_of_auto_round():
+    rules = rules_of({
+        **ROUND,
+        "block_name_to_quantize": "model.layers,other.blocks.1",
+        "extra_config": {
+            "model.layers.3.mlp.gate": {"bits": 16},
+            "model.layers.3.self_attn.q_proj": {"group_size": 32, "sym": True},
+            r".*\.shared_expert\..*": {"bits": 8},
+            "lm_head": {"bits": 4},
+            "model.layers.4": {"bits": 2},
+        },
+    })  # fmt: skip
+    assert rules.of(UP) == auto_round()
+    assert rules.of("model.layers.4.mlp.up_proj") == auto_round()  # no pattern, and not its whole name
+    assert rules.of(Q) == auto_round(group=32, symmetric=True)
+    assert rules.of("language_model.lm_head") == auto_round()
+    gate = rules.of("model.layers.3.mlp.gate")
+    assert not gate.quantized and "bits is 16: not quantized" in gate.reason
+    shared = rules.of("model.layers.3.mlp.shared_expert.up_proj")
+    assert shared.quantized and "bits is 8, but 4 is expected (by quantization_config.extra_config['" in shared.reason
+    assert "block_name_to_quantize does not name its block" in rules.of("vision.blocks.1.fc1").reason
+    assert "does not name its block" in rules.of("other.blocks.10.fc1").reason
+    assert rules.of("other.blocks.1.fc1") == auto_round()
+
+
+def test_only_experts_are_mxfp4():
+    rules = rules_of(MXFP4)
+    assert isinstance(rules.of("model.layers.0.mlp.experts"), Stored)
+    assert isinstance(rules.of("model.layers.0.mlp.experts.gate_up_proj"), Stored)
+    for name in (Q, HEAD, "model.layers.0.mlp.router"):
+        assert rules.of(name).reason == f"{name} is not quantized: MXFP4 is for experts"
+    skipped = rules_of({**MXFP4, "modules_to_not_convert": ["model.layers.0.mlp.experts"]})
+    assert "modules_to_not_convert names it" in skipped.of("model.layers.0.mlp.experts.down_proj").reason
+
+
+def test_files_without_codes():
+    found = stored_as(rules_of(GPTQ), UP, ["weight", "bias"])
+    assert found == NotOurs(f"{UP} is not quantized: it has weights without scales", quantized=False)
+    assert stored_as(rules_of({**GPTQ, "bits": 8}), UP, ["qweight"]).quantized
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({}, "quant_method is None, but one of compressed-tensors, gptq, awq, auto-round, mxfp4 is expected"),
+        ({"quant_method": ["gptq"]}, "quant_method is ['gptq'], but one of"),
+        ({**GPTQ, "dynamic": 5}, "quantization_config.dynamic is 5, but an object is expected"),
+        ({**GPTQ, "dynamic": {"+:(": {}}}, "dynamic['+:('] is '(', but a regular expression is expected"),
+        ({**GPTQ, "dynamic": {"x": 3}}, "dynamic['x'] is 3, but an object is expected"),
+        ({**GPTQ, "modules_in_block_to_quantize": [[7]]}, "modules_in_block_to_quantize is 7, but a name is expected"),
+        ({**AWQ, "modules_to_not_convert": {"a": 1}}, "modules_to_not_convert is {'a': 1}, but a list is expected"),
+        ({**ROUND, "extra_config": {"x(": {}}}, "extra_config['x('] is 'x(', but a regular expression is expected"),
+        ({**ROUND, "extra_config": []}, "extra_config is [], but an object is expected"),
+    ],
+)
+def test_damaged(config, message):
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        rules_of(config)
+
+
+def test_values_of_any_type():
+    """Nothing but CheckpointError and NotOurs, whatever a value is."""
+    junk = [None, 7, -1, 0, True, "x", "(", [], [1], [[["a"]]], {}, {"x": 1}, {"(": {}}, 1.5, 10**5000]
+    keys = {
+        "bits", "group_size", "sym", "desc_act", "checkpoint_format", "pack_dtype", "dynamic", "lm_head", "version",
+        "modules_in_block_to_quantize", "modules_to_not_convert", "zero_point", "extra_config", "data_type",
+        "packing_format", "act_bits", "block_name_to_quantize", "config_groups", "ignore", "format",
+    }  # fmt: skip
+    for base in (GPTQ, AWQ, ROUND, MXFP4, compressed()):
+        for key in keys:
+            for value in junk:
+                try:
+                    found = rules_of({**base, key: value}).of(UP)
+                except CheckpointError as error:
+                    assert key in str(error)
+                    continue
+                assert isinstance(found, (Stored, NotOurs))
+
+
+def test_where_the_config_is():
+    assert find_config({"quantization_config": GPTQ}) is GPTQ
+    assert find_config({"text_config": {"compression_config": GPTQ}}) is GPTQ
+    with pytest.raises(CheckpointError, match=r"config\.json has no quantization_config"):
+        find_config({"text_config": {}})
