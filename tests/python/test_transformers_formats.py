@@ -192,7 +192,7 @@ def turned(k, groups):
         (gptq, {"quant_method": "gptq", "bits": 8, "group_size": 32}, "bits is 8"),
         (gptq, {"quant_method": "gptq", "bits": 4, "group_size": 16}, "group_size is 16"),
         (awq, {"quant_method": "awq", **INT4, "version": "marlin"}, "'marlin'"),
-        (gptq, {"quant_method": "mxfp4"}, "quantized with 'mxfp4'"),
+        (gptq, {"quant_method": "mxfp4"}, "is quantized, but Qwen3MoeForCausalLM has no such weight"),
         (gptq, {"quant_method": "fp8"}, "quantized with 'fp8'"),
         (
             lambda codes, scales: gptq(codes, scales, order=turned),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,10 +22,12 @@ from w4a8.quantization.moe_blocks import fused_experts
 _SUFFIXES = {
     "qweight": True, "qzeros": False, "scales": False, "g_idx": False,
     "weight_packed": True, "weight_scale": True, "weight_shape": False, "weight_zero_point": False,
-    "weight_g_idx": False, "weight": False, "bias": False,
+    "weight_g_idx": False, "weight": False, "bias": False, "blocks": True,
 }  # fmt: skip
+# MXFP4 as gpt-oss has it: all experts in one tensor, ``model.layers.0.mlp.experts.gate_up_proj_blocks``.
+_STACKED = re.compile(r"(.+\.experts\.\w+)_(blocks|scales|bias)")
 
-_METHODS = ("compressed-tensors", "gptq", "awq", "auto-round")
+_METHODS = ("compressed-tensors", "gptq", "awq", "auto-round", "mxfp4")
 
 
 def checked_rules(source: Mapping[str, Any]) -> Rules:
@@ -49,7 +51,8 @@ class _Module:
 
     Attributes:
         old: the float module, on the meta device.
-        matrices: parameter (of ``old``) -> for each of its sources the names of the matrices in the files, by expert.
+        matrices: parameter (of ``old``) -> for each of its sources the names of the matrices in the files, by expert;
+            one name for all where they are stacked.
     """
 
     old: torch.nn.Module
@@ -71,11 +74,13 @@ class Foreign:
             ValueError: the method cannot be run, or a quantized tensor belongs to nothing in the model.
         """
         self.rules = checked_rules(source)
+        self.stacked = source["quant_method"] == "mxfp4"
         self.files = files
         self.tensors: dict[str, dict[str, Any]] = {}  # by name of the matrix, then the last part of the tensor's
         with torch.device("cpu"):  # transformers builds models with the meta device as default
             for key, part in slices(files):
-                name, _, suffix = key.rpartition(".")
+                stacked = _STACKED.fullmatch(key) if self.stacked else None
+                name, suffix = stacked.groups() if stacked else key.rpartition(".")[::2]
                 if suffix in _SUFFIXES:
                     self.tensors.setdefault(name, {})[suffix] = part
         self.tensors = {k: parts for k, parts in self.tensors.items() if any(_SUFFIXES[suffix] for suffix in parts)}
@@ -94,7 +99,7 @@ class Foreign:
         model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *ours}
 
     def _add(self, model: torch.nn.Module, names: Names, name: str) -> None:
-        parameter, sources, pattern = names.parameter(f"{name}.weight")
+        parameter, sources, pattern = names.parameter(name if self.stacked else f"{name}.weight")
         if parameter is None:
             raise ValueError(f"{name} is quantized, but {type(model).__name__} has no such weight")
         path, _, leaf = parameter.rpartition(".")
@@ -127,43 +132,79 @@ class Foreign:
             matrix = self._matrix(module.matrices["weight"][0][0], (old.out_features, old.in_features), pages)
             return W4A8Linear.from_matrix(matrix)
         experts = fused_experts(old)
-        expected = {"gate_up_proj": 2, "down_proj": 1}
-        if experts is None or {leaf: len(lists) for leaf, lists in module.matrices.items()} != expected:
+        if experts is None:
             raise ValueError(f"quantized {sorted(module.matrices)} of a {type(old).__name__}, which is not supported")
         if experts.activation is None:
             raise ValueError(f"activation {type(experts.act_fn).__name__} is not one of the operator")
+        given = {leaf: len(lists) for leaf, lists in module.matrices.items()}
+        expected = {"gate_up_proj": 1 if self.stacked else 2, "down_proj": 1}
+        if given != expected:
+            raise ValueError(f"matrices of {given} in the files, expected {expected}")
         count, hidden, intermediate = experts.sizes
-        w13, group13 = self._stack(module.matrices["gate_up_proj"], count, intermediate, hidden, pages)
-        w2, group2 = self._stack(module.matrices["down_proj"], count, hidden, intermediate, pages)
+        biased = experts.w13_bias is not None
+        w13, group13 = self._stack(module.matrices["gate_up_proj"], (count, 2 * intermediate, hidden), biased, pages)
+        w2, group2 = self._stack(module.matrices["down_proj"], (count, hidden, intermediate), biased, pages)
         group = -1 if (group13, group2) == (hidden, intermediate) else group13
         if group != -1 and group2 != group:
             raise ValueError(f"groups of {group13} and {group2}, but all matrices of a layer must have the same")
         return W4A8Experts(w13, w2, hidden, intermediate, group, experts.activation)
 
     def _stack(
-        self, sources: list[list[str]], count: int, rows: int, columns: int, pages: Pages
+        self, sources: list[list[str]], shape: tuple[int, int, int], biased: bool, pages: Pages
     ) -> tuple[torch.Tensor, int]:
-        """The packed experts, each with the rows of all sources, and their group size."""
-        if any(len(names) != count for names in sources):
+        """The packed experts, each with the rows of all sources, and their group size.
+
+        Args:
+            sources: names by expert, or one for all of a stack.
+            shape: E, N, K.
+            biased: the model has biases there.
+            pages: to let go of.
+        """
+        count, rows, columns = shape
+        if not self.stacked and any(len(names) != count for names in sources):
             raise ValueError(f"matrices of {[len(names) for names in sources]} experts, expected {count}")
         stack, group = None, columns
         for expert in range(count):
-            for index, names in enumerate(sources):
-                matrix = self._matrix(names[expert], (rows, columns), pages)
+            for name, row, matrix in self._parts(sources, shape, expert, pages):
                 if stack is None:
                     group = matrix.group
                     bias = None if matrix.bias is None else matrix.bias.dtype
-                    stack = MatrixStack(count, len(sources) * rows, columns, group, bias)
+                    stack = MatrixStack(count, rows, columns, group, bias)
+                if biased and matrix.bias is None:
+                    raise ValueError(f"{name} has no bias, but the model has")
                 if matrix.group != group or (matrix.bias is None) != (stack.bias_dtype is None):
-                    raise ValueError(
-                        f"{names[expert]} has other groups than the first expert, or a bias where it has none"
-                    )
-                stack.put(expert, index * rows, matrix)
+                    raise ValueError(f"{name} has other groups than the first expert, or a bias where it has none")
+                stack.put(expert, row, matrix)
         return stack.pack(), group
 
-    def _matrix(self, name: str, shape: tuple[int, int], pages: Pages) -> Matrix4:
-        """Reads a matrix, which must be [N, K]."""
-        tensors = {suffix: part[...] for suffix, part in self.tensors[name].items()}
+    def _parts(
+        self, sources: list[list[str]], shape: tuple[int, int, int], expert: int, pages: Pages
+    ) -> Iterator[tuple[str, int, Matrix4]]:
+        """Name, first row in the stack, and matrix of each part of an expert."""
+        count, rows, columns = shape
+        if not self.stacked:
+            size = rows // len(sources)
+            for index, names in enumerate(sources):
+                yield names[expert], index * size, self._matrix(names[expert], (size, columns), pages)
+            return
+        ((name,),) = sources
+        found = {suffix: part.get_shape()[0] for suffix, part in self.tensors[name].items()}
+        if set(found.values()) != {count}:
+            raise ValueError(f"{name} is of {found} experts, expected {count}")
+        matrix = self._matrix(name, (rows, columns), pages, expert)
+        if not name.endswith(".gate_up_proj"):
+            yield name, 0, matrix
+            return
+        for half in (0, 1):  # gate and up rows alternate
+            yield name, half * (rows // 2), matrix.with_rows(slice(half, None, 2))
+
+    def _matrix(self, name: str, shape: tuple[int, int], pages: Pages, expert: int | None = None) -> Matrix4:
+        """Reads a matrix, or that of one expert of a stack, which must be [N, K]."""
+        parts = self.tensors[name].items()
+        if expert is None:
+            tensors = {suffix: part[...] for suffix, part in parts}
+        else:
+            tensors = {suffix: part[expert : expert + 1][0] for suffix, part in parts}
         stored = stored_as(self.rules, name, tensors)
         if isinstance(stored, NotOurs):
             raise ValueError(stored.reason)
