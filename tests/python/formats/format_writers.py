@@ -20,8 +20,14 @@ def put(array: np.ndarray, row: int, column: int, i: int, code: int) -> None:
     array[row, column] |= int(code) << (4 * i)
 
 
-def get(tensor: torch.Tensor, row: int, column: int, i: int) -> int:
-    return (int(tensor[row, column]) & 0xFFFFFFFF) >> (4 * i) & 15
+def get(array: np.ndarray, row: int, column: int, i: int) -> int:
+    return (int(array[row, column]) & 0xFFFFFFFF) >> (4 * i) & 15
+
+
+def numpy(tensors, *names):
+    """int32 words as they are, floats as float64, what is missing as None; arrays are indexed faster than tensors."""
+    found = [tensors.get(name) for name in names]
+    return [None if t is None else (t.double() if t.is_floating_point() else t).numpy() for t in found]
 
 
 def int32(array: np.ndarray) -> torch.Tensor:
@@ -42,15 +48,15 @@ def write_gptq(codes, zeros, scales, version):
 
 
 def dequantized_gptq(tensors, version):
-    qweight, qzeros, scales = tensors["qweight"], tensors["qzeros"], tensors["scales"].double()
+    qweight, qzeros, scales = numpy(tensors, "qweight", "qzeros", "scales")
     k, n, g = 8 * qweight.shape[0], qweight.shape[1], scales.shape[0]
-    out = torch.empty(n, k, dtype=torch.float64)
+    out = np.empty((n, k))
     for row in range(n):
         for column in range(k):
             group = column * g // k
             zero = get(qzeros, group, row // 8, row % 8) + (1 if version == 1 else 0)
             out[row, column] = (get(qweight, column // 8, row, column % 8) - zero) * scales[group, row]
-    return out
+    return torch.from_numpy(out)
 
 
 def write_awq(codes, zeros, scales):
@@ -66,9 +72,9 @@ def write_awq(codes, zeros, scales):
 
 
 def dequantized_awq(tensors):
-    qweight, qzeros, scales = tensors["qweight"], tensors.get("qzeros"), tensors["scales"].double()
+    qweight, qzeros, scales = numpy(tensors, "qweight", "qzeros", "scales")
     k, n, g = qweight.shape[0], 8 * qweight.shape[1], scales.shape[0]
-    out = torch.empty(n, k, dtype=torch.float64)
+    out = np.empty((n, k))
     for word in range(n // 8):
         for i in range(8):
             row = 8 * word + AWQ_ORDER[i]
@@ -76,7 +82,7 @@ def dequantized_awq(tensors):
                 group = column * g // k
                 zero = 8 if qzeros is None else get(qzeros, group, word, i)
                 out[row, column] = (get(qweight, column, word, i) - zero) * scales[group, row]
-    return out
+    return torch.from_numpy(out)
 
 
 def write_int_quantized(codes, zeros, scales):
@@ -112,15 +118,15 @@ def write_pack_quantized(codes, zeros, scales):
 
 def dequantized_pack(tensors):
     n, k = (int(size) for size in tensors["weight_shape"])
-    scales, zeros = tensors["weight_scale"].double(), tensors.get("weight_zero_point")
+    packed, scales, zeros = numpy(tensors, "weight_packed", "weight_scale", "weight_zero_point")
     g = scales.shape[1]
-    out = torch.empty(n, k, dtype=torch.float64)
+    out = np.empty((n, k))
     for row in range(n):
         for column in range(k):
             group = column * g // k
             zero = 8 if zeros is None else get(zeros, row // 8, group, row % 8)
-            out[row, column] = (get(tensors["weight_packed"], row, column // 8, column % 8) - zero) * scales[row, group]
-    return out
+            out[row, column] = (get(packed, row, column // 8, column % 8) - zero) * scales[row, group]
+    return torch.from_numpy(out)
 
 
 def write_mxfp4(codes, exponents):
@@ -146,11 +152,11 @@ def dequantized_mxfp4(tensors):
 
 def multiplied_out(matrix):
     """What a Matrix4 means, by its documentation; float64 holds every product exactly."""
-    nibbles = matrix.nibbles.numpy()
+    nibbles, scales = matrix.nibbles.numpy(), matrix.scales.double().numpy()
+    zeros = None if matrix.zero_points is None else matrix.zero_points.numpy()
     n, k = nibbles.shape[0], 2 * nibbles.shape[1]
-    scales = matrix.scales.double()
     g = scales.shape[1]
-    out = torch.empty(n, k, dtype=torch.float64)
+    out = np.empty((n, k))
     for row in range(n):
         for column in range(k):
             code = int(nibbles[row, column // 2]) >> (4 * (column % 2)) & 15
@@ -158,6 +164,6 @@ def multiplied_out(matrix):
             if matrix.kind == "e2m1":
                 value = FP4[code & 7] * (-1 if code & 8 else 1)
             else:
-                value = code - (8 if matrix.zero_points is None else int(matrix.zero_points[row, group]))
+                value = code - (8 if zeros is None else int(zeros[row, group]))
             out[row, column] = value * scales[row, group]
-    return out
+    return torch.from_numpy(out)

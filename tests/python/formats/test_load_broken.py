@@ -1,0 +1,261 @@
+"""Checkpoints that are fake or broken: an error that names the tensor, in every format; nothing is computed of them."""
+
+import copy
+
+import pytest
+import torch
+from format_checkpoints import FORMATS, LAYER, experts_checkpoint, gpt_oss_checkpoint
+
+from w4a8.checkpoint import CheckpointError, load
+
+pytest.importorskip("safetensors", reason="the safetensors package is not installed")
+
+UP, DOWN = f"{LAYER}.1.up_proj", f"{LAYER}.2.down_proj"
+HIDDEN, INTER = 64, 64
+GPTQ = ["GPTQ", "GPTQ asymmetric", "GPTQ 2", "GPTQ 2 asymmetric"]
+WORDS = [*GPTQ, "AWQ", "AWQ zero_point false", "AutoRound", "AutoRound asymmetric", "AutoRound as AWQ"]
+WITH_ZEROS = [name for name, form in FORMATS.items() if not form.symmetric]
+
+
+@pytest.fixture(scope="module")
+def good():
+    torch.manual_seed(3)
+    made = {name: experts_checkpoint(form, HIDDEN, INTER, 32) for name, form in FORMATS.items()}
+    made["MXFP4"] = gpt_oss_checkpoint(HIDDEN, INTER)
+    return made
+
+
+def message_of(made, path, **options):
+    """What load says, with w4a16 asked for."""
+    with pytest.raises(CheckpointError) as caught:
+        load(made.write(path), quantize_w4a16=True, **options)
+    return str(caught.value)
+
+
+def changed(good, name, key=None, tensor=None, **config):
+    """A checkpoint with another tensor (None: without it), or other words in its quantization_config."""
+    made = copy.copy(good[name])
+    made.tensors, made.config = dict(made.tensors), copy.deepcopy(made.config)
+    if key is not None:
+        assert key in made.tensors
+        if tensor is None:
+            del made.tensors[key]
+        else:
+            made.tensors[key] = tensor
+    made.config["quantization_config"].update(config)
+    return made
+
+
+@pytest.mark.parametrize("name", WORDS)
+@pytest.mark.parametrize("suffix", ["qweight", "scales"])
+def test_missing(good, name, suffix, tmp_path):
+    found = message_of(changed(good, name, f"{UP}.{suffix}"), tmp_path)
+    assert found.startswith(f"tensor '{UP}.{suffix}' is missing from ")
+
+
+@pytest.mark.parametrize("name", WITH_ZEROS)
+def test_missing_zero_points(good, name, tmp_path):
+    suffix = "qzeros" if f"{UP}.qzeros" in good[name].tensors else "weight_zero_point"
+    assert f"tensor '{UP}.{suffix}' is missing" in message_of(changed(good, name, f"{UP}.{suffix}"), tmp_path)
+
+
+@pytest.mark.parametrize("name", [name for name in WORDS if name in FORMATS])
+@pytest.mark.parametrize("suffix", ["qweight", "qzeros", "scales"])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_truncated(good, name, suffix, dim, tmp_path):
+    key = f"{DOWN}.{suffix}"
+    whole = good[name].tensors[key]
+    short = whole.narrow(dim, 0, whole.shape[dim] - 1).contiguous()
+    found = message_of(changed(good, name, key, short), tmp_path)
+    assert key in found and str(tuple(short.shape)) in found
+
+
+@pytest.mark.parametrize("name", ["GPTQ", "GPTQ asymmetric", "AutoRound asymmetric"])
+def test_a_zero_point_of_16(good, name, tmp_path):
+    """Version 1 stores it less one."""
+    key = f"{UP}.qzeros"
+    words = good[name].tensors[key].clone()
+    words[1, 3] |= 0xF000
+    found = message_of(changed(good, name, key, words), tmp_path)
+    assert f"tensor {key}: zero points in [" in found and "16], but [0, 15] is expected" in found
+
+
+@pytest.mark.parametrize("name", [name for name in WITH_ZEROS if "int" in name])
+def test_a_zero_point_beyond_int4(good, name, tmp_path):
+    key = f"{UP}.weight_zero_point"
+    for value, zero in ((8, 16), (-9, -1)):
+        zeros = good[name].tensors[key].clone()
+        zeros[5, 1] = value
+        found = message_of(changed(good, name, key, zeros), tmp_path)
+        assert f"tensor {key}: zero points in [" in found and str(zero) in found
+
+
+@pytest.mark.parametrize("name", ["GPTQ", "GPTQ 2", "AWQ zero_point false", "AutoRound"])
+def test_zero_points_of_a_symmetric_checkpoint(good, name, tmp_path):
+    """Stock would not look at them and compute something else."""
+    key = f"{UP}.qzeros"
+    words = good[name].tensors[key].clone()
+    words[0, 0] ^= 1
+    found = message_of(changed(good, name, key, words), tmp_path)
+    assert f"tensor {key}: zero points in [" in found and "the configuration says symmetric, which is 8" in found
+
+
+def test_the_other_version_of_gptq(good, tmp_path):
+    """A symmetric checkpoint says by its zero points which one it is; an asymmetric one only at the ends."""
+    found = message_of(changed(good, "GPTQ", checkpoint_format="gptq_v2"), tmp_path / "1")
+    assert f"tensor {LAYER}.0.gate_proj.qzeros: zero points in [7, 7], but the configuration says symmetric" in found
+    found = message_of(changed(good, "GPTQ 2", checkpoint_format="gptq"), tmp_path / "2")
+    assert f"tensor {LAYER}.0.gate_proj.qzeros: zero points in [9, 9], but the configuration says symmetric" in found
+    key = f"{LAYER}.0.gate_proj.qzeros"
+    words = good["GPTQ 2 asymmetric"].tensors[key] | 15
+    found = message_of(changed(good, "GPTQ 2 asymmetric", key, words, checkpoint_format="gptq"), tmp_path / "3")
+    assert f"tensor {key}: zero points in [" in found and "16], but [0, 15]" in found
+
+
+@pytest.mark.parametrize("name", WORDS)
+@pytest.mark.parametrize("group", [64, -1])
+def test_another_group_in_the_config(good, name, group, tmp_path):
+    found = message_of(changed(good, name, group_size=group), tmp_path)
+    assert f"tensor {LAYER}.0.gate_proj." in found
+    assert "groups of" in found
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_a_group_that_divides_nothing(good, name, tmp_path):
+    path = changed(good, name, group_size=96).write(tmp_path)
+    with pytest.raises(NotImplementedError, match="hidden size 64, which is not a multiple of the group size 96"):
+        load(path, quantize_w4a16=True)
+
+
+@pytest.mark.parametrize("name", [name for name, form in FORMATS.items() if "config_groups" in form.config])
+def test_another_group_in_config_groups(good, name, tmp_path):
+    made = changed(good, name)
+    made.config["quantization_config"]["config_groups"]["group_0"]["weights"]["group_size"] = 64
+    assert f"tensor {LAYER}.0.gate_proj.weight_scale: shape (64, 2), but" in message_of(made, tmp_path)
+
+
+@pytest.mark.parametrize("name", GPTQ)
+def test_activation_order(good, name, tmp_path):
+    """A g_idx that is not the identity, whatever desc_act says."""
+    key = f"{UP}.g_idx"
+    order = good[name].tensors[key].flip(0).contiguous()
+    for number, said in enumerate((True, False)):
+        found = message_of(changed(good, name, key, order, desc_act=said), tmp_path / str(number))
+        assert f"tensor {key}: groups are not consecutive input features (activation order, desc_act)" in found
+    assert f"tensor '{key}' is missing" in message_of(changed(good, name, key, desc_act=True), tmp_path / "missing")
+    short = good[name].tensors[key][:-1].contiguous()
+    assert f"tensor {key}: shape (63,)" in message_of(changed(good, name, key, short), tmp_path / "short")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_scales_that_are_no_numbers(good, name, value, tmp_path):
+    suffix = "scales" if f"{UP}.scales" in good[name].tensors else "weight_scale"
+    scales = good[name].tensors[f"{UP}.{suffix}"].clone()
+    scales[1, 1] = value
+    found = message_of(changed(good, name, f"{UP}.{suffix}", scales), tmp_path)
+    assert f"tensor {UP}.{suffix}: not all scales are finite" in found
+
+
+@pytest.mark.parametrize("name", WORDS)
+@pytest.mark.parametrize("suffix", ["qweight", "qzeros", "scales"])
+def test_other_dtypes(good, name, suffix, tmp_path):
+    other = good[name].tensors[f"{UP}.{suffix}"].to(torch.int64)
+    found = message_of(changed(good, name, f"{UP}.{suffix}", other), tmp_path)
+    assert f"tensor {UP}.{suffix}: dtype torch.int64, but " in found
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_another_size_of_the_model(good, name, tmp_path):
+    made = changed(good, name)
+    made.config["moe_intermediate_size"] = 96
+    found = message_of(made, tmp_path)
+    assert f"tensor '{LAYER}.0.gate_proj.qweight' has shape " in found
+    assert "which is (64, 64), but (96, 64) is expected for hidden_size 64 and intermediate_size 96" in found
+
+
+@pytest.mark.parametrize("name", ["GPTQ asymmetric", "AWQ"])
+def test_no_expert_of_a_number(good, name, tmp_path):
+    made = changed(good, name)
+    for key in [key for key in made.tensors if f"{LAYER}.1." in key]:
+        del made.tensors[key]
+    assert f"tensor '{LAYER}.1.gate_proj.qweight' is missing: of 3 experts there are 2" in message_of(made, tmp_path)
+
+
+def test_a_bias_that_only_some_have(good, tmp_path):
+    made = changed(good, "GPTQ")
+    made.tensors[f"{UP}.bias"] = torch.zeros(64)
+    assert f"tensor '{LAYER}.0.gate_proj.bias' is missing" in message_of(made, tmp_path)
+
+
+def test_groups_of_two_sizes_in_a_layer(good, tmp_path):
+    made = changed(good, "GPTQ", dynamic={".*down_proj": {"group_size": 64}})
+    found = message_of(made, tmp_path)
+    assert found == f"{LAYER}.0.down_proj is quantized differently from {LAYER}.0.gate_proj"
+
+
+def test_an_expert_of_another_width(good, tmp_path):
+    """A layer is 4 bits or it is not."""
+    made = changed(good, "GPTQ", dynamic={r".*\.1\.down_proj": {"bits": 8}})
+    assert "quantization_config.bits is 8, but 4 is expected (by quantization_config.dynamic[" in message_of(
+        made, tmp_path
+    )
+
+
+def test_weight_only_must_be_asked_for(good, tmp_path):
+    for name, key in (("GPTQ", "quant_method is 'gptq'"), ("AutoRound", "act_bits is 16"), ("MXFP4", "is 'mxfp4'")):
+        with pytest.raises(CheckpointError, match=rf"{key}: {LAYER} is W4A16; pass quantize_w4a16=True to run it with"):
+            load(good[name].write(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    ("suffix", "change", "message"),
+    [
+        ("gate_up_proj_scales", None, "' is missing"),
+        ("down_proj_blocks", None, "' is missing"),
+        ("down_proj_bias", None, "' is missing"),
+        ("gate_up_proj_blocks", lambda t: t[:2], "' has 2 experts, but config.json says 3"),
+        ("gate_up_proj_blocks", lambda t: t[:, :-1], "has shape (127, 2, 16), which is (127, 64), but (128, 64) is"),
+        ("gate_up_proj_blocks", lambda t: t[..., :8], "shape (128, 2, 8), but blocks of 32 make (128, 2, 16) (exp"),
+        ("gate_up_proj_blocks", lambda t: t[..., 0], "shape (128, 2), but 3 dimensions are expected"),
+        ("gate_up_proj_scales", lambda t: t[..., :1], "shape (128, 1), but 128 x 2 blocks make (128, 2) (expert 0)"),
+        ("gate_up_proj_scales", lambda t: t[:2], "cannot be read from"),
+        ("down_proj_scales", lambda t: t.float(), "dtype torch.float32, but uint8 is expected (expert 0)"),
+        ("down_proj_scales", lambda t: t.index_fill(0, torch.tensor([1]), 255), "255, which is not a number (exp"),
+        ("down_proj_bias", lambda t: t[:, :-1], "shape (63,), but 64 output features make (64,) (expert 0)"),
+    ],
+)  # fmt: skip
+def test_mxfp4(good, suffix, change, message, tmp_path):
+    key = f"{LAYER}.{suffix}"
+    tensor = None if change is None else change(good["MXFP4"].tensors[key]).contiguous()
+    found = message_of(changed(good, "MXFP4", key, tensor), tmp_path)
+    assert key in found and message in found
+
+
+@pytest.mark.parametrize("name", [*FORMATS, "MXFP4"])
+def test_tensors_of_anything(good, name, tmp_path):
+    """One tensor of another shape or dtype, or with other bits: it loads, or an error of the right class says why."""
+    generator = torch.Generator().manual_seed(4)
+    keys = sorted(good[name].tensors)
+    refused = 0
+    for number in range(40):
+        key = keys[int(torch.randint(len(keys), (1,), generator=generator))]
+        old = good[name].tensors[key]
+        what = number % 4
+        if what == 0:
+            sizes = torch.randint(0, 70, (int(torch.randint(0, 4, (1,), generator=generator)),), generator=generator)
+            new = torch.zeros(sizes.tolist(), dtype=old.dtype)
+        elif what == 1:
+            kinds = [torch.int8, torch.uint8, torch.int32, torch.int64, torch.float32, torch.bool]
+            new = old.to(kinds[number // 4 % len(kinds)])
+        elif what == 2:
+            new = torch.randint(-128, 128, old.shape, generator=generator).to(old.dtype)
+        else:
+            new = old.flatten()[: old.numel() // 2]
+        made = changed(good, name, key, new.contiguous())
+        try:
+            load(made.write(tmp_path), quantize_w4a16=True)
+        except (CheckpointError, NotImplementedError) as error:
+            refused += 1
+            assert LAYER in str(error)
+    assert refused >= 10

@@ -1,0 +1,198 @@
+"""w4a8.load and load_linear on checkpoints in every format: the packed matrices mean what the tools say, exactly."""
+
+import logging
+
+import pytest
+import torch
+from format_checkpoints import FORMATS, LAYER, Checkpoint, experts_checkpoint, gpt_oss_checkpoint, model_config
+from format_writers import multiplied_out
+
+import w4a8
+from w4a8.checkpoint import load, load_linear
+from w4a8.formats import Matrix4
+
+pytest.importorskip("safetensors", reason="the safetensors package is not installed")
+
+each_format = pytest.mark.parametrize("name", FORMATS)
+
+
+def meaning(packed):
+    """float64 [N, K] of a packed matrix, and its bias."""
+    header = w4a8.read_header(packed)
+    found = w4a8.dyn_quant_unpack_any_4bit_weight(packed, header["group"], header["k"], header["n"])
+    nibbles, scales, zeros, bias, values = found
+    matrix = Matrix4(nibbles, scales, zeros if header["has_zero_points"] else None, values)
+    return multiplied_out(matrix), bias if header["has_bias"] else None
+
+
+def assert_meant(layer, made, experts=None, names=("gate_proj", "up_proj", "down_proj"), rows=slice(None)):
+    """Every expert of a layer: the files' matrices, cut to some features of the intermediate size."""
+    for index, expert in enumerate(range(3) if experts is None else experts):
+        parts = [made.meant[f"{LAYER}.{expert}.{name}"] for name in names]
+        w13, bias13 = meaning(layer.w13_weight_packed[index])
+        w2, bias2 = meaning(layer.w2_weight_packed[index])
+        assert torch.equal(w13, torch.cat([part[rows] for part in parts[:-1]]))
+        assert torch.equal(w2, parts[-1][:, rows])
+        assert (bias13 is None) == (bias2 is None) == (not made.biases)
+        if made.biases:
+            biases = [made.biases[f"{LAYER}.{expert}.{name}"].float() for name in names]
+            assert torch.equal(bias13, torch.cat([bias[rows] for bias in biases[:-1]]))
+            assert torch.equal(bias2, biases[-1])
+
+
+@each_format
+@pytest.mark.parametrize(("hidden", "inter", "group"), [(96, 64, 32), (64, 40, -1)])
+def test_experts(name, hidden, inter, group, tmp_path):
+    form = FORMATS[name]
+    made = experts_checkpoint(form, hidden, inter, group)
+    layers = load(made.write(tmp_path), quantize_w4a16=form.weight_only)
+    assert list(layers) == [LAYER]
+    assert_meant(layers[LAYER], made)
+    assert w4a8.read_header(layers[LAYER].w13_weight_packed[0])["has_zero_points"] == (not form.symmetric)
+    x = torch.randn(5, hidden)
+    assert torch.isfinite(layers[LAYER](x, torch.randn(5, 3))).all()
+
+
+@each_format
+def test_biases_and_shards_and_names(name, tmp_path):
+    form = FORMATS[name]
+    made = experts_checkpoint(form, 64, 32, 32, bias=True, names=("w1", "w3", "w2"))
+    layer = load(made.write(tmp_path / "shards", files=4), quantize_w4a16=True)[LAYER]
+    assert_meant(layer, made, names=("w1", "w3", "w2"))
+    made = experts_checkpoint(form, 64, 32, 32, names=("gate_up_proj", "down_proj"))
+    layer = load(made.write(tmp_path / "fused"), quantize_w4a16=True)[LAYER]
+    assert_meant(layer, made, names=("gate_up_proj", "down_proj"))
+
+
+@pytest.mark.parametrize("name", ["W4A8 int", "W4A8 pack", "W4A8 pack asymmetric", "W4A16 int asymmetric"])
+def test_odd_sizes(name, tmp_path):
+    """Sizes that are no words of 8."""
+    made = experts_checkpoint(FORMATS[name], 34, 18, -1)
+    assert_meant(load(made.write(tmp_path), quantize_w4a16=True)[LAYER], made)
+
+
+@pytest.mark.parametrize("name", ["GPTQ asymmetric", "AWQ", "W4A8 pack asymmetric"])
+def test_ranks(name, tmp_path):
+    """A cut of w2 takes the zero points of its groups; a rank of expert parallelism has experts of its own."""
+    made = experts_checkpoint(FORMATS[name], 64, 64, 32)
+    path = made.write(tmp_path)
+    for rank in range(2):
+        layer = load(path, tp_rank=rank, tp_size=2, quantize_w4a16=True)[LAYER]
+        assert_meant(layer, made, rows=slice(32 * rank, 32 * rank + 32))
+    layer = load(path, ep_rank=1, ep_size=3, quantize_w4a16=True)[LAYER]
+    assert_meant(layer, made, experts=[1])
+    with pytest.raises(NotImplementedError, match="intermediate size per partition 16, which is not a multiple of the"):
+        load(path, tp_rank=0, tp_size=4, quantize_w4a16=True)
+
+
+def test_gpt_oss(tmp_path):
+    """MXFP4 experts of one tensor each, rows in turns, biases; whole, cut, distributed, and in several files."""
+    made = gpt_oss_checkpoint(64, 64)
+    path = made.write(tmp_path, files=3)
+    meant = Checkpoint()
+    for expert in range(3):
+        for values, target in ((made.meant, meant.meant), (made.biases, meant.biases)):
+            both = values[f"{LAYER}.{expert}.gate_up_proj"]
+            target[f"{LAYER}.{expert}.gate_proj"], target[f"{LAYER}.{expert}.up_proj"] = both[0::2], both[1::2]
+            target[f"{LAYER}.{expert}.down_proj"] = values[f"{LAYER}.{expert}.down_proj"]
+    layer = load(path, quantize_w4a16=True)[LAYER]
+    assert_meant(layer, meant)
+    header = w4a8.read_header(layer.w2_weight_packed[0])
+    assert (header["values"], header["scale_dtype"]) == ("e2m1", "bfloat16")
+    assert_meant(load(path, tp_size=2, quantize_w4a16=True)[LAYER], meant, rows=slice(0, 32))
+    assert_meant(load(path, ep_rank=2, ep_size=3, quantize_w4a16=True)[LAYER], meant, experts=[2])
+
+
+@pytest.mark.parametrize("name", ["GPTQ asymmetric", "AWQ", "AutoRound as AWQ", "W4A16 pack asymmetric"])
+def test_scales_stay_exact(name, tmp_path):
+    for dtype, kept in ((torch.float16, "float32"), (torch.bfloat16, "bfloat16")):
+        made = experts_checkpoint(FORMATS[name], 64, 32, 32, dtype=dtype)
+        layer = load(made.write(tmp_path / kept), quantize_w4a16=True)[LAYER]
+        assert w4a8.read_header(layer.w13_weight_packed[0])["scale_dtype"] == kept
+
+
+def test_matrices_with_and_without_zero_points(tmp_path):
+    """AutoRound's rules for single modules: gate symmetric, up not; w2 not; every group is the same."""
+    asymmetric, symmetric = FORMATS["AutoRound asymmetric"], FORMATS["AutoRound"]
+    made = Checkpoint(config=model_config(asymmetric.quantization_config(32), 64, 32, 3))
+    extra = {}
+    for expert in range(3):
+        for name, form in (("gate_proj", symmetric), ("up_proj", asymmetric if expert == 1 else symmetric),
+                           ("down_proj", asymmetric)):  # fmt: skip
+            rows, columns = (64, 32) if name == "down_proj" else (32, 64)
+            made.add(f"{LAYER}.{expert}.{name}", form, rows, columns, 32)
+            if form is symmetric:
+                extra[f"{LAYER}.{expert}.{name}"] = {"sym": True}
+    made.config["quantization_config"]["extra_config"] = extra
+    layer = load(made.write(tmp_path), quantize_w4a16=True)[LAYER]
+    assert_meant(layer, made)
+    assert all(w4a8.read_header(packed)["has_zero_points"] for packed in layer.w13_weight_packed)
+
+
+def test_mixed_bits_are_left_out_and_named(tmp_path, caplog):
+    """Layer 1 has 8 bits, and so has a projection of the attention."""
+    form = FORMATS["GPTQ"]
+    made = experts_checkpoint(form, 64, 32, 32)
+    other = LAYER.replace(".0.", ".1.")
+    for key in [key for key in made.tensors if key.startswith(LAYER)]:
+        made.tensors[key.replace(LAYER, other)] = made.tensors[key].clone()
+    made.add("model.layers.0.self_attn.q_proj", form, 16, 64, 32)
+    made.add("model.layers.0.self_attn.k_proj", form, 16, 64, 32)
+    made.config["quantization_config"]["dynamic"] = {r"+:.*\.layers\.1\.": {"bits": 8}, r"+:.*k_proj": {"bits": 8}}
+    path = made.write(tmp_path)
+    with caplog.at_level(logging.WARNING, logger="w4a8.checkpoint"):
+        assert list(load(path, quantize_w4a16=True)) == [LAYER]
+        assert list(load_linear(path, quantize_w4a16=True)) == ["model.layers.0.self_attn.q_proj"]
+    for name in (other, "model.layers.0.self_attn.k_proj"):
+        assert (
+            f"{name} is left out: quantization_config.bits is 8, but 4 is expected (by quantization_con" in caplog.text
+        )
+
+
+def test_a_layer_that_is_left_out_by_name(tmp_path, caplog):
+    """AWQ, with float experts in layer 1, which modules_to_not_convert names."""
+    made = experts_checkpoint(FORMATS["AWQ"], 64, 32, 32)
+    other = LAYER.replace(".0.", ".1.")
+    for expert in range(3):
+        for name, shape in (("gate_proj", (32, 64)), ("up_proj", (32, 64)), ("down_proj", (64, 32))):
+            made.tensors[f"{other}.{expert}.{name}.weight"] = torch.zeros(shape, dtype=torch.bfloat16)
+    made.config["quantization_config"]["modules_to_not_convert"] = ["layers.1.", "mlp.gate"]
+    with caplog.at_level(logging.WARNING, logger="w4a8.checkpoint"):
+        assert list(load(made.write(tmp_path), quantize_w4a16=True)) == [LAYER]
+    assert f"{other} is left out: {other}.0.gate_proj is not quantized" in caplog.text
+
+
+@each_format
+def test_linear(name, tmp_path):
+    form = FORMATS[name]
+    made = Checkpoint(config=model_config(form.quantization_config(32), 64, 32, 3))
+    query, down = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.gate_proj"
+    made.add(query, form, 24, 64, 32, bias=True)
+    made.add(down, form, 64 if form.words else 13, 96, 32)
+    made.add(f"{LAYER}.0.up_proj", form, 32, 64, 32)
+    made.tensors["lm_head.weight"] = torch.zeros(8, 64)
+    layers = load_linear(made.write(tmp_path), quantize_w4a16=form.weight_only)
+    assert sorted(layers) == [down, query]
+    for layer_name, layer in layers.items():
+        found, bias = meaning(layer.packed)
+        assert torch.equal(found, made.meant[layer_name])
+        assert (bias is None) == (layer_name not in made.biases)
+        assert layer(torch.randn(2, layer.in_features)).shape == (2, layer.out_features)
+    assert torch.equal(meaning(layers[query].packed)[1], made.biases[query].float())
+
+
+def test_a_quantized_head(tmp_path):
+    """Its codes say that it is quantized, whether the configuration does or not."""
+    for name in ("GPTQ", "AWQ", "AutoRound"):
+        made = Checkpoint(config=model_config(FORMATS[name].quantization_config(32), 64, 32, 3))
+        made.add("lm_head", FORMATS[name], 40, 64, 32)
+        layers = load_linear(made.write(tmp_path / name), quantize_w4a16=True)
+        assert torch.equal(meaning(layers["lm_head"].packed)[0], made.meant["lm_head"])
+
+
+def test_activation_order_in_name_only(tmp_path):
+    """desc_act with groups in order (static groups), or with one group, changes nothing."""
+    for group in (32, -1):
+        made = experts_checkpoint(FORMATS["GPTQ"], 64, 32, group)
+        made.config["quantization_config"]["desc_act"] = True
+        assert_meant(load(made.write(tmp_path / str(group)), quantize_w4a16=True)[LAYER], made)
