@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from w4a8.core.matrix import Matrix4
 from w4a8.core.nibbles import check_int4_range, to_nibbles
+from w4a8.formats import (
+    from_auto_round,
+    from_awq,
+    from_gptq,
+    from_int_quantized,
+    from_mxfp4,
+    from_pack_quantized,
+)
 from w4a8.formats.words import CODES, word_bytes
 from w4a8.nn.packed import PackedModule
 from w4a8.nn.rounding import round_weight
@@ -71,9 +81,10 @@ class W4A8Linear(PackedModule):
         weight_shape: torch.Tensor | tuple[int, int] | None = None,
         bias: torch.Tensor | None = None,
         *,
+        weight_zero_point: torch.Tensor | None = None,
         scale_dtype: torch.dtype | None = None,
     ) -> W4A8Linear:
-        """A layer of a compressed-tensors checkpoint: symmetric int4, in groups or per channel.
+        """A layer of a compressed-tensors checkpoint: int4, in groups or per channel.
 
         Args:
             weight: ``weight_packed``, int32 [N, ceil(K/8)] (pack-quantized), or ``weight``, int8 [N, K]
@@ -81,6 +92,7 @@ class W4A8Linear(PackedModule):
             weight_scale: [N, K/g], or [N, 1] per channel.
             weight_shape: (N, K); None is that of the weight, with K = 8 times the words of a row.
             bias: [N] or None.
+            weight_zero_point: int32 [ceil(N/8), K/g] (pack-quantized) or int8 [N, K/g] in [-8, 7]; None if symmetric.
             scale_dtype: that scales are kept in; bfloat16 where that holds them exactly, else float32, if not given.
 
         Raises:
@@ -99,12 +111,81 @@ class W4A8Linear(PackedModule):
             raise ValueError(f"weight_scale is {list(weight_scale.shape)}, expected [{n}, groups]")
         if k % weight_scale.shape[1] != 0:
             raise ValueError(f"weight_scale has {weight_scale.shape[1]} groups, which do not divide K = {k}")
+        if weight_zero_point is not None:
+            found = {"weight_scale": weight_scale, "weight_zero_point": weight_zero_point, "bias": bias}
+            found |= {"weight_packed": weight, "weight_shape": torch.tensor([n, k])} if words else {"weight": weight}
+            read = from_pack_quantized if words else from_int_quantized
+            return cls.from_matrix(read(found, "layer", k // weight_scale.shape[1], False), scale_dtype)
         if words:
             nibbles = word_bytes(weight)[:, : k // 2]
         else:
             check_int4_range(weight, "weight")
             nibbles = to_nibbles(weight)
         return cls.from_matrix(Matrix4(nibbles, weight_scale, None, "int4", bias), scale_dtype)
+
+    @classmethod
+    def from_gptq(
+        cls,
+        tensors: Mapping[str, torch.Tensor],
+        group_size: int,
+        *,
+        symmetric: bool = True,
+        version: int = 1,
+        name: str = "layer",
+        scale_dtype: torch.dtype | None = None,
+    ) -> W4A8Linear:
+        """A layer of a GPTQ checkpoint.
+
+        Args:
+            tensors: ``qweight``, ``qzeros``, ``scales``, ``g_idx``, ``bias``: see :func:`w4a8.formats.from_gptq`.
+            group_size: input features per scale; -1 is one group.
+            symmetric: the configuration's ``sym``: zero points are 8.
+            version: 1, or 2 for ``checkpoint_format: gptq_v2``.
+            name: of the layer, for errors.
+            scale_dtype: as in :meth:`from_compressed_tensors`.
+
+        Raises:
+            ValueError: a tensor is missing, has another dtype or shape, or values that this format does not have.
+        """
+        return cls.from_matrix(from_gptq(tensors, name, group_size, symmetric, version), scale_dtype)
+
+    @classmethod
+    def from_awq(
+        cls,
+        tensors: Mapping[str, torch.Tensor],
+        group_size: int,
+        *,
+        symmetric: bool = False,
+        name: str = "layer",
+        scale_dtype: torch.dtype | None = None,
+    ) -> W4A8Linear:
+        """A layer of an AWQ checkpoint; ``tensors`` are ``qweight``, ``qzeros``, ``scales``, ``bias``.
+
+        ``symmetric`` is ``zero_point: false``; the rest as in :meth:`from_gptq`, and see
+        :func:`w4a8.formats.from_awq`.
+        """
+        return cls.from_matrix(from_awq(tensors, name, group_size, symmetric), scale_dtype)
+
+    @classmethod
+    def from_auto_round(
+        cls,
+        tensors: Mapping[str, torch.Tensor],
+        group_size: int,
+        *,
+        symmetric: bool = True,
+        packing: str = "auto_round:auto_gptq",
+        name: str = "layer",
+        scale_dtype: torch.dtype | None = None,
+    ) -> W4A8Linear:
+        """A layer of an AutoRound checkpoint of some ``packing_format``; the rest as in :meth:`from_gptq`."""
+        return cls.from_matrix(from_auto_round(tensors, name, group_size, symmetric, packing), scale_dtype)
+
+    @classmethod
+    def from_mxfp4(
+        cls, tensors: Mapping[str, torch.Tensor], *, name: str = "layer", scale_dtype: torch.dtype | None = None
+    ) -> W4A8Linear:
+        """A layer of ``blocks``, ``scales`` and ``bias``: see :func:`w4a8.formats.from_mxfp4`."""
+        return cls.from_matrix(from_mxfp4(tensors, name), scale_dtype)
 
     @classmethod
     def from_matrix(cls, matrix: Matrix4, scale_dtype: torch.dtype | None = None) -> W4A8Linear:

@@ -4,12 +4,22 @@ import logging
 
 import pytest
 import torch
-from format_checkpoints import FORMATS, LAYER, Checkpoint, experts_checkpoint, gpt_oss_checkpoint, model_config
-from format_writers import multiplied_out
+from format_checkpoints import (
+    FORMATS,
+    LAYER,
+    Checkpoint,
+    experts_checkpoint,
+    gpt_oss_checkpoint,
+    model_config,
+    random_matrix,
+    random_mxfp4,
+)
+from format_writers import dequantized_mxfp4, multiplied_out
 
 import w4a8
 from w4a8.checkpoint import load, load_linear
 from w4a8.formats import Matrix4
+from w4a8.nn import W4A8Linear
 
 pytest.importorskip("safetensors", reason="the safetensors package is not installed")
 
@@ -179,6 +189,59 @@ def test_linear(name, tmp_path):
         assert (bias is None) == (layer_name not in made.biases)
         assert layer(torch.randn(2, layer.in_features)).shape == (2, layer.out_features)
     assert torch.equal(meaning(layers[query].packed)[1], made.biases[query].float())
+
+
+def from_tensors(name, made, group):
+    """W4A8Linear by the function of a format."""
+    config = FORMATS[name].config
+    more = {"symmetric": FORMATS[name].symmetric}
+    if "GPTQ" in name:
+        return W4A8Linear.from_gptq(made, group, version=2 if " 2" in name else 1, **more)
+    if name.startswith("AutoRound"):
+        return W4A8Linear.from_auto_round(made, group, packing=config["packing_format"], **more)
+    if name.startswith("AWQ"):
+        return W4A8Linear.from_awq(made, group, **more)
+    weight = made["weight"] if "weight" in made else made["weight_packed"]
+    rest = made.get("weight_shape"), made.get("bias")
+    zeros = made.get("weight_zero_point")
+    return W4A8Linear.from_compressed_tensors(weight, made["weight_scale"], *rest, weight_zero_point=zeros)
+
+
+@each_format
+@pytest.mark.parametrize("group", [32, -1])
+def test_from_tensors(name, group):
+    form = FORMATS[name]
+    n = 24 if form.words else 21
+    made = random_matrix(form, n, 96, group)
+    made["bias"] = torch.randn(n)
+    layer = from_tensors(name, made, group)
+    found, bias = meaning(layer.packed)
+    assert torch.equal(found, form.dequantized(made)) and torch.equal(bias, made["bias"])
+    # Integers from -128 to 127 are their own quantization, so that nothing is rounded but the sums.
+    x = torch.randint(-128, 128, (3, 96)).float()
+    x[:, 0], x[:, 1] = -128, 127
+    exact = x.double() @ found.T + bias.double()
+    # A few roundings to float32 for each of at most 3 groups, of a product, a sum and the bias.
+    terms = x.double().abs() @ found.abs().T + 128 * found.abs().sum(1) + bias.double().abs()
+    assert ((layer(x).double() - exact).abs() <= 16 * 2.0**-24 * terms).all()
+
+
+def test_from_mxfp4():
+    made = random_mxfp4(21, 96)
+    layer = W4A8Linear.from_mxfp4({**made, "bias": torch.ones(21)})
+    assert torch.equal(meaning(layer.packed)[0], dequantized_mxfp4(made))
+    assert layer(torch.randn(2, 96)).shape == (2, 21)
+    del made["scales"]
+    with pytest.raises(ValueError, match=r"the layer\.scales is missing"):
+        W4A8Linear.from_mxfp4(made, name="the layer")
+
+
+def test_wrong_zero_points_of_compressed_tensors():
+    made = random_matrix(FORMATS["W4A16 pack asymmetric"], 24, 96, 32)
+    with pytest.raises(ValueError, match=r"layer\.weight_zero_point: shape \(2, 3\), but"):
+        W4A8Linear.from_compressed_tensors(
+            made["weight_packed"], made["weight_scale"], weight_zero_point=made["weight_zero_point"][:2]
+        )
 
 
 def test_a_quantized_head(tmp_path):
