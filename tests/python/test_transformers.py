@@ -337,6 +337,12 @@ def test_damaged_directories(change, match, tmp_path):
         AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
 
 
+def test_calls_of_other_versions():
+    """transformers 5.19 gives the conversions alone."""
+    quantizer = transformers.quantizers.AutoHfQuantizer.from_config(W4A8Config())
+    assert quantizer.update_weight_conversions([]) == quantizer.update_weight_conversions([], None) == []
+
+
 @pytest.mark.parametrize(
     "before, match",
     [

@@ -77,8 +77,8 @@ class W4A8HfQuantizer(HfQuantizer):
         else:
             self._collector = Collector(model, self.quantization_config, files)
 
-    def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
-        """Experts are quantized from where they are, instead of being stacked first."""
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Any = None) -> list[Any]:
+        """Experts are quantized from where they are, instead of being stacked first. (5.19 gives no model.)"""
         if self._collector is None:
             return weight_conversions
         updated = []
