@@ -80,11 +80,13 @@ def _activate() -> None:
 
     from vllm.model_executor.layers.quantization import register_quantization_config
 
+    from w4a8.integrations.vllm import packed_config
     from w4a8.integrations.vllm.config import W4A8CompressedTensorsConfig
 
     _name_in_compile_cache()
     register_quantization_config("compressed-tensors")(W4A8CompressedTensorsConfig)
-    log.debug("w4a8: registered for compressed-tensors")
+    packed_config.register()
+    log.debug("w4a8: registered for compressed-tensors and packed directories")
 
 
 def activate() -> None:
