@@ -25,7 +25,7 @@ class Slicer {
   int64_t used_ = 0;
 };
 
-/// A block of memory that grows when more is asked for. Not thread safe: one per calling thread.
+/// Memory that grows when more is asked for. Not thread safe: one per calling thread.
 class Workspace {
  public:
   Workspace() = default;

@@ -40,6 +40,7 @@ struct Unpacked {
   using I = Ops::I;
   using Bytes = Ops::Bytes;
   static constexpr int64_t kRowBytes = 0;
+  static constexpr int64_t kBatchRows = 0;
   static constexpr int64_t kChunkSteps = 256;  // 32 KiB of unpacked weights
   static constexpr bool kUnpacks = true;
   static constexpr int64_t kMostColumns = 1;
@@ -102,16 +103,10 @@ struct Unpacked {
   template <int R>
   static void channelwise(const TileArgs& t) {
     I acc[R][1][4];
-    F bits[R][1][4];
     if (t.first) {
       start_accumulators<Ops, R, 1, Code::kBytes>(t, 0, acc);
     } else {
-      load_sums<Ops, R, 1>(t, bits);
-#pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
-        for (int v = 0; v < 4; ++v) acc[r][0][v] = Ops::int_bits(bits[r][0][v]);
-      }
+      load_sums<Ops>(t, acc);
     }
     I sums[R][4];
     const int8_t* q[R];
@@ -133,15 +128,12 @@ struct Unpacked {
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
-      for (int v = 0; v < 4; ++v) {
-        acc[r][0][v] = sums[r][v];
-        bits[r][0][v] = Ops::float_bits(sums[r][v]);
-      }
+      for (int v = 0; v < 4; ++v) acc[r][0][v] = sums[r][v];
     }
     if (t.last) {
       finish_channelwise<Ops, R, 1>(t, acc);
     } else {
-      store_sums<Ops, R, 1>(t, bits);
+      store_sums<Ops>(t, acc);
     }
   }
 
@@ -198,13 +190,9 @@ struct Unpacked {
   static void groups(const TileArgs& t) {
     F f[R][1][4];
     if (t.first) {
-#pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
-        for (int v = 0; v < 4; ++v) f[r][0][v] = Ops::splat(0.0f);
-      }
+      fill(f, Ops::splat(0.0f));
     } else {
-      load_sums<Ops, R, 1>(t, f);
+      load_sums<Ops>(t, f);
     }
     if (t.panels->group_steps == kBlockSteps) {
       add_groups<R, kScales, 0, 1>(t, f);
@@ -216,12 +204,12 @@ struct Unpacked {
     if (t.last) {
       finish_groups<Ops, R, 1>(t, f);
     } else {
-      store_sums<Ops, R, 1>(t, f);
+      store_sums<Ops>(t, f);
     }
   }
 
   static int64_t tile_rows(int64_t, bool channelwise) { return channelwise ? kMostRows : 4; }
-  static void tile(int64_t count, int64_t, const TileArgs& t) {
+  static void tile(int64_t count, const TileArgs& t) {
     static constexpr TileFn kChannelwise[] = {channelwise<1>, channelwise<2>, channelwise<3>, channelwise<4>,
                                               channelwise<5>};
     static constexpr TileFn kFloat32[] = {groups<1, DType::kFloat32>, groups<2, DType::kFloat32>,

@@ -51,6 +51,7 @@ struct Pairs {
   static constexpr int64_t kMostColumns = 1;
   static constexpr int64_t kManyRows = 6;
   static constexpr int64_t kRowBytes = kStepK;
+  static constexpr int64_t kBatchRows = 64;
   static constexpr int64_t kChunkSteps = 100;  // 12 KiB of unpacked weights and 50 KiB of prepared rows
   static constexpr int64_t kMostRows = 6;
   static int64_t tile_rows(int64_t, bool) { return kMostRows; }
@@ -405,7 +406,7 @@ struct Pairs {
       groups<P, DType::kBFloat16>(t, count);
     }
   }
-  static void tile(int64_t count, int64_t, const TileArgs& t) {
+  static void tile(int64_t count, const TileArgs& t) {
     if (count > 4) {
       tile_of<3>(t, count);
     } else if (count > 2) {

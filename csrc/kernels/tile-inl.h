@@ -35,6 +35,8 @@ struct TileArgs {
   const uint8_t* weights;  // its steps, packed or unpacked, at the first step of the chunk
   int64_t weights_stride;  // bytes to the steps of the next panel
   const uint8_t* fetch;    // packed weights only: what is multiplied after the C panels, fetched as they are
+  const uint8_t* behind;   // the panels that come when all steps of these are done; null: unknown
+  int64_t columns;         // C
   int64_t steps;
   bool first;  // no chunk before this one
   bool last;
@@ -112,14 +114,14 @@ W4A8_INLINE void start_accumulators(const TileArgs& t, int64_t group, typename O
   }
 }
 
-template <class Ops, int R, int C>
-W4A8_INLINE void clear_accumulators(typename Ops::I (&acc)[R][C][Ops::kVecs]) {
+template <int R, int C, int kVecs, class V>
+W4A8_INLINE void fill(V (&registers)[R][C][kVecs], V value) {
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 2
     for (int c = 0; c < C; ++c) {
 #pragma GCC unroll 16
-      for (int v = 0; v < Ops::kVecs; ++v) acc[r][c][v] = Ops::isplat(0);
+      for (int v = 0; v < kVecs; ++v) registers[r][c][v] = value;
     }
   }
 }
@@ -149,29 +151,46 @@ W4A8_INLINE void start_at_zeros(const TileArgs& t, int64_t group, typename Ops::
   }
 }
 
-// Sums kept in `out` between chunks, as they are.
-template <class Ops, int R, int C>
-W4A8_INLINE void load_sums(const TileArgs& t, typename Ops::F (&f)[R][C][Ops::kVecs]) {
+// Sums kept in `out` between chunks, as they are: floats, or int32 as the bits of floats.
+template <class Ops>
+W4A8_INLINE void load_sum(const float* p, typename Ops::F& sum) {
+  sum = Ops::load(p);
+}
+template <class Ops>
+W4A8_INLINE void load_sum(const float* p, typename Ops::I& sum) {
+  sum = Ops::int_bits(Ops::load(p));
+}
+template <class Ops>
+W4A8_INLINE void store_sum(float* p, typename Ops::F sum) {
+  Ops::store(p, sum);
+}
+template <class Ops>
+W4A8_INLINE void store_sum(float* p, typename Ops::I sum) {
+  Ops::store(p, Ops::float_bits(sum));
+}
+
+template <class Ops, int R, int C, class V>
+W4A8_INLINE void load_sums(const TileArgs& t, V (&sums)[R][C][Ops::kVecs]) {
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 2
     for (int c = 0; c < C; ++c) {
 #pragma GCC unroll 16
       for (int v = 0; v < Ops::kVecs; ++v)
-        f[r][c][v] = Ops::load(t.out + r * t.ldc + c * kPanelColumns + v * Ops::kLanes);
+        load_sum<Ops>(t.out + r * t.ldc + c * kPanelColumns + v * Ops::kLanes, sums[r][c][v]);
     }
   }
 }
 
-template <class Ops, int R, int C>
-W4A8_INLINE void store_sums(const TileArgs& t, typename Ops::F (&f)[R][C][Ops::kVecs]) {
+template <class Ops, int R, int C, class V>
+W4A8_INLINE void store_sums(const TileArgs& t, const V (&sums)[R][C][Ops::kVecs]) {
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 2
     for (int c = 0; c < C; ++c) {
 #pragma GCC unroll 16
       for (int v = 0; v < Ops::kVecs; ++v)
-        Ops::store(t.out + r * t.ldc + c * kPanelColumns + v * Ops::kLanes, f[r][c][v]);
+        store_sum<Ops>(t.out + r * t.ldc + c * kPanelColumns + v * Ops::kLanes, sums[r][c][v]);
     }
   }
 }
@@ -202,7 +221,6 @@ template <class Ops, int R, int C, Code kCode>
 W4A8_INLINE void channelwise_tile(const TileArgs& t, const int8_t* const (&rows)[R],
                                   const uint8_t* const (&weights)[C]) {
   typename Ops::I acc[R][C][Ops::kVecs];
-  typename Ops::F bits[R][C][Ops::kVecs];
   if (t.first) {
     if (!is_e2m1(kCode) && t.zeros != nullptr) {
       start_at_zeros<Ops, R, C, false, false>(t, 0, acc);
@@ -210,15 +228,7 @@ W4A8_INLINE void channelwise_tile(const TileArgs& t, const int8_t* const (&rows)
       start_accumulators<Ops, R, C, kCode>(t, 0, acc);
     }
   } else {
-    load_sums<Ops, R, C>(t, bits);
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 2
-      for (int c = 0; c < C; ++c) {
-#pragma GCC unroll 16
-        for (int v = 0; v < Ops::kVecs; ++v) acc[r][c][v] = Ops::int_bits(bits[r][c][v]);
-      }
-    }
+    load_sums<Ops>(t, acc);
   }
   Ops::template accumulate<R, C, kCode, false>(acc, rows, weights, 0, t.steps, t.fetch);
   if constexpr (is_packed(kCode) && fetches_ahead<Ops, R, C, true>()) {
@@ -227,17 +237,9 @@ W4A8_INLINE void channelwise_tile(const TileArgs& t, const int8_t* const (&rows)
   }
   if (t.last) {
     finish_channelwise<Ops, R, C>(t, acc);
-    return;
+  } else {
+    store_sums<Ops>(t, acc);
   }
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 2
-    for (int c = 0; c < C; ++c) {
-#pragma GCC unroll 16
-      for (int v = 0; v < Ops::kVecs; ++v) bits[r][c][v] = Ops::float_bits(acc[r][c][v]);
-    }
-  }
-  store_sums<Ops, R, C>(t, bits);
 }
 
 // Whether a loop over groups starts at t.zeros: where registers are scarce it has a loop of its own, since a branch in
@@ -257,7 +259,7 @@ W4A8_INLINE void add_groups(const TileArgs& t, const int8_t* const (&rows)[R], c
     typename Ops::I acc[R][C][Ops::kVecs];
     constexpr bool kSmall = kGroupSteps == kBlockSteps;
     if constexpr (kZeros == Zeros::kAll) {
-      clear_accumulators<Ops, R, C>(acc);
+      fill(acc, Ops::isplat(0));
     } else if (kZeros == Zeros::kAsk && t.zeros != nullptr) {
       start_at_zeros<Ops, R, C, false, kSmall>(t, group, acc);
     } else {
@@ -303,16 +305,9 @@ template <class Ops, int R, int C, Code kCode>
 W4A8_INLINE void groups_tile(const TileArgs& t, const int8_t* const (&rows)[R], const uint8_t* const (&weights)[C]) {
   typename Ops::F f[R][C][Ops::kVecs];
   if (t.first) {
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 2
-      for (int c = 0; c < C; ++c) {
-#pragma GCC unroll 16
-        for (int v = 0; v < Ops::kVecs; ++v) f[r][c][v] = Ops::splat(0.0f);
-      }
-    }
+    fill(f, Ops::splat(0.0f));
   } else {
-    load_sums<Ops, R, C>(t, f);
+    load_sums<Ops>(t, f);
   }
   if constexpr (requires { Ops::kOwnGroups; }) {
     Ops::template add_groups<R, C, kCode>(t, rows, weights, f);
@@ -322,7 +317,7 @@ W4A8_INLINE void groups_tile(const TileArgs& t, const int8_t* const (&rows)[R], 
   if (t.last) {
     finish_groups<Ops, R, C>(t, f);
   } else {
-    store_sums<Ops, R, C>(t, f);
+    store_sums<Ops>(t, f);
   }
 }
 

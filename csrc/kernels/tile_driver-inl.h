@@ -1,7 +1,7 @@
 // The driver of the tiles: how rows times panels are cut into tiles, once for all ISAs.
 // Included inside a target region and an anonymous namespace, behind tile-inl.h.
 //
-//   for each batch of rows              all of them, unless they are prepared
+//   for each batch of rows              all of them, or as many as have room
 //     for each span of panels           those of one tile; all of them, if they share prepared rows
 //       for each chunk of steps         all of K, unless weights are unpacked: then as many as a first-level cache
 //       holds
@@ -10,29 +10,32 @@
 //           unpack them
 //           for each tile's rows: add the chunk to the sums in `out`
 //
-// An ISA has Tiles for few rows and Tiles for many; OpsTiles makes both of its Ops:
+// An ISA has Tiles for few rows and Tiles for many; OpsTiles makes both of its Ops. An object of them, so that they can
+// have state, with
 //     kUnpacks                            false: weights are read packed, and there is one chunk
 //     kE2M1Zero                           what their tile counts e2m1 from
 //     kTakesZeros                         weights of other kinds than kInt4 are unpacked to w: sums start at 0
 //     kRowBytes                           bytes a prepared row takes per step; 0: rows are read where they are
+//     kBatchRows                          most rows of a batch, which share the unpacking of a panel; 0: all
 //     tile_rows(columns, channelwise)     most rows of a tile
-//     tile(count, columns, t)             adds `count` rows times `columns` panels, 1 <= count <= tile_rows
+//     tile(count, t)                      adds `count` rows times t.columns panels, 1 <= count <= tile_rows
 // and with kUnpacks
 //     kMostColumns                        panels of a tile
 //     kChunkSteps                         most steps of a chunk, but for one group
-//     unpack(t, c, bytes)                 panel c of t.weights, t.steps of kUnpackedBytes each; t.fetch comes then
+//     unpack(t, c, bytes)                 panel c of t.weights, t.steps of kUnpackedBytes each; t.fetch comes then,
+//                                         and t.behind, if not null, after the last chunk
 // and with kRowBytes, since rows are prepared in pairs
 //     prepare(q, count, stride, steps, bytes)            the rows of one tile into its own order
 
 constexpr int64_t kUnpackedBytes = 2 * kStepBytes;
 
-// Rows of a batch where they are prepared: as many share the unpacking of a panel.
-constexpr int64_t kBatchRows = 64;
+// Channelwise, all chunks but the last are multiples of this: what AMX multiplies at once.
+constexpr int64_t kChunkUnit = 8;
 
 // Steps of a chunk of unpacked weights: whole groups. Even chunks: 256 steps are 3 x 88, not 2 x 96 + 64.
 template <class Tiles>
 constexpr int64_t chunk_steps(int64_t steps, int64_t group_steps, bool channelwise) {
-  const int64_t unit = channelwise ? kBlockSteps : group_steps;
+  const int64_t unit = channelwise ? kChunkUnit : group_steps;
   const int64_t units = (steps + unit - 1) / unit;
   const int64_t most = Tiles::kChunkSteps < unit ? 1 : Tiles::kChunkSteps / unit;
   const int64_t chunks = (units + most - 1) / most;
@@ -77,13 +80,13 @@ struct RowBatch {
 
 // out: of the first of all rows. scratch: behind the unpacked panels.
 template <class Tiles>
-W4A8_INLINE void row_tiles(TileArgs& t, const Rows& rows, const RowBatch& batch, int64_t columns, float* out,
+W4A8_INLINE void row_tiles(Tiles& tiles, TileArgs& t, const Rows& rows, const RowBatch& batch, float* out,
                            const uint8_t* scratch) {
-  const int64_t most = Tiles::tile_rows(columns, t.panels->channelwise);
-  const int64_t tiles = (batch.count + most - 1) / most;
+  const int64_t most = Tiles::tile_rows(t.columns, t.panels->channelwise);
+  const int64_t shares = (batch.count + most - 1) / most;
   int64_t first = 0;
-  for (int64_t i = 1; i <= tiles; ++i) {
-    const int64_t end = share_begin<Tiles>(batch.count, tiles, i);
+  for (int64_t i = 1; i <= shares; ++i) {
+    const int64_t end = share_begin<Tiles>(batch.count, shares, i);
     const int64_t row = batch.begin + first;
     if constexpr (Tiles::kRowBytes != 0) {
       t.q = reinterpret_cast<const int8_t*>(scratch + first * t.steps * Tiles::kRowBytes);
@@ -100,7 +103,7 @@ W4A8_INLINE void row_tiles(TileArgs& t, const Rows& rows, const RowBatch& batch,
     }
     t.quant = rows.quant + row;
     t.out = out + row * t.ldc;
-    Tiles::tile(end - first, columns, t);
+    tiles.tile(end - first, t);
     first = end;
   }
 }
@@ -108,11 +111,11 @@ W4A8_INLINE void row_tiles(TileArgs& t, const Rows& rows, const RowBatch& batch,
 template <class Tiles>
 void prepare_rows(const Rows& rows, const RowBatch& batch, int64_t steps, bool channelwise, uint8_t* scratch) {
   const int64_t most = Tiles::tile_rows(Tiles::kMostColumns, channelwise);
-  const int64_t tiles = (batch.count + most - 1) / most;
+  const int64_t shares = (batch.count + most - 1) / most;
   const int8_t* q = rows.q + batch.begin * rows.stride + batch.step * kStepK;
   int64_t first = 0;
-  for (int64_t i = 1; i <= tiles; ++i) {
-    const int64_t end = share_begin<Tiles>(batch.count, tiles, i);
+  for (int64_t i = 1; i <= shares; ++i) {
+    const int64_t end = share_begin<Tiles>(batch.count, shares, i);
     Tiles::prepare(q + first * rows.stride, end - first, rows.stride, steps,
                    scratch + first * steps * Tiles::kRowBytes);
     first = end;
@@ -121,7 +124,7 @@ void prepare_rows(const Rows& rows, const RowBatch& batch, int64_t steps, bool c
 
 // Panels [p, end), one span. next: what is multiplied after them.
 template <class Tiles>
-W4A8_INLINE void span_tiles(TileArgs& t, const Rows& rows, const RowBatch& batch, int64_t p, int64_t end,
+W4A8_INLINE void span_tiles(Tiles& tiles, TileArgs& t, const Rows& rows, const RowBatch& batch, int64_t p, int64_t end,
                             int64_t most_columns, float* out, uint8_t* scratch, const uint8_t* next) {
   const Panels& panels = *t.panels;
   uint8_t* prepared = scratch;
@@ -130,33 +133,34 @@ W4A8_INLINE void span_tiles(TileArgs& t, const Rows& rows, const RowBatch& batch
     prepare_rows<Tiles>(rows, batch, t.steps, panels.channelwise, prepared);
   }
   for (; p < end; p += most_columns) {
-    const int64_t columns = end - p < most_columns ? end - p : most_columns;
+    t.columns = end - p < most_columns ? end - p : most_columns;
     t.panel = panels.data + p * panels.stride;
     t.scales = t.panel + panels.scales_offset + batch.group * kPanelColumns * dtype_bytes(panels.scale_dtype);
     t.weights = t.panel + batch.step * kStepBytes;
     t.weights_stride = panels.stride;
     set_zeros<Tiles>(t, batch.group);
-    t.fetch = p + columns < end ? t.weights + columns * panels.stride : next;
+    t.fetch = p + t.columns < end ? t.weights + t.columns * panels.stride : next;
     if constexpr (Tiles::kUnpacks) {
-      for (int64_t c = 0; c < columns; ++c) Tiles::unpack(t, c, scratch + c * t.steps * kUnpackedBytes);
+      for (int64_t c = 0; c < t.columns; ++c) tiles.unpack(t, c, scratch + c * t.steps * kUnpackedBytes);
       t.weights_stride = t.steps * kUnpackedBytes;
       t.weights = scratch;
     }
-    row_tiles<Tiles>(t, rows, batch, columns, out + p * kPanelColumns, prepared);
+    row_tiles(tiles, t, rows, batch, out + p * kPanelColumns, prepared);
   }
 }
 
 // GemmFn in tiles of at most `most_columns` panels. Not inlined: the drivers of few and of many rows would share
 // registers.
 template <class Tiles>
-__attribute__((noinline)) void multiply(const Rows& rows, int64_t m, const Panels& panels, int64_t panel_count,
-                                        float* out, int64_t ldc, uint8_t* scratch, int64_t most_columns) {
-  constexpr bool kPrepares = Tiles::kRowBytes != 0;
+__attribute__((noinline)) void multiply(Tiles& tiles, const Rows& rows, int64_t m, const Panels& panels,
+                                        int64_t panel_count, float* out, int64_t ldc, uint8_t* scratch,
+                                        int64_t most_columns) {
   const int64_t steps = panels.steps;
   int64_t chunk = steps;
   if constexpr (Tiles::kUnpacks) chunk = chunk_steps<Tiles>(steps, panels.group_steps, panels.channelwise);
-  const int64_t batches = kPrepares ? (m + kBatchRows - 1) / kBatchRows : 1;
-  const int64_t span = kPrepares ? panel_count : most_columns;
+  int64_t batches = 1;
+  if constexpr (Tiles::kBatchRows != 0) batches = (m + Tiles::kBatchRows - 1) / Tiles::kBatchRows;
+  const int64_t span = Tiles::kRowBytes != 0 ? panel_count : most_columns;
   TileArgs t = {};
   t.q_stride = rows.stride;
   t.starts_stride = rows.starts_stride;
@@ -168,7 +172,8 @@ __attribute__((noinline)) void multiply(const Rows& rows, int64_t m, const Panel
     for (int64_t p = 0; p < panel_count; p += span) {
       const int64_t end = panel_count - p < span ? panel_count : p + span;
       const uint8_t* data = panels.data + p * panels.stride;
-      const uint8_t* behind = end < panel_count ? panels.data + end * panels.stride : panels.next;
+      t.behind = b + 1 < batches ? panels.data : panels.next;
+      if (end < panel_count) t.behind = panels.data + end * panels.stride;
       int64_t step = 0;
       do {
         t.steps = steps - step < chunk ? steps - step : chunk;
@@ -177,11 +182,11 @@ __attribute__((noinline)) void multiply(const Rows& rows, int64_t m, const Panel
         const uint8_t* next = data;
         if (!t.last) {
           next += (step + chunk) * kStepBytes;
-        } else if (behind != nullptr) {
-          next = behind;
+        } else if (t.behind != nullptr) {
+          next = t.behind;
         }
         const RowBatch batch = {begin, count, step, panels.channelwise ? 0 : step / panels.group_steps};
-        span_tiles<Tiles>(t, rows, batch, p, end, most_columns, out, scratch, next);
+        span_tiles(tiles, t, rows, batch, p, end, most_columns, out, scratch, next);
         step += chunk;
       } while (Tiles::kUnpacks && step < steps);
     }
@@ -192,7 +197,8 @@ __attribute__((noinline)) void multiply(const Rows& rows, int64_t m, const Panel
 template <class Tiles, int64_t kLeastRows>
 int64_t scratch_bytes(int64_t rows, int64_t k, int64_t group) {
   if (rows < kLeastRows) return 0;
-  const int64_t prepared = (rows < kBatchRows ? (rows + 1) / 2 * 2 : kBatchRows) * Tiles::kRowBytes;
+  constexpr int64_t kMost = Tiles::kBatchRows;
+  const int64_t prepared = (rows < kMost ? (rows + 1) / 2 * 2 : kMost) * Tiles::kRowBytes;
   const int64_t steps = chunk_steps<Tiles>((k + kStepK - 1) / kStepK, group / kStepK, group == k);
   return (steps * (Tiles::kMostColumns * kUnpackedBytes + prepared) + 63) / 64 * 64;
 }
@@ -250,6 +256,7 @@ template <class Ops, bool kUnpacked>
 struct OpsTiles {
   static constexpr bool kUnpacks = kUnpacked;
   static constexpr int64_t kRowBytes = 0;
+  static constexpr int64_t kBatchRows = 0;
   static constexpr int64_t kMostColumns = static_cast<int64_t>(sizeof(Ops::kRows) / sizeof(Ops::kRows[0]));
   static constexpr int64_t kChunkSteps = Ops::kUnpackSteps;
 
@@ -274,9 +281,9 @@ struct OpsTiles {
     }
     return pick_tile<Ops, 1, kCode>(count, channelwise);
   }
-  static void tile(int64_t count, int64_t columns, const TileArgs& t) {
+  static void tile(int64_t count, const TileArgs& t) {
     const bool e2m1 = t.panels->kind == WeightKind::kE2M1;
-    (e2m1 ? pick<kE2M1Code> : pick<kOtherCode>)(count, columns, t.panels->channelwise)(t);
+    (e2m1 ? pick<kE2M1Code> : pick<kOtherCode>)(count, t.columns, t.panels->channelwise)(t);
   }
 };
 
@@ -286,17 +293,18 @@ template <class Ops>
 void gemm(const Rows& rows, int64_t m, const Panels& panels, int64_t panel_count, float* out, int64_t ldc,
           uint8_t* scratch) {
   using Few = OpsTiles<Ops, false>;
+  Few few;
   if constexpr (Ops::kUnpackRows != 0) {
     if (scratch != nullptr && m >= Ops::kUnpackRows) {
-      using Many = OpsTiles<Ops, true>;
-      return multiply<Many>(rows, m, panels, panel_count, out, ldc, scratch, Many::kMostColumns);
+      OpsTiles<Ops, true> many;
+      return multiply(many, rows, m, panels, panel_count, out, ldc, scratch, many.kMostColumns);
     }
   }
   // Two panels at once share each broadcast. Where unpacking costs and would be done again for more rows, one panel is
   // better: its tile has more rows.
   const bool again = scratch != nullptr && m > Ops::kRows[Few::kMostColumns - 1];
   const bool streamed = panels.channelwise && m <= streamed_rows<Ops>() && host_streams_by_itself();
-  multiply<Few>(rows, m, panels, panel_count, out, ldc, nullptr, again || streamed ? 1 : Few::kMostColumns);
+  multiply(few, rows, m, panels, panel_count, out, ldc, nullptr, again || streamed ? 1 : Few::kMostColumns);
 }
 
 inline int64_t no_scratch(int64_t, int64_t, int64_t) { return 0; }

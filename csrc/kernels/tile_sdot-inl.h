@@ -247,7 +247,8 @@ template <class Many>
 void gemm_arm(const Rows& rows, int64_t m, const Panels& panels, int64_t panel_count, float* out, int64_t ldc,
               uint8_t* scratch) {
   if (scratch != nullptr && m >= Many::kManyRows) {
-    multiply<Many>(rows, m, panels, panel_count, out, ldc, scratch, Many::kMostColumns);
+    Many many;
+    multiply(many, rows, m, panels, panel_count, out, ldc, scratch, Many::kMostColumns);
   } else if (panels.scale_dtype == DType::kFloat32) {
     gemm<FewOps<DType::kFloat32>>(rows, m, panels, panel_count, out, ldc, nullptr);
   } else {

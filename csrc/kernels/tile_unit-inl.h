@@ -1,4 +1,4 @@
-// Many rows with a unit of eight tiles: AMX, or the same in plain C++.
+// Tiles of the driver for many rows on a unit of eight tiles: AMX, or the same in plain C++.
 // Included inside a target region and an anonymous namespace, behind tile_driver-inl.h.
 //
 //   tiles 0..3  C  sums, rows x 16 int32
@@ -6,16 +6,16 @@
 //   tiles 6, 7  B  weights as int8, k_bytes / 4 rows of 64 bytes: four k of 16 columns each
 //
 //   A step of a panel unpacks to two rows of B: its low nibbles, then its high ones. Eight steps are one whole tile.
-//   Weights are signed once unpacked, so sums start at zero and Rows::starts is not read.
+//   Weights of all kinds are unpacked to w, so sums start at zero and Rows::starts is not read.
 //
-//   groups        16 x 16 blocks; a group's sums leave C by memory and become floats, which stay in 16 registers:
+//   groups        a band x a panel; a group's sums leave C by memory and become floats, which stay in 16 registers:
 //                     turn g:   C[g % 4] = A B of group g  |  convert group g - 3  |  store C of group g - 1
 //                 so that nothing waits for the turn before it
-//   channelwise   two blocks of rows x two panels share the loads: C 0..3 = A {4, 5} x B {6, 7}
+//   channelwise   two bands x two panels share the loads: C 0..3 = A {4, 5} x B {6, 7}
 //
-// Rows come in blocks of equal size, the last of which may overlap the one before: a row that is computed twice gives
-// the same bits. K is worked off in chunks that stay in the first-level cache; between chunks the sums of a block are
-// kept in scratch.
+// Tiles have as many rows as they are configured for, which is done once. So the rows of a batch come in bands of equal
+// size, the last of which may overlap the one before: a row that is computed twice gives the same bits. Between chunks
+// the sums of a band are kept in scratch, since `out` has no room for a row twice.
 //
 // Unit: configure(rows, k_bytes), release(), and of tiles by number zero<T>(), load<T>(p, stride), store<T>(p, stride)
 // and dot<C, A, B>(): C += A B, int8 x int8 to int32.
@@ -24,23 +24,22 @@ constexpr int64_t kTileRows = 16;
 constexpr int64_t kTileBytes = 1024;
 constexpr int64_t kTileSteps = 8;        // steps of a whole B tile: 64 k
 constexpr int64_t kTileChunkSteps = 64;  // 8 KiB of unpacked weights a panel
-constexpr int64_t kPartBlocks = 32;      // row blocks that share the unpacking of a panel
+constexpr int64_t kMostBands = 32;       // of a batch
 
-// Scratch of one call: what a tile kernel keeps outside registers and tiles.
+// Scratch behind the unpacked panels: what is kept outside registers and tiles.
 struct TileScratch {
-  uint8_t* weights;  // [2, kWeightsBytes]
-  uint8_t* spill;    // [4] tiles
-  uint8_t* sums;     // [row blocks, 2] tiles of int32 (channelwise) or float
+  uint8_t* spill;  // [4] tiles
+  uint8_t* sums;   // [bands, 2] tiles of int32 (channelwise) or float
 };
-constexpr int64_t kWeightsBytes = kTileChunkSteps * kUnpackedBytes;
 constexpr int64_t kSpillTiles = 4;
 W4A8_INLINE TileScratch slice(uint8_t* scratch) {
-  uint8_t* spill = scratch + 2 * kWeightsBytes;
-  return {scratch, spill, spill + kSpillTiles * kTileBytes};
+  uint8_t* spill = scratch + 2 * kTileChunkSteps * kUnpackedBytes;
+  return {spill, spill + kSpillTiles * kTileBytes};
 }
 inline int64_t tile_scratch_bytes(int64_t rows) {
-  const int64_t blocks = (rows + kTileRows - 1) / kTileRows;
-  return 2 * kWeightsBytes + (kSpillTiles + 2 * (blocks < kPartBlocks ? blocks : kPartBlocks)) * kTileBytes;
+  const int64_t bands = (rows + kTileRows - 1) / kTileRows;
+  return 2 * kTileChunkSteps * kUnpackedBytes +
+         (kSpillTiles + 2 * (bands < kMostBands ? bands : kMostBands)) * kTileBytes;
 }
 
 // Spreads the fetching of the next weights over the work on these: `work` cycles in all, of which each piece says how
@@ -68,8 +67,8 @@ constexpr int64_t kUnpackCycles = 5;
 constexpr int64_t kDotCycles = 16;
 constexpr int64_t kConvertCycles = 18;
 
-// One chunk of steps of one block of rows and one panel.
-struct BlockArgs {
+// One chunk of steps of one band and one panel.
+struct GroupArgs {
   const int8_t* q;
   int64_t q_stride;
   const uint8_t* weights;  // unpacked
@@ -118,7 +117,7 @@ struct FloatRows<Ops, 0> {
 
 // One turn of the loop over groups (above). T = g % 4.
 template <class Ops, class Unit, int R, int T>
-W4A8_INLINE void take_turn(Unit& unit, const BlockArgs& b, int64_t g, FloatRows<Ops, R>& f, Fetcher& fetcher) {
+W4A8_INLINE void take_turn(Unit& unit, const GroupArgs& b, int64_t g, FloatRows<Ops, R>& f, Fetcher& fetcher) {
   constexpr int kA = 4 + T % 2;
   constexpr int kB = 6 + T % 2;
   constexpr int kOldest = (T + 1) % 4;
@@ -141,8 +140,8 @@ W4A8_INLINE void take_turn(Unit& unit, const BlockArgs& b, int64_t g, FloatRows<
 // R covers the rows configured; sums of rows beyond are of no meaning. Arguments are copied: tile instructions write
 // memory, after which what is reached by reference is read again.
 template <class Ops, class Unit, int R>
-void add_groups_block(Unit& unit, const BlockArgs& args, Fetcher& shared_fetcher) {
-  const BlockArgs b = args;
+void add_groups_band(Unit& unit, const GroupArgs& args, Fetcher& shared_fetcher) {
+  const GroupArgs b = args;
   Fetcher fetcher = shared_fetcher;
   auto* sums = reinterpret_cast<float*>(b.sums);
   FloatRows<Ops, R> f;
@@ -166,32 +165,33 @@ void add_groups_block(Unit& unit, const BlockArgs& args, Fetcher& shared_fetcher
   shared_fetcher = fetcher;
 }
 
-// One chunk of steps of one or two blocks of rows and one or two panels, one scale a column.
+// One chunk of steps of one or two bands and one or two panels, one scale a column.
 struct ChannelArgs {
   const int8_t* q;
   int64_t q_stride;
-  int64_t to_second;       // bytes from the first block's rows to the second's
-  const uint8_t* weights;  // unpacked; the second panel's lie kWeightsBytes behind
+  int64_t to_second;       // bytes from the first band's rows to the second's
+  const uint8_t* weights;  // unpacked
+  int64_t weights_stride;  // bytes to the second panel's
   int64_t tiles;           // of 64 k
-  uint8_t* sums;           // [blocks][2] tiles of int32
+  uint8_t* sums;           // [bands][2] tiles of int32
   bool first;
 };
 
-template <class Unit, int kBlocks, int kPanels>
-void add_channelwise_blocks(Unit& unit, const ChannelArgs& args, Fetcher& shared_fetcher) {
+template <class Unit, int kBands, int kPanels>
+void add_channelwise_bands(Unit& unit, const ChannelArgs& args, Fetcher& shared_fetcher) {
   const ChannelArgs b = args;
   Fetcher fetcher = shared_fetcher;
   uint8_t* second = b.sums + 2 * kTileBytes;
   if (b.first) {
     unit.template zero<0>();
     if constexpr (kPanels == 2) unit.template zero<1>();
-    if constexpr (kBlocks == 2) unit.template zero<2>();
-    if constexpr (kBlocks == 2 && kPanels == 2) unit.template zero<3>();
+    if constexpr (kBands == 2) unit.template zero<2>();
+    if constexpr (kBands == 2 && kPanels == 2) unit.template zero<3>();
   } else {
     unit.template load<0>(b.sums, kStepBytes);
     if constexpr (kPanels == 2) unit.template load<1>(b.sums + kTileBytes, kStepBytes);
-    if constexpr (kBlocks == 2) unit.template load<2>(second, kStepBytes);
-    if constexpr (kBlocks == 2 && kPanels == 2) unit.template load<3>(second + kTileBytes, kStepBytes);
+    if constexpr (kBands == 2) unit.template load<2>(second, kStepBytes);
+    if constexpr (kBands == 2 && kPanels == 2) unit.template load<3>(second + kTileBytes, kStepBytes);
   }
   for (int64_t i = 0; i < b.tiles; ++i) {
     const int8_t* q = b.q + i * 64;
@@ -200,20 +200,20 @@ void add_channelwise_blocks(Unit& unit, const ChannelArgs& args, Fetcher& shared
     unit.template load<6>(weights, kStepBytes);
     unit.template dot<0, 4, 6>();
     if constexpr (kPanels == 2) {
-      unit.template load<7>(weights + kWeightsBytes, kStepBytes);
+      unit.template load<7>(weights + b.weights_stride, kStepBytes);
       unit.template dot<1, 4, 7>();
     }
-    if constexpr (kBlocks == 2) {
+    if constexpr (kBands == 2) {
       unit.template load<5>(q + b.to_second, b.q_stride);
       unit.template dot<2, 5, 6>();
     }
-    if constexpr (kBlocks == 2 && kPanels == 2) unit.template dot<3, 5, 7>();
-    fetcher.spend(kBlocks * kPanels * kDotCycles);
+    if constexpr (kBands == 2 && kPanels == 2) unit.template dot<3, 5, 7>();
+    fetcher.spend(kBands * kPanels * kDotCycles);
   }
   unit.template store<0>(b.sums, kStepBytes);
   if constexpr (kPanels == 2) unit.template store<1>(b.sums + kTileBytes, kStepBytes);
-  if constexpr (kBlocks == 2) unit.template store<2>(second, kStepBytes);
-  if constexpr (kBlocks == 2 && kPanels == 2) unit.template store<3>(second + kTileBytes, kStepBytes);
+  if constexpr (kBands == 2) unit.template store<2>(second, kStepBytes);
+  if constexpr (kBands == 2 && kPanels == 2) unit.template store<3>(second + kTileBytes, kStepBytes);
   shared_fetcher = fetcher;
 }
 
@@ -236,47 +236,56 @@ W4A8_INLINE void finish_tile_rows(TileArgs t, const uint8_t* sums, int64_t row) 
   }
 }
 
-// Rows in equal blocks: of m rows, block b begins at row begin(b).
-struct EqualBlocks {
+// Rows in equal bands: of m rows, band b begins at row begin(b).
+struct EqualBands {
   int64_t m;
   int64_t count;
   int64_t rows;  // of each
 
-  explicit EqualBlocks(int64_t m_in) : m(m_in), count((m + kTileRows - 1) / kTileRows), rows((m + count - 1) / count) {}
+  explicit EqualBands(int64_t m_in) : m(m_in), count((m + kTileRows - 1) / kTileRows), rows((m + count - 1) / count) {}
   W4A8_INLINE int64_t begin(int64_t b) const { return b * rows < m - rows ? b * rows : m - rows; }
 };
 
-// One or two panels times the blocks [first_block, last_block).
+// Groups must fit a chunk. Rows are read to the next multiple of 64 bytes behind K.
+inline bool tiles_can(bool channelwise, int64_t group_steps) { return channelwise || group_steps <= kTileChunkSteps; }
+
+// Tiles of the driver. All rows of a batch are one: what goes from band to band is fetching and loading.
 template <class Ops, class Unit>
-struct TileProduct {
+struct UnitTiles {
   static_assert(Ops::kVecs == 1);
-  Unit& unit;
-  const Rows& rows;
-  const Panels& panels;
-  const EqualBlocks& blocks;
-  int64_t first_block;
-  int64_t last_block;
-  int64_t k_bytes;
+  static_assert(kTileSteps == kChunkUnit);
+  static constexpr bool kUnpacks = true;
+  static constexpr uint8_t kE2M1Zero = 0;
+  static constexpr bool kTakesZeros = false;  // nor starts
+  static constexpr int64_t kRowBytes = 0;
+  static constexpr int64_t kMostColumns = 2;
+  static constexpr int64_t kChunkSteps = kTileChunkSteps;
+  static constexpr int64_t kBatchRows = kMostBands * kTileRows;
+  static int64_t tile_rows(int64_t, bool) { return kBatchRows; }
+
+  Unit unit;
   TileScratch scratch;
+  int64_t k_bytes;
+  int64_t panel_cycles;    // of a panel times a batch (see Fetcher)
+  int64_t configured = 0;  // rows
+  Fetcher next{nullptr, 0, 1};
 
-  // k of a chunk: whole groups. k of a chunk that is no multiple of a tile is filled up with weights of zero.
-  int64_t chunk_steps() const {
-    return panels.channelwise ? kTileChunkSteps : kTileChunkSteps / panels.group_steps * panels.group_steps;
-  }
-
-  // What run does, in cycles (see Fetcher).
-  int64_t work(int64_t columns) const {
+  UnitTiles(int64_t m, const Panels& panels, uint8_t* memory)
+      : scratch(slice(memory)), k_bytes(panels.channelwise || panels.group_steps % kTileSteps == 0 ? 64 : 32) {
+    const int64_t bands = EqualBands(m < kBatchRows ? m : kBatchRows).count;
     const int64_t dots = (panels.steps * kStepK + k_bytes - 1) / k_bytes;
     const int64_t groups = panels.channelwise ? 0 : panels.steps / panels.group_steps;
-    return columns *
-           (panels.steps * kUnpackCycles + (last_block - first_block) * (dots * kDotCycles + groups * kConvertCycles));
+    panel_cycles = panels.steps * kUnpackCycles + bands * (dots * kDotCycles + groups * kConvertCycles);
   }
 
-  void unpack(const uint8_t* panel, int64_t step, int64_t steps, uint8_t* weights, Fetcher& fetcher) const {
-    const uint8_t* packed = panel + step * kStepBytes;
-    const int64_t run = panels.channelwise ? steps : panels.group_steps;  // steps that share zero points
-    const uint8_t* zeros = panel + panels.zeros_offset + (panels.channelwise ? 0 : step / run * kPanelColumns);
-    for (int64_t left = steps; left > 0; left -= run, zeros += kPanelColumns) {
+  void unpack(const TileArgs& t, int64_t c, uint8_t* weights) {
+    const Panels& panels = *t.panels;
+    if (t.first && c == 0) next = Fetcher(t.behind, t.columns * panels.stride, t.columns * panel_cycles);
+    Fetcher fetcher = next;
+    const uint8_t* packed = t.weights + c * t.weights_stride;
+    const uint8_t* zeros = t.zeros + c * t.zeros_stride;
+    const int64_t run = panels.channelwise ? t.steps : panels.group_steps;  // steps that share zero points
+    for (int64_t left = t.steps; left > 0; left -= run, zeros += t.zeros_step) {
       for (int64_t s = 0; s < run; ++s, packed += kStepBytes, weights += kUnpackedBytes) {
         switch (panels.kind) {
           case WeightKind::kInt4: Ops::unpack_step(packed, weights); break;
@@ -286,109 +295,87 @@ struct TileProduct {
         fetcher.spend(kUnpackCycles);
       }
     }
-    if (steps % kTileSteps != 0 && panels.channelwise) {
-      __builtin_memset(weights, 0, static_cast<size_t>((kTileSteps - steps % kTileSteps) * kUnpackedBytes));
-    }
+    next = fetcher;
   }
 
-  void multiply_channelwise(int64_t step, int64_t steps, int64_t columns, Fetcher& fetcher) const {
+  // The last tile of a K that is no multiple of it has weights of whatever is in scratch, times rows of zero.
+  void multiply_channelwise(const EqualBands& bands, const TileArgs& t) {
     ChannelArgs b = {};
-    b.q_stride = rows.stride;
-    b.weights = scratch.weights;
-    b.tiles = (steps + kTileSteps - 1) / kTileSteps;
-    b.first = step == 0;
-    for (int64_t i = first_block; i < last_block; i += 2) {
-      b.q = rows.q + blocks.begin(i) * rows.stride + step * kStepK;
-      b.sums = scratch.sums + (i - first_block) * 2 * kTileBytes;
-      if (i + 1 == last_block) {
-        (columns == 2 ? add_channelwise_blocks<Unit, 1, 2> : add_channelwise_blocks<Unit, 1, 1>)(unit, b, fetcher);
+    b.q_stride = t.q_stride;
+    b.weights = t.weights;
+    b.weights_stride = t.weights_stride;
+    b.tiles = (t.steps + kTileSteps - 1) / kTileSteps;
+    b.first = t.first;
+    const bool two = t.columns == 2;
+    for (int64_t i = 0; i < bands.count; i += 2) {
+      b.q = t.q + bands.begin(i) * t.q_stride;
+      b.sums = scratch.sums + i * 2 * kTileBytes;
+      if (i + 1 == bands.count) {
+        (two ? add_channelwise_bands<Unit, 1, 2> : add_channelwise_bands<Unit, 1, 1>)(unit, b, next);
         return;
       }
-      b.to_second = (blocks.begin(i + 1) - blocks.begin(i)) * rows.stride;
-      (columns == 2 ? add_channelwise_blocks<Unit, 2, 2> : add_channelwise_blocks<Unit, 2, 1>)(unit, b, fetcher);
+      b.to_second = (bands.begin(i + 1) - bands.begin(i)) * t.q_stride;
+      (two ? add_channelwise_bands<Unit, 2, 2> : add_channelwise_bands<Unit, 2, 1>)(unit, b, next);
     }
   }
 
-  void multiply_groups(const uint8_t* panel, int64_t step, int64_t steps, int64_t columns, Fetcher& fetcher) const {
-    const int64_t group = step / panels.group_steps;
-    BlockArgs b = {};
-    b.q_stride = rows.stride;
+  void multiply_groups(const EqualBands& bands, const TileArgs& t) {
+    const Panels& panels = *t.panels;
+    GroupArgs b = {};
+    b.q_stride = t.q_stride;
     b.scale_dtype = panels.scale_dtype;
-    b.groups = steps / panels.group_steps;
+    b.groups = t.steps / panels.group_steps;
     b.group_bytes = panels.group_steps * kStepK;
     b.k_bytes = k_bytes;
     b.turn_cycles = b.group_bytes / k_bytes * kDotCycles + kConvertCycles;
     b.spill = scratch.spill;
-    b.first = step == 0;
-    const auto add = blocks.rows <= 8 ? add_groups_block<Ops, Unit, 8> : add_groups_block<Ops, Unit, 16>;
-    for (int64_t i = first_block; i < last_block; ++i) {
-      b.q = rows.q + blocks.begin(i) * rows.stride + step * kStepK;
-      for (int64_t c = 0; c < columns; ++c) {
-        b.weights = scratch.weights + c * kWeightsBytes;
-        b.scales =
-            panel + c * panels.stride + panels.scales_offset + group * kPanelColumns * dtype_bytes(panels.scale_dtype);
-        b.sums = scratch.sums + ((i - first_block) * 2 + c) * kTileBytes;
-        add(unit, b, fetcher);
+    b.first = t.first;
+    const auto add = bands.rows <= 8 ? add_groups_band<Ops, Unit, 8> : add_groups_band<Ops, Unit, 16>;
+    for (int64_t i = 0; i < bands.count; ++i) {
+      b.q = t.q + bands.begin(i) * t.q_stride;
+      for (int64_t c = 0; c < t.columns; ++c) {
+        b.weights = t.weights + c * t.weights_stride;
+        b.scales = t.scales + c * panels.stride;
+        b.sums = scratch.sums + (i * 2 + c) * kTileBytes;
+        add(unit, b, next);
       }
     }
   }
 
-  void finish(const uint8_t* panel, int64_t columns, float* out, int64_t ldc) const {
-    TileArgs t = {};
-    t.panels = &panels;
-    t.ldc = ldc;
-    for (int64_t i = first_block; i < last_block; ++i) {
-      t.quant = rows.quant + blocks.begin(i);
-      for (int64_t c = 0; c < columns; ++c) {
-        const uint8_t* sums = scratch.sums + ((i - first_block) * 2 + c) * kTileBytes;
-        t.panel = panel + c * panels.stride;
-        t.out = out + blocks.begin(i) * ldc + c * kPanelColumns;
+  void finish(const EqualBands& bands, const TileArgs& t) const {
+    TileArgs one = t;
+    for (int64_t i = 0; i < bands.count; ++i) {
+      one.quant = t.quant + bands.begin(i);
+      for (int64_t c = 0; c < t.columns; ++c) {
+        const uint8_t* sums = scratch.sums + (i * 2 + c) * kTileBytes;
+        one.panel = t.panel + c * t.panels->stride;
+        one.out = t.out + bands.begin(i) * t.ldc + c * kPanelColumns;
         int64_t r = 0;
-        for (; r + 8 <= blocks.rows; r += 8) finish_tile_rows<Ops, 8>(t, sums, r);
-        for (; r < blocks.rows; ++r) finish_tile_rows<Ops, 1>(t, sums, r);
+        for (; r + 8 <= bands.rows; r += 8) finish_tile_rows<Ops, 8>(one, sums, r);
+        for (; r < bands.rows; ++r) finish_tile_rows<Ops, 1>(one, sums, r);
       }
     }
   }
 
-  void run(const uint8_t* panel, int64_t columns, const uint8_t* next, float* out, int64_t ldc) const {
-    Fetcher fetcher(next, columns * panels.stride, work(columns));
-    const int64_t chunk = chunk_steps();
-    for (int64_t step = 0; step < panels.steps; step += chunk) {
-      const int64_t steps = panels.steps - step < chunk ? panels.steps - step : chunk;
-      for (int64_t c = 0; c < columns; ++c) {
-        unpack(panel + c * panels.stride, step, steps, scratch.weights + c * kWeightsBytes, fetcher);
-      }
-      if (panels.channelwise) {
-        multiply_channelwise(step, steps, columns, fetcher);
-      } else {
-        multiply_groups(panel, step, steps, columns, fetcher);
-      }
+  void tile(int64_t count, const TileArgs& t) {
+    const EqualBands bands(count);
+    if (bands.rows != configured) {
+      unit.configure(bands.rows, k_bytes);
+      configured = bands.rows;
     }
-    finish(panel, columns, out, ldc);
+    if (t.panels->channelwise) {
+      multiply_channelwise(bands, t);
+    } else {
+      multiply_groups(bands, t);
+    }
+    if (t.last) finish(bands, t);
   }
 };
-
-// Groups must fit a chunk. Rows are read to the next multiple of 64 bytes behind K.
-inline bool tiles_can(bool channelwise, int64_t group_steps) { return channelwise || group_steps <= kTileChunkSteps; }
 
 template <class Ops, class Unit>
 void gemm_tiles(const Rows& rows, int64_t m, const Panels& panels, int64_t panel_count, float* out, int64_t ldc,
                 uint8_t* scratch) {
-  const EqualBlocks blocks(m);
-  const int64_t parts = (blocks.count + kPartBlocks - 1) / kPartBlocks;
-  const int64_t k_bytes = panels.channelwise || panels.group_steps % kTileSteps == 0 ? 64 : 32;
-  Unit unit;
-  unit.configure(blocks.rows, k_bytes);
-  for (int64_t i = 0; i < parts; ++i) {
-    const TileProduct<Ops, Unit> product{
-        unit, rows, panels, blocks, blocks.count * i / parts, blocks.count * (i + 1) / parts, k_bytes, slice(scratch)};
-    for (int64_t p = 0; p < panel_count; p += 2) {
-      const int64_t columns = panel_count - p < 2 ? 1 : 2;
-      const uint8_t* panel = panels.data + p * panels.stride;
-      const uint8_t* next =
-          p + columns < panel_count ? panel + columns * panels.stride : (i + 1 < parts ? panels.data : panels.next);
-      product.run(panel, columns, next, out + p * kPanelColumns, ldc);
-    }
-  }
-  unit.release();
+  UnitTiles<Ops, Unit> tiles(m, panels, scratch);
+  multiply(tiles, rows, m, panels, panel_count, out, ldc, scratch, tiles.kMostColumns);
+  tiles.unit.release();
 }

@@ -24,7 +24,7 @@ class AtenParallel final : public Parallel {
 };
 
 /// Kept from call to call, so that a large batch does not fault in its scratch memory every time. Its size is bounded
-/// (matmul and fused_moe work in chunks) and it is freed with the thread.
+/// (matmul and fused_moe work in batches) and it is freed with the thread.
 inline Workspace& thread_workspace() {
   thread_local Workspace workspace;
   return workspace;
