@@ -1,9 +1,11 @@
 // The guarantee of docs/numerics.md: the output of a token has the same bits whatever the kernel, the number of threads
 // and the other tokens of the batch.
 #include <algorithm>
+#include <atomic>
 #include <cfenv>
 #include <cmath>
 #include <limits>
+#include <thread>
 
 #include "core/gemm.h"
 #include "moe_data.h"
@@ -230,6 +232,44 @@ TEST(AgreementTest, OtherTokensDoNotMatter) {
       ASSERT_EQ(std::memcmp(out.data() + 17 * row, same.data() + t * row, row), 0) << "copy " << t;
     }
   }
+}
+
+// A kernel may be chosen while others compute, each of which ends with the one it began with. That the choice is not
+// torn or reordered is for TSan to see (scripts/sanitize.sh tsan).
+TEST(AgreementTest, KernelsSwitchedMeanwhile) {
+  W4A8_TRACE_SEED();
+  Rng rng(94);
+  const PackedShape shape = {40, 96, 32, DType::kFloat32, true};
+  const Packed packed = pack_one(shape, random_weights(rng, shape));
+  constexpr int64_t kRows = 9;
+  const std::vector<uint8_t> x = to_dtype(random_activations(rng, kRows * shape.k, DType::kFloat32), DType::kFloat32);
+  const auto multiply = [&] {
+    SerialParallel serial;
+    Workspace workspace;
+    std::vector<float> out(static_cast<std::size_t>(kRows * shape.n));
+    matmul(active_kernel(), serial, workspace, packed.matrix(), x.data(), DType::kFloat32, kRows, out.data());
+    return out;
+  };
+  const std::vector<float> expected = multiply();
+  std::atomic<int> working{3};
+  std::atomic<int> wrong{0};
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 3; ++i) {
+    threads.emplace_back([&] {
+      for (int call = 0; call < 50; ++call) {
+        if (multiply() != expected) wrong.fetch_add(1, std::memory_order_relaxed);
+      }
+      working.fetch_sub(1, std::memory_order_relaxed);
+    });
+  }
+  do {
+    for (const Kernel* kernel : all_kernels()) {
+      if (supported(*kernel, host_features())) use_kernel(kernel->name);
+    }
+  } while (working.load(std::memory_order_relaxed) != 0);
+  for (std::thread& thread : threads) thread.join();
+  use_kernel("");
+  EXPECT_EQ(wrong.load(), 0);
 }
 
 }  // namespace

@@ -286,44 +286,81 @@ TEST_P(KernelTest, ExtremesAreExactIntegers) {
   }
 }
 
-void check_largest_sum(const Kernel& kernel, WeightKind kind) {
-  const int64_t k = max_k(kind);
-  const PackedShape shape{2, k, k, DType::kFloat32, false, kind};
-  SCOPED_TRACE(describe(shape));
-  ref::Weights weights{shape.n, shape.k, shape.group, {}, {1.0f, 1.0f}, {}, {}};
-  if (kind == WeightKind::kInt4ZeroPoints) weights.zero_points = {15, 0};
-  const int low = kind == WeightKind::kInt4 ? -8 : (kind == WeightKind::kE2M1 ? -12 : -15);
-  const int high = kind == WeightKind::kInt4 ? 7 : -low;
-  weights.w.assign(static_cast<std::size_t>(shape.n * shape.k), low);
-  std::fill(weights.w.begin() + shape.k, weights.w.end(), high);
-  const Packed packed = pack_one(shape, weights);
-  // 2 rows for packed weights, and so many that every kernel unpacks, if it ever does.
-  constexpr int64_t kMany = 32;
-  std::vector<ref::Row> rows(2);
-  rows[0].q.assign(static_cast<std::size_t>(shape.k), 127);
-  rows[0].zero_point = -128;
-  rows[1].q.assign(static_cast<std::size_t>(shape.k), -128);
-  rows[1].zero_point = 127;
-  const auto sum = [&](int64_t step) { return static_cast<float>(step * 255 * k); };
-  const std::vector<std::vector<float>> expected = {{sum(low), sum(high)}, {sum(-low), sum(-high)}};
-  const QuantizedInput input(kernel, rows, shape, 0, Guard::kAfter);
-  check_gemm(kernel, packed, input, 2, 0, 1, expected, false, Guard::kAfter);
-  if (testing::Test::HasFatalFailure() || kernel.scratch_bytes(kMany, k, k) == 0) return;
-  std::vector<ref::Row> many;
-  std::vector<std::vector<float>> many_expected;
-  for (std::size_t r = 0; r < kMany; ++r) {
-    many.push_back(rows[r % 2]);
-    many_expected.push_back(expected[r % 2]);
+// Columns of the least weights, of the largest and of any; rows of the largest activations, of the least and of any.
+// The sums of the last are no floats, so that rounding one before its end shows.
+struct LargestSums {
+  LargestSums(Rng& rng, WeightKind kind, bool channelwise)
+      : k(max_k(kind)),
+        shape{3, k, channelwise ? k : k / 2, DType::kFloat32, false, kind},
+        low(kind == WeightKind::kInt4 ? -8 : (kind == WeightKind::kE2M1 ? -12 : -15)),
+        high(kind == WeightKind::kInt4 ? 7 : -low),
+        weights{shape.n, k, shape.group, {}, std::vector<float>(static_cast<std::size_t>(3 * shape.groups()), 1.0f),
+                {},      {}},
+        rows(3) {
+    if (kind == WeightKind::kInt4ZeroPoints) {
+      for (const int zero_point : {15, 0, 8}) {
+        weights.zero_points.insert(weights.zero_points.end(), static_cast<std::size_t>(shape.groups()), zero_point);
+      }
+    }
+    const auto width = static_cast<std::size_t>(k);
+    weights.w.assign(width, low);
+    weights.w.insert(weights.w.end(), width, high);
+    for (std::size_t i = 0; i < width; ++i) {
+      weights.w.push_back(decode(kind, static_cast<int>(rng.integer(0, 15)), 8));
+      rows[2].q.push_back(static_cast<int>(rng.integer(64, 127)));
+    }
+    rows[0].q.assign(width, 127);
+    rows[0].zero_point = -128;
+    rows[1].q.assign(width, -128);
+    rows[1].zero_point = 127;
+    rows[2].zero_point = -128;
+    for (const ref::Row& row : rows) expected.push_back(ref::dot_all(row, weights));
   }
-  const QuantizedInput many_input(kernel, many, shape, 0, Guard::kAfter);
-  check_gemm(kernel, packed, many_input, kMany, 0, 1, many_expected, true, Guard::kAfter);
+  // Of the extremes, which float32 holds.
+  float sum(int64_t weight) const { return static_cast<float>(weight * 255 * k); }
+
+  int64_t k;
+  PackedShape shape;
+  int low;
+  int high;
+  ref::Weights weights;
+  std::vector<ref::Row> rows;
+  std::vector<std::vector<float>> expected;
+};
+
+void check_largest_sums(const Kernel& kernel, const LargestSums& data) {
+  SCOPED_TRACE(describe(data.shape));
+  for (std::size_t c = 0; c < 2; ++c) {
+    const int64_t weight = c == 0 ? data.low : data.high;
+    ASSERT_EQ(data.expected[0][c], data.sum(weight));
+    ASSERT_EQ(data.expected[1][c], data.sum(-weight));
+  }
+  const Packed packed = pack_one(data.shape, data.weights);
+  const QuantizedInput input(kernel, data.rows, data.shape, 0, Guard::kAfter);
+  check_gemm(kernel, packed, input, 3, 0, 1, data.expected, false, Guard::kAfter);
+  if (testing::Test::HasFatalFailure()) return;
+  // So many rows that every kernel unpacks, if it ever does.
+  constexpr int64_t kMany = 32;
+  if (kernel.scratch_bytes(kMany, data.k, data.shape.group) == 0) return;
+  std::vector<ref::Row> rows;
+  std::vector<std::vector<float>> expected;
+  for (std::size_t r = 0; r < kMany; ++r) {
+    rows.push_back(data.rows[r % 3]);
+    expected.push_back(data.expected[r % 3]);
+  }
+  const QuantizedInput many(kernel, rows, data.shape, 0, Guard::kAfter);
+  check_gemm(kernel, packed, many, kMany, 0, 1, expected, true, Guard::kAfter);
 }
 
 // The largest K with the largest values: 255 * 8 * 2^20 is 99.6 % of what int32 holds, 255 * 15 * 2^19 93 %.
 TEST_P(KernelTest, LargestSumFitsInt32) {
+  W4A8_TRACE_SEED();
+  Rng rng(350);
   for (const WeightKind kind : kAllKinds) {
-    check_largest_sum(kernel(), kind);
-    if (HasFatalFailure()) return;
+    for (const bool channelwise : {true, false}) {
+      check_largest_sums(kernel(), LargestSums(rng, kind, channelwise));
+      if (HasFatalFailure()) return;
+    }
   }
 }
 

@@ -221,15 +221,15 @@ TEST_P(MatmulTest, GivenZeroPointsAreChecked) {
 }
 
 // More rows than are worked off at once: the same bits as in parts, and the scratch stays bounded.
-TEST_P(MatmulTest, ChunksOfRows) {
+TEST_P(MatmulTest, BatchesOfRows) {
   W4A8_TRACE_SEED();
   Rng rng(66);
   const PackedShape shape{1, 2, 2, DType::kFloat32, true};
   const ref::Weights weights = random_weights(rng, shape);
   const Packed packed = pack_one(shape, weights);
-  const int64_t chunk = matmul_batch_rows(shape);
-  ASSERT_LE(chunk, 1 << 20) << "too large for a test";
-  const int64_t m = chunk + 3;
+  const int64_t batch = matmul_batch_rows(shape);
+  ASSERT_LE(batch, 1 << 20) << "too large for a test";
+  const int64_t m = batch + 3;
   const std::vector<float> x = random_activations(rng, m * shape.k, DType::kFloat32);
   std::vector<float> whole(static_cast<std::size_t>(m));
   std::vector<float> parts(static_cast<std::size_t>(m));
@@ -248,7 +248,7 @@ TEST_P(MatmulTest, ChunksOfRows) {
   }
 }
 
-TEST(MatmulChunkTest, BoundedForEveryShape) {
+TEST(MatmulBatchTest, BoundedForEveryShape) {
   for (const int64_t k : {int64_t{2}, int64_t{64}, int64_t{4096}, int64_t{18432}, kMaxK}) {
     for (const int64_t group : {int64_t{32}, k}) {
       if (k % group != 0) continue;

@@ -141,8 +141,8 @@ TEST_F(MoeErrorTest, ArgumentsThatContradictTheHeaders) {
   expect_words(refused(good, args), {"expert", "w2", "size"});
 }
 
-// A bad expert that only the last chunk of tokens meets is found before the first chunk is written.
-TEST_F(MoeErrorTest, LastChunkIsCheckedFirst) {
+// A bad expert that only the last batch of tokens meets is found before the first batch is written.
+TEST_F(MoeErrorTest, LastBatchIsCheckedFirst) {
   Rng rng(84);
   MoeCase c;
   c.top_k = 96;

@@ -250,8 +250,8 @@ TEST_P(MoeTest, BadRouterWeight) {
   }
 }
 
-// Many tokens, few of whose slots are held: the chunks are real, the work is small.
-TEST_P(MoeTest, ChunksOfTokens) {
+// Many tokens, few of whose slots are held: the batches are real, the work is small.
+TEST_P(MoeTest, BatchesOfTokens) {
   W4A8_TRACE_SEED();
   Rng rng(78);
   MoeCase c;
@@ -259,9 +259,9 @@ TEST_P(MoeTest, ChunksOfTokens) {
   c.experts = 2;
   c.hidden = 8180;  // 512 panels in as many blocks as there may be
   c.intermediate = 2;
-  const int64_t chunk = moe_batch_tokens(c.top_k, c.hidden, c.intermediate);
-  ASSERT_LE(chunk, 100) << "too large for a test";
-  for (const int64_t tokens : {chunk, chunk + 1, 2 * chunk + 1}) {
+  const int64_t batch = moe_batch_tokens(c.top_k, c.hidden, c.intermediate);
+  ASSERT_LE(batch, 100) << "too large for a test";
+  for (const int64_t tokens : {batch, batch + 1, 2 * batch + 1}) {
     c.tokens = tokens;
     MoeData data(rng, c);
     for (std::size_t i = 0; i < data.ids.size(); ++i) {
@@ -295,15 +295,15 @@ TEST_P(MoeTest, BlocksOfColumns) {
   }
 }
 
-TEST(MoeChunkTest, BoundedButNotTiny) {
+TEST(MoeBatchTest, BoundedButNotTiny) {
   for (const int64_t slots : {0, 1, 8, 64}) {
     for (const int64_t hidden : {2, 2048, 7168}) {
       for (const int64_t inter : {2, 768, 18432}) {
-        const int64_t chunk = moe_batch_tokens(slots, hidden, inter);
-        EXPECT_GE(chunk, 64);
-        // Above the least chunk, x in int8 and h in float32 and int8 alone must fit 96 MiB.
-        if (chunk > 64) {
-          EXPECT_LE(chunk * slots * (hidden + 5 * inter), int64_t{96} << 20);
+        const int64_t batch = moe_batch_tokens(slots, hidden, inter);
+        EXPECT_GE(batch, 64);
+        // Above the least batch, x in int8 and h in float32 and int8 alone must fit 96 MiB.
+        if (batch > 64) {
+          EXPECT_LE(batch * slots * (hidden + 5 * inter), int64_t{96} << 20);
         }
       }
     }

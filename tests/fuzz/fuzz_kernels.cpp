@@ -137,7 +137,7 @@ void fuzz_moe(Bytes& in) {
   const bool bias = in.flag();
   const WeightKind kind13 = in.pick(kKinds);
   const WeightKind kind2 = in.pick(kKinds);
-  // Now and then so many slots that the tokens are worked off in several chunks; nearly all are skipped.
+  // Now and then so many slots that the tokens are worked off in several batches; nearly all are skipped.
   if (in.integer(0, 255) == 77) {
     args.top_k = 6000;
     args.tokens = 70;

@@ -65,7 +65,7 @@ def test_no_growth_over_ten_thousand_calls():
 
 
 def test_moe_of_65536_tokens_has_bounded_scratch():
-    """docs/memory.md has the formula: all rows at once would be 2.2 GB here, the chunks stay near 96 MiB."""
+    """docs/memory.md has the formula: all rows at once would be 2.2 GB here, the batches stay near 96 MiB."""
     code = """
         tokens, top_k, hidden, inter = 65536, 8, 512, 256
         layer = make_layer(4, hidden, inter, group_size=128)
