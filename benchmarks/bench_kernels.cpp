@@ -21,14 +21,14 @@ namespace {
 
 constexpr int64_t kN = 1536;
 constexpr int64_t kK = 2048;
-constexpr int64_t kChunk = 12;  // panels of one gemm call, as a task of the driver has
+constexpr int64_t kSpan = 12;  // panels of one gemm call, as a task of the core has
 
 // m quantized rows and the output of one thread.
 struct Work {
   Work(const PackedShape& shape, int64_t m)
       : m(m),
         arena(static_cast<std::size_t>(bytes(shape, m))),
-        out(static_cast<std::size_t>(m * kChunk * kPanelColumns)),
+        out(static_cast<std::size_t>(m * kSpan * kPanelColumns)),
         scratch(static_cast<std::size_t>(scratch_bytes(shape, m) + 64)) {
     Slicer slicer(aligned(arena.data()));
     rows = QuantizedRows::slice(slicer, m, shape.k, shape.group);
@@ -39,11 +39,13 @@ struct Work {
     }
   }
 
-  // One pass over a matrix. The tile is overwritten by each chunk of panels.
+  // One pass over a matrix. The tile is overwritten by each span of panels.
   void multiply(const Kernel& kernel, const PackedMatrix& matrix) {
-    for (int64_t p = 0; p < matrix.shape.panels(); p += kChunk) {
-      kernel.gemm(rows.from(0), m, matrix.panels(p), std::min(kChunk, matrix.shape.panels() - p), out.data(),
-                  kChunk * kPanelColumns, aligned(scratch.data()));
+    const PackedShape& shape = matrix.shape;
+    uint8_t* own = gemm_scratch_bytes(kernel, m, shape.k, shape.group) != 0 ? aligned(scratch.data()) : nullptr;
+    for (int64_t p = 0; p < shape.panels(); p += kSpan) {
+      kernel.gemm(rows.from(0), m, matrix.panels(p), std::min(kSpan, shape.panels() - p), out.data(),
+                  kSpan * kPanelColumns, own);
     }
   }
 

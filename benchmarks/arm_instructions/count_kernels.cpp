@@ -31,15 +31,26 @@ std::vector<uint8_t> packed_matrix(const PackedShape& shape, Sequence& sequence)
   for (uint8_t& byte : weights) byte = static_cast<uint8_t>(sequence.next() >> 24);
   std::vector<float> scales(static_cast<size_t>(shape.n * shape.groups()));
   for (float& scale : scales) scale = 0.01f + 0.001f * sequence.uniform();
+  std::vector<uint8_t> zeros(scales.size());
+  for (uint8_t& zero : zeros) zero = static_cast<uint8_t>(sequence.next() >> 28);
+  const bool has_zeros = shape.kind == WeightKind::kInt4ZeroPoints;
   std::vector<uint8_t> packed(static_cast<size_t>(packed_bytes(shape)));
   SerialParallel serial;
-  pack(active_kernel(), shape, 1, {weights.data(), scales.data(), nullptr}, packed.data(), serial);
+  pack(active_kernel(), shape, 1, {weights.data(), scales.data(), nullptr, has_zeros ? zeros.data() : nullptr},
+       packed.data(), serial);
   return packed;
 }
 
-void count_gemm(const Kernel& kernel, int64_t m, int64_t group) {
+struct Kind {
+  WeightKind kind;
+  const char* what;
+};
+constexpr Kind kKinds[] = {
+    {WeightKind::kInt4, "gemm"}, {WeightKind::kInt4ZeroPoints, "gemm_zeros"}, {WeightKind::kE2M1, "gemm_e2m1"}};
+
+void count_gemm(const Kernel& kernel, int64_t m, int64_t group, const Kind& kind) {
   Sequence sequence;
-  const PackedShape shape{kN, kK, group, DType::kFloat32, false};
+  const PackedShape shape{kN, kK, group, DType::kFloat32, false, kind.kind};
   const std::vector<uint8_t> packed = packed_matrix(shape, sequence);
   const PackedMatrix matrix{shape, packed.data()};
   Workspace workspace;
@@ -57,8 +68,8 @@ void count_gemm(const Kernel& kernel, int64_t m, int64_t group) {
   Workspace scratch;
   uint8_t* unpacked = scratch.reserve(kernel.scratch_bytes(m, kK, group));
   std::vector<float> out(static_cast<size_t>(m * kN));
-  std::printf("%s gemm %ld %ld %ld\n", kernel.name, static_cast<long>(m), static_cast<long>(group == kK ? 0 : group),
-              static_cast<long>(m * kN * kK));
+  std::printf("%s %s %ld %ld %ld\n", kernel.name, kind.what, static_cast<long>(m),
+              static_cast<long>(group == kK ? 0 : group), static_cast<long>(m * kN * kK));
   mark_begin();
   kernel.gemm(rows.from(0), m, matrix.panels(0), shape.panels(), out.data(), kN, unpacked);
   mark_end();
@@ -91,7 +102,9 @@ int main() {
   for (const Kernel* kernel : all_kernels()) {
     if (!supported(*kernel, host_features())) continue;
     for (const int64_t m : {int64_t{64}, int64_t{1}}) {
-      for (const int64_t group : {kK, int64_t{128}, int64_t{32}}) count_gemm(*kernel, m, group);
+      for (const int64_t group : {kK, int64_t{128}, int64_t{32}}) {
+        for (const Kind& kind : kKinds) count_gemm(*kernel, m, group, kind);
+      }
     }
     for (const int64_t group : {kK, int64_t{32}}) count_quantize(*kernel, group, DType::kFloat32);
     count_quantize(*kernel, kK, DType::kBFloat16);
