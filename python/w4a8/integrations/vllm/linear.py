@@ -141,7 +141,8 @@ class W4A8LinearScheme(CompressedTensorsScheme):
         Again when vLLM has loaded another weight.
 
         Raises:
-            ValueError: scales do not fit into what the first weight was packed as.
+            ValueError: the checkpoint did not have all of the weight or the scales; scales do not fit into what the
+                first weight was packed as.
         """
         name = "weight_packed" if self.words else "weight"
         weight = getattr(layer, name, None)
@@ -150,6 +151,8 @@ class W4A8LinearScheme(CompressedTensorsScheme):
         if self.dummy:
             fill_dummy(weight.data)
             self.dummy = False
+        else:
+            self._check_complete(layer, name)
         self._lacking = {}
         scales = layer.weight_scale.data
         self.scale_dtype = packed_scale_dtype([scales], self.scale_dtype, self.layer_name)
@@ -160,6 +163,17 @@ class W4A8LinearScheme(CompressedTensorsScheme):
                 delattr(layer, old)
         replace_parameter(layer, "weight_packed", packed)
         logger().info_once("w4a8: runs int4 linear layers (%s), kernel %s", describe(self.group_size), active_kernel())
+
+    def _check_complete(self, layer: torch.nn.Module, weight: str) -> None:
+        """Fails if the first tensors of the layer have not all come: it would run on zeros."""
+        missing = []
+        for name in (weight, "weight_scale"):
+            parameter = getattr(layer, name)
+            count = self._lacking.get(id(parameter), 0)
+            if count > 0:
+                missing.append(f"{name}: {parameter.numel() - count} of {parameter.numel()} elements")
+        if missing:
+            raise ValueError(f"w4a8: {self.layer_name}: the checkpoint lacks weights: {', '.join(missing)}")
 
     def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [..., K] to [..., N] of its type."""
