@@ -61,16 +61,16 @@ struct Ops : Avx2Ops {
     }
   }
 
-  // Steps [s, s + count), which fit 16 bits; count >= 1.
-  template <int R, Code kCode, bool kFetch>
+  // Steps [s, s + kCount), which fit 16 bits.
+  template <int R, Code kCode, bool kFetch, int64_t kCount>
   static W4A8_INLINE void add_sums(I (&acc)[R][1][2], const int8_t* const (&rows)[R], const uint8_t* w, int64_t s,
-                                   int64_t count, const uint8_t* fetch) {
+                                   const uint8_t* fetch) {
     I sums[R][2];
     if constexpr (kFetch) __builtin_prefetch(fetch, 0, 2);
     add_products<R, kCode, false, true>(sums, rows, w, s);
     add_products<R, kCode, true, false>(sums, rows, w, s);
 #pragma GCC unroll 4
-    for (int64_t i = 1; i < count; ++i) {
+    for (int64_t i = 1; i < kCount; ++i) {
       if constexpr (kFetch) __builtin_prefetch(fetch + i * kStepBytes, 0, 2);
       add_products<R, kCode, false, false>(sums, rows, w, s + i);
       add_products<R, kCode, true, false>(sums, rows, w, s + i);
@@ -83,18 +83,6 @@ struct Ops : Avx2Ops {
     }
   }
 
-  // Steps [s, s + count), 1 <= count <= kBlockSteps, in sums of as many as fit 16 bits.
-  template <int R, Code kCode, bool kFetch>
-  static W4A8_INLINE void add_block(I (&acc)[R][1][2], const int8_t* const (&rows)[R], const uint8_t* w, int64_t s,
-                                    int64_t count, const uint8_t* fetch) {
-    if constexpr (kCode == Code::kE2M1 || kCode == Code::kWideBytes) {
-      add_sums<R, kCode, kFetch>(acc, rows, w, s, count < 2 ? count : 2, fetch);
-      if (count > 2) add_sums<R, kCode, kFetch>(acc, rows, w, s + 2, count - 2, fetch + 2 * kStepBytes);
-    } else {
-      add_sums<R, kCode, kFetch>(acc, rows, w, s, count, fetch);
-    }
-  }
-
   template <int R, int C, Code kCode, bool kBlocks>
   static W4A8_INLINE void accumulate(I (&acc)[R][C][2], const int8_t* const (&rows)[R],
                                      const uint8_t* const (&weights)[C], int64_t begin, int64_t end,
@@ -102,10 +90,15 @@ struct Ops : Avx2Ops {
     constexpr bool kFetch = is_packed(kCode) && fetches_ahead<Ops, R, C, !kBlocks>();
     int64_t s = begin;
     for (; s + kBlockSteps <= end; s += kBlockSteps, fetch += kBlockSteps * kStepBytes) {
-      add_block<R, kCode, kFetch>(acc, rows, weights[0], s, kBlockSteps, fetch);
+      if constexpr (is_e2m1(kCode)) {
+        add_sums<R, kCode, kFetch, 2>(acc, rows, weights[0], s, fetch);
+        add_sums<R, kCode, kFetch, 2>(acc, rows, weights[0], s + 2, fetch + 2 * kStepBytes);
+      } else {
+        add_sums<R, kCode, kFetch, kBlockSteps>(acc, rows, weights[0], s, fetch);
+      }
     }
     if constexpr (kBlocks) return;
-    if (s < end) add_block<R, kCode, kFetch>(acc, rows, weights[0], s, end - s, fetch);
+    for (; s < end; ++s, fetch += kStepBytes) add_sums<R, kCode, kFetch, 1>(acc, rows, weights[0], s, fetch);
   }
 };
 
