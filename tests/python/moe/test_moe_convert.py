@@ -83,9 +83,9 @@ def test_convert_packs_each_stack_with_one_call(monkeypatch):
 
     class Ops:
         @staticmethod
-        def dyn_quant_pack_4bit_weight(weights, *rest):
+        def dyn_quant_pack_4bit_weight(weights, *rest, **kind):
             shapes.append(tuple(weights.shape))
-            return real(weights, *rest)
+            return real(weights, *rest, **kind)
 
     monkeypatch.setattr(torch.ops, "w4a8", Ops)
     oracle.convert_to_w4a8_int8_moe_format(w13.values, w2.values, w13.scales, w2.scales, 32)
