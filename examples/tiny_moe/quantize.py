@@ -96,14 +96,14 @@ def quantization_config(group_size: int | None) -> dict[str, Any]:
     }
 
 
-def write_config(directory: Path, source: Path, group_size: int | None) -> None:
+def write_config(directory: Path, source: Path, quantization: dict[str, Any]) -> None:
     """``config.json`` with the names that older and newer versions of transformers and vLLM read."""
     config = json.loads((source / "config.json").read_text())
     config["architectures"] = ["Qwen3MoeForCausalLM"]
     config["dtype"] = config["torch_dtype"] = "bfloat16"
     config["rope_theta"] = config["rope_parameters"]["rope_theta"]
     config["num_experts"] = config.pop("num_local_experts")
-    config["quantization_config"] = quantization_config(group_size)
+    config["quantization_config"] = quantization
     (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
@@ -128,7 +128,7 @@ def write_checkpoint(
         error += (gptq.dequantize(values, scales) - weight).double().square().sum().item()
         energy += weight.double().square().sum().item()
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    write_config(directory, source, group_size)
+    write_config(directory, source, quantization_config(group_size))
     return (error / energy) ** 0.5
 
 

@@ -23,6 +23,7 @@ from tqdm import tqdm
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import data
+from modeling import load_dequantized
 from muon import Muon
 
 
@@ -108,6 +109,7 @@ def cpu_name() -> str:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "build", help="output directory")
+    parser.add_argument("--start", type=Path, help="begin with the dequantized weights of a checkpoint")
     parser.add_argument("--steps", type=int, default=4800)
     parser.add_argument("--max-minutes", type=float, default=33.0, help="the schedule ends here if steps do not first")
     parser.add_argument("--batch", type=int, default=4, help="windows per step")
@@ -136,6 +138,8 @@ def main() -> None:
     text = data.training_bytes()
     config = model_config(args)
     model = Qwen3MoeForCausalLM(config).float().train()
+    if args.start is not None:
+        model.load_state_dict(load_dequantized(args.start).state_dict())
     optimizers = make_optimizers(model, args)
     parameter_count = sum(p.numel() for p in model.parameters())
     tqdm.write(f"{parameter_count:,} parameters, {text.size:,} bytes of text, {cpu_name()}")
@@ -204,6 +208,7 @@ def main() -> None:
         "training_bytes_seen": step * args.batch * args.context,
         "training_text_bytes": int(text.size),
         "final_training_bits_per_byte": round(smooth or float("nan"), 4),
+        "start": None if args.start is None else args.start.name,
         "seed": args.seed,
         "batch": args.batch,
         "context": args.context,
