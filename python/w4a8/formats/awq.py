@@ -15,7 +15,7 @@ from w4a8.formats.matrix import (
     take_bias,
     take_scales,
 )
-from w4a8.formats.words import CODES, codes, pairs
+from w4a8.formats.words import CODES, codes, word_bytes
 
 # Where the codes of a word belong: code i is output feature 8 c + ORDER[i], so feature j is code INVERSE[j].
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -25,6 +25,20 @@ INVERSE = tuple(ORDER.index(j) for j in range(CODES))
 def _features(words: torch.Tensor) -> torch.Tensor:
     """int32 [R, N/8] to uint8 codes [R, N] in the order of output features."""
     return codes(words).unflatten(-1, (-1, CODES))[..., list(INVERSE)].flatten(-2)
+
+
+def _nibbles(words: torch.Tensor) -> torch.Tensor:
+    """int32 [K, N/8] to uint8 [N, K/2]: :func:`_features` of even and odd rows in pairs, eight codes at once."""
+    even, odd = words.T[:, 0::2], words.T[:, 1::2]
+    # Codes 0, 2, 4, 6 of two rows in the bytes of a word; codes 1, 3, 5, 7.
+    low = (even & 0x0F0F0F0F) | (odd & 0x0F0F0F0F) << 4
+    high = (even >> 4 & 0x0F0F0F0F) | (odd & -0x0F0F0F10)
+    found = torch.empty(words.shape[1], CODES, words.shape[0] // 2, dtype=torch.uint8)
+    for first, pairs_of in enumerate((low, high)):
+        four = word_bytes(pairs_of).unflatten(-1, (-1, 4))
+        for i in range(4):
+            found[:, ORDER[2 * i + first]] = four[..., i]
+    return found.flatten(0, 1)
 
 
 def from_awq(tensors: Tensors, name: str, group_size: int, symmetric: bool = False) -> Matrix4:
@@ -54,8 +68,7 @@ def from_awq(tensors: Tensors, name: str, group_size: int, symmetric: bool = Fal
         words = take(tensors, name, "qzeros", (torch.int32,), 2)
         expect_shape(words, name, "qzeros", (groups, rows // CODES), why)
         zeros = checked_zeros(_features(words).T, name, "qzeros", symmetric)
-    nibbles = pairs(_features(weight).T).contiguous()
-    return Matrix4(nibbles, scales.T.contiguous(), zeros, "int4", take_bias(tensors, name, rows))
+    return Matrix4(_nibbles(weight), scales.T.contiguous(), zeros, "int4", take_bias(tensors, name, rows))
 
 
 def packing_of(packing: str) -> tuple[str, int] | None:
