@@ -6,13 +6,15 @@ import pytest
 import torch
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
-from w4a8.core.quant_args import QuantizationArgs
+from w4a8.formats.pieces import Packing
 from w4a8.integrations.vllm.moe import W4A8MoEMethod
 
 HIDDEN, EXPERTS = 128, 2
 
 
-def make_layer(group_size=32, intermediate=64, tp_size=1, has_bias=False, activation="silu"):
+def make_layer(
+    group_size=32, intermediate=64, tp_size=1, has_bias=False, activation="silu", form="int-quantized", symmetric=True
+):
     """(layer, method), with what the plugin reads of vLLM's RoutedExperts and its FusedMoEConfig; parameters empty."""
     parallel = dict.fromkeys(("tp_size", "pcp_size", "dp_size", "ep_size", "sp_size"), 1)
     parallel.update(dict.fromkeys(("tp_rank", "pcp_rank", "dp_rank", "ep_rank"), 0))
@@ -37,8 +39,8 @@ def make_layer(group_size=32, intermediate=64, tp_size=1, has_bias=False, activa
     )
     layer.local_num_experts = EXPERTS
     layer._map_global_expert_id_to_local_expert_id = MethodType(lambda self, expert: expert, layer)
-    weights = QuantizationArgs(num_bits=4, strategy="group", group_size=group_size)
-    method = W4A8MoEMethod(weights, "int-quantized", layer, "model.layers.0.mlp.experts")
+    packing = Packing(form, group_size, symmetric)
+    method = W4A8MoEMethod(packing, layer, "model.layers.0.mlp.experts")
     method.create_weights(layer, EXPERTS, HIDDEN, intermediate // tp_size, torch.bfloat16)
     return layer, method
 
@@ -110,3 +112,103 @@ def test_separate_gate_and_up_where_rows_alternate(shard):
     assert load(layer, "w13_weight", (128, 128), "gpt_oss_w13", 0, torch.int8)
     layer, _ = make_layer()
     assert load(layer, "w13_weight", (64, 128), shard, 0, torch.int8)
+
+
+GPTQ = {"qweight": (16, 64), "qzeros": (4, 8), "scales": (4, 64)}  # of w1, [64, 128] in groups of 32
+
+
+def gptq_tensor(layer, stack, shard, name, value, expert=0, without_number=None):
+    shapes = GPTQ if stack == "w13" else {"qweight": (8, 128), "qzeros": (2, 16), "scales": (2, 128)}
+    dtype = torch.float16 if name == "scales" else torch.int32
+    parameter = getattr(layer, f"{stack}_{name}")
+    assert parameter.shape[1:] == torch.Size((*shapes[name][:1], shapes[name][1] * (2 if stack == "w13" else 1)))
+    return parameter.weight_loader(
+        param=parameter,
+        loaded_weight=torch.full(shapes[name], value, dtype=dtype),
+        weight_name=f"model.layers.0.mlp.experts.{stack}_{name}",
+        shard_id=shard,
+        expert_id=expert,
+        return_success=True,
+    )
+
+
+SHARDS = (("w13", "w1"), ("w13", "w3"), ("w2", "w2"))
+ALL_8 = 0x77777777  # GPTQ's first version stores one less
+
+
+def test_gptq_in_any_order():
+    """Scales last, as in files that are ordered by dtype; with the zero points that a symmetric file has."""
+    layer, method = make_layer(form="gptq")
+    for name, value in (("qzeros", ALL_8), ("qweight", 0), ("scales", 1)):
+        for expert in range(EXPERTS):
+            for stack, shard in SHARDS:
+                assert gptq_tensor(layer, stack, shard, name, value, expert)
+    method.process_weights_after_loading(layer)
+    assert layer.w13_weight_packed.shape[0] == EXPERTS and layer.w13_qweight.numel() == 0
+
+
+@pytest.mark.parametrize(
+    ("symmetric", "value", "message"),
+    [
+        (True, 0, r"experts.1.w1.qzeros: zero points in \[1, 1\], but the configuration says symmetric"),
+        (False, -1, r"experts.1.w1.qzeros: zero points in \[16, 16\], but \[0, 15\] is expected"),
+    ],
+)
+def test_zero_points_that_the_format_does_not_have(symmetric, value, message):
+    layer, _ = make_layer(form="gptq", symmetric=symmetric)
+    with pytest.raises(ValueError, match=message):
+        gptq_tensor(layer, "w13", "w1", "qzeros", value, expert=1)
+
+
+def test_zero_points_are_missing():
+    """Without them there is no matrix; of a symmetric file they may be missing."""
+    for symmetric in (True, False):
+        layer, method = make_layer(form="gptq", symmetric=symmetric)
+        for expert in range(EXPERTS):
+            for stack, shard in SHARDS:
+                for name, value in (("qweight", 0), ("scales", 1)):
+                    gptq_tensor(layer, stack, shard, name, value, expert)
+        if symmetric:
+            method.process_weights_after_loading(layer)
+            continue
+        with pytest.raises(ValueError, match="lacks weights: w13_qzeros: 0 of 4 tensors, w2_qzeros: 0 of 2 tensors"):
+            method.process_weights_after_loading(layer)
+
+
+def test_biases_of_a_layer_without_them():
+    """Some tools write zeros."""
+    layer, _ = make_layer(form="gptq")
+    for value in (0, 1):
+        call = {"weight_name": "experts.w2_bias", "shard_id": "w2", "expert_id": 0, "return_success": True}
+        bias = torch.full((HIDDEN,), value, dtype=torch.float16)
+        if value == 0:
+            assert layer.w2_bias.weight_loader(layer.w2_bias, bias, **call)
+            continue
+        with pytest.raises(
+            ValueError, match=r"experts.0.w2.bias: a bias, but the layers of experts of this model have"
+        ):
+            layer.w2_bias.weight_loader(layer.w2_bias, bias, **call)
+
+
+def test_stacks_of_all_experts():
+    """As vLLM hands over gpt-oss's, cut for the rank; rows alternate gate and up."""
+    layer, method = make_layer(form="mxfp4", has_bias=True, activation="swigluoai")
+    shapes = {
+        "w13_bias": (128,),
+        "w2_bias": (128,),
+        "w2_weight": (128, 32),
+        "w2_weight_scale": (128, 2),
+        "w13_weight": (128, 64),
+        "w13_weight_scale": (128, 4),
+    }
+    for name, shape in shapes.items():
+        dtype = torch.bfloat16 if name.endswith("bias") else torch.uint8
+        value = torch.full((EXPERTS, *shape), 127, dtype=dtype)
+        value[:, 1::2] = 126 if name.endswith("scale") else 127  # up: half as large
+        parameter = getattr(layer, name)
+        parameter.weight_loader(parameter, value, weight_name=f"experts.{name}", shard_id=None, expert_id=None)
+    method.process_weights_after_loading(layer)
+    unpack = torch.ops.w4a8.dyn_quant_unpack_any_4bit_weight
+    _, scales, _, bias, kind = unpack(layer.w13_weight_packed, 32, HIDDEN, 128)
+    assert kind == "e2m1" and bias.shape == (EXPERTS, 128)
+    assert bool((scales[:, :64] == 1).all()) and bool((scales[:, 64:] == 0.5).all())

@@ -22,13 +22,13 @@ ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 INVERSE = tuple(ORDER.index(j) for j in range(CODES))
 
 
-def _features(words: torch.Tensor) -> torch.Tensor:
+def output_features(words: torch.Tensor) -> torch.Tensor:
     """int32 [R, N/8] to uint8 codes [R, N] in the order of output features."""
     return codes(words).unflatten(-1, (-1, CODES))[..., list(INVERSE)].flatten(-2)
 
 
-def _nibbles(words: torch.Tensor) -> torch.Tensor:
-    """int32 [K, N/8] to uint8 [N, K/2]: :func:`_features` of even and odd rows in pairs, eight codes at once."""
+def output_nibbles(words: torch.Tensor) -> torch.Tensor:
+    """int32 [K, N/8] to uint8 [N, K/2]: :func:`output_features` of even and odd rows in pairs, eight codes at once."""
     even, odd = words.T[:, 0::2], words.T[:, 1::2]
     # Codes 0, 2, 4, 6 of two rows in the bytes of a word; codes 1, 3, 5, 7.
     low = (even & 0x0F0F0F0F) | (odd & 0x0F0F0F0F) << 4
@@ -67,8 +67,8 @@ def from_awq(tensors: Tensors, name: str, group_size: int, symmetric: bool = Fal
     if tensors.get("qzeros") is not None or not symmetric:
         words = take(tensors, name, "qzeros", (torch.int32,), 2)
         expect_shape(words, name, "qzeros", (groups, rows // CODES), why)
-        zeros = checked_zeros(_features(words).T, name, "qzeros", symmetric)
-    return Matrix4(_nibbles(weight), scales.T.contiguous(), zeros, "int4", take_bias(tensors, name, rows))
+        zeros = checked_zeros(output_features(words).T, name, "qzeros", symmetric)
+    return Matrix4(output_nibbles(weight), scales.T.contiguous(), zeros, "int4", take_bias(tensors, name, rows))
 
 
 def packing_of(packing: str) -> tuple[str, int] | None:

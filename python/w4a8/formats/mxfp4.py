@@ -10,6 +10,19 @@ from w4a8.formats.matrix import Tensors, expect_shape, take, take_bias
 BLOCK = 32
 
 
+def powers_of_two(exponents: torch.Tensor, name: str) -> torch.Tensor:
+    """uint8 exponents s to float32 2^(s - 127).
+
+    Raises:
+        ValueError: a 255, which is not a number.
+    """
+    if (exponents == 255).any():
+        raise ValueError(f"{name}: 255, which is not a number")
+    # The exponent's bits of a float32; 2^-127 is a denormal.
+    bits = (exponents.to(torch.int32) << 23).masked_fill_(exponents == 0, 1 << 22)
+    return bits.view(torch.float32)
+
+
 def from_mxfp4(tensors: Tensors, name: str) -> Matrix4:
     """A matrix in MXFP4; of a stack of experts, one of them.
 
@@ -31,9 +44,5 @@ def from_mxfp4(tensors: Tensors, name: str) -> Matrix4:
     expect_shape(blocks, name, "blocks", (rows, groups, BLOCK // 2), f"blocks of {BLOCK}")
     exponents = take(tensors, name, "scales", (torch.uint8,), 2)
     expect_shape(exponents, name, "scales", (rows, groups), f"{rows} x {groups} blocks")
-    if (exponents == 255).any():
-        raise ValueError(f"{name}.scales: 255, which is not a number")
-    # The exponent's bits of a float32; 2^-127 is a denormal.
-    bits = (exponents.to(torch.int32) << 23).masked_fill_(exponents == 0, 1 << 22)
-    scales = bits.view(torch.float32)
+    scales = powers_of_two(exponents, f"{name}.scales")
     return Matrix4(blocks.flatten(1).contiguous(), scales, None, "e2m1", take_bias(tensors, name, rows))

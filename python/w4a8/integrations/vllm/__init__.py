@@ -1,11 +1,11 @@
-"""The vLLM plugin: W4A8 compressed-tensors models on CPUs that stock vLLM refuses or runs through scalar code.
+"""The vLLM plugin: 4-bit models (compressed-tensors, GPTQ, AWQ, AutoRound, gpt-oss) on every x86 CPU.
 
 vLLM finds :func:`register` through the entry point ``vllm.general_plugins`` and calls it in every process it starts.
 docs/vllm.md says what is taken over. Environment:
 
     W4A8_VLLM=0         off
     W4A8_VLLM=1         on, also for a version of vLLM or a CPU architecture the plugin was not tested with
-    W4A8_VLLM_W4A16=1   run the experts of W4A16 (weight-only int4) models with int8 activations
+    W4A8_VLLM_W4A16=0   leave weight-only 4-bit models to vLLM, instead of running them with int8 activations
 
 This module imports vLLM only when :func:`register` is called.
 """
@@ -16,7 +16,7 @@ __all__ = ["register"]
 
 
 def register() -> None:
-    """Makes vLLM use this package for compressed-tensors W4A8 layers; may be called any number of times.
+    """Makes vLLM use this package for layers with 4-bit weights; may be called any number of times.
 
     Never raises: what is wrong is said in one warning, and vLLM goes on without the plugin.
     """

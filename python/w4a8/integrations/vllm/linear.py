@@ -1,4 +1,4 @@
-"""Linear layers (attention, shared experts, dense MLPs) with int4 weights."""
+"""Linear layers (attention, shared experts, dense MLPs, output layers) with 4-bit weights."""
 
 from __future__ import annotations
 
@@ -8,25 +8,29 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.model_executor.layers import linear as vllm_linear
+from vllm.model_executor.layers.linear import LinearMethodBase
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsScheme
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.parameter import (
     BasevLLMParameter,
     ChannelQuantScaleParameter,
     GroupQuantScaleParameter,
     ModelWeightParameter,
+    PackedColumnParameter,
     PackedvLLMParameter,
 )
 
+from w4a8.core.matrix import Matrix4
 from w4a8.core.memory import fresh_bytes
+from w4a8.core.stack import MatrixStack, PackedAs
 from w4a8.core.weight_utils import replace_parameter
 from w4a8.cpu import active_kernel
+from w4a8.formats.pieces import Packing, Stored
 from w4a8.integrations.vllm.loading import fill_dummy, is_dummy_load
 from w4a8.integrations.vllm.log import logger
-from w4a8.integrations.vllm.scheme import describe, group_size, packed_scale_dtype
-from w4a8.nn import W4A8Linear
+from w4a8.integrations.vllm.scheme import describe
 from w4a8.ops import dyn_quant_matmul_4bit
-
-WORD = 8  # values in an int32
 
 
 class _CopiedValues(TorchDispatchMode):
@@ -46,24 +50,228 @@ def load_linear(
     layer: torch.nn.Module, param: torch.Tensor, loaded_weight: torch.Tensor, *args: Any, **kwargs: Any
 ) -> Any:
     """The loader of a parameter, bound to its layer: see ``load_expert``."""
-    return layer.scheme.load(layer, param, loaded_weight, *args, **kwargs)
+    return layer.w4a8_weights.load(layer, param, loaded_weight, *args, **kwargs)
+
+
+def _load_output_layer(layer: torch.nn.Module, param: torch.Tensor, loaded: torch.Tensor) -> None:
+    """This rank's part of the vocabulary, without padding; vLLM's own loader cuts the first dimension only."""
+    indices, dim = layer.shard_indices, param.output_dim
+    begin, size = indices.org_vocab_start_index, param.shape[dim]
+    if getattr(param, "packed_dim", None) == dim:
+        begin //= param.packed_factor
+    param.data.copy_(loaded.narrow(dim, begin, size))
+
+
+class LinearWeights:
+    """The weight of one linear layer: parameters that a checkpoint fills, packed when the last of them is full."""
+
+    def __init__(self, packing: Packing, layer_name: str | None) -> None:
+        """For one layer.
+
+        Args:
+            packing: how its matrix is stored.
+            layer_name: for errors.
+        """
+        self.packing = packing
+        self.layer_name = layer_name
+        self.packed_as: PackedAs | None = None  # once packed
+        self._lacking: dict[str, int] = {}
+
+    def create(
+        self,
+        layer: torch.nn.Module,
+        output_partition_sizes: list[int],
+        input_size_per_partition: int,
+        input_size: int,
+        weight_loader: Callable,
+    ) -> None:
+        """Registers the tensors of the format for this rank's part, as vLLM's loaders cut them; scales as float32.
+
+        Raises:
+            ValueError: features of this rank that are not whole groups or words.
+        """
+        layer.w4a8_weights = self
+        self.n, self.k = sum(output_partition_sizes), input_size_per_partition
+        self._load, parts = weight_loader, output_partition_sizes
+        if isinstance(layer, ParallelLMHead):
+            self._load = MethodType(_load_output_layer, layer)
+            parts = [layer.shard_indices.num_org_elements]
+        group = self.packing.group_size
+        if self.k % max(group, 2) != 0:
+            raise ValueError(
+                f"w4a8: {self.layer_name}: {self.k} input features per rank (of {input_size}) are not a multiple of "
+                f"{max(group, 2)}"
+            )
+        self.rows = sum(parts)
+        for stored in self.packing.tensors:
+            try:
+                for part in parts:
+                    stored.shape(part, self.k, self.packing.groups(self.k))
+            except ValueError as error:
+                raise ValueError(f"w4a8: {self.layer_name}: {error} per rank and part of the layer") from None
+            self._register(layer, stored)
+        if self.packing.name == "pack-quantized":
+            shape = BasevLLMParameter(
+                data=torch.zeros(2, dtype=torch.int64), weight_loader=MethodType(load_linear, layer)
+            )
+            shape.weight_loader_numel = 0  # not counted among what a layer lacks: it comes once per part of a layer
+            layer.register_parameter("weight_shape", shape)
+        self.dummy = is_dummy_load()
+
+    def _register(self, layer: torch.nn.Module, stored: Stored) -> None:
+        shape = stored.shape(self.rows, self.k, self.packing.groups(self.k))
+        size = torch.empty((), dtype=stored.dtype).element_size()
+        arguments: dict[str, Any] = {
+            "data": fresh_bytes(shape[0], size * shape[1]).view(stored.dtype),
+            "output_dim": stored.axes.index("n"),
+            "weight_loader": MethodType(load_linear, layer),
+        }
+        # One group for all of a row is the same on each rank, however many a row is cut into.
+        whole = "g" in stored.axes and self.packing.group_size == -1
+        if not whole:
+            arguments["input_dim"] = 1 - arguments["output_dim"]
+        if stored.packed is not None:
+            arguments.update(packed_dim=stored.packed, packed_factor=stored.codes_in_an_element)
+            kind = PackedColumnParameter if whole else PackedvLLMParameter
+        elif stored.kind == "weight":
+            kind = ModelWeightParameter
+        else:
+            kind = ChannelQuantScaleParameter if whole else GroupQuantScaleParameter
+        param = kind(**arguments)
+        layer.register_parameter(stored.suffix, param)
+        self._lacking[stored.suffix] = param.numel()
+        if stored not in self.packing.required:
+            param.weight_loader_numel = 0
+
+    def load(self, layer: torch.nn.Module, param: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's loader of a parameter; packs the weight when that was the last of its first tensors."""
+        with _CopiedValues() as copied:
+            found = self._load(param, *args, **kwargs)
+        suffix = next((name for name in self._lacking if getattr(layer, name, None) is param), None)
+        if suffix is not None:
+            self._lacking[suffix] -= copied.count
+            if all(count <= 0 for count in self._lacking.values()):
+                parts = [getattr(layer, stored.suffix) for stored in self.packing.tensors]
+                self.process(layer)
+                for part in parts:  # the model's loader keeps them until it has loaded all layers
+                    part.data = torch.empty(0, dtype=part.dtype)
+        return found
+
+    def _there(self, layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """The tensors that the checkpoint had.
+
+        Raises:
+            ValueError: one of those that the format needs is not complete.
+        """
+        tensors, optional = {}, set(self.packing.tensors) - set(self.packing.required)
+        for stored in self.packing.tensors:
+            tensor = getattr(layer, stored.suffix).data
+            lacking = self._lacking.get(stored.suffix, 0)
+            if stored in optional and (self.dummy or self.packed_as is not None):
+                continue  # of other weights, they may come when their layer is complete
+            if self.dummy:
+                lacking = 0
+                if stored.kind == "weight":
+                    fill_dummy(tensor)
+            if lacking > 0 and (stored not in optional or lacking < tensor.numel()):
+                raise ValueError(
+                    f"w4a8: {self.layer_name}: the checkpoint lacks {stored.suffix}: {tensor.numel() - lacking} of "
+                    f"{tensor.numel()} elements came"
+                )
+            if lacking <= 0:
+                tensors[stored.suffix] = tensor
+        if self.packing.name == "pack-quantized":
+            tensors["weight_shape"] = torch.tensor([self.rows, self.k])
+        return tensors
+
+    def process(self, layer: torch.nn.Module) -> None:
+        """Packs the weight into ``layer.weight_packed``, uint8 [bytes], and frees the rest.
+
+        Again when vLLM has loaded another weight.
+
+        Raises:
+            ValueError: a tensor that is not there, or values that the format does not have; scales do not fit into what
+                the first weight was packed as.
+        """
+        first = getattr(layer, self.packing.tensors[0].suffix, None)
+        if first is None or first.dtype == torch.uint8:
+            return
+        tensors = self._there(layer)
+        self._lacking, self.dummy = {}, False
+        try:
+            packed = self._pack(self.packing.matrix(tensors, "weight"))
+        except ValueError as error:
+            raise ValueError(f"w4a8: {self.layer_name}: {error}") from None
+        # A parameter weight_shape stays: of other weights, the last one comes when its layer is complete.
+        for stored in self.packing.tensors:
+            delattr(layer, stored.suffix)
+        replace_parameter(layer, "weight_packed", packed)
+        logger().info_once(
+            "w4a8: runs %s linear layers (%s), kernel %s",
+            *describe(self.packing),
+            active_kernel(),
+        )
+
+    def _pack(self, matrix: Matrix4) -> torch.Tensor:
+        """uint8 [bytes]; the second time in the place, and so the form, of the first."""
+        stack = MatrixStack(1, self.n, self.k, self.packing.group_size, packed_as=self.packed_as, values="int4")
+        if self.rows < self.n:  # the vocabulary is padded
+            more = self.n - self.rows
+            nibbles = torch.zeros(more, self.k // 2, dtype=torch.uint8)
+            scales = torch.zeros(more, matrix.scales.shape[1], dtype=matrix.scales.dtype)
+            stack.put(0, self.rows, Matrix4(nibbles, scales, None, "int4"))
+        stack.put(0, 0, matrix)
+        self.packed_as = stack.packed_as
+        return stack.pack()[0]
+
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """x [..., K] to [..., N] of its type."""
+        group = self.k if self.packing.group_size == -1 else self.packing.group_size
+        out = dyn_quant_matmul_4bit(x, layer.weight_packed, group, self.k, self.n)
+        return out if bias is None else out + bias
+
+
+class W4A8LinearMethod(LinearMethodBase):
+    """What vLLM calls for a linear layer."""
+
+    def __init__(self, packing: Packing, layer_name: str | None) -> None:
+        """A method for one layer: see :class:`LinearWeights`."""
+        self.weights = LinearWeights(packing, layer_name)
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """See :meth:`LinearWeights.create`."""
+        loader = extra_weight_attrs["weight_loader"]
+        self.weights.create(layer, output_partition_sizes, input_size_per_partition, input_size, loader)
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """See :meth:`LinearWeights.process`."""
+        self.weights.process(layer)
+
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x [..., K] to [..., N] of its type."""
+        return self.weights.apply(layer, x, bias)
+
+
+# Layers give the loaders that know packed tensors to methods of these names only.
+if W4A8LinearMethod.__name__ not in vllm_linear.WEIGHT_LOADER_V2_SUPPORTED:
+    vllm_linear.WEIGHT_LOADER_V2_SUPPORTED.append(W4A8LinearMethod.__name__)
 
 
 class W4A8LinearScheme(CompressedTensorsScheme):
-    """Creates the parameters a checkpoint fills, packs them once, and multiplies."""
+    """What vLLM's method for compressed-tensors calls for a linear layer."""
 
-    def __init__(self, weights: Any, format_: str, layer_name: str | None) -> None:
-        """A scheme for one layer.
-
-        Args:
-            weights: QuantizationArgs, checked by ``is_w4a8``.
-            format_: ``pack-quantized`` (int32 words) or another, which has one int8 per value.
-            layer_name: of the layer, for errors.
-        """
-        self.group_size = group_size(weights)
-        self.words = format_ == "pack-quantized"
-        self.layer_name = layer_name
-        self.scale_dtype: torch.dtype | None = None  # of the packed weight
+    def __init__(self, packing: Packing, layer_name: str | None) -> None:
+        """A scheme for one layer: see :class:`LinearWeights`."""
+        self.weights = LinearWeights(packing, layer_name)
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -73,110 +281,19 @@ class W4A8LinearScheme(CompressedTensorsScheme):
     def create_weights(
         self,
         layer: torch.nn.Module,
-        output_size: int,
-        input_size: int,
         output_partition_sizes: list[int],
         input_size_per_partition: int,
-        params_dtype: torch.dtype,
+        input_size: int,
         weight_loader: Callable,
         **kwargs: Any,
     ) -> None:
-        """Registers weight (int8 [N, K] or int32 [N, K/8]) and scales (float32 [N, K/g]) of this rank's part.
-
-        Raises:
-            ValueError: K of this rank is no multiple of the group size, or of a word.
-        """
-        n, k = sum(output_partition_sizes), input_size_per_partition
-        groups = 1 if self.group_size == -1 else k // self.group_size
-        step = max(self.group_size, WORD if self.words else 2)
-        if k % step != 0:
-            raise ValueError(
-                f"w4a8: {self.layer_name}: {k} input features per rank (of {input_size}) are not a multiple of {step}"
-            )
-        self._load = weight_loader
-        common = {"weight_loader": MethodType(load_linear, layer)}
-        if self.words:
-            weight = PackedvLLMParameter(
-                data=fresh_bytes(n, k // 2).view(torch.int32),
-                input_dim=1,
-                output_dim=0,
-                packed_dim=1,
-                packed_factor=WORD,
-                **common,
-            )
-            layer.register_parameter("weight_packed", weight)
-            shape = BasevLLMParameter(data=torch.zeros(2, dtype=torch.int64), **common)
-            shape.weight_loader_numel = 0  # not counted among what a layer lacks: it comes once per part of a layer
-            layer.register_parameter("weight_shape", shape)
-        else:
-            weight = ModelWeightParameter(data=fresh_bytes(n, k).view(torch.int8), input_dim=1, output_dim=0, **common)
-            layer.register_parameter("weight", weight)
-        scales = fresh_bytes(n, 4 * groups).view(torch.float32)
-        if self.group_size == -1:
-            scale = ChannelQuantScaleParameter(data=scales, output_dim=0, **common)
-        else:
-            scale = GroupQuantScaleParameter(data=scales, output_dim=0, input_dim=1, **common)
-        layer.register_parameter("weight_scale", scale)
-        self.n, self.k = n, k
-        self._lacking = {id(weight): weight.numel(), id(scale): scale.numel()}
-        self.dummy = is_dummy_load()
-
-    def load(self, layer: torch.nn.Module, param: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's loader of a parameter; packs the weight when that was the last of its first tensors."""
-        with _CopiedValues() as copied:
-            found = self._load(param, *args, **kwargs)
-        if id(param) in self._lacking:
-            self._lacking[id(param)] -= copied.count
-            if all(count <= 0 for count in self._lacking.values()):
-                self._lacking = {}
-                parts = [layer.weight_packed if self.words else layer.weight, layer.weight_scale]
-                self.process_weights_after_loading(layer)
-                for part in parts:  # the model's loader keeps them until it has loaded all layers
-                    part.data = torch.empty(0, dtype=part.dtype)
-        return found
+        """See :meth:`LinearWeights.create`."""
+        self.weights.create(layer, output_partition_sizes, input_size_per_partition, input_size, weight_loader)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Packs the weight into ``layer.weight_packed``, uint8 [bytes], and frees the rest.
-
-        Again when vLLM has loaded another weight.
-
-        Raises:
-            ValueError: the checkpoint did not have all of the weight or the scales; scales do not fit into what the
-                first weight was packed as.
-        """
-        name = "weight_packed" if self.words else "weight"
-        weight = getattr(layer, name, None)
-        if weight is None or weight.dtype == torch.uint8:
-            return
-        if self.dummy:
-            fill_dummy(weight.data)
-            self.dummy = False
-        else:
-            self._check_complete(layer, name)
-        self._lacking = {}
-        scales = layer.weight_scale.data
-        self.scale_dtype = packed_scale_dtype([scales], self.scale_dtype, self.layer_name)
-        packed = W4A8Linear.from_compressed_tensors(weight.data, scales, scale_dtype=self.scale_dtype).packed
-        # The shape stays: of other weights, the last one comes when its layer is complete.
-        for old in ("weight", "weight_scale"):
-            if hasattr(layer, old):
-                delattr(layer, old)
-        replace_parameter(layer, "weight_packed", packed)
-        logger().info_once("w4a8: runs int4 linear layers (%s), kernel %s", describe(self.group_size), active_kernel())
-
-    def _check_complete(self, layer: torch.nn.Module, weight: str) -> None:
-        """Fails if the first tensors of the layer have not all come: it would run on zeros."""
-        missing = []
-        for name in (weight, "weight_scale"):
-            parameter = getattr(layer, name)
-            count = self._lacking.get(id(parameter), 0)
-            if count > 0:
-                missing.append(f"{name}: {parameter.numel() - count} of {parameter.numel()} elements")
-        if missing:
-            raise ValueError(f"w4a8: {self.layer_name}: the checkpoint lacks weights: {', '.join(missing)}")
+        """See :meth:`LinearWeights.process`."""
+        self.weights.process(layer)
 
     def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [..., K] to [..., N] of its type."""
-        group = self.k if self.group_size == -1 else self.group_size
-        out = dyn_quant_matmul_4bit(x, layer.weight_packed, group, self.k, self.n)
-        return out if bias is None else out + bias
+        return self.weights.apply(layer, x, bias)

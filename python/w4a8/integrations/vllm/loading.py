@@ -8,9 +8,9 @@ import torch
 from vllm.config import get_current_vllm_config_or_none
 
 from w4a8.core.experts import ExpertSizes
-from w4a8.core.loader import MoEWeightLoader
 from w4a8.core.packer import ExpertPacker
 from w4a8.core.stack import PackedAs
+from w4a8.formats.pieces import Packing
 
 # Shards of vLLM's loader for gpt-oss, which has gate and up in one tensor.
 _SHARDS = {"gpt_oss_w13": "w13", "gpt_oss_w2": "w2"}
@@ -30,16 +30,19 @@ def fill_dummy(weight: torch.Tensor) -> None:
         weight.random_()
 
 
-def pack_dummy(packer: ExpertPacker) -> None:
-    """Random experts: all values of int4, and scales of the size that vLLM's dummy loader gives to what it fills."""
+def pack_dummy(packer: ExpertPacker, zero_points: bool) -> None:
+    """Random experts: all codes, and scales of the size that vLLM's dummy loader gives to what it fills."""
     for name, rows, columns in packer.sizes.stacks:
         stack = packer.stacks[name]
         nibbles = torch.empty(rows, columns // 2, dtype=torch.uint8)
         scales = torch.empty(rows, packer.sizes.scale_columns(columns), dtype=torch.bfloat16)
+        zeros = torch.empty(scales.shape, dtype=torch.uint8)
         for expert in range(packer.sizes.experts):
             stack.put_piece(expert, "scales", slice(0, rows), scales.uniform_(-1e-3, 1e-3))
             if packer.has_bias:
                 stack.put_piece(expert, "bias", slice(0, rows), scales[:, 0])
+            if zero_points:
+                stack.put_piece(expert, "zero_points", slice(0, rows), zeros.random_(0, 16))
             stack.put_piece(expert, "nibbles", slice(0, rows), nibbles.random_())
 
 
@@ -48,8 +51,8 @@ def load_expert(
     param: torch.Tensor,
     loaded_weight: torch.Tensor,
     weight_name: str,
-    shard_id: str,
-    expert_id: int,
+    shard_id: str | None,
+    expert_id: int | None,
     return_success: bool = False,
 ) -> bool | None:
     """``layer.w4a8_loader`` as vLLM wants the loader of a parameter: bound to its layer, with a name.
@@ -62,7 +65,7 @@ def load_expert(
 load_expert.supports_moe_loading = True  # vLLM asks for it
 
 
-class ExpertsLoader(MoEWeightLoader):
+class ExpertsLoader:
     """Packs what vLLM's calls bring, and remembers what has come.
 
     The parameters that vLLM knows have no memory (they are on the device "meta"): an expert waits in the packer until
@@ -73,6 +76,7 @@ class ExpertsLoader(MoEWeightLoader):
         self,
         layer: torch.nn.Module,
         sizes: ExpertSizes,
+        packing: Packing,
         bias_dtype: torch.dtype | None,
         tp_rank: int,
         tp_size: int,
@@ -83,6 +87,7 @@ class ExpertsLoader(MoEWeightLoader):
         Args:
             layer: vLLM's RoutedExperts.
             sizes: of this rank's experts.
+            packing: how their matrices are stored.
             bias_dtype: of the model; None if there are no biases.
             tp_rank, tp_size: of the experts: 0 and 1 under expert parallelism.
             w13_interleaved: rows of a w13 that comes in one piece alternate gate and up.
@@ -90,51 +95,97 @@ class ExpertsLoader(MoEWeightLoader):
         Raises:
             ValueError: groups that do not fit this rank's part of an expert.
         """
-        super().__init__(tp_rank, tp_size, None, w13_interleaved, sizes.gated)
-        self._layer = layer
+        self._layer, self._sizes, self._packing = layer, sizes, packing
+        self._has_bias, self._interleaved = bias_dtype is not None, w13_interleaved
+        self._stored = {stored.suffix: stored for stored in packing.tensors}
         self._loaded: dict[str, set[tuple[int, str]]] = {}
         self._packed_as: dict[str, PackedAs] | None = None  # once packed
-        self._new_packer = partial(ExpertPacker, sizes, bias_dtype, tp_rank, tp_size, w13_interleaved)
+        stacks = ("w13", "w2")
+        self._new_packer = partial(
+            ExpertPacker,
+            sizes,
+            bias_dtype,
+            tp_rank,
+            tp_size,
+            w13_interleaved,
+            values=dict.fromkeys(stacks, packing.values),
+            zero_points=() if packing.symmetric else stacks,
+        )
         self.packer = self._new_packer()
 
-    def local_expert(self, expert_id: int) -> int:
-        """Index of a global expert on this rank, or -1."""
-        return self._layer._map_global_expert_id_to_local_expert_id(expert_id)
+    @property
+    def nothing_new(self) -> bool:
+        """Whether the layer has been packed, and nothing has come since."""
+        return self._packed_as is not None and self.packer.is_empty
 
     def __call__(
         self,
         param: torch.Tensor,
         loaded_weight: torch.Tensor,
         weight_name: str,
-        shard_id: str,
-        expert_id: int,
+        shard_id: str | None,
+        expert_id: int | None,
         return_success: bool = False,
     ) -> bool | None:
-        """As :meth:`MoEWeightLoader.__call__`; ``weight_packed`` and ``weight_shape`` have parameters of their own."""
-        shard = _SHARDS.get(shard_id, shard_id)
+        """Takes one tensor of one expert, or that of all experts of this rank.
+
+        Args:
+            param: the parameter that vLLM found for it.
+            loaded_weight: the checkpoint's tensor of the whole expert; or a stack of those of this rank, cut by vLLM.
+            weight_name: ends with the parameter's name.
+            shard_id: ``w1``, ``w2``, ``w3``, one for gpt-oss, or None for a stack.
+            expert_id: global; None for a stack.
+            return_success: return whether this rank holds the expert, instead of None.
+
+        Raises:
+            ValueError: a tensor that the layer or the format does not have; names it.
+        """
+        held = True
+        if shard_id is None:
+            stack = "w2" if weight_name.rpartition(".")[2].startswith("w2_") else "w13"
+            for expert, part in enumerate(loaded_weight):
+                self._take(param, part, weight_name, stack, (expert, expert))
+        else:
+            shard = _SHARDS.get(shard_id, shard_id)
+            local = self._layer._map_global_expert_id_to_local_expert_id(expert_id)
+            held = local != -1
+            if self._interleaved and shard in ("w1", "w3"):
+                # The models of vLLM that hand over halves may have cut a fused tensor in two, whose rows alternate.
+                raise ValueError(
+                    f"w4a8: {weight_name}: {shard} of a layer whose rows alternate gate and up: only a fused tensor "
+                    "can be told apart; vLLM's own model of this architecture loads it (--model-impl vllm)"
+                )
+            if held and not weight_name.endswith("weight_shape"):
+                self._take(param, loaded_weight, weight_name, shard, (local, expert_id))
+        return held if return_success else None
+
+    def _take(
+        self, param: torch.Tensor, tensor: torch.Tensor, weight_name: str, shard: str, expert: tuple[int, int]
+    ) -> None:
+        """One tensor of one expert, whose index is (on this rank, global)."""
         stack = "w2" if shard == "w2" else "w13"
-        if self.w13_interleaved and shard in ("w1", "w3"):
-            # The models of vLLM that hand over halves may have cut a fused tensor in two, whose rows alternate.
-            raise ValueError(
-                f"w4a8: {weight_name}: {shard} of a layer whose rows alternate gate and up: only a fused tensor can be "
-                "told apart; vLLM's own model of this architecture loads it (--model-impl vllm)"
-            )
-        if weight_name.endswith("weight_shape"):
-            local = self.local_expert(expert_id) != -1
-            return local if return_success else None
-        kind = weight_name.rpartition(f"{stack}_")[2]
-        if kind == "weight_packed":
-            kind, param = "weight", getattr(self._layer, f"{stack}_weight")
-        expert = self.local_expert(expert_id)
-        if expert == -1:
-            return False if return_success else None
+        suffix = weight_name.rpartition(f"{stack}_")[2]
         if self._packed_as is not None and param.is_meta:
             # Other weights: vLLM first counts what a call copies, and calls again when it has the whole layer.
-            super().__call__(param, loaded_weight, weight_name, shard, expert_id)
-        else:
-            self.packer.put(expert, shard, kind, loaded_weight, weight_name)
-        self._loaded.setdefault(f"{stack}_{kind}", set()).add((expert_id, shard))
-        return True if return_success else None
+            halves = 2 if stack == "w13" and shard != "w13" and self._sizes.gated else 1
+            counted = torch.empty(param[expert[0]].numel() // halves, dtype=param.dtype, device="meta")
+            counted.copy_(counted)
+            return
+        self._loaded.setdefault(f"{stack}_{suffix}", set()).add((expert[1], shard))
+        name = f"{weight_name.rpartition('.')[0]}.{expert[1]}.{shard}"
+        if suffix == "bias":
+            self._take_bias(tensor, name, shard, expert[0])
+            return
+        stored = self._stored[suffix]
+        piece = self._packing.piece(stored, tensor, name)
+        if piece is not None:
+            self.packer.put(expert[0], shard, stored.kind, piece, f"{name}.{suffix}")
+
+    def _take_bias(self, tensor: torch.Tensor, name: str, shard: str, expert: int) -> None:
+        if self._has_bias:
+            self.packer.put(expert, shard, "bias", tensor, f"{name}.bias")
+        elif tensor.any():  # some tools write zeros
+            raise ValueError(f"w4a8: {name}.bias: a bias, but the layers of experts of this model have none")
 
     def pack(self) -> dict[str, torch.Tensor]:
         """``w13`` and ``w2``, uint8 [E, bytes]. What comes afterwards is another set of weights, of the same types."""
@@ -144,12 +195,13 @@ class ExpertsLoader(MoEWeightLoader):
         self._loaded.clear()
         return packed
 
-    def missing(self, names: tuple[str, ...]) -> list[str]:
-        """What a layer lacks of the named stacks: of each, as many tensors as it has experts (and halves of w13)."""
+    def missing(self) -> list[str]:
+        """What a layer lacks: of each stack, as many tensors as it has experts (and halves of w13)."""
+        suffixes = [stored.suffix for stored in self._packing.required] + (["bias"] if self._has_bias else [])
         lacking = []
-        for name in names:
+        for name in [f"{stack}_{suffix}" for suffix in suffixes for stack in ("w13", "w2")]:
             shards = [shard for _, shard in self._loaded.get(name, ())]
-            halves = 1 if name.startswith("w2") or not self.gated else 2
+            halves = 1 if name.startswith("w2") or not self._sizes.gated else 2
             have = sum(halves if shard in ("w13", "w2") else 1 for shard in shards)
             want = self._layer.local_num_experts * halves
             if have != want:

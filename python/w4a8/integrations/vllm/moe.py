@@ -11,15 +11,19 @@ from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CO
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
 from w4a8.core.activation import MoEActivation
-from w4a8.core.experts import ExpertSizes, register_parameters, run_experts, set_packed
+from w4a8.core.experts import ExpertSizes, run_experts
+from w4a8.core.weight_utils import replace_parameter
 from w4a8.cpu import active_kernel
+from w4a8.formats.pieces import Packing
 from w4a8.integrations.vllm.loading import ExpertsLoader, is_dummy_load, load_expert, pack_dummy
 from w4a8.integrations.vllm.log import logger
 from w4a8.integrations.vllm.routing import select
-from w4a8.integrations.vllm.scheme import describe, group_size
+from w4a8.integrations.vllm.scheme import describe
 
 # Of the clamped SwiGLU: limit, slope of the sigmoid, what is added to the up half.
 _SWIGLU = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702, "swiglu_beta": 1.0}
+# Some tools that write these write biases of zeros where a model has none.
+_ZERO_BIASES = ("gptq", "gptq_v2", "awq")
 _CLAMPED = (MoEActivation.SWIGLUOAI, MoEActivation.SWIGLUOAI_UNINTERLEAVE)
 
 
@@ -63,18 +67,17 @@ def expert_sizes(moe: Any, group: int) -> ExpertSizes:
 
 
 class W4A8MoEMethod(FusedMoEMethodBase):
-    """int4 experts with activations quantized to int8 per token.
+    """4-bit experts with activations quantized to int8 per token.
 
     It routes by itself, because vLLM's router for CPUs does not know every combination that models ask for; only
     layers that select experts by token id are routed by vLLM.
     """
 
-    def __init__(self, weights: Any, format_: str, layer: torch.nn.Module, layer_name: str) -> None:
+    def __init__(self, packing: Packing, layer: torch.nn.Module, layer_name: str) -> None:
         """A method for one layer.
 
         Args:
-            weights: QuantizationArgs, checked by ``is_w4a8``.
-            format_: ``pack-quantized`` (int32 words) or another, which has one int8 per value.
+            packing: how its matrices are stored.
             layer: vLLM's RoutedExperts, whose ``moe_config`` is not :func:`unsupported`.
             layer_name: of the layer, for errors.
 
@@ -82,13 +85,13 @@ class W4A8MoEMethod(FusedMoEMethodBase):
             ValueError: groups that do not fit this rank's part of an expert; names the sizes.
         """
         super().__init__(layer.moe_config)
-        self.sizes = expert_sizes(layer.moe_config, group_size(weights))
+        self.packing = packing
+        self.sizes = expert_sizes(layer.moe_config, packing.group_size)
         self.activation = _activation(layer.moe_config)
         problem = self.sizes.unsupported()
         if problem is not None:
             raise ValueError(f"w4a8: {layer_name}: kernel does not support {problem}")
         self.layer_name = layer_name
-        self.words = format_ == "pack-quantized"
         self.routes = not layer.moe_config.has_hash_routing
 
     @property
@@ -105,39 +108,56 @@ class W4A8MoEMethod(FusedMoEMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        """Registers the parameters; with words, ``w13_weight_shape`` and ``w2_weight_shape`` as well."""
+        """Registers the parameters that vLLM's loader finds tensors by, and the packed ones, empty."""
         parallel = self.moe.moe_parallel_config
         bias_dtype = params_dtype if self.moe.has_bias else None
         self.sizes = replace(
             self.sizes, experts=num_experts, hidden=hidden_size, intermediate=intermediate_size_per_partition
         )
-        layer.w13_interleaved = self.activation == MoEActivation.SWIGLUOAI
+        # vLLM itself cuts the stacks of all experts that it hands over.
+        cut = self.packing.name == "mxfp4"
         layer.w4a8_loader = ExpertsLoader(
             layer,
             self.sizes,
+            self.packing,
             bias_dtype,
-            tp_rank=parallel.tp_rank,
-            tp_size=parallel.tp_size,
-            w13_interleaved=layer.w13_interleaved,
+            tp_rank=0 if cut else parallel.tp_rank,
+            tp_size=1 if cut else parallel.tp_size,
+            w13_interleaved=self.activation == MoEActivation.SWIGLUOAI,
         )
-        attrs = {"weight_loader": MethodType(load_expert, layer)}
-        with torch.device("meta"):  # vLLM knows tensors by parameters; what comes for them goes to the packer
-            register_parameters(layer, self.sizes, torch.float32, bias_dtype, attrs)
-        if self.words:
-            self._register_words(layer, num_experts)
+        self._raw: list[str] = []
+        for stack, rows, columns in self.sizes.stacks:
+            for stored in self.packing.tensors:
+                shape = stored.shape(rows, columns, self.packing.groups(columns))
+                counted = stored in self.packing.required
+                self._register(layer, f"{stack}_{stored.suffix}", (num_experts, *shape), stored.dtype, counted)
+            if self.moe.has_bias or self.packing.name in _ZERO_BIASES:
+                self._register(layer, f"{stack}_bias", (num_experts, rows), params_dtype, self.moe.has_bias)
+            if self.packing.name == "pack-quantized":
+                # Stays when the rest is packed: the last shapes of other weights come when their layer is complete.
+                self._register(layer, f"{stack}_weight_shape", (num_experts, 2), torch.int64, False, meta=False)
+            else:
+                self._register(layer, f"{stack}_weight_packed", (0,), torch.uint8, True, meta=False)
         self.dummy = is_dummy_load()
 
-    def _register_words(self, layer: torch.nn.Module, num_experts: int) -> None:
-        """What a checkpoint with int32 words has besides: vLLM's loader looks for parameters of the same names."""
-        for stack in ("w13", "w2"):
-            # Stays when the rest is packed: the last shapes of other weights come when their layer is complete.
-            shape = torch.nn.Parameter(torch.zeros(num_experts, 2, dtype=torch.int64), requires_grad=False)
-            shape.weight_loader = MethodType(load_expert, layer)
-            layer.register_parameter(f"{stack}_weight_shape", shape)
-            # vLLM counts what a layer still lacks, by the parameter that it hands to the loader.
-            weight = getattr(layer, f"{stack}_weight")
-            getattr(layer, f"{stack}_weight_packed").weight_loader_numel = weight.numel()
-            weight.weight_loader_numel = shape.weight_loader_numel = 0
+    def _register(
+        self,
+        layer: torch.nn.Module,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        counted: bool,
+        meta: bool = True,
+    ) -> None:
+        """A parameter; on "meta", what comes for it goes to the packer. vLLM waits for all values that are counted."""
+        data = torch.zeros(shape, dtype=dtype, device="meta" if meta else "cpu")
+        param = torch.nn.Parameter(data, requires_grad=False)
+        param.weight_loader = MethodType(load_expert, layer)
+        if not counted:
+            param.weight_loader_numel = 0
+        layer.register_parameter(name, param)
+        if meta:
+            self._raw.append(name)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Takes what was packed while it was loaded; again when vLLM has loaded other weights.
@@ -145,27 +165,24 @@ class W4A8MoEMethod(FusedMoEMethodBase):
         Raises:
             ValueError: the checkpoint did not have all weights of the layer.
         """
-        if layer.w13_weight.numel() == 0:
-            return  # packed, and nothing has come since
-        stacks = ("w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale")
-        if self.moe.has_bias:
-            stacks += ("w13_bias", "w2_bias")
         loader = layer.w4a8_loader
+        if loader.nothing_new:
+            return
         if self.dummy:
-            pack_dummy(loader.packer)
+            pack_dummy(loader.packer, not self.packing.symmetric)
             self.dummy = False
         else:
-            missing = loader.missing(stacks)
+            missing = loader.missing()
             if missing:
                 raise ValueError(f"w4a8: {self.layer_name}: the checkpoint lacks weights: {', '.join(missing)}")
+        for name in self._raw:
+            replace_parameter(layer, name, torch.empty(0, dtype=torch.uint8))
         for stack, packed in loader.pack().items():
-            set_packed(layer, stack, packed)
+            replace_parameter(layer, f"{stack}_weight_packed", packed)
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
+        kind, groups = describe(self.packing)
         logger().info_once(
-            "w4a8: runs layers of int4 experts (%s, %s), kernel %s",
-            describe(self.sizes.group_size),
-            self.activation.value,
-            active_kernel(),
+            "w4a8: runs layers of %s experts (%s, %s), kernel %s", kind, groups, self.activation.value, active_kernel()
         )
 
     def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> Any:
@@ -204,3 +221,12 @@ class W4A8MoEMethod(FusedMoEMethodBase):
             layer.expert_map,
             layer.apply_router_weight_on_input,
         )
+
+
+def experts_method(packing: Packing, layer: torch.nn.Module, prefix: str) -> W4A8MoEMethod | None:
+    """The method of a layer of vLLM's RoutedExperts; None, and a warning, if it is none that can be run here."""
+    reason = unsupported(layer.moe_config)
+    if reason is not None:
+        logger().warning_once("w4a8: leaves layers of experts to vLLM, because of %s", reason)
+        return None
+    return W4A8MoEMethod(packing, layer, prefix)

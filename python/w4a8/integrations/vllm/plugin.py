@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import platform
+from importlib import import_module
 
 from w4a8.integrations.vllm.log import logger
 
 # Versions that tests/vllm has run with.
 OLDEST, NEWEST = (0, 32), (0, 32)
 X86 = ("x86_64", "AMD64", "i686")
+# (module of this package, its class, names under which vLLM looks it up)
+CONFIGS = (
+    ("config", "W4A8CompressedTensorsConfig", ("compressed-tensors",)),
+    ("config_gptq", "W4A8GPTQConfig", ("auto_gptq", "gptq", "gptq_marlin")),
+    ("config_awq", "W4A8AWQConfig", ("auto_awq", "awq", "awq_marlin")),
+    ("config_inc", "W4A8INCConfig", ("inc",)),
+    ("config_gpt_oss", "W4A8GptOssConfig", ("gpt_oss_mxfp4",)),
+)
 
 _state = {"done": False}
 
@@ -78,15 +87,25 @@ def _activate() -> None:
         log.warning("w4a8: vLLM goes on without the plugin, whose self-test failed: %s", "; ".join(found))
         return
 
-    from vllm.model_executor.layers.quantization import register_quantization_config
-
-    from w4a8.integrations.vllm import packed_config
-    from w4a8.integrations.vllm.config import W4A8CompressedTensorsConfig
-
     _name_in_compile_cache()
-    register_quantization_config("compressed-tensors")(W4A8CompressedTensorsConfig)
-    packed_config.register()
-    log.debug("w4a8: registered for compressed-tensors and packed directories")
+    for module, cls, names in CONFIGS:
+        try:
+            _register(module, cls, names)
+        except (ImportError, AttributeError) as error:
+            log.warning("w4a8: leaves %s to vLLM, which is not as expected: %s", names[0], error)
+    try:
+        import_module("w4a8.integrations.vllm.packed_config").register()
+    except (ImportError, AttributeError) as error:
+        log.warning("w4a8: cannot read packed directories here: %s", error)
+
+
+def _register(module: str, cls: str, names: tuple[str, ...]) -> None:
+    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, register_quantization_config
+
+    config = getattr(import_module(f"w4a8.integrations.vllm.{module}"), cls)
+    for name in names:
+        if name in QUANTIZATION_METHODS:  # a new name would be asked before vLLM's own
+            register_quantization_config(name)(config)
 
 
 def activate() -> None:

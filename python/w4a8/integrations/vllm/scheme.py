@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-from w4a8.core.matrix import kept_scale_dtype
+from w4a8.formats.pieces import Packing
 
 
 def _is(value: Any, wanted: str) -> bool:
@@ -15,14 +13,20 @@ def _is(value: Any, wanted: str) -> bool:
 
 
 def _is_int4(weights: Any) -> bool:
-    """Symmetric static int4, channelwise or in groups of a multiple of 32 input features."""
-    if weights is None or not _is(weights.type, "int") or weights.num_bits != 4:
+    """Static int4, with zero points or without, channelwise or in groups of a multiple of 32 input features."""
+    if weights is None or not _is(weights.type, "int") or weights.num_bits != 4 or weights.dynamic:
         return False
-    if not weights.symmetric or weights.dynamic:
-        return False
+    actorder = getattr(weights, "actorder", None)
+    if getattr(actorder, "value", actorder) in (True, "group", "dynamic"):
+        return False  # input features in another order
     if _is(weights.strategy, "channel"):
         return True
-    return _is(weights.strategy, "group") and bool(weights.group_size) and weights.group_size % 32 == 0
+    return _is(weights.strategy, "group") and is_group_size(weights.group_size)
+
+
+def is_group_size(size: Any) -> bool:
+    """Whether the operators have groups of so many input features; -1 is all."""
+    return size == -1 or (isinstance(size, int) and size > 0 and size % 32 == 0)
 
 
 def is_w4a8(weights: Any, inputs: Any) -> bool:
@@ -41,35 +45,14 @@ def is_w4a16(weights: Any, inputs: Any) -> bool:
     return inputs is None and _is_int4(weights)
 
 
-def group_size(weights: Any) -> int:
-    """Input features per scale; -1 is channelwise."""
-    return -1 if _is(weights.strategy, "channel") else weights.group_size
+def packing_of(weights: Any, format_: str | None) -> Packing | None:
+    """How such weights are stored in a format of compressed-tensors; None if that is another format."""
+    if format_ not in ("int-quantized", "pack-quantized"):
+        return None
+    return Packing(format_, -1 if _is(weights.strategy, "channel") else weights.group_size, bool(weights.symmetric))
 
 
-def describe(group: int) -> str:
-    """For messages."""
-    return "channelwise" if group == -1 else f"groups of {group}"
-
-
-def packed_scale_dtype(
-    scales: list[torch.Tensor], packed_before: torch.dtype | None, layer_name: str | None
-) -> torch.dtype:
-    """The type that the scales of a layer are packed in, which stays what it was when other weights are loaded.
-
-    Args:
-        scales: of all matrices of the layer.
-        packed_before: its dtype, if the layer is packed into the same memory again; None at first.
-        layer_name: for errors.
-
-    Raises:
-        ValueError: the layer was packed with bfloat16, which does not hold these scales.
-    """
-    needed = kept_scale_dtype(*scales)
-    if packed_before is None:
-        return needed
-    if packed_before == torch.bfloat16 and needed != packed_before:
-        raise ValueError(
-            f"w4a8: {layer_name}: the scales of the new weights are not bfloat16 values as the first ones were, and "
-            "do not fit into their memory: load these weights with a new engine"
-        )
-    return packed_before
+def describe(packing: Packing) -> tuple[str, str]:
+    """For messages: the kind of weights, and their groups."""
+    kind = "MXFP4" if packing.values == "e2m1" else "int4" if packing.symmetric else "int4 (with zero points)"
+    return kind, "channelwise" if packing.group_size == -1 else f"groups of {packing.group_size}"

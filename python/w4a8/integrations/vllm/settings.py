@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from w4a8.integrations.vllm.log import logger
+
 SWITCH = "W4A8_VLLM"
 W4A16_SWITCH = "W4A8_VLLM_W4A16"
 
@@ -25,9 +27,18 @@ def mode() -> str:
 
 
 def runs_w4a16() -> bool:
-    """Whether the experts of weight-only int4 models may run with int8 activations.
+    """Whether weight-only 4-bit models run here, with int8 activations.
 
     Raises:
         ValueError: neither 0 nor 1.
     """
-    return _read(W4A16_SWITCH, "0") == "1"
+    return _read(W4A16_SWITCH, "1") == "1"
+
+
+def say_int8(format_: str) -> None:
+    """Tells the log, once for each format, what a weight-only model is computed with."""
+    logger().info_once(
+        "w4a8: %s weights run with activations rounded to int8 per token; %s=0 leaves such models to vLLM",
+        format_,
+        W4A16_SWITCH,
+    )

@@ -1,0 +1,92 @@
+"""vLLM's configuration class for GPTQ, with this package behind the 4-bit layers."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQConfig
+from vllm.model_executor.layers.quantization.utils.gptq_utils import (
+    flatten_list,
+    get_dynamic_override,
+    get_linear_quant_method,
+    override_config,
+)
+from vllm.scalar_type import scalar_types
+
+from w4a8.formats.pieces import Packing
+from w4a8.integrations.vllm.activation_order import ChecksActivationOrder
+from w4a8.integrations.vllm.linear import W4A8LinearMethod
+from w4a8.integrations.vllm.log import logger
+from w4a8.integrations.vllm.moe import experts_method
+from w4a8.integrations.vllm.names import projections
+from w4a8.integrations.vllm.scheme import is_group_size
+from w4a8.integrations.vllm.settings import runs_w4a16, say_int8
+
+_FORMATS = {None: "gptq", "": "gptq", "gptq": "gptq", "gptq_v2": "gptq_v2"}
+
+
+class W4A8GPTQConfig(ChecksActivationOrder, AutoGPTQConfig):
+    """Chooses this package for 4-bit layers, symmetric or not, and vLLM's own methods for all others."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """As upstream's, which knows no zero points.
+
+        Raises:
+            ValueError: as upstream's, among others for activation order with groups.
+        """
+        if runs_w4a16():
+            self.TYPE_MAP = {**AutoGPTQConfig.TYPE_MAP, (4, False): scalar_types.uint4}
+        super().__init__(*args, **kwargs)
+
+    @classmethod
+    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
+        """The operators' own."""
+        return [*super().get_supported_act_dtypes(), torch.float32]
+
+    def packing(self) -> Packing | None:
+        """How weights are stored, if they are to be run here; of a copy for one layer."""
+        full = self.full_config
+        name = _FORMATS.get(full.get("checkpoint_format") or full.get("format"))
+        if not runs_w4a16() or name is None or self.weight_bits != 4 or not is_group_size(self.group_size):
+            return None
+        if self.desc_act and self.group_size != -1:
+            raise ValueError("w4a8: GPTQ with activation order (desc_act) and groups is not supported")
+        say_int8("GPTQ")
+        return Packing(name, self.group_size, bool(self.is_sym))
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str):
+        """The method of a layer, or None (upstream's contract)."""
+        if isinstance(layer, RoutedExperts):
+            return self._experts_method(layer, prefix) or super().get_quant_method(layer, prefix)
+        method = get_linear_quant_method(self, layer, prefix, partial(_linear_method, prefix=prefix))
+        return super().get_quant_method(layer, prefix) if isinstance(method, _Stock) else method
+
+    def _experts_method(self, layer: RoutedExperts, prefix: str):
+        names = projections(layer, prefix)
+        rules = []
+        for name in names:
+            rule = get_dynamic_override(self, name)
+            rules.append(get_dynamic_override(self, prefix) if rule is None else rule)
+        if any(rule != rules[0] for rule in rules):
+            logger().warning_once("w4a8: leaves %s to vLLM: its experts are not quantized alike", prefix)
+            return None
+        known = flatten_list(self.modules_in_block_to_quantize)
+        if rules[0] is False or (known and not any("expert" in entry for entry in known)):
+            return UnquantizedFusedMoEMethod(layer.moe_config)
+        config = deepcopy(self)
+        override_config(config, prefix if get_dynamic_override(self, names[0]) is None else names[0])
+        packing = config.packing()
+        return None if packing is None else experts_method(packing, layer, prefix)
+
+
+class _Stock:
+    """Stands for a layer that upstream's method is to run."""
+
+
+def _linear_method(config: W4A8GPTQConfig, prefix: str) -> W4A8LinearMethod | _Stock:
+    packing = config.packing()
+    return _Stock() if packing is None else W4A8LinearMethod(packing, prefix)

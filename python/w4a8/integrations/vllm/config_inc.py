@@ -1,0 +1,66 @@
+"""vLLM's configuration class for AutoRound, with this package behind the 4-bit layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.quantization.inc import INCConfig
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+from w4a8.formats.pieces import Packing
+from w4a8.integrations.vllm.activation_order import ChecksActivationOrder
+from w4a8.integrations.vllm.linear import W4A8LinearMethod
+from w4a8.integrations.vllm.log import logger
+from w4a8.integrations.vllm.moe import experts_method
+from w4a8.integrations.vllm.names import projections
+from w4a8.integrations.vllm.scheme import is_group_size
+from w4a8.integrations.vllm.settings import runs_w4a16, say_int8
+
+
+class W4A8INCConfig(ChecksActivationOrder, INCConfig):
+    """Chooses this package for 4-bit integer layers, and vLLM's own methods for all others."""
+
+    @classmethod
+    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
+        """The operators' own."""
+        return [*super().get_supported_act_dtypes(), torch.float32]
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str):
+        """The method of a layer, or None (upstream's contract)."""
+        method = None
+        if runs_w4a16():
+            if isinstance(layer, RoutedExperts):
+                method = self._experts_method(layer, prefix)
+            elif isinstance(layer, (LinearBase, ParallelLMHead)) and not self._is_excluded(prefix):
+                packing = self._packing(layer, prefix)
+                method = None if packing is None else W4A8LinearMethod(packing, prefix)
+        return super().get_quant_method(layer, prefix) if method is None else method
+
+    def _is_excluded(self, prefix: str) -> bool:
+        """Whether the configuration names a layer as not quantized, as upstream looks it up."""
+        entries: dict[str, Any] = self.extra_config or {}
+        found = [entries[name] for name in (prefix, f"model.{prefix}") if name in entries]
+        return any(entry.get("bits", 16) >= 16 for entry in found)
+
+    def _packing(self, layer: torch.nn.Module, name: str) -> Packing | None:
+        found = self.config_parser.resolve(layer, name)
+        if not found.quantized or found.data_type != "int" or found.bits != 4 or not is_group_size(found.group_size):
+            return None
+        packing = "gptq" if found.is_gptq else "awq" if found.is_awq else None
+        if packing is None:
+            return None
+        say_int8("AutoRound")
+        return Packing(packing, found.group_size, bool(found.sym))
+
+    def _experts_method(self, layer: RoutedExperts, prefix: str):
+        # Upstream's rules for experts want a layer class that is no longer called so; names of matrices need none.
+        excluded = self._is_excluded(prefix)
+        packings = {None if excluded else self._packing(layer, name) for name in projections(layer, prefix)}
+        if len(packings) > 1:
+            logger().warning_once("w4a8: leaves %s to vLLM: its experts are not quantized alike", prefix)
+            return None
+        (packing,) = packings
+        return None if packing is None else experts_method(packing, layer, prefix)

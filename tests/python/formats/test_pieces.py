@@ -1,0 +1,99 @@
+"""Formats one tensor at a time give what their readers give, and refuse what they refuse."""
+
+import format_writers as writers
+import numpy as np
+import pytest
+import torch
+
+from w4a8.formats.pieces import Packing
+
+ROWS, COLUMNS, GROUP = 16, 128, 32
+
+
+def stored(name: str, symmetric: bool, seed: int = 0) -> dict[str, torch.Tensor]:
+    """The tensors of one matrix."""
+    random = np.random.default_rng(seed)
+    codes = random.integers(0, 16, (ROWS, COLUMNS))
+    groups = COLUMNS // GROUP
+    zeros = np.full((ROWS, groups), 8) if symmetric else random.integers(1, 16, (ROWS, groups))
+    scales = torch.from_numpy(random.uniform(0.5, 1, (ROWS, groups))).to(torch.float16)
+    if name.startswith("gptq"):
+        return writers.write_gptq(codes, zeros, scales, 2 if name == "gptq_v2" else 1)
+    if name == "awq":
+        return writers.write_awq(codes, zeros, scales)
+    write = writers.write_int_quantized if name == "int-quantized" else writers.write_pack_quantized
+    return write(codes, None if symmetric else zeros, scales)
+
+
+NAMES = ("gptq", "gptq_v2", "awq", "int-quantized", "pack-quantized")
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_pieces_are_what_the_reader_gives(name, symmetric):
+    packing, tensors = Packing(name, GROUP, symmetric), stored(name, symmetric)
+    whole = packing.matrix(tensors, "m")
+    pieces = {}
+    for tensor in packing.tensors:
+        rows, columns = tensors[tensor.suffix].shape
+        assert tensor.shape(ROWS, COLUMNS, COLUMNS // GROUP) == (rows, columns)
+        pieces[tensor.kind] = packing.piece(tensor, tensors[tensor.suffix], "m")
+    if name in NAMES[:3]:  # the others are what the packer takes as it is
+        assert torch.equal(pieces["weight"], whole.nibbles)
+    assert torch.equal(pieces["weight_scale"], whole.scales)
+    if symmetric:
+        assert pieces.get("zero_points") is None and whole.zero_points is None
+    else:
+        assert torch.equal(pieces["zero_points"], whole.zero_points)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_zero_points_of_8_stay_where_they_are_declared(name):
+    packing = Packing(name, GROUP, symmetric=False)
+    zeros = next(tensor for tensor in packing.tensors if tensor.kind == "zero_points")
+    values = {"gptq": 0x77777777, "int-quantized": 0}.get(name, 0x88888888)
+    shape = zeros.shape(ROWS, COLUMNS, COLUMNS // GROUP)
+    word = torch.full(shape, values - (1 << 32 if values >= 1 << 31 else 0), dtype=zeros.dtype)
+    piece = packing.piece(zeros, word, "m")
+    assert piece.shape == (ROWS, COLUMNS // GROUP) and bool((piece == 8).all())
+
+
+def test_mxfp4():
+    random = np.random.default_rng(0)
+    made = writers.write_mxfp4(random.integers(0, 16, (ROWS, COLUMNS)), random.integers(100, 140, (ROWS, 4)))
+    packing = Packing("mxfp4", 32)
+    weight, scale = packing.tensors
+    assert torch.equal(packing.piece(weight, made["blocks"].flatten(1), "m"), made["blocks"].flatten(1))
+    assert torch.equal(packing.piece(scale, made["scales"], "m"), 2.0 ** (made["scales"].float() - 127))
+    made["scales"][0, 0] = 255
+    with pytest.raises(ValueError, match=r"m.weight_scale: 255, which is not a number"):
+        packing.piece(scale, made["scales"], "m")
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("zero_points", lambda t: torch.full_like(t, -1), r"m.qzeros: zero points in \[16, 16\]"),
+        ("zero_points", lambda t: t.float(), "m.qzeros: dtype torch.float32, but int32 is expected"),
+        ("weight", lambda t: t.flatten(), "m.qweight: shape .*, but 2 dimensions are expected"),
+        ("weight_scale", lambda t: t / 0, "m.scales: not all scales are finite"),
+        ("weight_scale", lambda t: t.to(torch.int32), "m.scales: dtype torch.int32, but a float is expected"),
+    ],
+)
+def test_refusals(kind, change, message):
+    packing, tensors = Packing("gptq", GROUP, symmetric=False), stored("gptq", False)
+    tensor = next(tensor for tensor in packing.tensors if tensor.kind == kind)
+    with pytest.raises(ValueError, match=message):
+        packing.piece(tensor, change(tensors[tensor.suffix]), "m")
+
+
+def test_a_zero_point_that_symmetric_does_not_have():
+    packing, tensors = Packing("gptq", GROUP, symmetric=True), stored("gptq", False)
+    with pytest.raises(ValueError, match=r"m.qzeros: zero points in .*, but the configuration says symmetric"):
+        packing.piece(packing.tensors[1], tensors["qzeros"], "m")
+
+
+def test_features_that_are_no_whole_words():
+    zeros = Packing("gptq", GROUP).tensors[1]
+    with pytest.raises(ValueError, match=r"20 output features are not whole words of 8 \(qzeros\)"):
+        zeros.shape(20, COLUMNS, 4)
