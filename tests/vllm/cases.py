@@ -2,18 +2,35 @@
 
 from models import Case
 
+# Families and formats at once: an engine each.
 QUICK = [
     Case("qwen3_moe", 32, "int-quantized", "bfloat16", "symmetric"),
     Case("qwen2_moe", 64, "pack-quantized", "float16", "asymmetric"),
-    Case("mixtral", 128, "int-quantized", "float32", "symmetric"),
-    Case("deepseek_v2", -1, "int-quantized", "bfloat16", "asymmetric"),
-    Case("deepseek_v3", 32, "pack-quantized", "float32", "symmetric"),
+    Case("mixtral", 128, "awq", "float32", "none", symmetric=False),
+    Case("deepseek_v2", 128, "auto_round:auto_gptq", "bfloat16", "none"),
+    Case("deepseek_v3", 32, "gptq", "float32", "none", symmetric=False),
+    Case("gpt_oss", 32, "mxfp4", "bfloat16", "none", attention="float"),
     Case("gpt_oss", 64, "int-quantized", "bfloat16", "symmetric"),
     Case("qwen3_moe", -1, "pack-quantized", "bfloat16", "symmetric", attention="w8a8"),
-    Case("qwen3_moe", 128, "pack-quantized", "bfloat16", "none"),
+    Case("qwen3_moe", 128, "pack-quantized", "bfloat16", "none", symmetric=False),
+    Case("qwen3_moe", 128, "gptq_v2", "bfloat16", "none", lm_head=True),
 ]
 
 MORE = [
+    Case("mixtral", 128, "int-quantized", "float32", "symmetric"),
+    Case("deepseek_v2", -1, "int-quantized", "bfloat16", "asymmetric"),
+    Case("deepseek_v3", 32, "pack-quantized", "float32", "symmetric"),
+    Case("qwen3_moe", 128, "pack-quantized", "bfloat16", "none"),
+    Case("qwen3_moe", 128, "int-quantized", "float32", "symmetric", symmetric=False),
+    Case("qwen3_moe", 128, "gptq", "bfloat16", "none"),
+    Case("qwen3_moe", -1, "gptq", "float32", "none", symmetric=False),
+    Case("qwen2_moe", 32, "gptq_v2", "float16", "none", symmetric=False),
+    Case("qwen3_moe", 128, "awq", "bfloat16", "none"),
+    Case("qwen3_moe", 128, "awq", "bfloat16", "none", symmetric=False, lm_head=True),
+    Case("qwen3_moe", 128, "auto_round:auto_gptq", "float32", "none", symmetric=False, lm_head=True),
+    Case("qwen3_moe", 128, "auto_round:auto_awq", "bfloat16", "none", symmetric=False),
+    Case("qwen3", 128, "gptq", "bfloat16", "none", symmetric=False, lm_head=True),
+    Case("gpt_oss", 32, "mxfp4", "float32", "none", attention="float"),
     Case("qwen3_moe", 32, "pack-quantized", "float32", "asymmetric"),
     Case("qwen3_moe", 64, "int-quantized", "float32", "symmetric", attention="float"),
     Case(
@@ -38,7 +55,7 @@ MORE = [
 COMPILED = list({case.model: case for case in reversed(QUICK)}.values())
 
 # (case, compiled): other weights are loaded into the running engine. Both formats, shared experts, biases.
-RELOADED = [(QUICK[0], True), (QUICK[1], True), (QUICK[5], True)]
+RELOADED = [(case, case in COMPILED) for case in (QUICK[0], QUICK[1], QUICK[2], QUICK[5], QUICK[6])]
 
 # Two ranks: experts cut (tensor parallel) or dealt out (expert parallel). The first runs in `make test-vllm`: a bias of
 # w2 must come in once, not once per rank.

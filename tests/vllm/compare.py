@@ -38,11 +38,11 @@ def check(
     sequences = [prompt + output for prompt, output in zip(prompts, result["outputs"])]
     exact_model = reference.load(directory / "reference", torch.float32)
     exact = reference.logprobs(exact_model, sequences)
-    # Linear layers of weight-only models are vLLM's, which rounds their inputs to int8 too where it can use AMX.
     int8_attention = case.attention != "float"
-    if case.inputs == "none":
+    if stock and case.inputs == "none":
+        # vLLM itself rounds the inputs of linear layers of weight-only models where it can use AMX.
         int8_attention = result["amx"] and case.dtype == "bfloat16"
-    int8 = reference.quantized_matrices(exact_model, attention=int8_attention)
+    int8 = reference.quantized_matrices(exact_model, int8_attention, case.lm_head)
     rounded = reference.logprobs(exact_model, sequences, int8)
     dtype = getattr(torch, case.dtype)
     narrow = exact
@@ -60,11 +60,17 @@ def check(
     astray = (_by_position(_differences(got, exact)) > far).float().mean().item()
     allowed = 0.1 + sum(switched)
     with_a_wrong_expert = sum(switched) + case.share_of_an_expert * (1 - sum(switched))
+    tokens = [
+        (a[i, token] - b[i, token]).abs()
+        for a, b, prompt in zip(got, exact, prompts)
+        for i, token in enumerate(prompt[1:])
+    ]
     figures = (
         f"{case.name}: off by {off:.4f}, int8 {_typical(of_int8):.4f}, dtype {_typical(of_dtype):.4f}, "
         f"spread {spread:.3f}, "
         f"astray {astray:.3f}, int8 {switched[0]:.3f}, dtype {switched[1]:.3f}, "
-        f"from int8 emulation {_typical(_differences(got, rounded)):.4f}"
+        f"from int8 emulation {_typical(_differences(got, rounded)):.4f}, "
+        f"prompt's tokens {torch.stack(tokens).mean():.4f}"
     )
     print(figures)
     assert noise < spread / 4, f"the noise hides what is to be seen; {figures}"

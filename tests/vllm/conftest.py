@@ -55,11 +55,10 @@ def arguments(case: models.Case, compiled: bool = False) -> dict:
 
 @dataclass
 class Job:
-    """One engine: a checkpoint, arguments of vllm.LLM, variables for the plugin, a checkpoint to reload from."""
+    """One engine: a checkpoint, arguments of vllm.LLM, a checkpoint to reload from."""
 
     model: Path
     arguments: dict = field(default_factory=dict)
-    environment: dict = field(default_factory=dict)
     prompts: list = field(default_factory=prompts)
     tokens: int = TOKENS
     prompt_logprobs: bool = True

@@ -31,7 +31,6 @@ def inspect_models_here() -> None:
 def run(job: dict) -> dict:
     from vllm import LLM
 
-    os.environ.update(job["environment"])
     arguments = {"skip_tokenizer_init": True, "max_model_len": 256, "max_logprobs": -1, "seed": 0, **job["arguments"]}
     llm = LLM(job["model"], **arguments)
     try:
@@ -44,8 +43,6 @@ def run(job: dict) -> dict:
     finally:
         llm.llm_engine.engine_core.shutdown()
         del llm
-        for name in job["environment"]:
-            del os.environ[name]
 
 
 def answers(llm, job: dict) -> dict:

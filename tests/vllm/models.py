@@ -1,4 +1,4 @@
-"""Tiny models with random weights, quantized by the real compressed-tensors package.
+"""Tiny models with random weights, quantized by the real compressed-tensors package or written by foreign.py.
 
 `write(case, directory)` makes two directories: `checkpoint` is what vLLM loads; `reference` holds the same weights
 multiplied out in float32, for transformers.
@@ -6,9 +6,11 @@ multiplied out in float32, for transformers.
 
 import json
 import re
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import foreign
 import torch
 import transformers
 from compressed_tensors.compressors import ModelCompressor
@@ -118,10 +120,12 @@ class Case:
     Attributes:
         model: key of MODELS.
         group: int4 weights per scale; -1 is channelwise.
-        format: ``int-quantized`` or ``pack-quantized``.
+        format: ``int-quantized`` or ``pack-quantized``, or one of foreign.FORMATS, which are weight-only.
         dtype: of the model.
         inputs: what the checkpoint says of the inputs: symmetric, asymmetric, or none (weight-only).
         attention: of the linear layers of attention: w4a8, w8a8 or float.
+        symmetric: of the weights; otherwise they have zero points.
+        lm_head: is quantized as well.
         changes: of the model's configuration.
     """
 
@@ -131,12 +135,17 @@ class Case:
     dtype: str = "bfloat16"
     inputs: str = "symmetric"
     attention: str = "w4a8"
+    symmetric: bool = True
+    lm_head: bool = False
     changes: dict = field(default_factory=dict, hash=False)
 
     @property
     def name(self) -> str:
         group = "channel" if self.group == -1 else f"g{self.group}"
-        parts = (self.model, group, self.format.split("-")[0], self.dtype, self.inputs, self.attention)
+        form = self.format.removesuffix("-quantized").replace(":", "_")
+        parts = [self.model, group, form, self.dtype, self.inputs, self.attention]
+        parts += [] if self.symmetric else ["zeros"]
+        parts += ["lm_head"] if self.lm_head else []
         return "-".join(parts) + "".join(f"-{key}{value}" for key, value in self.changes.items())
 
     @property
@@ -208,7 +217,7 @@ def _skeleton(tensors: dict[str, torch.Tensor], quantized: list[str], dtype: tor
 def _quantization_config(case: Case, ignore: list[str]) -> QuantizationConfig:
     weights = QuantizationArgs(
         num_bits=4,
-        symmetric=True,
+        symmetric=case.symmetric,
         strategy="channel" if case.group == -1 else "group",
         group_size=None if case.group == -1 else case.group,
     )
@@ -233,12 +242,16 @@ def _quantization_config(case: Case, ignore: list[str]) -> QuantizationConfig:
 def _quantize(skeleton: torch.nn.Module, config: QuantizationConfig) -> tuple[ModelCompressor, dict]:
     """Rounds to nearest and compresses in place; returns the compressor and the weights multiplied out, by name."""
     apply_quantization_config(skeleton, config)
+    zeros: dict[str, torch.Tensor] = {}
     modules = {name: m for name, m in skeleton.named_modules() if hasattr(m, "quantization_scheme")}
-    for module in modules.values():
+    for name, module in modules.items():
         args, weight = module.quantization_scheme.weights, module.weight.data.float()
         grouped = weight.unflatten(1, (-1, args.group_size or weight.shape[1]))
-        scale = calculate_qparams(grouped.amin(-1), grouped.amax(-1), args)[0]
+        scale, zero = calculate_qparams(grouped.amin(-1), grouped.amax(-1), args)
         module.weight_scale.data.copy_(scale)
+        if not args.symmetric:
+            module.weight_zero_point.data.copy_(zero)
+            zeros[name] = zero.float()
     compressor = ModelCompressor.from_pretrained_model(skeleton)
     compressor.compress_model(skeleton)
     plain = {}
@@ -251,6 +264,7 @@ def _quantize(skeleton: torch.nn.Module, config: QuantizationConfig) -> tuple[Mo
         else:
             values = module.weight.data
         grouped = values.float().unflatten(1, (scale.shape[1], -1))
+        grouped = grouped - zeros.get(name, torch.zeros(())).unsqueeze(-1)
         plain[f"{name}.weight"] = (grouped * scale.unsqueeze(-1)).flatten(1)
     return compressor, plain
 
@@ -274,6 +288,54 @@ def _stacked(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return rest
 
 
+def _compressed(case: Case, tensors: dict, ignore: list[str], dtype: torch.dtype) -> tuple[dict, dict, dict]:
+    """What compressed-tensors stores, the weights multiplied out, and its quantization_config."""
+    quantization = _quantization_config(case, ignore)
+    skeleton = _skeleton(tensors, _matrices(tensors, quantization.ignore), dtype)
+    compressor, plain = _quantize(skeleton, quantization)
+    stored = dict(skeleton.state_dict())
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "config.json"
+        path.write_text("{}")
+        compressor.update_config(directory)
+        config = json.loads(path.read_text())["quantization_config"]
+    # The package saw only what is quantized, so it does not know what to ignore.
+    return stored, plain, {**config, "ignore": quantization.ignore}
+
+
+def _foreign(case: Case, tensors: dict, ignore: list[str], dtype: torch.dtype) -> tuple[dict, dict, dict]:
+    """As `_compressed`, by foreign.py."""
+    stored, plain = {}, {}
+    skipped = [] if case.lm_head else ["lm_head"]
+    if case.format == "mxfp4":
+        for name in [name for name in tensors if re.search(r"\.experts\.\d+\.\w+\.weight$", name)]:
+            prefix, _, rest = name.partition(".experts.")
+            expert, projection, _ = rest.split(".")
+            *parts, plain[name] = foreign.write_mxfp4(tensors[name])
+            for suffix, part in zip(("blocks", "scales"), parts):
+                stored.setdefault(f"{prefix}.experts.{projection}_{suffix}", {})[int(expert)] = part
+            bias = tensors[name.removesuffix("weight") + "bias"]
+            stored.setdefault(f"{prefix}.experts.{projection}_bias", {})[int(expert)] = bias.to(dtype)
+        stored = {name: torch.stack([parts[e] for e in range(len(parts))]) for name, parts in stored.items()}
+    else:
+        for name in _matrices(tensors, skipped + ignore):
+            parts, plain[name] = foreign.write_int4(tensors[name], case.group, case.symmetric, case.format)
+            stored.update({f"{name.removesuffix('weight')}{suffix}": part for suffix, part in parts.items()})
+    skipped = [name.removesuffix(".weight") for name in _matrices(tensors, []) if name not in plain]
+    return stored, plain, foreign.config(case.format, case.group, case.symmetric, skipped, case.lm_head)
+
+
+def _matrices(tensors: dict[str, torch.Tensor], ignore: list[str]) -> list[str]:
+    """Names of the weights of linear modules that no entry matches: a name, or ``re:`` and a pattern."""
+    patterns = [re.compile(entry[3:] if entry.startswith("re:") else re.escape(entry) + "$") for entry in ignore]
+    return [
+        name
+        for name, tensor in tensors.items()
+        if name.endswith(".weight") and tensor.dim() == 2 and "embed" not in name
+        if not any(pattern.match(name.removesuffix(".weight")) for pattern in patterns)
+    ]
+
+
 def write(case: Case, directory: Path, seed: int = 0) -> Path:
     """Makes `directory`/checkpoint and `directory`/reference; returns `directory`."""
     family, changes, ignore = MODELS[case.model]
@@ -282,34 +344,24 @@ def write(case: Case, directory: Path, seed: int = 0) -> Path:
     model = getattr(transformers, f"{family}ForCausalLM")(config).float()
     _random_weights(model, dtype, seed)
     tensors = hub_tensors(model, directory / "float")
-    quantization = _quantization_config(case, ignore)
-    patterns = [
-        re.compile(entry[3:] if entry.startswith("re:") else re.escape(entry) + "$") for entry in quantization.ignore
-    ]
-    matrices = [
-        name
-        for name, tensor in tensors.items()
-        if name.endswith(".weight") and tensor.dim() == 2 and "embed" not in name
-        if not any(pattern.match(name.removesuffix(".weight")) for pattern in patterns)
-    ]
-    skeleton = _skeleton(tensors, matrices, dtype)
-    compressor, plain = _quantize(skeleton, quantization)
+    if case.format in foreign.FORMATS:
+        stored, plain, quantization = _foreign(case, tensors, ignore, dtype)
+    else:
+        stored, plain, quantization = _compressed(case, tensors, ignore, dtype)
 
-    stored = {name: tensor.contiguous() for name, tensor in skeleton.state_dict().items()}
     keep_float32 = ("e_score_correction_bias",)
     for name, tensor in tensors.items():
-        if name not in plain:
+        stacked = case.format == "mxfp4" and ".experts." in name
+        if name not in plain and not stacked:
             stored[name] = tensor if name.endswith(keep_float32) else tensor.to(dtype)
     checkpoint, reference = directory / "checkpoint", directory / "reference"
     settings = json.loads((directory / "float" / "config.json").read_text())
+    stored = {name: tensor.contiguous() for name, tensor in stored.items()}
     for path, content in ((checkpoint, stored), (reference, _stacked({**tensors, **plain}))):
         path.mkdir()
         save_file(content, path / "model.safetensors", metadata={"format": "pt"})
         settings["dtype"] = case.dtype if path is checkpoint else "float32"
         (path / "config.json").write_text(json.dumps(settings))
-    compressor.update_config(str(checkpoint))
-    # The package saw only what is quantized, so it does not know what to ignore.
-    settings = json.loads((checkpoint / "config.json").read_text())
-    settings["quantization_config"]["ignore"] = quantization.ignore
+    settings.update(dtype=case.dtype, quantization_config=quantization)
     (checkpoint / "config.json").write_text(json.dumps(settings))
     return directory

@@ -23,7 +23,7 @@ def test_offline(tmp_path):
     """torch.compile, prefix caching and chunked prefill are on, as vLLM's defaults are."""
     prompts = [list(prompt.encode()) for prompt in PROMPTS]
     jobs = [
-        Job(EXAMPLE / "checkpoints" / scheme, {"dtype": "float32"}, {}, prompts, TOKENS, prompt_logprobs=False)
+        Job(EXAMPLE / "checkpoints" / scheme, {"dtype": "float32"}, prompts, TOKENS, prompt_logprobs=False)
         for scheme in SCHEMES
     ]
     results, log = run_engines(jobs, tmp_path / "offline", 900, VLLM_ENABLE_V1_MULTIPROCESSING="0")

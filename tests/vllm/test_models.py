@@ -15,9 +15,8 @@ def results(request, checkpoints, tmp_path_factory):
     runs = SHORT + (FULL if request.config.getoption("--full") else [])
     jobs = []
     for case, compiled in runs:
-        opt_in = {"W4A8_VLLM_W4A16": "1"} if case.inputs == "none" else {}
         reload = checkpoints(case, seed=1) / "checkpoint" if (case, compiled) in RELOADED else None
-        jobs.append(Job(checkpoints(case) / "checkpoint", arguments(case, compiled), opt_in, reload=reload))
+        jobs.append(Job(checkpoints(case) / "checkpoint", arguments(case, compiled), reload=reload))
     done, log = run_engines(jobs, tmp_path_factory.mktemp("models"), 3600, VLLM_ENABLE_V1_MULTIPROCESSING="0")
     return dict(zip(runs, zip(jobs, done))), log
 
@@ -47,7 +46,12 @@ def test_says_once_what_it_runs(results):
         "w4a8: runs layers of int4 experts (channelwise, silu), kernel ",
         "w4a8: runs layers of int4 experts (groups of 64, swigluoai), kernel ",
         "w4a8: runs int4 linear layers (groups of 32), kernel ",
-        "w4a8: experts of a weight-only int4 model run with int8 activations (W4A8_VLLM_W4A16=1)",
+        "w4a8: runs layers of int4 (with zero points) experts (groups of 128, silu), kernel ",
+        "w4a8: runs layers of MXFP4 experts (groups of 32, swigluoai), kernel ",
+        *(
+            f"w4a8: {name} weights run with activations rounded to int8 per token; W4A8_VLLM_W4A16=0 leaves "
+            for name in ("compressed-tensors", "GPTQ", "AWQ", "AutoRound", "MXFP4")
+        ),
     ):
         assert log.count(message) == 1, message
     assert "goes on without the plugin" not in log

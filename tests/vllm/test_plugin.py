@@ -1,10 +1,12 @@
 """When the plugin takes over and when it does not. Needs vLLM's modules, but no engine."""
 
 import os
+import pickle
 import subprocess
 import sys
 
 import pytest
+import torch
 
 from w4a8.integrations.vllm import plugin, selftest
 
@@ -45,6 +47,75 @@ def test_takes_over(fresh):
     assert fresh.warnings == []
 
 
+@pytest.mark.parametrize(
+    ("name", "cls"),
+    [
+        *((name, "W4A8GPTQConfig") for name in ("gptq", "auto_gptq", "gptq_marlin")),
+        *((name, "W4A8AWQConfig") for name in ("awq", "auto_awq", "awq_marlin")),
+        ("inc", "W4A8INCConfig"),
+        ("gpt_oss_mxfp4", "W4A8GptOssConfig"),
+    ],
+)
+def test_takes_over_weight_only_formats(fresh, name, cls):
+    """Pickled, as vLLM's worker processes get them."""
+    from vllm.model_executor.layers.quantization import get_quantization_config
+
+    fresh()
+    found = get_quantization_config(name)
+    assert found.__name__ == cls and pickle.loads(pickle.dumps(found)) is found
+
+
+def test_a_format_that_moved(fresh, monkeypatch):
+    """The others are taken over all the same."""
+    from vllm.model_executor.layers.quantization import get_quantization_config
+
+    monkeypatch.setitem(sys.modules, "w4a8.integrations.vllm.config_inc", None)
+    assert fresh() == "W4A8CompressedTensorsConfig"
+    assert get_quantization_config("inc").__name__ == "INCConfig"
+    assert get_quantization_config("gptq").__name__ == "W4A8GPTQConfig"
+    (warning,) = fresh.warnings
+    assert warning.startswith("w4a8: leaves inc to vLLM, which is not as expected: ")
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": False}
+
+
+def test_weight_only_models_are_left_on_demand(fresh, monkeypatch):
+    from w4a8.integrations.vllm.config_gptq import W4A8GPTQConfig
+
+    assert W4A8GPTQConfig.from_config(GPTQ).packing() is not None
+    monkeypatch.setenv("W4A8_VLLM_W4A16", "0")
+    assert W4A8GPTQConfig.from_config({**GPTQ, "sym": True}).packing() is None
+    with pytest.raises(ValueError, match="Unsupported quantization config"):
+        W4A8GPTQConfig.from_config(GPTQ)
+
+
+def test_activation_order_is_refused(fresh):
+    from w4a8.integrations.vllm.config_gptq import W4A8GPTQConfig
+
+    with pytest.raises(ValueError, match="desc_act"):
+        W4A8GPTQConfig.from_config({**GPTQ, "desc_act": True})
+    assert W4A8GPTQConfig.from_config({**GPTQ, "desc_act": True, "group_size": -1}).packing() is not None
+
+
+@pytest.mark.parametrize("groups", [[0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 2, 3], [0, 1, 0, 1], [1, 1, 0, 0]])
+def test_input_features_in_another_order(fresh, groups):
+    """The loader of every model drops g_idx; before that, it is looked at."""
+    from vllm.model_executor.models.utils import WeightsMapper
+
+    from w4a8.integrations.vllm.config_gptq import W4A8GPTQConfig
+
+    mapper = WeightsMapper(orig_to_new_prefix={"a.": "b."})
+    mapper |= W4A8GPTQConfig.get_checkpoint_weight_mapper()
+    mapper |= WeightsMapper(orig_to_new_substr={".unused": None})
+    tensors = {"a.g_idx": torch.tensor(groups), "a.qweight": torch.zeros(1), "a.unused": torch.zeros(1)}
+    if groups == sorted(groups):
+        assert [name for name, _ in mapper.apply(tensors.items())] == ["b.qweight"]
+    else:
+        with pytest.raises(ValueError, match=r"w4a8: a.g_idx: groups are not consecutive input features"):
+            list(mapper.apply(tensors.items()))
+
+
 def test_compiled_graphs_are_named_after_what_is_on(fresh, monkeypatch):
     """The whole way, with a cache on disk: test_cache.py."""
     from vllm import envs
@@ -56,7 +127,7 @@ def test_compiled_graphs_are_named_after_what_is_on(fresh, monkeypatch):
     plugin._state["done"] = False
     fresh()
     on = envs.compile_factors()
-    monkeypatch.setenv("W4A8_VLLM_W4A16", "1")
+    monkeypatch.setenv("W4A8_VLLM_W4A16", "0")
     assert len({str(factors) for factors in (off, on, envs.compile_factors())}) == 3
 
 

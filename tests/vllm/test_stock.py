@@ -8,7 +8,7 @@ from conftest import HIDE_AMX, Job, run_engines
 from models import Case
 
 INT, PACK = QUICK[0], Case("qwen3_moe", 32, "pack-quantized", "bfloat16", "symmetric")
-WEIGHT_ONLY = next(case for case in QUICK if case.inputs == "none")
+WEIGHT_ONLY = Case("qwen3_moe", 128, "pack-quantized", "bfloat16", "none")
 
 NO_BACKEND = "NotImplementedError: No W4A8 Int8 MoE backend supports the deployment configuration."
 NOT_ARM = "kernel only supports Arm CPU"
@@ -61,7 +61,7 @@ def test_refusal_with_amx(with_amx, name):
 def test_runs_weight_only_with_amx(with_amx, checkpoints):
     """With int8 activations, so the same noise is allowed as for the plugin."""
     job, result = with_amx["weight-only"]
-    check(WEIGHT_ONLY, checkpoints(WEIGHT_ONLY), job.prompts, result)
+    check(WEIGHT_ONLY, checkpoints(WEIGHT_ONLY), job.prompts, result, stock=True)
 
 
 @pytest.mark.parametrize("amx", [False, True])

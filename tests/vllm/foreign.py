@@ -1,0 +1,82 @@
+"""Writes matrices in the formats of other tools, by their documented bit layouts, and multiplies them out.
+
+It shares nothing with w4a8.formats: all is integer arithmetic on one code per element.
+"""
+
+import torch
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+FORMATS = ("gptq", "gptq_v2", "awq", "auto_round:auto_gptq", "auto_round:auto_awq", "mxfp4")
+
+
+def _words(codes: torch.Tensor, order: tuple = tuple(range(8))) -> torch.Tensor:
+    """[rows, columns] to int32 [rows, columns / 8]: code `order[i]` of every eight is in bits 4i to 4i + 3."""
+    eights = codes.to(torch.int64).unflatten(1, (-1, 8))
+    word = sum(eights[..., which] << 4 * i for i, which in enumerate(order))
+    return torch.where(word >= 1 << 31, word - (1 << 32), word).to(torch.int32)
+
+
+def round_to_int4(weight: torch.Tensor, group: int, symmetric: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes [N, K], zero points [N, G] and float16 scales [N, G] of float32 [N, K]."""
+    grouped = weight.unflatten(1, (-1, weight.shape[1] if group == -1 else group))
+    if symmetric:
+        scales = (grouped.abs().amax(-1) / 7).half()
+        zeros = torch.full(scales.shape, 8)
+    else:
+        low, high = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
+        scales = ((high - low) / 15).half()
+        zeros = (-low / scales.float()).round().clamp(1, 15).long()  # GPTQ's first version has no 0
+    codes = (grouped / scales.float().unsqueeze(-1)).round().long() + zeros.unsqueeze(-1)
+    return codes.clamp(0, 15).flatten(1), zeros, scales
+
+
+def write_int4(weight: torch.Tensor, group: int, symmetric: bool, form: str) -> tuple[dict, torch.Tensor]:
+    """The tensors of a matrix by the last part of their names, and the matrix multiplied out, float32 [N, K]."""
+    codes, zeros, scales = round_to_int4(weight, group, symmetric)
+    centred = codes.unflatten(1, (zeros.shape[1], -1)) - zeros.unsqueeze(-1)
+    plain = (centred.float() * scales.float().unsqueeze(-1)).flatten(1)
+    stored = {"scales": scales.T.contiguous()}
+    if form.endswith("awq"):
+        stored["qweight"] = _words(codes.T, AWQ_ORDER)
+        stored["qzeros"] = _words(zeros.T, AWQ_ORDER)
+        if form == "awq" and symmetric:
+            del stored["qzeros"]  # zero_point: false
+        return stored, plain
+    stored["qweight"] = _words(codes).T.contiguous()
+    stored["qzeros"] = _words(zeros.T - (0 if form == "gptq_v2" else 1))
+    if not form.startswith("auto_round"):
+        stored["g_idx"] = (torch.arange(weight.shape[1]) * zeros.shape[1] // weight.shape[1]).to(torch.int32)
+    return stored, plain
+
+
+def write_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Blocks uint8 [N, K/32, 16], exponents uint8 [N, K/32], and float32 [N, K] multiplied out."""
+    blocks = weight.unflatten(1, (-1, 32))
+    exponents = (torch.log2(blocks.abs().amax(-1) / 6).ceil() + 127).to(torch.uint8)
+    scaled = blocks / torch.exp2(exponents.float() - 127).unsqueeze(-1)
+    values = torch.tensor(E2M1)
+    codes = (scaled.abs().unsqueeze(-1) - values).abs().argmin(-1)
+    plain = (values[codes] * scaled.sign() * torch.exp2(exponents.float() - 127).unsqueeze(-1)).flatten(1)
+    codes = codes + 8 * (scaled < 0)
+    return (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8), exponents, plain
+
+
+def config(form: str, group: int, symmetric: bool, skipped: list[str], lm_head: bool) -> dict:
+    """The quantization_config of a checkpoint; ``skipped`` are names of linear modules that are not quantized."""
+    if form == "mxfp4":
+        skipped = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+        return {"quant_method": "mxfp4", "modules_to_not_convert": skipped}
+    found = {"bits": 4, "group_size": group}
+    if form in ("gptq", "gptq_v2"):
+        found.update(quant_method="gptq", desc_act=False, sym=symmetric, checkpoint_format=form, lm_head=lm_head)
+    elif form == "awq":
+        found.update(quant_method="awq", version="gemm", zero_point=not symmetric, lm_head=lm_head)
+        found["modules_to_not_convert"] = skipped
+    else:
+        found.update(quant_method="auto-round", data_type="int", sym=symmetric, packing_format=form, iters=0)
+        found["block_name_to_quantize"] = "model.layers"
+        found["extra_config"] = {name: {"bits": 16, "data_type": "float"} for name in skipped if name != "lm_head"}
+        if lm_head:
+            found["extra_config"]["lm_head"] = {"bits": 4}
+    return found
