@@ -12,16 +12,15 @@ from dataclasses import dataclass
 import torch
 
 from w4a8.core.matrix import Matrix4
-from w4a8.formats.awq import from_awq, output_features
-from w4a8.formats.compressed_tensors import from_int_quantized, from_pack_quantized
-from w4a8.formats.gptq import from_gptq
+from w4a8.formats.awq import output_features
 from w4a8.formats.matrix import checked_zeros
 from w4a8.formats.mxfp4 import powers_of_two
+from w4a8.formats.stored import Stored
 from w4a8.formats.words import CODES, codes, pairs, word_bytes
 
 
 @dataclass(frozen=True)
-class Stored:
+class Part:
     """One tensor of a matrix.
 
     Attributes:
@@ -59,27 +58,27 @@ class Stored:
         return sizes[0], sizes[1]
 
 
-_SCALES_LAST = Stored("scales", "weight_scale", torch.float32, ("g", "n"))
-_ZEROS_LAST = Stored("qzeros", "zero_points", torch.int32, ("g", "n"), 1)
-_CT_SCALES = Stored("weight_scale", "weight_scale", torch.float32, ("n", "g"))
-_GPTQ = (Stored("qweight", "weight", torch.int32, ("k", "n"), 0), _ZEROS_LAST, _SCALES_LAST)
+_SCALES_LAST = Part("scales", "weight_scale", torch.float32, ("g", "n"))
+_ZEROS_LAST = Part("qzeros", "zero_points", torch.int32, ("g", "n"), 1)
+_CT_SCALES = Part("weight_scale", "weight_scale", torch.float32, ("n", "g"))
+_GPTQ = (Part("qweight", "weight", torch.int32, ("k", "n"), 0), _ZEROS_LAST, _SCALES_LAST)
 _TENSORS = {
     "gptq": _GPTQ,
     "gptq_v2": _GPTQ,
-    "awq": (Stored("qweight", "weight", torch.int32, ("k", "n"), 1), _ZEROS_LAST, _SCALES_LAST),
+    "awq": (Part("qweight", "weight", torch.int32, ("k", "n"), 1), _ZEROS_LAST, _SCALES_LAST),
     "int-quantized": (
-        Stored("weight", "weight", torch.int8, ("n", "k")),
-        Stored("weight_zero_point", "zero_points", torch.int8, ("n", "g")),
+        Part("weight", "weight", torch.int8, ("n", "k")),
+        Part("weight_zero_point", "zero_points", torch.int8, ("n", "g")),
         _CT_SCALES,
     ),
     "pack-quantized": (
-        Stored("weight_packed", "weight", torch.int32, ("n", "k"), 1),
-        Stored("weight_zero_point", "zero_points", torch.int32, ("n", "g"), 0),
+        Part("weight_packed", "weight", torch.int32, ("n", "k"), 1),
+        Part("weight_zero_point", "zero_points", torch.int32, ("n", "g"), 0),
         _CT_SCALES,
     ),
     "mxfp4": (
-        Stored("weight", "weight", torch.uint8, ("n", "k"), 1),
-        Stored("weight_scale", "weight_scale", torch.uint8, ("n", "g")),
+        Part("weight", "weight", torch.uint8, ("n", "k"), 1),
+        Part("weight_scale", "weight_scale", torch.uint8, ("n", "g")),
     ),
 }
 # Files of these have zero points, all 8, where the configuration says symmetric.
@@ -106,7 +105,7 @@ class Packing:
         return "e2m1" if self.name == "mxfp4" else "int4"
 
     @property
-    def tensors(self) -> tuple[Stored, ...]:
+    def tensors(self) -> tuple[Part, ...]:
         """Those that a file has; of a symmetric format the zero points may be missing."""
         stored = _TENSORS[self.name]
         if self.symmetric and self.name not in _ALWAYS_WITH_ZEROS:
@@ -114,7 +113,7 @@ class Packing:
         return stored
 
     @property
-    def required(self) -> tuple[Stored, ...]:
+    def required(self) -> tuple[Part, ...]:
         """Those without which nothing can be computed."""
         return tuple(tensor for tensor in self.tensors if tensor.kind != "zero_points" or not self.symmetric)
 
@@ -122,11 +121,11 @@ class Packing:
         """Scales of a row of so many input features."""
         return 1 if self.group_size == -1 else columns // self.group_size
 
-    def piece(self, stored: Stored, tensor: torch.Tensor, name: str) -> torch.Tensor | None:
+    def piece(self, part: Part, tensor: torch.Tensor, name: str) -> torch.Tensor | None:
         """One tensor of a matrix in the form that :class:`w4a8.core.packer.ExpertPacker` takes.
 
         Args:
-            stored: which.
+            part: which.
             tensor: as it is in the file.
             name: of the matrix, for errors.
 
@@ -137,17 +136,17 @@ class Packing:
         Raises:
             ValueError: another dtype or number of dimensions, or values that this format does not have.
         """
-        full = f"{name}.{stored.suffix}"
-        floats = stored.dtype == torch.float32
-        if tensor.dtype != stored.dtype and not (floats and tensor.dtype.is_floating_point):
-            expected = "a float" if floats else str(stored.dtype).removeprefix("torch.")
+        full = f"{name}.{part.suffix}"
+        floats = part.dtype == torch.float32
+        if tensor.dtype != part.dtype and not (floats and tensor.dtype.is_floating_point):
+            expected = "a float" if floats else str(part.dtype).removeprefix("torch.")
             raise ValueError(f"{full}: dtype {tensor.dtype}, but {expected} is expected")
         if tensor.dim() != 2:
             raise ValueError(f"{full}: shape {tuple(tensor.shape)}, but 2 dimensions are expected")
-        if stored.kind == "weight":
+        if part.kind == "weight":
             return self._codes(tensor)
-        if stored.kind == "zero_points":
-            zeros = checked_zeros(self._zeros(tensor), name, stored.suffix, self.symmetric)
+        if part.kind == "zero_points":
+            zeros = checked_zeros(self._zeros(tensor), name, part.suffix, self.symmetric)
             if zeros is None and not self.symmetric:
                 zeros = torch.full(self._zeros(tensor).shape, 8, dtype=torch.uint8)
             return zeros
@@ -155,7 +154,7 @@ class Packing:
             return powers_of_two(tensor, full)
         if not torch.isfinite(tensor).all():
             raise ValueError(f"{full}: not all scales are finite")
-        return tensor.T if stored.axes[0] == "g" else tensor
+        return tensor.T if part.axes[0] == "g" else tensor
 
     def _codes(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.name in ("gptq", "gptq_v2"):
@@ -179,9 +178,6 @@ class Packing:
         Raises:
             ValueError: as the readers do.
         """
-        if self.name == "awq":
-            return from_awq(tensors, name, self.group_size, self.symmetric)
-        if self.name in ("gptq", "gptq_v2"):
-            return from_gptq(tensors, name, self.group_size, self.symmetric, 2 if self.name == "gptq_v2" else 1)
-        read = from_int_quantized if self.name == "int-quantized" else from_pack_quantized
-        return read(tensors, name, self.group_size, self.symmetric)
+        version = 2 if self.name == "gptq_v2" else 1
+        stored = Stored(self.name.removesuffix("_v2"), self.group_size, self.symmetric, version)
+        return stored.read(tensors, name)

@@ -26,7 +26,7 @@ from w4a8.core.memory import fresh_bytes
 from w4a8.core.stack import MatrixStack, PackedAs
 from w4a8.core.weight_utils import replace_parameter
 from w4a8.cpu import active_kernel
-from w4a8.formats.pieces import Packing, Stored
+from w4a8.formats.pieces import Packing, Part
 from w4a8.integrations.vllm.loading import fill_dummy, is_dummy_load
 from w4a8.integrations.vllm.log import logger
 from w4a8.integrations.vllm.scheme import describe
@@ -118,7 +118,7 @@ class LinearWeights:
             layer.register_parameter("weight_shape", shape)
         self.dummy = is_dummy_load()
 
-    def _register(self, layer: torch.nn.Module, stored: Stored) -> None:
+    def _register(self, layer: torch.nn.Module, stored: Part) -> None:
         shape = stored.shape(self.rows, self.k, self.packing.groups(self.k))
         size = torch.empty((), dtype=stored.dtype).element_size()
         arguments: dict[str, Any] = {
