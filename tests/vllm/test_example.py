@@ -12,28 +12,25 @@ import pytest
 from conftest import Job, environment, free_port, run_engines
 from example import EXAMPLE, PROMPTS, TOKENS, check_greedy, demo_model, with_tokenizer
 
-SCHEMES = ("g32", "channelwise")
 # Differences of logits, whose standard deviation is 8. float32 in both: the additions outside the operators come in
 # another order, which tips a value over to the next of 255 integers here and there, and that moves all logits after it
 # by hundredths. bfloat16 keeps 8 bits of every activation, a logit of 16 to 1/16, and tips more of them.
 TIE = {"float32": 0.1, "bfloat16": 0.5}
 
 
-def test_offline(tmp_path):
+@pytest.mark.parametrize("scheme", ["g32", pytest.param("channelwise", marks=pytest.mark.full)])
+def test_offline(scheme, tmp_path):
     """torch.compile, prefix caching and chunked prefill are on, as vLLM's defaults are."""
     prompts = [list(prompt.encode()) for prompt in PROMPTS]
-    jobs = [
-        Job(EXAMPLE / "checkpoints" / scheme, {"dtype": "float32"}, prompts, TOKENS, prompt_logprobs=False)
-        for scheme in SCHEMES
-    ]
-    results, log = run_engines(jobs, tmp_path / "offline", 900, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    checkpoint = EXAMPLE / "checkpoints" / scheme
+    job = Job(checkpoint, {"dtype": "float32"}, prompts, TOKENS, prompt_logprobs=False)
+    (result,), log = run_engines([job], tmp_path / "offline", 900, VLLM_ENABLE_V1_MULTIPROCESSING="0")
     assert "AOT compil" in log, "nothing was compiled, now or for the cache"
-    for scheme, result in zip(SCHEMES, results):
-        assert "error" not in result, result["error"]
-        model = demo_model(scheme)
-        for prompt, answer in zip(PROMPTS, result["outputs"]):
-            assert len(answer) == TOKENS
-            check_greedy(model, prompt, answer, TIE["float32"])
+    assert "error" not in result, result["error"]
+    model = demo_model(scheme)
+    for prompt, answer in zip(PROMPTS, result["outputs"]):
+        assert len(answer) == TOKENS
+        check_greedy(model, prompt, answer, TIE["float32"])
 
 
 @pytest.fixture

@@ -30,6 +30,7 @@ def make_layer(
         moe_parallel_config=SimpleNamespace(**parallel),
         in_dtype=torch.bfloat16,
         router_logits_dtype=None,
+        routing_method=None,
         has_bias=has_bias,
         is_lora_enabled=False,
         has_hash_routing=False,

@@ -18,6 +18,8 @@ def results(request, checkpoints, tmp_path_factory):
         reload = checkpoints(case, seed=1) / "checkpoint" if (case, compiled) in RELOADED else None
         jobs.append(Job(checkpoints(case) / "checkpoint", arguments(case, compiled), reload=reload))
     done, log = run_engines(jobs, tmp_path_factory.mktemp("models"), 3600, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    for (case, compiled), result in zip(runs, done):
+        print(f"{result['seconds']:5.0f} s  {case.name}{' compiled' if compiled else ''}")
     return dict(zip(runs, zip(jobs, done))), log
 
 

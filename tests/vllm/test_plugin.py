@@ -94,7 +94,7 @@ def test_activation_order_is_refused(fresh):
     from w4a8.integrations.vllm.config_gptq import W4A8GPTQConfig
 
     with pytest.raises(ValueError, match="desc_act"):
-        W4A8GPTQConfig.from_config({**GPTQ, "desc_act": True})
+        W4A8GPTQConfig.from_config({**GPTQ, "desc_act": True}).packing()
     assert W4A8GPTQConfig.from_config({**GPTQ, "desc_act": True, "group_size": -1}).packing() is not None
 
 
@@ -106,7 +106,7 @@ def test_input_features_in_another_order(fresh, groups):
     from w4a8.integrations.vllm.config_gptq import W4A8GPTQConfig
 
     mapper = WeightsMapper(orig_to_new_prefix={"a.": "b."})
-    mapper |= W4A8GPTQConfig.get_checkpoint_weight_mapper()
+    mapper |= W4A8GPTQConfig.from_config(GPTQ).get_cache_scale_mapper()
     mapper |= WeightsMapper(orig_to_new_substr={".unused": None})
     tensors = {"a.g_idx": torch.tensor(groups), "a.qweight": torch.zeros(1), "a.unused": torch.zeros(1)}
     if groups == sorted(groups):
@@ -137,7 +137,7 @@ def test_off(fresh, monkeypatch):
     assert fresh.warnings == []
 
 
-@pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.0", "dev"])
+@pytest.mark.parametrize("version", ["0.27.1", "0.33.0", "1.0", "dev"])
 def test_untested_version(fresh, monkeypatch, version):
     monkeypatch.setattr("vllm.__version__", version)
     assert fresh() == "CompressedTensorsConfig"
@@ -193,6 +193,52 @@ def test_wrong_experts(fresh, monkeypatch):
     monkeypatch.setattr(selftest, "dynamic_4bit_int_moe", lambda *args: right(*args) * 1.1)
     assert fresh() == "CompressedTensorsConfig"
     assert "dynamic_4bit_int_moe gives wrong sums" in fresh.warnings[0]
+
+
+def test_a_layer_that_computes_something_else(fresh, monkeypatch):
+    """Layers of vLLM's own are made, loaded and run: something in between has changed."""
+    from w4a8.integrations.vllm import linear
+
+    right = linear.LinearWeights.apply
+    monkeypatch.setattr(linear.LinearWeights, "apply", lambda *args: right(*args) + 1)
+    assert fresh() == "CompressedTensorsConfig"
+    assert "self-test failed: a linear layer of vLLM gives wrong sums" in fresh.warnings[0]
+
+
+def test_a_loader_that_puts_things_elsewhere(fresh, monkeypatch):
+    from vllm.model_executor.layers.linear import ReplicatedLinear
+
+    monkeypatch.setattr(
+        ReplicatedLinear, "weight_loader", lambda self, param, loaded: param.data.copy_(loaded.flip(0)), raising=False
+    )
+    assert fresh() == "CompressedTensorsConfig"
+    assert "a linear layer of vLLM gives wrong sums" in fresh.warnings[0]
+
+
+def test_experts_that_are_asked_for_otherwise(fresh, monkeypatch):
+    from vllm.model_executor.layers.fused_moe import RoutedExperts
+
+    right = RoutedExperts.__init__
+
+    def renamed(self, *args, **kwargs):
+        right(self, *args, **kwargs)
+        del self.top_k
+
+    monkeypatch.setattr(RoutedExperts, "__init__", renamed)
+    # Signatures look as before.
+    monkeypatch.setattr(selftest, "interface_problems", list)
+    assert fresh() == "CompressedTensorsConfig"
+    assert "a layer could not be made and run: AttributeError" in fresh.warnings[0]
+
+
+def test_the_self_test_leaves_nothing_behind(fresh):
+    from vllm.config import get_current_vllm_config_or_none
+    from vllm.distributed import parallel_state
+
+    variables = dict(os.environ)
+    assert selftest.problems() == []
+    assert dict(os.environ) == variables
+    assert parallel_state._TP is None and get_current_vllm_config_or_none() is None
 
 
 def test_imports_nothing_by_itself():

@@ -45,7 +45,6 @@ class _Checked(WeightsMapper):
 class ChecksActivationOrder:
     """Of a configuration class."""
 
-    @staticmethod
-    def get_checkpoint_weight_mapper() -> WeightsMapper:
-        """Discards ``g_idx`` once it has been found to say nothing."""
-        return _Checked(orig_to_new_suffix={".g_idx": None})
+    def get_cache_scale_mapper(self) -> WeightsMapper:
+        """Upstream's mapper, which every model's loader applies; ``g_idx`` is discarded once it says nothing."""
+        return super().get_cache_scale_mapper() | _Checked(orig_to_new_suffix={".g_idx": None})

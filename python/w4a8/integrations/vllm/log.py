@@ -2,11 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+from collections.abc import Iterator
 from typing import Any
+
+_silent: list[object] = []
+
+
+class _Nothing:
+    """Takes every message and remembers none: what is said once is still to be said."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: None
 
 
 def logger() -> Any:
     """vLLM's logger for this plugin, with ``info_once`` and ``warning_once``."""
+    if _silent:
+        return _Nothing()
     from vllm.logger import init_logger
 
     return init_logger("vllm.w4a8")  # below "vllm", so that vLLM's own log settings apply
+
+
+@contextlib.contextmanager
+def silence() -> Iterator[None]:
+    """Nothing is logged inside, neither by this plugin nor by others, up to warnings."""
+    disabled = logging.root.manager.disable
+    logging.disable(max(disabled, logging.WARNING))
+    _silent.append(None)
+    try:
+        yield
+    finally:
+        _silent.pop()
+        logging.disable(disabled)

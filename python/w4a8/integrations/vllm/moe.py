@@ -45,6 +45,8 @@ def unsupported(moe: Any) -> str | None:
             return f"{name} {given} with activation {activation.value}"
     if activation == MoEActivation.SWIGLUOAI_UNINTERLEAVE and moe.swiglu_alpha is None:
         return "swiglu_alpha not given with activation swigluoai_uninterleave"
+    if not hasattr(moe, "has_hash_routing") and getattr(moe.routing_method, "name", None) == "DeepseekV4":
+        return "experts that may be selected by token id"
     if moe.is_lora_enabled:
         return "LoRA"
     if parallel.enable_eplb:
@@ -92,7 +94,7 @@ class W4A8MoEMethod(FusedMoEMethodBase):
         if problem is not None:
             raise ValueError(f"w4a8: {layer_name}: kernel does not support {problem}")
         self.layer_name = layer_name
-        self.routes = not layer.moe_config.has_hash_routing
+        self.routes = not getattr(layer.moe_config, "has_hash_routing", False)  # vLLM has it since 0.31
 
     @property
     def is_monolithic(self) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from w4a8.integrations.vllm.selftest_layers import layer_problems
 from w4a8.ops import Activation, dyn_quant_matmul_4bit, dyn_quant_pack_4bit_weight, dynamic_4bit_int_moe
 
 # Attributes of a layer of experts; vLLM sets each from the argument of the same name.
@@ -37,7 +38,6 @@ MOE_FIELDS = (
     "router_logits_dtype",
     "has_bias",
     "is_lora_enabled",
-    "has_hash_routing",
     "swiglu_limit",
     "swiglu_alpha",
     "swiglu_beta",
@@ -142,4 +142,5 @@ def problems() -> list[str]:
         found = interface_problems()
     except (ImportError, AttributeError, TypeError) as error:
         found = [f"{type(error).__name__}: {error}"]
-    return found + operator_problems()
+    found += operator_problems()
+    return found or layer_problems()

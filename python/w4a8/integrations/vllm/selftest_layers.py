@@ -1,0 +1,139 @@
+"""A linear layer and a layer of experts as vLLM makes, fills and runs them: whether they compute what they should."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import torch
+
+from w4a8.integrations.vllm.log import silence
+
+K, N, EXPERTS, GROUP = 64, 32, 2, 32
+CONFIG = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False}
+CONFIG["modules_in_block_to_quantize"] = ["w4a8_selftest", "w4a8_selftest.experts"]
+# The input's values are integers whose range makes the quantizer's step 1, and the scales are 1: the sums are exact.
+_ZERO = 5
+
+
+@contextlib.contextmanager
+def _surroundings() -> Iterator[None]:
+    """What vLLM's layers expect to be there: a configuration, and a tensor-parallel group, here of one rank."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import parallel_state
+
+    before, variables = parallel_state._TP, dict(os.environ)
+    parallel_state._TP = before or SimpleNamespace(world_size=1, rank_in_group=0)
+    try:
+        with silence(), set_current_vllm_config(VllmConfig()):
+            yield
+    finally:
+        parallel_state._TP = before
+        # A configuration sets variables for the process, for what it is to run.
+        os.environ.clear()
+        os.environ.update(variables)
+
+
+def _gptq(rows: int, columns: int, generator: torch.Generator) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Tensors of a matrix, and its values float32 [rows, columns]."""
+    codes = torch.randint(16, (rows, columns), generator=generator)
+    eights = codes.unflatten(1, (-1, 8)) << 4 * torch.arange(8)
+    words = eights.sum(-1)
+    words = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+    zeros = int(f"{_ZERO - 1}" * 8, 16)
+    tensors = {
+        "qweight": words.T.contiguous(),
+        "qzeros": torch.full((columns // GROUP, rows // 8), zeros, dtype=torch.int32),
+        "scales": torch.ones(columns // GROUP, rows, dtype=torch.float16),
+    }
+    return tensors, (codes - _ZERO).float()
+
+
+def _input(generator: torch.Generator) -> torch.Tensor:
+    x = torch.randint(-128, 128, (3, K), generator=generator).float()
+    x[:, 0], x[:, 1] = -128.0, 127.0
+    return x
+
+
+def _linear_problem(config: object, generator: torch.Generator) -> str | None:
+    from vllm.model_executor.layers.linear import ReplicatedLinear
+
+    layer = ReplicatedLinear(
+        K, N, bias=False, params_dtype=torch.float32, quant_config=config, prefix="w4a8_selftest", return_bias=False
+    )
+    tensors, values = _gptq(N, K, generator)
+    for name, tensor in tensors.items():
+        param = dict(layer.named_parameters())[name]
+        param.weight_loader(param, tensor)
+    layer.quant_method.process_weights_after_loading(layer)
+    x = _input(generator)
+    return None if torch.equal(layer(x), x @ values.T) else "a linear layer of vLLM gives wrong sums"
+
+
+def _experts_problem(config: object, generator: torch.Generator) -> str | None:
+    from vllm.model_executor.layers.fused_moe import RoutedExperts
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.config import (
+        FusedMoEConfig,
+        FusedMoEParallelConfig,
+        RoutingMethodType,
+    )
+
+    moe = FusedMoEConfig(
+        num_experts=EXPERTS,
+        experts_per_token=1,
+        hidden_dim=K,
+        intermediate_size=N,
+        num_local_experts=EXPERTS,
+        num_logical_experts=EXPERTS,
+        activation=MoEActivation.SILU,
+        device="cpu",
+        routing_method=RoutingMethodType.Renormalize,
+        moe_parallel_config=FusedMoEParallelConfig.make_no_parallel(),
+        in_dtype=torch.float32,
+    )
+    all_here = SimpleNamespace(
+        local_num_experts=EXPERTS,
+        placement_strategy="linear",
+        expert_map=None,
+        expert_mask=None,
+        routing_tables=None,
+        num_fused_shared_experts=0,
+        map_global_to_local=lambda expert: expert,
+    )
+    layer = RoutedExperts("w4a8_selftest.experts", torch.float32, moe, config, expert_map_manager=all_here)
+    values: dict[tuple[int, str], torch.Tensor] = {}
+    for expert in range(EXPERTS):
+        for stack, shard, rows, columns in (("w13", "w1", N, K), ("w13", "w3", N, K), ("w2", "w2", K, N)):
+            tensors, values[expert, shard] = _gptq(rows, columns, generator)
+            for name, tensor in tensors.items():
+                param = getattr(layer, f"{stack}_{name}")
+                param.weight_loader(param, tensor, f"w4a8_selftest.experts.{stack}_{name}", shard, expert, True)
+    layer.quant_method.process_weights_after_loading(layer)
+    x, logits = _input(generator) / 256, torch.tensor([[0.0, 9.0], [9.0, 0.0], [0.0, 9.0]])
+    out = layer.quant_method.apply_monolithic(layer, x, logits)
+    for row, expert in enumerate((1, 0, 1)):
+        gate, up, down = (values[expert, shard] for shard in ("w1", "w3", "w2"))
+        hidden = torch.nn.functional.silu(gate @ x[row]) * (up @ x[row])
+        # The second quantization has 255 steps over the range of a row, and rounds each value to the nearest.
+        step = (hidden.amax().clamp(min=0) - hidden.amin().clamp(max=0)) / 255
+        if not ((out[row] - down @ hidden).abs() <= 0.51 * step * down.abs().sum(1)).all():
+            return "a layer of experts of vLLM gives wrong sums"
+    return None
+
+
+@torch.no_grad()
+def layer_problems() -> list[str]:
+    """What is wrong with layers that are made, loaded and run by vLLM's own interfaces; empty if nothing is."""
+    generator = torch.Generator().manual_seed(0)
+    try:
+        from w4a8.integrations.vllm.config_gptq import W4A8GPTQConfig
+
+        with _surroundings():
+            config = W4A8GPTQConfig.from_config(CONFIG)
+            found = [_linear_problem(config, generator), _experts_problem(config, generator)]
+    except Exception as error:
+        return [f"a layer could not be made and run: {type(error).__name__}: {error}"]
+    return [problem for problem in found if problem is not None]
