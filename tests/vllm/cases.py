@@ -51,8 +51,8 @@ MORE = [
     Case("gpt_oss", -1, "int-quantized", "bfloat16", "symmetric"),
 ]
 
-# The first of each family runs through torch.compile, as a server does.
-COMPILED = list({case.model: case for case in reversed(QUICK)}.values())
+# The first of each family, and so one of each format, runs through torch.compile, as a server does; and W4A16.
+COMPILED = [*{case.model: case for case in reversed(QUICK)}.values(), QUICK[8]]
 
 # (case, compiled): other weights are loaded into the running engine. Both formats, shared experts, biases.
 RELOADED = [(case, case in COMPILED) for case in (QUICK[0], QUICK[1], QUICK[2], QUICK[5], QUICK[6])]

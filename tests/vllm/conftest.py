@@ -16,8 +16,16 @@ import torch
 
 HERE = Path(__file__).parent
 TOKENS = 24
-# As on a CPU without AMX, where vLLM chooses other backends.
-HIDE_AMX = os.environ.get("W4A8_TEST_HIDE_AMX", "0") == "1"
+# As on a CPU without AMX, where vLLM chooses other backends; and on one without AVX-512, as far as variables go.
+AVX2 = os.environ.get("W4A8_TEST_AVX2", "0") == "1"
+HIDE_AMX = AVX2 or os.environ.get("W4A8_TEST_HIDE_AMX", "0") == "1"
+ONLY_AVX2 = {
+    "W4A8_TEST_AVX2": "1",
+    "W4A8_KERNEL": "x86_avx2",
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+}
 
 
 def pytest_addoption(parser):
@@ -74,6 +82,8 @@ def environment(hide_amx: bool = False, **variables) -> dict:
         path = [str(HERE / "hide_amx"), clean.get("PYTHONPATH", "")]
         found["PYTHONPATH"] = os.pathsep.join(entry for entry in path if entry)
         found["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"  # oneDNN asks the CPU itself
+    if AVX2:
+        found.update(ONLY_AVX2)
     return {**clean, **found, **variables}
 
 
