@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from w4a8.core.quant_args import QuantizationArgs
+from w4a8.formats.pieces import Packing
 from w4a8.integrations.vllm.linear import W4A8LinearScheme
 
 N, K, GROUP = 64, 128, 32
@@ -16,7 +16,7 @@ def make_layer(monkeypatch, format_):
         name = f"vllm.model_executor.parameter.get_tensor_model_parallel_{what}"
         monkeypatch.setattr(name, lambda value=value: value)
     layer = torch.nn.Module()
-    layer.scheme = W4A8LinearScheme(QuantizationArgs(num_bits=4, strategy="group", group_size=GROUP), format_, NAME)
+    layer.scheme = W4A8LinearScheme(Packing(format_, GROUP), NAME)
 
     def load(param, loaded, part):
         rows = param.shape[0] // 2

@@ -10,6 +10,7 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.inc import INCConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
+from w4a8.formats.awq import packing_of
 from w4a8.formats.pieces import Packing
 from w4a8.integrations.vllm.activation_order import ChecksActivationOrder
 from w4a8.integrations.vllm.linear import W4A8LinearMethod
@@ -21,7 +22,25 @@ from w4a8.integrations.vllm.settings import runs_w4a16, say_int8
 
 
 class W4A8INCConfig(ChecksActivationOrder, INCConfig):
-    """Chooses this package for 4-bit integer layers, and vLLM's own methods for all others."""
+    """Chooses this package for 4-bit integer layers, and vLLM's own methods for all others.
+
+    Attributes:
+        w4a8_version: of GPTQ's packing: 2 stores zero points as they are.
+    """
+
+    w4a8_version = 1
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> INCConfig:
+        """As upstream's, which does not know all names of the two packings."""
+        stated = config.get("packing_format")
+        found = packing_of(stated) if isinstance(stated, str) else None
+        if not runs_w4a16() or found is None or stated in cls.SUPPORTED_FORMATS:
+            return super().from_config(config)
+        known = {"gptq": "auto_round:auto_gptq", "awq": "auto_round:auto_awq"}[found[0]]
+        made = super().from_config({**config, "packing_format": known})
+        made.w4a8_version = found[1]
+        return made
 
     @classmethod
     def get_supported_act_dtypes(cls) -> list[torch.dtype]:
@@ -49,7 +68,8 @@ class W4A8INCConfig(ChecksActivationOrder, INCConfig):
         found = self.config_parser.resolve(layer, name)
         if not found.quantized or found.data_type != "int" or found.bits != 4 or not is_group_size(found.group_size):
             return None
-        packing = "gptq" if found.is_gptq else "awq" if found.is_awq else None
+        gptq = "gptq" if self.w4a8_version == 1 else "gptq_v2"
+        packing = gptq if found.is_gptq else "awq" if found.is_awq else None
         if packing is None:
             return None
         say_int8("AutoRound")

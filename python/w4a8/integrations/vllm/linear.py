@@ -161,25 +161,25 @@ class LinearWeights:
         """The tensors that the checkpoint had.
 
         Raises:
-            ValueError: one of those that the format needs is not complete.
+            ValueError: one of those that the format needs is not complete: the layer would run on zeros.
         """
-        tensors, optional = {}, set(self.packing.tensors) - set(self.packing.required)
-        for stored in self.packing.tensors:
-            tensor = getattr(layer, stored.suffix).data
-            lacking = self._lacking.get(stored.suffix, 0)
-            if stored in optional and (self.dummy or self.packed_as is not None):
+        tensors, missing = {}, []
+        for part in self.packing.tensors:
+            optional = part not in self.packing.required
+            if optional and (self.dummy or self.packed_as is not None):
                 continue  # of other weights, they may come when their layer is complete
+            tensor = getattr(layer, part.suffix).data
+            lacking = self._lacking.get(part.suffix, 0)
             if self.dummy:
                 lacking = 0
-                if stored.kind == "weight":
+                if part.kind == "weight":
                     fill_dummy(tensor)
-            if lacking > 0 and (stored not in optional or lacking < tensor.numel()):
-                raise ValueError(
-                    f"w4a8: {self.layer_name}: the checkpoint lacks {stored.suffix}: {tensor.numel() - lacking} of "
-                    f"{tensor.numel()} elements came"
-                )
             if lacking <= 0:
-                tensors[stored.suffix] = tensor
+                tensors[part.suffix] = tensor
+            elif not optional or lacking < tensor.numel():
+                missing.append(f"{part.suffix}: {tensor.numel() - lacking} of {tensor.numel()} elements")
+        if missing:
+            raise ValueError(f"w4a8: {self.layer_name}: the checkpoint lacks weights: {', '.join(missing)}")
         if self.packing.name == "pack-quantized":
             tensors["weight_shape"] = torch.tensor([self.rows, self.k])
         return tensors
@@ -281,9 +281,11 @@ class W4A8LinearScheme(CompressedTensorsScheme):
     def create_weights(
         self,
         layer: torch.nn.Module,
+        output_size: int,
+        input_size: int,
         output_partition_sizes: list[int],
         input_size_per_partition: int,
-        input_size: int,
+        params_dtype: torch.dtype,
         weight_loader: Callable,
         **kwargs: Any,
     ) -> None:
