@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 
 from w4a8.core.matrix import Matrix4
-from w4a8.formats.awq import output_features
+from w4a8.formats.awq import output_features, output_nibbles
 from w4a8.formats.matrix import checked_zeros
 from w4a8.formats.mxfp4 import powers_of_two
 from w4a8.formats.stored import Stored
-from w4a8.formats.words import CODES, codes, pairs, word_bytes
+from w4a8.formats.words import CODES, codes, word_bytes
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class Packing:
         if self.name in ("gptq", "gptq_v2"):
             return word_bytes(tensor.T)
         if self.name == "awq":
-            return pairs(output_features(tensor).T).contiguous()
+            return output_nibbles(tensor)
         return tensor
 
     def _zeros(self, tensor: torch.Tensor) -> torch.Tensor:
