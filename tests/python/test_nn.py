@@ -7,7 +7,7 @@ import torch
 from common import DTYPES, assert_same_bits
 
 import w4a8
-from w4a8.nn import W4A8Linear
+from w4a8.nn import W4A8Experts, W4A8Linear
 
 
 def unpacked(layer):
@@ -110,7 +110,14 @@ def test_state_dict_of_another_matrix_is_refused():
 
 def test_repr():
     layer = W4A8Linear.from_float(torch.nn.Linear(64, 24))
-    assert repr(layer) == "W4A8Linear(in_features=64, out_features=24, group_size=64)"
+    sizes = "W4A8Linear(in_features=64, out_features=24, group_size=64"
+    assert repr(layer) == f"{sizes})"
+    for options, kind in (({"symmetric": False}, "zero points"), ({"values": "e2m1"}, "e2m1")):
+        assert repr(W4A8Linear.from_float(torch.nn.Linear(64, 24), **options)) == f"{sizes}, {kind})"
+    linear = torch.nn.Linear(64, 24, device="meta")
+    assert repr(W4A8Linear.from_float(linear, symmetric=False)) == f"{sizes})"
+    experts = W4A8Experts.from_float(torch.randn(3, 8, 32), torch.randn(3, 32, 4), symmetric=False)
+    assert repr(experts).endswith("activation=SILU, zero points)")
 
 
 @pytest.mark.parametrize("groups", [1, 2])

@@ -141,9 +141,9 @@ class W4A8Experts(PackedModule):
         )
 
     def extra_repr(self) -> str:
-        """Sizes, for print()."""
+        """Sizes and kind, for print()."""
         return (
             f"num_experts={self.num_experts}, hidden_size={self.hidden_size}, "
             f"intermediate_size={self.intermediate_size}, group_size={self.group_size}, "
-            f"activation={self.activation.name}"
+            f"activation={self.activation.name}{self.kind_repr()}"
         )

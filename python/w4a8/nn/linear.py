@@ -197,8 +197,9 @@ class W4A8Linear(PackedModule):
         return dyn_quant_matmul_4bit(x, self.packed, self.group_size, self.in_features, self.out_features)
 
     def extra_repr(self) -> str:
-        """Sizes, for print()."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, group_size={self.group_size}"
+        """Sizes and kind, for print()."""
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}, group_size={self.group_size}"
+        return sizes + self.kind_repr()
 
     def packed_shapes(self) -> dict[str, dict[str, int]]:
         """What the header must say."""

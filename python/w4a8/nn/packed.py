@@ -26,6 +26,17 @@ class PackedModule(torch.nn.Module):
                     where = f"{name}[{index}]" if packed.dim() == 2 else name
                     raise ValueError(f"{where}: {field} is {header[field]}, expected {value}")
 
+    def kind_repr(self) -> str:
+        """For print(): what is not plain int4; nothing on the meta device."""
+        kinds = []
+        for name in self.packed_shapes():
+            packed = getattr(self, name)
+            if packed.is_meta or packed.numel() == 0:
+                return ""
+            header = read_header(packed[0] if packed.dim() == 2 else packed)
+            kinds.append("e2m1" if header["values"] == "e2m1" else "zero points" if header["has_zero_points"] else "")
+        return "".join(f", {kind}" for kind in dict.fromkeys(kinds) if kind)
+
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
         # Bytes of another matrix of the same size would load, and fail only in forward. One with a bias (or without,
         # or with scales of another type) is as good, whatever its size.
