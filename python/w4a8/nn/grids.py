@@ -95,7 +95,7 @@ class Floats(Int4):
         return u.div_(steps).round_().mul_(steps).clamp_(-6, 6)
 
     def nibbles(self, values: torch.Tensor, zeros: torch.Tensor | None) -> torch.Tensor:
-        return pairs(_E2M1_CODES[(2 * values + 12).to(torch.int32)].flatten(1))
+        return pairs(_E2M1_CODES[(2 * values + 12).long()].flatten(1))
 
     def stored(self, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """With a half that is exact, which the operators need: of denormals, the even ones."""
