@@ -208,8 +208,10 @@ def status(name):
         return next(int(line.split()[1]) << 10 for line in file if line.startswith(name))
 
 sizes = ExpertSizes(64, 1024, 512, 128)
-packer = ExpertPacker(sizes, None)
-order = [(e, s, k) for e in range(64) for s in ("w1", "w3", "w2") for k in ("weight", "weight_scale")]
+zeros = ("w13", "w2") if sys.argv[2] == "zeros" else ()
+packer = ExpertPacker(sizes, None, zero_points=zeros)
+pieces = ("weight", "weight_scale", "zero_points") if zeros else ("weight", "weight_scale")
+order = [(e, s, k) for e in range(64) for s in ("w1", "w3", "w2") for k in pieces]
 if sys.argv[1] == "shuffled":
     random.Random(0).shuffle(order)
 tensors = {}
@@ -217,8 +219,11 @@ for shard in ("w1", "w2"):
     rows, columns = (1024, 512) if shard == "w2" else (512, 1024)
     tensors[shard, "weight"] = torch.randint(2**31 - 1, (rows, columns // 8), dtype=torch.int32)
     tensors[shard, "weight_scale"] = torch.rand(rows, columns // 128).to(torch.bfloat16)
-tensors["w3", "weight"], tensors["w3", "weight_scale"] = tensors["w1", "weight"], tensors["w1", "weight_scale"]
-warm = ExpertPacker(ExpertSizes(1, 1024, 512, 128), None)
+    if zeros:
+        tensors[shard, "zero_points"] = torch.randint(16, (rows, columns // 128), dtype=torch.uint8)
+for kind in pieces:
+    tensors["w3", kind] = tensors["w1", kind]
+warm = ExpertPacker(ExpertSizes(1, 1024, 512, 128), None, zero_points=zeros)
 for shard, kind in tensors:
     warm.put(0, shard, kind, tensors[shard, kind], "name")
 warm.pack()
@@ -236,12 +241,13 @@ print(total, status("VmHWM") - before)
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize("order", ["natural", "shuffled"])
-def test_peak_memory(order):
+@pytest.mark.parametrize("zeros", ["", "zeros"])
+def test_peak_memory(order, zeros):
     """What is packed, and a few experts: what waits has not been packed yet, so that both together are never more."""
     # Large temporaries go back to the system: what malloc keeps for later is not what is measured.
     variables = {**os.environ, "GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=131072"}
     done = subprocess.run(
-        [sys.executable, "-c", PEAK, order], capture_output=True, text=True, check=True, env=variables
+        [sys.executable, "-c", PEAK, order, zeros], capture_output=True, text=True, check=True, env=variables
     )
     total, peak = map(int, done.stdout.split())
     assert total > 50e6
