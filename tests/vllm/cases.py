@@ -16,6 +16,18 @@ QUICK = [
     Case("qwen3_moe", 128, "gptq_v2", "bfloat16", "none", lm_head=True),
 ]
 
+# Of one layer, written by auto-round (tool_written/write.py), all with zero points.
+TOOLS = [
+    Case("qwen3_moe", 128, form, "bfloat16", "none", symmetric=False, tool=tool, changes={"num_experts": 4})
+    for tool, form in (
+        ("gptq", "gptq"),
+        ("awq", "awq"),
+        ("auto_round", "gptq_v2"),
+        ("compressed_tensors", "pack-quantized"),
+    )
+]
+QUICK += TOOLS
+
 MORE = [
     Case("mixtral", 128, "int-quantized", "float32", "symmetric"),
     Case("deepseek_v2", -1, "int-quantized", "bfloat16", "asymmetric"),

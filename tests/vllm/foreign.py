@@ -1,4 +1,4 @@
-"""Writes matrices in the formats of other tools, by their documented bit layouts, and multiplies them out.
+"""Writes matrices in the formats of other tools, by their documented bit layouts, reads them, and multiplies them out.
 
 It shares nothing with w4a8.formats: all is integer arithmetic on one code per element.
 """
@@ -48,6 +48,30 @@ def write_int4(weight: torch.Tensor, group: int, symmetric: bool, form: str) -> 
     if not form.startswith("auto_round"):
         stored["g_idx"] = (torch.arange(weight.shape[1]) * zeros.shape[1] // weight.shape[1]).to(torch.int32)
     return stored, plain
+
+
+def _codes(words: torch.Tensor, order: tuple = tuple(range(8))) -> torch.Tensor:
+    """The inverse of `_words`."""
+    found = torch.empty(*words.shape, 8, dtype=torch.int64)
+    for i, which in enumerate(order):
+        found[..., which] = words.to(torch.int64) >> 4 * i & 15
+    return found.flatten(1)
+
+
+def multiplied_out(stored: dict[str, torch.Tensor], form: str) -> torch.Tensor:
+    """float32 [N, K] of the tensors of a matrix, by the last part of their names."""
+    if form == "pack-quantized":
+        rows, columns = stored["weight_shape"].tolist()
+        codes, scales = _codes(stored["weight_packed"])[:, :columns], stored["weight_scale"]
+        zeros = _codes(stored["weight_zero_point"].T).T[:rows]
+    elif form.endswith("awq"):
+        codes, scales = _codes(stored["qweight"], AWQ_ORDER).T, stored["scales"].T
+        zeros = _codes(stored["qzeros"], AWQ_ORDER).T
+    else:
+        codes, scales = _codes(stored["qweight"].T), stored["scales"].T
+        zeros = _codes(stored["qzeros"]).T + (0 if form == "gptq_v2" else 1)
+    centred = codes.unflatten(1, (zeros.shape[1], -1)) - zeros.unsqueeze(-1)
+    return (centred.float() * scales.float().unsqueeze(-1)).flatten(1).contiguous()
 
 
 def write_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -126,6 +126,7 @@ class Case:
         attention: of the linear layers of attention: w4a8, w8a8 or float.
         symmetric: of the weights; otherwise they have zero points.
         lm_head: is quantized as well.
+        tool: the folder of tool_written/ that is the checkpoint; nothing is written but its weights multiplied out.
         changes: of the model's configuration.
     """
 
@@ -137,6 +138,7 @@ class Case:
     attention: str = "w4a8"
     symmetric: bool = True
     lm_head: bool = False
+    tool: str = ""
     changes: dict = field(default_factory=dict, hash=False)
 
     @property
@@ -146,6 +148,7 @@ class Case:
         parts = [self.model, group, form, self.dtype, self.inputs, self.attention]
         parts += [] if self.symmetric else ["zeros"]
         parts += ["lm_head"] if self.lm_head else []
+        parts += [f"by_{self.tool}"] if self.tool else []
         return "-".join(parts) + "".join(f"-{key}{value}" for key, value in self.changes.items())
 
     @property
@@ -336,8 +339,32 @@ def _matrices(tensors: dict[str, torch.Tensor], ignore: list[str]) -> list[str]:
     ]
 
 
+def _multiply_out(case: Case, directory: Path) -> Path:
+    """As `write`, of what a tool has written."""
+    source, reference = Path(__file__).parent / "tool_written" / case.tool, directory / "reference"
+    reference.mkdir()
+    (directory / "checkpoint").symlink_to(source)
+    content, modules = {}, {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        module, _, suffix = name.rpartition(".")
+        if suffix == "weight":
+            content[name] = tensor.float()
+        else:
+            modules.setdefault(module, {})[suffix] = tensor
+    content.update(
+        {f"{module}.weight": foreign.multiplied_out(found, case.format) for module, found in modules.items()}
+    )
+    save_file(content, reference / "model.safetensors", metadata={"format": "pt"})
+    settings = json.loads((source / "config.json").read_text())
+    del settings["quantization_config"]
+    (reference / "config.json").write_text(json.dumps({**settings, "dtype": "float32"}))
+    return directory
+
+
 def write(case: Case, directory: Path, seed: int = 0) -> Path:
     """Makes `directory`/checkpoint and `directory`/reference; returns `directory`."""
+    if case.tool:
+        return _multiply_out(case, directory)
     family, changes, ignore = MODELS[case.model]
     dtype = getattr(torch, case.dtype)
     config = getattr(transformers, f"{family}Config")(**{**COMMON, **changes, **case.changes})

@@ -14,6 +14,18 @@ NO_BACKEND = "NotImplementedError: No W4A8 Int8 MoE backend supports the deploym
 NOT_ARM = "kernel only supports Arm CPU"
 NO_WNA16 = "NotImplementedError: No WNA16 MoE backend supports the deployment configuration."
 
+# Weight-only experts in other formats, without AMX.
+FOREIGN = {
+    Case("qwen3_moe", 128, "gptq", "bfloat16", "none"): NO_WNA16,
+    Case("qwen3_moe", 128, "gptq_v2", "bfloat16", "none"): NO_WNA16,
+    Case("qwen3_moe", 128, "gptq", "bfloat16", "none", symmetric=False): "Unsupported quantization config: bits=4",
+    Case("qwen3_moe", 128, "awq", "bfloat16", "none"): NO_WNA16,
+    Case("qwen3_moe", 128, "awq", "bfloat16", "none", symmetric=False): NO_WNA16,
+    Case("qwen3_moe", 128, "auto_round:auto_gptq", "bfloat16", "none"): "has no parameter 'w2_qweight'",
+    Case("qwen3_moe", 128, "pack-quantized", "bfloat16", "none", symmetric=False): NO_WNA16,
+    Case("gpt_oss", 32, "mxfp4", "bfloat16", "none", attention="float"): "No MXFP4 MoE backend supports",
+}
+
 AMX = torch.cpu._is_amx_tile_supported() and not HIDE_AMX
 ON_EITHER = {"int-quantized": NO_BACKEND, "moe_backend=cpu": NOT_ARM, "pack-quantized": NO_BACKEND}
 
@@ -62,6 +74,20 @@ def test_runs_weight_only_with_amx(with_amx, checkpoints):
     """With int8 activations, so the same noise is allowed as for the plugin."""
     job, result = with_amx["weight-only"]
     check(WEIGHT_ONLY, checkpoints(WEIGHT_ONLY), job.prompts, result, stock=True)
+
+
+@pytest.fixture(scope="module")
+def foreign_without_amx(checkpoints, tmp_path_factory):
+    jobs = [Job(checkpoints(case) / "checkpoint", {"enforce_eager": True, "dtype": case.dtype}) for case in FOREIGN]
+    off = {"W4A8_VLLM": "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    done, _ = run_engines(jobs, tmp_path_factory.mktemp("stock-foreign"), 900, True, **off)
+    return dict(zip(FOREIGN, done))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", FOREIGN, ids=lambda case: case.name)
+def test_refusal_of_other_formats(case, foreign_without_amx):
+    assert FOREIGN[case] in foreign_without_amx[case].get("error", "no error")
 
 
 @pytest.mark.parametrize("amx", [False, True])
