@@ -37,6 +37,10 @@ TORCH_LIBRARY(w4a8, m) {
   m.def(
       "dynamic_4bit_int_moe.gated(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w13_packed, Tensor w2_packed, "
       "int H, int I, int group_size, bool apply_router_weight_on_input, int activation_kind) -> Tensor");
+  m.def(
+      "topk_routing(Tensor router_logits, int top_k, bool renormalize, str scoring_func='softmax', int? "
+      "num_expert_group=None, int? topk_group=None, float routed_scaling_factor=1.0, Tensor? "
+      "e_score_correction_bias=None) -> (Tensor topk_weights, Tensor topk_ids)");
 }
 
 TORCH_LIBRARY_IMPL(w4a8, CPU, m) {
@@ -49,6 +53,7 @@ TORCH_LIBRARY_IMPL(w4a8, CPU, m) {
   m.impl("int4_gemm_w4a8", w4a8::NamedOp<"int4_gemm_w4a8", w4a8::int4_gemm_cpu>::call);
   m.impl("dynamic_4bit_int_moe", w4a8::NamedOp<"dynamic_4bit_int_moe", w4a8::moe_cpu>::call);
   m.impl("dynamic_4bit_int_moe.gated", w4a8::NamedOp<"dynamic_4bit_int_moe", w4a8::moe_gated_cpu>::call);
+  m.impl("topk_routing", w4a8::NamedOp<"topk_routing", w4a8::routing_cpu>::call);
 }
 
 // Unpacking has none: the type of its scales and whether there is a bias are in the data.
@@ -59,13 +64,14 @@ TORCH_LIBRARY_IMPL(w4a8, Meta, m) {
   m.impl("int4_gemm_w4a8", w4a8::NamedOp<"int4_gemm_w4a8", w4a8::int4_gemm_meta>::call);
   m.impl("dynamic_4bit_int_moe", w4a8::NamedOp<"dynamic_4bit_int_moe", w4a8::moe_meta>::call);
   m.impl("dynamic_4bit_int_moe.gated", w4a8::NamedOp<"dynamic_4bit_int_moe", w4a8::moe_gated_meta>::call);
+  m.impl("topk_routing", w4a8::NamedOp<"topk_routing", w4a8::routing_meta>::call);
 }
 
 // For inference: with gradients on, an op runs, and backward through it is an error that names it.
 TORCH_LIBRARY_IMPL(w4a8, Autograd, m) {
   for (const char* name : {"dyn_quant_pack_4bit_weight", "dyn_quant_unpack_4bit_weight",
                            "dyn_quant_unpack_any_4bit_weight", "dyn_quant_matmul_4bit", "dynamic_per_token_int8_quant",
-                           "int4_gemm_w4a8", "dynamic_4bit_int_moe", "dynamic_4bit_int_moe.gated"}) {
+                           "int4_gemm_w4a8", "dynamic_4bit_int_moe", "dynamic_4bit_int_moe.gated", "topk_routing"}) {
     m.impl(name, torch::autograd::autogradNotImplementedFallback());
   }
 }
@@ -131,6 +137,15 @@ at::Tensor dynamic_4bit_int_moe(const at::Tensor& x, const at::Tensor& topk_ids,
   return op<"dynamic_4bit_int_moe", decltype(dynamic_4bit_int_moe)>().call(
       x, topk_ids, topk_weights, w13_packed, w2_packed, H, I, I2, group_size, apply_router_weight_on_input,
       activation_kind);
+}
+
+std::tuple<at::Tensor, at::Tensor> topk_routing(const at::Tensor& router_logits, int64_t top_k, bool renormalize,
+                                                c10::string_view scoring_func, c10::optional<int64_t> num_expert_group,
+                                                c10::optional<int64_t> topk_group, double routed_scaling_factor,
+                                                const c10::optional<at::Tensor>& e_score_correction_bias) {
+  return op<"topk_routing", decltype(topk_routing)>().call(router_logits, top_k, renormalize, scoring_func,
+                                                           num_expert_group, topk_group, routed_scaling_factor,
+                                                           e_score_correction_bias);
 }
 
 std::string version() { return W4A8_VERSION; }

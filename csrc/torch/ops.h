@@ -52,4 +52,13 @@ at::Tensor moe_gated_meta(const at::Tensor& x, const at::Tensor& topk_ids, const
                           const at::Tensor& w13_packed, const at::Tensor& w2_packed, int64_t H, int64_t I,
                           int64_t group_size, bool apply_router_weight_on_input, int64_t activation_kind);
 
+std::tuple<at::Tensor, at::Tensor> routing_cpu(const at::Tensor& router_logits, int64_t top_k, bool renormalize,
+                                               c10::string_view scoring_func, c10::optional<int64_t> num_expert_group,
+                                               c10::optional<int64_t> topk_group, double routed_scaling_factor,
+                                               const c10::optional<at::Tensor>& e_score_correction_bias);
+std::tuple<at::Tensor, at::Tensor> routing_meta(const at::Tensor& router_logits, int64_t top_k, bool renormalize,
+                                                c10::string_view scoring_func, c10::optional<int64_t> num_expert_group,
+                                                c10::optional<int64_t> topk_group, double routed_scaling_factor,
+                                                const c10::optional<at::Tensor>& e_score_correction_bias);
+
 }  // namespace w4a8

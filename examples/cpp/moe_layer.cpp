@@ -38,9 +38,7 @@ int main() {
       w4a8::dyn_quant_pack_4bit_weight(w2.nibbles, w2.scales, c10::nullopt, kGroup, kInner, kHidden);
 
   const torch::Tensor x = torch::randn({kTokens, kHidden});
-  const auto routed = torch::topk(torch::softmax(torch::randn({kTokens, kExperts}), -1), kTopK);
-  const torch::Tensor weights = std::get<0>(routed);
-  const torch::Tensor ids = std::get<1>(routed);
+  const auto [weights, ids] = w4a8::topk_routing(torch::randn({kTokens, kExperts}), kTopK, /*renormalize=*/false);
   const torch::Tensor out = w4a8::dynamic_4bit_int_moe(x, ids, weights, packed13, packed2, kHidden, kInner, 2 * kInner,
                                                        kGroup, /*apply_router_weight_on_input=*/false,
                                                        /*activation_kind=*/2);
@@ -49,7 +47,7 @@ int main() {
   torch::Tensor expected = torch::zeros_like(x);
   for (int64_t t = 0; t < kTokens; ++t) {
     for (int64_t j = 0; j < kTopK; ++j) {
-      const int64_t e = ids[t][j].item<int64_t>();
+      const int64_t e = ids[t][j].item<int32_t>();
       const torch::Tensor gate_up = torch::mv(w13.dequantized[e], x[t]);
       const torch::Tensor h = torch::silu(gate_up.slice(0, 0, kInner)) * gate_up.slice(0, kInner);
       expected[t] += weights[t][j] * torch::mv(w2.dequantized[e], h);

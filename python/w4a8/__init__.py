@@ -27,6 +27,7 @@ from w4a8.ops import (
     dynamic_per_token_int8_quant,
     int4_gemm_w4a8,
     read_header,
+    topk_routing,
 )
 from w4a8.quantization import quantize_
 
@@ -49,5 +50,6 @@ __all__ = [
     "load",
     "quantize_",
     "read_header",
+    "topk_routing",
     "use_kernel",
 ]

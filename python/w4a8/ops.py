@@ -222,6 +222,50 @@ def dynamic_4bit_int_moe(
     return op(x, topk_ids, topk_weights, w13_packed, w2_packed, H, I, I2, group_size, weight_on_input, kind)
 
 
+def topk_routing(
+    router_logits: torch.Tensor,
+    top_k: int,
+    renormalize: bool,
+    scoring_func: str = "softmax",
+    num_expert_group: Optional[int] = None,
+    topk_group: Optional[int] = None,
+    routed_scaling_factor: float = 1.0,
+    e_score_correction_bias: Optional[torch.Tensor] = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Selects the experts of each token, with their weights (docs/numerics.md, section 7).
+
+    Experts are selected by their logits, or with a bias by score + bias. Between equal ones the lower index wins; a NaN
+    counts as the largest.
+
+    Args:
+        router_logits: float32, bfloat16 or float16 [T, E]; computed with as float32; zero rows allowed.
+        top_k: experts per token, 1 to E.
+        renormalize: divide the weights of a token by their sum.
+        scoring_func: "softmax" (over all experts; with renormalize over the selected), "sigmoid", "sqrtsoftplus" or
+            "identity".
+        num_expert_group: select among the best groups of neighbouring experts only: how many groups there are, a
+            divisor of E. A group counts as its best expert, with a bias as the sum of its two best. None: no groups.
+        topk_group: how many groups are kept; their experts are at least top_k. None without num_expert_group.
+        routed_scaling_factor: multiplies the weights, last.
+        e_score_correction_bias: floating point [E], added to the scores for selecting only, or None.
+
+    Returns:
+        topk_weights float32 [T, top_k] and topk_ids int32 [T, top_k], in descending order of what they were selected
+        by. A token's bits depend on nothing but that token: not on the CPU, the number of threads, or the batch.
+    """
+    op = torch.ops.w4a8.topk_routing.default
+    return op(
+        router_logits,
+        top_k,
+        renormalize,
+        scoring_func,
+        num_expert_group,
+        topk_group,
+        routed_scaling_factor,
+        e_score_correction_bias,
+    )
+
+
 def read_header(data: Any) -> PackedHeader:
     """What a packed matrix says about itself.
 

@@ -32,6 +32,10 @@ def op_samples():
         "weight_scale": matrix.scales.t(), "weight_zero_point": torch.tensor([8], dtype=torch.int8),
         "group_size": 32, "g_idx": None, "bias": torch.randn(24), "out_dtype": torch.float32,
     }  # fmt: skip
+    routing = {
+        "router_logits": torch.randn(5, 8), "top_k": 2, "renormalize": True, "scoring_func": "sigmoid",
+        "e_score_correction_bias": torch.rand(8),
+    }  # fmt: skip
     return {
         "pack": (
             ops.dyn_quant_pack_4bit_weight.default,
@@ -62,6 +66,7 @@ def op_samples():
             ops.dynamic_4bit_int_moe.gated,
             {name: value for name, value in moe.items() if name != "I2"},
         ),
+        "routing": (ops.topk_routing.default, routing),
     }
 
 

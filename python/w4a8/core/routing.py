@@ -1,11 +1,11 @@
-"""From router logits to experts and their weights.
+"""From router logits to experts and their weights: ``torch.ops.w4a8.topk_routing`` by the names of vLLM's methods.
 
 Everything is float32. Between equal scores the expert with the lower index wins, and a token's experts come in
-descending order of the score they were selected by: the op adds them in this order, so both are part of the result.
-``torch.topk`` does not promise the first, which is why a stable sort stands in its place.
+descending order of the score they were selected by: the op of the experts adds them in this order, so both are part of
+the result.
 
-Without groups and without a correction bias, experts are selected by their logits: every scoring function is monotonic,
-so the choice is the same, and logits that differ stay apart where their scores round to one float.
+Without a correction bias, experts are selected by their logits: every scoring function is monotonic, so the choice is
+the same, and logits that differ stay apart where their scores round to one float.
 """
 
 from __future__ import annotations
@@ -33,41 +33,9 @@ class RoutingMethodType(IntEnum):
     Custom = 101
 
 
-SCORING_FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "softmax": lambda logits: torch.softmax(logits, dim=-1),
-    "sigmoid": torch.sigmoid,
-    "sqrtsoftplus": lambda logits: torch.nn.functional.softplus(logits).sqrt(),
-    "identity": lambda logits: logits,
-}
+SCORING_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus", "identity")
 
-
-def stable_topk(scores: torch.Tensor, k: int) -> torch.Tensor:
-    """Indices of the k largest of each row, descending, the lower index first among equals; a NaN is the largest.
-
-    Args:
-        scores: [T, E].
-        k: at most E.
-
-    Returns:
-        int64 [T, k].
-    """
-    return torch.sort(scores, dim=-1, descending=True, stable=True).indices[:, :k]
-
-
-def _renormalized(weights: torch.Tensor) -> torch.Tensor:
-    """Rows divided by their sums; a row that underflowed to all zeros stays zero instead of becoming NaN."""
-    total = weights.sum(dim=-1, keepdim=True)
-    return weights / torch.where(total == 0, torch.ones_like(total), total)
-
-
-def _keep_best_groups(scores: torch.Tensor, groups: int, keep: int, sum_two: bool) -> torch.Tensor:
-    """Scores [T, E] with -inf for the experts outside the ``keep`` best of ``groups`` groups of neighbours."""
-    tokens, experts = scores.shape
-    grouped = scores.view(tokens, groups, experts // groups)
-    # DeepSeek-V3 rates a group by its two best biased scores, V2 by its best.
-    best = grouped.topk(min(2, grouped.shape[-1]) if sum_two else 1, dim=-1).values.sum(dim=-1)
-    kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, stable_topk(best, keep), True)
-    return grouped.masked_fill(~kept.unsqueeze(-1), float("-inf")).view(tokens, experts)
+_LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # others are converted
 
 
 def _check_groups(experts: int, top_k: int, num_expert_group: int | None, topk_group: int | None) -> None:
@@ -130,28 +98,22 @@ def select_experts(
     experts = router_logits.shape[-1]
     if not 1 <= top_k <= experts:
         raise ValueError(f"top_k {top_k} is outside [1, {experts}], the number of experts")
-
-    logits = router_logits.to(torch.float32)
-    scores = SCORING_FUNCTIONS[scoring_func](logits)
-    ranked = logits
-    if e_score_correction_bias is not None:
-        ranked = scores + e_score_correction_bias.to(torch.float32)
     if use_grouped_topk:
         _check_groups(experts, top_k, num_expert_group, topk_group)
-        with_bias = e_score_correction_bias is not None
-        ranked = _keep_best_groups(ranked, num_expert_group, topk_group, sum_two=with_bias)
-    ids = stable_topk(ranked, top_k)
-
-    if renormalize and scoring_func == "softmax":
-        # The denominators cancel, and without them nothing underflows.
-        weights = torch.softmax(logits.gather(1, ids), dim=-1)
     else:
-        weights = scores.gather(1, ids)
-        if renormalize:
-            weights = _renormalized(weights)
-    if routed_scaling_factor != 1.0:
-        weights = weights * routed_scaling_factor
-    return weights, ids.to(torch.int32)
+        num_expert_group = topk_group = None
+    if router_logits.dtype not in _LOGIT_DTYPES:
+        router_logits = router_logits.to(torch.float32)
+    return torch.ops.w4a8.topk_routing.default(
+        router_logits,
+        top_k,
+        renormalize,
+        scoring_func,
+        num_expert_group,
+        topk_group,
+        routed_scaling_factor,
+        e_score_correction_bias,
+    )
 
 
 # scoring function, renormalize

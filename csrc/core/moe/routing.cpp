@@ -1,0 +1,222 @@
+#include "core/moe/routing.h"
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <limits>
+
+#include "core/real_functions.h"
+#include "core/split.h"
+#include "kernels/half.h"
+
+namespace w4a8 {
+namespace {
+
+constexpr int64_t kTokensPerTask = 16;
+// Tokens times experts below which one thread is done before another has woken: about 20 us.
+constexpr int64_t kSerialLogits = 8192;
+// Up to this many, the best are kept sorted by insertion; a sort of all is slower for few and faster for many.
+constexpr int64_t kInsertedBest = 32;
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+constexpr float kLeast = -std::numeric_limits<float>::infinity();
+
+// What one worker needs for a token.
+struct Scratch {
+  float* logits;   // [E], widened
+  float* ranked;   // [E], what is selected by
+  float* ratings;  // [groups]
+  uint64_t* keys;  // [E]
+
+  Scratch(Slicer& slicer, const RoutingArgs& args)
+      : logits(slicer.take<float>(args.experts)),
+        ranked(slicer.take<float>(args.experts)),
+        ratings(slicer.take<float>(args.groups)),
+        keys(slicer.take<uint64_t>(args.experts)) {}
+};
+
+const float* widen(const void* x, DType dtype, int64_t n, float* buffer) {
+  if (dtype == DType::kFloat32) return static_cast<const float*>(x);
+  const auto* half = static_cast<const uint16_t*>(x);
+  if (dtype == DType::kBFloat16) {
+    for (int64_t i = 0; i < n; ++i) buffer[i] = bits_float(static_cast<uint32_t>(half[i]) << 16);
+  } else {
+    for (int64_t i = 0; i < n; ++i) buffer[i] = float_from_float16(half[i]);
+  }
+  return buffer;
+}
+
+// Larger for what is selected first: by value, a NaN first, then by index, the lower first. -0 is 0.
+inline uint64_t key_of(float value, int64_t index) {
+  const uint32_t bits = float_bits(value + 0.0f);
+  const uint32_t ordered = value != value ? ~0u : bits ^ ((bits >> 31) != 0 ? ~0u : 0x80000000u);
+  return static_cast<uint64_t>(ordered) << 32 | (~static_cast<uint32_t>(index));
+}
+
+inline int64_t index_of(uint64_t key) { return static_cast<int64_t>(~static_cast<uint32_t>(key)); }
+
+// keys[0..k) become those of the k first of `values`, in order. keys: [n]; k <= n.
+void select_best(const float* values, int64_t n, int64_t k, uint64_t* keys) {
+  if (k > kInsertedBest) {
+    for (int64_t i = 0; i < n; ++i) keys[i] = key_of(values[i], i);
+    std::partial_sort(keys, keys + k, keys + n, std::greater<>());
+    return;
+  }
+  std::fill(keys, keys + k, 0);  // below every key
+  for (int64_t i = 0; i < n; ++i) {
+    const uint64_t key = key_of(values[i], i);
+    if (key < keys[k - 1]) continue;
+    int64_t at = k - 1;
+    for (; at > 0 && keys[at - 1] < key; --at) keys[at] = keys[at - 1];
+    keys[at] = key;
+  }
+}
+
+// A group counts as its best score, or as the sum of its two best. NaN if there is one.
+float rate_group(const float* scores, int64_t n, bool sum_two) {
+  float best = kLeast;
+  float second = kLeast;
+  bool nan = false;
+  for (int64_t i = 0; i < n; ++i) {
+    const float score = scores[i];
+    nan = nan || score != score;
+    second = std::max(second, std::min(best, score));
+    best = std::max(best, score);
+  }
+  if (nan) return kNan;
+  return sum_two && n > 1 ? best + second : best;
+}
+
+// scratch.ranked = ranked, and -inf for the experts of groups that are not kept.
+void keep_best_groups(const RoutingArgs& args, const float* ranked, const Scratch& scratch) {
+  const int64_t size = args.experts / args.groups;
+  for (int64_t g = 0; g < args.groups; ++g) {
+    scratch.ratings[g] = rate_group(ranked + g * size, size, args.bias != nullptr);
+  }
+  if (ranked != scratch.ranked) std::copy(ranked, ranked + args.experts, scratch.ranked);
+  select_best(scratch.ratings, args.groups, args.groups, scratch.keys);
+  for (int64_t i = args.kept_groups; i < args.groups; ++i) {
+    float* group = scratch.ranked + index_of(scratch.keys[i]) * size;
+    std::fill(group, group + size, kLeast);
+  }
+}
+
+// exp(x - max) / sum over some logits; in double, as a difference of floats may be large.
+struct Softmax {
+  double max;
+  double sum = 0;
+
+  template <class At>
+  Softmax(int64_t n, At at) : max(at(0)) {
+    for (int64_t i = 1; i < n; ++i) max = std::max<double>(max, at(i));
+    // In two loops, of which the first is vectorized.
+    constexpr int64_t kChunk = 64;
+    double part[kChunk];
+    for (int64_t begin = 0; begin < n; begin += kChunk) {
+      const int64_t count = std::min(kChunk, n - begin);
+      for (int64_t i = 0; i < count; ++i) part[i] = exp_of(at(begin + i) - max);
+      for (int64_t i = 0; i < count; ++i) sum += part[i];
+    }
+  }
+  float operator()(float x) const { return static_cast<float>(exp_of(x - max) / sum); }
+};
+
+struct Sigmoid {
+  Sigmoid(const float*, int64_t) {}
+  float operator()(float x) const { return 1.0f / (1.0f + static_cast<float>(exp_of(-static_cast<double>(x)))); }
+};
+
+struct SqrtSoftplus {
+  SqrtSoftplus(const float*, int64_t) {}
+  // Beyond 20 log(1 + exp(x)) = x + exp(-x) is x.
+  float operator()(float x) const { return static_cast<float>(std::sqrt(x > 20.0f ? x : log1p_of(exp_of(x)))); }
+};
+
+struct Identity {
+  Identity(const float*, int64_t) {}
+  float operator()(float x) const { return x; }
+};
+
+struct SoftmaxOfAll : Softmax {
+  SoftmaxOfAll(const float* x, int64_t n) : Softmax(n, [=](int64_t i) { return x[i]; }) {}
+};
+
+// weights[j] = the weight of the expert of keys[j].
+template <class Score>
+void weigh(const RoutingArgs& args, const float* logits, const uint64_t* keys, float* weights) {
+  const Score score(logits, args.experts);
+  double sum = 0;
+  for (int64_t j = 0; j < args.top_k; ++j) {
+    weights[j] = score(logits[index_of(keys[j])]);
+    sum += weights[j];
+  }
+  if (!args.renormalize) return;
+  const auto total = static_cast<float>(sum);
+  if (total == 0.0f) return;  // all have underflowed: zeros, not NaN
+  for (int64_t j = 0; j < args.top_k; ++j) weights[j] /= total;
+}
+
+template <class Score>
+void route_token(const RoutingArgs& args, int64_t token, const Scratch& scratch) {
+  const auto* row = static_cast<const uint8_t*>(args.logits) + token * args.experts * dtype_bytes(args.dtype);
+  const float* logits = widen(row, args.dtype, args.experts, scratch.logits);
+  // Without a bias by the logits: every scoring function is monotonic, and scores may round to one float.
+  const float* ranked = logits;
+  if (args.bias != nullptr) {
+    const Score score(logits, args.experts);
+    for (int64_t i = 0; i < args.experts; ++i) scratch.ranked[i] = score(logits[i]) + args.bias[i];
+    ranked = scratch.ranked;
+  }
+  if (args.kept_groups < args.groups) {
+    keep_best_groups(args, ranked, scratch);
+    ranked = scratch.ranked;
+  }
+  const uint64_t* keys = scratch.keys;
+  select_best(ranked, args.experts, args.top_k, scratch.keys);
+  float* weights = args.weights + token * args.top_k;
+  if (args.scoring == Scoring::kSoftmax && args.renormalize) {
+    // The denominators cancel, and without them nothing underflows.
+    const Softmax softmax(args.top_k, [=](int64_t j) { return logits[index_of(keys[j])]; });
+    for (int64_t j = 0; j < args.top_k; ++j) weights[j] = softmax(logits[index_of(keys[j])]);
+  } else {
+    weigh<Score>(args, logits, keys, weights);
+  }
+  for (int64_t j = 0; j < args.top_k; ++j) {
+    args.ids[token * args.top_k + j] = static_cast<int32_t>(index_of(keys[j]));
+    if (args.scale != 1.0f) weights[j] *= args.scale;
+  }
+}
+
+using RouteToken = void (*)(const RoutingArgs&, int64_t, const Scratch&);
+
+RouteToken route_of(Scoring scoring) {
+  switch (scoring) {
+    case Scoring::kSoftmax: return route_token<SoftmaxOfAll>;
+    case Scoring::kSigmoid: return route_token<Sigmoid>;
+    case Scoring::kSqrtSoftplus: return route_token<SqrtSoftplus>;
+    case Scoring::kIdentity: break;
+  }
+  return route_token<Identity>;
+}
+
+}  // namespace
+
+void topk_routing(Parallel& parallel, Workspace& workspace, const RoutingArgs& args) {
+  SerialParallel serial;
+  Parallel& runner = args.tokens < kSerialLogits / args.experts ? serial : parallel;
+  const int64_t tasks = ceil_div(args.tokens, kTokensPerTask);
+  const int workers = static_cast<int>(std::min<int64_t>(runner.threads(), tasks));
+  Slicer size(nullptr);
+  Scratch(size, args);
+  uint8_t* const memory = workspace.reserve(size.bytes() * workers);
+  const RouteToken route = route_of(args.scoring);
+  const auto run = [&](int64_t, int64_t task, int worker) {
+    Slicer slicer(memory + size.bytes() * worker);
+    const Scratch scratch(slicer, args);
+    const int64_t end = std::min(args.tokens, (task + 1) * kTokensPerTask);
+    for (int64_t t = task * kTokensPerTask; t < end; ++t) route(args, t, scratch);
+  };
+  const Phase phases[] = {{tasks, run}};
+  run_phases(runner, workers, phases);
+}
+
+}  // namespace w4a8

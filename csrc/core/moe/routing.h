@@ -1,0 +1,39 @@
+// From router logits to experts and their weights (docs/numerics.md section 7).
+#pragma once
+
+#include <cstdint>
+
+#include "core/parallel.h"
+#include "core/workspace.h"
+#include "kernels/kernel.h"
+
+namespace w4a8 {
+
+/// What makes a score of a logit x.
+enum class Scoring : int32_t {
+  kSoftmax,       ///< exp(x) / sum of exp over all experts
+  kSigmoid,       ///< 1 / (1 + exp(-x))
+  kSqrtSoftplus,  ///< sqrt(log(1 + exp(x)))
+  kIdentity,      ///< x
+};
+
+struct RoutingArgs {
+  const void* logits;  ///< [tokens, experts] of `dtype`
+  DType dtype;
+  int64_t tokens;
+  int64_t experts;  ///< at most 2^31 - 1
+  int64_t top_k;    ///< in 1..experts
+  Scoring scoring;
+  bool renormalize;             ///< the weights of a token are divided by their sum
+  const float* bias = nullptr;  ///< [experts], added to the scores that select, not to the weights; null: none
+  int64_t groups = 1;           ///< of neighbouring experts; divides experts
+  int64_t kept_groups = 1;      ///< experts of that many groups can be selected, at least top_k
+  float scale = 1.0f;           ///< multiplies the weights
+  float* weights;               ///< [tokens, top_k]
+  int32_t* ids;                 ///< [tokens, top_k], best first
+};
+
+/// Selects top_k experts for each token. Between equal scores the lower index wins; a NaN counts as the largest.
+void topk_routing(Parallel& parallel, Workspace& workspace, const RoutingArgs& args);
+
+}  // namespace w4a8
