@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sets up a flavour (TORCH=debian, PYTHON=...) and runs all tests: GoogleTest through ctest, then pytest.
-# Arguments go to pytest.
+# Arguments go to pytest. CTEST_FILTER: run only the C++ tests that match this regular expression.
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 select_flavour
 case $FLAVOUR in
@@ -14,7 +14,8 @@ run_quiet build/log/tests-configure.log cmake -S . -B "$BUILD_DIR" -DW4A8_BUILD_
 run_quiet build/log/tests-build.log cmake --build "$BUILD_DIR" -j "$CMAKE_BUILD_PARALLEL_LEVEL"
 failed=()
 say "ctest ($FLAVOUR)"
-ctest --test-dir "$BUILD_DIR" -j "$CMAKE_BUILD_PARALLEL_LEVEL" --output-on-failure --no-tests=error || failed+=(ctest)
+ctest --test-dir "$BUILD_DIR" -j "$CMAKE_BUILD_PARALLEL_LEVEL" --output-on-failure --no-tests=error \
+  ${CTEST_FILTER:+-R "$CTEST_FILTER"} || failed+=(ctest)
 say "C++ package and examples/cpp ($FLAVOUR)"
 prefix=$ROOT/$BUILD_DIR/prefix
 torch_root=$("$PY" -c 'import pathlib, torch.utils as u; print(pathlib.Path(u.cmake_prefix_path).parent.parent)')
