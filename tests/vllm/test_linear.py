@@ -10,17 +10,17 @@ N, K, GROUP = 64, 128, 32
 NAME = "model.layers.0.mlp.gate_up_proj"
 
 
-def make_layer(monkeypatch, format_):
+def make_layer(monkeypatch, format_, symmetric=True):
     """A layer of two parts of N / 2 columns each, with a loader like vLLM's."""
     for what, value in (("rank", 0), ("world_size", 1)):
         name = f"vllm.model_executor.parameter.get_tensor_model_parallel_{what}"
         monkeypatch.setattr(name, lambda value=value: value)
     layer = torch.nn.Module()
-    layer.scheme = W4A8LinearScheme(Packing(format_, GROUP), NAME)
+    layer.scheme = W4A8LinearScheme(Packing(format_, GROUP, symmetric), NAME)
 
     def load(param, loaded, part):
-        rows = param.shape[0] // 2
-        param.data[part * rows : (part + 1) * rows].copy_(loaded)
+        rows = param.shape[param.output_dim] // 2
+        param.data.narrow(param.output_dim, part * rows, rows).copy_(loaded)
 
     layer.scheme.create_weights(layer, N, K, [N // 2, N // 2], K, torch.bfloat16, load)
     return layer
@@ -59,3 +59,56 @@ def test_nothing_came(monkeypatch):
     layer = make_layer(monkeypatch, "int-quantized")
     with pytest.raises(ValueError, match=r"weight: 0 of 8192 elements, weight_scale: 0 of 256 elements"):
         layer.scheme.process_weights_after_loading(layer)
+
+
+GPTQ = {"qweight": (K // 8, N // 2), "qzeros": (K // GROUP, N // 16), "scales": (K // GROUP, N // 2)}
+
+
+def gptq_tensors(**changes):
+    found = {
+        name: torch.zeros(shape, dtype=torch.float16 if name == "scales" else torch.int32)
+        for name, shape in GPTQ.items()
+    }
+    return {**found, **changes}
+
+
+def load_gptq(layer, tensors):
+    for name, tensor in tensors.items():
+        for part in range(2):
+            getattr(layer, name).weight_loader(getattr(layer, name), tensor, part)
+    if layer.w4a8_weights.packed_as is None:
+        layer.scheme.process_weights_after_loading(layer)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_gptq_as_it_should_be(monkeypatch, symmetric):
+    zeros = torch.full(GPTQ["qzeros"], 0x77777777 if symmetric else 0, dtype=torch.int32)
+    layer = make_layer(monkeypatch, "gptq", symmetric)
+    load_gptq(layer, gptq_tensors(qzeros=zeros))
+    assert layer.weight_packed.dtype == torch.uint8 and not hasattr(layer, "qweight")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"qzeros": torch.full(GPTQ["qzeros"], -1, dtype=torch.int32)}, r"zero points in \[16, 16\], but"),
+        ({"qzeros": torch.zeros(3, N // 16, dtype=torch.int32)}, r"\.qzeros: shape \(3, 4\) is no part of a weight"),
+        ({"scales": torch.zeros(1, 3, dtype=torch.float16)}, r"\.scales: shape \(1, 3\) is no part of a weight"),
+        ({"qweight": torch.zeros(GPTQ["qweight"])}, r"\.qweight: dtype torch.float32, but torch.int32 is expected"),
+        ({"scales": torch.full(GPTQ["scales"], float("nan"))}, "scales: not all scales are finite"),
+    ],
+)
+def test_a_damaged_tensor(monkeypatch, changes, message):
+    """A zero point of 16, too few groups, another shape, dtype or value: an error with the layer's name."""
+    layer = make_layer(monkeypatch, "gptq", symmetric=False)
+    with pytest.raises(ValueError, match=message) as caught:
+        load_gptq(layer, gptq_tensors(**changes))
+    assert NAME in str(caught.value) and not hasattr(layer, "weight_packed")
+
+
+def test_zero_points_of_a_symmetric_file(monkeypatch):
+    layer = make_layer(monkeypatch, "gptq")
+    with pytest.raises(
+        ValueError, match=rf"{NAME}: weight.qzeros: zero points in \[1, 1\], but the configuration says"
+    ):
+        load_gptq(layer, gptq_tensors())

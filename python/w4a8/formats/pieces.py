@@ -37,6 +37,10 @@ class Part:
     axes: tuple[str, str]
     packed: int | None = None
 
+    def takes(self, dtype: torch.dtype) -> bool:
+        """Whether a tensor of a file may have this type: float32 stands for all floats."""
+        return dtype == self.dtype or (self.dtype == torch.float32 and dtype.is_floating_point)
+
     @property
     def codes_in_an_element(self) -> int:
         """Of the packed axis."""
@@ -138,7 +142,7 @@ class Packing:
         """
         full = f"{name}.{part.suffix}"
         floats = part.dtype == torch.float32
-        if tensor.dtype != part.dtype and not (floats and tensor.dtype.is_floating_point):
+        if not part.takes(tensor.dtype):
             expected = "a float" if floats else str(part.dtype).removeprefix("torch.")
             raise ValueError(f"{full}: dtype {tensor.dtype}, but {expected} is expected")
         if tensor.dim() != 2:

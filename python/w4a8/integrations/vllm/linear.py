@@ -143,18 +143,32 @@ class LinearWeights:
         if stored not in self.packing.required:
             param.weight_loader_numel = 0
 
-    def load(self, layer: torch.nn.Module, param: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's loader of a parameter; packs the weight when that was the last of its first tensors."""
-        with _CopiedValues() as copied:
-            found = self._load(param, *args, **kwargs)
-        suffix = next((name for name in self._lacking if getattr(layer, name, None) is param), None)
-        if suffix is not None:
-            self._lacking[suffix] -= copied.count
+    def load(
+        self, layer: torch.nn.Module, param: torch.Tensor, loaded_weight: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        """vLLM's loader of a parameter; packs the weight when that was the last of its first tensors.
+
+        Raises:
+            ValueError: a tensor of another dtype or shape than the format has; names it.
+        """
+        part = next((part for part in self.packing.tensors if getattr(layer, part.suffix, None) is param), None)
+        name = f"{self.layer_name}.{'weight_shape' if part is None else part.suffix}"
+        if part is not None and not part.takes(loaded_weight.dtype):
+            raise ValueError(f"w4a8: {name}: dtype {loaded_weight.dtype}, but {part.dtype} is expected")
+        try:
+            with _CopiedValues() as copied:
+                found = self._load(param, loaded_weight, *args, **kwargs)
+        except (AssertionError, IndexError, RuntimeError) as error:
+            whole = f"[{self.n}, {self.k}] in groups of {self.packing.group_size} ({self.packing.name})"
+            shape = tuple(loaded_weight.shape)
+            raise ValueError(f"w4a8: {name}: shape {shape} is no part of a weight {whole}: {error}") from error
+        if part is not None and part.suffix in self._lacking:
+            self._lacking[part.suffix] -= copied.count
             if all(count <= 0 for count in self._lacking.values()):
-                parts = [getattr(layer, stored.suffix) for stored in self.packing.tensors]
+                parts = [getattr(layer, part.suffix) for part in self.packing.tensors]
                 self.process(layer)
-                for part in parts:  # the model's loader keeps them until it has loaded all layers
-                    part.data = torch.empty(0, dtype=part.dtype)
+                for old in parts:  # the model's loader keeps them until it has loaded all layers
+                    old.data = torch.empty(0, dtype=old.dtype)
         return found
 
     def _there(self, layer: torch.nn.Module) -> dict[str, torch.Tensor]:
