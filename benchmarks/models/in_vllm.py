@@ -18,8 +18,9 @@ VARIABLES = {
 }
 
 
-def environment(plugin: bool) -> Environment:
-    return Environment("vllm-model", python=PYTHON, variables={**VARIABLES, "W4A8_VLLM": "1" if plugin else "0"})
+def environment(plugin: bool, **variables: str) -> Environment:
+    switch = {"W4A8_VLLM": "1" if plugin else "0"}
+    return Environment("vllm-model", python=PYTHON, variables={**VARIABLES, **switch, **variables})
 
 
 class Vllm(Model):
@@ -69,6 +70,13 @@ class Plugin(Vllm):
     environment = environment(True)
 
 
+class PluginInt4Head(Vllm):
+    """With the output layer in int4 as well."""
+
+    name, format = "vLLM, w4a8, int4 lm_head", "w4a8"
+    environment = environment(True, W4A8_VLLM_LM_HEAD="int4")
+
+
 class StockBfloat16(Vllm):
     name, format, weights = "vLLM, bfloat16", "bfloat16", "bf16"
     environment = environment(False)
@@ -91,4 +99,4 @@ class StockW4A16(Vllm):
         return None if 0.75 * layers + 3 < gigabytes else f"loading {layers} layers takes {0.75 * layers + 3:.0f} GB"
 
 
-ENTRIES = [Plugin, StockBfloat16, StockW4A16]
+ENTRIES = [Plugin, PluginInt4Head, StockBfloat16, StockW4A16]

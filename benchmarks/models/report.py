@@ -9,7 +9,7 @@ from peers.plots import COLORS, pyplot, save
 
 from models.base import DECODE_BATCHES, PREFILL_TOKENS
 
-OWN, LLAMA = "vLLM, w4a8", "llama.cpp, Q4_0"
+OWN, INT4_HEAD, LLAMA = "vLLM, w4a8", "vLLM, w4a8, int4 lm_head", "llama.cpp, Q4_0"
 RATES = {
     **{f"prefill {n}": ("prefill", n) for n in PREFILL_TOKENS},
     **{f"decode, batch {n}": ("decode", n) for n in DECODE_BATCHES},
@@ -61,11 +61,11 @@ def goals(records: list[dict], layers: int, threads: int) -> list[dict]:
     by_name = {record["entry"]: record for record in records}
     own, llama = by_name.get(OWN), by_name.get(LLAMA)
     lines: list[Line] = []
-    if own and llama:
+    for name, record in ((OWN, own), (INT4_HEAD, by_name.get(INT4_HEAD))):
         for title, goal in (("decode, batch 1", 1.4), ("decode, batch 8", 3.0), ("prefill 512", 6.0)):
-            ours, theirs = rate(own, title), rate(llama, title)
+            ours, theirs = record and rate(record, title), llama and rate(llama, title)
             if ours and theirs:
-                lines.append((f"{title}, times as fast as llama.cpp", "", goal, ours / theirs))
+                lines.append((f"{name}: {title}, times as fast as llama.cpp", "", goal, ours / theirs))
     if own and own.get("weights_bytes"):
         allowed = 1.10 * own["weights_bytes"] + 1.5e9
         lines.append(("allowed / peak while loading", "", 1.0, allowed / own["weights_peak"]))

@@ -62,6 +62,14 @@ def main() -> None:
                 cost = f"{bits:.4f} | {bits / float32 - 1:+.2%}"
                 print(f"| {name} | {scales} | {cost} | {report.packed_bytes:,} | {seconds:.1f} |", flush=True)
 
+    quantized = copy.deepcopy(model)
+    report = w4a8.quantize_(quantized, 32, clip_search=True)
+    head = w4a8.nn.W4A8Linear.from_float(quantized.lm_head, 32, scale_dtype=torch.bfloat16, clip_search=True)
+    quantized.lm_head = head
+    bits = bits_per_byte(quantized, text, "lm_head")
+    packed = report.packed_bytes + head.packed.numel()
+    print(f"| int4, g32, the output layer too | searched | {bits:.4f} | {bits / float32 - 1:+.2%} | {packed:,} | |")
+
 
 if __name__ == "__main__":
     main()

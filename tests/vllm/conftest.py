@@ -63,7 +63,7 @@ def arguments(case: models.Case, compiled: bool = False) -> dict:
 
 @dataclass
 class Job:
-    """One engine: a checkpoint, arguments of vllm.LLM, a checkpoint to reload from."""
+    """One engine: a checkpoint, arguments of vllm.LLM, a checkpoint to reload from, variables for the plugin."""
 
     model: Path
     arguments: dict = field(default_factory=dict)
@@ -71,6 +71,7 @@ class Job:
     tokens: int = TOKENS
     prompt_logprobs: bool = True
     reload: Path | None = None
+    environment: dict = field(default_factory=dict)
 
 
 def environment(hide_amx: bool = False, **variables) -> dict:

@@ -1,7 +1,8 @@
 """Runs vLLM engines one after another in one process: `python engine.py JOBS RESULTS`.
 
-JOBS is a JSON list of {"model", "arguments" (of LLM), "prompts" (token ids), "tokens"}. RESULTS, a torch file, gets one
-entry per job: {"error"}, or {"outputs": token ids, "logprobs": float32 [prompt + output - 1, vocabulary] per prompt},
+JOBS is a JSON list of {"model", "arguments" (of LLM), "prompts" (token ids), "tokens", "environment" (variables)}.
+RESULTS, a torch file, gets one entry per job: {"error"}, or {"outputs": token ids, "logprobs": float32
+[prompt + output - 1, vocabulary] per prompt},
 and for a job with "reload", a second checkpoint, the same again under "reloaded". "amx": whether vLLM was told of AMX.
 """
 
@@ -32,6 +33,7 @@ def run(job: dict) -> dict:
     from vllm import LLM
 
     arguments = {"skip_tokenizer_init": True, "max_model_len": 256, "max_logprobs": -1, "seed": 0, **job["arguments"]}
+    os.environ.update(job["environment"])
     llm = LLM(job["model"], **arguments)
     try:
         result = answers(llm, job)
@@ -43,6 +45,8 @@ def run(job: dict) -> dict:
     finally:
         llm.llm_engine.engine_core.shutdown()
         del llm
+        for name in job["environment"]:
+            del os.environ[name]
 
 
 def answers(llm, job: dict) -> dict:

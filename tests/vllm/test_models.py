@@ -1,13 +1,20 @@
 """Tiny models of every supported family, generated from and scored by vLLM, compiled and eagerly."""
 
+from dataclasses import replace
+
 import pytest
+import torch
 from cases import COMPILED, MORE, QUICK, RELOADED
 from compare import check
 from conftest import Job, arguments, run_engines
+from safetensors.torch import load_file, save_file
+
+from w4a8.nn.rounding import round_weight
 
 # (case, whether it is compiled). What is compiled runs eagerly as well with --full.
 SHORT = [(case, case in COMPILED) for case in QUICK]
 FULL = [(case, False) for case in [*COMPILED, *MORE]]
+INT4_HEAD = QUICK[0]  # also with W4A8_VLLM_LM_HEAD=int4
 
 
 @pytest.fixture(scope="module")
@@ -17,8 +24,11 @@ def results(request, checkpoints, tmp_path_factory):
     for case, compiled in runs:
         reload = checkpoints(case, seed=1) / "checkpoint" if (case, compiled) in RELOADED else None
         jobs.append(Job(checkpoints(case) / "checkpoint", arguments(case, compiled), reload=reload))
+    head = Job(checkpoints(INT4_HEAD) / "checkpoint", arguments(INT4_HEAD), environment={"W4A8_VLLM_LM_HEAD": "int4"})
+    head.reload = checkpoints(INT4_HEAD, seed=1) / "checkpoint"
+    jobs, runs = [*jobs, head], [*runs, ("int4 lm_head", False)]
     done, log = run_engines(jobs, tmp_path_factory.mktemp("models"), 3600, VLLM_ENABLE_V1_MULTIPROCESSING="0")
-    for (case, compiled), result in zip(runs, done):
+    for (case, compiled), result in zip(runs[:-1], done):
         print(f"{result['seconds']:5.0f} s  {case.name}{' compiled' if compiled else ''}")
     return dict(zip(runs, zip(jobs, done))), log
 
@@ -41,10 +51,29 @@ def test_other_weights_are_reloaded(run, results, checkpoints):
     check(case, checkpoints(case, seed=1), job.prompts, {**result, **result["reloaded"]})
 
 
+@pytest.mark.parametrize("seed", [0, 1], ids=["loaded", "reloaded"])
+def test_output_layer_in_int4(seed, results, checkpoints, tmp_path):
+    """As a model whose output layer has the rounded values; its checkpoint has it in bfloat16."""
+    job, result = results[0]["int4 lm_head", False]
+    assert "error" not in result, result["error"]
+    written = checkpoints(INT4_HEAD, seed)
+    weight = load_file(written / "checkpoint/model.safetensors")["lm_head.weight"]
+    rounded = round_weight(weight, 32, torch.bfloat16, clip_search=True)
+    codes = torch.stack([rounded.nibbles & 15, rounded.nibbles >> 4], -1).view(weight.shape).float() - 8
+    tensors = load_file(written / "reference/model.safetensors")
+    tensors["lm_head.weight"] = codes * rounded.scales.float().repeat_interleave(32, 1)
+    (tmp_path / "reference").mkdir()
+    save_file(tensors, tmp_path / "reference/model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "reference/config.json").write_text((written / "reference/config.json").read_text())
+    found = {**result, **result["reloaded"]} if seed else result
+    check(replace(INT4_HEAD, lm_head=True), tmp_path, job.prompts, found)
+
+
 def test_says_once_what_it_runs(results):
     log = results[1]
     for message in (
         "w4a8: runs layers of int4 experts (groups of 32, silu), kernel ",
+        "w4a8: the output layer is int4 in groups of 32 (W4A8_VLLM_LM_HEAD)",
         "w4a8: runs layers of int4 experts (channelwise, silu), kernel ",
         "w4a8: runs layers of int4 experts (groups of 64, swigluoai), kernel ",
         "w4a8: runs int4 linear layers (groups of 32), kernel ",

@@ -13,11 +13,13 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from w4a8.formats.pieces import Packing
 from w4a8.integrations.vllm.linear import W4A8LinearScheme
+from w4a8.integrations.vllm.lm_head import offers_int4_lm_head
 from w4a8.integrations.vllm.moe import W4A8MoEMethod, experts_method
 from w4a8.integrations.vllm.scheme import is_w4a8, is_w4a16, packing_of
 from w4a8.integrations.vllm.settings import runs_w4a16, say_int8
 
 
+@offers_int4_lm_head
 class W4A8CompressedTensorsConfig(CompressedTensorsConfig):
     """Chooses this package for W4A8 and W4A16 layers, and vLLM's own methods for all others."""
 

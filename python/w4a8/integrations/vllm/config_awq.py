@@ -9,6 +9,7 @@ from vllm.model_executor.layers.quantization.auto_awq import AutoAWQConfig
 
 from w4a8.formats.pieces import Packing
 from w4a8.integrations.vllm.linear import W4A8LinearMethod
+from w4a8.integrations.vllm.lm_head import offers_int4_lm_head
 from w4a8.integrations.vllm.log import logger
 from w4a8.integrations.vllm.moe import experts_method
 from w4a8.integrations.vllm.names import projections
@@ -16,6 +17,7 @@ from w4a8.integrations.vllm.scheme import is_group_size
 from w4a8.integrations.vllm.settings import runs_w4a16, say_int8
 
 
+@offers_int4_lm_head
 class W4A8AWQConfig(AutoAWQConfig):
     """Chooses this package for 4-bit layers, and vLLM's own methods for all others."""
 

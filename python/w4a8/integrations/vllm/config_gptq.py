@@ -20,6 +20,7 @@ from vllm.scalar_type import scalar_types
 from w4a8.formats.pieces import Packing
 from w4a8.integrations.vllm.activation_order import ChecksActivationOrder
 from w4a8.integrations.vllm.linear import W4A8LinearMethod
+from w4a8.integrations.vllm.lm_head import offers_int4_lm_head
 from w4a8.integrations.vllm.log import logger
 from w4a8.integrations.vllm.moe import experts_method
 from w4a8.integrations.vllm.names import projections
@@ -29,6 +30,7 @@ from w4a8.integrations.vllm.settings import runs_w4a16, say_int8
 _FORMATS = {None: "gptq", "": "gptq", "gptq": "gptq", "gptq_v2": "gptq_v2"}
 
 
+@offers_int4_lm_head
 class W4A8GPTQConfig(ChecksActivationOrder, AutoGPTQConfig):
     """Chooses this package for 4-bit layers, symmetric or not, and vLLM's own methods for all others."""
 

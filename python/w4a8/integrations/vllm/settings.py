@@ -8,12 +8,13 @@ from w4a8.integrations.vllm.log import logger
 
 SWITCH = "W4A8_VLLM"
 W4A16_SWITCH = "W4A8_VLLM_W4A16"
+LM_HEAD_SWITCH = "W4A8_VLLM_LM_HEAD"
 
 
-def _read(name: str, default: str) -> str:
+def _read(name: str, default: str, on: str = "1") -> str:
     value = os.environ.get(name, default).strip() or default
-    if value not in ("0", "1", default):
-        raise ValueError(f"{name}={value!r}, expected 0 or 1")
+    if value not in ("0", on, default):
+        raise ValueError(f"{name}={value!r}, expected 0 or {on}")
     return value
 
 
@@ -42,3 +43,12 @@ def say_int8(format_: str) -> None:
         format_,
         W4A16_SWITCH,
     )
+
+
+def runs_int4_lm_head() -> bool:
+    """Whether an output layer that is not quantized is rounded to int4 while the model is loaded.
+
+    Raises:
+        ValueError: neither 0 nor int4.
+    """
+    return _read(LM_HEAD_SWITCH, "0", on="int4") == "int4"

@@ -1,0 +1,68 @@
+"""The output layer in int4: when, and what becomes of its weight."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+
+from w4a8.integrations.vllm.lm_head import W4A8LMHeadMethod, lm_head_method
+
+
+def make_head(rows=48, columns=64, seed=0) -> ParallelLMHead:
+    """With a weight, but without the rest of a model."""
+    head = ParallelLMHead.__new__(ParallelLMHead)
+    torch.nn.Module.__init__(head)
+    head.embedding_dim = columns
+    weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    head.weight = torch.nn.Parameter(weight, requires_grad=False)
+    return head
+
+
+@pytest.mark.parametrize("value", [None, "", "0"])
+def test_off(value, monkeypatch):
+    monkeypatch.delenv("W4A8_VLLM_LM_HEAD", raising=False)
+    if value is not None:
+        monkeypatch.setenv("W4A8_VLLM_LM_HEAD", value)
+    assert lm_head_method(make_head(), None) is None
+
+
+def test_on(monkeypatch):
+    monkeypatch.setenv("W4A8_VLLM_LM_HEAD", "int4")
+    assert isinstance(lm_head_method(make_head(), None), W4A8LMHeadMethod)
+    assert isinstance(lm_head_method(make_head(), UnquantizedEmbeddingMethod()), W4A8LMHeadMethod)
+    quantized, other = object(), torch.nn.Module()
+    assert lm_head_method(make_head(), quantized) is quantized
+    assert lm_head_method(other, None) is None
+    assert lm_head_method(make_head(columns=48), None) is None
+
+
+def test_another_value(monkeypatch):
+    monkeypatch.setenv("W4A8_VLLM_LM_HEAD", "1")
+    with pytest.raises(ValueError, match=r"W4A8_VLLM_LM_HEAD='1', expected 0 or int4"):
+        lm_head_method(make_head(), None)
+
+
+def test_packed_and_freed():
+    head, method = make_head(), W4A8LMHeadMethod()
+    weight = head.weight.data.float()
+    method.process_weights_after_loading(head)
+    assert not hasattr(head, "weight") and head.weight_int4.dtype == torch.uint8
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
+    bias = torch.arange(48.0)
+    exact = x @ weight.T
+    off = (method.apply(head, x, bias) - bias - exact).square().mean().sqrt() / exact.square().mean().sqrt()
+    # Int4 codes of a group of 32 normal values: steps of some 2 / 7.5 of their spread, and step / sqrt(12) off.
+    assert 0.01 < off < 2 / 7.5 / 12**0.5 * 1.5
+
+
+def test_tied_to_the_embedding():
+    """Which looks its rows up in the weight, and keeps it."""
+    head, embedding = make_head(), SimpleNamespace(weight=make_head(seed=1).weight)
+    method = W4A8LMHeadMethod()
+    head.quant_method = method
+    assert head.tie_weights(embedding) is head
+    kept = embedding.weight.clone()
+    method.process_weights_after_loading(head)
+    assert head.weight is embedding.weight and torch.equal(embedding.weight, kept)
+    assert head.weight_int4.numel() < kept.numel()
