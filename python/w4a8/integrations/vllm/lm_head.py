@@ -59,7 +59,7 @@ class W4A8LMHeadMethod(UnquantizedEmbeddingMethod):
     """Loads the weight as vLLM does, and multiplies by int4 in groups of 32, their scales searched for."""
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Packs the weight into ``layer.weight_int4``, uint8 [bytes], and frees it unless it is the embedding as well."""
+        """Packs the weight into ``layer.weight_int4``, uint8 [bytes], and frees it unless an embedding has it."""
         weight = layer.weight
         self.n, self.k = weight.shape
         rounded = round_weight(weight.data, GROUP, torch.bfloat16, clip_search=True)
