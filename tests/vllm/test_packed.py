@@ -16,7 +16,7 @@ from w4a8.integrations.vllm.packed import compressed_tensors_config, unpacked
 # Name: key of models.MODELS, options of W4A8Config.
 CASES = {
     "experts": ("qwen3_moe", {}),
-    "experts of other names": ("mixtral", {"group_size": 64, "scale_dtype": "bfloat16"}),
+    "other names, zero points": ("mixtral", {"group_size": 64, "symmetric": False}),
 }
 
 
