@@ -34,7 +34,7 @@ def rules_of(config: Mapping[str, Any]) -> Rules:
     """Reads a quantization_config.
 
     Args:
-        config: the object ``quantization_config`` of config.json (``quantize_config.json`` of old checkpoints).
+        config: the object ``quantization_config`` of config.json.
 
     Raises:
         CheckpointError: a method that is not known here, or a value that is missing or of another type than it should

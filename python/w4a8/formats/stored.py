@@ -49,11 +49,6 @@ class Stored:
     weight_only: str | None = None
 
     @property
-    def kind(self) -> str:
-        """``int4`` or ``e2m1``: what its :class:`Matrix4` has."""
-        return "e2m1" if self.format == "mxfp4" else "int4"
-
-    @property
     def weight(self) -> str:
         """Last part of the name of the tensor of codes."""
         return _TENSORS[self.format][0]

@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
-from format_checkpoints import FORMATS, LAYER, experts_checkpoint, gpt_oss_checkpoint
+from format_checkpoints import FORMATS, LAYER, Checkpoint, experts_checkpoint, gpt_oss_checkpoint, model_config
 
-from w4a8.checkpoint import CheckpointError, load
+from w4a8.checkpoint import CheckpointError, load, load_linear
 
 pytest.importorskip("safetensors", reason="the safetensors package is not installed")
 
@@ -172,6 +172,30 @@ def test_another_size_of_the_model(good, name, tmp_path):
     found = message_of(made, tmp_path)
     assert f"tensor '{LAYER}.0.gate_proj.qweight' has shape " in found
     assert "which is (64, 64), but (96, 64) is expected for hidden_size 64 and intermediate_size 96" in found
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_linear_layers(name, tmp_path):
+    """load_linear says the same."""
+    layer = "model.layers.0.self_attn.q_proj"
+    made = Checkpoint(config=model_config(FORMATS[name].quantization_config(32), HIDDEN, INTER, 3))
+    made.add(layer, FORMATS[name], 24, HIDDEN, 32)
+    whole = dict(made.tensors)
+    wrong = {
+        "qweight": whole[f"{layer}.qweight"][:-1],
+        "qzeros": whole[f"{layer}.qzeros"][:, :-1],
+        "scales": whole[f"{layer}.scales"] * float("nan"),
+    }
+    for suffix, tensor in wrong.items():
+        made.tensors = {**whole, f"{layer}.{suffix}": tensor.contiguous()}
+        with pytest.raises(CheckpointError, match=rf"tensor {layer}\."):
+            load_linear(made.write(tmp_path), quantize_w4a16=True)
+    made.tensors = {key: tensor for key, tensor in whole.items() if not key.endswith("scales")}
+    with pytest.raises(CheckpointError, match=rf"tensor '{layer}\.scales' is missing"):
+        load_linear(made.write(tmp_path), quantize_w4a16=True)
+    made.tensors = whole
+    with pytest.raises(CheckpointError, match=f"{layer} is W4A16; pass quantize_w4a16=True"):
+        load_linear(made.write(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["GPTQ asymmetric", "AWQ"])
