@@ -7,7 +7,7 @@ import torch
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
 from w4a8.formats.pieces import Packing
-from w4a8.integrations.vllm.moe import W4A8MoEMethod
+from w4a8.integrations.vllm.moe import W4A8MoEMethod, unsupported
 
 HIDDEN, EXPERTS = 128, 2
 
@@ -78,6 +78,15 @@ def test_groups_that_tensor_parallelism_cuts():
     )
     with pytest.raises(ValueError, match=message):
         make_layer(group_size=128, intermediate=1408, tp_size=2)
+
+
+@pytest.mark.parametrize("name", ["dp_size", "pcp_size", "sp_size"])
+def test_parallelism_that_is_left_to_vllm(name):
+    """docs/vllm.md: data, context and sequence parallel."""
+    layer, _ = make_layer()
+    assert unsupported(layer.moe_config) is None
+    setattr(layer.moe_config.moe_parallel_config, name, 2)
+    assert unsupported(layer.moe_config) == f"{name} 2"
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
