@@ -26,6 +26,11 @@ class Fake(Model):
     def decode(self, batch, tokens):
         return 10.0 * batch
 
+class Int4Head(Fake):
+    name = "vLLM, w4a8, int4 lm_head"
+    def decode(self, batch, tokens):
+        return 15.0 * batch
+
 class Llama(Fake):
     name = "llama.cpp, Q4_0"
     def decode(self, batch, tokens):
@@ -61,7 +66,7 @@ def bench_models(monkeypatch, tmp_path):
 
     monkeypatch.setattr(session, "FOLDER", tmp_path)
     monkeypatch.setattr(report, "RESULTS", tmp_path)
-    names = ("Fake", "Llama", "Failing", "Killed", "Refusing")
+    names = ("Fake", "Int4Head", "Llama", "Failing", "Killed", "Refusing")
     monkeypatch.setattr(bench_models, "ENTRIES", [getattr(fake_models, name) for name in names])
     yield bench_models
     for name in ("fake_models", "bench_models"):
@@ -88,9 +93,12 @@ def test_a_run(bench_models, monkeypatch, tmp_path, capsys):
     assert by_name["refusing"]["note"] == "2 layers and 8.0 GB"
     reached = {goal["what"]: goal["reached"] for goal in found["goals"]}
     assert reached == {
-        "decode, batch 1, times as fast as llama.cpp": 2.0,
-        "decode, batch 8, times as fast as llama.cpp": 16.0,
-        "prefill 512, times as fast as llama.cpp": 1.0,
+        "vLLM, w4a8: decode, batch 1, times as fast as llama.cpp": 2.0,
+        "vLLM, w4a8: decode, batch 8, times as fast as llama.cpp": 16.0,
+        "vLLM, w4a8: prefill 512, times as fast as llama.cpp": 1.0,
+        "vLLM, w4a8, int4 lm_head: decode, batch 1, times as fast as llama.cpp": 3.0,
+        "vLLM, w4a8, int4 lm_head: decode, batch 8, times as fast as llama.cpp": 24.0,
+        "vLLM, w4a8, int4 lm_head: prefill 512, times as fast as llama.cpp": 1.0,
         "allowed / peak while loading": pytest.approx(2.0),
     }
     printed = capsys.readouterr().out
