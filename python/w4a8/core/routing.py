@@ -15,6 +15,8 @@ from enum import IntEnum
 
 import torch
 
+from w4a8.ops import topk_routing
+
 
 class RoutingMethodType(IntEnum):
     """How router logits become experts and weights (docs/vllm_mirror.md, "Routing")."""
@@ -104,7 +106,7 @@ def select_experts(
         num_expert_group = topk_group = None
     if router_logits.dtype not in _LOGIT_DTYPES:
         router_logits = router_logits.to(torch.float32)
-    return torch.ops.w4a8.topk_routing.default(
+    return topk_routing(
         router_logits,
         top_k,
         renormalize,

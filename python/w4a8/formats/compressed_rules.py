@@ -8,6 +8,7 @@ from typing import Any
 
 from w4a8.core.json_fields import CheckpointError, check_field, json_field
 from w4a8.core.quant_args import QuantizationArgs, QuantizationStrategy
+from w4a8.formats.matrix import is_group_size
 from w4a8.formats.stored import NotOurs, Stored
 
 FORMATS = ("int-quantized", "pack-quantized")
@@ -27,8 +28,7 @@ def _check_weights(args: QuantizationArgs, key: str) -> None:
     check_field(args.strategy in strategies, f"{key}.strategy", args.strategy, "'group' or 'channel'")
     if args.strategy == QuantizationStrategy.GROUP:
         size = args.group_size
-        valid = isinstance(size, int) and not isinstance(size, bool) and size > 0 and size % 32 == 0
-        check_field(valid, f"{key}.group_size", size, "a multiple of 32")
+        check_field(size != -1 and is_group_size(size), f"{key}.group_size", size, "a multiple of 32")
 
 
 def _check_input(args: QuantizationArgs, key: str) -> None:

@@ -1,6 +1,7 @@
 """What a ``quantization_config`` says of each module: how its 4-bit weights are stored, or why they are not ours.
 
-The one reading of it: ``w4a8.load``, the plugin for vLLM and the integration in transformers ask :func:`rules_of`.
+The one reading of it: ``w4a8.load`` and the integration in transformers ask :func:`rules_of`. (In vLLM its own
+configuration classes read it, whose rules are to hold there.)
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any, Protocol
 from w4a8.core.json_fields import CheckpointError, check_field, json_field, shorten
 from w4a8.formats.awq import packing_of
 from w4a8.formats.compressed_rules import CompressedTensorsRules
+from w4a8.formats.matrix import is_group_size
 from w4a8.formats.mxfp4 import BLOCK
 from w4a8.formats.stored import QUANTIZED_SUFFIXES, NotOurs, Stored
 
@@ -85,8 +87,7 @@ def stored_as(rules: Rules, module: str, suffixes: Collection[str]) -> Stored | 
 
 
 def _group_size(value: object, key: str) -> int:
-    valid = isinstance(value, int) and not isinstance(value, bool)
-    check_field(valid and (value == -1 or (value > 0 and value % 32 == 0)), key, value, "-1 or a multiple of 32")
+    check_field(is_group_size(value), key, value, "-1 or a multiple of 32")
     return value
 
 
@@ -126,6 +127,11 @@ def _pattern(text: object, key: str) -> re.Pattern[str]:
         return re.compile(text)
     except (re.error, TypeError, RecursionError, OverflowError):
         raise CheckpointError(f"{key} is {shorten(text)}, but a regular expression is expected") from None
+
+
+def _patterns(config: Mapping[str, Any], name: str) -> list[re.Pattern[str]]:
+    """A list of regular expressions."""
+    return [_pattern(text, f"{_WHERE}.{name}") for text in _strings(config, name)]
 
 
 def _objects(config: Mapping[str, Any], name: str) -> dict[str, Mapping[str, Any]]:
@@ -258,10 +264,9 @@ class AutoRoundRules(_Rules):
         blocks = next((n for n in ("block_name_to_quantize", "to_quant_block_names") if config.get(n)), None)
         self._blocks = _strings(config, blocks) if blocks is not None else []
         self._blocks_key = f"{_WHERE}.{blocks}"
-        self._skipped = [_pattern(entry, f"{_WHERE}.modules_to_not_convert")
-                         for entry in _strings(config, "modules_to_not_convert")]  # fmt: skip
+        self._skipped = _patterns(config, "modules_to_not_convert")
         self._exact: dict[str, Stored | NotOurs] = {}
-        self._patterns: list[tuple[re.Pattern[str], Stored | NotOurs]] = []
+        self._by_pattern: list[tuple[re.Pattern[str], Stored | NotOurs]] = []
         for text, changes in _objects(config, "extra_config").items():
             where = f"{_WHERE}.extra_config[{shorten(text)}]"
             if changes.get("bits") in (16, 32):
@@ -270,7 +275,7 @@ class AutoRoundRules(_Rules):
                 found = self._try(changes, f" (by {where})")
             self._exact[text] = found
             if any(char in self._SPECIAL for char in text):
-                self._patterns.append((_pattern(text, where), found))
+                self._by_pattern.append((_pattern(text, where), found))
 
     def of(self, module: str) -> Stored | NotOurs:
         """As :meth:`Rules.of`: an entry of ``extra_config`` by its whole name, its end or a pattern, else by block."""
@@ -278,7 +283,7 @@ class AutoRoundRules(_Rules):
         if found is None:
             found = next((entry for name, entry in self._exact.items() if module.endswith(f".{name}")), None)
         if found is None:
-            found = next((entry for pattern, entry in self._patterns if pattern.search(module)), None)
+            found = next((entry for pattern, entry in self._by_pattern if pattern.search(module)), None)
         if found is not None:
             return found
         if any(pattern.search(module) for pattern in self._skipped):
@@ -312,8 +317,7 @@ class Mxfp4Rules(_Rules):
             CheckpointError: a value of another type than it should be.
         """
         super().__init__(config)
-        self._skipped = [_pattern(entry, f"{_WHERE}.modules_to_not_convert")
-                         for entry in _strings(config, "modules_to_not_convert")]  # fmt: skip
+        self._skipped = _patterns(config, "modules_to_not_convert")
 
     def of(self, module: str) -> Stored | NotOurs:
         """As :meth:`Rules.of`: experts that no entry of ``modules_to_not_convert`` matches from the start."""

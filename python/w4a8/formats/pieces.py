@@ -150,9 +150,10 @@ class Packing:
         if part.kind == "weight":
             return self._codes(tensor)
         if part.kind == "zero_points":
-            zeros = checked_zeros(self._zeros(tensor), name, part.suffix, self.symmetric)
+            stored = self._zeros(tensor)
+            zeros = checked_zeros(stored, name, part.suffix, self.symmetric)
             if zeros is None and not self.symmetric:
-                zeros = torch.full(self._zeros(tensor).shape, 8, dtype=torch.uint8)
+                zeros = torch.full(stored.shape, 8, dtype=torch.uint8)
             return zeros
         if not floats:
             return powers_of_two(tensor, full)

@@ -18,6 +18,14 @@ def word_bytes(words: torch.Tensor) -> torch.Tensor:
     return found
 
 
+def words_of(nibbles: torch.Tensor) -> torch.Tensor:
+    """uint8 [R, B], two codes each, to int32 [R, ceil(B / 4)]: the inverse of :func:`word_bytes`, zeros behind."""
+    padded = torch.nn.functional.pad(nibbles, (0, -nibbles.shape[1] % 4))
+    if sys.byteorder == "big":
+        padded = padded.unflatten(-1, (-1, 4)).flip(-1).flatten(-2)
+    return padded.reshape(-1).view(torch.int32).view(len(padded), padded.shape[1] // 4)
+
+
 def codes(words: torch.Tensor) -> torch.Tensor:
     """int32 [..., W] to uint8 [..., 8 W], one code each."""
     pairs = word_bytes(words)

@@ -10,6 +10,17 @@ import torch
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 FP4 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 
+# The quantization_config of gpt-oss.
+GPT_OSS = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ],
+}
+
 
 def words(rows: int, columns: int) -> np.ndarray:
     return np.zeros((rows, columns), dtype=np.int64)

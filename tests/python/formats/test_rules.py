@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from format_writers import GPT_OSS as MXFP4
 
 from w4a8.core.json_fields import CheckpointError
 from w4a8.formats import NotOurs, Stored, find_config, rules_of, stored_as
@@ -11,15 +12,6 @@ Q, UP, HEAD = "model.layers.3.self_attn.q_proj", "model.layers.3.mlp.experts.7.u
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
 ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": False, "data_type": "int"}
-MXFP4 = {
-    "quant_method": "mxfp4",
-    "modules_to_not_convert": [
-        "model.layers.*.self_attn",
-        "model.layers.*.mlp.router",
-        "model.embed_tokens",
-        "lm_head",
-    ],
-}
 
 
 def gptq(group=128, symmetric=True, version=1, ordered=False):

@@ -225,17 +225,6 @@ def test_other_widths_are_refused_by_name(tmp_path):
         load(tmp_path / "theirs")
 
 
-MXFP4 = {
-    "quant_method": "mxfp4",
-    "modules_to_not_convert": [
-        "model.layers.*.self_attn",
-        "model.layers.*.mlp.router",
-        "model.embed_tokens",
-        "lm_head",
-    ],
-}
-
-
 def write_gpt_oss(directory):
     """As it is on the Hub: experts stacked, gate and up rows in turns; the model with the same codes."""
     model, tensors = skeleton(directory, "gpt-oss", skip=[*DEFAULT_SKIP, "re:.*self_attn"]), {}
@@ -260,7 +249,7 @@ def write_gpt_oss(directory):
                 matrix.codes, matrix.exponents = matrix.codes[order], matrix.exponents[order]
                 packed.append(matrix.packed(b[order], "e2m1"))
             module.w13_packed = torch.stack(packed)
-    save(directory / "theirs", model, tensors, MXFP4)
+    save(directory / "theirs", model, tensors, format_writers.GPT_OSS)
     return model
 
 

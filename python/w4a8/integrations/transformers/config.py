@@ -11,13 +11,10 @@ from transformers.quantizers import register_quantization_config
 from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from w4a8.formats.packed_directory import FORMAT, METHOD, VERSION
 from w4a8.nn.grids import grid_of
 from w4a8.quantization import DEFAULT_SKIP
 from w4a8.quantization.skip import skip_function
-
-METHOD = "w4a8"
-# Of the tensors in a saved directory: how modules and their packed tensors are named.
-FORMAT, FORMAT_VERSION = "packed", 1
 
 _SCALE_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -87,14 +84,14 @@ class W4A8Config(QuantizationConfigMixin):
 
     def _check_saved(self, saved: dict[str, Any]) -> str | None:
         """The format of a directory, None where the weights are floats."""
-        method, version = saved.pop("quant_method", METHOD), saved.pop("version", FORMAT_VERSION)
+        method, version = saved.pop("quant_method", METHOD), saved.pop("version", VERSION)
         kind = saved.pop("format", None)
         if saved:
             raise TypeError(f"W4A8Config has no option {next(iter(saved))!r}")
-        if method != METHOD or kind not in (None, FORMAT) or version != FORMAT_VERSION:
+        if method != METHOD or kind not in (None, FORMAT) or version != VERSION:
             raise ValueError(
                 f"quantization_config is {method!r} in format {kind!r}, version {version}; this w4a8 reads "
-                f"{METHOD!r} in format {FORMAT!r}, version {FORMAT_VERSION}"
+                f"{METHOD!r} in format {FORMAT!r}, version {VERSION}"
             )
         return kind
 
@@ -112,7 +109,7 @@ class W4A8Config(QuantizationConfigMixin):
         return {
             "quant_method": METHOD,
             "format": FORMAT,
-            "version": FORMAT_VERSION,
+            "version": VERSION,
             "group_size": self.group_size,
             "skip": list(self.skip),
             "scale_dtype": self.scale_dtype,

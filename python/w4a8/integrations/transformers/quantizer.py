@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from transformers.quantizers import HfQuantizer, register_quantizer
 
+from w4a8.formats.packed_directory import METHOD
 from w4a8.integrations.transformers.collect import Collector, Give, unstacked
-from w4a8.integrations.transformers.config import METHOD, W4A8Config
+from w4a8.integrations.transformers.config import W4A8Config
 from w4a8.integrations.transformers.foreign import Foreign
 from w4a8.integrations.transformers.guard import inference_only, refuse_device
 from w4a8.integrations.transformers.packed import build_packed

@@ -7,24 +7,20 @@ from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.auto_awq import AutoAWQConfig
 
+from w4a8.formats.matrix import is_group_size
 from w4a8.formats.pieces import Packing
+from w4a8.integrations.vllm.dtypes import TakesEveryDtype
 from w4a8.integrations.vllm.linear import W4A8LinearMethod
 from w4a8.integrations.vllm.lm_head import offers_int4_lm_head
 from w4a8.integrations.vllm.log import logger
 from w4a8.integrations.vllm.moe import experts_method
 from w4a8.integrations.vllm.names import projections
-from w4a8.integrations.vllm.scheme import is_group_size
 from w4a8.integrations.vllm.settings import runs_w4a16, say_int8
 
 
 @offers_int4_lm_head
-class W4A8AWQConfig(AutoAWQConfig):
+class W4A8AWQConfig(TakesEveryDtype, AutoAWQConfig):
     """Chooses this package for 4-bit layers, and vLLM's own methods for all others."""
-
-    @classmethod
-    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
-        """The operators' own."""
-        return [*super().get_supported_act_dtypes(), torch.float32]
 
     def packing(self) -> Packing | None:
         """How weights are stored, if they are to be run here."""

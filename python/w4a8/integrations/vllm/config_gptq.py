@@ -17,21 +17,22 @@ from vllm.model_executor.layers.quantization.utils.gptq_utils import (
 )
 from vllm.scalar_type import scalar_types
 
+from w4a8.formats.matrix import is_group_size
 from w4a8.formats.pieces import Packing
 from w4a8.integrations.vllm.activation_order import ChecksActivationOrder
+from w4a8.integrations.vllm.dtypes import TakesEveryDtype
 from w4a8.integrations.vllm.linear import W4A8LinearMethod
 from w4a8.integrations.vllm.lm_head import offers_int4_lm_head
 from w4a8.integrations.vllm.log import logger
 from w4a8.integrations.vllm.moe import experts_method
 from w4a8.integrations.vllm.names import projections
-from w4a8.integrations.vllm.scheme import is_group_size
 from w4a8.integrations.vllm.settings import runs_w4a16, say_int8
 
 _FORMATS = {None: "gptq", "": "gptq", "gptq": "gptq", "gptq_v2": "gptq_v2"}
 
 
 @offers_int4_lm_head
-class W4A8GPTQConfig(ChecksActivationOrder, AutoGPTQConfig):
+class W4A8GPTQConfig(TakesEveryDtype, ChecksActivationOrder, AutoGPTQConfig):
     """Chooses this package for 4-bit layers, symmetric or not, and vLLM's own methods for all others."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -43,11 +44,6 @@ class W4A8GPTQConfig(ChecksActivationOrder, AutoGPTQConfig):
         if runs_w4a16():
             self.TYPE_MAP = {**AutoGPTQConfig.TYPE_MAP, (4, False): scalar_types.uint4}
         super().__init__(*args, **kwargs)
-
-    @classmethod
-    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
-        """The operators' own."""
-        return [*super().get_supported_act_dtypes(), torch.float32]
 
     def packing(self) -> Packing | None:
         """How weights are stored, if they are to be run here; of a copy for one layer."""

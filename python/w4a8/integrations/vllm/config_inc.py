@@ -11,19 +11,20 @@ from vllm.model_executor.layers.quantization.inc import INCConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from w4a8.formats.awq import packing_of
+from w4a8.formats.matrix import is_group_size
 from w4a8.formats.pieces import Packing
 from w4a8.integrations.vllm.activation_order import ChecksActivationOrder
+from w4a8.integrations.vllm.dtypes import TakesEveryDtype
 from w4a8.integrations.vllm.linear import W4A8LinearMethod
 from w4a8.integrations.vllm.lm_head import offers_int4_lm_head
 from w4a8.integrations.vllm.log import logger
 from w4a8.integrations.vllm.moe import experts_method
 from w4a8.integrations.vllm.names import projections
-from w4a8.integrations.vllm.scheme import is_group_size
 from w4a8.integrations.vllm.settings import runs_w4a16, say_int8
 
 
 @offers_int4_lm_head
-class W4A8INCConfig(ChecksActivationOrder, INCConfig):
+class W4A8INCConfig(TakesEveryDtype, ChecksActivationOrder, INCConfig):
     """Chooses this package for 4-bit integer layers, and vLLM's own methods for all others.
 
     Attributes:
@@ -43,11 +44,6 @@ class W4A8INCConfig(ChecksActivationOrder, INCConfig):
         made = super().from_config({**config, "packing_format": known})
         made.w4a8_version = found[1]
         return made
-
-    @classmethod
-    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
-        """The operators' own."""
-        return [*super().get_supported_act_dtypes(), torch.float32]
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str):
         """The method of a layer, or None (upstream's contract)."""

@@ -9,6 +9,7 @@ from functools import wraps
 from typing import Any
 
 import torch
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 
 from w4a8.core.weight_utils import replace_parameter
@@ -45,7 +46,7 @@ def lm_head_method(layer: torch.nn.Module, method: Any) -> Any:
     """
     if not isinstance(layer, ParallelLMHead) or not runs_int4_lm_head():
         return method
-    if method is not None and not type(method).__name__.startswith("Unquantized"):
+    if method is not None and not isinstance(method, (UnquantizedEmbeddingMethod, UnquantizedLinearMethod)):
         return method
     if layer.embedding_dim % GROUP != 0:
         logger().warning_once(
@@ -58,6 +59,8 @@ def lm_head_method(layer: torch.nn.Module, method: Any) -> Any:
 class W4A8LMHeadMethod(UnquantizedEmbeddingMethod):
     """Loads the weight as vLLM does, and multiplies by int4 in groups of 32, their scales searched for."""
 
+    tied = False  # to the embedding's weight
+
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Packs the weight into ``layer.weight_int4``, uint8 [bytes], and frees it unless an embedding has it."""
         weight = layer.weight
@@ -65,13 +68,13 @@ class W4A8LMHeadMethod(UnquantizedEmbeddingMethod):
         rounded = round_weight(weight.data, GROUP, torch.bfloat16, clip_search=True)
         packed = W4A8Linear.from_matrix(rounded).packed
         replace_parameter(layer, "weight_int4", packed)
-        if not getattr(layer, "_w4a8_tied", False):
+        if not self.tied:
             del layer.weight
         logger().info_once("w4a8: the output layer is int4 in groups of %d (%s)", GROUP, LM_HEAD_SWITCH)
 
     def tie_weights(self, layer: torch.nn.Module, embed_tokens: torch.nn.Module) -> torch.nn.Module:
         """As vLLM's; the weight stays."""
-        layer._w4a8_tied = True
+        self.tied = True
         return super().tie_weights(layer, embed_tokens)
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
+from w4a8.formats.packed_directory import FORMAT, METHOD, VERSION
+from w4a8.formats.words import pairs, words_of
 from w4a8.ops import PackedHeader, dyn_quant_unpack_any_4bit_weight, read_header
 
-METHOD, FORMAT, VERSION = "w4a8", "packed", 1
 # Last part of a packed tensor's name -> it is a stack of experts.
 _PACKED = {"packed": False, "w13_packed": True, "w2_packed": True}
 # Part of the name of a block -> what its experts' gate, up and down projections are called.
@@ -147,19 +148,12 @@ class _Unpacked:
 
 def _named(module: str, matrix: _Unpacked, rows: slice, symmetric: bool) -> Iterator[tuple[str, torch.Tensor]]:
     nibbles, scales = matrix.nibbles[rows], matrix.scales[rows]
-    yield f"{module}.weight_packed", _words(nibbles)
+    yield f"{module}.weight_packed", words_of(nibbles)
     yield f"{module}.weight_scale", scales
     yield f"{module}.weight_shape", torch.tensor([len(nibbles), 2 * nibbles.shape[1]])
     if not symmetric:
         zeros = torch.full(scales.shape, 8, dtype=torch.uint8) if matrix.zeros is None else matrix.zeros[rows]
         columns = torch.nn.functional.pad(zeros.T, (0, -len(zeros) % 2))  # words along N
-        yield f"{module}.weight_zero_point", _words(columns[:, ::2] | columns[:, 1::2] << 4).T.contiguous()
+        yield f"{module}.weight_zero_point", words_of(pairs(columns)).T.contiguous()
     if matrix.bias is not None:
         yield f"{module}.bias", matrix.bias[rows]
-
-
-def _words(nibbles: torch.Tensor) -> torch.Tensor:
-    """uint8 [R, B], a pair of codes each, as int32 [R, ceil(B / 4)]: code i of a word is in bits 4 i to 4 i + 3."""
-    bytes_ = torch.nn.functional.pad(nibbles, (0, -nibbles.shape[1] % 4)).unflatten(-1, (-1, 4)).to(torch.int64)
-    words = bytes_[..., 0] | bytes_[..., 1] << 8 | bytes_[..., 2] << 16 | bytes_[..., 3] << 24
-    return words.where(words < 2**31, words - 2**32).to(torch.int32)

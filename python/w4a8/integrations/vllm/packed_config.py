@@ -13,8 +13,9 @@ import torch
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
+from w4a8.formats.packed_directory import METHOD
 from w4a8.integrations.vllm.config import W4A8CompressedTensorsConfig
-from w4a8.integrations.vllm.packed import METHOD, compressed_tensors_config, unpacked
+from w4a8.integrations.vllm.packed import compressed_tensors_config, unpacked
 
 
 class W4A8PackedConfig(W4A8CompressedTensorsConfig):

@@ -70,7 +70,7 @@ def _activate() -> None:
         return
     import vllm
 
-    settings.runs_w4a16(), settings.runs_int4_lm_head()  # a bad value should be told now, not at the first layer
+    settings.check()  # a bad value should be told now, not at the first layer
     reasons = reasons_against(vllm.__version__, platform.machine())
     if reasons and mode != "1":
         log.warning(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from w4a8.formats.matrix import is_group_size
 from w4a8.formats.pieces import Packing
 
 
@@ -22,11 +23,6 @@ def _is_int4(weights: Any) -> bool:
     if _is(weights.strategy, "channel"):
         return True
     return _is(weights.strategy, "group") and is_group_size(weights.group_size)
-
-
-def is_group_size(size: Any) -> bool:
-    """Whether the operators have groups of so many input features; -1 is all."""
-    return size == -1 or (isinstance(size, int) and size > 0 and size % 32 == 0)
 
 
 def is_w4a8(weights: Any, inputs: Any) -> bool:

@@ -52,3 +52,13 @@ def runs_int4_lm_head() -> bool:
         ValueError: neither 0 nor int4.
     """
     return _read(LM_HEAD_SWITCH, "0", on="int4") == "int4"
+
+
+def check() -> None:
+    """Reads all of them.
+
+    Raises:
+        ValueError: one has a value that it cannot have; names it.
+    """
+    for read in (mode, runs_w4a16, runs_int4_lm_head):
+        read()
