@@ -10,6 +10,7 @@ import pytest
 import torch
 from common import assert_same_bits
 from test_quantize_transformers import DENSE, MODELS, make_model
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import w4a8
 from w4a8.nn import W4A8Experts, W4A8Linear
@@ -197,6 +198,52 @@ def test_generate_in_a_padded_batch(tmp_path):
     written = model.generate(batch, attention_mask=mask, **options)
     assert torch.equal(written[1:], model.generate(TOKENS[1:], **options))
     assert written.shape == (2, 12)
+
+
+class Multiplications(TorchDispatchMode):
+    """Matrix multiplications of torch with a dimension of some size: their names."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.size, self.found = size, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        shapes = [tuple(arg.shape) for arg in args if isinstance(arg, torch.Tensor)]
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm):
+            self.found += [str(func.overloadpacket)] * any(self.size in shape for shape in shapes)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("biased", [False, True])
+def test_output_layer_is_not_copied(batch, biased, tmp_path):
+    """torch multiplies a weight that needs no gradient with the last token of a longer tensor as a batch of copies of it;
+    transformers calls the output layer so. Here it is one multiplication, with the bits of quantize_'s."""
+    config = copy.deepcopy(make_model("qwen3").config)
+    config.vocab_size = 80
+    model = transformers.Qwen3MoeForCausalLM(config).bfloat16()
+    model.save_pretrained(tmp_path / "float")
+    load(tmp_path / "float", quantization_config=W4A8Config()).save_pretrained(tmp_path / "packed")
+    whole, _ = quantized_whole(tmp_path / "float")
+    prompt = TOKENS[:1].repeat(batch, 1)
+    want = whole(prompt, logits_to_keep=1).logits
+    for model in (load(tmp_path / "packed"), load(tmp_path / "float", quantization_config=W4A8Config())):
+        if biased:
+            model.lm_head.bias = torch.nn.Parameter(torch.zeros(80, dtype=torch.bfloat16), requires_grad=False)
+        for other in (model, pickle.loads(pickle.dumps(copy.deepcopy(model)))):
+            with Multiplications(80) as used:
+                other.generate(prompt, max_new_tokens=1, do_sample=False, pad_token_id=0)
+            assert used.found == ["aten.addmm" if biased else "aten.mm"]
+            if not biased:
+                assert_same_bits(other(prompt, logits_to_keep=1).logits, want)
+
+
+def test_output_layer_can_be_quantized_later(tmp_path):
+    """What is done for its speed is no reason to leave it."""
+    save_float("qwen3", tmp_path)
+    model = load(tmp_path, quantization_config=W4A8Config())
+    w4a8.quantize_(model, skip="re:.*gate")
+    assert isinstance(model.lm_head, W4A8Linear)
 
 
 def test_compiled_decoding(tmp_path):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from w4a8.nn.output_layer import own_strides
 from w4a8.quantization.moe_blocks import Experts, fused_experts, has_own_forward, listed_experts
 
 _WEIGHT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -127,7 +128,8 @@ class _Planner:
             return f"{type(linear).__name__} is a subclass of Linear, which may do something else"
         if isinstance(owner, torch.nn.TransformerEncoderLayer):
             return "TransformerEncoderLayer reads the weights of its linear layers itself"
-        if any(getattr(linear, hooks, None) for hooks in _HOOKS) or has_own_forward(linear):
+        hooks = [hook for kind in _HOOKS for hook in (getattr(linear, kind, None) or {}).values()]
+        if any(hook is not own_strides for hook in hooks) or has_own_forward(linear):
             return "it has hooks, which would be lost"
         if linear.out_features == 0:
             return "out_features = 0"

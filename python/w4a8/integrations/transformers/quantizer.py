@@ -15,6 +15,7 @@ from w4a8.integrations.transformers.config import W4A8Config
 from w4a8.integrations.transformers.foreign import Foreign
 from w4a8.integrations.transformers.guard import inference_only, refuse_device
 from w4a8.integrations.transformers.packed import build_packed
+from w4a8.nn.output_layer import multiply_once
 from w4a8.nn.packed import PackedModule
 from w4a8.quantization import QuantizationReport
 
@@ -118,6 +119,7 @@ class W4A8HfQuantizer(HfQuantizer):
             if isinstance(module, PackedModule):
                 _check(name, module)
         inference_only(model)
+        multiply_once(model.get_output_embeddings())
         return model
 
 

@@ -1,0 +1,34 @@
+"""Output layers that stay floats in a model whose parameters need no gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def multiply_once(layer: torch.nn.Module | None) -> None:
+    """Lets a linear layer whose weight needs no gradient multiply part of a longer tensor without copying the weight.
+
+    torch multiplies x[:, -1:] of [B, T, K], which is what generating needs of a prompt, with a batch of B copies of such
+    a weight: the strides of x do not say that its rows could be one matrix. ``contiguous()`` would change nothing where
+    B is 1. A copy of x, of few rows, is one matrix.
+
+    Args:
+        layer: a ``torch.nn.Linear``; anything else is left alone.
+    """
+    if type(layer) is torch.nn.Linear and own_strides not in layer._forward_pre_hooks.values():
+        layer.register_forward_pre_hook(own_strides)
+
+
+def own_strides(layer: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """The hook: an input of three or more dimensions gets the strides of a tensor of its own."""
+    if not args or args[0].dim() < 3:
+        return None
+    x, *others = args
+    usual = 1
+    for size, stride in zip(reversed(x.shape), reversed(x.stride())):
+        if stride != usual:
+            return (x.clone(memory_format=torch.contiguous_format), *others)
+        usual *= size
+    return None
