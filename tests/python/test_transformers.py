@@ -217,8 +217,8 @@ class Multiplications(TorchDispatchMode):
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("biased", [False, True])
 def test_output_layer_is_not_copied(batch, biased, tmp_path):
-    """torch multiplies a weight that needs no gradient with the last token of a longer tensor as a batch of copies of it;
-    transformers calls the output layer so. Here it is one multiplication, with the bits of quantize_'s."""
+    """torch multiplies the last token of a longer tensor, which is what generating needs, with a batch of copies of the
+    weight if that needs no gradient. Here it is one multiplication, with the bits of quantize_'s."""
     config = copy.deepcopy(make_model("qwen3").config)
     config.vocab_size = 80
     model = transformers.Qwen3MoeForCausalLM(config).bfloat16()
