@@ -251,7 +251,17 @@ def test_missing_and_unknown_tensors(tmp_path):
         load(tmp_path / "theirs")
     tensors.pop("model.layers.1.mlp.experts.3.up_proj.qweight")
     save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.experts: .*experts\.3\.up_proj\.qweight is missing"):
+        load(tmp_path / "theirs")
+    tensors = {key: tensor for key, tensor in tensors.items() if ".1.mlp.experts.3.up_proj." not in key}
+    save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"layers\.1\.mlp\.experts: matrices of \[6, 5\] experts, expected 6"):
+        load(tmp_path / "theirs")
+    shutil.copy(tmp_path / "whole", file)
+    tensors = load_file(file)
+    tensors.pop("model.layers.0.self_attn.q_proj.qweight")
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.q_proj: .*q_proj\.qweight is missing"):
         load(tmp_path / "theirs")
     shutil.copy(tmp_path / "whole", file)
     tensors = load_file(file)
@@ -259,3 +269,18 @@ def test_missing_and_unknown_tensors(tmp_path):
     save_file({key: tensor.clone() for key, tensor in tensors.items()}, file, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"z_proj is quantized, but Qwen3MoeForCausalLM has no such weight"):
         load(tmp_path / "theirs")
+
+
+def test_int8_without_scales(tmp_path):
+    """A linear layer, and a whole layer of experts: nothing else says that they are quantized."""
+    write(tmp_path / "theirs", "qwen3", *FORMATS["W4A8 int-quantized"])
+    file = tmp_path / "theirs" / "model.safetensors"
+    whole = load_file(file)
+    for part, match in (
+        ("self_attn.q_proj", r"self_attn\.q_proj: .*q_proj\.weight_scale is missing"),
+        ("mlp.experts", r"mlp\.experts: .*experts\.0\.\w+\.weight_scale is missing"),
+    ):
+        there = {key: t for key, t in whole.items() if not (f"layers.0.{part}." in key and key.endswith("_scale"))}
+        save_file(there, file, metadata={"format": "pt"})
+        with pytest.raises(ValueError, match=match):
+            load(tmp_path / "theirs")

@@ -5,18 +5,20 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from w4a8.checkpoint.modules import Module, check_input
 from w4a8.checkpoint.tensors import CheckpointTensors, read_json
 from w4a8.core.json_fields import CheckpointError
 from w4a8.formats import NotOurs, Rules, Stored, find_config, rules_of, stored_as
+from w4a8.formats.stored import QUANTIZED_SUFFIXES
 from w4a8.nn import W4A8Linear
 from w4a8.progress import progress_bar
 
 logger = logging.getLogger(__name__)
 
-_QUANTIZED_KEY = re.compile(r"(?P<module>.+)\.(?P<tensor>weight_packed|weight_scale|qweight)")
+_KEY = re.compile(rf"(?P<module>.+)\.(?P<tensor>weight|{'|'.join(QUANTIZED_SUFFIXES)})")
 _EXPERT = re.compile(r".+\.experts\.[0-9]+\.\w+")
 
 
@@ -72,12 +74,16 @@ def _stored_layers(tensors: CheckpointTensors, rules: Rules, only: Callable[[str
     """
     suffixes: dict[str, list[str]] = {}
     for key in tensors.keys():  # noqa: SIM118 (no mapping)
-        match = _QUANTIZED_KEY.fullmatch(key)
+        match = _KEY.fullmatch(key)
         if match is None or _EXPERT.fullmatch(match["module"]) is not None:
             continue
         if only is None or only(match["module"]):
             suffixes.setdefault(match["module"], []).append(match["tensor"])
-    found = {name: stored_as(rules, name, there) for name, there in suffixes.items()}
+    found: dict[str, Stored | NotOurs] = {}
+    for name, there in suffixes.items():
+        stored = stored_as(rules, name, there, partial(tensors.is_int8, f"{name}.weight"))
+        if isinstance(stored, Stored) or there != ["weight"]:
+            found[name] = stored
     reasons = {name: stored.reason for name, stored in found.items() if isinstance(stored, NotOurs)}
     if reasons and len(reasons) == len(found):
         raise CheckpointError(next(iter(reasons.values())))

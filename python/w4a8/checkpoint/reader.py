@@ -111,7 +111,7 @@ class _ExpertsReader:
         everyone = range(self.num_experts)
         self.local = [e for e in everyone if self.expert_map is None or int(self.expert_map[e]) != -1]
         self.stored = {
-            (expert, projection): stored_as(rules, self._module(expert, projection).name, layer.tensors)
+            (expert, projection): self._stored_as(rules, self._module(expert, projection))
             for expert in everyone
             for projection in self.shards
         }
@@ -141,6 +141,9 @@ class _ExpertsReader:
                 f"experts there are {len(layer.experts)}"
             )
         return experts
+
+    def _stored_as(self, rules: Rules, module: Module) -> Stored | NotOurs:
+        return stored_as(rules, module.name, self.layer.tensors, lambda: self.tensors.is_int8(module.key("weight")))
 
     def _module(self, expert: int, projection: str) -> Module:
         return self.layer.module(self.tensors, expert, projection)

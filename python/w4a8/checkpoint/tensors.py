@@ -132,14 +132,28 @@ class CheckpointTensors:
         Raises:
             CheckpointError: it is not there, not readable, or a number.
         """
-        handle = self._handle_of(key)
-        try:
-            shape = handle.get_slice(key).get_shape()
-        except Exception as error:
-            raise self._unreadable(key, error) from error
+        shape = self._shape(key)
         if not shape:
             raise CheckpointError(f"tensor {key!r} is a number, but one with dimensions is expected")
         return shape[0]
+
+    def _shape(self, key: str) -> list[int]:
+        handle = self._handle_of(key)
+        try:
+            return handle.get_slice(key).get_shape()
+        except Exception as error:
+            raise self._unreadable(key, error) from error
+
+    def is_int8(self, key: str) -> bool:
+        """Whether a matrix is int8; False if there is none of this name.
+
+        Raises:
+            CheckpointError: it is not readable; names the key.
+        """
+        if key not in self:
+            return False
+        shape = self._shape(key)
+        return len(shape) == 2 and shape[0] > 0 and self.get(key, 0).dtype == torch.int8
 
     def get(self, key: str, index: int | None = None) -> torch.Tensor:
         """One tensor, or what it has at an index of its first dimension; nothing else of it is read.

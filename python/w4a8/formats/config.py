@@ -65,7 +65,9 @@ def find_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     raise CheckpointError("config.json has no quantization_config: this is not a quantized checkpoint")
 
 
-def stored_as(rules: Rules, module: str, suffixes: Collection[str]) -> Stored | NotOurs:
+def stored_as(
+    rules: Rules, module: str, suffixes: Collection[str], is_int8: Callable[[], bool] = lambda: False
+) -> Stored | NotOurs:
     """How a module is stored whose tensors are known.
 
     Files decide whether a module is quantized: where methods name what is left out, they do so by parts of names, and
@@ -75,10 +77,13 @@ def stored_as(rules: Rules, module: str, suffixes: Collection[str]) -> Stored | 
         rules: of the checkpoint.
         module: its name.
         suffixes: last parts of the names of its tensors.
+        is_int8: whether the tensor ``weight`` is; asked where nothing else says that a module is quantized whose codes
+            it may be.
     """
     found = rules.of(module)
     quantized = any(suffix in suffixes for suffix in QUANTIZED_SUFFIXES)
     if isinstance(found, Stored):
+        quantized = quantized or (found.weight == "weight" and "weight" in suffixes and is_int8())
         return found if quantized else NotOurs(f"{module} is not quantized: it has weights without scales", False)
     default = getattr(rules, "default", None)
     if not found.quantized and quantized and isinstance(default, Stored) and default.weight in suffixes:

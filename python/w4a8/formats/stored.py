@@ -23,8 +23,11 @@ _TENSORS = {
     "mxfp4": ("blocks", ("scales",), ()),
 }
 _ZEROS = ("qzeros", "weight_zero_point")
-# What only a quantized module has.
-QUANTIZED_SUFFIXES = ("qweight", "weight_packed", "weight_scale", "blocks")
+# What only a quantized module has. (Layers of other kinds may have ``scales``.)
+QUANTIZED_SUFFIXES = (
+    "qweight", "qzeros", "g_idx", "blocks",
+    "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

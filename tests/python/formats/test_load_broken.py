@@ -59,6 +59,16 @@ def test_missing_zero_points(good, name, tmp_path):
     assert f"tensor '{UP}.{suffix}' is missing" in message_of(changed(good, name, f"{UP}.{suffix}"), tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "suffix"), [("W4A8 int", "weight_scale"), ("GPTQ", "qweight"), ("AWQ", "qweight"), ("AutoRound", "scales")]
+)
+def test_a_tensor_that_no_expert_has(good, name, suffix, tmp_path):
+    """The layer is quantized all the same: none of its experts is taken for a float one."""
+    made = changed(good, name)
+    made.tensors = {key: tensor for key, tensor in made.tensors.items() if not key.endswith(f".{suffix}")}
+    assert message_of(made, tmp_path).startswith(f"tensor '{LAYER}.0.gate_proj.{suffix}' is missing from ")
+
+
 @pytest.mark.parametrize("name", [name for name in WORDS if name in FORMATS])
 @pytest.mark.parametrize("suffix", ["qweight", "qzeros", "scales"])
 @pytest.mark.parametrize("dim", [0, 1])
@@ -190,9 +200,10 @@ def test_linear_layers(name, tmp_path):
         made.tensors = {**whole, f"{layer}.{suffix}": tensor.contiguous()}
         with pytest.raises(CheckpointError, match=rf"tensor {layer}\."):
             load_linear(made.write(tmp_path), quantize_w4a16=True)
-    made.tensors = {key: tensor for key, tensor in whole.items() if not key.endswith("scales")}
-    with pytest.raises(CheckpointError, match=rf"tensor '{layer}\.scales' is missing"):
-        load_linear(made.write(tmp_path), quantize_w4a16=True)
+    for suffix in ("scales", "qweight"):
+        made.tensors = {key: tensor for key, tensor in whole.items() if not key.endswith(suffix)}
+        with pytest.raises(CheckpointError, match=rf"tensor '{layer}\.{suffix}' is missing"):
+            load_linear(made.write(tmp_path), quantize_w4a16=True)
     made.tensors = whole
     with pytest.raises(CheckpointError, match=f"{layer} is W4A16; pass quantize_w4a16=True"):
         load_linear(made.write(tmp_path))

@@ -77,6 +77,15 @@ def spoil_weight(c):
     del c.tensors[f"{Q}.weight"]
 
 
+def spoil_int8_scale(c):
+    del c.tensors[f"{Q}.weight_scale"]
+
+
+def spoil_int8_scale_beside_others(c):
+    add_linear(c, DOWN, 64, 128, 32)
+    del c.tensors[f"{Q}.weight_scale"]
+
+
 def spoil_range(c):
     c.tensors[f"{Q}.weight"][3, 4] = 8
 
@@ -105,6 +114,8 @@ def spoil_target(c):
     ("spoil", "message"),
     [
         (spoil_scale, f"tensor '{Q}.weight_scale' is missing"),
+        (spoil_int8_scale, f"tensor '{Q}.weight_scale' is missing"),
+        (spoil_int8_scale_beside_others, f"tensor '{Q}.weight_scale' is missing"),
         (spoil_weight, f"tensor '{Q}.weight' is missing"),
         (spoil_range, f"tensor {Q}.weight holds values in [-8, 8], but int4 values are in [-8, 7]"),
         (spoil_groups, f"tensor {Q}.weight_scale: shape (64, 2), but 128 x 64 features in groups of 32 make (64, 4)"),

@@ -5,29 +5,32 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from w4a8.core.matrix import Matrix4
 from w4a8.core.stack import MatrixStack
-from w4a8.formats import NotOurs, Rules, rules_of, stored_as
+from w4a8.formats import NotOurs, Rules, Stored, rules_of, stored_as
+from w4a8.formats.stored import QUANTIZED_SUFFIXES
 from w4a8.integrations.transformers.memory import Pages
 from w4a8.integrations.transformers.names import Names, slices
 from w4a8.nn import W4A8Experts, W4A8Linear
 from w4a8.quantization import QuantizationReport
 from w4a8.quantization.moe_blocks import fused_experts
 
-# The last part of a tensor's name -> whether it says that its module is quantized, in every format that is read here.
-_SUFFIXES = {
-    "qweight": True, "qzeros": False, "scales": False, "g_idx": False,
-    "weight_packed": True, "weight_scale": True, "weight_shape": False, "weight_zero_point": False,
-    "weight_g_idx": False, "weight": False, "bias": False, "blocks": True,
-}  # fmt: skip
+_SUFFIXES = (*QUANTIZED_SUFFIXES, "scales", "weight", "bias")  # the last part of a tensor's name
 # MXFP4 as gpt-oss has it: all experts in one tensor, ``model.layers.0.mlp.experts.gate_up_proj_blocks``.
 _STACKED = re.compile(r"(.+\.experts\.\w+)_(blocks|scales|bias)")
 
 _METHODS = ("compressed-tensors", "gptq", "awq", "auto-round", "mxfp4")
+
+
+def _is_int8(parts: Mapping[str, Any]) -> bool:
+    """Whether ``weight`` of some lazy tensors is an int8 matrix."""
+    shape = parts["weight"].get_shape()
+    return len(shape) == 2 and shape[0] > 0 and parts["weight"][:1].dtype == torch.int8
 
 
 def checked_rules(source: Mapping[str, Any]) -> Rules:
@@ -83,7 +86,7 @@ class Foreign:
                 name, suffix = stacked.groups() if stacked else key.rpartition(".")[::2]
                 if suffix in _SUFFIXES:
                     self.tensors.setdefault(name, {})[suffix] = part
-        self.tensors = {k: parts for k, parts in self.tensors.items() if any(_SUFFIXES[suffix] for suffix in parts)}
+        self.tensors = {name: parts for name, parts in self.tensors.items() if self._is_quantized(name, parts)}
         if not self.tensors:
             raise ValueError(f"no quantized tensors, though config.json says {source.get('quant_method')!r}")
         self.modules: dict[str, _Module] = {}
@@ -97,6 +100,11 @@ class Foreign:
         suffixes = "|".join(suffix for suffix in _SUFFIXES if suffix not in ("weight", "bias"))
         ours = [rf"\.({suffixes})$", *(rf"^{re.escape(name)}(\.|$)" for name in self.modules)]
         model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *ours}
+
+    def _is_quantized(self, name: str, parts: Mapping[str, Any]) -> bool:
+        if any(suffix in QUANTIZED_SUFFIXES for suffix in parts):
+            return True
+        return "weight" in parts and isinstance(stored_as(self.rules, name, parts, partial(_is_int8, parts)), Stored)
 
     def _add(self, model: torch.nn.Module, names: Names, name: str) -> None:
         parameter, sources, pattern = names.parameter(name if self.stacked else f"{name}.weight")
@@ -200,12 +208,12 @@ class Foreign:
 
     def _matrix(self, name: str, shape: tuple[int, int], pages: Pages, expert: int | None = None) -> Matrix4:
         """Reads a matrix, or that of one expert of a stack, which must be [N, K]."""
-        parts = self.tensors[name].items()
+        parts = self.tensors[name]
         if expert is None:
-            tensors = {suffix: part[...] for suffix, part in parts}
+            tensors = {suffix: part[...] for suffix, part in parts.items()}
         else:
-            tensors = {suffix: part[expert : expert + 1][0] for suffix, part in parts}
-        stored = stored_as(self.rules, name, tensors)
+            tensors = {suffix: part[expert : expert + 1][0] for suffix, part in parts.items()}
+        stored = stored_as(self.rules, name, tensors, partial(_is_int8, parts))
         if isinstance(stored, NotOurs):
             raise ValueError(stored.reason)
         matrix = stored.read(tensors, name)
