@@ -16,7 +16,7 @@ QUICK = [
     Case("qwen3_moe", 128, "gptq_v2", "bfloat16", "none", lm_head=True),
 ]
 
-# Of one layer, written by auto-round (tool_written/write.py), all with zero points.
+# Of one layer, written by auto-round (tests/tool_written/write.py), all with zero points.
 TOOLS = [
     Case("qwen3_moe", 128, form, "bfloat16", "none", symmetric=False, tool=tool, changes={"num_experts": 4})
     for tool, form in (

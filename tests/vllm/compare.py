@@ -1,7 +1,7 @@
 """vLLM's answers beside transformers'."""
 
 import models
-import reference
+import multiplied_out
 import torch
 
 
@@ -36,18 +36,18 @@ def check(
     """
     assert "error" not in result, result["error"]
     sequences = [prompt + output for prompt, output in zip(prompts, result["outputs"])]
-    exact_model = reference.load(directory / "reference", torch.float32)
-    exact = reference.logprobs(exact_model, sequences)
+    exact_model = multiplied_out.load(directory / "reference", torch.float32)
+    exact = multiplied_out.logprobs(exact_model, sequences)
     int8_attention = case.attention != "float"
     if stock and case.inputs == "none":
         # vLLM itself rounds the inputs of linear layers of weight-only models where it can use AMX.
         int8_attention = result["amx"] and case.dtype == "bfloat16"
-    int8 = reference.quantized_matrices(exact_model, int8_attention, case.lm_head)
-    rounded = reference.logprobs(exact_model, sequences, int8)
+    int8 = multiplied_out.quantized_matrices(exact_model, int8_attention, case.lm_head)
+    rounded = multiplied_out.logprobs(exact_model, sequences, int8)
     dtype = getattr(torch, case.dtype)
     narrow = exact
     if dtype != torch.float32:
-        narrow = reference.logprobs(reference.load(directory / "reference", dtype), sequences)
+        narrow = multiplied_out.logprobs(multiplied_out.load(directory / "reference", dtype), sequences)
 
     got = result["logprobs"]
     assert [row.shape for row in got] == [row.shape for row in exact]

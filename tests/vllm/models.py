@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import foreign
+import multiplied_out
 import torch
 import transformers
 from compressed_tensors.compressors import ModelCompressor
@@ -126,7 +127,7 @@ class Case:
         attention: of the linear layers of attention: w4a8, w8a8 or float.
         symmetric: of the weights; otherwise they have zero points.
         lm_head: is quantized as well.
-        tool: the folder of tool_written/ that is the checkpoint; nothing is written but its weights multiplied out.
+        tool: the folder of tests/tool_written/ that is the checkpoint; only its weights multiplied out are written.
         changes: of the model's configuration.
     """
 
@@ -339,32 +340,12 @@ def _matrices(tensors: dict[str, torch.Tensor], ignore: list[str]) -> list[str]:
     ]
 
 
-def _multiply_out(case: Case, directory: Path) -> Path:
-    """As `write`, of what a tool has written."""
-    source, reference = Path(__file__).parent / "tool_written" / case.tool, directory / "reference"
-    reference.mkdir()
-    (directory / "checkpoint").symlink_to(source)
-    content, modules = {}, {}
-    for name, tensor in load_file(source / "model.safetensors").items():
-        module, _, suffix = name.rpartition(".")
-        if suffix == "weight":
-            content[name] = tensor.float()
-        else:
-            modules.setdefault(module, {})[suffix] = tensor
-    content.update(
-        {f"{module}.weight": foreign.multiplied_out(found, case.format) for module, found in modules.items()}
-    )
-    save_file(content, reference / "model.safetensors", metadata={"format": "pt"})
-    settings = json.loads((source / "config.json").read_text())
-    del settings["quantization_config"]
-    (reference / "config.json").write_text(json.dumps({**settings, "dtype": "float32"}))
-    return directory
-
-
 def write(case: Case, directory: Path, seed: int = 0) -> Path:
     """Makes `directory`/checkpoint and `directory`/reference; returns `directory`."""
     if case.tool:
-        return _multiply_out(case, directory)
+        (directory / "checkpoint").symlink_to(multiplied_out.TOOL_WRITTEN / case.tool)
+        multiplied_out.write(directory / "checkpoint", directory / "reference")
+        return directory
     family, changes, ignore = MODELS[case.model]
     dtype = getattr(torch, case.dtype)
     config = getattr(transformers, f"{family}Config")(**{**COMMON, **changes, **case.changes})

@@ -2,8 +2,8 @@
 
 import copy
 
+import multiplied_out
 import pytest
-import reference
 import torch
 from cases import QUICK
 from compare import check
@@ -15,14 +15,14 @@ CASES = [case for case in QUICK if case.model in ("gpt_oss", "qwen2_moe") and ca
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_one_wrong_expert_is_seen(case, checkpoints):
     directory = checkpoints(case)
-    model = copy.deepcopy(reference.load(directory / "reference", torch.float32))
+    model = copy.deepcopy(multiplied_out.load(directory / "reference", torch.float32))
     generator = torch.Generator().manual_seed(0)
     outputs = [torch.randint(2, 160, (24,), generator=generator).tolist() for _ in prompts()]
     sequences = [prompt + output for prompt, output in zip(prompts(), outputs)]
-    int8 = reference.quantized_matrices(model, attention=True)
+    int8 = multiplied_out.quantized_matrices(model, attention=True)
 
     def result() -> dict:
-        return {"outputs": outputs, "logprobs": reference.logprobs(model, sequences, int8), "amx": False}
+        return {"outputs": outputs, "logprobs": multiplied_out.logprobs(model, sequences, int8), "amx": False}
 
     # Not what a model would choose: all but the last check, of the tokens, passes.
     with pytest.raises(AssertionError, match="token"):

@@ -1,14 +1,8 @@
 """How much memory a process takes while it loads a model of a few hundred megabytes whose tensors are shuffled."""
 
-import sys
-from pathlib import Path
-
 import pytest
-from conftest import environment
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import shuffled_model
+from conftest import environment
 
 LOAD = """
 import os, sys

@@ -1,12 +1,8 @@
 """w4a8.load of a few hundred megabytes, shuffled over files: the peak is what is packed and what may be mapped."""
 
 import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 import shuffled_model
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")

@@ -60,10 +60,16 @@ def _codes(words: torch.Tensor, order: tuple = tuple(range(8))) -> torch.Tensor:
 
 def multiplied_out(stored: dict[str, torch.Tensor], form: str) -> torch.Tensor:
     """float32 [N, K] of the tensors of a matrix, by the last part of their names."""
-    if form == "pack-quantized":
-        rows, columns = stored["weight_shape"].tolist()
-        codes, scales = _codes(stored["weight_packed"])[:, :columns], stored["weight_scale"]
-        zeros = _codes(stored["weight_zero_point"].T).T[:rows]
+    if form.endswith("-quantized"):
+        scales = stored["weight_scale"]
+        zeros = torch.full(scales.shape, 8)
+        if form == "int-quantized":
+            codes = stored["weight"].long() + 8
+        else:
+            rows, columns = stored["weight_shape"].tolist()
+            codes = _codes(stored["weight_packed"])[:, :columns]
+            if "weight_zero_point" in stored:
+                zeros = _codes(stored["weight_zero_point"].T).T[:rows]
     elif form.endswith("awq"):
         codes, scales = _codes(stored["qweight"], AWQ_ORDER).T, stored["scales"].T
         zeros = _codes(stored["qzeros"], AWQ_ORDER).T
@@ -84,6 +90,17 @@ def write_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch
     plain = (values[codes] * scaled.sign() * torch.exp2(exponents.float() - 127).unsqueeze(-1)).flatten(1)
     codes = codes + 8 * (scaled < 0)
     return (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8), exponents, plain
+
+
+def form_of(config: dict) -> str:
+    """How a quantization_config says that codes are stored: ``pack-quantized``, or one of FORMATS."""
+    method = config["quant_method"]
+    if method == "gptq":
+        return config.get("checkpoint_format", "gptq")
+    if method == "auto-round":
+        form = config["packing_format"]
+        return "gptq_v2" if form == "auto_round" else form
+    return config["format"] if method == "compressed-tensors" else method
 
 
 def config(form: str, group: int, symmetric: bool, skipped: list[str], lm_head: bool) -> dict:

@@ -2,17 +2,38 @@
 
 Three ways: float32; float32 with the inputs of all quantized matrices rounded to int8 (as docs/numerics.md says, by
 code of its own); and the model's own dtype. How far the second and third are from the first is what int8 inputs and the
-dtype cost, and so the measure for what vLLM may be off.
+dtype cost, and so the measure for what another library may be off.
 """
 
 import functools
+import json
 from pathlib import Path
 
+import foreign
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch.overrides import TorchFunctionMode
 
+TOOL_WRITTEN = Path(__file__).parent / "tool_written"
 PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.bmm)
+
+
+def write(source: Path, directory: Path) -> None:
+    """Makes ``directory`` a float32 checkpoint of what a quantized one means, matrix by matrix."""
+    settings = json.loads((source / "config.json").read_text())
+    form = foreign.form_of(settings.pop("quantization_config"))
+    content, modules = {}, {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        module, _, suffix = name.rpartition(".")
+        modules.setdefault(module, {})[suffix] = tensor
+    for module, found in modules.items():
+        if not found.keys() <= {"weight", "bias"}:
+            found = {"weight": foreign.multiplied_out(found, form)} | {k: v for k, v in found.items() if k == "bias"}
+        content.update({f"{module}.{suffix}": tensor.float() for suffix, tensor in found.items()})
+    directory.mkdir()
+    save_file(content, directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "config.json").write_text(json.dumps({**settings, "dtype": "float32"}))
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,59 @@
+"""Checkpoints that other tools have written (tests/tool_written), through W4A8Config, beside what they mean in floats.
+
+Every folder there is taken; a new one needs nothing here.
+"""
+
+import pytest
+import torch
+from common import assert_same_bits
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+if int(transformers.__version__.split(".")[0]) < 5:
+    pytest.skip("transformers 5 is needed", allow_module_level=True)
+
+import multiplied_out  # noqa: E402
+
+from w4a8.integrations.transformers import W4A8Config  # noqa: E402
+from w4a8.nn import W4A8Linear  # noqa: E402
+
+FOLDERS = sorted(path.parent.name for path in multiplied_out.TOOL_WRITTEN.glob("*/config.json"))
+
+
+def prompts(model):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(2, model.config.vocab_size, (n,), generator=generator).tolist() for n in (5, 17, 40)]
+
+
+def off_by(a, b):
+    """Root mean square over the vocabulary at the median position: elsewhere noise may have selected another expert."""
+    return torch.cat([x - y for x, y in zip(a, b)]).square().mean(1).sqrt().median().item()
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+@torch.no_grad()
+def test_tools(folder, tmp_path):
+    """In float32 only int8 inputs make a difference. How much they do is measured in the float model, on the very
+    tokens, by an emulation that shares no code with the package. What is left from the emulation is inputs that float32
+    arithmetic puts on the other side of a tie: 2 % of that difference, as tests/vllm allows."""
+    checkpoint = multiplied_out.TOOL_WRITTEN / folder
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        checkpoint, quantization_config=W4A8Config(), dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(info.values()), info
+    multiplied_out.write(checkpoint, tmp_path / "floats")
+    floats = multiplied_out.load(tmp_path / "floats", torch.float32)
+    attention = isinstance(model.model.layers[0].self_attn.q_proj, W4A8Linear)
+    int8 = multiplied_out.quantized_matrices(floats, attention, isinstance(model.lm_head, W4A8Linear))
+    found = multiplied_out.logprobs(model, prompts(model))
+    exact = multiplied_out.logprobs(floats, prompts(model))
+    rounded = multiplied_out.logprobs(floats, prompts(model), int8)
+    noise = off_by(rounded, exact)
+    print(f"off by {off_by(found, exact):.5f}, int8 {noise:.5f}, from the emulation {off_by(found, rounded):.6f}")
+    assert 0 < noise < torch.cat(exact).std() / 4, "the noise hides what is to be seen"
+    assert off_by(found, rounded) <= 0.02 * noise
+    assert off_by(found, exact) <= 1.02 * noise
+
+    model.save_pretrained(tmp_path / "packed")
+    packed = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+    for one, other in zip(multiplied_out.logprobs(packed, prompts(model)), found):
+        assert_same_bits(one, other)
