@@ -6,7 +6,7 @@ import pytest
 import torch
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
-from w4a8.formats.pieces import Packing
+from w4a8.formats import Stored
 from w4a8.integrations.vllm.moe import W4A8MoEMethod, unsupported
 
 HIDDEN, EXPERTS = 128, 2
@@ -40,8 +40,8 @@ def make_layer(
     )
     layer.local_num_experts = EXPERTS
     layer._map_global_expert_id_to_local_expert_id = MethodType(lambda self, expert: expert, layer)
-    packing = Packing(form, group_size, symmetric)
-    method = W4A8MoEMethod(packing, layer, "model.layers.0.mlp.experts")
+    stored = Stored(form, group_size, symmetric)
+    method = W4A8MoEMethod(stored, layer, "model.layers.0.mlp.experts")
     method.create_weights(layer, EXPERTS, HIDDEN, intermediate // tp_size, torch.bfloat16)
     return layer, method
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from w4a8.formats.pieces import Packing
+from w4a8.formats import Stored
 from w4a8.integrations.vllm.linear import W4A8LinearScheme
 
 N, K, GROUP = 64, 128, 32
@@ -16,7 +16,7 @@ def make_layer(monkeypatch, format_, symmetric=True):
         name = f"vllm.model_executor.parameter.get_tensor_model_parallel_{what}"
         monkeypatch.setattr(name, lambda value=value: value)
     layer = torch.nn.Module()
-    layer.scheme = W4A8LinearScheme(Packing(format_, GROUP, symmetric), NAME)
+    layer.scheme = W4A8LinearScheme(Stored(format_, GROUP, symmetric), NAME)
 
     def load(param, loaded, part):
         rows = param.shape[param.output_dim] // 2

@@ -12,7 +12,7 @@ from w4a8.checkpoint.modules import Module, check_input
 from w4a8.checkpoint.tensors import CheckpointTensors, read_json
 from w4a8.core.json_fields import CheckpointError
 from w4a8.formats import NotOurs, Rules, Stored, find_config, rules_of, stored_as
-from w4a8.formats.stored import QUANTIZED_SUFFIXES
+from w4a8.formats.parts import QUANTIZED_SUFFIXES
 from w4a8.nn import W4A8Linear
 from w4a8.progress import progress_bar
 

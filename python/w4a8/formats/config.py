@@ -15,7 +15,8 @@ from w4a8.formats.awq import packing_of
 from w4a8.formats.compressed_rules import CompressedTensorsRules
 from w4a8.formats.matrix import is_group_size
 from w4a8.formats.mxfp4 import BLOCK
-from w4a8.formats.stored import QUANTIZED_SUFFIXES, NotOurs, Stored
+from w4a8.formats.parts import QUANTIZED_SUFFIXES
+from w4a8.formats.stored import NotOurs, Stored
 
 _WHERE = "quantization_config"
 

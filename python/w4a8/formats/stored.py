@@ -4,35 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from w4a8.core.matrix import Matrix4
-from w4a8.formats.awq import from_awq
+from w4a8.formats.awq import from_awq, output_features, output_nibbles
 from w4a8.formats.compressed_tensors import from_int_quantized, from_pack_quantized
 from w4a8.formats.gptq import from_gptq
-from w4a8.formats.matrix import Tensors
-from w4a8.formats.mxfp4 import BLOCK, from_mxfp4
-from w4a8.formats.words import CODES
-
-# Format -> the last parts of the names of its tensors: the weight, what else must be there, what may be there. A zero
-# point that may be missing if the configuration says that there are none is in the second list: tools write it anyway,
-# but for compressed-tensors.
-_TENSORS = {
-    "gptq": ("qweight", ("scales", "qzeros"), ("g_idx",)),
-    "awq": ("qweight", ("scales", "qzeros"), ()),
-    "int-quantized": ("weight", ("weight_scale",), ("weight_zero_point", "weight_g_idx")),
-    "pack-quantized": ("weight_packed", ("weight_shape", "weight_scale"), ("weight_zero_point", "weight_g_idx")),
-    "mxfp4": ("blocks", ("scales",), ()),
-}
-_ZEROS = ("qzeros", "weight_zero_point")
-# What only a quantized module has. (Layers of other kinds may have ``scales``.)
-QUANTIZED_SUFFIXES = (
-    "qweight", "qzeros", "g_idx", "blocks",
-    "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx",
-)  # fmt: skip
+from w4a8.formats.matrix import Tensors, checked_zeros
+from w4a8.formats.mxfp4 import BLOCK, from_mxfp4, powers_of_two
+from w4a8.formats.parts import PARTS, Part
+from w4a8.formats.words import codes, word_bytes
 
 
 @dataclass(frozen=True)
 class Stored:
     """How one module is stored, as the configuration of its checkpoint says.
+
+    A matrix is read as a whole (:meth:`read`), or tensor by tensor for loaders that get them in any order
+    (:meth:`piece`).
 
     Attributes:
         format: ``gptq``, ``awq``, ``int-quantized``, ``pack-quantized`` or ``mxfp4``. AutoRound's modules are the first
@@ -52,25 +41,38 @@ class Stored:
     weight_only: str | None = None
 
     @property
+    def values(self) -> str:
+        """``int4`` or ``e2m1``."""
+        return "e2m1" if self.format == "mxfp4" else "int4"
+
+    def groups(self, columns: int) -> int:
+        """Scales of a row of so many input features."""
+        return 1 if self.group_size == -1 else columns // self.group_size
+
+    @property
     def weight(self) -> str:
         """Last part of the name of the tensor of codes."""
-        return _TENSORS[self.format][0]
+        return PARTS[self.format][0].suffix
+
+    def requires(self, part: Part) -> bool:
+        """Whether the module cannot be read without a tensor.
+
+        Zero points may be missing where the configuration says that there are none; most tools write them anyway, but
+        for compressed-tensors.
+        """
+        if part.kind == "zero_points":
+            return not self.symmetric
+        return part.kind != "g_idx" or self.activation_order
 
     @property
     def required(self) -> tuple[str, ...]:
         """Last parts of the names of the tensors without which it cannot be read, the codes first."""
-        weight, others, optional = _TENSORS[self.format]
-        if self.symmetric:
-            others = tuple(name for name in others if name not in _ZEROS)
-        else:
-            others += tuple(name for name in optional if name in _ZEROS)
-        return (weight, *others, *(("g_idx",) if self.activation_order else ()))
+        return tuple(part.suffix for part in PARTS[self.format] if self.requires(part))
 
     @property
     def optional(self) -> tuple[str, ...]:
         """Last parts of the names of those that are read if they are there, but for the bias."""
-        _, others, more = _TENSORS[self.format]
-        return tuple(name for name in (*others, *more) if name not in self.required)
+        return tuple(part.suffix for part in PARTS[self.format] if not self.requires(part))
 
     def shape(self, tensors: Tensors) -> tuple[int, int]:
         """(N, K) of a module, of what says so: its codes, or ``weight_shape``. Nothing else is looked at.
@@ -87,14 +89,9 @@ class Stored:
         dim = 3 if self.format == "mxfp4" else 2
         if weight.dim() != dim:
             raise ValueError(f"{self.weight}: shape {tuple(weight.shape)}, but {dim} dimensions are expected")
-        first, second = weight.shape[:2]
-        sizes = {
-            "gptq": (second, CODES * first),
-            "awq": (CODES * second, first),
-            "int-quantized": (first, second),
-            "mxfp4": (first, BLOCK * second),
-        }
-        return sizes[self.format]
+        if self.format == "mxfp4":
+            return weight.shape[0], BLOCK * weight.shape[1]
+        return PARTS[self.format][0].features(weight.shape)
 
     def read(self, tensors: Tensors, name: str) -> Matrix4:
         """The matrix of a module.
@@ -115,6 +112,56 @@ class Stored:
             return from_gptq(tensors, name, self.group_size, self.symmetric, self.version)
         readers = {"awq": from_awq, "int-quantized": from_int_quantized, "pack-quantized": from_pack_quantized}
         return readers[self.format](tensors, name, self.group_size, self.symmetric)
+
+    def piece(self, part: Part, tensor: torch.Tensor, name: str) -> torch.Tensor | None:
+        """One tensor of a matrix in the form that :class:`w4a8.core.packer.ExpertPacker` takes.
+
+        Args:
+            part: which: codes, scales or zero points.
+            tensor: as it is in the file; MXFP4's codes as a matrix.
+            name: of the matrix, for errors.
+
+        Returns:
+            Codes uint8 [N, K/2], or what the packer makes them of (int8 [N, K], int32 [N, K/8]); scales [N, G]; zero
+            points uint8 [N, G], None if the format is symmetric.
+
+        Raises:
+            ValueError: another dtype or number of dimensions, or values that this format does not have.
+        """
+        full = f"{name}.{part.suffix}"
+        floats = part.dtype == torch.float32
+        if not part.takes(tensor.dtype):
+            expected = "a float" if floats else str(part.dtype).removeprefix("torch.")
+            raise ValueError(f"{full}: dtype {tensor.dtype}, but {expected} is expected")
+        if tensor.dim() != 2:
+            raise ValueError(f"{full}: shape {tuple(tensor.shape)}, but 2 dimensions are expected")
+        if part.kind == "weight":
+            return self._codes(tensor)
+        if part.kind == "zero_points":
+            stored = self._zeros(tensor)
+            zeros = checked_zeros(stored, name, part.suffix, self.symmetric)
+            if zeros is None and not self.symmetric:
+                zeros = torch.full(stored.shape, 8, dtype=torch.uint8)
+            return zeros
+        if not floats:
+            return powers_of_two(tensor, full)
+        if not torch.isfinite(tensor).all():
+            raise ValueError(f"{full}: not all scales are finite")
+        return tensor.T if part.axes[0] == "g" else tensor
+
+    def _codes(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.format == "gptq":
+            return word_bytes(tensor.T)
+        return output_nibbles(tensor) if self.format == "awq" else tensor
+
+    def _zeros(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.format == "awq":
+            return output_features(tensor).T
+        if self.format == "gptq":
+            return codes(tensor).T.to(torch.int32) + (2 - self.version)
+        if self.format == "pack-quantized":
+            return codes(tensor.T).T
+        return tensor.to(torch.int32) + 8
 
 
 @dataclass(frozen=True)

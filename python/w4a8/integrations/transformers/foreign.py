@@ -13,7 +13,7 @@ import torch
 from w4a8.core.matrix import Matrix4
 from w4a8.core.stack import MatrixStack
 from w4a8.formats import NotOurs, Rules, Stored, rules_of, stored_as
-from w4a8.formats.stored import QUANTIZED_SUFFIXES
+from w4a8.formats.parts import QUANTIZED_SUFFIXES
 from w4a8.integrations.transformers.memory import Pages
 from w4a8.integrations.transformers.names import Names, slices
 from w4a8.nn import W4A8Experts, W4A8Linear

@@ -11,11 +11,11 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-from w4a8.formats.pieces import Packing
+from w4a8.formats import Stored
 from w4a8.integrations.vllm.linear import W4A8LinearScheme
 from w4a8.integrations.vllm.lm_head import offers_int4_lm_head
 from w4a8.integrations.vllm.moe import W4A8MoEMethod, experts_method
-from w4a8.integrations.vllm.scheme import is_w4a8, is_w4a16, packing_of
+from w4a8.integrations.vllm.scheme import is_w4a8, is_w4a16, stored_in
 from w4a8.integrations.vllm.settings import runs_w4a16, say_int8
 
 
@@ -34,12 +34,12 @@ class W4A8CompressedTensorsConfig(CompressedTensorsConfig):
     def get_scheme(self, layer: torch.nn.Module, layer_name: str | None = None):
         """The scheme of a linear layer, or None (upstream's contract)."""
         if isinstance(layer, (LinearBase, ParallelLMHead)):
-            packing = self._packing(self.get_scheme_dict(layer, layer_name))
-            if packing is not None:
-                return W4A8LinearScheme(packing, layer_name)
+            stored = self._stored(self.get_scheme_dict(layer, layer_name))
+            if stored is not None:
+                return W4A8LinearScheme(stored, layer_name)
         return super().get_scheme(layer, layer_name)
 
-    def _packing(self, found: dict | None) -> Packing | None:
+    def _stored(self, found: dict | None) -> Stored | None:
         """How weights of a scheme are stored, if they are to be run here."""
         if found is None or found.get("output_activations") is not None:
             return None
@@ -47,10 +47,10 @@ class W4A8CompressedTensorsConfig(CompressedTensorsConfig):
         weight_only = is_w4a16(weights, inputs)
         if not (is_w4a8(weights, inputs) or (weight_only and runs_w4a16())):
             return None
-        packing = packing_of(weights, found.get("format") or self.quant_format)
-        if packing is not None and weight_only:
+        stored = stored_in(weights, found.get("format") or self.quant_format)
+        if stored is not None and weight_only:
             say_int8("compressed-tensors")
-        return packing
+        return stored
 
     def _experts_method(self, layer: RoutedExperts, prefix: str) -> W4A8MoEMethod | None:
         """The method of a layer of experts if it is one to take over, else None."""
@@ -59,5 +59,5 @@ class W4A8CompressedTensorsConfig(CompressedTensorsConfig):
         schemes = [self.get_scheme_dict(layer, f"{prefix}.0.{name}") for name in names if name is not None]
         if any(other != schemes[0] for other in schemes):
             return None  # not alike: upstream's to handle
-        packing = self._packing(schemes[0])
-        return None if packing is None else experts_method(packing, layer, prefix)
+        stored = self._stored(schemes[0])
+        return None if stored is None else experts_method(stored, layer, prefix)

@@ -6,8 +6,8 @@ import torch
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
 
+from w4a8.formats import Stored
 from w4a8.formats.mxfp4 import BLOCK
-from w4a8.formats.pieces import Packing
 from w4a8.integrations.vllm.dtypes import TakesEveryDtype
 from w4a8.integrations.vllm.lm_head import offers_int4_lm_head
 from w4a8.integrations.vllm.moe import experts_method
@@ -21,7 +21,7 @@ class W4A8GptOssConfig(TakesEveryDtype, GptOssMxfp4Config):
     def get_quant_method(self, layer: torch.nn.Module, prefix: str):
         """The method of a layer, or None (upstream's contract)."""
         if isinstance(layer, RoutedExperts) and runs_w4a16():
-            method = experts_method(Packing("mxfp4", BLOCK), layer, prefix)
+            method = experts_method(Stored("mxfp4", BLOCK, True), layer, prefix)
             if method is not None:
                 say_int8("MXFP4")
                 return method

@@ -17,8 +17,8 @@ from vllm.model_executor.layers.quantization.utils.gptq_utils import (
 )
 from vllm.scalar_type import scalar_types
 
+from w4a8.formats import Stored
 from w4a8.formats.matrix import is_group_size
-from w4a8.formats.pieces import Packing
 from w4a8.integrations.vllm.activation_order import ChecksActivationOrder
 from w4a8.integrations.vllm.dtypes import TakesEveryDtype
 from w4a8.integrations.vllm.linear import W4A8LinearMethod
@@ -28,7 +28,7 @@ from w4a8.integrations.vllm.moe import experts_method
 from w4a8.integrations.vllm.names import projections
 from w4a8.integrations.vllm.settings import runs_w4a16, say_int8
 
-_FORMATS = {None: "gptq", "": "gptq", "gptq": "gptq", "gptq_v2": "gptq_v2"}
+_VERSIONS = {None: 1, "": 1, "gptq": 1, "gptq_v2": 2}  # by checkpoint_format
 
 
 @offers_int4_lm_head
@@ -45,16 +45,16 @@ class W4A8GPTQConfig(TakesEveryDtype, ChecksActivationOrder, AutoGPTQConfig):
             self.TYPE_MAP = {**AutoGPTQConfig.TYPE_MAP, (4, False): scalar_types.uint4}
         super().__init__(*args, **kwargs)
 
-    def packing(self) -> Packing | None:
+    def stored(self) -> Stored | None:
         """How weights are stored, if they are to be run here; of a copy for one layer."""
         full = self.full_config
-        name = _FORMATS.get(full.get("checkpoint_format") or full.get("format"))
-        if not runs_w4a16() or name is None or self.weight_bits != 4 or not is_group_size(self.group_size):
+        version = _VERSIONS.get(full.get("checkpoint_format") or full.get("format"))
+        if not runs_w4a16() or version is None or self.weight_bits != 4 or not is_group_size(self.group_size):
             return None
         if self.desc_act and self.group_size != -1:
             raise ValueError("w4a8: GPTQ with activation order (desc_act) and groups is not supported")
         say_int8("GPTQ")
-        return Packing(name, self.group_size, bool(self.is_sym))
+        return Stored("gptq", self.group_size, bool(self.is_sym), version)
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str):
         """The method of a layer, or None (upstream's contract)."""
@@ -77,8 +77,8 @@ class W4A8GPTQConfig(TakesEveryDtype, ChecksActivationOrder, AutoGPTQConfig):
             return UnquantizedFusedMoEMethod(layer.moe_config)
         config = deepcopy(self)
         override_config(config, prefix if get_dynamic_override(self, names[0]) is None else names[0])
-        packing = config.packing()
-        return None if packing is None else experts_method(packing, layer, prefix)
+        stored = config.stored()
+        return None if stored is None else experts_method(stored, layer, prefix)
 
 
 class _Stock:
@@ -86,5 +86,5 @@ class _Stock:
 
 
 def _linear_method(config: W4A8GPTQConfig, prefix: str) -> W4A8LinearMethod | _Stock:
-    packing = config.packing()
-    return _Stock() if packing is None else W4A8LinearMethod(packing, prefix)
+    stored = config.stored()
+    return _Stock() if stored is None else W4A8LinearMethod(stored, prefix)

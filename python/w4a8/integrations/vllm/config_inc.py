@@ -10,9 +10,9 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.inc import INCConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
+from w4a8.formats import Stored
 from w4a8.formats.awq import packing_of
 from w4a8.formats.matrix import is_group_size
-from w4a8.formats.pieces import Packing
 from w4a8.integrations.vllm.activation_order import ChecksActivationOrder
 from w4a8.integrations.vllm.dtypes import TakesEveryDtype
 from w4a8.integrations.vllm.linear import W4A8LinearMethod
@@ -52,8 +52,8 @@ class W4A8INCConfig(TakesEveryDtype, ChecksActivationOrder, INCConfig):
             if isinstance(layer, RoutedExperts):
                 method = self._experts_method(layer, prefix)
             elif isinstance(layer, (LinearBase, ParallelLMHead)) and not self._is_excluded(prefix):
-                packing = self._packing(layer, prefix)
-                method = None if packing is None else W4A8LinearMethod(packing, prefix)
+                stored = self._stored(layer, prefix)
+                method = None if stored is None else W4A8LinearMethod(stored, prefix)
         return super().get_quant_method(layer, prefix) if method is None else method
 
     def _is_excluded(self, prefix: str) -> bool:
@@ -62,23 +62,24 @@ class W4A8INCConfig(TakesEveryDtype, ChecksActivationOrder, INCConfig):
         found = [entries[name] for name in (prefix, f"model.{prefix}") if name in entries]
         return any(entry.get("bits", 16) >= 16 for entry in found)
 
-    def _packing(self, layer: torch.nn.Module, name: str) -> Packing | None:
+    def _stored(self, layer: torch.nn.Module, name: str) -> Stored | None:
         found = self.config_parser.resolve(layer, name)
         if not found.quantized or found.data_type != "int" or found.bits != 4 or not is_group_size(found.group_size):
             return None
-        gptq = "gptq" if self.w4a8_version == 1 else "gptq_v2"
-        packing = gptq if found.is_gptq else "awq" if found.is_awq else None
-        if packing is None:
+        if not (found.is_gptq or found.is_awq):
             return None
         say_int8("AutoRound")
-        return Packing(packing, found.group_size, bool(found.sym))
+        symmetric = bool(found.sym)
+        if found.is_gptq:
+            return Stored("gptq", found.group_size, symmetric, self.w4a8_version)
+        return Stored("awq", found.group_size, symmetric)
 
     def _experts_method(self, layer: RoutedExperts, prefix: str):
         # Upstream's rules for experts want a layer class that is no longer called so; names of matrices need none.
         excluded = self._is_excluded(prefix)
-        packings = {None if excluded else self._packing(layer, name) for name in projections(layer, prefix)}
-        if len(packings) > 1:
+        ways = {None if excluded else self._stored(layer, name) for name in projections(layer, prefix)}
+        if len(ways) > 1:
             logger().warning_once("w4a8: leaves %s to vLLM: its experts are not quantized alike", prefix)
             return None
-        (packing,) = packings
-        return None if packing is None else experts_method(packing, layer, prefix)
+        (stored,) = ways
+        return None if stored is None else experts_method(stored, layer, prefix)

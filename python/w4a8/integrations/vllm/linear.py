@@ -26,10 +26,11 @@ from w4a8.core.memory import fresh_bytes
 from w4a8.core.stack import MatrixStack, PackedAs
 from w4a8.core.weight_utils import replace_parameter
 from w4a8.cpu import active_kernel
-from w4a8.formats.pieces import Packing, Part
+from w4a8.formats import Stored
+from w4a8.formats.parts import Part
 from w4a8.integrations.vllm.loading import fill_dummy, is_dummy_load
 from w4a8.integrations.vllm.log import logger
-from w4a8.integrations.vllm.scheme import describe
+from w4a8.integrations.vllm.scheme import describe, parts_of
 from w4a8.ops import dyn_quant_matmul_4bit
 
 
@@ -65,14 +66,14 @@ def _load_output_layer(layer: torch.nn.Module, param: torch.Tensor, loaded: torc
 class LinearWeights:
     """The weight of one linear layer: parameters that a checkpoint fills, packed when the last of them is full."""
 
-    def __init__(self, packing: Packing, layer_name: str | None) -> None:
+    def __init__(self, stored: Stored, layer_name: str | None) -> None:
         """For one layer.
 
         Args:
-            packing: how its matrix is stored.
+            stored: how its matrix is.
             layer_name: for errors.
         """
-        self.packing = packing
+        self.stored, self.parts = stored, parts_of(stored)
         self.layer_name = layer_name
         self.packed_as: PackedAs | None = None  # once packed
         self._lacking: dict[str, int] = {}
@@ -92,25 +93,25 @@ class LinearWeights:
         """
         layer.w4a8_weights = self
         self.n, self.k = sum(output_partition_sizes), input_size_per_partition
-        self._load, parts = weight_loader, output_partition_sizes
+        self._load, sizes = weight_loader, output_partition_sizes
         if isinstance(layer, ParallelLMHead):
             self._load = MethodType(_load_output_layer, layer)
-            parts = [layer.shard_indices.num_org_elements]
-        group = self.packing.group_size
+            sizes = [layer.shard_indices.num_org_elements]
+        group = self.stored.group_size
         if self.k % max(group, 2) != 0:
             raise ValueError(
                 f"w4a8: {self.layer_name}: {self.k} input features per rank (of {input_size}) are not a multiple of "
                 f"{max(group, 2)}"
             )
-        self.rows = sum(parts)
-        for stored in self.packing.tensors:
+        self.rows = sum(sizes)
+        for part in self.parts:
             try:
-                for part in parts:
-                    stored.shape(part, self.k, self.packing.groups(self.k))
+                for rows in sizes:
+                    part.shape(rows, self.k, self.stored.groups(self.k))
             except ValueError as error:
                 raise ValueError(f"w4a8: {self.layer_name}: {error} per rank and part of the layer") from None
-            self._register(layer, stored)
-        if self.packing.name == "pack-quantized":
+            self._register(layer, part)
+        if self.stored.format == "pack-quantized":
             shape = BasevLLMParameter(
                 data=torch.zeros(2, dtype=torch.int64), weight_loader=MethodType(load_linear, layer)
             )
@@ -118,29 +119,29 @@ class LinearWeights:
             layer.register_parameter("weight_shape", shape)
         self.dummy = is_dummy_load()
 
-    def _register(self, layer: torch.nn.Module, stored: Part) -> None:
-        shape = stored.shape(self.rows, self.k, self.packing.groups(self.k))
-        size = torch.empty((), dtype=stored.dtype).element_size()
+    def _register(self, layer: torch.nn.Module, part: Part) -> None:
+        shape = part.shape(self.rows, self.k, self.stored.groups(self.k))
+        size = torch.empty((), dtype=part.dtype).element_size()
         arguments: dict[str, Any] = {
-            "data": fresh_bytes(shape[0], size * shape[1]).view(stored.dtype),
-            "output_dim": stored.axes.index("n"),
+            "data": fresh_bytes(shape[0], size * shape[1]).view(part.dtype),
+            "output_dim": part.axes.index("n"),
             "weight_loader": MethodType(load_linear, layer),
         }
         # One group for all of a row is the same on each rank, however many a row is cut into.
-        whole = "g" in stored.axes and self.packing.group_size == -1
+        whole = "g" in part.axes and self.stored.group_size == -1
         if not whole:
             arguments["input_dim"] = 1 - arguments["output_dim"]
-        if stored.packed is not None:
-            arguments.update(packed_dim=stored.packed, packed_factor=stored.codes_in_an_element)
+        if part.packed is not None:
+            arguments.update(packed_dim=part.packed, packed_factor=part.codes_in_an_element)
             kind = PackedColumnParameter if whole else PackedvLLMParameter
-        elif stored.kind == "weight":
+        elif part.kind == "weight":
             kind = ModelWeightParameter
         else:
             kind = ChannelQuantScaleParameter if whole else GroupQuantScaleParameter
         param = kind(**arguments)
-        layer.register_parameter(stored.suffix, param)
-        self._lacking[stored.suffix] = param.numel()
-        if stored not in self.packing.required:
+        layer.register_parameter(part.suffix, param)
+        self._lacking[part.suffix] = param.numel()
+        if not self.stored.requires(part):
             param.weight_loader_numel = 0
 
     def load(
@@ -151,7 +152,7 @@ class LinearWeights:
         Raises:
             ValueError: a tensor of another dtype or shape than the format has; names it.
         """
-        part = next((part for part in self.packing.tensors if getattr(layer, part.suffix, None) is param), None)
+        part = next((part for part in self.parts if getattr(layer, part.suffix, None) is param), None)
         name = f"{self.layer_name}.{'weight_shape' if part is None else part.suffix}"
         if part is not None and not part.takes(loaded_weight.dtype):
             raise ValueError(f"w4a8: {name}: dtype {loaded_weight.dtype}, but {part.dtype} is expected")
@@ -159,15 +160,15 @@ class LinearWeights:
             with _CopiedValues() as copied:
                 found = self._load(param, loaded_weight, *args, **kwargs)
         except (AssertionError, IndexError, RuntimeError) as error:
-            whole = f"[{self.n}, {self.k}] in groups of {self.packing.group_size} ({self.packing.name})"
+            whole = f"[{self.n}, {self.k}] in groups of {self.stored.group_size} ({self.stored.format})"
             shape = tuple(loaded_weight.shape)
             raise ValueError(f"w4a8: {name}: shape {shape} is no part of a weight {whole}: {error}") from error
         if part is not None and part.suffix in self._lacking:
             self._lacking[part.suffix] -= copied.count
             if all(count <= 0 for count in self._lacking.values()):
-                parts = [getattr(layer, part.suffix) for part in self.packing.tensors]
+                filled = [getattr(layer, part.suffix) for part in self.parts]
                 self.process(layer)
-                for old in parts:  # the model's loader keeps them until it has loaded all layers
+                for old in filled:  # the model's loader keeps them until it has loaded all layers
                     old.data = torch.empty(0, dtype=old.dtype)
         return found
 
@@ -178,8 +179,8 @@ class LinearWeights:
             ValueError: one of those that the format needs is not complete: the layer would run on zeros.
         """
         tensors, missing = {}, []
-        for part in self.packing.tensors:
-            optional = part not in self.packing.required
+        for part in self.parts:
+            optional = not self.stored.requires(part)
             if optional and (self.dummy or self.packed_as is not None):
                 continue  # of other weights, they may come when their layer is complete
             tensor = getattr(layer, part.suffix).data
@@ -194,7 +195,7 @@ class LinearWeights:
                 missing.append(f"{part.suffix}: {tensor.numel() - lacking} of {tensor.numel()} elements")
         if missing:
             raise ValueError(f"w4a8: {self.layer_name}: the checkpoint lacks weights: {', '.join(missing)}")
-        if self.packing.name == "pack-quantized":
+        if self.stored.format == "pack-quantized":
             tensors["weight_shape"] = torch.tensor([self.rows, self.k])
         return tensors
 
@@ -207,28 +208,28 @@ class LinearWeights:
             ValueError: a tensor that is not there, or values that the format does not have; scales do not fit into what
                 the first weight was packed as.
         """
-        first = getattr(layer, self.packing.tensors[0].suffix, None)
+        first = getattr(layer, self.stored.weight, None)
         if first is None or first.dtype == torch.uint8:
             return
         tensors = self._there(layer)
         self._lacking, self.dummy = {}, False
         try:
-            packed = self._pack(self.packing.matrix(tensors, "weight"))
+            packed = self._pack(self.stored.read(tensors, "weight"))
         except ValueError as error:
             raise ValueError(f"w4a8: {self.layer_name}: {error}") from None
         # A parameter weight_shape stays: of other weights, the last one comes when its layer is complete.
-        for stored in self.packing.tensors:
-            delattr(layer, stored.suffix)
+        for part in self.parts:
+            delattr(layer, part.suffix)
         replace_parameter(layer, "weight_packed", packed)
         logger().info_once(
             "w4a8: runs %s linear layers (%s), kernel %s",
-            *describe(self.packing),
+            *describe(self.stored),
             active_kernel(),
         )
 
     def _pack(self, matrix: Matrix4) -> torch.Tensor:
         """uint8 [bytes]; the second time in the place, and so the form, of the first."""
-        stack = MatrixStack(1, self.n, self.k, self.packing.group_size, packed_as=self.packed_as, values="int4")
+        stack = MatrixStack(1, self.n, self.k, self.stored.group_size, packed_as=self.packed_as, values="int4")
         if self.rows < self.n:  # the vocabulary is padded
             more = self.n - self.rows
             nibbles = torch.zeros(more, self.k // 2, dtype=torch.uint8)
@@ -240,7 +241,7 @@ class LinearWeights:
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x [..., K] to [..., N] of its type."""
-        group = self.k if self.packing.group_size == -1 else self.packing.group_size
+        group = self.k if self.stored.group_size == -1 else self.stored.group_size
         out = dyn_quant_matmul_4bit(x, layer.weight_packed, group, self.k, self.n)
         return out if bias is None else out + bias
 
@@ -248,9 +249,9 @@ class LinearWeights:
 class W4A8LinearMethod(LinearMethodBase):
     """What vLLM calls for a linear layer."""
 
-    def __init__(self, packing: Packing, layer_name: str | None) -> None:
+    def __init__(self, stored: Stored, layer_name: str | None) -> None:
         """A method for one layer: see :class:`LinearWeights`."""
-        self.weights = LinearWeights(packing, layer_name)
+        self.weights = LinearWeights(stored, layer_name)
 
     def create_weights(
         self,
@@ -283,9 +284,9 @@ if W4A8LinearMethod.__name__ not in vllm_linear.WEIGHT_LOADER_V2_SUPPORTED:
 class W4A8LinearScheme(CompressedTensorsScheme):
     """What vLLM's method for compressed-tensors calls for a linear layer."""
 
-    def __init__(self, packing: Packing, layer_name: str | None) -> None:
+    def __init__(self, stored: Stored, layer_name: str | None) -> None:
         """A scheme for one layer: see :class:`LinearWeights`."""
-        self.weights = LinearWeights(packing, layer_name)
+        self.weights = LinearWeights(stored, layer_name)
 
     @classmethod
     def get_min_capability(cls) -> int:

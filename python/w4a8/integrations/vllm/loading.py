@@ -10,7 +10,8 @@ from vllm.config import get_current_vllm_config_or_none
 from w4a8.core.experts import ExpertSizes
 from w4a8.core.packer import ExpertPacker
 from w4a8.core.stack import PackedAs
-from w4a8.formats.pieces import Packing
+from w4a8.formats import Stored
+from w4a8.integrations.vllm.scheme import parts_of
 
 # Shards of vLLM's loader for gpt-oss, which has gate and up in one tensor.
 _SHARDS = {"gpt_oss_w13": "w13", "gpt_oss_w2": "w2"}
@@ -76,7 +77,7 @@ class ExpertsLoader:
         self,
         layer: torch.nn.Module,
         sizes: ExpertSizes,
-        packing: Packing,
+        stored: Stored,
         bias_dtype: torch.dtype | None,
         tp_rank: int,
         tp_size: int,
@@ -87,7 +88,7 @@ class ExpertsLoader:
         Args:
             layer: vLLM's RoutedExperts.
             sizes: of this rank's experts.
-            packing: how their matrices are stored.
+            stored: how their matrices are.
             bias_dtype: of the model; None if there are no biases.
             tp_rank, tp_size: of the experts: 0 and 1 under expert parallelism.
             w13_interleaved: rows of a w13 that comes in one piece alternate gate and up.
@@ -95,9 +96,9 @@ class ExpertsLoader:
         Raises:
             ValueError: groups that do not fit this rank's part of an expert.
         """
-        self._layer, self._sizes, self._packing = layer, sizes, packing
+        self._layer, self._sizes, self._stored = layer, sizes, stored
         self._has_bias, self._interleaved = bias_dtype is not None, w13_interleaved
-        self._stored = {stored.suffix: stored for stored in packing.tensors}
+        self._parts = {part.suffix: part for part in parts_of(stored)}
         self._loaded: dict[str, set[tuple[int, str]]] = {}
         self._packed_as: dict[str, PackedAs] | None = None  # once packed
         stacks = ("w13", "w2")
@@ -108,8 +109,8 @@ class ExpertsLoader:
             tp_rank,
             tp_size,
             w13_interleaved,
-            values=dict.fromkeys(stacks, packing.values),
-            zero_points=() if packing.symmetric else stacks,
+            values=dict.fromkeys(stacks, stored.values),
+            zero_points=() if stored.symmetric else stacks,
         )
         self.packer = self._new_packer()
 
@@ -176,10 +177,10 @@ class ExpertsLoader:
         if suffix == "bias":
             self._take_bias(tensor, name, shard, expert[0])
             return
-        stored = self._stored[suffix]
-        piece = self._packing.piece(stored, tensor, name)
+        part = self._parts[suffix]
+        piece = self._stored.piece(part, tensor, name)
         if piece is not None:
-            self.packer.put(expert[0], shard, stored.kind, piece, f"{name}.{suffix}")
+            self.packer.put(expert[0], shard, part.kind, piece, f"{name}.{suffix}")
 
     def _take_bias(self, tensor: torch.Tensor, name: str, shard: str, expert: int) -> None:
         if self._has_bias:
@@ -197,7 +198,8 @@ class ExpertsLoader:
 
     def missing(self) -> list[str]:
         """What a layer lacks: of each stack, as many tensors as it has experts (and halves of w13)."""
-        suffixes = [stored.suffix for stored in self._packing.required] + (["bias"] if self._has_bias else [])
+        suffixes = [part.suffix for part in self._parts.values() if self._stored.requires(part)]
+        suffixes += ["bias"] if self._has_bias else []
         lacking = []
         for name in [f"{stack}_{suffix}" for suffix in suffixes for stack in ("w13", "w2")]:
             shards = [shard for _, shard in self._loaded.get(name, ())]

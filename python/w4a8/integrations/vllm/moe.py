@@ -14,16 +14,16 @@ from w4a8.core.activation import MoEActivation
 from w4a8.core.experts import ExpertSizes, run_experts
 from w4a8.core.weight_utils import replace_parameter
 from w4a8.cpu import active_kernel
-from w4a8.formats.pieces import Packing
+from w4a8.formats import Stored
 from w4a8.integrations.vllm.loading import ExpertsLoader, is_dummy_load, load_expert, pack_dummy
 from w4a8.integrations.vllm.log import logger
 from w4a8.integrations.vllm.routing import select
-from w4a8.integrations.vllm.scheme import describe
+from w4a8.integrations.vllm.scheme import describe, parts_of
 
 # Of the clamped SwiGLU: limit, slope of the sigmoid, what is added to the up half.
 _SWIGLU = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702, "swiglu_beta": 1.0}
 # Some tools that write these write biases of zeros where a model has none.
-_ZERO_BIASES = ("gptq", "gptq_v2", "awq")
+_ZERO_BIASES = ("gptq", "awq")
 _CLAMPED = (MoEActivation.SWIGLUOAI, MoEActivation.SWIGLUOAI_UNINTERLEAVE)
 
 
@@ -75,11 +75,11 @@ class W4A8MoEMethod(FusedMoEMethodBase):
     layers that select experts by token id are routed by vLLM.
     """
 
-    def __init__(self, packing: Packing, layer: torch.nn.Module, layer_name: str) -> None:
+    def __init__(self, stored: Stored, layer: torch.nn.Module, layer_name: str) -> None:
         """A method for one layer.
 
         Args:
-            packing: how its matrices are stored.
+            stored: how its matrices are.
             layer: vLLM's RoutedExperts, whose ``moe_config`` is not :func:`unsupported`.
             layer_name: of the layer, for errors.
 
@@ -87,8 +87,8 @@ class W4A8MoEMethod(FusedMoEMethodBase):
             ValueError: groups that do not fit this rank's part of an expert; names the sizes.
         """
         super().__init__(layer.moe_config)
-        self.packing = packing
-        self.sizes = expert_sizes(layer.moe_config, packing.group_size)
+        self.stored = stored
+        self.sizes = expert_sizes(layer.moe_config, stored.group_size)
         self.activation = _activation(layer.moe_config)
         problem = self.sizes.unsupported()
         if problem is not None:
@@ -117,11 +117,11 @@ class W4A8MoEMethod(FusedMoEMethodBase):
             self.sizes, experts=num_experts, hidden=hidden_size, intermediate=intermediate_size_per_partition
         )
         # vLLM itself cuts the stacks of all experts that it hands over.
-        cut = self.packing.name == "mxfp4"
+        cut = self.stored.format == "mxfp4"
         layer.w4a8_loader = ExpertsLoader(
             layer,
             self.sizes,
-            self.packing,
+            self.stored,
             bias_dtype,
             tp_rank=0 if cut else parallel.tp_rank,
             tp_size=1 if cut else parallel.tp_size,
@@ -129,13 +129,13 @@ class W4A8MoEMethod(FusedMoEMethodBase):
         )
         self._raw: list[str] = []
         for stack, rows, columns in self.sizes.stacks:
-            for stored in self.packing.tensors:
-                shape = stored.shape(rows, columns, self.packing.groups(columns))
-                counted = stored in self.packing.required
-                self._register(layer, f"{stack}_{stored.suffix}", (num_experts, *shape), stored.dtype, counted)
-            if self.moe.has_bias or self.packing.name in _ZERO_BIASES:
+            for part in parts_of(self.stored):
+                shape = part.shape(rows, columns, self.stored.groups(columns))
+                counted = self.stored.requires(part)
+                self._register(layer, f"{stack}_{part.suffix}", (num_experts, *shape), part.dtype, counted)
+            if self.moe.has_bias or self.stored.format in _ZERO_BIASES:
                 self._register(layer, f"{stack}_bias", (num_experts, rows), params_dtype, self.moe.has_bias)
-            if self.packing.name == "pack-quantized":
+            if self.stored.format == "pack-quantized":
                 # Stays when the rest is packed: the last shapes of other weights come when their layer is complete.
                 self._register(layer, f"{stack}_weight_shape", (num_experts, 2), torch.int64, False, meta=False)
             else:
@@ -171,7 +171,7 @@ class W4A8MoEMethod(FusedMoEMethodBase):
         if loader.nothing_new:
             return
         if self.dummy:
-            pack_dummy(loader.packer, not self.packing.symmetric)
+            pack_dummy(loader.packer, not self.stored.symmetric)
             self.dummy = False
         else:
             missing = loader.missing()
@@ -182,7 +182,7 @@ class W4A8MoEMethod(FusedMoEMethodBase):
         for stack, packed in loader.pack().items():
             replace_parameter(layer, f"{stack}_weight_packed", packed)
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
-        kind, groups = describe(self.packing)
+        kind, groups = describe(self.stored)
         logger().info_once(
             "w4a8: runs layers of %s experts (%s, %s), kernel %s", kind, groups, self.activation.value, active_kernel()
         )
@@ -225,10 +225,10 @@ class W4A8MoEMethod(FusedMoEMethodBase):
         )
 
 
-def experts_method(packing: Packing, layer: torch.nn.Module, prefix: str) -> W4A8MoEMethod | None:
+def experts_method(stored: Stored, layer: torch.nn.Module, prefix: str) -> W4A8MoEMethod | None:
     """The method of a layer of vLLM's RoutedExperts; None, and a warning, if it is none that can be run here."""
     reason = unsupported(layer.moe_config)
     if reason is not None:
         logger().warning_once("w4a8: leaves layers of experts to vLLM, because of %s", reason)
         return None
-    return W4A8MoEMethod(packing, layer, prefix)
+    return W4A8MoEMethod(stored, layer, prefix)

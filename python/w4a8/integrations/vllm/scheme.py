@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+from w4a8.formats import Stored
 from w4a8.formats.matrix import is_group_size
-from w4a8.formats.pieces import Packing
+from w4a8.formats.parts import PARTS, Part
 
 
 def _is(value: Any, wanted: str) -> bool:
@@ -41,14 +43,28 @@ def is_w4a16(weights: Any, inputs: Any) -> bool:
     return inputs is None and _is_int4(weights)
 
 
-def packing_of(weights: Any, format_: str | None) -> Packing | None:
+def stored_in(weights: Any, format_: str | None) -> Stored | None:
     """How such weights are stored in a format of compressed-tensors; None if that is another format."""
     if format_ not in ("int-quantized", "pack-quantized"):
         return None
-    return Packing(format_, -1 if _is(weights.strategy, "channel") else weights.group_size, bool(weights.symmetric))
+    return Stored(format_, -1 if _is(weights.strategy, "channel") else weights.group_size, bool(weights.symmetric))
 
 
-def describe(packing: Packing) -> tuple[str, str]:
+def parts_of(stored: Stored) -> tuple[Part, ...]:
+    """The tensors that vLLM's loaders bring, but for ``weight_shape``.
+
+    Zero points of a symmetric format are among them if its files have them all the same. vLLM names MXFP4's tensors
+    after what they are.
+    """
+    parts = [part for part in PARTS[stored.format] if part.kind in ("weight", "weight_scale", "zero_points")]
+    if stored.format == "mxfp4":
+        return tuple(replace(part, suffix=part.kind) for part in parts)
+    if stored.format not in ("gptq", "awq"):
+        parts = [part for part in parts if stored.requires(part)]
+    return tuple(parts)
+
+
+def describe(stored: Stored) -> tuple[str, str]:
     """For messages: the kind of weights, and their groups."""
-    kind = "MXFP4" if packing.values == "e2m1" else "int4" if packing.symmetric else "int4 (with zero points)"
-    return kind, "channelwise" if packing.group_size == -1 else f"groups of {packing.group_size}"
+    kind = "MXFP4" if stored.values == "e2m1" else "int4" if stored.symmetric else "int4 (with zero points)"
+    return kind, "channelwise" if stored.group_size == -1 else f"groups of {stored.group_size}"

@@ -1,16 +1,25 @@
-"""Formats one tensor at a time give what their readers give, and refuse what they refuse."""
+"""Matrices one tensor at a time give what their readers give, and refuse what they refuse."""
 
 import format_writers as writers
 import numpy as np
 import pytest
 import torch
 
-from w4a8.formats.pieces import Packing
+from w4a8.formats import Stored
+from w4a8.formats.parts import PARTS
 
 ROWS, COLUMNS, GROUP = 16, 128, 32
 
 
-def stored(name: str, symmetric: bool, seed: int = 0) -> dict[str, torch.Tensor]:
+def how(name: str, symmetric: bool) -> Stored:
+    return Stored(name.removesuffix("_v2"), GROUP, symmetric, 2 if name == "gptq_v2" else 1)
+
+
+def part_of(stored: Stored, kind: str):
+    return next(part for part in PARTS[stored.format] if part.kind == kind)
+
+
+def written(name: str, symmetric: bool, seed: int = 0) -> dict[str, torch.Tensor]:
     """The tensors of one matrix."""
     random = np.random.default_rng(seed)
     codes = random.integers(0, 16, (ROWS, COLUMNS))
@@ -31,13 +40,15 @@ NAMES = ("gptq", "gptq_v2", "awq", "int-quantized", "pack-quantized")
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("name", NAMES)
 def test_pieces_are_what_the_reader_gives(name, symmetric):
-    packing, tensors = Packing(name, GROUP, symmetric), stored(name, symmetric)
-    whole = packing.matrix(tensors, "m")
+    stored, tensors = how(name, symmetric), written(name, symmetric)
+    whole = stored.read(tensors, "m")
     pieces = {}
-    for tensor in packing.tensors:
-        rows, columns = tensors[tensor.suffix].shape
-        assert tensor.shape(ROWS, COLUMNS, COLUMNS // GROUP) == (rows, columns)
-        pieces[tensor.kind] = packing.piece(tensor, tensors[tensor.suffix], "m")
+    for part in PARTS[stored.format]:
+        if part.kind in ("shape", "g_idx") or part.suffix not in tensors:
+            continue
+        assert part.shape(ROWS, COLUMNS, COLUMNS // GROUP) == tensors[part.suffix].shape
+        pieces[part.kind] = stored.piece(part, tensors[part.suffix], "m")
+    assert stored.shape(tensors) == (ROWS, COLUMNS)
     if name in NAMES[:3]:  # the others are what the packer takes as it is
         assert torch.equal(pieces["weight"], whole.nibbles)
     assert torch.equal(pieces["weight_scale"], whole.scales)
@@ -49,25 +60,25 @@ def test_pieces_are_what_the_reader_gives(name, symmetric):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_zero_points_of_8_stay_where_they_are_declared(name):
-    packing = Packing(name, GROUP, symmetric=False)
-    zeros = next(tensor for tensor in packing.tensors if tensor.kind == "zero_points")
+    stored = how(name, symmetric=False)
+    zeros = part_of(stored, "zero_points")
     values = {"gptq": 0x77777777, "int-quantized": 0}.get(name, 0x88888888)
     shape = zeros.shape(ROWS, COLUMNS, COLUMNS // GROUP)
     word = torch.full(shape, values - (1 << 32 if values >= 1 << 31 else 0), dtype=zeros.dtype)
-    piece = packing.piece(zeros, word, "m")
+    piece = stored.piece(zeros, word, "m")
     assert piece.shape == (ROWS, COLUMNS // GROUP) and bool((piece == 8).all())
 
 
 def test_mxfp4():
     random = np.random.default_rng(0)
     made = writers.write_mxfp4(random.integers(0, 16, (ROWS, COLUMNS)), random.integers(100, 140, (ROWS, 4)))
-    packing = Packing("mxfp4", 32)
-    weight, scale = packing.tensors
-    assert torch.equal(packing.piece(weight, made["blocks"].flatten(1), "m"), made["blocks"].flatten(1))
-    assert torch.equal(packing.piece(scale, made["scales"], "m"), 2.0 ** (made["scales"].float() - 127))
+    stored = Stored("mxfp4", 32, True)
+    weight, scale = PARTS["mxfp4"]
+    assert torch.equal(stored.piece(weight, made["blocks"].flatten(1), "m"), made["blocks"].flatten(1))
+    assert torch.equal(stored.piece(scale, made["scales"], "m"), 2.0 ** (made["scales"].float() - 127))
     made["scales"][0, 0] = 255
-    with pytest.raises(ValueError, match=r"m.weight_scale: 255, which is not a number"):
-        packing.piece(scale, made["scales"], "m")
+    with pytest.raises(ValueError, match=r"m.scales: 255, which is not a number"):
+        stored.piece(scale, made["scales"], "m")
 
 
 @pytest.mark.parametrize(
@@ -81,19 +92,19 @@ def test_mxfp4():
     ],
 )
 def test_refusals(kind, change, message):
-    packing, tensors = Packing("gptq", GROUP, symmetric=False), stored("gptq", False)
-    tensor = next(tensor for tensor in packing.tensors if tensor.kind == kind)
+    stored, tensors = how("gptq", False), written("gptq", False)
+    part = part_of(stored, kind)
     with pytest.raises(ValueError, match=message):
-        packing.piece(tensor, change(tensors[tensor.suffix]), "m")
+        stored.piece(part, change(tensors[part.suffix]), "m")
 
 
 def test_a_zero_point_that_symmetric_does_not_have():
-    packing, tensors = Packing("gptq", GROUP, symmetric=True), stored("gptq", False)
+    stored, tensors = how("gptq", True), written("gptq", False)
     with pytest.raises(ValueError, match=r"m.qzeros: zero points in .*, but the configuration says symmetric"):
-        packing.piece(packing.tensors[1], tensors["qzeros"], "m")
+        stored.piece(part_of(stored, "zero_points"), tensors["qzeros"], "m")
 
 
 def test_features_that_are_no_whole_words():
-    zeros = Packing("gptq", GROUP).tensors[1]
+    zeros = part_of(how("gptq", True), "zero_points")
     with pytest.raises(ValueError, match=r"20 output features are not whole words of 8 \(qzeros\)"):
         zeros.shape(20, COLUMNS, 4)
