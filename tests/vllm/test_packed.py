@@ -1,63 +1,211 @@
 """Directories of packed weights (save_pretrained of w4a8.integrations.transformers): the bits of the same weights as a
-compressed-tensors checkpoint, which test_models.py compares with transformers."""
+compressed-tensors checkpoint, and what such a checkpoint cannot have beside transformers."""
 
 import json
+from dataclasses import dataclass, field
 
 import pytest
 import torch
 import transformers
-from conftest import Job, run_engines
-from models import COMMON, MODELS
+from compare import check
+from conftest import Job, arguments, run_engines
+from foreign import E2M1
+from models import COMMON, MODELS, Case, _random_weights, _stacked
 from safetensors.torch import load_file, save_file
 
 from w4a8.integrations.transformers import W4A8Config
-from w4a8.integrations.vllm.packed import compressed_tensors_config, unpacked
+from w4a8.integrations.vllm.packed import compressed_tensors_config, matrix_of, read_directory, unpacked
 
 # Name: key of models.MODELS, options of W4A8Config.
-CASES = {
+SAME = {
     "experts": ("qwen3_moe", {}),
     "other names, zero points": ("mixtral", {"group_size": 64, "symmetric": False}),
 }
 
 
-def write(directory, name, options):
-    """The packed directory, and the same as a compressed-tensors checkpoint."""
+@dataclass(frozen=True)
+class Other:
+    """What is compared with transformers."""
+
+    model: str
+    options: dict = field(default_factory=dict, hash=False)
+    engine: dict = field(default_factory=dict, hash=False)
+    reload: bool = False
+
+    @property
+    def case(self):
+        return Case(self.model, self.options.get("group_size", 32), "int-quantized", "bfloat16", "symmetric")
+
+
+OTHERS = {
+    "e2m1": Other("qwen3_moe", {"values": "e2m1"}, reload=True),
+    "gpt-oss": Other("gpt_oss", {"values": "e2m1"}),
+}
+PARALLEL = {
+    "cut": Other("mixtral", {"group_size": 64}, {"tensor_parallel_size": 2}),
+    "whole experts": Other("gpt_oss", {}, {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
+    "refused": Other("qwen3_moe", {"values": "e2m1"}, {"tensor_parallel_size": 2}),
+}
+
+
+def write_packed(directory, name, options, seed=0):
+    """`directory`/packed, of random weights."""
     family, sizes, _ = MODELS[name]
-    torch.manual_seed(0)
     model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**COMMON, **sizes))
-    for parameter in model.parameters():
-        if parameter.dim() >= 2:
-            parameter.data.normal_(std=parameter.shape[-1] ** -0.5)
+    _random_weights(model, torch.bfloat16, seed)
     model.bfloat16().save_pretrained(directory / "float")
     config = W4A8Config(**options)
     model = transformers.AutoModelForCausalLM.from_pretrained(directory / "float", quantization_config=config)
-    packed, theirs = directory / "packed", directory / "compressed"
-    model.save_pretrained(packed)
-    theirs.mkdir()
+    model.save_pretrained(directory / "packed")
+    return directory / "packed"
+
+
+def write_compressed(packed, directory):
+    """The same as a compressed-tensors checkpoint."""
+    directory.mkdir()
     stated = json.loads((packed / "config.json").read_text())
-    same = compressed_tensors_config(packed, stated["quantization_config"], stated["model_type"])
-    (theirs / "config.json").write_text(json.dumps({**stated, "quantization_config": same}))
-    tensors = unpacked(load_file(packed / "model.safetensors").items(), options.get("symmetric", True))
-    tensors = {key: tensor.clone() for key, tensor in tensors}
-    save_file(tensors, theirs / "model.safetensors", metadata={"format": "pt"})
-    return packed, theirs
+    found = read_directory(packed, stated["quantization_config"])
+    same = compressed_tensors_config(found, stated["model_type"])
+    (directory / "config.json").write_text(json.dumps({**stated, "quantization_config": same}))
+    tensors = dict(unpacked(load_file(packed / "model.safetensors").items(), found.symmetric))
+    tensors = {key: tensor.clone() for key, tensor in tensors.items()}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def floats_of(name, packed):
+    """A matrix multiplied out and its bias, as checkpoints name them."""
+    matrix = matrix_of(packed, name)
+    codes = torch.stack([matrix.nibbles & 15, matrix.nibbles >> 4], -1).flatten(1).long()
+    if matrix.kind == "e2m1":
+        values = torch.tensor([*E2M1, *(-value for value in E2M1)])[codes]
+    else:
+        zeros = torch.full(matrix.scales.shape, 8) if matrix.zero_points is None else matrix.zero_points
+        values = codes.float() - zeros.float().repeat_interleave(matrix.group, 1)
+    found = {"weight": values * matrix.scales.float().repeat_interleave(matrix.group, 1)}
+    return found if matrix.bias is None else {**found, "bias": matrix.bias}
+
+
+def multiply_out(packed, reference):
+    """As models.write's reference."""
+    settings = json.loads((packed / "config.json").read_text())
+    gpt_oss = settings["model_type"] == "gpt_oss"
+    tensors = {}
+
+    def put(module, parts):
+        tensors.update({f"{module}.{suffix}": part.contiguous() for suffix, part in parts.items()})
+
+    for key, tensor in load_file(packed / "model.safetensors").items():
+        module, _, leaf = key.rpartition(".")
+        if leaf == "packed":
+            put(module, floats_of(key, tensor))
+        elif leaf not in ("w13_packed", "w2_packed"):
+            tensors[key] = tensor.float()
+        else:
+            names = ("w1", "w3", "w2") if "block_sparse_moe" in module else ("gate_proj", "up_proj", "down_proj")
+            for expert, matrix in enumerate(tensor):
+                parts = floats_of(key, matrix)
+                halves = [{suffix: part.chunk(2)[i] for suffix, part in parts.items()} for i in (0, 1)]
+                if leaf == "w2_packed":
+                    put(f"{module}.{expert}.{names[2]}", parts)
+                elif gpt_oss:  # rows in turns
+                    turns = {suffix: torch.stack([h[suffix] for h in halves], 1).flatten(0, 1) for suffix in parts}
+                    put(f"{module}.{expert}.gate_up_proj", turns)
+                else:
+                    for half, name in zip(halves, names):
+                        put(f"{module}.{expert}.{name}", half)
+    reference.mkdir()
+    save_file(_stacked(tensors), reference / "model.safetensors", metadata={"format": "pt"})
+    del settings["quantization_config"]
+    (reference / "config.json").write_text(json.dumps({**settings, "dtype": "float32"}))
+
+
+def write_other(other, directory, seed=0):
+    """A packed directory and its reference in `directory`; the engine's job."""
+    packed = write_packed(directory, other.model, other.options, seed)
+    multiply_out(packed, directory / "reference")
+    return Job(packed, {**arguments(other.case), **other.engine})
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    jobs = []
-    for index, case in enumerate(CASES.values()):
-        directories = write(tmp_path_factory.mktemp(f"packed-{index}"), *case)
-        jobs += [Job(directory, {"enforce_eager": True, "dtype": "bfloat16"}, tokens=8) for directory in directories]
-    done, _ = run_engines(jobs, tmp_path_factory.mktemp("engines"), 900, VLLM_ENABLE_V1_MULTIPROCESSING="0")
-    return dict(zip(CASES, zip(done[::2], done[1::2])))
+    jobs, where = [], {}
+    for name, case in SAME.items():
+        where[name] = tmp_path_factory.mktemp("packed")
+        packed = write_packed(where[name], *case)
+        for directory in (packed, write_compressed(packed, where[name] / "compressed")):
+            jobs.append(Job(directory, {"enforce_eager": True, "dtype": "bfloat16"}, tokens=8))
+    for name, other in OTHERS.items():
+        where[name] = tmp_path_factory.mktemp("packed")
+        jobs.append(write_other(other, where[name]))
+        if other.reload:
+            where["reloaded"] = tmp_path_factory.mktemp("packed")
+            jobs[-1].reload = write_other(other, where["reloaded"], seed=1).model
+    dummy = {**arguments(OTHERS["gpt-oss"].case), "load_format": "dummy"}
+    jobs.append(Job(where["gpt-oss"] / "packed", dummy, tokens=2))
+    done, log = run_engines(jobs, tmp_path_factory.mktemp("engines"), 1800, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    same = dict(zip(SAME, zip(done[::2], done[1::2])))
+    return same, dict(zip([*OTHERS, "dummy"], zip(jobs[-3:], done[-3:]))), where, log
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", SAME)
 def test_the_bits_of_a_compressed_tensors_checkpoint(results, case):
-    packed, theirs = results[case]
+    packed, theirs = results[0][case]
     assert "error" not in packed, packed["error"]
     assert "error" not in theirs, theirs["error"]
     assert packed["outputs"] == theirs["outputs"]
     for found, expected in zip(packed["logprobs"], theirs["logprobs"]):
         assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_answers_are_those_of_transformers(results, name):
+    job, result = results[1][name]
+    assert "error" not in result, result["error"]
+    check(OTHERS[name].case, results[2][name], job.prompts, result)
+
+
+def test_other_weights_are_reloaded(results):
+    job, result = results[1]["e2m1"]
+    assert "error" not in result, result["error"]
+    check(OTHERS["e2m1"].case, results[2]["reloaded"], job.prompts, {**result, **result["reloaded"]})
+
+
+def test_random_weights(results):
+    _, result = results[1]["dummy"]
+    assert "error" not in result, result["error"]
+    assert all(torch.isfinite(rows).all() for rows in result["logprobs"])
+
+
+def test_says_what_it_runs(results):
+    for message in (
+        "w4a8: runs packed layers of int4 experts as they are (silu), kernel ",
+        "w4a8: runs packed layers of e2m1 experts as they are (silu), kernel ",
+        "w4a8: runs packed layers of e2m1 experts as they are (swigluoai), kernel ",
+        "w4a8: runs packed linear layers as they are, kernel ",
+    ):
+        assert message in results[3]
+
+
+@pytest.fixture(scope="module")
+def parallel(tmp_path_factory):
+    where = {name: tmp_path_factory.mktemp("parallel") for name in PARALLEL}
+    jobs = [write_other(other, where[name]) for name, other in PARALLEL.items()]
+    binding = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}  # both ranks on one NUMA node
+    done, log = run_engines(jobs, tmp_path_factory.mktemp("engines"), 1800, **binding)
+    return dict(zip(PARALLEL, zip(jobs, done))), where, log
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["cut", "whole experts"])
+def test_two_ranks(parallel, name):
+    """What is cut is unpacked; experts that are dealt out are not."""
+    job, result = parallel[0][name]
+    assert "error" not in result, result["error"]
+    check(PARALLEL[name].case, parallel[1][name], job.prompts, result, ranks=2)
+
+
+@pytest.mark.full
+def test_what_cannot_be_cut_is_refused(parallel):
+    assert "error" in parallel[0]["refused"][1]
+    assert "packed directory with weights of type e2m1 cannot be served with layers cut among 2 ranks" in parallel[2]

@@ -8,8 +8,17 @@ import torch
 from common import assert_same_bits
 from test_quantize_transformers import make_model
 
-from w4a8.integrations.vllm.packed import compressed_tensors_config, unpacked
+from w4a8.integrations.vllm.packed import (
+    compressed_tensors_config,
+    joined,
+    joined_bytes,
+    matrix_of,
+    only_whole,
+    read_directory,
+    unpacked,
+)
 from w4a8.nn import W4A8Experts, W4A8Linear
+from w4a8.ops import read_header
 from w4a8.quantization import DEFAULT_SKIP
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -42,6 +51,11 @@ def read_config(directory):
     return config, config["quantization_config"], config["model_type"]
 
 
+def as_tensors(directory):
+    _, stated, model_type = read_config(directory)
+    return compressed_tensors_config(read_directory(directory, stated), model_type)
+
+
 @pytest.mark.parametrize(
     "name, options",
     [
@@ -57,8 +71,8 @@ def read_config(directory):
 )
 def test_the_same_logits(name, options, tmp_path):
     want = save_packed(tmp_path, name, **options)
-    config, *stated = read_config(tmp_path / "packed")
-    found = compressed_tensors_config(tmp_path / "packed", *stated)
+    config, *_ = read_config(tmp_path / "packed")
+    found = as_tensors(tmp_path / "packed")
     symmetric = options.get("symmetric", True)
     assert all(group["weights"]["symmetric"] == symmetric for group in found["config_groups"].values())
     theirs = tmp_path / "theirs"
@@ -88,7 +102,7 @@ def test_groups_of_several_sizes(tmp_path):
     for layer in (0, 1):
         model.model.layers[layer].self_attn = parts[1].model.layers[layer].self_attn
     model.save_pretrained(tmp_path / "packed")
-    found = compressed_tensors_config(tmp_path / "packed", *read_config(tmp_path / "packed")[1:])
+    found = as_tensors(tmp_path / "packed")
     groups = [(group["targets"], group["weights"].get("group_size")) for group in found["config_groups"].values()]
     # H = 64: groups of 64 are one per row there.
     assert groups[0] == (["Linear"], None)
@@ -97,22 +111,81 @@ def test_groups_of_several_sizes(tmp_path):
         tmp_path / "packed" / "model.safetensors") if key.endswith(".weight"))  # fmt: skip
 
 
-def test_what_is_refused(tmp_path):
+def test_what_only_whole_layers_can_take(tmp_path):
+    """It is in no configuration of compressed-tensors."""
     save_packed(tmp_path, "qwen3", values="e2m1")
     directory = tmp_path / "packed"
-    _, stated, model_type = read_config(directory)
-    with pytest.raises(ValueError, match=r"layers\.\S+packed is e2m1, but vLLM gets int4 only"):
-        compressed_tensors_config(directory, stated, model_type)
-    with pytest.raises(ValueError, match=r"layers\.\S+packed\S* is e2m1, but vLLM gets int4 only"):
+    found = read_directory(directory, read_config(directory)[1])
+    assert {only_whole(parts, "qwen3_moe") for parts in found.packed.values()} == {"weights of type e2m1"}
+    assert as_tensors(directory)["config_groups"] == {}
+    with pytest.raises(ValueError, match=r"layers\.\S+packed\S* is e2m1, which a compressed-tensors checkpoint"):
         list(unpacked(load_file(directory / "model.safetensors").items(), True))
-    with pytest.raises(ValueError, match="gpt_oss runs in transformers, not in vLLM"):
-        compressed_tensors_config(directory, stated, "gpt_oss")
+
+
+def test_gpt_oss(tmp_path):
+    """Experts are taken whole; attention is as everywhere."""
+    save_packed(tmp_path, "gpt-oss")
+    directory = tmp_path / "packed"
+    _, stated, model_type = read_config(directory)
+    assert model_type == "gpt_oss"
+    for name, parts in read_directory(directory, stated).packed.items():
+        assert only_whole(parts, model_type) == (None if "packed" in parts else "experts of gpt_oss")
+        assert name.endswith(".mlp.experts") == ("packed" not in parts)
+    (group,) = as_tensors(directory)["config_groups"].values()
+    assert group["targets"] == ["Linear"]
+
+
+def test_what_is_refused(tmp_path):
+    save_packed(tmp_path, "qwen3")
+    _, stated, _ = read_config(tmp_path / "packed")
     with pytest.raises(ValueError, match=r"format and version \('w4a8', 'packed', 2\), expected"):
-        compressed_tensors_config(directory, {**stated, "version": 2}, model_type)
+        read_directory(tmp_path / "packed", {**stated, "version": 2})
     with pytest.raises(ValueError, match="no packed tensors, though"):
-        compressed_tensors_config(tmp_path / "float", stated, model_type)
+        read_directory(tmp_path / "float", stated)
     with pytest.raises(ValueError, match=r"nowhere is no local directory with \*\.safetensors files"):
-        compressed_tensors_config(tmp_path / "nowhere", stated, model_type)
+        read_directory(tmp_path / "nowhere", stated)
+
+
+def rounded(n, options, bias=False):
+    linear = torch.nn.Linear(96, n, bias)
+    return linear, W4A8Linear.from_float(linear, 32, **options).packed
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"scale_dtype": torch.bfloat16}, {"symmetric": False}, {"values": "e2m1"}], ids=str
+)
+@pytest.mark.parametrize("sizes", [[48], [32, 16, 16], [5, 40, 1]], ids=str)
+@pytest.mark.parametrize("biased", [False, True])
+def test_joined_rows(options, sizes, biased):
+    """The bytes of the matrix of all rows, and as many as the headers say."""
+    parts = [rounded(n, options, biased) for n in sizes]
+    whole = torch.nn.Linear(96, sum(sizes), biased)
+    whole.weight.copy_(torch.cat([linear.weight for linear, _ in parts]))
+    if biased:
+        whole.bias.copy_(torch.cat([linear.bias for linear, _ in parts]))
+    want = W4A8Linear.from_float(whole, 32, **options).packed
+    found = joined([matrix_of(packed, "part") for _, packed in parts])
+    assert_same_bits(found, want)
+    assert joined_bytes([read_header(packed) for _, packed in parts]) == want.numel()
+
+
+def test_joined_rows_of_different_kinds():
+    """Of those without zero points, a bias or float32 scales get them."""
+    (_, plain), (_, other) = rounded(20, {"scale_dtype": torch.bfloat16}), rounded(16, {"symmetric": False}, bias=True)
+    both = [matrix_of(packed, "part") for packed in (plain, other)]
+    found = joined(both)
+    assert joined_bytes([read_header(plain), read_header(other)]) == found.numel()
+    matrix = matrix_of(found, "both")
+    for part, rows in zip(both, (slice(20), slice(20, None))):
+        mine = matrix.with_rows(rows)
+        assert_same_bits(mine.nibbles, part.nibbles)
+        assert_same_bits(mine.scales, part.scales.float())
+        assert torch.equal(
+            mine.zero_points, torch.full_like(mine.zero_points, 8) if part is both[0] else part.zero_points
+        )
+        assert_same_bits(mine.bias, torch.zeros(20) if part is both[0] else part.bias)
+    with pytest.raises(ValueError, match=r"^part: "):
+        matrix_of(plain[:-64], "part")
 
 
 def test_damaged_tensors(tmp_path):
@@ -123,6 +196,6 @@ def test_damaged_tensors(tmp_path):
     tensors[key] = tensors[key][:-64].clone()
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=rf"{key}.*: "):
-        compressed_tensors_config(directory, *read_config(directory)[1:])
+        as_tensors(directory)
     with pytest.raises(ValueError, match=rf"{key}: "):
         list(unpacked(tensors.items(), True))

@@ -1,18 +1,21 @@
 """A directory of packed weights (docs/transformers.md) as vLLM is told of it: a compressed-tensors checkpoint.
 
-vLLM joins, cuts and places tensors by the names of checkpoints, each model in its own way; so packed matrices are
-unpacked one by one as they are read, and the plugin's own layers pack what they get. Nothing here imports vLLM.
+That is for what vLLM knows of the model, and for layers that are cut among ranks: vLLM cuts and places tensors by the
+names of checkpoints, so their packed matrices are unpacked one by one as they are read. Layers that are whole on a rank
+take packed matrices (packed_layers.py). Nothing here imports vLLM.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from w4a8.core.matrix import Matrix4
 from w4a8.formats.packed_directory import FORMAT, METHOD, VERSION
 from w4a8.formats.words import pairs, words_of
 from w4a8.ops import PackedHeader, dyn_quant_unpack_any_4bit_weight, read_header
@@ -21,66 +24,63 @@ from w4a8.ops import PackedHeader, dyn_quant_unpack_any_4bit_weight, read_header
 _PACKED = {"packed": False, "w13_packed": True, "w2_packed": True}
 # Part of the name of a block -> what its experts' gate, up and down projections are called.
 _PROJECTIONS = (("block_sparse_moe", ("w1", "w3", "w2")), ("", ("gate_proj", "up_proj", "down_proj")))
-_REFUSED_MODELS = {"gpt_oss": "the experts of gpt-oss have rows and biases in an order of their own"}
+# Their experts come in one piece, whose rows and biases have an order of their own, in every checkpoint but this.
+_WHOLE_EXPERTS = ("gpt_oss",)
 
 
-def compressed_tensors_config(directory: str | Path, config: dict[str, Any], model_type: str | None) -> dict[str, Any]:
-    """The quantization_config that a compressed-tensors checkpoint of the same weights would have.
+@dataclass(frozen=True)
+class PackedTensor:
+    """A packed tensor in a file.
+
+    Attributes:
+        header: of the matrix, or of the first one of a stack.
+        shape: of the tensor.
+    """
+
+    header: PackedHeader
+    shape: tuple[int, ...]
+
+
+# Last part of the name -> tensor, of one module.
+Parts = Mapping[str, PackedTensor]
+
+
+@dataclass
+class PackedDirectory:
+    """What is in the files of a directory.
+
+    Attributes:
+        packed: by module.
+        floats: modules with a weight that is not packed.
+    """
+
+    packed: dict[str, dict[str, PackedTensor]]
+    floats: set[str]
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether no matrix has zero points."""
+        return not any(s.header["has_zero_points"] for parts in self.packed.values() for s in parts.values())
+
+
+def read_directory(directory: str | Path, config: Mapping[str, Any]) -> PackedDirectory:
+    """Reads the headers of a directory's safetensors files, and those of the packed matrices in them.
 
     Args:
-        directory: with safetensors files; only their headers, and those of packed matrices, are read.
-        config: the quantization_config of the directory.
-        model_type: of its config.json.
+        directory: local.
+        config: the quantization_config in its config.json.
 
     Raises:
-        ValueError: no local directory of packed tensors; a format, a kind of weights or a model that this cannot read.
+        ValueError: no local directory of packed tensors, or one in another format.
     """
+    from safetensors import safe_open
+
     stated = tuple(config.get(key) for key in ("quant_method", "format", "version"))
     if stated != (METHOD, FORMAT, VERSION):
         raise ValueError(f"quantization_config has quant_method, format and version {stated}, expected "
                          f"{(METHOD, FORMAT, VERSION)}")  # fmt: skip
-    if model_type in _REFUSED_MODELS:
-        raise ValueError(f"a packed directory of {model_type} runs in transformers, not in vLLM: "
-                         f"{_REFUSED_MODELS[model_type]}")  # fmt: skip
-    headers, others = _headers(Path(directory))
-    if not headers:
-        raise ValueError(f"{directory}: no packed tensors, though config.json says so")
-    symmetric = not any(header["has_zero_points"] for found in headers.values() for header in found.values())
-    groups: dict[int, list[str]] = {}
-    for module, found in headers.items():
-        for leaf, header in found.items():
-            if header["values"] != "int4":
-                raise ValueError(f"{module}.{leaf} is {header['values']}, but vLLM gets int4 only")
-        per_channel = all(header["group"] == header["k"] for header in found.values())
-        group = -1 if per_channel else min(header["group"] for header in found.values())
-        groups.setdefault(group, []).append(module if "packed" in found else f"re:{re.escape(module)}[.]")
-    # The most frequent group is that of all linear layers but those that are named.
-    ordered = sorted(groups.items(), key=lambda entry: (-len(entry[1]), entry[0]))
-    weights = {"num_bits": 4, "type": "int", "symmetric": symmetric, "dynamic": False}
-    inputs = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": True, "strategy": "token"}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "ignore": sorted(others),
-        "config_groups": {
-            f"group_{index}": {
-                "targets": modules if index else ["Linear"],
-                "weights": weights
-                | ({"strategy": "channel"} if group == -1 else {"strategy": "group", "group_size": group}),
-                "input_activations": inputs,
-            }
-            for index, (group, modules) in enumerate(ordered)
-        },
-    }
-
-
-def _headers(directory: Path) -> tuple[dict[str, dict[str, PackedHeader]], set[str]]:
-    """Module -> leaf -> header (of the first expert), and the modules with a weight that is not packed."""
-    from safetensors import safe_open
-
-    found: dict[str, dict[str, PackedHeader]] = {}
-    others: set[str] = set()
-    files = sorted(directory.glob("*.safetensors"))
+    found = PackedDirectory({}, set())
+    files = sorted(Path(directory).glob("*.safetensors"))
     if not files:
         raise ValueError(
             f"{directory} is no local directory with *.safetensors files, which packed weights are read from"
@@ -93,12 +93,60 @@ def _headers(directory: Path) -> tuple[dict[str, dict[str, PackedHeader]], set[s
                     part = tensors.get_slice(key)
                     first = part[:1][0] if _PACKED[leaf] else part[...]
                     try:
-                        found.setdefault(module, {})[leaf] = read_header(first)
+                        stored = PackedTensor(read_header(first), tuple(part.get_shape()))
                     except (ValueError, TypeError) as error:
                         raise ValueError(f"{key} in {file}: {error}") from error
+                    found.packed.setdefault(module, {})[leaf] = stored
                 elif leaf == "weight":
-                    others.add(module)
-    return found, others
+                    found.floats.add(module)
+    if not found.packed:
+        raise ValueError(f"{directory}: no packed tensors, though config.json says so")
+    return found
+
+
+def group_of(parts: Parts) -> int:
+    """Values of k per scale in all matrices of a module; -1 if each has one scale per row."""
+    headers = [stored.header for stored in parts.values()]
+    per_channel = all(header["group"] == header["k"] for header in headers)
+    return -1 if per_channel else min(header["group"] for header in headers)
+
+
+def only_whole(parts: Parts, model_type: str | None) -> str | None:
+    """Why the matrices of a module cannot be unpacked for vLLM to cut them, or None."""
+    if model_type in _WHOLE_EXPERTS and "packed" not in parts:
+        return f"experts of {model_type}"
+    kinds = {stored.header["values"] for stored in parts.values()} - {"int4"}
+    return f"weights of type {kinds.pop()}" if kinds else None
+
+
+def compressed_tensors_config(directory: PackedDirectory, model_type: str | None) -> dict[str, Any]:
+    """The quantization_config that a compressed-tensors checkpoint of the same weights would have.
+
+    What such a checkpoint cannot have (:func:`only_whole`) is not in it.
+    """
+    groups: dict[int, list[str]] = {}
+    for module, parts in directory.packed.items():
+        if only_whole(parts, model_type) is None:
+            target = module if "packed" in parts else f"re:{re.escape(module)}[.]"
+            groups.setdefault(group_of(parts), []).append(target)
+    # The most frequent group is that of all linear layers but those that are named.
+    ordered = sorted(groups.items(), key=lambda entry: (-len(entry[1]), entry[0]))
+    weights = {"num_bits": 4, "type": "int", "symmetric": directory.symmetric, "dynamic": False}
+    inputs = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": True, "strategy": "token"}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "ignore": sorted(directory.floats),
+        "config_groups": {
+            f"group_{index}": {
+                "targets": modules if index else ["Linear"],
+                "weights": weights
+                | ({"strategy": "channel"} if group == -1 else {"strategy": "group", "group_size": group}),
+                "input_activations": inputs,
+            }
+            for index, (group, modules) in enumerate(ordered)
+        },
+    }
 
 
 def unpacked(tensors: Iterable[tuple[str, torch.Tensor]], symmetric: bool) -> Iterator[tuple[str, torch.Tensor]]:
@@ -106,7 +154,7 @@ def unpacked(tensors: Iterable[tuple[str, torch.Tensor]], symmetric: bool) -> It
 
     Args:
         tensors: names and tensors, in any order.
-        symmetric: what :func:`compressed_tensors_config` says; otherwise every matrix gets zero points.
+        symmetric: of the directory; otherwise every matrix gets zero points.
 
     Yields:
         For each packed matrix ``weight_packed``, ``weight_scale``, ``weight_shape``, if not symmetric
@@ -117,43 +165,82 @@ def unpacked(tensors: Iterable[tuple[str, torch.Tensor]], symmetric: bool) -> It
         if leaf not in _PACKED:
             yield key, tensor
         elif not _PACKED[leaf]:
-            yield from _named(module, _Unpacked(key, tensor), slice(None), symmetric)
+            yield from _named(module, _int4(tensor, key), symmetric)
         else:
             gate, up, down = next(names for block, names in _PROJECTIONS if block in module)
             for expert, packed in enumerate(tensor):
-                matrix = _Unpacked(f"{key}[{expert}]", packed)
+                matrix, name = _int4(packed, f"{key}[{expert}]"), f"{module}.{expert}"
                 if leaf == "w2_packed":
-                    yield from _named(f"{module}.{expert}.{down}", matrix, slice(None), symmetric)
+                    yield from _named(f"{name}.{down}", matrix, symmetric)
                     continue
-                half = len(matrix.nibbles) // 2
-                yield from _named(f"{module}.{expert}.{gate}", matrix, slice(half), symmetric)
-                yield from _named(f"{module}.{expert}.{up}", matrix, slice(half, None), symmetric)
+                half = matrix.rows // 2
+                yield from _named(f"{name}.{gate}", matrix.with_rows(slice(half)), symmetric)
+                yield from _named(f"{name}.{up}", matrix.with_rows(slice(half, None)), symmetric)
 
 
-class _Unpacked:
-    """One matrix: what it was packed of."""
+def matrix_of(packed: torch.Tensor, name: str) -> Matrix4:
+    """What a packed matrix, uint8 [bytes], was packed of.
 
-    def __init__(self, key: str, packed: torch.Tensor) -> None:
-        try:
-            header = read_header(packed)
-            sizes = header["group"], header["k"], header["n"]
-            self.nibbles, self.scales, zeros, bias, values = dyn_quant_unpack_any_4bit_weight(packed, *sizes)
-        except (ValueError, TypeError, RuntimeError) as error:
-            raise ValueError(f"{key}: {error}") from error
-        if values != "int4":
-            raise ValueError(f"{key} is {values}, but vLLM gets int4 only")
-        self.zeros = zeros if header["has_zero_points"] else None
-        self.bias = bias if header["has_bias"] else None
+    Raises:
+        ValueError: it is none; begins with ``name``.
+    """
+    try:
+        header = read_header(packed)
+        sizes = header["group"], header["k"], header["n"]
+        nibbles, scales, zeros, bias, values = dyn_quant_unpack_any_4bit_weight(packed, *sizes)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise ValueError(f"{name}: {error}") from error
+    zeros = zeros if header["has_zero_points"] else None
+    return Matrix4(nibbles, scales, zeros, values, bias if header["has_bias"] else None)
 
 
-def _named(module: str, matrix: _Unpacked, rows: slice, symmetric: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    nibbles, scales = matrix.nibbles[rows], matrix.scales[rows]
+def joined(matrices: Sequence[Matrix4]) -> torch.Tensor:
+    """The rows of all as one packed matrix, uint8 [bytes]; they are of one kind, K and group."""
+    zeros = biases = None
+    if any(matrix.zero_points is not None for matrix in matrices):
+        zeros = torch.cat([_or(m.zero_points, torch.full_like(m.scales, 8, dtype=torch.uint8)) for m in matrices])
+    if any(matrix.bias is not None for matrix in matrices):
+        biases = torch.cat([_or(m.bias, torch.zeros_like(m.scales[:, 0], dtype=torch.float32)) for m in matrices])
+    scales = torch.cat([matrix.scales for matrix in matrices])  # float32 if one is
+    nibbles = torch.cat([matrix.nibbles for matrix in matrices])
+    return Matrix4(nibbles, scales, zeros, matrices[0].kind, biases).pack(scales.dtype)
+
+
+def _or(tensor: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
+    return other if tensor is None else tensor
+
+
+def joined_bytes(headers: Sequence[PackedHeader]) -> int:
+    """How long :func:`joined` makes what is packed with these headers."""
+
+    def like(header: PackedHeader) -> Matrix4:
+        def empty(columns: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty(header["n"], columns, dtype=dtype, device="meta")
+
+        groups = header["k"] // header["group"]
+        zeros = empty(groups, torch.uint8) if header["has_zero_points"] else None
+        bias = empty(1, torch.float32)[:, 0] if header["has_bias"] else None
+        scales = empty(groups, getattr(torch, header["scale_dtype"]))
+        return Matrix4(empty(header["k"] // 2, torch.uint8), scales, zeros, header["values"], bias)
+
+    return joined([like(header) for header in headers]).numel()
+
+
+def _int4(packed: torch.Tensor, name: str) -> Matrix4:
+    matrix = matrix_of(packed, name)
+    if matrix.kind != "int4":
+        raise ValueError(f"{name} is {matrix.kind}, which a compressed-tensors checkpoint cannot have")
+    return matrix
+
+
+def _named(module: str, matrix: Matrix4, symmetric: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    nibbles, scales, zeros = matrix.nibbles, matrix.scales, matrix.zero_points
     yield f"{module}.weight_packed", words_of(nibbles)
     yield f"{module}.weight_scale", scales
     yield f"{module}.weight_shape", torch.tensor([len(nibbles), 2 * nibbles.shape[1]])
     if not symmetric:
-        zeros = torch.full(scales.shape, 8, dtype=torch.uint8) if matrix.zeros is None else matrix.zeros[rows]
+        zeros = torch.full(scales.shape, 8, dtype=torch.uint8) if zeros is None else zeros
         columns = torch.nn.functional.pad(zeros.T, (0, -len(zeros) % 2))  # words along N
         yield f"{module}.weight_zero_point", words_of(pairs(columns)).T.contiguous()
     if matrix.bias is not None:
-        yield f"{module}.bias", matrix.bias[rows]
+        yield f"{module}.bias", matrix.bias

@@ -10,24 +10,32 @@ from functools import wraps
 from typing import Any
 
 import torch
+from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from w4a8.formats.packed_directory import METHOD
 from w4a8.integrations.vllm.config import W4A8CompressedTensorsConfig
-from w4a8.integrations.vllm.packed import compressed_tensors_config, unpacked
+from w4a8.integrations.vllm.moe import unsupported
+from w4a8.integrations.vllm.packed import Parts, compressed_tensors_config, only_whole, read_directory
+from w4a8.integrations.vllm.packed_layers import W4A8PackedLinearMethod, W4A8PackedMoEMethod, read_packed
 
 
 class W4A8PackedConfig(W4A8CompressedTensorsConfig):
-    """That of a compressed-tensors checkpoint of the same weights, once the files are known."""
+    """Layers that are whole on a rank take what is packed; to others this is a compressed-tensors checkpoint."""
 
     packed_config: dict[str, Any]
+    model_type: str | None
+    modules: dict[str, tuple[str, Parts]]  # by vLLM's name: the name in the files
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> W4A8PackedConfig:
         """Takes the quantization_config of the directory; what is packed, and how, is in the files."""
         made = cls(target_scheme_map={}, ignore=[], quant_format="pack-quantized", config=config)
-        made.packed_config = dict(config)
+        made.packed_config, made.model_type, made.modules = dict(config), None, {}
         return made
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
@@ -36,9 +44,46 @@ class W4A8PackedConfig(W4A8CompressedTensorsConfig):
         Raises:
             ValueError: ``model_name`` is no local directory of packed weights that this can read.
         """
-        config = compressed_tensors_config(model_name, self.packed_config, getattr(hf_config, "model_type", None))
-        found = W4A8CompressedTensorsConfig.from_config(config)
+        self.model_type = getattr(hf_config, "model_type", None)
+        directory = read_directory(model_name, self.packed_config)
+        found = W4A8CompressedTensorsConfig.from_config(compressed_tensors_config(directory, self.model_type))
         self.target_scheme_map, self.ignore = found.target_scheme_map, found.ignore
+        self.modules = {name: (name, parts) for name, parts in directory.packed.items()}
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
+        """Gives modules the names that vLLM has for them (upstream's contract)."""
+        super().apply_vllm_mapper(hf_to_vllm_mapper)
+        self.modules = hf_to_vllm_mapper.apply_dict(self.modules)
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str):
+        """The method of a layer, or None (upstream's contract).
+
+        Raises:
+            ValueError: a layer whose weights can only be taken whole, which is cut among ranks or none that can be run.
+        """
+        experts = isinstance(layer, RoutedExperts)
+        names = [prefix]
+        if not experts:
+            owner, _, last = prefix.rpartition(".")
+            names = [f"{owner}.{part}" for part in self.packed_modules_mapping.get(last, ())] or names
+        parts = [self.modules[name] for name in names if name in self.modules]
+        if len(parts) == len(names) and (experts or isinstance(layer, (LinearBase, ParallelLMHead))):
+            problem = self._not_whole(layer, experts)
+            if problem is None and experts:
+                return W4A8PackedMoEMethod(layer, prefix, *parts[0])
+            if problem is None:
+                return W4A8PackedLinearMethod(prefix, [(name, stored["packed"]) for name, stored in parts])
+            reason = next(filter(None, (only_whole(stored, self.model_type) for _, stored in parts)), None)
+            if reason is not None:
+                raise ValueError(f"w4a8: {prefix}: a packed directory with {reason} cannot be served with {problem}")
+        return super().get_quant_method(layer, prefix)
+
+    def _not_whole(self, layer: torch.nn.Module, experts: bool) -> str | None:
+        """Why packed matrices cannot be taken as they are, or None."""
+        ranks = layer.moe_config.moe_parallel_config.tp_size if experts else get_tensor_model_parallel_world_size()
+        if ranks != 1:
+            return f"layers cut among {ranks} ranks"
+        return unsupported(layer.moe_config) if experts else None
 
 
 def _read_packed(get_all_weights: Any) -> Any:
@@ -47,11 +92,9 @@ def _read_packed(get_all_weights: Any) -> Any:
         weights = get_all_weights(self, model_config, model)
         if model_config.quantization != METHOD:
             return weights
-        config = compressed_tensors_config(
-            model_config.model, model_config.hf_config.quantization_config, model_config.hf_config.model_type
-        )
-        first = next(iter(config["config_groups"].values()))
-        return unpacked(weights, first["weights"]["symmetric"])
+        config = model_config.hf_config
+        directory = read_directory(model_config.model, config.quantization_config)
+        return read_packed(weights, model, directory, config.model_type)
 
     return wrapped
 

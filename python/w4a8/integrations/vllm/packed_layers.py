@@ -1,0 +1,298 @@
+"""Layers that take packed matrices as they are, from a directory of them: nothing is unpacked or cut.
+
+Each is whole on its rank. A linear layer that vLLM makes of several matrices gets their rows joined, and packed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from types import MethodType
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.linear import LinearMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+from w4a8.core.memory import fresh_bytes
+from w4a8.core.stack import PackedAs, pack_for_stack
+from w4a8.cpu import active_kernel
+from w4a8.formats import Stored
+from w4a8.integrations.vllm.loading import is_dummy_load
+from w4a8.integrations.vllm.log import logger
+from w4a8.integrations.vllm.moe import W4A8MoEMethod
+from w4a8.integrations.vllm.packed import (
+    PackedDirectory,
+    PackedTensor,
+    Parts,
+    group_of,
+    joined,
+    joined_bytes,
+    matrix_of,
+    only_whole,
+    unpacked,
+)
+from w4a8.ops import PackedHeader, dyn_quant_matmul_4bit, read_header
+
+# vLLM's names of the parts of a layer for queries, keys and values.
+_SHARDS = {None: 0, "q": 0, "k": 1, "v": 2}
+_STACKS = ("w13", "w2")
+
+
+def load_packed(
+    layer: torch.nn.Module, param: torch.Tensor, loaded_weight: torch.Tensor, shard_id: str | int | None = None
+) -> None:
+    """The loader of a packed parameter, bound to its layer: see ``load_expert``."""
+    layer.w4a8_packed.load(param, loaded_weight, shard_id)
+
+
+class _Packed:
+    """The packed parameters of a layer, and whether what they are to hold has come."""
+
+    def __init__(self, layer: torch.nn.Module, layer_name: str, names: Sequence[str]) -> None:
+        """None yet; the layer takes the modules that have these names in the files."""
+        self.layer, self.layer_name = layer, layer_name
+        self.missing: set[str] = set()
+        self.dummy = is_dummy_load()
+        layer.w4a8_packed, layer.w4a8_names = self, list(names)
+
+    def register(self, name: str, *shape: int) -> None:
+        """A parameter, uint8, which takes memory as it is filled."""
+        param = torch.nn.Parameter(fresh_bytes(*shape, huge_pages=True), requires_grad=False)
+        param.weight_loader = MethodType(load_packed, self.layer)
+        self.layer.register_parameter(name, param)
+        self.missing.add(name)
+
+    def load(self, param: torch.Tensor, tensor: torch.Tensor, shard: str | int | None) -> None:
+        """Takes a packed tensor.
+
+        When vLLM loads other weights it calls twice: first to count what is copied, with a ``param`` on "meta".
+        """
+        raise NotImplementedError
+
+    def fill_dummy(self) -> None:
+        """Fills all with random matrices."""
+        raise NotImplementedError
+
+    def expect(self, what: str, found: Any, expected: Any) -> None:
+        """Raises ValueError if they are not the same."""
+        if found != expected:
+            raise ValueError(f"w4a8: {self.layer_name}: {what} is {found}, expected {expected}")
+
+    def finish(self) -> None:
+        """Raises ValueError if something has not come."""
+        if self.dummy:
+            self.fill_dummy()
+            self.dummy = False
+        if self.missing:
+            missing = ", ".join(sorted(self.missing))
+            raise ValueError(f"w4a8: {self.layer_name}: the checkpoint lacks weights: {missing}")
+
+
+class _PackedLinear(_Packed):
+    def __init__(self, layer: torch.nn.Module, layer_name: str, parts: Sequence[tuple[str, PackedTensor]]) -> None:
+        super().__init__(layer, layer_name, [name for name, _ in parts])
+        self.headers = [stored.header for _, stored in parts]
+        self.register("weight_packed", joined_bytes(self.headers))
+        self._came: dict[int, torch.Tensor] = {}
+
+    def load(self, param: torch.Tensor, tensor: torch.Tensor, shard: str | int | None) -> None:
+        """Keeps the tensor until the others are there."""
+        index = shard if isinstance(shard, int) else _SHARDS[shard]
+        name = self.layer.w4a8_names[index]
+        self.expect(f"header of {name}", read_header(tensor), self.headers[index])
+        self._came[index] = tensor
+        if len(self._came) < len(self.headers):
+            return
+        tensors = [self._came[index] for index in range(len(self.headers))]
+        self._came.clear()
+        self.missing.clear()
+        if param.is_meta:
+            torch.empty_like(param).copy_(param)
+        elif len(tensors) == 1:
+            param.data.copy_(tensors[0])
+        else:
+            names = self.layer.w4a8_names
+            param.data.copy_(joined([matrix_of(tensor, name) for name, tensor in zip(names, tensors)]))
+
+    def fill_dummy(self) -> None:
+        """As a checkpoint would."""
+        for index, header in enumerate(self.headers):
+            self.load(self.layer.weight_packed, _dummy(header), index)
+
+
+class _PackedExperts(_Packed):
+    def __init__(self, layer: torch.nn.Module, layer_name: str, name: str, parts: Parts, experts: int) -> None:
+        super().__init__(layer, layer_name, [name])
+        self.stored = {f"{stack}_weight_packed": parts[f"{stack}_packed"] for stack in _STACKS}
+        for key, stored in self.stored.items():
+            self.register(key, experts, stored.shape[1])
+
+    def load(self, param: torch.Tensor, tensor: torch.Tensor, shard: str | int | None) -> None:
+        """Takes the experts of this rank from a stack of all."""
+        name = next(name for name in self.stored if getattr(self.layer, name) is param)
+        self.missing.discard(name)
+        if param.is_meta:
+            torch.empty_like(param).copy_(param)
+            return
+        for expert, matrix in enumerate(tensor):
+            local = self.layer._map_global_expert_id_to_local_expert_id(expert)
+            if local != -1:
+                self.expect(f"header of expert {expert} in {name}", read_header(matrix), self.stored[name].header)
+                param.data[local].copy_(matrix)
+
+    def fill_dummy(self) -> None:
+        """Each expert of this rank."""
+        for name, stored in self.stored.items():
+            for matrix in getattr(self.layer, name).data:
+                matrix.copy_(_dummy(stored.header))
+        self.missing.clear()
+
+
+def _dummy(header: PackedHeader) -> torch.Tensor:
+    """A random matrix with a header; its scales are of the size that vLLM's dummy loader gives to what it fills."""
+    scales = torch.empty(header["n"], header["k"] // header["group"]).uniform_(1e-4, 1e-3)
+    tensors = {
+        "nibbles": torch.empty(header["n"], header["k"] // 2, dtype=torch.uint8).random_(),
+        "scales": scales,
+        "zero_points": torch.empty(scales.shape, dtype=torch.uint8).random_(0, 16),
+        "bias": scales[:, 0] if header["has_bias"] else None,
+    }
+    kind = PackedAs(header["values"], getattr(torch, header["scale_dtype"]), header["has_zero_points"])
+    return pack_for_stack(tensors, header["group"], kind)
+
+
+class W4A8PackedLinearMethod(LinearMethodBase):
+    """Of a linear layer."""
+
+    def __init__(self, layer_name: str, parts: Sequence[tuple[str, PackedTensor]]) -> None:
+        """A method for one layer.
+
+        Args:
+            layer_name: for errors.
+            parts: names in the files and packed matrices, in the order of their rows in the layer.
+
+        Raises:
+            ValueError: they are of several kinds.
+        """
+        self.layer_name, self.parts = layer_name, parts
+        headers = [stored.header for _, stored in parts]
+        kinds = {(header["values"], header["k"], header["group"]) for header in headers}
+        if len(kinds) > 1:
+            raise ValueError(f"w4a8: {layer_name}: (values, in_features, group) of its parts are {sorted(kinds)}")
+        ((_, self.k, self.group),) = kinds
+        self.n = sum(header["n"] for header in headers)
+        self.has_bias = any(header["has_bias"] for header in headers)
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Registers ``weight_packed``, uint8 [bytes].
+
+        Raises:
+            ValueError: the matrices are not those of the layer.
+        """
+        packed = _PackedLinear(layer, self.layer_name, self.parts)
+        if isinstance(layer, ParallelLMHead):
+            output_partition_sizes = [layer.shard_indices.num_org_elements]  # without padding
+        rows = [header["n"] for header in packed.headers]
+        packed.expect("[out_features, in_features]", [rows, self.k], [output_partition_sizes, input_size_per_partition])
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Raises ValueError if the checkpoint lacked something."""
+        layer.w4a8_packed.finish()
+        logger().info_once("w4a8: runs packed linear layers as they are, kernel %s", active_kernel())
+
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x [..., K] to [..., N] of its type. Where a bias is packed, nothing was loaded into vLLM's own."""
+        out = dyn_quant_matmul_4bit(x, layer.weight_packed, self.group, self.k, self.n)
+        return out if bias is None or self.has_bias else out + bias
+
+
+class W4A8PackedMoEMethod(W4A8MoEMethod):
+    """Of a layer of experts."""
+
+    def __init__(self, layer: torch.nn.Module, layer_name: str, name: str, parts: Parts) -> None:
+        """A method for one layer.
+
+        Args:
+            layer: vLLM's RoutedExperts, whose experts are whole on a rank.
+            layer_name: for errors.
+            name: in the files.
+            parts: ``w13_packed`` and ``w2_packed``.
+        """
+        super().__init__(Stored("packed", group_of(parts), True), layer, layer_name)
+        self.name, self.parts = name, parts
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Registers ``w13_weight_packed`` and ``w2_weight_packed``, uint8 [experts of this rank, bytes].
+
+        Raises:
+            ValueError: the matrices are not those of the layer.
+        """
+        self.sizes = replace(
+            self.sizes, experts=num_experts, hidden=hidden_size, intermediate=intermediate_size_per_partition
+        )
+        packed = _PackedExperts(layer, self.layer_name, self.name, self.parts, num_experts)
+        for stack, rows, columns in self.sizes.stacks:
+            stored = self.parts[f"{stack}_packed"]
+            found = [stored.shape[0], stored.header["n"], stored.header["k"], stored.header["has_bias"]]
+            expected = [self.moe.num_experts, rows, columns, self.moe.has_bias]
+            packed.expect(f"[experts, out_features, in_features, bias] of {stack}", found, expected)
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Raises ValueError if the checkpoint lacked something."""
+        layer.w4a8_packed.finish()
+        self.moe_quant_config = self.get_fused_moe_quant_config(layer)
+        values, activation = self.parts["w13_packed"].header["values"], self.activation.value
+        logger().info_once(
+            "w4a8: runs packed layers of %s experts as they are (%s), kernel %s", values, activation, active_kernel()
+        )
+
+
+def read_packed(
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    model: torch.nn.Module,
+    directory: PackedDirectory,
+    model_type: str | None,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a packed directory as a model's ``load_weights`` takes them.
+
+    Experts go to their layers from here: models know tensors of single experts only, each by its own names. Matrices
+    that no layer takes as they are come as :func:`unpacked` gives them.
+
+    Args:
+        tensors: names and tensors.
+        model: of vLLM.
+        directory: that they are from.
+        model_type: of its config.json.
+    """
+    layers = {name: module for module in model.modules() for name in getattr(module, "w4a8_names", ())}
+    for key, tensor in tensors:
+        module, _, leaf = key.rpartition(".")
+        parts = directory.packed.get(module, {})
+        if leaf not in parts:
+            yield key, tensor
+        elif module not in layers:
+            if only_whole(parts, model_type) is None:  # otherwise its layer is on another rank
+                yield from unpacked([(key, tensor)], directory.symmetric)
+        elif leaf == "packed":
+            yield f"{module}.weight_packed", tensor
+        else:
+            param = getattr(layers[module], leaf.replace("_packed", "_weight_packed"))
+            param.weight_loader(param, tensor)
