@@ -271,6 +271,17 @@ def test_missing_and_unknown_tensors(tmp_path):
         load(tmp_path / "theirs")
 
 
+def test_configuration_in_a_file_of_its_own(tmp_path):
+    """As AutoGPTQ once wrote it; transformers alone sees a float checkpoint without its weights."""
+    want = write(tmp_path / "theirs", "qwen3", *FORMATS["GPTQ"])
+    config = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    stated = config.pop("quantization_config")
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(config))
+    del stated["quant_method"]
+    (tmp_path / "theirs" / "quantize_config.json").write_text(json.dumps(stated))
+    assert_same_bits(load(tmp_path / "theirs")(TOKENS).logits, want(TOKENS).logits)
+
+
 def test_int8_without_scales(tmp_path):
     """A linear layer, and a whole layer of experts: nothing else says that they are quantized."""
     write(tmp_path / "theirs", "qwen3", *FORMATS["W4A8 int-quantized"])

@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 
 from w4a8.checkpoint.modules import Module, check_input
-from w4a8.checkpoint.tensors import CheckpointTensors, read_json
-from w4a8.core.json_fields import CheckpointError
+from w4a8.checkpoint.tensors import CheckpointTensors
+from w4a8.core.json_fields import CheckpointError, read_json
 from w4a8.formats import NotOurs, Rules, Stored, find_config, rules_of, stored_as
 from w4a8.formats.parts import QUANTIZED_SUFFIXES
 from w4a8.nn import W4A8Linear
@@ -50,7 +50,7 @@ def load_linear(
     """
     config = read_json(Path(path) / "config.json")
     tensors = CheckpointTensors(path)
-    found = _stored_layers(tensors, rules_of(find_config(config)), only)
+    found = _stored_layers(tensors, rules_of(find_config(config, Path(path))), only)
     loaded: dict[str, W4A8Linear] = {}
     bar = progress_bar(len(found), progress, "layer", "packing linear layers")
     try:

@@ -12,9 +12,9 @@ import torch
 
 from w4a8.checkpoint.modules import Module, check_input
 from w4a8.checkpoint.settings import MoESettings, settings_from_config
-from w4a8.checkpoint.tensors import CheckpointTensors, read_json
+from w4a8.checkpoint.tensors import CheckpointTensors
 from w4a8.core.experts import ExpertSizes
-from w4a8.core.json_fields import CheckpointError
+from w4a8.core.json_fields import CheckpointError, read_json
 from w4a8.core.packer import ExpertPacker
 from w4a8.core.quant_args import DYNAMIC_INT8_TOKENS, QuantizationArgs, QuantizationStrategy
 from w4a8.formats import NotOurs, Rules, Stored, find_config, rules_of, stored_as
@@ -346,7 +346,7 @@ def load(
     if tp_size > 1 and ep_size > 1:
         raise ValueError("experts are either cut (tp_size) or distributed (ep_size), not both")
     config = read_json(Path(path) / "config.json")
-    rules = rules_of(find_config(config))
+    rules = rules_of(find_config(config, Path(path)))
     settings = settings if settings is not None else settings_from_config(config)
     tensors = CheckpointTensors(path)
     parallel = FusedMoEParallelConfig(

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from w4a8.checkpoint.tensors import read_json
 from w4a8.core.activation import MoEActivation
-from w4a8.core.json_fields import CheckpointError, json_field, shorten
+from w4a8.core.json_fields import CheckpointError, json_field, read_json, shorten
 from w4a8.core.routing import RoutingMethodType
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

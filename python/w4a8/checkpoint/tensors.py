@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from w4a8.core.json_fields import CheckpointError, shorten
+from w4a8.core.json_fields import CheckpointError, read_json, shorten
 
 MOST_MAPPED = 128 << 20  # bytes; a file is then opened again, which takes as long as reading a few of them
 INDEX_NAME = "model.safetensors.index.json"
@@ -21,25 +20,6 @@ def _safe_open() -> Any:
     except ImportError as error:
         raise ImportError("reading checkpoints needs the safetensors package: pip install safetensors") from error
     return safe_open
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
-
-    Raises:
-        CheckpointError: the file is missing or holds something else.
-    """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing") from None
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    except (ValueError, RecursionError) as error:  # undecodable, not JSON, an integer of too many digits, too deep
-        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is not a JSON object")
-    return content
 
 
 def _is_file(path: Path) -> bool:

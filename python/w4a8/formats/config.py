@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
-from w4a8.core.json_fields import CheckpointError, check_field, json_field, shorten
+from w4a8.core.json_fields import CheckpointError, check_field, json_field, read_json, shorten
 from w4a8.formats.awq import packing_of
 from w4a8.formats.compressed_rules import CompressedTensorsRules
 from w4a8.formats.matrix import is_group_size
@@ -52,8 +53,12 @@ def rules_of(config: Mapping[str, Any]) -> Rules:
     return _METHODS[name](config)
 
 
-def find_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def find_config(config: Mapping[str, Any], directory: Path | None = None) -> Mapping[str, Any]:
     """The quantization_config in config.json, which may state it for the text part of a larger model.
+
+    Args:
+        config: the object in config.json.
+        directory: of the checkpoint, whose other files are looked at if config.json has none (:func:`older_config`).
 
     Raises:
         CheckpointError: there is none.
@@ -63,7 +68,22 @@ def find_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
             found = json_field(owner, name, dict, name)
             if found:
                 return found
+    older = None if directory is None else older_config(directory)
+    if older is not None:
+        return older
     raise CheckpointError("config.json has no quantization_config: this is not a quantized checkpoint")
+
+
+def older_config(directory: Path) -> dict[str, Any] | None:
+    """The quantization_config in a file of its own, as tools wrote it before config.json had it; None if none is there.
+
+    Raises:
+        CheckpointError: the file is no JSON object.
+    """
+    for name, method in (("quantize_config.json", "gptq"), ("quant_config.json", "awq")):
+        if (directory / name).is_file():
+            return {"quant_method": method, **read_json(directory / name)}
+    return None
 
 
 def stored_as(

@@ -1,5 +1,6 @@
 """w4a8.load and load_linear on checkpoints in every format: the packed matrices mean what the tools say, exactly."""
 
+import json
 import logging
 
 import pytest
@@ -17,7 +18,7 @@ from format_checkpoints import (
 from format_writers import dequantized_mxfp4, multiplied_out
 
 import w4a8
-from w4a8.checkpoint import load, load_linear
+from w4a8.checkpoint import CheckpointError, load, load_linear
 from w4a8.formats import Matrix4
 from w4a8.nn import W4A8Linear
 
@@ -137,6 +138,30 @@ def test_matrices_with_and_without_zero_points(tmp_path):
     layer = load(made.write(tmp_path), quantize_w4a16=True)[LAYER]
     assert_meant(layer, made)
     assert all(w4a8.read_header(packed)["has_zero_points"] for packed in layer.w13_weight_packed)
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "keys"),
+    [
+        ("GPTQ asymmetric", "quantize_config.json", {"bits": 4, "group_size": 32, "desc_act": False, "sym": False}),
+        ("AWQ", "quant_config.json", {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}),
+    ],
+)
+def test_configuration_in_a_file_of_its_own(name, file, keys, tmp_path):
+    """Directories from before config.json had it; they name no method."""
+    made = experts_checkpoint(FORMATS[name], 64, 32, 32)
+    made.add("model.layers.0.self_attn.q_proj", FORMATS[name], 16, 64, 32)
+    whole = made.write(tmp_path / "new")
+    del made.config["quantization_config"]
+    path = made.write(tmp_path / "old")
+    with pytest.raises(CheckpointError, match=r"config\.json has no quantization_config"):
+        load(path, quantize_w4a16=True)
+    (path / file).write_text(json.dumps(keys))
+    old, new = (load(directory, quantize_w4a16=True)[LAYER] for directory in (path, whole))
+    assert torch.equal(old.w13_weight_packed, new.w13_weight_packed)
+    assert torch.equal(old.w2_weight_packed, new.w2_weight_packed)
+    old, new = (load_linear(directory, quantize_w4a16=True) for directory in (path, whole))
+    assert old.keys() == new.keys() and all(torch.equal(old[key].packed, new[key].packed) for key in new)
 
 
 def test_mixed_bits_are_left_out_and_named(tmp_path, caplog):

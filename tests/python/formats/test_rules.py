@@ -1,5 +1,6 @@
 """What a quantization_config says of a module, as the tools that write it mean it."""
 
+import json
 import re
 
 import pytest
@@ -226,3 +227,16 @@ def test_where_the_config_is():
     assert find_config({"text_config": {"compression_config": GPTQ}}) is GPTQ
     with pytest.raises(CheckpointError, match=r"config\.json has no quantization_config"):
         find_config({"text_config": {}})
+
+
+@pytest.mark.parametrize(("name", "method"), [("quantize_config.json", "gptq"), ("quant_config.json", "awq")])
+def test_a_file_of_its_own(name, method, tmp_path):
+    """As AutoGPTQ and AutoAWQ once wrote it; config.json comes first."""
+    (tmp_path / name).write_text(json.dumps({"bits": 4}))
+    assert find_config({}, tmp_path) == {"quant_method": method, "bits": 4}
+    assert find_config({"quantization_config": GPTQ}, tmp_path) is GPTQ
+    (tmp_path / name).write_text(json.dumps({"bits": 4, "quant_method": "auto-round"}))
+    assert find_config({}, tmp_path)["quant_method"] == "auto-round"
+    (tmp_path / name).write_text("[]")
+    with pytest.raises(CheckpointError, match=r"\.json is not a JSON object"):
+        find_config({}, tmp_path)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers.quantizers import HfQuantizer, register_quantizer
 
+from w4a8.formats.config import older_config
 from w4a8.formats.packed_directory import METHOD
 from w4a8.integrations.transformers.collect import Collector, Give, unstacked
 from w4a8.integrations.transformers.config import W4A8Config
@@ -72,8 +74,11 @@ class W4A8HfQuantizer(HfQuantizer):
         self, model: Any, checkpoint_files: Sequence[str] | None = None, **_: Any
     ) -> None:
         files = list(checkpoint_files or [])
-        if self.quantization_config.source is not None:
-            self._foreign = Foreign(model, self.quantization_config.source, files)
+        source = self.quantization_config.source
+        if source is None and not self.pre_quantized and files:
+            source = older_config(Path(files[0]).parent)
+        if source is not None:
+            self._foreign = Foreign(model, source, files)
         elif self.pre_quantized:
             build_packed(model, files)
         else:
