@@ -216,11 +216,11 @@ def local_expert_ids(topk_ids: torch.Tensor, expert_map: torch.Tensor | None) ->
         expert_map: int32 or int64 [global experts], local index or -1; None if this rank holds all.
 
     Returns:
-        int64 [T, k].
+        int64 [T, k]; ``topk_ids`` itself without a map.
     """
-    ids = topk_ids.to(torch.long)
     if expert_map is None:
-        return ids
+        return topk_ids
+    ids = topk_ids.to(torch.long)
     mapped = expert_map.to(torch.long)[ids.clamp(min=0)]
     return torch.where(ids < 0, ids, mapped)
 
