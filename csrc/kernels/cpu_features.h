@@ -34,6 +34,9 @@ bool host_unpacks_for_free();
 /// cores by AMD do, where fetches of a program only disturb; those by Intel reach two thirds without them.
 bool host_streams_by_itself();
 
+/// True if one or two rows read weights with groups faster panel by panel than two panels at a time: Zen 5 does.
+bool host_likes_one_stream();
+
 /// Names of the bits, separated by one space, e.g. "avx2 fma f16c".
 std::string feature_names(uint32_t features);
 

@@ -195,8 +195,8 @@ W4A8_INLINE void store_sums(const TileArgs& t, const V (&sums)[R][C][Ops::kVecs]
   }
 }
 
-// Channelwise, few rows read one panel after the other in one stream and little else, which the hardware of some CPUs
-// fetches better by itself. kStreamedRows of Ops: up to how many.
+// Few rows read one panel after the other in one stream, which suits the hardware of some CPUs. Channelwise there is
+// little else, and it fetches better by itself. kStreamedRows of Ops: up to how many.
 template <class Ops>
 constexpr int64_t streamed_rows() {
   if constexpr (requires { Ops::kStreamedRows; }) {

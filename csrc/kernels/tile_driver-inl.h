@@ -301,9 +301,10 @@ void gemm(const Rows& rows, int64_t m, const Panels& panels, int64_t panel_count
     }
   }
   // Two panels at once share each broadcast. Where unpacking costs and would be done again for more rows, one panel is
-  // better: its tile has more rows.
+  // better: its tile has more rows. So it is for few rows, which wait for memory, where the hardware likes one stream.
   const bool again = scratch != nullptr && m > Ops::kRows[Few::kMostColumns - 1];
-  const bool streamed = panels.channelwise && m <= streamed_rows<Ops>() && host_streams_by_itself();
+  const bool one_stream = panels.channelwise ? host_streams_by_itself() : host_likes_one_stream();
+  const bool streamed = one_stream && m <= streamed_rows<Ops>();
   multiply(few, rows, m, panels, panel_count, out, ldc, nullptr, again || streamed ? 1 : Few::kMostColumns);
 }
 
