@@ -3,7 +3,8 @@
 //   SDOT by element   s8 x s8 -> i32, 16 products an instruction: 4 k of 4 columns, one row
 //   AND, USHR         low and high nibbles of packed weights
 //
-//   How a step is multiplied, and the ranges, are in tile_sdot-inl.h. Many rows, unpacked panel:
+//   How a step is multiplied, and the ranges, are in tile_sdot-inl.h. Whole rows are arm_neon's. Many rows, unpacked
+//   panel:
 //
 //      channelwise          5 rows x 4 sums, 2 x 5 rows of q, 2 of weights: 32 registers
 //      groups               4 rows x 2 sums, as many floats, 2 x 4, 2: 26 registers; the panel in two halves, 8 columns
@@ -22,17 +23,124 @@
 
 W4A8_TARGET(W4A8_TARGET_DOTPROD)
 namespace w4a8::isa {
+
+extern const Kernel arm_neon;
+
 namespace {
 
 #include "kernels/activation-inl.h"
 #include "kernels/arm_ops-inl.h"
 #include "kernels/rows-inl.h"
-#include "kernels/rows_arm-inl.h"
 #include "kernels/tile-inl.h"
 #include "kernels/tile_driver-inl.h"
 #include "kernels/tile_sdot-inl.h"
 
 using Ops = DotOps;
+
+// The constants of tiles on packed weights, and the type of the scales: known at compile time, it costs no branches.
+template <DType kScales>
+struct FewOps : DotOps {
+  // 2 rows x 2 panels or 5 x 1, with the weights of a step.
+  static constexpr int kRows[] = {5, 2};
+  static constexpr int64_t kUnpackRows = 0;  // Tiles of the ISA do it
+  static constexpr bool kOwnGroups = true;
+
+  // z of 16 columns; four registers of four.
+  static W4A8_INLINE void expand_zeros(const uint8_t* p, I (&out)[4]) {
+    const uint8x16_t bytes = vandq_u8(vld1q_u8(p), vdupq_n_u8(15));
+    const uint16x8_t halves[] = {vmovl_u8(vget_low_u8(bytes)), vmovl_high_u8(bytes)};
+#pragma GCC unroll 2
+    for (int h = 0; h < 2; ++h) {
+      out[2 * h] = vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(halves[h])));
+      out[2 * h + 1] = vreinterpretq_s32_u32(vmovl_high_u16(halves[h]));
+    }
+  }
+
+  // start_accumulators of tile-inl.h; starts and zeros move to the next group.
+  template <int R, int C, Code kCode>
+  static W4A8_INLINE void start_group(I (&acc)[R][C][4], const int32_t* (&starts)[R], const uint8_t*& zeros,
+                                      int64_t zeros_stride) {
+    if (kCode == Code::kNibbles && zeros != nullptr) {
+      I eighths[R];
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) eighths[r] = vshrq_n_s32(take_splat(starts[r]), 3);
+#pragma GCC unroll 2
+      for (int c = 0; c < C; ++c) {
+        I zero[4];
+        expand_zeros(zeros + c * zeros_stride, zero);
+#pragma GCC unroll 4
+        for (int v = 0; v < 4; ++v) {
+#pragma GCC unroll 8
+          for (int r = 0; r < R; ++r) acc[r][c][v] = imul(zero[v], eighths[r]);
+        }
+      }
+      zeros += kPanelColumns;
+      return;
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const I start = kCode == Code::kE2M1 ? isplat(0) : take_splat(starts[r]);
+#pragma GCC unroll 2
+      for (int c = 0; c < C; ++c) {
+#pragma GCC unroll 4
+        for (int v = 0; v < 4; ++v) acc[r][c][v] = start;
+      }
+    }
+  }
+
+  // The sums of the general add_groups with pointers that move instead of indices. In decode a group of 32 takes a
+  // tenth less.
+  template <int R, int C, Code kCode>
+  static W4A8_INLINE void add_groups(const TileArgs& t, const int8_t* const (&rows)[R],
+                                     const uint8_t* const (&weights)[C], F (&f)[R][C][4]) {
+    const int8_t* q[R];
+    const int32_t* starts[R];
+    const uint8_t* w[C];
+    const uint8_t* scales[C];
+    const uint8_t* zeros = t.zeros;
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      q[r] = rows[r];
+      starts[r] = t.starts + r * t.starts_stride;
+    }
+#pragma GCC unroll 2
+    for (int c = 0; c < C; ++c) {
+      w[c] = weights[c];
+      scales[c] = t.scales + c * t.panels->stride;
+    }
+    const int64_t group_steps = t.panels->group_steps;
+    const int64_t ahead = t.fetch - t.panel;
+    int64_t left = t.steps / group_steps;
+    do {
+      I acc[R][C][4];
+      start_group<R, C, kCode>(acc, starts, zeros, t.zeros_stride);
+      int64_t blocks = group_steps / kBlockSteps;
+      do {
+        add_block<R, C, kCode>(acc, q, w, ahead);
+      } while (--blocks != 0);
+#pragma GCC unroll 2
+      for (int c = 0; c < C; ++c) {
+        __builtin_prefetch(scales[c] + ahead, 0, 2);
+#pragma GCC unroll 4
+        for (int v = 0; v < 4; ++v) {
+          const F scale = load_scales(scales[c], 4 * v, kScales);
+#pragma GCC unroll 8
+          for (int r = 0; r < R; ++r) f[r][c][v] = fma(to_float(acc[r][c][v]), scale, f[r][c][v]);
+        }
+        scales[c] += kPanelColumns * dtype_bytes(kScales);
+      }
+    } while (--left != 0);
+  }
+};
+
+void few_rows(const Rows& rows, int64_t m, const Panels& panels, int64_t panel_count, float* out, int64_t ldc,
+              uint8_t*) {
+  if (panels.scale_dtype == DType::kFloat32) {
+    gemm<FewOps<DType::kFloat32>>(rows, m, panels, panel_count, out, ldc, nullptr);
+  } else {
+    gemm<FewOps<DType::kBFloat16>>(rows, m, panels, panel_count, out, ldc, nullptr);
+  }
+}
 
 // Tiles on an unpacked panel: a step is the 64 low nibbles, then the 64 high ones.
 struct Unpacked {
@@ -44,6 +152,7 @@ struct Unpacked {
   static constexpr int64_t kChunkSteps = 256;  // 32 KiB of unpacked weights
   static constexpr bool kUnpacks = true;
   static constexpr int64_t kMostColumns = 1;
+  static constexpr GemmFn kFew = few_rows;
   static constexpr int64_t kManyRows = 8;
   static constexpr int64_t kMostRows = 5;
 
@@ -210,23 +319,22 @@ struct Unpacked {
 
   static int64_t tile_rows(int64_t, bool channelwise) { return channelwise ? kMostRows : 4; }
   static void tile(int64_t count, const TileArgs& t) {
-    static constexpr TileFn kChannelwise[] = {channelwise<1>, channelwise<2>, channelwise<3>, channelwise<4>,
-                                              channelwise<5>};
-    static constexpr TileFn kFloat32[] = {groups<1, DType::kFloat32>, groups<2, DType::kFloat32>,
-                                          groups<3, DType::kFloat32>, groups<4, DType::kFloat32>};
-    static constexpr TileFn kBFloat16[] = {groups<1, DType::kBFloat16>, groups<2, DType::kBFloat16>,
-                                           groups<3, DType::kBFloat16>, groups<4, DType::kBFloat16>};
+    constexpr int64_t kLeast = 3;
+    static_assert(kLeast == least_share(kManyRows, 4) && kLeast == least_share(kManyRows, kMostRows));
+    static constexpr TileFn kChannelwise[] = {channelwise<3>, channelwise<4>, channelwise<5>};
+    static constexpr TileFn kFloat32[] = {groups<3, DType::kFloat32>, groups<4, DType::kFloat32>};
+    static constexpr TileFn kBFloat16[] = {groups<3, DType::kBFloat16>, groups<4, DType::kBFloat16>};
     const bool wide = t.panels->scale_dtype == DType::kFloat32;
     const TileFn* tiles = t.panels->channelwise ? kChannelwise : (wide ? kFloat32 : kBFloat16);
-    tiles[count - 1](t);
+    tiles[count - kLeast](t);
   }
 };
 
 }  // namespace
 
 extern const Kernel arm_dotprod;
-constinit const Kernel arm_dotprod =
-    kernel_of<Ops>("arm_dotprod", kNeon | kDotprod, gemm_arm_of<Unpacked>(), quantize_row_neon<Ops>);
+constinit const Kernel arm_dotprod = {shared_rows<arm_neon>(), gemm_arm_of<Unpacked>(), "arm_dotprod",
+                                      kNeon | kDotprod};
 
 }  // namespace w4a8::isa
 W4A8_TARGET_END

@@ -14,7 +14,7 @@
 //
 //   Groups unpack the weights to w, so that their sums start at 0; channelwise leaves int4 at 0..15, sums start at
 //   -8 * sum(a). |acc| <= K * 15 * 128 < 2^31 for K <= 2^20. Few rows take SDOT, which every CPU with SMMLA has, and
-//   packed weights: reading those is what they wait for.
+//   packed weights, as in arm_dotprod: reading those is what they wait for. Whole rows are arm_neon's.
 #if defined(__aarch64__)
 #include <arm_neon.h>
 
@@ -29,12 +29,15 @@
 
 W4A8_TARGET(W4A8_TARGET_I8MM)
 namespace w4a8::isa {
+
+extern const Kernel arm_dotprod;
+extern const Kernel arm_neon;
+
 namespace {
 
 #include "kernels/activation-inl.h"
 #include "kernels/arm_ops-inl.h"
 #include "kernels/rows-inl.h"
-#include "kernels/rows_arm-inl.h"
 #include "kernels/tile-inl.h"
 #include "kernels/tile_driver-inl.h"
 #include "kernels/tile_sdot-inl.h"
@@ -49,6 +52,7 @@ struct Pairs {
   static constexpr uint8_t kE2M1Zero = Ops::kE2M1Zero;
   static constexpr bool kTakesZeros = true;
   static constexpr int64_t kMostColumns = 1;
+  static constexpr GemmFn kFew = pass_on<arm_dotprod, &Kernel::gemm>;
   static constexpr int64_t kManyRows = 6;
   static constexpr int64_t kRowBytes = kStepK;
   static constexpr int64_t kBatchRows = 64;
@@ -407,12 +411,11 @@ struct Pairs {
     }
   }
   static void tile(int64_t count, const TileArgs& t) {
+    static_assert(least_share(kManyRows / 2, kMostRows / 2) == 2);  // pairs
     if (count > 4) {
       tile_of<3>(t, count);
-    } else if (count > 2) {
-      tile_of<2>(t, count);
     } else {
-      tile_of<1>(t, count);
+      tile_of<2>(t, count);
     }
   }
 };
@@ -420,8 +423,7 @@ struct Pairs {
 }  // namespace
 
 extern const Kernel arm_i8mm;
-constinit const Kernel arm_i8mm =
-    kernel_of<Ops>("arm_i8mm", kNeon | kDotprod | kI8mm, gemm_arm_of<Pairs>(), quantize_row_neon<Ops>);
+constinit const Kernel arm_i8mm = {shared_rows<arm_neon>(), gemm_arm_of<Pairs>(), "arm_i8mm", kNeon | kDotprod | kI8mm};
 
 }  // namespace w4a8::isa
 W4A8_TARGET_END

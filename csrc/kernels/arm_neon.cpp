@@ -139,7 +139,7 @@ struct Ops : NeonOps {
 }  // namespace
 
 extern const Kernel arm_neon;
-constinit const Kernel arm_neon = kernel_of<Ops>("arm_neon", kNeon, gemm_of<Ops>(), quantize_row_neon<Ops>);
+constinit const Kernel arm_neon = {rows_of<Ops>(quantize_row_neon<Ops>), gemm_of<Ops>(), "arm_neon", kNeon};
 
 }  // namespace w4a8::isa
 #endif

@@ -122,21 +122,29 @@ using TaskRowsFn = int64_t (*)(int64_t k);
 /// A multiple of 64, no less for more rows; 0: such calls take none.
 using ScratchBytesFn = int64_t (*)(int64_t rows, int64_t k, int64_t group);
 
-/// One SIMD variant.
-struct Kernel {
-  const char* name;  ///< file name without .cpp, e.g. "x86_avx512vnni"
-  uint32_t needs;    ///< Feature bits (cpu_features.h); runs iff (needs & host_features()) == needs
-  GemmFn gemm;
+/// What a kernel does with whole rows.
+struct RowFunctions {
   QuantizeRowFn quantize_row;
   ActivateFn activate;
   CombineFn combine;
   StoreRowFn store_row;
   QuantizeTokenFn quantize_token;
   AddWeightSumsFn add_weight_sums;
+  int64_t row_multiple = kStepK;  ///< bytes; rows are readable and zero up to this: a power of two, kStepK..64
+};
+
+/// How it multiplies, and what it needs for that.
+struct GemmFunctions {
+  GemmFn gemm;
   TaskRowsFn task_rows;
   ScratchBytesFn scratch_bytes;  ///< also where it is not wanted, for tests
   bool (*wants_scratch)();       ///< `gemm` is faster with scratch on this CPU
-  int64_t row_multiple;          ///< bytes; rows are readable and zero up to this: a power of two, kStepK..64
+};
+
+/// One SIMD variant.
+struct Kernel : RowFunctions, GemmFunctions {
+  const char* name;  ///< file name without .cpp, e.g. "x86_avx512vnni"
+  uint32_t needs;    ///< Feature bits (cpu_features.h); runs iff (needs & host_features()) == needs
 };
 
 }  // namespace w4a8

@@ -71,16 +71,6 @@ W4A8_INLINE Extremes row_extremes(const void* x, int64_t k) {
   return {mn, mx, flag == 0.0f};
 }
 
-// What Rows promise behind K: kRowMultiple of Ops, a step without it.
-template <class Ops>
-constexpr int64_t row_multiple() {
-  if constexpr (requires { Ops::kRowMultiple; }) {
-    return Ops::kRowMultiple;
-  } else {
-    return kStepK;
-  }
-}
-
 template <class Ops, DType kType>
 void quantize_row_as(const void* x, int64_t k, int64_t group, int8_t* q, int32_t* starts, RowQuant* quant) {
   using I = typename Ops::I;
@@ -88,7 +78,7 @@ void quantize_row_as(const void* x, int64_t k, int64_t group, int8_t* q, int32_t
   const RowLoader<Ops, kType> row{x};
   const int64_t rest = k % kLanes;
   const Extremes range = row_extremes<Ops, kType>(x, k);
-  const int64_t padded = (k + row_multiple<Ops>() - 1) / row_multiple<Ops>() * row_multiple<Ops>();
+  const int64_t padded = (k + kStepK - 1) / kStepK * kStepK;
   if (!range.finite) {
     for (int64_t i = 0; i < padded; ++i) q[i] = 0;
     for (int64_t g = 0; g < k / group; ++g) starts[g] = 0;
@@ -274,29 +264,22 @@ void add_weight_sums(const uint8_t* scales, DType dtype, const int32_t* group_su
 
 inline bool always() { return true; }
 
-// How a kernel multiplies, and what it needs for it.
-struct Gemm {
-  GemmFn run;
-  TaskRowsFn task_rows;
-  ScratchBytesFn scratch_bytes;
-  bool (*wants_scratch)() = always;
-};
-
-// A kernel of its own tiles and quantizer; all the rest is what Ops makes of the definitions above and of
-// activation-inl.h. For constinit: no code of an instruction set may run before it was chosen.
+// What Ops makes of the definitions above and of activation-inl.h. For constinit, as all of a kernel: no code of an
+// instruction set may run before it was chosen.
 template <VectorOps Ops>
-constexpr Kernel kernel_of(const char* name, uint32_t needs, const Gemm& gemm, QuantizeRowFn quantize_row) {
-  return {name,
-          needs,
-          gemm.run,
-          quantize_row,
-          activate<Ops>,
-          combine<Ops>,
-          store_row<Ops>,
-          quantize_token<Ops>,
-          add_weight_sums<Ops>,
-          gemm.task_rows,
-          gemm.scratch_bytes,
-          gemm.wants_scratch,
-          row_multiple<Ops>()};
+constexpr RowFunctions rows_of(QuantizeRowFn quantize = quantize_row<Ops>) {
+  return {quantize, activate<Ops>, combine<Ops>, store_row<Ops>, quantize_token<Ops>, add_weight_sums<Ops>};
+}
+
+// Those of another kernel, which needs no feature that this one does not: the same code is compiled once. Passed on,
+// since no constant expression can read a kernel of another file.
+template <const Kernel& kOther, auto kMember, class... Args>
+void pass_on(Args... args) {
+  (kOther.*kMember)(args...);
+}
+template <const Kernel& kOther>
+constexpr RowFunctions shared_rows() {
+  return {pass_on<kOther, &Kernel::quantize_row>,   pass_on<kOther, &Kernel::activate>,
+          pass_on<kOther, &Kernel::combine>,        pass_on<kOther, &Kernel::store_row>,
+          pass_on<kOther, &Kernel::quantize_token>, pass_on<kOther, &Kernel::add_weight_sums>};
 }

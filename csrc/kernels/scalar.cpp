@@ -131,6 +131,6 @@ struct Ops {
 }  // namespace
 
 extern const Kernel scalar;
-constinit const Kernel scalar = kernel_of<Ops>("scalar", 0, gemm_of<Ops>(), quantize_row<Ops>);
+constinit const Kernel scalar = {rows_of<Ops>(), gemm_of<Ops>(), "scalar", 0};
 
 }  // namespace w4a8::isa

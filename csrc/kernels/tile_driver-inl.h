@@ -51,6 +51,16 @@ W4A8_INLINE int64_t share_begin(int64_t m, int64_t parts, int64_t i) {
   return row < m ? row : m;
 }
 
+// Rows of the smallest tile when `least` rows or more are cut into even shares of at most `most`.
+constexpr int64_t least_share(int64_t least, int64_t most) {
+  int64_t smallest = most;
+  for (int64_t m = least; m <= least + most; ++m) {
+    const int64_t share = m / ((m + most - 1) / most);
+    smallest = share < smallest ? share : smallest;
+  }
+  return smallest;
+}
+
 // What accumulators start at where the weights count from 0. As many groups as a chunk of unpacked weights can have.
 alignas(64) constexpr int32_t kNoStarts[64] = {};
 
@@ -237,18 +247,20 @@ void unpack_e2m1(const TileArgs& t, int64_t c, uint8_t* bytes) {
   }
 }
 
-// The tile of `rows` rows, 1 <= rows <= kRows[C - 1].
-template <class Ops, int C, bool kChannelwise, Code kCode, int... R>
+// The tile of `rows` rows, kLeast <= rows <= kRows[C - 1].
+template <class Ops, int C, bool kChannelwise, Code kCode, int kLeast, int... R>
 TileFn pick_rows(int64_t rows, std::integer_sequence<int, R...>) {
-  static constexpr TileFn kTiles[] = {&tile<Ops, R + 1, C, kChannelwise, kCode>...};
-  return kTiles[rows - 1];
+  static constexpr TileFn kTiles[] = {&tile<Ops, kLeast + R, C, kChannelwise, kCode>...};
+  return kTiles[rows - kLeast];
 }
 
-template <class Ops, int C, Code kCode>
+// kOfRows: fewest rows of all tiles together.
+template <class Ops, int C, Code kCode, int64_t kOfRows>
 TileFn pick_tile(int64_t rows, bool channelwise) {
-  constexpr std::make_integer_sequence<int, Ops::kRows[C - 1]> kSequence;
-  return channelwise ? pick_rows<Ops, C, true, kCode>(rows, kSequence)
-                     : pick_rows<Ops, C, false, kCode>(rows, kSequence);
+  constexpr int kLeast = static_cast<int>(least_share(kOfRows, Ops::kRows[C - 1]));
+  constexpr std::make_integer_sequence<int, Ops::kRows[C - 1] - kLeast + 1> kSequence;
+  return channelwise ? pick_rows<Ops, C, true, kCode, kLeast>(rows, kSequence)
+                     : pick_rows<Ops, C, false, kCode, kLeast>(rows, kSequence);
 }
 
 // The tiles of tile-inl.h.
@@ -276,10 +288,11 @@ struct OpsTiles {
   }
   template <Code kCode>
   static TileFn pick(int64_t count, int64_t columns, bool channelwise) {
+    constexpr int64_t kOfRows = kUnpacked ? Ops::kUnpackRows : 1;
     if constexpr (kMostColumns == 2) {
-      if (columns == 2) return pick_tile<Ops, 2, kCode>(count, channelwise);
+      if (columns == 2) return pick_tile<Ops, 2, kCode, kOfRows>(count, channelwise);
     }
-    return pick_tile<Ops, 1, kCode>(count, channelwise);
+    return pick_tile<Ops, 1, kCode, kOfRows>(count, channelwise);
   }
   static void tile(int64_t count, const TileArgs& t) {
     const bool e2m1 = t.panels->kind == WeightKind::kE2M1;
@@ -311,7 +324,7 @@ void gemm(const Rows& rows, int64_t m, const Panels& panels, int64_t panel_count
 inline int64_t no_scratch(int64_t, int64_t, int64_t) { return 0; }
 
 template <TileOps Ops>
-constexpr Gemm gemm_of(bool (*wants_scratch)() = always) {
+constexpr GemmFunctions gemm_of(bool (*wants_scratch)() = always) {
   using Many = OpsTiles<Ops, true>;
   constexpr int64_t kTileRows = Ops::kRows[0];
   if constexpr (Ops::kUnpackRows == 0) {

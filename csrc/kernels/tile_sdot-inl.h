@@ -1,4 +1,4 @@
-// SDOT tiles, for arm_dotprod and for the few rows of arm_i8mm.
+// What arm_dotprod and arm_i8mm share: SDOT on packed weights, and unpacking.
 // Included inside a target region with dotprod and an anonymous namespace, behind arm_ops-inl.h and tile_driver-inl.h.
 //
 //   A step of a panel (8 k x 16 columns) is four registers, j = 0..3:
@@ -106,102 +106,6 @@ struct DotOps : NeonOps {
   }
 };
 
-// The constants of tiles on packed weights, and the type of the scales: known at compile time, it costs no branches.
-template <DType kScales>
-struct FewOps : DotOps {
-  // 2 rows x 2 panels or 5 x 1, with the weights of a step.
-  static constexpr int kRows[] = {5, 2};
-  static constexpr int64_t kUnpackRows = 0;  // Tiles of the ISA do it
-  static constexpr bool kOwnGroups = true;
-
-  // z of 16 columns; four registers of four.
-  static W4A8_INLINE void expand_zeros(const uint8_t* p, I (&out)[4]) {
-    const uint8x16_t bytes = vandq_u8(vld1q_u8(p), vdupq_n_u8(15));
-    const uint16x8_t halves[] = {vmovl_u8(vget_low_u8(bytes)), vmovl_high_u8(bytes)};
-#pragma GCC unroll 2
-    for (int h = 0; h < 2; ++h) {
-      out[2 * h] = vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(halves[h])));
-      out[2 * h + 1] = vreinterpretq_s32_u32(vmovl_high_u16(halves[h]));
-    }
-  }
-
-  // start_accumulators of tile-inl.h; starts and zeros move to the next group.
-  template <int R, int C, Code kCode>
-  static W4A8_INLINE void start_group(I (&acc)[R][C][4], const int32_t* (&starts)[R], const uint8_t*& zeros,
-                                      int64_t zeros_stride) {
-    if (kCode == Code::kNibbles && zeros != nullptr) {
-      I eighths[R];
-#pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) eighths[r] = vshrq_n_s32(take_splat(starts[r]), 3);
-#pragma GCC unroll 2
-      for (int c = 0; c < C; ++c) {
-        I zero[4];
-        expand_zeros(zeros + c * zeros_stride, zero);
-#pragma GCC unroll 4
-        for (int v = 0; v < 4; ++v) {
-#pragma GCC unroll 8
-          for (int r = 0; r < R; ++r) acc[r][c][v] = imul(zero[v], eighths[r]);
-        }
-      }
-      zeros += kPanelColumns;
-      return;
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      const I start = kCode == Code::kE2M1 ? isplat(0) : take_splat(starts[r]);
-#pragma GCC unroll 2
-      for (int c = 0; c < C; ++c) {
-#pragma GCC unroll 4
-        for (int v = 0; v < 4; ++v) acc[r][c][v] = start;
-      }
-    }
-  }
-
-  // The sums of the general add_groups with pointers that move instead of indices. In decode a group of 32 takes a
-  // tenth less.
-  template <int R, int C, Code kCode>
-  static W4A8_INLINE void add_groups(const TileArgs& t, const int8_t* const (&rows)[R],
-                                     const uint8_t* const (&weights)[C], F (&f)[R][C][4]) {
-    const int8_t* q[R];
-    const int32_t* starts[R];
-    const uint8_t* w[C];
-    const uint8_t* scales[C];
-    const uint8_t* zeros = t.zeros;
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      q[r] = rows[r];
-      starts[r] = t.starts + r * t.starts_stride;
-    }
-#pragma GCC unroll 2
-    for (int c = 0; c < C; ++c) {
-      w[c] = weights[c];
-      scales[c] = t.scales + c * t.panels->stride;
-    }
-    const int64_t group_steps = t.panels->group_steps;
-    const int64_t ahead = t.fetch - t.panel;
-    int64_t left = t.steps / group_steps;
-    do {
-      I acc[R][C][4];
-      start_group<R, C, kCode>(acc, starts, zeros, t.zeros_stride);
-      int64_t blocks = group_steps / kBlockSteps;
-      do {
-        add_block<R, C, kCode>(acc, q, w, ahead);
-      } while (--blocks != 0);
-#pragma GCC unroll 2
-      for (int c = 0; c < C; ++c) {
-        __builtin_prefetch(scales[c] + ahead, 0, 2);
-#pragma GCC unroll 4
-        for (int v = 0; v < 4; ++v) {
-          const F scale = load_scales(scales[c], 4 * v, kScales);
-#pragma GCC unroll 8
-          for (int r = 0; r < R; ++r) f[r][c][v] = fma(to_float(acc[r][c][v]), scale, f[r][c][v]);
-        }
-        scales[c] += kPanelColumns * dtype_bytes(kScales);
-      }
-    } while (--left != 0);
-  }
-};
-
 // Panel c of the packed weights of t as w, for kinds other than kInt4. Tiles::store_step puts a step where its tile
 // wants it.
 template <class Tiles>
@@ -241,22 +145,19 @@ void unpack_signed(const TileArgs& t, int64_t c, uint8_t* bytes) {
   }
 }
 
-// GemmFn: few rows take packed weights as they are. Many: Tiles that unpack, kManyRows = rows from which that pays,
-// kMostRows = rows of the largest.
+// GemmFn: few rows take packed weights as they are, by kFew of Many. Many: Tiles that unpack, kManyRows = rows from
+// which that pays, kMostRows = rows of the largest.
 template <class Many>
 void gemm_arm(const Rows& rows, int64_t m, const Panels& panels, int64_t panel_count, float* out, int64_t ldc,
               uint8_t* scratch) {
-  if (scratch != nullptr && m >= Many::kManyRows) {
-    Many many;
-    multiply(many, rows, m, panels, panel_count, out, ldc, scratch, Many::kMostColumns);
-  } else if (panels.scale_dtype == DType::kFloat32) {
-    gemm<FewOps<DType::kFloat32>>(rows, m, panels, panel_count, out, ldc, nullptr);
-  } else {
-    gemm<FewOps<DType::kBFloat16>>(rows, m, panels, panel_count, out, ldc, nullptr);
+  if (scratch == nullptr || m < Many::kManyRows) {
+    return Many::kFew(rows, m, panels, panel_count, out, ldc, nullptr);
   }
+  Many many;
+  multiply(many, rows, m, panels, panel_count, out, ldc, scratch, Many::kMostColumns);
 }
 
 template <class Many>
-constexpr Gemm gemm_arm_of() {
-  return {gemm_arm<Many>, cached_rows<Many::kMostRows>, scratch_bytes<Many, Many::kManyRows>};
+constexpr GemmFunctions gemm_arm_of() {
+  return {gemm_arm<Many>, cached_rows<Many::kMostRows>, scratch_bytes<Many, Many::kManyRows>, always};
 }

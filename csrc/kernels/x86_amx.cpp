@@ -1,4 +1,4 @@
-// AMX kernel: tiles of int8 for many rows, VPDPBUSD for few.
+// AMX kernel: tiles of int8 for many rows; few rows, and whole ones, are x86_avx512vnni's.
 //
 //   instruction (Granite Rapids, measured 2026-11)      cycles
 //   TDPBSSD 16 x 16 x 64 bytes of k                     16: eight times VPDPBUSD
@@ -33,6 +33,9 @@
 
 W4A8_TARGET("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,gfni")
 namespace w4a8::isa {
+
+extern const Kernel x86_avx512vnni;
+
 namespace {
 
 #include "kernels/activation-inl.h"
@@ -41,7 +44,6 @@ namespace {
 #include "kernels/tile-inl.h"
 #include "kernels/tile_driver-inl.h"
 #include "kernels/tile_unit-inl.h"
-#include "kernels/tile_vnni-inl.h"
 #ifndef W4A8_AMX_TWIN
 #define W4A8_AMX x86_amx
 #define W4A8_AMX_NAME "x86_amx"
@@ -56,12 +58,7 @@ using Unit = AmxTiles;
 using Unit = PlainTiles;
 #endif
 
-struct AmxOps : VnniOps<Avx512Ops> {
-  static constexpr int64_t kRowMultiple = 64;
-  // Fewest rows for which tiles beat VPDPBUSD, estimated from the costs above: unpacking is paid once for all rows.
-  static constexpr int64_t kTileRowsChannelwise = 12;
-  static constexpr int64_t kTileRowsGroups = 16;
-
+struct AmxOps : Avx512Ops {
   // The matrix of VGF2P8AFFINEQB that makes of a byte the int8 n - 8, n its nibble at bit `shift`: result bits 0..2 are
   // those of n, bits 3..7 are bit 3 of n, which 0xf8 flips. The row of result bit i is byte 7 - i.
   static constexpr uint64_t signed_nibble(int shift) {
@@ -96,13 +93,16 @@ struct AmxOps : VnniOps<Avx512Ops> {
   }
 };
 
+// Fewest rows for which tiles beat VPDPBUSD, estimated from the costs above: unpacking is paid once for all rows.
+constexpr int64_t kTileRowsChannelwise = 12;
+constexpr int64_t kTileRowsGroups = 16;
+
 bool takes_tiles(int64_t rows, bool channelwise, int64_t group_steps) {
-  return rows >= (channelwise ? AmxOps::kTileRowsChannelwise : AmxOps::kTileRowsGroups) &&
-         tiles_can(channelwise, group_steps);
+  return rows >= (channelwise ? kTileRowsChannelwise : kTileRowsGroups) && tiles_can(channelwise, group_steps);
 }
 
 int64_t amx_scratch_bytes(int64_t rows, int64_t k, int64_t group) {
-  const int64_t few = gemm_of<AmxOps>().scratch_bytes(rows, k, group);
+  const int64_t few = x86_avx512vnni.scratch_bytes(rows, k, group);
   const int64_t many = takes_tiles(rows, group == k, group / kStepK) ? tile_scratch_bytes(rows) : 0;
   return few > many ? few : many;
 }
@@ -119,16 +119,32 @@ void amx_gemm(const Rows& rows, int64_t m, const Panels& panels, int64_t panel_c
   if (scratch != nullptr && takes_tiles(m, panels.channelwise, panels.group_steps)) {
     gemm_tiles<AmxOps, Unit>(rows, m, panels, panel_count, out, ldc, scratch);
   } else {
-    gemm<AmxOps>(rows, m, panels, panel_count, out, ldc, scratch);
+    x86_avx512vnni.gemm(rows, m, panels, panel_count, out, ldc, scratch);
   }
+}
+
+constexpr int64_t kRowMultiple = 64;
+
+void quantize_tile_row(const void* x, DType dtype, int64_t k, int64_t group, int8_t* q, int32_t* starts,
+                       RowQuant* quant) {
+  x86_avx512vnni.quantize_row(x, dtype, k, group, q, starts, quant);
+  for (int64_t i = k; i % kRowMultiple != 0; ++i) q[i] = 0;
+}
+
+constexpr RowFunctions tile_rows() {
+  RowFunctions rows = shared_rows<x86_avx512vnni>();
+  rows.quantize_row = quantize_tile_row;
+  rows.row_multiple = kRowMultiple;
+  return rows;
 }
 
 }  // namespace
 
 extern const Kernel W4A8_AMX;
-constinit const Kernel W4A8_AMX =
-    kernel_of<AmxOps>(W4A8_AMX_NAME, kAvx2 | kFma | kF16c | kAvx512 | kAvx512Vnni | kGfni | W4A8_AMX_NEEDS,
-                      {amx_gemm, amx_task_rows, amx_scratch_bytes}, quantize_row<AmxOps>);
+constinit const Kernel W4A8_AMX = {tile_rows(),
+                                   {amx_gemm, amx_task_rows, amx_scratch_bytes, always},
+                                   W4A8_AMX_NAME,
+                                   kAvx2 | kFma | kF16c | kAvx512 | kAvx512Vnni | kGfni | W4A8_AMX_NEEDS};
 
 }  // namespace w4a8::isa
 W4A8_TARGET_END

@@ -48,8 +48,8 @@ bool unpacking_pays() { return !host_unpacks_for_free(); }
 }  // namespace
 
 extern const Kernel x86_avx512vnni;
-constinit const Kernel x86_avx512vnni = kernel_of<Ops>("x86_avx512vnni", kAvx2 | kFma | kF16c | kAvx512 | kAvx512Vnni,
-                                                       gemm_of<Ops>(unpacking_pays), quantize_row<Ops>);
+constinit const Kernel x86_avx512vnni = {rows_of<Ops>(), gemm_of<Ops>(unpacking_pays), "x86_avx512vnni",
+                                         kAvx2 | kFma | kF16c | kAvx512 | kAvx512Vnni};
 
 }  // namespace w4a8::isa
 W4A8_TARGET_END

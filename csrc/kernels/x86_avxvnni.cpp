@@ -4,7 +4,8 @@
 //   VPDPBUSD ymm, ymm, ymm           2 a cycle, 5
 //
 //   A step of a panel (8 k x 16 columns) is two registers, columns 0..7 and 8..15, as in x86_avx2.cpp; what the
-//   instruction does to each 32-bit lane is drawn in x86_avx512vnni.cpp. No 16-bit sums, so nothing to widen.
+//   instruction does to each 32-bit lane is drawn in x86_avx512vnni.cpp. No 16-bit sums, so nothing to widen. Whole
+//   rows are x86_avx2's.
 //
 //   W4A8_EVEX_TWIN: the same with the AVX-512 form of VPDPBUSD, for tests on CPUs that lack this one (tests/twins).
 #if defined(__x86_64__)
@@ -34,6 +35,9 @@ W4A8_TARGET("avx2,fma,f16c,avxvnni")
 W4A8_TARGET("avx2,fma,f16c,avx512vl,avx512vnni")
 #endif
 namespace w4a8::isa {
+
+extern const Kernel x86_avx2;
+
 namespace {
 
 #include "kernels/activation-inl.h"
@@ -73,8 +77,8 @@ using Ops = VnniOps<AvxVnniOps>;
 }  // namespace
 
 extern const Kernel W4A8_AVXVNNI;
-constinit const Kernel W4A8_AVXVNNI =
-    kernel_of<Ops>(W4A8_AVXVNNI_NAME, kAvx2 | kFma | kF16c | W4A8_AVXVNNI_NEEDS, gemm_of<Ops>(), quantize_row<Ops>);
+constinit const Kernel W4A8_AVXVNNI = {shared_rows<x86_avx2>(), gemm_of<Ops>(), W4A8_AVXVNNI_NAME,
+                                       kAvx2 | kFma | kF16c | W4A8_AVXVNNI_NEEDS};
 
 }  // namespace w4a8::isa
 W4A8_TARGET_END
