@@ -4,7 +4,8 @@
 //
 // K: kind of the weights, 0 int4, 1 int4 with zero points, 2 e2m1. Each thread works on its own matrices; quantizing
 // rows and scheduling are not part of it (bench_moe has them). The limits and the kernels take turns, each figure is a
-// median, and each result is compared with the scalar kernel's.
+// median, and each result is compared with the scalar kernel's. At the end the two best kernels of this CPU take turns,
+// from cache on one thread; x86_amx has goals there.
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
@@ -166,6 +167,54 @@ void prefill(const Kernel& kernel, const PackedShape& shape, const Buffer& pool,
   }
 }
 
+// What x86_amx is to reach beside x86_avx512vnni, for groups of 32 and 128 and channelwise; 0: nothing.
+struct Goal {
+  int64_t rows;
+  double times[3];
+  double share[3];  // of the peak
+};
+constexpr Goal kAmxGoals[] = {{32, {1.8, 2.8, 4}, {}}, {128, {2, 3.5, 4}, {}}, {512, {}, {0, 0, 0.5}}};
+
+std::string goal_text(double goal) {
+  char text[32] = "";
+  if (goal > 0) std::snprintf(text, sizeof(text), ", goal %.2f", goal);
+  return text;
+}
+
+void in_turns(const Kernel& best, const Kernel& second, const PackedShape& shape, int which, const Buffer& pool,
+              int64_t rounds) {
+  constexpr int64_t kRows = 2048;  // of a turn, so that it takes some milliseconds
+  const bool amx = (best.needs & kAmxInt8) != 0;
+  OmpParallel one(1);
+  for (const Goal& goal : kAmxGoals) {
+    Work work(shape, goal.rows);
+    std::vector<double> rate;
+    std::vector<double> times;
+    std::vector<double> share;
+    for (int64_t round = 0; round < rounds; ++round) {
+      const auto turn = [&](const Kernel& kernel) {
+        return timed(one, [&](int) {
+          for (int64_t i = 0; i < kRows / goal.rows; ++i) work.multiply(kernel, {shape, pool.data()});
+        });
+      };
+      turn(best);  // what the other left in the caches
+      const double seconds = turn(best);
+      int64_t macs = 0;
+      const double peak = timed(one, [&](int) { macs = run_multiply(best, 100000); });
+      turn(second);
+      times.push_back(turn(second) / seconds);
+      rate.push_back(static_cast<double>(kRows * shape.n * shape.k) / seconds);
+      share.push_back(rate.back() / static_cast<double>(macs) * peak);
+    }
+    const std::size_t i = static_cast<std::size_t>(which);
+    std::printf("%s beside %s  M=%-4ld %-7s  %8.1f GMAC/s   %5.2f x%s   %5.1f %% of peak%s\n", best.name, second.name,
+                static_cast<long>(goal.rows), group_name(shape).c_str(), median(rate) * 1e-9, median(times),
+                goal_text(amx ? goal.times[i] : 0).c_str(), 100 * median(share),
+                goal_text(amx ? 100 * goal.share[i] : 0).c_str());
+    std::fflush(stdout);
+  }
+}
+
 int run(int argc, char** argv) {
   const int64_t rounds = option(argc, argv, "rounds", 15);
   const int64_t pool_mib = option(argc, argv, "pool", 1536);
@@ -180,9 +229,13 @@ int run(int argc, char** argv) {
   std::printf("%-15s  %-6s %-7s  thr  %-13s  %-16s %-18s share of limit\n", "kernel", "rows", "group", "weights read",
               "multiplied", "limit");
   const Buffer pool(pool_mib << 20);
-  for (const int64_t group : {int64_t{32}, int64_t{128}, kK}) {
-    const PackedShape shape = {kN, kK, group, group == kK ? DType::kFloat32 : DType::kBFloat16, false, kind};
-    OmpParallel all(2);
+  OmpParallel all(2);
+  const auto shape_of = [&](int64_t group) {
+    return PackedShape{kN, kK, group, group == kK ? DType::kFloat32 : DType::kBFloat16, false, kind};
+  };
+  constexpr int64_t kGroups[] = {32, 128, kK};
+  for (const int64_t group : kGroups) {
+    const PackedShape shape = shape_of(group);
     fill_packed(shape, pool.bytes() / packed_bytes(shape), pool.data(), all);
     for (const Kernel* kernel : all_kernels()) {
       if (!supported(*kernel, host_features())) {
@@ -199,6 +252,15 @@ int run(int argc, char** argv) {
         std::fflush(stdout);
       }
     }
+  }
+  std::vector<const Kernel*> here;
+  for (const Kernel* kernel : all_kernels()) {
+    if (supported(*kernel, host_features())) here.push_back(kernel);
+  }
+  for (int which = 0; which < 3 && here.size() > 2; ++which) {
+    const PackedShape shape = shape_of(kGroups[which]);
+    fill_packed(shape, 1, pool.data(), all);
+    in_turns(*here[0], *here[1], shape, which, pool, rounds);
   }
   return 0;
 }

@@ -102,6 +102,34 @@ int64_t multiply_vnni(int64_t iterations) {
   return iterations * 12 * 64;
 }
 
+// Compiled everywhere, run only where the system lets the process use tiles.
+int64_t multiply_amx(int64_t iterations) {
+  struct alignas(64) Config {
+    uint8_t palette = 1;
+    uint8_t start_row = 0;
+    uint8_t reserved[14] = {};
+    uint16_t bytes[16] = {};
+    uint8_t rows[16] = {};
+  } config;
+  static_assert(sizeof(Config) == 64);
+  for (int t = 0; t < 8; ++t) {
+    config.bytes[t] = 64;
+    config.rows[t] = 16;
+  }
+  // A whole config as operand: GCC 12's _tile_loadconfig says that it reads 8 bytes.
+  __asm__ volatile("ldtilecfg %0" : : "m"(config));
+  __asm__ volatile(
+      "tilezero %tmm0\n\ttilezero %tmm1\n\ttilezero %tmm2\n\ttilezero %tmm3\n\t"
+      "tilezero %tmm4\n\ttilezero %tmm5\n\ttilezero %tmm6\n\ttilezero %tmm7");
+  for (int64_t i = 0; i < iterations; ++i) {
+    __asm__ volatile(
+        "tdpbusd %tmm6, %tmm4, %tmm0\n\ttdpbusd %tmm7, %tmm4, %tmm1\n\t"
+        "tdpbusd %tmm6, %tmm5, %tmm2\n\ttdpbusd %tmm7, %tmm5, %tmm3");
+  }
+  __asm__ volatile("tilerelease");
+  return iterations * 4 * 16 * 16 * 64;
+}
+
 }  // namespace
 }  // namespace w4a8::bench
 W4A8_TARGET_END
@@ -143,7 +171,7 @@ uint64_t read_all(const uint8_t* data, int64_t bytes) {
 
 int64_t run_multiply(const Kernel& kernel, int64_t iterations) {
 #if defined(__x86_64__)
-  if ((kernel.needs & kAmxInt8) != 0) return 0;  // tiles are not measured
+  if ((kernel.needs & kAmxInt8) != 0) return multiply_amx(iterations);
   if ((kernel.needs & kAvx512Vnni) != 0) return multiply_vnni(iterations);
   if ((kernel.needs & kAvxVnni) != 0) return multiply_avxvnni(iterations);
   if ((kernel.needs & kAvx2) != 0) return multiply_avx2(iterations);

@@ -145,9 +145,59 @@ def test_goals_compare_with_the_fastest_peer_of_the_kind(peers):
     entries = [("w4a8", "int4", 2.0), ("int4 a", "int4", 5.0), ("int4 b", "int4", 4.0), ("vllm INT8_W8A8", "int8", 3.0)]
     entries += [("limit: multiply", "", 1.5)]
     records = [{**common, "entry": name, "weights": weights, "seconds": seconds} for name, weights, seconds in entries]
-    reached = {line["what"]: (line["goal"], line["reached"]) for line in goals(records)}
+    reached = {line["what"]: (line["goal"], line["reached"]) for line in goals(records, amx=False)}
     assert reached == {
         "512 tokens, times as fast as the fastest int4 peer (int4 b)": (1.5, 2.0),
         "512 tokens, times as fast as vLLM's int8 (vllm INT8_W8A8)": (1.15, 1.5),
         "w4a8, 512 tokens, share of the multiply peak": (0.82, 0.75),
     }
+
+
+AMX_GOALS = {
+    "moe": {
+        ("32", 1): {"w4a8, 1 tokens, share of reading": 0.90},
+        ("128", 16): {"w4a8, 16 tokens, share of reading": 0.95},
+        ("32", 512): {
+            "512 tokens, times as fast as vLLM's int8 (vllm INT8_W8A8)": 1.0,
+            "512 tokens, times as fast as vLLM's int4 (vllm INT4_W4A8)": 2.5,
+            "w4a8, 512 tokens, share of the longer of reading and half of the multiply peak": 0.5,
+        },
+        ("channel", 2048): {"2048 tokens, times as fast as vLLM's int8 (vllm INT8_W8A8)": 1.25},
+    },
+    "linear": {
+        ("128", 16): {"M=16, times as fast as vllm int4 W4A8": 1.8, "M=16, times as fast as vllm int8 W8A8": 0.9},
+        ("128", 128): {"M=128, times as fast as vllm int4 W4A8": 1.3, "M=128, times as fast as vllm int8 W8A8": 0.8},
+        ("128", 512): {
+            "M=512, times as fast as vllm int4 W4A8": 1.5,
+            "M=512, times as fast as vllm int8 W8A8": 0.8,
+            "M=512, times as fast as torch bf16 linear": 1.6,
+        },
+        ("channel", 512): {"M=512, times as fast as torch bf16 linear": 1.8},
+    },
+}
+
+
+@pytest.mark.parametrize("kind", ["moe", "linear"])
+def test_goals_of_a_cpu_with_amx(peers, kind):
+    from peers.goals import goals
+
+    entries = {
+        "moe": [("vllm INT4_W4A8", "int4", 6.0), ("vllm INT8_W8A8", "int8", 3.0)],
+        "linear": [
+            ("vllm int4 W4A8", "int4", 6.0),
+            ("vllm int8 W8A8", "int8", 3.0),
+            ("torch bf16 linear", "bf16", 5.0),
+        ],
+    }[kind]
+    ratios = {"int4": 3.0, "int8": 1.5, "bf16": 2.5}
+    for (group, m), wanted in AMX_GOALS[kind].items():
+        common = {"problem": "p", "kind": kind, "group": group, "threads": 2, "m": m, "copies": 1, "own_seconds": 2.0}
+        common.update(reading_seconds=0.5, multiply_seconds=0.75)
+        records = [{**common, "entry": n, "weights": w, "seconds": s} for n, w, s in [("w4a8", "int4", 2.0), *entries]]
+        lines = {line["what"]: line for line in goals(records, amx=True)}
+        assert {what: lines[what]["goal"] for what in wanted} == wanted
+        for what in wanted:
+            share = 0.75 if "longer" in what else 0.25  # 2 * 0.75 / 2, 0.5 / 2
+            expected = [ratio for name, weights, _ in entries if name in what for ratio in [ratios[weights]]] or [share]
+            assert lines[what]["reached"] == expected[0]
+        assert not any("multiply peak" in what and "longer" not in what for what in lines if kind == "moe")
