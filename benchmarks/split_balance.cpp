@@ -29,15 +29,17 @@ constexpr double kBytesPerSecond = 5e9;
 constexpr double kMacsPerSecond = 230e9;
 
 std::vector<std::vector<double>> g_phases;  // seconds of each task
-bool g_between = true;                      // since the last gemm something else ran: the next one begins a phase
+bool g_between = true;                      // since the last gemm a phase ended
 bool g_gate = true;                         // the next gemm of w13 is a gate, whose task ends with the up after it
+bool g_w13 = false;                         // the last gemm was one of w13
 
 void note_gemm(const Rows&, int64_t m, const Panels& panels, int64_t count, float*, int64_t, uint8_t*) {
   const double read = static_cast<double>(count * panels.stride) / kBytesPerSecond;
   const double multiply = static_cast<double>(m * count * kPanelColumns * panels.steps * kStepK) / kMacsPerSecond;
-  if (g_between) g_phases.emplace_back();
-  g_between = false;
   const bool is_w13 = panels.steps == kHidden / kStepK;
+  if (g_between || is_w13 != g_w13) g_phases.emplace_back();
+  g_between = false;
+  g_w13 = is_w13;
   if (is_w13 && !g_gate) {
     g_phases.back().back() += std::max(read, multiply);
   } else {
@@ -45,7 +47,7 @@ void note_gemm(const Rows&, int64_t m, const Panels& panels, int64_t count, floa
   }
   g_gate = !is_w13 || !g_gate;
 }
-void no_quantize(const void*, DType, int64_t, int64_t, int8_t*, int32_t*, RowQuant*) { g_between = true; }
+void no_quantize(const void*, DType, int64_t, int64_t, int8_t*, int32_t*, RowQuant*) {}
 void no_activate(Activation, const float*, const float*, float*, int64_t) {}
 void no_combine(const float*, int64_t, const int32_t*, const float*, int64_t, int64_t, DType, void*) {
   g_between = true;

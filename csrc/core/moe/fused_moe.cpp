@@ -1,6 +1,7 @@
 #include "core/moe/fused_moe.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -20,8 +21,8 @@ constexpr int64_t kScratchBytes = 96 * 1024 * 1024;
 constexpr int64_t kStripeBytes = 4 * 1024 * 1024;
 constexpr int64_t kMostStripes = 32;
 
-// Quantize, gate and up, requantize; down and combine for each stripe.
-constexpr int64_t kMostPhases = 3 + 2 * kMostStripes;
+// Quantize, gate and up; down and combine for each stripe.
+constexpr int64_t kMostPhases = 2 + 2 * kMostStripes;
 static_assert(kMostPhases <= kMaxPhases);
 
 // Stripes that the panels of w2 are cut into.
@@ -120,6 +121,7 @@ struct MoeBuffers {
         buckets{slicer.take<int64_t>(args.experts + 1), slicer.take<int32_t>(plan.slots)},
         units13(slicer.take<Unit>(plan.max_units13)),
         units2(slicer.take<Unit>(plan.max_units2)),
+        spans_left(slicer.take<std::atomic<int32_t>>(plan.max_units13)),
         x(QuantizedRows::slice(slicer, plan.slots, args.hidden, plan.group13)),
         h(slicer.take<float>(plan.slots * args.intermediate)),
         hq(QuantizedRows::slice(slicer, plan.slots, args.intermediate, plan.group2)),
@@ -132,10 +134,11 @@ struct MoeBuffers {
   Buckets buckets;
   Unit* units13;
   Unit* units2;
-  QuantizedRows x;   // rows sorted by expert
-  float* h;          // [rows, I]
-  QuantizedRows hq;  // h quantized
-  float* y;          // [rows, columns of a stripe]
+  std::atomic<int32_t>* spans_left;  // of each of units13, until its rows of h are complete
+  QuantizedRows x;                   // rows sorted by expert
+  float* h;                          // [rows, I]
+  QuantizedRows hq;                  // h quantized
+  float* y;                          // [rows, columns of a stripe]
   WorkerBuffers own;
 };
 
@@ -193,16 +196,15 @@ class Batch {
         up_(make_units(b_.buckets.offsets, args.experts, plan.max_rows13, b_.units13)),
         down_(make_units(b_.buckets.offsets, args.experts, plan.max_rows2, b_.units2)),
         // Small enough that every worker has some, large enough that taking a task costs nothing.
-        tokens_per_task_(std::clamp<int64_t>(tokens.size() / (4 * plan.workers), 1, 4)),
-        rows_per_task_(std::clamp<int64_t>(rows_ / (4 * plan.workers), 1, 8)) {
+        tokens_per_task_(std::clamp<int64_t>(tokens.size() / (4 * plan.workers), 1, 4)) {
     up_.spans = panel_spans(plan.gate_panels, up_.count, up_.largest * 2, plan.workers);
     down_.spans = panel_spans(plan.stripe_panels, down_.count, down_.largest, plan.workers);
+    for (int64_t i = 0; i < up_.count; ++i) b_.spans_left[i] = static_cast<int32_t>(up_.spans);
   }
 
   void run(Parallel& parallel) {
     const auto quantize = [this](int64_t, int64_t task, int) { quantize_tokens(task); };
     const auto gate_up = [this](int64_t, int64_t task, int worker) { this->gate_up(task, worker); };
-    const auto requantize = [this](int64_t, int64_t task, int) { this->requantize(task); };
     const auto down = [this](int64_t stripe, int64_t task, int worker) { this->down(stripe, task, worker); };
     const auto combine = [this](int64_t stripe, int64_t task, int) { this->combine(stripe, task); };
     const int64_t token_tasks = ceil_div(tokens_.size(), tokens_per_task_);
@@ -210,7 +212,6 @@ class Batch {
     phases.reserve(kMostPhases);
     phases.push_back({token_tasks, quantize});
     phases.push_back({up_.tasks(), gate_up});
-    phases.push_back({ceil_div(rows_, rows_per_task_), requantize});
     for (int64_t stripe = 0; stripe < plan_.stripes; ++stripe) {
       phases.push_back({down_.tasks(), down, stripe});
       phases.push_back({token_tasks, combine, stripe});
@@ -253,7 +254,8 @@ class Batch {
     }
   }
 
-  // h[rows, columns] = activation(w13). u starts at row I of w13, which may be inside a panel.
+  // h[rows, columns] = activation(w13). Who completes the rows of a unit quantizes them, while h is in a cache. u
+  // starts at row I of w13, which may be inside a panel.
   void gate_up(int64_t task, int worker) {
     const Unit unit = up_.unit(task);
     const Range panels = up_.span(plan_.gate_panels, task);
@@ -281,11 +283,12 @@ class Batch {
       kernel_.activate(args_.activation, gate + r * ld_gate, up == nullptr ? nullptr : up + r * ld_up,
                        b_.h + (unit.rows.begin + r) * inner + column, columns);
     }
+    if (--b_.spans_left[task / up_.spans] == 0) requantize(unit.rows);
   }
 
-  void requantize(int64_t task) {
+  void requantize(Range rows) {
     const QuantizedRows& hq = b_.hq;
-    for (int64_t r = task * rows_per_task_; r < std::min(rows_, (task + 1) * rows_per_task_); ++r) {
+    for (int64_t r = rows.begin; r < rows.end; ++r) {
       kernel_.quantize_row(b_.h + r * args_.intermediate, DType::kFloat32, args_.intermediate, plan_.group2,
                            hq.q + r * hq.stride, hq.starts + r * hq.groups, hq.quant + r);
     }
@@ -347,7 +350,6 @@ class Batch {
   Tasks up_;    // w13
   Tasks down_;  // w2, of each stripe
   int64_t tokens_per_task_;
-  int64_t rows_per_task_;
 };
 
 }  // namespace
