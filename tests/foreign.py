@@ -92,6 +92,13 @@ def write_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch
     return (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8), exponents, plain
 
 
+def read_mxfp4(blocks: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
+    """The inverse: float32 [..., N, K] of blocks uint8 [..., N, K/32, 16] and exponents uint8 [..., N, K/32]."""
+    values = torch.tensor([*E2M1, *(-value for value in E2M1)])
+    codes = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2).long()
+    return (values[codes] * torch.exp2(exponents.float() - 127).unsqueeze(-1)).flatten(-2)
+
+
 def form_of(config: dict) -> str:
     """How a quantization_config says that codes are stored: ``pack-quantized``, or one of FORMATS."""
     method = config["quant_method"]

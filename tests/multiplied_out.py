@@ -24,11 +24,16 @@ def write(source: Path, directory: Path) -> None:
     settings = json.loads((source / "config.json").read_text())
     form = foreign.form_of(settings.pop("quantization_config"))
     content, modules = {}, {}
-    for name, tensor in load_file(source / "model.safetensors").items():
-        module, _, suffix = name.rpartition(".")
-        modules.setdefault(module, {})[suffix] = tensor
+    tensors = load_file(source / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith("_blocks"):  # gpt-oss: [in, out] in transformers
+            stack = name.removesuffix("_blocks")
+            content[stack] = foreign.read_mxfp4(tensor, tensors[f"{stack}_scales"]).transpose(1, 2).contiguous()
+        elif not name.endswith("_scales"):
+            module, _, suffix = name.rpartition(".")
+            modules.setdefault(module, {})[suffix] = tensor
     for module, found in modules.items():
-        if not found.keys() <= {"weight", "bias"}:
+        if not found.keys().isdisjoint(("qweight", "weight_scale")):
             found = {"weight": foreign.multiplied_out(found, form)} | {k: v for k, v in found.items() if k == "bias"}
         content.update({f"{module}.{suffix}": tensor.float() for suffix, tensor in found.items()})
     directory.mkdir()

@@ -1,10 +1,22 @@
-"""Wrote the checkpoints beside this file; not run by any test: `python write.py`, in an environment with auto-round.
+"""Wrote the checkpoints beside this file; run by no test: `python write.py TOOL`, in an environment with that tool.
 
-auto-round 0.16.1, torch 2.13.0: a Qwen3-MoE of one layer with random weights, rounded to nearest in groups of 128, with
-zero points, in the formats that auto-round exports. Of its files, config.json and model.safetensors are kept.
+Models of one layer with random weights: a Qwen3-MoE in groups of 128 (MXFP4: a gpt-oss). Of what a tool writes,
+config.json and model.safetensors are kept. torch 2.13.0 (CPU); the tools, and what they wrote:
+
+    auto-round        0.16.1    gptq, gptq_sym, awq, awq_sym (zero_point false), auto_round (a packing of its own),
+                                auto_round_gptq, auto_round_awq, compressed_tensors: rounded to nearest
+    gptqmodel         7.7.0     gptq_v2, gptq_v2_sym: calibrated with random tokens. On two cores it needs
+                                GPTQMODEL_CPU_WORKERS=2
+    llmcompressor     0.14.0.1  w4a16, w4a8: rounded to nearest
+    nvidia-modelopt   0.47.0    mxfp4: its quantizer for this format; names and config.json as its example for gpt-oss
+                                has them, which is no part of the package
+
+All but *_sym, auto_round_gptq, w4a16, w4a8 and mxfp4 have zero points.
 """
 
+import json
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -31,42 +43,107 @@ SIZES = {
     "eos_token_id": 1,
     "pad_token_id": 1,
 }
-# Folder: format of auto-round, symmetric.
-FORMATS = {
-    "gptq": ("auto_gptq", False),
-    "awq": ("auto_awq", False),
-    "auto_round": ("auto_round", False),
-    "compressed_tensors": ("llm_compressor", False),
-}
+GPT_OSS = {key: SIZES[key] for key in SIZES if key not in ("num_experts", "moe_intermediate_size", "norm_topk_prob")}
+GPT_OSS.update(intermediate_size=128, num_local_experts=4, sliding_window=16)
 
 
-def write_float(directory: Path) -> None:
-    model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SIZES)).to(torch.bfloat16)
+def _random_weights(model: torch.nn.Module) -> None:
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         width = 1 if "embed" in name else 1.5 / parameter.shape[-1] ** 0.5
         parameter.data.copy_(1 + 0.1 * noise if "norm" in name else noise * width)
+
+
+def write_float(directory: Path) -> None:
+    model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SIZES)).to(torch.bfloat16)
+    _random_weights(model)
     model.save_pretrained(directory)
     words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(SIZES["vocab_size"])}, unk_token="t0"))
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="t1", eos_token="t1")
     tokenizer.save_pretrained(directory)
 
 
-def main() -> None:
+def auto_round(source: Path, made: Path) -> None:
     from auto_round import AutoRound
 
+    formats = {
+        "gptq": ("auto_gptq", False),
+        "gptq_sym": ("auto_gptq", True),
+        "awq": ("auto_awq", False),
+        "awq_sym": ("auto_awq", True),
+        "auto_round": ("auto_round", False),
+        "auto_round_gptq": ("auto_round", True),
+        "auto_round_awq": ("auto_round:auto_awq", False),
+        "compressed_tensors": ("llm_compressor", False),
+    }
+    options = {"iters": 0, "disable_opt_rtn": True, "nsamples": 1, "seqlen": 8, "device_map": "cpu"}
+    for name, (form, symmetric) in formats.items():
+        rounded = AutoRound(str(source), bits=4, group_size=128, sym=symmetric, **options)
+        rounded.quantize_and_save(str(made / name), form)
+
+
+def gptqmodel(source: Path, made: Path) -> None:
+    from gptqmodel import GPTQModel, QuantizeConfig
+
+    generator = torch.Generator().manual_seed(1)
+    tokens = [torch.randint(2, SIZES["vocab_size"], (64,), generator=generator).tolist() for _ in range(32)]
+    for name, symmetric in (("gptq_v2", False), ("gptq_v2_sym", True)):
+        how = {"bits": 4, "group_size": 128, "desc_act": False, "offload_to_disk": False}
+        model = GPTQModel.load(str(source), QuantizeConfig(sym=symmetric, format="gptq_v2", **how), device="cpu")
+        model.quantize([{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids in tokens], batch_size=1)
+        model.save(str(made / name))
+
+
+def llmcompressor(source: Path, made: Path) -> None:
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+
+    for scheme in ("W4A16", "W4A8"):
+        model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+        ignore = ["lm_head", "re:.*mlp.gate$"]
+        oneshot(model=model, recipe=QuantizationModifier(targets="Linear", scheme=scheme, ignore=ignore))
+        model.save_pretrained(made / scheme.lower(), save_compressed=True)
+
+
+def modelopt(source: Path, made: Path) -> None:
+    from modelopt.torch.quantization.qtensor import MXFP4QTensor
+
+    model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**GPT_OSS)).to(torch.bfloat16)
+    _random_weights(model)
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            tensors[name] = tensor
+            continue
+        parts = [MXFP4QTensor.quantize(expert.T.contiguous(), block_size=32) for expert in tensor]
+        codes = torch.stack([quantized._quantized_data for quantized, _ in parts])
+        tensors[f"{name}_blocks"] = codes.unflatten(-1, (-1, 16))
+        tensors[f"{name}_scales"] = torch.stack([scales.view(len(codes[0]), -1) for _, scales in parts])
+    model.save_pretrained(made / "mxfp4", state_dict=tensors)
+    path = made / "mxfp4" / "config.json"
+    skipped = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    quantization = {"modules_to_not_convert": skipped, "quant_method": "mxfp4"}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": quantization}, indent=2) + "\n")
+
+
+def main() -> None:
+    tools = {
+        "auto-round": auto_round,
+        "gptqmodel": gptqmodel,
+        "llmcompressor": llmcompressor,
+        "nvidia-modelopt": modelopt,
+    }
     with tempfile.TemporaryDirectory() as temporary:
-        source = Path(temporary) / "float"
+        source, made = Path(temporary) / "float", Path(temporary) / "made"
+        made.mkdir()
         write_float(source)
-        for name, (form, symmetric) in FORMATS.items():
-            made = Path(temporary) / name
-            options = {"iters": 0, "disable_opt_rtn": True, "nsamples": 1, "seqlen": 8, "device_map": "cpu"}
-            AutoRound(str(source), bits=4, group_size=128, sym=symmetric, **options).quantize_and_save(str(made), form)
-            (weights,) = made.rglob("model*.safetensors")
-            (HERE / name).mkdir(exist_ok=True)
-            for file in (weights, weights.parent / "config.json"):
-                shutil.copyfile(file, HERE / name / file.name)
+        tools[sys.argv[1]](source, made)
+        for folder in made.iterdir():
+            (weights,) = folder.rglob("model*.safetensors")
+            (HERE / folder.name).mkdir(exist_ok=True)
+            for name, file in (("model.safetensors", weights), ("config.json", weights.parent / "config.json")):
+                shutil.copyfile(file, HERE / folder.name / name)
 
 
 if __name__ == "__main__":

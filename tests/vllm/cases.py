@@ -16,17 +16,32 @@ QUICK = [
     Case("qwen3_moe", 128, "gptq_v2", "bfloat16", "none", lm_head=True),
 ]
 
-# Of one layer, written by auto-round (tests/tool_written/write.py), all with zero points.
-TOOLS = [
-    Case("qwen3_moe", 128, form, "bfloat16", "none", symmetric=False, tool=tool, changes={"num_experts": 4})
-    for tool, form in (
-        ("gptq", "gptq"),
-        ("awq", "awq"),
-        ("auto_round", "gptq_v2"),
-        ("compressed_tensors", "pack-quantized"),
-    )
-]
-QUICK += TOOLS
+
+def written_by_a_tool(folder: str, form: str, symmetric: bool = False, inputs: str = "none") -> Case:
+    """A folder of tests/tool_written, of one layer."""
+    options = {"symmetric": symmetric, "tool": folder, "changes": {"num_experts": 4}}
+    return Case("qwen3_moe", 128, form, "bfloat16", inputs, **options)
+
+
+# One of each format, from four tools (tests/tool_written/write.py).
+TOOLS = {
+    "gptq_sym": written_by_a_tool("gptq_sym", "gptq", True),
+    "gptq": written_by_a_tool("gptq", "gptq"),
+    "gptq_v2_sym": written_by_a_tool("gptq_v2_sym", "gptq_v2", True),
+    "gptq_v2": written_by_a_tool("gptq_v2", "gptq_v2"),
+    "awq_sym": written_by_a_tool("awq_sym", "awq", True),
+    "awq": written_by_a_tool("awq", "awq"),
+    "auto_round": written_by_a_tool("auto_round", "gptq_v2"),
+    "auto_round_gptq": written_by_a_tool("auto_round_gptq", "auto_round:auto_gptq", True),
+    "auto_round_awq": written_by_a_tool("auto_round_awq", "auto_round:auto_awq"),
+    "w4a16": written_by_a_tool("w4a16", "pack-quantized", True),
+    "compressed_tensors": written_by_a_tool("compressed_tensors", "pack-quantized"),
+    "w4a8": written_by_a_tool("w4a8", "int-quantized", True, "symmetric"),
+    "mxfp4": Case(
+        "gpt_oss", 32, "mxfp4", "bfloat16", "none", attention="float", tool="mxfp4", changes={"num_local_experts": 4}
+    ),
+}
+QUICK += TOOLS.values()
 
 MORE = [
     Case("mixtral", 128, "int-quantized", "float32", "symmetric"),
@@ -63,8 +78,12 @@ MORE = [
     Case("gpt_oss", -1, "int-quantized", "bfloat16", "symmetric"),
 ]
 
-# The first of each family, and so one of each format, runs through torch.compile, as a server does; and W4A16.
-COMPILED = [*{case.model: case for case in reversed(QUICK)}.values(), QUICK[8]]
+# The first of each family runs through torch.compile, as a server does; of the formats that these leave out, what a
+# tool has written.
+COMPILED = [
+    *{case.model: case for case in reversed(QUICK)}.values(),
+    *(TOOLS[name] for name in ("gptq_v2", "auto_round_awq", "compressed_tensors")),
+]
 
 # (case, compiled): other weights are loaded into the running engine. Both formats, shared experts, biases.
 RELOADED = [(case, case in COMPILED) for case in (QUICK[0], QUICK[1], QUICK[2], QUICK[5], QUICK[6])]

@@ -1,10 +1,12 @@
 """Tiny models of every supported family, generated from and scored by vLLM, compiled and eagerly."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
-from cases import COMPILED, MORE, QUICK, RELOADED
+from cases import COMPILED, MORE, QUICK, RELOADED, TOOLS
 from compare import check
 from conftest import Job, arguments, run_engines
 from safetensors.torch import load_file, save_file
@@ -15,6 +17,19 @@ from w4a8.nn.rounding import round_weight
 SHORT = [(case, case in COMPILED) for case in QUICK]
 FULL = [(case, False) for case in [*COMPILED, *MORE]]
 INT4_HEAD = QUICK[0]  # also with W4A8_VLLM_LM_HEAD=int4
+OLD = TOOLS["gptq"]  # also as it was before config.json held the configuration
+
+
+def _without_quantization_config(written: Path, directory: Path) -> Path:
+    """A GPTQ checkpoint with quantize_config.json in its place, which names no method."""
+    source = written / "checkpoint"
+    (directory / "model.safetensors").symlink_to((source / "model.safetensors").resolve())
+    config = json.loads((source / "config.json").read_text())
+    quantization = config.pop("quantization_config")
+    del quantization["quant_method"]
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "quantize_config.json").write_text(json.dumps(quantization))
+    return directory
 
 
 @pytest.fixture(scope="module")
@@ -26,9 +41,11 @@ def results(request, checkpoints, tmp_path_factory):
         jobs.append(Job(checkpoints(case) / "checkpoint", arguments(case, compiled), reload=reload))
     head = Job(checkpoints(INT4_HEAD) / "checkpoint", arguments(INT4_HEAD), environment={"W4A8_VLLM_LM_HEAD": "int4"})
     head.reload = checkpoints(INT4_HEAD, seed=1) / "checkpoint"
-    jobs, runs = [*jobs, head], [*runs, ("int4 lm_head", False)]
+    old = Job(_without_quantization_config(checkpoints(OLD), tmp_path_factory.mktemp("old")), arguments(OLD))
+    old.arguments["quantization"] = "gptq"
+    jobs, runs = [*jobs, head, old], [*runs, ("int4 lm_head", False), ("quantize_config.json", False)]
     done, log = run_engines(jobs, tmp_path_factory.mktemp("models"), 3600, VLLM_ENABLE_V1_MULTIPROCESSING="0")
-    for (case, compiled), result in zip(runs[:-1], done):
+    for (case, compiled), result in zip(runs[:-2], done):
         print(f"{result['seconds']:5.0f} s  {case.name}{' compiled' if compiled else ''}")
     return dict(zip(runs, zip(jobs, done))), log
 
@@ -41,6 +58,11 @@ def _name(run: tuple) -> str:
 def test_answers_are_those_of_transformers(run, results, checkpoints):
     case, (job, result) = run[0], results[0][run]
     check(case, checkpoints(case), job.prompts, result)
+
+
+def test_configuration_in_a_file_of_its_own(results, checkpoints):
+    job, result = results[0]["quantize_config.json", False]
+    check(OLD, checkpoints(OLD), job.prompts, result)
 
 
 @pytest.mark.parametrize("run", RELOADED, ids=_name)

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from cases import QUICK
+from cases import QUICK, TOOLS
 from compare import check
-from conftest import HIDE_AMX, Job, run_engines
+from conftest import AVX2, HIDE_AMX, Job, arguments, run_engines
 from models import Case
 
 INT, PACK = QUICK[0], Case("qwen3_moe", 32, "pack-quantized", "bfloat16", "symmetric")
@@ -88,6 +88,22 @@ def foreign_without_amx(checkpoints, tmp_path_factory):
 @pytest.mark.parametrize("case", FOREIGN, ids=lambda case: case.name)
 def test_refusal_of_other_formats(case, foreign_without_amx):
     assert FOREIGN[case] in foreign_without_amx[case].get("error", "no error")
+
+
+@pytest.mark.full
+@pytest.mark.skipif(AVX2, reason="vLLM's library for AVX2 lacks these operators")
+def test_the_wrong_answer_to_gptq_v2(checkpoints, tmp_path):
+    """One file of each version, through the operators that stock takes where there is AMX: it adds 1 to the zero points
+    of both. The plugin's answers to the same files are test_models'."""
+    cases = [TOOLS["gptq_sym"], TOOLS["gptq_v2_sym"]]
+    jobs = [Job(checkpoints(case) / "checkpoint", arguments(case)) for case in cases]
+    off = {"W4A8_VLLM": "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "W4A8_TEST_EXPERTS_AS_WITH_AMX": "1"}
+    (first, second), log = run_engines(jobs, tmp_path, 600, **off)
+    assert "w4a8: runs" not in log
+    check(cases[0], checkpoints(cases[0]), jobs[0].prompts, first, stock=True)
+    with pytest.raises(AssertionError, match="off by"):
+        check(cases[1], checkpoints(cases[1]), jobs[1].prompts, second, stock=True)
+    assert "error" not in second
 
 
 @pytest.mark.parametrize("amx", [False, True])
