@@ -248,3 +248,27 @@ def test_imports_nothing_by_itself():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ}, cwd="/")
     assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_what_is_said_once_is_said_once():
+    """However much vLLM says in between."""
+    import logging
+
+    from vllm.logger import init_logger
+
+    from w4a8.integrations.vllm.log import logger
+
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    base = logging.getLogger("vllm.w4a8")
+    base.addHandler(handler)
+    try:
+        for _ in range(2):
+            logger().warning_once("w4a8: %s of the test", "one")
+            for number in range(200):
+                init_logger("vllm.other").warning_once("%d of the test", number)
+        logger().warning_once("w4a8: %s of the test", "another")
+    finally:
+        base.removeHandler(handler)
+    assert messages == ["w4a8: one of the test", "w4a8: another of the test"]
