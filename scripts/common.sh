@@ -12,6 +12,10 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 ROOT=$PWD
 
 export CMAKE_BUILD_PARALLEL_LEVEL=${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc)}
+# A cache of compiled files, where there is one: .ci/run installs it. What it knows does not depend on the folder that all this is in.
+if [ -z "${CMAKE_CXX_COMPILER_LAUNCHER:-}" ] && command -v ccache >/dev/null; then
+  export CMAKE_CXX_COMPILER_LAUNCHER=ccache CCACHE_BASEDIR=$ROOT CCACHE_NOHASHDIR=1 CCACHE_SLOPPINESS=pch_defines,time_macros
+fi
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore PIP_NO_INPUT=1
 
 say() { printf '\033[1m== %s\033[0m\n' "$*"; }
@@ -28,14 +32,18 @@ run_quiet() {
   fi
 }
 
-# need_packages NAME...: installs Debian packages when root; else says which ones are missing.
+# need_packages NAME...: installs Debian packages when root, one call at a time; else says which ones are missing.
 need_packages() {
   [ $# -gt 0 ] || return 0
   command -v apt-get >/dev/null || die "please install the equivalents of these Debian packages: $*"
   [ "$(id -u)" = 0 ] || die "please install: sudo apt-get install $*"
   say "apt-get install $*"
-  run_quiet build/log/apt-update.log apt-get -q update
-  run_quiet build/log/apt-install.log env DEBIAN_FRONTEND=noninteractive apt-get -q install -y --no-install-recommends "$@"
+  mkdir -p build/log
+  (
+    flock 9
+    run_quiet build/log/apt-update.log apt-get -q update
+    run_quiet build/log/apt-install.log env DEBIAN_FRONTEND=noninteractive apt-get -q install -y --no-install-recommends "$@"
+  ) 9>build/log/apt.lock || exit 1
 }
 
 # Debian packages of the list that are not installed.

@@ -12,25 +12,26 @@ llvm() { # llvm TOOL ARGUMENTS...: the one that belongs to the compiler
   shift
   "$("$CLANGXX" -print-prog-name="llvm-$tool")" "$@"
 }
-say "building preset coverage"
-run_quiet build/log/coverage-configure.log cmake --preset coverage -DCMAKE_CXX_COMPILER="$CLANGXX"
-run_quiet build/log/coverage-build.log cmake --build --preset coverage -j "$CMAKE_BUILD_PARALLEL_LEVEL" \
-  --target fuzz_kernels_replay fuzz_packed_replay fuzz_rows_replay
+say "building preset fuzz"
+run_quiet build/log/fuzz-configure.log cmake --preset fuzz -DCMAKE_CXX_COMPILER="$CLANGXX"
+run_quiet build/log/fuzz-build.log cmake --build --preset fuzz -j "$CMAKE_BUILD_PARALLEL_LEVEL"
+mkdir -p build/coverage
 objects=()
 profiles=()
 for name in kernels packed rows; do
   inputs=("tests/fuzz/corpus/$name")
   if [ "${WITH_FOUND:-0}" = 1 ] && [ -d "build/fuzz/corpus/$name" ]; then inputs+=("build/fuzz/corpus/$name"); fi
-  program=build/coverage/tests/fuzz/fuzz_${name}_replay
-  LLVM_PROFILE_FILE=build/coverage/$name.profraw run_quiet "build/log/coverage-$name.log" "$program" "${inputs[@]}"
+  program=build/fuzz/tests/fuzz/fuzz_$name
+  mapfile -t files < <(find "${inputs[@]}" -type f)
+  LLVM_PROFILE_FILE=build/coverage/$name.profraw run_quiet "build/log/coverage-$name.log" "$program" "${files[@]}"
   objects+=(-object "$program")
   profiles+=("build/coverage/$name.profraw")
 done
 llvm profdata merge -sparse "${profiles[@]}" -o build/coverage/all.profdata
-report=("${objects[@]}" -instr-profile=build/coverage/all.profdata)
-llvm cov report "${report[@]:1}" csrc/core csrc/kernels -show-region-summary=0 -show-branch-summary=0 | tee build/coverage/report.txt
-llvm cov show "${report[@]:1}" csrc/core csrc/kernels -show-instantiations=0 -show-line-counts-or-regions=0 |
-  awk '/^\/.*:$/ { file = $0 } /^ *[0-9]+\| *0\|/ { print file, $0 }' >build/coverage/uncovered.txt
+report=("${objects[@]}" -instr-profile=build/coverage/all.profdata -compilation-dir=build/fuzz '-ignore-filename-regex=(^|/)tests/')
+llvm cov report "${report[@]:1}" -show-region-summary=0 -show-branch-summary=0 | tee build/coverage/report.txt
+llvm cov show "${report[@]:1}" -show-instantiations=0 -show-line-counts-or-regions=0 |
+  awk '/csrc\/.*:$/ { file = $0 } /^ *[0-9]+\| *0\|/ { print file, $0 }' >build/coverage/uncovered.txt
 percent=$(awk '$1 == "TOTAL" { print $NF }' build/coverage/report.txt)
 awk -v p="${percent%\%}" -v least="$least" 'BEGIN { exit !(p >= least) }' || die "line coverage is $percent, expected at least $least %"
 say "line coverage $percent; not reached: build/coverage/uncovered.txt"

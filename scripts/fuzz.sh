@@ -16,7 +16,7 @@ say "fuzzing for $seconds s"
 declare -A pid
 for name in "${fuzzers[@]}"; do
   mkdir -p "build/fuzz/corpus/$name"
-  build/fuzz/tests/fuzz/fuzz_"$name" -max_total_time="$seconds" -max_len=1024 -len_control=0 -timeout=60 -rss_limit_mb=4096 \
+  LLVM_PROFILE_FILE=build/fuzz/fuzzing-$name.profraw build/fuzz/tests/fuzz/fuzz_"$name" -max_total_time="$seconds" -max_len=1024 -len_control=0 -timeout=60 -rss_limit_mb=4096 \
     -print_final_stats=1 -artifact_prefix="build/fuzz/found/$name-" "build/fuzz/corpus/$name" "tests/fuzz/corpus/$name" \
     >"build/log/fuzz-$name.log" 2>&1 &
   pid[$name]=$!

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Sets up a flavour (TORCH=debian, PYTHON=...) and runs all tests: GoogleTest through ctest, then pytest.
-# Arguments go to pytest. CTEST_FILTER: run only the C++ tests that match this regular expression.
+# Arguments go to pytest. CTEST_FILTER: run only the C++ tests that match this regular expression, CTEST_TARGETS: which are
+# built as these.
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 select_flavour
 case $FLAVOUR in
@@ -11,7 +12,8 @@ install_w4a8
 
 say "building the C++ tests in $BUILD_DIR"
 run_quiet build/log/tests-configure.log cmake -S . -B "$BUILD_DIR" -DW4A8_BUILD_TESTS=ON
-run_quiet build/log/tests-build.log cmake --build "$BUILD_DIR" -j "$CMAKE_BUILD_PARALLEL_LEVEL"
+# shellcheck disable=SC2086
+run_quiet build/log/tests-build.log cmake --build "$BUILD_DIR" -j "$CMAKE_BUILD_PARALLEL_LEVEL" ${CTEST_TARGETS:+--target $CTEST_TARGETS}
 failed=()
 say "ctest ($FLAVOUR)"
 ctest --test-dir "$BUILD_DIR" -j "$CMAKE_BUILD_PARALLEL_LEVEL" --output-on-failure --no-tests=error \

@@ -9,7 +9,7 @@ case $FLAVOUR in
 esac
 work=$ROOT/build/package
 rm -rf "$work"
-mkdir -p "$work/away"
+mkdir -p "$work/away" "$work/tmp"
 
 say "an environment with torch and without w4a8"
 "$PY" -m venv "$work/env"
@@ -30,7 +30,8 @@ done
 if grep -E '\.(so|o|pyc)$|/build/' <<<"$listing"; then die "the sdist holds what a build made"; fi
 
 say "wheel from the sdist"
-run_quiet build/log/package-wheel.log env PATH="$(dirname "$PY"):$PATH" "$env_py" -m pip wheel -v --no-build-isolation --no-deps \
+# Unpacked within this folder, of which a cache of compiled files knows what was compiled before.
+run_quiet build/log/package-wheel.log env TMPDIR="$work/tmp" PATH="$(dirname "$PY"):$PATH" "$env_py" -m pip wheel -v --no-build-isolation --no-deps \
   --wheel-dir "$work/dist" "$sdist"
 wheel=$(echo "$work"/dist/w4a8-*.whl)
 "$env_py" -m pip install -qq --no-deps --ignore-installed "$wheel"
