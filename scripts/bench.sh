@@ -2,9 +2,7 @@
 # Builds the benchmarks (no torch needed) and runs them. Arguments go to all but the last.
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 need_cmake
-say "building the benchmarks in build/bench"
-run_quiet build/log/bench-configure.log cmake --preset bench
-run_quiet build/log/bench-build.log cmake --build --preset bench -j "$CMAKE_BUILD_PARALLEL_LEVEL"
+build_preset bench
 build/bench/benchmarks/bench_kernels "$@"
 build/bench/benchmarks/bench_moe "$@"
 build/bench/benchmarks/bench_pack "$@"

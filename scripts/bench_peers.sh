@@ -6,9 +6,7 @@ select_flavour
 install_w4a8
 need_cmake
 [ "$FLAVOUR" = own ] || pip_once "$PY" bench
-say "building the limits in build/bench"
-run_quiet build/log/bench-configure.log cmake --preset bench
-run_quiet build/log/bench-build.log cmake --build --preset bench -j "$CMAKE_BUILD_PARALLEL_LEVEL"
+build_preset bench # the limits
 name=$1
 shift
 exec "$PY" "benchmarks/$name.py" "$@"

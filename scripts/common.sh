@@ -32,6 +32,13 @@ run_quiet() {
   fi
 }
 
+# build_preset NAME [OPTION...]: of CMakePresets.json; the options are for its configuration.
+build_preset() {
+  say "building preset $1"
+  run_quiet "build/log/$1-configure.log" cmake --preset "$@"
+  run_quiet "build/log/$1-build.log" cmake --build --preset "$1" -j "$CMAKE_BUILD_PARALLEL_LEVEL"
+}
+
 # need_packages NAME...: installs Debian packages when root, one call at a time; else says which ones are missing.
 need_packages() {
   [ $# -gt 0 ] || return 0

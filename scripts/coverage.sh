@@ -12,9 +12,7 @@ llvm() { # llvm TOOL ARGUMENTS...: the one that belongs to the compiler
   shift
   "$("$CLANGXX" -print-prog-name="llvm-$tool")" "$@"
 }
-say "building preset fuzz"
-run_quiet build/log/fuzz-configure.log cmake --preset fuzz -DCMAKE_CXX_COMPILER="$CLANGXX"
-run_quiet build/log/fuzz-build.log cmake --build --preset fuzz -j "$CMAKE_BUILD_PARALLEL_LEVEL"
+build_preset fuzz -DCMAKE_CXX_COMPILER="$CLANGXX"
 mkdir -p build/coverage
 objects=()
 profiles=()

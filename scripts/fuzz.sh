@@ -7,9 +7,7 @@ seconds=${1:-60}
 fuzzers=(kernels packed rows)
 need_cmake
 need_clang
-say "building preset fuzz"
-run_quiet build/log/fuzz-configure.log cmake --preset fuzz -DCMAKE_CXX_COMPILER="$CLANGXX"
-run_quiet build/log/fuzz-build.log cmake --build --preset fuzz -j "$CMAKE_BUILD_PARALLEL_LEVEL"
+build_preset fuzz -DCMAKE_CXX_COMPILER="$CLANGXX"
 mkdir -p build/fuzz/found
 
 say "fuzzing for $seconds s"

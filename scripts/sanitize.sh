@@ -4,7 +4,5 @@
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 preset=${1:?usage: sanitize.sh PRESET [CTEST_REGEX]}
 need_cmake
-say "building preset $preset"
-run_quiet "build/log/$preset-configure.log" cmake --preset "$preset" -DW4A8_BUILD_TORCH=OFF -DW4A8_BUILD_PYTHON=OFF
-run_quiet "build/log/$preset-build.log" cmake --build --preset "$preset" -j "$CMAKE_BUILD_PARALLEL_LEVEL"
+build_preset "$preset" -DW4A8_BUILD_TORCH=OFF -DW4A8_BUILD_PYTHON=OFF
 ctest --preset "$preset" -j "$CMAKE_BUILD_PARALLEL_LEVEL" --output-on-failure --no-tests=error ${2:+-R "$2"}
