@@ -113,8 +113,9 @@ uint32_t host_features() {
 }
 
 bool host_unpacks_for_free() { return by_amd(); }
-bool host_streams_by_itself() { return by_amd(); }
-bool host_likes_one_stream() { return by_amd() && (host_features() & kAvxVnni) != 0; }  // Zen 4 has no AVX-VNNI
+// AVX-VNNI came to AMD with Zen 5.
+bool host_streams_by_itself() { return by_amd() && (host_features() & kAvxVnni) == 0; }
+bool host_likes_one_stream() { return by_amd() && (host_features() & kAvxVnni) != 0; }
 
 std::string feature_names(uint32_t features) {
   struct Name {

@@ -30,11 +30,12 @@ uint32_t host_features();
 /// ports, elsewhere they share them.
 bool host_unpacks_for_free();
 
-/// True if the hardware fetches the weights of one or two rows, one stream of bytes, as fast as memory gives them:
-/// cores by AMD do, where fetches of a program only disturb; those by Intel reach two thirds without them.
+/// True if the hardware fetches channelwise weights of one or two rows, one stream of bytes, as fast as memory gives
+/// them: Zen up to 4 does, where fetches of a program only disturb; cores by Intel reach two thirds without them.
 bool host_streams_by_itself();
 
-/// True if one or two rows read weights with groups faster panel by panel than two panels at a time: Zen 5 does.
+/// True if one or two rows read weights faster panel by panel than two panels at a time, the next one being fetched:
+/// Zen 5 does.
 bool host_likes_one_stream();
 
 /// Names of the bits, separated by one space, e.g. "avx2 fma f16c".

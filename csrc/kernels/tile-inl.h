@@ -34,7 +34,8 @@ struct TileArgs {
   const uint8_t* scales;   // its scales, at the first group of the chunk
   const uint8_t* weights;  // its steps, packed or unpacked, at the first step of the chunk
   int64_t weights_stride;  // bytes to the steps of the next panel
-  const uint8_t* fetch;    // packed weights only: what is multiplied after the C panels, fetched as they are
+  const uint8_t* fetch;    // packed weights only: what is multiplied after the C panels, fetched as they are; null:
+                           // the hardware does it (may_stream)
   const uint8_t* behind;   // the panels that come when all steps of these are done; null: unknown
   int64_t columns;         // C
   int64_t steps;
@@ -196,7 +197,7 @@ W4A8_INLINE void store_sums(const TileArgs& t, const V (&sums)[R][C][Ops::kVecs]
 }
 
 // Few rows read one panel after the other in one stream, which suits the hardware of some CPUs. Channelwise there is
-// little else, and it fetches better by itself. kStreamedRows of Ops: up to how many.
+// little else, and some fetch better by themselves: TileArgs::fetch is null then. kStreamedRows of Ops: up to how many.
 template <class Ops>
 constexpr int64_t streamed_rows() {
   if constexpr (requires { Ops::kStreamedRows; }) {
@@ -206,8 +207,8 @@ constexpr int64_t streamed_rows() {
   }
 }
 template <class Ops, int R, int C, bool kChannelwise>
-constexpr bool fetches_ahead() {
-  return !kChannelwise || R > streamed_rows<Ops>() || C > 1;
+constexpr bool may_stream() {
+  return kChannelwise && R <= streamed_rows<Ops>() && C == 1;
 }
 
 // Fetches `bytes` bytes and returns what lies behind them. Into the second-level cache: the first would be full before
@@ -231,9 +232,9 @@ W4A8_INLINE void channelwise_tile(const TileArgs& t, const int8_t* const (&rows)
     load_sums<Ops>(t, acc);
   }
   Ops::template accumulate<R, C, kCode, false>(acc, rows, weights, 0, t.steps, t.fetch);
-  if constexpr (is_packed(kCode) && fetches_ahead<Ops, R, C, true>()) {
+  if constexpr (is_packed(kCode)) {
     const int64_t step_bytes = t.steps * kStepBytes;
-    fetch_bytes(t.fetch + C * step_bytes, C * (t.panels->stride - step_bytes));
+    if (t.fetch != nullptr) fetch_bytes(t.fetch + C * step_bytes, C * (t.panels->stride - step_bytes));
   }
   if (t.last) {
     finish_channelwise<Ops, R, C>(t, acc);

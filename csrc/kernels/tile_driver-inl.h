@@ -17,6 +17,7 @@
 //     kTakesZeros                         weights of other kinds than kInt4 are unpacked to w: sums start at 0
 //     kRowBytes                           bytes a prepared row takes per step; 0: rows are read where they are
 //     kBatchRows                          most rows of a batch, which share the unpacking of a panel; 0: all
+//     fetches                             optional; false: the tile gets no t.fetch, the hardware does better
 //     tile_rows(columns, channelwise)     most rows of a tile
 //     tile(count, t)                      adds `count` rows times t.columns panels, 1 <= count <= tile_rows
 // and with kUnpacks
@@ -150,6 +151,9 @@ W4A8_INLINE void span_tiles(Tiles& tiles, TileArgs& t, const Rows& rows, const R
     t.weights_stride = panels.stride;
     set_zeros<Tiles>(t, batch.group);
     t.fetch = p + t.columns < end ? t.weights + t.columns * panels.stride : next;
+    if constexpr (requires { tiles.fetches; }) {
+      if (!tiles.fetches) t.fetch = nullptr;
+    }
     if constexpr (Tiles::kUnpacks) {
       for (int64_t c = 0; c < t.columns; ++c) tiles.unpack(t, c, scratch + c * t.steps * kUnpackedBytes);
       t.weights_stride = t.steps * kUnpackedBytes;
@@ -274,6 +278,9 @@ struct OpsTiles {
 
   static constexpr uint8_t kE2M1Zero = Ops::kE2M1Zero;
   static constexpr bool kTakesZeros = false;
+
+  bool fetches = true;
+
   // Of the kinds that differ in the inner loop.
   static constexpr Code kE2M1Code = kUnpacked ? (Ops::kE2M1IsWide ? Code::kWideBytes : Code::kBytes) : Code::kE2M1;
   static constexpr Code kOtherCode = kUnpacked ? Code::kBytes : Code::kNibbles;
@@ -316,8 +323,8 @@ void gemm(const Rows& rows, int64_t m, const Panels& panels, int64_t panel_count
   // Two panels at once share each broadcast. Where unpacking costs and would be done again for more rows, one panel is
   // better: its tile has more rows. So it is for few rows, which wait for memory, where the hardware likes one stream.
   const bool again = scratch != nullptr && m > Ops::kRows[Few::kMostColumns - 1];
-  const bool one_stream = panels.channelwise ? host_streams_by_itself() : host_likes_one_stream();
-  const bool streamed = one_stream && m <= streamed_rows<Ops>();
+  few.fetches = !panels.channelwise || m > streamed_rows<Ops>() || !host_streams_by_itself();
+  const bool streamed = !few.fetches || (host_likes_one_stream() && m <= streamed_rows<Ops>());
   multiply(few, rows, m, panels, panel_count, out, ldc, nullptr, again || streamed ? 1 : Few::kMostColumns);
 }
 

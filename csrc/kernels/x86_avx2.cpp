@@ -87,18 +87,26 @@ struct Ops : Avx2Ops {
   static W4A8_INLINE void accumulate(I (&acc)[R][C][2], const int8_t* const (&rows)[R],
                                      const uint8_t* const (&weights)[C], int64_t begin, int64_t end,
                                      const uint8_t* fetch) {
-    constexpr bool kFetch = is_packed(kCode) && fetches_ahead<Ops, R, C, !kBlocks>();
+    if constexpr (may_stream<Ops, R, C, !kBlocks>()) {
+      if (fetch == nullptr) return sum_steps<R, kCode, kBlocks, false>(acc, rows, weights[0], begin, end, weights[0]);
+    }
+    sum_steps<R, kCode, kBlocks, is_packed(kCode)>(acc, rows, weights[0], begin, end, fetch);
+  }
+
+  template <int R, Code kCode, bool kBlocks, bool kFetch>
+  static W4A8_INLINE void sum_steps(I (&acc)[R][1][2], const int8_t* const (&rows)[R], const uint8_t* weights,
+                                    int64_t begin, int64_t end, const uint8_t* fetch) {
     int64_t s = begin;
     for (; s + kBlockSteps <= end; s += kBlockSteps, fetch += kBlockSteps * kStepBytes) {
       if constexpr (is_e2m1(kCode)) {
-        add_sums<R, kCode, kFetch, 2>(acc, rows, weights[0], s, fetch);
-        add_sums<R, kCode, kFetch, 2>(acc, rows, weights[0], s + 2, fetch + 2 * kStepBytes);
+        add_sums<R, kCode, kFetch, 2>(acc, rows, weights, s, fetch);
+        add_sums<R, kCode, kFetch, 2>(acc, rows, weights, s + 2, fetch + 2 * kStepBytes);
       } else {
-        add_sums<R, kCode, kFetch, kBlockSteps>(acc, rows, weights[0], s, fetch);
+        add_sums<R, kCode, kFetch, kBlockSteps>(acc, rows, weights, s, fetch);
       }
     }
     if constexpr (kBlocks) return;
-    for (; s < end; ++s, fetch += kStepBytes) add_sums<R, kCode, kFetch, 1>(acc, rows, weights[0], s, fetch);
+    for (; s < end; ++s, fetch += kStepBytes) add_sums<R, kCode, kFetch, 1>(acc, rows, weights, s, fetch);
   }
 };
 

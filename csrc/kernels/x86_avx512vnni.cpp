@@ -12,6 +12,8 @@
 //      acc += lo . a[k0..k0+3],  acc += hi . a[k0+4..k0+7]
 //
 //   The stored nibble is w + 8, hence acc starts at -8 * sum(a). |acc| <= K * 15 * 128 < 2^31 for K <= 2^20.
+//
+// W4A8_OTHER_HOST_TWIN: the same as cores run it that do otherwise well than this one, for tests (tests/twins).
 #if defined(__x86_64__)
 #include <immintrin.h>
 
@@ -34,6 +36,13 @@ W4A8_TARGET("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")
 namespace w4a8::isa {
 namespace {
 
+#ifdef W4A8_OTHER_HOST_TWIN
+// Found before those of cpu_features.h.
+bool host_unpacks_for_free() { return !w4a8::host_unpacks_for_free(); }
+bool host_streams_by_itself() { return !w4a8::host_streams_by_itself(); }
+bool host_likes_one_stream() { return !w4a8::host_likes_one_stream(); }
+#endif
+
 #include "kernels/activation-inl.h"
 #include "kernels/avx512_ops-inl.h"
 #include "kernels/rows-inl.h"
@@ -47,9 +56,17 @@ bool unpacking_pays() { return !host_unpacks_for_free(); }
 
 }  // namespace
 
-extern const Kernel x86_avx512vnni;
-constinit const Kernel x86_avx512vnni = {rows_of<Ops>(), gemm_of<Ops>(unpacking_pays), "x86_avx512vnni",
-                                         kAvx2 | kFma | kF16c | kAvx512 | kAvx512Vnni};
+#ifndef W4A8_OTHER_HOST_TWIN
+#define W4A8_AVX512VNNI x86_avx512vnni
+#define W4A8_AVX512VNNI_NAME "x86_avx512vnni"
+#else
+#define W4A8_AVX512VNNI x86_avx512vnni_other_host
+#define W4A8_AVX512VNNI_NAME "x86_avx512vnni_other_host"
+#endif
+
+extern const Kernel W4A8_AVX512VNNI;
+constinit const Kernel W4A8_AVX512VNNI = {rows_of<Ops>(), gemm_of<Ops>(unpacking_pays), W4A8_AVX512VNNI_NAME,
+                                          kAvx2 | kFma | kF16c | kAvx512 | kAvx512Vnni};
 
 }  // namespace w4a8::isa
 W4A8_TARGET_END
