@@ -33,6 +33,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, help="of the models (default: build/models/LAYERS-layers)")
     parser.add_argument("--ways", type=names, default=[], help="parts of names, e.g. w4a8,llama (default: all)")
     parser.add_argument("--rounds", type=int, default=3, help="each starts every way once (default: 3)")
+    parser.add_argument("--repeats", type=int, default=3, help="of a question, in each round (default: 3)")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--memory", type=float, default=memory_gigabytes(), help="GB of this machine")
     parser.add_argument("--tokens", type=int, default=32, help="decoded in a question (default: 32)")
@@ -53,14 +54,15 @@ def shapes_of(layers: int) -> Shapes:
     return Shapes(layers=layers, vocabulary=FULL_VOCABULARY * layers // FULL_LAYERS // 64 * 64)
 
 
-def questions(worker: Worker, record: dict, tokens: int) -> None:
-    """All rates, once to warm up (short) and once to count."""
+def questions(worker: Worker, record: dict, tokens: int, repeats: int) -> None:
+    """All rates, once to warm up (short) and `repeats` times to count."""
     for title, (method, size) in report.RATES.items():
         arguments = [size] if method == "prefill" else [size, tokens]
         worker.ask(do="ask", method=method, arguments=arguments if method == "prefill" else [size, 2])
-        rate = worker.ask(do="ask", method=method, arguments=arguments)["value"]
-        record["rates"].setdefault(title, []).append(rate)
-        print(f"  {record['entry']}: {title}: {rate:.1f} tokens/s", file=sys.stderr, flush=True)
+        rates = [worker.ask(do="ask", method=method, arguments=arguments)["value"] for _ in range(repeats)]
+        record["rates"].setdefault(title, []).extend(rates)
+        found = ", ".join(f"{rate:.1f}" for rate in rates)
+        print(f"  {record['entry']}: {title}: {found} tokens/s", file=sys.stderr, flush=True)
 
 
 def run_once(entry: type[base.Model], record: dict, args: argparse.Namespace, versions: dict[str, str]) -> None:
@@ -75,7 +77,7 @@ def run_once(entry: type[base.Model], record: dict, args: argparse.Namespace, ve
         record["load_peak"] = max(record["load_peak"] or 0, loading["peak"])
         for key in ("weights_seconds", "weights_peak", "weights_bytes"):
             record[key] = loading.get(key)
-        questions(worker, record, args.tokens)
+        questions(worker, record, args.tokens, args.repeats)
         peak = worker.ask(do="ask", method="peak", arguments=[])["value"]
         record["peak"] = max(record["peak"] or 0, peak)
     except (Failed, Unavailable) as error:

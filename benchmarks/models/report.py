@@ -24,6 +24,12 @@ def rate(record: dict, title: str) -> Optional[float]:
     return middle(record["rates"].get(title, []))
 
 
+def _rates(record: dict, title: str) -> str:
+    """The median, and from where to where."""
+    found = record["rates"].get(title)
+    return "–" if not found else f"{median(found):.1f} ({min(found):.1f}–{max(found):.1f})"
+
+
 def _cell(value: Optional[float], form: str = "{:.1f}") -> str:
     return "–" if value is None else form.format(value)
 
@@ -36,7 +42,7 @@ def tables(records: list[dict]) -> str:
     for record in measured:
         cells = [_cell(middle(record["load_seconds"]))]
         cells += [_cell(record[key] and record[key] / 1e9) for key in ("load_peak", "peak")]
-        cells += [_cell(rate(record, title)) for title in RATES]
+        cells += [_rates(record, title) for title in RATES]
         lines.append(f"| {record['entry']} | " + " | ".join(cells) + " |")
     served = [record for record in measured if record["served"]]
     if served:

@@ -85,7 +85,7 @@ def test_a_run(bench_models, monkeypatch, tmp_path, capsys):
     bench_models.main()
     found = json.loads((tmp_path / "result.json").read_text())
     by_name = {record["entry"]: record for record in found["records"]}
-    assert by_name["vLLM, w4a8"]["rates"]["decode, batch 8"] == [80.0, 80.0]
+    assert by_name["vLLM, w4a8"]["rates"]["decode, batch 8"] == [80.0] * 6
     assert by_name["vLLM, w4a8"]["load_seconds"] == [2.0, 2.0]
     assert by_name["vLLM, w4a8"]["peak"] == 4e9
     assert by_name["failing"]["note"] == "ValueError: cannot be loaded"
