@@ -85,13 +85,16 @@ AMX_GOALS = {"bf16 (stock)": (2.7, 3.3, 2.2, 1.6), "W4A16 g128 (stock)": (1.2, 1
 
 
 class Engine:
-    def __init__(self, model: str, load_format: str = "dummy", max_model_len: int = 2560) -> None:
+    def __init__(
+        self, model: str, load_format: str = "dummy", max_model_len: int = 2560, load_strategy: str | None = None
+    ) -> None:
         from vllm import LLM
 
         self.llm = LLM(
             model,
             skip_tokenizer_init=True,
             load_format=load_format,
+            safetensors_load_strategy=load_strategy,
             max_model_len=max_model_len,
             max_num_seqs=8,
             enable_prefix_caching=False,

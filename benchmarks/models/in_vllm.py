@@ -29,7 +29,7 @@ class Vllm(Model):
 
         self.weights_seconds = measure_loading()
         started = time.perf_counter()
-        self.engine = Engine(str(folder), load_format="auto", max_model_len=POSITIONS)
+        self.engine = Engine(str(folder), load_format="auto", max_model_len=POSITIONS, load_strategy="prefetch")
         self.seconds = time.perf_counter() - started
         self.after = memory("VmHWM")
 
