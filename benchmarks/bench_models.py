@@ -17,7 +17,7 @@ from real_size.shapes import Shapes
 from real_size.write import NotEnoughSpace, write
 
 ENTRIES = [*in_vllm.ENTRIES, *in_llama.ENTRIES]
-FULL_LAYERS, FULL_VOCABULARY = 48, 151936
+FULL_VOCABULARY = 151936
 
 
 class Place:
@@ -51,7 +51,7 @@ def memory_gigabytes() -> float:
 
 def shapes_of(layers: int) -> Shapes:
     """The share of the output layer stays that of the whole model."""
-    return Shapes(layers=layers, vocabulary=FULL_VOCABULARY * layers // FULL_LAYERS // 64 * 64)
+    return Shapes(layers=layers, vocabulary=FULL_VOCABULARY * layers // report.WHOLE // 64 * 64)
 
 
 def questions(worker: Worker, record: dict, tokens: int, repeats: int) -> None:

@@ -10,6 +10,7 @@ from peers.plots import COLORS, pyplot, save
 from models.base import DECODE_BATCHES, PREFILL_TOKENS
 
 OWN, INT4_HEAD, LLAMA = "vLLM, w4a8", "vLLM, w4a8, int4 lm_head", "llama.cpp, Q4_0"
+WHOLE = 48  # layers
 RATES = {
     **{f"prefill {n}": ("prefill", n) for n in PREFILL_TOKENS},
     **{f"decode, batch {n}": ("decode", n) for n in DECODE_BATCHES},
@@ -75,7 +76,8 @@ def goals(records: list[dict], layers: int, threads: int) -> list[dict]:
     if own and own.get("weights_bytes"):
         allowed = 1.10 * own["weights_bytes"] + 1.5e9
         lines.append(("allowed / peak while loading", "", 1.0, allowed / own["weights_peak"]))
-    return [goal_line(f"{layers} layers", threads, line) for line in lines]
+    title = f"{layers} layers" if layers == WHOLE else f"{layers} layers (the goals are for {WHOLE})"
+    return [goal_line(title, threads, line) for line in lines]
 
 
 def plot(records: list[dict], path: Path, versions: dict[str, str]) -> Optional[Path]:
