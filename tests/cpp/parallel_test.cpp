@@ -5,9 +5,11 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <limits>
 #include <new>
 #include <stdexcept>
+#include <thread>
 #include <vector>
 
 #include "core/workspace.h"
@@ -182,6 +184,43 @@ TEST(ParallelTest, ExceptionsReachTheCaller) {
       }
     }
   });
+}
+
+// Workers that wait for longer than they look at once: every phase has a task that takes its time, and what it writes is
+// seen by all of the next.
+TEST(ParallelTest, LongWaits) {
+  for (const int threads : {2, 3, 7}) {
+    ThreadParallel parallel(threads);
+    for (int round = 0; round < 5; ++round) {
+      const std::vector<int64_t> counts = {20, 1, 20, 7, 20};
+      std::vector<int64_t> slow(counts.size(), 0);
+      std::atomic<int> unseen{0};
+      run_counts(parallel, counts, [&](int64_t phase, int64_t task, int) {
+        if (phase > 0 && slow[static_cast<std::size_t>(phase) - 1] != phase) ++unseen;
+        if (task > 0) return;
+        std::this_thread::sleep_for(std::chrono::milliseconds(3));
+        slow[static_cast<std::size_t>(phase)] = phase + 1;
+      });
+      EXPECT_EQ(unseen, 0);
+      EXPECT_EQ(slow, (std::vector<int64_t>{1, 2, 3, 4, 5}));
+    }
+  }
+}
+
+TEST(ParallelTest, LongWaitsHearOfAnException) {
+  for (const int threads : {2, 7}) {
+    ThreadParallel parallel(threads);
+    std::atomic<int> later{0};
+    const std::vector<int64_t> counts = {1, 50};
+    EXPECT_THROW(run_counts(parallel, counts,
+                            [&](int64_t phase, int64_t, int) {
+                              later += phase != 0;
+                              std::this_thread::sleep_for(std::chrono::milliseconds(3));
+                              throw std::runtime_error("late");
+                            }),
+                 std::runtime_error);
+    EXPECT_EQ(later, 0);
+  }
 }
 
 TEST(ParallelTest, AllTasksMayThrow) {
