@@ -186,8 +186,8 @@ TEST(ParallelTest, ExceptionsReachTheCaller) {
   });
 }
 
-// Workers that wait for longer than they look at once: every phase has a task that takes its time, and what it writes is
-// seen by all of the next.
+// Workers that wait for longer than they look at once: every phase has a task that takes its time, and what it writes
+// is seen by all of the next.
 TEST(ParallelTest, LongWaits) {
   for (const int threads : {2, 3, 7}) {
     ThreadParallel parallel(threads);
