@@ -1,4 +1,4 @@
-// Tiles of the driver for many rows on a unit of eight tiles: AMX, or the same in plain C++.
+// Tiles of the driver for many rows on a unit of eight tiles: AMX.
 // Included inside a target region and an anonymous namespace, behind tile_driver-inl.h.
 //
 //   tiles 0..3  C  sums, rows x 16 int32

@@ -11,8 +11,6 @@
 //   multiplying add up. tile_unit-inl.h has the loops.
 //
 //   |sum| <= K * 8 * 128 < 2^31 for K <= 2^20; of the other kinds K * 15 * 128 for K <= 2^19.
-//
-// W4A8_AMX_TWIN: the same with tiles in plain C++, for tests on CPUs without AMX (tests/twins).
 #if defined(__x86_64__)
 #include <immintrin.h>
 
@@ -39,25 +37,12 @@ extern const Kernel x86_avx512vnni;
 namespace {
 
 #include "kernels/activation-inl.h"
+#include "kernels/amx_tiles-inl.h"
 #include "kernels/avx512_ops-inl.h"
 #include "kernels/rows-inl.h"
 #include "kernels/tile-inl.h"
 #include "kernels/tile_driver-inl.h"
 #include "kernels/tile_unit-inl.h"
-#ifndef W4A8_AMX_TWIN
-#define W4A8_AMX x86_amx
-#define W4A8_AMX_NAME "x86_amx"
-#define W4A8_AMX_NEEDS (kAmxInt8 | kAmxPermission)
-#include "kernels/amx_tiles-inl.h"
-using Unit = AmxTiles;
-#else
-#define W4A8_AMX x86_amx_plain
-#define W4A8_AMX_NAME "x86_amx_plain"
-#define W4A8_AMX_NEEDS 0u
-#include "plain_tiles-inl.h"
-using Unit = PlainTiles;
-#endif
-
 struct AmxOps : Avx512Ops {
   // The matrix of VGF2P8AFFINEQB that makes of a byte the int8 n - 8, n its nibble at bit `shift`: result bits 0..2 are
   // those of n, bits 3..7 are bit 3 of n, which 0xf8 flips. The row of result bit i is byte 7 - i.
@@ -117,7 +102,7 @@ int64_t amx_task_rows(int64_t k) {
 void amx_gemm(const Rows& rows, int64_t m, const Panels& panels, int64_t panel_count, float* out, int64_t ldc,
               uint8_t* scratch) {
   if (scratch != nullptr && takes_tiles(m, panels.channelwise, panels.group_steps)) {
-    gemm_tiles<AmxOps, Unit>(rows, m, panels, panel_count, out, ldc, scratch);
+    gemm_tiles<AmxOps, AmxTiles>(rows, m, panels, panel_count, out, ldc, scratch);
   } else {
     x86_avx512vnni.gemm(rows, m, panels, panel_count, out, ldc, scratch);
   }
@@ -140,11 +125,11 @@ constexpr RowFunctions tile_rows() {
 
 }  // namespace
 
-extern const Kernel W4A8_AMX;
-constinit const Kernel W4A8_AMX = {tile_rows(),
-                                   {amx_gemm, amx_task_rows, amx_scratch_bytes, always},
-                                   W4A8_AMX_NAME,
-                                   kAvx2 | kFma | kF16c | kAvx512 | kAvx512Vnni | kGfni | W4A8_AMX_NEEDS};
+extern const Kernel x86_amx;
+constinit const Kernel x86_amx = {tile_rows(),
+                                  {amx_gemm, amx_task_rows, amx_scratch_bytes, always},
+                                  "x86_amx",
+                                  kAvx2 | kFma | kF16c | kAvx512 | kAvx512Vnni | kGfni | kAmxInt8 | kAmxPermission};
 
 }  // namespace w4a8::isa
 W4A8_TARGET_END

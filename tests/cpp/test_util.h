@@ -130,7 +130,7 @@ std::string message_of(Body body) {
 class KernelFixture : public testing::TestWithParam<const Kernel*> {
  protected:
   void SetUp() override {
-    if (!supported(*GetParam(), host_features())) {
+    if (!runs_here(*GetParam())) {
       GTEST_SKIP() << "this CPU cannot run " << GetParam()->name << ": it needs '" << feature_names(GetParam()->needs)
                    << "' and has '" << feature_names(host_features()) << "'";
     }

@@ -1,5 +1,6 @@
 #include "kernels_under_test.h"
 
+#include "amx_emulator.h"
 #include "kernels/cpu_features.h"
 #include "kernels/registry.h"
 
@@ -24,10 +25,15 @@ const std::vector<const Kernel*>& kernels_under_test() {
   return kernels;
 }
 
+bool runs_here(const Kernel& kernel) {
+  if (supported(kernel, host_features())) return true;
+  return supported(kernel, host_features() | kAmxInt8 | kAmxPermission) && emulate_amx();
+}
+
 std::vector<const Kernel*> supported_kernels() {
   std::vector<const Kernel*> kernels;
   for (const Kernel* kernel : kernels_under_test()) {
-    if (supported(*kernel, host_features())) kernels.push_back(kernel);
+    if (runs_here(*kernel)) kernels.push_back(kernel);
   }
   return kernels;
 }

@@ -1,0 +1,97 @@
+// The instructions of AMX that kernels use, by the CPU or emulated (amx_emulator.h), where every other test runs
+// x86_amx.
+#if defined(__x86_64__) && defined(__linux__)
+#include <array>
+#include <cstring>
+
+#include "amx_emulator.h"
+#include "core/gemm.h"
+#include "kernels/target.h"
+#include "test_util.h"
+
+namespace w4a8::isa {
+extern const Kernel x86_amx;
+}
+
+namespace w4a8::test {
+namespace {
+
+#include "kernels/amx_tiles-inl.h"
+
+// Tiles smaller than they can be, far apart in memory, against the definition.
+TEST(AmxTest, Instructions) {
+  W4A8_TRACE_SEED();
+  Rng rng(120);
+  ASSERT_TRUE(emulate_amx());
+  for (const int64_t m : {1, 5, 16}) {
+    for (const int64_t k : {4, 12, 64}) {
+      constexpr int64_t kStrideA = 72;
+      constexpr int64_t kStrideB = 100;
+      constexpr int64_t kStrideC = 68;
+      GuardedBuffer<int8_t> a((m - 1) * kStrideA + k);
+      GuardedBuffer<int8_t> b((k / 4 - 1) * kStrideB + 64);
+      std::array<int8_t, 16 * kStrideC> c;
+      for (int64_t i = 0; i < static_cast<int64_t>(a.size()); ++i) a.data()[i] = static_cast<int8_t>(rng.bits());
+      for (int64_t i = 0; i < static_cast<int64_t>(b.size()); ++i) b.data()[i] = static_cast<int8_t>(rng.bits());
+      for (int8_t& value : c) value = static_cast<int8_t>(rng.bits());
+      const auto start = c;
+      AmxTiles tiles;
+      tiles.configure(m, k);
+      tiles.load<4>(a.data(), kStrideA);
+      tiles.load<7>(b.data(), kStrideB);
+      tiles.load<2>(c.data(), kStrideC);
+      tiles.dot<2, 4, 7>();
+      tiles.zero<1>();
+      tiles.dot<1, 4, 7>();
+      std::array<int32_t, 16 * 16> from_zero;
+      tiles.store<1>(from_zero.data(), 64);
+      tiles.store<2>(c.data(), kStrideC);
+      tiles.release();
+      for (int64_t r = 0; r < m; ++r) {
+        for (int64_t n = 0; n < 16; ++n) {
+          int32_t sum = 0;
+          for (int64_t i = 0; i < k; ++i)
+            sum += a.data()[r * kStrideA + i] * b.data()[i / 4 * kStrideB + 4 * n + i % 4];
+          int32_t old;
+          int32_t found;
+          std::memcpy(&old, &start[static_cast<std::size_t>(r * kStrideC + 4 * n)], sizeof(old));
+          std::memcpy(&found, &c[static_cast<std::size_t>(r * kStrideC + 4 * n)], sizeof(found));
+          EXPECT_EQ(from_zero[static_cast<std::size_t>(r * 16 + n)], sum);
+          EXPECT_EQ(static_cast<uint32_t>(found), static_cast<uint32_t>(old) + static_cast<uint32_t>(sum));
+        }
+      }
+      for (std::size_t i = 0; i < c.size(); ++i) {
+        const auto row = static_cast<int64_t>(i) / kStrideC;
+        const bool written = row < m && static_cast<int64_t>(i) % kStrideC < 64;
+        if (!written) {
+          EXPECT_EQ(c[i], start[i]) << "byte " << i;
+        }
+      }
+    }
+  }
+}
+
+// The kernel takes them: with fewer rows, and where it is not what it should be, it is x86_avx512vnni.
+TEST(AmxTest, ManyRowsUseTiles) {
+  if (!runs_here(isa::x86_amx)) GTEST_SKIP() << "needs AVX-512 with VNNI, and GFNI";
+  W4A8_TRACE_SEED();
+  Rng rng(121);
+  for (const int64_t group : {32, 128}) {
+    const PackedShape shape = {48, 128, group, DType::kFloat32, false};
+    const Packed packed = pack_one(shape, random_weights(rng, shape));
+    for (const int64_t rows : {1, 16, 40}) {
+      const std::vector<float> x = random_activations(rng, rows * shape.k, DType::kFloat32);
+      std::vector<float> out(static_cast<std::size_t>(rows * shape.n));
+      const int64_t before = emulated_amx_instructions();
+      SerialParallel serial;
+      Workspace workspace;
+      matmul(isa::x86_amx, serial, workspace, packed.matrix(), x.data(), DType::kFloat32, rows, out.data());
+      const bool has_amx = supported(isa::x86_amx, host_features());
+      EXPECT_EQ(emulated_amx_instructions() > before, rows >= 16 && !has_amx) << "group " << group << ", rows " << rows;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace w4a8::test
+#endif
