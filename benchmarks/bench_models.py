@@ -17,7 +17,6 @@ from real_size.shapes import Shapes
 from real_size.write import NotEnoughSpace, write
 
 ENTRIES = [*in_vllm.ENTRIES, *in_llama.ENTRIES]
-FULL_VOCABULARY = 151936
 
 
 class Place:
@@ -51,7 +50,7 @@ def memory_gigabytes() -> float:
 
 def shapes_of(layers: int) -> Shapes:
     """The share of the output layer stays that of the whole model."""
-    return Shapes(layers=layers, vocabulary=FULL_VOCABULARY * layers // report.WHOLE // 64 * 64)
+    return Shapes(layers=layers, vocabulary=Shapes.vocabulary * layers // Shapes.layers // 64 * 64)
 
 
 def questions(worker: Worker, record: dict, tokens: int, repeats: int) -> None:

@@ -6,11 +6,11 @@ from typing import Any, Optional
 
 from peers.goals import Line, goal_line
 from peers.plots import COLORS, pyplot, save
+from real_size.shapes import Shapes
 
 from models.base import DECODE_BATCHES, PREFILL_TOKENS
 
 OWN, INT4_HEAD, LLAMA = "vLLM, w4a8", "vLLM, w4a8, int4 lm_head", "llama.cpp, Q4_0"
-WHOLE = 48  # layers
 RATES = {
     **{f"prefill {n}": ("prefill", n) for n in PREFILL_TOKENS},
     **{f"decode, batch {n}": ("decode", n) for n in DECODE_BATCHES},
@@ -76,7 +76,7 @@ def goals(records: list[dict], layers: int, threads: int) -> list[dict]:
     if own and own.get("weights_bytes"):
         allowed = 1.10 * own["weights_bytes"] + 1.5e9
         lines.append(("allowed / peak while loading", "", 1.0, allowed / own["weights_peak"]))
-    title = f"{layers} layers" if layers == WHOLE else f"{layers} layers (the goals are for {WHOLE})"
+    title = f"{layers} layers" if layers == Shapes.layers else f"{layers} layers (the goals are for {Shapes.layers})"
     return [goal_line(title, threads, line) for line in lines]
 
 
