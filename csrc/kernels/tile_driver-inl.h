@@ -323,8 +323,9 @@ void gemm(const Rows& rows, int64_t m, const Panels& panels, int64_t panel_count
   // Two panels at once share each broadcast. Where unpacking costs and would be done again for more rows, one panel is
   // better: its tile has more rows. So it is for few rows, which wait for memory, where the hardware likes one stream.
   const bool again = scratch != nullptr && m > Ops::kRows[Few::kMostColumns - 1];
-  few.fetches = !panels.channelwise || m > streamed_rows<Ops>() || !host_streams_by_itself();
-  const bool streamed = !few.fetches || (host_likes_one_stream() && m <= streamed_rows<Ops>());
+  const bool is_few = m <= streamed_rows<Ops>();
+  few.fetches = !(is_few && panels.channelwise && host_streams_by_itself());
+  const bool streamed = is_few && (!few.fetches || host_likes_one_stream());
   multiply(few, rows, m, panels, panel_count, out, ldc, nullptr, again || streamed ? 1 : Few::kMostColumns);
 }
 

@@ -1,5 +1,5 @@
 // Tiles of the driver for many rows on a unit of eight tiles: AMX.
-// Included inside a target region and an anonymous namespace, behind tile_driver-inl.h.
+// Included inside a target region and an anonymous namespace, behind tile_driver-inl.h and amx_tiles-inl.h.
 //
 //   tiles 0..3  C  sums, rows x 16 int32
 //   tiles 4, 5  A  quantized rows as they are, rows x k_bytes
@@ -16,9 +16,6 @@
 // Tiles have as many rows as they are configured for, which is done once. So the rows of a batch come in bands of equal
 // size, the last of which may overlap the one before: a row that is computed twice gives the same bits. Between chunks
 // the sums of a band are kept in scratch, since `out` has no room for a row twice.
-//
-// Unit: configure(rows, k_bytes), release(), and of tiles by number zero<T>(), load<T>(p, stride), store<T>(p, stride)
-// and dot<C, A, B>(): C += A B, int8 x int8 to int32.
 
 constexpr int64_t kTileRows = 16;
 constexpr int64_t kTileBytes = 1024;
@@ -116,8 +113,8 @@ struct FloatRows<Ops, 0> {
 };
 
 // One turn of the loop over groups (above). T = g % 4.
-template <class Ops, class Unit, int R, int T>
-W4A8_INLINE void take_turn(Unit& unit, const GroupArgs& b, int64_t g, FloatRows<Ops, R>& f, Fetcher& fetcher) {
+template <class Ops, int R, int T>
+W4A8_INLINE void take_turn(AmxTiles& unit, const GroupArgs& b, int64_t g, FloatRows<Ops, R>& f, Fetcher& fetcher) {
   constexpr int kA = 4 + T % 2;
   constexpr int kB = 6 + T % 2;
   constexpr int kOldest = (T + 1) % 4;
@@ -139,8 +136,8 @@ W4A8_INLINE void take_turn(Unit& unit, const GroupArgs& b, int64_t g, FloatRows<
 
 // R covers the rows configured; sums of rows beyond are of no meaning. Arguments are copied: tile instructions write
 // memory, after which what is reached by reference is read again.
-template <class Ops, class Unit, int R>
-void add_groups_band(Unit& unit, const GroupArgs& args, Fetcher& shared_fetcher) {
+template <class Ops, int R>
+void add_groups_band(AmxTiles& unit, const GroupArgs& args, Fetcher& shared_fetcher) {
   const GroupArgs b = args;
   Fetcher fetcher = shared_fetcher;
   auto* sums = reinterpret_cast<float*>(b.sums);
@@ -153,14 +150,14 @@ void add_groups_band(Unit& unit, const GroupArgs& args, Fetcher& shared_fetcher)
   const int64_t turns = b.groups + 3;
   int64_t g = 0;
   for (; g + 4 <= turns; g += 4) {
-    take_turn<Ops, Unit, R, 0>(unit, b, g, f, fetcher);
-    take_turn<Ops, Unit, R, 1>(unit, b, g + 1, f, fetcher);
-    take_turn<Ops, Unit, R, 2>(unit, b, g + 2, f, fetcher);
-    take_turn<Ops, Unit, R, 3>(unit, b, g + 3, f, fetcher);
+    take_turn<Ops, R, 0>(unit, b, g, f, fetcher);
+    take_turn<Ops, R, 1>(unit, b, g + 1, f, fetcher);
+    take_turn<Ops, R, 2>(unit, b, g + 2, f, fetcher);
+    take_turn<Ops, R, 3>(unit, b, g + 3, f, fetcher);
   }
-  if (g < turns) take_turn<Ops, Unit, R, 0>(unit, b, g, f, fetcher);
-  if (g + 1 < turns) take_turn<Ops, Unit, R, 1>(unit, b, g + 1, f, fetcher);
-  if (g + 2 < turns) take_turn<Ops, Unit, R, 2>(unit, b, g + 2, f, fetcher);
+  if (g < turns) take_turn<Ops, R, 0>(unit, b, g, f, fetcher);
+  if (g + 1 < turns) take_turn<Ops, R, 1>(unit, b, g + 1, f, fetcher);
+  if (g + 2 < turns) take_turn<Ops, R, 2>(unit, b, g + 2, f, fetcher);
   f.store(sums);
   shared_fetcher = fetcher;
 }
@@ -177,8 +174,8 @@ struct ChannelArgs {
   bool first;
 };
 
-template <class Unit, int kBands, int kPanels>
-void add_channelwise_bands(Unit& unit, const ChannelArgs& args, Fetcher& shared_fetcher) {
+template <int kBands, int kPanels>
+void add_channelwise_bands(AmxTiles& unit, const ChannelArgs& args, Fetcher& shared_fetcher) {
   const ChannelArgs b = args;
   Fetcher fetcher = shared_fetcher;
   uint8_t* second = b.sums + 2 * kTileBytes;
@@ -250,7 +247,7 @@ struct EqualBands {
 inline bool tiles_can(bool channelwise, int64_t group_steps) { return channelwise || group_steps <= kTileChunkSteps; }
 
 // Tiles of the driver. All rows of a batch are one: what goes from band to band is fetching and loading.
-template <class Ops, class Unit>
+template <class Ops>
 struct UnitTiles {
   static_assert(Ops::kVecs == 1);
   static_assert(kTileSteps == kChunkUnit);
@@ -263,7 +260,7 @@ struct UnitTiles {
   static constexpr int64_t kBatchRows = kMostBands * kTileRows;
   static int64_t tile_rows(int64_t, bool) { return kBatchRows; }
 
-  Unit unit;
+  AmxTiles unit;
   TileScratch scratch;
   int64_t k_bytes;
   int64_t panel_cycles;    // of a panel times a batch (see Fetcher)
@@ -311,11 +308,11 @@ struct UnitTiles {
       b.q = t.q + bands.begin(i) * t.q_stride;
       b.sums = scratch.sums + i * 2 * kTileBytes;
       if (i + 1 == bands.count) {
-        (two ? add_channelwise_bands<Unit, 1, 2> : add_channelwise_bands<Unit, 1, 1>)(unit, b, next);
+        (two ? add_channelwise_bands<1, 2> : add_channelwise_bands<1, 1>)(unit, b, next);
         return;
       }
       b.to_second = (bands.begin(i + 1) - bands.begin(i)) * t.q_stride;
-      (two ? add_channelwise_bands<Unit, 2, 2> : add_channelwise_bands<Unit, 2, 1>)(unit, b, next);
+      (two ? add_channelwise_bands<2, 2> : add_channelwise_bands<2, 1>)(unit, b, next);
     }
   }
 
@@ -330,7 +327,7 @@ struct UnitTiles {
     b.turn_cycles = b.group_bytes / k_bytes * kDotCycles + kConvertCycles;
     b.spill = scratch.spill;
     b.first = t.first;
-    const auto add = bands.rows <= 8 ? add_groups_band<Ops, Unit, 8> : add_groups_band<Ops, Unit, 16>;
+    const auto add = bands.rows <= 8 ? add_groups_band<Ops, 8> : add_groups_band<Ops, 16>;
     for (int64_t i = 0; i < bands.count; ++i) {
       b.q = t.q + bands.begin(i) * t.q_stride;
       for (int64_t c = 0; c < t.columns; ++c) {
@@ -372,10 +369,10 @@ struct UnitTiles {
   }
 };
 
-template <class Ops, class Unit>
+template <class Ops>
 void gemm_tiles(const Rows& rows, int64_t m, const Panels& panels, int64_t panel_count, float* out, int64_t ldc,
                 uint8_t* scratch) {
-  UnitTiles<Ops, Unit> tiles(m, panels, scratch);
+  UnitTiles<Ops> tiles(m, panels, scratch);
   multiply(tiles, rows, m, panels, panel_count, out, ldc, scratch, tiles.kMostColumns);
   tiles.unit.release();
 }

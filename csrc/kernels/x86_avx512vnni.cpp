@@ -36,7 +36,12 @@ W4A8_TARGET("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")
 namespace w4a8::isa {
 namespace {
 
-#ifdef W4A8_OTHER_HOST_TWIN
+#ifndef W4A8_OTHER_HOST_TWIN
+#define W4A8_AVX512VNNI x86_avx512vnni
+#define W4A8_AVX512VNNI_NAME "x86_avx512vnni"
+#else
+#define W4A8_AVX512VNNI x86_avx512vnni_other_host
+#define W4A8_AVX512VNNI_NAME "x86_avx512vnni_other_host"
 // Found before those of cpu_features.h.
 bool host_unpacks_for_free() { return !w4a8::host_unpacks_for_free(); }
 bool host_streams_by_itself() { return !w4a8::host_streams_by_itself(); }
@@ -55,14 +60,6 @@ using Ops = VnniOps<Avx512Ops>;
 bool unpacking_pays() { return !host_unpacks_for_free(); }
 
 }  // namespace
-
-#ifndef W4A8_OTHER_HOST_TWIN
-#define W4A8_AVX512VNNI x86_avx512vnni
-#define W4A8_AVX512VNNI_NAME "x86_avx512vnni"
-#else
-#define W4A8_AVX512VNNI x86_avx512vnni_other_host
-#define W4A8_AVX512VNNI_NAME "x86_avx512vnni_other_host"
-#endif
 
 extern const Kernel W4A8_AVX512VNNI;
 constinit const Kernel W4A8_AVX512VNNI = {rows_of<Ops>(), gemm_of<Ops>(unpacking_pays), W4A8_AVX512VNNI_NAME,

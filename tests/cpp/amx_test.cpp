@@ -71,7 +71,7 @@ TEST(AmxTest, Instructions) {
   }
 }
 
-// The kernel takes them: with fewer rows, and where it is not what it should be, it is x86_avx512vnni.
+// The kernel uses them for many rows, where otherwise it would be x86_avx512vnni under another name.
 TEST(AmxTest, ManyRowsUseTiles) {
   if (!runs_here(isa::x86_amx)) GTEST_SKIP() << "needs AVX-512 with VNNI, and GFNI";
   W4A8_TRACE_SEED();

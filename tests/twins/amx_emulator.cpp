@@ -36,7 +36,8 @@ void fault_unless(bool valid) {
   if (!valid) __builtin_trap();
 }
 
-// VEX.128.0F38.W0, the map of all of AMX: C4, ~R~X~B map, W ~vvvv L pp, opcode, ModRM, and for memory SIB and offset.
+// VEX.128.0F38.W0, the map of all of AMX: C4, ~R~X~B map with R 0, W ~vvvv L pp, opcode, ModRM, and for memory SIB and
+// offset.
 struct Instruction {
   int prefix;  // 0: none, 1: 66, 2: F3, 3: F2
   int opcode;
@@ -58,7 +59,7 @@ int64_t general_register(const ucontext_t& context, int number) {
 // False for what is not of that form.
 bool decode(const ucontext_t& context, Instruction& result) {
   const auto* code = reinterpret_cast<const uint8_t*>(context.uc_mcontext.gregs[REG_RIP]);
-  if (code[0] != 0xc4 || (code[1] & 0x1f) != 2 || (code[2] & 0x84) != 0) return false;
+  if (code[0] != 0xc4 || (code[1] & 0x9f) != 0x82 || (code[2] & 0x84) != 0) return false;
   const int x = (code[1] & 0x40) != 0 ? 0 : 8;
   const int b = (code[1] & 0x20) != 0 ? 0 : 8;
   const int modrm = code[4];
@@ -136,17 +137,18 @@ bool execute(const Instruction& instruction, State& state) {
   const bool memory = instruction.mod != 3;
   switch (instruction.opcode << 8 | instruction.prefix) {
     case 0x4900:  // LDTILECFG, TILERELEASE
-      if (instruction.reg != 0) return false;
+      if (instruction.reg != 0 || (!memory && instruction.rm != 0)) return false;
       if (memory) {
         configure(state, instruction.base);
       } else {
         state.configured = false;
       }
-      return memory || instruction.rm == 0;
+      return true;
     case 0x4903: {  // TILEZERO
+      if (memory || instruction.rm != 0) return false;
       Tile& tile = configured_tile(state, instruction.reg);
       std::memset(tile.data, 0, sizeof(tile.data));
-      return !memory && instruction.rm == 0;
+      return true;
     }
     case 0x4b03: {  // TILELOADD
       if (!memory || instruction.rm != 4) return false;
