@@ -9,8 +9,9 @@
 //   Weights of all kinds are unpacked to w, so sums start at zero and Rows::starts is not read.
 //
 //   groups        a band x a panel; a group's sums leave C by memory and become floats, which stay in 16 registers:
-//                     turn g:   C[g % 4] = A B of group g  |  convert group g - 3  |  store C of group g - 1
-//                 so that nothing waits for the turn before it
+//                     turn n:   C[n % 4] = A B of group n  |  convert group n - 3  |  store C of group n - 1
+//                 so that nothing waits for the turn before it. One loop through all bands and panels of a chunk: it
+//                 fills and drains once (four groups at a time: 1310 GMAC/s; without end: 2140, group 128, measured)
 //   channelwise   two bands x two panels share the loads: C 0..3 = A {4, 5} x B {6, 7}
 //
 // Tiles have as many rows as they are configured for, which is done once. So the rows of a batch come in bands of equal
@@ -43,19 +44,15 @@ inline int64_t tile_scratch_bytes(int64_t rows) {
 // many it takes. Only their ratio matters.
 struct Fetcher {
   const uint8_t* at;
-  int64_t lines;   // still to fetch
-  int64_t rate;    // lines per cycle, times 2^16
+  int64_t rate;    // lines per cycle, times 2^16: rounded down, so that no more than `bytes` are fetched
   int64_t credit;  // lines that are due, times 2^16
 
   W4A8_INLINE Fetcher(const uint8_t* begin, int64_t bytes, int64_t work)
-      : at(begin), lines(begin == nullptr ? 0 : (bytes + 63) / 64), rate((lines << 16) / work + 1), credit(0) {}
+      : at(begin), rate(begin == nullptr ? 0 : ((bytes + 63) / 64 << 16) / work), credit(0) {}
   W4A8_INLINE void spend(int64_t cycles) {
-    credit += rate * cycles;
-    while (credit >= 1 << 16 && lines > 0) {
+    for (credit += rate * cycles; credit >= 1 << 16; credit -= 1 << 16) {
       __builtin_prefetch(at, 0, 2);
       at += kStepBytes;
-      --lines;
-      credit -= 1 << 16;
     }
   }
 };
@@ -64,20 +61,26 @@ constexpr int64_t kUnpackCycles = 5;
 constexpr int64_t kDotCycles = 16;
 constexpr int64_t kConvertCycles = 18;
 
-// One chunk of steps of one band and one panel.
-struct GroupArgs {
+// One chunk of steps of a band times a panel.
+struct Visit {
   const int8_t* q;
-  int64_t q_stride;
   const uint8_t* weights;  // unpacked
   const uint8_t* scales;   // of the chunk's first group
-  DType scale_dtype;
-  int64_t groups;
+  float* sums;             // a tile
+};
+
+// One chunk of steps of all bands and panels.
+struct GroupArgs {
+  const Visit* visits;
+  int64_t turns;  // groups of all visits. One more visit follows, of which `sums` can be read
+  int64_t q_stride;
+  int64_t groups;       // of a visit
   int64_t group_bytes;  // values of k in a group
   int64_t k_bytes;      // of a tile; divides group_bytes
   int64_t turn_cycles;  // see Fetcher
-  uint8_t* sums;        // a tile of float
-  uint8_t* spill;
+  DType scale_dtype;
   bool first;
+  uint8_t* spill;
 };
 
 // R rows of float sums in registers: members by name, since compilers keep an array of them in memory.
@@ -112,54 +115,90 @@ struct FloatRows<Ops, 0> {
   W4A8_INLINE void add(const uint8_t*, typename Ops::F) {}
 };
 
-// One turn of the loop over groups (above). T = g % 4.
-template <class Ops, int R, int T>
-W4A8_INLINE void take_turn(AmxTiles& unit, const GroupArgs& b, int64_t g, FloatRows<Ops, R>& f, Fetcher& fetcher) {
-  constexpr int kA = 4 + T % 2;
-  constexpr int kB = 6 + T % 2;
-  constexpr int kOldest = (T + 1) % 4;
-  constexpr int kNewest = (T + 3) % 4;
-  if (g < b.groups) {
-    unit.template zero<T>();
-    for (int64_t k = g * b.group_bytes; k < (g + 1) * b.group_bytes; k += b.k_bytes) {
-      unit.template load<kA>(b.q + k, b.q_stride);
-      unit.template load<kB>(b.weights + k * kPanelColumns, kStepBytes);
-      unit.template dot<T, kA, kB>();
-    }
-    fetcher.spend(b.turn_cycles);
-  }
-  if (g >= 3) {
-    f.add(b.spill + kOldest * kTileBytes, Ops::load_scales(b.scales, (g - 3) * kPanelColumns, b.scale_dtype));
-  }
-  if (g >= 1 && g <= b.groups) unit.template store<kNewest>(b.spill + kNewest * kTileBytes, kStepBytes);
-}
-
-// R covers the rows configured; sums of rows beyond are of no meaning. Arguments are copied: tile instructions write
-// memory, after which what is reached by reference is read again.
+// What the loop over groups carries from turn to turn.
 template <class Ops, int R>
-void add_groups_band(AmxTiles& unit, const GroupArgs& args, Fetcher& shared_fetcher) {
-  const GroupArgs b = args;
-  Fetcher fetcher = shared_fetcher;
-  auto* sums = reinterpret_cast<float*>(b.sums);
+struct GroupLoop {
+  GroupArgs b;
+  Fetcher fetcher;
+  // The next group to multiply
+  const Visit* visit;
+  int64_t left;  // of its visit
+  const int8_t* q;
+  const uint8_t* weights;
+  // The next group to convert, three turns behind
+  const Visit* old_visit;
+  int64_t old_left;
+  const uint8_t* scales;
   FloatRows<Ops, R> f;
-  if (b.first) {
-    f.clear();
-  } else {
-    f.load(sums);
+
+  W4A8_INLINE GroupLoop(const GroupArgs& args, const Fetcher& shared_fetcher)
+      : b(args), fetcher(shared_fetcher), visit(args.visits), old_visit(args.visits) {
+    begin_multiplying();
+    begin_converting();
   }
-  const int64_t turns = b.groups + 3;
-  int64_t g = 0;
-  for (; g + 4 <= turns; g += 4) {
-    take_turn<Ops, R, 0>(unit, b, g, f, fetcher);
-    take_turn<Ops, R, 1>(unit, b, g + 1, f, fetcher);
-    take_turn<Ops, R, 2>(unit, b, g + 2, f, fetcher);
-    take_turn<Ops, R, 3>(unit, b, g + 3, f, fetcher);
+  W4A8_INLINE void begin_multiplying() {
+    left = b.groups;
+    q = visit->q;
+    weights = visit->weights;
   }
-  if (g < turns) take_turn<Ops, R, 0>(unit, b, g, f, fetcher);
-  if (g + 1 < turns) take_turn<Ops, R, 1>(unit, b, g + 1, f, fetcher);
-  if (g + 2 < turns) take_turn<Ops, R, 2>(unit, b, g + 2, f, fetcher);
-  f.store(sums);
-  shared_fetcher = fetcher;
+  W4A8_INLINE void begin_converting() {
+    old_left = b.groups;
+    scales = old_visit->scales;
+    if (b.first) {
+      f.clear();
+    } else {
+      f.load(old_visit->sums);
+    }
+  }
+
+  W4A8_INLINE bool has(int64_t n) const { return static_cast<uint64_t>(n) < static_cast<uint64_t>(b.turns); }
+  // Turn n (above). T = n % 4.
+  template <int T>
+  W4A8_INLINE void turn(AmxTiles& unit, int64_t n) {
+    constexpr int kA = 4 + T % 2;
+    constexpr int kB = 6 + T % 2;
+    constexpr int kOldest = (T + 1) % 4;
+    constexpr int kNewest = (T + 3) % 4;
+    if (has(n)) {
+      unit.template zero<T>();
+      for (int64_t k = 0; k < b.group_bytes; k += b.k_bytes) {
+        unit.template load<kA>(q + k, b.q_stride);
+        unit.template load<kB>(weights + k * kPanelColumns, kStepBytes);
+        unit.template dot<T, kA, kB>();
+      }
+      q += b.group_bytes;
+      weights += b.group_bytes * kPanelColumns;
+      fetcher.spend(b.turn_cycles);
+      if (--left == 0) {
+        ++visit;
+        begin_multiplying();
+      }
+    }
+    if (has(n - 3)) {
+      f.add(b.spill + kOldest * kTileBytes, Ops::load_scales(scales, 0, b.scale_dtype));
+      scales += kPanelColumns * dtype_bytes(b.scale_dtype);
+      if (--old_left == 0) {
+        f.store(old_visit->sums);
+        ++old_visit;
+        begin_converting();
+      }
+    }
+    if (has(n - 1)) unit.template store<kNewest>(b.spill + kNewest * kTileBytes, kStepBytes);
+  }
+};
+
+// R covers the rows of a band; sums of rows beyond are of no meaning. The loop has copies of everything: tile
+// instructions write memory, after which what is reached by reference is read again.
+template <class Ops, int R>
+void add_groups(AmxTiles& unit, const GroupArgs& args, Fetcher& fetcher) {
+  GroupLoop<Ops, R> loop(args, fetcher);
+  for (int64_t n = 0; n < args.turns + 3; n += 4) {
+    loop.template turn<0>(unit, n);
+    loop.template turn<1>(unit, n + 1);
+    loop.template turn<2>(unit, n + 2);
+    loop.template turn<3>(unit, n + 3);
+  }
+  fetcher = loop.fetcher;
 }
 
 // One chunk of steps of one or two bands and one or two panels, one scale a column.
@@ -318,25 +357,28 @@ struct UnitTiles {
 
   void multiply_groups(const EqualBands& bands, const TileArgs& t) {
     const Panels& panels = *t.panels;
+    Visit visits[2 * kMostBands + 1];
+    int64_t count = 0;
+    for (int64_t i = 0; i < bands.count; ++i) {
+      for (int64_t c = 0; c < t.columns; ++c) {
+        visits[count++] = {t.q + bands.begin(i) * t.q_stride, t.weights + c * t.weights_stride,
+                           t.scales + c * panels.stride,
+                           reinterpret_cast<float*>(scratch.sums + (i * 2 + c) * kTileBytes)};
+      }
+    }
+    visits[count] = visits[0];
     GroupArgs b = {};
-    b.q_stride = t.q_stride;
-    b.scale_dtype = panels.scale_dtype;
+    b.visits = visits;
     b.groups = t.steps / panels.group_steps;
+    b.turns = count * b.groups;
+    b.q_stride = t.q_stride;
     b.group_bytes = panels.group_steps * kStepK;
     b.k_bytes = k_bytes;
     b.turn_cycles = b.group_bytes / k_bytes * kDotCycles + kConvertCycles;
-    b.spill = scratch.spill;
+    b.scale_dtype = panels.scale_dtype;
     b.first = t.first;
-    const auto add = bands.rows <= 8 ? add_groups_band<Ops, 8> : add_groups_band<Ops, 16>;
-    for (int64_t i = 0; i < bands.count; ++i) {
-      b.q = t.q + bands.begin(i) * t.q_stride;
-      for (int64_t c = 0; c < t.columns; ++c) {
-        b.weights = t.weights + c * t.weights_stride;
-        b.scales = t.scales + c * panels.stride;
-        b.sums = scratch.sums + (i * 2 + c) * kTileBytes;
-        add(unit, b, next);
-      }
-    }
+    b.spill = scratch.spill;
+    (bands.rows <= 8 ? add_groups<Ops, 8> : add_groups<Ops, 16>)(unit, b, next);
   }
 
   void finish(const EqualBands& bands, const TileArgs& t) const {
