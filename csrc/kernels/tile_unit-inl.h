@@ -16,7 +16,8 @@
 //
 // Tiles have as many rows as they are configured for, which is done once. So the rows of a batch come in bands of equal
 // size, the last of which may overlap the one before: a row that is computed twice gives the same bits. Between chunks
-// the sums of a band are kept in scratch, since `out` has no room for a row twice.
+// the sums of a band are kept in scratch, since `out` has no room for a row twice; up to two bands of channelwise sums
+// stay in C.
 
 constexpr int64_t kTileRows = 16;
 constexpr int64_t kTileBytes = 1024;
@@ -56,8 +57,8 @@ struct Fetcher {
     }
   }
 };
-// Cycles on Granite Rapids: unpacking one step, one multiplication of whole tiles, converting the sums of one group.
-constexpr int64_t kUnpackCycles = 5;
+// Cycles: unpacking one step (Zen 5); multiplying whole tiles, converting the sums of one group (Granite Rapids).
+constexpr int64_t kUnpackCycles = 3;
 constexpr int64_t kDotCycles = 16;
 constexpr int64_t kConvertCycles = 18;
 
@@ -211,6 +212,8 @@ struct ChannelArgs {
   int64_t tiles;           // of 64 k
   uint8_t* sums;           // [bands][2] tiles of int32
   bool first;
+  bool loads;   // C from sums, if not first
+  bool stores;  // C to sums; else it stays in the tiles
 };
 
 template <int kBands, int kPanels>
@@ -223,7 +226,7 @@ void add_channelwise_bands(AmxTiles& unit, const ChannelArgs& args, Fetcher& sha
     if constexpr (kPanels == 2) unit.template zero<1>();
     if constexpr (kBands == 2) unit.template zero<2>();
     if constexpr (kBands == 2 && kPanels == 2) unit.template zero<3>();
-  } else {
+  } else if (b.loads) {
     unit.template load<0>(b.sums, kStepBytes);
     if constexpr (kPanels == 2) unit.template load<1>(b.sums + kTileBytes, kStepBytes);
     if constexpr (kBands == 2) unit.template load<2>(second, kStepBytes);
@@ -246,11 +249,12 @@ void add_channelwise_bands(AmxTiles& unit, const ChannelArgs& args, Fetcher& sha
     if constexpr (kBands == 2 && kPanels == 2) unit.template dot<3, 5, 7>();
     fetcher.spend(kBands * kPanels * kDotCycles);
   }
+  shared_fetcher = fetcher;
+  if (!b.stores) return;
   unit.template store<0>(b.sums, kStepBytes);
   if constexpr (kPanels == 2) unit.template store<1>(b.sums + kTileBytes, kStepBytes);
   if constexpr (kBands == 2) unit.template store<2>(second, kStepBytes);
   if constexpr (kBands == 2 && kPanels == 2) unit.template store<3>(second + kTileBytes, kStepBytes);
-  shared_fetcher = fetcher;
 }
 
 // R rows of one panel from their sums to `out`.
@@ -317,18 +321,39 @@ struct UnitTiles {
   void unpack(const TileArgs& t, int64_t c, uint8_t* weights) {
     const Panels& panels = *t.panels;
     if (t.first && c == 0) next = Fetcher(t.behind, t.columns * panels.stride, t.columns * panel_cycles);
+    switch (panels.kind) {
+      case WeightKind::kInt4: return unpack_kind<WeightKind::kInt4>(t, c, weights);
+      case WeightKind::kInt4ZeroPoints: return unpack_kind<WeightKind::kInt4ZeroPoints>(t, c, weights);
+      case WeightKind::kE2M1: return unpack_kind<WeightKind::kE2M1>(t, c, weights);
+    }
+  }
+  template <WeightKind kKind>
+  static W4A8_INLINE void unpack_step(const uint8_t* packed, const uint8_t* zeros, uint8_t* weights) {
+    if constexpr (kKind == WeightKind::kInt4) Ops::unpack_step(packed, weights);
+    if constexpr (kKind == WeightKind::kInt4ZeroPoints) Ops::unpack_step_from(packed, zeros, weights);
+    if constexpr (kKind == WeightKind::kE2M1) Ops::unpack_step_e2m1(packed, weights);
+  }
+  template <WeightKind kKind>
+  void unpack_kind(const TileArgs& t, int64_t c, uint8_t* weights) {
     Fetcher fetcher = next;
     const uint8_t* packed = t.weights + c * t.weights_stride;
     const uint8_t* zeros = t.zeros + c * t.zeros_stride;
-    const int64_t run = panels.channelwise ? t.steps : panels.group_steps;  // steps that share zero points
-    for (int64_t left = t.steps; left > 0; left -= run, zeros += t.zeros_step) {
-      for (int64_t s = 0; s < run; ++s, packed += kStepBytes, weights += kUnpackedBytes) {
-        switch (panels.kind) {
-          case WeightKind::kInt4: Ops::unpack_step(packed, weights); break;
-          case WeightKind::kInt4ZeroPoints: Ops::unpack_step_from(packed, zeros, weights); break;
-          case WeightKind::kE2M1: Ops::unpack_step_e2m1(packed, weights); break;
+    const int64_t zeros_step = t.zeros_step;
+    const int64_t steps = t.steps;
+    const int64_t run = t.panels->channelwise ? steps : t.panels->group_steps;  // steps that share zero points
+    for (int64_t left = steps; left > 0; left -= run, zeros += zeros_step) {
+      int64_t s = 0;
+      for (; s + kBlockSteps <= run; s += kBlockSteps) {
+#pragma GCC unroll 4
+        for (int64_t i = 0; i < kBlockSteps; ++i) {
+          unpack_step<kKind>(packed + i * kStepBytes, zeros, weights + i * kUnpackedBytes);
         }
-        fetcher.spend(kUnpackCycles);
+        packed += kBlockSteps * kStepBytes;
+        weights += kBlockSteps * kUnpackedBytes;
+        fetcher.spend(kBlockSteps * kUnpackCycles);
+      }
+      for (; s < run; ++s, packed += kStepBytes, weights += kUnpackedBytes) {
+        unpack_step<kKind>(packed, zeros, weights);
       }
     }
     next = fetcher;
@@ -342,6 +367,8 @@ struct UnitTiles {
     b.weights_stride = t.weights_stride;
     b.tiles = (t.steps + kTileSteps - 1) / kTileSteps;
     b.first = t.first;
+    b.loads = bands.count > 2;  // two bands keep C from chunk to chunk
+    b.stores = t.last || b.loads;
     const bool two = t.columns == 2;
     for (int64_t i = 0; i < bands.count; i += 2) {
       b.q = t.q + bands.begin(i) * t.q_stride;
