@@ -10,30 +10,34 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FORMATS = ("gptq", "gptq_v2", "awq", "auto_round:auto_gptq", "auto_round:auto_awq", "mxfp4")
 
 
-def _words(codes: torch.Tensor, order: tuple = tuple(range(8))) -> torch.Tensor:
-    """[rows, columns] to int32 [rows, columns / 8]: code `order[i]` of every eight is in bits 4i to 4i + 3."""
-    eights = codes.to(torch.int64).unflatten(1, (-1, 8))
-    word = sum(eights[..., which] << 4 * i for i, which in enumerate(order))
+def _words(codes: torch.Tensor, order: tuple = tuple(range(8)), bits: int = 4) -> torch.Tensor:
+    """[rows, columns] to int32 words: code `order[i]` of every 32 / bits is in bits `bits` i and on."""
+    order = order[: 32 // bits]
+    together = codes.to(torch.int64).unflatten(1, (-1, len(order)))
+    word = sum(together[..., which] << bits * i for i, which in enumerate(order))
     return torch.where(word >= 1 << 31, word - (1 << 32), word).to(torch.int32)
 
 
-def round_to_int4(weight: torch.Tensor, group: int, symmetric: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def round_to_int(
+    weight: torch.Tensor, group: int, symmetric: bool, bits: int = 4
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes [N, K], zero points [N, G] and float16 scales [N, G] of float32 [N, K]."""
+    middle, most = 1 << bits - 1, (1 << bits) - 1
     grouped = weight.unflatten(1, (-1, weight.shape[1] if group == -1 else group))
     if symmetric:
-        scales = (grouped.abs().amax(-1) / 7).half()
-        zeros = torch.full(scales.shape, 8)
+        scales = (grouped.abs().amax(-1) / (middle - 1)).half()
+        zeros = torch.full(scales.shape, middle)
     else:
         low, high = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
-        scales = ((high - low) / 15).half()
-        zeros = (-low / scales.float()).round().clamp(1, 15).long()  # GPTQ's first version has no 0
+        scales = ((high - low) / most).half()
+        zeros = (-low / scales.float()).round().clamp(1, most).long()  # GPTQ's first version has no 0
     codes = (grouped / scales.float().unsqueeze(-1)).round().long() + zeros.unsqueeze(-1)
-    return codes.clamp(0, 15).flatten(1), zeros, scales
+    return codes.clamp(0, most).flatten(1), zeros, scales
 
 
-def write_int4(weight: torch.Tensor, group: int, symmetric: bool, form: str) -> tuple[dict, torch.Tensor]:
+def write_int(weight: torch.Tensor, group: int, symmetric: bool, form: str, bits: int = 4) -> tuple[dict, torch.Tensor]:
     """The tensors of a matrix by the last part of their names, and the matrix multiplied out, float32 [N, K]."""
-    codes, zeros, scales = round_to_int4(weight, group, symmetric)
+    codes, zeros, scales = round_to_int(weight, group, symmetric, bits)
     centred = codes.unflatten(1, (zeros.shape[1], -1)) - zeros.unsqueeze(-1)
     plain = (centred.float() * scales.float().unsqueeze(-1)).flatten(1)
     stored = {"scales": scales.T.contiguous()}
@@ -43,22 +47,23 @@ def write_int4(weight: torch.Tensor, group: int, symmetric: bool, form: str) -> 
         if form == "awq" and symmetric:
             del stored["qzeros"]  # zero_point: false
         return stored, plain
-    stored["qweight"] = _words(codes).T.contiguous()
-    stored["qzeros"] = _words(zeros.T - (0 if form == "gptq_v2" else 1))
+    stored["qweight"] = _words(codes, bits=bits).T.contiguous()
+    stored["qzeros"] = _words(zeros.T - (0 if form == "gptq_v2" else 1), bits=bits)
     if not form.startswith("auto_round"):
         stored["g_idx"] = (torch.arange(weight.shape[1]) * zeros.shape[1] // weight.shape[1]).to(torch.int32)
     return stored, plain
 
 
-def _codes(words: torch.Tensor, order: tuple = tuple(range(8))) -> torch.Tensor:
+def _codes(words: torch.Tensor, order: tuple = tuple(range(8)), bits: int = 4) -> torch.Tensor:
     """The inverse of `_words`."""
-    found = torch.empty(*words.shape, 8, dtype=torch.int64)
+    order = order[: 32 // bits]
+    found = torch.empty(*words.shape, len(order), dtype=torch.int64)
     for i, which in enumerate(order):
-        found[..., which] = words.to(torch.int64) >> 4 * i & 15
+        found[..., which] = words.to(torch.int64) >> bits * i & (1 << bits) - 1
     return found.flatten(1)
 
 
-def multiplied_out(stored: dict[str, torch.Tensor], form: str) -> torch.Tensor:
+def multiplied_out(stored: dict[str, torch.Tensor], form: str, bits: int = 4) -> torch.Tensor:
     """float32 [N, K] of the tensors of a matrix, by the last part of their names."""
     if form.endswith("-quantized"):
         scales = stored["weight_scale"]
@@ -74,8 +79,8 @@ def multiplied_out(stored: dict[str, torch.Tensor], form: str) -> torch.Tensor:
         codes, scales = _codes(stored["qweight"], AWQ_ORDER).T, stored["scales"].T
         zeros = _codes(stored["qzeros"], AWQ_ORDER).T
     else:
-        codes, scales = _codes(stored["qweight"].T), stored["scales"].T
-        zeros = _codes(stored["qzeros"]).T + (0 if form == "gptq_v2" else 1)
+        codes, scales = _codes(stored["qweight"].T, bits=bits), stored["scales"].T
+        zeros = _codes(stored["qzeros"], bits=bits).T + (0 if form == "gptq_v2" else 1)
     centred = codes.unflatten(1, (zeros.shape[1], -1)) - zeros.unsqueeze(-1)
     return (centred.float() * scales.float().unsqueeze(-1)).flatten(1).contiguous()
 
@@ -110,14 +115,21 @@ def form_of(config: dict) -> str:
     return config["format"] if method == "compressed-tensors" else method
 
 
-def config(form: str, group: int, symmetric: bool, skipped: list[str], lm_head: bool) -> dict:
-    """The quantization_config of a checkpoint; ``skipped`` are names of linear modules that are not quantized."""
+def config(
+    form: str, group: int, symmetric: bool, skipped: list[str], lm_head: bool, eight_bits: list[str] = ()
+) -> dict:
+    """The quantization_config of a checkpoint.
+
+    Linear modules that are not quantized have the names ``skipped``; those of 8 bits ``eight_bits``.
+    """
     if form == "mxfp4":
         skipped = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
         return {"quant_method": "mxfp4", "modules_to_not_convert": skipped}
     found = {"bits": 4, "group_size": group}
     if form in ("gptq", "gptq_v2"):
         found.update(quant_method="gptq", desc_act=False, sym=symmetric, checkpoint_format=form, lm_head=lm_head)
+        if eight_bits:
+            found["dynamic"] = {f"+:{name.replace('.', '[.]')}$": {"bits": 8} for name in eight_bits}
     elif form == "awq":
         found.update(quant_method="awq", version="gemm", zero_point=not symmetric, lm_head=lm_head)
         found["modules_to_not_convert"] = skipped
@@ -125,6 +137,7 @@ def config(form: str, group: int, symmetric: bool, skipped: list[str], lm_head: 
         found.update(quant_method="auto-round", data_type="int", sym=symmetric, packing_format=form, iters=0)
         found["block_name_to_quantize"] = "model.layers"
         found["extra_config"] = {name: {"bits": 16, "data_type": "float"} for name in skipped if name != "lm_head"}
+        found["extra_config"].update({name: {"bits": 8} for name in eight_bits})
         if lm_head:
             found["extra_config"]["lm_head"] = {"bits": 4}
     return found

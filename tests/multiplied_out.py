@@ -22,7 +22,8 @@ PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm
 def write(source: Path, directory: Path) -> None:
     """Makes ``directory`` a float32 checkpoint of what a quantized one means, matrix by matrix."""
     settings = json.loads((source / "config.json").read_text())
-    form = foreign.form_of(settings.pop("quantization_config"))
+    quantization = settings.pop("quantization_config")
+    form, others = foreign.form_of(quantization), quantization.get("extra_config", {})
     content, modules = {}, {}
     tensors = load_file(source / "model.safetensors")
     for name, tensor in tensors.items():
@@ -34,7 +35,9 @@ def write(source: Path, directory: Path) -> None:
             modules.setdefault(module, {})[suffix] = tensor
     for module, found in modules.items():
         if not found.keys().isdisjoint(("qweight", "weight_scale")):
-            found = {"weight": foreign.multiplied_out(found, form)} | {k: v for k, v in found.items() if k == "bias"}
+            found = {"weight": foreign.multiplied_out(found, form, others.get(module, {}).get("bits", 4))} | {
+                k: v for k, v in found.items() if k == "bias"
+            }
         content.update({f"{module}.{suffix}": tensor.float() for suffix, tensor in found.items()})
     directory.mkdir()
     save_file(content, directory / "model.safetensors", metadata={"format": "pt"})

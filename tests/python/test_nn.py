@@ -7,7 +7,8 @@ import torch
 from common import DTYPES, assert_same_bits
 
 import w4a8
-from w4a8.nn import W4A8Experts, W4A8Linear
+from w4a8.core.matrix8 import Matrix8
+from w4a8.nn import W4A8Experts, W4A8Linear, W8A8Linear, linear_from_matrix
 
 
 def unpacked(layer):
@@ -16,6 +17,32 @@ def unpacked(layer):
     )
     values = torch.stack((nibbles & 15, nibbles >> 4), -1).flatten(1).double() - 8
     return values, scales.double().repeat_interleave(layer.group_size, 1), bias
+
+
+@pytest.mark.parametrize("group", [96, 32])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_8_bits(dtype, group):
+    """Beside the float product; saved and loaded; a matrix of 4 bits is refused."""
+    codes = torch.randint(0, 256, (21, 96), dtype=torch.uint8)
+    scales, zeros = torch.rand(21, 96 // group) / 64, torch.randint(0, 256, (21, 96 // group), dtype=torch.uint8)
+    matrix = Matrix8(codes, scales.half(), zeros, torch.randn(21))
+    layer = linear_from_matrix(matrix)
+    assert isinstance(layer, W8A8Linear) and "out_features=21" in repr(layer)
+    wide = [part.double().repeat_interleave(group, 1) for part in (matrix.zero_points, matrix.scales)]
+    weight = (codes.double() - wide[0]) * wide[1]
+    x = torch.randn(2, 3, 96).to(dtype)
+    y = layer(x)
+    assert y.shape == (2, 3, 21) and y.dtype == dtype
+    # Inputs are off by half a step of their range / 255, the result by half a unit of its type.
+    step = (x.double().amax(-1).clamp(min=0) - x.double().amin(-1).clamp(max=0)) / 255
+    exact = x.double() @ weight.T + matrix.bias.double()
+    allowed = 0.5001 * step[..., None] * weight.abs().sum(1) + torch.finfo(dtype).eps * (exact.abs() + 1)
+    assert ((y.double() - exact).abs() <= 1.01 * allowed).all()
+    other = W8A8Linear(torch.zeros_like(layer.packed, device="meta"), 96, 21, group)
+    other.load_state_dict(layer.state_dict(), assign=True)
+    assert_same_bits(other(x), y)
+    with pytest.raises(ValueError, match="packed: n is 21, expected 42"):
+        W8A8Linear(W4A8Linear.from_float(torch.nn.Linear(96, 21), group).packed, 96, 21, group)
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])

@@ -14,7 +14,7 @@ if int(transformers.__version__.split(".")[0]) < 5:
 import multiplied_out  # noqa: E402
 
 from w4a8.integrations.transformers import W4A8Config  # noqa: E402
-from w4a8.nn import W4A8Linear  # noqa: E402
+from w4a8.nn import W4A8Linear, W8A8Linear  # noqa: E402
 
 FOLDERS = sorted(path.parent.name for path in multiplied_out.TOOL_WRITTEN.glob("*/config.json"))
 
@@ -42,7 +42,7 @@ def test_tools(folder, tmp_path):
     assert not any(info.values()), info
     multiplied_out.write(checkpoint, tmp_path / "floats")
     floats = multiplied_out.load(tmp_path / "floats", torch.float32)
-    attention = isinstance(model.model.layers[0].self_attn.q_proj, W4A8Linear)
+    attention = isinstance(model.model.layers[0].self_attn.q_proj, (W4A8Linear, W8A8Linear))
     int8 = multiplied_out.quantized_matrices(floats, attention, isinstance(model.lm_head, W4A8Linear))
     found = multiplied_out.logprobs(model, prompts(model))
     exact = multiplied_out.logprobs(floats, prompts(model))

@@ -124,7 +124,7 @@ class Case:
         format: ``int-quantized`` or ``pack-quantized``, or one of foreign.FORMATS, which are weight-only.
         dtype: of the model.
         inputs: what the checkpoint says of the inputs: symmetric, asymmetric, or none (weight-only).
-        attention: of the linear layers of attention: w4a8, w8a8 or float.
+        attention: of the linear layers of attention: w4a8, w8a8, w8a16 (mixed checkpoints) or float.
         symmetric: of the weights; otherwise they have zero points.
         lm_head: is quantized as well.
         tool: the folder of tests/tool_written/ that is the checkpoint; only its weights multiplied out are written.
@@ -235,6 +235,9 @@ def _quantization_config(case: Case, ignore: list[str]) -> QuantizationConfig:
         groups["group_1"] = QuantizationScheme(
             targets=["re:.*self_attn.*_proj$"], weights=eight, input_activations=tokens, format="int-quantized"
         )
+    elif case.attention == "w8a16":
+        eight = weights.model_copy(update={"num_bits": 8})
+        groups["group_1"] = QuantizationScheme(targets=["re:.*self_attn.*_proj$"], weights=eight, format=case.format)
     elif case.attention == "float":
         ignore = [*ignore, "re:.*self_attn.*"]
     groups["group_0"] = QuantizationScheme(
@@ -263,7 +266,9 @@ def _quantize(skeleton: torch.nn.Module, config: QuantizationConfig) -> tuple[Mo
         scale = module.weight_scale.data.float()
         if hasattr(module, "weight_packed"):
             words = module.weight_packed.data.to(torch.int64)
-            values = torch.stack([(words >> 4 * i & 15) - 8 for i in range(8)], -1).flatten(1)
+            bits = module.quantization_scheme.weights.num_bits
+            codes = [words >> bits * i & (1 << bits) - 1 for i in range(32 // bits)]
+            values = torch.stack(codes, -1).flatten(1) - (1 << bits - 1)
             values = values[:, : int(module.weight_shape[1])]
         else:
             values = module.weight.data
@@ -309,7 +314,7 @@ def _compressed(case: Case, tensors: dict, ignore: list[str], dtype: torch.dtype
 
 def _foreign(case: Case, tensors: dict, ignore: list[str], dtype: torch.dtype) -> tuple[dict, dict, dict]:
     """As `_compressed`, by foreign.py."""
-    stored, plain = {}, {}
+    stored, plain, eight = {}, {}, []
     skipped = [] if case.lm_head else ["lm_head"]
     if case.format == "mxfp4":
         for name in [name for name in tensors if re.search(r"\.experts\.\d+\.\w+\.weight$", name)]:
@@ -323,10 +328,12 @@ def _foreign(case: Case, tensors: dict, ignore: list[str], dtype: torch.dtype) -
         stored = {name: torch.stack([parts[e] for e in range(len(parts))]) for name, parts in stored.items()}
     else:
         for name in _matrices(tensors, skipped + ignore):
-            parts, plain[name] = foreign.write_int4(tensors[name], case.group, case.symmetric, case.format)
+            bits = 8 if case.attention == "w8a16" and ".self_attn." in name else 4
+            parts, plain[name] = foreign.write_int(tensors[name], case.group, case.symmetric, case.format, bits)
+            eight += [name.removesuffix(".weight")] * (bits == 8)
             stored.update({f"{name.removesuffix('weight')}{suffix}": part for suffix, part in parts.items()})
     skipped = [name.removesuffix(".weight") for name in _matrices(tensors, []) if name not in plain]
-    return stored, plain, foreign.config(case.format, case.group, case.symmetric, skipped, case.lm_head)
+    return stored, plain, foreign.config(case.format, case.group, case.symmetric, skipped, case.lm_head, eight)
 
 
 def _matrices(tensors: dict[str, torch.Tensor], ignore: list[str]) -> list[str]:

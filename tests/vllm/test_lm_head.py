@@ -1,4 +1,4 @@
-"""The output layer in int4: when, and what becomes of its weight."""
+"""The output layer in int4 or int8: when, and what becomes of its weight."""
 
 from types import SimpleNamespace
 
@@ -27,9 +27,11 @@ def test_off(value, monkeypatch):
     assert lm_head_method(make_head(), None) is None
 
 
-def test_on(monkeypatch):
-    monkeypatch.setenv("W4A8_VLLM_LM_HEAD", "int4")
-    assert isinstance(lm_head_method(make_head(), None), W4A8LMHeadMethod)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_on(bits, monkeypatch):
+    monkeypatch.setenv("W4A8_VLLM_LM_HEAD", f"int{bits}")
+    method = lm_head_method(make_head(), None)
+    assert isinstance(method, W4A8LMHeadMethod) and method.bits == bits
     assert isinstance(lm_head_method(make_head(), UnquantizedEmbeddingMethod()), W4A8LMHeadMethod)
     quantized, other = object(), torch.nn.Module()
     assert lm_head_method(make_head(), quantized) is quantized
@@ -39,30 +41,35 @@ def test_on(monkeypatch):
 
 def test_another_value(monkeypatch):
     monkeypatch.setenv("W4A8_VLLM_LM_HEAD", "1")
-    with pytest.raises(ValueError, match=r"W4A8_VLLM_LM_HEAD='1', expected 0 or int4"):
+    with pytest.raises(ValueError, match=r"W4A8_VLLM_LM_HEAD='1', expected 0, int4 or int8"):
         lm_head_method(make_head(), None)
 
 
-def test_packed_and_freed():
-    head, method = make_head(), W4A8LMHeadMethod()
+# Codes of a group of 32 normal values: steps of some 2 / 7.5 of their spread, and step / sqrt(12) off. Of a row of 64
+# some 2.5 / 127, and the inputs are int8 as well: steps of some 5 / 255.
+@pytest.mark.parametrize(
+    ("bits", "least", "most"),
+    [(4, 0.01, 2 / 7.5 / 12**0.5 * 1.5), (8, 0.001, ((2.5 / 127) ** 2 + (5 / 255) ** 2) ** 0.5 / 12**0.5 * 1.5)],
+)
+def test_packed_and_freed(bits, least, most):
+    head, method = make_head(), W4A8LMHeadMethod(bits)
     weight = head.weight.data.float()
     method.process_weights_after_loading(head)
-    assert not hasattr(head, "weight") and head.weight_int4.dtype == torch.uint8
+    assert not hasattr(head, "weight") and head.weight_rounded.dtype == torch.uint8
     x = torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
     bias = torch.arange(48.0)
     exact = x @ weight.T
     off = (method.apply(head, x, bias) - bias - exact).square().mean().sqrt() / exact.square().mean().sqrt()
-    # Int4 codes of a group of 32 normal values: steps of some 2 / 7.5 of their spread, and step / sqrt(12) off.
-    assert 0.01 < off < 2 / 7.5 / 12**0.5 * 1.5
+    assert least < off < most
 
 
 def test_tied_to_the_embedding():
     """Which looks its rows up in the weight, and keeps it."""
     head, embedding = make_head(), SimpleNamespace(weight=make_head(seed=1).weight)
-    method = W4A8LMHeadMethod()
+    method = W4A8LMHeadMethod(4)
     head.quant_method = method
     assert head.tie_weights(embedding) is head
     kept = embedding.weight.clone()
     method.process_weights_after_loading(head)
     assert head.weight is embedding.weight and torch.equal(embedding.weight, kept)
-    assert head.weight_int4.numel() < kept.numel()
+    assert head.weight_rounded.numel() < kept.numel()

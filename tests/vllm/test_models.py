@@ -99,6 +99,8 @@ def test_says_once_what_it_runs(results):
         "w4a8: runs layers of int4 experts (channelwise, silu), kernel ",
         "w4a8: runs layers of int4 experts (groups of 64, swigluoai), kernel ",
         "w4a8: runs int4 linear layers (groups of 32), kernel ",
+        "w4a8: runs int8 linear layers (groups of 128), kernel ",
+        "w4a8: runs int8 (with zero points) linear layers (groups of 128), kernel ",
         "w4a8: runs layers of int4 (with zero points) experts (groups of 128, silu), kernel ",
         "w4a8: runs layers of MXFP4 experts (groups of 32, swigluoai), kernel ",
         *(

@@ -4,6 +4,7 @@ compressed-tensors checkpoint, and what such a checkpoint cannot have beside tra
 import json
 from dataclasses import dataclass, field
 
+import multiplied_out
 import pytest
 import torch
 import transformers
@@ -31,6 +32,7 @@ class Other:
     options: dict = field(default_factory=dict, hash=False)
     engine: dict = field(default_factory=dict, hash=False)
     reload: bool = False
+    tool: str = ""  # the folder of tests/tool_written that is packed, instead of random weights
 
     @property
     def case(self):
@@ -40,6 +42,7 @@ class Other:
 OTHERS = {
     "e2m1": Other("qwen3_moe", {"values": "e2m1"}, reload=True),
     "gpt-oss": Other("gpt_oss", {"values": "e2m1"}),
+    "8 bits": Other("qwen3_moe", {"group_size": 128}, tool="auto_round_mixed"),
 }
 PARALLEL = {
     "cut": Other("mixtral", {"group_size": 64}, {"tensor_parallel_size": 2}),
@@ -122,8 +125,14 @@ def multiply_out(packed, reference):
 
 def write_other(other, directory, seed=0):
     """A packed directory and its reference in `directory`; the engine's job."""
-    packed = write_packed(directory, other.model, other.options, seed)
-    multiply_out(packed, directory / "reference")
+    if other.tool:
+        source, packed = multiplied_out.TOOL_WRITTEN / other.tool, directory / "packed"
+        model = transformers.AutoModelForCausalLM.from_pretrained(source, quantization_config=W4A8Config())
+        model.save_pretrained(packed)
+        multiplied_out.write(source, directory / "reference")
+    else:
+        packed = write_packed(directory, other.model, other.options, seed)
+        multiply_out(packed, directory / "reference")
     return Job(packed, {**arguments(other.case), **other.engine})
 
 
@@ -145,7 +154,7 @@ def results(tmp_path_factory):
     jobs.append(Job(where["gpt-oss"] / "packed", dummy, tokens=2))
     done, log = run_engines(jobs, tmp_path_factory.mktemp("engines"), 1800, VLLM_ENABLE_V1_MULTIPROCESSING="0")
     same = dict(zip(SAME, zip(done[::2], done[1::2])))
-    return same, dict(zip([*OTHERS, "dummy"], zip(jobs[-3:], done[-3:]))), where, log
+    return same, dict(zip([*OTHERS, "dummy"], zip(jobs[-4:], done[-4:]))), where, log
 
 
 @pytest.mark.parametrize("case", SAME)

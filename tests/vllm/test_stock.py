@@ -23,6 +23,8 @@ FOREIGN = {
     Case("qwen3_moe", 128, "awq", "bfloat16", "none", symmetric=False): NO_WNA16,
     Case("qwen3_moe", 128, "auto_round:auto_gptq", "bfloat16", "none"): "has no parameter 'w2_qweight'",
     Case("qwen3_moe", 128, "pack-quantized", "bfloat16", "none", symmetric=False): NO_WNA16,
+    Case("qwen3_moe", 128, "auto_round:auto_gptq", "bfloat16", "none", attention="w8a16"): "INC on CPU: unsupported",
+    Case("qwen3_moe", 128, "pack-quantized", "bfloat16", "none", attention="w8a16"): "Quant type (uint8b128) not supp",
     Case("gpt_oss", 32, "mxfp4", "bfloat16", "none", attention="float"): "No MXFP4 MoE backend supports",
 }
 

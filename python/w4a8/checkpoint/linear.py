@@ -13,7 +13,7 @@ from w4a8.checkpoint.tensors import CheckpointTensors
 from w4a8.core.json_fields import CheckpointError, read_json
 from w4a8.formats import NotOurs, Rules, Stored, find_config, rules_of, stored_as
 from w4a8.formats.parts import QUANTIZED_SUFFIXES
-from w4a8.nn import W4A8Linear
+from w4a8.nn import W4A8Linear, W8A8Linear, linear_from_matrix
 from w4a8.progress import progress_bar
 
 logger = logging.getLogger(__name__)
@@ -28,11 +28,11 @@ def load_linear(
     only: Callable[[str], bool] | None = None,
     quantize_w4a16: bool = False,
     progress: bool = False,
-) -> dict[str, W4A8Linear]:
+) -> dict[str, W4A8Linear | W8A8Linear]:
     """Reads and packs the quantized linear layers of a checkpoint, all but those of experts.
 
-    The counterpart of :func:`w4a8.load`, which reads the experts; the same formats. Layers are read one by one. A
-    layer that is not int4 is left out, and the log names it.
+    The counterpart of :func:`w4a8.load`, which reads the experts; the same formats, and 8-bit codes where the format
+    has them. Layers are read one by one. A layer of another kind is left out, and the log names it.
 
     Args:
         path: directory with config.json and model.safetensors (or several files and their index).
@@ -41,23 +41,23 @@ def load_linear(
         progress: show a progress bar, if tqdm is installed.
 
     Returns:
-        Layers by name, in the order of the file. Empty if none is quantized.
+        Layers by name, in the order of the file: W4A8Linear, or W8A8Linear. Empty if none is quantized.
 
     Raises:
         ImportError: safetensors is not installed.
         CheckpointError: a tensor that is missing or has the wrong dtype, shape or values; names the key. There are
-            quantized layers, but none is int4; says why the first is not.
+            quantized layers, but none of such bits; says why the first is not.
     """
     config = read_json(Path(path) / "config.json")
     tensors = CheckpointTensors(path)
     found = _stored_layers(tensors, rules_of(find_config(config, Path(path))), only)
-    loaded: dict[str, W4A8Linear] = {}
+    loaded: dict[str, W4A8Linear | W8A8Linear] = {}
     bar = progress_bar(len(found), progress, "layer", "packing linear layers")
     try:
         for name, stored in found.items():
             check_input(stored, name, quantize_w4a16)
             matrix = Module(tensors, name).matrix(stored, has_bias=f"{name}.bias" in tensors)
-            loaded[name] = W4A8Linear.from_matrix(matrix)
+            loaded[name] = linear_from_matrix(matrix)
             if bar is not None:
                 bar.update()
     finally:
@@ -81,7 +81,7 @@ def _stored_layers(tensors: CheckpointTensors, rules: Rules, only: Callable[[str
             suffixes.setdefault(match["module"], []).append(match["tensor"])
     found: dict[str, Stored | NotOurs] = {}
     for name, there in suffixes.items():
-        stored = stored_as(rules, name, there, partial(tensors.is_int8, f"{name}.weight"))
+        stored = stored_as(rules, name, there, partial(tensors.is_int8, f"{name}.weight"), bits=(4, 8))
         if isinstance(stored, Stored) or there != ["weight"]:
             found[name] = stored
     reasons = {name: stored.reason for name, stored in found.items() if isinstance(stored, NotOurs)}

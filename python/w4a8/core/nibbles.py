@@ -36,6 +36,11 @@ def from_nibbles(nibbles: torch.Tensor) -> torch.Tensor:
     return values.view(torch.int8)
 
 
+def pairs(codes: torch.Tensor) -> torch.Tensor:
+    """uint8 4-bit codes [N, K] to [N, K / 2]."""
+    return codes[:, ::2] | codes[:, 1::2] << 4
+
+
 def from_int32(words: torch.Tensor, columns: int) -> torch.Tensor:
     """Unpacks compressed-tensors' ``weight_packed``.
 

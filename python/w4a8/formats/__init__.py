@@ -1,7 +1,8 @@
 """4-bit checkpoint formats: one pure function each turns the tensors of one matrix into a :class:`Matrix4`.
 
 Nothing is dequantized and nothing is rounded: the 4-bit codes are put in another order, scales and biases stay the
-tensors that came.
+tensors that came. GPTQ and pack-quantized have codes of 8 bits too, for linear layers beside 4-bit experts: a
+:class:`Matrix8`.
 
     from_gptq                GPTQ, versions 1 and 2 (``checkpoint_format: gptq_v2``)
     from_awq                 AWQ (GEMM packing)
@@ -17,6 +18,7 @@ module, and with which group size, says the ``quantization_config`` of the check
 """
 
 from w4a8.core.matrix import Matrix4
+from w4a8.core.matrix8 import Matrix8
 from w4a8.formats.awq import from_auto_round, from_awq
 from w4a8.formats.compressed_tensors import from_int_quantized, from_pack_quantized
 from w4a8.formats.config import Rules, find_config, rules_of, stored_as
@@ -28,6 +30,7 @@ from w4a8.formats.stored import NotOurs, Stored
 __all__ = [
     "E2M1",
     "Matrix4",
+    "Matrix8",
     "NotOurs",
     "Rules",
     "Stored",

@@ -19,8 +19,8 @@ def _args(entry: Mapping[str, Any]) -> QuantizationArgs:
     return QuantizationArgs(**{name: entry[name] for name in names if entry.get(name) is not None})
 
 
-def _check_weights(args: QuantizationArgs, key: str) -> None:
-    check_field(args.num_bits == 4, f"{key}.num_bits", args.num_bits, "4")
+def _check_weights(args: QuantizationArgs, key: str, bits: tuple[int, ...]) -> None:
+    check_field(args.num_bits in bits, f"{key}.num_bits", args.num_bits, " or ".join(map(str, bits)))
     check_field(args.type == "int", f"{key}.type", args.type, "'int'")
     check_field(isinstance(args.symmetric, bool), f"{key}.symmetric", args.symmetric, "true or false")
     check_field(args.dynamic is False, f"{key}.dynamic", args.dynamic, "false")
@@ -108,16 +108,18 @@ class CompressedTensorsRules:
         if not json_field(group, "weights", dict, f"{key}.weights"):
             raise CheckpointError(f"{key}.weights is missing: {module} is not quantized")
         weights = _args(group["weights"])
-        _check_weights(weights, f"{key}.weights")
+        activations = json_field(group, "input_activations", dict, f"{key}.input_activations")
+        # Of 8 bits in int8, or with int8 inputs, is another kind of layer, which has kernels of its own everywhere.
+        mixed = format_ == "pack-quantized" and not activations
+        _check_weights(weights, f"{key}.weights", (4, 8) if mixed else (4,))
         if group["weights"].get("actorder") in (True, "group", "dynamic"):
             raise CheckpointError(
                 f"{key}.weights.actorder is {group['weights']['actorder']!r}: reordered input features"
             )
         if group.get("output_activations"):
             raise CheckpointError(f"{key}.output_activations is set: outputs are not quantized here")
-        activations = json_field(group, "input_activations", dict, f"{key}.input_activations")
         if activations:
             _check_input(_args(activations), f"{key}.input_activations")
         weight_only = None if activations else f"{key}.input_activations is missing"
         group_size = weights.group_size if weights.strategy == QuantizationStrategy.GROUP else -1
-        return Stored(format_, group_size, weights.symmetric, weight_only=weight_only)
+        return Stored(format_, group_size, weights.symmetric, weight_only=weight_only, bits=weights.num_bits)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from w4a8.core.matrix import Matrix4
+from w4a8.core.matrix8 import Matrix8
 from w4a8.core.nibbles import check_int4_range, to_nibbles
 from w4a8.formats.matrix import (
     Tensors,
@@ -16,22 +17,29 @@ from w4a8.formats.matrix import (
     take_bias,
     take_scales,
 )
-from w4a8.formats.words import CODES, codes, word_bytes
+from w4a8.formats.words import codes, word_bytes
 
 
 def _rest(
-    tensors: Tensors, name: str, nibbles: torch.Tensor, zeros: torch.Tensor | None, group_size: int, symmetric: bool
-) -> Matrix4:
-    """The matrix, with everything that both formats share."""
-    rows, features = nibbles.shape[0], 2 * nibbles.shape[1]
+    tensors: Tensors,
+    name: str,
+    stored: torch.Tensor,
+    zeros: torch.Tensor | None,
+    group_size: int,
+    symmetric: bool,
+    bits: int = 4,
+) -> Matrix4 | Matrix8:
+    """The matrix of nibbles, or codes of 8 bits, with everything that both formats share."""
+    rows, features = stored.shape[0], stored.shape[1] * 8 // bits
     groups = groups_of(features, group_size, name, "weight_scale")
     why = f"{features} x {rows} features in groups of {group_size}"
     scales = take_scales(tensors, name, "weight_scale", (rows, groups), why)
     if zeros is not None:
         expect_shape(zeros, name, "weight_zero_point", (rows, groups), why)
-        zeros = checked_zeros(zeros, name, "weight_zero_point", symmetric)
+        zeros = checked_zeros(zeros, name, "weight_zero_point", symmetric, bits)
     check_g_idx(tensors, name, "weight_g_idx", features, group_size)
-    return Matrix4(nibbles, scales, zeros, "int4", take_bias(tensors, name, rows))
+    bias = take_bias(tensors, name, rows)
+    return Matrix8(stored, scales, zeros, bias) if bits == 8 else Matrix4(stored, scales, zeros, "int4", bias)
 
 
 def from_int_quantized(tensors: Tensors, name: str, group_size: int, symmetric: bool) -> Matrix4:
@@ -61,29 +69,32 @@ def from_int_quantized(tensors: Tensors, name: str, group_size: int, symmetric: 
     return _rest(tensors, name, to_nibbles(weight), zeros, group_size, symmetric)
 
 
-def from_pack_quantized(tensors: Tensors, name: str, group_size: int, symmetric: bool) -> Matrix4:
+def from_pack_quantized(
+    tensors: Tensors, name: str, group_size: int, symmetric: bool, bits: int = 4
+) -> Matrix4 | Matrix8:
     """A matrix in the format ``pack-quantized``.
 
-        weight_packed       int32 [N, ceil(K/8)]     code i of column c: input feature 8 c + i
+        weight_packed       int32 [N, ceil(K/c)]     code i of column j: input feature c j + i (c = 32 / bits)
         weight_scale        [N, K/g]
-        weight_zero_point   int32 [ceil(N/8), K/g]   code i of row r: output feature 8 r + i; may be missing
+        weight_zero_point   int32 [ceil(N/c), K/g]   code i of row r: output feature c r + i; may be missing
         weight_shape        int64 [2]: N, K
         weight_g_idx, bias  as in :func:`from_int_quantized`
 
-    Args, Raises: as :func:`from_int_quantized`.
+    Args, Raises: as :func:`from_int_quantized`; of ``bits`` 8 it is a Matrix8.
     """
+    in_word = 32 // bits
     words = take(tensors, name, "weight_packed", (torch.int32,), 2)
     rows, features = (int(size) for size in _shape(tensors, name))
     groups_of(features, group_size, name, "weight_shape")
     why = f"{rows} x {features} features"
-    expect_shape(words, name, "weight_packed", (rows, -(-features // CODES)), why)
+    expect_shape(words, name, "weight_packed", (rows, -(-features // in_word)), why)
     zeros = None
     if tensors.get("weight_zero_point") is not None or not symmetric:
         packed = take(tensors, name, "weight_zero_point", (torch.int32,), 2)
-        expect_shape(packed, name, "weight_zero_point", (-(-rows // CODES), packed.shape[1]), why)
-        zeros = codes(packed.T).T[:rows]
-    nibbles = word_bytes(words)[:, : features // 2].contiguous()
-    return _rest(tensors, name, nibbles, zeros, group_size, symmetric)
+        expect_shape(packed, name, "weight_zero_point", (-(-rows // in_word), packed.shape[1]), why)
+        zeros = codes(packed.T, bits).T[:rows]
+    stored = word_bytes(words)[:, : features * bits // 8].contiguous()
+    return _rest(tensors, name, stored, zeros, group_size, symmetric, bits)
 
 
 def _shape(tensors: Tensors, name: str) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What a ``quantization_config`` says of each module: how its 4-bit weights are stored, or why they are not ours.
+"""What a ``quantization_config`` says of each module: how its weights are stored, or why they are not ours.
 
 The one reading of it: ``w4a8.load`` and the integration in transformers ask :func:`rules_of`. (In vLLM its own
 configuration classes read it, whose rules are to hold there.)
@@ -87,7 +87,11 @@ def older_config(directory: Path) -> dict[str, Any] | None:
 
 
 def stored_as(
-    rules: Rules, module: str, suffixes: Collection[str], is_int8: Callable[[], bool] = lambda: False
+    rules: Rules,
+    module: str,
+    suffixes: Collection[str],
+    is_int8: Callable[[], bool] = lambda: False,
+    bits: Collection[int] = (4,),
 ) -> Stored | NotOurs:
     """How a module is stored whose tensors are known.
 
@@ -100,7 +104,16 @@ def stored_as(
         suffixes: last parts of the names of its tensors.
         is_int8: whether the tensor ``weight`` is; asked where nothing else says that a module is quantized whose codes
             it may be.
+        bits: that a code may have: 4, of a linear layer also 8.
     """
+    found = _stored_as(rules, module, suffixes, is_int8)
+    if isinstance(found, Stored) and found.bits not in bits:
+        expected = " or ".join(map(str, bits))
+        return NotOurs(f"{module} has weights of {found.bits} bits, but {expected} are expected", quantized=True)
+    return found
+
+
+def _stored_as(rules: Rules, module: str, suffixes: Collection[str], is_int8: Callable[[], bool]) -> Stored | NotOurs:
     found = rules.of(module)
     quantized = any(suffix in suffixes for suffix in QUANTIZED_SUFFIXES)
     if isinstance(found, Stored):
@@ -117,8 +130,10 @@ def _group_size(value: object, key: str) -> int:
     return value
 
 
-def _bits(value: object, key: str) -> None:
-    check_field(value == 4 and not isinstance(value, bool), key, value, "4")
+def _bits(value: object, key: str, *allowed: int) -> int:
+    valid = isinstance(value, int) and not isinstance(value, bool) and value in allowed
+    check_field(valid, key, value, " or ".join(map(str, allowed)))
+    return value
 
 
 def _flag(value: object, key: str) -> bool:
@@ -231,7 +246,7 @@ class GptqRules(_Rules):
         return self.default
 
     def _stored(self, config: Mapping[str, Any]) -> Stored:
-        _bits(*_first(config, ("bits",)))
+        bits = _bits(*_first(config, ("bits",)), 4, 8)
         group = _group_size(*_first(config, ("group_size",), 128))
         symmetric = _flag(*_first(config, ("sym",), True))
         ordered = _flag(*_first(config, ("desc_act",), False))
@@ -242,7 +257,7 @@ class GptqRules(_Rules):
         check_field(form in ("gptq", "gptq_v2"), key, form, "'gptq' or 'gptq_v2'")
         version = 2 if form == "gptq_v2" else 1
         weight_only = f"{_WHERE}.quant_method is 'gptq'"
-        return Stored("gptq", group, symmetric, version, ordered and group != -1, weight_only)
+        return Stored("gptq", group, symmetric, version, ordered and group != -1, weight_only, bits)
 
 
 class AwqRules(_Rules):
@@ -266,7 +281,7 @@ class AwqRules(_Rules):
         return self._head(module) or self.default
 
     def _stored(self, config: Mapping[str, Any]) -> Stored:
-        _bits(*_first(config, ("bits", "w_bit")))
+        _bits(*_first(config, ("bits", "w_bit")), 4)
         group = _group_size(*_first(config, ("group_size", "q_group_size"), 128))
         zeros = _flag(*_first(config, ("zero_point",), True))
         version, key = _first(config, ("version", "format"), "gemm")
@@ -319,7 +334,7 @@ class AutoRoundRules(_Rules):
         return self._head(module) or self.default
 
     def _stored(self, config: Mapping[str, Any]) -> Stored:
-        _bits(*_first(config, ("bits",)))
+        bits = _bits(*_first(config, ("bits",)), 4, 8)
         kind, key = _first(config, ("data_type",), "int")
         check_field(kind == "int", key, kind, "'int'")
         group = _group_size(*_first(config, ("group_size",), 128))
@@ -327,10 +342,13 @@ class AutoRoundRules(_Rules):
         packing, key = _first(config, ("packing_format",), "auto_round:auto_gptq")
         found = packing_of(packing) if isinstance(packing, str) else None
         check_field(found is not None, key, packing, "auto_round:auto_gptq or auto_round:auto_awq")
-        bits, key = _first(config, ("act_bits",), 16)
-        check_field(bits in (16, 32) or (bits == 8 and config.get("act_dynamic") is not False), key, bits, "16, or 8")
-        weight_only = None if bits == 8 else f"{_WHERE}.act_bits is {bits}"
-        return Stored(found[0], group, symmetric, found[1], weight_only=weight_only)
+        if found[0] == "awq":
+            _bits(*_first(config, ("bits",)), 4)
+        inputs, key = _first(config, ("act_bits",), 16)
+        valid = inputs in (16, 32) or (inputs == 8 and config.get("act_dynamic") is not False)
+        check_field(valid, key, inputs, "16, or 8")
+        weight_only = None if inputs == 8 else f"{_WHERE}.act_bits is {inputs}"
+        return Stored(found[0], group, symmetric, found[1], weight_only=weight_only, bits=bits)
 
 
 class Mxfp4Rules(_Rules):

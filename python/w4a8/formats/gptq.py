@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from w4a8.core.matrix import Matrix4
+from w4a8.core.matrix8 import Matrix8
 from w4a8.formats.matrix import (
     Tensors,
     check_g_idx,
@@ -15,14 +16,16 @@ from w4a8.formats.matrix import (
     take_bias,
     take_scales,
 )
-from w4a8.formats.words import CODES, codes, word_bytes
+from w4a8.formats.words import codes, word_bytes
 
 
-def from_gptq(tensors: Tensors, name: str, group_size: int, symmetric: bool, version: int = 1) -> Matrix4:
+def from_gptq(
+    tensors: Tensors, name: str, group_size: int, symmetric: bool, version: int = 1, bits: int = 4
+) -> Matrix4 | Matrix8:
     """A matrix of a GPTQ checkpoint.
 
-        qweight   int32 [K/8, N]     code i of row r: input feature 8 r + i
-        qzeros    int32 [K/g, N/8]   code i of column c: output feature 8 c + i; version 1 has the zero point minus 1
+        qweight   int32 [K/c, N]     code i of row r: input feature c r + i, of c = 32 / bits codes in a word
+        qzeros    int32 [K/g, N/c]   code i of column j: output feature c j + i; version 1 has the zero point minus 1
         scales    [K/g, N]
         g_idx     int32 [K]          the group of each input feature; may be missing
         bias      [N]                may be missing
@@ -31,26 +34,36 @@ def from_gptq(tensors: Tensors, name: str, group_size: int, symmetric: bool, ver
         tensors: by these names.
         name: of the matrix, for errors.
         group_size: g, -1 for one group.
-        symmetric: the configuration says that zero points are 8; then ``qzeros`` may be missing.
+        symmetric: the configuration says that zero points are 8 (128 of 8 bits); then ``qzeros`` may be missing.
         version: 1, or 2 for ``checkpoint_format: gptq_v2``.
+        bits: of a code, 4 or 8.
+
+    Returns:
+        A Matrix4, or of 8 bits a Matrix8.
 
     Raises:
         ValueError: a tensor is missing, has another dtype or shape, or values that this format does not have.
     """
+    if bits not in (4, 8):
+        raise ValueError(f"{name}: codes of {bits} bits, but 4 or 8 are expected")
     if version not in (1, 2):
         raise ValueError(f"{name}: GPTQ version {version}, but 1 or 2 is expected")
     weight = take(tensors, name, "qweight", (torch.int32,), 2)
-    features, rows = CODES * weight.shape[0], weight.shape[1]
+    in_word = 32 // bits
+    features, rows = in_word * weight.shape[0], weight.shape[1]
     groups = groups_of(features, group_size, name, "qweight")
     why = f"{features} x {rows} features in groups of {group_size}"
     scales = take_scales(tensors, name, "scales", (groups, rows), why)
     zeros = None
     if tensors.get("qzeros") is not None or not symmetric:
-        if rows % CODES != 0:
-            raise ValueError(f"{name}.qzeros: {rows} output features are not whole words of {CODES}")
+        if rows % in_word != 0:
+            raise ValueError(f"{name}.qzeros: {rows} output features are not whole words of {in_word}")
         words = take(tensors, name, "qzeros", (torch.int32,), 2)
-        expect_shape(words, name, "qzeros", (groups, rows // CODES), why)
-        zeros = codes(words).T.to(torch.int32) + (2 - version)
-        zeros = checked_zeros(zeros, name, "qzeros", symmetric)
+        expect_shape(words, name, "qzeros", (groups, rows // in_word), why)
+        zeros = codes(words, bits).T.to(torch.int32) + (2 - version)
+        zeros = checked_zeros(zeros, name, "qzeros", symmetric, bits)
     check_g_idx(tensors, name, "g_idx", features, group_size)
-    return Matrix4(word_bytes(weight.T), scales.T.contiguous(), zeros, "int4", take_bias(tensors, name, rows))
+    scales, bias = scales.T.contiguous(), take_bias(tensors, name, rows)
+    if bits == 8:
+        return Matrix8(word_bytes(weight.T), scales, zeros, bias)
+    return Matrix4(word_bytes(weight.T), scales, zeros, "int4", bias)

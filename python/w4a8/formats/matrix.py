@@ -83,25 +83,27 @@ def take_bias(tensors: Tensors, name: str, rows: int) -> torch.Tensor | None:
     return bias
 
 
-def checked_zeros(zeros: torch.Tensor, name: str, suffix: str, symmetric: bool) -> torch.Tensor | None:
-    """Zero points as uint8, None if all are 8.
+def checked_zeros(zeros: torch.Tensor, name: str, suffix: str, symmetric: bool, bits: int = 4) -> torch.Tensor | None:
+    """Zero points as uint8, None if all are in the middle of the codes: 8, or 128 of 8 bits.
 
     Args:
         zeros: integers [N, G].
         name, suffix: of the tensor that they come from.
-        symmetric: what the configuration says: all zero points are 8.
+        symmetric: what the configuration says: all are in the middle.
+        bits: of a code, 4 or 8.
 
     Raises:
-        ValueError: one is not in [0, 15], or not 8 although the configuration says so.
+        ValueError: one is no code, or not the middle although the configuration says so.
     """
+    middle, most = 1 << (bits - 1), (1 << bits) - 1
     low, high = (int(bound) for bound in torch.aminmax(zeros))
-    if low < 0 or high > 15:
-        raise ValueError(f"{name}.{suffix}: zero points in [{low}, {high}], but [0, 15] is expected")
-    if low == high == 8:
+    if low < 0 or high > most:
+        raise ValueError(f"{name}.{suffix}: zero points in [{low}, {high}], but [0, {most}] is expected")
+    if low == high == middle:
         return None
     if symmetric:
         raise ValueError(
-            f"{name}.{suffix}: zero points in [{low}, {high}], but the configuration says symmetric, which is 8"
+            f"{name}.{suffix}: zero points in [{low}, {high}], but the configuration says symmetric, which is {middle}"
         )
     return zeros.to(torch.uint8).contiguous()
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-
-from w4a8.formats.words import CODES
 
 
 @dataclass(frozen=True)
@@ -18,7 +16,8 @@ class Part:
         kind: ``weight`` (the codes), ``weight_scale``, ``zero_points``, ``shape`` or ``g_idx``.
         dtype: that holds it; float32 stands for all floats.
         axes: ``n`` output features, ``k`` input features, ``g`` groups of them. (MXFP4's codes as a matrix.)
-        packed: the axis along which eight 4-bit codes share a word (two a byte in uint8); None if none do.
+        packed: the axis along which codes share an element, a word or a byte; None if none do.
+        bits: of a code.
     """
 
     suffix: str
@@ -26,6 +25,7 @@ class Part:
     dtype: torch.dtype
     axes: tuple[str, ...] = ()
     packed: int | None = None
+    bits: int = 4
 
     def takes(self, dtype: torch.dtype) -> bool:
         """Whether a tensor of a file may have this type."""
@@ -34,7 +34,7 @@ class Part:
     @property
     def codes_in_an_element(self) -> int:
         """Of the packed axis."""
-        return CODES if self.dtype == torch.int32 else 2
+        return (32 if self.dtype == torch.int32 else 8) // self.bits
 
     def shape(self, rows: int, columns: int, groups: int) -> tuple[int, ...]:
         """Of a matrix [rows, columns].
@@ -86,6 +86,13 @@ PARTS: dict[str, tuple[Part, ...]] = {
         Part("scales", "weight_scale", torch.uint8, ("n", "g")),
     ),
 }
+
+
+def parts_of(form: str, bits: int) -> tuple[Part, ...]:
+    """The tensors of a format with codes of 4 or 8 bits, the codes first."""
+    return tuple(replace(part, bits=bits) for part in PARTS[form])
+
+
 # What only a quantized module has. (Layers of other kinds may have ``scales``; ``weight`` says nothing.)
 QUANTIZED_SUFFIXES = tuple(
     dict.fromkeys(part.suffix for parts in PARTS.values() for part in parts if part.suffix not in ("weight", "scales"))

@@ -1,4 +1,4 @@
-"""How the tensors of one module hold its 4-bit weights."""
+"""How the tensors of one module hold its quantized weights."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from dataclasses import dataclass
 import torch
 
 from w4a8.core.matrix import Matrix4
+from w4a8.core.matrix8 import Matrix8
 from w4a8.formats.awq import from_awq, output_features, output_nibbles
 from w4a8.formats.compressed_tensors import from_int_quantized, from_pack_quantized
 from w4a8.formats.gptq import from_gptq
 from w4a8.formats.matrix import Tensors, checked_zeros
 from w4a8.formats.mxfp4 import BLOCK, from_mxfp4, powers_of_two
-from w4a8.formats.parts import PARTS, Part
+from w4a8.formats.parts import Part, parts_of
 from w4a8.formats.words import codes, word_bytes
 
 
@@ -31,6 +32,7 @@ class Stored:
         version: of ``gptq``: 1, or 2 where zero points are stored as they are.
         activation_order: of ``gptq``: groups need not be consecutive input features, ``g_idx`` says what they are.
         weight_only: where the configuration says that inputs are not quantized; None if they are, to int8 per token.
+        bits: of a code: 4, or 8 of linear layers in ``gptq`` and ``pack-quantized``.
     """
 
     format: str
@@ -39,6 +41,12 @@ class Stored:
     version: int = 1
     activation_order: bool = False
     weight_only: str | None = None
+    bits: int = 4
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The tensors of the format, the codes first."""
+        return parts_of(self.format, self.bits)
 
     @property
     def values(self) -> str:
@@ -52,7 +60,7 @@ class Stored:
     @property
     def weight(self) -> str:
         """Last part of the name of the tensor of codes."""
-        return PARTS[self.format][0].suffix
+        return self.parts[0].suffix
 
     def requires(self, part: Part) -> bool:
         """Whether the module cannot be read without a tensor.
@@ -67,12 +75,12 @@ class Stored:
     @property
     def required(self) -> tuple[str, ...]:
         """Last parts of the names of the tensors without which it cannot be read, the codes first."""
-        return tuple(part.suffix for part in PARTS[self.format] if self.requires(part))
+        return tuple(part.suffix for part in self.parts if self.requires(part))
 
     @property
     def optional(self) -> tuple[str, ...]:
         """Last parts of the names of those that are read if they are there, but for the bias."""
-        return tuple(part.suffix for part in PARTS[self.format] if not self.requires(part))
+        return tuple(part.suffix for part in self.parts if not self.requires(part))
 
     def shape(self, tensors: Tensors) -> tuple[int, int]:
         """(N, K) of a module, of what says so: its codes, or ``weight_shape``. Nothing else is looked at.
@@ -91,10 +99,10 @@ class Stored:
             raise ValueError(f"{self.weight}: shape {tuple(weight.shape)}, but {dim} dimensions are expected")
         if self.format == "mxfp4":
             return weight.shape[0], BLOCK * weight.shape[1]
-        return PARTS[self.format][0].features(weight.shape)
+        return self.parts[0].features(weight.shape)
 
-    def read(self, tensors: Tensors, name: str) -> Matrix4:
-        """The matrix of a module.
+    def read(self, tensors: Tensors, name: str) -> Matrix4 | Matrix8:
+        """The matrix of a module; a Matrix8 if codes have 8 bits.
 
         Args:
             tensors: by the last part of their names; others are not looked at.
@@ -109,12 +117,14 @@ class Stored:
         if self.format == "gptq":
             if self.activation_order and tensors.get("g_idx") is None:
                 raise ValueError(f"{name}.g_idx is missing, though the configuration says desc_act")
-            return from_gptq(tensors, name, self.group_size, self.symmetric, self.version)
-        readers = {"awq": from_awq, "int-quantized": from_int_quantized, "pack-quantized": from_pack_quantized}
-        return readers[self.format](tensors, name, self.group_size, self.symmetric)
+            return from_gptq(tensors, name, self.group_size, self.symmetric, self.version, self.bits)
+        if self.format == "pack-quantized":
+            return from_pack_quantized(tensors, name, self.group_size, self.symmetric, self.bits)
+        read = from_awq if self.format == "awq" else from_int_quantized
+        return read(tensors, name, self.group_size, self.symmetric)
 
     def piece(self, part: Part, tensor: torch.Tensor, name: str) -> torch.Tensor | None:
-        """One tensor of a matrix in the form that :class:`w4a8.core.packer.ExpertPacker` takes.
+        """One tensor of a matrix of 4-bit codes in the form that :class:`w4a8.core.packer.ExpertPacker` takes.
 
         Args:
             part: which: codes, scales or zero points.

@@ -1,4 +1,4 @@
-"""int32 words of eight 4-bit codes; code i is in bits 4i to 4i + 3."""
+"""int32 words of eight 4-bit codes, code i in bits 4i to 4i + 3; or of four 8-bit codes, likewise."""
 
 from __future__ import annotations
 
@@ -26,12 +26,9 @@ def words_of(nibbles: torch.Tensor) -> torch.Tensor:
     return padded.reshape(-1).view(torch.int32).view(len(padded), padded.shape[1] // 4)
 
 
-def codes(words: torch.Tensor) -> torch.Tensor:
-    """int32 [..., W] to uint8 [..., 8 W], one code each."""
+def codes(words: torch.Tensor, bits: int = 4) -> torch.Tensor:
+    """int32 [..., W] to uint8 [..., 32 / bits W], one code of 4 or 8 bits each."""
     pairs = word_bytes(words)
+    if bits == 8:
+        return pairs
     return torch.stack((pairs & 0xF, pairs >> 4), dim=-1).flatten(-2)
-
-
-def pairs(values: torch.Tensor) -> torch.Tensor:
-    """uint8 codes [N, K] to [N, K/2], low nibble = even k."""
-    return values[:, ::2] | values[:, 1::2] << 4

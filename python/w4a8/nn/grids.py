@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
-from w4a8.core.nibbles import to_nibbles
+from w4a8.core.nibbles import pairs, to_nibbles
 from w4a8.formats.matrix import E2M1
-from w4a8.formats.words import pairs
 
 # A scale for each group, and a zero point (as float32) where the grid has them.
 Choice = tuple[torch.Tensor, "torch.Tensor | None"]

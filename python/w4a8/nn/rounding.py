@@ -1,10 +1,11 @@
-"""From float weights to 4-bit codes, their scales and zero points."""
+"""From float weights to 4-bit codes, their scales and zero points; and to 8-bit codes."""
 
 from __future__ import annotations
 
 import torch
 
 from w4a8.core.matrix import Matrix4
+from w4a8.core.matrix8 import Matrix8
 from w4a8.nn.grids import Choice, Int4, grid_of
 
 # Weights that are rounded at a time (or one row): bounds the temporaries, which are some 30 bytes per weight.
@@ -63,6 +64,33 @@ def round_weight(
             zeros[begin : begin + rows] = chosen[1]
         nibbles[begin : begin + rows] = grid.nibbles(_round(grid, groups, chosen), chosen[1])
     return Matrix4(nibbles, scales, zeros, values, bias)
+
+
+def round_to_8_bits(weight: torch.Tensor) -> Matrix8:
+    """Rounds a matrix to nearest, with one scale for each row: its largest magnitude becomes 127 or -127.
+
+    Args:
+        weight: floating point [N, K], K even.
+
+    Returns:
+        Scales are float32.
+
+    Raises:
+        ValueError: the weight has a NaN or an infinity.
+    """
+    n, k = weight.shape
+    codes = torch.empty(n, k, dtype=torch.uint8)
+    scales = torch.empty(n, 1)
+    rows = max(1, CHUNK // k)
+    for begin in range(0, n, rows):
+        chunk = weight[begin : begin + rows].detach().float()
+        if not torch.isfinite(chunk).all():
+            raise ValueError("the weight has a NaN or an infinite element")
+        scale = chunk.abs().amax(1, keepdim=True) / 127
+        scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+        scales[begin : begin + rows] = scale
+        codes[begin : begin + rows] = (chunk / scale).round_().clamp_(-127, 127).add_(128).to(torch.uint8)
+    return Matrix8(codes, scales, None)
 
 
 class _Best:

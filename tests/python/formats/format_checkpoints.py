@@ -32,6 +32,7 @@ class Format:
     lowest_zero: int = 0
     words: bool = True  # N is a multiple of 8
     weight_only: bool = True
+    bits: int = 4
 
     def quantization_config(self, group):
         if "config_groups" in self.config:
@@ -42,11 +43,12 @@ class Format:
         return {**self.config, "group_size": group}
 
 
-def _gptq(symmetric, version):
-    config = {"quant_method": "gptq", "bits": 4, "sym": symmetric, "desc_act": False}
+def _gptq(symmetric, version, bits=4):
+    config = {"quant_method": "gptq", "bits": bits, "sym": symmetric, "desc_act": False}
     config["checkpoint_format"] = "gptq_v2" if version == 2 else "gptq"
-    write, read = partial(write_gptq, version=version), partial(dequantized_gptq, version=version)
-    return Format(config, write, read, symmetric, lowest_zero=2 - version)
+    how = {"version": version, "bits": bits}
+    write, read = partial(write_gptq, **how), partial(dequantized_gptq, **how)
+    return Format(config, write, read, symmetric, lowest_zero=2 - version, bits=bits)
 
 
 def _round(symmetric, packing):
@@ -62,8 +64,8 @@ def _round(symmetric, packing):
     return Format(config, write, partial(dequantized_gptq, version=1), symmetric, lowest_zero=1)
 
 
-def _compressed(format_, symmetric, inputs):
-    weights = {"num_bits": 4, "type": "int", "symmetric": symmetric, "dynamic": False}
+def _compressed(format_, symmetric, inputs, bits=4):
+    weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "dynamic": False}
     activations = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": True, "strategy": "token"}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": activations if inputs else None}
     config = {
@@ -72,14 +74,14 @@ def _compressed(format_, symmetric, inputs):
     }  # fmt: skip
     kinds = {
         "int-quantized": (write_int_quantized, dequantized_int),
-        "pack-quantized": (write_pack_quantized, dequantized_pack),
+        "pack-quantized": (partial(write_pack_quantized, bits=bits), partial(dequantized_pack, bits=bits)),
     }
     write, read = kinds[format_]
 
     def written(codes, zeros, scales):
         return write(codes, None if symmetric else zeros, scales)
 
-    return Format(config, written, read, symmetric, words=False, weight_only=not inputs)
+    return Format(config, written, read, symmetric, words=False, weight_only=not inputs, bits=bits)
 
 
 def _awq(zero_point):
@@ -114,13 +116,22 @@ FORMATS = {
     "W4A16 pack asymmetric": _compressed("pack-quantized", False, False),
     "W4A16 int asymmetric": _compressed("int-quantized", False, False),
 }
+# Of linear layers only.
+EIGHT_BITS = {
+    "GPTQ, 8 bits": _gptq(True, 1, 8),
+    "GPTQ 2 asymmetric, 8 bits": _gptq(False, 2, 8),
+    "W8A16 pack": _compressed("pack-quantized", True, False, 8),
+    "W8A16 pack asymmetric": _compressed("pack-quantized", False, False, 8),
+}
 
 
 def random_matrix(form, n, k, group, dtype=torch.float16):
     """The tensors of a matrix in a format."""
     g = 1 if group == -1 else k // group
-    codes = torch.randint(16, (n, k)).numpy()
-    zeros = np.full((n, g), 8) if form.symmetric else torch.randint(form.lowest_zero, 16, (n, g)).numpy()
+    codes = torch.randint(1 << form.bits, (n, k)).numpy()
+    zeros = np.full((n, g), 1 << form.bits - 1)
+    if not form.symmetric:
+        zeros = torch.randint(form.lowest_zero, 1 << form.bits, (n, g)).numpy()
     return form.write(codes, zeros, (torch.rand(n, g) / 32).to(dtype))
 
 

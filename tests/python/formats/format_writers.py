@@ -26,13 +26,13 @@ def words(rows: int, columns: int) -> np.ndarray:
     return np.zeros((rows, columns), dtype=np.int64)
 
 
-def put(array: np.ndarray, row: int, column: int, i: int, code: int) -> None:
-    assert 0 <= code <= 15
-    array[row, column] |= int(code) << (4 * i)
+def put(array: np.ndarray, row: int, column: int, i: int, code: int, bits: int = 4) -> None:
+    assert 0 <= code < 1 << bits
+    array[row, column] |= int(code) << (bits * i)
 
 
-def get(array: np.ndarray, row: int, column: int, i: int) -> int:
-    return (int(array[row, column]) & 0xFFFFFFFF) >> (4 * i) & 15
+def get(array: np.ndarray, row: int, column: int, i: int, bits: int = 4) -> int:
+    return (int(array[row, column]) & 0xFFFFFFFF) >> (bits * i) & ((1 << bits) - 1)
 
 
 def numpy(tensors, *names):
@@ -45,28 +45,29 @@ def int32(array: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(array.astype(np.uint32).view(np.int32).copy())
 
 
-def write_gptq(codes, zeros, scales, version):
-    """codes [N, K] and zeros [N, G] in [0, 15], scales [N, G]."""
-    (n, k), g = codes.shape, zeros.shape[1]
-    weight, zero = words(k // 8, n), words(g, n // 8)
+def write_gptq(codes, zeros, scales, version, bits=4):
+    """codes [N, K] and zeros [N, G] of 4 or 8 bits, scales [N, G]."""
+    (n, k), g, c = codes.shape, zeros.shape[1], 32 // bits
+    weight, zero = words(k // c, n), words(g, n // c)
     for row in range(n):
         for column in range(k):
-            put(weight, column // 8, row, column % 8, codes[row, column])
+            put(weight, column // c, row, column % c, codes[row, column], bits)
         for group in range(g):
-            put(zero, group, row // 8, row % 8, zeros[row, group] - (1 if version == 1 else 0))
+            put(zero, group, row // c, row % c, zeros[row, group] - (1 if version == 1 else 0), bits)
     g_idx = torch.tensor([column * g // k for column in range(k)], dtype=torch.int32)
     return {"qweight": int32(weight), "qzeros": int32(zero), "scales": scales.T.contiguous(), "g_idx": g_idx}
 
 
-def dequantized_gptq(tensors, version):
+def dequantized_gptq(tensors, version, bits=4):
     qweight, qzeros, scales = numpy(tensors, "qweight", "qzeros", "scales")
-    k, n, g = 8 * qweight.shape[0], qweight.shape[1], scales.shape[0]
+    c = 32 // bits
+    k, n, g = c * qweight.shape[0], qweight.shape[1], scales.shape[0]
     out = np.empty((n, k))
     for row in range(n):
         for column in range(k):
             group = column * g // k
-            zero = get(qzeros, group, row // 8, row % 8) + (1 if version == 1 else 0)
-            out[row, column] = (get(qweight, column // 8, row, column % 8) - zero) * scales[group, row]
+            zero = get(qzeros, group, row // c, row % c, bits) + (1 if version == 1 else 0)
+            out[row, column] = (get(qweight, column // c, row, column % c, bits) - zero) * scales[group, row]
     return torch.from_numpy(out)
 
 
@@ -111,32 +112,32 @@ def dequantized_int(tensors):
     return (weight - zeros.repeat_interleave(width, 1)) * scales.repeat_interleave(width, 1)
 
 
-def write_pack_quantized(codes, zeros, scales):
-    n, k = codes.shape
-    weight = words(n, -(-k // 8))
+def write_pack_quantized(codes, zeros, scales, bits=4):
+    (n, k), c = codes.shape, 32 // bits
+    weight = words(n, -(-k // c))
     for row in range(n):
         for column in range(k):
-            put(weight, row, column // 8, column % 8, codes[row, column])
+            put(weight, row, column // c, column % c, codes[row, column], bits)
     made = {"weight_packed": int32(weight), "weight_scale": scales, "weight_shape": torch.tensor([n, k])}
     if zeros is not None:
-        packed = words(-(-n // 8), zeros.shape[1])
+        packed = words(-(-n // c), zeros.shape[1])
         for row in range(n):
             for group in range(zeros.shape[1]):
-                put(packed, row // 8, group, row % 8, zeros[row, group])
+                put(packed, row // c, group, row % c, zeros[row, group], bits)
         made["weight_zero_point"] = int32(packed)
     return made
 
 
-def dequantized_pack(tensors):
-    n, k = (int(size) for size in tensors["weight_shape"])
+def dequantized_pack(tensors, bits=4):
+    (n, k), c = (int(size) for size in tensors["weight_shape"]), 32 // bits
     packed, scales, zeros = numpy(tensors, "weight_packed", "weight_scale", "weight_zero_point")
     g = scales.shape[1]
     out = np.empty((n, k))
     for row in range(n):
         for column in range(k):
             group = column * g // k
-            zero = 8 if zeros is None else get(zeros, row // 8, group, row % 8)
-            out[row, column] = (get(packed, row, column // 8, column % 8) - zero) * scales[row, group]
+            zero = 1 << bits - 1 if zeros is None else get(zeros, row // c, group, row % c, bits)
+            out[row, column] = (get(packed, row, column // c, column % c, bits) - zero) * scales[row, group]
     return torch.from_numpy(out)
 
 
@@ -177,4 +178,17 @@ def multiplied_out(matrix):
             else:
                 value = code - (8 if zeros is None else int(zeros[row, group]))
             out[row, column] = value * scales[row, group]
+    return torch.from_numpy(out)
+
+
+def multiplied_out8(matrix):
+    """The same of a Matrix8."""
+    codes, scales = matrix.codes.numpy(), matrix.scales.double().numpy()
+    (n, k), g = codes.shape, scales.shape[1]
+    out = np.empty((n, k))
+    for row in range(n):
+        for column in range(k):
+            group = column * g // k
+            zero = 128 if matrix.zero_points is None else int(matrix.zero_points[row, group])
+            out[row, column] = (int(codes[row, column]) - zero) * scales[row, group]
     return torch.from_numpy(out)

@@ -10,6 +10,7 @@ from format_writers import (
     dequantized_mxfp4,
     dequantized_pack,
     multiplied_out,
+    multiplied_out8,
     write_awq,
     write_gptq,
     write_int_quantized,
@@ -19,6 +20,7 @@ from format_writers import (
 
 from w4a8.formats import (
     E2M1,
+    Matrix8,
     from_auto_round,
     from_awq,
     from_gptq,
@@ -34,13 +36,14 @@ IN_WORDS = [(8, 32, 32), (16, 64, 32), (24, 96, -1), (40, 96, 48), (8, 8, -1), (
 ANY = [*IN_WORDS, (1, 2, -1), (7, 32, 32), (13, 66, -1), (5, 90, 30), (11, 4, 2)]
 
 
-def matrix(n, k, group, symmetric, dtype, lowest_zero=0):
+def matrix(n, k, group, symmetric, dtype, lowest_zero=0, bits=4):
     """Codes, zero points and scales, every code and zero point among them where there is room."""
     g = 1 if group == -1 else k // group
-    codes = torch.randint(16, (n, k)).numpy()
-    zeros = np.full((n, g), 8) if symmetric else torch.randint(lowest_zero, 16, (n, g)).numpy()
+    most = (1 << bits) - 1
+    codes = torch.randint(most + 1, (n, k)).numpy()
+    zeros = np.full((n, g), most // 2 + 1) if symmetric else torch.randint(lowest_zero, most + 1, (n, g)).numpy()
     if not symmetric:
-        zeros[0, 0] = 15
+        zeros[0, 0] = most
     return codes, zeros, (torch.rand(n, g) / 16 - 1 / 64).to(dtype)
 
 
@@ -113,6 +116,53 @@ def test_compressed_tensors(format_, n, k, group, symmetric, dtype):
     }[format_]
     tensors = write(codes, None if symmetric else zeros, scales)
     check(read(tensors, "layer", group, symmetric), reference(tensors), tensors, symmetric, "weight_scale")
+
+
+def check8(found, expected, symmetric):
+    """The matrix, and its two planes of 4-bit codes, whose sum it is."""
+    assert isinstance(found, Matrix8) and found.codes.shape == expected.shape
+    assert (found.zero_points is None) == symmetric
+    assert torch.equal(multiplied_out8(found), expected)
+    planes = found.planes()
+    assert planes.rows == 2 * found.rows and planes.group == found.group
+    upper, lower = multiplied_out(planes).chunk(2)
+    assert torch.equal(upper + lower, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize(("n", "k", "group"), [*IN_WORDS, (4, 36, -1), (20, 4, -1)])
+def test_gptq_of_8_bits(n, k, group, version, symmetric, dtype):
+    tensors = write_gptq(*matrix(n, k, group, symmetric, dtype, 2 - version, 8), version, 8)
+    found = from_gptq(tensors, "layer", group, symmetric, version, 8)
+    check8(found, dequantized_gptq(tensors, version, 8), symmetric)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(("n", "k", "group"), ANY)
+def test_pack_quantized_of_8_bits(n, k, group, symmetric, dtype):
+    codes, zeros, scales = matrix(n, k, group, symmetric, dtype, bits=8)
+    tensors = write_pack_quantized(codes, None if symmetric else zeros, scales, 8)
+    check8(from_pack_quantized(tensors, "layer", group, symmetric, 8), dequantized_pack(tensors, 8), symmetric)
+
+
+def test_what_8_bits_cannot_be():
+    codes, zeros, scales = matrix(16, 64, 32, True, torch.float16, bits=8)
+    tensors = write_gptq(codes, zeros, scales, 1, 8)
+    with pytest.raises(ValueError, match=r"layer\.qzeros: zero points in \[\d+, 256\], but \[0, 255\] is expected"):
+        from_gptq({**tensors, "qzeros": torch.full_like(tensors["qzeros"], -1)}, "layer", 32, False, 1, 8)
+    with pytest.raises(ValueError, match=r"zero points in \[127, 127\], but the configuration says symmetric, .* 128"):
+        from_gptq(tensors, "layer", 32, True, 2, 8)
+    with pytest.raises(ValueError, match=r"layer\.qzeros: 18 output features are not whole words of 4"):
+        from_gptq({**tensors, "qweight": tensors["qweight"][:, [*range(16), 0, 1]],
+                   "scales": tensors["scales"][:, [*range(16), 0, 1]]}, "layer", 32, True, 1, 8)  # fmt: skip
+    with pytest.raises(ValueError, match=r"layer: codes of 3 bits, but 4 or 8 are expected"):
+        from_gptq(tensors, "layer", 32, True, 1, 3)
+    large = Matrix8(torch.zeros(1, 32, dtype=torch.uint8), torch.full((1, 1), 3e37, dtype=torch.bfloat16), None)
+    with pytest.raises(ValueError, match=r"16 times a scale \(3\.00738e\+37\) is no torch\.bfloat16"):
+        large.planes()
 
 
 def test_compressed_tensors_with_zero_points_of_nothing():

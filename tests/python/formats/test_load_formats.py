@@ -6,6 +6,7 @@ import logging
 import pytest
 import torch
 from format_checkpoints import (
+    EIGHT_BITS,
     FORMATS,
     LAYER,
     Checkpoint,
@@ -20,7 +21,7 @@ from format_writers import dequantized_mxfp4, multiplied_out
 import w4a8
 from w4a8.checkpoint import CheckpointError, load, load_linear
 from w4a8.formats import Matrix4
-from w4a8.nn import W4A8Linear
+from w4a8.nn import W4A8Linear, W8A8Linear
 
 pytest.importorskip("safetensors", reason="the safetensors package is not installed")
 
@@ -165,7 +166,7 @@ def test_configuration_in_a_file_of_its_own(name, file, keys, tmp_path):
 
 
 def test_mixed_bits_are_left_out_and_named(tmp_path, caplog):
-    """Layer 1 has 8 bits, and so has a projection of the attention."""
+    """The experts of layer 1 have 8 bits, and a projection of the attention has 3."""
     form = FORMATS["GPTQ"]
     made = experts_checkpoint(form, 64, 32, 32)
     other = LAYER.replace(".0.", ".1.")
@@ -173,15 +174,14 @@ def test_mixed_bits_are_left_out_and_named(tmp_path, caplog):
         made.tensors[key.replace(LAYER, other)] = made.tensors[key].clone()
     made.add("model.layers.0.self_attn.q_proj", form, 16, 64, 32)
     made.add("model.layers.0.self_attn.k_proj", form, 16, 64, 32)
-    made.config["quantization_config"]["dynamic"] = {r"+:.*\.layers\.1\.": {"bits": 8}, r"+:.*k_proj": {"bits": 8}}
+    made.config["quantization_config"]["dynamic"] = {r"+:.*\.layers\.1\.": {"bits": 8}, r"+:.*k_proj": {"bits": 3}}
     path = made.write(tmp_path)
     with caplog.at_level(logging.WARNING, logger="w4a8.checkpoint"):
         assert list(load(path, quantize_w4a16=True)) == [LAYER]
         assert list(load_linear(path, quantize_w4a16=True)) == ["model.layers.0.self_attn.q_proj"]
-    for name in (other, "model.layers.0.self_attn.k_proj"):
-        assert (
-            f"{name} is left out: quantization_config.bits is 8, but 4 is expected (by quantization_con" in caplog.text
-        )
+    assert f"{other} is left out: {other}.0.gate_proj has weights of 8 bits, but 4 are expected" in caplog.text
+    reason = "quantization_config.bits is 3, but 4 or 8 is expected (by quantization_con"
+    assert f"model.layers.0.self_attn.k_proj is left out: {reason}" in caplog.text
 
 
 def test_a_layer_that_is_left_out_by_name(tmp_path, caplog):
@@ -214,6 +214,31 @@ def test_linear(name, tmp_path):
         assert (bias is None) == (layer_name not in made.biases)
         assert layer(torch.randn(2, layer.in_features)).shape == (2, layer.out_features)
     assert torch.equal(meaning(layers[query].packed)[1], made.biases[query].float())
+
+
+@pytest.mark.parametrize("name", EIGHT_BITS)
+def test_linear_of_8_bits(name, tmp_path):
+    """What the two planes of the packed matrix mean together, and what the layer computes."""
+    form = EIGHT_BITS[name]
+    made = Checkpoint(config=model_config(form.quantization_config(32), 64, 32, 3))
+    query, down = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.gate_proj"
+    made.add(query, form, 24, 64, 32, bias=True)
+    made.add(down, form, 12 if "GPTQ" in name else 13, 96, 32)
+    layers = load_linear(made.write(tmp_path), quantize_w4a16=True)
+    assert sorted(layers) == [down, query]
+    for layer_name, layer in layers.items():
+        assert isinstance(layer, W8A8Linear)
+        planes, bias = meaning(layer.packed)
+        weight = sum(planes.chunk(2))
+        assert torch.equal(weight, made.meant[layer_name])
+        bias = torch.zeros(2 * layer.out_features) if bias is None else bias
+        expected = made.biases.get(layer_name, torch.zeros(layer.out_features))
+        assert torch.equal(bias.chunk(2)[0], expected.float()) and not bias.chunk(2)[1].any()
+        x = torch.randint(-127, 128, (3, layer.in_features)).float()
+        x[:, 0], x[:, 1] = -128, 127  # int8 as they are: nothing is rounded but sums of floats
+        exact = x.double() @ weight.T + expected.double()
+        allowed = 1e-5 * (x.double().abs() @ weight.abs().T)
+        assert ((layer(x).double() - exact).abs() <= allowed + 1e-6 * exact.abs()).all()
 
 
 def from_tensors(name, made, group):

@@ -15,16 +15,16 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "
 ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": False, "data_type": "int"}
 
 
-def gptq(group=128, symmetric=True, version=1, ordered=False):
-    return Stored("gptq", group, symmetric, version, ordered, "quantization_config.quant_method is 'gptq'")
+def gptq(group=128, symmetric=True, version=1, ordered=False, bits=4):
+    return Stored("gptq", group, symmetric, version, ordered, "quantization_config.quant_method is 'gptq'", bits)
 
 
 def awq(group=64, symmetric=False):
     return Stored("awq", group, symmetric, weight_only="quantization_config.quant_method is 'awq'")
 
 
-def auto_round(format_="gptq", group=128, symmetric=False, version=1):
-    return Stored(format_, group, symmetric, version, weight_only="quantization_config.act_bits is 16")
+def auto_round(format_="gptq", group=128, symmetric=False, version=1, bits=4):
+    return Stored(format_, group, symmetric, version, weight_only="quantization_config.act_bits is 16", bits=bits)
 
 
 def compressed(inputs=True, **changes):
@@ -45,6 +45,7 @@ def compressed(inputs=True, **changes):
         ({**GPTQ, "format": "GPTQ_V2"}, gptq(version=2)),
         ({**GPTQ, "checkpoint_format": "gptq", "sym": False}, gptq(symmetric=False)),
         ({**GPTQ, "desc_act": True}, gptq(ordered=True)),
+        ({**GPTQ, "bits": 8}, gptq(bits=8)),
         ({**GPTQ, "desc_act": True, "group_size": -1}, gptq(group=-1)),
         (AWQ, awq()),
         ({"quant_method": "awq", "w_bit": 4, "q_group_size": 32, "zero_point": False}, awq(32, True)),
@@ -60,6 +61,11 @@ def compressed(inputs=True, **changes):
             Stored("pack-quantized", 32, False,
                    weight_only="quantization_config.config_groups.group_0.input_activations is missing"),
         ),
+        (
+            compressed(inputs=False, num_bits=8),
+            Stored("pack-quantized", 32, True, bits=8,
+                   weight_only="quantization_config.config_groups.group_0.input_activations is missing"),
+        ),
         (MXFP4, Stored("mxfp4", 32, True, weight_only="quantization_config.quant_method is 'mxfp4'")),
     ],
 )  # fmt: skip
@@ -70,14 +76,15 @@ def test_of_all_modules(config, expected):
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ({**GPTQ, "bits": 8}, "quantization_config.bits is 8, but 4 is expected"),
-        ({**GPTQ, "bits": None}, "quantization_config.bits is None, but 4 is expected"),
+        ({**GPTQ, "bits": 3}, "quantization_config.bits is 3, but 4 or 8 is expected"),
+        ({**GPTQ, "bits": None}, "quantization_config.bits is None, but 4 or 8 is expected"),
         ({**GPTQ, "group_size": 16}, "quantization_config.group_size is 16, but -1 or a multiple of 32 is expected"),
         ({**GPTQ, "checkpoint_format": "marlin"}, "quantization_config.checkpoint_format is 'marlin', but 'gptq' or"),
         ({**GPTQ, "pack_dtype": "int16"}, "quantization_config.pack_dtype is 'int16', but 'int32' is expected"),
         ({**GPTQ, "sym": "yes"}, "quantization_config.sym is 'yes', but true or false is expected"),
         ({**AWQ, "version": "gemv"}, "quantization_config.version is 'gemv', but 'gemm' is expected"),
-        ({**AWQ, "bits": 8}, "quantization_config.bits is 8"),
+        ({**AWQ, "bits": 8}, "quantization_config.bits is 8, but 4 is expected"),
+        ({**ROUND, "bits": 8, "packing_format": "auto_round:auto_awq"}, "quantization_config.bits is 8, but 4 is exp"),
         (
             {**ROUND, "packing_format": "auto_round:llm_compressor"},
             "packing_format is 'auto_round:llm_compressor', but",
@@ -111,8 +118,9 @@ def test_dynamic_rules_of_gptq():
     })  # fmt: skip
     skipped = rules.of("model.layers.0.self_attn.q_proj")
     assert not skipped.quantized and r"dynamic['-:.*\\.layers\\.0\\.'] leaves it out" in skipped.reason
-    eight = rules.of(Q)
-    assert eight.quantized and eight.reason.startswith("quantization_config.bits is 8, but 4 is expected (by quantiz")
+    assert rules.of(Q) == gptq(bits=8)
+    three = rules_of({**GPTQ, "dynamic": {r"+:.*": {"bits": 3}}}).of(Q)
+    assert three.quantized and three.reason.startswith("quantization_config.bits is 3, but 4 or 8 is expected (by qu")
     assert rules.of("model.layers.1.mlp.experts.5.down_proj") == gptq(32, False)
     assert rules.of("model.layers.2.mlp.experts.5.down_proj") == gptq()
 
@@ -151,6 +159,7 @@ def test_extra_config_of_auto_round():
             "model.layers.3.mlp.gate": {"bits": 16},
             "model.layers.3.self_attn.q_proj": {"group_size": 32, "sym": True},
             r".*\.shared_expert\..*": {"bits": 8},
+            r".*\.dense\..*": {"bits": 2},
             "lm_head": {"bits": 4},
             "model.layers.4": {"bits": 2},
         },
@@ -161,8 +170,16 @@ def test_extra_config_of_auto_round():
     assert rules.of("language_model.lm_head") == auto_round()
     gate = rules.of("model.layers.3.mlp.gate")
     assert not gate.quantized and "bits is 16: not quantized" in gate.reason
-    shared = rules.of("model.layers.3.mlp.shared_expert.up_proj")
-    assert shared.quantized and "bits is 8, but 4 is expected (by quantization_config.extra_config['" in shared.reason
+    shared = "model.layers.3.mlp.shared_expert.up_proj"
+    assert rules.of(shared) == auto_round(bits=8)
+    suffixes = ["qweight", "qzeros", "scales"]
+    assert stored_as(rules, shared, suffixes, bits=(4, 8)) == auto_round(bits=8)
+    refused = stored_as(rules, shared, suffixes)
+    assert refused.quantized and refused.reason == f"{shared} has weights of 8 bits, but 4 are expected"
+    dense = rules.of("model.layers.3.mlp.dense.up_proj")
+    assert (
+        dense.quantized and "bits is 2, but 4 or 8 is expected (by quantization_config.extra_config['" in dense.reason
+    )
     assert "block_name_to_quantize does not name its block" in rules.of("vision.blocks.1.fc1").reason
     assert "does not name its block" in rules.of("other.blocks.10.fc1").reason
     assert rules.of("other.blocks.1.fc1") == auto_round()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -11,12 +11,13 @@ from typing import Any
 import torch
 
 from w4a8.core.matrix import Matrix4
+from w4a8.core.matrix8 import Matrix8
 from w4a8.core.stack import MatrixStack
 from w4a8.formats import NotOurs, Rules, Stored, rules_of, stored_as
 from w4a8.formats.parts import QUANTIZED_SUFFIXES
 from w4a8.integrations.transformers.memory import Pages
 from w4a8.integrations.transformers.names import Names, slices
-from w4a8.nn import W4A8Experts, W4A8Linear
+from w4a8.nn import W4A8Experts, linear_from_matrix
 from w4a8.quantization import QuantizationReport
 from w4a8.quantization.moe_blocks import fused_experts
 
@@ -137,8 +138,8 @@ class Foreign:
     def _pack(self, module: _Module) -> torch.nn.Module:
         old, pages = module.old, Pages(self.files)
         if type(old) is torch.nn.Linear:
-            matrix = self._matrix(module.matrices["weight"][0][0], (old.out_features, old.in_features), pages)
-            return W4A8Linear.from_matrix(matrix)
+            shape = (old.out_features, old.in_features)
+            return linear_from_matrix(self._matrix(module.matrices["weight"][0][0], shape, pages, bits=(4, 8)))
         experts = fused_experts(old)
         if experts is None:
             raise ValueError(f"quantized {sorted(module.matrices)} of a {type(old).__name__}, which is not supported")
@@ -206,14 +207,21 @@ class Foreign:
         for half in (0, 1):  # gate and up rows alternate
             yield name, half * (rows // 2), matrix.with_rows(slice(half, None, 2))
 
-    def _matrix(self, name: str, shape: tuple[int, int], pages: Pages, expert: int | None = None) -> Matrix4:
-        """Reads a matrix, or that of one expert of a stack, which must be [N, K]."""
+    def _matrix(
+        self,
+        name: str,
+        shape: tuple[int, int],
+        pages: Pages,
+        expert: int | None = None,
+        bits: Collection[int] = (4,),
+    ) -> Matrix4 | Matrix8:
+        """Reads a matrix, or that of one expert of a stack, which must be [N, K], with codes of some ``bits``."""
         parts = self.tensors[name]
         if expert is None:
             tensors = {suffix: part[...] for suffix, part in parts.items()}
         else:
             tensors = {suffix: part[expert : expert + 1][0] for suffix, part in parts.items()}
-        stored = stored_as(self.rules, name, tensors, partial(_is_int8, parts))
+        stored = stored_as(self.rules, name, tensors, partial(_is_int8, parts), bits)
         if isinstance(stored, NotOurs):
             raise ValueError(stored.reason)
         matrix = stored.read(tensors, name)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from w4a8.integrations.transformers.names import Names, slices
-from w4a8.nn import W4A8Experts, W4A8Linear
+from w4a8.nn import W4A8Experts, W4A8Linear, W8A8Linear
 from w4a8.ops import PackedHeader, read_header
 from w4a8.quantization.moe_blocks import fused_experts
 
@@ -80,8 +80,11 @@ def _new_module(old: torch.nn.Module, entries: dict[str, _Entry]) -> torch.nn.Mo
     tensors = {leaf: torch.empty(entry.shape, dtype=torch.uint8, device="meta") for leaf, entry in entries.items()}
     headers = {leaf: entry.header for leaf, entry in entries.items()}
     if isinstance(old, torch.nn.Linear):
-        check("packed: [n, k]", [headers["packed"]["n"], headers["packed"]["k"]], [old.out_features, old.in_features])
-        return W4A8Linear(tensors["packed"], old.in_features, old.out_features, headers["packed"]["group"])
+        given, sizes = [headers["packed"]["n"], headers["packed"]["k"]], [old.out_features, old.in_features]
+        kind = W8A8Linear if given == [2 * sizes[0], sizes[1]] else W4A8Linear
+        if kind is W4A8Linear:
+            check("packed: [n, k]", given, sizes)
+        return kind(tensors["packed"], old.in_features, old.out_features, headers["packed"]["group"])
     experts = fused_experts(old)
     if experts is None or experts.activation is None:
         raise ValueError(f"packed experts, but {type(old).__name__} is no block that W4A8Experts can stand for")

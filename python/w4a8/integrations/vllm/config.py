@@ -1,4 +1,5 @@
-"""vLLM's configuration class for compressed-tensors, with this package behind the int4 layers.
+"""vLLM's configuration class for compressed-tensors, with this package behind the int4 layers,
+and the weight-only int8 layers beside them.
 
 The classes of this and its sibling modules are at module level because vLLM pickles them for its worker processes.
 """
@@ -13,13 +14,13 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from w4a8.formats import Stored
 from w4a8.integrations.vllm.linear import W4A8LinearScheme
-from w4a8.integrations.vllm.lm_head import offers_int4_lm_head
+from w4a8.integrations.vllm.lm_head import rounds_lm_head
 from w4a8.integrations.vllm.moe import W4A8MoEMethod, experts_method
-from w4a8.integrations.vllm.scheme import is_w4a8, is_w4a16, stored_in
+from w4a8.integrations.vllm.scheme import is_w4a8, is_weight_only, stored_in
 from w4a8.integrations.vllm.settings import runs_w4a16, say_int8
 
 
-@offers_int4_lm_head
+@rounds_lm_head
 class W4A8CompressedTensorsConfig(CompressedTensorsConfig):
     """Chooses this package for W4A8 and W4A16 layers, and vLLM's own methods for all others."""
 
@@ -44,7 +45,7 @@ class W4A8CompressedTensorsConfig(CompressedTensorsConfig):
         if found is None or found.get("output_activations") is not None:
             return None
         weights, inputs = found.get("weights"), found.get("input_activations")
-        weight_only = is_w4a16(weights, inputs)
+        weight_only = is_weight_only(weights, inputs)
         if not (is_w4a8(weights, inputs) or (weight_only and runs_w4a16())):
             return None
         stored = stored_in(weights, found.get("format") or self.quant_format)
@@ -60,4 +61,4 @@ class W4A8CompressedTensorsConfig(CompressedTensorsConfig):
         if any(other != schemes[0] for other in schemes):
             return None  # not alike: upstream's to handle
         stored = self._stored(schemes[0])
-        return None if stored is None else experts_method(stored, layer, prefix)
+        return None if stored is None or stored.bits != 4 else experts_method(stored, layer, prefix)

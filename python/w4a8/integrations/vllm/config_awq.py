@@ -11,14 +11,14 @@ from w4a8.formats import Stored
 from w4a8.formats.matrix import is_group_size
 from w4a8.integrations.vllm.dtypes import TakesEveryDtype
 from w4a8.integrations.vllm.linear import W4A8LinearMethod
-from w4a8.integrations.vllm.lm_head import offers_int4_lm_head
+from w4a8.integrations.vllm.lm_head import rounds_lm_head
 from w4a8.integrations.vllm.log import logger
 from w4a8.integrations.vllm.moe import experts_method
 from w4a8.integrations.vllm.names import projections
 from w4a8.integrations.vllm.settings import runs_w4a16, say_int8
 
 
-@offers_int4_lm_head
+@rounds_lm_head
 class W4A8AWQConfig(TakesEveryDtype, AutoAWQConfig):
     """Chooses this package for 4-bit layers, and vLLM's own methods for all others."""
 

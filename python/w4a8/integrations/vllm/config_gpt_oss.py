@@ -9,12 +9,12 @@ from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
 from w4a8.formats import Stored
 from w4a8.formats.mxfp4 import BLOCK
 from w4a8.integrations.vllm.dtypes import TakesEveryDtype
-from w4a8.integrations.vllm.lm_head import offers_int4_lm_head
+from w4a8.integrations.vllm.lm_head import rounds_lm_head
 from w4a8.integrations.vllm.moe import experts_method
 from w4a8.integrations.vllm.settings import runs_w4a16, say_int8
 
 
-@offers_int4_lm_head
+@rounds_lm_head
 class W4A8GptOssConfig(TakesEveryDtype, GptOssMxfp4Config):
     """Chooses this package for experts; everything else is not quantized, and vLLM's."""
 

@@ -1,4 +1,4 @@
-"""vLLM's configuration class for GPTQ, with this package behind the 4-bit layers."""
+"""vLLM's configuration class for GPTQ, with this package behind the 4-bit layers, and 8-bit linear ones."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from w4a8.formats.matrix import is_group_size
 from w4a8.integrations.vllm.activation_order import ChecksActivationOrder
 from w4a8.integrations.vllm.dtypes import TakesEveryDtype
 from w4a8.integrations.vllm.linear import W4A8LinearMethod
-from w4a8.integrations.vllm.lm_head import offers_int4_lm_head
+from w4a8.integrations.vllm.lm_head import rounds_lm_head
 from w4a8.integrations.vllm.log import logger
 from w4a8.integrations.vllm.moe import experts_method
-from w4a8.integrations.vllm.names import projections
+from w4a8.integrations.vllm.names import joined_from, projections
 from w4a8.integrations.vllm.settings import runs_w4a16, say_int8
 
 _VERSIONS = {None: 1, "": 1, "gptq": 1, "gptq_v2": 2}  # by checkpoint_format
 
 
-@offers_int4_lm_head
+@rounds_lm_head
 class W4A8GPTQConfig(TakesEveryDtype, ChecksActivationOrder, AutoGPTQConfig):
-    """Chooses this package for 4-bit layers, symmetric or not, and vLLM's own methods for all others."""
+    """Chooses this package for 4-bit layers and 8-bit linear ones, symmetric or not; vLLM's own for all others."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """As upstream's, which knows no zero points.
@@ -42,26 +42,37 @@ class W4A8GPTQConfig(TakesEveryDtype, ChecksActivationOrder, AutoGPTQConfig):
             ValueError: as upstream's, among others for activation order with groups.
         """
         if runs_w4a16():
-            self.TYPE_MAP = {**AutoGPTQConfig.TYPE_MAP, (4, False): scalar_types.uint4}
+            zero_points = {(4, False): scalar_types.uint4, (8, False): scalar_types.uint8}
+            self.TYPE_MAP = {**AutoGPTQConfig.TYPE_MAP, **zero_points}
         super().__init__(*args, **kwargs)
 
     def stored(self) -> Stored | None:
         """How weights are stored, if they are to be run here; of a copy for one layer."""
         full = self.full_config
         version = _VERSIONS.get(full.get("checkpoint_format") or full.get("format"))
-        if not runs_w4a16() or version is None or self.weight_bits != 4 or not is_group_size(self.group_size):
+        if not runs_w4a16() or version is None or not is_group_size(self.group_size):
+            return None
+        if self.weight_bits not in (4, 8):
             return None
         if self.desc_act and self.group_size != -1:
             raise ValueError("w4a8: GPTQ with activation order (desc_act) and groups is not supported")
         say_int8("GPTQ")
-        return Stored("gptq", self.group_size, bool(self.is_sym), version)
+        return Stored("gptq", self.group_size, bool(self.is_sym), version, bits=self.weight_bits)
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str):
         """The method of a layer, or None (upstream's contract)."""
         if isinstance(layer, RoutedExperts):
             return self._experts_method(layer, prefix) or super().get_quant_method(layer, prefix)
-        method = get_linear_quant_method(self, layer, prefix, partial(_linear_method, prefix=prefix))
+        method = get_linear_quant_method(self, layer, self._ruled(prefix), partial(_linear_method, prefix=prefix))
         return super().get_quant_method(layer, prefix) if isinstance(method, _Stock) else method
+
+    def _ruled(self, prefix: str) -> str:
+        """The name that rules are asked about: of a layer of several matrices one of theirs, if no rule has its own."""
+        names = joined_from(prefix, self.packed_modules_mapping)
+        rules = [get_dynamic_override(self, name) for name in names]
+        if get_dynamic_override(self, prefix) is None and all(rule == rules[0] for rule in rules):
+            return names[0]
+        return prefix
 
     def _experts_method(self, layer: RoutedExperts, prefix: str):
         names = projections(layer, prefix)
@@ -78,7 +89,7 @@ class W4A8GPTQConfig(TakesEveryDtype, ChecksActivationOrder, AutoGPTQConfig):
         config = deepcopy(self)
         override_config(config, prefix if get_dynamic_override(self, names[0]) is None else names[0])
         stored = config.stored()
-        return None if stored is None else experts_method(stored, layer, prefix)
+        return None if stored is None or stored.bits != 4 else experts_method(stored, layer, prefix)
 
 
 class _Stock:

@@ -1,4 +1,4 @@
-"""vLLM's configuration class for AutoRound, with this package behind the 4-bit layers."""
+"""vLLM's configuration class for AutoRound, with this package behind the 4-bit layers, and 8-bit linear ones."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from w4a8.formats.matrix import is_group_size
 from w4a8.integrations.vllm.activation_order import ChecksActivationOrder
 from w4a8.integrations.vllm.dtypes import TakesEveryDtype
 from w4a8.integrations.vllm.linear import W4A8LinearMethod
-from w4a8.integrations.vllm.lm_head import offers_int4_lm_head
+from w4a8.integrations.vllm.lm_head import rounds_lm_head
 from w4a8.integrations.vllm.log import logger
 from w4a8.integrations.vllm.moe import experts_method
 from w4a8.integrations.vllm.names import projections
 from w4a8.integrations.vllm.settings import runs_w4a16, say_int8
 
 
-@offers_int4_lm_head
+@rounds_lm_head
 class W4A8INCConfig(TakesEveryDtype, ChecksActivationOrder, INCConfig):
-    """Chooses this package for 4-bit integer layers, and vLLM's own methods for all others.
+    """Chooses this package for 4-bit integer layers and 8-bit linear ones, and vLLM's own methods for all others.
 
     Attributes:
         w4a8_version: of GPTQ's packing: 2 stores zero points as they are.
@@ -64,14 +64,14 @@ class W4A8INCConfig(TakesEveryDtype, ChecksActivationOrder, INCConfig):
 
     def _stored(self, layer: torch.nn.Module, name: str) -> Stored | None:
         found = self.config_parser.resolve(layer, name)
-        if not found.quantized or found.data_type != "int" or found.bits != 4 or not is_group_size(found.group_size):
+        if not found.quantized or found.data_type != "int" or not is_group_size(found.group_size):
             return None
-        if not (found.is_gptq or found.is_awq):
+        if not (found.is_gptq and found.bits in (4, 8)) and not (found.is_awq and found.bits == 4):
             return None
         say_int8("AutoRound")
         symmetric = bool(found.sym)
         if found.is_gptq:
-            return Stored("gptq", found.group_size, symmetric, self.w4a8_version)
+            return Stored("gptq", found.group_size, symmetric, self.w4a8_version, bits=found.bits)
         return Stored("awq", found.group_size, symmetric)
 
     def _experts_method(self, layer: RoutedExperts, prefix: str):
@@ -82,4 +82,4 @@ class W4A8INCConfig(TakesEveryDtype, ChecksActivationOrder, INCConfig):
             logger().warning_once("w4a8: leaves %s to vLLM: its experts are not quantized alike", prefix)
             return None
         (stored,) = ways
-        return None if stored is None else experts_method(stored, layer, prefix)
+        return None if stored is None or stored.bits != 4 else experts_method(stored, layer, prefix)

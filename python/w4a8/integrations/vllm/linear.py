@@ -1,4 +1,4 @@
-"""Linear layers (attention, shared experts, dense MLPs, output layers) with 4-bit weights."""
+"""Linear layers (attention, shared experts, dense MLPs, output layers) with 4-bit weights, or with 8-bit ones."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from vllm.model_executor.parameter import (
 )
 
 from w4a8.core.matrix import Matrix4
+from w4a8.core.matrix8 import Matrix8, matmul_planes
 from w4a8.core.memory import fresh_bytes
 from w4a8.core.stack import MatrixStack, PackedAs
 from w4a8.core.weight_utils import replace_parameter
@@ -227,14 +228,18 @@ class LinearWeights:
             active_kernel(),
         )
 
-    def _pack(self, matrix: Matrix4) -> torch.Tensor:
+    def _pack(self, matrix: Matrix4 | Matrix8) -> torch.Tensor:
         """uint8 [bytes]; the second time in the place, and so the form, of the first."""
-        stack = MatrixStack(1, self.n, self.k, self.stored.group_size, packed_as=self.packed_as, values="int4")
-        if self.rows < self.n:  # the vocabulary is padded
-            more = self.n - self.rows
+        rows = self.n
+        if isinstance(matrix, Matrix8):
+            matrix = matrix.with_zero_rows(self.n).planes()
+            rows = matrix.rows
+        stack = MatrixStack(1, rows, self.k, self.stored.group_size, packed_as=self.packed_as, values="int4")
+        if matrix.rows < rows:  # the vocabulary is padded
+            more = rows - matrix.rows
             nibbles = torch.zeros(more, self.k // 2, dtype=torch.uint8)
             scales = torch.zeros(more, matrix.scales.shape[1], dtype=matrix.scales.dtype)
-            stack.put(0, self.rows, Matrix4(nibbles, scales, None, "int4"))
+            stack.put(0, matrix.rows, Matrix4(nibbles, scales, None, "int4"))
         stack.put(0, 0, matrix)
         self.packed_as = stack.packed_as
         return stack.pack()[0]
@@ -242,7 +247,8 @@ class LinearWeights:
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x [..., K] to [..., N] of its type."""
         group = self.k if self.stored.group_size == -1 else self.stored.group_size
-        out = dyn_quant_matmul_4bit(x, layer.weight_packed, group, self.k, self.n)
+        matmul = dyn_quant_matmul_4bit if self.stored.bits == 4 else matmul_planes
+        out = matmul(x, layer.weight_packed, group, self.k, self.n)
         return out if bias is None else out + bias
 
 

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from w4a8.core.matrix import Matrix4
+from w4a8.core.nibbles import pairs
 from w4a8.formats.packed_directory import FORMAT, METHOD, VERSION
-from w4a8.formats.words import pairs, words_of
+from w4a8.formats.words import words_of
 from w4a8.ops import PackedHeader, dyn_quant_unpack_any_4bit_weight, read_header
 
 # Last part of a packed tensor's name -> it is a stack of experts.

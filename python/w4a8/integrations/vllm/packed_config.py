@@ -20,6 +20,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from w4a8.formats.packed_directory import METHOD
 from w4a8.integrations.vllm.config import W4A8CompressedTensorsConfig
 from w4a8.integrations.vllm.moe import unsupported
+from w4a8.integrations.vllm.names import joined_from
 from w4a8.integrations.vllm.packed import Parts, compressed_tensors_config, only_whole, read_directory
 from w4a8.integrations.vllm.packed_layers import W4A8PackedLinearMethod, W4A8PackedMoEMethod, read_packed
 
@@ -62,10 +63,7 @@ class W4A8PackedConfig(W4A8CompressedTensorsConfig):
             ValueError: a layer whose weights can only be taken whole, which is cut among ranks or none that can be run.
         """
         experts = isinstance(layer, RoutedExperts)
-        names = [prefix]
-        if not experts:
-            owner, _, last = prefix.rpartition(".")
-            names = [f"{owner}.{part}" for part in self.packed_modules_mapping.get(last, ())] or names
+        names = [prefix] if experts else joined_from(prefix, self.packed_modules_mapping)
         parts = [self.modules[name] for name in names if name in self.modules]
         if len(parts) == len(names) and (experts or isinstance(layer, (LinearBase, ParallelLMHead))):
             problem = self._not_whole(layer, experts)

@@ -14,6 +14,7 @@ import torch
 from vllm.model_executor.layers.linear import LinearMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
+from w4a8.core.matrix8 import matmul_planes
 from w4a8.core.memory import fresh_bytes
 from w4a8.core.stack import PackedAs, pack_for_stack
 from w4a8.cpu import active_kernel
@@ -93,6 +94,7 @@ class _PackedLinear(_Packed):
     def __init__(self, layer: torch.nn.Module, layer_name: str, parts: Sequence[tuple[str, PackedTensor]]) -> None:
         super().__init__(layer, layer_name, [name for name, _ in parts])
         self.headers = [stored.header for _, stored in parts]
+        self.planes = False  # of 8-bit codes
         self.register("weight_packed", joined_bytes(self.headers))
         self._came: dict[int, torch.Tensor] = {}
 
@@ -112,8 +114,11 @@ class _PackedLinear(_Packed):
         elif len(tensors) == 1:
             param.data.copy_(tensors[0])
         else:
-            names = self.layer.w4a8_names
-            param.data.copy_(joined([matrix_of(tensor, name) for name, tensor in zip(names, tensors)]))
+            matrices = [matrix_of(tensor, name) for name, tensor in zip(self.layer.w4a8_names, tensors)]
+            if self.planes:
+                upper = [matrix.with_rows(slice(matrix.rows // 2)) for matrix in matrices]
+                matrices = upper + [matrix.with_rows(slice(matrix.rows // 2, None)) for matrix in matrices]
+            param.data.copy_(joined(matrices))
 
     def fill_dummy(self) -> None:
         """As a checkpoint would."""
@@ -182,6 +187,7 @@ class W4A8PackedLinearMethod(LinearMethodBase):
             raise ValueError(f"w4a8: {layer_name}: (values, in_features, group) of its parts are {sorted(kinds)}")
         ((_, self.k, self.group),) = kinds
         self.n = sum(header["n"] for header in headers)
+        self.planes = False  # of 8-bit codes: twice the rows
         self.has_bias = any(header["has_bias"] for header in headers)
 
     def create_weights(
@@ -203,6 +209,9 @@ class W4A8PackedLinearMethod(LinearMethodBase):
         if isinstance(layer, ParallelLMHead):
             output_partition_sizes = [layer.shard_indices.num_org_elements]  # without padding
         rows = [header["n"] for header in packed.headers]
+        packed.planes = self.planes = rows == [2 * size for size in output_partition_sizes]
+        if self.planes:
+            rows, self.n = list(output_partition_sizes), self.n // 2
         packed.expect("[out_features, in_features]", [rows, self.k], [output_partition_sizes, input_size_per_partition])
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
@@ -212,7 +221,8 @@ class W4A8PackedLinearMethod(LinearMethodBase):
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [..., K] to [..., N] of its type. Where a bias is packed, nothing was loaded into vLLM's own."""
-        out = dyn_quant_matmul_4bit(x, layer.weight_packed, self.group, self.k, self.n)
+        matmul = matmul_planes if self.planes else dyn_quant_matmul_4bit
+        out = matmul(x, layer.weight_packed, self.group, self.k, self.n)
         return out if bias is None or self.has_bias else out + bias
 
 

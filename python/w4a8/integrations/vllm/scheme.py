@@ -7,7 +7,7 @@ from typing import Any
 
 from w4a8.formats import Stored
 from w4a8.formats.matrix import is_group_size
-from w4a8.formats.parts import PARTS, Part
+from w4a8.formats.parts import Part
 
 
 def _is(value: Any, wanted: str) -> bool:
@@ -15,9 +15,9 @@ def _is(value: Any, wanted: str) -> bool:
     return getattr(value, "value", value) == wanted
 
 
-def _is_int4(weights: Any) -> bool:
-    """Static int4, with zero points or without, channelwise or in groups of a multiple of 32 input features."""
-    if weights is None or not _is(weights.type, "int") or weights.num_bits != 4 or weights.dynamic:
+def _is_int(weights: Any, bits: int) -> bool:
+    """Static integers, with zero points or without, channelwise or in groups of a multiple of 32 input features."""
+    if weights is None or not _is(weights.type, "int") or weights.num_bits != bits or weights.dynamic:
         return False
     actorder = getattr(weights, "actorder", None)
     if getattr(actorder, "value", actorder) in (True, "group", "dynamic"):
@@ -33,21 +33,22 @@ def is_w4a8(weights: Any, inputs: Any) -> bool:
     Inputs may be declared symmetric or not: the operators choose the zero point of each token, which is never less
     exact than none.
     """
-    if not _is_int4(weights) or inputs is None:
+    if not _is_int(weights, 4) or inputs is None:
         return False
     return bool(_is(inputs.type, "int") and inputs.num_bits == 8 and inputs.dynamic and _is(inputs.strategy, "token"))
 
 
-def is_w4a16(weights: Any, inputs: Any) -> bool:
-    """Whether weights are such int4 weights and the inputs are not quantized."""
-    return inputs is None and _is_int4(weights)
+def is_weight_only(weights: Any, inputs: Any) -> bool:
+    """Whether weights are such int4 weights, or int8, and the inputs are not quantized."""
+    return inputs is None and (_is_int(weights, 4) or _is_int(weights, 8))
 
 
 def stored_in(weights: Any, format_: str | None) -> Stored | None:
     """How such weights are stored in a format of compressed-tensors; None if that is another format."""
-    if format_ not in ("int-quantized", "pack-quantized"):
+    if format_ not in ("int-quantized", "pack-quantized") or (weights.num_bits == 8 and format_ == "int-quantized"):
         return None
-    return Stored(format_, -1 if _is(weights.strategy, "channel") else weights.group_size, bool(weights.symmetric))
+    group = -1 if _is(weights.strategy, "channel") else weights.group_size
+    return Stored(format_, group, bool(weights.symmetric), bits=weights.num_bits)
 
 
 def parts_of(stored: Stored) -> tuple[Part, ...]:
@@ -56,7 +57,7 @@ def parts_of(stored: Stored) -> tuple[Part, ...]:
     Zero points of a symmetric format are among them if its files have them all the same. vLLM names MXFP4's tensors
     after what they are.
     """
-    parts = [part for part in PARTS[stored.format] if part.kind in ("weight", "weight_scale", "zero_points")]
+    parts = [part for part in stored.parts if part.kind in ("weight", "weight_scale", "zero_points")]
     if stored.format == "mxfp4":
         return tuple(replace(part, suffix=part.kind) for part in parts)
     if stored.format not in ("gptq", "awq"):
@@ -66,5 +67,7 @@ def parts_of(stored: Stored) -> tuple[Part, ...]:
 
 def describe(stored: Stored) -> tuple[str, str]:
     """For messages: the kind of weights, and their groups."""
-    kind = "MXFP4" if stored.values == "e2m1" else "int4" if stored.symmetric else "int4 (with zero points)"
+    kind = "MXFP4" if stored.values == "e2m1" else f"int{stored.bits}"
+    if not stored.symmetric:
+        kind += " (with zero points)"
     return kind, "channelwise" if stored.group_size == -1 else f"groups of {stored.group_size}"

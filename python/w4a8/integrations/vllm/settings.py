@@ -11,10 +11,10 @@ W4A16_SWITCH = "W4A8_VLLM_W4A16"
 LM_HEAD_SWITCH = "W4A8_VLLM_LM_HEAD"
 
 
-def _read(name: str, default: str, on: str = "1") -> str:
+def _read(name: str, default: str, *on: str) -> str:
     value = os.environ.get(name, default).strip() or default
-    if value not in ("0", on, default):
-        raise ValueError(f"{name}={value!r}, expected 0 or {on}")
+    if value not in ("0", default, *on):
+        raise ValueError(f"{name}={value!r}, expected {', '.join(('0', *on[:-1]))} or {on[-1]}")
     return value
 
 
@@ -24,7 +24,7 @@ def mode() -> str:
     Raises:
         ValueError: another value.
     """
-    return _read(SWITCH, "auto")
+    return _read(SWITCH, "auto", "1")
 
 
 def runs_w4a16() -> bool:
@@ -33,7 +33,7 @@ def runs_w4a16() -> bool:
     Raises:
         ValueError: neither 0 nor 1.
     """
-    return _read(W4A16_SWITCH, "1") == "1"
+    return _read(W4A16_SWITCH, "1", "1") == "1"
 
 
 def say_int8(format_: str) -> None:
@@ -45,13 +45,13 @@ def say_int8(format_: str) -> None:
     )
 
 
-def runs_int4_lm_head() -> bool:
-    """Whether an output layer that is not quantized is rounded to int4 while the model is loaded.
+def lm_head_bits() -> int:
+    """What an output layer that is not quantized is rounded to while the model is loaded: 4 or 8 bits, or 0: it is not.
 
     Raises:
-        ValueError: neither 0 nor int4.
+        ValueError: neither 0 nor int4 nor int8.
     """
-    return _read(LM_HEAD_SWITCH, "0", on="int4") == "int4"
+    return {"0": 0, "int4": 4, "int8": 8}[_read(LM_HEAD_SWITCH, "0", "int4", "int8")]
 
 
 def check() -> None:
@@ -60,5 +60,5 @@ def check() -> None:
     Raises:
         ValueError: one has a value that it cannot have; names it.
     """
-    for read in (mode, runs_w4a16, runs_int4_lm_head):
+    for read in (mode, runs_w4a16, lm_head_bits):
         read()
