@@ -48,11 +48,6 @@ def memory_gigabytes() -> float:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
 
 
-def shapes_of(layers: int) -> Shapes:
-    """The share of the output layer stays that of the whole model."""
-    return Shapes(layers=layers, vocabulary=Shapes.vocabulary * layers // Shapes.layers // 64 * 64)
-
-
 def questions(worker: Worker, record: dict, tokens: int, repeats: int) -> None:
     """All rates, once to warm up (short) and `repeats` times to count."""
     for title, (method, size) in report.RATES.items():
@@ -88,7 +83,7 @@ def run_once(entry: type[base.Model], record: dict, args: argparse.Namespace, ve
 
 def main() -> None:
     args = options()
-    shapes = shapes_of(args.layers)
+    shapes = Shapes.cut(args.layers)
     chosen = [e for e in ENTRIES if not args.ways or any(w.lower() in e.name.lower() for w in args.ways)]
     records = {
         entry: {

@@ -19,29 +19,24 @@ from typing import Any
 
 import torch
 import transformers
+from real_size.shapes import Shapes
 
 import w4a8
 from w4a8.integrations.transformers import W4A8Config
 
-FULL_LAYERS, FULL_VOCABULARY = 48, 151936
 GOALS = {"x86_amx": 1.3}  # of another kernel: 3
 
 
-def write_checkpoint(directory: Path, layers: int) -> int:
-    """Returns the size of the vocabulary."""
-    vocabulary = FULL_VOCABULARY * layers // FULL_LAYERS // 64 * 64  # its share of the time stays that of the model
-    config = transformers.Qwen3MoeConfig(
-        hidden_size=2048, head_dim=128, num_attention_heads=32, num_key_value_heads=4, intermediate_size=6144,
-        moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True, vocab_size=vocabulary,
-        num_hidden_layers=layers, max_position_embeddings=4096, eos_token_id=None, dtype="bfloat16",
-    )  # fmt: skip
+def write_checkpoint(directory: Path, layers: int) -> None:
+    """Random weights in the shapes of the model."""
+    shapes = Shapes.cut(layers, scheme="bfloat16", positions=4096)
+    config = transformers.Qwen3MoeConfig(**{**shapes.config(), "eos_token_id": None})
     with torch.device("meta"):
         model = transformers.Qwen3MoeForCausalLM(config).bfloat16()
     model.to_empty(device="cpu")
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.02)
     model.save_pretrained(directory, max_shard_size="1GB")
-    return vocabulary
 
 
 class Model:

@@ -21,54 +21,14 @@ import time
 from pathlib import Path
 
 from peers.goals_amx import has_amx
+from real_size.shapes import Shapes
 
-CONFIG = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "hidden_size": 2048,
-    "head_dim": 128,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-6,
-    "rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"},
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "dtype": "bfloat16",
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-}
-FULL_LAYERS, FULL_VOCABULARY = 48, 151936
-
-INT8_TOKENS = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
-
-
-def quantization(group: int, inputs: dict | None, format_: str) -> dict:
-    weights = {"num_bits": 4, "type": "int", "symmetric": True, "dynamic": False}
-    weights.update(strategy="group", group_size=group)
-    scheme = {"targets": ["Linear"], "format": format_, "weights": weights, "input_activations": inputs}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": format_,
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": scheme},
-        "ignore": ["lm_head", "re:.*mlp.gate$"],
-    }
-
-
-# name: (quantization_config, plugin)
+# name: (scheme of real_size.shapes, plugin)
 WAYS = {
-    "bf16 (stock)": (None, False),
-    "W4A8 g128 (plugin)": (quantization(128, INT8_TOKENS, "int-quantized"), True),
-    "W4A16 g128 (stock)": (quantization(128, None, "pack-quantized"), False),
-    "W4A8 g128 (stock)": (quantization(128, INT8_TOKENS, "int-quantized"), False),
+    "bf16 (stock)": ("bfloat16", False),
+    "W4A8 g128 (plugin)": ("w4a8", True),
+    "W4A16 g128 (stock)": ("w4a16", False),
+    "W4A8 g128 (stock)": ("w4a8", False),
 }
 CANDIDATE = "W4A8 g128 (plugin)"
 QUESTIONS = {
@@ -150,11 +110,8 @@ class Process:
         scheme, plugin = WAYS[name]
         model = directory / "".join(c if c.isalnum() else "_" for c in name)
         model.mkdir()
-        vocabulary = FULL_VOCABULARY * layers // FULL_LAYERS // 64 * 64  # its share of the time stays that of the model
-        config = {**CONFIG, "num_hidden_layers": layers, "vocab_size": vocabulary}
-        if scheme is not None:
-            config["quantization_config"] = scheme
-        (model / "config.json").write_text(json.dumps(config))
+        shapes = Shapes.cut(layers, scheme=scheme, positions=4096)
+        (model / "config.json").write_text(json.dumps(shapes.config()))
         environment = {
             **os.environ,
             "VLLM_CPU_KVCACHE_SPACE": "1",

@@ -65,6 +65,11 @@ class Shapes:
         if self.layers < 1 or self.vocabulary < 3:
             raise ValueError(f"layers is {self.layers} and vocabulary {self.vocabulary}, expected at least 1 and 3")
 
+    @classmethod
+    def cut(cls, layers: int, **others: Any) -> Shapes:
+        """Fewer layers and as much less of the vocabulary: the output layer's share of the time stays."""
+        return cls(layers=layers, vocabulary=cls.vocabulary * layers // cls.layers // 64 * 64, **others)
+
     def _matrix(self, name: str, rows: int, columns: int) -> Iterator[Tensor]:
         """A linear layer, quantized or not."""
         matrix = (rows, columns)
