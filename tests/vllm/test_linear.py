@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 
 from w4a8.formats import Stored
+from w4a8.integrations.vllm.config_gptq import W4A8GPTQConfig
 from w4a8.integrations.vllm.linear import W4A8LinearScheme
 
 N, K, GROUP = 64, 128, 32
@@ -112,3 +114,28 @@ def test_zero_points_of_a_symmetric_file(monkeypatch):
         ValueError, match=rf"{NAME}: weight.qzeros: zero points in \[1, 1\], but the configuration says"
     ):
         load_gptq(layer, gptq_tensors())
+
+
+@pytest.mark.parametrize(
+    ("dynamic", "bits"),
+    [
+        ({}, 4),
+        ({r"+:.*[.][qkv]_proj$": {"bits": 8}}, 8),
+        ({r"+:.*[.]qkv_proj$": {"bits": 4}, r"+:.*[.][qkv]_proj$": {"bits": 8}}, 4),  # its own name comes first
+        ({r"+:.*[.]q_proj$": {"bits": 8}}, 4),  # not of all
+        ({r"-:.*[.][qkv]_proj$": {}}, None),
+    ],
+    ids=["none", "of all parts", "of the whole", "of one part", "left out"],
+)
+def test_gptq_rules_of_a_layer_of_three_matrices(dynamic, bits):
+    """They may name the matrices of the file."""
+    stated = {"bits": 4, "group_size": GROUP, "sym": True, "desc_act": False, "dynamic": dynamic, "lm_head": False}
+    config = W4A8GPTQConfig.from_config({"quant_method": "gptq", **stated})
+    config.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+    layer = LinearBase.__new__(LinearBase)
+    torch.nn.Module.__init__(layer)
+    method = config.get_quant_method(layer, "model.layers.0.self_attn.qkv_proj")
+    if bits is None:
+        assert isinstance(method, UnquantizedLinearMethod)
+    else:
+        assert method.weights.stored == Stored("gptq", GROUP, True, bits=bits)

@@ -51,6 +51,8 @@ class Matrix8:
     def with_zero_rows(self, rows: int) -> Matrix8:
         """The matrix of so many rows, those behind its own zero."""
         more = rows - self.rows
+        if more == 0:
+            return self
         parts = (self.codes, self.scales, self.zero_points, self.bias)
         codes, scales, zeros, bias = (
             None if part is None else torch.cat((part, part.new_zeros(more, *part.shape[1:]))) for part in parts

@@ -69,10 +69,9 @@ class W4A8GPTQConfig(TakesEveryDtype, ChecksActivationOrder, AutoGPTQConfig):
     def _ruled(self, prefix: str) -> str:
         """The name that rules are asked about: of a layer of several matrices one of theirs, if no rule has its own."""
         names = joined_from(prefix, self.packed_modules_mapping)
-        rules = [get_dynamic_override(self, name) for name in names]
-        if get_dynamic_override(self, prefix) is None and all(rule == rules[0] for rule in rules):
-            return names[0]
-        return prefix
+        first, *others = (get_dynamic_override(self, name) for name in names)
+        alike = first is not None and all(rule == first for rule in others)
+        return names[0] if alike and get_dynamic_override(self, prefix) is None else prefix
 
     def _experts_method(self, layer: RoutedExperts, prefix: str):
         names = projections(layer, prefix)
