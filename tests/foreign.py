@@ -65,6 +65,8 @@ def _codes(words: torch.Tensor, order: tuple = tuple(range(8)), bits: int = 4) -
 
 def multiplied_out(stored: dict[str, torch.Tensor], form: str, bits: int = 4) -> torch.Tensor:
     """float32 [N, K] of the tensors of a matrix, by the last part of their names."""
+    if form in ("mxfp4-pack-quantized", "auto_round:llm_compressor"):
+        return read_mxfp4(stored["weight_packed"].unflatten(1, (-1, 16)), stored["weight_scale"])
     if form.endswith("-quantized"):
         scales = stored["weight_scale"]
         zeros = torch.full(scales.shape, 8)

@@ -5,7 +5,7 @@ config.json and model.safetensors are kept. torch 2.13.0 (CPU); the tools, and w
 
     auto-round        0.16.1    gptq, gptq_sym, awq, awq_sym (zero_point false), auto_round (a packing of its own),
                                 auto_round_gptq, auto_round_awq, compressed_tensors, auto_round_mixed (attention in 8
-                                bits): rounded to nearest
+                                bits), mxfp4_compressed_tensors, mxfp4_auto_round: rounded to nearest
     gptqmodel         7.7.0     gptq_v2, gptq_v2_sym: calibrated with random tokens. On two cores it needs
                                 GPTQMODEL_CPU_WORKERS=2
     llmcompressor     0.14.0.1  w4a16, w4a8: rounded to nearest
@@ -85,6 +85,8 @@ def auto_round(source: Path, made: Path) -> None:
     eight = {f"model.layers.0.self_attn.{name}_proj": {"bits": 8} for name in "qkvo"}
     mixed = AutoRound(str(source), bits=4, group_size=128, sym=True, layer_config=eight, **options)
     mixed.quantize_and_save(str(made / "auto_round_mixed"), "auto_round")
+    for name, form in (("mxfp4_compressed_tensors", "llm_compressor"), ("mxfp4_auto_round", "auto_round")):
+        AutoRound(str(source), scheme="MXFP4", **options).quantize_and_save(str(made / name), form)
 
 
 def gptqmodel(source: Path, made: Path) -> None:

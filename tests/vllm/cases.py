@@ -35,6 +35,8 @@ TOOLS = {
     "auto_round_gptq": written_by_a_tool("auto_round_gptq", "auto_round:auto_gptq", True),
     "auto_round_mixed": written_by_a_tool("auto_round_mixed", "auto_round:auto_gptq", True),
     "auto_round_awq": written_by_a_tool("auto_round_awq", "auto_round:auto_awq"),
+    "mxfp4_compressed_tensors": written_by_a_tool("mxfp4_compressed_tensors", "mxfp4-pack-quantized", True),
+    "mxfp4_auto_round": written_by_a_tool("mxfp4_auto_round", "mxfp4-pack-quantized", True),
     "w4a16": written_by_a_tool("w4a16", "pack-quantized", True),
     "compressed_tensors": written_by_a_tool("compressed_tensors", "pack-quantized"),
     "w4a8": written_by_a_tool("w4a8", "int-quantized", True, "symmetric"),

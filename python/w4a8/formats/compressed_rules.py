@@ -9,9 +9,11 @@ from typing import Any
 from w4a8.core.json_fields import CheckpointError, check_field, json_field
 from w4a8.core.quant_args import QuantizationArgs, QuantizationStrategy
 from w4a8.formats.matrix import is_group_size
+from w4a8.formats.mxfp4 import BLOCK
 from w4a8.formats.stored import NotOurs, Stored
 
-FORMATS = ("int-quantized", "pack-quantized")
+MXFP4 = "mxfp4-pack-quantized"
+FORMATS = ("int-quantized", "pack-quantized", MXFP4)
 
 
 def _args(entry: Mapping[str, Any]) -> QuantizationArgs:
@@ -29,6 +31,14 @@ def _check_weights(args: QuantizationArgs, key: str, bits: tuple[int, ...]) -> N
     if args.strategy == QuantizationStrategy.GROUP:
         size = args.group_size
         check_field(size != -1 and is_group_size(size), f"{key}.group_size", size, "a multiple of 32")
+
+
+def _check_mxfp4(args: QuantizationArgs, key: str) -> None:
+    check_field(args.num_bits == 4, f"{key}.num_bits", args.num_bits, "4")
+    check_field(args.type == "float", f"{key}.type", args.type, "'float'")
+    check_field(args.symmetric is True, f"{key}.symmetric", args.symmetric, "true")
+    check_field(args.dynamic is False, f"{key}.dynamic", args.dynamic, "false")
+    check_field(args.group_size == BLOCK, f"{key}.group_size", args.group_size, str(BLOCK))
 
 
 def _check_input(args: QuantizationArgs, key: str) -> None:
@@ -104,11 +114,14 @@ class CompressedTensorsRules:
         group = self._groups[name]
         key = f"quantization_config.config_groups.{name}"
         format_ = group.get("format") or self._format
-        check_field(format_ in FORMATS, f"format of {key}", format_, " or ".join(map(repr, FORMATS)))
+        check_field(format_ in FORMATS, f"format of {key}", format_, f"one of {', '.join(map(repr, FORMATS))}")
         if not json_field(group, "weights", dict, f"{key}.weights"):
             raise CheckpointError(f"{key}.weights is missing: {module} is not quantized")
         weights = _args(group["weights"])
         activations = json_field(group, "input_activations", dict, f"{key}.input_activations")
+        if format_ == MXFP4:
+            _check_mxfp4(weights, f"{key}.weights")
+            return Stored(format_, BLOCK, True, weight_only=f"{key}.input_activations is not int8")
         # Of 8 bits in int8, or with int8 inputs, is another kind of layer, which has kernels of its own everywhere.
         mixed = format_ == "pack-quantized" and not activations
         _check_weights(weights, f"{key}.weights", (4, 8) if mixed else (4,))

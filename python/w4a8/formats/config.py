@@ -334,8 +334,10 @@ class AutoRoundRules(_Rules):
         return self._head(module) or self.default
 
     def _stored(self, config: Mapping[str, Any]) -> Stored:
-        bits = _bits(*_first(config, ("bits",)), 4, 8)
         kind, key = _first(config, ("data_type",), "int")
+        if isinstance(kind, str) and "mx_fp" in kind:
+            return self._mxfp4(config)
+        bits = _bits(*_first(config, ("bits",)), 4, 8)
         check_field(kind == "int", key, kind, "'int'")
         group = _group_size(*_first(config, ("group_size",), 128))
         symmetric = _flag(*_first(config, ("sym",), True))
@@ -349,6 +351,14 @@ class AutoRoundRules(_Rules):
         check_field(valid, key, inputs, "16, or 8")
         weight_only = None if inputs == 8 else f"{_WHERE}.act_bits is {inputs}"
         return Stored(found[0], group, symmetric, found[1], weight_only=weight_only, bits=bits)
+
+    def _mxfp4(self, config: Mapping[str, Any]) -> Stored:
+        _bits(*_first(config, ("bits",)), 4)
+        group, key = _first(config, ("group_size",), BLOCK)
+        check_field(group == BLOCK, key, group, str(BLOCK))
+        packing, key = _first(config, ("packing_format",), "auto_round:llm_compressor")
+        check_field(packing == "auto_round:llm_compressor", key, packing, "'auto_round:llm_compressor'")
+        return Stored("mxfp4-pack-quantized", BLOCK, True, weight_only=f"{_WHERE}.data_type is 'mx_fp'")
 
 
 class Mxfp4Rules(_Rules):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from w4a8.core.matrix import Matrix4
-from w4a8.formats.matrix import Tensors, expect_shape, take, take_bias
+from w4a8.formats.matrix import Tensors, expect_shape, groups_of, take, take_bias
 
 BLOCK = 32
 
@@ -21,6 +21,24 @@ def powers_of_two(exponents: torch.Tensor, name: str) -> torch.Tensor:
     # The exponent's bits of a float32; 2^-127 is a denormal.
     bits = (exponents.to(torch.int32) << 23).masked_fill_(exponents == 0, 1 << 22)
     return bits.view(torch.float32)
+
+
+def from_mxfp4_pack_quantized(tensors: Tensors, name: str) -> Matrix4:
+    """A matrix of compressed-tensors' ``mxfp4-pack-quantized``, which AutoRound writes as well.
+
+        weight_packed   uint8 [N, K/2]    codes in pairs, low nibble = even k
+        weight_scale    uint8 [N, K/32]   exponents: 2^(s - 127)
+        bias            [N]               may be missing
+
+    Args, Raises: as :func:`from_mxfp4`.
+    """
+    codes = take(tensors, name, "weight_packed", (torch.uint8,), 2)
+    rows, columns = codes.shape[0], 2 * codes.shape[1]
+    groups = groups_of(columns, BLOCK, name, "weight_packed")
+    exponents = take(tensors, name, "weight_scale", (torch.uint8,), 2)
+    expect_shape(exponents, name, "weight_scale", (rows, groups), f"{columns} x {rows} features in blocks of {BLOCK}")
+    scales = powers_of_two(exponents, f"{name}.weight_scale")
+    return Matrix4(codes.contiguous(), scales, None, "e2m1", take_bias(tensors, name, rows))
 
 
 def from_mxfp4(tensors: Tensors, name: str) -> Matrix4:

@@ -81,6 +81,10 @@ PARTS: dict[str, tuple[Part, ...]] = {
         Part("weight_zero_point", "zero_points", torch.int32, ("n", "g"), 0),
         _CT_G_IDX,
     ),
+    "mxfp4-pack-quantized": (
+        Part("weight_packed", "weight", torch.uint8, ("n", "k"), 1),
+        Part("weight_scale", "weight_scale", torch.uint8, ("n", "g")),
+    ),
     "mxfp4": (
         Part("blocks", "weight", torch.uint8, ("n", "k"), 1),
         Part("scales", "weight_scale", torch.uint8, ("n", "g")),

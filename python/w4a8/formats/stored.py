@@ -12,7 +12,7 @@ from w4a8.formats.awq import from_awq, output_features, output_nibbles
 from w4a8.formats.compressed_tensors import from_int_quantized, from_pack_quantized
 from w4a8.formats.gptq import from_gptq
 from w4a8.formats.matrix import Tensors, checked_zeros
-from w4a8.formats.mxfp4 import BLOCK, from_mxfp4, powers_of_two
+from w4a8.formats.mxfp4 import BLOCK, from_mxfp4, from_mxfp4_pack_quantized, powers_of_two
 from w4a8.formats.parts import Part, parts_of
 from w4a8.formats.words import codes, word_bytes
 
@@ -25,8 +25,8 @@ class Stored:
     (:meth:`piece`).
 
     Attributes:
-        format: ``gptq``, ``awq``, ``int-quantized``, ``pack-quantized`` or ``mxfp4``. AutoRound's modules are the first
-            two.
+        format: ``gptq``, ``awq``, ``int-quantized``, ``pack-quantized``, ``mxfp4-pack-quantized`` or ``mxfp4``.
+            AutoRound's modules are the first two, or the last but one.
         group_size: input features per scale, a multiple of 32; -1 is one group.
         symmetric: all zero points are 8.
         version: of ``gptq``: 1, or 2 where zero points are stored as they are.
@@ -51,7 +51,7 @@ class Stored:
     @property
     def values(self) -> str:
         """``int4`` or ``e2m1``."""
-        return "e2m1" if self.format == "mxfp4" else "int4"
+        return "e2m1" if self.format.startswith("mxfp4") else "int4"
 
     def groups(self, columns: int) -> int:
         """Scales of a row of so many input features."""
@@ -112,8 +112,8 @@ class Stored:
             ValueError: a tensor is missing, has another dtype or shape, or values that this format does not have;
                 names it.
         """
-        if self.format == "mxfp4":
-            return from_mxfp4(tensors, name)
+        if self.values == "e2m1":
+            return (from_mxfp4 if self.format == "mxfp4" else from_mxfp4_pack_quantized)(tensors, name)
         if self.format == "gptq":
             if self.activation_order and tensors.get("g_idx") is None:
                 raise ValueError(f"{name}.g_idx is missing, though the configuration says desc_act")

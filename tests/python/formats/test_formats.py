@@ -26,6 +26,7 @@ from w4a8.formats import (
     from_gptq,
     from_int_quantized,
     from_mxfp4,
+    from_mxfp4_pack_quantized,
     from_pack_quantized,
 )
 
@@ -182,6 +183,13 @@ def test_mxfp4(n, k):
     assert found.kind == "e2m1" and found.zero_points is None and found.scales.dtype == torch.float32
     assert torch.equal(multiplied_out(found), dequantized_mxfp4(tensors))
     assert found.nibbles.is_contiguous()
+    other = from_mxfp4_pack_quantized(packed_mxfp4(tensors), "layer")
+    assert other.kind == "e2m1" and torch.equal(multiplied_out(other), dequantized_mxfp4(tensors))
+
+
+def packed_mxfp4(tensors):
+    """The same bytes with the names and shapes of compressed-tensors."""
+    return {"weight_packed": tensors["blocks"].flatten(1), "weight_scale": tensors["scales"]}
 
 
 def test_e2m1_values():
@@ -209,10 +217,15 @@ def make(format_, symmetric=False):
             lambda t, g=32: from_pack_quantized(t, "a.b", g, symmetric),
         ),
         "mxfp4": lambda: (write_mxfp4(codes, exponents), lambda t: from_mxfp4(t, "a.b")),
+        "mxfp4 pack": lambda: (
+            packed_mxfp4(write_mxfp4(codes, exponents)),
+            lambda t: from_mxfp4_pack_quantized(t, "a.b"),
+        ),
     }[format_]()
 
 
-FORMATS = ("gptq", "gptq2", "awq", "int", "pack", "mxfp4")
+INTEGERS = ("gptq", "gptq2", "awq", "int", "pack")
+FORMATS = (*INTEGERS, "mxfp4", "mxfp4 pack")
 
 
 @pytest.mark.parametrize("format_", FORMATS)
@@ -253,7 +266,7 @@ def test_truncated_zero_points(format_):
             read({**tensors, suffix: tensors[suffix].narrow(dim, 0, 1)})
 
 
-@pytest.mark.parametrize("format_", FORMATS[:-1])
+@pytest.mark.parametrize("format_", INTEGERS)
 @pytest.mark.parametrize("group", [16, 64, -1, 48, 0, -2])
 def test_wrong_group(format_, group):
     tensors, read = make(format_)
@@ -269,7 +282,7 @@ def test_zero_point_of_16():
         read(tensors)
 
 
-@pytest.mark.parametrize("format_", FORMATS[:-1])
+@pytest.mark.parametrize("format_", INTEGERS)
 def test_zero_points_of_a_symmetric_matrix(format_):
     """A version 2 file that says it is version 1, for instance."""
     tensors, read = make(format_, symmetric=True)
@@ -303,7 +316,7 @@ def test_activation_order(format_):
             read({**tensors, suffix: broken})
 
 
-@pytest.mark.parametrize("format_", FORMATS[:-1])
+@pytest.mark.parametrize("format_", INTEGERS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_scales_that_are_no_numbers(format_, value):
     tensors, read = make(format_)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,8 +24,9 @@ from w4a8.checkpoint import CheckpointError, load, load_linear
 from w4a8.formats import Matrix4
 from w4a8.nn import W4A8Linear, W8A8Linear
 
-pytest.importorskip("safetensors", reason="the safetensors package is not installed")
+safetensors_torch = pytest.importorskip("safetensors.torch", reason="the safetensors package is not installed")
 
+TOOL_WRITTEN = Path(__file__).parents[2] / "tool_written"
 each_format = pytest.mark.parametrize("name", FORMATS)
 
 
@@ -284,6 +286,30 @@ def test_from_mxfp4():
     del made["scales"]
     with pytest.raises(ValueError, match=r"the layer\.scales is missing"):
         W4A8Linear.from_mxfp4(made, name="the layer")
+
+
+@pytest.mark.parametrize("folder", ["mxfp4_compressed_tensors", "mxfp4_auto_round"])
+def test_mxfp4_of_a_tool(folder):
+    """Experts and linear layers (tests/tool_written)."""
+    path = TOOL_WRITTEN / folder
+    tensors = safetensors_torch.load_file(path / "model.safetensors")
+
+    def meant(name):
+        parts = tensors[f"{name}.weight_packed"], tensors[f"{name}.weight_scale"]
+        return dequantized_mxfp4({"blocks": parts[0].unflatten(1, (-1, 16)), "scales": parts[1]})
+
+    with pytest.raises(CheckpointError, match=r"input_activations is not int8|data_type is 'mx_fp'"):
+        load(path)
+    (layer,) = load(path, quantize_w4a16=True).values()
+    for expert in range(4):
+        name = f"model.layers.0.mlp.experts.{expert}"
+        w13 = torch.cat([meant(f"{name}.gate_proj"), meant(f"{name}.up_proj")])
+        assert torch.equal(meaning(layer.w13_weight_packed[expert])[0], w13)
+        assert torch.equal(meaning(layer.w2_weight_packed[expert])[0], meant(f"{name}.down_proj"))
+    linear = load_linear(path, quantize_w4a16=True)
+    assert sorted(name.rpartition(".")[2] for name in linear) == ["k_proj", "o_proj", "q_proj", "v_proj"]
+    for name, module in linear.items():
+        assert torch.equal(meaning(module.packed)[0], meant(name))
 
 
 def test_wrong_zero_points_of_compressed_tensors():

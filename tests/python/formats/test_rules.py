@@ -13,6 +13,8 @@ Q, UP, HEAD = "model.layers.3.self_attn.q_proj", "model.layers.3.mlp.experts.7.u
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
 ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": False, "data_type": "int"}
+ROUND_MX = {**ROUND, "group_size": 32, "sym": True, "data_type": "mx_fp", "packing_format": "auto_round:llm_compressor"}
+MXFP4_PACK, FLOATS = "mxfp4-pack-quantized", {"type": "float", "group_size": 32}
 
 
 def gptq(group=128, symmetric=True, version=1, ordered=False, bits=4):
@@ -66,6 +68,12 @@ def compressed(inputs=True, **changes):
             Stored("pack-quantized", 32, True, bits=8,
                    weight_only="quantization_config.config_groups.group_0.input_activations is missing"),
         ),
+        (
+            {**compressed(**FLOATS), "format": MXFP4_PACK},
+            Stored(MXFP4_PACK, 32, True,
+                   weight_only="quantization_config.config_groups.group_0.input_activations is not int8"),
+        ),
+        (ROUND_MX, Stored(MXFP4_PACK, 32, True, weight_only="quantization_config.data_type is 'mx_fp'")),
         (MXFP4, Stored("mxfp4", 32, True, weight_only="quantization_config.quant_method is 'mxfp4'")),
     ],
 )  # fmt: skip
@@ -89,7 +97,15 @@ def test_of_all_modules(config, expected):
             {**ROUND, "packing_format": "auto_round:llm_compressor"},
             "packing_format is 'auto_round:llm_compressor', but",
         ),
-        ({**ROUND, "data_type": "mx_fp"}, "quantization_config.data_type is 'mx_fp', but 'int' is expected"),
+        ({**ROUND, "data_type": "nv_fp"}, "quantization_config.data_type is 'nv_fp', but 'int' is expected"),
+        ({**ROUND, "data_type": "mx_fp"}, "quantization_config.group_size is 128, but 32 is expected"),
+        ({**ROUND_MX, "bits": 8}, "quantization_config.bits is 8, but 4 is expected"),
+        ({**ROUND_MX, "packing_format": "auto_round:auto_gptq"}, "but 'auto_round:llm_compressor' is expected"),
+        ({**compressed(**FLOATS), "format": "pack-quantized"}, "weights.type is 'float', but 'int' is expected"),
+        ({**compressed(**FLOATS, num_bits=8), "format": MXFP4_PACK}, "weights.num_bits is 8, but 4 is expected"),
+        ({**compressed(type="float", group_size=16), "format": MXFP4_PACK}, "group_size is 16, but 32 is expected"),
+        ({**compressed(), "format": MXFP4_PACK}, "weights.type is 'int', but 'float' is expected"),
+        ({**compressed(), "format": "nvfp4-pack-quantized"}, "is 'nvfp4-pack-quantized', but one of 'int-quantized', "),
         ({**ROUND, "act_bits": 4}, "quantization_config.act_bits is 4, but 16, or 8 is expected"),
         (compressed(num_bits=8), "quantization_config.config_groups.group_0.weights.num_bits is 8, but 4 is expected"),
         (compressed(actorder="group"), "weights.actorder is 'group': reordered input features"),

@@ -13,6 +13,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from w4a8.formats import Stored
 from w4a8.formats.awq import packing_of
 from w4a8.formats.matrix import is_group_size
+from w4a8.formats.mxfp4 import BLOCK
 from w4a8.integrations.vllm.activation_order import ChecksActivationOrder
 from w4a8.integrations.vllm.dtypes import TakesEveryDtype
 from w4a8.integrations.vllm.linear import W4A8LinearMethod
@@ -64,6 +65,9 @@ class W4A8INCConfig(TakesEveryDtype, ChecksActivationOrder, INCConfig):
 
     def _stored(self, layer: torch.nn.Module, name: str) -> Stored | None:
         found = self.config_parser.resolve(layer, name)
+        if found.quantized and getattr(found, "is_mxfp4", False) and found.group_size == BLOCK:
+            say_int8("AutoRound")
+            return Stored("mxfp4-pack-quantized", BLOCK, True)
         if not found.quantized or found.data_type != "int" or not is_group_size(found.group_size):
             return None
         if not (found.is_gptq and found.bits in (4, 8)) and not (found.is_awq and found.bits == 4):

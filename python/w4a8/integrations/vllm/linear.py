@@ -210,7 +210,7 @@ class LinearWeights:
                 the first weight was packed as.
         """
         first = getattr(layer, self.stored.weight, None)
-        if first is None or first.dtype == torch.uint8:
+        if first is None or getattr(first, "w4a8_is_packed", False):
             return
         tensors = self._there(layer)
         self._lacking, self.dummy = {}, False
@@ -222,6 +222,7 @@ class LinearWeights:
         for part in self.parts:
             delattr(layer, part.suffix)
         replace_parameter(layer, "weight_packed", packed)
+        layer.weight_packed.w4a8_is_packed = True
         logger().info_once(
             "w4a8: runs %s linear layers (%s), kernel %s",
             *describe(self.stored),
@@ -234,12 +235,12 @@ class LinearWeights:
         if isinstance(matrix, Matrix8):
             matrix = matrix.with_zero_rows(self.n).planes()
             rows = matrix.rows
-        stack = MatrixStack(1, rows, self.k, self.stored.group_size, packed_as=self.packed_as, values="int4")
+        stack = MatrixStack(1, rows, self.k, self.stored.group_size, packed_as=self.packed_as, values=matrix.kind)
         if matrix.rows < rows:  # the vocabulary is padded
             more = rows - matrix.rows
             nibbles = torch.zeros(more, self.k // 2, dtype=torch.uint8)
             scales = torch.zeros(more, matrix.scales.shape[1], dtype=matrix.scales.dtype)
-            stack.put(0, matrix.rows, Matrix4(nibbles, scales, None, "int4"))
+            stack.put(0, matrix.rows, Matrix4(nibbles, scales, None, matrix.kind))
         stack.put(0, 0, matrix)
         self.packed_as = stack.packed_as
         return stack.pack()[0]

@@ -138,7 +138,7 @@ class W4A8MoEMethod(FusedMoEMethodBase):
             if self.stored.format == "pack-quantized":
                 # Stays when the rest is packed: the last shapes of other weights come when their layer is complete.
                 self._register(layer, f"{stack}_weight_shape", (num_experts, 2), torch.int64, False, meta=False)
-            else:
+            elif self.stored.weight != "weight_packed":
                 self._register(layer, f"{stack}_weight_packed", (0,), torch.uint8, True, meta=False)
         self.dummy = is_dummy_load()
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from w4a8.formats import Stored
 from w4a8.formats.matrix import is_group_size
+from w4a8.formats.mxfp4 import BLOCK
 from w4a8.formats.parts import Part
 
 
@@ -43,8 +44,17 @@ def is_weight_only(weights: Any, inputs: Any) -> bool:
     return inputs is None and (_is_int(weights, 4) or _is_int(weights, 8))
 
 
+def is_mxfp4(weights: Any) -> bool:
+    """Whether weights are 4-bit floats in blocks of 32."""
+    if weights is None or not _is(weights.type, "float") or weights.num_bits != 4 or weights.dynamic:
+        return False
+    return _is(weights.strategy, "group") and weights.group_size == BLOCK
+
+
 def stored_in(weights: Any, format_: str | None) -> Stored | None:
     """How such weights are stored in a format of compressed-tensors; None if that is another format."""
+    if is_mxfp4(weights):
+        return Stored(format_, BLOCK, True) if format_ == "mxfp4-pack-quantized" else None
     if format_ not in ("int-quantized", "pack-quantized") or (weights.num_bits == 8 and format_ == "int-quantized"):
         return None
     group = -1 if _is(weights.strategy, "channel") else weights.group_size
