@@ -7,7 +7,8 @@ import torch
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
 from w4a8.formats import Stored
-from w4a8.integrations.vllm.moe import W4A8MoEMethod, unsupported
+from w4a8.integrations.vllm import moe
+from w4a8.integrations.vllm.moe import W4A8MoEMethod, experts_method, unsupported
 
 HIDDEN, EXPERTS = 128, 2
 
@@ -87,6 +88,17 @@ def test_parallelism_that_is_left_to_vllm(name):
     assert unsupported(layer.moe_config) is None
     setattr(layer.moe_config.moe_parallel_config, name, 2)
     assert unsupported(layer.moe_config) == f"{name} 2"
+
+
+def test_experts_of_8_bits_are_left_to_vllm(monkeypatch):
+    said = []
+    log = SimpleNamespace(warning_once=lambda message, *args: said.append(message % args))
+    monkeypatch.setattr(moe, "logger", lambda: log)
+    layer, _ = make_layer(form="gptq")
+    assert experts_method(None, layer, "layers.0") is None and not said
+    assert experts_method(Stored("gptq", 32, True), layer, "layers.0") is not None and not said
+    assert experts_method(Stored("gptq", 32, True, bits=8), layer, "layers.0") is None
+    assert said == ["w4a8: leaves layers of experts to vLLM, because of weights of 8 bits"]
 
 
 @pytest.mark.parametrize("has_bias", [False, True])

@@ -60,5 +60,4 @@ class W4A8CompressedTensorsConfig(CompressedTensorsConfig):
         schemes = [self.get_scheme_dict(layer, f"{prefix}.0.{name}") for name in names if name is not None]
         if any(other != schemes[0] for other in schemes):
             return None  # not alike: upstream's to handle
-        stored = self._stored(schemes[0])
-        return None if stored is None or stored.bits != 4 else experts_method(stored, layer, prefix)
+        return experts_method(self._stored(schemes[0]), layer, prefix)

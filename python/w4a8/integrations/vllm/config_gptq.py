@@ -87,8 +87,7 @@ class W4A8GPTQConfig(TakesEveryDtype, ChecksActivationOrder, AutoGPTQConfig):
             return UnquantizedFusedMoEMethod(layer.moe_config)
         config = deepcopy(self)
         override_config(config, prefix if get_dynamic_override(self, names[0]) is None else names[0])
-        stored = config.stored()
-        return None if stored is None or stored.bits != 4 else experts_method(stored, layer, prefix)
+        return experts_method(config.stored(), layer, prefix)
 
 
 class _Stock:

@@ -86,4 +86,4 @@ class W4A8INCConfig(TakesEveryDtype, ChecksActivationOrder, INCConfig):
             logger().warning_once("w4a8: leaves %s to vLLM: its experts are not quantized alike", prefix)
             return None
         (stored,) = ways
-        return None if stored is None or stored.bits != 4 else experts_method(stored, layer, prefix)
+        return experts_method(stored, layer, prefix)
