@@ -35,9 +35,8 @@ def write(source: Path, directory: Path) -> None:
             modules.setdefault(module, {})[suffix] = tensor
     for module, found in modules.items():
         if not found.keys().isdisjoint(("qweight", "weight_scale")):
-            found = {"weight": foreign.multiplied_out(found, form, others.get(module, {}).get("bits", 4))} | {
-                k: v for k, v in found.items() if k == "bias"
-            }
+            weight = foreign.multiplied_out(found, form, others.get(module, {}).get("bits", 4))
+            found = {"weight": weight} | {k: v for k, v in found.items() if k == "bias"}
         content.update({f"{module}.{suffix}": tensor.float() for suffix, tensor in found.items()})
     directory.mkdir()
     save_file(content, directory / "model.safetensors", metadata={"format": "pt"})

@@ -1,8 +1,11 @@
 """Linear layers without an engine: what the plugin notices to be missing."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from w4a8.formats import Stored
 from w4a8.integrations.vllm.config_gptq import W4A8GPTQConfig
@@ -139,3 +142,32 @@ def test_gptq_rules_of_a_layer_of_three_matrices(dynamic, bits):
         assert isinstance(method, UnquantizedLinearMethod)
     else:
         assert method.weights.stored == Stored("gptq", GROUP, True, bits=bits)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_padded_vocabulary(bits, monkeypatch):
+    """Rows that the checkpoint does not have give zeros; the others what they do without them."""
+
+    def run(rows, padded):
+        layer = ParallelLMHead.__new__(ParallelLMHead)
+        torch.nn.Module.__init__(layer)
+        layer.shard_indices = SimpleNamespace(num_org_elements=rows, org_vocab_start_index=0)
+        scheme = W4A8LinearScheme(Stored("gptq", GROUP, False, bits=bits), NAME)
+        scheme.create_weights(layer, padded, K, [padded], K, torch.bfloat16, None)
+        for name, tensor in made.items():
+            getattr(layer, name).weight_loader(getattr(layer, name), tensor)
+        return scheme.apply_weights(layer, x)
+
+    for what, value in (("rank", 0), ("world_size", 1)):
+        name = f"vllm.model_executor.parameter.get_tensor_model_parallel_{what}"
+        monkeypatch.setattr(name, lambda value=value: value)
+    rows, words = 40, 32 // bits
+    made = {
+        "qweight": torch.randint(-(2**31), 2**31, (K // words, rows)).to(torch.int32),
+        "qzeros": torch.zeros(K // GROUP, rows // words, dtype=torch.int32),
+        "scales": torch.rand(K // GROUP, rows).half() + 0.1,
+    }
+    x = torch.randn(3, K)
+    found = run(rows, N)
+    assert torch.equal(found[:, :rows], run(rows, rows)) and found[:, :rows].any()
+    assert not found[:, rows:].any()

@@ -154,7 +154,8 @@ def results(tmp_path_factory):
     jobs.append(Job(where["gpt-oss"] / "packed", dummy, tokens=2))
     done, log = run_engines(jobs, tmp_path_factory.mktemp("engines"), 1800, VLLM_ENABLE_V1_MULTIPROCESSING="0")
     same = dict(zip(SAME, zip(done[::2], done[1::2])))
-    return same, dict(zip([*OTHERS, "dummy"], zip(jobs[-4:], done[-4:]))), where, log
+    first = 2 * len(SAME)
+    return same, dict(zip([*OTHERS, "dummy"], zip(jobs[first:], done[first:]))), where, log
 
 
 @pytest.mark.parametrize("case", SAME)

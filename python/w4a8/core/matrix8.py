@@ -48,17 +48,6 @@ class Matrix8:
         """Values of k that share a scale; K if there is one group."""
         return self.columns // self.scales.shape[1]
 
-    def with_zero_rows(self, rows: int) -> Matrix8:
-        """The matrix of so many rows, those behind its own zero."""
-        more = rows - self.rows
-        if more == 0:
-            return self
-        parts = (self.codes, self.scales, self.zero_points, self.bias)
-        codes, scales, zeros, bias = (
-            None if part is None else torch.cat((part, part.new_zeros(more, *part.shape[1:]))) for part in parts
-        )
-        return Matrix8(codes, scales, zeros, bias)
-
     def planes(self) -> Matrix4:
         """Two rows of 4-bit codes for each: [2 N, K], the upper four bits of all rows, then the lower ones.
 
@@ -76,6 +65,10 @@ class Matrix8:
         nibbles = torch.cat([pairs(self.codes >> 4), pairs(self.codes & 15)])
         bias = None if self.bias is None else torch.cat([self.bias, torch.zeros_like(self.bias)])
         return Matrix4(nibbles, torch.cat([upper, scales]), torch.cat([zeros >> 4, zeros & 15]), "int4", bias)
+
+    def pack(self, scale_dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The planes, uint8 [bytes], as :func:`matmul_planes` takes them; ``scale_dtype`` as :meth:`Matrix4.pack`."""
+        return self.planes().pack(scale_dtype)
 
 
 def matmul_planes(x: torch.Tensor, packed: torch.Tensor, group_size: int, k: int, n: int) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 
@@ -92,6 +93,7 @@ PARTS: dict[str, tuple[Part, ...]] = {
 }
 
 
+@cache
 def parts_of(form: str, bits: int) -> tuple[Part, ...]:
     """The tensors of a format with codes of 4 or 8 bits, the codes first."""
     return tuple(replace(part, bits=bits) for part in PARTS[form])

@@ -17,34 +17,16 @@ from w4a8.formats import (
     from_pack_quantized,
 )
 from w4a8.formats.words import CODES, word_bytes
-from w4a8.nn.packed import PackedModule
+from w4a8.nn.packed import PackedLinear
 from w4a8.nn.rounding import round_weight
 from w4a8.ops import dyn_quant_matmul_4bit
 
 
-class W4A8Linear(PackedModule):
+class W4A8Linear(PackedLinear):
     """``x @ W.T + bias`` with W packed, [..., in_features] to [..., out_features] of the type of x.
 
     The packed weight is a buffer and so part of the state dict; loading checks that it is a matrix of this shape.
     """
-
-    packed: torch.Tensor
-
-    def __init__(self, packed: torch.Tensor, in_features: int, out_features: int, group_size: int = -1) -> None:
-        """Takes a packed matrix.
-
-        Args:
-            packed: uint8 [bytes] of dyn_quant_pack_4bit_weight; its bias, if it has one, is the layer's.
-            in_features: K.
-            out_features: N.
-            group_size: values of k per scale; -1 is channelwise.
-        """
-        super().__init__()
-        self.in_features = in_features
-        self.out_features = out_features
-        self.group_size = in_features if group_size == -1 else group_size
-        self.check_packed("packed", packed)
-        self.register_buffer("packed", packed)
 
     @classmethod
     def from_float(
@@ -187,20 +169,10 @@ class W4A8Linear(PackedModule):
         """A layer of ``blocks``, ``scales`` and ``bias``: see :func:`w4a8.formats.from_mxfp4`."""
         return cls.from_matrix(from_mxfp4(tensors, name), scale_dtype)
 
-    @classmethod
-    def from_matrix(cls, matrix: Matrix4, scale_dtype: torch.dtype | None = None) -> W4A8Linear:
-        """A layer of what a reader of a format gives (:mod:`w4a8.formats`); ``scale_dtype`` as above."""
-        return cls(matrix.pack(scale_dtype), matrix.columns, matrix.rows, matrix.group)
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x float32, bfloat16 or float16 [..., in_features] to [..., out_features] of its type."""
         return dyn_quant_matmul_4bit(x, self.packed, self.group_size, self.in_features, self.out_features)
 
     def extra_repr(self) -> str:
         """Sizes and kind, for print()."""
-        sizes = f"in_features={self.in_features}, out_features={self.out_features}, group_size={self.group_size}"
-        return sizes + self.kind_repr()
-
-    def packed_shapes(self) -> dict[str, dict[str, int]]:
-        """What the header must say."""
-        return {"packed": {"n": self.out_features, "k": self.in_features, "group": self.group_size}}
+        return super().extra_repr() + self.kind_repr()

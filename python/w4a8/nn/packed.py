@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from w4a8.core.matrix import Matrix4
+from w4a8.core.matrix8 import Matrix8
 from w4a8.ops import read_header
 
 
@@ -55,3 +57,49 @@ class PackedModule(torch.nn.Module):
                 setattr(self, name, torch.empty_like(packed, device=own.device))
         if len(errors) == count:
             super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
+
+
+class PackedLinear(PackedModule):
+    """A linear layer with one packed matrix.
+
+    Attributes:
+        planes: packed rows for each output feature.
+    """
+
+    planes = 1
+    packed: torch.Tensor
+
+    def __init__(self, packed: torch.Tensor, in_features: int, out_features: int, group_size: int = -1) -> None:
+        """Takes a packed matrix.
+
+        Args:
+            packed: uint8 [bytes] of dyn_quant_pack_4bit_weight; its bias, if it has one, is the layer's.
+            in_features: K.
+            out_features: N.
+            group_size: values of k per scale; -1 is channelwise.
+        """
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        self.group_size = in_features if group_size == -1 else group_size
+        self.check_packed("packed", packed)
+        self.register_buffer("packed", packed)
+
+    @classmethod
+    def from_matrix(cls, matrix: Matrix4 | Matrix8, scale_dtype: torch.dtype | None = None) -> PackedLinear:
+        """A layer of what a reader of a format gives (:mod:`w4a8.formats`).
+
+        Args:
+            matrix: of as many bits as the layer.
+            scale_dtype: that scales are kept in; bfloat16 where that holds them exactly, else float32, if not given.
+        """
+        return cls(matrix.pack(scale_dtype), matrix.columns, matrix.rows, matrix.group)
+
+    def extra_repr(self) -> str:
+        """Sizes, for print()."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, group_size={self.group_size}"
+
+    def packed_shapes(self) -> dict[str, dict[str, int]]:
+        """What the header must say."""
+        n = self.planes * self.out_features
+        return {"packed": {"n": n, "k": self.in_features, "group": self.group_size}}

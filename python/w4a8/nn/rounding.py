@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from w4a8.core.matrix import Matrix4
@@ -50,20 +52,32 @@ def round_weight(
     nibbles = torch.empty(n, k // 2, dtype=torch.uint8, device=weight.device)
     scales = torch.empty(n, k // group, dtype=scale_dtype, device=weight.device)
     zeros = None if symmetric else torch.empty(n, k // group, dtype=torch.uint8, device=weight.device)
-    rows = max(1, CHUNK // k)
-    for begin in range(0, 0 if weight.is_meta else n, rows):
-        chunk = weight[begin : begin + rows].detach().float().contiguous()
-        if not torch.isfinite(chunk).all():
-            raise ValueError("the weight has a NaN or an infinite element")
+    for rows, chunk in _chunks(weight):
         groups = chunk.reshape(len(chunk), k // group, group)
         chosen = grid.covering(groups, scale_dtype)
         if clip_search:
             chosen = searched(grid, groups, chosen)
-        scales[begin : begin + rows] = chosen[0]
+        scales[rows] = chosen[0]
         if zeros is not None:
-            zeros[begin : begin + rows] = chosen[1]
-        nibbles[begin : begin + rows] = grid.nibbles(_round(grid, groups, chosen), chosen[1])
+            zeros[rows] = chosen[1]
+        nibbles[rows] = grid.nibbles(_round(grid, groups, chosen), chosen[1])
     return Matrix4(nibbles, scales, zeros, values, bias)
+
+
+def _chunks(weight: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Some rows at a time, as float32; none of a weight on the meta device.
+
+    Raises:
+        ValueError: they have a NaN or an infinity.
+    """
+    n, k = weight.shape
+    size = max(1, CHUNK // k)
+    for begin in range(0, 0 if weight.is_meta else n, size):
+        rows = slice(begin, begin + size)
+        chunk = weight[rows].detach().float().contiguous()
+        if not torch.isfinite(chunk).all():
+            raise ValueError("the weight has a NaN or an infinite element")
+        yield rows, chunk
 
 
 def round_to_8_bits(weight: torch.Tensor) -> Matrix8:
@@ -81,15 +95,11 @@ def round_to_8_bits(weight: torch.Tensor) -> Matrix8:
     n, k = weight.shape
     codes = torch.empty(n, k, dtype=torch.uint8)
     scales = torch.empty(n, 1)
-    rows = max(1, CHUNK // k)
-    for begin in range(0, n, rows):
-        chunk = weight[begin : begin + rows].detach().float()
-        if not torch.isfinite(chunk).all():
-            raise ValueError("the weight has a NaN or an infinite element")
+    for rows, chunk in _chunks(weight):
         scale = chunk.abs().amax(1, keepdim=True) / 127
         scale = torch.where(scale == 0, torch.ones_like(scale), scale)
-        scales[begin : begin + rows] = scale
-        codes[begin : begin + rows] = (chunk / scale).round_().clamp_(-127, 127).add_(128).to(torch.uint8)
+        scales[rows] = scale
+        codes[rows] = (chunk / scale).round_().clamp_(-127, 127).add_(128).to(torch.uint8)
     return Matrix8(codes, scales, None)
 
 

@@ -1,5 +1,4 @@
-"""vLLM's configuration class for compressed-tensors, with this package behind the int4 layers,
-and the weight-only int8 layers beside them.
+"""vLLM's configuration class for compressed-tensors, with this package behind 4-bit and weight-only int8 layers.
 
 The classes of this and its sibling modules are at module level because vLLM pickles them for its worker processes.
 """

@@ -231,17 +231,17 @@ class LinearWeights:
 
     def _pack(self, matrix: Matrix4 | Matrix8) -> torch.Tensor:
         """uint8 [bytes]; the second time in the place, and so the form, of the first."""
-        rows = self.n
-        if isinstance(matrix, Matrix8):
-            matrix = matrix.with_zero_rows(self.n).planes()
-            rows = matrix.rows
-        stack = MatrixStack(1, rows, self.k, self.stored.group_size, packed_as=self.packed_as, values=matrix.kind)
-        if matrix.rows < rows:  # the vocabulary is padded
-            more = rows - matrix.rows
-            nibbles = torch.zeros(more, self.k // 2, dtype=torch.uint8)
-            scales = torch.zeros(more, matrix.scales.shape[1], dtype=matrix.scales.dtype)
-            stack.put(0, matrix.rows, Matrix4(nibbles, scales, None, matrix.kind))
-        stack.put(0, 0, matrix)
+        planes = matrix.planes() if isinstance(matrix, Matrix8) else matrix
+        count, more = planes.rows // self.rows, self.n - self.rows
+        group = self.stored.group_size
+        stack = MatrixStack(1, count * self.n, self.k, group, packed_as=self.packed_as, values=planes.kind)
+        for plane in range(count):
+            if more > 0:  # the vocabulary is padded
+                nibbles = torch.zeros(more, self.k // 2, dtype=torch.uint8)
+                scales = torch.zeros(more, planes.scales.shape[1], dtype=planes.scales.dtype)
+                stack.put(0, plane * self.n + self.rows, Matrix4(nibbles, scales, None, planes.kind))
+            begin = plane * self.rows
+            stack.put(0, plane * self.n, planes.with_rows(slice(begin, begin + self.rows)))
         self.packed_as = stack.packed_as
         return stack.pack()[0]
 

@@ -75,10 +75,11 @@ class W4A8LMHeadMethod(UnquantizedEmbeddingMethod):
         weight = layer.weight
         self.n, self.k = weight.shape
         if self.bits == 8:
-            matrix, groups = round_to_8_bits(weight.data).planes(), "with a scale for each row"
+            matrix, groups = round_to_8_bits(weight.data), "with a scale for each row"
         else:
             matrix = round_weight(weight.data, GROUP, torch.bfloat16, clip_search=True)
             groups = f"in groups of {GROUP}"
+        self.group = matrix.group
         replace_parameter(layer, "weight_rounded", matrix.pack())
         if not self.tied:
             del layer.weight
@@ -91,8 +92,6 @@ class W4A8LMHeadMethod(UnquantizedEmbeddingMethod):
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [..., K] to logits [..., N] of its type."""
-        if self.bits == 8:
-            out = matmul_planes(x, layer.weight_rounded, self.k, self.k, self.n)
-        else:
-            out = dyn_quant_matmul_4bit(x, layer.weight_rounded, GROUP, self.k, self.n)
+        matmul = dyn_quant_matmul_4bit if self.bits == 4 else matmul_planes
+        out = matmul(x, layer.weight_rounded, self.group, self.k, self.n)
         return out if bias is None else out + bias

@@ -91,10 +91,12 @@ class _Packed:
 
 
 class _PackedLinear(_Packed):
-    def __init__(self, layer: torch.nn.Module, layer_name: str, parts: Sequence[tuple[str, PackedTensor]]) -> None:
+    def __init__(
+        self, layer: torch.nn.Module, layer_name: str, parts: Sequence[tuple[str, PackedTensor]], planes: bool
+    ) -> None:
         super().__init__(layer, layer_name, [name for name, _ in parts])
         self.headers = [stored.header for _, stored in parts]
-        self.planes = False  # of 8-bit codes
+        self.planes = planes  # of 8-bit codes
         self.register("weight_packed", joined_bytes(self.headers))
         self._came: dict[int, torch.Tensor] = {}
 
@@ -186,8 +188,6 @@ class W4A8PackedLinearMethod(LinearMethodBase):
         if len(kinds) > 1:
             raise ValueError(f"w4a8: {layer_name}: (values, in_features, group) of its parts are {sorted(kinds)}")
         ((_, self.k, self.group),) = kinds
-        self.n = sum(header["n"] for header in headers)
-        self.planes = False  # of 8-bit codes: twice the rows
         self.has_bias = any(header["has_bias"] for header in headers)
 
     def create_weights(
@@ -205,14 +205,16 @@ class W4A8PackedLinearMethod(LinearMethodBase):
         Raises:
             ValueError: the matrices are not those of the layer.
         """
-        packed = _PackedLinear(layer, self.layer_name, self.parts)
         if isinstance(layer, ParallelLMHead):
             output_partition_sizes = [layer.shard_indices.num_org_elements]  # without padding
-        rows = [header["n"] for header in packed.headers]
-        packed.planes = self.planes = rows == [2 * size for size in output_partition_sizes]
-        if self.planes:
-            rows, self.n = list(output_partition_sizes), self.n // 2
-        packed.expect("[out_features, in_features]", [rows, self.k], [output_partition_sizes, input_size_per_partition])
+        self.n = sum(output_partition_sizes)
+        rows = [stored.header["n"] for _, stored in self.parts]
+        self.planes = rows == [2 * size for size in output_partition_sizes]  # of 8-bit codes
+        packed = _PackedLinear(layer, self.layer_name, self.parts, self.planes)
+        found = [n // 2 for n in rows] if self.planes else rows
+        packed.expect(
+            "[out_features, in_features]", [found, self.k], [output_partition_sizes, input_size_per_partition]
+        )
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Raises ValueError if the checkpoint lacked something."""
