@@ -51,9 +51,9 @@ void check_shape(const PackedShape& shape) {
     fail("k (in_features) is " + str(shape.k) + ", expected an even number in 2.." + str(max_k(shape.kind)) +
          (shape.kind == WeightKind::kInt4 ? "" : std::string(" for ") + kind_name(shape.kind)));
   }
-  if (shape.group != shape.k && (shape.group < 32 || shape.group % 32 != 0 || shape.k % shape.group != 0)) {
+  if (!is_group(shape.group, shape.k)) {
     fail("group (block_size) is " + str(shape.group) + ", expected k = " + str(shape.k) +
-         " (channelwise) or a multiple of 32 that divides it");
+         " (channelwise), or 16 or a multiple of 32 that divides it");
   }
   if (shape.scale_dtype != DType::kFloat32 && shape.scale_dtype != DType::kBFloat16) {
     fail("scale dtype is " + str(static_cast<int>(shape.scale_dtype)) + ", expected 0 (float32) or 1 (bfloat16)");
@@ -66,7 +66,7 @@ int64_t packed_bytes(const PackedShape& shape) { return kHeaderBytes + shape.pan
 void write_header(const PackedShape& shape, uint8_t* dst) {
   Header header = {};
   header.magic = kMagic;
-  header.version = packed_version(shape.kind);
+  header.version = packed_version(shape);
   header.flags = shape.has_bias ? 1 : 0;
   header.n = shape.n;
   header.k = shape.k;
@@ -82,8 +82,8 @@ PackedShape read_header(const uint8_t* src, int64_t size, const std::string& wha
   Header header;
   std::memcpy(&header, src, sizeof(header));
   if (header.magic != kMagic) fail(what + ": magic is not 'W4A8PACK': these bytes are not a packed matrix");
-  if (header.version != 1 && header.version != 2) {
-    fail(what + ": version is " + str(header.version) + ", this library reads versions 1 and 2");
+  if (header.version < 1 || header.version > 3) {
+    fail(what + ": version is " + str(header.version) + ", this library reads versions 1 to 3");
   }
   if ((header.flags & ~1u) != 0) fail(what + ": flags are " + str(header.flags) + ", expected 0 or 1");
   if (header.version == 1 && header.kind != 0) {
@@ -91,6 +91,9 @@ PackedShape read_header(const uint8_t* src, int64_t size, const std::string& wha
   }
   if (header.version == 2 && header.kind != 1 && header.kind != 2) {
     fail(what + ": kind is " + str(header.kind) + ", expected 1 (int4 with zero points) or 2 (e2m1) in version 2");
+  }
+  if (header.kind > 2) {
+    fail(what + ": kind is " + str(header.kind) + ", expected 0 (int4), 1 (int4 with zero points) or 2 (e2m1)");
   }
   for (const uint8_t byte : header.reserved) {
     if (byte != 0) fail(what + ": reserved bytes of the header are not zero");
@@ -109,6 +112,10 @@ PackedShape read_header(const uint8_t* src, int64_t size, const std::string& wha
     check_shape(shape);
   } catch (const std::invalid_argument& error) {
     fail(what + ": " + error.what());
+  }
+  if (header.version != packed_version(shape)) {
+    fail(what + ": version is " + str(header.version) + ", expected " + str(packed_version(shape)) +
+         " for group = " + group_name(shape));
   }
   if (size != packed_bytes(shape)) {
     fail(what + ": size is " + str(size) + " bytes, its header (n = " + str(shape.n) + ", k = " + str(shape.k) +

@@ -26,7 +26,7 @@ namespace w4a8 {
 struct PackedShape {
   int64_t n = 0;      ///< out_features (columns of the packed matrix)
   int64_t k = 0;      ///< in_features, even
-  int64_t group = 0;  ///< values of k that share a scale: k, or a multiple of 32 that divides k
+  int64_t group = 0;  ///< values of k that share a scale: k, or what is_group allows
   DType scale_dtype = DType::kFloat32;
   bool has_bias = false;
   WeightKind kind = WeightKind::kInt4;
@@ -48,8 +48,16 @@ struct PackedShape {
 };
 
 inline constexpr int64_t kHeaderBytes = 64;
-/// Version 1 is kInt4, version 2 every other kind.
-constexpr uint32_t packed_version(WeightKind kind) { return kind == WeightKind::kInt4 ? 1 : 2; }
+inline constexpr int64_t kLeastGroup = 16;
+/// Whether so many values of k may share a scale: k (channelwise), or 16 or a multiple of 32 that divides k.
+constexpr bool is_group(int64_t group, int64_t k) {
+  return group == k || (group > 0 && (group == kLeastGroup || group % 32 == 0) && k % group == 0);
+}
+/// The version that has such matrices: 3 those in groups of 16, of the others 1 kInt4 and 2 every other kind.
+constexpr uint32_t packed_version(const PackedShape& shape) {
+  if (!shape.channelwise() && shape.group == kLeastGroup) return 3;
+  return shape.kind == WeightKind::kInt4 ? 1 : 2;
+}
 /// |q - zp| <= 255 and |w| <= 8 (zero points: 15, e2m1: 12), so up to here the sum of K products fits int32.
 constexpr int64_t max_k(WeightKind kind) { return int64_t{1} << (kind == WeightKind::kInt4 ? 20 : 19); }
 inline constexpr int64_t kMaxK = max_k(WeightKind::kInt4);
@@ -59,7 +67,7 @@ inline constexpr int64_t kMaxN = int64_t{1} << 31;
 const char* kind_name(WeightKind kind);
 
 /// Throws std::invalid_argument naming the field if the shape is outside what the layout allows: 1 <= n <= kMaxN,
-/// k even in [2, max_k(kind)], group == k or a multiple of 32 that divides k, scales float32 or bfloat16, a known kind.
+/// k even in [2, max_k(kind)], is_group(group, k), scales float32 or bfloat16, a known kind.
 void check_shape(const PackedShape& shape);
 
 /// Bytes of the whole packed matrix, header included. The shape must have passed check_shape.

@@ -132,8 +132,6 @@ class PanelPacker {
   }
 
  private:
-  static constexpr int64_t kBlock = 4;  // steps: 16 bytes of each column
-
   void pack_groups() {
     constexpr int64_t kGroups = 32;
     const int64_t group_steps = shape_.group / kStepK;
@@ -176,13 +174,15 @@ class PanelPacker {
     if (columns_ == kPanelColumns) {
       // The last step may be cut short (K / 2 not a multiple of 4).
       const int64_t whole = std::min(end, shape_.k / kStepK);
-      for (; step + kBlock <= whole; step += kBlock) pack_block(step, sums);
+      for (; step + 4 <= whole; step += 4) pack_block<4>(step, sums);
+      for (; step + 2 <= whole; step += 2) pack_block<2>(step, sums);
     }
     for (; step < end; ++step) pack_step(step, sums);
     for (int64_t c = 0; c < kPanelColumns; ++c) sums[c] -= static_cast<int32_t>(zeros_[c] * kStepK * (end - begin));
   }
 
-  // kBlock steps of all 16 columns.
+  // kBlock steps of all 16 columns, up to 16 bytes of each.
+  template <int64_t kBlock>
   void pack_block(int64_t step, int32_t (&sums)[kPanelColumns]) {
     const int64_t row_bytes = shape_.k / 2;
     const uint8_t* src = raw_.weights + first_row_ * row_bytes + 4 * step;

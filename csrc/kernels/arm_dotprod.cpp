@@ -88,11 +88,20 @@ struct FewOps : DotOps {
     }
   }
 
-  // The sums of the general add_groups with pointers that move instead of indices. In decode a group of 32 takes a
-  // tenth less.
   template <int R, int C, Code kCode>
   static W4A8_INLINE void add_groups(const TileArgs& t, const int8_t* const (&rows)[R],
                                      const uint8_t* const (&weights)[C], F (&f)[R][C][4]) {
+    if (t.panels->group_steps == kLeastGroupSteps) {
+      add_groups_of<R, C, kCode, true>(t, rows, weights, f);
+    } else {
+      add_groups_of<R, C, kCode, false>(t, rows, weights, f);
+    }
+  }
+  // The sums of the general add_groups with pointers that move instead of indices. In decode a group of 32 takes a
+  // tenth less. kLeast: of the smallest size.
+  template <int R, int C, Code kCode, bool kLeast>
+  static W4A8_INLINE void add_groups_of(const TileArgs& t, const int8_t* const (&rows)[R],
+                                        const uint8_t* const (&weights)[C], F (&f)[R][C][4]) {
     const int8_t* q[R];
     const int32_t* starts[R];
     const uint8_t* w[C];
@@ -114,10 +123,14 @@ struct FewOps : DotOps {
     do {
       I acc[R][C][4];
       start_group<R, C, kCode>(acc, starts, zeros, t.zeros_stride);
-      int64_t blocks = group_steps / kBlockSteps;
-      do {
-        add_block<R, C, kCode>(acc, q, w, ahead);
-      } while (--blocks != 0);
+      if constexpr (kLeast) {
+        add_least_group<R, C, kCode>(acc, q, w, ahead);
+      } else {
+        int64_t blocks = group_steps / kBlockSteps;
+        do {
+          add_block<R, C, kCode>(acc, q, w, ahead);
+        } while (--blocks != 0);
+      }
 #pragma GCC unroll 2
       for (int c = 0; c < C; ++c) {
         __builtin_prefetch(scales[c] + ahead, 0, 2);
@@ -246,9 +259,20 @@ struct Unpacked {
     }
   }
 
+  // Two steps. q and w move behind them.
+  template <int R, int V>
+  static W4A8_INLINE void add_least_group(I (&acc)[R][V], const int8_t* (&q)[R], const uint8_t*& w) {
+    Bytes a[R];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) Ops::take_one(q[r], a[r]);
+    add_step<R, V, 0, 0>(acc, a, w);
+    add_step<R, V, 1, 2>(acc, a, w);
+    w += kLeastGroupSteps * kUnpackedBytes;
+  }
+
   // All groups of the chunk for 8 columns, the first or second half of the panel. Not inlined: the sums of the other
-  // half would take registers. kBlocks: of a group, 0 if known at run time only.
-  template <int R, DType kScales, int kHalf, int64_t kBlocks>
+  // half would take registers. kSteps: of a group, 0 if known at run time only.
+  template <int R, DType kScales, int kHalf, int64_t kSteps>
   static __attribute__((noinline)) void add_groups(const TileArgs& t, F (&all)[R][1][4]) {
     F f[R][2];
     const int8_t* q[R];
@@ -272,7 +296,9 @@ struct Unpacked {
         acc[r][0] = Ops::take_splat(starts[r]);
         acc[r][1] = acc[r][0];
       }
-      if constexpr (kBlocks == 1) {
+      if constexpr (kSteps == kLeastGroupSteps) {
+        add_least_group<R, 2>(acc, q, w);
+      } else if constexpr (kSteps == kBlockSteps) {
         add_block<R, 2>(acc, q, w);
       } else {
         int64_t block = blocks;
@@ -295,6 +321,11 @@ struct Unpacked {
     }
   }
 
+  template <int R, DType kScales, int64_t kSteps>
+  static W4A8_INLINE void both_halves(const TileArgs& t, F (&all)[R][1][4]) {
+    add_groups<R, kScales, 0, kSteps>(t, all);
+    add_groups<R, kScales, 1, kSteps>(t, all);
+  }
   template <int R, DType kScales>
   static void groups(const TileArgs& t) {
     F f[R][1][4];
@@ -303,12 +334,10 @@ struct Unpacked {
     } else {
       load_sums<Ops>(t, f);
     }
-    if (t.panels->group_steps == kBlockSteps) {
-      add_groups<R, kScales, 0, 1>(t, f);
-      add_groups<R, kScales, 1, 1>(t, f);
-    } else {
-      add_groups<R, kScales, 0, 0>(t, f);
-      add_groups<R, kScales, 1, 0>(t, f);
+    switch (t.panels->group_steps) {
+      case kLeastGroupSteps: both_halves<R, kScales, kLeastGroupSteps>(t, f); break;
+      case kBlockSteps: both_halves<R, kScales, kBlockSteps>(t, f); break;
+      default: both_halves<R, kScales, 0>(t, f);
     }
     if (t.last) {
       finish_groups<Ops, R, 1>(t, f);

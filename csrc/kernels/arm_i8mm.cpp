@@ -140,9 +140,6 @@ struct Pairs {
     __asm__ volatile("movi %0.4s, 0" : "=w"(zero));
     return zero;
   }
-  static W4A8_INLINE void take_one(const int8_t*& p, Bytes& a) {
-    __asm__ volatile("ldr %q0, [%1], 16" : "=w"(a), "+r"(p));
-  }
 
   // Adds V pairs of columns of one step; kStep: its offset behind w, in steps.
   template <int P, int V, int kStep, int kPair = 0>
@@ -300,7 +297,7 @@ struct Pairs {
     if (t.steps % 2 != 0) {
       Bytes a[P];
 #pragma GCC unroll 4
-      for (int p = 0; p < P; ++p) take_one(q, a[p]);
+      for (int p = 0; p < P; ++p) Ops::take_one(q, a[p]);
       add_step<P, 8, 0>(acc, a, w);
     }
     F bits[P][8];
@@ -338,9 +335,14 @@ struct Pairs {
     add_two_steps<P, 4, 2>(acc, q, w);
     w += kBlockSteps * kUnpackedBytes;
   }
-  // All groups of the chunk for 8 columns, the first or second half of the panel. kBlocks: of a group, 0 if known at
+  template <int P>
+  static W4A8_INLINE void add_least_group(I (&acc)[P][4], const int8_t*& q, const uint8_t*& w) {
+    add_two_steps<P, 4, 0>(acc, q, w);
+    w += kLeastGroupSteps * kUnpackedBytes;
+  }
+  // All groups of the chunk for 8 columns, the first or second half of the panel. kSteps: of a group, 0 if known at
   // run time only.
-  template <int P, DType kScales, int kHalf, int64_t kBlocks>
+  template <int P, DType kScales, int kHalf, int64_t kSteps>
   static __attribute__((noinline)) void add_groups(const TileArgs& t, int64_t count) {
     F f[P][4];
     if (t.first) {
@@ -365,9 +367,11 @@ struct Pairs {
 #pragma GCC unroll 4
         for (int v = 0; v < 4; ++v) acc[p][v] = zero();
       }
-      if constexpr (kBlocks != 0) {
+      if constexpr (kSteps == kLeastGroupSteps) {
+        add_least_group<P>(acc, q, w);
+      } else if constexpr (kSteps != 0) {
 #pragma GCC unroll 4
-        for (int64_t block = 0; block < kBlocks; ++block) add_block<P>(acc, q, w);
+        for (int64_t block = 0; block < kSteps / kBlockSteps; ++block) add_block<P>(acc, q, w);
       } else {
         int64_t block = blocks;
         do {
@@ -385,17 +389,18 @@ struct Pairs {
     store_pairs<P, 4, 4 * kHalf>(t, count, f);
   }
 
+  template <int P, DType kScales, int64_t kSteps>
+  static W4A8_INLINE void both_halves(const TileArgs& t, int64_t count) {
+    add_groups<P, kScales, 0, kSteps>(t, count);
+    add_groups<P, kScales, 1, kSteps>(t, count);
+  }
   template <int P, DType kScales>
   static void groups(const TileArgs& t, int64_t count) {
-    if (t.panels->group_steps == kBlockSteps) {
-      add_groups<P, kScales, 0, 1>(t, count);
-      add_groups<P, kScales, 1, 1>(t, count);
-    } else if (t.panels->group_steps == 4 * kBlockSteps) {
-      add_groups<P, kScales, 0, 4>(t, count);
-      add_groups<P, kScales, 1, 4>(t, count);
-    } else {
-      add_groups<P, kScales, 0, 0>(t, count);
-      add_groups<P, kScales, 1, 0>(t, count);
+    switch (t.panels->group_steps) {
+      case kLeastGroupSteps: both_halves<P, kScales, kLeastGroupSteps>(t, count); break;
+      case kBlockSteps: both_halves<P, kScales, kBlockSteps>(t, count); break;
+      case 4 * kBlockSteps: both_halves<P, kScales, 4 * kBlockSteps>(t, count); break;
+      default: both_halves<P, kScales, 0>(t, count);
     }
     if (t.last) finish<false>(t, count);
   }

@@ -126,7 +126,7 @@ struct Ops : NeonOps {
     }
   }
 
-  template <int R, int C, Code kCode, bool kBlocks>
+  template <int R, int C, Code kCode, int64_t kUnit>
   static W4A8_INLINE void accumulate(I (&acc)[R][C][4], const int8_t* const (&rows)[R],
                                      const uint8_t* const (&weights)[C], int64_t begin, int64_t end,
                                      const uint8_t* fetch) {

@@ -67,7 +67,7 @@ constexpr bool is_packed(Code code) { return code == Code::kNibbles || code == C
 template <class Ops>
 concept TileOps = VectorOps<Ops> && requires(typename Ops::I (&acc)[1][1][Ops::kVecs], const int8_t* const (&rows)[1],
                                              const uint8_t* const (&weights)[1], const uint8_t* fetch) {
-  Ops::template accumulate<1, 1, Code::kNibbles, true>(acc, rows, weights, int64_t{}, int64_t{}, fetch);
+  Ops::template accumulate<1, 1, Code::kNibbles, 1>(acc, rows, weights, int64_t{}, int64_t{}, fetch);
   // The low four bits of kLanes bytes.
   { Ops::load_zeros(fetch) } -> std::same_as<typename Ops::I>;
   requires Ops::kE2M1Zero == 0 || Ops::kE2M1Zero == 12;

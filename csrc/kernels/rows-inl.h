@@ -88,7 +88,7 @@ void quantize_row_as(const void* x, int64_t k, int64_t group, int8_t* q, int32_t
   const RowParams params = row_params(range.low, range.high);
   *quant = params.quant;
   const Quantizer<Ops> quantizer{Ops::splat(params.scale), Ops::isplat(params.quant.zero_point)};
-  const int64_t group_vectors = group / kLanes;  // a group is all of k, or a multiple of 32 and so of kLanes
+  const int64_t group_vectors = group / kLanes;  // a group is all of k, or a multiple of 16 and so of kLanes
   for (int64_t g = 0; g < k / group; ++g) {
     I sum = Ops::isplat(0);
     for (int64_t v = g * group_vectors; v < (g + 1) * group_vectors; ++v) {

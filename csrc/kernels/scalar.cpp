@@ -103,7 +103,7 @@ struct Ops {
   static I load_zeros(const uint8_t* p) { return *p & 15; }
 
   // u * q <= 15 * 128 in size: exact in int32 for K <= 2^20.
-  template <int R, int C, Code kCode, bool kBlocks>
+  template <int R, int C, Code kCode, int64_t kUnit>
   static void accumulate(I (&acc)[R][C][kVecs], const int8_t* const (&rows)[R], const uint8_t* const (&weights)[C],
                          int64_t begin, int64_t end, const uint8_t* /*fetch*/) {
     for (int64_t s = begin; s < end; ++s) {

@@ -7,17 +7,21 @@
 //     row 1  [ K int8 ] acc[1][0]     acc[1][1]         each acc: 16 int32 columns, kVecs registers
 //       ..
 // An ISA brings Ops (ops.h), of which
-//     accumulate<R, C, kCode, kBlocks>(acc, rows, weights, begin, end, fetch)
+//     accumulate<R, C, kCode, kUnit>(acc, rows, weights, begin, end, fetch)
 // which adds sum over the steps [begin, end) of u * q to acc[r][c][v], and for packed weights fetches as many bytes at
-// `fetch`. kBlocks: end - begin is a multiple of kBlockSteps. u is the nibble, or for e2m1 twice the value + kE2M1Zero;
-// what it counts from is in the accumulator from the start.
-// With kOwnGroups it also brings add_groups<R, C, kCode>(t, rows, weights, f), the loop over groups.
+// `fetch`. end - begin is a multiple of kUnit: kBlockSteps or kLeastGroupSteps of groups, 1 channelwise. u is the
+// nibble, or for e2m1 twice the value + kE2M1Zero; what it counts from is in the accumulator from the start. With
+// kOwnGroups it also brings add_groups<R, C, kCode>(t, rows, weights, f), the loop over groups.
 //
 // A tile adds the steps of one chunk (tile_driver-inl.h); between chunks it keeps its sums, int32 channelwise, else
 // float, in `out`.
 
-// Steps of the smallest group, 32 values of k.
+// Steps of the smallest group, 16 values of k; all others are multiples of a block, 32 values.
+constexpr int64_t kLeastGroupSteps = 2;
 constexpr int64_t kBlockSteps = 4;
+
+// Steps that loops over [begin, end) take at once.
+constexpr int64_t unrolled(int64_t unit) { return unit == kLeastGroupSteps ? kLeastGroupSteps : kBlockSteps; }
 
 // What one tile reads and writes, for the steps of one chunk.
 struct TileArgs {
@@ -231,7 +235,7 @@ W4A8_INLINE void channelwise_tile(const TileArgs& t, const int8_t* const (&rows)
   } else {
     load_sums<Ops>(t, acc);
   }
-  Ops::template accumulate<R, C, kCode, false>(acc, rows, weights, 0, t.steps, t.fetch);
+  Ops::template accumulate<R, C, kCode, 1>(acc, rows, weights, 0, t.steps, t.fetch);
   if constexpr (is_packed(kCode)) {
     const int64_t step_bytes = t.steps * kStepBytes;
     if (t.fetch != nullptr) fetch_bytes(t.fetch + C * step_bytes, C * (t.panels->stride - step_bytes));
@@ -258,7 +262,7 @@ W4A8_INLINE void add_groups(const TileArgs& t, const int8_t* const (&rows)[R], c
   const uint8_t* fetch = t.fetch;
   for (int64_t group = 0, step = 0; step < t.steps; ++group, step += group_steps) {
     typename Ops::I acc[R][C][Ops::kVecs];
-    constexpr bool kSmall = kGroupSteps == kBlockSteps;
+    constexpr bool kSmall = kGroupSteps != 0;
     if constexpr (kZeros == Zeros::kAll) {
       fill(acc, Ops::isplat(0));
     } else if (kZeros == Zeros::kAsk && t.zeros != nullptr) {
@@ -266,7 +270,7 @@ W4A8_INLINE void add_groups(const TileArgs& t, const int8_t* const (&rows)[R], c
     } else {
       start_accumulators<Ops, R, C, kCode>(t, group, acc);
     }
-    Ops::template accumulate<R, C, kCode, true>(acc, rows, weights, step, step + group_steps, fetch);
+    Ops::template accumulate<R, C, kCode, unrolled(kGroupSteps)>(acc, rows, weights, step, step + group_steps, fetch);
     if constexpr (kZeros == Zeros::kAll) start_at_zeros<Ops, R, C, true, kSmall>(t, group, acc);
     if constexpr (is_packed(kCode)) fetch = fetch_bytes(fetch + C * group_steps * kStepBytes, C * scale_bytes);
 #pragma GCC unroll 2
@@ -282,24 +286,25 @@ W4A8_INLINE void add_groups(const TileArgs& t, const int8_t* const (&rows)[R], c
   }
 }
 
+template <class Ops, int R, int C, Code kCode, Zeros kZeros>
+W4A8_INLINE void add_sized_groups(const TileArgs& t, const int8_t* const (&rows)[R], const uint8_t* const (&weights)[C],
+                                  typename Ops::F (&f)[R][C][Ops::kVecs]) {
+  switch (t.panels->group_steps) {
+    case kLeastGroupSteps: return add_groups<Ops, R, C, kCode, kZeros, kLeastGroupSteps>(t, rows, weights, f);
+    case kBlockSteps: return add_groups<Ops, R, C, kCode, kZeros, kBlockSteps>(t, rows, weights, f);
+    default: return add_groups<Ops, R, C, kCode, kZeros, 0>(t, rows, weights, f);
+  }
+}
+
 template <class Ops, int R, int C, Code kCode>
 W4A8_INLINE void add_all_groups(const TileArgs& t, const int8_t* const (&rows)[R], const uint8_t* const (&weights)[C],
                                 typename Ops::F (&f)[R][C][Ops::kVecs]) {
   constexpr bool kSpare = requires { Ops::kSpareRegisters; };
   if constexpr (!kSpare && !is_e2m1(kCode)) {
-    if (t.zeros != nullptr) {
-      if (t.panels->group_steps == kBlockSteps) {
-        return add_groups<Ops, R, C, kCode, Zeros::kAll, kBlockSteps>(t, rows, weights, f);
-      }
-      return add_groups<Ops, R, C, kCode, Zeros::kAll, 0>(t, rows, weights, f);
-    }
+    if (t.zeros != nullptr) return add_sized_groups<Ops, R, C, kCode, Zeros::kAll>(t, rows, weights, f);
   }
   constexpr Zeros kZeros = kSpare && !is_e2m1(kCode) ? Zeros::kAsk : Zeros::kNone;
-  if (t.panels->group_steps == kBlockSteps) {
-    add_groups<Ops, R, C, kCode, kZeros, kBlockSteps>(t, rows, weights, f);
-  } else {
-    add_groups<Ops, R, C, kCode, kZeros, 0>(t, rows, weights, f);
-  }
+  add_sized_groups<Ops, R, C, kCode, kZeros>(t, rows, weights, f);
 }
 
 template <class Ops, int R, int C, Code kCode>

@@ -63,7 +63,7 @@ constexpr int64_t least_share(int64_t least, int64_t most) {
 }
 
 // What accumulators start at where the weights count from 0. As many groups as a chunk of unpacked weights can have.
-alignas(64) constexpr int32_t kNoStarts[64] = {};
+alignas(64) constexpr int32_t kNoStarts[128] = {};
 
 // What u of a tile counts from, for its panels at t.panel.
 template <class Tiles>
@@ -106,7 +106,7 @@ W4A8_INLINE void row_tiles(Tiles& tiles, TileArgs& t, const Rows& rows, const Ro
     }
     t.starts = rows.starts + row * rows.starts_stride + batch.group;
     if constexpr (Tiles::kTakesZeros) {
-      static_assert(Tiles::kChunkSteps / kBlockSteps <= static_cast<int64_t>(sizeof(kNoStarts) / sizeof(int32_t)));
+      static_assert(Tiles::kChunkSteps / kLeastGroupSteps <= static_cast<int64_t>(sizeof(kNoStarts) / sizeof(int32_t)));
       if (t.panels->kind != WeightKind::kInt4) {
         t.starts = kNoStarts;
         t.starts_stride = 0;

@@ -28,6 +28,9 @@ struct DotOps : NeonOps {
   static W4A8_INLINE void take_pair(Pointer& p, Bytes& a, Bytes& b) {
     __asm__ volatile("ldp %q0, %q1, [%2], 32" : "=w"(a), "=w"(b), "+r"(p));
   }
+  static W4A8_INLINE void take_one(const int8_t*& p, Bytes& a) {
+    __asm__ volatile("ldr %q0, [%1], 16" : "=w"(a), "+r"(p));
+  }
   // 8 activations, zeros behind, and p moves behind them.
   static W4A8_INLINE void take_half(const int8_t*& p, Bytes& a) {
     __asm__ volatile("ldr %d0, [%1], 8" : "=w"(a), "+r"(p));
@@ -84,7 +87,18 @@ struct DotOps : NeonOps {
     add_step<R, C, 2, kCode>(acc, b, w, ahead);
   }
 
-  template <int R, int C, Code kCode, bool kBlocks>
+  // Two steps. q and w move behind them.
+  template <int R, int C, Code kCode>
+  static W4A8_INLINE void add_least_group(I (&acc)[R][C][4], const int8_t* (&q)[R], const uint8_t* (&w)[C],
+                                          int64_t ahead) {
+    Bytes a[R];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) take_one(q[r], a[r]);
+    add_step<R, C, 0, kCode>(acc, a, w, ahead);
+    add_step<R, C, 2, kCode>(acc, a, w, ahead);
+  }
+
+  template <int R, int C, Code kCode, int64_t kUnit>
   static W4A8_INLINE void accumulate(I (&acc)[R][C][4], const int8_t* const (&rows)[R],
                                      const uint8_t* const (&weights)[C], int64_t begin, int64_t end,
                                      const uint8_t* fetch) {
@@ -97,7 +111,7 @@ struct DotOps : NeonOps {
     for (int c = 0; c < C; ++c) w[c] = weights[c] + begin * kStepBytes;
     int64_t left = end - begin;
     for (; left >= kBlockSteps; left -= kBlockSteps) add_block<R, C, kCode>(acc, q, w, ahead);
-    for (; !kBlocks && left > 0; --left) {
+    for (; kUnit == 1 && left > 0; --left) {
       Bytes a[R];
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) take_half(q[r], a[r]);

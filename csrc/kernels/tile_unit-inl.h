@@ -286,8 +286,10 @@ struct EqualBands {
   W4A8_INLINE int64_t begin(int64_t b) const { return b * rows < m - rows ? b * rows : m - rows; }
 };
 
-// Groups must fit a chunk. Rows are read to the next multiple of 64 bytes behind K.
-inline bool tiles_can(bool channelwise, int64_t group_steps) { return channelwise || group_steps <= kTileChunkSteps; }
+// Groups must be tiles of 32 or 64 k, and fit a chunk. Rows are read to the next multiple of 64 bytes behind K.
+inline bool tiles_can(bool channelwise, int64_t group_steps) {
+  return channelwise || (group_steps % kBlockSteps == 0 && group_steps <= kTileChunkSteps);
+}
 
 // Tiles of the driver. All rows of a batch are one: what goes from band to band is fetching and loading.
 template <class Ops>

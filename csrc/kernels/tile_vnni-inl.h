@@ -46,38 +46,39 @@ struct VnniOps : Base {
     }
   }
 
-  template <int R, int C, Code kCode, bool kBlocks, bool kFetch>
+  template <int R, int C, Code kCode, int64_t kUnit, bool kFetch>
   static W4A8_INLINE void add_steps(I (&acc)[R][C][kVecs], I (&second)[R][C][kVecs], const int8_t* const (&rows)[R],
                                     const uint8_t* const (&weights)[C], int64_t begin, int64_t end,
                                     const uint8_t* fetch) {
     constexpr int64_t kBytes = C * kStepBytes;
+    constexpr int64_t kSteps = unrolled(kUnit);
     int64_t s = begin;
-    for (; s + kBlockSteps <= end; s += kBlockSteps, fetch += kBlockSteps * kBytes) {
+    for (; s + kSteps <= end; s += kSteps, fetch += kSteps * kBytes) {
 #pragma GCC unroll 4
-      for (int64_t i = 0; i < kBlockSteps; ++i) {
+      for (int64_t i = 0; i < kSteps; ++i) {
         add_step<R, C, kCode, kFetch>(acc, second, rows, weights, s + i, fetch + i * kBytes);
       }
     }
-    if constexpr (kBlocks) return;
+    if constexpr (kUnit != 1) return;
     for (; s < end; ++s, fetch += kBytes) add_step<R, C, kCode, kFetch>(acc, second, rows, weights, s, fetch);
   }
 
-  template <int R, int C, Code kCode, bool kBlocks>
+  template <int R, int C, Code kCode, int64_t kUnit>
   static W4A8_INLINE void accumulate(I (&acc)[R][C][kVecs], const int8_t* const (&rows)[R],
                                      const uint8_t* const (&weights)[C], int64_t begin, int64_t end,
                                      const uint8_t* fetch) {
-    if constexpr (may_stream<Base, R, C, !kBlocks>()) {
-      if (fetch == nullptr) return sum_steps<R, C, kCode, kBlocks, false>(acc, rows, weights, begin, end, weights[0]);
+    if constexpr (may_stream<Base, R, C, kUnit == 1>()) {
+      if (fetch == nullptr) return sum_steps<R, C, kCode, kUnit, false>(acc, rows, weights, begin, end, weights[0]);
     }
-    sum_steps<R, C, kCode, kBlocks, is_packed(kCode)>(acc, rows, weights, begin, end, fetch);
+    sum_steps<R, C, kCode, kUnit, is_packed(kCode)>(acc, rows, weights, begin, end, fetch);
   }
 
-  template <int R, int C, Code kCode, bool kBlocks, bool kFetch>
+  template <int R, int C, Code kCode, int64_t kUnit, bool kFetch>
   static W4A8_INLINE void sum_steps(I (&acc)[R][C][kVecs], const int8_t* const (&rows)[R],
                                     const uint8_t* const (&weights)[C], int64_t begin, int64_t end,
                                     const uint8_t* fetch) {
     if constexpr (R * C * kVecs > Base::kDoubled) {
-      add_steps<R, C, kCode, kBlocks, kFetch>(acc, acc, rows, weights, begin, end, fetch);
+      add_steps<R, C, kCode, kUnit, kFetch>(acc, acc, rows, weights, begin, end, fetch);
     } else {
       I second[R][C][kVecs];
 #pragma GCC unroll 16
@@ -88,7 +89,7 @@ struct VnniOps : Base {
           for (int v = 0; v < kVecs; ++v) second[r][c][v] = Base::isplat(0);
         }
       }
-      add_steps<R, C, kCode, kBlocks, kFetch>(acc, second, rows, weights, begin, end, fetch);
+      add_steps<R, C, kCode, kUnit, kFetch>(acc, second, rows, weights, begin, end, fetch);
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 2

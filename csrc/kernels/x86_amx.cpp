@@ -84,8 +84,9 @@ constexpr int64_t kTileLeastRows = 8;
 constexpr int64_t kTileLeastRowsOf32 = 12;
 
 bool takes_tiles(int64_t rows, bool channelwise, int64_t group_steps) {
+  if (!tiles_can(channelwise, group_steps)) return false;
   const bool whole = channelwise || group_steps % kTileSteps == 0;
-  return rows >= (whole ? kTileLeastRows : kTileLeastRowsOf32) && tiles_can(channelwise, group_steps);
+  return rows >= (whole ? kTileLeastRows : kTileLeastRowsOf32);
 }
 
 int64_t amx_scratch_bytes(int64_t rows, int64_t k, int64_t group) {

@@ -83,29 +83,29 @@ struct Ops : Avx2Ops {
     }
   }
 
-  template <int R, int C, Code kCode, bool kBlocks>
+  template <int R, int C, Code kCode, int64_t kUnit>
   static W4A8_INLINE void accumulate(I (&acc)[R][C][2], const int8_t* const (&rows)[R],
                                      const uint8_t* const (&weights)[C], int64_t begin, int64_t end,
                                      const uint8_t* fetch) {
-    if constexpr (may_stream<Ops, R, C, !kBlocks>()) {
-      if (fetch == nullptr) return sum_steps<R, kCode, kBlocks, false>(acc, rows, weights[0], begin, end, weights[0]);
+    if constexpr (may_stream<Ops, R, C, kUnit == 1>()) {
+      if (fetch == nullptr) return sum_steps<R, kCode, kUnit, false>(acc, rows, weights[0], begin, end, weights[0]);
     }
-    sum_steps<R, kCode, kBlocks, is_packed(kCode)>(acc, rows, weights[0], begin, end, fetch);
+    sum_steps<R, kCode, kUnit, is_packed(kCode)>(acc, rows, weights[0], begin, end, fetch);
   }
 
-  template <int R, Code kCode, bool kBlocks, bool kFetch>
+  template <int R, Code kCode, int64_t kUnit, bool kFetch>
   static W4A8_INLINE void sum_steps(I (&acc)[R][1][2], const int8_t* const (&rows)[R], const uint8_t* weights,
                                     int64_t begin, int64_t end, const uint8_t* fetch) {
+    constexpr int64_t kSteps = unrolled(kUnit);
+    constexpr int64_t kNarrow = is_e2m1(kCode) ? 2 : kSteps;  // that fit 16 bits
     int64_t s = begin;
-    for (; s + kBlockSteps <= end; s += kBlockSteps, fetch += kBlockSteps * kStepBytes) {
-      if constexpr (is_e2m1(kCode)) {
-        add_sums<R, kCode, kFetch, 2>(acc, rows, weights, s, fetch);
-        add_sums<R, kCode, kFetch, 2>(acc, rows, weights, s + 2, fetch + 2 * kStepBytes);
-      } else {
-        add_sums<R, kCode, kFetch, kBlockSteps>(acc, rows, weights, s, fetch);
+    for (; s + kSteps <= end; s += kSteps) {
+#pragma GCC unroll 2
+      for (int64_t i = 0; i < kSteps; i += kNarrow, fetch += kNarrow * kStepBytes) {
+        add_sums<R, kCode, kFetch, kNarrow>(acc, rows, weights, s + i, fetch);
       }
     }
-    if constexpr (kBlocks) return;
+    if constexpr (kUnit != 1) return;
     for (; s < end; ++s, fetch += kStepBytes) add_sums<R, kCode, kFetch, 1>(acc, rows, weights, s, fetch);
   }
 };

@@ -164,7 +164,7 @@ std::string cpu_features() { return feature_names(host_features()); }
 
 PackedInfo packed_info(const void* data, int64_t size) {
   const PackedShape shape = read_header(static_cast<const uint8_t*>(data), size, "packed matrix");
-  return {packed_version(shape.kind),
+  return {packed_version(shape),
           shape.n,
           shape.k,
           shape.group,

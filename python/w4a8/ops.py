@@ -2,7 +2,7 @@
 
 Common to all: an int4 value v in [-8, 7] is stored as the nibble v + 8, with a zero point z as v + z, an e2m1 number as
 its four bits; ``block_size`` (``group_size``) is the number
-of consecutive input features that share a scale: a multiple of 32 that divides ``in_features``, or ``in_features``
+of consecutive input features that share a scale: 16 or a multiple of 32, dividing ``in_features``, or ``in_features``
 itself for channelwise scales. Every violation is a RuntimeError that names the argument, what was given and what was
 expected.
 """
@@ -60,7 +60,7 @@ def dyn_quant_pack_4bit_weight(
         scales_zeros: float32 or bfloat16 [N, K / block_size] ([N, 1] channelwise), with a leading E for a stack. Kept
             at the precision given. With e2m1 a scale below 2**-125 must be even in its last bit.
         bias: floating point [N] ([E, N] for a stack), or None. Kept as float32.
-        block_size: values of k per scale: in_features, or a multiple of 32 that divides it.
+        block_size: values of k per scale: in_features, or 16 or a multiple of 32 that divides it.
         in_features: K, even, at most 2**20; 2**19 with zero points or e2m1.
         out_features: N.
         zero_points: uint8 of the shape of scales_zeros, 0 to 15: the value of a nibble n is (n - zero point) * scale.
@@ -170,7 +170,7 @@ def int4_gemm_w4a8(
             empty; as [0, N] it still tells Meta tensors (torch.compile) N.
         weight_zero_point: integers from 0 to 15: one, or [K / group_size, N]; 8 is symmetric. May be empty when weight
             is packed, and must be if what is packed is not int4 without zero points.
-        group_size: values of k per scale, a multiple of 32 that divides K; -1 or K is channelwise.
+        group_size: values of k per scale, 16 or a multiple of 32 that divides K; -1 or K is channelwise.
         g_idx: None; act-order is not supported.
         bias: floating point [N], or None; added in float32.
         out_dtype: float16 (None), bfloat16 or float32.

@@ -49,6 +49,8 @@ TEST(AgreementTest, Matmul) {
                                    {75, 192, 64, DType::kBFloat16, false, WeightKind::kInt4ZeroPoints},
                                    {257, 90, 90, DType::kBFloat16, true, WeightKind::kInt4ZeroPoints},
                                    {130, 96, 32, DType::kFloat32, true, WeightKind::kE2M1},
+                                   {75, 208, 16, DType::kBFloat16, false},
+                                   {130, 80, 16, DType::kFloat32, true, WeightKind::kE2M1},
                                    {100, 128, 128, DType::kFloat32, true, WeightKind::kE2M1}}) {
     const Packed packed = pack_one(shape, random_weights(rng, shape));
     for (const DType dtype : kAllDTypes) {

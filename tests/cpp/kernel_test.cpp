@@ -145,8 +145,8 @@ TEST_P(KernelTest, GroupsEveryRowCount) {
     int64_t groups;
   };
   // One group (which is channelwise by definition) is above; here even and odd counts of every group size.
-  for (const Case c : {Case{32, 2}, Case{32, 3}, Case{32, 11}, Case{64, 2}, Case{64, 3}, Case{96, 2}, Case{96, 3},
-                       Case{128, 2}, Case{128, 5}, Case{256, 3}}) {
+  for (const Case c : {Case{16, 2}, Case{16, 3}, Case{16, 11}, Case{32, 2}, Case{32, 3}, Case{32, 11}, Case{64, 2},
+                       Case{64, 3}, Case{96, 2}, Case{96, 3}, Case{128, 2}, Case{128, 5}, Case{256, 3}}) {
     for (const DType scales : {DType::kFloat32, DType::kBFloat16}) {
       const int64_t n = 16 * (static_cast<int64_t>(stream) % 3) + 1 + static_cast<int64_t>(stream) % 16;
       for (const WeightKind kind : kAllKinds) {
@@ -167,8 +167,8 @@ TEST_P(KernelTest, ManyRowsOfManyChunks) {
     int64_t k;
     int64_t group;
   };
-  for (const Case c : {Case{530, 1094, 1094}, Case{530, 1120, 32}, Case{49, 2304, 96}, Case{530, 1536, 512},
-                       Case{49, 2048, 1024}, Case{49, 4736, 128}, Case{49, 4726, 4726}}) {
+  for (const Case c : {Case{530, 1094, 1094}, Case{530, 1120, 32}, Case{49, 2320, 16}, Case{49, 2304, 96},
+                       Case{530, 1536, 512}, Case{49, 2048, 1024}, Case{49, 4736, 128}, Case{49, 4726, 4726}}) {
     const PackedShape shape{35, c.k, c.group, DType::kBFloat16, true};
     SCOPED_TRACE(describe(shape));
     const ref::Weights weights = random_weights(rng, shape);
@@ -187,8 +187,9 @@ TEST_P(KernelTest, ManyRowsOfManyChunks) {
 TEST_P(KernelTest, PanelRanges) {
   W4A8_TRACE_SEED();
   Rng rng(300);
-  for (const int64_t i : {0, 1, 2, 3, 4, 5}) {
-    const PackedShape shape{75, 96, i < 3 ? 96 : 32, DType::kFloat32, true, kAllKinds[i % 3]};  // five panels
+  for (int64_t i = 0; i < 9; ++i) {
+    const int64_t groups[] = {96, 32, 16};
+    const PackedShape shape{75, 96, groups[i / 3], DType::kFloat32, true, kAllKinds[i % 3]};  // five panels
     SCOPED_TRACE(describe(shape));
     const ref::Weights weights = random_weights(rng, shape);
     const Packed packed = pack_one(shape, weights);
@@ -275,7 +276,7 @@ void check_extremes(const Kernel& kernel, const PackedShape& shape, const ref::W
 TEST_P(KernelTest, ExtremesAreExactIntegers) {
   constexpr int64_t kK = 2048;  // 255 * 15 * 2048 < 2^23
   for (const WeightKind kind : kAllKinds) {
-    for (const int64_t group : {kK, int64_t{32}, int64_t{128}, int64_t{256}, int64_t{1024}}) {
+    for (const int64_t group : {kK, int64_t{16}, int64_t{32}, int64_t{128}, int64_t{256}, int64_t{1024}}) {
       for (int pattern = 0; pattern < 4; ++pattern) {
         const PackedShape shape{17, kK, group, DType::kFloat32, false, kind};
         SCOPED_TRACE(describe(shape) + " weight pattern " + std::to_string(pattern));
@@ -369,8 +370,8 @@ TEST_P(KernelTest, SpecialScales) {
   W4A8_TRACE_SEED();
   Rng rng(400);
   constexpr float kInf = INFINITY;
-  for (const int64_t s : {0, 1, 2, 3, 4, 5}) {
-    const PackedShape shape{16, 64, s < 3 ? 64 : 32, DType::kFloat32, false, kAllKinds[s % 3]};
+  for (int64_t s = 0; s < 9; ++s) {
+    const PackedShape shape{16, 64, int64_t{64} >> s / 3, DType::kFloat32, false, kAllKinds[s % 3]};
     ref::Weights weights = random_weights(rng, shape);
     const float most = shape.kind == WeightKind::kE2M1 ? 1.5e38f : 3e38f;  // the checkpoint has twice as much
     const float specials[] = {0.0f, -0.0f, kInf, NAN, 1e-44f, 1e-38f, most, -most};
@@ -394,8 +395,8 @@ TEST_P(KernelTest, SpecialScales) {
 TEST_P(KernelTest, UnalignedBuffers) {
   W4A8_TRACE_SEED();
   Rng rng(500);
-  for (const int64_t s : {0, 1, 2, 3, 4, 5}) {
-    const int64_t group = s < 3 ? 64 : 32;
+  for (int64_t s = 0; s < 9; ++s) {
+    const int64_t group = int64_t{64} >> s / 3;
     const PackedShape shape{32, 64, group, DType::kBFloat16, true, kAllKinds[s % 3]};
     const ref::Weights weights = random_weights(rng, shape);
     const Packed aligned = pack_one(shape, weights);
@@ -429,7 +430,7 @@ TEST_P(KernelTest, UnalignedBuffers) {
 TEST_P(KernelTest, HostileZeroPoints) {
   W4A8_TRACE_SEED();
   Rng rng(600);
-  for (const int64_t group : {int64_t{192}, int64_t{96}}) {
+  for (const int64_t group : {int64_t{192}, int64_t{96}, int64_t{16}}) {
     const PackedShape shape{16, 192, group, DType::kFloat32, false, WeightKind::kInt4ZeroPoints};
     const ref::Weights weights = random_weights(rng, shape);
     Packed packed = pack_one(shape, weights);

@@ -43,8 +43,15 @@ TEST(LayoutTest, HeaderRoundTrip) {
   for (const DType scales : {DType::kFloat32, DType::kBFloat16}) {
     for (const bool bias : {false, true}) {
       for (const int64_t n : {int64_t{1}, int64_t{16}, int64_t{17}, kMaxN}) {
-        for (const auto& [k, group] :
-             {std::pair<int64_t, int64_t>{2, 2}, {34, 34}, {64, 32}, {kMaxK / 2, 32}, {kMaxK, 32}, {kMaxK, kMaxK}}) {
+        for (const auto& [k, group] : {std::pair<int64_t, int64_t>{2, 2},
+                                       {34, 34},
+                                       {16, 16},
+                                       {48, 16},
+                                       {64, 32},
+                                       {kMaxK / 2, 32},
+                                       {kMaxK, 16},
+                                       {kMaxK, 32},
+                                       {kMaxK, kMaxK}}) {
           const WeightKind kind = kAllKinds[k == kMaxK ? 0 : (k + (bias ? 1 : 0)) % 3];
           const PackedShape shape{n, k, group, scales, bias, kind};
           check_shape(shape);
@@ -64,8 +71,8 @@ TEST(LayoutTest, EachFieldIsCheckedByName) {
   const std::string what = "expert 7 of w13";
   expect_words(refusal(with<uint8_t>(kMagicAt, 'X')), {what, "magic"});
   expect_words(refusal(with<uint8_t>(kMagicAt + 7, 'k')), {what, "magic"});
-  expect_words(refusal(with<uint32_t>(kVersionAt, 3)), {what, "version is 3", "1", "2"});
-  expect_words(refusal(with<uint32_t>(kVersionAt, 0)), {what, "version is 0", "1", "2"});
+  expect_words(refusal(with<uint32_t>(kVersionAt, 4)), {what, "version is 4", "1 to 3"});
+  expect_words(refusal(with<uint32_t>(kVersionAt, 0)), {what, "version is 0", "1 to 3"});
   // A kind that is unknown, or not one of the version.
   expect_words(refusal(with<uint32_t>(kVersionAt, 2)), {what, "kind is 0", "version 2"});
   expect_words(refusal(with<uint32_t>(kKindAt, 1)), {what, "kind is 1", "version 1"});
@@ -94,6 +101,23 @@ TEST(LayoutTest, EachFieldIsCheckedByName) {
   for (std::size_t i = kReservedAt; i < 64; ++i) {
     expect_words(refusal(with<uint8_t>(i, 1)), {what, "reserved"});
     expect_words(refusal(with<uint8_t>(i, 1, WeightKind::kE2M1)), {what, "reserved"});
+  }
+}
+
+// Readers of versions 1 and 2 must not take groups of 16 for something else.
+TEST(LayoutTest, GroupsOf16AreVersion3) {
+  for (const WeightKind kind : kAllKinds) {
+    const PackedShape shape{40, 80, 16, DType::kBFloat16, true, kind};
+    std::vector<uint8_t> header = header_of(shape);
+    uint32_t version = 0;
+    std::memcpy(&version, header.data() + kVersionAt, sizeof(version));
+    EXPECT_EQ(version, 3u);
+    EXPECT_EQ(read_header(header.data(), packed_bytes(shape), "matrix"), shape);
+    version = kind == WeightKind::kInt4 ? 1 : 2;
+    std::memcpy(header.data() + kVersionAt, &version, sizeof(version));
+    expect_words(refusal(header, packed_bytes(shape)), {"version is " + std::to_string(version), "3", "group = 16"});
+    expect_words(refusal(with<uint32_t>(kVersionAt, 3, kind)), {"version is 3", "group = 32"});
+    expect_words(refusal(with<uint32_t>(kKindAt, 3, kind)), {"kind is 3"});
   }
 }
 
@@ -194,7 +218,8 @@ TEST(LayoutTest, CheckShape) {
   bad({16, 63, 63, DType::kFloat32, false}, {"k (in_features)", "63"});
   bad({16, kMaxK + 2, kMaxK + 2, DType::kFloat32, false}, {"k (in_features)"});
   bad({16, -64, -64, DType::kFloat32, false}, {"k (in_features)", "-64"});
-  bad({16, 64, 16, DType::kFloat32, false}, {"group (block_size)", "16"});
+  bad({16, 64, 8, DType::kFloat32, false}, {"group (block_size)", "8"});
+  bad({16, 72, 16, DType::kFloat32, false}, {"group (block_size)", "16", "72"});
   bad({16, 64, 0, DType::kFloat32, false}, {"group (block_size)", "0"});
   bad({16, 64, -1, DType::kFloat32, false}, {"group (block_size)", "-1"});
   bad({16, 64, 128, DType::kFloat32, false}, {"group (block_size)", "128"});
@@ -207,6 +232,7 @@ TEST(LayoutTest, CheckShape) {
   bad({16, kMaxK, kMaxK, DType::kFloat32, false, WeightKind::kE2M1}, {"k (in_features)", "524288", "e2m1"});
   bad({16, 64, 64, DType::kFloat32, false, static_cast<WeightKind>(3)}, {"kind is 3"});
   EXPECT_NO_THROW(check_shape({16, 160, 32, DType::kFloat32, false}));
+  EXPECT_NO_THROW(check_shape({16, 80, 16, DType::kFloat32, false}));
   EXPECT_NO_THROW(check_shape({1, 2, 2, DType::kBFloat16, false}));
 }
 

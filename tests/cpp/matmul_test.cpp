@@ -40,9 +40,12 @@ TEST_P(MatmulTest, EveryN) {
   for (int64_t i = 3; i < 3 * 50; ++i) {
     const int64_t n = i / 3;
     const bool groups = n % 2 == 0;
-    const PackedShape shape{
-        n,         groups ? 96 : 38, groups ? 32 : 38, n % 3 == 0 ? DType::kBFloat16 : DType::kFloat32,
-        n % 4 < 2, kAllKinds[i % 3]};
+    const PackedShape shape{n,
+                            groups ? 96 : 38,
+                            groups ? (n % 4 == 0 ? 16 : 32) : 38,
+                            n % 3 == 0 ? DType::kBFloat16 : DType::kFloat32,
+                            n % 4 < 2,
+                            kAllKinds[i % 3]};
     const ref::Weights weights = random_weights(rng, shape);
     const Packed packed = pack_one(shape, weights);
     for (const DType dtype : kAllDTypes) {
@@ -59,8 +62,9 @@ TEST_P(MatmulTest, EveryM) {
   Rng rng(61);
   SerialParallel serial;
   ThreadParallel threads(3);
-  for (const int64_t i : {0, 1, 2, 3, 4, 5}) {
-    const PackedShape shape{41, 160, i < 3 ? 160 : 32, DType::kBFloat16, true, kAllKinds[i % 3]};
+  for (int64_t i = 0; i < 9; ++i) {
+    const int64_t groups[] = {160, 32, 16};
+    const PackedShape shape{41, 160, groups[i / 3], DType::kBFloat16, true, kAllKinds[i % 3]};
     const ref::Weights weights = random_weights(rng, shape);
     const Packed packed = pack_one(shape, weights);
     std::vector<int64_t> counts = {0, 29, 63, 64, 65, 100};
@@ -113,7 +117,7 @@ TEST_P(MatmulTest, BadRowsAreNanAndAlone) {
   W4A8_TRACE_SEED();
   Rng rng(63);
   SerialParallel serial;
-  for (const int64_t group : {int64_t{64}, int64_t{32}}) {
+  for (const int64_t group : {int64_t{64}, int64_t{32}, int64_t{16}}) {
     const PackedShape shape{21, 64, group, DType::kFloat32, true};
     const ref::Weights weights = random_weights(rng, shape);
     const Packed packed = pack_one(shape, weights);
@@ -165,7 +169,7 @@ TEST_P(MatmulTest, GivenRows) {
   W4A8_TRACE_SEED();
   Rng rng(66);
   ThreadParallel threads(3);
-  for (const int64_t group : {int64_t{160}, int64_t{32}}) {
+  for (const int64_t group : {int64_t{160}, int64_t{32}, int64_t{16}}) {
     const PackedShape shape{41, 160, group, DType::kFloat32, false};
     const ref::Weights weights = random_weights(rng, shape);
     const Packed packed = pack_one(shape, weights);

@@ -32,7 +32,8 @@ TEST_P(MoeTest, ActivationsAndShapes) {
   };
   int variant = 0;
   // I = 18: u begins inside a panel. I = 96 and 160: several groups, odd counts of them.
-  for (const Sizes& s : {Sizes{34, 18, -1}, {6, 2, -1}, {64, 34, -1}, {96, 160, 32}, {128, 64, 64}, {96, 96, 96}}) {
+  for (const Sizes& s :
+       {Sizes{34, 18, -1}, {6, 2, -1}, {64, 34, -1}, {96, 160, 32}, {112, 80, 16}, {128, 64, 64}, {96, 96, 96}}) {
     for (int kind = 0; kind < kActivationCount; ++kind) {
       for (const bool gated : {true, false}) {
         ++variant;

@@ -17,7 +17,7 @@ const std::vector<PackedShape>& shapes() {
         for (const WeightKind kind : kAllKinds) {
           for (const int64_t n : {1, 2, 15, 16, 17, 33, 70}) {
             for (const int64_t k : {2, 4, 6, 8, 10, 34, 64, 70}) list.push_back({n, k, k, scales, bias, kind});
-            for (const int64_t group : {32, 64, 96}) list.push_back({n, 192, group, scales, bias, kind});
+            for (const int64_t group : {16, 32, 64, 96}) list.push_back({n, 192, group, scales, bias, kind});
           }
           list.push_back({18, 32 * 70, 32, scales, bias, kind});
         }

@@ -89,12 +89,18 @@ Stack make_stack(Bytes& in, const PackedShape& shape, int64_t count) {
   return stack;
 }
 
-// k and the group: channelwise with any even k, or groups of a multiple of 32.
+// 16, or a multiple of 32.
+int64_t make_group(Bytes& in, int64_t most) {
+  const int64_t blocks = in.integer(0, most);
+  return blocks == 0 ? 16 : 32 * blocks;
+}
+
+// k and the group: channelwise with any even k, or groups.
 PackedShape make_shape(Bytes& in) {
   PackedShape shape;
   shape.n = in.integer(1, 70);
   if (in.flag()) {
-    shape.group = 32 * in.integer(1, 6);
+    shape.group = make_group(in, 6);
     shape.k = shape.group * in.integer(1, in.flag() ? 12 : 3);
   } else {
     shape.k = 2 * in.integer(1, in.flag() ? 1000 : 80);
@@ -120,7 +126,7 @@ void fuzz_matmul(Bytes& in) {
 void fuzz_moe(Bytes& in) {
   MoeArgs args;
   const bool grouped = in.flag();
-  args.group = grouped ? 32 * in.integer(1, 3) : -1;
+  args.group = grouped ? make_group(in, 3) : -1;
   args.hidden = grouped ? args.group * in.integer(1, 3) : 2 * in.integer(1, 60);
   args.intermediate = grouped ? args.group * in.integer(1, 3) : 2 * in.integer(1, 60);
   args.gated = in.flag();

@@ -23,14 +23,14 @@ bool valid(const std::vector<uint8_t>& bytes) {
   if (bytes.size() < 64 || std::memcmp(bytes.data(), "W4A8PACK", 8) != 0) return false;
   const auto version = field<uint32_t>(bytes, 8);
   const auto kind = field<uint32_t>(bytes, 44);
-  if (version == 1 ? kind != 0 : (version != 2 || kind == 0 || kind > 2)) return false;
   if (field<uint32_t>(bytes, 12) > 1 || field<uint32_t>(bytes, 40) > 1) return false;
   if (std::any_of(bytes.begin() + 48, bytes.begin() + 64, [](uint8_t byte) { return byte != 0; })) return false;
   const auto n = field<int64_t>(bytes, 16);
   const auto k = field<int64_t>(bytes, 24);
   const auto group = field<int64_t>(bytes, 32);
-  if (n < 1 || n > int64_t{1} << 31 || k < 2 || k > 1 << (version == 1 ? 20 : 19) || k % 2 != 0) return false;
-  if (group != k && (group < 32 || group % 32 != 0 || k % group != 0)) return false;
+  if (n < 1 || n > int64_t{1} << 31 || k < 2 || kind > 2 || k > 1 << (kind == 0 ? 20 : 19) || k % 2 != 0) return false;
+  if (group != k && (group <= 0 || (group != 16 && group % 32 != 0) || k % group != 0)) return false;
+  if (version != (group == 16 && k != 16 ? 3u : (kind == 0 ? 1u : 2u))) return false;
   const int64_t scale_bytes = field<uint32_t>(bytes, 40) == 0 ? 4 : 2;
   const int64_t zero_bytes = kind == 1 ? 1 : 0;
   const int64_t panel = ((k + 7) / 8 * 64 + 16 * (k / group) * (scale_bytes + zero_bytes) + 128 + 63) / 64 * 64;
@@ -64,7 +64,7 @@ std::vector<uint8_t> make_packed(Bytes& in, const PackedShape& shape) {
   }
   for (std::size_t i = 0; i < 64; ++i) bytes[i] = 0;
   std::memcpy(bytes.data(), "W4A8PACK", 8);
-  put<uint32_t>(bytes, 8, shape.kind == WeightKind::kInt4 ? 1 : 2);
+  put<uint32_t>(bytes, 8, shape.group == 16 && shape.k != 16 ? 3 : (shape.kind == WeightKind::kInt4 ? 1 : 2));
   put<uint32_t>(bytes, 12, shape.has_bias ? 1 : 0);
   put<int64_t>(bytes, 16, shape.n);
   put<int64_t>(bytes, 24, shape.k);
@@ -126,7 +126,7 @@ PackedShape make_shape(Bytes& in) {
   PackedShape shape;
   shape.n = in.integer(1, 40);
   if (in.flag()) {
-    shape.group = 32 * in.integer(1, 3);
+    shape.group = in.flag() ? 16 : 32 * in.integer(1, 3);
     shape.k = shape.group * in.integer(1, 3);
   } else {
     shape.k = 2 * in.integer(1, 60);
@@ -216,19 +216,24 @@ void fuzz_experts(Bytes& in) {
   constexpr int64_t kExperts = 3;
   MoeArgs args;
   const bool grouped = in.flag();
-  args.group = grouped ? 32 : -1;
-  args.hidden = grouped ? 32 * in.integer(1, 3) : 2 * in.integer(1, 20);
-  args.intermediate = grouped ? 32 * in.integer(1, 2) : 2 * in.integer(1, 20);
+  const int64_t group = in.flag() ? 16 : 32;
+  args.group = grouped ? group : -1;
+  args.hidden = grouped ? group * in.integer(1, 3) : 2 * in.integer(1, 20);
+  args.intermediate = grouped ? group * in.integer(1, 2) : 2 * in.integer(1, 20);
   args.gated = in.flag();
   args.activation = static_cast<Activation>(in.integer(0, kActivationCount - 1));
   args.experts = kExperts;
   args.tokens = in.integer(1, 5);
   args.top_k = in.integer(1, 3);
-  const PackedShape shape13 = {args.intermediate * (args.gated ? 2 : 1),       args.hidden, grouped ? 32 : args.hidden,
-                               in.flag() ? DType::kBFloat16 : DType::kFloat32, in.flag(),   make_kind(in)};
-  const PackedShape shape2 = {
-      args.hidden, args.intermediate, grouped ? 32 : args.intermediate, in.flag() ? DType::kBFloat16 : DType::kFloat32,
-      in.flag(),   make_kind(in)};
+  const PackedShape shape13 = {
+      args.intermediate * (args.gated ? 2 : 1),       args.hidden, grouped ? group : args.hidden,
+      in.flag() ? DType::kBFloat16 : DType::kFloat32, in.flag(),   make_kind(in)};
+  const PackedShape shape2 = {args.hidden,
+                              args.intermediate,
+                              grouped ? group : args.intermediate,
+                              in.flag() ? DType::kBFloat16 : DType::kFloat32,
+                              in.flag(),
+                              make_kind(in)};
   std::vector<uint8_t> stacks[2];
   NaiveLayer layer;
   bool good[kExperts];

@@ -32,7 +32,7 @@ void fuzz_quantize(Bytes& in) {
   int64_t k = in.integer(1, 300);
   int64_t group = k;
   if (in.flag()) {
-    group = 32 * in.integer(1, 4);
+    group = in.flag() ? 16 : 32 * in.integer(1, 4);
     k = group * in.integer(1, 4);
   }
   const int64_t m = in.integer(0, 20);
@@ -128,7 +128,7 @@ void fuzz_tokens(Bytes& in) {
 void fuzz_given(Bytes& in) {
   PackedShape shape;
   shape.n = in.integer(1, 40);
-  shape.group = 32 * in.integer(1, 2);
+  shape.group = 16 << in.integer(0, 2);
   shape.k = shape.group * in.integer(1, 3);
   if (in.flag()) shape.group = shape.k;
   const DType dtype = in.pick(kDTypes);

@@ -43,7 +43,7 @@ PACK = {
     "bias integer": ({"bias": torch.zeros(24, dtype=torch.int32)}, r"bias has dtype (Int|int), expected a floating point type"),
     "bias too long": ({"bias": torch.zeros(25)}, r"bias has shape \[25\], expected \[24\]"),
     "bias 2-D": ({"bias": torch.zeros(24, 1)}, r"bias has shape \[24, 1\], expected \[24\]"),
-    "group 16": ({"block_size": 16}, r"group \(block_size\) is 16, expected k = 64 \(channelwise\) or a multiple of 32"),
+    "group 8": ({"block_size": 8}, r"group \(block_size\) is 8, expected k = 64 \(channelwise\), or 16 or a multiple of 32"),
     "group 48": ({"block_size": 48}, r"group \(block_size\) is 48, expected"),
     "group does not divide": ({"block_size": 96}, r"group \(block_size\) is 96, expected k = 64"),
     "group 0": ({"block_size": 0}, r"group \(block_size\) is 0, expected"),
@@ -140,7 +140,8 @@ def spoilt(at, value):
 # What happened to the bytes, and the field that the message must name. Offsets: docs/packed_layout.md.
 DAMAGE = {
     "magic": (spoilt(0, 0), "magic is not 'W4A8PACK'"),
-    "version": (spoilt(8, 3), "version is 3, this library reads versions 1 and 2"),
+    "version": (spoilt(8, 4), "version is 4, this library reads versions 1 to 3"),
+    "version of groups of 16": (spoilt(8, 3), "version is 3, expected 1 for group = 32"),
     "version 2 without a kind": (
         spoilt(8, 2),
         r"kind is 0, expected 1 \(int4 with zero points\) or 2 \(e2m1\) in version 2",
@@ -257,8 +258,8 @@ MOE = {
     "I negative": ({"I": -32}, r"I is -32, expected an even number"),
     "I odd": ({"I": 31, "I2": 62, "group_size": -1}, r"I is 31, expected an even number"),
     "I2 neither": ({"I2": 96}, r"I2 is 96, expected 2 \* I = 64 \(gated\) or I = 32"),
-    "group 0": ({"group_size": 0}, r"group_size is 0, expected -1 \(channelwise\) or a multiple of 32 that divides H = 64"),
-    "group 16": ({"group_size": 16}, r"group_size is 16, expected"),
+    "group 0": ({"group_size": 0}, r"group_size is 0, expected -1 \(channelwise\), or 16 or a multiple of 32 that divides H = 64"),
+    "group 8": ({"group_size": 8}, r"group_size is 8, expected"),
     "group does not divide H": ({"group_size": 96}, r"group_size is 96, expected .* divides H = 64"),
     "group does not divide I": ({"group_size": 64}, r"group_size is 64, expected .* divides I = 32"),
     "kind -1": ({"activation_kind": -1}, r"activation_kind is -1, expected " + KNOWN_KINDS),
@@ -320,7 +321,7 @@ def test_damaged_expert_is_named(which, tokens):
     damaged[3, 8] = 7
     good = w4a8.dynamic_4bit_int_moe(**arguments)
     arguments[which] = damaged
-    message = f"expert 3, {which}: version is 7, this library reads versions 1 and 2"
+    message = f"expert 3, {which}: version is 7, this library reads versions 1 to 3"
     refuse(lambda: w4a8.dynamic_4bit_int_moe(**arguments), message)
     arguments["topk_ids"][-1, 0] = -1
     untouched = w4a8.dynamic_4bit_int_moe(**arguments)

@@ -200,7 +200,7 @@ def test_against_float64(symmetric):
 
 def test_matches_the_matmul_op():
     """One and the same definition: the integers of docs/numerics.md section 1 give dyn_quant_matmul_4bit's bits."""
-    for group in (32, 128):
+    for group in (16, 32, 64, 128):
         matrix = make_matrix(24, 128, group)
         x = torch.randn(6, 128)
         q, zp, recip = reference.quantize(x.numpy())
