@@ -183,8 +183,8 @@ def test_bad_arguments():
         w4a8.quantize_(model, values="nf4")
     with pytest.raises(ValueError, match="symmetric is False, expected True for values = 'e2m1'"):
         w4a8.quantize_(model, symmetric=False, values="e2m1")
-    for group in (0, 16, 48, -2):
-        with pytest.raises(ValueError, match=f"group_size is {group}, expected -1 or a multiple of 32"):
+    for group in (0, 8, 24, 48, -2):
+        with pytest.raises(ValueError, match=f"group_size is {group}, expected -1, 16 or a multiple of 32"):
             w4a8.quantize_(model, group)
     with pytest.raises(ValueError, match=r"scale_dtype is torch.float16, expected torch.float32 or torch.bfloat16"):
         w4a8.quantize_(model, scale_dtype=torch.float16)

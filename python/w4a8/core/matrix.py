@@ -6,6 +6,15 @@ from dataclasses import dataclass
 
 import torch
 
+from w4a8.core.float8 import multiplied_scales
+
+GROUP_SIZES = "16 or a multiple of 32"
+
+
+def is_group_size(size: object) -> bool:
+    """Whether the operators have groups of so many input features: GROUP_SIZES; -1 is all."""
+    return isinstance(size, int) and (size in (-1, 16) or (size > 0 and size % 32 == 0))
+
 
 def kept_scale_dtype(*scales: torch.Tensor) -> torch.dtype:
     """The type that scales are packed in: bfloat16 if that holds every one exactly, else float32.
@@ -30,21 +39,26 @@ def pack_nibbles(
     scale_dtype: torch.dtype | None = None,
     zero_points: torch.Tensor | None = None,
     values: str = "int4",
+    channel_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Packs one matrix, or a stack of them in one call of the operator.
 
     Args:
         nibbles: uint8 [N, K/2] or [E, N, K/2], codes, the low nibble of even k.
-        scales: floating point [..., N, groups], one group if channelwise.
+        scales: floating point [..., N, groups], one group if channelwise; with ``channel_scales`` uint8, bits of
+            float8_e4m3fn.
         bias: floating point [..., N] or None; kept as float32.
         group_size: values of k per scale; -1 is channelwise.
         scale_dtype: that scales are kept in; :func:`kept_scale_dtype` if not given.
         zero_points: uint8 of the shape of ``scales`` in [0, 15]; None, or 8 everywhere: a code is a value + 8.
         values: ``int4`` or ``e2m1``, what a code is.
+        channel_scales: float32 [..., N], by which the scales of a row are multiplied; None if they are what they are.
 
     Returns:
         uint8 [bytes] or [E, bytes].
     """
+    if channel_scales is not None:
+        scales = multiplied_scales(scales, channel_scales)
     rows, columns = nibbles.shape[-2], 2 * nibbles.shape[-1]
     return torch.ops.w4a8.dyn_quant_pack_4bit_weight(
         nibbles,
@@ -65,12 +79,16 @@ class Matrix4:
         int4   weight[n, k] = (code[n, k] - zero[n, k // g]) * scale[n, k // g]
         e2m1   weight[n, k] = E2M1[code[n, k]] * scale[n, k // g]
 
+    With channel scales a scale is that number times channel_scale[n].
+
     Attributes:
         nibbles: uint8 [N, K/2], codes; low nibble = even k.
-        scales: [N, G], of the type that the checkpoint has; for e2m1 float32 powers of two.
+        scales: [N, G], of the type that the checkpoint has; of MXFP4 float32 powers of two. With channel scales uint8,
+            bits of float8_e4m3fn, and no NaN.
         zero_points: uint8 [N, G] in [0, 15], or None: 8 everywhere (int4), none (e2m1).
         kind: ``int4`` or ``e2m1``.
         bias: [N], of the type that the checkpoint has, or None.
+        channel_scales: float32 [N], or None: 1 everywhere.
     """
 
     nibbles: torch.Tensor
@@ -78,11 +96,15 @@ class Matrix4:
     zero_points: torch.Tensor | None
     kind: str
     bias: torch.Tensor | None = None
+    channel_scales: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         assert self.kind in ("int4", "e2m1")
         assert self.nibbles.dtype == torch.uint8 and self.nibbles.dim() == self.scales.dim() == 2
         assert self.zero_points is None or self.zero_points.shape == self.scales.shape
+        assert (self.scales.dtype == torch.uint8) == (self.channel_scales is not None)
+        if self.channel_scales is not None:
+            assert self.channel_scales.dtype == torch.float32 and self.channel_scales.shape == self.nibbles.shape[:1]
 
     @property
     def rows(self) -> int:
@@ -101,9 +123,9 @@ class Matrix4:
 
     def with_rows(self, rows: slice) -> Matrix4:
         """The matrix of some rows (views)."""
-        parts = (self.nibbles, self.scales, self.zero_points, self.bias)
-        nibbles, scales, zeros, bias = (None if part is None else part[rows] for part in parts)
-        return Matrix4(nibbles, scales, zeros, self.kind, bias)
+        parts = (self.nibbles, self.scales, self.zero_points, self.bias, self.channel_scales)
+        nibbles, scales, zeros, bias, channels = (None if part is None else part[rows] for part in parts)
+        return Matrix4(nibbles, scales, zeros, self.kind, bias, channels)
 
     def with_columns(self, begin: int, end: int) -> Matrix4:
         """The matrix of columns [begin, end): whole groups, or whole bytes of one group; the bias stays (views).
@@ -119,8 +141,10 @@ class Matrix4:
         if scales.shape[1] > 1:
             groups = slice(begin // unit, end // unit)
             scales, zeros = scales[:, groups], None if zeros is None else zeros[:, groups]
-        return Matrix4(self.nibbles[:, begin // 2 : end // 2], scales, zeros, self.kind, self.bias)
+        nibbles = self.nibbles[:, begin // 2 : end // 2]
+        return Matrix4(nibbles, scales, zeros, self.kind, self.bias, self.channel_scales)
 
     def pack(self, scale_dtype: torch.dtype | None = None) -> torch.Tensor:
         """uint8 [bytes], as the operators take it; ``scale_dtype`` as in :func:`pack_nibbles`."""
-        return pack_nibbles(self.nibbles, self.scales, self.bias, self.group, scale_dtype, self.zero_points, self.kind)
+        zeros, channels = self.zero_points, self.channel_scales
+        return pack_nibbles(self.nibbles, self.scales, self.bias, self.group, scale_dtype, zeros, self.kind, channels)

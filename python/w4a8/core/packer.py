@@ -12,7 +12,13 @@ from w4a8.core.matrix import Matrix4
 from w4a8.core.nibbles import check_int4_range, to_nibbles, word_nibbles
 from w4a8.core.stack import MatrixStack, PackedAs
 
-KINDS = {"weight": "nibbles", "weight_scale": "scales", "zero_points": "zero_points", "bias": "bias"}
+KINDS = {
+    "weight": "nibbles",
+    "weight_scale": "scales",
+    "zero_points": "zero_points",
+    "bias": "bias",
+    "global_scale": "channel_scales",
+}
 # What there is one of for each group of columns.
 _BY_GROUP = ("weight_scale", "zero_points")
 
@@ -34,6 +40,7 @@ class ExpertPacker:
         *,
         values: dict[str, str] | None = None,
         zero_points: Collection[str] = (),
+        channel_scales: Collection[str] = (),
     ) -> None:
         """Empty stacks.
 
@@ -44,6 +51,7 @@ class ExpertPacker:
             w13_interleaved: rows of a fused w13 alternate gate and up.
             packed_as, values: of ``w13`` and ``w2``, as in :class:`MatrixStack`.
             zero_points: of which of the two zero points come as tensors of their own.
+            channel_scales: of which of the two scales come in two levels, as pieces (:meth:`put`).
 
         Raises:
             ValueError: H or I is no multiple of the group size, or odd.
@@ -65,6 +73,7 @@ class ExpertPacker:
                 (packed_as or {}).get(name),
                 values=(values or {}).get(name),
                 zero_points=name in zero_points,
+                channel_scales=True if name in channel_scales else None,
             )
             for name, rows, columns in sizes.stacks
         }
@@ -77,7 +86,8 @@ class ExpertPacker:
             shard: ``w1``, ``w2``, ``w3``, or ``w13`` for a fused one.
             kind: ``weight`` (int8 [rows, columns], int32 [rows, ceil(columns / 8)], or codes, uint8
                 [rows, columns / 2], low nibble first), ``weight_scale``, ``zero_points`` (uint8) or ``bias``, of the
-                whole expert.
+                whole expert. With two levels of scales ``weight_scale`` is uint8, bits of float8_e4m3fn, and
+                ``global_scale`` one number that they are multiplied by, float32 [] or [1].
             tensor: the values.
             name: for errors.
 
@@ -85,20 +95,28 @@ class ExpertPacker:
             ValueError: a tensor of the wrong dtype or shape, a weight outside [-8, 7], a zero point outside [0, 15], or
                 a shard that the layer does not have.
         """
+        stack = self.stacks["w2" if shard == "w2" else "w13"]
         if kind == "weight":
             columns = self.sizes.intermediate * self._tp_size if shard == "w2" else self.sizes.hidden
             tensor = _nibbles(tensor, columns, name)
         elif kind == "zero_points":
             _check_zero_points(tensor, name)
+        elif kind == "weight_scale" and stack.channel_scales:
+            if tensor.dtype != torch.uint8:
+                raise ValueError(f"{name}: dtype {tensor.dtype}, but uint8 is expected")
         elif not tensor.dtype.is_floating_point:
             raise ValueError(f"{name}: dtype {tensor.dtype}, but a float is expected")
-        dim = 1 if kind == "bias" else 2
+        if kind == "global_scale":
+            if tensor.numel() != 1:
+                raise ValueError(f"{name}: shape {tuple(tensor.shape)}, but one number is expected")
+            tensor = tensor.reshape(1).expand(self._rows(shard))
+        dim = 1 if kind in ("bias", "global_scale") else 2
         if tensor.dim() != dim:
             raise ValueError(f"{name}: shape {tuple(tensor.shape)}, but {dim} dimensions are expected")
         pieces = self._w2_piece(kind, tensor, name) if shard == "w2" else self._w13_pieces(shard, tensor, name)
         for rows, piece in pieces:
             try:
-                self.stacks["w2" if shard == "w2" else "w13"].put_piece(expert, KINDS[kind], rows, piece)
+                stack.put_piece(expert, KINDS[kind], rows, piece)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
 
@@ -115,10 +133,9 @@ class ExpertPacker:
             ValueError: a matrix of another size, groups or kind, or a shard that the layer does not have.
         """
         rank, ranks = self._tp_rank, self._tp_size
-        fused = 2 if shard == "w13" else 1
-        rows, columns = fused * self.sizes.intermediate * ranks, self.sizes.hidden
+        rows, columns = self._rows(shard), self.sizes.hidden
         if shard == "w2":
-            rows, columns = columns, rows
+            columns = self.sizes.intermediate * ranks
         if (matrix.rows, matrix.columns) != (rows, columns):
             raise ValueError(f"{name} is [{matrix.rows}, {matrix.columns}], but [{rows}, {columns}] is expected")
         if (matrix.bias is None) == self.has_bias:
@@ -135,10 +152,18 @@ class ExpertPacker:
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
 
+    def _rows(self, shard: str) -> int:
+        """Of a matrix of a whole expert."""
+        if shard == "w2":
+            return self.sizes.hidden
+        return (2 if shard == "w13" else 1) * self.sizes.intermediate * self._tp_size
+
     def _w2_piece(self, kind: str, tensor: torch.Tensor, name: str) -> list[tuple[slice, torch.Tensor]]:
         rows = slice(0, self.sizes.hidden)
         if kind == "bias":  # the sum over the ranks has it once
             return [(rows, tensor if self._tp_rank == 0 else torch.zeros_like(tensor))]
+        if kind == "global_scale":
+            return [(rows, tensor)]
         if kind in _BY_GROUP and self.sizes.group_size == -1:
             return [(rows, tensor)]
         columns = self.sizes.intermediate

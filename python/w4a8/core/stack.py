@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from w4a8.core.float8 import multiplied_scales
 from w4a8.core.matrix import Matrix4, kept_scale_dtype, pack_nibbles
 from w4a8.core.memory import fresh_bytes
 
@@ -51,14 +52,18 @@ def _has_zero_points(zeros: torch.Tensor) -> bool:
 class _Waiting:
     """The pieces of one matrix, until they are complete."""
 
-    def __init__(self, rows: int, columns: int, scale_columns: int, has_bias: bool, zero_points: bool) -> None:
-        # One block of pages. Scales and biases as float32, which holds those of every file.
-        counts = (4 * rows * scale_columns, 4 * rows if has_bias else 0, rows * (columns // 2))
-        scales, bias, nibbles = fresh_bytes(sum(counts)).split(counts)
-        self.tensors = {
-            "nibbles": nibbles.view(rows, columns // 2),
-            "scales": scales.view(torch.float32).view(rows, scale_columns),
-        }
+    def __init__(
+        self, rows: int, columns: int, scale_columns: int, has_bias: bool, zero_points: bool, channel_scales: bool
+    ) -> None:
+        # One block of pages. Biases and scales as float32, which holds those of every file; of two levels as they are.
+        each = 1 if channel_scales else 4
+        a_row = (4 if has_bias else 0, 4 if channel_scales else 0, each * scale_columns, columns // 2)
+        counts = [rows * count for count in a_row]
+        bias, channels, scales, nibbles = fresh_bytes(sum(counts)).split(counts)
+        scales = scales if channel_scales else scales.view(torch.float32)
+        self.tensors = {"nibbles": nibbles.view(rows, columns // 2), "scales": scales.view(rows, scale_columns)}
+        if channel_scales:
+            self.tensors["channel_scales"] = channels.view(torch.float32)
         if has_bias:
             self.tensors["bias"] = bias.view(torch.float32)
         self.clear()
@@ -106,6 +111,7 @@ class MatrixStack:
         *,
         values: str | None = None,
         zero_points: bool = False,
+        channel_scales: bool | None = None,
     ) -> None:
         """An empty stack.
 
@@ -118,6 +124,8 @@ class MatrixStack:
             values: ``int4`` or ``e2m1``; None is what the first matrix has, ``int4`` if pieces come.
             zero_points: a matrix is not complete without a piece ``zero_points``. (A matrix that is :meth:`put` may
                 have them or not, in any case.)
+            channel_scales: scales have two levels: they are uint8, bits of float8_e4m3fn, and a matrix is not complete
+                without a piece ``channel_scales``; None is what the first matrix has, False if pieces come.
         """
         self.experts, self.rows, self.columns, self.group_size = experts, rows, columns, group_size
         self.bias_dtype = bias_dtype
@@ -126,6 +134,7 @@ class MatrixStack:
         self.packed_as = packed_as if packed_as is not None else PackedAs(values or "int4")
         self._is_fixed = packed_as is not None
         self._zero_points = zero_points
+        self._channel_scales = channel_scales
         self._packed: torch.Tensor | None = None
         self._done: set[int] = set()
         # Experts are written from the first to the last, so that no memory is taken ahead: with huge pages, the first
@@ -139,6 +148,11 @@ class MatrixStack:
     def scale_dtype(self) -> torch.dtype:
         """That scales are kept in, as far as is known."""
         return self.packed_as.scale_dtype
+
+    @property
+    def channel_scales(self) -> bool:
+        """Whether scales come in two levels, as far as is known."""
+        return bool(self._channel_scales)
 
     def put(self, expert: int, row: int, matrix: Matrix4, has_bias: bool = True) -> None:
         """Copies a matrix to rows [row, row + its rows) of an expert; it has a bias if and only if the stack has.
@@ -154,7 +168,7 @@ class MatrixStack:
         Raises:
             ValueError: a matrix of another shape, or of another kind than those before.
         """
-        self._agree_on(matrix.kind)
+        self._agree_on(matrix.kind, matrix.channel_scales is not None)
         rows = slice(row, row + matrix.rows)
         zeros = matrix.zero_points
         if zeros is not None and not self._zero_points:
@@ -167,6 +181,8 @@ class MatrixStack:
                 expert, "bias", rows, matrix.bias if has_bias else torch.zeros(matrix.rows, dtype=torch.float32)
             )
         self.put_piece(expert, "scales", rows, matrix.scales)
+        if matrix.channel_scales is not None:
+            self.put_piece(expert, "channel_scales", rows, matrix.channel_scales)
         if self._zero_points:
             eight = torch.full(matrix.scales.shape, 8, dtype=torch.uint8) if zeros is None else zeros
             self.put_piece(expert, "zero_points", rows, eight)
@@ -178,7 +194,7 @@ class MatrixStack:
         Args:
             expert: index.
             kind: ``nibbles`` (uint8 [rows, K/2]), ``scales`` ([rows, groups]), ``zero_points`` (uint8 [rows, groups]
-                in [0, 15]) or ``bias`` ([rows]).
+                in [0, 15]), ``bias`` ([rows]) or ``channel_scales`` (float32 [rows]).
             rows: of the stack.
             piece: the values.
 
@@ -186,7 +202,7 @@ class MatrixStack:
             ValueError: a piece of another shape, one that there is none of, or the last one of a matrix that cannot be
                 packed as ``packed_as`` says.
         """
-        self._agree_on(self._values or "int4")
+        self._agree_on(self._values or "int4", self.channel_scales)
         waiting = self._waiting.get(expert)
         if waiting is None:
             waiting, self._spare = self._spare or self._new_waiting(), None
@@ -200,20 +216,28 @@ class MatrixStack:
                 waiting.clear()
                 self._spare = waiting
 
-    def _agree_on(self, values: str) -> None:
+    def _agree_on(self, values: str, channel_scales: bool) -> None:
         if self._values is None:
             self._values = values
             self.packed_as = replace(self.packed_as, values=values)
         if values != self._values:
             raise ValueError(f"the codes are {values}, but {self._values} is expected: a stack is of one kind")
+        if self._channel_scales is None:
+            self._channel_scales = channel_scales
+        if channel_scales != self._channel_scales:
+            found, expected = ("two levels", "one") if channel_scales else ("one level", "two")
+            raise ValueError(f"scales have {found}, but {expected} is expected: a stack is of one kind")
 
     def _new_waiting(self) -> _Waiting:
         has_bias = self.bias_dtype is not None
-        return _Waiting(self.rows, self.columns, self._scale_columns, has_bias, self._zero_points)
+        return _Waiting(self.rows, self.columns, self._scale_columns, has_bias, self._zero_points, self.channel_scales)
 
     def _pack(self, expert: int, matrix: _Waiting) -> None:
-        needed, zeros = self.packed_as, matrix.tensors.get("zero_points")
-        if needed.scale_dtype == torch.bfloat16 and kept_scale_dtype(matrix.tensors["scales"]) != torch.bfloat16:
+        tensors = dict(matrix.tensors)
+        if self._channel_scales:
+            tensors["scales"] = multiplied_scales(tensors["scales"], tensors.pop("channel_scales"))
+        needed, zeros = self.packed_as, tensors.get("zero_points")
+        if needed.scale_dtype == torch.bfloat16 and kept_scale_dtype(tensors["scales"]) != torch.bfloat16:
             self._must_not_be_fixed(f"the scales of expert {expert} are no bfloat16 values")
             needed = replace(needed, scale_dtype=torch.float32)
         if not needed.zero_points and zeros is not None and _has_zero_points(zeros):
@@ -221,7 +245,7 @@ class MatrixStack:
             needed = replace(needed, zero_points=True)
         if needed != self.packed_as:
             self._repack(needed)
-        self._store(expert, matrix.tensors)
+        self._store(expert, tensors)
 
     def _must_not_be_fixed(self, problem: str) -> None:
         if self._is_fixed:

@@ -7,13 +7,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from w4a8.core.json_fields import CheckpointError, check_field, json_field
+from w4a8.core.matrix import GROUP_SIZES, is_group_size
 from w4a8.core.quant_args import QuantizationArgs, QuantizationStrategy
-from w4a8.formats.matrix import is_group_size
-from w4a8.formats.mxfp4 import BLOCK
+from w4a8.formats.mxfp4 import BLOCK as MX_BLOCK
+from w4a8.formats.nvfp4 import BLOCK as NV_BLOCK
 from w4a8.formats.stored import NotOurs, Stored
 
-MXFP4 = "mxfp4-pack-quantized"
-FORMATS = ("int-quantized", "pack-quantized", MXFP4)
+# Of 4-bit floats, and the size of their blocks.
+FLOATS = {"mxfp4-pack-quantized": MX_BLOCK, "nvfp4-pack-quantized": NV_BLOCK}
+FORMATS = ("int-quantized", "pack-quantized", *FLOATS)
 
 
 def _args(entry: Mapping[str, Any]) -> QuantizationArgs:
@@ -30,15 +32,15 @@ def _check_weights(args: QuantizationArgs, key: str, bits: tuple[int, ...]) -> N
     check_field(args.strategy in strategies, f"{key}.strategy", args.strategy, "'group' or 'channel'")
     if args.strategy == QuantizationStrategy.GROUP:
         size = args.group_size
-        check_field(size != -1 and is_group_size(size), f"{key}.group_size", size, "a multiple of 32")
+        check_field(size != -1 and is_group_size(size), f"{key}.group_size", size, GROUP_SIZES)
 
 
-def _check_mxfp4(args: QuantizationArgs, key: str) -> None:
+def _check_floats(args: QuantizationArgs, key: str, block: int) -> None:
     check_field(args.num_bits == 4, f"{key}.num_bits", args.num_bits, "4")
     check_field(args.type == "float", f"{key}.type", args.type, "'float'")
     check_field(args.symmetric is True, f"{key}.symmetric", args.symmetric, "true")
     check_field(args.dynamic is False, f"{key}.dynamic", args.dynamic, "false")
-    check_field(args.group_size == BLOCK, f"{key}.group_size", args.group_size, str(BLOCK))
+    check_field(args.group_size == block, f"{key}.group_size", args.group_size, str(block))
 
 
 def _check_input(args: QuantizationArgs, key: str) -> None:
@@ -119,9 +121,9 @@ class CompressedTensorsRules:
             raise CheckpointError(f"{key}.weights is missing: {module} is not quantized")
         weights = _args(group["weights"])
         activations = json_field(group, "input_activations", dict, f"{key}.input_activations")
-        if format_ == MXFP4:
-            _check_mxfp4(weights, f"{key}.weights")
-            return Stored(format_, BLOCK, True, weight_only=f"{key}.input_activations is not int8")
+        if format_ in FLOATS:
+            _check_floats(weights, f"{key}.weights", FLOATS[format_])
+            return Stored(format_, FLOATS[format_], True, weight_only=f"{key}.input_activations is not int8")
         # Of 8 bits in int8, or with int8 inputs, is another kind of layer, which has kernels of its own everywhere.
         mixed = format_ == "pack-quantized" and not activations
         _check_weights(weights, f"{key}.weights", (4, 8) if mixed else (4,))

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from w4a8.core.json_fields import CheckpointError, check_field, json_field, read_json, shorten
+from w4a8.core.matrix import GROUP_SIZES, is_group_size
 from w4a8.formats.awq import packing_of
 from w4a8.formats.compressed_rules import CompressedTensorsRules
-from w4a8.formats.matrix import is_group_size
-from w4a8.formats.mxfp4 import BLOCK
+from w4a8.formats.modelopt_rules import ModelOptRules
+from w4a8.formats.mxfp4 import BLOCK as MX_BLOCK
+from w4a8.formats.nvfp4 import BLOCK as NV_BLOCK
 from w4a8.formats.parts import QUANTIZED_SUFFIXES
 from w4a8.formats.stored import NotOurs, Stored
 
@@ -80,10 +82,13 @@ def older_config(directory: Path) -> dict[str, Any] | None:
     Raises:
         CheckpointError: the file is no JSON object.
     """
-    for name, method in (("quantize_config.json", "gptq"), ("quant_config.json", "awq")):
+    for name, method in _OLDER.items():
         if (directory / name).is_file():
             return {"quant_method": method, **read_json(directory / name)}
     return None
+
+
+_OLDER = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 
 
 def stored_as(
@@ -126,7 +131,7 @@ def _stored_as(rules: Rules, module: str, suffixes: Collection[str], is_int8: Ca
 
 
 def _group_size(value: object, key: str) -> int:
-    check_field(is_group_size(value), key, value, "-1 or a multiple of 32")
+    check_field(is_group_size(value), key, value, f"-1, {GROUP_SIZES}")
     return value
 
 
@@ -335,8 +340,8 @@ class AutoRoundRules(_Rules):
 
     def _stored(self, config: Mapping[str, Any]) -> Stored:
         kind, key = _first(config, ("data_type",), "int")
-        if isinstance(kind, str) and "mx_fp" in kind:
-            return self._mxfp4(config)
+        if isinstance(kind, str) and ("mx_fp" in kind or "nv_fp" in kind):
+            return self._floats(config, "mxfp4" if "mx_fp" in kind else "nvfp4")
         bits = _bits(*_first(config, ("bits",)), 4, 8)
         check_field(kind == "int", key, kind, "'int'")
         group = _group_size(*_first(config, ("group_size",), 128))
@@ -352,13 +357,15 @@ class AutoRoundRules(_Rules):
         weight_only = None if inputs == 8 else f"{_WHERE}.act_bits is {inputs}"
         return Stored(found[0], group, symmetric, found[1], weight_only=weight_only, bits=bits)
 
-    def _mxfp4(self, config: Mapping[str, Any]) -> Stored:
+    def _floats(self, config: Mapping[str, Any], form: str) -> Stored:
         _bits(*_first(config, ("bits",)), 4)
-        group, key = _first(config, ("group_size",), BLOCK)
-        check_field(group == BLOCK, key, group, str(BLOCK))
+        block = MX_BLOCK if form == "mxfp4" else NV_BLOCK
+        group, key = _first(config, ("group_size",), block)
+        check_field(group == block, key, group, str(block))
         packing, key = _first(config, ("packing_format",), "auto_round:llm_compressor")
         check_field(packing == "auto_round:llm_compressor", key, packing, "'auto_round:llm_compressor'")
-        return Stored("mxfp4-pack-quantized", BLOCK, True, weight_only=f"{_WHERE}.data_type is 'mx_fp'")
+        kind = "mx_fp" if form == "mxfp4" else "nv_fp"
+        return Stored(f"{form}-pack-quantized", block, True, weight_only=f"{_WHERE}.data_type is {kind!r}")
 
 
 class Mxfp4Rules(_Rules):
@@ -382,7 +389,7 @@ class Mxfp4Rules(_Rules):
         return self.default
 
     def _stored(self, config: Mapping[str, Any]) -> Stored:
-        return Stored("mxfp4", BLOCK, True, weight_only=f"{_WHERE}.quant_method is 'mxfp4'")
+        return Stored("mxfp4", MX_BLOCK, True, weight_only=f"{_WHERE}.quant_method is 'mxfp4'")
 
 
 _METHODS: dict[str, Callable[[Mapping[str, Any]], Rules]] = {
@@ -391,4 +398,5 @@ _METHODS: dict[str, Callable[[Mapping[str, Any]], Rules]] = {
     "awq": AwqRules,
     "auto-round": AutoRoundRules,
     "mxfp4": Mxfp4Rules,
+    "modelopt": ModelOptRules,
 }

@@ -42,11 +42,6 @@ def expect_shape(tensor: torch.Tensor, name: str, suffix: str, shape: tuple[int,
         raise ValueError(f"{name}.{suffix}: shape {tuple(tensor.shape)}, but {why} make {shape}")
 
 
-def is_group_size(size: object) -> bool:
-    """Whether the operators have groups of so many input features; -1 is all."""
-    return isinstance(size, int) and (size == -1 or (size > 0 and size % 32 == 0))
-
-
 def groups_of(features: int, group_size: int, name: str, suffix: str) -> int:
     """How many groups K input features make; -1 is one for all.
 

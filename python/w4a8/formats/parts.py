@@ -7,6 +7,8 @@ from functools import cache
 
 import torch
 
+from w4a8.core.float8 import E4M3
+
 
 @dataclass(frozen=True)
 class Part:
@@ -14,9 +16,11 @@ class Part:
 
     Attributes:
         suffix: the last part of its name.
-        kind: ``weight`` (the codes), ``weight_scale``, ``zero_points``, ``shape`` or ``g_idx``.
-        dtype: that holds it; float32 stands for all floats.
-        axes: ``n`` output features, ``k`` input features, ``g`` groups of them. (MXFP4's codes as a matrix.)
+        kind: ``weight`` (the codes), ``weight_scale``, ``zero_points``, ``shape``, ``g_idx``, ``global_scale`` (one
+            number, of all scales) or ``input_scale`` (that must not be there).
+        dtype: that holds it; float32 stands for all floats, but for ``global_scale``.
+        axes: ``n`` output features, ``k`` input features, ``g`` groups of them. (MXFP4's codes as a matrix; one number
+            may have a dimension of one.)
         packed: the axis along which codes share an element, a word or a byte; None if none do.
         bits: of a code.
     """
@@ -30,7 +34,8 @@ class Part:
 
     def takes(self, dtype: torch.dtype) -> bool:
         """Whether a tensor of a file may have this type."""
-        return dtype == self.dtype or (self.dtype == torch.float32 and dtype.is_floating_point)
+        floats = self.dtype == torch.float32 and self.kind != "global_scale"
+        return dtype == self.dtype or (floats and dtype.is_floating_point)
 
     @property
     def codes_in_an_element(self) -> int:
@@ -85,6 +90,17 @@ PARTS: dict[str, tuple[Part, ...]] = {
     "mxfp4-pack-quantized": (
         Part("weight_packed", "weight", torch.uint8, ("n", "k"), 1),
         Part("weight_scale", "weight_scale", torch.uint8, ("n", "g")),
+    ),
+    "nvfp4-pack-quantized": (
+        Part("weight_packed", "weight", torch.uint8, ("n", "k"), 1),
+        Part("weight_scale", "weight_scale", E4M3, ("n", "g")),
+        Part("weight_global_scale", "global_scale", torch.float32),
+    ),
+    "modelopt-nvfp4": (
+        Part("weight", "weight", torch.uint8, ("n", "k"), 1),
+        Part("weight_scale", "weight_scale", E4M3, ("n", "g")),
+        Part("weight_scale_2", "global_scale", torch.float32),
+        Part("pre_quant_scale", "input_scale", torch.float32, ("k",)),
     ),
     "mxfp4": (
         Part("blocks", "weight", torch.uint8, ("n", "k"), 1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,8 +14,17 @@ from w4a8.formats.compressed_tensors import from_int_quantized, from_pack_quanti
 from w4a8.formats.gptq import from_gptq
 from w4a8.formats.matrix import Tensors, checked_zeros
 from w4a8.formats.mxfp4 import BLOCK, from_mxfp4, from_mxfp4_pack_quantized, powers_of_two
+from w4a8.formats.nvfp4 import checked_block_scales, checked_global_scale, from_nvfp4, from_nvfp4_pack_quantized
 from w4a8.formats.parts import Part, parts_of
 from w4a8.formats.words import codes, word_bytes
+
+# Formats of 4-bit floats, which need no configuration.
+_FLOATS: dict[str, Callable[[Tensors, str], Matrix4]] = {
+    "mxfp4": from_mxfp4,
+    "mxfp4-pack-quantized": from_mxfp4_pack_quantized,
+    "nvfp4-pack-quantized": from_nvfp4_pack_quantized,
+    "modelopt-nvfp4": from_nvfp4,
+}
 
 
 @dataclass(frozen=True)
@@ -25,9 +35,10 @@ class Stored:
     (:meth:`piece`).
 
     Attributes:
-        format: ``gptq``, ``awq``, ``int-quantized``, ``pack-quantized``, ``mxfp4-pack-quantized`` or ``mxfp4``.
-            AutoRound's modules are the first two, or the last but one.
-        group_size: input features per scale, a multiple of 32; -1 is one group.
+        format: ``gptq``, ``awq``, ``int-quantized``, ``pack-quantized``, ``mxfp4-pack-quantized``,
+            ``nvfp4-pack-quantized``, ``modelopt-nvfp4`` or ``mxfp4``. AutoRound's modules are the first two, or those
+            of 4-bit floats with ``pack``.
+        group_size: input features per scale, 16 or a multiple of 32; -1 is one group.
         symmetric: all zero points are 8.
         version: of ``gptq``: 1, or 2 where zero points are stored as they are.
         activation_order: of ``gptq``: groups need not be consecutive input features, ``g_idx`` says what they are.
@@ -51,7 +62,12 @@ class Stored:
     @property
     def values(self) -> str:
         """``int4`` or ``e2m1``."""
-        return "e2m1" if self.format.startswith("mxfp4") else "int4"
+        return "e2m1" if self.format in _FLOATS else "int4"
+
+    @property
+    def channel_scales(self) -> bool:
+        """Whether scales have two levels (:class:`Matrix4`)."""
+        return any(part.kind == "global_scale" for part in self.parts)
 
     def groups(self, columns: int) -> int:
         """Scales of a row of so many input features."""
@@ -70,6 +86,8 @@ class Stored:
         """
         if part.kind == "zero_points":
             return not self.symmetric
+        if part.kind == "input_scale":
+            return False
         return part.kind != "g_idx" or self.activation_order
 
     @property
@@ -112,8 +130,8 @@ class Stored:
             ValueError: a tensor is missing, has another dtype or shape, or values that this format does not have;
                 names it.
         """
-        if self.values == "e2m1":
-            return (from_mxfp4 if self.format == "mxfp4" else from_mxfp4_pack_quantized)(tensors, name)
+        if self.format in _FLOATS:
+            return _FLOATS[self.format](tensors, name)
         if self.format == "gptq":
             if self.activation_order and tensors.get("g_idx") is None:
                 raise ValueError(f"{name}.g_idx is missing, though the configuration says desc_act")
@@ -127,7 +145,7 @@ class Stored:
         """One tensor of a matrix of 4-bit codes in the form that :class:`w4a8.core.packer.ExpertPacker` takes.
 
         Args:
-            part: which: codes, scales or zero points.
+            part: which: codes, scales (also the one of all) or zero points.
             tensor: as it is in the file; MXFP4's codes as a matrix.
             name: of the matrix, for errors.
 
@@ -139,10 +157,12 @@ class Stored:
             ValueError: another dtype or number of dimensions, or values that this format does not have.
         """
         full = f"{name}.{part.suffix}"
-        floats = part.dtype == torch.float32
+        floats = part.dtype == torch.float32 and part.kind != "global_scale"
         if not part.takes(tensor.dtype):
             expected = "a float" if floats else str(part.dtype).removeprefix("torch.")
             raise ValueError(f"{full}: dtype {tensor.dtype}, but {expected} is expected")
+        if part.kind == "global_scale":
+            return checked_global_scale(tensor, full, self.format == "nvfp4-pack-quantized")
         if tensor.dim() != 2:
             raise ValueError(f"{full}: shape {tuple(tensor.shape)}, but 2 dimensions are expected")
         if part.kind == "weight":
@@ -154,7 +174,7 @@ class Stored:
                 zeros = torch.full(stored.shape, 8, dtype=torch.uint8)
             return zeros
         if not floats:
-            return powers_of_two(tensor, full)
+            return (checked_block_scales if self.channel_scales else powers_of_two)(tensor, full)
         if not torch.isfinite(tensor).all():
             raise ValueError(f"{full}: not all scales are finite")
         return tensor.T if part.axes[0] == "g" else tensor

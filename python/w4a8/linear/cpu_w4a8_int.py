@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from w4a8.core.matrix import GROUP_SIZES, is_group_size
 from w4a8.core.nibbles import check_int4_range, to_nibbles
 from w4a8.core.platforms import current_platform
 from w4a8.core.weight_utils import replace_parameter
@@ -40,8 +41,8 @@ class CPUW4A8IntLinearKernel(MPLinearKernel):
             return False, "CPUW4A8Int only supports symmetric weight quantization"
         if c.has_g_idx:
             return False, "CPUW4A8Int does not support reordered input features (g_idx)"
-        if c.group_size != -1 and (c.group_size <= 0 or c.group_size % 32 != 0):
-            return False, f"Group size ({c.group_size}) not supported by CPUW4A8Int, must be a multiple of 32"
+        if not is_group_size(c.group_size):
+            return False, f"Group size ({c.group_size}) not supported by CPUW4A8Int, must be {GROUP_SIZES}"
         if in_size <= 0 or in_size % 2 != 0:
             return False, f"in size ({in_size}) must be even"
         if c.group_size != -1 and in_size % c.group_size != 0:

@@ -73,7 +73,7 @@ class W4A8Experts(PackedModule):
         Args:
             w13: [E, 2I, H], or a sequence of E matrices [2I, H]: gate rows, then up rows. Any floating point type.
             w2: [E, H, I], or a sequence of E matrices [H, I].
-            group_size: a multiple of 32 that divides H and I; -1 is channelwise.
+            group_size: 16 or a multiple of 32 that divides H and I; -1 is channelwise.
             activation: between them.
             w13_bias: [E, 2I] or a sequence of E; None for none.
             w2_bias: [E, H] or a sequence of E; None for none.

@@ -43,7 +43,7 @@ class W4A8Linear(PackedLinear):
 
         Args:
             linear: with any floating point weight. It is left alone. One on the meta device gives one there.
-            group_size: a multiple of 32 that divides in_features; -1 is channelwise.
+            group_size: 16 or a multiple of 32 that divides in_features; -1 is channelwise.
             scale_dtype: float32 or bfloat16.
             clip_search: search a scale, and zero point, with a smaller squared error for each group.
             symmetric: False: int4 values with a zero point for each group.

@@ -194,7 +194,7 @@ def make_plan(
 
     Args:
         model: is not changed.
-        group_size: -1 or a multiple of 32.
+        group_size: -1, 16 or a multiple of 32.
         skip: says by name and module what to leave alone, with all below it.
         most_in_features: K that can be packed.
 

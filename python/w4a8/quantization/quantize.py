@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from w4a8.core.matrix import GROUP_SIZES, is_group_size
 from w4a8.nn import W4A8Linear
 from w4a8.nn.grids import grid_of
 from w4a8.progress import progress_bar
@@ -76,7 +77,7 @@ def quantize_(
     Args:
         model: for inference: the quantized layers have no gradients. An exception leaves it usable, each module either
             replaced or untouched.
-        group_size: a multiple of 32; -1 is one scale per output feature.
+        group_size: 16 or a multiple of 32; -1 is one scale per output feature.
         skip: names, ``re:`` with a regular expression, or a function of name and module. A skipped module is left
             alone with all that is below it. The default are output layers (``lm_head``) and routers (``gate``,
             ``router``, ``shared_expert_gate``), ``w4a8.quantization.DEFAULT_SKIP``; other values replace it.
@@ -95,8 +96,8 @@ def quantize_(
         ValueError: a bad argument, or the model is itself a layer to replace.
         QuantizationError: a weight has a NaN or an infinity; names the layer.
     """
-    if group_size != -1 and (group_size <= 0 or group_size % 32 != 0):
-        raise ValueError(f"group_size is {group_size}, expected -1 or a multiple of 32")
+    if not is_group_size(group_size):
+        raise ValueError(f"group_size is {group_size}, expected -1, {GROUP_SIZES}")
     if scale_dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"scale_dtype is {scale_dtype}, expected torch.float32 or torch.bfloat16")
     options = {"scale_dtype": scale_dtype, "clip_search": clip_search, "symmetric": symmetric, "values": values}

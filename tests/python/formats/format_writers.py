@@ -162,9 +162,56 @@ def dequantized_mxfp4(tensors):
     return torch.from_numpy(out)
 
 
+def e4m3(byte):
+    """A float8_e4m3fn: sign, four bits of exponent (bias 7, denormals), three of mantissa."""
+    exponent, mantissa = byte >> 3 & 15, byte & 7
+    size = mantissa * 2.0**-9 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+    return -size if byte & 128 else size
+
+
+def write_nvfp4(codes, scales, of_all, reciprocal):
+    """codes [N, K], scales [N, K/16] as bytes, and a float32 number, or what compressed-tensors has in its place."""
+    n, k = codes.shape
+    weight = np.zeros((n, k // 2), dtype=np.uint8)
+    for row in range(n):
+        for column in range(k):
+            weight[row, column // 2] |= int(codes[row, column]) << (4 * (column % 2))
+    names = ("weight_packed", "weight_global_scale") if reciprocal else ("weight", "weight_scale_2")
+    scales = torch.from_numpy(scales.astype(np.uint8))
+    if hasattr(torch, "float8_e4m3fn"):
+        scales = scales.view(torch.float8_e4m3fn)
+    of_all = torch.tensor([of_all] if reciprocal else of_all, dtype=torch.float32)
+    return {names[0]: torch.from_numpy(weight), "weight_scale": scales, names[1]: of_all}
+
+
+def dequantized_nvfp4(tensors):
+    """In float64, in which all products are exact; 1 / weight_global_scale is rounded to float32, once."""
+    reciprocal = "weight_global_scale" in tensors
+    packed = tensors["weight_packed" if reciprocal else "weight"].numpy()
+    scales = tensors["weight_scale"].view(torch.uint8).numpy()
+    of_all = np.float32(tensors["weight_global_scale" if reciprocal else "weight_scale_2"].item())
+    factor = float(np.float32(1) / of_all if reciprocal else of_all)
+    n, k = packed.shape[0], 2 * packed.shape[1]
+    out = np.empty((n, k))
+    for row in range(n):
+        for column in range(k):
+            code = int(packed[row, column // 2]) >> (4 * (column % 2)) & 15
+            value = FP4[code & 7] * (-1 if code & 8 else 1)
+            out[row, column] = value * e4m3(int(scales[row, column // 16])) * factor
+    return torch.from_numpy(out)
+
+
+def scales_of(matrix):
+    """float64 [N, G] of a Matrix4, of one level or two; products of two are exact."""
+    if matrix.channel_scales is None:
+        return matrix.scales.double().numpy()
+    levels = np.array([[e4m3(int(byte)) for byte in row] for row in matrix.scales.numpy()])
+    return levels.reshape(matrix.scales.shape) * matrix.channel_scales.double().numpy()[:, None]
+
+
 def multiplied_out(matrix):
     """What a Matrix4 means, by its documentation; float64 holds every product exactly."""
-    nibbles, scales = matrix.nibbles.numpy(), matrix.scales.double().numpy()
+    nibbles, scales = matrix.nibbles.numpy(), scales_of(matrix)
     zeros = None if matrix.zero_points is None else matrix.zero_points.numpy()
     n, k = nibbles.shape[0], 2 * nibbles.shape[1]
     g = scales.shape[1]

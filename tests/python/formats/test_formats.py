@@ -8,16 +8,20 @@ from format_writers import (
     dequantized_gptq,
     dequantized_int,
     dequantized_mxfp4,
+    dequantized_nvfp4,
     dequantized_pack,
+    e4m3,
     multiplied_out,
     multiplied_out8,
     write_awq,
     write_gptq,
     write_int_quantized,
     write_mxfp4,
+    write_nvfp4,
     write_pack_quantized,
 )
 
+from w4a8.core.float8 import e4m3_values
 from w4a8.formats import (
     E2M1,
     Matrix8,
@@ -27,6 +31,8 @@ from w4a8.formats import (
     from_int_quantized,
     from_mxfp4,
     from_mxfp4_pack_quantized,
+    from_nvfp4,
+    from_nvfp4_pack_quantized,
     from_pack_quantized,
 )
 
@@ -192,6 +198,56 @@ def packed_mxfp4(tensors):
     return {"weight_packed": tensors["blocks"].flatten(1), "weight_scale": tensors["scales"]}
 
 
+def nvfp4_scales(n, k):
+    """Bytes of float8_e4m3fn, all but NaN among them where there is room."""
+    numbers = np.array([byte for byte in range(256) if byte & 127 != 127])
+    found = np.random.default_rng(n + k).permutation(np.resize(numbers, max(n * k // 16, len(numbers))))
+    return found[: n * k // 16].reshape(n, k // 16)
+
+
+@pytest.mark.parametrize(("n", "k"), [(1, 16), (7, 32), (16, 48), (5, 976), (3, 2880)])
+@pytest.mark.parametrize("of_all", [1.0, 2688.0 / 5.0, 1.7e-4, -3e30, 1e-37])
+def test_nvfp4(n, k, of_all):
+    for reciprocal, read in ((False, from_nvfp4), (True, from_nvfp4_pack_quantized)):
+        tensors = write_nvfp4(torch.randint(16, (n, k)).numpy(), nvfp4_scales(n, k), of_all, reciprocal)
+        found = read(tensors, "layer")
+        assert found.kind == "e2m1" and found.zero_points is None and found.group == 16
+        assert found.nibbles.is_contiguous() and found.scales.is_contiguous()
+        assert found.scales.dtype == torch.uint8 and found.channel_scales.dtype == torch.float32
+        assert torch.equal(multiplied_out(found), dequantized_nvfp4(tensors))
+        # One number is one number, with a dimension or without.
+        name = "weight_global_scale" if reciprocal else "weight_scale_2"
+        shape = [] if reciprocal else [1]
+        other = read({**tensors, name: tensors[name].reshape(shape)}, "layer")
+        assert torch.equal(other.channel_scales, found.channel_scales)
+        bits = read({**tensors, "weight_scale": tensors["weight_scale"].view(torch.uint8)}, "layer")
+        assert torch.equal(bits.scales, found.scales)
+
+
+def test_parts_of_a_matrix_with_channel_scales():
+    tensors = write_nvfp4(torch.randint(16, (12, 96)).numpy(), nvfp4_scales(12, 96), 0.37, False)
+    whole, meant = from_nvfp4(tensors, "layer"), dequantized_nvfp4(tensors)
+    assert torch.equal(multiplied_out(whole.with_rows(slice(1, 9, 2))), meant[1:9:2])
+    assert torch.equal(multiplied_out(whole.with_columns(32, 80)), meant[:, 32:80])
+    assert torch.equal(multiplied_out(whole.with_columns(16, 32).with_rows(slice(3, 5))), meant[3:5, 16:32])
+    with pytest.raises(ValueError, match=r"columns \[8, 24\) of 96 cut groups of 16"):
+        whole.with_columns(8, 24)
+
+
+def test_e4m3_values():
+    found = e4m3_values()
+    assert found.dtype == torch.float32 and found.shape == (256,)
+    for byte in range(256):
+        if byte & 127 == 127:
+            assert torch.isnan(found[byte])
+        else:
+            assert float(found[byte]) == e4m3(byte) and bool(torch.signbit(found[byte])) == (byte >= 128)
+    if hasattr(torch, "float8_e4m3fn"):
+        other = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+        assert torch.equal(other.view(torch.int32)[~other.isnan()], found.view(torch.int32)[~found.isnan()])
+        assert torch.equal(other.isnan(), found.isnan())
+
+
 def test_e2m1_values():
     """One bit of sign, two of exponent (bias 1, denormals), one of mantissa."""
     for code, value in enumerate(E2M1):
@@ -221,11 +277,16 @@ def make(format_, symmetric=False):
             packed_mxfp4(write_mxfp4(codes, exponents)),
             lambda t: from_mxfp4_pack_quantized(t, "a.b"),
         ),
+        "nvfp4": lambda: (write_nvfp4(codes, nvfp4_scales(16, 64), 0.3, False), lambda t: from_nvfp4(t, "a.b")),
+        "nvfp4 pack": lambda: (
+            write_nvfp4(codes, nvfp4_scales(16, 64), 0.3, True),
+            lambda t: from_nvfp4_pack_quantized(t, "a.b"),
+        ),
     }[format_]()
 
 
 INTEGERS = ("gptq", "gptq2", "awq", "int", "pack")
-FORMATS = (*INTEGERS, "mxfp4", "mxfp4 pack")
+FORMATS = (*INTEGERS, "mxfp4", "mxfp4 pack", "nvfp4", "nvfp4 pack")
 
 
 @pytest.mark.parametrize("format_", FORMATS)
@@ -249,8 +310,9 @@ def test_every_tensor_is_named_when_it_is_missing_truncated_or_of_another_type(f
                 read({key: value for key, value in tensors.items() if key != suffix})
         with pytest.raises(ValueError, match=rf"^a\.b\.{suffix}: dtype torch.complex64, but "):
             read({**tensors, suffix: tensor.to(torch.complex64)})
-        with pytest.raises(ValueError, match=rf"^a\.b\.{suffix}: shape .* dimensions are expected"):
-            read({**tensors, suffix: tensor[None]})
+        what = "one number is" if tensor.numel() == 1 else r"\d dimensions are"
+        with pytest.raises(ValueError, match=rf"^a\.b\.{suffix}: shape .* {what} expected"):
+            read({**tensors, suffix: tensor[None] if tensor.dim() > 0 else tensor[None, None]})
         for dim in range(tensor.dim()):
             # Which of two tensors is too short cannot be known; one of them is named.
             with pytest.raises(ValueError, match=r"^a\.b\.\w+: "):
@@ -331,6 +393,36 @@ def test_mxfp4_scale_of_255():
     tensors["scales"][3, 1] = 255
     with pytest.raises(ValueError, match=r"^a\.b\.scales: 255"):
         read(tensors)
+
+
+@pytest.mark.parametrize("format_", ["nvfp4", "nvfp4 pack"])
+def test_scales_of_nvfp4_that_are_no_numbers(format_):
+    tensors, read = make(format_)
+    for byte in (0x7F, 0xFF):
+        scales = tensors["weight_scale"].clone()
+        scales.view(torch.uint8)[3, 1] = byte
+        with pytest.raises(ValueError, match=r"^a\.b\.weight_scale: not all scales are numbers"):
+            read({**tensors, "weight_scale": scales})
+    name = "weight_scale_2" if format_ == "nvfp4" else "weight_global_scale"
+    for value in (float("nan"), float("inf"), *((0.0, 1e-40) if format_ == "nvfp4 pack" else ())):
+        with pytest.raises(ValueError, match=rf"^a\.b\.{name} is .*, of which no finite scales can be made"):
+            read({**tensors, name: torch.tensor(value)})
+
+
+def test_what_nvfp4_does_not_have():
+    tensors, read = make("nvfp4")
+    with pytest.raises(
+        ValueError, match=r"^a\.b\.weight_scale: shape \(16, 2\), but 64 x 16 features in blocks of 16 make"
+    ):
+        read({**tensors, "weight_scale": tensors["weight_scale"][:, :2]})
+    with pytest.raises(ValueError, match=r"^a\.b\.weight: 40 input features are not groups of 16"):
+        read({**tensors, "weight": tensors["weight"][:, :20]})
+    with pytest.raises(ValueError, match=r"^a\.b\.weight_scale_2: shape \(16,\), but one number is expected"):
+        read({**tensors, "weight_scale_2": torch.ones(16)})
+    with pytest.raises(ValueError, match=r"^a\.b\.weight_scale_2: dtype torch\.float16, but float32 is expected"):
+        read({**tensors, "weight_scale_2": torch.tensor(0.5, dtype=torch.float16)})
+    with pytest.raises(ValueError, match=r"^a\.b\.pre_quant_scale: inputs that are scaled"):
+        read({**tensors, "pre_quant_scale": torch.ones(64)})
 
 
 def test_int_values_outside_int4():

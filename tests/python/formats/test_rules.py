@@ -14,7 +14,25 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
 ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": False, "data_type": "int"}
 ROUND_MX = {**ROUND, "group_size": 32, "sym": True, "data_type": "mx_fp", "packing_format": "auto_round:llm_compressor"}
-MXFP4_PACK, FLOATS = "mxfp4-pack-quantized", {"type": "float", "group_size": 32}
+ROUND_NV = {**ROUND_MX, "group_size": 16, "data_type": "nv_fp"}
+MXFP4_PACK, NVFP4_PACK, FLOATS = "mxfp4-pack-quantized", "nvfp4-pack-quantized", {"type": "float", "group_size": 32}
+MODELOPT = {
+    "quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": [HEAD, "model.layers.3.self_attn*"],
+    "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "float", "group_size": 16}}},
+}  # fmt: skip
+
+
+def in_hf_quant_config(**changes):
+    """As modelopt's file of its own has it; ``quant_method`` is put there by its reader."""
+    skipped = ["lm_head", "model.layers.3.self_attn*"]
+    stated = {
+        "quant_algo": "NVFP4",
+        "kv_cache_quant_algo": None,
+        "group_size": 16,
+        "exclude_modules": skipped,
+        **changes,
+    }
+    return {"quant_method": "modelopt", "producer": {"name": "modelopt"}, "quantization": stated}
 
 
 def gptq(group=128, symmetric=True, version=1, ordered=False, bits=4):
@@ -23,6 +41,10 @@ def gptq(group=128, symmetric=True, version=1, ordered=False, bits=4):
 
 def awq(group=64, symmetric=False):
     return Stored("awq", group, symmetric, weight_only="quantization_config.quant_method is 'awq'")
+
+
+def modelopt(stated="quant_algo is 'NVFP4'"):
+    return Stored("modelopt-nvfp4", 16, True, weight_only=f"quantization_config.{stated}")
 
 
 def auto_round(format_="gptq", group=128, symmetric=False, version=1, bits=4):
@@ -48,6 +70,7 @@ def compressed(inputs=True, **changes):
         ({**GPTQ, "checkpoint_format": "gptq", "sym": False}, gptq(symmetric=False)),
         ({**GPTQ, "desc_act": True}, gptq(ordered=True)),
         ({**GPTQ, "bits": 8}, gptq(bits=8)),
+        ({**GPTQ, "group_size": 16}, gptq(group=16)),
         ({**GPTQ, "desc_act": True, "group_size": -1}, gptq(group=-1)),
         (AWQ, awq()),
         ({"quant_method": "awq", "w_bit": 4, "q_group_size": 32, "zero_point": False}, awq(32, True)),
@@ -73,6 +96,15 @@ def compressed(inputs=True, **changes):
             Stored(MXFP4_PACK, 32, True,
                    weight_only="quantization_config.config_groups.group_0.input_activations is not int8"),
         ),
+        (
+            {**compressed(type="float", group_size=16, strategy="tensor_group"), "format": NVFP4_PACK},
+            Stored(NVFP4_PACK, 16, True,
+                   weight_only="quantization_config.config_groups.group_0.input_activations is not int8"),
+        ),
+        (ROUND_NV, Stored(NVFP4_PACK, 16, True, weight_only="quantization_config.data_type is 'nv_fp'")),
+        (MODELOPT, modelopt()),
+        ({**MODELOPT, "quant_algo": "w4a16_nvfp4"}, modelopt("quant_algo is 'W4A16_NVFP4'")),
+        (in_hf_quant_config(), modelopt("quantization.quant_algo is 'NVFP4'")),
         (ROUND_MX, Stored(MXFP4_PACK, 32, True, weight_only="quantization_config.data_type is 'mx_fp'")),
         (MXFP4, Stored("mxfp4", 32, True, weight_only="quantization_config.quant_method is 'mxfp4'")),
     ],
@@ -86,7 +118,10 @@ def test_of_all_modules(config, expected):
     [
         ({**GPTQ, "bits": 3}, "quantization_config.bits is 3, but 4 or 8 is expected"),
         ({**GPTQ, "bits": None}, "quantization_config.bits is None, but 4 or 8 is expected"),
-        ({**GPTQ, "group_size": 16}, "quantization_config.group_size is 16, but -1 or a multiple of 32 is expected"),
+        (
+            {**GPTQ, "group_size": 24},
+            "quantization_config.group_size is 24, but -1, 16 or a multiple of 32 is expected",
+        ),
         ({**GPTQ, "checkpoint_format": "marlin"}, "quantization_config.checkpoint_format is 'marlin', but 'gptq' or"),
         ({**GPTQ, "pack_dtype": "int16"}, "quantization_config.pack_dtype is 'int16', but 'int32' is expected"),
         ({**GPTQ, "sym": "yes"}, "quantization_config.sym is 'yes', but true or false is expected"),
@@ -97,7 +132,10 @@ def test_of_all_modules(config, expected):
             {**ROUND, "packing_format": "auto_round:llm_compressor"},
             "packing_format is 'auto_round:llm_compressor', but",
         ),
-        ({**ROUND, "data_type": "nv_fp"}, "quantization_config.data_type is 'nv_fp', but 'int' is expected"),
+        ({**ROUND, "data_type": "nv_fp"}, "quantization_config.group_size is 128, but 16 is expected"),
+        ({**ROUND_NV, "bits": 8}, "quantization_config.bits is 8, but 4 is expected"),
+        ({**ROUND_NV, "packing_format": "auto_round"}, "but 'auto_round:llm_compressor' is expected"),
+        ({**ROUND, "data_type": "fp8"}, "quantization_config.data_type is 'fp8', but 'int' is expected"),
         ({**ROUND, "data_type": "mx_fp"}, "quantization_config.group_size is 128, but 32 is expected"),
         ({**ROUND_MX, "bits": 8}, "quantization_config.bits is 8, but 4 is expected"),
         ({**ROUND_MX, "packing_format": "auto_round:auto_gptq"}, "but 'auto_round:llm_compressor' is expected"),
@@ -105,7 +143,18 @@ def test_of_all_modules(config, expected):
         ({**compressed(**FLOATS, num_bits=8), "format": MXFP4_PACK}, "weights.num_bits is 8, but 4 is expected"),
         ({**compressed(type="float", group_size=16), "format": MXFP4_PACK}, "group_size is 16, but 32 is expected"),
         ({**compressed(), "format": MXFP4_PACK}, "weights.type is 'int', but 'float' is expected"),
-        ({**compressed(), "format": "nvfp4-pack-quantized"}, "is 'nvfp4-pack-quantized', but one of 'int-quantized', "),
+        ({**compressed(), "format": NVFP4_PACK}, "weights.type is 'int', but 'float' is expected"),
+        ({**compressed(**FLOATS), "format": NVFP4_PACK}, "group_size is 32, but 16 is expected"),
+        ({**compressed(), "format": "naive-quantized"}, "is 'naive-quantized', but one of 'int-quantized', 'pack-quan"),
+        ({**MODELOPT, "quant_algo": "MIXED_PRECISION"}, "quantization_config.quant_algo is 'MIXED_PRECISION', but 'NV"),
+        ({**MODELOPT, "quant_algo": "FP8"}, "quant_algo is 'FP8', but 'NVFP4' or 'W4A16_NVFP4' is expected"),
+        ({**MODELOPT, "quant_algo": None}, "quant_algo is None, but 'NVFP4' or 'W4A16_NVFP4' is expected"),
+        (in_hf_quant_config(quant_algo="NVFP4_AWQ"), "quantization_config.quantization.quant_algo is 'NVFP4_AWQ', but"),
+        (in_hf_quant_config(group_size=32), "quantization_config.quantization.group_size is 32, but 16 is expected"),
+        (
+            {**MODELOPT, "config_groups": {"group_0": {"weights": {"group_size": 32}}}},
+            "quantization_config.config_groups.group_0.weights.group_size is 32, but 16 is expected",
+        ),
         ({**ROUND, "act_bits": 4}, "quantization_config.act_bits is 4, but 16, or 8 is expected"),
         (compressed(num_bits=8), "quantization_config.config_groups.group_0.weights.num_bits is 8, but 4 is expected"),
         (compressed(actorder="group"), "weights.actorder is 'group': reordered input features"),
@@ -211,6 +260,31 @@ def test_only_experts_are_mxfp4():
     assert "modules_to_not_convert names it" in skipped.of("model.layers.0.mlp.experts.down_proj").reason
 
 
+@pytest.mark.parametrize("config", [MODELOPT, in_hf_quant_config()])
+def test_what_modelopt_leaves_out(config):
+    """Entries are patterns of whole names; what is inside of a module that one matches is left out too."""
+    rules = rules_of(config)
+    assert rules.of(UP) == modelopt(rules.default.weight_only.partition(".")[2])
+    for name in (Q, HEAD, "model.layers.3.self_attn"):
+        assert not rules.of(name).quantized and " has 'model.layers.3.self_attn*'" in rules.of(Q).reason
+    assert isinstance(rules.of("model.layers.13.self_attn.q_proj"), Stored)
+    assert isinstance(rules.of("model.lm_head_norm"), Stored)
+    # A file that has codes of it says more.
+    assert stored_as(rules, Q, ["weight", "weight_scale", "weight_scale_2"]) == rules.default
+    assert not stored_as(rules, Q, ["weight"]).quantized
+    # Named by nothing, and not quantized all the same.
+    assert stored_as(rules, "model.embed_tokens", ["weight"]).reason.endswith("it has weights without scales")
+
+
+def test_patterns_of_modelopt():
+    rules = rules_of({**MODELOPT, "ignore": ["model.layers.?.gate", "*.experts.1"]})
+    assert not rules.of("model.layers.3.gate").quantized
+    assert isinstance(rules.of("model.layers.3.gate_proj"), Stored)
+    assert isinstance(rules.of("model.layers.33.gate"), Stored)
+    assert not rules.of("model.layers.3.mlp.experts.1.up_proj").quantized
+    assert isinstance(rules.of("model.layers.3.mlp.experts.11.up_proj"), Stored)
+
+
 def test_files_without_codes():
     found = stored_as(rules_of(GPTQ), UP, ["weight", "bias"])
     assert found == NotOurs(f"{UP} is not quantized: it has weights without scales", quantized=False)
@@ -220,7 +294,7 @@ def test_files_without_codes():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({}, "quant_method is None, but one of compressed-tensors, gptq, awq, auto-round, mxfp4 is expected"),
+        ({}, "quant_method is None, but one of compressed-tensors, gptq, awq, auto-round, mxfp4, modelopt is"),
         ({"quant_method": ["gptq"]}, "quant_method is ['gptq'], but one of"),
         ({**GPTQ, "dynamic": 5}, "quantization_config.dynamic is 5, but an object is expected"),
         ({**GPTQ, "dynamic": {"+:(": {}}}, "dynamic['+:('] is '(', but a regular expression is expected"),
@@ -228,6 +302,8 @@ def test_files_without_codes():
         ({**GPTQ, "modules_in_block_to_quantize": [[7]]}, "modules_in_block_to_quantize is 7, but a name is expected"),
         ({**AWQ, "modules_to_not_convert": {"a": 1}}, "modules_to_not_convert is {'a': 1}, but a list is expected"),
         ({**ROUND, "extra_config": {"x(": {}}}, "extra_config['x('] is 'x(', but a regular expression is expected"),
+        ({**MODELOPT, "ignore": [3]}, "an entry of quantization_config.ignore is 3, but a name is expected"),
+        ({**MODELOPT, "quantization": 5}, "quantization_config.quantization is 5, but an object is expected"),
         ({**ROUND, "extra_config": []}, "extra_config is [], but an object is expected"),
     ],
 )
@@ -242,9 +318,10 @@ def test_values_of_any_type():
     keys = {
         "bits", "group_size", "sym", "desc_act", "checkpoint_format", "pack_dtype", "dynamic", "lm_head", "version",
         "modules_in_block_to_quantize", "modules_to_not_convert", "zero_point", "extra_config", "data_type",
-        "packing_format", "act_bits", "block_name_to_quantize", "config_groups", "ignore", "format",
+        "packing_format", "act_bits", "block_name_to_quantize", "config_groups", "ignore", "format", "quant_algo",
+        "exclude_modules", "quantization",
     }  # fmt: skip
-    for base in (GPTQ, AWQ, ROUND, MXFP4, compressed()):
+    for base in (GPTQ, AWQ, ROUND, ROUND_NV, MXFP4, MODELOPT, compressed()):
         for key in keys:
             for value in junk:
                 try:

@@ -81,6 +81,34 @@ def test_mxfp4():
         stored.piece(scale, made["scales"], "m")
 
 
+@pytest.mark.parametrize("name", ["modelopt-nvfp4", "nvfp4-pack-quantized"])
+def test_nvfp4(name):
+    random = np.random.default_rng(0)
+    codes, scales = random.integers(0, 16, (ROWS, COLUMNS)), random.integers(1, 127, (ROWS, COLUMNS // 16))
+    made = writers.write_nvfp4(codes, scales, 0.3, name == "nvfp4-pack-quantized")
+    stored = Stored(name, 16, True)
+    assert stored.values == "e2m1" and stored.channel_scales and stored.shape(made) == (ROWS, COLUMNS)
+    whole, pieces = stored.read(made, "m"), {}
+    for part in stored.parts:
+        if stored.requires(part):
+            shape = part.shape(ROWS, COLUMNS, COLUMNS // 16)
+            assert shape == (() if part.kind == "global_scale" else made[part.suffix].shape)
+            pieces[part.kind] = stored.piece(part, made[part.suffix], "m")
+    assert sorted(pieces) == ["global_scale", "weight", "weight_scale"]
+    assert torch.equal(pieces["weight"], whole.nibbles)
+    assert pieces["weight_scale"].dtype == torch.uint8 and torch.equal(pieces["weight_scale"], whole.scales)
+    assert pieces["global_scale"].shape == (1,)
+    assert torch.equal(pieces["global_scale"].expand(ROWS), whole.channel_scales)
+    of_all, scale = part_of(stored, "global_scale"), part_of(stored, "weight_scale")
+    with pytest.raises(ValueError, match=rf"m.{of_all.suffix}: dtype torch.bfloat16, but float32 is expected"):
+        stored.piece(of_all, made[of_all.suffix].bfloat16(), "m")
+    with pytest.raises(ValueError, match=rf"m.{of_all.suffix} is nan, of which no finite scales can be made"):
+        stored.piece(of_all, torch.tensor(float("nan")), "m")
+    made["weight_scale"].view(torch.uint8)[0, 0] = 255
+    with pytest.raises(ValueError, match=r"m\.weight_scale: not all scales are numbers"):
+        stored.piece(scale, made["weight_scale"], "m")
+
+
 @pytest.mark.parametrize(
     ("kind", "change", "message"),
     [

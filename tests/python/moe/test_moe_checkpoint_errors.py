@@ -158,7 +158,7 @@ WRONG_SCHEMES = [
     ("weights", {"num_bits": 8}, f"{WEIGHTS}.num_bits is 8, but 4 is expected"),
     ("weights", {"type": "float"}, f"{WEIGHTS}.type is 'float', but 'int' is expected"),
     ("weights", {"strategy": "tensor"}, f"{WEIGHTS}.strategy is 'tensor', but 'group' or 'channel' is expected"),
-    ("weights", {"group_size": 48}, f"{WEIGHTS}.group_size is 48, but a multiple of 32 is expected"),
+    ("weights", {"group_size": 48}, f"{WEIGHTS}.group_size is 48, but 16 or a multiple of 32 is expected"),
     ("weights", {"dynamic": True}, f"{WEIGHTS}.dynamic is True, but false is expected"),
     ("weights", {"actorder": "group"}, f"{WEIGHTS}.actorder is 'group': reordered input features"),
     ("input_activations", {"num_bits": 4}, f"{INPUT}.num_bits is 4, but 8 is expected"),
@@ -219,7 +219,7 @@ def test_wrong_quantization_config(checkpoint):
         config["quantization_config"]["config_groups"]["group_1"] = other
 
     assert message_of(no_quantization) == "config.json has no quantization_config: this is not a quantized checkpoint"
-    methods = "compressed-tensors, gptq, awq, auto-round, mxfp4"
+    methods = "compressed-tensors, gptq, awq, auto-round, mxfp4, modelopt"
     assert f"quant_method is 'fp8', but one of {methods} is expected" in message_of(other_method)
     assert "group_0 is 'marlin-24', but one of 'int-quantized', 'pack-quantized', " in message_of(other_format)
     assert "group_0.weights is missing" in message_of(no_weights)

@@ -243,11 +243,11 @@ def test_supported(cls):
         assert cls(config, oracle.make_w4a8_int8_moe_quant_config()).supports_expert_map()
 
 
-def test_every_multiple_of_32_is_a_supported_scheme():
+def test_16_and_every_multiple_of_32_is_a_supported_scheme():
     for size in range(1, 513):
         for dtype in (torch.float32, torch.bfloat16):
             key = int4_weight_key(size, scale_dtype=dtype)
-            assert CPUExpertsInt4._supports_quant_scheme(key, None) == (size % 32 == 0)
+            assert CPUExpertsInt4._supports_quant_scheme(key, None) == (size == 16 or size % 32 == 0)
     half = int4_weight_key(32, scale_dtype=torch.float16)
     assert not CPUExpertsInt4._supports_quant_scheme(half, None)
 

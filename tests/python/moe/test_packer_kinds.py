@@ -8,27 +8,39 @@ import torch
 
 import w4a8
 from w4a8.core.experts import ExpertSizes
+from w4a8.core.float8 import e4m3_values
 from w4a8.core.matrix import Matrix4
 from w4a8.core.packer import ExpertPacker
 from w4a8.core.stack import MatrixStack, PackedAs
 
 EXPERTS, HIDDEN, INTERMEDIATE, GROUP = 3, 128, 64, 32
-KINDS = ("int4", "zeros", "e2m1")
+KINDS = ("int4", "zeros", "e2m1", "levels")  # the last: e2m1 with scales of two levels
 SHAPES = {"w1": (INTERMEDIATE, HIDDEN), "w3": (INTERMEDIATE, HIDDEN), "w2": (HIDDEN, INTERMEDIATE)}
 
 
 def _matrix(rows, columns, kind, group=GROUP, scale_dtype=torch.float16, bias=True):
     groups = 1 if group == -1 else columns // group
     nibbles = torch.randint(256, (rows, columns // 2), dtype=torch.uint8)
-    if kind == "e2m1":
+    channels = None
+    if kind == "levels":
+        scales = torch.randint(1, 127, (rows, groups), dtype=torch.uint8)
+        channels = torch.rand(1).expand(rows)
+    elif kind == "e2m1":
         scales = torch.ldexp(torch.ones(rows, groups), torch.randint(-20, 4, (rows, groups)))
     else:
         scales = (torch.rand(rows, groups) / 8).to(scale_dtype)
     zeros = torch.randint(16, (rows, groups), dtype=torch.uint8) if kind == "zeros" else None
     if zeros is not None:
         zeros[0, 0] = 3  # not 8 everywhere
-    values = "e2m1" if kind == "e2m1" else "int4"
-    return Matrix4(nibbles, scales, zeros, values, torch.randn(rows) if bias else None)
+    values = "e2m1" if kind in ("e2m1", "levels") else "int4"
+    return Matrix4(nibbles, scales, zeros, values, torch.randn(rows) if bias else None, channels)
+
+
+def _scales(matrix):
+    """float32, of one level."""
+    if matrix.channel_scales is None:
+        return matrix.scales.float()
+    return e4m3_values()[matrix.scales.long()] * matrix.channel_scales[:, None]
 
 
 def _experts(kinds, **more):
@@ -48,7 +60,7 @@ def _one_call(matrices, group, scale_dtype=None):
                  for part in parts]  # fmt: skip
         biases = [part.bias for part in parts]
         whole.append([torch.cat(tensors) for tensors in
-                      ([p.nibbles for p in parts], [p.scales.float() for p in parts], zeros)]
+                      ([p.nibbles for p in parts], [_scales(p) for p in parts], zeros)]
                      + [None if biases[0] is None else torch.cat(biases)])  # fmt: skip
     nibbles, scales, zeros = (torch.stack([one[i] for one in whole]) for i in range(3))
     bias = None if whole[0][3] is None else torch.stack([one[3] for one in whole]).to(torch.bfloat16)
@@ -71,14 +83,16 @@ def _cut(matrix, shard, rank, ranks, group):
     part = INTERMEDIATE // ranks
     mine = slice(rank * part, (rank + 1) * part)
     nibbles, scales, zeros, bias = matrix.nibbles, matrix.scales, matrix.zero_points, matrix.bias
+    channels = matrix.channel_scales
     if shard != "w2":
-        zeros = None if zeros is None else zeros[mine]
-        return Matrix4(nibbles[mine], scales[mine], zeros, matrix.kind, None if bias is None else bias[mine])
+        zeros, channels, bias = (None if part is None else part[mine] for part in (zeros, channels, bias))
+        return Matrix4(nibbles[mine], scales[mine], zeros, matrix.kind, bias, channels)
     groups = slice(None) if group == -1 else slice(mine.start // group, mine.stop // group)
     zeros = None if zeros is None else zeros[:, groups]
     if bias is not None and rank != 0:
         bias = torch.zeros_like(bias)
-    return Matrix4(nibbles[:, mine.start // 2 : mine.stop // 2], scales[:, groups], zeros, matrix.kind, bias)
+    nibbles = nibbles[:, mine.start // 2 : mine.stop // 2]
+    return Matrix4(nibbles, scales[:, groups], zeros, matrix.kind, bias, channels)
 
 
 def _expected(matrices, group, rank=0, ranks=1):
@@ -121,11 +135,17 @@ def test_pieces_in_any_order(kind):
         pieces += [(key, "weight", matrix.nibbles), (key, "weight_scale", matrix.scales), (key, "bias", matrix.bias)]
         if kind == "zeros":
             pieces.append((key, "zero_points", matrix.zero_points))
+        if kind == "levels":
+            pieces.append(
+                (key, "global_scale", matrix.channel_scales[0] if key[1] == "w2" else matrix.channel_scales[:1])
+            )
     for seed, ranks in ((0, 1), (1, 2)):
         random.Random(seed).shuffle(pieces)
         zeros = ("w13", "w2") if kind == "zeros" else ()
-        values = dict.fromkeys(("w13", "w2"), "e2m1" if kind == "e2m1" else "int4")
-        packer = _packer(rank=ranks - 1, ranks=ranks, values=values, zero_points=zeros)
+        values = dict.fromkeys(("w13", "w2"), "e2m1" if kind in ("e2m1", "levels") else "int4")
+        levels = ("w13", "w2") if kind == "levels" else ()
+        more = {"values": values, "zero_points": zeros, "channel_scales": levels}
+        packer = _packer(rank=ranks - 1, ranks=ranks, **more)
         for (expert, shard), what, piece in pieces:
             packer.put(expert, shard, what, piece, "name")
         assert _same(packer.pack(), _expected(matrices, GROUP, ranks - 1, ranks))
@@ -139,12 +159,15 @@ def test_fused_gate_and_up(kind, interleaved):
         packer = _packer(rank=ranks - 1, ranks=ranks, interleaved=interleaved)
         for expert in range(EXPERTS):
             gate, up = matrices[expert, "w1"], matrices[expert, "w3"]
-            pairs = [(getattr(gate, f), getattr(up, f)) for f in ("nibbles", "scales", "zero_points", "bias")]
-            nibbles, scales, zeros, bias = (
+            pairs = [
+                (getattr(gate, f), getattr(up, f))
+                for f in ("nibbles", "scales", "zero_points", "bias", "channel_scales")
+            ]
+            nibbles, scales, zeros, bias, channels = (
                 None if a is None else (torch.stack((a, b), 1).flatten(0, 1) if interleaved else torch.cat((a, b)))
                 for a, b in pairs
             )
-            packer.put_matrix(expert, "w13", Matrix4(nibbles, scales, zeros, gate.kind, bias), "name")
+            packer.put_matrix(expert, "w13", Matrix4(nibbles, scales, zeros, gate.kind, bias, channels), "name")
             packer.put_matrix(expert, "w2", matrices[expert, "w2"], "name")
         assert _same(packer.pack(), _expected(matrices, GROUP, ranks - 1, ranks))
 
@@ -206,6 +229,32 @@ def test_again():
         packer.put_matrix(0, "w2", _matrix(HIDDEN, INTERMEDIATE, "zeros"), "the name")
     with pytest.raises(ValueError, match="the name: the codes are e2m1, but int4 is expected"):
         packer.put_matrix(0, "w2", _matrix(HIDDEN, INTERMEDIATE, "e2m1"), "the name")
+
+
+def test_scales_of_two_levels_beside_one():
+    """A stack is of one kind, whichever comes first."""
+    one, two = _matrix(*SHAPES["w1"], "e2m1"), _matrix(*SHAPES["w3"], "levels")
+    for first, second, message in ((one, two, "have two levels, but one"), (two, one, "have one level, but two")):
+        packer = _packer()
+        packer.put_matrix(0, "w1", first, "name")
+        with pytest.raises(ValueError, match=f"the other: scales {message} is expected: a stack is of one kind"):
+            packer.put_matrix(0, "w3", second, "the other")
+
+
+def test_pieces_of_two_levels_that_do_not_fit():
+    packer = _packer(values={"w13": "e2m1"}, channel_scales=("w13",))
+    with pytest.raises(ValueError, match=r"the scales: dtype torch\.float32, but uint8 is expected"):
+        packer.put(0, "w1", "weight_scale", torch.ones(64, 4), "the scales")
+    with pytest.raises(ValueError, match=r"the one: shape \(64,\), but one number is expected"):
+        packer.put(0, "w1", "global_scale", torch.ones(64), "the one")
+    with pytest.raises(ValueError, match="the one: channel_scales are given, but none are expected"):
+        packer.put(0, "w2", "global_scale", torch.ones(1), "the one")
+    packer.put(0, "w1", "weight_scale", torch.ones(64, 4, dtype=torch.uint8), "name")
+    packer.put(0, "w1", "weight", torch.zeros(64, 64, dtype=torch.uint8), "name")
+    packer.put(0, "w1", "bias", torch.zeros(64), "name")
+    packer.put_matrix(0, "w3", _matrix(64, 128, "levels"), "name")
+    with pytest.raises(ValueError, match="the matrix of expert 0 is incomplete"):
+        packer.pack()
 
 
 def test_no_experts():

@@ -11,6 +11,7 @@ from transformers.quantizers import register_quantization_config
 from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from w4a8.core.matrix import GROUP_SIZES, is_group_size
 from w4a8.formats.packed_directory import FORMAT, METHOD, VERSION
 from w4a8.nn.grids import grid_of
 from w4a8.quantization import DEFAULT_SKIP
@@ -37,7 +38,7 @@ class W4A8Config(QuantizationConfigMixin):
         """Takes the options.
 
         Args:
-            group_size: weights per scale, a multiple of 32; -1 is one scale per output feature.
+            group_size: weights per scale, 16 or a multiple of 32; -1 is one scale per output feature.
             skip: names of modules to leave alone, and ``re:`` with regular expressions. The default leaves output
                 layers and routers alone; another value replaces it.
             scale_dtype: of the weights' scales: float32 or bfloat16.
@@ -53,8 +54,8 @@ class W4A8Config(QuantizationConfigMixin):
         self.quant_method = METHOD
         if isinstance(group_size, bool) or not isinstance(group_size, int):
             raise TypeError(f"group_size is {group_size!r}, expected an int")
-        if group_size != -1 and (group_size <= 0 or group_size % 32 != 0):
-            raise ValueError(f"group_size is {group_size}, expected -1 or a multiple of 32")
+        if not is_group_size(group_size):
+            raise ValueError(f"group_size is {group_size}, expected -1, {GROUP_SIZES}")
         self.group_size = group_size
         if callable(skip):
             raise TypeError("skip is a function, which config.json cannot hold: give names or 're:' and a pattern")

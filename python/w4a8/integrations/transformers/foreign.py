@@ -25,7 +25,7 @@ _SUFFIXES = (*QUANTIZED_SUFFIXES, "scales", "weight", "bias")  # the last part o
 # MXFP4 as gpt-oss has it: all experts in one tensor, ``model.layers.0.mlp.experts.gate_up_proj_blocks``.
 _STACKED = re.compile(r"(.+\.experts\.\w+)_(blocks|scales|bias)")
 
-_METHODS = ("compressed-tensors", "gptq", "awq", "auto-round", "mxfp4")
+_METHODS = ("compressed-tensors", "gptq", "awq", "auto-round", "mxfp4", "modelopt")
 
 
 def _is_int8(parts: Mapping[str, Any]) -> bool:

@@ -7,8 +7,8 @@ from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.auto_awq import AutoAWQConfig
 
+from w4a8.core.matrix import is_group_size
 from w4a8.formats import Stored
-from w4a8.formats.matrix import is_group_size
 from w4a8.integrations.vllm.dtypes import TakesEveryDtype
 from w4a8.integrations.vllm.linear import W4A8LinearMethod
 from w4a8.integrations.vllm.lm_head import rounds_lm_head

@@ -17,8 +17,8 @@ from vllm.model_executor.layers.quantization.utils.gptq_utils import (
 )
 from vllm.scalar_type import scalar_types
 
+from w4a8.core.matrix import is_group_size
 from w4a8.formats import Stored
-from w4a8.formats.matrix import is_group_size
 from w4a8.integrations.vllm.activation_order import ChecksActivationOrder
 from w4a8.integrations.vllm.dtypes import TakesEveryDtype
 from w4a8.integrations.vllm.linear import W4A8LinearMethod

@@ -10,9 +10,9 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.inc import INCConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
+from w4a8.core.matrix import is_group_size
 from w4a8.formats import Stored
 from w4a8.formats.awq import packing_of
-from w4a8.formats.matrix import is_group_size
 from w4a8.formats.mxfp4 import BLOCK
 from w4a8.integrations.vllm.activation_order import ChecksActivationOrder
 from w4a8.integrations.vllm.dtypes import TakesEveryDtype

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from w4a8.core.matrix import is_group_size
 from w4a8.formats import Stored
-from w4a8.formats.matrix import is_group_size
 from w4a8.formats.mxfp4 import BLOCK
 from w4a8.formats.parts import Part
 
@@ -17,7 +17,7 @@ def _is(value: Any, wanted: str) -> bool:
 
 
 def _is_int(weights: Any, bits: int) -> bool:
-    """Static integers, with zero points or without, channelwise or in groups of a multiple of 32 input features."""
+    """Static integers, with zero points or without, channelwise or in groups that the operators have."""
     if weights is None or not _is(weights.type, "int") or weights.num_bits != bits or weights.dynamic:
         return False
     actorder = getattr(weights, "actorder", None)

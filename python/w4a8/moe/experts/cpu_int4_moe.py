@@ -10,6 +10,7 @@ import torch
 
 from w4a8.core.activation import MoEActivation, as_activation, kernel_activation_kind
 from w4a8.core.experts import ExpertSizes, run_experts, unsupported_width
+from w4a8.core.matrix import is_group_size
 from w4a8.core.platforms import current_platform
 from w4a8.core.routing import ROUTING_METHODS, route
 from w4a8.moe.config import FusedMoEConfig, FusedMoEParallelConfig, FusedMoEQuantConfig, RoutingMethodType
@@ -22,7 +23,6 @@ from w4a8.moe.modular_kernel import (
 )
 from w4a8.moe.quant_key import GroupShape, QuantKey
 
-GROUP_MULTIPLE = 32  # a group is a whole number of the kernels' steps of 32 values
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -60,7 +60,7 @@ class _Int4Experts(FusedMoEExperts):
 
     @staticmethod
     def _supports_quant_scheme(weight_key: QuantKey | None, activation_key: QuantKey | None) -> bool:
-        """Symmetric int4 weights in int8, channelwise or in groups of a multiple of 32; unquantized input."""
+        """Symmetric int4 weights in int8, channelwise or in groups that the operators have; unquantized input."""
         if weight_key is None or activation_key is not None:
             return False
         scale = weight_key.scale
@@ -69,7 +69,7 @@ class _Int4Experts(FusedMoEExperts):
         if not scale.static or scale.dtype not in (torch.float32, torch.bfloat16):
             return False
         shape = scale.group_shape
-        return shape == GroupShape.PER_CHANNEL or (shape.row == 1 and shape.col > 0 and shape.col % GROUP_MULTIPLE == 0)
+        return shape == GroupShape.PER_CHANNEL or (shape.row == 1 and shape.col > 0 and is_group_size(shape.col))
 
     @staticmethod
     def _unsupported_shape(moe_config: FusedMoEConfig, weight_key: QuantKey | None) -> str | None:

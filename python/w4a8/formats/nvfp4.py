@@ -1,0 +1,91 @@
+"""NVFP4: 4-bit floats in blocks of 16 with a float8_e4m3fn scale, and a float32 one for the whole matrix."""
+
+from __future__ import annotations
+
+import torch
+
+from w4a8.core.float8 import E4M3, bits_of
+from w4a8.core.matrix import Matrix4
+from w4a8.formats.matrix import Tensors, expect_shape, groups_of, take, take_bias
+
+BLOCK = 16
+
+
+def checked_block_scales(scales: torch.Tensor, name: str) -> torch.Tensor:
+    """float8_e4m3fn, or uint8 where torch has no such type, to its bits, uint8.
+
+    Raises:
+        ValueError: one is not a number.
+    """
+    bits = bits_of(scales)
+    if ((bits & 0x7F) == 0x7F).any():
+        raise ValueError(f"{name}: not all scales are numbers")
+    return bits
+
+
+def checked_global_scale(scale: torch.Tensor, name: str, reciprocal: bool) -> torch.Tensor:
+    """What the scales of all blocks are multiplied by, float32 [1].
+
+    Args:
+        scale: float32 [] or [1].
+        name: of the tensor, for errors.
+        reciprocal: scales are to be divided by it. 1 / scale is rounded to float32, once.
+
+    Raises:
+        ValueError: another shape, or a number that is not finite or whose reciprocal is not.
+    """
+    if scale.numel() != 1 or scale.dim() > 1:
+        raise ValueError(f"{name}: shape {tuple(scale.shape)}, but one number is expected")
+    factor = (1 / scale if reciprocal else scale).reshape(1)
+    if not torch.isfinite(scale).all() or not torch.isfinite(factor).all():
+        raise ValueError(f"{name} is {float(scale):g}, of which no finite scales can be made")
+    return factor
+
+
+def _read(tensors: Tensors, name: str, suffixes: tuple[str, str], reciprocal: bool) -> Matrix4:
+    weight, global_scale = suffixes
+    codes = take(tensors, name, weight, (torch.uint8,), 2)
+    rows, columns = codes.shape[0], 2 * codes.shape[1]
+    groups = groups_of(columns, BLOCK, name, weight)
+    scales = take(tensors, name, "weight_scale", (E4M3, torch.uint8), 2)
+    expect_shape(scales, name, "weight_scale", (rows, groups), f"{columns} x {rows} features in blocks of {BLOCK}")
+    bits = checked_block_scales(scales, f"{name}.weight_scale")
+    of_all = tensors.get(global_scale)
+    of_all = take(tensors, name, global_scale, (torch.float32,), 0 if of_all is None else of_all.dim())
+    factor = checked_global_scale(of_all, f"{name}.{global_scale}", reciprocal)
+    bias = take_bias(tensors, name, rows)
+    return Matrix4(codes.contiguous(), bits.contiguous(), None, "e2m1", bias, factor.repeat(rows))
+
+
+def from_nvfp4(tensors: Tensors, name: str) -> Matrix4:
+    """A matrix in NVFP4 as nvidia-modelopt writes it.
+
+        weight           uint8 [N, K/2]            codes in pairs, low nibble = even k
+        weight_scale     float8_e4m3fn [N, K/16]
+        weight_scale_2   float32 [] or [1]         a weight is code * weight_scale * weight_scale_2
+        bias             [N]                       may be missing
+
+    Args:
+        tensors: by these names. ``weight_scale`` may be uint8, its bits.
+        name: of the matrix, for errors.
+
+    Raises:
+        ValueError: a tensor is missing, has another dtype or shape, or a scale is not a number; there is a
+            ``pre_quant_scale``, which inputs are to be multiplied by.
+    """
+    if tensors.get("pre_quant_scale") is not None:
+        raise ValueError(f"{name}.pre_quant_scale: inputs that are scaled (NVFP4_AWQ) are not supported")
+    return _read(tensors, name, ("weight", "weight_scale_2"), reciprocal=False)
+
+
+def from_nvfp4_pack_quantized(tensors: Tensors, name: str) -> Matrix4:
+    """A matrix of compressed-tensors' ``nvfp4-pack-quantized``, which AutoRound writes as well.
+
+        weight_packed         uint8 [N, K/2]            codes in pairs, low nibble = even k
+        weight_scale          float8_e4m3fn [N, K/16]
+        weight_global_scale   float32 [1] or []         a weight is code * weight_scale / weight_global_scale
+        bias                  [N]                       may be missing
+
+    Args, Raises: as :func:`from_nvfp4`.
+    """
+    return _read(tensors, name, ("weight_packed", "weight_global_scale"), reciprocal=True)
