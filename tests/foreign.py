@@ -8,6 +8,7 @@ import torch
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FORMATS = ("gptq", "gptq_v2", "awq", "auto_round:auto_gptq", "auto_round:auto_awq", "mxfp4")
+NVFP4 = ("modelopt-nvfp4", "nvfp4-pack-quantized")
 
 
 def _words(codes: torch.Tensor, order: tuple = tuple(range(8)), bits: int = 4) -> torch.Tensor:
@@ -65,6 +66,8 @@ def _codes(words: torch.Tensor, order: tuple = tuple(range(8)), bits: int = 4) -
 
 def multiplied_out(stored: dict[str, torch.Tensor], form: str, bits: int = 4) -> torch.Tensor:
     """float32 [N, K] of the tensors of a matrix, by the last part of their names."""
+    if "weight_global_scale" in stored or "weight_scale_2" in stored:
+        return read_nvfp4(stored)
     if form in ("mxfp4-pack-quantized", "auto_round:llm_compressor"):
         return read_mxfp4(stored["weight_packed"].unflatten(1, (-1, 16)), stored["weight_scale"])
     if form.endswith("-quantized"):
@@ -106,9 +109,58 @@ def read_mxfp4(blocks: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
     return (values[codes] * torch.exp2(exponents.float() - 127).unsqueeze(-1)).flatten(-2)
 
 
+def _e4m3_values() -> torch.Tensor:
+    """float32 [256]: sign, four bits of exponent, three of mantissa; NaN is 1.875 * 2^8 here, and never written."""
+    byte = torch.arange(256)
+    exponent, mantissa = byte >> 3 & 15, (byte & 7).float()
+    size = torch.where(exponent == 0, mantissa / 512, (1 + mantissa / 8) * torch.exp2(exponent.float() - 7))
+    return torch.where(byte >= 128, -size, size)
+
+
+def write_nvfp4(weight: torch.Tensor, form: str) -> tuple[dict, torch.Tensor]:
+    """The tensors of a matrix by the last part of their names, and the matrix multiplied out, float32 [N, K].
+
+    ``form`` is one of NVFP4. Inputs that are quantized have a scale too, which these files have and nothing reads.
+    """
+    blocks = weight.unflatten(1, (-1, 16))
+    of_all = weight.abs().amax() / (6 * 448)
+    numbers = _e4m3_values()[:127]
+    wanted = blocks.abs().amax(-1) / 6 / of_all
+    scales = (wanted.unsqueeze(-1) - numbers).abs().argmin(-1).clamp(min=1)
+    # As stored: in one of the two the reciprocal is.
+    stored_of_all = 1 / of_all if form == "nvfp4-pack-quantized" else of_all
+    factors = numbers[scales] * (1 / stored_of_all if form == "nvfp4-pack-quantized" else of_all)
+    scaled, values = blocks / factors.unsqueeze(-1), torch.tensor(E2M1)
+    codes = (scaled.abs().unsqueeze(-1) - values).abs().argmin(-1)
+    codes = (codes + 8 * (scaled < 0)).flatten(1)
+    packed, scales = (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8), scales.to(torch.uint8)
+    scales = scales.view(getattr(torch, "float8_e4m3fn", torch.uint8))
+    if form == "nvfp4-pack-quantized":
+        stored = {"weight_packed": packed, "weight_global_scale": stored_of_all.reshape(1)}
+        stored["input_global_scale"] = torch.tensor([500.0])
+    else:
+        stored = {"weight": packed, "weight_scale_2": of_all, "input_scale": torch.tensor(0.002)}
+    stored["weight_scale"] = scales
+    return stored, read_nvfp4(stored)
+
+
+def read_nvfp4(stored: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The inverse: float32 [N, K]."""
+    if "weight_packed" in stored:
+        packed, factor = stored["weight_packed"], 1 / stored["weight_global_scale"]
+    else:
+        packed, factor = stored["weight"], stored["weight_scale_2"]
+    values = torch.tensor([*E2M1, *(-value for value in E2M1)])
+    codes = torch.stack([packed & 15, packed >> 4], -1).flatten(-2).long().unflatten(1, (-1, 16))
+    scales = _e4m3_values()[stored["weight_scale"].view(torch.uint8).long()] * factor
+    return (values[codes] * scales.unsqueeze(-1)).flatten(1)
+
+
 def form_of(config: dict) -> str:
-    """How a quantization_config says that codes are stored: ``pack-quantized``, or one of FORMATS."""
+    """How a quantization_config says that codes are stored: ``pack-quantized``, or one of FORMATS or NVFP4."""
     method = config["quant_method"]
+    if method == "modelopt":
+        return "modelopt-nvfp4"
     if method == "gptq":
         return config.get("checkpoint_format", "gptq")
     if method == "auto-round":
@@ -127,6 +179,15 @@ def config(
     if form == "mxfp4":
         skipped = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
         return {"quant_method": "mxfp4", "modules_to_not_convert": skipped}
+    if form == "modelopt-nvfp4":
+        args = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
+        groups = {"group_0": {"input_activations": args, "weights": args, "targets": ["Linear"]}}
+        return {"quant_method": "modelopt", "quant_algo": "NVFP4", "config_groups": groups, "ignore": skipped}
+    if form == "nvfp4-pack-quantized":
+        args = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
+        inputs, weights = {**args, "dynamic": "local"}, {**args, "dynamic": False}
+        groups = {"group_0": {"input_activations": inputs, "weights": weights, "targets": ["Linear"], "format": form}}
+        return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups, "ignore": skipped}
     found = {"bits": 4, "group_size": group}
     if form in ("gptq", "gptq_v2"):
         found.update(quant_method="gptq", desc_act=False, sym=symmetric, checkpoint_format=form, lm_head=lm_head)

@@ -1,18 +1,20 @@
 """Wrote the checkpoints beside this file; run by no test: `python write.py TOOL`, in an environment with that tool.
 
 Models of one layer with random weights: a Qwen3-MoE in groups of 128 (MXFP4: a gpt-oss). Of what a tool writes,
-config.json and model.safetensors are kept. torch 2.13.0 (CPU); the tools, and what they wrote:
+config.json, hf_quant_config.json and model.safetensors are kept. torch 2.13.0 (CPU); the tools, and what they wrote:
 
     auto-round        0.16.1    gptq, gptq_sym, awq, awq_sym (zero_point false), auto_round (a packing of its own),
                                 auto_round_gptq, auto_round_awq, compressed_tensors, auto_round_mixed (attention in 8
-                                bits), mxfp4_compressed_tensors, mxfp4_auto_round: rounded to nearest
+                                bits), mxfp4_compressed_tensors, mxfp4_auto_round, nvfp4_auto_round: rounded to nearest
     gptqmodel         7.7.0     gptq_v2, gptq_v2_sym: calibrated with random tokens. On two cores it needs
                                 GPTQMODEL_CPU_WORKERS=2
-    llmcompressor     0.14.0.1  w4a16, w4a8: rounded to nearest
-    nvidia-modelopt   0.47.0    mxfp4: its quantizer for this format; names and config.json as its example for gpt-oss
-                                has them, which is no part of the package
+    llmcompressor     0.14.0.1  w4a16, w4a8, nvfp4_llmcompressor: rounded to nearest
+    nvidia-modelopt   0.47.0    nvfp4_modelopt, its unified export (with transformers 5.23.0, accelerate, datasets and
+                                requests); mxfp4: its quantizer for this format, names and config.json as its example
+                                for gpt-oss has them, which is no part of the package
 
-All but *_sym, auto_round_gptq, w4a16, w4a8 and mxfp4 have zero points.
+All but *_sym, auto_round_gptq, w4a16, w4a8, mxfp4* and nvfp4* have zero points. Scales of inputs (nvfp4*) come of
+random tokens.
 """
 
 import json
@@ -65,6 +67,11 @@ def write_float(directory: Path) -> None:
     tokenizer.save_pretrained(directory)
 
 
+def _random_tokens(rows: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(2, SIZES["vocab_size"], (rows, 64), generator=generator).tolist()
+
+
 def auto_round(source: Path, made: Path) -> None:
     from auto_round import AutoRound
 
@@ -87,13 +94,15 @@ def auto_round(source: Path, made: Path) -> None:
     mixed.quantize_and_save(str(made / "auto_round_mixed"), "auto_round")
     for name, form in (("mxfp4_compressed_tensors", "llm_compressor"), ("mxfp4_auto_round", "auto_round")):
         AutoRound(str(source), scheme="MXFP4", **options).quantize_and_save(str(made / name), form)
+    inputs = [{"input_ids": torch.tensor([row]), "attention_mask": torch.ones(1, 64)} for row in _random_tokens(8)]
+    options.update(nsamples=8, seqlen=64, dataset=inputs)
+    AutoRound(str(source), scheme="NVFP4", **options).quantize_and_save(str(made / "nvfp4_auto_round"), "auto_round")
 
 
 def gptqmodel(source: Path, made: Path) -> None:
     from gptqmodel import GPTQModel, QuantizeConfig
 
-    generator = torch.Generator().manual_seed(1)
-    tokens = [torch.randint(2, SIZES["vocab_size"], (64,), generator=generator).tolist() for _ in range(32)]
+    tokens = _random_tokens(32)
     for name, symmetric in (("gptq_v2", False), ("gptq_v2_sym", True)):
         how = {"bits": 4, "group_size": 128, "desc_act": False, "offload_to_disk": False}
         model = GPTQModel.load(str(source), QuantizeConfig(sym=symmetric, format="gptq_v2", **how), device="cpu")
@@ -102,17 +111,35 @@ def gptqmodel(source: Path, made: Path) -> None:
 
 
 def llmcompressor(source: Path, made: Path) -> None:
+    from datasets import Dataset
     from llmcompressor import oneshot
     from llmcompressor.modifiers.quantization import QuantizationModifier
 
-    for scheme in ("W4A16", "W4A8"):
+    rows = Dataset.from_list([{"input_ids": row, "attention_mask": [1] * len(row)} for row in _random_tokens(16)])
+    calibrated = {"dataset": rows, "max_seq_length": 64, "num_calibration_samples": 16, "tokenizer": str(source)}
+    for folder, scheme, inputs in (
+        ("w4a16", "W4A16", {}),
+        ("w4a8", "W4A8", {}),
+        ("nvfp4_llmcompressor", "NVFP4", calibrated),
+    ):
         model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype="auto")
         ignore = ["lm_head", "re:.*mlp.gate$"]
-        oneshot(model=model, recipe=QuantizationModifier(targets="Linear", scheme=scheme, ignore=ignore))
-        model.save_pretrained(made / scheme.lower(), save_compressed=True)
+        oneshot(model=model, recipe=QuantizationModifier(targets="Linear", scheme=scheme, ignore=ignore), **inputs)
+        model.save_pretrained(made / folder, save_compressed=True)
 
 
 def modelopt(source: Path, made: Path) -> None:
+    import modelopt.torch.quantization as quantization
+    from modelopt.torch.export import export_hf_checkpoint
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+    tokens = torch.tensor(_random_tokens(16))
+    quantization.quantize(model, quantization.NVFP4_DEFAULT_CFG, lambda model: model(tokens))
+    export_hf_checkpoint(model, export_dir=made / "nvfp4_modelopt")
+    _modelopt_mxfp4(made)
+
+
+def _modelopt_mxfp4(made: Path) -> None:
     from modelopt.torch.quantization.qtensor import MXFP4QTensor
 
     model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**GPT_OSS)).to(torch.bfloat16)
@@ -148,8 +175,10 @@ def main() -> None:
         for folder in made.iterdir():
             (weights,) = folder.rglob("model*.safetensors")
             (HERE / folder.name).mkdir(exist_ok=True)
-            for name, file in (("model.safetensors", weights), ("config.json", weights.parent / "config.json")):
-                shutil.copyfile(file, HERE / folder.name / name)
+            for file in (weights, weights.parent / "config.json", weights.parent / "hf_quant_config.json"):
+                if file.is_file():
+                    name = "model.safetensors" if file == weights else file.name
+                    shutil.copyfile(file, HERE / folder.name / name)
 
 
 if __name__ == "__main__":

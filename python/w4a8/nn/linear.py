@@ -14,6 +14,8 @@ from w4a8.formats import (
     from_gptq,
     from_int_quantized,
     from_mxfp4,
+    from_nvfp4,
+    from_nvfp4_pack_quantized,
     from_pack_quantized,
 )
 from w4a8.formats.words import CODES, word_bytes
@@ -168,6 +170,22 @@ class W4A8Linear(PackedLinear):
     ) -> W4A8Linear:
         """A layer of ``blocks``, ``scales`` and ``bias``: see :func:`w4a8.formats.from_mxfp4`."""
         return cls.from_matrix(from_mxfp4(tensors, name), scale_dtype)
+
+    @classmethod
+    def from_nvfp4(cls, tensors: Mapping[str, torch.Tensor], *, name: str = "layer") -> W4A8Linear:
+        """A layer of NVFP4's tensors.
+
+        Args:
+            tensors: ``weight``, ``weight_scale``, ``weight_scale_2``, ``bias``, as nvidia-modelopt has them: see
+                :func:`w4a8.formats.from_nvfp4`; or ``weight_packed``, ``weight_scale``, ``weight_global_scale``,
+                ``bias``, as compressed-tensors has: see :func:`w4a8.formats.from_nvfp4_pack_quantized`.
+            name: of the layer, for errors.
+
+        Raises:
+            ValueError: a tensor is missing, has another dtype or shape, or values that this format does not have.
+        """
+        read = from_nvfp4_pack_quantized if "weight_packed" in tensors else from_nvfp4
+        return cls.from_matrix(read(tensors, name))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x float32, bfloat16 or float16 [..., in_features] to [..., out_features] of its type."""
