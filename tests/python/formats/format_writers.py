@@ -184,8 +184,11 @@ def write_nvfp4(codes, scales, of_all, reciprocal):
     return {names[0]: torch.from_numpy(weight), "weight_scale": scales, names[1]: of_all}
 
 
-def dequantized_nvfp4(tensors):
-    """In float64, in which all products are exact; 1 / weight_global_scale is rounded to float32, once."""
+def dequantized_nvfp4(tensors, one_level=False):
+    """In float64, in which all products are exact; 1 / weight_global_scale is rounded to float32, once.
+
+    ``one_level``: the product of the two scales is rounded to float32 as well.
+    """
     reciprocal = "weight_global_scale" in tensors
     packed = tensors["weight_packed" if reciprocal else "weight"].numpy()
     scales = tensors["weight_scale"].view(torch.uint8).numpy()
@@ -197,7 +200,8 @@ def dequantized_nvfp4(tensors):
         for column in range(k):
             code = int(packed[row, column // 2]) >> (4 * (column % 2)) & 15
             value = FP4[code & 7] * (-1 if code & 8 else 1)
-            out[row, column] = value * e4m3(int(scales[row, column // 16])) * factor
+            scale = e4m3(int(scales[row, column // 16])) * factor
+            out[row, column] = value * (float(np.float32(scale)) if one_level else scale)
     return torch.from_numpy(out)
 
 
