@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ class CheckpointTensors:
         self._open = _safe_open()
         self.directory = Path(directory)
         self._handles: dict[str, Any] = {}
+        self._headers: dict[str, tuple[int, dict[str, Any]]] = {}
         self._mapped = 0  # bytes that were read since the files were opened
         self._absent: set[str] = set()
         self._file_of = self._files()
@@ -138,16 +140,35 @@ class CheckpointTensors:
     def get(self, key: str, index: int | None = None) -> torch.Tensor:
         """One tensor, or what it has at an index of its first dimension; nothing else of it is read.
 
+        A float8_e4m3fn is uint8, its bits, where torch has no such type.
+
         Raises:
             CheckpointError: it is not there, or not readable; names the key.
         """
         handle = self._handle_of(key)
         try:
-            tensor = handle.get_tensor(key) if index is None else handle.get_slice(key)[index]
+            if not hasattr(torch, "float8_e4m3fn") and handle.get_slice(key).get_dtype() == "F8_E4M3":
+                tensor = self._bits(key)
+                tensor = tensor if index is None else tensor[index]
+            else:
+                tensor = handle.get_tensor(key) if index is None else handle.get_slice(key)[index]
         except Exception as error:
             raise self._unreadable(key, error) from error
         self._mapped += tensor.numel() * tensor.element_size()
         return tensor
+
+    def _bits(self, key: str) -> torch.Tensor:
+        """A tensor of a type that this torch does not have, as uint8: its bytes, of a file that is open already."""
+        name = self._file_of[key]
+        with (self.directory / name).open("rb") as file:
+            if name not in self._headers:
+                size = int.from_bytes(file.read(8), "little")
+                self._headers[name] = 8 + size, json.loads(file.read(size))
+            start, header = self._headers[name]
+            begin, end = header[key]["data_offsets"]
+            file.seek(start + begin)
+            data = bytearray(file.read(end - begin))
+        return torch.tensor(data, dtype=torch.uint8).view(header[key]["shape"])
 
     def _handle_of(self, key: str) -> Any:
         """The file of a tensor."""
