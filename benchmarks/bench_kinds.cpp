@@ -6,6 +6,7 @@
 // divided by the bytes that it reads; for more tokens it is the time alone. A figure is the median over the rounds of
 // the ratio to int4 in the same round.
 #include <cstdio>
+#include <iterator>
 #include <memory>
 #include <vector>
 
@@ -15,12 +16,22 @@
 namespace w4a8::bench {
 namespace {
 
-constexpr WeightKind kKinds[] = {WeightKind::kInt4, WeightKind::kInt4ZeroPoints, WeightKind::kE2M1};
+struct Kind {
+  const char* name;
+  WeightKind kind;
+  int64_t group;  // 0: that of int4
+  DType scales;
+};
+constexpr Kind kKinds[] = {{"int4", WeightKind::kInt4, 0, DType::kBFloat16},
+                           {"int4 with zero points", WeightKind::kInt4ZeroPoints, 0, DType::kBFloat16},
+                           {"e2m1", WeightKind::kE2M1, 0, DType::kBFloat16},
+                           {"e2m1 g16 float8 (NVFP4)", WeightKind::kE2M1, 16, DType::kE5M3}};
+constexpr std::size_t kKindCount = std::size(kKinds);
 
 struct Goal {
   int64_t tokens;
   int64_t group;
-  double most[3];  // 0: none
+  double most[kKindCount];  // 0: none
 };
 constexpr Goal kGoals[] = {{1, 32, {0, 1.03, 1.03}},   {1, 128, {0, 1.03, 1.03}}, {128, 32, {0, 1.15, 1.15}},
                            {512, 32, {0, 1.15, 1.15}}, {128, 128, {0, 1.05, 0}},  {512, 128, {0, 1.05, 0}}};
@@ -28,14 +39,14 @@ constexpr Goal kGoals[] = {{1, 32, {0, 1.03, 1.03}},   {1, 128, {0, 1.03, 1.03}}
 void bench(const Goal& goal, const std::vector<std::unique_ptr<Layers>>& layers, OmpParallel& parallel,
            int64_t rounds) {
   Workspace workspace;
-  std::vector<double> ratios[3];
-  std::vector<double> milliseconds[3];
+  std::vector<double> ratios[kKindCount];
+  std::vector<double> milliseconds[kKindCount];
   for (int64_t round = 0; round < rounds; ++round) {
     Batch batch(goal.tokens, static_cast<uint64_t>(round) + 1);
-    double seconds[3];
+    double seconds[kKindCount];
     // Who comes first changes, so that no kind always follows the same one.
-    for (std::size_t i = 0; i < 3; ++i) {
-      const std::size_t kind = (i + static_cast<std::size_t>(round)) % 3;
+    for (std::size_t i = 0; i < layers.size(); ++i) {
+      const std::size_t kind = (i + static_cast<std::size_t>(round)) % layers.size();
       const Layers& own = *layers[kind];
       for (int64_t turn = 0; turn < 2; ++turn) {  // the first one makes scratch memory of this size
         const int64_t layer = (2 * round + turn) % own.count;
@@ -45,7 +56,7 @@ void bench(const Goal& goal, const std::vector<std::unique_ptr<Layers>>& layers,
         seconds[kind] = now_seconds() - start;
       }
     }
-    for (std::size_t kind = 0; kind < 3; ++kind) {
+    for (std::size_t kind = 0; kind < layers.size(); ++kind) {
       const double bytes = goal.tokens == 1 ? static_cast<double>(layers[kind]->expert_bytes()) /
                                                   static_cast<double>(layers[0]->expert_bytes())
                                             : 1.0;
@@ -53,10 +64,10 @@ void bench(const Goal& goal, const std::vector<std::unique_ptr<Layers>>& layers,
       milliseconds[kind].push_back(seconds[kind] * 1e3);
     }
   }
-  for (std::size_t kind = 1; kind < 3; ++kind) {
-    std::printf("T=%-4ld g%-4ld %-22s %8.3f ms  int4 %8.3f ms   %5.3f x%s", static_cast<long>(goal.tokens),
-                static_cast<long>(goal.group), kind_name(kKinds[kind]), median(milliseconds[kind]),
-                median(milliseconds[0]), median(ratios[kind]), goal.tokens == 1 ? " per byte" : "");
+  for (std::size_t kind = 1; kind < layers.size(); ++kind) {
+    std::printf("T=%-4ld g%-4ld %-24s %8.3f ms  int4 %8.3f ms   %5.3f x%s", static_cast<long>(goal.tokens),
+                static_cast<long>(goal.group), kKinds[kind].name, median(milliseconds[kind]), median(milliseconds[0]),
+                median(ratios[kind]), goal.tokens == 1 ? " per byte" : "");
     if (goal.most[kind] > 0) std::printf("   goal %.2f x", goal.most[kind]);
     std::printf("\n");
   }
@@ -71,8 +82,10 @@ int run(int argc, char** argv) {
               active_kernel().name, parallel.threads());
   for (const int64_t group : {int64_t{32}, int64_t{128}}) {
     std::vector<std::unique_ptr<Layers>> layers;
-    for (const WeightKind kind : kKinds) {
-      layers.push_back(std::make_unique<Layers>(group, layer_count, parallel, kind));
+    for (const Kind& kind : kKinds) {
+      if (kind.group != 0 && group != 32) continue;  // beside the group nearest to its own
+      const int64_t own = kind.group == 0 ? group : kind.group;
+      layers.push_back(std::make_unique<Layers>(own, layer_count, parallel, kind.kind, kind.scales));
     }
     for (const Goal& goal : kGoals) {
       if (goal.group == group) bench(goal, layers, parallel, goal.tokens == 1 ? 10 * rounds : rounds);

@@ -59,6 +59,10 @@ void fill_packed(const PackedShape& shape, int64_t count, uint8_t* dst, Parallel
       static_cast<std::size_t>(distinct * shape.n * shape.groups() * dtype_bytes(shape.scale_dtype)));
   for (std::size_t i = 0; i < scales.size(); i += static_cast<std::size_t>(dtype_bytes(shape.scale_dtype))) {
     // 0.004 to 0.008: three mantissa bits of a bfloat16 just below 2^-7.
+    if (shape.two_level()) {
+      scales[i] = static_cast<uint8_t>(0x30 + random() % 16);  // 0.5 to 1.9
+      continue;
+    }
     const float scale = 0.00390625f * (1.0f + static_cast<float>(random() % 8) / 8.0f);
     uint32_t bits = 0;
     std::memcpy(&bits, &scale, 4);
@@ -67,7 +71,9 @@ void fill_packed(const PackedShape& shape, int64_t count, uint8_t* dst, Parallel
   }
   std::vector<uint8_t> zeros(static_cast<std::size_t>(distinct * shape.n * shape.groups()));
   for (uint8_t& zero : zeros) zero = static_cast<uint8_t>(random() % 16);
-  pack(active_kernel(), shape, distinct, {weights.data(), scales.data(), nullptr, zeros.data()}, dst, parallel);
+  const std::vector<float> channels(static_cast<std::size_t>(distinct * shape.n), 0.00390625f);
+  pack(active_kernel(), shape, distinct, {weights.data(), scales.data(), nullptr, zeros.data(), channels.data()}, dst,
+       parallel);
   for (int64_t i = distinct; i < count; ++i) {
     std::memcpy(dst + i * packed_bytes(shape), dst + (i % distinct) * packed_bytes(shape),
                 static_cast<std::size_t>(packed_bytes(shape)));

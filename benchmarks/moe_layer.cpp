@@ -8,8 +8,8 @@
 namespace w4a8::bench {
 namespace {
 
-PackedShape shape_of(int64_t n, int64_t k, int64_t group, WeightKind kind) {
-  return {n, k, group == -1 ? k : group, group == -1 ? DType::kFloat32 : DType::kBFloat16, false, kind};
+PackedShape shape_of(int64_t n, int64_t k, int64_t group, WeightKind kind, DType scales) {
+  return {n, k, group == -1 ? k : group, group == -1 ? DType::kFloat32 : scales, false, kind};
 }
 
 }  // namespace
@@ -30,10 +30,10 @@ Batch::Batch(int64_t tokens, uint64_t seed) : x(static_cast<std::size_t>(tokens 
   experts_used = std::unique(used.begin(), used.end()) - used.begin();
 }
 
-Layers::Layers(int64_t group, int64_t count, Parallel& parallel, WeightKind kind)
+Layers::Layers(int64_t group, int64_t count, Parallel& parallel, WeightKind kind, DType scales)
     : group(group),
-      shape13(shape_of(2 * kInner, kHidden, group, kind)),
-      shape2(shape_of(kHidden, kInner, group, kind)),
+      shape13(shape_of(2 * kInner, kHidden, group, kind, scales)),
+      shape2(shape_of(kHidden, kInner, group, kind, scales)),
       count(count),
       w13(count * kExperts * packed_bytes(shape13)),
       w2(count * kExperts * packed_bytes(shape2)) {

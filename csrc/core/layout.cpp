@@ -31,6 +31,11 @@ std::string group_name(const PackedShape& shape) {
   return str(shape.group) + (shape.channelwise() ? " (channelwise)" : "");
 }
 
+void check_scale_dtype(uint32_t code, const std::string& where) {
+  if (code == 0 || code == 1 || code == 3) return;
+  fail(where + "scale dtype is " + str(code) + ", expected 0 (float32), 1 (bfloat16) or 3 (e5m3)");
+}
+
 }  // namespace
 
 const char* kind_name(WeightKind kind) {
@@ -55,8 +60,10 @@ void check_shape(const PackedShape& shape) {
     fail("group (block_size) is " + str(shape.group) + ", expected k = " + str(shape.k) +
          " (channelwise), or 16 or a multiple of 32 that divides it");
   }
-  if (shape.scale_dtype != DType::kFloat32 && shape.scale_dtype != DType::kBFloat16) {
-    fail("scale dtype is " + str(static_cast<int>(shape.scale_dtype)) + ", expected 0 (float32) or 1 (bfloat16)");
+  check_scale_dtype(static_cast<uint32_t>(shape.scale_dtype), "");
+  if (shape.two_level() && shape.channelwise()) {
+    fail("scale dtype is 3 (e5m3, with channel scales), expected 0 (float32) or 1 (bfloat16): k and group are " +
+         str(shape.k) + " (channelwise)");
   }
 }
 
@@ -98,9 +105,7 @@ PackedShape read_header(const uint8_t* src, int64_t size, const std::string& wha
   for (const uint8_t byte : header.reserved) {
     if (byte != 0) fail(what + ": reserved bytes of the header are not zero");
   }
-  if (header.scale_dtype > 1) {
-    fail(what + ": scale dtype is " + str(header.scale_dtype) + ", expected 0 (float32) or 1 (bfloat16)");
-  }
+  check_scale_dtype(header.scale_dtype, what + ": ");
   PackedShape shape;
   shape.n = header.n;
   shape.k = header.k;
@@ -115,7 +120,7 @@ PackedShape read_header(const uint8_t* src, int64_t size, const std::string& wha
   }
   if (header.version != packed_version(shape)) {
     fail(what + ": version is " + str(header.version) + ", expected " + str(packed_version(shape)) +
-         " for group = " + group_name(shape));
+         " for group = " + group_name(shape) + " and scale dtype " + str(header.scale_dtype));
   }
   if (size != packed_bytes(shape)) {
     fail(what + ": size is " + str(size) + " bytes, its header (n = " + str(shape.n) + ", k = " + str(shape.k) +
@@ -132,6 +137,7 @@ Panels PackedMatrix::panels(int64_t first, const uint8_t* next) const {
   panels.zeros_offset = shape.zeros_offset();
   panels.sums_offset = shape.sums_offset();
   panels.bias_offset = shape.bias_offset();
+  panels.channel_scales_offset = shape.channel_scales_offset();
   panels.steps = shape.steps();
   panels.group_steps = shape.channelwise() ? shape.steps() : shape.group / kStepK;
   panels.scale_dtype = shape.scale_dtype;

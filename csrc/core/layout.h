@@ -2,7 +2,9 @@
 //
 //   buffer:  header (64 bytes) | panel 0 | panel 1 | ... | panel ceil(N/16)-1
 //   panel:   steps | scales [groups, 16] | zero points [groups, 16] | sums [16] | bias [16] float32
-//            padded to a multiple of 64 bytes; zero points, a byte each, in kInt4ZeroPoints only
+//            | channel scales [16] float32
+//            padded to a multiple of 64 bytes; zero points, a byte each, in kInt4ZeroPoints only; channel scales with
+//            scales of kE5M3 only
 //   step:    8 values of k for 16 columns, 64 bytes:
 //
 //     byte 4*c + i:  low nibble = n[k0 + i][column c],  high nibble = n[k0 + 4 + i][column c],   i = 0..3
@@ -43,7 +45,11 @@ struct PackedShape {
     return zeros_offset() + (kind == WeightKind::kInt4ZeroPoints ? groups() * kPanelColumns : 0);
   }
   constexpr int64_t bias_offset() const { return sums_offset() + kPanelColumns * 4; }
-  constexpr int64_t panel_bytes() const { return (bias_offset() + kPanelColumns * 4 + 63) / 64 * 64; }
+  constexpr bool two_level() const { return scale_dtype == DType::kE5M3; }  ///< has channel scales
+  constexpr int64_t channel_scales_offset() const { return bias_offset() + kPanelColumns * 4; }
+  constexpr int64_t panel_bytes() const {
+    return (channel_scales_offset() + (two_level() ? kPanelColumns * 4 : 0) + 63) / 64 * 64;
+  }
   bool operator==(const PackedShape&) const = default;
 };
 
@@ -53,9 +59,10 @@ inline constexpr int64_t kLeastGroup = 16;
 constexpr bool is_group(int64_t group, int64_t k) {
   return group == k || (group > 0 && (group == kLeastGroup || group % 32 == 0) && k % group == 0);
 }
-/// The version that has such matrices: 3 those in groups of 16, of the others 1 kInt4 and 2 every other kind.
+/// The version that has such matrices: 3 those in groups of 16 or with channel scales, of the others 1 kInt4 and 2
+/// every other kind.
 constexpr uint32_t packed_version(const PackedShape& shape) {
-  if (!shape.channelwise() && shape.group == kLeastGroup) return 3;
+  if (shape.two_level() || (!shape.channelwise() && shape.group == kLeastGroup)) return 3;
   return shape.kind == WeightKind::kInt4 ? 1 : 2;
 }
 /// |q - zp| <= 255 and |w| <= 8 (zero points: 15, e2m1: 12), so up to here the sum of K products fits int32.
@@ -67,7 +74,7 @@ inline constexpr int64_t kMaxN = int64_t{1} << 31;
 const char* kind_name(WeightKind kind);
 
 /// Throws std::invalid_argument naming the field if the shape is outside what the layout allows: 1 <= n <= kMaxN,
-/// k even in [2, max_k(kind)], is_group(group, k), scales float32 or bfloat16, a known kind.
+/// k even in [2, max_k(kind)], is_group(group, k), scales float32, bfloat16 or, in groups, e5m3, a known kind.
 void check_shape(const PackedShape& shape);
 
 /// Bytes of the whole packed matrix, header included. The shape must have passed check_shape.

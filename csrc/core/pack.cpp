@@ -88,6 +88,48 @@ void check_halves(const void* scales, int64_t count) {
   }
 }
 
+// A byte of float8_e4m3fn as e5m3, in which its denormals are normal: the exponent counts from 2^-11, not 2^-7; and
+// back.
+constexpr int kE4M3Most = 0x7e;
+constexpr int kNoE5M3 = -1;
+constexpr uint8_t to_e5m3(uint8_t e4m3, bool halved) {
+  if (e4m3 == 0) return 0;
+  int mantissa = e4m3 & 7;
+  int exponent = (e4m3 >> 3) + 4;
+  if (exponent == 4) {
+    for (exponent = 5; mantissa < 8; --exponent) mantissa *= 2;
+    mantissa -= 8;
+  }
+  return static_cast<uint8_t>((exponent - (halved ? 1 : 0)) << 3 | mantissa);
+}
+// Tables of both ways; the first index says whether of e2m1, whose scales are halved.
+struct E5M3 {
+  std::array<int16_t, 256> from_e4m3[2];
+  std::array<int16_t, 256> to_e4m3[2];
+};
+constexpr E5M3 kE5M3Tables = [] {
+  E5M3 tables = {};
+  for (int halved = 0; halved < 2; ++halved) {
+    tables.from_e4m3[halved].fill(kNoE5M3);
+    tables.to_e4m3[halved].fill(kNoE5M3);
+    for (int16_t i = 0; i <= kE4M3Most; ++i) {
+      const uint8_t e5m3 = to_e5m3(static_cast<uint8_t>(i), halved != 0);
+      tables.from_e4m3[halved][static_cast<std::size_t>(i)] = e5m3;
+      tables.to_e4m3[halved][e5m3] = i;
+    }
+  }
+  return tables;
+}();
+
+void check_e4m3(const void* scales, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    const int byte = static_cast<const uint8_t*>(scales)[i];
+    if (byte <= kE4M3Most) continue;
+    throw std::invalid_argument("scales_zeros: element " + std::to_string(i) + " is the float8_e4m3fn with bits " +
+                                std::to_string(byte) + ", expected a number without a sign, 0..126");
+  }
+}
+
 // In the order of the argument, [n, groups] or a stack of them.
 [[noreturn]] void fail_zero_point(int64_t i, int32_t value) {
   throw std::invalid_argument("zero_points: element " + std::to_string(i) + " is " + std::to_string(value) +
@@ -96,7 +138,9 @@ void check_halves(const void* scales, int64_t count) {
 
 void check_values(const PackedShape& shape, int64_t count, const RawWeights& raw) {
   const int64_t values = count * shape.n * shape.groups();
-  if (shape.kind == WeightKind::kE2M1) {
+  if (shape.two_level()) {
+    check_e4m3(raw.scales, values);
+  } else if (shape.kind == WeightKind::kE2M1) {
     (shape.scale_dtype == DType::kFloat32 ? check_halves<uint32_t> : check_halves<uint16_t>)(raw.scales, values);
   }
   if (shape.kind != WeightKind::kInt4ZeroPoints) return;
@@ -127,6 +171,10 @@ class PanelPacker {
     }
     if (shape_.has_bias) {
       std::memcpy(panel_ + shape_.bias_offset(), raw_.bias + first_row_,
+                  static_cast<std::size_t>(columns_) * sizeof(float));
+    }
+    if (shape_.two_level()) {
+      std::memcpy(panel_ + shape_.channel_scales_offset(), raw_.channel_scales + first_row_,
                   static_cast<std::size_t>(columns_) * sizeof(float));
     }
   }
@@ -229,10 +277,10 @@ class PanelPacker {
   }
 
   void copy_scales(int64_t begin, int64_t count) {
-    if (shape_.scale_dtype == DType::kFloat32) {
-      transpose_scales<uint32_t>(begin, count);
-    } else {
-      transpose_scales<uint16_t>(begin, count);
+    switch (shape_.scale_dtype) {
+      case DType::kFloat32: return transpose_scales<uint32_t>(begin, count);
+      case DType::kE5M3: return transpose_scales<uint8_t>(begin, count);
+      default: return transpose_scales<uint16_t>(begin, count);
     }
   }
 
@@ -248,7 +296,11 @@ class PanelPacker {
       for (int64_t c = 0; c < columns_; ++c) {
         Bits bits;
         std::memcpy(&bits, src + c * row_bytes, kSize);
-        if (halved) bits = FloatBits<Bits>::half(bits);
+        if constexpr (kSize == 1) {
+          bits = static_cast<uint8_t>(kE5M3Tables.from_e4m3[halved][bits]);
+        } else if (halved) {
+          bits = FloatBits<Bits>::half(bits);
+        }
         std::memcpy(dst + c * kSize, &bits, kSize);
       }
     }
@@ -271,15 +323,28 @@ void unpack_scale(const uint8_t* from, bool halved, uint8_t* to) {
   std::memcpy(to, &bits, sizeof(Bits));
 }
 
+// Where the scale of a column and group goes.
+void unpack_scale(const PackedShape& shape, const uint8_t* from, uint8_t* scales, int64_t to) {
+  const bool halved = shape.kind == WeightKind::kE2M1;
+  switch (shape.scale_dtype) {
+    case DType::kFloat32: return unpack_scale<uint32_t>(from, halved, scales + 4 * to);
+    case DType::kE5M3: {
+      const int e4m3 = kE5M3Tables.to_e4m3[halved][*from];
+      scales[to] = static_cast<uint8_t>(e4m3 == kNoE5M3 ? 0xff : e4m3);
+      return;
+    }
+    default: return unpack_scale<uint16_t>(from, halved, scales + 2 * to);
+  }
+}
+
 void unpack_panel(const PackedMatrix& matrix, int64_t index, uint8_t* weights, void* scales, float* bias,
-                  uint8_t* zero_points) {
+                  uint8_t* zero_points, float* channel_scales) {
   const PackedShape& shape = matrix.shape;
   const uint8_t* panel = matrix.panels(index).data;
   const int64_t first = index * kPanelColumns;
   const int64_t row_bytes = shape.k / 2;
   const int64_t size = dtype_bytes(shape.scale_dtype);
   const int64_t columns = std::min(kPanelColumns, shape.n - first);
-  const bool halved = shape.kind == WeightKind::kE2M1;
   for (int64_t c = 0; c < columns; ++c) {
     for (int64_t s = 0; s < shape.steps(); ++s) {
       uint32_t word = 0;
@@ -290,9 +355,8 @@ void unpack_panel(const PackedMatrix& matrix, int64_t index, uint8_t* weights, v
     }
     for (int64_t g = 0; g < shape.groups(); ++g) {
       const int64_t to = (first + c) * shape.groups() + g;
-      (size == 4 ? unpack_scale<uint32_t>
-                 : unpack_scale<uint16_t>)(panel + shape.scales_offset() + (g * kPanelColumns + c) * size, halved,
-                                           static_cast<uint8_t*>(scales) + to * size);
+      unpack_scale(shape, panel + shape.scales_offset() + (g * kPanelColumns + c) * size, static_cast<uint8_t*>(scales),
+                   to);
       if (shape.kind == WeightKind::kInt4ZeroPoints) {
         zero_points[to] = panel[shape.zeros_offset() + g * kPanelColumns + c];
       }
@@ -300,6 +364,10 @@ void unpack_panel(const PackedMatrix& matrix, int64_t index, uint8_t* weights, v
   }
   if (shape.has_bias) {
     std::memcpy(bias + first, panel + shape.bias_offset(), static_cast<std::size_t>(columns) * sizeof(float));
+  }
+  if (shape.two_level()) {
+    std::memcpy(channel_scales + first, panel + shape.channel_scales_offset(),
+                static_cast<std::size_t>(columns) * sizeof(float));
   }
 }
 
@@ -327,13 +395,14 @@ void pack(const Kernel& kernel, const PackedShape& shape, int64_t count, const R
 }
 
 void unpack(const PackedMatrix& matrix, uint8_t* weights, void* scales, float* bias, Parallel& parallel,
-            uint8_t* zero_points) {
+            uint8_t* zero_points, float* channel_scales) {
   const PackedShape& shape = matrix.shape;
   const auto unpack_one = [&](int64_t, int64_t panel, int) {
-    unpack_panel(matrix, panel, weights, scales, bias, zero_points);
+    unpack_panel(matrix, panel, weights, scales, bias, zero_points, channel_scales);
   };
   const Phase phases[] = {{shape.panels(), unpack_one}};
   run_phases(parallel, parallel.threads(), phases);
+  if (shape.two_level()) check_e4m3(scales, shape.n * shape.groups());
   if (shape.kind != WeightKind::kInt4ZeroPoints) return;
   for (int64_t i = 0; i < shape.n * shape.groups(); ++i) {
     if (zero_points[i] > kMostZero) fail_zero_point(i, zero_points[i]);

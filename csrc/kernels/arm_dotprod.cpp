@@ -148,10 +148,10 @@ struct FewOps : DotOps {
 
 void few_rows(const Rows& rows, int64_t m, const Panels& panels, int64_t panel_count, float* out, int64_t ldc,
               uint8_t*) {
-  if (panels.scale_dtype == DType::kFloat32) {
-    gemm<FewOps<DType::kFloat32>>(rows, m, panels, panel_count, out, ldc, nullptr);
-  } else {
-    gemm<FewOps<DType::kBFloat16>>(rows, m, panels, panel_count, out, ldc, nullptr);
+  switch (panels.scale_dtype) {
+    case DType::kBFloat16: return gemm<FewOps<DType::kBFloat16>>(rows, m, panels, panel_count, out, ldc, nullptr);
+    case DType::kE5M3: return gemm<FewOps<DType::kE5M3>>(rows, m, panels, panel_count, out, ldc, nullptr);
+    default: return gemm<FewOps<DType::kFloat32>>(rows, m, panels, panel_count, out, ldc, nullptr);
   }
 }
 
@@ -353,8 +353,11 @@ struct Unpacked {
     static constexpr TileFn kChannelwise[] = {channelwise<3>, channelwise<4>, channelwise<5>};
     static constexpr TileFn kFloat32[] = {groups<3, DType::kFloat32>, groups<4, DType::kFloat32>};
     static constexpr TileFn kBFloat16[] = {groups<3, DType::kBFloat16>, groups<4, DType::kBFloat16>};
-    const bool wide = t.panels->scale_dtype == DType::kFloat32;
-    const TileFn* tiles = t.panels->channelwise ? kChannelwise : (wide ? kFloat32 : kBFloat16);
+    static constexpr TileFn kE5M3[] = {groups<3, DType::kE5M3>, groups<4, DType::kE5M3>};
+    const TileFn* tiles = kFloat32;
+    if (t.panels->scale_dtype == DType::kBFloat16) tiles = kBFloat16;
+    if (t.panels->scale_dtype == DType::kE5M3) tiles = kE5M3;
+    if (t.panels->channelwise) tiles = kChannelwise;
     tiles[count - kLeast](t);
   }
 };

@@ -231,6 +231,8 @@ struct Pairs {
     for (int v = 0; v < 8; ++v) {
       sums[v] = twice(t.panel + panels.sums_offset + 8 * v);
       bias[v] = twice(t.panel + panels.bias_offset + 8 * v);
+      scales[v] = Ops::splat(1.0f);
+      if (panels.scale_dtype == DType::kE5M3) scales[v] = twice(t.panel + panels.channel_scales_offset + 8 * v);
     }
     if constexpr (kChannelwise) {
 #pragma GCC unroll 4
@@ -256,7 +258,7 @@ struct Pairs {
           f[v] = Ops::add(Ops::mul(Ops::to_float(sum), Ops::mul(recip, scales[v])), bias[v]);
         } else {
           const F shifted = Ops::fma(Ops::neg(Ops::to_float(zero)), sums[v], f[v]);
-          f[v] = Ops::add(Ops::mul(shifted, recip), bias[v]);
+          f[v] = Ops::add(Ops::mul(shifted, Ops::mul(recip, scales[v])), bias[v]);
         }
       }
 #pragma GCC unroll 4
@@ -324,7 +326,7 @@ struct Pairs {
         out[2 * v] = vreinterpretq_f32_f64(vdupq_laneq_f64(four, 0));
         out[2 * v + 1] = vreinterpretq_f32_f64(vdupq_laneq_f64(four, 1));
       }
-      scales += 2 * kPanelColumns;
+      scales += kPanelColumns * dtype_bytes(kScales);
     }
   }
 
@@ -409,10 +411,12 @@ struct Pairs {
   static void tile_of(const TileArgs& t, int64_t count) {
     if (t.panels->channelwise) {
       channelwise<P>(t, count);
-    } else if (t.panels->scale_dtype == DType::kFloat32) {
-      groups<P, DType::kFloat32>(t, count);
-    } else {
-      groups<P, DType::kBFloat16>(t, count);
+      return;
+    }
+    switch (t.panels->scale_dtype) {
+      case DType::kBFloat16: return groups<P, DType::kBFloat16>(t, count);
+      case DType::kE5M3: return groups<P, DType::kE5M3>(t, count);
+      default: return groups<P, DType::kFloat32>(t, count);
     }
   }
   static void tile(int64_t count, const TileArgs& t) {

@@ -10,9 +10,16 @@
 namespace w4a8 {
 
 /// Element types of activations, scales and outputs. The values are part of the packed format.
-enum class DType : uint8_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
+enum class DType : uint8_t {
+  kFloat32 = 0,
+  kBFloat16 = 1,
+  kFloat16 = 2,
+  kE5M3 = 3,  ///< of packed scales alone: no sign, five bits of exponent (bias 11), three of mantissa, no infinities
+};
 
-constexpr int64_t dtype_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+constexpr int64_t dtype_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : (dtype == DType::kE5M3 ? 1 : 2); }
+/// An e5m3 number in the exponent and mantissa of a float32 (bits 20 to 27) is so many times too small.
+constexpr float kE5M3Factor = 0x1p116f;
 
 /// What a nibble n of packed weights stands for: an integer w, to be multiplied by its stored scale. The values are
 /// part of the packed format.
@@ -67,9 +74,10 @@ struct Panels {
   int64_t zeros_offset;   ///< kInt4ZeroPoints: bytes to its zero points [groups, 16], the low four bits of a byte each
   int64_t sums_offset;  ///< bytes to its weight sums [16]: channelwise int32 sum_k w, else float32 W (docs/numerics.md)
   int64_t bias_offset;  ///< bytes to its bias [16] float32 (zeros if there is none)
-  int64_t steps;        ///< steps of k, ceil(K / kStepK)
-  int64_t group_steps;  ///< steps of one group; equal to `steps` when channelwise
-  DType scale_dtype;    ///< kFloat32 or kBFloat16
+  int64_t channel_scales_offset;  ///< kE5M3: bytes to what the scales of a column are multiplied by, [16] float32
+  int64_t steps;                  ///< steps of k, ceil(K / kStepK)
+  int64_t group_steps;            ///< steps of one group; equal to `steps` when channelwise
+  DType scale_dtype;              ///< kFloat32, kBFloat16 or, of groups, kE5M3
   WeightKind kind;
   bool channelwise;
   const uint8_t* next;  ///< what will be multiplied after these panels, to be fetched meanwhile; null: unknown
@@ -110,7 +118,7 @@ using CombineFn = void (*)(const float* y, int64_t ldy, const int32_t* slots, co
 using StoreRowFn = void (*)(const float* x, int64_t n, DType dtype, void* out);
 
 /// sums[c] = fma(scales[g, c], float(group_sums[g, c]), sums[c]) for g ascending, g < groups, c < 16: the W of a panel
-/// (docs/numerics.md section 3). scales: [groups, 16] of `dtype` (kFloat32 or kBFloat16), not aligned.
+/// (docs/numerics.md section 3). scales: [groups, 16] of `dtype` (not kFloat16), not aligned.
 using AddWeightSumsFn = void (*)(const uint8_t* scales, DType dtype, const int32_t* group_sums, int64_t groups,
                                  float* sums);
 

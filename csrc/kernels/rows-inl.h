@@ -116,6 +116,7 @@ void quantize_row(const void* x, DType dtype, int64_t k, int64_t group, int8_t* 
     case DType::kFloat32: return quantize_row_as<Ops, DType::kFloat32>(x, k, group, q, starts, quant);
     case DType::kBFloat16: return quantize_row_as<Ops, DType::kBFloat16>(x, k, group, q, starts, quant);
     case DType::kFloat16: return quantize_row_as<Ops, DType::kFloat16>(x, k, group, q, starts, quant);
+    case DType::kE5M3: return;
   }
 }
 
@@ -194,6 +195,7 @@ void quantize_token(const void* x, DType dtype, int64_t k, bool symmetric, int b
     case DType::kFloat32: return quantize_token_as<Ops, DType::kFloat32>(x, k, symmetric, bits, q, quant);
     case DType::kBFloat16: return quantize_token_as<Ops, DType::kBFloat16>(x, k, symmetric, bits, q, quant);
     case DType::kFloat16: return quantize_token_as<Ops, DType::kFloat16>(x, k, symmetric, bits, q, quant);
+    case DType::kE5M3: return;
   }
 }
 
@@ -211,6 +213,7 @@ void store_row(const float* x, int64_t n, DType dtype, void* out) {
     case DType::kFloat32: return store_row_as<Ops, DType::kFloat32>(x, n, out);
     case DType::kBFloat16: return store_row_as<Ops, DType::kBFloat16>(x, n, out);
     case DType::kFloat16: return store_row_as<Ops, DType::kFloat16>(x, n, out);
+    case DType::kE5M3: return;
   }
 }
 
@@ -244,6 +247,7 @@ void combine(const float* y, int64_t ldy, const int32_t* slots, const float* wei
     case DType::kFloat32: return combine_as<Ops, DType::kFloat32>(y, ldy, slots, weights, count, n, out);
     case DType::kBFloat16: return combine_as<Ops, DType::kBFloat16>(y, ldy, slots, weights, count, n, out);
     case DType::kFloat16: return combine_as<Ops, DType::kFloat16>(y, ldy, slots, weights, count, n, out);
+    case DType::kE5M3: return;
   }
 }
 

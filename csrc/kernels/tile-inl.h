@@ -86,12 +86,14 @@ W4A8_INLINE void finish_groups(const TileArgs& t, typename Ops::F (&f)[R][C][Ops
       const int64_t column = v * Ops::kLanes;
       const typename Ops::F sums = Ops::load_bytes(panel + p.sums_offset + 4 * column);
       const typename Ops::F bias = Ops::load_bytes(panel + p.bias_offset + 4 * column);
+      typename Ops::F channel = Ops::splat(1.0f);  // a product with which is exact
+      if (p.scale_dtype == DType::kE5M3) channel = Ops::load_bytes(panel + p.channel_scales_offset + 4 * column);
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
         const RowQuant quant = t.quant[r];
         const typename Ops::F shifted = Ops::fma(Ops::splat(-static_cast<float>(quant.zero_point)), sums, f[r][c][v]);
-        Ops::store(t.out + r * t.ldc + c * kPanelColumns + column,
-                   Ops::add(Ops::mul(shifted, Ops::splat(quant.recip)), bias));
+        const typename Ops::F scale = Ops::mul(Ops::splat(quant.recip), channel);
+        Ops::store(t.out + r * t.ldc + c * kPanelColumns + column, Ops::add(Ops::mul(shifted, scale), bias));
       }
     }
   }

@@ -32,7 +32,7 @@ struct PackedInfo {
   int64_t out_features;
   int64_t in_features;
   int64_t block_size;
-  std::string scale_dtype;  ///< "float32" or "bfloat16"
+  std::string scale_dtype;  ///< "float32", "bfloat16" or "e5m3" (with channel scales)
   bool has_bias;
   std::string values;  ///< "int4" or "e2m1"
   bool has_zero_points;

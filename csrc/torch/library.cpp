@@ -13,13 +13,13 @@
 TORCH_LIBRARY(w4a8, m) {
   m.def(
       "dyn_quant_pack_4bit_weight(Tensor weights, Tensor scales_zeros, Tensor? bias, int block_size, int in_features, "
-      "int out_features, *, Tensor? zero_points=None, str values='int4') -> Tensor");
+      "int out_features, *, Tensor? zero_points=None, str values='int4', Tensor? channel_scales=None) -> Tensor");
   m.def(
       "dyn_quant_unpack_4bit_weight(Tensor packed_weights, int block_size, int in_features, int out_features) -> "
       "(Tensor weights, Tensor scales_zeros, Tensor bias)");
   m.def(
       "dyn_quant_unpack_any_4bit_weight(Tensor packed_weights, int block_size, int in_features, int out_features) -> "
-      "(Tensor weights, Tensor scales_zeros, Tensor zero_points, Tensor bias, str values)");
+      "(Tensor weights, Tensor scales_zeros, Tensor zero_points, Tensor bias, str values, Tensor channel_scales)");
   m.def(
       "dyn_quant_matmul_4bit(Tensor inp, Tensor packed_weights, int block_size, int in_features, int out_features) -> "
       "Tensor");
@@ -93,9 +93,9 @@ const auto& op() {
 at::Tensor dyn_quant_pack_4bit_weight(const at::Tensor& weights, const at::Tensor& scales_zeros,
                                       const c10::optional<at::Tensor>& bias, int64_t block_size, int64_t in_features,
                                       int64_t out_features, const c10::optional<at::Tensor>& zero_points,
-                                      c10::string_view values) {
+                                      c10::string_view values, const c10::optional<at::Tensor>& channel_scales) {
   return op<"dyn_quant_pack_4bit_weight", decltype(dyn_quant_pack_4bit_weight)>().call(
-      weights, scales_zeros, bias, block_size, in_features, out_features, zero_points, values);
+      weights, scales_zeros, bias, block_size, in_features, out_features, zero_points, values, channel_scales);
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> dyn_quant_unpack_4bit_weight(const at::Tensor& packed_weights,
@@ -105,8 +105,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> dyn_quant_unpack_4bit_weight(cons
                                                                                            in_features, out_features);
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, std::string> dyn_quant_unpack_any_4bit_weight(
-    const at::Tensor& packed_weights, int64_t block_size, int64_t in_features, int64_t out_features) {
+UnpackedAny dyn_quant_unpack_any_4bit_weight(const at::Tensor& packed_weights, int64_t block_size, int64_t in_features,
+                                             int64_t out_features) {
   return op<"dyn_quant_unpack_any_4bit_weight", decltype(dyn_quant_unpack_any_4bit_weight)>().call(
       packed_weights, block_size, in_features, out_features);
 }
@@ -168,7 +168,7 @@ PackedInfo packed_info(const void* data, int64_t size) {
           shape.n,
           shape.k,
           shape.group,
-          shape.scale_dtype == DType::kFloat32 ? "float32" : "bfloat16",
+          shape.two_level() ? "e5m3" : (shape.scale_dtype == DType::kFloat32 ? "float32" : "bfloat16"),
           shape.has_bias,
           shape.kind == WeightKind::kE2M1 ? "e2m1" : "int4",
           shape.kind == WeightKind::kInt4ZeroPoints,

@@ -30,15 +30,31 @@ WeightKind kind_of(const c10::optional<at::Tensor>& zero_points, c10::string_vie
 }
 
 // weights [N, K/2] or [E, N, K/2] and what must fit them.
-void check_pack_arguments(const at::Tensor& weights, const at::Tensor& scales, const c10::optional<at::Tensor>& bias,
-                          const c10::optional<at::Tensor>& zero_points, const PackedShape& shape) {
+struct PackArguments {
+  const at::Tensor& weights;
+  const at::Tensor& scales;
+  const c10::optional<at::Tensor>& bias;
+  const c10::optional<at::Tensor>& zero_points;
+  const c10::optional<at::Tensor>& channel_scales;
+};
+
+// Older PyTorch has no such type; its bits are bytes.
+bool is_e4m3(at::ScalarType type) { return type == at::kByte || c10::toString(type) == std::string("Float8_e4m3fn"); }
+
+void check_pack_arguments(const PackArguments& a, const PackedShape& shape) {
+  const auto& [weights, scales, bias, zero_points, channel_scales] = a;
   TORCH_CHECK(weights.scalar_type() == at::kByte, "weights has dtype ", weights.scalar_type(), ", expected uint8");
   TORCH_CHECK((weights.dim() == 2 || weights.dim() == 3) && has_shape(weights, weights, {shape.n, shape.k / 2}),
               "weights has shape ", shape_text(weights.sizes()), ", expected [", shape.n, ", ", shape.k / 2,
               "] or [E, ", shape.n, ", ", shape.k / 2, "] for out_features = ", shape.n,
               " and in_features = ", shape.k);
-  TORCH_CHECK(scales.scalar_type() == at::kFloat || scales.scalar_type() == at::kBFloat16, "scales_zeros has dtype ",
-              scales.scalar_type(), ", expected float32 or bfloat16");
+  if (channel_scales.has_value()) {
+    TORCH_CHECK(is_e4m3(scales.scalar_type()), "scales_zeros has dtype ", scales.scalar_type(),
+                ", expected float8_e4m3fn, or its bits as uint8, beside channel_scales");
+  } else {
+    TORCH_CHECK(scales.scalar_type() == at::kFloat || scales.scalar_type() == at::kBFloat16, "scales_zeros has dtype ",
+                scales.scalar_type(), ", expected float32 or bfloat16, or float8_e4m3fn beside channel_scales");
+  }
   TORCH_CHECK(has_shape(scales, weights, {shape.n, shape.groups()}), "scales_zeros has shape ",
               shape_text(scales.sizes()), ", expected ", expected_shape(weights, {shape.n, shape.groups()}),
               " for block_size = ", shape.group);
@@ -48,21 +64,31 @@ void check_pack_arguments(const at::Tensor& weights, const at::Tensor& scales, c
     TORCH_CHECK(has_shape(*zero_points, weights, {shape.n, shape.groups()}), "zero_points has shape ",
                 shape_text(zero_points->sizes()), ", expected that of scales_zeros, ", shape_text(scales.sizes()));
   }
-  if (!bias.has_value()) return;
-  TORCH_CHECK(at::isFloatingType(bias->scalar_type()), "bias has dtype ", bias->scalar_type(),
-              ", expected a floating point type");
-  TORCH_CHECK(has_shape(*bias, weights, {shape.n}), "bias has shape ", shape_text(bias->sizes()), ", expected ",
-              expected_shape(weights, {shape.n}));
+  for (const auto& [name, tensor] : {NamedTensor{"bias", bias}, {"channel_scales", channel_scales}}) {
+    if (tensor == nullptr) continue;
+    TORCH_CHECK(at::isFloatingType(tensor->scalar_type()), name, " has dtype ", tensor->scalar_type(),
+                ", expected a floating point type");
+    TORCH_CHECK(has_shape(*tensor, weights, {shape.n}), name, " has shape ", shape_text(tensor->sizes()), ", expected ",
+                expected_shape(weights, {shape.n}));
+  }
 }
 
-PackedShape pack_shape(DeviceCheck check_devices, const at::Tensor& weights, const at::Tensor& scales,
-                       const c10::optional<at::Tensor>& bias, int64_t block_size, int64_t in_features,
-                       int64_t out_features, const c10::optional<at::Tensor>& zero_points, c10::string_view values) {
-  check_devices({{"weights", weights}, {"scales_zeros", scales}, {"bias", bias}, {"zero_points", zero_points}});
-  PackedShape shape = matrix_shape(block_size, in_features, out_features, kind_of(zero_points, values));
-  check_pack_arguments(weights, scales, bias, zero_points, shape);
-  shape.scale_dtype = scales.scalar_type() == at::kFloat ? DType::kFloat32 : DType::kBFloat16;
-  shape.has_bias = bias.has_value();
+PackedShape pack_shape(DeviceCheck check_devices, const PackArguments& a, int64_t block_size, int64_t in_features,
+                       int64_t out_features, c10::string_view values) {
+  check_devices({{"weights", a.weights},
+                 {"scales_zeros", a.scales},
+                 {"bias", a.bias},
+                 {"zero_points", a.zero_points},
+                 {"channel_scales", a.channel_scales}});
+  PackedShape shape = matrix_shape(block_size, in_features, out_features, kind_of(a.zero_points, values));
+  check_pack_arguments(a, shape);
+  shape.scale_dtype = a.scales.scalar_type() == at::kFloat ? DType::kFloat32 : DType::kBFloat16;
+  if (a.channel_scales.has_value()) {
+    TORCH_CHECK(!shape.channelwise(), "channel_scales is given, expected none for channelwise weights: block_size is ",
+                block_size, ", all of in_features");
+    shape.scale_dtype = DType::kE5M3;
+  }
+  shape.has_bias = a.bias.has_value();
   return shape;
 }
 
@@ -93,17 +119,19 @@ void check_matmul_arguments(const at::Tensor& inp, const at::Tensor& packed, con
 
 at::Tensor pack_cpu(const at::Tensor& weights, const at::Tensor& scales_zeros, const c10::optional<at::Tensor>& bias,
                     int64_t block_size, int64_t in_features, int64_t out_features,
-                    const c10::optional<at::Tensor>& zero_points, c10::string_view values) {
-  PackedShape shape =
-      pack_shape(check_cpu, weights, scales_zeros, bias, block_size, in_features, out_features, zero_points, values);
+                    const c10::optional<at::Tensor>& zero_points, c10::string_view values,
+                    const c10::optional<at::Tensor>& channel_scales) {
+  PackedShape shape = pack_shape(check_cpu, {weights, scales_zeros, bias, zero_points, channel_scales}, block_size,
+                                 in_features, out_features, values);
   const at::Tensor z = zero_points.has_value() ? zero_points->contiguous() : at::Tensor();
   if (z.defined() && all_eight(z)) shape.kind = WeightKind::kInt4;
   at::Tensor packed = empty_packed(weights, shape);
   const at::Tensor w = weights.contiguous();
   const at::Tensor s = scales_zeros.contiguous();
   const at::Tensor b = bias.has_value() ? bias->to(at::kFloat).contiguous() : at::Tensor();
+  const at::Tensor c = channel_scales.has_value() ? channel_scales->to(at::kFloat).contiguous() : at::Tensor();
   const RawWeights raw = {input_data<uint8_t>(w), input_data(s), b.defined() ? input_data<float>(b) : nullptr,
-                          z.defined() ? input_data<uint8_t>(z) : nullptr};
+                          z.defined() ? input_data<uint8_t>(z) : nullptr, c.defined() ? input_data<float>(c) : nullptr};
   AtenParallel parallel;
   pack(active_kernel(), shape, weights.dim() == 3 ? weights.size(0) : 1, raw, packed.data_ptr<uint8_t>(), parallel);
   return packed;
@@ -112,9 +140,10 @@ at::Tensor pack_cpu(const at::Tensor& weights, const at::Tensor& scales_zeros, c
 // Values are not known: zero points count as not all 8.
 at::Tensor pack_meta(const at::Tensor& weights, const at::Tensor& scales_zeros, const c10::optional<at::Tensor>& bias,
                      int64_t block_size, int64_t in_features, int64_t out_features,
-                     const c10::optional<at::Tensor>& zero_points, c10::string_view values) {
-  return empty_packed(weights, pack_shape(check_meta, weights, scales_zeros, bias, block_size, in_features,
-                                          out_features, zero_points, values));
+                     const c10::optional<at::Tensor>& zero_points, c10::string_view values,
+                     const c10::optional<at::Tensor>& channel_scales) {
+  return empty_packed(weights, pack_shape(check_meta, {weights, scales_zeros, bias, zero_points, channel_scales},
+                                          block_size, in_features, out_features, values));
 }
 
 namespace {
@@ -125,6 +154,7 @@ struct Unpacked {
   at::Tensor scales;
   at::Tensor zero_points;
   at::Tensor bias;
+  at::Tensor channel_scales;
 };
 
 // What comes out of a packed tensor [bytes] or [E, bytes], not filled in. Absent ones have no elements.
@@ -136,10 +166,14 @@ Unpacked empty_unpacked(const at::Tensor& packed, const PackedShape& shape) {
     all.insert(all.end(), sizes);
     return at::empty(present ? all : std::vector<int64_t>{0}, packed.options().dtype(dtype));
   };
-  const auto scales = shape.scale_dtype == DType::kFloat32 ? at::kFloat : at::kBFloat16;
-  return {shape, make({shape.n, shape.k / 2}, at::kByte), make({shape.n, shape.groups()}, scales),
+  const auto scales =
+      shape.scale_dtype == DType::kFloat32 ? at::kFloat : (shape.two_level() ? at::kByte : at::kBFloat16);
+  return {shape,
+          make({shape.n, shape.k / 2}, at::kByte),
+          make({shape.n, shape.groups()}, scales),
           make({shape.n, shape.groups()}, at::kByte, shape.kind == WeightKind::kInt4ZeroPoints),
-          make({shape.n}, at::kFloat, shape.has_bias)};
+          make({shape.n}, at::kFloat, shape.has_bias),
+          make({shape.n}, at::kFloat, shape.two_level())};
 }
 
 // only_int4: refuse the other kinds.
@@ -158,7 +192,8 @@ Unpacked unpack_tensor(const at::Tensor& packed_weights, int64_t block_size, int
     return open_packed(data + e * bytes, bytes, out_features, in_features, block_size, what);
   };
   const PackedShape shape = open(0).shape;
-  TORCH_CHECK(!only_int4 || shape.kind == WeightKind::kInt4, "packed_weights holds ", kind_name(shape.kind),
+  TORCH_CHECK(!only_int4 || (shape.kind == WeightKind::kInt4 && !shape.two_level()), "packed_weights holds ",
+              kind_name(shape.kind), shape.two_level() ? " with channel scales" : "",
               ", expected int4: dyn_quant_unpack_any_4bit_weight unpacks every kind");
   const Unpacked out = empty_unpacked(packed, shape);
   const int64_t values = shape.n * shape.groups();
@@ -170,7 +205,8 @@ Unpacked unpack_tensor(const at::Tensor& packed_weights, int64_t block_size, int
     unpack(matrix, out.weights.data_ptr<uint8_t>() + e * shape.n * (shape.k / 2),
            static_cast<uint8_t*>(out.scales.data_ptr()) + e * values * dtype_bytes(shape.scale_dtype),
            shape.has_bias ? out.bias.data_ptr<float>() + e * shape.n : nullptr, parallel,
-           out.zero_points.numel() != 0 ? out.zero_points.data_ptr<uint8_t>() + e * values : nullptr);
+           out.zero_points.numel() != 0 ? out.zero_points.data_ptr<uint8_t>() + e * values : nullptr,
+           shape.two_level() ? out.channel_scales.data_ptr<float>() + e * shape.n : nullptr);
   }
   return out;
 }
@@ -183,12 +219,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> unpack_cpu(const at::Tensor& pack
   return {out.weights, out.scales, out.bias};
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, std::string> unpack_any_cpu(const at::Tensor& packed_weights,
-                                                                                       int64_t block_size,
-                                                                                       int64_t in_features,
-                                                                                       int64_t out_features) {
+UnpackedAny unpack_any_cpu(const at::Tensor& packed_weights, int64_t block_size, int64_t in_features,
+                           int64_t out_features) {
   const Unpacked out = unpack_tensor(packed_weights, block_size, in_features, out_features, /*only_int4=*/false);
-  return {out.weights, out.scales, out.zero_points, out.bias, values_name(out.shape.kind)};
+  return {out.weights, out.scales, out.zero_points, out.bias, values_name(out.shape.kind), out.channel_scales};
 }
 
 at::Tensor matmul_cpu(const at::Tensor& inp, const at::Tensor& packed_weights, int64_t block_size, int64_t in_features,

@@ -6,21 +6,23 @@
 #include <string>
 #include <tuple>
 
+#include "torch/w4a8.h"
+
 namespace w4a8 {
 
 at::Tensor pack_cpu(const at::Tensor& weights, const at::Tensor& scales_zeros, const c10::optional<at::Tensor>& bias,
                     int64_t block_size, int64_t in_features, int64_t out_features,
-                    const c10::optional<at::Tensor>& zero_points, c10::string_view values);
+                    const c10::optional<at::Tensor>& zero_points, c10::string_view values,
+                    const c10::optional<at::Tensor>& channel_scales);
 at::Tensor pack_meta(const at::Tensor& weights, const at::Tensor& scales_zeros, const c10::optional<at::Tensor>& bias,
                      int64_t block_size, int64_t in_features, int64_t out_features,
-                     const c10::optional<at::Tensor>& zero_points, c10::string_view values);
+                     const c10::optional<at::Tensor>& zero_points, c10::string_view values,
+                     const c10::optional<at::Tensor>& channel_scales);
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> unpack_cpu(const at::Tensor& packed_weights, int64_t block_size,
                                                           int64_t in_features, int64_t out_features);
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, std::string> unpack_any_cpu(const at::Tensor& packed_weights,
-                                                                                       int64_t block_size,
-                                                                                       int64_t in_features,
-                                                                                       int64_t out_features);
+UnpackedAny unpack_any_cpu(const at::Tensor& packed_weights, int64_t block_size, int64_t in_features,
+                           int64_t out_features);
 
 at::Tensor matmul_cpu(const at::Tensor& inp, const at::Tensor& packed_weights, int64_t block_size, int64_t in_features,
                       int64_t out_features);

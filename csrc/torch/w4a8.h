@@ -18,22 +18,26 @@ namespace w4a8 {
 /// Packs 4-bit weights. weights: uint8 [N, K/2] (low nibble even k, high nibble odd k) or [E, N, K/2] for a stack of
 /// experts; scales_zeros: float32 or bfloat16 [N, K/block_size] ([E, ...]); bias: [N] ([E, N]) or none. block_size: K
 /// (channelwise), or 16 or a multiple of 32 that divides K. A nibble n is n - 8; with zero_points, uint8 of the shape
-/// of scales_zeros in 0..15, it is n - zero point; with values "e2m1" it is the e2m1 number of these bits. Returns
-/// uint8 [bytes] or [E, bytes].
+/// of scales_zeros in 0..15, it is n - zero point; with values "e2m1" it is the e2m1 number of these bits. With
+/// channel_scales, floating [N] ([E, N]), scales_zeros is float8_e4m3fn without signs, or its bits as uint8, and a
+/// weight is multiplied by both. Returns uint8 [bytes] or [E, bytes].
 W4A8_EXPORT at::Tensor dyn_quant_pack_4bit_weight(const at::Tensor& weights, const at::Tensor& scales_zeros,
                                                   const c10::optional<at::Tensor>& bias, int64_t block_size,
                                                   int64_t in_features, int64_t out_features,
                                                   const c10::optional<at::Tensor>& zero_points = c10::nullopt,
-                                                  c10::string_view values = "int4");
+                                                  c10::string_view values = "int4",
+                                                  const c10::optional<at::Tensor>& channel_scales = c10::nullopt);
 
 /// The exact inverse for int4 without zero points: (weights, scales_zeros, bias); bias is empty if there was none.
 W4A8_EXPORT std::tuple<at::Tensor, at::Tensor, at::Tensor> dyn_quant_unpack_4bit_weight(
     const at::Tensor& packed_weights, int64_t block_size, int64_t in_features, int64_t out_features);
 
-/// The exact inverse for every kind: (weights, scales_zeros, zero_points, bias, values); zero_points and bias are empty
-/// if there were none.
-W4A8_EXPORT std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, std::string> dyn_quant_unpack_any_4bit_weight(
-    const at::Tensor& packed_weights, int64_t block_size, int64_t in_features, int64_t out_features);
+/// weights, scales_zeros, zero_points, bias, values, channel_scales; what was not given is empty.
+using UnpackedAny = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, std::string, at::Tensor>;
+
+/// The exact inverse for every kind. Scales beside channel scales come back as uint8, the bits of float8_e4m3fn.
+W4A8_EXPORT UnpackedAny dyn_quant_unpack_any_4bit_weight(const at::Tensor& packed_weights, int64_t block_size,
+                                                         int64_t in_features, int64_t out_features);
 
 /// inp [..., K] (float32, bfloat16, float16) times a packed matrix: [..., N] of inp's type.
 W4A8_EXPORT at::Tensor dyn_quant_matmul_4bit(const at::Tensor& inp, const at::Tensor& packed_weights,

@@ -35,7 +35,7 @@ class PackedHeader(TypedDict):
     n: int  # out_features
     k: int  # in_features
     group: int  # equal to k when channelwise
-    scale_dtype: str
+    scale_dtype: str  # "float32", "bfloat16", or "e5m3" (float8 scales beside channel scales)
     has_bias: bool
     values: str  # "int4" or "e2m1"
     has_zero_points: bool
@@ -52,6 +52,7 @@ def dyn_quant_pack_4bit_weight(
     *,
     zero_points: Optional[torch.Tensor] = None,
     values: str = "int4",
+    channel_scales: Optional[torch.Tensor] = None,
 ) -> torch.Tensor:
     """Packs 4-bit weights with their scales and bias into the layout every kernel reads (docs/packed_layout.md).
 
@@ -68,6 +69,9 @@ def dyn_quant_pack_4bit_weight(
             not all 8.)
         values: "int4", or "e2m1": a nibble is a sign, two bits of exponent and one of mantissa, as in MXFP4: 0, 0.5,
             1, 1.5, 2, 3, 4, 6 and their negatives. No zero points then.
+        channel_scales: floating point [N] ([E, N] for a stack), kept as float32: scales of two levels, as NVFP4 has.
+            Then scales_zeros is float8_e4m3fn, or its bits as uint8, numbers without a sign, and a weight is multiplied
+            by its scale and by the channel scale of its output feature. Not channelwise.
 
     Returns:
         uint8 [bytes], or [E, bytes]: row e is itself a valid packed matrix. The same on every machine and good for
@@ -75,7 +79,15 @@ def dyn_quant_pack_4bit_weight(
     """
     op = torch.ops.w4a8.dyn_quant_pack_4bit_weight.default
     return op(
-        weights, scales_zeros, bias, block_size, in_features, out_features, zero_points=zero_points, values=values
+        weights,
+        scales_zeros,
+        bias,
+        block_size,
+        in_features,
+        out_features,
+        zero_points=zero_points,
+        values=values,
+        channel_scales=channel_scales,
     )
 
 
@@ -97,7 +109,7 @@ def dyn_quant_unpack_4bit_weight(
 
 def dyn_quant_unpack_any_4bit_weight(
     packed_weights: torch.Tensor, block_size: int, in_features: int, out_features: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, str]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, str, torch.Tensor]:
     """The exact inverse of dyn_quant_pack_4bit_weight for every kind of weights.
 
     Args:
@@ -105,8 +117,9 @@ def dyn_quant_unpack_any_4bit_weight(
         block_size, in_features, out_features: as given when packing.
 
     Returns:
-        weights, scales_zeros, zero_points, bias and values as given when packing (bias as float32); zero_points uint8
-        [0] and bias [0] if there were none. Zero points of 8 everywhere were packed as none.
+        weights, scales_zeros, zero_points, bias, values and channel_scales as given when packing (bias and
+        channel_scales as float32, float8 scales as uint8); zero_points uint8 [0], bias [0] and channel_scales [0] if
+        there were none. Zero points of 8 everywhere were packed as none.
     """
     op = torch.ops.w4a8.dyn_quant_unpack_any_4bit_weight.default
     return op(packed_weights, block_size, in_features, out_features)

@@ -50,6 +50,7 @@ TEST(AgreementTest, Matmul) {
                                    {257, 90, 90, DType::kBFloat16, true, WeightKind::kInt4ZeroPoints},
                                    {130, 96, 32, DType::kFloat32, true, WeightKind::kE2M1},
                                    {75, 208, 16, DType::kBFloat16, false},
+                                   {75, 208, 16, DType::kE5M3, true, WeightKind::kE2M1},
                                    {130, 80, 16, DType::kFloat32, true, WeightKind::kE2M1},
                                    {100, 128, 128, DType::kFloat32, true, WeightKind::kE2M1}}) {
     const Packed packed = pack_one(shape, random_weights(rng, shape));
@@ -166,7 +167,7 @@ TEST(AgreementTest, Moe) {
     c.weight_on_input = variant % 3 == 0;
     c.bias = variant % 3 == 1;
     c.dtype = kAllDTypes[variant % 3];
-    c.scales = variant % 4 == 1 ? DType::kBFloat16 : DType::kFloat32;
+    c.scales = variant % 4 == 1 ? DType::kBFloat16 : (variant == 7 ? DType::kE5M3 : DType::kFloat32);
     MoeData data(rng, c);
     for (std::size_t i = 0; i < data.ids.size(); i += 7) data.ids[i] = -1;
     std::vector<uint8_t> first;

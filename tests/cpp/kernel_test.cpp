@@ -147,7 +147,7 @@ TEST_P(KernelTest, GroupsEveryRowCount) {
   // One group (which is channelwise by definition) is above; here even and odd counts of every group size.
   for (const Case c : {Case{16, 2}, Case{16, 3}, Case{16, 11}, Case{32, 2}, Case{32, 3}, Case{32, 11}, Case{64, 2},
                        Case{64, 3}, Case{96, 2}, Case{96, 3}, Case{128, 2}, Case{128, 5}, Case{256, 3}}) {
-    for (const DType scales : {DType::kFloat32, DType::kBFloat16}) {
+    for (const DType scales : kScaleDTypes) {
       const int64_t n = 16 * (static_cast<int64_t>(stream) % 3) + 1 + static_cast<int64_t>(stream) % 16;
       for (const WeightKind kind : kAllKinds) {
         check_shape_for_all_rows({n, c.group * c.groups, c.group, scales, stream % 2 == 0, kind}, stream);
@@ -169,7 +169,8 @@ TEST_P(KernelTest, ManyRowsOfManyChunks) {
   };
   for (const Case c : {Case{530, 1094, 1094}, Case{530, 1120, 32}, Case{49, 2320, 16}, Case{49, 2304, 96},
                        Case{530, 1536, 512}, Case{49, 2048, 1024}, Case{49, 4736, 128}, Case{49, 4726, 4726}}) {
-    const PackedShape shape{35, c.k, c.group, DType::kBFloat16, true};
+    const DType scales = c.group == 16 || c.group == 96 ? DType::kE5M3 : DType::kBFloat16;
+    const PackedShape shape{35, c.k, c.group, scales, true};
     SCOPED_TRACE(describe(shape));
     const ref::Weights weights = random_weights(rng, shape);
     const Packed packed = pack_one(shape, weights);
@@ -189,7 +190,8 @@ TEST_P(KernelTest, PanelRanges) {
   Rng rng(300);
   for (int64_t i = 0; i < 9; ++i) {
     const int64_t groups[] = {96, 32, 16};
-    const PackedShape shape{75, 96, groups[i / 3], DType::kFloat32, true, kAllKinds[i % 3]};  // five panels
+    const DType scales = i < 6 ? DType::kFloat32 : DType::kE5M3;
+    const PackedShape shape{75, 96, groups[i / 3], scales, true, kAllKinds[i % 3]};  // five panels
     SCOPED_TRACE(describe(shape));
     const ref::Weights weights = random_weights(rng, shape);
     const Packed packed = pack_one(shape, weights);
@@ -397,7 +399,8 @@ TEST_P(KernelTest, UnalignedBuffers) {
   Rng rng(500);
   for (int64_t s = 0; s < 9; ++s) {
     const int64_t group = int64_t{64} >> s / 3;
-    const PackedShape shape{32, 64, group, DType::kBFloat16, true, kAllKinds[s % 3]};
+    const DType scales = s < 6 ? DType::kBFloat16 : DType::kE5M3;
+    const PackedShape shape{32, 64, group, scales, true, kAllKinds[s % 3]};
     const ref::Weights weights = random_weights(rng, shape);
     const Packed aligned = pack_one(shape, weights);
     const int64_t m = 12;

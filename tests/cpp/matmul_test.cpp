@@ -64,7 +64,7 @@ TEST_P(MatmulTest, EveryM) {
   ThreadParallel threads(3);
   for (int64_t i = 0; i < 9; ++i) {
     const int64_t groups[] = {160, 32, 16};
-    const PackedShape shape{41, 160, groups[i / 3], DType::kBFloat16, true, kAllKinds[i % 3]};
+    const PackedShape shape{41, 160, groups[i / 3], i < 6 ? DType::kBFloat16 : DType::kE5M3, true, kAllKinds[i % 3]};
     const ref::Weights weights = random_weights(rng, shape);
     const Packed packed = pack_one(shape, weights);
     std::vector<int64_t> counts = {0, 29, 63, 64, 65, 100};

@@ -45,7 +45,7 @@ TEST_P(MoeTest, ActivationsAndShapes) {
         c.gated = gated;
         c.bias = variant % 3 == 0;
         c.weight_on_input = variant % 5 == 0;
-        c.scales = variant % 2 == 0 ? DType::kBFloat16 : DType::kFloat32;
+        c.scales = s.group == 16 ? DType::kE5M3 : (variant % 2 == 0 ? DType::kBFloat16 : DType::kFloat32);
         c.dtype = kAllDTypes[variant % 3];
         c.kind13 = kAllKinds[variant / 2 % 3];
         c.kind2 = kAllKinds[variant / 7 % 3];

@@ -20,6 +20,12 @@ const std::vector<PackedShape>& shapes() {
             for (const int64_t group : {16, 32, 64, 96}) list.push_back({n, 192, group, scales, bias, kind});
           }
           list.push_back({18, 32 * 70, 32, scales, bias, kind});
+          // The same groups with channel scales.
+          if (scales == DType::kFloat32) {
+            for (const int64_t n : {1, 16, 33}) {
+              for (const int64_t group : {16, 96}) list.push_back({n, 192, group, DType::kE5M3, bias, kind});
+            }
+          }
         }
       }
     }
@@ -44,9 +50,10 @@ uint32_t read32(const uint8_t* bytes) {
 void check_bytes(const PackedShape& shape, const ref::Weights& weights, const uint8_t* bytes) {
   const int64_t steps = (shape.k + 7) / 8;
   const int64_t groups = shape.k / shape.group;
-  const int64_t scale_bytes = shape.scale_dtype == DType::kFloat32 ? 4 : 2;
+  const bool two_level = shape.scale_dtype == DType::kE5M3;
+  const int64_t scale_bytes = shape.scale_dtype == DType::kFloat32 ? 4 : (two_level ? 1 : 2);
   const bool zeros = shape.kind == WeightKind::kInt4ZeroPoints;
-  const int64_t used = steps * 64 + groups * 16 * (scale_bytes + (zeros ? 1 : 0)) + 64 + 64;
+  const int64_t used = steps * 64 + groups * 16 * (scale_bytes + (zeros ? 1 : 0)) + 64 + 64 + (two_level ? 64 : 0);
   const int64_t panel_bytes = (used + 63) / 64 * 64;
   const auto zero_point = [&](int64_t column, int64_t g) {
     return column < shape.n ? weights.zero_points[static_cast<std::size_t>(column * groups + g)] : 0;
@@ -76,11 +83,14 @@ void check_bytes(const PackedShape& shape, const ref::Weights& weights, const ui
       const int64_t column = 16 * p + c;
       const bool exists = column < shape.n;
       for (int64_t g = 0; g < groups; ++g) {
-        const uint32_t expected = exists ? ref::narrow(weights.scales[static_cast<std::size_t>(column * groups + g)],
-                                                       ref_type(shape.scale_dtype))
-                                         : 0;
-        ASSERT_EQ(element_bits(scales, 16 * g + c, shape.scale_dtype), expected)
-            << "scale of column " << column << " group " << g;
+        const float scale = exists ? weights.scales[static_cast<std::size_t>(column * groups + g)] : 0.0f;
+        const uint32_t bits = element_bits(scales, 16 * g + c, shape.scale_dtype);
+        if (two_level) {
+          ASSERT_EQ(ref::widen(bits, ref::Type::kE5M3), scale) << "scale of column " << column << " group " << g;
+        } else {
+          ASSERT_EQ(bits, ref::narrow(scale, ref_type(shape.scale_dtype)))
+              << "scale of column " << column << " group " << g;
+        }
         if (zeros) {
           ASSERT_EQ(zero_bytes[16 * g + c], zero_point(column, g)) << "column " << column << " group " << g;
         }
@@ -96,6 +106,10 @@ void check_bytes(const PackedShape& shape, const ref::Weights& weights, const ui
       ASSERT_EQ(read32(sums + 4 * c), sum) << "sum of column " << column;
       const float b = exists && shape.has_bias ? weights.bias[static_cast<std::size_t>(column)] : 0.0f;
       ASSERT_EQ(read32(bias + 4 * c), float_bits(b)) << "bias of column " << column;
+      if (two_level) {
+        const float channel = exists ? weights.channel_scales[static_cast<std::size_t>(column)] : 0.0f;
+        ASSERT_EQ(read32(bias + 64 + 4 * c), float_bits(channel)) << "channel scale of column " << column;
+      }
     }
     for (int64_t i = used; i < panel_bytes; ++i) ASSERT_EQ(panel[i], 0) << "padding byte " << i << " of panel " << p;
   }
@@ -146,17 +160,22 @@ TEST(PackTest, UnpackIsTheInverse) {
       for (std::size_t i = 0; i < std::min(source.scales.size() / size, std::size(special)); ++i) {
         if (size == 2 && special[i] == 0x00ff0000 && shape.kind == WeightKind::kE2M1) continue;  // odd in bfloat16
         const uint32_t bits = special[i] >> (size == 2 ? 16 : 0);
-        std::memcpy(source.scales.data() + i * size, &bits, size);
+        if (size != 1) std::memcpy(source.scales.data() + i * size, &bits, size);
       }
+      for (std::size_t i = 0; size == 1 && i < source.scales.size(); ++i) {
+        source.scales[i] = static_cast<uint8_t>(i % 127);  // every float8_e4m3fn that is taken
+      }
+      if (shape.two_level()) source.channel_scales[0] = bits_float(0xff800000);
       const GuardedBuffer<uint8_t> weights_in(source.weights);
       const GuardedBuffer<uint8_t> scales_in(source.scales);
       const GuardedBuffer<float> bias_in(source.bias);
       const GuardedBuffer<uint8_t> zeros_in(source.zero_points);
+      const GuardedBuffer<float> channels_in(source.channel_scales);
       const bool has_zeros = !source.zero_points.empty();
       GuardedBuffer<uint8_t> packed(2 * packed_bytes(shape));
       pack(active_kernel(), shape, 2,
            {weights_in.data(), scales_in.data(), shape.has_bias ? bias_in.data() : nullptr,
-            has_zeros ? zeros_in.data() : nullptr},
+            has_zeros ? zeros_in.data() : nullptr, shape.two_level() ? channels_in.data() : nullptr},
            packed.data(), parallel);
       EXPECT_TRUE(packed.slack_intact());
       packed.freeze();
@@ -167,7 +186,10 @@ TEST(PackTest, UnpackIsTheInverse) {
         GuardedBuffer<uint8_t> zeros(zeros_in.size() / 2);
         const PackedMatrix matrix = open_packed(packed.data() + e * packed_bytes(shape), packed_bytes(shape), shape.n,
                                                 shape.k, shape.group, "matrix");
-        unpack(matrix, weights.data(), scales.data(), bias.data(), parallel, has_zeros ? zeros.data() : nullptr);
+        GuardedBuffer<float> channels(channels_in.size() / 2);
+        unpack(matrix, weights.data(), scales.data(), bias.data(), parallel, has_zeros ? zeros.data() : nullptr,
+               shape.two_level() ? channels.data() : nullptr);
+        EXPECT_EQ(std::memcmp(channels.data(), channels_in.data() + e * channels.size(), channels.bytes()), 0);
         EXPECT_EQ(std::memcmp(zeros.data(), zeros_in.data() + e * zeros.size(), zeros.bytes()), 0);
         EXPECT_EQ(std::memcmp(weights.data(), weights_in.data() + e * weights.size(), weights.bytes()), 0);
         EXPECT_EQ(std::memcmp(scales.data(), scales_in.data() + e * scales.size(), scales.bytes()), 0);
@@ -320,6 +342,32 @@ TEST(PackTest, UnalignedBuffers) {
         << "offset " << offset;
     ASSERT_TRUE(back.slack_intact());
   }
+}
+
+// What e5m3 cannot hold, or what is no number, by its position.
+TEST(PackTest, Float8ScalesAreChecked) {
+  Rng rng(38);
+  const PackedShape shape{17, 64, 16, DType::kE5M3, false, WeightKind::kE2M1};
+  SerialParallel serial;
+  for (const int byte : {0x7f, 0x80, 0x81, 0xff}) {
+    Checkpoint source = to_checkpoint(shape, {random_weights(rng, shape)});
+    source.scales[5] = static_cast<uint8_t>(byte);
+    std::vector<uint8_t> packed(static_cast<std::size_t>(packed_bytes(shape)));
+    const std::string message =
+        message_of([&] { pack(active_kernel(), shape, 1, source.raw(), packed.data(), serial); });
+    EXPECT_NE(message.find("scales_zeros: element 5 is the float8_e4m3fn with bits " + std::to_string(byte)),
+              std::string::npos)
+        << message;
+  }
+  // Bytes of a packed matrix that no float8_e4m3fn becomes: kernels take them, unpacking does not.
+  Packed packed = pack_one(shape, random_weights(rng, shape));
+  packed.bytes.data()[kHeaderBytes + shape.scales_offset() + 2] = 0xf8;  // column 2 of the first group
+  std::vector<uint8_t> weights(static_cast<std::size_t>(shape.n * shape.k / 2));
+  std::vector<uint8_t> scales(static_cast<std::size_t>(shape.n * shape.groups()));
+  std::vector<float> channels(static_cast<std::size_t>(shape.n));
+  const std::string message = message_of(
+      [&] { unpack(packed.matrix(), weights.data(), scales.data(), nullptr, serial, nullptr, channels.data()); });
+  EXPECT_NE(message.find("scales_zeros: element 8 is"), std::string::npos) << message;
 }
 
 }  // namespace

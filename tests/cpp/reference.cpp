@@ -149,6 +149,12 @@ Approximate activation(int kind, bool gated, double g, double u) {
 float widen(uint32_t bits, Type type) {
   if (type == Type::kF32) return from_bits(bits);
   if (type == Type::kBF16) return from_bits(bits << 16);
+  if (type == Type::kE5M3) {
+    const int exponent = static_cast<int>(bits >> 3 & 0x1f);
+    const int mantissa = static_cast<int>(bits & 7);
+    return exponent == 0 ? std::ldexp(static_cast<float>(mantissa), -13)
+                         : std::ldexp(static_cast<float>(8 + mantissa), exponent - 14);
+  }
   const float sign = (bits >> 15 & 1) != 0 ? -1.0f : 1.0f;
   const int exponent = static_cast<int>(bits >> 10 & 0x1f);
   const int mantissa = static_cast<int>(bits & 0x3ff);
@@ -159,6 +165,15 @@ float widen(uint32_t bits, Type type) {
   }
   if (exponent == 0) return sign * std::ldexp(static_cast<float>(mantissa), -24);
   return sign * std::ldexp(static_cast<float>(mantissa + 1024), exponent - 25);
+}
+
+float widen_e4m3(uint32_t bits) {
+  const int exponent = static_cast<int>(bits >> 3 & 0xf);
+  const int mantissa = static_cast<int>(bits & 7);
+  if (exponent == 15 && mantissa == 7) return std::numeric_limits<float>::quiet_NaN();
+  const float size = exponent == 0 ? std::ldexp(static_cast<float>(mantissa), -9)
+                                   : std::ldexp(static_cast<float>(8 + mantissa), exponent - 10);
+  return (bits & 0x80) != 0 ? -size : size;
 }
 
 uint32_t narrow(float x, Type type) {
@@ -244,7 +259,9 @@ float dot(const Row& row, const Weights& weights, int64_t column) {
     f = std::fma(static_cast<float>(sum), weights.scales[static_cast<std::size_t>(column * groups + g)], f);
   }
   f = std::fma(-static_cast<float>(row.zero_point), weighted_sum(weights, column), f);
-  return f * row.recip + bias;
+  const float scale =
+      weights.channel_scales.empty() ? row.recip : row.recip * weights.channel_scales[static_cast<std::size_t>(column)];
+  return f * scale + bias;
 }
 
 std::vector<float> dot_all(const Row& row, const Weights& weights) {

@@ -8,13 +8,16 @@
 namespace w4a8::ref {
 
 /// Element types, numbered as the packed format numbers them.
-enum class Type { kF32 = 0, kBF16 = 1, kF16 = 2 };
+enum class Type { kF32 = 0, kBF16 = 1, kF16 = 2, kE5M3 = 3 };
 
-/// Exact value of an element. The upper bits of `bits` are ignored for the 16-bit types.
+/// Exact value of an element. The upper bits of `bits` are ignored for the smaller types.
 float widen(uint32_t bits, Type type);
 
-/// x rounded to `type`, nearest even, as bits; a NaN becomes the canonical one. Integer arithmetic only.
+/// x rounded to `type`, nearest even, as bits; a NaN becomes the canonical one. Integer arithmetic only. Not for kE5M3.
 uint32_t narrow(float x, Type type);
+
+/// The value of a float8_e4m3fn.
+float widen_e4m3(uint32_t bits);
 
 /// One quantized row: x ~ (q - zero_point) * recip.
 struct Row {
@@ -33,11 +36,12 @@ int twice_e2m1(int nibble);
 struct Weights {
   int64_t n = 0;
   int64_t k = 0;
-  int64_t group = 0;             // k when channelwise
-  std::vector<int> w;            // [n, k]: nibble - 8, nibble - zero point, or twice_e2m1(nibble)
-  std::vector<float> scales;     // [n, k / group]: of e2m1 half of what the checkpoint has
-  std::vector<float> bias;       // [n] or empty
-  std::vector<int> zero_points;  // [n, k / group], 0..15; empty if there are none
+  int64_t group = 0;                       // k when channelwise
+  std::vector<int> w;                      // [n, k]: nibble - 8, nibble - zero point, or twice_e2m1(nibble)
+  std::vector<float> scales;               // [n, k / group]: of e2m1 half of what the checkpoint has
+  std::vector<float> bias;                 // [n] or empty
+  std::vector<int> zero_points;            // [n, k / group], 0..15; empty if there are none
+  std::vector<float> channel_scales = {};  // [n], or empty
 };
 
 /// One output of sections 2 and 3, bit for bit.

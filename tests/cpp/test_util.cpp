@@ -33,6 +33,7 @@ const char* dtype_name(DType dtype) {
     case DType::kFloat32: return "float32";
     case DType::kBFloat16: return "bfloat16";
     case DType::kFloat16: return "float16";
+    case DType::kE5M3: return "e5m3";
   }
   return "?";
 }
@@ -106,14 +107,37 @@ ref::Weights random_weights(Rng& rng, const PackedShape& shape) {
     weights.w.push_back(decode(shape.kind, static_cast<int>(rng.integer(0, 15)), zero_point));
   }
   for (int64_t i = 0; i < shape.n * shape.groups(); ++i) {
+    if (shape.two_level()) {
+      const float half = shape.kind == WeightKind::kE2M1 ? 0.5f : 1.0f;
+      weights.scales.push_back(half * ref::widen_e4m3(static_cast<uint32_t>(rng.integer(0, 126))));
+      continue;
+    }
     const float scale = rng.uniform(0.002f, 0.03f) * (rng.integer(0, 7) == 0 ? -1.0f : 1.0f);
     weights.scales.push_back(ref::widen(ref::narrow(scale, ref_type(shape.scale_dtype)), ref_type(shape.scale_dtype)));
   }
   if (shape.has_bias) {
     for (int64_t i = 0; i < shape.n; ++i) weights.bias.push_back(rng.normal());
   }
+  for (int64_t i = 0; shape.two_level() && i < shape.n; ++i) {
+    weights.channel_scales.push_back(rng.uniform(-2e-4f, 2e-3f));
+  }
   return weights;
 }
+
+namespace {
+
+// Of values that it has.
+std::vector<uint8_t> to_e4m3(const std::vector<float>& values) {
+  std::vector<uint8_t> bytes;
+  for (const float value : values) {
+    uint32_t bits = 0;
+    while (bits < 127 && ref::widen_e4m3(bits) != value) ++bits;
+    bytes.push_back(static_cast<uint8_t>(bits));
+  }
+  return bytes;
+}
+
+}  // namespace
 
 Checkpoint to_checkpoint(const PackedShape& shape, const std::vector<ref::Weights>& stack) {
   Checkpoint checkpoint;
@@ -129,8 +153,10 @@ Checkpoint to_checkpoint(const PackedShape& shape, const std::vector<ref::Weight
       for (float& scale : given) scale *= 2;
     }
     checkpoint.zero_points.insert(checkpoint.zero_points.end(), weights.zero_points.begin(), weights.zero_points.end());
-    const std::vector<uint8_t> scales = to_dtype(given, shape.scale_dtype);
+    const std::vector<uint8_t> scales = shape.two_level() ? to_e4m3(given) : to_dtype(given, shape.scale_dtype);
     checkpoint.scales.insert(checkpoint.scales.end(), scales.begin(), scales.end());
+    checkpoint.channel_scales.insert(checkpoint.channel_scales.end(), weights.channel_scales.begin(),
+                                     weights.channel_scales.end());
     checkpoint.bias.insert(checkpoint.bias.end(), weights.bias.begin(), weights.bias.end());
   }
   return checkpoint;

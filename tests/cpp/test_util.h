@@ -60,6 +60,8 @@ bool same_float(float a, float b);
 inline ref::Type ref_type(DType dtype) { return static_cast<ref::Type>(dtype); }
 const char* dtype_name(DType dtype);
 inline constexpr DType kAllDTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
+/// Types of the scales of groups; those of channelwise weights are the first two.
+inline constexpr DType kScaleDTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kE5M3};
 
 /// Elements of `dtype` as bytes, from floats (rounded) or to floats (exact).
 std::vector<uint8_t> to_dtype(const std::vector<float>& values, DType dtype);
@@ -84,18 +86,21 @@ int encode(WeightKind kind, int w, int zero_point, bool odd);
 /// encode of one element of a matrix.
 int nibble_at(const PackedShape& shape, const ref::Weights& weights, int64_t column, int64_t k);
 
-/// Random weights of that shape and kind; scales positive and negative, exactly representable in shape.scale_dtype.
+/// Random weights of that shape and kind; scales positive and (but for kE5M3) negative, exactly representable in
+/// shape.scale_dtype; of kE5M3 any that a float8_e4m3fn can be.
 ref::Weights random_weights(Rng& rng, const PackedShape& shape);
 
 /// A checkpoint's tensors.
 struct Checkpoint {
-  std::vector<uint8_t> weights;      // [count, n, k / 2]
-  std::vector<uint8_t> scales;       // [count, n, groups] of the scale type
-  std::vector<float> bias;           // [count, n] or empty
-  std::vector<uint8_t> zero_points;  // [count, n, groups] or empty
+  std::vector<uint8_t> weights;       // [count, n, k / 2]
+  std::vector<uint8_t> scales;        // [count, n, groups] of the scale type
+  std::vector<float> bias;            // [count, n] or empty
+  std::vector<uint8_t> zero_points;   // [count, n, groups] or empty
+  std::vector<float> channel_scales;  // [count, n] or empty
   RawWeights raw() const {
     return {weights.data(), scales.data(), bias.empty() ? nullptr : bias.data(),
-            zero_points.empty() ? nullptr : zero_points.data()};
+            zero_points.empty() ? nullptr : zero_points.data(),
+            channel_scales.empty() ? nullptr : channel_scales.data()};
   }
 };
 Checkpoint to_checkpoint(const PackedShape& shape, const std::vector<ref::Weights>& stack);

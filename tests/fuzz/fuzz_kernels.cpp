@@ -16,6 +16,7 @@ constexpr int64_t kMostMacs = 1 << 19;  // of the naive reference, per input
 constexpr DType kDTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
 constexpr WeightKind kKinds[] = {WeightKind::kInt4, WeightKind::kInt4ZeroPoints, WeightKind::kE2M1};
 constexpr DType kScaleDTypes[] = {DType::kFloat32, DType::kBFloat16};
+constexpr DType kGroupScaleDTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kE5M3};
 
 // A stack of packed matrices and what is in them.
 struct Stack {
@@ -36,14 +37,21 @@ void make_even(std::vector<uint8_t>& scales, DType dtype) {
 
 Stack make_stack(Bytes& in, const PackedShape& shape, int64_t count) {
   const std::vector<int> w = weights(in, count * shape.n * shape.k);
-  std::vector<uint8_t> scales = to_bytes(floats(in, count * shape.n * shape.groups(), 0.01f), shape.scale_dtype);
+  const int64_t values = count * shape.n * shape.groups();
+  std::vector<uint8_t> scales;
+  if (shape.two_level()) {
+    for (int64_t i = 0; i < values; ++i) scales.push_back(static_cast<uint8_t>(in.byte() % 127));
+  } else {
+    scales = to_bytes(floats(in, values, 0.01f), shape.scale_dtype);
+  }
   std::vector<uint8_t> zeros;
   if (shape.kind == WeightKind::kInt4ZeroPoints) {
-    for (int64_t i = 0; i < count * shape.n * shape.groups(); ++i) zeros.push_back(in.byte() & 15);
-  } else if (shape.kind == WeightKind::kE2M1) {
+    for (int64_t i = 0; i < values; ++i) zeros.push_back(in.byte() & 15);
+  } else if (shape.kind == WeightKind::kE2M1 && !shape.two_level()) {
     make_even(scales, shape.scale_dtype);
   }
   const std::vector<float> bias = floats(in, shape.has_bias ? count * shape.n : 0);
+  const std::vector<float> channels = floats(in, shape.two_level() ? count * shape.n : 0);
   std::vector<uint8_t> nibbles;
   for (std::size_t i = 0; i < w.size(); i += 2) {
     nibbles.push_back(static_cast<uint8_t>((w[i] + 8) | (w[i + 1] + 8) << 4));
@@ -54,7 +62,8 @@ Stack make_stack(Bytes& in, const PackedShape& shape, int64_t count) {
   stack.bytes.assign(static_cast<std::size_t>(count * packed_bytes(shape)), in.byte());
   test::ThreadParallel parallel(2);
   pack(active_kernel(), shape, count,
-       {nibbles.data(), scales.data(), shape.has_bias ? bias.data() : nullptr, zeros.empty() ? nullptr : zeros.data()},
+       {nibbles.data(), scales.data(), shape.has_bias ? bias.data() : nullptr, zeros.empty() ? nullptr : zeros.data(),
+        channels.empty() ? nullptr : channels.data()},
        stack.bytes.data(), parallel);
   for (int64_t e = 0; e < count; ++e) {
     const uint8_t* data = stack.bytes.data() + e * packed_bytes(shape);
@@ -77,12 +86,15 @@ Stack make_stack(Bytes& in, const PackedShape& shape, int64_t count) {
     std::vector<uint8_t> back_scales(scales.size() / static_cast<std::size_t>(count));
     std::vector<float> back_bias(static_cast<std::size_t>(shape.has_bias ? shape.n : 0));
     std::vector<uint8_t> back_zeros(zeros.size() / static_cast<std::size_t>(count));
-    unpack({shape, data}, back.data(), back_scales.data(), back_bias.data(), parallel, back_zeros.data());
+    std::vector<float> back_channels(channels.size() / static_cast<std::size_t>(count));
+    unpack({shape, data}, back.data(), back_scales.data(), back_bias.data(), parallel, back_zeros.data(),
+           back_channels.data());
     const auto same = [&](const auto& part, const auto& all) {
       const std::size_t bytes = part.size() * sizeof(part[0]);
       return bytes == 0 || std::memcmp(part.data(), all.data() + static_cast<std::size_t>(e) * part.size(), bytes) == 0;
     };
-    require(same(back, nibbles) && same(back_scales, scales) && same(back_bias, bias) && same(back_zeros, zeros),
+    require(same(back, nibbles) && same(back_scales, scales) && same(back_bias, bias) && same(back_zeros, zeros) &&
+                same(back_channels, channels),
             "unpack is not the inverse of pack, " + describe(shape));
     stack.naive.push_back(std::move(naive));
   }
@@ -106,7 +118,7 @@ PackedShape make_shape(Bytes& in) {
     shape.k = 2 * in.integer(1, in.flag() ? 1000 : 80);
     shape.group = shape.k;
   }
-  shape.scale_dtype = in.pick(kScaleDTypes);
+  shape.scale_dtype = shape.channelwise() ? in.pick(kScaleDTypes) : in.pick(kGroupScaleDTypes);
   shape.has_bias = in.flag();
   shape.kind = in.pick(kKinds);
   return shape;
@@ -150,10 +162,12 @@ void fuzz_moe(Bytes& in) {
     args.hidden = args.intermediate = grouped ? 32 : 2;
     args.group = grouped ? 32 : -1;
   }
-  const PackedShape shape13 = {
+  PackedShape shape13 = {
       args.intermediate * (args.gated ? 2 : 1), args.hidden, grouped ? args.group : args.hidden, scales, bias, kind13};
-  const PackedShape shape2 = {args.hidden, args.intermediate, grouped ? args.group : args.intermediate, scales, bias,
-                              kind2};
+  PackedShape shape2 = {args.hidden, args.intermediate, grouped ? args.group : args.intermediate, scales, bias, kind2};
+  for (PackedShape* shape : {&shape13, &shape2}) {
+    if (!shape->channelwise() && in.flag()) shape->scale_dtype = DType::kE5M3;
+  }
   const Stack w13 = make_stack(in, shape13, args.experts);
   const Stack w2 = make_stack(in, shape2, args.experts);
   const std::vector<uint8_t> x = elements(in, args.tokens * args.hidden, args.dtype);

@@ -23,17 +23,20 @@ bool valid(const std::vector<uint8_t>& bytes) {
   if (bytes.size() < 64 || std::memcmp(bytes.data(), "W4A8PACK", 8) != 0) return false;
   const auto version = field<uint32_t>(bytes, 8);
   const auto kind = field<uint32_t>(bytes, 44);
-  if (field<uint32_t>(bytes, 12) > 1 || field<uint32_t>(bytes, 40) > 1) return false;
+  const auto scales = field<uint32_t>(bytes, 40);
+  if (field<uint32_t>(bytes, 12) > 1 || scales == 2 || scales > 3) return false;
   if (std::any_of(bytes.begin() + 48, bytes.begin() + 64, [](uint8_t byte) { return byte != 0; })) return false;
   const auto n = field<int64_t>(bytes, 16);
   const auto k = field<int64_t>(bytes, 24);
   const auto group = field<int64_t>(bytes, 32);
   if (n < 1 || n > int64_t{1} << 31 || k < 2 || kind > 2 || k > 1 << (kind == 0 ? 20 : 19) || k % 2 != 0) return false;
   if (group != k && (group <= 0 || (group != 16 && group % 32 != 0) || k % group != 0)) return false;
-  if (version != (group == 16 && k != 16 ? 3u : (kind == 0 ? 1u : 2u))) return false;
-  const int64_t scale_bytes = field<uint32_t>(bytes, 40) == 0 ? 4 : 2;
+  if (scales == 3 && group == k) return false;
+  if (version != (scales == 3 || (group == 16 && k != 16) ? 3u : (kind == 0 ? 1u : 2u))) return false;
+  const int64_t scale_bytes = scales == 0 ? 4 : (scales == 3 ? 1 : 2);
   const int64_t zero_bytes = kind == 1 ? 1 : 0;
-  const int64_t panel = ((k + 7) / 8 * 64 + 16 * (k / group) * (scale_bytes + zero_bytes) + 128 + 63) / 64 * 64;
+  const int64_t panel =
+      ((k + 7) / 8 * 64 + 16 * (k / group) * (scale_bytes + zero_bytes) + (scales == 3 ? 192 : 128) + 63) / 64 * 64;
   return static_cast<int64_t>(bytes.size()) == 64 + (n + 15) / 16 * panel;
 }
 
@@ -64,7 +67,8 @@ std::vector<uint8_t> make_packed(Bytes& in, const PackedShape& shape) {
   }
   for (std::size_t i = 0; i < 64; ++i) bytes[i] = 0;
   std::memcpy(bytes.data(), "W4A8PACK", 8);
-  put<uint32_t>(bytes, 8, shape.group == 16 && shape.k != 16 ? 3 : (shape.kind == WeightKind::kInt4 ? 1 : 2));
+  const bool is_third = shape.scale_dtype == DType::kE5M3 || (shape.group == 16 && shape.k != 16);
+  put<uint32_t>(bytes, 8, is_third ? 3 : (shape.kind == WeightKind::kInt4 ? 1 : 2));
   put<uint32_t>(bytes, 12, shape.has_bias ? 1 : 0);
   put<int64_t>(bytes, 16, shape.n);
   put<int64_t>(bytes, 24, shape.k);
@@ -135,6 +139,7 @@ PackedShape make_shape(Bytes& in) {
   shape.scale_dtype = in.flag() ? DType::kBFloat16 : DType::kFloat32;
   shape.has_bias = in.flag();
   shape.kind = make_kind(in);
+  if (!shape.channelwise() && in.flag()) shape.scale_dtype = DType::kE5M3;
   return shape;
 }
 
@@ -145,30 +150,41 @@ void check_unpack(const PackedMatrix& matrix, const Unpacked& naive) {
   std::vector<float> bias(static_cast<std::size_t>(shape.has_bias ? shape.n : 0));
   const std::vector<int>& zeros = naive.weights.zero_points;
   std::vector<uint8_t> zero_points(zeros.size());
+  std::vector<float> channels(naive.weights.channel_scales.size());
   SerialParallel serial;
+  std::vector<float> given = naive.weights.scales;
+  if (shape.kind == WeightKind::kE2M1) {
+    for (float& scale : given) scale *= 2;
+  }
   const bool bad_zero = std::any_of(zeros.begin(), zeros.end(), [](int zero) { return zero > 15; });
+  const bool bad_scale = shape.two_level() && std::any_of(given.begin(), given.end(), [](float scale) {
+                           for (uint32_t bits = 0; bits < 127; ++bits) {
+                             if (ref::widen_e4m3(bits) == scale) return false;
+                           }
+                           return true;
+                         });
   bool refused = false;
   try {
-    unpack(matrix, nibbles.data(), scales.data(), bias.data(), serial, zero_points.data());
+    unpack(matrix, nibbles.data(), scales.data(), bias.data(), serial, zero_points.data(), channels.data());
   } catch (const std::invalid_argument&) {
     refused = true;
   }
-  require(refused == bad_zero, "unpack: a zero point of more than 15 " + describe(shape));
+  require(refused == (bad_zero || bad_scale), "unpack: zero points or scales are not checked " + describe(shape));
   require(std::equal(zeros.begin(), zeros.end(), zero_points.begin()), "unpack: zero points, " + describe(shape));
   for (std::size_t i = 0; i < naive.weights.w.size(); ++i) {
     const int nibble = i % 2 == 0 ? nibbles[i / 2] & 15 : nibbles[i / 2] >> 4;
     require(nibble == naive.nibbles[i], "unpack: weight " + std::to_string(i) + ", " + describe(shape));
   }
-  std::vector<float> given = naive.weights.scales;
-  if (shape.kind == WeightKind::kE2M1) {
-    for (float& scale : given) scale *= 2;
-  }
-  const std::vector<uint8_t> expected = to_bytes(given, shape.scale_dtype);
-  for (std::size_t i = 0; i < naive.weights.scales.size(); ++i) {
+  const std::vector<uint8_t> expected = shape.two_level() ? std::vector<uint8_t>() : to_bytes(given, shape.scale_dtype);
+  for (std::size_t i = 0; i < given.size() && !bad_scale; ++i) {
     const auto at = static_cast<int64_t>(i);
-    require(element(scales.data(), at, shape.scale_dtype) == element(expected.data(), at, shape.scale_dtype),
-            "unpack: scale " + std::to_string(i) + ", " + describe(shape));
+    const bool same = shape.two_level() ? ref::widen_e4m3(scales[i]) == given[i]
+                                        : element(scales.data(), at, shape.scale_dtype) ==
+                                              element(expected.data(), at, shape.scale_dtype);
+    require(same, "unpack: scale " + std::to_string(i) + ", " + describe(shape));
   }
+  require(to_bytes(channels, DType::kFloat32) == to_bytes(naive.weights.channel_scales, DType::kFloat32),
+          "unpack: channel scales, " + describe(shape));
   const std::vector<uint8_t> bias_bits = to_bytes(bias, DType::kFloat32);
   const std::vector<uint8_t> naive_bias = to_bytes(naive.weights.bias, DType::kFloat32);
   require(std::equal(bias_bits.begin(), bias_bits.end(), naive_bias.begin()), "unpack: bias, " + describe(shape));

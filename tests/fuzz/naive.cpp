@@ -80,9 +80,10 @@ Unpacked read_packed(const uint8_t* data, const PackedShape& shape) {
   // docs/packed_layout.md, written out again so that an error in layout.h shows.
   const int64_t steps = (shape.k + 7) / 8;
   const int64_t groups = shape.k / shape.group;
-  const int64_t size = shape.scale_dtype == DType::kFloat32 ? 4 : 2;
+  const bool two_level = shape.scale_dtype == DType::kE5M3;
+  const int64_t size = shape.scale_dtype == DType::kFloat32 ? 4 : (two_level ? 1 : 2);
   const int64_t zero_bytes = shape.kind == WeightKind::kInt4ZeroPoints ? 16 * groups : 0;
-  const int64_t used = 64 * steps + 16 * groups * size + zero_bytes + 64 + 64;
+  const int64_t used = 64 * steps + 16 * groups * size + zero_bytes + 64 + 64 + (two_level ? 64 : 0);
   const int64_t panel_bytes = (used + 63) / 64 * 64;
   Unpacked result;
   result.weights.n = shape.n;
@@ -107,6 +108,7 @@ Unpacked read_packed(const uint8_t* data, const PackedShape& shape) {
     result.sums.push_back(raw_bits(sums, n % 16, DType::kFloat32));
     // Without a bias these bytes are zero; whatever they are, they are added.
     result.weights.bias.push_back(as_float(raw_bits(sums + 64, n % 16, DType::kFloat32)));
+    if (two_level) result.weights.channel_scales.push_back(as_float(raw_bits(sums + 128, n % 16, DType::kFloat32)));
   }
   return result;
 }
@@ -133,7 +135,8 @@ std::vector<float> multiply(const ref::Row& row, const Unpacked& matrix) {
       out.push_back(static_cast<float>(total) * (row.recip * weights.scales[column]) + weights.bias[column]);
     } else {
       f = std::fma(-static_cast<float>(row.zero_point), as_float(matrix.sums[column]), f);
-      out.push_back(f * row.recip + weights.bias[column]);
+      const float channel = weights.channel_scales.empty() ? 1.0f : weights.channel_scales[column];
+      out.push_back(f * (row.recip * channel) + weights.bias[column]);
     }
   }
   return out;

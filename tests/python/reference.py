@@ -77,9 +77,9 @@ def _dot(q, w):
     return (q.astype(np.float64) @ w.T.astype(np.float64)).astype(np.int64)
 
 
-def matmul_quantized(q, zp, recip, weights, scales, bias):
+def matmul_quantized(q, zp, recip, weights, scales, bias, channel_scales=None):
     """The bits of docs/numerics.md sections 2 and 3. weights uint8 [N, K/2] (int4) or the int64 [N, K] of `integers`,
-    scales float32 [N, G]."""
+    scales float32 [N, G], channel_scales float32 [N] (of groups)."""
     w = _as_integers(weights)
     scales = np.asarray(scales, F32)
     k, groups = w.shape[1], scales.shape[1]
@@ -96,7 +96,8 @@ def matmul_quantized(q, zp, recip, weights, scales, bias):
             f = fma32(_dot(q[:, part], w[:, part]).astype(F32), scales[None, :, g], f)
             weight_sum = fma32(scales[:, g], w[:, part].sum(1).astype(F32), weight_sum)
         f = fma32(-zp[:, None], weight_sum[None], f)
-        return f * recip[:, None] + bias
+        channel = F32(1) if channel_scales is None else np.asarray(channel_scales, F32)[None]
+        return f * (recip[:, None] * channel) + bias
 
 
 def matmul(x, weights, scales, bias=None):

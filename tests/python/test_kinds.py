@@ -85,7 +85,8 @@ def test_unpack_is_the_inverse(kind, bias, experts):
     for n, k, group in [(17, 34, 34), (33, 96, 32), (33, 80, 16), (16, 256, 128)]:
         for scale_dtype in (torch.float32, torch.bfloat16):
             matrix = make_matrix(n, k, group, scale_dtype, bias, experts, kind=kind)
-            weights, scales, zero_points, bias_out, values = unpack(matrix)
+            weights, scales, zero_points, bias_out, values, channels = unpack(matrix)
+            assert channels.shape == (0,)
             assert_same_bits(weights, matrix.weights)
             assert_same_bits(scales, matrix.scales)
             assert values == ("e2m1" if kind == "e2m1" else "int4")

@@ -188,7 +188,7 @@ def matrix_of(packed: torch.Tensor, name: str) -> Matrix4:
     try:
         header = read_header(packed)
         sizes = header["group"], header["k"], header["n"]
-        nibbles, scales, zeros, bias, values = dyn_quant_unpack_any_4bit_weight(packed, *sizes)
+        nibbles, scales, zeros, bias, values, _ = dyn_quant_unpack_any_4bit_weight(packed, *sizes)
     except (ValueError, TypeError, RuntimeError) as error:
         raise ValueError(f"{name}: {error}") from error
     zeros = zeros if header["has_zero_points"] else None
