@@ -65,15 +65,32 @@ def find_config(config: Mapping[str, Any], directory: Path | None = None) -> Map
     Raises:
         CheckpointError: there is none.
     """
+    found = _in_config(config)
+    if found is None and directory is not None:
+        found = older_config(directory)
+    if found is None:
+        raise CheckpointError("config.json has no quantization_config: this is not a quantized checkpoint")
+    return found
+
+
+def config_in(directory: Path) -> Mapping[str, Any] | None:
+    """What the files of a directory say, config.json first; None if they say nothing.
+
+    Raises:
+        CheckpointError: a file is no JSON object.
+    """
+    path = directory / "config.json"
+    found = _in_config(read_json(path)) if path.is_file() else None
+    return older_config(directory) if found is None else found
+
+
+def _in_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     for owner in (config, json_field(config, "text_config", dict, "text_config") or {}):
         for name in ("quantization_config", "compression_config"):
             found = json_field(owner, name, dict, name)
             if found:
                 return found
-    older = None if directory is None else older_config(directory)
-    if older is not None:
-        return older
-    raise CheckpointError("config.json has no quantization_config: this is not a quantized checkpoint")
+    return None
 
 
 def older_config(directory: Path) -> dict[str, Any] | None:

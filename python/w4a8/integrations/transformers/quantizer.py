@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers.quantizers import HfQuantizer, register_quantizer
 
-from w4a8.formats.config import older_config
+from w4a8.formats.config import config_in
 from w4a8.formats.packed_directory import METHOD
 from w4a8.integrations.transformers.collect import Collector, Give, unstacked
 from w4a8.integrations.transformers.config import W4A8Config
@@ -76,7 +76,8 @@ class W4A8HfQuantizer(HfQuantizer):
         files = list(checkpoint_files or [])
         source = self.quantization_config.source
         if source is None and not self.pre_quantized and files:
-            source = older_config(Path(files[0]).parent)
+            # A method that transformers does not know (modelopt) is none to it, as one in a file of its own.
+            source = config_in(Path(files[0]).parent)
         if source is not None:
             self._foreign = Foreign(model, source, files)
         elif self.pre_quantized:
