@@ -186,7 +186,8 @@ def config(
     if form == "nvfp4-pack-quantized":
         args = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
         inputs, weights = {**args, "dynamic": "local"}, {**args, "dynamic": False}
-        groups = {"group_0": {"input_activations": inputs, "weights": weights, "targets": ["Linear"], "format": form}}
+        targets = ["Linear", "lm_head"] if lm_head else ["Linear"]
+        groups = {"group_0": {"input_activations": inputs, "weights": weights, "targets": targets, "format": form}}
         return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups, "ignore": skipped}
     found = {"bits": 4, "group_size": group}
     if form in ("gptq", "gptq_v2"):

@@ -14,13 +14,14 @@ QUICK = [
     Case("qwen3_moe", -1, "pack-quantized", "bfloat16", "symmetric", attention="w8a8"),
     Case("qwen3_moe", 128, "pack-quantized", "bfloat16", "none", symmetric=False, attention="w8a16"),
     Case("qwen3_moe", 128, "gptq_v2", "bfloat16", "none", lm_head=True),
+    Case("qwen2_moe", 16, "modelopt-nvfp4", "float32", "none", lm_head=True),
 ]
 
 
-def written_by_a_tool(folder: str, form: str, symmetric: bool = False, inputs: str = "none") -> Case:
+def written_by_a_tool(folder: str, form: str, symmetric: bool = False, inputs: str = "none", group: int = 128) -> Case:
     """A folder of tests/tool_written, of one layer."""
     options = {"symmetric": symmetric, "tool": folder, "changes": {"num_experts": 4}}
-    return Case("qwen3_moe", 128, form, "bfloat16", inputs, **options)
+    return Case("qwen3_moe", group, form, "bfloat16", inputs, **options)
 
 
 # One of each format, from four tools (tests/tool_written/write.py).
@@ -37,6 +38,9 @@ TOOLS = {
     "auto_round_awq": written_by_a_tool("auto_round_awq", "auto_round:auto_awq"),
     "mxfp4_compressed_tensors": written_by_a_tool("mxfp4_compressed_tensors", "mxfp4-pack-quantized", True),
     "mxfp4_auto_round": written_by_a_tool("mxfp4_auto_round", "mxfp4-pack-quantized", True),
+    "nvfp4_modelopt": written_by_a_tool("nvfp4_modelopt", "modelopt-nvfp4", True, group=16),
+    "nvfp4_llmcompressor": written_by_a_tool("nvfp4_llmcompressor", "nvfp4-pack-quantized", True, group=16),
+    "nvfp4_auto_round": written_by_a_tool("nvfp4_auto_round", "nvfp4-pack-quantized", True, group=16),
     "w4a16": written_by_a_tool("w4a16", "pack-quantized", True),
     "compressed_tensors": written_by_a_tool("compressed_tensors", "pack-quantized"),
     "w4a8": written_by_a_tool("w4a8", "int-quantized", True, "symmetric"),
@@ -46,7 +50,14 @@ TOOLS = {
 }
 QUICK += TOOLS.values()
 
+# Sizes that are multiples of 16 and of nothing more.
+ODD = {"hidden_size": 144, "moe_intermediate_size": 112, "intermediate_size": 176}
+
 MORE = [
+    Case("qwen3_moe", 16, "nvfp4-pack-quantized", "float32", "none", changes=ODD),
+    Case("deepseek_v3", 16, "modelopt-nvfp4", "bfloat16", "none"),
+    Case("mixtral", 16, "nvfp4-pack-quantized", "bfloat16", "none", lm_head=True),
+    Case("qwen3", 16, "modelopt-nvfp4", "float16", "none", attention="float"),
     Case("mixtral", 128, "int-quantized", "float32", "symmetric"),
     Case("deepseek_v2", -1, "int-quantized", "bfloat16", "asymmetric"),
     Case("deepseek_v3", 32, "pack-quantized", "float32", "symmetric"),
@@ -88,11 +99,11 @@ MORE = [
 # tool has written.
 COMPILED = [
     *{case.model: case for case in reversed(QUICK)}.values(),
-    *(TOOLS[name] for name in ("gptq_v2", "auto_round_awq", "compressed_tensors")),
+    *(TOOLS[name] for name in ("gptq_v2", "auto_round_awq", "compressed_tensors", "nvfp4_modelopt")),
 ]
 
 # (case, compiled): other weights are loaded into the running engine. Both formats, shared experts, biases.
-RELOADED = [(case, case in COMPILED) for case in (QUICK[0], QUICK[1], QUICK[2], QUICK[5], QUICK[6])]
+RELOADED = [(case, case in COMPILED) for case in (QUICK[0], QUICK[1], QUICK[2], QUICK[5], QUICK[6], QUICK[10])]
 
 # Two ranks: experts cut (tensor parallel) or dealt out (expert parallel). The first runs in `make test-vllm`: a bias of
 # w2 must come in once, not once per rank.
@@ -100,6 +111,8 @@ PARALLEL = [
     (Case("gpt_oss", 32, "int-quantized", "float32", "symmetric"), False),
     (Case("qwen3_moe", 32, "int-quantized", "float32", "symmetric"), False),
     (Case("qwen3_moe", 32, "gptq", "float32", "none", attention="w8a16"), False),
+    (Case("qwen3_moe", 16, "modelopt-nvfp4", "float32", "none", changes={"moe_intermediate_size": 96}), False),
+    (Case("deepseek_v3", 16, "nvfp4-pack-quantized", "float32", "none"), True),
     (Case("qwen2_moe", 32, "pack-quantized", "bfloat16", "symmetric"), False),
     (Case("mixtral", -1, "int-quantized", "float32", "symmetric"), False),
     (Case("qwen3_moe", 32, "pack-quantized", "float32", "symmetric"), True),

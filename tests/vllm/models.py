@@ -316,6 +316,7 @@ def _foreign(case: Case, tensors: dict, ignore: list[str], dtype: torch.dtype) -
     """As `_compressed`, by foreign.py."""
     stored, plain, eight = {}, {}, []
     skipped = [] if case.lm_head else ["lm_head"]
+    ignore = [*ignore, "re:.*self_attn.*"] if case.attention == "float" else ignore
     if case.format == "mxfp4":
         for name in [name for name in tensors if re.search(r"\.experts\.\d+\.\w+\.weight$", name)]:
             prefix, _, rest = name.partition(".experts.")
@@ -329,7 +330,10 @@ def _foreign(case: Case, tensors: dict, ignore: list[str], dtype: torch.dtype) -
     else:
         for name in _matrices(tensors, skipped + ignore):
             bits = 8 if case.attention == "w8a16" and ".self_attn." in name else 4
-            parts, plain[name] = foreign.write_int(tensors[name], case.group, case.symmetric, case.format, bits)
+            if case.format in foreign.NVFP4:
+                parts, plain[name] = foreign.write_nvfp4(tensors[name], case.format)
+            else:
+                parts, plain[name] = foreign.write_int(tensors[name], case.group, case.symmetric, case.format, bits)
             eight += [name.removesuffix(".weight")] * (bits == 8)
             stored.update({f"{name.removesuffix('weight')}{suffix}": part for suffix, part in parts.items()})
     skipped = [name.removesuffix(".weight") for name in _matrices(tensors, []) if name not in plain]
@@ -359,7 +363,7 @@ def write(case: Case, directory: Path, seed: int = 0) -> Path:
     model = getattr(transformers, f"{family}ForCausalLM")(config).float()
     _random_weights(model, dtype, seed)
     tensors = hub_tensors(model, directory / "float")
-    if case.format in foreign.FORMATS:
+    if case.format in (*foreign.FORMATS, *foreign.NVFP4):
         stored, plain, quantization = _foreign(case, tensors, ignore, dtype)
     else:
         stored, plain, quantization = _compressed(case, tensors, ignore, dtype)

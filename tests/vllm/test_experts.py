@@ -14,12 +14,19 @@ HIDDEN, EXPERTS = 128, 2
 
 
 def make_layer(
-    group_size=32, intermediate=64, tp_size=1, has_bias=False, activation="silu", form="int-quantized", symmetric=True
+    group_size=32,
+    intermediate=64,
+    tp_size=1,
+    has_bias=False,
+    activation="silu",
+    form="int-quantized",
+    symmetric=True,
+    tp_rank=0,
 ):
     """(layer, method), with what the plugin reads of vLLM's RoutedExperts and its FusedMoEConfig; parameters empty."""
     parallel = dict.fromkeys(("tp_size", "pcp_size", "dp_size", "ep_size", "sp_size"), 1)
     parallel.update(dict.fromkeys(("tp_rank", "pcp_rank", "dp_rank", "ep_rank"), 0))
-    parallel.update(tp_size=tp_size, use_ep=False, enable_eplb=False)
+    parallel.update(tp_size=tp_size, tp_rank=tp_rank, use_ep=False, enable_eplb=False)
     layer = torch.nn.Module()
     layer.moe_config = SimpleNamespace(
         num_experts=EXPERTS,

@@ -4,11 +4,12 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import multiplied_out
 import pytest
 import torch
 from cases import COMPILED, MORE, QUICK, RELOADED, TOOLS
 from compare import check
-from conftest import Job, arguments, run_engines
+from conftest import AVX2, Job, arguments, run_engines
 from safetensors.torch import load_file, save_file
 
 from w4a8.nn.rounding import round_weight
@@ -18,6 +19,8 @@ SHORT = [(case, case in COMPILED) for case in QUICK]
 FULL = [(case, False) for case in [*COMPILED, *MORE]]
 INT4_HEAD = QUICK[0]  # also with W4A8_VLLM_LM_HEAD=int4
 OLD = TOOLS["gptq"]  # also as it was before config.json held the configuration
+NVFP4 = TOOLS["nvfp4_modelopt"]  # also with ModelOpt's own file alone, and with scales for a cache of 4 or 8 bits
+DUMMIES = [TOOLS["nvfp4_modelopt"], TOOLS["nvfp4_llmcompressor"]]  # also without their weights
 
 
 def _without_quantization_config(written: Path, directory: Path) -> Path:
@@ -32,6 +35,31 @@ def _without_quantization_config(written: Path, directory: Path) -> Path:
     return directory
 
 
+def _with_hf_quant_config(written: Path, directory: Path) -> Path:
+    """ModelOpt's checkpoint without what newer versions write into config.json."""
+    source = written / "checkpoint"
+    for name in ("model.safetensors", "hf_quant_config.json"):
+        (directory / name).symlink_to((source / name).resolve())
+    config = json.loads((source / "config.json").read_text())
+    del config["quantization_config"]
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def _with_quantized_cache(written: Path, directory: Path, bits: int) -> Path:
+    """A checkpoint with scales of keys and values, which asks for a cache of so many bits."""
+    source = written / "checkpoint"
+    tensors = load_file(source / "model.safetensors")
+    for name in ("k", "v"):
+        tensors[f"model.layers.0.self_attn.{name}_proj.{name}_scale"] = torch.tensor(0.03)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    scheme = {"dynamic": False, "num_bits": bits, "type": "float"}
+    config["quantization_config"]["kv_cache_scheme"] = scheme
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
 @pytest.fixture(scope="module")
 def results(request, checkpoints, tmp_path_factory):
     runs = SHORT + (FULL if request.config.getoption("--full") else [])
@@ -43,10 +71,19 @@ def results(request, checkpoints, tmp_path_factory):
     head.reload = checkpoints(INT4_HEAD, seed=1) / "checkpoint"
     old = Job(_without_quantization_config(checkpoints(OLD), tmp_path_factory.mktemp("old")), arguments(OLD))
     old.arguments["quantization"] = "gptq"
-    jobs, runs = [*jobs, head, old], [*runs, ("int4 lm_head", False), ("quantize_config.json", False)]
+    more = {"int4 lm_head": head, "quantize_config.json": old}
+    own = _with_hf_quant_config(checkpoints(NVFP4), tmp_path_factory.mktemp("hf_quant_config"))
+    more["hf_quant_config.json"] = Job(own, arguments(NVFP4))
+    for bits in (4, 8):
+        cached = _with_quantized_cache(checkpoints(NVFP4), tmp_path_factory.mktemp(f"cache{bits}"), bits)
+        more[f"cache of {bits} bits"] = Job(cached, arguments(NVFP4))
+    for case in DUMMIES:
+        dummy = {**arguments(case), "load_format": "dummy"}
+        more[f"dummy {case.tool}"] = Job(checkpoints(case) / "checkpoint", dummy, tokens=2)
+    jobs, runs = [*jobs, *more.values()], [*runs, *((name, False) for name in more)]
     done, log = run_engines(jobs, tmp_path_factory.mktemp("models"), 3600, VLLM_ENABLE_V1_MULTIPROCESSING="0")
-    for (case, compiled), result in zip(runs[:-2], done):
-        print(f"{result['seconds']:5.0f} s  {case.name}{' compiled' if compiled else ''}")
+    for (case, compiled), result in zip(runs, done):
+        print(f"{result['seconds']:5.0f} s  {getattr(case, 'name', case)}{' compiled' if compiled else ''}")
     return dict(zip(runs, zip(jobs, done))), log
 
 
@@ -63,6 +100,40 @@ def test_answers_are_those_of_transformers(run, results, checkpoints):
 def test_configuration_in_a_file_of_its_own(results, checkpoints):
     job, result = results[0]["quantize_config.json", False]
     check(OLD, checkpoints(OLD), job.prompts, result)
+
+
+def test_modelopts_own_configuration_file(results, checkpoints):
+    job, result = results[0]["hf_quant_config.json", False]
+    check(NVFP4, checkpoints(NVFP4), job.prompts, result)
+
+
+def test_a_cache_that_vllm_does_not_have(results, checkpoints):
+    """Of 4 bits, which it would take for 8: it has the type of the model. Its scales are in the file all the same."""
+    job, result = results[0]["cache of 4 bits", False]
+    check(NVFP4, checkpoints(NVFP4), job.prompts, result)
+    assert "which vLLM does not have here (it is not of 8 bits): it is of the type of the model" in results[1]
+
+
+def test_a_cache_of_8_bits(results, checkpoints):
+    """As the checkpoint asks for, where vLLM has it: keys and values have three bits of mantissa, which can be seen."""
+    job, result = results[0]["cache of 8 bits", False]
+    assert "error" not in result, result["error"]
+    if AVX2:
+        check(NVFP4, checkpoints(NVFP4), job.prompts, result)
+        return
+    exact = multiplied_out.load(checkpoints(NVFP4) / "reference", torch.float32)
+    sequences = [prompt + output for prompt, output in zip(job.prompts, result["outputs"])]
+    off = torch.cat([a - b for a, b in zip(result["logprobs"], multiplied_out.logprobs(exact, sequences))])
+    assert off.square().mean(1).sqrt().median() < torch.cat(list(result["logprobs"])).std() / 8
+    with pytest.raises(AssertionError, match="off by"):
+        check(NVFP4, checkpoints(NVFP4), job.prompts, result)
+
+
+@pytest.mark.parametrize("case", DUMMIES, ids=lambda case: case.tool)
+def test_random_weights(case, results):
+    _, result = results[0][f"dummy {case.tool}", False]
+    assert "error" not in result, result["error"]
+    assert all(torch.isfinite(rows).all() and rows.std() > 0 for rows in result["logprobs"])
 
 
 @pytest.mark.parametrize("run", RELOADED, ids=_name)
@@ -103,9 +174,11 @@ def test_says_once_what_it_runs(results):
         "w4a8: runs int8 (with zero points) linear layers (groups of 128), kernel ",
         "w4a8: runs layers of int4 (with zero points) experts (groups of 128, silu), kernel ",
         "w4a8: runs layers of MXFP4 experts (groups of 32, swigluoai), kernel ",
+        "w4a8: runs layers of NVFP4 experts (groups of 16, silu), kernel ",
+        "w4a8: runs NVFP4 linear layers (groups of 16), kernel ",
         *(
             f"w4a8: {name} weights run with activations rounded to int8 per token; W4A8_VLLM_W4A16=0 leaves "
-            for name in ("compressed-tensors", "GPTQ", "AWQ", "AutoRound", "MXFP4")
+            for name in ("compressed-tensors", "GPTQ", "AWQ", "AutoRound", "MXFP4", "ModelOpt")
         ),
     ):
         assert log.count(message) == 1, message

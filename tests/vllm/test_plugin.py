@@ -54,6 +54,8 @@ def test_takes_over(fresh):
         *((name, "W4A8AWQConfig") for name in ("awq", "auto_awq", "awq_marlin")),
         ("inc", "W4A8INCConfig"),
         ("gpt_oss_mxfp4", "W4A8GptOssConfig"),
+        ("modelopt_fp4", "W4A8ModelOptConfig"),
+        ("modelopt_mixed", "W4A8ModelOptMixedConfig"),
     ],
 )
 def test_takes_over_weight_only_formats(fresh, name, cls):

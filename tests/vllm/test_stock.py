@@ -14,6 +14,9 @@ NO_BACKEND = "NotImplementedError: No W4A8 Int8 MoE backend supports the deploym
 NOT_ARM = "kernel only supports Arm CPU"
 NO_WNA16 = "NotImplementedError: No WNA16 MoE backend supports the deployment configuration."
 
+NO_NVFP4 = "Failed to find a kernel that can implement the NVFP4 linear layer"
+NO_NVFP4_MOE = "No NvFp4 MoE backend supports the deployment configuration."
+
 # Weight-only experts in other formats, without AMX.
 FOREIGN = {
     Case("qwen3_moe", 128, "gptq", "bfloat16", "none"): NO_WNA16,
@@ -26,6 +29,11 @@ FOREIGN = {
     Case("qwen3_moe", 128, "auto_round:auto_gptq", "bfloat16", "none", attention="w8a16"): "INC on CPU: unsupported",
     Case("qwen3_moe", 128, "pack-quantized", "bfloat16", "none", attention="w8a16"): "Quant type (uint8b128) not supp",
     Case("gpt_oss", 32, "mxfp4", "bfloat16", "none", attention="float"): "No MXFP4 MoE backend supports",
+    TOOLS["nvfp4_modelopt"]: NO_NVFP4,
+    TOOLS["nvfp4_llmcompressor"]: NO_NVFP4,
+    TOOLS["nvfp4_auto_round"]: "Unsupported data_type: nv_fp",
+    Case("qwen3_moe", 16, "modelopt-nvfp4", "bfloat16", "none", attention="float"): NO_NVFP4_MOE,
+    Case("qwen3_moe", 16, "nvfp4-pack-quantized", "bfloat16", "none", attention="float"): NO_NVFP4_MOE,
 }
 
 AMX = torch.cpu._is_amx_tile_supported() and not HIDE_AMX

@@ -1,4 +1,4 @@
-"""The vLLM plugin: 4-bit models (compressed-tensors, GPTQ, AWQ, AutoRound, gpt-oss) on every x86 CPU.
+"""The vLLM plugin: 4-bit models (compressed-tensors, GPTQ, AWQ, AutoRound, ModelOpt, gpt-oss) on every x86 CPU.
 
 vLLM finds :func:`register` through the entry point ``vllm.general_plugins`` and calls it in every process it starts.
 docs/vllm.md says what is taken over. Environment:

@@ -12,16 +12,19 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from w4a8.formats import Stored
+from w4a8.integrations.vllm.kv_cache import KeepsKVCache
 from w4a8.integrations.vllm.linear import W4A8LinearScheme
 from w4a8.integrations.vllm.lm_head import rounds_lm_head
 from w4a8.integrations.vllm.moe import W4A8MoEMethod, experts_method
-from w4a8.integrations.vllm.scheme import is_mxfp4, is_w4a8, is_weight_only, stored_in
+from w4a8.integrations.vllm.scheme import is_mxfp4, is_nvfp4, is_w4a8, is_weight_only, stored_in
 from w4a8.integrations.vllm.settings import runs_w4a16, say_int8
 
 
 @rounds_lm_head
-class W4A8CompressedTensorsConfig(CompressedTensorsConfig):
+class W4A8CompressedTensorsConfig(KeepsKVCache, CompressedTensorsConfig):
     """Chooses this package for W4A8 and W4A16 layers, and vLLM's own methods for all others."""
+
+    w4a8_name = "compressed-tensors"
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str):
         """The method of a layer, or None (upstream's contract)."""
@@ -44,7 +47,7 @@ class W4A8CompressedTensorsConfig(CompressedTensorsConfig):
         if found is None or found.get("output_activations") is not None:
             return None
         weights, inputs = found.get("weights"), found.get("input_activations")
-        weight_only = is_weight_only(weights, inputs) or is_mxfp4(weights)
+        weight_only = is_weight_only(weights, inputs) or is_mxfp4(weights) or is_nvfp4(weights)
         if not (is_w4a8(weights, inputs) or (weight_only and runs_w4a16())):
             return None
         stored = stored_in(weights, found.get("format") or self.quant_format)

@@ -14,6 +14,7 @@ from w4a8.core.matrix import is_group_size
 from w4a8.formats import Stored
 from w4a8.formats.awq import packing_of
 from w4a8.formats.mxfp4 import BLOCK
+from w4a8.formats.nvfp4 import BLOCK as NVFP4_BLOCK
 from w4a8.integrations.vllm.activation_order import ChecksActivationOrder
 from w4a8.integrations.vllm.dtypes import TakesEveryDtype
 from w4a8.integrations.vllm.linear import W4A8LinearMethod
@@ -30,13 +31,19 @@ class W4A8INCConfig(TakesEveryDtype, ChecksActivationOrder, INCConfig):
 
     Attributes:
         w4a8_version: of GPTQ's packing: 2 stores zero points as they are.
+        w4a8_nvfp4: floats are NVFP4's, which upstream takes for MXFP4's, the only ones that it knows.
     """
 
     w4a8_version = 1
+    w4a8_nvfp4 = False
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> INCConfig:
-        """As upstream's, which does not know all names of the two packings."""
+        """As upstream's, which does not know all names of the two packings, and no NVFP4."""
+        if runs_w4a16() and str(config.get("data_type")).startswith("nv_fp") and config.get("bits") == 4:
+            made = super().from_config({**config, "data_type": "mx_fp", "group_size": BLOCK})
+            made.w4a8_nvfp4, made.group_size = True, config["group_size"]
+            return made
         stated = config.get("packing_format")
         found = packing_of(stated) if isinstance(stated, str) else None
         if not runs_w4a16() or found is None or stated in cls.SUPPORTED_FORMATS:
@@ -55,7 +62,17 @@ class W4A8INCConfig(TakesEveryDtype, ChecksActivationOrder, INCConfig):
             elif isinstance(layer, (LinearBase, ParallelLMHead)) and not self._is_excluded(prefix):
                 stored = self._stored(layer, prefix)
                 method = None if stored is None else W4A8LinearMethod(stored, prefix)
+        if method is None and self._is_only_ours(layer, prefix):
+            raise ValueError(f"w4a8: {prefix}: a layer of NVFP4 that this cannot run, and vLLM neither")
         return super().get_quant_method(layer, prefix) if method is None else method
+
+    def _is_only_ours(self, layer: torch.nn.Module, prefix: str) -> bool:
+        """Whether upstream would take a layer of NVFP4 for one of MXFP4."""
+        if not self.w4a8_nvfp4 or not isinstance(layer, (LinearBase, ParallelLMHead, RoutedExperts)):
+            return False
+        names = projections(layer, prefix) if isinstance(layer, RoutedExperts) else [prefix]
+        quantized = any(self.config_parser.resolve(layer, name).quantized for name in names)
+        return quantized and not self._is_excluded(prefix)
 
     def _is_excluded(self, prefix: str) -> bool:
         """Whether the configuration names a layer as not quantized, as upstream looks it up."""
@@ -65,9 +82,12 @@ class W4A8INCConfig(TakesEveryDtype, ChecksActivationOrder, INCConfig):
 
     def _stored(self, layer: torch.nn.Module, name: str) -> Stored | None:
         found = self.config_parser.resolve(layer, name)
-        if found.quantized and getattr(found, "is_mxfp4", False) and found.group_size == BLOCK:
+        if found.quantized and getattr(found, "is_mxfp4", False):
+            block = NVFP4_BLOCK if self.w4a8_nvfp4 else BLOCK
+            if found.group_size != block:
+                return None
             say_int8("AutoRound")
-            return Stored("mxfp4-pack-quantized", BLOCK, True)
+            return Stored(f"{'nv' if self.w4a8_nvfp4 else 'mx'}fp4-pack-quantized", block, True)
         if not found.quantized or found.data_type != "int" or not is_group_size(found.group_size):
             return None
         if not (found.is_gptq and found.bits in (4, 8)) and not (found.is_awq and found.bits == 4):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 
@@ -19,6 +20,7 @@ from vllm.model_executor.parameter import (
     ModelWeightParameter,
     PackedColumnParameter,
     PackedvLLMParameter,
+    PerTensorScaleParameter,
 )
 
 from w4a8.core.matrix import Matrix4
@@ -31,7 +33,7 @@ from w4a8.formats import Stored
 from w4a8.formats.parts import Part
 from w4a8.integrations.vllm.loading import fill_dummy, is_dummy_load
 from w4a8.integrations.vllm.log import logger
-from w4a8.integrations.vllm.scheme import describe, parts_of
+from w4a8.integrations.vllm.scheme import describe, ignored_in, parts_of
 from w4a8.ops import dyn_quant_matmul_4bit
 
 
@@ -55,6 +57,10 @@ def load_linear(
     return layer.w4a8_weights.load(layer, param, loaded_weight, *args, **kwargs)
 
 
+def load_nothing(param: torch.Tensor, loaded_weight: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    """The loader of a parameter for what a file has and nothing here needs: scales of inputs."""
+
+
 def _load_output_layer(layer: torch.nn.Module, param: torch.Tensor, loaded: torch.Tensor) -> None:
     """This rank's part of the vocabulary, without padding; vLLM's own loader cuts the first dimension only."""
     indices, dim = layer.shard_indices, param.output_dim
@@ -62,6 +68,13 @@ def _load_output_layer(layer: torch.nn.Module, param: torch.Tensor, loaded: torc
     if getattr(param, "packed_dim", None) == dim:
         begin //= param.packed_factor
     param.data.copy_(loaded.narrow(dim, begin, size))
+
+
+def _load_number(param: torch.Tensor, loaded: torch.Tensor, loaded_shard_id: Any = None) -> None:
+    """A number for a part of a layer: one, several that are one matrix in the file, or all (None)."""
+    shards = range(len(param)) if loaded_shard_id is None else loaded_shard_id
+    for shard in shards if isinstance(shards, (range, tuple)) else (shards,):
+        param.data["qkv".index(shard) if isinstance(shard, str) else shard].copy_(loaded.reshape(()))
 
 
 class LinearWeights:
@@ -104,7 +117,7 @@ class LinearWeights:
                 f"w4a8: {self.layer_name}: {self.k} input features per rank (of {input_size}) are not a multiple of "
                 f"{max(group, 2)}"
             )
-        self.rows = sum(sizes)
+        self.rows, self.sizes = sum(sizes), sizes
         for part in self.parts:
             try:
                 for rows in sizes:
@@ -118,9 +131,22 @@ class LinearWeights:
             )
             shape.weight_loader_numel = 0  # not counted among what a layer lacks: it comes once per part of a layer
             layer.register_parameter("weight_shape", shape)
+        for suffix in ignored_in(self.stored):
+            # It stays when the rest is packed: it may come later.
+            ignored = PerTensorScaleParameter(data=torch.zeros(len(sizes)), weight_loader=load_nothing)
+            ignored.weight_loader_numel = 0
+            layer.register_parameter(suffix, ignored)
         self.dummy = is_dummy_load()
 
     def _register(self, layer: torch.nn.Module, part: Part) -> None:
+        if part.kind == "global_scale":
+            loader = MethodType(load_linear, layer)
+            param = PerTensorScaleParameter(
+                data=torch.zeros(len(self.sizes), dtype=torch.float32), weight_loader=loader
+            )
+            layer.register_parameter(part.suffix, param)
+            self._lacking[part.suffix] = param.numel()
+            return
         shape = part.shape(self.rows, self.k, self.stored.groups(self.k))
         size = torch.empty((), dtype=part.dtype).element_size()
         arguments: dict[str, Any] = {
@@ -159,7 +185,8 @@ class LinearWeights:
             raise ValueError(f"w4a8: {name}: dtype {loaded_weight.dtype}, but {part.dtype} is expected")
         try:
             with _CopiedValues() as copied:
-                found = self._load(param, loaded_weight, *args, **kwargs)
+                load = _load_number if part is not None and part.kind == "global_scale" else self._load
+                found = load(param, loaded_weight, *args, **kwargs)
         except (AssertionError, IndexError, RuntimeError) as error:
             whole = f"[{self.n}, {self.k}] in groups of {self.stored.group_size} ({self.stored.format})"
             shape = tuple(loaded_weight.shape)
@@ -188,8 +215,7 @@ class LinearWeights:
             lacking = self._lacking.get(part.suffix, 0)
             if self.dummy:
                 lacking = 0
-                if part.kind == "weight":
-                    fill_dummy(tensor)
+                fill_dummy(part, tensor)
             if lacking <= 0:
                 tensors[part.suffix] = tensor
             elif not optional or lacking < tensor.numel():
@@ -215,7 +241,7 @@ class LinearWeights:
         tensors = self._there(layer)
         self._lacking, self.dummy = {}, False
         try:
-            packed = self._pack(self.stored.read(tensors, "weight"))
+            packed = self._pack(self._read(tensors))
         except ValueError as error:
             raise ValueError(f"w4a8: {self.layer_name}: {error}") from None
         # A parameter weight_shape stays: of other weights, the last one comes when its layer is complete.
@@ -229,6 +255,19 @@ class LinearWeights:
             active_kernel(),
         )
 
+    def _read(self, tensors: dict[str, torch.Tensor]) -> Matrix4 | Matrix8:
+        """The matrix of all parts of the layer, of which each may have a number that its scales are multiplied by."""
+        part = next((part for part in self.parts if part.kind == "global_scale"), None)
+        if part is None:
+            return self.stored.read(tensors, "weight")
+        numbers = tensors[part.suffix].split(1)
+        matrix = self.stored.read({**tensors, part.suffix: numbers[0]}, "weight")
+        scales = [
+            self.stored.piece(part, number, "weight").reshape(1).expand(size)
+            for number, size in zip(numbers, self.sizes)
+        ]
+        return replace(matrix, channel_scales=torch.cat(scales))
+
     def _pack(self, matrix: Matrix4 | Matrix8) -> torch.Tensor:
         """uint8 [bytes]; the second time in the place, and so the form, of the first."""
         planes = matrix.planes() if isinstance(matrix, Matrix8) else matrix
@@ -239,7 +278,9 @@ class LinearWeights:
             if more > 0:  # the vocabulary is padded
                 nibbles = torch.zeros(more, self.k // 2, dtype=torch.uint8)
                 scales = torch.zeros(more, planes.scales.shape[1], dtype=planes.scales.dtype)
-                stack.put(0, plane * self.n + self.rows, Matrix4(nibbles, scales, None, planes.kind))
+                channels = None if planes.channel_scales is None else torch.zeros(more, dtype=torch.float32)
+                padding = Matrix4(nibbles, scales, None, planes.kind, channel_scales=channels)
+                stack.put(0, plane * self.n + self.rows, padding)
             begin = plane * self.rows
             stack.put(0, plane * self.n, planes.with_rows(slice(begin, begin + self.rows)))
         self.packed_as = stack.packed_as

@@ -11,7 +11,8 @@ from w4a8.core.experts import ExpertSizes
 from w4a8.core.packer import ExpertPacker
 from w4a8.core.stack import PackedAs
 from w4a8.formats import Stored
-from w4a8.integrations.vllm.scheme import parts_of
+from w4a8.formats.parts import Part
+from w4a8.integrations.vllm.scheme import ignored_in, parts_of
 
 # Shards of vLLM's loader for gpt-oss, which has gate and up in one tensor.
 _SHARDS = {"gpt_oss_w13": "w13", "gpt_oss_w2": "w2"}
@@ -23,12 +24,20 @@ def is_dummy_load() -> bool:
     return config is not None and str(config.load_config.load_format) == "dummy"
 
 
-def fill_dummy(weight: torch.Tensor) -> None:
-    """Random int4 values for int8 or int32 weights, which vLLM's dummy loader leaves alone."""
-    if weight.dtype == torch.int8:
-        weight.random_(-8, 8)
-    else:
-        weight.random_()
+def fill_dummy(part: Part, tensor: torch.Tensor) -> None:
+    """Random values where vLLM's dummy loader has none: codes, which it leaves alone, and scales of two levels."""
+    if part.kind == "global_scale":
+        tensor.fill_(1)
+    elif tensor.dtype == torch.float8_e4m3fn:
+        _random_block_scales(tensor)
+    elif part.kind == "weight":
+        tensor.random_(*((-8, 8) if tensor.dtype == torch.int8 else ()))
+
+
+def _random_block_scales(tensor: torch.Tensor) -> torch.Tensor:
+    """The least numbers of float8_e4m3fn that are not 0."""
+    tensor.view(torch.uint8).random_(1, 8)
+    return tensor
 
 
 def pack_dummy(packer: ExpertPacker, zero_points: bool) -> None:
@@ -39,7 +48,12 @@ def pack_dummy(packer: ExpertPacker, zero_points: bool) -> None:
         scales = torch.empty(rows, packer.sizes.scale_columns(columns), dtype=torch.bfloat16)
         zeros = torch.empty(scales.shape, dtype=torch.uint8)
         for expert in range(packer.sizes.experts):
-            stack.put_piece(expert, "scales", slice(0, rows), scales.uniform_(-1e-3, 1e-3))
+            scales.uniform_(-1e-3, 1e-3)
+            if stack.channel_scales:
+                stack.put_piece(expert, "scales", slice(0, rows), _random_block_scales(zeros))
+                stack.put_piece(expert, "channel_scales", slice(0, rows), torch.ones(rows, dtype=torch.float32))
+            else:
+                stack.put_piece(expert, "scales", slice(0, rows), scales)
             if packer.has_bias:
                 stack.put_piece(expert, "bias", slice(0, rows), scales[:, 0])
             if zero_points:
@@ -99,6 +113,7 @@ class ExpertsLoader:
         self._layer, self._sizes, self._stored = layer, sizes, stored
         self._has_bias, self._interleaved = bias_dtype is not None, w13_interleaved
         self._parts = {part.suffix: part for part in parts_of(stored)}
+        self._ignored = ("weight_shape", *ignored_in(stored))
         self._loaded: dict[str, set[tuple[int, str]]] = {}
         self._packed_as: dict[str, PackedAs] | None = None  # once packed
         stacks = ("w13", "w2")
@@ -111,6 +126,7 @@ class ExpertsLoader:
             w13_interleaved,
             values=dict.fromkeys(stacks, stored.values),
             zero_points=() if stored.symmetric else stacks,
+            channel_scales=stacks if stored.channel_scales else (),
         )
         self.packer = self._new_packer()
 
@@ -156,7 +172,7 @@ class ExpertsLoader:
                     f"w4a8: {weight_name}: {shard} of a layer whose rows alternate gate and up: only a fused tensor "
                     "can be told apart; vLLM's own model of this architecture loads it (--model-impl vllm)"
                 )
-            if held and not weight_name.endswith("weight_shape"):
+            if held and not weight_name.endswith(self._ignored):
                 self._take(param, loaded_weight, weight_name, shard, (local, expert_id))
         return held if return_success else None
 

@@ -17,6 +17,8 @@ CONFIGS = (
     ("config_awq", "W4A8AWQConfig", ("auto_awq", "awq", "awq_marlin")),
     ("config_inc", "W4A8INCConfig", ("inc",)),
     ("config_gpt_oss", "W4A8GptOssConfig", ("gpt_oss_mxfp4",)),
+    ("config_modelopt", "W4A8ModelOptConfig", ("modelopt_fp4",)),
+    ("config_modelopt", "W4A8ModelOptMixedConfig", ("modelopt_mixed",)),
 )
 
 _state = {"done": False}

@@ -8,7 +8,10 @@ from typing import Any
 from w4a8.core.matrix import is_group_size
 from w4a8.formats import Stored
 from w4a8.formats.mxfp4 import BLOCK
+from w4a8.formats.nvfp4 import BLOCK as NVFP4_BLOCK
 from w4a8.formats.parts import Part
+
+_IGNORED = {"nvfp4-pack-quantized": ("input_global_scale",), "modelopt-nvfp4": ("input_scale",)}
 
 
 def _is(value: Any, wanted: str) -> bool:
@@ -51,10 +54,19 @@ def is_mxfp4(weights: Any) -> bool:
     return _is(weights.strategy, "group") and weights.group_size == BLOCK
 
 
+def is_nvfp4(weights: Any) -> bool:
+    """Whether weights are 4-bit floats in blocks of 16, whose 8-bit scales share a scale."""
+    if weights is None or not _is(weights.type, "float") or weights.num_bits != 4 or weights.dynamic:
+        return False
+    return _is(weights.strategy, "tensor_group") and weights.group_size == NVFP4_BLOCK and weights.symmetric
+
+
 def stored_in(weights: Any, format_: str | None) -> Stored | None:
     """How such weights are stored in a format of compressed-tensors; None if that is another format."""
     if is_mxfp4(weights):
         return Stored(format_, BLOCK, True) if format_ == "mxfp4-pack-quantized" else None
+    if is_nvfp4(weights):
+        return Stored(format_, NVFP4_BLOCK, True) if format_ == "nvfp4-pack-quantized" else None
     if format_ not in ("int-quantized", "pack-quantized") or (weights.num_bits == 8 and format_ == "int-quantized"):
         return None
     group = -1 if _is(weights.strategy, "channel") else weights.group_size
@@ -67,7 +79,8 @@ def parts_of(stored: Stored) -> tuple[Part, ...]:
     Zero points of a symmetric format are among them if its files have them all the same. vLLM names MXFP4's tensors
     after what they are.
     """
-    parts = [part for part in stored.parts if part.kind in ("weight", "weight_scale", "zero_points")]
+    kinds = ("weight", "weight_scale", "zero_points", "global_scale")
+    parts = [part for part in stored.parts if part.kind in kinds]
     if stored.format == "mxfp4":
         return tuple(replace(part, suffix=part.kind) for part in parts)
     if stored.format not in ("gptq", "awq"):
@@ -75,9 +88,16 @@ def parts_of(stored: Stored) -> tuple[Part, ...]:
     return tuple(parts)
 
 
+def ignored_in(stored: Stored) -> tuple[str, ...]:
+    """Last parts of the names of tensors that files have and nothing here needs: scales of inputs."""
+    return _IGNORED.get(stored.format, ())
+
+
 def describe(stored: Stored) -> tuple[str, str]:
     """For messages: the kind of weights, and their groups."""
-    kind = "MXFP4" if stored.values == "e2m1" else f"int{stored.bits}"
+    kind = f"int{stored.bits}"
+    if stored.values == "e2m1":
+        kind = "NVFP4" if stored.channel_scales else "MXFP4"
     if not stored.symmetric:
         kind += " (with zero points)"
     return kind, "channelwise" if stored.group_size == -1 else f"groups of {stored.group_size}"

@@ -1,0 +1,87 @@
+"""KV caches of fewer bits that a checkpoint asks for, where vLLM has none on this CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from w4a8.integrations.vllm.log import logger
+from w4a8.integrations.vllm.settings import runs_w4a16
+
+# The two ways in which a quantization_config asks for it: compressed-tensors' object, and ModelOpt's name.
+_KEYS = ("kv_cache_scheme", "kv_cache_quant_algo")
+
+
+def why_not(asked: Any, hf_config: Any) -> str | None:
+    """Why vLLM's attention on this CPU cannot have a KV cache.
+
+    Args:
+        asked: the value of one of the two keys, not None.
+        hf_config: of the model, from transformers.
+
+    Returns:
+        The reason, or None if it can: floats of 8 bits, in layers that keep keys and values, with AVX-512 or AMX. (What
+        it does not check for: 4 bits it takes for 8, and latent keys and values fail at the first token.)
+    """
+    bits = asked.get("num_bits") if isinstance(asked, Mapping) else (8 if str(asked).upper() == "FP8" else None)
+    if bits != 8:
+        return "it is not of 8 bits"
+    text = getattr(hf_config, "text_config", None) or hf_config
+    if getattr(text, "kv_lora_rank", None) is not None:
+        return "latent attention (MLA) has none"
+    if not torch.cpu._is_avx512_supported() and not torch.cpu._is_amx_tile_supported():
+        return "it needs AVX-512"
+    heads = getattr(text, "num_attention_heads", None)
+    head = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else 0)
+    return f"heads of {head} are no multiple of 32" if head % 32 != 0 else None
+
+
+def keep_what_is_possible(config: dict[str, Any], hf_config: Any) -> None:
+    """Takes out of a quantization_config what :func:`why_not` is against; the cache then has the type of the model.
+
+    Args:
+        config: what vLLM has made of the one in ``hf_config``.
+        hf_config: of the model, which vLLM reads again.
+    """
+    reasons = [_take_out(config, hf_config)]
+    for owner in (hf_config, getattr(hf_config, "text_config", None)):
+        for name in ("quantization_config", "compression_config"):
+            reasons.append(_take_out(getattr(owner, name, None), hf_config))
+    reason = next(filter(None, reasons), None)
+    if reason is not None:
+        logger().warning(
+            "w4a8: the checkpoint asks for a quantized KV cache, which vLLM does not have here (%s): it is of the type "
+            "of the model",
+            reason,
+        )
+
+
+def _take_out(config: Any, hf_config: Any) -> str | None:
+    """Returns why, or None if all stays."""
+    found = None
+    for owner in (config, config.get("quantization")) if isinstance(config, dict) else ():
+        for key in _KEYS if isinstance(owner, dict) else ():
+            asked = owner.get(key)
+            # Scales of their own for each head are loaded by the rule that would be taken out.
+            reason = why_not(asked, hf_config) if asked and not _per_head(asked) else None
+            if reason is not None:
+                owner[key], found = None, reason
+    return found
+
+
+def _per_head(asked: Any) -> bool:
+    return isinstance(asked, Mapping) and asked.get("strategy") == "attn_head"
+
+
+class KeepsKVCache:
+    """Of a configuration class: asked before vLLM decides on the cache."""
+
+    @classmethod
+    def override_quantization_method(cls, hf_quant_cfg: dict[str, Any], user_quant: Any, hf_config: Any = None) -> Any:
+        """As upstream's."""
+        found = super().override_quantization_method(hf_quant_cfg, user_quant, hf_config=hf_config)
+        if runs_w4a16() and (found or hf_quant_cfg.get("quant_method")) == cls.w4a8_name:
+            keep_what_is_possible(hf_quant_cfg, hf_config)
+        return found
