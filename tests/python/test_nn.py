@@ -70,8 +70,8 @@ def test_from_float_zeros_and_errors():
     assert not W4A8Linear.from_float(linear, 32)(torch.randn(3, 64))[:, 1].any()
     with pytest.raises(ValueError, match="group_size is 48, expected -1 or a divisor of in_features = 64"):
         W4A8Linear.from_float(linear, 48)
-    with pytest.raises(RuntimeError, match=r"group \(block_size\) is 16, expected"):
-        W4A8Linear.from_float(linear, 16)
+    with pytest.raises(RuntimeError, match=r"group \(block_size\) is 8, expected"):
+        W4A8Linear.from_float(linear, 8)
     linear.weight.data[2, 3] = float("nan")
     with pytest.raises(ValueError, match="the weight has a NaN or an infinite element"):
         W4A8Linear.from_float(linear)

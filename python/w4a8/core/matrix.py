@@ -49,26 +49,32 @@ def pack_nibbles(
             float8_e4m3fn.
         bias: floating point [..., N] or None; kept as float32.
         group_size: values of k per scale; -1 is channelwise.
-        scale_dtype: that scales are kept in; :func:`kept_scale_dtype` if not given.
+        scale_dtype: that scales are kept in; :func:`kept_scale_dtype` if not given. Those of two levels stay what they
+            are.
         zero_points: uint8 of the shape of ``scales`` in [0, 15]; None, or 8 everywhere: a code is a value + 8.
         values: ``int4`` or ``e2m1``, what a code is.
-        channel_scales: float32 [..., N], by which the scales of a row are multiplied; None if they are what they are.
+        channel_scales: float32 [..., N], by which the scales of a row are multiplied; None if there is one level. The
+            operators have no two levels channelwise: there the products are rounded to float32.
 
     Returns:
         uint8 [bytes] or [E, bytes].
     """
-    if channel_scales is not None:
-        scales = multiplied_scales(scales, channel_scales)
     rows, columns = nibbles.shape[-2], 2 * nibbles.shape[-1]
+    group = columns if group_size == -1 else group_size
+    if channel_scales is not None and group == columns:
+        scales, channel_scales = multiplied_scales(scales, channel_scales), None
+    if channel_scales is None:
+        scales = scales.to(scale_dtype if scale_dtype is not None else kept_scale_dtype(scales))
     return torch.ops.w4a8.dyn_quant_pack_4bit_weight(
         nibbles,
-        scales.to(scale_dtype if scale_dtype is not None else kept_scale_dtype(scales)),
+        scales,
         None if bias is None else bias.detach().to(torch.float32),
-        columns if group_size == -1 else group_size,
+        group,
         columns,
         rows,
         zero_points=zero_points,
         values=values,
+        channel_scales=channel_scales,
     )
 
 
@@ -84,7 +90,7 @@ class Matrix4:
     Attributes:
         nibbles: uint8 [N, K/2], codes; low nibble = even k.
         scales: [N, G], of the type that the checkpoint has; of MXFP4 float32 powers of two. With channel scales uint8,
-            bits of float8_e4m3fn, and no NaN.
+            bits of float8_e4m3fn, of numbers without a sign.
         zero_points: uint8 [N, G] in [0, 15], or None: 8 everywhere (int4), none (e2m1).
         kind: ``int4`` or ``e2m1``.
         bias: [N], of the type that the checkpoint has, or None.

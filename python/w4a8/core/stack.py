@@ -20,28 +20,30 @@ class PackedAs:
         values: ``int4`` or ``e2m1``.
         scale_dtype: that scales are kept in.
         zero_points: there is room for them.
+        channel_scales: scales have two levels; ``scale_dtype`` says nothing then.
     """
 
     values: str = "int4"
     scale_dtype: torch.dtype = torch.bfloat16
     zero_points: bool = False
+    channel_scales: bool = False
 
 
 def pack_for_stack(tensors: Mapping[str, torch.Tensor | None], group_size: int, packed_as: PackedAs) -> torch.Tensor:
-    """uint8 [bytes] of one matrix: ``nibbles`` and ``scales``, ``zero_points`` and ``bias`` if any."""
+    """uint8 [bytes] of one matrix: ``nibbles``, ``scales``; ``zero_points``, ``bias``, ``channel_scales`` if any."""
     nibbles, scales = tensors["nibbles"], tensors["scales"]
-    zeros, bias = tensors.get("zero_points"), tensors.get("bias")
+    zeros, bias, channels = (tensors.get(name) for name in ("zero_points", "bias", "channel_scales"))
     dtype = packed_as.scale_dtype
     if not packed_as.zero_points:
-        return pack_nibbles(nibbles, scales, bias, group_size, dtype, values=packed_as.values)
+        return pack_nibbles(nibbles, scales, bias, group_size, dtype, None, packed_as.values, channels)
     if zeros is None or not _has_zero_points(zeros):
         # Alone, the operator would make this one smaller than its neighbours; in a stack with another it does not.
         nibbles, scales = nibbles.expand(2, -1, -1), scales.expand(2, -1, -1)
-        bias = None if bias is None else bias.expand(2, -1)
+        bias, channels = (None if part is None else part.expand(2, -1) for part in (bias, channels))
         zeros = torch.full(scales.shape, 8, dtype=torch.uint8)
         zeros[1] = 7
-        return pack_nibbles(nibbles, scales, bias, group_size, dtype, zeros)[0]
-    return pack_nibbles(nibbles, scales, bias, group_size, dtype, zeros)
+        return pack_nibbles(nibbles, scales, bias, group_size, dtype, zeros, channel_scales=channels)[0]
+    return pack_nibbles(nibbles, scales, bias, group_size, dtype, zeros, channel_scales=channels)
 
 
 def _has_zero_points(zeros: torch.Tensor) -> bool:
@@ -135,6 +137,9 @@ class MatrixStack:
         self._is_fixed = packed_as is not None
         self._zero_points = zero_points
         self._channel_scales = channel_scales
+        self._channelwise = group_size in (-1, columns)
+        if channel_scales and packed_as is None:
+            self.packed_as = replace(self.packed_as, channel_scales=not self._channelwise)
         self._packed: torch.Tensor | None = None
         self._done: set[int] = set()
         # Experts are written from the first to the last, so that no memory is taken ahead: with huge pages, the first
@@ -224,7 +229,10 @@ class MatrixStack:
             raise ValueError(f"the codes are {values}, but {self._values} is expected: a stack is of one kind")
         if self._channel_scales is None:
             self._channel_scales = channel_scales
-        if channel_scales != self._channel_scales:
+            if not self._is_fixed:
+                self.packed_as = replace(self.packed_as, channel_scales=channel_scales and not self._channelwise)
+        kept = channel_scales and not self._channelwise
+        if channel_scales != self._channel_scales or kept != self.packed_as.channel_scales:
             found, expected = ("two levels", "one") if channel_scales else ("one level", "two")
             raise ValueError(f"scales have {found}, but {expected} is expected: a stack is of one kind")
 
@@ -234,10 +242,11 @@ class MatrixStack:
 
     def _pack(self, expert: int, matrix: _Waiting) -> None:
         tensors = dict(matrix.tensors)
-        if self._channel_scales:
+        if self._channel_scales and self._channelwise:
             tensors["scales"] = multiplied_scales(tensors["scales"], tensors.pop("channel_scales"))
         needed, zeros = self.packed_as, tensors.get("zero_points")
-        if needed.scale_dtype == torch.bfloat16 and kept_scale_dtype(tensors["scales"]) != torch.bfloat16:
+        one_level = not needed.channel_scales
+        if one_level and needed.scale_dtype == torch.bfloat16 and kept_scale_dtype(tensors["scales"]) != torch.bfloat16:
             self._must_not_be_fixed(f"the scales of expert {expert} are no bfloat16 values")
             needed = replace(needed, scale_dtype=torch.float32)
         if not needed.zero_points and zeros is not None and _has_zero_points(zeros):
@@ -274,8 +283,9 @@ class MatrixStack:
         for expert in sorted(self._done):
             matrix = before[expert] if expert < written else held.pop(expert)
             unpacked = torch.ops.w4a8.dyn_quant_unpack_any_4bit_weight(matrix, group, self.columns, self.rows)
-            tensors = dict(zip(("nibbles", "scales", "zero_points", "bias"), unpacked))
-            self._store(expert, {name: tensor for name, tensor in tensors.items() if tensor.numel() != 0})
+            names = ("nibbles", "scales", "zero_points", "bias", "", "channel_scales")
+            tensors = {name: tensor for name, tensor in zip(names, unpacked) if name and tensor.numel() != 0}
+            self._store(expert, tensors)
 
     @property
     def is_empty(self) -> bool:
@@ -294,10 +304,13 @@ class MatrixStack:
         if self._packed is None:  # a rank without experts
             nibbles = torch.empty(0, self.rows, self.columns // 2, dtype=torch.uint8)
             bias = None if self.bias_dtype is None else torch.empty(0, self.rows, dtype=torch.float32)
-            scales = torch.empty(0, self.rows, self._scale_columns, dtype=torch.float32)
+            levels = self.packed_as.channel_scales
+            scale_dtype = torch.uint8 if levels else torch.float32
+            scales = torch.empty(0, self.rows, self._scale_columns, dtype=scale_dtype)
             zeros = torch.empty(scales.shape, dtype=torch.uint8) if self.packed_as.zero_points else None
+            channels = torch.empty(0, self.rows) if levels else None
             dtype, values = self.packed_as.scale_dtype, self.packed_as.values
-            return pack_nibbles(nibbles, scales, bias, self.group_size, dtype, zeros, values)
+            return pack_nibbles(nibbles, scales, bias, self.group_size, dtype, zeros, values, channels)
         packed, self._packed, self._spare = self._packed, None, None
         self._done.clear()
         self._written = 0

@@ -15,11 +15,11 @@ def checked_block_scales(scales: torch.Tensor, name: str) -> torch.Tensor:
     """float8_e4m3fn, or uint8 where torch has no such type, to its bits, uint8.
 
     Raises:
-        ValueError: one is not a number.
+        ValueError: one is not a number, or has a sign, which the operators have no room for and no tool writes.
     """
     bits = bits_of(scales)
-    if ((bits & 0x7F) == 0x7F).any():
-        raise ValueError(f"{name}: not all scales are numbers")
+    if (bits >= 0x7F).any():
+        raise ValueError(f"{name}: not all scales are numbers without a sign")
     return bits
 
 
@@ -70,8 +70,8 @@ def from_nvfp4(tensors: Tensors, name: str) -> Matrix4:
         name: of the matrix, for errors.
 
     Raises:
-        ValueError: a tensor is missing, has another dtype or shape, or a scale is not a number; there is a
-            ``pre_quant_scale``, which inputs are to be multiplied by.
+        ValueError: a tensor is missing, has another dtype or shape, or a scale is not a number or negative; there is
+            a ``pre_quant_scale``, which inputs are to be multiplied by.
     """
     if tensors.get("pre_quant_scale") is not None:
         raise ValueError(f"{name}.pre_quant_scale: inputs that are scaled (NVFP4_AWQ) are not supported")

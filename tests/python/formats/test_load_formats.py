@@ -34,8 +34,9 @@ def meaning(packed):
     """float64 [N, K] of a packed matrix, and its bias."""
     header = w4a8.read_header(packed)
     found = w4a8.dyn_quant_unpack_any_4bit_weight(packed, header["group"], header["k"], header["n"])
-    nibbles, scales, zeros, bias, values, _ = found
-    matrix = Matrix4(nibbles, scales, zeros if header["has_zero_points"] else None, values)
+    nibbles, scales, zeros, bias, values, channels = found
+    channels = channels if channels.numel() > 0 else None
+    matrix = Matrix4(nibbles, scales, zeros if header["has_zero_points"] else None, values, None, channels)
     return multiplied_out(matrix), bias if header["has_bias"] else None
 
 

@@ -37,11 +37,10 @@ NAMES = {"modelopt": ("weight", "weight_scale_2"), "pack": ("weight_packed", "we
 def add(made, kind, name, n, k, bias=False):
     """One matrix, with a scale of its own for all, in powers of ten around what tools write."""
     random = np.random.default_rng(len(made.tensors))
-    numbers = np.array([byte for byte in range(256) if byte & 127 != 127])
     of_all = float(10 ** random.uniform(-6, 0))
-    codes, scales = random.integers(0, 16, (n, k)), random.choice(numbers, (n, k // 16))
+    codes, scales = random.integers(0, 16, (n, k)), random.integers(0, 127, (n, k // 16))
     tensors = write_nvfp4(codes, scales, 1 / of_all if kind == "pack" else of_all, kind == "pack")
-    made.meant[name] = dequantized_nvfp4(tensors, one_level=True)
+    made.meant[name] = dequantized_nvfp4(tensors, one_level=k == 16)
     tensors["input_global_scale" if kind == "pack" else "input_scale"] = torch.ones(1)  # that nothing reads
     if bias:
         tensors["bias"] = made.biases[name] = torch.randn(n).to(torch.bfloat16)
@@ -67,6 +66,7 @@ def test_experts(kind, hidden, inter, tmp_path):
     assert_meant(layer, made)
     header = w4a8.read_header(layer.w2_weight_packed[1])
     assert (header["values"], header["group"]) == ("e2m1", 16)
+    assert header["scale_dtype"] == ("e5m3" if inter > 16 else "float32")
     assert torch.isfinite(layer(torch.randn(5, hidden), torch.randn(5, 3))).all()
 
 
@@ -86,11 +86,15 @@ def test_ranks(kind, tmp_path):
     """Cuts of w2 by blocks of 16, down to one block; a rank of expert parallelism has experts of its own."""
     made = experts_of(kind, 64, 64)
     path = made.write(tmp_path)
+    assert_meant(load(path, ep_rank=1, ep_size=3, quantize_w4a16=True)[LAYER], made, experts=[1])
     for ranks in (2, 4):
+        for expert in range(3) if ranks == 4 else ():  # one block is one group, for which there is one level
+            name = f"{LAYER}.{expert}.down_proj"
+            parts = {key.rpartition(".")[2]: made.tensors[key] for key in made.tensors if key.startswith(name)}
+            made.meant[name] = dequantized_nvfp4(parts, one_level=True)
         for rank in range(ranks):
             layer = load(path, tp_rank=rank, tp_size=ranks, quantize_w4a16=True)[LAYER]
             assert_meant(layer, made, rows=slice(64 // ranks * rank, 64 // ranks * (rank + 1)))
-    assert_meant(load(path, ep_rank=1, ep_size=3, quantize_w4a16=True)[LAYER], made, experts=[1])
     with pytest.raises(
         NotImplementedError, match="intermediate size per partition 8, which is not a multiple of the gr"
     ):
@@ -166,7 +170,7 @@ def test_files_of_tools(folder, tmp_path):
 
     def meant(name):
         parts = {key.removeprefix(f"{name}."): part for key, part in tensors.items() if key.startswith(f"{name}.")}
-        return dequantized_nvfp4(parts, one_level=True)
+        return dequantized_nvfp4(parts)
 
     with pytest.raises(CheckpointError, match=r"input_activations is not int8|data_type is 'nv_fp'|quant_algo is 'NVF"):
         load(path)

@@ -52,18 +52,17 @@ class Codes:
     def nibbles(self):
         return torch.from_numpy(self.codes[:, ::2] | self.codes[:, 1::2] << 4)
 
-    def products(self):
-        """float32 [N, K/16]."""
-        numbers = [[format_writers.e4m3(int(byte)) for byte in row] for row in self.scales]
-        return torch.tensor(numbers, dtype=torch.float32) * self.factor
+    def channel_scales(self):
+        return self.factor.repeat(len(self.codes))
 
 
 def packed(*matrices, bias=None):
     """One below the other, by the operator."""
     nibbles = torch.cat([matrix.nibbles() for matrix in matrices])
-    scales = torch.cat([matrix.products() for matrix in matrices])
+    scales = torch.cat([torch.from_numpy(matrix.scales).to(torch.uint8) for matrix in matrices])
     n, k = len(nibbles), 2 * nibbles.shape[1]
-    return w4a8.dyn_quant_pack_4bit_weight(nibbles, scales, bias, 16, k, n, values="e2m1")
+    channels = torch.cat([matrix.channel_scales() for matrix in matrices])
+    return w4a8.dyn_quant_pack_4bit_weight(nibbles, scales, bias, 16, k, n, values="e2m1", channel_scales=channels)
 
 
 def write(directory, name, kind, skip=DEFAULT_SKIP, **changes):

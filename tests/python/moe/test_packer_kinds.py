@@ -36,11 +36,11 @@ def _matrix(rows, columns, kind, group=GROUP, scale_dtype=torch.float16, bias=Tr
     return Matrix4(nibbles, scales, zeros, values, torch.randn(rows) if bias else None, channels)
 
 
-def _scales(matrix):
-    """float32, of one level."""
+def _scales(matrix, levels):
+    """float32, or as they are if the operator takes two levels."""
     if matrix.channel_scales is None:
         return matrix.scales.float()
-    return e4m3_values()[matrix.scales.long()] * matrix.channel_scales[:, None]
+    return matrix.scales if levels else e4m3_values()[matrix.scales.long()] * matrix.channel_scales[:, None]
 
 
 def _experts(kinds, **more):
@@ -55,26 +55,26 @@ def _experts(kinds, **more):
 def _one_call(matrices, group, scale_dtype=None):
     """A stack of equal matrices by one call of the operator; each a list of matrices of consecutive rows."""
     whole = []
+    columns = matrices[0][0].columns
+    levels = matrices[0][0].channel_scales is not None and group not in (-1, columns)
     for parts in matrices:
         zeros = [torch.full(part.scales.shape, 8, dtype=torch.uint8) if part.zero_points is None else part.zero_points
                  for part in parts]  # fmt: skip
         biases = [part.bias for part in parts]
         whole.append([torch.cat(tensors) for tensors in
-                      ([p.nibbles for p in parts], [_scales(p) for p in parts], zeros)]
+                      ([p.nibbles for p in parts], [_scales(p, levels) for p in parts], zeros)]
                      + [None if biases[0] is None else torch.cat(biases)])  # fmt: skip
     nibbles, scales, zeros = (torch.stack([one[i] for one in whole]) for i in range(3))
     bias = None if whole[0][3] is None else torch.stack([one[3] for one in whole]).to(torch.bfloat16)
     values = matrices[0][0].kind
     rounded = scales.to(torch.bfloat16)
-    scales = (
-        rounded
-        if scale_dtype is None and torch.equal(rounded.float(), scales)
-        else scales.to(scale_dtype or torch.float32)
-    )
-    columns = 2 * nibbles.shape[-1]
+    if not levels:
+        exact = scale_dtype is None and torch.equal(rounded.float(), scales)
+        scales = rounded if exact else scales.to(scale_dtype or torch.float32)
+    channels = torch.stack([torch.cat([p.channel_scales for p in parts]) for parts in matrices]) if levels else None
     return w4a8.dyn_quant_pack_4bit_weight(
         nibbles, scales, bias, columns if group == -1 else group, columns, nibbles.shape[1],
-        zero_points=None if values == "e2m1" else zeros, values=values,
+        zero_points=None if values == "e2m1" else zeros, values=values, channel_scales=channels,
     )  # fmt: skip
 
 
@@ -239,6 +239,38 @@ def test_scales_of_two_levels_beside_one():
         packer.put_matrix(0, "w1", first, "name")
         with pytest.raises(ValueError, match=f"the other: scales {message} is expected: a stack is of one kind"):
             packer.put_matrix(0, "w3", second, "the other")
+
+
+def test_two_levels_again():
+    """Into the same bytes; what has one level does not fit."""
+    first, second = (_experts({"w13": "levels", "w2": "e2m1"}) for _ in range(2))
+    packer = _packer()
+    for key, matrix in first.items():
+        packer.put_matrix(*key, matrix, "name")
+    packer.pack()
+    packed_as = {name: stack.packed_as for name, stack in packer.stacks.items()}
+    assert packed_as["w13"] == PackedAs("e2m1", channel_scales=True) and not packed_as["w2"].channel_scales
+    packer = _packer(packed_as=packed_as)
+    for key, matrix in second.items():
+        packer.put_matrix(*key, matrix, "name")
+    assert _same(packer.pack(), _expected(second, GROUP))
+    for shard, kind, message in (("w1", "e2m1", "one level, but two"), ("w2", "levels", "two levels, but one")):
+        with pytest.raises(ValueError, match=f"the name: scales have {message} is expected: a stack is of one kind"):
+            _packer(packed_as=packed_as).put_matrix(0, shard, _matrix(*SHAPES[shard], kind), "the name")
+    assert MatrixStack(0, 16, 64, 32, None, packed_as["w13"]).pack().shape[0] == 0
+
+
+def test_zero_points_come_late_beside_two_levels():
+    """Integers of two levels too: what is packed already is packed again, and stays what it was."""
+    matrices = _experts({"w13": "levels", "w2": "levels"})
+    matrices = {key: replace(matrix, kind="int4") for key, matrix in matrices.items()}
+    zeros = torch.randint(0, 8, matrices[2, "w3"].scales.shape, dtype=torch.uint8)
+    matrices[2, "w3"] = replace(matrices[2, "w3"], zero_points=zeros)
+    packer = _packer()
+    for expert, shard in sorted(matrices):
+        packer.put_matrix(expert, shard, matrices[expert, shard], "name")
+    assert packer.stacks["w13"].packed_as == PackedAs("int4", zero_points=True, channel_scales=True)
+    assert _same(packer.pack(), _expected(matrices, GROUP))
 
 
 def test_pieces_of_two_levels_that_do_not_fit():
