@@ -12,15 +12,16 @@ from w4a8.formats.stored import NotOurs, Stored
 
 _WHERE = "quantization_config"
 NVFP4 = "modelopt-nvfp4"
+MIXED = "MIXED_PRECISION"
 # Of 4-bit weights with inputs in 4 bits, or in floats.
 ALGORITHMS = ("NVFP4", "W4A16_NVFP4")
 
 
 class ModelOptRules:
-    """``quant_method: modelopt``: NVFP4.
+    """``quant_method: modelopt``: NVFP4, of all modules or, in MIXED_PRECISION, of those that are named so.
 
     Attributes:
-        default: how a module is stored that no entry leaves out; NotOurs where nothing is.
+        default: how a module is stored that no entry names; NotOurs where nothing is.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -38,31 +39,63 @@ class ModelOptRules:
         self._skipped = json_field(config, skipped, list, self._skipped_key) or []
         for entry in self._skipped:
             check_field(isinstance(entry, str), f"an entry of {self._skipped_key}", entry, "a name")
+        self._layers: dict[str, Stored | NotOurs] | None = None
         self.default: Stored | NotOurs
-        try:
-            self.default = self._stored(config)
-        except CheckpointError as error:
-            self.default = NotOurs(str(error), quantized=True)
+        if _algorithm(config) == MIXED:
+            key = f"{self._where}.quantized_layers"
+            layers = json_field(config, "quantized_layers", dict, key) or {}
+            where = {name: f"{key}[{shorten(name)}]" for name in layers}
+            self._layers = {
+                name: self._try(json_field(layers, name, dict, where[name]) or {}, where[name]) for name in layers
+            }
+            self.default = NotOurs(f"not quantized: {key} does not name it", quantized=False)
+        else:
+            self.default = self._try(config, self._where)
 
     def of(self, module: str) -> Stored | NotOurs:
-        """As :meth:`Rules.of`: a module is left out if an entry matches its name, or that of one it is part of."""
+        """As :meth:`Rules.of`: a module is left out if an entry matches its name, or that of one it is part of.
+
+        In MIXED_PRECISION it is what the longest such name of ``quantized_layers`` says.
+        """
         for entry in self._skipped:
             if fnmatchcase(module, entry) or fnmatchcase(module, f"{entry}.*"):
                 reason = f"{module} is not quantized: {self._skipped_key} has {shorten(entry)}"
                 return NotOurs(reason, quantized=False)
-        return self.default
+        if self._layers is None:
+            return self.default
+        name = module
+        while name and name not in self._layers:
+            name = name.rpartition(".")[0]
+        return self._layers[name] if name else NotOurs(f"{module} is {self.default.reason}", quantized=False)
 
-    def _stored(self, config: Mapping[str, Any]) -> Stored:
-        key = f"{self._where}.quant_algo"
-        algorithm = config.get("quant_algo")
-        algorithm = algorithm.upper() if isinstance(algorithm, str) else algorithm
-        check_field(algorithm in ALGORITHMS, key, algorithm, " or ".join(map(repr, ALGORITHMS)))
-        sizes = {f"{self._where}.group_size": config.get("group_size")}
-        groups = json_field(config, "config_groups", dict, f"{self._where}.config_groups") or {}
-        for name in groups:
-            where = f"{self._where}.config_groups.{name}"
-            weights = json_field(json_field(groups, name, dict, where) or {}, "weights", dict, f"{where}.weights") or {}
-            sizes[f"{where}.weights.group_size"] = weights.get("group_size")
-        for where, size in sizes.items():
-            check_field(size in (None, BLOCK), where, size, str(BLOCK))
-        return Stored(NVFP4, BLOCK, True, weight_only=f"{key} is {algorithm!r}")
+    @staticmethod
+    def _try(config: Mapping[str, Any], where: str) -> Stored | NotOurs:
+        try:
+            return _stored(config, where)
+        except CheckpointError as error:
+            return NotOurs(str(error), quantized=True)
+
+
+def _algorithm(config: Mapping[str, Any]) -> object:
+    algorithm = config.get("quant_algo")
+    return algorithm.upper() if isinstance(algorithm, str) else algorithm
+
+
+def _stored(config: Mapping[str, Any], where: str) -> Stored:
+    """What some object of the configuration says.
+
+    Raises:
+        CheckpointError: another algorithm or size of blocks.
+    """
+    key, algorithm = f"{where}.quant_algo", _algorithm(config)
+    check_field(algorithm in ALGORITHMS, key, algorithm, " or ".join(map(repr, ALGORITHMS)))
+    sizes = {f"{where}.group_size": config.get("group_size")}
+    groups = json_field(config, "config_groups", dict, f"{where}.config_groups") or {}
+    for name in groups:
+        group_key = f"{where}.config_groups.{name}"
+        group = json_field(groups, name, dict, group_key) or {}
+        weights = json_field(group, "weights", dict, f"{group_key}.weights") or {}
+        sizes[f"{group_key}.weights.group_size"] = weights.get("group_size")
+    for size_key, size in sizes.items():
+        check_field(size in (None, BLOCK), size_key, size, str(BLOCK))
+    return Stored(NVFP4, BLOCK, True, weight_only=f"{key} is {algorithm!r}")

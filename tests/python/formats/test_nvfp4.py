@@ -261,7 +261,7 @@ def test_scaled_inputs(good, tmp_path):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"quant_algo": "MIXED_PRECISION"}, {"quant_algo": "W4A8_NVFP4_FP8"}, {"quant_algo": "FP8"}, {"group_size": 32}],
+    [{"quant_algo": "NVFP4_SVD"}, {"quant_algo": "W4A8_NVFP4_FP8"}, {"quant_algo": "FP8"}, {"group_size": 32}],
 )
 def test_other_algorithms_are_refused_by_name(good, changes, tmp_path):
     made = copy.copy(good["modelopt"])
@@ -269,6 +269,28 @@ def test_other_algorithms_are_refused_by_name(good, changes, tmp_path):
     (key, value), *_ = changes.items()
     with pytest.raises(CheckpointError, match=re.escape(f"quantization_config.{key} is {value!r}, but ")):
         load(made.write(tmp_path), quantize_w4a16=True)
+
+
+def test_mixed_precision(good, tmp_path, caplog):
+    """What modelopt says layer by layer: NVFP4 beside FP8, which is left out and named."""
+    made = copy.copy(good["modelopt"])
+    made.tensors, made.meant = dict(made.tensors), dict(made.meant)
+    add(made, "modelopt", QUERY, 16, 64)
+    other = QUERY.replace("q_proj", "k_proj")
+    made.tensors[f"{other}.weight"] = torch.zeros(16, 64, dtype=E4M3)
+    made.tensors[f"{other}.weight_scale"] = torch.tensor(1.0)
+    layers = {LAYER: {"quant_algo": "NVFP4", "group_size": 16}, QUERY: {"quant_algo": "W4A16_NVFP4"}}
+    layers[other] = {"quant_algo": "FP8"}
+    stated = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    made.config = {**made.config, "quantization_config": stated}
+    path = made.write(tmp_path)
+    assert_meant(load(path, quantize_w4a16=True)[LAYER], made)
+    with caplog.at_level("WARNING", logger="w4a8.checkpoint"):
+        linear = load_linear(path, quantize_w4a16=True)
+    assert list(linear) == [QUERY] and torch.equal(meaning(linear[QUERY].packed)[0], made.meant[QUERY])
+    assert (
+        f"{other} is left out: quantization_config.quantized_layers['{other}'].quant_algo is 'FP8', but" in caplog.text
+    )
 
 
 @each_kind

@@ -146,7 +146,14 @@ def test_of_all_modules(config, expected):
         ({**compressed(), "format": NVFP4_PACK}, "weights.type is 'int', but 'float' is expected"),
         ({**compressed(**FLOATS), "format": NVFP4_PACK}, "group_size is 32, but 16 is expected"),
         ({**compressed(), "format": "naive-quantized"}, "is 'naive-quantized', but one of 'int-quantized', 'pack-quan"),
-        ({**MODELOPT, "quant_algo": "MIXED_PRECISION"}, "quantization_config.quant_algo is 'MIXED_PRECISION', but 'NV"),
+        (
+            {
+                **MODELOPT,
+                "quant_algo": "MIXED_PRECISION",
+                "quantized_layers": {"model.layers.3": {"quant_algo": "FP8"}},
+            },
+            "quantized_layers['model.layers.3'].quant_algo is 'FP8', but 'NVFP4' or 'W4A16_NVFP4' is expected",
+        ),
         ({**MODELOPT, "quant_algo": "FP8"}, "quant_algo is 'FP8', but 'NVFP4' or 'W4A16_NVFP4' is expected"),
         ({**MODELOPT, "quant_algo": None}, "quant_algo is None, but 'NVFP4' or 'W4A16_NVFP4' is expected"),
         (in_hf_quant_config(quant_algo="NVFP4_AWQ"), "quantization_config.quantization.quant_algo is 'NVFP4_AWQ', but"),
@@ -276,6 +283,29 @@ def test_what_modelopt_leaves_out(config):
     assert stored_as(rules, "model.embed_tokens", ["weight"]).reason.endswith("it has weights without scales")
 
 
+@pytest.mark.parametrize("inside", [True, False])
+def test_mixed_precision_of_modelopt(inside):
+    layers = {
+        "model.layers.3.mlp.experts": {"quant_algo": "NVFP4", "group_size": 16},
+        "model.layers.3.mlp.experts.1.up_proj": {"quant_algo": "w4a16_nvfp4"},
+        "model.layers.3.self_attn.q_proj": {"quant_algo": "FP8"},
+        "model.layers.3.self_attn.k_proj": {"quant_algo": "NVFP4", "group_size": 32},
+    }
+    stated = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    rules = rules_of({"quant_method": "modelopt", **({"quantization": stated} if inside else stated)})
+    where = f"{'quantization.' if inside else ''}quantized_layers"
+    assert rules.of(UP) == modelopt(f"{where}['model.layers.3.mlp.experts'].quant_algo is 'NVFP4'")
+    other = rules.of("model.layers.3.mlp.experts.1.up_proj")
+    assert other == modelopt(f"{where}['model.layers.3.mlp.experts.1.up_proj'].quant_algo is 'W4A16_NVFP4'")
+    assert rules.of(Q).quantized and f"{where}['{Q}'].quant_algo is 'FP8', but 'NVFP4' or" in rules.of(Q).reason
+    keys = rules.of("model.layers.3.self_attn.k_proj")
+    assert keys.quantized and "k_proj'].group_size is 32, but 16 is expected" in keys.reason
+    for name in ("model.layers.3.self_attn.v_proj", "model.layers.33.mlp.experts", HEAD):
+        found = rules.of(name)
+        assert found.reason == f"{name} is not quantized: quantization_config.{where} does not name it"
+        assert not found.quantized and stored_as(rules, name, ["weight", "weight_scale", "weight_scale_2"]) == found
+
+
 def test_patterns_of_modelopt():
     rules = rules_of({**MODELOPT, "ignore": ["model.layers.?.gate", "*.experts.1"]})
     assert not rules.of("model.layers.3.gate").quantized
@@ -303,6 +333,10 @@ def test_files_without_codes():
         ({**AWQ, "modules_to_not_convert": {"a": 1}}, "modules_to_not_convert is {'a': 1}, but a list is expected"),
         ({**ROUND, "extra_config": {"x(": {}}}, "extra_config['x('] is 'x(', but a regular expression is expected"),
         ({**MODELOPT, "ignore": [3]}, "an entry of quantization_config.ignore is 3, but a name is expected"),
+        (
+            {**MODELOPT, "quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": 3}},
+            "quantization_config.quantized_layers['a'] is 3, but an object is expected",
+        ),
         ({**MODELOPT, "quantization": 5}, "quantization_config.quantization is 5, but an object is expected"),
         ({**ROUND, "extra_config": []}, "extra_config is [], but an object is expected"),
     ],
@@ -319,9 +353,18 @@ def test_values_of_any_type():
         "bits", "group_size", "sym", "desc_act", "checkpoint_format", "pack_dtype", "dynamic", "lm_head", "version",
         "modules_in_block_to_quantize", "modules_to_not_convert", "zero_point", "extra_config", "data_type",
         "packing_format", "act_bits", "block_name_to_quantize", "config_groups", "ignore", "format", "quant_algo",
-        "exclude_modules", "quantization",
+        "exclude_modules", "quantization", "quantized_layers",
     }  # fmt: skip
-    for base in (GPTQ, AWQ, ROUND, ROUND_NV, MXFP4, MODELOPT, compressed()):
+    for base in (
+        GPTQ,
+        AWQ,
+        ROUND,
+        ROUND_NV,
+        MXFP4,
+        MODELOPT,
+        {**MODELOPT, "quant_algo": "MIXED_PRECISION"},
+        compressed(),
+    ):
         for key in keys:
             for value in junk:
                 try:

@@ -125,9 +125,21 @@ def test_configuration_in_a_file_of_its_own(tmp_path):
 
 
 def test_other_algorithms_are_refused(tmp_path):
-    write(tmp_path, "Llama", "modelopt", quant_algo="MIXED_PRECISION")
-    with pytest.raises(ValueError, match=r"quant_algo is 'MIXED_PRECISION', but 'NVFP4' or 'W4A16_NVFP4' is expected"):
-        load(tmp_path / "theirs")
+    fp8 = {"model.layers.1.self_attn.v_proj": {"quant_algo": "FP8"}, "model": {"quant_algo": "NVFP4"}}
+    for name, changes, found in (
+        ("all", {"quant_algo": "NVFP4_AWQ"}, "NVFP4_AWQ"),
+        ("one", {"quant_algo": "MIXED_PRECISION", "quantized_layers": fp8}, "FP8"),
+    ):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name, "Llama", "modelopt", **changes)
+        match = rf"layers\.\d\.\S+_proj: .*quant_algo is '{found}', but 'NVFP4' or 'W4A16_NVFP4' is expected"
+        with pytest.raises(ValueError, match=match):
+            load(tmp_path / name / "theirs")
+
+
+def test_mixed_precision(tmp_path):
+    layers = {"model.layers.0": {"quant_algo": "W4A16_NVFP4"}, "model.layers.1": {"quant_algo": "NVFP4"}}
+    check(tmp_path, write(tmp_path, "qwen3", "modelopt", quant_algo="MIXED_PRECISION", quantized_layers=layers))
 
 
 @each_kind
