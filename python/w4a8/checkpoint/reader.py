@@ -310,8 +310,8 @@ def load(
 ) -> dict[str, RoutedExperts]:
     """Reads and packs the mixture-of-experts layers of a checkpoint with 4-bit weights.
 
-    GPTQ (versions 1 and 2), AWQ, AutoRound and compressed-tensors, with zero points or without, MXFP4 and NVFP4 (also of
-    nvidia-modelopt), whose experts are linear modules of their own: ``<layer>.experts.<n>.gate_proj``, ``up_proj``,
+    GPTQ (versions 1 and 2), AWQ, AutoRound and compressed-tensors, with zero points or without, MXFP4 and NVFP4 (of
+    nvidia-modelopt too), whose experts are linear modules of their own: ``<layer>.experts.<n>.gate_proj``, ``up_proj``,
     ``down_proj`` (or ``w1``, ``w3``, ``w2``, or ``gate_up_proj``); and MXFP4 as gpt-oss has it,
     ``<layer>.experts.gate_up_proj_blocks`` of all experts. Codes stay as they are.
 
