@@ -58,6 +58,14 @@ def test_modelopt(asked, model, avx512, reason, key, nested, monkeypatch, said):
     assert len(said) == (reason is not None) and all(f"does not have here ({reason})" in line for line in said)
 
 
+@pytest.mark.parametrize("asked", ["INT8", {**EIGHT, "type": "int"}, {**EIGHT, "num_bits": 16}])
+def test_what_vllm_knows_nowhere(asked, said):
+    """It says so itself."""
+    config = {"quant_method": "modelopt", "quant_algo": "NVFP4", "kv_cache_scheme": asked}
+    W4A8ModelOptConfig.override_quantization_method(config, None, hf_config=MLA)
+    assert config["kv_cache_scheme"] == asked and not said
+
+
 @pytest.mark.parametrize("strategy", ["tensor", "attn_head"])
 @pytest.mark.parametrize("avx512", [True, False])
 def test_compressed_tensors(strategy, avx512, monkeypatch, said):

@@ -164,12 +164,12 @@ def test_a_damaged_tensor(name, value, message, rank):
     assert NAME in str(caught.value) and not hasattr(layer, "weight_packed")
 
 
-def load_experts(layer, form, intermediate, without=()):
+def load_experts(layer, form, intermediate, without=(), shards=("w1", "w3", "w2")):
     """The values by expert and shard."""
     plain = {}
     for expert in range(2):
-        shards = (("w13", "w1", intermediate, HIDDEN), ("w13", "w3", intermediate, HIDDEN))
-        for stack, shard, n, k in (*shards, ("w2", "w2", HIDDEN, intermediate)):
+        for shard in shards:
+            stack, n, k = ("w2", HIDDEN, intermediate) if shard == "w2" else ("w13", intermediate, HIDDEN)
             size = {"w1": 1.0, "w3": 1e-3, "w2": 20.0}[shard] * (1 + expert)
             tensors, plain[expert, shard] = matrix(n, k, form, size, seed=expert)
             for name, tensor in tensors.items():
@@ -195,6 +195,17 @@ def test_experts(form, index):
         for stack, expected in (("w13", halves), ("w2", plain[expert, "w2"][:, own])):
             (n, k), packed = expected.shape, getattr(layer, f"{stack}_weight_packed")[expert]
             assert close(torch.ops.w4a8.dyn_quant_matmul_4bit(torch.eye(k), packed, 16, k, n).T, expected)
+
+
+def test_experts_without_a_gate():
+    """One scale for w13, which has one half."""
+    layer, method = make_layer(16, 96, form="modelopt-nvfp4", activation="relu2_no_mul")
+    assert layer.w13_weight_scale_2.shape == (2, 1)
+    plain = load_experts(layer, "modelopt-nvfp4", 96, shards=("w1", "w2"))
+    method.process_weights_after_loading(layer)
+    for expert in range(2):
+        found = torch.ops.w4a8.dyn_quant_matmul_4bit(torch.eye(HIDDEN), layer.w13_weight_packed[expert], 16, HIDDEN, 96)
+        assert close(found.T, plain[expert, "w1"])
 
 
 def test_experts_that_are_not_whole_blocks():

@@ -43,7 +43,9 @@ OTHERS = {
     "e2m1": Other("qwen3_moe", {"values": "e2m1"}, reload=True),
     "gpt-oss": Other("gpt_oss", {"values": "e2m1"}),
     "8 bits": Other("qwen3_moe", {"group_size": 128}, tool="auto_round_mixed"),
+    "NVFP4": Other("qwen3_moe", {"group_size": 16}, tool="nvfp4_modelopt"),
 }
+DUMMIES = ["gpt-oss", "NVFP4"]
 PARALLEL = {
     "cut": Other("mixtral", {"group_size": 64}, {"tensor_parallel_size": 2}),
     "whole experts": Other("gpt_oss", {}, {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
@@ -85,6 +87,7 @@ def floats_of(name, packed):
     else:
         zeros = torch.full(matrix.scales.shape, 8) if matrix.zero_points is None else matrix.zero_points
         values = codes.float() - zeros.float().repeat_interleave(matrix.group, 1)
+    assert matrix.channel_scales is None
     found = {"weight": values * matrix.scales.float().repeat_interleave(matrix.group, 1)}
     return found if matrix.bias is None else {**found, "bias": matrix.bias}
 
@@ -150,12 +153,13 @@ def results(tmp_path_factory):
         if other.reload:
             where["reloaded"] = tmp_path_factory.mktemp("packed")
             jobs[-1].reload = write_other(other, where["reloaded"], seed=1).model
-    dummy = {**arguments(OTHERS["gpt-oss"].case), "load_format": "dummy"}
-    jobs.append(Job(where["gpt-oss"] / "packed", dummy, tokens=2))
+    for name in DUMMIES:
+        dummy = {**arguments(OTHERS[name].case), "load_format": "dummy"}
+        jobs.append(Job(where[name] / "packed", dummy, tokens=2))
     done, log = run_engines(jobs, tmp_path_factory.mktemp("engines"), 1800, VLLM_ENABLE_V1_MULTIPROCESSING="0")
     same = dict(zip(SAME, zip(done[::2], done[1::2])))
     first = 2 * len(SAME)
-    return same, dict(zip([*OTHERS, "dummy"], zip(jobs[first:], done[first:]))), where, log
+    return same, dict(zip([*OTHERS, *(f"dummy {name}" for name in DUMMIES)], zip(jobs[first:], done[first:]))), where, log
 
 
 @pytest.mark.parametrize("case", SAME)
@@ -181,8 +185,9 @@ def test_other_weights_are_reloaded(results):
     check(OTHERS["e2m1"].case, results[2]["reloaded"], job.prompts, {**result, **result["reloaded"]})
 
 
-def test_random_weights(results):
-    _, result = results[1]["dummy"]
+@pytest.mark.parametrize("name", DUMMIES)
+def test_random_weights(name, results):
+    _, result = results[1][f"dummy {name}"]
     assert "error" not in result, result["error"]
     assert all(torch.isfinite(rows).all() for rows in result["logprobs"])
 

@@ -23,10 +23,16 @@ def why_not(asked: Any, hf_config: Any) -> str | None:
 
     Returns:
         The reason, or None if it can: floats of 8 bits, in layers that keep keys and values, with AVX-512 or AMX. (What
-        it does not check for: 4 bits it takes for 8, and latent keys and values fail at the first token.)
+        it does not check for: 4 bits it takes for 8, and latent keys and values fail at the first token.) None also for
+        what vLLM knows nowhere, which it says itself.
     """
-    bits = asked.get("num_bits") if isinstance(asked, Mapping) else (8 if str(asked).upper() == "FP8" else None)
-    if bits != 8:
+    if isinstance(asked, Mapping):
+        bits = asked.get("num_bits") if asked.get("type") == "float" else None
+    else:
+        bits = {"FP8": 8, "NVFP4": 4}.get(str(asked).upper())
+    if bits not in (4, 8):
+        return None
+    if bits == 4:
         return "it is not of 8 bits"
     text = getattr(hf_config, "text_config", None) or hf_config
     if getattr(text, "kv_lora_rank", None) is not None:

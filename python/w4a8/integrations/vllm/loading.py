@@ -29,12 +29,12 @@ def fill_dummy(part: Part, tensor: torch.Tensor) -> None:
     if part.kind == "global_scale":
         tensor.fill_(1)
     elif tensor.dtype == torch.float8_e4m3fn:
-        _random_block_scales(tensor)
+        random_block_scales(tensor)
     elif part.kind == "weight":
         tensor.random_(*((-8, 8) if tensor.dtype == torch.int8 else ()))
 
 
-def _random_block_scales(tensor: torch.Tensor) -> torch.Tensor:
+def random_block_scales(tensor: torch.Tensor) -> torch.Tensor:
     """The least numbers of float8_e4m3fn that are not 0."""
     tensor.view(torch.uint8).random_(1, 8)
     return tensor
@@ -50,7 +50,7 @@ def pack_dummy(packer: ExpertPacker, zero_points: bool) -> None:
         for expert in range(packer.sizes.experts):
             scales.uniform_(-1e-3, 1e-3)
             if stack.channel_scales:
-                stack.put_piece(expert, "scales", slice(0, rows), _random_block_scales(zeros))
+                stack.put_piece(expert, "scales", slice(0, rows), random_block_scales(zeros))
                 stack.put_piece(expert, "channel_scales", slice(0, rows), torch.ones(rows, dtype=torch.float32))
             else:
                 stack.put_piece(expert, "scales", slice(0, rows), scales)

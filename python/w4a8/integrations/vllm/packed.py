@@ -116,8 +116,11 @@ def only_whole(parts: Parts, model_type: str | None) -> str | None:
     """Why the matrices of a module cannot be unpacked for vLLM to cut them, or None."""
     if model_type in _WHOLE_EXPERTS and "packed" not in parts:
         return f"experts of {model_type}"
-    kinds = {stored.header["values"] for stored in parts.values()} - {"int4"}
-    return f"weights of type {kinds.pop()}" if kinds else None
+    headers = [stored.header for stored in parts.values()]
+    kinds = {header["values"] for header in headers} - {"int4"}
+    if kinds:
+        return f"weights of type {kinds.pop()}"
+    return "scales of two levels" if any(has_channel_scales(header) for header in headers) else None
 
 
 def compressed_tensors_config(directory: PackedDirectory, model_type: str | None) -> dict[str, Any]:
@@ -188,23 +191,31 @@ def matrix_of(packed: torch.Tensor, name: str) -> Matrix4:
     try:
         header = read_header(packed)
         sizes = header["group"], header["k"], header["n"]
-        nibbles, scales, zeros, bias, values, _ = dyn_quant_unpack_any_4bit_weight(packed, *sizes)
+        nibbles, scales, zeros, bias, values, channels = dyn_quant_unpack_any_4bit_weight(packed, *sizes)
     except (ValueError, TypeError, RuntimeError) as error:
         raise ValueError(f"{name}: {error}") from error
     zeros = zeros if header["has_zero_points"] else None
-    return Matrix4(nibbles, scales, zeros, values, bias if header["has_bias"] else None)
+    channels = channels if has_channel_scales(header) else None
+    return Matrix4(nibbles, scales, zeros, values, bias if header["has_bias"] else None, channels)
+
+
+def has_channel_scales(header: PackedHeader) -> bool:
+    """Whether a matrix has scales of two levels."""
+    return header["scale_dtype"] == "e5m3"
 
 
 def joined(matrices: Sequence[Matrix4]) -> torch.Tensor:
     """The rows of all as one packed matrix, uint8 [bytes]; they are of one kind, K and group."""
-    zeros = biases = None
+    zeros = biases = channels = None
     if any(matrix.zero_points is not None for matrix in matrices):
         zeros = torch.cat([_or(m.zero_points, torch.full_like(m.scales, 8, dtype=torch.uint8)) for m in matrices])
     if any(matrix.bias is not None for matrix in matrices):
         biases = torch.cat([_or(m.bias, torch.zeros_like(m.scales[:, 0], dtype=torch.float32)) for m in matrices])
+    if matrices[0].channel_scales is not None:
+        channels = torch.cat([matrix.channel_scales for matrix in matrices])
     scales = torch.cat([matrix.scales for matrix in matrices])  # float32 if one is
     nibbles = torch.cat([matrix.nibbles for matrix in matrices])
-    return Matrix4(nibbles, scales, zeros, matrices[0].kind, biases).pack(scales.dtype)
+    return Matrix4(nibbles, scales, zeros, matrices[0].kind, biases, channels).pack(scales.dtype)
 
 
 def _or(tensor: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
@@ -221,8 +232,9 @@ def joined_bytes(headers: Sequence[PackedHeader]) -> int:
         groups = header["k"] // header["group"]
         zeros = empty(groups, torch.uint8) if header["has_zero_points"] else None
         bias = empty(1, torch.float32)[:, 0] if header["has_bias"] else None
-        scales = empty(groups, getattr(torch, header["scale_dtype"]))
-        return Matrix4(empty(header["k"] // 2, torch.uint8), scales, zeros, header["values"], bias)
+        channels = empty(1, torch.float32)[:, 0] if has_channel_scales(header) else None
+        scales = empty(groups, torch.uint8 if has_channel_scales(header) else getattr(torch, header["scale_dtype"]))
+        return Matrix4(empty(header["k"] // 2, torch.uint8), scales, zeros, header["values"], bias, channels)
 
     return joined([like(header) for header in headers]).numel()
 

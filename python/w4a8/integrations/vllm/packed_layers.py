@@ -19,7 +19,7 @@ from w4a8.core.memory import fresh_bytes
 from w4a8.core.stack import PackedAs, pack_for_stack
 from w4a8.cpu import active_kernel
 from w4a8.formats import Stored
-from w4a8.integrations.vllm.loading import is_dummy_load
+from w4a8.integrations.vllm.loading import is_dummy_load, random_block_scales
 from w4a8.integrations.vllm.log import logger
 from w4a8.integrations.vllm.moe import W4A8MoEMethod
 from w4a8.integrations.vllm.packed import (
@@ -27,6 +27,7 @@ from w4a8.integrations.vllm.packed import (
     PackedTensor,
     Parts,
     group_of,
+    has_channel_scales,
     joined,
     joined_bytes,
     matrix_of,
@@ -165,7 +166,12 @@ def _dummy(header: PackedHeader) -> torch.Tensor:
         "zero_points": torch.empty(scales.shape, dtype=torch.uint8).random_(0, 16),
         "bias": scales[:, 0] if header["has_bias"] else None,
     }
-    kind = PackedAs(header["values"], getattr(torch, header["scale_dtype"]), header["has_zero_points"])
+    two_levels = has_channel_scales(header)
+    if two_levels:
+        tensors["scales"] = random_block_scales(torch.empty(scales.shape, dtype=torch.uint8))
+        tensors["channel_scales"] = torch.ones(header["n"], dtype=torch.float32)
+    dtype = torch.float32 if two_levels else getattr(torch, header["scale_dtype"])
+    kind = PackedAs(header["values"], dtype, header["has_zero_points"], two_levels)
     return pack_for_stack(tensors, header["group"], kind)
 
 
@@ -184,10 +190,11 @@ class W4A8PackedLinearMethod(LinearMethodBase):
         """
         self.layer_name, self.parts = layer_name, parts
         headers = [stored.header for _, stored in parts]
-        kinds = {(header["values"], header["k"], header["group"]) for header in headers}
+        kinds = {(header["values"], header["k"], header["group"], has_channel_scales(header)) for header in headers}
         if len(kinds) > 1:
-            raise ValueError(f"w4a8: {layer_name}: (values, in_features, group) of its parts are {sorted(kinds)}")
-        ((_, self.k, self.group),) = kinds
+            names = "(values, in_features, group, scales of two levels)"
+            raise ValueError(f"w4a8: {layer_name}: {names} of its parts are {sorted(kinds)}")
+        ((_, self.k, self.group, _),) = kinds
         self.has_bias = any(header["has_bias"] for header in headers)
 
     def create_weights(
