@@ -36,18 +36,23 @@ AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 
 @dataclass
 class Codes:
-    """A rounded matrix: codes uint8 [N, K], scales [N, G], zero points uint8 [N, G]; float32 numbers of e2m1 codes."""
+    """A rounded matrix: codes uint8 [N, K], scales [N, G], zero points uint8 [N, G]; float32 numbers of e2m1 codes.
+
+    ``of_all`` is what all scales are multiplied by, float32 [].
+    """
 
     codes: Tensor
     scales: Tensor
     zeros: Tensor
     numbers: Tensor | None = None
+    of_all: Tensor | None = None
 
     def dequantize(self) -> Tensor:
         """float32 [N, K]."""
         width = self.codes.shape[1] // self.scales.shape[1]
         if self.numbers is not None:
-            return self.numbers * self.scales.repeat_interleave(width, 1)
+            scales = self.scales if self.of_all is None else self.scales.float() * self.of_all
+            return self.numbers * scales.repeat_interleave(width, 1)
         values = self.codes.float() - self.zeros.float().repeat_interleave(width, 1)
         return values * self.scales.float().repeat_interleave(width, 1)
 
@@ -83,11 +88,24 @@ def mxfp4(groups: Tensor) -> Codes:
     """The OCP rule: a power of two such that the largest magnitude is in [4, 8); what is beyond 6 becomes 6."""
     exponents = torch.frexp(groups.abs().amax(-1))[1].float() - 3  # 2^e <= largest / 4 < 2^(e + 1)
     scales = torch.ldexp(torch.ones(()), exponents)
-    ratios = groups / scales.unsqueeze(-1)
+    codes, numbers = _e2m1(groups / scales.unsqueeze(-1))
+    return Codes(codes, scales, torch.zeros(scales.shape), numbers)
+
+
+def nvfp4(groups: Tensor) -> Codes:
+    """The largest magnitude of a matrix is 6 times 448 times its scale; that of a group 6 times the two scales."""
+    of_all = groups.abs().amax() / (6 * 448)
+    scales = (groups.abs().amax(-1) / 6 / of_all).clamp(2**-9, 448).to(torch.float8_e4m3fn)
+    codes, numbers = _e2m1(groups / (scales.float() * of_all).unsqueeze(-1))
+    return Codes(codes, scales, torch.zeros(scales.shape), numbers, of_all)
+
+
+def _e2m1(ratios: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and numbers [N, K] of [N, G, g], to nearest."""
     nearest = (ratios.abs().unsqueeze(-1) - E2M1).abs().argmin(-1)
     codes = nearest + 8 * (ratios < 0)
     numbers = E2M1[nearest] * torch.where(ratios < 0, -1.0, 1.0)
-    return Codes(codes.to(torch.uint8).flatten(1), scales, torch.zeros(scales.shape), numbers.flatten(1))
+    return codes.to(torch.uint8).flatten(1), numbers.flatten(1)
 
 
 def words(codes: Tensor) -> Tensor:
@@ -122,6 +140,12 @@ def mxfp4_tensors(matrix: Codes) -> dict[str, Tensor]:
     return {"blocks": blocks, "scales": (torch.frexp(matrix.scales)[1] + 126).to(torch.uint8)}
 
 
+def nvfp4_tensors(matrix: Codes) -> dict[str, Tensor]:
+    """As nvidia-modelopt has it: low nibble first."""
+    packed = matrix.codes[:, ::2] | matrix.codes[:, 1::2] << 4
+    return {"weight": packed, "weight_scale": matrix.scales, "weight_scale_2": matrix.of_all}
+
+
 @dataclass
 class Format:
     """A format: how it rounds groups, what it stores, what config.json says."""
@@ -137,6 +161,7 @@ def _gptq(symmetric_: bool, group: int) -> dict[str, Any]:
     return {"quant_method": "gptq", "bits": 4, "group_size": group, "sym": symmetric_, "desc_act": False}
 
 
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
 FORMATS = {
     "W4A8 (compressed-tensors), symmetric, g128": Format(
         128, lambda groups: symmetric(groups, torch.bfloat16), compressed_tensors, quantization_config(128)
@@ -165,6 +190,8 @@ FORMATS = {
         32, lambda groups: symmetric(groups, torch.bfloat16), compressed_tensors, quantization_config(32)
     ),
     "GPTQ, asymmetric, g32": Format(32, asymmetric, gptq_tensors, _gptq(False, 32)),
+    "NVFP4, g16": Format(16, nvfp4, nvfp4_tensors, MODELOPT),
+    "NVFP4, g16, experts only": Format(16, nvfp4, nvfp4_tensors, MODELOPT, experts_only=True),
     "MXFP4, g32, experts only": Format(32, mxfp4, mxfp4_tensors, {"quant_method": "mxfp4"}, experts_only=True),
     "GPTQ, symmetric, g32, experts only": Format(32, symmetric, gptq_tensors, _gptq(True, 32), experts_only=True),
 }
