@@ -158,8 +158,8 @@ def results(tmp_path_factory):
         jobs.append(Job(where[name] / "packed", dummy, tokens=2))
     done, log = run_engines(jobs, tmp_path_factory.mktemp("engines"), 1800, VLLM_ENABLE_V1_MULTIPROCESSING="0")
     same = dict(zip(SAME, zip(done[::2], done[1::2])))
-    first = 2 * len(SAME)
-    return same, dict(zip([*OTHERS, *(f"dummy {name}" for name in DUMMIES)], zip(jobs[first:], done[first:]))), where, log
+    names, first = [*OTHERS, *(f"dummy {name}" for name in DUMMIES)], 2 * len(SAME)
+    return same, dict(zip(names, zip(jobs[first:], done[first:]))), where, log
 
 
 @pytest.mark.parametrize("case", SAME)
