@@ -81,7 +81,7 @@ def make_layer(n, k, group, scale_dtype=torch.float32):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("scale_dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("group", [-1, 32])
+@pytest.mark.parametrize("group", [-1, 32, 16])
 def test_layer(group, scale_dtype, dtype):
     """The same bits as the operators with the weight as int32 words."""
     layer, weight, scale = make_layer(21, 64, group, scale_dtype)

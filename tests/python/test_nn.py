@@ -19,7 +19,7 @@ def unpacked(layer):
     return values, scales.double().repeat_interleave(layer.group_size, 1), bias
 
 
-@pytest.mark.parametrize("group", [96, 32])
+@pytest.mark.parametrize("group", [96, 32, 16])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_8_bits(dtype, group):
     """Beside the float product; saved and loaded; a matrix of 4 bits is refused."""
@@ -47,7 +47,7 @@ def test_8_bits(dtype, group):
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
-@pytest.mark.parametrize("group", [-1, 32])
+@pytest.mark.parametrize("group", [-1, 32, 16])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_from_float(dtype, group, bias):
     linear = torch.nn.Linear(96, 21, bias=bias).to(dtype)

@@ -32,7 +32,7 @@ def float_model():
 # --- linear layers ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("group", [32, -1])
+@pytest.mark.parametrize("group", [32, 16, -1])
 @pytest.mark.parametrize(
     "options",
     [{}, {"scale_dtype": torch.bfloat16}, {"clip_search": True}, {"symmetric": False}, {"values": "e2m1"}],
@@ -299,7 +299,7 @@ def expected_experts(experts, tokens, ids, weights, group, kind=2):
     return reference.moe(*arguments, experts[0][2].shape[1], True, False, kind)
 
 
-@pytest.mark.parametrize("group", [32, -1])
+@pytest.mark.parametrize("group", [32, 16, -1])
 @pytest.mark.parametrize("block_class", [moe_blocks.FusedBlock, moe_blocks.DeepseekV3MoE])
 @torch.no_grad()
 def test_experts_behind_their_own_router(block_class, group, kernel):
@@ -323,7 +323,7 @@ def test_experts_behind_their_own_router(block_class, group, kernel):
 
 
 @new_kinds
-@pytest.mark.parametrize("group", [32, -1])
+@pytest.mark.parametrize("group", [32, 16, -1])
 @torch.no_grad()
 def test_experts_of_kind(group, kind):
     """docs/numerics.md for codes that test_rounding.py finds by comparing."""

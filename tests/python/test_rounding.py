@@ -54,7 +54,7 @@ def errors(weight, values, scales):
 
 
 @pytest.mark.parametrize("scale_dtype", SCALE_TYPES, ids=str)
-@pytest.mark.parametrize("group", [32, 64, 192, -1])
+@pytest.mark.parametrize("group", [16, 32, 64, 192, -1])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_nearest(dtype, group, scale_dtype):
     weight = awkward_weights(21, 192)
@@ -111,7 +111,7 @@ def optimum(group):
     return best
 
 
-@pytest.mark.parametrize("group", [32, 96, -1])
+@pytest.mark.parametrize("group", [16, 32, 96, -1])
 def test_search(group):
     """Between the best of what is tried and the best there is on one side and plain rounding on the other."""
     weight = awkward_weights(12, 192)
@@ -232,7 +232,7 @@ def nearest_of_kind(weight, group, scale_dtype, kind):
 
 @new_kinds
 @pytest.mark.parametrize("scale_dtype", SCALE_TYPES, ids=str)
-@pytest.mark.parametrize("group", [32, 64, 192, -1])
+@pytest.mark.parametrize("group", [16, 32, 64, 192, -1])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_nearest_of_kind(dtype, group, scale_dtype, kind):
     """Bit for bit; with ties between two values, and groups that do not reach 0."""
@@ -289,7 +289,7 @@ def optimum_of_kind(group, kind):
 
 
 @new_kinds
-@pytest.mark.parametrize("group", [32, 96, -1])
+@pytest.mark.parametrize("group", [16, 32, 96, -1])
 def test_search_of_kind(group, kind):
     weight = awkward_weights(12, 192)
     weight[3] = torch.randn(192) + 2  # instead of denormals: one of them is not half of another

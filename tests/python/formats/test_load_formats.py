@@ -56,7 +56,7 @@ def assert_meant(layer, made, experts=None, names=("gate_proj", "up_proj", "down
 
 
 @each_format
-@pytest.mark.parametrize(("hidden", "inter", "group"), [(96, 64, 32), (64, 40, -1)])
+@pytest.mark.parametrize(("hidden", "inter", "group"), [(96, 64, 32), (64, 40, -1), (64, 48, 16)])
 def test_experts(name, hidden, inter, group, tmp_path):
     form = FORMATS[name]
     made = experts_checkpoint(form, hidden, inter, group)
