@@ -61,9 +61,9 @@ void check_shape(const PackedShape& shape) {
          " (channelwise), or 16 or a multiple of 32 that divides it");
   }
   check_scale_dtype(static_cast<uint32_t>(shape.scale_dtype), "");
-  if (shape.two_level() && shape.channelwise()) {
-    fail("scale dtype is 3 (e5m3, with channel scales), expected 0 (float32) or 1 (bfloat16): k and group are " +
-         str(shape.k) + " (channelwise)");
+  if (shape.two_level() && !shape.in_least_groups()) {
+    fail("scale dtype is 3 (e5m3, with channel scales), expected 0 (float32) or 1 (bfloat16) for group = " +
+         group_name(shape));
   }
 }
 
@@ -120,7 +120,7 @@ PackedShape read_header(const uint8_t* src, int64_t size, const std::string& wha
   }
   if (header.version != packed_version(shape)) {
     fail(what + ": version is " + str(header.version) + ", expected " + str(packed_version(shape)) +
-         " for group = " + group_name(shape) + " and scale dtype " + str(header.scale_dtype));
+         " for group = " + group_name(shape));
   }
   if (size != packed_bytes(shape)) {
     fail(what + ": size is " + str(size) + " bytes, its header (n = " + str(shape.n) + ", k = " + str(shape.k) +

@@ -24,6 +24,8 @@
 
 namespace w4a8 {
 
+inline constexpr int64_t kLeastGroup = 16;
+
 /// What a packed matrix is. `group == k` means channelwise.
 struct PackedShape {
   int64_t n = 0;      ///< out_features (columns of the packed matrix)
@@ -45,6 +47,7 @@ struct PackedShape {
     return zeros_offset() + (kind == WeightKind::kInt4ZeroPoints ? groups() * kPanelColumns : 0);
   }
   constexpr int64_t bias_offset() const { return sums_offset() + kPanelColumns * 4; }
+  constexpr bool in_least_groups() const { return group == kLeastGroup && group != k; }
   constexpr bool two_level() const { return scale_dtype == DType::kE5M3; }  ///< has channel scales
   constexpr int64_t channel_scales_offset() const { return bias_offset() + kPanelColumns * 4; }
   constexpr int64_t panel_bytes() const {
@@ -54,15 +57,13 @@ struct PackedShape {
 };
 
 inline constexpr int64_t kHeaderBytes = 64;
-inline constexpr int64_t kLeastGroup = 16;
 /// Whether so many values of k may share a scale: k (channelwise), or 16 or a multiple of 32 that divides k.
 constexpr bool is_group(int64_t group, int64_t k) {
   return group == k || (group > 0 && (group == kLeastGroup || group % 32 == 0) && k % group == 0);
 }
-/// The version that has such matrices: 3 those in groups of 16 or with channel scales, of the others 1 kInt4 and 2
-/// every other kind.
+/// The version that has such matrices: 3 those in groups of 16, of the others 1 kInt4 and 2 every other kind.
 constexpr uint32_t packed_version(const PackedShape& shape) {
-  if (shape.two_level() || (!shape.channelwise() && shape.group == kLeastGroup)) return 3;
+  if (shape.in_least_groups()) return 3;
   return shape.kind == WeightKind::kInt4 ? 1 : 2;
 }
 /// |q - zp| <= 255 and |w| <= 8 (zero points: 15, e2m1: 12), so up to here the sum of K products fits int32.
@@ -74,7 +75,7 @@ inline constexpr int64_t kMaxN = int64_t{1} << 31;
 const char* kind_name(WeightKind kind);
 
 /// Throws std::invalid_argument naming the field if the shape is outside what the layout allows: 1 <= n <= kMaxN,
-/// k even in [2, max_k(kind)], is_group(group, k), scales float32, bfloat16 or, in groups, e5m3, a known kind.
+/// k even in [2, max_k(kind)], is_group(group, k), scales float32, bfloat16 or, in groups of 16, e5m3, a known kind.
 void check_shape(const PackedShape& shape);
 
 /// Bytes of the whole packed matrix, header included. The shape must have passed check_shape.

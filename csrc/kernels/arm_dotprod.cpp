@@ -91,9 +91,9 @@ struct FewOps : DotOps {
   template <int R, int C, Code kCode>
   static W4A8_INLINE void add_groups(const TileArgs& t, const int8_t* const (&rows)[R],
                                      const uint8_t* const (&weights)[C], F (&f)[R][C][4]) {
-    if (t.panels->group_steps == kLeastGroupSteps) {
+    if (kScales == DType::kE5M3 || t.panels->group_steps == kLeastGroupSteps) {
       add_groups_of<R, C, kCode, true>(t, rows, weights, f);
-    } else {
+    } else if constexpr (kScales != DType::kE5M3) {
       add_groups_of<R, C, kCode, false>(t, rows, weights, f);
     }
   }
@@ -136,7 +136,7 @@ struct FewOps : DotOps {
         __builtin_prefetch(scales[c] + ahead, 0, 2);
 #pragma GCC unroll 4
         for (int v = 0; v < 4; ++v) {
-          const F scale = load_scales(scales[c], 4 * v, kScales);
+          const F scale = load_any_scales<FewOps>(scales[c], 4 * v, kScales);
 #pragma GCC unroll 8
           for (int r = 0; r < R; ++r) f[r][c][v] = fma(to_float(acc[r][c][v]), scale, f[r][c][v]);
         }
@@ -308,7 +308,7 @@ struct Unpacked {
       }
 #pragma GCC unroll 2
       for (int v = 0; v < 2; ++v) {
-        const F scale = Ops::load_scales(scales, 4 * v, kScales);
+        const F scale = load_any_scales<Ops>(scales, 4 * v, kScales);
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) f[r][v] = Ops::fma(Ops::to_float(acc[r][v]), scale, f[r][v]);
       }
@@ -334,10 +334,14 @@ struct Unpacked {
     } else {
       load_sums<Ops>(t, f);
     }
-    switch (t.panels->group_steps) {
-      case kLeastGroupSteps: both_halves<R, kScales, kLeastGroupSteps>(t, f); break;
-      case kBlockSteps: both_halves<R, kScales, kBlockSteps>(t, f); break;
-      default: both_halves<R, kScales, 0>(t, f);
+    if (kScales == DType::kE5M3 || t.panels->group_steps == kLeastGroupSteps) {
+      both_halves<R, kScales, kLeastGroupSteps>(t, f);
+    } else if constexpr (kScales != DType::kE5M3) {
+      if (t.panels->group_steps == kBlockSteps) {
+        both_halves<R, kScales, kBlockSteps>(t, f);
+      } else {
+        both_halves<R, kScales, 0>(t, f);
+      }
     }
     if (t.last) {
       finish_groups<Ops, R, 1>(t, f);

@@ -322,7 +322,7 @@ struct Pairs {
     } else {
 #pragma GCC unroll 2
       for (int v = 0; v < 2; ++v) {
-        const float64x2_t four = vreinterpretq_f64_f32(Ops::load_scales(scales, 4 * v, kScales));
+        const float64x2_t four = vreinterpretq_f64_f32(load_any_scales<Ops>(scales, 4 * v, kScales));
         out[2 * v] = vreinterpretq_f32_f64(vdupq_laneq_f64(four, 0));
         out[2 * v + 1] = vreinterpretq_f32_f64(vdupq_laneq_f64(four, 1));
       }
@@ -398,11 +398,14 @@ struct Pairs {
   }
   template <int P, DType kScales>
   static void groups(const TileArgs& t, int64_t count) {
-    switch (t.panels->group_steps) {
-      case kLeastGroupSteps: both_halves<P, kScales, kLeastGroupSteps>(t, count); break;
-      case kBlockSteps: both_halves<P, kScales, kBlockSteps>(t, count); break;
-      case 4 * kBlockSteps: both_halves<P, kScales, 4 * kBlockSteps>(t, count); break;
-      default: both_halves<P, kScales, 0>(t, count);
+    if (kScales == DType::kE5M3 || t.panels->group_steps == kLeastGroupSteps) {
+      both_halves<P, kScales, kLeastGroupSteps>(t, count);
+    } else if constexpr (kScales != DType::kE5M3) {
+      switch (t.panels->group_steps) {
+        case kBlockSteps: both_halves<P, kScales, kBlockSteps>(t, count); break;
+        case 4 * kBlockSteps: both_halves<P, kScales, 4 * kBlockSteps>(t, count); break;
+        default: both_halves<P, kScales, 0>(t, count);
+      }
     }
     if (t.last) finish<false>(t, count);
   }

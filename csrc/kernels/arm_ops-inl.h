@@ -93,8 +93,9 @@ struct NeonOps {
     return vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(vmovl_u8(bytes))));
   }
   static W4A8_INLINE F load_scales(const uint8_t* scales, int64_t i, DType dtype) {
-    if (dtype == DType::kBFloat16) return widen_bfloat16(scales + 2 * i);
-    if (dtype == DType::kFloat32) return load_bytes(scales + 4 * i);
+    return dtype == DType::kFloat32 ? load_bytes(scales + 4 * i) : widen_bfloat16(scales + 2 * i);
+  }
+  static W4A8_INLINE F load_e5m3(const uint8_t* scales, int64_t i) {
     return mul(float_bits(vshlq_n_s32(load_four(scales + i), 20)), splat(kE5M3Factor));
   }
 

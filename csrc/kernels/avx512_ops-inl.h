@@ -85,10 +85,10 @@ struct Avx512Ops {
     }
   }
   static W4A8_INLINE F load_scales(const uint8_t* scales, int64_t i, DType dtype) {
-    if (dtype == DType::kBFloat16) {
-      return widen_bfloat16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(scales + 2 * i)));
-    }
     if (dtype == DType::kFloat32) return _mm512_loadu_ps(scales + 4 * i);
+    return widen_bfloat16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(scales + 2 * i)));
+  }
+  static W4A8_INLINE F load_e5m3(const uint8_t* scales, int64_t i) {
     const I bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(scales + i)));
     return mul(float_bits(_mm512_slli_epi32(bytes, 20)), splat(kE5M3Factor));
   }

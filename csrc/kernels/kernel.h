@@ -77,7 +77,7 @@ struct Panels {
   int64_t channel_scales_offset;  ///< kE5M3: bytes to what the scales of a column are multiplied by, [16] float32
   int64_t steps;                  ///< steps of k, ceil(K / kStepK)
   int64_t group_steps;            ///< steps of one group; equal to `steps` when channelwise
-  DType scale_dtype;              ///< kFloat32, kBFloat16 or, of groups, kE5M3
+  DType scale_dtype;              ///< kFloat32, kBFloat16 or, in groups of 16, kE5M3
   WeightKind kind;
   bool channelwise;
   const uint8_t* next;  ///< what will be multiplied after these panels, to be fetched meanwhile; null: unknown

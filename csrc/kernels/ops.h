@@ -19,7 +19,9 @@ concept VectorOps = requires(typename Ops::F f, typename Ops::I i, float* floats
   { Ops::splat(0.0f) } -> std::same_as<typename Ops::F>;
   { Ops::load(from) } -> std::same_as<typename Ops::F>;
   { Ops::load_bytes(bytes) } -> std::same_as<typename Ops::F>;  // not aligned
-  { Ops::load_scales(bytes, int64_t{}, DType{}) } -> std::same_as<typename Ops::F>;  // elements [i, i + kLanes)
+  // Elements [i, i + kLanes); of kFloat32 or kBFloat16.
+  { Ops::load_scales(bytes, int64_t{}, DType{}) } -> std::same_as<typename Ops::F>;
+  { Ops::load_e5m3(bytes, int64_t{}) } -> std::same_as<typename Ops::F>;
   { Ops::template load_as<DType::kBFloat16>(bytes, int64_t{}) } -> std::same_as<typename Ops::F>;
   Ops::template store_as<DType::kBFloat16>(out, int64_t{}, f);  // rounded, NaN as in CombineFn
   Ops::store(floats, f);

@@ -252,6 +252,11 @@ void combine(const float* y, int64_t ldy, const int32_t* slots, const float* wei
 }
 
 template <class Ops>
+W4A8_INLINE typename Ops::F load_any_scales(const uint8_t* scales, int64_t i, DType dtype) {
+  return dtype == DType::kE5M3 ? Ops::load_e5m3(scales, i) : Ops::load_scales(scales, i, dtype);
+}
+
+template <class Ops>
 void add_weight_sums(const uint8_t* scales, DType dtype, const int32_t* group_sums, int64_t groups, float* sums) {
   constexpr int kVecs = kPanelColumns / Ops::kLanes;
   typename Ops::F w[kVecs];
@@ -260,7 +265,7 @@ void add_weight_sums(const uint8_t* scales, DType dtype, const int32_t* group_su
     for (int v = 0; v < kVecs; ++v) {
       const int64_t at = i + v * Ops::kLanes;
       const auto sum = Ops::iload(reinterpret_cast<const uint8_t*>(group_sums + at));
-      w[v] = Ops::fma(Ops::load_scales(scales, at, dtype), Ops::to_float(sum), w[v]);
+      w[v] = Ops::fma(load_any_scales<Ops>(scales, at, dtype), Ops::to_float(sum), w[v]);
     }
   }
   for (int v = 0; v < kVecs; ++v) Ops::store(sums + v * Ops::kLanes, w[v]);

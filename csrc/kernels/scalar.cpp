@@ -97,8 +97,9 @@ struct Ops {
     }
   }
   static F load_scales(const uint8_t* scales, int64_t i, DType dtype) {
-    if (dtype == DType::kBFloat16) return load_as<DType::kBFloat16>(scales, i);
-    if (dtype == DType::kFloat32) return load_as<DType::kFloat32>(scales, i);
+    return dtype == DType::kFloat32 ? load_as<DType::kFloat32>(scales, i) : load_as<DType::kBFloat16>(scales, i);
+  }
+  static F load_e5m3(const uint8_t* scales, int64_t i) {
     return bits_float(static_cast<uint32_t>(scales[i]) << 20) * kE5M3Factor;
   }
 

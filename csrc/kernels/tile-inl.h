@@ -253,6 +253,16 @@ W4A8_INLINE void channelwise_tile(const TileArgs& t, const int8_t* const (&rows)
 // it makes GCC spill more for the others.
 enum class Zeros { kNone, kAll, kAsk };
 
+// Only groups of the least size have scales of e5m3, which take a register for a factor from all others in the loop.
+template <class Ops, int64_t kGroupSteps>
+W4A8_INLINE typename Ops::F load_group_scales(const uint8_t* scales, int64_t i, DType dtype) {
+  if constexpr (kGroupSteps == kLeastGroupSteps) {
+    return load_any_scales<Ops>(scales, i, dtype);
+  } else {
+    return Ops::load_scales(scales, i, dtype);
+  }
+}
+
 // f = fma(float(acc), scale, f), group by group. kGroupSteps: steps of a group, 0 if known at run time only.
 template <class Ops, int R, int C, Code kCode, Zeros kZeros, int64_t kGroupSteps>
 W4A8_INLINE void add_groups(const TileArgs& t, const int8_t* const (&rows)[R], const uint8_t* const (&weights)[C],
@@ -280,7 +290,8 @@ W4A8_INLINE void add_groups(const TileArgs& t, const int8_t* const (&rows)[R], c
       const uint8_t* scales = t.scales + c * p.stride;
 #pragma GCC unroll 16
       for (int v = 0; v < Ops::kVecs; ++v) {
-        const F scale = Ops::load_scales(scales, group * kPanelColumns + v * Ops::kLanes, p.scale_dtype);
+        const int64_t at = group * kPanelColumns + v * Ops::kLanes;
+        const F scale = load_group_scales<Ops, kGroupSteps>(scales, at, p.scale_dtype);
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) f[r][c][v] = Ops::fma(Ops::to_float(acc[r][c][v]), scale, f[r][c][v]);
       }

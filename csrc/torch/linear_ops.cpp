@@ -84,8 +84,8 @@ PackedShape pack_shape(DeviceCheck check_devices, const PackArguments& a, int64_
   check_pack_arguments(a, shape);
   shape.scale_dtype = a.scales.scalar_type() == at::kFloat ? DType::kFloat32 : DType::kBFloat16;
   if (a.channel_scales.has_value()) {
-    TORCH_CHECK(!shape.channelwise(), "channel_scales is given, expected none for channelwise weights: block_size is ",
-                block_size, ", all of in_features");
+    TORCH_CHECK(shape.in_least_groups(), "channel_scales is given, expected none for block_size = ", block_size,
+                " and in_features = ", in_features, ": groups of 16 alone have them");
     shape.scale_dtype = DType::kE5M3;
   }
   shape.has_bias = a.bias.has_value();

@@ -71,7 +71,7 @@ def dyn_quant_pack_4bit_weight(
             1, 1.5, 2, 3, 4, 6 and their negatives. No zero points then.
         channel_scales: floating point [N] ([E, N] for a stack), kept as float32: scales of two levels, as NVFP4 has.
             Then scales_zeros is float8_e4m3fn, or its bits as uint8, numbers without a sign, and a weight is multiplied
-            by its scale and by the channel scale of its output feature. Not channelwise.
+            by its scale and by the channel scale of its output feature. For a block_size of 16 alone.
 
     Returns:
         uint8 [bytes], or [E, bytes]: row e is itself a valid packed matrix. The same on every machine and good for

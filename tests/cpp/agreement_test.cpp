@@ -167,7 +167,11 @@ TEST(AgreementTest, Moe) {
     c.weight_on_input = variant % 3 == 0;
     c.bias = variant % 3 == 1;
     c.dtype = kAllDTypes[variant % 3];
-    c.scales = variant % 4 == 1 ? DType::kBFloat16 : (variant == 7 ? DType::kE5M3 : DType::kFloat32);
+    c.scales = variant % 4 == 1 ? DType::kBFloat16 : DType::kFloat32;
+    if (variant == 7) {
+      c.group = 16;
+      c.scales = DType::kE5M3;
+    }
     MoeData data(rng, c);
     for (std::size_t i = 0; i < data.ids.size(); i += 7) data.ids[i] = -1;
     std::vector<uint8_t> first;

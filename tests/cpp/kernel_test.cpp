@@ -148,6 +148,7 @@ TEST_P(KernelTest, GroupsEveryRowCount) {
   for (const Case c : {Case{16, 2}, Case{16, 3}, Case{16, 11}, Case{32, 2}, Case{32, 3}, Case{32, 11}, Case{64, 2},
                        Case{64, 3}, Case{96, 2}, Case{96, 3}, Case{128, 2}, Case{128, 5}, Case{256, 3}}) {
     for (const DType scales : kScaleDTypes) {
+      if (scales == DType::kE5M3 && c.group != 16) continue;
       const int64_t n = 16 * (static_cast<int64_t>(stream) % 3) + 1 + static_cast<int64_t>(stream) % 16;
       for (const WeightKind kind : kAllKinds) {
         check_shape_for_all_rows({n, c.group * c.groups, c.group, scales, stream % 2 == 0, kind}, stream);
@@ -169,7 +170,7 @@ TEST_P(KernelTest, ManyRowsOfManyChunks) {
   };
   for (const Case c : {Case{530, 1094, 1094}, Case{530, 1120, 32}, Case{49, 2320, 16}, Case{49, 2304, 96},
                        Case{530, 1536, 512}, Case{49, 2048, 1024}, Case{49, 4736, 128}, Case{49, 4726, 4726}}) {
-    const DType scales = c.group == 16 || c.group == 96 ? DType::kE5M3 : DType::kBFloat16;
+    const DType scales = c.group == 16 ? DType::kE5M3 : DType::kBFloat16;
     const PackedShape shape{35, c.k, c.group, scales, true};
     SCOPED_TRACE(describe(shape));
     const ref::Weights weights = random_weights(rng, shape);

@@ -118,14 +118,7 @@ TEST(LayoutTest, GroupsOf16AreVersion3) {
     expect_words(refusal(header, packed_bytes(shape)), {"version is " + std::to_string(version), "3", "group = 16"});
     expect_words(refusal(with<uint32_t>(kVersionAt, 3, kind)), {"version is 3", "group = 32"});
     expect_words(refusal(with<uint32_t>(kKindAt, 3, kind)), {"kind is 3"});
-    // Channel scales are version 3 too, in groups of any size, but in groups.
-    expect_words(refusal(with<uint32_t>(kScaleAt, 3, kind)), {"version is", "expected 3", "scale dtype 3"});
-    const PackedShape two_level{40, 128, 32, DType::kE5M3, false, kind};
-    header = header_of(two_level);
-    EXPECT_EQ(read_header(header.data(), packed_bytes(two_level), "matrix"), two_level);
-    const int64_t group = 128;
-    std::memcpy(header.data() + kGroupAt, &group, sizeof(group));
-    expect_words(refusal(header, packed_bytes(two_level)), {"scale dtype is 3", "128 (channelwise)"});
+    expect_words(refusal(with<uint32_t>(kScaleAt, 3, kind)), {"scale dtype is 3", "group = 32"});
   }
 }
 
@@ -236,6 +229,8 @@ TEST(LayoutTest, CheckShape) {
   bad({16, 64, std::numeric_limits<int64_t>::min(), DType::kFloat32, false}, {"group (block_size)"});
   bad({16, 64, 64, DType::kFloat16, false}, {"scale dtype", "2"});
   bad({16, 64, 64, DType::kE5M3, false}, {"scale dtype", "3", "channelwise"});
+  bad({16, 16, 16, DType::kE5M3, false}, {"scale dtype", "3", "channelwise"});
+  bad({16, 64, 32, DType::kE5M3, false}, {"scale dtype", "3", "32"});
   bad({16, 64, 64, static_cast<DType>(200), false}, {"scale dtype", "200"});
   bad({16, kMaxK / 2 + 2, 2, DType::kFloat32, false, WeightKind::kInt4ZeroPoints}, {"k (in_features)", "524288"});
   bad({16, kMaxK, kMaxK, DType::kFloat32, false, WeightKind::kE2M1}, {"k (in_features)", "524288", "e2m1"});

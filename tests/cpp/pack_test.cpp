@@ -20,11 +20,8 @@ const std::vector<PackedShape>& shapes() {
             for (const int64_t group : {16, 32, 64, 96}) list.push_back({n, 192, group, scales, bias, kind});
           }
           list.push_back({18, 32 * 70, 32, scales, bias, kind});
-          // The same groups with channel scales.
           if (scales == DType::kFloat32) {
-            for (const int64_t n : {1, 16, 33}) {
-              for (const int64_t group : {16, 96}) list.push_back({n, 192, group, DType::kE5M3, bias, kind});
-            }
+            for (const int64_t n : {1, 16, 33}) list.push_back({n, 192, 16, DType::kE5M3, bias, kind});
           }
         }
       }

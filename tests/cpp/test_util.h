@@ -60,7 +60,7 @@ bool same_float(float a, float b);
 inline ref::Type ref_type(DType dtype) { return static_cast<ref::Type>(dtype); }
 const char* dtype_name(DType dtype);
 inline constexpr DType kAllDTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
-/// Types of the scales of groups; those of channelwise weights are the first two.
+/// Types of scales; the last of groups of 16 alone.
 inline constexpr DType kScaleDTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kE5M3};
 
 /// Elements of `dtype` as bytes, from floats (rounded) or to floats (exact).

@@ -16,7 +16,7 @@ constexpr int64_t kMostMacs = 1 << 19;  // of the naive reference, per input
 constexpr DType kDTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
 constexpr WeightKind kKinds[] = {WeightKind::kInt4, WeightKind::kInt4ZeroPoints, WeightKind::kE2M1};
 constexpr DType kScaleDTypes[] = {DType::kFloat32, DType::kBFloat16};
-constexpr DType kGroupScaleDTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kE5M3};
+constexpr DType kAllScaleDTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kE5M3};
 
 // A stack of packed matrices and what is in them.
 struct Stack {
@@ -118,7 +118,7 @@ PackedShape make_shape(Bytes& in) {
     shape.k = 2 * in.integer(1, in.flag() ? 1000 : 80);
     shape.group = shape.k;
   }
-  shape.scale_dtype = shape.channelwise() ? in.pick(kScaleDTypes) : in.pick(kGroupScaleDTypes);
+  shape.scale_dtype = shape.in_least_groups() ? in.pick(kAllScaleDTypes) : in.pick(kScaleDTypes);
   shape.has_bias = in.flag();
   shape.kind = in.pick(kKinds);
   return shape;
@@ -166,7 +166,7 @@ void fuzz_moe(Bytes& in) {
       args.intermediate * (args.gated ? 2 : 1), args.hidden, grouped ? args.group : args.hidden, scales, bias, kind13};
   PackedShape shape2 = {args.hidden, args.intermediate, grouped ? args.group : args.intermediate, scales, bias, kind2};
   for (PackedShape* shape : {&shape13, &shape2}) {
-    if (!shape->channelwise() && in.flag()) shape->scale_dtype = DType::kE5M3;
+    if (shape->in_least_groups() && in.flag()) shape->scale_dtype = DType::kE5M3;
   }
   const Stack w13 = make_stack(in, shape13, args.experts);
   const Stack w2 = make_stack(in, shape2, args.experts);

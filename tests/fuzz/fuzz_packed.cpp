@@ -31,8 +31,9 @@ bool valid(const std::vector<uint8_t>& bytes) {
   const auto group = field<int64_t>(bytes, 32);
   if (n < 1 || n > int64_t{1} << 31 || k < 2 || kind > 2 || k > 1 << (kind == 0 ? 20 : 19) || k % 2 != 0) return false;
   if (group != k && (group <= 0 || (group != 16 && group % 32 != 0) || k % group != 0)) return false;
-  if (scales == 3 && group == k) return false;
-  if (version != (scales == 3 || (group == 16 && k != 16) ? 3u : (kind == 0 ? 1u : 2u))) return false;
+  const bool least = group == 16 && k != 16;
+  if (scales == 3 && !least) return false;
+  if (version != (least ? 3u : (kind == 0 ? 1u : 2u))) return false;
   const int64_t scale_bytes = scales == 0 ? 4 : (scales == 3 ? 1 : 2);
   const int64_t zero_bytes = kind == 1 ? 1 : 0;
   const int64_t panel =
@@ -67,8 +68,7 @@ std::vector<uint8_t> make_packed(Bytes& in, const PackedShape& shape) {
   }
   for (std::size_t i = 0; i < 64; ++i) bytes[i] = 0;
   std::memcpy(bytes.data(), "W4A8PACK", 8);
-  const bool is_third = shape.scale_dtype == DType::kE5M3 || (shape.group == 16 && shape.k != 16);
-  put<uint32_t>(bytes, 8, is_third ? 3 : (shape.kind == WeightKind::kInt4 ? 1 : 2));
+  put<uint32_t>(bytes, 8, shape.group == 16 && shape.k != 16 ? 3 : (shape.kind == WeightKind::kInt4 ? 1 : 2));
   put<uint32_t>(bytes, 12, shape.has_bias ? 1 : 0);
   put<int64_t>(bytes, 16, shape.n);
   put<int64_t>(bytes, 24, shape.k);
@@ -139,7 +139,7 @@ PackedShape make_shape(Bytes& in) {
   shape.scale_dtype = in.flag() ? DType::kBFloat16 : DType::kFloat32;
   shape.has_bias = in.flag();
   shape.kind = make_kind(in);
-  if (!shape.channelwise() && in.flag()) shape.scale_dtype = DType::kE5M3;
+  if (shape.in_least_groups() && in.flag()) shape.scale_dtype = DType::kE5M3;
   return shape;
 }
 
