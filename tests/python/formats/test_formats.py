@@ -1,5 +1,7 @@
 """Every 4-bit format, code by code, beside an independent reading of the same tensors; bit for bit."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -229,6 +231,11 @@ def test_parts_of_a_matrix_with_channel_scales():
     whole, meant = from_nvfp4(tensors, "layer"), dequantized_nvfp4(tensors)
     assert torch.equal(multiplied_out(whole.with_rows(slice(1, 9, 2))), meant[1:9:2])
     assert torch.equal(multiplied_out(whole.with_columns(32, 80)), meant[:, 32:80])
+    assert torch.equal(multiplied_out(whole.with_columns(16, 32).with_rows(slice(3, 5))), meant[3:5, 16:32])
+    # Of joined matrices every row has its own.
+    whole = replace(whole, channel_scales=torch.rand(12))
+    meant = multiplied_out(whole)
+    assert torch.equal(multiplied_out(whole.with_rows(slice(1, 9, 2))), meant[1:9:2])
     assert torch.equal(multiplied_out(whole.with_columns(16, 32).with_rows(slice(3, 5))), meant[3:5, 16:32])
     with pytest.raises(ValueError, match=r"columns \[8, 24\) of 96 cut groups of 16"):
         whole.with_columns(8, 24)
