@@ -16,6 +16,11 @@ def is_group_size(size: object) -> bool:
     return isinstance(size, int) and (size in (-1, 16) or (size > 0 and size % 32 == 0))
 
 
+def has_two_levels(group_size: int, columns: int) -> bool:
+    """Whether the operators have scales of two levels for such groups of so many input features."""
+    return group_size == 16 and columns != 16
+
+
 def kept_scale_dtype(*scales: torch.Tensor) -> torch.dtype:
     """The type that scales are packed in: bfloat16 if that holds every one exactly, else float32.
 
@@ -53,15 +58,15 @@ def pack_nibbles(
             are.
         zero_points: uint8 of the shape of ``scales`` in [0, 15]; None, or 8 everywhere: a code is a value + 8.
         values: ``int4`` or ``e2m1``, what a code is.
-        channel_scales: float32 [..., N], by which the scales of a row are multiplied; None if there is one level. The
-            operators have no two levels channelwise: there the products are rounded to float32.
+        channel_scales: float32 [..., N], by which the scales of a row are multiplied; None if there is one level. Where
+            the operators have one level alone (:func:`has_two_levels`) the products are rounded to float32.
 
     Returns:
         uint8 [bytes] or [E, bytes].
     """
     rows, columns = nibbles.shape[-2], 2 * nibbles.shape[-1]
     group = columns if group_size == -1 else group_size
-    if channel_scales is not None and group == columns:
+    if channel_scales is not None and not has_two_levels(group, columns):
         scales, channel_scales = multiplied_scales(scales, channel_scales), None
     if channel_scales is None:
         scales = scales.to(scale_dtype if scale_dtype is not None else kept_scale_dtype(scales))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from w4a8.core.float8 import multiplied_scales
-from w4a8.core.matrix import Matrix4, kept_scale_dtype, pack_nibbles
+from w4a8.core.matrix import Matrix4, has_two_levels, kept_scale_dtype, pack_nibbles
 from w4a8.core.memory import fresh_bytes
 
 
@@ -137,9 +137,9 @@ class MatrixStack:
         self._is_fixed = packed_as is not None
         self._zero_points = zero_points
         self._channel_scales = channel_scales
-        self._channelwise = group_size in (-1, columns)
+        self._keeps_levels = has_two_levels(group_size, columns)
         if channel_scales and packed_as is None:
-            self.packed_as = replace(self.packed_as, channel_scales=not self._channelwise)
+            self.packed_as = replace(self.packed_as, channel_scales=self._keeps_levels)
         self._packed: torch.Tensor | None = None
         self._done: set[int] = set()
         # Experts are written from the first to the last, so that no memory is taken ahead: with huge pages, the first
@@ -230,8 +230,8 @@ class MatrixStack:
         if self._channel_scales is None:
             self._channel_scales = channel_scales
             if not self._is_fixed:
-                self.packed_as = replace(self.packed_as, channel_scales=channel_scales and not self._channelwise)
-        kept = channel_scales and not self._channelwise
+                self.packed_as = replace(self.packed_as, channel_scales=channel_scales and self._keeps_levels)
+        kept = channel_scales and self._keeps_levels
         if channel_scales != self._channel_scales or kept != self.packed_as.channel_scales:
             found, expected = ("two levels", "one") if channel_scales else ("one level", "two")
             raise ValueError(f"scales have {found}, but {expected} is expected: a stack is of one kind")
@@ -242,7 +242,7 @@ class MatrixStack:
 
     def _pack(self, expert: int, matrix: _Waiting) -> None:
         tensors = dict(matrix.tensors)
-        if self._channel_scales and self._channelwise:
+        if self._channel_scales and not self._keeps_levels:
             tensors["scales"] = multiplied_scales(tensors["scales"], tensors.pop("channel_scales"))
         needed, zeros = self.packed_as, tensors.get("zero_points")
         one_level = not needed.channel_scales

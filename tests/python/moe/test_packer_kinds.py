@@ -13,7 +13,7 @@ from w4a8.core.matrix import Matrix4
 from w4a8.core.packer import ExpertPacker
 from w4a8.core.stack import MatrixStack, PackedAs
 
-EXPERTS, HIDDEN, INTERMEDIATE, GROUP = 3, 128, 64, 32
+EXPERTS, HIDDEN, INTERMEDIATE, GROUP = 3, 128, 64, 16
 KINDS = ("int4", "zeros", "e2m1", "levels")  # the last: e2m1 with scales of two levels
 SHAPES = {"w1": (INTERMEDIATE, HIDDEN), "w3": (INTERMEDIATE, HIDDEN), "w2": (HIDDEN, INTERMEDIATE)}
 
@@ -56,7 +56,7 @@ def _one_call(matrices, group, scale_dtype=None):
     """A stack of equal matrices by one call of the operator; each a list of matrices of consecutive rows."""
     whole = []
     columns = matrices[0][0].columns
-    levels = matrices[0][0].channel_scales is not None and group not in (-1, columns)
+    levels = matrices[0][0].channel_scales is not None and group == 16 and columns != 16
     for parts in matrices:
         zeros = [torch.full(part.scales.shape, 8, dtype=torch.uint8) if part.zero_points is None else part.zero_points
                  for part in parts]  # fmt: skip
@@ -113,7 +113,7 @@ def _same(found, expected):
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("group", [32, -1])
+@pytest.mark.parametrize("group", [32, 16, -1])
 @pytest.mark.parametrize("kinds", [(a, b) for a in KINDS for b in KINDS], ids="-".join)
 def test_matrices_in_any_order(kinds, group, bias):
     matrices = _experts(dict(zip(("w13", "w2"), kinds)), group=group, bias=bias)
@@ -276,12 +276,12 @@ def test_zero_points_come_late_beside_two_levels():
 def test_pieces_of_two_levels_that_do_not_fit():
     packer = _packer(values={"w13": "e2m1"}, channel_scales=("w13",))
     with pytest.raises(ValueError, match=r"the scales: dtype torch\.float32, but uint8 is expected"):
-        packer.put(0, "w1", "weight_scale", torch.ones(64, 4), "the scales")
+        packer.put(0, "w1", "weight_scale", torch.ones(64, 8), "the scales")
     with pytest.raises(ValueError, match=r"the one: shape \(64,\), but one number is expected"):
         packer.put(0, "w1", "global_scale", torch.ones(64), "the one")
     with pytest.raises(ValueError, match="the one: channel_scales are given, but none are expected"):
         packer.put(0, "w2", "global_scale", torch.ones(1), "the one")
-    packer.put(0, "w1", "weight_scale", torch.ones(64, 4, dtype=torch.uint8), "name")
+    packer.put(0, "w1", "weight_scale", torch.ones(64, 8, dtype=torch.uint8), "name")
     packer.put(0, "w1", "weight", torch.zeros(64, 64, dtype=torch.uint8), "name")
     packer.put(0, "w1", "bias", torch.zeros(64), "name")
     packer.put_matrix(0, "w3", _matrix(64, 128, "levels"), "name")
@@ -303,8 +303,8 @@ def test_no_experts():
         ("w13", (64, 128, "int4"), r"is \[64, 128\], but \[128, 128\] is expected"),
         ("w2", (64, 128, "int4"), r"is \[64, 128\], but \[128, 64\] is expected"),
         ("w3", (64, 128, "e2m1"), "the codes are e2m1, but int4 is expected"),
-        ("w3", (64, 128, "zeros", 64), r"scales have shape \(64, 2\), but \(64, 4\) is expected"),
-        ("w3", (64, 128, "zeros", 32, torch.float16, False), "has no bias, unlike the layer"),
+        ("w3", (64, 128, "zeros", 64), r"scales have shape \(64, 2\), but \(64, 8\) is expected"),
+        ("w3", (64, 128, "zeros", GROUP, torch.float16, False), "has no bias, unlike the layer"),
     ],
 )
 def test_wrong_matrices(shard, matrix, message):
@@ -319,7 +319,7 @@ def test_wrong_matrices(shard, matrix, message):
     [
         ("zero_points", torch.full((64, 4), 16, dtype=torch.uint8), r"holds 16, but zero points are in \[0, 15\]"),
         ("zero_points", torch.full((64, 4), 8, dtype=torch.int8), "dtype torch.int8, but uint8 is expected"),
-        ("zero_points", torch.full((64, 3), 8, dtype=torch.uint8), r"but \(64, 4\) is expected"),
+        ("zero_points", torch.full((64, 3), 8, dtype=torch.uint8), r"but \(64, 8\) is expected"),
         ("weight", torch.zeros(64, 63, dtype=torch.uint8), "128 columns make 64 bytes"),
     ],
 )
