@@ -133,7 +133,8 @@ class LinearWeights:
             layer.register_parameter("weight_shape", shape)
         for suffix in ignored_in(self.stored):
             # It stays when the rest is packed: it may come later.
-            ignored = PerTensorScaleParameter(data=torch.zeros(len(sizes)), weight_loader=load_nothing)
+            data = torch.zeros(len(sizes), dtype=torch.float32)
+            ignored = PerTensorScaleParameter(data=data, weight_loader=load_nothing)
             ignored.weight_loader_numel = 0
             layer.register_parameter(suffix, ignored)
         self.dummy = is_dummy_load()
