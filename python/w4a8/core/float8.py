@@ -20,7 +20,7 @@ def e4m3_values() -> torch.Tensor:
     """float32 [256]: the number of each byte: a sign, four bits of exponent, three of mantissa; 127 and 255 are NaN."""
     positive = [m * 2.0**-9 if e == 0 else (8 + m) * 2.0 ** (e - 10) for e in range(16) for m in range(8)]
     positive[127] = float("nan")
-    return torch.tensor([*positive, *(-value for value in positive)])
+    return torch.tensor([*positive, *(-value for value in positive)], device="cpu")
 
 
 def multiplied_scales(scales: torch.Tensor, channel_scales: torch.Tensor) -> torch.Tensor:

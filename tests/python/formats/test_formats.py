@@ -255,6 +255,14 @@ def test_e4m3_values():
         assert torch.equal(other.isnan(), found.isnan())
 
 
+@pytest.mark.skipif(not hasattr(torch.device, "__enter__"), reason="this torch has no default device")
+def test_e4m3_values_where_a_model_is_made():
+    """They are kept, and the device of the first call is not theirs."""
+    e4m3_values.cache_clear()
+    with torch.device("meta"):
+        assert e4m3_values().device.type == "cpu"
+
+
 def test_e2m1_values():
     """One bit of sign, two of exponent (bias 1, denormals), one of mantissa."""
     for code, value in enumerate(E2M1):
