@@ -58,6 +58,8 @@ MORE = [
     Case("deepseek_v3", 16, "modelopt-nvfp4", "bfloat16", "none"),
     Case("mixtral", 16, "nvfp4-pack-quantized", "bfloat16", "none", lm_head=True),
     Case("qwen3", 16, "modelopt-nvfp4", "float16", "none", attention="float"),
+    Case("qwen3_moe", 16, "int-quantized", "float32", "symmetric", symmetric=False),
+    Case("qwen3_moe", 16, "gptq", "float32", "none", symmetric=False),
     Case("mixtral", 128, "int-quantized", "float32", "symmetric"),
     Case("deepseek_v2", -1, "int-quantized", "bfloat16", "asymmetric"),
     Case("deepseek_v3", 32, "pack-quantized", "float32", "symmetric"),
