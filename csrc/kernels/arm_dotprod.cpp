@@ -88,20 +88,11 @@ struct FewOps : DotOps {
     }
   }
 
-  template <int R, int C, Code kCode>
+  // The sums of the general add_groups with pointers that move instead of indices. In decode a group of 32 takes a
+  // tenth less.
+  template <int R, int C, Code kCode, Grouping kGrouping>
   static W4A8_INLINE void add_groups(const TileArgs& t, const int8_t* const (&rows)[R],
                                      const uint8_t* const (&weights)[C], F (&f)[R][C][4]) {
-    if (kScales == DType::kE5M3 || t.panels->group_steps == kLeastGroupSteps) {
-      add_groups_of<R, C, kCode, true>(t, rows, weights, f);
-    } else if constexpr (kScales != DType::kE5M3) {
-      add_groups_of<R, C, kCode, false>(t, rows, weights, f);
-    }
-  }
-  // The sums of the general add_groups with pointers that move instead of indices. In decode a group of 32 takes a
-  // tenth less. kLeast: of the smallest size.
-  template <int R, int C, Code kCode, bool kLeast>
-  static W4A8_INLINE void add_groups_of(const TileArgs& t, const int8_t* const (&rows)[R],
-                                        const uint8_t* const (&weights)[C], F (&f)[R][C][4]) {
     const int8_t* q[R];
     const int32_t* starts[R];
     const uint8_t* w[C];
@@ -123,7 +114,7 @@ struct FewOps : DotOps {
     do {
       I acc[R][C][4];
       start_group<R, C, kCode>(acc, starts, zeros, t.zeros_stride);
-      if constexpr (kLeast) {
+      if constexpr (kGrouping == Grouping::kLeast) {
         add_least_group<R, C, kCode>(acc, q, w, ahead);
       } else {
         int64_t blocks = group_steps / kBlockSteps;
@@ -146,11 +137,16 @@ struct FewOps : DotOps {
   }
 };
 
+// These alone have such scales.
+struct FewE5M3Ops : FewOps<DType::kE5M3> {
+  static constexpr bool kOnlyLeastGroups = true;
+};
+
 void few_rows(const Rows& rows, int64_t m, const Panels& panels, int64_t panel_count, float* out, int64_t ldc,
               uint8_t*) {
   switch (panels.scale_dtype) {
     case DType::kBFloat16: return gemm<FewOps<DType::kBFloat16>>(rows, m, panels, panel_count, out, ldc, nullptr);
-    case DType::kE5M3: return gemm<FewOps<DType::kE5M3>>(rows, m, panels, panel_count, out, ldc, nullptr);
+    case DType::kE5M3: return gemm<FewE5M3Ops>(rows, m, panels, panel_count, out, ldc, nullptr);
     default: return gemm<FewOps<DType::kFloat32>>(rows, m, panels, panel_count, out, ldc, nullptr);
   }
 }
@@ -344,7 +340,7 @@ struct Unpacked {
       }
     }
     if (t.last) {
-      finish_groups<Ops, R, 1>(t, f);
+      finish_groups<Ops, R, 1, kScales == DType::kE5M3>(t, f);
     } else {
       store_sums<Ops>(t, f);
     }

@@ -11,7 +11,7 @@
 // which adds sum over the steps [begin, end) of u * q to acc[r][c][v], and for packed weights fetches as many bytes at
 // `fetch`. end - begin is a multiple of kUnit: kBlockSteps or kLeastGroupSteps of groups, 1 channelwise. u is the
 // nibble, or for e2m1 twice the value + kE2M1Zero; what it counts from is in the accumulator from the start. With
-// kOwnGroups it also brings add_groups<R, C, kCode>(t, rows, weights, f), the loop over groups.
+// kOwnGroups it also brings add_groups<R, C, kCode, kGrouping>(t, rows, weights, f), the loop over groups.
 //
 // A tile adds the steps of one chunk (tile_driver-inl.h); between chunks it keeps its sums, int32 channelwise, else
 // float, in `out`.
@@ -19,6 +19,14 @@
 // Steps of the smallest group, 16 values of k; all others are multiples of a block, 32 values.
 constexpr int64_t kLeastGroupSteps = 2;
 constexpr int64_t kBlockSteps = 4;
+
+// What shares a scale: all of K, 16 values of it, or a multiple of 32. Groups of the least size have tiles of their
+// own, which may have channel scales: GCC 12 makes slower loops of the others beside theirs.
+enum class Grouping { kChannelwise, kLeast, kBlocks };
+inline Grouping grouping_of(const Panels& panels) {
+  if (panels.channelwise) return Grouping::kChannelwise;
+  return panels.group_steps == kLeastGroupSteps ? Grouping::kLeast : Grouping::kBlocks;
+}
 
 // Steps that loops over [begin, end) take at once.
 constexpr int64_t unrolled(int64_t unit) { return unit == kLeastGroupSteps ? kLeastGroupSteps : kBlockSteps; }
@@ -74,8 +82,8 @@ W4A8_INLINE void finish_channelwise(const TileArgs& t, typename Ops::I (&acc)[R]
   }
 }
 
-// docs/numerics.md section 3, behind the sum over the groups.
-template <class Ops, int R, int C>
+// docs/numerics.md section 3, behind the sum over the groups. kMayScale: there may be channel scales.
+template <class Ops, int R, int C, bool kMayScale>
 W4A8_INLINE void finish_groups(const TileArgs& t, typename Ops::F (&f)[R][C][Ops::kVecs]) {
   const Panels& p = *t.panels;
 #pragma GCC unroll 2
@@ -87,12 +95,15 @@ W4A8_INLINE void finish_groups(const TileArgs& t, typename Ops::F (&f)[R][C][Ops
       const typename Ops::F sums = Ops::load_bytes(panel + p.sums_offset + 4 * column);
       const typename Ops::F bias = Ops::load_bytes(panel + p.bias_offset + 4 * column);
       typename Ops::F channel = Ops::splat(1.0f);  // a product with which is exact
-      if (p.scale_dtype == DType::kE5M3) channel = Ops::load_bytes(panel + p.channel_scales_offset + 4 * column);
+      if (kMayScale && p.scale_dtype == DType::kE5M3) {
+        channel = Ops::load_bytes(panel + p.channel_scales_offset + 4 * column);
+      }
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
         const RowQuant quant = t.quant[r];
         const typename Ops::F shifted = Ops::fma(Ops::splat(-static_cast<float>(quant.zero_point)), sums, f[r][c][v]);
-        const typename Ops::F scale = Ops::mul(Ops::splat(quant.recip), channel);
+        typename Ops::F scale = Ops::splat(quant.recip);
+        if constexpr (kMayScale) scale = Ops::mul(scale, channel);
         Ops::store(t.out + r * t.ldc + c * kPanelColumns + column, Ops::add(Ops::mul(shifted, scale), bias));
       }
     }
@@ -299,28 +310,30 @@ W4A8_INLINE void add_groups(const TileArgs& t, const int8_t* const (&rows)[R], c
   }
 }
 
-template <class Ops, int R, int C, Code kCode, Zeros kZeros>
+template <class Ops, int R, int C, Code kCode, Zeros kZeros, Grouping kGrouping>
 W4A8_INLINE void add_sized_groups(const TileArgs& t, const int8_t* const (&rows)[R], const uint8_t* const (&weights)[C],
                                   typename Ops::F (&f)[R][C][Ops::kVecs]) {
-  switch (t.panels->group_steps) {
-    case kLeastGroupSteps: return add_groups<Ops, R, C, kCode, kZeros, kLeastGroupSteps>(t, rows, weights, f);
-    case kBlockSteps: return add_groups<Ops, R, C, kCode, kZeros, kBlockSteps>(t, rows, weights, f);
-    default: return add_groups<Ops, R, C, kCode, kZeros, 0>(t, rows, weights, f);
+  if constexpr (kGrouping == Grouping::kLeast) {
+    add_groups<Ops, R, C, kCode, kZeros, kLeastGroupSteps>(t, rows, weights, f);
+  } else if (t.panels->group_steps == kBlockSteps) {
+    add_groups<Ops, R, C, kCode, kZeros, kBlockSteps>(t, rows, weights, f);
+  } else {
+    add_groups<Ops, R, C, kCode, kZeros, 0>(t, rows, weights, f);
   }
 }
 
-template <class Ops, int R, int C, Code kCode>
+template <class Ops, int R, int C, Code kCode, Grouping kGrouping>
 W4A8_INLINE void add_all_groups(const TileArgs& t, const int8_t* const (&rows)[R], const uint8_t* const (&weights)[C],
                                 typename Ops::F (&f)[R][C][Ops::kVecs]) {
   constexpr bool kSpare = requires { Ops::kSpareRegisters; };
   if constexpr (!kSpare && !is_e2m1(kCode)) {
-    if (t.zeros != nullptr) return add_sized_groups<Ops, R, C, kCode, Zeros::kAll>(t, rows, weights, f);
+    if (t.zeros != nullptr) return add_sized_groups<Ops, R, C, kCode, Zeros::kAll, kGrouping>(t, rows, weights, f);
   }
   constexpr Zeros kZeros = kSpare && !is_e2m1(kCode) ? Zeros::kAsk : Zeros::kNone;
-  add_sized_groups<Ops, R, C, kCode, kZeros>(t, rows, weights, f);
+  add_sized_groups<Ops, R, C, kCode, kZeros, kGrouping>(t, rows, weights, f);
 }
 
-template <class Ops, int R, int C, Code kCode>
+template <class Ops, int R, int C, Code kCode, Grouping kGrouping>
 W4A8_INLINE void groups_tile(const TileArgs& t, const int8_t* const (&rows)[R], const uint8_t* const (&weights)[C]) {
   typename Ops::F f[R][C][Ops::kVecs];
   if (t.first) {
@@ -329,18 +342,18 @@ W4A8_INLINE void groups_tile(const TileArgs& t, const int8_t* const (&rows)[R], 
     load_sums<Ops>(t, f);
   }
   if constexpr (requires { Ops::kOwnGroups; }) {
-    Ops::template add_groups<R, C, kCode>(t, rows, weights, f);
+    Ops::template add_groups<R, C, kCode, kGrouping>(t, rows, weights, f);
   } else {
-    add_all_groups<Ops, R, C, kCode>(t, rows, weights, f);
+    add_all_groups<Ops, R, C, kCode, kGrouping>(t, rows, weights, f);
   }
   if (t.last) {
-    finish_groups<Ops, R, C>(t, f);
+    finish_groups<Ops, R, C, kGrouping == Grouping::kLeast>(t, f);
   } else {
     store_sums<Ops>(t, f);
   }
 }
 
-template <class Ops, int R, int C, bool kChannelwise, Code kCode>
+template <class Ops, int R, int C, Grouping kGrouping, Code kCode>
 void tile(const TileArgs& t) {
   const int8_t* rows[R];
   const uint8_t* weights[C];
@@ -348,9 +361,9 @@ void tile(const TileArgs& t) {
   for (int r = 0; r < R; ++r) rows[r] = t.q + r * t.q_stride;
 #pragma GCC unroll 2
   for (int c = 0; c < C; ++c) weights[c] = t.weights + c * t.weights_stride;
-  if constexpr (kChannelwise) {
+  if constexpr (kGrouping == Grouping::kChannelwise) {
     channelwise_tile<Ops, R, C, kCode>(t, rows, weights);
   } else {
-    groups_tile<Ops, R, C, kCode>(t, rows, weights);
+    groups_tile<Ops, R, C, kCode, kGrouping>(t, rows, weights);
   }
 }

@@ -252,19 +252,26 @@ void unpack_e2m1(const TileArgs& t, int64_t c, uint8_t* bytes) {
 }
 
 // The tile of `rows` rows, kLeast <= rows <= kRows[C - 1].
-template <class Ops, int C, bool kChannelwise, Code kCode, int kLeast, int... R>
+template <class Ops, int C, Grouping kGrouping, Code kCode, int kLeast, int... R>
 TileFn pick_rows(int64_t rows, std::integer_sequence<int, R...>) {
-  static constexpr TileFn kTiles[] = {&tile<Ops, kLeast + R, C, kChannelwise, kCode>...};
+  static constexpr TileFn kTiles[] = {&tile<Ops, kLeast + R, C, kGrouping, kCode>...};
   return kTiles[rows - kLeast];
 }
 
 // kOfRows: fewest rows of all tiles together.
 template <class Ops, int C, Code kCode, int64_t kOfRows>
-TileFn pick_tile(int64_t rows, bool channelwise) {
+TileFn pick_tile(int64_t rows, Grouping grouping) {
   constexpr int kLeast = static_cast<int>(least_share(kOfRows, Ops::kRows[C - 1]));
   constexpr std::make_integer_sequence<int, Ops::kRows[C - 1] - kLeast + 1> kSequence;
-  return channelwise ? pick_rows<Ops, C, true, kCode, kLeast>(rows, kSequence)
-                     : pick_rows<Ops, C, false, kCode, kLeast>(rows, kSequence);
+  if constexpr (requires { Ops::kOnlyLeastGroups; }) {
+    return pick_rows<Ops, C, Grouping::kLeast, kCode, kLeast>(rows, kSequence);
+  } else {
+    switch (grouping) {
+      case Grouping::kChannelwise: return pick_rows<Ops, C, Grouping::kChannelwise, kCode, kLeast>(rows, kSequence);
+      case Grouping::kLeast: return pick_rows<Ops, C, Grouping::kLeast, kCode, kLeast>(rows, kSequence);
+      default: return pick_rows<Ops, C, Grouping::kBlocks, kCode, kLeast>(rows, kSequence);
+    }
+  }
 }
 
 // The tiles of tile-inl.h.
@@ -294,16 +301,16 @@ struct OpsTiles {
     }
   }
   template <Code kCode>
-  static TileFn pick(int64_t count, int64_t columns, bool channelwise) {
+  static TileFn pick(int64_t count, int64_t columns, Grouping grouping) {
     constexpr int64_t kOfRows = kUnpacked ? Ops::kUnpackRows : 1;
     if constexpr (kMostColumns == 2) {
-      if (columns == 2) return pick_tile<Ops, 2, kCode, kOfRows>(count, channelwise);
+      if (columns == 2) return pick_tile<Ops, 2, kCode, kOfRows>(count, grouping);
     }
-    return pick_tile<Ops, 1, kCode, kOfRows>(count, channelwise);
+    return pick_tile<Ops, 1, kCode, kOfRows>(count, grouping);
   }
   static void tile(int64_t count, const TileArgs& t) {
     const bool e2m1 = t.panels->kind == WeightKind::kE2M1;
-    (e2m1 ? pick<kE2M1Code> : pick<kOtherCode>)(count, t.columns, t.panels->channelwise)(t);
+    (e2m1 ? pick<kE2M1Code> : pick<kOtherCode>)(count, t.columns, grouping_of(*t.panels))(t);
   }
 };
 

@@ -272,7 +272,7 @@ W4A8_INLINE void finish_tile_rows(TileArgs t, const uint8_t* sums, int64_t row) 
     typename Ops::F f[R][1][Ops::kVecs];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) f[r][0][0] = Ops::load_bytes(sums + r * kStepBytes);
-    finish_groups<Ops, R, 1>(t, f);
+    finish_groups<Ops, R, 1, false>(t, f);
   }
 }
 

@@ -6,6 +6,7 @@
 //     dot(acc, u8, s8)                    acc += 4 products in each 32-bit lane
 //     load_step<kCode>(w, s, lo, hi)      u of k0..k0+3 and of k0+4..k0+7, kVecs registers each
 //     kDoubled                            up to so many accumulators, a second set hides the latency of dot
+//     take_half(w, u)                     optional: one half of an unpacked step, if registers do not hold both
 template <class Base>
 struct VnniOps : Base {
   using I = typename Base::I;
@@ -14,35 +15,44 @@ struct VnniOps : Base {
   // 24 * 128 in size at most, K * 24 * 128 < 2^31 for K <= 2^19; nothing is narrow.
   static constexpr bool kE2M1IsWide = false;
 
+  // Adds four k from `k` on.
+  template <int R, int C>
+  static W4A8_INLINE void add_half(I (&acc)[R][C][kVecs], const int8_t* const (&rows)[R], int64_t k,
+                                   const I (&u)[C][kVecs]) {
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      const I a = Base::broadcast4(rows[r] + k);
+#pragma GCC unroll 2
+      for (int c = 0; c < C; ++c) {
+#pragma GCC unroll 2
+        for (int v = 0; v < kVecs; ++v) Base::dot(acc[r][c][v], u[c][v], a);
+      }
+    }
+  }
+
   // Adds one step. second: where the high halves go, the same as acc or a second set.
   template <int R, int C, Code kCode, bool kFetch>
   static W4A8_INLINE void add_step(I (&acc)[R][C][kVecs], I (&second)[R][C][kVecs], const int8_t* const (&rows)[R],
                                    const uint8_t* const (&weights)[C], int64_t s, const uint8_t* fetch) {
-    I lo[C][kVecs];
-    I hi[C][kVecs];
-#pragma GCC unroll 2
-    for (int c = 0; c < C; ++c) {
-      if constexpr (kFetch) __builtin_prefetch(fetch + c * kStepBytes, 0, 2);
-      Base::template load_step<kCode>(weights[c], s, lo[c], hi[c]);
-    }
-    // All low halves, then all high ones: as far apart as can be, since both may add to the same accumulator.
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-      const I a = Base::broadcast4(rows[r] + s * kStepK);
-#pragma GCC unroll 2
-      for (int c = 0; c < C; ++c) {
-#pragma GCC unroll 2
-        for (int v = 0; v < kVecs; ++v) Base::dot(acc[r][c][v], lo[c][v], a);
-      }
-    }
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-      const I a = Base::broadcast4(rows[r] + s * kStepK + 4);
+    if constexpr (!is_packed(kCode) && requires { Base::take_half; }) {
+      static_assert(C == 1 && !kFetch);
+      const uint8_t* step = weights[0] + s * kUnpackedBytes;
+      I u[C][kVecs];
+      Base::take_half(step, u[0]);
+      add_half(acc, rows, s * kStepK, u);
+      Base::take_half(step + kStepBytes, u[0]);
+      add_half(second, rows, s * kStepK + 4, u);
+    } else {
+      I lo[C][kVecs];
+      I hi[C][kVecs];
 #pragma GCC unroll 2
       for (int c = 0; c < C; ++c) {
-#pragma GCC unroll 2
-        for (int v = 0; v < kVecs; ++v) Base::dot(second[r][c][v], hi[c][v], a);
+        if constexpr (kFetch) __builtin_prefetch(fetch + c * kStepBytes, 0, 2);
+        Base::template load_step<kCode>(weights[c], s, lo[c], hi[c]);
       }
+      // All low halves, then all high ones: as far apart as can be, since both may add to the same accumulator.
+      add_half(acc, rows, s * kStepK, lo);
+      add_half(second, rows, s * kStepK + 4, hi);
     }
   }
 

@@ -66,6 +66,11 @@ struct AvxVnniOps : Avx2Ops {
   static W4A8_INLINE void dot(I& acc, I u8, I s8) {
     __asm__ volatile(W4A8_VPDPBUSD " %2, %1, %0" : "+x"(acc) : "x"(u8), "x"(s8));
   }
+  // One half of an unpacked step: there are registers for one at a time, and GCC would load each again for every use.
+  static W4A8_INLINE void take_half(const uint8_t* w, I (&u)[2]) {
+    __asm__ volatile("vmovdqu %1, %0" : "=x"(u[0]) : "m"(*reinterpret_cast<const __m256i_u*>(w)));
+    __asm__ volatile("vmovdqu %1, %0" : "=x"(u[1]) : "m"(*reinterpret_cast<const __m256i_u*>(w + 32)));
+  }
   template <Code kCode>
   static W4A8_INLINE void load_step(const uint8_t* w, int64_t s, I (&lo)[2], I (&hi)[2]) {
     load_half<kCode, false>(w, s, lo);
