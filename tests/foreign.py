@@ -7,7 +7,7 @@ import torch
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-FORMATS = ("gptq", "gptq_v2", "awq", "auto_round:auto_gptq", "auto_round:auto_awq", "mxfp4")
+FORMATS = ("gptq", "gptq_v2", "awq", "auto_round:auto_gptq", "auto_round:auto_awq", "mxfp4", "quark")
 NVFP4 = ("modelopt-nvfp4", "nvfp4-pack-quantized")
 
 
@@ -68,8 +68,9 @@ def multiplied_out(stored: dict[str, torch.Tensor], form: str, bits: int = 4) ->
     """float32 [N, K] of the tensors of a matrix, by the last part of their names."""
     if "weight_global_scale" in stored or "weight_scale_2" in stored:
         return read_nvfp4(stored)
-    if form in ("mxfp4-pack-quantized", "auto_round:llm_compressor"):
-        return read_mxfp4(stored["weight_packed"].unflatten(1, (-1, 16)), stored["weight_scale"])
+    if form in ("mxfp4-pack-quantized", "auto_round:llm_compressor", "quark"):
+        packed = stored["weight" if form == "quark" else "weight_packed"]
+        return read_mxfp4(packed.unflatten(1, (-1, 16)), stored["weight_scale"])
     if form.endswith("-quantized"):
         scales = stored["weight_scale"]
         zeros = torch.full(scales.shape, 8)
@@ -179,6 +180,12 @@ def config(
     if form == "mxfp4":
         skipped = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
         return {"quant_method": "mxfp4", "modules_to_not_convert": skipped}
+    if form == "quark":
+        weight = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0", "ch_axis": -1}
+        layers = {"weight": {**weight, "is_dynamic": False}, "input_tensors": {**weight, "is_dynamic": True}}
+        export = {"kv_cache_group": [], "pack_method": "reorder", "weight_format": "real_quantized"}
+        found = {"quant_method": "quark", "global_quant_config": layers, "exclude": skipped, "export": export}
+        return {**found, "layer_quant_config": {}, "layer_type_quant_config": {}}
     if form == "modelopt-nvfp4":
         args = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
         groups = {"group_0": {"input_activations": args, "weights": args, "targets": ["Linear"]}}

@@ -38,9 +38,22 @@ def write(source: Path, directory: Path) -> None:
             weight = foreign.multiplied_out(found, form, others.get(module, {}).get("bits", 4))
             found = {"weight": weight} | {k: v for k, v in found.items() if k == "bias"}
         content.update({f"{module}.{suffix}": tensor.float() for suffix, tensor in found.items()})
+    _stack_gpt_oss(content)
     directory.mkdir()
     save_file(content, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "config.json").write_text(json.dumps({**settings, "dtype": "float32"}))
+
+
+def _stack_gpt_oss(content: dict[str, torch.Tensor]) -> None:
+    """Experts whose gate and up are one matrix become [E, in, out], and their biases [E, out]."""
+    fused = sorted(name for name in content if name.endswith(".0.gate_up_proj.weight"))
+    for stack in [name.removesuffix(".0.gate_up_proj.weight") for name in fused]:
+        for leaf in ("gate_up_proj", "down_proj"):
+            count = sum(name.startswith(stack) and name.endswith(f"{leaf}.weight") for name in content)
+            for suffix, end in (("weight", ""), ("bias", "_bias")):
+                parts = [content.pop(f"{stack}.{expert}.{leaf}.{suffix}") for expert in range(count)]
+                parts = [part.T if suffix == "weight" else part for part in parts]
+                content[f"{stack}.{leaf}{end}"] = torch.stack(parts).contiguous()
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,8 @@ config.json, hf_quant_config.json and model.safetensors are kept. torch 2.13.0 (
     nvidia-modelopt   0.47.0    nvfp4_modelopt, its unified export (with transformers 5.23.0, accelerate, datasets and
                                 requests); mxfp4: its quantizer for this format, names and config.json as its example
                                 for gpt-oss has them, which is no part of the package
+    amd-quark         0.13      mxfp4_quark, mxfp4_quark_gpt_oss (attention is left out), with transformers 5.23.0 and
+                                accelerate
 
 All but *_sym, auto_round_gptq, w4a16, w4a8, mxfp4* and nvfp4* have zero points. Scales of inputs (nvfp4*) come of
 random tokens.
@@ -160,12 +162,33 @@ def _modelopt_mxfp4(made: Path) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": quantization}, indent=2) + "\n")
 
 
+def quark(source: Path, made: Path) -> None:
+    from quark.torch import ModelQuantizer, export_safetensors
+    from quark.torch.quantization.config.config import OCP_MXFP4Spec, QConfig, QLayerConfig
+    from quark.torch.utils.llm import preprocess_for_quantization
+    from torch.utils.data import DataLoader
+
+    gpt_oss = transformers.GptOssForCausalLM(transformers.GptOssConfig(**GPT_OSS)).to(torch.bfloat16)
+    _random_weights(gpt_oss)
+    weight, inputs = (OCP_MXFP4Spec(ch_axis=-1, is_dynamic=dynamic).to_quantization_spec() for dynamic in (False, True))
+    tokens = DataLoader(torch.tensor(_random_tokens(16)), batch_size=16)
+    for folder, model, excluded in (
+        ("mxfp4_quark", transformers.AutoModelForCausalLM.from_pretrained(source, dtype="auto"), ["*mlp.gate"]),
+        ("mxfp4_quark_gpt_oss", gpt_oss, ["*router*", "*self_attn*"]),
+    ):
+        preprocess_for_quantization(model)  # a linear layer for each expert
+        layers = QLayerConfig(weight=weight, input_tensors=inputs)
+        quantizer = ModelQuantizer(QConfig(global_quant_config=layers, exclude=["lm_head", *excluded]))
+        export_safetensors(quantizer.freeze(quantizer.quantize_model(model, tokens)), made / folder)
+
+
 def main() -> None:
     tools = {
         "auto-round": auto_round,
         "gptqmodel": gptqmodel,
         "llmcompressor": llmcompressor,
         "nvidia-modelopt": modelopt,
+        "amd-quark": quark,
     }
     with tempfile.TemporaryDirectory() as temporary:
         source, made = Path(temporary) / "float", Path(temporary) / "made"

@@ -311,8 +311,8 @@ def load(
     """Reads and packs the mixture-of-experts layers of a checkpoint with 4-bit weights.
 
     GPTQ (versions 1 and 2), AWQ, AutoRound and compressed-tensors, with zero points or without, MXFP4 and NVFP4 (of
-    nvidia-modelopt too), whose experts are linear modules of their own: ``<layer>.experts.<n>.gate_proj``, ``up_proj``,
-    ``down_proj`` (or ``w1``, ``w3``, ``w2``, or ``gate_up_proj``); and MXFP4 as gpt-oss has it,
+    AMD Quark and nvidia-modelopt too), whose experts are linear modules of their own: ``<layer>.experts.<n>.up_proj``,
+    ``gate_proj``, ``down_proj`` (or ``w1``, ``w3``, ``w2``, or ``gate_up_proj``); and MXFP4 as gpt-oss has it,
     ``<layer>.experts.gate_up_proj_blocks`` of all experts. Codes stay as they are.
 
     An expert is packed as soon as it has been read. Memory peaks at the packed layers, a few

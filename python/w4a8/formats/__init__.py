@@ -11,6 +11,7 @@ tensors that came. GPTQ and pack-quantized have codes of 8 bits too, for linear 
     from_pack_quantized      compressed-tensors, int32 words
     from_mxfp4               MXFP4 blocks, as gpt-oss has them
     from_mxfp4_pack_quantized   the same in compressed-tensors and AutoRound
+    from_quark_mxfp4         the same as AMD Quark writes it
     from_nvfp4               NVFP4, as nvidia-modelopt writes it
     from_nvfp4_pack_quantized   the same in compressed-tensors and AutoRound
 
@@ -27,7 +28,7 @@ from w4a8.formats.compressed_tensors import from_int_quantized, from_pack_quanti
 from w4a8.formats.config import Rules, find_config, rules_of, stored_as
 from w4a8.formats.gptq import from_gptq
 from w4a8.formats.matrix import E2M1
-from w4a8.formats.mxfp4 import from_mxfp4, from_mxfp4_pack_quantized
+from w4a8.formats.mxfp4 import from_mxfp4, from_mxfp4_pack_quantized, from_quark_mxfp4
 from w4a8.formats.nvfp4 import from_nvfp4, from_nvfp4_pack_quantized
 from w4a8.formats.stored import NotOurs, Stored
 
@@ -48,6 +49,7 @@ __all__ = [
     "from_nvfp4",
     "from_nvfp4_pack_quantized",
     "from_pack_quantized",
+    "from_quark_mxfp4",
     "rules_of",
     "stored_as",
 ]

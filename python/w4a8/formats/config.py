@@ -19,6 +19,7 @@ from w4a8.formats.modelopt_rules import ModelOptRules
 from w4a8.formats.mxfp4 import BLOCK as MX_BLOCK
 from w4a8.formats.nvfp4 import BLOCK as NV_BLOCK
 from w4a8.formats.parts import QUANTIZED_SUFFIXES
+from w4a8.formats.quark_rules import QuarkRules
 from w4a8.formats.stored import NotOurs, Stored
 
 _WHERE = "quantization_config"
@@ -416,4 +417,5 @@ _METHODS: dict[str, Callable[[Mapping[str, Any]], Rules]] = {
     "auto-round": AutoRoundRules,
     "mxfp4": Mxfp4Rules,
     "modelopt": ModelOptRules,
+    "quark": QuarkRules,
 }

@@ -32,9 +32,31 @@ def from_mxfp4_pack_quantized(tensors: Tensors, name: str) -> Matrix4:
 
     Args, Raises: as :func:`from_mxfp4`.
     """
-    codes = take(tensors, name, "weight_packed", (torch.uint8,), 2)
+    return _read(tensors, name, "weight_packed")
+
+
+def from_quark_mxfp4(tensors: Tensors, name: str) -> Matrix4:
+    """A matrix in MXFP4 as AMD Quark writes it.
+
+        weight          uint8 [N, K/2]    codes in pairs, low nibble = even k
+        weight_scale    uint8 [N, K/32]   exponents: 2^(s - 127)
+        bias            [N]               may be missing
+
+    Args: as :func:`from_mxfp4`.
+
+    Raises:
+        ValueError: as :func:`from_mxfp4`; there is an ``input_rotation``, which inputs are to be multiplied by.
+    """
+    if tensors.get("input_rotation") is not None:
+        raise ValueError(f"{name}.input_rotation: inputs that are rotated are not supported")
+    return _read(tensors, name, "weight")
+
+
+def _read(tensors: Tensors, name: str, suffix: str) -> Matrix4:
+    """``suffix``: of the codes."""
+    codes = take(tensors, name, suffix, (torch.uint8,), 2)
     rows, columns = codes.shape[0], 2 * codes.shape[1]
-    groups = groups_of(columns, BLOCK, name, "weight_packed")
+    groups = groups_of(columns, BLOCK, name, suffix)
     exponents = take(tensors, name, "weight_scale", (torch.uint8,), 2)
     expect_shape(exponents, name, "weight_scale", (rows, groups), f"{columns} x {rows} features in blocks of {BLOCK}")
     scales = powers_of_two(exponents, f"{name}.weight_scale")

@@ -102,6 +102,11 @@ PARTS: dict[str, tuple[Part, ...]] = {
         Part("weight_scale_2", "global_scale", torch.float32),
         Part("pre_quant_scale", "input_scale", torch.float32, ("k",)),
     ),
+    "quark-mxfp4": (
+        Part("weight", "weight", torch.uint8, ("n", "k"), 1),
+        Part("weight_scale", "weight_scale", torch.uint8, ("n", "g")),
+        Part("input_rotation", "input_scale", torch.float32, ("k", "k")),
+    ),
     "mxfp4": (
         Part("blocks", "weight", torch.uint8, ("n", "k"), 1),
         Part("scales", "weight_scale", torch.uint8, ("n", "g")),

@@ -13,7 +13,7 @@ from w4a8.formats.awq import from_awq, output_features, output_nibbles
 from w4a8.formats.compressed_tensors import from_int_quantized, from_pack_quantized
 from w4a8.formats.gptq import from_gptq
 from w4a8.formats.matrix import Tensors, checked_zeros
-from w4a8.formats.mxfp4 import BLOCK, from_mxfp4, from_mxfp4_pack_quantized, powers_of_two
+from w4a8.formats.mxfp4 import BLOCK, from_mxfp4, from_mxfp4_pack_quantized, from_quark_mxfp4, powers_of_two
 from w4a8.formats.nvfp4 import checked_block_scales, checked_global_scale, from_nvfp4, from_nvfp4_pack_quantized
 from w4a8.formats.parts import Part, parts_of
 from w4a8.formats.words import codes, word_bytes
@@ -22,6 +22,7 @@ from w4a8.formats.words import codes, word_bytes
 _FLOATS: dict[str, Callable[[Tensors, str], Matrix4]] = {
     "mxfp4": from_mxfp4,
     "mxfp4-pack-quantized": from_mxfp4_pack_quantized,
+    "quark-mxfp4": from_quark_mxfp4,
     "nvfp4-pack-quantized": from_nvfp4_pack_quantized,
     "modelopt-nvfp4": from_nvfp4,
 }
@@ -36,8 +37,8 @@ class Stored:
 
     Attributes:
         format: ``gptq``, ``awq``, ``int-quantized``, ``pack-quantized``, ``mxfp4-pack-quantized``,
-            ``nvfp4-pack-quantized``, ``modelopt-nvfp4`` or ``mxfp4``. AutoRound's modules are the first two, or those
-            of 4-bit floats with ``pack``.
+            ``nvfp4-pack-quantized``, ``modelopt-nvfp4``, ``quark-mxfp4`` or ``mxfp4``. AutoRound has the
+            first two, or those of 4-bit floats with ``pack``.
         group_size: input features per scale, 16 or a multiple of 32; -1 is one group.
         symmetric: all zero points are 8.
         version: of ``gptq``: 1, or 2 where zero points are stored as they are.

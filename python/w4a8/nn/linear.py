@@ -14,9 +14,11 @@ from w4a8.formats import (
     from_gptq,
     from_int_quantized,
     from_mxfp4,
+    from_mxfp4_pack_quantized,
     from_nvfp4,
     from_nvfp4_pack_quantized,
     from_pack_quantized,
+    from_quark_mxfp4,
 )
 from w4a8.formats.words import CODES, word_bytes
 from w4a8.nn.packed import PackedLinear
@@ -168,8 +170,23 @@ class W4A8Linear(PackedLinear):
     def from_mxfp4(
         cls, tensors: Mapping[str, torch.Tensor], *, name: str = "layer", scale_dtype: torch.dtype | None = None
     ) -> W4A8Linear:
-        """A layer of ``blocks``, ``scales`` and ``bias``: see :func:`w4a8.formats.from_mxfp4`."""
-        return cls.from_matrix(from_mxfp4(tensors, name), scale_dtype)
+        """A layer of MXFP4's tensors.
+
+        Args:
+            tensors: ``blocks``, ``scales``, ``bias``, as gpt-oss has them: see :func:`w4a8.formats.from_mxfp4`; or
+                ``weight_packed``, ``weight_scale``, ``bias``, as compressed-tensors has: see
+                :func:`w4a8.formats.from_mxfp4_pack_quantized`; or ``weight``, ``weight_scale``, ``bias``, as AMD Quark
+                has: see :func:`w4a8.formats.from_quark_mxfp4`.
+            name: of the layer, for errors.
+            scale_dtype: float32 or bfloat16; None is bfloat16 where that holds all scales, else float32.
+
+        Raises:
+            ValueError: a tensor is missing, has another dtype or shape, or values that this format does not have.
+        """
+        read = from_mxfp4
+        if "weight_scale" in tensors:
+            read = from_mxfp4_pack_quantized if "weight_packed" in tensors else from_quark_mxfp4
+        return cls.from_matrix(read(tensors, name), scale_dtype)
 
     @classmethod
     def from_nvfp4(cls, tensors: Mapping[str, torch.Tensor], *, name: str = "layer") -> W4A8Linear:

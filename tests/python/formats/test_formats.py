@@ -36,6 +36,7 @@ from w4a8.formats import (
     from_nvfp4,
     from_nvfp4_pack_quantized,
     from_pack_quantized,
+    from_quark_mxfp4,
 )
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -193,11 +194,13 @@ def test_mxfp4(n, k):
     assert found.nibbles.is_contiguous()
     other = from_mxfp4_pack_quantized(packed_mxfp4(tensors), "layer")
     assert other.kind == "e2m1" and torch.equal(multiplied_out(other), dequantized_mxfp4(tensors))
+    other = from_quark_mxfp4(packed_mxfp4(tensors, "weight"), "layer")
+    assert other.kind == "e2m1" and torch.equal(multiplied_out(other), dequantized_mxfp4(tensors))
 
 
-def packed_mxfp4(tensors):
-    """The same bytes with the names and shapes of compressed-tensors."""
-    return {"weight_packed": tensors["blocks"].flatten(1), "weight_scale": tensors["scales"]}
+def packed_mxfp4(tensors, name="weight_packed"):
+    """The same bytes with the names and shapes of compressed-tensors, or Quark's."""
+    return {name: tensors["blocks"].flatten(1), "weight_scale": tensors["scales"]}
 
 
 def nvfp4_scales(n, k):
@@ -292,6 +295,10 @@ def make(format_, symmetric=False):
             packed_mxfp4(write_mxfp4(codes, exponents)),
             lambda t: from_mxfp4_pack_quantized(t, "a.b"),
         ),
+        "mxfp4 quark": lambda: (
+            packed_mxfp4(write_mxfp4(codes, exponents), "weight"),
+            lambda t: from_quark_mxfp4(t, "a.b"),
+        ),
         "nvfp4": lambda: (write_nvfp4(codes, nvfp4_scales(16, 64), 0.3, False), lambda t: from_nvfp4(t, "a.b")),
         "nvfp4 pack": lambda: (
             write_nvfp4(codes, nvfp4_scales(16, 64), 0.3, True),
@@ -301,7 +308,7 @@ def make(format_, symmetric=False):
 
 
 INTEGERS = ("gptq", "gptq2", "awq", "int", "pack")
-FORMATS = (*INTEGERS, "mxfp4", "mxfp4 pack", "nvfp4", "nvfp4 pack")
+FORMATS = (*INTEGERS, "mxfp4", "mxfp4 pack", "mxfp4 quark", "nvfp4", "nvfp4 pack")
 
 
 @pytest.mark.parametrize("format_", FORMATS)

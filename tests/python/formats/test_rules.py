@@ -21,6 +21,9 @@ MODELOPT = {
     "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "float", "group_size": 16}}},
 }  # fmt: skip
 
+QUARK_WEIGHT = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0", "is_dynamic": False}
+QUARK = {"quant_method": "quark", "global_quant_config": {"weight": QUARK_WEIGHT}, "exclude": [HEAD]}
+
 
 def in_hf_quant_config(**changes):
     """As modelopt's file of its own has it; ``quant_method`` is put there by its reader."""
@@ -324,7 +327,7 @@ def test_files_without_codes():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({}, "quant_method is None, but one of compressed-tensors, gptq, awq, auto-round, mxfp4, modelopt is"),
+        ({}, "quant_method is None, but one of compressed-tensors, gptq, awq, auto-round, mxfp4, modelopt, quark is"),
         ({"quant_method": ["gptq"]}, "quant_method is ['gptq'], but one of"),
         ({**GPTQ, "dynamic": 5}, "quantization_config.dynamic is 5, but an object is expected"),
         ({**GPTQ, "dynamic": {"+:(": {}}}, "dynamic['+:('] is '(', but a regular expression is expected"),
@@ -336,6 +339,12 @@ def test_files_without_codes():
         (
             {**MODELOPT, "quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": 3}},
             "quantization_config.quantized_layers['a'] is 3, but an object is expected",
+        ),
+        ({**QUARK, "exclude": ["re:("]}, "an entry of quantization_config.exclude is 're:(', but a name or a regular"),
+        ({**QUARK, "layer_quant_config": {"a": 3}}, "quantization_config.layer_quant_config['a'] is 3, but an object"),
+        (
+            {**QUARK, "export": {"weight_format": "fake_quantized"}},
+            "quantization_config.export.weight_format is 'fake_quantized', but 'real_quantized' is expected",
         ),
         ({**MODELOPT, "quantization": 5}, "quantization_config.quantization is 5, but an object is expected"),
         ({**ROUND, "extra_config": []}, "extra_config is [], but an object is expected"),
@@ -353,7 +362,8 @@ def test_values_of_any_type():
         "bits", "group_size", "sym", "desc_act", "checkpoint_format", "pack_dtype", "dynamic", "lm_head", "version",
         "modules_in_block_to_quantize", "modules_to_not_convert", "zero_point", "extra_config", "data_type",
         "packing_format", "act_bits", "block_name_to_quantize", "config_groups", "ignore", "format", "quant_algo",
-        "exclude_modules", "quantization", "quantized_layers",
+        "exclude_modules", "quantization", "quantized_layers", "exclude", "export", "global_quant_config",
+        "layer_quant_config", "layer_type_quant_config",
     }  # fmt: skip
     for base in (
         GPTQ,
@@ -363,6 +373,7 @@ def test_values_of_any_type():
         MXFP4,
         MODELOPT,
         {**MODELOPT, "quant_algo": "MIXED_PRECISION"},
+        QUARK,
         compressed(),
     ):
         for key in keys:

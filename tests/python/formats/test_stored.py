@@ -76,9 +76,18 @@ def test_mxfp4():
     weight, scale = PARTS["mxfp4"]
     assert torch.equal(stored.piece(weight, made["blocks"].flatten(1), "m"), made["blocks"].flatten(1))
     assert torch.equal(stored.piece(scale, made["scales"], "m"), 2.0 ** (made["scales"].float() - 127))
+    quark = Stored("quark-mxfp4", 32, True)
+    assert quark.values == "e2m1" and quark.required == ("weight", "weight_scale")
+    assert quark.shape({"weight": made["blocks"].flatten(1)}) == (ROWS, COLUMNS)
+    for part, tensor in zip(quark.parts, (made["blocks"].flatten(1), made["scales"])):
+        assert part.shape(ROWS, COLUMNS, COLUMNS // 32) == tensor.shape
+        same = part_of(stored, part.kind)
+        assert torch.equal(quark.piece(part, tensor, "m"), stored.piece(same, tensor, "m"))
     made["scales"][0, 0] = 255
     with pytest.raises(ValueError, match=r"m.scales: 255, which is not a number"):
         stored.piece(scale, made["scales"], "m")
+    with pytest.raises(ValueError, match=r"m.weight_scale: 255, which is not a number"):
+        quark.piece(quark.parts[1], made["scales"], "m")
 
 
 @pytest.mark.parametrize("name", ["modelopt-nvfp4", "nvfp4-pack-quantized"])

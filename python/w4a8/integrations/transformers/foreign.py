@@ -24,8 +24,10 @@ from w4a8.quantization.moe_blocks import fused_experts
 _SUFFIXES = (*QUANTIZED_SUFFIXES, "scales", "weight", "bias")  # the last part of a tensor's name
 # MXFP4 as gpt-oss has it: all experts in one tensor, ``model.layers.0.mlp.experts.gate_up_proj_blocks``.
 _STACKED = re.compile(r"(.+\.experts\.\w+)_(blocks|scales|bias)")
+# The same of each expert, as AMD Quark has it: ``model.layers.0.mlp.experts.3.gate_up_proj``.
+_ONE_OF_A_STACK = re.compile(r"(.+\.experts)\.\d+\.(gate_up_proj|down_proj)")
 
-_METHODS = ("compressed-tensors", "gptq", "awq", "auto-round", "mxfp4", "modelopt")
+_METHODS = ("compressed-tensors", "gptq", "awq", "auto-round", "mxfp4", "modelopt", "quark")
 
 
 def _is_int8(parts: Mapping[str, Any]) -> bool:
@@ -47,6 +49,11 @@ def checked_rules(source: Mapping[str, Any]) -> Rules:
             f"{_METHODS[-1]}. Load it without W4A8Config, or an unquantized checkpoint with it"
         )
     return rules_of(source)
+
+
+def _is_gpt_oss(module: torch.nn.Module) -> bool:
+    """Whether gate and up are one matrix of each expert, whose rows alternate."""
+    return type(module).__name__ == "GptOssExperts"
 
 
 @dataclass
@@ -109,6 +116,11 @@ class Foreign:
 
     def _add(self, model: torch.nn.Module, names: Names, name: str) -> None:
         parameter, sources, pattern = names.parameter(name if self.stacked else f"{name}.weight")
+        one = _ONE_OF_A_STACK.fullmatch(name)
+        if parameter is None and one is not None:
+            parameter, sources, pattern = names.parameter(".".join(one.groups()))
+            if parameter is not None and not _is_gpt_oss(model.get_submodule(parameter.rpartition(".")[0])):
+                parameter = None  # whether its rows alternate is not known
         if parameter is None:
             raise ValueError(f"{name} is quantized, but {type(model).__name__} has no such weight")
         path, _, leaf = parameter.rpartition(".")
@@ -146,7 +158,7 @@ class Foreign:
         if experts.activation is None:
             raise ValueError(f"activation {type(experts.act_fn).__name__} is not one of the operator")
         given = {leaf: len(lists) for leaf, lists in module.matrices.items()}
-        expected = {"gate_up_proj": 1 if self.stacked else 2, "down_proj": 1}
+        expected = {"gate_up_proj": 1 if self.stacked or _is_gpt_oss(old) else 2, "down_proj": 1}
         if given != expected:
             raise ValueError(f"matrices of {given} in the files, expected {expected}")
         count, hidden, intermediate = experts.sizes
@@ -191,16 +203,17 @@ class Foreign:
     ) -> Iterator[tuple[str, int, Matrix4]]:
         """Name, first row in the stack, and matrix of each part of an expert."""
         count, rows, columns = shape
-        if not self.stacked:
+        if len(sources) > 1:
             size = rows // len(sources)
             for index, names in enumerate(sources):
                 yield names[expert], index * size, self._matrix(names[expert], (size, columns), pages)
             return
-        ((name,),) = sources
-        found = {suffix: part.get_shape()[0] for suffix, part in self.tensors[name].items()}
-        if set(found.values()) != {count}:
-            raise ValueError(f"{name} is of {found} experts, expected {count}")
-        matrix = self._matrix(name, (rows, columns), pages, expert)
+        name = sources[0][0 if self.stacked else expert]
+        if self.stacked:
+            found = {suffix: part.get_shape()[0] for suffix, part in self.tensors[name].items()}
+            if set(found.values()) != {count}:
+                raise ValueError(f"{name} is of {found} experts, expected {count}")
+        matrix = self._matrix(name, (rows, columns), pages, expert if self.stacked else None)
         if not name.endswith(".gate_up_proj"):
             yield name, 0, matrix
             return

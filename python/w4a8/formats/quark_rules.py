@@ -1,0 +1,118 @@
+"""Which modules of a checkpoint of AMD Quark are quantized, and how."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from w4a8.core.json_fields import CheckpointError, check_field, json_field, shorten
+from w4a8.formats.mxfp4 import BLOCK
+from w4a8.formats.stored import NotOurs, Stored
+
+_WHERE = "quantization_config"
+MXFP4 = "quark-mxfp4"
+
+
+class QuarkRules:
+    """``quant_method: quark``: MXFP4 weights, of all modules or of those that are named so.
+
+    Attributes:
+        default: how a module is stored that no entry names; NotOurs where nothing is.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        """Reads a quantization_config.
+
+        Raises:
+            CheckpointError: a value of another type than it should be; weights that are floats, which have been
+                quantized and back.
+        """
+        export = json_field(config, "export", dict, f"{_WHERE}.export") or {}
+        form = export.get("weight_format")
+        check_field(form in (None, "real_quantized"), f"{_WHERE}.export.weight_format", form, "'real_quantized'")
+        self._cached = _names(export, "kv_cache_group", f"{_WHERE}.export.kv_cache_group")
+        self._excluded = _names(config, "exclude", f"{_WHERE}.exclude")
+        self._layers = self._entries(config, "layer_quant_config")
+        self._types = self._entries(config, "layer_type_quant_config")
+        key = f"{_WHERE}.global_quant_config"
+        self.default = self._try(json_field(config, "global_quant_config", dict, key) or {}, key)
+
+    def of(self, module: str) -> Stored | NotOurs:
+        """As :meth:`Rules.of`: an entry of ``exclude`` that matches all of its name leaves a module out.
+
+        Of others the first entry of ``layer_quant_config`` that does says how they are, then what
+        ``layer_type_quant_config`` has of linear layers.
+        """
+        for entry in self._excluded:
+            if _matches(module, entry):
+                reason = f"{module} is not quantized: {_WHERE}.exclude has {shorten(entry)}"
+                return NotOurs(reason, quantized=False)
+        found = next((found for entry, found in self._layers.items() if _matches(module, entry)), None)
+        found = found or self._types.get("Linear", self.default)
+        if isinstance(found, NotOurs):
+            return NotOurs(f"{module}: {found.reason}", found.quantized)
+        return found
+
+    def _entries(self, config: Mapping[str, Any], name: str) -> dict[str, Stored | NotOurs]:
+        """An object of objects, each of which says how some modules are."""
+        key = f"{_WHERE}.{name}"
+        found = json_field(config, name, dict, key) or {}
+        where = {entry: f"{key}[{shorten(entry)}]" for entry in found}
+        return {
+            entry: self._try(json_field(found, entry, dict, where[entry]) or {}, where[entry], entry) for entry in found
+        }
+
+    def _try(self, entry: Mapping[str, Any], where: str, name: str = "") -> Stored | NotOurs:
+        if entry.get("weight") is None:
+            return NotOurs(f"{where}.weight is missing: not quantized", quantized=False)
+        try:
+            # What the KV cache is to hold; here it has another type. Queries may be quantized with it.
+            outputs = any(fnmatchcase(name, cached) for cached in self._cached)
+            return _stored(entry, where, outputs or (bool(self._cached) and name.endswith("q_proj")))
+        except CheckpointError as error:
+            return NotOurs(str(error), quantized=True)
+
+
+def _names(config: Mapping[str, Any], name: str, key: str) -> list[str]:
+    found = json_field(config, name, list, key) or []
+    for entry in found:
+        try:
+            valid = isinstance(entry, str) and (not entry.startswith("re:") or bool(re.compile(entry[3:])))
+        except (re.error, RecursionError, OverflowError):
+            valid = False
+        check_field(valid, f"an entry of {key}", entry, "a name or a regular expression (re:...)")
+    return found
+
+
+def _matches(module: str, entry: str) -> bool:
+    """Quark's own entries are names with wildcards; vLLM also knows regular expressions."""
+    if entry.startswith("re:"):
+        return re.match(entry[3:], module) is not None
+    return fnmatchcase(module, entry)
+
+
+def _stored(entry: Mapping[str, Any], where: str, outputs: bool) -> Stored:
+    """What an object of the configuration says that has a ``weight``.
+
+    Raises:
+        CheckpointError: other weights than MXFP4; biases that are quantized, or outputs where ``outputs`` is false.
+    """
+    key = f"{where}.weight"
+    weight = entry["weight"]
+    if isinstance(weight, list):
+        if len(weight) != 1:
+            raise CheckpointError(f"{key} has {len(weight)} stages, but one is expected: MXFP4")
+        weight = weight[0]
+    check_field(isinstance(weight, dict), key, weight, "an object")
+    wanted = {"dtype": "fp4", "qscheme": "per_group", "group_size": BLOCK, "scale_format": "e8m0"}
+    for name, value in wanted.items():
+        check_field(weight.get(name) == value, f"{key}.{name}", weight.get(name), f"{value!r} (MXFP4)")
+    dynamic, axis = weight.get("is_dynamic"), weight.get("ch_axis")
+    check_field(dynamic in (None, False), f"{key}.is_dynamic", dynamic, "false")
+    check_field(axis in (None, -1, 1), f"{key}.ch_axis", axis, "-1")
+    for name in ("bias",) if outputs else ("bias", "output_tensors"):
+        if entry.get(name):
+            raise CheckpointError(f"{where}.{name} is set: only weights are quantized here")
+    return Stored(MXFP4, BLOCK, True, weight_only=f"{where}.input_tensors is not int8")
