@@ -110,6 +110,12 @@ def read_mxfp4(blocks: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
     return (values[codes] * torch.exp2(exponents.float() - 127).unsqueeze(-1)).flatten(-2)
 
 
+def write_quark(weight: torch.Tensor) -> tuple[dict, torch.Tensor]:
+    """The tensors of a matrix of AMD Quark by the last part of their names, and the matrix multiplied out."""
+    blocks, exponents, plain = write_mxfp4(weight)
+    return {"weight": blocks.flatten(1), "weight_scale": exponents}, plain
+
+
 def _e4m3_values() -> torch.Tensor:
     """float32 [256]: sign, four bits of exponent, three of mantissa; NaN is 1.875 * 2^8 here, and never written."""
     byte = torch.arange(256)

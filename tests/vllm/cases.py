@@ -38,6 +38,7 @@ TOOLS = {
     "auto_round_awq": written_by_a_tool("auto_round_awq", "auto_round:auto_awq"),
     "mxfp4_compressed_tensors": written_by_a_tool("mxfp4_compressed_tensors", "mxfp4-pack-quantized", True),
     "mxfp4_auto_round": written_by_a_tool("mxfp4_auto_round", "mxfp4-pack-quantized", True),
+    "mxfp4_quark": written_by_a_tool("mxfp4_quark", "quark", True, group=32),
     "nvfp4_modelopt": written_by_a_tool("nvfp4_modelopt", "modelopt-nvfp4", True, group=16),
     "nvfp4_llmcompressor": written_by_a_tool("nvfp4_llmcompressor", "nvfp4-pack-quantized", True, group=16),
     "nvfp4_auto_round": written_by_a_tool("nvfp4_auto_round", "nvfp4-pack-quantized", True, group=16),
@@ -54,6 +55,8 @@ QUICK += TOOLS.values()
 ODD = {"hidden_size": 144, "moe_intermediate_size": 112, "intermediate_size": 176}
 
 MORE = [
+    Case("deepseek_v3", 32, "quark", "bfloat16", "none", attention="float"),
+    Case("qwen2_moe", 32, "quark", "float32", "none", lm_head=True),
     Case("qwen3_moe", 16, "nvfp4-pack-quantized", "float32", "none", changes=ODD),
     Case("deepseek_v3", 16, "modelopt-nvfp4", "bfloat16", "none"),
     Case("mixtral", 16, "nvfp4-pack-quantized", "bfloat16", "none", lm_head=True),

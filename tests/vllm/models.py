@@ -332,6 +332,8 @@ def _foreign(case: Case, tensors: dict, ignore: list[str], dtype: torch.dtype) -
             bits = 8 if case.attention == "w8a16" and ".self_attn." in name else 4
             if case.format in foreign.NVFP4:
                 parts, plain[name] = foreign.write_nvfp4(tensors[name], case.format)
+            elif case.format == "quark":
+                parts, plain[name] = foreign.write_quark(tensors[name])
             else:
                 parts, plain[name] = foreign.write_int(tensors[name], case.group, case.symmetric, case.format, bits)
             eight += [name.removesuffix(".weight")] * (bits == 8)

@@ -178,7 +178,7 @@ def test_says_once_what_it_runs(results):
         "w4a8: runs NVFP4 linear layers (groups of 16), kernel ",
         *(
             f"w4a8: {name} weights run with activations rounded to int8 per token; W4A8_VLLM_W4A16=0 leaves "
-            for name in ("compressed-tensors", "GPTQ", "AWQ", "AutoRound", "MXFP4", "ModelOpt")
+            for name in ("compressed-tensors", "GPTQ", "AWQ", "AutoRound", "MXFP4", "ModelOpt", "AMD Quark")
         ),
     ):
         assert log.count(message) == 1, message

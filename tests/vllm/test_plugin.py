@@ -56,6 +56,7 @@ def test_takes_over(fresh):
         ("gpt_oss_mxfp4", "W4A8GptOssConfig"),
         ("modelopt_fp4", "W4A8ModelOptConfig"),
         ("modelopt_mixed", "W4A8ModelOptMixedConfig"),
+        ("quark", "W4A8QuarkConfig"),
     ],
 )
 def test_takes_over_weight_only_formats(fresh, name, cls):

@@ -14,6 +14,8 @@ NO_BACKEND = "NotImplementedError: No W4A8 Int8 MoE backend supports the deploym
 NOT_ARM = "kernel only supports Arm CPU"
 NO_WNA16 = "NotImplementedError: No WNA16 MoE backend supports the deployment configuration."
 
+NO_MXFP4 = "Failed to find a kernel that can implement the MXFP4 linear layer"
+NO_MXFP4_MOE = "No MXFP4 MoE backend supports the deployment configuration."
 NO_NVFP4 = "Failed to find a kernel that can implement the NVFP4 linear layer"
 NO_NVFP4_MOE = "No NvFp4 MoE backend supports the deployment configuration."
 
@@ -29,6 +31,9 @@ FOREIGN = {
     Case("qwen3_moe", 128, "auto_round:auto_gptq", "bfloat16", "none", attention="w8a16"): "INC on CPU: unsupported",
     Case("qwen3_moe", 128, "pack-quantized", "bfloat16", "none", attention="w8a16"): "Quant type (uint8b128) not supp",
     Case("gpt_oss", 32, "mxfp4", "bfloat16", "none", attention="float"): "No MXFP4 MoE backend supports",
+    TOOLS["mxfp4_quark"]: NO_MXFP4,
+    Case("qwen3_moe", 32, "quark", "bfloat16", "none", attention="float"): NO_MXFP4_MOE,
+    Case("gpt_oss", 32, "quark", "bfloat16", "none", attention="float", tool="mxfp4_quark_gpt_oss"): NO_MXFP4_MOE,
     TOOLS["nvfp4_modelopt"]: NO_NVFP4,
     TOOLS["nvfp4_llmcompressor"]: NO_NVFP4,
     TOOLS["nvfp4_auto_round"]: "Unsupported data_type: nv_fp",

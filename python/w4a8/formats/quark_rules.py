@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -33,8 +33,9 @@ class QuarkRules:
         form = export.get("weight_format")
         check_field(form in (None, "real_quantized"), f"{_WHERE}.export.weight_format", form, "'real_quantized'")
         self._cached = _names(export, "kv_cache_group", f"{_WHERE}.export.kv_cache_group")
-        self._excluded = _names(config, "exclude", f"{_WHERE}.exclude")
+        self._excluded = _Entries(_names(config, "exclude", f"{_WHERE}.exclude"))
         self._layers = self._entries(config, "layer_quant_config")
+        self._named = _Entries(self._layers)
         self._types = self._entries(config, "layer_type_quant_config")
         key = f"{_WHERE}.global_quant_config"
         self.default = self._try(json_field(config, "global_quant_config", dict, key) or {}, key)
@@ -45,12 +46,11 @@ class QuarkRules:
         Of others the first entry of ``layer_quant_config`` that does says how they are, then what
         ``layer_type_quant_config`` has of linear layers.
         """
-        for entry in self._excluded:
-            if _matches(module, entry):
-                reason = f"{module} is not quantized: {_WHERE}.exclude has {shorten(entry)}"
-                return NotOurs(reason, quantized=False)
-        found = next((found for entry, found in self._layers.items() if _matches(module, entry)), None)
-        found = found or self._types.get("Linear", self.default)
+        entry = self._excluded.first(module)
+        if entry is not None:
+            return NotOurs(f"{module} is not quantized: {_WHERE}.exclude has {shorten(entry)}", quantized=False)
+        entry = self._named.first(module)
+        found = self._types.get("Linear", self.default) if entry is None else self._layers[entry]
         if isinstance(found, NotOurs):
             return NotOurs(f"{module}: {found.reason}", found.quantized)
         return found
@@ -86,11 +86,30 @@ def _names(config: Mapping[str, Any], name: str, key: str) -> list[str]:
     return found
 
 
-def _matches(module: str, entry: str) -> bool:
-    """Quark's own entries are names with wildcards; vLLM also knows regular expressions."""
-    if entry.startswith("re:"):
-        return re.match(entry[3:], module) is not None
-    return fnmatchcase(module, entry)
+class _Entries:
+    """Names of modules, of which there may be thousands, and patterns among them.
+
+    Quark's own patterns are names with wildcards; vLLM also knows regular expressions.
+    """
+
+    def __init__(self, entries: Iterable[str]) -> None:
+        self._exact: dict[str, int] = {}
+        self._patterns: list[tuple[int, str]] = []
+        for index, entry in enumerate(entries):
+            if entry.startswith("re:") or any(char in "*?[" for char in entry):
+                self._patterns.append((index, entry))
+            else:
+                self._exact.setdefault(entry, index)
+
+    def first(self, module: str) -> str | None:
+        """The first entry that matches all of a name (``re:``: from its start)."""
+        exact = self._exact.get(module)
+        for index, entry in self._patterns:
+            if exact is not None and exact < index:
+                break
+            if re.match(entry[3:], module) if entry.startswith("re:") else fnmatchcase(module, entry):
+                return entry
+        return None if exact is None else module
 
 
 def _stored(entry: Mapping[str, Any], where: str, outputs: bool) -> Stored:

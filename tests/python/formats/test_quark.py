@@ -145,6 +145,10 @@ def test_single_layers_and_types():
     ):
         expected = f"{name}: quantization_config.{where}.weight is missing: not quantized"
         assert rules.of(name) == NotOurs(expected, quantized=False)
+    for first, other in ((MXFP4, FP8), (FP8, MXFP4)):
+        for name, pattern in ((UP, "*"), ("*.up_proj", UP), ("*.up_proj", "*")):
+            found = rules_of({**QUARK, "layer_quant_config": {name: first, pattern: other}}).of(UP)
+            assert found == stored(f"layer_quant_config[{name!r}]") if first is MXFP4 else found.quantized
     types = {"Conv2d": FP8, "Linear": MXFP4}
     rules = rules_of({**QUARK, "global_quant_config": FP8, "layer_type_quant_config": types})
     assert rules.of(UP) == stored("layer_type_quant_config['Linear']")

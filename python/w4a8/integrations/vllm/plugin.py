@@ -19,6 +19,7 @@ CONFIGS = (
     ("config_gpt_oss", "W4A8GptOssConfig", ("gpt_oss_mxfp4",)),
     ("config_modelopt", "W4A8ModelOptConfig", ("modelopt_fp4",)),
     ("config_modelopt", "W4A8ModelOptMixedConfig", ("modelopt_mixed",)),
+    ("config_quark", "W4A8QuarkConfig", ("quark",)),
 )
 
 _state = {"done": False}

@@ -11,7 +11,11 @@ from w4a8.formats.mxfp4 import BLOCK
 from w4a8.formats.nvfp4 import BLOCK as NVFP4_BLOCK
 from w4a8.formats.parts import Part
 
-_IGNORED = {"nvfp4-pack-quantized": ("input_global_scale",), "modelopt-nvfp4": ("input_scale",)}
+_IGNORED = {
+    "nvfp4-pack-quantized": ("input_global_scale",),
+    "modelopt-nvfp4": ("input_scale",),
+    "quark-mxfp4": ("input_scale",),
+}
 
 
 def _is(value: Any, wanted: str) -> bool:
