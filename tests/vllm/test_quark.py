@@ -170,6 +170,7 @@ def test_what_is_left_to_vllm(monkeypatch):
     assert linear_of(config_of(global_quant_config=FP8), "a.o_proj") is None
     fake = {"kv_cache_group": [], "weight_format": "fake_quantized"}
     assert linear_of(config_of(export=fake), "a.o_proj") is None
+    assert linear_of(config_of(algo_config=[{"name": "rotation", "r4": True}]), "a.o_proj") is None
     monkeypatch.setenv("W4A8_VLLM_W4A16", "0")
     assert experts_of(config, EXPERTS) is None
 

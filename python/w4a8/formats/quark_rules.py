@@ -27,8 +27,9 @@ class QuarkRules:
 
         Raises:
             CheckpointError: a value of another type than it should be; weights that are floats, which have been
-                quantized and back.
+                quantized and back; an algorithm that leaves more to do than to multiply by the weights.
         """
+        _check_algorithms(config)
         export = json_field(config, "export", dict, f"{_WHERE}.export") or {}
         form = export.get("weight_format")
         check_field(form in (None, "real_quantized"), f"{_WHERE}.export.weight_format", form, "'real_quantized'")
@@ -84,6 +85,19 @@ def _names(config: Mapping[str, Any], name: str, key: str) -> list[str]:
             valid = False
         check_field(valid, f"an entry of {key}", entry, "a name or a regular expression (re:...)")
     return found
+
+
+def _check_algorithms(config: Mapping[str, Any]) -> None:
+    """Refuses what is not merged into the weights; one file may have a rotation for all of its layers."""
+    found = config.get("algo_config")
+    for entry in found if isinstance(found, list) else [found]:
+        if not isinstance(entry, dict):
+            continue
+        for name in ("online_r1_rotation", "r4"):
+            if entry.get(name):
+                raise CheckpointError(f"{_WHERE}.algo_config has {name}: inputs that are rotated are not supported")
+        if entry.get("name") == "svdquant":
+            raise CheckpointError(f"{_WHERE}.algo_config has 'svdquant', whose corrections are not supported")
 
 
 class _Entries:

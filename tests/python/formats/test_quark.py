@@ -99,6 +99,21 @@ def test_stages_and_outputs():
         assert found == NotOurs(f"{UP}: quantization_config.global_quant_config.{reason}", quantized=True)
 
 
+def test_algorithms():
+    """Those that are merged into the weights are no matter; old files have one that is no list."""
+    merged = [{"name": "rotation", "r1": True, "r2": True, "r4": False, "online_r1_rotation": None}, {"name": "gptq"}]
+    for algorithms in (None, [], merged, merged[0]):
+        assert rules_of({**QUARK, "algo_config": algorithms}).of(UP) == stored()
+    for change, message in (
+        ({"name": "rotation", "r1": True, "online_r1_rotation": True}, "has online_r1_rotation: inputs that are rot"),
+        ({"name": "rotation", "r4": True}, "has r4: inputs that are rotated are not supported"),
+        ({"name": "svdquant"}, "has 'svdquant', whose corrections are not supported"),
+    ):
+        for algorithms in ([{"name": "awq"}, change], change):
+            with pytest.raises(CheckpointError, match=rf"^quantization_config\.algo_config {message}"):
+                rules_of({**QUARK, "algo_config": algorithms})
+
+
 def test_outputs_for_the_kv_cache():
     """Of keys and values, and queries beside them; the cache is not ours."""
     outputs = {**MXFP4, "output_tensors": FP8["weight"]}

@@ -363,7 +363,7 @@ def test_values_of_any_type():
         "modules_in_block_to_quantize", "modules_to_not_convert", "zero_point", "extra_config", "data_type",
         "packing_format", "act_bits", "block_name_to_quantize", "config_groups", "ignore", "format", "quant_algo",
         "exclude_modules", "quantization", "quantized_layers", "exclude", "export", "global_quant_config",
-        "layer_quant_config", "layer_type_quant_config",
+        "layer_quant_config", "layer_type_quant_config", "algo_config",
     }  # fmt: skip
     for base in (
         GPTQ,
