@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from w4a8.core.json_fields import CheckpointError, check_field, json_field
+from w4a8.core.json_fields import CheckpointError, check_field, json_field, names_field
 from w4a8.core.matrix import GROUP_SIZES, is_group_size
 from w4a8.core.quant_args import QuantizationArgs, QuantizationStrategy
 from w4a8.formats.mxfp4 import BLOCK as MX_BLOCK
@@ -57,18 +57,6 @@ def _matches(name: str, target: str) -> bool:
     return name == target
 
 
-def _targets(owner: Mapping[str, Any], name: str, key: str) -> list[str]:
-    """A list of module names, classes and regular expressions (``re:...``)."""
-    targets = json_field(owner, name, list, key) or []
-    for target in targets:
-        try:
-            valid = isinstance(target, str) and (not target.startswith("re:") or bool(re.compile(target[3:])))
-        except (re.error, RecursionError, OverflowError):
-            valid = False
-        check_field(valid, f"an entry of {key}", target, "a name or a regular expression (re:...)")
-    return targets
-
-
 class CompressedTensorsRules:
     """What ``quant_method: compressed-tensors`` says of each module."""
 
@@ -83,13 +71,13 @@ class CompressedTensorsRules:
             if entry.get("config_groups") or entry.get("format", "dense") != "dense":
                 raise CheckpointError(f"quantization_config.{name} is set: {what} weights are not supported")
         self._format = config.get("format")
-        self._ignore = _targets(config, "ignore", "quantization_config.ignore")
+        self._ignore = names_field(config, "ignore", "quantization_config.ignore")
         key = "quantization_config.config_groups"
         self._groups: dict[str, Mapping[str, Any]] = json_field(config, "config_groups", dict, key) or {}
         self._targets: dict[str, list[str]] = {}
         for name, group in self._groups.items():
             check_field(isinstance(group, dict), f"{key}.{name}", group, "an object")
-            self._targets[name] = _targets(group, "targets", f"{key}.{name}.targets")
+            self._targets[name] = names_field(group, "targets", f"{key}.{name}.targets")
 
     def _group_of(self, module: str) -> str | None:
         """Name of the group that applies to a linear module: a target that matches its name beats its class."""

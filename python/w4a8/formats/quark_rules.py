@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from w4a8.core.json_fields import CheckpointError, check_field, json_field, shorten
+from w4a8.core.json_fields import CheckpointError, check_field, json_field, names_field, shorten
 from w4a8.formats.mxfp4 import BLOCK
 from w4a8.formats.stored import NotOurs, Stored
 
@@ -33,8 +33,8 @@ class QuarkRules:
         export = json_field(config, "export", dict, f"{_WHERE}.export") or {}
         form = export.get("weight_format")
         check_field(form in (None, "real_quantized"), f"{_WHERE}.export.weight_format", form, "'real_quantized'")
-        self._cached = _names(export, "kv_cache_group", f"{_WHERE}.export.kv_cache_group")
-        self._excluded = _Entries(_names(config, "exclude", f"{_WHERE}.exclude"))
+        self._cached = names_field(export, "kv_cache_group", f"{_WHERE}.export.kv_cache_group")
+        self._excluded = _Entries(names_field(config, "exclude", f"{_WHERE}.exclude"))
         self._layers = self._entries(config, "layer_quant_config")
         self._named = _Entries(self._layers)
         self._types = self._entries(config, "layer_type_quant_config")
@@ -74,17 +74,6 @@ class QuarkRules:
             return _stored(entry, where, outputs or (bool(self._cached) and name.endswith("q_proj")))
         except CheckpointError as error:
             return NotOurs(str(error), quantized=True)
-
-
-def _names(config: Mapping[str, Any], name: str, key: str) -> list[str]:
-    found = json_field(config, name, list, key) or []
-    for entry in found:
-        try:
-            valid = isinstance(entry, str) and (not entry.startswith("re:") or bool(re.compile(entry[3:])))
-        except (re.error, RecursionError, OverflowError):
-            valid = False
-        check_field(valid, f"an entry of {key}", entry, "a name or a regular expression (re:...)")
-    return found
 
 
 def _check_algorithms(config: Mapping[str, Any]) -> None:

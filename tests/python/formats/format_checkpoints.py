@@ -211,3 +211,24 @@ def gpt_oss_checkpoint(hidden, inter, experts=3):
             made.meant[f"{LAYER}.{expert}.{name}"] = dequantized_mxfp4(part)
             made.biases[f"{LAYER}.{expert}.{name}"] = bias[expert]
     return made
+
+
+def damages(tensors, count):
+    """(key, tensor) of a checkpoint, one after the other of another shape or dtype, or with other bits."""
+    generator = torch.Generator().manual_seed(4)
+    keys = sorted(tensors)
+    kinds = [torch.int8, torch.uint8, torch.int32, torch.int64, torch.float32, torch.bool]
+    for number in range(count):
+        key = keys[int(torch.randint(len(keys), (1,), generator=generator))]
+        old = tensors[key]
+        if number % 4 == 0:
+            sizes = torch.randint(0, 70, (int(torch.randint(0, 4, (1,), generator=generator)),), generator=generator)
+            new = torch.zeros(sizes.tolist(), dtype=old.dtype)
+        elif number % 4 == 1:
+            is_float8 = str(old.dtype).startswith("torch.float8")  # which becomes floats alone
+            new = (old.float() if is_float8 else old).to(kinds[number // 4 % len(kinds)])
+        elif number % 4 == 2:
+            new = torch.randint(-128, 128, old.shape, generator=generator).float().to(old.dtype)
+        else:
+            new = old.flatten()[: old.numel() // 2]
+        yield key, new.contiguous()

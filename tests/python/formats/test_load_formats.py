@@ -40,6 +40,20 @@ def meaning(packed):
     return multiplied_out(matrix), bias if header["has_bias"] else None
 
 
+def assert_read(path, meant):
+    """Experts and linear layers of a model that a tool has written; meant: of the name of a matrix."""
+    (layer,) = load(path, quantize_w4a16=True).values()
+    for expert in range(4):
+        name = f"model.layers.0.mlp.experts.{expert}"
+        w13 = torch.cat([meant(f"{name}.gate_proj"), meant(f"{name}.up_proj")])
+        assert torch.equal(meaning(layer.w13_weight_packed[expert])[0], w13)
+        assert torch.equal(meaning(layer.w2_weight_packed[expert])[0], meant(f"{name}.down_proj"))
+    linear = load_linear(path, quantize_w4a16=True)
+    assert sorted(name.rpartition(".")[2] for name in linear) == ["k_proj", "o_proj", "q_proj", "v_proj"]
+    for name, module in linear.items():
+        assert torch.equal(meaning(module.packed)[0], meant(name))
+
+
 def assert_meant(layer, made, experts=None, names=("gate_proj", "up_proj", "down_proj"), rows=slice(None)):
     """Every expert of a layer: the files' matrices, cut to some features of the intermediate size."""
     for index, expert in enumerate(range(3) if experts is None else experts):
@@ -301,16 +315,7 @@ def test_mxfp4_of_a_tool(folder):
 
     with pytest.raises(CheckpointError, match=r"input_activations is not int8|data_type is 'mx_fp'"):
         load(path)
-    (layer,) = load(path, quantize_w4a16=True).values()
-    for expert in range(4):
-        name = f"model.layers.0.mlp.experts.{expert}"
-        w13 = torch.cat([meant(f"{name}.gate_proj"), meant(f"{name}.up_proj")])
-        assert torch.equal(meaning(layer.w13_weight_packed[expert])[0], w13)
-        assert torch.equal(meaning(layer.w2_weight_packed[expert])[0], meant(f"{name}.down_proj"))
-    linear = load_linear(path, quantize_w4a16=True)
-    assert sorted(name.rpartition(".")[2] for name in linear) == ["k_proj", "o_proj", "q_proj", "v_proj"]
-    for name, module in linear.items():
-        assert torch.equal(meaning(module.packed)[0], meant(name))
+    assert_read(path, meant)
 
 
 def test_wrong_zero_points_of_compressed_tensors():

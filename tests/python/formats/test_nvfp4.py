@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from format_checkpoints import LAYER, Checkpoint, model_config
+from format_checkpoints import LAYER, Checkpoint, damages, model_config
 from format_writers import dequantized_nvfp4, write_nvfp4
-from test_load_formats import assert_meant, meaning
+from test_load_formats import assert_meant, assert_read, meaning
 
 import w4a8
 from w4a8.checkpoint import CheckpointError, load, load_linear
@@ -181,16 +181,7 @@ def test_files_of_tools(folder, tmp_path):
         for name in ("model.safetensors", "hf_quant_config.json"):
             (tmp_path / name).symlink_to(path / name)
         path = tmp_path
-    (layer,) = load(path, quantize_w4a16=True).values()
-    for expert in range(4):
-        name = f"model.layers.0.mlp.experts.{expert}"
-        w13 = torch.cat([meant(f"{name}.gate_proj"), meant(f"{name}.up_proj")])
-        assert torch.equal(meaning(layer.w13_weight_packed[expert])[0], w13)
-        assert torch.equal(meaning(layer.w2_weight_packed[expert])[0], meant(f"{name}.down_proj"))
-    linear = load_linear(path, quantize_w4a16=True)
-    assert sorted(name.rpartition(".")[2] for name in linear) == ["k_proj", "o_proj", "q_proj", "v_proj"]
-    for name, projection in linear.items():
-        assert torch.equal(meaning(projection.packed)[0], meant(name))
+    assert_read(path, meant)
 
 
 @pytest.fixture(scope="module")
@@ -296,24 +287,10 @@ def test_mixed_precision(good, tmp_path, caplog):
 @each_kind
 def test_tensors_of_anything(good, kind, tmp_path):
     """One tensor of another shape or dtype, or with other bits: it loads, or an error of the right class says why."""
-    generator = torch.Generator().manual_seed(4)
-    keys, refused = sorted(good[kind].tensors), 0
-    for number in range(48):
-        key = keys[int(torch.randint(len(keys), (1,), generator=generator))]
-        old = good[kind].tensors[key]
-        what = number % 4
-        if what == 0:
-            sizes = torch.randint(0, 70, (int(torch.randint(0, 4, (1,), generator=generator)),), generator=generator)
-            new = torch.zeros(sizes.tolist(), dtype=old.dtype)
-        elif what == 1:
-            kinds = [torch.int8, torch.uint8, torch.int32, torch.int64, torch.float32, torch.bool]
-            new = old.float().to(kinds[number // 4 % len(kinds)])
-        elif what == 2:
-            new = torch.randint(-128, 128, old.shape, generator=generator).float().to(old.dtype)
-        else:
-            new = old.flatten()[: old.numel() // 2]
+    refused = 0
+    for key, tensor in damages(good[kind].tensors, 48):
         try:
-            load(changed(good[kind], key, new.contiguous()).write(tmp_path), quantize_w4a16=True)
+            load(changed(good[kind], key, tensor).write(tmp_path), quantize_w4a16=True)
         except (CheckpointError, NotImplementedError) as error:
             refused += 1
             assert LAYER in str(error)

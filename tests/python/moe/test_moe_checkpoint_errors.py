@@ -219,7 +219,7 @@ def test_wrong_quantization_config(checkpoint):
         config["quantization_config"]["config_groups"]["group_1"] = other
 
     assert message_of(no_quantization) == "config.json has no quantization_config: this is not a quantized checkpoint"
-    methods = "compressed-tensors, gptq, awq, auto-round, mxfp4, modelopt"
+    methods = "compressed-tensors, gptq, awq, auto-round, mxfp4, modelopt, quark"
     assert f"quant_method is 'fp8', but one of {methods} is expected" in message_of(other_method)
     assert "group_0 is 'marlin-24', but one of 'int-quantized', 'pack-quantized', " in message_of(other_format)
     assert "group_0.weights is missing" in message_of(no_weights)
