@@ -21,7 +21,7 @@ constexpr int64_t kLeastGroupSteps = 2;
 constexpr int64_t kBlockSteps = 4;
 
 // What shares a scale: all of K, 16 values of it, or a multiple of 32. Groups of the least size have tiles of their
-// own, which may have channel scales: GCC 12 makes slower loops of the others beside theirs.
+// own: they alone may have channel scales and scales of e5m3, which the others then need not look for.
 enum class Grouping { kChannelwise, kLeast, kBlocks };
 inline Grouping grouping_of(const Panels& panels) {
   if (panels.channelwise) return Grouping::kChannelwise;
