@@ -31,6 +31,8 @@ std::string group_name(const PackedShape& shape) {
   return str(shape.group) + (shape.channelwise() ? " (channelwise)" : "");
 }
 
+const char* const kKinds = ", expected 0 (int4), 1 (int4 with zero points), 2 (e2m1) or 3 (int8)";
+
 void check_scale_dtype(uint32_t code, const std::string& where) {
   if (code == 0 || code == 1 || code == 3) return;
   fail(where + "scale dtype is " + str(code) + ", expected 0 (float32), 1 (bfloat16) or 3 (e5m3)");
@@ -43,14 +45,13 @@ const char* kind_name(WeightKind kind) {
     case WeightKind::kInt4: return "int4";
     case WeightKind::kInt4ZeroPoints: return "int4 with zero points";
     case WeightKind::kE2M1: return "e2m1";
+    case WeightKind::kInt8: return "int8";
   }
   return "unknown";
 }
 
 void check_shape(const PackedShape& shape) {
-  if (shape.kind > WeightKind::kE2M1) {
-    fail("kind is " + str(static_cast<int>(shape.kind)) + ", expected 0 (int4), 1 (int4 with zero points) or 2 (e2m1)");
-  }
+  if (shape.kind > WeightKind::kInt8) fail("kind is " + str(static_cast<int>(shape.kind)) + kKinds);
   if (shape.n < 1 || shape.n > kMaxN) fail("n (out_features) is " + str(shape.n) + ", expected 1.." + str(kMaxN));
   if (shape.k < 2 || shape.k > max_k(shape.kind) || shape.k % 2 != 0) {
     fail("k (in_features) is " + str(shape.k) + ", expected an even number in 2.." + str(max_k(shape.kind)) +
@@ -60,7 +61,13 @@ void check_shape(const PackedShape& shape) {
     fail("group (block_size) is " + str(shape.group) + ", expected k = " + str(shape.k) +
          " (channelwise), or 16 or a multiple of 32 that divides it");
   }
+  if (!is_group(shape.group, shape.planes() * shape.k)) {
+    fail("k (in_features) is " + str(shape.k) + ", expected a multiple of 32 for channelwise int8");
+  }
   check_scale_dtype(static_cast<uint32_t>(shape.scale_dtype), "");
+  if (shape.two_level() && shape.kind == WeightKind::kInt8) {
+    fail("scale dtype is 3 (e5m3, with channel scales), expected 0 (float32) or 1 (bfloat16) for int8");
+  }
   if (shape.two_level() && !shape.in_least_groups()) {
     fail("scale dtype is 3 (e5m3, with channel scales), expected 0 (float32) or 1 (bfloat16) for group = " +
          group_name(shape));
@@ -89,8 +96,8 @@ PackedShape read_header(const uint8_t* src, int64_t size, const std::string& wha
   Header header;
   std::memcpy(&header, src, sizeof(header));
   if (header.magic != kMagic) fail(what + ": magic is not 'W4A8PACK': these bytes are not a packed matrix");
-  if (header.version < 1 || header.version > 3) {
-    fail(what + ": version is " + str(header.version) + ", this library reads versions 1 to 3");
+  if (header.version < 1 || header.version > 4) {
+    fail(what + ": version is " + str(header.version) + ", this library reads versions 1 to 4");
   }
   if ((header.flags & ~1u) != 0) fail(what + ": flags are " + str(header.flags) + ", expected 0 or 1");
   if (header.version == 1 && header.kind != 0) {
@@ -99,9 +106,7 @@ PackedShape read_header(const uint8_t* src, int64_t size, const std::string& wha
   if (header.version == 2 && header.kind != 1 && header.kind != 2) {
     fail(what + ": kind is " + str(header.kind) + ", expected 1 (int4 with zero points) or 2 (e2m1) in version 2");
   }
-  if (header.kind > 2) {
-    fail(what + ": kind is " + str(header.kind) + ", expected 0 (int4), 1 (int4 with zero points) or 2 (e2m1)");
-  }
+  if (header.kind > 3) fail(what + ": kind is " + str(header.kind) + kKinds);
   for (const uint8_t byte : header.reserved) {
     if (byte != 0) fail(what + ": reserved bytes of the header are not zero");
   }
@@ -119,8 +124,8 @@ PackedShape read_header(const uint8_t* src, int64_t size, const std::string& wha
     fail(what + ": " + error.what());
   }
   if (header.version != packed_version(shape)) {
-    fail(what + ": version is " + str(header.version) + ", expected " + str(packed_version(shape)) +
-         " for group = " + group_name(shape));
+    fail(what + ": version is " + str(header.version) + ", expected " + str(packed_version(shape)) + " for " +
+         kind_name(shape.kind) + ", group = " + group_name(shape));
   }
   if (size != packed_bytes(shape)) {
     fail(what + ": size is " + str(size) + " bytes, its header (n = " + str(shape.n) + ", k = " + str(shape.k) +
@@ -130,19 +135,20 @@ PackedShape read_header(const uint8_t* src, int64_t size, const std::string& wha
 }
 
 Panels PackedMatrix::panels(int64_t first, const uint8_t* next) const {
+  const PackedShape seen = shape.multiplied();
   Panels panels;
   panels.data = panel(first);
-  panels.stride = shape.panel_bytes();
-  panels.scales_offset = shape.scales_offset();
-  panels.zeros_offset = shape.zeros_offset();
-  panels.sums_offset = shape.sums_offset();
-  panels.bias_offset = shape.bias_offset();
-  panels.channel_scales_offset = shape.channel_scales_offset();
-  panels.steps = shape.steps();
-  panels.group_steps = shape.channelwise() ? shape.steps() : shape.group / kStepK;
-  panels.scale_dtype = shape.scale_dtype;
-  panels.kind = shape.kind;
-  panels.channelwise = shape.channelwise();
+  panels.stride = seen.panel_bytes();
+  panels.scales_offset = seen.scales_offset();
+  panels.zeros_offset = seen.zeros_offset();
+  panels.sums_offset = seen.sums_offset();
+  panels.bias_offset = seen.bias_offset();
+  panels.channel_scales_offset = seen.channel_scales_offset();
+  panels.steps = seen.steps();
+  panels.group_steps = seen.channelwise() ? shape.steps() : seen.group / kStepK;
+  panels.scale_dtype = seen.scale_dtype;
+  panels.kind = seen.kind;
+  panels.channelwise = seen.channelwise();
   panels.next = next;
   return panels;
 }

@@ -2,12 +2,15 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstring>
 #include <limits>
 #include <stdexcept>
 #include <string>
 
 #include "core/huge_pages.h"
+#include "core/planes.h"
+#include "core/scale_bits.h"
 
 namespace w4a8 {
 namespace {
@@ -52,40 +55,15 @@ int32_t e2m1_sum(uint32_t word) {
   return kE2M1Sums[word & 0xff] + kE2M1Sums[word >> 8 & 0xff] + kE2M1Sums[word >> 16 & 0xff] + kE2M1Sums[word >> 24];
 }
 
-// Floats as bits: uint32_t is float32, uint16_t bfloat16. Infinities and NaN stay what they are.
-template <class Bits>
-struct FloatBits {
-  static constexpr int kMantissa = sizeof(Bits) == 4 ? 23 : 7;
-  static constexpr auto kSign = static_cast<Bits>(Bits{1} << (8 * sizeof(Bits) - 1));
-  static constexpr auto kInfinity = static_cast<Bits>(Bits{0xff} << kMantissa);
-  static constexpr auto kLeastNormal = static_cast<Bits>(Bits{1} << kMantissa);
-
-  static Bits magnitude(Bits x) { return static_cast<Bits>(x & static_cast<Bits>(~kSign)); }
-  // A number of exponent 0 or 1 becomes a denormal, whose half is a shift.
-  static bool halves(Bits x) { return magnitude(x) >= 2 * kLeastNormal || (x & 1) == 0; }
-  static Bits half(Bits x) {
-    const Bits size = magnitude(x);
-    if (size >= kInfinity) return x;
-    return static_cast<Bits>((x & kSign) | (size >= 2 * kLeastNormal ? size - kLeastNormal : size >> 1));
-  }
-  static Bits twice(Bits x) {
-    const Bits size = magnitude(x);
-    if (size >= kInfinity) return x;
-    const Bits result = static_cast<Bits>(size >= kLeastNormal ? size + kLeastNormal : size << 1);
-    return static_cast<Bits>((x & kSign) | std::min(result, kInfinity));
-  }
-};
-
-template <class Bits>
-void check_halves(const void* scales, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) {
-    Bits bits;
-    std::memcpy(&bits, static_cast<const uint8_t*>(scales) + i * static_cast<int64_t>(sizeof(Bits)), sizeof(Bits));
-    if (!FloatBits<Bits>::halves(bits)) {
-      throw std::invalid_argument("scales_zeros: element " + std::to_string(i) +
-                                  " is a number below 2^-125 whose half is not exact, which e2m1 values need");
+// Whether each scale is what `good` asks of its bits. what: of one that is not.
+template <class Good>
+void check_scales(const PackedShape& shape, const void* scales, int64_t count, Good good, const char* what) {
+  with_bits_of(shape.scale_dtype, [&]<class Bits>(FloatBits<Bits> bits) {
+    for (int64_t i = 0; i < count; ++i) {
+      if (good(bits, bits.load(static_cast<const uint8_t*>(scales) + i * static_cast<int64_t>(sizeof(Bits))))) continue;
+      throw std::invalid_argument("scales_zeros: element " + std::to_string(i) + " is " + what);
     }
-  }
+  });
 }
 
 // A byte of float8_e4m3fn as e5m3, in which its denormals are normal: the exponent counts from 2^-11, not 2^-7; and
@@ -141,7 +119,13 @@ void check_values(const PackedShape& shape, int64_t count, const RawWeights& raw
   if (shape.two_level()) {
     check_e4m3(raw.scales, values);
   } else if (shape.kind == WeightKind::kE2M1) {
-    (shape.scale_dtype == DType::kFloat32 ? check_halves<uint32_t> : check_halves<uint16_t>)(raw.scales, values);
+    check_scales(
+        shape, raw.scales, values, [](auto bits, auto x) { return bits.halves(x); },
+        "a number below 2^-125 whose half is not exact, which e2m1 values need");
+  } else if (shape.kind == WeightKind::kInt8) {
+    check_scales(
+        shape, raw.scales, values, [](auto bits, auto x) { return bits.has_sixteenfold(x); },
+        "a number of 2^124 or more, 16 times which is infinite; int8 codes need that");
   }
   if (shape.kind != WeightKind::kInt4ZeroPoints) return;
   for (int64_t i = 0; i < values; ++i) {
@@ -337,36 +321,38 @@ void unpack_scale(const PackedShape& shape, const uint8_t* from, uint8_t* scales
   }
 }
 
-void unpack_panel(const PackedMatrix& matrix, int64_t index, uint8_t* weights, void* scales, float* bias,
-                  uint8_t* zero_points, float* channel_scales) {
-  const PackedShape& shape = matrix.shape;
-  const uint8_t* panel = matrix.panels(index).data;
-  const int64_t first = index * kPanelColumns;
+// Where the values of some columns go, from the first of them on.
+struct Columns {
+  uint8_t* weights;
+  uint8_t* scales;
+  float* bias;
+  uint8_t* zero_points;
+  float* channel_scales;
+};
+
+// shape: as multiplied.
+void unpack_panel(const PackedShape& shape, const uint8_t* panel, int64_t columns, const Columns& to) {
   const int64_t row_bytes = shape.k / 2;
   const int64_t size = dtype_bytes(shape.scale_dtype);
-  const int64_t columns = std::min(kPanelColumns, shape.n - first);
   for (int64_t c = 0; c < columns; ++c) {
     for (int64_t s = 0; s < shape.steps(); ++s) {
       uint32_t word = 0;
       std::memcpy(&word, panel + s * kStepBytes + 4 * c, 4);
       word = to_raw(word);
-      std::memcpy(weights + (first + c) * row_bytes + 4 * s, &word,
+      std::memcpy(to.weights + c * row_bytes + 4 * s, &word,
                   static_cast<std::size_t>(std::min<int64_t>(4, row_bytes - 4 * s)));
     }
     for (int64_t g = 0; g < shape.groups(); ++g) {
-      const int64_t to = (first + c) * shape.groups() + g;
-      unpack_scale(shape, panel + shape.scales_offset() + (g * kPanelColumns + c) * size, static_cast<uint8_t*>(scales),
-                   to);
-      if (shape.kind == WeightKind::kInt4ZeroPoints) {
-        zero_points[to] = panel[shape.zeros_offset() + g * kPanelColumns + c];
-      }
+      const int64_t at = c * shape.groups() + g;
+      unpack_scale(shape, panel + shape.scales_offset() + (g * kPanelColumns + c) * size, to.scales, at);
+      if (shape.has_zero_points()) to.zero_points[at] = panel[shape.zeros_offset() + g * kPanelColumns + c];
     }
   }
   if (shape.has_bias) {
-    std::memcpy(bias + first, panel + shape.bias_offset(), static_cast<std::size_t>(columns) * sizeof(float));
+    std::memcpy(to.bias, panel + shape.bias_offset(), static_cast<std::size_t>(columns) * sizeof(float));
   }
   if (shape.two_level()) {
-    std::memcpy(channel_scales + first, panel + shape.channel_scales_offset(),
+    std::memcpy(to.channel_scales, panel + shape.channel_scales_offset(),
                 static_cast<std::size_t>(columns) * sizeof(float));
   }
 }
@@ -377,6 +363,7 @@ void pack(const Kernel& kernel, const PackedShape& shape, int64_t count, const R
           Parallel& parallel) {
   check_values(shape, count, raw);
   const int64_t tasks_per_matrix = (shape.panels() + kPanelsPerTask - 1) / kPanelsPerTask;
+  const PackedShape nibbles = shape.multiplied();
   advise_huge_pages(dst, count * packed_bytes(shape));
   const auto pack_panels = [&](int64_t, int64_t task, int) {
     const int64_t m = task / tasks_per_matrix;
@@ -384,10 +371,15 @@ void pack(const Kernel& kernel, const PackedShape& shape, int64_t count, const R
     uint8_t* matrix = dst + m * packed_bytes(shape);
     if (begin == 0) write_header(shape, matrix);
     for (int64_t p = begin; p < std::min(begin + kPanelsPerTask, shape.panels()); ++p) {
-      const int64_t first = p * kPanelColumns;
-      PanelPacker(kernel, shape, raw, m * shape.n + first, std::min(kPanelColumns, shape.n - first),
-                  matrix + kHeaderBytes + p * shape.panel_bytes())
-          .run();
+      const int64_t first = m * shape.n + p * kPanelColumns;
+      const int64_t columns = std::min(kPanelColumns, shape.n - p * kPanelColumns);
+      uint8_t* const panel = matrix + kHeaderBytes + p * shape.panel_bytes();
+      if (shape.kind == WeightKind::kInt8) {
+        Planes planes(shape, columns);
+        PanelPacker(kernel, nibbles, planes.split(raw, first), 0, columns, panel).run();
+      } else {
+        PanelPacker(kernel, nibbles, raw, first, columns, panel).run();
+      }
     }
   };
   const Phase phases[] = {{count * tasks_per_matrix, pack_panels}};
@@ -397,11 +389,33 @@ void pack(const Kernel& kernel, const PackedShape& shape, int64_t count, const R
 void unpack(const PackedMatrix& matrix, uint8_t* weights, void* scales, float* bias, Parallel& parallel,
             uint8_t* zero_points, float* channel_scales) {
   const PackedShape& shape = matrix.shape;
-  const auto unpack_one = [&](int64_t, int64_t panel, int) {
-    unpack_panel(matrix, panel, weights, scales, bias, zero_points, channel_scales);
+  auto* const scale_bytes = static_cast<uint8_t*>(scales);
+  std::atomic<bool> valid = true;
+  const auto unpack_one = [&](int64_t, int64_t index, int) {
+    const int64_t first = index * kPanelColumns;
+    const int64_t columns = std::min(kPanelColumns, shape.n - first);
+    float* const to_bias = shape.has_bias ? bias + first : nullptr;
+    if (shape.kind == WeightKind::kInt8) {
+      Planes planes(shape, columns);
+      unpack_panel(shape.multiplied(), matrix.panel(index), columns,
+                   {planes.nibbles(), planes.scales(), to_bias, planes.zeros(), nullptr});
+      if (!planes.join(first, weights, scale_bytes, zero_points)) valid = false;
+      return;
+    }
+    unpack_panel(
+        shape, matrix.panel(index), columns,
+        {weights + first * (shape.k / 2), scale_bytes + first * shape.groups() * dtype_bytes(shape.scale_dtype),
+         to_bias, zero_points + (shape.has_zero_points() ? first * shape.groups() : 0),
+         channel_scales + (shape.two_level() ? first : 0)});
   };
   const Phase phases[] = {{shape.panels(), unpack_one}};
   run_phases(parallel, parallel.threads(), phases);
+  if (!valid) {
+    throw std::invalid_argument(
+        "the packed matrix: zero points or scales of its two planes do not belong together, expected 0..15 and scales "
+        "of "
+        "upper nibbles 16 times those of lower ones");
+  }
   if (shape.two_level()) check_e4m3(scales, shape.n * shape.groups());
   if (shape.kind != WeightKind::kInt4ZeroPoints) return;
   for (int64_t i = 0; i < shape.n * shape.groups(); ++i) {

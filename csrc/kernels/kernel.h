@@ -27,6 +27,7 @@ enum class WeightKind : uint8_t {
   kInt4 = 0,            ///< w = n - 8
   kInt4ZeroPoints = 1,  ///< w = n - z, a zero point z per column and group
   kE2M1 = 2,            ///< w = kE2M1Weights[n]: twice the value; the stored scale is half of the one given
+  kInt8 = 3,            ///< of packed matrices alone: codes of 8 bits, which kernels see as kInt4ZeroPoints of 2 K
 };
 
 // Not inline: a kernel exports nothing but itself.

@@ -327,6 +327,7 @@ struct UnitTiles {
       case WeightKind::kInt4: return unpack_kind<WeightKind::kInt4>(t, c, weights);
       case WeightKind::kInt4ZeroPoints: return unpack_kind<WeightKind::kInt4ZeroPoints>(t, c, weights);
       case WeightKind::kE2M1: return unpack_kind<WeightKind::kE2M1>(t, c, weights);
+      case WeightKind::kInt8: return;  // of packed matrices alone
     }
   }
   template <WeightKind kKind>

@@ -76,7 +76,9 @@ inline DType activation_dtype(const char* name, const at::Tensor& tensor) {
 }
 
 /// The argument `values` of the ops.
-inline std::string values_name(WeightKind kind) { return kind == WeightKind::kE2M1 ? "e2m1" : "int4"; }
+inline const char* values_name(WeightKind kind) {
+  return kind == WeightKind::kE2M1 ? "e2m1" : (kind == WeightKind::kInt8 ? "int8" : "int4");
+}
 
 /// A packed tensor as the core reads it: uint8 [bytes], or [E, bytes] when `stack`.
 inline void check_packed(const char* name, const at::Tensor& tensor, bool stack) {

@@ -6,6 +6,7 @@
 #include "core/layout.h"
 #include "kernels/cpu_features.h"
 #include "kernels/registry.h"
+#include "torch/checks.h"
 #include "torch/named_op.h"
 #include "torch/ops.h"
 #include "torch/w4a8.h"
@@ -170,8 +171,8 @@ PackedInfo packed_info(const void* data, int64_t size) {
           shape.group,
           shape.two_level() ? "e5m3" : (shape.scale_dtype == DType::kFloat32 ? "float32" : "bfloat16"),
           shape.has_bias,
-          shape.kind == WeightKind::kE2M1 ? "e2m1" : "int4",
-          shape.kind == WeightKind::kInt4ZeroPoints,
+          values_name(shape.kind),
+          shape.has_zero_points(),
           packed_bytes(shape)};
 }
 

@@ -23,13 +23,18 @@ bool has_shape(const at::Tensor& tensor, const at::Tensor& weights, std::initial
 
 // Zero points say so, whatever they are.
 WeightKind kind_of(const c10::optional<at::Tensor>& zero_points, c10::string_view values) {
-  TORCH_CHECK(values == "int4" || values == "e2m1", "values is '", values, "', expected 'int4' or 'e2m1'");
-  TORCH_CHECK(values == "int4" || !zero_points.has_value(), "zero_points is given, expected none for values = 'e2m1'");
+  TORCH_CHECK(values == "int4" || values == "e2m1" || values == "int8", "values is '", values,
+              "', expected 'int4', 'e2m1' or 'int8'");
+  TORCH_CHECK(values != "e2m1" || !zero_points.has_value(), "zero_points is given, expected none for values = 'e2m1'");
+  if (values == "int8") return WeightKind::kInt8;
   if (zero_points.has_value()) return WeightKind::kInt4ZeroPoints;
   return values == "int4" ? WeightKind::kInt4 : WeightKind::kE2M1;
 }
 
-// weights [N, K/2] or [E, N, K/2] and what must fit them.
+// Bytes of the codes of a row.
+int64_t row_bytes(const PackedShape& shape) { return shape.kind == WeightKind::kInt8 ? shape.k : shape.k / 2; }
+
+// weights [N, row_bytes] or [E, N, row_bytes] and what must fit them.
 struct PackArguments {
   const at::Tensor& weights;
   const at::Tensor& scales;
@@ -44,10 +49,13 @@ bool is_e4m3(at::ScalarType type) { return type == at::kByte || c10::toString(ty
 void check_pack_arguments(const PackArguments& a, const PackedShape& shape) {
   const auto& [weights, scales, bias, zero_points, channel_scales] = a;
   TORCH_CHECK(weights.scalar_type() == at::kByte, "weights has dtype ", weights.scalar_type(), ", expected uint8");
-  TORCH_CHECK((weights.dim() == 2 || weights.dim() == 3) && has_shape(weights, weights, {shape.n, shape.k / 2}),
-              "weights has shape ", shape_text(weights.sizes()), ", expected [", shape.n, ", ", shape.k / 2,
-              "] or [E, ", shape.n, ", ", shape.k / 2, "] for out_features = ", shape.n,
-              " and in_features = ", shape.k);
+  const int64_t bytes = row_bytes(shape);
+  TORCH_CHECK((weights.dim() == 2 || weights.dim() == 3) && has_shape(weights, weights, {shape.n, bytes}),
+              "weights has shape ", shape_text(weights.sizes()), ", expected [", shape.n, ", ", bytes, "] or [E, ",
+              shape.n, ", ", bytes, "] for out_features = ", shape.n, ", in_features = ", shape.k, " and values = '",
+              values_name(shape.kind), "'");
+  TORCH_CHECK(!channel_scales.has_value() || shape.kind != WeightKind::kInt8,
+              "channel_scales is given, expected none for values = 'int8'");
   if (channel_scales.has_value()) {
     TORCH_CHECK(is_e4m3(scales.scalar_type()), "scales_zeros has dtype ", scales.scalar_type(),
                 ", expected float8_e4m3fn, or its bits as uint8, beside channel_scales");
@@ -124,7 +132,7 @@ at::Tensor pack_cpu(const at::Tensor& weights, const at::Tensor& scales_zeros, c
   PackedShape shape = pack_shape(check_cpu, {weights, scales_zeros, bias, zero_points, channel_scales}, block_size,
                                  in_features, out_features, values);
   const at::Tensor z = zero_points.has_value() ? zero_points->contiguous() : at::Tensor();
-  if (z.defined() && all_eight(z)) shape.kind = WeightKind::kInt4;
+  if (shape.kind == WeightKind::kInt4ZeroPoints && all_eight(z)) shape.kind = WeightKind::kInt4;
   at::Tensor packed = empty_packed(weights, shape);
   const at::Tensor w = weights.contiguous();
   const at::Tensor s = scales_zeros.contiguous();
@@ -169,9 +177,9 @@ Unpacked empty_unpacked(const at::Tensor& packed, const PackedShape& shape) {
   const auto scales =
       shape.scale_dtype == DType::kFloat32 ? at::kFloat : (shape.two_level() ? at::kByte : at::kBFloat16);
   return {shape,
-          make({shape.n, shape.k / 2}, at::kByte),
+          make({shape.n, row_bytes(shape)}, at::kByte),
           make({shape.n, shape.groups()}, scales),
-          make({shape.n, shape.groups()}, at::kByte, shape.kind == WeightKind::kInt4ZeroPoints),
+          make({shape.n, shape.groups()}, at::kByte, shape.has_zero_points()),
           make({shape.n}, at::kFloat, shape.has_bias),
           make({shape.n}, at::kFloat, shape.two_level())};
 }
@@ -202,7 +210,7 @@ Unpacked unpack_tensor(const at::Tensor& packed_weights, int64_t block_size, int
     const PackedMatrix matrix = open(e);
     TORCH_CHECK(matrix.shape == shape, "packed_weights[", e,
                 "] has another kind, scale dtype or bias flag than packed_weights[0]");
-    unpack(matrix, out.weights.data_ptr<uint8_t>() + e * shape.n * (shape.k / 2),
+    unpack(matrix, out.weights.data_ptr<uint8_t>() + e * shape.n * row_bytes(shape),
            static_cast<uint8_t*>(out.scales.data_ptr()) + e * values * dtype_bytes(shape.scale_dtype),
            shape.has_bias ? out.bias.data_ptr<float>() + e * shape.n : nullptr, parallel,
            out.zero_points.numel() != 0 ? out.zero_points.data_ptr<uint8_t>() + e * values : nullptr,

@@ -20,7 +20,9 @@ namespace w4a8 {
 /// (channelwise), or 16 or a multiple of 32 that divides K. A nibble n is n - 8; with zero_points, uint8 of the shape
 /// of scales_zeros in 0..15, it is n - zero point; with values "e2m1" it is the e2m1 number of these bits. With
 /// channel_scales, floating [N] ([E, N]), in groups of 16, scales_zeros is float8_e4m3fn without signs, or its bits as
-/// uint8, and a weight is multiplied by both. Returns uint8 [bytes] or [E, bytes].
+/// uint8, and a weight is multiplied by both. With values "int8" weights is uint8 [N, K] or [E, N, K], a code n a byte,
+/// which is n - zero point, 0..255, or n - 128; K is a multiple of 32 if channelwise. Returns uint8 [bytes] or
+/// [E, bytes].
 W4A8_EXPORT at::Tensor dyn_quant_pack_4bit_weight(const at::Tensor& weights, const at::Tensor& scales_zeros,
                                                   const c10::optional<at::Tensor>& bias, int64_t block_size,
                                                   int64_t in_features, int64_t out_features,

@@ -52,6 +52,8 @@ TEST(AgreementTest, Matmul) {
                                    {75, 208, 16, DType::kBFloat16, false},
                                    {75, 208, 16, DType::kE5M3, true, WeightKind::kE2M1},
                                    {130, 80, 16, DType::kFloat32, true, WeightKind::kE2M1},
+                                   {75, 160, 32, DType::kBFloat16, true, WeightKind::kInt8},
+                                   {100, 96, 96, DType::kFloat32, false, WeightKind::kInt8},
                                    {100, 128, 128, DType::kFloat32, true, WeightKind::kE2M1}}) {
     const Packed packed = pack_one(shape, random_weights(rng, shape));
     for (const DType dtype : kAllDTypes) {

@@ -71,8 +71,9 @@ TEST(LayoutTest, EachFieldIsCheckedByName) {
   const std::string what = "expert 7 of w13";
   expect_words(refusal(with<uint8_t>(kMagicAt, 'X')), {what, "magic"});
   expect_words(refusal(with<uint8_t>(kMagicAt + 7, 'k')), {what, "magic"});
-  expect_words(refusal(with<uint32_t>(kVersionAt, 4)), {what, "version is 4", "1 to 3"});
-  expect_words(refusal(with<uint32_t>(kVersionAt, 0)), {what, "version is 0", "1 to 3"});
+  expect_words(refusal(with<uint32_t>(kVersionAt, 4)), {what, "version is 4", "expected 1", "int4"});
+  expect_words(refusal(with<uint32_t>(kVersionAt, 5)), {what, "version is 5", "1 to 4"});
+  expect_words(refusal(with<uint32_t>(kVersionAt, 0)), {what, "version is 0", "1 to 4"});
   // A kind that is unknown, or not one of the version.
   expect_words(refusal(with<uint32_t>(kVersionAt, 2)), {what, "kind is 0", "version 2"});
   expect_words(refusal(with<uint32_t>(kKindAt, 1)), {what, "kind is 1", "version 1"});
@@ -117,8 +118,30 @@ TEST(LayoutTest, GroupsOf16AreVersion3) {
     std::memcpy(header.data() + kVersionAt, &version, sizeof(version));
     expect_words(refusal(header, packed_bytes(shape)), {"version is " + std::to_string(version), "3", "group = 16"});
     expect_words(refusal(with<uint32_t>(kVersionAt, 3, kind)), {"version is 3", "group = 32"});
-    expect_words(refusal(with<uint32_t>(kKindAt, 3, kind)), {"kind is 3"});
     expect_words(refusal(with<uint32_t>(kScaleAt, 3, kind)), {"scale dtype is 3", "group = 32"});
+    header = header_of({40, 80, 16, DType::kBFloat16, true, kind});
+    const uint32_t int8 = 3;
+    std::memcpy(header.data() + kKindAt, &int8, sizeof(int8));
+    expect_words(refusal(header, packed_bytes(shape)), {"version is 3", "4", "int8"});
+  }
+}
+
+// Readers of the versions before must not take 8-bit codes for something else.
+TEST(LayoutTest, Int8IsVersion4) {
+  for (const auto& [k, group] :
+       {std::pair<int64_t, int64_t>{16, 16}, {32, 32}, {96, 96}, {96, 32}, {80, 16}, {kMaxK / 2, kMaxK / 2}}) {
+    const PackedShape shape{40, k, group, DType::kBFloat16, true, WeightKind::kInt8};
+    std::vector<uint8_t> header = header_of(shape);
+    uint32_t version = 0;
+    std::memcpy(&version, header.data() + kVersionAt, sizeof(version));
+    EXPECT_EQ(version, 4u);
+    EXPECT_EQ(read_header(header.data(), packed_bytes(shape), "matrix"), shape);
+    EXPECT_EQ(packed_bytes(shape),
+              packed_bytes(of_kind({40, 2 * k, group, DType::kBFloat16, true}, WeightKind::kInt4ZeroPoints)));
+    for (version = 1; version < 4; ++version) {
+      std::memcpy(header.data() + kVersionAt, &version, sizeof(version));
+      expect_words(refusal(header, packed_bytes(shape)), {version == 3 ? "version is 3" : "kind is 3"});
+    }
   }
 }
 
@@ -143,7 +166,7 @@ TEST(LayoutTest, SizeIsCheckedByName) {
 
 // No bit of the header is without meaning: flipping it is refused, or changes the shape to another one of that size.
 TEST(LayoutTest, EveryBitMatters) {
-  for (const WeightKind kind : kAllKinds) {
+  for (const WeightKind kind : kPackedKinds) {
     const PackedShape original = of_kind(kShape, kind);
     for (std::size_t bit = 0; bit < 512; ++bit) {
       std::vector<uint8_t> bytes = header_of(original);
@@ -234,7 +257,13 @@ TEST(LayoutTest, CheckShape) {
   bad({16, 64, 64, static_cast<DType>(200), false}, {"scale dtype", "200"});
   bad({16, kMaxK / 2 + 2, 2, DType::kFloat32, false, WeightKind::kInt4ZeroPoints}, {"k (in_features)", "524288"});
   bad({16, kMaxK, kMaxK, DType::kFloat32, false, WeightKind::kE2M1}, {"k (in_features)", "524288", "e2m1"});
-  bad({16, 64, 64, DType::kFloat32, false, static_cast<WeightKind>(3)}, {"kind is 3"});
+  bad({16, 64, 64, DType::kFloat32, false, static_cast<WeightKind>(4)}, {"kind is 4", "3 (int8)"});
+  for (const int64_t k : {2, 8, 24, 48, 50}) {
+    bad({16, k, k, DType::kFloat32, false, WeightKind::kInt8},
+        {"k (in_features) is " + std::to_string(k), "32", "int8"});
+  }
+  bad({16, 80, 16, DType::kE5M3, false, WeightKind::kInt8}, {"scale dtype is 3", "int8"});
+  bad({16, kMaxK, 32, DType::kFloat32, false, WeightKind::kInt8}, {"k (in_features)", "524288", "int8"});
   EXPECT_NO_THROW(check_shape({16, 160, 32, DType::kFloat32, false}));
   EXPECT_NO_THROW(check_shape({16, 80, 16, DType::kFloat32, false}));
   EXPECT_NO_THROW(check_shape({1, 2, 2, DType::kBFloat16, false}));

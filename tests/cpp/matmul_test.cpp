@@ -78,6 +78,59 @@ TEST_P(MatmulTest, EveryM) {
   }
 }
 
+// Codes of 8 bits: any n and m, rows whose second half begins inside a cache line, one scale, groups.
+TEST_P(MatmulTest, Int8) {
+  W4A8_TRACE_SEED();
+  Rng rng(70);
+  ThreadParallel threads(3);
+  for (const auto& [k, group] :
+       {std::pair<int64_t, int64_t>{16, 16}, {32, 32}, {160, 160}, {160, 32}, {80, 16}, {512, 128}}) {
+    for (const int64_t n : {1, 16, 41}) {
+      const PackedShape shape{n, k, group, n == 16 ? DType::kFloat32 : DType::kBFloat16, n != 16, WeightKind::kInt8};
+      const ref::Weights weights = random_weights(rng, shape);
+      const Packed packed = pack_one(shape, weights);
+      for (const int64_t m : {0, 1, 2, 4, 7, 12, 16, 33, 70}) {
+        const DType dtype = kAllDTypes[(m + n) % 3];
+        check(threads, shape, weights, packed, random_activations(rng, m * k, dtype), dtype);
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
+// A weight of 8 bits is (code - zero) * scale: next to a sum in double of what is multiplied out.
+TEST_P(MatmulTest, Int8MultipliedOut) {
+  W4A8_TRACE_SEED();
+  Rng rng(71);
+  SerialParallel serial;
+  for (const int64_t group : {int64_t{192}, int64_t{32}}) {
+    const PackedShape shape{37, 192, group, DType::kFloat32, true, WeightKind::kInt8};
+    const ref::Weights weights = random_weights(rng, shape);
+    const Packed packed = pack_one(shape, weights);
+    const std::vector<float> x = random_activations(rng, 3 * shape.k, DType::kFloat32);
+    std::vector<float> out(static_cast<std::size_t>(3 * shape.n));
+    matmul(kernel(), serial, workspace_, packed.matrix(), x.data(), DType::kFloat32, 3, out.data());
+    for (int64_t r = 0; r < 3; ++r) {
+      const ref::Row row = ref::quantize({x.begin() + r * shape.k, x.begin() + (r + 1) * shape.k});
+      for (int64_t c = 0; c < shape.n; ++c) {
+        double sum = 0;
+        double size = 0;  // of what is added in float: both halves, and the zero point's share of them
+        for (int64_t k = 0; k < shape.k; ++k) {
+          const double scale = weights.scales[static_cast<std::size_t>((c * shape.k + k) / group)];
+          const int w = weights.w[static_cast<std::size_t>(c * shape.k + k)];
+          sum += (row.q[static_cast<std::size_t>(k)] - row.zero_point) * (w * scale);
+          size += 2 * 128 * 2 * 256 * std::fabs(scale);
+        }
+        const double bias = weights.bias[static_cast<std::size_t>(c)];
+        const double recip = static_cast<double>(row.recip);
+        // A rounding for each group of both halves and of W, and three for the end.
+        const double bound = (static_cast<double>(4 * shape.groups()) + 3) * 0x1p-24 * (size * recip + std::fabs(bias));
+        EXPECT_NEAR(out[static_cast<std::size_t>(r * shape.n + c)], sum * recip + bias, bound) << r << " " << c;
+      }
+    }
+  }
+}
+
 // Enough work for several threads, several row blocks and several panel ranges.
 TEST_P(MatmulTest, LargerShapes) {
   W4A8_TRACE_SEED();
@@ -89,7 +142,9 @@ TEST_P(MatmulTest, LargerShapes) {
   const Case cases[] = {{{300, 1024, 128, DType::kFloat32, false}, 3},
                         {{520, 640, 640, DType::kBFloat16, true}, 2},
                         {{18, 1000, 1000, DType::kFloat32, true}, 300},  // more rows than one block holds
-                        {{16, 2048, 32, DType::kBFloat16, false}, 140}};
+                        {{16, 2048, 32, DType::kBFloat16, false}, 140},
+                        {{36, 1024, 1024, DType::kFloat32, true, WeightKind::kInt8}, 140},
+                        {{36, 1024, 128, DType::kBFloat16, true, WeightKind::kInt8}, 140}};
   for (const Case& c : cases) {
     const ref::Weights weights = random_weights(rng, c.shape);
     const Packed packed = pack_one(c.shape, weights);
@@ -117,8 +172,9 @@ TEST_P(MatmulTest, BadRowsAreNanAndAlone) {
   W4A8_TRACE_SEED();
   Rng rng(63);
   SerialParallel serial;
-  for (const int64_t group : {int64_t{64}, int64_t{32}, int64_t{16}}) {
-    const PackedShape shape{21, 64, group, DType::kFloat32, true};
+  for (const auto& [group, kind] :
+       {std::pair{64, WeightKind::kInt4}, {32, WeightKind::kInt4}, {16, WeightKind::kInt4}, {64, WeightKind::kInt8}}) {
+    const PackedShape shape{21, 64, group, DType::kFloat32, true, kind};
     const ref::Weights weights = random_weights(rng, shape);
     const Packed packed = pack_one(shape, weights);
     const int64_t m = 15;
@@ -169,8 +225,12 @@ TEST_P(MatmulTest, GivenRows) {
   W4A8_TRACE_SEED();
   Rng rng(66);
   ThreadParallel threads(3);
-  for (const int64_t group : {int64_t{160}, int64_t{32}, int64_t{16}}) {
-    const PackedShape shape{41, 160, group, DType::kFloat32, false};
+  for (const auto& [group, kind] : {std::pair{160, WeightKind::kInt4},
+                                    {32, WeightKind::kInt4},
+                                    {16, WeightKind::kInt4},
+                                    {160, WeightKind::kInt8},
+                                    {32, WeightKind::kInt8}}) {
+    const PackedShape shape{41, 160, group, DType::kFloat32, false, kind};
     const ref::Weights weights = random_weights(rng, shape);
     const Packed packed = pack_one(shape, weights);
     std::vector<float> bias(41);
@@ -259,6 +319,10 @@ TEST(MatmulBatchTest, BoundedForEveryShape) {
       const int64_t rows = matmul_batch_rows({16, k, group, DType::kFloat32, false});
       EXPECT_GE(rows, 64);
       EXPECT_LE(rows * (k + k / group * 4 + 8), int64_t{96} << 20);
+      if (k % 32 != 0 || k == kMaxK) continue;
+      const int64_t rows8 = matmul_batch_rows({16, k, group, DType::kFloat32, false, WeightKind::kInt8});
+      EXPECT_GE(rows8, 64);
+      EXPECT_LE(rows8 * 2 * (k + k / group * 4 + 8), int64_t{96} << 20);
     }
   }
 }

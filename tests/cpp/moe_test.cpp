@@ -56,6 +56,43 @@ TEST_P(MoeTest, ActivationsAndShapes) {
   }
 }
 
+// Experts of 8 bits, in both matrices or beside each other kind in the other one.
+TEST_P(MoeTest, Int8) {
+  W4A8_TRACE_SEED();
+  Rng rng(78);
+  struct Sizes {
+    int64_t hidden;
+    int64_t intermediate;
+    int64_t group;
+  };
+  int variant = 0;
+  for (const Sizes& s : {Sizes{64, 96, -1}, {96, 160, 32}, {112, 80, 16}, {160, 32, 32}}) {
+    for (const WeightKind other : kPackedKinds) {
+      for (const bool first : {true, false}) {
+        ++variant;
+        MoeCase c;
+        c.tokens = variant % 3 == 0 ? 60 : 7;
+        c.top_k = 3;
+        c.hidden = s.hidden;
+        c.intermediate = s.intermediate;
+        c.group = s.group;
+        c.kind = variant % kActivationCount;
+        c.gated = variant % 4 != 1;
+        c.bias = variant % 3 == 0;
+        c.weight_on_input = variant % 5 == 0;
+        c.scales = variant % 2 == 0 ? DType::kBFloat16 : DType::kFloat32;
+        c.dtype = kAllDTypes[variant % 3];
+        c.kind13 = first ? WeightKind::kInt8 : other;
+        c.kind2 = first ? other : WeightKind::kInt8;
+        MoeData data(rng, c);
+        if (variant % 4 == 0) data.ids[1] = data.ids[5] = -1;
+        check(data);
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
 TEST_P(MoeTest, EveryNumberOfTokens) {
   W4A8_TRACE_SEED();
   Rng rng(71);
@@ -305,6 +342,11 @@ TEST(MoeBatchTest, BoundedButNotTiny) {
         // Above the least batch, x in int8 and h in float32 and int8 alone must fit 96 MiB.
         if (batch > 64) {
           EXPECT_LE(batch * slots * (hidden + 5 * inter), int64_t{96} << 20);
+        }
+        const int64_t int8 = moe_batch_tokens(slots, hidden, inter, 2, 2);
+        EXPECT_GE(int8, 64);
+        if (int8 > 64) {
+          EXPECT_LE(int8 * slots * (2 * hidden + 6 * inter), int64_t{96} << 20);
         }
       }
     }

@@ -14,13 +14,16 @@ const std::vector<PackedShape>& shapes() {
     std::vector<PackedShape> list;
     for (const DType scales : {DType::kFloat32, DType::kBFloat16}) {
       for (const bool bias : {false, true}) {
-        for (const WeightKind kind : kAllKinds) {
+        for (const WeightKind kind : kPackedKinds) {
+          const bool int8 = kind == WeightKind::kInt8;
           for (const int64_t n : {1, 2, 15, 16, 17, 33, 70}) {
-            for (const int64_t k : {2, 4, 6, 8, 10, 34, 64, 70}) list.push_back({n, k, k, scales, bias, kind});
+            for (const int64_t k : {2, 4, 6, 8, 10, 34, 64, 70}) {
+              if (!int8 || k == 64) list.push_back({n, k, k, scales, bias, kind});
+            }
             for (const int64_t group : {16, 32, 64, 96}) list.push_back({n, 192, group, scales, bias, kind});
           }
           list.push_back({18, 32 * 70, 32, scales, bias, kind});
-          if (scales == DType::kFloat32) {
+          if (scales == DType::kFloat32 && !int8) {
             for (const int64_t n : {1, 16, 33}) list.push_back({n, 192, 16, DType::kE5M3, bias, kind});
           }
         }
@@ -45,6 +48,12 @@ uint32_t read32(const uint8_t* bytes) {
 
 // Every byte of one matrix, as the comment in layout.h describes it.
 void check_bytes(const PackedShape& shape, const ref::Weights& weights, const uint8_t* bytes) {
+  if (shape.kind == WeightKind::kInt8) {
+    const PackedShape planes{shape.n,           2 * shape.k,    shape.group,
+                             shape.scale_dtype, shape.has_bias, WeightKind::kInt4ZeroPoints};
+    ASSERT_EQ(packed_bytes(shape), packed_bytes(planes));
+    return check_bytes(planes, ref::two_planes(weights, 0, shape.n), bytes);
+  }
   const int64_t steps = (shape.k + 7) / 8;
   const int64_t groups = shape.k / shape.group;
   const bool two_level = shape.scale_dtype == DType::kE5M3;
@@ -56,7 +65,7 @@ void check_bytes(const PackedShape& shape, const ref::Weights& weights, const ui
     return column < shape.n ? weights.zero_points[static_cast<std::size_t>(column * groups + g)] : 0;
   };
   const auto nibble = [&](int64_t column, int64_t k) {
-    if (column < shape.n && k < shape.k) return nibble_at(shape, weights, column, k);
+    if (column < shape.n && k < shape.k) return code_at(shape, weights, column, k);
     return zeros ? zero_point(column, groups - 1) : (shape.kind == WeightKind::kInt4 ? 8 : 0);
   };
   for (int64_t p = 0; p < (shape.n + 15) / 16; ++p) {
@@ -155,7 +164,8 @@ TEST(PackTest, UnpackIsTheInverse) {
                                   0x00ff0000, 0x01000000, 0x01010000, 0x00000002, 0x7f7f0000, 0xff7f0000};
       const auto size = static_cast<std::size_t>(dtype_bytes(shape.scale_dtype));
       for (std::size_t i = 0; i < std::min(source.scales.size() / size, std::size(special)); ++i) {
-        if (size == 2 && special[i] == 0x00ff0000 && shape.kind == WeightKind::kE2M1) continue;  // odd in bfloat16
+        if (size == 2 && special[i] == 0x00ff0000 && shape.kind == WeightKind::kE2M1) continue;    // odd in bfloat16
+        if (shape.kind == WeightKind::kInt8 && (special[i] & 0x7fff0000) == 0x7f7f0000) continue;  // above 2^124
         const uint32_t bits = special[i] >> (size == 2 ? 16 : 0);
         if (size != 1) std::memcpy(source.scales.data() + i * size, &bits, size);
       }
@@ -312,6 +322,60 @@ TEST(PackTest, RefusesValuesByName) {
       EXPECT_NE(message.find("scales_zeros: element 4 is a number below 2^-125"), std::string::npos) << message;
     }
   }
+}
+
+// Codes of 8 bits: what cannot be split, and planes that belong to no codes.
+TEST(PackTest, Int8IsCheckedByName) {
+  Rng rng(39);
+  SerialParallel serial;
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+    const PackedShape shape{3, 64, 32, dtype, false, WeightKind::kInt8};
+    const Checkpoint source = to_checkpoint(shape, random_stack(rng, shape, 1));
+    std::vector<uint8_t> packed(static_cast<std::size_t>(packed_bytes(shape)));
+    const auto size = static_cast<std::size_t>(dtype_bytes(dtype));
+    for (const auto& [bits, fits] : {std::pair{0x7d800000u, false}, {0xfd800000u, false}, {0x7d7f0000u, true}}) {
+      Checkpoint large = source;
+      const uint32_t element = dtype == DType::kFloat32 ? bits : bits >> 16;
+      std::memcpy(large.scales.data() + 4 * size, &element, size);
+      const auto call = [&] { pack(active_kernel(), shape, 1, large.raw(), packed.data(), serial); };
+      if (fits) {
+        EXPECT_NO_THROW(call());
+        continue;
+      }
+      const std::string message = message_of(call);
+      EXPECT_NE(message.find("scales_zeros: element 4 is a number of 2^124 or more"), std::string::npos) << message;
+    }
+    pack(active_kernel(), shape, 1, source.raw(), packed.data(), serial);
+    const auto at = static_cast<std::size_t>(kHeaderBytes);
+    const std::size_t places[] = {at + static_cast<std::size_t>(shape.zeros_offset()) + 2,       // of upper nibbles
+                                  at + static_cast<std::size_t>(shape.zeros_offset()) + 3 * 16,  // of lower ones
+                                  at + static_cast<std::size_t>(shape.scales_offset()) + size - 1,
+                                  at + static_cast<std::size_t>(shape.scales_offset()) + 2 * 16 * size + size - 1};
+    for (const std::size_t place : places) {
+      std::vector<uint8_t> damaged = packed;
+      damaged[place] ^= 0x40;
+      std::vector<uint8_t> codes(3 * 64), zeros(3 * 2), scales(3 * 2 * size);
+      const std::string message = message_of([&] {
+        unpack({shape, damaged.data()}, codes.data(), scales.data(), nullptr, serial, zeros.data());
+      });
+      EXPECT_NE(message.find("do not belong together"), std::string::npos) << message;
+    }
+  }
+}
+
+// Without zero points a code counts from 128.
+TEST(PackTest, Int8CountsFrom128) {
+  Rng rng(44);
+  SerialParallel serial;
+  const PackedShape shape{19, 96, 32, DType::kFloat32, true, WeightKind::kInt8};
+  Checkpoint source = to_checkpoint(shape, random_stack(rng, shape, 2));
+  std::fill(source.zero_points.begin(), source.zero_points.end(), uint8_t{128});
+  std::vector<uint8_t> given(static_cast<std::size_t>(2 * packed_bytes(shape)));
+  std::vector<uint8_t> assumed(given.size());
+  pack(active_kernel(), shape, 2, source.raw(), given.data(), serial);
+  source.zero_points.clear();
+  pack(active_kernel(), shape, 2, source.raw(), assumed.data(), serial);
+  EXPECT_EQ(given, assumed);
 }
 
 TEST(PackTest, UnalignedBuffers) {

@@ -226,7 +226,29 @@ Row quantize(const std::vector<float>& x) {
   return row;
 }
 
+Weights two_planes(const Weights& weights, int64_t first, int64_t count) {
+  Weights planes{count, 2 * weights.k, weights.group, {}, {}, {}, {}};
+  const int64_t groups = weights.k / weights.group;
+  for (int64_t column = first; column < first + count; ++column) {
+    for (const int unit : {16, 1}) {
+      const auto half = [&](int code) { return unit == 16 ? code / 16 : code % 16; };
+      for (int64_t g = 0; g < groups; ++g) {
+        const auto at = static_cast<std::size_t>(column * groups + g);
+        const int zero = weights.zero_points.empty() ? 128 : weights.zero_points[at];
+        planes.scales.push_back(static_cast<float>(unit) * weights.scales[at]);
+        planes.zero_points.push_back(half(zero));
+        for (int64_t i = g * weights.group; i < (g + 1) * weights.group; ++i) {
+          planes.w.push_back(half(weights.w[static_cast<std::size_t>(column * weights.k + i)] + zero) - half(zero));
+        }
+      }
+    }
+    if (!weights.bias.empty()) planes.bias.push_back(weights.bias[static_cast<std::size_t>(column)]);
+  }
+  return planes;
+}
+
 float weighted_sum(const Weights& weights, int64_t column) {
+  if (weights.eight_bits) return weighted_sum(two_planes(weights, column, 1), 0);
   const int64_t groups = weights.k / weights.group;
   float total = 0;
   for (int64_t g = 0; g < groups; ++g) {
@@ -240,6 +262,11 @@ float weighted_sum(const Weights& weights, int64_t column) {
 }
 
 float dot(const Row& row, const Weights& weights, int64_t column) {
+  if (weights.eight_bits) {
+    Row twice = row;
+    twice.q.insert(twice.q.end(), row.q.begin(), row.q.end());
+    return dot(twice, two_planes(weights, column, 1), 0);
+  }
   const int* w = weights.w.data() + column * weights.k;
   const float bias = weights.bias.empty() ? 0.0f : weights.bias[static_cast<std::size_t>(column)];
   if (weights.group == weights.k) {

@@ -67,25 +67,33 @@ std::vector<float> random_activations(Rng& rng, int64_t count, DType dtype) {
   return from_dtype(to_dtype(values, dtype).data(), count, dtype);
 }
 
-int decode(WeightKind kind, int nibble, int zero_point) {
+int decode(WeightKind kind, int code, int zero_point) {
   switch (kind) {
-    case WeightKind::kInt4: return nibble - 8;
-    case WeightKind::kInt4ZeroPoints: return nibble - zero_point;
-    case WeightKind::kE2M1: return ref::twice_e2m1(nibble);
+    case WeightKind::kInt4: return code - 8;
+    case WeightKind::kInt4ZeroPoints:
+    case WeightKind::kInt8: return code - zero_point;
+    case WeightKind::kE2M1: return ref::twice_e2m1(code);
   }
   return 0;
 }
+
+namespace {
+
+int most_code(WeightKind kind) { return kind == WeightKind::kInt8 ? 255 : 15; }
+
+}  // namespace
 
 int encode(WeightKind kind, int w, int zero_point, bool odd) {
-  for (int i = 0; i < 16; ++i) {
-    const int nibble = odd ? 15 - i : i;
-    if (decode(kind, nibble, zero_point) == w) return nibble;
+  const int most = most_code(kind);
+  for (int i = 0; i <= most; ++i) {
+    const int code = odd ? most - i : i;
+    if (decode(kind, code, zero_point) == w) return code;
   }
-  ADD_FAILURE() << "no nibble is " << w;
+  ADD_FAILURE() << "no code is " << w;
   return 0;
 }
 
-int nibble_at(const PackedShape& shape, const ref::Weights& weights, int64_t column, int64_t k) {
+int code_at(const PackedShape& shape, const ref::Weights& weights, int64_t column, int64_t k) {
   const int64_t group = column * shape.groups() + k / shape.group;
   const int zero_point = weights.zero_points.empty() ? 0 : weights.zero_points[static_cast<std::size_t>(group)];
   return encode(shape.kind, weights.w[static_cast<std::size_t>(column * shape.k + k)], zero_point, k % 3 == 1);
@@ -96,15 +104,17 @@ ref::Weights random_weights(Rng& rng, const PackedShape& shape) {
   weights.n = shape.n;
   weights.k = shape.k;
   weights.group = shape.group;
-  if (shape.kind == WeightKind::kInt4ZeroPoints) {
+  weights.eight_bits = shape.kind == WeightKind::kInt8;
+  const int most = most_code(shape.kind);
+  if (shape.has_zero_points()) {
     for (int64_t i = 0; i < shape.n * shape.groups(); ++i) {
-      weights.zero_points.push_back(static_cast<int>(rng.integer(0, 15)));
+      weights.zero_points.push_back(static_cast<int>(rng.integer(0, most)));
     }
   }
   for (int64_t i = 0; i < shape.n * shape.k; ++i) {
     const int zero_point =
         weights.zero_points.empty() ? 0 : weights.zero_points[static_cast<std::size_t>(i / shape.group)];
-    weights.w.push_back(decode(shape.kind, static_cast<int>(rng.integer(0, 15)), zero_point));
+    weights.w.push_back(decode(shape.kind, static_cast<int>(rng.integer(0, most)), zero_point));
   }
   for (int64_t i = 0; i < shape.n * shape.groups(); ++i) {
     if (shape.two_level()) {
@@ -143,9 +153,10 @@ Checkpoint to_checkpoint(const PackedShape& shape, const std::vector<ref::Weight
   Checkpoint checkpoint;
   for (const ref::Weights& weights : stack) {
     for (int64_t column = 0; column < shape.n; ++column) {
-      for (int64_t k = 0; k < shape.k; k += 2) {
+      for (int64_t k = 0; k < shape.k; k += weights.eight_bits ? 1 : 2) {
+        const int code = code_at(shape, weights, column, k);
         checkpoint.weights.push_back(
-            static_cast<uint8_t>(nibble_at(shape, weights, column, k) | nibble_at(shape, weights, column, k + 1) << 4));
+            static_cast<uint8_t>(weights.eight_bits ? code : code | code_at(shape, weights, column, k + 1) << 4));
       }
     }
     std::vector<float> given = weights.scales;

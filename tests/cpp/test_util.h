@@ -72,19 +72,23 @@ uint32_t element_bits(const void* data, int64_t i, DType dtype);
 /// Normal values with a few larger ones, as activations have them, rounded to `dtype`.
 std::vector<float> random_activations(Rng& rng, int64_t count, DType dtype);
 
+/// What kernels know.
 inline constexpr WeightKind kAllKinds[] = {WeightKind::kInt4, WeightKind::kInt4ZeroPoints, WeightKind::kE2M1};
+/// What packed matrices may be.
+inline constexpr WeightKind kPackedKinds[] = {WeightKind::kInt4, WeightKind::kInt4ZeroPoints, WeightKind::kE2M1,
+                                              WeightKind::kInt8};
 /// The shape, of another kind.
 inline PackedShape of_kind(PackedShape shape, WeightKind kind) {
   shape.kind = kind;
   return shape;
 }
 
-/// The integer that a nibble stands for; zero_point: of its column and group.
-int decode(WeightKind kind, int nibble, int zero_point);
-/// A nibble that stands for w. Of the two zeros of e2m1 the negative one where `odd`.
+/// The integer that a nibble, or of kInt8 a code, stands for; zero_point: of its column and group.
+int decode(WeightKind kind, int code, int zero_point);
+/// A code that stands for w. Of the two zeros of e2m1 the negative one where `odd`.
 int encode(WeightKind kind, int w, int zero_point, bool odd);
 /// encode of one element of a matrix.
-int nibble_at(const PackedShape& shape, const ref::Weights& weights, int64_t column, int64_t k);
+int code_at(const PackedShape& shape, const ref::Weights& weights, int64_t column, int64_t k);
 
 /// Random weights of that shape and kind; scales positive and (but for kE5M3) negative, exactly representable in
 /// shape.scale_dtype; of kE5M3 any that a float8_e4m3fn can be.
@@ -92,7 +96,7 @@ ref::Weights random_weights(Rng& rng, const PackedShape& shape);
 
 /// A checkpoint's tensors.
 struct Checkpoint {
-  std::vector<uint8_t> weights;       // [count, n, k / 2]
+  std::vector<uint8_t> weights;       // [count, n, k / 2]; of kInt8 [count, n, k]
   std::vector<uint8_t> scales;        // [count, n, groups] of the scale type
   std::vector<float> bias;            // [count, n] or empty
   std::vector<uint8_t> zero_points;   // [count, n, groups] or empty

@@ -72,16 +72,43 @@ PackedMatrix open_expert(const uint8_t* base, int64_t bytes, const char* name, i
   }
 }
 
+int64_t group13(const MoeArgs& args) { return args.group == -1 ? args.hidden : args.group; }
+int64_t group2(const MoeArgs& args) { return args.group == -1 ? args.intermediate : args.group; }
+
+// The matrices of the experts that are used, opened before the first result is written. From then on nothing reads a
+// header, so one that changes meanwhile does no harm.
+struct Experts {
+  explicit Experts(const MoeArgs& args)
+      : w13(static_cast<std::size_t>(args.experts)), w2(static_cast<std::size_t>(args.experts)) {
+    const int64_t rows13 = args.intermediate * (args.gated ? 2 : 1);
+    for (int64_t i = 0; i < args.tokens * args.top_k; ++i) {
+      const int64_t id = id_at(args, i);
+      const auto e = static_cast<std::size_t>(id);
+      if (id < 0 || w13[e].data != nullptr) continue;
+      w13[e] = open_expert(args.w13, args.w13_bytes, "w13_packed", id, rows13, args.hidden, group13(args));
+      w2[e] = open_expert(args.w2, args.w2_bytes, "w2_packed", id, args.hidden, args.intermediate, group2(args));
+      planes13 = w13[e].shape.planes();
+      planes2 = w2[e].shape.planes();
+    }
+  }
+
+  std::vector<PackedMatrix> w13;  // [E]
+  std::vector<PackedMatrix> w2;
+  // The same for all of a stack, since they have as many bytes: two planes of any kind of scales take more than one.
+  int64_t planes13 = 1;
+  int64_t planes2 = 1;
+};
+
 // How the work is cut: sizes that depend on shapes and the number of workers only.
 struct Plan {
-  Plan(const Kernel& kernel, const MoeArgs& args, int64_t batches_in, int workers_in)
+  Plan(const Kernel& kernel, const MoeArgs& args, const Experts& experts, int workers_in)
       : workers(workers_in),
-        batches(batches_in),
+        planes13(experts.planes13),
+        planes2(experts.planes2),
+        batches(ceil_div(args.tokens, moe_batch_tokens(args.top_k, args.hidden, args.intermediate, planes13, planes2))),
         slots(ceil_div(args.tokens, batches) * args.top_k),
-        group13(args.group == -1 ? args.hidden : args.group),
-        group2(args.group == -1 ? args.intermediate : args.group),
-        max_rows13(kernel.task_rows(args.hidden)),
-        max_rows2(kernel.task_rows(args.intermediate)),
+        max_rows13(kernel.task_rows(planes13 * args.hidden)),
+        max_rows2(kernel.task_rows(planes2 * args.intermediate)),
         max_units13(std::min(args.experts, slots) + slots / max_rows13),
         max_units2(std::min(args.experts, slots) + slots / max_rows2),
         gate_panels(ceil_div(args.intermediate, kPanelColumns)),
@@ -91,15 +118,16 @@ struct Plan {
     const int64_t rows13 = std::min(max_rows13, slots);
     // The gate and the up tile; u may begin inside a panel, so it gets one more.
     tile_floats = max_tile_floats(2 * rows13) + rows13 * kPanelColumns;
-    scratch_bytes = std::max(gemm_scratch_bytes(kernel, rows13, args.hidden, group13),
-                             gemm_scratch_bytes(kernel, std::min(max_rows2, slots), args.intermediate, group2));
+    const int64_t rows2 = std::min(max_rows2, slots);
+    scratch_bytes = std::max(gemm_scratch_bytes(kernel, rows13, planes13 * args.hidden, group13(args)),
+                             gemm_scratch_bytes(kernel, rows2, planes2 * args.intermediate, group2(args)));
   }
 
   int workers;
+  int64_t planes13;
+  int64_t planes2;
   int64_t batches;  // of tokens
   int64_t slots;    // of the largest batch
-  int64_t group13;
-  int64_t group2;
   int64_t max_rows13;
   int64_t max_rows2;
   int64_t max_units13;
@@ -115,21 +143,17 @@ struct Plan {
 // All scratch of one call, sliced from one arena.
 struct MoeBuffers {
   MoeBuffers(Slicer& slicer, const MoeArgs& args, const Plan& plan)
-      : w13(slicer.take<PackedMatrix>(args.experts)),
-        w2(slicer.take<PackedMatrix>(args.experts)),
-        ids(slicer.take<int32_t>(plan.slots)),
+      : ids(slicer.take<int32_t>(plan.slots)),
         buckets{slicer.take<int64_t>(args.experts + 1), slicer.take<int32_t>(plan.slots)},
         units13(slicer.take<Unit>(plan.max_units13)),
         units2(slicer.take<Unit>(plan.max_units2)),
         spans_left(slicer.take<std::atomic<int32_t>>(plan.max_units13)),
-        x(QuantizedRows::slice(slicer, plan.slots, args.hidden, plan.group13)),
+        x(QuantizedRows::slice(slicer, plan.slots, args.hidden, group13(args), plan.planes13)),
         h(slicer.take<float>(plan.slots * args.intermediate)),
-        hq(QuantizedRows::slice(slicer, plan.slots, args.intermediate, plan.group2)),
+        hq(QuantizedRows::slice(slicer, plan.slots, args.intermediate, group2(args), plan.planes2)),
         y(slicer.take<float>(plan.slots * plan.stripe_panels * kPanelColumns)),
         own(slicer, plan.workers, plan.tile_floats, plan.scratch_bytes) {}
 
-  PackedMatrix* w13;  // [E], those of experts that are used
-  PackedMatrix* w2;
   int32_t* ids;
   Buckets buckets;
   Unit* units13;
@@ -141,19 +165,6 @@ struct MoeBuffers {
   float* y;                          // [rows, columns of a stripe]
   WorkerBuffers own;
 };
-
-// Opens the matrices of the experts that are used, before the first result is written. From here on nothing reads a
-// header, so one that changes meanwhile does no harm.
-void open_experts(const MoeArgs& args, const Plan& plan, const MoeBuffers& b) {
-  std::fill(b.w13, b.w13 + args.experts, PackedMatrix{});
-  const int64_t rows13 = args.intermediate * (args.gated ? 2 : 1);
-  for (int64_t i = 0; i < args.tokens * args.top_k; ++i) {
-    const int64_t e = id_at(args, i);
-    if (e < 0 || b.w13[e].data != nullptr) continue;
-    b.w13[e] = open_expert(args.w13, args.w13_bytes, "w13_packed", e, rows13, args.hidden, plan.group13);
-    b.w2[e] = open_expert(args.w2, args.w2_bytes, "w2_packed", e, args.hidden, args.intermediate, plan.group2);
-  }
-}
 
 // The units of one of the two products and how their panels are cut: task t is span t % spans of unit t / spans.
 struct Tasks {
@@ -186,9 +197,11 @@ Tasks make_units(const int64_t* offsets, int64_t experts, int64_t max_rows, Unit
 class Batch {
  public:
   // Sorts the rows and cuts the work; then the tasks are known.
-  Batch(const Kernel& kernel, const MoeArgs& args, const Plan& plan, const MoeBuffers& buffers, Range tokens)
+  Batch(const Kernel& kernel, const MoeArgs& args, const Experts& experts, const Plan& plan, const MoeBuffers& buffers,
+        Range tokens)
       : kernel_(kernel),
         args_(args),
+        experts_(experts),
         plan_(plan),
         b_(buffers),
         tokens_(tokens),
@@ -241,8 +254,9 @@ class Batch {
         if (first < 0) {
           first = row;
           kernel_.quantize_row(static_cast<const uint8_t*>(args_.x) + token * args_.hidden * dtype_bytes(args_.dtype),
-                               args_.dtype, args_.hidden, plan_.group13, x.q + row * x.stride,
+                               args_.dtype, args_.hidden, group13(args_), x.q + row * x.stride,
                                x.starts + row * x.groups, &quant);
+          x.repeat(row);
         } else {
           std::memcpy(x.q + row * x.stride, x.q + first * x.stride, static_cast<std::size_t>(x.stride));
           std::memcpy(x.starts + row * x.groups, x.starts + first * x.groups,
@@ -261,7 +275,7 @@ class Batch {
     const Range panels = up_.span(plan_.gate_panels, task);
     const int64_t inner = args_.intermediate;
     const int64_t m = unit.rows.size();
-    const PackedMatrix& w13 = b_.w13[unit.expert];
+    const PackedMatrix& w13 = this->w13(unit);
     const Rows rows = b_.x.from(unit.rows.begin);
     const int64_t column = panels.begin * kPanelColumns;
     const int64_t columns = std::min(inner, panels.end * kPanelColumns) - column;
@@ -289,8 +303,9 @@ class Batch {
   void requantize(Range rows) {
     const QuantizedRows& hq = b_.hq;
     for (int64_t r = rows.begin; r < rows.end; ++r) {
-      kernel_.quantize_row(b_.h + r * args_.intermediate, DType::kFloat32, args_.intermediate, plan_.group2,
+      kernel_.quantize_row(b_.h + r * args_.intermediate, DType::kFloat32, args_.intermediate, group2(args_),
                            hq.q + r * hq.stride, hq.starts + r * hq.groups, hq.quant + r);
+      hq.repeat(r);
     }
   }
 
@@ -299,8 +314,8 @@ class Batch {
     const Range panels = down_span(stripe, task);
     float* y = b_.y + unit.rows.begin * ldy() + (panels.begin - stripe_range(stripe).begin) * kPanelColumns;
     kernel_.gemm(b_.hq.from(unit.rows.begin), unit.rows.size(),
-                 b_.w2[unit.expert].panels(panels.begin, down_panels(stripe, task + plan_.workers)), panels.size(), y,
-                 ldy(), b_.own.scratch(worker));
+                 w2(unit).panels(panels.begin, down_panels(stripe, task + plan_.workers)), panels.size(), y, ldy(),
+                 b_.own.scratch(worker));
   }
 
   void combine(int64_t stripe, int64_t task) {
@@ -316,6 +331,8 @@ class Batch {
     }
   }
 
+  const PackedMatrix& w13(const Unit& unit) const { return experts_.w13[static_cast<std::size_t>(unit.expert)]; }
+  const PackedMatrix& w2(const Unit& unit) const { return experts_.w2[static_cast<std::size_t>(unit.expert)]; }
   int64_t ldy() const { return plan_.stripe_panels * kPanelColumns; }
   Range stripe_range(int64_t stripe) const { return share(plan_.out_panels, plan_.stripes, stripe); }
 
@@ -330,7 +347,7 @@ class Batch {
   // none. Workers take turns: task + workers is what a worker will most likely take after `task`.
   const uint8_t* gate_up_panels(int64_t task) const {
     if (task >= up_.tasks()) return down_panels(0, task - up_.tasks());
-    return b_.w13[up_.unit(task).expert].panel(up_.span(plan_.gate_panels, task).begin);
+    return w13(up_.unit(task)).panel(up_.span(plan_.gate_panels, task).begin);
   }
   const uint8_t* down_panels(int64_t stripe, int64_t task) const {
     if (task >= down_.tasks()) {
@@ -338,11 +355,12 @@ class Batch {
       task -= down_.tasks();
     }
     if (task >= down_.tasks() || stripe >= plan_.stripes) return nullptr;
-    return b_.w2[down_.unit(task).expert].panel(down_span(stripe, task).begin);
+    return w2(down_.unit(task)).panel(down_span(stripe, task).begin);
   }
 
   const Kernel& kernel_;
   const MoeArgs& args_;
+  const Experts& experts_;
   const Plan& plan_;
   const MoeBuffers& b_;
   Range tokens_;
@@ -354,9 +372,10 @@ class Batch {
 
 }  // namespace
 
-int64_t moe_batch_tokens(int64_t top_k, int64_t hidden, int64_t intermediate) {
+int64_t moe_batch_tokens(int64_t top_k, int64_t hidden, int64_t intermediate, int64_t planes13, int64_t planes2) {
   // Per slot: x and h as int8, h as float32, and where stripes cannot be smaller, y.
-  const int64_t bytes = std::max<int64_t>(1, top_k) * (hidden + hidden / 8 + 5 * intermediate + 512);
+  const int64_t x = planes13 * hidden + hidden / 8;
+  const int64_t bytes = std::max<int64_t>(1, top_k) * (x + (4 + planes2) * intermediate + 512);
   return std::max<int64_t>(64, kScratchBytes / bytes);
 }
 
@@ -369,16 +388,15 @@ void fused_moe(const Kernel& kernel, Parallel& parallel, Workspace& workspace, c
   const int64_t macs_per_row = args.hidden * args.intermediate * (args.gated ? 3 : 2);
   SerialParallel serial;
   Parallel& runner = args.tokens * args.top_k < ceil_div(kSerialMacs, macs_per_row) ? serial : parallel;
-  const int64_t batches = ceil_div(args.tokens, moe_batch_tokens(args.top_k, args.hidden, args.intermediate));
-  const Plan plan(kernel, args, batches, runner.threads());
+  const Experts experts(args);
+  const Plan plan(kernel, args, experts, runner.threads());
 
   Slicer size(nullptr);
   MoeBuffers(size, args, plan);
   Slicer slicer(workspace.reserve(size.bytes()));
   const MoeBuffers buffers(slicer, args, plan);
-  open_experts(args, plan, buffers);
-  for (int64_t i = 0; i < batches; ++i) {
-    Batch(kernel, args, plan, buffers, share(args.tokens, batches, i)).run(runner);
+  for (int64_t i = 0; i < plan.batches; ++i) {
+    Batch(kernel, args, experts, plan, buffers, share(args.tokens, plan.batches, i)).run(runner);
   }
 }
 
