@@ -25,6 +25,7 @@ struct Kind {
 constexpr Kind kKinds[] = {{"int4", WeightKind::kInt4, 0, DType::kBFloat16},
                            {"int4 with zero points", WeightKind::kInt4ZeroPoints, 0, DType::kBFloat16},
                            {"e2m1", WeightKind::kE2M1, 0, DType::kBFloat16},
+                           {"int8", WeightKind::kInt8, 0, DType::kBFloat16},
                            {"e2m1 g16 float8 (NVFP4)", WeightKind::kE2M1, 16, DType::kE5M3}};
 constexpr std::size_t kKindCount = std::size(kKinds);
 

@@ -53,7 +53,7 @@ void fill_packed(const PackedShape& shape, int64_t count, uint8_t* dst, Parallel
   constexpr int64_t kDistinct = 4;
   const int64_t distinct = std::min(count, kDistinct);
   std::mt19937_64 random(1);
-  std::vector<uint8_t> weights(static_cast<std::size_t>(distinct * shape.n * shape.k / 2));
+  std::vector<uint8_t> weights(static_cast<std::size_t>(distinct * shape.n * shape.multiplied().k / 2));
   for (uint8_t& byte : weights) byte = static_cast<uint8_t>(random());
   std::vector<uint8_t> scales(
       static_cast<std::size_t>(distinct * shape.n * shape.groups() * dtype_bytes(shape.scale_dtype)));

@@ -54,7 +54,7 @@ void count_gemm(const Kernel& kernel, int64_t m, int64_t group, const Kind& kind
   const std::vector<uint8_t> packed = packed_matrix(shape, sequence);
   const PackedMatrix matrix{shape, packed.data()};
   Workspace workspace;
-  const auto slice = [&](Slicer& slicer) { return QuantizedRows::slice(slicer, m, kK, group); };
+  const auto slice = [&](Slicer& slicer) { return QuantizedRows::slice(slicer, m, kK, group, 1); };
   Slicer size(nullptr);
   slice(size);
   Slicer slicer(workspace.reserve(size.bytes()));

@@ -98,6 +98,24 @@ TEST_P(MatmulTest, Int8) {
   }
 }
 
+// What a row is behind its planes: zeros up to a whole cache line, as any row_multiple asks for.
+TEST(QuantizedRowsTest, EachPlaneIsTheRow) {
+  for (const auto& [k, group] : {std::pair<int64_t, int64_t>{16, 16}, {80, 16}, {96, 32}, {96, 96}}) {
+    std::vector<uint8_t> memory(4096, 0x55);
+    Slicer slicer(memory.data());
+    const QuantizedRows rows = QuantizedRows::slice(slicer, 3, k, group, 2);
+    EXPECT_EQ(rows.groups, 2 * (k / group));
+    int8_t* const q = rows.q + rows.stride;
+    for (int64_t i = 0; i < k; ++i) q[i] = static_cast<int8_t>(i - 40);
+    for (int64_t g = 0; g < k / group; ++g) rows.starts[rows.groups + g] = static_cast<int32_t>(7 * g - 9);
+    rows.repeat(1);
+    for (int64_t i = 0; i < (2 * k + 63) / 64 * 64; ++i) EXPECT_EQ(q[i], i < 2 * k ? i % k - 40 : 0) << i;
+    for (int64_t g = 0; g < rows.groups; ++g) EXPECT_EQ(rows.starts[rows.groups + g], 7 * (g % (k / group)) - 9) << g;
+    EXPECT_EQ(q[-1], 0x55);
+    EXPECT_EQ(rows.from(2).q[0], 0x55) << "the next row";
+  }
+}
+
 // A weight of 8 bits is (code - zero) * scale: next to a sum in double of what is multiplied out.
 TEST_P(MatmulTest, Int8MultipliedOut) {
   W4A8_TRACE_SEED();

@@ -14,7 +14,8 @@ namespace {
 
 constexpr int64_t kMostMacs = 1 << 19;  // of the naive reference, per input
 constexpr DType kDTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
-constexpr WeightKind kKinds[] = {WeightKind::kInt4, WeightKind::kInt4ZeroPoints, WeightKind::kE2M1};
+constexpr WeightKind kKinds[] = {WeightKind::kInt4, WeightKind::kInt4ZeroPoints, WeightKind::kE2M1, WeightKind::kInt8};
+constexpr WeightKind kNibbleKinds[] = {WeightKind::kInt4, WeightKind::kInt4ZeroPoints, WeightKind::kE2M1};
 constexpr DType kScaleDTypes[] = {DType::kFloat32, DType::kBFloat16};
 constexpr DType kAllScaleDTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kE5M3};
 
@@ -35,8 +36,25 @@ void make_even(std::vector<uint8_t>& scales, DType dtype) {
   }
 }
 
+// int8 takes no scale of 2^124 or more: such a one is made 2^16 times smaller.
+void make_small(std::vector<uint8_t>& scales, DType dtype) {
+  const auto size = static_cast<std::size_t>(dtype_bytes(dtype));
+  for (std::size_t i = 0; i < scales.size(); i += size) {
+    const int exponent = (scales[i + size - 1] & 0x7f) << 1 | scales[i + size - 2] >> 7;
+    if (exponent >= 251 && exponent < 255) scales[i + size - 1] = static_cast<uint8_t>(scales[i + size - 1] & 0xf7);
+  }
+}
+
+// Codes of 8 bits take one in which there can be such: k is a multiple of 32, or of the group.
+WeightKind make_kind(Bytes& in, int64_t k, int64_t group) {
+  const WeightKind kind = in.pick(kKinds);
+  const bool splits = group != k || k % 32 == 0 || k == 16;
+  return kind == WeightKind::kInt8 && !splits ? WeightKind::kInt4 : kind;
+}
+
 Stack make_stack(Bytes& in, const PackedShape& shape, int64_t count) {
-  const std::vector<int> w = weights(in, count * shape.n * shape.k);
+  const bool int8 = shape.kind == WeightKind::kInt8;
+  const std::vector<int> w = weights(in, count * shape.n * shape.multiplied().k);
   const int64_t values = count * shape.n * shape.groups();
   std::vector<uint8_t> scales;
   if (shape.two_level()) {
@@ -45,16 +63,24 @@ Stack make_stack(Bytes& in, const PackedShape& shape, int64_t count) {
     scales = to_bytes(floats(in, values, 0.01f), shape.scale_dtype);
   }
   std::vector<uint8_t> zeros;
-  if (shape.kind == WeightKind::kInt4ZeroPoints) {
-    for (int64_t i = 0; i < values; ++i) zeros.push_back(in.byte() & 15);
+  if (shape.has_zero_points()) {
+    for (int64_t i = 0; i < values; ++i) zeros.push_back(in.byte() & (int8 ? 255 : 15));
+  }
+  if (int8) {
+    make_small(scales, shape.scale_dtype);
   } else if (shape.kind == WeightKind::kE2M1 && !shape.two_level()) {
     make_even(scales, shape.scale_dtype);
   }
   const std::vector<float> bias = floats(in, shape.has_bias ? count * shape.n : 0);
   const std::vector<float> channels = floats(in, shape.two_level() ? count * shape.n : 0);
-  std::vector<uint8_t> nibbles;
-  for (std::size_t i = 0; i < w.size(); i += 2) {
-    nibbles.push_back(static_cast<uint8_t>((w[i] + 8) | (w[i + 1] + 8) << 4));
+  // Of w the upper halves of the codes of a row come first.
+  std::vector<uint8_t> codes;
+  const auto k = static_cast<std::size_t>(shape.k);
+  for (std::size_t i = 0; i < w.size() / 2; ++i) {
+    const std::size_t first = int8 ? i / k * 2 * k + i % k : 2 * i;
+    const std::size_t second = int8 ? first + k : first + 1;
+    codes.push_back(
+        static_cast<uint8_t>(int8 ? (w[first] + 8) << 4 | (w[second] + 8) : (w[first] + 8) | (w[second] + 8) << 4));
   }
   Stack stack;
   stack.shape = shape;
@@ -62,27 +88,29 @@ Stack make_stack(Bytes& in, const PackedShape& shape, int64_t count) {
   stack.bytes.assign(static_cast<std::size_t>(count * packed_bytes(shape)), in.byte());
   test::ThreadParallel parallel(2);
   pack(active_kernel(), shape, count,
-       {nibbles.data(), scales.data(), shape.has_bias ? bias.data() : nullptr, zeros.empty() ? nullptr : zeros.data(),
+       {codes.data(), scales.data(), shape.has_bias ? bias.data() : nullptr, zeros.empty() ? nullptr : zeros.data(),
         channels.empty() ? nullptr : channels.data()},
        stack.bytes.data(), parallel);
   for (int64_t e = 0; e < count; ++e) {
     const uint8_t* data = stack.bytes.data() + e * packed_bytes(shape);
     Unpacked naive = read_packed(data, shape);
-    const auto first = static_cast<std::size_t>(e * shape.n * shape.k);
+    const int64_t depth = naive.weights.k;
+    const bool channelwise = naive.weights.group == depth;
+    const auto first = static_cast<std::size_t>(e * shape.n * depth);
     require(std::equal(naive.nibbles.begin(), naive.nibbles.end(), w.begin() + static_cast<std::ptrdiff_t>(first),
                        [](int nibble, int value) { return nibble == value + 8; }),
             "pack: other weights, " + describe(shape));
     for (int64_t n = 0; n < shape.n; ++n) {
       const auto column = static_cast<std::size_t>(n);
       int64_t sum = 0;
-      for (int64_t k = 0; k < shape.k; ++k) sum += naive.weights.w[static_cast<std::size_t>(n * shape.k + k)];
-      const uint32_t expected = shape.channelwise() ? static_cast<uint32_t>(sum)
-                                                    : ref::narrow(ref::weighted_sum(naive.weights, n), ref::Type::kF32);
+      for (int64_t i = 0; i < depth; ++i) sum += naive.weights.w[static_cast<std::size_t>(n * depth + i)];
+      const uint32_t expected =
+          channelwise ? static_cast<uint32_t>(sum) : ref::narrow(ref::weighted_sum(naive.weights, n), ref::Type::kF32);
       const auto* stored = reinterpret_cast<const uint8_t*>(&naive.sums[column]);
-      require((shape.channelwise() ? naive.sums[column] : element(stored, 0, DType::kFloat32)) == expected,
+      require((channelwise ? naive.sums[column] : element(stored, 0, DType::kFloat32)) == expected,
               "pack: other sums, " + describe(shape));
     }
-    std::vector<uint8_t> back(static_cast<std::size_t>(shape.n * shape.k / 2));
+    std::vector<uint8_t> back(codes.size() / static_cast<std::size_t>(count));
     std::vector<uint8_t> back_scales(scales.size() / static_cast<std::size_t>(count));
     std::vector<float> back_bias(static_cast<std::size_t>(shape.has_bias ? shape.n : 0));
     std::vector<uint8_t> back_zeros(zeros.size() / static_cast<std::size_t>(count));
@@ -93,7 +121,7 @@ Stack make_stack(Bytes& in, const PackedShape& shape, int64_t count) {
       const std::size_t bytes = part.size() * sizeof(part[0]);
       return bytes == 0 || std::memcmp(part.data(), all.data() + static_cast<std::size_t>(e) * part.size(), bytes) == 0;
     };
-    require(same(back, nibbles) && same(back_scales, scales) && same(back_bias, bias) && same(back_zeros, zeros) &&
+    require(same(back, codes) && same(back_scales, scales) && same(back_bias, bias) && same(back_zeros, zeros) &&
                 same(back_channels, channels),
             "unpack is not the inverse of pack, " + describe(shape));
     stack.naive.push_back(std::move(naive));
@@ -120,7 +148,7 @@ PackedShape make_shape(Bytes& in) {
   }
   shape.scale_dtype = shape.in_least_groups() ? in.pick(kAllScaleDTypes) : in.pick(kScaleDTypes);
   shape.has_bias = in.flag();
-  shape.kind = in.pick(kKinds);
+  shape.kind = shape.two_level() ? in.pick(kNibbleKinds) : make_kind(in, shape.k, shape.group);
   return shape;
 }
 
@@ -153,8 +181,6 @@ void fuzz_moe(Bytes& in) {
   const auto workers = static_cast<int>(in.integer(1, 3));
   const DType scales = in.pick(kScaleDTypes);
   const bool bias = in.flag();
-  const WeightKind kind13 = in.pick(kKinds);
-  const WeightKind kind2 = in.pick(kKinds);
   // Now and then so many slots that the tokens are worked off in several batches; nearly all are skipped.
   if (in.integer(0, 255) == 77) {
     args.top_k = 6000;
@@ -162,12 +188,15 @@ void fuzz_moe(Bytes& in) {
     args.hidden = args.intermediate = grouped ? 32 : 2;
     args.group = grouped ? 32 : -1;
   }
-  PackedShape shape13 = {
-      args.intermediate * (args.gated ? 2 : 1), args.hidden, grouped ? args.group : args.hidden, scales, bias, kind13};
-  PackedShape shape2 = {args.hidden, args.intermediate, grouped ? args.group : args.intermediate, scales, bias, kind2};
-  for (PackedShape* shape : {&shape13, &shape2}) {
-    if (shape->in_least_groups() && in.flag()) shape->scale_dtype = DType::kE5M3;
-  }
+  const auto make_matrix = [&](int64_t n, int64_t k) {
+    PackedShape shape{n, k, grouped ? args.group : k, scales, bias};
+    shape.kind = make_kind(in, k, shape.group);
+    const bool may_have_two_levels = shape.in_least_groups() && shape.kind != WeightKind::kInt8;
+    if (may_have_two_levels && in.flag()) shape.scale_dtype = DType::kE5M3;
+    return shape;
+  };
+  const PackedShape shape13 = make_matrix(args.intermediate * (args.gated ? 2 : 1), args.hidden);
+  const PackedShape shape2 = make_matrix(args.hidden, args.intermediate);
   const Stack w13 = make_stack(in, shape13, args.experts);
   const Stack w2 = make_stack(in, shape2, args.experts);
   const std::vector<uint8_t> x = elements(in, args.tokens * args.hidden, args.dtype);

@@ -29,15 +29,17 @@ bool valid(const std::vector<uint8_t>& bytes) {
   const auto n = field<int64_t>(bytes, 16);
   const auto k = field<int64_t>(bytes, 24);
   const auto group = field<int64_t>(bytes, 32);
-  if (n < 1 || n > int64_t{1} << 31 || k < 2 || kind > 2 || k > 1 << (kind == 0 ? 20 : 19) || k % 2 != 0) return false;
-  if (group != k && (group <= 0 || (group != 16 && group % 32 != 0) || k % group != 0)) return false;
+  if (n < 1 || n > int64_t{1} << 31 || k < 2 || kind > 3 || k > 1 << (kind == 0 ? 20 : 19) || k % 2 != 0) return false;
+  const bool usual = group > 0 && (group == 16 || group % 32 == 0) && k % group == 0;
+  if (!usual && (group != k || kind == 3)) return false;
   const bool least = group == 16 && k != 16;
-  if (scales == 3 && !least) return false;
-  if (version != (least ? 3u : (kind == 0 ? 1u : 2u))) return false;
+  if (scales == 3 && (!least || kind == 3)) return false;
+  if (version != (kind == 3 ? 4u : (least ? 3u : (kind == 0 ? 1u : 2u)))) return false;
   const int64_t scale_bytes = scales == 0 ? 4 : (scales == 3 ? 1 : 2);
-  const int64_t zero_bytes = kind == 1 ? 1 : 0;
-  const int64_t panel =
-      ((k + 7) / 8 * 64 + 16 * (k / group) * (scale_bytes + zero_bytes) + (scales == 3 ? 192 : 128) + 63) / 64 * 64;
+  const int64_t zero_bytes = kind == 1 || kind == 3 ? 1 : 0;
+  const int64_t planes = kind == 3 ? 2 : 1;
+  const int64_t by_group = 16 * (k / group) * (scale_bytes + zero_bytes);
+  const int64_t panel = (planes * ((k + 7) / 8 * 64 + by_group) + (scales == 3 ? 192 : 128) + 63) / 64 * 64;
   return static_cast<int64_t>(bytes.size()) == 64 + (n + 15) / 16 * panel;
 }
 
@@ -61,14 +63,16 @@ std::vector<uint8_t> make_packed(Bytes& in, const PackedShape& shape) {
     const std::size_t scales = static_cast<std::size_t>(kHeaderBytes + shape.scales_offset());
     const auto d = static_cast<std::size_t>(dtype_bytes(shape.scale_dtype));
     for (std::size_t p = 0; p < static_cast<std::size_t>(shape.panels()); ++p) {
-      for (std::size_t i = 0; i < static_cast<std::size_t>(16 * shape.groups()); ++i) {
+      for (std::size_t i = 0; i < static_cast<std::size_t>(16 * shape.groups() * shape.planes()); ++i) {
         bytes[p * static_cast<std::size_t>(shape.panel_bytes()) + scales + i * d + d - 1] = 0x3c;
       }
     }
   }
   for (std::size_t i = 0; i < 64; ++i) bytes[i] = 0;
   std::memcpy(bytes.data(), "W4A8PACK", 8);
-  put<uint32_t>(bytes, 8, shape.group == 16 && shape.k != 16 ? 3 : (shape.kind == WeightKind::kInt4 ? 1 : 2));
+  const uint32_t large = shape.kind == WeightKind::kInt4 ? 1 : 2;
+  const uint32_t version = shape.group == 16 && shape.k != 16 ? 3 : large;
+  put<uint32_t>(bytes, 8, shape.kind == WeightKind::kInt8 ? 4 : version);
   put<uint32_t>(bytes, 12, shape.has_bias ? 1 : 0);
   put<int64_t>(bytes, 16, shape.n);
   put<int64_t>(bytes, 24, shape.k);
@@ -124,7 +128,11 @@ void damage(Bytes& in, std::vector<uint8_t>& bytes, bool resize) {
   bytes.shrink_to_fit();
 }
 
-WeightKind make_kind(Bytes& in) { return static_cast<WeightKind>(in.integer(0, 2)); }
+// k: of the matrix; group: k is channelwise.
+WeightKind make_kind(Bytes& in, int64_t k, int64_t group) {
+  const bool usual = group == 16 || group % 32 == 0;
+  return static_cast<WeightKind>(in.integer(0, usual && k % group == 0 ? 3 : 2));
+}
 
 PackedShape make_shape(Bytes& in) {
   PackedShape shape;
@@ -138,12 +146,47 @@ PackedShape make_shape(Bytes& in) {
   }
   shape.scale_dtype = in.flag() ? DType::kBFloat16 : DType::kFloat32;
   shape.has_bias = in.flag();
-  shape.kind = make_kind(in);
-  if (shape.in_least_groups() && in.flag()) shape.scale_dtype = DType::kE5M3;
+  shape.kind = make_kind(in, shape.k, shape.group);
+  if (shape.in_least_groups() && shape.kind != WeightKind::kInt8 && in.flag()) shape.scale_dtype = DType::kE5M3;
   return shape;
 }
 
+// Of 8-bit codes: the halves of each joined, the scales of the lower ones, refused if the others are not 16 times
+// those.
+void check_unpack_int8(const PackedMatrix& matrix, const Unpacked& naive) {
+  const PackedShape& shape = matrix.shape;
+  const auto groups = static_cast<std::size_t>(shape.groups());
+  const auto k = static_cast<std::size_t>(shape.k);
+  const auto n = static_cast<std::size_t>(shape.n);
+  std::vector<uint8_t> codes(n * k, 0xa5);
+  std::vector<uint8_t> zeros(n * groups);
+  std::vector<uint8_t> scales(n * groups * static_cast<std::size_t>(dtype_bytes(shape.scale_dtype)));
+  std::vector<float> bias(n);
+  bool good = true;
+  for (std::size_t i = 0; i < n * groups; ++i) {
+    const std::size_t upper = i / groups * 2 * groups + i % groups;
+    const float scale = naive.weights.scales[upper + groups];
+    const float times_16 = scale != scale ? scale : 16.0f * scale;
+    good = good && std::memcmp(&naive.weights.scales[upper], &times_16, sizeof(float)) == 0;
+    good = good && naive.weights.zero_points[upper] <= 15 && naive.weights.zero_points[upper + groups] <= 15;
+  }
+  SerialParallel serial;
+  bool refused = false;
+  try {
+    unpack(matrix, codes.data(), scales.data(), bias.data(), serial, zeros.data());
+  } catch (const std::invalid_argument&) {
+    refused = true;
+  }
+  require(refused != good, "unpack: planes are not checked " + describe(shape));
+  for (std::size_t i = 0; i < n * k; ++i) {
+    const std::size_t upper = i / k * 2 * k + i % k;
+    require(codes[i] == 16 * naive.nibbles[upper] + naive.nibbles[upper + k],
+            "unpack: code " + std::to_string(i) + ", " + describe(shape));
+  }
+}
+
 void check_unpack(const PackedMatrix& matrix, const Unpacked& naive) {
+  if (matrix.shape.kind == WeightKind::kInt8) return check_unpack_int8(matrix, naive);
   const PackedShape& shape = matrix.shape;
   std::vector<uint8_t> nibbles(static_cast<std::size_t>(shape.n * shape.k / 2), 0xa5);
   std::vector<uint8_t> scales(static_cast<std::size_t>(shape.n * shape.groups() * dtype_bytes(shape.scale_dtype)));
@@ -241,15 +284,14 @@ void fuzz_experts(Bytes& in) {
   args.experts = kExperts;
   args.tokens = in.integer(1, 5);
   args.top_k = in.integer(1, 3);
-  const PackedShape shape13 = {
-      args.intermediate * (args.gated ? 2 : 1),       args.hidden, grouped ? group : args.hidden,
-      in.flag() ? DType::kBFloat16 : DType::kFloat32, in.flag(),   make_kind(in)};
-  const PackedShape shape2 = {args.hidden,
-                              args.intermediate,
-                              grouped ? group : args.intermediate,
-                              in.flag() ? DType::kBFloat16 : DType::kFloat32,
-                              in.flag(),
-                              make_kind(in)};
+  const auto make_matrix = [&](int64_t n, int64_t k) {
+    const int64_t own = grouped ? group : k;
+    PackedShape shape{n, k, own, in.flag() ? DType::kBFloat16 : DType::kFloat32, in.flag()};
+    shape.kind = make_kind(in, k, own);
+    return shape;
+  };
+  const PackedShape shape13 = make_matrix(args.intermediate * (args.gated ? 2 : 1), args.hidden);
+  const PackedShape shape2 = make_matrix(args.hidden, args.intermediate);
   std::vector<uint8_t> stacks[2];
   NaiveLayer layer;
   bool good[kExperts];

@@ -77,6 +77,12 @@ uint32_t element(const uint8_t* data, int64_t i, DType dtype) {
 }
 
 Unpacked read_packed(const uint8_t* data, const PackedShape& shape) {
+  if (shape.kind == WeightKind::kInt8) {
+    Unpacked result = read_packed(
+        data, {shape.n, 2 * shape.k, shape.group, shape.scale_dtype, shape.has_bias, WeightKind::kInt4ZeroPoints});
+    result.planes = 2;
+    return result;
+  }
   // docs/packed_layout.md, written out again so that an error in layout.h shows.
   const int64_t steps = (shape.k + 7) / 8;
   const int64_t groups = shape.k / shape.group;
@@ -125,7 +131,7 @@ std::vector<float> multiply(const ref::Row& row, const Unpacked& matrix) {
     for (int64_t g = 0; g < groups; ++g) {
       sum = 0;
       for (int64_t k = g * weights.group; k < (g + 1) * weights.group; ++k) {
-        sum += int64_t{row.q[static_cast<std::size_t>(k)]} * w[k];
+        sum += int64_t{row.q[static_cast<std::size_t>(k) % row.q.size()]} * w[k];
       }
       f = std::fma(static_cast<float>(sum), weights.scales[static_cast<std::size_t>(n * groups + g)], f);
     }

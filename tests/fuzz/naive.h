@@ -29,11 +29,12 @@ uint32_t element(const uint8_t* data, int64_t i, DType dtype);
 int decode(WeightKind kind, int nibble, int zero_point);
 
 /// A packed matrix as the naive reference takes it: nibbles, scales and bias at the offsets of the document, and the
-/// sums as they are stored, which need not be those of the nibbles.
+/// sums as they are stored, which need not be those of the nibbles. Of kInt8 a matrix [n, 2 k] of nibbles.
 struct Unpacked {
   ref::Weights weights;
   std::vector<int> nibbles;    ///< [n, k]
   std::vector<uint32_t> sums;  ///< [n] as bits
+  int64_t planes = 1;          ///< how often a row is multiplied, one behind the other
 };
 Unpacked read_packed(const uint8_t* data, const PackedShape& shape);
 
