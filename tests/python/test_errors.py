@@ -140,8 +140,8 @@ def spoilt(at, value):
 # What happened to the bytes, and the field that the message must name. Offsets: docs/packed_layout.md.
 DAMAGE = {
     "magic": (spoilt(0, 0), "magic is not 'W4A8PACK'"),
-    "version": (spoilt(8, 4), "version is 4, this library reads versions 1 to 3"),
-    "version of groups of 16": (spoilt(8, 3), "version is 3, expected 1 for group = 32"),
+    "version": (spoilt(8, 5), "version is 5, this library reads versions 1 to 4"),
+    "version of groups of 16": (spoilt(8, 3), "version is 3, expected 1 for int4, group = 32"),
     "version 2 without a kind": (
         spoilt(8, 2),
         r"kind is 0, expected 1 \(int4 with zero points\) or 2 \(e2m1\) in version 2",
@@ -321,7 +321,7 @@ def test_damaged_expert_is_named(which, tokens):
     damaged[3, 8] = 7
     good = w4a8.dynamic_4bit_int_moe(**arguments)
     arguments[which] = damaged
-    message = f"expert 3, {which}: version is 7, this library reads versions 1 to 3"
+    message = f"expert 3, {which}: version is 7, this library reads versions 1 to 4"
     refuse(lambda: w4a8.dynamic_4bit_int_moe(**arguments), message)
     arguments["topk_ids"][-1, 0] = -1
     untouched = w4a8.dynamic_4bit_int_moe(**arguments)

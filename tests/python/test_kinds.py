@@ -200,7 +200,7 @@ def with_element(tensor, index, value):
 
 
 PACK = {
-    "unknown values": ({"values": "fp4"}, r"values is 'fp4', expected 'int4' or 'e2m1'"),
+    "unknown values": ({"values": "fp4"}, r"values is 'fp4', expected 'int4', 'e2m1' or 'int8'"),
     "zero points of e2m1": ({"values": "e2m1", "zero_points": zero_points(24, 2)}, r"zero_points is given, expected none for values = 'e2m1'"),
     "int8": ({"zero_points": zero_points(24, 2).to(torch.int8)}, r"zero_points has dtype (Char|signed char|int8), expected uint8"),
     "transposed": ({"zero_points": zero_points(2, 24)}, r"zero_points has shape \[2, 24\], expected that of scales_zeros, \[24, 2\]"),
@@ -250,7 +250,7 @@ def test_hostile_headers(kind):
     x = torch.randn(3, 64)
     for at, value, message in [
         (8, 1, r"kind is \d, expected 0 \(int4\): these bytes are reserved in version 1"),
-        (8, 4, "version is 4, this library reads versions 1 to 3"),
+        (8, 5, "version is 5, this library reads versions 1 to 4"),
         (44, 0, "kind is 0, expected 1"),
         (44, 3, "kind is 3, expected 1"),
         (45, 1, r"kind is 25\d, expected 1"),
