@@ -57,7 +57,10 @@ def load_linear(
         for name, stored in found.items():
             check_input(stored, name, quantize_w4a16)
             matrix = Module(tensors, name).matrix(stored, has_bias=f"{name}.bias" in tensors)
-            loaded[name] = linear_from_matrix(matrix)
+            try:
+                loaded[name] = linear_from_matrix(matrix)
+            except (ValueError, RuntimeError) as error:  # sizes or scales that the operators do not have
+                raise CheckpointError(f"{name}: {error}") from error
             if bar is not None:
                 bar.update()
     finally:
@@ -81,7 +84,7 @@ def _stored_layers(tensors: CheckpointTensors, rules: Rules, only: Callable[[str
             suffixes.setdefault(match["module"], []).append(match["tensor"])
     found: dict[str, Stored | NotOurs] = {}
     for name, there in suffixes.items():
-        stored = stored_as(rules, name, there, partial(tensors.is_int8, f"{name}.weight"), bits=(4, 8))
+        stored = stored_as(rules, name, there, partial(tensors.is_int8, f"{name}.weight"))
         if isinstance(stored, Stored) or there != ["weight"]:
             found[name] = stored
     reasons = {name: stored.reason for name, stored in found.items() if isinstance(stored, NotOurs)}

@@ -1,4 +1,4 @@
-"""One linear module of a checkpoint: its tensors, checked, as a Matrix4."""
+"""One linear module of a checkpoint: its tensors, checked, as a matrix."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from w4a8.checkpoint.tensors import CheckpointTensors
 from w4a8.core.json_fields import CheckpointError
-from w4a8.core.matrix import Matrix4
+from w4a8.core.matrix import Matrix
 from w4a8.formats import Stored
 
 
@@ -60,7 +60,7 @@ class Module:
 
     def matrix(
         self, stored: Stored, has_bias: bool, shape: tuple[int, int] | None = None, because: str = ""
-    ) -> Matrix4:
+    ) -> Matrix:
         """The matrix of the module.
 
         Args:

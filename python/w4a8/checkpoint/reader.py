@@ -149,7 +149,7 @@ class _ExpertsReader:
         return self.layer.module(self.tensors, expert, projection)
 
     def not_ours(self) -> str | None:
-        """Why no expert is 4 bits that are read here, or None."""
+        """Why no expert is of codes that are read here, or None."""
         found = list(self.stored.values())
         return found[0].reason if all(isinstance(stored, NotOurs) for stored in found) else None
 
@@ -161,24 +161,25 @@ class _ExpertsReader:
                 module = self._module(expert, projection)
                 self.tensors.check_there(module.key(kind) for kind in kinds)
 
-    def check_stored(self, quantize_w4a16: bool) -> Stored:
-        """The first module's; all must be quantized, in groups of one size.
+    def check_stored(self, quantize_w4a16: bool) -> tuple[int, dict[str, str]]:
+        """Their group size, and what the codes of ``w13`` and ``w2`` are.
 
-        w13 and w2 may be stored differently, and any matrix with zero points or without.
+        All modules must be quantized, in groups of one size. w13 and w2 may be stored differently, and any matrix with
+        zero points or without.
         """
-        (_, first), *_ = self.stored.items()
+        firsts: dict[str, tuple[str, Stored]] = {}  # of all, and of each stack
         for (expert, projection), stored in self.stored.items():
             name = self._module(expert, projection).name
             if isinstance(stored, NotOurs):
                 raise CheckpointError(stored.reason)
-            if isinstance(first, NotOurs):
-                raise CheckpointError(first.reason)
-            if stored.group_size != first.group_size:
-                raise CheckpointError(
-                    f"{name} is quantized differently from {self._module(*next(iter(self.stored))).name}"
-                )
+            first, of_all = firsts.setdefault("", (name, stored))
+            if stored.group_size != of_all.group_size:
+                raise CheckpointError(f"{name} is quantized differently from {first}")
+            first, of_stack = firsts.setdefault("w2" if self.shards[projection] == "w2" else "w13", (name, stored))
+            if stored.values != of_stack.values:
+                raise CheckpointError(f"{name} is quantized differently from {first}")
             check_input(stored, self.layer.name, quantize_w4a16)
-        return first
+        return firsts[""][1].group_size, {stack: firsts[stack][1].values for stack in ("w13", "w2")}
 
     def _intermediate_size(self) -> int:
         """Of the whole model: as the settings say, or the first tensor that this rank has."""
@@ -218,7 +219,7 @@ class _ExpertsReader:
             NotImplementedError: the operators cannot run it.
         """
         settings = self.settings
-        group_size = self.check_stored(quantize_w4a16).group_size
+        group_size, values = self.check_stored(quantize_w4a16)
         intermediate = self._intermediate_size()
         moe = FusedMoEConfig(
             num_experts=self.num_experts,
@@ -239,7 +240,7 @@ class _ExpertsReader:
             group_size,
             bool(moe.is_act_and_mul),
         )
-        problem = sizes.unsupported()
+        problem = sizes.unsupported(values)
         if problem is not None:
             raise NotImplementedError(f"{self.layer.name}: kernel does not support {problem}")
         packed = self.pack(sizes, intermediate, packed_one).pack()
@@ -281,7 +282,7 @@ def _weight_args(group_size: int) -> QuantizationArgs:
 
 
 def _ours(readers: list[_ExpertsReader]) -> list[_ExpertsReader]:
-    """Those of layers of 4 bits that are read here; the others are reported.
+    """Those of layers of codes that are read here; the others are reported.
 
     Raises:
         CheckpointError: there is none.
@@ -308,7 +309,7 @@ def load(
     w13_interleaved: bool | None = None,
     progress: bool = False,
 ) -> dict[str, RoutedExperts]:
-    """Reads and packs the mixture-of-experts layers of a checkpoint with 4-bit weights.
+    """Reads and packs the mixture-of-experts layers of a checkpoint with 4-bit weights, or 8-bit ones beside them.
 
     GPTQ (versions 1 and 2), AWQ, AutoRound and compressed-tensors, with zero points or without, MXFP4 and NVFP4 (of
     AMD Quark and nvidia-modelopt too), whose experts are linear modules of their own: ``<layer>.experts.<n>.up_proj``,
@@ -319,8 +320,9 @@ def load(
     experts and about 128 MiB of mapped files. The router itself is not read (but for its correction bias): a layer
     takes its logits. Linear layers are :func:`w4a8.checkpoint.load_linear`'s.
 
-    A layer that is not 4 bits that are read here (left out in config.json, with weights without scales, of other
-    widths) is left out, and the log names it.
+    Experts may have codes of 8 bits in GPTQ, AutoRound (packed as GPTQ) and weight-only ``pack-quantized``: of some
+    layers, or of ``down_proj`` alone, say; all experts of a layer alike. A layer that is not of codes that are read here
+    (left out in config.json, with weights without scales, of other widths) is left out, and the log names it.
 
     Args:
         path: directory with config.json and model.safetensors (or several files and their index).
@@ -340,7 +342,7 @@ def load(
     Raises:
         ImportError: safetensors is not installed.
         CheckpointError: a tensor that is missing or has the wrong dtype, shape or values; names the key. No layer of
-            experts has 4-bit weights that are read here; says why.
+            experts has weights that are read here; says why.
         NotImplementedError: a layer that the op cannot run, as when tensor parallelism cuts groups; names the sizes.
     """
     if tp_size > 1 and ep_size > 1:

@@ -12,17 +12,19 @@ from typing import Any
 import torch
 
 from w4a8.core.activation import MoEActivation, as_activation, kernel_activation_kind
-from w4a8.core.matrix import pack_nibbles
+from w4a8.core.matrix import UNIT_8, pack_codes
 from w4a8.core.nibbles import check_int4_range, to_nibbles
 from w4a8.core.weight_utils import replace_parameter, set_weight_attrs
 
 
-def unsupported_width(name: str, features: int, group_size: int) -> str | None:
-    """Why rows of ``features`` int4 values cannot be packed in groups of ``group_size`` (-1: one), or None."""
+def unsupported_width(name: str, features: int, group_size: int, values: str = "int4") -> str | None:
+    """Why rows of ``features`` ``values`` cannot be packed in groups of ``group_size`` (-1: one), or None."""
     if group_size != -1 and features % group_size != 0:
         return f"{name} {features}, which is not a multiple of the group size {group_size}"
     if features % 2 != 0:
         return f"{name} {features}, which is odd (two int4 values share a byte)"
+    if values == "int8" and group_size == -1 and features % UNIT_8 != 0:
+        return f"{name} {features}, which is not a multiple of {UNIT_8}, of 8-bit weights with one scale a row"
     return None
 
 
@@ -58,11 +60,14 @@ class ExpertSizes:
         """Scales per row of so many columns."""
         return 1 if self.group_size == -1 else columns // self.group_size
 
-    def unsupported(self) -> str | None:
-        """Why such experts cannot be packed, in words, or None."""
-        return unsupported_width("hidden size", self.hidden, self.group_size) or unsupported_width(
-            "intermediate size per partition", self.intermediate, self.group_size
+    def unsupported(self, values: Mapping[str, str] | None = None) -> str | None:
+        """Why such experts cannot be packed, in words, or None; ``values`` of ``w13`` and ``w2``, int4 if not given."""
+        names = {"w13": "hidden size", "w2": "intermediate size per partition"}
+        found = (
+            unsupported_width(names[stack], columns, self.group_size, (values or {}).get(stack, "int4"))
+            for stack, _, columns in self.stacks
         )
+        return next(filter(None, found), None)
 
 
 def register_parameters(
@@ -197,7 +202,7 @@ def pack_stack(
         group_size: input features per scale; -1 is channelwise.
         interleaved: rows alternate gate and up; they are packed as a gate half and an up half.
         in_place: the contents of ``weights`` are destroyed; they must be contiguous and writable.
-        scale_dtype: as in :func:`pack_nibbles`.
+        scale_dtype: as in :func:`pack_codes`.
 
     Returns:
         uint8 [E, bytes].
@@ -205,7 +210,7 @@ def pack_stack(
     if interleaved:
         scales = _halves(scales, 1)
         bias = None if bias is None else _halves(bias, 1)
-    return pack_nibbles(_nibble_stack(weights, interleaved, in_place), scales, bias, group_size, scale_dtype)
+    return pack_codes(_nibble_stack(weights, interleaved, in_place), scales, bias, group_size, scale_dtype)
 
 
 def local_expert_ids(topk_ids: torch.Tensor, expert_map: torch.Tensor | None) -> torch.Tensor:

@@ -1,14 +1,16 @@
-"""What every format becomes: one matrix of 4-bit codes; and its packing."""
+"""What every format becomes: one matrix of codes; and its packing."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 
 import torch
 
 from w4a8.core.float8 import multiplied_scales
 
 GROUP_SIZES = "16 or a multiple of 32"
+UNIT_8 = 32  # that K of 8-bit codes with one scale a row is a multiple of
 
 
 def is_group_size(size: object) -> bool:
@@ -36,8 +38,18 @@ def kept_scale_dtype(*scales: torch.Tensor) -> torch.dtype:
     return torch.bfloat16
 
 
-def pack_nibbles(
-    nibbles: torch.Tensor,
+def codes_in_a_byte(values: str) -> int:
+    """Of ``int4`` and ``e2m1``, or ``int8``."""
+    return 1 if values == "int8" else 2
+
+
+def middle_code(values: str) -> int:
+    """The zero point that stands for none, of ``int4`` or ``int8``."""
+    return 128 if values == "int8" else 8
+
+
+def pack_codes(
+    codes: torch.Tensor,
     scales: torch.Tensor,
     bias: torch.Tensor | None,
     group_size: int,
@@ -49,42 +61,111 @@ def pack_nibbles(
     """Packs one matrix, or a stack of them in one call of the operator.
 
     Args:
-        nibbles: uint8 [N, K/2] or [E, N, K/2], codes, the low nibble of even k.
+        codes: uint8 [N, K/2] or [E, N, K/2], the low nibble of even k; of 8 bits [..., N, K].
         scales: floating point [..., N, groups], one group if channelwise; with ``channel_scales`` uint8, bits of
             float8_e4m3fn.
         bias: floating point [..., N] or None; kept as float32.
         group_size: values of k per scale; -1 is channelwise.
         scale_dtype: that scales are kept in; :func:`kept_scale_dtype` if not given. Those of two levels stay what they
             are.
-        zero_points: uint8 of the shape of ``scales`` in [0, 15]; None, or 8 everywhere: a code is a value + 8.
-        values: ``int4`` or ``e2m1``, what a code is.
+        zero_points: uint8 of the shape of ``scales``, codes themselves; None is :func:`middle_code` everywhere.
+        values: ``int4``, ``e2m1`` or ``int8``, what a code is.
         channel_scales: float32 [..., N], by which the scales of a row are multiplied; None if there is one level. Where
             the operators have one level alone (:func:`has_two_levels`) the products are rounded to float32.
 
     Returns:
         uint8 [bytes] or [E, bytes].
+
+    Raises:
+        ValueError: sizes or values that the operator does not have.
     """
-    rows, columns = nibbles.shape[-2], 2 * nibbles.shape[-1]
+    rows, columns = codes.shape[-2], codes_in_a_byte(values) * codes.shape[-1]
     group = columns if group_size == -1 else group_size
     if channel_scales is not None and not has_two_levels(group, columns):
         scales, channel_scales = multiplied_scales(scales, channel_scales), None
     if channel_scales is None:
         scales = scales.to(scale_dtype if scale_dtype is not None else kept_scale_dtype(scales))
-    return torch.ops.w4a8.dyn_quant_pack_4bit_weight(
-        nibbles,
-        scales,
-        None if bias is None else bias.detach().to(torch.float32),
-        group,
-        columns,
-        rows,
-        zero_points=zero_points,
-        values=values,
-        channel_scales=channel_scales,
-    )
+    bias = None if bias is None else bias.detach().to(torch.float32)
+    more = {"zero_points": zero_points, "values": values, "channel_scales": channel_scales}
+    try:
+        return torch.ops.w4a8.dyn_quant_pack_4bit_weight(codes, scales, bias, group, columns, rows, **more)
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error
+
+
+class Matrix:
+    """What matrices of 4-bit codes (:class:`Matrix4`) and of 8-bit codes (:class:`Matrix8`) have in common.
+
+    N output and K input features, G groups of K/G input features.
+
+    Attributes:
+        codes: uint8 [N, K / codes in a byte].
+        scales: [N, G].
+        zero_points: uint8 [N, G] or None.
+        bias: [N] or None.
+        channel_scales: float32 [N] or None.
+        kind: ``int4``, ``e2m1`` or ``int8``: ``values`` of the operators.
+    """
+
+    scales: torch.Tensor
+    zero_points: torch.Tensor | None
+    bias: torch.Tensor | None
+
+    @property
+    def rows(self) -> int:
+        """N."""
+        return self.codes.shape[0]
+
+    @property
+    def columns(self) -> int:
+        """K."""
+        return codes_in_a_byte(self.kind) * self.codes.shape[1]
+
+    @property
+    def group(self) -> int:
+        """Values of k that share a scale; K if there is one group."""
+        return self.columns // self.scales.shape[1]
+
+    def with_rows(self, rows: slice) -> Matrix:
+        """The matrix of some rows (views)."""
+        return self._with({name: tensor[rows] for name, tensor in self._tensors().items()})
+
+    def with_columns(self, begin: int, end: int) -> Matrix:
+        """The matrix of columns [begin, end): whole groups, or whole bytes of one group; the bias stays (views).
+
+        Raises:
+            ValueError: the cut is inside a group, or inside a byte.
+        """
+        several, in_a_byte = self.scales.shape[1] > 1, codes_in_a_byte(self.kind)
+        unit = self.group if several else in_a_byte
+        if begin % unit != 0 or end % unit != 0:
+            what = f"groups of {unit}" if several else "bytes of two"
+            raise ValueError(f"columns [{begin}, {end}) of {self.columns} cut {what}")
+        units = {"nibbles": in_a_byte, "codes": in_a_byte}
+        if several:
+            units.update(scales=unit, zero_points=unit)
+        parts = {name: tensor for name, tensor in self._tensors().items() if name in units}
+        return self._with({name: part[:, begin // units[name] : end // units[name]] for name, part in parts.items()})
+
+    def zeros(self, rows: int) -> Matrix:
+        """[rows, K] of the same kind, all of it zero."""
+        return self._with({name: part.new_zeros(rows, *part.shape[1:]) for name, part in self._tensors().items()})
+
+    def pack(self, scale_dtype: torch.dtype | None = None) -> torch.Tensor:
+        """uint8 [bytes], as the operators take it; ``scale_dtype`` as in :func:`pack_codes`."""
+        zeros, channels = self.zero_points, self.channel_scales
+        return pack_codes(self.codes, self.scales, self.bias, self.group, scale_dtype, zeros, self.kind, channels)
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+
+    def _with(self, changes: Mapping[str, torch.Tensor]) -> Matrix:
+        return replace(self, **changes)
 
 
 @dataclass(frozen=True)
-class Matrix4:
+class Matrix4(Matrix):
     """One matrix of 4-bit codes, N output and K input features, G groups of K/G input features.
 
         int4   weight[n, k] = (code[n, k] - zero[n, k // g]) * scale[n, k // g]
@@ -118,44 +199,6 @@ class Matrix4:
             assert self.channel_scales.dtype == torch.float32 and self.channel_scales.shape == self.nibbles.shape[:1]
 
     @property
-    def rows(self) -> int:
-        """N."""
-        return self.nibbles.shape[0]
-
-    @property
-    def columns(self) -> int:
-        """K."""
-        return 2 * self.nibbles.shape[1]
-
-    @property
-    def group(self) -> int:
-        """Values of k that share a scale; K if there is one group."""
-        return self.columns // self.scales.shape[1]
-
-    def with_rows(self, rows: slice) -> Matrix4:
-        """The matrix of some rows (views)."""
-        parts = (self.nibbles, self.scales, self.zero_points, self.bias, self.channel_scales)
-        nibbles, scales, zeros, bias, channels = (None if part is None else part[rows] for part in parts)
-        return Matrix4(nibbles, scales, zeros, self.kind, bias, channels)
-
-    def with_columns(self, begin: int, end: int) -> Matrix4:
-        """The matrix of columns [begin, end): whole groups, or whole bytes of one group; the bias stays (views).
-
-        Raises:
-            ValueError: the cut is inside a group, or inside a byte.
-        """
-        scales, zeros = self.scales, self.zero_points
-        unit = self.group if scales.shape[1] > 1 else 2
-        if begin % unit != 0 or end % unit != 0:
-            what = f"groups of {unit}" if scales.shape[1] > 1 else "bytes of two"
-            raise ValueError(f"columns [{begin}, {end}) of {self.columns} cut {what}")
-        if scales.shape[1] > 1:
-            groups = slice(begin // unit, end // unit)
-            scales, zeros = scales[:, groups], None if zeros is None else zeros[:, groups]
-        nibbles = self.nibbles[:, begin // 2 : end // 2]
-        return Matrix4(nibbles, scales, zeros, self.kind, self.bias, self.channel_scales)
-
-    def pack(self, scale_dtype: torch.dtype | None = None) -> torch.Tensor:
-        """uint8 [bytes], as the operators take it; ``scale_dtype`` as in :func:`pack_nibbles`."""
-        zeros, channels = self.zero_points, self.channel_scales
-        return pack_nibbles(self.nibbles, self.scales, self.bias, self.group, scale_dtype, zeros, self.kind, channels)
+    def codes(self) -> torch.Tensor:
+        """The nibbles."""
+        return self.nibbles

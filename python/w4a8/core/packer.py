@@ -8,12 +8,12 @@ import torch
 
 from w4a8.core.experts import ExpertSizes
 from w4a8.core.loader import slice_of_rank
-from w4a8.core.matrix import Matrix4
+from w4a8.core.matrix import Matrix, codes_in_a_byte
 from w4a8.core.nibbles import check_int4_range, to_nibbles, word_nibbles
 from w4a8.core.stack import MatrixStack, PackedAs
 
 KINDS = {
-    "weight": "nibbles",
+    "weight": "codes",
     "weight_scale": "scales",
     "zero_points": "zero_points",
     "bias": "bias",
@@ -54,9 +54,9 @@ class ExpertPacker:
             channel_scales: of which of the two scales come in two levels, as pieces (:meth:`put`).
 
         Raises:
-            ValueError: H or I is no multiple of the group size, or odd.
+            ValueError: H or I is no multiple of the group size, or odd; or of 8-bit codes channelwise, not of 32.
         """
-        problem = sizes.unsupported()
+        problem = sizes.unsupported({name: kind.values for name, kind in (packed_as or {}).items()} or values)
         if problem is not None:
             raise ValueError(f"kernel does not support {problem}")
         self.sizes = sizes
@@ -85,22 +85,22 @@ class ExpertPacker:
             expert: index on this rank.
             shard: ``w1``, ``w2``, ``w3``, or ``w13`` for a fused one.
             kind: ``weight`` (int8 [rows, columns], int32 [rows, ceil(columns / 8)], or codes, uint8
-                [rows, columns / 2], low nibble first), ``weight_scale``, ``zero_points`` (uint8) or ``bias``, of the
-                whole expert. With two levels of scales ``weight_scale`` is uint8, bits of float8_e4m3fn, and
+                [rows, columns / 2], low nibble first; of 8 bits int32 [rows, ceil(columns / 4)] or uint8
+                [rows, columns]), ``weight_scale``, ``zero_points`` (uint8) or ``bias``, of the whole expert. With two levels of scales ``weight_scale`` is uint8, bits of float8_e4m3fn, and
                 ``global_scale`` one number that they are multiplied by, float32 [] or [1].
             tensor: the values.
             name: for errors.
 
         Raises:
-            ValueError: a tensor of the wrong dtype or shape, a weight outside [-8, 7], a zero point outside [0, 15], or
-                a shard that the layer does not have.
+            ValueError: a tensor of the wrong dtype or shape, a weight outside [-8, 7], a zero point of 4-bit codes
+                outside [0, 15], or a shard that the layer does not have.
         """
         stack = self.stacks["w2" if shard == "w2" else "w13"]
         if kind == "weight":
             columns = self.sizes.intermediate * self._tp_size if shard == "w2" else self.sizes.hidden
-            tensor = _nibbles(tensor, columns, name)
+            tensor = _codes(tensor, columns, stack.packed_as.values, name)
         elif kind == "zero_points":
-            _check_zero_points(tensor, name)
+            _check_zero_points(tensor, stack.packed_as.values, name)
         elif kind == "weight_scale" and stack.channel_scales:
             if tensor.dtype != torch.uint8:
                 raise ValueError(f"{name}: dtype {tensor.dtype}, but uint8 is expected")
@@ -120,7 +120,7 @@ class ExpertPacker:
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
 
-    def put_matrix(self, expert: int, shard: str, matrix: Matrix4, name: str) -> None:
+    def put_matrix(self, expert: int, shard: str, matrix: Matrix, name: str) -> None:
         """Takes one matrix of one expert, whole, as a reader of a format gives it; it is copied.
 
         It has a bias if and only if the packer has; gate and up, and all experts, are of one kind.
@@ -167,7 +167,8 @@ class ExpertPacker:
         if kind in _BY_GROUP and self.sizes.group_size == -1:
             return [(rows, tensor)]
         columns = self.sizes.intermediate
-        wanted = columns // 2 if kind == "weight" else columns // self.sizes.group_size
+        unit = codes_in_a_byte(self.stacks["w2"].packed_as.values) if kind == "weight" else self.sizes.group_size
+        wanted = columns // unit
         return [(rows, slice_of_rank(tensor, 1, wanted, self._tp_rank, self._tp_size, name))]
 
     def _w13_pieces(self, shard: str, tensor: torch.Tensor, name: str) -> list[tuple[slice, torch.Tensor]]:
@@ -201,18 +202,19 @@ class ExpertPacker:
         return {name: stack.pack() for name, stack in self.stacks.items()}
 
 
-def _nibbles(tensor: torch.Tensor, columns: int, name: str) -> torch.Tensor:
-    """uint8 [rows, columns / 2] of int8 values, packed int32 words, or what it is already."""
+def _codes(tensor: torch.Tensor, columns: int, values: str, name: str) -> torch.Tensor:
+    """uint8 codes as a stack of ``values`` takes them: of int8 values, packed int32 words, or what it is already."""
+    width = columns // codes_in_a_byte(values)
     if tensor.dtype == torch.uint8:
-        if tensor.dim() != 2 or 2 * tensor.shape[-1] != columns:
-            raise ValueError(f"{name}: shape {tuple(tensor.shape)}, but {columns} columns make {columns // 2} bytes")
+        if tensor.dim() != 2 or tensor.shape[-1] != width:
+            raise ValueError(f"{name}: shape {tuple(tensor.shape)}, but {columns} columns make {width} bytes")
         return tensor
     if tensor.dtype == torch.int32:
-        words = (columns + 7) // 8
+        words = (width + 3) // 4
         if tensor.dim() != 2 or tensor.shape[-1] != words:
             raise ValueError(f"{name}: shape {tuple(tensor.shape)}, but {columns} columns make {words} words")
-        return word_nibbles(tensor, columns)
-    if tensor.dtype != torch.int8:
+        return word_nibbles(tensor, 2 * width)
+    if tensor.dtype != torch.int8 or values == "int8":
         raise ValueError(f"{name}: dtype {tensor.dtype}, but int8 or packed int32 is expected")
     if tensor.dim() != 2 or tensor.shape[-1] != columns:
         raise ValueError(f"{name}: shape {tuple(tensor.shape)}, but {columns} columns are expected")
@@ -220,8 +222,8 @@ def _nibbles(tensor: torch.Tensor, columns: int, name: str) -> torch.Tensor:
     return to_nibbles(tensor)
 
 
-def _check_zero_points(tensor: torch.Tensor, name: str) -> None:
+def _check_zero_points(tensor: torch.Tensor, values: str, name: str) -> None:
     if tensor.dtype != torch.uint8:
         raise ValueError(f"{name}: dtype {tensor.dtype}, but uint8 is expected")
-    if tensor.numel() > 0 and int(tensor.max()) > 15:
+    if values != "int8" and tensor.numel() > 0 and int(tensor.max()) > 15:
         raise ValueError(f"{name} holds {int(tensor.max())}, but zero points are in [0, 15]")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from w4a8.core.float8 import multiplied_scales
-from w4a8.core.matrix import Matrix4, has_two_levels, kept_scale_dtype, pack_nibbles
+from w4a8.core.matrix import Matrix, codes_in_a_byte, has_two_levels, kept_scale_dtype, middle_code, pack_codes
 from w4a8.core.memory import fresh_bytes
 
 
@@ -17,9 +17,9 @@ class PackedAs:
     """What the size of a packed stack depends on, beside its shape; of a kind with the same, others fit in its place.
 
     Attributes:
-        values: ``int4`` or ``e2m1``.
+        values: ``int4``, ``e2m1`` or ``int8``.
         scale_dtype: that scales are kept in.
-        zero_points: there is room for them.
+        zero_points: of ``int4``: there is room for them. ``int8`` always has it.
         channel_scales: scales have two levels; ``scale_dtype`` says nothing then.
     """
 
@@ -30,24 +30,26 @@ class PackedAs:
 
 
 def pack_for_stack(tensors: Mapping[str, torch.Tensor | None], group_size: int, packed_as: PackedAs) -> torch.Tensor:
-    """uint8 [bytes] of one matrix: ``nibbles``, ``scales``; ``zero_points``, ``bias``, ``channel_scales`` if any."""
-    nibbles, scales = tensors["nibbles"], tensors["scales"]
+    """uint8 [bytes] of one matrix: ``codes``, ``scales``; ``zero_points``, ``bias``, ``channel_scales`` if any."""
+    codes, scales = tensors["codes"], tensors["scales"]
     zeros, bias, channels = (tensors.get(name) for name in ("zero_points", "bias", "channel_scales"))
-    dtype = packed_as.scale_dtype
+    dtype, values = packed_as.scale_dtype, packed_as.values
+    if values == "int8":
+        return pack_codes(codes, scales, bias, group_size, dtype, zeros, values)
     if not packed_as.zero_points:
-        return pack_nibbles(nibbles, scales, bias, group_size, dtype, None, packed_as.values, channels)
+        return pack_codes(codes, scales, bias, group_size, dtype, None, values, channels)
     if zeros is None or not _has_zero_points(zeros):
         # Alone, the operator would make this one smaller than its neighbours; in a stack with another it does not.
-        nibbles, scales = nibbles.expand(2, -1, -1), scales.expand(2, -1, -1)
+        codes, scales = codes.expand(2, -1, -1), scales.expand(2, -1, -1)
         bias, channels = (None if part is None else part.expand(2, -1) for part in (bias, channels))
         zeros = torch.full(scales.shape, 8, dtype=torch.uint8)
         zeros[1] = 7
-        return pack_nibbles(nibbles, scales, bias, group_size, dtype, zeros, channel_scales=channels)[0]
-    return pack_nibbles(nibbles, scales, bias, group_size, dtype, zeros, channel_scales=channels)
+        return pack_codes(codes, scales, bias, group_size, dtype, zeros, channel_scales=channels)[0]
+    return pack_codes(codes, scales, bias, group_size, dtype, zeros, channel_scales=channels)
 
 
 def _has_zero_points(zeros: torch.Tensor) -> bool:
-    """Whether any is not 8, which is none. On the meta device, as the operator, yes."""
+    """Whether any of 4-bit codes is not 8, which is none. On the meta device, as the operator, yes."""
     return zeros.is_meta or bool((zeros != 8).any())
 
 
@@ -55,15 +57,23 @@ class _Waiting:
     """The pieces of one matrix, until they are complete."""
 
     def __init__(
-        self, rows: int, columns: int, scale_columns: int, has_bias: bool, zero_points: bool, channel_scales: bool
+        self,
+        rows: int,
+        columns: int,
+        scale_columns: int,
+        has_bias: bool,
+        zero_points: bool,
+        channel_scales: bool,
+        values: str,
     ) -> None:
         # One block of pages. Biases and scales as float32, which holds those of every file; of two levels as they are.
-        each = 1 if channel_scales else 4
-        a_row = (4 if has_bias else 0, 4 if channel_scales else 0, each * scale_columns, columns // 2)
+        each, width = 1 if channel_scales else 4, columns // codes_in_a_byte(values)
+        a_row = (4 if has_bias else 0, 4 if channel_scales else 0, each * scale_columns, width)
         counts = [rows * count for count in a_row]
-        bias, channels, scales, nibbles = fresh_bytes(sum(counts)).split(counts)
+        bias, channels, scales, codes = fresh_bytes(sum(counts)).split(counts)
         scales = scales if channel_scales else scales.view(torch.float32)
-        self.tensors = {"nibbles": nibbles.view(rows, columns // 2), "scales": scales.view(rows, scale_columns)}
+        self.tensors = {"codes": codes.view(rows, width), "scales": scales.view(rows, scale_columns)}
+        self._middle = middle_code(values)
         if channel_scales:
             self.tensors["channel_scales"] = channels.view(torch.float32)
         if has_bias:
@@ -73,9 +83,9 @@ class _Waiting:
             self.expect_zero_points()
 
     def expect_zero_points(self) -> None:
-        """There are zero points from now on; rows that have come have none, which is 8."""
-        self.tensors["zero_points"] = torch.full(self.tensors["scales"].shape, 8, dtype=torch.uint8)
-        self._there["zero_points"] = bytearray(self._there["nibbles"])
+        """There are zero points from now on; rows that have come have none, which is the middle."""
+        self.tensors["zero_points"] = torch.full(self.tensors["scales"].shape, self._middle, dtype=torch.uint8)
+        self._there["zero_points"] = bytearray(self._there["codes"])
 
     def put(self, kind: str, rows: slice, piece: torch.Tensor) -> bool:
         """Copies a piece to its rows; returns whether the matrix is complete."""
@@ -96,10 +106,10 @@ class _Waiting:
 class MatrixStack:
     """Packed matrices [N, K] of E experts, uint8 [E, bytes], put in piece by piece in any order.
 
-    A matrix is packed when its last piece comes; what is incomplete waits as nibbles and float32 scales. All matrices
+    A matrix is packed when its last piece comes; what is incomplete waits as codes and float32 scales. All matrices
     of the stack have as many bytes: scales are kept as :func:`kept_scale_dtype` says for all of it, and the first one
-    that bfloat16 would round makes those float32 that have been packed already. Likewise the first zero point that is
-    not 8 gives zero points of 8 to those.
+    that bfloat16 would round makes those float32 that have been packed already. Likewise the first zero point of 4-bit
+    codes that is not 8 gives zero points of 8 to those.
     """
 
     def __init__(
@@ -123,7 +133,7 @@ class MatrixStack:
             group_size: values of k per scale; -1 is channelwise.
             bias_dtype: type of the model, which biases are rounded to; None if there are none.
             packed_as: how it must be packed; as the matrices ask for if not given.
-            values: ``int4`` or ``e2m1``; None is what the first matrix has, ``int4`` if pieces come.
+            values: ``int4``, ``e2m1`` or ``int8``; None is what the first matrix has, ``int4`` if pieces come.
             zero_points: a matrix is not complete without a piece ``zero_points``. (A matrix that is :meth:`put` may
                 have them or not, in any case.)
             channel_scales: scales have two levels: they are uint8, bits of float8_e4m3fn, and a matrix is not complete
@@ -159,10 +169,10 @@ class MatrixStack:
         """Whether scales come in two levels, as far as is known."""
         return bool(self._channel_scales)
 
-    def put(self, expert: int, row: int, matrix: Matrix4, has_bias: bool = True) -> None:
+    def put(self, expert: int, row: int, matrix: Matrix, has_bias: bool = True) -> None:
         """Copies a matrix to rows [row, row + its rows) of an expert; it has a bias if and only if the stack has.
 
-        A matrix without zero points beside others that have them gets 8 everywhere, which is the same.
+        A matrix without zero points beside others that have them gets the middle everywhere, which is the same.
 
         Args:
             expert: index.
@@ -189,17 +199,18 @@ class MatrixStack:
         if matrix.channel_scales is not None:
             self.put_piece(expert, "channel_scales", rows, matrix.channel_scales)
         if self._zero_points:
-            eight = torch.full(matrix.scales.shape, 8, dtype=torch.uint8) if zeros is None else zeros
-            self.put_piece(expert, "zero_points", rows, eight)
-        self.put_piece(expert, "nibbles", rows, matrix.nibbles)
+            if zeros is None:
+                zeros = torch.full(matrix.scales.shape, middle_code(matrix.kind), dtype=torch.uint8)
+            self.put_piece(expert, "zero_points", rows, zeros)
+        self.put_piece(expert, "codes", rows, matrix.codes)
 
     def put_piece(self, expert: int, kind: str, rows: slice, piece: torch.Tensor) -> None:
         """Copies one tensor to its rows of an expert's matrix.
 
         Args:
             expert: index.
-            kind: ``nibbles`` (uint8 [rows, K/2]), ``scales`` ([rows, groups]), ``zero_points`` (uint8 [rows, groups]
-                in [0, 15]), ``bias`` ([rows]) or ``channel_scales`` (float32 [rows]).
+            kind: ``codes`` (uint8 [rows, K/2], of 8 bits [rows, K]), ``scales`` ([rows, groups]), ``zero_points``
+                (uint8 [rows, groups]), ``bias`` ([rows]) or ``channel_scales`` (float32 [rows]).
             rows: of the stack.
             piece: the values.
 
@@ -238,7 +249,8 @@ class MatrixStack:
 
     def _new_waiting(self) -> _Waiting:
         has_bias = self.bias_dtype is not None
-        return _Waiting(self.rows, self.columns, self._scale_columns, has_bias, self._zero_points, self.channel_scales)
+        sizes = self.rows, self.columns, self._scale_columns
+        return _Waiting(*sizes, has_bias, self._zero_points, self.channel_scales, self.packed_as.values)
 
     def _pack(self, expert: int, matrix: _Waiting) -> None:
         tensors = dict(matrix.tensors)
@@ -249,7 +261,8 @@ class MatrixStack:
         if one_level and needed.scale_dtype == torch.bfloat16 and kept_scale_dtype(tensors["scales"]) != torch.bfloat16:
             self._must_not_be_fixed(f"the scales of expert {expert} are no bfloat16 values")
             needed = replace(needed, scale_dtype=torch.float32)
-        if not needed.zero_points and zeros is not None and _has_zero_points(zeros):
+        optional = needed.values != "int8" and not needed.zero_points
+        if optional and zeros is not None and _has_zero_points(zeros):
             self._must_not_be_fixed(f"the zero points of expert {expert} are not 8")
             needed = replace(needed, zero_points=True)
         if needed != self.packed_as:
@@ -283,7 +296,7 @@ class MatrixStack:
         for expert in sorted(self._done):
             matrix = before[expert] if expert < written else held.pop(expert)
             unpacked = torch.ops.w4a8.dyn_quant_unpack_any_4bit_weight(matrix, group, self.columns, self.rows)
-            names = ("nibbles", "scales", "zero_points", "bias", "", "channel_scales")
+            names = ("codes", "scales", "zero_points", "bias", "", "channel_scales")
             tensors = {name: tensor for name, tensor in zip(names, unpacked) if name and tensor.numel() != 0}
             self._store(expert, tensors)
 
@@ -302,15 +315,15 @@ class MatrixStack:
             lacking = min(set(range(self.experts)) - self._done)
             raise ValueError(f"the matrix of expert {lacking} is incomplete")
         if self._packed is None:  # a rank without experts
-            nibbles = torch.empty(0, self.rows, self.columns // 2, dtype=torch.uint8)
+            dtype, values = self.packed_as.scale_dtype, self.packed_as.values
+            codes = torch.empty(0, self.rows, self.columns // codes_in_a_byte(values), dtype=torch.uint8)
             bias = None if self.bias_dtype is None else torch.empty(0, self.rows, dtype=torch.float32)
             levels = self.packed_as.channel_scales
             scale_dtype = torch.uint8 if levels else torch.float32
             scales = torch.empty(0, self.rows, self._scale_columns, dtype=scale_dtype)
             zeros = torch.empty(scales.shape, dtype=torch.uint8) if self.packed_as.zero_points else None
             channels = torch.empty(0, self.rows) if levels else None
-            dtype, values = self.packed_as.scale_dtype, self.packed_as.values
-            return pack_nibbles(nibbles, scales, bias, self.group_size, dtype, zeros, values, channels)
+            return pack_codes(codes, scales, bias, self.group_size, dtype, zeros, values, channels)
         packed, self._packed, self._spare = self._packed, None, None
         self._done.clear()
         self._written = 0

@@ -1,8 +1,7 @@
 """4-bit checkpoint formats: one pure function each turns the tensors of one matrix into a :class:`Matrix4`.
 
 Nothing is dequantized and nothing is rounded: the 4-bit codes are put in another order, scales and biases stay the
-tensors that came. GPTQ and pack-quantized have codes of 8 bits too, for linear layers beside 4-bit experts: a
-:class:`Matrix8`.
+tensors that came. GPTQ and pack-quantized have codes of 8 bits too: a :class:`Matrix8`.
 
     from_gptq                GPTQ, versions 1 and 2 (``checkpoint_format: gptq_v2``)
     from_awq                 AWQ (GEMM packing)

@@ -114,7 +114,6 @@ def stored_as(
     module: str,
     suffixes: Collection[str],
     is_int8: Callable[[], bool] = lambda: False,
-    bits: Collection[int] = (4,),
 ) -> Stored | NotOurs:
     """How a module is stored whose tensors are known.
 
@@ -127,16 +126,7 @@ def stored_as(
         suffixes: last parts of the names of its tensors.
         is_int8: whether the tensor ``weight`` is; asked where nothing else says that a module is quantized whose codes
             it may be.
-        bits: that a code may have: 4, of a linear layer also 8.
     """
-    found = _stored_as(rules, module, suffixes, is_int8)
-    if isinstance(found, Stored) and found.bits not in bits:
-        expected = " or ".join(map(str, bits))
-        return NotOurs(f"{module} has weights of {found.bits} bits, but {expected} are expected", quantized=True)
-    return found
-
-
-def _stored_as(rules: Rules, module: str, suffixes: Collection[str], is_int8: Callable[[], bool]) -> Stored | NotOurs:
     found = rules.of(module)
     quantized = any(suffix in suffixes for suffix in QUANTIZED_SUFFIXES)
     if isinstance(found, Stored):

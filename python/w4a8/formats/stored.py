@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from w4a8.core.matrix import Matrix4
-from w4a8.core.matrix8 import Matrix8
+from w4a8.core.matrix import Matrix, Matrix4, middle_code
 from w4a8.formats.awq import from_awq, output_features, output_nibbles
 from w4a8.formats.compressed_tensors import from_int_quantized, from_pack_quantized
 from w4a8.formats.gptq import from_gptq
@@ -40,11 +39,11 @@ class Stored:
             ``nvfp4-pack-quantized``, ``modelopt-nvfp4``, ``quark-mxfp4`` or ``mxfp4``. AutoRound has the
             first two, or those of 4-bit floats with ``pack``.
         group_size: input features per scale, 16 or a multiple of 32; -1 is one group.
-        symmetric: all zero points are 8.
+        symmetric: all zero points are 8, or 128 of 8 bits.
         version: of ``gptq``: 1, or 2 where zero points are stored as they are.
         activation_order: of ``gptq``: groups need not be consecutive input features, ``g_idx`` says what they are.
         weight_only: where the configuration says that inputs are not quantized; None if they are, to int8 per token.
-        bits: of a code: 4, or 8 of linear layers in ``gptq`` and ``pack-quantized``.
+        bits: of a code: 4, or 8 in ``gptq`` and ``pack-quantized``.
     """
 
     format: str
@@ -62,8 +61,8 @@ class Stored:
 
     @property
     def values(self) -> str:
-        """``int4`` or ``e2m1``."""
-        return "e2m1" if self.format in _FLOATS else "int4"
+        """``int4``, ``e2m1`` or ``int8``."""
+        return "e2m1" if self.format in _FLOATS else f"int{self.bits}"
 
     @property
     def channel_scales(self) -> bool:
@@ -120,8 +119,8 @@ class Stored:
             return weight.shape[0], BLOCK * weight.shape[1]
         return self.parts[0].features(weight.shape)
 
-    def read(self, tensors: Tensors, name: str) -> Matrix4 | Matrix8:
-        """The matrix of a module; a Matrix8 if codes have 8 bits.
+    def read(self, tensors: Tensors, name: str) -> Matrix:
+        """The matrix of a module: a Matrix4, or a Matrix8 if codes have 8 bits.
 
         Args:
             tensors: by the last part of their names; others are not looked at.
@@ -143,7 +142,7 @@ class Stored:
         return read(tensors, name, self.group_size, self.symmetric)
 
     def piece(self, part: Part, tensor: torch.Tensor, name: str) -> torch.Tensor | None:
-        """One tensor of a matrix of 4-bit codes in the form that :class:`w4a8.core.packer.ExpertPacker` takes.
+        """One tensor of a matrix in the form that :class:`w4a8.core.packer.ExpertPacker` takes.
 
         Args:
             part: which: codes, scales (also the one of all) or zero points.
@@ -151,8 +150,8 @@ class Stored:
             name: of the matrix, for errors.
 
         Returns:
-            Codes uint8 [N, K/2], or what the packer makes them of (int8 [N, K], int32 [N, K/8]); scales [N, G]; zero
-            points uint8 [N, G], None if the format is symmetric.
+            Codes uint8 [N, K/2] or of 8 bits [N, K], or what the packer makes them of (int8 [N, K], int32 words);
+            scales [N, G]; zero points uint8 [N, G], None if the format is symmetric.
 
         Raises:
             ValueError: another dtype or number of dimensions, or values that this format does not have.
@@ -170,9 +169,9 @@ class Stored:
             return self._codes(tensor)
         if part.kind == "zero_points":
             stored = self._zeros(tensor)
-            zeros = checked_zeros(stored, name, part.suffix, self.symmetric)
+            zeros = checked_zeros(stored, name, part.suffix, self.symmetric, self.bits)
             if zeros is None and not self.symmetric:
-                zeros = torch.full(stored.shape, 8, dtype=torch.uint8)
+                zeros = torch.full(stored.shape, middle_code(self.values), dtype=torch.uint8)
             return zeros
         if not floats:
             return (checked_block_scales if self.channel_scales else powers_of_two)(tensor, full)
@@ -189,9 +188,9 @@ class Stored:
         if self.format == "awq":
             return output_features(tensor).T
         if self.format == "gptq":
-            return codes(tensor).T.to(torch.int32) + (2 - self.version)
+            return codes(tensor, self.bits).T.to(torch.int32) + (2 - self.version)
         if self.format == "pack-quantized":
-            return codes(tensor.T).T
+            return codes(tensor.T, self.bits).T
         return tensor.to(torch.int32) + 8
 
 

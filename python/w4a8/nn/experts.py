@@ -1,4 +1,4 @@
-"""The experts of a mixture-of-experts layer with 4-bit weights, given what the router has chosen."""
+"""The experts of a mixture-of-experts layer with 4-bit or 8-bit weights, given what the router has chosen."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class W4A8Experts(PackedModule):
                 except ValueError as error:
                     raise ValueError(f"{name} of expert {expert}: {error}") from error
                 bias = None if biases is None else biases[expert]
-                tensors = {"nibbles": matrix.nibbles, "scales": matrix.scales, "zero_points": matrix.zero_points}
+                tensors = {"codes": matrix.codes, "scales": matrix.scales, "zero_points": matrix.zero_points}
                 packed = pack_for_stack({**tensors, "bias": bias}, group_size, packed_as)
                 if stacks[which] is None:
                     stacks[which] = packed.new_empty(len(w13), len(packed))

@@ -23,7 +23,6 @@ from w4a8.formats import (
 from w4a8.formats.words import CODES, word_bytes
 from w4a8.nn.packed import PackedLinear
 from w4a8.nn.rounding import round_weight
-from w4a8.ops import dyn_quant_matmul_4bit
 
 
 class W4A8Linear(PackedLinear):
@@ -203,11 +202,3 @@ class W4A8Linear(PackedLinear):
         """
         read = from_nvfp4_pack_quantized if "weight_packed" in tensors else from_nvfp4
         return cls.from_matrix(read(tensors, name))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x float32, bfloat16 or float16 [..., in_features] to [..., out_features] of its type."""
-        return dyn_quant_matmul_4bit(x, self.packed, self.group_size, self.in_features, self.out_features)
-
-    def extra_repr(self) -> str:
-        """Sizes and kind, for print()."""
-        return super().extra_repr() + self.kind_repr()

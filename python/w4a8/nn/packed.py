@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from w4a8.core.matrix import Matrix4
-from w4a8.core.matrix8 import Matrix8
-from w4a8.ops import read_header
+from w4a8.core.matrix import Matrix
+from w4a8.core.matrix8 import pack_again
+from w4a8.ops import dyn_quant_matmul_4bit, read_header
 
 
 class PackedModule(torch.nn.Module):
@@ -26,7 +26,8 @@ class PackedModule(torch.nn.Module):
             for field, value in expected.items():
                 if header[field] != value:
                     where = f"{name}[{index}]" if packed.dim() == 2 else name
-                    raise ValueError(f"{where}: {field} is {header[field]}, expected {value}")
+                    hint = pack_again(header[field], value) if field == "n" else ""
+                    raise ValueError(f"{where}: {field} is {header[field]}, expected {value}{hint}")
 
     def kind_repr(self) -> str:
         """For print(): what is not plain int4; nothing on the meta device."""
@@ -36,7 +37,8 @@ class PackedModule(torch.nn.Module):
             if packed.is_meta or packed.numel() == 0:
                 return ""
             header = read_header(packed[0] if packed.dim() == 2 else packed)
-            kinds.append("e2m1" if header["values"] == "e2m1" else "zero points" if header["has_zero_points"] else "")
+            plain = "zero points" if header["has_zero_points"] else ""
+            kinds.append(plain if header["values"] == "int4" else header["values"])
         return "".join(f", {kind}" for kind in dict.fromkeys(kinds) if kind)
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
@@ -60,13 +62,8 @@ class PackedModule(torch.nn.Module):
 
 
 class PackedLinear(PackedModule):
-    """A linear layer with one packed matrix.
+    """A linear layer with one packed matrix."""
 
-    Attributes:
-        planes: packed rows for each output feature.
-    """
-
-    planes = 1
     packed: torch.Tensor
 
     def __init__(self, packed: torch.Tensor, in_features: int, out_features: int, group_size: int = -1) -> None:
@@ -86,20 +83,24 @@ class PackedLinear(PackedModule):
         self.register_buffer("packed", packed)
 
     @classmethod
-    def from_matrix(cls, matrix: Matrix4 | Matrix8, scale_dtype: torch.dtype | None = None) -> PackedLinear:
+    def from_matrix(cls, matrix: Matrix, scale_dtype: torch.dtype | None = None) -> PackedLinear:
         """A layer of what a reader of a format gives (:mod:`w4a8.formats`).
 
         Args:
-            matrix: of as many bits as the layer.
+            matrix: of any kind.
             scale_dtype: that scales are kept in; bfloat16 where that holds them exactly, else float32, if not given.
         """
         return cls(matrix.pack(scale_dtype), matrix.columns, matrix.rows, matrix.group)
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x float32, bfloat16 or float16 [..., in_features] to [..., out_features] of its type."""
+        return dyn_quant_matmul_4bit(x, self.packed, self.group_size, self.in_features, self.out_features)
+
     def extra_repr(self) -> str:
-        """Sizes, for print()."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, group_size={self.group_size}"
+        """Sizes and kind, for print()."""
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}, group_size={self.group_size}"
+        return sizes + self.kind_repr()
 
     def packed_shapes(self) -> dict[str, dict[str, int]]:
         """What the header must say."""
-        n = self.planes * self.out_features
-        return {"packed": {"n": n, "k": self.in_features, "group": self.group_size}}
+        return {"packed": {"n": self.out_features, "k": self.in_features, "group": self.group_size}}

@@ -51,17 +51,17 @@ def _gptq(symmetric, version, bits=4):
     return Format(config, write, read, symmetric, lowest_zero=2 - version, bits=bits)
 
 
-def _round(symmetric, packing):
-    config = {"quant_method": "auto-round", "bits": 4, "sym": symmetric, "data_type": "int", "packing_format": packing}
+def _round(symmetric, packing, bits=4):
+    config = {"quant_method": "auto-round", "bits": bits, "sym": symmetric, "data_type": "int", "packing_format": packing}
     if "awq" in packing:
         return Format(config, write_awq, dequantized_awq, symmetric)
 
     def write(codes, zeros, scales):
-        tensors = write_gptq(codes, zeros, scales, 1)
+        tensors = write_gptq(codes, zeros, scales, 1, bits)
         del tensors["g_idx"]
         return tensors
 
-    return Format(config, write, partial(dequantized_gptq, version=1), symmetric, lowest_zero=1)
+    return Format(config, write, partial(dequantized_gptq, version=1, bits=bits), symmetric, lowest_zero=1, bits=bits)
 
 
 def _compressed(format_, symmetric, inputs, bits=4):
@@ -116,10 +116,13 @@ FORMATS = {
     "W4A16 pack asymmetric": _compressed("pack-quantized", False, False),
     "W4A16 int asymmetric": _compressed("int-quantized", False, False),
 }
-# Of linear layers only.
 EIGHT_BITS = {
     "GPTQ, 8 bits": _gptq(True, 1, 8),
+    "GPTQ asymmetric, 8 bits": _gptq(False, 1, 8),
+    "GPTQ 2, 8 bits": _gptq(True, 2, 8),
     "GPTQ 2 asymmetric, 8 bits": _gptq(False, 2, 8),
+    "AutoRound, 8 bits": _round(True, "auto_round:auto_gptq", 8),
+    "AutoRound asymmetric, 8 bits": _round(False, "auto_round:auto_gptq", 8),
     "W8A16 pack": _compressed("pack-quantized", True, False, 8),
     "W8A16 pack asymmetric": _compressed("pack-quantized", False, False, 8),
 }

@@ -214,7 +214,9 @@ def scales_of(matrix):
 
 
 def multiplied_out(matrix):
-    """What a Matrix4 means, by its documentation; float64 holds every product exactly."""
+    """What a matrix means, by its documentation; float64 holds every product exactly."""
+    if matrix.kind == "int8":
+        return _multiplied_out8(matrix)
     nibbles, scales = matrix.nibbles.numpy(), scales_of(matrix)
     zeros = None if matrix.zero_points is None else matrix.zero_points.numpy()
     n, k = nibbles.shape[0], 2 * nibbles.shape[1]
@@ -232,8 +234,7 @@ def multiplied_out(matrix):
     return torch.from_numpy(out)
 
 
-def multiplied_out8(matrix):
-    """The same of a Matrix8."""
+def _multiplied_out8(matrix):
     codes, scales = matrix.codes.numpy(), matrix.scales.double().numpy()
     (n, k), g = codes.shape, scales.shape[1]
     out = np.empty((n, k))

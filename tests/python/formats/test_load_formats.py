@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from format_writers import dequantized_mxfp4, multiplied_out
 
 import w4a8
 from w4a8.checkpoint import CheckpointError, load, load_linear
-from w4a8.formats import Matrix4
+from w4a8.formats import Matrix4, Matrix8
 from w4a8.nn import W4A8Linear, W8A8Linear
 
 safetensors_torch = pytest.importorskip("safetensors.torch", reason="the safetensors package is not installed")
@@ -34,9 +35,11 @@ def meaning(packed):
     """float64 [N, K] of a packed matrix, and its bias."""
     header = w4a8.read_header(packed)
     found = w4a8.dyn_quant_unpack_any_4bit_weight(packed, header["group"], header["k"], header["n"])
-    nibbles, scales, zeros, bias, values, channels = found
+    codes, scales, zeros, bias, values, channels = found
+    if values == "int8":
+        return multiplied_out(Matrix8(codes, scales, zeros)), bias if header["has_bias"] else None
     channels = channels if channels.numel() > 0 else None
-    matrix = Matrix4(nibbles, scales, zeros if header["has_zero_points"] else None, values, None, channels)
+    matrix = Matrix4(codes, scales, zeros if header["has_zero_points"] else None, values, None, channels)
     return multiplied_out(matrix), bias if header["has_bias"] else None
 
 
@@ -69,22 +72,26 @@ def assert_meant(layer, made, experts=None, names=("gate_proj", "up_proj", "down
             assert torch.equal(bias2, biases[-1])
 
 
-@each_format
+@pytest.mark.parametrize("name", [*FORMATS, *EIGHT_BITS])
 @pytest.mark.parametrize(("hidden", "inter", "group"), [(96, 64, 32), (64, 40, -1), (64, 48, 16)])
 def test_experts(name, hidden, inter, group, tmp_path):
-    form = FORMATS[name]
+    form = (FORMATS | EIGHT_BITS)[name]
+    inter = 32 if group == -1 and form.bits == 8 else inter
     made = experts_checkpoint(form, hidden, inter, group)
     layers = load(made.write(tmp_path), quantize_w4a16=form.weight_only)
     assert list(layers) == [LAYER]
     assert_meant(layers[LAYER], made)
-    assert w4a8.read_header(layers[LAYER].w13_weight_packed[0])["has_zero_points"] == (not form.symmetric)
+    for packed in (layers[LAYER].w13_weight_packed[0], layers[LAYER].w2_weight_packed[0]):
+        header = w4a8.read_header(packed)
+        assert header["values"] == f"int{form.bits}"
+        assert form.bits == 8 or header["has_zero_points"] == (not form.symmetric)
     x = torch.randn(5, hidden)
     assert torch.isfinite(layers[LAYER](x, torch.randn(5, 3))).all()
 
 
-@each_format
+@pytest.mark.parametrize("name", [*FORMATS, *EIGHT_BITS])
 def test_biases_and_shards_and_names(name, tmp_path):
-    form = FORMATS[name]
+    form = (FORMATS | EIGHT_BITS)[name]
     made = experts_checkpoint(form, 64, 32, 32, bias=True, names=("w1", "w3", "w2"))
     layer = load(made.write(tmp_path / "shards", files=4), quantize_w4a16=True)[LAYER]
     assert_meant(layer, made, names=("w1", "w3", "w2"))
@@ -100,10 +107,10 @@ def test_odd_sizes(name, tmp_path):
     assert_meant(load(made.write(tmp_path), quantize_w4a16=True)[LAYER], made)
 
 
-@pytest.mark.parametrize("name", ["GPTQ asymmetric", "AWQ", "W4A8 pack asymmetric"])
+@pytest.mark.parametrize("name", ["GPTQ asymmetric", "AWQ", "W4A8 pack asymmetric", *EIGHT_BITS])
 def test_ranks(name, tmp_path):
     """A cut of w2 takes the zero points of its groups; a rank of expert parallelism has experts of its own."""
-    made = experts_checkpoint(FORMATS[name], 64, 64, 32)
+    made = experts_checkpoint((FORMATS | EIGHT_BITS)[name], 64, 64, 32)
     path = made.write(tmp_path)
     for rank in range(2):
         layer = load(path, tp_rank=rank, tp_size=2, quantize_w4a16=True)[LAYER]
@@ -132,10 +139,12 @@ def test_gpt_oss(tmp_path):
     assert_meant(load(path, ep_rank=2, ep_size=3, quantize_w4a16=True)[LAYER], meant, experts=[2])
 
 
-@pytest.mark.parametrize("name", ["GPTQ asymmetric", "AWQ", "AutoRound as AWQ", "W4A16 pack asymmetric"])
+@pytest.mark.parametrize(
+    "name", ["GPTQ asymmetric", "AWQ", "AutoRound as AWQ", "W4A16 pack asymmetric", "GPTQ 2 asymmetric, 8 bits"]
+)
 def test_scales_stay_exact(name, tmp_path):
     for dtype, kept in ((torch.float16, "float32"), (torch.bfloat16, "bfloat16")):
-        made = experts_checkpoint(FORMATS[name], 64, 32, 32, dtype=dtype)
+        made = experts_checkpoint((FORMATS | EIGHT_BITS)[name], 64, 32, 32, dtype=dtype)
         layer = load(made.write(tmp_path / kept), quantize_w4a16=True)[LAYER]
         assert w4a8.read_header(layer.w13_weight_packed[0])["scale_dtype"] == kept
 
@@ -183,7 +192,7 @@ def test_configuration_in_a_file_of_its_own(name, file, keys, tmp_path):
 
 
 def test_mixed_bits_are_left_out_and_named(tmp_path, caplog):
-    """The experts of layer 1 have 8 bits, and a projection of the attention has 3."""
+    """The experts of layer 1 and a projection of the attention have 3 bits."""
     form = FORMATS["GPTQ"]
     made = experts_checkpoint(form, 64, 32, 32)
     other = LAYER.replace(".0.", ".1.")
@@ -191,13 +200,13 @@ def test_mixed_bits_are_left_out_and_named(tmp_path, caplog):
         made.tensors[key.replace(LAYER, other)] = made.tensors[key].clone()
     made.add("model.layers.0.self_attn.q_proj", form, 16, 64, 32)
     made.add("model.layers.0.self_attn.k_proj", form, 16, 64, 32)
-    made.config["quantization_config"]["dynamic"] = {r"+:.*\.layers\.1\.": {"bits": 8}, r"+:.*k_proj": {"bits": 3}}
+    made.config["quantization_config"]["dynamic"] = {r"+:.*\.layers\.1\.": {"bits": 3}, r"+:.*k_proj": {"bits": 3}}
     path = made.write(tmp_path)
     with caplog.at_level(logging.WARNING, logger="w4a8.checkpoint"):
         assert list(load(path, quantize_w4a16=True)) == [LAYER]
         assert list(load_linear(path, quantize_w4a16=True)) == ["model.layers.0.self_attn.q_proj"]
-    assert f"{other} is left out: {other}.0.gate_proj has weights of 8 bits, but 4 are expected" in caplog.text
     reason = "quantization_config.bits is 3, but 4 or 8 is expected (by quantization_con"
+    assert f"{other} is left out: {reason}" in caplog.text
     assert f"model.layers.0.self_attn.k_proj is left out: {reason}" in caplog.text
 
 
@@ -233,24 +242,92 @@ def test_linear(name, tmp_path):
     assert torch.equal(meaning(layers[query].packed)[1], made.biases[query].float())
 
 
+def _mixed(rules, four, eight, group=32):
+    """Two layers of experts of GPTQ; ``eight`` are the projections of 8 bits, by regular expression."""
+    made = Checkpoint(config=model_config(four.quantization_config(group), 96, 64, 3))
+    for layer in (0, 1):
+        for expert in range(3):
+            for name, shape in (("gate_proj", (64, 96)), ("up_proj", (64, 96)), ("down_proj", (96, 64))):
+                module = f"model.layers.{layer}.mlp.experts.{expert}.{name}"
+                form = eight if any(re.match(rule, module) for rule in rules) else four
+                made.add(module, form, *shape, group)
+    return made
+
+
+@pytest.mark.parametrize("rule", [r".*layers\.0\.mlp\.experts", r".*down_proj", r".*0\.mlp\..*(gate|up)_proj"])
+@pytest.mark.parametrize("name", ["GPTQ asymmetric", "GPTQ 2", "AutoRound", "W4A16 pack asymmetric"])
+def test_experts_of_4_and_of_8_bits(name, rule, tmp_path):
+    """By layers, and in one: w13 of 8 bits beside w2 of 4, and the other way round; what they are, and what they compute."""
+    four, eight = FORMATS[name], EIGHT_BITS[name.replace("W4A16", "W8A16") if "pack" in name else f"{name}, 8 bits"]
+    made = _mixed([rule], four, eight)
+    config = made.config["quantization_config"]
+    if "pack" in name:
+        (group,) = config["config_groups"].values()
+        weights = {**group["weights"], "num_bits": 8}
+        config["config_groups"]["group_1"] = {**group, "targets": [f"re:{rule}"], "weights": weights}
+    else:
+        config["dynamic" if "GPTQ" in name else "extra_config"] = {rule: {"bits": 8}}
+    layers = load(made.write(tmp_path), quantize_w4a16=True)
+    assert len(layers) == 2
+    for layer_name, layer in layers.items():
+        meant = {key.replace(layer_name, LAYER): value for key, value in made.meant.items() if layer_name in key}
+        assert_meant(layer, Checkpoint(meant=meant))
+        for stack, part in (("w13", "gate_proj"), ("w2", "down_proj")):
+            packed = getattr(layer, f"{stack}_weight_packed")
+            bits = 8 if re.match(rule, f"{layer_name}.0.{part}") else 4
+            assert {w4a8.read_header(matrix)["values"] for matrix in packed} == {f"int{bits}"}
+        x, logits = torch.randn(7, 96), torch.randn(7, 3)
+        assert_computes(layer(x, logits), x, logits, meant)
+
+
+def assert_computes(found, x, logits, meant):
+    """Beside the files' matrices in float64: at most what int8 inputs of both products cost, which is 1 part in 50."""
+    weights, ids = torch.topk(torch.softmax(logits.double(), 1), 2)
+    weights = weights / weights.sum(1, keepdim=True)
+    expected = torch.zeros(len(x), x.shape[1], dtype=torch.float64)
+    for token, row in enumerate(x.double()):
+        for weight, expert in zip(weights[token], ids[token].tolist()):
+            gate, up, down = (meant[f"{LAYER}.{expert}.{name}"] for name in ("gate_proj", "up_proj", "down_proj"))
+            expected[token] += weight * (down @ (torch.nn.functional.silu(gate @ row) * (up @ row)))
+    assert (found.double() - expected).norm() <= 0.02 * expected.norm()
+
+
+def test_gate_and_up_of_two_kinds(tmp_path):
+    made = _mixed([".*up_proj"], FORMATS["GPTQ"], EIGHT_BITS["GPTQ, 8 bits"])
+    made.config["quantization_config"]["dynamic"] = {".*up_proj": {"bits": 8}}
+    with pytest.raises(CheckpointError, match=rf"{LAYER}\.0\.up_proj is quantized differently from {LAYER}\.0\.gate_"):
+        load(made.write(tmp_path), quantize_w4a16=True)
+
+
+def test_8_bits_of_sizes_that_the_operators_do_not_have(tmp_path):
+    """Channelwise both planes of a row are groups."""
+    form = EIGHT_BITS["GPTQ, 8 bits"]
+    made = experts_checkpoint(form, 64, 40, -1)
+    made.add("model.layers.0.self_attn.q_proj", form, 16, 40, -1)
+    path = made.write(tmp_path)
+    with pytest.raises(NotImplementedError, match="intermediate size per partition 40, which is not a multiple of 32"):
+        load(path, quantize_w4a16=True)
+    with pytest.raises(CheckpointError, match=r"model\.layers\.0\.self_attn\.q_proj: .*in_features"):
+        load_linear(path, quantize_w4a16=True)
+
+
 @pytest.mark.parametrize("name", EIGHT_BITS)
 def test_linear_of_8_bits(name, tmp_path):
-    """What the two planes of the packed matrix mean together, and what the layer computes."""
+    """What the packed matrix means, and what the layer computes."""
     form = EIGHT_BITS[name]
     made = Checkpoint(config=model_config(form.quantization_config(32), 64, 32, 3))
     query, down = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.gate_proj"
     made.add(query, form, 24, 64, 32, bias=True)
-    made.add(down, form, 12 if "GPTQ" in name else 13, 96, 32)
+    made.add(down, form, 12 if form.words else 13, 96, 32)
     layers = load_linear(made.write(tmp_path), quantize_w4a16=True)
     assert sorted(layers) == [down, query]
     for layer_name, layer in layers.items():
         assert isinstance(layer, W8A8Linear)
-        planes, bias = meaning(layer.packed)
-        weight = sum(planes.chunk(2))
+        weight, bias = meaning(layer.packed)
         assert torch.equal(weight, made.meant[layer_name])
-        bias = torch.zeros(2 * layer.out_features) if bias is None else bias
+        assert (bias is None) == (layer_name not in made.biases)
         expected = made.biases.get(layer_name, torch.zeros(layer.out_features))
-        assert torch.equal(bias.chunk(2)[0], expected.float()) and not bias.chunk(2)[1].any()
+        assert bias is None or torch.equal(bias, expected.float())
         x = torch.randint(-127, 128, (3, layer.in_features)).float()
         x[:, 0], x[:, 1] = -128, 127  # int8 as they are: nothing is rounded but sums of floats
         exact = x.double() @ weight.T + expected.double()

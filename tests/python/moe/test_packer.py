@@ -194,7 +194,7 @@ def test_exactness_is_one_rule():
         assert kept_scale_dtype(scales) == dtype
         stack = MatrixStack(1, 2, 64, -1)
         stack.put_piece(0, "scales", slice(0, 2), scales)
-        stack.put_piece(0, "nibbles", slice(0, 2), torch.zeros(2, 32, dtype=torch.uint8))
+        stack.put_piece(0, "codes", slice(0, 2), torch.zeros(2, 32, dtype=torch.uint8))
         assert stack.scale_dtype == dtype
 
 

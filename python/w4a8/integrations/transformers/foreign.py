@@ -1,17 +1,16 @@
-"""Checkpoints that others have quantized: their 4-bit codes are packed as they are (readers: ``w4a8.formats``)."""
+"""Checkpoints that others have quantized: their codes are packed as they are (readers: ``w4a8.formats``)."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
-from w4a8.core.matrix import Matrix4
-from w4a8.core.matrix8 import Matrix8
+from w4a8.core.matrix import Matrix
 from w4a8.core.stack import MatrixStack
 from w4a8.formats import NotOurs, Rules, Stored, rules_of, stored_as
 from w4a8.formats.parts import QUANTIZED_SUFFIXES
@@ -151,7 +150,7 @@ class Foreign:
         old, pages = module.old, Pages(self.files)
         if type(old) is torch.nn.Linear:
             shape = (old.out_features, old.in_features)
-            return linear_from_matrix(self._matrix(module.matrices["weight"][0][0], shape, pages, bits=(4, 8)))
+            return linear_from_matrix(self._matrix(module.matrices["weight"][0][0], shape, pages))
         experts = fused_experts(old)
         if experts is None:
             raise ValueError(f"quantized {sorted(module.matrices)} of a {type(old).__name__}, which is not supported")
@@ -200,7 +199,7 @@ class Foreign:
 
     def _parts(
         self, sources: list[list[str]], shape: tuple[int, int, int], expert: int, pages: Pages
-    ) -> Iterator[tuple[str, int, Matrix4]]:
+    ) -> Iterator[tuple[str, int, Matrix]]:
         """Name, first row in the stack, and matrix of each part of an expert."""
         count, rows, columns = shape
         if len(sources) > 1:
@@ -220,21 +219,14 @@ class Foreign:
         for half in (0, 1):  # gate and up rows alternate
             yield name, half * (rows // 2), matrix.with_rows(slice(half, None, 2))
 
-    def _matrix(
-        self,
-        name: str,
-        shape: tuple[int, int],
-        pages: Pages,
-        expert: int | None = None,
-        bits: Collection[int] = (4,),
-    ) -> Matrix4 | Matrix8:
-        """Reads a matrix, or that of one expert of a stack, which must be [N, K], with codes of some ``bits``."""
+    def _matrix(self, name: str, shape: tuple[int, int], pages: Pages, expert: int | None = None) -> Matrix:
+        """Reads a matrix, or that of one expert of a stack, which must be [N, K]."""
         parts = self.tensors[name]
         if expert is None:
             tensors = {suffix: part[...] for suffix, part in parts.items()}
         else:
             tensors = {suffix: part[expert : expert + 1][0] for suffix, part in parts.items()}
-        stored = stored_as(self.rules, name, tensors, partial(_is_int8, parts), bits)
+        stored = stored_as(self.rules, name, tensors, partial(_is_int8, parts))
         if isinstance(stored, NotOurs):
             raise ValueError(stored.reason)
         matrix = stored.read(tensors, name)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from w4a8.core.matrix8 import pack_again
 from w4a8.integrations.transformers.names import Names, slices
 from w4a8.nn import W4A8Experts, W4A8Linear, W8A8Linear
 from w4a8.ops import PackedHeader, read_header
@@ -73,18 +74,18 @@ def _header(key: str, matrix: torch.Tensor) -> PackedHeader:
 
 
 def _new_module(old: torch.nn.Module, entries: dict[str, _Entry]) -> torch.nn.Module:
-    def check(what: str, given: Any, expected: Any) -> None:
+    def check(what: str, given: Any, expected: Any, hint: str = "") -> None:
         if given != expected:
-            raise ValueError(f"{what} is {given}, expected {expected}")
+            raise ValueError(f"{what} is {given}, expected {expected}{hint}")
 
     tensors = {leaf: torch.empty(entry.shape, dtype=torch.uint8, device="meta") for leaf, entry in entries.items()}
     headers = {leaf: entry.header for leaf, entry in entries.items()}
     if isinstance(old, torch.nn.Linear):
-        given, sizes = [headers["packed"]["n"], headers["packed"]["k"]], [old.out_features, old.in_features]
-        kind = W8A8Linear if given == [2 * sizes[0], sizes[1]] else W4A8Linear
-        if kind is W4A8Linear:
-            check("packed: [n, k]", given, sizes)
-        return kind(tensors["packed"], old.in_features, old.out_features, headers["packed"]["group"])
+        header = headers["packed"]
+        given, sizes = [header["n"], header["k"]], [old.out_features, old.in_features]
+        check("packed: [n, k]", given, sizes, pack_again(given[0], sizes[0]))
+        kind = W8A8Linear if header["values"] == "int8" else W4A8Linear
+        return kind(tensors["packed"], old.in_features, old.out_features, header["group"])
     experts = fused_experts(old)
     if experts is None or experts.activation is None:
         raise ValueError(f"packed experts, but {type(old).__name__} is no block that W4A8Experts can stand for")

@@ -23,8 +23,8 @@ from vllm.model_executor.parameter import (
     PerTensorScaleParameter,
 )
 
-from w4a8.core.matrix import Matrix4
-from w4a8.core.matrix8 import Matrix8, matmul_planes
+from w4a8.core.experts import unsupported_width
+from w4a8.core.matrix import Matrix
 from w4a8.core.memory import fresh_bytes
 from w4a8.core.stack import MatrixStack, PackedAs
 from w4a8.core.weight_utils import replace_parameter
@@ -103,7 +103,7 @@ class LinearWeights:
         """Registers the tensors of the format for this rank's part, as vLLM's loaders cut them; scales as float32.
 
         Raises:
-            ValueError: features of this rank that are not whole groups or words.
+            ValueError: features of this rank that are not whole groups or words, or that the operators do not have.
         """
         layer.w4a8_weights = self
         self.n, self.k = sum(output_partition_sizes), input_size_per_partition
@@ -117,6 +117,9 @@ class LinearWeights:
                 f"w4a8: {self.layer_name}: {self.k} input features per rank (of {input_size}) are not a multiple of "
                 f"{max(group, 2)}"
             )
+        problem = unsupported_width("input features per rank", self.k, group, self.stored.values)
+        if problem is not None:
+            raise ValueError(f"w4a8: {self.layer_name}: kernel does not support {problem}")
         self.rows, self.sizes = sum(sizes), sizes
         for part in self.parts:
             try:
@@ -256,7 +259,7 @@ class LinearWeights:
             active_kernel(),
         )
 
-    def _read(self, tensors: dict[str, torch.Tensor]) -> Matrix4 | Matrix8:
+    def _read(self, tensors: dict[str, torch.Tensor]) -> Matrix:
         """The matrix of all parts of the layer, of which each may have a number that its scales are multiplied by."""
         part = next((part for part in self.parts if part.kind == "global_scale"), None)
         if part is None:
@@ -269,29 +272,20 @@ class LinearWeights:
         ]
         return replace(matrix, channel_scales=torch.cat(scales))
 
-    def _pack(self, matrix: Matrix4 | Matrix8) -> torch.Tensor:
+    def _pack(self, matrix: Matrix) -> torch.Tensor:
         """uint8 [bytes]; the second time in the place, and so the form, of the first."""
-        planes = matrix.planes() if isinstance(matrix, Matrix8) else matrix
-        count, more = planes.rows // self.rows, self.n - self.rows
         group = self.stored.group_size
-        stack = MatrixStack(1, count * self.n, self.k, group, packed_as=self.packed_as, values=planes.kind)
-        for plane in range(count):
-            if more > 0:  # the vocabulary is padded
-                nibbles = torch.zeros(more, self.k // 2, dtype=torch.uint8)
-                scales = torch.zeros(more, planes.scales.shape[1], dtype=planes.scales.dtype)
-                channels = None if planes.channel_scales is None else torch.zeros(more, dtype=torch.float32)
-                padding = Matrix4(nibbles, scales, None, planes.kind, channel_scales=channels)
-                stack.put(0, plane * self.n + self.rows, padding)
-            begin = plane * self.rows
-            stack.put(0, plane * self.n, planes.with_rows(slice(begin, begin + self.rows)))
+        stack = MatrixStack(1, self.n, self.k, group, packed_as=self.packed_as, values=matrix.kind)
+        if self.n > self.rows:  # the vocabulary is padded
+            stack.put(0, self.rows, matrix.zeros(self.n - self.rows))
+        stack.put(0, 0, matrix)
         self.packed_as = stack.packed_as
         return stack.pack()[0]
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x [..., K] to [..., N] of its type."""
         group = self.k if self.stored.group_size == -1 else self.stored.group_size
-        matmul = dyn_quant_matmul_4bit if self.stored.bits == 4 else matmul_planes
-        out = matmul(x, layer.weight_packed, group, self.k, self.n)
+        out = dyn_quant_matmul_4bit(x, layer.weight_packed, group, self.k, self.n)
         return out if bias is None else out + bias
 
 

@@ -12,7 +12,6 @@ import torch
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 
-from w4a8.core.matrix8 import matmul_planes
 from w4a8.core.weight_utils import replace_parameter
 from w4a8.integrations.vllm.log import logger
 from w4a8.integrations.vllm.settings import LM_HEAD_SWITCH, lm_head_bits
@@ -92,6 +91,5 @@ class W4A8LMHeadMethod(UnquantizedEmbeddingMethod):
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [..., K] to logits [..., N] of its type."""
-        matmul = dyn_quant_matmul_4bit if self.bits == 4 else matmul_planes
-        out = matmul(x, layer.weight_rounded, self.group, self.k, self.n)
+        out = dyn_quant_matmul_4bit(x, layer.weight_rounded, self.group, self.k, self.n)
         return out if bias is None else out + bias

@@ -8,6 +8,7 @@ import torch
 from vllm.config import get_current_vllm_config_or_none
 
 from w4a8.core.experts import ExpertSizes
+from w4a8.core.matrix import codes_in_a_byte, middle_code
 from w4a8.core.packer import ExpertPacker
 from w4a8.core.stack import PackedAs
 from w4a8.formats import Stored
@@ -40,11 +41,18 @@ def random_block_scales(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def random_zero_points(tensor: torch.Tensor, values: str) -> torch.Tensor:
+    """Near the middle of the codes: weights are of both signs."""
+    middle = middle_code(values)
+    return tensor.random_(middle // 2, middle + middle // 2)
+
+
 def pack_dummy(packer: ExpertPacker, zero_points: bool) -> None:
     """Random experts: all codes, and scales of the size that vLLM's dummy loader gives to what it fills."""
     for name, rows, columns in packer.sizes.stacks:
         stack = packer.stacks[name]
-        nibbles = torch.empty(rows, columns // 2, dtype=torch.uint8)
+        values = stack.packed_as.values
+        codes = torch.empty(rows, columns // codes_in_a_byte(values), dtype=torch.uint8)
         scales = torch.empty(rows, packer.sizes.scale_columns(columns), dtype=torch.bfloat16)
         zeros = torch.empty(scales.shape, dtype=torch.uint8)
         for expert in range(packer.sizes.experts):
@@ -57,8 +65,8 @@ def pack_dummy(packer: ExpertPacker, zero_points: bool) -> None:
             if packer.has_bias:
                 stack.put_piece(expert, "bias", slice(0, rows), scales[:, 0])
             if zero_points:
-                stack.put_piece(expert, "zero_points", slice(0, rows), zeros.random_(0, 16))
-            stack.put_piece(expert, "nibbles", slice(0, rows), nibbles.random_())
+                stack.put_piece(expert, "zero_points", slice(0, rows), random_zero_points(zeros, values))
+            stack.put_piece(expert, "codes", slice(0, rows), codes.random_())
 
 
 def load_expert(

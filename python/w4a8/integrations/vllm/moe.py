@@ -69,7 +69,7 @@ def expert_sizes(moe: Any, group: int) -> ExpertSizes:
 
 
 class W4A8MoEMethod(FusedMoEMethodBase):
-    """4-bit experts with activations quantized to int8 per token.
+    """4-bit or 8-bit experts with activations quantized to int8 per token.
 
     It routes by itself, because vLLM's router for CPUs does not know every combination that models ask for; only
     layers that select experts by token id are routed by vLLM.
@@ -90,7 +90,7 @@ class W4A8MoEMethod(FusedMoEMethodBase):
         self.stored = stored
         self.sizes = expert_sizes(layer.moe_config, stored.group_size)
         self.activation = _activation(layer.moe_config)
-        problem = self.sizes.unsupported()
+        problem = self.sizes.unsupported(dict.fromkeys(("w13", "w2"), stored.values))
         if problem is not None:
             raise ValueError(f"w4a8: {layer_name}: kernel does not support {problem}")
         self.layer_name = layer_name
@@ -236,7 +236,7 @@ def experts_method(stored: Stored | None, layer: torch.nn.Module, prefix: str) -
     """
     if stored is None:
         return None
-    reason = unsupported(layer.moe_config) if stored.bits == 4 else f"weights of {stored.bits} bits"
+    reason = unsupported(layer.moe_config)
     if reason is not None:
         logger().warning_once("w4a8: leaves layers of experts to vLLM, because of %s", reason)
         return None

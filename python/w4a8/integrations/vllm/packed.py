@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from w4a8.core.matrix import Matrix4
+from w4a8.core.matrix import Matrix, Matrix4, codes_in_a_byte, middle_code, pack_codes
+from w4a8.core.matrix8 import Matrix8
 from w4a8.core.nibbles import pairs
 from w4a8.formats.packed_directory import FORMAT, METHOD, VERSION
 from w4a8.formats.words import words_of
@@ -60,8 +61,9 @@ class PackedDirectory:
 
     @property
     def symmetric(self) -> bool:
-        """Whether no matrix has zero points."""
-        return not any(s.header["has_zero_points"] for parts in self.packed.values() for s in parts.values())
+        """Whether no matrix of 4 bits has zero points; those of 8 bits always have room for them."""
+        headers = [stored.header for parts in self.packed.values() for stored in parts.values()]
+        return not any(header["has_zero_points"] for header in headers if header["values"] != "int8")
 
 
 def read_directory(directory: str | Path, config: Mapping[str, Any]) -> PackedDirectory:
@@ -117,9 +119,11 @@ def only_whole(parts: Parts, model_type: str | None) -> str | None:
     if model_type in _WHOLE_EXPERTS and "packed" not in parts:
         return f"experts of {model_type}"
     headers = [stored.header for stored in parts.values()]
-    kinds = {header["values"] for header in headers} - {"int4"}
-    if kinds:
-        return f"weights of type {kinds.pop()}"
+    kinds = {header["values"] for header in headers}
+    if "e2m1" in kinds:
+        return "weights of type e2m1"
+    if len(kinds) > 1:
+        return "experts of 4 and 8 bits"
     return "scales of two levels" if any(has_channel_scales(header) for header in headers) else None
 
 
@@ -128,14 +132,14 @@ def compressed_tensors_config(directory: PackedDirectory, model_type: str | None
 
     What such a checkpoint cannot have (:func:`only_whole`) is not in it.
     """
-    groups: dict[int, list[str]] = {}
+    groups: dict[tuple[int, int], list[str]] = {}  # by group size and bits
     for module, parts in directory.packed.items():
         if only_whole(parts, model_type) is None:
             target = module if "packed" in parts else f"re:{re.escape(module)}[.]"
-            groups.setdefault(group_of(parts), []).append(target)
+            bits = 8 if any(stored.header["values"] == "int8" for stored in parts.values()) else 4
+            groups.setdefault((group_of(parts), bits), []).append(target)
     # The most frequent group is that of all linear layers but those that are named.
     ordered = sorted(groups.items(), key=lambda entry: (-len(entry[1]), entry[0]))
-    weights = {"num_bits": 4, "type": "int", "symmetric": directory.symmetric, "dynamic": False}
     inputs = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": True, "strategy": "token"}
     return {
         "quant_method": "compressed-tensors",
@@ -144,11 +148,17 @@ def compressed_tensors_config(directory: PackedDirectory, model_type: str | None
         "config_groups": {
             f"group_{index}": {
                 "targets": modules if index else ["Linear"],
-                "weights": weights
-                | ({"strategy": "channel"} if group == -1 else {"strategy": "group", "group_size": group}),
-                "input_activations": inputs,
+                "weights": {
+                    "num_bits": bits,
+                    "type": "int",
+                    "symmetric": directory.symmetric and bits == 4,
+                    "dynamic": False,
+                    **({"strategy": "channel"} if group == -1 else {"strategy": "group", "group_size": group}),
+                },
+                # Weights and inputs of 8 bits are another kind of layer there.
+                "input_activations": inputs if bits == 4 else None,
             }
-            for index, (group, modules) in enumerate(ordered)
+            for index, ((group, bits), modules) in enumerate(ordered)
         },
     }
 
@@ -158,7 +168,7 @@ def unpacked(tensors: Iterable[tuple[str, torch.Tensor]], symmetric: bool) -> It
 
     Args:
         tensors: names and tensors, in any order.
-        symmetric: of the directory; otherwise every matrix gets zero points.
+        symmetric: of the directory; otherwise every matrix gets zero points, as those of 8 bits do.
 
     Yields:
         For each packed matrix ``weight_packed``, ``weight_scale``, ``weight_shape``, if not symmetric
@@ -169,11 +179,11 @@ def unpacked(tensors: Iterable[tuple[str, torch.Tensor]], symmetric: bool) -> It
         if leaf not in _PACKED:
             yield key, tensor
         elif not _PACKED[leaf]:
-            yield from _named(module, _int4(tensor, key), symmetric)
+            yield from _named(module, _integers(tensor, key), symmetric)
         else:
             gate, up, down = next(names for block, names in _PROJECTIONS if block in module)
             for expert, packed in enumerate(tensor):
-                matrix, name = _int4(packed, f"{key}[{expert}]"), f"{module}.{expert}"
+                matrix, name = _integers(packed, f"{key}[{expert}]"), f"{module}.{expert}"
                 if leaf == "w2_packed":
                     yield from _named(f"{name}.{down}", matrix, symmetric)
                     continue
@@ -182,7 +192,7 @@ def unpacked(tensors: Iterable[tuple[str, torch.Tensor]], symmetric: bool) -> It
                 yield from _named(f"{name}.{up}", matrix.with_rows(slice(half, None)), symmetric)
 
 
-def matrix_of(packed: torch.Tensor, name: str) -> Matrix4:
+def matrix_of(packed: torch.Tensor, name: str) -> Matrix:
     """What a packed matrix, uint8 [bytes], was packed of.
 
     Raises:
@@ -191,12 +201,15 @@ def matrix_of(packed: torch.Tensor, name: str) -> Matrix4:
     try:
         header = read_header(packed)
         sizes = header["group"], header["k"], header["n"]
-        nibbles, scales, zeros, bias, values, channels = dyn_quant_unpack_any_4bit_weight(packed, *sizes)
+        codes, scales, zeros, bias, values, channels = dyn_quant_unpack_any_4bit_weight(packed, *sizes)
     except (ValueError, TypeError, RuntimeError) as error:
         raise ValueError(f"{name}: {error}") from error
+    bias = bias if header["has_bias"] else None
+    if values == "int8":
+        return Matrix8(codes, scales, zeros, bias)
     zeros = zeros if header["has_zero_points"] else None
     channels = channels if has_channel_scales(header) else None
-    return Matrix4(nibbles, scales, zeros, values, bias if header["has_bias"] else None, channels)
+    return Matrix4(codes, scales, zeros, values, bias, channels)
 
 
 def has_channel_scales(header: PackedHeader) -> bool:
@@ -204,18 +217,20 @@ def has_channel_scales(header: PackedHeader) -> bool:
     return header["scale_dtype"] == "e5m3"
 
 
-def joined(matrices: Sequence[Matrix4]) -> torch.Tensor:
+def joined(matrices: Sequence[Matrix]) -> torch.Tensor:
     """The rows of all as one packed matrix, uint8 [bytes]; they are of one kind, K and group."""
     zeros = biases = channels = None
+    kind = matrices[0].kind
     if any(matrix.zero_points is not None for matrix in matrices):
-        zeros = torch.cat([_or(m.zero_points, torch.full_like(m.scales, 8, dtype=torch.uint8)) for m in matrices])
+        middle = middle_code(kind)
+        zeros = torch.cat([_or(m.zero_points, torch.full_like(m.scales, middle, dtype=torch.uint8)) for m in matrices])
     if any(matrix.bias is not None for matrix in matrices):
         biases = torch.cat([_or(m.bias, torch.zeros_like(m.scales[:, 0], dtype=torch.float32)) for m in matrices])
     if matrices[0].channel_scales is not None:
         channels = torch.cat([matrix.channel_scales for matrix in matrices])
     scales = torch.cat([matrix.scales for matrix in matrices])  # float32 if one is
-    nibbles = torch.cat([matrix.nibbles for matrix in matrices])
-    return Matrix4(nibbles, scales, zeros, matrices[0].kind, biases, channels).pack(scales.dtype)
+    codes = torch.cat([matrix.codes for matrix in matrices])
+    return pack_codes(codes, scales, biases, matrices[0].group, scales.dtype, zeros, kind, channels)
 
 
 def _or(tensor: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
@@ -225,35 +240,40 @@ def _or(tensor: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
 def joined_bytes(headers: Sequence[PackedHeader]) -> int:
     """How long :func:`joined` makes what is packed with these headers."""
 
-    def like(header: PackedHeader) -> Matrix4:
+    def like(header: PackedHeader) -> Matrix:
         def empty(columns: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.empty(header["n"], columns, dtype=dtype, device="meta")
 
-        groups = header["k"] // header["group"]
-        zeros = empty(groups, torch.uint8) if header["has_zero_points"] else None
+        groups, values = header["k"] // header["group"], header["values"]
+        codes = empty(header["k"] // codes_in_a_byte(values), torch.uint8)
         bias = empty(1, torch.float32)[:, 0] if header["has_bias"] else None
+        if values == "int8":
+            return Matrix8(codes, empty(groups, getattr(torch, header["scale_dtype"])), None, bias)
+        zeros = empty(groups, torch.uint8) if header["has_zero_points"] else None
         channels = empty(1, torch.float32)[:, 0] if has_channel_scales(header) else None
         scales = empty(groups, torch.uint8 if has_channel_scales(header) else getattr(torch, header["scale_dtype"]))
-        return Matrix4(empty(header["k"] // 2, torch.uint8), scales, zeros, header["values"], bias, channels)
+        return Matrix4(codes, scales, zeros, values, bias, channels)
 
     return joined([like(header) for header in headers]).numel()
 
 
-def _int4(packed: torch.Tensor, name: str) -> Matrix4:
+def _integers(packed: torch.Tensor, name: str) -> Matrix:
     matrix = matrix_of(packed, name)
-    if matrix.kind != "int4":
+    if matrix.kind == "e2m1":
         raise ValueError(f"{name} is {matrix.kind}, which a compressed-tensors checkpoint cannot have")
     return matrix
 
 
-def _named(module: str, matrix: Matrix4, symmetric: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    nibbles, scales, zeros = matrix.nibbles, matrix.scales, matrix.zero_points
-    yield f"{module}.weight_packed", words_of(nibbles)
+def _named(module: str, matrix: Matrix, symmetric: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    scales, zeros = matrix.scales, matrix.zero_points
+    yield f"{module}.weight_packed", words_of(matrix.codes)
     yield f"{module}.weight_scale", scales
-    yield f"{module}.weight_shape", torch.tensor([len(nibbles), 2 * nibbles.shape[1]])
-    if not symmetric:
-        zeros = torch.full(scales.shape, 8, dtype=torch.uint8) if zeros is None else zeros
-        columns = torch.nn.functional.pad(zeros.T, (0, -len(zeros) % 2))  # words along N
-        yield f"{module}.weight_zero_point", words_of(pairs(columns)).T.contiguous()
+    yield f"{module}.weight_shape", torch.tensor([matrix.rows, matrix.columns])
+    if not symmetric or matrix.kind == "int8":
+        zeros = torch.full(scales.shape, middle_code(matrix.kind), dtype=torch.uint8) if zeros is None else zeros
+        columns = zeros.T  # words along N
+        if matrix.kind == "int4":
+            columns = pairs(torch.nn.functional.pad(columns, (0, -len(zeros) % 2)))
+        yield f"{module}.weight_zero_point", words_of(columns).T.contiguous()
     if matrix.bias is not None:
         yield f"{module}.bias", matrix.bias

@@ -14,12 +14,13 @@ import torch
 from vllm.model_executor.layers.linear import LinearMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-from w4a8.core.matrix8 import matmul_planes
+from w4a8.core.matrix import codes_in_a_byte
+from w4a8.core.matrix8 import pack_again
 from w4a8.core.memory import fresh_bytes
 from w4a8.core.stack import PackedAs, pack_for_stack
 from w4a8.cpu import active_kernel
 from w4a8.formats import Stored
-from w4a8.integrations.vllm.loading import is_dummy_load, random_block_scales
+from w4a8.integrations.vllm.loading import is_dummy_load, random_block_scales, random_zero_points
 from w4a8.integrations.vllm.log import logger
 from w4a8.integrations.vllm.moe import W4A8MoEMethod
 from w4a8.integrations.vllm.packed import (
@@ -76,10 +77,10 @@ class _Packed:
         """Fills all with random matrices."""
         raise NotImplementedError
 
-    def expect(self, what: str, found: Any, expected: Any) -> None:
+    def expect(self, what: str, found: Any, expected: Any, hint: str = "") -> None:
         """Raises ValueError if they are not the same."""
         if found != expected:
-            raise ValueError(f"w4a8: {self.layer_name}: {what} is {found}, expected {expected}")
+            raise ValueError(f"w4a8: {self.layer_name}: {what} is {found}, expected {expected}{hint}")
 
     def finish(self) -> None:
         """Raises ValueError if something has not come."""
@@ -92,12 +93,9 @@ class _Packed:
 
 
 class _PackedLinear(_Packed):
-    def __init__(
-        self, layer: torch.nn.Module, layer_name: str, parts: Sequence[tuple[str, PackedTensor]], planes: bool
-    ) -> None:
+    def __init__(self, layer: torch.nn.Module, layer_name: str, parts: Sequence[tuple[str, PackedTensor]]) -> None:
         super().__init__(layer, layer_name, [name for name, _ in parts])
         self.headers = [stored.header for _, stored in parts]
-        self.planes = planes  # of 8-bit codes
         self.register("weight_packed", joined_bytes(self.headers))
         self._came: dict[int, torch.Tensor] = {}
 
@@ -118,9 +116,6 @@ class _PackedLinear(_Packed):
             param.data.copy_(tensors[0])
         else:
             matrices = [matrix_of(tensor, name) for name, tensor in zip(self.layer.w4a8_names, tensors)]
-            if self.planes:
-                upper = [matrix.with_rows(slice(matrix.rows // 2)) for matrix in matrices]
-                matrices = upper + [matrix.with_rows(slice(matrix.rows // 2, None)) for matrix in matrices]
             param.data.copy_(joined(matrices))
 
     def fill_dummy(self) -> None:
@@ -160,10 +155,11 @@ class _PackedExperts(_Packed):
 def _dummy(header: PackedHeader) -> torch.Tensor:
     """A random matrix with a header; its scales are of the size that vLLM's dummy loader gives to what it fills."""
     scales = torch.empty(header["n"], header["k"] // header["group"]).uniform_(1e-4, 1e-3)
+    codes = torch.empty(header["n"], header["k"] // codes_in_a_byte(header["values"]), dtype=torch.uint8)
     tensors = {
-        "nibbles": torch.empty(header["n"], header["k"] // 2, dtype=torch.uint8).random_(),
+        "codes": codes.random_(),
         "scales": scales,
-        "zero_points": torch.empty(scales.shape, dtype=torch.uint8).random_(0, 16),
+        "zero_points": random_zero_points(torch.empty(scales.shape, dtype=torch.uint8), header["values"]),
         "bias": scales[:, 0] if header["has_bias"] else None,
     }
     two_levels = has_channel_scales(header)
@@ -216,12 +212,9 @@ class W4A8PackedLinearMethod(LinearMethodBase):
             output_partition_sizes = [layer.shard_indices.num_org_elements]  # without padding
         self.n = sum(output_partition_sizes)
         rows = [stored.header["n"] for _, stored in self.parts]
-        self.planes = rows == [2 * size for size in output_partition_sizes]  # of 8-bit codes
-        packed = _PackedLinear(layer, self.layer_name, self.parts, self.planes)
-        found = [n // 2 for n in rows] if self.planes else rows
-        packed.expect(
-            "[out_features, in_features]", [found, self.k], [output_partition_sizes, input_size_per_partition]
-        )
+        packed = _PackedLinear(layer, self.layer_name, self.parts)
+        expected = [output_partition_sizes, input_size_per_partition]
+        packed.expect("[out_features, in_features]", [rows, self.k], expected, pack_again(sum(rows), self.n))
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Raises ValueError if the checkpoint lacked something."""
@@ -230,8 +223,7 @@ class W4A8PackedLinearMethod(LinearMethodBase):
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [..., K] to [..., N] of its type. Where a bias is packed, nothing was loaded into vLLM's own."""
-        matmul = matmul_planes if self.planes else dyn_quant_matmul_4bit
-        out = matmul(x, layer.weight_packed, self.group, self.k, self.n)
+        out = dyn_quant_matmul_4bit(x, layer.weight_packed, self.group, self.k, self.n)
         return out if bias is None or self.has_bias else out + bias
 
 

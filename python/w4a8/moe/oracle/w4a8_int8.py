@@ -11,7 +11,7 @@ from enum import Enum
 import torch
 
 from w4a8.core.experts import pack_stack
-from w4a8.core.matrix import pack_nibbles
+from w4a8.core.matrix import pack_codes
 from w4a8.core.nibbles import check_int4_range, to_nibbles
 from w4a8.core.platforms import current_platform
 from w4a8.moe.config import FusedMoEConfig, FusedMoEQuantConfig, FusedMoEQuantDesc
@@ -177,7 +177,7 @@ def pack_int4_weights_for_kleidi(
         raise ValueError(
             f"int4_as_int8 has shape {tuple(int4_as_int8.shape)}, but {(out_features, in_features)} is expected"
         )
-    return pack_nibbles(to_nibbles(int4_as_int8), scales, bias, group_size, _scale_dtype(group_size))
+    return pack_codes(to_nibbles(int4_as_int8), scales, bias, group_size, _scale_dtype(group_size))
 
 
 def convert_to_w4a8_int8_moe_format(
