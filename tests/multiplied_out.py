@@ -7,6 +7,7 @@ dtype cost, and so the measure for what another library may be off.
 
 import functools
 import json
+import re
 from pathlib import Path
 
 import foreign
@@ -23,7 +24,7 @@ def write(source: Path, directory: Path) -> None:
     """Makes ``directory`` a float32 checkpoint of what a quantized one means, matrix by matrix."""
     settings = json.loads((source / "config.json").read_text())
     quantization = settings.pop("quantization_config")
-    form, others = foreign.form_of(quantization), quantization.get("extra_config", {})
+    form = foreign.form_of(quantization)
     content, modules = {}, {}
     tensors = load_file(source / "model.safetensors")
     for name, tensor in tensors.items():
@@ -35,13 +36,21 @@ def write(source: Path, directory: Path) -> None:
             modules.setdefault(module, {})[suffix] = tensor
     for module, found in modules.items():
         if not found.keys().isdisjoint(("qweight", "weight_scale")):
-            weight = foreign.multiplied_out(found, form, others.get(module, {}).get("bits", 4))
+            weight = foreign.multiplied_out(found, form, _bits(quantization, module))
             found = {"weight": weight} | {k: v for k, v in found.items() if k == "bias"}
         content.update({f"{module}.{suffix}": tensor.float() for suffix, tensor in found.items()})
     _stack_gpt_oss(content)
     directory.mkdir()
     save_file(content, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "config.json").write_text(json.dumps({**settings, "dtype": "float32"}))
+
+
+def _bits(quantization: dict, module: str) -> int:
+    """Of a matrix in GPTQ's or AutoRound's format."""
+    for rule, changes in quantization.get("dynamic", {}).items():
+        if rule.startswith("+:") and re.match(rule[2:], module):
+            return changes.get("bits", 4)
+    return quantization.get("extra_config", {}).get(module, {}).get("bits", 4)
 
 
 def _stack_gpt_oss(content: dict[str, torch.Tensor]) -> None:

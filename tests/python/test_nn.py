@@ -27,7 +27,7 @@ def test_8_bits(dtype, group):
     scales, zeros = torch.rand(21, 96 // group) / 64, torch.randint(0, 256, (21, 96 // group), dtype=torch.uint8)
     matrix = Matrix8(codes, scales.half(), zeros, torch.randn(21))
     layer = linear_from_matrix(matrix)
-    assert isinstance(layer, W8A8Linear) and "out_features=21" in repr(layer)
+    assert isinstance(layer, W8A8Linear) and f"out_features=21, group_size={group}, int8" in repr(layer)
     wide = [part.double().repeat_interleave(group, 1) for part in (matrix.zero_points, matrix.scales)]
     weight = (codes.double() - wide[0]) * wide[1]
     x = torch.randn(2, 3, 96).to(dtype)
@@ -42,8 +42,11 @@ def test_8_bits(dtype, group):
     other.packed.zero_()
     other.load_state_dict(layer.state_dict())
     assert_same_bits(other(x), y)
-    with pytest.raises(ValueError, match="packed: n is 21, expected 42"):
+    with pytest.raises(ValueError, match="packed: values is int4, expected int8"):
         W8A8Linear(W4A8Linear.from_float(torch.nn.Linear(96, 21), group).packed, 96, 21, group)
+    planes = W4A8Linear.from_float(torch.nn.Linear(96, 42), group).packed  # what 8 bits once were
+    with pytest.raises(ValueError, match=r"n is 42, expected 21; 8-bit weights packed .* must be packed again"):
+        W8A8Linear(planes, 96, 21, group)
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])

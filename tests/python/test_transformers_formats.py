@@ -189,7 +189,7 @@ def turned(k, groups):
 @pytest.mark.parametrize(
     "write_matrix, quantization, match",
     [
-        (gptq, {"quant_method": "gptq", "bits": 8, "group_size": 32}, "gate_proj has weights of 8 bits, but 4 are exp"),
+        (gptq, {"quant_method": "gptq", "bits": 3, "group_size": 32}, "bits is 3, but 4 or 8 is expected"),
         (gptq, {"quant_method": "gptq", "bits": 4, "group_size": 24}, "group_size is 24"),
         (awq, {"quant_method": "awq", **INT4, "version": "marlin"}, "'marlin'"),
         (gptq, {"quant_method": "mxfp4"}, "is quantized, but Qwen3MoeForCausalLM has no such weight"),

@@ -5,7 +5,8 @@ config.json, hf_quant_config.json and model.safetensors are kept. torch 2.13.0 (
 
     auto-round        0.16.1    gptq, gptq_sym, awq, awq_sym (zero_point false), auto_round (a packing of its own),
                                 auto_round_gptq, auto_round_awq, compressed_tensors, auto_round_mixed (attention in 8
-                                bits), mxfp4_compressed_tensors, mxfp4_auto_round, nvfp4_auto_round: rounded to nearest
+                                bits), auto_round_experts and gptq_experts (experts in 8 bits, symmetric),
+                                mxfp4_compressed_tensors, mxfp4_auto_round, nvfp4_auto_round: rounded to nearest
     gptqmodel         7.7.0     gptq_v2, gptq_v2_sym: calibrated with random tokens. On two cores it needs
                                 GPTQMODEL_CPU_WORKERS=2
     llmcompressor     0.14.0.1  w4a16, w4a8, nvfp4_llmcompressor: rounded to nearest
@@ -91,9 +92,16 @@ def auto_round(source: Path, made: Path) -> None:
     for name, (form, symmetric) in formats.items():
         rounded = AutoRound(str(source), bits=4, group_size=128, sym=symmetric, **options)
         rounded.quantize_and_save(str(made / name), form)
-    eight = {f"model.layers.0.self_attn.{name}_proj": {"bits": 8} for name in "qkvo"}
-    mixed = AutoRound(str(source), bits=4, group_size=128, sym=True, layer_config=eight, **options)
-    mixed.quantize_and_save(str(made / "auto_round_mixed"), "auto_round")
+    attention = [f"self_attn.{name}_proj" for name in "qkvo"]
+    experts = [f"mlp.experts.{expert}.{name}_proj" for expert in range(4) for name in ("gate", "up", "down")]
+    for name, form, symmetric, modules in (
+        ("auto_round_mixed", "auto_round", True, attention),
+        ("auto_round_experts", "auto_round", True, experts),
+        ("gptq_experts", "auto_gptq", False, experts),
+    ):
+        eight = {f"model.layers.0.{module}": {"bits": 8} for module in modules}
+        mixed = AutoRound(str(source), bits=4, group_size=128, sym=symmetric, layer_config=eight, **options)
+        mixed.quantize_and_save(str(made / name), form)
     for name, form in (("mxfp4_compressed_tensors", "llm_compressor"), ("mxfp4_auto_round", "auto_round")):
         AutoRound(str(source), scheme="MXFP4", **options).quantize_and_save(str(made / name), form)
     inputs = [{"input_ids": torch.tensor([row]), "attention_mask": torch.ones(1, 64)} for row in _random_tokens(8)]

@@ -35,6 +35,8 @@ TOOLS = {
     "auto_round": written_by_a_tool("auto_round", "gptq_v2"),
     "auto_round_gptq": written_by_a_tool("auto_round_gptq", "auto_round:auto_gptq", True),
     "auto_round_mixed": written_by_a_tool("auto_round_mixed", "auto_round:auto_gptq", True),
+    "auto_round_experts": written_by_a_tool("auto_round_experts", "auto_round:auto_gptq", True),
+    "gptq_experts": written_by_a_tool("gptq_experts", "gptq"),
     "auto_round_awq": written_by_a_tool("auto_round_awq", "auto_round:auto_awq"),
     "mxfp4_compressed_tensors": written_by_a_tool("mxfp4_compressed_tensors", "mxfp4-pack-quantized", True),
     "mxfp4_auto_round": written_by_a_tool("mxfp4_auto_round", "mxfp4-pack-quantized", True),

@@ -58,9 +58,7 @@ class Module:
         except ValueError as error:
             raise CheckpointError(f"tensor {self.key(str(error))}") from error
 
-    def matrix(
-        self, stored: Stored, has_bias: bool, shape: tuple[int, int] | None = None, because: str = ""
-    ) -> Matrix:
+    def matrix(self, stored: Stored, has_bias: bool, shape: tuple[int, int] | None = None, because: str = "") -> Matrix:
         """The matrix of the module.
 
         Args:

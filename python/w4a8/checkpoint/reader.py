@@ -321,7 +321,7 @@ def load(
     takes its logits. Linear layers are :func:`w4a8.checkpoint.load_linear`'s.
 
     Experts may have codes of 8 bits in GPTQ, AutoRound (packed as GPTQ) and weight-only ``pack-quantized``: of some
-    layers, or of ``down_proj`` alone, say; all experts of a layer alike. A layer that is not of codes that are read here
+    layers, or of ``down_proj`` alone, say; all experts of a layer alike. A layer of other codes than are read here
     (left out in config.json, with weights without scales, of other widths) is left out, and the log names it.
 
     Args:

@@ -75,9 +75,6 @@ def pack_codes(
 
     Returns:
         uint8 [bytes] or [E, bytes].
-
-    Raises:
-        ValueError: sizes or values that the operator does not have.
     """
     rows, columns = codes.shape[-2], codes_in_a_byte(values) * codes.shape[-1]
     group = columns if group_size == -1 else group_size
@@ -87,10 +84,7 @@ def pack_codes(
         scales = scales.to(scale_dtype if scale_dtype is not None else kept_scale_dtype(scales))
     bias = None if bias is None else bias.detach().to(torch.float32)
     more = {"zero_points": zero_points, "values": values, "channel_scales": channel_scales}
-    try:
-        return torch.ops.w4a8.dyn_quant_pack_4bit_weight(codes, scales, bias, group, columns, rows, **more)
-    except RuntimeError as error:
-        raise ValueError(str(error)) from error
+    return torch.ops.w4a8.dyn_quant_pack_4bit_weight(codes, scales, bias, group, columns, rows, **more)
 
 
 class Matrix:

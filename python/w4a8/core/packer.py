@@ -86,8 +86,9 @@ class ExpertPacker:
             shard: ``w1``, ``w2``, ``w3``, or ``w13`` for a fused one.
             kind: ``weight`` (int8 [rows, columns], int32 [rows, ceil(columns / 8)], or codes, uint8
                 [rows, columns / 2], low nibble first; of 8 bits int32 [rows, ceil(columns / 4)] or uint8
-                [rows, columns]), ``weight_scale``, ``zero_points`` (uint8) or ``bias``, of the whole expert. With two levels of scales ``weight_scale`` is uint8, bits of float8_e4m3fn, and
-                ``global_scale`` one number that they are multiplied by, float32 [] or [1].
+                [rows, columns]), ``weight_scale``, ``zero_points`` (uint8) or ``bias``, of the whole expert. With two
+                levels of scales ``weight_scale`` is uint8, bits of float8_e4m3fn, and ``global_scale`` one number that
+                they are multiplied by, float32 [] or [1].
             tensor: the values.
             name: for errors.
 
@@ -117,7 +118,7 @@ class ExpertPacker:
         for rows, piece in pieces:
             try:
                 stack.put_piece(expert, KINDS[kind], rows, piece)
-            except ValueError as error:
+            except (ValueError, RuntimeError) as error:  # the second: values that the operators do not have
                 raise ValueError(f"{name}: {error}") from None
 
     def put_matrix(self, expert: int, shard: str, matrix: Matrix, name: str) -> None:
@@ -149,7 +150,7 @@ class ExpertPacker:
             mine = slice(rank * self.sizes.intermediate, (rank + 1) * self.sizes.intermediate)
             for target, source in self._halves(shard, matrix.rows, name):
                 self.stacks["w13"].put(expert, target.start, matrix.with_rows(source).with_rows(mine))
-        except ValueError as error:
+        except (ValueError, RuntimeError) as error:
             raise ValueError(f"{name}: {error}") from None
 
     def _rows(self, shard: str) -> int:
@@ -215,7 +216,8 @@ def _codes(tensor: torch.Tensor, columns: int, values: str, name: str) -> torch.
             raise ValueError(f"{name}: shape {tuple(tensor.shape)}, but {columns} columns make {words} words")
         return word_nibbles(tensor, 2 * width)
     if tensor.dtype != torch.int8 or values == "int8":
-        raise ValueError(f"{name}: dtype {tensor.dtype}, but int8 or packed int32 is expected")
+        values = "uint8" if values == "int8" else "int8"
+        raise ValueError(f"{name}: dtype {tensor.dtype}, but {values} or packed int32 is expected")
     if tensor.dim() != 2 or tensor.shape[-1] != columns:
         raise ValueError(f"{name}: shape {tuple(tensor.shape)}, but {columns} columns are expected")
     check_int4_range(tensor, name)

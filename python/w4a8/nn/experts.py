@@ -104,7 +104,7 @@ class W4A8Experts(PackedModule):
         hidden, intermediate = w2[0].shape
         return cls(*stacks, hidden, intermediate, group_size, activation)
 
-    def packed_shapes(self) -> dict[str, dict[str, int]]:
+    def packed_shapes(self) -> dict[str, dict[str, int | str]]:
         """What the headers must say."""
         h, i, g = self.hidden_size, self.intermediate_size, self.group_size
         return {

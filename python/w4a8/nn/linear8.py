@@ -10,6 +10,10 @@ from w4a8.nn.packed import PackedLinear
 class W8A8Linear(PackedLinear):
     """``x @ W.T + bias`` with W packed as ``int8``; the rest as in :class:`W4A8Linear`."""
 
+    def packed_shapes(self) -> dict[str, dict[str, int | str]]:
+        """What the header must say."""
+        return {"packed": {**super().packed_shapes()["packed"], "values": "int8"}}
+
 
 def linear_from_matrix(matrix: Matrix) -> W4A8Linear | W8A8Linear:
     """The layer of what a reader of a format gives."""

@@ -12,8 +12,8 @@ from w4a8.ops import dyn_quant_matmul_4bit, read_header
 class PackedModule(torch.nn.Module):
     """A module whose weights are packed matrices (uint8 [bytes]) or stacks of them ([E, bytes]) in buffers."""
 
-    def packed_shapes(self) -> dict[str, dict[str, int]]:
-        """Buffer name -> what its header must say: ``n``, ``k`` and ``group``."""
+    def packed_shapes(self) -> dict[str, dict[str, int | str]]:
+        """Buffer name -> what its header must say: ``n``, ``k`` and ``group``, and perhaps ``values``."""
         raise NotImplementedError
 
     def check_packed(self, name: str, packed: torch.Tensor) -> None:
@@ -101,6 +101,6 @@ class PackedLinear(PackedModule):
         sizes = f"in_features={self.in_features}, out_features={self.out_features}, group_size={self.group_size}"
         return sizes + self.kind_repr()
 
-    def packed_shapes(self) -> dict[str, dict[str, int]]:
+    def packed_shapes(self) -> dict[str, dict[str, int | str]]:
         """What the header must say."""
         return {"packed": {"n": self.out_features, "k": self.in_features, "group": self.group_size}}

@@ -52,7 +52,13 @@ def _gptq(symmetric, version, bits=4):
 
 
 def _round(symmetric, packing, bits=4):
-    config = {"quant_method": "auto-round", "bits": bits, "sym": symmetric, "data_type": "int", "packing_format": packing}
+    config = {
+        "quant_method": "auto-round",
+        "bits": bits,
+        "sym": symmetric,
+        "data_type": "int",
+        "packing_format": packing,
+    }
     if "awq" in packing:
         return Format(config, write_awq, dequantized_awq, symmetric)
 

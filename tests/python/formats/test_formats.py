@@ -172,9 +172,9 @@ def test_what_8_bits_cannot_be():
     with pytest.raises(ValueError, match=r"layer: codes of 3 bits, but 4 or 8 are expected"):
         from_gptq(tensors, "layer", 32, True, 1, 3)
     large = Matrix8(torch.zeros(1, 32, dtype=torch.uint8), torch.full((1, 1), 3e37, dtype=torch.bfloat16), None)
-    with pytest.raises(ValueError, match="16 times a scale"):
+    with pytest.raises(RuntimeError, match=r"scales_zeros: element 0 is .* 16 times which is infinite"):
         large.pack()
-    with pytest.raises(ValueError, match="in_features"):
+    with pytest.raises(RuntimeError, match="in_features"):
         Matrix8(torch.zeros(1, 40, dtype=torch.uint8), torch.ones(1, 1), None).pack()
 
 

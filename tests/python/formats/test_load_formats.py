@@ -18,7 +18,7 @@ from format_checkpoints import (
     random_matrix,
     random_mxfp4,
 )
-from format_writers import dequantized_mxfp4, multiplied_out
+from format_writers import dequantized_gptq, dequantized_mxfp4, multiplied_out
 
 import w4a8
 from w4a8.checkpoint import CheckpointError, load, load_linear
@@ -257,7 +257,7 @@ def _mixed(rules, four, eight, group=32):
 @pytest.mark.parametrize("rule", [r".*layers\.0\.mlp\.experts", r".*down_proj", r".*0\.mlp\..*(gate|up)_proj"])
 @pytest.mark.parametrize("name", ["GPTQ asymmetric", "GPTQ 2", "AutoRound", "W4A16 pack asymmetric"])
 def test_experts_of_4_and_of_8_bits(name, rule, tmp_path):
-    """By layers, and in one: w13 of 8 bits beside w2 of 4, and the other way round; what they are, and what they compute."""
+    """By layers, and in one, w13 of 8 bits or w2: what they are, and what they compute."""
     four, eight = FORMATS[name], EIGHT_BITS[name.replace("W4A16", "W8A16") if "pack" in name else f"{name}, 8 bits"]
     made = _mixed([rule], four, eight)
     config = made.config["quantization_config"]
@@ -392,6 +392,19 @@ def test_mxfp4_of_a_tool(folder):
 
     with pytest.raises(CheckpointError, match=r"input_activations is not int8|data_type is 'mx_fp'"):
         load(path)
+    assert_read(path, meant)
+
+
+@pytest.mark.parametrize("folder", ["auto_round_mixed", "auto_round_experts", "gptq_experts"])
+def test_mixed_bits_of_a_tool(folder):
+    """Attention of 8 bits and experts of 4, and the other way round (tests/tool_written)."""
+    path = TOOL_WRITTEN / folder
+    tensors = safetensors_torch.load_file(path / "model.safetensors")
+
+    def meant(name):
+        bits = 8 if ("experts" in name) == folder.endswith("experts") else 4
+        return dequantized_gptq({part: tensors[f"{name}.{part}"] for part in ("qweight", "qzeros", "scales")}, 1, bits)
+
     assert_read(path, meant)
 
 

@@ -1,4 +1,4 @@
-"""Stacks of every kind of 4-bit weights: matrix by matrix or piece by piece the bytes of one call of the operator."""
+"""Stacks of every kind of weights: matrix by matrix or piece by piece the bytes of one call of the operator."""
 
 import random
 from dataclasses import replace
@@ -10,11 +10,12 @@ import w4a8
 from w4a8.core.experts import ExpertSizes
 from w4a8.core.float8 import e4m3_values
 from w4a8.core.matrix import Matrix4
+from w4a8.core.matrix8 import Matrix8
 from w4a8.core.packer import ExpertPacker
 from w4a8.core.stack import MatrixStack, PackedAs
 
 EXPERTS, HIDDEN, INTERMEDIATE, GROUP = 3, 128, 64, 16
-KINDS = ("int4", "zeros", "e2m1", "levels")  # the last: e2m1 with scales of two levels
+KINDS = ("int4", "zeros", "e2m1", "levels", "int8", "bytes")  # e2m1 of two levels; int8 with zero points
 SHAPES = {"w1": (INTERMEDIATE, HIDDEN), "w3": (INTERMEDIATE, HIDDEN), "w2": (HIDDEN, INTERMEDIATE)}
 
 
@@ -32,6 +33,10 @@ def _matrix(rows, columns, kind, group=GROUP, scale_dtype=torch.float16, bias=Tr
     zeros = torch.randint(16, (rows, groups), dtype=torch.uint8) if kind == "zeros" else None
     if zeros is not None:
         zeros[0, 0] = 3  # not 8 everywhere
+    if kind in ("int8", "bytes"):
+        zeros = torch.randint(256, (rows, groups), dtype=torch.uint8) if kind == "bytes" else None
+        codes = torch.randint(256, (rows, columns), dtype=torch.uint8)
+        return Matrix8(codes, scales, zeros, torch.randn(rows) if bias else None)
     values = "e2m1" if kind in ("e2m1", "levels") else "int4"
     return Matrix4(nibbles, scales, zeros, values, torch.randn(rows) if bias else None, channels)
 
@@ -58,11 +63,12 @@ def _one_call(matrices, group, scale_dtype=None):
     columns = matrices[0][0].columns
     levels = matrices[0][0].channel_scales is not None and group == 16 and columns != 16
     for parts in matrices:
-        zeros = [torch.full(part.scales.shape, 8, dtype=torch.uint8) if part.zero_points is None else part.zero_points
-                 for part in parts]  # fmt: skip
+        middle = 128 if parts[0].kind == "int8" else 8
+        none = [torch.full(part.scales.shape, middle, dtype=torch.uint8) for part in parts]
+        zeros = [other if part.zero_points is None else part.zero_points for part, other in zip(parts, none)]
         biases = [part.bias for part in parts]
         whole.append([torch.cat(tensors) for tensors in
-                      ([p.nibbles for p in parts], [_scales(p, levels) for p in parts], zeros)]
+                      ([p.codes for p in parts], [_scales(p, levels) for p in parts], zeros)]
                      + [None if biases[0] is None else torch.cat(biases)])  # fmt: skip
     nibbles, scales, zeros = (torch.stack([one[i] for one in whole]) for i in range(3))
     bias = None if whole[0][3] is None else torch.stack([one[3] for one in whole]).to(torch.bfloat16)
@@ -82,17 +88,24 @@ def _cut(matrix, shard, rank, ranks, group):
     """What a rank has of a matrix, by slices of tensors."""
     part = INTERMEDIATE // ranks
     mine = slice(rank * part, (rank + 1) * part)
-    nibbles, scales, zeros, bias = matrix.nibbles, matrix.scales, matrix.zero_points, matrix.bias
+    codes, scales, zeros, bias = matrix.codes, matrix.scales, matrix.zero_points, matrix.bias
     channels = matrix.channel_scales
     if shard != "w2":
         zeros, channels, bias = (None if part is None else part[mine] for part in (zeros, channels, bias))
-        return Matrix4(nibbles[mine], scales[mine], zeros, matrix.kind, bias, channels)
+        return _made(codes[mine], scales[mine], zeros, matrix.kind, bias, channels)
     groups = slice(None) if group == -1 else slice(mine.start // group, mine.stop // group)
     zeros = None if zeros is None else zeros[:, groups]
     if bias is not None and rank != 0:
         bias = torch.zeros_like(bias)
-    nibbles = nibbles[:, mine.start // 2 : mine.stop // 2]
-    return Matrix4(nibbles, scales[:, groups], zeros, matrix.kind, bias, channels)
+    per_byte = 1 if matrix.kind == "int8" else 2
+    codes = codes[:, mine.start // per_byte : mine.stop // per_byte]
+    return _made(codes, scales[:, groups], zeros, matrix.kind, bias, channels)
+
+
+def _made(codes, scales, zeros, kind, bias, channels):
+    if kind == "int8":
+        return Matrix8(codes, scales, zeros, bias)
+    return Matrix4(codes, scales, zeros, kind, bias, channels)
 
 
 def _expected(matrices, group, rank=0, ranks=1):
@@ -132,8 +145,8 @@ def test_pieces_in_any_order(kind):
     matrices = _experts({"w13": kind, "w2": kind})
     pieces = []
     for key, matrix in matrices.items():
-        pieces += [(key, "weight", matrix.nibbles), (key, "weight_scale", matrix.scales), (key, "bias", matrix.bias)]
-        if kind == "zeros":
+        pieces += [(key, "weight", matrix.codes), (key, "weight_scale", matrix.scales), (key, "bias", matrix.bias)]
+        if kind in ("zeros", "bytes"):
             pieces.append((key, "zero_points", matrix.zero_points))
         if kind == "levels":
             pieces.append(
@@ -141,8 +154,8 @@ def test_pieces_in_any_order(kind):
             )
     for seed, ranks in ((0, 1), (1, 2)):
         random.Random(seed).shuffle(pieces)
-        zeros = ("w13", "w2") if kind == "zeros" else ()
-        values = dict.fromkeys(("w13", "w2"), "e2m1" if kind in ("e2m1", "levels") else "int4")
+        zeros = ("w13", "w2") if kind in ("zeros", "bytes") else ()
+        values = dict.fromkeys(("w13", "w2"), matrices[0, "w1"].kind)
         levels = ("w13", "w2") if kind == "levels" else ()
         more = {"values": values, "zero_points": zeros, "channel_scales": levels}
         packer = _packer(rank=ranks - 1, ranks=ranks, **more)
@@ -160,14 +173,13 @@ def test_fused_gate_and_up(kind, interleaved):
         for expert in range(EXPERTS):
             gate, up = matrices[expert, "w1"], matrices[expert, "w3"]
             pairs = [
-                (getattr(gate, f), getattr(up, f))
-                for f in ("nibbles", "scales", "zero_points", "bias", "channel_scales")
+                (getattr(gate, f), getattr(up, f)) for f in ("codes", "scales", "zero_points", "bias", "channel_scales")
             ]
-            nibbles, scales, zeros, bias, channels = (
+            codes, scales, zeros, bias, channels = (
                 None if a is None else (torch.stack((a, b), 1).flatten(0, 1) if interleaved else torch.cat((a, b)))
                 for a, b in pairs
             )
-            packer.put_matrix(expert, "w13", Matrix4(nibbles, scales, zeros, gate.kind, bias, channels), "name")
+            packer.put_matrix(expert, "w13", _made(codes, scales, zeros, gate.kind, bias, channels), "name")
             packer.put_matrix(expert, "w2", matrices[expert, "w2"], "name")
         assert _same(packer.pack(), _expected(matrices, GROUP, ranks - 1, ranks))
 
@@ -183,6 +195,59 @@ def test_matrices_without_zero_points_beside_others(with_zeros, reverse):
     for expert, shard in sorted(matrices, reverse=reverse):
         packer.put_matrix(expert, shard, matrices[expert, shard], "name")
     assert _same(packer.pack(), _expected(matrices, GROUP))
+
+
+@pytest.mark.parametrize("with_zeros", [{(0, "w1")}, {(1, "w3"), (2, "w2")}, {(2, "w1"), (0, "w3")}])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_zero_points_of_some_matrices_of_8_bits(with_zeros, reverse):
+    """The others get 128; scales that bfloat16 does not hold come last and pack all of it again."""
+    kinds = {key: "bytes" if key in with_zeros else "int8" for key in _experts({"w13": "int4", "w2": "int4"})}
+    order = sorted(kinds, reverse=reverse)
+    matrices = {
+        key: _matrix(*SHAPES[key[1]], kinds[key], scale_dtype=torch.float16 if key in order[-2:] else torch.bfloat16)
+        for key in order
+    }
+    packer = _packer()
+    for expert, shard in order:
+        packer.put_matrix(expert, shard, matrices[expert, shard], "name")
+    assert packer.stacks["w13"].packed_as == PackedAs("int8", torch.float32)
+    assert _same(packer.pack(), _expected(matrices, GROUP))
+
+
+def test_8_bits_again():
+    """Into the same bytes, whether there are zero points or not; codes of 4 bits do not fit, nor words of too few."""
+    first, second = _experts({"w13": "int8", "w2": "bytes"}), _experts({"w13": "bytes", "w2": "int8"})
+    packer = _packer()
+    for key, matrix in first.items():
+        packer.put_matrix(*key, matrix, "name")
+    sizes = {name: packed.shape for name, packed in packer.pack().items()}
+    packed_as = {name: stack.packed_as for name, stack in packer.stacks.items()}
+    packer = _packer(packed_as=packed_as)
+    for key, matrix in second.items():
+        packer.put_matrix(*key, matrix, "name")
+    packed = packer.pack()
+    assert {name: tensor.shape for name, tensor in packed.items()} == sizes and _same(packed, _expected(second, GROUP))
+    packer = _packer(packed_as=packed_as)
+    with pytest.raises(ValueError, match="the name: the codes are int4, but int8 is expected"):
+        packer.put_matrix(0, "w2", _matrix(HIDDEN, INTERMEDIATE, "int4"), "the name")
+    for dtype, columns, message in (
+        (torch.uint8, HIDDEN // 2, "128 columns make 128 bytes"),
+        (torch.int32, HIDDEN // 8, "128 columns make 32 words"),
+        (torch.int8, HIDDEN, r"dtype torch\.int8, but uint8"),
+    ):
+        with pytest.raises(ValueError, match=rf"the name: .*{message}"):
+            packer.put(0, "w1", "weight", torch.zeros(INTERMEDIATE, columns, dtype=dtype), "the name")
+    packer.put(0, "w1", "weight", torch.full((INTERMEDIATE, HIDDEN // 4), 0x01020304, dtype=torch.int32), "the name")
+
+
+def test_values_of_8_bits_that_the_operators_do_not_have():
+    matrix = _matrix(*SHAPES["w2"], "int8", scale_dtype=torch.bfloat16)
+    packer = _packer()
+    with pytest.raises(ValueError, match=r"the name: .*16 times which is infinite"):
+        packer.put_matrix(0, "w2", replace(matrix, scales=matrix.scales + 3e37), "the name")
+    with pytest.raises(ValueError, match="kernel does not support intermediate size per partition 40, which is not a"):
+        ExpertPacker(ExpertSizes(1, 64, 40, -1), None, values={"w2": "int8"})
+    ExpertPacker(ExpertSizes(1, 64, 40, -1), None, values={"w13": "int8"})
 
 
 def test_zero_points_that_are_all_8():
@@ -291,7 +356,7 @@ def test_pieces_of_two_levels_that_do_not_fit():
 
 def test_no_experts():
     sizes = ExpertSizes(0, HIDDEN, INTERMEDIATE, 32)
-    for kind in ("int4", "e2m1"):
+    for kind in ("int4", "e2m1", "int8"):
         assert ExpertPacker(sizes, None, values={"w2": kind}, zero_points=("w13",)).pack()["w2"].shape[0] == 0
     assert MatrixStack(0, 16, 32, 32, None, PackedAs("int4", torch.float32, True)).pack().shape[0] == 0
 

@@ -137,7 +137,7 @@ class Foreign:
         for name, module in self.modules.items():
             try:
                 new = self._pack(module)
-            except ValueError as error:
+            except (ValueError, RuntimeError) as error:  # the second: sizes or values that the operators do not have
                 raise ValueError(f"{name}: {error}") from error
             owner, _, key = name.rpartition(".")
             setattr(model.get_submodule(owner), key, new.eval())

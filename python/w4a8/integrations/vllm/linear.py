@@ -246,7 +246,7 @@ class LinearWeights:
         self._lacking, self.dummy = {}, False
         try:
             packed = self._pack(self._read(tensors))
-        except ValueError as error:
+        except (ValueError, RuntimeError) as error:  # the second: values that the operators do not have
             raise ValueError(f"w4a8: {self.layer_name}: {error}") from None
         # A parameter weight_shape stays: of other weights, the last one comes when its layer is complete.
         for part in self.parts:
