@@ -2,6 +2,8 @@
 
 from models import Case
 
+FIRST_EXPERTS = r".*layers[.]0[.].*experts"
+
 # Families and formats at once: an engine each.
 QUICK = [
     Case("qwen3_moe", 32, "int-quantized", "bfloat16", "symmetric"),
@@ -15,6 +17,8 @@ QUICK = [
     Case("qwen3_moe", 128, "pack-quantized", "bfloat16", "none", symmetric=False, attention="w8a16"),
     Case("qwen3_moe", 128, "gptq_v2", "bfloat16", "none", lm_head=True),
     Case("qwen2_moe", 16, "modelopt-nvfp4", "float32", "none", lm_head=True),
+    Case("qwen3_moe", 32, "gptq", "float32", "none", symmetric=False, eight_bits=FIRST_EXPERTS),
+    Case("mixtral", -1, "pack-quantized", "float32", "none", symmetric=False, eight_bits=".*experts"),
 ]
 
 
@@ -57,6 +61,9 @@ QUICK += TOOLS.values()
 ODD = {"hidden_size": 144, "moe_intermediate_size": 112, "intermediate_size": 176}
 
 MORE = [
+    Case("deepseek_v3", 32, "auto_round:auto_gptq", "bfloat16", "none", symmetric=False, eight_bits=".*mlp[.]"),
+    Case("qwen2_moe", 16, "gptq_v2", "float32", "none", eight_bits=".*experts"),
+    Case("qwen3_moe", 64, "pack-quantized", "bfloat16", "none", attention="w8a16", eight_bits=FIRST_EXPERTS),
     Case("deepseek_v3", 32, "quark", "bfloat16", "none", attention="float"),
     Case("qwen2_moe", 32, "quark", "float32", "none", lm_head=True),
     Case("qwen3_moe", 16, "nvfp4-pack-quantized", "float32", "none", changes=ODD),
@@ -110,7 +117,9 @@ COMPILED = [
 ]
 
 # (case, compiled): other weights are loaded into the running engine. Both formats, shared experts, biases.
-RELOADED = [(case, case in COMPILED) for case in (QUICK[0], QUICK[1], QUICK[2], QUICK[5], QUICK[6], QUICK[10])]
+RELOADED = [
+    (case, case in COMPILED) for case in (QUICK[0], QUICK[1], QUICK[2], QUICK[5], QUICK[6], QUICK[10], QUICK[11])
+]
 
 # Two ranks: experts cut (tensor parallel) or dealt out (expert parallel). The first runs in `make test-vllm`: a bias of
 # w2 must come in once, not once per rank.
@@ -119,6 +128,8 @@ PARALLEL = [
     (Case("qwen3_moe", 32, "int-quantized", "float32", "symmetric"), False),
     (Case("qwen3_moe", 32, "gptq", "float32", "none", attention="w8a16"), False),
     (Case("qwen3_moe", 16, "modelopt-nvfp4", "float32", "none", changes={"moe_intermediate_size": 96}), False),
+    (Case("qwen3_moe", 32, "gptq", "float32", "none", symmetric=False, eight_bits=FIRST_EXPERTS), False),
+    (Case("mixtral", 64, "pack-quantized", "float32", "none", symmetric=False, eight_bits=".*experts"), True),
     (Case("deepseek_v3", 16, "nvfp4-pack-quantized", "float32", "none"), True),
     (Case("qwen2_moe", 32, "pack-quantized", "bfloat16", "symmetric"), False),
     (Case("mixtral", -1, "int-quantized", "float32", "symmetric"), False),

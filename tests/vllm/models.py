@@ -125,6 +125,7 @@ class Case:
         dtype: of the model.
         inputs: what the checkpoint says of the inputs: symmetric, asymmetric, or none (weight-only).
         attention: of the linear layers of attention: w4a8, w8a8, w8a16 (mixed checkpoints) or float.
+        eight_bits: pattern of the names of other modules that have 8 bits.
         symmetric: of the weights; otherwise they have zero points.
         lm_head: is quantized as well.
         tool: the folder of tests/tool_written/ that is the checkpoint; only its weights multiplied out are written.
@@ -137,6 +138,7 @@ class Case:
     dtype: str = "bfloat16"
     inputs: str = "symmetric"
     attention: str = "w4a8"
+    eight_bits: str = ""
     symmetric: bool = True
     lm_head: bool = False
     tool: str = ""
@@ -149,6 +151,7 @@ class Case:
         parts = [self.model, group, form, self.dtype, self.inputs, self.attention]
         parts += [] if self.symmetric else ["zeros"]
         parts += ["lm_head"] if self.lm_head else []
+        parts += ["8_bits_" + re.sub(r"\W+", "_", self.eight_bits)] if self.eight_bits else []
         parts += [f"by_{self.tool}"] if self.tool else []
         return "-".join(parts) + "".join(f"-{key}{value}" for key, value in self.changes.items())
 
@@ -240,6 +243,10 @@ def _quantization_config(case: Case, ignore: list[str]) -> QuantizationConfig:
         groups["group_1"] = QuantizationScheme(targets=["re:.*self_attn.*_proj$"], weights=eight, format=case.format)
     elif case.attention == "float":
         ignore = [*ignore, "re:.*self_attn.*"]
+    if case.eight_bits:
+        eight = weights.model_copy(update={"num_bits": 8})
+        target = rf"re:{case.eight_bits}.*[.](\w+_proj|w[123])$"
+        groups["group_2"] = QuantizationScheme(targets=[target], weights=eight, format=case.format)
     groups["group_0"] = QuantizationScheme(
         targets=["Linear"], weights=weights, input_activations=inputs, format=case.format
     )
@@ -330,6 +337,7 @@ def _foreign(case: Case, tensors: dict, ignore: list[str], dtype: torch.dtype) -
     else:
         for name in _matrices(tensors, skipped + ignore):
             bits = 8 if case.attention == "w8a16" and ".self_attn." in name else 4
+            bits = 8 if case.eight_bits and re.match(case.eight_bits, name) else bits
             if case.format in foreign.NVFP4:
                 parts, plain[name] = foreign.write_nvfp4(tensors[name], case.format)
             elif case.format == "quark":

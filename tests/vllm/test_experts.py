@@ -22,6 +22,7 @@ def make_layer(
     form="int-quantized",
     symmetric=True,
     tp_rank=0,
+    bits=4,
 ):
     """(layer, method), with what the plugin reads of vLLM's RoutedExperts and its FusedMoEConfig; parameters empty."""
     parallel = dict.fromkeys(("tp_size", "pcp_size", "dp_size", "ep_size", "sp_size"), 1)
@@ -48,7 +49,7 @@ def make_layer(
     )
     layer.local_num_experts = EXPERTS
     layer._map_global_expert_id_to_local_expert_id = MethodType(lambda self, expert: expert, layer)
-    stored = Stored(form, group_size, symmetric)
+    stored = Stored(form, group_size, symmetric, bits=bits)
     method = W4A8MoEMethod(stored, layer, "model.layers.0.mlp.experts")
     method.create_weights(layer, EXPERTS, HIDDEN, intermediate // tp_size, torch.bfloat16)
     return layer, method
@@ -97,15 +98,124 @@ def test_parallelism_that_is_left_to_vllm(name):
     assert unsupported(layer.moe_config) == f"{name} 2"
 
 
-def test_experts_of_8_bits_are_left_to_vllm(monkeypatch):
+def test_what_is_left_to_vllm(monkeypatch):
     said = []
     log = SimpleNamespace(warning_once=lambda message, *args: said.append(message % args))
     monkeypatch.setattr(moe, "logger", lambda: log)
     layer, _ = make_layer(form="gptq")
     assert experts_method(None, layer, "layers.0") is None and not said
-    assert experts_method(Stored("gptq", 32, True), layer, "layers.0") is not None and not said
+    for bits in (4, 8):
+        assert experts_method(Stored("gptq", 32, True, bits=bits), layer, "layers.0") is not None and not said
+    layer.moe_config.is_lora_enabled = True
     assert experts_method(Stored("gptq", 32, True, bits=8), layer, "layers.0") is None
-    assert said == ["w4a8: leaves layers of experts to vLLM, because of weights of 8 bits"]
+    assert said == ["w4a8: leaves layers of experts to vLLM, because of LoRA"]
+    with pytest.raises(ValueError, match="intermediate size per partition 40, which is not a multiple of 32, of 8-bit"):
+        make_layer(-1, 40, form="gptq", bits=8)
+
+
+def stored_8_bits(form, n, k, symmetric):
+    """The tensors of a matrix of 8-bit codes in groups of 32, and the matrix multiplied out, float64 [n, k]."""
+    codes, scales = torch.randint(256, (n, k)), torch.rand(n, k // 32).half()
+    zeros = torch.full(scales.shape, 128) if symmetric else torch.randint(1, 256, scales.shape)
+    plain = (codes - zeros.repeat_interleave(32, 1)) * scales.double().repeat_interleave(32, 1)
+
+    def words(values):
+        shifted = values.unflatten(-1, (-1, 4)) << 8 * torch.arange(4)
+        return shifted.sum(-1).to(torch.uint32).view(torch.int32)
+
+    if form == "gptq":
+        return {"qweight": words(codes).T, "qzeros": words((zeros - 1).T), "scales": scales.T}, plain
+    found = {"weight_packed": words(codes), "weight_scale": scales, "weight_shape": torch.tensor([n, k])}
+    return found if symmetric else {**found, "weight_zero_point": words(zeros.T).T}, plain
+
+
+def load_8_bits(layer, form, symmetric, order, intermediate=64):
+    """Loads random experts, tensor by tensor, and gives (w13, w2) multiplied out, by expert."""
+    calls, plain = [], {}
+    for expert in range(EXPERTS):
+        for stack, shard in SHARDS:
+            n, k = (HIDDEN, intermediate) if stack == "w2" else (intermediate, HIDDEN)
+            found, plain[expert, shard] = stored_8_bits(form, n, k, symmetric)
+            calls += [(f"{stack}_{name}", tensor.contiguous(), shard, expert) for name, tensor in found.items()]
+    for name, tensor, shard, expert in sorted(calls, key=order):
+        param = getattr(layer, name)
+        param.weight_loader(param, tensor, f"experts.{name}", shard_id=shard, expert_id=expert, return_success=True)
+    return [(torch.cat([plain[e, "w1"], plain[e, "w3"]]), plain[e, "w2"]) for e in range(EXPERTS)]
+
+
+def assert_packed(layer, experts, intermediate=64):
+    for expert, wanted in enumerate(experts):
+        for stack, weight in zip(("w13", "w2"), wanted):
+            packed = getattr(layer, f"{stack}_weight_packed")[expert]
+            n, k = weight.shape
+            found = torch.ops.w4a8.dyn_quant_unpack_any_4bit_weight(packed, 32, k, n)
+            codes, scales, zeros, _, values, _ = found
+            centred = codes.double() - zeros.double().repeat_interleave(32, 1)
+            assert values == "int8"
+            assert torch.equal(centred * scales.double().repeat_interleave(32, 1), weight)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("form", ["gptq", "pack-quantized"])
+def test_experts_of_8_bits(form, symmetric):
+    """Expert by expert, and by kinds of tensors; then other weights into the same places."""
+    layer, method = make_layer(form=form, symmetric=symmetric, bits=8)
+    loader, raw = layer.w4a8_loader, dict(layer.named_parameters())
+    first = load_8_bits(layer, form, symmetric, lambda call: (call[3], call[2]))
+    method.process_weights_after_loading(layer)
+    assert_packed(layer, first)
+    size = layer.w13_weight_packed.shape
+    for name, param in raw.items():  # as vLLM does when it loads again
+        if param.is_meta:
+            data = torch.zeros(param.shape, dtype=param.dtype)
+            layer.register_parameter(name, torch.nn.Parameter(data, requires_grad=False))
+            getattr(layer, name).weight_loader = param.weight_loader
+    second = load_8_bits(layer, form, symmetric, lambda call: (call[0], -call[3]))
+    assert not loader.nothing_new
+    method.process_weights_after_loading(layer)
+    assert_packed(layer, second)
+    assert layer.w13_weight_packed.shape == size
+
+
+@pytest.mark.parametrize("form", ["gptq", "pack-quantized"])
+def test_experts_of_8_bits_on_two_ranks(form):
+    layers = [make_layer(intermediate=128, tp_size=2, tp_rank=r, form=form, symmetric=False, bits=8) for r in (0, 1)]
+    for rank, (layer, method) in enumerate(layers):
+        torch.manual_seed(0)
+        whole = load_8_bits(layer, form, False, lambda call: call[3], 128)
+        method.process_weights_after_loading(layer)
+        mine = slice(64 * rank, 64 * rank + 64)
+        halves = [(torch.cat([w13[:128][mine], w13[128:][mine]]), w2[:, mine]) for w13, w2 in whole]
+        assert_packed(layer, halves)
+
+
+def test_experts_of_8_bits_lack_something():
+    layer, method = make_layer(form="gptq", symmetric=False, bits=8)
+    found, _ = stored_8_bits("gptq", 64, HIDDEN, False)
+    for name in ("qweight", "scales"):
+        param = getattr(layer, f"w13_{name}")
+        param.weight_loader(param, found[name], f"experts.w13_{name}", shard_id="w1", expert_id=0)
+    with pytest.raises(ValueError, match=r"lacks weights: w13_qweight: 1 of 4 tensors, .*w13_qzeros: 0 of 4 tensors"):
+        method.process_weights_after_loading(layer)
+    param = layer.w13_qzeros
+    with pytest.raises(ValueError, match=r"zero points in \[256, 256\], but \[0, 255\] is expected"):
+        minus_one = torch.full_like(found["qzeros"], -1)
+        param.weight_loader(param, minus_one, "experts.w13_qzeros", shard_id="w1", expert_id=0)
+    param = layer.w13_qweight
+    with pytest.raises(ValueError, match="128 columns make 128 bytes"):
+        param.weight_loader(param, found["qweight"][:16], "experts.w13_qweight", shard_id="w3", expert_id=0)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_random_experts_of_8_bits(symmetric):
+    """As ``--load-format dummy`` makes them."""
+    layer, method = make_layer(form="gptq", symmetric=symmetric, bits=8)
+    method.dummy = True
+    method.process_weights_after_loading(layer)
+    unpack = torch.ops.w4a8.dyn_quant_unpack_any_4bit_weight
+    codes, scales, zeros, _, values, _ = unpack(layer.w2_weight_packed, 32, 64, HIDDEN)
+    assert values == "int8" and codes.float().std() > 60 and scales.any()
+    assert (zeros == 128).all() if symmetric else 100 < zeros.float().mean() < 156 and zeros.float().std() > 10
 
 
 @pytest.mark.parametrize("has_bias", [False, True])

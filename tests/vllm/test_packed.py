@@ -8,10 +8,11 @@ import multiplied_out
 import pytest
 import torch
 import transformers
+from cases import FIRST_EXPERTS
 from compare import check
 from conftest import Job, arguments, run_engines
 from foreign import E2M1
-from models import COMMON, MODELS, Case, _random_weights, _stacked
+from models import COMMON, MODELS, Case, _random_weights, _stacked, write
 from safetensors.torch import load_file, save_file
 
 from w4a8.integrations.transformers import W4A8Config
@@ -33,21 +34,27 @@ class Other:
     engine: dict = field(default_factory=dict, hash=False)
     reload: bool = False
     tool: str = ""  # the folder of tests/tool_written that is packed, instead of random weights
+    eight_bits: str = ""  # modules of 8 bits, of a GPTQ checkpoint that is packed
 
     @property
     def case(self):
-        return Case(self.model, self.options.get("group_size", 32), "int-quantized", "bfloat16", "symmetric")
+        form = "gptq" if self.eight_bits else "int-quantized"
+        inputs = "none" if self.eight_bits else "symmetric"
+        more = {"symmetric": False, "eight_bits": self.eight_bits} if self.eight_bits else {}
+        return Case(self.model, self.options.get("group_size", 32), form, "bfloat16", inputs, **more)
 
 
 OTHERS = {
     "e2m1": Other("qwen3_moe", {"values": "e2m1"}, reload=True),
     "gpt-oss": Other("gpt_oss", {"values": "e2m1"}),
     "8 bits": Other("qwen3_moe", {"group_size": 128}, tool="auto_round_mixed"),
+    "experts of 8 bits": Other("qwen3_moe", eight_bits=".*experts", reload=True),
     "NVFP4": Other("qwen3_moe", {"group_size": 16}, tool="nvfp4_modelopt"),
 }
-DUMMIES = ["gpt-oss", "NVFP4"]
+DUMMIES = ["gpt-oss", "experts of 8 bits", "NVFP4"]
 PARALLEL = {
     "cut": Other("mixtral", {"group_size": 64}, {"tensor_parallel_size": 2}),
+    "8 bits, cut": Other("qwen3_moe", {}, {"tensor_parallel_size": 2}, eight_bits=FIRST_EXPERTS),
     "whole experts": Other("gpt_oss", {}, {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
     "refused": Other("qwen3_moe", {"values": "e2m1"}, {"tensor_parallel_size": 2}),
 }
@@ -81,6 +88,7 @@ def write_compressed(packed, directory):
 def floats_of(name, packed):
     """A matrix multiplied out and its bias, as checkpoints name them."""
     matrix = matrix_of(packed, name)
+    assert matrix.kind != "int8"  # multiplied out by models.write
     codes = torch.stack([matrix.nibbles & 15, matrix.nibbles >> 4], -1).flatten(1).long()
     if matrix.kind == "e2m1":
         values = torch.tensor([*E2M1, *(-value for value in E2M1)])[codes]
@@ -128,11 +136,14 @@ def multiply_out(packed, reference):
 
 def write_other(other, directory, seed=0):
     """A packed directory and its reference in `directory`; the engine's job."""
-    if other.tool:
+    if other.tool or other.eight_bits:
         source, packed = multiplied_out.TOOL_WRITTEN / other.tool, directory / "packed"
+        if other.eight_bits:
+            source = write(other.case, directory, seed) / "checkpoint"
+        else:
+            multiplied_out.write(source, directory / "reference")
         model = transformers.AutoModelForCausalLM.from_pretrained(source, quantization_config=W4A8Config())
         model.save_pretrained(packed)
-        multiplied_out.write(source, directory / "reference")
     else:
         packed = write_packed(directory, other.model, other.options, seed)
         multiply_out(packed, directory / "reference")
@@ -151,8 +162,8 @@ def results(tmp_path_factory):
         where[name] = tmp_path_factory.mktemp("packed")
         jobs.append(write_other(other, where[name]))
         if other.reload:
-            where["reloaded"] = tmp_path_factory.mktemp("packed")
-            jobs[-1].reload = write_other(other, where["reloaded"], seed=1).model
+            where["reloaded", name] = tmp_path_factory.mktemp("packed")
+            jobs[-1].reload = write_other(other, where["reloaded", name], seed=1).model
     for name in DUMMIES:
         dummy = {**arguments(OTHERS[name].case), "load_format": "dummy"}
         jobs.append(Job(where[name] / "packed", dummy, tokens=2))
@@ -179,10 +190,11 @@ def test_answers_are_those_of_transformers(results, name):
     check(OTHERS[name].case, results[2][name], job.prompts, result)
 
 
-def test_other_weights_are_reloaded(results):
-    job, result = results[1]["e2m1"]
+@pytest.mark.parametrize("name", [name for name, other in OTHERS.items() if other.reload])
+def test_other_weights_are_reloaded(name, results):
+    job, result = results[1][name]
     assert "error" not in result, result["error"]
-    check(OTHERS["e2m1"].case, results[2]["reloaded"], job.prompts, {**result, **result["reloaded"]})
+    check(OTHERS[name].case, results[2]["reloaded", name], job.prompts, {**result, **result["reloaded"]})
 
 
 @pytest.mark.parametrize("name", DUMMIES)
@@ -195,6 +207,7 @@ def test_random_weights(name, results):
 def test_says_what_it_runs(results):
     for message in (
         "w4a8: runs packed layers of int4 experts as they are (silu), kernel ",
+        "w4a8: runs packed layers of int8 experts as they are (silu), kernel ",
         "w4a8: runs packed layers of e2m1 experts as they are (silu), kernel ",
         "w4a8: runs packed layers of e2m1 experts as they are (swigluoai), kernel ",
         "w4a8: runs packed linear layers as they are, kernel ",
@@ -212,7 +225,7 @@ def parallel(tmp_path_factory):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["cut", "whole experts"])
+@pytest.mark.parametrize("name", ["cut", "8 bits, cut", "whole experts"])
 def test_two_ranks(parallel, name):
     """What is cut is unpacked; experts that are dealt out are not."""
     job, result = parallel[0][name]
