@@ -63,4 +63,18 @@ grep -q /LICENSE <<<"$carried" || die "the wheel carries no LICENSE"
 if "$env_py" -c 'import setuptools; exit(int(setuptools.__version__.split(".")[0]) < 77)'; then
   grep -q /NOTICE <<<"$carried" || die "the wheel carries no NOTICE: $carried"
 fi
+say "a torch for GPUs, whose CMake package demands their toolkit"
+cd "$ROOT"
+torch_root=$("$PY" -c 'import pathlib, torch.utils as u; print(pathlib.Path(u.cmake_prefix_path).parent.parent)')
+if [ -d "$torch_root/share/cmake/Torch" ]; then # not Debian's, which has no such build
+  gpu=$work/gpu
+  mkdir -p "$gpu/share/cmake/Torch" "$gpu/lib"
+  ln -s "$torch_root/include" "$gpu/include"
+  ln -s "$torch_root"/lib/*.so* "$gpu/lib"
+  : >"$gpu/lib/libtorch_cuda.so"
+  echo 'message(FATAL_ERROR "no toolkit")' >"$gpu/share/cmake/Torch/TorchConfig.cmake"
+  run_quiet build/log/package-gpu.log cmake -S . -B "$work/gpu-build" -G Ninja -DTorch_DIR="$gpu/share/cmake/Torch" \
+    -DPython_EXECUTABLE="$PY" -DW4A8_BUILD_PYTHON=OFF -DW4A8_BUILD_TESTS=OFF
+  run_quiet build/log/package-gpu.log cmake --build "$work/gpu-build" --target csrc/torch/CMakeFiles/w4a8_torch.dir/routing_ops.cpp.o
+fi
 say "package: $(basename "$sdist"), $(basename "$wheel") ($(du -h "$wheel" | cut -f1))"
