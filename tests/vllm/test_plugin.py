@@ -140,7 +140,7 @@ def test_off(fresh, monkeypatch):
     assert fresh.warnings == []
 
 
-@pytest.mark.parametrize("version", ["0.27.1", "0.33.0", "1.0", "dev"])
+@pytest.mark.parametrize("version", ["0.27.1", "0.34.0", "1.0", "dev"])
 def test_untested_version(fresh, monkeypatch, version):
     monkeypatch.setattr("vllm.__version__", version)
     assert fresh() == "CompressedTensorsConfig"
@@ -150,7 +150,7 @@ def test_untested_version(fresh, monkeypatch, version):
 
 
 def test_untested_version_on_demand(fresh, monkeypatch):
-    monkeypatch.setattr("vllm.__version__", "0.33.0")
+    monkeypatch.setattr("vllm.__version__", "0.34.0")
     monkeypatch.setenv("W4A8_VLLM", "1")
     assert fresh() == "W4A8CompressedTensorsConfig"
 

@@ -8,7 +8,7 @@ from importlib import import_module
 from w4a8.integrations.vllm.log import logger
 
 # Versions that tests/vllm has run with.
-OLDEST, NEWEST = (0, 28), (0, 32)
+OLDEST, NEWEST = (0, 28), (0, 33)
 X86 = ("x86_64", "AMD64", "i686")
 # (module of this package, its class, names under which vLLM looks it up)
 CONFIGS = (
