@@ -37,8 +37,8 @@ class PackedHeader(TypedDict):
     group: int  # equal to k when channelwise
     scale_dtype: str  # "float32", "bfloat16", or "e5m3" (float8 scales beside channel scales)
     has_bias: bool
-    values: str  # "int4" or "e2m1"
-    has_zero_points: bool
+    values: str  # "int4", "e2m1" or "int8"
+    has_zero_points: bool  # always of int8
     bytes: int  # of the whole packed matrix
 
 
@@ -54,24 +54,27 @@ def dyn_quant_pack_4bit_weight(
     values: str = "int4",
     channel_scales: Optional[torch.Tensor] = None,
 ) -> torch.Tensor:
-    """Packs 4-bit weights with their scales and bias into the layout every kernel reads (docs/packed_layout.md).
+    """Packs 4-bit or 8-bit weights, scales and bias into the layout every kernel reads (docs/packed_layout.md).
 
     Args:
-        weights: uint8 [N, K/2], low nibble = even k, high nibble = odd k; or [E, N, K/2], a stack of experts.
+        weights: uint8 [N, K/2], low nibble = even k, high nibble = odd k; or [E, N, K/2], a stack of experts. Of int8
+            [N, K] or [E, N, K], a code a byte.
         scales_zeros: float32 or bfloat16 [N, K / block_size] ([N, 1] channelwise), with a leading E for a stack. Kept
-            at the precision given. With e2m1 a scale below 2**-125 must be even in its last bit.
+            at the precision given. With e2m1 a scale below 2**-125 must be even in its last bit; with int8 16 times a
+            scale must be finite.
         bias: floating point [N] ([E, N] for a stack), or None. Kept as float32.
         block_size: values of k per scale: in_features, or 16 or a multiple of 32 that divides it.
-        in_features: K, even, at most 2**20; 2**19 with zero points or e2m1.
+        in_features: K, even, at most 2**20; 2**19 with zero points, e2m1 or int8. Of int8 16 or a multiple of 32 if it
+            is the block_size.
         out_features: N.
         zero_points: uint8 of the shape of scales_zeros, 0 to 15: the value of a nibble n is (n - zero point) * scale.
             None, or 8 everywhere: n - 8, packed as version 1. (On Meta tensors their values are not known and count as
-            not all 8.)
-        values: "int4", or "e2m1": a nibble is a sign, two bits of exponent and one of mantissa, as in MXFP4: 0, 0.5,
-            1, 1.5, 2, 3, 4, 6 and their negatives. No zero points then.
+            not all 8.) Of int8 0 to 255, and None is 128 everywhere.
+        values: "int4"; or "e2m1": a nibble is a sign, two bits of exponent and one of mantissa, as in MXFP4: 0, 0.5,
+            1, 1.5, 2, 3, 4, 6 and their negatives, without zero points; or "int8": codes have 8 bits.
         channel_scales: floating point [N] ([E, N] for a stack), kept as float32: scales of two levels, as NVFP4 has.
             Then scales_zeros is float8_e4m3fn, or its bits as uint8, numbers without a sign, and a weight is multiplied
-            by its scale and by the channel scale of its output feature. For a block_size of 16 alone.
+            by its scale and by the channel scale of its output feature. For a block_size of 16 alone, and not int8.
 
     Returns:
         uint8 [bytes], or [E, bytes]: row e is itself a valid packed matrix. The same on every machine and good for
@@ -119,7 +122,7 @@ def dyn_quant_unpack_any_4bit_weight(
     Returns:
         weights, scales_zeros, zero_points, bias, values and channel_scales as given when packing (bias and
         channel_scales as float32, float8 scales as uint8); zero_points uint8 [0], bias [0] and channel_scales [0] if
-        there were none. Zero points of 8 everywhere were packed as none.
+        there were none. Zero points of 8 everywhere were packed as none; int8 always has them.
     """
     op = torch.ops.w4a8.dyn_quant_unpack_any_4bit_weight.default
     return op(packed_weights, block_size, in_features, out_features)

@@ -55,9 +55,9 @@ def from_numpy(a, dtype=None):
 
 @dataclass
 class Matrix:
-    """A random 4-bit matrix, or a stack of them, as the pack operator takes it."""
+    """A random matrix, or a stack of them, as the pack operator takes it."""
 
-    weights: torch.Tensor  # uint8 [N, K/2] or [E, N, K/2]
+    weights: torch.Tensor  # uint8 [N, K/2] or [E, N, K/2]; of int8 [..., N, K]
     scales: torch.Tensor  # [N, K/group]
     bias: Optional[torch.Tensor]  # [N]
     n: int
@@ -83,6 +83,8 @@ class Matrix:
         parts = [self.weights, self.scales.float(), None if self.bias is None else self.bias.float(), self.zero_points]
         parts = [None if p is None else (p if expert is None else p[expert]).numpy() for p in parts]
         weights, scales, bias, zero_points = parts
+        if self.values == "int8":
+            return *reference.planes(weights, zero_points, scales), bias
         if zero_points is None and self.values == "int4":
             return weights, scales, bias
         half = np.float32(0.5 if self.values == "e2m1" else 1)
@@ -93,12 +95,14 @@ def make_matrix(
     n, k, group, scale_dtype=torch.float32, bias=False, experts=None, bias_dtype=torch.float32, kind="int4"
 ):
     lead = [] if experts is None else [experts]
-    weights = torch.randint(0, 256, [*lead, n, k // 2], dtype=torch.uint8)
+    weights = torch.randint(0, 256, [*lead, n, k if kind == "int8" else k // 2], dtype=torch.uint8)
     # Scales such that outputs are of order 1 for inputs of order 1.
-    scales = ((torch.rand([*lead, n, k // group]) + 0.5) / (4 * k**0.5)).to(scale_dtype)
+    scales = ((torch.rand([*lead, n, k // group]) + 0.5) / ((64 if kind == "int8" else 4) * k**0.5)).to(scale_dtype)
     bias = torch.randn([*lead, n]).to(bias_dtype) if bias else None
     zero_points = torch.randint(0, 16, scales.shape, dtype=torch.uint8) if kind == "zeros" else None
-    return Matrix(weights, scales, bias, n, k, group, zero_points, "e2m1" if kind == "e2m1" else "int4")
+    if kind == "int8":
+        zero_points = torch.randint(0, 256, scales.shape, dtype=torch.uint8)
+    return Matrix(weights, scales, bias, n, k, group, zero_points, kind if kind in ("e2m1", "int8") else "int4")
 
 
 def matmul(x, matrix, packed):

@@ -43,6 +43,15 @@ def op_samples():
         ),
         "pack with zero points": (ops.dyn_quant_pack_4bit_weight.default, pack_arguments("zeros", sizes)),
         "pack e2m1": (ops.dyn_quant_pack_4bit_weight.default, pack_arguments("e2m1", sizes)),
+        "pack int8": (ops.dyn_quant_pack_4bit_weight.default, pack_arguments("int8", sizes)),
+        "matmul int8": (
+            ops.dyn_quant_matmul_4bit.default,
+            {"inp": torch.randn(5, 64), "packed_weights": make_matrix(24, 64, 32, kind="int8").pack(), **sizes},
+        ),
+        "unpack any int8": (
+            ops.dyn_quant_unpack_any_4bit_weight.default,
+            {"packed_weights": make_matrix(24, 64, 32, bias=True, kind="int8").pack(), **sizes},
+        ),
         "unpack any": (
             ops.dyn_quant_unpack_any_4bit_weight.default,
             {"packed_weights": make_matrix(24, 64, 32, bias=True, kind="zeros").pack(), **sizes},

@@ -47,6 +47,16 @@ def integers(weights, zero_points=None, values="int4"):
     return nibbles - np.repeat(zero_points.astype(np.int64), size, axis=-1)
 
 
+def planes(codes, zero_points, scales):
+    """uint8 codes [N, K], zero points [N, G] or None, scales [N, G] -> the integers int64 [N, 2 K] and their scales
+    float32 [N, 2 G]: upper nibbles, then lower ones."""
+    zeros = np.full(scales.shape, 128) if zero_points is None else zero_points
+    zeros = np.repeat(zeros.astype(np.int64), codes.shape[1] // scales.shape[1], axis=1)
+    codes, scales = codes.astype(np.int64), np.asarray(scales, F32)
+    integers = np.concatenate([codes // 16 - zeros // 16, codes % 16 - zeros % 16], 1)
+    return integers, np.concatenate([F32(16) * scales, scales], 1)
+
+
 def _as_integers(weights):
     return weights if weights.dtype == np.int64 else unpack_nibbles(weights)
 
@@ -79,8 +89,11 @@ def _dot(q, w):
 
 def matmul_quantized(q, zp, recip, weights, scales, bias, channel_scales=None):
     """The bits of docs/numerics.md sections 2 and 3. weights uint8 [N, K/2] (int4) or the int64 [N, K] of `integers`,
-    scales float32 [N, G], channel_scales float32 [N] (of groups)."""
+    scales float32 [N, G], channel_scales float32 [N] (of groups). What `planes` gives, [N, 2 K], is multiplied with q
+    twice behind itself."""
     w = _as_integers(weights)
+    if w.shape[1] == 2 * q.shape[1]:
+        q = np.concatenate([q, q], 1)
     scales = np.asarray(scales, F32)
     k, groups = w.shape[1], scales.shape[1]
     size = k // groups
@@ -185,6 +198,8 @@ def second_matmul(h, error, weights, scales, bias):
     undecided &= (mx > mn)[:, None]
 
     size = np.abs(dequantize(weights, scales))  # [N, K]
+    if size.shape[1] == 2 * q.shape[1]:  # both planes of a weight move with q
+        size = size[:, : q.shape[1]] + size[:, q.shape[1] :]
     moved = undecided.astype(np.float64) @ size.T / scale[:, None]
     # Where an integer moved, the sums of the groups round differently: one rounding per group and two more.
     groups = np.asarray(scales).shape[1]

@@ -109,7 +109,7 @@ def test_what_is_left_to_vllm(monkeypatch):
     layer.moe_config.is_lora_enabled = True
     assert experts_method(Stored("gptq", 32, True, bits=8), layer, "layers.0") is None
     assert said == ["w4a8: leaves layers of experts to vLLM, because of LoRA"]
-    with pytest.raises(ValueError, match="intermediate size per partition 40, which is not a multiple of 32, of 8-bit"):
+    with pytest.raises(ValueError, match="intermediate size per partition 40, which is not 16 or a multiple of 32"):
         make_layer(-1, 40, form="gptq", bits=8)
 
 

@@ -10,7 +10,6 @@ import torch
 from w4a8.core.float8 import multiplied_scales
 
 GROUP_SIZES = "16 or a multiple of 32"
-UNIT_8 = 32  # that K of 8-bit codes with one scale a row is a multiple of
 
 
 def is_group_size(size: object) -> bool:
