@@ -51,6 +51,16 @@ TOOLS = {
     "w4a16": written_by_a_tool("w4a16", "pack-quantized", True),
     "compressed_tensors": written_by_a_tool("compressed_tensors", "pack-quantized"),
     "w4a8": written_by_a_tool("w4a8", "int-quantized", True, "symmetric"),
+    "mxfp4_quark_gpt_oss": Case(
+        "gpt_oss",
+        32,
+        "quark",
+        "bfloat16",
+        "none",
+        attention="float",
+        tool="mxfp4_quark_gpt_oss",
+        changes={"num_local_experts": 4},
+    ),
     "mxfp4": Case(
         "gpt_oss", 32, "mxfp4", "bfloat16", "none", attention="float", tool="mxfp4", changes={"num_local_experts": 4}
     ),
@@ -130,6 +140,7 @@ PARALLEL = [
     (Case("qwen3_moe", 16, "modelopt-nvfp4", "float32", "none", changes={"moe_intermediate_size": 96}), False),
     (Case("qwen3_moe", 32, "gptq", "float32", "none", symmetric=False, eight_bits=FIRST_EXPERTS), False),
     (Case("mixtral", 64, "pack-quantized", "float32", "none", symmetric=False, eight_bits=".*experts"), True),
+    (Case("gpt_oss", 32, "quark", "float32", "none", attention="float"), False),
     (Case("deepseek_v3", 16, "nvfp4-pack-quantized", "float32", "none"), True),
     (Case("qwen2_moe", 32, "pack-quantized", "bfloat16", "symmetric"), False),
     (Case("mixtral", -1, "int-quantized", "float32", "symmetric"), False),

@@ -16,6 +16,7 @@ from vllm.model_executor.layers.linear import (
 from w4a8.integrations.vllm.config_quark import W4A8QuarkConfig
 from w4a8.integrations.vllm.linear import W4A8LinearMethod
 from w4a8.integrations.vllm.moe import W4A8MoEMethod
+from w4a8.integrations.vllm.quark_gpt_oss import W4A8QuarkGptOssMethod
 
 __all__ = ["rank"]  # a fixture
 
@@ -114,6 +115,50 @@ def test_experts(index):
             assert close(torch.ops.w4a8.dyn_quant_matmul_4bit(torch.eye(k), packed, 32, k, n).T, expected)
 
 
+def gpt_oss_layer():
+    """(layer, method), as vLLM's model of gpt-oss fills it: into the parameters, rows in turns; what is meant."""
+    layer = make_layer(32, 64, has_bias=True, activation="swigluoai")[0]
+    for name in list(layer._parameters):
+        delattr(layer, name)
+    method = W4A8QuarkGptOssMethod(layer, NAME)
+    method.create_weights(layer, 2, HIDDEN, 64, torch.bfloat16)
+    plain = {}
+    for expert in range(2):
+        for stack, n, k in (("w13", 128, HIDDEN), ("w2", HIDDEN, 64)):
+            tensors, values = matrix(n, k, seed=expert)
+            bias = torch.randn(n).bfloat16()
+            plain[expert, stack] = values, bias.float()
+            for name, tensor in {**tensors, "bias": bias, "input_scale": torch.tensor(0.5)}.items():
+                getattr(layer, f"{stack}_{name}").data[expert].copy_(tensor)
+    return layer, method, plain
+
+
+def test_experts_of_gpt_oss():
+    layer, method, plain = gpt_oss_layer()
+    method.process_weights_after_loading(layer)
+    for (expert, stack), (values, bias) in plain.items():
+        if stack == "w13":
+            values, bias = (torch.cat([part[0::2], part[1::2]]) for part in (values, bias))
+        (n, k), packed = values.shape, getattr(layer, f"{stack}_weight_packed")[expert]
+        found = torch.ops.w4a8.dyn_quant_matmul_4bit(torch.eye(k), packed, 32, k, n) - bias
+        assert close(found.T, values)
+    packed = layer.w13_weight_packed
+    method.process_weights_after_loading(layer)  # nothing has come since
+    assert layer.w13_weight_packed is packed and layer.w13_weight.numel() == 0
+
+
+@pytest.mark.parametrize("name", ["w13_weight", "w2_weight_scale", "w13_bias", "w2_bias"])
+def test_experts_of_gpt_oss_lack_something(name):
+    layer, method, _ = gpt_oss_layer()
+    fresh = W4A8QuarkGptOssMethod(make_layer(32, 64, has_bias=True, activation="swigluoai")[0], NAME)
+    empty = torch.nn.Module()
+    empty.local_num_experts = 2
+    fresh.create_weights(empty, 2, HIDDEN, 64, torch.bfloat16)
+    getattr(layer, name).data[1] = getattr(empty, name).data[1]
+    with pytest.raises(ValueError, match=f"w4a8: {NAME}: the checkpoint lacks weights: {name} of expert 1"):
+        method.process_weights_after_loading(layer)
+
+
 EXPERTS = "model.layers.0.mlp.experts"
 
 
@@ -121,11 +166,12 @@ def projections_of(layer, names=("gate_proj", "up_proj", "down_proj")):
     return [f"model.layers.{layer}.mlp.experts.{expert}.{name}" for expert in range(2) for name in names]
 
 
-def experts_of(config, name, activation="silu"):
+def experts_of(config, name, activation="silu", use_ep=False):
     """The method of a layer of experts that is not filled, None if it is left to vLLM."""
     layer = RoutedExperts.__new__(RoutedExperts)
     torch.nn.Module.__init__(layer)
     layer.moe_config = make_layer(activation=activation)[0].moe_config
+    layer.moe_config.moe_parallel_config.use_ep = use_ep
     for part in ("gate", "up", "down"):
         setattr(layer, f"ckpt_{part}_proj_name", f"{part}_proj")
     return config._method(layer, name)
@@ -160,13 +206,15 @@ def test_rules():
 
 
 def test_what_is_left_to_vllm(monkeypatch):
-    """FP8 layers of layer_quant_config; gpt-oss's experts; all, where the plugin is told so."""
+    """FP8 layers of layer_quant_config; gpt-oss's experts on ranks of theirs; all, where the plugin is told so."""
     config = config_of(layer_quant_config={"*self_attn*": FP8, "*.layers.5.*experts*": FP8})
     assert linear_of(config, "model.layers.0.self_attn.qkv_proj") is None
     assert isinstance(linear_of(config, "model.layers.0.mlp.down_proj"), W4A8LinearMethod)
     assert experts_of(config, "model.layers.5.mlp.experts") is None
     assert isinstance(experts_of(config, EXPERTS), W4A8MoEMethod)
-    assert experts_of(config, EXPERTS, activation="swigluoai") is None
+    assert isinstance(experts_of(config, EXPERTS, activation="swigluoai"), W4A8QuarkGptOssMethod)
+    assert experts_of(config, EXPERTS, activation="swigluoai", use_ep=True) is None
+    assert isinstance(experts_of(config, EXPERTS, use_ep=True), W4A8MoEMethod)
     assert linear_of(config_of(global_quant_config=FP8), "a.o_proj") is None
     fake = {"kv_cache_group": [], "weight_format": "fake_quantized"}
     assert linear_of(config_of(export=fake), "a.o_proj") is None

@@ -18,8 +18,9 @@ from w4a8.integrations.vllm.dtypes import TakesEveryDtype
 from w4a8.integrations.vllm.linear import W4A8LinearMethod
 from w4a8.integrations.vllm.lm_head import rounds_lm_head
 from w4a8.integrations.vllm.log import logger
-from w4a8.integrations.vllm.moe import experts_method
+from w4a8.integrations.vllm.moe import experts_method, unsupported
 from w4a8.integrations.vllm.names import joined_from, projections
+from w4a8.integrations.vllm.quark_gpt_oss import W4A8QuarkGptOssMethod
 from w4a8.integrations.vllm.settings import runs_w4a16, say_int8
 
 
@@ -44,10 +45,9 @@ class W4A8QuarkConfig(TakesEveryDtype, QuarkConfig):
         if stored is None:
             return None
         if experts and layer.moe_config.activation.value == MoEActivation.SWIGLUOAI.value:
-            # vLLM's model of gpt-oss fills the parameters of this method itself, by names that only its own has.
-            logger().warning_once("w4a8: leaves the experts of gpt-oss in AMD Quark's format to vLLM")
-            return None
-        method = experts_method(stored, layer, prefix) if experts else W4A8LinearMethod(stored, prefix)
+            method = _gpt_oss_method(layer, prefix)
+        else:
+            method = experts_method(stored, layer, prefix) if experts else W4A8LinearMethod(stored, prefix)
         if method is not None:
             say_int8("AMD Quark")
         return method
@@ -65,3 +65,14 @@ class W4A8QuarkConfig(TakesEveryDtype, QuarkConfig):
         found = [self._read[1].of(name) for name in names]
         alike = all(isinstance(each, Stored) and each.format == MXFP4 for each in found)
         return found[0] if found and alike else None
+
+
+def _gpt_oss_method(layer: RoutedExperts, prefix: str) -> W4A8QuarkGptOssMethod | None:
+    """The method of a layer of gpt-oss's experts; None, with a warning, if it cannot be run here."""
+    reason = unsupported(layer.moe_config)
+    if reason is None and layer.moe_config.moe_parallel_config.use_ep:
+        reason = "expert parallelism, in which vLLM's model does not fill them"
+    if reason is not None:
+        logger().warning_once("w4a8: leaves gpt-oss's experts in AMD Quark's format to vLLM, because of %s", reason)
+        return None
+    return W4A8QuarkGptOssMethod(layer, prefix)
