@@ -228,8 +228,9 @@ int64_t cached_rows(int64_t k) {
 
 // Panel c of the packed weights of t to bytes, one step to 128: the 64 low nibbles, then the 64 high ones. What will be
 // unpacked after this is fetched into the second-level cache meanwhile.
-static inline void unpack_nibbles(const TileArgs& t, int64_t c, uint8_t* bytes) {
-  const uint8_t* packed = t.weights + c * t.weights_stride;
+static inline void unpack_nibbles(const TileArgs& t, int64_t c, uint8_t* __restrict bytes) {
+  // Restricted, since it would be asked before every step whether what is written is what is read.
+  const uint8_t* __restrict packed = t.weights + c * t.weights_stride;
   const uint8_t* next = t.fetch + c * t.weights_stride;
   for (int64_t s = 0; s < t.steps; ++s, packed += kStepBytes, bytes += kUnpackedBytes, next += kStepBytes) {
     __builtin_prefetch(next, 0, 2);
