@@ -106,6 +106,9 @@ struct Avx512Ops {
   static W4A8_INLINE void dot(I& acc, I u8, I s8) {
     __asm__ volatile("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(u8), "v"(s8));
   }
+  static W4A8_INLINE void take_half(const uint8_t* w, I (&u)[1]) {
+    __asm__ volatile("vmovdqu64 %1, %0" : "=v"(u[0]) : "m"(*reinterpret_cast<const __m512i_u*>(w)));
+  }
   static constexpr uint8_t kE2M1Zero = 12;
   static constexpr bool kSpareRegisters = true;
   static W4A8_INLINE I load_zeros(const uint8_t* p) {

@@ -58,10 +58,14 @@ struct TileArgs {
 };
 using TileFn = void (*)(const TileArgs&);
 
-// docs/numerics.md section 2.
+// docs/numerics.md section 2. Members of t that are read after a store are copied first: the store might change them,
+// as far as the compiler knows.
 template <class Ops, int R, int C>
 W4A8_INLINE void finish_channelwise(const TileArgs& t, typename Ops::I (&acc)[R][C][Ops::kVecs]) {
   const Panels& p = *t.panels;
+  const RowQuant* const quants = t.quant;
+  float* const out = t.out;
+  const int64_t ldc = t.ldc;
 #pragma GCC unroll 2
   for (int c = 0; c < C; ++c) {
     const uint8_t* panel = t.panel + c * p.stride;
@@ -73,10 +77,10 @@ W4A8_INLINE void finish_channelwise(const TileArgs& t, typename Ops::I (&acc)[R]
       const typename Ops::F bias = Ops::load_bytes(panel + p.bias_offset + 4 * column);
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
-        const RowQuant quant = t.quant[r];
+        const RowQuant quant = quants[r];
         const typename Ops::I sum = Ops::isub(acc[r][c][v], Ops::imul(Ops::isplat(quant.zero_point), sums));
         const typename Ops::F scale = Ops::mul(Ops::splat(quant.recip), scales);
-        Ops::store(t.out + r * t.ldc + c * kPanelColumns + column, Ops::add(Ops::mul(Ops::to_float(sum), scale), bias));
+        Ops::store(out + r * ldc + c * kPanelColumns + column, Ops::add(Ops::mul(Ops::to_float(sum), scale), bias));
       }
     }
   }
@@ -86,6 +90,9 @@ W4A8_INLINE void finish_channelwise(const TileArgs& t, typename Ops::I (&acc)[R]
 template <class Ops, int R, int C, bool kMayScale>
 W4A8_INLINE void finish_groups(const TileArgs& t, typename Ops::F (&f)[R][C][Ops::kVecs]) {
   const Panels& p = *t.panels;
+  const RowQuant* const quants = t.quant;
+  float* const out = t.out;
+  const int64_t ldc = t.ldc;
 #pragma GCC unroll 2
   for (int c = 0; c < C; ++c) {
     const uint8_t* panel = t.panel + c * p.stride;
@@ -100,11 +107,11 @@ W4A8_INLINE void finish_groups(const TileArgs& t, typename Ops::F (&f)[R][C][Ops
       }
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
-        const RowQuant quant = t.quant[r];
+        const RowQuant quant = quants[r];
         const typename Ops::F shifted = Ops::fma(Ops::splat(-static_cast<float>(quant.zero_point)), sums, f[r][c][v]);
         typename Ops::F scale = Ops::splat(quant.recip);
         if constexpr (kMayScale) scale = Ops::mul(scale, channel);
-        Ops::store(t.out + r * t.ldc + c * kPanelColumns + column, Ops::add(Ops::mul(shifted, scale), bias));
+        Ops::store(out + r * ldc + c * kPanelColumns + column, Ops::add(Ops::mul(shifted, scale), bias));
       }
     }
   }
@@ -189,26 +196,30 @@ W4A8_INLINE void store_sum(float* p, typename Ops::I sum) {
 
 template <class Ops, int R, int C, class V>
 W4A8_INLINE void load_sums(const TileArgs& t, V (&sums)[R][C][Ops::kVecs]) {
+  const float* const out = t.out;
+  const int64_t ldc = t.ldc;
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 2
     for (int c = 0; c < C; ++c) {
 #pragma GCC unroll 16
       for (int v = 0; v < Ops::kVecs; ++v)
-        load_sum<Ops>(t.out + r * t.ldc + c * kPanelColumns + v * Ops::kLanes, sums[r][c][v]);
+        load_sum<Ops>(out + r * ldc + c * kPanelColumns + v * Ops::kLanes, sums[r][c][v]);
     }
   }
 }
 
 template <class Ops, int R, int C, class V>
 W4A8_INLINE void store_sums(const TileArgs& t, const V (&sums)[R][C][Ops::kVecs]) {
+  float* const out = t.out;
+  const int64_t ldc = t.ldc;
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 2
     for (int c = 0; c < C; ++c) {
 #pragma GCC unroll 16
       for (int v = 0; v < Ops::kVecs; ++v)
-        store_sum<Ops>(t.out + r * t.ldc + c * kPanelColumns + v * Ops::kLanes, sums[r][c][v]);
+        store_sum<Ops>(out + r * ldc + c * kPanelColumns + v * Ops::kLanes, sums[r][c][v]);
     }
   }
 }

@@ -6,7 +6,7 @@
 //     dot(acc, u8, s8)                    acc += 4 products in each 32-bit lane
 //     load_step<kCode>(w, s, lo, hi)      u of k0..k0+3 and of k0+4..k0+7, kVecs registers each
 //     kDoubled                            up to so many accumulators, a second set hides the latency of dot
-//     take_half(w, u)                     optional: one half of an unpacked step, if registers do not hold both
+//     take_half(w, u)                     one half of an unpacked step: to hold both takes registers that others need
 template <class Base>
 struct VnniOps : Base {
   using I = typename Base::I;
@@ -34,14 +34,15 @@ struct VnniOps : Base {
   template <int R, int C, Code kCode, bool kFetch>
   static W4A8_INLINE void add_step(I (&acc)[R][C][kVecs], I (&second)[R][C][kVecs], const int8_t* const (&rows)[R],
                                    const uint8_t* const (&weights)[C], int64_t s, const uint8_t* fetch) {
-    if constexpr (!is_packed(kCode) && requires { Base::take_half; }) {
-      static_assert(C == 1 && !kFetch);
-      const uint8_t* step = weights[0] + s * kUnpackedBytes;
+    if constexpr (!is_packed(kCode)) {
+      static_assert(!kFetch);
       I u[C][kVecs];
-      Base::take_half(step, u[0]);
-      add_half(acc, rows, s * kStepK, u);
-      Base::take_half(step + kStepBytes, u[0]);
-      add_half(second, rows, s * kStepK + 4, u);
+#pragma GCC unroll 2
+      for (int half = 0; half < 2; ++half) {
+#pragma GCC unroll 2
+        for (int c = 0; c < C; ++c) Base::take_half(weights[c] + s * kUnpackedBytes + half * kStepBytes, u[c]);
+        add_half(half == 0 ? acc : second, rows, s * kStepK + 4 * half, u);
+      }
     } else {
       I lo[C][kVecs];
       I hi[C][kVecs];
@@ -64,9 +65,13 @@ struct VnniOps : Base {
     constexpr int64_t kSteps = unrolled(kUnit);
     int64_t s = begin;
     for (; s + kSteps <= end; s += kSteps, fetch += kSteps * kBytes) {
+      // Else there would be a pointer for every row, and as many additions on ports that `dot` needs where panels are
+      // unpacked because ports are scarce.
+      int64_t first = s;
+      if constexpr (!is_packed(kCode)) __asm__("" : "+r"(first));
 #pragma GCC unroll 4
       for (int64_t i = 0; i < kSteps; ++i) {
-        add_step<R, C, kCode, kFetch>(acc, second, rows, weights, s + i, fetch + i * kBytes);
+        add_step<R, C, kCode, kFetch>(acc, second, rows, weights, first + i, fetch + i * kBytes);
       }
     }
     if constexpr (kUnit != 1) return;
