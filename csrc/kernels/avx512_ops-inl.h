@@ -103,6 +103,8 @@ struct Avx512Ops {
     __asm__ volatile("vpbroadcastd %1, %0" : "=v"(four) : "m"(*reinterpret_cast<const Four*>(p)));
     return four;
   }
+  // A load for each register that is to have it: GCC makes copies of one, which may take a port of `dot`.
+  static W4A8_INLINE I isplat_of(const int32_t* p) { return broadcast4(reinterpret_cast<const int8_t*>(p)); }
   static W4A8_INLINE void dot(I& acc, I u8, I s8) {
     __asm__ volatile("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(u8), "v"(s8));
   }

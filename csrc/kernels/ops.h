@@ -65,7 +65,7 @@ constexpr bool is_packed(Code code) { return code == Code::kNibbles || code == C
 /// needs kWideBytes (kE2M1IsWide), kRows = most rows of a tile with 1 (and 2) panels,
 /// and kUnpackRows = rows from which unpacking a panel pays (0: never), then with kUnpackSteps = most steps at once and
 /// unpack_e2m1, a step of e2m1 to 128 bytes u: low nibbles, then high ones.
-/// Optional: kStreamedRows, kOwnGroups, kSpareRegisters, imul16 (tile-inl.h).
+/// Optional: kStreamedRows, kOwnGroups, kSpareRegisters, imul16, isplat_of (tile-inl.h).
 template <class Ops>
 concept TileOps = VectorOps<Ops> && requires(typename Ops::I (&acc)[1][1][Ops::kVecs], const int8_t* const (&rows)[1],
                                              const uint8_t* const (&weights)[1], const uint8_t* fetch) {

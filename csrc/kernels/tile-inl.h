@@ -43,7 +43,8 @@ struct TileArgs {
   const RowQuant* quant;
   const Panels* panels;
   const uint8_t* panel;    // the first of the C panels: sums and bias
-  const uint8_t* scales;   // its scales, at the first group of the chunk
+  const uint8_t* scales;   // its scales, at the first group of the chunk; of unpacked weights float32
+  int64_t scales_stride;   // bytes to those of the next panel
   const uint8_t* weights;  // its steps, packed or unpacked, at the first step of the chunk
   int64_t weights_stride;  // bytes to the steps of the next panel
   const uint8_t* fetch;    // packed weights only: what is multiplied after the C panels, fetched as they are; null:
@@ -128,6 +129,8 @@ W4A8_INLINE void start_accumulators(const TileArgs& t, int64_t group, typename O
       for (int v = 0; v < Ops::kVecs; ++v) {
         if constexpr (is_e2m1(kCode) && Ops::kE2M1Zero == 0) {
           acc[r][c][v] = Ops::isplat(0);
+        } else if constexpr (!is_packed(kCode) && requires { Ops::isplat_of(t.starts); }) {
+          acc[r][c][v] = Ops::isplat_of(t.starts + r * t.starts_stride + group);
         } else {
           acc[r][c][v] = Ops::isplat(t.starts[r * t.starts_stride + group]);
           if constexpr (is_e2m1(kCode)) {
@@ -276,9 +279,11 @@ W4A8_INLINE void channelwise_tile(const TileArgs& t, const int8_t* const (&rows)
 enum class Zeros { kNone, kAll, kAsk };
 
 // Only groups of the least size have scales of e5m3, which take a register for a factor from all others in the loop.
-template <class Ops, int64_t kGroupSteps>
+template <class Ops, Code kCode, int64_t kGroupSteps>
 W4A8_INLINE typename Ops::F load_group_scales(const uint8_t* scales, int64_t i, DType dtype) {
-  if constexpr (kGroupSteps == kLeastGroupSteps) {
+  if constexpr (!is_packed(kCode)) {
+    return Ops::load_bytes(scales + 4 * i);
+  } else if constexpr (kGroupSteps == kLeastGroupSteps) {
     return load_any_scales<Ops>(scales, i, dtype);
   } else {
     return Ops::load_scales(scales, i, dtype);
@@ -287,14 +292,19 @@ W4A8_INLINE typename Ops::F load_group_scales(const uint8_t* scales, int64_t i, 
 
 // f = fma(float(acc), scale, f), group by group. kGroupSteps: steps of a group, 0 if known at run time only.
 template <class Ops, int R, int C, Code kCode, Zeros kZeros, int64_t kGroupSteps>
-W4A8_INLINE void add_groups(const TileArgs& t, const int8_t* const (&rows)[R], const uint8_t* const (&weights)[C],
+W4A8_INLINE void add_groups(const TileArgs& all, const int8_t* const (&rows)[R], const uint8_t* const (&weights)[C],
                             typename Ops::F (&f)[R][C][Ops::kVecs]) {
   using F = typename Ops::F;
-  const Panels& p = *t.panels;
+  const Panels& p = *all.panels;
   const int64_t group_steps = kGroupSteps != 0 ? kGroupSteps : p.group_steps;
-  const int64_t scale_bytes = kPanelColumns * dtype_bytes(p.scale_dtype) + t.zeros_step;
-  const uint8_t* fetch = t.fetch;
-  for (int64_t group = 0, step = 0; step < t.steps; ++group, step += group_steps) {
+  const int64_t scale_bytes = kPanelColumns * dtype_bytes(p.scale_dtype) + all.zeros_step;
+  const uint8_t* fetch = all.fetch;
+  for (int64_t group = 0, step = 0; step < all.steps; ++group, step += group_steps) {
+    // Unpacked since ports for arithmetic are scarce: members are read again. GCC would keep what the other registers
+    // cannot hold in spare vector registers, and taking it from there costs such a port.
+    const TileArgs* again = &all;
+    if constexpr (!is_packed(kCode) && requires { Ops::isplat_of(all.starts); }) __asm__("" : "+r"(again));
+    const TileArgs& t = *again;
     typename Ops::I acc[R][C][Ops::kVecs];
     constexpr bool kSmall = kGroupSteps != 0;
     if constexpr (kZeros == Zeros::kAll) {
@@ -309,11 +319,11 @@ W4A8_INLINE void add_groups(const TileArgs& t, const int8_t* const (&rows)[R], c
     if constexpr (is_packed(kCode)) fetch = fetch_bytes(fetch + C * group_steps * kStepBytes, C * scale_bytes);
 #pragma GCC unroll 2
     for (int c = 0; c < C; ++c) {
-      const uint8_t* scales = t.scales + c * p.stride;
+      const uint8_t* scales = t.scales + c * t.scales_stride;
 #pragma GCC unroll 16
       for (int v = 0; v < Ops::kVecs; ++v) {
         const int64_t at = group * kPanelColumns + v * Ops::kLanes;
-        const F scale = load_group_scales<Ops, kGroupSteps>(scales, at, p.scale_dtype);
+        const F scale = load_group_scales<Ops, kCode, kGroupSteps>(scales, at, p.scale_dtype);
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) f[r][c][v] = Ops::fma(Ops::to_float(acc[r][c][v]), scale, f[r][c][v]);
       }

@@ -25,13 +25,20 @@
 //     kChunkSteps                         most steps of a chunk, but for one group
 //     unpack(t, c, bytes)                 panel c of t.weights, t.steps of kUnpackedBytes each; t.fetch comes then,
 //                                         and t.behind, if not null, after the last chunk
+//     unpack_scales(t, bytes)             optional: the scales of t's panels and groups as float32, for t.scales
 // and with kRowBytes, since rows are prepared in pairs
 //     prepare(q, count, stride, steps, bytes)            the rows of one tile into its own order
 
 constexpr int64_t kUnpackedBytes = 2 * kStepBytes;
+constexpr int64_t kScaleBytes = 4 * kPanelColumns;  // of a panel's group, once unpacked
 
 // Channelwise, all chunks but the last are multiples of this: what AMX multiplies at once.
 constexpr int64_t kChunkUnit = 8;
+
+template <class Tiles>
+constexpr bool unpacks_scales() {
+  return requires { &Tiles::unpack_scales; };
+}
 
 // Steps of a chunk of unpacked weights: whole groups. Even chunks: 256 steps are 3 x 88, not 2 x 96 + 64.
 template <class Tiles>
@@ -52,7 +59,8 @@ W4A8_INLINE int64_t share_begin(int64_t m, int64_t parts, int64_t i) {
   return row < m ? row : m;
 }
 
-// share_begin<Tiles>(m, parts, i) for i = 1, 2, .., without a division for each tile: some cores take 90 cycles for one.
+// share_begin<Tiles>(m, parts, i) for i = 1, 2, .. without a division for each tile, for which some cores take 90
+// cycles.
 template <class Tiles>
 struct ShareEnds {
   static constexpr int64_t kUnit = Tiles::kRowBytes == 0 ? 1 : 2;
@@ -173,6 +181,7 @@ W4A8_INLINE void span_tiles(Tiles& tiles, TileArgs& t, const Rows& rows, const R
     t.columns = end - p < most_columns ? end - p : most_columns;
     t.panel = panels.data + p * panels.stride;
     t.scales = t.panel + panels.scales_offset + batch.group * kPanelColumns * dtype_bytes(panels.scale_dtype);
+    t.scales_stride = panels.stride;
     t.weights = t.panel + batch.step * kStepBytes;
     t.weights_stride = panels.stride;
     set_zeros<Tiles>(t, batch.group);
@@ -184,6 +193,9 @@ W4A8_INLINE void span_tiles(Tiles& tiles, TileArgs& t, const Rows& rows, const R
       for (int64_t c = 0; c < t.columns; ++c) tiles.unpack(t, c, scratch + c * t.steps * kUnpackedBytes);
       t.weights_stride = t.steps * kUnpackedBytes;
       t.weights = scratch;
+      if constexpr (unpacks_scales<Tiles>()) {
+        if (!panels.channelwise) tiles.unpack_scales(t, scratch + t.columns * t.weights_stride);
+      }
     }
     row_tiles(tiles, t, rows, batch, out + p * kPanelColumns, prepared);
   }
@@ -240,7 +252,9 @@ int64_t scratch_bytes(int64_t rows, int64_t k, int64_t group) {
   constexpr int64_t kMost = Tiles::kBatchRows;
   const int64_t prepared = (rows < kMost ? (rows + 1) / 2 * 2 : kMost) * Tiles::kRowBytes;
   const int64_t steps = chunk_steps<Tiles>((k + kStepK - 1) / kStepK, group / kStepK, group == k);
-  return (steps * (Tiles::kMostColumns * kUnpackedBytes + prepared) + 63) / 64 * 64;
+  const int64_t groups = unpacks_scales<Tiles>() && group != k ? steps / (group / kStepK) : 0;
+  const int64_t column = steps * kUnpackedBytes + groups * kScaleBytes;
+  return (Tiles::kMostColumns * column + steps * prepared + 63) / 64 * 64;
 }
 
 // TaskRowsFn: the int8 rows of a task stay in a second-level cache beside the weights; one tile at least.
@@ -326,6 +340,19 @@ struct OpsTiles {
     } else {
       unpack_nibbles(t, c, bytes);
     }
+  }
+  static void unpack_scales(TileArgs& t, uint8_t* bytes) {
+    if (t.panels->scale_dtype == DType::kFloat32) return;
+    const int64_t groups = t.steps / t.panels->group_steps;
+    for (int64_t c = 0; c < t.columns; ++c) {
+      const uint8_t* scales = t.scales + c * t.scales_stride;
+      float* out = reinterpret_cast<float*>(bytes + c * groups * kScaleBytes);
+      for (int64_t i = 0; i < groups * kPanelColumns; i += Ops::kLanes) {
+        Ops::store(out + i, load_any_scales<Ops>(scales, i, t.panels->scale_dtype));
+      }
+    }
+    t.scales = bytes;
+    t.scales_stride = groups * kScaleBytes;
   }
   template <Code kCode>
   static TileFn pick(int64_t count, int64_t columns, Grouping grouping) {

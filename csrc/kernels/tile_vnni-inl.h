@@ -15,6 +15,11 @@ struct VnniOps : Base {
   // 24 * 128 in size at most, K * 24 * 128 < 2^31 for K <= 2^19; nothing is narrow.
   static constexpr bool kE2M1IsWide = false;
 
+  // Makes GCC add to one index alone. It would have a pointer for every row, and all the additions take ports of `dot`.
+  static W4A8_INLINE void keep_index(int64_t& k) {
+    if constexpr (requires { Base::kSpareRegisters; }) __asm__("" : "+r"(k));
+  }
+
   // Adds four k from `k` on.
   template <int R, int C>
   static W4A8_INLINE void add_half(I (&acc)[R][C][kVecs], const int8_t* const (&rows)[R], int64_t k,
@@ -34,26 +39,29 @@ struct VnniOps : Base {
   template <int R, int C, Code kCode, bool kFetch>
   static W4A8_INLINE void add_step(I (&acc)[R][C][kVecs], I (&second)[R][C][kVecs], const int8_t* const (&rows)[R],
                                    const uint8_t* const (&weights)[C], int64_t s, const uint8_t* fetch) {
-    if constexpr (!is_packed(kCode)) {
-      static_assert(!kFetch);
-      I u[C][kVecs];
+    I lo[C][kVecs];
+    I hi[C][kVecs];
 #pragma GCC unroll 2
-      for (int half = 0; half < 2; ++half) {
+    for (int c = 0; c < C; ++c) {
+      if constexpr (kFetch) __builtin_prefetch(fetch + c * kStepBytes, 0, 2);
+      Base::template load_step<kCode>(weights[c], s, lo[c], hi[c]);
+    }
+    // All low halves, then all high ones: as far apart as can be, since both may add to the same accumulator.
+    add_half(acc, rows, s * kStepK, lo);
+    add_half(second, rows, s * kStepK + 4, hi);
+  }
+
+  // Adds the unpacked step that begins at k.
+  template <int R, int C>
+  static W4A8_INLINE void add_unpacked(I (&acc)[R][C][kVecs], I (&second)[R][C][kVecs], const int8_t* const (&rows)[R],
+                                       const uint8_t* const (&weights)[C], int64_t k) {
+    I u[C][kVecs];
 #pragma GCC unroll 2
-        for (int c = 0; c < C; ++c) Base::take_half(weights[c] + s * kUnpackedBytes + half * kStepBytes, u[c]);
-        add_half(half == 0 ? acc : second, rows, s * kStepK + 4 * half, u);
-      }
-    } else {
-      I lo[C][kVecs];
-      I hi[C][kVecs];
+    for (int half = 0; half < 2; ++half) {
+      const int64_t at = k * (kUnpackedBytes / kStepK) + half * kStepBytes;
 #pragma GCC unroll 2
-      for (int c = 0; c < C; ++c) {
-        if constexpr (kFetch) __builtin_prefetch(fetch + c * kStepBytes, 0, 2);
-        Base::template load_step<kCode>(weights[c], s, lo[c], hi[c]);
-      }
-      // All low halves, then all high ones: as far apart as can be, since both may add to the same accumulator.
-      add_half(acc, rows, s * kStepK, lo);
-      add_half(second, rows, s * kStepK + 4, hi);
+      for (int c = 0; c < C; ++c) Base::take_half(weights[c] + at, u[c]);
+      add_half(half == 0 ? acc : second, rows, k + 4 * half, u);
     }
   }
 
@@ -65,17 +73,25 @@ struct VnniOps : Base {
     constexpr int64_t kSteps = unrolled(kUnit);
     int64_t s = begin;
     for (; s + kSteps <= end; s += kSteps, fetch += kSteps * kBytes) {
-      // Else there would be a pointer for every row, and as many additions on ports that `dot` needs where panels are
-      // unpacked because ports are scarce.
-      int64_t first = s;
-      if constexpr (!is_packed(kCode)) __asm__("" : "+r"(first));
+      int64_t k = s * kStepK;
+      if constexpr (!is_packed(kCode)) keep_index(k);
 #pragma GCC unroll 4
       for (int64_t i = 0; i < kSteps; ++i) {
-        add_step<R, C, kCode, kFetch>(acc, second, rows, weights, first + i, fetch + i * kBytes);
+        if constexpr (is_packed(kCode)) {
+          add_step<R, C, kCode, kFetch>(acc, second, rows, weights, s + i, fetch + i * kBytes);
+        } else {
+          add_unpacked(acc, second, rows, weights, k + i * kStepK);
+        }
       }
     }
     if constexpr (kUnit != 1) return;
-    for (; s < end; ++s, fetch += kBytes) add_step<R, C, kCode, kFetch>(acc, second, rows, weights, s, fetch);
+    for (; s < end; ++s, fetch += kBytes) {
+      if constexpr (is_packed(kCode)) {
+        add_step<R, C, kCode, kFetch>(acc, second, rows, weights, s, fetch);
+      } else {
+        add_unpacked(acc, second, rows, weights, s * kStepK);
+      }
+    }
   }
 
   template <int R, int C, Code kCode, int64_t kUnit>
