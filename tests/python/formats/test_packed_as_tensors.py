@@ -2,12 +2,15 @@
 vLLM. Loaded as such, they give the same logits."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
 from common import assert_same_bits
 from test_quantize_transformers import make_model
 
+from w4a8.core.matrix8 import Matrix8
 from w4a8.integrations.vllm.packed import (
     compressed_tensors_config,
     joined,
@@ -91,6 +94,64 @@ def test_the_same_logits(name, options, tmp_path):
     assert_same_bits(model(TOKENS).logits, want(TOKENS).logits)
 
 
+def save_mixed(directory, folder):
+    """A packed directory of tests/tool_written, with modules of 8 bits; its model."""
+    source = Path(__file__).parents[2] / "tool_written" / folder
+    model = AutoModelForCausalLM.from_pretrained(source, quantization_config=W4A8Config())
+    model.save_pretrained(directory / "packed")
+    return model
+
+
+@pytest.mark.parametrize("folder", ["auto_round_mixed", "gptq_experts"])
+def test_the_same_logits_of_8_bits(folder, tmp_path):
+    want = save_mixed(tmp_path, folder)
+    config, stated, _ = read_config(tmp_path / "packed")
+    found, directory = as_tensors(tmp_path / "packed"), read_directory(tmp_path / "packed", stated)
+    groups = {group["weights"]["num_bits"]: group for group in found["config_groups"].values()}
+    assert set(groups) == {4, 8} and groups[8]["input_activations"] is None and groups[4]["input_activations"]
+    assert not groups[8]["weights"]["symmetric"]
+    experts = rf"re:{re.escape('model.layers.0.mlp.experts')}[.]"
+    assert (experts in groups[8]["targets"]) == (folder == "gptq_experts")
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    packed = load_file(tmp_path / "packed" / "model.safetensors")
+    tensors = {key: part.clone() for key, part in unpacked(packed.items(), directory.symmetric)}
+    save_file(tensors, theirs / "model.safetensors", metadata={"format": "pt"})
+    (theirs / "config.json").write_text(json.dumps({**config, "quantization_config": found}))
+    assert_same_bits(load(theirs)(TOKENS).logits, want(TOKENS).logits)
+
+
+def test_experts_of_4_and_8_bits(tmp_path):
+    """In one layer: only taken whole, as no rule of vLLM's is about w2 alone."""
+    model = save_mixed(tmp_path, "gptq_experts")
+    experts = model.model.layers[0].mlp.experts
+    header = read_header(experts.w2_packed[0])
+    sizes = header["group"], header["k"], header["n"]
+    codes, scales, *_ = torch.ops.w4a8.dyn_quant_unpack_any_4bit_weight(experts.w2_packed, *sizes)
+    experts.w2_packed = torch.ops.w4a8.dyn_quant_pack_4bit_weight(codes[..., ::2].contiguous(), scales, None, *sizes)
+    model.save_pretrained(tmp_path / "packed")
+    found = read_directory(tmp_path / "packed", read_config(tmp_path / "packed")[1])
+    assert only_whole(found.packed["model.layers.0.mlp.experts"], "qwen3_moe") == "experts of 4 and 8 bits"
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+    assert_same_bits(again(TOKENS).logits, model(TOKENS).logits)
+    assert "int8" in repr(again.model.layers[0].mlp.experts)
+
+
+def test_8_bits_as_they_once_were_packed(tmp_path):
+    """In two rows of 4 bits for each: an error that says what to do."""
+    save_mixed(tmp_path, "auto_round_mixed")
+    file = tmp_path / "packed" / "model.safetensors"
+    tensors = load_file(file)
+    key = "model.layers.0.self_attn.q_proj.packed"
+    header = read_header(tensors[key])
+    tensors[key] = W4A8Linear.from_float(torch.nn.Linear(header["k"], 2 * header["n"], False), header["group"]).packed
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(
+        ValueError, match=r"q_proj: packed: \[n, k\] is \[256, 128\], expected \[128, 128\]; 8-bit .* again"
+    ):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+
+
 def test_groups_of_several_sizes(tmp_path):
     """The most frequent one is that of all linear layers; others are named."""
     make_model("qwen3").bfloat16().save_pretrained(tmp_path / "float")
@@ -167,6 +228,20 @@ def test_joined_rows(options, sizes, biased):
     found = joined([matrix_of(packed, "part") for _, packed in parts])
     assert_same_bits(found, want)
     assert joined_bytes([read_header(packed) for _, packed in parts]) == want.numel()
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_joined_rows_of_8_bits(biased):
+    parts = []
+    for n, dtype in ((32, torch.bfloat16), (5, torch.float32)):
+        codes, zeros = (torch.randint(256, shape, dtype=torch.uint8) for shape in ((n, 96), (n, 3)))
+        parts.append(Matrix8(codes, torch.rand(n, 3).to(dtype), zeros, torch.randn(n) if biased else None))
+    names = ("codes", "scales", "zero_points", *(["bias"] if biased else []))
+    whole = Matrix8(**{"bias": None, **{name: torch.cat([getattr(p, name) for p in parts]) for name in names}})
+    packed = [part.pack() for part in parts]
+    found = joined([matrix_of(each, "part") for each in packed])
+    assert_same_bits(found, whole.pack(torch.float32))
+    assert joined_bytes([read_header(each) for each in packed]) == found.numel()
 
 
 def test_joined_rows_of_different_kinds():
