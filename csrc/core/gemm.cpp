@@ -153,8 +153,8 @@ void QuantizedRows::repeat(int64_t row) const {
 
 int64_t matmul_batch_rows(const PackedShape& shape) {
   constexpr int64_t kScratchBytes = 96 * 1024 * 1024;
-  const int64_t bytes = row_stride(shape.planes() * shape.k) +
-                        shape.planes() * shape.groups() * int64_t{sizeof(int32_t)} + int64_t{sizeof(RowQuant)};
+  const PackedShape seen = shape.multiplied();
+  const int64_t bytes = row_stride(seen.k) + seen.groups() * int64_t{sizeof(int32_t)} + int64_t{sizeof(RowQuant)};
   return std::max<int64_t>(64, kScratchBytes / bytes);
 }
 

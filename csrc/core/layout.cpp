@@ -61,7 +61,7 @@ void check_shape(const PackedShape& shape) {
     fail("group (block_size) is " + str(shape.group) + ", expected k = " + str(shape.k) +
          " (channelwise), or 16 or a multiple of 32 that divides it");
   }
-  if (!is_group(shape.group, shape.planes() * shape.k)) {
+  if (!is_group(shape.group, shape.multiplied().k)) {
     fail("k (in_features) is " + str(shape.k) + ", expected a multiple of 32 for channelwise int8");
   }
   check_scale_dtype(static_cast<uint32_t>(shape.scale_dtype), "");
@@ -145,7 +145,7 @@ Panels PackedMatrix::panels(int64_t first, const uint8_t* next) const {
   panels.bias_offset = seen.bias_offset();
   panels.channel_scales_offset = seen.channel_scales_offset();
   panels.steps = seen.steps();
-  panels.group_steps = seen.channelwise() ? shape.steps() : seen.group / kStepK;
+  panels.group_steps = seen.channelwise() ? seen.steps() : seen.group / kStepK;
   panels.scale_dtype = seen.scale_dtype;
   panels.kind = seen.kind;
   panels.channelwise = seen.channelwise();

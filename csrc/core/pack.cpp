@@ -412,9 +412,8 @@ void unpack(const PackedMatrix& matrix, uint8_t* weights, void* scales, float* b
   run_phases(parallel, parallel.threads(), phases);
   if (!valid) {
     throw std::invalid_argument(
-        "the packed matrix: zero points or scales of its two planes do not belong together, expected 0..15 and scales "
-        "of "
-        "upper nibbles 16 times those of lower ones");
+        "the packed matrix: zero points or scales of its two planes do not belong together, expected 0..15 and "
+        "scales of upper nibbles 16 times those of lower ones");
   }
   if (shape.two_level()) check_e4m3(scales, shape.n * shape.groups());
   if (shape.kind != WeightKind::kInt4ZeroPoints) return;
