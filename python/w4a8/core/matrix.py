@@ -47,6 +47,11 @@ def middle_code(values: str) -> int:
     return 128 if values == "int8" else 8
 
 
+def middle_codes(like: torch.Tensor, values: str) -> torch.Tensor:
+    """Zero points that stand for none, uint8 of the shape of scales."""
+    return torch.full(like.shape, middle_code(values), dtype=torch.uint8, device=like.device)
+
+
 def pack_codes(
     codes: torch.Tensor,
     scales: torch.Tensor,

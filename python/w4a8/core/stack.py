@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from w4a8.core.float8 import multiplied_scales
-from w4a8.core.matrix import Matrix, codes_in_a_byte, has_two_levels, kept_scale_dtype, middle_code, pack_codes
+from w4a8.core.matrix import Matrix, codes_in_a_byte, has_two_levels, kept_scale_dtype, middle_codes, pack_codes
 from w4a8.core.memory import fresh_bytes
 
 
@@ -73,7 +73,7 @@ class _Waiting:
         bias, channels, scales, codes = fresh_bytes(sum(counts)).split(counts)
         scales = scales if channel_scales else scales.view(torch.float32)
         self.tensors = {"codes": codes.view(rows, width), "scales": scales.view(rows, scale_columns)}
-        self._middle = middle_code(values)
+        self._values = values
         if channel_scales:
             self.tensors["channel_scales"] = channels.view(torch.float32)
         if has_bias:
@@ -84,7 +84,7 @@ class _Waiting:
 
     def expect_zero_points(self) -> None:
         """There are zero points from now on; rows that have come have none, which is the middle."""
-        self.tensors["zero_points"] = torch.full(self.tensors["scales"].shape, self._middle, dtype=torch.uint8)
+        self.tensors["zero_points"] = middle_codes(self.tensors["scales"], self._values)
         self._there["zero_points"] = bytearray(self._there["codes"])
 
     def put(self, kind: str, rows: slice, piece: torch.Tensor) -> bool:
@@ -200,7 +200,7 @@ class MatrixStack:
             self.put_piece(expert, "channel_scales", rows, matrix.channel_scales)
         if self._zero_points:
             if zeros is None:
-                zeros = torch.full(matrix.scales.shape, middle_code(matrix.kind), dtype=torch.uint8)
+                zeros = middle_codes(matrix.scales, matrix.kind)
             self.put_piece(expert, "zero_points", rows, zeros)
         self.put_piece(expert, "codes", rows, matrix.codes)
 

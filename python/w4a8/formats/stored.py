@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from w4a8.core.matrix import Matrix, Matrix4, middle_code
+from w4a8.core.matrix import Matrix, Matrix4, middle_codes
 from w4a8.formats.awq import from_awq, output_features, output_nibbles
 from w4a8.formats.compressed_tensors import from_int_quantized, from_pack_quantized
 from w4a8.formats.gptq import from_gptq
@@ -171,7 +171,7 @@ class Stored:
             stored = self._zeros(tensor)
             zeros = checked_zeros(stored, name, part.suffix, self.symmetric, self.bits)
             if zeros is None and not self.symmetric:
-                zeros = torch.full(stored.shape, middle_code(self.values), dtype=torch.uint8)
+                zeros = middle_codes(stored, self.values)
             return zeros
         if not floats:
             return (checked_block_scales if self.channel_scales else powers_of_two)(tensor, full)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from w4a8.core.matrix import Matrix, Matrix4, codes_in_a_byte, middle_code, pack_codes
+from w4a8.core.matrix import Matrix, Matrix4, codes_in_a_byte, middle_codes, pack_codes
 from w4a8.core.matrix8 import Matrix8
 from w4a8.core.nibbles import pairs
 from w4a8.formats.packed_directory import FORMAT, METHOD, VERSION
@@ -222,8 +222,7 @@ def joined(matrices: Sequence[Matrix]) -> torch.Tensor:
     zeros = biases = channels = None
     kind = matrices[0].kind
     if any(matrix.zero_points is not None for matrix in matrices):
-        middle = middle_code(kind)
-        zeros = torch.cat([_or(m.zero_points, torch.full_like(m.scales, middle, dtype=torch.uint8)) for m in matrices])
+        zeros = torch.cat([_or(m.zero_points, middle_codes(m.scales, kind)) for m in matrices])
     if any(matrix.bias is not None for matrix in matrices):
         biases = torch.cat([_or(m.bias, torch.zeros_like(m.scales[:, 0], dtype=torch.float32)) for m in matrices])
     if matrices[0].channel_scales is not None:
@@ -270,7 +269,7 @@ def _named(module: str, matrix: Matrix, symmetric: bool) -> Iterator[tuple[str, 
     yield f"{module}.weight_scale", scales
     yield f"{module}.weight_shape", torch.tensor([matrix.rows, matrix.columns])
     if not symmetric or matrix.kind == "int8":
-        zeros = torch.full(scales.shape, middle_code(matrix.kind), dtype=torch.uint8) if zeros is None else zeros
+        zeros = middle_codes(scales, matrix.kind) if zeros is None else zeros
         columns = zeros.T  # words along N
         if matrix.kind == "int4":
             columns = pairs(torch.nn.functional.pad(columns, (0, -len(zeros) % 2)))
