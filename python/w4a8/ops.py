@@ -8,7 +8,7 @@ expected.
 """
 
 from enum import IntEnum
-from typing import Any, Optional, TypedDict
+from typing import Any, TypedDict
 
 import torch
 
@@ -45,14 +45,14 @@ class PackedHeader(TypedDict):
 def dyn_quant_pack_4bit_weight(
     weights: torch.Tensor,
     scales_zeros: torch.Tensor,
-    bias: Optional[torch.Tensor],
+    bias: torch.Tensor | None,
     block_size: int,
     in_features: int,
     out_features: int,
     *,
-    zero_points: Optional[torch.Tensor] = None,
+    zero_points: torch.Tensor | None = None,
     values: str = "int4",
-    channel_scales: Optional[torch.Tensor] = None,
+    channel_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Packs 4-bit or 8-bit weights, scales and bias into the layout every kernel reads (docs/packed_layout.md).
 
@@ -169,9 +169,9 @@ def int4_gemm_w4a8(
     weight_scale: torch.Tensor,
     weight_zero_point: torch.Tensor,
     group_size: int,
-    g_idx: Optional[torch.Tensor],
-    bias: Optional[torch.Tensor],
-    out_dtype: Optional[torch.dtype] = None,
+    g_idx: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """``((quant_x - x_zero) * x_scale) @ W + bias`` for activations that are quantized already.
 
@@ -243,10 +243,10 @@ def topk_routing(
     top_k: int,
     renormalize: bool,
     scoring_func: str = "softmax",
-    num_expert_group: Optional[int] = None,
-    topk_group: Optional[int] = None,
+    num_expert_group: int | None = None,
+    topk_group: int | None = None,
     routed_scaling_factor: float = 1.0,
-    e_score_correction_bias: Optional[torch.Tensor] = None,
+    e_score_correction_bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Selects the experts of each token, with their weights (docs/numerics.md, section 7).
 

@@ -1,7 +1,6 @@
 """Building blocks of the tests."""
 
 from dataclasses import dataclass
-from typing import Optional
 
 import numpy as np
 import reference
@@ -59,11 +58,11 @@ class Matrix:
 
     weights: torch.Tensor  # uint8 [N, K/2] or [E, N, K/2]; of int8 [..., N, K]
     scales: torch.Tensor  # [N, K/group]
-    bias: Optional[torch.Tensor]  # [N]
+    bias: torch.Tensor | None  # [N]
     n: int
     k: int
     group: int
-    zero_points: Optional[torch.Tensor] = None  # uint8 [N, K/group]
+    zero_points: torch.Tensor | None = None  # uint8 [N, K/group]
     values: str = "int4"
 
     def pack(self):

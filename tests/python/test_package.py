@@ -1,6 +1,7 @@
 """The package as a user meets it: version, command line, choosing a kernel, the example of the README."""
 
 import ast
+import importlib.metadata
 import os
 import re
 import subprocess
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import make_matrix, matmul
+from common import TORCH_VERSION, make_matrix, matmul
 
 import w4a8
 
@@ -225,34 +226,17 @@ def test_the_readme_lists_the_operators():
         assert hasattr(torch.ops.w4a8, name)
 
 
-OLD_PYTHON = """
-import collections.abc, importlib, pkgutil, types
-import torch
-
-left_out = ["vllm."]
-try:  # these need a later Python themselves, so they come before
-    import transformers.conversion_mapping, transformers.core_model_loading, transformers.modeling_utils
-    import transformers.quantizers
-except ImportError:  # there is none, or not 5
-    left_out.append("integrations.transformers")
-
-class Callable:  # Callable[[A], B] of Python 3.9.0 and 3.9.1: an alias with a list in it, which has no hash
-    def __class_getitem__(cls, item):
-        return types.GenericAlias(collections.abc.Callable, item)
-
-collections.abc.Callable = Callable
-import w4a8
-for module in pkgutil.walk_packages(w4a8.__path__, "w4a8."):
-    compiled = module.name.endswith(("__main__", "_C", "libw4a8_torch"))
-    if not compiled and not any(part in module.name for part in left_out):
-        importlib.import_module(module.name)
-hash(importlib.import_module("w4a8.quantization.skip").Skip)
-"""
-
-
-def test_imports_with_the_first_python_3_9():
-    done = subprocess.run([sys.executable, "-c", OLD_PYTHON], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+def test_one_least_python():
+    """What is installed, checked before, linted and documented is one version: that of the pinned torch."""
+    project = (ROOT / "pyproject.toml").read_text()
+    (least,) = re.findall(r'^requires-python = ">=3\.(\d+)"$', project, flags=re.MULTILINE)
+    assert f'target-version = "py3{least}"' in project
+    assert f'"Programming Language :: Python :: 3.{least}"' in project
+    checked = f"sys.version_info < (3, {least}))' || die \"Python 3.{least} or newer"
+    assert checked in (ROOT / "scripts/common.sh").read_text()
+    assert f"Python 3.{least} or newer" in (ROOT / "README.md").read_text()
+    if TORCH_VERSION >= (2, 13):  # an older one may take an older Python
+        assert f">=3.{least}" in importlib.metadata.metadata("torch")["Requires-Python"]
 
 
 def test_optional_requirements():

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from typing import Callable, Union
+from collections.abc import Callable, Iterable
 
 import torch
 
-# typing.Callable: that of collections.abc has no hash in Python 3.9.0 and 3.9.1.
-Skip = Union[str, Iterable[str], Callable[[str, torch.nn.Module], bool]]
+Skip = str | Iterable[str] | Callable[[str, torch.nn.Module], bool]
 
 # Output layers decide between many close candidates, and routers between experts: both are small and sensitive.
 DEFAULT_SKIP = (r"re:(.*\.)?lm_head$", r"re:(.*\.)?(gate|router|shared_expert_gate)$")
