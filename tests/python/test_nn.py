@@ -108,9 +108,24 @@ def test_compressed_tensors_errors():
         ((words, torch.ones(4, 2)), r"weight_scale is \[4, 2\], expected \[5, groups\]"),
         ((words, torch.ones(5, 3)), r"weight_scale has 3 groups, which do not divide K = 64"),
         ((torch.full((5, 64), 9, dtype=torch.int8), scales), r"weight holds values in \[9, 9\]"),
+        ((words, scales.int()), r"weight_scale: dtype torch.int32, but float16 or bfloat16 or float32 is expected"),
+        ((words, scales, None, torch.ones(4)), r"bias: shape \(4,\), but 5 output features make \(5,\)"),
+        ((words[:0], scales[:0]), r"weight_packed: shape \(0, 8\), which holds nothing"),
     ]:
         with pytest.raises(ValueError, match=message):
             call(*arguments)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("zero_points", [False, True])
+def test_compressed_tensors_scales_that_are_no_numbers(value, zero_points):
+    """With zero points and without."""
+    zeros = torch.zeros(5, 2, dtype=torch.int8), torch.full((1, 2), 0x08888888, dtype=torch.int32)
+    for weight, zero in zip((torch.zeros(5, 64, dtype=torch.int8), torch.zeros(5, 8, dtype=torch.int32)), zeros):
+        scales = torch.ones(5, 2)
+        scales[3, 1] = value
+        with pytest.raises(ValueError, match="weight_scale: not all scales are finite"):
+            W4A8Linear.from_compressed_tensors(weight, scales, weight_zero_point=zero if zero_points else None)
 
 
 def test_state_dict():
