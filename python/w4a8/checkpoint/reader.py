@@ -15,6 +15,7 @@ from w4a8.checkpoint.settings import MoESettings, settings_from_config
 from w4a8.checkpoint.tensors import CheckpointTensors
 from w4a8.core.experts import ExpertSizes
 from w4a8.core.json_fields import CheckpointError, read_json
+from w4a8.core.memory import on_cpu
 from w4a8.core.packer import ExpertPacker
 from w4a8.core.quant_args import DYNAMIC_INT8_TOKENS, QuantizationArgs, QuantizationStrategy
 from w4a8.formats import NotOurs, Rules, Stored, find_config, rules_of, stored_as
@@ -313,6 +314,21 @@ def _ours(readers: list[_ExpertsReader]) -> list[_ExpertsReader]:
     return [reader for reader, reason in zip(readers, reasons) if reason is None]
 
 
+def _build(readers: list[_ExpertsReader], quantize_w4a16: bool, progress: bool) -> dict[str, RoutedExperts]:
+    """The layers, one after the other."""
+    for reader in readers:
+        reader.check_files()
+    loaded: dict[str, RoutedExperts] = {}
+    bar = progress_bar(sum(len(reader.local) for reader in readers), progress, "expert", "packing experts")
+    try:
+        for reader in readers:
+            loaded[reader.layer.name] = reader.build(quantize_w4a16, bar.update if bar is not None else lambda: None)
+    finally:
+        if bar is not None:
+            bar.close()
+    return loaded
+
+
 def load(
     path: str | Path,
     *,
@@ -354,7 +370,8 @@ def load(
         progress: show a progress bar, if tqdm is installed.
 
     Returns:
-        Layers by name, in the order of the model. Under tensor or expert parallelism their outputs are summands.
+        Layers by name, in the order of the model, on the CPU. Under tensor or expert parallelism their outputs are
+        summands.
 
     Raises:
         ImportError: safetensors is not installed.
@@ -378,16 +395,8 @@ def load(
             "fused three-dimensional experts must be linearized before they are quantized"
         )
     interleaved = settings.w13_interleaved if w13_interleaved is None else w13_interleaved
-    readers = _ours([_ExpertsReader(tensors, rules, settings, parallel, interleaved, layer) for layer in layers])
-    for reader in readers:
-        reader.check_files()
-    loaded: dict[str, RoutedExperts] = {}
-    bar = progress_bar(sum(len(reader.local) for reader in readers), progress, "expert", "packing experts")
-    try:
-        for reader in readers:
-            loaded[reader.layer.name] = reader.build(quantize_w4a16, bar.update if bar is not None else lambda: None)
-    finally:
-        if bar is not None:
-            bar.close()
+    with on_cpu():
+        readers = _ours([_ExpertsReader(tensors, rules, settings, parallel, interleaved, layer) for layer in layers])
+        loaded = _build(readers, quantize_w4a16, progress)
     logger.info("packed %d layers of %s", len(loaded), path)
     return loaded
