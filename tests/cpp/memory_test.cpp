@@ -117,8 +117,8 @@ TEST_P(MemoryTest, FusedMoe) {
     const int64_t rows2 = std::min(slots, task_rows(kernel(), depth2));
     const int64_t own = std::max<int64_t>(128 * 1024, 384 * rows) + 64 * rows +
                         std::max(unpacked(kernel(), rows, depth13, group13), unpacked(kernel(), rows2, depth2, group2));
-    EXPECT_GE(workspace.capacity(), slots * (slot + 8) + y / 2);
-    EXPECT_LE(workspace.capacity(), slots * (slot + 12) + y + c.threads * own + 88 * c.moe.experts + kAlignment);
+    EXPECT_GE(workspace.capacity(), slots * (slot + 4) + y / 2);
+    EXPECT_LE(workspace.capacity(), slots * (slot + 8) + y + c.threads * own + 88 * c.moe.experts + kAlignment);
   }
 }
 
