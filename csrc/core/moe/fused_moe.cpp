@@ -115,7 +115,8 @@ struct Plan {
       : workers(workers_in),
         planes13(experts.planes13),
         planes2(experts.planes2),
-        batches(ceil_div(args.tokens, moe_batch_tokens(args.top_k, args.hidden, args.intermediate, planes13, planes2))),
+        batches(ceil_div(args.tokens,
+                         moe_batch_tokens(args.top_k, args.hidden, args.intermediate, args.group, planes13, planes2))),
         slots(ceil_div(args.tokens, batches) * args.top_k),
         max_rows13(kernel.task_rows(planes13 * args.hidden)),
         max_rows2(kernel.task_rows(planes2 * args.intermediate)),
@@ -156,7 +157,7 @@ struct MoeBuffers {
       : buckets{slicer.take<int64_t>(args.experts + 1), slicer.take<int32_t>(plan.slots)},
         units13(slicer.take<Unit>(plan.max_units13)),
         units2(slicer.take<Unit>(plan.max_units2)),
-        spans_left(slicer.take<std::atomic<int32_t>>(plan.max_units13)),
+        spans_left(slicer.take<int32_t>(plan.max_units13)),
         x(QuantizedRows::slice(slicer, plan.slots, args.hidden, group13(args), plan.planes13)),
         h(slicer.take<float>(plan.slots * args.intermediate)),
         hq(QuantizedRows::slice(slicer, plan.slots, args.intermediate, group2(args), plan.planes2)),
@@ -166,11 +167,11 @@ struct MoeBuffers {
   Buckets buckets;
   Unit* units13;
   Unit* units2;
-  std::atomic<int32_t>* spans_left;  // of each of units13, until its rows of h are complete
-  QuantizedRows x;                   // rows sorted by expert
-  float* h;                          // [rows, I]
-  QuantizedRows hq;                  // h quantized
-  float* y;                          // [rows, columns of a stripe]
+  int32_t* spans_left;  // of each of units13, until its rows of h are complete; atomic while tasks run
+  QuantizedRows x;      // rows sorted by expert
+  float* h;             // [rows, I]
+  QuantizedRows hq;     // h quantized
+  float* y;             // [rows, columns of a stripe]
   WorkerBuffers own;
 };
 
@@ -303,7 +304,7 @@ class Batch {
       kernel_.activate(args_.activation, gate + r * ld_gate, up == nullptr ? nullptr : up + r * ld_up,
                        b_.h + (unit.rows.begin + r) * inner + column, columns);
     }
-    if (--b_.spans_left[task / up_.spans] == 0) requantize(unit.rows);
+    if (--std::atomic_ref<int32_t>(b_.spans_left[task / up_.spans]) == 0) requantize(unit.rows);
   }
 
   void requantize(Range rows) {
@@ -378,11 +379,13 @@ class Batch {
 
 }  // namespace
 
-int64_t moe_batch_tokens(int64_t top_k, int64_t hidden, int64_t intermediate, int64_t planes13, int64_t planes2) {
-  // Per slot: x and h as int8, h as float32, and where stripes cannot be smaller, y.
-  const int64_t x = planes13 * hidden + hidden / 8;
-  const int64_t bytes = std::max<int64_t>(1, top_k) * (x + (4 + planes2) * intermediate + 512);
-  return std::max<int64_t>(64, kScratchBytes / bytes);
+int64_t moe_batch_tokens(int64_t top_k, int64_t hidden, int64_t intermediate, int64_t group, int64_t planes13,
+                         int64_t planes2) {
+  const int64_t x = QuantizedRows::row_bytes(hidden, group == -1 ? hidden : group, planes13);
+  const int64_t h = QuantizedRows::row_bytes(intermediate, group == -1 ? intermediate : group, planes2);
+  const int64_t y = ceil_div(ceil_div(hidden, kPanelColumns), kMostStripes) * kPanelColumns * 4;  // of the least stripe
+  const int64_t slot = x + h + y + 4 * intermediate + 8;  // h as float32; what sorts the rows
+  return std::max<int64_t>(64, kScratchBytes / (std::max<int64_t>(1, top_k) * slot));
 }
 
 void fused_moe(const Kernel& kernel, Parallel& parallel, Workspace& workspace, const MoeArgs& args) {
