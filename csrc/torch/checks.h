@@ -1,7 +1,7 @@
 // Tensors and scalars of a call -> what the core takes, with errors that name the argument.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <initializer_list>
 #include <string>

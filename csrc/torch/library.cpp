@@ -144,9 +144,10 @@ std::tuple<at::Tensor, at::Tensor> topk_routing(const at::Tensor& router_logits,
                                                 c10::string_view scoring_func, c10::optional<int64_t> num_expert_group,
                                                 c10::optional<int64_t> topk_group, double routed_scaling_factor,
                                                 const c10::optional<at::Tensor>& e_score_correction_bias) {
-  return op<"topk_routing", decltype(topk_routing)>().call(router_logits, top_k, renormalize, scoring_func,
-                                                           num_expert_group, topk_group, routed_scaling_factor,
-                                                           e_score_correction_bias);
+  // Not decltype(topk_routing): the core has another function of that name.
+  return op<"topk_routing", decltype(routing_cpu)>().call(router_logits, top_k, renormalize, scoring_func,
+                                                          num_expert_group, topk_group, routed_scaling_factor,
+                                                          e_score_correction_bias);
 }
 
 std::string version() { return W4A8_VERSION; }

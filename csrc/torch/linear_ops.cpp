@@ -1,4 +1,6 @@
 // pack, unpack and matmul: checks, views and output tensors. The core computes.
+#include <ATen/ops/empty.h>
+
 #include "core/gemm.h"
 #include "core/pack.h"
 #include "kernels/registry.h"

@@ -1,4 +1,6 @@
 // Activations quantized by the caller: the per-token quantizer and int4_gemm_w4a8. Checks and views; the core computes.
+#include <ATen/ops/empty.h>
+
 #include "core/gemm.h"
 #include "core/pack.h"
 #include "core/token_quant.h"
