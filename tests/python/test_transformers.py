@@ -9,12 +9,12 @@ import sys
 import pytest
 import torch
 from common import assert_same_bits
-from test_quantize_transformers import DENSE, MODELS, make_model
+from test_quantize_transformers import DENSE, FAMILIES, MODELS, make_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import w4a8
 from w4a8.nn import W4A8Experts, W4A8Linear
-from w4a8.quantization import DEFAULT_SKIP, QuantizationError
+from w4a8.quantization import QuantizationError
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 if int(transformers.__version__.split(".")[0]) < 5:
@@ -54,7 +54,7 @@ def quantized_whole(directory, *args, **options):
     return model, w4a8.quantize_(model, *args, **options)
 
 
-@pytest.mark.parametrize("name", [*MODELS, *DENSE])
+@pytest.mark.parametrize("name", [*MODELS, *DENSE, *FAMILIES])
 def test_bits(name, tmp_path):
     """Quantized while loading, and packed, saved and mapped: the logits of quantize_. In several shards, so that the
     weights of a module come from two files."""
@@ -87,8 +87,9 @@ def test_bits(name, tmp_path):
         {"clip_search": True},
         {"symmetric": False},
         {"values": "e2m1", "clip_search": True},
-        {"skip": [*DEFAULT_SKIP, "model.layers.0.mlp", "re:.*o_proj"]},
-        {"skip": [*DEFAULT_SKIP, "re:.*experts$"]},
+        {"skip": ["model.layers.0.mlp", "re:.*o_proj"]},
+        {"skip": ["re:.*experts$"]},
+        {"default_skip": False},
     ],
     ids=str,
 )
@@ -108,6 +109,34 @@ def test_options(options, tmp_path):
     again = W4A8Config.from_dict(saved)
     assert again.to_dict() == saved
     assert again.options() == config.options()
+
+
+def test_skip_that_matches_nothing(tmp_path):
+    save_float("qwen3", tmp_path)
+    config = W4A8Config(skip=["model.layers.0", "layers.1.mlp"])
+    with pytest.raises(ValueError, match=r"skip holds 'layers\.1\.mlp', which matches the name of no module"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)
+
+
+def test_what_stays_float_is_said(tmp_path, caplog):
+    """The share by a warning, where it is more than half; the rest in the report, which is logged."""
+    save_float("qwen3", tmp_path)
+    caplog.set_level("INFO", "w4a8")
+    model = load(tmp_path, quantization_config=W4A8Config())
+    report = model.hf_quantizer.report
+    assert [(record.levelname, record.message) for record in caplog.records] == [("INFO", str(report))]
+    caplog.clear()
+    model = load(tmp_path, quantization_config=W4A8Config(skip=["re:.*experts$"]))
+    report = model.hf_quantizer.report
+    floats = sum(parameter.numel() * 2 for parameter in model.parameters())
+    packed = sum(buffer.numel() for key, buffer in model.named_buffers() if key.endswith("packed"))
+    assert report.left_share == floats / (floats + packed) > 0.5
+    said = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert said == [
+        f"{100 * report.left_share:.1f}% of the model's bytes stay float; model.hf_quantizer.report says which and why"
+    ]
+    load(tmp_path, quantization_config=W4A8Config()).save_pretrained(tmp_path / "packed")
+    assert load(tmp_path / "packed").hf_quantizer.report is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -138,8 +167,8 @@ def test_tied_output_layer_stays(tmp_path):
     config = copy.deepcopy(make_model("Qwen3").config)
     config.tie_word_embeddings = True
     transformers.Qwen3ForCausalLM(config).bfloat16().save_pretrained(tmp_path / "float")
-    whole, report = quantized_whole(tmp_path / "float", skip=[])
-    model = load(tmp_path / "float", quantization_config=W4A8Config(skip=[]))
+    whole, report = quantized_whole(tmp_path / "float", default_skip=False)
+    model = load(tmp_path / "float", quantization_config=W4A8Config(default_skip=False))
     assert report.skipped["lm_head"] == "its weight is shared with model.embed_tokens"
     assert model.hf_quantizer.report == report
     assert model.lm_head.weight is model.model.embed_tokens.weight
@@ -246,7 +275,7 @@ def test_output_layer_can_be_quantized_later(tmp_path):
     """What is done for its speed is no reason to leave it."""
     save_float("qwen3", tmp_path)
     model = load(tmp_path, quantization_config=W4A8Config())
-    w4a8.quantize_(model, skip="re:.*gate")
+    w4a8.quantize_(model, skip="re:.*gate", default_skip=False)
     assert isinstance(model.lm_head, W4A8Linear)
 
 
@@ -325,6 +354,7 @@ def test_nan_names_the_module(tmp_path):
         ({"scale_dtype": "float16"}, ValueError, "scale_dtype is float16"),
         ({"skip": len}, TypeError, "skip is a function"),
         ({"skip": ["re:("]}, ValueError, "regular expression"),
+        ({"default_skip": None}, TypeError, "default_skip is None, expected True or False"),
         ({"bits": 4}, TypeError, "bits"),
         ({"symmetric": 0}, TypeError, "symmetric is 0, expected True or False"),
         ({"values": "int8"}, ValueError, "values is 'int8'"),

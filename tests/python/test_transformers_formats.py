@@ -155,9 +155,12 @@ def test_formats(kind, name, tmp_path):
     assert {n for n, m in model.named_modules() if isinstance(m, (W4A8Linear, W4A8Experts))} == {
         n for n, m in want.named_modules() if isinstance(m, (W4A8Linear, W4A8Experts))
     }
-    assert set(model.hf_quantizer.report.replaced) == {
-        n for n, m in model.named_modules() if isinstance(m, (W4A8Linear, W4A8Experts))
-    }
+    report = model.hf_quantizer.report
+    assert set(report.replaced) == {n for n, m in model.named_modules() if isinstance(m, (W4A8Linear, W4A8Experts))}
+    left = {key.rpartition(".")[0] for key, parameter in model.named_parameters() if parameter.dim() > 1}
+    assert {"model.embed_tokens", "lm_head"} <= left
+    assert report.skipped == dict.fromkeys(left, "it is not quantized in the checkpoint")
+    assert report.left_bytes == sum(parameter.numel() * 2 for parameter in model.parameters())
     assert_same_bits(model(TOKENS).logits, want(TOKENS).logits)
     model.save_pretrained(tmp_path / "packed")
     packed = AutoModelForCausalLM.from_pretrained(tmp_path / "packed")

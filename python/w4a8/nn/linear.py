@@ -19,6 +19,7 @@ from w4a8.formats import (
     from_quark_mxfp4,
 )
 from w4a8.formats.words import CODES
+from w4a8.nn.grids import DEFAULT_GROUP_SIZE
 from w4a8.nn.packed import PackedLinear
 from w4a8.nn.rounding import round_weight
 
@@ -33,7 +34,7 @@ class W4A8Linear(PackedLinear):
     def from_float(
         cls,
         linear: torch.nn.Linear,
-        group_size: int = -1,
+        group_size: int = DEFAULT_GROUP_SIZE,
         *,
         scale_dtype: torch.dtype = torch.float32,
         clip_search: bool = False,

@@ -8,6 +8,7 @@ import torch
 
 from w4a8.core.matrix import Matrix
 from w4a8.core.matrix8 import pack_again
+from w4a8.nn.grids import DEFAULT_GROUP_SIZE
 from w4a8.ops import dyn_quant_matmul_4bit, read_header
 
 
@@ -72,7 +73,9 @@ class PackedLinear(PackedModule):
 
     packed: torch.Tensor
 
-    def __init__(self, packed: torch.Tensor, in_features: int, out_features: int, group_size: int = -1) -> None:
+    def __init__(
+        self, packed: torch.Tensor, in_features: int, out_features: int, group_size: int = DEFAULT_GROUP_SIZE
+    ) -> None:
         """Takes a packed matrix.
 
         Args:

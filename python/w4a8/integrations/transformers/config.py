@@ -13,9 +13,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from w4a8.core.matrix import GROUP_SIZES, is_group_size
 from w4a8.formats.packed_directory import FORMAT, METHOD, VERSION
-from w4a8.nn.grids import grid_of
-from w4a8.quantization import DEFAULT_SKIP
-from w4a8.quantization.skip import skip_function
+from w4a8.nn.grids import DEFAULT_GROUP_SIZE, grid_of
+from w4a8.quantization.skip import Skipped
 
 _SCALE_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -26,9 +25,10 @@ class W4A8Config(QuantizationConfigMixin):
 
     def __init__(
         self,
-        group_size: int = 32,
+        group_size: int = DEFAULT_GROUP_SIZE,
         *,
-        skip: str | Iterable[str] = DEFAULT_SKIP,
+        skip: str | Iterable[str] = (),
+        default_skip: bool = True,
         scale_dtype: str | torch.dtype = "float32",
         clip_search: bool = False,
         symmetric: bool = True,
@@ -39,8 +39,8 @@ class W4A8Config(QuantizationConfigMixin):
 
         Args:
             group_size: weights per scale, 16 or a multiple of 32; -1 is one scale per output feature.
-            skip: names of modules to leave alone, and ``re:`` with regular expressions. The default leaves output
-                layers and routers alone; another value replaces it.
+            skip: names of modules to leave alone besides, and ``re:`` with regular expressions.
+            default_skip: leave output layers and routers alone as well; False quantizes those that are linear layers.
             scale_dtype: of the weights' scales: float32 or bfloat16.
             clip_search: try several scales per group; takes many times as long.
             symmetric: False: int4 values with a zero point for each group.
@@ -60,7 +60,10 @@ class W4A8Config(QuantizationConfigMixin):
         if callable(skip):
             raise TypeError("skip is a function, which config.json cannot hold: give names or 're:' and a pattern")
         self.skip = [skip] if isinstance(skip, str) else list(skip)
-        skip_function(self.skip)  # refuses what is neither
+        if not isinstance(default_skip, bool):
+            raise TypeError(f"default_skip is {default_skip!r}, expected True or False")
+        self.default_skip = default_skip
+        self.skipped()  # refuses what is neither a name nor a pattern
         self.scale_dtype = str(scale_dtype).removeprefix("torch.")
         if self.scale_dtype not in _SCALE_TYPES:
             raise ValueError(f"scale_dtype is {scale_dtype}, expected float32 or bfloat16")
@@ -77,6 +80,10 @@ class W4A8Config(QuantizationConfigMixin):
         other = copy.deepcopy(self)
         other.source = source
         return other
+
+    def skipped(self) -> Skipped:
+        """What to leave alone."""
+        return Skipped(self.skip, self.default_skip)
 
     @property
     def most_in_features(self) -> int:
@@ -113,6 +120,7 @@ class W4A8Config(QuantizationConfigMixin):
             "version": VERSION,
             "group_size": self.group_size,
             "skip": list(self.skip),
+            "default_skip": self.default_skip,
             "scale_dtype": self.scale_dtype,
             "clip_search": self.clip_search,
             "symmetric": self.symmetric,

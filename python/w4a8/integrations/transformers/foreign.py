@@ -18,7 +18,8 @@ from w4a8.integrations.transformers.memory import Pages
 from w4a8.integrations.transformers.names import Names, slices
 from w4a8.nn import W4A8Experts, linear_from_matrix
 from w4a8.quantization import QuantizationReport
-from w4a8.quantization.moe_blocks import fused_experts
+from w4a8.quantization.moe_blocks import fused_experts, is_gpt_oss
+from w4a8.quantization.size import Large
 
 _SUFFIXES = (*QUANTIZED_SUFFIXES, "scales", "weight", "bias")  # the last part of a tensor's name
 # MXFP4 as gpt-oss has it: all experts in one tensor, ``model.layers.0.mlp.experts.gate_up_proj_blocks``.
@@ -48,11 +49,6 @@ def checked_rules(source: Mapping[str, Any]) -> Rules:
             f"{_METHODS[-1]}. Load it without W4A8Config, or an unquantized checkpoint with it"
         )
     return rules_of(source)
-
-
-def _is_gpt_oss(module: torch.nn.Module) -> bool:
-    """Whether gate and up are one matrix of each expert, whose rows alternate."""
-    return type(module).__name__ == "GptOssExperts"
 
 
 @dataclass
@@ -118,7 +114,7 @@ class Foreign:
         one = _ONE_OF_A_STACK.fullmatch(name)
         if parameter is None and one is not None:
             parameter, sources, pattern = names.parameter(".".join(one.groups()))
-            if parameter is not None and not _is_gpt_oss(model.get_submodule(parameter.rpartition(".")[0])):
+            if parameter is not None and not is_gpt_oss(model.get_submodule(parameter.rpartition(".")[0])):
                 parameter = None  # whether its rows alternate is not known
         if parameter is None:
             raise ValueError(f"{name} is quantized, but {type(model).__name__} has no such weight")
@@ -144,6 +140,11 @@ class Foreign:
             report.replaced[name] = repr(new)
             report.float_bytes += sum(weight.numel() * weight.element_size() for weight in module.old.parameters())
             report.packed_bytes += sum(packed.numel() for packed in new.buffers())
+        large = Large(model)
+        for name, module in model.named_modules():
+            for parameter in large.of(module):
+                report.skipped[name or parameter] = "it is not quantized in the checkpoint"
+        report.measure(model)
         return report
 
     def _pack(self, module: _Module) -> torch.nn.Module:
@@ -157,7 +158,7 @@ class Foreign:
         if experts.activation is None:
             raise ValueError(f"activation {type(experts.act_fn).__name__} is not one of the operator")
         given = {leaf: len(lists) for leaf, lists in module.matrices.items()}
-        expected = {"gate_up_proj": 1 if self.stacked or _is_gpt_oss(old) else 2, "down_proj": 1}
+        expected = {"gate_up_proj": 1 if self.stacked or is_gpt_oss(old) else 2, "down_proj": 1}
         if given != expected:
             raise ValueError(f"matrices of {given} in the files, expected {expected}")
         count, hidden, intermediate = experts.sizes
