@@ -387,6 +387,15 @@ def other_shape(tensors):
     tensors["model.layers.0.self_attn.q_proj.packed"] = W4A8Linear.from_float(linear, 32).packed
 
 
+def extra_bias(tensors):
+    tensors["model.layers.0.self_attn.q_proj.packed"] = W4A8Linear.from_float(torch.nn.Linear(64, 64), 32).packed
+
+
+def extra_bias_of_experts(tensors):
+    experts = W4A8Experts.from_float(torch.randn(6, 64, 64), torch.randn(6, 64, 32), w2_bias=torch.randn(6, 64))
+    tensors["model.layers.0.mlp.experts.w2_packed"] = experts.w2_packed
+
+
 def no_w2(tensors):
     del tensors["model.layers.0.mlp.experts.w2_packed"]
 
@@ -408,6 +417,8 @@ def nothing_packed(tensors):
         (no_w2, r"layers\.0\.mlp\.experts: .*w2_packed"),
         (fewer_experts, r"w2_packed: \[experts, n, k\] is \[4, 64, 32\]"),
         (nothing_packed, "no packed tensors"),
+        (extra_bias, r"q_proj: packed: bias is True, expected False"),
+        (extra_bias_of_experts, r"layers\.0\.mlp\.experts: w2_packed: bias is True, expected False"),
     ],
 )
 def test_damaged_directories(change, match, tmp_path):
@@ -415,6 +426,25 @@ def test_damaged_directories(change, match, tmp_path):
     load(tmp_path / "float", quantization_config=W4A8Config()).save_pretrained(tmp_path / "packed")
     damaged(tmp_path / "packed", change)
     with pytest.raises(ValueError, match=match):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+
+
+@pytest.mark.parametrize("name, part", [("Qwen2", "self_attn.q_proj"), ("gpt-oss", "mlp.experts")])
+def test_packed_without_a_bias(name, part, tmp_path):
+    """That the model has."""
+    save_float(name, tmp_path / "float")
+    load(tmp_path / "float", quantization_config=W4A8Config()).save_pretrained(tmp_path / "packed")
+
+    def change(tensors):
+        if name == "Qwen2":
+            packed = W4A8Linear.from_float(torch.nn.Linear(64, 64, bias=False), 32).packed
+            tensors["model.layers.0.self_attn.q_proj.packed"] = packed
+        else:
+            experts = W4A8Experts.from_float(torch.randn(6, 64, 64), torch.randn(6, 64, 32), 32)
+            tensors["model.layers.0.mlp.experts.w13_packed"] = experts.w13_packed
+
+    damaged(tmp_path / "packed", change)
+    with pytest.raises(ValueError, match=rf"layers\.0\.{part}: \w*packed: bias is False, expected True"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
 
 

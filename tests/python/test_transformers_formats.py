@@ -298,3 +298,57 @@ def test_int8_without_scales(tmp_path):
         save_file(there, file, metadata={"format": "pt"})
         with pytest.raises(ValueError, match=match):
             load(tmp_path / "theirs")
+
+
+def change_file(directory, change):
+    """Changes the tensors of a checkpoint, a dict."""
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    tensors = {key: tensor.clone() for key, tensor in tensors.items()}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("kind", ["GPTQ", "W4A8 pack-quantized"])
+def test_missing_bias(kind, tmp_path):
+    """The model has one, so without it every number is another."""
+    write(tmp_path / "theirs", "Qwen2", *FORMATS[kind])
+    change_file(tmp_path / "theirs", lambda tensors: tensors.pop("model.layers.1.self_attn.k_proj.bias"))
+    with pytest.raises(ValueError, match=r"layers\.1\.self_attn\.k_proj has no bias, but the model has"):
+        load(tmp_path / "theirs")
+
+
+EXTRA = {
+    "linear": ["model.layers.1.self_attn.k_proj"],
+    "an expert": ["model.layers.1.mlp.experts.3.up_proj"],
+    "experts": [
+        f"model.layers.1.mlp.experts.{expert}.{name}_proj" for expert in range(6) for name in ("gate", "up", "down")
+    ],
+}
+
+
+@pytest.mark.parametrize("where", EXTRA)
+@pytest.mark.parametrize("kind", ["GPTQ", "W4A8 pack-quantized"])
+def test_extra_bias(kind, where, tmp_path):
+    """One that the model does not have is refused; of zeros, as older tools wrote them everywhere, left out."""
+    want = write(tmp_path / "theirs", "qwen3", *FORMATS[kind])
+
+    def add(value):
+        def change(tensors):
+            for name in EXTRA[where]:
+                bias = torch.zeros(32 if "experts" in name and "down" not in name else 64)
+                bias[17] = value
+                tensors[f"{name}.bias"] = bias
+
+        return change
+
+    change_file(tmp_path / "theirs", add(0.0))
+    model = load(tmp_path / "theirs")
+    assert_same_bits(model(TOKENS).logits, want(TOKENS).logits)
+    assert model.state_dict().keys() == want.state_dict().keys()
+    for key, tensor in model.state_dict().items():
+        assert tensor.shape == want.state_dict()[key].shape, key
+    for value in (1e-3, float("nan")):
+        change_file(tmp_path / "theirs", add(value))
+        name = EXTRA[where][0].replace(".", r"\.")
+        with pytest.raises(ValueError, match=f"{name} has a bias, but the model has none"):
+            load(tmp_path / "theirs")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -151,7 +151,7 @@ class Foreign:
         old, pages = module.old, Pages(self.files)
         if type(old) is torch.nn.Linear:
             shape = (old.out_features, old.in_features)
-            return linear_from_matrix(self._matrix(module.matrices["weight"][0][0], shape, pages))
+            return linear_from_matrix(self._matrix(module.matrices["weight"][0][0], shape, old.bias is not None, pages))
         experts = fused_experts(old)
         if experts is None:
             raise ValueError(f"quantized {sorted(module.matrices)} of a {type(old).__name__}, which is not supported")
@@ -186,42 +186,42 @@ class Foreign:
             raise ValueError(f"matrices of {[len(names) for names in sources]} experts, expected {count}")
         stack, group = None, columns
         for expert in range(count):
-            for name, row, matrix in self._parts(sources, shape, expert, pages):
+            for name, row, matrix in self._parts(sources, shape, expert, biased, pages):
                 if stack is None:
                     group = matrix.group
                     bias = None if matrix.bias is None else matrix.bias.dtype
                     stack = MatrixStack(count, rows, columns, group, bias)
-                if biased and matrix.bias is None:
-                    raise ValueError(f"{name} has no bias, but the model has")
-                if matrix.group != group or (matrix.bias is None) != (stack.bias_dtype is None):
-                    raise ValueError(f"{name} has other groups than the first expert, or a bias where it has none")
+                if matrix.group != group:
+                    raise ValueError(f"{name} has groups of {matrix.group}, the first expert of {group}")
                 stack.put(expert, row, matrix)
         return stack.pack(), group
 
     def _parts(
-        self, sources: list[list[str]], shape: tuple[int, int, int], expert: int, pages: Pages
+        self, sources: list[list[str]], shape: tuple[int, int, int], expert: int, biased: bool, pages: Pages
     ) -> Iterator[tuple[str, int, Matrix]]:
         """Name, first row in the stack, and matrix of each part of an expert."""
         count, rows, columns = shape
         if len(sources) > 1:
             size = rows // len(sources)
             for index, names in enumerate(sources):
-                yield names[expert], index * size, self._matrix(names[expert], (size, columns), pages)
+                yield names[expert], index * size, self._matrix(names[expert], (size, columns), biased, pages)
             return
         name = sources[0][0 if self.stacked else expert]
         if self.stacked:
             found = {suffix: part.get_shape()[0] for suffix, part in self.tensors[name].items()}
             if set(found.values()) != {count}:
                 raise ValueError(f"{name} is of {found} experts, expected {count}")
-        matrix = self._matrix(name, (rows, columns), pages, expert if self.stacked else None)
+        matrix = self._matrix(name, (rows, columns), biased, pages, expert if self.stacked else None)
         if not name.endswith(".gate_up_proj"):
             yield name, 0, matrix
             return
         for half in (0, 1):  # gate and up rows alternate
             yield name, half * (rows // 2), matrix.with_rows(slice(half, None, 2))
 
-    def _matrix(self, name: str, shape: tuple[int, int], pages: Pages, expert: int | None = None) -> Matrix:
-        """Reads a matrix, or that of one expert of a stack, which must be [N, K]."""
+    def _matrix(
+        self, name: str, shape: tuple[int, int], biased: bool, pages: Pages, expert: int | None = None
+    ) -> Matrix:
+        """Reads a matrix, or that of one expert of a stack, which must be [N, K] and have a bias if the model has."""
         parts = self.tensors[name]
         if expert is None:
             tensors = {suffix: part[...] for suffix, part in parts.items()}
@@ -235,4 +235,15 @@ class Foreign:
             raise ValueError(f"{name} is [{matrix.rows}, {matrix.columns}], expected {list(shape)}")
         # Whatever the matrix has of the tensors is a view; it comes from the file again.
         pages.release(tensors.values())
+        return _with_bias(matrix, biased, name)
+
+
+def _with_bias(matrix: Matrix, biased: bool, name: str) -> Matrix:
+    """The matrix, with a bias exactly if the model has one. (Older tools wrote zeros where it has none.)"""
+    if biased and matrix.bias is None:
+        raise ValueError(f"{name} has no bias, but the model has")
+    if biased or matrix.bias is None:
         return matrix
+    if matrix.bias.any():
+        raise ValueError(f"{name} has a bias, but the model has none")
+    return replace(matrix, bias=None)
