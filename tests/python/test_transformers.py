@@ -294,49 +294,6 @@ def test_compiled_decoding(tmp_path):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
 
 
-def test_training_is_refused(tmp_path):
-    save_float("qwen3", tmp_path)
-    model = load(tmp_path, quantization_config=W4A8Config())
-    with pytest.raises(RuntimeError, match="cannot be trained"):
-        model.train()
-    assert not model.training
-    assert model.eval() is model
-    with torch.enable_grad():
-        assert not model(TOKENS, labels=TOKENS).loss.requires_grad
-    arguments = transformers.TrainingArguments(str(tmp_path / "out")) if has_accelerate() else None
-    if arguments is not None:
-        with pytest.raises(ValueError, match="w4a8"):
-            transformers.Trainer(model, arguments)
-
-
-def has_accelerate():
-    return transformers.utils.is_accelerate_available()
-
-
-def test_other_devices_are_refused(tmp_path):
-    save_float("qwen3", tmp_path)
-    model = load(tmp_path, quantization_config=W4A8Config())
-    for move in (lambda: model.to("cuda"), lambda: model.to(device="cuda:0"), lambda: model.cuda()):
-        with pytest.raises(RuntimeError, match="cannot go to cuda"):
-            move()
-    assert model.to("cpu") is model
-    for device_map in ("cuda", {"": "cuda:0"}, {"model": "cpu", "lm_head": 0}):
-        with pytest.raises((RuntimeError, ValueError)):
-            AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=W4A8Config(), device_map=device_map)
-
-
-def test_copies_and_pickles(tmp_path):
-    """And a copy refuses for itself."""
-    save_float("qwen3", tmp_path)
-    model = load(tmp_path, quantization_config=W4A8Config())
-    want = model(TOKENS).logits
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert_same_bits(other(TOKENS).logits, want)
-        assert other.eval() is other
-        with pytest.raises(RuntimeError, match="cannot go to cuda"):
-            other.to("cuda")
-
-
 def test_nan_names_the_module(tmp_path):
     def spoil(model):
         model.model.layers[1].mlp.experts.gate_up_proj[3, 5, 7] = float("nan")
