@@ -185,6 +185,18 @@ def test_checkpoint_of_the_example(scheme):
     assert bytes(written[0].tolist()).decode("ascii").startswith("import ")
 
 
+@pytest.mark.parametrize(
+    "kind, spelling", [("GPTQ", "GPTQ"), ("AutoRound", "intel/auto-round"), ("AutoRound", "auto_round"), ("AWQ", "Awq")]
+)
+def test_spellings(kind, spelling, tmp_path):
+    """Of the method: those that w4a8.load reads too, which transformers does not know."""
+    write_matrix, quantization = FORMATS[kind]
+    want = write(tmp_path / "theirs", "qwen3", write_matrix, {**quantization, "quant_method": spelling})
+    assert_same_bits(load(tmp_path / "theirs")(TOKENS).logits, want(TOKENS).logits)
+    layers = w4a8.load(tmp_path / "theirs", quantize_w4a16=True)
+    assert len(layers) == 2
+
+
 def turned(k, groups):
     return (torch.arange(k) % groups).int()
 

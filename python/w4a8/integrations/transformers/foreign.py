@@ -12,7 +12,7 @@ import torch
 
 from w4a8.core.matrix import Matrix
 from w4a8.core.stack import MatrixStack
-from w4a8.formats import NotOurs, Rules, Stored, rules_of, stored_as
+from w4a8.formats import METHODS, NotOurs, Rules, Stored, method_of, rules_of, stored_as
 from w4a8.formats.parts import QUANTIZED_SUFFIXES
 from w4a8.integrations.transformers.memory import Pages
 from w4a8.integrations.transformers.names import Names, slices
@@ -27,8 +27,6 @@ _STACKED = re.compile(r"(.+\.experts\.\w+)_(blocks|scales|bias)")
 # The same of each expert, as AMD Quark has it: ``model.layers.0.mlp.experts.3.gate_up_proj``.
 _ONE_OF_A_STACK = re.compile(r"(.+\.experts)\.\d+\.(gate_up_proj|down_proj)")
 
-_METHODS = ("compressed-tensors", "gptq", "awq", "auto-round", "mxfp4", "modelopt", "quark")
-
 
 def _is_int8(parts: Mapping[str, Any]) -> bool:
     """Whether ``weight`` of some lazy tensors is an int8 matrix."""
@@ -42,11 +40,11 @@ def checked_rules(source: Mapping[str, Any]) -> Rules:
     Raises:
         ValueError: a method or setting that the operators cannot run; names it.
     """
-    method = str(source.get("quant_method"))
-    if method not in _METHODS:
+    if method_of(source) is None:
         raise ValueError(
-            f"the checkpoint is quantized with {method!r}; W4A8Config reads {', '.join(_METHODS[:-1])} and "
-            f"{_METHODS[-1]}. Load it without W4A8Config, or an unquantized checkpoint with it"
+            f"the checkpoint is quantized with {source.get('quant_method')!r}; W4A8Config reads "
+            f"{', '.join(METHODS[:-1])} and {METHODS[-1]}. Load it without W4A8Config, or an unquantized checkpoint "
+            "with it"
         )
     return rules_of(source)
 
@@ -80,7 +78,7 @@ class Foreign:
             ValueError: the method cannot be run, or a quantized tensor belongs to nothing in the model.
         """
         self.rules = checked_rules(source)
-        self.stacked = source["quant_method"] == "mxfp4"
+        self.stacked = method_of(source) == "mxfp4"
         self.files = files
         self.tensors: dict[str, dict[str, Any]] = {}  # by name of the matrix, then the last part of the tensor's
         with torch.device("cpu"):  # transformers builds models with the meta device as default
