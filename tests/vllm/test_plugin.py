@@ -245,14 +245,16 @@ def test_missing_module(fresh, monkeypatch):
 
 
 def test_wrong_operators(fresh, monkeypatch):
-    monkeypatch.setattr(selftest, "dyn_quant_matmul_4bit", lambda x, *rest: x[:, :32] + 1)
+    monkeypatch.setattr("w4a8.integrations.selftest.dyn_quant_matmul_4bit", lambda x, *rest: x[:, :32] + 1)
     assert fresh() == "CompressedTensorsConfig"
     assert "dyn_quant_matmul_4bit gives wrong sums" in fresh.warnings[0]
 
 
 def test_wrong_experts(fresh, monkeypatch):
-    right = selftest.dynamic_4bit_int_moe
-    monkeypatch.setattr(selftest, "dynamic_4bit_int_moe", lambda *args: right(*args) * 1.1)
+    from w4a8.integrations import selftest as shared
+
+    right = shared.dynamic_4bit_int_moe
+    monkeypatch.setattr(shared, "dynamic_4bit_int_moe", lambda *args: right(*args) * 1.1)
     assert fresh() == "CompressedTensorsConfig"
     assert "dynamic_4bit_int_moe gives wrong sums" in fresh.warnings[0]
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from transformers.quantizers import register_quantization_config
-from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from w4a8.core.matrix import GROUP_SIZES, is_group_size
@@ -19,7 +17,6 @@ from w4a8.quantization.skip import Skipped
 _SCALE_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-@register_quantization_config(METHOD)
 class W4A8Config(QuantizationConfigMixin):
     """Options of quantizing while loading: those of ``w4a8.quantize_``, as JSON can hold them."""
 
@@ -126,24 +123,3 @@ class W4A8Config(QuantizationConfigMixin):
             "symmetric": self.symmetric,
             "values": self.values,
         }
-
-
-def _merge_foreign(merge: Callable[..., Any]) -> Callable[..., Any]:
-    """Lets W4A8Config stand beside the config of another method, which transformers takes for a mistake."""
-
-    def merged(
-        quantization_config: dict[str, Any] | QuantizationConfigMixin,
-        quantization_config_from_args: QuantizationConfigMixin | None,
-    ) -> QuantizationConfigMixin:
-        if isinstance(quantization_config_from_args, W4A8Config):
-            found = quantization_config
-            source = found if isinstance(found, dict) else found.to_dict()
-            if source.get("quant_method") != METHOD:
-                return quantization_config_from_args.for_source(source)
-        return merge(quantization_config, quantization_config_from_args)
-
-    return merged
-
-
-# There is nothing to register this with.
-AutoHfQuantizer.merge_quantization_configs = staticmethod(_merge_foreign(AutoHfQuantizer.merge_quantization_configs))

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.quantizers import HfQuantizer, register_quantizer
+from transformers.quantizers import HfQuantizer
 
 from w4a8.formats.config import config_in
-from w4a8.formats.packed_directory import METHOD
 from w4a8.integrations.transformers.collect import Collector, Give, unstacked
 from w4a8.integrations.transformers.config import W4A8Config
 from w4a8.integrations.transformers.foreign import Foreign
@@ -24,7 +23,6 @@ from w4a8.quantization import QuantizationReport
 logger = logging.getLogger(__name__)
 
 
-@register_quantizer(METHOD)
 class W4A8HfQuantizer(HfQuantizer):
     """Quantizes float checkpoints while they load, packs what others have quantized, and maps packed directories.
 
