@@ -125,6 +125,28 @@ def dequantize(weights, scales):
     return w * np.repeat(scales, w.shape[1] // scales.shape[1], axis=1)
 
 
+def sum_of_terms(q, zp, recip, weights, scales, channel_scales=None):
+    """All that a matmul of section 2 or 3 adds and subtracts, without signs: float64 [M, N]."""
+    w = np.abs(dequantize(weights, scales))
+    if channel_scales is not None:
+        w *= np.asarray(channel_scales, np.float64)[:, None]
+    if w.shape[1] == 2 * q.shape[1]:
+        q = np.concatenate([q, q], 1)
+    return (np.abs(q) @ w.T + np.abs(zp)[:, None] * w.sum(1)) * recip[:, None].astype(np.float64)
+
+
+def rounding_bound(terms, groups, bias=0.0, products=0):
+    """How far the float32 of section 2 or 3 may be from the real number that its integers and scales stand for.
+
+    terms: as of `sum_of_terms`. The sum over G groups rounds each conversion and fma: G + 1 times; W likewise G times;
+    fma(-zp, W, f) once; the product with recip once: no term more than G + 3 times. `products`: roundings of factors
+    before, of recip * c say. The last addition rounds everything once more, and the bias. Section 2 rounds four times.
+    """
+    times = groups + 4 + products
+    grown = U / (1 - times * U)  # n roundings: a factor within n U / (1 - n U)
+    return times * grown * terms + grown * np.abs(bias)
+
+
 # What docs/numerics.md section 5 grants exp and erfc, relative.
 EXP_ERROR, ERFC_ERROR = 2e-7, 5e-7
 
@@ -175,7 +197,7 @@ def _half_distance(v):
     return np.abs(v - np.floor(v) - 0.5)
 
 
-def second_matmul(h, error, weights, scales, bias):
+def second_matmul(h, error, weights, scales, bias, channel_scales=None):
     """y = quantize(h) times a 4-bit matrix, and how far off a kernel may be whose h is within `error` of this one.
 
     Integers differ only where a value sits within `error` (in steps) of the middle between two: each such value moves
@@ -184,7 +206,7 @@ def second_matmul(h, error, weights, scales, bias):
     h32 = h.astype(F32)
     error = error + U * np.abs(h)
     q, zp, recip = quantize(h32)
-    y = matmul_quantized(q, zp, recip, weights, scales, bias)
+    y = matmul_quantized(q, zp, recip, weights, scales, bias, channel_scales)
 
     mn, mx = np.minimum(0, h.min(1)), np.maximum(0, h.max(1))
     span = np.where(mx > mn, mx - mn, 1)
@@ -198,6 +220,8 @@ def second_matmul(h, error, weights, scales, bias):
     undecided &= (mx > mn)[:, None]
 
     size = np.abs(dequantize(weights, scales))  # [N, K]
+    if channel_scales is not None:
+        size *= np.asarray(channel_scales, np.float64)[:, None]
     if size.shape[1] == 2 * q.shape[1]:  # both planes of a weight move with q
         size = size[:, : q.shape[1]] + size[:, q.shape[1] :]
     moved = undecided.astype(np.float64) @ size.T / scale[:, None]
@@ -206,13 +230,15 @@ def second_matmul(h, error, weights, scales, bias):
     terms = np.abs(q - zp[:, None]) @ size.T + np.abs(zp)[:, None] * size.sum(1)[None]
     rounding = np.where(undecided.any(1)[:, None], (2 * groups + 4) * U * terms / scale[:, None], 0)
     without_bias = np.abs(y if bias is None else y - np.asarray(bias, np.float64))
-    shared = (scale_error[:, None] + 2 * U) * (without_bias + moved) + 2 * U * np.abs(y)
+    products = 2 if channel_scales is None else 4  # f * recip, and recip * c, rounded here and there
+    shared = (scale_error[:, None] + products * U) * (without_bias + moved) + 2 * U * np.abs(y)
     return y, moved + rounding + shared
 
 
 def moe(x, ids, router, w13, w2, intermediate, gated, weight_on_input, kind):
     """The fused layer. x float32 [T, H], ids int [T, k], router float32 [T, k], w13 and w2 lists of
-    (weights, scales, bias or None) per expert -> out float32 [T, H] and the explained difference float64 [T, H]."""
+    (weights, scales, bias or None[, channel scales]) per expert -> out float32 [T, H] and the explained difference
+    float64 [T, H]."""
     tokens, slots = ids.shape
     hidden = x.shape[1]
     y = np.zeros((tokens, slots, hidden), F32)

@@ -68,10 +68,11 @@ def test_values(with_zeros):
     x = torch.randint(-127, 128, (9, 256)).float()  # its own quantization: a range of 255 steps of 1
     x[:, 0], x[:, 1] = -128, 127
     y = matmul(x, matrix, matrix.pack()).double()
-    # Rounding follows the sums of the planes, whose terms are up to 16 times 15 and 15 scales each.
-    size = 255 * matrix.scales.double().repeat_interleave(32, 1)
-    terms = (x.double().abs() @ size.T).numpy() + 128 * size.sum(1).numpy()
-    assert_within(y.numpy(), (x.double() @ real.T).numpy(), 32 * reference.U * terms)
+    # The terms are those of the two planes, 16 u s and l s with u and l up to 15; 8 groups of each. x is its own
+    # quantization: its scale is 1 and its zero point 0.
+    size = (16 * 15 + 15) * matrix.scales.double().repeat_interleave(32, 1)
+    terms = (x.double().abs() @ size.T).numpy()
+    assert_within(y.numpy(), (x.double() @ real.T).numpy(), reference.rounding_bound(terms, 16))
 
 
 @pytest.mark.parametrize("value", [0x00, 0xFF, 0x0F, 0xF0], ids=hex)

@@ -57,11 +57,12 @@ def test_values(kind):
     else:
         real = nibbles.double() - matrix.zero_points.double().repeat_interleave(32, 1)
     real = real * matrix.scales.double().repeat_interleave(32, 1)
-    x = torch.randint(-127, 128, (9, 256)).float()  # its own quantization, nearly: a range of 255 steps of 1
+    x = torch.randint(-127, 128, (9, 256)).float()  # its own quantization: a range of 255 steps of 1
     x[:, 0], x[:, 1] = -128, 127
     y = matmul(x, matrix, matrix.pack()).double()
-    terms = (x.double().abs() @ real.abs().T).numpy() + 128 * real.abs().sum(1).numpy()
-    assert_within(y.numpy(), (x.double() @ real.T).numpy(), 16 * reference.U * terms)
+    # Its scale is 1 and its zero point 0: nothing but what x is multiplied by is added up, in 8 groups.
+    terms = (x.double().abs() @ real.abs().T).numpy()
+    assert_within(y.numpy(), (x.double() @ real.T).numpy(), reference.rounding_bound(terms, 8))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -134,17 +135,22 @@ def test_matrices_leave_out_zero_points_that_say_nothing():
     assert w4a8.read_header(matrix.pack(torch.float32))["has_zero_points"]
 
 
-def test_header():
-    for kind, version in zip(KINDS, (1, 2, 2)):
-        matrix = make_matrix(33, 96, 32, kind=kind)
-        packed = matrix.pack()
-        extra = 3 * 3 * 16 if kind == "zeros" else 0  # 3 panels, 3 groups; 1088 is what 1024 + 48 is padded to
-        header = w4a8.read_header(packed)
-        assert header["version"] == version
-        assert header["values"] == ("e2m1" if kind == "e2m1" else "int4")
-        assert header["has_zero_points"] == (kind == "zeros")
-        assert header["bytes"] == packed.numel()
-        assert (packed.numel() - w4a8.read_header(make_matrix(33, 96, 32).pack())["bytes"]) in (0, extra, 3 * 64)
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16], ids=["s_f32", "s_bf16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_header(kind, scale_dtype):
+    """The size is that of docs/packed_layout.md, for sums that fill 64 bytes and that do not, with a bias or without."""
+    for n, k, group in [(33, 96, 32), (16, 256, 32), (17, 34, 34), (48, 320, 64), (31, 80, 16), (5, 1024, 128)]:
+        for bias in (False, True):
+            matrix = make_matrix(n, k, group, scale_dtype, bias, kind=kind)
+            packed = matrix.pack()
+            header = w4a8.read_header(packed)
+            assert header["version"] == (3 if group == 16 else 1 if kind == "int4" else 2)
+            assert header["values"] == ("e2m1" if kind == "e2m1" else "int4")
+            assert header["has_zero_points"] == (kind == "zeros")
+            steps, groups = -(-k // 8), k // group
+            zeros = 16 * groups if kind == "zeros" else 0
+            panel = 64 * steps + 16 * groups * matrix.scales.element_size() + zeros + 64 + 64
+            assert header["bytes"] == packed.numel() == 64 + -(-n // 16) * (-(-panel // 64) * 64)
 
 
 def test_strided_zero_points():

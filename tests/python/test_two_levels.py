@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import reference
 import torch
-from common import DTYPES, KINDS, TORCH_VERSION, assert_same_bits, make_matrix, route
+from common import DTYPES, KINDS, TORCH_VERSION, assert_same_bits, assert_within, make_matrix, route
 
 import w4a8
 
@@ -50,12 +50,15 @@ class TwoLevels:
         scales = torch.from_numpy(e4m3fn(self.scales.numpy())) * self.channels[..., None]
         return self.pack(scales_zeros=scales, channel_scales=None)
 
-    def expected(self, x):
-        weights, scales, bias = self.plain.arrays()
+    def arrays(self, expert=None):
+        """(weights, scales, bias, channel scales) for reference.py, of one expert if this is a stack."""
+        weights, _, bias = self.plain.arrays(expert)
+        scales, channels = (t if expert is None else t[expert] for t in (self.scales, self.channels))
         half = np.float32(0.5) if self.plain.values == "e2m1" else np.float32(1)
-        scales = e4m3fn(self.scales.numpy()) * half
-        quantized = reference.quantize(x.float().numpy())
-        out = reference.matmul_quantized(*quantized, weights, scales, bias, self.channels.numpy())
+        return weights, e4m3fn(scales.numpy()) * half, bias, channels.numpy()
+
+    def expected(self, x):
+        out = reference.matmul_quantized(*reference.quantize(x.float().numpy()), *self.arrays())
         return torch.from_numpy(out).to(x.dtype)
 
     def matmul(self, x, packed=None):
@@ -104,26 +107,62 @@ def test_header_and_size():
     assert header["bytes"] == 64 + 2 * (12 * 64 + 6 * 16 + 3 * 64 + 32)
 
 
-@pytest.mark.parametrize("kinds", [("e2m1", "e2m1"), ("int4", "e2m1"), ("zeros", "int4")], ids="-".join)
-def test_fused_op(kernel, kinds):
-    """Beside the same weights with the scales multiplied out, which round once more each."""
-    experts, hidden, inner = 4, 80, 48
-    w13 = TwoLevels(2 * inner, hidden, 16, kinds[0], experts=experts)
-    w2 = TwoLevels(hidden, inner, 16, kinds[1], experts=experts)
-    x, (ids, router) = torch.randn(13, hidden), route(13, 2, experts)
-    sizes = (hidden, inner, 2 * inner, 16, False, 0)
-    out = w4a8.dynamic_4bit_int_moe(x, ids, router, w13.pack(), w2.pack(), *sizes)
-    other = w4a8.dynamic_4bit_int_moe(x, ids, router, w13.multiplied_out(), w2.multiplied_out(), *sizes)
-    # A value of h that lies on a tie may be rounded the other way: 1/255 of its row, of which there are 48 terms.
-    error = (out - other).abs().max() / other.abs().max()
-    assert 0 < error < 2 / 255 / 48**0.5
+class Fused:
+    """A layer of experts of two levels, its input, and what the reference makes of it."""
+
+    def __init__(self, kinds, bias=False, gated=True, weight_on_input=False, tokens=40):
+        experts, hidden, inner = 4, 80, 48
+        rows = 2 * inner if gated else inner
+        self.w13 = TwoLevels(rows, hidden, 16, kinds[0], bias, experts)
+        self.w2 = TwoLevels(hidden, inner, 16, kinds[1], bias, experts)
+        self.x, (self.ids, self.router) = torch.randn(tokens, hidden), route(tokens, 2, experts)
+        self.sizes = (hidden, inner, rows, 16, weight_on_input, 0)
+
+    def __call__(self, w13=None, w2=None):
+        w13, w2 = (self.w13.pack() if w13 is None else w13), (self.w2.pack() if w2 is None else w2)
+        return w4a8.dynamic_4bit_int_moe(self.x, self.ids, self.router, w13, w2, *self.sizes).numpy()
+
+    def expected(self):
+        """The output, and how far the errors granted to exp may bring it from there."""
+        stacks = [[stack.arrays(expert) for expert in range(4)] for stack in (self.w13, self.w2)]
+        _, inner, rows, _, weight_on_input, kind = self.sizes
+        arguments = (self.x.numpy(), self.ids.numpy(), self.router.numpy(), *stacks, inner, rows == 2 * inner)
+        return reference.moe(*arguments, weight_on_input, kind)
+
+
+FUSED = pytest.mark.parametrize("kinds", [("e2m1", "e2m1"), ("int4", "e2m1"), ("zeros", "int4")], ids="-".join)
+
+
+@FUSED
+@pytest.mark.parametrize("bias", [False, True], ids=["nobias", "bias"])
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "ungated"])
+def test_fused_op(kernel, kinds, bias, gated):
+    layer = Fused(kinds, bias, gated, weight_on_input=bias)
+    assert_within(layer(), *layer.expected())
+
+
+@FUSED
+@pytest.mark.parametrize("stack", ["w13", "w2"])
+@pytest.mark.parametrize("expert", [0, 3])
+def test_a_wrong_channel_scale_is_seen(kinds, stack, expert):
+    """Of one expert, 0.09 % too large: less than a step of q, and far more than what is granted above."""
+    layer = Fused(kinds)
+    matrix = getattr(layer, stack)
+    channels = matrix.channels.clone()
+    channels[expert] *= 1.0009
+    wrong = layer(**{stack: matrix.pack(channel_scales=channels)})
+    with pytest.raises(AssertionError, match="out of tolerance"):
+        assert_within(wrong, *layer.expected())
 
 
 def test_matmul_beside_float32_scales():
+    """Scales multiplied out round once each; recip * c does as well. Each of the two is as near to the real numbers."""
     matrix = TwoLevels(40, 320, 16, bias=True)
     x = torch.randn(9, 320)
-    out, other = matrix.matmul(x), matrix.matmul(x, matrix.multiplied_out())
-    assert (out - other).abs().max() <= 3e-7 * 320**0.5 * other.abs().max()
+    weights, scales, bias, channels = matrix.arrays()
+    terms = reference.sum_of_terms(*reference.quantize(x.numpy()), weights, scales, channels)
+    allowed = 2 * reference.rounding_bound(terms, 20, bias, products=1)
+    assert_within(matrix.matmul(x).numpy(), matrix.matmul(x, matrix.multiplied_out()).numpy(), allowed)
 
 
 def test_quantized_activations():
