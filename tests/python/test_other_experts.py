@@ -6,7 +6,7 @@ They are told by what transformers' interface of experts says of them, not by na
 import moe_blocks
 import pytest
 import torch
-from common import assert_same_bits, assert_within
+from common import TORCH_VERSION, assert_same_bits, assert_within
 from test_quantize import expected_experts
 from torch import nn
 
@@ -112,3 +112,15 @@ def test_rows_of_each_expert_in_turn():
     for missing in ({"top_k_index": ids}, {"top_k_weights": torch.ones(12, 1)}):
         with pytest.raises(ValueError, match="top_k_index and top_k_weights are given both or not at all"):
             experts(rows, **missing)
+
+
+@pytest.mark.skipif(TORCH_VERSION < (2, 1), reason="torch.compile of 1.13 is another one")
+@torch.no_grad()
+def test_rows_of_each_expert_compiled():
+    """In one graph, for any number of rows."""
+    experts = W4A8Experts.from_float(torch.randn(3, 64, 64), torch.randn(3, 64, 32))
+    compiled = torch.compile(experts, backend="aot_eager", fullgraph=True)
+    for count in (4, 7):
+        rows = torch.randn(3 * count, 64)
+        rows[2] = 0
+        assert_same_bits(compiled(rows), experts(rows))

@@ -136,6 +136,7 @@ def test_what_is_left_alone():
     model.none = None
     model.vector = nn.LayerNorm(64)
     model.small = nn.Conv1d(1, 1, 2)  # 8 bytes of some 170,000
+    model.lazy = nn.LazyLinear(4)  # has no size yet
     model.integers = nn.Parameter(torch.zeros(9, 64, dtype=torch.int8), requires_grad=False)
     model.done = W4A8Linear.from_float(nn.Linear(64, 4), 32)
     before = dict(model.named_modules())
@@ -150,6 +151,7 @@ def test_what_is_left_alone():
         "encoder.self_attn": attention,
         "odd": "in_features = 63 is not an even number up to 1048576",
         "width": "in_features = 48 is no multiple of group_size = 32",
+        "lazy": "LazyLinear is a subclass of Linear, which may do something else",
         "double": "its weight is a Parameter of torch.float64: not float32, bfloat16 or float16",
         "hooked": "it has hooks, which would be lost",
         "wrapped": "it has hooks, which would be lost",
@@ -162,6 +164,7 @@ def test_what_is_left_alone():
     assert report.replaced == {}
     assert dict(model.named_modules()) == before
     model.eval().encoder(torch.randn(1, 3, 64))
+    del model.lazy
     floats = 4 * sum(p.numel() for p in model.parameters() if p.dtype == torch.float32) + 8 * (64 * 4 + 4)
     packed = model.done.packed.numel()
     assert (report.left_bytes, report.model_bytes) == (floats, floats + 9 * 64 + packed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from w4a8.nn.packed import PackedModule
 
@@ -13,8 +14,9 @@ _LARGE = 1 / 10_000
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Of tensors, each counted once; those without storage have the bytes that they stand for."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in {id(tensor): tensor for tensor in tensors}.values())
+    """Of tensors, each counted once; those on the meta device have the bytes that they stand for, lazy ones none."""
+    different = {id(tensor): tensor for tensor in tensors if not is_lazy(tensor)}
+    return sum(tensor.numel() * tensor.element_size() for tensor in different.values())
 
 
 def float_bytes(model: torch.nn.Module) -> int:
@@ -40,5 +42,5 @@ class Large:
         return [name for name, parameter in module._parameters.items() if parameter is not None and self._is(parameter)]
 
     def _is(self, parameter: torch.nn.Parameter) -> bool:
-        matrix = parameter.dim() >= 2 and parameter.is_floating_point()
+        matrix = not is_lazy(parameter) and parameter.dim() >= 2 and parameter.is_floating_point()
         return matrix and _bytes([parameter]) >= self._least
