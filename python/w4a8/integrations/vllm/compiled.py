@@ -1,0 +1,130 @@
+"""The compiled models that vLLM keeps on disk: what they are named after, and that they are loaded on CPUs at all.
+
+vLLM saves a compiled model and loads it at the next start (``VLLM_USE_AOT_COMPILE``, its default). The loading ends
+with a call of ``finalize_loading``, a method of vLLM's own backend. CPUs have torch's inductor as it is, whose saved
+models need no such step and lack the method, so vLLM 0.28 to 0.33 throws what it has loaded away and compiles again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from enum import Enum
+from functools import cache, wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from w4a8.integrations.vllm.log import logger
+
+
+@cache
+def _package() -> str:
+    """Of all files of this package that compute: one that was built or edited anew gets graphs of its own."""
+    root = Path(__file__).parents[2]
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*")):
+        if path.suffix in (".py", ".so"):
+            digest.update(str(path.relative_to(root)).encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def name_after_the_plugin() -> None:
+    """Tells vLLM that its compiled graphs depend on the plugin, as it does on variables of its own."""
+    from vllm import envs
+
+    from w4a8.integrations.vllm import settings
+
+    envs.environment_variables[settings.SWITCH] = lambda: (
+        f"w4a8 {_package()}, {settings.W4A16_SWITCH}={int(settings.runs_w4a16())}"
+    )
+
+
+def _plain(value: Any, depth: int = 0) -> Any:
+    """What a graph may have taken from a value, the same in every process: numbers, types and shapes."""
+    if isinstance(value, (bool, int, float, str, Enum, torch.dtype, type(None))):
+        return repr(value)
+    if isinstance(value, torch.Tensor):
+        return (str(value.device), str(value.dtype), tuple(value.shape), value.stride())
+    if isinstance(value, (tuple, list)):
+        return [_plain(each, depth) for each in value]
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    if kind.startswith("w4a8.") and depth < 3 and hasattr(value, "__dict__"):
+        return (kind, [(name, _plain(each, depth + 1)) for name, each in sorted(vars(value).items())])
+    return kind
+
+
+def _of_module(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    for group in (module._parameters, module._buffers):
+        yield from ((name, _plain(tensor)) for name, tensor in group.items())
+    for name, value in sorted(vars(module).items()):
+        # Strings of vLLM's may be anything; by these the graph finds a layer again.
+        numbers = isinstance(value, (bool, int, float)) or (name in ("layer_name", "prefix") and isinstance(value, str))
+        if numbers or isinstance(value, torch.Tensor) or name in ("quant_method", "scheme"):
+            yield name, _plain(value)
+
+
+def structure(model: Any) -> str:
+    """Of a module: a digest of its tensors' types and shapes and of the numbers in its layers; "" of anything else.
+
+    A saved graph has these built in and is run without looking at them again. vLLM names it after configurations, of
+    which the files in a directory may say more: how a packed matrix is grouped, say.
+    """
+    if not isinstance(model, torch.nn.Module):
+        return ""
+    digest = hashlib.sha256()
+    for name, module in model.named_modules(remove_duplicate=False):
+        found = (name, f"{type(module).__module__}.{type(module).__qualname__}", list(_of_module(module)))
+        digest.update(repr(found).encode())
+    return digest.hexdigest()
+
+
+def _cpu() -> str:
+    """What inductor writes code for, which the names of torch and of vLLM lack: a folder may be of several machines."""
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    return f"{pick_vec_isa()} {torch.backends.cpu.get_cpu_capability()}"
+
+
+def load_from_disk() -> None:
+    """Lets vLLM load the compiled models of CPUs that it saves, and names each after all that is built into it.
+
+    Does nothing where vLLM or torch have moved what this builds on: models are compiled at each start then, as ever.
+    """
+    try:
+        from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable as Saved
+        from torch._inductor.cpu_vec_isa import pick_vec_isa  # noqa: F401
+        from vllm.compilation import decorators
+
+        model_hash_key = decorators._model_hash_key
+    except (ImportError, AttributeError) as error:
+        logger().debug("w4a8: compiled models are not loaded from disk here: %s", error)
+        return
+    if not getattr(model_hash_key, "w4a8", False):
+        decorators._model_hash_key = _with_structure(model_hash_key)
+    if not hasattr(Saved, "finalize_loading"):
+        Saved.finalize_loading = _finalize_loading
+
+
+def _with_structure(model_hash_key: Callable[[Callable[..., Any]], str]) -> Callable[[Callable[..., Any]], str]:
+    @wraps(model_hash_key)
+    def wrapped(forward: Callable[..., Any]) -> str:
+        return f"{model_hash_key(forward)} {structure(getattr(forward, '__self__', None))} {_cpu()}"
+
+    wrapped.w4a8 = True
+    return wrapped
+
+
+def _finalize_loading(self: Any, vllm_config: Any) -> None:
+    """Of a model that torch's inductor has compiled: all of it is there; what it wraps may have such a step.
+
+    Raises:
+        RuntimeError: weights are built in (vLLM's ``max_autotune`` on CPUs), which may be those of other files.
+    """
+    if torch._inductor.config.freezing:
+        raise RuntimeError("its weights are built into it (freezing)")
+    finalize = getattr(self.compiled_fn, "finalize_loading", None)
+    if finalize is not None:
+        finalize(vllm_config)
