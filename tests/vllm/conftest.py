@@ -13,6 +13,7 @@ from pathlib import Path
 import models
 import pytest
 import torch
+from required import pytest_make_collect_report, pytest_runtest_makereport, pytest_sessionstart  # noqa: F401
 
 HERE = Path(__file__).parent
 TOKENS = 24

@@ -71,7 +71,7 @@ def without_amx(checkpoints, tmp_path_factory):
 @pytest.fixture(scope="module")
 def with_amx(checkpoints, tmp_path_factory):
     if not AMX:
-        pytest.skip("this CPU has no AMX, or it is hidden")
+        pytest.skip("this CPU has no AMX (amx_int8), or it is hidden")
     return _run(checkpoints, tmp_path_factory.mktemp("stock-amx"), hide_amx=False)
 
 
