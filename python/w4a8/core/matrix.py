@@ -53,7 +53,7 @@ def middle_codes(like: torch.Tensor, values: str) -> torch.Tensor:
 
 
 def needed_zero_points(zero_points: torch.Tensor | None, values: str) -> torch.Tensor | None:
-    """The zero points, or None if they are int4's and all 8, which is what none means: packed without, they take no room.
+    """The zero points, or None if they are int4's and all 8, which is what none means: then they take no room.
 
     The operators pack what they are given, since the size of a packed tensor does not depend on values. Who wants the
     smaller form asks here. On the meta device, where there are no values, they are needed.
