@@ -13,7 +13,7 @@ help: ## list the targets
 	@echo "  PYTHON=...     your own interpreter with torch; nothing is installed into it"
 	@echo "  ARGS='...'     passed on: to demo.py, pytest or the benchmarks"
 
-demo: ## set up everything and let a small mixture-of-experts model write text through the operators
+demo: ## set up everything and let a small mixture-of-experts model write text (ARGS=--all: more tables, minutes)
 	@scripts/demo.sh $(ARGS)
 
 test: ## set up everything and run all tests: GoogleTest through ctest, then pytest

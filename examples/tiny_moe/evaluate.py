@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import math
 from collections.abc import Iterator
 
@@ -47,15 +48,13 @@ def bits_per_byte(model: PreTrainedModel, text: bytes, label: str, batch: int = 
 
 
 @torch.inference_mode()
-def generate(
-    model: PreTrainedModel, prompt: str, new_bytes: int, temperature: float, seed: int, label: str = "generate"
-) -> str:
-    """Continue ``prompt`` byte by byte with a KV cache and return all of it; temperature 0 is greedy."""
-    written = bytearray(prompt.encode())
+def generate(model: PreTrainedModel, prompt: str, new_bytes: int, temperature: float, seed: int) -> Iterator[str]:
+    """Continue ``prompt`` byte by byte with a KV cache; yields the text as it is written. Temperature 0 is greedy."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.tensor([[data.SEPARATOR, *written]])
+    tokens = torch.tensor([[data.SEPARATOR, *prompt.encode()]])
     cache = None
-    for _ in tqdm(range(new_bytes), desc=label, unit="byte", leave=False):
+    for _ in range(new_bytes):
         output = model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
         cache = output.past_key_values
         logits = output.logits[0, -1].float()
@@ -66,6 +65,6 @@ def generate(
             chosen = int(logits.argmax())
         if chosen == data.SEPARATOR:
             break
-        written.append(chosen)
+        yield decoder.decode(bytes((chosen,)))
         tokens = torch.tensor([[chosen]])
-    return written.decode(errors="replace")
+    yield decoder.decode(b"", final=True)
