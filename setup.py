@@ -5,8 +5,10 @@ Environment:
     CMAKE_BUILD_PARALLEL_LEVEL  number of compile jobs; default: the number of CPUs.
 """
 
+import importlib.util
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -18,10 +20,10 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 
-try:
-    import torch
-except ImportError:  # metadata-only commands (sdist) work without it
-    torch = None
+# Found without importing it, which takes seconds. Metadata-only commands (sdist) work without it.
+_TORCH = importlib.util.find_spec("torch")
+TORCH_FOLDER = Path(_TORCH.origin).parent if _TORCH and _TORCH.origin else None
+TORCH_VERSION = runpy.run_path(str(TORCH_FOLDER / "version.py"))["__version__"] if TORCH_FOLDER else None
 
 
 def project_version() -> str:
@@ -34,21 +36,21 @@ def project_version() -> str:
 
 def build_dir() -> Path:
     """One build tree per interpreter and torch, so that two flavours never mix; scripts/common.sh has the same rule."""
-    key = f"{sys.implementation.cache_tag}-torch{torch.__version__}" if torch else "no-torch"
+    key = f"{sys.implementation.cache_tag}-torch{TORCH_VERSION}" if TORCH_VERSION else "no-torch"
     return ROOT / "build" / key.replace("+", "-")
 
 
 def runtime_requirements() -> list:
     """The torch the extension was compiled against: its C++ ABI changes with every minor version."""
-    if torch is None:
+    if TORCH_VERSION is None:
         return []
-    major, minor = torch.__version__.split(".")[:2]
+    major, minor = TORCH_VERSION.split(".")[:2]
     return [f"torch=={major}.{minor}.*"]
 
 
 def torch_cmake_dir() -> list:
     """-DTorch_DIR for a torch that ships its CMake package; Debian's is on CMake's default path."""
-    path = Path(torch.utils.cmake_prefix_path) / "Torch"
+    path = TORCH_FOLDER / "share/cmake/Torch"
     return [f"-DTorch_DIR={path}"] if (path / "TorchConfig.cmake").is_file() else []
 
 
@@ -77,10 +79,10 @@ class CMakeBuild(build_ext):
     """Builds the targets `w4a8_torch` and `w4a8_python` and installs the component `python` beside the Python files."""
 
     def run(self):
-        if torch is None:
+        if TORCH_FOLDER is None:
             raise RuntimeError(
-                "w4a8 is compiled against the installed torch, but `import torch` fails in this environment. Install "
-                "torch first, then run `pip install --no-build-isolation .`"
+                "w4a8 is compiled against the installed torch, but this environment has none. Install torch first, "
+                "then run `pip install --no-build-isolation .`"
             )
         cmake = tool("cmake")
         if not cmake:
@@ -116,9 +118,10 @@ class CMakeBuild(build_ext):
         return {}
 
 
-setup(
-    version=project_version(),
-    install_requires=runtime_requirements(),
-    ext_modules=[Extension("w4a8._C", sources=[])],
-    cmdclass={"build": Build, "build_ext": CMakeBuild},
-)
+if __name__ == "__main__":
+    setup(
+        version=project_version(),
+        install_requires=runtime_requirements(),
+        ext_modules=[Extension("w4a8._C", sources=[])],
+        cmdclass={"build": Build, "build_ext": CMakeBuild},
+    )

@@ -69,9 +69,11 @@ need_toolchain() {
   local missing=()
   command -v c++ >/dev/null || missing+=(g++)
   command -v make >/dev/null || missing+=(make)
-  has_gtest || missing+=(libgtest-dev)
   need_packages "${missing[@]}"
 }
+
+# For the C++ tests alone.
+need_gtest() { has_gtest || need_packages libgtest-dev; }
 
 # For the presets of CMakePresets.json, which need no torch: cmake and ninja of .venv, else of the system. As in select_flavour:
 # another version of cmake orders flags in another way, and all would be compiled again.
@@ -98,6 +100,7 @@ build_core() {
   done
   if [ -z "$CORE_DIR" ]; then
     CORE_DIR=build/release
+    need_gtest
     run_quiet build/log/core-configure.log cmake --preset release -DW4A8_BUILD_TORCH=OFF -DW4A8_BUILD_PYTHON=OFF
   fi
   say "building $* in $CORE_DIR"
@@ -117,15 +120,40 @@ need_clang() {
   CLANGXX=clang++-14
 }
 
-# pip_once PYTHON REQUIREMENTS: installs a requirements file once (again when the file changes).
+# cpu_torch_option PYTHON [URL]: pip's option for a torch without CUDA, of which PyPI's has gigabytes on Linux: PyTorch's own index
+# of builds for CPUs, if it answers within seconds and has the pinned version for this interpreter. None if the user told pip where
+# to look.
+cpu_torch_option() {
+  local py=$1 url=${2:-https://download.pytorch.org/whl/cpu} version told found
+  [ "$(uname -s)" = Linux ] || return 0
+  told=$("$py" -m pip config list)
+  if grep -qE '\.(index-url|extra-index-url|find-links|no-index)=' <<<"$told"; then return 0; fi
+  version=$(sed -n 's/^torch==//p' scripts/requirements/build.txt)
+  found=$(timeout 10 "$py" -m pip index versions torch --index-url "$url" --retries 0 --timeout 3 2>/dev/null) || found=""
+  case ", $(sed -n 's/^Available versions: //p' <<<"$found")," in
+    *", $version+cpu,"*) echo "--extra-index-url=$url" ;;
+    *) say "no torch $version from PyTorch's index for CPUs: PyPI's may bring gigabytes of CUDA" >&2 ;;
+  esac
+}
+
+# pip_once PYTHON REQUIREMENTS: installs a requirements file once (again when the file changes). Modules are compiled when they
+# are imported first (setup_pypi): a few of these packages' thousands.
 pip_once() {
-  local py=$1 file=scripts/requirements/$2.txt stamp
+  local py=$1 file=scripts/requirements/$2.txt stamp option=""
   stamp=$(dirname "$(dirname "$py")")/.w4a8-requirements-$2
   if ! cmp -s "$file" "$stamp"; then
+    if grep -q '^torch==' "$file"; then option=$(cpu_torch_option "$py"); fi
     say "pip install -r $file$([ "$2" = build ] && printf " (torch is a large download)")"
-    "$py" -m pip install -qq -r "$file"
+    "$py" -m pip install -qq --no-compile ${option:+"$option"} -r "$file"
     cp "$file" "$stamp"
   fi
+}
+
+# torch_version PYTHON: of the torch that it has, read without importing it, which takes seconds. Fails if it has none.
+torch_version() {
+  "$1" -c 'import importlib.util, os, runpy
+torch = os.path.dirname(importlib.util.find_spec("torch").origin)
+print(runpy.run_path(os.path.join(torch, "version.py"))["__version__"])'
 }
 
 setup_pypi() {
@@ -142,11 +170,12 @@ setup_pypi() {
     python3 -m venv .venv
   fi
   has_headers "$PY" || need_packages python3-dev
+  unset PYTHONDONTWRITEBYTECODE # what is compiled at its first import must be kept: pip_once compiles nothing
   pip_once "$PY" build
 }
 
 setup_debian() {
-  local packages=(g++ cmake ninja-build libgtest-dev pybind11-dev python3 python3-dev python3-venv python3-pip
+  local packages=(g++ cmake ninja-build pybind11-dev python3 python3-dev python3-venv python3-pip
     python3-setuptools python3-wheel python3-numpy python3-pytest python3-pytest-xdist python3-hypothesis python3-torch libtorch-dev)
   command -v dpkg-query >/dev/null || die "TORCH=debian needs a Debian system"
   # shellcheck disable=SC2046
@@ -174,7 +203,7 @@ setup_own() {
   need_packages "${missing[@]}"
 }
 
-# Sets FLAVOUR, PY, BUILD_DIR and PATH, and installs what building needs.
+# Sets FLAVOUR, PY, TORCH_VERSION, BUILD_DIR and PATH, and installs what building needs.
 select_flavour() {
   mkdir -p build/log
   if [ -n "${PYTHON:-}" ]; then
@@ -188,7 +217,8 @@ select_flavour() {
   fi
   "setup_$FLAVOUR"
   PATH=$(dirname "$PY"):$PATH # its cmake and ninja before the system's, as in setup.py
-  BUILD_DIR=$("$PY" -c 'import sys, torch; print(f"build/{sys.implementation.cache_tag}-torch{torch.__version__}".replace("+", "-"))')
+  TORCH_VERSION=$(torch_version "$PY")
+  BUILD_DIR=build/$("$PY" -c 'import sys; print(sys.implementation.cache_tag)')-torch${TORCH_VERSION//+/-}
   export PATH FLAVOUR PY BUILD_DIR
 }
 
@@ -215,13 +245,15 @@ select_pytest_jobs() {
 # Changes when a file that goes into the package, the interpreter or torch does.
 source_fingerprint() {
   {
-    "$PY" -c 'import sys, torch; print(sys.version, sys.prefix, torch.__version__)'
+    "$PY" -c 'import sys; print(sys.version, sys.prefix)'
+    echo "$TORCH_VERSION"
     find CMakeLists.txt cmake csrc python setup.py pyproject.toml -type f \
       ! -name '*.so' ! -name '*.pyc' ! -path '*.egg-info/*' -print0 | sort -z | xargs -0 sha256sum
   } | sha256sum
 }
 
-# Builds the package and puts it where PY finds it; does nothing if nothing changed.
+# Builds the package and puts it where PY finds it; does nothing if nothing changed. Whoever calls this imports it next, which
+# takes a second or two.
 install_w4a8() {
   local stamp=$BUILD_DIR/installed fingerprint
   fingerprint=$(source_fingerprint)
@@ -231,7 +263,7 @@ install_w4a8() {
   if [ "$(cat "$stamp" 2>/dev/null)" = "$fingerprint" ] && (cd / && "$PY" -c 'import w4a8' 2>/dev/null); then
     return
   fi
-  say "building w4a8 with $("$PY" -V) and torch $("$PY" -c 'import torch; print(torch.__version__)') (minutes the first time)"
+  say "building w4a8 with $("$PY" -V) and torch $TORCH_VERSION (a minute the first time)"
   rm -rf "$BUILD_DIR/setuptools" # a file that was removed from the sources must not stay in the package
   if [ "$FLAVOUR" = own ]; then
     rm -rf "$BUILD_DIR/site"
@@ -239,6 +271,5 @@ install_w4a8() {
   else
     run_quiet build/log/install.log "$PY" -m pip install -v --no-build-isolation --no-deps --force-reinstall .
   fi
-  (cd / && "$PY" -c 'import w4a8') || die "w4a8 was built but does not import"
   printf '%s\n' "$fingerprint" >"$stamp"
 }

@@ -1,12 +1,28 @@
 #!/usr/bin/env bash
 # Sets up everything and runs the demo. Arguments go to examples/tiny_moe/demo.py.
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+# What only the demo needs: installed, and imported once, which compiles the modules that it uses.
+install_models() {
+  pip_once "$PY" demo
+  run_quiet build/log/demo-import.log "$PY" -c 'from transformers import Qwen3MoeForCausalLM'
+}
+models=""
+trap '[ -z "$models" ] || kill -- "-$models" 2>/dev/null' EXIT
+
 select_flavour
 case $FLAVOUR in
-  pypi) pip_once "$PY" demo ;;
+  pypi) # while the package is built, in a process group of its own, which the trap ends
+    set -m
+    install_models &
+    models=$!
+    set +m
+    ;;
   own) need_modules numpy transformers safetensors tqdm ;;
   debian) die "the demo needs transformers, which Debian does not have: run it without TORCH=debian" ;;
 esac
 install_w4a8
+[ -z "$models" ] || wait "$models"
+models=""
 say "examples/tiny_moe/demo.py"
 exec "$PY" examples/tiny_moe/demo.py "$@"

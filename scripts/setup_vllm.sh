@@ -32,11 +32,12 @@ setup_vllm() {
     say "creating $VENV with $("$PY" -V)"
     "$PY" -m venv "$VENV"
   fi
-  local stamp=$VENV/.w4a8-requirements-vllm torch
+  local stamp=$VENV/.w4a8-requirements-vllm torch option
   torch=$(grep -E '^torch==' scripts/requirements/build.txt)
   if ! cmp -s <(echo "$torch"; requirements) "$stamp"; then
     say "pip install $torch and -r scripts/requirements/vllm.txt (large downloads)"
-    "$VLLM_PY" -m pip install -qq "$torch"
+    option=$(cpu_torch_option "$VLLM_PY")
+    "$VLLM_PY" -m pip install -qq ${option:+"$option"} "$torch"
     "$VLLM_PY" -m pip install -qq --no-deps -r <(requirements)
     { echo "$torch"; requirements; } >"$stamp"
   fi

@@ -4,6 +4,7 @@
 # built as these.
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 select_flavour
+need_gtest
 case $FLAVOUR in
   pypi) pip_once "$PY" test ;;
   own) need_modules numpy pytest ;;

@@ -4,6 +4,7 @@
 # with right and wrong arguments. The interpreter and torch are not instrumented, so their leaks are not looked for.
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 select_flavour
+need_gtest
 [ "$FLAVOUR" = debian ] || [ "$FLAVOUR" = own ] || pip_once "$PY" test
 # PyPI's torch: the tree of sanitize.sh, whose core it links.
 build=build/debug-asan-ubsan

@@ -1,0 +1,113 @@
+"""What scripts/common.sh and setup.py find out before anything is built: where torch comes from, and which is there."""
+
+import contextlib
+import http.server
+import os
+import re
+import runpy
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+PINNED = re.search(r"^torch==(\S+)$", (ROOT / "scripts/requirements/build.txt").read_text(), re.MULTILINE).group(1)
+
+
+def run_in_common(command: str, **settings: str) -> subprocess.CompletedProcess:
+    """``command`` after common.sh, in an environment whose only settings of pip are these."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+    environment |= {"PIP_CONFIG_FILE": os.devnull, "NO_PROXY": "127.0.0.1"} | settings
+    command = f'source "{ROOT}/scripts/common.sh"; {command}'
+    return subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, timeout=120)
+
+
+def index_option(url: str, **settings: str) -> str:
+    result = run_in_common(f'cpu_torch_option "{sys.executable}" "{url}"', **settings)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+@contextlib.contextmanager
+def index_of(*versions: str):
+    """A package index on this machine with wheels of torch of these versions; yields its address and the requests."""
+    requests = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            requests.append(self.path)
+            wheels = (f"torch-{version.replace('+', '%2B')}-py3-none-any.whl" for version in versions)
+            body = "".join(f'<a href="{wheel}">{wheel}</a>' for wheel in wheels).encode()
+            self.send_response(200 if self.path.rstrip("/") == "/torch" else 404)
+            self.send_header("Content-Type", "text/html")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}", requests
+        finally:
+            server.shutdown()
+
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere PyPI's torch has no CUDA")
+
+
+@linux
+def test_an_index_with_the_pinned_torch_is_used():
+    with index_of("2.0.0+cpu", f"{PINNED}+cpu") as (url, requests):
+        assert index_option(url) == f"--extra-index-url={url}"
+        assert requests
+
+
+@linux
+@pytest.mark.parametrize("versions", [(), (PINNED, "2.0.0+cpu", f"1{PINNED}+cpu", f"{PINNED}+cpu.more")])
+def test_an_index_without_it_is_not_used(versions):
+    with index_of(*versions) as (url, requests):
+        assert index_option(url) == ""
+        assert requests
+
+
+@linux
+def test_an_index_that_does_not_answer_is_not_used():
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        assert index_option(url) == ""  # refuses
+        silent.listen()
+        assert index_option(url) == ""  # takes the connection and says nothing
+
+
+@linux
+@pytest.mark.parametrize("setting", ["INDEX_URL", "EXTRA_INDEX_URL", "FIND_LINKS", "a file"])
+def test_where_the_user_told_pip_to_look_is_left_alone(setting, tmp_path):
+    with index_of(f"{PINNED}+cpu") as (url, requests):
+        if setting == "a file":
+            (tmp_path / "pip.conf").write_text("[install]\nextra-index-url = http://127.0.0.1:9\n")
+            assert index_option(url, PIP_CONFIG_FILE=str(tmp_path / "pip.conf")) == ""
+        else:
+            assert index_option(url, **{f"PIP_{setting}": "http://127.0.0.1:9"}) == ""
+        assert not requests
+
+
+def test_torch_is_found_without_importing_it():
+    result = run_in_common(f'torch_version "{sys.executable}"')
+    assert result.stdout.strip() == torch.__version__
+    rules = runpy.run_path(str(ROOT / "setup.py"), run_name="rules")
+    assert rules["TORCH_VERSION"] == torch.__version__
+    assert rules["TORCH_FOLDER"] == Path(torch.__file__).parent
+
+
+def test_setup_and_scripts_build_in_one_folder():
+    rules = runpy.run_path(str(ROOT / "setup.py"), run_name="rules")
+    result = run_in_common("select_flavour >&2; echo $BUILD_DIR", PYTHON=sys.executable)
+    assert result.stdout.strip() == str(rules["build_dir"]().relative_to(ROOT)), result.stderr
