@@ -119,6 +119,9 @@ def test_a_graph_is_named_after_what_is_built_into_it(monkeypatch):
     def other_values(model, linear):
         linear.weight_packed.fill_(7)
 
+    def other_rank(model, linear):
+        linear.tp_rank = 1
+
     def shape(model, linear):
         linear.weight_packed = linear.weight_packed[:-1]
 
@@ -143,7 +146,7 @@ def test_a_graph_is_named_after_what_is_built_into_it(monkeypatch):
     def one_more(model, linear):
         model.layers.append(torch.nn.Identity())
 
-    assert key() == key() == key(other_values)
+    assert key() == key() == key(other_values) == key(other_rank)  # ranks have folders of their own there
     others = [key(change) for change in (shape, dtype, strides, group, name, number, kind, one_more)]
     assert len({key(), *others}) == 9
     cpu = key()

@@ -60,9 +60,11 @@ def _of_module(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     for group in (module._parameters, module._buffers):
         yield from ((name, _plain(tensor)) for name, tensor in group.items())
     for name, value in sorted(vars(module).items()):
-        # Strings of vLLM's may be anything; by these the graph finds a layer again.
-        numbers = isinstance(value, (bool, int, float)) or (name in ("layer_name", "prefix") and isinstance(value, str))
-        if numbers or isinstance(value, torch.Tensor) or name in ("quant_method", "scheme"):
+        # Each rank has a place of its own already, and all of them one for what a compiler makes of the graphs.
+        if isinstance(value, (bool, int, float, torch.Tensor)) and not name.endswith("rank"):
+            yield name, _plain(value)
+        # Strings of vLLM's may be anything; by these a graph finds a layer again.
+        if name in ("quant_method", "scheme") or (name in ("layer_name", "prefix") and isinstance(value, str)):
             yield name, _plain(value)
 
 
