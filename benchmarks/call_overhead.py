@@ -7,7 +7,7 @@ Then those of routing, beside the same in PyTorch's operators (a stable sort, so
 import argparse
 import statistics
 import time
-from typing import Callable
+from collections.abc import Callable
 
 import torch
 

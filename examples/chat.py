@@ -1,7 +1,7 @@
 """Talk to a model in the terminal, on w4a8's operators.
 
     python examples/chat.py DIRECTORY                  # packed (save_pretrained), or quantized by others
-    python examples/chat.py DIRECTORY --quantize 32    # floats: quantized while loading, in groups of 32
+    python examples/chat.py DIRECTORY --quantize       # floats: quantized while loading, in groups of 32
     echo "def " | python examples/chat.py examples/tiny_moe/checkpoints/g32 --raw
 
 An empty line, or the end of the input, ends it. Needs transformers 5.
@@ -20,6 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
 from w4a8.integrations.transformers import W4A8Config
+from w4a8.quantization import DEFAULT_GROUP_SIZE
 
 
 class Bytes:
@@ -95,7 +96,14 @@ def answer(
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", help="or a name on the Hugging Face hub")
-    parser.add_argument("--quantize", type=int, metavar="GROUP", help="quantize float weights while loading")
+    parser.add_argument(
+        "--quantize",
+        type=int,
+        nargs="?",
+        const=DEFAULT_GROUP_SIZE,
+        metavar="GROUP",
+        help="quantize float weights while loading, in groups of so many (%(const)s)",
+    )
     parser.add_argument("--save", metavar="DIRECTORY", help="write the packed model, and the tokenizer, to it")
     parser.add_argument("--raw", action="store_true", help="continue the text instead of answering in the chat format")
     parser.add_argument("--max-new-tokens", type=int, default=512)
@@ -111,6 +119,9 @@ def main() -> int:
     model = load(args.directory, args.quantize)
     tokenizer = tokenizer_of(args.directory, model)
     print(f"[loaded in {time.perf_counter() - begin:.1f} s]", file=sys.stderr)
+    report = getattr(getattr(model, "hf_quantizer", None), "report", None)
+    if report is not None:
+        print(f"[{str(report).splitlines()[0]}]", file=sys.stderr)
     if args.save:
         model.save_pretrained(args.save)
         if not isinstance(tokenizer, Bytes):

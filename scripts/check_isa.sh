@@ -27,6 +27,6 @@ while IFS= read -r object; do
       fi
       ;;
   esac
-done < <(find "$build" -path '*CMakeFiles/w4a8_*' -name '*.cpp.o' ! -path '*/tests/*' | sort)
+done < <(find "$build" -path '*CMakeFiles/w4a8_*' -name '*.o' ! -path '*/tests/*' | sort)
 [ "$checked" -gt 5 ] && [ "$wide" -ge 2 ] || { echo "found $checked objects and $wide kernels under $build, expected more" >&2; exit 1; }
 [ "$failed" = 0 ] && echo "$checked objects keep to the x86-64 baseline"

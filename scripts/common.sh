@@ -137,7 +137,7 @@ setup_pypi() {
     { command -v python3 >/dev/null && python3 -c 'import ensurepip, venv' 2>/dev/null; } || missing+=(python3-venv)
     need_packages "${missing[@]}"
     hash -r
-    python3 -c 'import sys; exit(sys.version_info < (3, 9))' || die "Python 3.9 or newer is needed, python3 is older"
+    python3 -c 'import sys; exit(sys.version_info < (3, 10))' || die "Python 3.10 or newer is needed, python3 is older"
     say "creating .venv with $(python3 -V)"
     python3 -m venv .venv
   fi

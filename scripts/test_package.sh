@@ -75,6 +75,6 @@ if [ -d "$torch_root/share/cmake/Torch" ]; then # not Debian's, which has no suc
   echo 'message(FATAL_ERROR "no toolkit")' >"$gpu/share/cmake/Torch/TorchConfig.cmake"
   run_quiet build/log/package-gpu.log cmake -S . -B "$work/gpu-build" -G Ninja -DTorch_DIR="$gpu/share/cmake/Torch" \
     -DPython_EXECUTABLE="$PY" -DW4A8_BUILD_PYTHON=OFF -DW4A8_BUILD_TESTS=OFF
-  run_quiet build/log/package-gpu.log cmake --build "$work/gpu-build" --target csrc/torch/CMakeFiles/w4a8_torch.dir/routing_ops.cpp.o
+  run_quiet build/log/package-gpu.log cmake --build "$work/gpu-build" --target csrc/torch/CMakeFiles/w4a8_torch.dir/Unity/unity_0_cxx.cxx.o
 fi
 say "package: $(basename "$sdist"), $(basename "$wheel") ($(du -h "$wheel" | cut -f1))"

@@ -1,7 +1,7 @@
 """What every way of running a model answers."""
 
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 from peers.base import Entry
 
@@ -29,7 +29,7 @@ class Model(Entry):
         return Path(folder)
 
     @classmethod
-    def refuses(cls, layers: int, gigabytes: float) -> Optional[str]:
+    def refuses(cls, layers: int, gigabytes: float) -> str | None:
         """Why so many layers cannot be run in so much memory, or None."""
         return None
 

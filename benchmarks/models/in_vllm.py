@@ -3,7 +3,6 @@
 import time
 from importlib.metadata import version
 from pathlib import Path
-from typing import Optional
 
 from peers.base import Environment
 
@@ -82,7 +81,7 @@ class StockBfloat16(Vllm):
     environment = environment(False)
 
     @classmethod
-    def refuses(cls, layers: int, gigabytes: float) -> Optional[str]:
+    def refuses(cls, layers: int, gigabytes: float) -> str | None:
         needed = 1.26 * layers + 4  # GB: twice an output layer, and vLLM itself
         return None if needed < gigabytes else f"{layers} layers in bfloat16 are {needed:.0f} GB"
 
@@ -92,7 +91,7 @@ class StockW4A16(Vllm):
     environment = environment(False)
 
     @classmethod
-    def refuses(cls, layers: int, gigabytes: float) -> Optional[str]:
+    def refuses(cls, layers: int, gigabytes: float) -> str | None:
         # Stock packs all layers after it has loaded them: the peak is twice the weights.
         if "amx_int8" not in Path("/proc/cpuinfo").read_text():
             return "stock vLLM refuses int4 experts without AMX"

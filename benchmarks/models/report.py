@@ -2,7 +2,7 @@
 
 from pathlib import Path
 from statistics import median
-from typing import Any, Optional
+from typing import Any
 
 from peers.goals import Line, goal_line
 from peers.plots import COLORS, pyplot, save
@@ -17,11 +17,11 @@ RATES = {
 }
 
 
-def middle(values: list[float]) -> Optional[float]:
+def middle(values: list[float]) -> float | None:
     return median(values) if values else None
 
 
-def rate(record: dict, title: str) -> Optional[float]:
+def rate(record: dict, title: str) -> float | None:
     return middle(record["rates"].get(title, []))
 
 
@@ -31,7 +31,7 @@ def _rates(record: dict, title: str) -> str:
     return "–" if not found else f"{median(found):.1f} ({min(found):.1f}–{max(found):.1f})"
 
 
-def _cell(value: Optional[float], form: str = "{:.1f}") -> str:
+def _cell(value: float | None, form: str = "{:.1f}") -> str:
     return "–" if value is None else form.format(value)
 
 
@@ -80,7 +80,7 @@ def goals(records: list[dict], layers: int, threads: int) -> list[dict]:
     return [goal_line(title, threads, line) for line in lines]
 
 
-def plot(records: list[dict], path: Path, versions: dict[str, str]) -> Optional[Path]:
+def plot(records: list[dict], path: Path, versions: dict[str, str]) -> Path | None:
     """Tokens per second of every way, a panel per question."""
     plt = pyplot()
     measured: list[dict[str, Any]] = [record for record in records if record["rates"]]

@@ -1,6 +1,6 @@
 """PyTorch's own operators, of the torch that runs the benchmark."""
 
-from typing import Any, Optional
+from typing import Any
 
 from peers.base import TorchEntry
 from peers.problem import Files, Problem
@@ -69,7 +69,7 @@ class Int4PackLinear(TorchEntry):
     kind = "linear"
 
     @classmethod
-    def refuse(cls, problem: Problem) -> Optional[str]:
+    def refuse(cls, problem: Problem) -> str | None:
         if problem.group not in (32, 64, 128, 256):
             return "groups of 32, 64, 128 or 256 only"
         return None

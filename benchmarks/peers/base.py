@@ -2,7 +2,7 @@
 
 import time
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 
@@ -45,7 +45,7 @@ class Entry:
         return Files(folder)
 
     @classmethod
-    def refuse(cls, problem: Problem) -> Optional[str]:
+    def refuse(cls, problem: Problem) -> str | None:
         """Why this problem cannot be computed, or None."""
         return None
 

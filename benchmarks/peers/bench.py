@@ -7,7 +7,6 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Optional
 
 from peers import problem as problems
 from peers.base import Entry
@@ -119,10 +118,10 @@ def progress(records: list[dict]) -> str:
     return f"{r['problem']}, group {r['group']}, {r['threads']} threads, M={r['m']}, ms: {', '.join(times)}"
 
 
-def middle(rounds: Optional[list[list[float]]]) -> Optional[float]:
+def middle(rounds: list[list[float]] | None) -> float | None:
     """The median of the rounds' medians."""
     return median(median(r) for r in rounds) if rounds else None
 
 
-def is_right(entry: type[Entry], error: Optional[float]) -> bool:
+def is_right(entry: type[Entry], error: float | None) -> bool:
     return error is not None and error <= entry.most_error

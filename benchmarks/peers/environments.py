@@ -9,7 +9,6 @@ import sys
 import sysconfig
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Optional
 
 from peers.base import Environment
 
@@ -21,7 +20,7 @@ class Unavailable(Exception):
     """This peer cannot be had here; the message says why."""
 
 
-def own_version(package: str) -> Optional[str]:
+def own_version(package: str) -> str | None:
     try:
         return version(package)
     except PackageNotFoundError:

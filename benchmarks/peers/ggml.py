@@ -8,7 +8,7 @@ import ctypes
 import importlib.util
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 
@@ -73,7 +73,7 @@ class Ggml(Entry):
     environment = ENVIRONMENT
 
     @classmethod
-    def refuse(cls, problem: Problem) -> Optional[str]:
+    def refuse(cls, problem: Problem) -> str | None:
         widths = [k for _, _, k in problem.matrices().values()]
         return None if all(k % BLOCK == 0 for k in widths) else f"K must be a multiple of {BLOCK}"
 

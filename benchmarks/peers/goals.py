@@ -1,7 +1,7 @@
 """What this project wants to reach on a CPU with AVX-512 VNNI, or AMX, beside what a run reached of it."""
 
+from collections.abc import Callable
 from functools import partial
-from typing import Callable, Optional
 
 from peers import goals_amx
 from peers.report import first
@@ -25,10 +25,10 @@ class Run:
     def __init__(self, records: list[dict]):
         self.records = records
 
-    def own(self, m: int, entry: str = "w4a8", **wanted: object) -> Optional[dict]:
+    def own(self, m: int, entry: str = "w4a8", **wanted: object) -> dict | None:
         return first(self.records, entry=entry, m=m, **wanted)
 
-    def against(self, m: int, fits: Callable[[dict], bool]) -> Optional[tuple[float, str]]:
+    def against(self, m: int, fits: Callable[[dict], bool]) -> tuple[float, str] | None:
         """How many times as long as w4a8 the fastest peer that fits takes, and its name."""
         found = [
             (record["seconds"] / record["own_seconds"], record["entry"])
@@ -128,7 +128,7 @@ def goal_line(problem: str, threads: int, line: Line) -> dict:
     return {"problem": problem, "threads": threads, "what": what, "group": where, "goal": goal, "reached": reached}
 
 
-def goals(records: list[dict], amx: Optional[bool] = None) -> list[dict]:
+def goals(records: list[dict], amx: bool | None = None) -> list[dict]:
     """The lines of every shape that was measured. amx: those of a CPU with AMX; default: whether this one has it."""
     found = []
     amx = goals_amx.has_amx() if amx is None else amx

@@ -7,7 +7,6 @@ import ctypes
 import os
 import platform
 from pathlib import Path
-from typing import Optional
 
 import numpy as np
 
@@ -72,7 +71,7 @@ class Multiplying(Limit):
     calls = 25  # of about 7 ms each, whatever time they stand for
 
     @classmethod
-    def refuse(cls, problem: Problem) -> Optional[str]:
+    def refuse(cls, problem: Problem) -> str | None:
         if os.environ.get("W4A8_KERNEL") == "scalar":
             return "the scalar kernel has no multiply instruction of its own"
         return None
@@ -93,7 +92,7 @@ class Avx2Multiplying(Multiplying):
     always = False
 
     @classmethod
-    def refuse(cls, problem: Problem) -> Optional[str]:
+    def refuse(cls, problem: Problem) -> str | None:
         return None if platform.machine() == "x86_64" else "x86 only"
 
 

@@ -1,7 +1,7 @@
 """onnxruntime's contrib operators MatMulNBits (accuracy level 4: int8 activations) and QMoE."""
 
 from importlib.metadata import version
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 
@@ -55,7 +55,7 @@ class Linear(Onnx):
     kind = "linear"
 
     @classmethod
-    def refuse(cls, problem: Problem) -> Optional[str]:
+    def refuse(cls, problem: Problem) -> str | None:
         # Block sizes are powers of two from 16 to 256.
         return "no channelwise scales" if problem.group not in (16, 32, 64, 128, 256) else None
 
@@ -88,7 +88,7 @@ class Moe(Onnx):
     kind = "moe"
 
     @classmethod
-    def refuse(cls, problem: Problem) -> Optional[str]:
+    def refuse(cls, problem: Problem) -> str | None:
         return None
 
     def __init__(self, files: Files, threads: int):

@@ -1,7 +1,7 @@
 """w4a8 itself."""
 
 import platform
-from typing import Any, Optional
+from typing import Any
 
 from peers.base import Environment, TorchEntry
 from peers.problem import Files, Problem
@@ -70,7 +70,7 @@ class Avx2(Own):
     always = False
 
     @classmethod
-    def refuse(cls, problem: Problem) -> Optional[str]:
+    def refuse(cls, problem: Problem) -> str | None:
         return None if platform.machine() == "x86_64" else "x86 only"
 
     @classmethod

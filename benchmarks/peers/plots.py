@@ -3,7 +3,7 @@
 import math
 import textwrap
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 from peers import report
 from peers.report import LIMIT, first
@@ -59,7 +59,7 @@ def bars(axes: Any, part: list[dict], rows: list[int], names: list[str]) -> None
     axes.set_ylim(0, None)
 
 
-def plot_speeds(records: list[dict], path: Path, versions: dict[str, str], rows_name: str) -> Optional[Path]:
+def plot_speeds(records: list[dict], path: Path, versions: dict[str, str], rows_name: str) -> Path | None:
     """A row of panels per problem, a panel per group: speed relative to w4a8."""
     plt = pyplot()
     keys = list(dict.fromkeys((r["problem"], r["threads"], r["copies"]) for r in records if r["seconds"]))
@@ -90,7 +90,7 @@ def plot_speeds(records: list[dict], path: Path, versions: dict[str, str], rows_
     return save(plt, figure, path, records, versions)
 
 
-def plot_roofline(records: list[dict], path: Path, versions: dict[str, str]) -> Optional[Path]:
+def plot_roofline(records: list[dict], path: Path, versions: dict[str, str]) -> Path | None:
     """Operations per second over operations per byte of weights, below the limits that the same run measured."""
     plt = pyplot()
     timed = [r for r in records if r["seconds"] and r["reading_seconds"] and r["multiply_seconds"]]

@@ -6,7 +6,6 @@ Needs numpy only, so that it runs in every peer's environment. bfloat16 is kept 
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Optional, Union
 
 import numpy as np
 
@@ -66,7 +65,7 @@ class Moe:
         return rows * self.top_k * 3 * self.hidden * self.intermediate
 
 
-Problem = Union[Linear, Moe]
+Problem = Linear | Moe
 
 
 def group_name(group: int) -> str:
@@ -102,7 +101,7 @@ class Files:
     x-M.npy  bfloat16 bits [M, K or H];  ids-M.npy int32 [calls, M, top_k];  gates-M.npy float32 [calls, M, top_k]
     """
 
-    def __init__(self, folder: Union[str, Path]):
+    def __init__(self, folder: str | Path):
         self.folder = Path(folder)
         settings = json.loads((self.folder / "problem.json").read_text())
         self.problem: Problem = {"linear": Linear, "moe": Moe}[settings["kind"]](**settings)
@@ -184,7 +183,7 @@ def reference(files: Files, m: int, most_rows: int = 32) -> tuple[np.ndarray, np
     return rows, out
 
 
-def relative_error(output: np.ndarray, expected: np.ndarray) -> Optional[float]:
+def relative_error(output: np.ndarray, expected: np.ndarray) -> float | None:
     """Frobenius norm of the difference, relative; None if the output is not finite."""
     if output.shape != expected.shape or not np.isfinite(output).all():
         return None

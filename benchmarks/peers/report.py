@@ -5,7 +5,6 @@ import os
 import platform
 import sys
 from pathlib import Path
-from typing import Optional
 
 from peers.bench import OWN
 from peers.session import now
@@ -46,7 +45,7 @@ def machine(versions: dict[str, str]) -> dict:
     }
 
 
-def first(records: list[dict], **wanted: object) -> Optional[dict]:
+def first(records: list[dict], **wanted: object) -> dict | None:
     """The first timed record with these values."""
     for record in records:
         if record["seconds"] is not None and all(record[key] == value for key, value in wanted.items()):

@@ -9,7 +9,6 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
-from typing import Optional
 
 import numpy as np
 
@@ -116,9 +115,9 @@ class Session:
         worker.close()
         self.workers.remove(worker)
 
-    def inputs(self, m: int, expected: tuple[np.ndarray, np.ndarray], skip: set[str]) -> dict[str, Optional[float]]:
+    def inputs(self, m: int, expected: tuple[np.ndarray, np.ndarray], skip: set[str]) -> dict[str, float | None]:
         """Gives all workers the inputs of m rows and checks their outputs. Returns the relative errors."""
-        errors: dict[str, Optional[float]] = {}
+        errors: dict[str, float | None] = {}
         for worker in list(self.workers):
             if worker.entry.name in skip:
                 continue
@@ -130,7 +129,7 @@ class Session:
                 self.drop(worker, str(failure))
         return errors
 
-    def error(self, worker: Worker, expected: tuple[np.ndarray, np.ndarray]) -> Optional[float]:
+    def error(self, worker: Worker, expected: tuple[np.ndarray, np.ndarray]) -> float | None:
         from peers.problem import relative_error
 
         rows, outputs = expected

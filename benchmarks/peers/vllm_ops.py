@@ -5,7 +5,7 @@ import math
 import platform
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +21,7 @@ class Vllm(TorchEntry):
     environment = ENVIRONMENT
 
     @classmethod
-    def refuse(cls, problem: Problem) -> Optional[str]:
+    def refuse(cls, problem: Problem) -> str | None:
         if platform.machine() == "x86_64" and "avx512_vnni" not in Path("/proc/cpuinfo").read_text():
             return "its operators need AVX-512 VNNI"
         return None

@@ -38,48 +38,53 @@ namespace {
 using Ops = DotOps;
 
 // The constants of tiles on packed weights, and the type of the scales: known at compile time, it costs no branches.
-template <DType kScales>
+template <ScaleType kScales>
 struct FewOps : DotOps {
   // 2 rows x 2 panels or 5 x 1, with the weights of a step.
   static constexpr int kRows[] = {5, 2};
   static constexpr int64_t kUnpackRows = 0;  // Tiles of the ISA do it
   static constexpr bool kOwnGroups = true;
 
-  // z of 16 columns; four registers of four.
+  // What u of 16 columns counts from; four registers of four.
+  template <Code kCode>
   static W4A8_INLINE void expand_zeros(const uint8_t* p, I (&out)[4]) {
-    const uint8x16_t bytes = vandq_u8(vld1q_u8(p), vdupq_n_u8(15));
+    const uint8x16_t all = vld1q_u8(p);
+    const uint8x16_t bytes = kCode == Code::kInt8 ? all : vandq_u8(all, vdupq_n_u8(15));
     const uint16x8_t halves[] = {vmovl_u8(vget_low_u8(bytes)), vmovl_high_u8(bytes)};
 #pragma GCC unroll 2
     for (int h = 0; h < 2; ++h) {
       out[2 * h] = vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(halves[h])));
       out[2 * h + 1] = vreinterpretq_s32_u32(vmovl_high_u16(halves[h]));
     }
+    if constexpr (kCode == Code::kInt8) {
+#pragma GCC unroll 4
+      for (int v = 0; v < 4; ++v) out[v] = isub(out[v], isplat(128));
+    }
   }
 
-  // start_accumulators of tile-inl.h; starts and zeros move to the next group.
+  // start_accumulators and start_at_zeros of tile-inl.h; starts move to the next group.
   template <int R, int C, Code kCode>
-  static W4A8_INLINE void start_group(I (&acc)[R][C][4], const int32_t* (&starts)[R], const uint8_t*& zeros,
-                                      int64_t zeros_stride) {
-    if (kCode == Code::kNibbles && zeros != nullptr) {
+  static W4A8_INLINE void start_group(I (&acc)[R][C][4], const int32_t* (&starts)[R],
+                                      const Records<C, kCode>& records, bool zero_points) {
+    if (kCode != Code::kE2M1 && zero_points) {
       I eighths[R];
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) eighths[r] = vshrq_n_s32(take_splat(starts[r]), 3);
 #pragma GCC unroll 2
       for (int c = 0; c < C; ++c) {
         I zero[4];
-        expand_zeros(zeros + c * zeros_stride, zero);
+        expand_zeros<kCode>(records.weights[c] + records.zeros_at, zero);
 #pragma GCC unroll 4
         for (int v = 0; v < 4; ++v) {
 #pragma GCC unroll 8
           for (int r = 0; r < R; ++r) acc[r][c][v] = imul(zero[v], eighths[r]);
         }
       }
-      zeros += kPanelColumns;
       return;
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
-      const I start = kCode == Code::kE2M1 ? isplat(0) : take_splat(starts[r]);
+      const I start = kCode == Code::kNibbles ? take_splat(starts[r]) : isplat(0);
 #pragma GCC unroll 2
       for (int c = 0; c < C; ++c) {
 #pragma GCC unroll 4
@@ -93,66 +98,72 @@ struct FewOps : DotOps {
   template <int R, int C, Code kCode, Grouping kGrouping>
   static W4A8_INLINE void add_groups(const TileArgs& t, const int8_t* const (&rows)[R],
                                      const uint8_t* const (&weights)[C], F (&f)[R][C][4]) {
+    const PanelLayout& layout = *t.panels;
     const int8_t* q[R];
     const int32_t* starts[R];
     const uint8_t* w[C];
-    const uint8_t* scales[C];
-    const uint8_t* zeros = t.zeros;
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       q[r] = rows[r];
       starts[r] = t.starts + r * t.starts_stride;
     }
+    Records<C, kCode> records(layout, weights);
 #pragma GCC unroll 2
-    for (int c = 0; c < C; ++c) {
-      w[c] = weights[c];
-      scales[c] = t.scales + c * t.panels->stride;
-    }
-    const int64_t group_steps = t.panels->group_steps;
+    for (int c = 0; c < C; ++c) w[c] = weights[c];
     const int64_t ahead = t.fetch - t.panel;
-    int64_t left = t.steps / group_steps;
+    int64_t left = layout.groups;
     do {
       I acc[R][C][4];
-      start_group<R, C, kCode>(acc, starts, zeros, t.zeros_stride);
+      start_group<R, C, kCode>(acc, starts, records, t.zeros != nullptr);
       if constexpr (kGrouping == Grouping::kLeast) {
         add_least_group<R, C, kCode>(acc, q, w, ahead);
       } else {
-        int64_t blocks = group_steps / kBlockSteps;
+        int64_t blocks = layout.group_steps / kBlockSteps;
         do {
           add_block<R, C, kCode>(acc, q, w, ahead);
         } while (--blocks != 0);
       }
 #pragma GCC unroll 2
       for (int c = 0; c < C; ++c) {
-        __builtin_prefetch(scales[c] + ahead, 0, 2);
+        const uint8_t* scales = records.scales(c);
+        __builtin_prefetch(scales + ahead, 0, 2);
 #pragma GCC unroll 4
         for (int v = 0; v < 4; ++v) {
-          const F scale = load_any_scales<FewOps>(scales[c], 4 * v, kScales);
+          const F scale = load_any_scales<FewOps>(scales, 4 * v, kScales);
 #pragma GCC unroll 8
           for (int r = 0; r < R; ++r) f[r][c][v] = fma(to_float(acc[r][c][v]), scale, f[r][c][v]);
         }
-        scales[c] += kPanelColumns * dtype_bytes(kScales);
+      }
+      if (records.next()) {
+#pragma GCC unroll 2
+        for (int c = 0; c < C; ++c) w[c] += layout.head_bytes;
       }
     } while (--left != 0);
   }
 };
 
-// These alone have such scales.
-struct FewE5M3Ops : FewOps<DType::kE5M3> {
+// Only groups of 16 have scales of e5m3, and only larger ones those of e8m0.
+struct FewE5M3Ops : FewOps<ScaleType::kE5M3> {
   static constexpr bool kOnlyLeastGroups = true;
 };
 
 void few_rows(const Rows& rows, int64_t m, const Panels& panels, int64_t panel_count, float* out, int64_t ldc,
               uint8_t*) {
-  switch (panels.scale_dtype) {
-    case DType::kBFloat16: return gemm<FewOps<DType::kBFloat16>>(rows, m, panels, panel_count, out, ldc, nullptr);
-    case DType::kE5M3: return gemm<FewE5M3Ops>(rows, m, panels, panel_count, out, ldc, nullptr);
-    default: return gemm<FewOps<DType::kFloat32>>(rows, m, panels, panel_count, out, ldc, nullptr);
+  const auto run = [&]<class FewRows>(FewRows) {
+    gemm<FewRows>(rows, m, panels, panel_count, out, ldc, nullptr);
+  };
+  switch (panels.scale_type) {
+    case ScaleType::kFloat32: return run(FewOps<ScaleType::kFloat32>());
+    case ScaleType::kBFloat16: return run(FewOps<ScaleType::kBFloat16>());
+    case ScaleType::kFloat16: return run(FewOps<ScaleType::kFloat16>());
+    case ScaleType::kE5M3: return run(FewE5M3Ops());
+    case ScaleType::kE8M0: return run(FewOps<ScaleType::kE8M0>());
   }
 }
 
 // Tiles on an unpacked panel: a step is the 64 low nibbles, then the 64 high ones.
 struct Unpacked {
+  using Vectors = Ops;
   using F = Ops::F;
   using I = Ops::I;
   using Bytes = Ops::Bytes;
@@ -175,19 +186,19 @@ struct Unpacked {
       vst1q_u8(bytes + kStepBytes + 16 * j, vreinterpretq_u8_s8(high[j]));
     }
   }
-  static void unpack(const TileArgs& t, int64_t c, uint8_t* bytes) {
+  static void unpack(const TileArgs&, const Chunk& chunk, uint8_t* bytes) {
     Ops::barrier();  // not before the tiles have read what this overwrites
-    if (t.panels->kind == WeightKind::kInt4) {
-      unpack_nibbles(t, c, bytes);
+    if (chunk.layout.kind == kInt4) {
+      unpack_nibbles(chunk, bytes);
     } else {
-      unpack_signed<Unpacked>(t, c, bytes);
+      unpack_others<Unpacked>(chunk, bytes);
     }
   }
 
   // Adds V registers of columns of one step; kStep: offset of the step behind w, in steps.
   template <int R, int V, int kStep, int kLane>
   static W4A8_INLINE void add_step(I (&acc)[R][V], const Bytes (&a)[R], const uint8_t* w) {
-    constexpr int kOffset = kStep * static_cast<int>(kUnpackedBytes);
+    constexpr int kOffset = kStep * static_cast<int>(kByteStepBytes);
     add_pair<R, V, kOffset, kLane, 0>(acc, a, w);
     if constexpr (V == 4) add_pair<R, V, kOffset + 32, kLane, 2>(acc, a, w);
     add_pair<R, V, kOffset + static_cast<int>(kStepBytes), kLane + 1, 0>(acc, a, w);
@@ -215,7 +226,7 @@ struct Unpacked {
     add_step<R, V, 1, 2>(acc, a, w);
     add_step<R, V, 2, 0>(acc, b, w);
     add_step<R, V, 3, 2>(acc, b, w);
-    w += kBlockSteps * kUnpackedBytes;
+    w += kBlockSteps * kByteStepBytes;
   }
 
   template <int R>
@@ -237,7 +248,7 @@ struct Unpacked {
     const uint8_t* w = t.weights;
     Ops::barrier();
     for (int64_t blocks = t.steps / kBlockSteps; blocks != 0; --blocks) add_block<R, 4>(sums, q, w);
-    for (int64_t left = t.steps % kBlockSteps; left != 0; --left, w += kUnpackedBytes) {
+    for (int64_t left = t.steps % kBlockSteps; left != 0; --left, w += kByteStepBytes) {
       Bytes a[R];
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) Ops::take_half(q[r], a[r]);
@@ -263,12 +274,12 @@ struct Unpacked {
     for (int r = 0; r < R; ++r) Ops::take_one(q[r], a[r]);
     add_step<R, V, 0, 0>(acc, a, w);
     add_step<R, V, 1, 2>(acc, a, w);
-    w += kLeastGroupSteps * kUnpackedBytes;
+    w += kLeastGroupSteps * kByteStepBytes;
   }
 
   // All groups of the chunk for 8 columns, the first or second half of the panel. Not inlined: the sums of the other
   // half would take registers. kSteps: of a group, 0 if known at run time only.
-  template <int R, DType kScales, int kHalf, int64_t kSteps>
+  template <int R, int kHalf, int64_t kSteps>
   static __attribute__((noinline)) void add_groups(const TileArgs& t, F (&all)[R][1][4]) {
     F f[R][2];
     const int8_t* q[R];
@@ -281,7 +292,7 @@ struct Unpacked {
       f[r][1] = all[r][0][2 * kHalf + 1];
     }
     const uint8_t* w = t.weights + 32 * kHalf;
-    const uint8_t* scales = t.scales + 8 * kHalf * dtype_bytes(kScales);
+    const uint8_t* scales = t.scales + 32 * kHalf;
     const int64_t blocks = t.panels->group_steps / kBlockSteps;
     int64_t groups = t.steps / t.panels->group_steps;
     Ops::barrier();
@@ -304,11 +315,11 @@ struct Unpacked {
       }
 #pragma GCC unroll 2
       for (int v = 0; v < 2; ++v) {
-        const F scale = load_any_scales<Ops>(scales, 4 * v, kScales);
+        const F scale = Ops::load_bytes(scales + 16 * v);
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) f[r][v] = Ops::fma(Ops::to_float(acc[r][v]), scale, f[r][v]);
       }
-      scales += kPanelColumns * dtype_bytes(kScales);
+      scales += kScaleBytes;
     } while (--groups != 0);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
@@ -317,12 +328,12 @@ struct Unpacked {
     }
   }
 
-  template <int R, DType kScales, int64_t kSteps>
+  template <int R, int64_t kSteps>
   static W4A8_INLINE void both_halves(const TileArgs& t, F (&all)[R][1][4]) {
-    add_groups<R, kScales, 0, kSteps>(t, all);
-    add_groups<R, kScales, 1, kSteps>(t, all);
+    add_groups<R, 0, kSteps>(t, all);
+    add_groups<R, 1, kSteps>(t, all);
   }
-  template <int R, DType kScales>
+  template <int R>
   static void groups(const TileArgs& t) {
     F f[R][1][4];
     if (t.first) {
@@ -330,19 +341,17 @@ struct Unpacked {
     } else {
       load_sums<Ops>(t, f);
     }
-    if (kScales == DType::kE5M3 || t.panels->group_steps == kLeastGroupSteps) {
-      both_halves<R, kScales, kLeastGroupSteps>(t, f);
-    } else if constexpr (kScales != DType::kE5M3) {
-      if (t.panels->group_steps == kBlockSteps) {
-        both_halves<R, kScales, kBlockSteps>(t, f);
-      } else {
-        both_halves<R, kScales, 0>(t, f);
-      }
+    switch (t.panels->group_steps) {
+      case kLeastGroupSteps: both_halves<R, kLeastGroupSteps>(t, f); break;
+      case kBlockSteps: both_halves<R, kBlockSteps>(t, f); break;
+      default: both_halves<R, 0>(t, f);
     }
-    if (t.last) {
-      finish_groups<Ops, R, 1, kScales == DType::kE5M3>(t, f);
-    } else {
+    if (!t.last) {
       store_sums<Ops>(t, f);
+    } else if (t.panels->scale_type == ScaleType::kE5M3) {
+      finish_groups<Ops, R, 1, true>(t, f);
+    } else {
+      finish_groups<Ops, R, 1, false>(t, f);
     }
   }
 
@@ -351,13 +360,8 @@ struct Unpacked {
     constexpr int64_t kLeast = 3;
     static_assert(kLeast == least_share(kManyRows, 4) && kLeast == least_share(kManyRows, kMostRows));
     static constexpr TileFn kChannelwise[] = {channelwise<3>, channelwise<4>, channelwise<5>};
-    static constexpr TileFn kFloat32[] = {groups<3, DType::kFloat32>, groups<4, DType::kFloat32>};
-    static constexpr TileFn kBFloat16[] = {groups<3, DType::kBFloat16>, groups<4, DType::kBFloat16>};
-    static constexpr TileFn kE5M3[] = {groups<3, DType::kE5M3>, groups<4, DType::kE5M3>};
-    const TileFn* tiles = kFloat32;
-    if (t.panels->scale_dtype == DType::kBFloat16) tiles = kBFloat16;
-    if (t.panels->scale_dtype == DType::kE5M3) tiles = kE5M3;
-    if (t.panels->channelwise) tiles = kChannelwise;
+    static constexpr TileFn kGroups[] = {groups<3>, groups<4>};
+    const TileFn* tiles = t.panels->channelwise ? kChannelwise : kGroups;
     tiles[count - kLeast](t);
   }
 };

@@ -45,6 +45,7 @@ namespace {
 using Ops = DotOps;
 
 struct Pairs {
+  using Vectors = Ops;
   using F = Ops::F;
   using I = Ops::I;
   using Bytes = Ops::Bytes;
@@ -102,33 +103,34 @@ struct Pairs {
 
   // kSigned: nibble - 8, which is what nibble ^ 8 is as 4 signed bits.
   template <bool kSigned>
-  static void unpack_as(const uint8_t* packed, int64_t steps, uint8_t* bytes, int64_t ahead) {
-    for (; steps != 0; --steps, bytes += kUnpackedBytes) {
-      __builtin_prefetch(packed + ahead, 0, 2);
-      Bytes both[4];
-      Ops::take_pair(packed, both[0], both[1]);
-      Ops::take_pair(packed, both[2], both[3]);
+  static void unpack_as(const Chunk& chunk, uint8_t* bytes) {
+    for_each_run<false>(chunk, [&](const uint8_t* packed, int64_t count, const uint8_t*) {
+      for (; count > 0; --count, bytes += kByteStepBytes) {
+        __builtin_prefetch(packed + chunk.ahead, 0, 2);
+        Bytes both[4];
+        Ops::take_pair(packed, both[0], both[1]);
+        Ops::take_pair(packed, both[2], both[3]);
 #pragma GCC unroll 4
-      for (int j = 0; j < 4; ++j) {
-        Bytes low;
-        Bytes high;
-        if constexpr (kSigned) {
-          const Bytes flipped = veorq_s8(both[j], vreinterpretq_s8_u8(vdupq_n_u8(0x88)));
-          low = vshrq_n_s8(vshlq_n_s8(flipped, 4), 4);
-          high = vshrq_n_s8(flipped, 4);
-        } else {
-          low = vandq_s8(both[j], vdupq_n_s8(0x0f));
-          high = vreinterpretq_s8_u8(vshrq_n_u8(vreinterpretq_u8_s8(both[j]), 4));
+        for (int j = 0; j < 4; ++j) {
+          Bytes low;
+          Bytes high;
+          if constexpr (kSigned) {
+            const Bytes flipped = veorq_s8(both[j], vreinterpretq_s8_u8(vdupq_n_u8(0x88)));
+            low = vshrq_n_s8(vshlq_n_s8(flipped, 4), 4);
+            high = vshrq_n_s8(flipped, 4);
+          } else {
+            low = vandq_s8(both[j], vdupq_n_s8(0x0f));
+            high = vreinterpretq_s8_u8(vshrq_n_u8(vreinterpretq_u8_s8(both[j]), 4));
+          }
+          store_zipped(low, high, bytes + 32 * j);
         }
-        store_zipped(low, high, bytes + 32 * j);
       }
-    }
+    });
   }
-  static void unpack(const TileArgs& t, int64_t c, uint8_t* bytes) {
+  static void unpack(const TileArgs& t, const Chunk& chunk, uint8_t* bytes) {
     Ops::barrier();  // not before the tiles have read what this overwrites
-    if (t.panels->kind != WeightKind::kInt4) return unpack_signed<Pairs>(t, c, bytes);
-    const uint8_t* packed = t.weights + c * t.weights_stride;
-    (t.panels->channelwise ? unpack_as<false> : unpack_as<true>)(packed, t.steps, bytes, t.fetch - t.weights);
+    if (chunk.layout.kind != kInt4) return unpack_others<Pairs>(chunk, bytes);
+    (t.panels->channelwise ? unpack_as<false> : unpack_as<true>)(chunk, bytes);
   }
 
   static W4A8_INLINE void multiply(I& acc, Bytes a, Bytes b) {
@@ -146,7 +148,7 @@ struct Pairs {
   static W4A8_INLINE void add_step(I (&acc)[P][V], const Bytes (&a)[P], const uint8_t* w) {
     Bytes first;
     Bytes second;
-    Ops::load_pair<kStep* static_cast<int>(kUnpackedBytes) + 16 * kPair>(w, first, second);
+    Ops::load_pair<kStep* static_cast<int>(kByteStepBytes) + 16 * kPair>(w, first, second);
 #pragma GCC unroll 4
     for (int p = 0; p < P; ++p) multiply(acc[p][kPair], a[p], first);
 #pragma GCC unroll 4
@@ -232,12 +234,12 @@ struct Pairs {
       sums[v] = twice(t.panel + panels.sums_offset + 8 * v);
       bias[v] = twice(t.panel + panels.bias_offset + 8 * v);
       scales[v] = Ops::splat(1.0f);
-      if (panels.scale_dtype == DType::kE5M3) scales[v] = twice(t.panel + panels.channel_scales_offset + 8 * v);
+      if (panels.scale_type == ScaleType::kE5M3) scales[v] = twice(t.panel + panels.channel_offset + 8 * v);
     }
     if constexpr (kChannelwise) {
 #pragma GCC unroll 4
       for (int j = 0; j < 4; ++j) {
-        const F four = Ops::load_scales(t.panel + panels.scales_offset, 4 * j, panels.scale_dtype);
+        const F four = load_float_scales<Ops>(t.panel, 4 * j, panels.scale_type);
         scales[2 * j] = Ops::float_bits(low_halves(Ops::int_bits(four), Ops::int_bits(four)));
         scales[2 * j + 1] = Ops::float_bits(high_halves(Ops::int_bits(four), Ops::int_bits(four)));
       }
@@ -295,7 +297,7 @@ struct Pairs {
     const int8_t* q = t.q;
     const uint8_t* w = t.weights;
     Ops::barrier();
-    for (int64_t left = t.steps / 2; left != 0; --left, w += 2 * kUnpackedBytes) add_two_steps<P, 8, 0>(acc, q, w);
+    for (int64_t left = t.steps / 2; left != 0; --left, w += 2 * kByteStepBytes) add_two_steps<P, 8, 0>(acc, q, w);
     if (t.steps % 2 != 0) {
       Bytes a[P];
 #pragma GCC unroll 4
@@ -312,22 +314,11 @@ struct Pairs {
     if (t.last) finish<true>(t, count);
   }
 
-  // Scales of 8 columns, each pair twice, as the sums are. `scales` moves to the next group.
-  template <DType kScales>
+  // float32 scales of 8 columns, each pair twice, as the sums are. `scales` moves to the next group.
   static W4A8_INLINE void take_scales(const uint8_t*& scales, F (&out)[4]) {
-    if constexpr (kScales == DType::kFloat32) {
 #pragma GCC unroll 4
-      for (int v = 0; v < 4; ++v) __asm__ volatile("ld1r {%0.2d}, [%1], 8" : "=w"(out[v]), "+r"(scales));
-      scales += 4 * kPanelColumns - 32;
-    } else {
-#pragma GCC unroll 2
-      for (int v = 0; v < 2; ++v) {
-        const float64x2_t four = vreinterpretq_f64_f32(load_any_scales<Ops>(scales, 4 * v, kScales));
-        out[2 * v] = vreinterpretq_f32_f64(vdupq_laneq_f64(four, 0));
-        out[2 * v + 1] = vreinterpretq_f32_f64(vdupq_laneq_f64(four, 1));
-      }
-      scales += kPanelColumns * dtype_bytes(kScales);
-    }
+    for (int v = 0; v < 4; ++v) __asm__ volatile("ld1r {%0.2d}, [%1], 8" : "=w"(out[v]), "+r"(scales));
+    scales += kScaleBytes - 32;
   }
 
   // Four steps, 8 columns. q and w move behind them.
@@ -335,16 +326,16 @@ struct Pairs {
   static W4A8_INLINE void add_block(I (&acc)[P][4], const int8_t*& q, const uint8_t*& w) {
     add_two_steps<P, 4, 0>(acc, q, w);
     add_two_steps<P, 4, 2>(acc, q, w);
-    w += kBlockSteps * kUnpackedBytes;
+    w += kBlockSteps * kByteStepBytes;
   }
   template <int P>
   static W4A8_INLINE void add_least_group(I (&acc)[P][4], const int8_t*& q, const uint8_t*& w) {
     add_two_steps<P, 4, 0>(acc, q, w);
-    w += kLeastGroupSteps * kUnpackedBytes;
+    w += kLeastGroupSteps * kByteStepBytes;
   }
   // All groups of the chunk for 8 columns, the first or second half of the panel. kSteps: of a group, 0 if known at
   // run time only.
-  template <int P, DType kScales, int kHalf, int64_t kSteps>
+  template <int P, int kHalf, int64_t kSteps>
   static __attribute__((noinline)) void add_groups(const TileArgs& t, int64_t count) {
     F f[P][4];
     if (t.first) {
@@ -358,7 +349,7 @@ struct Pairs {
     }
     const int8_t* q = t.q;
     const uint8_t* w = t.weights + 64 * kHalf;
-    const uint8_t* scales = t.scales + 8 * kHalf * dtype_bytes(kScales);
+    const uint8_t* scales = t.scales + 32 * kHalf;
     const int64_t blocks = t.panels->group_steps / kBlockSteps;
     int64_t groups = t.steps / t.panels->group_steps;
     Ops::barrier();
@@ -381,7 +372,7 @@ struct Pairs {
         } while (--block != 0);
       }
       F scale[4];
-      take_scales<kScales>(scales, scale);
+      take_scales(scales, scale);
 #pragma GCC unroll 4
       for (int v = 0; v < 4; ++v) {
 #pragma GCC unroll 4
@@ -391,21 +382,18 @@ struct Pairs {
     store_pairs<P, 4, 4 * kHalf>(t, count, f);
   }
 
-  template <int P, DType kScales, int64_t kSteps>
+  template <int P, int64_t kSteps>
   static W4A8_INLINE void both_halves(const TileArgs& t, int64_t count) {
-    add_groups<P, kScales, 0, kSteps>(t, count);
-    add_groups<P, kScales, 1, kSteps>(t, count);
+    add_groups<P, 0, kSteps>(t, count);
+    add_groups<P, 1, kSteps>(t, count);
   }
-  template <int P, DType kScales>
+  template <int P>
   static void groups(const TileArgs& t, int64_t count) {
-    if (kScales == DType::kE5M3 || t.panels->group_steps == kLeastGroupSteps) {
-      both_halves<P, kScales, kLeastGroupSteps>(t, count);
-    } else if constexpr (kScales != DType::kE5M3) {
-      switch (t.panels->group_steps) {
-        case kBlockSteps: both_halves<P, kScales, kBlockSteps>(t, count); break;
-        case 4 * kBlockSteps: both_halves<P, kScales, 4 * kBlockSteps>(t, count); break;
-        default: both_halves<P, kScales, 0>(t, count);
-      }
+    switch (t.panels->group_steps) {
+      case kLeastGroupSteps: both_halves<P, kLeastGroupSteps>(t, count); break;
+      case kBlockSteps: both_halves<P, kBlockSteps>(t, count); break;
+      case 4 * kBlockSteps: both_halves<P, 4 * kBlockSteps>(t, count); break;
+      default: both_halves<P, 0>(t, count);
     }
     if (t.last) finish<false>(t, count);
   }
@@ -414,12 +402,8 @@ struct Pairs {
   static void tile_of(const TileArgs& t, int64_t count) {
     if (t.panels->channelwise) {
       channelwise<P>(t, count);
-      return;
-    }
-    switch (t.panels->scale_dtype) {
-      case DType::kBFloat16: return groups<P, DType::kBFloat16>(t, count);
-      case DType::kE5M3: return groups<P, DType::kE5M3>(t, count);
-      default: return groups<P, DType::kFloat32>(t, count);
+    } else {
+      groups<P>(t, count);
     }
   }
   static void tile(int64_t count, const TileArgs& t) {

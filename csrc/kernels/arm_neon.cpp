@@ -13,6 +13,8 @@
 //
 //   |nibble * q| <= 15 * 128 = 1920. A lane takes 2 products of each step, so a block of 8 steps (64 k) is 16 of them:
 //   16 * 1920 = 30720 < 32768. Then they are widened to 32 bits.
+//
+//   Bytes of int8 are taken less 128. Their products fill 16 bits, so each is widened at once (SADALP).
 #if defined(__aarch64__)
 #include <arm_neon.h>
 
@@ -49,9 +51,9 @@ struct Ops : NeonOps {
   }
   template <Code kCode>
   static W4A8_INLINE void load_nibbles(const uint8_t* w, int64_t s, int j, int8x16_t& low, int8x16_t& high) {
-    if constexpr (!is_packed(kCode)) {
-      low = vreinterpretq_s8_u8(vld1q_u8(w + s * 2 * kStepBytes + 16 * j));
-      high = vreinterpretq_s8_u8(vld1q_u8(w + s * 2 * kStepBytes + kStepBytes + 16 * j));
+    if constexpr (step_bytes(kCode) == kByteStepBytes) {
+      low = vreinterpretq_s8_u8(vld1q_u8(w + s * kByteStepBytes + 16 * j));
+      high = vreinterpretq_s8_u8(vld1q_u8(w + s * kByteStepBytes + kLineBytes + 16 * j));
     } else {
       const uint8x16_t both = vld1q_u8(w + s * kStepBytes + 16 * j);
       low = vreinterpretq_s8_u8(vandq_u8(both, vdupq_n_u8(0x0f)));
@@ -126,12 +128,60 @@ struct Ops : NeonOps {
     }
   }
 
+  // Adds the step s of bytes to 32-bit sums: as those of add_step, two lanes of half the k instead of four.
+  template <int R>
+  static W4A8_INLINE void add_byte_step(I (&sums)[R][8], const int8_t* const (&rows)[R], const uint8_t* w, int64_t s) {
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) {
+      int8x16_t low;
+      int8x16_t high;
+      load_nibbles<Code::kInt8>(w, s, j, low, high);
+      low = veorq_s8(low, vdupq_n_s8(-128));
+      high = veorq_s8(high, vdupq_n_s8(-128));
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        const int8x16_t a_low = broadcast4(rows[r] + s * kStepK);
+        const int8x16_t a_high = broadcast4(rows[r] + s * kStepK + 4);
+        sums[r][2 * j] = vpadalq_s16(sums[r][2 * j], vmull_s8(vget_low_s8(low), vget_low_s8(a_low)));
+        sums[r][2 * j] = vpadalq_s16(sums[r][2 * j], vmull_s8(vget_low_s8(high), vget_low_s8(a_high)));
+        sums[r][2 * j + 1] = vpadalq_s16(sums[r][2 * j + 1], vmull_high_s8(low, a_low));
+        sums[r][2 * j + 1] = vpadalq_s16(sums[r][2 * j + 1], vmull_high_s8(high, a_high));
+      }
+    }
+  }
+  template <int R>
+  static W4A8_INLINE void add_byte_steps(I (&acc)[R][1][4], const int8_t* const (&rows)[R], const uint8_t* w,
+                                         int64_t begin, int64_t end, const uint8_t* fetch) {
+    I sums[R][8];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+      for (int i = 0; i < 8; ++i) sums[r][i] = isplat(0);
+    }
+    for (int64_t s = begin; s < end; ++s, fetch += kByteStepBytes) {
+      __builtin_prefetch(fetch, 0, 2);
+      __builtin_prefetch(fetch + kLineBytes, 0, 2);
+      add_byte_step(sums, rows, w, s);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) {
+        acc[r][0][j] = vaddq_s32(acc[r][0][j], vpaddq_s32(sums[r][2 * j], sums[r][2 * j + 1]));
+      }
+    }
+  }
+
   template <int R, int C, Code kCode, int64_t kUnit>
   static W4A8_INLINE void accumulate(I (&acc)[R][C][4], const int8_t* const (&rows)[R],
                                      const uint8_t* const (&weights)[C], int64_t begin, int64_t end,
                                      const uint8_t* fetch) {
-    for (int64_t s = begin; s < end; s += kSumSteps, fetch += kSumSteps * kStepBytes) {
-      add_block<R, kCode>(acc, rows, weights[0], s, end - s < kSumSteps ? end - s : kSumSteps, fetch);
+    if constexpr (kCode == Code::kInt8) {
+      add_byte_steps(acc, rows, weights[0], begin, end, fetch);
+    } else {
+      for (int64_t s = begin; s < end; s += kSumSteps, fetch += kSumSteps * kStepBytes) {
+        add_block<R, kCode>(acc, rows, weights[0], s, end - s < kSumSteps ? end - s : kSumSteps, fetch);
+      }
     }
   }
 };

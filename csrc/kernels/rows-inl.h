@@ -116,7 +116,6 @@ void quantize_row(const void* x, DType dtype, int64_t k, int64_t group, int8_t* 
     case DType::kFloat32: return quantize_row_as<Ops, DType::kFloat32>(x, k, group, q, starts, quant);
     case DType::kBFloat16: return quantize_row_as<Ops, DType::kBFloat16>(x, k, group, q, starts, quant);
     case DType::kFloat16: return quantize_row_as<Ops, DType::kFloat16>(x, k, group, q, starts, quant);
-    case DType::kE5M3: return;
   }
 }
 
@@ -195,7 +194,6 @@ void quantize_token(const void* x, DType dtype, int64_t k, bool symmetric, int b
     case DType::kFloat32: return quantize_token_as<Ops, DType::kFloat32>(x, k, symmetric, bits, q, quant);
     case DType::kBFloat16: return quantize_token_as<Ops, DType::kBFloat16>(x, k, symmetric, bits, q, quant);
     case DType::kFloat16: return quantize_token_as<Ops, DType::kFloat16>(x, k, symmetric, bits, q, quant);
-    case DType::kE5M3: return;
   }
 }
 
@@ -213,7 +211,6 @@ void store_row(const float* x, int64_t n, DType dtype, void* out) {
     case DType::kFloat32: return store_row_as<Ops, DType::kFloat32>(x, n, out);
     case DType::kBFloat16: return store_row_as<Ops, DType::kBFloat16>(x, n, out);
     case DType::kFloat16: return store_row_as<Ops, DType::kFloat16>(x, n, out);
-    case DType::kE5M3: return;
   }
 }
 
@@ -247,25 +244,45 @@ void combine(const float* y, int64_t ldy, const int32_t* slots, const float* wei
     case DType::kFloat32: return combine_as<Ops, DType::kFloat32>(y, ldy, slots, weights, count, n, out);
     case DType::kBFloat16: return combine_as<Ops, DType::kBFloat16>(y, ldy, slots, weights, count, n, out);
     case DType::kFloat16: return combine_as<Ops, DType::kFloat16>(y, ldy, slots, weights, count, n, out);
-    case DType::kE5M3: return;
   }
 }
 
+// Scales [i, i + kLanes) of a type that is a float.
 template <class Ops>
-W4A8_INLINE typename Ops::F load_any_scales(const uint8_t* scales, int64_t i, DType dtype) {
-  return dtype == DType::kE5M3 ? Ops::load_e5m3(scales, i) : Ops::load_scales(scales, i, dtype);
+W4A8_INLINE typename Ops::F load_float_scales(const uint8_t* scales, int64_t i, ScaleType type) {
+  if (type == ScaleType::kBFloat16) return Ops::template load_as<DType::kBFloat16>(scales, i);
+  if (type == ScaleType::kFloat32) return Ops::load_bytes(scales + 4 * i);
+  return Ops::template load_as<DType::kFloat16>(scales, i);
+}
+template <class Ops>
+W4A8_INLINE typename Ops::F load_e5m3(const uint8_t* scales, int64_t i) {
+  const typename Ops::I bits = Ops::template shift_left<20>(Ops::load_widened(scales + i));
+  return Ops::mul(Ops::float_bits(bits), Ops::splat(kE5M3Factor));
+}
+// Half of the scale: e2m1 values count twice.
+template <class Ops>
+W4A8_INLINE typename Ops::F load_half_e8m0(const uint8_t* scales, int64_t i) {
+  const typename Ops::I bits = Ops::template shift_left<23>(Ops::load_widened(scales + i));
+  return Ops::mul(Ops::float_bits(Ops::imax(bits, Ops::isplat(kLeastE8M0))), Ops::splat(0.5f));
+}
+template <class Ops>
+W4A8_INLINE typename Ops::F load_any_scales(const uint8_t* scales, int64_t i, ScaleType type) {
+  if (type == ScaleType::kE5M3) return load_e5m3<Ops>(scales, i);
+  if (type == ScaleType::kE8M0) return load_half_e8m0<Ops>(scales, i);
+  return load_float_scales<Ops>(scales, i, type);
 }
 
 template <class Ops>
-void add_weight_sums(const uint8_t* scales, DType dtype, const int32_t* group_sums, int64_t groups, float* sums) {
+void add_weight_sums(const uint8_t* scales, ScaleType type, const int32_t* group_sums, int64_t groups, float* sums) {
   constexpr int kVecs = kPanelColumns / Ops::kLanes;
+  const int64_t line = kPanelColumns * scale_bytes(type);
   typename Ops::F w[kVecs];
   for (int v = 0; v < kVecs; ++v) w[v] = Ops::load(sums + v * Ops::kLanes);
-  for (int64_t i = 0; i < groups * kPanelColumns; i += kPanelColumns) {
+  for (int64_t g = 0; g < groups; ++g, scales += line, group_sums += kPanelColumns) {
     for (int v = 0; v < kVecs; ++v) {
-      const int64_t at = i + v * Ops::kLanes;
+      const int64_t at = v * Ops::kLanes;
       const auto sum = Ops::iload(reinterpret_cast<const uint8_t*>(group_sums + at));
-      w[v] = Ops::fma(load_any_scales<Ops>(scales, at, dtype), Ops::to_float(sum), w[v]);
+      w[v] = Ops::fma(load_any_scales<Ops>(scales, at, type), Ops::to_float(sum), w[v]);
     }
   }
   for (int v = 0; v < kVecs; ++v) Ops::store(sums + v * Ops::kLanes, w[v]);

@@ -64,6 +64,5 @@ void quantize_row_neon(const void* x, DType dtype, int64_t k, int64_t group, int
     case DType::kFloat32: return quantize_row_neon_as<Ops, DType::kFloat32>(x, k, group, q, starts, quant);
     case DType::kBFloat16: return quantize_row_neon_as<Ops, DType::kBFloat16>(x, k, group, q, starts, quant);
     case DType::kFloat16: return quantize_row_neon_as<Ops, DType::kFloat16>(x, k, group, q, starts, quant);
-    case DType::kE5M3: return;
   }
 }

@@ -5,8 +5,9 @@
 //   tiles 4, 5  A  quantized rows as they are, rows x k_bytes
 //   tiles 6, 7  B  weights as int8, k_bytes / 4 rows of 64 bytes: four k of 16 columns each
 //
-//   A step of a panel unpacks to two rows of B: its low nibbles, then its high ones. Eight steps are one whole tile.
-//   Weights of all kinds are unpacked to w, so sums start at zero and Rows::starts is not read.
+//   A step of a panel unpacks to two rows of B: k0..k0+3, then k0+4..k0+7. Eight steps are one whole tile.
+//   Weights are unpacked to w, so sums start at zero and Rows::starts is not read. Those of int8 with zero points, which
+//   int8 cannot hold, have no tiles.
 //
 //   groups        a band x a panel; a group's sums leave C by memory and become floats, which stay in 16 registers:
 //                     turn n:   C[n % 4] = A B of group n  |  convert group n - 3  |  store C of group n - 1
@@ -23,6 +24,7 @@ constexpr int64_t kTileRows = 16;
 constexpr int64_t kTileBytes = 1024;
 constexpr int64_t kTileSteps = 8;        // steps of a whole B tile: 64 k
 constexpr int64_t kTileChunkSteps = 64;  // 8 KiB of unpacked weights a panel
+constexpr int64_t kTilePanelBytes = unpacked_bytes(kTileChunkSteps, kTileChunkSteps / kBlockSteps);
 constexpr int64_t kMostBands = 32;       // of a batch
 
 // Scratch behind the unpacked panels: what is kept outside registers and tiles.
@@ -32,13 +34,12 @@ struct TileScratch {
 };
 constexpr int64_t kSpillTiles = 4;
 W4A8_INLINE TileScratch slice(uint8_t* scratch) {
-  uint8_t* spill = scratch + 2 * kTileChunkSteps * kUnpackedBytes;
+  uint8_t* spill = scratch + 2 * kTilePanelBytes;
   return {spill, spill + kSpillTiles * kTileBytes};
 }
 inline int64_t tile_scratch_bytes(int64_t rows) {
   const int64_t bands = (rows + kTileRows - 1) / kTileRows;
-  return 2 * kTileChunkSteps * kUnpackedBytes +
-         (kSpillTiles + 2 * (bands < kMostBands ? bands : kMostBands)) * kTileBytes;
+  return 2 * kTilePanelBytes + (kSpillTiles + 2 * (bands < kMostBands ? bands : kMostBands)) * kTileBytes;
 }
 
 // Spreads the fetching of the next weights over the work on these: `work` cycles in all, of which each piece says how
@@ -66,7 +67,7 @@ constexpr int64_t kConvertCycles = 18;
 struct Visit {
   const int8_t* q;
   const uint8_t* weights;  // unpacked
-  const uint8_t* scales;   // of the chunk's first group
+  const uint8_t* scales;   // [groups, 16] float32
   float* sums;             // a tile
 };
 
@@ -79,7 +80,6 @@ struct GroupArgs {
   int64_t group_bytes;  // values of k in a group
   int64_t k_bytes;      // of a tile; divides group_bytes
   int64_t turn_cycles;  // see Fetcher
-  DType scale_dtype;
   bool first;
   uint8_t* spill;
 };
@@ -176,8 +176,8 @@ struct GroupLoop {
       }
     }
     if (has(n - 3)) {
-      f.add(b.spill + kOldest * kTileBytes, Ops::load_scales(scales, 0, b.scale_dtype));
-      scales += kPanelColumns * dtype_bytes(b.scale_dtype);
+      f.add(b.spill + kOldest * kTileBytes, Ops::load_bytes(scales));
+      scales += kScaleBytes;
       if (--old_left == 0) {
         f.store(old_visit->sums);
         ++old_visit;
@@ -290,15 +290,17 @@ struct EqualBands {
 inline bool tiles_can(bool channelwise, int64_t group_steps) {
   return channelwise || (group_steps % kBlockSteps == 0 && group_steps <= kTileChunkSteps);
 }
+inline bool tiles_hold(WeightKind kind) { return kind != kInt8ZeroPoints; }
 
 // Tiles of the driver. All rows of a batch are one: what goes from band to band is fetching and loading.
 template <class Ops>
 struct UnitTiles {
+  using Vectors = Ops;
   static_assert(Ops::kVecs == 1);
   static_assert(kTileSteps == kChunkUnit);
   static constexpr bool kUnpacks = true;
   static constexpr uint8_t kE2M1Zero = 0;
-  static constexpr bool kTakesZeros = false;  // nor starts
+  static constexpr bool kTakesZeros = true;
   static constexpr int64_t kRowBytes = 0;
   static constexpr int64_t kMostColumns = 2;
   static constexpr int64_t kChunkSteps = kTileChunkSteps;
@@ -320,45 +322,44 @@ struct UnitTiles {
     panel_cycles = panels.steps * kUnpackCycles + bands * (dots * kDotCycles + groups * kConvertCycles);
   }
 
-  void unpack(const TileArgs& t, int64_t c, uint8_t* weights) {
-    const Panels& panels = *t.panels;
-    if (t.first && c == 0) next = Fetcher(t.behind, t.columns * panels.stride, t.columns * panel_cycles);
-    switch (panels.kind) {
-      case WeightKind::kInt4: return unpack_kind<WeightKind::kInt4>(t, c, weights);
-      case WeightKind::kInt4ZeroPoints: return unpack_kind<WeightKind::kInt4ZeroPoints>(t, c, weights);
-      case WeightKind::kE2M1: return unpack_kind<WeightKind::kE2M1>(t, c, weights);
-      case WeightKind::kInt8: return;  // of packed matrices alone
+  void unpack(const TileArgs& t, const Chunk& chunk, uint8_t* weights) {
+    if (chunk.first) next = Fetcher(chunk.behind, t.columns * t.panels->panel_bytes, t.columns * panel_cycles);
+    switch (chunk.layout.kind.values) {
+      case Values::kInt4:
+        return chunk.layout.kind.zero_points ? unpack_kind<Unpacked::kInt4ZeroPoints>(chunk, weights)
+                                             : unpack_kind<Unpacked::kInt4>(chunk, weights);
+      case Values::kE2M1: return unpack_kind<Unpacked::kE2M1>(chunk, weights);
+      case Values::kInt8: return unpack_kind<Unpacked::kInt8>(chunk, weights);
     }
   }
-  template <WeightKind kKind>
+  enum class Unpacked { kInt4, kInt4ZeroPoints, kE2M1, kInt8 };
+  template <Unpacked kKind>
   static W4A8_INLINE void unpack_step(const uint8_t* packed, const uint8_t* zeros, uint8_t* weights) {
-    if constexpr (kKind == WeightKind::kInt4) Ops::unpack_step(packed, weights);
-    if constexpr (kKind == WeightKind::kInt4ZeroPoints) Ops::unpack_step_from(packed, zeros, weights);
-    if constexpr (kKind == WeightKind::kE2M1) Ops::unpack_step_e2m1(packed, weights);
+    if constexpr (kKind == Unpacked::kInt4) Ops::unpack_step(packed, weights);
+    if constexpr (kKind == Unpacked::kInt4ZeroPoints) Ops::unpack_step_from(packed, zeros, weights);
+    if constexpr (kKind == Unpacked::kE2M1) Ops::unpack_step_e2m1(packed, weights);
+    if constexpr (kKind == Unpacked::kInt8) Ops::unpack_step_int8(packed, weights);
   }
-  template <WeightKind kKind>
-  void unpack_kind(const TileArgs& t, int64_t c, uint8_t* weights) {
+  template <Unpacked kKind>
+  void unpack_kind(const Chunk& chunk, uint8_t* weights) {
+    constexpr int64_t kPackedBytes = kKind == Unpacked::kInt8 ? kByteStepBytes : kStepBytes;
     Fetcher fetcher = next;
-    const uint8_t* packed = t.weights + c * t.weights_stride;
-    const uint8_t* zeros = t.zeros + c * t.zeros_stride;
-    const int64_t zeros_step = t.zeros_step;
-    const int64_t steps = t.steps;
-    const int64_t run = t.panels->channelwise ? steps : t.panels->group_steps;  // steps that share zero points
-    for (int64_t left = steps; left > 0; left -= run, zeros += zeros_step) {
-      int64_t s = 0;
-      for (; s + kBlockSteps <= run; s += kBlockSteps) {
+    for_each_run<kKind == Unpacked::kInt4ZeroPoints>(
+        chunk, [&](const uint8_t* packed, int64_t count, const uint8_t* zeros) __attribute__((always_inline)) {
+          int64_t s = 0;
+          for (; s + kBlockSteps <= count; s += kBlockSteps) {
 #pragma GCC unroll 4
-        for (int64_t i = 0; i < kBlockSteps; ++i) {
-          unpack_step<kKind>(packed + i * kStepBytes, zeros, weights + i * kUnpackedBytes);
-        }
-        packed += kBlockSteps * kStepBytes;
-        weights += kBlockSteps * kUnpackedBytes;
-        fetcher.spend(kBlockSteps * kUnpackCycles);
-      }
-      for (; s < run; ++s, packed += kStepBytes, weights += kUnpackedBytes) {
-        unpack_step<kKind>(packed, zeros, weights);
-      }
-    }
+            for (int64_t i = 0; i < kBlockSteps; ++i) {
+              unpack_step<kKind>(packed + i * kPackedBytes, zeros, weights + i * kByteStepBytes);
+            }
+            packed += kBlockSteps * kPackedBytes;
+            weights += kBlockSteps * kByteStepBytes;
+            fetcher.spend(kBlockSteps * kUnpackCycles);
+          }
+          for (; s < count; ++s, packed += kPackedBytes, weights += kByteStepBytes) {
+            unpack_step<kKind>(packed, zeros, weights);
+          }
+        });
     next = fetcher;
   }
 
@@ -392,7 +393,7 @@ struct UnitTiles {
     for (int64_t i = 0; i < bands.count; ++i) {
       for (int64_t c = 0; c < t.columns; ++c) {
         visits[count++] = {t.q + bands.begin(i) * t.q_stride, t.weights + c * t.weights_stride,
-                           t.scales + c * panels.stride,
+                           t.scales + c * t.scales_stride,
                            reinterpret_cast<float*>(scratch.sums + (i * 2 + c) * kTileBytes)};
       }
     }
@@ -405,7 +406,6 @@ struct UnitTiles {
     b.group_bytes = panels.group_steps * kStepK;
     b.k_bytes = k_bytes;
     b.turn_cycles = b.group_bytes / k_bytes * kDotCycles + kConvertCycles;
-    b.scale_dtype = panels.scale_dtype;
     b.first = t.first;
     b.spill = scratch.spill;
     (bands.rows <= 8 ? add_groups<Ops, 8> : add_groups<Ops, 16>)(unit, b, next);
@@ -417,7 +417,7 @@ struct UnitTiles {
       one.quant = t.quant + bands.begin(i);
       for (int64_t c = 0; c < t.columns; ++c) {
         const uint8_t* sums = scratch.sums + (i * 2 + c) * kTileBytes;
-        one.panel = t.panel + c * t.panels->stride;
+        one.panel = t.panel + c * t.panels->panel_bytes;
         one.out = t.out + bands.begin(i) * t.ldc + c * kPanelColumns;
         int64_t r = 0;
         for (; r + 8 <= bands.rows; r += 8) finish_tile_rows<Ops, 8>(one, sums, r);

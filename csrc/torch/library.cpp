@@ -144,9 +144,10 @@ std::tuple<at::Tensor, at::Tensor> topk_routing(const at::Tensor& router_logits,
                                                 c10::string_view scoring_func, c10::optional<int64_t> num_expert_group,
                                                 c10::optional<int64_t> topk_group, double routed_scaling_factor,
                                                 const c10::optional<at::Tensor>& e_score_correction_bias) {
-  return op<"topk_routing", decltype(topk_routing)>().call(router_logits, top_k, renormalize, scoring_func,
-                                                           num_expert_group, topk_group, routed_scaling_factor,
-                                                           e_score_correction_bias);
+  // Not decltype(topk_routing): the core has another function of that name.
+  return op<"topk_routing", decltype(routing_cpu)>().call(router_logits, top_k, renormalize, scoring_func,
+                                                          num_expert_group, topk_group, routed_scaling_factor,
+                                                          e_score_correction_bias);
 }
 
 std::string version() { return W4A8_VERSION; }
@@ -165,14 +166,14 @@ std::string cpu_features() { return feature_names(host_features()); }
 
 PackedInfo packed_info(const void* data, int64_t size) {
   const PackedShape shape = read_header(static_cast<const uint8_t*>(data), size, "packed matrix");
-  return {packed_version(shape),
+  return {kPackedVersion,
           shape.n,
           shape.k,
           shape.group,
-          shape.two_level() ? "e5m3" : (shape.scale_dtype == DType::kFloat32 ? "float32" : "bfloat16"),
+          scale_type_name(shape.scale_type),
           shape.has_bias,
           values_name(shape.kind),
-          shape.has_zero_points(),
+          shape.kind.zero_points,
           packed_bytes(shape)};
 }
 

@@ -1,6 +1,5 @@
 // w4a8._C: what Python asks about the library itself. The ops are not here (library.cpp).
 #include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
 
 #include <cstdint>
 #include <string>

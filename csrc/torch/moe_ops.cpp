@@ -1,4 +1,6 @@
 // The fused MoE op: checks, views and the output tensor. The core computes.
+#include <ATen/ops/empty.h>
+
 #include "core/moe/fused_moe.h"
 #include "kernels/registry.h"
 #include "torch/checks.h"

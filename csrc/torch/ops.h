@@ -1,7 +1,7 @@
 // CPU and Meta implementations of the ops; schemas are in library.cpp, contracts in w4a8.h.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <string>
 #include <tuple>

@@ -1,4 +1,6 @@
 // topk_routing: checks, views and the output tensors. The core computes.
+#include <ATen/ops/empty.h>
+
 #include <cmath>
 #include <limits>
 

@@ -8,7 +8,7 @@ expected.
 """
 
 from enum import IntEnum
-from typing import Any, Optional, TypedDict
+from typing import Any, TypedDict
 
 import torch
 
@@ -45,14 +45,14 @@ class PackedHeader(TypedDict):
 def dyn_quant_pack_4bit_weight(
     weights: torch.Tensor,
     scales_zeros: torch.Tensor,
-    bias: Optional[torch.Tensor],
+    bias: torch.Tensor | None,
     block_size: int,
     in_features: int,
     out_features: int,
     *,
-    zero_points: Optional[torch.Tensor] = None,
+    zero_points: torch.Tensor | None = None,
     values: str = "int4",
-    channel_scales: Optional[torch.Tensor] = None,
+    channel_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Packs 4-bit or 8-bit weights, scales and bias into the layout every kernel reads (docs/packed_layout.md).
 
@@ -68,8 +68,8 @@ def dyn_quant_pack_4bit_weight(
             is the block_size.
         out_features: N.
         zero_points: uint8 of the shape of scales_zeros, 0 to 15: the value of a nibble n is (n - zero point) * scale.
-            None, or 8 everywhere: n - 8, packed as version 1. (On Meta tensors their values are not known and count as
-            not all 8.) Of int8 0 to 255, and None is 128 everywhere.
+            None: n - 8, packed as version 1. Zero points that are all 8 mean the same, but take the room of any others:
+            no value changes the size of what is returned. Of int8 0 to 255, and None is 128 everywhere.
         values: "int4"; or "e2m1": a nibble is a sign, two bits of exponent and one of mantissa, as in MXFP4: 0, 0.5,
             1, 1.5, 2, 3, 4, 6 and their negatives, without zero points; or "int8": codes have 8 bits.
         channel_scales: floating point [N] ([E, N] for a stack), kept as float32: scales of two levels, as NVFP4 has.
@@ -122,7 +122,7 @@ def dyn_quant_unpack_any_4bit_weight(
     Returns:
         weights, scales_zeros, zero_points, bias, values and channel_scales as given when packing (bias and
         channel_scales as float32, float8 scales as uint8); zero_points uint8 [0], bias [0] and channel_scales [0] if
-        there were none. Zero points of 8 everywhere were packed as none; int8 always has them.
+        there were none. int8 always has zero points.
     """
     op = torch.ops.w4a8.dyn_quant_unpack_any_4bit_weight.default
     return op(packed_weights, block_size, in_features, out_features)
@@ -169,9 +169,9 @@ def int4_gemm_w4a8(
     weight_scale: torch.Tensor,
     weight_zero_point: torch.Tensor,
     group_size: int,
-    g_idx: Optional[torch.Tensor],
-    bias: Optional[torch.Tensor],
-    out_dtype: Optional[torch.dtype] = None,
+    g_idx: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """``((quant_x - x_zero) * x_scale) @ W + bias`` for activations that are quantized already.
 
@@ -243,10 +243,10 @@ def topk_routing(
     top_k: int,
     renormalize: bool,
     scoring_func: str = "softmax",
-    num_expert_group: Optional[int] = None,
-    topk_group: Optional[int] = None,
+    num_expert_group: int | None = None,
+    topk_group: int | None = None,
     routed_scaling_factor: float = 1.0,
-    e_score_correction_bias: Optional[torch.Tensor] = None,
+    e_score_correction_bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Selects the experts of each token, with their weights (docs/numerics.md, section 7).
 

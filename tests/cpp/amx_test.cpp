@@ -77,7 +77,7 @@ TEST(AmxTest, ManyRowsUseTiles) {
   W4A8_TRACE_SEED();
   Rng rng(121);
   for (const int64_t group : {32, 128}) {
-    const PackedShape shape = {48, 128, group, DType::kFloat32, false};
+    const PackedShape shape = {48, 128, group, ScaleType::kFloat32, false};
     const Packed packed = pack_one(shape, random_weights(rng, shape));
     for (const int64_t rows : {1, 16, 40}) {
       const std::vector<float> x = random_activations(rng, rows * shape.k, DType::kFloat32);

@@ -1,7 +1,8 @@
 """Building blocks of the tests."""
 
+import os
+import random
 from dataclasses import dataclass
-from typing import Optional
 
 import numpy as np
 import reference
@@ -9,6 +10,9 @@ import torch
 
 import w4a8
 
+KERNELS = [kernel["name"] for kernel in w4a8.kernels() if kernel["supported"]]
+# Of hypothesis: another one in each run (of each worker of xdist), unless it is given.
+FUZZ_SEED = int(os.environ.get("W4A8_TEST_SEED") or random.SystemRandom().randrange(1, 2**32))
 KINDS = ["int4", "zeros", "e2m1"]  # the kinds of weights; zeros: int4 with zero points
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Relative error of rounding to a type, and what rounding below its normal range may add.
@@ -59,11 +63,11 @@ class Matrix:
 
     weights: torch.Tensor  # uint8 [N, K/2] or [E, N, K/2]; of int8 [..., N, K]
     scales: torch.Tensor  # [N, K/group]
-    bias: Optional[torch.Tensor]  # [N]
+    bias: torch.Tensor | None  # [N]
     n: int
     k: int
     group: int
-    zero_points: Optional[torch.Tensor] = None  # uint8 [N, K/group]
+    zero_points: torch.Tensor | None = None  # uint8 [N, K/group]
     values: str = "int4"
 
     def pack(self):
@@ -83,8 +87,6 @@ class Matrix:
         parts = [self.weights, self.scales.float(), None if self.bias is None else self.bias.float(), self.zero_points]
         parts = [None if p is None else (p if expert is None else p[expert]).numpy() for p in parts]
         weights, scales, bias, zero_points = parts
-        if self.values == "int8":
-            return *reference.planes(weights, zero_points, scales), bias
         if zero_points is None and self.values == "int4":
             return weights, scales, bias
         half = np.float32(0.5 if self.values == "e2m1" else 1)

@@ -17,8 +17,17 @@ class MLP(nn.Module):
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
+def _default_apply_gate(self, gate_up):
+    gate, up = gate_up.chunk(2, -1)
+    return self.act_fn(gate) * up
+
+
 class MixtralExperts(nn.Module):
-    """As in transformers 5."""
+    """As in transformers 5, with what the decorator ``use_experts_implementation`` puts there."""
+
+    has_gate, is_concatenated = True, True
+    is_transposed, has_bias, has_post_expert_norm = False, False, False
+    _apply_gate = _default_apply_gate
 
     def __init__(self, experts=6, hidden=64, intermediate=32):
         super().__init__()
@@ -97,6 +106,8 @@ def expert_weights(experts):
         w13 = [torch.cat([w.T[begin::step] for begin, step in halves]) for w in experts.gate_up_proj]
         b13 = [torch.cat([b[begin::step] for begin, step in halves]) for b in experts.gate_up_proj_bias]
         return list(zip(w13, b13, [w.T for w in experts.down_proj], experts.down_proj_bias))
+    if type(experts).__name__ == "Llama4TextExperts":  # transposed
+        return [(w13.T, None, w2.T, None) for w13, w2 in zip(experts.gate_up_proj, experts.down_proj)]
     if hasattr(experts, "gate_up_proj"):
         return [(w13, None, w2, None) for w13, w2 in zip(experts.gate_up_proj, experts.down_proj)]
     found = []

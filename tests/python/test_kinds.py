@@ -20,6 +20,7 @@ from test_linear_ops import gemm, make_x, words
 from test_ops import SHAPES, check
 
 import w4a8
+from w4a8.core.matrix import Matrix4
 
 compiles = pytest.mark.skipif(not hasattr(torch.library, "opcheck"), reason=f"torch {TORCH_VERSION} has no opcheck")
 new_kinds = pytest.mark.parametrize("kind", ["zeros", "e2m1"])
@@ -30,7 +31,7 @@ def unpack(matrix):
 
 
 @new_kinds
-@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16], ids=["s_f32", "s_bf16"])
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["s_f32", "s_bf16", "s_f16"])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
 def test_matmul_bits(kernel, shape, scale_dtype, kind):
     m, n, k, group = shape
@@ -94,31 +95,78 @@ def test_unpack_is_the_inverse(kind, bias, experts):
             assert_same_bits(bias_out, matrix.bias if bias else torch.zeros(0))
 
 
-def test_bytes_of_version_1():
-    """Int4 without zero points is packed as it always was; 8 everywhere is the same thing."""
-    matrix = make_matrix(33, 96, 32, torch.bfloat16, True)
+@pytest.mark.parametrize("experts", [None, 3], ids=["matrix", "stack"])
+def test_the_size_follows_from_shapes_alone(experts):
+    """Zero points of 8 everywhere mean what none means, and take the room of any others: values decide nothing."""
+    matrix = make_matrix(33, 96, 32, torch.bfloat16, True, experts, kind="zeros")
+    shape = matrix.pack().shape
+    matrix.zero_points.fill_(8)
     packed = matrix.pack()
-    assert w4a8.read_header(packed)["version"] == 1
-    matrix.zero_points = torch.full(matrix.scales.shape, 8, dtype=torch.uint8)
-    assert_same_bits(matrix.pack(), packed)
-    assert_same_bits(
-        w4a8.dyn_quant_pack_4bit_weight(matrix.weights, matrix.scales, matrix.bias, 32, 96, 33, values="int4"), packed
-    )
-    matrix.zero_points[32, 2] = 7
-    assert w4a8.read_header(matrix.pack())["version"] == 2
+    assert packed.shape == shape
+    first = packed if experts is None else packed[0]
+    assert (w4a8.read_header(first)["version"], w4a8.read_header(first)["has_zero_points"]) == (5, True)
+    assert_same_bits(unpack(matrix)[2], matrix.zero_points)
+    x = torch.randn(5, 96)
+    with_zeros = matmul(x, matrix, first)
+    matrix.zero_points = None
+    without = matrix.pack()
+    # 3 panels; 3 groups of 32 bytes of scales in 2 lines, in 3 with 16 bytes of zero points.
+    assert without.shape[-1] == shape[-1] - 3 * 64
+    assert_same_bits(with_zeros, matmul(x, matrix, without if experts is None else without[0]))
+
+
+@pytest.mark.parametrize("group", [32, 96, 128])
+def test_scales_that_are_powers_of_two(kernel, group):
+    """A byte b is 2^(b - 127): the same bits as with these numbers as float32, in less room."""
+    for columns in (33, 64):
+        matrix = make_matrix(columns, 5 * group, group, bias=True, kind="e2m1")
+        exponents = torch.randint(112, 125, matrix.scales.shape, dtype=torch.uint8)
+        exponents[0] = 0  # 2^-127, a denormal number, and half of it another
+        exponents[1] = 1
+        x = torch.randn(7, matrix.k)
+        matrix.scales = torch.from_numpy(np.ldexp(np.float32(1), exponents.numpy().astype(np.int32) - 127))
+        want, floats = matmul(x, matrix, matrix.pack()), matrix.pack()
+        matrix.scales = exponents
+        packed = matrix.pack()
+        assert w4a8.read_header(packed)["scale_dtype"] == "e8m0"
+        assert packed.numel() < floats.numel()
+        assert_same_bits(matmul(x, matrix, packed), want)
+        assert_same_bits(unpack(matrix)[1], exponents)
+        if hasattr(torch, "float8_e8m0fnu"):
+            matrix.scales = exponents.view(torch.float8_e8m0fnu)
+            assert_same_bits(matrix.pack(), packed)
+
+
+def test_no_number_among_the_powers_of_two():
+    matrix = make_matrix(20, 64, 32, kind="e2m1")
+    matrix.scales = torch.full(matrix.scales.shape, 127, dtype=torch.uint8)
+    matrix.scales[3, 1] = 255
+    with pytest.raises(RuntimeError, match=r"scales_zeros: element 7 is 255, the NaN of float8_e8m0fnu, expected 0\.\.254"):
+        matrix.pack()
+
+
+def test_matrices_leave_out_zero_points_that_say_nothing():
+    """Who packs a Matrix4 of a checkpoint wants the smaller form; the decision is made there, before the operator."""
+    plain = make_matrix(33, 96, 32)
+    eight = torch.full(plain.scales.shape, 8, dtype=torch.uint8)
+    matrix = Matrix4(plain.weights, plain.scales, eight, "int4")
+    assert_same_bits(matrix.pack(torch.float32), plain.pack())
+    eight[32, 2] = 7
+    assert w4a8.read_header(matrix.pack(torch.float32))["has_zero_points"]
 
 
 def test_header():
-    for kind, version in zip(KINDS, (1, 2, 2)):
+    for kind in KINDS:
         matrix = make_matrix(33, 96, 32, kind=kind)
         packed = matrix.pack()
-        extra = 3 * 3 * 16 if kind == "zeros" else 0  # 3 panels, 3 groups; 1088 is what 1024 + 48 is padded to
         header = w4a8.read_header(packed)
-        assert header["version"] == version
+        assert header["version"] == 5
         assert header["values"] == ("e2m1" if kind == "e2m1" else "int4")
         assert header["has_zero_points"] == (kind == "zeros")
         assert header["bytes"] == packed.numel()
-        assert (packed.numel() - w4a8.read_header(make_matrix(33, 96, 32).pack())["bytes"]) in (0, extra, 3 * 64)
+        # 3 panels of 12 steps. Of 3 groups the scales are 3 lines; with 16 zero points each one record of 240 bytes.
+        lines = 4 if kind == "zeros" else 3
+        assert packed.numel() == 64 + 3 * 64 * (lines + 12 + 2)
 
 
 def test_strided_zero_points():
@@ -249,11 +297,13 @@ def test_hostile_headers(kind):
     good = make_matrix(24, 64, 32, kind=kind).pack()
     x = torch.randn(3, 64)
     for at, value, message in [
-        (8, 1, r"kind is \d, expected 0 \(int4\): these bytes are reserved in version 1"),
-        (8, 5, "version is 5, this library reads versions 1 to 4"),
-        (44, 0, "kind is 0, expected 1"),
-        (44, 3, "kind is 3, expected 1"),
-        (45, 1, r"kind is 25\d, expected 1"),
+        (8, 2, "version is 2: packed before w4a8 0.1, pack the weights again"),
+        (8, 6, "version is 6, this library reads version 5"),
+        (12, 3, r"values are 3, expected 0 \(int4\), 1 \(e2m1\) or 2 \(int8\)"),
+        (13, 5, "scale type is 5, expected 0"),
+        (14, 8, "flags are 8, expected a sum of 1"),
+        (15, 1, "reserved bytes of the header are not zero"),
+        (40, 0, r"activation group is -256, expected -1 \(one scale for a row\)"),
         (48, 1, "reserved bytes of the header are not zero"),
     ]:
         bad = good.clone()
@@ -263,7 +313,7 @@ def test_hostile_headers(kind):
         with pytest.raises(ValueError, match=message):
             w4a8.read_header(bad)
     bad = good.clone()
-    bad[44] ^= 3  # the other kind: another size
+    bad[12] = 2  # int8: another size
     with pytest.raises(RuntimeError, match=r"size is \d+ bytes, its header .* needs"):
         w4a8.dyn_quant_matmul_4bit(x, bad, 32, 64, 24)
 
@@ -274,7 +324,7 @@ def test_hostile_zero_points(supported_kernels):
     packed = matrix.pack()
     x = torch.randn(5, 64)
     want = matmul(x, matrix, packed)
-    at = 64 + 8 * 64 + 2 * 16 * 4  # header, steps, scales
+    at = 64 + 2 * 16 * 4  # behind the header and the scales of both groups
     assert_same_bits(packed[at : at + 32].view(2, 16).t(), matrix.zero_points)
     packed[at + 3] += 0xA0
     for name in supported_kernels:
@@ -297,6 +347,22 @@ def test_meta(kind, experts):
         setattr(matrix, name, value if value is None else value.to("meta"))
     assert matrix.pack().shape == packed.shape
     assert matrix.pack().is_meta
+
+
+@compiles
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_zero_points_of_eight_compiled(backend):
+    """What is traced has the size that is packed."""
+    matrix = make_matrix(24, 64, 32, kind="zeros")
+    matrix.zero_points.fill_(8)
+
+    def packed_twice(weights, scales, zeros):
+        packed = w4a8.dyn_quant_pack_4bit_weight(weights, scales, None, 32, 64, 24, zero_points=zeros)
+        return torch.stack([packed, packed + torch.zeros(packed.shape, dtype=torch.uint8)])
+
+    arguments = matrix.weights, matrix.scales, matrix.zero_points
+    compiled = torch.compile(packed_twice, fullgraph=True, backend=backend)(*arguments)
+    assert_same_bits(compiled, packed_twice(*arguments))
 
 
 @compiles
@@ -323,18 +389,19 @@ def test_opcheck_and_compile(kind):
 
 
 def test_committed_bytes():
-    """Version 1, byte for byte: a matrix packed before there were other kinds."""
+    """Byte for byte, the example of docs/packed_layout.md."""
     weights = torch.tensor([[(5 * k + 3 * n) % 16 | (5 * (k + 1) + 3 * n) % 16 << 4 for k in range(0, 64, 2)]
                             for n in range(2)], dtype=torch.uint8)  # fmt: skip
     scales = torch.tensor([[1.0, 2.0], [-3.0, 0.5]])
     packed = w4a8.dyn_quant_pack_4bit_weight(weights, scales, torch.tensor([1.0, -2.0]), 32, 64, 2).numpy()
-    header = b"W4A8PACK" + np.array([1, 1], "<u4").tobytes() + np.array([2, 64, 32], "<i8").tobytes() + bytes(24)
+    header = b"W4A8PACK" + np.array([5], "<u4").tobytes() + bytes([0, 0, 1, 0])  # int4, float32, bias
+    header += np.array([2, 64, 32, -1], "<i8").tobytes() + bytes(16)
     assert packed[:64].tobytes() == header
     panel = packed[64:]
     for step in range(8):
         even = bytes([0x40, 0x95, 0xEA, 0x3F, 0x73, 0xC8, 0x1D, 0x62])
         odd = bytes([0xC8, 0x1D, 0x62, 0xB7, 0xFB, 0x40, 0x95, 0xEA])
-        assert panel[64 * step : 64 * step + 64].tobytes() == (odd if step % 2 else even) + b"\x88" * 56
-    tail = np.zeros(64, np.float32)
-    tail[[0, 1, 16, 17, 32, 33, 48, 49]] = [1, -3, 2, 0.5, -48, 40, 1, -2]
-    assert panel[512:].tobytes() == tail.tobytes()
+        at = 64 * (1 + step + step // 4)  # behind the scales of its group
+        assert panel[at : at + 64].tobytes() == (odd if step % 2 else even) + b"\x88" * 56
+    for at, pair in [(0, [1, -3]), (320, [2, 0.5]), (640, [-48, 40]), (704, [1, -2])]:
+        assert panel[at : at + 64].view("<f4").tolist() == pair + [0] * 14

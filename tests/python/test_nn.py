@@ -1,5 +1,6 @@
 """w4a8.nn.W4A8Linear: made from floats and from checkpoints, saved and loaded."""
 
+import inspect
 import io
 
 import pytest
@@ -9,6 +10,8 @@ from common import DTYPES, assert_same_bits
 import w4a8
 from w4a8.core.matrix8 import Matrix8
 from w4a8.nn import W4A8Experts, W4A8Linear, W8A8Linear, linear_from_matrix
+from w4a8.nn.rounding import round_weight
+from w4a8.quantization import DEFAULT_GROUP_SIZE
 
 
 def unpacked(layer):
@@ -44,9 +47,6 @@ def test_8_bits(dtype, group):
     assert_same_bits(other(x), y)
     with pytest.raises(ValueError, match="packed: values is int4, expected int8"):
         W8A8Linear(W4A8Linear.from_float(torch.nn.Linear(96, 21), group).packed, 96, 21, group)
-    planes = W4A8Linear.from_float(torch.nn.Linear(96, 42), group).packed  # what 8 bits once were
-    with pytest.raises(ValueError, match=r"n is 42, expected 21; 8-bit weights packed .* must be packed again"):
-        W8A8Linear(planes, 96, 21, group)
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
@@ -65,6 +65,22 @@ def test_from_float(dtype, group, bias):
     want = w4a8.dyn_quant_matmul_4bit(x, layer.packed, 96 if group == -1 else group, 96, 21)
     assert y.shape == (2, 3, 21)
     assert_same_bits(y, want)
+
+
+def test_one_default_group_size():
+    """Of everything that quantizes floats; the packed bytes are those of that group, and a layer of them knows it."""
+    signatures = [
+        *(W4A8Linear, W8A8Linear, W4A8Experts, W4A8Linear.from_float, W4A8Experts.from_float),
+        *(round_weight, w4a8.quantize_),
+    ]
+    for function in signatures:
+        assert inspect.signature(function).parameters["group_size"].default == DEFAULT_GROUP_SIZE == 32, function
+    layer = W4A8Linear.from_float(torch.nn.Linear(96, 24))
+    assert w4a8.read_header(layer.packed)["group"] == 32
+    assert W4A8Linear(layer.packed, 96, 24).group_size == 32
+    experts = W4A8Experts.from_float(torch.randn(3, 128, 96), torch.randn(3, 96, 64))
+    assert [w4a8.read_header(stack[2])["group"] for stack in (experts.w13_packed, experts.w2_packed)] == [32, 32]
+    assert W4A8Experts(experts.w13_packed, experts.w2_packed, 96, 64).group_size == 32
 
 
 def test_from_float_zeros_and_errors():
@@ -108,9 +124,24 @@ def test_compressed_tensors_errors():
         ((words, torch.ones(4, 2)), r"weight_scale is \[4, 2\], expected \[5, groups\]"),
         ((words, torch.ones(5, 3)), r"weight_scale has 3 groups, which do not divide K = 64"),
         ((torch.full((5, 64), 9, dtype=torch.int8), scales), r"weight holds values in \[9, 9\]"),
+        ((words, scales.int()), r"weight_scale: dtype torch.int32, but float16 or bfloat16 or float32 is expected"),
+        ((words, scales, None, torch.ones(4)), r"bias: shape \(4,\), but 5 output features make \(5,\)"),
+        ((words[:0], scales[:0]), r"weight_packed: shape \(0, 8\), which holds nothing"),
     ]:
         with pytest.raises(ValueError, match=message):
             call(*arguments)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("zero_points", [False, True])
+def test_compressed_tensors_scales_that_are_no_numbers(value, zero_points):
+    """With zero points and without."""
+    zeros = torch.zeros(5, 2, dtype=torch.int8), torch.full((1, 2), 0x08888888, dtype=torch.int32)
+    for weight, zero in zip((torch.zeros(5, 64, dtype=torch.int8), torch.zeros(5, 8, dtype=torch.int32)), zeros):
+        scales = torch.ones(5, 2)
+        scales[3, 1] = value
+        with pytest.raises(ValueError, match="weight_scale: not all scales are finite"):
+            W4A8Linear.from_compressed_tensors(weight, scales, weight_zero_point=zero if zero_points else None)
 
 
 def test_state_dict():
@@ -129,7 +160,7 @@ def test_state_dict_of_another_matrix_is_refused():
     state = W4A8Linear.from_float(torch.nn.Linear(64, 24), 32).state_dict()
     for layer, message in [
         (W4A8Linear.from_float(torch.nn.Linear(64, 23), 32), "packed: n is 24, expected 23"),
-        (W4A8Linear.from_float(torch.nn.Linear(64, 24)), "packed: group is 32, expected 64"),
+        (W4A8Linear.from_float(torch.nn.Linear(64, 24), -1), "packed: group is 32, expected 64"),
     ]:
         before = layer.packed.clone()
         with pytest.raises(RuntimeError, match=message):
@@ -141,13 +172,13 @@ def test_state_dict_of_another_matrix_is_refused():
 
 def test_repr():
     layer = W4A8Linear.from_float(torch.nn.Linear(64, 24))
-    sizes = "W4A8Linear(in_features=64, out_features=24, group_size=64"
+    sizes = "W4A8Linear(in_features=64, out_features=24, group_size=32"
     assert repr(layer) == f"{sizes})"
     for options, kind in (({"symmetric": False}, "zero points"), ({"values": "e2m1"}, "e2m1")):
         assert repr(W4A8Linear.from_float(torch.nn.Linear(64, 24), **options)) == f"{sizes}, {kind})"
     linear = torch.nn.Linear(64, 24, device="meta")
     assert repr(W4A8Linear.from_float(linear, symmetric=False)) == f"{sizes})"
-    experts = W4A8Experts.from_float(torch.randn(3, 8, 32), torch.randn(3, 32, 4), symmetric=False)
+    experts = W4A8Experts.from_float(torch.randn(3, 64, 32), torch.randn(3, 32, 32), symmetric=False)
     assert repr(experts).endswith("activation=SILU, zero points)")
 
 

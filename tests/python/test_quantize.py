@@ -57,10 +57,19 @@ def test_linear(group, options):
 
 
 def test_report_as_text():
-    report = w4a8.quantize_(float_model())
+    model = float_model()
+    report = w4a8.quantize_(model)
     packed = report.packed_bytes
+    left = 4 * (64 * 4 + 4 + 64 * 10 + 10)
+    assert (report.left_bytes, report.model_bytes) == (left, left + packed)
     assert str(report) == (
-        f"2 replaced (49,536 bytes of weights to {packed:,}), 2 left alone\n  gate: skip\n  lm_head: skip"
+        f"2 replaced (49,536 bytes of weights to {packed:,}), 2 left alone; 3,640 bytes stay float, "
+        f"{100 * left / (left + packed):.1f}% of the model now\n  gate: skip\n  lm_head: skip"
+    )
+    again = w4a8.quantize_(model)
+    assert (again.replaced, again.left_bytes, again.model_bytes) == ({}, left, left + packed)
+    assert str(w4a8.quantize_(nn.Module())) == (
+        "0 replaced (0 bytes of weights to 0), 0 left alone; 0 bytes stay float, 0.0% of the model now"
     )
 
 
@@ -72,19 +81,35 @@ def test_report_as_text():
         (["first.2", "gate"], ["first.2", "gate"]),
         (["re:first.0"], ["first.0"]),
         (["re:.*\\d$"], ["first.0", "first.2"]),
-        (["re:head", "irst.0", "first.01"], []),  # from the beginning of the name; whole names
+        (["re:firs", "gate"], ["first.0", "first.2", "gate"]),  # from the beginning of the name
         (DEFAULT_SKIP, ["gate", "lm_head"]),
         (lambda name, module: isinstance(module, nn.Sequential), ["first.0", "first.2"]),
         (lambda name, module: isinstance(module, nn.Linear) and module.out_features == 10, ["lm_head"]),
     ],
     ids=lambda value: "function" if callable(value) else str(value),  # no address: the same names in every process
 )
-def test_skip(skip, left):
+@pytest.mark.parametrize("default", [True, False])
+def test_skip(skip, left, default):
+    """Besides what the default leaves alone, or instead of it."""
     model = float_model()
-    report = w4a8.quantize_(model, skip=skip)
+    report = w4a8.quantize_(model, skip=skip, default_skip=default)
+    left = {*left, "gate", "lm_head"} if default else left
     assert report.skipped == dict.fromkeys(left, "skip")
     for name in ("first.0", "first.2", "gate", "lm_head"):
         assert isinstance(model.get_submodule(name), nn.Linear if name in left else W4A8Linear)
+
+
+@pytest.mark.parametrize("entry", ["re:head", "irst.0", "first.01", "lm_heads", "first.0.weight", "re:.*experts$"])
+def test_skip_that_matches_nothing(entry):
+    """From the beginning of the name, and whole names: a slip of the pen is told before anything is replaced."""
+    model = float_model()
+    message = f"skip holds {entry!r}, which matches the name of no module of the model"
+    for skip in (entry, ["first.0", entry]):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            w4a8.quantize_(model, skip=skip)
+    assert isinstance(model.first[2], nn.Linear)
+    # The default may: not every model has a router; and what it says may be given by hand.
+    assert list(w4a8.quantize_(nn.Sequential(nn.Linear(64, 8)), skip=DEFAULT_SKIP).replaced) == ["0"]
 
 
 def test_default_skip():
@@ -109,12 +134,20 @@ def test_what_is_left_alone():
     model.tied = nn.Linear(64, 10)
     model.tied.weight = model.embedding.weight
     model.none = None
+    model.vector = nn.LayerNorm(64)
+    model.small = nn.Conv1d(1, 1, 2)  # 8 bytes of some 170,000
+    model.integers = nn.Parameter(torch.zeros(9, 64, dtype=torch.int8), requires_grad=False)
     model.done = W4A8Linear.from_float(nn.Linear(64, 4), 32)
     before = dict(model.named_modules())
     report = w4a8.quantize_(model)
     subclass = "NonDynamicallyQuantizableLinear is a subclass of Linear, which may do something else"
     reads = "TransformerEncoderLayer reads the weights of its linear layers itself"
+    embedding = "weight of Embedding, which is not replaced"
+    attention = "in_proj_weight of MultiheadAttention, which is not replaced"
     assert report.skipped == {
+        "embedding": embedding,
+        "attention": attention,
+        "encoder.self_attn": attention,
         "odd": "in_features = 63 is not an even number up to 1048576",
         "width": "in_features = 48 is no multiple of group_size = 32",
         "double": "its weight is a Parameter of torch.float64: not float32, bfloat16 or float16",
@@ -129,8 +162,23 @@ def test_what_is_left_alone():
     assert report.replaced == {}
     assert dict(model.named_modules()) == before
     model.eval().encoder(torch.randn(1, 3, 64))
+    floats = 4 * sum(p.numel() for p in model.parameters() if p.dtype == torch.float32) + 8 * (64 * 4 + 4)
+    packed = model.done.packed.numel()
+    assert (report.left_bytes, report.model_bytes) == (floats, floats + 9 * 64 + packed)
     # Channelwise, 48 is as good as any even number.
     assert list(w4a8.quantize_(model, -1).replaced) == ["width"]
+
+
+def test_parameters_of_the_model_itself():
+    model = float_model()
+    model.positions = nn.Parameter(torch.randn(8, 64))
+    report = w4a8.quantize_(model)
+    assert report.skipped["positions"] == "positions of Module, which is not replaced"
+    report = w4a8.quantize_(nn.ModuleList([moe_blocks.FusedBlock()]), skip="0")
+    assert report.skipped == {"0.experts": "skip", "0.gate": "skip"}
+    model = nn.ModuleDict({"a": nn.Embedding(4, 64), "b": nn.Sequential(nn.Embedding(4, 64))})
+    report = w4a8.quantize_(model, skip=["b"])
+    assert report.skipped == {"a": "weight of Embedding, which is not replaced", "b.0": "skip"}
 
 
 def test_shared_modules():
@@ -417,7 +465,7 @@ def test_blocks_that_cannot_be_fused():
 
 def test_skipping_experts():
     model = nn.ModuleDict({"a": moe_blocks.MixtralSparseMoeBlock(), "b": moe_blocks.FusedBlock()})
-    report = w4a8.quantize_(model, skip="re:.*experts$")
+    report = w4a8.quantize_(model, skip="re:.*experts$", default_skip=False)
     assert isinstance(model["a"].experts[0].up_proj, nn.Linear)
     assert isinstance(model["b"].experts, moe_blocks.MixtralExperts)
     assert list(report.replaced) == ["a.gate", "b.gate"]

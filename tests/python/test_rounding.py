@@ -346,15 +346,15 @@ def test_which_kind_suits_what():
 
 @kinds
 def test_experts_have_as_many_bytes_each(kind):
-    """Also where the zero points of one expert are 8 everywhere, which the operator alone would leave out."""
-    w13, w2 = torch.randn(3, 8, 32), torch.randn(3, 32, 4)
+    """Also where the zero points of one expert are 8 everywhere."""
+    w13, w2 = torch.randn(3, 8, 32), torch.randn(3, 32, 4)  # channelwise
     steps = torch.arange(-8.0, 8).repeat(2)
     w13[1], w2[1] = steps, torch.tensor([-8.0, 7, 0, 1])
-    experts = W4A8Experts.from_float(w13, w2, **KINDS[kind])
+    experts = W4A8Experts.from_float(w13, w2, -1, **KINDS[kind])
     for index, weight in enumerate((w13, w2)):
         stack = (experts.w13_packed, experts.w2_packed)[index]
         for expert in range(3):
-            matrix = round_weight(weight[expert], **KINDS[kind])
+            matrix = round_weight(weight[expert], -1, **KINDS[kind])
             if kind == "zeros" and expert == 1:
                 assert (matrix.zero_points == 8).all()
             k = weight.shape[2]

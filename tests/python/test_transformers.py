@@ -9,12 +9,12 @@ import sys
 import pytest
 import torch
 from common import assert_same_bits
-from test_quantize_transformers import DENSE, MODELS, make_model
+from test_quantize_transformers import DENSE, FAMILIES, MODELS, make_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import w4a8
 from w4a8.nn import W4A8Experts, W4A8Linear
-from w4a8.quantization import DEFAULT_SKIP, QuantizationError
+from w4a8.quantization import QuantizationError
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 if int(transformers.__version__.split(".")[0]) < 5:
@@ -54,7 +54,7 @@ def quantized_whole(directory, *args, **options):
     return model, w4a8.quantize_(model, *args, **options)
 
 
-@pytest.mark.parametrize("name", [*MODELS, *DENSE])
+@pytest.mark.parametrize("name", [*MODELS, *DENSE, *FAMILIES])
 def test_bits(name, tmp_path):
     """Quantized while loading, and packed, saved and mapped: the logits of quantize_. In several shards, so that the
     weights of a module come from two files."""
@@ -87,8 +87,9 @@ def test_bits(name, tmp_path):
         {"clip_search": True},
         {"symmetric": False},
         {"values": "e2m1", "clip_search": True},
-        {"skip": [*DEFAULT_SKIP, "model.layers.0.mlp", "re:.*o_proj"]},
-        {"skip": [*DEFAULT_SKIP, "re:.*experts$"]},
+        {"skip": ["model.layers.0.mlp", "re:.*o_proj"]},
+        {"skip": ["re:.*experts$"]},
+        {"default_skip": False},
     ],
     ids=str,
 )
@@ -108,6 +109,34 @@ def test_options(options, tmp_path):
     again = W4A8Config.from_dict(saved)
     assert again.to_dict() == saved
     assert again.options() == config.options()
+
+
+def test_skip_that_matches_nothing(tmp_path):
+    save_float("qwen3", tmp_path)
+    config = W4A8Config(skip=["model.layers.0", "layers.1.mlp"])
+    with pytest.raises(ValueError, match=r"skip holds 'layers\.1\.mlp', which matches the name of no module"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)
+
+
+def test_what_stays_float_is_said(tmp_path, caplog):
+    """The share by a warning, where it is more than half; the rest in the report, which is logged."""
+    save_float("qwen3", tmp_path)
+    caplog.set_level("INFO", "w4a8")
+    model = load(tmp_path, quantization_config=W4A8Config())
+    report = model.hf_quantizer.report
+    assert [(record.levelname, record.message) for record in caplog.records] == [("INFO", str(report))]
+    caplog.clear()
+    model = load(tmp_path, quantization_config=W4A8Config(skip=["re:.*experts$"]))
+    report = model.hf_quantizer.report
+    floats = sum(parameter.numel() * 2 for parameter in model.parameters())
+    packed = sum(buffer.numel() for key, buffer in model.named_buffers() if key.endswith("packed"))
+    assert report.left_share == floats / (floats + packed) > 0.5
+    said = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert said == [
+        f"{100 * report.left_share:.1f}% of the model's bytes stay float; model.hf_quantizer.report says which and why"
+    ]
+    load(tmp_path, quantization_config=W4A8Config()).save_pretrained(tmp_path / "packed")
+    assert load(tmp_path / "packed").hf_quantizer.report is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -138,8 +167,8 @@ def test_tied_output_layer_stays(tmp_path):
     config = copy.deepcopy(make_model("Qwen3").config)
     config.tie_word_embeddings = True
     transformers.Qwen3ForCausalLM(config).bfloat16().save_pretrained(tmp_path / "float")
-    whole, report = quantized_whole(tmp_path / "float", skip=[])
-    model = load(tmp_path / "float", quantization_config=W4A8Config(skip=[]))
+    whole, report = quantized_whole(tmp_path / "float", default_skip=False)
+    model = load(tmp_path / "float", quantization_config=W4A8Config(default_skip=False))
     assert report.skipped["lm_head"] == "its weight is shared with model.embed_tokens"
     assert model.hf_quantizer.report == report
     assert model.lm_head.weight is model.model.embed_tokens.weight
@@ -246,7 +275,7 @@ def test_output_layer_can_be_quantized_later(tmp_path):
     """What is done for its speed is no reason to leave it."""
     save_float("qwen3", tmp_path)
     model = load(tmp_path, quantization_config=W4A8Config())
-    w4a8.quantize_(model, skip="re:.*gate")
+    w4a8.quantize_(model, skip="re:.*gate", default_skip=False)
     assert isinstance(model.lm_head, W4A8Linear)
 
 
@@ -263,49 +292,6 @@ def test_compiled_decoding(tmp_path):
     torch._dynamo.utils.counters.clear()
     assert torch.equal(model.generate(TOKENS, compile_config=compiling, **options), plain)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
-
-
-def test_training_is_refused(tmp_path):
-    save_float("qwen3", tmp_path)
-    model = load(tmp_path, quantization_config=W4A8Config())
-    with pytest.raises(RuntimeError, match="cannot be trained"):
-        model.train()
-    assert not model.training
-    assert model.eval() is model
-    with torch.enable_grad():
-        assert not model(TOKENS, labels=TOKENS).loss.requires_grad
-    arguments = transformers.TrainingArguments(str(tmp_path / "out")) if has_accelerate() else None
-    if arguments is not None:
-        with pytest.raises(ValueError, match="w4a8"):
-            transformers.Trainer(model, arguments)
-
-
-def has_accelerate():
-    return transformers.utils.is_accelerate_available()
-
-
-def test_other_devices_are_refused(tmp_path):
-    save_float("qwen3", tmp_path)
-    model = load(tmp_path, quantization_config=W4A8Config())
-    for move in (lambda: model.to("cuda"), lambda: model.to(device="cuda:0"), lambda: model.cuda()):
-        with pytest.raises(RuntimeError, match="cannot go to cuda"):
-            move()
-    assert model.to("cpu") is model
-    for device_map in ("cuda", {"": "cuda:0"}, {"model": "cpu", "lm_head": 0}):
-        with pytest.raises((RuntimeError, ValueError)):
-            AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=W4A8Config(), device_map=device_map)
-
-
-def test_copies_and_pickles(tmp_path):
-    """And a copy refuses for itself."""
-    save_float("qwen3", tmp_path)
-    model = load(tmp_path, quantization_config=W4A8Config())
-    want = model(TOKENS).logits
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert_same_bits(other(TOKENS).logits, want)
-        assert other.eval() is other
-        with pytest.raises(RuntimeError, match="cannot go to cuda"):
-            other.to("cuda")
 
 
 def test_nan_names_the_module(tmp_path):
@@ -325,6 +311,7 @@ def test_nan_names_the_module(tmp_path):
         ({"scale_dtype": "float16"}, ValueError, "scale_dtype is float16"),
         ({"skip": len}, TypeError, "skip is a function"),
         ({"skip": ["re:("]}, ValueError, "regular expression"),
+        ({"default_skip": None}, TypeError, "default_skip is None, expected True or False"),
         ({"bits": 4}, TypeError, "bits"),
         ({"symmetric": 0}, TypeError, "symmetric is 0, expected True or False"),
         ({"values": "int8"}, ValueError, "values is 'int8'"),
@@ -357,6 +344,15 @@ def other_shape(tensors):
     tensors["model.layers.0.self_attn.q_proj.packed"] = W4A8Linear.from_float(linear, 32).packed
 
 
+def extra_bias(tensors):
+    tensors["model.layers.0.self_attn.q_proj.packed"] = W4A8Linear.from_float(torch.nn.Linear(64, 64), 32).packed
+
+
+def extra_bias_of_experts(tensors):
+    experts = W4A8Experts.from_float(torch.randn(6, 64, 64), torch.randn(6, 64, 32), w2_bias=torch.randn(6, 64))
+    tensors["model.layers.0.mlp.experts.w2_packed"] = experts.w2_packed
+
+
 def no_w2(tensors):
     del tensors["model.layers.0.mlp.experts.w2_packed"]
 
@@ -378,6 +374,8 @@ def nothing_packed(tensors):
         (no_w2, r"layers\.0\.mlp\.experts: .*w2_packed"),
         (fewer_experts, r"w2_packed: \[experts, n, k\] is \[4, 64, 32\]"),
         (nothing_packed, "no packed tensors"),
+        (extra_bias, r"q_proj: packed: bias is True, expected False"),
+        (extra_bias_of_experts, r"layers\.0\.mlp\.experts: w2_packed: bias is True, expected False"),
     ],
 )
 def test_damaged_directories(change, match, tmp_path):
@@ -385,6 +383,25 @@ def test_damaged_directories(change, match, tmp_path):
     load(tmp_path / "float", quantization_config=W4A8Config()).save_pretrained(tmp_path / "packed")
     damaged(tmp_path / "packed", change)
     with pytest.raises(ValueError, match=match):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+
+
+@pytest.mark.parametrize("name, part", [("Qwen2", "self_attn.q_proj"), ("gpt-oss", "mlp.experts")])
+def test_packed_without_a_bias(name, part, tmp_path):
+    """That the model has."""
+    save_float(name, tmp_path / "float")
+    load(tmp_path / "float", quantization_config=W4A8Config()).save_pretrained(tmp_path / "packed")
+
+    def change(tensors):
+        if name == "Qwen2":
+            packed = W4A8Linear.from_float(torch.nn.Linear(64, 64, bias=False), 32).packed
+            tensors["model.layers.0.self_attn.q_proj.packed"] = packed
+        else:
+            experts = W4A8Experts.from_float(torch.randn(6, 64, 64), torch.randn(6, 64, 32), 32)
+            tensors["model.layers.0.mlp.experts.w13_packed"] = experts.w13_packed
+
+    damaged(tmp_path / "packed", change)
+    with pytest.raises(ValueError, match=rf"layers\.0\.{part}: \w*packed: bias is False, expected True"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
 
 

@@ -155,9 +155,12 @@ def test_formats(kind, name, tmp_path):
     assert {n for n, m in model.named_modules() if isinstance(m, (W4A8Linear, W4A8Experts))} == {
         n for n, m in want.named_modules() if isinstance(m, (W4A8Linear, W4A8Experts))
     }
-    assert set(model.hf_quantizer.report.replaced) == {
-        n for n, m in model.named_modules() if isinstance(m, (W4A8Linear, W4A8Experts))
-    }
+    report = model.hf_quantizer.report
+    assert set(report.replaced) == {n for n, m in model.named_modules() if isinstance(m, (W4A8Linear, W4A8Experts))}
+    left = {key.rpartition(".")[0] for key, parameter in model.named_parameters() if parameter.dim() > 1}
+    assert {"model.embed_tokens", "lm_head"} <= left
+    assert report.skipped == dict.fromkeys(left, "it is not quantized in the checkpoint")
+    assert report.left_bytes == sum(parameter.numel() * 2 for parameter in model.parameters())
     assert_same_bits(model(TOKENS).logits, want(TOKENS).logits)
     model.save_pretrained(tmp_path / "packed")
     packed = AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
@@ -180,6 +183,18 @@ def test_checkpoint_of_the_example(scheme):
     prompt = torch.tensor([list(b"import ")])
     written = model.generate(prompt, max_new_tokens=20, do_sample=False, pad_token_id=0)
     assert bytes(written[0].tolist()).decode("ascii").startswith("import ")
+
+
+@pytest.mark.parametrize(
+    "kind, spelling", [("GPTQ", "GPTQ"), ("AutoRound", "intel/auto-round"), ("AutoRound", "auto_round"), ("AWQ", "Awq")]
+)
+def test_spellings(kind, spelling, tmp_path):
+    """Of the method: those that w4a8.load reads too, which transformers does not know."""
+    write_matrix, quantization = FORMATS[kind]
+    want = write(tmp_path / "theirs", "qwen3", write_matrix, {**quantization, "quant_method": spelling})
+    assert_same_bits(load(tmp_path / "theirs")(TOKENS).logits, want(TOKENS).logits)
+    layers = w4a8.load(tmp_path / "theirs", quantize_w4a16=True)
+    assert len(layers) == 2
 
 
 def turned(k, groups):
@@ -294,4 +309,58 @@ def test_int8_without_scales(tmp_path):
         there = {key: t for key, t in whole.items() if not (f"layers.0.{part}." in key and key.endswith("_scale"))}
         save_file(there, file, metadata={"format": "pt"})
         with pytest.raises(ValueError, match=match):
+            load(tmp_path / "theirs")
+
+
+def change_file(directory, change):
+    """Changes the tensors of a checkpoint, a dict."""
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    tensors = {key: tensor.clone() for key, tensor in tensors.items()}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("kind", ["GPTQ", "W4A8 pack-quantized"])
+def test_missing_bias(kind, tmp_path):
+    """The model has one, so without it every number is another."""
+    write(tmp_path / "theirs", "Qwen2", *FORMATS[kind])
+    change_file(tmp_path / "theirs", lambda tensors: tensors.pop("model.layers.1.self_attn.k_proj.bias"))
+    with pytest.raises(ValueError, match=r"layers\.1\.self_attn\.k_proj has no bias, but the model has"):
+        load(tmp_path / "theirs")
+
+
+EXTRA = {
+    "linear": ["model.layers.1.self_attn.k_proj"],
+    "an expert": ["model.layers.1.mlp.experts.3.up_proj"],
+    "experts": [
+        f"model.layers.1.mlp.experts.{expert}.{name}_proj" for expert in range(6) for name in ("gate", "up", "down")
+    ],
+}
+
+
+@pytest.mark.parametrize("where", EXTRA)
+@pytest.mark.parametrize("kind", ["GPTQ", "W4A8 pack-quantized"])
+def test_extra_bias(kind, where, tmp_path):
+    """One that the model does not have is refused; of zeros, as older tools wrote them everywhere, left out."""
+    want = write(tmp_path / "theirs", "qwen3", *FORMATS[kind])
+
+    def add(value):
+        def change(tensors):
+            for name in EXTRA[where]:
+                bias = torch.zeros(32 if "experts" in name and "down" not in name else 64)
+                bias[17] = value
+                tensors[f"{name}.bias"] = bias
+
+        return change
+
+    change_file(tmp_path / "theirs", add(0.0))
+    model = load(tmp_path / "theirs")
+    assert_same_bits(model(TOKENS).logits, want(TOKENS).logits)
+    assert model.state_dict().keys() == want.state_dict().keys()
+    for key, tensor in model.state_dict().items():
+        assert tensor.shape == want.state_dict()[key].shape, key
+    for value in (1e-3, float("nan")):
+        change_file(tmp_path / "theirs", add(value))
+        name = EXTRA[where][0].replace(".", r"\.")
+        with pytest.raises(ValueError, match=f"{name} has a bias, but the model has none"):
             load(tmp_path / "theirs")

@@ -10,6 +10,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 if int(transformers.__version__.split(".")[0]) < 5:
@@ -119,6 +120,43 @@ class Server:
             lines = stream.read()
         assert "failed:" not in lines, lines
         return [int(word) for word in lines.split()]
+
+
+def resident(path):
+    """KiB of a file that are mapped here and in memory."""
+    found = inside = 0
+    with open("/proc/self/smaps") as lines:
+        for line in lines:
+            if not line.split()[0].endswith(":"):
+                inside = line.rstrip("\n").endswith(str(path))
+            elif inside and line.startswith("Rss:"):
+                found += int(line.split()[1])
+    return found
+
+
+def test_release_leaves_what_is_beside(tmp_path):
+    """A tensor that begins and ends within pages of others, which were written to since they were mapped."""
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    from w4a8.integrations.transformers.memory import Pages
+
+    path = tmp_path / "model.safetensors"
+    stored = {name: torch.randint(256, (size,), dtype=torch.uint8) for name, size in zip("abc", (5001, 1 << 20, 5003))}
+    save_file(stored, path)
+    with safe_open(path, framework="pt") as file:
+        mapped = {name: file.get_tensor(name) for name in "abc"}
+        pages = Pages([str(path)])
+        assert all(mapped[name].data_ptr() % 4096 for name in "bc"), "then nothing is shared"
+        for name in "ac":
+            mapped[name] += 1
+        assert torch.equal(mapped["b"], stored["b"])  # read once
+        before = resident(path)
+        pages.release([mapped["b"]])
+        assert before - resident(path) >= 1024 - 2 * 4
+        for name in "ac":
+            assert torch.equal(mapped[name], stored[name] + 1), name
+        assert torch.equal(mapped["b"], stored["b"])
 
 
 def size(directory):

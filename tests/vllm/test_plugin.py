@@ -4,9 +4,13 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
+from importlib import import_module
 
+import foreign
 import pytest
 import torch
+from conftest import environment
 
 from w4a8.integrations.vllm import plugin, selftest
 
@@ -77,7 +81,38 @@ def test_a_format_that_moved(fresh, monkeypatch):
     assert get_quantization_config("inc").__name__ == "INCConfig"
     assert get_quantization_config("gptq").__name__ == "W4A8GPTQConfig"
     (warning,) = fresh.warnings
-    assert warning.startswith("w4a8: leaves inc to vLLM, which is not as expected: ")
+    assert warning.startswith("w4a8: leaves inc to vLLM, which is not as expected: ModuleNotFoundError: ")
+
+
+@pytest.mark.parametrize("error", [AttributeError, TypeError, ValueError, RuntimeError])
+def test_a_format_that_vllm_does_not_take(fresh, monkeypatch, error):
+    """Whatever goes wrong with one of them, the warning says what is left to vLLM: nothing but that."""
+    from vllm.model_executor.layers import quantization
+
+    right = quantization.register_quantization_config
+
+    def register(name):
+        if name == "inc":
+            raise error("moved")
+        return right(name)
+
+    monkeypatch.setattr(quantization, "register_quantization_config", register)
+    assert fresh() == "W4A8CompressedTensorsConfig"
+    assert quantization.get_quantization_config("inc").__name__ == "INCConfig"
+    assert quantization.get_quantization_config("quark").__name__ == "W4A8QuarkConfig"
+    assert fresh.warnings == [f"w4a8: leaves inc to vLLM, which is not as expected: {error.__name__}: moved"]
+
+
+def test_packed_directories_that_cannot_be_read(fresh, monkeypatch):
+    """Nothing of them is registered then, and everything else is taken over."""
+    from vllm.model_executor.layers import quantization
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    monkeypatch.delattr(DefaultModelLoader, "get_all_weights")
+    assert fresh() == "W4A8CompressedTensorsConfig"
+    (warning,) = fresh.warnings
+    assert warning.startswith("w4a8: cannot read packed directories here: AttributeError: ")
+    assert "w4a8" not in quantization._CUSTOMIZED_METHOD_TO_QUANT_CONFIG
 
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": False}
@@ -91,6 +126,30 @@ def test_weight_only_models_are_left_on_demand(fresh, monkeypatch):
     assert W4A8GPTQConfig.from_config({**GPTQ, "sym": True}).stored() is None
     with pytest.raises(ValueError, match="Unsupported quantization config"):
         W4A8GPTQConfig.from_config(GPTQ)
+
+
+WEIGHT_ONLY = {
+    "W4A8GPTQConfig": ("config_gptq", GPTQ),
+    "W4A8AWQConfig": ("config_awq", foreign.config("awq", 128, False, [], False)),
+    "W4A8INCConfig": ("config_inc", foreign.config("auto_round:auto_gptq", 128, True, [], False)),
+    "W4A8GptOssConfig": ("config_gpt_oss", foreign.config("mxfp4", 32, True, [], False)),
+    "W4A8ModelOptConfig": ("config_modelopt", foreign.config("modelopt-nvfp4", 16, True, [], False)),
+    "W4A8QuarkConfig": ("config_quark", foreign.config("quark", 32, True, [], False)),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHT_ONLY)
+def test_dtypes_are_those_of_whoever_runs_the_model(fresh, monkeypatch, name):
+    """The operators have three; vLLM's layers, on demand, what vLLM says of them."""
+    module, config = WEIGHT_ONLY[name]
+    cls = getattr(import_module(f"w4a8.integrations.vllm.{module}"), name)
+    config = {**config, "sym": True} if name == "W4A8GPTQConfig" else config
+    stock = next(base for base in cls.__mro__ if base.__module__.startswith("vllm."))
+    assert set(cls.from_config(config).get_supported_act_dtypes()) == {torch.float16, torch.bfloat16, torch.float32}
+    monkeypatch.setenv("W4A8_VLLM_W4A16", "0")
+    expected = stock.from_config(config).get_supported_act_dtypes()
+    assert torch.float32 not in expected
+    assert cls.from_config(config).get_supported_act_dtypes() == expected
 
 
 def test_activation_order_is_refused(fresh):
@@ -186,14 +245,16 @@ def test_missing_module(fresh, monkeypatch):
 
 
 def test_wrong_operators(fresh, monkeypatch):
-    monkeypatch.setattr(selftest, "dyn_quant_matmul_4bit", lambda x, *rest: x[:, :32] + 1)
+    monkeypatch.setattr("w4a8.integrations.selftest.dyn_quant_matmul_4bit", lambda x, *rest: x[:, :32] + 1)
     assert fresh() == "CompressedTensorsConfig"
     assert "dyn_quant_matmul_4bit gives wrong sums" in fresh.warnings[0]
 
 
 def test_wrong_experts(fresh, monkeypatch):
-    right = selftest.dynamic_4bit_int_moe
-    monkeypatch.setattr(selftest, "dynamic_4bit_int_moe", lambda *args: right(*args) * 1.1)
+    from w4a8.integrations import selftest as shared
+
+    right = shared.dynamic_4bit_int_moe
+    monkeypatch.setattr(shared, "dynamic_4bit_int_moe", lambda *args: right(*args) * 1.1)
     assert fresh() == "CompressedTensorsConfig"
     assert "dynamic_4bit_int_moe gives wrong sums" in fresh.warnings[0]
 
@@ -242,6 +303,86 @@ def test_the_self_test_leaves_nothing_behind(fresh):
     assert selftest.problems() == []
     assert dict(os.environ) == variables
     assert parallel_state._TP is None and get_current_vllm_config_or_none() is None
+
+
+def test_other_threads_keep_their_variables(fresh, monkeypatch):
+    """What the self-test sets it takes back; no variable of another thread's is gone meanwhile."""
+    kept, deleted = set(os.environ), set()
+    right = type(os.environ).__delitem__
+
+    def delete(self, name):
+        deleted.add(name)
+        right(self, name)
+
+    monkeypatch.setattr(type(os.environ), "__delitem__", delete)
+    assert selftest.problems() == []
+    assert not deleted & kept
+
+
+SAYS = """
+import logging, sys, vllm.logger
+messages = []
+handler = logging.Handler()
+handler.emit = lambda record: messages.append(f"{record.levelname} {record.name}: {record.getMessage()}")
+logging.getLogger("vllm").addHandler(handler)
+if sys.argv[1] == "self-test":
+    from w4a8.integrations.vllm import selftest
+    assert selftest.problems() == []
+    assert messages == []
+from vllm.config import VllmConfig
+VllmConfig()
+print("\\n".join(messages))
+"""
+
+
+def test_what_vllm_says_once_is_still_to_be_said():
+    """In a new process each: of the first configuration vLLM says the same after the self-test, which makes one."""
+
+    def said(what):
+        done = subprocess.run(
+            [sys.executable, "-c", SAYS, what], capture_output=True, text=True, env=environment(), cwd="/", check=False
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done.stdout
+
+    stock = said("nothing")
+    assert stock.strip()  # it does say something
+    assert said("self-test") == stock
+
+
+def test_silence_is_of_one_thread(monkeypatch):
+    """What others log meanwhile is logged, and only errors of this one are."""
+    import logging
+
+    from vllm.logger import init_logger
+
+    from w4a8.integrations.vllm.log import logger, silence
+
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    base = logging.getLogger("vllm")
+    base.addHandler(handler)
+
+    def say(who):
+        for log in (init_logger("vllm.other"), logger()):
+            log.warning("a warning of %s", who)
+            log.warning_once("once, of %s", who)
+            log.error("an error of %s", who)
+
+    try:
+        with silence():
+            say("this thread")
+            other = threading.Thread(target=say, args=("another",))
+            other.start()
+            other.join()
+        here, messages[:] = list(messages), []
+        say("this thread")
+    finally:
+        base.removeHandler(handler)
+    error, warning, once = ("an error of %s", "a warning of %s", "once, of %s")
+    assert here == [error % "this thread"] * 2 + [text % "another" for text in (warning, once, error)] * 2
+    assert messages == [text % "this thread" for text in (warning, once, error)] * 2
 
 
 def test_imports_nothing_by_itself():

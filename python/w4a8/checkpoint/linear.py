@@ -11,6 +11,7 @@ from pathlib import Path
 from w4a8.checkpoint.modules import Module, check_input
 from w4a8.checkpoint.tensors import CheckpointTensors
 from w4a8.core.json_fields import CheckpointError, read_json
+from w4a8.core.memory import on_cpu
 from w4a8.formats import NotOurs, Rules, Stored, find_config, rules_of, stored_as
 from w4a8.formats.parts import QUANTIZED_SUFFIXES
 from w4a8.nn import W4A8Linear, W8A8Linear, linear_from_matrix
@@ -41,7 +42,7 @@ def load_linear(
         progress: show a progress bar, if tqdm is installed.
 
     Returns:
-        Layers by name, in the order of the file: W4A8Linear, or W8A8Linear. Empty if none is quantized.
+        Layers by name, in the order of the file, on the CPU: W4A8Linear, or W8A8Linear. Empty if none is quantized.
 
     Raises:
         ImportError: safetensors is not installed.
@@ -50,7 +51,15 @@ def load_linear(
     """
     config = read_json(Path(path) / "config.json")
     tensors = CheckpointTensors(path)
-    found = _stored_layers(tensors, rules_of(find_config(config, Path(path))), only)
+    with on_cpu():
+        found = _stored_layers(tensors, rules_of(find_config(config, Path(path))), only)
+        return _packed(tensors, found, quantize_w4a16, progress)
+
+
+def _packed(
+    tensors: CheckpointTensors, found: dict[str, Stored], quantize_w4a16: bool, progress: bool
+) -> dict[str, W4A8Linear | W8A8Linear]:
+    """The layers, one after the other."""
     loaded: dict[str, W4A8Linear | W8A8Linear] = {}
     bar = progress_bar(len(found), progress, "layer", "packing linear layers")
     try:

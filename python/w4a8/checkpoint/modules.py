@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 
 from w4a8.checkpoint.tensors import CheckpointTensors
 from w4a8.core.json_fields import CheckpointError
 from w4a8.core.matrix import Matrix
 from w4a8.formats import Stored
+from w4a8.formats.compressed_tensors import check_words
 
 
 class Module:
@@ -44,28 +43,55 @@ class Module:
         return self.tensors.get(self.key(suffix), self.expert)
 
     def shape(self, stored: Stored) -> tuple[int, int]:
-        """(N, K), as its tensors say.
+        """(N, K), as its tensors say; of the codes the header of the file is read alone.
 
         Raises:
             CheckpointError: the one that says so is missing, or has no such shape.
         """
-        suffix = "weight_shape" if stored.format == "pack-quantized" else stored.weight
-        return self._shape(stored, {suffix: self.get(suffix)})
-
-    def _shape(self, stored: Stored, found: Mapping[str, torch.Tensor]) -> tuple[int, int]:
+        stated = self.get("weight_shape") if stored.format == "pack-quantized" else None
         try:
-            return stored.shape(found)
+            return stored.shape(self._codes_shape(stored), self.name, stated)
+        except CheckpointError:
+            raise
         except ValueError as error:
-            raise CheckpointError(f"tensor {self.key(str(error))}") from error
+            raise self._named(error) from error
 
-    def matrix(self, stored: Stored, has_bias: bool, shape: tuple[int, int] | None = None, because: str = "") -> Matrix:
+    def _codes_shape(self, stored: Stored) -> tuple[int, ...]:
+        shape = self.tensors.shape(self.key(stored.weight))
+        return shape if self.expert is None else shape[1:]
+
+    def check_shape(self, stored: Stored, shape: tuple[int, int], because: str) -> None:
+        """Compares the size of the weight with what is needed, before it is read or anything of that size is made.
+
+        Args:
+            stored: how it is stored.
+            shape: (N, K) that it must have.
+            because: end of the message if it has another one.
+
+        Raises:
+            CheckpointError: it has another size, or a tensor is missing.
+        """
+        stated, codes = self.shape(stored), self._codes_shape(stored)
+        if stated != shape:
+            if stored.format == "pack-quantized":
+                what = f"{self.key('weight_shape')!r} says {list(stated)}, but {list(shape)} is expected"
+            elif stored.format == "int-quantized":
+                what = f"{self.key(stored.weight)!r} has shape {stated}, but {shape} is expected"
+            else:
+                what = f"{self.key(stored.weight)!r} has shape {codes}, which is {stated}, but {shape} is expected"
+            raise CheckpointError(f"tensor {what}{because}")
+        if stored.format == "pack-quantized":
+            try:
+                check_words(codes, self.name, *shape, stored.bits)
+            except ValueError as error:
+                raise self._named(error) from error
+
+    def matrix(self, stored: Stored, has_bias: bool) -> Matrix:
         """The matrix of the module.
 
         Args:
             stored: how it is stored.
             has_bias: it must have a bias.
-            shape: (N, K) that it must have; None is what its tensors say.
-            because: end of the message if it has another one.
 
         Raises:
             CheckpointError: a tensor is missing, or has another dtype, shape or value than it should.
@@ -74,31 +100,16 @@ class Module:
         if has_bias:
             names.append("bias")
         found = {name: self.get(name) for name in names}
-        if shape is not None:
-            self._check_shape(stored, found, shape, because)
         try:
             return stored.read(found, self.name)
         except ValueError as error:
-            # A reader joins names by a point.
-            text = str(error).replace(f"{self.name}.", self.key(""), 1)
-            expert = "" if self.expert is None else f" (expert {self.expert})"
-            raise CheckpointError(f"tensor {text}{expert}") from error
+            raise self._named(error) from error
 
-    def _check_shape(
-        self, stored: Stored, found: Mapping[str, torch.Tensor], shape: tuple[int, int], because: str
-    ) -> None:
-        """Compares the size of the weight with what is needed, before anything of that size is made."""
-        stated = self._shape(stored, found)
-        if stated == shape:
-            return
-        if stored.format == "pack-quantized":
-            what = f"{self.key('weight_shape')!r} says {list(stated)}, but {list(shape)} is expected"
-        elif stored.format == "int-quantized":
-            what = f"{self.key(stored.weight)!r} has shape {stated}, but {shape} is expected"
-        else:
-            size = tuple(found[stored.weight].shape)
-            what = f"{self.key(stored.weight)!r} has shape {size}, which is {stated}, but {shape} is expected"
-        raise CheckpointError(f"tensor {what}{because}")
+    def _named(self, error: ValueError) -> CheckpointError:
+        """The error of a reader, which joins names by a point."""
+        text = str(error).replace(f"{self.name}.", self.key(""), 1)
+        expert = "" if self.expert is None else f" (expert {self.expert})"
+        return CheckpointError(f"tensor {text}{expert}")
 
 
 def check_input(stored: Stored, name: str, quantize_w4a16: bool) -> None:

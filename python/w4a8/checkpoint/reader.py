@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from w4a8.checkpoint.settings import MoESettings, settings_from_config
 from w4a8.checkpoint.tensors import CheckpointTensors
 from w4a8.core.experts import ExpertSizes
 from w4a8.core.json_fields import CheckpointError, read_json
+from w4a8.core.memory import on_cpu
 from w4a8.core.packer import ExpertPacker
 from w4a8.core.quant_args import DYNAMIC_INT8_TOKENS, QuantizationArgs, QuantizationStrategy
 from w4a8.formats import NotOurs, Rules, Stored, find_config, rules_of, stored_as
@@ -65,7 +66,12 @@ class _Layer:
 
 
 def _natural(name: str) -> list[Any]:
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+    """Sorts names by the numbers in them: a number by how many digits it has, then by these."""
+    parts = re.split(r"([0-9]+)", name)  # every second one is a number
+    for index, digits in enumerate(parts[1::2]):
+        value = digits.lstrip("0")
+        parts[2 * index + 1] = (len(value), value)
+    return parts
 
 
 def _find_layers(keys: list[str], only: Callable[[str], bool] | None) -> list[_Layer]:
@@ -109,19 +115,22 @@ class _ExpertsReader:
         self.num_experts = self._count_experts()
         _, self.expert_map = determine_expert_map(parallel.ep_size, parallel.ep_rank, self.num_experts)
         everyone = range(self.num_experts)
-        self.local = [e for e in everyone if self.expert_map is None or int(self.expert_map[e]) != -1]
-        self.stored = {
-            (expert, projection): self._stored_as(rules, self._module(expert, projection))
-            for expert in everyone
-            for projection in self.shards
-        }
+        self.local: Sequence[int] = everyone
+        if self.expert_map is not None:
+            self.local = torch.nonzero(self.expert_map != -1).flatten().tolist()
+        self.stored = {module.name: self._stored_as(rules, module) for _, module in self._modules(everyone)}
 
     def _count_experts(self) -> int:
         """Fails before anything is allocated or listed for experts that the checkpoint only claims to have."""
         layer, experts = self.layer, self.settings.num_experts
         if not layer.experts:
             first = layer.module(self.tensors, 0, next(iter(self.shards)))
-            there = self.tensors.length(first.key("blocks"))
+            shape = self.tensors.shape(first.key("blocks"))
+            if len(shape) != 4:
+                raise CheckpointError(
+                    f"tensor {first.key('blocks')!r} has shape {shape}, but 4 dimensions are expected"
+                )
+            there = shape[0]
             if experts is not None and experts != there:
                 raise CheckpointError(
                     f"tensor {first.key('blocks')!r} has {there} experts, but config.json says {experts}"
@@ -148,6 +157,12 @@ class _ExpertsReader:
     def _module(self, expert: int, projection: str) -> Module:
         return self.layer.module(self.tensors, expert, projection)
 
+    def _modules(self, experts: Sequence[int]) -> Iterator[tuple[str, Module]]:
+        """Their projections, each with its module: where one tensor is for all experts, that of one of them."""
+        for expert in experts if self.layer.experts else experts[:1]:
+            for projection in self.shards:
+                yield projection, self._module(expert, projection)
+
     def not_ours(self) -> str | None:
         """Why no expert is of codes that are read here, or None."""
         found = list(self.stored.values())
@@ -156,10 +171,8 @@ class _ExpertsReader:
     def check_files(self) -> None:
         """Fails before anything is read if a file with tensors of this rank's experts is missing."""
         kinds = sorted(self.layer.tensors)
-        for expert in self.local:
-            for projection in self.shards:
-                module = self._module(expert, projection)
-                self.tensors.check_there(module.key(kind) for kind in kinds)
+        for _, module in self._modules(self.local):
+            self.tensors.check_there(module.key(kind) for kind in kinds)
 
     def check_stored(self, quantize_w4a16: bool) -> tuple[int, dict[str, str]]:
         """Their group size, and what the codes of ``w13`` and ``w2`` are.
@@ -168,8 +181,8 @@ class _ExpertsReader:
         zero points or without.
         """
         firsts: dict[str, tuple[str, Stored]] = {}  # of all, and of each stack
-        for (expert, projection), stored in self.stored.items():
-            name = self._module(expert, projection).name
+        for projection, module in self._modules(range(self.num_experts)):
+            name, stored = module.name, self.stored[module.name]
             if isinstance(stored, NotOurs):
                 raise CheckpointError(stored.reason)
             first, of_all = firsts.setdefault("", (name, stored))
@@ -186,24 +199,28 @@ class _ExpertsReader:
         if self.settings.intermediate_size is not None:
             return self.settings.intermediate_size
         first = next(iter(self.shards))
-        expert = self.local[0] if self.local else 0
-        rows = self._module(expert, first).shape(self.stored[expert, first])[0]
+        module = self._module(self.local[0] if self.local else 0, first)
+        rows, _ = module.shape(self.stored[module.name])
         return rows // 2 if self.shards[first] == "w13" else rows
 
-    def pack(self, sizes: ExpertSizes, intermediate: int, packed_one: Callable[[], object]) -> ExpertPacker:
-        """Reads this rank's part of its experts one by one."""
+    def _check_shapes(self, intermediate: int) -> None:
+        """Fails before memory is taken for this rank's experts if the files do not hold as many weights."""
         hidden = self.settings.hidden_size
         because = f" for hidden_size {hidden} and intermediate_size {intermediate}"
+        shapes = {"w13": (2 * intermediate, hidden), "w2": (hidden, intermediate)}
+        for projection, module in self._modules(self.local):
+            shape = shapes.get(self.shards[projection], (intermediate, hidden))
+            module.check_shape(self.stored[module.name], shape, because)
+
+    def pack(self, sizes: ExpertSizes, packed_one: Callable[[], object]) -> ExpertPacker:
+        """Reads this rank's part of its experts one by one."""
         bias_dtype = self.settings.dtype if self.has_bias else None
         parallel = self.parallel
         packer = ExpertPacker(sizes, bias_dtype, parallel.tp_rank, parallel.tp_size, self.w13_interleaved)
         for local, expert in enumerate(self.local):
             for projection, shard in self.shards.items():
-                shape = {"w13": (2 * intermediate, hidden), "w2": (hidden, intermediate)}
                 module = self._module(expert, projection)
-                matrix = module.matrix(
-                    self.stored[expert, projection], self.has_bias, shape.get(shard, (intermediate, hidden)), because
-                )
+                matrix = module.matrix(self.stored[module.name], self.has_bias)
                 try:
                     packer.put_matrix(local, shard, matrix, module.name)
                 except ValueError as error:
@@ -243,7 +260,8 @@ class _ExpertsReader:
         problem = sizes.unsupported(values)
         if problem is not None:
             raise NotImplementedError(f"{self.layer.name}: kernel does not support {problem}")
-        packed = self.pack(sizes, intermediate, packed_one).pack()
+        self._check_shapes(intermediate)
+        packed = self.pack(sizes, packed_one).pack()
         return RoutedExperts(
             moe,
             CompressedTensorsW4A8Int8MoEMethod(_weight_args(group_size), DYNAMIC_INT8_TOKENS, moe, self.layer.name),
@@ -296,6 +314,21 @@ def _ours(readers: list[_ExpertsReader]) -> list[_ExpertsReader]:
     return [reader for reader, reason in zip(readers, reasons) if reason is None]
 
 
+def _build(readers: list[_ExpertsReader], quantize_w4a16: bool, progress: bool) -> dict[str, RoutedExperts]:
+    """The layers, one after the other."""
+    for reader in readers:
+        reader.check_files()
+    loaded: dict[str, RoutedExperts] = {}
+    bar = progress_bar(sum(len(reader.local) for reader in readers), progress, "expert", "packing experts")
+    try:
+        for reader in readers:
+            loaded[reader.layer.name] = reader.build(quantize_w4a16, bar.update if bar is not None else lambda: None)
+    finally:
+        if bar is not None:
+            bar.close()
+    return loaded
+
+
 def load(
     path: str | Path,
     *,
@@ -337,7 +370,8 @@ def load(
         progress: show a progress bar, if tqdm is installed.
 
     Returns:
-        Layers by name, in the order of the model. Under tensor or expert parallelism their outputs are summands.
+        Layers by name, in the order of the model, on the CPU. Under tensor or expert parallelism their outputs are
+        summands.
 
     Raises:
         ImportError: safetensors is not installed.
@@ -361,16 +395,8 @@ def load(
             "fused three-dimensional experts must be linearized before they are quantized"
         )
     interleaved = settings.w13_interleaved if w13_interleaved is None else w13_interleaved
-    readers = _ours([_ExpertsReader(tensors, rules, settings, parallel, interleaved, layer) for layer in layers])
-    for reader in readers:
-        reader.check_files()
-    loaded: dict[str, RoutedExperts] = {}
-    bar = progress_bar(sum(len(reader.local) for reader in readers), progress, "expert", "packing experts")
-    try:
-        for reader in readers:
-            loaded[reader.layer.name] = reader.build(quantize_w4a16, bar.update if bar is not None else lambda: None)
-    finally:
-        if bar is not None:
-            bar.close()
+    with on_cpu():
+        readers = _ours([_ExpertsReader(tensors, rules, settings, parallel, interleaved, layer) for layer in layers])
+        loaded = _build(readers, quantize_w4a16, progress)
     logger.info("packed %d layers of %s", len(loaded), path)
     return loaded

@@ -50,9 +50,21 @@ class MoESettings:
     dtype: torch.dtype = torch.bfloat16
 
 
-def _softmax(text: Mapping[str, Any]) -> dict[str, Any]:
-    renormalize = bool(text.get("norm_topk_prob", False))
+# What config.json does not say is as the model's configuration class in transformers has it.
+
+
+def _renormalizes(text: Mapping[str, Any], default: bool) -> bool:
+    found = json_field(text, "norm_topk_prob", bool, "config.json: norm_topk_prob")
+    return bool(found) if "norm_topk_prob" in text else default
+
+
+def _softmax(text: Mapping[str, Any], renormalize: bool = False) -> dict[str, Any]:
+    renormalize = _renormalizes(text, renormalize)
     return {"routing_method": RoutingMethodType.Renormalize if renormalize else RoutingMethodType.Default}
+
+
+def _qwen3_next(text: Mapping[str, Any]) -> dict[str, Any]:
+    return _softmax(text, renormalize=True)
 
 
 def _always_renormalized(text: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,17 +80,20 @@ def _gpt_oss(text: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _groups(text: Mapping[str, Any]) -> dict[str, Any]:
-    groups = text.get("n_group") or 1
+def _groups(text: Mapping[str, Any], groups: int = 1, kept: int = 1) -> dict[str, Any]:
+    groups = text.get("n_group", groups) or 1
     if groups == 1:  # one group is none
         return {}
+    kept = text.get("topk_group", kept)
     _check_positive("n_group", groups)
-    _check_positive("topk_group", text.get("topk_group"))
-    return {"num_expert_group": groups, "topk_group": text["topk_group"]}
+    _check_positive("topk_group", kept)
+    return {"num_expert_group": groups, "topk_group": kept}
 
 
-def _scaling_factor(text: Mapping[str, Any]) -> float:
-    factor = json_field(text, "routed_scaling_factor", (int, float), "config.json: routed_scaling_factor") or 1.0
+def _scaling_factor(text: Mapping[str, Any], default: float = 1.0) -> float:
+    factor = json_field(text, "routed_scaling_factor", (int, float), "config.json: routed_scaling_factor")
+    if factor is None:
+        factor = default if "routed_scaling_factor" not in text else 1.0
     if not abs(factor) <= torch.finfo(torch.float32).max:
         raise CheckpointError(
             f"config.json: routed_scaling_factor is {shorten(factor)}, but a finite number is expected"
@@ -94,14 +109,18 @@ def _deepseek_v2(text: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _deepseek_v3(text: Mapping[str, Any]) -> dict[str, Any]:
-    renormalize = text.get("norm_topk_prob", True)
+def _glm4_moe(text: Mapping[str, Any], factor: float = 1.0, groups: int = 1, kept: int = 1) -> dict[str, Any]:
+    renormalize = _renormalizes(text, True)
     return {
         "routing_method": RoutingMethodType.DeepSeekV3 if renormalize else RoutingMethodType.Sigmoid,
-        "routed_scaling_factor": _scaling_factor(text),
+        "routed_scaling_factor": _scaling_factor(text, factor),
         "has_correction_bias": True,
-        **_groups(text),
+        **_groups(text, groups, kept),
     }
+
+
+def _deepseek_v3(text: Mapping[str, Any]) -> dict[str, Any]:
+    return _glm4_moe(text, 2.5, 8, 4)
 
 
 def _llama4(text: Mapping[str, Any]) -> dict[str, Any]:
@@ -116,14 +135,14 @@ def _minimax_m2(text: Mapping[str, Any]) -> dict[str, Any]:
 _MODELS = {
     "qwen2_moe": (_softmax, "moe_intermediate_size"),
     "qwen3_moe": (_softmax, "moe_intermediate_size"),
-    "qwen3_next": (_softmax, "moe_intermediate_size"),
+    "qwen3_next": (_qwen3_next, "moe_intermediate_size"),
     "olmoe": (_softmax, "intermediate_size"),
     "mixtral": (_always_renormalized, "intermediate_size"),
     "gpt_oss": (_gpt_oss, "intermediate_size"),
     "deepseek_v2": (_deepseek_v2, "moe_intermediate_size"),
     "deepseek_v3": (_deepseek_v3, "moe_intermediate_size"),
     "kimi_k2": (_deepseek_v3, "moe_intermediate_size"),
-    "glm4_moe": (_deepseek_v3, "moe_intermediate_size"),
+    "glm4_moe": (_glm4_moe, "moe_intermediate_size"),
     "llama4_text": (_llama4, "intermediate_size"),
     "minimax_m2": (_minimax_m2, "intermediate_size"),
 }

@@ -108,21 +108,22 @@ class CheckpointTensors:
             if name in self._absent:
                 raise CheckpointError(f"{self._no_file(name)}, but tensor {key!r} is needed")
 
-    def length(self, key: str) -> int:
-        """First dimension of a tensor, of which nothing else is read.
+    def shape(self, key: str) -> tuple[int, ...]:
+        """Shape of a tensor, of which nothing else is read: so many bytes are in the file.
 
         Raises:
-            CheckpointError: it is not there, not readable, or a number.
+            CheckpointError: it is not there, not readable, or without a byte: then its other dimensions, which sizes
+                are compared with, may be any number.
         """
         shape = self._shape(key)
-        if not shape:
-            raise CheckpointError(f"tensor {key!r} is a number, but one with dimensions is expected")
-        return shape[0]
+        if 0 in shape:
+            raise CheckpointError(f"tensor {key!r} has shape {shape}, which holds nothing")
+        return shape
 
-    def _shape(self, key: str) -> list[int]:
+    def _shape(self, key: str) -> tuple[int, ...]:
         handle = self._handle_of(key)
         try:
-            return handle.get_slice(key).get_shape()
+            return tuple(handle.get_slice(key).get_shape())
         except Exception as error:
             raise self._unreadable(key, error) from error
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from w4a8.core.activation import MoEActivation, as_activation, kernel_activation_kind
-from w4a8.core.matrix import GROUP_SIZES, is_group_size, pack_codes
+from w4a8.core.matrix import pack_codes
 from w4a8.core.nibbles import check_int4_range, to_nibbles
 from w4a8.core.weight_utils import replace_parameter, set_weight_attrs
 
@@ -23,8 +23,6 @@ def unsupported_width(name: str, features: int, group_size: int, values: str = "
         return f"{name} {features}, which is not a multiple of the group size {group_size}"
     if features % 2 != 0:
         return f"{name} {features}, which is odd (two int4 values share a byte)"
-    if values == "int8" and group_size == -1 and not is_group_size(features):
-        return f"{name} {features}, which is not {GROUP_SIZES}, of 8-bit weights with one scale a row"
     return None
 
 

@@ -82,9 +82,14 @@ def names_field(owner: Mapping[str, Any], name: str, key: str) -> list[str]:
     """
     found = json_field(owner, name, list, key) or []
     for entry in found:
-        try:
-            valid = isinstance(entry, str) and (not entry.startswith("re:") or bool(re.compile(entry[3:])))
-        except (re.error, RecursionError, OverflowError):
-            valid = False
-        check_field(valid, f"an entry of {key}", entry, "a name or a regular expression (re:...)")
+        check_name(entry, f"an entry of {key}")
     return found
+
+
+def check_name(entry: object, key: str) -> None:
+    """Raises CheckpointError unless a value is the name of a module, or ``re:`` and a regular expression."""
+    try:
+        valid = isinstance(entry, str) and (not entry.startswith("re:") or bool(re.compile(entry[3:])))
+    except (re.error, RecursionError, OverflowError):
+        valid = False
+    check_field(valid, key, entry, "a name or a regular expression (re:...)")

@@ -29,3 +29,9 @@ def fresh_bytes(*shape: int, huge_pages: bool = False) -> torch.Tensor:
         with contextlib.suppress(OSError):  # a kernel without them
             pages.madvise(mmap.MADV_HUGEPAGE if huge_pages else mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8).view(shape)
+
+
+def on_cpu() -> contextlib.AbstractContextManager[object]:
+    """A context in which tensors are made on the CPU, whatever the caller's default device is."""
+    device = torch.device("cpu")
+    return device if hasattr(device, "__enter__") else contextlib.nullcontext()  # torch 1 has no default device

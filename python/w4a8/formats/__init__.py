@@ -24,7 +24,7 @@ from w4a8.core.matrix import Matrix4
 from w4a8.core.matrix8 import Matrix8
 from w4a8.formats.awq import from_auto_round, from_awq
 from w4a8.formats.compressed_tensors import from_int_quantized, from_pack_quantized
-from w4a8.formats.config import Rules, find_config, rules_of, stored_as
+from w4a8.formats.config import METHODS, Rules, find_config, method_of, rules_of, stored_as
 from w4a8.formats.gptq import from_gptq
 from w4a8.formats.matrix import E2M1
 from w4a8.formats.mxfp4 import from_mxfp4, from_mxfp4_pack_quantized, from_quark_mxfp4
@@ -33,6 +33,7 @@ from w4a8.formats.stored import NotOurs, Stored
 
 __all__ = [
     "E2M1",
+    "METHODS",
     "Matrix4",
     "Matrix8",
     "NotOurs",
@@ -49,6 +50,7 @@ __all__ = [
     "from_nvfp4_pack_quantized",
     "from_pack_quantized",
     "from_quark_mxfp4",
+    "method_of",
     "rules_of",
     "stored_as",
 ]

@@ -66,7 +66,7 @@ def from_awq(tensors: Tensors, name: str, group_size: int, symmetric: bool = Fal
     zeros = None
     if tensors.get("qzeros") is not None or not symmetric:
         words = take(tensors, name, "qzeros", (torch.int32,), 2)
-        expect_shape(words, name, "qzeros", (groups, rows // CODES), why)
+        expect_shape(words.shape, name, "qzeros", (groups, rows // CODES), why)
         zeros = checked_zeros(output_features(words).T, name, "qzeros", symmetric)
     return Matrix4(output_nibbles(weight), scales.T.contiguous(), zeros, "int4", take_bias(tensors, name, rows))
 

@@ -23,8 +23,14 @@ def _args(entry: Mapping[str, Any]) -> QuantizationArgs:
     return QuantizationArgs(**{name: entry[name] for name in names if entry.get(name) is not None})
 
 
+def _check_bits(args: QuantizationArgs, key: str, bits: tuple[int, ...]) -> None:
+    # 4.0 and True are equal to integers, and none of them.
+    valid = type(args.num_bits) is int and args.num_bits in bits
+    check_field(valid, f"{key}.num_bits", args.num_bits, " or ".join(map(str, bits)))
+
+
 def _check_weights(args: QuantizationArgs, key: str, bits: tuple[int, ...]) -> None:
-    check_field(args.num_bits in bits, f"{key}.num_bits", args.num_bits, " or ".join(map(str, bits)))
+    _check_bits(args, key, bits)
     check_field(args.type == "int", f"{key}.type", args.type, "'int'")
     check_field(isinstance(args.symmetric, bool), f"{key}.symmetric", args.symmetric, "true or false")
     check_field(args.dynamic is False, f"{key}.dynamic", args.dynamic, "false")
@@ -36,7 +42,7 @@ def _check_weights(args: QuantizationArgs, key: str, bits: tuple[int, ...]) -> N
 
 
 def _check_floats(args: QuantizationArgs, key: str, block: int) -> None:
-    check_field(args.num_bits == 4, f"{key}.num_bits", args.num_bits, "4")
+    _check_bits(args, key, (4,))
     check_field(args.type == "float", f"{key}.type", args.type, "'float'")
     check_field(args.symmetric is True, f"{key}.symmetric", args.symmetric, "true")
     check_field(args.dynamic is False, f"{key}.dynamic", args.dynamic, "false")
@@ -45,7 +51,7 @@ def _check_floats(args: QuantizationArgs, key: str, block: int) -> None:
 
 def _check_input(args: QuantizationArgs, key: str) -> None:
     # Declared symmetric or not, the op quantizes asymmetrically, which represents at least as much.
-    check_field(args.num_bits == 8, f"{key}.num_bits", args.num_bits, "8")
+    _check_bits(args, key, (8,))
     check_field(args.type == "int", f"{key}.type", args.type, "'int'")
     check_field(args.strategy == QuantizationStrategy.TOKEN, f"{key}.strategy", args.strategy, "'token'")
     check_field(args.dynamic is True, f"{key}.dynamic", args.dynamic, "true")

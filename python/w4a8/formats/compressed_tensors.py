@@ -35,7 +35,7 @@ def _rest(
     why = f"{features} x {rows} features in groups of {group_size}"
     scales = take_scales(tensors, name, "weight_scale", (rows, groups), why)
     if zeros is not None:
-        expect_shape(zeros, name, "weight_zero_point", (rows, groups), why)
+        expect_shape(zeros.shape, name, "weight_zero_point", (rows, groups), why)
         zeros = checked_zeros(zeros, name, "weight_zero_point", symmetric, bits)
     check_g_idx(tensors, name, "weight_g_idx", features, group_size)
     bias = take_bias(tensors, name, rows)
@@ -84,20 +84,30 @@ def from_pack_quantized(
     """
     in_word = 32 // bits
     words = take(tensors, name, "weight_packed", (torch.int32,), 2)
-    rows, features = (int(size) for size in _shape(tensors, name))
+    rows, features = stated_shape(tensors, name)
     groups_of(features, group_size, name, "weight_shape")
-    why = f"{rows} x {features} features"
-    expect_shape(words, name, "weight_packed", (rows, -(-features // in_word)), why)
+    check_words(words.shape, name, rows, features, bits)
     zeros = None
     if tensors.get("weight_zero_point") is not None or not symmetric:
         packed = take(tensors, name, "weight_zero_point", (torch.int32,), 2)
-        expect_shape(packed, name, "weight_zero_point", (-(-rows // in_word), packed.shape[1]), why)
+        why = f"{rows} x {features} features"
+        expect_shape(packed.shape, name, "weight_zero_point", (-(-rows // in_word), packed.shape[1]), why)
         zeros = codes(packed.T, bits).T[:rows]
     stored = word_bytes(words)[:, : features * bits // 8].contiguous()
     return _rest(tensors, name, stored, zeros, group_size, symmetric, bits)
 
 
-def _shape(tensors: Tensors, name: str) -> torch.Tensor:
+def stated_shape(tensors: Tensors, name: str) -> tuple[int, int]:
+    """(N, K), as ``weight_shape`` says, int64 or int32 [2].
+
+    Raises:
+        ValueError: it is missing, or another tensor than that.
+    """
     shape = take(tensors, name, "weight_shape", (torch.int64, torch.int32), 1)
-    expect_shape(shape, name, "weight_shape", (2,), "rows and columns")
-    return shape
+    expect_shape(shape.shape, name, "weight_shape", (2,), "rows and columns")
+    return int(shape[0]), int(shape[1])
+
+
+def check_words(words: tuple[int, ...], name: str, rows: int, features: int, bits: int) -> None:
+    """Raises ValueError unless ``weight_packed``, of this shape, has words for that many codes, and no others."""
+    expect_shape(words, name, "weight_packed", (rows, -(-features // (32 // bits))), f"{rows} x {features} features")

@@ -47,13 +47,18 @@ def rules_of(config: Mapping[str, Any]) -> Rules:
         CheckpointError: a method that is not known here, or a value that is missing or of another type than it should
             be; names the key.
     """
+    method = method_of(config)
+    if method is None:
+        stated = shorten(config.get("quant_method"))
+        raise CheckpointError(f"{_WHERE}.quant_method is {stated}, but one of {', '.join(METHODS)} is expected")
+    return _RULES[method](config)
+
+
+def method_of(config: Mapping[str, Any]) -> str | None:
+    """The one of METHODS that a quantization_config names, in any of the spellings that tools have; None if none."""
     method = config.get("quant_method")
     name = method.lower().replace("_", "-").rpartition("/")[2] if isinstance(method, str) else None
-    if name not in _METHODS:
-        raise CheckpointError(
-            f"{_WHERE}.quant_method is {shorten(method)}, but one of {', '.join(_METHODS)} is expected"
-        )
-    return _METHODS[name](config)
+    return name if name in METHODS else None
 
 
 def find_config(config: Mapping[str, Any], directory: Path | None = None) -> Mapping[str, Any]:
@@ -400,7 +405,7 @@ class Mxfp4Rules(_Rules):
         return Stored("mxfp4", MX_BLOCK, True, weight_only=f"{_WHERE}.quant_method is 'mxfp4'")
 
 
-_METHODS: dict[str, Callable[[Mapping[str, Any]], Rules]] = {
+_RULES: dict[str, Callable[[Mapping[str, Any]], Rules]] = {
     "compressed-tensors": CompressedTensorsRules,
     "gptq": GptqRules,
     "awq": AwqRules,
@@ -409,3 +414,5 @@ _METHODS: dict[str, Callable[[Mapping[str, Any]], Rules]] = {
     "modelopt": ModelOptRules,
     "quark": QuarkRules,
 }
+# Whose checkpoints are read.
+METHODS = tuple(_RULES)

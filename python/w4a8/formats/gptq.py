@@ -59,7 +59,7 @@ def from_gptq(
         if rows % in_word != 0:
             raise ValueError(f"{name}.qzeros: {rows} output features are not whole words of {in_word}")
         words = take(tensors, name, "qzeros", (torch.int32,), 2)
-        expect_shape(words, name, "qzeros", (groups, rows // in_word), why)
+        expect_shape(words.shape, name, "qzeros", (groups, rows // in_word), why)
         zeros = codes(words, bits).T.to(torch.int32) + (2 - version)
         zeros = checked_zeros(zeros, name, "qzeros", symmetric, bits)
     check_g_idx(tensors, name, "g_idx", features, group_size)

@@ -23,7 +23,7 @@ def take(tensors: Tensors, name: str, suffix: str, dtypes: tuple[torch.dtype, ..
         dim: number of its dimensions.
 
     Raises:
-        ValueError: it is missing, or of another dtype or number of dimensions.
+        ValueError: it is missing, of another dtype or number of dimensions, or empty.
     """
     tensor = tensors.get(suffix)
     if tensor is None:
@@ -33,13 +33,20 @@ def take(tensors: Tensors, name: str, suffix: str, dtypes: tuple[torch.dtype, ..
         raise ValueError(f"{name}.{suffix}: dtype {tensor.dtype}, but {expected} is expected")
     if tensor.dim() != dim:
         raise ValueError(f"{name}.{suffix}: shape {tuple(tensor.shape)}, but {dim} dimensions are expected")
+    check_not_empty(tensor, f"{name}.{suffix}")
     return tensor
 
 
-def expect_shape(tensor: torch.Tensor, name: str, suffix: str, shape: tuple[int, ...], why: str) -> None:
+def check_not_empty(tensor: torch.Tensor, name: str) -> None:
+    """Raises ValueError if a tensor has no element: no matrix has such a one."""
+    if tensor.numel() == 0:
+        raise ValueError(f"{name}: shape {tuple(tensor.shape)}, which holds nothing")
+
+
+def expect_shape(found: tuple[int, ...], name: str, suffix: str, shape: tuple[int, ...], why: str) -> None:
     """Raises ValueError if a tensor has another shape; ``why`` says what it follows from."""
-    if tuple(tensor.shape) != shape:
-        raise ValueError(f"{name}.{suffix}: shape {tuple(tensor.shape)}, but {why} make {shape}")
+    if tuple(found) != shape:
+        raise ValueError(f"{name}.{suffix}: shape {tuple(found)}, but {why} make {shape}")
 
 
 def groups_of(features: int, group_size: int, name: str, suffix: str) -> int:
@@ -63,7 +70,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 def take_scales(tensors: Tensors, name: str, suffix: str, shape: tuple[int, int], why: str) -> torch.Tensor:
     """Scales: floats of a given shape, all finite."""
     scales = take(tensors, name, suffix, FLOATS, 2)
-    expect_shape(scales, name, suffix, shape, why)
+    expect_shape(scales.shape, name, suffix, shape, why)
     if not torch.isfinite(scales).all():
         raise ValueError(f"{name}.{suffix}: not all scales are finite")
     return scales
@@ -74,7 +81,7 @@ def take_bias(tensors: Tensors, name: str, rows: int) -> torch.Tensor | None:
     if tensors.get("bias") is None:
         return None
     bias = take(tensors, name, "bias", FLOATS, 1)
-    expect_shape(bias, name, "bias", (rows,), f"{rows} output features")
+    expect_shape(bias.shape, name, "bias", (rows,), f"{rows} output features")
     return bias
 
 
@@ -108,7 +115,7 @@ def check_g_idx(tensors: Tensors, name: str, suffix: str, features: int, group_s
     if tensors.get(suffix) is None:
         return
     g_idx = take(tensors, name, suffix, (torch.int32, torch.int64), 1)
-    expect_shape(g_idx, name, suffix, (features,), f"{features} input features")
+    expect_shape(g_idx.shape, name, suffix, (features,), f"{features} input features")
     width = features if group_size == -1 else group_size
     if not torch.equal(g_idx.long(), torch.arange(features) // width):
         raise ValueError(

@@ -58,7 +58,9 @@ def _read(tensors: Tensors, name: str, suffix: str) -> Matrix4:
     rows, columns = codes.shape[0], 2 * codes.shape[1]
     groups = groups_of(columns, BLOCK, name, suffix)
     exponents = take(tensors, name, "weight_scale", (torch.uint8,), 2)
-    expect_shape(exponents, name, "weight_scale", (rows, groups), f"{columns} x {rows} features in blocks of {BLOCK}")
+    expect_shape(
+        exponents.shape, name, "weight_scale", (rows, groups), f"{columns} x {rows} features in blocks of {BLOCK}"
+    )
     scales = powers_of_two(exponents, f"{name}.weight_scale")
     return Matrix4(codes.contiguous(), scales, None, "e2m1", take_bias(tensors, name, rows))
 
@@ -81,8 +83,8 @@ def from_mxfp4(tensors: Tensors, name: str) -> Matrix4:
     """
     blocks = take(tensors, name, "blocks", (torch.uint8,), 3)
     rows, groups = blocks.shape[:2]
-    expect_shape(blocks, name, "blocks", (rows, groups, BLOCK // 2), f"blocks of {BLOCK}")
+    expect_shape(blocks.shape, name, "blocks", (rows, groups, BLOCK // 2), f"blocks of {BLOCK}")
     exponents = take(tensors, name, "scales", (torch.uint8,), 2)
-    expect_shape(exponents, name, "scales", (rows, groups), f"{rows} x {groups} blocks")
+    expect_shape(exponents.shape, name, "scales", (rows, groups), f"{rows} x {groups} blocks")
     scales = powers_of_two(exponents, f"{name}.scales")
     return Matrix4(blocks.flatten(1).contiguous(), scales, None, "e2m1", take_bias(tensors, name, rows))

@@ -48,7 +48,9 @@ def _read(tensors: Tensors, name: str, suffixes: tuple[str, str], reciprocal: bo
     rows, columns = codes.shape[0], 2 * codes.shape[1]
     groups = groups_of(columns, BLOCK, name, weight)
     scales = take(tensors, name, "weight_scale", (E4M3, torch.uint8), 2)
-    expect_shape(scales, name, "weight_scale", (rows, groups), f"{columns} x {rows} features in blocks of {BLOCK}")
+    expect_shape(
+        scales.shape, name, "weight_scale", (rows, groups), f"{columns} x {rows} features in blocks of {BLOCK}"
+    )
     bits = checked_block_scales(scales, f"{name}.weight_scale")
     of_all = tensors.get(global_scale)
     of_all = take(tensors, name, global_scale, (torch.float32,), 0 if of_all is None else of_all.dim())

@@ -57,7 +57,7 @@ class Part:
             sizes[self.packed] = size // width
         return tuple(sizes)
 
-    def features(self, shape: torch.Size) -> tuple[int, int]:
+    def features(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """(N, K) of the codes: the inverse of :meth:`shape`."""
         sizes = dict(zip(self.axes, shape))
         if self.packed is not None:

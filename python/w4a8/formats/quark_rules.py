@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from w4a8.core.json_fields import CheckpointError, check_field, json_field, names_field, shorten
+from w4a8.core.json_fields import CheckpointError, check_field, check_name, json_field, names_field, shorten
 from w4a8.formats.mxfp4 import BLOCK
 from w4a8.formats.stored import NotOurs, Stored
 
@@ -60,6 +60,8 @@ class QuarkRules:
         """An object of objects, each of which says how some modules are."""
         key = f"{_WHERE}.{name}"
         found = json_field(config, name, dict, key) or {}
+        for entry in found:
+            check_name(entry, f"a key of {key}")
         where = {entry: f"{key}[{shorten(entry)}]" for entry in found}
         return {
             entry: self._try(json_field(found, entry, dict, where[entry]) or {}, where[entry], entry) for entry in found

@@ -9,9 +9,9 @@ import torch
 
 from w4a8.core.matrix import Matrix, Matrix4, middle_codes
 from w4a8.formats.awq import from_awq, output_features, output_nibbles
-from w4a8.formats.compressed_tensors import from_int_quantized, from_pack_quantized
+from w4a8.formats.compressed_tensors import from_int_quantized, from_pack_quantized, stated_shape
 from w4a8.formats.gptq import from_gptq
-from w4a8.formats.matrix import Tensors, checked_zeros
+from w4a8.formats.matrix import Tensors, check_not_empty, checked_zeros, expect_shape
 from w4a8.formats.mxfp4 import BLOCK, from_mxfp4, from_mxfp4_pack_quantized, from_quark_mxfp4, powers_of_two
 from w4a8.formats.nvfp4 import checked_block_scales, checked_global_scale, from_nvfp4, from_nvfp4_pack_quantized
 from w4a8.formats.parts import Part, parts_of
@@ -100,24 +100,26 @@ class Stored:
         """Last parts of the names of those that are read if they are there, but for the bias."""
         return tuple(part.suffix for part in self.parts if not self.requires(part))
 
-    def shape(self, tensors: Tensors) -> tuple[int, int]:
-        """(N, K) of a module, of what says so: its codes, or ``weight_shape``. Nothing else is looked at.
+    def shape(self, codes: tuple[int, ...], name: str, weight_shape: torch.Tensor | None = None) -> tuple[int, int]:
+        """(N, K) of a module.
+
+        Args:
+            codes: shape of the tensor of codes.
+            name: of the module, for errors.
+            weight_shape: the tensor of this name, which says it of ``pack-quantized``.
 
         Raises:
-            ValueError: a tensor that has no such shape; does not name the module.
+            ValueError: a tensor that has no such shape; names it.
         """
         if self.format == "pack-quantized":
-            stated = tensors["weight_shape"]
-            if stated.numel() != 2:
-                raise ValueError(f"weight_shape has {stated.numel()} numbers, but 2 are expected")
-            return int(stated[0]), int(stated[1])
-        weight = tensors[self.weight]
+            return stated_shape({"weight_shape": weight_shape}, name)
         dim = 3 if self.format == "mxfp4" else 2
-        if weight.dim() != dim:
-            raise ValueError(f"{self.weight}: shape {tuple(weight.shape)}, but {dim} dimensions are expected")
+        if len(codes) != dim:
+            raise ValueError(f"{name}.{self.weight}: shape {codes}, but {dim} dimensions are expected")
         if self.format == "mxfp4":
-            return weight.shape[0], BLOCK * weight.shape[1]
-        return self.parts[0].features(weight.shape)
+            expect_shape(codes, name, self.weight, (*codes[:2], BLOCK // 2), f"blocks of {BLOCK}")
+            return codes[0], BLOCK * codes[1]
+        return self.parts[0].features(codes)
 
     def read(self, tensors: Tensors, name: str) -> Matrix:
         """The matrix of a module: a Matrix4, or a Matrix8 if codes have 8 bits.
@@ -165,6 +167,7 @@ class Stored:
             return checked_global_scale(tensor, full, self.format == "nvfp4-pack-quantized")
         if tensor.dim() != 2:
             raise ValueError(f"{full}: shape {tuple(tensor.shape)}, but 2 dimensions are expected")
+        check_not_empty(tensor, full)
         if part.kind == "weight":
             return self._codes(tensor)
         if part.kind == "zero_points":

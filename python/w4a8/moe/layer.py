@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from w4a8.core.loader import MoEWeightLoader
 from w4a8.moe.config import FusedMoEConfig, RoutingMethodType
 from w4a8.moe.method import CompressedTensorsW4A8Int8MoEMethod
+from w4a8.nn.packed import PackedModule
 
 
 def determine_expert_map(ep_size: int, ep_rank: int, global_num_experts: int) -> tuple[int, torch.Tensor | None]:
@@ -32,12 +35,13 @@ def determine_expert_map(ep_size: int, ep_rank: int, global_num_experts: int) ->
     return count, expert_map
 
 
-class RoutedExperts(torch.nn.Module):
+class RoutedExperts(PackedModule):
     """Expert weights, how tokens are routed to them, and the method that runs them.
 
     On construction it has the int8 parameters of ``create_weights``, each with a ``weight_loader``; fill them, call
     ``process_weights_after_loading()``, and it can run. Under tensor or expert parallelism its output is this rank's
-    summand: all-reduce it.
+    summand: all-reduce it. The state dict of a packed layer loads into one that is packed or not, and makes it packed;
+    that it has stacks of these shapes is checked.
     """
 
     def __init__(
@@ -102,6 +106,36 @@ class RoutedExperts(torch.nn.Module):
             params_dtype=params_dtype if params_dtype is not None else moe.in_dtype,
             weight_loader=self.weight_loader,
         )
+
+    def packed_shapes(self) -> dict[str, dict[str, int | str]]:
+        """What the headers must say."""
+        moe, group = self.moe_config, self.quant_method.group_size
+        hidden, inner = moe.hidden_dim, moe.intermediate_size_per_partition
+        rows = 2 * inner if moe.is_act_and_mul else inner
+        return {
+            "w13_weight_packed": {"n": rows, "k": hidden, "group": hidden if group == -1 else group},
+            "w2_weight_packed": {"n": hidden, "k": inner, "group": inner if group == -1 else group},
+        }
+
+    def check_packed(self, name: str, packed: torch.Tensor) -> None:
+        """Raises ValueError if a tensor is not the packed stack of this name; says why."""
+        experts = self.moe_config.num_local_experts
+        if packed.dim() != 2 or len(packed) != experts:
+            raise ValueError(f"{name} is {list(packed.shape)}, expected [{experts}, bytes]")
+        super().check_packed(name, packed)
+
+    def _load_from_state_dict(self, state_dict, prefix, *rest):
+        given = [state_dict.get(prefix + name) for name in self.packed_shapes()]
+        if all(packed is not None and packed.shape == (0,) for packed in given):  # of a layer that is not packed yet
+            torch.nn.Module._load_from_state_dict(self, state_dict, prefix, *rest)
+            return
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def _make_room(self, given: Mapping[str, torch.Tensor]) -> None:
+        own = {name: getattr(self, name) for name in given}
+        if len(given) == 2 and any(given[name].shape != own[name].shape for name in given):
+            room = (torch.empty_like(packed, device=own[name].device) for name, packed in given.items())
+            self.quant_method.take_packed(self, *room)
 
     @property
     def use_grouped_topk(self) -> bool:

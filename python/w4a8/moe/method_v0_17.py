@@ -30,9 +30,8 @@ class CompressedTensorsW4A8Int8MoEMethod(method.CompressedTensorsW4A8Int8MoEMeth
         """The layer always takes router logits."""
         return True
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Packs the loaded weights and frees them; see the newer method about memory."""
-        self._pack(layer)
+    def _make_kernel(self, layer: torch.nn.Module) -> None:
+        """There is none."""
 
     def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> FusedMoEQuantConfig | None:
         """None: nothing here reads one."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from w4a8.core.stack import PackedAs, pack_for_stack
+from w4a8.nn.grids import DEFAULT_GROUP_SIZE
 from w4a8.nn.packed import PackedModule
 from w4a8.nn.rounding import round_weight
 from w4a8.ops import Activation, dynamic_4bit_int_moe
@@ -27,7 +28,7 @@ class W4A8Experts(PackedModule):
         w2_packed: torch.Tensor,
         hidden_size: int,
         intermediate_size: int,
-        group_size: int = -1,
+        group_size: int = DEFAULT_GROUP_SIZE,
         activation: Activation = Activation.SILU,
     ) -> None:
         """Takes packed stacks.
@@ -57,7 +58,7 @@ class W4A8Experts(PackedModule):
         cls,
         w13: Sequence[torch.Tensor],
         w2: Sequence[torch.Tensor],
-        group_size: int = -1,
+        group_size: int = DEFAULT_GROUP_SIZE,
         activation: Activation = Activation.SILU,
         *,
         w13_bias: Sequence[torch.Tensor] | None = None,
@@ -113,18 +114,30 @@ class W4A8Experts(PackedModule):
         }
 
     def forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+        self,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor | None = None,
+        top_k_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The weighted sum of each token's experts.
 
         Args:
             hidden_states: float32, bfloat16 or float16 [..., H], T rows in all.
-            top_k_index: int32 or int64 [T, k], in [0, E); -1 or E is a slot without an expert.
+            top_k_index: int32 or int64 [T, k], in [0, E); -1 or E is a slot without an expert. None, with
+                ``top_k_weights``, is how Llama 4 calls its experts: T / E rows for each of them in turn, multiplied by
+                the router's weight already. A row of zeros gives zeros, and is not multiplied.
             top_k_weights: floating point [T, k].
 
         Returns:
             The shape and dtype of hidden_states.
+
+        Raises:
+            ValueError: one of the two is missing, or the rows are no multiple of the experts.
         """
+        if top_k_index is None and top_k_weights is None:
+            top_k_index, top_k_weights = self._in_turn(hidden_states)
+        if top_k_index is None or top_k_weights is None:
+            raise ValueError("top_k_index and top_k_weights are given both or not at all")
         ids = top_k_index.masked_fill(top_k_index == self.num_experts, -1)
         return dynamic_4bit_int_moe(
             hidden_states,
@@ -139,6 +152,14 @@ class W4A8Experts(PackedModule):
             False,
             self.activation,
         )
+
+    def _in_turn(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """ids and weights [T, 1] of rows that belong to each expert in turn."""
+        rows = hidden_states.reshape(-1, self.hidden_size)
+        if len(rows) % self.num_experts != 0:
+            raise ValueError(f"hidden_states has {len(rows)} rows, expected a multiple of {self.num_experts} experts")
+        ids = torch.arange(self.num_experts, device=rows.device).repeat_interleave(len(rows) // self.num_experts)
+        return ids.masked_fill((rows == 0).all(1), -1).unsqueeze(1), rows.new_ones(len(rows), 1)
 
     def extra_repr(self) -> str:
         """Sizes and kind, for print()."""

@@ -9,6 +9,9 @@ import torch
 from w4a8.core.nibbles import pairs, to_nibbles
 from w4a8.formats.matrix import E2M1
 
+# Weights that share a scale where floats are quantized and nothing else is asked for.
+DEFAULT_GROUP_SIZE = 32
+
 # A scale for each group, and a zero point (as float32) where the grid has them.
 Choice = tuple[torch.Tensor, "torch.Tensor | None"]
 

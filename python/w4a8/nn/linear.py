@@ -6,8 +6,6 @@ from collections.abc import Mapping
 
 import torch
 
-from w4a8.core.matrix import Matrix4
-from w4a8.core.nibbles import check_int4_range, to_nibbles
 from w4a8.formats import (
     from_auto_round,
     from_awq,
@@ -20,7 +18,8 @@ from w4a8.formats import (
     from_pack_quantized,
     from_quark_mxfp4,
 )
-from w4a8.formats.words import CODES, word_bytes
+from w4a8.formats.words import CODES
+from w4a8.nn.grids import DEFAULT_GROUP_SIZE
 from w4a8.nn.packed import PackedLinear
 from w4a8.nn.rounding import round_weight
 
@@ -35,7 +34,7 @@ class W4A8Linear(PackedLinear):
     def from_float(
         cls,
         linear: torch.nn.Linear,
-        group_size: int = -1,
+        group_size: int = DEFAULT_GROUP_SIZE,
         *,
         scale_dtype: torch.dtype = torch.float32,
         clip_search: bool = False,
@@ -74,14 +73,14 @@ class W4A8Linear(PackedLinear):
         Args:
             weight: ``weight_packed``, int32 [N, ceil(K/8)] (pack-quantized), or ``weight``, int8 [N, K]
                 (int-quantized).
-            weight_scale: [N, K/g], or [N, 1] per channel.
+            weight_scale: float32, bfloat16 or float16 [N, K/g], or [N, 1] per channel.
             weight_shape: (N, K); None is that of the weight, with K = 8 times the words of a row.
             bias: [N] or None.
             weight_zero_point: int32 [ceil(N/8), K/g] (pack-quantized) or int8 [N, K/g] in [-8, 7]; None if symmetric.
             scale_dtype: that scales are kept in; bfloat16 where that holds them exactly, else float32, if not given.
 
         Raises:
-            ValueError: the tensors do not fit each other, or values are outside [-8, 7].
+            ValueError: the tensors do not fit each other, values are outside [-8, 7], or a scale is not finite.
         """
         words = weight.dtype == torch.int32
         if weight.dim() != 2 or not (words or weight.dtype == torch.int8):
@@ -96,17 +95,11 @@ class W4A8Linear(PackedLinear):
             raise ValueError(f"weight_scale is {list(weight_scale.shape)}, expected [{n}, groups]")
         if k % weight_scale.shape[1] != 0:
             raise ValueError(f"weight_scale has {weight_scale.shape[1]} groups, which do not divide K = {k}")
-        if weight_zero_point is not None:
-            found = {"weight_scale": weight_scale, "weight_zero_point": weight_zero_point, "bias": bias}
-            found |= {"weight_packed": weight, "weight_shape": torch.tensor([n, k])} if words else {"weight": weight}
-            read = from_pack_quantized if words else from_int_quantized
-            return cls.from_matrix(read(found, "layer", k // weight_scale.shape[1], False), scale_dtype)
-        if words:
-            nibbles = word_bytes(weight)[:, : k // 2]
-        else:
-            check_int4_range(weight, "weight")
-            nibbles = to_nibbles(weight)
-        return cls.from_matrix(Matrix4(nibbles, weight_scale, None, "int4", bias), scale_dtype)
+        found = {"weight_scale": weight_scale, "weight_zero_point": weight_zero_point, "bias": bias}
+        found |= {"weight_packed": weight, "weight_shape": torch.tensor([n, k])} if words else {"weight": weight}
+        read = from_pack_quantized if words else from_int_quantized
+        matrix = read(found, "layer", k // weight_scale.shape[1], symmetric=weight_zero_point is None)
+        return cls.from_matrix(matrix, scale_dtype)
 
     @classmethod
     def from_gptq(

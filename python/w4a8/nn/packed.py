@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from w4a8.core.matrix import Matrix
-from w4a8.core.matrix8 import pack_again
+from w4a8.nn.grids import DEFAULT_GROUP_SIZE
 from w4a8.ops import dyn_quant_matmul_4bit, read_header
 
 
 class PackedModule(torch.nn.Module):
-    """A module whose weights are packed matrices (uint8 [bytes]) or stacks of them ([E, bytes]) in buffers."""
+    """A module whose weights are packed matrices (uint8 [bytes]) or stacks of them ([E, bytes]), by default buffers."""
 
     def packed_shapes(self) -> dict[str, dict[str, int | str]]:
         """Buffer name -> what its header must say: ``n``, ``k`` and ``group``, and perhaps ``values``."""
@@ -18,6 +20,8 @@ class PackedModule(torch.nn.Module):
 
     def check_packed(self, name: str, packed: torch.Tensor) -> None:
         """Raises ValueError if a tensor cannot stand in the buffer of this name; says why."""
+        if packed.dtype != torch.uint8:
+            raise ValueError(f"{name} is {packed.dtype}, expected uint8")
         if packed.is_meta:
             return
         expected = self.packed_shapes()[name]
@@ -26,8 +30,7 @@ class PackedModule(torch.nn.Module):
             for field, value in expected.items():
                 if header[field] != value:
                     where = f"{name}[{index}]" if packed.dim() == 2 else name
-                    hint = pack_again(header[field], value) if field == "n" else ""
-                    raise ValueError(f"{where}: {field} is {header[field]}, expected {value}{hint}")
+                    raise ValueError(f"{where}: {field} is {header[field]}, expected {value}")
 
     def kind_repr(self) -> str:
         """For print(): what is not plain int4; nothing on the meta device."""
@@ -45,20 +48,22 @@ class PackedModule(torch.nn.Module):
         # Bytes of another matrix of the same size would load, and fail only in forward. One with a bias (or without,
         # or with scales of another type) is as good, whatever its size.
         count = len(errors)
-        for name in self.packed_shapes():
-            packed = state_dict.get(prefix + name)
-            if packed is None:
-                continue
+        given = {name: state_dict[prefix + name] for name in self.packed_shapes() if prefix + name in state_dict}
+        for name, packed in given.items():
             try:
                 self.check_packed(name, packed)
             except (ValueError, TypeError) as error:
                 errors.append(f"{prefix}{error}" if str(error).startswith(name) else f"{prefix}{name}: {error}")
-                continue
+        if len(errors) == count:
+            self._make_room(given)
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
+
+    def _make_room(self, given: Mapping[str, torch.Tensor]) -> None:
+        """Makes the buffers of the sizes of what is to be loaded into them, which has been checked."""
+        for name, packed in given.items():
             own = getattr(self, name)
             if packed.shape != own.shape and packed.shape[:-1] == own.shape[:-1]:
                 setattr(self, name, torch.empty_like(packed, device=own.device))
-        if len(errors) == count:
-            super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
 
 
 class PackedLinear(PackedModule):
@@ -66,7 +71,9 @@ class PackedLinear(PackedModule):
 
     packed: torch.Tensor
 
-    def __init__(self, packed: torch.Tensor, in_features: int, out_features: int, group_size: int = -1) -> None:
+    def __init__(
+        self, packed: torch.Tensor, in_features: int, out_features: int, group_size: int = DEFAULT_GROUP_SIZE
+    ) -> None:
         """Takes a packed matrix.
 
         Args:

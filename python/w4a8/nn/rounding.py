@@ -8,7 +8,7 @@ import torch
 
 from w4a8.core.matrix import Matrix4
 from w4a8.core.matrix8 import Matrix8
-from w4a8.nn.grids import Choice, Int4, grid_of
+from w4a8.nn.grids import DEFAULT_GROUP_SIZE, Choice, Int4, grid_of
 
 # Weights that are rounded at a time (or one row): bounds the temporaries, which are some 30 bytes per weight.
 CHUNK = 1 << 18
@@ -16,7 +16,7 @@ CHUNK = 1 << 18
 
 def round_weight(
     weight: torch.Tensor,
-    group_size: int = -1,
+    group_size: int = DEFAULT_GROUP_SIZE,
     scale_dtype: torch.dtype = torch.float32,
     clip_search: bool = False,
     symmetric: bool = True,

@@ -1,7 +1,8 @@
 """The mixture-of-experts blocks of transformers, recognized by class name and attributes; it is never imported.
 
 transformers 5    a block has an ``experts`` module with all weights in two parameters. Only that one is replaced, so
-                  the block, its router and its shared experts, and what hooks read of them, stay what they are.
+                  the block, its router and its shared experts, and what hooks read of them, stay what they are. The
+                  decorator ``use_experts_implementation`` says of its class what it computes, whatever its name.
 transformers 4    ``experts`` is a ModuleList. It is replaced, and the block gets a subclass of its class that calls it:
                   whoever looks for blocks by class (to record router logits) still finds it.
 """
@@ -20,13 +21,20 @@ from w4a8.moe.config import RoutingMethodType
 from w4a8.nn import W4A8Experts
 from w4a8.ops import Activation
 
-_FUSED = re.compile(r"(Qwen2Moe|Qwen3Moe|Mixtral|Olmoe|DeepseekV2|DeepseekV3)(Experts|NaiveMoe)")
 _SOFTMAX = re.compile(r"(Qwen2Moe|Qwen3Moe|Mixtral|Olmoe)SparseMoeBlock")
 _DEEPSEEK = re.compile(r"Deepseek(V2|V3)(MoE|Moe)")
 
 # What the operator's activation has as constants.
 _SWIGLU_OAI = (1.702, 7.0)
 _GPT_OSS_PARAMETERS = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
+
+# What use_experts_implementation says of a class, where it is what the operator computes. Older versions lack some.
+_INTERFACE = {
+    "has_gate": True,
+    "is_concatenated": True,
+    "has_bias": False,
+    "has_post_expert_norm": False,
+}
 
 # Names of an expert's projections: gate, up, down.
 _PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
@@ -49,14 +57,14 @@ class Experts:
         w13: sequence of [2I, H], gate rows, then up rows.
         w2: sequence of [H, I].
         w13_bias, w2_bias: sequences, or None.
-        act_fn: the module between them, or the operator's activation itself.
+        act_fn: the module or function between them, or the operator's activation itself.
     """
 
     def __init__(
         self,
         w13: Sequence[torch.Tensor],
         w2: Sequence[torch.Tensor],
-        activation: torch.nn.Module | Activation,
+        activation: Callable[[torch.Tensor], torch.Tensor] | Activation,
         w13_bias: Sequence[torch.Tensor] | None = None,
         w2_bias: Sequence[torch.Tensor] | None = None,
     ) -> None:
@@ -70,6 +78,8 @@ class Experts:
             return self.act_fn
         if isinstance(self.act_fn, torch.nn.GELU):
             return Activation.GELU if self.act_fn.approximate == "none" else Activation.GELU_TANH
+        if self.act_fn is torch.nn.functional.silu:
+            return Activation.SILU
         return _ACTIVATIONS.get(type(self.act_fn).__name__)
 
     @property
@@ -126,46 +136,76 @@ def fused_experts(
         module: what to recognize.
         weights: parameter name -> the experts' tensors of it, to take instead of the module's.
     """
-    name = type(module).__name__
-    experts = None
-    if not has_own_forward(module):
-        experts = _gpt_oss(module) if name == "GptOssExperts" else _gated(module) if _FUSED.fullmatch(name) else None
-    if experts is None or not weights:
-        return experts
-    chosen = {**dict(module.named_parameters(recurse=False)), **weights}
-    if name == "GptOssExperts":
+    if not has_stacks(module) or stacks_problem(module) is not None:
+        return None
+    chosen = {**dict(module.named_parameters(recurse=False)), **(weights or {})}
+    if is_gpt_oss(module):
         return _interleaved(*(chosen[parameter] for parameter in _GPT_OSS_PARAMETERS))
-    return Experts(chosen["gate_up_proj"], chosen["down_proj"], experts.act_fn)
+    w13, w2 = chosen["gate_up_proj"], chosen["down_proj"]
+    if _is_transposed(module):
+        w13, w2 = (_Each(stack, lambda weight: weight.T) for stack in (w13, w2))
+    return Experts(w13, w2, module.act_fn)
 
 
-def _gated(module: torch.nn.Module) -> Experts | None:
+def has_stacks(module: torch.nn.Module) -> bool:
+    """Whether a module has the weights of several experts in one parameter, ``down_proj`` [E, ., .]."""
+    down = getattr(module, "down_proj", None)
+    return isinstance(down, torch.Tensor) and down.dim() == 3
+
+
+def stacks_problem(module: torch.nn.Module) -> str | None:
+    """Why a module that has stacks is not computed as the operator does, or None."""
+    if has_own_forward(module):
+        return "it has a forward of its own"
+    if is_gpt_oss(module):
+        return None if _is_gpt_oss_of_5(module) else "its experts are not those of gpt-oss in transformers 5"
+    gate = getattr(type(module), "_apply_gate", None)
+    if gate is None and not _is_llama4(module):
+        return f"{type(module).__name__} has not the common interface of experts, so what it computes is not known"
+    for name, usual in _INTERFACE.items():
+        if getattr(module, name, usual) != usual:
+            return f"its experts have {name} = {not usual}"
+    if gate is not None and gate.__name__ != "_default_apply_gate":
+        return "its experts join gate and up in a way of their own"
     w13, w2, act_fn = (getattr(module, name, None) for name in ("gate_up_proj", "down_proj", "act_fn"))
-    if not (isinstance(w13, torch.Tensor) and isinstance(w2, torch.Tensor) and act_fn is not None):
-        return None
-    if w13.dim() != 3 or w2.dim() != 3 or w13.shape != (w2.shape[0], 2 * w2.shape[2], w2.shape[1]):
-        return None
-    unusual = ("is_transposed", "has_bias", "has_post_expert_norm")
-    if any(getattr(module, name, False) for name in unusual) or not getattr(module, "is_concatenated", True):
-        return None
-    return Experts(w13, w2, act_fn)
+    if not isinstance(w13, torch.Tensor) or act_fn is None or len(list(module.parameters())) != 2:
+        return "its experts have other parameters than gate_up_proj and down_proj"
+    count, hidden, intermediate = w2.transpose(1, 2).shape if _is_transposed(module) else w2.shape
+    expected = [2 * intermediate, hidden]
+    expected = [count, *(reversed(expected) if _is_transposed(module) else expected)]
+    if list(w13.shape) != expected:
+        return f"gate_up_proj is {list(w13.shape)} beside a down_proj of {list(w2.shape)}, expected {expected}"
+    return None
 
 
-def _gpt_oss(module: torch.nn.Module) -> Experts | None:
+def _is_transposed(module: torch.nn.Module) -> bool:
+    """Whether the matrices are [H, 2I] and [I, H]."""
+    return _is_llama4(module) or getattr(module, "is_transposed", False)
+
+
+def _is_llama4(module: torch.nn.Module) -> bool:
+    """Called with a run of rows for each expert, and nothing else (see ``W4A8Experts.forward``)."""
+    return type(module).__name__ == "Llama4TextExperts"
+
+
+def is_gpt_oss(module: torch.nn.Module) -> bool:
+    """Whether gate and up are one matrix of each expert, whose rows alternate."""
+    return type(module).__name__ == "GptOssExperts"
+
+
+def _is_gpt_oss_of_5(module: torch.nn.Module) -> bool:
     """Its matrices are [H, 2I] with gate and up in turns, and [I, H]; both have biases."""
     if hasattr(module, "expert_dim"):  # transformers 4 calls it with the weights of all experts, [T, E]
-        return None
+        return False
     tensors = [getattr(module, name, None) for name in _GPT_OSS_PARAMETERS]
     if not all(isinstance(tensor, torch.Tensor) for tensor in tensors) or [t.dim() for t in tensors] != [3, 2, 3, 2]:
-        return None
+        return False
     w13, w13_bias, w2, w2_bias = tensors
     count, intermediate, hidden = w2.shape
     if w13.shape != (count, hidden, 2 * intermediate) or w13_bias.shape != w13.shape[::2]:
-        return None
-    if w2_bias.shape != w2.shape[::2]:
-        return None
-    if (getattr(module, "alpha", None), getattr(module, "limit", None)) != _SWIGLU_OAI:
-        return None
-    return _interleaved(*tensors)
+        return False
+    constants = (getattr(module, "alpha", None), getattr(module, "limit", None))
+    return w2_bias.shape == w2.shape[::2] and constants == _SWIGLU_OAI
 
 
 def _interleaved(

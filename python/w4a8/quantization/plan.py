@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
 from w4a8.nn.output_layer import own_strides
-from w4a8.quantization.moe_blocks import Experts, fused_experts, has_own_forward, listed_experts
+from w4a8.quantization.moe_blocks import (
+    Experts,
+    fused_experts,
+    has_own_forward,
+    has_stacks,
+    listed_experts,
+    stacks_problem,
+)
+from w4a8.quantization.size import Large
+from w4a8.quantization.skip import Skipped
 
 _WEIGHT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -49,8 +57,9 @@ class _Linear:
 
 
 class _Planner:
-    def __init__(self, group_size: int, skip: Callable[[str, torch.nn.Module], bool], most_in_features: int) -> None:
+    def __init__(self, group_size: int, skip: Skipped, most_in_features: int, large: Large) -> None:
         self.group_size = group_size
+        self.large = large  # parameters that are named if they stay
         self.skip = skip
         self.most_in_features = most_in_features
         self.plan = Plan()
@@ -61,7 +70,7 @@ class _Planner:
         """Looks at a module and what is below it; ``left`` if it is below one that is left alone."""
         left = left or (owner is not None and bool(self.skip(name, module)))
         if isinstance(module, torch.nn.Linear):
-            reason = "skip" if left else self.linear_problem(module, owner)
+            reason = "skip" if left else self.linear_problem(module, owner, key)
             self.add(module, name, owner, key, reason)
             return
         fused = fused_experts(module)
@@ -69,6 +78,7 @@ class _Planner:
             reason = "skip" if left else self.experts_problem(fused)
             self.add(module, name, owner, key, reason, Job("fused", [], [], 2 * len(fused.w2)))
             return
+        self.name_large(module, name, left)
         below = [(child_key, child) for child_key, child in module._modules.items() if child is not None]
         listed = listed_experts(module)
         if listed is not None:
@@ -107,6 +117,15 @@ class _Planner:
         if not any(place[0] is owner and place[1] == key for place in entry.places):
             entry.places.append((owner, key))
 
+    def name_large(self, module: torch.nn.Module, name: str, left: bool) -> None:
+        """Names a module of another kind that has large parameters of its own (the model itself: these)."""
+        large = self.large.of(module)
+        reason = "skip" if left else f"{', '.join(large)} of {type(module).__name__}, which is not replaced"
+        if not left and has_stacks(module):
+            reason = stacks_problem(module) or reason
+        if large:
+            self.plan.skipped.update(dict.fromkeys([name] if name else large, reason))
+
     def leave(self, key: int, reason: str) -> None:
         """Leaves a module alone, whatever was planned for it."""
         self.excluded[key] = reason
@@ -122,12 +141,14 @@ class _Planner:
             return f"{what} = {k} is no multiple of group_size = {self.group_size}"
         return None
 
-    def linear_problem(self, linear: torch.nn.Linear, owner: torch.nn.Module | None) -> str | None:
+    def linear_problem(self, linear: torch.nn.Linear, owner: torch.nn.Module | None, key: str) -> str | None:
         """Why a linear layer cannot be replaced, or None."""
         if type(linear) is not torch.nn.Linear:
             return f"{type(linear).__name__} is a subclass of Linear, which may do something else"
         if isinstance(owner, torch.nn.TransformerEncoderLayer):
             return "TransformerEncoderLayer reads the weights of its linear layers itself"
+        if key == "dt_proj" and type(owner).__name__.endswith("MambaMixer"):
+            return f"{type(owner).__name__} reads its weight and bias itself"
         hooks = [hook for kind in _HOOKS for hook in (getattr(linear, kind, None) or {}).values()]
         if any(hook is not own_strides for hook in hooks) or has_own_forward(linear):
             return "it has hooks, which would be lost"
@@ -187,21 +208,20 @@ def _join(prefix: str, key: str) -> str:
     return f"{prefix}.{key}" if prefix else key
 
 
-def make_plan(
-    model: torch.nn.Module, group_size: int, skip: Callable[[str, torch.nn.Module], bool], most_in_features: int
-) -> Plan:
+def make_plan(model: torch.nn.Module, group_size: int, skip: Skipped, most_in_features: int) -> Plan:
     """Finds what to replace.
 
     Args:
         model: is not changed.
         group_size: -1, 16 or a multiple of 32.
-        skip: says by name and module what to leave alone, with all below it.
+        skip: what to leave alone.
         most_in_features: K that can be packed.
 
     Raises:
-        ValueError: the model itself would have to be replaced.
+        ValueError: the model itself would have to be replaced, or an entry of ``skip`` names nothing in it.
     """
-    planner = _Planner(group_size, skip, most_in_features)
+    skip.check(model)
+    planner = _Planner(group_size, skip, most_in_features, Large(model))
     planner.visit(model, "", None, "", left=False)
     planner.leave_shared(model)
     return planner.finish()

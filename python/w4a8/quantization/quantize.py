@@ -10,11 +10,12 @@ import torch
 
 from w4a8.core.matrix import GROUP_SIZES, is_group_size
 from w4a8.nn import W4A8Linear
-from w4a8.nn.grids import grid_of
+from w4a8.nn.grids import DEFAULT_GROUP_SIZE, grid_of
 from w4a8.progress import progress_bar
 from w4a8.quantization.moe_blocks import adopt, fused_experts, listed_experts
 from w4a8.quantization.plan import Job, make_plan
-from w4a8.quantization.skip import DEFAULT_SKIP, Skip, skip_function
+from w4a8.quantization.size import float_bytes, weight_bytes
+from w4a8.quantization.skip import Skip, Skipped
 
 
 @dataclass
@@ -23,20 +24,35 @@ class QuantizationReport:
 
     Attributes:
         replaced: name -> the new module, as text. A shared module is there under each of its names.
-        skipped: name -> why the linear layer, or the experts, were left alone. Modules of other kinds are not listed.
+        skipped: name -> why a module was left alone: every linear layer, all experts, and whatever else has a large
+            parameter that stays float: of two or more dimensions, and 1/10,000 or more of the model's bytes.
         float_bytes: of the weights that were replaced.
         packed_bytes: of what stands in their place.
+        left_bytes: of the floating-point parameters that the model has now.
+        model_bytes: of all parameters and packed weights that it has now.
     """
 
     replaced: dict[str, str] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     float_bytes: int = 0
     packed_bytes: int = 0
+    left_bytes: int = 0
+    model_bytes: int = 0
+
+    def measure(self, model: torch.nn.Module) -> None:
+        """Takes the sizes of the model as it is now."""
+        self.left_bytes, self.model_bytes = float_bytes(model), weight_bytes(model)
+
+    @property
+    def left_share(self) -> float:
+        """The part of the model's bytes that stays float, 0 to 1."""
+        return self.left_bytes / self.model_bytes if self.model_bytes else 0.0
 
     def __str__(self) -> str:
         lines = [
             f"{len(self.replaced)} replaced ({self.float_bytes:,} bytes of weights to {self.packed_bytes:,}), "
-            f"{len(self.skipped)} left alone"
+            f"{len(self.skipped)} left alone; {self.left_bytes:,} bytes stay float, {self.left_share:.1%} of the model "
+            "now"
         ]
         lines += [f"  {name}: {reason}" for name, reason in self.skipped.items()]
         return "\n".join(lines)
@@ -52,9 +68,10 @@ class QuantizationError(ValueError):
 
 def quantize_(
     model: torch.nn.Module,
-    group_size: int = 32,
+    group_size: int = DEFAULT_GROUP_SIZE,
     *,
-    skip: Skip = DEFAULT_SKIP,
+    skip: Skip = (),
+    default_skip: bool = True,
     scale_dtype: torch.dtype = torch.float32,
     clip_search: bool = False,
     symmetric: bool = True,
@@ -63,24 +80,28 @@ def quantize_(
 ) -> QuantizationReport:
     """Quantizes the weights of a model to 4 bits, in place; inputs are then quantized to int8 as they come.
 
-    ``torch.nn.Linear`` becomes ``w4a8.nn.W4A8Linear``, and the experts of Qwen2-MoE, Qwen3-MoE, Mixtral, OLMoE,
-    DeepSeek-V2 and -V3 (transformers 4 or 5) and gpt-oss (5) become ``w4a8.nn.W4A8Experts``; routers, shared experts
-    and what a block returns stay as they are. One module is replaced after another and its float weights are let go
-    at once, so memory peaks at the model, the packed weights of one module, and those of one matrix before packing.
+    ``torch.nn.Linear`` becomes ``w4a8.nn.W4A8Linear``. Gated experts become ``w4a8.nn.W4A8Experts``: those of
+    transformers 5 with the common interface of experts (Qwen, Mixtral, DeepSeek, GLM, MiniMax, Ernie and many others),
+    gpt-oss and Llama 4; of transformers 4 those of Qwen2-MoE, Qwen3-MoE, Mixtral, OLMoE, DeepSeek-V2 and -V3. Routers,
+    shared experts and what a block returns stay as they are. One module is replaced after another and its float
+    weights are let go at once, so memory peaks at the model, the packed weights of one module, and those of one matrix
+    before packing.
 
     What is left alone, with the reason in the report: what ``skip`` names; layers whose input size is odd or no
     multiple of the group size (both input sizes, of experts); subclasses of Linear; layers with hooks; layers that
     share their weight with something that is not replaced, like an output layer tied to the embedding; weights of
-    other types than float32, bfloat16, float16; and what is quantized already. Modules on the meta device become
-    modules there, to be filled by ``load_state_dict(..., assign=True)``.
+    other types than float32, bfloat16, float16; other experts; embeddings and whatever else has large parameters. What
+    is quantized already is not listed. Modules on the meta device become modules there, to be filled by
+    ``load_state_dict(..., assign=True)``.
 
     Args:
         model: for inference: the quantized layers have no gradients. An exception leaves it usable, each module either
             replaced or untouched.
         group_size: 16 or a multiple of 32; -1 is one scale per output feature.
-        skip: names, ``re:`` with a regular expression, or a function of name and module. A skipped module is left
-            alone with all that is below it. The default are output layers (``lm_head``) and routers (``gate``,
-            ``router``, ``shared_expert_gate``), ``w4a8.quantization.DEFAULT_SKIP``; other values replace it.
+        skip: what to leave alone besides: names, ``re:`` with a regular expression, or a function of name and module.
+            A skipped module is left alone with all that is below it.
+        default_skip: leave output layers (``lm_head``) and routers (``gate``, ``router``, ``shared_expert_gate``) alone
+            as well (``w4a8.quantization.DEFAULT_SKIP``). False quantizes those that are linear layers.
         scale_dtype: of the weights' scales: float32 or bfloat16.
         clip_search: try several scales per group and take the one with the least squared error, instead of the one
             that reaches the largest magnitude. Takes many times as long.
@@ -93,7 +114,8 @@ def quantize_(
         What was replaced and what was not; printing it gives a summary.
 
     Raises:
-        ValueError: a bad argument, or the model is itself a layer to replace.
+        ValueError: a bad argument, a name or pattern in ``skip`` that matches no module, or the model is itself a layer
+            to replace.
         QuantizationError: a weight has a NaN or an infinity; names the layer.
     """
     if not is_group_size(group_size):
@@ -101,7 +123,7 @@ def quantize_(
     if scale_dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"scale_dtype is {scale_dtype}, expected torch.float32 or torch.bfloat16")
     options = {"scale_dtype": scale_dtype, "clip_search": clip_search, "symmetric": symmetric, "values": values}
-    plan = make_plan(model, group_size, skip_function(skip), grid_of(symmetric, values).most_in_features)
+    plan = make_plan(model, group_size, Skipped(skip, default_skip), grid_of(symmetric, values).most_in_features)
     report = QuantizationReport(skipped=plan.skipped)
     bar = progress_bar(sum(job.matrices for job in plan.jobs), progress, "matrix", "quantizing")
     try:
@@ -114,6 +136,7 @@ def quantize_(
                     report,
                 ) from error
     finally:
+        report.measure(model)
         if bar is not None:
             bar.close()
     return report

@@ -3,41 +3,61 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from typing import Callable, Union
+from collections.abc import Callable, Iterable
 
 import torch
 
-# typing.Callable: that of collections.abc has no hash in Python 3.9.0 and 3.9.1.
-Skip = Union[str, Iterable[str], Callable[[str, torch.nn.Module], bool]]
+Skip = str | Iterable[str] | Callable[[str, torch.nn.Module], bool]
 
 # Output layers decide between many close candidates, and routers between experts: both are small and sensitive.
 DEFAULT_SKIP = (r"re:(.*\.)?lm_head$", r"re:(.*\.)?(gate|router|shared_expert_gate)$")
 
 
-def skip_function(skip: Skip) -> Callable[[str, torch.nn.Module], bool]:
-    """What says whether to leave a module alone.
+class Skipped:
+    """Says of each module whether to leave it alone; what is left alone is so with all that is below it."""
 
-    Args:
-        skip: names, regular expressions behind ``re:`` (matched from the beginning of a name, as compressed-tensors
-            does in ``ignore``), or the function itself.
+    def __init__(self, skip: Skip = (), default_skip: bool = True) -> None:
+        """Takes what is to be left alone.
 
-    Raises:
-        TypeError: none of these.
-        ValueError: not a regular expression.
-    """
-    if callable(skip):
-        return skip
-    entries = [skip] if isinstance(skip, str) else list(skip)
-    names, patterns = set(), []
-    for entry in entries:
-        if not isinstance(entry, str):
-            raise TypeError(f"skip holds {entry!r}, expected names, 're:' and a regular expression, or a callable")
-        if not entry.startswith("re:"):
-            names.add(entry)
-            continue
-        try:
-            patterns.append(re.compile(entry[3:]))
-        except re.error as error:
-            raise ValueError(f"skip holds {entry!r}, which is no regular expression: {error}") from error
-    return lambda name, module: name in names or any(pattern.match(name) for pattern in patterns)
+        Args:
+            skip: names, regular expressions behind ``re:`` (matched from the beginning of a name, as compressed-tensors
+                does in ``ignore``), or a function of name and module.
+            default_skip: besides, what ``DEFAULT_SKIP`` says.
+
+        Raises:
+            TypeError: none of these.
+            ValueError: not a regular expression.
+        """
+        given = [] if callable(skip) else [skip] if isinstance(skip, str) else list(skip)
+        self._function = skip if callable(skip) else None
+        self._given = [(entry, _matcher(entry)) for entry in given]
+        self._default = [_matcher(entry) for entry in DEFAULT_SKIP] if default_skip else []
+
+    def __call__(self, name: str, module: torch.nn.Module) -> bool:
+        """Whether to leave a module of this name alone."""
+        if any(matches(name) for matches in (*self._default, *(matches for _, matches in self._given))):
+            return True
+        return self._function is not None and bool(self._function(name, module))
+
+    def check(self, model: torch.nn.Module) -> None:
+        """Looks for entries that no module of a model has the name of; those of DEFAULT_SKIP may be without one.
+
+        Raises:
+            ValueError: there is one; names it.
+        """
+        names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+        for entry, matches in self._given:
+            if entry not in DEFAULT_SKIP and not any(map(matches, names)):
+                raise ValueError(f"skip holds {entry!r}, which matches the name of no module of the model")
+
+
+def _matcher(entry: object) -> Callable[[str], object]:
+    """What a name is given to; true if the entry means it."""
+    if not isinstance(entry, str):
+        raise TypeError(f"skip holds {entry!r}, expected names, 're:' and a regular expression, or a callable")
+    if not entry.startswith("re:"):
+        return lambda name: name == entry
+    try:
+        return re.compile(entry[3:]).match
+    except re.error as error:
+        raise ValueError(f"skip holds {entry!r}, which is no regular expression: {error}") from error

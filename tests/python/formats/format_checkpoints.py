@@ -1,9 +1,9 @@
 """Tiny checkpoints in every format: config.json and safetensors, with what each matrix means by the tools' formulas."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Callable
 
 import numpy as np
 import torch

@@ -1,6 +1,7 @@
 """Checkpoints that are fake or broken: an error that names the tensor, in every format; nothing is computed of them."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -12,9 +13,11 @@ from format_checkpoints import (
     experts_checkpoint,
     gpt_oss_checkpoint,
     model_config,
+    random_matrix,
 )
 
 from w4a8.checkpoint import CheckpointError, load, load_linear
+from w4a8.formats import rules_of
 
 pytest.importorskip("safetensors", reason="the safetensors package is not installed")
 
@@ -217,6 +220,58 @@ def test_linear_layers(name, tmp_path):
         load_linear(made.write(tmp_path))
 
 
+def without(tensors, axis, parts):
+    """The tensors of a matrix that has no output features (axis n), or no input features (k and their groups)."""
+    axes = {part.suffix: part.axes for part in parts}
+    made = {}
+    for suffix, tensor in tensors.items():
+        for dim, name in enumerate(axes[suffix]):
+            if name == axis or (axis == "k" and name == "g"):
+                tensor = tensor.narrow(dim, 0, 0)
+        made[suffix] = tensor.contiguous()
+    if "weight_shape" in made:
+        made["weight_shape"][0 if axis == "n" else 1] = 0
+    return made
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("axis", ["n", "k"])
+def test_features_that_are_none(name, axis, tmp_path):
+    """A linear layer of nothing, and experts of nothing where config.json leaves their size to the tensors."""
+    form, layer = FORMATS[name], "model.layers.0.self_attn.q_proj"
+    config = model_config(form.quantization_config(32), HIDDEN, INTER, 3)
+    del config["moe_intermediate_size"]
+    stored = rules_of(config["quantization_config"]).of(layer)
+    tensors = without(random_matrix(form, 64, HIDDEN, 32), axis, stored.parts)
+    made = Checkpoint({f"{layer}.{suffix}": tensor for suffix, tensor in tensors.items()}, config)
+    with pytest.raises(CheckpointError, match=rf"tensor {layer}\.\w+: shape \(.*\), which holds nothing"):
+        load_linear(made.write(tmp_path / "linear"), quantize_w4a16=True)
+    with pytest.raises(ValueError, match=r"^m\.\w+: shape \(.*\), which holds nothing"):
+        stored.read(tensors, "m")
+    names = [f"{LAYER}.{expert}.{part}" for expert in range(3) for part in ("gate_proj", "up_proj", "down_proj")]
+    experts = {f"{name}.{suffix}": tensor.clone() for name in names for suffix, tensor in tensors.items()}
+    with pytest.raises(
+        CheckpointError, match=rf"tensor '{LAYER}\.0\.gate_proj\.\w+' has shape .*, which holds nothing"
+    ):
+        load(Checkpoint(experts, config).write(tmp_path / "experts"), quantize_w4a16=True)
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        (torch.tensor([[64, 64]]), r"weight_shape: shape \(1, 2\), but 1 dimensions are expected"),
+        (torch.tensor([64, 64, 1]), r"weight_shape: shape \(3,\), but rows and columns make \(2,\)"),
+        (torch.tensor([64.0, math.nan]), "weight_shape: dtype torch.float32, but int64 or int32 is expected"),
+        (torch.tensor([64, -64]), r"'.*weight_shape' says \[64, -64\], but \[64, 64\] is expected"),
+        (torch.tensor([2**62, 64]), r"'.*weight_shape' says \[4611686018427387904, 64\], but \[64, 64\] is expected"),
+        (torch.zeros(0, dtype=torch.int64), r"weight_shape: shape \(0,\), which holds nothing"),
+    ],
+)
+def test_weight_shape(good, shape, message, tmp_path):
+    with pytest.raises(CheckpointError, match=f"tensor .*{message}"):
+        load(changed(good, "W4A8 pack", f"{UP}.weight_shape", shape).write(tmp_path))
+
+
 @pytest.mark.parametrize("name", ["GPTQ asymmetric", "AWQ"])
 def test_no_expert_of_a_number(good, name, tmp_path):
     made = changed(good, name)
@@ -259,7 +314,7 @@ def test_weight_only_must_be_asked_for(good, tmp_path):
         ("gate_up_proj_blocks", lambda t: t[:2], "' has 2 experts, but config.json says 3"),
         ("gate_up_proj_blocks", lambda t: t[:, :-1], "has shape (127, 2, 16), which is (127, 64), but (128, 64) is"),
         ("gate_up_proj_blocks", lambda t: t[..., :8], "shape (128, 2, 8), but blocks of 32 make (128, 2, 16) (exp"),
-        ("gate_up_proj_blocks", lambda t: t[..., 0], "shape (128, 2), but 3 dimensions are expected"),
+        ("gate_up_proj_blocks", lambda t: t[..., 0], "has shape (3, 128, 2), but 4 dimensions are expected"),
         ("gate_up_proj_scales", lambda t: t[..., :1], "shape (128, 1), but 128 x 2 blocks make (128, 2) (expert 0)"),
         ("gate_up_proj_scales", lambda t: t[:2], "cannot be read from"),
         ("down_proj_scales", lambda t: t.float(), "dtype torch.float32, but uint8 is expected (expert 0)"),

@@ -28,6 +28,7 @@ from w4a8.nn import W4A8Linear, W8A8Linear
 safetensors_torch = pytest.importorskip("safetensors.torch", reason="the safetensors package is not installed")
 
 TOOL_WRITTEN = Path(__file__).parents[2] / "tool_written"
+QUERY = "model.layers.0.self_attn.q_proj"
 each_format = pytest.mark.parametrize("name", FORMATS)
 
 
@@ -98,6 +99,24 @@ def test_biases_and_shards_and_names(name, tmp_path):
     made = experts_checkpoint(form, 64, 32, 32, names=("gate_up_proj", "down_proj"))
     layer = load(made.write(tmp_path / "fused"), quantize_w4a16=True)[LAYER]
     assert_meant(layer, made, names=("gate_up_proj", "down_proj"))
+
+
+@pytest.mark.skipif(not hasattr(torch.device, "__enter__"), reason="torch.device is no context manager before torch 2")
+@pytest.mark.parametrize("name", [*FORMATS, *EIGHT_BITS])
+@pytest.mark.parametrize("bias", [False, True], ids=["nobias", "bias"])
+def test_under_another_default_device(name, bias, tmp_path):
+    """What a model is built under, say: layers of files are on the CPU, and the default is what it was afterwards."""
+    form = (FORMATS | EIGHT_BITS)[name]
+    made = experts_checkpoint(form, 64, 32, 32, bias=bias)
+    made.add(QUERY, form, 64, 64, 32)
+    path = made.write(tmp_path)
+    with torch.device("meta"):
+        layer = load(path, quantize_w4a16=True)[LAYER]
+        linear = load_linear(path, quantize_w4a16=True)[QUERY]
+        assert torch.empty(1).is_meta
+    assert all(tensor.device.type == "cpu" for tensor in (*layer.state_dict().values(), linear.packed))
+    assert_meant(layer, made)
+    assert torch.equal(meaning(linear.packed)[0], made.meant[QUERY])
 
 
 @pytest.mark.parametrize("name", ["W4A8 int", "W4A8 pack", "W4A8 pack asymmetric", "W4A16 int asymmetric"])

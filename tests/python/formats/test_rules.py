@@ -144,6 +144,7 @@ def test_of_all_modules(config, expected):
         ({**ROUND_MX, "packing_format": "auto_round:auto_gptq"}, "but 'auto_round:llm_compressor' is expected"),
         ({**compressed(**FLOATS), "format": "pack-quantized"}, "weights.type is 'float', but 'int' is expected"),
         ({**compressed(**FLOATS, num_bits=8), "format": MXFP4_PACK}, "weights.num_bits is 8, but 4 is expected"),
+        ({**compressed(**FLOATS, num_bits=4.0), "format": MXFP4_PACK}, "weights.num_bits is 4.0, but 4 is expected"),
         ({**compressed(type="float", group_size=16), "format": MXFP4_PACK}, "group_size is 16, but 32 is expected"),
         ({**compressed(), "format": MXFP4_PACK}, "weights.type is 'int', but 'float' is expected"),
         ({**compressed(), "format": NVFP4_PACK}, "weights.type is 'int', but 'float' is expected"),
@@ -340,6 +341,7 @@ def test_files_without_codes():
             "quantization_config.quantized_layers['a'] is 3, but an object is expected",
         ),
         ({**QUARK, "exclude": ["re:("]}, "an entry of quantization_config.exclude is 're:(', but a name or a regular"),
+        ({**QUARK, "layer_quant_config": {"re:(": {}}}, "a key of quantization_config.layer_quant_config is 're:('"),
         ({**QUARK, "layer_quant_config": {"a": 3}}, "quantization_config.layer_quant_config['a'] is 3, but an object"),
         (
             {**QUARK, "export": {"weight_format": "fake_quantized"}},

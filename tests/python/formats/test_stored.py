@@ -48,7 +48,7 @@ def test_pieces_are_what_the_reader_gives(name, symmetric):
             continue
         assert part.shape(ROWS, COLUMNS, COLUMNS // GROUP) == tensors[part.suffix].shape
         pieces[part.kind] = stored.piece(part, tensors[part.suffix], "m")
-    assert stored.shape(tensors) == (ROWS, COLUMNS)
+    assert stored.shape(tensors[stored.weight].shape, "m", tensors.get("weight_shape")) == (ROWS, COLUMNS)
     if name in NAMES[:3]:  # the others are what the packer takes as it is
         assert torch.equal(pieces["weight"], whole.nibbles)
     assert torch.equal(pieces["weight_scale"], whole.scales)
@@ -78,7 +78,7 @@ def test_mxfp4():
     assert torch.equal(stored.piece(scale, made["scales"], "m"), 2.0 ** (made["scales"].float() - 127))
     quark = Stored("quark-mxfp4", 32, True)
     assert quark.values == "e2m1" and quark.required == ("weight", "weight_scale")
-    assert quark.shape({"weight": made["blocks"].flatten(1)}) == (ROWS, COLUMNS)
+    assert quark.shape(made["blocks"].flatten(1).shape, "m") == (ROWS, COLUMNS)
     for part, tensor in zip(quark.parts, (made["blocks"].flatten(1), made["scales"])):
         assert part.shape(ROWS, COLUMNS, COLUMNS // 32) == tensor.shape
         same = part_of(stored, part.kind)
@@ -96,7 +96,11 @@ def test_nvfp4(name):
     codes, scales = random.integers(0, 16, (ROWS, COLUMNS)), random.integers(1, 127, (ROWS, COLUMNS // 16))
     made = writers.write_nvfp4(codes, scales, 0.3, name == "nvfp4-pack-quantized")
     stored = Stored(name, 16, True)
-    assert stored.values == "e2m1" and stored.channel_scales and stored.shape(made) == (ROWS, COLUMNS)
+    assert (
+        stored.values == "e2m1"
+        and stored.channel_scales
+        and stored.shape(made[stored.weight].shape, "m") == (ROWS, COLUMNS)
+    )
     whole, pieces = stored.read(made, "m"), {}
     for part in stored.parts:
         if stored.requires(part):
@@ -124,6 +128,9 @@ def test_nvfp4(name):
         ("zero_points", lambda t: torch.full_like(t, -1), r"m.qzeros: zero points in \[16, 16\]"),
         ("zero_points", lambda t: t.float(), "m.qzeros: dtype torch.float32, but int32 is expected"),
         ("weight", lambda t: t.flatten(), "m.qweight: shape .*, but 2 dimensions are expected"),
+        ("weight", lambda t: t[:, :0], r"m.qweight: shape \(16, 0\), which holds nothing"),
+        ("zero_points", lambda t: t[:, :0], r"m.qzeros: shape \(4, 0\), which holds nothing"),
+        ("weight_scale", lambda t: t[:0], r"m.scales: shape \(0, 16\), which holds nothing"),
         ("weight_scale", lambda t: t / 0, "m.scales: not all scales are finite"),
         ("weight_scale", lambda t: t.to(torch.int32), "m.scales: dtype torch.int32, but a float is expected"),
     ],

@@ -225,7 +225,7 @@ def test_other_widths_are_refused_by_name(tmp_path):
         load(tmp_path / "theirs")
 
 
-def write_gpt_oss(directory):
+def write_gpt_oss(directory, method="mxfp4"):
     """As it is on the Hub: experts stacked, gate and up rows in turns; the model with the same codes."""
     model, tensors = skeleton(directory, "gpt-oss", skip=[*DEFAULT_SKIP, "re:.*self_attn"]), {}
     for key, module in model.named_modules():
@@ -249,12 +249,13 @@ def write_gpt_oss(directory):
                 matrix.codes, matrix.exponents = matrix.codes[order], matrix.exponents[order]
                 packed.append(matrix.packed(b[order], "e2m1"))
             module.w13_packed = torch.stack(packed)
-    save(directory / "theirs", model, tensors, format_writers.GPT_OSS)
+    save(directory / "theirs", model, tensors, {**format_writers.GPT_OSS, "quant_method": method})
     return model
 
 
-def test_mxfp4_experts_of_gpt_oss(tmp_path):
-    want = write_gpt_oss(tmp_path)
+@pytest.mark.parametrize("method", ["mxfp4", "MXFP4"])
+def test_mxfp4_experts_of_gpt_oss(method, tmp_path):
+    want = write_gpt_oss(tmp_path, method)
     model = check(tmp_path, want)
     assert w4a8.read_header(model.model.layers[1].mlp.experts.w13_packed[5])["values"] == "e2m1"
     assert w4a8.read_header(model.model.layers[1].mlp.experts.w13_packed[5])["scale_dtype"] == "bfloat16"

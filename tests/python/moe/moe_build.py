@@ -1,7 +1,6 @@
 """Random layers for the tests."""
 
 from dataclasses import dataclass
-from typing import Optional
 
 import torch
 
@@ -31,7 +30,7 @@ class Stack:
 
     values: torch.Tensor
     scales: torch.Tensor
-    bias: Optional[torch.Tensor]
+    bias: torch.Tensor | None
 
     def of(self, expert):
         return self.values[expert], self.scales[expert], None if self.bias is None else self.bias[expert]

@@ -12,6 +12,7 @@ through the layer:
 """
 
 import math
+from itertools import pairwise
 
 import torch
 
@@ -201,7 +202,7 @@ def route(method, logits, top_k, groups=None, keep=None, bias=None, scale=1.0):
         ranked = (scores if bias is None else scores + bias.double()).tolist()
         experts = range(len(ranked))
         distinct = sorted(set(ranked))
-        gap = min([gap] + [b - a for a, b in zip(distinct, distinct[1:])])
+        gap = min([gap] + [b - a for a, b in pairwise(distinct)])
         if groups is not None:
             size = len(ranked) // groups
             value = []
@@ -209,7 +210,7 @@ def route(method, logits, top_k, groups=None, keep=None, bias=None, scale=1.0):
                 best = sorted(ranked[group * size : (group + 1) * size], reverse=True)
                 value.append(best[0] if bias is None else sum(best[:2]))
             distinct = sorted(set(value))
-            gap = min([gap] + [b - a for a, b in zip(distinct, distinct[1:])])
+            gap = min([gap] + [b - a for a, b in pairwise(distinct)])
             kept = sorted(range(groups), key=lambda group: (-value[group], group))[:keep]
             experts = [expert for expert in experts if expert // size in kept]
         chosen = sorted(experts, key=lambda expert: (-ranked[expert], expert))[:top_k]

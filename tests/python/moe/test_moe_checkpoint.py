@@ -13,6 +13,7 @@ from moe_build import Stack, assert_packed
 
 import w4a8.checkpoint
 from w4a8.checkpoint import CheckpointError, MoESettings, load, read_settings
+from w4a8.checkpoint.settings import _MODELS as MODEL_TYPES
 from w4a8.checkpoint.settings import settings_from_config
 from w4a8.moe import MoEActivation, RoutingMethodType
 
@@ -326,7 +327,8 @@ def test_settings_of_models():
     renormalize, default = RoutingMethodType.Renormalize, RoutingMethodType.Default
     for model_type in ("qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe"):
         assert settings(model_type=model_type, norm_topk_prob=True).routing_method is renormalize
-        assert settings(model_type=model_type).routing_method is default
+        assert settings(model_type=model_type, norm_topk_prob=False).routing_method is default
+        assert settings(model_type=model_type, norm_topk_prob=None).routing_method is default
     found = settings(model_type="mixtral", num_local_experts=8, intermediate_size=96, torch_dtype="float16")
     assert found == MoESettings(64, 2, renormalize, num_experts=8, intermediate_size=96, dtype=torch.float16)
     found = settings(model_type="gpt_oss", hidden_act="silu", intermediate_size=96)
@@ -346,7 +348,28 @@ def test_settings_of_models():
     assert (found.routing_method, found.apply_router_weight_on_input) == (RoutingMethodType.Llama4, True)
 
 
+def test_defaults_are_those_of_transformers():
+    """A config.json that does not say how experts are chosen means what the class of its model_type says."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    read = set()
+    for model_type in MODEL_TYPES:
+        if model_type not in transformers.CONFIG_MAPPING:
+            continue
+        sizes = {"num_experts_per_tok": 2, "num_experts": 16}
+        told = settings_from_config({**transformers.AutoConfig.for_model(model_type).to_dict(), **sizes})
+        sizes["hidden_size"] = told.hidden_size
+        found = settings_from_config({"model_type": model_type, **sizes})
+        for field in dataclasses.fields(MoESettings):
+            if field.name not in ("intermediate_size", "dtype"):  # of the tensors; of this package
+                assert getattr(found, field.name) == getattr(told, field.name), (model_type, field.name)
+        read.add(model_type)
+    assert read >= {"qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "mixtral", "gpt_oss", "deepseek_v2", "deepseek_v3"}
+
+
 def test_settings_errors(tmp_path):
+    for name in ("norm_topk_prob", "routed_scaling_factor"):
+        with pytest.raises(CheckpointError, match=f"{name} is 'no', but (true or false|a number) is expected"):
+            settings(model_type="deepseek_v3", **{name: "no"})
     with pytest.raises(CheckpointError, match=r"routing of model_type 'phimoe' is not known \(known: deepseek_v2, "):
         settings(model_type="phimoe")
     with pytest.raises(CheckpointError, match="hidden_size is None, but an integer is expected"):

@@ -467,15 +467,6 @@ def test_printing():
     assert repr(layer) == f"RoutedExperts({text})"
 
 
-def test_state_dict_of_a_packed_layer_loads_again(tmp_path):
-    layer, *_ = make_layer(make_config(), 32)
-    torch.save(layer.state_dict(), tmp_path / "layer.pt")
-    other, *_ = make_layer(make_config(), 32)
-    other.load_state_dict(torch.load(tmp_path / "layer.pt"))
-    x, logits = torch.randn(2, 128), torch.randn(2, 8)
-    assert torch.equal(other(x, logits), layer(x, logits))
-
-
 @pytest.mark.skipif(not hasattr(torch, "compile"), reason="torch.compile needs torch 2")
 @pytest.mark.parametrize("custom", [False, True])
 def test_compiles_to_one_graph(custom):

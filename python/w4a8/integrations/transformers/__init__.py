@@ -1,4 +1,9 @@
-"""from_pretrained on the operators: importing this registers a quantizer with transformers 5 (docs/transformers.md)."""
+"""from_pretrained on the operators: importing this registers a quantizer with transformers 5 (docs/transformers.md).
+
+An import that fails says why, and leaves transformers as it was. Environment:
+
+    W4A8_TRANSFORMERS=1    also with a version of transformers 5 that this was not tested with
+"""
 
 from __future__ import annotations
 
@@ -7,13 +12,28 @@ try:
 except ImportError as error:
     raise ImportError(f"w4a8.integrations.transformers needs transformers 5 and safetensors: {error}") from error
 
-if int(transformers.__version__.split(".")[0]) < 5:
-    raise ImportError(
-        f"w4a8.integrations.transformers needs transformers 5, this is {transformers.__version__}: load the model "
-        "with it and call w4a8.quantize_"
-    )
+from w4a8.integrations.transformers.versions import version_problem
 
-from w4a8.integrations.transformers.config import W4A8Config
-from w4a8.integrations.transformers.quantizer import W4A8HfQuantizer
+_problem = version_problem(transformers.__version__)
+if _problem is not None:
+    raise ImportError(f"w4a8.integrations.transformers {_problem}")
+
+try:
+    from w4a8.integrations.transformers.config import W4A8Config
+    from w4a8.integrations.transformers.quantizer import W4A8HfQuantizer
+    from w4a8.integrations.transformers.registration import register
+    from w4a8.integrations.transformers.selftest import problems
+except ImportError as error:
+    raise ImportError(
+        f"w4a8.integrations.transformers: transformers {transformers.__version__} is not as expected: {error}"
+    ) from error
+
+_problems = problems()
+if _problems:
+    raise ImportError(
+        f"w4a8.integrations.transformers: the self-test failed with transformers {transformers.__version__}: "
+        + "; ".join(_problems)
+    )
+register()
 
 __all__ = ["W4A8Config", "W4A8HfQuantizer"]

@@ -16,7 +16,6 @@ from w4a8.quantization import QuantizationError, QuantizationReport
 from w4a8.quantization.moe_blocks import GateUp
 from w4a8.quantization.plan import Job, make_plan
 from w4a8.quantization.quantize import run_job
-from w4a8.quantization.skip import skip_function
 
 # A parameter as it comes: a tensor, or those of the experts, not stacked.
 Value = Sequence[torch.Tensor]
@@ -51,7 +50,7 @@ class Collector:
         self.files = files
         self.error: QuantizationError | None = None
         self.pending: dict[str, tuple[_Pending, str]] = {}  # by name in the model: module and parameter
-        plan = make_plan(model, config.group_size, skip_function(config.skip), config.most_in_features)
+        plan = make_plan(model, config.group_size, config.skipped(), config.most_in_features)
         self.report = QuantizationReport(skipped=plan.skipped)
         # transformers ties when all is loaded, so the plan could not see it.
         tied = {**model.all_tied_weights_keys, **{v: k for k, v in model.all_tied_weights_keys.items()}}
@@ -80,8 +79,11 @@ class Collector:
         if not pending.missing:
             self._replace(pending)
 
-    def finish(self) -> QuantizationReport:
+    def finish(self, model: torch.nn.Module) -> QuantizationReport:
         """Quantizes what the checkpoint had no or not all weights of, with those that transformers has made up.
+
+        Args:
+            model: with all weights.
 
         Raises:
             QuantizationError: a weight has a NaN or an infinity; names the module.
@@ -93,6 +95,7 @@ class Collector:
         if self.error is not None:
             raise self.error
         self.pending.clear()
+        self.report.measure(model)
         return self.report
 
     def _replace(self, pending: _Pending) -> None:

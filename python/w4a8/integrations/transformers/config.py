@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from transformers.quantizers import register_quantization_config
-from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from w4a8.core.matrix import GROUP_SIZES, is_group_size
 from w4a8.formats.packed_directory import FORMAT, METHOD, VERSION
-from w4a8.nn.grids import grid_of
-from w4a8.quantization import DEFAULT_SKIP
-from w4a8.quantization.skip import skip_function
+from w4a8.nn.grids import DEFAULT_GROUP_SIZE, grid_of
+from w4a8.quantization.skip import Skipped
 
 _SCALE_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-@register_quantization_config(METHOD)
 class W4A8Config(QuantizationConfigMixin):
     """Options of quantizing while loading: those of ``w4a8.quantize_``, as JSON can hold them."""
 
     def __init__(
         self,
-        group_size: int = 32,
+        group_size: int = DEFAULT_GROUP_SIZE,
         *,
-        skip: str | Iterable[str] = DEFAULT_SKIP,
+        skip: str | Iterable[str] = (),
+        default_skip: bool = True,
         scale_dtype: str | torch.dtype = "float32",
         clip_search: bool = False,
         symmetric: bool = True,
@@ -39,8 +36,8 @@ class W4A8Config(QuantizationConfigMixin):
 
         Args:
             group_size: weights per scale, 16 or a multiple of 32; -1 is one scale per output feature.
-            skip: names of modules to leave alone, and ``re:`` with regular expressions. The default leaves output
-                layers and routers alone; another value replaces it.
+            skip: names of modules to leave alone besides, and ``re:`` with regular expressions.
+            default_skip: leave output layers and routers alone as well; False quantizes those that are linear layers.
             scale_dtype: of the weights' scales: float32 or bfloat16.
             clip_search: try several scales per group; takes many times as long.
             symmetric: False: int4 values with a zero point for each group.
@@ -60,7 +57,10 @@ class W4A8Config(QuantizationConfigMixin):
         if callable(skip):
             raise TypeError("skip is a function, which config.json cannot hold: give names or 're:' and a pattern")
         self.skip = [skip] if isinstance(skip, str) else list(skip)
-        skip_function(self.skip)  # refuses what is neither
+        if not isinstance(default_skip, bool):
+            raise TypeError(f"default_skip is {default_skip!r}, expected True or False")
+        self.default_skip = default_skip
+        self.skipped()  # refuses what is neither a name nor a pattern
         self.scale_dtype = str(scale_dtype).removeprefix("torch.")
         if self.scale_dtype not in _SCALE_TYPES:
             raise ValueError(f"scale_dtype is {scale_dtype}, expected float32 or bfloat16")
@@ -77,6 +77,10 @@ class W4A8Config(QuantizationConfigMixin):
         other = copy.deepcopy(self)
         other.source = source
         return other
+
+    def skipped(self) -> Skipped:
+        """What to leave alone."""
+        return Skipped(self.skip, self.default_skip)
 
     @property
     def most_in_features(self) -> int:
@@ -113,29 +117,9 @@ class W4A8Config(QuantizationConfigMixin):
             "version": VERSION,
             "group_size": self.group_size,
             "skip": list(self.skip),
+            "default_skip": self.default_skip,
             "scale_dtype": self.scale_dtype,
             "clip_search": self.clip_search,
             "symmetric": self.symmetric,
             "values": self.values,
         }
-
-
-def _merge_foreign(merge: Callable[..., Any]) -> Callable[..., Any]:
-    """Lets W4A8Config stand beside the config of another method, which transformers takes for a mistake."""
-
-    def merged(
-        quantization_config: dict[str, Any] | QuantizationConfigMixin,
-        quantization_config_from_args: QuantizationConfigMixin | None,
-    ) -> QuantizationConfigMixin:
-        if isinstance(quantization_config_from_args, W4A8Config):
-            found = quantization_config
-            source = found if isinstance(found, dict) else found.to_dict()
-            if source.get("quant_method") != METHOD:
-                return quantization_config_from_args.for_source(source)
-        return merge(quantization_config, quantization_config_from_args)
-
-    return merged
-
-
-# There is nothing to register this with.
-AutoHfQuantizer.merge_quantization_configs = staticmethod(_merge_foreign(AutoHfQuantizer.merge_quantization_configs))

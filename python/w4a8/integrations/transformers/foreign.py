@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -12,21 +12,20 @@ import torch
 
 from w4a8.core.matrix import Matrix
 from w4a8.core.stack import MatrixStack
-from w4a8.formats import NotOurs, Rules, Stored, rules_of, stored_as
+from w4a8.formats import METHODS, NotOurs, Rules, Stored, method_of, rules_of, stored_as
 from w4a8.formats.parts import QUANTIZED_SUFFIXES
 from w4a8.integrations.transformers.memory import Pages
 from w4a8.integrations.transformers.names import Names, slices
 from w4a8.nn import W4A8Experts, linear_from_matrix
 from w4a8.quantization import QuantizationReport
-from w4a8.quantization.moe_blocks import fused_experts
+from w4a8.quantization.moe_blocks import fused_experts, is_gpt_oss
+from w4a8.quantization.size import Large
 
 _SUFFIXES = (*QUANTIZED_SUFFIXES, "scales", "weight", "bias")  # the last part of a tensor's name
 # MXFP4 as gpt-oss has it: all experts in one tensor, ``model.layers.0.mlp.experts.gate_up_proj_blocks``.
 _STACKED = re.compile(r"(.+\.experts\.\w+)_(blocks|scales|bias)")
 # The same of each expert, as AMD Quark has it: ``model.layers.0.mlp.experts.3.gate_up_proj``.
 _ONE_OF_A_STACK = re.compile(r"(.+\.experts)\.\d+\.(gate_up_proj|down_proj)")
-
-_METHODS = ("compressed-tensors", "gptq", "awq", "auto-round", "mxfp4", "modelopt", "quark")
 
 
 def _is_int8(parts: Mapping[str, Any]) -> bool:
@@ -41,18 +40,13 @@ def checked_rules(source: Mapping[str, Any]) -> Rules:
     Raises:
         ValueError: a method or setting that the operators cannot run; names it.
     """
-    method = str(source.get("quant_method"))
-    if method not in _METHODS:
+    if method_of(source) is None:
         raise ValueError(
-            f"the checkpoint is quantized with {method!r}; W4A8Config reads {', '.join(_METHODS[:-1])} and "
-            f"{_METHODS[-1]}. Load it without W4A8Config, or an unquantized checkpoint with it"
+            f"the checkpoint is quantized with {source.get('quant_method')!r}; W4A8Config reads "
+            f"{', '.join(METHODS[:-1])} and {METHODS[-1]}. Load it without W4A8Config, or an unquantized checkpoint "
+            "with it"
         )
     return rules_of(source)
-
-
-def _is_gpt_oss(module: torch.nn.Module) -> bool:
-    """Whether gate and up are one matrix of each expert, whose rows alternate."""
-    return type(module).__name__ == "GptOssExperts"
 
 
 @dataclass
@@ -84,7 +78,7 @@ class Foreign:
             ValueError: the method cannot be run, or a quantized tensor belongs to nothing in the model.
         """
         self.rules = checked_rules(source)
-        self.stacked = source["quant_method"] == "mxfp4"
+        self.stacked = method_of(source) == "mxfp4"
         self.files = files
         self.tensors: dict[str, dict[str, Any]] = {}  # by name of the matrix, then the last part of the tensor's
         with torch.device("cpu"):  # transformers builds models with the meta device as default
@@ -118,7 +112,7 @@ class Foreign:
         one = _ONE_OF_A_STACK.fullmatch(name)
         if parameter is None and one is not None:
             parameter, sources, pattern = names.parameter(".".join(one.groups()))
-            if parameter is not None and not _is_gpt_oss(model.get_submodule(parameter.rpartition(".")[0])):
+            if parameter is not None and not is_gpt_oss(model.get_submodule(parameter.rpartition(".")[0])):
                 parameter = None  # whether its rows alternate is not known
         if parameter is None:
             raise ValueError(f"{name} is quantized, but {type(model).__name__} has no such weight")
@@ -144,20 +138,25 @@ class Foreign:
             report.replaced[name] = repr(new)
             report.float_bytes += sum(weight.numel() * weight.element_size() for weight in module.old.parameters())
             report.packed_bytes += sum(packed.numel() for packed in new.buffers())
+        large = Large(model)
+        for name, module in model.named_modules():
+            for parameter in large.of(module):
+                report.skipped[name or parameter] = "it is not quantized in the checkpoint"
+        report.measure(model)
         return report
 
     def _pack(self, module: _Module) -> torch.nn.Module:
         old, pages = module.old, Pages(self.files)
         if type(old) is torch.nn.Linear:
             shape = (old.out_features, old.in_features)
-            return linear_from_matrix(self._matrix(module.matrices["weight"][0][0], shape, pages))
+            return linear_from_matrix(self._matrix(module.matrices["weight"][0][0], shape, old.bias is not None, pages))
         experts = fused_experts(old)
         if experts is None:
             raise ValueError(f"quantized {sorted(module.matrices)} of a {type(old).__name__}, which is not supported")
         if experts.activation is None:
             raise ValueError(f"activation {type(experts.act_fn).__name__} is not one of the operator")
         given = {leaf: len(lists) for leaf, lists in module.matrices.items()}
-        expected = {"gate_up_proj": 1 if self.stacked or _is_gpt_oss(old) else 2, "down_proj": 1}
+        expected = {"gate_up_proj": 1 if self.stacked or is_gpt_oss(old) else 2, "down_proj": 1}
         if given != expected:
             raise ValueError(f"matrices of {given} in the files, expected {expected}")
         count, hidden, intermediate = experts.sizes
@@ -185,42 +184,42 @@ class Foreign:
             raise ValueError(f"matrices of {[len(names) for names in sources]} experts, expected {count}")
         stack, group = None, columns
         for expert in range(count):
-            for name, row, matrix in self._parts(sources, shape, expert, pages):
+            for name, row, matrix in self._parts(sources, shape, expert, biased, pages):
                 if stack is None:
                     group = matrix.group
                     bias = None if matrix.bias is None else matrix.bias.dtype
                     stack = MatrixStack(count, rows, columns, group, bias)
-                if biased and matrix.bias is None:
-                    raise ValueError(f"{name} has no bias, but the model has")
-                if matrix.group != group or (matrix.bias is None) != (stack.bias_dtype is None):
-                    raise ValueError(f"{name} has other groups than the first expert, or a bias where it has none")
+                if matrix.group != group:
+                    raise ValueError(f"{name} has groups of {matrix.group}, the first expert of {group}")
                 stack.put(expert, row, matrix)
         return stack.pack(), group
 
     def _parts(
-        self, sources: list[list[str]], shape: tuple[int, int, int], expert: int, pages: Pages
+        self, sources: list[list[str]], shape: tuple[int, int, int], expert: int, biased: bool, pages: Pages
     ) -> Iterator[tuple[str, int, Matrix]]:
         """Name, first row in the stack, and matrix of each part of an expert."""
         count, rows, columns = shape
         if len(sources) > 1:
             size = rows // len(sources)
             for index, names in enumerate(sources):
-                yield names[expert], index * size, self._matrix(names[expert], (size, columns), pages)
+                yield names[expert], index * size, self._matrix(names[expert], (size, columns), biased, pages)
             return
         name = sources[0][0 if self.stacked else expert]
         if self.stacked:
             found = {suffix: part.get_shape()[0] for suffix, part in self.tensors[name].items()}
             if set(found.values()) != {count}:
                 raise ValueError(f"{name} is of {found} experts, expected {count}")
-        matrix = self._matrix(name, (rows, columns), pages, expert if self.stacked else None)
+        matrix = self._matrix(name, (rows, columns), biased, pages, expert if self.stacked else None)
         if not name.endswith(".gate_up_proj"):
             yield name, 0, matrix
             return
         for half in (0, 1):  # gate and up rows alternate
             yield name, half * (rows // 2), matrix.with_rows(slice(half, None, 2))
 
-    def _matrix(self, name: str, shape: tuple[int, int], pages: Pages, expert: int | None = None) -> Matrix:
-        """Reads a matrix, or that of one expert of a stack, which must be [N, K]."""
+    def _matrix(
+        self, name: str, shape: tuple[int, int], biased: bool, pages: Pages, expert: int | None = None
+    ) -> Matrix:
+        """Reads a matrix, or that of one expert of a stack, which must be [N, K] and have a bias if the model has."""
         parts = self.tensors[name]
         if expert is None:
             tensors = {suffix: part[...] for suffix, part in parts.items()}
@@ -234,4 +233,15 @@ class Foreign:
             raise ValueError(f"{name} is [{matrix.rows}, {matrix.columns}], expected {list(shape)}")
         # Whatever the matrix has of the tensors is a view; it comes from the file again.
         pages.release(tensors.values())
+        return _with_bias(matrix, biased, name)
+
+
+def _with_bias(matrix: Matrix, biased: bool, name: str) -> Matrix:
+    """The matrix, with a bias exactly if the model has one. (Older tools wrote zeros where it has none.)"""
+    if biased and matrix.bias is None:
+        raise ValueError(f"{name} has no bias, but the model has")
+    if biased or matrix.bias is None:
         return matrix
+    if matrix.bias.any():
+        raise ValueError(f"{name} has a bias, but the model has none")
+    return replace(matrix, bias=None)

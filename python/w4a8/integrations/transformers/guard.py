@@ -2,44 +2,64 @@
 
 from __future__ import annotations
 
-from functools import partial
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from w4a8.nn.packed import PackedModule
+
+_STAY = (
+    "its weights are packed for the w4a8 operators, which run on CPUs. Load the unquantized checkpoint without "
+    "W4A8Config instead"
+)
+
 
 def inference_only(model: torch.nn.Module) -> None:
-    """Lets a model neither be trained nor leave the CPU."""
+    """Lets a model neither be trained nor leave the CPU, nor a part of it that has packed weights."""
     model.requires_grad_(False)
-    # On the instance: a class made here would show in config.json and could not be pickled.
-    model.train = partial(_train, model)
-    model.to = partial(_to, model)
-    model.cuda = partial(_cuda, model)
+    for module in list(model.modules()):
+        if any(isinstance(part, PackedModule) for part in module.modules()):
+            # On the instance: a class made here would show in config.json and could not be pickled. torch calls
+            # these two of whatever is below a module that is moved or trained, and of the module itself.
+            module.train = _Train(module)
+            module._apply = _Apply(module)
 
 
 def refuse_device(device: Any) -> None:
     """Raises RuntimeError for anything but CPUs."""
     if device is not None and torch.device(device).type not in ("cpu", "meta"):
-        raise RuntimeError(
-            f"the model cannot go to {device}: its weights are packed for the w4a8 operators, which run on CPUs. Load "
-            "the unquantized checkpoint without W4A8Config instead"
-        )
+        raise RuntimeError(f"the model cannot go to {device}: {_STAY}")
 
 
-def _train(model: torch.nn.Module, mode: bool = True) -> torch.nn.Module:
-    if mode:
-        raise RuntimeError(
-            "the model cannot be trained: int4 weights and the w4a8 operators have no gradients. Train the unquantized "
-            "model, and quantize it then"
-        )
-    return type(model).train(model, False)
+class _Guard:
+    """A method of one module. It does not keep the module alive; a copy of the module gets a copy of it."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    def __reduce__(self) -> tuple[type, tuple[torch.nn.Module | None]]:
+        return type(self), (self._module(),)
 
 
-def _to(model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
-    refuse_device(torch._C._nn._parse_to(*args, **kwargs)[0])
-    return type(model).to(model, *args, **kwargs)
+class _Train(_Guard):
+    def __call__(self, mode: bool = True) -> torch.nn.Module:
+        if mode:
+            raise RuntimeError(
+                "the model cannot be trained: int4 weights and the w4a8 operators have no gradients. Train the "
+                "unquantized model, and quantize it then"
+            )
+        module = self._module()
+        return type(module).train(module, False)
 
 
-def _cuda(model: torch.nn.Module, device: Any = None) -> torch.nn.Module:
-    refuse_device("cuda")
-    return model
+class _Apply(_Guard):
+    def __call__(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> torch.nn.Module:
+        try:
+            tried = fn(torch.empty(0))
+        except Exception as error:  # torch lacks the device, in many ways
+            raise RuntimeError(f"the model cannot leave the CPU ({error}): {_STAY}") from error
+        refuse_device(tried.device)
+        module = self._module()
+        return type(module)._apply(module, fn, *args, **kwargs)

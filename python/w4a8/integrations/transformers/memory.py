@@ -32,13 +32,18 @@ class Pages:
             self.libc = ctypes.CDLL(None)
 
     def release(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Lets go of tensors that were not written to since they were mapped."""
+        """Lets go of tensors that were not written to since they were mapped.
+
+        A page that is not all of one tensor stays: the mapping is private, and what was written to a neighbour would be
+        lost.
+        """
         for tensor in tensors:
             begin = tensor.data_ptr()
             end = begin + tensor.numel() * tensor.element_size()
             if tensor.is_contiguous() and any(low <= begin and end <= high for low, high in self.mappings):
-                first = begin // mmap.PAGESIZE * mmap.PAGESIZE
-                self.libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), _MADV_DONTNEED)
+                first, last = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+                if first < last:
+                    self.libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), _MADV_DONTNEED)
 
 
 def _mappings(names: set[str]) -> list[tuple[int, int]]:

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.quantizers import HfQuantizer, register_quantizer
+from transformers.quantizers import HfQuantizer
 
 from w4a8.formats.config import config_in
-from w4a8.formats.packed_directory import METHOD
 from w4a8.integrations.transformers.collect import Collector, Give, unstacked
 from w4a8.integrations.transformers.config import W4A8Config
 from w4a8.integrations.transformers.foreign import Foreign
@@ -24,7 +23,6 @@ from w4a8.quantization import QuantizationReport
 logger = logging.getLogger(__name__)
 
 
-@register_quantizer(METHOD)
 class W4A8HfQuantizer(HfQuantizer):
     """Quantizes float checkpoints while they load, packs what others have quantized, and maps packed directories.
 
@@ -111,9 +109,8 @@ class W4A8HfQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
         if self._collector is not None:
-            self.report = self._collector.finish()
+            self.report = self._collector.finish(model)
             self._collector = None
-            logger.info("%s", self.report)
             # save_pretrained reverses them, and knows transformers' own.
             used = getattr(model, "_weight_conversions", None) or []
             model._weight_conversions = [self._originals.get(id(conversion), conversion) for conversion in used]
@@ -121,12 +118,22 @@ class W4A8HfQuantizer(HfQuantizer):
         if self._foreign is not None:
             self.report = self._foreign.finish(model)
             self._foreign = None
+        if self.report is not None:
+            self._say(self.report)
         for name, module in model.named_modules():
             if isinstance(module, PackedModule):
                 _check(name, module)
         inference_only(model)
         multiply_once(model.get_output_embeddings())
         return model
+
+    def _say(self, report: QuantizationReport) -> None:
+        logger.info("%s", report)
+        if report.left_share > 0.5:
+            logger.warning(
+                "%.1f%% of the model's bytes stay float; model.hf_quantizer.report says which and why",
+                100 * report.left_share,
+            )
 
 
 def _devices(device_map: Any) -> list[Any]:

@@ -5,7 +5,10 @@ The classes of this and its sibling modules are at module level because vLLM pic
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
+from compressed_tensors.utils import is_match
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
@@ -16,6 +19,7 @@ from w4a8.integrations.vllm.kv_cache import KeepsKVCache
 from w4a8.integrations.vllm.linear import W4A8LinearScheme
 from w4a8.integrations.vllm.lm_head import rounds_lm_head
 from w4a8.integrations.vllm.moe import W4A8MoEMethod, experts_method
+from w4a8.integrations.vllm.names import projections
 from w4a8.integrations.vllm.scheme import is_mxfp4, is_nvfp4, is_w4a8, is_weight_only, stored_in
 from w4a8.integrations.vllm.settings import runs_w4a16, say_int8
 
@@ -27,12 +31,32 @@ class W4A8CompressedTensorsConfig(KeepsKVCache, CompressedTensorsConfig):
     w4a8_name = "compressed-tensors"
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str):
-        """The method of a layer, or None (upstream's contract)."""
+        """The method of a layer, or None (upstream's contract).
+
+        Raises:
+            ValueError: experts or an output layer to be run here, of which the checkpoint rotates inputs or outputs.
+        """
         if isinstance(layer, RoutedExperts):
             method = self._experts_method(layer, prefix)
             if method is not None:
+                self._refuse_rotated(projections(layer, prefix))
                 return method
+        if isinstance(layer, ParallelLMHead) and self._stored(self.get_scheme_dict(layer, prefix)) is not None:
+            self._refuse_rotated([prefix])
         return super().get_quant_method(layer, prefix)
+
+    def _refuse_rotated(self, names: Iterable[str]) -> None:
+        """Of matrices that upstream does not wrap: around other linear layers it puts its own rotations."""
+        groups = self.transform_config.config_groups if self.transform_config is not None else {}
+        online = [(key, args) for key, scheme in groups.items() for args in scheme.apply if args.is_online()]
+        linear = torch.nn.Linear(1, 1, bias=False, device="meta")  # what the names were when the file was written
+        for name in names if online else ():
+            for key, args in online:
+                if is_match(name, linear, args.targets, args.ignore):
+                    raise ValueError(
+                        f"w4a8: {name}: transform_config.config_groups.{key} rotates the {args.location} of "
+                        f"{', '.join(args.targets)} while the model runs, which is not supported here"
+                    )
 
     def get_scheme(self, layer: torch.nn.Module, layer_name: str | None = None):
         """The scheme of a linear layer, or None (upstream's contract)."""

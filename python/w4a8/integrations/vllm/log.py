@@ -1,22 +1,18 @@
-"""The plugin's logger. Imports vLLM only when it is asked for."""
+"""The plugin's logger, and silence for what it tries out. Imports vLLM only when it is asked for."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
-_silent: list[object] = []
 _said: set[tuple[object, ...]] = set()
-
-
-class _Nothing:
-    """Takes every message and remembers none: what is said once is still to be said."""
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *args, **kwargs: None
+_silent = threading.local()  # .depth: how many silence() this thread is in
+# What remembers in vLLM's module for logging, after its first call, that a message was said.
+_VLLM_ONCE = ("_print_debug_once", "_print_info_once", "_print_warning_once")
 
 
 class _Once:
@@ -31,28 +27,65 @@ class _Once:
 
 
 def _once(name: str, write: Callable[..., None], *message: object) -> None:
-    if (name, *message) not in _said:
+    if not _is_silent() and (name, *message) not in _said:
         _said.add((name, *message))
         write(*message)
 
 
 def logger() -> Any:
     """vLLM's logger for this plugin, with ``info_once`` and ``warning_once``."""
-    if _silent:
-        return _Nothing()
     from vllm.logger import init_logger
 
     return _Once(init_logger("vllm.w4a8"))  # below "vllm", so that vLLM's own log settings apply
 
 
+def _is_silent() -> bool:
+    return getattr(_silent, "depth", 0) > 0
+
+
+def _unless_silent(write: Callable[..., None]) -> Callable[..., None]:
+    @wraps(write)
+    def wrapped(*args: Any, **kwargs: Any) -> None:
+        if not _is_silent():
+            write(*args, **kwargs)
+
+    return wrapped
+
+
+def _handle_unless_silent(handle: Callable[..., None]) -> Callable[..., None]:
+    @wraps(handle)
+    def wrapped(self: logging.Logger, record: logging.LogRecord) -> None:
+        if record.levelno > logging.WARNING or not _is_silent():
+            handle(self, record)
+
+    return wrapped
+
+
 @contextlib.contextmanager
-def silence() -> Iterator[None]:
-    """Nothing is logged inside, neither by this plugin nor by others, up to warnings."""
-    disabled = logging.root.manager.disable
-    logging.disable(max(disabled, logging.WARNING))
-    _silent.append(None)
+def _replaced(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, wrap(before))
     try:
         yield
     finally:
-        _silent.pop()
-        logging.disable(disabled)
+        setattr(owner, name, before)
+
+
+@contextlib.contextmanager
+def silence() -> Iterator[None]:
+    """Nothing that this thread logs inside is written, up to warnings, whoever logs it.
+
+    It does not count as said either: what vLLM or this plugin says once is still to be said. Other threads log as ever.
+    """
+    import vllm.logger
+
+    with contextlib.ExitStack() as replaced:
+        replaced.enter_context(_replaced(logging.Logger, "handle", _handle_unless_silent))
+        for name in _VLLM_ONCE:
+            if hasattr(vllm.logger, name):
+                replaced.enter_context(_replaced(vllm.logger, name, _unless_silent))
+        _silent.depth = getattr(_silent, "depth", 0) + 1
+        try:
+            yield
+        finally:
+            _silent.depth -= 1

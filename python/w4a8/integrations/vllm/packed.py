@@ -61,7 +61,7 @@ class PackedDirectory:
 
     @property
     def symmetric(self) -> bool:
-        """Whether no matrix of 4 bits has zero points; those of 8 bits always have room for them."""
+        """Whether no matrix of 4 bits has zero points; as tensors of compressed-tensors, those of 8 bits always do."""
         headers = [stored.header for parts in self.packed.values() for stored in parts.values()]
         return not any(header["has_zero_points"] for header in headers if header["values"] != "int8")
 
@@ -205,9 +205,9 @@ def matrix_of(packed: torch.Tensor, name: str) -> Matrix:
     except (ValueError, TypeError, RuntimeError) as error:
         raise ValueError(f"{name}: {error}") from error
     bias = bias if header["has_bias"] else None
+    zeros = zeros if header["has_zero_points"] else None
     if values == "int8":
         return Matrix8(codes, scales, zeros, bias)
-    zeros = zeros if header["has_zero_points"] else None
     channels = channels if has_channel_scales(header) else None
     return Matrix4(codes, scales, zeros, values, bias, channels)
 
@@ -246,9 +246,9 @@ def joined_bytes(headers: Sequence[PackedHeader]) -> int:
         groups, values = header["k"] // header["group"], header["values"]
         codes = empty(header["k"] // codes_in_a_byte(values), torch.uint8)
         bias = empty(1, torch.float32)[:, 0] if header["has_bias"] else None
-        if values == "int8":
-            return Matrix8(codes, empty(groups, getattr(torch, header["scale_dtype"])), None, bias)
         zeros = empty(groups, torch.uint8) if header["has_zero_points"] else None
+        if values == "int8":
+            return Matrix8(codes, empty(groups, getattr(torch, header["scale_dtype"])), zeros, bias)
         channels = empty(1, torch.float32)[:, 0] if has_channel_scales(header) else None
         scales = empty(groups, torch.uint8 if has_channel_scales(header) else getattr(torch, header["scale_dtype"]))
         return Matrix4(codes, scales, zeros, values, bias, channels)

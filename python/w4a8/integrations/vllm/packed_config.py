@@ -99,5 +99,6 @@ def _read_packed(get_all_weights: Any) -> Any:
 
 def register() -> None:
     """Once per process. vLLM has no place to register a form of files, only loaders that users would have to name."""
+    get_all_weights = _read_packed(DefaultModelLoader.get_all_weights)
     register_quantization_config(METHOD)(W4A8PackedConfig)
-    DefaultModelLoader.get_all_weights = _read_packed(DefaultModelLoader.get_all_weights)
+    DefaultModelLoader.get_all_weights = get_all_weights

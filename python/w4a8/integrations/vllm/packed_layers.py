@@ -15,7 +15,6 @@ from vllm.model_executor.layers.linear import LinearMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from w4a8.core.matrix import codes_in_a_byte
-from w4a8.core.matrix8 import pack_again
 from w4a8.core.memory import fresh_bytes
 from w4a8.core.stack import PackedAs, pack_for_stack
 from w4a8.cpu import active_kernel
@@ -77,10 +76,10 @@ class _Packed:
         """Fills all with random matrices."""
         raise NotImplementedError
 
-    def expect(self, what: str, found: Any, expected: Any, hint: str = "") -> None:
+    def expect(self, what: str, found: Any, expected: Any) -> None:
         """Raises ValueError if they are not the same."""
         if found != expected:
-            raise ValueError(f"w4a8: {self.layer_name}: {what} is {found}, expected {expected}{hint}")
+            raise ValueError(f"w4a8: {self.layer_name}: {what} is {found}, expected {expected}")
 
     def finish(self) -> None:
         """Raises ValueError if something has not come."""
@@ -214,7 +213,7 @@ class W4A8PackedLinearMethod(LinearMethodBase):
         rows = [stored.header["n"] for _, stored in self.parts]
         packed = _PackedLinear(layer, self.layer_name, self.parts)
         expected = [output_partition_sizes, input_size_per_partition]
-        packed.expect("[out_features, in_features]", [rows, self.k], expected, pack_again(sum(rows), self.n))
+        packed.expect("[out_features, in_features]", [rows, self.k], expected)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Raises ValueError if the checkpoint lacked something."""

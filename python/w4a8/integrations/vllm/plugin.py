@@ -91,15 +91,17 @@ def _activate() -> None:
         return
 
     _name_in_compile_cache()
+    # From here on some classes are registered, so what fails is said of the one that fails.
     for module, cls, names in CONFIGS:
         try:
             _register(module, cls, names)
-        except (ImportError, AttributeError) as error:
-            log.warning("w4a8: leaves %s to vLLM, which is not as expected: %s", names[0], error)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            log.warning("w4a8: leaves %s to vLLM, which is not as expected: %s", names[0], reason)
     try:
         import_module("w4a8.integrations.vllm.packed_config").register()
-    except (ImportError, AttributeError) as error:
-        log.warning("w4a8: cannot read packed directories here: %s", error)
+    except Exception as error:
+        log.warning("w4a8: cannot read packed directories here: %s: %s", type(error).__name__, error)
 
 
 def _register(module: str, cls: str, names: tuple[str, ...]) -> None:

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
-from collections.abc import Callable, Iterable
 
-import torch
-
+from w4a8.integrations.selftest import missing, more_to_implement, operator_problems, parameters
 from w4a8.integrations.vllm.selftest_layers import layer_problems
-from w4a8.ops import Activation, dyn_quant_matmul_4bit, dyn_quant_pack_4bit_weight, dynamic_4bit_int_moe
 
 # Attributes of a layer of experts; vLLM sets each from the argument of the same name.
 LAYER_ARGUMENTS = (
@@ -48,20 +44,6 @@ PARALLEL_FIELDS = (
 )
 
 
-def _missing(owner: str, wanted: Iterable[str], there: Iterable[str]) -> list[str]:
-    missing = [name for name in wanted if name not in set(there)]
-    return [f"{owner} has no {', '.join(missing)}"] if missing else []
-
-
-def _parameters(function: Callable) -> list[str]:
-    return list(inspect.signature(function).parameters)
-
-
-def _more_to_implement(cls: type, implemented: Iterable[str]) -> list[str]:
-    more = sorted(set(getattr(cls, "__abstractmethods__", ())) - set(implemented))
-    return [f"{cls.__name__} wants {', '.join(more)}"] if more else []
-
-
 def interface_problems() -> list[str]:
     """What of vLLM is not as the plugin expects it."""
     from vllm import envs
@@ -77,63 +59,29 @@ def interface_problems() -> list[str]:
     config, method = CompressedTensorsConfig, FusedMoEMethodBase
     experts = "RoutedExperts"
     return [
-        *_missing("vllm.envs", ("environment_variables", "compile_factors"), vars(envs)),
-        *_missing(f"{experts}.__init__", LAYER_ARGUMENTS, _parameters(RoutedExperts.__init__)),
-        *_missing(experts, ("_map_global_expert_id_to_local_expert_id",), dir(RoutedExperts)),
-        *_missing("FusedMoEConfig", MOE_FIELDS, fields(FusedMoEConfig)),
-        *_missing("FusedMoEParallelConfig", PARALLEL_FIELDS, fields(FusedMoEParallelConfig)),
-        *_missing(config.__name__, ("get_scheme_dict", "_add_fused_moe_to_target_scheme_map"), dir(config)),
-        *_missing("get_quant_method", ("layer", "prefix"), _parameters(config.get_quant_method)),
-        *_missing("get_scheme", ("layer", "layer_name"), _parameters(config.get_scheme)),
-        *_missing(
-            "apply_monolithic", ("layer", "x", "router_logits", "input_ids"), _parameters(method.apply_monolithic)
-        ),
-        *_missing("apply", ("layer", "x", "topk_weights", "topk_ids"), _parameters(method.apply)),
-        *_missing(
+        *missing("vllm.envs", ("environment_variables", "compile_factors"), vars(envs)),
+        *missing(f"{experts}.__init__", LAYER_ARGUMENTS, parameters(RoutedExperts.__init__)),
+        *missing(experts, ("_map_global_expert_id_to_local_expert_id",), dir(RoutedExperts)),
+        *missing("FusedMoEConfig", MOE_FIELDS, fields(FusedMoEConfig)),
+        *missing("FusedMoEParallelConfig", PARALLEL_FIELDS, fields(FusedMoEParallelConfig)),
+        *missing(config.__name__, ("get_scheme_dict", "_add_fused_moe_to_target_scheme_map"), dir(config)),
+        *missing("get_quant_method", ("layer", "prefix"), parameters(config.get_quant_method)),
+        *missing("get_scheme", ("layer", "layer_name"), parameters(config.get_scheme)),
+        *missing("apply_monolithic", ("layer", "x", "router_logits", "input_ids"), parameters(method.apply_monolithic)),
+        *missing("apply", ("layer", "x", "topk_weights", "topk_ids"), parameters(method.apply)),
+        *missing(
             "create_weights",
             ("layer", "num_experts", "hidden_size", "intermediate_size_per_partition", "params_dtype"),
-            _parameters(method.create_weights),
+            parameters(method.create_weights),
         ),
-        *_more_to_implement(
+        *more_to_implement(
             method, ("create_weights", "get_fused_moe_quant_config", "process_weights_after_loading", "apply")
         ),
-        *_more_to_implement(
+        *more_to_implement(
             CompressedTensorsScheme,
             ("get_min_capability", "create_weights", "apply_weights", "process_weights_after_loading"),
         ),
     ]
-
-
-def operator_problems() -> list[str]:
-    """What the operators compute wrongly on this machine; a linear layer and a layer of experts are tried.
-
-    The inputs are integers that dynamic quantization represents exactly, so the answers are exact.
-    """
-    generator = torch.Generator().manual_seed(0)
-    K, N, E = 64, 32, 2
-    nibbles = torch.randint(256, (E, N, K // 2), dtype=torch.uint8, generator=generator)
-    values = (torch.stack((nibbles & 15, nibbles >> 4), -1).flatten(-2).to(torch.int32) - 8).to(torch.float32)
-    packed = dyn_quant_pack_4bit_weight(nibbles, torch.ones(E, N, 1, dtype=torch.float32), None, K, K, N)
-    # A range of 255 makes the step of the quantizer 1.
-    x = torch.randint(-128, 128, (3, K), generator=generator).to(torch.float32)
-    x[:, 0], x[:, 1] = -128.0, 127.0
-    expected = x @ values[0].T
-    found = []
-    if not torch.equal(dyn_quant_matmul_4bit(x, packed[0], K, K, N), expected):
-        found.append("dyn_quant_matmul_4bit gives wrong sums")
-
-    down = torch.full((E, K, N // 2), 0x88, dtype=torch.uint8)  # zeros, but for one 1 per expert: output k is input k
-    for k in range(0, N, 2):
-        down[:, k, k // 2], down[:, k + 1, k // 2] = 0x89, 0x98
-    w2 = dyn_quant_pack_4bit_weight(down, torch.ones(E, K, 1, dtype=torch.float32), None, N, N, K)
-    ids, weights = torch.tensor([[1, -1]] * 3), torch.ones(3, 2)
-    out = dynamic_4bit_int_moe(x, ids, weights, packed, w2, K, N, N, -1, False, Activation.RELU2)
-    hidden = (x @ values[1].T).clamp(min=0).square()
-    # The second quantization has 255 steps over the range of a row, and rounds to the nearest.
-    bound = hidden.amax(1, keepdim=True) / 255
-    if not ((out[:, :N] - hidden).abs() <= bound).all() or out[:, N:].any():
-        found.append("dynamic_4bit_int_moe gives wrong sums")
-    return found
 
 
 def problems() -> list[str]:

@@ -18,22 +18,38 @@ CONFIG["modules_in_block_to_quantize"] = ["w4a8_selftest", "w4a8_selftest.expert
 _ZERO = 5
 
 
+def _configuration() -> object:
+    """A configuration of vLLM's, which sets variables of the process for what it is to run: they are set back.
+
+    One by one, and those that changed only: other threads read them meanwhile.
+    """
+    from vllm.config import VllmConfig
+
+    before = dict(os.environ)
+    try:
+        return VllmConfig()
+    finally:
+        after = dict(os.environ)
+        for name in before.keys() | after.keys():
+            if name not in before:
+                os.environ.pop(name, None)
+            elif after.get(name) != before[name]:
+                os.environ[name] = before[name]
+
+
 @contextlib.contextmanager
 def _surroundings() -> Iterator[None]:
     """What vLLM's layers expect to be there: a configuration, and a tensor-parallel group, here of one rank."""
-    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
 
-    before, variables = parallel_state._TP, dict(os.environ)
+    before = parallel_state._TP
     parallel_state._TP = before or SimpleNamespace(world_size=1, rank_in_group=0)
     try:
-        with silence(), set_current_vllm_config(VllmConfig()):
+        with silence(), set_current_vllm_config(_configuration()):
             yield
     finally:
         parallel_state._TP = before
-        # A configuration sets variables for the process, for what it is to run.
-        os.environ.clear()
-        os.environ.update(variables)
 
 
 def _gptq(rows: int, columns: int, generator: torch.Generator) -> tuple[dict[str, torch.Tensor], torch.Tensor]:

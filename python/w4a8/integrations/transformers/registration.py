@@ -1,0 +1,44 @@
+"""Makes transformers know the method ``w4a8``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from transformers.quantizers import register_quantization_config, register_quantizer
+from transformers.quantizers.auto import AutoHfQuantizer
+
+from w4a8.formats.packed_directory import METHOD
+from w4a8.integrations.transformers.config import W4A8Config
+from w4a8.integrations.transformers.quantizer import W4A8HfQuantizer
+
+# What merge_quantization_configs is given: of the checkpoint, and of from_pretrained.
+MERGED = ("quantization_config", "quantization_config_from_args")
+
+
+def register() -> None:
+    """Once per process."""
+    register_quantization_config(METHOD)(W4A8Config)
+    register_quantizer(METHOD)(W4A8HfQuantizer)
+    # There is nothing to register this with.
+    merge = AutoHfQuantizer.merge_quantization_configs
+    AutoHfQuantizer.merge_quantization_configs = staticmethod(merge_foreign(merge))
+
+
+def merge_foreign(merge: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets W4A8Config stand beside the config of another method, which transformers takes for a mistake.
+
+    Whatever else transformers gives is passed on: every ``from_pretrained`` of a quantized model comes through here.
+    """
+
+    @wraps(merge)
+    def merged(*args: Any, **kwargs: Any) -> Any:
+        found, ours = ({**dict(zip(MERGED, args)), **kwargs}.get(name) for name in MERGED)
+        if isinstance(ours, W4A8Config) and found is not None:
+            source = found if isinstance(found, dict) else found.to_dict()
+            if source.get("quant_method") != METHOD:
+                return ours.for_source(source)
+        return merge(*args, **kwargs)
+
+    return merged

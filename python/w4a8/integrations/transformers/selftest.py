@@ -1,0 +1,129 @@
+"""Whether transformers' internals are what this builds on, and whether the operators compute what they should."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, rename_source_key
+from transformers.integrations.moe import use_experts_implementation
+from transformers.quantizers import HfQuantizer
+from transformers.quantizers.auto import AutoHfQuantizer
+
+from w4a8.integrations.selftest import missing, more_to_implement, operator_problems, parameters
+from w4a8.integrations.transformers.collect import Give, unstacked
+from w4a8.integrations.transformers.quantizer import W4A8HfQuantizer
+from w4a8.integrations.transformers.registration import MERGED
+from w4a8.quantization.moe_blocks import GateUp, fused_experts, stacks_problem
+
+# What transformers calls of a quantizer: of another name it would be passed over without a word.
+CALLED = (
+    "validate_environment",
+    "update_device_map",
+    "preprocess_model",
+    "postprocess_model",
+    "_process_model_before_weight_loading",
+    "_process_model_after_weight_loading",
+    "update_weight_conversions",
+    "param_needs_quantization",
+    "get_quantize_ops",
+    "is_serializable",
+    "is_trainable",
+    "is_compileable",
+)
+EXPERTS, HIDDEN, INTERMEDIATE = 3, 64, 32
+
+
+def interface_problems() -> list[str]:
+    """What of transformers is not as this expects it."""
+    merge = AutoHfQuantizer.merge_quantization_configs
+    return [
+        *missing("HfQuantizer", CALLED, dir(HfQuantizer)),
+        *more_to_implement(W4A8HfQuantizer, ()),
+        *missing("merge_quantization_configs", MERGED, parameters(merge)),
+        *missing("get_model_conversion_mapping", ("model",), parameters(get_model_conversion_mapping)),
+        *missing(
+            "PreTrainedModel",
+            ("get_expanded_tied_weights_keys", "_keys_to_ignore_on_load_unexpected", "get_output_embeddings"),
+            dir(PreTrainedModel),
+        ),
+    ]
+
+
+def loading_problems() -> list[str]:
+    """Tensors of experts go the way that they go while a checkpoint loads; empty if they arrive as they should."""
+    target, name = "mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.gate_up_proj"
+    sources = [f"mlp.experts.*.{part}_proj.weight" for part in ("gate", "up")]
+    converter = WeightConverter(sources, target, [MergeModulelist(dim=0), Concatenate(dim=1)])
+    given: dict[str, Any] = {}
+    collector = SimpleNamespace(pending={name: None}, give=given.__setitem__)
+    ours = unstacked(converter, collector)
+    if ours is None:
+        return ["experts are stacked in another way than by MergeModulelist and Concatenate"]
+    tensors = {}
+    for expert in range(EXPERTS):
+        for part in ("gate", "up"):
+            key = f"model.layers.0.mlp.experts.{expert}.{part}_proj.weight"
+            renamed, pattern = rename_source_key(key, [], [ours], "model", {name: torch.empty(0)})
+            if renamed != name or pattern not in sources:
+                return [f"rename_source_key makes {renamed} ({pattern}) of {key}"]
+            tensors[expert, part] = torch.full((1, 1), 2.0 * expert + (part == "up"))
+            ours.add_tensor(renamed, key, pattern, lambda tensor=tensors[expert, part]: tensor)
+    ours.quantization_operation = Give(collector)
+    left = ours.convert(name, hf_quantizer=object())
+    stack = given.get(name)
+    if left or not isinstance(stack, GateUp) or len(stack) != EXPERTS:
+        return [f"WeightConverter.convert gives {list(left)} and hands {sorted(given)} to a quantizer"]
+    want = [[2.0 * expert, 2.0 * expert + 1] for expert in range(EXPERTS)]
+    if [stack[expert].flatten().tolist() for expert in range(EXPERTS)] != want:
+        return ["WeightConverter.convert gives the experts in another order"]
+    return []
+
+
+def experts_problems() -> list[str]:
+    """What is wrong with a layer of experts as transformers' interface makes and runs it, beside its replacement."""
+
+    @use_experts_implementation
+    class Experts(torch.nn.Module):
+        def __init__(self, config: Any) -> None:
+            super().__init__()
+            generator = torch.Generator().manual_seed(0)
+            self.num_experts = EXPERTS
+            w13 = torch.randint(-7, 8, (EXPERTS, 2 * INTERMEDIATE, HIDDEN), generator=generator) / 64
+            w2 = torch.randint(-7, 8, (EXPERTS, HIDDEN, INTERMEDIATE), generator=generator) / 64
+            w13[:, :, ::32] = w2[:, :, :1] = 7 / 64  # so that rounding to int4 loses nothing
+            self.gate_up_proj, self.down_proj = torch.nn.Parameter(w13), torch.nn.Parameter(w2)
+            self.act_fn = torch.nn.SiLU()
+
+        def forward(self, *args: torch.Tensor) -> torch.Tensor:
+            raise NotImplementedError("batched_mm runs instead")
+
+    layer = Experts(SimpleNamespace(_experts_implementation="batched_mm"))
+    problem = stacks_problem(layer)
+    if problem is not None:
+        return [f"a layer of experts is not recognized: {problem}"]
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randint(-128, 128, (5, HIDDEN), generator=generator).float() / 128
+    x[:, 0], x[:, 1] = -1.0, 127 / 128  # a range of 255 steps, so that rounding to int8 loses nothing
+    ids = torch.tensor([[0, 2], [1, 0], [2, 1], [0, 1], [1, 2]])
+    weights = torch.rand(5, 2, generator=generator)
+    want, got = layer(x, ids, weights), fused_experts(layer).quantize(32, lambda: None)(x, ids, weights)
+    # What is between the two matrices has 255 steps over its range, and half a step off for each value.
+    hidden = torch.nn.functional.linear(x, layer.gate_up_proj.flatten(0, 1)).abs().amax()
+    bound = 0.51 * 2 * hidden**2 / 255 * layer.down_proj.abs().sum(2).amax() * weights.sum(1, keepdim=True)
+    return [] if ((got - want).abs() <= bound).all() else ["a layer of experts gives other sums than its replacement"]
+
+
+@torch.no_grad()
+def problems() -> list[str]:
+    """Everything that speaks against going on; empty if nothing does."""
+    found = []
+    for look in (interface_problems, loading_problems, experts_problems, operator_problems):
+        try:
+            found += look()
+        except Exception as error:
+            found.append(f"{look.__name__}: {type(error).__name__}: {error}")
+    return found

@@ -1,0 +1,137 @@
+"""w4a8.quantize_ on families of transformers 5 whose experts have its common interface, and on Llama 4.
+
+The experts beside docs/numerics.md, the logits beside the float model with the rounded weights in it, and what stays
+float beside the report.
+"""
+
+import copy
+
+import moe_blocks
+import multiplied_out
+import pytest
+import torch
+from common import assert_within
+from test_quantize import expected_experts, rounded
+from test_quantize_transformers import FAMILIES, make_model
+
+import w4a8
+from w4a8.nn import W4A8Experts
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+if int(transformers.__version__.split(".")[0]) < 5:
+    pytest.skip("transformers 5 is needed", allow_module_level=True)
+
+families = pytest.mark.parametrize("name", FAMILIES)
+
+
+def the_experts(model):
+    """Name and module, of the last layer."""
+    return [(name, module) for name, module in model.named_modules() if name.endswith(".experts")][-1]
+
+
+@families
+@pytest.mark.parametrize("group", [32, -1])
+@torch.no_grad()
+def test_experts(name, group):
+    """As docs/numerics.md defines them. Llama 4 calls them with T rows for each expert, multiplied by the weights."""
+    model = make_model(name)
+    key, experts = the_experts(model)
+    x = torch.randn(9, 64)
+    ids = torch.rand(9, 4).argsort(-1)[:, :2]
+    weights = torch.rand(9, 2)
+    floats = moe_blocks.expert_weights(experts)
+    w4a8.quantize_(model, group)
+    replaced = model.get_submodule(key)
+    assert isinstance(replaced, W4A8Experts)
+    if name != "llama 4":
+        want, explained = expected_experts(floats, x, ids, weights, group)
+        assert_within(replaced(x, ids, weights).numpy(), want, explained)
+        return
+    scores = torch.zeros(9, len(floats)).scatter_(1, ids, weights).T.reshape(-1, 1)
+    rows = x.repeat(len(floats), 1) * scores
+    turns = torch.arange(len(floats)).repeat_interleave(9)[:, None]
+    want, explained = expected_experts(floats, rows, turns, torch.ones_like(turns), group)
+    got, chosen = replaced(rows), scores[:, 0] != 0
+    assert chosen.sum() == 18
+    assert_within(got[chosen].numpy(), want[chosen], explained[chosen])
+    assert not got[~chosen].any()
+
+
+def float_model_of_the_rounded_weights(model, report):
+    """A float model, and the matrices in it that were replaced, whose values are those of the report's layers."""
+    floats, matrices = copy.deepcopy(model), []
+
+    def values(weight):
+        nibbles, scales = (torch.from_numpy(array) for array in rounded(weight, 32))
+        codes = torch.stack((nibbles & 15, nibbles >> 4), -1).flatten(-2).float() - 8
+        return codes * scales.repeat_interleave(32, 1)
+
+    for name in report.replaced:
+        module = floats.get_submodule(name)
+        if isinstance(module, torch.nn.Linear):
+            module.weight.copy_(values(module.weight))
+            matrices.append(module.weight)
+            continue
+        turned = type(module).__name__.startswith("Llama4")  # [H, 2I] and [I, H]
+        for stack in (module.gate_up_proj, module.down_proj):
+            for matrix in stack:
+                matrix.copy_(values(matrix.T).T if turned else values(matrix))
+            matrices.append(stack)
+    return floats, matrices
+
+
+def off_by(a, b):
+    """Root mean square over the vocabulary at the median position: elsewhere noise may have selected another expert."""
+    return torch.cat([x - y for x, y in zip(a, b)]).square().mean(1).sqrt().median().item()
+
+
+@families
+@torch.no_grad()
+def test_logits(name):
+    """Only int8 inputs make a difference from the float model with the rounded weights. How much they do is measured in
+    that model, by an emulation that shares no code with the package. What is left is inputs that float32 arithmetic
+    puts on the other side of a tie: 2 % of that difference, as test_transformers_tools.py allows."""
+    model = make_model(name)
+    model.set_experts_implementation("eager")
+    model.set_attn_implementation("eager")
+    quantized = copy.deepcopy(model)
+    report = w4a8.quantize_(quantized)
+    floats, matrices = float_model_of_the_rounded_weights(model, report)
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(3, 64, (n,), generator=generator).tolist() for n in (5, 17, 40)]
+    found = multiplied_out.logprobs(quantized, prompts)
+    exact = multiplied_out.logprobs(floats, prompts)
+    int8 = multiplied_out.logprobs(floats, prompts, matrices)
+    noise = off_by(int8, exact)
+    print(f"off by {off_by(found, exact):.5f}, int8 {noise:.5f}, from the emulation {off_by(found, int8):.6f}")
+    assert 0 < noise < torch.cat(exact).std() / 4, "the noise hides what is to be seen"
+    assert off_by(found, int8) <= 0.02 * noise
+
+
+@families
+def test_report(name):
+    """Every linear layer and all experts are replaced or named, and so is every other matrix that stays float."""
+    model = make_model(name)
+    before = dict(copy.deepcopy(model).named_modules())
+    report = w4a8.quantize_(model)
+    assert the_experts(model)[0] in report.replaced
+    least = sum(parameter.numel() for parameter in before[""].parameters()) / 10_000
+    for key, parameter in model.named_parameters():
+        if parameter.dim() >= 2 and parameter.numel() >= least:
+            assert key.rpartition(".")[0] in report.skipped, key
+    for key, module in before.items():
+        if isinstance(module, torch.nn.Linear):
+            assert (key in report.replaced) != (key in report.skipped), key
+    others = {key: reason for key, reason in report.skipped.items() if reason != "skip"}
+    expected = {"model.embed_tokens": "weight of Embedding, which is not replaced"}
+    if name == "qwen3 next":
+        expected["model.layers.0.linear_attn.conv1d"] = "weight of Conv1d, which is not replaced"
+    if name == "jamba":
+        expected["model.layers.0.mamba"] = "A_log of JambaMambaMixer, which is not replaced"
+        expected["model.layers.0.mamba.conv1d"] = "weight of Conv1d, which is not replaced"
+        expected["model.layers.0.mamba.dt_proj"] = "JambaMambaMixer reads its weight and bias itself"
+    assert others == expected
+    left = sum(parameter.numel() * 4 for parameter in model.parameters())
+    packed = sum(buffer.numel() for key, buffer in model.named_buffers() if key.endswith("packed"))
+    assert (report.left_bytes, report.model_bytes) == (left, left + packed)
+    assert f"{left:,} bytes stay float, {left / (left + packed):.1%} of the model now" in str(report)
