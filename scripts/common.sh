@@ -117,6 +117,9 @@ need_clang() {
   CLANGXX=clang++-14
 }
 
+# Prints the names of the fuzzers: <name> of tests/fuzz/fuzz_<name>.cpp.
+fuzzers() { find tests/fuzz -name 'fuzz_*.cpp' -printf '%f\n' | sed 's/^fuzz_//; s/\.cpp$//' | sort; }
+
 # pip_once PYTHON REQUIREMENTS: installs a requirements file once (again when the file changes).
 pip_once() {
   local py=$1 file=scripts/requirements/$2.txt stamp

@@ -138,6 +138,10 @@ QuantizedRows QuantizedRows::slice(Slicer& slicer, int64_t rows, int64_t k, int6
   return result;
 }
 
+int64_t QuantizedRows::row_bytes(int64_t k, int64_t group, int64_t planes) {
+  return row_stride(planes * k) + planes * (k / group) * int64_t{sizeof(int32_t)} + int64_t{sizeof(RowQuant)};
+}
+
 // Behind the last plane are zeros up to a whole cache line, which any row_multiple fits.
 void QuantizedRows::repeat(int64_t row) const {
   if (planes == 1) return;
@@ -153,9 +157,7 @@ void QuantizedRows::repeat(int64_t row) const {
 
 int64_t matmul_batch_rows(const PackedShape& shape) {
   constexpr int64_t kScratchBytes = 96 * 1024 * 1024;
-  const PackedShape seen = shape.multiplied();
-  const int64_t bytes = row_stride(seen.k) + seen.groups() * int64_t{sizeof(int32_t)} + int64_t{sizeof(RowQuant)};
-  return std::max<int64_t>(64, kScratchBytes / bytes);
+  return std::max<int64_t>(64, kScratchBytes / QuantizedRows::row_bytes(shape.k, shape.group, shape.planes()));
 }
 
 void matmul(const Kernel& kernel, Parallel& parallel, Workspace& workspace, const PackedMatrix& matrix, const void* x,

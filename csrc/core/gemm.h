@@ -21,6 +21,8 @@ struct QuantizedRows {
   int64_t planes = 1;  ///< of these matrices, PackedShape::planes(): how often a row stands in its stride
 
   static QuantizedRows slice(Slicer& slicer, int64_t rows, int64_t k, int64_t group, int64_t planes);
+  /// What slice takes for each row.
+  static int64_t row_bytes(int64_t k, int64_t group, int64_t planes);
   /// Once q and starts of the first plane of a row are there: the others.
   void repeat(int64_t row) const;
   Rows from(int64_t row) const { return {q + row * stride, stride, starts + row * groups, groups, quant + row}; }

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 namespace w4a8 {
 
@@ -14,6 +15,8 @@ class Slicer {
   /// count elements of T, not initialized. Throws std::length_error if the total size overflows.
   template <class T>
   T* take(int64_t count) {
+    static_assert(std::is_trivially_default_constructible_v<T> && std::is_trivially_destructible_v<T>,
+                  "nobody constructs the elements");
     const int64_t offset = advance(count, sizeof(T));
     return base_ == nullptr ? nullptr : reinterpret_cast<T*>(base_ + offset);
   }

@@ -1,7 +1,6 @@
 // pack, unpack and matmul: checks, views and output tensors. The core computes.
 #include "core/gemm.h"
 #include "core/pack.h"
-#include "kernels/registry.h"
 #include "torch/checks.h"
 #include "torch/context.h"
 #include "torch/ops.h"
@@ -21,7 +20,7 @@ bool has_shape(const at::Tensor& tensor, const at::Tensor& weights, std::initial
   return shape_text(tensor.sizes()) == expected_shape(weights, sizes);
 }
 
-// Zero points say so, whatever they are.
+// No value decides, so that the size of what is packed follows from shapes, types and arguments alone.
 WeightKind kind_of(const c10::optional<at::Tensor>& zero_points, c10::string_view values) {
   TORCH_CHECK(values == "int4" || values == "e2m1" || values == "int8", "values is '", values,
               "', expected 'int4', 'e2m1' or 'int8'");
@@ -100,14 +99,6 @@ PackedShape pack_shape(DeviceCheck check_devices, const PackArguments& a, int64_
   return shape;
 }
 
-// 8 everywhere is what kInt4 has without saying so.
-bool all_eight(const at::Tensor& zero_points) {
-  const auto* values = input_data<uint8_t>(zero_points);
-  bool eight = zero_points.numel() > 0;
-  for (int64_t i = 0; i < zero_points.numel() && eight; ++i) eight = values[i] == 8;
-  return eight;
-}
-
 at::Tensor empty_packed(const at::Tensor& weights, const PackedShape& shape) {
   const int64_t bytes = packed_bytes(shape);
   if (weights.dim() == 2) return at::empty({bytes}, weights.options());
@@ -129,23 +120,21 @@ at::Tensor pack_cpu(const at::Tensor& weights, const at::Tensor& scales_zeros, c
                     int64_t block_size, int64_t in_features, int64_t out_features,
                     const c10::optional<at::Tensor>& zero_points, c10::string_view values,
                     const c10::optional<at::Tensor>& channel_scales) {
-  PackedShape shape = pack_shape(check_cpu, {weights, scales_zeros, bias, zero_points, channel_scales}, block_size,
-                                 in_features, out_features, values);
-  const at::Tensor z = zero_points.has_value() ? zero_points->contiguous() : at::Tensor();
-  if (shape.kind == WeightKind::kInt4ZeroPoints && all_eight(z)) shape.kind = WeightKind::kInt4;
+  const PackedShape shape = pack_shape(check_cpu, {weights, scales_zeros, bias, zero_points, channel_scales},
+                                       block_size, in_features, out_features, values);
   at::Tensor packed = empty_packed(weights, shape);
   const at::Tensor w = weights.contiguous();
   const at::Tensor s = scales_zeros.contiguous();
-  const at::Tensor b = bias.has_value() ? bias->to(at::kFloat).contiguous() : at::Tensor();
-  const at::Tensor c = channel_scales.has_value() ? channel_scales->to(at::kFloat).contiguous() : at::Tensor();
+  const at::Tensor z = zero_points.has_value() ? zero_points->contiguous() : at::Tensor();
+  const at::Tensor b = bias.has_value() ? to_float32(*bias) : at::Tensor();
+  const at::Tensor c = channel_scales.has_value() ? to_float32(*channel_scales) : at::Tensor();
   const RawWeights raw = {input_data<uint8_t>(w), input_data(s), b.defined() ? input_data<float>(b) : nullptr,
                           z.defined() ? input_data<uint8_t>(z) : nullptr, c.defined() ? input_data<float>(c) : nullptr};
   AtenParallel parallel;
-  pack(active_kernel(), shape, weights.dim() == 3 ? weights.size(0) : 1, raw, packed.data_ptr<uint8_t>(), parallel);
+  pack(op_kernel(), shape, weights.dim() == 3 ? weights.size(0) : 1, raw, packed.data_ptr<uint8_t>(), parallel);
   return packed;
 }
 
-// Values are not known: zero points count as not all 8.
 at::Tensor pack_meta(const at::Tensor& weights, const at::Tensor& scales_zeros, const c10::optional<at::Tensor>& bias,
                      int64_t block_size, int64_t in_features, int64_t out_features,
                      const c10::optional<at::Tensor>& zero_points, c10::string_view values,
@@ -245,7 +234,7 @@ at::Tensor matmul_cpu(const at::Tensor& inp, const at::Tensor& packed_weights, i
   sizes.back() = out_features;
   at::Tensor out = at::empty(sizes, x.options());
   AtenParallel parallel;
-  matmul(active_kernel(), parallel, thread_workspace(), matrix, input_data(x), activation_dtype("inp", x),
+  matmul(op_kernel(), parallel, thread_workspace(), matrix, input_data(x), activation_dtype("inp", x),
          x.numel() / in_features, out.data_ptr());
   return out;
 }

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <new>
 #include <stdexcept>
 
 namespace w4a8 {
@@ -16,8 +17,8 @@ struct OpName {
   char text[kSize];
 };
 
-/// Calls kFunction and turns what it throws, the core's std::invalid_argument too, into a c10::Error that begins with
-/// "w4a8::<name>: ".
+/// Calls kFunction and turns what it throws into a c10::Error that begins with "w4a8::<name>: ": what the core throws
+/// (std::invalid_argument, std::length_error) and what the standard library does (std::bad_alloc), too.
 template <OpName kName, auto kFunction>
 struct NamedOp;
 
@@ -28,8 +29,10 @@ struct NamedOp<kName, kFunction> {
       return kFunction(args...);
     } catch (const c10::Error& error) {
       TORCH_CHECK(false, "w4a8::", kName.text, ": ", error.what_without_backtrace());
-    } catch (const std::invalid_argument& error) {
+    } catch (const std::logic_error& error) {
       TORCH_CHECK(false, "w4a8::", kName.text, ": ", error.what());
+    } catch (const std::bad_alloc&) {
+      TORCH_CHECK(false, "w4a8::", kName.text, ": out of memory");
     }
   }
 };

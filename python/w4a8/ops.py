@@ -68,8 +68,8 @@ def dyn_quant_pack_4bit_weight(
             is the block_size.
         out_features: N.
         zero_points: uint8 of the shape of scales_zeros, 0 to 15: the value of a nibble n is (n - zero point) * scale.
-            None, or 8 everywhere: n - 8, packed as version 1. (On Meta tensors their values are not known and count as
-            not all 8.) Of int8 0 to 255, and None is 128 everywhere.
+            None: n - 8, packed as version 1. Zero points that are all 8 mean the same, but take the room of any others:
+            no value changes the size of what is returned. Of int8 0 to 255, and None is 128 everywhere.
         values: "int4"; or "e2m1": a nibble is a sign, two bits of exponent and one of mantissa, as in MXFP4: 0, 0.5,
             1, 1.5, 2, 3, 4, 6 and their negatives, without zero points; or "int8": codes have 8 bits.
         channel_scales: floating point [N] ([E, N] for a stack), kept as float32: scales of two levels, as NVFP4 has.
@@ -122,7 +122,7 @@ def dyn_quant_unpack_any_4bit_weight(
     Returns:
         weights, scales_zeros, zero_points, bias, values and channel_scales as given when packing (bias and
         channel_scales as float32, float8 scales as uint8); zero_points uint8 [0], bias [0] and channel_scales [0] if
-        there were none. Zero points of 8 everywhere were packed as none; int8 always has them.
+        there were none. int8 always has zero points.
     """
     op = torch.ops.w4a8.dyn_quant_unpack_any_4bit_weight.default
     return op(packed_weights, block_size, in_features, out_features)

@@ -1,5 +1,7 @@
 // What the fused op refuses: by name, and before it writes anything.
+#include <atomic>
 #include <limits>
+#include <thread>
 
 #include "moe_data.h"
 #include "thread_parallel.h"
@@ -160,6 +162,85 @@ TEST_F(MoeErrorTest, LastBatchIsCheckedFirst) {
   MoeArgs args = data.args();
   args.w2 = copy.data();
   expect_words(refused(data, args), {"expert 2", "w2", "version", "9"});
+}
+
+// An id that another thread writes all the time: each call refuses it, or computes with what it should be.
+TEST_F(MoeErrorTest, IdThatChangesMeanwhile) {
+#if defined(__SANITIZE_THREAD__)
+  GTEST_SKIP() << "the race is the caller's";
+#endif
+  Rng rng(88);
+  MoeCase c;
+  c.tokens = 40;
+  c.top_k = 4;
+  const MoeData data(rng, c);
+  const std::vector<uint8_t> expected = data.run(*all_kernels().back(), parallel_, workspace_);
+  std::vector<int32_t> ids = data.ids;
+  std::atomic<bool> done{false};
+  std::thread writer([&, right = ids.back()] {
+    const std::atomic_ref<int32_t> id(ids.back());
+    while (!done) {
+      id.store(1 << 30);
+      id.store(right);
+    }
+  });
+  int computed = 0;
+  for (int call = 0; call < 4000; ++call) {
+    std::vector<uint8_t> out(data.x.size());
+    MoeArgs args = data.args();
+    args.ids = ids.data();
+    args.out = out.data();
+    SerialParallel serial;
+    try {
+      fused_moe(*all_kernels().back(), serial, workspace_, args);
+    } catch (const std::invalid_argument&) {
+      continue;
+    }
+    ++computed;
+    EXPECT_EQ(out, expected);
+  }
+  done = true;
+  writer.join();
+  EXPECT_GT(computed, 0);
+}
+
+// What was checked is what all batches use, whatever the caller's memory holds by then.
+TEST_F(MoeErrorTest, IdsThatChangeBetweenBatches) {
+  Rng rng(87);
+  MoeCase c;
+  c.top_k = 96;
+  c.experts = 3;
+  c.hidden = 4096;
+  c.intermediate = 2;
+  c.tokens = moe_batch_tokens(c.top_k, c.hidden, c.intermediate) + 7;
+  MoeData data(rng, c);
+  for (std::size_t i = 0; i < data.ids.size(); ++i) data.ids[i] = i % 96 == 5 ? static_cast<int32_t>(i / 96 % 3) : -1;
+  const std::vector<uint8_t> expected = data.run(*all_kernels().back(), parallel_, workspace_);
+  for (const bool wide : {false, true}) {
+    std::vector<int32_t> ids = data.ids;
+    std::vector<int64_t> ids64(ids.begin(), ids.end());
+    std::vector<uint8_t> out(data.x.size());
+    MoeArgs args = data.args();
+    args.ids = wide ? nullptr : ids.data();
+    args.ids64 = wide ? ids64.data() : nullptr;
+    args.out = out.data();
+    // A kernel whose first row changes them: the tasks of the first batch have begun, the second is still to come.
+    static std::vector<int32_t>* changed;
+    static std::vector<int64_t>* changed64;
+    changed = &ids;
+    changed64 = &ids64;
+    Kernel kernel = *all_kernels().back();
+    kernel.quantize_row = [](const void* x, DType dtype, int64_t k, int64_t group, int8_t* q, int32_t* starts,
+                             RowQuant* quant) {
+      changed->assign(changed->size(), 1 << 30);
+      changed64->assign(changed64->size(), int64_t{1} << 40);
+      all_kernels().back()->quantize_row(x, dtype, k, group, q, starts, quant);
+    };
+    SerialParallel serial;
+    fused_moe(kernel, serial, workspace_, args);
+    EXPECT_EQ(ids[0], 1 << 30);
+    EXPECT_EQ(out, expected) << (wide ? "int64" : "int32");
+  }
 }
 
 }  // namespace

@@ -343,7 +343,7 @@ TEST(MoeBatchTest, BoundedButNotTiny) {
         if (batch > 64) {
           EXPECT_LE(batch * slots * (hidden + 5 * inter), int64_t{96} << 20);
         }
-        const int64_t int8 = moe_batch_tokens(slots, hidden, inter, 2, 2);
+        const int64_t int8 = moe_batch_tokens(slots, hidden, inter, -1, 2, 2);
         EXPECT_GE(int8, 64);
         if (int8 > 64) {
           EXPECT_LE(int8 * slots * (2 * hidden + 6 * inter), int64_t{96} << 20);

@@ -2,6 +2,7 @@
 #include "core/moe/routing.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <limits>
 #include <numeric>
@@ -72,8 +73,8 @@ std::vector<int32_t> sorted(const std::vector<float>& values) {
   return order;
 }
 
-// The rank of each logit's group, with -inf for the logits of groups that are not kept.
-std::vector<float> masked(const Case& c, std::vector<float> ranked, bool sum_two) {
+// The experts that can be selected, best first: those of the best groups, sorted.
+std::vector<int32_t> selectable(const Case& c, const std::vector<float>& ranked, bool sum_two) {
   const auto size = static_cast<std::size_t>(c.experts / c.groups);
   std::vector<float> ratings;
   for (std::size_t g = 0; g < static_cast<std::size_t>(c.groups); ++g) {
@@ -84,12 +85,14 @@ std::vector<float> masked(const Case& c, std::vector<float> ranked, bool sum_two
     if (sum_two && size > 1) rating += group[static_cast<std::size_t>(order[1])];
     ratings.push_back(rating);
   }
-  const std::vector<int32_t> order = sorted(ratings);
-  for (std::size_t i = static_cast<std::size_t>(c.kept_groups); i < order.size(); ++i) {
-    const auto begin = ranked.begin() + order[i] * static_cast<std::ptrdiff_t>(size);
-    std::fill(begin, begin + static_cast<std::ptrdiff_t>(size), -std::numeric_limits<float>::infinity());
+  std::vector<int32_t> kept = sorted(ratings);
+  kept.resize(static_cast<std::size_t>(c.kept_groups));
+  std::vector<int32_t> order;
+  for (const int32_t expert : sorted(ranked)) {
+    const auto group = static_cast<int32_t>(static_cast<std::size_t>(expert) / size);
+    if (std::count(kept.begin(), kept.end(), group) != 0) order.push_back(expert);
   }
-  return ranked;
+  return order;
 }
 
 double score(Scoring scoring, double x, double max, double sum) {
@@ -128,7 +131,7 @@ void check(const Case& c, const std::vector<float>& logits) {
   const std::vector<float> stored = from_dtype(to_dtype(logits, c.dtype).data(), c.tokens * c.experts, c.dtype);
   for (int64_t t = 0; t < c.tokens; ++t) {
     const std::vector<float> row(stored.begin() + t * c.experts, stored.begin() + (t + 1) * c.experts);
-    const std::vector<int32_t> order = sorted(masked(c, row, false));
+    const std::vector<int32_t> order = selectable(c, row, false);
     const std::vector<double> weights = weights_of(c, row, got.ids.data() + t * c.top_k);
     for (int64_t j = 0; j < c.top_k; ++j) {
       const auto at = static_cast<std::size_t>(t * c.top_k + j);
@@ -220,13 +223,43 @@ TEST(RoutingTest, BiasAndGroups) {
     for (int64_t t = 0; t < c.tokens; ++t) {
       std::vector<float> ranked(logits.begin() + t * c.experts, logits.begin() + (t + 1) * c.experts);
       for (std::size_t i = 0; i < ranked.size(); ++i) ranked[i] += bias[i];
-      const std::vector<int32_t> order = sorted(masked(c, ranked, true));
+      const std::vector<int32_t> order = selectable(c, ranked, true);
       for (int64_t j = 0; j < c.top_k; ++j) {
         const auto at = static_cast<std::size_t>(t * c.top_k + j);
         ASSERT_EQ(got.ids[at], order[static_cast<std::size_t>(j)]) << "groups " << groups << " token " << t;
         ASSERT_EQ(got.weights[at], logits[static_cast<std::size_t>(t * c.experts + got.ids[at])]);
       }
     }
+  }
+}
+
+// Experts of -inf in a group that is kept come before those of any value in one that is not.
+TEST(RoutingTest, GroupsWithFewFiniteLogits) {
+  W4A8_TRACE_SEED();
+  Rng rng(5);
+  constexpr auto kLeast = -std::numeric_limits<float>::infinity();
+  Case c;
+  c.experts = 4;
+  c.groups = 2;
+  const Routed got = route(c, {0, 0, 5, kLeast});
+  EXPECT_EQ(got.ids, (std::vector<int32_t>{2, 3}));
+  EXPECT_FLOAT_EQ(got.weights[0], static_cast<float>(1 / (1 + 2 * std::exp(-5.0))));
+  EXPECT_EQ(got.weights[1], 0.0f);
+  // With a bias the sum of two is what counts for a group: 1 - inf is less than 0 + 0.
+  EXPECT_EQ(route(c, {1, 0, 0, 0}, {0, kLeast, 0, 0}).ids, (std::vector<int32_t>{2, 3}));
+  EXPECT_EQ(route(c, {0, 0, 9, 9}, {kLeast, kLeast, 0, 0}).ids, (std::vector<int32_t>{2, 3}));
+  EXPECT_EQ(route(c, {0, 0, 9, 9}, {kLeast, kLeast, kLeast, kLeast}).ids, (std::vector<int32_t>{0, 1}));
+  for (const auto& [experts, groups, kept, top_k] :
+       {std::array<int64_t, 4>{64, 8, 3, 20}, {64, 8, 3, 24}, {256, 8, 4, 128}, {12, 4, 1, 3}}) {
+    c.tokens = 9;
+    c.experts = experts;
+    c.groups = groups;
+    c.kept_groups = kept;
+    c.top_k = top_k;
+    std::vector<float> logits = random_logits(rng, c.tokens * experts, false);
+    for (float& logit : logits) logit = rng.integer(0, 3) == 0 ? logit : kLeast;
+    check(c, logits);
+    if (HasFatalFailure()) return;
   }
 }
 

@@ -20,6 +20,7 @@ from test_linear_ops import gemm, make_x, words
 from test_ops import SHAPES, check
 
 import w4a8
+from w4a8.core.matrix import Matrix4
 
 compiles = pytest.mark.skipif(not hasattr(torch.library, "opcheck"), reason=f"torch {TORCH_VERSION} has no opcheck")
 new_kinds = pytest.mark.parametrize("kind", ["zeros", "e2m1"])
@@ -95,17 +96,42 @@ def test_unpack_is_the_inverse(kind, bias, experts):
 
 
 def test_bytes_of_version_1():
-    """Int4 without zero points is packed as it always was; 8 everywhere is the same thing."""
+    """Int4 without zero points is packed as it always was."""
     matrix = make_matrix(33, 96, 32, torch.bfloat16, True)
     packed = matrix.pack()
     assert w4a8.read_header(packed)["version"] == 1
-    matrix.zero_points = torch.full(matrix.scales.shape, 8, dtype=torch.uint8)
-    assert_same_bits(matrix.pack(), packed)
     assert_same_bits(
         w4a8.dyn_quant_pack_4bit_weight(matrix.weights, matrix.scales, matrix.bias, 32, 96, 33, values="int4"), packed
     )
-    matrix.zero_points[32, 2] = 7
-    assert w4a8.read_header(matrix.pack())["version"] == 2
+
+
+@pytest.mark.parametrize("experts", [None, 3], ids=["matrix", "stack"])
+def test_the_size_follows_from_shapes_alone(experts):
+    """Zero points of 8 everywhere mean what none means, and take the room of any others: values decide nothing."""
+    matrix = make_matrix(33, 96, 32, torch.bfloat16, True, experts, kind="zeros")
+    shape = matrix.pack().shape
+    matrix.zero_points.fill_(8)
+    packed = matrix.pack()
+    assert packed.shape == shape
+    first = packed if experts is None else packed[0]
+    assert (w4a8.read_header(first)["version"], w4a8.read_header(first)["has_zero_points"]) == (2, True)
+    assert_same_bits(unpack(matrix)[2], matrix.zero_points)
+    x = torch.randn(5, 96)
+    with_zeros = matmul(x, matrix, first)
+    matrix.zero_points = None
+    without = matrix.pack()
+    assert without.shape[-1] == shape[-1] - 3 * 64  # 3 panels of 3 groups of 16 zero points, padded
+    assert_same_bits(with_zeros, matmul(x, matrix, without if experts is None else without[0]))
+
+
+def test_matrices_leave_out_zero_points_that_say_nothing():
+    """Who packs a Matrix4 of a checkpoint wants the smaller form; the decision is made there, before the operator."""
+    plain = make_matrix(33, 96, 32)
+    eight = torch.full(plain.scales.shape, 8, dtype=torch.uint8)
+    matrix = Matrix4(plain.weights, plain.scales, eight, "int4")
+    assert_same_bits(matrix.pack(torch.float32), plain.pack())
+    eight[32, 2] = 7
+    assert w4a8.read_header(matrix.pack(torch.float32))["has_zero_points"]
 
 
 def test_header():
@@ -297,6 +323,22 @@ def test_meta(kind, experts):
         setattr(matrix, name, value if value is None else value.to("meta"))
     assert matrix.pack().shape == packed.shape
     assert matrix.pack().is_meta
+
+
+@compiles
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_zero_points_of_eight_compiled(backend):
+    """What is traced has the size that is packed."""
+    matrix = make_matrix(24, 64, 32, kind="zeros")
+    matrix.zero_points.fill_(8)
+
+    def packed_twice(weights, scales, zeros):
+        packed = w4a8.dyn_quant_pack_4bit_weight(weights, scales, None, 32, 64, 24, zero_points=zeros)
+        return torch.stack([packed, packed + torch.zeros(packed.shape, dtype=torch.uint8)])
+
+    arguments = matrix.weights, matrix.scales, matrix.zero_points
+    compiled = torch.compile(packed_twice, fullgraph=True, backend=backend)(*arguments)
+    assert_same_bits(compiled, packed_twice(*arguments))
 
 
 @compiles

@@ -12,6 +12,7 @@ import torch
 from common import make_matrix, matmul
 
 import w4a8
+from w4a8.__main__ import report
 
 ROOT = Path(__file__).parents[2]
 
@@ -60,7 +61,8 @@ def test_kernels():
     assert kernels[-1]["supported"]
     features = w4a8.cpu_features().split()
     for kernel in kernels:
-        assert set(kernel) == {"name", "supported", "needs"}
+        assert set(kernel) == {"name", "supported", "needs", "turned_off"}
+        assert kernel["turned_off"] == "" or not kernel["supported"]
         assert kernel["supported"] == (set(kernel["needs"].split()) <= set(features))
 
 
@@ -125,6 +127,17 @@ def test_command_line():
         assert ("not supported" in line) != kernel["supported"]
     best = next(kernel["name"] for kernel in w4a8.kernels() if kernel["supported"])
     assert f"active    {best}" in result.stdout
+
+
+def test_command_line_says_what_is_turned_off(monkeypatch):
+    kernels = [{**kernel} for kernel in w4a8.kernels()]
+    kernels[0].update(supported=False, turned_off="it gave other products than another when they were compared")
+    monkeypatch.setattr(w4a8, "kernels", lambda: kernels)
+    lines = report().splitlines()
+    at = next(i for i, line in enumerate(lines) if kernels[0]["name"] in line)
+    assert "turned off" in lines[at]
+    assert lines[at + 1].strip() == "since it gave other products than another when they were compared"
+    assert sum("turned off" in line for line in lines) == 1
 
 
 def test_import_prints_nothing():
@@ -242,6 +255,7 @@ class Callable:  # Callable[[A], B] of Python 3.9.0 and 3.9.1: an alias with a l
 
 collections.abc.Callable = Callable
 import w4a8
+from w4a8.__main__ import report
 for module in pkgutil.walk_packages(w4a8.__path__, "w4a8."):
     compiled = module.name.endswith(("__main__", "_C", "libw4a8_torch"))
     if not compiled and not any(part in module.name for part in left_out):

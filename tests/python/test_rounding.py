@@ -346,7 +346,7 @@ def test_which_kind_suits_what():
 
 @kinds
 def test_experts_have_as_many_bytes_each(kind):
-    """Also where the zero points of one expert are 8 everywhere, which the operator alone would leave out."""
+    """Also where the zero points of one expert are 8 everywhere."""
     w13, w2 = torch.randn(3, 8, 32), torch.randn(3, 32, 4)
     steps = torch.arange(-8.0, 8).repeat(2)
     w13[1], w2[1] = steps, torch.tensor([-8.0, 7, 0, 1])

@@ -37,16 +37,24 @@ struct Unit {
   Range rows;
 };
 
-int64_t id_at(const MoeArgs& args, int64_t i) { return args.ids != nullptr ? args.ids[i] : args.ids64[i]; }
-
-void check_ids(const MoeArgs& args) {
-  for (int64_t i = 0; i < args.tokens * args.top_k; ++i) {
-    const int64_t id = id_at(args, i);
+// The ids of all tokens [T, k], checked. The caller's are read here, each once, and nowhere else: another thread may
+// write them meanwhile, and one that was not checked is an index outside of everything.
+template <class Id>
+std::vector<int32_t> checked_ids(const MoeArgs& args, const Id* given) {
+  std::vector<int32_t> ids(static_cast<std::size_t>(args.tokens * args.top_k));
+  for (std::size_t i = 0; i < ids.size(); ++i) {
+    const int64_t id = static_cast<const volatile Id*>(given)[i];  // volatile: not read again
+    ids[i] = static_cast<int32_t>(id);
     if (id >= -1 && id < args.experts) continue;
-    throw std::invalid_argument("topk_ids: token " + std::to_string(i / args.top_k) + ", slot " +
-                                std::to_string(i % args.top_k) + " has the expert id " + std::to_string(id) +
+    const auto slot = static_cast<int64_t>(i);
+    throw std::invalid_argument("topk_ids: token " + std::to_string(slot / args.top_k) + ", slot " +
+                                std::to_string(slot % args.top_k) + " has the expert id " + std::to_string(id) +
                                 ", expected -1 (skip) or 0.." + std::to_string(args.experts - 1));
   }
+  return ids;
+}
+std::vector<int32_t> checked_ids(const MoeArgs& args) {
+  return args.ids != nullptr ? checked_ids(args, args.ids) : checked_ids(args, args.ids64);
 }
 
 void check_dimension(const char* name, int64_t value) {
@@ -75,14 +83,15 @@ PackedMatrix open_expert(const uint8_t* base, int64_t bytes, const char* name, i
 int64_t group13(const MoeArgs& args) { return args.group == -1 ? args.hidden : args.group; }
 int64_t group2(const MoeArgs& args) { return args.group == -1 ? args.intermediate : args.group; }
 
-// The matrices of the experts that are used, opened before the first result is written. From then on nothing reads a
-// header, so one that changes meanwhile does no harm.
+// Which experts are used, and their matrices, opened before the first result is written. From then on nothing reads an
+// id or a header of the caller's, so one that changes meanwhile does no harm.
 struct Experts {
   explicit Experts(const MoeArgs& args)
-      : w13(static_cast<std::size_t>(args.experts)), w2(static_cast<std::size_t>(args.experts)) {
+      : ids(checked_ids(args)),
+        w13(static_cast<std::size_t>(args.experts)),
+        w2(static_cast<std::size_t>(args.experts)) {
     const int64_t rows13 = args.intermediate * (args.gated ? 2 : 1);
-    for (int64_t i = 0; i < args.tokens * args.top_k; ++i) {
-      const int64_t id = id_at(args, i);
+    for (const int64_t id : ids) {
       const auto e = static_cast<std::size_t>(id);
       if (id < 0 || w13[e].data != nullptr) continue;
       w13[e] = open_expert(args.w13, args.w13_bytes, "w13_packed", id, rows13, args.hidden, group13(args));
@@ -92,6 +101,7 @@ struct Experts {
     }
   }
 
+  std::vector<int32_t> ids;       // [T, k]
   std::vector<PackedMatrix> w13;  // [E]
   std::vector<PackedMatrix> w2;
   // The same for all of a stack, since they have as many bytes: two planes of any kind of scales take more than one.
@@ -105,7 +115,8 @@ struct Plan {
       : workers(workers_in),
         planes13(experts.planes13),
         planes2(experts.planes2),
-        batches(ceil_div(args.tokens, moe_batch_tokens(args.top_k, args.hidden, args.intermediate, planes13, planes2))),
+        batches(ceil_div(args.tokens,
+                         moe_batch_tokens(args.top_k, args.hidden, args.intermediate, args.group, planes13, planes2))),
         slots(ceil_div(args.tokens, batches) * args.top_k),
         max_rows13(kernel.task_rows(planes13 * args.hidden)),
         max_rows2(kernel.task_rows(planes2 * args.intermediate)),
@@ -143,26 +154,24 @@ struct Plan {
 // All scratch of one call, sliced from one arena.
 struct MoeBuffers {
   MoeBuffers(Slicer& slicer, const MoeArgs& args, const Plan& plan)
-      : ids(slicer.take<int32_t>(plan.slots)),
-        buckets{slicer.take<int64_t>(args.experts + 1), slicer.take<int32_t>(plan.slots)},
+      : buckets{slicer.take<int64_t>(args.experts + 1), slicer.take<int32_t>(plan.slots)},
         units13(slicer.take<Unit>(plan.max_units13)),
         units2(slicer.take<Unit>(plan.max_units2)),
-        spans_left(slicer.take<std::atomic<int32_t>>(plan.max_units13)),
+        spans_left(slicer.take<int32_t>(plan.max_units13)),
         x(QuantizedRows::slice(slicer, plan.slots, args.hidden, group13(args), plan.planes13)),
         h(slicer.take<float>(plan.slots * args.intermediate)),
         hq(QuantizedRows::slice(slicer, plan.slots, args.intermediate, group2(args), plan.planes2)),
         y(slicer.take<float>(plan.slots * plan.stripe_panels * kPanelColumns)),
         own(slicer, plan.workers, plan.tile_floats, plan.scratch_bytes) {}
 
-  int32_t* ids;
   Buckets buckets;
   Unit* units13;
   Unit* units2;
-  std::atomic<int32_t>* spans_left;  // of each of units13, until its rows of h are complete
-  QuantizedRows x;                   // rows sorted by expert
-  float* h;                          // [rows, I]
-  QuantizedRows hq;                  // h quantized
-  float* y;                          // [rows, columns of a stripe]
+  int32_t* spans_left;  // of each of units13, until its rows of h are complete; atomic while tasks run
+  QuantizedRows x;      // rows sorted by expert
+  float* h;             // [rows, I]
+  QuantizedRows hq;     // h quantized
+  float* y;             // [rows, columns of a stripe]
   WorkerBuffers own;
 };
 
@@ -234,10 +243,8 @@ class Batch {
 
  private:
   int64_t sort_rows() const {
-    const int64_t first = tokens_.begin * args_.top_k;
     const int64_t slots = tokens_.size() * args_.top_k;
-    for (int64_t i = 0; i < slots; ++i) b_.ids[i] = static_cast<int32_t>(id_at(args_, first + i));
-    return bucket(b_.ids, slots, args_.experts, b_.buckets);
+    return bucket(experts_.ids.data() + tokens_.begin * args_.top_k, slots, args_.experts, b_.buckets);
   }
 
   // Quantizes each token once and copies the row to its slots, so that the rows of an expert are consecutive.
@@ -297,7 +304,7 @@ class Batch {
       kernel_.activate(args_.activation, gate + r * ld_gate, up == nullptr ? nullptr : up + r * ld_up,
                        b_.h + (unit.rows.begin + r) * inner + column, columns);
     }
-    if (--b_.spans_left[task / up_.spans] == 0) requantize(unit.rows);
+    if (--std::atomic_ref<int32_t>(b_.spans_left[task / up_.spans]) == 0) requantize(unit.rows);
   }
 
   void requantize(Range rows) {
@@ -372,11 +379,13 @@ class Batch {
 
 }  // namespace
 
-int64_t moe_batch_tokens(int64_t top_k, int64_t hidden, int64_t intermediate, int64_t planes13, int64_t planes2) {
-  // Per slot: x and h as int8, h as float32, and where stripes cannot be smaller, y.
-  const int64_t x = planes13 * hidden + hidden / 8;
-  const int64_t bytes = std::max<int64_t>(1, top_k) * (x + (4 + planes2) * intermediate + 512);
-  return std::max<int64_t>(64, kScratchBytes / bytes);
+int64_t moe_batch_tokens(int64_t top_k, int64_t hidden, int64_t intermediate, int64_t group, int64_t planes13,
+                         int64_t planes2) {
+  const int64_t x = QuantizedRows::row_bytes(hidden, group == -1 ? hidden : group, planes13);
+  const int64_t h = QuantizedRows::row_bytes(intermediate, group == -1 ? intermediate : group, planes2);
+  const int64_t y = ceil_div(ceil_div(hidden, kPanelColumns), kMostStripes) * kPanelColumns * 4;  // of the least stripe
+  const int64_t slot = x + h + y + 4 * intermediate + 8;  // h as float32; what sorts the rows
+  return std::max<int64_t>(64, kScratchBytes / (std::max<int64_t>(1, top_k) * slot));
 }
 
 void fused_moe(const Kernel& kernel, Parallel& parallel, Workspace& workspace, const MoeArgs& args) {
@@ -384,7 +393,6 @@ void fused_moe(const Kernel& kernel, Parallel& parallel, Workspace& workspace, c
   check_dimension("I", args.intermediate);
   if (args.tokens == 0) return;
   check_top_k(args.top_k);
-  check_ids(args);
   const int64_t macs_per_row = args.hidden * args.intermediate * (args.gated ? 3 : 2);
   SerialParallel serial;
   Parallel& runner = args.tokens * args.top_k < ceil_div(kSerialMacs, macs_per_row) ? serial : parallel;

@@ -23,8 +23,8 @@ constexpr float kLeast = -std::numeric_limits<float>::infinity();
 // What one worker needs for a token.
 struct Scratch {
   float* logits;   // [E], widened
-  float* ranked;   // [E], what is selected by
-  float* ratings;  // [groups]
+  float* ranked;   // [E], scores with their bias
+  float* ratings;  // [groups], then which of them are kept
   uint64_t* keys;  // [E]
 
   Scratch(Slicer& slicer, const RoutingArgs& args)
@@ -54,22 +54,38 @@ inline uint64_t key_of(float value, int64_t index) {
 
 inline int64_t index_of(uint64_t key) { return static_cast<int64_t>(~static_cast<uint32_t>(key)); }
 
-// keys[0..k) become those of the k first of `values`, in order. keys: [n]; k <= n.
-void select_best(const float* values, int64_t n, int64_t k, uint64_t* keys) {
-  if (k > kInsertedBest) {
-    for (int64_t i = 0; i < n; ++i) keys[i] = key_of(values[i], i);
-    std::partial_sort(keys, keys + k, keys + n, std::greater<>());
-    return;
+// The k first of the values that are offered: once finished, keys[0..k) are theirs, in order.
+class Best {
+ public:
+  /// keys: room for as many as are offered.
+  Best(int64_t k, uint64_t* keys) : k_(k), keys_(keys) {
+    if (inserts()) std::fill(keys, keys + k, 0);  // below every key
   }
-  std::fill(keys, keys + k, 0);  // below every key
-  for (int64_t i = 0; i < n; ++i) {
-    const uint64_t key = key_of(values[i], i);
-    if (key < keys[k - 1]) continue;
-    int64_t at = k - 1;
-    for (; at > 0 && keys[at - 1] < key; --at) keys[at] = keys[at - 1];
-    keys[at] = key;
+  /// values[begin..end); at least k in all.
+  void offer(const float* values, int64_t begin, int64_t end) {
+    if (!inserts()) {
+      for (int64_t i = begin; i < end; ++i) keys_[count_++] = key_of(values[i], i);
+      return;
+    }
+    for (int64_t i = begin; i < end; ++i) {
+      const uint64_t key = key_of(values[i], i);
+      if (key < keys_[k_ - 1]) continue;
+      int64_t at = k_ - 1;
+      for (; at > 0 && keys_[at - 1] < key; --at) keys_[at] = keys_[at - 1];
+      keys_[at] = key;
+    }
   }
-}
+  void finish() {
+    if (!inserts()) std::partial_sort(keys_, keys_ + k_, keys_ + count_, std::greater<>());
+  }
+
+ private:
+  bool inserts() const { return k_ <= kInsertedBest; }
+
+  int64_t k_;
+  uint64_t* keys_;
+  int64_t count_ = 0;
+};
 
 // A group counts as its best score, or as the sum of its two best. NaN if there is one.
 float rate_group(const float* scores, int64_t n, bool sum_two) {
@@ -86,18 +102,30 @@ float rate_group(const float* scores, int64_t n, bool sum_two) {
   return sum_two && n > 1 ? best + second : best;
 }
 
-// scratch.ranked = ranked, and -inf for the experts of groups that are not kept.
+// scratch.ratings[g] becomes 1 for a group that is kept, 0 for the others.
 void keep_best_groups(const RoutingArgs& args, const float* ranked, const Scratch& scratch) {
   const int64_t size = args.experts / args.groups;
-  for (int64_t g = 0; g < args.groups; ++g) {
-    scratch.ratings[g] = rate_group(ranked + g * size, size, args.bias != nullptr);
+  float* const ratings = scratch.ratings;
+  for (int64_t g = 0; g < args.groups; ++g) ratings[g] = rate_group(ranked + g * size, size, args.bias != nullptr);
+  Best best(args.kept_groups, scratch.keys);
+  best.offer(ratings, 0, args.groups);
+  best.finish();
+  std::fill(ratings, ratings + args.groups, 0.0f);
+  for (int64_t i = 0; i < args.kept_groups; ++i) ratings[index_of(scratch.keys[i])] = 1.0f;
+}
+
+// scratch.keys[0..k) become those of the experts that are selected. Experts of other groups are not offered: a score of
+// -inf in a group that is kept is still one that can be selected.
+void select_experts(const RoutingArgs& args, const float* ranked, const Scratch& scratch) {
+  const bool all = args.kept_groups == args.groups;
+  if (!all) keep_best_groups(args, ranked, scratch);
+  const int64_t size = args.experts / args.groups;
+  Best best(args.top_k, scratch.keys);
+  if (all) best.offer(ranked, 0, args.experts);
+  for (int64_t g = 0; !all && g < args.groups; ++g) {
+    if (scratch.ratings[g] != 0.0f) best.offer(ranked, g * size, (g + 1) * size);
   }
-  if (ranked != scratch.ranked) std::copy(ranked, ranked + args.experts, scratch.ranked);
-  select_best(scratch.ratings, args.groups, args.groups, scratch.keys);
-  for (int64_t i = args.kept_groups; i < args.groups; ++i) {
-    float* group = scratch.ranked + index_of(scratch.keys[i]) * size;
-    std::fill(group, group + size, kLeast);
-  }
+  best.finish();
 }
 
 // exp(x - max) / sum over some logits; in double, as a difference of floats may be large.
@@ -166,12 +194,8 @@ void route_token(const RoutingArgs& args, int64_t token, const Scratch& scratch)
     for (int64_t i = 0; i < args.experts; ++i) scratch.ranked[i] = score(logits[i]) + args.bias[i];
     ranked = scratch.ranked;
   }
-  if (args.kept_groups < args.groups) {
-    keep_best_groups(args, ranked, scratch);
-    ranked = scratch.ranked;
-  }
+  select_experts(args, ranked, scratch);
   const uint64_t* keys = scratch.keys;
-  select_best(ranked, args.experts, args.top_k, scratch.keys);
   float* weights = args.weights + token * args.top_k;
   if (args.scoring == Scoring::kSoftmax && args.renormalize) {
     // The denominators cancel, and without them nothing underflows.

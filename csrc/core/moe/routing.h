@@ -33,7 +33,9 @@ struct RoutingArgs {
   int32_t* ids;                 ///< [tokens, top_k], best first
 };
 
-/// Selects top_k experts for each token. Between equal scores the lower index wins; a NaN counts as the largest.
+/// Selects top_k experts for each token. Between equal scores the lower index wins; a NaN counts as the largest. An
+/// expert of another group than the kept ones is never selected, also where fewer than top_k scores of those are
+/// finite: then experts of -inf are.
 void topk_routing(Parallel& parallel, Workspace& workspace, const RoutingArgs& args);
 
 }  // namespace w4a8

@@ -52,6 +52,17 @@ def middle_codes(like: torch.Tensor, values: str) -> torch.Tensor:
     return torch.full(like.shape, middle_code(values), dtype=torch.uint8, device=like.device)
 
 
+def needed_zero_points(zero_points: torch.Tensor | None, values: str) -> torch.Tensor | None:
+    """The zero points; None if they are int4's and all 8, which is what none means and takes no room when packed.
+
+    The operators pack what they are given, since the size of a packed tensor does not depend on values. Who wants the
+    smaller form asks here. On the meta device, where there are no values, they are needed.
+    """
+    if zero_points is None or values != "int4" or zero_points.is_meta or bool((zero_points != 8).any()):
+        return zero_points
+    return None
+
+
 def pack_codes(
     codes: torch.Tensor,
     scales: torch.Tensor,
@@ -86,7 +97,7 @@ def pack_codes(
         scales, channel_scales = multiplied_scales(scales, channel_scales), None
     if channel_scales is None:
         scales = scales.to(scale_dtype if scale_dtype is not None else kept_scale_dtype(scales))
-    bias = None if bias is None else bias.detach().to(torch.float32)
+    bias = None if bias is None else bias.detach()
     more = {"zero_points": zero_points, "values": values, "channel_scales": channel_scales}
     return torch.ops.w4a8.dyn_quant_pack_4bit_weight(codes, scales, bias, group, columns, rows, **more)
 
@@ -150,8 +161,11 @@ class Matrix:
         return self._with({name: part.new_zeros(rows, *part.shape[1:]) for name, part in self._tensors().items()})
 
     def pack(self, scale_dtype: torch.dtype | None = None) -> torch.Tensor:
-        """uint8 [bytes], as the operators take it; ``scale_dtype`` as in :func:`pack_codes`."""
-        zeros, channels = self.zero_points, self.channel_scales
+        """uint8 [bytes], as the operators take it; ``scale_dtype`` as in :func:`pack_codes`.
+
+        Zero points that say nothing (:func:`needed_zero_points`) are left out.
+        """
+        zeros, channels = needed_zero_points(self.zero_points, self.kind), self.channel_scales
         return pack_codes(self.codes, self.scales, self.bias, self.group, scale_dtype, zeros, self.kind, channels)
 
     def _tensors(self) -> dict[str, torch.Tensor]:

@@ -8,7 +8,15 @@ from dataclasses import dataclass, replace
 import torch
 
 from w4a8.core.float8 import multiplied_scales
-from w4a8.core.matrix import Matrix, codes_in_a_byte, has_two_levels, kept_scale_dtype, middle_codes, pack_codes
+from w4a8.core.matrix import (
+    Matrix,
+    codes_in_a_byte,
+    has_two_levels,
+    kept_scale_dtype,
+    middle_codes,
+    needed_zero_points,
+    pack_codes,
+)
 from w4a8.core.memory import fresh_bytes
 
 
@@ -34,23 +42,11 @@ def pack_for_stack(tensors: Mapping[str, torch.Tensor | None], group_size: int, 
     codes, scales = tensors["codes"], tensors["scales"]
     zeros, bias, channels = (tensors.get(name) for name in ("zero_points", "bias", "channel_scales"))
     dtype, values = packed_as.scale_dtype, packed_as.values
-    if values == "int8":
-        return pack_codes(codes, scales, bias, group_size, dtype, zeros, values)
-    if not packed_as.zero_points:
-        return pack_codes(codes, scales, bias, group_size, dtype, None, values, channels)
-    if zeros is None or not _has_zero_points(zeros):
-        # Alone, the operator would make this one smaller than its neighbours; in a stack with another it does not.
-        codes, scales = codes.expand(2, -1, -1), scales.expand(2, -1, -1)
-        bias, channels = (None if part is None else part.expand(2, -1) for part in (bias, channels))
-        zeros = torch.full(scales.shape, 8, dtype=torch.uint8)
-        zeros[1] = 7
-        return pack_codes(codes, scales, bias, group_size, dtype, zeros, channel_scales=channels)[0]
-    return pack_codes(codes, scales, bias, group_size, dtype, zeros, channel_scales=channels)
-
-
-def _has_zero_points(zeros: torch.Tensor) -> bool:
-    """Whether any of 4-bit codes is not 8, which is none. On the meta device, as the operator, yes."""
-    return zeros.is_meta or bool((zeros != 8).any())
+    if packed_as.zero_points and zeros is None:
+        zeros = middle_codes(scales, values)
+    elif not packed_as.zero_points and values != "int8":
+        zeros = None
+    return pack_codes(codes, scales, bias, group_size, dtype, zeros, values, channels)
 
 
 class _Waiting:
@@ -256,13 +252,13 @@ class MatrixStack:
         tensors = dict(matrix.tensors)
         if self._channel_scales and not self._keeps_levels:
             tensors["scales"] = multiplied_scales(tensors["scales"], tensors.pop("channel_scales"))
-        needed, zeros = self.packed_as, tensors.get("zero_points")
+        needed = self.packed_as
         one_level = not needed.channel_scales
         if one_level and needed.scale_dtype == torch.bfloat16 and kept_scale_dtype(tensors["scales"]) != torch.bfloat16:
             self._must_not_be_fixed(f"the scales of expert {expert} are no bfloat16 values")
             needed = replace(needed, scale_dtype=torch.float32)
         optional = needed.values != "int8" and not needed.zero_points
-        if optional and zeros is not None and _has_zero_points(zeros):
+        if optional and needed_zero_points(tensors.get("zero_points"), needed.values) is not None:
             self._must_not_be_fixed(f"the zero points of expert {expert} are not 8")
             needed = replace(needed, zero_points=True)
         if needed != self.packed_as:

@@ -15,21 +15,23 @@ def stable_topk(ranked, k):
     return torch.sort(ranked, dim=-1, descending=True, stable=True).indices[:, :k]
 
 
-def best_groups(ranked, groups, keep, sum_two):
-    """-inf for the experts outside the best groups."""
+def in_best_groups(ranked, groups, keep, sum_two):
+    """Bool [T, E]: experts of the best groups."""
     grouped = ranked.view(len(ranked), groups, -1)
     best = grouped.topk(min(2, grouped.shape[-1]) if sum_two else 1, dim=-1).values.sum(dim=-1)
     kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, stable_topk(best, keep), True)
-    return grouped.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(1)
+    return kept.unsqueeze(-1).expand_as(grouped).flatten(1)
 
 
 def select(logits, k, scoring, groups=None, keep=None, bias=None):
     """Expert ids [T, k] by float32 scores (by logits without a bias)."""
     logits = logits.float()
     ranked = logits if bias is None else SCORES[scoring](logits) + bias.float()
-    if groups is not None:
-        ranked = best_groups(ranked, groups, keep, bias is not None)
-    return stable_topk(ranked, k)
+    order = stable_topk(ranked, ranked.shape[1])
+    if groups is not None:  # all others come behind, whatever the logits of the kept ones are
+        kept = in_best_groups(ranked, groups, keep, bias is not None).gather(1, order)
+        order = order.gather(1, stable_topk(kept.byte(), ranked.shape[1]))
+    return order[:, :k]
 
 
 def weigh(logits, ids, scoring, renormalize, scale=1.0):

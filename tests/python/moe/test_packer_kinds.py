@@ -73,6 +73,7 @@ def _one_call(matrices, group, scale_dtype=None):
     nibbles, scales, zeros = (torch.stack([one[i] for one in whole]) for i in range(3))
     bias = None if whole[0][3] is None else torch.stack([one[3] for one in whole]).to(torch.bfloat16)
     values = matrices[0][0].kind
+    has_zeros = values == "int8" or any(part.zero_points is not None for parts in matrices for part in parts)
     rounded = scales.to(torch.bfloat16)
     if not levels:
         exact = scale_dtype is None and torch.equal(rounded.float(), scales)
@@ -80,7 +81,7 @@ def _one_call(matrices, group, scale_dtype=None):
     channels = torch.stack([torch.cat([p.channel_scales for p in parts]) for parts in matrices]) if levels else None
     return w4a8.dyn_quant_pack_4bit_weight(
         nibbles, scales, bias, columns if group == -1 else group, columns, nibbles.shape[1],
-        zero_points=None if values == "e2m1" else zeros, values=values, channel_scales=channels,
+        zero_points=zeros if has_zeros else None, values=values, channel_scales=channels,
     )  # fmt: skip
 
 

@@ -98,6 +98,21 @@ def test_any_logits_select_as_before(experts):
             check(logits, 3, True, "softmax", 4, 2)
 
 
+def test_experts_of_dropped_groups_are_never_selected():
+    """Where fewer than k logits of the kept groups are finite, experts of -inf are selected, with the weight 0."""
+    weights, ids = w4a8.topk_routing(torch.tensor([[0.0, 0.0, 5.0, -INF]]), 2, False, "softmax", 2, 1)
+    assert ids.tolist() == [[2, 3]]
+    assert weights[0, 1] == 0
+    for experts, groups, keep, top_k in ((64, 8, 3, 20), (64, 8, 3, 24), (256, 8, 4, 128), (12, 4, 1, 3)):
+        logits = torch.randn(20, experts).masked_fill(torch.rand(20, experts) < 0.8, -INF)
+        for renormalize in (False, True):
+            check(logits, top_k, renormalize, "softmax", groups, keep)
+        check(logits, top_k, False, "sigmoid", groups, keep)
+        bias = torch.randn(experts).masked_fill(torch.rand(experts) < 0.8, -INF)
+        _, ids = w4a8.topk_routing(logits, top_k, False, "sigmoid", groups, keep, e_score_correction_bias=bias)
+        assert all(len({expert * groups // experts for expert in chosen}) <= keep for chosen in ids.tolist())
+
+
 @pytest.mark.parametrize("experts", [1, 5, 64, 384])
 def test_any_bias_selects_as_before(experts):
     """With the scores exact, the sum with the bias and the ratings of groups are PyTorch's, bit for bit."""
