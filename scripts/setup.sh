@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# Makes the environment of a flavour (TORCH=debian, PYTHON=...; see common.sh), builds the package and installs it there.
+# usage: setup.sh [--environment]
+# Makes the environment of a flavour (TORCH=debian, PYTHON=...; see common.sh), builds the package and installs it there;
+# --environment: without the package.
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 select_flavour
-install_w4a8
+[ "${1:-}" = --environment ] || install_w4a8
 say "ready: $PY"

@@ -1,6 +1,7 @@
 // The list of kernels and the choice of one.
 #include <cstdlib>
 #include <set>
+#include <sstream>
 
 #include "test_util.h"
 
@@ -142,6 +143,31 @@ TEST_F(RegistryTest, UseKernelRefusesWhatTheCpuLacks) {
     EXPECT_THROW(use_kernel(kernel->name), std::invalid_argument) << kernel->name;
   }
   if (missing == 0) GTEST_SKIP() << "this CPU runs every kernel";
+}
+
+// Those that do not are in no other test: this one says so, once.
+TEST_F(RegistryTest, EveryKernelRunsHere) {
+  std::string others;
+  for (const Kernel* kernel : kernels_under_test()) {
+    if (runs_here(*kernel)) continue;
+    others += "\n" + std::string(kernel->name) + " needs " + feature_names(kernel->needs & ~host_features());
+  }
+  if (!others.empty()) GTEST_SKIP() << "this CPU cannot run" << others;
+}
+
+// W4A8_TESTS_REQUIRE: what must be there (tests/required.py). Names that are neither kernels nor features are Python's.
+TEST_F(RegistryTest, WhatIsRequiredRunsHere) {
+  const char* value = std::getenv("W4A8_TESTS_REQUIRE");
+  std::istringstream names(value != nullptr ? value : "");
+  for (std::string name; names >> name;) {
+    if (name == "scalar" || name.rfind("x86_", 0) == 0 || name.rfind("arm_", 0) == 0) {
+      EXPECT_NO_THROW(find_kernel(name, host_features(), "W4A8_TESTS_REQUIRE")) << name;
+    }
+    for (uint32_t bit = 1; bit != 0; bit <<= 1) {
+      const bool lacking = feature_names(bit) == name && (host_features() & bit) == 0;
+      EXPECT_FALSE(lacking) << "this CPU lacks " << name;
+    }
+  }
 }
 
 TEST_F(RegistryTest, FeatureNames) {

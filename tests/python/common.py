@@ -1,5 +1,7 @@
 """Building blocks of the tests."""
 
+import os
+import random
 from dataclasses import dataclass
 from typing import Optional
 
@@ -9,6 +11,9 @@ import torch
 
 import w4a8
 
+KERNELS = [kernel["name"] for kernel in w4a8.kernels() if kernel["supported"]]
+# Of hypothesis: another one in each run (of each worker of xdist), unless it is given.
+FUZZ_SEED = int(os.environ.get("W4A8_TEST_SEED") or random.SystemRandom().randrange(1, 2**32))
 KINDS = ["int4", "zeros", "e2m1"]  # the kinds of weights; zeros: int4 with zero points
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Relative error of rounding to a type, and what rounding below its normal range may add.

@@ -4,15 +4,20 @@ import os
 
 import pytest
 import torch
+from common import FUZZ_SEED, KERNELS
 
 import w4a8
 
 SEED = int(os.environ.get("W4A8_TEST_SEED", "0"))
 
 
-def pytest_report_header():
-    kernels = ", ".join(k["name"] + ("" if k["supported"] else " (not supported here)") for k in w4a8.kernels())
-    return [f"w4a8 {w4a8.__version__}, torch {torch.__version__}, seed {SEED} (W4A8_TEST_SEED)", f"kernels: {kernels}"]
+def kernels_of_the_fixture():
+    """Names, of W4A8_TEST_KERNELS if there is one: `best` is the one that is chosen by default."""
+    names = [KERNELS[0] if name == "best" else name for name in os.environ.get("W4A8_TEST_KERNELS", "").split()]
+    for name in names:
+        if name not in KERNELS:
+            raise ValueError(f"W4A8_TEST_KERNELS names {name}, but the kernels that run here are: {KERNELS}")
+    return names or KERNELS
 
 
 @pytest.fixture(autouse=True)
@@ -20,19 +25,17 @@ def fixed_seed():
     torch.manual_seed(SEED)
 
 
-@pytest.fixture(params=w4a8.kernels(), ids=lambda kernel: kernel["name"])
+@pytest.fixture(params=kernels_of_the_fixture())
 def kernel(request):
-    """Runs the test once with every kernel; one that this CPU cannot run is a visible skip."""
-    if not request.param["supported"]:
-        pytest.skip(f"{request.param['name']} needs {request.param['needs']}, which this CPU does not have")
-    with w4a8.use_kernel(request.param["name"]) as name:
-        assert name == request.param["name"]
+    """Runs the test once with every kernel that this CPU can run, or those of W4A8_TEST_KERNELS."""
+    with w4a8.use_kernel(request.param) as name:
+        assert name == request.param
         yield name
 
 
 @pytest.fixture
 def supported_kernels():
-    return [kernel["name"] for kernel in w4a8.kernels() if kernel["supported"]]
+    return KERNELS
 
 
 @pytest.fixture
@@ -41,3 +44,10 @@ def set_threads():
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item):
+    report = (yield).get_result()
+    if report.failed and item.get_closest_marker("hypothesis"):
+        report.sections.append(("hypothesis", f"the same inputs again: W4A8_TEST_SEED={FUZZ_SEED}"))

@@ -5,21 +5,14 @@ import numpy as np
 import pytest
 import reference
 import torch
-from common import DTYPES, assert_same_bits, bits, from_numpy, make_layer, make_matrix
+from common import DTYPES, KERNELS, assert_same_bits, bits, from_numpy, make_layer, make_matrix
 
 import w4a8
 
 pytest.importorskip("hypothesis")
-from hypothesis import HealthCheck, given, settings
+from fuzzing import fuzz
 from hypothesis import strategies as st
 
-LIMITS = settings(
-    max_examples=60,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
 HOSTILE = [
     -(2**63),
     -(2**31),
@@ -43,7 +36,6 @@ HOSTILE = [
     2**63 - 1,
 ]
 SIZES = st.one_of(st.sampled_from(HOSTILE), st.integers(0, 200))
-KERNELS = [kernel["name"] for kernel in w4a8.kernels() if kernel["supported"]]
 SPECIAL = [0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-45, -1e-40, 3e38, -3e38, 65504.0, 1.0, -7.5]
 ANY_DTYPE = [*DTYPES, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool, torch.complex64]
 
@@ -96,10 +88,7 @@ def refused(call, name):
     return message
 
 
-@LIMITS
-@given(
-    st.data(), st.sampled_from(DTYPES), st.integers(1, 40), st.integers(0, 9), shapes(), st.booleans(), st.booleans()
-)
+@fuzz(st.data(), st.sampled_from(DTYPES), st.integers(1, 40), st.integers(0, 9), shapes(), st.booleans(), st.booleans())
 def test_matmul(data, dtype, n, rows, shape, with_bias, narrow):
     k, group = shape
     torch.manual_seed(data.draw(st.integers(0, 2**16)))
@@ -119,8 +108,7 @@ def test_matmul(data, dtype, n, rows, shape, with_bias, narrow):
         assert_same_bits(y, expected, kernel)
 
 
-@LIMITS
-@given(st.data(), st.integers(0, 6), st.integers(0, 3), st.integers(1, 4), st.sampled_from(DTYPES), st.integers(0, 7))
+@fuzz(st.data(), st.integers(0, 6), st.integers(0, 3), st.integers(1, 4), st.sampled_from(DTYPES), st.integers(0, 7))
 def test_moe(data, tokens, top_k, experts, dtype, kind):
     """All kernels and every batch give a token the same bits, whatever is in it."""
     torch.manual_seed(data.draw(st.integers(0, 2**16)))
@@ -147,10 +135,10 @@ def test_moe(data, tokens, top_k, experts, dtype, kind):
             assert torch.isnan(answers[0][t]).all()
 
 
-@LIMITS
-@given(st.data())
+@fuzz(st.data())
 def test_sizes_of_anything(data):
     """Integer arguments of any size beside tensors of ordinary ones: right or refused."""
+    torch.manual_seed(data.draw(st.integers(0, 2**16)))
     matrix = make_matrix(6, 64, 32)
     packed = matrix.pack()
     layer = make_layer(2, 64, 32)
@@ -182,10 +170,10 @@ def test_sizes_of_anything(data):
         assert refused(call, "dynamic_4bit_int_moe").startswith("w4a8::dynamic_4bit_int_moe: ")
 
 
-@LIMITS
-@given(st.data())
+@fuzz(st.data())
 def test_tensors_of_anything(data):
     """Arguments of other types and shapes, some of them right: a finished call or an error with a name."""
+    torch.manual_seed(data.draw(st.integers(0, 2**16)))
     layer = make_layer(2, 64, 32)
     right = {
         "x": torch.randn(3, 64),
@@ -211,10 +199,10 @@ def test_tensors_of_anything(data):
     assert y.dtype == arguments["x"].dtype
 
 
-@LIMITS
-@given(st.data())
+@fuzz(st.data())
 def test_packed_tensor_of_anything(data):
     """Bytes of a packed tensor changed or cut off: refused, or all kernels agree on what they mean."""
+    torch.manual_seed(data.draw(st.integers(0, 2**16)))
     matrix = make_matrix(20, 34, 34, bias=True)
     packed = matrix.pack()
     for _ in range(data.draw(st.integers(0, 5))):
@@ -236,8 +224,7 @@ def test_packed_tensor_of_anything(data):
             assert (bits(answer) == bits(answers[0])).all()
 
 
-@LIMITS
-@given(st.data(), st.integers(0, 5), st.integers(1, 12), st.integers(1, 12))
+@fuzz(st.data(), st.integers(0, 5), st.integers(1, 12), st.integers(1, 12))
 def test_routing(data, tokens, experts, top_k):
     """The experts of a token are the best by score, the lower one among equals, whatever the logits are."""
     from w4a8.core.routing import ROUTING_METHODS, route

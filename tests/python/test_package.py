@@ -1,6 +1,8 @@
 """The package as a user meets it: version, command line, choosing a kernel, the example of the README."""
 
 import ast
+import inspect
+import itertools
 import os
 import re
 import subprocess
@@ -9,7 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import make_matrix, matmul
+from common import assert_same_bits, make_matrix
+from op_samples import op_samples, results
 
 import w4a8
 
@@ -173,10 +176,44 @@ def test_a_bad_environment_stops_the_operators():
     assert "scalar" in result.stderr
 
 
-def test_wrappers_are_the_operators():
-    matrix = make_matrix(24, 64, 32)
-    packed, x = matrix.pack(), torch.randn(3, 64)
-    assert torch.equal(torch.ops.w4a8.dyn_quant_matmul_4bit(x, packed, 32, 64, 24), matmul(x, matrix, packed))
+def operators():
+    """Name -> schema of every operator of torch.ops.w4a8; of overloads the default one."""
+    schemas = {schema.name: schema for schema in torch._C._jit_get_all_schemas() if not schema.overload_name}
+    return {name[6:]: schema for name, schema in schemas.items() if name.startswith("w4a8::")}
+
+
+def test_every_operator_has_a_wrapper_and_a_sample():
+    assert len(operators()) >= 8
+    sampled = {op._schema.name[6:] for op, _ in op_samples().values()}
+    assert sampled == set(operators()) == {name for name in operators() if name in w4a8.__all__}
+
+
+@pytest.mark.parametrize("name", sorted(operators()))
+def test_wrappers_are_the_operators(name, monkeypatch):
+    """Same arguments in the same order with the same defaults, each given on as it is."""
+    wrapper, schema = getattr(w4a8, name), operators()[name]
+    parameters = inspect.signature(wrapper).parameters.values()
+    for parameter, argument in itertools.zip_longest(parameters, schema.arguments):
+        assert parameter.name == argument.name
+        assert (parameter.kind == parameter.KEYWORD_ONLY) == argument.kwarg_only
+        default = argument.default_value if argument.has_default_value() else parameter.empty
+        # An optional argument without a default in the schema may have None in Python, and the other way round.
+        assert parameter.default == default or {parameter.default, default} == {None, parameter.empty}, parameter.name
+
+    given = {parameter.name: index + 100 for index, parameter in enumerate(parameters)}
+    calls = []
+    monkeypatch.setattr(getattr(torch.ops.w4a8, name), "default", lambda *args, **kwargs: calls.append((args, kwargs)))
+    wrapper(**given)
+    ((args, kwargs),) = calls
+    positional = [argument.name for argument in schema.arguments if not argument.kwarg_only]
+    assert {**dict(zip(positional, args)), **kwargs} == given
+
+
+@pytest.mark.parametrize("sample", [name for name, (op, _) in op_samples().items() if op._overloadname == "default"])
+def test_wrappers_compute_what_the_operators_do(sample):
+    op, arguments = op_samples()[sample]
+    for actual, expected in zip(results(getattr(w4a8, op._schema.name[6:]), arguments), results(op, arguments)):
+        assert_same_bits(actual, expected)
 
 
 def python_examples():
@@ -207,22 +244,27 @@ def test_the_example_of_the_readme():
 def test_the_checkpoint_example_of_the_readme(monkeypatch):
     pytest.importorskip("safetensors")
     monkeypatch.chdir(ROOT)
-    scope = {"torch": torch, "w4a8": w4a8}
+    scope = {}
     exec(compile(python_examples()[2], "README.md", "exec"), scope)
     assert scope["y"].shape == (5, 256)
     assert scope["y"].abs().max() > 0
 
 
 def test_the_readme_lists_the_operators():
-    text = (ROOT / "README.md").read_text()
-    for name in (
-        "dyn_quant_pack_4bit_weight",
-        "dyn_quant_unpack_4bit_weight",
-        "dyn_quant_matmul_4bit",
-        "dynamic_4bit_int_moe",
-    ):
-        assert name in text
-        assert hasattr(torch.ops.w4a8, name)
+    """The table has every operator with its arguments, in order, and those of its defaults that it gives."""
+    table = (ROOT / "README.md").read_text().partition("## Operators")[2].partition("## ")[0]
+    rows = dict(re.findall(r"^\| `(\w+)\((.*?)\)` \|", table, re.MULTILINE))
+    assert set(rows) == set(operators())
+    for name, arguments in rows.items():
+        parameters = inspect.signature(getattr(w4a8, name)).parameters
+        listed = ast.parse(f"def f({arguments}): pass").body[0].args
+        assert [argument.arg for argument in [*listed.args, *listed.kwonlyargs]] == list(parameters)
+        defaults = dict(zip([argument.arg for argument in reversed(listed.args)], reversed(listed.defaults)))
+        defaults.update({a.arg: value for a, value in zip(listed.kwonlyargs, listed.kw_defaults) if value is not None})
+        for argument, parameter in parameters.items():
+            assert (argument in defaults) == (parameter.default is not parameter.empty), f"{name}: {argument}"
+            if argument in defaults:
+                assert ast.literal_eval(defaults[argument]) == parameter.default, f"{name}: {argument}"
 
 
 OLD_PYTHON = """

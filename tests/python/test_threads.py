@@ -8,7 +8,7 @@ import threading
 
 import pytest
 import torch
-from common import TORCH_VERSION, assert_same_bits, make_layer, make_matrix, matmul, route
+from common import KERNELS, TORCH_VERSION, assert_same_bits, make_layer, make_matrix, matmul, route
 
 import w4a8
 
@@ -57,13 +57,12 @@ def test_switching_kernels_while_operators_run():
     """A call ends with the kernel it began with; the bits are those of every kernel."""
     calls = cases()
     expected = [call() for call in calls]
-    names = [kernel["name"] for kernel in w4a8.kernels() if kernel["supported"]]
     done, errors, used = threading.Event(), [], set()
 
     def work(first):
         try:
             for i in range(4000):
-                if i >= 40 and used == set(names):
+                if i >= 40 and used == set(KERNELS):
                     break
                 at = (first + i) % len(calls)
                 used.add(w4a8.active_kernel())
@@ -73,7 +72,7 @@ def test_switching_kernels_while_operators_run():
 
     def switch():
         while not done.is_set():
-            for name in names:
+            for name in KERNELS:
                 w4a8.use_kernel(name)
                 done.wait(0.001)
 
@@ -89,7 +88,7 @@ def test_switching_kernels_while_operators_run():
         switcher.join()
         w4a8.use_kernel("")
     assert not errors, errors[0]
-    assert used == set(names)
+    assert used == set(KERNELS)
 
 
 def test_errors_in_one_thread_leave_the_others_alone():

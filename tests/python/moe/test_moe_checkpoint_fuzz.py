@@ -15,16 +15,10 @@ from w4a8.checkpoint import CheckpointError, load
 
 pytest.importorskip("safetensors")
 pytest.importorskip("hypothesis")
-from hypothesis import HealthCheck, assume, given, settings
+from fuzzing import fuzz
+from hypothesis import assume
 from hypothesis import strategies as st
 
-LIMITS = settings(
-    max_examples=60,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
 HUGE = [0, -1, 1, 2, 3, 7, 33, 2**31 - 1, 2**31, 2**40, 2**62, 2**63, -(2**63), 2**64, 10**30]
 JUNK = st.one_of(
     st.none(),
@@ -144,8 +138,7 @@ def test_undamaged(good, tmp_path, format_):
     assert mine[0].abs().max() > 0
 
 
-@LIMITS
-@given(format_=FORMATS, data=st.data())
+@fuzz(format_=FORMATS, data=st.data())
 def test_config_of_anything(good, tmp_path, format_, data):
     """One to three values of config.json replaced or removed."""
     tensors, config = good[format_]
@@ -167,8 +160,7 @@ def test_config_of_anything(good, tmp_path, format_, data):
             assert layer.global_num_experts == 3
 
 
-@LIMITS
-@given(format_=FORMATS, data=st.data())
+@fuzz(format_=FORMATS, data=st.data())
 def test_header_of_anything(good, tmp_path, format_, data):
     """Fields of the safetensors header replaced: huge or negative sizes, offsets that overlap or lie outside."""
     tensors, config = good[format_]
@@ -182,8 +174,7 @@ def test_header_of_anything(good, tmp_path, format_, data):
     load_or_refuse(tmp_path)
 
 
-@LIMITS
-@given(format_=FORMATS, data=st.data())
+@fuzz(format_=FORMATS, data=st.data())
 def test_bytes_of_anything(good, tmp_path, format_, data):
     """The file cut off, or some of its bytes changed."""
     tensors, config = good[format_]
@@ -199,8 +190,7 @@ def test_bytes_of_anything(good, tmp_path, format_, data):
     load_or_refuse(tmp_path)
 
 
-@LIMITS
-@given(format_=FORMATS, data=st.data())
+@fuzz(format_=FORMATS, data=st.data())
 def test_tensors_of_anything(good, tmp_path, format_, data):
     """A tensor missing, of another shape, under another name, or with a value that cannot be."""
     tensors, config = good[format_]
@@ -229,8 +219,7 @@ def test_tensors_of_anything(good, tmp_path, format_, data):
         assert layers is None
 
 
-@LIMITS
-@given(format_=FORMATS, weight_map=st.one_of(JUNK, st.dictionaries(st.text(max_size=3), JUNK, max_size=3)), whole=JUNK)
+@fuzz(format_=FORMATS, weight_map=st.one_of(JUNK, st.dictionaries(st.text(max_size=3), JUNK, max_size=3)), whole=JUNK)
 def test_index_of_anything(good, tmp_path, format_, weight_map, whole):
     tensors, config = good[format_]
     prepare(tmp_path, tensors, config)
