@@ -35,7 +35,7 @@ test-baseline: ## the core tests on an emulated x86-64 CPU without AVX
 	@scripts/test_baseline.sh
 
 test-package: ## sdist, wheel, and the wheel's tests away from the source tree
-	@scripts/test_package.sh
+	@scripts/test_package.sh $(ARGS)
 
 setup: ## only set up the environment and install the package into it
 	@scripts/setup.sh

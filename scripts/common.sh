@@ -32,11 +32,11 @@ run_quiet() {
   fi
 }
 
-# build_preset NAME [OPTION...]: of CMakePresets.json; the options are for its configuration.
+# build_preset NAME [OPTION...]: of CMakePresets.json; the options are for its configuration. TARGET: only that one.
 build_preset() {
   say "building preset $1"
   run_quiet "build/log/$1-configure.log" cmake --preset "$@"
-  run_quiet "build/log/$1-build.log" cmake --build --preset "$1" -j "$CMAKE_BUILD_PARALLEL_LEVEL"
+  run_quiet "build/log/$1-build.log" cmake --build --preset "$1" -j "$CMAKE_BUILD_PARALLEL_LEVEL" --target "${TARGET:-all}"
 }
 
 # need_packages NAME...: installs Debian packages when root, one call at a time; else says which ones are missing.
@@ -231,13 +231,13 @@ need_modules() {
   [ ${#missing[@]} -eq 0 ] || die "$PY lacks these Python packages: ${missing[*]}"
 }
 
-# Sets PYTEST_JOBS: what makes pytest use several processes, where the flavour has pytest-xdist. Their threads outnumber the
-# cores then: those that wait must sleep.
-select_pytest_jobs() {
+# Sets PYTEST_OPTIONS: that the slowest tests are listed, and several processes where the flavour has pytest-xdist. Their threads
+# outnumber the cores then: those that wait must sleep.
+select_pytest_options() {
   local jobs=$((CMAKE_BUILD_PARALLEL_LEVEL < 4 ? CMAKE_BUILD_PARALLEL_LEVEL : 4))
-  PYTEST_JOBS=()
+  PYTEST_OPTIONS=(--durations=20)
   if [ "$jobs" -gt 1 ] && "$PY" -c 'import xdist' 2>/dev/null; then
-    PYTEST_JOBS=(-n "$jobs")
+    PYTEST_OPTIONS+=(-n "$jobs")
     export OMP_WAIT_POLICY=passive
   fi
 }

@@ -29,6 +29,6 @@ run_quiet build/log/example-configure.log cmake -S examples/cpp -B "$BUILD_DIR/e
 run_quiet build/log/example-build.log cmake --build "$BUILD_DIR/example"
 "$BUILD_DIR/example/moe_layer" || failed+=(examples/cpp)
 say "pytest ($FLAVOUR)"
-select_pytest_jobs
-"$PY" -m pytest "${PYTEST_JOBS[@]}" "$@" || failed+=(pytest)
+select_pytest_options
+"$PY" -m pytest "${PYTEST_OPTIONS[@]}" "$@" || failed+=(pytest)
 [ ${#failed[@]} -eq 0 ] || die "failed: ${failed[*]}"

@@ -1,8 +1,15 @@
 #!/usr/bin/env bash
-# usage: test_asan_python.sh [PYTEST_ARGUMENTS]
+# usage: test_asan_python.sh [--quick] [PYTEST_ARGUMENTS]
 # The extension built with AddressSanitizer and UndefinedBehaviorSanitizer, under pytest: a subset that calls every operator
 # with right and wrong arguments. The interpreter and torch are not instrumented, so their leaks are not looked for.
+# --quick: what tells the kernels apart is left to the C++ suite, which has it under the same sanitizers.
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+select=()
+if [ "${1:-}" = --quick ]; then
+  shift
+  select=(-m "not sweep")
+  export W4A8_TEST_KERNELS="best scalar"
+fi
 select_flavour
 need_gtest
 [ "$FLAVOUR" = debian ] || [ "$FLAVOUR" = own ] || pip_once "$PY" test
@@ -34,5 +41,5 @@ loaded=$("$PY" -c 'import w4a8; print(w4a8.__file__)' | tail -n 1)
 say "pytest with the sanitized extension"
 tests=(tests/python/test_ops.py tests/python/test_moe.py tests/python/test_errors.py tests/python/test_storage.py
   tests/python/test_linear_ops.py tests/python/test_fuzz_ops.py tests/python/test_golden.py tests/python/test_kinds.py)
-select_pytest_jobs
-"$PY" -m pytest -q "${PYTEST_JOBS[@]}" -p no:cacheprovider "${tests[@]}" "$@"
+select_pytest_options
+"$PY" -m pytest -q "${PYTEST_OPTIONS[@]}" -p no:cacheprovider "${select[@]}" "${tests[@]}" "$@"

@@ -1,7 +1,11 @@
 #!/usr/bin/env bash
+# usage: test_package.sh [--quick]
 # The package as it is published: an sdist, a wheel built from it outside of this source tree, that wheel installed into a
 # fresh environment and tested from another folder; pip check; and what the wheel links is what NOTICE says.
+# --quick: without the operators' own tests, which `make test` runs with a package built from the same sources.
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+tests=(package golden)
+[ "${1:-}" = --quick ] || tests+=(ops moe errors)
 select_flavour
 case $FLAVOUR in
   pypi) pip_once "$PY" test ;;
@@ -42,9 +46,11 @@ cd "$work/away"
 loaded=$("$env_py" -c 'import w4a8; print(w4a8.__file__)')
 case $loaded in "$site"/*) ;; *) die "another w4a8 was loaded: $loaded" ;; esac
 "$env_py" -m w4a8 >"$work/about.txt"
-select_pytest_jobs
-"$env_py" -m pytest -q "${PYTEST_JOBS[@]}" -p no:cacheprovider -c /dev/null --rootdir "$work/away" \
-  tests/python/test_ops.py tests/python/test_moe.py tests/python/test_errors.py tests/python/test_golden.py
+select_pytest_options
+tests=("${tests[@]/#/tests/python/test_}")
+# What needs the examples, or pyproject.toml, is not of the wheel.
+"$env_py" -m pytest -q "${PYTEST_OPTIONS[@]}" -p no:cacheprovider -c /dev/null --rootdir "$work/away" "${tests[@]/%/.py}" \
+  -k "not test_the_checkpoint_example and not test_the_transformers_example and not test_optional_requirements"
 "$env_py" -m pip check || die "pip check"
 
 say "what it links and carries"

@@ -51,6 +51,7 @@ def test_matmul_bits(kernel, shape, scale_dtype):
         check(torch.randn(m, k).to(dtype), int8(n, k, group, scale_dtype, n % 2 == 0))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("m", [1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13, 23, 24, 25, 47, 70])
 def test_numbers_of_rows(kernel, m):
     check(torch.randn(m, 96), int8(37, 96, 32))

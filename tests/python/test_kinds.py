@@ -40,6 +40,7 @@ def test_matmul_bits(kernel, shape, scale_dtype, kind):
 
 
 @new_kinds
+@pytest.mark.sweep
 @pytest.mark.parametrize("m", [1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13, 23, 24, 25, 47, 70])
 def test_numbers_of_rows(kernel, m, kind):
     check(torch.randn(m, 96), make_matrix(37, 96, 32, kind=kind))

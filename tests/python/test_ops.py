@@ -51,16 +51,19 @@ def test_dtypes(kernel, dtype, shape):
     check(torch.randn(m, k).to(dtype), make_matrix(n, k, group, bias=True))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("m", range(1, 30))
 def test_every_number_of_rows(kernel, m):
     check(torch.randn(m, 64), make_matrix(37, 64, 32))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("n", range(1, 50))
 def test_every_number_of_columns(kernel, n):
     check(torch.randn(3, 46), make_matrix(n, 46, 46))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("k", range(2, 70, 2))
 def test_every_channelwise_k(kernel, k):
     check(torch.randn(7, k), make_matrix(18, k, k, bias=True))

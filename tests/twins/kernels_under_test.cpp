@@ -6,20 +6,24 @@
 
 namespace w4a8 {
 
+#ifdef W4A8_HAS_TWINS
 namespace isa {
 #define W4A8_KERNEL(name) extern const Kernel name;
 #include "twins.inc"
 #undef W4A8_KERNEL
 }  // namespace isa
+#endif
 
 namespace test {
 
 const std::vector<const Kernel*>& kernels_under_test() {
   static const std::vector<const Kernel*> kernels = [] {
     std::vector<const Kernel*> list(all_kernels().begin(), all_kernels().end());
+#ifdef W4A8_HAS_TWINS
 #define W4A8_KERNEL(name) list.push_back(&isa::name);
 #include "twins.inc"
 #undef W4A8_KERNEL
+#endif
     return list;
   }();
   return kernels;

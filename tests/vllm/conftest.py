@@ -31,18 +31,24 @@ ONLY_AVX2 = {
 
 def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="every format, group, dtype and kind of parallelism")
+    parser.addoption("--quick", action="store_true", help="every family once, two of them compiled; a server")
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "full: only with --full")
+    config.addinivalue_line("markers", "usual: not with --quick")
+    config.addinivalue_line("markers", "quick: with --quick as well, though it is full")
 
 
 def pytest_collection_modifyitems(config, items):
-    if not config.getoption("--full"):
-        skip = pytest.mark.skip(reason="only with --full (make test-vllm-full)")
-        for item in items:
-            if "full" in item.keywords:
-                item.add_marker(skip)
+    full, quick = config.getoption("--full"), config.getoption("--quick")
+    reason = "not with --quick" if quick else "only with --full (make test-vllm-full)"
+    for item in items:
+        left_out = "full" in item.keywords and not full
+        if quick:
+            left_out = "quick" not in item.keywords and (left_out or "usual" in item.keywords)
+        if left_out:
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def prompts() -> list[list[int]]:

@@ -19,6 +19,7 @@ from example import EXAMPLE, PROMPTS, TOKENS, check_greedy, demo_model, with_tok
 TIE = {"float32": 0.1, "bfloat16": 0.5}
 
 
+@pytest.mark.usual
 @pytest.mark.parametrize("scheme", ["g32", pytest.param("channelwise", marks=pytest.mark.full)])
 def test_offline(scheme, tmp_path):
     """torch.compile, prefix caching and chunked prefill are on, as vLLM's defaults are."""

@@ -25,6 +25,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.usual
 @pytest.mark.parametrize("shuffled", [True, pytest.param(False, marks=pytest.mark.full)], ids=["shuffled", "in order"])
 def test_peak_while_loading(shuffled, tmp_path):
     """What is packed, the tensors that are not quantized, one file, and little more; the int8 weights are 500 MB."""

@@ -17,6 +17,8 @@ from w4a8.nn.rounding import round_weight
 # (case, whether it is compiled). What is compiled runs eagerly as well with --full.
 SHORT = [(case, case in COMPILED) for case in QUICK]
 FULL = [(case, False) for case in [*COMPILED, *MORE]]
+# What tools have written is read by the same classes, and in transformers as well (tests/python).
+QUICKEST = [(case, case in (QUICK[0], QUICK[5])) for case in QUICK if not case.tool]
 INT4_HEAD = QUICK[0]  # also with W4A8_VLLM_LM_HEAD=int4
 OLD = TOOLS["gptq"]  # also as it was before config.json held the configuration
 NVFP4 = TOOLS["nvfp4_modelopt"]  # also with ModelOpt's own file alone, and with scales for a cache of 4 or 8 bits
@@ -62,7 +64,8 @@ def _with_quantized_cache(written: Path, directory: Path, bits: int) -> Path:
 
 @pytest.fixture(scope="module")
 def results(request, checkpoints, tmp_path_factory):
-    runs = SHORT + (FULL if request.config.getoption("--full") else [])
+    quick = request.config.getoption("--quick")
+    runs = QUICKEST if quick else SHORT + (FULL if request.config.getoption("--full") else [])
     jobs = []
     for case, compiled in runs:
         reload = checkpoints(case, seed=1) / "checkpoint" if (case, compiled) in RELOADED else None
@@ -80,7 +83,8 @@ def results(request, checkpoints, tmp_path_factory):
     for case in DUMMIES:
         dummy = {**arguments(case), "load_format": "dummy"}
         more[f"dummy {case.tool}"] = Job(checkpoints(case) / "checkpoint", dummy, tokens=2)
-    jobs, runs = [*jobs, *more.values()], [*runs, *((name, False) for name in more)]
+    if not quick:
+        jobs, runs = [*jobs, *more.values()], [*runs, *((name, False) for name in more)]
     done, log = run_engines(jobs, tmp_path_factory.mktemp("models"), 3600, VLLM_ENABLE_V1_MULTIPROCESSING="0")
     for (case, compiled), result in zip(runs, done):
         print(f"{result['seconds']:5.0f} s  {getattr(case, 'name', case)}{' compiled' if compiled else ''}")
@@ -91,22 +95,30 @@ def _name(run: tuple) -> str:
     return run[0].name + ("-compiled" if run[1] else "")
 
 
-@pytest.mark.parametrize("run", [*SHORT, *(pytest.param(run, marks=pytest.mark.full) for run in FULL)], ids=_name)
+def _marked(run: tuple):
+    marks = [pytest.mark.full] if run in FULL else [pytest.mark.usual]
+    return pytest.param(run, marks=[*marks, pytest.mark.quick] if run in QUICKEST else marks)
+
+
+@pytest.mark.parametrize("run", map(_marked, SHORT + FULL), ids=_name)
 def test_answers_are_those_of_transformers(run, results, checkpoints):
     case, (job, result) = run[0], results[0][run]
     check(case, checkpoints(case), job.prompts, result)
 
 
+@pytest.mark.usual
 def test_configuration_in_a_file_of_its_own(results, checkpoints):
     job, result = results[0]["quantize_config.json", False]
     check(OLD, checkpoints(OLD), job.prompts, result)
 
 
+@pytest.mark.usual
 def test_modelopts_own_configuration_file(results, checkpoints):
     job, result = results[0]["hf_quant_config.json", False]
     check(NVFP4, checkpoints(NVFP4), job.prompts, result)
 
 
+@pytest.mark.usual
 def test_a_cache_that_vllm_does_not_have(results, checkpoints):
     """Of 4 bits, which it would take for 8: it has the type of the model. Its scales are in the file all the same."""
     job, result = results[0]["cache of 4 bits", False]
@@ -114,6 +126,7 @@ def test_a_cache_that_vllm_does_not_have(results, checkpoints):
     assert "which vLLM does not have here (it is not of 8 bits): it is of the type of the model" in results[1]
 
 
+@pytest.mark.usual
 def test_a_cache_of_8_bits(results, checkpoints):
     """As the checkpoint asks for, where vLLM has it: keys and values have three bits of mantissa, which can be seen."""
     job, result = results[0]["cache of 8 bits", False]
@@ -129,6 +142,7 @@ def test_a_cache_of_8_bits(results, checkpoints):
         check(NVFP4, checkpoints(NVFP4), job.prompts, result)
 
 
+@pytest.mark.usual
 @pytest.mark.parametrize("case", DUMMIES, ids=lambda case: case.tool)
 def test_random_weights(case, results):
     _, result = results[0][f"dummy {case.tool}", False]
@@ -136,7 +150,7 @@ def test_random_weights(case, results):
     assert all(torch.isfinite(rows).all() and rows.std() > 0 for rows in result["logprobs"])
 
 
-@pytest.mark.parametrize("run", RELOADED, ids=_name)
+@pytest.mark.parametrize("run", map(_marked, RELOADED), ids=_name)
 def test_other_weights_are_reloaded(run, results, checkpoints):
     """As training with vLLM does between two steps."""
     case, (job, result) = run[0], results[0][run]
@@ -144,6 +158,7 @@ def test_other_weights_are_reloaded(run, results, checkpoints):
     check(case, checkpoints(case, seed=1), job.prompts, {**result, **result["reloaded"]})
 
 
+@pytest.mark.usual
 @pytest.mark.parametrize("seed", [0, 1], ids=["loaded", "reloaded"])
 def test_output_layer_in_int4(seed, results, checkpoints, tmp_path):
     """As a model whose output layer has the rounded values; its checkpoint has it in bfloat16."""
@@ -162,6 +177,7 @@ def test_output_layer_in_int4(seed, results, checkpoints, tmp_path):
     check(replace(INT4_HEAD, lm_head=True), tmp_path, job.prompts, found)
 
 
+@pytest.mark.usual
 def test_says_once_what_it_runs(results):
     log = results[1]
     for message in (

@@ -18,6 +18,7 @@ def results(request, checkpoints, tmp_path_factory):
     return jobs, done
 
 
+@pytest.mark.usual
 @pytest.mark.parametrize(
     "index",
     [pytest.param(index, marks=[pytest.mark.full] if index else []) for index in range(len(PARALLEL))],

@@ -41,6 +41,7 @@ FOREIGN = {
     Case("qwen3_moe", 16, "nvfp4-pack-quantized", "bfloat16", "none", attention="float"): NO_NVFP4_MOE,
 }
 
+pytestmark = pytest.mark.usual  # no change of this package changes them
 AMX = torch.cpu._is_amx_tile_supported() and not HIDE_AMX
 ON_EITHER = {"int-quantized": NO_BACKEND, "moe_backend=cpu": NOT_ARM, "pack-quantized": NO_BACKEND}
 
