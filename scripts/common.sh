@@ -120,6 +120,9 @@ need_clang() {
   CLANGXX=clang++-14
 }
 
+# Prints the names of the fuzzers: <name> of tests/fuzz/fuzz_<name>.cpp.
+fuzzers() { find tests/fuzz -name 'fuzz_*.cpp' -printf '%f\n' | sed 's/^fuzz_//; s/\.cpp$//' | sort; }
+
 # cpu_torch_option PYTHON [URL]: pip's option for a torch without CUDA, of which PyPI's has gigabytes on Linux: PyTorch's own index
 # of builds for CPUs, if it answers within seconds and has the pinned version for this interpreter. None if the user told pip where
 # to look.

@@ -4,7 +4,7 @@
 # for that many seconds (default 60). What they learn stays in build/fuzz/corpus; an input that fails in build/fuzz/found.
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 seconds=${1:-60}
-fuzzers=(kernels packed rows)
+mapfile -t fuzzers < <(fuzzers)
 need_cmake
 need_clang
 build_preset fuzz -DCMAKE_CXX_COMPILER="$CLANGXX"
