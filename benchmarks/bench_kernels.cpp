@@ -234,12 +234,16 @@ int run(int argc, char** argv) {
   const auto shape_of = [&](int64_t group) {
     return PackedShape{kN, kK, group, group == kK ? DType::kFloat32 : DType::kBFloat16, false, kind};
   };
+  std::vector<const Kernel*> here;
+  for (const Kernel* kernel : runnable_kernels()) {
+    if (kernel->ask == nullptr || kernel->ask()) here.push_back(kernel);
+  }
   constexpr int64_t kGroups[] = {32, 128, kK};
   for (const int64_t group : kGroups) {
     const PackedShape shape = shape_of(group);
     fill_packed(shape, pool.bytes() / packed_bytes(shape), pool.data(), all);
     for (const Kernel* kernel : all_kernels()) {
-      if (!supported(*kernel, host_features())) {
+      if (std::find(here.begin(), here.end(), kernel) == here.end()) {
         std::printf("%-15s  not supported by this CPU\n", kernel->name);
         continue;
       }
@@ -253,10 +257,6 @@ int run(int argc, char** argv) {
         std::fflush(stdout);
       }
     }
-  }
-  std::vector<const Kernel*> here;
-  for (const Kernel* kernel : all_kernels()) {
-    if (supported(*kernel, host_features())) here.push_back(kernel);
   }
   for (int which = 0; which < 3 && here.size() > 2; ++which) {
     const PackedShape shape = shape_of(kGroups[which]);

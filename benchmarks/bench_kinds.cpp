@@ -10,7 +10,7 @@
 #include <memory>
 #include <vector>
 
-#include "kernels/registry.h"
+#include "core/kernel_choice.h"
 #include "moe_layer.h"
 
 namespace w4a8::bench {

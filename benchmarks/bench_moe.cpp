@@ -12,9 +12,9 @@
 #include <cstdio>
 #include <vector>
 
+#include "core/kernel_choice.h"
 #include "core/moe/fused_moe.h"
 #include "harness.h"
-#include "kernels/registry.h"
 #include "machine_limits.h"
 #include "moe_layer.h"
 

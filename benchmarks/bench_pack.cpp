@@ -9,10 +9,10 @@
 #include <random>
 #include <vector>
 
+#include "core/kernel_choice.h"
 #include "core/pack.h"
 #include "core/split.h"
 #include "harness.h"
-#include "kernels/registry.h"
 
 namespace w4a8::bench {
 namespace {

@@ -11,8 +11,8 @@
 #include <new>
 #include <random>
 
+#include "core/kernel_choice.h"
 #include "core/pack.h"
-#include "kernels/registry.h"
 
 namespace w4a8::bench {
 

@@ -3,9 +3,9 @@
 #include <memory>
 #include <stdexcept>
 
+#include "core/kernel_choice.h"
 #include "core/parallel.h"
 #include "harness.h"
-#include "kernels/registry.h"
 #include "machine_limits.h"
 
 namespace {

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "core/gemm.h"
+#include "core/kernel_choice.h"
 #include "core/layout.h"
 #include "core/pack.h"
 #include "kernels/cpu_features.h"

@@ -23,18 +23,6 @@ uint64_t xcr0() {
   return (static_cast<uint64_t>(high) << 32) | low;
 }
 
-// Linux, Documentation/arch/x86/xstate.rst: the state of tiles is enabled for a process that asks. Without permission
-// the first tile instruction is a SIGILL; a kernel that does not know the call has none to give.
-bool amx_permission() {
-#if defined(__linux__)
-  constexpr int kRequest = 0x1023;  // ARCH_REQ_XCOMP_PERM
-  constexpr int kTileData = 18;     // the component XTILEDATA
-  return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
-#else
-  return false;
-#endif
-}
-
 // Bits: Intel SDM volume 2A, CPUID leaves 1, 7 and 7.1; XCR0 bits 1-2 are the SSE and AVX state, 5-7 the AVX-512 state,
 // 17-18 the configuration and data of tiles.
 uint32_t detect() {
@@ -63,7 +51,6 @@ uint32_t detect() {
   const uint32_t tile_int8 = (1u << 24) | (1u << 25);
   if ((edx & tile_int8) == tile_int8 && (state & 0x60000) == 0x60000) {
     features |= kAmxInt8;
-    if (amx_permission()) features |= kAmxPermission;
   }
   if (eax >= 1 && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) != 0 && ((eax >> 4) & 1)) features |= kAvxVnni;
   return features;
@@ -112,6 +99,18 @@ uint32_t host_features() {
   return features;
 }
 
+// Linux, Documentation/arch/x86/xstate.rst: the state of tiles is enabled for a process that asks. A Linux that does
+// not know the call has no permission to give.
+bool ask_for_amx() {
+#if defined(__x86_64__) && defined(__linux__)
+  constexpr int kRequest = 0x1023;  // ARCH_REQ_XCOMP_PERM
+  constexpr int kTileData = 18;     // the component XTILEDATA
+  return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+
 bool host_unpacks_for_free() { return by_amd(); }
 // AVX-VNNI came to AMD with Zen 5.
 bool host_streams_by_itself() { return by_amd() && (host_features() & kAvxVnni) == 0; }
@@ -122,18 +121,10 @@ std::string feature_names(uint32_t features) {
     uint32_t bit;
     const char* name;
   };
-  static constexpr Name kNames[] = {{kAvx2, "avx2"},
-                                    {kFma, "fma"},
-                                    {kF16c, "f16c"},
-                                    {kAvx512, "avx512"},
-                                    {kAvx512Vnni, "avx512vnni"},
-                                    {kNeon, "neon"},
-                                    {kDotprod, "dotprod"},
-                                    {kI8mm, "i8mm"},
-                                    {kAvxVnni, "avxvnni"},
-                                    {kGfni, "gfni"},
-                                    {kAmxInt8, "amx_int8"},
-                                    {kAmxPermission, "amx_permission"}};
+  static constexpr Name kNames[] = {
+      {kAvx2, "avx2"},       {kFma, "fma"},         {kF16c, "f16c"}, {kAvx512, "avx512"},   {kAvx512Vnni, "avx512vnni"},
+      {kNeon, "neon"},       {kDotprod, "dotprod"}, {kI8mm, "i8mm"}, {kAvxVnni, "avxvnni"}, {kGfni, "gfni"},
+      {kAmxInt8, "amx_int8"}};
   std::string names;
   for (const Name& entry : kNames) {
     if ((features & entry.bit) == 0) continue;

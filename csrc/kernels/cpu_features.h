@@ -13,18 +13,20 @@ enum Feature : uint32_t {
   kF16c = 1u << 2,
   kAvx512 = 1u << 3,  ///< F, BW, DQ and VL together, with OS support for the ZMM state
   kAvx512Vnni = 1u << 4,
-  kNeon = 1u << 5,            ///< every 64-bit Arm CPU that runs Linux or macOS
-  kDotprod = 1u << 6,         ///< SDOT
-  kI8mm = 1u << 7,            ///< SMMLA
-  kAvxVnni = 1u << 8,         ///< VPDPBUSD on YMM registers without AVX-512
-  kGfni = 1u << 9,            ///< with AVX-512: VGF2P8AFFINEQB on ZMM registers
-  kAmxInt8 = 1u << 10,        ///< tiles of int8, with OS support for their state
-  kAmxPermission = 1u << 11,  ///< the OS lets this process use them
+  kNeon = 1u << 5,      ///< every 64-bit Arm CPU that runs Linux or macOS
+  kDotprod = 1u << 6,   ///< SDOT
+  kI8mm = 1u << 7,      ///< SMMLA
+  kAvxVnni = 1u << 8,   ///< VPDPBUSD on YMM registers without AVX-512
+  kGfni = 1u << 9,      ///< with AVX-512: VGF2P8AFFINEQB on ZMM registers
+  kAmxInt8 = 1u << 10,  ///< tiles of int8, with OS support for their state; see ask_for_amx
 };
 
 /// Feature bits of this machine, detected once. x86: CPUID, and XCR0 for what the OS saves. Arm: what the OS says.
-/// On a CPU with AMX this asks Linux to let the process use it, once for all of its threads.
 uint32_t host_features();
+
+/// Asks Linux to let this process use AMX, once for all of its threads; from then on every signal frame has room for
+/// the tiles. Returns whether it does. Without, the first instruction of AMX is a SIGILL.
+bool ask_for_amx();
 
 /// True if taking nibbles apart costs a tile nothing: on x86 by AMD the multiplier leaves masks and shifts their own
 /// ports, elsewhere they share them.

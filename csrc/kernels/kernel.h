@@ -4,10 +4,19 @@
 // defined bit for bit in docs/numerics.md, so any two kernels give identical results on identical arguments.
 #pragma once
 
+#include <bit>
+#include <cfloat>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 
 namespace w4a8 {
+
+// What all of the core and the kernels assume.
+static_assert(std::endian::native == std::endian::little,
+              "packed matrices, and their headers, are little-endian and used as they are");
+static_assert(std::numeric_limits<float>::is_iec559 && FLT_EVAL_METHOD == 0,
+              "docs/numerics.md rounds every operation to its type, which -mfpmath=387, for one, does not");
 
 /// Element types of activations, scales and outputs. The values are part of the packed format.
 enum class DType : uint8_t {
@@ -154,6 +163,9 @@ struct GemmFunctions {
 struct Kernel : RowFunctions, GemmFunctions {
   const char* name;  ///< file name without .cpp, e.g. "x86_avx512vnni"
   uint32_t needs;    ///< Feature bits (cpu_features.h); runs iff (needs & host_features()) == needs
+  /// Asks the operating system for what it gives to a process that asks; before the kernel is used for the first time,
+  /// and only then. False: it refuses. Null: there is nothing to ask for.
+  bool (*ask)() = nullptr;
 };
 
 }  // namespace w4a8

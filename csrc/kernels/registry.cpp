@@ -1,7 +1,5 @@
 #include "kernels/registry.h"
 
-#include <atomic>
-#include <cstdlib>
 #include <stdexcept>
 
 #include "kernels/cpu_features.h"
@@ -22,19 +20,6 @@ constexpr const Kernel* kKernels[] = {
 #undef W4A8_KERNEL
 };
 
-// Null: not chosen yet, or back to the default.
-std::atomic<const Kernel*> g_forced{nullptr};
-
-const Kernel& default_kernel() {
-  // A throwing initializer is run again on the next call, so a bad value stays an error.
-  static const Kernel& kernel = []() -> const Kernel& {
-    const char* name = std::getenv("W4A8_KERNEL");
-    if (name != nullptr && *name != '\0') return find_kernel(name, host_features(), "environment variable W4A8_KERNEL");
-    return best_kernel(host_features());
-  }();
-  return kernel;
-}
-
 // A name from outside, safe to print: a zero byte would end the message.
 std::string printable(std::string_view name) {
   std::string result;
@@ -48,12 +33,15 @@ std::span<const Kernel* const> all_kernels() { return kKernels; }
 
 bool supported(const Kernel& kernel, uint32_t features) { return (kernel.needs & features) == kernel.needs; }
 
-const Kernel& best_kernel(uint32_t features) {
+std::vector<const Kernel*> runnable_kernels(uint32_t features) {
+  std::vector<const Kernel*> kernels;
   for (const Kernel* kernel : kKernels) {
-    if (supported(*kernel, features)) return *kernel;
+    if (supported(*kernel, features)) kernels.push_back(kernel);
   }
-  return *std::end(kKernels)[-1];
+  return kernels;
 }
+
+std::vector<const Kernel*> runnable_kernels() { return runnable_kernels(host_features()); }
 
 const Kernel& find_kernel(std::string_view name, uint32_t features, std::string_view source) {
   std::string choices;
@@ -75,13 +63,8 @@ const Kernel& find_kernel(std::string_view name, uint32_t features, std::string_
   throw std::invalid_argument(message + "; kernels that can run here: " + choices);
 }
 
-const Kernel& active_kernel() {
-  const Kernel* forced = g_forced.load(std::memory_order_relaxed);
-  return forced != nullptr ? *forced : default_kernel();
-}
-
-void use_kernel(std::string_view name) {
-  g_forced.store(name.empty() ? nullptr : &find_kernel(name, host_features(), "use_kernel"), std::memory_order_relaxed);
+const Kernel& find_kernel(std::string_view name, std::string_view source) {
+  return find_kernel(name, host_features(), source);
 }
 
 }  // namespace w4a8

@@ -1,10 +1,11 @@
-// Which kernels exist and which one runs.
+// Which kernels exist. core/kernel_choice.h has which one runs.
 #pragma once
 
 #include <cstdint>
 #include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "kernels/kernel.h"
 
@@ -16,18 +17,13 @@ std::span<const Kernel* const> all_kernels();
 /// True if a CPU with these features can run the kernel.
 bool supported(const Kernel& kernel, uint32_t features);
 
-/// The first kernel of the list that `features` can run.
-const Kernel& best_kernel(uint32_t features);
+/// Those that `features` can run, best first, or this machine's.
+std::vector<const Kernel*> runnable_kernels(uint32_t features);
+std::vector<const Kernel*> runnable_kernels();
 
 /// The kernel of that name. Throws std::invalid_argument, listing the kernels that `features` can run, if there is no
 /// such kernel or the features do not suffice. `source` names where the name came from, for the message.
 const Kernel& find_kernel(std::string_view name, uint32_t features, std::string_view source);
-
-/// The kernel the ops run: the one given to use_kernel, else the environment variable W4A8_KERNEL, else the best.
-/// Throws std::invalid_argument if W4A8_KERNEL is set to a kernel this CPU cannot run.
-const Kernel& active_kernel();
-
-/// Forces a kernel for the whole process; an empty name returns to the default choice. Throws as find_kernel.
-void use_kernel(std::string_view name);
+const Kernel& find_kernel(std::string_view name, std::string_view source);  ///< for this machine
 
 }  // namespace w4a8

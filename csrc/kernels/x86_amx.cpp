@@ -132,7 +132,8 @@ extern const Kernel x86_amx;
 constinit const Kernel x86_amx = {tile_rows(),
                                   {amx_gemm, amx_task_rows, amx_scratch_bytes, always},
                                   "x86_amx",
-                                  kAvx2 | kFma | kF16c | kAvx512 | kAvx512Vnni | kGfni | kAmxInt8 | kAmxPermission};
+                                  kAvx2 | kFma | kF16c | kAvx512 | kAvx512Vnni | kGfni | kAmxInt8,
+                                  ask_for_amx};
 
 }  // namespace w4a8::isa
 W4A8_TARGET_END

@@ -12,14 +12,16 @@ namespace w4a8 {
 /// One kernel of the library.
 struct KernelInfo {
   std::string name;
-  std::string needs;  ///< CPU features, separated by a space
-  bool supported;     ///< this CPU has them
+  std::string needs;       ///< CPU features, separated by a space
+  bool supported;          ///< this CPU has them, and the kernel is not turned off
+  std::string turned_off;  ///< why it is turned off in this process, as far as is known; else ""
 };
 
 W4A8_EXPORT std::string version();
 /// All kernels, best first.
 W4A8_EXPORT std::vector<KernelInfo> kernels();
-/// The kernel the ops run. Throws std::invalid_argument if the environment variable W4A8_KERNEL names one that cannot.
+/// The kernel the ops run: before one is used for the first time, it is compared with another. Throws
+/// std::invalid_argument if the environment variable W4A8_KERNEL names one that cannot run, or that is turned off.
 W4A8_EXPORT std::string active_kernel_name();
 /// Forces a kernel for the process; "" returns to the default. Throws std::invalid_argument, listing the choices.
 W4A8_EXPORT void force_kernel(const std::string& name);

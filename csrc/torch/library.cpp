@@ -3,6 +3,7 @@
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
+#include "core/kernel_choice.h"
 #include "core/layout.h"
 #include "kernels/cpu_features.h"
 #include "kernels/registry.h"
@@ -155,7 +156,9 @@ std::string version() { return W4A8_VERSION; }
 std::vector<KernelInfo> kernels() {
   std::vector<KernelInfo> result;
   for (const Kernel* kernel : all_kernels()) {
-    result.push_back({kernel->name, feature_names(kernel->needs), supported(*kernel, host_features())});
+    const std::string refusal = kernel_choice().refusal(*kernel);
+    const bool runs = supported(*kernel, host_features()) && refusal.empty();
+    result.push_back({kernel->name, feature_names(kernel->needs), runs, refusal});
   }
   return result;
 }

@@ -3,7 +3,6 @@
 
 #include "core/gemm.h"
 #include "core/pack.h"
-#include "kernels/registry.h"
 #include "torch/checks.h"
 #include "torch/context.h"
 #include "torch/ops.h"
@@ -129,12 +128,12 @@ at::Tensor pack_cpu(const at::Tensor& weights, const at::Tensor& scales_zeros, c
   const at::Tensor w = weights.contiguous();
   const at::Tensor s = scales_zeros.contiguous();
   const at::Tensor z = zero_points.has_value() ? zero_points->contiguous() : at::Tensor();
-  const at::Tensor b = bias.has_value() ? bias->to(at::kFloat).contiguous() : at::Tensor();
-  const at::Tensor c = channel_scales.has_value() ? channel_scales->to(at::kFloat).contiguous() : at::Tensor();
+  const at::Tensor b = bias.has_value() ? to_float32(*bias) : at::Tensor();
+  const at::Tensor c = channel_scales.has_value() ? to_float32(*channel_scales) : at::Tensor();
   const RawWeights raw = {input_data<uint8_t>(w), input_data(s), b.defined() ? input_data<float>(b) : nullptr,
                           z.defined() ? input_data<uint8_t>(z) : nullptr, c.defined() ? input_data<float>(c) : nullptr};
   AtenParallel parallel;
-  pack(active_kernel(), shape, weights.dim() == 3 ? weights.size(0) : 1, raw, packed.data_ptr<uint8_t>(), parallel);
+  pack(op_kernel(), shape, weights.dim() == 3 ? weights.size(0) : 1, raw, packed.data_ptr<uint8_t>(), parallel);
   return packed;
 }
 
@@ -237,7 +236,7 @@ at::Tensor matmul_cpu(const at::Tensor& inp, const at::Tensor& packed_weights, i
   sizes.back() = out_features;
   at::Tensor out = at::empty(sizes, x.options());
   AtenParallel parallel;
-  matmul(active_kernel(), parallel, thread_workspace(), matrix, input_data(x), activation_dtype("inp", x),
+  matmul(op_kernel(), parallel, thread_workspace(), matrix, input_data(x), activation_dtype("inp", x),
          x.numel() / in_features, out.data_ptr());
   return out;
 }

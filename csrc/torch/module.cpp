@@ -20,11 +20,12 @@ PYBIND11_MODULE(_C, m) {
           row["name"] = kernel.name;
           row["supported"] = kernel.supported;
           row["needs"] = kernel.needs;
+          row["turned_off"] = kernel.turned_off;
           result.append(row);
         }
         return result;
       },
-      "All kernels, best first, as dicts with name, supported and needs.");
+      "All kernels, best first, as dicts with name, supported, needs and turned_off.");
   m.def("active_kernel", &w4a8::active_kernel_name, "Name of the kernel that the ops run.");
   m.def("use_kernel", &w4a8::force_kernel, py::arg("name"),
         "Forces a kernel for the process; '' returns to the default. Raises ValueError.");

@@ -2,7 +2,6 @@
 #include <ATen/ops/empty.h>
 
 #include "core/moe/fused_moe.h"
-#include "kernels/registry.h"
 #include "torch/checks.h"
 #include "torch/context.h"
 #include "torch/ops.h"
@@ -63,7 +62,7 @@ at::Tensor moe_cpu(const at::Tensor& x, const at::Tensor& topk_ids, const at::Te
 
   const at::Tensor input = x.contiguous();
   const at::Tensor ids = topk_ids.contiguous();
-  const at::Tensor weights = topk_weights.to(at::kFloat).contiguous();
+  const at::Tensor weights = to_float32(topk_weights);
   const at::Tensor w13 = w13_packed.contiguous();
   const at::Tensor w2 = w2_packed.contiguous();
   at::Tensor out = at::empty(input.sizes(), input.options());
@@ -92,7 +91,7 @@ at::Tensor moe_cpu(const at::Tensor& x, const at::Tensor& topk_ids, const at::Te
   args.weight_on_input = apply_router_weight_on_input;
   args.activation = activation_of(activation_kind);
   AtenParallel parallel;
-  fused_moe(active_kernel(), parallel, thread_workspace(), args);
+  fused_moe(op_kernel(), parallel, thread_workspace(), args);
   return out;
 }
 

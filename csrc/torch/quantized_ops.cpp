@@ -4,7 +4,6 @@
 #include "core/gemm.h"
 #include "core/pack.h"
 #include "core/token_quant.h"
-#include "kernels/registry.h"
 #include "torch/checks.h"
 #include "torch/context.h"
 #include "torch/ops.h"
@@ -161,7 +160,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> token_quant_cpu(const at::Tensor&
   at::Tensor scale = at::empty(sizes, input.options());
   at::Tensor zero_point = at::empty(sizes, input.options().dtype(at::kInt));
   AtenParallel parallel;
-  quantize_per_token(active_kernel(), parallel, input_data(input), activation_dtype("x", input), scale.numel(), k,
+  quantize_per_token(op_kernel(), parallel, input_data(input), activation_dtype("x", input), scale.numel(), k,
                      use_sym_quant, static_cast<int>(bits), static_cast<uint8_t*>(q.data_ptr()), scale.data_ptr(),
                      zero_point.data_ptr<int32_t>());
   return {q, scale, zero_point};
@@ -186,7 +185,7 @@ at::Tensor int4_gemm_cpu(const at::Tensor& quant_x, const at::Tensor& x_scale, c
   check_per_token("x_zero", x_zero, quant_x);
   const WeightZeros zeros = weight_zeros(weight_zero_point, is_packed(weight));
   const int64_t k = quant_x.size(-1);
-  const Kernel& kernel = active_kernel();  // for both steps
+  const Kernel& kernel = op_kernel();  // for both steps
   const at::Tensor packed =
       is_packed(weight) ? weight.contiguous() : pack_words(kernel, weight, weight_scale, zeros, k, group_size);
   const PackedMatrix matrix = open_weight(packed, weight_scale, k, group_size);
@@ -196,10 +195,10 @@ at::Tensor int4_gemm_cpu(const at::Tensor& quant_x, const at::Tensor& x_scale, c
     TORCH_CHECK(bias->dim() == 1 && bias->size(0) == matrix.shape.n, "bias has shape ", shape_text(bias->sizes()),
                 ", expected [", matrix.shape.n, "]");
     TORCH_CHECK(!matrix.shape.has_bias, "bias is given, but the packed weight has one already");
-    addend = bias->to(at::kFloat).contiguous();
+    addend = to_float32(*bias);
   }
   const at::Tensor q = quant_x.contiguous();
-  const at::Tensor scale = x_scale.to(at::kFloat).contiguous();
+  const at::Tensor scale = to_float32(x_scale);
   const at::Tensor zero = x_zero.to(at::kLong).contiguous();
   std::vector<int64_t> sizes = q.sizes().vec();
   sizes.back() = matrix.shape.n;

@@ -40,7 +40,7 @@ RoutingArgs routing_args(int64_t experts, int64_t top_k, bool renormalize, c10::
   RoutingArgs args = {};
   args.scoring = scoring_of(scoring_func);
   args.renormalize = renormalize;
-  args.scale = static_cast<float>(routed_scaling_factor);
+  args.scale = to_float32(routed_scaling_factor);
   args.experts = experts;
   args.top_k = top_k;
   TORCH_CHECK(experts >= 1 && experts <= std::numeric_limits<int32_t>::max(), "router_logits has ", experts,
@@ -74,7 +74,7 @@ std::tuple<at::Tensor, at::Tensor> routing_cpu(const at::Tensor& router_logits, 
   c10::optional<int64_t> bias_size;
   at::Tensor bias;
   if (e_score_correction_bias.has_value()) {
-    bias = e_score_correction_bias->to(at::kFloat).contiguous();
+    bias = to_float32(*e_score_correction_bias);
     bias_size = bias.size(0);
   }
   RoutingArgs args = routing_args(router_logits.size(1), top_k, renormalize, scoring_func, num_expert_group, topk_group,

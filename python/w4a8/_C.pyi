@@ -9,6 +9,7 @@ class _KernelInfo(TypedDict):
     name: str
     supported: bool
     needs: str
+    turned_off: str
 
 class _Header(TypedDict):
     version: int

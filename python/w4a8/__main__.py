@@ -22,11 +22,13 @@ def report() -> str:
     kernels = w4a8.kernels()
     width = max(len(kernel["name"]) for kernel in kernels)
     for kernel in kernels:
-        state = "supported" if kernel["supported"] else "not supported"
+        state = "turned off" if kernel["turned_off"] else "supported" if kernel["supported"] else "not supported"
         mark = "->" if kernel["name"] == active else "  "
         lacking = [name for name in kernel["needs"].split() if name not in features]
         lacks = f"  lacks: {' '.join(lacking)}" if lacking else ""
         lines.append(f"  {mark} {kernel['name']:<{width}}  {state:<13}  needs: {kernel['needs'] or 'nothing'}{lacks}")
+        if kernel["turned_off"]:
+            lines.append(f"     {'':<{width}}  since {kernel['turned_off']}")
     lines.append(f"active    {active}")
     return "\n".join(lines)
 
@@ -34,7 +36,7 @@ def report() -> str:
 def main() -> int:
     try:
         print(report())
-    except ValueError as error:  # W4A8_KERNEL names no kernel of this CPU
+    except ValueError as error:  # W4A8_KERNEL names no kernel of this CPU, or one that is turned off
         print(f"w4a8: {error}", file=sys.stderr)
         return 1
     return 0

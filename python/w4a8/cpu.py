@@ -13,8 +13,9 @@ class KernelInfo(TypedDict):
     """One row of the list of kernels."""
 
     name: str
-    supported: bool
-    needs: str
+    supported: bool  # this CPU has the features, and the kernel is not turned off
+    needs: str  # CPU features, separated by spaces
+    turned_off: str  # why it is turned off in this process, as far as is known; else ""
 
 
 # What was last forced from Python; "" leaves the choice to W4A8_KERNEL or else to the CPU.
@@ -22,7 +23,12 @@ _forced = ""
 
 
 def kernels() -> list[KernelInfo]:
-    """All kernels compiled in, best first: name, whether this CPU can run it, and the CPU features it needs."""
+    """All kernels compiled in, best first.
+
+    Before a kernel is used for the first time in a process, its results are compared with those of the next one, and
+    the operating system is asked for what it gives on request (AMX). A kernel that fails is turned off, with a warning
+    by the next operator. Listing the kernels asks for nothing and compares nothing.
+    """
     return _C.kernels()
 
 
@@ -30,7 +36,8 @@ def active_kernel() -> str:
     """The name of the kernel that runs.
 
     Raises:
-        ValueError: the environment variable W4A8_KERNEL names a kernel that does not exist or that this CPU cannot run.
+        ValueError: the environment variable W4A8_KERNEL names a kernel that does not exist, that this CPU cannot run,
+            or that is turned off.
     """
     return _C.active_kernel()
 
@@ -64,7 +71,8 @@ def use_kernel(name: str) -> _Choice:
         name: a name out of kernels(), or "" for the default: W4A8_KERNEL if set, else the best one for this CPU.
 
     Raises:
-        ValueError: no kernel of that name exists, or this CPU cannot run it. Lists the choices; nothing is changed.
+        ValueError: no kernel of that name exists, this CPU cannot run it, or it is turned off. Lists the choices;
+            nothing is changed.
     """
     global _forced
     _C.use_kernel(name)

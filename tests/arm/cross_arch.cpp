@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "core/gemm.h"
+#include "core/kernel_choice.h"
 #include "core/moe/fused_moe.h"
 #include "core/pack.h"
 #include "kernels/cpu_features.h"
@@ -72,7 +73,7 @@ Bytes bytes_of(const std::vector<T>& values) {
 // Floats stored as `dtype` by the kernel's own rounding; what matters is that the file holds the result.
 Bytes stored(const std::vector<float>& values, DType dtype) {
   Bytes bytes(values.size() * static_cast<size_t>(dtype_bytes(dtype)));
-  best_kernel(host_features()).store_row(values.data(), static_cast<int64_t>(values.size()), dtype, bytes.data());
+  active_kernel().store_row(values.data(), static_cast<int64_t>(values.size()), dtype, bytes.data());
   return bytes;
 }
 
@@ -219,7 +220,7 @@ void for_each_array(Case& c, Body body) {
 int write_cases(const char* path) {
   Random random;
   File file(path, "wb");
-  const Kernel& kernel = best_kernel(host_features());
+  const Kernel& kernel = active_kernel();
   int count = 0;
   for (const Shape& shape : shapes()) {
     Case c = random_case(random, shape);

@@ -1,6 +1,9 @@
 // The instructions of AMX that kernels use, by the CPU or emulated (amx_emulator.h), where every other test runs
 // x86_amx.
 #if defined(__x86_64__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <array>
 #include <cstring>
 
@@ -11,7 +14,8 @@
 
 namespace w4a8::isa {
 extern const Kernel x86_amx;
-}
+extern const Kernel x86_avx512vnni;
+}  // namespace w4a8::isa
 
 namespace w4a8::test {
 namespace {
@@ -86,10 +90,60 @@ TEST(AmxTest, ManyRowsUseTiles) {
       SerialParallel serial;
       Workspace workspace;
       matmul(isa::x86_amx, serial, workspace, packed.matrix(), x.data(), DType::kFloat32, rows, out.data());
-      const bool has_amx = supported(isa::x86_amx, host_features());
+      const bool has_amx = supported(isa::x86_amx, host_features()) && ask_for_amx();
       EXPECT_EQ(emulated_amx_instructions() > before, rows >= 16 && !has_amx) << "group " << group << ", rows " << rows;
     }
   }
+}
+
+void multiply_with_amx(Rng& rng, const PackedShape& shape, int64_t rows) {
+  const Packed packed = pack_one(shape, random_weights(rng, shape));
+  const std::vector<float> x = random_activations(rng, rows * shape.k, DType::kFloat32);
+  std::vector<float> out(static_cast<std::size_t>(rows * shape.n));
+  SerialParallel serial;
+  Workspace workspace;
+  matmul(isa::x86_amx, serial, workspace, packed.matrix(), x.data(), DType::kFloat32, rows, out.data());
+}
+
+// What x86_amx is compared with before its first use has every instruction of AMX that a product of any shape has.
+TEST(AmxTest, KernelDifferenceRunsEveryInstruction) {
+  if (!runs_here(isa::x86_amx)) GTEST_SKIP() << "needs AVX-512 with VNNI, and GFNI";
+  if (supported(isa::x86_amx, host_features()) && ask_for_amx()) GTEST_SKIP() << "this CPU emulates nothing";
+  W4A8_TRACE_SEED();
+  Rng rng(122);
+  take_emulated_amx_places();
+  EXPECT_EQ(kernel_difference(isa::x86_amx, isa::x86_avx512vnni), "");
+  const std::set<const void*> compared = take_emulated_amx_places();
+  for (const WeightKind kind : kAllKinds) {
+    for (const int64_t group : {16, 32, 64, 96, 128, 512, -1}) {
+      for (const int64_t k : {32, 64, 130, 192, 512, 576, 1056}) {
+        if (group != -1 && k % group != 0) continue;
+        for (const int64_t rows : {1, 7, 8, 12, 16, 17, 32, 33, 50}) {
+          for (const int64_t n : {16, 24, 40}) {
+            multiply_with_amx(rng, {n, k, group == -1 ? k : group, DType::kFloat32, false, kind}, rows);
+          }
+        }
+      }
+    }
+  }
+  const std::set<const void*> all = take_emulated_amx_places();
+  EXPECT_GT(all.size(), 40u);
+  for (const void* place : all) EXPECT_EQ(compared.count(place), 1u) << "not compared: " << place;
+}
+
+// The CPU is asked what it has, Linux is not asked for what it would give.
+TEST(AmxTest, FeaturesAskForNothing) {
+  if ((host_features() & kAmxInt8) == 0) GTEST_SKIP() << "this CPU has no AMX";
+  const auto permitted = [] {
+    uint64_t features = 0;
+    syscall(SYS_arch_prctl, 0x1022, &features);  // ARCH_GET_XCOMP_PERM
+    return (features >> 18 & 1) != 0;
+  };
+  if (permitted()) GTEST_SKIP() << "another test of this process has asked";
+  runnable_kernels();
+  use_kernel("scalar");
+  EXPECT_FALSE(permitted());
+  use_kernel("");
 }
 
 }  // namespace

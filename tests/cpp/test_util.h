@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "core/kernel_choice.h"
 #include "core/layout.h"
 #include "core/pack.h"
 #include "guarded_buffer.h"

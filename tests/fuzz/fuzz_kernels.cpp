@@ -4,8 +4,8 @@
 #include <cstring>
 
 #include "bytes.h"
+#include "core/kernel_choice.h"
 #include "core/pack.h"
-#include "kernels/registry.h"
 #include "naive.h"
 #include "thread_parallel.h"
 

@@ -7,6 +7,7 @@
 
 #include "bytes.h"
 #include "core/gemm.h"
+#include "core/kernel_choice.h"
 #include "core/pack.h"
 #include "core/token_quant.h"
 #include "kernels/cpu_features.h"
@@ -264,7 +265,9 @@ void fuzz_names(Bytes& in) {
     require(message.find("scalar") != std::string::npos, "find_kernel: the message lists no choice: " + message);
   }
   require(found == expected, "find_kernel: " + name);
-  require(supported(best_kernel(features), features), "best_kernel: one that cannot run");
+  for (const Kernel* kernel : runnable_kernels(features)) {
+    require(supported(*kernel, features), "runnable_kernels: one that cannot run");
+  }
   if (found == nullptr || !supported(*found, host_features())) return;
   use_kernel(name);
   require(&active_kernel() == found, "use_kernel: another kernel is active");

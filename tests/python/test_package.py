@@ -16,6 +16,7 @@ from common import TORCH_VERSION, assert_same_bits, make_matrix
 from op_samples import op_samples, results
 
 import w4a8
+from w4a8.__main__ import report
 
 ROOT = Path(__file__).parents[2]
 
@@ -64,7 +65,8 @@ def test_kernels():
     assert kernels[-1]["supported"]
     features = w4a8.cpu_features().split()
     for kernel in kernels:
-        assert set(kernel) == {"name", "supported", "needs"}
+        assert set(kernel) == {"name", "supported", "needs", "turned_off"}
+        assert kernel["turned_off"] == "" or not kernel["supported"]
         assert kernel["supported"] == (set(kernel["needs"].split()) <= set(features))
 
 
@@ -129,6 +131,17 @@ def test_command_line():
         assert ("not supported" in line) != kernel["supported"]
     best = next(kernel["name"] for kernel in w4a8.kernels() if kernel["supported"])
     assert f"active    {best}" in result.stdout
+
+
+def test_command_line_says_what_is_turned_off(monkeypatch):
+    kernels = [{**kernel} for kernel in w4a8.kernels()]
+    kernels[0].update(supported=False, turned_off="it gave other products than another when they were compared")
+    monkeypatch.setattr(w4a8, "kernels", lambda: kernels)
+    lines = report().splitlines()
+    at = next(i for i, line in enumerate(lines) if kernels[0]["name"] in line)
+    assert "turned off" in lines[at]
+    assert lines[at + 1].strip() == "since it gave other products than another when they were compared"
+    assert sum("turned off" in line for line in lines) == 1
 
 
 def test_import_prints_nothing():

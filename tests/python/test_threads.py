@@ -162,6 +162,78 @@ def test_flushed_denormals_and_threads(set_threads):
         torch.set_flush_denormal(False)
 
 
+def float64_cases():
+    """Calls whose float64 arguments are denormals of float32, and show in the result."""
+    tiny = torch.arange(1, 41, dtype=torch.float64) * 1e-40
+    matrix, layer = make_matrix(40, 64, 32), make_layer(4, 64, 32)
+    matrix.bias = tiny
+    x, (ids, router) = torch.randn(5, 64) * 1e3, route(5, 2, 4)
+    q, rows = torch.ones(40, 64, dtype=torch.int8), (tiny[:, None], torch.zeros(40, 1, dtype=torch.int32))
+    empty = torch.empty(0)
+    plain = make_matrix(40, 64, 32)
+    packed, zeros = plain.pack(), torch.tensor(8)
+    gemm = lambda *more: w4a8.int4_gemm_w4a8(q, *rows, packed, empty, zeros, 32, None, *more, torch.float32)  # noqa: E731
+    logits, many = torch.zeros(2, 40), torch.rand(50_000, 2, dtype=torch.float64) * 1e-40
+    ones = make_layer(4, 2, 2, group_size=-1)
+    return {
+        "bias of a packed matrix": matrix.pack,
+        "router weights": lambda: layer(x, ids, router.double() * 1e-40),
+        "router weights by several threads": lambda: ones(torch.ones(50_000, 2), torch.zeros(50_000, 2).int(), many),
+        "correction bias": lambda: w4a8.topk_routing(logits, 3, False, "identity", e_score_correction_bias=tiny)[1],
+        "scaling factor": lambda: w4a8.topk_routing(logits, 3, False, "softmax", routed_scaling_factor=1e-39)[0],
+        "scales of rows": lambda: gemm(None),
+        "bias of a product": lambda: gemm(tiny),
+    }
+
+
+FLUSHED = """
+    import hashlib, sys
+    import torch
+    sys.path.insert(0, sys.argv[1])
+    torch.set_num_threads(4)
+    if sys.argv[2] == "flushed":  # before any thread is started: those take it over
+        assert torch.set_flush_denormal(True)
+    torch.manual_seed(0)
+    from test_threads import float64_cases
+    for name, call in float64_cases().items():
+        print(name, hashlib.sha256(call().numpy().tobytes()).hexdigest())
+"""
+
+
+def test_flushed_denormals_and_float64():
+    """What the operators are given as float64 is rounded as without flushing, on every thread."""
+    if not torch.set_flush_denormal(False):
+        pytest.skip("this CPU cannot flush denormals")
+    printed = []
+    for mode in ("as it is", "flushed"):
+        command = [sys.executable, "-c", textwrap.dedent(FLUSHED), os.path.dirname(__file__), mode]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+        printed.append(done.stdout.splitlines())
+    assert len(printed[0]) == len(float64_cases())
+    assert printed[1] == printed[0]
+
+
+def test_flushed_denormals_and_every_type_of_floats():
+    """Every other type is converted exactly: all its bits, among them its own denormals, as a bias."""
+    if not torch.set_flush_denormal(False):
+        pytest.skip("this CPU cannot flush denormals")
+    names = ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"]
+    for name in [name for name in names if hasattr(torch, name)]:
+        width = 2 if "16" in name else 1
+        bits = torch.arange(256**width).to(torch.int32).view(torch.uint8).view(-1, 4)[:, :width].contiguous()
+        n = len(bits)
+        matrix = make_matrix(n, 2, 2)
+        matrix.bias = bits.view(-1).view(getattr(torch, name))
+        expected = matrix.pack()
+        try:
+            torch.set_flush_denormal(True)
+            flushed = matrix.pack()
+        finally:
+            torch.set_flush_denormal(False)
+        assert_same_bits(flushed, expected, name)
+
+
 def test_modes_of_torch():
     calls = cases()
     expected = [call() for call in calls]

@@ -12,6 +12,11 @@
 namespace w4a8::test {
 namespace {
 
+// Not returned from: the signal is blocked in its own handler, so this ends the process.
+void fault_unless(bool valid) {
+  if (!valid) __builtin_trap();
+}
+
 constexpr int kTiles = 8;
 constexpr int kMostRows = 16;
 constexpr int kMostBytes = 64;
@@ -29,12 +34,20 @@ struct State {
 
 thread_local State t_state;
 std::atomic<int64_t> g_count{0};
-struct sigaction g_before;
 
-// Not returned from: the signal is blocked in its own handler, so this ends the process.
-void fault_unless(bool valid) {
-  if (!valid) __builtin_trap();
+// Places of emulated instructions: a hash table that a signal handler can write.
+constexpr std::size_t kPlaces = 4096;
+std::atomic<uintptr_t> g_places[kPlaces];
+
+void note_place(uintptr_t place) {
+  for (std::size_t i = place % kPlaces, tries = 0; tries < kPlaces; i = (i + 1) % kPlaces, ++tries) {
+    uintptr_t old = g_places[i].load(std::memory_order_relaxed);
+    if (old == 0 && g_places[i].compare_exchange_strong(old, place, std::memory_order_relaxed)) return;
+    if (old == place) return;
+  }
+  fault_unless(false);  // full: more instructions than any kernel has
 }
+struct sigaction g_before;
 
 // VEX.128.0F38.W0, the map of all of AMX: C4, ~R~X~B map with R 0, W ~vvvv L pp, opcode, ModRM, and for memory SIB and
 // offset.
@@ -182,6 +195,7 @@ void handle(int, siginfo_t*, void* raw) {
   int64_t count = 0;
   // Often one follows another: signals are what takes time.
   for (; decode(context, instruction) && execute(instruction, t_state); ++count) {
+    note_place(static_cast<uintptr_t>(context.uc_mcontext.gregs[REG_RIP]));
     context.uc_mcontext.gregs[REG_RIP] += instruction.length;
   }
   g_count.fetch_add(count, std::memory_order_relaxed);
@@ -192,7 +206,7 @@ void handle(int, siginfo_t*, void* raw) {
 
 bool emulate_amx() {
   static const bool installed = [] {
-    host_features();  // asks Linux for permission: who has AMX is to use it
+    ask_for_amx();  // who has AMX is to use it
     struct sigaction action = {};
     action.sa_sigaction = handle;
     action.sa_flags = SA_SIGINFO;
@@ -203,11 +217,21 @@ bool emulate_amx() {
 
 int64_t emulated_amx_instructions() { return g_count; }
 
+std::set<const void*> take_emulated_amx_places() {
+  std::set<const void*> places;
+  for (std::atomic<uintptr_t>& entry : g_places) {
+    const uintptr_t place = entry.exchange(0);
+    if (place != 0) places.insert(reinterpret_cast<const void*>(place));  // NOLINT(performance-no-int-to-ptr)
+  }
+  return places;
+}
+
 }  // namespace w4a8::test
 
 #else
 namespace w4a8::test {
 bool emulate_amx() { return false; }
 int64_t emulated_amx_instructions() { return 0; }
+std::set<const void*> take_emulated_amx_places() { return {}; }
 }  // namespace w4a8::test
 #endif

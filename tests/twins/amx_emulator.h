@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <set>
 
 namespace w4a8::test {
 
@@ -14,5 +15,8 @@ bool emulate_amx();
 
 /// Instructions emulated so far, of all threads; 0 where the CPU has them.
 int64_t emulated_amx_instructions();
+
+/// Where the instructions stand in the program that were emulated since the last call, of all threads.
+std::set<const void*> take_emulated_amx_places();
 
 }  // namespace w4a8::test

@@ -97,7 +97,7 @@ def pack_codes(
         scales, channel_scales = multiplied_scales(scales, channel_scales), None
     if channel_scales is None:
         scales = scales.to(scale_dtype if scale_dtype is not None else kept_scale_dtype(scales))
-    bias = None if bias is None else bias.detach().to(torch.float32)
+    bias = None if bias is None else bias.detach()
     more = {"zero_points": zero_points, "values": values, "channel_scales": channel_scales}
     return torch.ops.w4a8.dyn_quant_pack_4bit_weight(codes, scales, bias, group, columns, rows, **more)
 

@@ -1,0 +1,14 @@
+// float64 arguments of an op, which the core takes as float32.
+#pragma once
+
+#include <cstdint>
+
+#include "core/parallel.h"
+
+namespace w4a8 {
+
+/// to[i] = from[i], rounded to nearest even, i < count. Denormals stay, whatever the floating-point environments of the
+/// calling thread and of the workers are.
+void float32_from_float64(Parallel& parallel, const double* from, int64_t count, float* to);
+
+}  // namespace w4a8

@@ -1,0 +1,127 @@
+#include "core/kernel_check.h"
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "core/gemm.h"
+#include "core/layout.h"
+#include "core/pack.h"
+
+namespace w4a8 {
+namespace {
+
+struct Case {
+  int64_t rows;
+  PackedShape shape;  // n, k, group, type of scales, bias, kind
+};
+
+// Every way that a kernel multiplies in: 1 row, a few, and bands of 8, 9, 12 and 16 rows; one panel, two and a third;
+// groups of 16, 32, 64 and 128 and channelwise; a K that goes on behind a chunk (512) and one that ends inside a step.
+// AmxTest.KernelDifferenceRunsEveryInstruction shows that these run every instruction of AMX that any product runs.
+constexpr DType kF32 = DType::kFloat32;
+constexpr DType kBF16 = DType::kBFloat16;
+constexpr WeightKind kZeros = WeightKind::kInt4ZeroPoints;
+constexpr WeightKind kE2M1 = WeightKind::kE2M1;
+constexpr Case kCases[] = {
+    {1, {40, 130, 130, kF32, true}},
+    {33, {40, 530, 530, kF32, true}},
+    {17, {24, 530, 530, kBF16, false, kZeros}},
+    {8, {16, 66, 66, kF32, false, kE2M1}},
+    {3, {40, 128, 32, kBF16, true, kZeros}},
+    {12, {40, 96, 32, kF32, false}},
+    {8, {40, 576, 64, kBF16, true, kE2M1}},
+    {17, {24, 576, 64, kF32, false, kZeros}},
+    {20, {40, 256, 128, kF32, true}},
+    {9, {24, 80, 16, DType::kE5M3, false, kE2M1}},
+    {2, {24, 80, 16, kF32, false}},
+};
+
+// Random weights and rows, of which each case takes the first ones.
+class Data {
+ public:
+  Data() {
+    // A linear congruential generator (Knuth, MMIX), of which the upper half is taken.
+    uint64_t state = 1;
+    const auto fill = [&state](auto& values, auto value) {
+      for (std::size_t i = 0; i < values.size(); i += 4) {
+        state = state * 6364136223846793005u + 1442695040888963407u;
+        for (std::size_t j = 0; j < 4; ++j) values[i + j] = value(static_cast<uint8_t>(state >> (32 + 8 * j)));
+      }
+    };
+    const auto number = [](uint8_t byte) { return static_cast<float>(byte - 128) * 0x1p-7f; };  // exact in every type
+    fill(codes_, [](uint8_t byte) { return byte; });
+    fill(zeros_, [](uint8_t byte) { return static_cast<uint8_t>(byte & 15); });
+    fill(e4m3_, [](uint8_t byte) { return static_cast<uint8_t>(byte % 127); });
+    fill(scales_, number);
+    fill(columns_, number);
+    fill(x_, number);
+    for (std::size_t i = 0; i < scales_.size(); ++i) {  // bfloat16 is the upper half
+      std::memcpy(&half_scales_[i], reinterpret_cast<const uint8_t*>(&scales_[i]) + 2, sizeof(half_scales_[i]));
+    }
+  }
+
+  std::vector<uint8_t> packed(const Kernel& kernel, const PackedShape& shape) const {
+    std::vector<uint8_t> result(static_cast<std::size_t>(packed_bytes(shape)));
+    const void* scales = scales_.data();
+    if (shape.scale_dtype == kBF16) scales = half_scales_.data();
+    if (shape.two_level()) scales = e4m3_.data();
+    const RawWeights raw = {codes_.data(), scales, columns_.data(), zeros_.data(), columns_.data()};
+    SerialParallel serial;
+    pack(kernel, shape, 1, raw, result.data(), serial);
+    return result;
+  }
+  std::vector<float> product(const Kernel& kernel, Workspace& workspace, const PackedMatrix& matrix,
+                             int64_t rows) const {
+    std::vector<float> out(static_cast<std::size_t>(rows * matrix.shape.n));
+    SerialParallel serial;
+    matmul(kernel, serial, workspace, matrix, x_.data(), DType::kFloat32, rows, out.data());
+    return out;
+  }
+
+ private:
+  std::vector<uint8_t> codes_ = std::vector<uint8_t>(most([](const Case& c) { return c.shape.n * c.shape.k / 2; }));
+  std::vector<uint8_t> zeros_ = std::vector<uint8_t>(most(scales_of));
+  std::vector<uint8_t> e4m3_ = std::vector<uint8_t>(most(scales_of));
+  std::vector<float> scales_ = std::vector<float>(most(scales_of));
+  std::vector<uint16_t> half_scales_ = std::vector<uint16_t>(most(scales_of));
+  std::vector<float> columns_ = std::vector<float>(most([](const Case& c) { return c.shape.n; }));
+  std::vector<float> x_ = std::vector<float>(most([](const Case& c) { return c.rows * c.shape.k; }));
+
+  static constexpr int64_t scales_of(const Case& c) { return c.shape.n * c.shape.groups(); }
+  // The largest of all cases, rounded up to four.
+  static std::size_t most(int64_t (*size)(const Case&)) {
+    int64_t result = 0;
+    for (const Case& c : kCases) result = std::max(result, size(c));
+    return static_cast<std::size_t>((result + 3) / 4 * 4);
+  }
+};
+
+bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
+  return std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+}
+
+}  // namespace
+
+std::string kernel_difference(const Kernel& kernel, const Kernel& reference) {
+  const Data data;
+  Workspace workspace;
+  for (const Case& c : kCases) {
+    const std::string k = std::to_string(c.shape.k);
+    const std::string what =
+        "weights [" + std::to_string(c.shape.n) + ", " + k + "] (" + kind_name(c.shape.kind) +
+        (c.shape.channelwise() ? ", channelwise)" : ", groups of " + std::to_string(c.shape.group) + ")");
+    const std::vector<uint8_t> packed = data.packed(reference, c.shape);
+    if (kernel.add_weight_sums != reference.add_weight_sums && data.packed(kernel, c.shape) != packed) {
+      return "packed " + what;
+    }
+    const PackedMatrix matrix = {c.shape, packed.data()};
+    if (!same_bits(data.product(kernel, workspace, matrix, c.rows),
+                   data.product(reference, workspace, matrix, c.rows))) {
+      return "products of rows [" + std::to_string(c.rows) + ", " + k + "] with " + what;
+    }
+  }
+  return "";
+}
+
+}  // namespace w4a8

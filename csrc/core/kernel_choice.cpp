@@ -1,0 +1,115 @@
+#include "core/kernel_choice.h"
+
+#include <cstdlib>
+#include <stdexcept>
+#include <utility>
+
+#include "kernels/registry.h"
+
+namespace w4a8 {
+namespace {
+
+// Null: not chosen yet, or back to the default.
+std::atomic<const Kernel*> g_forced{nullptr};
+
+const Kernel& kernel_named(std::string_view name, std::string_view source) {
+  const Kernel& kernel = find_kernel(name, source);
+  kernel_choice().require(kernel, source);
+  return kernel;
+}
+
+const Kernel& default_kernel() {
+  // A throwing initializer is run again on the next call, so a bad value stays an error.
+  static const Kernel& kernel = []() -> const Kernel& {
+    const char* name = std::getenv("W4A8_KERNEL");
+    if (name != nullptr && *name != '\0') return kernel_named(name, "environment variable W4A8_KERNEL");
+    return kernel_choice().best();
+  }();
+  return kernel;
+}
+
+}  // namespace
+
+KernelChoice::KernelChoice(std::vector<const Kernel*> kernels, Check* check) : check_(check) {
+  for (const Kernel* kernel : kernels) entries_.push_back({kernel, false, ""});
+}
+
+const Kernel& KernelChoice::best() {
+  const std::lock_guard lock(mutex_);
+  for (Entry& entry : entries_) {
+    if (is_on(entry)) return *entry.kernel;
+  }
+  throw std::logic_error("KernelChoice: no kernel");
+}
+
+void KernelChoice::require(const Kernel& kernel, std::string_view source) {
+  const std::lock_guard lock(mutex_);
+  Entry* const entry = entry_of(kernel);
+  if (entry == nullptr || is_on(*entry)) return;
+  std::string choices;
+  for (Entry& other : entries_) {
+    if (!other.refusal.empty()) continue;
+    if (!choices.empty()) choices += ", ";
+    choices += other.kernel->name;
+  }
+  throw std::invalid_argument(std::string(source) + ": kernel '" + kernel.name + "' is turned off, since " +
+                              entry->refusal + "; kernels that can run here: " + choices);
+}
+
+std::string KernelChoice::refusal(const Kernel& kernel) const {
+  const std::lock_guard lock(mutex_);
+  for (const Entry& entry : entries_) {
+    if (entry.kernel == &kernel) return entry.refusal;
+  }
+  return "";
+}
+
+std::vector<std::string> KernelChoice::take_warnings() {
+  if (!has_warnings_.load(std::memory_order_relaxed)) return {};
+  const std::lock_guard lock(mutex_);
+  has_warnings_ = false;
+  return std::exchange(warnings_, {});
+}
+
+KernelChoice::Entry* KernelChoice::entry_of(const Kernel& kernel) {
+  for (Entry& entry : entries_) {
+    if (entry.kernel == &kernel) return &entry;
+  }
+  return nullptr;
+}
+
+bool KernelChoice::is_on(Entry& entry) {
+  const Kernel& kernel = *entry.kernel;
+  if (entry.is_known || &entry == &entries_.back()) return entry.refusal.empty();
+  entry.is_known = true;
+  if (kernel.ask != nullptr && !kernel.ask()) {
+    entry.refusal = "the operating system does not let this process use it";
+    return false;
+  }
+  const Entry* next = &entry + 1;
+  while (next->kernel->ask != nullptr && next != &entries_.back()) ++next;
+  const Kernel& reference = *next->kernel;
+  const std::string difference = check_(kernel, reference);
+  if (difference.empty()) return true;
+  entry.refusal = std::string("it gave other ") + difference + " than " + reference.name + " when they were compared";
+  warnings_.push_back(std::string("kernel ") + kernel.name + " is turned off in this process, since " + entry.refusal +
+                      ". Results are right, but slower than they should be; please report this.");
+  has_warnings_ = true;
+  return false;
+}
+
+KernelChoice& kernel_choice() {
+  static KernelChoice choice(runnable_kernels());
+  return choice;
+}
+
+const Kernel& active_kernel() {
+  const Kernel* forced = g_forced.load(std::memory_order_relaxed);
+  return forced != nullptr ? *forced : default_kernel();
+}
+
+void use_kernel(std::string_view name) {
+  g_forced.store(name.empty() ? nullptr : &kernel_named(name, "use_kernel"), std::memory_order_relaxed);
+}
+
+}  // namespace w4a8
