@@ -32,12 +32,11 @@ struct Work {
         out(static_cast<std::size_t>(m * kSpan * kPanelColumns)),
         scratch(static_cast<std::size_t>(scratch_bytes(shape, m) + 64)) {
     Slicer slicer(aligned(arena.data()));
-    rows = QuantizedRows::slice(slicer, m, shape.k, shape.group, shape.planes());
+    rows = QuantizedRows::slice(slicer, m, shape.k, shape.group);
     const std::vector<float> x = normal_values(m * shape.k, 7);
     for (int64_t r = 0; r < m; ++r) {
       all_kernels().back()->quantize_row(x.data() + r * shape.k, DType::kFloat32, shape.k, shape.group,
                                          rows.q + r * rows.stride, rows.starts + r * rows.groups, rows.quant + r);
-      rows.repeat(r);
     }
   }
 
@@ -65,7 +64,7 @@ struct Work {
   }
   static int64_t bytes(const PackedShape& shape, int64_t m) {
     Slicer slicer(nullptr);
-    QuantizedRows::slice(slicer, m, shape.k, shape.group, shape.planes());
+    QuantizedRows::slice(slicer, m, shape.k, shape.group);
     return slicer.bytes() + 64;
   }
   static uint8_t* aligned(uint8_t* p) {
@@ -232,7 +231,7 @@ int run(int argc, char** argv) {
   const Buffer pool(pool_mib << 20);
   OmpParallel all(2);
   const auto shape_of = [&](int64_t group) {
-    return PackedShape{kN, kK, group, group == kK ? DType::kFloat32 : DType::kBFloat16, false, kind};
+    return PackedShape{kN, kK, group, group == kK ? ScaleType::kFloat32 : ScaleType::kBFloat16, false, kind};
   };
   std::vector<const Kernel*> here;
   for (const Kernel* kernel : runnable_kernels()) {

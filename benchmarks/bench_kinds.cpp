@@ -20,13 +20,16 @@ struct Kind {
   const char* name;
   WeightKind kind;
   int64_t group;  // 0: that of int4
-  DType scales;
+  ScaleType scales;
 };
-constexpr Kind kKinds[] = {{"int4", WeightKind::kInt4, 0, DType::kBFloat16},
-                           {"int4 with zero points", WeightKind::kInt4ZeroPoints, 0, DType::kBFloat16},
-                           {"e2m1", WeightKind::kE2M1, 0, DType::kBFloat16},
-                           {"int8", WeightKind::kInt8, 0, DType::kBFloat16},
-                           {"e2m1 g16 float8 (NVFP4)", WeightKind::kE2M1, 16, DType::kE5M3}};
+constexpr Kind kKinds[] = {{"int4", kInt4, 0, ScaleType::kBFloat16},
+                           {"int4 with zero points", kInt4ZeroPoints, 0, ScaleType::kBFloat16},
+                           {"e2m1", kE2M1, 0, ScaleType::kBFloat16},
+                           {"int8", kInt8, 0, ScaleType::kBFloat16},
+                           {"e2m1 g16 float8 (NVFP4)", kE2M1, 16, ScaleType::kE5M3},
+                           {"e2m1 g32 e8m0 (MXFP4)", kE2M1, 32, ScaleType::kE8M0},
+                           {"int4 float16 scales", kInt4, 0, ScaleType::kFloat16},
+                           {"int8 with zero points", kInt8ZeroPoints, 0, ScaleType::kBFloat16}};
 constexpr std::size_t kKindCount = std::size(kKinds);
 
 struct Goal {

@@ -84,7 +84,7 @@ int run(int argc, char** argv) {
               static_cast<long>(kN), static_cast<long>(kK), static_cast<long>(rounds));
   std::printf("%-16s %-7s  thr  packing                limit               share of limit\n", "into", "group");
   for (const int64_t group : {int64_t{32}, int64_t{128}, kK}) {
-    const PackedShape shape = {kN, kK, group, group == kK ? DType::kFloat32 : DType::kBFloat16, false};
+    const PackedShape shape = {kN, kK, group, group == kK ? ScaleType::kFloat32 : ScaleType::kBFloat16, false};
     for (const int threads : thread_counts) {
       OmpParallel parallel(threads);
       run_group(shape, experts, parallel, rounds);

@@ -10,6 +10,7 @@
 #include <fstream>
 #include <new>
 #include <random>
+#include <stdexcept>
 
 #include "core/kernel_choice.h"
 #include "core/pack.h"
@@ -53,21 +54,22 @@ void fill_packed(const PackedShape& shape, int64_t count, uint8_t* dst, Parallel
   constexpr int64_t kDistinct = 4;
   const int64_t distinct = std::min(count, kDistinct);
   std::mt19937_64 random(1);
-  std::vector<uint8_t> weights(static_cast<std::size_t>(distinct * shape.n * shape.multiplied().k / 2));
+  std::vector<uint8_t> weights(static_cast<std::size_t>(distinct * shape.n * shape.row_bytes()));
   for (uint8_t& byte : weights) byte = static_cast<uint8_t>(random());
-  std::vector<uint8_t> scales(
-      static_cast<std::size_t>(distinct * shape.n * shape.groups() * dtype_bytes(shape.scale_dtype)));
-  for (std::size_t i = 0; i < scales.size(); i += static_cast<std::size_t>(dtype_bytes(shape.scale_dtype))) {
-    // 0.004 to 0.008: three mantissa bits of a bfloat16 just below 2^-7.
-    if (shape.two_level()) {
-      scales[i] = static_cast<uint8_t>(0x30 + random() % 16);  // 0.5 to 1.9
-      continue;
-    }
-    const float scale = 0.00390625f * (1.0f + static_cast<float>(random() % 8) / 8.0f);
+  const auto size = static_cast<std::size_t>(scale_bytes(shape.scale_type));
+  std::vector<uint8_t> scales(static_cast<std::size_t>(distinct * shape.n * shape.groups()) * size);
+  for (std::size_t i = 0; i < scales.size(); i += size) {
+    // 0.004 to 0.008: three mantissa bits just below 2^-7.
+    const auto mantissa = static_cast<uint32_t>(random() % 8);
     uint32_t bits = 0;
-    std::memcpy(&bits, &scale, 4);
-    if (shape.scale_dtype == DType::kBFloat16) bits >>= 16;
-    std::memcpy(&scales[i], &bits, static_cast<std::size_t>(dtype_bytes(shape.scale_dtype)));
+    switch (shape.scale_type) {
+      case ScaleType::kFloat32: bits = (119u << 3 | mantissa) << 20; break;
+      case ScaleType::kBFloat16: bits = (119u << 3 | mantissa) << 4; break;
+      case ScaleType::kFloat16: bits = (7u << 3 | mantissa) << 7; break;
+      case ScaleType::kE5M3: bits = 0x30 + mantissa; break;  // float8_e4m3fn: 0.5 to 1
+      case ScaleType::kE8M0: bits = 119 + mantissa % 2; break;
+    }
+    std::memcpy(&scales[i], &bits, size);
   }
   std::vector<uint8_t> zeros(static_cast<std::size_t>(distinct * shape.n * shape.groups()));
   for (uint8_t& zero : zeros) zero = static_cast<uint8_t>(random() % 16);
@@ -97,10 +99,10 @@ int64_t option(int argc, char** argv, const char* name, int64_t fallback) {
 }
 
 WeightKind kind_option(int argc, char** argv) {
-  PackedShape shape{16, 64, 64, DType::kFloat32, false};
-  shape.kind = static_cast<WeightKind>(option(argc, argv, "kind", 0));
-  check_shape(shape);
-  return shape.kind;
+  constexpr WeightKind kKinds[] = {kInt4, kInt4ZeroPoints, kE2M1, kInt8, kInt8ZeroPoints};
+  const int64_t kind = option(argc, argv, "kind", 0);
+  if (kind < 0 || kind >= static_cast<int64_t>(std::size(kKinds))) throw std::invalid_argument("--kind: expected 0..4");
+  return kKinds[kind];
 }
 
 std::string group_name(const PackedShape& shape) {

@@ -34,7 +34,7 @@ bool g_gate = true;                         // the next gemm of w13 is a gate, w
 bool g_w13 = false;                         // the last gemm was one of w13
 
 void note_gemm(const Rows&, int64_t m, const Panels& panels, int64_t count, float*, int64_t, uint8_t*) {
-  const double read = static_cast<double>(count * panels.stride) / kBytesPerSecond;
+  const double read = static_cast<double>(count * panels.panel_bytes) / kBytesPerSecond;
   const double multiply = static_cast<double>(m * count * kPanelColumns * panels.steps * kStepK) / kMacsPerSecond;
   const bool is_w13 = panels.steps == kHidden / kStepK;
   if (g_between || is_w13 != g_w13) g_phases.emplace_back();
@@ -151,8 +151,8 @@ int run(int argc, char** argv) {
   kernel.quantize_row = no_quantize;
   kernel.activate = no_activate;
   kernel.combine = no_combine;
-  const PackedShape shape13 = {2 * kInner, kHidden, 32, DType::kBFloat16, false};
-  const PackedShape shape2 = {kHidden, kInner, 32, DType::kBFloat16, false};
+  const PackedShape shape13 = {2 * kInner, kHidden, 32, ScaleType::kBFloat16, false};
+  const PackedShape shape2 = {kHidden, kInner, 32, ScaleType::kBFloat16, false};
   const OnlyHeaders w13(shape13);
   const OnlyHeaders w2(shape2);
   for (const int workers : {2, 8, 64}) {

@@ -28,13 +28,13 @@ struct Sequence {
 };
 
 std::vector<uint8_t> packed_matrix(const PackedShape& shape, Sequence& sequence) {
-  std::vector<uint8_t> weights(static_cast<size_t>(shape.n * shape.k / 2));
+  std::vector<uint8_t> weights(static_cast<size_t>(shape.n * shape.row_bytes()));
   for (uint8_t& byte : weights) byte = static_cast<uint8_t>(sequence.next() >> 24);
   std::vector<float> scales(static_cast<size_t>(shape.n * shape.groups()));
   for (float& scale : scales) scale = 0.01f + 0.001f * sequence.uniform();
   std::vector<uint8_t> zeros(scales.size());
   for (uint8_t& zero : zeros) zero = static_cast<uint8_t>(sequence.next() >> 28);
-  const bool has_zeros = shape.kind == WeightKind::kInt4ZeroPoints;
+  const bool has_zeros = shape.kind.zero_points;
   std::vector<uint8_t> packed(static_cast<size_t>(packed_bytes(shape)));
   SerialParallel serial;
   pack(active_kernel(), shape, 1, {weights.data(), scales.data(), nullptr, has_zeros ? zeros.data() : nullptr},
@@ -47,15 +47,15 @@ struct Kind {
   const char* what;
 };
 constexpr Kind kKinds[] = {
-    {WeightKind::kInt4, "gemm"}, {WeightKind::kInt4ZeroPoints, "gemm_zeros"}, {WeightKind::kE2M1, "gemm_e2m1"}};
+    {kInt4, "gemm"}, {kInt4ZeroPoints, "gemm_zeros"}, {kE2M1, "gemm_e2m1"}, {kInt8, "gemm_int8"}};
 
 void count_gemm(const Kernel& kernel, int64_t m, int64_t group, const Kind& kind) {
   Sequence sequence;
-  const PackedShape shape{kN, kK, group, DType::kFloat32, false, kind.kind};
+  const PackedShape shape{kN, kK, group, ScaleType::kFloat32, false, kind.kind};
   const std::vector<uint8_t> packed = packed_matrix(shape, sequence);
   const PackedMatrix matrix{shape, packed.data()};
   Workspace workspace;
-  const auto slice = [&](Slicer& slicer) { return QuantizedRows::slice(slicer, m, kK, group, 1); };
+  const auto slice = [&](Slicer& slicer) { return QuantizedRows::slice(slicer, m, kK, group); };
   Slicer size(nullptr);
   slice(size);
   Slicer slicer(workspace.reserve(size.bytes()));

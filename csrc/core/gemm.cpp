@@ -12,17 +12,15 @@ namespace {
 constexpr int64_t kQuantizeRowsPerTask = 8;
 
 int64_t row_stride(int64_t k) {
-  // Whole cache lines, which any row_multiple fits, and one more: rows a power of two apart would share the same few
-  // sets of a cache.
-  return ceil_div(k, 64) * 64 + 64;
+  // Whole cache lines, and one more: rows a power of two apart would share the same few sets of a cache.
+  return (ceil_div(k, kLineBytes) + 1) * kLineBytes;
 }
 
 // Everything one call of matmul needs besides its arguments.
 struct MatmulBuffers {
   MatmulBuffers(Slicer& slicer, const PackedShape& shape, int64_t m, int workers, int64_t tile_floats,
                 int64_t scratch_bytes)
-      : rows(QuantizedRows::slice(slicer, m, shape.k, shape.group, shape.planes())),
-        own(slicer, workers, tile_floats, scratch_bytes) {}
+      : rows(QuantizedRows::slice(slicer, m, shape.k, shape.group)), own(slicer, workers, tile_floats, scratch_bytes) {}
   QuantizedRows rows;
   WorkerBuffers own;
 };
@@ -31,7 +29,7 @@ const uint8_t* row_at(const void* x, DType dtype, int64_t row, int64_t k) {
   return static_cast<const uint8_t*>(x) + row * k * dtype_bytes(dtype);
 }
 
-// How the rows of a product come about: fills what a tile reads of the first plane of row r. Called once for each row.
+// How the rows of a product come about: fills what a tile reads of row r. Called once for each row.
 using PrepareRow = FunctionRef<void(int64_t r, int8_t* q, int32_t* starts, RowQuant* quant)>;
 
 // One batch of the rows of the product. A null bias adds nothing beyond what is packed.
@@ -40,12 +38,11 @@ void multiply_batch(const Kernel& kernel, Parallel& parallel, int workers, Works
                     PrepareRow prepare) {
   const PackedShape& shape = matrix.shape;
   const int64_t m = batch.size();
-  const int64_t depth = shape.multiplied().k;
-  const int64_t units = ceil_div(m, kernel.task_rows(depth));
+  const int64_t units = ceil_div(m, kernel.task_rows(shape.k));
   const int64_t unit_rows = ceil_div(m, units);
   const int64_t spans = panel_spans(shape.panels(), units, unit_rows, workers);
   const int64_t ldc = max_span(shape.panels(), spans) * kPanelColumns;
-  const int64_t scratch_bytes = gemm_scratch_bytes(kernel, unit_rows, depth, shape.group);
+  const int64_t scratch_bytes = gemm_scratch_bytes(kernel, unit_rows, shape.k, shape.group);
 
   Slicer size(nullptr);
   MatmulBuffers(size, shape, m, workers, unit_rows * ldc, scratch_bytes);
@@ -57,7 +54,6 @@ void multiply_batch(const Kernel& kernel, Parallel& parallel, int workers, Works
     const int64_t end = std::min(m, (task + 1) * kQuantizeRowsPerTask);
     for (int64_t r = task * kQuantizeRowsPerTask; r < end; ++r) {
       prepare(batch.begin + r, rows.q + r * rows.stride, rows.starts + r * rows.groups, rows.quant + r);
-      rows.repeat(r);
     }
   };
   const auto multiply = [&](int64_t, int64_t task, int worker) {
@@ -107,8 +103,7 @@ void check_zero_points(const GivenRows& rows, int64_t m) {
   }
 }
 
-void take_row(const GivenRows& rows, int64_t r, const PackedShape& shape, int64_t multiple, int8_t* q, int32_t* starts,
-              RowQuant* quant) {
+void take_row(const GivenRows& rows, int64_t r, const PackedShape& shape, int8_t* q, int32_t* starts, RowQuant* quant) {
   const uint8_t* src = rows.q + r * shape.k;
   const uint8_t flip = rows.is_unsigned ? 0x80 : 0;  // value - 128, as the bits of an int8
   for (int64_t g = 0; g < shape.groups(); ++g) {
@@ -119,18 +114,16 @@ void take_row(const GivenRows& rows, int64_t r, const PackedShape& shape, int64_
     }
     starts[g] = -8 * sum;
   }
-  std::fill(q + shape.k, q + ceil_div(shape.k, multiple) * multiple, int8_t{0});
+  std::fill(q + shape.k, q + ceil_div(shape.k, kLineBytes) * kLineBytes, int8_t{0});
   *quant = {rows.scale[r], static_cast<int32_t>(rows.zero_point[r] - (rows.is_unsigned ? 128 : 0))};
 }
 
 }  // namespace
 
-QuantizedRows QuantizedRows::slice(Slicer& slicer, int64_t rows, int64_t k, int64_t group, int64_t planes) {
+QuantizedRows QuantizedRows::slice(Slicer& slicer, int64_t rows, int64_t k, int64_t group) {
   QuantizedRows result;
-  result.k = k;
-  result.planes = planes;
-  result.stride = row_stride(planes * k);
-  result.groups = planes * (k / group);
+  result.stride = row_stride(k);
+  result.groups = k / group;
   if (rows > INT64_MAX / result.stride) slicer.take<uint8_t>(INT64_MAX);  // throws
   result.q = slicer.take<int8_t>(rows * result.stride);
   result.starts = slicer.take<int32_t>(rows * result.groups);
@@ -138,26 +131,13 @@ QuantizedRows QuantizedRows::slice(Slicer& slicer, int64_t rows, int64_t k, int6
   return result;
 }
 
-int64_t QuantizedRows::row_bytes(int64_t k, int64_t group, int64_t planes) {
-  return row_stride(planes * k) + planes * (k / group) * int64_t{sizeof(int32_t)} + int64_t{sizeof(RowQuant)};
-}
-
-// Behind the last plane are zeros up to a whole cache line, which any row_multiple fits.
-void QuantizedRows::repeat(int64_t row) const {
-  if (planes == 1) return;
-  int8_t* const first = q + row * stride;
-  int32_t* const start = starts + row * groups;
-  const int64_t plane_groups = groups / planes;
-  for (int64_t plane = 1; plane < planes; ++plane) {
-    std::copy(first, first + k, first + plane * k);
-    std::copy(start, start + plane_groups, start + plane * plane_groups);
-  }
-  std::fill(first + planes * k, first + ceil_div(planes * k, 64) * 64, int8_t{0});
+int64_t QuantizedRows::row_bytes(int64_t k, int64_t group) {
+  return row_stride(k) + k / group * int64_t{sizeof(int32_t)} + int64_t{sizeof(RowQuant)};
 }
 
 int64_t matmul_batch_rows(const PackedShape& shape) {
   constexpr int64_t kScratchBytes = 96 * 1024 * 1024;
-  return std::max<int64_t>(64, kScratchBytes / QuantizedRows::row_bytes(shape.k, shape.group, shape.planes()));
+  return std::max<int64_t>(64, kScratchBytes / QuantizedRows::row_bytes(shape.k, shape.group));
 }
 
 void matmul(const Kernel& kernel, Parallel& parallel, Workspace& workspace, const PackedMatrix& matrix, const void* x,
@@ -174,7 +154,7 @@ void matmul_quantized(const Kernel& kernel, Parallel& parallel, Workspace& works
   check_zero_points(rows, m);
   multiply(kernel, parallel, workspace, matrix, bias, dtype, m, out,
            [&](int64_t r, int8_t* q, int32_t* starts, RowQuant* quant) {
-             take_row(rows, r, matrix.shape, kernel.row_multiple, q, starts, quant);
+             take_row(rows, r, matrix.shape, q, starts, quant);
            });
 }
 

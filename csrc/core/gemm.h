@@ -15,16 +15,12 @@ struct QuantizedRows {
   int8_t* q = nullptr;        ///< [rows, stride]
   int64_t stride = 0;         ///< bytes; padded so that rows do not fall into the same cache sets
   int32_t* starts = nullptr;  ///< [rows, groups]
-  int64_t groups = 0;         ///< of all planes
+  int64_t groups = 0;
   RowQuant* quant = nullptr;  ///< [rows]
-  int64_t k = 0;
-  int64_t planes = 1;  ///< of these matrices, PackedShape::planes(): how often a row stands in its stride
 
-  static QuantizedRows slice(Slicer& slicer, int64_t rows, int64_t k, int64_t group, int64_t planes);
+  static QuantizedRows slice(Slicer& slicer, int64_t rows, int64_t k, int64_t group);
   /// What slice takes for each row.
-  static int64_t row_bytes(int64_t k, int64_t group, int64_t planes);
-  /// Once q and starts of the first plane of a row are there: the others.
-  void repeat(int64_t row) const;
+  static int64_t row_bytes(int64_t k, int64_t group);
   Rows from(int64_t row) const { return {q + row * stride, stride, starts + row * groups, groups, quant + row}; }
 };
 
@@ -45,7 +41,7 @@ struct WorkerBuffers {
   uint8_t* scratches;
 };
 
-/// Bytes of scratch that gemm calls of at most `rows` rows are to get, 0: none. k: of what is multiplied.
+/// Bytes of scratch that gemm calls of at most `rows` rows are to get, 0: none.
 inline int64_t gemm_scratch_bytes(const Kernel& kernel, int64_t rows, int64_t k, int64_t group) {
   return kernel.wants_scratch() ? kernel.scratch_bytes(rows, k, group) : 0;
 }

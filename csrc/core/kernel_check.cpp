@@ -7,6 +7,7 @@
 #include "core/gemm.h"
 #include "core/layout.h"
 #include "core/pack.h"
+#include "kernels/half.h"
 
 namespace w4a8 {
 namespace {
@@ -19,22 +20,25 @@ struct Case {
 // Every way that a kernel multiplies in: 1 row, a few, and bands of 8, 9, 12 and 16 rows; one panel, two and a third;
 // groups of 16, 32, 64 and 128 and channelwise; a K that goes on behind a chunk (512) and one that ends inside a step.
 // AmxTest.KernelDifferenceRunsEveryInstruction shows that these run every instruction of AMX that any product runs.
-constexpr DType kF32 = DType::kFloat32;
-constexpr DType kBF16 = DType::kBFloat16;
-constexpr WeightKind kZeros = WeightKind::kInt4ZeroPoints;
-constexpr WeightKind kE2M1 = WeightKind::kE2M1;
+constexpr ScaleType kF32 = ScaleType::kFloat32;
+constexpr ScaleType kBF16 = ScaleType::kBFloat16;
+constexpr ScaleType kF16 = ScaleType::kFloat16;
 constexpr Case kCases[] = {
-    {1, {40, 130, 130, kF32, true}},
-    {33, {40, 530, 530, kF32, true}},
-    {17, {24, 530, 530, kBF16, false, kZeros}},
+    {1, {40, 130, 130, kF32, true, kInt4}},
+    {33, {40, 530, 530, kF32, true, kInt4}},
+    {17, {24, 530, 530, kBF16, false, kInt4ZeroPoints}},
     {8, {16, 66, 66, kF32, false, kE2M1}},
-    {3, {40, 128, 32, kBF16, true, kZeros}},
-    {12, {40, 96, 32, kF32, false}},
+    {3, {40, 128, 32, kBF16, true, kInt4ZeroPoints}},
+    {12, {40, 96, 32, kF16, false, kInt4}},
     {8, {40, 576, 64, kBF16, true, kE2M1}},
-    {17, {24, 576, 64, kF32, false, kZeros}},
-    {20, {40, 256, 128, kF32, true}},
-    {9, {24, 80, 16, DType::kE5M3, false, kE2M1}},
-    {2, {24, 80, 16, kF32, false}},
+    {17, {24, 576, 64, kF32, false, kInt4ZeroPoints}},
+    {20, {40, 256, 128, kF32, true, kInt4}},
+    {9, {24, 80, 16, ScaleType::kE5M3, false, kE2M1}},
+    {2, {24, 80, 16, kF32, false, kInt4}},
+    {5, {24, 160, 32, ScaleType::kE8M0, false, kE2M1}},
+    {17, {40, 130, 130, kF32, true, kInt8}},
+    {33, {24, 640, 64, kF16, false, kInt8}},
+    {9, {40, 128, 32, kF32, true, kInt8ZeroPoints}},
 };
 
 // Random weights and rows, of which each case takes the first ones.
@@ -53,20 +57,19 @@ class Data {
     fill(codes_, [](uint8_t byte) { return byte; });
     fill(zeros_, [](uint8_t byte) { return static_cast<uint8_t>(byte & 15); });
     fill(e4m3_, [](uint8_t byte) { return static_cast<uint8_t>(byte % 127); });
+    fill(e8m0_, [](uint8_t byte) { return static_cast<uint8_t>(120 + byte % 16); });
     fill(scales_, number);
     fill(columns_, number);
     fill(x_, number);
-    for (std::size_t i = 0; i < scales_.size(); ++i) {  // bfloat16 is the upper half
-      std::memcpy(&half_scales_[i], reinterpret_cast<const uint8_t*>(&scales_[i]) + 2, sizeof(half_scales_[i]));
+    for (std::size_t i = 0; i < scales_.size(); ++i) {
+      bfloat16_scales_[i] = bfloat16_from_float(scales_[i]);
+      float16_scales_[i] = float16_from_float(scales_[i]);
     }
   }
 
   std::vector<uint8_t> packed(const Kernel& kernel, const PackedShape& shape) const {
     std::vector<uint8_t> result(static_cast<std::size_t>(packed_bytes(shape)));
-    const void* scales = scales_.data();
-    if (shape.scale_dtype == kBF16) scales = half_scales_.data();
-    if (shape.two_level()) scales = e4m3_.data();
-    const RawWeights raw = {codes_.data(), scales, columns_.data(), zeros_.data(), columns_.data()};
+    const RawWeights raw = {codes_.data(), scales(shape.scale_type), columns_.data(), zeros_.data(), columns_.data()};
     SerialParallel serial;
     pack(kernel, shape, 1, raw, result.data(), serial);
     return result;
@@ -80,11 +83,24 @@ class Data {
   }
 
  private:
-  std::vector<uint8_t> codes_ = std::vector<uint8_t>(most([](const Case& c) { return c.shape.n * c.shape.k / 2; }));
+  const void* scales(ScaleType type) const {
+    switch (type) {
+      case ScaleType::kBFloat16: return bfloat16_scales_.data();
+      case ScaleType::kFloat16: return float16_scales_.data();
+      case ScaleType::kE5M3: return e4m3_.data();
+      case ScaleType::kE8M0: return e8m0_.data();
+      default: return scales_.data();
+    }
+  }
+
+  std::vector<uint8_t> codes_ =
+      std::vector<uint8_t>(most([](const Case& c) { return c.shape.n * c.shape.row_bytes(); }));
   std::vector<uint8_t> zeros_ = std::vector<uint8_t>(most(scales_of));
   std::vector<uint8_t> e4m3_ = std::vector<uint8_t>(most(scales_of));
   std::vector<float> scales_ = std::vector<float>(most(scales_of));
-  std::vector<uint16_t> half_scales_ = std::vector<uint16_t>(most(scales_of));
+  std::vector<uint8_t> e8m0_ = std::vector<uint8_t>(most(scales_of));
+  std::vector<uint16_t> bfloat16_scales_ = std::vector<uint16_t>(most(scales_of));
+  std::vector<uint16_t> float16_scales_ = std::vector<uint16_t>(most(scales_of));
   std::vector<float> columns_ = std::vector<float>(most([](const Case& c) { return c.shape.n; }));
   std::vector<float> x_ = std::vector<float>(most([](const Case& c) { return c.rows * c.shape.k; }));
 

@@ -1,5 +1,6 @@
 #include "core/layout.h"
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <stdexcept>
@@ -9,17 +10,26 @@ namespace {
 
 constexpr std::array<char, 8> kMagic = {'W', '4', 'A', '8', 'P', 'A', 'C', 'K'};
 
-// Little-endian, as every supported CPU is. 64 bytes.
+constexpr uint8_t kHasBias = 1;
+constexpr uint8_t kHasZeroPoints = 2;
+constexpr uint8_t kHasChannelScales = 4;
+
+/// Rows of activations are quantized as a whole.
+constexpr int64_t kWholeRow = -1;
+
+// Little-endian. Every field is independent of the others; check_shape says which of them go together.
 struct Header {
   std::array<char, 8> magic;
   uint32_t version;
-  uint32_t flags;  // bit 0: has a bias
+  uint8_t values;      // Values
+  uint8_t scale_type;  // ScaleType
+  uint8_t flags;       // kHasBias | kHasZeroPoints | kHasChannelScales
+  uint8_t zero;
   int64_t n;
   int64_t k;
   int64_t group;
-  uint32_t scale_dtype;
-  uint32_t kind;                     // WeightKind; zero in version 1
-  std::array<uint8_t, 16> reserved;  // zero
+  int64_t activation_group;          // kWholeRow
+  std::array<uint8_t, 16> reserved;  // zeros
 };
 static_assert(sizeof(Header) == kHeaderBytes);
 
@@ -31,62 +41,118 @@ std::string group_name(const PackedShape& shape) {
   return str(shape.group) + (shape.channelwise() ? " (channelwise)" : "");
 }
 
-const char* const kKinds = ", expected 0 (int4), 1 (int4 with zero points), 2 (e2m1) or 3 (int8)";
+void check_codes(unsigned values, unsigned scale_type, const std::string& where) {
+  if (values > 2) fail(where + "values are " + str(values) + ", expected 0 (int4), 1 (e2m1) or 2 (int8)");
+  if (scale_type > 4) {
+    fail(where + "scale type is " + str(scale_type) +
+         ", expected 0 (float32), 1 (bfloat16), 2 (float16), 3 (e5m3) or 4 (e8m0)");
+  }
+}
 
-void check_scale_dtype(uint32_t code, const std::string& where) {
-  if (code == 0 || code == 1 || code == 3) return;
-  fail(where + "scale dtype is " + str(code) + ", expected 0 (float32), 1 (bfloat16) or 3 (e5m3)");
+// What scales of one byte go with.
+void check_scale_type(const PackedShape& shape) {
+  const std::string name = std::string("scale type is ") + scale_type_name(shape.scale_type);
+  if (shape.scale_type == ScaleType::kE5M3) {
+    if (shape.kind.values == Values::kInt8) fail(name + " (beside channel scales), expected a float type for int8");
+    if (!shape.in_least_groups()) {
+      fail(name + " (beside channel scales), expected a float type for group = " + group_name(shape) +
+           ": groups of 16 alone have such scales");
+    }
+  }
+  if (shape.scale_type == ScaleType::kE8M0) {
+    if (shape.kind != kE2M1) fail(name + ", expected a float type for " + kind_name(shape.kind));
+    if (shape.channelwise() || shape.in_least_groups()) {
+      fail(name + ", expected a float type for group = " + group_name(shape) +
+           ": groups that are multiples of 32 alone have such scales");
+    }
+  }
 }
 
 }  // namespace
 
 const char* kind_name(WeightKind kind) {
-  switch (kind) {
-    case WeightKind::kInt4: return "int4";
-    case WeightKind::kInt4ZeroPoints: return "int4 with zero points";
-    case WeightKind::kE2M1: return "e2m1";
-    case WeightKind::kInt8: return "int8";
+  switch (kind.values) {
+    case Values::kInt4: return kind.zero_points ? "int4 with zero points" : "int4";
+    case Values::kE2M1: return "e2m1";
+    case Values::kInt8: return kind.zero_points ? "int8 with zero points" : "int8";
+  }
+  return "unknown";
+}
+
+const char* scale_type_name(ScaleType type) {
+  switch (type) {
+    case ScaleType::kFloat32: return "float32";
+    case ScaleType::kBFloat16: return "bfloat16";
+    case ScaleType::kFloat16: return "float16";
+    case ScaleType::kE5M3: return "e5m3";
+    case ScaleType::kE8M0: return "e8m0";
   }
   return "unknown";
 }
 
 void check_shape(const PackedShape& shape) {
-  if (shape.kind > WeightKind::kInt8) fail("kind is " + str(static_cast<int>(shape.kind)) + kKinds);
+  check_codes(static_cast<unsigned>(shape.kind.values), static_cast<unsigned>(shape.scale_type), "");
+  if (shape.kind.values == Values::kE2M1 && shape.kind.zero_points) {
+    fail("values are e2m1 with zero points, expected e2m1 without");
+  }
   if (shape.n < 1 || shape.n > kMaxN) fail("n (out_features) is " + str(shape.n) + ", expected 1.." + str(kMaxN));
   if (shape.k < 2 || shape.k > max_k(shape.kind) || shape.k % 2 != 0) {
     fail("k (in_features) is " + str(shape.k) + ", expected an even number in 2.." + str(max_k(shape.kind)) +
-         (shape.kind == WeightKind::kInt4 ? "" : std::string(" for ") + kind_name(shape.kind)));
+         (shape.kind == kInt4 ? "" : std::string(" for ") + kind_name(shape.kind)));
   }
   if (!is_group(shape.group, shape.k)) {
     fail("group (block_size) is " + str(shape.group) + ", expected k = " + str(shape.k) +
          " (channelwise), or 16 or a multiple of 32 that divides it");
   }
-  if (!is_group(shape.group, shape.multiplied().k)) {
-    fail("k (in_features) is " + str(shape.k) + ", expected a multiple of 32 for channelwise int8");
+  if (shape.group > max_summed(shape.kind)) {
+    fail("group (block_size) is " + group_name(shape) + ", expected at most " + str(max_summed(shape.kind)) + " for " +
+         kind_name(shape.kind) + ": their products would not sum up in int32");
   }
-  check_scale_dtype(static_cast<uint32_t>(shape.scale_dtype), "");
-  if (shape.two_level() && shape.kind == WeightKind::kInt8) {
-    fail("scale dtype is 3 (e5m3, with channel scales), expected 0 (float32) or 1 (bfloat16) for int8");
-  }
-  if (shape.two_level() && !shape.in_least_groups()) {
-    fail("scale dtype is 3 (e5m3, with channel scales), expected 0 (float32) or 1 (bfloat16) for group = " +
-         group_name(shape));
-  }
+  check_scale_type(shape);
+}
+
+PanelLayout panel_layout(const PackedShape& shape) {
+  PanelLayout layout = {};
+  layout.kind = shape.kind;
+  layout.scale_type = shape.scale_type;
+  layout.channelwise = shape.channelwise();
+  layout.steps = (shape.k + kStepK - 1) / kStepK;
+  layout.step_bytes = shape.kind.values == Values::kInt8 ? kByteStepBytes : kStepBytes;
+  layout.groups = shape.groups();
+  layout.group_steps = shape.channelwise() ? layout.steps : shape.group / kStepK;
+  layout.scale_line = kPanelColumns * scale_bytes(shape.scale_type);
+  const int64_t of_group = layout.scale_line + (shape.kind.zero_points ? kPanelColumns : 0);
+  int64_t whole = 1;
+  while (whole * of_group % kLineBytes != 0) whole *= 2;
+  layout.record_groups = std::min(whole, layout.groups);
+  layout.zeros_offset = layout.record_groups * layout.scale_line;
+  layout.head_bytes = (layout.record_groups * of_group + kLineBytes - 1) / kLineBytes * kLineBytes;
+  layout.record_bytes = layout.head_bytes + layout.record_groups * layout.group_steps * layout.step_bytes;
+  const int64_t records = (layout.groups + layout.record_groups - 1) / layout.record_groups;
+  layout.sums_offset = records * layout.head_bytes + layout.steps * layout.step_bytes;
+  layout.bias_offset = layout.sums_offset + kLineBytes;
+  layout.channel_offset = layout.bias_offset + kLineBytes;
+  layout.panel_bytes = layout.channel_offset + (shape.two_level() ? kLineBytes : 0);
+  return layout;
 }
 
 // n <= 2^31 and a panel of 16 columns has less than 2^25 bytes, so the product fits 64 bits.
-int64_t packed_bytes(const PackedShape& shape) { return kHeaderBytes + shape.panels() * shape.panel_bytes(); }
+int64_t packed_bytes(const PackedShape& shape) {
+  return kHeaderBytes + shape.panels() * panel_layout(shape).panel_bytes;
+}
 
 void write_header(const PackedShape& shape, uint8_t* dst) {
   Header header = {};
   header.magic = kMagic;
-  header.version = packed_version(shape);
-  header.flags = shape.has_bias ? 1 : 0;
+  header.version = kPackedVersion;
+  header.values = static_cast<uint8_t>(shape.kind.values);
+  header.scale_type = static_cast<uint8_t>(shape.scale_type);
+  header.flags = static_cast<uint8_t>((shape.has_bias ? kHasBias : 0) | (shape.kind.zero_points ? kHasZeroPoints : 0) |
+                                      (shape.two_level() ? kHasChannelScales : 0));
   header.n = shape.n;
   header.k = shape.k;
   header.group = shape.group;
-  header.scale_dtype = static_cast<uint32_t>(shape.scale_dtype);
-  header.kind = static_cast<uint32_t>(shape.kind);
+  header.activation_group = kWholeRow;
   std::memcpy(dst, &header, sizeof(header));
 }
 
@@ -96,61 +162,46 @@ PackedShape read_header(const uint8_t* src, int64_t size, const std::string& wha
   Header header;
   std::memcpy(&header, src, sizeof(header));
   if (header.magic != kMagic) fail(what + ": magic is not 'W4A8PACK': these bytes are not a packed matrix");
-  if (header.version < 1 || header.version > 4) {
-    fail(what + ": version is " + str(header.version) + ", this library reads versions 1 to 4");
+  if (header.version >= 1 && header.version < kPackedVersion) {
+    fail(what + ": version is " + str(header.version) + ": packed before w4a8 0.1, pack the weights again");
   }
-  if ((header.flags & ~1u) != 0) fail(what + ": flags are " + str(header.flags) + ", expected 0 or 1");
-  if (header.version == 1 && header.kind != 0) {
-    fail(what + ": kind is " + str(header.kind) + ", expected 0 (int4): these bytes are reserved in version 1");
+  if (header.version != kPackedVersion) {
+    fail(what + ": version is " + str(header.version) + ", this library reads version " + str(kPackedVersion));
   }
-  if (header.version == 2 && header.kind != 1 && header.kind != 2) {
-    fail(what + ": kind is " + str(header.kind) + ", expected 1 (int4 with zero points) or 2 (e2m1) in version 2");
+  check_codes(header.values, header.scale_type, what + ": ");
+  if (header.flags > (kHasBias | kHasZeroPoints | kHasChannelScales)) {
+    fail(what + ": flags are " + str(header.flags) +
+         ", expected a sum of 1 (bias), 2 (zero points) and 4 (channel scales)");
   }
-  if (header.kind > 3) fail(what + ": kind is " + str(header.kind) + kKinds);
+  if (header.activation_group != kWholeRow) {
+    fail(what + ": activation group is " + str(header.activation_group) + ", expected -1 (one scale for a row)");
+  }
   for (const uint8_t byte : header.reserved) {
     if (byte != 0) fail(what + ": reserved bytes of the header are not zero");
   }
-  check_scale_dtype(header.scale_dtype, what + ": ");
+  if (header.zero != 0) fail(what + ": reserved bytes of the header are not zero");
   PackedShape shape;
   shape.n = header.n;
   shape.k = header.k;
   shape.group = header.group;
-  shape.scale_dtype = static_cast<DType>(header.scale_dtype);
-  shape.has_bias = (header.flags & 1u) != 0;
-  shape.kind = static_cast<WeightKind>(header.kind);
+  shape.scale_type = static_cast<ScaleType>(header.scale_type);
+  shape.has_bias = (header.flags & kHasBias) != 0;
+  shape.kind = {static_cast<Values>(header.values), (header.flags & kHasZeroPoints) != 0};
+  if (shape.two_level() != ((header.flags & kHasChannelScales) != 0)) {
+    fail(what + ": flags are " + str(header.flags) + ", expected 4 (channel scales) " +
+         (shape.two_level() ? "among them" : "not among them") + " for scale type " +
+         scale_type_name(shape.scale_type));
+  }
   try {
     check_shape(shape);
   } catch (const std::invalid_argument& error) {
     fail(what + ": " + error.what());
-  }
-  if (header.version != packed_version(shape)) {
-    fail(what + ": version is " + str(header.version) + ", expected " + str(packed_version(shape)) + " for " +
-         kind_name(shape.kind) + ", group = " + group_name(shape));
   }
   if (size != packed_bytes(shape)) {
     fail(what + ": size is " + str(size) + " bytes, its header (n = " + str(shape.n) + ", k = " + str(shape.k) +
          ", group = " + group_name(shape) + ") needs " + str(packed_bytes(shape)));
   }
   return shape;
-}
-
-Panels PackedMatrix::panels(int64_t first, const uint8_t* next) const {
-  const PackedShape seen = shape.multiplied();
-  Panels panels;
-  panels.data = panel(first);
-  panels.stride = seen.panel_bytes();
-  panels.scales_offset = seen.scales_offset();
-  panels.zeros_offset = seen.zeros_offset();
-  panels.sums_offset = seen.sums_offset();
-  panels.bias_offset = seen.bias_offset();
-  panels.channel_scales_offset = seen.channel_scales_offset();
-  panels.steps = seen.steps();
-  panels.group_steps = seen.channelwise() ? seen.steps() : seen.group / kStepK;
-  panels.scale_dtype = seen.scale_dtype;
-  panels.kind = seen.kind;
-  panels.channelwise = seen.channelwise();
-  panels.next = next;
-  return panels;
 }
 
 PackedMatrix open_packed(const uint8_t* src, int64_t size, int64_t n, int64_t k, int64_t group,

@@ -38,54 +38,44 @@ namespace {
 using Ops = DotOps;
 
 // The constants of tiles on packed weights, and the type of the scales: known at compile time, it costs no branches.
-template <DType kScales>
+template <ScaleType kScales>
 struct FewOps : DotOps {
   // 2 rows x 2 panels or 5 x 1, with the weights of a step.
   static constexpr int kRows[] = {5, 2};
   static constexpr int64_t kUnpackRows = 0;  // Tiles of the ISA do it
   static constexpr bool kOwnGroups = true;
 
-  // z of 16 columns; four registers of four.
+  // What u of 16 columns counts from; four registers of four.
+  template <Code kCode>
   static W4A8_INLINE void expand_zeros(const uint8_t* p, I (&out)[4]) {
-    const uint8x16_t bytes = vandq_u8(vld1q_u8(p), vdupq_n_u8(15));
+    const uint8x16_t all = vld1q_u8(p);
+    const uint8x16_t bytes = kCode == Code::kInt8 ? all : vandq_u8(all, vdupq_n_u8(15));
     const uint16x8_t halves[] = {vmovl_u8(vget_low_u8(bytes)), vmovl_high_u8(bytes)};
-#pragma GCC unroll 2
-    for (int h = 0; h < 2; ++h) {
+    for_each<2>([&](int h) W4A8_LAMBDA {
       out[2 * h] = vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(halves[h])));
       out[2 * h + 1] = vreinterpretq_s32_u32(vmovl_high_u16(halves[h]));
-    }
+    });
+    if constexpr (kCode == Code::kInt8) for_each<4>([&](int v) W4A8_LAMBDA { out[v] = isub(out[v], isplat(128)); });
   }
 
-  // start_accumulators of tile-inl.h; starts and zeros move to the next group.
+  // start_accumulators and start_at_zeros of tile-inl.h; starts move to the next group.
   template <int R, int C, Code kCode>
-  static W4A8_INLINE void start_group(I (&acc)[R][C][4], const int32_t* (&starts)[R], const uint8_t*& zeros,
-                                      int64_t zeros_stride) {
-    if (kCode == Code::kNibbles && zeros != nullptr) {
+  static W4A8_INLINE void start_group(I (&acc)[R][C][4], const int32_t* (&starts)[R], const uint8_t* const (&zeros)[C],
+                                      bool has_zeros) {
+    if (kCode != Code::kE2M1 && has_zeros) {
       I eighths[R];
-#pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) eighths[r] = vshrq_n_s32(take_splat(starts[r]), 3);
-#pragma GCC unroll 2
-      for (int c = 0; c < C; ++c) {
+      for_each<R>([&](int r) W4A8_LAMBDA { eighths[r] = vshrq_n_s32(take_splat(starts[r]), 3); });
+      for_each<C>([&](int c) W4A8_LAMBDA {
         I zero[4];
-        expand_zeros(zeros + c * zeros_stride, zero);
-#pragma GCC unroll 4
-        for (int v = 0; v < 4; ++v) {
-#pragma GCC unroll 8
-          for (int r = 0; r < R; ++r) acc[r][c][v] = imul(zero[v], eighths[r]);
-        }
-      }
-      zeros += kPanelColumns;
+        expand_zeros<kCode>(zeros[c], zero);
+        for_each<4, R>([&](int v, int r) W4A8_LAMBDA { acc[r][c][v] = imul(zero[v], eighths[r]); });
+      });
       return;
     }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      const I start = kCode == Code::kE2M1 ? isplat(0) : take_splat(starts[r]);
-#pragma GCC unroll 2
-      for (int c = 0; c < C; ++c) {
-#pragma GCC unroll 4
-        for (int v = 0; v < 4; ++v) acc[r][c][v] = start;
-      }
-    }
+    for_each<R>([&](int r) W4A8_LAMBDA {
+      const I start = kCode == Code::kNibbles ? take_splat(starts[r]) : isplat(0);
+      for_each<C, 4>([&](int c, int v) W4A8_LAMBDA { acc[r][c][v] = start; });
+    });
   }
 
   // The sums of the general add_groups with pointers that move instead of indices. In decode a group of 32 takes a
@@ -93,272 +83,171 @@ struct FewOps : DotOps {
   template <int R, int C, Code kCode, Grouping kGrouping>
   static W4A8_INLINE void add_groups(const TileArgs& t, const int8_t* const (&rows)[R],
                                      const uint8_t* const (&weights)[C], F (&f)[R][C][4]) {
+    const PanelLayout& layout = *t.panels;
     const int8_t* q[R];
     const int32_t* starts[R];
     const uint8_t* w[C];
     const uint8_t* scales[C];
-    const uint8_t* zeros = t.zeros;
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
+    const uint8_t* zeros[C];
+    for_each<R>([&](int r) W4A8_LAMBDA {
       q[r] = rows[r];
       starts[r] = t.starts + r * t.starts_stride;
-    }
-#pragma GCC unroll 2
-    for (int c = 0; c < C; ++c) {
-      w[c] = weights[c];
-      scales[c] = t.scales + c * t.panels->stride;
-    }
-    const int64_t group_steps = t.panels->group_steps;
+    });
+    // A record begins at w[c]: its head.
+    const auto begin_record = [&](int c) W4A8_LAMBDA {
+      scales[c] = w[c];
+      zeros[c] = w[c] + layout.zeros_offset;
+      w[c] += layout.head_bytes;
+    };
+    for_each<C>([&](int c) W4A8_LAMBDA {
+      w[c] = weights[c] - layout.head_bytes;
+      begin_record(c);
+    });
+    int64_t in_record = layout.record_groups;
     const int64_t ahead = t.fetch - t.panel;
-    int64_t left = t.steps / group_steps;
+    int64_t left = layout.groups;
     do {
       I acc[R][C][4];
-      start_group<R, C, kCode>(acc, starts, zeros, t.zeros_stride);
+      start_group<R, C, kCode>(acc, starts, zeros, t.zeros != nullptr);
       if constexpr (kGrouping == Grouping::kLeast) {
-        add_least_group<R, C, kCode>(acc, q, w, ahead);
+        add_least_group<kCode>(acc, q, w, ahead);
       } else {
-        int64_t blocks = group_steps / kBlockSteps;
+        int64_t blocks = layout.group_steps / kBlockSteps;
         do {
-          add_block<R, C, kCode>(acc, q, w, ahead);
+          add_block<kCode>(acc, q, w, ahead);
         } while (--blocks != 0);
       }
-#pragma GCC unroll 2
-      for (int c = 0; c < C; ++c) {
+      for_each<C>([&](int c) W4A8_LAMBDA {
         __builtin_prefetch(scales[c] + ahead, 0, 2);
-#pragma GCC unroll 4
-        for (int v = 0; v < 4; ++v) {
+        for_each<4>([&](int v) W4A8_LAMBDA {
           const F scale = load_any_scales<FewOps>(scales[c], 4 * v, kScales);
-#pragma GCC unroll 8
-          for (int r = 0; r < R; ++r) f[r][c][v] = fma(to_float(acc[r][c][v]), scale, f[r][c][v]);
-        }
-        scales[c] += kPanelColumns * dtype_bytes(kScales);
+          for_each<R>([&](int r) W4A8_LAMBDA { f[r][c][v] = fma(to_float(acc[r][c][v]), scale, f[r][c][v]); });
+        });
+        scales[c] += kPanelColumns * scale_bytes(kScales);
+        zeros[c] += kPanelColumns;
+      });
+      if (--in_record == 0) {
+        in_record = layout.record_groups;
+        for_each<C>(begin_record);
       }
     } while (--left != 0);
   }
 };
 
-// These alone have such scales.
-struct FewE5M3Ops : FewOps<DType::kE5M3> {
+// Only groups of 16 have scales of e5m3, and only larger ones those of e8m0.
+struct FewE5M3Ops : FewOps<ScaleType::kE5M3> {
   static constexpr bool kOnlyLeastGroups = true;
 };
 
 void few_rows(const Rows& rows, int64_t m, const Panels& panels, int64_t panel_count, float* out, int64_t ldc,
               uint8_t*) {
-  switch (panels.scale_dtype) {
-    case DType::kBFloat16: return gemm<FewOps<DType::kBFloat16>>(rows, m, panels, panel_count, out, ldc, nullptr);
-    case DType::kE5M3: return gemm<FewE5M3Ops>(rows, m, panels, panel_count, out, ldc, nullptr);
-    default: return gemm<FewOps<DType::kFloat32>>(rows, m, panels, panel_count, out, ldc, nullptr);
+  const auto run = [&]<class FewRows>(FewRows) { gemm<FewRows>(rows, m, panels, panel_count, out, ldc, nullptr); };
+  switch (panels.scale_type) {
+    case ScaleType::kFloat32: return run(FewOps<ScaleType::kFloat32>());
+    case ScaleType::kBFloat16: return run(FewOps<ScaleType::kBFloat16>());
+    case ScaleType::kFloat16: return run(FewOps<ScaleType::kFloat16>());
+    case ScaleType::kE5M3: return run(FewE5M3Ops());
+    case ScaleType::kE8M0: return run(FewOps<ScaleType::kE8M0>());
   }
 }
 
-// Tiles on an unpacked panel: a step is the 64 low nibbles, then the 64 high ones.
-struct Unpacked {
-  using F = Ops::F;
-  using I = Ops::I;
+// The tiles of unpacked panels.
+struct ManyOps : DotOps {
+  static constexpr bool kUnpacksToW = true;
+  static constexpr bool kOwnGroups = true;
+
+  // All groups of the chunk for 8 columns, the first or second half of the panel. Not inlined: the sums of the other
+  // half would take registers. kSteps: of a group, 0 if known at run time only. kSmall: is_small.
+  template <int R, int kHalf, int64_t kSteps, bool kSmall>
+  static __attribute__((noinline)) void add_half(const TileArgs& t, F (&all)[R][1][4]) {
+    F f[R][2];
+    const int8_t* q[R];
+    for_each<R>([&](int r) W4A8_LAMBDA { q[r] = t.q + r * t.q_stride; });
+    for_each<R, 2>([&](int r, int v) W4A8_LAMBDA { f[r][v] = all[r][0][2 * kHalf + v]; });
+    const uint8_t* w[1] = {t.weights + 32 * kHalf};
+    const uint8_t* scales = t.scales + 32 * kHalf;
+    const int64_t blocks = t.panels->group_steps / kBlockSteps;
+    int64_t groups = t.steps / t.panels->group_steps;
+    barrier();
+    do {
+      I acc[R][1][2];
+      for_each<R>([&](int r) W4A8_LAMBDA {
+        if constexpr (kSmall) {
+          start_small(acc[r][0][0], acc[r][0][1]);
+        } else {
+          acc[r][0][0] = acc[r][0][1] = isplat(0);
+        }
+      });
+      if constexpr (kSteps == kLeastGroupSteps) {
+        add_least_group<Code::kBytes>(acc, q, w, 0);
+      } else if constexpr (kSteps == kBlockSteps) {
+        add_block<Code::kBytes>(acc, q, w, 0);
+      } else {
+        int64_t block = blocks;
+        do {
+          add_block<Code::kBytes>(acc, q, w, 0);
+        } while (--block != 0);
+      }
+      const F offset = middle();
+      for_each<2>([&](int v) W4A8_LAMBDA {
+        const F scale = load_bytes(scales + 16 * v);
+        for_each<R>([&](int r) W4A8_LAMBDA { f[r][v] = fma(group_sum<kSmall>(acc[r][0][v], offset), scale, f[r][v]); });
+      });
+      scales += kScaleBytes;
+    } while (--groups != 0);
+    for_each<R, 2>([&](int r, int v) W4A8_LAMBDA { all[r][0][2 * kHalf + v] = f[r][v]; });
+  }
+
+  template <int R, int64_t kSteps, bool kSmall>
+  static W4A8_INLINE void both_halves(const TileArgs& t, F (&all)[R][1][4]) {
+    add_half<R, 0, kSteps, kSmall>(t, all);
+    add_half<R, 1, kSteps, kSmall>(t, all);
+  }
+  template <int R, int C, Code kCode, Grouping kGrouping>
+  static W4A8_INLINE void add_groups(const TileArgs& t, const int8_t* const (&)[R], const uint8_t* const (&)[C],
+                                     F (&f)[R][C][4]) {
+    if constexpr (kGrouping == Grouping::kLeast) {
+      both_halves<R, kLeastGroupSteps, true>(t, f);
+    } else if (t.panels->group_steps == kBlockSteps) {
+      both_halves<R, kBlockSteps, true>(t, f);
+    } else if (is_small(*t.panels)) {
+      both_halves<R, 0, true>(t, f);
+    } else {
+      both_halves<R, 0, false>(t, f);
+    }
+  }
+};
+
+// A step is the 64 low nibbles, then the 64 high ones.
+struct Unpacked : SignedTiles<Unpacked> {
   using Bytes = Ops::Bytes;
   static constexpr int64_t kRowBytes = 0;
   static constexpr int64_t kBatchRows = 0;
   static constexpr int64_t kChunkSteps = 256;  // 32 KiB of unpacked weights
-  static constexpr bool kUnpacks = true;
-  static constexpr int64_t kMostColumns = 1;
   static constexpr GemmFn kFew = few_rows;
   static constexpr int64_t kManyRows = 8;
   static constexpr int64_t kMostRows = 5;
 
-  static constexpr uint8_t kE2M1Zero = Ops::kE2M1Zero;
-  static constexpr bool kTakesZeros = true;
-
   static W4A8_INLINE void store_step(const Bytes (&low)[4], const Bytes (&high)[4], uint8_t* bytes) {
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; ++j) {
+    for_each<4>([&](int j) W4A8_LAMBDA {
       vst1q_u8(bytes + 16 * j, vreinterpretq_u8_s8(low[j]));
       vst1q_u8(bytes + kStepBytes + 16 * j, vreinterpretq_u8_s8(high[j]));
-    }
+    });
   }
-  static void unpack(const TileArgs& t, int64_t c, uint8_t* bytes) {
-    Ops::barrier();  // not before the tiles have read what this overwrites
-    if (t.panels->kind == WeightKind::kInt4) {
-      unpack_nibbles(t, c, bytes);
-    } else {
-      unpack_signed<Unpacked>(t, c, bytes);
-    }
-  }
-
-  // Adds V registers of columns of one step; kStep: offset of the step behind w, in steps.
-  template <int R, int V, int kStep, int kLane>
-  static W4A8_INLINE void add_step(I (&acc)[R][V], const Bytes (&a)[R], const uint8_t* w) {
-    constexpr int kOffset = kStep * static_cast<int>(kUnpackedBytes);
-    add_pair<R, V, kOffset, kLane, 0>(acc, a, w);
-    if constexpr (V == 4) add_pair<R, V, kOffset + 32, kLane, 2>(acc, a, w);
-    add_pair<R, V, kOffset + static_cast<int>(kStepBytes), kLane + 1, 0>(acc, a, w);
-    if constexpr (V == 4) add_pair<R, V, kOffset + static_cast<int>(kStepBytes) + 32, kLane + 1, 2>(acc, a, w);
-  }
-  template <int R, int V, int kOffset, int kLane, int kFirst>
-  static W4A8_INLINE void add_pair(I (&acc)[R][V], const Bytes (&a)[R], const uint8_t* w) {
-    Bytes first;
-    Bytes second;
-    Ops::load_pair<kOffset>(w, first, second);
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) Ops::dot<kLane>(acc[r][kFirst], first, a[r]);
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) Ops::dot<kLane>(acc[r][kFirst + 1], second, a[r]);
-  }
-
-  // Four steps. q and w move behind them.
-  template <int R, int V>
-  static W4A8_INLINE void add_block(I (&acc)[R][V], const int8_t* (&q)[R], const uint8_t*& w) {
-    Bytes a[R];
-    Bytes b[R];
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) Ops::take_pair(q[r], a[r], b[r]);
-    add_step<R, V, 0, 0>(acc, a, w);
-    add_step<R, V, 1, 2>(acc, a, w);
-    add_step<R, V, 2, 0>(acc, b, w);
-    add_step<R, V, 3, 2>(acc, b, w);
-    w += kBlockSteps * kUnpackedBytes;
-  }
-
-  template <int R>
-  static void channelwise(const TileArgs& t) {
-    I acc[R][1][4];
-    if (t.first) {
-      start_accumulators<Ops, R, 1, Code::kBytes>(t, 0, acc);
-    } else {
-      load_sums<Ops>(t, acc);
-    }
-    I sums[R][4];
-    const int8_t* q[R];
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      q[r] = t.q + r * t.q_stride;
-#pragma GCC unroll 4
-      for (int v = 0; v < 4; ++v) sums[r][v] = acc[r][0][v];
-    }
-    const uint8_t* w = t.weights;
-    Ops::barrier();
-    for (int64_t blocks = t.steps / kBlockSteps; blocks != 0; --blocks) add_block<R, 4>(sums, q, w);
-    for (int64_t left = t.steps % kBlockSteps; left != 0; --left, w += kUnpackedBytes) {
-      Bytes a[R];
-#pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) Ops::take_half(q[r], a[r]);
-      add_step<R, 4, 0, 0>(sums, a, w);
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
-      for (int v = 0; v < 4; ++v) acc[r][0][v] = sums[r][v];
-    }
-    if (t.last) {
-      finish_channelwise<Ops, R, 1>(t, acc);
-    } else {
-      store_sums<Ops>(t, acc);
-    }
-  }
-
-  // Two steps. q and w move behind them.
-  template <int R, int V>
-  static W4A8_INLINE void add_least_group(I (&acc)[R][V], const int8_t* (&q)[R], const uint8_t*& w) {
-    Bytes a[R];
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) Ops::take_one(q[r], a[r]);
-    add_step<R, V, 0, 0>(acc, a, w);
-    add_step<R, V, 1, 2>(acc, a, w);
-    w += kLeastGroupSteps * kUnpackedBytes;
-  }
-
-  // All groups of the chunk for 8 columns, the first or second half of the panel. Not inlined: the sums of the other
-  // half would take registers. kSteps: of a group, 0 if known at run time only.
-  template <int R, DType kScales, int kHalf, int64_t kSteps>
-  static __attribute__((noinline)) void add_groups(const TileArgs& t, F (&all)[R][1][4]) {
-    F f[R][2];
-    const int8_t* q[R];
-    const int32_t* starts[R];
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      q[r] = t.q + r * t.q_stride;
-      starts[r] = t.starts + r * t.starts_stride;
-      f[r][0] = all[r][0][2 * kHalf];
-      f[r][1] = all[r][0][2 * kHalf + 1];
-    }
-    const uint8_t* w = t.weights + 32 * kHalf;
-    const uint8_t* scales = t.scales + 8 * kHalf * dtype_bytes(kScales);
-    const int64_t blocks = t.panels->group_steps / kBlockSteps;
-    int64_t groups = t.steps / t.panels->group_steps;
-    Ops::barrier();
-    do {
-      I acc[R][2];
-#pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) {
-        acc[r][0] = Ops::take_splat(starts[r]);
-        acc[r][1] = acc[r][0];
-      }
-      if constexpr (kSteps == kLeastGroupSteps) {
-        add_least_group<R, 2>(acc, q, w);
-      } else if constexpr (kSteps == kBlockSteps) {
-        add_block<R, 2>(acc, q, w);
-      } else {
-        int64_t block = blocks;
-        do {
-          add_block<R, 2>(acc, q, w);
-        } while (--block != 0);
-      }
-#pragma GCC unroll 2
-      for (int v = 0; v < 2; ++v) {
-        const F scale = load_any_scales<Ops>(scales, 4 * v, kScales);
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) f[r][v] = Ops::fma(Ops::to_float(acc[r][v]), scale, f[r][v]);
-      }
-      scales += kPanelColumns * dtype_bytes(kScales);
-    } while (--groups != 0);
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      all[r][0][2 * kHalf] = f[r][0];
-      all[r][0][2 * kHalf + 1] = f[r][1];
-    }
-  }
-
-  template <int R, DType kScales, int64_t kSteps>
-  static W4A8_INLINE void both_halves(const TileArgs& t, F (&all)[R][1][4]) {
-    add_groups<R, kScales, 0, kSteps>(t, all);
-    add_groups<R, kScales, 1, kSteps>(t, all);
-  }
-  template <int R, DType kScales>
-  static void groups(const TileArgs& t) {
-    F f[R][1][4];
-    if (t.first) {
-      fill(f, Ops::splat(0.0f));
-    } else {
-      load_sums<Ops>(t, f);
-    }
-    if (kScales == DType::kE5M3 || t.panels->group_steps == kLeastGroupSteps) {
-      both_halves<R, kScales, kLeastGroupSteps>(t, f);
-    } else if constexpr (kScales != DType::kE5M3) {
-      if (t.panels->group_steps == kBlockSteps) {
-        both_halves<R, kScales, kBlockSteps>(t, f);
-      } else {
-        both_halves<R, kScales, 0>(t, f);
-      }
-    }
-    if (t.last) {
-      finish_groups<Ops, R, 1, kScales == DType::kE5M3>(t, f);
-    } else {
-      store_sums<Ops>(t, f);
-    }
-  }
-
   static int64_t tile_rows(int64_t, bool channelwise) { return channelwise ? kMostRows : 4; }
   static void tile(int64_t count, const TileArgs& t) {
-    constexpr int64_t kLeast = 3;
+    constexpr int kLeast = 3;
     static_assert(kLeast == least_share(kManyRows, 4) && kLeast == least_share(kManyRows, kMostRows));
-    static constexpr TileFn kChannelwise[] = {channelwise<3>, channelwise<4>, channelwise<5>};
-    static constexpr TileFn kFloat32[] = {groups<3, DType::kFloat32>, groups<4, DType::kFloat32>};
-    static constexpr TileFn kBFloat16[] = {groups<3, DType::kBFloat16>, groups<4, DType::kBFloat16>};
-    static constexpr TileFn kE5M3[] = {groups<3, DType::kE5M3>, groups<4, DType::kE5M3>};
-    const TileFn* tiles = kFloat32;
-    if (t.panels->scale_dtype == DType::kBFloat16) tiles = kBFloat16;
-    if (t.panels->scale_dtype == DType::kE5M3) tiles = kE5M3;
-    if (t.panels->channelwise) tiles = kChannelwise;
-    tiles[count - kLeast](t);
+    constexpr Code kCode = Code::kBytes;
+    switch (grouping_of(*t.panels)) {
+      case Grouping::kChannelwise:
+        return pick_rows<ManyOps, 1, Grouping::kChannelwise, kCode, kLeast>(count,
+                                                                            std::make_integer_sequence<int, 3>())(t);
+      case Grouping::kLeast:
+        return pick_rows<ManyOps, 1, Grouping::kLeast, kCode, kLeast>(count, std::make_integer_sequence<int, 2>())(t);
+      case Grouping::kBlocks:
+        return pick_rows<ManyOps, 1, Grouping::kBlocks, kCode, kLeast>(count, std::make_integer_sequence<int, 2>())(t);
+    }
   }
 };
 

@@ -12,9 +12,9 @@
 //      channelwise   3 pairs of rows x 8 sums, 2 x 3 of a, 2 of b: 32 registers
 //      groups        3 x 4 sums, as many floats, 2 x 3, 2: 32 registers; the panel in two halves, 8 columns each
 //
-//   Groups unpack the weights to w, so that their sums start at 0; channelwise leaves int4 at 0..15, sums start at
-//   -8 * sum(a). |acc| <= K * 15 * 128 < 2^31 for K <= 2^20. Few rows take SDOT, which every CPU with SMMLA has, and
-//   packed weights, as in arm_dotprod: reading those is what they wait for. Whole rows are arm_neon's.
+//   Weights are unpacked to w, so that sums start at 0. |acc| <= K * 15 * 128 < 2^31 for K <= 2^20. Few rows take SDOT,
+//   which every CPU with SMMLA has, and packed weights, as in arm_dotprod: reading those is what they wait for. Whole
+//   rows are arm_neon's.
 #if defined(__aarch64__)
 #include <arm_neon.h>
 
@@ -44,14 +44,10 @@ namespace {
 
 using Ops = DotOps;
 
-struct Pairs {
+struct Pairs : SignedTiles<Pairs> {
   using F = Ops::F;
   using I = Ops::I;
   using Bytes = Ops::Bytes;
-  static constexpr bool kUnpacks = true;
-  static constexpr uint8_t kE2M1Zero = Ops::kE2M1Zero;
-  static constexpr bool kTakesZeros = true;
-  static constexpr int64_t kMostColumns = 1;
   static constexpr GemmFn kFew = pass_on<arm_dotprod, &Kernel::gemm>;
   static constexpr int64_t kManyRows = 6;
   static constexpr int64_t kRowBytes = kStepK;
@@ -89,46 +85,13 @@ struct Pairs {
     }
   }
 
-  static W4A8_INLINE void store_zipped(Bytes low, Bytes high, uint8_t* bytes) {
-    const I pairs[] = {vzip1q_s32(vreinterpretq_s32_s8(low), vreinterpretq_s32_s8(high)),
-                       vzip2q_s32(vreinterpretq_s32_s8(low), vreinterpretq_s32_s8(high))};
-    vst1q_u8(bytes, vreinterpretq_u8_s32(pairs[0]));
-    vst1q_u8(bytes + 16, vreinterpretq_u8_s32(pairs[1]));
-  }
   static W4A8_INLINE void store_step(const Bytes (&low)[4], const Bytes (&high)[4], uint8_t* bytes) {
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; ++j) store_zipped(low[j], high[j], bytes + 32 * j);
-  }
-
-  // kSigned: nibble - 8, which is what nibble ^ 8 is as 4 signed bits.
-  template <bool kSigned>
-  static void unpack_as(const uint8_t* packed, int64_t steps, uint8_t* bytes, int64_t ahead) {
-    for (; steps != 0; --steps, bytes += kUnpackedBytes) {
-      __builtin_prefetch(packed + ahead, 0, 2);
-      Bytes both[4];
-      Ops::take_pair(packed, both[0], both[1]);
-      Ops::take_pair(packed, both[2], both[3]);
-#pragma GCC unroll 4
-      for (int j = 0; j < 4; ++j) {
-        Bytes low;
-        Bytes high;
-        if constexpr (kSigned) {
-          const Bytes flipped = veorq_s8(both[j], vreinterpretq_s8_u8(vdupq_n_u8(0x88)));
-          low = vshrq_n_s8(vshlq_n_s8(flipped, 4), 4);
-          high = vshrq_n_s8(flipped, 4);
-        } else {
-          low = vandq_s8(both[j], vdupq_n_s8(0x0f));
-          high = vreinterpretq_s8_u8(vshrq_n_u8(vreinterpretq_u8_s8(both[j]), 4));
-        }
-        store_zipped(low, high, bytes + 32 * j);
-      }
-    }
-  }
-  static void unpack(const TileArgs& t, int64_t c, uint8_t* bytes) {
-    Ops::barrier();  // not before the tiles have read what this overwrites
-    if (t.panels->kind != WeightKind::kInt4) return unpack_signed<Pairs>(t, c, bytes);
-    const uint8_t* packed = t.weights + c * t.weights_stride;
-    (t.panels->channelwise ? unpack_as<false> : unpack_as<true>)(packed, t.steps, bytes, t.fetch - t.weights);
+    for_each<4>([&](int j) W4A8_LAMBDA {
+      const I pairs[] = {vzip1q_s32(vreinterpretq_s32_s8(low[j]), vreinterpretq_s32_s8(high[j])),
+                         vzip2q_s32(vreinterpretq_s32_s8(low[j]), vreinterpretq_s32_s8(high[j]))};
+      vst1q_u8(bytes + 32 * j, vreinterpretq_u8_s32(pairs[0]));
+      vst1q_u8(bytes + 32 * j + 16, vreinterpretq_u8_s32(pairs[1]));
+    });
   }
 
   static W4A8_INLINE void multiply(I& acc, Bytes a, Bytes b) {
@@ -146,11 +109,9 @@ struct Pairs {
   static W4A8_INLINE void add_step(I (&acc)[P][V], const Bytes (&a)[P], const uint8_t* w) {
     Bytes first;
     Bytes second;
-    Ops::load_pair<kStep* static_cast<int>(kUnpackedBytes) + 16 * kPair>(w, first, second);
-#pragma GCC unroll 4
-    for (int p = 0; p < P; ++p) multiply(acc[p][kPair], a[p], first);
-#pragma GCC unroll 4
-    for (int p = 0; p < P; ++p) multiply(acc[p][kPair + 1], a[p], second);
+    Ops::load_pair<kStep* static_cast<int>(kByteStepBytes) + 16 * kPair>(w, first, second);
+    for_each<P>([&](int p) W4A8_LAMBDA { multiply(acc[p][kPair], a[p], first); });
+    for_each<P>([&](int p) W4A8_LAMBDA { multiply(acc[p][kPair + 1], a[p], second); });
     if constexpr (kPair + 2 < V) add_step<P, V, kStep, kPair + 2>(acc, a, w);
   }
 
@@ -160,13 +121,11 @@ struct Pairs {
     Bytes both[2 * P];
     Bytes a[P];
     Bytes b[P];
-#pragma GCC unroll 4
-    for (int p = 0; p < P; ++p) Ops::take_pair(q, both[2 * p], both[2 * p + 1]);
-#pragma GCC unroll 4
-    for (int p = 0; p < P; ++p) {
+    for_each<P>([&](int p) W4A8_LAMBDA { Ops::take_pair(q, both[2 * p], both[2 * p + 1]); });
+    for_each<P>([&](int p) W4A8_LAMBDA {
       a[p] = both[p];
       b[p] = both[P + p];
-    }
+    });
     add_step<P, V, kStep>(acc, a, w);
     add_step<P, V, kStep + 1>(acc, b, w);
   }
@@ -175,8 +134,8 @@ struct Pairs {
   // even row, 4..7 in the odd one. A single row has room for its half of them, in the order of the columns.
   template <int V, int kFirst>
   static W4A8_INLINE void load_pair(const float* row, int64_t ldc, bool both, F (&f)[V]) {
-#pragma GCC unroll 8
-    for (int v = 0; v < V; v += 2) {
+    for_each<V / 2>([&](int i) W4A8_LAMBDA {
+      const int v = 2 * i;
       const int at = kFirst + v;
       if (both) {
         const float* from = row + (at < 4 ? 0 : ldc) + at % 4 * 4;
@@ -187,12 +146,12 @@ struct Pairs {
         f[v] = Ops::float_bits(low_halves(one, one));
         f[v + 1] = Ops::float_bits(high_halves(one, one));
       }
-    }
+    });
   }
   template <int V, int kFirst>
   static W4A8_INLINE void store_pair(float* row, int64_t ldc, bool both, const F (&f)[V]) {
-#pragma GCC unroll 8
-    for (int v = 0; v < V; v += 2) {
+    for_each<V / 2>([&](int i) W4A8_LAMBDA {
+      const int v = 2 * i;
       const int at = kFirst + v;
       if (both) {
         float* to = row + (at < 4 ? 0 : ldc) + at % 4 * 4;
@@ -201,17 +160,19 @@ struct Pairs {
       } else {
         Ops::store(row + 2 * at, Ops::float_bits(low_halves(Ops::int_bits(f[v]), Ops::int_bits(f[v + 1]))));
       }
-    }
+    });
   }
   template <int P, int V, int kFirst>
   static W4A8_INLINE void load_pairs(const TileArgs& t, int64_t count, F (&f)[P][V]) {
-#pragma GCC unroll 4
-    for (int p = 0; p < P; ++p) load_pair<V, kFirst>(t.out + 2 * p * t.ldc, t.ldc, p + 1 < P || count == 2 * P, f[p]);
+    for_each<P>([&](int p) W4A8_LAMBDA {
+      load_pair<V, kFirst>(t.out + 2 * p * t.ldc, t.ldc, p + 1 < P || count == 2 * P, f[p]);
+    });
   }
   template <int P, int V, int kFirst>
   static W4A8_INLINE void store_pairs(const TileArgs& t, int64_t count, const F (&f)[P][V]) {
-#pragma GCC unroll 4
-    for (int p = 0; p < P; ++p) store_pair<V, kFirst>(t.out + 2 * p * t.ldc, t.ldc, p + 1 < P || count == 2 * P, f[p]);
+    for_each<P>([&](int p) W4A8_LAMBDA {
+      store_pair<V, kFirst>(t.out + 2 * p * t.ldc, t.ldc, p + 1 < P || count == 2 * P, f[p]);
+    });
   }
 
   // Two numbers, twice.
@@ -227,20 +188,18 @@ struct Pairs {
     F sums[8];
     F bias[8];
     F scales[8];
-#pragma GCC unroll 8
-    for (int v = 0; v < 8; ++v) {
+    for_each<8>([&](int v) W4A8_LAMBDA {
       sums[v] = twice(t.panel + panels.sums_offset + 8 * v);
       bias[v] = twice(t.panel + panels.bias_offset + 8 * v);
       scales[v] = Ops::splat(1.0f);
-      if (panels.scale_dtype == DType::kE5M3) scales[v] = twice(t.panel + panels.channel_scales_offset + 8 * v);
-    }
+      if (panels.scale_type == ScaleType::kE5M3) scales[v] = twice(t.panel + panels.channel_offset + 8 * v);
+    });
     if constexpr (kChannelwise) {
-#pragma GCC unroll 4
-      for (int j = 0; j < 4; ++j) {
-        const F four = Ops::load_scales(t.panel + panels.scales_offset, 4 * j, panels.scale_dtype);
-        scales[2 * j] = Ops::float_bits(low_halves(Ops::int_bits(four), Ops::int_bits(four)));
-        scales[2 * j + 1] = Ops::float_bits(high_halves(Ops::int_bits(four), Ops::int_bits(four)));
-      }
+      for_each<4>([&](int j) W4A8_LAMBDA {
+        const I four = Ops::int_bits(load_float_scales<Ops>(t.panel, 4 * j, panels.scale_type));
+        scales[2 * j] = Ops::float_bits(low_halves(four, four));
+        scales[2 * j + 1] = Ops::float_bits(high_halves(four, four));
+      });
     }
     for (int64_t r = 0; r < count; r += 2) {
       const bool both = r + 1 < count;
@@ -251,8 +210,7 @@ struct Pairs {
       float* row = t.out + r * t.ldc;
       F f[8];
       load_pair<8, 0>(row, t.ldc, both, f);
-#pragma GCC unroll 8
-      for (int v = 0; v < 8; ++v) {
+      for_each<8>([&](int v) W4A8_LAMBDA {
         if constexpr (kChannelwise) {
           const I sum = Ops::isub(Ops::int_bits(f[v]), Ops::imul(zero, Ops::int_bits(sums[v])));
           f[v] = Ops::add(Ops::mul(Ops::to_float(sum), Ops::mul(recip, scales[v])), bias[v]);
@@ -260,74 +218,40 @@ struct Pairs {
           const F shifted = Ops::fma(Ops::neg(Ops::to_float(zero)), sums[v], f[v]);
           f[v] = Ops::add(Ops::mul(shifted, Ops::mul(recip, scales[v])), bias[v]);
         }
-      }
-#pragma GCC unroll 4
-      for (int j = 0; j < 4; ++j) {
+      });
+      for_each<4>([&](int j) W4A8_LAMBDA {
         const I first = Ops::int_bits(f[2 * j]);
         const I second = Ops::int_bits(f[2 * j + 1]);
         Ops::store(row + 4 * j, Ops::float_bits(low_halves(first, second)));
         if (both) Ops::store(row + t.ldc + 4 * j, Ops::float_bits(high_halves(first, second)));
-      }
+      });
     }
   }
 
   template <int P>
   static __attribute__((noinline)) void channelwise(const TileArgs& t, int64_t count) {
     I acc[P][8];
-    if (t.first) {
-#pragma GCC unroll 4
-      for (int p = 0; p < P; ++p) {
-        const int32_t* even = t.starts + 2 * p * t.starts_stride;
-        const int32_t* odd = 2 * p + 1 < count ? even + t.starts_stride : even;
-        const I start = vcombine_s32(vdup_n_s32(*even), vdup_n_s32(*odd));
-#pragma GCC unroll 8
-        for (int v = 0; v < 8; ++v) acc[p][v] = start;
-      }
-    } else {
-      F bits[P][8];
-      load_pairs<P, 8, 0>(t, count, bits);
-#pragma GCC unroll 4
-      for (int p = 0; p < P; ++p) {
-#pragma GCC unroll 8
-        for (int v = 0; v < 8; ++v) acc[p][v] = Ops::int_bits(bits[p][v]);
-      }
-    }
+    F bits[P][8];
+    if (!t.first) load_pairs<P, 8, 0>(t, count, bits);
+    for_each<P, 8>([&](int p, int v) W4A8_LAMBDA { acc[p][v] = t.first ? Ops::isplat(0) : Ops::int_bits(bits[p][v]); });
     const int8_t* q = t.q;
     const uint8_t* w = t.weights;
     Ops::barrier();
-    for (int64_t left = t.steps / 2; left != 0; --left, w += 2 * kUnpackedBytes) add_two_steps<P, 8, 0>(acc, q, w);
+    for (int64_t left = t.steps / 2; left != 0; --left, w += 2 * kByteStepBytes) add_two_steps<P, 8, 0>(acc, q, w);
     if (t.steps % 2 != 0) {
       Bytes a[P];
-#pragma GCC unroll 4
-      for (int p = 0; p < P; ++p) Ops::take_one(q, a[p]);
+      for_each<P>([&](int p) W4A8_LAMBDA { Ops::take_one(q, a[p]); });
       add_step<P, 8, 0>(acc, a, w);
     }
-    F bits[P][8];
-#pragma GCC unroll 4
-    for (int p = 0; p < P; ++p) {
-#pragma GCC unroll 8
-      for (int v = 0; v < 8; ++v) bits[p][v] = Ops::float_bits(acc[p][v]);
-    }
+    for_each<P, 8>([&](int p, int v) W4A8_LAMBDA { bits[p][v] = Ops::float_bits(acc[p][v]); });
     store_pairs<P, 8, 0>(t, count, bits);
     if (t.last) finish<true>(t, count);
   }
 
-  // Scales of 8 columns, each pair twice, as the sums are. `scales` moves to the next group.
-  template <DType kScales>
+  // float32 scales of 8 columns, each pair twice, as the sums are. `scales` moves to the next group.
   static W4A8_INLINE void take_scales(const uint8_t*& scales, F (&out)[4]) {
-    if constexpr (kScales == DType::kFloat32) {
-#pragma GCC unroll 4
-      for (int v = 0; v < 4; ++v) __asm__ volatile("ld1r {%0.2d}, [%1], 8" : "=w"(out[v]), "+r"(scales));
-      scales += 4 * kPanelColumns - 32;
-    } else {
-#pragma GCC unroll 2
-      for (int v = 0; v < 2; ++v) {
-        const float64x2_t four = vreinterpretq_f64_f32(load_any_scales<Ops>(scales, 4 * v, kScales));
-        out[2 * v] = vreinterpretq_f32_f64(vdupq_laneq_f64(four, 0));
-        out[2 * v + 1] = vreinterpretq_f32_f64(vdupq_laneq_f64(four, 1));
-      }
-      scales += kPanelColumns * dtype_bytes(kScales);
-    }
+    for_each<4>([&](int v) W4A8_LAMBDA { __asm__ volatile("ld1r {%0.2d}, [%1], 8" : "=w"(out[v]), "+r"(scales)); });
+    scales += kScaleBytes - 32;
   }
 
   // Four steps, 8 columns. q and w move behind them.
@@ -335,45 +259,43 @@ struct Pairs {
   static W4A8_INLINE void add_block(I (&acc)[P][4], const int8_t*& q, const uint8_t*& w) {
     add_two_steps<P, 4, 0>(acc, q, w);
     add_two_steps<P, 4, 2>(acc, q, w);
-    w += kBlockSteps * kUnpackedBytes;
+    w += kBlockSteps * kByteStepBytes;
   }
   template <int P>
   static W4A8_INLINE void add_least_group(I (&acc)[P][4], const int8_t*& q, const uint8_t*& w) {
     add_two_steps<P, 4, 0>(acc, q, w);
-    w += kLeastGroupSteps * kUnpackedBytes;
+    w += kLeastGroupSteps * kByteStepBytes;
   }
   // All groups of the chunk for 8 columns, the first or second half of the panel. kSteps: of a group, 0 if known at
-  // run time only.
-  template <int P, DType kScales, int kHalf, int64_t kSteps>
+  // run time only. kSmall: is_small.
+  template <int P, int kHalf, int64_t kSteps, bool kSmall>
   static __attribute__((noinline)) void add_groups(const TileArgs& t, int64_t count) {
     F f[P][4];
     if (t.first) {
-#pragma GCC unroll 4
-      for (int p = 0; p < P; ++p) {
-#pragma GCC unroll 4
-        for (int v = 0; v < 4; ++v) f[p][v] = Ops::splat(0.0f);
-      }
+      for_each<P, 4>([&](int p, int v) W4A8_LAMBDA { f[p][v] = Ops::splat(0.0f); });
     } else {
       load_pairs<P, 4, 4 * kHalf>(t, count, f);
     }
     const int8_t* q = t.q;
     const uint8_t* w = t.weights + 64 * kHalf;
-    const uint8_t* scales = t.scales + 8 * kHalf * dtype_bytes(kScales);
+    const uint8_t* scales = t.scales + 32 * kHalf;
     const int64_t blocks = t.panels->group_steps / kBlockSteps;
     int64_t groups = t.steps / t.panels->group_steps;
     Ops::barrier();
     do {
       I acc[P][4];
-#pragma GCC unroll 4
-      for (int p = 0; p < P; ++p) {
-#pragma GCC unroll 4
-        for (int v = 0; v < 4; ++v) acc[p][v] = zero();
-      }
+      for_each<P, 2>([&](int p, int v) W4A8_LAMBDA {
+        if constexpr (kSmall) {
+          Ops::start_small(acc[p][2 * v], acc[p][2 * v + 1]);
+        } else {
+          acc[p][2 * v] = zero();
+          acc[p][2 * v + 1] = zero();
+        }
+      });
       if constexpr (kSteps == kLeastGroupSteps) {
         add_least_group<P>(acc, q, w);
       } else if constexpr (kSteps != 0) {
-#pragma GCC unroll 4
-        for (int64_t block = 0; block < kSteps / kBlockSteps; ++block) add_block<P>(acc, q, w);
+        for_each<kSteps / kBlockSteps>([&](int) W4A8_LAMBDA { add_block<P>(acc, q, w); });
       } else {
         int64_t block = blocks;
         do {
@@ -381,31 +303,27 @@ struct Pairs {
         } while (--block != 0);
       }
       F scale[4];
-      take_scales<kScales>(scales, scale);
-#pragma GCC unroll 4
-      for (int v = 0; v < 4; ++v) {
-#pragma GCC unroll 4
-        for (int p = 0; p < P; ++p) f[p][v] = Ops::fma(Ops::to_float(acc[p][v]), scale[v], f[p][v]);
-      }
+      take_scales(scales, scale);
+      const F offset = Ops::middle();
+      for_each<4, P>([&](int v, int p) W4A8_LAMBDA {
+        f[p][v] = Ops::fma(Ops::group_sum<kSmall>(acc[p][v], offset), scale[v], f[p][v]);
+      });
     } while (--groups != 0);
     store_pairs<P, 4, 4 * kHalf>(t, count, f);
   }
 
-  template <int P, DType kScales, int64_t kSteps>
+  template <int P, int64_t kSteps, bool kSmall = true>
   static W4A8_INLINE void both_halves(const TileArgs& t, int64_t count) {
-    add_groups<P, kScales, 0, kSteps>(t, count);
-    add_groups<P, kScales, 1, kSteps>(t, count);
+    add_groups<P, 0, kSteps, kSmall>(t, count);
+    add_groups<P, 1, kSteps, kSmall>(t, count);
   }
-  template <int P, DType kScales>
+  template <int P>
   static void groups(const TileArgs& t, int64_t count) {
-    if (kScales == DType::kE5M3 || t.panels->group_steps == kLeastGroupSteps) {
-      both_halves<P, kScales, kLeastGroupSteps>(t, count);
-    } else if constexpr (kScales != DType::kE5M3) {
-      switch (t.panels->group_steps) {
-        case kBlockSteps: both_halves<P, kScales, kBlockSteps>(t, count); break;
-        case 4 * kBlockSteps: both_halves<P, kScales, 4 * kBlockSteps>(t, count); break;
-        default: both_halves<P, kScales, 0>(t, count);
-      }
+    switch (t.panels->group_steps) {
+      case kLeastGroupSteps: both_halves<P, kLeastGroupSteps>(t, count); break;
+      case kBlockSteps: both_halves<P, kBlockSteps>(t, count); break;
+      case 4 * kBlockSteps: both_halves<P, 4 * kBlockSteps>(t, count); break;
+      default: is_small(*t.panels) ? both_halves<P, 0>(t, count) : both_halves<P, 0, false>(t, count);
     }
     if (t.last) finish<false>(t, count);
   }
@@ -414,12 +332,8 @@ struct Pairs {
   static void tile_of(const TileArgs& t, int64_t count) {
     if (t.panels->channelwise) {
       channelwise<P>(t, count);
-      return;
-    }
-    switch (t.panels->scale_dtype) {
-      case DType::kBFloat16: return groups<P, DType::kBFloat16>(t, count);
-      case DType::kE5M3: return groups<P, DType::kE5M3>(t, count);
-      default: return groups<P, DType::kFloat32>(t, count);
+    } else {
+      groups<P>(t, count);
     }
   }
   static void tile(int64_t count, const TileArgs& t) {

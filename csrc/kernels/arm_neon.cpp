@@ -13,6 +13,8 @@
 //
 //   |nibble * q| <= 15 * 128 = 1920. A lane takes 2 products of each step, so a block of 8 steps (64 k) is 16 of them:
 //   16 * 1920 = 30720 < 32768. Then they are widened to 32 bits.
+//
+//   Bytes of int8 are taken less 128. Their products fill 16 bits, so each is widened at once (SADALP).
 #if defined(__aarch64__)
 #include <arm_neon.h>
 
@@ -49,9 +51,9 @@ struct Ops : NeonOps {
   }
   template <Code kCode>
   static W4A8_INLINE void load_nibbles(const uint8_t* w, int64_t s, int j, int8x16_t& low, int8x16_t& high) {
-    if constexpr (!is_packed(kCode)) {
-      low = vreinterpretq_s8_u8(vld1q_u8(w + s * 2 * kStepBytes + 16 * j));
-      high = vreinterpretq_s8_u8(vld1q_u8(w + s * 2 * kStepBytes + kStepBytes + 16 * j));
+    if constexpr (step_bytes(kCode) == kByteStepBytes) {
+      low = vreinterpretq_s8_u8(vld1q_u8(w + s * kByteStepBytes + 16 * j));
+      high = vreinterpretq_s8_u8(vld1q_u8(w + s * kByteStepBytes + kLineBytes + 16 * j));
     } else {
       const uint8x16_t both = vld1q_u8(w + s * kStepBytes + 16 * j);
       low = vreinterpretq_s8_u8(vandq_u8(both, vdupq_n_u8(0x0f)));
@@ -63,14 +65,13 @@ struct Ops : NeonOps {
     }
   }
   static W4A8_INLINE void unpack_e2m1(const uint8_t* packed, uint8_t* bytes) {
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; ++j) {
+    for_each<4>([&](int j) W4A8_LAMBDA {
       int8x16_t low;
       int8x16_t high;
       load_nibbles<Code::kE2M1>(packed, 0, j, low, high);
       vst1q_u8(bytes + 16 * j, vreinterpretq_u8_s8(low));
       vst1q_u8(bytes + kStepBytes + 16 * j, vreinterpretq_u8_s8(high));
-    }
+    });
   }
   // kFirst: the sums are set instead of added to.
   template <int R, Code kCode, bool kFirst>
@@ -78,18 +79,15 @@ struct Ops : NeonOps {
                                    int64_t s) {
     int8x16_t a_low[R];
     int8x16_t a_high[R];
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
+    for_each<R>([&](int r) W4A8_LAMBDA {
       a_low[r] = broadcast4(rows[r] + s * kStepK);
       a_high[r] = broadcast4(rows[r] + s * kStepK + 4);
-    }
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; ++j) {
+    });
+    for_each<4>([&](int j) W4A8_LAMBDA {
       int8x16_t low;
       int8x16_t high;
       load_nibbles<kCode>(w, s, j, low, high);
-#pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) {
+      for_each<R>([&](int r) W4A8_LAMBDA {
         int16x8_t& even = sums[r][2 * j];
         int16x8_t& odd = sums[r][2 * j + 1];
         if constexpr (kFirst) {
@@ -101,8 +99,8 @@ struct Ops : NeonOps {
         }
         even = vmlal_s8(even, vget_low_s8(high), vget_low_s8(a_high[r]));
         odd = vmlal_high_s8(odd, high, a_high[r]);
-      }
-    }
+      });
+    });
   }
 
   // Steps [s, s + count), 1 <= count <= kSumSteps.
@@ -116,22 +114,56 @@ struct Ops : NeonOps {
       if constexpr (is_packed(kCode)) __builtin_prefetch(fetch + i * kStepBytes, 0, 2);
       add_step<R, kCode, false>(sums, rows, w, s + i);
     }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
-      for (int j = 0; j < 4; ++j) {
-        const I pairs = vpaddq_s32(vpaddlq_s16(sums[r][2 * j]), vpaddlq_s16(sums[r][2 * j + 1]));
-        acc[r][0][j] = vaddq_s32(acc[r][0][j], pairs);
-      }
+    for_each<R, 4>([&](int r, int j) W4A8_LAMBDA {
+      const I pairs = vpaddq_s32(vpaddlq_s16(sums[r][2 * j]), vpaddlq_s16(sums[r][2 * j + 1]));
+      acc[r][0][j] = vaddq_s32(acc[r][0][j], pairs);
+    });
+  }
+
+  // Adds the step s of bytes to 32-bit sums: as those of add_step, two lanes of half the k instead of four.
+  template <int R>
+  static W4A8_INLINE void add_byte_step(I (&sums)[R][8], const int8_t* const (&rows)[R], const uint8_t* w, int64_t s) {
+    for_each<4>([&](int j) W4A8_LAMBDA {
+      int8x16_t low;
+      int8x16_t high;
+      load_nibbles<Code::kInt8>(w, s, j, low, high);
+      low = veorq_s8(low, vdupq_n_s8(-128));
+      high = veorq_s8(high, vdupq_n_s8(-128));
+      for_each<R>([&](int r) W4A8_LAMBDA {
+        const int8x16_t a_low = broadcast4(rows[r] + s * kStepK);
+        const int8x16_t a_high = broadcast4(rows[r] + s * kStepK + 4);
+        sums[r][2 * j] = vpadalq_s16(sums[r][2 * j], vmull_s8(vget_low_s8(low), vget_low_s8(a_low)));
+        sums[r][2 * j] = vpadalq_s16(sums[r][2 * j], vmull_s8(vget_low_s8(high), vget_low_s8(a_high)));
+        sums[r][2 * j + 1] = vpadalq_s16(sums[r][2 * j + 1], vmull_high_s8(low, a_low));
+        sums[r][2 * j + 1] = vpadalq_s16(sums[r][2 * j + 1], vmull_high_s8(high, a_high));
+      });
+    });
+  }
+  template <int R>
+  static W4A8_INLINE void add_byte_steps(I (&acc)[R][1][4], const int8_t* const (&rows)[R], const uint8_t* w,
+                                         int64_t begin, int64_t end, const uint8_t* fetch) {
+    I sums[R][8];
+    for_each<R, 8>([&](int r, int i) W4A8_LAMBDA { sums[r][i] = isplat(0); });
+    for (int64_t s = begin; s < end; ++s, fetch += kByteStepBytes) {
+      __builtin_prefetch(fetch, 0, 2);
+      __builtin_prefetch(fetch + kLineBytes, 0, 2);
+      add_byte_step(sums, rows, w, s);
     }
+    for_each<R, 4>([&](int r, int j) W4A8_LAMBDA {
+      acc[r][0][j] = vaddq_s32(acc[r][0][j], vpaddq_s32(sums[r][2 * j], sums[r][2 * j + 1]));
+    });
   }
 
   template <int R, int C, Code kCode, int64_t kUnit>
   static W4A8_INLINE void accumulate(I (&acc)[R][C][4], const int8_t* const (&rows)[R],
                                      const uint8_t* const (&weights)[C], int64_t begin, int64_t end,
                                      const uint8_t* fetch) {
-    for (int64_t s = begin; s < end; s += kSumSteps, fetch += kSumSteps * kStepBytes) {
-      add_block<R, kCode>(acc, rows, weights[0], s, end - s < kSumSteps ? end - s : kSumSteps, fetch);
+    if constexpr (kCode == Code::kInt8) {
+      add_byte_steps(acc, rows, weights[0], begin, end, fetch);
+    } else {
+      for (int64_t s = begin; s < end; s += kSumSteps, fetch += kSumSteps * kStepBytes) {
+        add_block<R, kCode>(acc, rows, weights[0], s, end - s < kSumSteps ? end - s : kSumSteps, fetch);
+      }
     }
   }
 };

@@ -1,7 +1,7 @@
 // The element-wise operations of the Arm kernels: NEON registers of 4 lanes. Plain armv8-a.
 // Included inside a target region and an anonymous namespace.
 
-struct NeonOps {
+struct NeonOps : TileDefaults {
   using F = float32x4_t;
   using I = int32x4_t;
   static constexpr int64_t kLanes = 4;
@@ -34,11 +34,16 @@ struct NeonOps {
   static W4A8_INLINE I iadd(I a, I b) { return vaddq_s32(a, b); }
   static W4A8_INLINE I isub(I a, I b) { return vsubq_s32(a, b); }
   static W4A8_INLINE I imul(I a, I b) { return vmulq_s32(a, b); }
+  static W4A8_INLINE I iand(I a, I b) { return vandq_s32(a, b); }
   static W4A8_INLINE I imin(I a, I b) { return vminq_s32(a, b); }
   static W4A8_INLINE I imax(I a, I b) { return vmaxq_s32(a, b); }
   template <int kBits>
   static W4A8_INLINE I shift_right(I a) {
     return vshrq_n_s32(a, kBits);
+  }
+  template <int kBits>
+  static W4A8_INLINE I shift_left(I a) {
+    return vshlq_n_s32(a, kBits);
   }
   static W4A8_INLINE int32_t reduce(I a) { return vaddvq_s32(a); }
   // Lanes are in [-128, 127]: nothing is lost.
@@ -85,22 +90,14 @@ struct NeonOps {
       __builtin_memcpy(bytes, &half, sizeof(half));
     }
   }
-  // Four bytes, widened.
-  static W4A8_INLINE I load_four(const uint8_t* p) {
+  static W4A8_INLINE I load_widened(const uint8_t* p) {
     uint32_t four;
     __builtin_memcpy(&four, p, sizeof(four));
     const uint8x8_t bytes = vreinterpret_u8_u32(vdup_n_u32(four));
     return vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(vmovl_u8(bytes))));
   }
-  static W4A8_INLINE F load_scales(const uint8_t* scales, int64_t i, DType dtype) {
-    return dtype == DType::kFloat32 ? load_bytes(scales + 4 * i) : widen_bfloat16(scales + 2 * i);
-  }
-  static W4A8_INLINE F load_e5m3(const uint8_t* scales, int64_t i) {
-    return mul(float_bits(vshlq_n_s32(load_four(scales + i), 20)), splat(kE5M3Factor));
-  }
-
   static constexpr uint8_t kE2M1Zero = 0;
-  static W4A8_INLINE I load_zeros(const uint8_t* p) { return vandq_s32(load_four(p), isplat(15)); }
+  static constexpr int32_t kInt8Zero = 0;
   // w of 16 nibbles.
   static W4A8_INLINE int8x16_t look_up(uint8x16_t nibbles) { return vqtbl1q_s8(vld1q_s8(kE2M1Weights), nibbles); }
 };

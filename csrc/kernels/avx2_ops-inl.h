@@ -1,7 +1,8 @@
 // The element-wise operations of the 256-bit x86 kernels: AVX2, FMA and F16C.
 // Included inside a target region and an anonymous namespace.
 
-struct Avx2Ops {
+struct Avx2Ops : TileDefaults {
+  static constexpr bool kNarrowProducts = true;
   using F = __m256;
   using I = __m256i;
   static constexpr int64_t kLanes = 8;
@@ -37,13 +38,18 @@ struct Avx2Ops {
   static W4A8_INLINE I iadd(I a, I b) { return _mm256_add_epi32(a, b); }
   static W4A8_INLINE I isub(I a, I b) { return _mm256_sub_epi32(a, b); }
   static W4A8_INLINE I imul(I a, I b) { return _mm256_mullo_epi32(a, b); }
-  // a in [0, 2^15), b of 16 bits: VPMULLD is two or three instructions on Intel.
+  // VPMULLD is two or three instructions on Intel.
   static W4A8_INLINE I imul16(I a, I b) { return _mm256_madd_epi16(a, b); }
+  static W4A8_INLINE I iand(I a, I b) { return _mm256_and_si256(a, b); }
   static W4A8_INLINE I imin(I a, I b) { return _mm256_min_epi32(a, b); }
   static W4A8_INLINE I imax(I a, I b) { return _mm256_max_epi32(a, b); }
   template <int kBits>
   static W4A8_INLINE I shift_right(I a) {
     return _mm256_srai_epi32(a, kBits);
+  }
+  template <int kBits>
+  static W4A8_INLINE I shift_left(I a) {
+    return _mm256_slli_epi32(a, kBits);
   }
   static W4A8_INLINE int32_t reduce(I a) {
     __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
@@ -90,13 +96,8 @@ struct Avx2Ops {
       _mm_storeu_si128(dst, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
     }
   }
-  static W4A8_INLINE F load_scales(const uint8_t* scales, int64_t i, DType dtype) {
-    if (dtype == DType::kFloat32) return load_bytes(scales + 4 * i);
-    return widen_bfloat16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(scales + 2 * i)));
-  }
-  static W4A8_INLINE F load_e5m3(const uint8_t* scales, int64_t i) {
-    const I bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(scales + i)));
-    return mul(float_bits(_mm256_slli_epi32(bytes, 20)), splat(kE5M3Factor));
+  static W4A8_INLINE I load_widened(const uint8_t* p) {
+    return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
   }
 
   static W4A8_INLINE I broadcast4(const int8_t* p) {
@@ -105,10 +106,7 @@ struct Avx2Ops {
     return _mm256_set1_epi32(four);
   }
   static constexpr uint8_t kE2M1Zero = 12;
-  static W4A8_INLINE I load_zeros(const uint8_t* p) {
-    const __m128i zeros = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
-    return _mm256_and_si256(_mm256_cvtepu8_epi32(zeros), isplat(15));
-  }
+  static constexpr int32_t kInt8Zero = 128;
   static W4A8_INLINE I look_up(I nibbles) {
     const __m128i table = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
     return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), nibbles);
@@ -119,8 +117,8 @@ struct Avx2Ops {
     const I nibble = _mm256_set1_epi8(0x0f);
 #pragma GCC unroll 2
     for (int v = 0; v < 2; ++v) {
-      if constexpr (!is_packed(kCode)) {
-        out[v] = iload(w + s * 2 * kStepBytes + (kHigh ? kStepBytes : 0) + 32 * v);
+      if constexpr (step_bytes(kCode) == kByteStepBytes) {
+        out[v] = iload(w + s * kByteStepBytes + (kHigh ? kStepBytes : 0) + 32 * v);
       } else {
         const I both = iload(w + s * kStepBytes + 32 * v);
         out[v] = _mm256_and_si256(kHigh ? _mm256_srli_epi16(both, 4) : both, nibble);

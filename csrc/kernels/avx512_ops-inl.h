@@ -1,7 +1,7 @@
 // The operations of the 512-bit x86 kernels: AVX-512 F, BW, DQ, VL and VNNI.
 // Included inside a target region and an anonymous namespace.
 
-struct Avx512Ops {
+struct Avx512Ops : TileDefaults {
   using F = __m512;
   using I = __m512i;
   static constexpr int64_t kLanes = 16;
@@ -43,13 +43,18 @@ struct Avx512Ops {
   static W4A8_INLINE I iadd(I a, I b) { return _mm512_add_epi32(a, b); }
   static W4A8_INLINE I isub(I a, I b) { return _mm512_sub_epi32(a, b); }
   static W4A8_INLINE I imul(I a, I b) { return _mm512_mullo_epi32(a, b); }
-  // a in [0, 2^15), b of 16 bits: VPMULLD is two or three instructions on Intel.
+  // VPMULLD is two or three instructions on Intel.
   static W4A8_INLINE I imul16(I a, I b) { return _mm512_madd_epi16(a, b); }
+  static W4A8_INLINE I iand(I a, I b) { return _mm512_and_si512(a, b); }
   static W4A8_INLINE I imin(I a, I b) { return _mm512_min_epi32(a, b); }
   static W4A8_INLINE I imax(I a, I b) { return _mm512_max_epi32(a, b); }
   template <int kBits>
   static W4A8_INLINE I shift_right(I a) {
     return _mm512_srai_epi32(a, kBits);
+  }
+  template <int kBits>
+  static W4A8_INLINE I shift_left(I a) {
+    return _mm512_slli_epi32(a, kBits);
   }
   static W4A8_INLINE int32_t reduce(I a) { return _mm512_reduce_add_epi32(a); }
   static W4A8_INLINE void store_int8(int8_t* p, I a) {
@@ -84,13 +89,8 @@ struct Avx512Ops {
       _mm256_storeu_si256(dst, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
     }
   }
-  static W4A8_INLINE F load_scales(const uint8_t* scales, int64_t i, DType dtype) {
-    if (dtype == DType::kFloat32) return _mm512_loadu_ps(scales + 4 * i);
-    return widen_bfloat16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(scales + 2 * i)));
-  }
-  static W4A8_INLINE F load_e5m3(const uint8_t* scales, int64_t i) {
-    const I bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(scales + i)));
-    return mul(float_bits(_mm512_slli_epi32(bytes, 20)), splat(kE5M3Factor));
+  static W4A8_INLINE I load_widened(const uint8_t* p) {
+    return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   }
 
   // The two instructions of the inner loop are asm statements: with the intrinsics GCC 12 copies accumulators from
@@ -112,10 +112,10 @@ struct Avx512Ops {
     __asm__ volatile("vmovdqu64 %1, %0" : "=v"(u[0]) : "m"(*reinterpret_cast<const __m512i_u*>(w)));
   }
   static constexpr uint8_t kE2M1Zero = 12;
+  static constexpr int32_t kInt8Zero = 128;
   static constexpr bool kSpareRegisters = true;
-  static W4A8_INLINE I load_zeros(const uint8_t* p) {
-    return _mm512_and_si512(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), isplat(15));
-  }
+  static constexpr bool kNarrowProducts = true;
+  static constexpr bool kReloadsStarts = true;
   static W4A8_INLINE I look_up(I nibbles) {
     const __m128i table = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
     return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), nibbles);
@@ -123,9 +123,9 @@ struct Avx512Ops {
   // A step: lo and hi in the order of the columns.
   template <Code kCode>
   static W4A8_INLINE void load_step(const uint8_t* w, int64_t s, I (&lo)[1], I (&hi)[1]) {
-    if constexpr (!is_packed(kCode)) {
-      lo[0] = _mm512_loadu_si512(w + s * 2 * kStepBytes);
-      hi[0] = _mm512_loadu_si512(w + s * 2 * kStepBytes + kStepBytes);
+    if constexpr (step_bytes(kCode) == kByteStepBytes) {
+      lo[0] = _mm512_loadu_si512(w + s * kByteStepBytes);
+      hi[0] = _mm512_loadu_si512(w + s * kByteStepBytes + kStepBytes);
     } else {
       const I nibble = _mm512_set1_epi8(0x0f);
       const I both = _mm512_loadu_si512(w + s * kStepBytes);

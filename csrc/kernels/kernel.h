@@ -18,26 +18,47 @@ static_assert(std::endian::native == std::endian::little,
 static_assert(std::numeric_limits<float>::is_iec559 && FLT_EVAL_METHOD == 0,
               "docs/numerics.md rounds every operation to its type, which -mfpmath=387, for one, does not");
 
-/// Element types of activations, scales and outputs. The values are part of the packed format.
-enum class DType : uint8_t {
+/// Element types of activations and outputs.
+enum class DType : uint8_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
+
+constexpr int64_t dtype_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+
+/// Element types of packed scales. The values are part of the packed format.
+enum class ScaleType : uint8_t {
   kFloat32 = 0,
   kBFloat16 = 1,
   kFloat16 = 2,
-  kE5M3 = 3,  ///< of packed scales alone: no sign, five bits of exponent (bias 11), three of mantissa, no infinities
+  kE5M3 = 3,  ///< no sign, five bits of exponent (bias 11), three of mantissa, no infinities; beside channel scales
+  kE8M0 = 4,  ///< byte b is 2^(b - 127), b in 0..254 (OCP Microscaling Formats 1.0); of e2m1 values alone
 };
 
-constexpr int64_t dtype_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : (dtype == DType::kE5M3 ? 1 : 2); }
-/// An e5m3 number in the exponent and mantissa of a float32 (bits 20 to 27) is so many times too small.
+constexpr int64_t scale_bytes(ScaleType type) {
+  return type == ScaleType::kFloat32 ? 4 : (type == ScaleType::kBFloat16 || type == ScaleType::kFloat16 ? 2 : 1);
+}
+/// The bits of an e5m3 number as the exponent and mantissa of a float32 (bits 20 to 27) are a number so many times too
+/// small.
 constexpr float kE5M3Factor = 0x1p116f;
+/// The bits of a float32 that stands for the byte 0 of e8m0: 2^-127, a denormal number.
+constexpr int32_t kLeastE8M0 = 0x00400000;
 
-/// What a nibble n of packed weights stands for: an integer w, to be multiplied by its stored scale. The values are
-/// part of the packed format.
-enum class WeightKind : uint8_t {
-  kInt4 = 0,            ///< w = n - 8
-  kInt4ZeroPoints = 1,  ///< w = n - z, a zero point z per column and group
-  kE2M1 = 2,            ///< w = kE2M1Weights[n]: twice the value; the stored scale is half of the one given
-  kInt8 = 3,            ///< of packed matrices alone: codes of 8 bits, which kernels see as kInt4ZeroPoints of 2 K
+/// What the codes of packed weights are. The values are part of the packed format.
+enum class Values : uint8_t {
+  kInt4 = 0,  ///< a nibble n: w = n - z, z = 8 or a zero point in 0..15
+  kE2M1 = 1,  ///< a nibble n: w = kE2M1Weights[n], twice the number; the scale counts half of what was given
+  kInt8 = 2,  ///< a byte n: w = n - z, z = 128 or a zero point in 0..255
 };
+
+/// What an integer weight w is made of. A weight is w times its scale.
+struct WeightKind {
+  Values values = Values::kInt4;
+  bool zero_points = false;  ///< z is given per column and group
+  bool operator==(const WeightKind&) const = default;
+};
+constexpr WeightKind kInt4 = {Values::kInt4, false};
+constexpr WeightKind kInt4ZeroPoints = {Values::kInt4, true};
+constexpr WeightKind kE2M1 = {Values::kE2M1, false};
+constexpr WeightKind kInt8 = {Values::kInt8, false};
+constexpr WeightKind kInt8ZeroPoints = {Values::kInt8, true};
 
 // Not inline: a kernel exports nothing but itself.
 constexpr int8_t kE2M1Weights[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
@@ -57,9 +78,47 @@ enum class Activation : int32_t {
 inline constexpr int kActivationCount = 8;
 
 // Geometry of packed weights, the same for every kernel (diagram in core/layout.h).
-inline constexpr int64_t kPanelColumns = 16;  ///< output columns of one panel
-inline constexpr int64_t kStepK = 8;          ///< values of k in one step
-inline constexpr int64_t kStepBytes = 64;     ///< kPanelColumns * kStepK nibbles: one cache line, one AVX-512 register
+inline constexpr int64_t kPanelColumns = 16;    ///< output columns of one panel
+inline constexpr int64_t kStepK = 8;            ///< values of k in one step
+inline constexpr int64_t kLineBytes = 64;       ///< a cache line; every part of a panel is whole lines
+inline constexpr int64_t kStepBytes = 64;       ///< a step of nibbles: kPanelColumns * kStepK / 2
+inline constexpr int64_t kByteStepBytes = 128;  ///< a step of bytes, packed int8 or unpacked nibbles
+
+/// Where the parts of a panel are, computed once for a packed matrix (core/layout.h: panel_layout). Offsets and sizes
+/// are bytes. A panel is records in the order of reading, then what a column has once:
+///
+///   record:  scales [record_groups, 16] | zero points [record_groups, 16] | zeros up to a whole line
+///            | steps of these groups
+///   panel:   records, the last one may have fewer steps | sums [16] | bias [16] | channel scales [16]
+struct PanelLayout {
+  WeightKind kind;
+  ScaleType scale_type;
+  bool channelwise;        ///< one group, K: sums are int32
+  int64_t steps;           ///< steps of k, ceil(K / kStepK)
+  int64_t step_bytes;      ///< kStepBytes, or kByteStepBytes of int8
+  int64_t groups;          ///< K / group
+  int64_t group_steps;     ///< steps of one group; `steps` when channelwise
+  int64_t record_groups;   ///< groups of a record but the last one
+  int64_t scale_line;      ///< the scales of one group: 16 of scale_type
+  int64_t zeros_offset;    ///< in a record: its zero points, a byte each; of nibbles the low four bits count
+  int64_t head_bytes;      ///< of a record in front of its steps
+  int64_t record_bytes;    ///< of a record but the last one
+  int64_t sums_offset;     ///< in a panel: weight sums [16], channelwise int32 sum_k w, else float32 W (numerics.md)
+  int64_t bias_offset;     ///< bias [16] float32, zeros if there is none
+  int64_t channel_offset;  ///< kE5M3: what the scales of a column are multiplied by, [16] float32
+  int64_t panel_bytes;
+
+  /// In a panel: the scales of group g, its zero points, step s.
+  constexpr int64_t scales_at(int64_t g) const {
+    return g / record_groups * record_bytes + g % record_groups * scale_line;
+  }
+  constexpr int64_t zeros_at(int64_t g) const {
+    return g / record_groups * record_bytes + zeros_offset + g % record_groups * kPanelColumns;
+  }
+  constexpr int64_t step_at(int64_t s) const {
+    return (s / (record_groups * group_steps) + 1) * head_bytes + s * step_bytes;
+  }
+};
 
 /// How one row was quantized: x ~ (q - zero_point) * recip.
 struct RowQuant {
@@ -69,7 +128,7 @@ struct RowQuant {
 
 /// Quantized rows a tile reads.
 struct Rows {
-  const int8_t* q;        ///< [m, stride] int8, each row zero from K to the next multiple of Kernel::row_multiple
+  const int8_t* q;        ///< [m, stride] int8, each row zero from K to the next multiple of kLineBytes
   int64_t stride;         ///< bytes between rows, at least that
   const int32_t* starts;  ///< [m, groups]: -8 * sum of q over the group, where the accumulators start
   int64_t starts_stride;  ///< elements between rows of starts
@@ -77,19 +136,8 @@ struct Rows {
 };
 
 /// A run of consecutive panels of one packed matrix. No alignment is assumed.
-struct Panels {
-  const uint8_t* data;    ///< first byte of the first panel: its steps
-  int64_t stride;         ///< bytes between panels
-  int64_t scales_offset;  ///< bytes from a panel to its scales [groups, 16] of scale_dtype
-  int64_t zeros_offset;   ///< kInt4ZeroPoints: bytes to its zero points [groups, 16], the low four bits of a byte each
-  int64_t sums_offset;  ///< bytes to its weight sums [16]: channelwise int32 sum_k w, else float32 W (docs/numerics.md)
-  int64_t bias_offset;  ///< bytes to its bias [16] float32 (zeros if there is none)
-  int64_t channel_scales_offset;  ///< kE5M3: bytes to what the scales of a column are multiplied by, [16] float32
-  int64_t steps;                  ///< steps of k, ceil(K / kStepK)
-  int64_t group_steps;            ///< steps of one group; equal to `steps` when channelwise
-  DType scale_dtype;              ///< kFloat32, kBFloat16 or, in groups of 16, kE5M3
-  WeightKind kind;
-  bool channelwise;
+struct Panels : PanelLayout {
+  const uint8_t* data;  ///< the first panel
   const uint8_t* next;  ///< what will be multiplied after these panels, to be fetched meanwhile; null: unknown
 };
 
@@ -101,7 +149,7 @@ using GemmFn = void (*)(const Rows& rows, int64_t m, const Panels& panels, int64
                         uint8_t* scratch);
 
 /// Quantizes one row of k elements. group: values of k per entry of starts (k itself when channelwise); divides k.
-/// q: [k rounded up to Kernel::row_multiple], the padding is written as zero. starts: [k / group].
+/// q: [k rounded up to kLineBytes], the padding is written as zero. starts: [k / group].
 using QuantizeRowFn = void (*)(const void* x, DType dtype, int64_t k, int64_t group, int8_t* q, int32_t* starts,
                                RowQuant* quant);
 
@@ -128,8 +176,8 @@ using CombineFn = void (*)(const float* y, int64_t ldy, const int32_t* slots, co
 using StoreRowFn = void (*)(const float* x, int64_t n, DType dtype, void* out);
 
 /// sums[c] = fma(scales[g, c], float(group_sums[g, c]), sums[c]) for g ascending, g < groups, c < 16: the W of a panel
-/// (docs/numerics.md section 3). scales: [groups, 16] of `dtype` (not kFloat16), not aligned.
-using AddWeightSumsFn = void (*)(const uint8_t* scales, DType dtype, const int32_t* group_sums, int64_t groups,
+/// (docs/numerics.md section 3). scales: [groups, 16] of `type` as packed, not aligned.
+using AddWeightSumsFn = void (*)(const uint8_t* scales, ScaleType type, const int32_t* group_sums, int64_t groups,
                                  float* sums);
 
 /// Most rows of one gemm call in a task, in 1..512, for rows of k values: what is read again and again is to stay in a
@@ -148,7 +196,6 @@ struct RowFunctions {
   StoreRowFn store_row;
   QuantizeTokenFn quantize_token;
   AddWeightSumsFn add_weight_sums;
-  int64_t row_multiple = kStepK;  ///< bytes; rows are readable and zero up to this: a power of two, kStepK..64
 };
 
 /// How it multiplies, and what it needs for that.

@@ -19,9 +19,8 @@ concept VectorOps = requires(typename Ops::F f, typename Ops::I i, float* floats
   { Ops::splat(0.0f) } -> std::same_as<typename Ops::F>;
   { Ops::load(from) } -> std::same_as<typename Ops::F>;
   { Ops::load_bytes(bytes) } -> std::same_as<typename Ops::F>;  // not aligned
-  // Elements [i, i + kLanes); of kFloat32 or kBFloat16.
-  { Ops::load_scales(bytes, int64_t{}, DType{}) } -> std::same_as<typename Ops::F>;
-  { Ops::load_e5m3(bytes, int64_t{}) } -> std::same_as<typename Ops::F>;
+  // kLanes bytes, widened.
+  { Ops::load_widened(bytes) } -> std::same_as<typename Ops::I>;
   { Ops::template load_as<DType::kBFloat16>(bytes, int64_t{}) } -> std::same_as<typename Ops::F>;
   Ops::template store_as<DType::kBFloat16>(out, int64_t{}, f);  // rounded, NaN as in CombineFn
   Ops::store(floats, f);
@@ -46,33 +45,49 @@ concept VectorOps = requires(typename Ops::F f, typename Ops::I i, float* floats
   { Ops::iadd(i, i) } -> std::same_as<typename Ops::I>;
   { Ops::isub(i, i) } -> std::same_as<typename Ops::I>;
   { Ops::imul(i, i) } -> std::same_as<typename Ops::I>;
+  { Ops::iand(i, i) } -> std::same_as<typename Ops::I>;
   { Ops::imin(i, i) } -> std::same_as<typename Ops::I>;
   { Ops::imax(i, i) } -> std::same_as<typename Ops::I>;
   { Ops::template shift_right<7>(i) } -> std::same_as<typename Ops::I>;  // arithmetic
+  { Ops::template shift_left<20>(i) } -> std::same_as<typename Ops::I>;
   { Ops::reduce(i) } -> std::same_as<int32_t>;
   Ops::store_int8(q, i);  // lanes are in [-128, 127]
   // clang-format on
 };
 
-/// How a tile reads weights: u, which it multiplies, is the nibble, the entry of a table for e2m1, or a byte that was
-/// unpacked. A tile of bytes does not know from what, unless the products of e2m1 are too large for the kernel's narrow
-/// sums (kWideBytes).
-enum class Code { kNibbles, kE2M1, kBytes, kWideBytes };
+/// How a tile reads weights: u, which it multiplies, is the nibble, the entry of a table for e2m1, the byte of int8, or
+/// a byte that was unpacked. A tile of unpacked bytes does not know from what, unless the products of e2m1 are too
+/// large for the kernel's narrow sums (kWideBytes).
+enum class Code { kNibbles, kE2M1, kInt8, kBytes, kWideBytes };
 constexpr bool is_e2m1(Code code) { return code == Code::kE2M1 || code == Code::kWideBytes; }
-constexpr bool is_packed(Code code) { return code == Code::kNibbles || code == Code::kE2M1; }
+constexpr bool is_packed(Code code) { return code != Code::kBytes && code != Code::kWideBytes; }
+constexpr int64_t step_bytes(Code code) {
+  return code == Code::kNibbles || code == Code::kE2M1 ? kStepBytes : kByteStepBytes;
+}
+
+/// What Ops of tiles may say of themselves; they derive from this and hide what is otherwise with them.
+struct TileDefaults {
+  static constexpr int64_t kStreamedRows = 0;      ///< most rows whose one panel the hardware may fetch by itself
+  static constexpr bool kSpareRegisters = false;   ///< one loop over groups has room for zero points, too
+  static constexpr bool kNarrowProducts = false;   ///< imul16(a, b), a in [0, 2^15), b of 16 bits, beats imul
+  static constexpr bool kReloadsStarts = false;    ///< isplat_of(p) beats a copy of a register
+  static constexpr bool kUnpacksToW = false;       ///< what was unpacked counts from 0
+  static constexpr bool kOwnGroups = false;        ///< add_groups is the loop over groups
+  static constexpr bool kOnlyLeastGroups = false;  ///< no tiles but those of groups of 16 are needed
+};
 
 /// What gemm_of takes besides: the loop over steps of tile-inl.h, what u of e2m1 counts from (kE2M1Zero) and whether it
-/// needs kWideBytes (kE2M1IsWide), kRows = most rows of a tile with 1 (and 2) panels,
+/// needs kWideBytes (kE2M1IsWide), what u of int8 counts from (kInt8Zero: 128, or 0 where u is the byte less 128),
+/// kRows = most rows of a tile with 1 (and 2) panels,
 /// and kUnpackRows = rows from which unpacking a panel pays (0: never), then with kUnpackSteps = most steps at once and
 /// unpack_e2m1, a step of e2m1 to 128 bytes u: low nibbles, then high ones.
-/// Optional: kStreamedRows, kOwnGroups, kSpareRegisters, imul16, isplat_of (tile-inl.h).
 template <class Ops>
-concept TileOps = VectorOps<Ops> && requires(typename Ops::I (&acc)[1][1][Ops::kVecs], const int8_t* const (&rows)[1],
-                                             const uint8_t* const (&weights)[1], const uint8_t* fetch) {
+concept TileOps = VectorOps<Ops> && std::derived_from<Ops, TileDefaults> &&
+    requires(typename Ops::I (&acc)[1][1][Ops::kVecs], const int8_t* const (&rows)[1],
+             const uint8_t* const (&weights)[1], const uint8_t* fetch) {
   Ops::template accumulate<1, 1, Code::kNibbles, 1>(acc, rows, weights, int64_t{}, int64_t{}, fetch);
-  // The low four bits of kLanes bytes.
-  { Ops::load_zeros(fetch) } -> std::same_as<typename Ops::I>;
   requires Ops::kE2M1Zero == 0 || Ops::kE2M1Zero == 12;
+  requires Ops::kInt8Zero == 0 || Ops::kInt8Zero == 128;
   requires !Ops::kE2M1IsWide || Ops::kUnpackRows != 0;
   requires Ops::kRows[0] > 0;
   requires Ops::kUnpackRows == 0 || Ops::kUnpackRows > 1;

@@ -1,6 +1,16 @@
 // Work on whole rows: quantize, combine, round to the output type. Once for all ISAs.
 // Included inside a target region and an anonymous namespace, behind activation-inl.h.
 
+// call.operator()<kType>() for the type that is known at run time only.
+template <class Call>
+W4A8_INLINE void with_dtype(DType dtype, Call call) {
+  switch (dtype) {
+    case DType::kFloat32: return call.template operator()<DType::kFloat32>();
+    case DType::kBFloat16: return call.template operator()<DType::kBFloat16>();
+    case DType::kFloat16: return call.template operator()<DType::kFloat16>();
+  }
+}
+
 template <class Ops, DType kType>
 struct RowLoader {
   const void* x;
@@ -78,7 +88,7 @@ void quantize_row_as(const void* x, int64_t k, int64_t group, int8_t* q, int32_t
   const RowLoader<Ops, kType> row{x};
   const int64_t rest = k % kLanes;
   const Extremes range = row_extremes<Ops, kType>(x, k);
-  const int64_t padded = (k + kStepK - 1) / kStepK * kStepK;
+  const int64_t padded = (k + kLineBytes - 1) / kLineBytes * kLineBytes;
   if (!range.finite) {
     for (int64_t i = 0; i < padded; ++i) q[i] = 0;
     for (int64_t g = 0; g < k / group; ++g) starts[g] = 0;
@@ -112,12 +122,7 @@ void quantize_row_as(const void* x, int64_t k, int64_t group, int8_t* q, int32_t
 
 template <class Ops>
 void quantize_row(const void* x, DType dtype, int64_t k, int64_t group, int8_t* q, int32_t* starts, RowQuant* quant) {
-  switch (dtype) {
-    case DType::kFloat32: return quantize_row_as<Ops, DType::kFloat32>(x, k, group, q, starts, quant);
-    case DType::kBFloat16: return quantize_row_as<Ops, DType::kBFloat16>(x, k, group, q, starts, quant);
-    case DType::kFloat16: return quantize_row_as<Ops, DType::kFloat16>(x, k, group, q, starts, quant);
-    case DType::kE5M3: return;
-  }
+  with_dtype(dtype, [&]<DType kType>() W4A8_LAMBDA { quantize_row_as<Ops, kType>(x, k, group, q, starts, quant); });
 }
 
 // Stores vectors of float32 as kType, the last one partly.
@@ -191,12 +196,7 @@ void quantize_token_as(const void* x, int64_t k, bool symmetric, int bits, uint8
 
 template <class Ops>
 void quantize_token(const void* x, DType dtype, int64_t k, bool symmetric, int bits, uint8_t* q, TokenQuant* quant) {
-  switch (dtype) {
-    case DType::kFloat32: return quantize_token_as<Ops, DType::kFloat32>(x, k, symmetric, bits, q, quant);
-    case DType::kBFloat16: return quantize_token_as<Ops, DType::kBFloat16>(x, k, symmetric, bits, q, quant);
-    case DType::kFloat16: return quantize_token_as<Ops, DType::kFloat16>(x, k, symmetric, bits, q, quant);
-    case DType::kE5M3: return;
-  }
+  with_dtype(dtype, [&]<DType kType>() W4A8_LAMBDA { quantize_token_as<Ops, kType>(x, k, symmetric, bits, q, quant); });
 }
 
 template <class Ops, DType kType>
@@ -209,12 +209,7 @@ void store_row_as(const float* x, int64_t n, void* out) {
 
 template <class Ops>
 void store_row(const float* x, int64_t n, DType dtype, void* out) {
-  switch (dtype) {
-    case DType::kFloat32: return store_row_as<Ops, DType::kFloat32>(x, n, out);
-    case DType::kBFloat16: return store_row_as<Ops, DType::kBFloat16>(x, n, out);
-    case DType::kFloat16: return store_row_as<Ops, DType::kFloat16>(x, n, out);
-    case DType::kE5M3: return;
-  }
+  with_dtype(dtype, [&]<DType kType>() W4A8_LAMBDA { store_row_as<Ops, kType>(x, n, out); });
 }
 
 template <class Ops, DType kType>
@@ -243,29 +238,45 @@ void combine_as(const float* y, int64_t ldy, const int32_t* slots, const float* 
 template <class Ops>
 void combine(const float* y, int64_t ldy, const int32_t* slots, const float* weights, int64_t count, int64_t n,
              DType dtype, void* out) {
-  switch (dtype) {
-    case DType::kFloat32: return combine_as<Ops, DType::kFloat32>(y, ldy, slots, weights, count, n, out);
-    case DType::kBFloat16: return combine_as<Ops, DType::kBFloat16>(y, ldy, slots, weights, count, n, out);
-    case DType::kFloat16: return combine_as<Ops, DType::kFloat16>(y, ldy, slots, weights, count, n, out);
-    case DType::kE5M3: return;
-  }
+  with_dtype(dtype, [&]<DType kType>() W4A8_LAMBDA { combine_as<Ops, kType>(y, ldy, slots, weights, count, n, out); });
+}
+
+// Scales [i, i + kLanes) of a type that is a float.
+template <class Ops>
+W4A8_INLINE typename Ops::F load_float_scales(const uint8_t* scales, int64_t i, ScaleType type) {
+  if (type == ScaleType::kBFloat16) return Ops::template load_as<DType::kBFloat16>(scales, i);
+  if (type == ScaleType::kFloat32) return Ops::load_bytes(scales + 4 * i);
+  return Ops::template load_as<DType::kFloat16>(scales, i);
+}
+template <class Ops>
+W4A8_INLINE typename Ops::F load_e5m3(const uint8_t* scales, int64_t i) {
+  const typename Ops::I bits = Ops::template shift_left<20>(Ops::load_widened(scales + i));
+  return Ops::mul(Ops::float_bits(bits), Ops::splat(kE5M3Factor));
+}
+// Half of the scale: e2m1 values count twice.
+template <class Ops>
+W4A8_INLINE typename Ops::F load_half_e8m0(const uint8_t* scales, int64_t i) {
+  const typename Ops::I bits = Ops::template shift_left<23>(Ops::load_widened(scales + i));
+  return Ops::mul(Ops::float_bits(Ops::imax(bits, Ops::isplat(kLeastE8M0))), Ops::splat(0.5f));
+}
+template <class Ops>
+W4A8_INLINE typename Ops::F load_any_scales(const uint8_t* scales, int64_t i, ScaleType type) {
+  if (type == ScaleType::kE5M3) return load_e5m3<Ops>(scales, i);
+  if (type == ScaleType::kE8M0) return load_half_e8m0<Ops>(scales, i);
+  return load_float_scales<Ops>(scales, i, type);
 }
 
 template <class Ops>
-W4A8_INLINE typename Ops::F load_any_scales(const uint8_t* scales, int64_t i, DType dtype) {
-  return dtype == DType::kE5M3 ? Ops::load_e5m3(scales, i) : Ops::load_scales(scales, i, dtype);
-}
-
-template <class Ops>
-void add_weight_sums(const uint8_t* scales, DType dtype, const int32_t* group_sums, int64_t groups, float* sums) {
+void add_weight_sums(const uint8_t* scales, ScaleType type, const int32_t* group_sums, int64_t groups, float* sums) {
   constexpr int kVecs = kPanelColumns / Ops::kLanes;
+  const int64_t line = kPanelColumns * scale_bytes(type);
   typename Ops::F w[kVecs];
   for (int v = 0; v < kVecs; ++v) w[v] = Ops::load(sums + v * Ops::kLanes);
-  for (int64_t i = 0; i < groups * kPanelColumns; i += kPanelColumns) {
+  for (int64_t g = 0; g < groups; ++g, scales += line, group_sums += kPanelColumns) {
     for (int v = 0; v < kVecs; ++v) {
-      const int64_t at = i + v * Ops::kLanes;
+      const int64_t at = v * Ops::kLanes;
       const auto sum = Ops::iload(reinterpret_cast<const uint8_t*>(group_sums + at));
-      w[v] = Ops::fma(load_any_scales<Ops>(scales, at, dtype), Ops::to_float(sum), w[v]);
+      w[v] = Ops::fma(load_any_scales<Ops>(scales, at, type), Ops::to_float(sum), w[v]);
     }
   }
   for (int v = 0; v < kVecs; ++v) Ops::store(sums + v * Ops::kLanes, w[v]);

@@ -55,15 +55,12 @@ void quantize_row_neon_as(const void* x, int64_t k, int64_t group, int8_t* q, in
     }
     *starts++ = -8 * Ops::reduce(sum);
   }
+  for (int64_t i = k; i % kLineBytes != 0; i += kQuantizeStep) vst1q_s8(q + i, vdupq_n_s8(0));
 }
 
 template <class Ops>
 void quantize_row_neon(const void* x, DType dtype, int64_t k, int64_t group, int8_t* q, int32_t* starts,
                        RowQuant* quant) {
-  switch (dtype) {
-    case DType::kFloat32: return quantize_row_neon_as<Ops, DType::kFloat32>(x, k, group, q, starts, quant);
-    case DType::kBFloat16: return quantize_row_neon_as<Ops, DType::kBFloat16>(x, k, group, q, starts, quant);
-    case DType::kFloat16: return quantize_row_neon_as<Ops, DType::kFloat16>(x, k, group, q, starts, quant);
-    case DType::kE5M3: return;
-  }
+  with_dtype(dtype,
+             [&]<DType kType>() W4A8_LAMBDA { quantize_row_neon_as<Ops, kType>(x, k, group, q, starts, quant); });
 }

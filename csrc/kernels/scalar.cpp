@@ -19,7 +19,7 @@ namespace {
 #include "kernels/tile-inl.h"
 #include "kernels/tile_driver-inl.h"
 
-struct Ops {
+struct Ops : TileDefaults {
   using F = float;
   using I = int32_t;
   static constexpr int64_t kLanes = 1;
@@ -27,6 +27,7 @@ struct Ops {
   static constexpr int kRows[] = {2};
   static constexpr int64_t kUnpackRows = 0;  // nothing to gain
   static constexpr uint8_t kE2M1Zero = 0;
+  static constexpr int32_t kInt8Zero = 0;
   static constexpr bool kSpareRegisters = true;  // one loop for all: less code
   static constexpr bool kE2M1IsWide = false;
 
@@ -68,11 +69,16 @@ struct Ops {
   // These wrap around, as vector instructions do: the sums of a packed tensor may be any bytes.
   static I isub(I a, I b) { return static_cast<I>(static_cast<uint32_t>(a) - static_cast<uint32_t>(b)); }
   static I imul(I a, I b) { return static_cast<I>(static_cast<uint32_t>(a) * static_cast<uint32_t>(b)); }
+  static I iand(I a, I b) { return a & b; }
   static I imin(I a, I b) { return a < b ? a : b; }
   static I imax(I a, I b) { return a > b ? a : b; }
   template <int kBits>
   static I shift_right(I a) {
     return a >> kBits;
+  }
+  template <int kBits>
+  static I shift_left(I a) {
+    return static_cast<I>(static_cast<uint32_t>(a) << kBits);
   }
   static int32_t reduce(I a) { return a; }
   static void store_int8(int8_t* p, I a) { *p = static_cast<int8_t>(a); }
@@ -96,30 +102,20 @@ struct Ops {
       std::memcpy(bytes, &half, sizeof(half));
     }
   }
-  static F load_scales(const uint8_t* scales, int64_t i, DType dtype) {
-    return dtype == DType::kFloat32 ? load_as<DType::kFloat32>(scales, i) : load_as<DType::kBFloat16>(scales, i);
-  }
-  static F load_e5m3(const uint8_t* scales, int64_t i) {
-    return bits_float(static_cast<uint32_t>(scales[i]) << 20) * kE5M3Factor;
-  }
+  static I load_widened(const uint8_t* p) { return *p; }
 
-  static I load_zeros(const uint8_t* p) { return *p & 15; }
-
-  // u * q <= 15 * 128 in size: exact in int32 for K <= 2^20.
+  // |u * q| <= 15 * 128, of int8 128 * 128: exact in int32 for the K that layout.h allows.
   template <int R, int C, Code kCode, int64_t kUnit>
   static void accumulate(I (&acc)[R][C][kVecs], const int8_t* const (&rows)[R], const uint8_t* const (&weights)[C],
                          int64_t begin, int64_t end, const uint8_t* /*fetch*/) {
     for (int64_t s = begin; s < end; ++s) {
       for (int c = 0; c < C; ++c) {
-        const uint8_t* step = weights[c] + s * kStepBytes;
+        const uint8_t* step = weights[c] + s * step_bytes(kCode);
         for (int column = 0; column < kVecs; ++column) {
           for (int i = 0; i < 4; ++i) {
-            int32_t low = step[4 * column + i] & 0x0f;
-            int32_t high = step[4 * column + i] >> 4;
-            if constexpr (kCode == Code::kE2M1) {
-              low = kE2M1Weights[low];
-              high = kE2M1Weights[high];
-            }
+            int32_t low;
+            int32_t high;
+            load_pair<kCode>(step, 4 * column + i, low, high);
             for (int r = 0; r < R; ++r) {
               const int8_t* q = rows[r] + s * kStepK;
               acc[r][c][column] += low * q[i] + high * q[4 + i];
@@ -127,6 +123,22 @@ struct Ops {
           }
         }
       }
+    }
+  }
+
+  // u of k0 + i and of k0 + 4 + i, at byte `at` of the step.
+  template <Code kCode>
+  static void load_pair(const uint8_t* step, int at, int32_t& low, int32_t& high) {
+    if constexpr (kCode == Code::kInt8) {
+      low = step[at] - 128;
+      high = step[kByteStepBytes / 2 + at] - 128;
+      return;
+    }
+    low = step[at] & 0x0f;
+    high = step[at] >> 4;
+    if constexpr (kCode == Code::kE2M1) {
+      low = kE2M1Weights[low];
+      high = kE2M1Weights[high];
     }
   }
 };

@@ -2,7 +2,7 @@
 //
 // Regions instead of per-file compiler flags: functions of headers included before the region keep the baseline
 // instruction set, so no inline function of the standard library is emitted with AVX-512 in it and then chosen by the
-// linker for the whole program. Inside a region: no #include but *-inl.h, and no lambdas (they may not inherit it).
+// linker for the whole program. Inside a region: no #include but *-inl.h.
 #pragma once
 
 #define W4A8_PRAGMA(x) _Pragma(#x)
@@ -28,3 +28,5 @@
 
 /// For the small functions a tile is made of: a call there would spill every register.
 #define W4A8_INLINE __attribute__((always_inline)) inline
+/// The same for a lambda, behind its parameters.
+#define W4A8_LAMBDA __attribute__((always_inline))

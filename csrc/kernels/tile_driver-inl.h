@@ -7,44 +7,120 @@
 //       holds
 //         prepare the rows              scratch   [ panels of one tile, unpacked | rows of the batch, prepared ]
 //         for each tile's panels of the span
-//           unpack them
+//           unpack them                 each      [ steps, 128 bytes each | scales [groups, 16] float32 | zero points ]
 //           for each tile's rows: add the chunk to the sums in `out`
 //
 // An ISA has Tiles for few rows and Tiles for many; OpsTiles makes both of its Ops. An object of them, so that they can
 // have state, with
+//     Vectors                             the Ops that unpack scales
 //     kUnpacks                            false: weights are read packed, and there is one chunk
-//     kE2M1Zero                           what their tile counts e2m1 from
-//     kTakesZeros                         weights of other kinds than kInt4 are unpacked to w: sums start at 0
 //     kRowBytes                           bytes a prepared row takes per step; 0: rows are read where they are
 //     kBatchRows                          most rows of a batch, which share the unpacking of a panel; 0: all
-//     fetches                             optional; false: the tile gets no t.fetch, the hardware does better
+//     fetches                             if not kUnpacks: false: the tile gets no t.fetch, the hardware does better
 //     tile_rows(columns, channelwise)     most rows of a tile
 //     tile(count, t)                      adds `count` rows times t.columns panels, 1 <= count <= tile_rows
 // and with kUnpacks
+//     kTakesZeros                         weights are unpacked to w, and Rows::starts is not read; otherwise
+//     kE2M1Zero                           what unpacked e2m1 counts from
 //     kMostColumns                        panels of a tile
-//     kChunkSteps                         most steps of a chunk, but for one group
-//     unpack(t, c, bytes)                 panel c of t.weights, t.steps of kUnpackedBytes each; t.fetch comes then,
-//                                         and t.behind, if not null, after the last chunk
-//     unpack_scales(t, bytes)             optional: the scales of t's panels and groups as float32, for t.scales
+//     kChunkSteps                         most steps of a chunk
+//     kSplitsGroups                       also where a group has more; else a chunk is one group then
+//     unpack(t, chunk, bytes)             the steps of a chunk of one panel to kByteStepBytes each
 // and with kRowBytes, since rows are prepared in pairs
 //     prepare(q, count, stride, steps, bytes)            the rows of one tile into its own order
 
-constexpr int64_t kUnpackedBytes = 2 * kStepBytes;
 constexpr int64_t kScaleBytes = 4 * kPanelColumns;  // of a panel's group, once unpacked
 
-// Channelwise, all chunks but the last are multiples of this: what AMX multiplies at once.
-constexpr int64_t kChunkUnit = 8;
+// The steps of a panel that are unpacked at once.
+struct Chunk {
+  const PanelLayout& layout;
+  const uint8_t* panel;
+  int64_t step;  // the first
+  int64_t steps;
+  int64_t group;          // the first
+  int64_t groups;         // 1 if the chunk is less than a group
+  int64_t ahead;          // bytes from each to what is unpacked after it, to be fetched meanwhile
+  const uint8_t* behind;  // the panels that come when all steps of these are done; null: unknown
+  bool first;             // of the panels of a tile and of the chunks of K
+};
 
-template <class Tiles>
-constexpr bool unpacks_scales() {
-  return requires { &Tiles::unpack_scales; };
+// Walks through the packed groups of a chunk.
+struct PackedGroups {
+  const PanelLayout& layout;
+  const uint8_t* record;
+  int64_t inside;   // groups of the record before this one
+  int64_t skipped;  // bytes of the group's steps before the chunk, where a chunk is less than a group
+
+  W4A8_INLINE explicit PackedGroups(const Chunk& chunk)
+      : layout(chunk.layout),
+        record(chunk.panel + chunk.group / layout.record_groups * layout.record_bytes),
+        inside(chunk.group % layout.record_groups),
+        skipped((chunk.step - chunk.group * layout.group_steps) * layout.step_bytes) {}
+  W4A8_INLINE const uint8_t* steps() const {
+    return record + layout.head_bytes + inside * layout.group_steps * layout.step_bytes + skipped;
+  }
+  W4A8_INLINE const uint8_t* scales() const { return record + inside * layout.scale_line; }
+  W4A8_INLINE const uint8_t* zeros() const { return record + layout.zeros_offset + inside * kPanelColumns; }
+  // Groups whose steps follow each other, of `left`.
+  W4A8_INLINE int64_t run(int64_t left) const {
+    const int64_t rest = layout.record_groups - inside;
+    return rest < left ? rest : left;
+  }
+  W4A8_INLINE void skip(int64_t groups) {
+    inside += groups;
+    if (inside < layout.record_groups) return;
+    inside = 0;
+    record += layout.record_bytes;
+  }
+};
+
+// call(packed, count, zeros) for steps of a chunk that follow each other: of one group each if kByGroup, else of as
+// many as a record has.
+template <bool kByGroup, class Call>
+W4A8_INLINE void for_each_run(const Chunk& chunk, Call call) {
+  PackedGroups walk(chunk);
+  const int64_t group_steps = chunk.steps / chunk.groups;
+  for (int64_t left = chunk.groups; left > 0;) {
+    const int64_t groups = kByGroup ? 1 : walk.run(left);
+    call(walk.steps(), groups * group_steps, walk.zeros());
+    walk.skip(groups);
+    left -= groups;
+  }
 }
 
-// Steps of a chunk of unpacked weights: whole groups. Even chunks: 256 steps are 3 x 88, not 2 x 96 + 64.
+// The scales of a chunk as float32, and behind them, where kZeros, its zero points.
+template <class Ops, bool kZeros>
+W4A8_INLINE void unpack_heads(const Chunk& chunk, uint8_t* bytes) {
+  PackedGroups walk(chunk);
+  auto* scales = reinterpret_cast<float*>(bytes);
+  uint8_t* zeros = bytes + chunk.groups * kScaleBytes;
+  const bool has_zeros = kZeros && chunk.layout.kind.zero_points;
+  for (int64_t g = 0; g < chunk.groups; ++g, scales += kPanelColumns, zeros += kPanelColumns) {
+    const uint8_t* packed = walk.scales();
+    __builtin_prefetch(packed + chunk.ahead, 0, 2);
+    for (int64_t i = 0; i < kPanelColumns; i += Ops::kLanes) {
+      Ops::store(scales + i, load_any_scales<Ops>(packed, i, chunk.layout.scale_type));
+    }
+    if (has_zeros) __builtin_memcpy(zeros, walk.zeros(), kPanelColumns);
+    walk.skip(1);
+  }
+}
+
+// Bytes of a panel's chunk, unpacked: whole lines.
+constexpr int64_t unpacked_bytes(int64_t steps, int64_t groups) {
+  return (steps * kByteStepBytes + groups * (kScaleBytes + kPanelColumns) + kLineBytes - 1) / kLineBytes * kLineBytes;
+}
+
+// Chunks that are less than a group are multiples of this, but for the last of the group: what AMX multiplies at once.
+constexpr int64_t kChunkUnit = 8;
+
+// Steps of a chunk of unpacked weights: whole groups, or less than one of K or of a group that Tiles split. Even
+// chunks: 256 steps are 3 x 88, not 2 x 96 + 64.
 template <class Tiles>
 constexpr int64_t chunk_steps(int64_t steps, int64_t group_steps, bool channelwise) {
-  const int64_t unit = channelwise ? kChunkUnit : group_steps;
-  const int64_t units = (steps + unit - 1) / unit;
+  const bool splits = channelwise || (Tiles::kSplitsGroups && group_steps > Tiles::kChunkSteps);
+  const int64_t unit = splits ? kChunkUnit : group_steps;
+  const int64_t units = ((splits && !channelwise ? group_steps : steps) + unit - 1) / unit;
   const int64_t most = Tiles::kChunkSteps < unit ? 1 : Tiles::kChunkSteps / unit;
   const int64_t chunks = (units + most - 1) / most;
   const int64_t chunk = (units + chunks - 1) / chunks * unit;
@@ -94,22 +170,50 @@ constexpr int64_t least_share(int64_t least, int64_t most) {
   return smallest;
 }
 
-// What accumulators start at where the weights count from 0. As many groups as a chunk of unpacked weights can have.
-alignas(64) constexpr int32_t kNoStarts[128] = {};
+// t.zeros of unpacked e2m1.
+template <uint8_t kZero>
+W4A8_INLINE const uint8_t* sixteen_times() {
+  alignas(16) static constexpr uint8_t kZeros[kPanelColumns] = {kZero, kZero, kZero, kZero, kZero, kZero, kZero, kZero,
+                                                                kZero, kZero, kZero, kZero, kZero, kZero, kZero, kZero};
+  return kZeros;
+}
 
-// What u of a tile counts from, for its panels at t.panel.
+// The panels at t.panel, as they are packed.
+W4A8_INLINE void point_to_packed(TileArgs& t) {
+  const Panels& p = *t.panels;
+  t.weights = t.panel + p.head_bytes;
+  t.weights_stride = p.panel_bytes;
+  t.zeros = p.kind.zero_points ? t.panel + p.zeros_offset : nullptr;
+  t.zeros_stride = p.panel_bytes;
+}
+
+// Unpacks t.columns panels, chunk.panel the first of them, and points to what was unpacked.
 template <class Tiles>
-W4A8_INLINE void set_zeros(TileArgs& t, int64_t group) {
-  static constexpr uint8_t kE2M1Zeros[kPanelColumns] = {
-      Tiles::kE2M1Zero, Tiles::kE2M1Zero, Tiles::kE2M1Zero, Tiles::kE2M1Zero, Tiles::kE2M1Zero, Tiles::kE2M1Zero,
-      Tiles::kE2M1Zero, Tiles::kE2M1Zero, Tiles::kE2M1Zero, Tiles::kE2M1Zero, Tiles::kE2M1Zero, Tiles::kE2M1Zero,
-      Tiles::kE2M1Zero, Tiles::kE2M1Zero, Tiles::kE2M1Zero, Tiles::kE2M1Zero};
-  if (t.panels->kind == WeightKind::kInt4ZeroPoints) {
-    t.zeros = t.panel + t.panels->zeros_offset + group * kPanelColumns;
-    t.zeros_stride = t.panels->stride;
-    t.zeros_step = kPanelColumns;
-  } else if (t.panels->kind == WeightKind::kE2M1) {
-    t.zeros = kE2M1Zeros;
+W4A8_INLINE void unpack_panels(Tiles& tiles, TileArgs& t, Chunk chunk, uint8_t* scratch) {
+  const Panels& p = *t.panels;
+  const int64_t column_bytes = unpacked_bytes(chunk.steps, chunk.groups);
+  const int64_t heads = chunk.steps * kByteStepBytes;
+  constexpr bool kZeros = !Tiles::kTakesZeros;
+  for (int64_t c = 0; c < t.columns; ++c, chunk.panel += p.panel_bytes) {
+    tiles.unpack(t, chunk, scratch + c * column_bytes);
+    unpack_heads<typename Tiles::Vectors, kZeros>(chunk, scratch + c * column_bytes + heads);
+    chunk.first = false;
+  }
+  t.weights = scratch;
+  t.weights_stride = column_bytes;
+  t.scales = scratch + heads;
+  t.scales_stride = column_bytes;
+  t.zeros = nullptr;
+  if constexpr (kZeros) {
+    if (p.kind.values == Values::kE2M1) {
+      t.zeros = sixteen_times<Tiles::kE2M1Zero>();
+      t.zeros_stride = 0;
+      t.zeros_step = 0;
+    } else if (p.kind.zero_points) {
+      t.zeros = t.scales + chunk.groups * kScaleBytes;
+      t.zeros_stride = column_bytes;
+      t.zeros_step = kPanelColumns;
+    }
   }
 }
 
@@ -138,13 +242,6 @@ W4A8_INLINE void row_tiles(Tiles& tiles, TileArgs& t, const Rows& rows, const Ro
       t.q = rows.q + row * rows.stride + batch.step * kStepK;
     }
     t.starts = rows.starts + row * rows.starts_stride + batch.group;
-    if constexpr (Tiles::kTakesZeros) {
-      static_assert(Tiles::kChunkSteps / kLeastGroupSteps <= static_cast<int64_t>(sizeof(kNoStarts) / sizeof(int32_t)));
-      if (t.panels->kind != WeightKind::kInt4) {
-        t.starts = kNoStarts;
-        t.starts_stride = 0;
-      }
-    }
     t.quant = rows.quant + row;
     t.out = out + row * t.ldc;
     tiles.tile(end - first, t);
@@ -167,35 +264,28 @@ void prepare_rows(const Rows& rows, const RowBatch& batch, int64_t steps, bool c
   }
 }
 
-// Panels [p, end), one span. next: what is multiplied after them.
+// Panels [p, end), one span. next: what the chunk of the last of them is followed by.
 template <class Tiles>
 W4A8_INLINE void span_tiles(Tiles& tiles, TileArgs& t, const Rows& rows, const RowBatch& batch, int64_t p, int64_t end,
-                            int64_t most_columns, float* out, uint8_t* scratch, const uint8_t* next) {
+                            int64_t most_columns, float* out, uint8_t* scratch, const uint8_t* next,
+                            const uint8_t* behind) {
   const Panels& panels = *t.panels;
   uint8_t* prepared = scratch;
+  const int64_t groups = t.steps < panels.group_steps ? 1 : t.steps / panels.group_steps;
   if constexpr (Tiles::kRowBytes != 0) {
-    prepared += most_columns * t.steps * kUnpackedBytes;
+    prepared += most_columns * unpacked_bytes(t.steps, groups);
     prepare_rows<Tiles>(rows, batch, t.steps, panels.channelwise, prepared);
   }
   for (; p < end; p += most_columns) {
     t.columns = end - p < most_columns ? end - p : most_columns;
-    t.panel = panels.data + p * panels.stride;
-    t.scales = t.panel + panels.scales_offset + batch.group * kPanelColumns * dtype_bytes(panels.scale_dtype);
-    t.scales_stride = panels.stride;
-    t.weights = t.panel + batch.step * kStepBytes;
-    t.weights_stride = panels.stride;
-    set_zeros<Tiles>(t, batch.group);
-    t.fetch = p + t.columns < end ? t.weights + t.columns * panels.stride : next;
-    if constexpr (requires { tiles.fetches; }) {
-      if (!tiles.fetches) t.fetch = nullptr;
-    }
+    t.panel = panels.data + p * panels.panel_bytes;
+    const uint8_t* fetch = p + t.columns < end ? t.panel + t.columns * panels.panel_bytes : next;
     if constexpr (Tiles::kUnpacks) {
-      for (int64_t c = 0; c < t.columns; ++c) tiles.unpack(t, c, scratch + c * t.steps * kUnpackedBytes);
-      t.weights_stride = t.steps * kUnpackedBytes;
-      t.weights = scratch;
-      if constexpr (unpacks_scales<Tiles>()) {
-        if (!panels.channelwise) tiles.unpack_scales(t, scratch + t.columns * t.weights_stride);
-      }
+      const Chunk chunk = {panels, t.panel, batch.step, t.steps, batch.group, groups, fetch - t.panel, behind, t.first};
+      unpack_panels(tiles, t, chunk, scratch);
+    } else {
+      t.fetch = tiles.fetches ? fetch : nullptr;
+      point_to_packed(t);
     }
     row_tiles(tiles, t, rows, batch, out + p * kPanelColumns, prepared);
   }
@@ -223,23 +313,28 @@ __attribute__((noinline)) void multiply(Tiles& tiles, const Rows& rows, int64_t 
     const int64_t count = share_begin<Tiles>(m, batches, b + 1) - begin;
     for (int64_t p = 0; p < panel_count; p += span) {
       const int64_t end = panel_count - p < span ? panel_count : p + span;
-      const uint8_t* data = panels.data + p * panels.stride;
-      t.behind = b + 1 < batches ? panels.data : panels.next;
-      if (end < panel_count) t.behind = panels.data + end * panels.stride;
+      const uint8_t* data = panels.data + p * panels.panel_bytes;
+      const uint8_t* behind = b + 1 < batches ? panels.data : panels.next;
+      if (end < panel_count) behind = panels.data + end * panels.panel_bytes;
       int64_t step = 0;
       do {
-        t.steps = steps - step < chunk ? steps - step : chunk;
+        const int64_t inside = step % panels.group_steps;
+        const int64_t left = chunk < panels.group_steps ? panels.group_steps - inside : steps - step;
+        t.steps = left < chunk ? left : chunk;
         t.first = step == 0;
         t.last = step + t.steps == steps;
+        t.begins_group = inside == 0;
+        t.ends_group = (inside + t.steps) % panels.group_steps == 0;
+        // Where the chunk after this one is, as far as this one is behind its panel.
         const uint8_t* next = data;
         if (!t.last) {
-          next += (step + chunk) * kStepBytes;
-        } else if (t.behind != nullptr) {
-          next = t.behind;
+          next += panels.step_at(step + t.steps) - panels.step_at(step);
+        } else if (behind != nullptr) {
+          next = behind + (panels.step_at(0) - panels.step_at(step));
         }
-        const RowBatch batch = {begin, count, step, panels.channelwise ? 0 : step / panels.group_steps};
-        span_tiles(tiles, t, rows, batch, p, end, most_columns, out, scratch, next);
-        step += chunk;
+        const RowBatch batch = {begin, count, step, step / panels.group_steps};
+        span_tiles(tiles, t, rows, batch, p, end, most_columns, out, scratch, next, behind);
+        step += t.steps;
       } while (Tiles::kUnpacks && step < steps);
     }
   }
@@ -252,9 +347,8 @@ int64_t scratch_bytes(int64_t rows, int64_t k, int64_t group) {
   constexpr int64_t kMost = Tiles::kBatchRows;
   const int64_t prepared = (rows < kMost ? (rows + 1) / 2 * 2 : kMost) * Tiles::kRowBytes;
   const int64_t steps = chunk_steps<Tiles>((k + kStepK - 1) / kStepK, group / kStepK, group == k);
-  const int64_t groups = unpacks_scales<Tiles>() && group != k ? steps / (group / kStepK) : 0;
-  const int64_t column = steps * kUnpackedBytes + groups * kScaleBytes;
-  return (Tiles::kMostColumns * column + steps * prepared + 63) / 64 * 64;
+  const int64_t groups = group == k || steps < group / kStepK ? 1 : steps / (group / kStepK);
+  return (Tiles::kMostColumns * unpacked_bytes(steps, groups) + steps * prepared + 63) / 64 * 64;
 }
 
 // TaskRowsFn: the int8 rows of a task stay in a second-level cache beside the weights; one tile at least.
@@ -266,30 +360,33 @@ int64_t cached_rows(int64_t k) {
   return rows < kTileRows ? kTileRows : (rows > kMost ? kMost : rows);
 }
 
-// Panel c of the packed weights of t to bytes, one step to 128: the 64 low nibbles, then the 64 high ones. What will be
-// unpacked after this is fetched into the second-level cache meanwhile.
-static inline void unpack_nibbles(const TileArgs& t, int64_t c, uint8_t* __restrict bytes) {
-  // Restricted, since it would be asked before every step whether what is written is what is read.
-  const uint8_t* __restrict packed = t.weights + c * t.weights_stride;
-  const uint8_t* next = t.fetch + c * t.weights_stride;
-  for (int64_t s = 0; s < t.steps; ++s, packed += kStepBytes, bytes += kUnpackedBytes, next += kStepBytes) {
-    __builtin_prefetch(next, 0, 2);
-    for (int64_t i = 0; i < kStepBytes; ++i) {
-      bytes[i] = packed[i] & 0x0f;
-      bytes[kStepBytes + i] = packed[i] >> 4;
+// The nibbles of a chunk to bytes, one step to 128: the 64 low nibbles, then the 64 high ones. What will be unpacked
+// after this is fetched into the second-level cache meanwhile.
+static inline void unpack_nibbles(const Chunk& chunk, uint8_t* bytes) {
+  for_each_run<false>(chunk, [&](const uint8_t* from, int64_t count, const uint8_t*) {
+    // Restricted, since it would be asked before every step whether what is written is what is read.
+    const uint8_t* __restrict packed = from;
+    uint8_t* __restrict to = bytes;
+    for (int64_t s = 0; s < count; ++s, packed += kStepBytes, to += kByteStepBytes) {
+      __builtin_prefetch(packed + chunk.ahead, 0, 2);
+      for (int64_t i = 0; i < kStepBytes; ++i) {
+        to[i] = packed[i] & 0x0f;
+        to[kStepBytes + i] = packed[i] >> 4;
+      }
     }
-  }
+    bytes += count * kByteStepBytes;
+  });
 }
 
 // The same for e2m1, with the table of the ISA.
 template <class Ops>
-void unpack_e2m1(const TileArgs& t, int64_t c, uint8_t* bytes) {
-  const uint8_t* packed = t.weights + c * t.weights_stride;
-  const uint8_t* next = t.fetch + c * t.weights_stride;
-  for (int64_t s = 0; s < t.steps; ++s, bytes += kUnpackedBytes) {
-    __builtin_prefetch(next + s * kStepBytes, 0, 2);
-    Ops::unpack_e2m1(packed + s * kStepBytes, bytes);
-  }
+void unpack_e2m1(const Chunk& chunk, uint8_t* bytes) {
+  for_each_run<false>(chunk, [&](const uint8_t* packed, int64_t count, const uint8_t*) {
+    for (; count > 0; --count, packed += kStepBytes, bytes += kByteStepBytes) {
+      __builtin_prefetch(packed + chunk.ahead, 0, 2);
+      Ops::unpack_e2m1(packed, bytes);
+    }
+  });
 }
 
 // The tile of `rows` rows, kLeast <= rows <= kRows[C - 1].
@@ -304,7 +401,7 @@ template <class Ops, int C, Code kCode, int64_t kOfRows>
 TileFn pick_tile(int64_t rows, Grouping grouping) {
   constexpr int kLeast = static_cast<int>(least_share(kOfRows, Ops::kRows[C - 1]));
   constexpr std::make_integer_sequence<int, Ops::kRows[C - 1] - kLeast + 1> kSequence;
-  if constexpr (requires { Ops::kOnlyLeastGroups; }) {
+  if constexpr (Ops::kOnlyLeastGroups) {
     return pick_rows<Ops, C, Grouping::kLeast, kCode, kLeast>(rows, kSequence);
   } else {
     switch (grouping) {
@@ -318,41 +415,26 @@ TileFn pick_tile(int64_t rows, Grouping grouping) {
 // The tiles of tile-inl.h.
 template <class Ops, bool kUnpacked>
 struct OpsTiles {
+  using Vectors = Ops;
   static constexpr bool kUnpacks = kUnpacked;
   static constexpr int64_t kRowBytes = 0;
   static constexpr int64_t kBatchRows = 0;
   static constexpr int64_t kMostColumns = static_cast<int64_t>(sizeof(Ops::kRows) / sizeof(Ops::kRows[0]));
   static constexpr int64_t kChunkSteps = Ops::kUnpackSteps;
+  static constexpr bool kSplitsGroups = false;
 
   static constexpr uint8_t kE2M1Zero = Ops::kE2M1Zero;
   static constexpr bool kTakesZeros = false;
 
   bool fetches = true;
 
-  // Of the kinds that differ in the inner loop.
-  static constexpr Code kE2M1Code = kUnpacked ? (Ops::kE2M1IsWide ? Code::kWideBytes : Code::kBytes) : Code::kE2M1;
-  static constexpr Code kOtherCode = kUnpacked ? Code::kBytes : Code::kNibbles;
-
   static int64_t tile_rows(int64_t columns, bool) { return Ops::kRows[columns - 1]; }
-  static void unpack(const TileArgs& t, int64_t c, uint8_t* bytes) {
-    if (t.panels->kind == WeightKind::kE2M1) {
-      unpack_e2m1<Ops>(t, c, bytes);
+  static void unpack(const TileArgs&, const Chunk& chunk, uint8_t* bytes) {
+    if (chunk.layout.kind == kE2M1) {
+      unpack_e2m1<Ops>(chunk, bytes);
     } else {
-      unpack_nibbles(t, c, bytes);
+      unpack_nibbles(chunk, bytes);
     }
-  }
-  static void unpack_scales(TileArgs& t, uint8_t* bytes) {
-    if (t.panels->scale_dtype == DType::kFloat32) return;
-    const int64_t groups = t.steps / t.panels->group_steps;
-    for (int64_t c = 0; c < t.columns; ++c) {
-      const uint8_t* scales = t.scales + c * t.scales_stride;
-      float* out = reinterpret_cast<float*>(bytes + c * groups * kScaleBytes);
-      for (int64_t i = 0; i < groups * kPanelColumns; i += Ops::kLanes) {
-        Ops::store(out + i, load_any_scales<Ops>(scales, i, t.panels->scale_dtype));
-      }
-    }
-    t.scales = bytes;
-    t.scales_stride = groups * kScaleBytes;
   }
   template <Code kCode>
   static TileFn pick(int64_t count, int64_t columns, Grouping grouping) {
@@ -362,30 +444,42 @@ struct OpsTiles {
     }
     return pick_tile<Ops, 1, kCode, kOfRows>(count, grouping);
   }
-  static void tile(int64_t count, const TileArgs& t) {
-    const bool e2m1 = t.panels->kind == WeightKind::kE2M1;
-    (e2m1 ? pick<kE2M1Code> : pick<kOtherCode>)(count, t.columns, grouping_of(*t.panels))(t);
+  static TileFn pick(int64_t count, int64_t columns, const PanelLayout& layout) {
+    const Grouping grouping = grouping_of(layout);
+    if constexpr (kUnpacked) {
+      const bool wide = Ops::kE2M1IsWide && layout.kind == kE2M1;
+      return (wide ? pick < Ops::kE2M1IsWide ? Code::kWideBytes : Code::kBytes > : pick<Code::kBytes>)(count, columns,
+                                                                                                       grouping);
+    } else {
+      switch (layout.kind.values) {
+        case Values::kE2M1: return pick<Code::kE2M1>(count, columns, grouping);
+        case Values::kInt8: return pick<Code::kInt8>(count, columns, grouping);
+        default: return pick<Code::kNibbles>(count, columns, grouping);
+      }
+    }
   }
+  static void tile(int64_t count, const TileArgs& t) { pick(count, t.columns, *t.panels)(t); }
 };
 
 // GemmFn of an ISA that brings Ops alone. More rows than one tile of packed weights has get scratch: that they do says
-// that unpacking costs.
+// that unpacking costs. Bytes are read as they are packed.
 template <class Ops>
 void gemm(const Rows& rows, int64_t m, const Panels& panels, int64_t panel_count, float* out, int64_t ldc,
           uint8_t* scratch) {
   using Few = OpsTiles<Ops, false>;
   Few few;
+  const bool unpacks = scratch != nullptr && panels.kind.values != Values::kInt8;
   if constexpr (Ops::kUnpackRows != 0) {
-    if (scratch != nullptr && m >= Ops::kUnpackRows) {
+    if (unpacks && m >= Ops::kUnpackRows) {
       OpsTiles<Ops, true> many;
       return multiply(many, rows, m, panels, panel_count, out, ldc, scratch, many.kMostColumns);
     }
   }
   // Two panels at once share each broadcast. Where unpacking costs and would be done again for more rows, one panel is
   // better: its tile has more rows. So it is for few rows, which wait for memory, where the hardware likes one stream.
-  const bool again = scratch != nullptr && m > Ops::kRows[Few::kMostColumns - 1];
-  const bool is_few = m <= streamed_rows<Ops>();
-  few.fetches = !(is_few && panels.channelwise && host_streams_by_itself());
+  const bool again = unpacks && m > Ops::kRows[Few::kMostColumns - 1];
+  const bool is_few = m <= Ops::kStreamedRows;
+  few.fetches = !(is_few && host_streams_by_itself());
   const bool streamed = is_few && (!few.fetches || host_likes_one_stream());
   multiply(few, rows, m, panels, panel_count, out, ldc, nullptr, again || streamed ? 1 : Few::kMostColumns);
 }

@@ -7,11 +7,22 @@
 //      acc[j] += (w[j] & 15) . a.lane[0],  acc[j] += (w[j] >> 4) . a.lane[1];  the next step takes lanes 2 and 3
 //
 //   Nibbles 0..15 are positive as signed bytes too. They are w + 8, hence acc starts at -8 * sum(a); w + z, hence it
-//   starts at -z * sum(a). Those of e2m1 are looked up. |acc| <= K * 15 * 128 < 2^31 for K <= 2^20.
+//   starts at -z * sum(a). Those of e2m1 are looked up. A step of bytes is eight registers, four for each half of k;
+//   the bytes are taken less 128. |acc| <= K * 15 * 128 < 2^31 for K <= 2^20, of bytes K * 128 * 128 for K <= 2^16.
+//
+// Sums of groups become floats without SCVTF, which has a quarter of the rate of FSUB: they start at the bits of the
+// float 1.5 * 2^23, of which a float one larger is one larger as int32, too. Exact while |sum| <= 2^22 (is_small).
 //
 // Loads and SDOT of the loops are asm statements: GCC 12 takes one row after the other through several steps otherwise,
 // loads the weights again for each and spills. `volatile` keeps their order. Packed weights and rows were written
 // long before by other functions; what was just unpacked needs a barrier in front.
+
+alignas(32) constexpr float kMiddles[] = {0x1.8p23f, 0x1.8p23f, 0x1.8p23f, 0x1.8p23f,
+                                          0x1.8p23f, 0x1.8p23f, 0x1.8p23f, 0x1.8p23f};
+// Whether the sum of a group is at most 2^22: of bytes 128 * 128 * 256, of nibbles 15 * 128 * 2048 is less.
+constexpr bool is_small(const PanelLayout& layout) {
+  return layout.group_steps * kStepK <= (layout.kind.values == Values::kInt8 ? 256 : 2048);
+}
 
 struct DotOps : NeonOps {
   using Bytes = int8x16_t;
@@ -19,14 +30,14 @@ struct DotOps : NeonOps {
 
   static W4A8_INLINE void barrier() { __asm__ volatile("" ::: "memory"); }
   // Two registers from p + kOffset.
-  template <int kOffset>
-  static W4A8_INLINE void load_pair(const uint8_t* p, Bytes& a, Bytes& b) {
+  template <int kOffset, class Register>
+  static W4A8_INLINE void load_pair(const void* p, Register& a, Register& b) {
     __asm__ volatile("ldp %q0, %q1, [%2, %3]" : "=w"(a), "=w"(b) : "r"(p), "i"(kOffset));
   }
-  // Two registers, and p moves behind them.
-  template <class Pointer>
+  // Two registers, and p moves by kBytes.
+  template <int kBytes = 32, class Pointer>
   static W4A8_INLINE void take_pair(Pointer& p, Bytes& a, Bytes& b) {
-    __asm__ volatile("ldp %q0, %q1, [%2], 32" : "=w"(a), "=w"(b), "+r"(p));
+    __asm__ volatile("ldp %q0, %q1, [%2], %3" : "=w"(a), "=w"(b), "+r"(p) : "i"(kBytes));
   }
   static W4A8_INLINE void take_one(const int8_t*& p, Bytes& a) {
     __asm__ volatile("ldr %q0, [%1], 16" : "=w"(a), "+r"(p));
@@ -46,125 +57,186 @@ struct DotOps : NeonOps {
     __asm__ volatile("sdot %0.4s, %1.16b, %2.4b[%3]" : "+w"(acc) : "w"(w), "w"(a), "i"(kLane));
   }
 
+  // What the sums of a small group start at; read again for each, since no register is free to copy it from.
+  static W4A8_INLINE void start_small(I& a, I& b) { load_pair<0>(kMiddles, a, b); }
+  static W4A8_INLINE F middle() {
+    F middle;
+    __asm__ volatile("ldr %q0, %1" : "=w"(middle) : "m"(kMiddles));
+    return middle;
+  }
+  template <bool kSmall>
+  static W4A8_INLINE F group_sum(I acc, F middle) {
+    return kSmall ? sub(float_bits(acc), middle) : to_float(acc);
+  }
+
+  // Adds half a step of bytes, four k, which are activation lane kLane of a: V registers of columns. weights moves on.
+  template <int kLane, Code kCode, int R, int C, int V>
+  static W4A8_INLINE void add_bytes(I (&acc)[R][C][V], const Bytes (&a)[R], const uint8_t*& weights, int c,
+                                    int64_t ahead) {
+    if constexpr (is_packed(kCode)) __builtin_prefetch(weights + ahead, 0, 2);
+    for_each<V / 2>([&](int pair) W4A8_LAMBDA {
+      Bytes w[2];
+      take_pair<2 * kLineBytes / V>(weights, w[0], w[1]);
+      for_each<2>([&](int i) W4A8_LAMBDA {
+        const Bytes u = kCode == Code::kInt8 ? less_128(w[i]) : w[i];
+        for_each<R>([&](int r) W4A8_LAMBDA { dot<kLane>(acc[r][c][2 * pair + i], u, a[r]); });
+      });
+    });
+  }
+  static W4A8_INLINE Bytes less_128(Bytes bytes) { return veorq_s8(bytes, vdupq_n_s8(-128)); }
+
   // Adds the step at weights[c], which moves on. kLane: of the first 4 activations in a.
-  template <int R, int C, int kLane, Code kCode>
-  static W4A8_INLINE void add_step(I (&acc)[R][C][4], const Bytes (&a)[R], const uint8_t* (&weights)[C],
+  template <int kLane, Code kCode, int R, int C, int V>
+  static W4A8_INLINE void add_step(I (&acc)[R][C][V], const Bytes (&a)[R], const uint8_t* (&weights)[C],
                                    int64_t ahead) {
-    const Bytes nibble = vdupq_n_s8(0x0f);
-#pragma GCC unroll 2
-    for (int c = 0; c < C; ++c) {
-      Bytes both[4];
-      __builtin_prefetch(weights[c] + ahead, 0, 2);
-      take_pair(weights[c], both[0], both[1]);
-      take_pair(weights[c], both[2], both[3]);
-#pragma GCC unroll 4
-      for (int j = 0; j < 4; ++j) {
-        Bytes low = vandq_s8(both[j], nibble);
-        if constexpr (kCode == Code::kE2M1) low = look_up(vreinterpretq_u8_s8(low));
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) dot<kLane>(acc[r][c][j], low, a[r]);
+    for_each<C>([&](int c) W4A8_LAMBDA {
+      if constexpr (step_bytes(kCode) == kByteStepBytes) {
+        add_bytes<kLane, kCode>(acc, a, weights[c], c, ahead);
+        add_bytes<kLane + 1, kCode>(acc, a, weights[c], c, ahead);
+      } else {
+        const Bytes nibble = vdupq_n_s8(0x0f);
+        Bytes both[4];
+        __builtin_prefetch(weights[c] + ahead, 0, 2);
+        take_pair(weights[c], both[0], both[1]);
+        take_pair(weights[c], both[2], both[3]);
+        for_each<4>([&](int j) W4A8_LAMBDA {
+          Bytes low = vandq_s8(both[j], nibble);
+          if constexpr (kCode == Code::kE2M1) low = look_up(vreinterpretq_u8_s8(low));
+          for_each<R>([&](int r) W4A8_LAMBDA { dot<kLane>(acc[r][c][j], low, a[r]); });
+        });
+        for_each<4>([&](int j) W4A8_LAMBDA {
+          Bytes high = vreinterpretq_s8_u8(vshrq_n_u8(vreinterpretq_u8_s8(both[j]), 4));
+          if constexpr (kCode == Code::kE2M1) high = look_up(vreinterpretq_u8_s8(high));
+          for_each<R>([&](int r) W4A8_LAMBDA { dot<kLane + 1>(acc[r][c][j], high, a[r]); });
+        });
       }
-#pragma GCC unroll 4
-      for (int j = 0; j < 4; ++j) {
-        Bytes high = vreinterpretq_s8_u8(vshrq_n_u8(vreinterpretq_u8_s8(both[j]), 4));
-        if constexpr (kCode == Code::kE2M1) high = look_up(vreinterpretq_u8_s8(high));
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) dot<kLane + 1>(acc[r][c][j], high, a[r]);
-      }
-    }
+    });
   }
 
   // Four steps. q and w move behind them.
-  template <int R, int C, Code kCode>
-  static W4A8_INLINE void add_block(I (&acc)[R][C][4], const int8_t* (&q)[R], const uint8_t* (&w)[C], int64_t ahead) {
+  template <Code kCode, int R, int C, int V>
+  static W4A8_INLINE void add_block(I (&acc)[R][C][V], const int8_t* (&q)[R], const uint8_t* (&w)[C], int64_t ahead) {
     Bytes a[R];
     Bytes b[R];
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) take_pair(q[r], a[r], b[r]);
-    add_step<R, C, 0, kCode>(acc, a, w, ahead);
-    add_step<R, C, 2, kCode>(acc, a, w, ahead);
-    add_step<R, C, 0, kCode>(acc, b, w, ahead);
-    add_step<R, C, 2, kCode>(acc, b, w, ahead);
+    for_each<R>([&](int r) W4A8_LAMBDA { take_pair(q[r], a[r], b[r]); });
+    add_step<0, kCode>(acc, a, w, ahead);
+    add_step<2, kCode>(acc, a, w, ahead);
+    add_step<0, kCode>(acc, b, w, ahead);
+    add_step<2, kCode>(acc, b, w, ahead);
   }
 
   // Two steps. q and w move behind them.
-  template <int R, int C, Code kCode>
-  static W4A8_INLINE void add_least_group(I (&acc)[R][C][4], const int8_t* (&q)[R], const uint8_t* (&w)[C],
+  template <Code kCode, int R, int C, int V>
+  static W4A8_INLINE void add_least_group(I (&acc)[R][C][V], const int8_t* (&q)[R], const uint8_t* (&w)[C],
                                           int64_t ahead) {
     Bytes a[R];
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) take_one(q[r], a[r]);
-    add_step<R, C, 0, kCode>(acc, a, w, ahead);
-    add_step<R, C, 2, kCode>(acc, a, w, ahead);
+    for_each<R>([&](int r) W4A8_LAMBDA { take_one(q[r], a[r]); });
+    add_step<0, kCode>(acc, a, w, ahead);
+    add_step<2, kCode>(acc, a, w, ahead);
   }
 
   template <int R, int C, Code kCode, int64_t kUnit>
   static W4A8_INLINE void accumulate(I (&acc)[R][C][4], const int8_t* const (&rows)[R],
                                      const uint8_t* const (&weights)[C], int64_t begin, int64_t end,
                                      const uint8_t* fetch) {
-    const int64_t ahead = fetch - (weights[0] + begin * kStepBytes);  // the same for each panel
+    const int64_t ahead = fetch - (weights[0] + begin * step_bytes(kCode));  // the same for each panel
     const int8_t* q[R];
     const uint8_t* w[C];
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) q[r] = rows[r] + begin * kStepK;
-#pragma GCC unroll 2
-    for (int c = 0; c < C; ++c) w[c] = weights[c] + begin * kStepBytes;
+    for_each<R>([&](int r) W4A8_LAMBDA { q[r] = rows[r] + begin * kStepK; });
+    for_each<C>([&](int c) W4A8_LAMBDA { w[c] = weights[c] + begin * step_bytes(kCode); });
+    if constexpr (!is_packed(kCode)) barrier();
     int64_t left = end - begin;
-    for (; left >= kBlockSteps; left -= kBlockSteps) add_block<R, C, kCode>(acc, q, w, ahead);
+    for (; left >= kBlockSteps; left -= kBlockSteps) add_block<kCode>(acc, q, w, ahead);
     for (; kUnit == 1 && left > 0; --left) {
       Bytes a[R];
-#pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) take_half(q[r], a[r]);
-      add_step<R, C, 0, kCode>(acc, a, w, ahead);
+      for_each<R>([&](int r) W4A8_LAMBDA { take_half(q[r], a[r]); });
+      add_step<0, kCode>(acc, a, w, ahead);
     }
   }
 };
 
-// Panel c of the packed weights of t as w, for kinds other than kInt4. Tiles::store_step puts a step where its tile
-// wants it.
-template <class Tiles>
-void unpack_signed(const TileArgs& t, int64_t c, uint8_t* bytes) {
+// The steps of a chunk of nibbles as w: less 8, less their zero points, or looked up. Tiles::store_step puts a step
+// where its tile wants it.
+template <class Tiles, Values kValues, bool kZeroPoints>
+void unpack_signed(const Chunk& chunk, uint8_t* bytes) {
   using Bytes = DotOps::Bytes;
-  const bool e2m1 = t.panels->kind == WeightKind::kE2M1;
-  const uint8_t* packed = t.weights + c * t.weights_stride;
-  const uint8_t* zeros = t.zeros + c * t.zeros_stride;
-  const int64_t ahead = t.fetch - t.weights;
-  const int64_t group_steps = t.panels->channelwise ? t.steps : t.panels->group_steps;
-  for (int64_t left = t.steps; left > 0; left -= group_steps, zeros += t.zeros_step) {
+  for_each_run<kZeroPoints>(chunk, [&](const uint8_t* packed, int64_t count, const uint8_t* zeros) {
     Bytes zero[4];
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; ++j) {
-      uint32_t z;
-      __builtin_memcpy(&z, zeros + 4 * j, sizeof(z));
-      const uint8x16_t all = vreinterpretq_u8_u32(vdupq_n_u32(z & 0x0f0f0f0f));
-      const uint8x16_t index = vcombine_u8(vcreate_u8(0x0101010100000000), vcreate_u8(0x0303030302020202));
-      zero[j] = vreinterpretq_s8_u8(vqtbl1q_u8(all, index));
-    }
-    for (int64_t s = 0; s < group_steps; ++s, bytes += kUnpackedBytes) {
-      __builtin_prefetch(packed + ahead, 0, 2);
+    for_each<4>([&](int j) W4A8_LAMBDA {
+      zero[j] = vdupq_n_s8(8);
+      if constexpr (kZeroPoints) {
+        uint32_t z = 0;
+        __builtin_memcpy(&z, zeros + 4 * j, sizeof(z));
+        const uint8x16_t all = vreinterpretq_u8_u32(vdupq_n_u32(z & 0x0f0f0f0f));
+        const uint8x16_t index = vcombine_u8(vcreate_u8(0x0101010100000000), vcreate_u8(0x0303030302020202));
+        zero[j] = vreinterpretq_s8_u8(vqtbl1q_u8(all, index));
+      }
+    });
+    const auto w = [&](uint8x16_t nibbles, int j) W4A8_LAMBDA {
+      if constexpr (kValues == Values::kE2M1) return NeonOps::look_up(nibbles);
+      return vsubq_s8(vreinterpretq_s8_u8(nibbles), zero[j]);
+    };
+    for (; count > 0; --count, bytes += kByteStepBytes) {
+      __builtin_prefetch(packed + chunk.ahead, 0, 2);
       Bytes both[4];
       Bytes low[4];
       Bytes high[4];
       DotOps::take_pair(packed, both[0], both[1]);
       DotOps::take_pair(packed, both[2], both[3]);
-#pragma GCC unroll 4
-      for (int j = 0; j < 4; ++j) {
-        const uint8x16_t nibbles = vandq_u8(vreinterpretq_u8_s8(both[j]), vdupq_n_u8(15));
-        const uint8x16_t others = vshrq_n_u8(vreinterpretq_u8_s8(both[j]), 4);
-        low[j] = e2m1 ? NeonOps::look_up(nibbles) : vsubq_s8(vreinterpretq_s8_u8(nibbles), zero[j]);
-        high[j] = e2m1 ? NeonOps::look_up(others) : vsubq_s8(vreinterpretq_s8_u8(others), zero[j]);
-      }
+      for_each<4>([&](int j) W4A8_LAMBDA {
+        low[j] = w(vandq_u8(vreinterpretq_u8_s8(both[j]), vdupq_n_u8(15)), j);
+        high[j] = w(vshrq_n_u8(vreinterpretq_u8_s8(both[j]), 4), j);
+      });
       Tiles::store_step(low, high, bytes);
     }
-  }
+  });
 }
 
-// GemmFn: few rows take packed weights as they are, by kFew of Many. Many: Tiles that unpack, kManyRows = rows from
-// which that pays, kMostRows = rows of the largest.
+// The same for bytes: less 128.
+template <class Tiles>
+void unpack_bytes(const Chunk& chunk, uint8_t* bytes) {
+  using Bytes = DotOps::Bytes;
+  for_each_run<false>(chunk, [&](const uint8_t* packed, int64_t count, const uint8_t*) {
+    for (; count > 0; --count, bytes += kByteStepBytes) {
+      Bytes halves[2][4];
+      for_each<2>([&](int h) W4A8_LAMBDA {
+        __builtin_prefetch(packed + chunk.ahead, 0, 2);
+        DotOps::take_pair(packed, halves[h][0], halves[h][1]);
+        DotOps::take_pair(packed, halves[h][2], halves[h][3]);
+        for_each<4>([&](int j) W4A8_LAMBDA { halves[h][j] = DotOps::less_128(halves[h][j]); });
+      });
+      Tiles::store_step(halves[0], halves[1], bytes);
+    }
+  });
+}
+
+// What both Tiles that unpack have in common: they unpack to w, so that sums start at 0.
+template <class Tiles>
+struct SignedTiles {
+  using Vectors = DotOps;
+  static constexpr bool kUnpacks = true;
+  static constexpr bool kTakesZeros = true;
+  static constexpr bool kSplitsGroups = false;
+  static constexpr int64_t kMostColumns = 1;
+
+  static void unpack(const TileArgs&, const Chunk& chunk, uint8_t* bytes) {
+    DotOps::barrier();  // not before the tiles have read what this overwrites
+    switch (chunk.layout.kind.values) {
+      case Values::kInt4:
+        return chunk.layout.kind.zero_points ? unpack_signed<Tiles, Values::kInt4, true>(chunk, bytes)
+                                             : unpack_signed<Tiles, Values::kInt4, false>(chunk, bytes);
+      case Values::kE2M1: return unpack_signed<Tiles, Values::kE2M1, false>(chunk, bytes);
+      case Values::kInt8: return unpack_bytes<Tiles>(chunk, bytes);
+    }
+  }
+};
+
+// GemmFn: few rows take packed weights as they are, by kFew of Many, and so do all rows of int8 with zero points, whose
+// w no byte holds. Many: Tiles that unpack, kManyRows = rows from which that pays, kMostRows = rows of the largest.
 template <class Many>
 void gemm_arm(const Rows& rows, int64_t m, const Panels& panels, int64_t panel_count, float* out, int64_t ldc,
               uint8_t* scratch) {
-  if (scratch == nullptr || m < Many::kManyRows) {
+  if (scratch == nullptr || m < Many::kManyRows || panels.kind == kInt8ZeroPoints) {
     return Many::kFew(rows, m, panels, panel_count, out, ldc, nullptr);
   }
   Many many;

@@ -5,14 +5,17 @@
 //   tiles 4, 5  A  quantized rows as they are, rows x k_bytes
 //   tiles 6, 7  B  weights as int8, k_bytes / 4 rows of 64 bytes: four k of 16 columns each
 //
-//   A step of a panel unpacks to two rows of B: its low nibbles, then its high ones. Eight steps are one whole tile.
-//   Weights of all kinds are unpacked to w, so sums start at zero and Rows::starts is not read.
+//   A step of a panel unpacks to two rows of B: k0..k0+3, then k0+4..k0+7. Eight steps are one whole tile.
+//   Weights are unpacked to w, so sums start at zero and Rows::starts is not read. Those of int8 with zero points,
+//   which int8 cannot hold, have no tiles.
 //
 //   groups        a band x a panel; a group's sums leave C by memory and become floats, which stay in 16 registers:
 //                     turn n:   C[n % 4] = A B of group n  |  convert group n - 3  |  store C of group n - 1
 //                 so that nothing waits for the turn before it. One loop through all bands and panels of a chunk: it
 //                 fills and drains once (four groups at a time: 1310 GMAC/s; without end: 2140, group 128, measured)
 //   channelwise   two bands x two panels share the loads: C 0..3 = A {4, 5} x B {6, 7}
+//   and groups    the same, group by group; at the end of each its int32 sums are added to float ones in scratch
+//   above 512
 //
 // Tiles have as many rows as they are configured for, which is done once. So the rows of a batch come in bands of equal
 // size, the last of which may overlap the one before: a row that is computed twice gives the same bits. Between chunks
@@ -23,22 +26,27 @@ constexpr int64_t kTileRows = 16;
 constexpr int64_t kTileBytes = 1024;
 constexpr int64_t kTileSteps = 8;        // steps of a whole B tile: 64 k
 constexpr int64_t kTileChunkSteps = 64;  // 8 KiB of unpacked weights a panel
-constexpr int64_t kMostBands = 32;       // of a batch
+constexpr int64_t kTilePanelBytes = unpacked_bytes(kTileChunkSteps, kTileChunkSteps / kBlockSteps);
+constexpr int64_t kMostBands = 32;  // of a batch
 
 // Scratch behind the unpacked panels: what is kept outside registers and tiles.
 struct TileScratch {
-  uint8_t* spill;  // [4] tiles
-  uint8_t* sums;   // [bands, 2] tiles of int32 (channelwise) or float
+  uint8_t* spill;   // [4] tiles
+  uint8_t* sums;    // [bands, 2] tiles of int32, of float in groups that are not split
+  uint8_t* floats;  // [bands, 2] tiles of float in groups that are split
 };
 constexpr int64_t kSpillTiles = 4;
-W4A8_INLINE TileScratch slice(uint8_t* scratch) {
-  uint8_t* spill = scratch + 2 * kTileChunkSteps * kUnpackedBytes;
-  return {spill, spill + kSpillTiles * kTileBytes};
+W4A8_INLINE TileScratch slice(uint8_t* scratch, int64_t bands) {
+  uint8_t* spill = scratch + 2 * kTilePanelBytes;
+  uint8_t* sums = spill + kSpillTiles * kTileBytes;
+  return {spill, sums, sums + 2 * bands * kTileBytes};
 }
-inline int64_t tile_scratch_bytes(int64_t rows) {
-  const int64_t bands = (rows + kTileRows - 1) / kTileRows;
-  return 2 * kTileChunkSteps * kUnpackedBytes +
-         (kSpillTiles + 2 * (bands < kMostBands ? bands : kMostBands)) * kTileBytes;
+// Whether a group is more than a chunk: its sums are int32 from chunk to chunk.
+constexpr bool is_split(bool channelwise, int64_t group_steps) { return !channelwise && group_steps > kTileChunkSteps; }
+inline int64_t tile_scratch_bytes(int64_t rows, bool split) {
+  const int64_t all = (rows + kTileRows - 1) / kTileRows;
+  const int64_t bands = all < kMostBands ? all : kMostBands;
+  return 2 * kTilePanelBytes + (kSpillTiles + (split ? 4 : 2) * bands) * kTileBytes;
 }
 
 // Spreads the fetching of the next weights over the work on these: `work` cycles in all, of which each piece says how
@@ -66,7 +74,7 @@ constexpr int64_t kConvertCycles = 18;
 struct Visit {
   const int8_t* q;
   const uint8_t* weights;  // unpacked
-  const uint8_t* scales;   // of the chunk's first group
+  const uint8_t* scales;   // [groups, 16] float32
   float* sums;             // a tile
 };
 
@@ -79,7 +87,6 @@ struct GroupArgs {
   int64_t group_bytes;  // values of k in a group
   int64_t k_bytes;      // of a tile; divides group_bytes
   int64_t turn_cycles;  // see Fetcher
-  DType scale_dtype;
   bool first;
   uint8_t* spill;
 };
@@ -176,8 +183,8 @@ struct GroupLoop {
       }
     }
     if (has(n - 3)) {
-      f.add(b.spill + kOldest * kTileBytes, Ops::load_scales(scales, 0, b.scale_dtype));
-      scales += kPanelColumns * dtype_bytes(b.scale_dtype);
+      f.add(b.spill + kOldest * kTileBytes, Ops::load_bytes(scales));
+      scales += kScaleBytes;
       if (--old_left == 0) {
         f.store(old_visit->sums);
         ++old_visit;
@@ -202,23 +209,24 @@ void add_groups(AmxTiles& unit, const GroupArgs& args, Fetcher& fetcher) {
   fetcher = loop.fetcher;
 }
 
-// One chunk of steps of one or two bands and one or two panels, one scale a column.
-struct ChannelArgs {
+// One chunk of steps of one or two bands and one or two panels, whose sums are int32 from chunk to chunk.
+struct CarriedArgs {
   const int8_t* q;
   int64_t q_stride;
   int64_t to_second;       // bytes from the first band's rows to the second's
   const uint8_t* weights;  // unpacked
   int64_t weights_stride;  // bytes to the second panel's
-  int64_t tiles;           // of 64 k
-  uint8_t* sums;           // [bands][2] tiles of int32
-  bool first;
-  bool loads;   // C from sums, if not first
-  bool stores;  // C to sums; else it stays in the tiles
+  int64_t tiles;           // of k_bytes k
+  int64_t k_bytes;
+  uint8_t* sums;  // [bands][2] tiles of int32
+  bool first;     // chunk of the group
+  bool loads;     // C from sums, if not first
+  bool stores;    // C to sums; else it stays in the tiles
 };
 
 template <int kBands, int kPanels>
-void add_channelwise_bands(AmxTiles& unit, const ChannelArgs& args, Fetcher& shared_fetcher) {
-  const ChannelArgs b = args;
+void add_carried_bands(AmxTiles& unit, const CarriedArgs& args, Fetcher& shared_fetcher) {
+  const CarriedArgs b = args;
   Fetcher fetcher = shared_fetcher;
   uint8_t* second = b.sums + 2 * kTileBytes;
   if (b.first) {
@@ -233,8 +241,8 @@ void add_channelwise_bands(AmxTiles& unit, const ChannelArgs& args, Fetcher& sha
     if constexpr (kBands == 2 && kPanels == 2) unit.template load<3>(second + kTileBytes, kStepBytes);
   }
   for (int64_t i = 0; i < b.tiles; ++i) {
-    const int8_t* q = b.q + i * 64;
-    const uint8_t* weights = b.weights + i * kTileBytes;
+    const int8_t* q = b.q + i * b.k_bytes;
+    const uint8_t* weights = b.weights + i * b.k_bytes * kPanelColumns;
     unit.template load<4>(q, b.q_stride);
     unit.template load<6>(weights, kStepBytes);
     unit.template dot<0, 4, 6>();
@@ -265,13 +273,11 @@ W4A8_INLINE void finish_tile_rows(TileArgs t, const uint8_t* sums, int64_t row) 
   sums += row * kStepBytes;
   if (t.panels->channelwise) {
     typename Ops::I acc[R][1][Ops::kVecs];
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) acc[r][0][0] = Ops::iload(sums + r * kStepBytes);
+    for_each<R>([&](int r) W4A8_LAMBDA { acc[r][0][0] = Ops::iload(sums + r * kStepBytes); });
     finish_channelwise<Ops, R, 1>(t, acc);
   } else {
     typename Ops::F f[R][1][Ops::kVecs];
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) f[r][0][0] = Ops::load_bytes(sums + r * kStepBytes);
+    for_each<R>([&](int r) W4A8_LAMBDA { f[r][0][0] = Ops::load_bytes(sums + r * kStepBytes); });
     finish_groups<Ops, R, 1, false>(t, f);
   }
 }
@@ -286,102 +292,116 @@ struct EqualBands {
   W4A8_INLINE int64_t begin(int64_t b) const { return b * rows < m - rows ? b * rows : m - rows; }
 };
 
-// Groups must be tiles of 32 or 64 k, and fit a chunk. Rows are read to the next multiple of 64 bytes behind K.
-inline bool tiles_can(bool channelwise, int64_t group_steps) {
-  return channelwise || (group_steps % kBlockSteps == 0 && group_steps <= kTileChunkSteps);
-}
+// Groups must be tiles of 32 or 64 k. Rows are read to the next multiple of 64 bytes behind K.
+inline bool tiles_can(bool channelwise, int64_t group_steps) { return channelwise || group_steps % kBlockSteps == 0; }
+inline bool tiles_hold(WeightKind kind) { return kind != kInt8ZeroPoints; }
 
 // Tiles of the driver. All rows of a batch are one: what goes from band to band is fetching and loading.
 template <class Ops>
 struct UnitTiles {
+  using Vectors = Ops;
   static_assert(Ops::kVecs == 1);
   static_assert(kTileSteps == kChunkUnit);
   static constexpr bool kUnpacks = true;
-  static constexpr uint8_t kE2M1Zero = 0;
-  static constexpr bool kTakesZeros = false;  // nor starts
+  static constexpr bool kTakesZeros = true;
   static constexpr int64_t kRowBytes = 0;
   static constexpr int64_t kMostColumns = 2;
   static constexpr int64_t kChunkSteps = kTileChunkSteps;
+  static constexpr bool kSplitsGroups = true;
   static constexpr int64_t kBatchRows = kMostBands * kTileRows;
   static int64_t tile_rows(int64_t, bool) { return kBatchRows; }
 
   AmxTiles unit;
   TileScratch scratch;
   int64_t k_bytes;
+  bool split;              // the groups
   int64_t panel_cycles;    // of a panel times a batch (see Fetcher)
   int64_t configured = 0;  // rows
   Fetcher next{nullptr, 0, 1};
 
   UnitTiles(int64_t m, const Panels& panels, uint8_t* memory)
-      : scratch(slice(memory)), k_bytes(panels.channelwise || panels.group_steps % kTileSteps == 0 ? 64 : 32) {
+      : k_bytes(panels.channelwise || panels.group_steps % kTileSteps == 0 ? 64 : 32),
+        split(is_split(panels.channelwise, panels.group_steps)) {
     const int64_t bands = EqualBands(m < kBatchRows ? m : kBatchRows).count;
+    scratch = slice(memory, bands);
     const int64_t dots = (panels.steps * kStepK + k_bytes - 1) / k_bytes;
     const int64_t groups = panels.channelwise ? 0 : panels.steps / panels.group_steps;
     panel_cycles = panels.steps * kUnpackCycles + bands * (dots * kDotCycles + groups * kConvertCycles);
   }
 
-  void unpack(const TileArgs& t, int64_t c, uint8_t* weights) {
-    const Panels& panels = *t.panels;
-    if (t.first && c == 0) next = Fetcher(t.behind, t.columns * panels.stride, t.columns * panel_cycles);
-    switch (panels.kind) {
-      case WeightKind::kInt4: return unpack_kind<WeightKind::kInt4>(t, c, weights);
-      case WeightKind::kInt4ZeroPoints: return unpack_kind<WeightKind::kInt4ZeroPoints>(t, c, weights);
-      case WeightKind::kE2M1: return unpack_kind<WeightKind::kE2M1>(t, c, weights);
-      case WeightKind::kInt8: return;  // of packed matrices alone
+  void unpack(const TileArgs& t, const Chunk& chunk, uint8_t* weights) {
+    if (chunk.first) next = Fetcher(chunk.behind, t.columns * t.panels->panel_bytes, t.columns * panel_cycles);
+    switch (chunk.layout.kind.values) {
+      case Values::kInt4:
+        return chunk.layout.kind.zero_points ? unpack_kind<Unpacked::kInt4ZeroPoints>(chunk, weights)
+                                             : unpack_kind<Unpacked::kInt4>(chunk, weights);
+      case Values::kE2M1: return unpack_kind<Unpacked::kE2M1>(chunk, weights);
+      case Values::kInt8: return unpack_kind<Unpacked::kInt8>(chunk, weights);
     }
   }
-  template <WeightKind kKind>
+  enum class Unpacked { kInt4, kInt4ZeroPoints, kE2M1, kInt8 };
+  template <Unpacked kKind>
   static W4A8_INLINE void unpack_step(const uint8_t* packed, const uint8_t* zeros, uint8_t* weights) {
-    if constexpr (kKind == WeightKind::kInt4) Ops::unpack_step(packed, weights);
-    if constexpr (kKind == WeightKind::kInt4ZeroPoints) Ops::unpack_step_from(packed, zeros, weights);
-    if constexpr (kKind == WeightKind::kE2M1) Ops::unpack_step_e2m1(packed, weights);
+    if constexpr (kKind == Unpacked::kInt4) Ops::unpack_step(packed, weights);
+    if constexpr (kKind == Unpacked::kInt4ZeroPoints) Ops::unpack_step_from(packed, zeros, weights);
+    if constexpr (kKind == Unpacked::kE2M1) Ops::unpack_step_e2m1(packed, weights);
+    if constexpr (kKind == Unpacked::kInt8) Ops::unpack_step_int8(packed, weights);
   }
-  template <WeightKind kKind>
-  void unpack_kind(const TileArgs& t, int64_t c, uint8_t* weights) {
+  template <Unpacked kKind>
+  void unpack_kind(const Chunk& chunk, uint8_t* weights) {
+    constexpr int64_t kPackedBytes = kKind == Unpacked::kInt8 ? kByteStepBytes : kStepBytes;
     Fetcher fetcher = next;
-    const uint8_t* packed = t.weights + c * t.weights_stride;
-    const uint8_t* zeros = t.zeros + c * t.zeros_stride;
-    const int64_t zeros_step = t.zeros_step;
-    const int64_t steps = t.steps;
-    const int64_t run = t.panels->channelwise ? steps : t.panels->group_steps;  // steps that share zero points
-    for (int64_t left = steps; left > 0; left -= run, zeros += zeros_step) {
-      int64_t s = 0;
-      for (; s + kBlockSteps <= run; s += kBlockSteps) {
-#pragma GCC unroll 4
-        for (int64_t i = 0; i < kBlockSteps; ++i) {
-          unpack_step<kKind>(packed + i * kStepBytes, zeros, weights + i * kUnpackedBytes);
-        }
-        packed += kBlockSteps * kStepBytes;
-        weights += kBlockSteps * kUnpackedBytes;
-        fetcher.spend(kBlockSteps * kUnpackCycles);
-      }
-      for (; s < run; ++s, packed += kStepBytes, weights += kUnpackedBytes) {
-        unpack_step<kKind>(packed, zeros, weights);
-      }
-    }
+    for_each_run<kKind == Unpacked::kInt4ZeroPoints>(
+        chunk, [&](const uint8_t* packed, int64_t count, const uint8_t* zeros) __attribute__((always_inline)) {
+          int64_t s = 0;
+          for (; s + kBlockSteps <= count; s += kBlockSteps) {
+            for_each<kBlockSteps>([&](int i) W4A8_LAMBDA {
+              unpack_step<kKind>(packed + i * kPackedBytes, zeros, weights + i * kByteStepBytes);
+            });
+            packed += kBlockSteps * kPackedBytes;
+            weights += kBlockSteps * kByteStepBytes;
+            fetcher.spend(kBlockSteps * kUnpackCycles);
+          }
+          for (; s < count; ++s, packed += kPackedBytes, weights += kByteStepBytes) {
+            unpack_step<kKind>(packed, zeros, weights);
+          }
+        });
     next = fetcher;
   }
 
   // The last tile of a K that is no multiple of it has weights of whatever is in scratch, times rows of zero.
-  void multiply_channelwise(const EqualBands& bands, const TileArgs& t) {
-    ChannelArgs b = {};
+  void multiply_carried(const EqualBands& bands, const TileArgs& t) {
+    CarriedArgs b = {};
     b.q_stride = t.q_stride;
     b.weights = t.weights;
     b.weights_stride = t.weights_stride;
-    b.tiles = (t.steps + kTileSteps - 1) / kTileSteps;
-    b.first = t.first;
+    b.tiles = (t.steps * kStepK + k_bytes - 1) / k_bytes;
+    b.k_bytes = k_bytes;
+    b.first = t.begins_group;
     b.loads = bands.count > 2;  // two bands keep C from chunk to chunk
-    b.stores = t.last || b.loads;
+    b.stores = t.ends_group || b.loads;
     const bool two = t.columns == 2;
     for (int64_t i = 0; i < bands.count; i += 2) {
       b.q = t.q + bands.begin(i) * t.q_stride;
       b.sums = scratch.sums + i * 2 * kTileBytes;
       if (i + 1 == bands.count) {
-        (two ? add_channelwise_bands<1, 2> : add_channelwise_bands<1, 1>)(unit, b, next);
+        (two ? add_carried_bands<1, 2> : add_carried_bands<1, 1>)(unit, b, next);
         return;
       }
       b.to_second = (bands.begin(i + 1) - bands.begin(i)) * t.q_stride;
-      (two ? add_channelwise_bands<2, 2> : add_channelwise_bands<2, 1>)(unit, b, next);
+      (two ? add_carried_bands<2, 2> : add_carried_bands<2, 1>)(unit, b, next);
+    }
+  }
+
+  // floats += scale * float(sums), the group being complete.
+  void convert_sums(const EqualBands& bands, const TileArgs& t) const {
+    for (int64_t i = 0; i < 2 * bands.count; ++i) {
+      if (i % 2 >= t.columns) continue;
+      const typename Ops::F scale = Ops::load_bytes(t.scales + i % 2 * t.scales_stride);
+      for (int64_t at = i * kTileBytes; at < i * kTileBytes + bands.rows * kStepBytes; at += kStepBytes) {
+        auto* const row = reinterpret_cast<float*>(scratch.floats + at);
+        Ops::store(row, Ops::fma(Ops::to_float(Ops::iload(scratch.sums + at)), scale, Ops::load(row)));
+      }
     }
   }
 
@@ -392,7 +412,7 @@ struct UnitTiles {
     for (int64_t i = 0; i < bands.count; ++i) {
       for (int64_t c = 0; c < t.columns; ++c) {
         visits[count++] = {t.q + bands.begin(i) * t.q_stride, t.weights + c * t.weights_stride,
-                           t.scales + c * panels.stride,
+                           t.scales + c * t.scales_stride,
                            reinterpret_cast<float*>(scratch.sums + (i * 2 + c) * kTileBytes)};
       }
     }
@@ -405,7 +425,6 @@ struct UnitTiles {
     b.group_bytes = panels.group_steps * kStepK;
     b.k_bytes = k_bytes;
     b.turn_cycles = b.group_bytes / k_bytes * kDotCycles + kConvertCycles;
-    b.scale_dtype = panels.scale_dtype;
     b.first = t.first;
     b.spill = scratch.spill;
     (bands.rows <= 8 ? add_groups<Ops, 8> : add_groups<Ops, 16>)(unit, b, next);
@@ -416,8 +435,8 @@ struct UnitTiles {
     for (int64_t i = 0; i < bands.count; ++i) {
       one.quant = t.quant + bands.begin(i);
       for (int64_t c = 0; c < t.columns; ++c) {
-        const uint8_t* sums = scratch.sums + (i * 2 + c) * kTileBytes;
-        one.panel = t.panel + c * t.panels->stride;
+        const uint8_t* sums = (split ? scratch.floats : scratch.sums) + (i * 2 + c) * kTileBytes;
+        one.panel = t.panel + c * t.panels->panel_bytes;
         one.out = t.out + bands.begin(i) * t.ldc + c * kPanelColumns;
         int64_t r = 0;
         for (; r + 8 <= bands.rows; r += 8) finish_tile_rows<Ops, 8>(one, sums, r);
@@ -432,10 +451,14 @@ struct UnitTiles {
       unit.configure(bands.rows, k_bytes);
       configured = bands.rows;
     }
-    if (t.panels->channelwise) {
-      multiply_channelwise(bands, t);
+    if (t.panels->channelwise || split) {
+      multiply_carried(bands, t);
     } else {
       multiply_groups(bands, t);
+    }
+    if (split) {
+      if (t.first) __builtin_memset(scratch.floats, 0, static_cast<size_t>(2 * bands.count * kTileBytes));
+      if (t.ends_group) convert_sums(bands, t);
     }
     if (t.last) finish(bands, t);
   }

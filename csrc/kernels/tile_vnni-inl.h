@@ -6,7 +6,7 @@
 //     dot(acc, u8, s8)                    acc += 4 products in each 32-bit lane
 //     load_step<kCode>(w, s, lo, hi)      u of k0..k0+3 and of k0+4..k0+7, kVecs registers each
 //     kDoubled                            up to so many accumulators, a second set hides the latency of dot
-//     take_half(w, u)                     one half of an unpacked step: to hold both takes registers that others need
+//     take_half(w, u)                     one half of a step of bytes: to hold both takes registers that others need
 template <class Base>
 struct VnniOps : Base {
   using I = typename Base::I;
@@ -17,10 +17,10 @@ struct VnniOps : Base {
 
   // Makes GCC add to one index alone. It would have a pointer for every row, and all the additions take ports of `dot`.
   static W4A8_INLINE void keep_index(int64_t& k) {
-    if constexpr (requires { Base::kSpareRegisters; }) __asm__("" : "+r"(k));
+    if constexpr (Base::kSpareRegisters) __asm__("" : "+r"(k));
   }
 
-  // Adds four k from `k` on.
+  // Adds four k from `k` on. Loops, not for_each, up to add_bytes: with it GCC 12 spills in tiles of 5 x 2 and 6 x 2.
   template <int R, int C>
   static W4A8_INLINE void add_half(I (&acc)[R][C][kVecs], const int8_t* const (&rows)[R], int64_t k,
                                    const I (&u)[C][kVecs]) {
@@ -35,33 +35,42 @@ struct VnniOps : Base {
     }
   }
 
-  // Adds one step. second: where the high halves go, the same as acc or a second set.
-  template <int R, int C, Code kCode, bool kFetch>
-  static W4A8_INLINE void add_step(I (&acc)[R][C][kVecs], I (&second)[R][C][kVecs], const int8_t* const (&rows)[R],
-                                   const uint8_t* const (&weights)[C], int64_t s, const uint8_t* fetch) {
+  // Adds one step of nibbles. second: where the high halves go, the same as acc or a second set.
+  template <int R, int C, Code kCode>
+  static W4A8_INLINE void add_nibbles(I (&acc)[R][C][kVecs], I (&second)[R][C][kVecs], const int8_t* const (&rows)[R],
+                                      const uint8_t* const (&weights)[C], int64_t s) {
     I lo[C][kVecs];
     I hi[C][kVecs];
 #pragma GCC unroll 2
-    for (int c = 0; c < C; ++c) {
-      if constexpr (kFetch) __builtin_prefetch(fetch + c * kStepBytes, 0, 2);
-      Base::template load_step<kCode>(weights[c], s, lo[c], hi[c]);
-    }
+    for (int c = 0; c < C; ++c) Base::template load_step<kCode>(weights[c], s, lo[c], hi[c]);
     // All low halves, then all high ones: as far apart as can be, since both may add to the same accumulator.
     add_half(acc, rows, s * kStepK, lo);
     add_half(second, rows, s * kStepK + 4, hi);
   }
 
-  // Adds the unpacked step that begins at k.
+  // Adds the step of bytes that begins at k.
   template <int R, int C>
-  static W4A8_INLINE void add_unpacked(I (&acc)[R][C][kVecs], I (&second)[R][C][kVecs], const int8_t* const (&rows)[R],
-                                       const uint8_t* const (&weights)[C], int64_t k) {
+  static W4A8_INLINE void add_bytes(I (&acc)[R][C][kVecs], I (&second)[R][C][kVecs], const int8_t* const (&rows)[R],
+                                    const uint8_t* const (&weights)[C], int64_t k) {
     I u[C][kVecs];
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
-      const int64_t at = k * (kUnpackedBytes / kStepK) + half * kStepBytes;
+      const int64_t at = k * (kByteStepBytes / kStepK) + half * kLineBytes;
 #pragma GCC unroll 2
       for (int c = 0; c < C; ++c) Base::take_half(weights[c] + at, u[c]);
       add_half(half == 0 ? acc : second, rows, k + 4 * half, u);
+    }
+  }
+
+  // Adds the step `s`, k = s * kStepK, and fetches as many bytes.
+  template <int R, int C, Code kCode, bool kFetch>
+  static W4A8_INLINE void add_step(I (&acc)[R][C][kVecs], I (&second)[R][C][kVecs], const int8_t* const (&rows)[R],
+                                   const uint8_t* const (&weights)[C], int64_t s, int64_t k, const uint8_t* fetch) {
+    if constexpr (kFetch) fetch_lines<C * step_bytes(kCode)>(fetch);
+    if constexpr (step_bytes(kCode) == kByteStepBytes) {
+      add_bytes(acc, second, rows, weights, k);
+    } else {
+      add_nibbles<R, C, kCode>(acc, second, rows, weights, s);
     }
   }
 
@@ -69,28 +78,19 @@ struct VnniOps : Base {
   static W4A8_INLINE void add_steps(I (&acc)[R][C][kVecs], I (&second)[R][C][kVecs], const int8_t* const (&rows)[R],
                                     const uint8_t* const (&weights)[C], int64_t begin, int64_t end,
                                     const uint8_t* fetch) {
-    constexpr int64_t kBytes = C * kStepBytes;
+    constexpr int64_t kBytes = C * step_bytes(kCode);
     constexpr int64_t kSteps = unrolled(kUnit);
     int64_t s = begin;
     for (; s + kSteps <= end; s += kSteps, fetch += kSteps * kBytes) {
       int64_t k = s * kStepK;
-      if constexpr (!is_packed(kCode)) keep_index(k);
-#pragma GCC unroll 4
-      for (int64_t i = 0; i < kSteps; ++i) {
-        if constexpr (is_packed(kCode)) {
-          add_step<R, C, kCode, kFetch>(acc, second, rows, weights, s + i, fetch + i * kBytes);
-        } else {
-          add_unpacked(acc, second, rows, weights, k + i * kStepK);
-        }
-      }
+      if constexpr (step_bytes(kCode) == kByteStepBytes) keep_index(k);
+      for_each<kSteps>([&](int i) W4A8_LAMBDA {
+        add_step<R, C, kCode, kFetch>(acc, second, rows, weights, s + i, k + i * kStepK, fetch + i * kBytes);
+      });
     }
     if constexpr (kUnit != 1) return;
     for (; s < end; ++s, fetch += kBytes) {
-      if constexpr (is_packed(kCode)) {
-        add_step<R, C, kCode, kFetch>(acc, second, rows, weights, s, fetch);
-      } else {
-        add_unpacked(acc, second, rows, weights, s * kStepK);
-      }
+      add_step<R, C, kCode, kFetch>(acc, second, rows, weights, s, s * kStepK, fetch);
     }
   }
 
@@ -98,7 +98,7 @@ struct VnniOps : Base {
   static W4A8_INLINE void accumulate(I (&acc)[R][C][kVecs], const int8_t* const (&rows)[R],
                                      const uint8_t* const (&weights)[C], int64_t begin, int64_t end,
                                      const uint8_t* fetch) {
-    if constexpr (may_stream<Base, R, C, kUnit == 1>()) {
+    if constexpr (may_stream<Base, R, C>()) {
       if (fetch == nullptr) return sum_steps<R, C, kCode, kUnit, false>(acc, rows, weights, begin, end, weights[0]);
     }
     sum_steps<R, C, kCode, kUnit, is_packed(kCode)>(acc, rows, weights, begin, end, fetch);
@@ -112,23 +112,10 @@ struct VnniOps : Base {
       add_steps<R, C, kCode, kUnit, kFetch>(acc, acc, rows, weights, begin, end, fetch);
     } else {
       I second[R][C][kVecs];
-#pragma GCC unroll 16
-      for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 2
-        for (int c = 0; c < C; ++c) {
-#pragma GCC unroll 2
-          for (int v = 0; v < kVecs; ++v) second[r][c][v] = Base::isplat(0);
-        }
-      }
+      fill(second, Base::isplat(0));
       add_steps<R, C, kCode, kUnit, kFetch>(acc, second, rows, weights, begin, end, fetch);
-#pragma GCC unroll 16
-      for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 2
-        for (int c = 0; c < C; ++c) {
-#pragma GCC unroll 2
-          for (int v = 0; v < kVecs; ++v) acc[r][c][v] = Base::iadd(acc[r][c][v], second[r][c][v]);
-        }
-      }
+      for_each<R, C, kVecs>([&](int r, int c, int v)
+                                W4A8_LAMBDA { acc[r][c][v] = Base::iadd(acc[r][c][v], second[r][c][v]); });
     }
   }
 };

@@ -10,7 +10,7 @@
 //   Tile instructions hardly overlap with AVX-512 arithmetic, which shares port 5: converting the sums of groups and
 //   multiplying add up. tile_unit-inl.h has the loops.
 //
-//   |sum| <= K * 8 * 128 < 2^31 for K <= 2^20; of the other kinds K * 15 * 128 for K <= 2^19.
+//   |sum| <= K * 8 * 128 < 2^31 for K <= 2^20; K * 15 * 128 for K <= 2^19; of int8 K * 128 * 128 for K <= 2^16.
 #if defined(__x86_64__)
 #include <immintrin.h>
 
@@ -61,7 +61,7 @@ struct AmxOps : Avx512Ops {
   // The same with zero points [16] or for e2m1.
   static W4A8_INLINE void unpack_step_from(const uint8_t* packed, const uint8_t* zeros, uint8_t* bytes) {
     const __m128i four_times = _mm_setr_epi8(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12);
-    const I zero = _mm512_shuffle_epi8(load_zeros(zeros), _mm512_broadcast_i32x4(four_times));
+    const I zero = _mm512_shuffle_epi8(iand(load_widened(zeros), isplat(15)), _mm512_broadcast_i32x4(four_times));
     I lo[1];
     I hi[1];
     load_step<Code::kNibbles>(packed, 0, lo, hi);
@@ -75,6 +75,11 @@ struct AmxOps : Avx512Ops {
     load_step<Code::kNibbles>(packed, 0, lo, hi);
     _mm512_storeu_si512(bytes, _mm512_shuffle_epi8(table, lo[0]));
     _mm512_storeu_si512(bytes + kStepBytes, _mm512_shuffle_epi8(table, hi[0]));
+  }
+  static W4A8_INLINE void unpack_step_int8(const uint8_t* packed, uint8_t* bytes) {
+    const I flip = _mm512_set1_epi8(-128);
+    _mm512_storeu_si512(bytes, _mm512_xor_si512(iload(packed), flip));
+    _mm512_storeu_si512(bytes + kLineBytes, _mm512_xor_si512(iload(packed + kLineBytes), flip));
   }
 };
 
@@ -91,7 +96,8 @@ bool takes_tiles(int64_t rows, bool channelwise, int64_t group_steps) {
 
 int64_t amx_scratch_bytes(int64_t rows, int64_t k, int64_t group) {
   const int64_t few = x86_avx512vnni.scratch_bytes(rows, k, group);
-  const int64_t many = takes_tiles(rows, group == k, group / kStepK) ? tile_scratch_bytes(rows) : 0;
+  const bool tiles = takes_tiles(rows, group == k, group / kStepK);
+  const int64_t many = tiles ? tile_scratch_bytes(rows, is_split(group == k, group / kStepK)) : 0;
   return few > many ? few : many;
 }
 
@@ -104,32 +110,17 @@ int64_t amx_task_rows(int64_t k) {
 
 void amx_gemm(const Rows& rows, int64_t m, const Panels& panels, int64_t panel_count, float* out, int64_t ldc,
               uint8_t* scratch) {
-  if (scratch != nullptr && takes_tiles(m, panels.channelwise, panels.group_steps)) {
+  if (scratch != nullptr && tiles_hold(panels.kind) && takes_tiles(m, panels.channelwise, panels.group_steps)) {
     gemm_tiles<AmxOps>(rows, m, panels, panel_count, out, ldc, scratch);
   } else {
     x86_avx512vnni.gemm(rows, m, panels, panel_count, out, ldc, scratch);
   }
 }
 
-constexpr int64_t kRowMultiple = 64;
-
-void quantize_tile_row(const void* x, DType dtype, int64_t k, int64_t group, int8_t* q, int32_t* starts,
-                       RowQuant* quant) {
-  x86_avx512vnni.quantize_row(x, dtype, k, group, q, starts, quant);
-  for (int64_t i = k; i % kRowMultiple != 0; ++i) q[i] = 0;
-}
-
-constexpr RowFunctions tile_rows() {
-  RowFunctions rows = shared_rows<x86_avx512vnni>();
-  rows.quantize_row = quantize_tile_row;
-  rows.row_multiple = kRowMultiple;
-  return rows;
-}
-
 }  // namespace
 
 extern const Kernel x86_amx;
-constinit const Kernel x86_amx = {tile_rows(),
+constinit const Kernel x86_amx = {shared_rows<x86_avx512vnni>(),
                                   {amx_gemm, amx_task_rows, amx_scratch_bytes, always},
                                   "x86_amx",
                                   kAvx2 | kFma | kF16c | kAvx512 | kAvx512Vnni | kGfni | kAmxInt8,

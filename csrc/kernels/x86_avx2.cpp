@@ -12,6 +12,8 @@
 //   |nibble * q| <= 15 * 128 = 1920, VPMADDUBSW adds two: 3840 cannot saturate. A 16-bit lane takes 2 products of each
 //   VPMADDUBSW, so a block of 4 steps (32 k) is 8 of them: 8 * 3840 = 30720 < 32768. Then they are widened to 32 bits.
 //   e2m1 counts from 12: 24 * 128 * 2 = 6144, so 2 steps are 4 * 6144 = 24576, and 3 would not fit.
+//   Bytes of int8 are too large: their low and their high four bits are multiplied apart, and VPMADDWD, which widens
+//   the sums, multiplies those of the high ones by 16.
 #if defined(__x86_64__)
 #include <immintrin.h>
 
@@ -43,43 +45,56 @@ struct Ops : Avx2Ops {
 
   static constexpr bool kE2M1IsWide = true;
 
+  // Which four bits of a byte of int8 are multiplied.
+  enum class Part { kAll, kLow, kHigh };
+
   // kFirst: the sums are set instead of added to.
-  template <int R, Code kCode, bool kHigh, bool kFirst>
+  template <int R, Code kCode, bool kUpperK, bool kFirst, Part kPart>
   static W4A8_INLINE void add_products(I (&sums)[R][2], const int8_t* const (&rows)[R], const uint8_t* w, int64_t s) {
-    I nibbles[2];
-    load_half<kCode, kHigh>(w, s, nibbles);
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      const I a = broadcast4(rows[r] + s * kStepK + (kHigh ? 4 : 0));
-#pragma GCC unroll 2
-      for (int v = 0; v < 2; ++v) {
-        const I products = _mm256_maddubs_epi16(nibbles[v], a);
+    I u[2];
+    load_half<kCode, kUpperK>(w, s, u);
+    if constexpr (kPart != Part::kAll) {
+      for_each<2>([&](int v) W4A8_LAMBDA {
+        u[v] = _mm256_and_si256(kPart == Part::kHigh ? _mm256_srli_epi16(u[v], 4) : u[v], _mm256_set1_epi8(0x0f));
+      });
+    }
+    for_each<R>([&](int r) W4A8_LAMBDA {
+      const I a = broadcast4(rows[r] + s * kStepK + (kUpperK ? 4 : 0));
+      for_each<2>([&](int v) W4A8_LAMBDA {
+        const I products = _mm256_maddubs_epi16(u[v], a);
         sums[r][v] = kFirst ? products : _mm256_add_epi16(sums[r][v], products);
         // Keeps the compiler from regrouping the additions of several steps, which would spill every sum.
         __asm__("" : "+x"(sums[r][v]));
-      }
-    }
+      });
+    });
   }
 
   // Steps [s, s + kCount), which fit 16 bits.
+  template <int R, Code kCode, int64_t kCount, Part kPart>
+  static W4A8_INLINE void add_part(I (&acc)[R][1][2], const int8_t* const (&rows)[R], const uint8_t* w, int64_t s) {
+    I sums[R][2];
+    add_products<R, kCode, false, true, kPart>(sums, rows, w, s);
+    add_products<R, kCode, true, false, kPart>(sums, rows, w, s);
+#pragma GCC unroll 4
+    for (int64_t i = 1; i < kCount; ++i) {
+      add_products<R, kCode, false, false, kPart>(sums, rows, w, s + i);
+      add_products<R, kCode, true, false, kPart>(sums, rows, w, s + i);
+    }
+    const I weight = _mm256_set1_epi16(kPart == Part::kHigh ? 16 : 1);
+    for_each<R, 2>([&](int r, int v) W4A8_LAMBDA {
+      acc[r][0][v] = _mm256_add_epi32(acc[r][0][v], _mm256_madd_epi16(sums[r][v], weight));
+    });
+  }
+
   template <int R, Code kCode, bool kFetch, int64_t kCount>
   static W4A8_INLINE void add_sums(I (&acc)[R][1][2], const int8_t* const (&rows)[R], const uint8_t* w, int64_t s,
                                    const uint8_t* fetch) {
-    I sums[R][2];
-    if constexpr (kFetch) __builtin_prefetch(fetch, 0, 2);
-    add_products<R, kCode, false, true>(sums, rows, w, s);
-    add_products<R, kCode, true, false>(sums, rows, w, s);
-#pragma GCC unroll 4
-    for (int64_t i = 1; i < kCount; ++i) {
-      if constexpr (kFetch) __builtin_prefetch(fetch + i * kStepBytes, 0, 2);
-      add_products<R, kCode, false, false>(sums, rows, w, s + i);
-      add_products<R, kCode, true, false>(sums, rows, w, s + i);
-    }
-    const I ones = _mm256_set1_epi16(1);
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      acc[r][0][0] = _mm256_add_epi32(acc[r][0][0], _mm256_madd_epi16(sums[r][0], ones));
-      acc[r][0][1] = _mm256_add_epi32(acc[r][0][1], _mm256_madd_epi16(sums[r][1], ones));
+    if constexpr (kFetch) fetch_lines<kCount * step_bytes(kCode)>(fetch);
+    if constexpr (kCode == Code::kInt8) {
+      add_part<R, kCode, kCount, Part::kLow>(acc, rows, w, s);
+      add_part<R, kCode, kCount, Part::kHigh>(acc, rows, w, s);
+    } else {
+      add_part<R, kCode, kCount, Part::kAll>(acc, rows, w, s);
     }
   }
 
@@ -87,7 +102,7 @@ struct Ops : Avx2Ops {
   static W4A8_INLINE void accumulate(I (&acc)[R][C][2], const int8_t* const (&rows)[R],
                                      const uint8_t* const (&weights)[C], int64_t begin, int64_t end,
                                      const uint8_t* fetch) {
-    if constexpr (may_stream<Ops, R, C, kUnit == 1>()) {
+    if constexpr (may_stream<Ops, R, C>()) {
       if (fetch == nullptr) return sum_steps<R, kCode, kUnit, false>(acc, rows, weights[0], begin, end, weights[0]);
     }
     sum_steps<R, kCode, kUnit, is_packed(kCode)>(acc, rows, weights[0], begin, end, fetch);
@@ -101,12 +116,12 @@ struct Ops : Avx2Ops {
     int64_t s = begin;
     for (; s + kSteps <= end; s += kSteps) {
 #pragma GCC unroll 2
-      for (int64_t i = 0; i < kSteps; i += kNarrow, fetch += kNarrow * kStepBytes) {
+      for (int64_t i = 0; i < kSteps; i += kNarrow, fetch += kNarrow * step_bytes(kCode)) {
         add_sums<R, kCode, kFetch, kNarrow>(acc, rows, weights, s + i, fetch);
       }
     }
     if constexpr (kUnit != 1) return;
-    for (; s < end; ++s, fetch += kStepBytes) add_sums<R, kCode, kFetch, 1>(acc, rows, weights, s, fetch);
+    for (; s < end; ++s, fetch += step_bytes(kCode)) add_sums<R, kCode, kFetch, 1>(acc, rows, weights, s, fetch);
   }
 };
 

@@ -77,7 +77,7 @@ inline DType activation_dtype(const char* name, const at::Tensor& tensor) {
 
 /// The argument `values` of the ops.
 inline const char* values_name(WeightKind kind) {
-  return kind == WeightKind::kE2M1 ? "e2m1" : (kind == WeightKind::kInt8 ? "int8" : "int4");
+  return kind.values == Values::kE2M1 ? "e2m1" : (kind.values == Values::kInt8 ? "int8" : "int4");
 }
 
 /// A packed tensor as the core reads it: uint8 [bytes], or [E, bytes] when `stack`.
@@ -89,7 +89,7 @@ inline void check_packed(const char* name, const at::Tensor& tensor, bool stack)
 
 /// Checks the three integers that describe a matrix and returns its shape (scales and bias not yet known).
 inline PackedShape matrix_shape(int64_t block_size, int64_t in_features, int64_t out_features,
-                                WeightKind kind = WeightKind::kInt4) {
+                                WeightKind kind = kInt4) {
   PackedShape shape;
   shape.kind = kind;
   shape.n = out_features;

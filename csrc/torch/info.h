@@ -34,9 +34,9 @@ struct PackedInfo {
   int64_t out_features;
   int64_t in_features;
   int64_t block_size;
-  std::string scale_dtype;  ///< "float32", "bfloat16" or "e5m3" (with channel scales)
+  std::string scale_dtype;  ///< "float32", "bfloat16", "float16", "e5m3" (with channel scales) or "e8m0"
   bool has_bias;
-  std::string values;  ///< "int4" or "e2m1"
+  std::string values;  ///< "int4", "e2m1" or "int8"
   bool has_zero_points;
   int64_t bytes;
 };

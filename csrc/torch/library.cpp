@@ -169,14 +169,14 @@ std::string cpu_features() { return feature_names(host_features()); }
 
 PackedInfo packed_info(const void* data, int64_t size) {
   const PackedShape shape = read_header(static_cast<const uint8_t*>(data), size, "packed matrix");
-  return {packed_version(shape),
+  return {kPackedVersion,
           shape.n,
           shape.k,
           shape.group,
-          shape.two_level() ? "e5m3" : (shape.scale_dtype == DType::kFloat32 ? "float32" : "bfloat16"),
+          scale_type_name(shape.scale_type),
           shape.has_bias,
           values_name(shape.kind),
-          shape.has_zero_points(),
+          shape.kind.zero_points,
           packed_bytes(shape)};
 }
 

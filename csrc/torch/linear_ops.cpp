@@ -27,15 +27,11 @@ WeightKind kind_of(const c10::optional<at::Tensor>& zero_points, c10::string_vie
   TORCH_CHECK(values == "int4" || values == "e2m1" || values == "int8", "values is '", values,
               "', expected 'int4', 'e2m1' or 'int8'");
   TORCH_CHECK(values != "e2m1" || !zero_points.has_value(), "zero_points is given, expected none for values = 'e2m1'");
-  if (values == "int8") return WeightKind::kInt8;
-  if (zero_points.has_value()) return WeightKind::kInt4ZeroPoints;
-  return values == "int4" ? WeightKind::kInt4 : WeightKind::kE2M1;
+  const Values codes = values == "int8" ? Values::kInt8 : (values == "e2m1" ? Values::kE2M1 : Values::kInt4);
+  return {codes, zero_points.has_value()};
 }
 
-// Bytes of the codes of a row.
-int64_t row_bytes(const PackedShape& shape) { return shape.kind == WeightKind::kInt8 ? shape.k : shape.k / 2; }
-
-// weights [N, row_bytes] or [E, N, row_bytes] and what must fit them.
+// weights [N, row_bytes()] or [E, N, row_bytes()] and what must fit them.
 struct PackArguments {
   const at::Tensor& weights;
   const at::Tensor& scales;
@@ -44,26 +40,34 @@ struct PackArguments {
   const c10::optional<at::Tensor>& channel_scales;
 };
 
-// Older PyTorch has no such type; its bits are bytes.
-bool is_e4m3(at::ScalarType type) { return type == at::kByte || c10::toString(type) == std::string("Float8_e4m3fn"); }
+// The type of the scales. Older PyTorch lacks the types of one byte: the bits of both are taken as uint8 as well.
+ScaleType scale_type_of(const at::Tensor& scales, bool channel_scales) {
+  const at::ScalarType type = scales.scalar_type();
+  const std::string name = c10::toString(type);
+  if (channel_scales) {
+    TORCH_CHECK(type == at::kByte || name == "Float8_e4m3fn", "scales_zeros has dtype ", type,
+                ", expected float8_e4m3fn, or its bits as uint8, beside channel_scales");
+    return ScaleType::kE5M3;
+  }
+  if (type == at::kFloat) return ScaleType::kFloat32;
+  if (type == at::kBFloat16) return ScaleType::kBFloat16;
+  if (type == at::kHalf) return ScaleType::kFloat16;
+  TORCH_CHECK(type == at::kByte || name == "Float8_e8m0fnu", "scales_zeros has dtype ", type,
+              ", expected float32, bfloat16, float16, float8_e8m0fnu (or its bits as uint8), or float8_e4m3fn beside "
+              "channel_scales");
+  return ScaleType::kE8M0;
+}
 
 void check_pack_arguments(const PackArguments& a, const PackedShape& shape) {
   const auto& [weights, scales, bias, zero_points, channel_scales] = a;
   TORCH_CHECK(weights.scalar_type() == at::kByte, "weights has dtype ", weights.scalar_type(), ", expected uint8");
-  const int64_t bytes = row_bytes(shape);
+  const int64_t bytes = shape.row_bytes();
   TORCH_CHECK((weights.dim() == 2 || weights.dim() == 3) && has_shape(weights, weights, {shape.n, bytes}),
               "weights has shape ", shape_text(weights.sizes()), ", expected [", shape.n, ", ", bytes, "] or [E, ",
               shape.n, ", ", bytes, "] for out_features = ", shape.n, ", in_features = ", shape.k, " and values = '",
               values_name(shape.kind), "'");
-  TORCH_CHECK(!channel_scales.has_value() || shape.kind != WeightKind::kInt8,
+  TORCH_CHECK(!channel_scales.has_value() || shape.kind.values != Values::kInt8,
               "channel_scales is given, expected none for values = 'int8'");
-  if (channel_scales.has_value()) {
-    TORCH_CHECK(is_e4m3(scales.scalar_type()), "scales_zeros has dtype ", scales.scalar_type(),
-                ", expected float8_e4m3fn, or its bits as uint8, beside channel_scales");
-  } else {
-    TORCH_CHECK(scales.scalar_type() == at::kFloat || scales.scalar_type() == at::kBFloat16, "scales_zeros has dtype ",
-                scales.scalar_type(), ", expected float32 or bfloat16, or float8_e4m3fn beside channel_scales");
-  }
   TORCH_CHECK(has_shape(scales, weights, {shape.n, shape.groups()}), "scales_zeros has shape ",
               shape_text(scales.sizes()), ", expected ", expected_shape(weights, {shape.n, shape.groups()}),
               " for block_size = ", shape.group);
@@ -91,13 +95,12 @@ PackedShape pack_shape(DeviceCheck check_devices, const PackArguments& a, int64_
                  {"channel_scales", a.channel_scales}});
   PackedShape shape = matrix_shape(block_size, in_features, out_features, kind_of(a.zero_points, values));
   check_pack_arguments(a, shape);
-  shape.scale_dtype = a.scales.scalar_type() == at::kFloat ? DType::kFloat32 : DType::kBFloat16;
-  if (a.channel_scales.has_value()) {
-    TORCH_CHECK(shape.in_least_groups(), "channel_scales is given, expected none for block_size = ", block_size,
-                " and in_features = ", in_features, ": groups of 16 alone have them");
-    shape.scale_dtype = DType::kE5M3;
-  }
+  TORCH_CHECK(!a.channel_scales.has_value() || shape.in_least_groups(),
+              "channel_scales is given, expected none for block_size = ", block_size,
+              " and in_features = ", in_features, ": groups of 16 alone have them");
+  shape.scale_type = scale_type_of(a.scales, a.channel_scales.has_value());
   shape.has_bias = a.bias.has_value();
+  check_shape(shape);
   return shape;
 }
 
@@ -124,10 +127,10 @@ at::Tensor pack_cpu(const at::Tensor& weights, const at::Tensor& scales_zeros, c
                     const c10::optional<at::Tensor>& channel_scales) {
   const PackedShape shape = pack_shape(check_cpu, {weights, scales_zeros, bias, zero_points, channel_scales},
                                        block_size, in_features, out_features, values);
+  const at::Tensor z = zero_points.has_value() ? zero_points->contiguous() : at::Tensor();
   at::Tensor packed = empty_packed(weights, shape);
   const at::Tensor w = weights.contiguous();
   const at::Tensor s = scales_zeros.contiguous();
-  const at::Tensor z = zero_points.has_value() ? zero_points->contiguous() : at::Tensor();
   const at::Tensor b = bias.has_value() ? to_float32(*bias) : at::Tensor();
   const at::Tensor c = channel_scales.has_value() ? to_float32(*channel_scales) : at::Tensor();
   const RawWeights raw = {input_data<uint8_t>(w), input_data(s), b.defined() ? input_data<float>(b) : nullptr,
@@ -156,6 +159,16 @@ struct Unpacked {
   at::Tensor channel_scales;
 };
 
+// Scales of one byte come back as bits.
+at::ScalarType unpacked_scales(ScaleType type) {
+  switch (type) {
+    case ScaleType::kFloat32: return at::kFloat;
+    case ScaleType::kBFloat16: return at::kBFloat16;
+    case ScaleType::kFloat16: return at::kHalf;
+    default: return at::kByte;
+  }
+}
+
 // What comes out of a packed tensor [bytes] or [E, bytes], not filled in. Absent ones have no elements.
 Unpacked empty_unpacked(const at::Tensor& packed, const PackedShape& shape) {
   std::vector<int64_t> lead;
@@ -165,12 +178,10 @@ Unpacked empty_unpacked(const at::Tensor& packed, const PackedShape& shape) {
     all.insert(all.end(), sizes);
     return at::empty(present ? all : std::vector<int64_t>{0}, packed.options().dtype(dtype));
   };
-  const auto scales =
-      shape.scale_dtype == DType::kFloat32 ? at::kFloat : (shape.two_level() ? at::kByte : at::kBFloat16);
   return {shape,
-          make({shape.n, row_bytes(shape)}, at::kByte),
-          make({shape.n, shape.groups()}, scales),
-          make({shape.n, shape.groups()}, at::kByte, shape.has_zero_points()),
+          make({shape.n, shape.row_bytes()}, at::kByte),
+          make({shape.n, shape.groups()}, unpacked_scales(shape.scale_type)),
+          make({shape.n, shape.groups()}, at::kByte, shape.kind.zero_points),
           make({shape.n}, at::kFloat, shape.has_bias),
           make({shape.n}, at::kFloat, shape.two_level())};
 }
@@ -191,8 +202,8 @@ Unpacked unpack_tensor(const at::Tensor& packed_weights, int64_t block_size, int
     return open_packed(data + e * bytes, bytes, out_features, in_features, block_size, what);
   };
   const PackedShape shape = open(0).shape;
-  TORCH_CHECK(!only_int4 || (shape.kind == WeightKind::kInt4 && !shape.two_level()), "packed_weights holds ",
-              kind_name(shape.kind), shape.two_level() ? " with channel scales" : "",
+  TORCH_CHECK(!only_int4 || (shape.kind == kInt4 && !shape.two_level()), "packed_weights holds ", kind_name(shape.kind),
+              shape.two_level() ? " with channel scales" : "",
               ", expected int4: dyn_quant_unpack_any_4bit_weight unpacks every kind");
   const Unpacked out = empty_unpacked(packed, shape);
   const int64_t values = shape.n * shape.groups();
@@ -200,9 +211,9 @@ Unpacked unpack_tensor(const at::Tensor& packed_weights, int64_t block_size, int
   for (int64_t e = 0; e < count; ++e) {
     const PackedMatrix matrix = open(e);
     TORCH_CHECK(matrix.shape == shape, "packed_weights[", e,
-                "] has another kind, scale dtype or bias flag than packed_weights[0]");
-    unpack(matrix, out.weights.data_ptr<uint8_t>() + e * shape.n * row_bytes(shape),
-           static_cast<uint8_t*>(out.scales.data_ptr()) + e * values * dtype_bytes(shape.scale_dtype),
+                "] has another kind, scale type or bias flag than packed_weights[0]");
+    unpack(matrix, out.weights.data_ptr<uint8_t>() + e * shape.n * shape.row_bytes(),
+           static_cast<uint8_t*>(out.scales.data_ptr()) + e * values * scale_bytes(shape.scale_type),
            shape.has_bias ? out.bias.data_ptr<float>() + e * shape.n : nullptr, parallel,
            out.zero_points.numel() != 0 ? out.zero_points.data_ptr<uint8_t>() + e * values : nullptr,
            shape.two_level() ? out.channel_scales.data_ptr<float>() + e * shape.n : nullptr);

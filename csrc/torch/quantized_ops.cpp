@@ -96,7 +96,7 @@ WeightZeros weight_zeros(const at::Tensor& weight_zero_point, bool packed) {
 
 // A packed weight given by the caller has its own zero points.
 void check_packed_zeros(const PackedShape& shape, const at::Tensor& weight_zero_point, const WeightZeros& zeros) {
-  if (shape.kind == WeightKind::kInt4) {
+  if (shape.kind == kInt4) {
     TORCH_CHECK(!zeros.values.defined(),
                 "weight_zero_point is not 8, but the packed weight is int4 without zero points");
   } else {
@@ -123,14 +123,16 @@ at::Tensor pack_words(const Kernel& kernel, const at::Tensor& weight, const at::
   TORCH_CHECK(weight.size(0) * 8 == k, "weight has shape ", shape_text(weight.sizes()),
               ", expected int32 [K/8, N] with ", "8 * size(0) = K = ", k, ", the last dimension of quant_x");
   PackedShape shape = matrix_shape(group_size == -1 ? k : group_size, k, weight.size(1),
-                                   zeros.values.defined() ? WeightKind::kInt4ZeroPoints : WeightKind::kInt4);
+                                   zeros.values.defined() ? kInt4ZeroPoints : kInt4);
   TORCH_CHECK(weight_scale.dim() == 2 && weight_scale.size(0) == shape.groups() && weight_scale.size(1) == shape.n,
               "weight_scale has shape ", shape_text(weight_scale.sizes()), ", expected [", shape.groups(), ", ",
               shape.n, "] for group_size = ", group_size);
-  const bool narrow = weight_scale.scalar_type() == at::kBFloat16;  // float16 widens to float32 exactly
-  shape.scale_dtype = narrow ? DType::kBFloat16 : DType::kFloat32;
+  const at::ScalarType scale_dtype = weight_scale.scalar_type();
+  shape.scale_type = scale_dtype == at::kFloat
+                         ? ScaleType::kFloat32
+                         : (scale_dtype == at::kHalf ? ScaleType::kFloat16 : ScaleType::kBFloat16);
   const at::Tensor words = weight.t().contiguous();
-  const at::Tensor scales = weight_scale.t().to(narrow ? at::kBFloat16 : at::kFloat).contiguous();
+  const at::Tensor scales = weight_scale.t().contiguous();
   at::Tensor z;
   if (zeros.values.defined()) {
     TORCH_CHECK(zeros.values.numel() == 1 || zeros.values.sizes() == weight_scale.sizes(),

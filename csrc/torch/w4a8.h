@@ -16,13 +16,13 @@
 namespace w4a8 {
 
 /// Packs 4-bit weights. weights: uint8 [N, K/2] (low nibble even k, high nibble odd k) or [E, N, K/2] for a stack of
-/// experts; scales_zeros: float32 or bfloat16 [N, K/block_size] ([E, ...]); bias: [N] ([E, N]) or none. block_size: K
+/// experts; scales_zeros: float32, bfloat16 or float16 [N, K/block_size] ([E, ...]), or float8_e8m0fnu (its
+/// bits as uint8) with values "e2m1" in groups of 32 and more; bias: [N] ([E, N]) or none. block_size: K
 /// (channelwise), or 16 or a multiple of 32 that divides K. A nibble n is n - 8; with zero_points, uint8 of the shape
 /// of scales_zeros in 0..15, it is n - zero point; with values "e2m1" it is the e2m1 number of these bits. With
 /// channel_scales, floating [N] ([E, N]), in groups of 16, scales_zeros is float8_e4m3fn without signs, or its bits as
 /// uint8, and a weight is multiplied by both. With values "int8" weights is uint8 [N, K] or [E, N, K], a code n a byte,
-/// which is n - zero point, 0..255, or n - 128; K is a multiple of 32 if channelwise. Returns uint8 [bytes] or
-/// [E, bytes].
+/// which is n - zero point, 0..255, or n - 128. Returns uint8 [bytes] or [E, bytes].
 W4A8_EXPORT at::Tensor dyn_quant_pack_4bit_weight(const at::Tensor& weights, const at::Tensor& scales_zeros,
                                                   const c10::optional<at::Tensor>& bias, int64_t block_size,
                                                   int64_t in_features, int64_t out_features,
@@ -37,7 +37,7 @@ W4A8_EXPORT std::tuple<at::Tensor, at::Tensor, at::Tensor> dyn_quant_unpack_4bit
 /// weights, scales_zeros, zero_points, bias, values, channel_scales; what was not given is empty.
 using UnpackedAny = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, std::string, at::Tensor>;
 
-/// The exact inverse for every kind. Scales beside channel scales come back as uint8, the bits of float8_e4m3fn.
+/// The exact inverse for every kind. Scales of one byte come back as uint8, their bits.
 W4A8_EXPORT UnpackedAny dyn_quant_unpack_any_4bit_weight(const at::Tensor& packed_weights, int64_t block_size,
                                                          int64_t in_features, int64_t out_features);
 

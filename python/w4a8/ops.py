@@ -35,10 +35,10 @@ class PackedHeader(TypedDict):
     n: int  # out_features
     k: int  # in_features
     group: int  # equal to k when channelwise
-    scale_dtype: str  # "float32", "bfloat16", or "e5m3" (float8 scales beside channel scales)
+    scale_dtype: str  # "float32", "bfloat16", "float16", "e5m3" (float8 scales beside channel scales) or "e8m0"
     has_bias: bool
     values: str  # "int4", "e2m1" or "int8"
-    has_zero_points: bool  # always of int8
+    has_zero_points: bool
     bytes: int  # of the whole packed matrix
 
 
@@ -59,17 +59,18 @@ def dyn_quant_pack_4bit_weight(
     Args:
         weights: uint8 [N, K/2], low nibble = even k, high nibble = odd k; or [E, N, K/2], a stack of experts. Of int8
             [N, K] or [E, N, K], a code a byte.
-        scales_zeros: float32 or bfloat16 [N, K / block_size] ([N, 1] channelwise), with a leading E for a stack. Kept
-            at the precision given. With e2m1 a scale below 2**-125 must be even in its last bit; with int8 16 times a
-            scale must be finite.
+        scales_zeros: float32, bfloat16 or float16 [N, K / block_size] ([N, 1] channelwise), with a leading E for a
+            stack; packed in the type given. With e2m1 half of a scale must be exact: one below 2**-125 (float16:
+            2**-13) must be even in its last bit. With e2m1 in groups that are multiples of 32, more than one in a row,
+            also float8_e8m0fnu, or its bits as uint8: 2**(b - 127), b from 0 to 254; 255 is its NaN, and refused.
         bias: floating point [N] ([E, N] for a stack), or None. Kept as float32.
         block_size: values of k per scale: in_features, or 16 or a multiple of 32 that divides it.
-        in_features: K, even, at most 2**20; 2**19 with zero points, e2m1 or int8. Of int8 16 or a multiple of 32 if it
-            is the block_size.
+        in_features: K, even, at most 2**20; 2**19 with zero points, e2m1 or int8. Of int8 block_size is at most 2**16,
+            with zero points 2**15.
         out_features: N.
         zero_points: uint8 of the shape of scales_zeros, 0 to 15: the value of a nibble n is (n - zero point) * scale.
-            None: n - 8, packed as version 1. Zero points that are all 8 mean the same, but take the room of any others:
-            no value changes the size of what is returned. Of int8 0 to 255, and None is 128 everywhere.
+            None: n - 8. Zero points that are all 8 mean the same, but take the room of any others: no value changes the
+            size of what is returned. Of int8 0 to 255; None: n - 128.
         values: "int4"; or "e2m1": a nibble is a sign, two bits of exponent and one of mantissa, as in MXFP4: 0, 0.5,
             1, 1.5, 2, 3, 4, 6 and their negatives, without zero points; or "int8": codes have 8 bits.
         channel_scales: floating point [N] ([E, N] for a stack), kept as float32: scales of two levels, as NVFP4 has.
@@ -121,8 +122,8 @@ def dyn_quant_unpack_any_4bit_weight(
 
     Returns:
         weights, scales_zeros, zero_points, bias, values and channel_scales as given when packing (bias and
-        channel_scales as float32, float8 scales as uint8); zero_points uint8 [0], bias [0] and channel_scales [0] if
-        there were none. int8 always has zero points.
+        channel_scales as float32, scales of one byte as uint8); zero_points uint8 [0], bias [0] and channel_scales [0]
+        if there were none.
     """
     op = torch.ops.w4a8.dyn_quant_unpack_any_4bit_weight.default
     return op(packed_weights, block_size, in_features, out_features)

@@ -31,7 +31,7 @@ struct Shape {
   int64_t n;  // moe: the hidden size H
   int64_t k;  // moe: the intermediate size I
   int64_t group;
-  int64_t scales;  // DType
+  int64_t scales;  // ScaleType, a float: numbered as DType is
   int64_t bias;
   int64_t dtype;
   int64_t gated;
@@ -85,7 +85,7 @@ Bytes random_packed(Random& random, const PackedShape& shape, int64_t count) {
   for (float& scale : scales) scale = 0.02f * random.uniform();
   std::vector<float> bias(static_cast<size_t>(count * shape.n));
   for (float& value : bias) value = random.uniform();
-  const Bytes scale_bytes = stored(scales, shape.scale_dtype);
+  const Bytes scale_bytes = stored(scales, static_cast<DType>(shape.scale_type));
   Bytes packed(static_cast<size_t>(count * packed_bytes(shape)));
   SerialParallel serial;
   pack(active_kernel(), shape, count, {nibbles.data(), scale_bytes.data(), shape.has_bias ? bias.data() : nullptr},
@@ -94,7 +94,7 @@ Bytes random_packed(Random& random, const PackedShape& shape, int64_t count) {
 }
 
 PackedShape packed_shape(const Shape& s, int64_t n, int64_t k) {
-  return {n, k, s.group == -1 ? k : s.group, static_cast<DType>(s.scales), s.bias != 0};
+  return {n, k, s.group == -1 ? k : s.group, static_cast<ScaleType>(s.scales), s.bias != 0};
 }
 
 Case random_case(Random& random, const Shape& s) {

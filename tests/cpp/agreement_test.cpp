@@ -42,19 +42,22 @@ TEST(AgreementTest, Matmul) {
   W4A8_TRACE_SEED();
   Rng rng(90);
   // 60 rows of these are above the size from which several threads are used.
-  for (const PackedShape& shape : {PackedShape{100, 128, 128, DType::kFloat32, true},
-                                   {75, 192, 64, DType::kBFloat16, false},
-                                   {130, 96, 32, DType::kFloat32, true},
-                                   {257, 90, 90, DType::kBFloat16, true},
-                                   {75, 192, 64, DType::kBFloat16, false, WeightKind::kInt4ZeroPoints},
-                                   {257, 90, 90, DType::kBFloat16, true, WeightKind::kInt4ZeroPoints},
-                                   {130, 96, 32, DType::kFloat32, true, WeightKind::kE2M1},
-                                   {75, 208, 16, DType::kBFloat16, false},
-                                   {75, 208, 16, DType::kE5M3, true, WeightKind::kE2M1},
-                                   {130, 80, 16, DType::kFloat32, true, WeightKind::kE2M1},
-                                   {75, 160, 32, DType::kBFloat16, true, WeightKind::kInt8},
-                                   {100, 96, 96, DType::kFloat32, false, WeightKind::kInt8},
-                                   {100, 128, 128, DType::kFloat32, true, WeightKind::kE2M1}}) {
+  for (const PackedShape& shape : {PackedShape{100, 128, 128, ScaleType::kFloat32, true},
+                                   {75, 192, 64, ScaleType::kBFloat16, false},
+                                   {130, 96, 32, ScaleType::kFloat32, true},
+                                   {257, 90, 90, ScaleType::kBFloat16, true},
+                                   {75, 192, 64, ScaleType::kBFloat16, false, kInt4ZeroPoints},
+                                   {257, 90, 90, ScaleType::kBFloat16, true, kInt4ZeroPoints},
+                                   {130, 96, 32, ScaleType::kFloat32, true, kE2M1},
+                                   {75, 208, 16, ScaleType::kBFloat16, false},
+                                   {75, 208, 16, ScaleType::kE5M3, true, kE2M1},
+                                   {130, 80, 16, ScaleType::kFloat32, true, kE2M1},
+                                   {75, 160, 32, ScaleType::kBFloat16, true, kInt8},
+                                   {100, 98, 98, ScaleType::kFloat16, false, kInt8},
+                                   {130, 160, 32, ScaleType::kE8M0, false, kE2M1},
+                                   {75, 224, 32, ScaleType::kBFloat16, true, kInt4ZeroPoints},
+                                   {75, 160, 32, ScaleType::kFloat16, false, kInt8ZeroPoints},
+                                   {100, 128, 128, ScaleType::kFloat32, true, kE2M1}}) {
     const Packed packed = pack_one(shape, random_weights(rng, shape));
     for (const DType dtype : kAllDTypes) {
       constexpr int64_t kRows = 60;
@@ -89,14 +92,14 @@ TEST(AgreementTest, Matmul) {
 TEST(AgreementTest, AnySums) {
   W4A8_TRACE_SEED();
   Rng rng(93);
-  const PackedShape shape = {20, 34, 34, DType::kFloat32, false};
+  const PackedShape shape = {20, 34, 34, ScaleType::kFloat32, false};
   const Packed packed = pack_one(shape, random_weights(rng, shape));
   std::vector<uint8_t> bytes(packed.bytes.data(), packed.bytes.data() + packed.bytes.size());
   // Times the zero point of -128 the first two leave int32; the others just stay in it, until a dot product is added.
   constexpr int32_t kSums[] = {std::numeric_limits<int32_t>::min(), std::numeric_limits<int32_t>::max() - 5, 1 << 24,
                                -(1 << 24) + 1};
   for (int64_t c = 0; c < 16; ++c) {
-    std::memcpy(bytes.data() + kHeaderBytes + shape.sums_offset() + 4 * c, &kSums[c % 4], 4);
+    std::memcpy(bytes.data() + kHeaderBytes + panel_layout(shape).sums_offset + 4 * c, &kSums[c % 4], 4);
   }
   std::vector<float> x = random_activations(rng, 3 * shape.k, DType::kFloat32);
   for (float& value : x) value = std::fabs(value);  // the zero point of every row is -128
@@ -116,7 +119,7 @@ TEST(AgreementTest, AnySums) {
 TEST(AgreementTest, FloatEnvironmentOfTheCaller) {
   W4A8_TRACE_SEED();
   Rng rng(94);
-  const PackedShape shape = {130, 96, 32, DType::kFloat32, true};
+  const PackedShape shape = {130, 96, 32, ScaleType::kFloat32, true};
   const Packed packed = pack_one(shape, random_weights(rng, shape));
   constexpr int64_t kRows = 60;
   const std::vector<float> x = random_activations(rng, kRows * shape.k, DType::kFloat32);
@@ -169,10 +172,10 @@ TEST(AgreementTest, Moe) {
     c.weight_on_input = variant % 3 == 0;
     c.bias = variant % 3 == 1;
     c.dtype = kAllDTypes[variant % 3];
-    c.scales = variant % 4 == 1 ? DType::kBFloat16 : DType::kFloat32;
+    c.scales = variant % 4 == 1 ? ScaleType::kBFloat16 : ScaleType::kFloat32;
     if (variant == 7) {
       c.group = 16;
-      c.scales = DType::kE5M3;
+      c.scales = ScaleType::kE5M3;
     }
     MoeData data(rng, c);
     for (std::size_t i = 0; i < data.ids.size(); i += 7) data.ids[i] = -1;
@@ -248,7 +251,7 @@ TEST(AgreementTest, OtherTokensDoNotMatter) {
 TEST(AgreementTest, KernelsSwitchedMeanwhile) {
   W4A8_TRACE_SEED();
   Rng rng(94);
-  const PackedShape shape = {40, 96, 32, DType::kFloat32, true};
+  const PackedShape shape = {40, 96, 32, ScaleType::kFloat32, true};
   const Packed packed = pack_one(shape, random_weights(rng, shape));
   constexpr int64_t kRows = 9;
   const std::vector<uint8_t> x = to_dtype(random_activations(rng, kRows * shape.k, DType::kFloat32), DType::kFloat32);

@@ -6,6 +6,8 @@
 
 #include <array>
 #include <cstring>
+#include <utility>
+#include <vector>
 
 #include "amx_emulator.h"
 #include "core/gemm.h"
@@ -80,8 +82,15 @@ TEST(AmxTest, ManyRowsUseTiles) {
   if (!runs_here(isa::x86_amx)) GTEST_SKIP() << "needs AVX-512 with VNNI, and GFNI";
   W4A8_TRACE_SEED();
   Rng rng(121);
-  for (const int64_t group : {32, 128}) {
-    const PackedShape shape = {48, 128, group, DType::kFloat32, false};
+  for (const auto& [group, kind] : std::vector<std::pair<int64_t, WeightKind>>{{32, kInt4},
+                                                                               {128, kInt4},
+                                                                               {1088, kInt4},
+                                                                               {2176, kInt8},
+                                                                               {544, kInt8},
+                                                                               {544, kE2M1},
+                                                                               {1088, kInt4ZeroPoints}}) {
+    const PackedShape shape = {48, 2176, group, ScaleType::kFloat32, false, kind};
+    SCOPED_TRACE(describe(shape));
     const Packed packed = pack_one(shape, random_weights(rng, shape));
     for (const int64_t rows : {1, 16, 40}) {
       const std::vector<float> x = random_activations(rng, rows * shape.k, DType::kFloat32);
@@ -91,7 +100,7 @@ TEST(AmxTest, ManyRowsUseTiles) {
       Workspace workspace;
       matmul(isa::x86_amx, serial, workspace, packed.matrix(), x.data(), DType::kFloat32, rows, out.data());
       const bool has_amx = supported(isa::x86_amx, host_features()) && ask_for_amx();
-      EXPECT_EQ(emulated_amx_instructions() > before, rows >= 16 && !has_amx) << "group " << group << ", rows " << rows;
+      EXPECT_EQ(emulated_amx_instructions() > before, rows >= 16 && !has_amx) << rows << " rows";
     }
   }
 }
@@ -115,12 +124,12 @@ TEST(AmxTest, KernelDifferenceRunsEveryInstruction) {
   EXPECT_EQ(kernel_difference(isa::x86_amx, isa::x86_avx512vnni), "");
   const std::set<const void*> compared = take_emulated_amx_places();
   for (const WeightKind kind : kAllKinds) {
-    for (const int64_t group : {16, 32, 64, 96, 128, 512, -1}) {
-      for (const int64_t k : {32, 64, 130, 192, 512, 576, 1056}) {
+    for (const int64_t group : {16, 32, 64, 96, 128, 512, 1024, -1}) {
+      for (const int64_t k : {32, 64, 130, 192, 512, 576, 1056, 2048}) {
         if (group != -1 && k % group != 0) continue;
         for (const int64_t rows : {1, 7, 8, 12, 16, 17, 32, 33, 50}) {
           for (const int64_t n : {16, 24, 40}) {
-            multiply_with_amx(rng, {n, k, group == -1 ? k : group, DType::kFloat32, false, kind}, rows);
+            multiply_with_amx(rng, {n, k, group == -1 ? k : group, ScaleType::kFloat32, false, kind}, rows);
           }
         }
       }

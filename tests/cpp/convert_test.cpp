@@ -17,7 +17,7 @@ class ConvertTest : public KernelFixture {
     GuardedBuffer<uint8_t> out(input.size() * dtype_bytes(dtype));
     kernel().store_row(input.data(), input.size(), dtype, out.data());
     for (int64_t i = 0; i < input.size(); ++i) {
-      ASSERT_EQ(element_bits(out.data(), i, dtype), ref::narrow(input[i], ref_type(dtype)))
+      ASSERT_EQ(element_bits(out.data(), i, ref_type(dtype)), ref::narrow(input[i], ref_type(dtype)))
           << dtype_name(dtype) << " element " << i << " of " << input.size() << ": " << input[i] << " = 0x" << std::hex
           << float_bits(input[i]);
     }
@@ -144,7 +144,7 @@ TEST_P(ConvertTest, Combine) {
             for (int64_t j = 0; j < count; ++j) {
               if (slots[j] >= 0) sum = std::fma(weighted ? weights[j] : 1.0f, y[slots[j] * ldy + i], sum);
             }
-            ASSERT_EQ(element_bits(out.data(), i, dtype), ref::narrow(sum, ref_type(dtype)))
+            ASSERT_EQ(element_bits(out.data(), i, ref_type(dtype)), ref::narrow(sum, ref_type(dtype)))
                 << dtype_name(dtype) << " n " << n << " count " << count << " element " << i;
           }
           ASSERT_TRUE(out.slack_intact());
@@ -169,11 +169,11 @@ TEST_P(ConvertTest, CombineStoresCanonicalNanAndInfinity) {
     kernel().combine(y.data(), 19, slots.data(), nullptr, 3, n, dtype, out.data());
     const uint32_t nan = ref::narrow(NAN, ref_type(dtype));
     const uint32_t inf = ref::narrow(kInf, ref_type(dtype));
-    EXPECT_EQ(element_bits(out.data(), 3, dtype), nan) << dtype_name(dtype);
-    EXPECT_EQ(element_bits(out.data(), 4, dtype), nan) << dtype_name(dtype);
-    EXPECT_EQ(element_bits(out.data(), 5, dtype), inf) << dtype_name(dtype);
-    EXPECT_EQ(element_bits(out.data(), 6, dtype), inf) << dtype_name(dtype);
-    EXPECT_EQ(element_bits(out.data(), 0, dtype), ref::narrow(2.0f, ref_type(dtype))) << dtype_name(dtype);
+    EXPECT_EQ(element_bits(out.data(), 3, ref_type(dtype)), nan) << dtype_name(dtype);
+    EXPECT_EQ(element_bits(out.data(), 4, ref_type(dtype)), nan) << dtype_name(dtype);
+    EXPECT_EQ(element_bits(out.data(), 5, ref_type(dtype)), inf) << dtype_name(dtype);
+    EXPECT_EQ(element_bits(out.data(), 6, ref_type(dtype)), inf) << dtype_name(dtype);
+    EXPECT_EQ(element_bits(out.data(), 0, ref_type(dtype)), ref::narrow(2.0f, ref_type(dtype))) << dtype_name(dtype);
   }
 }
 

@@ -81,9 +81,10 @@ TEST(KernelChoiceTest, EveryFunctionThatProductsNeed) {
     if (n == 24) static_cast<float*>(out)[23] += 1;
   };
   Kernel sums = named("sums");
-  sums.add_weight_sums = [](const uint8_t* scales, DType dtype, const int32_t* group_sums, int64_t groups, float* out) {
-    scalar().add_weight_sums(scales, dtype, group_sums, groups, out);
-    if (dtype == DType::kE5M3) out[3] += 1;
+  sums.add_weight_sums = [](const uint8_t* scales, ScaleType type, const int32_t* group_sums, int64_t groups,
+                            float* out) {
+    scalar().add_weight_sums(scales, type, group_sums, groups, out);
+    if (type == ScaleType::kE5M3) out[3] += 1;
   };
   for (const Kernel& kernel : {quantize, store, sums}) {
     KernelChoice choice({&kernel, &scalar()});

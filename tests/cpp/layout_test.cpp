@@ -9,12 +9,12 @@ namespace {
 
 using testing::Test;
 
-const PackedShape kShape{40, 128, 32, DType::kBFloat16, true};
+const PackedShape kShape{40, 128, 32, ScaleType::kBFloat16, true};
 
-// Offsets of the header's fields: magic[8], version u32, flags u32, n, k, group i64, scale dtype u32, kind u32,
-// 16 zeros.
-constexpr std::size_t kMagicAt = 0, kVersionAt = 8, kFlagsAt = 12, kNAt = 16, kKAt = 24, kGroupAt = 32, kScaleAt = 40,
-                      kKindAt = 44, kReservedAt = 48;
+// Offsets of the header's fields: magic[8], version u32, values u8, scale type u8, flags u8, zero u8, n, k, group,
+// activation group i64, 16 zeros.
+constexpr std::size_t kMagicAt = 0, kVersionAt = 8, kValuesAt = 12, kScaleAt = 13, kFlagsAt = 14, kZeroAt = 15,
+                      kNAt = 16, kKAt = 24, kGroupAt = 32, kActivationAt = 40, kReservedAt = 48;
 
 std::vector<uint8_t> header_of(const PackedShape& shape) {
   std::vector<uint8_t> bytes(kHeaderBytes, 0xcc);
@@ -23,7 +23,7 @@ std::vector<uint8_t> header_of(const PackedShape& shape) {
 }
 
 template <class T>
-std::vector<uint8_t> with(std::size_t offset, T value, WeightKind kind = WeightKind::kInt4) {
+std::vector<uint8_t> with(std::size_t offset, T value, WeightKind kind = kInt4) {
   std::vector<uint8_t> bytes = header_of(of_kind(kShape, kind));
   std::memcpy(bytes.data() + offset, &value, sizeof(value));
   return bytes;
@@ -40,7 +40,7 @@ void expect_words(const std::string& message, const std::vector<std::string>& wo
 }
 
 TEST(LayoutTest, HeaderRoundTrip) {
-  for (const DType scales : {DType::kFloat32, DType::kBFloat16}) {
+  for (const ScaleType scales : kFloatScales) {
     for (const bool bias : {false, true}) {
       for (const int64_t n : {int64_t{1}, int64_t{16}, int64_t{17}, kMaxN}) {
         for (const auto& [k, group] : {std::pair<int64_t, int64_t>{2, 2},
@@ -52,7 +52,7 @@ TEST(LayoutTest, HeaderRoundTrip) {
                                        {kMaxK, 16},
                                        {kMaxK, 32},
                                        {kMaxK, kMaxK}}) {
-          const WeightKind kind = kAllKinds[k == kMaxK ? 0 : (k + (bias ? 1 : 0)) % 3];
+          const WeightKind kind = kAllKinds[k == kMaxK ? 0 : (k + (bias ? 1 : 0)) % kKindCount];
           const PackedShape shape{n, k, group, scales, bias, kind};
           check_shape(shape);
           for (const std::size_t offset : {0u, 1u, 7u}) {
@@ -71,21 +71,32 @@ TEST(LayoutTest, EachFieldIsCheckedByName) {
   const std::string what = "expert 7 of w13";
   expect_words(refusal(with<uint8_t>(kMagicAt, 'X')), {what, "magic"});
   expect_words(refusal(with<uint8_t>(kMagicAt + 7, 'k')), {what, "magic"});
-  expect_words(refusal(with<uint32_t>(kVersionAt, 4)), {what, "version is 4", "expected 1", "int4"});
-  expect_words(refusal(with<uint32_t>(kVersionAt, 5)), {what, "version is 5", "1 to 4"});
-  expect_words(refusal(with<uint32_t>(kVersionAt, 0)), {what, "version is 0", "1 to 4"});
-  // A kind that is unknown, or not one of the version.
-  expect_words(refusal(with<uint32_t>(kVersionAt, 2)), {what, "kind is 0", "version 2"});
-  expect_words(refusal(with<uint32_t>(kKindAt, 1)), {what, "kind is 1", "version 1"});
-  expect_words(refusal(with<uint32_t>(kKindAt, 0x200)), {what, "kind is 512", "version 1"});
-  for (const WeightKind kind : {WeightKind::kInt4ZeroPoints, WeightKind::kE2M1}) {
-    expect_words(refusal(with<uint32_t>(kVersionAt, 1, kind)), {what, "kind is", "version 1"});
-    expect_words(refusal(with<uint32_t>(kKindAt, 3, kind)), {what, "kind is 3", "version 2"});
-    expect_words(refusal(with<uint32_t>(kKindAt, 0xffffff01, kind)), {what, "kind is 4294967041", "version 2"});
-    expect_words(refusal(with<int64_t>(kKAt, kMaxK / 2 + 2, kind)), {what, "k (in_features) is", kind_name(kind)});
+  for (const uint32_t version : {1u, 2u, 3u, 4u}) {
+    expect_words(refusal(with<uint32_t>(kVersionAt, version)),
+                 {what, "version is " + std::to_string(version), "packed before w4a8 0.1", "again"});
   }
-  expect_words(refusal(with<uint32_t>(kFlagsAt, 2)), {what, "flags", "2"});
-  expect_words(refusal(with<uint32_t>(kFlagsAt, 0x80000001)), {what, "flags"});
+  for (const uint32_t version : {0u, 6u, 0x05000000u, 0xffffffffu}) {
+    expect_words(refusal(with<uint32_t>(kVersionAt, version)),
+                 {what, "version is " + std::to_string(version), "reads version 5"});
+  }
+  for (const int values : {3, 4, 255}) {
+    expect_words(refusal(with<uint8_t>(kValuesAt, static_cast<uint8_t>(values))),
+                 {what, "values are " + std::to_string(values), "2 (int8)"});
+  }
+  for (const int scale : {5, 6, 255}) {
+    expect_words(refusal(with<uint8_t>(kScaleAt, static_cast<uint8_t>(scale))),
+                 {what, "scale type is " + std::to_string(scale), "4 (e8m0)"});
+  }
+  for (const int flags : {8, 9, 128, 255}) {
+    expect_words(refusal(with<uint8_t>(kFlagsAt, static_cast<uint8_t>(flags))),
+                 {what, "flags are " + std::to_string(flags), "2 (zero points)"});
+  }
+  expect_words(refusal(with<uint8_t>(kFlagsAt, 5)), {what, "flags are 5", "4 (channel scales) not among them"});
+  expect_words(refusal(with<uint8_t>(kZeroAt, 1)), {what, "reserved"});
+  for (const int64_t group : {int64_t{0}, int64_t{32}, int64_t{-2}}) {
+    expect_words(refusal(with<int64_t>(kActivationAt, group)),
+                 {what, "activation group is " + std::to_string(group), "expected -1"});
+  }
   expect_words(refusal(with<int64_t>(kNAt, 0)), {what, "n (out_features) is 0"});
   expect_words(refusal(with<int64_t>(kNAt, -40)), {what, "n (out_features) is -40"});
   expect_words(refusal(with<int64_t>(kNAt, kMaxN + 1)), {what, "n (out_features) is"});
@@ -93,56 +104,34 @@ TEST(LayoutTest, EachFieldIsCheckedByName) {
   expect_words(refusal(with<int64_t>(kKAt, 0)), {what, "k (in_features) is 0"});
   expect_words(refusal(with<int64_t>(kKAt, -128)), {what, "k (in_features) is -128"});
   expect_words(refusal(with<int64_t>(kKAt, kMaxK + 2)), {what, "k (in_features) is"});
+  for (const WeightKind kind : {kInt4ZeroPoints, kE2M1, kInt8, kInt8ZeroPoints}) {
+    expect_words(refusal(with<int64_t>(kKAt, kMaxK / 2 + 2, kind)), {what, "k (in_features) is", kind_name(kind)});
+  }
   expect_words(refusal(with<int64_t>(kGroupAt, 48)), {what, "group", "48"});
   expect_words(refusal(with<int64_t>(kGroupAt, 0)), {what, "group", "0"});
   expect_words(refusal(with<int64_t>(kGroupAt, -32)), {what, "group", "-32"});
   expect_words(refusal(with<int64_t>(kGroupAt, 256)), {what, "group", "256"});
-  expect_words(refusal(with<uint32_t>(kScaleAt, 2)), {what, "scale dtype", "2"});
-  expect_words(refusal(with<uint32_t>(kScaleAt, 0xffffffff)), {what, "scale dtype"});
   for (std::size_t i = kReservedAt; i < 64; ++i) {
     expect_words(refusal(with<uint8_t>(i, 1)), {what, "reserved"});
-    expect_words(refusal(with<uint8_t>(i, 1, WeightKind::kE2M1)), {what, "reserved"});
+    expect_words(refusal(with<uint8_t>(i, 1, kE2M1)), {what, "reserved"});
   }
 }
 
-// Readers of versions 1 and 2 must not take groups of 16 for something else.
-TEST(LayoutTest, GroupsOf16AreVersion3) {
-  for (const WeightKind kind : kAllKinds) {
-    const PackedShape shape{40, 80, 16, kind == WeightKind::kE2M1 ? DType::kE5M3 : DType::kBFloat16, true, kind};
-    std::vector<uint8_t> header = header_of(shape);
-    uint32_t version = 0;
-    std::memcpy(&version, header.data() + kVersionAt, sizeof(version));
-    EXPECT_EQ(version, 3u);
-    EXPECT_EQ(read_header(header.data(), packed_bytes(shape), "matrix"), shape);
-    version = kind == WeightKind::kInt4 ? 1 : 2;
-    std::memcpy(header.data() + kVersionAt, &version, sizeof(version));
-    expect_words(refusal(header, packed_bytes(shape)), {"version is " + std::to_string(version), "3", "group = 16"});
-    expect_words(refusal(with<uint32_t>(kVersionAt, 3, kind)), {"version is 3", "group = 32"});
-    expect_words(refusal(with<uint32_t>(kScaleAt, 3, kind)), {"scale dtype is 3", "group = 32"});
-    header = header_of({40, 80, 16, DType::kBFloat16, true, kind});
-    const uint32_t int8 = 3;
-    std::memcpy(header.data() + kKindAt, &int8, sizeof(int8));
-    expect_words(refusal(header, packed_bytes(shape)), {"version is 3", "4", "int8"});
-  }
-}
-
-// Readers of the versions before must not take 8-bit codes for something else.
-TEST(LayoutTest, Int8IsVersion4) {
-  for (const auto& [k, group] :
-       {std::pair<int64_t, int64_t>{16, 16}, {32, 32}, {96, 96}, {96, 32}, {80, 16}, {kMaxK / 2, kMaxK / 2}}) {
-    const PackedShape shape{40, k, group, DType::kBFloat16, true, WeightKind::kInt8};
-    std::vector<uint8_t> header = header_of(shape);
-    uint32_t version = 0;
-    std::memcpy(&version, header.data() + kVersionAt, sizeof(version));
-    EXPECT_EQ(version, 4u);
-    EXPECT_EQ(read_header(header.data(), packed_bytes(shape), "matrix"), shape);
-    EXPECT_EQ(packed_bytes(shape),
-              packed_bytes(of_kind({40, 2 * k, group, DType::kBFloat16, true}, WeightKind::kInt4ZeroPoints)));
-    for (version = 1; version < 4; ++version) {
-      std::memcpy(header.data() + kVersionAt, &version, sizeof(version));
-      expect_words(refusal(header, packed_bytes(shape)), {version == 3 ? "version is 3" : "kind is 3"});
-    }
-  }
+// Fields that are right each, of a matrix that no kernel has.
+TEST(LayoutTest, CombinationsAreRefusedByName) {
+  const auto refused = [](std::initializer_list<std::pair<std::size_t, int>> fields) {
+    std::vector<uint8_t> bytes = header_of(kShape);  // int4, bfloat16, bias, groups of 32
+    for (const auto& [at, value] : fields) bytes[at] = static_cast<uint8_t>(value);
+    return refusal(bytes);
+  };
+  expect_words(refused({{kValuesAt, 1}, {kFlagsAt, 3}}), {"e2m1 with zero points"});
+  expect_words(refused({{kScaleAt, 3}, {kFlagsAt, 5}}), {"scale type is e5m3", "group = 32", "groups of 16"});
+  expect_words(refused({{kScaleAt, 3}, {kFlagsAt, 5}, {kValuesAt, 2}}), {"scale type is e5m3", "int8"});
+  expect_words(refused({{kScaleAt, 3}}), {"flags are 1", "4 (channel scales) among them"});
+  expect_words(refused({{kScaleAt, 4}}), {"scale type is e8m0", "int4"});
+  expect_words(refused({{kScaleAt, 4}, {kValuesAt, 2}}), {"scale type is e8m0", "int8"});
+  expect_words(refused({{kScaleAt, 4}, {kValuesAt, 1}, {kGroupAt, 16}}), {"scale type is e8m0", "group = 16"});
+  expect_words(refused({{kScaleAt, 4}, {kValuesAt, 1}, {kGroupAt, 128}}), {"scale type is e8m0", "channelwise"});
 }
 
 TEST(LayoutTest, SizeIsCheckedByName) {
@@ -158,15 +147,15 @@ TEST(LayoutTest, SizeIsCheckedByName) {
                  {"buffer", "size", std::to_string(tiny)});
   }
   // A header that is consistent in itself but promises more than there is.
-  for (const PackedShape shape :
-       {PackedShape{kMaxN, kMaxK, 32, DType::kFloat32, true}, PackedShape{57, 128, 32, DType::kBFloat16, true}}) {
+  for (const PackedShape shape : {PackedShape{kMaxN, kMaxK, 32, ScaleType::kFloat32, true},
+                                  PackedShape{57, 128, 32, ScaleType::kBFloat16, true}}) {
     expect_words(refusal(header_of(shape), size), {"size", std::to_string(size), std::to_string(packed_bytes(shape))});
   }
 }
 
 // No bit of the header is without meaning: flipping it is refused, or changes the shape to another one of that size.
 TEST(LayoutTest, EveryBitMatters) {
-  for (const WeightKind kind : kPackedKinds) {
+  for (const WeightKind kind : kAllKinds) {
     const PackedShape original = of_kind(kShape, kind);
     for (std::size_t bit = 0; bit < 512; ++bit) {
       std::vector<uint8_t> bytes = header_of(original);
@@ -193,12 +182,12 @@ TEST(LayoutTest, RandomBytesAreRefused) {
   EXPECT_THROW(read_header(zeros.data(), 64, "zeros"), std::invalid_argument);
 }
 
-// docs/packed_layout.md with bfloat16 scales; -1 for what is no shape.
+// docs/packed_layout.md for int4 with bfloat16 scales; -1 for what is no shape.
 int64_t documented_bytes(int64_t n, int64_t k, int64_t group) {
   if (n < 1 || n > int64_t{1} << 31 || k < 2 || k > 1 << 20 || k % 2 != 0) return -1;
   if (group != k && (group < 32 || group % 32 != 0 || k % group != 0)) return -1;
-  const int64_t panel = 64 * ((k + 7) / 8) + 16 * 2 * (k / group) + 64 + 64;
-  return 64 + (n + 15) / 16 * ((panel + 63) / 64 * 64);
+  const int64_t heads = (k / group + 1) / 2;  // two groups of 32 bytes each fill a line
+  return 64 + (n + 15) / 16 * 64 * ((k + 7) / 8 + heads + 2);
 }
 
 // Random n, k and group in a header that is right otherwise, near the shape of that size and anywhere.
@@ -235,38 +224,48 @@ TEST(LayoutTest, CheckShape) {
   const auto bad = [](const PackedShape& shape, const std::vector<std::string>& words) {
     expect_words(message_of([&] { check_shape(shape); }), words);
   };
-  bad({0, 64, 64, DType::kFloat32, false}, {"n (out_features)", "0"});
-  bad({-1, 64, 64, DType::kFloat32, false}, {"n (out_features)", "-1"});
-  bad({kMaxN + 1, 64, 64, DType::kFloat32, false}, {"n (out_features)"});
-  bad({16, 0, 0, DType::kFloat32, false}, {"k (in_features)", "0"});
-  bad({16, 63, 63, DType::kFloat32, false}, {"k (in_features)", "63"});
-  bad({16, kMaxK + 2, kMaxK + 2, DType::kFloat32, false}, {"k (in_features)"});
-  bad({16, -64, -64, DType::kFloat32, false}, {"k (in_features)", "-64"});
-  bad({16, 64, 8, DType::kFloat32, false}, {"group (block_size)", "8"});
-  bad({16, 72, 16, DType::kFloat32, false}, {"group (block_size)", "16", "72"});
-  bad({16, 64, 0, DType::kFloat32, false}, {"group (block_size)", "0"});
-  bad({16, 64, -1, DType::kFloat32, false}, {"group (block_size)", "-1"});
-  bad({16, 64, 128, DType::kFloat32, false}, {"group (block_size)", "128"});
-  bad({16, 160, 64, DType::kFloat32, false}, {"group (block_size)", "64", "160"});
-  bad({16, 144, 48, DType::kFloat32, false}, {"group (block_size)", "48"});
-  bad({16, 64, std::numeric_limits<int64_t>::min(), DType::kFloat32, false}, {"group (block_size)"});
-  bad({16, 64, 64, DType::kFloat16, false}, {"scale dtype", "2"});
-  bad({16, 64, 64, DType::kE5M3, false}, {"scale dtype", "3", "channelwise"});
-  bad({16, 16, 16, DType::kE5M3, false}, {"scale dtype", "3", "channelwise"});
-  bad({16, 64, 32, DType::kE5M3, false}, {"scale dtype", "3", "32"});
-  bad({16, 64, 64, static_cast<DType>(200), false}, {"scale dtype", "200"});
-  bad({16, kMaxK / 2 + 2, 2, DType::kFloat32, false, WeightKind::kInt4ZeroPoints}, {"k (in_features)", "524288"});
-  bad({16, kMaxK, kMaxK, DType::kFloat32, false, WeightKind::kE2M1}, {"k (in_features)", "524288", "e2m1"});
-  bad({16, 64, 64, DType::kFloat32, false, static_cast<WeightKind>(4)}, {"kind is 4", "3 (int8)"});
-  for (const int64_t k : {2, 8, 24, 48, 50}) {
-    bad({16, k, k, DType::kFloat32, false, WeightKind::kInt8},
-        {"k (in_features) is " + std::to_string(k), "32", "int8"});
+  bad({0, 64, 64, ScaleType::kFloat32, false}, {"n (out_features)", "0"});
+  bad({-1, 64, 64, ScaleType::kFloat32, false}, {"n (out_features)", "-1"});
+  bad({kMaxN + 1, 64, 64, ScaleType::kFloat32, false}, {"n (out_features)"});
+  bad({16, 0, 0, ScaleType::kFloat32, false}, {"k (in_features)", "0"});
+  bad({16, 63, 63, ScaleType::kFloat32, false}, {"k (in_features)", "63"});
+  bad({16, kMaxK + 2, kMaxK + 2, ScaleType::kFloat32, false}, {"k (in_features)"});
+  bad({16, -64, -64, ScaleType::kFloat32, false}, {"k (in_features)", "-64"});
+  bad({16, 64, 8, ScaleType::kFloat32, false}, {"group (block_size)", "8"});
+  bad({16, 72, 16, ScaleType::kFloat32, false}, {"group (block_size)", "16", "72"});
+  bad({16, 64, 0, ScaleType::kFloat32, false}, {"group (block_size)", "0"});
+  bad({16, 64, -1, ScaleType::kFloat32, false}, {"group (block_size)", "-1"});
+  bad({16, 64, 128, ScaleType::kFloat32, false}, {"group (block_size)", "128"});
+  bad({16, 160, 64, ScaleType::kFloat32, false}, {"group (block_size)", "64", "160"});
+  bad({16, 144, 48, ScaleType::kFloat32, false}, {"group (block_size)", "48"});
+  bad({16, 64, std::numeric_limits<int64_t>::min(), ScaleType::kFloat32, false}, {"group (block_size)"});
+  bad({16, 64, 64, ScaleType::kE5M3, false}, {"scale type", "e5m3", "channelwise"});
+  bad({16, 16, 16, ScaleType::kE5M3, false}, {"scale type", "e5m3", "channelwise"});
+  bad({16, 64, 32, ScaleType::kE5M3, false}, {"scale type", "e5m3", "32"});
+  bad({16, 80, 16, ScaleType::kE5M3, false, kInt8}, {"scale type", "e5m3", "int8"});
+  bad({16, 64, 32, ScaleType::kE8M0, false}, {"scale type", "e8m0", "int4"});
+  bad({16, 64, 16, ScaleType::kE8M0, false, kE2M1}, {"scale type", "e8m0", "16"});
+  bad({16, 64, 64, ScaleType::kE8M0, false, kE2M1}, {"scale type", "e8m0", "channelwise"});
+  bad({16, 64, 64, static_cast<ScaleType>(200), false}, {"scale type", "200"});
+  bad({16, kMaxK / 2 + 2, 2, ScaleType::kFloat32, false, kInt4ZeroPoints}, {"k (in_features)", "524288"});
+  bad({16, kMaxK, kMaxK, ScaleType::kFloat32, false, kE2M1}, {"k (in_features)", "524288", "e2m1"});
+  bad({16, 64, 64, ScaleType::kFloat32, false, {static_cast<Values>(4), false}}, {"values are 4", "2 (int8)"});
+  bad({16, 64, 64, ScaleType::kFloat32, false, {Values::kE2M1, true}}, {"e2m1 with zero points"});
+  bad({16, kMaxK, 32, ScaleType::kFloat32, false, kInt8}, {"k (in_features)", "524288", "int8"});
+  // More products than sum up in int32.
+  const int64_t most = int64_t{1} << 16;
+  for (const auto& [kind, limit] : {std::pair{kInt8, most}, {kInt8ZeroPoints, most / 2}}) {
+    EXPECT_NO_THROW(check_shape({16, limit, limit, ScaleType::kFloat32, false, kind}));
+    EXPECT_NO_THROW(check_shape({16, 2 * limit, limit, ScaleType::kFloat32, false, kind}));
+    bad({16, limit + 2, limit + 2, ScaleType::kFloat32, false, kind},
+        {"group (block_size)", "channelwise", std::to_string(limit), kind_name(kind)});
+    bad({16, 4 * limit, 2 * limit, ScaleType::kFloat32, false, kind},
+        {"group (block_size)", std::to_string(limit), kind_name(kind)});
   }
-  bad({16, 80, 16, DType::kE5M3, false, WeightKind::kInt8}, {"scale dtype is 3", "int8"});
-  bad({16, kMaxK, 32, DType::kFloat32, false, WeightKind::kInt8}, {"k (in_features)", "524288", "int8"});
-  EXPECT_NO_THROW(check_shape({16, 160, 32, DType::kFloat32, false}));
-  EXPECT_NO_THROW(check_shape({16, 80, 16, DType::kFloat32, false}));
-  EXPECT_NO_THROW(check_shape({1, 2, 2, DType::kBFloat16, false}));
+  EXPECT_NO_THROW(check_shape({16, 160, 32, ScaleType::kE8M0, false, kE2M1}));
+  EXPECT_NO_THROW(check_shape({16, 160, 32, ScaleType::kFloat32, false}));
+  EXPECT_NO_THROW(check_shape({16, 80, 16, ScaleType::kFloat32, false}));
+  EXPECT_NO_THROW(check_shape({1, 2, 2, ScaleType::kBFloat16, false}));
 }
 
 TEST(LayoutTest, OpenPackedNamesWhatDiffers) {

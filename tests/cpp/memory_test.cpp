@@ -27,8 +27,9 @@ int64_t task_rows(const Kernel& kernel, int64_t k) {
 // What a worker's gemm calls of so many rows get.
 int64_t unpacked(const Kernel& kernel, int64_t rows, int64_t k, int64_t group) {
   const int64_t bytes = kernel.wants_scratch() ? kernel.scratch_bytes(rows, k, group) : 0;
-  int64_t most = 256 * over(k, 8) + (group == k ? 0 : 128 * (k / group));
-  if (has_tiles(kernel)) most = std::max(most, 20 * 1024 + 128 * up(rows, 16));
+  // Two panels: a byte for each weight, and for a group 16 float32 scales and 16 zero points.
+  int64_t most = 256 * over(k, 8) + 160 * (k / group) + 128;
+  if (has_tiles(kernel)) most = std::max(most, 24 * 1024 + 128 * up(rows, 16));
   if (kernel.name == std::string_view("arm_i8mm")) {  // prepares rows as well
     most = 640 * std::min(over(k, 8), std::max<int64_t>(100, group == k ? 0 : group / 8));
   }
@@ -44,26 +45,25 @@ TEST_P(MemoryTest, Matmul) {
   struct Case {
     int64_t m, n, k, group;
     int threads;
-    WeightKind kind = WeightKind::kInt4;
+    WeightKind kind = kInt4;
   };
   for (const Case& c :
        {Case{1, 18, 66, 66, 1}, Case{5, 600, 4096, 32, 3}, Case{700, 34, 2, 2, 2}, Case{513, 130, 514, 514, 4},
         Case{70, 16, 20002, 20002, 2}, Case{300, 2050, 96, 96, 1}, Case{90, 130, 256, 32, 1}, Case{90, 34, 4096, 16, 2},
-        Case{90, 130, 4096, 32, 2, WeightKind::kInt8}, Case{300, 34, 96, 96, 1, WeightKind::kInt8}}) {
+        Case{90, 130, 4096, 32, 2, kInt8}, Case{300, 34, 96, 96, 1, kInt8}}) {
     SCOPED_TRACE("m=" + std::to_string(c.m) + " n=" + std::to_string(c.n) + " k=" + std::to_string(c.k));
     Rng rng(100);
-    const PackedShape shape = {c.n, c.k, c.group, DType::kFloat32, false, c.kind};
-    const int64_t depth = c.kind == WeightKind::kInt8 ? 2 * c.k : c.k;
+    const PackedShape shape = {c.n, c.k, c.group, ScaleType::kFloat32, false, c.kind};
     const Packed packed = pack_one(shape, random_weights(rng, shape));
     const std::vector<float> x = random_activations(rng, c.m * c.k, DType::kFloat32);
     std::vector<float> out(static_cast<std::size_t>(c.m * c.n));
     ThreadParallel parallel(c.threads);
     Workspace workspace;
     matmul(kernel(), parallel, workspace, packed.matrix(), x.data(), DType::kFloat32, c.m, out.data());
-    const int64_t row = row_bytes(depth, c.group);
+    const int64_t row = row_bytes(c.k, c.group);
     const int64_t rows = batch_of(c.m, std::max<int64_t>(64, 96 * kMiB / row)) * row;
-    const int64_t task = std::min(c.m, task_rows(kernel(), depth));
-    const int64_t own = std::max<int64_t>(128 * 1024, 192 * task) + unpacked(kernel(), task, depth, c.group);
+    const int64_t task = std::min(c.m, task_rows(kernel(), c.k));
+    const int64_t own = std::max<int64_t>(128 * 1024, 192 * task) + unpacked(kernel(), task, c.k, c.group);
     EXPECT_GE(workspace.capacity(), rows);
     EXPECT_LE(workspace.capacity(), rows + c.threads * own + kAlignment);
   }
@@ -85,8 +85,8 @@ TEST_P(MemoryTest, FusedMoe) {
     return c;
   };
   const auto int8 = [](MoeCase c, bool w13, bool w2) {
-    if (w13) c.kind13 = WeightKind::kInt8;
-    if (w2) c.kind2 = WeightKind::kInt8;
+    if (w13) c.kind13 = kInt8;
+    if (w2) c.kind2 = kInt8;
     return c;
   };
   for (const Case& c :
@@ -108,16 +108,14 @@ TEST_P(MemoryTest, FusedMoe) {
 
     const int64_t h = c.moe.hidden, i = c.moe.intermediate, k = c.moe.top_k;
     const int64_t group13 = c.moe.group == -1 ? h : c.moe.group, group2 = c.moe.group == -1 ? i : c.moe.group;
-    const int64_t depth13 = c.moe.kind13 == WeightKind::kInt8 ? 2 * h : h;
-    const int64_t depth2 = c.moe.kind2 == WeightKind::kInt8 ? 2 * i : i;
-    const int64_t slot = row_bytes(depth13, group13) + row_bytes(depth2, group2) + 4 * i + 8;
+    const int64_t slot = row_bytes(h, group13) + row_bytes(i, group2) + 4 * i + 8;
     const int64_t most = std::max<int64_t>(64, 96 * kMiB / (k * (slot + 64 * over(h, 512))));
     const int64_t slots = batch_of(c.moe.tokens, most) * k;
     const int64_t y = std::min(slots * 64 * over(h, 16), std::max(4 * kMiB, slots * 64 * over(h, 512)));
-    const int64_t rows = std::min(slots, task_rows(kernel(), depth13));
-    const int64_t rows2 = std::min(slots, task_rows(kernel(), depth2));
+    const int64_t rows = std::min(slots, task_rows(kernel(), h));
+    const int64_t rows2 = std::min(slots, task_rows(kernel(), i));
     const int64_t own = std::max<int64_t>(128 * 1024, 384 * rows) + 64 * rows +
-                        std::max(unpacked(kernel(), rows, depth13, group13), unpacked(kernel(), rows2, depth2, group2));
+                        std::max(unpacked(kernel(), rows, h, group13), unpacked(kernel(), rows2, i, group2));
     EXPECT_GE(workspace.capacity(), slots * (slot - 4) + y / 2);
     EXPECT_LE(workspace.capacity(), slots * slot + y + c.threads * own + 88 * c.moe.experts + kAlignment);
   }

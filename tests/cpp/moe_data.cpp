@@ -34,8 +34,9 @@ std::string describe(const MoeCase& c) {
   return "T=" + std::to_string(c.tokens) + " k=" + std::to_string(c.top_k) + " E=" + std::to_string(c.experts) +
          " H=" + std::to_string(c.hidden) + " I=" + std::to_string(c.intermediate) +
          " group=" + std::to_string(c.group) + " kind=" + std::to_string(c.kind) + (c.gated ? " gated" : " ungated") +
-         (c.bias ? " bias" : "") + (c.weight_on_input ? " weight_on_input" : "") + " scales=" + dtype_name(c.scales) +
-         " x=" + dtype_name(c.dtype) + " w13 " + kind_name(c.kind13) + " w2 " + kind_name(c.kind2);
+         (c.bias ? " bias" : "") + (c.weight_on_input ? " weight_on_input" : "") +
+         " scales=" + scale_type_name(c.scales) + " x=" + dtype_name(c.dtype) + " w13 " + kind_name(c.kind13) + " w2 " +
+         kind_name(c.kind2);
 }
 
 MoeData::MoeData(Rng& rng, const MoeCase& c)
@@ -135,7 +136,7 @@ void expect_composition(const Kernel& kernel, Parallel& parallel, Workspace& wor
   for (int64_t t = 0; t < data.shape.tokens; ++t) {
     const std::vector<uint32_t> expected = data.compose(kernel, t);
     for (int64_t i = 0; i < data.shape.hidden; ++i) {
-      ASSERT_EQ(element_bits(out.data(), t * data.shape.hidden + i, data.shape.dtype),
+      ASSERT_EQ(element_bits(out.data(), t * data.shape.hidden + i, ref_type(data.shape.dtype)),
                 expected[static_cast<std::size_t>(i)])
           << "token " << t << " element " << i;
     }

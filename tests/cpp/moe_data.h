@@ -21,10 +21,10 @@ struct MoeCase {
   bool weight_on_input = false;
   int kind = 2;
   bool bias = false;
-  DType scales = DType::kFloat32;
+  ScaleType scales = ScaleType::kFloat32;
   DType dtype = DType::kFloat32;
-  WeightKind kind13 = WeightKind::kInt4;
-  WeightKind kind2 = WeightKind::kInt4;
+  WeightKind kind13 = kInt4;
+  WeightKind kind2 = kInt4;
 };
 
 std::string describe(const MoeCase& c);

@@ -3,6 +3,7 @@
 
 #include <cmath>
 
+#include "core/gemm.h"
 #include "test_util.h"
 #include "thread_parallel.h"
 
@@ -12,20 +13,18 @@ namespace {
 const std::vector<PackedShape>& shapes() {
   static const std::vector<PackedShape> all = [] {
     std::vector<PackedShape> list;
-    for (const DType scales : {DType::kFloat32, DType::kBFloat16}) {
+    const auto add = [&](const PackedShape& shape) {
+      if (is_shape(shape)) list.push_back(shape);
+    };
+    for (const ScaleType scales : kScaleTypes) {
       for (const bool bias : {false, true}) {
-        for (const WeightKind kind : kPackedKinds) {
-          const bool int8 = kind == WeightKind::kInt8;
+        for (const WeightKind kind : kAllKinds) {
           for (const int64_t n : {1, 2, 15, 16, 17, 33, 70}) {
-            for (const int64_t k : {2, 4, 6, 8, 10, 34, 64, 70}) {
-              if (!int8 || k == 64) list.push_back({n, k, k, scales, bias, kind});
-            }
-            for (const int64_t group : {16, 32, 64, 96}) list.push_back({n, 192, group, scales, bias, kind});
+            for (const int64_t k : {2, 4, 6, 8, 10, 34, 64, 70}) add({n, k, k, scales, bias, kind});
+            for (const int64_t group : {16, 32, 64, 96}) add({n, 192, group, scales, bias, kind});
           }
-          list.push_back({18, 32 * 70, 32, scales, bias, kind});
-          if (scales == DType::kFloat32 && !int8) {
-            for (const int64_t n : {1, 16, 33}) list.push_back({n, 192, 16, DType::kE5M3, bias, kind});
-          }
+          add({18, 32 * 70, 32, scales, bias, kind});
+          add({18, 32 * 35, 32, scales, bias, kind});
         }
       }
     }
@@ -46,80 +45,133 @@ uint32_t read32(const uint8_t* bytes) {
   return value;
 }
 
-// Every byte of one matrix, as the comment in layout.h describes it.
-void check_bytes(const PackedShape& shape, const ref::Weights& weights, const uint8_t* bytes) {
-  if (shape.kind == WeightKind::kInt8) {
-    const PackedShape planes{shape.n,           2 * shape.k,    shape.group,
-                             shape.scale_dtype, shape.has_bias, WeightKind::kInt4ZeroPoints};
-    ASSERT_EQ(packed_bytes(shape), packed_bytes(planes));
-    return check_bytes(planes, ref::two_planes(weights, 0, shape.n), bytes);
+// Where docs/packed_layout.md says the parts of a panel are.
+struct Offsets {
+  explicit Offsets(const PackedShape& shape) {
+    const int64_t groups = shape.k / shape.group;
+    steps = (shape.k + 7) / 8;
+    step = shape.kind.values == Values::kInt8 ? 128 : 64;
+    group_steps = groups == 1 ? steps : shape.group / 8;
+    line = 16 * ref::size_of(ref_type(shape.scale_type));
+    const int64_t of_group = line + (shape.kind.zero_points ? 16 : 0);
+    // of_group is a multiple of 16: so many fill whole lines of 64 bytes.
+    for (together = 1; together * of_group % 64 != 0;) ++together;
+    together = std::min(together, groups);
+    head = (together * of_group + 63) / 64 * 64;
+    sums = (groups + together - 1) / together * head + steps * step;
+    panel = sums + 64 + 64 + (shape.two_level() ? 64 : 0);
   }
-  const int64_t steps = (shape.k + 7) / 8;
-  const int64_t groups = shape.k / shape.group;
-  const bool two_level = shape.scale_dtype == DType::kE5M3;
-  const int64_t scale_bytes = shape.scale_dtype == DType::kFloat32 ? 4 : (two_level ? 1 : 2);
-  const bool zeros = shape.kind == WeightKind::kInt4ZeroPoints;
-  const int64_t used = steps * 64 + groups * 16 * (scale_bytes + (zeros ? 1 : 0)) + 64 + 64 + (two_level ? 64 : 0);
-  const int64_t panel_bytes = (used + 63) / 64 * 64;
-  const auto zero_point = [&](int64_t column, int64_t g) {
-    return column < shape.n ? weights.zero_points[static_cast<std::size_t>(column * groups + g)] : 0;
-  };
-  const auto nibble = [&](int64_t column, int64_t k) {
+  int64_t record(int64_t group) const { return group / together * (head + together * group_steps * step); }
+  int64_t scales(int64_t group) const { return record(group) + group % together * line; }
+  int64_t zeros(int64_t group) const { return record(group) + together * line + group % together * 16; }
+  int64_t code_step(int64_t s) const {
+    const int64_t group = s / group_steps;
+    return record(group) + head + (s - group / together * together * group_steps) * step;
+  }
+  int64_t steps, step, group_steps, line, together, head, sums, panel;
+};
+
+// The code of a byte of a step, for k = k0 + 4 * upper + i.
+int code_in(const PackedShape& shape, const uint8_t* step, int64_t c, int64_t i, bool upper) {
+  if (shape.kind.values == Values::kInt8) return step[4 * c + i + (upper ? 64 : 0)];
+  const int byte = step[4 * c + i];
+  return upper ? byte >> 4 : byte & 15;
+}
+
+void check_codes(const PackedShape& shape, const ref::Weights& weights, const Offsets& at, const uint8_t* panel,
+                 int64_t first) {
+  const auto code = [&](int64_t column, int64_t k) {
     if (column < shape.n && k < shape.k) return code_at(shape, weights, column, k);
-    return zeros ? zero_point(column, groups - 1) : (shape.kind == WeightKind::kInt4 ? 8 : 0);
+    if (shape.kind.zero_points) {
+      return column < shape.n ? weights.zero_points[static_cast<std::size_t>((column + 1) * shape.groups() - 1)] : 0;
+    }
+    return encode(shape.kind, 0, 0, false);
   };
-  for (int64_t p = 0; p < (shape.n + 15) / 16; ++p) {
-    const uint8_t* panel = bytes + 64 + p * panel_bytes;
-    for (int64_t step = 0; step < steps; ++step) {
-      for (int64_t c = 0; c < 16; ++c) {
-        for (int64_t i = 0; i < 4; ++i) {
-          const int byte = panel[step * 64 + 4 * c + i];
-          ASSERT_EQ(byte & 15, nibble(16 * p + c, 8 * step + i))
-              << "panel " << p << " step " << step << " column " << c << " i " << i;
-          ASSERT_EQ(byte >> 4, nibble(16 * p + c, 8 * step + 4 + i))
-              << "panel " << p << " step " << step << " column " << c << " i " << i;
-        }
-      }
-    }
-    const uint8_t* scales = panel + steps * 64;
-    const uint8_t* zero_bytes = scales + groups * 16 * scale_bytes;
-    const uint8_t* sums = zero_bytes + (zeros ? groups * 16 : 0);
-    const uint8_t* bias = sums + 64;
+  for (int64_t s = 0; s < at.steps; ++s) {
     for (int64_t c = 0; c < 16; ++c) {
-      const int64_t column = 16 * p + c;
-      const bool exists = column < shape.n;
-      for (int64_t g = 0; g < groups; ++g) {
-        const float scale = exists ? weights.scales[static_cast<std::size_t>(column * groups + g)] : 0.0f;
-        const uint32_t bits = element_bits(scales, 16 * g + c, shape.scale_dtype);
-        if (two_level) {
-          ASSERT_EQ(ref::widen(bits, ref::Type::kE5M3), scale) << "scale of column " << column << " group " << g;
-        } else {
-          ASSERT_EQ(bits, ref::narrow(scale, ref_type(shape.scale_dtype)))
-              << "scale of column " << column << " group " << g;
-        }
-        if (zeros) {
-          ASSERT_EQ(zero_bytes[16 * g + c], zero_point(column, g)) << "column " << column << " group " << g;
-        }
-      }
-      uint32_t sum = 0;
-      if (exists && shape.channelwise()) {
-        int32_t total = 0;
-        for (int64_t i = 0; i < shape.k; ++i) total += weights.w[static_cast<std::size_t>(column * shape.k + i)];
-        sum = static_cast<uint32_t>(total);
-      } else if (exists) {
-        sum = float_bits(ref::weighted_sum(weights, column));
-      }
-      ASSERT_EQ(read32(sums + 4 * c), sum) << "sum of column " << column;
-      const float b = exists && shape.has_bias ? weights.bias[static_cast<std::size_t>(column)] : 0.0f;
-      ASSERT_EQ(read32(bias + 4 * c), float_bits(b)) << "bias of column " << column;
-      if (two_level) {
-        const float channel = exists ? weights.channel_scales[static_cast<std::size_t>(column)] : 0.0f;
-        ASSERT_EQ(read32(bias + 64 + 4 * c), float_bits(channel)) << "channel scale of column " << column;
+      for (int64_t i = 0; i < 8; ++i) {
+        ASSERT_EQ(code_in(shape, panel + at.code_step(s), c, i % 4, i >= 4), code(first + c, 8 * s + i))
+            << "step " << s << " column " << first + c << " i " << i;
       }
     }
-    for (int64_t i = used; i < panel_bytes; ++i) ASSERT_EQ(panel[i], 0) << "padding byte " << i << " of panel " << p;
   }
-  ASSERT_EQ(packed_bytes(shape), 64 + (shape.n + 15) / 16 * panel_bytes);
+}
+
+// Scales and zero points of the groups, and zeros up to the end of each head.
+void check_heads(const PackedShape& shape, const ref::Weights& weights, const Offsets& at, const uint8_t* panel,
+                 int64_t first) {
+  const int64_t groups = shape.groups();
+  const ref::Type type = ref_type(shape.scale_type);
+  std::vector<uint8_t> used(static_cast<std::size_t>(at.panel));
+  for (int64_t g = 0; g < groups; ++g) {
+    std::fill_n(used.begin() + at.scales(g), at.line, uint8_t{1});
+    if (shape.kind.zero_points) std::fill_n(used.begin() + at.zeros(g), 16, uint8_t{1});
+    for (int64_t c = 0; c < 16; ++c) {
+      const int64_t column = first + c;
+      const auto element = static_cast<std::size_t>(column * groups + g);
+      const bool exists = column < shape.n;
+      const float scale = exists ? weights.scales[element] : 0.0f;
+      const uint32_t bits = element_bits(panel + at.scales(g), c, type);
+      const std::string where = "column " + std::to_string(column) + " group " + std::to_string(g);
+      if (!exists) {
+        ASSERT_EQ(bits, 0u) << where;
+      } else if (shape.scale_type == ScaleType::kE8M0) {
+        ASSERT_EQ(ref::widen(bits, type), 2 * scale) << where;  // kernels halve it
+      } else if (shape.two_level()) {
+        ASSERT_EQ(ref::widen(bits, type), scale) << where;
+      } else {
+        ASSERT_EQ(bits, ref::narrow(scale, type)) << where;
+      }
+      if (shape.kind.zero_points) {
+        ASSERT_EQ(panel[at.zeros(g) + c], exists ? weights.zero_points[element] : 0) << where;
+      }
+    }
+  }
+  for (int64_t g = 0; g < groups; g += at.together) {
+    for (int64_t i = at.record(g); i < at.record(g) + at.head; ++i) {
+      if (used[static_cast<std::size_t>(i)] == 0) {
+        ASSERT_EQ(panel[i], 0) << "padding byte " << i;
+      }
+    }
+  }
+}
+
+void check_tail(const PackedShape& shape, const ref::Weights& weights, const Offsets& at, const uint8_t* panel,
+                int64_t first) {
+  const uint8_t* sums = panel + at.sums;
+  for (int64_t c = 0; c < 16; ++c) {
+    const int64_t column = first + c;
+    const bool exists = column < shape.n;
+    uint32_t sum = 0;
+    if (exists && shape.channelwise()) {
+      int32_t total = 0;
+      for (int64_t i = 0; i < shape.k; ++i) total += weights.w[static_cast<std::size_t>(column * shape.k + i)];
+      sum = static_cast<uint32_t>(total);
+    } else if (exists) {
+      sum = float_bits(ref::weighted_sum(weights, column));
+    }
+    ASSERT_EQ(read32(sums + 4 * c), sum) << "sum of column " << column;
+    const float b = exists && shape.has_bias ? weights.bias[static_cast<std::size_t>(column)] : 0.0f;
+    ASSERT_EQ(read32(sums + 64 + 4 * c), float_bits(b)) << "bias of column " << column;
+    if (shape.two_level()) {
+      const float channel = exists ? weights.channel_scales[static_cast<std::size_t>(column)] : 0.0f;
+      ASSERT_EQ(read32(sums + 128 + 4 * c), float_bits(channel)) << "channel scale of column " << column;
+    }
+  }
+}
+
+// Every byte of one matrix, as docs/packed_layout.md describes it.
+void check_bytes(const PackedShape& shape, const ref::Weights& weights, const uint8_t* bytes) {
+  const Offsets at(shape);
+  ASSERT_EQ(packed_bytes(shape), 64 + (shape.n + 15) / 16 * at.panel);
+  for (int64_t p = 0; p < (shape.n + 15) / 16; ++p) {
+    SCOPED_TRACE("panel " + std::to_string(p));
+    const uint8_t* panel = bytes + 64 + p * at.panel;
+    check_codes(shape, weights, at, panel, 16 * p);
+    check_heads(shape, weights, at, panel, 16 * p);
+    check_tail(shape, weights, at, panel, 16 * p);
+    if (testing::Test::HasFatalFailure()) return;
+  }
 }
 
 TEST(PackTest, BytesFollowTheFormula) {
@@ -162,15 +214,17 @@ TEST(PackTest, UnpackIsTheInverse) {
       // Scales and bias are carried as bits, whatever they are; e2m1 takes what its half can carry.
       const uint32_t special[] = {0x7f800001, 0xff800000, 0x80000000, 0x00400000, 0x80800000, 0x00800002,
                                   0x00ff0000, 0x01000000, 0x01010000, 0x00000002, 0x7f7f0000, 0xff7f0000};
-      const auto size = static_cast<std::size_t>(dtype_bytes(shape.scale_dtype));
+      const auto size = static_cast<std::size_t>(scale_bytes(shape.scale_type));
       for (std::size_t i = 0; i < std::min(source.scales.size() / size, std::size(special)); ++i) {
-        if (size == 2 && special[i] == 0x00ff0000 && shape.kind == WeightKind::kE2M1) continue;    // odd in bfloat16
-        if (shape.kind == WeightKind::kInt8 && (special[i] & 0x7fff0000) == 0x7f7f0000) continue;  // above 2^124
         const uint32_t bits = special[i] >> (size == 2 ? 16 : 0);
+        const uint32_t least = shape.scale_type == ScaleType::kFloat16 ? 0x0800 : 0x0100;  // of normal halves
+        if (shape.kind == kE2M1 && size == 2 && (bits & 0x7fff) < least && bits % 2 == 1) continue;
         if (size != 1) std::memcpy(source.scales.data() + i * size, &bits, size);
       }
+      // Every float8_e4m3fn, every e8m0 that is taken.
+      const std::size_t taken = shape.two_level() ? 127 : 255;
       for (std::size_t i = 0; size == 1 && i < source.scales.size(); ++i) {
-        source.scales[i] = static_cast<uint8_t>(i % 127);  // every float8_e4m3fn that is taken
+        source.scales[i] = static_cast<uint8_t>(i % taken);
       }
       if (shape.two_level()) source.channel_scales[0] = bits_float(0xff800000);
       const GuardedBuffer<uint8_t> weights_in(source.weights);
@@ -215,7 +269,7 @@ TEST(PackTest, UnpackIsTheInverse) {
 TEST(PackTest, SameBytesForAnyNumberOfThreads) {
   W4A8_TRACE_SEED();
   Rng rng(33);
-  const PackedShape shape{200, 66, 66, DType::kBFloat16, true};
+  const PackedShape shape{200, 66, 66, ScaleType::kBFloat16, true};
   const Checkpoint source = to_checkpoint(shape, random_stack(rng, shape, 5));
   std::vector<std::vector<uint8_t>> results;
   for (const int threads : {1, 2, 3, 8}) {
@@ -234,8 +288,8 @@ TEST(PackTest, SameBytesForEveryKernel) {
   W4A8_TRACE_SEED();
   Rng rng(35);
   SerialParallel serial;
-  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
-    const PackedShape shape{21, 32 * 41, 32, dtype, false};
+  for (const ScaleType scales : {ScaleType::kFloat32, ScaleType::kBFloat16}) {
+    const PackedShape shape{21, 32 * 41, 32, scales, false};
     std::vector<ref::Weights> stack = random_stack(rng, shape, 1);
     ref::Weights& weights = stack[0];
     for (float& scale : weights.scales)
@@ -264,36 +318,97 @@ TEST(PackTest, SameBytesForEveryKernel) {
   }
 }
 
-// Exact bytes: what was packed once stays valid, and int4 is still packed like that.
+// FNV-1a, 64 bits (Fowler, Noll, Vo 1991).
+uint64_t hash(const GuardedBuffer<uint8_t>& bytes) {
+  uint64_t value = 0xcbf29ce484222325u;
+  for (int64_t i = 0; i < bytes.size(); ++i) value = (value ^ bytes[i]) * 0x100000001b3u;
+  return value;
+}
+
+// Exact bytes, the example of docs/packed_layout.md: n = 2, k = 64, two groups, w = (5 k + 3 n) % 16 - 8.
 TEST(PackTest, CommittedBytes) {
-  // n = 2, k = 64, two groups; w = (5 k + 3 n) % 16 - 8, scales 1, 2, -3, 0.5, bias 1, -2.
-  const PackedShape shape{2, 64, 32, DType::kFloat32, true};
+  const PackedShape shape{2, 64, 32, ScaleType::kFloat32, true};
   ref::Weights weights{2, 64, 32, {}, {1.0f, 2.0f, -3.0f, 0.5f}, {1.0f, -2.0f}, {}};
   for (int n = 0; n < 2; ++n) {
     for (int k = 0; k < 64; ++k) weights.w.push_back((5 * k + 3 * n) % 16 - 8);
   }
   const Packed packed = pack_one(shape, weights);
   const std::vector<uint8_t> header = {
-      'W', '4', 'A', '8', 'P', 'A', 'C', 'K', 1, 0, 0, 0, 1, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0, 64, 0, 0, 0, 0, 0, 0, 0,
-      32,  0,   0,   0,   0,   0,   0,   0,   0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,  0, 0, 0, 0, 0, 0, 0};
-  ASSERT_EQ(packed.bytes.size(), 64 + 8 * 64 + 2 * 64 + 64 + 64);
+      'W', '4', 'A', '8', 'P', 'A', 'C', 'K', 5,   0,   0,   0,   0,   0,   1,   0,    // int4, float32, bias
+      2,   0,   0,   0,   0,   0,   0,   0,   64,  0,   0,   0,   0,   0,   0,   0,    // n, k
+      32,  0,   0,   0,   0,   0,   0,   0,   255, 255, 255, 255, 255, 255, 255, 255,  // group, -1
+      0,   0,   0,   0,   0,   0,   0,   0,   0,   0,   0,   0,   0,   0,   0,   0};
+  ASSERT_EQ(packed.bytes.size(), 64 + 2 * (64 + 4 * 64) + 64 + 64);
   EXPECT_EQ(std::memcmp(packed.bytes.data(), header.data(), 64), 0);
   const uint8_t* panel = packed.bytes.data() + 64;
   const uint8_t even[] = {0x40, 0x95, 0xea, 0x3f, 0x73, 0xc8, 0x1d, 0x62, 0x88};  // step 0: columns 0, 1, 2..
   const uint8_t odd[] = {0xc8, 0x1d, 0x62, 0xb7, 0xfb, 0x40, 0x95, 0xea, 0x88};
   for (int step = 0; step < 8; ++step) {
-    EXPECT_EQ(std::memcmp(panel + 64 * step, step % 2 == 0 ? even : odd, 9), 0) << "step " << step;
+    const int line = 1 + step + step / 4;  // behind the scales of its group
+    EXPECT_EQ(std::memcmp(panel + 64 * line, step % 2 == 0 ? even : odd, 9), 0) << "step " << step;
   }
-  const uint32_t tail[] = {0x3f800000, 0xc0400000, 0, 0x40000000, 0x3f000000, 0,
-                           0xc2400000, 0x42200000, 0, 0x3f800000, 0xc0000000, 0};
-  const int at[] = {0, 1, 2, 16, 17, 18, 32, 33, 34, 48, 49, 50};
-  for (int i = 0; i < 12; ++i) EXPECT_EQ(read32(panel + 512 + 4 * at[i]), tail[i]) << i;
+  // Scales of the first group, of the second, sums, bias: columns 0, 1, 2.
+  const uint32_t floats[] = {0x3f800000, 0xc0400000, 0, 0x40000000, 0x3f000000, 0,
+                             0xc2400000, 0x42200000, 0, 0x3f800000, 0xc0000000, 0};
+  const int at[] = {0, 1, 2, 80, 81, 82, 160, 161, 162, 176, 177, 178};
+  for (int i = 0; i < 12; ++i) EXPECT_EQ(read32(panel + 4 * at[i]), floats[i]) << i;
+}
+
+// One matrix of each kind and type of scales, as a hash of its bytes: a file that was packed once stays readable.
+TEST(PackTest, FrozenBytes) {
+  struct Case {
+    WeightKind kind;
+    ScaleType scales;
+    int64_t group;
+    uint64_t expected;
+  };
+  constexpr ScaleType kF32 = ScaleType::kFloat32, kBF16 = ScaleType::kBFloat16, kF16 = ScaleType::kFloat16;
+  const Case cases[] = {
+      {kInt4, kF32, 224, 0xca31ad380bc43497u},
+      {kInt4, kBF16, 32, 0x4bb3bf24b2b960f9u},
+      {kInt4, kF16, 16, 0xf39ab4abc4d3f6f2u},
+      {kInt4ZeroPoints, kF32, 224, 0xb06e2351f1c8f378u},
+      {kInt4ZeroPoints, kBF16, 32, 0xa01e086b78d92fbbu},
+      {kInt4ZeroPoints, kF16, 16, 0x0f2e1e5654f6d5aeu},
+      {kE2M1, kF32, 32, 0xfada32e826ca5abcu},
+      {kE2M1, kBF16, 224, 0x37f6fbfbf2de5e36u},
+      {kE2M1, kF16, 32, 0x1c75096f3daa624cu},
+      {kInt8, kF32, 224, 0x7265b01cf23d737eu},
+      {kInt8, kBF16, 32, 0x526a422500a9183cu},
+      {kInt8, kF16, 16, 0xc89750cf282f802du},
+      {kInt8ZeroPoints, kF32, 224, 0x061ecfb058f0d101u},
+      {kInt8ZeroPoints, kBF16, 32, 0xd3839ebabb36fbc8u},
+      {kInt8ZeroPoints, kF16, 16, 0x6de42d6938b42eebu},
+      {kInt4, ScaleType::kE5M3, 16, 0xaeb5eba6b815fb5du},
+      {kInt4ZeroPoints, ScaleType::kE5M3, 16, 0x4deaa5efd463df2du},
+      {kE2M1, ScaleType::kE5M3, 16, 0x5359e6197b113997u},
+      {kE2M1, ScaleType::kE8M0, 32, 0x3955e2a74d6843f8u},
+  };
+  for (const Case& c : cases) {
+    const PackedShape shape{19, 224, c.group, c.scales, true, c.kind};
+    SCOPED_TRACE(describe(shape));
+    ref::Weights weights{shape.n, shape.k, shape.group, {}, {}, {}, {}};
+    const auto values = static_cast<int>(shape.n * shape.groups());
+    const int most = most_code(c.kind);
+    for (int i = 0; i < values; ++i) {
+      if (c.kind.zero_points) weights.zero_points.push_back(i * 7 % (most + 1));
+      // Powers of two, which every type has.
+      weights.scales.push_back(std::ldexp(1.0f, -2 - i % 4));
+    }
+    for (int64_t i = 0; i < shape.n * shape.k; ++i) {
+      const int zero = c.kind.zero_points ? weights.zero_points[static_cast<std::size_t>(i / shape.group)] : 0;
+      weights.w.push_back(decode(c.kind, static_cast<int>(i * i + 5 * i) % (most + 1), zero));
+    }
+    for (int i = 0; i < shape.n; ++i) weights.bias.push_back(0.25f * static_cast<float>(i));
+    for (int i = 0; shape.two_level() && i < shape.n; ++i) weights.channel_scales.push_back(1.0f / 64);
+    EXPECT_EQ(hash(pack_one(shape, weights).bytes), c.expected);
+  }
 }
 
 TEST(PackTest, RefusesValuesByName) {
   Rng rng(36);
   SerialParallel serial;
-  const PackedShape with_zeros{3, 64, 32, DType::kFloat32, false, WeightKind::kInt4ZeroPoints};
+  const PackedShape with_zeros{3, 64, 32, ScaleType::kFloat32, false, kInt4ZeroPoints};
   Checkpoint source = to_checkpoint(with_zeros, random_stack(rng, with_zeros, 2));
   std::vector<uint8_t> packed(static_cast<std::size_t>(2 * packed_bytes(with_zeros)));
   source.zero_points[7] = 16;
@@ -302,7 +417,7 @@ TEST(PackTest, RefusesValuesByName) {
   EXPECT_EQ(zero, "zero_points: element 7 is 16, expected 0..15");
   source.zero_points[7] = 15;
   pack(active_kernel(), with_zeros, 2, source.raw(), packed.data(), serial);
-  packed[static_cast<std::size_t>(kHeaderBytes + with_zeros.zeros_offset() + 16 + 2)] = 255;
+  packed[static_cast<std::size_t>(kHeaderBytes + panel_layout(with_zeros).zeros_at(1) + 2)] = 255;
   std::vector<uint8_t> out(3 * 32);
   std::vector<uint8_t> zeros(6);
   std::vector<float> scales(6);
@@ -310,78 +425,50 @@ TEST(PackTest, RefusesValuesByName) {
     unpack({with_zeros, packed.data()}, out.data(), scales.data(), nullptr, serial, zeros.data());
   });
   EXPECT_EQ(back, "zero_points: element 5 is 255, expected 0..15");
-  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
-    const PackedShape e2m1{3, 64, 32, dtype, false, WeightKind::kE2M1};
-    for (const uint32_t bits : {0x00ff0000u, 0x80010000u, 0x00810000u}) {  // odd in bfloat16, in float32 one more
-      Checkpoint values = to_checkpoint(e2m1, random_stack(rng, e2m1, 1));
-      const uint32_t element = dtype == DType::kFloat32 ? bits | 1 : bits >> 16;
-      const auto size = static_cast<std::size_t>(dtype_bytes(dtype));
-      std::memcpy(values.scales.data() + 4 * size, &element, size);
-      const std::string message =
-          message_of([&] { pack(active_kernel(), e2m1, 1, values.raw(), packed.data(), serial); });
-      EXPECT_NE(message.find("scales_zeros: element 4 is a number below 2^-125"), std::string::npos) << message;
-    }
+  struct Odd {
+    ScaleType type;
+    uint32_t bits;
+    const char* limit;
+  };
+  for (const Odd& odd : {Odd{ScaleType::kFloat32, 0x00ff0001, "2^-125"}, Odd{ScaleType::kFloat32, 0x80000001, "2^-125"},
+                         Odd{ScaleType::kBFloat16, 0x00ff, "2^-125"}, Odd{ScaleType::kBFloat16, 0x8001, "2^-125"},
+                         Odd{ScaleType::kFloat16, 0x07ff, "2^-13"}, Odd{ScaleType::kFloat16, 0x8003, "2^-13"}}) {
+    const PackedShape e2m1{3, 64, 32, odd.type, false, kE2M1};
+    Checkpoint values = to_checkpoint(e2m1, random_stack(rng, e2m1, 1));
+    const auto size = static_cast<std::size_t>(scale_bytes(odd.type));
+    std::memcpy(values.scales.data() + 4 * size, &odd.bits, size);
+    const std::string message =
+        message_of([&] { pack(active_kernel(), e2m1, 1, values.raw(), packed.data(), serial); });
+    EXPECT_NE(message.find("scales_zeros: element 4 is a number below " + std::string(odd.limit)), std::string::npos)
+        << message;
   }
 }
 
-// Codes of 8 bits: what cannot be split, and planes that belong to no codes.
-TEST(PackTest, Int8IsCheckedByName) {
-  Rng rng(39);
-  SerialParallel serial;
-  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
-    const PackedShape shape{3, 64, 32, dtype, false, WeightKind::kInt8};
-    const Checkpoint source = to_checkpoint(shape, random_stack(rng, shape, 1));
-    std::vector<uint8_t> packed(static_cast<std::size_t>(packed_bytes(shape)));
-    const auto size = static_cast<std::size_t>(dtype_bytes(dtype));
-    for (const auto& [bits, fits] : {std::pair{0x7d800000u, false}, {0xfd800000u, false}, {0x7d7f0000u, true}}) {
-      Checkpoint large = source;
-      const uint32_t element = dtype == DType::kFloat32 ? bits : bits >> 16;
-      std::memcpy(large.scales.data() + 4 * size, &element, size);
-      const auto call = [&] { pack(active_kernel(), shape, 1, large.raw(), packed.data(), serial); };
-      if (fits) {
-        EXPECT_NO_THROW(call());
-        continue;
-      }
-      const std::string message = message_of(call);
-      EXPECT_NE(message.find("scales_zeros: element 4 is a number of 2^124 or more"), std::string::npos) << message;
-    }
-    pack(active_kernel(), shape, 1, source.raw(), packed.data(), serial);
-    const auto at = static_cast<std::size_t>(kHeaderBytes);
-    const std::size_t places[] = {at + static_cast<std::size_t>(shape.zeros_offset()) + 2,       // of upper nibbles
-                                  at + static_cast<std::size_t>(shape.zeros_offset()) + 3 * 16,  // of lower ones
-                                  at + static_cast<std::size_t>(shape.scales_offset()) + size - 1,
-                                  at + static_cast<std::size_t>(shape.scales_offset()) + 2 * 16 * size + size - 1};
-    for (const std::size_t place : places) {
-      std::vector<uint8_t> damaged = packed;
-      damaged[place] ^= 0x40;
-      std::vector<uint8_t> codes(3 * 64), zeros(3 * 2), scales(3 * 2 * size);
-      const std::string message = message_of([&] {
-        unpack({shape, damaged.data()}, codes.data(), scales.data(), nullptr, serial, zeros.data());
-      });
-      EXPECT_NE(message.find("do not belong together"), std::string::npos) << message;
-    }
-  }
-}
-
-// Without zero points a code counts from 128.
+// Without zero points a code of int8 counts from 128, the same weights as with 128 everywhere.
 TEST(PackTest, Int8CountsFrom128) {
   Rng rng(44);
   SerialParallel serial;
-  const PackedShape shape{19, 96, 32, DType::kFloat32, true, WeightKind::kInt8};
-  Checkpoint source = to_checkpoint(shape, random_stack(rng, shape, 2));
-  std::fill(source.zero_points.begin(), source.zero_points.end(), uint8_t{128});
-  std::vector<uint8_t> given(static_cast<std::size_t>(2 * packed_bytes(shape)));
-  std::vector<uint8_t> assumed(given.size());
-  pack(active_kernel(), shape, 2, source.raw(), given.data(), serial);
-  source.zero_points.clear();
-  pack(active_kernel(), shape, 2, source.raw(), assumed.data(), serial);
-  EXPECT_EQ(given, assumed);
+  const PackedShape shape{19, 96, 32, ScaleType::kFloat32, true, kInt8};
+  PackedShape with_zeros = shape;
+  with_zeros.kind = kInt8ZeroPoints;
+  Checkpoint source = to_checkpoint(shape, random_stack(rng, shape, 1));
+  std::vector<uint8_t> assumed(static_cast<std::size_t>(packed_bytes(shape)));
+  std::vector<uint8_t> given(static_cast<std::size_t>(packed_bytes(with_zeros)));
+  pack(active_kernel(), shape, 1, source.raw(), assumed.data(), serial);
+  source.zero_points.assign(19 * 3, 128);
+  pack(active_kernel(), with_zeros, 1, source.raw(), given.data(), serial);
+  const std::vector<float> x = random_activations(rng, 5 * shape.k, DType::kFloat32);
+  std::vector<float> outs[2] = {std::vector<float>(5 * 19), std::vector<float>(5 * 19)};
+  Workspace workspace;
+  matmul(active_kernel(), serial, workspace, {shape, assumed.data()}, x.data(), DType::kFloat32, 5, outs[0].data());
+  matmul(active_kernel(), serial, workspace, {with_zeros, given.data()}, x.data(), DType::kFloat32, 5, outs[1].data());
+  EXPECT_EQ(outs[0], outs[1]);
 }
 
 TEST(PackTest, UnalignedBuffers) {
   W4A8_TRACE_SEED();
   Rng rng(34);
-  const PackedShape shape{17, 64, 32, DType::kFloat32, true};
+  const PackedShape shape{17, 64, 32, ScaleType::kFloat32, true};
   const auto stack = random_stack(rng, shape, 1);
   const Checkpoint source = to_checkpoint(shape, stack);
   const Packed aligned = pack_stack(shape, stack);
@@ -405,30 +492,37 @@ TEST(PackTest, UnalignedBuffers) {
   }
 }
 
-// What e5m3 cannot hold, or what is no number, by its position.
-TEST(PackTest, Float8ScalesAreChecked) {
+// What scales of one byte cannot be, by their position.
+TEST(PackTest, ScalesOfOneByteAreChecked) {
   Rng rng(38);
-  const PackedShape shape{17, 64, 16, DType::kE5M3, false, WeightKind::kE2M1};
   SerialParallel serial;
-  for (const int byte : {0x7f, 0x80, 0x81, 0xff}) {
+  const PackedShape two_level{17, 64, 16, ScaleType::kE5M3, false, kE2M1};
+  const PackedShape e8m0{17, 64, 32, ScaleType::kE8M0, false, kE2M1};
+  const auto refusal = [&](const PackedShape& shape, int byte) {
     Checkpoint source = to_checkpoint(shape, {random_weights(rng, shape)});
     source.scales[5] = static_cast<uint8_t>(byte);
     std::vector<uint8_t> packed(static_cast<std::size_t>(packed_bytes(shape)));
-    const std::string message =
-        message_of([&] { pack(active_kernel(), shape, 1, source.raw(), packed.data(), serial); });
+    return message_of([&] { pack(active_kernel(), shape, 1, source.raw(), packed.data(), serial); });
+  };
+  for (const int byte : {0x7f, 0x80, 0x81, 0xff}) {
+    const std::string message = refusal(two_level, byte);
     EXPECT_NE(message.find("scales_zeros: element 5 is the float8_e4m3fn with bits " + std::to_string(byte)),
               std::string::npos)
         << message;
   }
-  // Bytes of a packed matrix that no float8_e4m3fn becomes: kernels take them, unpacking does not.
-  Packed packed = pack_one(shape, random_weights(rng, shape));
-  packed.bytes.data()[kHeaderBytes + shape.scales_offset() + 2] = 0xf8;  // column 2 of the first group
-  std::vector<uint8_t> weights(static_cast<std::size_t>(shape.n * shape.k / 2));
-  std::vector<uint8_t> scales(static_cast<std::size_t>(shape.n * shape.groups()));
-  std::vector<float> channels(static_cast<std::size_t>(shape.n));
-  const std::string message = message_of(
-      [&] { unpack(packed.matrix(), weights.data(), scales.data(), nullptr, serial, nullptr, channels.data()); });
-  EXPECT_NE(message.find("scales_zeros: element 8 is"), std::string::npos) << message;
+  EXPECT_EQ(refusal(e8m0, 255), "scales_zeros: element 5 is 255, the NaN of float8_e8m0fnu, expected 0..254");
+  // Packed bytes that no scale becomes: kernels take them, unpacking does not.
+  for (const PackedShape& shape : {two_level, e8m0}) {
+    Packed packed = pack_one(shape, random_weights(rng, shape));
+    packed.bytes.data()[kHeaderBytes + 2] = 0xff;  // column 2 of the first group
+    std::vector<uint8_t> weights(static_cast<std::size_t>(shape.n * shape.k / 2));
+    std::vector<uint8_t> scales(static_cast<std::size_t>(shape.n * shape.groups()));
+    std::vector<float> channels(static_cast<std::size_t>(shape.n));
+    const std::string message = message_of(
+        [&] { unpack(packed.matrix(), weights.data(), scales.data(), nullptr, serial, nullptr, channels.data()); });
+    EXPECT_NE(message.find("scales_zeros: element " + std::to_string(2 * shape.groups()) + " is"), std::string::npos)
+        << message;
+  }
 }
 
 }  // namespace

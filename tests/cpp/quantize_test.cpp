@@ -17,7 +17,7 @@ class QuantizeTest : public KernelFixture {
     const ref::Row expected = ref::quantize(from_dtype(bytes.data(), k, dtype));
     GuardedBuffer<uint8_t> input(bytes, guard);
     input.freeze();
-    const int64_t padded = padded_row(kernel(), k);
+    const int64_t padded = padded_row(k);
     GuardedBuffer<int8_t> q(padded, guard);
     GuardedBuffer<int32_t> starts(k / group, guard);
     GuardedBuffer<RowQuant> quant(1, guard);
@@ -108,7 +108,7 @@ TEST_P(QuantizeTest, TiesGoToEven) {
   // -2.
   const std::vector<float> x = {-128, 127, 0.5f, 1.5f, 2.5f, -0.5f, -1.5f, 126.5f};
   const int expected[] = {-128, 127, 0, 2, 2, 0, -2, 126};
-  GuardedBuffer<int8_t> q(padded_row(kernel(), 8));
+  GuardedBuffer<int8_t> q(padded_row(8));
   GuardedBuffer<int32_t> starts(1);
   RowQuant quant{};
   kernel().quantize_row(x.data(), DType::kFloat32, 8, 8, q.data(), starts.data(), &quant);

@@ -146,9 +146,17 @@ Approximate activation(int kind, bool gated, double g, double u) {
 
 }  // namespace
 
+int64_t size_of(Type type) {
+  if (type == Type::kF32) return 4;
+  return type == Type::kBF16 || type == Type::kF16 ? 2 : 1;
+}
+
 float widen(uint32_t bits, Type type) {
   if (type == Type::kF32) return from_bits(bits);
   if (type == Type::kBF16) return from_bits(bits << 16);
+  if (type == Type::kE8M0) {
+    return bits == 255 ? std::numeric_limits<float>::quiet_NaN() : std::ldexp(1.0f, static_cast<int>(bits) - 127);
+  }
   if (type == Type::kE5M3) {
     const int exponent = static_cast<int>(bits >> 3 & 0x1f);
     const int mantissa = static_cast<int>(bits & 7);
@@ -226,29 +234,7 @@ Row quantize(const std::vector<float>& x) {
   return row;
 }
 
-Weights two_planes(const Weights& weights, int64_t first, int64_t count) {
-  Weights planes{count, 2 * weights.k, weights.group, {}, {}, {}, {}};
-  const int64_t groups = weights.k / weights.group;
-  for (int64_t column = first; column < first + count; ++column) {
-    for (const int unit : {16, 1}) {
-      const auto half = [&](int code) { return unit == 16 ? code / 16 : code % 16; };
-      for (int64_t g = 0; g < groups; ++g) {
-        const auto at = static_cast<std::size_t>(column * groups + g);
-        const int zero = weights.zero_points.empty() ? 128 : weights.zero_points[at];
-        planes.scales.push_back(static_cast<float>(unit) * weights.scales[at]);
-        planes.zero_points.push_back(half(zero));
-        for (int64_t i = g * weights.group; i < (g + 1) * weights.group; ++i) {
-          planes.w.push_back(half(weights.w[static_cast<std::size_t>(column * weights.k + i)] + zero) - half(zero));
-        }
-      }
-    }
-    if (!weights.bias.empty()) planes.bias.push_back(weights.bias[static_cast<std::size_t>(column)]);
-  }
-  return planes;
-}
-
 float weighted_sum(const Weights& weights, int64_t column) {
-  if (weights.eight_bits) return weighted_sum(two_planes(weights, column, 1), 0);
   const int64_t groups = weights.k / weights.group;
   float total = 0;
   for (int64_t g = 0; g < groups; ++g) {
@@ -262,11 +248,6 @@ float weighted_sum(const Weights& weights, int64_t column) {
 }
 
 float dot(const Row& row, const Weights& weights, int64_t column) {
-  if (weights.eight_bits) {
-    Row twice = row;
-    twice.q.insert(twice.q.end(), row.q.begin(), row.q.end());
-    return dot(twice, two_planes(weights, column, 1), 0);
-  }
   const int* w = weights.w.data() + column * weights.k;
   const float bias = weights.bias.empty() ? 0.0f : weights.bias[static_cast<std::size_t>(column)];
   if (weights.group == weights.k) {

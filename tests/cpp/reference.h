@@ -8,12 +8,16 @@
 namespace w4a8::ref {
 
 /// Element types, numbered as the packed format numbers them.
-enum class Type { kF32 = 0, kBF16 = 1, kF16 = 2, kE5M3 = 3 };
+enum class Type { kF32 = 0, kBF16 = 1, kF16 = 2, kE5M3 = 3, kE8M0 = 4 };
+
+/// Bytes of an element.
+int64_t size_of(Type type);
 
 /// Exact value of an element. The upper bits of `bits` are ignored for the smaller types.
 float widen(uint32_t bits, Type type);
 
-/// x rounded to `type`, nearest even, as bits; a NaN becomes the canonical one. Integer arithmetic only. Not for kE5M3.
+/// x rounded to `type`, nearest even, as bits; a NaN becomes the canonical one. Integer arithmetic only. Not for
+/// types of one byte.
 uint32_t narrow(float x, Type type);
 
 /// The value of a float8_e4m3fn.
@@ -37,17 +41,12 @@ struct Weights {
   int64_t n = 0;
   int64_t k = 0;
   int64_t group = 0;                       // k when channelwise
-  std::vector<int> w;                      // [n, k]: nibble - 8, nibble or code - zero point, or twice_e2m1(nibble)
+  std::vector<int> w;                      // [n, k]: code - 8, - 128 or - zero point, or twice_e2m1(nibble)
   std::vector<float> scales;               // [n, k / group]: of e2m1 half of what the checkpoint has
   std::vector<float> bias;                 // [n] or empty
-  std::vector<int> zero_points;            // [n, k / group], 0..15, of 8 bits 0..255; empty if there are none
+  std::vector<int> zero_points;            // [n, k / group], 0..15, of int8 0..255; empty if there are none
   std::vector<float> channel_scales = {};  // [n], or empty
-  bool eight_bits = false;                 // codes of 8 bits: section 3 of two_planes(), never section 2
 };
-
-/// Of columns [first, first + count) of 8-bit codes: [count, 2 k] 4-bit ones, k upper halves and k lower halves, with
-/// zero points; the same weights, when each is multiplied by the same element of a row.
-Weights two_planes(const Weights& weights, int64_t first, int64_t count);
 
 /// One output of sections 2 and 3, bit for bit.
 float dot(const Row& row, const Weights& weights, int64_t column);

@@ -33,7 +33,6 @@ const char* dtype_name(DType dtype) {
     case DType::kFloat32: return "float32";
     case DType::kBFloat16: return "bfloat16";
     case DType::kFloat16: return "float16";
-    case DType::kE5M3: return "e5m3";
   }
   return "?";
 }
@@ -48,8 +47,8 @@ std::vector<uint8_t> to_dtype(const std::vector<float>& values, DType dtype) {
   return bytes;
 }
 
-uint32_t element_bits(const void* data, int64_t i, DType dtype) {
-  const int64_t size = dtype_bytes(dtype);
+uint32_t element_bits(const void* data, int64_t i, ref::Type type) {
+  const int64_t size = ref::size_of(type);
   uint32_t bits = 0;
   std::memcpy(&bits, static_cast<const uint8_t*>(data) + i * size, static_cast<std::size_t>(size));
   return bits;
@@ -57,7 +56,9 @@ uint32_t element_bits(const void* data, int64_t i, DType dtype) {
 
 std::vector<float> from_dtype(const void* data, int64_t count, DType dtype) {
   std::vector<float> values;
-  for (int64_t i = 0; i < count; ++i) values.push_back(ref::widen(element_bits(data, i, dtype), ref_type(dtype)));
+  for (int64_t i = 0; i < count; ++i) {
+    values.push_back(ref::widen(element_bits(data, i, ref_type(dtype)), ref_type(dtype)));
+  }
   return values;
 }
 
@@ -67,21 +68,20 @@ std::vector<float> random_activations(Rng& rng, int64_t count, DType dtype) {
   return from_dtype(to_dtype(values, dtype).data(), count, dtype);
 }
 
-int decode(WeightKind kind, int code, int zero_point) {
-  switch (kind) {
-    case WeightKind::kInt4: return code - 8;
-    case WeightKind::kInt4ZeroPoints:
-    case WeightKind::kInt8: return code - zero_point;
-    case WeightKind::kE2M1: return ref::twice_e2m1(code);
+bool is_shape(const PackedShape& shape) {
+  try {
+    check_shape(shape);
+  } catch (const std::invalid_argument&) {
+    return false;
   }
-  return 0;
+  return true;
 }
 
-namespace {
-
-int most_code(WeightKind kind) { return kind == WeightKind::kInt8 ? 255 : 15; }
-
-}  // namespace
+int decode(WeightKind kind, int code, int zero_point) {
+  if (kind.values == Values::kE2M1) return ref::twice_e2m1(code);
+  if (kind.zero_points) return code - zero_point;
+  return code - (kind.values == Values::kInt8 ? 128 : 8);
+}
 
 int encode(WeightKind kind, int w, int zero_point, bool odd) {
   const int most = most_code(kind);
@@ -104,9 +104,8 @@ ref::Weights random_weights(Rng& rng, const PackedShape& shape) {
   weights.n = shape.n;
   weights.k = shape.k;
   weights.group = shape.group;
-  weights.eight_bits = shape.kind == WeightKind::kInt8;
   const int most = most_code(shape.kind);
-  if (shape.has_zero_points()) {
+  if (shape.kind.zero_points) {
     for (int64_t i = 0; i < shape.n * shape.groups(); ++i) {
       weights.zero_points.push_back(static_cast<int>(rng.integer(0, most)));
     }
@@ -118,12 +117,18 @@ ref::Weights random_weights(Rng& rng, const PackedShape& shape) {
   }
   for (int64_t i = 0; i < shape.n * shape.groups(); ++i) {
     if (shape.two_level()) {
-      const float half = shape.kind == WeightKind::kE2M1 ? 0.5f : 1.0f;
+      const float half = shape.kind == kE2M1 ? 0.5f : 1.0f;
       weights.scales.push_back(half * ref::widen_e4m3(static_cast<uint32_t>(rng.integer(0, 126))));
       continue;
     }
+    if (shape.scale_type == ScaleType::kE8M0) {
+      const auto byte = static_cast<uint32_t>(rng.integer(112, 124));
+      weights.scales.push_back(0.5f * ref::widen(byte, ref::Type::kE8M0));
+      continue;
+    }
     const float scale = rng.uniform(0.002f, 0.03f) * (rng.integer(0, 7) == 0 ? -1.0f : 1.0f);
-    weights.scales.push_back(ref::widen(ref::narrow(scale, ref_type(shape.scale_dtype)), ref_type(shape.scale_dtype)));
+    const ref::Type type = ref_type(shape.scale_type);
+    weights.scales.push_back(ref::widen(ref::narrow(scale, type), type));
   }
   if (shape.has_bias) {
     for (int64_t i = 0; i < shape.n; ++i) weights.bias.push_back(rng.normal());
@@ -136,13 +141,19 @@ ref::Weights random_weights(Rng& rng, const PackedShape& shape) {
 
 namespace {
 
-// Of values that it has.
-std::vector<uint8_t> to_e4m3(const std::vector<float>& values) {
-  std::vector<uint8_t> bytes;
-  for (const float value : values) {
+// Of values that the type has; one of these as float8_e4m3fn or e8m0 is looked for.
+std::vector<uint8_t> to_scales(const std::vector<float>& values, ScaleType type) {
+  const auto size = static_cast<std::size_t>(scale_bytes(type));
+  std::vector<uint8_t> bytes(values.size() * size);
+  for (std::size_t i = 0; i < values.size(); ++i) {
     uint32_t bits = 0;
-    while (bits < 127 && ref::widen_e4m3(bits) != value) ++bits;
-    bytes.push_back(static_cast<uint8_t>(bits));
+    if (size == 1) {
+      const bool e8m0 = type == ScaleType::kE8M0;
+      while (bits < 254 && (e8m0 ? ref::widen(bits, ref::Type::kE8M0) : ref::widen_e4m3(bits)) != values[i]) ++bits;
+    } else {
+      bits = ref::narrow(values[i], ref_type(type));
+    }
+    std::memcpy(bytes.data() + i * size, &bits, size);  // little-endian
   }
   return bytes;
 }
@@ -153,18 +164,19 @@ Checkpoint to_checkpoint(const PackedShape& shape, const std::vector<ref::Weight
   Checkpoint checkpoint;
   for (const ref::Weights& weights : stack) {
     for (int64_t column = 0; column < shape.n; ++column) {
-      for (int64_t k = 0; k < shape.k; k += weights.eight_bits ? 1 : 2) {
+      const bool bytes = shape.kind.values == Values::kInt8;
+      for (int64_t k = 0; k < shape.k; k += bytes ? 1 : 2) {
         const int code = code_at(shape, weights, column, k);
         checkpoint.weights.push_back(
-            static_cast<uint8_t>(weights.eight_bits ? code : code | code_at(shape, weights, column, k + 1) << 4));
+            static_cast<uint8_t>(bytes ? code : code | code_at(shape, weights, column, k + 1) << 4));
       }
     }
     std::vector<float> given = weights.scales;
-    if (shape.kind == WeightKind::kE2M1) {
+    if (shape.kind == kE2M1) {
       for (float& scale : given) scale *= 2;
     }
     checkpoint.zero_points.insert(checkpoint.zero_points.end(), weights.zero_points.begin(), weights.zero_points.end());
-    const std::vector<uint8_t> scales = shape.two_level() ? to_e4m3(given) : to_dtype(given, shape.scale_dtype);
+    const std::vector<uint8_t> scales = to_scales(given, shape.scale_type);
     checkpoint.scales.insert(checkpoint.scales.end(), scales.begin(), scales.end());
     checkpoint.channel_scales.insert(checkpoint.channel_scales.end(), weights.channel_scales.begin(),
                                      weights.channel_scales.end());
@@ -185,7 +197,7 @@ Packed pack_stack(const PackedShape& shape, const std::vector<ref::Weights>& sta
 
 std::string describe(const PackedShape& shape) {
   return "n=" + std::to_string(shape.n) + " k=" + std::to_string(shape.k) + " group=" + std::to_string(shape.group) +
-         " scales=" + dtype_name(shape.scale_dtype) + (shape.has_bias ? " bias " : " ") + kind_name(shape.kind);
+         " scales=" + scale_type_name(shape.scale_type) + (shape.has_bias ? " bias " : " ") + kind_name(shape.kind);
 }
 
 std::string kernel_name(const testing::TestParamInfo<const Kernel*>& info) { return info.param->name; }

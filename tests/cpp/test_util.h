@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
+#include <iterator>
 #include <ostream>
 #include <string>
 #include <vector>
@@ -59,45 +60,48 @@ float bits_float(uint32_t bits);
 bool same_float(float a, float b);
 
 inline ref::Type ref_type(DType dtype) { return static_cast<ref::Type>(dtype); }
+inline ref::Type ref_type(ScaleType type) { return static_cast<ref::Type>(type); }
 const char* dtype_name(DType dtype);
 inline constexpr DType kAllDTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
-/// Types of scales; the last of groups of 16 alone.
-inline constexpr DType kScaleDTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kE5M3};
+inline constexpr ScaleType kFloatScales[] = {ScaleType::kFloat32, ScaleType::kBFloat16, ScaleType::kFloat16};
+inline constexpr ScaleType kScaleTypes[] = {ScaleType::kFloat32, ScaleType::kBFloat16, ScaleType::kFloat16,
+                                            ScaleType::kE5M3, ScaleType::kE8M0};
 
 /// Elements of `dtype` as bytes, from floats (rounded) or to floats (exact).
 std::vector<uint8_t> to_dtype(const std::vector<float>& values, DType dtype);
 std::vector<float> from_dtype(const void* data, int64_t count, DType dtype);
 /// Element i as bits.
-uint32_t element_bits(const void* data, int64_t i, DType dtype);
+uint32_t element_bits(const void* data, int64_t i, ref::Type type);
 
 /// Normal values with a few larger ones, as activations have them, rounded to `dtype`.
 std::vector<float> random_activations(Rng& rng, int64_t count, DType dtype);
 
-/// What kernels know.
-inline constexpr WeightKind kAllKinds[] = {WeightKind::kInt4, WeightKind::kInt4ZeroPoints, WeightKind::kE2M1};
-/// What packed matrices may be.
-inline constexpr WeightKind kPackedKinds[] = {WeightKind::kInt4, WeightKind::kInt4ZeroPoints, WeightKind::kE2M1,
-                                              WeightKind::kInt8};
+inline constexpr WeightKind kAllKinds[] = {kInt4, kInt4ZeroPoints, kE2M1, kInt8, kInt8ZeroPoints};
+inline constexpr int64_t kKindCount = std::size(kAllKinds);
+/// Whether check_shape takes it: not every type of scales goes with every kind and group.
+bool is_shape(const PackedShape& shape);
 /// The shape, of another kind.
 inline PackedShape of_kind(PackedShape shape, WeightKind kind) {
   shape.kind = kind;
   return shape;
 }
 
-/// The integer that a nibble, or of kInt8 a code, stands for; zero_point: of its column and group.
+/// The largest code: 15, or 255 of int8.
+inline int most_code(WeightKind kind) { return kind.values == Values::kInt8 ? 255 : 15; }
+/// The integer that a code stands for; zero_point: of its column and group, read if the kind has some.
 int decode(WeightKind kind, int code, int zero_point);
 /// A code that stands for w. Of the two zeros of e2m1 the negative one where `odd`.
 int encode(WeightKind kind, int w, int zero_point, bool odd);
 /// encode of one element of a matrix.
 int code_at(const PackedShape& shape, const ref::Weights& weights, int64_t column, int64_t k);
 
-/// Random weights of that shape and kind; scales positive and (but for kE5M3) negative, exactly representable in
-/// shape.scale_dtype; of kE5M3 any that a float8_e4m3fn can be.
+/// Random weights of that shape and kind; scales positive and (but for types of one byte) negative, exactly
+/// representable in shape.scale_type; of kE5M3 any that a float8_e4m3fn can be.
 ref::Weights random_weights(Rng& rng, const PackedShape& shape);
 
 /// A checkpoint's tensors.
 struct Checkpoint {
-  std::vector<uint8_t> weights;       // [count, n, k / 2]; of kInt8 [count, n, k]
+  std::vector<uint8_t> weights;       // [count, n, row_bytes()]
   std::vector<uint8_t> scales;        // [count, n, groups] of the scale type
   std::vector<float> bias;            // [count, n] or empty
   std::vector<uint8_t> zero_points;   // [count, n, groups] or empty
@@ -143,9 +147,7 @@ class KernelFixture : public testing::TestWithParam<const Kernel*> {
 };
 
 /// Bytes of a quantized row that are readable and zero behind K.
-inline int64_t padded_row(const Kernel& kernel, int64_t k) {
-  return (k + kernel.row_multiple - 1) / kernel.row_multiple * kernel.row_multiple;
-}
+inline int64_t padded_row(int64_t k) { return (k + kLineBytes - 1) / kLineBytes * kLineBytes; }
 
 std::string kernel_name(const testing::TestParamInfo<const Kernel*>& info);
 

@@ -39,6 +39,15 @@ inline at::ScalarType scalar_type(DType dtype) {
   return dtype == DType::kFloat32 ? at::kFloat : dtype == DType::kBFloat16 ? at::kBFloat16 : at::kHalf;
 }
 
+inline at::ScalarType scalar_type(ScaleType type) {
+  switch (type) {
+    case ScaleType::kFloat32: return at::kFloat;
+    case ScaleType::kBFloat16: return at::kBFloat16;
+    case ScaleType::kFloat16: return at::kHalf;
+    default: return at::kByte;
+  }
+}
+
 /// A tensor with a copy of the bytes.
 inline at::Tensor to_tensor(const void* data, at::IntArrayRef sizes, at::ScalarType type) {
   at::Tensor tensor = at::empty(sizes, at::TensorOptions().dtype(type));
@@ -72,7 +81,7 @@ inline CheckpointTensors checkpoint_tensors(const PackedShape& shape, const std:
   };
   CheckpointTensors tensors;
   tensors.weights = to_tensor(source.weights.data(), sizes({shape.n, shape.k / 2}), at::kByte);
-  tensors.scales = to_tensor(source.scales.data(), sizes({shape.n, shape.groups()}), scalar_type(shape.scale_dtype));
+  tensors.scales = to_tensor(source.scales.data(), sizes({shape.n, shape.groups()}), scalar_type(shape.scale_type));
   if (shape.has_bias) tensors.bias = to_tensor(source.bias.data(), sizes({shape.n}), at::kFloat);
   return tensors;
 }

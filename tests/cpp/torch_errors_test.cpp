@@ -42,8 +42,9 @@ TEST_F(TorchPackErrorTest, Arguments) {
   refused(weights.view({-1}), scales, none, 32, 64, 20, {"weights", "[640]", "20", "32"});
   refused(weights.narrow(0, 0, 19), scales, none, 32, 64, 20, {"weights", "[19, 32]", "out_features = 20"});
   refused(weights, scales, none, 32, 128, 20, {"weights", "[20, 32]", "in_features = 128"});
-  refused(weights, scales.to(at::kHalf), none, 32, 64, 20, {"scales_zeros", "float32 or bfloat16"});
-  refused(weights, scales.to(at::kDouble), none, 32, 64, 20, {"scales_zeros", "float32 or bfloat16"});
+  ASSERT_NO_THROW(call_pack(weights, scales.to(at::kHalf), none, 32, 64, 20));
+  refused(weights, scales.to(at::kDouble), none, 32, 64, 20, {"scales_zeros", "float32, bfloat16, float16"});
+  refused(weights, scales.to(at::kByte), none, 32, 64, 20, {"e8m0", "int4"});
   refused(weights, scales.view({-1}), none, 32, 64, 20, {"scales_zeros", "[40]", "[20, 2]"});
   refused(weights, scales, none, 64, 64, 20, {"scales_zeros", "[20, 2]", "[20, 1]", "block_size"});
   refused(weights, scales, at::ones({19}), 32, 64, 20, {"bias", "[19]", "[20]"});

@@ -25,7 +25,7 @@ class TorchOpsTest : public testing::Test {
       const auto* data = static_cast<const uint8_t*>(x.data_ptr()) + r * weights.k * dtype_bytes(dtype);
       const ref::Row row = ref::quantize(from_dtype(data, weights.k, dtype));
       for (int64_t c = 0; c < weights.n; ++c) {
-        ASSERT_EQ(element_bits(out.data_ptr(), r * weights.n + c, dtype),
+        ASSERT_EQ(element_bits(out.data_ptr(), r * weights.n + c, ref_type(dtype)),
                   ref::narrow(ref::dot(row, weights, c), ref_type(dtype)))
             << dtype_name(dtype) << " row " << r << " column " << c;
       }
@@ -37,7 +37,7 @@ TEST_F(TorchOpsTest, PackIsTheCoresPack) {
   W4A8_TRACE_SEED();
   Rng rng(100);
   for (const PackedShape& shape :
-       {PackedShape{17, 34, 34, DType::kFloat32, true}, {33, 64, 32, DType::kBFloat16, false}}) {
+       {PackedShape{17, 34, 34, ScaleType::kFloat32, true}, {33, 64, 32, ScaleType::kBFloat16, false}}) {
     for (const bool is_stack : {false, true}) {
       std::vector<ref::Weights> stack;
       for (int e = 0; e < (is_stack ? 3 : 1); ++e) stack.push_back(random_weights(rng, shape));
@@ -66,9 +66,9 @@ TEST_F(TorchOpsTest, PackIsTheCoresPack) {
 TEST_F(TorchOpsTest, UnpackIsTheInverse) {
   W4A8_TRACE_SEED();
   Rng rng(101);
-  for (const PackedShape& shape : {PackedShape{17, 34, 34, DType::kFloat32, true},
-                                   {33, 64, 32, DType::kBFloat16, false},
-                                   {1, 2, 2, DType::kBFloat16, true}}) {
+  for (const PackedShape& shape : {PackedShape{17, 34, 34, ScaleType::kFloat32, true},
+                                   {33, 64, 32, ScaleType::kBFloat16, false},
+                                   {1, 2, 2, ScaleType::kBFloat16, true}}) {
     for (const bool is_stack : {false, true}) {
       std::vector<ref::Weights> stack;
       for (int e = 0; e < (is_stack ? 3 : 1); ++e) stack.push_back(random_weights(rng, shape));
@@ -86,7 +86,7 @@ TEST_F(TorchOpsTest, UnpackIsTheInverse) {
 
 TEST_F(TorchOpsTest, BiasOfAnyFloatType) {
   Rng rng(102);
-  const PackedShape shape{20, 32, 32, DType::kFloat32, true};
+  const PackedShape shape{20, 32, 32, ScaleType::kFloat32, true};
   ref::Weights weights = random_weights(rng, shape);
   for (float& b : weights.bias) b = std::ldexp(std::nearbyint(b * 16), -4);  // exact in every type
   const CheckpointTensors source = checkpoint_tensors(shape, {weights}, false);
@@ -100,7 +100,7 @@ TEST_F(TorchOpsTest, MatmulTypesAndDimensions) {
   W4A8_TRACE_SEED();
   Rng rng(103);
   for (const PackedShape& shape :
-       {PackedShape{21, 34, 34, DType::kBFloat16, true}, {48, 96, 32, DType::kFloat32, false}}) {
+       {PackedShape{21, 34, 34, ScaleType::kBFloat16, true}, {48, 96, 32, ScaleType::kFloat32, false}}) {
     const ref::Weights weights = random_weights(rng, shape);
     const CheckpointTensors source = checkpoint_tensors(shape, {weights}, false);
     const at::Tensor packed =
@@ -154,7 +154,8 @@ TEST_F(TorchOpsTest, MoeIsTheCoresMoe) {
         for (int64_t t = 0; t < c.tokens; ++t) {
           const std::vector<uint32_t> expected = data.compose(active_kernel(), t);
           for (int64_t i = 0; i < c.hidden; ++i) {
-            ASSERT_EQ(element_bits(out.data_ptr(), t * c.hidden + i, dtype), expected[static_cast<std::size_t>(i)])
+            ASSERT_EQ(element_bits(out.data_ptr(), t * c.hidden + i, ref_type(dtype)),
+                      expected[static_cast<std::size_t>(i)])
                 << describe(c) << " token " << t << " element " << i;
           }
         }
@@ -253,7 +254,7 @@ TEST_F(TorchOpsTest, InputsStayAsTheyAre) {
 
 TEST_F(TorchOpsTest, MetaTensorsGiveShapes) {
   Rng rng(108);
-  const PackedShape shape{33, 64, 32, DType::kBFloat16, true};
+  const PackedShape shape{33, 64, 32, ScaleType::kBFloat16, true};
   std::vector<ref::Weights> stack = {random_weights(rng, shape), random_weights(rng, shape)};
   for (const bool is_stack : {false, true}) {
     const CheckpointTensors source =

@@ -14,10 +14,9 @@ namespace {
 
 constexpr int64_t kMostMacs = 1 << 19;  // of the naive reference, per input
 constexpr DType kDTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
-constexpr WeightKind kKinds[] = {WeightKind::kInt4, WeightKind::kInt4ZeroPoints, WeightKind::kE2M1, WeightKind::kInt8};
-constexpr WeightKind kNibbleKinds[] = {WeightKind::kInt4, WeightKind::kInt4ZeroPoints, WeightKind::kE2M1};
-constexpr DType kScaleDTypes[] = {DType::kFloat32, DType::kBFloat16};
-constexpr DType kAllScaleDTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kE5M3};
+constexpr WeightKind kKinds[] = {kInt4, kInt4ZeroPoints, kE2M1, kInt8, kInt8ZeroPoints};
+constexpr ScaleType kScaleTypes[] = {ScaleType::kFloat32, ScaleType::kBFloat16, ScaleType::kFloat16, ScaleType::kE5M3,
+                                     ScaleType::kE8M0};
 
 // A stack of packed matrices and what is in them.
 struct Stack {
@@ -26,61 +25,54 @@ struct Stack {
   std::vector<Unpacked> naive;
 };
 
-// e2m1 takes no scale whose half is not exact: the last bit of those below 2^-125 is cleared.
-void make_even(std::vector<uint8_t>& scales, DType dtype) {
-  const auto size = static_cast<std::size_t>(dtype_bytes(dtype));
+// e2m1 takes no scale whose half is not exact: the last bit of those of exponent 0 and 1 is cleared.
+void make_even(std::vector<uint8_t>& scales, ScaleType type) {
+  const auto size = static_cast<std::size_t>(scale_bytes(type));
   for (std::size_t i = 0; i < scales.size(); i += size) {
-    // The bytes of the exponent: sign and seven bits, then its last bit.
-    const int exponent = (scales[i + size - 1] & 0x7f) << 1 | scales[i + size - 2] >> 7;
+    const int upper = scales[i + size - 1] << 8 | scales[i + size - 2];
+    const int exponent = type == ScaleType::kFloat16 ? upper >> 10 & 0x1f : upper >> 7 & 0xff;
     if (exponent <= 1) scales[i] = static_cast<uint8_t>(scales[i] & 0xfe);
   }
 }
 
-// int8 takes no scale of 2^124 or more: such a one is made 2^16 times smaller.
-void make_small(std::vector<uint8_t>& scales, DType dtype) {
-  const auto size = static_cast<std::size_t>(dtype_bytes(dtype));
-  for (std::size_t i = 0; i < scales.size(); i += size) {
-    const int exponent = (scales[i + size - 1] & 0x7f) << 1 | scales[i + size - 2] >> 7;
-    if (exponent >= 251 && exponent < 255) scales[i + size - 1] = static_cast<uint8_t>(scales[i + size - 1] & 0xf7);
-  }
-}
-
-// Codes of 8 bits take one in which there can be such: k is a multiple of 32, or of the group.
-WeightKind make_kind(Bytes& in, int64_t k, int64_t group) {
-  const WeightKind kind = in.pick(kKinds);
-  const bool splits = group != k || k % 32 == 0 || k == 16;
-  return kind == WeightKind::kInt8 && !splits ? WeightKind::kInt4 : kind;
+// Kind and scales that go with the rest of the shape.
+void pick_kind(Bytes& in, PackedShape& shape) {
+  shape.kind = in.pick(kKinds);
+  shape.scale_type = in.pick(kScaleTypes);
+  const bool nibbles = shape.kind.values != Values::kInt8;
+  const bool e5m3 = nibbles && shape.in_least_groups();
+  const bool e8m0 = shape.kind == kE2M1 && !shape.channelwise() && !shape.in_least_groups();
+  if (shape.scale_type == ScaleType::kE5M3 && !e5m3) shape.scale_type = ScaleType::kBFloat16;
+  if (shape.scale_type == ScaleType::kE8M0 && !e8m0) shape.scale_type = ScaleType::kFloat32;
 }
 
 Stack make_stack(Bytes& in, const PackedShape& shape, int64_t count) {
-  const bool int8 = shape.kind == WeightKind::kInt8;
-  const std::vector<int> w = weights(in, count * shape.n * shape.multiplied().k);
+  const bool int8 = shape.kind.values == Values::kInt8;
+  const auto count_of_codes = static_cast<std::size_t>(count * shape.n * shape.k);
+  // A byte of int8 is two numbers of four bits.
+  const std::vector<int> w = weights(in, static_cast<int64_t>(count_of_codes) * (int8 ? 2 : 1));
   const int64_t values = count * shape.n * shape.groups();
   std::vector<uint8_t> scales;
-  if (shape.two_level()) {
-    for (int64_t i = 0; i < values; ++i) scales.push_back(static_cast<uint8_t>(in.byte() % 127));
+  if (scale_bytes(shape.scale_type) == 1) {
+    const int most = shape.two_level() ? 127 : 255;
+    for (int64_t i = 0; i < values; ++i) scales.push_back(static_cast<uint8_t>(in.byte() % most));
   } else {
-    scales = to_bytes(floats(in, values, 0.01f), shape.scale_dtype);
+    scales = to_bytes(floats(in, values, 0.01f), shape.scale_type);
+    if (shape.kind == kE2M1) make_even(scales, shape.scale_type);
   }
   std::vector<uint8_t> zeros;
-  if (shape.has_zero_points()) {
+  if (shape.kind.zero_points) {
     for (int64_t i = 0; i < values; ++i) zeros.push_back(in.byte() & (int8 ? 255 : 15));
-  }
-  if (int8) {
-    make_small(scales, shape.scale_dtype);
-  } else if (shape.kind == WeightKind::kE2M1 && !shape.two_level()) {
-    make_even(scales, shape.scale_dtype);
   }
   const std::vector<float> bias = floats(in, shape.has_bias ? count * shape.n : 0);
   const std::vector<float> channels = floats(in, shape.two_level() ? count * shape.n : 0);
-  // Of w the upper halves of the codes of a row come first.
-  std::vector<uint8_t> codes;
-  const auto k = static_cast<std::size_t>(shape.k);
-  for (std::size_t i = 0; i < w.size() / 2; ++i) {
-    const std::size_t first = int8 ? i / k * 2 * k + i % k : 2 * i;
-    const std::size_t second = int8 ? first + k : first + 1;
-    codes.push_back(
-        static_cast<uint8_t>(int8 ? (w[first] + 8) << 4 | (w[second] + 8) : (w[first] + 8) | (w[second] + 8) << 4));
+  std::vector<int> codes;
+  for (std::size_t i = 0; i < count_of_codes; ++i) {
+    codes.push_back(int8 ? (w[2 * i] + 8) << 4 | (w[2 * i + 1] + 8) : w[i] + 8);
+  }
+  std::vector<uint8_t> given;
+  for (std::size_t i = 0; i < codes.size(); i += int8 ? 1 : 2) {
+    given.push_back(static_cast<uint8_t>(int8 ? codes[i] : codes[i] | codes[i + 1] << 4));
   }
   Stack stack;
   stack.shape = shape;
@@ -88,7 +80,7 @@ Stack make_stack(Bytes& in, const PackedShape& shape, int64_t count) {
   stack.bytes.assign(static_cast<std::size_t>(count * packed_bytes(shape)), in.byte());
   test::ThreadParallel parallel(2);
   pack(active_kernel(), shape, count,
-       {codes.data(), scales.data(), shape.has_bias ? bias.data() : nullptr, zeros.empty() ? nullptr : zeros.data(),
+       {given.data(), scales.data(), shape.has_bias ? bias.data() : nullptr, zeros.empty() ? nullptr : zeros.data(),
         channels.empty() ? nullptr : channels.data()},
        stack.bytes.data(), parallel);
   for (int64_t e = 0; e < count; ++e) {
@@ -97,8 +89,7 @@ Stack make_stack(Bytes& in, const PackedShape& shape, int64_t count) {
     const int64_t depth = naive.weights.k;
     const bool channelwise = naive.weights.group == depth;
     const auto first = static_cast<std::size_t>(e * shape.n * depth);
-    require(std::equal(naive.nibbles.begin(), naive.nibbles.end(), w.begin() + static_cast<std::ptrdiff_t>(first),
-                       [](int nibble, int value) { return nibble == value + 8; }),
+    require(std::equal(naive.codes.begin(), naive.codes.end(), codes.begin() + static_cast<std::ptrdiff_t>(first)),
             "pack: other weights, " + describe(shape));
     for (int64_t n = 0; n < shape.n; ++n) {
       const auto column = static_cast<std::size_t>(n);
@@ -110,7 +101,7 @@ Stack make_stack(Bytes& in, const PackedShape& shape, int64_t count) {
       require((channelwise ? naive.sums[column] : element(stored, 0, DType::kFloat32)) == expected,
               "pack: other sums, " + describe(shape));
     }
-    std::vector<uint8_t> back(codes.size() / static_cast<std::size_t>(count));
+    std::vector<uint8_t> back(given.size() / static_cast<std::size_t>(count));
     std::vector<uint8_t> back_scales(scales.size() / static_cast<std::size_t>(count));
     std::vector<float> back_bias(static_cast<std::size_t>(shape.has_bias ? shape.n : 0));
     std::vector<uint8_t> back_zeros(zeros.size() / static_cast<std::size_t>(count));
@@ -121,7 +112,7 @@ Stack make_stack(Bytes& in, const PackedShape& shape, int64_t count) {
       const std::size_t bytes = part.size() * sizeof(part[0]);
       return bytes == 0 || std::memcmp(part.data(), all.data() + static_cast<std::size_t>(e) * part.size(), bytes) == 0;
     };
-    require(same(back, codes) && same(back_scales, scales) && same(back_bias, bias) && same(back_zeros, zeros) &&
+    require(same(back, given) && same(back_scales, scales) && same(back_bias, bias) && same(back_zeros, zeros) &&
                 same(back_channels, channels),
             "unpack is not the inverse of pack, " + describe(shape));
     stack.naive.push_back(std::move(naive));
@@ -146,9 +137,8 @@ PackedShape make_shape(Bytes& in) {
     shape.k = 2 * in.integer(1, in.flag() ? 1000 : 80);
     shape.group = shape.k;
   }
-  shape.scale_dtype = shape.in_least_groups() ? in.pick(kAllScaleDTypes) : in.pick(kScaleDTypes);
   shape.has_bias = in.flag();
-  shape.kind = shape.two_level() ? in.pick(kNibbleKinds) : make_kind(in, shape.k, shape.group);
+  pick_kind(in, shape);
   return shape;
 }
 
@@ -179,7 +169,6 @@ void fuzz_moe(Bytes& in) {
   const int64_t macs = args.hidden * args.intermediate * 3 * std::max<int64_t>(1, args.top_k);
   args.tokens = std::min(args.tokens, std::max<int64_t>(1, kMostMacs / macs));
   const auto workers = static_cast<int>(in.integer(1, 3));
-  const DType scales = in.pick(kScaleDTypes);
   const bool bias = in.flag();
   // Now and then so many slots that the tokens are worked off in several batches; nearly all are skipped.
   if (in.integer(0, 255) == 77) {
@@ -189,10 +178,9 @@ void fuzz_moe(Bytes& in) {
     args.group = grouped ? 32 : -1;
   }
   const auto make_matrix = [&](int64_t n, int64_t k) {
-    PackedShape shape{n, k, grouped ? args.group : k, scales, bias};
-    shape.kind = make_kind(in, k, shape.group);
-    const bool may_have_two_levels = shape.in_least_groups() && shape.kind != WeightKind::kInt8;
-    if (may_have_two_levels && in.flag()) shape.scale_dtype = DType::kE5M3;
+    PackedShape shape{n, k, grouped ? args.group : k};
+    shape.has_bias = bias;
+    pick_kind(in, shape);
     return shape;
   };
   const PackedShape shape13 = make_matrix(args.intermediate * (args.gated ? 2 : 1), args.hidden);

@@ -21,32 +21,40 @@ T field(const std::vector<uint8_t>& bytes, std::size_t offset) {
 // docs/packed_layout.md once more, as a yes or no.
 bool valid(const std::vector<uint8_t>& bytes) {
   if (bytes.size() < 64 || std::memcmp(bytes.data(), "W4A8PACK", 8) != 0) return false;
-  const auto version = field<uint32_t>(bytes, 8);
-  const auto kind = field<uint32_t>(bytes, 44);
-  const auto scales = field<uint32_t>(bytes, 40);
-  if (field<uint32_t>(bytes, 12) > 1 || scales == 2 || scales > 3) return false;
+  const int values = bytes[12];
+  const int scales = bytes[13];
+  const int flags = bytes[14];
+  if (field<uint32_t>(bytes, 8) != 5 || values > 2 || scales > 4 || flags > 7 || bytes[15] != 0) return false;
+  if (field<int64_t>(bytes, 40) != -1) return false;
   if (std::any_of(bytes.begin() + 48, bytes.begin() + 64, [](uint8_t byte) { return byte != 0; })) return false;
   const auto n = field<int64_t>(bytes, 16);
   const auto k = field<int64_t>(bytes, 24);
   const auto group = field<int64_t>(bytes, 32);
-  if (n < 1 || n > int64_t{1} << 31 || k < 2 || kind > 3 || k > 1 << (kind == 0 ? 20 : 19) || k % 2 != 0) return false;
+  const bool zeros = (flags & 2) != 0;
+  const bool plain = values == 0 && !zeros;
+  if (n < 1 || n > int64_t{1} << 31 || k < 2 || k > 1 << (plain ? 20 : 19) || k % 2 != 0) return false;
   const bool usual = group > 0 && (group == 16 || group % 32 == 0) && k % group == 0;
-  if (!usual && (group != k || kind == 3)) return false;
+  if (!usual && group != k) return false;
+  if (values == 2 && group > 1 << (zeros ? 15 : 16)) return false;
   const bool least = group == 16 && k != 16;
-  if (scales == 3 && (!least || kind == 3)) return false;
-  if (version != (kind == 3 ? 4u : (least ? 3u : (kind == 0 ? 1u : 2u)))) return false;
-  const int64_t scale_bytes = scales == 0 ? 4 : (scales == 3 ? 1 : 2);
-  const int64_t zero_bytes = kind == 1 || kind == 3 ? 1 : 0;
-  const int64_t planes = kind == 3 ? 2 : 1;
-  const int64_t by_group = 16 * (k / group) * (scale_bytes + zero_bytes);
-  const int64_t panel = (planes * ((k + 7) / 8 * 64 + by_group) + (scales == 3 ? 192 : 128) + 63) / 64 * 64;
+  if (values == 1 && zeros) return false;
+  if ((scales == 3) != ((flags & 4) != 0)) return false;
+  if (scales == 3 && (!least || values == 2)) return false;
+  if (scales == 4 && (values != 1 || least || group == k)) return false;
+  const int64_t of_group = 16 * ((scales == 0 ? 4 : (scales < 3 ? 2 : 1)) + (zeros ? 1 : 0));
+  const int64_t groups = k / group;
+  int64_t m = 1;
+  while (m * of_group % 64 != 0) ++m;
+  m = std::min(m, groups);
+  const int64_t heads = (groups + m - 1) / m * ((m * of_group + 63) / 64 * 64);
+  const int64_t panel = heads + (k + 7) / 8 * (values == 2 ? 128 : 64) + (scales == 3 ? 192 : 128);
   return static_cast<int64_t>(bytes.size()) == 64 + (n + 15) / 16 * panel;
 }
 
 PackedShape shape_in(const std::vector<uint8_t>& bytes) {
-  return {field<int64_t>(bytes, 16),       field<int64_t>(bytes, 24),
-          field<int64_t>(bytes, 32),       static_cast<DType>(field<uint32_t>(bytes, 40)),
-          field<uint32_t>(bytes, 12) != 0, static_cast<WeightKind>(field<uint32_t>(bytes, 44))};
+  return {field<int64_t>(bytes, 16), field<int64_t>(bytes, 24),
+          field<int64_t>(bytes, 32), static_cast<ScaleType>(bytes[13]),
+          (bytes[14] & 1) != 0,      {static_cast<Values>(bytes[12]), (bytes[14] & 2) != 0}};
 }
 
 template <class T>
@@ -60,25 +68,26 @@ std::vector<uint8_t> make_packed(Bytes& in, const PackedShape& shape) {
   Random random(static_cast<uint64_t>(in.integer(0, 0xffff)));
   for (uint8_t& byte : bytes) byte = static_cast<uint8_t>(random.bits());
   if (in.flag()) {  // ordinary scales; else most of them are far out
-    const std::size_t scales = static_cast<std::size_t>(kHeaderBytes + shape.scales_offset());
-    const auto d = static_cast<std::size_t>(dtype_bytes(shape.scale_dtype));
-    for (std::size_t p = 0; p < static_cast<std::size_t>(shape.panels()); ++p) {
-      for (std::size_t i = 0; i < static_cast<std::size_t>(16 * shape.groups() * shape.planes()); ++i) {
-        bytes[p * static_cast<std::size_t>(shape.panel_bytes()) + scales + i * d + d - 1] = 0x3c;
+    const PanelLayout layout = panel_layout(shape);
+    const int64_t size = scale_bytes(shape.scale_type);
+    for (int64_t p = 0; p < shape.panels(); ++p) {
+      for (int64_t i = 0; i < 16 * shape.groups(); ++i) {
+        const int64_t at = kHeaderBytes + p * layout.panel_bytes + layout.scales_at(i / 16) + i % 16 * size + size - 1;
+        bytes[static_cast<std::size_t>(at)] = 0x3c;
       }
     }
   }
   for (std::size_t i = 0; i < 64; ++i) bytes[i] = 0;
   std::memcpy(bytes.data(), "W4A8PACK", 8);
-  const uint32_t large = shape.kind == WeightKind::kInt4 ? 1 : 2;
-  const uint32_t version = shape.group == 16 && shape.k != 16 ? 3 : large;
-  put<uint32_t>(bytes, 8, shape.kind == WeightKind::kInt8 ? 4 : version);
-  put<uint32_t>(bytes, 12, shape.has_bias ? 1 : 0);
+  put<uint32_t>(bytes, 8, 5);
+  bytes[12] = static_cast<uint8_t>(shape.kind.values);
+  bytes[13] = static_cast<uint8_t>(shape.scale_type);
+  bytes[14] =
+      static_cast<uint8_t>((shape.has_bias ? 1 : 0) | (shape.kind.zero_points ? 2 : 0) | (shape.two_level() ? 4 : 0));
   put<int64_t>(bytes, 16, shape.n);
   put<int64_t>(bytes, 24, shape.k);
   put<int64_t>(bytes, 32, shape.group);
-  put<uint32_t>(bytes, 40, static_cast<uint32_t>(shape.scale_dtype));
-  put<uint32_t>(bytes, 44, static_cast<uint32_t>(shape.kind));
+  put<int64_t>(bytes, 40, -1);
   return bytes;
 }
 
@@ -106,13 +115,15 @@ constexpr int64_t kHostile[] = {0,
 
 // Some fields or bytes overwritten, some bytes more or less.
 void damage(Bytes& in, std::vector<uint8_t>& bytes, bool resize) {
-  constexpr std::size_t kFields[] = {0, 8, 12, 16, 24, 32, 40, 44, 56};
+  constexpr std::size_t kFields[] = {0, 8, 12, 13, 14, 15, 16, 24, 32, 40, 56};
   for (int64_t i = in.integer(0, 2); i > 0; --i) {
     if (in.flag()) {
       const std::size_t at = in.pick(kFields);
       const int64_t value = in.pick(kHostile);
-      if (at == 8 || at == 12 || at == 40 || at == 44) {
+      if (at == 8) {
         put(bytes, at, static_cast<uint32_t>(value));
+      } else if (at > 8 && at < 16) {
+        put(bytes, at, static_cast<uint8_t>(value));
       } else {
         put(bytes, at, value);
       }
@@ -128,10 +139,17 @@ void damage(Bytes& in, std::vector<uint8_t>& bytes, bool resize) {
   bytes.shrink_to_fit();
 }
 
-// k: of the matrix; group: k is channelwise.
-WeightKind make_kind(Bytes& in, int64_t k, int64_t group) {
-  const bool usual = group == 16 || group % 32 == 0;
-  return static_cast<WeightKind>(in.integer(0, usual && k % group == 0 ? 3 : 2));
+void pick_kind(Bytes& in, PackedShape& shape) {
+  constexpr WeightKind kKinds[] = {kInt4, kInt4ZeroPoints, kE2M1, kInt8, kInt8ZeroPoints};
+  constexpr ScaleType kFloats[] = {ScaleType::kFloat32, ScaleType::kBFloat16, ScaleType::kFloat16};
+  shape.kind = in.pick(kKinds);
+  shape.scale_type = in.pick(kFloats);
+  if (!in.flag()) return;
+  if (shape.in_least_groups() && shape.kind.values != Values::kInt8) {
+    shape.scale_type = ScaleType::kE5M3;
+  } else if (shape.kind == kE2M1 && !shape.channelwise() && !shape.in_least_groups()) {
+    shape.scale_type = ScaleType::kE8M0;
+  }
 }
 
 PackedShape make_shape(Bytes& in) {
@@ -144,87 +162,62 @@ PackedShape make_shape(Bytes& in) {
     shape.k = 2 * in.integer(1, 60);
     shape.group = shape.k;
   }
-  shape.scale_dtype = in.flag() ? DType::kBFloat16 : DType::kFloat32;
   shape.has_bias = in.flag();
-  shape.kind = make_kind(in, shape.k, shape.group);
-  if (shape.in_least_groups() && shape.kind != WeightKind::kInt8 && in.flag()) shape.scale_dtype = DType::kE5M3;
+  pick_kind(in, shape);
   return shape;
 }
 
-// Of 8-bit codes: the halves of each joined, the scales of the lower ones, refused if the others are not 16 times
-// those.
-void check_unpack_int8(const PackedMatrix& matrix, const Unpacked& naive) {
-  const PackedShape& shape = matrix.shape;
-  const auto groups = static_cast<std::size_t>(shape.groups());
-  const auto k = static_cast<std::size_t>(shape.k);
-  const auto n = static_cast<std::size_t>(shape.n);
-  std::vector<uint8_t> codes(n * k, 0xa5);
-  std::vector<uint8_t> zeros(n * groups);
-  std::vector<uint8_t> scales(n * groups * static_cast<std::size_t>(dtype_bytes(shape.scale_dtype)));
-  std::vector<float> bias(n);
-  bool good = true;
-  for (std::size_t i = 0; i < n * groups; ++i) {
-    const std::size_t upper = i / groups * 2 * groups + i % groups;
-    const float scale = naive.weights.scales[upper + groups];
-    const float times_16 = scale != scale ? scale : 16.0f * scale;
-    good = good && std::memcmp(&naive.weights.scales[upper], &times_16, sizeof(float)) == 0;
-    good = good && naive.weights.zero_points[upper] <= 15 && naive.weights.zero_points[upper + groups] <= 15;
+// Whether a scale is one that `pack` writes, as packed.
+bool is_packed_scale(const PackedShape& shape, uint32_t bits) {
+  if (shape.scale_type == ScaleType::kE8M0) return bits != 255;
+  if (!shape.two_level()) return true;
+  const float given = ref::widen(bits, ref::Type::kE5M3) * (shape.kind == kE2M1 ? 2.0f : 1.0f);
+  for (uint32_t e4m3 = 0; e4m3 < 127; ++e4m3) {
+    if (ref::widen_e4m3(e4m3) == given) return true;
   }
-  SerialParallel serial;
-  bool refused = false;
-  try {
-    unpack(matrix, codes.data(), scales.data(), bias.data(), serial, zeros.data());
-  } catch (const std::invalid_argument&) {
-    refused = true;
-  }
-  require(refused != good, "unpack: planes are not checked " + describe(shape));
-  for (std::size_t i = 0; i < n * k; ++i) {
-    const std::size_t upper = i / k * 2 * k + i % k;
-    require(codes[i] == 16 * naive.nibbles[upper] + naive.nibbles[upper + k],
-            "unpack: code " + std::to_string(i) + ", " + describe(shape));
-  }
+  return false;
+}
+
+// The value of a scale as `unpack` returns it.
+float given_scale(const PackedShape& shape, const uint8_t* scales, std::size_t i) {
+  if (shape.two_level()) return ref::widen_e4m3(scales[i]);
+  if (shape.scale_type == ScaleType::kE8M0) return ref::widen(scales[i], ref::Type::kE8M0);
+  uint32_t bits = 0;
+  const auto size = static_cast<std::size_t>(scale_bytes(shape.scale_type));
+  std::memcpy(&bits, scales + i * size, size);
+  return ref::widen(bits, static_cast<ref::Type>(shape.scale_type));
 }
 
 void check_unpack(const PackedMatrix& matrix, const Unpacked& naive) {
-  if (matrix.shape.kind == WeightKind::kInt8) return check_unpack_int8(matrix, naive);
   const PackedShape& shape = matrix.shape;
-  std::vector<uint8_t> nibbles(static_cast<std::size_t>(shape.n * shape.k / 2), 0xa5);
-  std::vector<uint8_t> scales(static_cast<std::size_t>(shape.n * shape.groups() * dtype_bytes(shape.scale_dtype)));
+  std::vector<uint8_t> codes(static_cast<std::size_t>(shape.n * shape.row_bytes()), 0xa5);
+  std::vector<uint8_t> scales(static_cast<std::size_t>(shape.n * shape.groups() * scale_bytes(shape.scale_type)));
   std::vector<float> bias(static_cast<std::size_t>(shape.has_bias ? shape.n : 0));
   const std::vector<int>& zeros = naive.weights.zero_points;
   std::vector<uint8_t> zero_points(zeros.size());
   std::vector<float> channels(naive.weights.channel_scales.size());
   SerialParallel serial;
-  std::vector<float> given = naive.weights.scales;
-  if (shape.kind == WeightKind::kE2M1) {
-    for (float& scale : given) scale *= 2;
-  }
-  const bool bad_zero = std::any_of(zeros.begin(), zeros.end(), [](int zero) { return zero > 15; });
-  const bool bad_scale = shape.two_level() && std::any_of(given.begin(), given.end(), [](float scale) {
-                           for (uint32_t bits = 0; bits < 127; ++bits) {
-                             if (ref::widen_e4m3(bits) == scale) return false;
-                           }
-                           return true;
-                         });
+  const bool bad_zero = std::any_of(zeros.begin(), zeros.end(), [&](int zero) { return zero > most_code(shape.kind); });
+  const bool bad_scale = !std::all_of(naive.scale_bits.begin(), naive.scale_bits.end(),
+                                      [&](uint32_t bits) { return is_packed_scale(shape, bits); });
   bool refused = false;
   try {
-    unpack(matrix, nibbles.data(), scales.data(), bias.data(), serial, zero_points.data(), channels.data());
+    unpack(matrix, codes.data(), scales.data(), bias.data(), serial, zero_points.data(), channels.data());
   } catch (const std::invalid_argument&) {
     refused = true;
   }
   require(refused == (bad_zero || bad_scale), "unpack: zero points or scales are not checked " + describe(shape));
   require(std::equal(zeros.begin(), zeros.end(), zero_points.begin()), "unpack: zero points, " + describe(shape));
-  for (std::size_t i = 0; i < naive.weights.w.size(); ++i) {
-    const int nibble = i % 2 == 0 ? nibbles[i / 2] & 15 : nibbles[i / 2] >> 4;
-    require(nibble == naive.nibbles[i], "unpack: weight " + std::to_string(i) + ", " + describe(shape));
+  for (std::size_t i = 0; i < naive.codes.size(); ++i) {
+    const int nibble = i % 2 == 0 ? codes[i / 2] & 15 : codes[i / 2] >> 4;
+    const int code = shape.kind.values == Values::kInt8 ? codes[i] : nibble;
+    require(code == naive.codes[i], "unpack: weight " + std::to_string(i) + ", " + describe(shape));
   }
-  const std::vector<uint8_t> expected = shape.two_level() ? std::vector<uint8_t>() : to_bytes(given, shape.scale_dtype);
-  for (std::size_t i = 0; i < given.size() && !bad_scale; ++i) {
-    const auto at = static_cast<int64_t>(i);
-    const bool same = shape.two_level() ? ref::widen_e4m3(scales[i]) == given[i]
-                                        : element(scales.data(), at, shape.scale_dtype) ==
-                                              element(expected.data(), at, shape.scale_dtype);
-    require(same, "unpack: scale " + std::to_string(i) + ", " + describe(shape));
+  for (std::size_t i = 0; i < naive.weights.scales.size() && !bad_scale; ++i) {
+    const float packed = naive.weights.scales[i] * (shape.kind == kE2M1 ? 2.0f : 1.0f);
+    const float given = given_scale(shape, scales.data(), i);
+    require(given == packed || (given != given && packed != packed),
+            "unpack: scale " + std::to_string(i) + ", " + describe(shape));
   }
   require(to_bytes(channels, DType::kFloat32) == to_bytes(naive.weights.channel_scales, DType::kFloat32),
           "unpack: channel scales, " + describe(shape));
@@ -285,9 +278,9 @@ void fuzz_experts(Bytes& in) {
   args.tokens = in.integer(1, 5);
   args.top_k = in.integer(1, 3);
   const auto make_matrix = [&](int64_t n, int64_t k) {
-    const int64_t own = grouped ? group : k;
-    PackedShape shape{n, k, own, in.flag() ? DType::kBFloat16 : DType::kFloat32, in.flag()};
-    shape.kind = make_kind(in, k, own);
+    PackedShape shape{n, k, grouped ? group : k};
+    shape.has_bias = in.flag();
+    pick_kind(in, shape);
     return shape;
   };
   const PackedShape shape13 = make_matrix(args.intermediate * (args.gated ? 2 : 1), args.hidden);

@@ -43,7 +43,7 @@ void fuzz_quantize(Bytes& in) {
       const std::string what = std::string("quantize, ") + kernel->name + " k=" + std::to_string(k);
       const uint8_t* src = x.data() + r * k * dtype_bytes(dtype);
       const ref::Row row = ref::quantize(to_floats(src, k, dtype));
-      const int64_t padded = (k + kernel->row_multiple - 1) / kernel->row_multiple * kernel->row_multiple;
+      const int64_t padded = (k + kLineBytes - 1) / kLineBytes * kLineBytes;
       std::vector<int8_t> q(static_cast<std::size_t>(padded), 99);
       std::vector<int32_t> starts(static_cast<std::size_t>(k / group), 99);
       RowQuant quant = {};

@@ -14,13 +14,15 @@ namespace w4a8::fuzz {
 namespace {
 
 ref::Type type_of(DType dtype) { return static_cast<ref::Type>(dtype); }
+ref::Type type_of(ScaleType type) { return static_cast<ref::Type>(type); }
 
-uint32_t raw_bits(const uint8_t* data, int64_t i, DType dtype) {
+uint32_t raw_bits(const uint8_t* data, int64_t i, ref::Type type) {
   uint32_t bits = 0;
-  const auto size = static_cast<std::size_t>(dtype_bytes(dtype));
+  const auto size = static_cast<std::size_t>(ref::size_of(type));
   std::memcpy(&bits, data + static_cast<std::size_t>(i) * size, size);
   return bits;
 }
+uint32_t raw_bits(const uint8_t* data, int64_t i, DType dtype) { return raw_bits(data, i, type_of(dtype)); }
 
 float as_float(uint32_t bits) { return ref::widen(bits, ref::Type::kF32); }
 
@@ -46,23 +48,31 @@ void require(bool ok, const std::string& message) {
 
 std::string describe(const PackedShape& shape) {
   return "n=" + std::to_string(shape.n) + " k=" + std::to_string(shape.k) + " group=" + std::to_string(shape.group) +
-         " scales=" + std::to_string(static_cast<int>(shape.scale_dtype)) + (shape.has_bias ? " bias" : "") +
-         " kind=" + std::to_string(static_cast<int>(shape.kind));
+         " scales=" + std::to_string(static_cast<int>(shape.scale_type)) + (shape.has_bias ? " bias" : "") + " " +
+         kind_name(shape.kind);
 }
 
-int decode(WeightKind kind, int nibble, int zero_point) {
-  if (kind == WeightKind::kE2M1) return ref::twice_e2m1(nibble);
-  return nibble - (kind == WeightKind::kInt4 ? 8 : zero_point);
+int most_code(WeightKind kind) { return kind.values == Values::kInt8 ? 255 : 15; }
+
+int decode(WeightKind kind, int code, int zero_point) {
+  if (kind.values == Values::kE2M1) return ref::twice_e2m1(code);
+  return code - (kind.zero_points ? zero_point : (most_code(kind) + 1) / 2);
 }
 
-std::vector<uint8_t> to_bytes(const std::vector<float>& values, DType dtype) {
-  const auto size = static_cast<std::size_t>(dtype_bytes(dtype));
+static std::vector<uint8_t> to_bytes_of(const std::vector<float>& values, ref::Type type) {
+  const auto size = static_cast<std::size_t>(ref::size_of(type));
   std::vector<uint8_t> bytes(values.size() * size);
   for (std::size_t i = 0; i < values.size(); ++i) {
-    const uint32_t bits = ref::narrow(values[i], type_of(dtype));
+    const uint32_t bits = ref::narrow(values[i], type);
     std::memcpy(bytes.data() + i * size, &bits, size);
   }
   return bytes;
+}
+std::vector<uint8_t> to_bytes(const std::vector<float>& values, DType dtype) {
+  return to_bytes_of(values, type_of(dtype));
+}
+std::vector<uint8_t> to_bytes(const std::vector<float>& values, ScaleType type) {
+  return to_bytes_of(values, type_of(type));
 }
 
 std::vector<float> to_floats(const uint8_t* data, int64_t count, DType dtype) {
@@ -77,44 +87,54 @@ uint32_t element(const uint8_t* data, int64_t i, DType dtype) {
 }
 
 Unpacked read_packed(const uint8_t* data, const PackedShape& shape) {
-  if (shape.kind == WeightKind::kInt8) {
-    Unpacked result = read_packed(
-        data, {shape.n, 2 * shape.k, shape.group, shape.scale_dtype, shape.has_bias, WeightKind::kInt4ZeroPoints});
-    result.planes = 2;
-    return result;
-  }
   // docs/packed_layout.md, written out again so that an error in layout.h shows.
+  const bool bytes = shape.kind.values == Values::kInt8;
+  const bool two_level = shape.scale_type == ScaleType::kE5M3;
   const int64_t steps = (shape.k + 7) / 8;
+  const int64_t step_bytes = bytes ? 128 : 64;
   const int64_t groups = shape.k / shape.group;
-  const bool two_level = shape.scale_dtype == DType::kE5M3;
-  const int64_t size = shape.scale_dtype == DType::kFloat32 ? 4 : (two_level ? 1 : 2);
-  const int64_t zero_bytes = shape.kind == WeightKind::kInt4ZeroPoints ? 16 * groups : 0;
-  const int64_t used = 64 * steps + 16 * groups * size + zero_bytes + 64 + 64 + (two_level ? 64 : 0);
-  const int64_t panel_bytes = (used + 63) / 64 * 64;
+  const int64_t group_bytes = groups == 1 ? steps * step_bytes : shape.group / 8 * step_bytes;
+  const int64_t line = 16 * ref::size_of(type_of(shape.scale_type));
+  const int64_t zeros = shape.kind.zero_points ? 16 : 0;
+  int64_t m = 1;
+  while (m * (line + zeros) % 64 != 0) ++m;
+  m = m < groups ? m : groups;
+  const int64_t head = (m * (line + zeros) + 63) / 64 * 64;
+  const int64_t record_bytes = head + m * group_bytes;
+  const int64_t sums_at = (groups + m - 1) / m * head + steps * step_bytes;
+  const int64_t panel_bytes = sums_at + (two_level ? 192 : 128);
   Unpacked result;
   result.weights.n = shape.n;
   result.weights.k = shape.k;
   result.weights.group = shape.group;
   for (int64_t n = 0; n < shape.n; ++n) {
     const uint8_t* panel = data + 64 + n / 16 * panel_bytes;
-    const uint8_t* scales = panel + 64 * steps;
-    const uint8_t* zeros = scales + 16 * groups * size;
-    const auto zero_point = [&](int64_t g) { return zero_bytes == 0 ? 0 : zeros[16 * g + n % 16] & 15; };
-    for (int64_t k = 0; k < shape.k; ++k) {
-      const uint8_t byte = panel[k / 8 * 64 + 4 * (n % 16) + k % 4];
-      result.nibbles.push_back(k % 8 >= 4 ? byte >> 4 : byte & 15);
-      result.weights.w.push_back(decode(shape.kind, result.nibbles.back(), zero_point(k / shape.group)));
-    }
+    const int64_t c = n % 16;
     for (int64_t g = 0; g < groups; ++g) {
-      if (zero_bytes != 0) result.weights.zero_points.push_back(zeros[16 * g + n % 16]);
-      result.weights.scales.push_back(
-          ref::widen(raw_bits(scales, g * 16 + n % 16, shape.scale_dtype), type_of(shape.scale_dtype)));
+      const uint8_t* record = panel + g / m * record_bytes;
+      const uint8_t* codes = record + head + g % m * group_bytes;
+      const int stored_zero = zeros == 0 ? 0 : record[m * line + g % m * 16 + c];
+      if (zeros != 0) result.weights.zero_points.push_back(stored_zero);
+      const uint32_t bits = raw_bits(record + g % m * line, c, type_of(shape.scale_type));
+      const float scale = ref::widen(bits, type_of(shape.scale_type));
+      // Byte 255 of e8m0 is not checked by kernels: half of infinity.
+      const float half = bits == 255 ? HUGE_VALF : scale / 2;
+      result.scale_bits.push_back(bits);
+      result.weights.scales.push_back(shape.scale_type == ScaleType::kE8M0 ? half : scale);
+      for (int64_t i = 0; i < shape.group; ++i) {
+        const uint8_t* step = codes + i / 8 * step_bytes;
+        const bool upper = i % 8 >= 4;
+        const int byte = step[4 * c + i % 4 + (bytes && upper ? 64 : 0)];
+        const int code = bytes ? byte : (upper ? byte >> 4 : byte & 15);
+        result.codes.push_back(code);
+        result.weights.w.push_back(decode(shape.kind, code, bytes ? stored_zero : stored_zero & 15));
+      }
     }
-    const uint8_t* sums = zeros + zero_bytes;
-    result.sums.push_back(raw_bits(sums, n % 16, DType::kFloat32));
+    const uint8_t* sums = panel + sums_at;
+    result.sums.push_back(raw_bits(sums, c, DType::kFloat32));
     // Without a bias these bytes are zero; whatever they are, they are added.
-    result.weights.bias.push_back(as_float(raw_bits(sums + 64, n % 16, DType::kFloat32)));
-    if (two_level) result.weights.channel_scales.push_back(as_float(raw_bits(sums + 128, n % 16, DType::kFloat32)));
+    result.weights.bias.push_back(as_float(raw_bits(sums + 64, c, DType::kFloat32)));
+    if (two_level) result.weights.channel_scales.push_back(as_float(raw_bits(sums + 128, c, DType::kFloat32)));
   }
   return result;
 }
@@ -131,7 +151,7 @@ std::vector<float> multiply(const ref::Row& row, const Unpacked& matrix) {
     for (int64_t g = 0; g < groups; ++g) {
       sum = 0;
       for (int64_t k = g * weights.group; k < (g + 1) * weights.group; ++k) {
-        sum += int64_t{row.q[static_cast<std::size_t>(k) % row.q.size()]} * w[k];
+        sum += int64_t{row.q[static_cast<std::size_t>(k)]} * w[k];
       }
       f = std::fma(static_cast<float>(sum), weights.scales[static_cast<std::size_t>(n * groups + g)], f);
     }

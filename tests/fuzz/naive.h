@@ -25,16 +25,21 @@ std::vector<float> to_floats(const uint8_t* data, int64_t count, DType dtype);
 /// Element i as bits; a NaN as the canonical one.
 uint32_t element(const uint8_t* data, int64_t i, DType dtype);
 
-/// The integer that a nibble stands for; zero_point: of its column and group.
-int decode(WeightKind kind, int nibble, int zero_point);
+/// The same for scales of types that are floats.
+std::vector<uint8_t> to_bytes(const std::vector<float>& values, ScaleType type);
 
-/// A packed matrix as the naive reference takes it: nibbles, scales and bias at the offsets of the document, and the
-/// sums as they are stored, which need not be those of the nibbles. Of kInt8 a matrix [n, 2 k] of nibbles.
+/// The largest code: 15, or 255 of int8.
+int most_code(WeightKind kind);
+/// The integer that a code stands for; zero_point: of its column and group.
+int decode(WeightKind kind, int code, int zero_point);
+
+/// A packed matrix as the naive reference takes it: codes, scales and bias at the offsets of the document, and the sums
+/// as they are stored, which need not be those of the codes.
 struct Unpacked {
   ref::Weights weights;
-  std::vector<int> nibbles;    ///< [n, k]
-  std::vector<uint32_t> sums;  ///< [n] as bits
-  int64_t planes = 1;          ///< how often a row is multiplied, one behind the other
+  std::vector<int> codes;            ///< [n, k]
+  std::vector<uint32_t> scale_bits;  ///< [n, groups] as packed
+  std::vector<uint32_t> sums;        ///< [n] as bits
 };
 Unpacked read_packed(const uint8_t* data, const PackedShape& shape);
 

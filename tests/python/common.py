@@ -52,6 +52,23 @@ def assert_within(actual, expected, allowed, what=""):
         )
 
 
+def least_scales(scales, exponents=False):
+    """Scales in the type of the fewest bytes that holds each of them exactly, which is what readers pack.
+
+    exponents: e8m0 is among the types (e2m1 in groups that are multiples of 32), as uint8. Halves are not looked at.
+    """
+    wide = scales.double().numpy()
+    fraction, exponent = np.frexp(wide)
+    if exponents and (fraction == 0.5).all() and (exponent >= -126).all() and (exponent <= 128).all():
+        return torch.from_numpy((exponent + 126).astype(np.uint8))
+    single = wide.astype(np.float32)
+    if not (single.view(np.uint32) & 0xFFFF).any():
+        return scales.to(torch.bfloat16)
+    with np.errstate(over="ignore"):
+        half = single.astype(np.float16)
+    return scales.to(torch.float16 if (half == single).all() else torch.float32)
+
+
 def from_numpy(a, dtype=None):
     t = torch.from_numpy(np.ascontiguousarray(a))
     return t if dtype is None else t.to(dtype)
@@ -87,8 +104,6 @@ class Matrix:
         parts = [self.weights, self.scales.float(), None if self.bias is None else self.bias.float(), self.zero_points]
         parts = [None if p is None else (p if expert is None else p[expert]).numpy() for p in parts]
         weights, scales, bias, zero_points = parts
-        if self.values == "int8":
-            return *reference.planes(weights, zero_points, scales), bias
         if zero_points is None and self.values == "int4":
             return weights, scales, bias
         half = np.float32(0.5 if self.values == "e2m1" else 1)

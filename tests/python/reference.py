@@ -35,26 +35,17 @@ def unpack_nibbles(weights):
 
 
 def integers(weights, zero_points=None, values="int4"):
-    """uint8 [..., N, K/2] -> the integers int64 [..., N, K] that scales multiply; of e2m1 half of the scales."""
-    nibbles = unpack_nibbles(weights) + 8
+    """uint8 [..., N, K/2], of int8 [..., N, K] -> the integers int64 [..., N, K] that scales multiply; of e2m1 half of
+    the scales."""
+    codes = weights.astype(np.int64) if values == "int8" else unpack_nibbles(weights) + 8
     if values == "e2m1":
-        sign, exponent, mantissa = nibbles >> 3, nibbles >> 1 & 3, nibbles & 1
+        sign, exponent, mantissa = codes >> 3, codes >> 1 & 3, codes & 1
         value = np.where(exponent == 0, mantissa * 0.5, (1 + mantissa * 0.5) * 2.0 ** (exponent - 1))
         return (2 * value * np.where(sign == 1, -1, 1)).astype(np.int64)
     if zero_points is None:
-        return nibbles - 8
-    size = nibbles.shape[-1] // zero_points.shape[-1]
-    return nibbles - np.repeat(zero_points.astype(np.int64), size, axis=-1)
-
-
-def planes(codes, zero_points, scales):
-    """uint8 codes [N, K], zero points [N, G] or None, scales [N, G] -> the integers int64 [N, 2 K] and their scales
-    float32 [N, 2 G]: upper nibbles, then lower ones."""
-    zeros = np.full(scales.shape, 128) if zero_points is None else zero_points
-    zeros = np.repeat(zeros.astype(np.int64), codes.shape[1] // scales.shape[1], axis=1)
-    codes, scales = codes.astype(np.int64), np.asarray(scales, F32)
-    integers = np.concatenate([codes // 16 - zeros // 16, codes % 16 - zeros % 16], 1)
-    return integers, np.concatenate([F32(16) * scales, scales], 1)
+        return codes - (128 if values == "int8" else 8)
+    size = codes.shape[-1] // zero_points.shape[-1]
+    return codes - np.repeat(zero_points.astype(np.int64), size, axis=-1)
 
 
 def _as_integers(weights):
@@ -89,11 +80,8 @@ def _dot(q, w):
 
 def matmul_quantized(q, zp, recip, weights, scales, bias, channel_scales=None):
     """The bits of docs/numerics.md sections 2 and 3. weights uint8 [N, K/2] (int4) or the int64 [N, K] of `integers`,
-    scales float32 [N, G], channel_scales float32 [N] (of groups). What `planes` gives, [N, 2 K], is multiplied with q
-    twice behind itself."""
+    scales float32 [N, G], channel_scales float32 [N] (of groups)."""
     w = _as_integers(weights)
-    if w.shape[1] == 2 * q.shape[1]:
-        q = np.concatenate([q, q], 1)
     scales = np.asarray(scales, F32)
     k, groups = w.shape[1], scales.shape[1]
     size = k // groups
@@ -222,8 +210,6 @@ def second_matmul(h, error, weights, scales, bias, channel_scales=None):
     size = np.abs(dequantize(weights, scales))  # [N, K]
     if channel_scales is not None:
         size *= np.asarray(channel_scales, np.float64)[:, None]
-    if size.shape[1] == 2 * q.shape[1]:  # both planes of a weight move with q
-        size = size[:, : q.shape[1]] + size[:, q.shape[1] :]
     moved = undecided.astype(np.float64) @ size.T / scale[:, None]
     # Where an integer moved, the sums of the groups round differently: one rounding per group and two more.
     groups = np.asarray(scales).shape[1]

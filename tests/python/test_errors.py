@@ -34,8 +34,8 @@ PACK = {
     "weights 4-D": ({"weights": torch.zeros(1, 1, 24, 32, dtype=torch.uint8)}, r"weights has shape \[1, 1, 24, 32\], expected"),
     "weights unpacked": ({"weights": torch.zeros(24, 64, dtype=torch.uint8)}, r"weights has shape \[24, 64\], expected \[24, 32\]"),
     "weights transposed": ({"weights": torch.zeros(32, 24, dtype=torch.uint8)}, r"weights has shape \[32, 24\], expected \[24, 32\]"),
-    "scales float16": ({"scales_zeros": torch.zeros(24, 2).half()}, r"scales_zeros has dtype Half, expected float32 or bfloat16"),
-    "scales float64": ({"scales_zeros": torch.zeros(24, 2).double()}, r"scales_zeros has dtype (Double|double), expected float32 or bfloat16"),
+    "scales uint8": ({"scales_zeros": torch.zeros(24, 2, dtype=torch.uint8)}, "scale type is e8m0, expected a float type for int4"),
+    "scales float64": ({"scales_zeros": torch.zeros(24, 2).double()}, r"scales_zeros has dtype (Double|double), expected float32, bfloat16, float16"),
     "scales 1-D": ({"scales_zeros": torch.zeros(48)}, r"scales_zeros has shape \[48\], expected \[24, 2\] for block_size = 32"),
     "scales of another group": ({"scales_zeros": torch.zeros(24, 1)}, r"scales_zeros has shape \[24, 1\], expected \[24, 2\]"),
     "scales of other rows": ({"scales_zeros": torch.zeros(23, 2)}, r"scales_zeros has shape \[23, 2\], expected \[24, 2\]"),
@@ -124,8 +124,8 @@ def test_unpack_shapes():
     packed = torch.zeros(0, 3136, dtype=torch.uint8)
     refuse(lambda: w4a8.dyn_quant_unpack_4bit_weight(packed, 32, 64, 24), "expected at least one expert")
     stack = make_matrix(24, 64, 32, experts=3).pack()
-    stack[2, 8] = 5
-    refuse(lambda: w4a8.dyn_quant_unpack_4bit_weight(stack, 32, 64, 24), r"packed_weights\[2\]: version is 5")
+    stack[2, 8] = 6
+    refuse(lambda: w4a8.dyn_quant_unpack_4bit_weight(stack, 32, 64, 24), r"packed_weights\[2\]: version is 6")
 
 
 def spoilt(at, value):
@@ -140,19 +140,18 @@ def spoilt(at, value):
 # What happened to the bytes, and the field that the message must name. Offsets: docs/packed_layout.md.
 DAMAGE = {
     "magic": (spoilt(0, 0), "magic is not 'W4A8PACK'"),
-    "version": (spoilt(8, 5), "version is 5, this library reads versions 1 to 4"),
-    "version of groups of 16": (spoilt(8, 3), "version is 3, expected 1 for int4, group = 32"),
-    "version 2 without a kind": (
-        spoilt(8, 2),
-        r"kind is 0, expected 1 \(int4 with zero points\) or 2 \(e2m1\) in version 2",
-    ),
-    "kind in version 1": (spoilt(44, 1), r"kind is 1, expected 0 \(int4\)"),
-    "flags": (spoilt(12, 2), r"flags are 2, expected 0 or 1"),
+    "version": (spoilt(8, 6), "version is 6, this library reads version 5"),
+    "an early version": (spoilt(8, 4), "version is 4: packed before w4a8 0.1, pack the weights again"),
+    "values": (spoilt(12, 3), r"values are 3, expected 0 \(int4\), 1 \(e2m1\) or 2 \(int8\)"),
+    "flags": (spoilt(14, 9), r"flags are 9, expected a sum of 1 \(bias\), 2 \(zero points\) and 4 \(channel scales\)"),
+    "channel scales": (spoilt(14, 4), r"flags are 4, expected 4 \(channel scales\) not among them"),
+    "activation group": (spoilt(40, 0), r"activation group is -256, expected -1"),
     "n": (spoilt(16, 23), r"(n \(out_features\) is 23, expected 24|size is)"),
     "n negative": (spoilt(slice(16, 24), 0xFF), r"n \(out_features\) is -1, expected 1"),
     "k": (spoilt(24, 63), r"k \(in_features\) is 63, expected an even number"),
     "group": (spoilt(32, 33), r"group \(block_size\) is 33, expected k = 64"),
-    "scale dtype": (spoilt(40, 9), "scale dtype is 9, expected 0"),
+    "scale type": (spoilt(13, 9), "scale type is 9, expected 0"),
+    "scale type of other values": (spoilt(13, 4), "scale type is e8m0, expected a float type for int4"),
     "reserved": (spoilt(60, 1), "reserved bytes of the header are not zero"),
     "truncated": (lambda p: p[:-1], r"size is \d+ bytes, its header .* needs \d+"),
     "only a header": (lambda p: p[:64], r"size is 64 bytes, its header .* needs \d+"),
@@ -321,7 +320,7 @@ def test_damaged_expert_is_named(which, tokens):
     damaged[3, 8] = 7
     good = w4a8.dynamic_4bit_int_moe(**arguments)
     arguments[which] = damaged
-    message = f"expert 3, {which}: version is 7, this library reads versions 1 to 4"
+    message = f"expert 3, {which}: version is 7, this library reads version 5"
     refuse(lambda: w4a8.dynamic_4bit_int_moe(**arguments), message)
     arguments["topk_ids"][-1, 0] = -1
     untouched = w4a8.dynamic_4bit_int_moe(**arguments)

@@ -31,7 +31,9 @@ def unpack(matrix):
 
 
 @new_kinds
-@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16], ids=["s_f32", "s_bf16"])
+@pytest.mark.parametrize(
+    "scale_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["s_f32", "s_bf16", "s_f16"]
+)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
 def test_matmul_bits(kernel, shape, scale_dtype, kind):
     m, n, k, group = shape
@@ -97,16 +99,6 @@ def test_unpack_is_the_inverse(kind, bias, experts):
             assert_same_bits(bias_out, matrix.bias if bias else torch.zeros(0))
 
 
-def test_bytes_of_version_1():
-    """Int4 without zero points is packed as it always was."""
-    matrix = make_matrix(33, 96, 32, torch.bfloat16, True)
-    packed = matrix.pack()
-    assert w4a8.read_header(packed)["version"] == 1
-    assert_same_bits(
-        w4a8.dyn_quant_pack_4bit_weight(matrix.weights, matrix.scales, matrix.bias, 32, 96, 33, values="int4"), packed
-    )
-
-
 @pytest.mark.parametrize("experts", [None, 3], ids=["matrix", "stack"])
 def test_the_size_follows_from_shapes_alone(experts):
     """Zero points of 8 everywhere mean what none means, and take the room of any others: values decide nothing."""
@@ -116,14 +108,47 @@ def test_the_size_follows_from_shapes_alone(experts):
     packed = matrix.pack()
     assert packed.shape == shape
     first = packed if experts is None else packed[0]
-    assert (w4a8.read_header(first)["version"], w4a8.read_header(first)["has_zero_points"]) == (2, True)
+    assert (w4a8.read_header(first)["version"], w4a8.read_header(first)["has_zero_points"]) == (5, True)
     assert_same_bits(unpack(matrix)[2], matrix.zero_points)
     x = torch.randn(5, 96)
     with_zeros = matmul(x, matrix, first)
     matrix.zero_points = None
     without = matrix.pack()
-    assert without.shape[-1] == shape[-1] - 3 * 64  # 3 panels of 3 groups of 16 zero points, padded
+    # 3 panels; 3 groups of 32 bytes of scales in 2 lines, in 3 with 16 bytes of zero points.
+    assert without.shape[-1] == shape[-1] - 3 * 64
     assert_same_bits(with_zeros, matmul(x, matrix, without if experts is None else without[0]))
+
+
+@pytest.mark.parametrize("group", [32, 96, 128])
+def test_scales_that_are_powers_of_two(kernel, group):
+    """A byte b is 2^(b - 127): the same bits as with these numbers as float32, in less room."""
+    for columns in (33, 64):
+        matrix = make_matrix(columns, 5 * group, group, bias=True, kind="e2m1")
+        exponents = torch.randint(112, 125, matrix.scales.shape, dtype=torch.uint8)
+        exponents[0] = 0  # 2^-127, a denormal number, and half of it another
+        exponents[1] = 1
+        x = torch.randn(7, matrix.k)
+        matrix.scales = torch.from_numpy(np.ldexp(np.float32(1), exponents.numpy().astype(np.int32) - 127))
+        want, floats = matmul(x, matrix, matrix.pack()), matrix.pack()
+        matrix.scales = exponents
+        packed = matrix.pack()
+        assert w4a8.read_header(packed)["scale_dtype"] == "e8m0"
+        assert packed.numel() < floats.numel()
+        assert_same_bits(matmul(x, matrix, packed), want)
+        assert_same_bits(unpack(matrix)[1], exponents)
+        if hasattr(torch, "float8_e8m0fnu"):
+            matrix.scales = exponents.view(torch.float8_e8m0fnu)
+            assert_same_bits(matrix.pack(), packed)
+
+
+def test_no_number_among_the_powers_of_two():
+    matrix = make_matrix(20, 64, 32, kind="e2m1")
+    matrix.scales = torch.full(matrix.scales.shape, 127, dtype=torch.uint8)
+    matrix.scales[3, 1] = 255
+    with pytest.raises(
+        RuntimeError, match=r"scales_zeros: element 7 is 255, the NaN of float8_e8m0fnu, expected 0\.\.254"
+    ):
+        matrix.pack()
 
 
 def test_matrices_leave_out_zero_points_that_say_nothing():
@@ -136,22 +161,32 @@ def test_matrices_leave_out_zero_points_that_say_nothing():
     assert w4a8.read_header(matrix.pack(torch.float32))["has_zero_points"]
 
 
-@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16], ids=["s_f32", "s_bf16"])
+def packed_size(n, k, group, scale_bytes, zero_points, step=64):
+    """Bytes of a packed matrix as docs/packed_layout.md says."""
+    groups = k // group
+    of_group = 16 * (scale_bytes + zero_points)
+    record = next((m for m in range(1, groups) if m * of_group % 64 == 0), groups)
+    head = -(-record * of_group // 64) * 64
+    return 64 + -(-n // 16) * (-(-groups // record) * head + -(-k // 8) * step + 64 + 64)
+
+
+@pytest.mark.parametrize(
+    "scale_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["s_f32", "s_bf16", "s_f16"]
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_header(kind, scale_dtype):
-    """The size is that of docs/packed_layout.md, for sums that fill 64 bytes and that do not, with a bias or without."""
+    """The size is that of docs/packed_layout.md, for records that fill their lines and that do not."""
     for n, k, group in [(33, 96, 32), (16, 256, 32), (17, 34, 34), (48, 320, 64), (31, 80, 16), (5, 1024, 128)]:
         for bias in (False, True):
             matrix = make_matrix(n, k, group, scale_dtype, bias, kind=kind)
             packed = matrix.pack()
             header = w4a8.read_header(packed)
-            assert header["version"] == (3 if group == 16 else 1 if kind == "int4" else 2)
+            assert header["version"] == 5
             assert header["values"] == ("e2m1" if kind == "e2m1" else "int4")
             assert header["has_zero_points"] == (kind == "zeros")
-            steps, groups = -(-k // 8), k // group
-            zeros = 16 * groups if kind == "zeros" else 0
-            panel = 64 * steps + 16 * groups * matrix.scales.element_size() + zeros + 64 + 64
-            assert header["bytes"] == packed.numel() == 64 + -(-n // 16) * (-(-panel // 64) * 64)
+            assert header["has_bias"] == bias
+            size = packed_size(n, k, group, matrix.scales.element_size(), kind == "zeros")
+            assert header["bytes"] == packed.numel() == size
 
 
 def test_strided_zero_points():
@@ -282,11 +317,13 @@ def test_hostile_headers(kind):
     good = make_matrix(24, 64, 32, kind=kind).pack()
     x = torch.randn(3, 64)
     for at, value, message in [
-        (8, 1, r"kind is \d, expected 0 \(int4\): these bytes are reserved in version 1"),
-        (8, 5, "version is 5, this library reads versions 1 to 4"),
-        (44, 0, "kind is 0, expected 1"),
-        (44, 3, "kind is 3, expected 1"),
-        (45, 1, r"kind is 25\d, expected 1"),
+        (8, 2, "version is 2: packed before w4a8 0.1, pack the weights again"),
+        (8, 6, "version is 6, this library reads version 5"),
+        (12, 3, r"values are 3, expected 0 \(int4\), 1 \(e2m1\) or 2 \(int8\)"),
+        (13, 5, "scale type is 5, expected 0"),
+        (14, 8, "flags are 8, expected a sum of 1"),
+        (15, 1, "reserved bytes of the header are not zero"),
+        (40, 0, r"activation group is -256, expected -1 \(one scale for a row\)"),
         (48, 1, "reserved bytes of the header are not zero"),
     ]:
         bad = good.clone()
@@ -296,7 +333,7 @@ def test_hostile_headers(kind):
         with pytest.raises(ValueError, match=message):
             w4a8.read_header(bad)
     bad = good.clone()
-    bad[44] ^= 3  # the other kind: another size
+    bad[12] = 2  # int8: another size
     with pytest.raises(RuntimeError, match=r"size is \d+ bytes, its header .* needs"):
         w4a8.dyn_quant_matmul_4bit(x, bad, 32, 64, 24)
 
@@ -307,7 +344,7 @@ def test_hostile_zero_points(supported_kernels):
     packed = matrix.pack()
     x = torch.randn(5, 64)
     want = matmul(x, matrix, packed)
-    at = 64 + 8 * 64 + 2 * 16 * 4  # header, steps, scales
+    at = 64 + 2 * 16 * 4  # behind the header and the scales of both groups
     assert_same_bits(packed[at : at + 32].view(2, 16).t(), matrix.zero_points)
     packed[at + 3] += 0xA0
     for name in supported_kernels:
@@ -372,18 +409,19 @@ def test_opcheck_and_compile(kind):
 
 
 def test_committed_bytes():
-    """Version 1, byte for byte: a matrix packed before there were other kinds."""
+    """Byte for byte, the example of docs/packed_layout.md."""
     weights = torch.tensor([[(5 * k + 3 * n) % 16 | (5 * (k + 1) + 3 * n) % 16 << 4 for k in range(0, 64, 2)]
                             for n in range(2)], dtype=torch.uint8)  # fmt: skip
     scales = torch.tensor([[1.0, 2.0], [-3.0, 0.5]])
     packed = w4a8.dyn_quant_pack_4bit_weight(weights, scales, torch.tensor([1.0, -2.0]), 32, 64, 2).numpy()
-    header = b"W4A8PACK" + np.array([1, 1], "<u4").tobytes() + np.array([2, 64, 32], "<i8").tobytes() + bytes(24)
+    header = b"W4A8PACK" + np.array([5], "<u4").tobytes() + bytes([0, 0, 1, 0])  # int4, float32, bias
+    header += np.array([2, 64, 32, -1], "<i8").tobytes() + bytes(16)
     assert packed[:64].tobytes() == header
     panel = packed[64:]
     for step in range(8):
         even = bytes([0x40, 0x95, 0xEA, 0x3F, 0x73, 0xC8, 0x1D, 0x62])
         odd = bytes([0xC8, 0x1D, 0x62, 0xB7, 0xFB, 0x40, 0x95, 0xEA])
-        assert panel[64 * step : 64 * step + 64].tobytes() == (odd if step % 2 else even) + b"\x88" * 56
-    tail = np.zeros(64, np.float32)
-    tail[[0, 1, 16, 17, 32, 33, 48, 49]] = [1, -3, 2, 0.5, -48, 40, 1, -2]
-    assert panel[512:].tobytes() == tail.tobytes()
+        at = 64 * (1 + step + step // 4)  # behind the scales of its group
+        assert panel[at : at + 64].tobytes() == (odd if step % 2 else even) + b"\x88" * 56
+    for at, pair in [(0, [1, -3]), (320, [2, 0.5]), (640, [-48, 40]), (704, [1, -2])]:
+        assert panel[at : at + 64].view("<f4").tolist() == pair + [0] * 14

@@ -91,6 +91,7 @@ def test_layer(group, scale_dtype, dtype):
     for i in range(8):
         assert torch.equal((words >> 4 * i & 15).to(torch.int8), weight[:, i::8] + 8)
     kernel.process_weights_after_loading(layer)
+    assert w4a8.read_header(layer.weight_packed)["scale_dtype"] == str(scale_dtype).removeprefix("torch.")
     eight = torch.tensor([8], dtype=torch.int8)
     assert torch.equal(layer.weight_zero_point.data, eight)
     for x in (torch.randn(5, 64).to(dtype), torch.randn(2, 3, 64).to(dtype), torch.empty(0, 64, dtype=dtype)):

@@ -110,7 +110,7 @@ def test_header_fields(sample):
     assert header["scale_dtype"] == "bfloat16"
     assert header["has_bias"] is True
     assert header["bytes"] == packed.numel()
-    assert header["version"] == 1
+    assert header["version"] == 5
     plain = w4a8.read_header(make_matrix(1, 10, 10).pack())
     assert (plain["n"], plain["k"], plain["group"]) == (1, 10, 10)
     assert plain["scale_dtype"] == "float32"
@@ -141,11 +141,11 @@ def test_documented_layout(sample):
     """docs/packed_layout.md, written out: nibbles, scales and bias are where it says."""
     matrix, packed, _, _ = sample
     data = packed.numpy()
-    steps, groups = 96 // 8, 3
-    scales_at = steps * 64
-    sums_at = scales_at + groups * 16 * 2
+    # Two groups of bfloat16 scales fill a line: records of two groups, 64 + 8 * 64 bytes, and of one.
+    records = [0, 0, 64 + 8 * 64]  # of each group
+    sums_at = 64 + 8 * 64 + 64 + 4 * 64
     bias_at = sums_at + 16 * 4
-    panel_bytes = (bias_at + 16 * 4 + 63) // 64 * 64
+    panel_bytes = bias_at + 16 * 4
     assert len(data) == 64 + 3 * panel_bytes
     weights = matrix.weights.numpy()
     values = np.stack([weights & 15, weights >> 4], -1).reshape(33, 96)
@@ -153,10 +153,12 @@ def test_documented_layout(sample):
         panel = data[64 + column // 16 * panel_bytes :][:panel_bytes]
         c = column % 16
         for k in range(96):
-            byte = panel[k // 8 * 64 + 4 * c + k % 4]
+            line = 1 + k // 8 + k // 64  # behind a line of scales for each 64 values of k
+            byte = panel[line * 64 + 4 * c + k % 4]
             nibble = byte >> 4 if k % 8 >= 4 else byte & 15
             assert nibble == (values[column, k] if column < 33 else 8)
         if column < 33:
-            scale_bits = panel[scales_at:sums_at].view(np.int16).reshape(groups, 16)[:, c]
-            assert (scale_bits == matrix.scales[column].view(torch.int16).numpy()).all()
+            for group, record in enumerate(records):
+                at = record + group % 2 * 32 + 2 * c
+                assert panel[at : at + 2].view(np.int16) == matrix.scales[column, group].view(torch.int16).numpy()
             assert panel[bias_at : bias_at + 64].view(np.float32)[c] == matrix.bias[column].item()

@@ -50,8 +50,9 @@ OTHERS = {
     "8 bits": Other("qwen3_moe", {"group_size": 128}, tool="auto_round_mixed"),
     "experts of 8 bits": Other("qwen3_moe", eight_bits=".*experts", reload=True),
     "NVFP4": Other("qwen3_moe", {"group_size": 16}, tool="nvfp4_modelopt"),
+    "MXFP4": Other("qwen3_moe", tool="mxfp4_quark"),
 }
-DUMMIES = ["gpt-oss", "experts of 8 bits", "NVFP4"]
+DUMMIES = ["gpt-oss", "experts of 8 bits", "NVFP4", "MXFP4"]
 PARALLEL = {
     "cut": Other("mixtral", {"group_size": 64}, {"tensor_parallel_size": 2}),
     "8 bits, cut": Other("qwen3_moe", {}, {"tensor_parallel_size": 2}, eight_bits=FIRST_EXPERTS),
@@ -202,6 +203,15 @@ def test_random_weights(name, results):
     _, result = results[1][f"dummy {name}"]
     assert "error" not in result, result["error"]
     assert all(torch.isfinite(rows).all() for rows in result["logprobs"])
+
+
+def test_exponents_stay_bytes(results):
+    """In the directory; queries, keys and values, joined, are what vLLM has room for (test_answers_are_...)."""
+    directory = results[2]["MXFP4"] / "packed"
+    config = json.loads((directory / "config.json").read_text())["quantization_config"]
+    found = read_directory(directory, config).packed
+    assert any(module.endswith("q_proj") for module in found) and any(module.endswith("experts") for module in found)
+    assert {part.header["scale_dtype"] for parts in found.values() for part in parts.values()} == {"e8m0"}
 
 
 def test_says_what_it_runs(results):

@@ -96,30 +96,22 @@ struct Experts {
       if (id < 0 || w13[e].data != nullptr) continue;
       w13[e] = open_expert(args.w13, args.w13_bytes, "w13_packed", id, rows13, args.hidden, group13(args));
       w2[e] = open_expert(args.w2, args.w2_bytes, "w2_packed", id, args.hidden, args.intermediate, group2(args));
-      planes13 = w13[e].shape.planes();
-      planes2 = w2[e].shape.planes();
     }
   }
 
   std::vector<int32_t> ids;       // [T, k]
   std::vector<PackedMatrix> w13;  // [E]
   std::vector<PackedMatrix> w2;
-  // The same for all of a stack, since they have as many bytes: two planes of any kind of scales take more than one.
-  int64_t planes13 = 1;
-  int64_t planes2 = 1;
 };
 
 // How the work is cut: sizes that depend on shapes and the number of workers only.
 struct Plan {
-  Plan(const Kernel& kernel, const MoeArgs& args, const Experts& experts, int workers_in)
+  Plan(const Kernel& kernel, const MoeArgs& args, int workers_in)
       : workers(workers_in),
-        planes13(experts.planes13),
-        planes2(experts.planes2),
-        batches(ceil_div(args.tokens,
-                         moe_batch_tokens(args.top_k, args.hidden, args.intermediate, args.group, planes13, planes2))),
+        batches(ceil_div(args.tokens, moe_batch_tokens(args.top_k, args.hidden, args.intermediate, args.group))),
         slots(ceil_div(args.tokens, batches) * args.top_k),
-        max_rows13(kernel.task_rows(planes13 * args.hidden)),
-        max_rows2(kernel.task_rows(planes2 * args.intermediate)),
+        max_rows13(kernel.task_rows(args.hidden)),
+        max_rows2(kernel.task_rows(args.intermediate)),
         max_units13(std::min(args.experts, slots) + slots / max_rows13),
         max_units2(std::min(args.experts, slots) + slots / max_rows2),
         gate_panels(ceil_div(args.intermediate, kPanelColumns)),
@@ -130,13 +122,11 @@ struct Plan {
     // The gate and the up tile; u may begin inside a panel, so it gets one more.
     tile_floats = max_tile_floats(2 * rows13) + rows13 * kPanelColumns;
     const int64_t rows2 = std::min(max_rows2, slots);
-    scratch_bytes = std::max(gemm_scratch_bytes(kernel, rows13, planes13 * args.hidden, group13(args)),
-                             gemm_scratch_bytes(kernel, rows2, planes2 * args.intermediate, group2(args)));
+    scratch_bytes = std::max(gemm_scratch_bytes(kernel, rows13, args.hidden, group13(args)),
+                             gemm_scratch_bytes(kernel, rows2, args.intermediate, group2(args)));
   }
 
   int workers;
-  int64_t planes13;
-  int64_t planes2;
   int64_t batches;  // of tokens
   int64_t slots;    // of the largest batch
   int64_t max_rows13;
@@ -158,9 +148,9 @@ struct MoeBuffers {
         units13(slicer.take<Unit>(plan.max_units13)),
         units2(slicer.take<Unit>(plan.max_units2)),
         spans_left(slicer.take<int32_t>(plan.max_units13)),
-        x(QuantizedRows::slice(slicer, plan.slots, args.hidden, group13(args), plan.planes13)),
+        x(QuantizedRows::slice(slicer, plan.slots, args.hidden, group13(args))),
         h(slicer.take<float>(plan.slots * args.intermediate)),
-        hq(QuantizedRows::slice(slicer, plan.slots, args.intermediate, group2(args), plan.planes2)),
+        hq(QuantizedRows::slice(slicer, plan.slots, args.intermediate, group2(args))),
         y(slicer.take<float>(plan.slots * plan.stripe_panels * kPanelColumns)),
         own(slicer, plan.workers, plan.tile_floats, plan.scratch_bytes) {}
 
@@ -214,11 +204,11 @@ class Batch {
         plan_(plan),
         b_(buffers),
         tokens_(tokens),
-        rows_(sort_rows()),
-        up_(make_units(b_.buckets.offsets, args.experts, plan.max_rows13, b_.units13)),
-        down_(make_units(b_.buckets.offsets, args.experts, plan.max_rows2, b_.units2)),
         // Small enough that every worker has some, large enough that taking a task costs nothing.
         tokens_per_task_(std::clamp<int64_t>(tokens.size() / (4 * plan.workers), 1, 4)) {
+    bucket(experts.ids.data() + tokens.begin * args.top_k, tokens.size() * args.top_k, args.experts, b_.buckets);
+    up_ = make_units(b_.buckets.offsets, args.experts, plan.max_rows13, b_.units13);
+    down_ = make_units(b_.buckets.offsets, args.experts, plan.max_rows2, b_.units2);
     up_.spans = panel_spans(plan.gate_panels, up_.count, up_.largest * 2, plan.workers);
     down_.spans = panel_spans(plan.stripe_panels, down_.count, down_.largest, plan.workers);
     for (int64_t i = 0; i < up_.count; ++i) b_.spans_left[i] = static_cast<int32_t>(up_.spans);
@@ -242,11 +232,6 @@ class Batch {
   }
 
  private:
-  int64_t sort_rows() const {
-    const int64_t slots = tokens_.size() * args_.top_k;
-    return bucket(experts_.ids.data() + tokens_.begin * args_.top_k, slots, args_.experts, b_.buckets);
-  }
-
   // Quantizes each token once and copies the row to its slots, so that the rows of an expert are consecutive.
   void quantize_tokens(int64_t task) {
     const QuantizedRows& x = b_.x;
@@ -263,7 +248,6 @@ class Batch {
           kernel_.quantize_row(static_cast<const uint8_t*>(args_.x) + token * args_.hidden * dtype_bytes(args_.dtype),
                                args_.dtype, args_.hidden, group13(args_), x.q + row * x.stride,
                                x.starts + row * x.groups, &quant);
-          x.repeat(row);
         } else {
           std::memcpy(x.q + row * x.stride, x.q + first * x.stride, static_cast<std::size_t>(x.stride));
           std::memcpy(x.starts + row * x.groups, x.starts + first * x.groups,
@@ -312,7 +296,6 @@ class Batch {
     for (int64_t r = rows.begin; r < rows.end; ++r) {
       kernel_.quantize_row(b_.h + r * args_.intermediate, DType::kFloat32, args_.intermediate, group2(args_),
                            hq.q + r * hq.stride, hq.starts + r * hq.groups, hq.quant + r);
-      hq.repeat(r);
     }
   }
 
@@ -371,7 +354,6 @@ class Batch {
   const Plan& plan_;
   const MoeBuffers& b_;
   Range tokens_;
-  int64_t rows_;
   Tasks up_;    // w13
   Tasks down_;  // w2, of each stripe
   int64_t tokens_per_task_;
@@ -379,10 +361,9 @@ class Batch {
 
 }  // namespace
 
-int64_t moe_batch_tokens(int64_t top_k, int64_t hidden, int64_t intermediate, int64_t group, int64_t planes13,
-                         int64_t planes2) {
-  const int64_t x = QuantizedRows::row_bytes(hidden, group == -1 ? hidden : group, planes13);
-  const int64_t h = QuantizedRows::row_bytes(intermediate, group == -1 ? intermediate : group, planes2);
+int64_t moe_batch_tokens(int64_t top_k, int64_t hidden, int64_t intermediate, int64_t group) {
+  const int64_t x = QuantizedRows::row_bytes(hidden, group == -1 ? hidden : group);
+  const int64_t h = QuantizedRows::row_bytes(intermediate, group == -1 ? intermediate : group);
   const int64_t y = ceil_div(ceil_div(hidden, kPanelColumns), kMostStripes) * kPanelColumns * 4;  // of the least stripe
   const int64_t slot = x + h + y + 4 * intermediate + 8;  // h as float32; what sorts the rows
   return std::max<int64_t>(64, kScratchBytes / (std::max<int64_t>(1, top_k) * slot));
@@ -397,7 +378,7 @@ void fused_moe(const Kernel& kernel, Parallel& parallel, Workspace& workspace, c
   SerialParallel serial;
   Parallel& runner = args.tokens * args.top_k < ceil_div(kSerialMacs, macs_per_row) ? serial : parallel;
   const Experts experts(args);
-  const Plan plan(kernel, args, experts, runner.threads());
+  const Plan plan(kernel, args, runner.threads());
 
   Slicer size(nullptr);
   MoeBuffers(size, args, plan);

@@ -38,9 +38,7 @@ struct MoeArgs {
 /// (naming expert and field). Scratch is bounded: tokens are worked off in batches (moe_batch_tokens).
 void fused_moe(const Kernel& kernel, Parallel& parallel, Workspace& workspace, const MoeArgs& args);
 
-/// Tokens worked off at once: as many as keep the scratch near 96 MiB, at least 64. group: -1 is channelwise. planes13,
-/// planes2: PackedShape::planes() of w13 and w2.
-int64_t moe_batch_tokens(int64_t top_k, int64_t hidden, int64_t intermediate, int64_t group = -1, int64_t planes13 = 1,
-                         int64_t planes2 = 1);
+/// Tokens worked off at once: as many as keep the scratch near 96 MiB, at least 64. group: -1 is channelwise.
+int64_t moe_batch_tokens(int64_t top_k, int64_t hidden, int64_t intermediate, int64_t group = -1);
 
 }  // namespace w4a8

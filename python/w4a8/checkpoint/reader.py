@@ -174,8 +174,8 @@ class _ExpertsReader:
         for _, module in self._modules(self.local):
             self.tensors.check_there(module.key(kind) for kind in kinds)
 
-    def check_stored(self, quantize_w4a16: bool) -> tuple[int, dict[str, str]]:
-        """Their group size, and what the codes of ``w13`` and ``w2`` are.
+    def check_stored(self, quantize_w4a16: bool) -> int:
+        """Their group size.
 
         All modules must be quantized, in groups of one size. w13 and w2 may be stored differently, and any matrix with
         zero points or without.
@@ -192,7 +192,7 @@ class _ExpertsReader:
             if stored.values != of_stack.values:
                 raise CheckpointError(f"{name} is quantized differently from {first}")
             check_input(stored, self.layer.name, quantize_w4a16)
-        return firsts[""][1].group_size, {stack: firsts[stack][1].values for stack in ("w13", "w2")}
+        return firsts[""][1].group_size
 
     def _intermediate_size(self) -> int:
         """Of the whole model: as the settings say, or the first tensor that this rank has."""
@@ -236,7 +236,7 @@ class _ExpertsReader:
             NotImplementedError: the operators cannot run it.
         """
         settings = self.settings
-        group_size, values = self.check_stored(quantize_w4a16)
+        group_size = self.check_stored(quantize_w4a16)
         intermediate = self._intermediate_size()
         moe = FusedMoEConfig(
             num_experts=self.num_experts,
@@ -257,7 +257,7 @@ class _ExpertsReader:
             group_size,
             bool(moe.is_act_and_mul),
         )
-        problem = sizes.unsupported(values)
+        problem = sizes.unsupported()
         if problem is not None:
             raise NotImplementedError(f"{self.layer.name}: kernel does not support {problem}")
         self._check_shapes(intermediate)

@@ -12,19 +12,17 @@ from typing import Any
 import torch
 
 from w4a8.core.activation import MoEActivation, as_activation, kernel_activation_kind
-from w4a8.core.matrix import GROUP_SIZES, is_group_size, pack_codes
+from w4a8.core.matrix import pack_codes
 from w4a8.core.nibbles import check_int4_range, to_nibbles
 from w4a8.core.weight_utils import replace_parameter, set_weight_attrs
 
 
-def unsupported_width(name: str, features: int, group_size: int, values: str = "int4") -> str | None:
-    """Why rows of ``features`` ``values`` cannot be packed in groups of ``group_size`` (-1: one), or None."""
+def unsupported_width(name: str, features: int, group_size: int) -> str | None:
+    """Why rows of ``features`` codes cannot be packed in groups of ``group_size`` (-1: one), or None."""
     if group_size != -1 and features % group_size != 0:
         return f"{name} {features}, which is not a multiple of the group size {group_size}"
     if features % 2 != 0:
         return f"{name} {features}, which is odd (two int4 values share a byte)"
-    if values == "int8" and group_size == -1 and not is_group_size(features):
-        return f"{name} {features}, which is not {GROUP_SIZES}, of 8-bit weights with one scale a row"
     return None
 
 
@@ -60,13 +58,10 @@ class ExpertSizes:
         """Scales per row of so many columns."""
         return 1 if self.group_size == -1 else columns // self.group_size
 
-    def unsupported(self, values: Mapping[str, str] | None = None) -> str | None:
-        """Why such experts cannot be packed, in words, or None; ``values`` of ``w13`` and ``w2``, int4 if not given."""
+    def unsupported(self) -> str | None:
+        """Why such experts cannot be packed, in words, or None."""
         names = {"w13": "hidden size", "w2": "intermediate size per partition"}
-        found = (
-            unsupported_width(names[stack], columns, self.group_size, (values or {}).get(stack, "int4"))
-            for stack, _, columns in self.stacks
-        )
+        found = (unsupported_width(names[stack], columns, self.group_size) for stack, _, columns in self.stacks)
         return next(filter(None, found), None)
 
 

@@ -1,4 +1,4 @@
-"""float8_e4m3fn, which scales of NVFP4 are, by its bits: a torch of old has no such type."""
+"""Scales of one byte, by their bits: float8_e4m3fn (NVFP4) and e8m0 (MXFP4). A torch of old has no such types."""
 
 from __future__ import annotations
 
@@ -31,3 +31,26 @@ def multiplied_scales(scales: torch.Tensor, channel_scales: torch.Tensor) -> tor
         channel_scales: float32 [..., N].
     """
     return e4m3_values()[scales.long()] * channel_scales.unsqueeze(-1)
+
+
+def powers_of_two(exponents: torch.Tensor) -> torch.Tensor:
+    """e8m0 as float32: uint8 s in 0..254 to 2^(s - 127)."""
+    # The exponent's bits of a float32; 2^-127 is a denormal.
+    bits = (exponents.to(torch.int32) << 23).masked_fill_(exponents == 0, 1 << 22)
+    return bits.view(torch.float32)
+
+
+def are_powers_of_two(scales: torch.Tensor) -> bool:
+    """Whether e8m0 has every number of a floating point tensor: 2^-127 to 2^127."""
+    numbers = scales.to(torch.float32)
+    exponents = exponents_of(numbers)
+    # Bits are compared: where denormals are flushed, 2^-127 equals 0. 255 would be infinity.
+    same = torch.equal(powers_of_two(exponents).view(torch.int32), numbers.view(torch.int32))
+    return same and not bool((exponents == 255).any())
+
+
+def exponents_of(scales: torch.Tensor) -> torch.Tensor:
+    """The inverse of :func:`powers_of_two`; of another positive number the power of two below it."""
+    if scales.is_meta:  # where torch 1 has no shifts
+        return torch.empty_like(scales, dtype=torch.uint8)
+    return (scales.to(torch.float32).contiguous().view(torch.int32) >> 23).to(torch.uint8)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from w4a8.core.matrix import kept_scale_dtype
 from w4a8.core.nibbles import from_int32
+from w4a8.core.scale_types import holds_scales
 
 
 def slice_of_rank(loaded: torch.Tensor, dim: int, size: int, rank: int, ranks: int, name: str) -> torch.Tensor:
@@ -31,7 +31,7 @@ class MoEWeightLoader:
                                                                    bias: on rank 0 only, so that the sum has it once
 
     A layer without a gate has w1 only. Packed int32 words (``weight_packed``) are unpacked on the way. A parameter of
-    scales in bfloat16 becomes float32 when a tensor comes that it would round.
+    scales in bfloat16 becomes float32 when a tensor comes that it would round; packing finds the least type for all.
     """
 
     def __init__(
@@ -89,8 +89,9 @@ class MoEWeightLoader:
         expert = self.local_expert(expert_id)
         if expert == -1:
             return False if return_success else None
-        if param.dtype == torch.bfloat16 and hasattr(param, "quant_method"):
-            param.data = param.data.to(kept_scale_dtype(loaded_weight))
+        is_scale = param.dtype == torch.bfloat16 and hasattr(param, "quant_method")
+        if is_scale and not holds_scales(torch.bfloat16, loaded_weight):
+            param.data = param.data.to(torch.float32)
         target = param.data[expert]
         loaded = self._unpacked(param, loaded_weight, weight_name, shard_id)
         if loaded.dim() != target.dim():

@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
-from w4a8.core.float8 import multiplied_scales
+from w4a8.core.float8 import exponents_of, multiplied_scales, powers_of_two
+from w4a8.core.scale_types import E8M0, has_two_levels, kept_scale_dtypes
 
 GROUP_SIZES = "16 or a multiple of 32"
 
@@ -15,26 +16,6 @@ GROUP_SIZES = "16 or a multiple of 32"
 def is_group_size(size: object) -> bool:
     """Whether the operators have groups of so many input features: GROUP_SIZES; -1 is all."""
     return isinstance(size, int) and (size in (-1, 16) or (size > 0 and size % 32 == 0))
-
-
-def has_two_levels(group_size: int, columns: int) -> bool:
-    """Whether the operators have scales of two levels for such groups of so many input features."""
-    return group_size == 16 and columns != 16
-
-
-def kept_scale_dtype(*scales: torch.Tensor) -> torch.dtype:
-    """The type that scales are packed in: bfloat16 if that holds every one exactly, else float32.
-
-    Half the bytes to read at no loss; the one rule for linear layers and experts of every format.
-    """
-    for tensor in scales:
-        if tensor.dtype == torch.bfloat16:
-            continue
-        # One matrix of a stack at a time: the temporaries stay small.
-        for part in tensor if tensor.dim() == 3 else (tensor,):
-            if not torch.equal(part.to(torch.bfloat16).to(part.dtype), part):
-                return torch.float32
-    return torch.bfloat16
 
 
 def codes_in_a_byte(values: str) -> int:
@@ -53,12 +34,12 @@ def middle_codes(like: torch.Tensor, values: str) -> torch.Tensor:
 
 
 def needed_zero_points(zero_points: torch.Tensor | None, values: str) -> torch.Tensor | None:
-    """The zero points, or None if they are int4's and all 8, which is what none means: then they take no room.
+    """The zero points, or None if all are :func:`middle_code`, which is what none means: then they take no room.
 
     The operators pack what they are given, since the size of a packed tensor does not depend on values. Who wants the
     smaller form asks here. On the meta device, where there are no values, they are needed.
     """
-    if zero_points is None or values != "int4" or zero_points.is_meta or bool((zero_points != 8).any()):
+    if zero_points is None or zero_points.is_meta or bool((zero_points != middle_code(values)).any()):
         return zero_points
     return None
 
@@ -81,8 +62,8 @@ def pack_codes(
             float8_e4m3fn.
         bias: floating point [..., N] or None; kept as float32.
         group_size: values of k per scale; -1 is channelwise.
-        scale_dtype: that scales are kept in; :func:`kept_scale_dtype` if not given. Those of two levels stay what they
-            are.
+        scale_dtype: that scales are packed in, float32, bfloat16, float16 or :data:`E8M0`; if not given the first of
+            :func:`kept_scale_dtypes`. Scales of two levels stay what they are.
         zero_points: uint8 of the shape of ``scales``, codes themselves; None is :func:`middle_code` everywhere.
         values: ``int4``, ``e2m1`` or ``int8``, what a code is.
         channel_scales: float32 [..., N], by which the scales of a row are multiplied; None if there is one level. Where
@@ -96,10 +77,34 @@ def pack_codes(
     if channel_scales is not None and not has_two_levels(group, columns):
         scales, channel_scales = multiplied_scales(scales, channel_scales), None
     if channel_scales is None:
-        scales = scales.to(scale_dtype if scale_dtype is not None else kept_scale_dtype(scales))
+        if scale_dtype is None:
+            scale_dtype = next(kept_scale_dtypes(scales, values, group, columns))
+        scales = exponents_of(scales) if scale_dtype == E8M0 else scales.to(scale_dtype)
     bias = None if bias is None else bias.detach()
     more = {"zero_points": zero_points, "values": values, "channel_scales": channel_scales}
     return torch.ops.w4a8.dyn_quant_pack_4bit_weight(codes, scales, bias, group, columns, rows, **more)
+
+
+def unpack_codes(packed: torch.Tensor, group_size: int, columns: int, rows: int) -> dict[str, torch.Tensor]:
+    """The inverse of :func:`pack_codes`: of its arguments those that there are, by name.
+
+    Args:
+        packed: uint8 [bytes] or [E, bytes].
+        group_size: values of k per scale; -1 is channelwise.
+        columns: K.
+        rows: N.
+
+    Returns:
+        ``codes``; ``scales``, floating point (e8m0 as float32), or uint8 beside ``channel_scales``; the others if the
+        matrix has them.
+    """
+    group = columns if group_size == -1 else group_size
+    found = torch.ops.w4a8.dyn_quant_unpack_any_4bit_weight(packed, group, columns, rows)
+    names = ("codes", "scales", "zero_points", "bias", "values", "channel_scales")
+    tensors = {name: part for name, part in zip(names, found) if name != "values" and part.numel() != 0}
+    if tensors["scales"].dtype == torch.uint8 and "channel_scales" not in tensors:
+        tensors["scales"] = powers_of_two(tensors["scales"])
+    return tensors
 
 
 class Matrix:
@@ -157,14 +162,24 @@ class Matrix:
         return self._with({name: part[:, begin // units[name] : end // units[name]] for name, part in parts.items()})
 
     def zeros(self, rows: int) -> Matrix:
-        """[rows, K] of the same kind, all of it zero."""
-        return self._with({name: part.new_zeros(rows, *part.shape[1:]) for name, part in self._tensors().items()})
+        """[rows, K] of the same kind, all weights of it zero; of e2m1 by their codes, since e8m0 has no scale of 0."""
+        tensors = {name: part.new_zeros(rows, *part.shape[1:]) for name, part in self._tensors().items()}
+        if self.kind == "e2m1" and self.channel_scales is None:
+            tensors["scales"].fill_(1)
+        return self._with(tensors)
 
     def pack(self, scale_dtype: torch.dtype | None = None) -> torch.Tensor:
         """uint8 [bytes], as the operators take it; ``scale_dtype`` as in :func:`pack_codes`.
 
         Zero points that say nothing (:func:`needed_zero_points`) are left out.
+
+        Raises:
+            ValueError: a scale that is too large for ``scale_dtype``.
         """
+        if scale_dtype == torch.float16 and self.channel_scales is None and not self.scales.is_meta:
+            largest = float(self.scales.float().abs().max())
+            if torch.finfo(torch.float16).max < largest < float("inf"):
+                raise ValueError(f"scale_dtype is {scale_dtype}, but the largest scale is {largest}")
         zeros, channels = needed_zero_points(self.zero_points, self.kind), self.channel_scales
         return pack_codes(self.codes, self.scales, self.bias, self.group, scale_dtype, zeros, self.kind, channels)
 

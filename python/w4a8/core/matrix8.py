@@ -10,11 +10,6 @@ import torch
 from w4a8.core.matrix import Matrix
 
 
-def pack_again(rows: int, expected: int) -> str:
-    """The end of an error about packed rows, where they may be 8-bit weights as they were once packed: in 2 N rows."""
-    return "; 8-bit weights packed before layout version 4 must be packed again" if rows == 2 * expected else ""
-
-
 @dataclass(frozen=True)
 class Matrix8(Matrix):
     """One matrix of 8-bit codes, N output and K input features, G groups of K/G input features.

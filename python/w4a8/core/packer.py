@@ -54,10 +54,9 @@ class ExpertPacker:
             channel_scales: of which of the two scales come in two levels, as pieces (:meth:`put`).
 
         Raises:
-            ValueError: H or I is no multiple of the group size, or odd; or of 8-bit codes channelwise neither 16
-                nor a multiple of 32.
+            ValueError: H or I is no multiple of the group size, or odd.
         """
-        problem = sizes.unsupported({name: kind.values for name, kind in (packed_as or {}).items()} or values)
+        problem = sizes.unsupported()
         if problem is not None:
             raise ValueError(f"kernel does not support {problem}")
         self.sizes = sizes

@@ -11,13 +11,14 @@ from w4a8.core.float8 import multiplied_scales
 from w4a8.core.matrix import (
     Matrix,
     codes_in_a_byte,
-    has_two_levels,
-    kept_scale_dtype,
+    middle_code,
     middle_codes,
     needed_zero_points,
     pack_codes,
+    unpack_codes,
 )
 from w4a8.core.memory import fresh_bytes
+from w4a8.core.scale_types import has_two_levels, holds_scales, kept_scale_dtypes, scale_type_name
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,8 @@ class PackedAs:
 
     Attributes:
         values: ``int4``, ``e2m1`` or ``int8``.
-        scale_dtype: that scales are kept in.
-        zero_points: of ``int4``: there is room for them. ``int8`` always has it.
+        scale_dtype: that scales are packed in, as :func:`pack_codes` takes it.
+        zero_points: there is room for them.
         channel_scales: scales have two levels; ``scale_dtype`` says nothing then.
     """
 
@@ -42,10 +43,10 @@ def pack_for_stack(tensors: Mapping[str, torch.Tensor | None], group_size: int, 
     codes, scales = tensors["codes"], tensors["scales"]
     zeros, bias, channels = (tensors.get(name) for name in ("zero_points", "bias", "channel_scales"))
     dtype, values = packed_as.scale_dtype, packed_as.values
-    if packed_as.zero_points and zeros is None:
-        zeros = middle_codes(scales, values)
-    elif not packed_as.zero_points and values != "int8":
+    if not packed_as.zero_points:
         zeros = None
+    elif zeros is None:
+        zeros = middle_codes(scales, values)
     return pack_codes(codes, scales, bias, group_size, dtype, zeros, values, channels)
 
 
@@ -103,9 +104,9 @@ class MatrixStack:
     """Packed matrices [N, K] of E experts, uint8 [E, bytes], put in piece by piece in any order.
 
     A matrix is packed when its last piece comes; what is incomplete waits as codes and float32 scales. All matrices
-    of the stack have as many bytes: scales are kept as :func:`kept_scale_dtype` says for all of it, and the first one
-    that bfloat16 would round makes those float32 that have been packed already. Likewise the first zero point of 4-bit
-    codes that is not 8 gives zero points of 8 to those.
+    of the stack have as many bytes: their scales are packed in the first of :func:`kept_scale_dtypes` that holds all of
+    them. A scale that the type so far would round makes the stack pack again what it has packed already. So does the
+    first zero point of 4-bit codes that is not 8: those before get zero points of 8.
     """
 
     def __init__(
@@ -141,6 +142,7 @@ class MatrixStack:
         self._values = values if packed_as is None else packed_as.values
         self.packed_as = packed_as if packed_as is not None else PackedAs(values or "int4")
         self._is_fixed = packed_as is not None
+        self._scale_dtypes: tuple[torch.dtype, ...] = ()  # that hold all that has come, the best first
         self._zero_points = zero_points
         self._channel_scales = channel_scales
         self._keeps_levels = has_two_levels(group_size, columns)
@@ -253,17 +255,26 @@ class MatrixStack:
         if self._channel_scales and not self._keeps_levels:
             tensors["scales"] = multiplied_scales(tensors["scales"], tensors.pop("channel_scales"))
         needed = self.packed_as
-        one_level = not needed.channel_scales
-        if one_level and needed.scale_dtype == torch.bfloat16 and kept_scale_dtype(tensors["scales"]) != torch.bfloat16:
-            self._must_not_be_fixed(f"the scales of expert {expert} are no bfloat16 values")
-            needed = replace(needed, scale_dtype=torch.float32)
-        optional = needed.values != "int8" and not needed.zero_points
-        if optional and needed_zero_points(tensors.get("zero_points"), needed.values) is not None:
-            self._must_not_be_fixed(f"the zero points of expert {expert} are not 8")
+        if not needed.channel_scales:
+            needed = replace(needed, scale_dtype=self._scale_dtype_with(expert, tensors["scales"]))
+        zeros = tensors.get("zero_points")
+        if not needed.zero_points and needed_zero_points(zeros, needed.values) is not None:
+            self._must_not_be_fixed(f"the zero points of expert {expert} are not {middle_code(needed.values)}")
             needed = replace(needed, zero_points=True)
         if needed != self.packed_as:
             self._repack(needed)
         self._store(expert, tensors)
+
+    def _scale_dtype_with(self, expert: int, scales: torch.Tensor) -> torch.dtype:
+        """That the stack is packed in, with these scales in it."""
+        dtype, values = self.packed_as.scale_dtype, self.packed_as.values
+        if self._is_fixed:
+            if dtype != torch.float32 and not holds_scales(dtype, scales, values):
+                self._must_not_be_fixed(f"the scales of expert {expert} are no {scale_type_name(dtype)} values")
+            return dtype
+        found = tuple(kept_scale_dtypes(scales, values, self.group_size, self.columns))
+        self._scale_dtypes = tuple(dtype for dtype in self._scale_dtypes or found if dtype in found)
+        return self._scale_dtypes[0]
 
     def _must_not_be_fixed(self, problem: str) -> None:
         if self._is_fixed:
@@ -284,17 +295,13 @@ class MatrixStack:
             self._written += 1
 
     def _repack(self, packed_as: PackedAs) -> None:
-        """Packs what is packed as something larger."""
+        """Packs what is packed as something else."""
         before, written, held = self._packed, self._written, self._held
         self._packed, self._written, self._held = None, 0, {}
         self.packed_as = packed_as
-        group = self.columns if self.group_size == -1 else self.group_size
         for expert in sorted(self._done):
             matrix = before[expert] if expert < written else held.pop(expert)
-            unpacked = torch.ops.w4a8.dyn_quant_unpack_any_4bit_weight(matrix, group, self.columns, self.rows)
-            names = ("codes", "scales", "zero_points", "bias", "", "channel_scales")
-            tensors = {name: tensor for name, tensor in zip(names, unpacked) if name and tensor.numel() != 0}
-            self._store(expert, tensors)
+            self._store(expert, unpack_codes(matrix, self.group_size, self.columns, self.rows))
 
     @property
     def is_empty(self) -> bool:

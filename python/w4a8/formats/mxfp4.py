@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import torch
 
+from w4a8.core.float8 import powers_of_two
 from w4a8.core.matrix import Matrix4
 from w4a8.formats.matrix import Tensors, expect_shape, groups_of, take, take_bias
 
 BLOCK = 32
 
 
-def powers_of_two(exponents: torch.Tensor, name: str) -> torch.Tensor:
-    """uint8 exponents s to float32 2^(s - 127).
+def block_scales(exponents: torch.Tensor, name: str) -> torch.Tensor:
+    """uint8 exponents s to float32 2^(s - 127); packing makes exponents of them again.
 
     Raises:
         ValueError: a 255, which is not a number.
     """
     if (exponents == 255).any():
         raise ValueError(f"{name}: 255, which is not a number")
-    # The exponent's bits of a float32; 2^-127 is a denormal.
-    bits = (exponents.to(torch.int32) << 23).masked_fill_(exponents == 0, 1 << 22)
-    return bits.view(torch.float32)
+    return powers_of_two(exponents)
 
 
 def from_mxfp4_pack_quantized(tensors: Tensors, name: str) -> Matrix4:
@@ -61,7 +60,7 @@ def _read(tensors: Tensors, name: str, suffix: str) -> Matrix4:
     expect_shape(
         exponents.shape, name, "weight_scale", (rows, groups), f"{columns} x {rows} features in blocks of {BLOCK}"
     )
-    scales = powers_of_two(exponents, f"{name}.weight_scale")
+    scales = block_scales(exponents, f"{name}.weight_scale")
     return Matrix4(codes.contiguous(), scales, None, "e2m1", take_bias(tensors, name, rows))
 
 
@@ -86,5 +85,5 @@ def from_mxfp4(tensors: Tensors, name: str) -> Matrix4:
     expect_shape(blocks.shape, name, "blocks", (rows, groups, BLOCK // 2), f"blocks of {BLOCK}")
     exponents = take(tensors, name, "scales", (torch.uint8,), 2)
     expect_shape(exponents.shape, name, "scales", (rows, groups), f"{rows} x {groups} blocks")
-    scales = powers_of_two(exponents, f"{name}.scales")
+    scales = block_scales(exponents, f"{name}.scales")
     return Matrix4(blocks.flatten(1).contiguous(), scales, None, "e2m1", take_bias(tensors, name, rows))

@@ -12,7 +12,7 @@ from w4a8.formats.awq import from_awq, output_features, output_nibbles
 from w4a8.formats.compressed_tensors import from_int_quantized, from_pack_quantized, stated_shape
 from w4a8.formats.gptq import from_gptq
 from w4a8.formats.matrix import Tensors, check_not_empty, checked_zeros, expect_shape
-from w4a8.formats.mxfp4 import BLOCK, from_mxfp4, from_mxfp4_pack_quantized, from_quark_mxfp4, powers_of_two
+from w4a8.formats.mxfp4 import BLOCK, block_scales, from_mxfp4, from_mxfp4_pack_quantized, from_quark_mxfp4
 from w4a8.formats.nvfp4 import checked_block_scales, checked_global_scale, from_nvfp4, from_nvfp4_pack_quantized
 from w4a8.formats.parts import Part, parts_of
 from w4a8.formats.words import codes, word_bytes
@@ -177,7 +177,7 @@ class Stored:
                 zeros = middle_codes(stored, self.values)
             return zeros
         if not floats:
-            return (checked_block_scales if self.channel_scales else powers_of_two)(tensor, full)
+            return (checked_block_scales if self.channel_scales else block_scales)(tensor, full)
         if not torch.isfinite(tensor).all():
             raise ValueError(f"{full}: not all scales are finite")
         return tensor.T if part.axes[0] == "g" else tensor

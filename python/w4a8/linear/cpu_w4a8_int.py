@@ -7,6 +7,7 @@ import torch
 from w4a8.core.matrix import GROUP_SIZES, is_group_size
 from w4a8.core.nibbles import check_int4_range, to_nibbles
 from w4a8.core.platforms import current_platform
+from w4a8.core.scale_types import SCALE_TYPES
 from w4a8.core.weight_utils import replace_parameter
 from w4a8.linear.mixed_precision import MPLinearKernel, MPLinearLayerConfig
 from w4a8.linear.scalar_type import scalar_types
@@ -73,7 +74,7 @@ class CPUW4A8IntLinearKernel(MPLinearKernel):
         values = weight.detach()
         check_int4_range(values, self.w_q_name)
         n, k = values.shape
-        if scales.dtype not in (torch.float32, torch.bfloat16):
+        if scales.dtype not in SCALE_TYPES:
             scales = scales.float()
         group = k if self.config.group_size == -1 else self.config.group_size
         packed = dyn_quant_pack_4bit_weight(to_nibbles(values), scales, None, group, k, n)

@@ -119,7 +119,7 @@ class CompressedTensorsW4A8Int8MoEMethod(CompressedTensorsMoEMethod):
     def _register(
         self, layer: torch.nn.Module, sizes: ExpertSizes, params_dtype: torch.dtype, attrs: dict[str, Any]
     ) -> None:
-        # As upstream; where a checkpoint has scales that bfloat16 would round, the loader widens the parameter.
+        # As upstream. Where a checkpoint has scales that bfloat16 would round, the loader makes the parameter float32.
         scale_dtype = torch.float32 if self.group_size == -1 else torch.bfloat16
         bias_dtype = params_dtype if self.has_bias else None
         register_parameters(layer, sizes, scale_dtype, bias_dtype, attrs)

@@ -77,7 +77,8 @@ class W4A8Linear(PackedLinear):
             weight_shape: (N, K); None is that of the weight, with K = 8 times the words of a row.
             bias: [N] or None.
             weight_zero_point: int32 [ceil(N/8), K/g] (pack-quantized) or int8 [N, K/g] in [-8, 7]; None if symmetric.
-            scale_dtype: that scales are kept in; bfloat16 where that holds them exactly, else float32, if not given.
+            scale_dtype: float32, bfloat16 or float16, that scales are rounded to; if not given, the type of the fewest
+                bytes that holds them exactly: bfloat16, float16 or float32.
 
         Raises:
             ValueError: the tensors do not fit each other, values are outside [-8, 7], or a scale is not finite.
@@ -170,7 +171,8 @@ class W4A8Linear(PackedLinear):
                 :func:`w4a8.formats.from_mxfp4_pack_quantized`; or ``weight``, ``weight_scale``, ``bias``, as AMD Quark
                 has: see :func:`w4a8.formats.from_quark_mxfp4`.
             name: of the layer, for errors.
-            scale_dtype: float32 or bfloat16; None is bfloat16 where that holds all scales, else float32.
+            scale_dtype: as in :meth:`from_compressed_tensors`; if not given, e8m0, a byte as in the file (of one group
+                in a row bfloat16).
 
         Raises:
             ValueError: a tensor is missing, has another dtype or shape, or values that this format does not have.

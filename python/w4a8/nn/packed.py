@@ -7,7 +7,6 @@ from collections.abc import Mapping
 import torch
 
 from w4a8.core.matrix import Matrix
-from w4a8.core.matrix8 import pack_again
 from w4a8.nn.grids import DEFAULT_GROUP_SIZE
 from w4a8.ops import dyn_quant_matmul_4bit, read_header
 
@@ -31,8 +30,7 @@ class PackedModule(torch.nn.Module):
             for field, value in expected.items():
                 if header[field] != value:
                     where = f"{name}[{index}]" if packed.dim() == 2 else name
-                    hint = pack_again(header[field], value) if field == "n" else ""
-                    raise ValueError(f"{where}: {field} is {header[field]}, expected {value}{hint}")
+                    raise ValueError(f"{where}: {field} is {header[field]}, expected {value}")
 
     def kind_repr(self) -> str:
         """For print(): what is not plain int4; nothing on the meta device."""
@@ -97,7 +95,8 @@ class PackedLinear(PackedModule):
 
         Args:
             matrix: of any kind.
-            scale_dtype: that scales are kept in; bfloat16 where that holds them exactly, else float32, if not given.
+            scale_dtype: float32, bfloat16 or float16, that scales are rounded to; if not given, the type of the fewest
+                bytes that holds them exactly (docs/formats.md).
         """
         return cls(matrix.pack(scale_dtype), matrix.columns, matrix.rows, matrix.group)
 

@@ -134,9 +134,9 @@ def check8(found, expected, symmetric):
     assert isinstance(found, Matrix8) and found.codes.shape == (found.rows, found.columns) == (n, k)
     assert (found.zero_points is None) == symmetric
     assert torch.equal(multiplied_out(found), expected)
-    if found.group % 32 == 0 or found.group == 16:
-        unpacked = w4a8.dyn_quant_unpack_any_4bit_weight(found.pack(), found.group, k, n)
-        codes, scales, zeros, _, values, _ = unpacked
+    if found.group in (16, k) or found.group % 32 == 0:
+        codes, scales, zeros, _, values, _ = w4a8.dyn_quant_unpack_any_4bit_weight(found.pack(), found.group, k, n)
+        zeros = zeros if zeros.numel() > 0 else None
         assert values == "int8" and torch.equal(multiplied_out(Matrix8(codes, scales, zeros)), expected)
 
 
@@ -171,11 +171,8 @@ def test_what_8_bits_cannot_be():
                    "scales": tensors["scales"][:, [*range(16), 0, 1]]}, "layer", 32, True, 1, 8)  # fmt: skip
     with pytest.raises(ValueError, match=r"layer: codes of 3 bits, but 4 or 8 are expected"):
         from_gptq(tensors, "layer", 32, True, 1, 3)
-    large = Matrix8(torch.zeros(1, 32, dtype=torch.uint8), torch.full((1, 1), 3e37, dtype=torch.bfloat16), None)
-    with pytest.raises(RuntimeError, match=r"scales_zeros: element 0 is .* 16 times which is infinite"):
-        large.pack()
-    with pytest.raises(RuntimeError, match="in_features"):
-        Matrix8(torch.zeros(1, 40, dtype=torch.uint8), torch.ones(1, 1), None).pack()
+    with pytest.raises(RuntimeError, match=r"block_size.* 65538 \(channelwise\), expected at most 65536 for int8"):
+        Matrix8(torch.zeros(1, 65538, dtype=torch.uint8), torch.ones(1, 1), None).pack()
 
 
 def test_compressed_tensors_with_zero_points_of_nothing():

@@ -37,10 +37,13 @@ def meaning(packed):
     header = w4a8.read_header(packed)
     found = w4a8.dyn_quant_unpack_any_4bit_weight(packed, header["group"], header["k"], header["n"])
     codes, scales, zeros, bias, values, channels = found
+    zeros = zeros if header["has_zero_points"] else None
+    if header["scale_dtype"] == "e8m0":
+        scales = torch.pow(2.0, scales.double() - 127)
     if values == "int8":
         return multiplied_out(Matrix8(codes, scales, zeros)), bias if header["has_bias"] else None
     channels = channels if channels.numel() > 0 else None
-    matrix = Matrix4(codes, scales, zeros if header["has_zero_points"] else None, values, None, channels)
+    matrix = Matrix4(codes, scales, zeros, values, None, channels)
     return multiplied_out(matrix), bias if header["has_bias"] else None
 
 
@@ -77,7 +80,6 @@ def assert_meant(layer, made, experts=None, names=("gate_proj", "up_proj", "down
 @pytest.mark.parametrize(("hidden", "inter", "group"), [(96, 64, 32), (64, 40, -1), (64, 48, 16)])
 def test_experts(name, hidden, inter, group, tmp_path):
     form = (FORMATS | EIGHT_BITS)[name]
-    inter = 32 if group == -1 and form.bits == 8 else inter
     made = experts_checkpoint(form, hidden, inter, group)
     layers = load(made.write(tmp_path), quantize_w4a16=form.weight_only)
     assert list(layers) == [LAYER]
@@ -85,7 +87,7 @@ def test_experts(name, hidden, inter, group, tmp_path):
     for packed in (layers[LAYER].w13_weight_packed[0], layers[LAYER].w2_weight_packed[0]):
         header = w4a8.read_header(packed)
         assert header["values"] == f"int{form.bits}"
-        assert form.bits == 8 or header["has_zero_points"] == (not form.symmetric)
+        assert header["has_zero_points"] == (not form.symmetric)
     x = torch.randn(5, hidden)
     assert torch.isfinite(layers[LAYER](x, torch.randn(5, 3))).all()
 
@@ -153,7 +155,7 @@ def test_gpt_oss(tmp_path):
     layer = load(path, quantize_w4a16=True)[LAYER]
     assert_meant(layer, meant)
     header = w4a8.read_header(layer.w2_weight_packed[0])
-    assert (header["values"], header["scale_dtype"]) == ("e2m1", "bfloat16")
+    assert (header["values"], header["scale_dtype"]) == ("e2m1", "e8m0")
     assert_meant(load(path, tp_size=2, quantize_w4a16=True)[LAYER], meant, rows=slice(0, 32))
     assert_meant(load(path, ep_rank=2, ep_size=3, quantize_w4a16=True)[LAYER], meant, experts=[2])
 
@@ -162,7 +164,8 @@ def test_gpt_oss(tmp_path):
     "name", ["GPTQ asymmetric", "AWQ", "AutoRound as AWQ", "W4A16 pack asymmetric", "GPTQ 2 asymmetric, 8 bits"]
 )
 def test_scales_stay_exact(name, tmp_path):
-    for dtype, kept in ((torch.float16, "float32"), (torch.bfloat16, "bfloat16")):
+    """In the type of the file."""
+    for dtype, kept in ((torch.float16, "float16"), (torch.bfloat16, "bfloat16"), (torch.float32, "float32")):
         made = experts_checkpoint((FORMATS | EIGHT_BITS)[name], 64, 32, 32, dtype=dtype)
         layer = load(made.write(tmp_path / kept), quantize_w4a16=True)[LAYER]
         assert w4a8.read_header(layer.w13_weight_packed[0])["scale_dtype"] == kept
@@ -319,14 +322,16 @@ def test_gate_and_up_of_two_kinds(tmp_path):
 
 
 def test_8_bits_of_sizes_that_the_operators_do_not_have(tmp_path):
-    """Channelwise both planes of a row are groups."""
+    """Rows of one group whose products would not sum up in int32."""
     form = EIGHT_BITS["GPTQ, 8 bits"]
-    made = experts_checkpoint(form, 64, 40, -1)
-    made.add("model.layers.0.self_attn.q_proj", form, 16, 40, -1)
+    hidden, query = (1 << 16) + 8, "model.layers.0.self_attn.q_proj"
+    made = experts_checkpoint(form, hidden, 8, -1)
+    made.add(query, form, 4, hidden, -1)
     path = made.write(tmp_path)
-    with pytest.raises(NotImplementedError, match="size per partition 40, which is not 16 or a multiple of 32"):
+    problem = rf"is {hidden} \(channelwise\), expected at most 65536 for int8"
+    with pytest.raises(CheckpointError, match=rf"{LAYER}\.0\.\w+: .*{problem}"):
         load(path, quantize_w4a16=True)
-    with pytest.raises(CheckpointError, match=r"model\.layers\.0\.self_attn\.q_proj: .*in_features"):
+    with pytest.raises(CheckpointError, match=rf"{query}: .*{problem}"):
         load_linear(path, quantize_w4a16=True)
 
 

@@ -137,19 +137,22 @@ def test_experts_of_4_and_8_bits(tmp_path):
     assert "int8" in repr(again.model.layers[0].mlp.experts)
 
 
-def test_8_bits_as_they_once_were_packed(tmp_path):
-    """In two rows of 4 bits for each: an error that says what to do."""
-    save_mixed(tmp_path, "auto_round_mixed")
-    file = tmp_path / "packed" / "model.safetensors"
-    tensors = load_file(file)
-    key = "model.layers.0.self_attn.q_proj.packed"
-    header = read_header(tensors[key])
-    tensors[key] = W4A8Linear.from_float(torch.nn.Linear(header["k"], 2 * header["n"], False), header["group"]).packed
-    save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(
-        ValueError, match=r"q_proj: packed: \[n, k\] is \[256, 128\], expected \[128, 128\]; 8-bit .* again"
-    ):
-        AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+@pytest.mark.parametrize("version", [1, 2, 3, 4])
+def test_packed_before_the_first_release(tmp_path, version):
+    """Every reader says what to do, and names the tensor: experts and a linear layer."""
+    save_packed(tmp_path, "qwen3")
+    directory = tmp_path / "packed"
+    file = directory / "model.safetensors"
+    whole = load_file(file)
+    for key in ("model.layers.0.mlp.experts.w2_packed", "model.layers.1.self_attn.q_proj.packed"):
+        tensors = {name: tensor.clone() for name, tensor in whole.items()}
+        tensors[key].flatten()[8:12] = torch.tensor([version, 0, 0, 0], dtype=torch.uint8)
+        save_file(tensors, file, metadata={"format": "pt"})
+        problem = rf"version is {version}: packed before w4a8 0\.1, pack the weights again"
+        with pytest.raises(ValueError, match=rf"{key}.*: {problem}"):
+            AutoModelForCausalLM.from_pretrained(directory)
+        with pytest.raises(ValueError, match=rf"{key}.*: {problem}"):
+            read_directory(directory, read_config(directory)[1])
 
 
 def test_groups_of_several_sizes(tmp_path):
@@ -225,9 +228,10 @@ def test_joined_rows(options, sizes, biased):
     if biased:
         whole.bias.copy_(torch.cat([linear.bias for linear, _ in parts]))
     want = W4A8Linear.from_float(whole, 32, **options).packed
-    found = joined([matrix_of(packed, "part") for _, packed in parts])
+    headers = [read_header(packed) for _, packed in parts]
+    found = joined([matrix_of(packed, "part") for _, packed in parts], headers)
     assert_same_bits(found, want)
-    assert joined_bytes([read_header(packed) for _, packed in parts]) == want.numel()
+    assert joined_bytes(headers) == want.numel()
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -239,17 +243,19 @@ def test_joined_rows_of_8_bits(biased):
     names = ("codes", "scales", "zero_points", *(["bias"] if biased else []))
     whole = Matrix8(**{"bias": None, **{name: torch.cat([getattr(p, name) for p in parts]) for name in names}})
     packed = [part.pack() for part in parts]
-    found = joined([matrix_of(each, "part") for each in packed])
+    headers = [read_header(each) for each in packed]
+    found = joined([matrix_of(each, "part") for each in packed], headers)
     assert_same_bits(found, whole.pack(torch.float32))
-    assert joined_bytes([read_header(each) for each in packed]) == found.numel()
+    assert joined_bytes(headers) == found.numel()
 
 
 def test_joined_rows_of_different_kinds():
     """Of those without zero points, a bias or float32 scales get them."""
     (_, plain), (_, other) = rounded(20, {"scale_dtype": torch.bfloat16}), rounded(16, {"symmetric": False}, bias=True)
     both = [matrix_of(packed, "part") for packed in (plain, other)]
-    found = joined(both)
-    assert joined_bytes([read_header(plain), read_header(other)]) == found.numel()
+    headers = [read_header(plain), read_header(other)]
+    found = joined(both, headers)
+    assert joined_bytes(headers) == found.numel()
     matrix = matrix_of(found, "both")
     for part, rows in zip(both, (slice(20), slice(20, None))):
         mine = matrix.with_rows(rows)

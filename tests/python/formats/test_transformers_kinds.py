@@ -48,7 +48,11 @@ class Codes:
         rows, columns = self.codes.shape
         nibbles = torch.from_numpy(self.codes[:, ::2] | self.codes[:, 1::2] << 4)
         zeros = None if self.zeros is None else torch.from_numpy(self.zeros)
-        scales = self.scales.float() if values == "int4" else torch.from_numpy(2.0 ** (self.exponents - 127)).float()
+        scales = self.scales
+        if values == "e2m1":  # one group, which is channelwise, has float scales
+            one = self.exponents.shape[1] == 1
+            scales = torch.from_numpy(2.0 ** (self.exponents - 127) if one else self.exponents.astype(np.uint8))
+            scales = scales.bfloat16() if one else scales
         group = columns // scales.shape[1]
         return w4a8.dyn_quant_pack_4bit_weight(
             nibbles, scales, bias, group, columns, rows, zero_points=zeros, values=values
@@ -258,7 +262,7 @@ def test_mxfp4_experts_of_gpt_oss(method, tmp_path):
     want = write_gpt_oss(tmp_path, method)
     model = check(tmp_path, want)
     assert w4a8.read_header(model.model.layers[1].mlp.experts.w13_packed[5])["values"] == "e2m1"
-    assert w4a8.read_header(model.model.layers[1].mlp.experts.w13_packed[5])["scale_dtype"] == "bfloat16"
+    assert w4a8.read_header(model.model.layers[1].mlp.experts.w13_packed[5])["scale_dtype"] == "e8m0"
     assert set(model.hf_quantizer.report.replaced) == {f"model.layers.{i}.mlp.experts" for i in (0, 1)}
 
 

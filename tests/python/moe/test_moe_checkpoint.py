@@ -9,6 +9,7 @@ import sys
 import moe_checkpoint
 import pytest
 import torch
+from common import least_scales
 from moe_build import Stack, assert_packed
 
 import w4a8.checkpoint
@@ -108,7 +109,7 @@ def test_separate_gate_and_up_are_not_interleaved(checkpoint, options):
 @safetensors
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_scales_of_mixed_types(checkpoint, dtype):
-    """The first tensor says nothing of the others: a stack is bfloat16 if that holds all its scales, else float32."""
+    """The first tensor says nothing of the others: a stack is of the least type that holds all its scales."""
     key = f"{LAYER}.5.down_proj.weight_scale"
     checkpoint.tensors[key] = (checkpoint.tensors[key].float() * 1.01).to(dtype)
     exact = f"{LAYER}.2.up_proj.weight_scale"
@@ -116,7 +117,7 @@ def test_scales_of_mixed_types(checkpoint, dtype):
     layer = load(checkpoint.write())[LAYER]
     scales = checkpoint.w2.scales.float()
     scales[5] = checkpoint.tensors[key].float()
-    assert_packed(layer, checkpoint.w13, Stack(checkpoint.w2.values, scales, None))
+    assert_packed(layer, checkpoint.w13, Stack(checkpoint.w2.values, least_scales(scales), None))
 
 
 @safetensors
@@ -161,14 +162,14 @@ def test_unquantized_layers_are_left_out(checkpoint, how, caplog):
 
 
 @safetensors
-def test_scales_that_bfloat16_would_round_are_kept_in_float32(checkpoint):
+def test_scales_that_bfloat16_would_round_are_kept_as_they_are(checkpoint):
     for dtype in (torch.float16, torch.float32):
         for key in list(checkpoint.tensors):
             if key.endswith("weight_scale"):
                 checkpoint.tensors[key] = (checkpoint.tensors[key].float() * 1.01).to(dtype)
         w13, w2 = checkpoint.w13, checkpoint.w2
-        w13 = Stack(w13.values, (w13.scales.float() * 1.01).to(dtype).float(), None)
-        w2 = Stack(w2.values, (w2.scales.float() * 1.01).to(dtype).float(), None)
+        w13 = Stack(w13.values, (w13.scales.float() * 1.01).to(dtype), None)
+        w2 = Stack(w2.values, (w2.scales.float() * 1.01).to(dtype), None)
         assert_packed(load(checkpoint.write())[LAYER], w13, w2)
         checkpoint.reset()
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from w4a8.core.experts import ExpertSizes, pack_stack
-from w4a8.core.matrix import kept_scale_dtype
 from w4a8.core.packer import ExpertPacker
+from w4a8.core.scale_types import kept_scale_dtypes
 from w4a8.core.stack import MatrixStack, PackedAs
 
 EXPERTS, HIDDEN, INTERMEDIATE = 3, 128, 64
@@ -189,9 +189,9 @@ def test_no_third_projection_without_a_gate():
 
 def test_exactness_is_one_rule():
     """Channelwise too."""
-    for scale, dtype in ((1 / 3, torch.float32), (0.25, torch.bfloat16)):
+    for scale, dtype in ((1 / 3, torch.float32), (0.25, torch.bfloat16), (1365 / 4096, torch.float16)):
         scales = torch.full((2, 1), scale)
-        assert kept_scale_dtype(scales) == dtype
+        assert next(kept_scale_dtypes(scales, "int4", -1, 64)) == dtype
         stack = MatrixStack(1, 2, 64, -1)
         stack.put_piece(0, "scales", slice(0, 2), scales)
         stack.put_piece(0, "codes", slice(0, 2), torch.zeros(2, 32, dtype=torch.uint8))

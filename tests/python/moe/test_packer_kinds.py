@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from common import least_scales
 
 import w4a8
 from w4a8.core.experts import ExpertSizes
@@ -57,7 +58,7 @@ def _experts(kinds, **more):
     return found
 
 
-def _one_call(matrices, group, scale_dtype=None):
+def _one_call(matrices, group):
     """A stack of equal matrices by one call of the operator; each a list of matrices of consecutive rows."""
     whole = []
     columns = matrices[0][0].columns
@@ -73,11 +74,9 @@ def _one_call(matrices, group, scale_dtype=None):
     nibbles, scales, zeros = (torch.stack([one[i] for one in whole]) for i in range(3))
     bias = None if whole[0][3] is None else torch.stack([one[3] for one in whole]).to(torch.bfloat16)
     values = matrices[0][0].kind
-    has_zeros = values == "int8" or any(part.zero_points is not None for parts in matrices for part in parts)
-    rounded = scales.to(torch.bfloat16)
+    has_zeros = any(part.zero_points is not None for parts in matrices for part in parts)
     if not levels:
-        exact = scale_dtype is None and torch.equal(rounded.float(), scales)
-        scales = rounded if exact else scales.to(scale_dtype or torch.float32)
+        scales = least_scales(scales, values == "e2m1" and group % 32 == 0 and group not in (-1, columns))
     channels = torch.stack([torch.cat([p.channel_scales for p in parts]) for parts in matrices]) if levels else None
     return w4a8.dyn_quant_pack_4bit_weight(
         nibbles, scales, bias, columns if group == -1 else group, columns, nibbles.shape[1],
@@ -201,23 +200,23 @@ def test_matrices_without_zero_points_beside_others(with_zeros, reverse):
 @pytest.mark.parametrize("with_zeros", [{(0, "w1")}, {(1, "w3"), (2, "w2")}, {(2, "w1"), (0, "w3")}])
 @pytest.mark.parametrize("reverse", [False, True])
 def test_zero_points_of_some_matrices_of_8_bits(with_zeros, reverse):
-    """The others get 128; scales that bfloat16 does not hold come last and pack all of it again."""
+    """The others get 128; scales that only float32 holds come last and pack all of it again."""
     kinds = {key: "bytes" if key in with_zeros else "int8" for key in _experts({"w13": "int4", "w2": "int4"})}
     order = sorted(kinds, reverse=reverse)
     matrices = {
-        key: _matrix(*SHAPES[key[1]], kinds[key], scale_dtype=torch.float16 if key in order[-2:] else torch.bfloat16)
+        key: _matrix(*SHAPES[key[1]], kinds[key], scale_dtype=torch.float32 if key in order[-2:] else torch.bfloat16)
         for key in order
     }
     packer = _packer()
     for expert, shard in order:
         packer.put_matrix(expert, shard, matrices[expert, shard], "name")
-    assert packer.stacks["w13"].packed_as == PackedAs("int8", torch.float32)
+    assert packer.stacks["w13"].packed_as == PackedAs("int8", torch.float32, True)
     assert _same(packer.pack(), _expected(matrices, GROUP))
 
 
 def test_8_bits_again():
-    """Into the same bytes, whether there are zero points or not; codes of 4 bits do not fit, nor words of too few."""
-    first, second = _experts({"w13": "int8", "w2": "bytes"}), _experts({"w13": "bytes", "w2": "int8"})
+    """Into the same bytes: where there were no zero points, none fit; nor do codes of 4 bits, or words of too few."""
+    first, second = _experts({"w13": "bytes", "w2": "int8"}), _experts({"w13": "int8", "w2": "int8"})
     packer = _packer()
     for key, matrix in first.items():
         packer.put_matrix(*key, matrix, "name")
@@ -227,7 +226,15 @@ def test_8_bits_again():
     for key, matrix in second.items():
         packer.put_matrix(*key, matrix, "name")
     packed = packer.pack()
-    assert {name: tensor.shape for name, tensor in packed.items()} == sizes and _same(packed, _expected(second, GROUP))
+    assert {name: tensor.shape for name, tensor in packed.items()} == sizes
+    middle = {key: torch.full(matrix.scales.shape, 128, dtype=torch.uint8) for key, matrix in second.items()}
+    for expert, shard in second:
+        if shard != "w2":
+            second[expert, shard] = replace(second[expert, shard], zero_points=middle[expert, shard])
+    assert _same(packed, _expected(second, GROUP))
+    packer = _packer(packed_as=packed_as)
+    with pytest.raises(ValueError, match="the name: the zero points of expert 0 are not 128"):
+        packer.put_matrix(0, "w2", _matrix(HIDDEN, INTERMEDIATE, "bytes"), "the name")
     packer = _packer(packed_as=packed_as)
     with pytest.raises(ValueError, match="the name: the codes are int4, but int8 is expected"):
         packer.put_matrix(0, "w2", _matrix(HIDDEN, INTERMEDIATE, "int4"), "the name")
@@ -242,13 +249,16 @@ def test_8_bits_again():
 
 
 def test_values_of_8_bits_that_the_operators_do_not_have():
-    matrix = _matrix(*SHAPES["w2"], "int8", scale_dtype=torch.bfloat16)
-    packer = _packer()
-    with pytest.raises(ValueError, match=r"the name: .*16 times which is infinite"):
-        packer.put_matrix(0, "w2", replace(matrix, scales=matrix.scales + 3e37), "the name")
-    with pytest.raises(ValueError, match="intermediate size per partition 40, which is not 16 or a multiple of 32"):
-        ExpertPacker(ExpertSizes(1, 64, 40, -1), None, values={"w2": "int8"})
-    ExpertPacker(ExpertSizes(1, 64, 40, -1), None, values={"w13": "int8"})
+    """Groups whose products would not sum up in int32: of one row, 2^16; with zero points 2^15."""
+    for kind, most in (("int8", 1 << 16), ("bytes", 1 << 15)):
+        for columns in (most, most + 2):
+            packer = ExpertPacker(ExpertSizes(1, columns, 2, -1), None)
+            matrix = _matrix(4, columns, kind, -1, bias=False)
+            if columns == most:
+                packer.put_matrix(0, "w13", matrix, "the name")
+                continue
+            with pytest.raises(ValueError, match=rf"the name: .*\(channelwise\), expected at most {most} for int8"):
+                packer.put_matrix(0, "w13", matrix, "the name")
 
 
 def test_zero_points_that_are_all_8():

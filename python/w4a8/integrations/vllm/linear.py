@@ -117,7 +117,7 @@ class LinearWeights:
                 f"w4a8: {self.layer_name}: {self.k} input features per rank (of {input_size}) are not a multiple of "
                 f"{max(group, 2)}"
             )
-        problem = unsupported_width("input features per rank", self.k, group, self.stored.values)
+        problem = unsupported_width("input features per rank", self.k, group)
         if problem is not None:
             raise ValueError(f"w4a8: {self.layer_name}: kernel does not support {problem}")
         self.rows, self.sizes = sum(sizes), sizes

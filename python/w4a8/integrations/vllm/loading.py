@@ -8,6 +8,7 @@ import torch
 from vllm.config import get_current_vllm_config_or_none
 
 from w4a8.core.experts import ExpertSizes
+from w4a8.core.float8 import exponents_of, powers_of_two
 from w4a8.core.matrix import codes_in_a_byte, middle_code
 from w4a8.core.packer import ExpertPacker
 from w4a8.core.stack import PackedAs
@@ -57,6 +58,8 @@ def pack_dummy(packer: ExpertPacker, zero_points: bool) -> None:
         zeros = torch.empty(scales.shape, dtype=torch.uint8)
         for expert in range(packer.sizes.experts):
             scales.uniform_(-1e-3, 1e-3)
+            if values == "e2m1":  # of MXFP4: they take as many bytes as those of a checkpoint
+                scales.copy_(powers_of_two(exponents_of(scales.abs())))
             if stack.channel_scales:
                 stack.put_piece(expert, "scales", slice(0, rows), random_block_scales(zeros))
                 stack.put_piece(expert, "channel_scales", slice(0, rows), torch.ones(rows, dtype=torch.float32))

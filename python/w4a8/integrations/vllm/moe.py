@@ -90,7 +90,7 @@ class W4A8MoEMethod(FusedMoEMethodBase):
         self.stored = stored
         self.sizes = expert_sizes(layer.moe_config, stored.group_size)
         self.activation = _activation(layer.moe_config)
-        problem = self.sizes.unsupported(dict.fromkeys(("w13", "w2"), stored.values))
+        problem = self.sizes.unsupported()
         if problem is not None:
             raise ValueError(f"w4a8: {layer_name}: kernel does not support {problem}")
         self.layer_name = layer_name

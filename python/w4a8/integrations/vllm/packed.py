@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 
-from w4a8.core.matrix import Matrix, Matrix4, codes_in_a_byte, middle_codes, pack_codes
+from w4a8.core.matrix import Matrix, Matrix4, codes_in_a_byte, middle_codes, pack_codes, unpack_codes
 from w4a8.core.matrix8 import Matrix8
 from w4a8.core.nibbles import pairs
+from w4a8.core.scale_types import E8M0, scale_type_named
 from w4a8.formats.packed_directory import FORMAT, METHOD, VERSION
 from w4a8.formats.words import words_of
-from w4a8.ops import PackedHeader, dyn_quant_unpack_any_4bit_weight, read_header
+from w4a8.ops import PackedHeader, read_header
 
 # Last part of a packed tensor's name -> it is a stack of experts.
 _PACKED = {"packed": False, "w13_packed": True, "w2_packed": True}
@@ -61,7 +62,7 @@ class PackedDirectory:
 
     @property
     def symmetric(self) -> bool:
-        """Whether no matrix of 4 bits has zero points; those of 8 bits always have room for them."""
+        """Whether no matrix of 4 bits has zero points; as tensors of compressed-tensors, those of 8 bits always do."""
         headers = [stored.header for parts in self.packed.values() for stored in parts.values()]
         return not any(header["has_zero_points"] for header in headers if header["values"] != "int8")
 
@@ -200,16 +201,13 @@ def matrix_of(packed: torch.Tensor, name: str) -> Matrix:
     """
     try:
         header = read_header(packed)
-        sizes = header["group"], header["k"], header["n"]
-        codes, scales, zeros, bias, values, channels = dyn_quant_unpack_any_4bit_weight(packed, *sizes)
+        found = unpack_codes(packed, header["group"], header["k"], header["n"])
     except (ValueError, TypeError, RuntimeError) as error:
         raise ValueError(f"{name}: {error}") from error
-    bias = bias if header["has_bias"] else None
-    if values == "int8":
+    codes, scales, zeros, bias = (found.get(part) for part in ("codes", "scales", "zero_points", "bias"))
+    if header["values"] == "int8":
         return Matrix8(codes, scales, zeros, bias)
-    zeros = zeros if header["has_zero_points"] else None
-    channels = channels if has_channel_scales(header) else None
-    return Matrix4(codes, scales, zeros, values, bias, channels)
+    return Matrix4(codes, scales, zeros, header["values"], bias, found.get("channel_scales"))
 
 
 def has_channel_scales(header: PackedHeader) -> bool:
@@ -217,8 +215,13 @@ def has_channel_scales(header: PackedHeader) -> bool:
     return header["scale_dtype"] == "e5m3"
 
 
-def joined(matrices: Sequence[Matrix]) -> torch.Tensor:
-    """The rows of all as one packed matrix, uint8 [bytes]; they are of one kind, K and group."""
+def joined(matrices: Sequence[Matrix], headers: Sequence[PackedHeader]) -> torch.Tensor:
+    """The rows of all as one packed matrix, uint8 [bytes]; they are of one kind, K and group.
+
+    Args:
+        matrices: what was unpacked.
+        headers: of what it was unpacked from. They alone say how many bytes there will be: values do not.
+    """
     zeros = biases = channels = None
     kind = matrices[0].kind
     if any(matrix.zero_points is not None for matrix in matrices):
@@ -227,9 +230,22 @@ def joined(matrices: Sequence[Matrix]) -> torch.Tensor:
         biases = torch.cat([_or(m.bias, torch.zeros_like(m.scales[:, 0], dtype=torch.float32)) for m in matrices])
     if matrices[0].channel_scales is not None:
         channels = torch.cat([matrix.channel_scales for matrix in matrices])
-    scales = torch.cat([matrix.scales for matrix in matrices])  # float32 if one is
+    scales = torch.cat([matrix.scales for matrix in matrices])
     codes = torch.cat([matrix.codes for matrix in matrices])
-    return pack_codes(codes, scales, biases, matrices[0].group, scales.dtype, zeros, kind, channels)
+    return pack_codes(codes, scales, biases, matrices[0].group, _joint_scale_dtype(headers), zeros, kind, channels)
+
+
+def _joint_scale_dtype(headers: Sequence[PackedHeader]) -> torch.dtype | None:
+    """The type that holds the scales of all; None if they have two levels.
+
+    One type is that of all. bfloat16 holds e8m0 as well. Every other mixture is float32.
+    """
+    if any(has_channel_scales(header) for header in headers):
+        return None
+    dtypes = {scale_type_named(header["scale_dtype"]) for header in headers}
+    if len(dtypes) == 1:
+        return dtypes.pop()
+    return torch.bfloat16 if dtypes == {E8M0, torch.bfloat16} else torch.float32
 
 
 def _or(tensor: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
@@ -246,14 +262,14 @@ def joined_bytes(headers: Sequence[PackedHeader]) -> int:
         groups, values = header["k"] // header["group"], header["values"]
         codes = empty(header["k"] // codes_in_a_byte(values), torch.uint8)
         bias = empty(1, torch.float32)[:, 0] if header["has_bias"] else None
-        if values == "int8":
-            return Matrix8(codes, empty(groups, getattr(torch, header["scale_dtype"])), None, bias)
         zeros = empty(groups, torch.uint8) if header["has_zero_points"] else None
+        if values == "int8":
+            return Matrix8(codes, empty(groups, torch.float32), zeros, bias)
         channels = empty(1, torch.float32)[:, 0] if has_channel_scales(header) else None
-        scales = empty(groups, torch.uint8 if has_channel_scales(header) else getattr(torch, header["scale_dtype"]))
+        scales = empty(groups, torch.float32 if channels is None else torch.uint8)
         return Matrix4(codes, scales, zeros, values, bias, channels)
 
-    return joined([like(header) for header in headers]).numel()
+    return joined([like(header) for header in headers], headers).numel()
 
 
 def _integers(packed: torch.Tensor, name: str) -> Matrix:

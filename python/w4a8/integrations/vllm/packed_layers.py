@@ -15,8 +15,8 @@ from vllm.model_executor.layers.linear import LinearMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from w4a8.core.matrix import codes_in_a_byte
-from w4a8.core.matrix8 import pack_again
 from w4a8.core.memory import fresh_bytes
+from w4a8.core.scale_types import scale_type_named
 from w4a8.core.stack import PackedAs, pack_for_stack
 from w4a8.cpu import active_kernel
 from w4a8.formats import Stored
@@ -77,10 +77,10 @@ class _Packed:
         """Fills all with random matrices."""
         raise NotImplementedError
 
-    def expect(self, what: str, found: Any, expected: Any, hint: str = "") -> None:
+    def expect(self, what: str, found: Any, expected: Any) -> None:
         """Raises ValueError if they are not the same."""
         if found != expected:
-            raise ValueError(f"w4a8: {self.layer_name}: {what} is {found}, expected {expected}{hint}")
+            raise ValueError(f"w4a8: {self.layer_name}: {what} is {found}, expected {expected}")
 
     def finish(self) -> None:
         """Raises ValueError if something has not come."""
@@ -116,7 +116,7 @@ class _PackedLinear(_Packed):
             param.data.copy_(tensors[0])
         else:
             matrices = [matrix_of(tensor, name) for name, tensor in zip(self.layer.w4a8_names, tensors)]
-            param.data.copy_(joined(matrices))
+            param.data.copy_(joined(matrices, self.headers))
 
     def fill_dummy(self) -> None:
         """As a checkpoint would."""
@@ -166,7 +166,7 @@ def _dummy(header: PackedHeader) -> torch.Tensor:
     if two_levels:
         tensors["scales"] = random_block_scales(torch.empty(scales.shape, dtype=torch.uint8))
         tensors["channel_scales"] = torch.ones(header["n"], dtype=torch.float32)
-    dtype = torch.float32 if two_levels else getattr(torch, header["scale_dtype"])
+    dtype = torch.float32 if two_levels else scale_type_named(header["scale_dtype"])
     kind = PackedAs(header["values"], dtype, header["has_zero_points"], two_levels)
     return pack_for_stack(tensors, header["group"], kind)
 
@@ -214,7 +214,7 @@ class W4A8PackedLinearMethod(LinearMethodBase):
         rows = [stored.header["n"] for _, stored in self.parts]
         packed = _PackedLinear(layer, self.layer_name, self.parts)
         expected = [output_partition_sizes, input_size_per_partition]
-        packed.expect("[out_features, in_features]", [rows, self.k], expected, pack_again(sum(rows), self.n))
+        packed.expect("[out_features, in_features]", [rows, self.k], expected)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Raises ValueError if the checkpoint lacked something."""

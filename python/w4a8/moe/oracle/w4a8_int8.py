@@ -217,8 +217,8 @@ def convert_to_w4a8_int8_moe_format(
         w13_interleaved: rows of w13 (weights, scales, bias) alternate gate and up, as gpt-oss ships them; they are
             packed as a gate half and an up half.
         in_place: the contents of w13_weight and w2_weight are destroyed. They must be contiguous and writable.
-        scale_dtype: that scales are kept in; if not given, bfloat16 where that holds all of a stack exactly, else
-            float32.
+        scale_dtype: that scales are rounded to; if not given, bfloat16 or float16 where that holds all of a stack
+            exactly, else float32.
 
     Returns:
         w13 uint8 [E, bytes], w2 uint8 [E, bytes], and four empty tensors: scales and biases are in the packed ones.

@@ -1,0 +1,108 @@
+// The codes of a packed step, eight values of k of one column, and of a checkpoint, as one word.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <cstring>
+
+#include "kernels/kernel.h"
+
+namespace w4a8 {
+
+/// Nibbles. In a checkpoint nibble j of a word is the code of k0 + j. In a packed step nibbles 2 i and 2 i + 1 are
+/// those of k0 + i and k0 + 4 + i.
+struct NibbleCodes {
+  using Word = uint32_t;
+  static constexpr uint8_t kMost = 15;
+
+  static Word repeat(uint8_t code) { return code * 0x11111111u; }
+  static Word load(const uint8_t* step, int64_t column) {
+    Word word;
+    std::memcpy(&word, step + 4 * column, sizeof(word));
+    return gather(word & 0x0f0f0f0fu) | (gather((word >> 4) & 0x0f0f0f0fu) << 16);
+  }
+  static void store(Word word, int64_t column, uint8_t* step) {
+    word = spread(word & 0xffffu) | (spread(word >> 16) << 4);
+    std::memcpy(step + 4 * column, &word, sizeof(word));
+  }
+  /// The sum of the codes of kCount words, at most 4.
+  template <std::size_t kCount>
+  static int32_t sum(const Word (&words)[kCount]) {
+    static_assert(kCount <= 4);  // a byte has 4 * 2 * 15 at most
+    uint32_t bytes = 0;
+    for (const Word word : words) bytes += (word & 0x0f0f0f0fu) + ((word >> 4) & 0x0f0f0f0fu);
+    bytes = (bytes & 0x00ff00ffu) + ((bytes >> 8) & 0x00ff00ffu);
+    return static_cast<int32_t>((bytes + (bytes >> 16)) & 0xffffu);
+  }
+
+ private:
+  // Nibbles 0..3 to the even nibbles of the result, and back.
+  static Word spread(Word t) {
+    t = (t | (t << 8)) & 0x00ff00ffu;
+    return (t | (t << 4)) & 0x0f0f0f0fu;
+  }
+  static Word gather(Word t) {
+    t = (t | (t >> 4)) & 0x00ff00ffu;
+    return (t | (t >> 8)) & 0x0000ffffu;
+  }
+};
+
+/// e2m1 numbers: packed as nibbles are, but a sum is of the integers that they stand for.
+struct E2M1Codes : NibbleCodes {
+  template <std::size_t kCount>
+  static int32_t sum(const Word (&words)[kCount]) {
+    // The sum of the two numbers in a byte.
+    static constexpr std::array<int8_t, 256> kSums = [] {
+      std::array<int8_t, 256> sums = {};
+      for (std::size_t i = 0; i < sums.size(); ++i) {
+        sums[i] = static_cast<int8_t>(kE2M1Weights[i & 15] + kE2M1Weights[i >> 4]);
+      }
+      return sums;
+    }();
+    int32_t total = 0;
+    for (const Word word : words) {
+      total += kSums[word & 0xff] + kSums[word >> 8 & 0xff] + kSums[word >> 16 & 0xff] + kSums[word >> 24];
+    }
+    return total;
+  }
+};
+
+/// Bytes in the order of k, in both; the packed step has k0..k0+3 of all columns, then k0+4..k0+7.
+struct ByteCodes {
+  using Word = uint64_t;
+  static constexpr uint8_t kMost = 255;
+
+  static Word repeat(uint8_t code) { return code * 0x0101010101010101u; }
+  static Word load(const uint8_t* step, int64_t column) {
+    uint32_t halves[2];
+    std::memcpy(&halves[0], step + 4 * column, 4);
+    std::memcpy(&halves[1], step + kByteStepBytes / 2 + 4 * column, 4);
+    return halves[0] | static_cast<Word>(halves[1]) << 32;
+  }
+  static void store(Word word, int64_t column, uint8_t* step) {
+    const uint32_t halves[2] = {static_cast<uint32_t>(word), static_cast<uint32_t>(word >> 32)};
+    std::memcpy(step + 4 * column, &halves[0], 4);
+    std::memcpy(step + kByteStepBytes / 2 + 4 * column, &halves[1], 4);
+  }
+  template <std::size_t kCount>
+  static int32_t sum(const Word (&words)[kCount]) {
+    static_assert(kCount <= 4);  // the sum of all fits the 16 bits that are left of the product
+    constexpr Word kEvenBytes = 0x00ff00ff00ff00ffu;
+    Word pairs = 0;
+    for (const Word word : words) pairs += (word & kEvenBytes) + ((word >> 8) & kEvenBytes);
+    return static_cast<int32_t>(pairs * 0x0001000100010001u >> 48);
+  }
+};
+
+/// call(codes), codes one of the types above.
+template <class Call>
+auto with_codes(Values values, Call call) {
+  switch (values) {
+    case Values::kE2M1: return call(E2M1Codes());
+    case Values::kInt8: return call(ByteCodes());
+    case Values::kInt4: break;
+  }
+  return call(NibbleCodes());
+}
+
+}  // namespace w4a8
