@@ -1,12 +1,19 @@
 """Fixtures of the tests; see tests/README.md."""
 
 import os
+import tempfile
 
 import pytest
 import torch
 from common import FUZZ_SEED, KERNELS
 
 import w4a8
+
+# Inductor keeps on disk what it compiled, with the sizes that the operators' Meta kernels gave then. Each run of the
+# tests has a folder of its own, which all its processes share: another build may have had other sizes.
+if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+    INDUCTOR_CACHE = tempfile.TemporaryDirectory(prefix="w4a8-inductor-")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = INDUCTOR_CACHE.name
 
 SEED = int(os.environ.get("W4A8_TEST_SEED", "0"))
 
