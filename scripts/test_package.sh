@@ -50,7 +50,7 @@ select_pytest_options
 tests=("${tests[@]/#/tests/python/test_}")
 # What needs the examples, or pyproject.toml, is not of the wheel.
 "$env_py" -m pytest -q "${PYTEST_OPTIONS[@]}" -p no:cacheprovider -c /dev/null --rootdir "$work/away" "${tests[@]/%/.py}" \
-  -k "not test_the_checkpoint_example and not test_the_transformers_example and not test_optional_requirements"
+  -k "not test_the_checkpoint_example and not test_the_transformers_example and not test_optional_requirements and not test_one_least_python"
 "$env_py" -m pip check || die "pip check"
 
 say "what it links and carries"
