@@ -1,6 +1,7 @@
 #include "core/kernel_check.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <vector>
 
@@ -113,6 +114,64 @@ class Data {
   }
 };
 
+// A group of a few rows to be rounded, each kind by a search, with importance or without, from every type of weights.
+struct RoundingCase {
+  WeightKind kind;
+  DType dtype;
+  ScaleType scale_type;
+  int64_t rows;
+  bool weighted;
+};
+
+constexpr int64_t kRoundedGroup = 18;  // no multiple of any register's lanes but 2
+constexpr RoundingCase kRoundingCases[] = {
+    {kInt4, DType::kFloat32, kF32, 16, true},
+    {kInt4ZeroPoints, DType::kBFloat16, kBF16, 13, false},
+    {kE2M1, DType::kFloat16, kF32, 16, true},
+    {kInt8, DType::kFloat32, kBF16, 16, false},
+};
+
+// What round_groups writes, of either kernel from the same random bits.
+struct RoundedGroups {
+  std::array<uint8_t, kPanelColumns* kRoundedGroup> codes = {};
+  std::array<float, kPanelColumns> scales = {};
+  std::array<uint8_t, kPanelColumns> zeros = {};
+  bool operator==(const RoundedGroups&) const = default;
+};
+
+RoundedGroups rounded(const Kernel& kernel, const RoundingCase& c) {
+  std::array<float, kPanelColumns * kRoundedGroup> numbers;
+  uint64_t state = 2;
+  for (float& number : numbers) {
+    state = state * 6364136223846793005u + 1442695040888963407u;
+    number = static_cast<float>(static_cast<int32_t>(state >> 54) - 512) * 0x1p-9f;
+  }
+  std::array<uint16_t, numbers.size()> halves;
+  for (std::size_t i = 0; i < numbers.size(); ++i) {
+    halves[i] = c.dtype == DType::kBFloat16 ? bfloat16_from_float(numbers[i]) : float16_from_float(numbers[i]);
+  }
+  std::array<float, kRoundedGroup> importance;
+  for (std::size_t k = 0; k < importance.size(); ++k) importance[k] = numbers[k] * numbers[k];
+  std::array<float, round_scratch_floats(kRoundedGroup)> scratch;
+  RoundedGroups out;
+  GroupsToRound groups = {};
+  groups.weights = c.dtype == DType::kFloat32 ? static_cast<const void*>(numbers.data()) : halves.data();
+  groups.dtype = c.dtype;
+  groups.kind = c.kind;
+  groups.scale_type = c.scale_type;
+  groups.effort = 1;
+  groups.rows = c.rows;
+  groups.stride = groups.group = groups.codes_stride = kRoundedGroup;
+  if (c.weighted) groups.importance = importance.data();
+  groups.codes = out.codes.data();
+  groups.scales = out.scales.data();
+  groups.zero_points = out.zeros.data();
+  groups.scales_stride = 1;
+  groups.scratch = scratch.data();
+  kernel.round_groups(groups);
+  return out;
+}
+
 bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
   return std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
 }
@@ -136,6 +195,11 @@ std::string kernel_difference(const Kernel& kernel, const Kernel& reference) {
                    data.product(reference, workspace, matrix, c.rows))) {
       return "products of rows [" + std::to_string(c.rows) + ", " + k + "] with " + what;
     }
+  }
+  for (const RoundingCase& c : kRoundingCases) {
+    if (rounded(kernel, c) == rounded(reference, c)) continue;
+    return "rounded weights [" + std::to_string(c.rows) + ", " + std::to_string(kRoundedGroup) + "] (" +
+           kind_name(c.kind) + ")";
   }
   return "";
 }

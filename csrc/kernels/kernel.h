@@ -180,6 +180,28 @@ using StoreRowFn = void (*)(const float* x, int64_t n, DType dtype, void* out);
 using AddWeightSumsFn = void (*)(const uint8_t* scales, ScaleType type, const int32_t* group_sums, int64_t groups,
                                  float* sums);
 
+/// One group of weights of up to 16 rows, to be rounded to codes (docs/numerics.md section 8).
+struct GroupsToRound {
+  const void* weights;  ///< the group's first weight in the first row, of `dtype`; not aligned
+  DType dtype;
+  WeightKind kind;          ///< no zero points of kInt8
+  ScaleType scale_type;     ///< kFloat32 or kBFloat16
+  int effort;               ///< 0: the rule alone; 1, 2: a search
+  int64_t rows;             ///< 1..16
+  int64_t stride;           ///< elements between rows of weights
+  int64_t group;            ///< weights of a row, even
+  const float* importance;  ///< [group], finite and not negative, what squared errors count; null: all alike
+  uint8_t* codes;           ///< of the first row: group / 2 bytes, the low nibble first; of kInt8: group
+  int64_t codes_stride;     ///< bytes between rows of codes
+  void* scales;             ///< of the first row, one of scale_type
+  uint8_t* zero_points;     ///< of the first row, one byte, of kInt4ZeroPoints
+  int64_t scales_stride;    ///< elements between rows of scales and of zero points
+  float* scratch;           ///< round_scratch_floats(group)
+  bool finite;              ///< set: false if a weight is not, and then nothing is written
+};
+constexpr int64_t round_scratch_floats(int64_t group) { return 21 * group; }
+using RoundGroupsFn = void (*)(GroupsToRound& task);
+
 /// Most rows of one gemm call in a task, in 1..512, for rows of k values: what is read again and again is to stay in a
 /// cache.
 using TaskRowsFn = int64_t (*)(int64_t k);
@@ -196,6 +218,7 @@ struct RowFunctions {
   StoreRowFn store_row;
   QuantizeTokenFn quantize_token;
   AddWeightSumsFn add_weight_sums;
+  RoundGroupsFn round_groups;
 };
 
 /// How it multiplies, and what it needs for that.

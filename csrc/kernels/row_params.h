@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 
+#include "kernels/half.h"
 #include "kernels/kernel.h"
 
 namespace w4a8 {

@@ -282,13 +282,16 @@ void add_weight_sums(const uint8_t* scales, ScaleType type, const int32_t* group
   for (int v = 0; v < kVecs; ++v) Ops::store(sums + v * Ops::kLanes, w[v]);
 }
 
+#include "kernels/rounding-inl.h"
+
 inline bool always() { return true; }
 
 // What Ops makes of the definitions above and of activation-inl.h. For constinit, as all of a kernel: no code of an
 // instruction set may run before it was chosen.
 template <VectorOps Ops>
 constexpr RowFunctions rows_of(QuantizeRowFn quantize = quantize_row<Ops>) {
-  return {quantize, activate<Ops>, combine<Ops>, store_row<Ops>, quantize_token<Ops>, add_weight_sums<Ops>};
+  return {quantize,         activate<Ops>, combine<Ops>, store_row<Ops>, quantize_token<Ops>, add_weight_sums<Ops>,
+          round_groups<Ops>};
 }
 
 // Those of another kernel, which needs no feature that this one does not: the same code is compiled once. Passed on,
@@ -301,5 +304,6 @@ template <const Kernel& kOther>
 constexpr RowFunctions shared_rows() {
   return {pass_on<kOther, &Kernel::quantize_row>,   pass_on<kOther, &Kernel::activate>,
           pass_on<kOther, &Kernel::combine>,        pass_on<kOther, &Kernel::store_row>,
-          pass_on<kOther, &Kernel::quantize_token>, pass_on<kOther, &Kernel::add_weight_sums>};
+          pass_on<kOther, &Kernel::quantize_token>, pass_on<kOther, &Kernel::add_weight_sums>,
+          pass_on<kOther, &Kernel::round_groups>};
 }

@@ -43,6 +43,9 @@ TORCH_LIBRARY(w4a8, m) {
       "topk_routing(Tensor router_logits, int top_k, bool renormalize, str scoring_func='softmax', int? "
       "num_expert_group=None, int? topk_group=None, float routed_scaling_factor=1.0, Tensor? "
       "e_score_correction_bias=None) -> (Tensor topk_weights, Tensor topk_ids)");
+  m.def(
+      "round_weights(Tensor weights, int block_size, *, str values='int4', bool zero_points=False, ScalarType? "
+      "scale_dtype=None, int effort=2, Tensor? importance=None) -> (Tensor codes, Tensor scales, Tensor zero_points)");
 }
 
 TORCH_LIBRARY_IMPL(w4a8, CPU, m) {
@@ -56,6 +59,7 @@ TORCH_LIBRARY_IMPL(w4a8, CPU, m) {
   m.impl("dynamic_4bit_int_moe", w4a8::NamedOp<"dynamic_4bit_int_moe", w4a8::moe_cpu>::call);
   m.impl("dynamic_4bit_int_moe.gated", w4a8::NamedOp<"dynamic_4bit_int_moe", w4a8::moe_gated_cpu>::call);
   m.impl("topk_routing", w4a8::NamedOp<"topk_routing", w4a8::routing_cpu>::call);
+  m.impl("round_weights", w4a8::NamedOp<"round_weights", w4a8::rounding_cpu>::call);
 }
 
 // Unpacking has none: the type of its scales and whether there is a bias are in the data.
@@ -67,13 +71,15 @@ TORCH_LIBRARY_IMPL(w4a8, Meta, m) {
   m.impl("dynamic_4bit_int_moe", w4a8::NamedOp<"dynamic_4bit_int_moe", w4a8::moe_meta>::call);
   m.impl("dynamic_4bit_int_moe.gated", w4a8::NamedOp<"dynamic_4bit_int_moe", w4a8::moe_gated_meta>::call);
   m.impl("topk_routing", w4a8::NamedOp<"topk_routing", w4a8::routing_meta>::call);
+  m.impl("round_weights", w4a8::NamedOp<"round_weights", w4a8::rounding_meta>::call);
 }
 
 // For inference: with gradients on, an op runs, and backward through it is an error that names it.
 TORCH_LIBRARY_IMPL(w4a8, Autograd, m) {
-  for (const char* name : {"dyn_quant_pack_4bit_weight", "dyn_quant_unpack_4bit_weight",
-                           "dyn_quant_unpack_any_4bit_weight", "dyn_quant_matmul_4bit", "dynamic_per_token_int8_quant",
-                           "int4_gemm_w4a8", "dynamic_4bit_int_moe", "dynamic_4bit_int_moe.gated", "topk_routing"}) {
+  for (const char* name :
+       {"dyn_quant_pack_4bit_weight", "dyn_quant_unpack_4bit_weight", "dyn_quant_unpack_any_4bit_weight",
+        "dyn_quant_matmul_4bit", "dynamic_per_token_int8_quant", "int4_gemm_w4a8", "dynamic_4bit_int_moe",
+        "dynamic_4bit_int_moe.gated", "topk_routing", "round_weights"}) {
     m.impl(name, torch::autograd::autogradNotImplementedFallback());
   }
 }
@@ -149,6 +155,14 @@ std::tuple<at::Tensor, at::Tensor> topk_routing(const at::Tensor& router_logits,
   return op<"topk_routing", decltype(routing_cpu)>().call(router_logits, top_k, renormalize, scoring_func,
                                                           num_expert_group, topk_group, routed_scaling_factor,
                                                           e_score_correction_bias);
+}
+
+RoundedTensors round_weights(const at::Tensor& weights, int64_t block_size, c10::string_view values, bool zero_points,
+                             c10::optional<at::ScalarType> scale_dtype, int64_t effort,
+                             const c10::optional<at::Tensor>& importance) {
+  // Not decltype(round_weights): the core has another function of that name.
+  return op<"round_weights", decltype(rounding_cpu)>().call(weights, block_size, values, zero_points, scale_dtype,
+                                                            effort, importance);
 }
 
 std::string version() { return W4A8_VERSION; }

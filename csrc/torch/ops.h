@@ -63,4 +63,11 @@ std::tuple<at::Tensor, at::Tensor> routing_meta(const at::Tensor& router_logits,
                                                 c10::optional<int64_t> topk_group, double routed_scaling_factor,
                                                 const c10::optional<at::Tensor>& e_score_correction_bias);
 
+RoundedTensors rounding_cpu(const at::Tensor& weights, int64_t block_size, c10::string_view values, bool zero_points,
+                            c10::optional<at::ScalarType> scale_dtype, int64_t effort,
+                            const c10::optional<at::Tensor>& importance);
+RoundedTensors rounding_meta(const at::Tensor& weights, int64_t block_size, c10::string_view values, bool zero_points,
+                             c10::optional<at::ScalarType> scale_dtype, int64_t effort,
+                             const c10::optional<at::Tensor>& importance);
+
 }  // namespace w4a8

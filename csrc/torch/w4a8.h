@@ -79,4 +79,17 @@ W4A8_EXPORT std::tuple<at::Tensor, at::Tensor> topk_routing(
     c10::optional<int64_t> num_expert_group = c10::nullopt, c10::optional<int64_t> topk_group = c10::nullopt,
     double routed_scaling_factor = 1.0, const c10::optional<at::Tensor>& e_score_correction_bias = c10::nullopt);
 
+/// codes, scales, zero_points (empty unless asked for): what dyn_quant_pack_4bit_weight takes.
+using RoundedTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+
+/// Rounds float weights [N, K] or [E, N, K] (float64, float32, bfloat16, float16; finite) to codes, block_size of them
+/// to a scale, as dyn_quant_pack_4bit_weight takes them. values: int4 (with zero_points if asked for), e2m1 or int8.
+/// scale_dtype: float32 (the default) or bfloat16, to which scales are rounded before codes are chosen. effort: 0, a
+/// rule for each group; 1 or 2, scales and zero points are searched for. importance: floating [K] or [E, K], what
+/// squared errors count. docs/quantization.md.
+W4A8_EXPORT RoundedTensors round_weights(const at::Tensor& weights, int64_t block_size,
+                                         c10::string_view values = "int4", bool zero_points = false,
+                                         c10::optional<at::ScalarType> scale_dtype = c10::nullopt, int64_t effort = 2,
+                                         const c10::optional<at::Tensor>& importance = c10::nullopt);
+
 }  // namespace w4a8

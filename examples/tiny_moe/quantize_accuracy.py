@@ -46,29 +46,28 @@ def main() -> None:
     float32 = bits_per_byte(model, text, "float32")
     print(f"{training['parameters']:,} parameters, {steps} steps of {batch} x {context} bytes")
     print(f"{len(text):,} bytes, sha256 of all held-out text {data.held_out_sha256()[:16]}, {w4a8.active_kernel()}\n")
-    print("| weights | scales | bits per byte | to float32 | bytes of weights | seconds to quantize |")
+    print("| weights | effort | bits per byte | to float32 | bytes of weights | seconds to quantize |")
     print("|---|---|---|---|---|---|")
     print(f"| float32 | | {float32:.4f} | | | |")
     for kind, (options, groups) in KINDS.items():
         for group_size in groups:
-            for clip_search in (False, True):
+            for effort in (0, 1, 2):
                 name = f"{kind}, {f'g{group_size}' if group_size != -1 else 'channelwise'}"
                 quantized = copy.deepcopy(model)
                 started = time.monotonic()
-                report = w4a8.quantize_(quantized, group_size, clip_search=clip_search, **options)
+                report = w4a8.quantize_(quantized, group_size, effort=effort, **options)
                 seconds = time.monotonic() - started
                 bits = bits_per_byte(quantized, text, name)
-                scales = "searched" if clip_search else "covering"
                 cost = f"{bits:.4f} | {bits / float32 - 1:+.2%}"
-                print(f"| {name} | {scales} | {cost} | {report.packed_bytes:,} | {seconds:.1f} |", flush=True)
+                print(f"| {name} | {effort} | {cost} | {report.packed_bytes:,} | {seconds:.1f} |", flush=True)
 
     quantized = copy.deepcopy(model)
-    report = w4a8.quantize_(quantized, 32, clip_search=True)
-    head = w4a8.nn.W4A8Linear.from_float(quantized.lm_head, 32, scale_dtype=torch.bfloat16, clip_search=True)
+    report = w4a8.quantize_(quantized, 32, effort=2)
+    head = w4a8.nn.W4A8Linear.from_float(quantized.lm_head, 32, scale_dtype=torch.bfloat16, effort=2)
     quantized.lm_head = head
     bits = bits_per_byte(quantized, text, "lm_head")
     packed = report.packed_bytes + head.packed.numel()
-    print(f"| int4, g32, the output layer too | searched | {bits:.4f} | {bits / float32 - 1:+.2%} | {packed:,} | |")
+    print(f"| int4, g32, the output layer too | 2 | {bits:.4f} | {bits / float32 - 1:+.2%} | {packed:,} | |")
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from w4a8.ops import (
     dynamic_per_token_int8_quant,
     int4_gemm_w4a8,
     read_header,
+    round_weights,
     topk_routing,
 )
 from w4a8.quantization import quantize_
@@ -50,6 +51,7 @@ __all__ = [
     "load",
     "quantize_",
     "read_header",
+    "round_weights",
     "topk_routing",
     "use_kernel",
 ]

@@ -14,6 +14,9 @@ import torch
 
 from w4a8 import _C
 
+# Of round_weights.
+DEFAULT_EFFORT = 2
+
 
 class Activation(IntEnum):
     """``activation_kind`` of dynamic_4bit_int_moe. g is the gate half of w13, u the other half."""
@@ -280,6 +283,48 @@ def topk_routing(
         topk_group,
         routed_scaling_factor,
         e_score_correction_bias,
+    )
+
+
+def round_weights(
+    weights: torch.Tensor,
+    block_size: int,
+    *,
+    values: str = "int4",
+    zero_points: bool = False,
+    scale_dtype: torch.dtype | None = None,
+    effort: int = DEFAULT_EFFORT,
+    importance: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rounds float weights to codes and scales, as :func:`dyn_quant_pack_4bit_weight` takes them.
+
+    Scales are rounded to their type before codes are chosen. docs/quantization.md, "Rounding".
+
+    Args:
+        weights: float32, bfloat16, float16 or float64 (rounded to float32) [N, K], or [E, N, K] for a stack of experts;
+            finite.
+        block_size: values of k per scale: K, or 16 or a multiple of 32 that divides K.
+        values: ``int4``, ``e2m1`` or ``int8``.
+        zero_points: a zero point for each group, of int4.
+        scale_dtype: float32 (None) or bfloat16.
+        effort: 0, a rule for each group; 1 or 2, scales and zero points with a smaller error are searched for, which is
+            never more than the rule's.
+        importance: floating point [K], or [E, K]: what the squared error of a weight counts in the search; 0 or more.
+            None, and zeros in all of a group: all alike.
+
+    Returns:
+        codes uint8 [..., N, K/2] (int8: [..., N, K]), scales [..., N, K/block_size], zero_points uint8 of the shape of
+        scales, or [0] without. The bits depend neither on the CPU nor on the number of threads.
+    """
+    op = torch.ops.w4a8.round_weights.default
+    return op(
+        weights,
+        block_size,
+        values=values,
+        zero_points=zero_points,
+        scale_dtype=scale_dtype,
+        effort=effort,
+        importance=importance,
     )
 
 

@@ -68,7 +68,7 @@ TEST(KernelChoiceTest, ForcedByNameItIsComparedToo) {
 }
 
 // What is wrong elsewhere than in gemm shows as well.
-TEST(KernelChoiceTest, EveryFunctionThatProductsNeed) {
+TEST(KernelChoiceTest, EveryFunctionOfAKernel) {
   Kernel quantize = named("quantize");
   quantize.quantize_row = [](const void* x, DType dtype, int64_t k, int64_t group, int8_t* q, int32_t* starts,
                              RowQuant* quant) {
@@ -86,11 +86,17 @@ TEST(KernelChoiceTest, EveryFunctionThatProductsNeed) {
     scalar().add_weight_sums(scales, type, group_sums, groups, out);
     if (type == ScaleType::kE5M3) out[3] += 1;
   };
-  for (const Kernel& kernel : {quantize, store, sums}) {
+  Kernel round = named("round");
+  round.round_groups = [](GroupsToRound& task) {
+    scalar().round_groups(task);
+    if (task.kind == kE2M1) task.codes[15 * task.codes_stride + 8] ^= 1;
+  };
+  for (const Kernel& kernel : {quantize, store, sums, round}) {
     KernelChoice choice({&kernel, &scalar()});
     EXPECT_EQ(&choice.best(), &scalar()) << kernel.name;
   }
   EXPECT_EQ(kernel_difference(sums, scalar()), "packed weights [24, 80] (e2m1, groups of 16)");
+  EXPECT_EQ(kernel_difference(round, scalar()), "rounded weights [16, 18] (e2m1)");
 }
 
 std::atomic<int> g_asked;

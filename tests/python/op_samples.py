@@ -76,6 +76,21 @@ def op_samples():
             {name: value for name, value in moe.items() if name != "I2"},
         ),
         "routing": (ops.topk_routing.default, routing),
+        "rounding": (
+            ops.round_weights.default,
+            {"weights": torch.randn(24, 64), "block_size": 32, "zero_points": True, "importance": torch.rand(64)},
+        ),
+        "rounding of a stack": (
+            ops.round_weights.default,
+            {
+                "weights": torch.randn(3, 24, 64).bfloat16(),
+                "block_size": 64,
+                "values": "e2m1",
+                "effort": 1,
+                "scale_dtype": torch.bfloat16,
+                "importance": torch.rand(3, 64),
+            },
+        ),
     }
 
 

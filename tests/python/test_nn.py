@@ -56,9 +56,10 @@ def test_from_float(dtype, group, bias):
     linear = torch.nn.Linear(96, 21, bias=bias).to(dtype)
     layer = W4A8Linear.from_float(linear, group)
     values, scales, packed_bias = unpacked(layer)
-    # Nearest: half a step, and the roundings of the scale and of the quotient.
-    assert ((values * scales - linear.weight.double()).abs() <= (0.5 + 1e-5) * scales).all()
-    assert values.abs().max() <= 7
+    # Nearest, of the 16 values; the product with the scale, and the quotient, round.
+    nearest = linear.weight.double() / scales
+    assert ((values - nearest.clamp(-8, 7)).abs() <= 0.5 + 1e-5).all()
+    assert values.min() == -8
     assert torch.equal(packed_bias, linear.bias.float() if bias else torch.empty(0))
     x = torch.randn(2, 3, 96)
     y = layer(x)

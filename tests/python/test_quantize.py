@@ -10,14 +10,16 @@ import moe_blocks
 import numpy as np
 import pytest
 import reference
+import rounding_reference
 import torch
 from common import TORCH_VERSION, assert_same_bits, assert_within
-from test_rounding import KINDS, kinds, nearest_of_kind, new_kinds
+from test_rounding import KINDS, kinds, new_kinds
 from torch import nn
 
 import w4a8
 from w4a8.moe import RoutingMethodType, route
 from w4a8.nn import W4A8Experts, W4A8Linear
+from w4a8.ops import DEFAULT_EFFORT
 from w4a8.quantization import DEFAULT_SKIP, QuantizationError
 
 
@@ -35,7 +37,7 @@ def float_model():
 @pytest.mark.parametrize("group", [32, 16, -1])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"scale_dtype": torch.bfloat16}, {"clip_search": True}, {"symmetric": False}, {"values": "e2m1"}],
+    [{}, {"scale_dtype": torch.bfloat16}, {"effort": 0}, {"effort": 2}, {"symmetric": False}, {"values": "e2m1"}],
     ids=str,
 )
 def test_linear(group, options):
@@ -334,11 +336,10 @@ def test_progress_bar(capfd):
 
 def rounded(weight, group):
     """(nibbles, scales) of a float matrix, in NumPy."""
-    n, k = weight.shape
-    groups = weight.detach().float().numpy().reshape(n, -1, k if group == -1 else group)
-    scales = np.abs(groups).max(-1) / np.float32(7)
-    values = (np.rint(groups / scales[..., None]).reshape(n, k) + 8).astype(np.uint8)
-    return values[:, ::2] | values[:, 1::2] << 4, scales
+    width = weight.shape[1] if group == -1 else group
+    values, scales, _ = rounding_reference.round_weights(weight.detach().float().numpy(), width, effort=DEFAULT_EFFORT)
+    codes = (values + 8).astype(np.uint8)
+    return codes[:, ::2] | codes[:, 1::2] << 4, scales
 
 
 def expected_experts(experts, tokens, ids, weights, group, kind=2):
@@ -377,14 +378,16 @@ def test_experts_behind_their_own_router(block_class, group, kernel):
 @pytest.mark.parametrize("group", [32, 16, -1])
 @torch.no_grad()
 def test_experts_of_kind(group, kind):
-    """docs/numerics.md for codes that test_rounding.py finds by comparing."""
+    """docs/numerics.md for the codes of rounding_reference.py."""
     block = moe_blocks.FusedBlock()
     x = torch.randn(9, 64)
     weights, ids = block.route(x)
 
     def matrix(weight):
         width = weight.shape[1] if group == -1 else group
-        values, scales, _ = nearest_of_kind(weight.detach(), width, torch.float32, kind)
+        values, scales, _ = rounding_reference.round_weights(
+            weight.detach().numpy(), width, kind, effort=DEFAULT_EFFORT
+        )
         factor = 2 if kind == "e2m1" else 1
         return (factor * values).astype(np.int64), scales / np.float32(factor), None
 

@@ -84,9 +84,9 @@ def test_bits(name, tmp_path):
     [
         {"group_size": -1},
         {"group_size": 64, "scale_dtype": torch.bfloat16},
-        {"clip_search": True},
+        {"effort": 0},
         {"symmetric": False},
-        {"values": "e2m1", "clip_search": True},
+        {"values": "e2m1", "effort": 2},
         {"skip": ["model.layers.0.mlp", "re:.*o_proj"]},
         {"skip": ["re:.*experts$"]},
         {"default_skip": False},

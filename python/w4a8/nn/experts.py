@@ -10,7 +10,7 @@ from w4a8.core.stack import PackedAs, pack_for_stack
 from w4a8.nn.grids import DEFAULT_GROUP_SIZE
 from w4a8.nn.packed import PackedModule
 from w4a8.nn.rounding import round_weight
-from w4a8.ops import Activation, dynamic_4bit_int_moe
+from w4a8.ops import DEFAULT_EFFORT, Activation, dynamic_4bit_int_moe
 
 
 class W4A8Experts(PackedModule):
@@ -64,12 +64,14 @@ class W4A8Experts(PackedModule):
         w13_bias: Sequence[torch.Tensor] | None = None,
         w2_bias: Sequence[torch.Tensor] | None = None,
         scale_dtype: torch.dtype = torch.float32,
-        clip_search: bool = False,
+        effort: int = DEFAULT_EFFORT,
         symmetric: bool = True,
         values: str = "int4",
+        w13_importance: torch.Tensor | None = None,
+        w2_importance: torch.Tensor | None = None,
         packed_one: Callable[[], object] = lambda: None,
     ) -> W4A8Experts:
-        """Quantizes experts one by one, round to nearest.
+        """Quantizes experts one by one (docs/quantization.md, "Rounding").
 
         Args:
             w13: [E, 2I, H], or a sequence of E matrices [2I, H]: gate rows, then up rows. Any floating point type.
@@ -79,9 +81,12 @@ class W4A8Experts(PackedModule):
             w13_bias: [E, 2I] or a sequence of E; None for none.
             w2_bias: [E, H] or a sequence of E; None for none.
             scale_dtype: float32 or bfloat16.
-            clip_search: search a scale, and zero point, with a smaller squared error for each group.
+            effort: 0 to 2: how long scales, and zero points, are searched for.
             symmetric: False: int4 values with a zero point for each group.
             values: ``int4``, or ``e2m1`` for the numbers of MXFP4, with any scales; then ``symmetric``.
+            w13_importance: floating point [E, H], what the squared error of a weight counts, as the mean square of its
+                input channel; None: all alike.
+            w2_importance: [E, I].
             packed_one: called after each of the 2 E matrices.
 
         Raises:
@@ -89,10 +94,13 @@ class W4A8Experts(PackedModule):
         """
         stacks: list[torch.Tensor | None] = [None, None]
         packed_as = PackedAs(values, scale_dtype, zero_points=not symmetric)
+        kind = (scale_dtype, effort, symmetric, values)
+        parts = (("w13", w13, w13_bias, w13_importance), ("w2", w2, w2_bias, w2_importance))
         for expert in range(len(w13)):
-            for which, (name, weights, biases) in enumerate((("w13", w13, w13_bias), ("w2", w2, w2_bias))):
+            for which, (name, weights, biases, importances) in enumerate(parts):
+                importance = None if importances is None else importances[expert]
                 try:
-                    matrix = round_weight(weights[expert], group_size, scale_dtype, clip_search, symmetric, values)
+                    matrix = round_weight(weights[expert], group_size, *kind, importance=importance)
                 except ValueError as error:
                     raise ValueError(f"{name} of expert {expert}: {error}") from error
                 bias = None if biases is None else biases[expert]

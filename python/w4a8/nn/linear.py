@@ -22,6 +22,7 @@ from w4a8.formats.words import CODES
 from w4a8.nn.grids import DEFAULT_GROUP_SIZE
 from w4a8.nn.packed import PackedLinear
 from w4a8.nn.rounding import round_weight
+from w4a8.ops import DEFAULT_EFFORT
 
 
 class W4A8Linear(PackedLinear):
@@ -37,24 +38,28 @@ class W4A8Linear(PackedLinear):
         group_size: int = DEFAULT_GROUP_SIZE,
         *,
         scale_dtype: torch.dtype = torch.float32,
-        clip_search: bool = False,
+        effort: int = DEFAULT_EFFORT,
         symmetric: bool = True,
         values: str = "int4",
+        importance: torch.Tensor | None = None,
     ) -> W4A8Linear:
-        """Quantizes a layer, round to nearest (docs/quantization.md, "Rounding").
+        """Quantizes a layer (docs/quantization.md, "Rounding").
 
         Args:
             linear: with any floating point weight. It is left alone. One on the meta device gives one there.
             group_size: 16 or a multiple of 32 that divides in_features; -1 is channelwise.
             scale_dtype: float32 or bfloat16.
-            clip_search: search a scale, and zero point, with a smaller squared error for each group.
+            effort: 0 to 2: how long scales, and zero points, are searched for.
             symmetric: False: int4 values with a zero point for each group.
             values: ``int4``, or ``e2m1`` for the numbers of MXFP4, with any scales; then ``symmetric``.
+            importance: floating point [in_features], what the squared error of a weight counts, as the mean square of
+                its input channel; None: all alike.
 
         Raises:
             ValueError: the weight has a NaN or an infinity; another argument that is not one of these.
         """
-        matrix = round_weight(linear.weight, group_size, scale_dtype, clip_search, symmetric, values, linear.bias)
+        kind = (symmetric, values)
+        matrix = round_weight(linear.weight, group_size, scale_dtype, effort, *kind, linear.bias, importance)
         return cls.from_matrix(matrix, scale_dtype)
 
     @classmethod

@@ -235,11 +235,8 @@ def listed_experts(module: torch.nn.Module) -> Experts | None:
         _DEEPSEEK.fullmatch(name) and callable(getattr(module, "moe", None))
     ):
         return None
-    for names in _PROJECTIONS:
-        linears = [[getattr(expert, name, None) for name in names] for expert in experts]
-        if all(type(linear) is torch.nn.Linear for three in linears for linear in three):
-            break
-    else:
+    linears = listed_linears(module)
+    if linears is None:
         return None
     gates, ups, downs = zip(*linears)
     biased = [linear.bias is not None for three in linears for linear in three]
@@ -252,6 +249,15 @@ def listed_experts(module: torch.nn.Module) -> Experts | None:
         GateUp([gate.bias for gate in gates], [up.bias for up in ups]) if all(biased) else None,
         [down.bias for down in downs] if all(biased) else None,
     )
+
+
+def listed_linears(block: torch.nn.Module) -> list[list[torch.nn.Linear]] | None:
+    """Gate, up and down of each expert of a block's ``experts``; None if they are not linear layers of known names."""
+    for names in _PROJECTIONS:
+        linears = [[getattr(expert, name, None) for name in names] for expert in block.experts]
+        if all(type(linear) is torch.nn.Linear for three in linears for linear in three):
+            return linears
+    return None
 
 
 def has_own_forward(module: torch.nn.Module) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,8 +10,11 @@ import torch
 
 from w4a8.core.matrix import GROUP_SIZES, is_group_size
 from w4a8.nn import W4A8Linear
-from w4a8.nn.grids import DEFAULT_GROUP_SIZE, grid_of
+from w4a8.nn.grids import DEFAULT_GROUP_SIZE, most_in_features
+from w4a8.nn.rounding import check_rounding
+from w4a8.ops import DEFAULT_EFFORT
 from w4a8.progress import progress_bar
+from w4a8.quantization.calibration import calibrate
 from w4a8.quantization.moe_blocks import adopt, fused_experts, listed_experts
 from w4a8.quantization.plan import Job, make_plan
 from w4a8.quantization.size import float_bytes, weight_bytes
@@ -73,9 +76,10 @@ def quantize_(
     skip: Skip = (),
     default_skip: bool = True,
     scale_dtype: torch.dtype = torch.float32,
-    clip_search: bool = False,
+    effort: int = DEFAULT_EFFORT,
     symmetric: bool = True,
     values: str = "int4",
+    calibration: Iterable[Any] | None = None,
     progress: bool = False,
 ) -> QuantizationReport:
     """Quantizes the weights of a model to 4 bits, in place; inputs are then quantized to int8 as they come.
@@ -103,33 +107,38 @@ def quantize_(
         default_skip: leave output layers (``lm_head``) and routers (``gate``, ``router``, ``shared_expert_gate``) alone
             as well (``w4a8.quantization.DEFAULT_SKIP``). False quantizes those that are linear layers.
         scale_dtype: of the weights' scales: float32 or bfloat16.
-        clip_search: try several scales per group and take the one with the least squared error, instead of the one
-            that reaches the largest magnitude. Takes many times as long.
+        effort: 0 to 2: how long scales, and zero points, with a small squared error are searched for. 0 is a rule for
+            each group; 1 and 2 never lose more than that in any group, and take 1 to 5 ns more per weight and thread.
         symmetric: False: int4 values get a zero point for each group, one byte more; better where the weights of a
             group are not spread evenly around 0.
         values: ``int4``, or ``e2m1`` for the numbers of MXFP4 (then ``symmetric``), with scales of any value.
+        calibration: inputs of the model, each a tensor, a tuple or list of arguments or a dict of named ones: the model
+            runs on them, and the squared errors of weights count as the mean squares of their input channels then. An
+            expert counts what is routed to it, or where nothing is what the others get. None: all channels alike.
         progress: show a progress bar, if tqdm is installed.
 
     Returns:
         What was replaced and what was not; printing it gives a summary.
 
     Raises:
-        ValueError: a bad argument, a name or pattern in ``skip`` that matches no module, or the model is itself a layer
-            to replace.
+        ValueError: a bad argument, calibration without a batch or with effort = 0, a name or pattern in ``skip`` that
+            matches no module, or the model is itself a layer to replace.
         QuantizationError: a weight has a NaN or an infinity; names the layer.
     """
     if not is_group_size(group_size):
         raise ValueError(f"group_size is {group_size}, expected -1, {GROUP_SIZES}")
-    if scale_dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"scale_dtype is {scale_dtype}, expected torch.float32 or torch.bfloat16")
-    options = {"scale_dtype": scale_dtype, "clip_search": clip_search, "symmetric": symmetric, "values": values}
-    plan = make_plan(model, group_size, Skipped(skip, default_skip), grid_of(symmetric, values).most_in_features)
+    check_rounding(scale_dtype, effort)
+    options = {"scale_dtype": scale_dtype, "effort": effort, "symmetric": symmetric, "values": values}
+    plan = make_plan(model, group_size, Skipped(skip, default_skip), most_in_features(symmetric, values))
+    if calibration is not None and effort == 0:
+        raise ValueError("calibration is given, expected None for effort = 0, which searches for nothing")
     report = QuantizationReport(skipped=plan.skipped)
+    counts = [{} for _ in plan.jobs] if calibration is None else calibrate(model, plan.jobs, calibration)
     bar = progress_bar(sum(job.matrices for job in plan.jobs), progress, "matrix", "quantizing")
     try:
-        for job in plan.jobs:
+        for job, count in zip(plan.jobs, counts):
             try:
-                run_job(job, group_size, options, bar.update if bar is not None else _nothing, report)
+                run_job(job, group_size, {**options, **count}, bar.update if bar is not None else _nothing, report)
             except (ValueError, RuntimeError) as error:
                 raise QuantizationError(
                     f"{job.names[0]}: {error}; {len(report.replaced)} modules were replaced before it and stay so",

@@ -11,7 +11,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from w4a8.core.matrix import GROUP_SIZES, is_group_size
 from w4a8.formats.packed_directory import FORMAT, METHOD, VERSION
-from w4a8.nn.grids import DEFAULT_GROUP_SIZE, grid_of
+from w4a8.nn.grids import DEFAULT_GROUP_SIZE, most_in_features
+from w4a8.nn.rounding import check_rounding
+from w4a8.ops import DEFAULT_EFFORT
 from w4a8.quantization.skip import Skipped
 
 _SCALE_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -27,7 +29,7 @@ class W4A8Config(QuantizationConfigMixin):
         skip: str | Iterable[str] = (),
         default_skip: bool = True,
         scale_dtype: str | torch.dtype = "float32",
-        clip_search: bool = False,
+        effort: int = DEFAULT_EFFORT,
         symmetric: bool = True,
         values: str = "int4",
         **saved: Any,
@@ -39,7 +41,7 @@ class W4A8Config(QuantizationConfigMixin):
             skip: names of modules to leave alone besides, and ``re:`` with regular expressions.
             default_skip: leave output layers and routers alone as well; False quantizes those that are linear layers.
             scale_dtype: of the weights' scales: float32 or bfloat16.
-            clip_search: try several scales per group; takes many times as long.
+            effort: 0 to 2: how long scales, and zero points, are searched for.
             symmetric: False: int4 values with a zero point for each group.
             values: ``int4``, or ``e2m1`` for the numbers of MXFP4; then ``symmetric``.
             **saved: what a config.json has besides: quant_method, format, version.
@@ -64,11 +66,12 @@ class W4A8Config(QuantizationConfigMixin):
         self.scale_dtype = str(scale_dtype).removeprefix("torch.")
         if self.scale_dtype not in _SCALE_TYPES:
             raise ValueError(f"scale_dtype is {scale_dtype}, expected float32 or bfloat16")
-        self.clip_search = bool(clip_search)
+        check_rounding(_SCALE_TYPES[self.scale_dtype], effort)
+        self.effort = effort
         if not isinstance(symmetric, bool):
             raise TypeError(f"symmetric is {symmetric!r}, expected True or False")
         self.symmetric, self.values = symmetric, values
-        grid_of(symmetric, values)  # refuses what is none
+        most_in_features(symmetric, values)  # refuses what is none
         self.format = self._check_saved(dict(saved))
         self.source: dict[str, Any] | None = None
 
@@ -85,7 +88,7 @@ class W4A8Config(QuantizationConfigMixin):
     @property
     def most_in_features(self) -> int:
         """K that can be quantized."""
-        return grid_of(self.symmetric, self.values).most_in_features
+        return most_in_features(self.symmetric, self.values)
 
     def _check_saved(self, saved: dict[str, Any]) -> str | None:
         """The format of a directory, None where the weights are floats."""
@@ -104,7 +107,7 @@ class W4A8Config(QuantizationConfigMixin):
         """What from_float takes besides the group size."""
         return {
             "scale_dtype": _SCALE_TYPES[self.scale_dtype],
-            "clip_search": self.clip_search,
+            "effort": self.effort,
             "symmetric": self.symmetric,
             "values": self.values,
         }
@@ -119,7 +122,7 @@ class W4A8Config(QuantizationConfigMixin):
             "skip": list(self.skip),
             "default_skip": self.default_skip,
             "scale_dtype": self.scale_dtype,
-            "clip_search": self.clip_search,
+            "effort": self.effort,
             "symmetric": self.symmetric,
             "values": self.values,
         }

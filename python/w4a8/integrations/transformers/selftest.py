@@ -94,7 +94,7 @@ def experts_problems() -> list[str]:
             self.num_experts = EXPERTS
             w13 = torch.randint(-7, 8, (EXPERTS, 2 * INTERMEDIATE, HIDDEN), generator=generator) / 64
             w2 = torch.randint(-7, 8, (EXPERTS, HIDDEN, INTERMEDIATE), generator=generator) / 64
-            w13[:, :, ::32] = w2[:, :, :1] = 7 / 64  # so that rounding to int4 loses nothing
+            w13[:, :, ::32] = w2[:, :, :1] = 8 / 64  # so that rounding to int4 loses nothing
             self.gate_up_proj, self.down_proj = torch.nn.Parameter(w13), torch.nn.Parameter(w2)
             self.act_fn = torch.nn.SiLU()
 

@@ -59,7 +59,7 @@ def lm_head_method(layer: torch.nn.Module, method: Any) -> Any:
 class W4A8LMHeadMethod(UnquantizedEmbeddingMethod):
     """Loads the weight as vLLM does, and multiplies by integers.
 
-    int4 in groups of 32, their scales searched for, or int8 with one scale a row.
+    int4 in groups of 32, or int8 with one scale a row.
     """
 
     tied = False  # to the embedding's weight
@@ -76,7 +76,7 @@ class W4A8LMHeadMethod(UnquantizedEmbeddingMethod):
         if self.bits == 8:
             matrix, groups = round_to_8_bits(weight.data), "with a scale for each row"
         else:
-            matrix = round_weight(weight.data, GROUP, torch.bfloat16, clip_search=True)
+            matrix = round_weight(weight.data, GROUP, torch.bfloat16)
             groups = f"in groups of {GROUP}"
         self.group = matrix.group
         replace_parameter(layer, "weight_rounded", matrix.pack())
