@@ -4,7 +4,7 @@ export TORCH PYTHON
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-arm test-vllm test-vllm-full test-baseline test-package fuzz setup lint format bench bench-linear bench-peers bench-models real-size clean
+.PHONY: help demo test test-arm test-vllm test-vllm-full test-baseline test-package fuzz setup lint format bench bench-linear bench-peers bench-models bench-accuracy real-size clean
 
 help: ## list the targets
 	@echo "usage: make TARGET [TORCH=debian | PYTHON=/path/to/python] [ARGS='...']"
@@ -57,6 +57,9 @@ bench-peers: ## the fused operator beside other libraries, and the goals (an hou
 
 bench-models: ## a model of real size in vLLM, stock and with the plugin, and in llama.cpp (ARGS='--layers 48': hours)
 	@scripts/bench_models.sh $(ARGS)
+
+bench-accuracy: ## perplexity and KL of two small language models with fewer bits (20 minutes; ARGS=--no-llama: no compiling)
+	@scripts/bench_accuracy.sh $(ARGS)
 
 real-size: ## write a 30-billion-parameter model with random weights (make real-size ARGS='FOLDER --layers 4')
 	@scripts/real_size.sh $(ARGS)
