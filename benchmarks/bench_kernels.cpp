@@ -32,11 +32,10 @@ struct Work {
         out(static_cast<std::size_t>(m * kSpan * kPanelColumns)),
         scratch(static_cast<std::size_t>(scratch_bytes(shape, m) + 64)) {
     Slicer slicer(aligned(arena.data()));
-    rows = QuantizedRows::slice(slicer, m, shape.k, shape.group);
+    rows = QuantizedRows::slice(slicer, m, shape.rows());
     const std::vector<float> x = normal_values(m * shape.k, 7);
     for (int64_t r = 0; r < m; ++r) {
-      all_kernels().back()->quantize_row(x.data() + r * shape.k, DType::kFloat32, shape.k, shape.group,
-                                         rows.q + r * rows.stride, rows.starts + r * rows.groups, rows.quant + r);
+      all_kernels().back()->quantize_row(x.data() + r * shape.k, DType::kFloat32, shape.rows(), rows.row(r));
     }
   }
 
@@ -64,7 +63,7 @@ struct Work {
   }
   static int64_t bytes(const PackedShape& shape, int64_t m) {
     Slicer slicer(nullptr);
-    QuantizedRows::slice(slicer, m, shape.k, shape.group);
+    QuantizedRows::slice(slicer, m, shape.rows());
     return slicer.bytes() + 64;
   }
   static uint8_t* aligned(uint8_t* p) {

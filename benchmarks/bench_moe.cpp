@@ -43,9 +43,9 @@ void timed_gemm(const Rows& rows, int64_t m, const Panels& panels, int64_t count
   const Timer timer(panels.steps == kHidden / kStepK ? kGateUp : kDown);
   g_kernel->gemm(rows, m, panels, count, out, ldc, scratch);
 }
-void timed_quantize(const void* x, DType dtype, int64_t k, int64_t group, int8_t* q, int32_t* starts, RowQuant* quant) {
-  const Timer timer(k == kHidden ? kQuantize : kRequantize);
-  g_kernel->quantize_row(x, dtype, k, group, q, starts, quant);
+void timed_quantize(const void* x, DType dtype, const RowShape& shape, const QuantizedRow& to) {
+  const Timer timer(shape.k == kHidden ? kQuantize : kRequantize);
+  g_kernel->quantize_row(x, dtype, shape, to);
 }
 void timed_activate(Activation kind, const float* g, const float* u, float* h, int64_t n) {
   const Timer timer(kActivation);

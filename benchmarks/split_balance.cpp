@@ -47,7 +47,7 @@ void note_gemm(const Rows&, int64_t m, const Panels& panels, int64_t count, floa
   }
   g_gate = !is_w13 || !g_gate;
 }
-void no_quantize(const void*, DType, int64_t, int64_t, int8_t*, int32_t*, RowQuant*) {}
+void no_quantize(const void*, DType, const RowShape&, const QuantizedRow&) {}
 void no_activate(Activation, const float*, const float*, float*, int64_t) {}
 void no_combine(const float*, int64_t, const int32_t*, const float*, int64_t, int64_t, DType, void*) {
   g_between = true;

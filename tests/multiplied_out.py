@@ -65,8 +65,22 @@ def _stack_gpt_oss(content: dict[str, torch.Tensor]) -> None:
                 content[f"{stack}.{leaf}{end}"] = torch.stack(parts).contiguous()
 
 
-def rounded(x: torch.Tensor) -> torch.Tensor:
-    """Each row rounded to 255 steps between its least and greatest element, 0 among them."""
+def activation_group(quantization: dict) -> int:
+    """Of what is loaded with nothing else asked for: -1 if a configuration says int8 per token, else 32."""
+    schemes = quantization.get("config_groups", {}).values()
+    inputs = [scheme.get("input_activations") or {} for scheme in schemes]
+    stated = quantization.get("act_bits") == 8
+    return -1 if stated or any((i.get("type"), i.get("num_bits")) == ("int", 8) for i in inputs) else 32
+
+
+def rounded(x: torch.Tensor, size: int = -1) -> torch.Tensor:
+    """Each row rounded to 255 steps between its least and greatest element, 0 among them; or each `size` values, where
+    that divides them, to 127 steps on either side of 0."""
+    if size != -1 and x.shape[-1] % size == 0:
+        groups = x.unflatten(-1, (-1, size))
+        most = groups.abs().amax(-1, keepdim=True)
+        scale = torch.where(most == 0, torch.ones_like(most), 127 / most)
+        return (torch.round(groups * scale) / scale).flatten(-2)
     low, high = x.amin(-1, keepdim=True).clamp(max=0), x.amax(-1, keepdim=True).clamp(min=0)
     scale = torch.where(high == low, torch.ones_like(high), 255 / (high - low))
     zero = torch.round(-128 - low * scale).clamp(-128, 127)
@@ -77,8 +91,9 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
 class Int8Inputs(TorchFunctionMode):
     """Rounds what is multiplied by a quantized matrix."""
 
-    def __init__(self, matrices: list[torch.Tensor]) -> None:
+    def __init__(self, matrices: list[torch.Tensor], size: int) -> None:
         super().__init__()
+        self.size = size
         self.storages = {matrix.untyped_storage().data_ptr() for matrix in matrices}
         self.seen: set[int] = set()
 
@@ -92,7 +107,7 @@ class Int8Inputs(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if (func is torch.nn.functional.linear or func in PRODUCTS) and len(args) > 1 and self._quantized(args[1]):
-            args = (rounded(args[0]), *args[1:])
+            args = (rounded(args[0], self.size), *args[1:])
         return func(*args, **kwargs)
 
 
@@ -114,11 +129,16 @@ def quantized_matrices(model: torch.nn.Module, attention: bool, lm_head: bool = 
 
 
 @torch.no_grad()
-def logprobs(model: torch.nn.Module, sequences: list[list[int]], int8: list[torch.Tensor] = ()) -> list[torch.Tensor]:
-    """Per sequence, float32 [length - 1, vocabulary]: of every token but the first, given those before it."""
+def logprobs(
+    model: torch.nn.Module, sequences: list[list[int]], int8: list[torch.Tensor] = (), size: int = -1
+) -> list[torch.Tensor]:
+    """Per sequence, float32 [length - 1, vocabulary]: of every token but the first, given those before it.
+
+    int8 are the matrices whose inputs are rounded, with one scale for a row or for `size` values.
+    """
     rows = []
     for sequence in sequences:
-        with Int8Inputs(int8) as mode:
+        with Int8Inputs(int8, size) as mode:
             logits = model(torch.tensor([sequence[:-1]]), use_cache=False).logits[0]
         assert len(mode.seen) == len(mode.storages), "a quantized matrix was not used as the reference expects"
         rows.append(torch.log_softmax(logits.float(), -1))

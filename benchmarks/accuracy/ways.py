@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -77,13 +76,11 @@ def shallow(model: torch.nn.Module) -> torch.nn.Module:
     return copy.deepcopy(model, {id(each): each for each in itertools.chain(model.parameters(), model.buffers())})
 
 
-def in_operators(function: Callable[..., Any], activation_group: int) -> dict[str, int] | None:
-    """What to tell a function of w4a8, so that its layers quantize activations so; None if that has to be emulated."""
-    if activation_group == FLOAT:
+def in_operators(activation_group: int, group_size: int) -> dict[str, int] | None:
+    """What to tell w4a8, so that layers in such groups quantize activations so; None if that has to be emulated."""
+    if activation_group == FLOAT or (activation_group != PER_TOKEN and group_size % activation_group != 0):
         return None
-    if "activation_group" in inspect.signature(function).parameters:
-        return {"activation_group": activation_group}
-    return {} if activation_group == PER_TOKEN else None
+    return {"activation_group": activation_group}
 
 
 @contextmanager
@@ -114,7 +111,7 @@ def bits_of(model: torch.nn.Module) -> float:
 def quantized(case: Case, activation_group: int, calibrated: bool, options: dict[str, Any]) -> Iterator[Running]:
     """By w4a8.quantize_, which leaves the output layer alone."""
     model = shallow(case.model)
-    told = in_operators(w4a8.quantize_, activation_group)
+    told = in_operators(activation_group, options["group_size"])
     batches = [{"input_ids": ids[None], "logits_to_keep": 1} for ids in case.calibration] if calibrated else None
     w4a8.quantize_(model, scale_dtype=torch.bfloat16, calibration=batches, **options, **(told or {}))
     bits = bits_of(model)
@@ -182,7 +179,7 @@ class HalfLinear(torch.nn.Module):
 def rounded_head(head: torch.nn.Linear, bits: int, activation_group: int) -> tuple[torch.nn.Module, float, str]:
     """As the plugin of vLLM has it: int4 in groups of 32, or int8 with one scale a row (docs/vllm.md)."""
     make = w4a8.nn.W4A8Linear.from_float if bits == 4 else w4a8.nn.W8A8Linear.from_matrix
-    told = in_operators(make, activation_group)
+    told = in_operators(activation_group, 32 if bits == 4 else head.in_features)
     if bits == 4:
         layer = make(head, 32, scale_dtype=torch.bfloat16, **(told or {}))
     else:

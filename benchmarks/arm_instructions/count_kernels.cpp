@@ -55,7 +55,7 @@ void count_gemm(const Kernel& kernel, int64_t m, int64_t group, const Kind& kind
   const std::vector<uint8_t> packed = packed_matrix(shape, sequence);
   const PackedMatrix matrix{shape, packed.data()};
   Workspace workspace;
-  const auto slice = [&](Slicer& slicer) { return QuantizedRows::slice(slicer, m, kK, group); };
+  const auto slice = [&](Slicer& slicer) { return QuantizedRows::slice(slicer, m, shape.rows()); };
   Slicer size(nullptr);
   slice(size);
   Slicer slicer(workspace.reserve(size.bytes()));
@@ -63,8 +63,7 @@ void count_gemm(const Kernel& kernel, int64_t m, int64_t group, const Kind& kind
   std::vector<float> x(kK);
   for (int64_t r = 0; r < m; ++r) {
     for (float& value : x) value = sequence.uniform();
-    kernel.quantize_row(x.data(), DType::kFloat32, kK, group, rows.q + r * rows.stride, rows.starts + r * rows.groups,
-                        rows.quant + r);
+    kernel.quantize_row(x.data(), DType::kFloat32, shape.rows(), rows.row(r));
   }
   Workspace scratch;
   uint8_t* unpacked = scratch.reserve(kernel.scratch_bytes(m, kK, group));
@@ -91,7 +90,7 @@ void count_quantize(const Kernel& kernel, int64_t group, DType dtype) {
   std::printf("%s quantize_%s 1 %ld %ld\n", kernel.name, dtype == DType::kFloat32 ? "float32" : "bfloat16",
               static_cast<long>(group == kK ? 0 : group), static_cast<long>(kK));
   mark_begin();
-  kernel.quantize_row(row, dtype, kK, group, q.data(), starts.data(), &quant);
+  kernel.quantize_row(row, dtype, {kK, group, kWholeRow}, {q.data(), starts.data(), &quant});
   mark_end();
 }
 

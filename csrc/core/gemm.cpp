@@ -1,10 +1,12 @@
 #include "core/gemm.h"
 
 #include <algorithm>
+#include <cstring>
 #include <stdexcept>
 #include <string>
 
 #include "core/split.h"
+#include "kernels/row_params.h"
 
 namespace w4a8 {
 namespace {
@@ -20,7 +22,7 @@ int64_t row_stride(int64_t k) {
 struct MatmulBuffers {
   MatmulBuffers(Slicer& slicer, const PackedShape& shape, int64_t m, int workers, int64_t tile_floats,
                 int64_t scratch_bytes)
-      : rows(QuantizedRows::slice(slicer, m, shape.k, shape.group)), own(slicer, workers, tile_floats, scratch_bytes) {}
+      : rows(QuantizedRows::slice(slicer, m, shape.rows())), own(slicer, workers, tile_floats, scratch_bytes) {}
   QuantizedRows rows;
   WorkerBuffers own;
 };
@@ -30,7 +32,7 @@ const uint8_t* row_at(const void* x, DType dtype, int64_t row, int64_t k) {
 }
 
 // How the rows of a product come about: fills what a tile reads of row r. Called once for each row.
-using PrepareRow = FunctionRef<void(int64_t r, int8_t* q, int32_t* starts, RowQuant* quant)>;
+using PrepareRow = FunctionRef<void(int64_t r, const QuantizedRow& to)>;
 
 // One batch of the rows of the product. A null bias adds nothing beyond what is packed.
 void multiply_batch(const Kernel& kernel, Parallel& parallel, int workers, Workspace& workspace,
@@ -53,7 +55,7 @@ void multiply_batch(const Kernel& kernel, Parallel& parallel, int workers, Works
   const auto quantize = [&](int64_t, int64_t task, int) {
     const int64_t end = std::min(m, (task + 1) * kQuantizeRowsPerTask);
     for (int64_t r = task * kQuantizeRowsPerTask; r < end; ++r) {
-      prepare(batch.begin + r, rows.q + r * rows.stride, rows.starts + r * rows.groups, rows.quant + r);
+      prepare(batch.begin + r, rows.row(r));
     }
   };
   const auto multiply = [&](int64_t, int64_t task, int worker) {
@@ -103,59 +105,78 @@ void check_zero_points(const GivenRows& rows, int64_t m) {
   }
 }
 
-void take_row(const GivenRows& rows, int64_t r, const PackedShape& shape, int8_t* q, int32_t* starts, RowQuant* quant) {
+void take_row(const GivenRows& rows, int64_t r, const RowShape& shape, const QuantizedRow& to) {
   const uint8_t* src = rows.q + r * shape.k;
   const uint8_t flip = rows.is_unsigned ? 0x80 : 0;  // value - 128, as the bits of an int8
-  for (int64_t g = 0; g < shape.groups(); ++g) {
+  for (int64_t p = 0; p < shape.parts(); ++p) {
     int32_t sum = 0;
-    for (int64_t i = g * shape.group; i < (g + 1) * shape.group; ++i) {
-      q[i] = static_cast<int8_t>(src[i] ^ flip);
-      sum += q[i];
+    for (int64_t i = p * shape.part; i < (p + 1) * shape.part; ++i) {
+      to.q[i] = static_cast<int8_t>(src[i] ^ flip);
+      sum += to.q[i];
     }
-    starts[g] = -8 * sum;
+    to.starts[p] = -8 * sum;
   }
-  std::fill(q + shape.k, q + ceil_div(shape.k, kLineBytes) * kLineBytes, int8_t{0});
-  *quant = {rows.scale[r], static_cast<int32_t>(rows.zero_point[r] - (rows.is_unsigned ? 128 : 0))};
+  std::fill(to.q + shape.k, to.q + ceil_div(shape.k, kLineBytes) * kLineBytes, int8_t{0});
+  if (!shape.scaled()) {
+    *to.quant = {rows.scale[r], static_cast<int32_t>(rows.zero_point[r] - (rows.is_unsigned ? 128 : 0))};
+    return;
+  }
+  const float* scales = rows.scale + r * (shape.k / shape.activation_group);
+  for (int64_t p = 0; p < shape.parts(); ++p) {
+    to.scales[p * to.scales_stride] = cut_recip(scales[p * shape.part / shape.activation_group]);
+  }
+  *to.quant = {1.0f, 0};
 }
 
 }  // namespace
 
-QuantizedRows QuantizedRows::slice(Slicer& slicer, int64_t rows, int64_t k, int64_t group) {
+QuantizedRows QuantizedRows::slice(Slicer& slicer, int64_t rows, const RowShape& shape) {
   QuantizedRows result;
-  result.stride = row_stride(k);
-  result.groups = k / group;
-  if (rows > INT64_MAX / result.stride) slicer.take<uint8_t>(INT64_MAX);  // throws
+  result.stride = row_stride(shape.k);
+  result.parts = shape.parts();
+  if (rows >= INT64_MAX / result.stride - kLineBytes) slicer.take<uint8_t>(INT64_MAX);  // throws
   result.q = slicer.take<int8_t>(rows * result.stride);
-  result.starts = slicer.take<int32_t>(rows * result.groups);
+  result.starts = slicer.take<int32_t>(rows * result.parts);
+  if (shape.scaled()) {
+    result.scales_stride = rows + kPanelColumns;
+    result.scales = slicer.take<float>(result.scales_stride * result.parts);
+  }
   result.quant = slicer.take<RowQuant>(rows);
   return result;
 }
 
-int64_t QuantizedRows::row_bytes(int64_t k, int64_t group) {
-  return row_stride(k) + k / group * int64_t{sizeof(int32_t)} + int64_t{sizeof(RowQuant)};
+int64_t QuantizedRows::row_bytes(const RowShape& shape) {
+  const int64_t of_part = int64_t{sizeof(int32_t)} + (shape.scaled() ? int64_t{sizeof(float)} : 0);
+  return row_stride(shape.k) + shape.parts() * of_part + int64_t{sizeof(RowQuant)};
+}
+
+void QuantizedRows::copy(int64_t from, int64_t to) const {
+  const auto size = static_cast<std::size_t>(parts);
+  std::memcpy(q + to * stride, q + from * stride, static_cast<std::size_t>(stride));
+  std::memcpy(starts + to * parts, starts + from * parts, size * sizeof(int32_t));
+  if (scales == nullptr) return;
+  for (int64_t p = 0; p < parts; ++p) scales[p * scales_stride + to] = scales[p * scales_stride + from];
 }
 
 int64_t matmul_batch_rows(const PackedShape& shape) {
   constexpr int64_t kScratchBytes = 96 * 1024 * 1024;
-  return std::max<int64_t>(64, kScratchBytes / QuantizedRows::row_bytes(shape.k, shape.group));
+  return std::max<int64_t>(64, kScratchBytes / QuantizedRows::row_bytes(shape.rows()));
 }
 
 void matmul(const Kernel& kernel, Parallel& parallel, Workspace& workspace, const PackedMatrix& matrix, const void* x,
             DType dtype, int64_t m, void* out) {
   const PackedShape& shape = matrix.shape;
   multiply(kernel, parallel, workspace, matrix, nullptr, dtype, m, out,
-           [&](int64_t r, int8_t* q, int32_t* starts, RowQuant* quant) {
-             kernel.quantize_row(row_at(x, dtype, r, shape.k), dtype, shape.k, shape.group, q, starts, quant);
+           [&, rows = shape.rows()](int64_t r, const QuantizedRow& to) {
+             kernel.quantize_row(row_at(x, dtype, r, shape.k), dtype, rows, to);
            });
 }
 
 void matmul_quantized(const Kernel& kernel, Parallel& parallel, Workspace& workspace, const PackedMatrix& matrix,
                       const GivenRows& rows, const float* bias, DType dtype, int64_t m, void* out) {
-  check_zero_points(rows, m);
+  if (matrix.shape.activation_group == kWholeRow) check_zero_points(rows, m);
   multiply(kernel, parallel, workspace, matrix, bias, dtype, m, out,
-           [&](int64_t r, int8_t* q, int32_t* starts, RowQuant* quant) {
-             take_row(rows, r, matrix.shape, q, starts, quant);
-           });
+           [&, shape = matrix.shape.rows()](int64_t r, const QuantizedRow& to) { take_row(rows, r, shape, to); });
 }
 
 }  // namespace w4a8

@@ -10,18 +10,30 @@
 
 namespace w4a8 {
 
-/// Rows quantized for matrices [., k] in groups of `group`. Owner: the workspace it was sliced from.
+/// Quantized rows. Owner: the workspace they were sliced from.
 struct QuantizedRows {
   int8_t* q = nullptr;        ///< [rows, stride]
   int64_t stride = 0;         ///< bytes; padded so that rows do not fall into the same cache sets
-  int32_t* starts = nullptr;  ///< [rows, groups]
-  int64_t groups = 0;
+  int32_t* starts = nullptr;  ///< [rows, parts]
+  float* scales = nullptr;    ///< [parts, scales_stride]; null unless RowShape::scaled
+  int64_t scales_stride = 0;  ///< rows and 16 more, so that those of the parts do not fall into the same cache sets
+  int64_t parts = 0;
   RowQuant* quant = nullptr;  ///< [rows]
 
-  static QuantizedRows slice(Slicer& slicer, int64_t rows, int64_t k, int64_t group);
-  /// What slice takes for each row.
-  static int64_t row_bytes(int64_t k, int64_t group);
-  Rows from(int64_t row) const { return {q + row * stride, stride, starts + row * groups, groups, quant + row}; }
+  static QuantizedRows slice(Slicer& slicer, int64_t rows, const RowShape& shape);
+  /// What slice takes for each row; besides, where RowShape::scaled, as much as 16 rows of scales.
+  static int64_t row_bytes(const RowShape& shape);
+  Rows from(int64_t row) const {
+    return {q + row * stride, stride, starts + row * parts, parts, quant + row, scales_of(row), scales_stride};
+  }
+  QuantizedRow row(int64_t i) const {
+    return {q + i * stride, starts + i * parts, quant + i, scales_of(i), scales_stride};
+  }
+  /// Row `to` becomes what row `from` is, but for quant.
+  void copy(int64_t from, int64_t to) const;
+
+ private:
+  float* scales_of(int64_t row) const { return scales == nullptr ? nullptr : scales + row; }
 };
 
 /// What each worker has to itself in a product: float tiles, and what Kernel::gemm asks for.
@@ -59,8 +71,8 @@ int64_t matmul_batch_rows(const PackedShape& shape);
 struct GivenRows {
   const uint8_t* q;           ///< [m, k] int8, or uint8 when is_unsigned
   bool is_unsigned;           ///< q and zero_point count from 0: both are taken less 128
-  const float* scale;         ///< [m]; NaN makes the row NaN
-  const int64_t* zero_point;  ///< [m], in [-128, 127] once taken less 128
+  const float* scale;         ///< [m]; NaN makes the row NaN; for a matrix with activation groups [m, k / group]
+  const int64_t* zero_point;  ///< [m], in [-128, 127] once taken less 128; unused with activation groups
 };
 
 /// out[m, n] = the given rows times the packed matrix, plus bias[n] (null: none), rounded once to `dtype`.

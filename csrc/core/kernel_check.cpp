@@ -19,7 +19,8 @@ struct Case {
 };
 
 // Every way that a kernel multiplies in: 1 row, a few, and bands of 8, 9, 12 and 16 rows; one panel, two and a third;
-// groups of 16, 32, 64 and 128 and channelwise; a K that goes on behind a chunk (512) and one that ends inside a step.
+// groups of 16, 32, 64 and 128 and channelwise; a K that goes on behind a chunk (512) and one that ends inside a step;
+// activations in groups as large as the weights', in parts of them and in more than one.
 // AmxTest.KernelDifferenceRunsEveryInstruction shows that these run every instruction of AMX that any product runs.
 constexpr ScaleType kF32 = ScaleType::kFloat32;
 constexpr ScaleType kBF16 = ScaleType::kBFloat16;
@@ -40,6 +41,11 @@ constexpr Case kCases[] = {
     {17, {40, 130, 130, kF32, true, kInt8}},
     {33, {24, 640, 64, kF16, false, kInt8}},
     {9, {40, 128, 32, kF32, true, kInt8ZeroPoints}},
+    {9, {40, 160, 32, kBF16, true, kInt4, 32}},
+    {17, {24, 256, 128, kF16, false, kInt4ZeroPoints, 32}},
+    {8, {40, 576, 64, kF32, true, kE2M1, 64}},
+    {3, {24, 96, 16, ScaleType::kE5M3, false, kE2M1, 32}},
+    {33, {24, 1152, 1152, kF32, true, kInt8, 128}},
 };
 
 // Random weights and rows, of which each case takes the first ones.

@@ -14,9 +14,6 @@ constexpr uint8_t kHasBias = 1;
 constexpr uint8_t kHasZeroPoints = 2;
 constexpr uint8_t kHasChannelScales = 4;
 
-/// Rows of activations are quantized as a whole.
-constexpr int64_t kWholeRow = -1;
-
 // Little-endian. Every field is independent of the others; check_shape says which of them go together.
 struct Header {
   std::array<char, 8> magic;
@@ -28,7 +25,7 @@ struct Header {
   int64_t n;
   int64_t k;
   int64_t group;
-  int64_t activation_group;          // kWholeRow
+  int64_t activation_group;          // or kWholeRow
   std::array<uint8_t, 16> reserved;  // zeros
 };
 static_assert(sizeof(Header) == kHeaderBytes);
@@ -109,6 +106,11 @@ void check_shape(const PackedShape& shape) {
          kind_name(shape.kind) + ": their products would not sum up in int32");
   }
   check_scale_type(shape);
+  if (!is_activation_group(shape.activation_group, shape.group, shape.k)) {
+    fail("activation group is " + str(shape.activation_group) +
+         ", expected -1 (whole rows), or 32, 64 or 128 that divides " +
+         (shape.in_least_groups() ? "k = " + str(shape.k) : "group = " + group_name(shape)));
+  }
 }
 
 PanelLayout panel_layout(const PackedShape& shape) {
@@ -120,6 +122,8 @@ PanelLayout panel_layout(const PackedShape& shape) {
   layout.step_bytes = shape.kind.values == Values::kInt8 ? kByteStepBytes : kStepBytes;
   layout.groups = shape.groups();
   layout.group_steps = shape.channelwise() ? layout.steps : shape.group / kStepK;
+  layout.scaled = shape.activation_group != kWholeRow;
+  layout.part_steps = layout.scaled ? shape.rows().part / kStepK : layout.group_steps;
   layout.scale_line = kPanelColumns * scale_bytes(shape.scale_type);
   const int64_t of_group = layout.scale_line + (shape.kind.zero_points ? kPanelColumns : 0);
   int64_t whole = 1;
@@ -152,7 +156,7 @@ void write_header(const PackedShape& shape, uint8_t* dst) {
   header.n = shape.n;
   header.k = shape.k;
   header.group = shape.group;
-  header.activation_group = kWholeRow;
+  header.activation_group = shape.activation_group;
   std::memcpy(dst, &header, sizeof(header));
 }
 
@@ -173,9 +177,6 @@ PackedShape read_header(const uint8_t* src, int64_t size, const std::string& wha
     fail(what + ": flags are " + str(header.flags) +
          ", expected a sum of 1 (bias), 2 (zero points) and 4 (channel scales)");
   }
-  if (header.activation_group != kWholeRow) {
-    fail(what + ": activation group is " + str(header.activation_group) + ", expected -1 (one scale for a row)");
-  }
   for (const uint8_t byte : header.reserved) {
     if (byte != 0) fail(what + ": reserved bytes of the header are not zero");
   }
@@ -187,6 +188,7 @@ PackedShape read_header(const uint8_t* src, int64_t size, const std::string& wha
   shape.scale_type = static_cast<ScaleType>(header.scale_type);
   shape.has_bias = (header.flags & kHasBias) != 0;
   shape.kind = {static_cast<Values>(header.values), (header.flags & kHasZeroPoints) != 0};
+  shape.activation_group = header.activation_group;
   if (shape.two_level() != ((header.flags & kHasChannelScales) != 0)) {
     fail(what + ": flags are " + str(header.flags) + ", expected 4 (channel scales) " +
          (shape.two_level() ? "among them" : "not among them") + " for scale type " +

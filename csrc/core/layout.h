@@ -18,7 +18,8 @@
 //
 //   Bytes (int8), 128 bytes: the 64 that are low nibbles above, then the 64 that are high ones.
 //
-// N is padded to 16 and K to 8 with weights of zero.
+// N is padded to 16 and K to 8 with weights of zero. Where activations have scales along k there are no zero points of
+// rows, and the sums are zeros.
 #pragma once
 
 #include <cstddef>
@@ -44,6 +45,7 @@ struct PackedShape {
   ScaleType scale_type = ScaleType::kFloat32;
   bool has_bias = false;
   WeightKind kind = kInt4;
+  int64_t activation_group = kWholeRow;  ///< values of k of a row that share a scale; see is_activation_group
 
   constexpr bool channelwise() const { return group == k; }
   constexpr int64_t groups() const { return k / group; }
@@ -52,8 +54,21 @@ struct PackedShape {
   constexpr bool two_level() const { return scale_type == ScaleType::kE5M3; }  ///< has channel scales
   /// Bytes of the codes of a row in a checkpoint.
   constexpr int64_t row_bytes() const { return kind.values == Values::kInt8 ? k : k / 2; }
+  /// How the rows that this matrix is multiplied with are quantized. A part is the lesser of both kinds of groups.
+  constexpr RowShape rows() const {
+    const bool whole = activation_group == kWholeRow || activation_group > group;
+    return {k, whole ? group : activation_group, activation_group};
+  }
   bool operator==(const PackedShape&) const = default;
 };
+
+/// Whether activations may share a scale in groups of so many values: in whole rows; or 32, 64 or 128 that divide the
+/// weights' group, or with weights in groups of 16 that divide k.
+constexpr bool is_activation_group(int64_t activation_group, int64_t group, int64_t k) {
+  if (activation_group == kWholeRow) return true;
+  if (activation_group != 32 && activation_group != 64 && activation_group != 128) return false;
+  return (group == kLeastGroup && group != k ? k : group) % activation_group == 0;
+}
 
 /// Whether so many values of k may share a scale: k (channelwise), or 16 or a multiple of 32 that divides k.
 constexpr bool is_group(int64_t group, int64_t k) {
@@ -75,8 +90,8 @@ const char* kind_name(WeightKind kind);
 const char* scale_type_name(ScaleType type);
 
 /// Throws std::invalid_argument naming the field if no kernel has such a matrix: 1 <= n <= kMaxN, k even in
-/// [2, max_k(kind)], is_group(group, k), group <= max_summed(kind), a known kind, and scales that belong to it: e5m3 in
-/// groups of 16 of nibbles, e8m0 of e2m1 in groups of 32 and more.
+/// [2, max_k(kind)], is_group(group, k), group <= max_summed(kind), is_activation_group, a known kind, and scales that
+/// belong to it: e5m3 in groups of 16 of nibbles, e8m0 of e2m1 in groups of 32 and more.
 void check_shape(const PackedShape& shape);
 
 /// Where everything of a panel is. The shape must have passed check_shape.

@@ -56,8 +56,10 @@ class PanelPacker {
       const int64_t count = std::min(kGroups, layout_.groups - begin);
       pack_scales(begin, count, scales);
       for (int64_t i = 0; i < count; ++i) pack_group(begin + i, sums[i]);
-      if (!layout_.channelwise) kernel_.add_weight_sums(scales, layout_.scale_type, sums[0], count, weighted);
+      if (!layout_.channelwise && !layout_.scaled)
+        kernel_.add_weight_sums(scales, layout_.scale_type, sums[0], count, weighted);
     }
+    if (layout_.scaled) return;
     for (float& w : weighted) {
       if (w != w) w = std::numeric_limits<float>::quiet_NaN();  // the same bytes, whatever kernel packs
     }

@@ -44,6 +44,7 @@ struct FewOps : DotOps {
   static constexpr int kRows[] = {5, 2};
   static constexpr int64_t kUnpackRows = 0;  // Tiles of the ISA do it
   static constexpr bool kOwnGroups = true;
+  static constexpr bool takes(bool, bool scaled) { return !scaled; }
 
   // What u of 16 columns counts from; four registers of four.
   template <Code kCode>
@@ -136,12 +137,19 @@ struct FewOps : DotOps {
 
 // Only groups of 16 have scales of e5m3, and only larger ones those of e8m0.
 struct FewE5M3Ops : FewOps<ScaleType::kE5M3> {
-  static constexpr bool kOnlyLeastGroups = true;
+  static constexpr bool takes(bool least, bool scaled) { return least && !scaled; }
+};
+// Scales of activations cost more than asking for the type of the weights' scales.
+struct FewScaledOps : DotOps {
+  static constexpr int kRows[] = {5, 2};
+  static constexpr int64_t kUnpackRows = 0;
+  static constexpr bool takes(bool, bool scaled) { return scaled; }
 };
 
 void few_rows(const Rows& rows, int64_t m, const Panels& panels, int64_t panel_count, float* out, int64_t ldc,
               uint8_t*) {
   const auto run = [&]<class FewRows>(FewRows) { gemm<FewRows>(rows, m, panels, panel_count, out, ldc, nullptr); };
+  if (panels.scaled) return run(FewScaledOps());
   switch (panels.scale_type) {
     case ScaleType::kFloat32: return run(FewOps<ScaleType::kFloat32>());
     case ScaleType::kBFloat16: return run(FewOps<ScaleType::kBFloat16>());
@@ -245,7 +253,7 @@ struct Unpacked : SignedTiles<Unpacked> {
                                                                             std::make_integer_sequence<int, 3>())(t);
       case Grouping::kLeast:
         return pick_rows<ManyOps, 1, Grouping::kLeast, kCode, kLeast>(count, std::make_integer_sequence<int, 2>())(t);
-      case Grouping::kBlocks:
+      default:
         return pick_rows<ManyOps, 1, Grouping::kBlocks, kCode, kLeast>(count, std::make_integer_sequence<int, 2>())(t);
     }
   }

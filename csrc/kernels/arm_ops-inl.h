@@ -46,6 +46,7 @@ struct NeonOps : TileDefaults {
     return vshlq_n_s32(a, kBits);
   }
   static W4A8_INLINE int32_t reduce(I a) { return vaddvq_s32(a); }
+  static W4A8_INLINE int32_t reduce_max(I a) { return vmaxvq_s32(a); }
   // Lanes are in [-128, 127]: nothing is lost.
   static W4A8_INLINE void store_int8(int8_t* p, I a) {
     const int16x4_t words = vmovn_s32(a);

@@ -57,6 +57,12 @@ struct Avx2Ops : TileDefaults {
     sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0xb1));
     return _mm_cvtsi128_si32(sum);
   }
+  static W4A8_INLINE int32_t reduce_max(I a) {
+    __m128i most = _mm_max_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+    most = _mm_max_epi32(most, _mm_shuffle_epi32(most, 0x4e));
+    most = _mm_max_epi32(most, _mm_shuffle_epi32(most, 0xb1));
+    return _mm_cvtsi128_si32(most);
+  }
   // Low 16 bits of each lane, in order; lanes are in the range of the type, so the saturation does nothing.
   static W4A8_INLINE __m128i narrow(I a, bool is_unsigned) {
     const __m128i low = _mm256_castsi256_si128(a);

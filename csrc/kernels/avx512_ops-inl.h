@@ -57,6 +57,7 @@ struct Avx512Ops : TileDefaults {
     return _mm512_slli_epi32(a, kBits);
   }
   static W4A8_INLINE int32_t reduce(I a) { return _mm512_reduce_add_epi32(a); }
+  static W4A8_INLINE int32_t reduce_max(I a) { return _mm512_reduce_max_epi32(a); }
   static W4A8_INLINE void store_int8(int8_t* p, I a) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a));
   }

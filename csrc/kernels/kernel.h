@@ -98,12 +98,15 @@ struct PanelLayout {
   int64_t step_bytes;      ///< kStepBytes, or kByteStepBytes of int8
   int64_t groups;          ///< K / group
   int64_t group_steps;     ///< steps of one group; `steps` when channelwise
+  bool scaled;             ///< activations have scales of their own along k: a part of k shares one of each kind
+  int64_t part_steps;      ///< steps of one part; group_steps if not `scaled`
   int64_t record_groups;   ///< groups of a record but the last one
   int64_t scale_line;      ///< the scales of one group: 16 of scale_type
   int64_t zeros_offset;    ///< in a record: its zero points, a byte each; of nibbles the low four bits count
   int64_t head_bytes;      ///< of a record in front of its steps
   int64_t record_bytes;    ///< of a record but the last one
-  int64_t sums_offset;     ///< in a panel: weight sums [16], channelwise int32 sum_k w, else float32 W (numerics.md)
+  int64_t sums_offset;     ///< in a panel: weight sums [16], channelwise int32 sum_k w, else float32 W (numerics.md);
+                           ///< float32 zeros if `scaled`
   int64_t bias_offset;     ///< bias [16] float32, zeros if there is none
   int64_t channel_offset;  ///< kE5M3: what the scales of a column are multiplied by, [16] float32
   int64_t panel_bytes;
@@ -120,19 +123,43 @@ struct PanelLayout {
   }
 };
 
-/// How one row was quantized: x ~ (q - zero_point) * recip.
+/// How one row was quantized: x ~ (q - zero_point) * recip, or in groups q * Rows::scales * recip.
 struct RowQuant {
-  float recip;         ///< 1 / scale; NaN for a row with a NaN or infinite element
-  int32_t zero_point;  ///< in [-128, 127]
+  float recip;         ///< 1 / scale; NaN for a row with a NaN or infinite element; in groups 1
+  int32_t zero_point;  ///< in [-128, 127]; in groups 0
+};
+
+/// Activations are quantized as whole rows, with one scale for each.
+inline constexpr int64_t kWholeRow = -1;
+
+/// How rows are to be quantized.
+struct RowShape {
+  int64_t k;                 ///< values of a row
+  int64_t part;              ///< values per entry of starts and of scales; divides k and activation_group
+  int64_t activation_group;  ///< values that share a scale, 32, 64 or 128; or kWholeRow
+
+  constexpr bool scaled() const { return activation_group != kWholeRow; }
+  constexpr int64_t parts() const { return k / part; }
+};
+
+/// Where one quantized row goes.
+struct QuantizedRow {
+  int8_t* q;        ///< [k rounded up to kLineBytes], the padding is written as zero
+  int32_t* starts;  ///< [parts]
+  RowQuant* quant;
+  float* scales = nullptr;    ///< [parts], left alone unless RowShape::scaled
+  int64_t scales_stride = 1;  ///< elements between those
 };
 
 /// Quantized rows a tile reads.
 struct Rows {
   const int8_t* q;        ///< [m, stride] int8, each row zero from K to the next multiple of kLineBytes
   int64_t stride;         ///< bytes between rows, at least that
-  const int32_t* starts;  ///< [m, groups]: -8 * sum of q over the group, where the accumulators start
+  const int32_t* starts;  ///< [m, parts]: -8 * sum of q over the part, where the accumulators start
   int64_t starts_stride;  ///< elements between rows of starts
   const RowQuant* quant;  ///< [m]
+  const float* scales;    ///< [parts, m]: of the activations, if PanelLayout::scaled. From each, 16 can be read
+  int64_t scales_stride;  ///< elements between parts of scales
 };
 
 /// A run of consecutive panels of one packed matrix. No alignment is assumed.
@@ -148,10 +175,8 @@ struct Panels : PanelLayout {
 using GemmFn = void (*)(const Rows& rows, int64_t m, const Panels& panels, int64_t panel_count, float* out, int64_t ldc,
                         uint8_t* scratch);
 
-/// Quantizes one row of k elements. group: values of k per entry of starts (k itself when channelwise); divides k.
-/// q: [k rounded up to kLineBytes], the padding is written as zero. starts: [k / group].
-using QuantizeRowFn = void (*)(const void* x, DType dtype, int64_t k, int64_t group, int8_t* q, int32_t* starts,
-                               RowQuant* quant);
+/// Quantizes one row of shape.k elements (docs/numerics.md section 1).
+using QuantizeRowFn = void (*)(const void* x, DType dtype, const RowShape& shape, const QuantizedRow& to);
 
 /// Scale and zero point of one row quantized for int4_gemm_w4a8.
 struct TokenQuant {

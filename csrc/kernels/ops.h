@@ -51,6 +51,7 @@ concept VectorOps = requires(typename Ops::F f, typename Ops::I i, float* floats
   { Ops::template shift_right<7>(i) } -> std::same_as<typename Ops::I>;  // arithmetic
   { Ops::template shift_left<20>(i) } -> std::same_as<typename Ops::I>;
   { Ops::reduce(i) } -> std::same_as<int32_t>;
+  { Ops::reduce_max(i) } -> std::same_as<int32_t>;
   Ops::store_int8(q, i);  // lanes are in [-128, 127]
   // clang-format on
 };
@@ -67,13 +68,15 @@ constexpr int64_t step_bytes(Code code) {
 
 /// What Ops of tiles may say of themselves; they derive from this and hide what is otherwise with them.
 struct TileDefaults {
-  static constexpr int64_t kStreamedRows = 0;      ///< most rows whose one panel the hardware may fetch by itself
-  static constexpr bool kSpareRegisters = false;   ///< one loop over groups has room for zero points, too
-  static constexpr bool kNarrowProducts = false;   ///< imul16(a, b), a in [0, 2^15), b of 16 bits, beats imul
-  static constexpr bool kReloadsStarts = false;    ///< isplat_of(p) beats a copy of a register
-  static constexpr bool kUnpacksToW = false;       ///< what was unpacked counts from 0
-  static constexpr bool kOwnGroups = false;        ///< add_groups is the loop over groups
-  static constexpr bool kOnlyLeastGroups = false;  ///< no tiles but those of groups of 16 are needed
+  static constexpr int64_t kStreamedRows = 0;     ///< most rows whose one panel the hardware may fetch by itself
+  static constexpr bool kSpareRegisters = false;  ///< one loop over groups has room for zero points, too
+  static constexpr bool kNarrowProducts = false;  ///< imul16(a, b), a in [0, 2^15), b of 16 bits, beats imul
+  static constexpr bool kReloadsStarts = false;   ///< isplat_of(p) beats a copy of a register
+  static constexpr bool kUnpacksToW = false;      ///< what was unpacked counts from 0
+  static constexpr bool kOwnGroups = false;       ///< add_groups is the loop over groups
+  /// Whether there are tiles for weights in groups of 16 (`least`) or others, and for activations that have scales
+  /// along k (`scaled`) or whole rows.
+  static constexpr bool takes(bool /*least*/, bool /*scaled*/) { return true; }
 };
 
 /// What gemm_of takes besides: the loop over steps of tile-inl.h, what u of e2m1 counts from (kE2M1Zero) and whether it

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cmath>
+#include <cstring>
 #include <limits>
 
 #include "kernels/half.h"
@@ -29,6 +30,30 @@ static inline RowParams row_params(float mn, float mx) {
   float zp = (-128.0f + mn * scale) + (127.0f + mx * scale) > 0.0f ? low : high;
   zp = zp < -128.0f ? -128.0f : (zp > 127.0f ? 127.0f : zp);
   return {scale, {1.0f / scale, static_cast<int32_t>(std::nearbyint(zp))}};
+}
+
+/// The scale that gives a number back from the int8 of an activation group. Its last two bits are zero: then 3 * 2^22 *
+/// recip is exact, so that a kernel may take float(acc) * recip out of the bits of 1.5 * 2^23 + acc in one fma.
+static inline float cut_recip(float recip) {
+  uint32_t bits;
+  std::memcpy(&bits, &recip, sizeof(bits));
+  bits &= ~uint32_t{3};
+  std::memcpy(&recip, &bits, sizeof(bits));
+  return recip;
+}
+
+struct GroupParams {
+  float scale;
+  float recip;
+};
+constexpr int32_t kInfinityBits = 0x7f800000;
+/// Of an activation group whose largest |x| has these bits, in [0, kInfinityBits).
+static inline GroupParams group_params(int32_t bits) {
+  float most;
+  std::memcpy(&most, &bits, sizeof(most));
+  const float scale = 127.0f / most;
+  if (scale > std::numeric_limits<float>::max()) return {0.0f, 0.0f};  // most is 0, or below 3.8e-37
+  return {scale, cut_recip(1.0f / scale)};
 }
 
 /// Section 6: the scale before it is rounded to the type of the row, and the range of q.

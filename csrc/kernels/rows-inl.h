@@ -81,48 +81,88 @@ W4A8_INLINE Extremes row_extremes(const void* x, int64_t k) {
   return {mn, mx, flag == 0.0f};
 }
 
+// A row with a NaN or an infinity, whose outputs are all NaN.
+inline void quantize_to_nan(const RowShape& shape, const QuantizedRow& to) {
+  const int64_t padded = (shape.k + kLineBytes - 1) / kLineBytes * kLineBytes;
+  for (int64_t i = 0; i < padded; ++i) to.q[i] = 0;
+  for (int64_t p = 0; p < shape.parts(); ++p) {
+    to.starts[p] = 0;
+    if (shape.scaled()) to.scales[p * to.scales_stride] = 0.0f;
+  }
+  *to.quant = {__builtin_nanf(""), 0};
+}
+
 template <class Ops, DType kType>
-void quantize_row_as(const void* x, int64_t k, int64_t group, int8_t* q, int32_t* starts, RowQuant* quant) {
+void quantize_row_as(const void* x, const RowShape& shape, const QuantizedRow& to) {
   using I = typename Ops::I;
   constexpr int64_t kLanes = Ops::kLanes;
   const RowLoader<Ops, kType> row{x};
+  const int64_t k = shape.k;
   const int64_t rest = k % kLanes;
   const Extremes range = row_extremes<Ops, kType>(x, k);
-  const int64_t padded = (k + kLineBytes - 1) / kLineBytes * kLineBytes;
-  if (!range.finite) {
-    for (int64_t i = 0; i < padded; ++i) q[i] = 0;
-    for (int64_t g = 0; g < k / group; ++g) starts[g] = 0;
-    *quant = {__builtin_nanf(""), 0};
-    return;
-  }
+  if (!range.finite) return quantize_to_nan(shape, to);
   const RowParams params = row_params(range.low, range.high);
-  *quant = params.quant;
+  *to.quant = params.quant;
   const Quantizer<Ops> quantizer{Ops::splat(params.scale), Ops::isplat(params.quant.zero_point)};
-  const int64_t group_vectors = group / kLanes;  // a group is all of k, or a multiple of 16 and so of kLanes
-  for (int64_t g = 0; g < k / group; ++g) {
+  const int64_t part_vectors = shape.part / kLanes;  // a part is all of k, or a multiple of 16 and so of kLanes
+  for (int64_t p = 0; p < shape.parts(); ++p) {
     I sum = Ops::isplat(0);
-    for (int64_t v = g * group_vectors; v < (g + 1) * group_vectors; ++v) {
+    for (int64_t v = p * part_vectors; v < (p + 1) * part_vectors; ++v) {
       const I value = quantizer(row.full(v * kLanes));
-      Ops::store_int8(q + v * kLanes, value);
+      Ops::store_int8(to.q + v * kLanes, value);
       sum = Ops::iadd(sum, value);
     }
-    starts[g] = -8 * Ops::reduce(sum);
+    to.starts[p] = -8 * Ops::reduce(sum);
   }
-  for (int64_t i = k; i < padded; ++i) q[i] = 0;
+  for (int64_t i = k; i % kLineBytes != 0; ++i) to.q[i] = 0;
   if (rest == 0) return;
   int32_t tail[kLanes];
   Ops::istore(tail, quantizer(row.part(k - rest, rest)));
   int32_t sum = 0;
   for (int64_t i = 0; i < rest; ++i) {
-    q[k - rest + i] = static_cast<int8_t>(tail[i]);
+    to.q[k - rest + i] = static_cast<int8_t>(tail[i]);
     sum += tail[i];
   }
-  starts[0] -= 8 * sum;
+  to.starts[0] -= 8 * sum;
+}
+
+// Symmetric, a scale for each activation group. K is a multiple of 32 then, and a part one of 16.
+template <class Ops, DType kType>
+void quantize_groups_as(const void* x, const RowShape& shape, const QuantizedRow& to) {
+  using F = typename Ops::F;
+  using I = typename Ops::I;
+  const RowLoader<Ops, kType> row{x};
+  int64_t part = 0;
+  for (int64_t begin = 0; begin < shape.k; begin += shape.activation_group) {
+    const int64_t end = begin + shape.activation_group;
+    // Floats that are not negative are in the order of their bits, infinity and NaN behind all others.
+    I most = Ops::isplat(0);
+    for (int64_t i = begin; i < end; i += Ops::kLanes) most = Ops::imax(most, Ops::int_bits(Ops::abs(row.full(i))));
+    const int32_t bits = Ops::reduce_max(most);
+    if (bits >= kInfinityBits) return quantize_to_nan(shape, to);
+    const GroupParams params = group_params(bits);
+    const F scale = Ops::splat(params.scale);
+    for (int64_t i = begin; i < end; ++part) {
+      I sum = Ops::isplat(0);
+      for (const int64_t last = i + shape.part; i < last; i += Ops::kLanes) {
+        const I value = Ops::to_int(Ops::mul(row.full(i), scale));
+        Ops::store_int8(to.q + i, value);
+        sum = Ops::iadd(sum, value);
+      }
+      to.starts[part] = -8 * Ops::reduce(sum);
+      to.scales[part * to.scales_stride] = params.recip;
+    }
+  }
+  for (int64_t i = shape.k; i % kLineBytes != 0; ++i) to.q[i] = 0;
+  *to.quant = {1.0f, 0};
 }
 
 template <class Ops>
-void quantize_row(const void* x, DType dtype, int64_t k, int64_t group, int8_t* q, int32_t* starts, RowQuant* quant) {
-  with_dtype(dtype, [&]<DType kType>() W4A8_LAMBDA { quantize_row_as<Ops, kType>(x, k, group, q, starts, quant); });
+void quantize_row(const void* x, DType dtype, const RowShape& shape, const QuantizedRow& to) {
+  with_dtype(dtype, [&]<DType kType>() W4A8_LAMBDA {
+    if (shape.scaled()) return quantize_groups_as<Ops, kType>(x, shape, to);
+    quantize_row_as<Ops, kType>(x, shape, to);
+  });
 }
 
 // Stores vectors of float32 as kType, the last one partly.

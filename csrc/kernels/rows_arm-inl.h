@@ -10,9 +10,10 @@
 constexpr int64_t kQuantizeStep = 16;
 
 template <class Ops, DType kType>
-void quantize_row_neon_as(const void* x, int64_t k, int64_t group, int8_t* q, int32_t* starts, RowQuant* quant) {
+void quantize_row_neon_as(const void* x, const RowShape& shape, const QuantizedRow& to) {
+  const int64_t k = shape.k;
   using F = typename Ops::F;
-  if (k % kQuantizeStep != 0) return quantize_row_as<Ops, kType>(x, k, group, q, starts, quant);
+  if (k % kQuantizeStep != 0) return quantize_row_as<Ops, kType>(x, shape, to);
   F low[2] = {Ops::splat(0.0f), Ops::splat(0.0f)};
   F high[2] = {low[0], low[0]};
   for (int64_t i = 0; i < k; i += kQuantizeStep) {
@@ -26,17 +27,18 @@ void quantize_row_neon_as(const void* x, int64_t k, int64_t group, int8_t* q, in
   const float mn = vminvq_f32(vminq_f32(low[0], low[1]));
   const float mx = vmaxvq_f32(vmaxq_f32(high[0], high[1]));
   constexpr float kMax = 0x1.fffffep127f;
-  if (!(mn >= -kMax && mx <= kMax)) return quantize_row_as<Ops, kType>(x, k, group, q, starts, quant);
+  if (!(mn >= -kMax && mx <= kMax)) return quantize_row_as<Ops, kType>(x, shape, to);
 
   const RowParams params = row_params(mn, mx);
-  *quant = params.quant;
+  *to.quant = params.quant;
   const F scale = Ops::splat(params.scale);
   const int16x8_t zero_point = vdupq_n_s16(static_cast<int16_t>(params.quant.zero_point));
   constexpr int64_t kMostSummed = 128 * kQuantizeStep;
-  for (int64_t begin = 0; begin < k; begin += group) {
+  int32_t* starts = to.starts;
+  for (int64_t begin = 0; begin < k; begin += shape.part) {
     int32x4_t sum = vdupq_n_s32(0);
-    for (int64_t i = begin; i < begin + group;) {
-      const int64_t end = begin + group - i < kMostSummed ? begin + group : i + kMostSummed;
+    for (int64_t i = begin; i < begin + shape.part;) {
+      const int64_t end = begin + shape.part - i < kMostSummed ? begin + shape.part : i + kMostSummed;
       int16x8_t sums = vdupq_n_s16(0);
       for (; i < end; i += kQuantizeStep) {
         int16x8_t words[2];
@@ -48,19 +50,20 @@ void quantize_row_neon_as(const void* x, int64_t k, int64_t group, int8_t* q, in
           words[h] = vaddq_s16(words[h], zero_point);
         }
         const int8x16_t bytes = vqmovn_high_s16(vqmovn_s16(words[0]), words[1]);
-        vst1q_s8(q + i, bytes);
+        vst1q_s8(to.q + i, bytes);
         sums = vpadalq_s8(sums, bytes);
       }
       sum = vpadalq_s16(sum, sums);
     }
     *starts++ = -8 * Ops::reduce(sum);
   }
-  for (int64_t i = k; i % kLineBytes != 0; i += kQuantizeStep) vst1q_s8(q + i, vdupq_n_s8(0));
+  for (int64_t i = k; i % kLineBytes != 0; i += kQuantizeStep) vst1q_s8(to.q + i, vdupq_n_s8(0));
 }
 
 template <class Ops>
-void quantize_row_neon(const void* x, DType dtype, int64_t k, int64_t group, int8_t* q, int32_t* starts,
-                       RowQuant* quant) {
-  with_dtype(dtype,
-             [&]<DType kType>() W4A8_LAMBDA { quantize_row_neon_as<Ops, kType>(x, k, group, q, starts, quant); });
+void quantize_row_neon(const void* x, DType dtype, const RowShape& shape, const QuantizedRow& to) {
+  with_dtype(dtype, [&]<DType kType>() W4A8_LAMBDA {
+    if (shape.scaled()) return quantize_groups_as<Ops, kType>(x, shape, to);
+    quantize_row_neon_as<Ops, kType>(x, shape, to);
+  });
 }

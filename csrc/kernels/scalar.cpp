@@ -81,6 +81,7 @@ struct Ops : TileDefaults {
     return static_cast<I>(static_cast<uint32_t>(a) << kBits);
   }
   static int32_t reduce(I a) { return a; }
+  static int32_t reduce_max(I a) { return a; }
   static void store_int8(int8_t* p, I a) { *p = static_cast<int8_t>(a); }
 
   template <DType kType>

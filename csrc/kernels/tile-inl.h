@@ -37,11 +37,19 @@ constexpr int64_t kBlockSteps = 4;
 
 // What shares a scale: all of K, 16 values of it, or a multiple of 32. Groups of the least size have tiles of their
 // own: they alone may have channel scales and scales of e5m3, which the others then need not look for.
-enum class Grouping { kChannelwise, kLeast, kBlocks };
+// kScaled..: activations have scales, too, one for each of these groups; kParts: one for each of the parts of a group,
+// or of K.
+enum class Grouping { kChannelwise, kLeast, kBlocks, kScaledLeast, kScaledBlocks, kParts };
 inline Grouping grouping_of(const PanelLayout& layout) {
+  if (layout.scaled && (layout.channelwise || layout.part_steps < layout.group_steps)) return Grouping::kParts;
   if (layout.channelwise) return Grouping::kChannelwise;
-  return layout.group_steps == kLeastGroupSteps ? Grouping::kLeast : Grouping::kBlocks;
+  if (layout.group_steps == kLeastGroupSteps) return layout.scaled ? Grouping::kScaledLeast : Grouping::kLeast;
+  return layout.scaled ? Grouping::kScaledBlocks : Grouping::kBlocks;
 }
+constexpr bool is_least(Grouping grouping) {
+  return grouping == Grouping::kLeast || grouping == Grouping::kScaledLeast;
+}
+constexpr bool is_scaled(Grouping grouping) { return grouping >= Grouping::kScaledLeast; }
 
 // Steps that loops over [begin, end) take at once.
 constexpr int64_t unrolled(int64_t unit) { return unit == kLeastGroupSteps ? kLeastGroupSteps : kBlockSteps; }
@@ -50,8 +58,10 @@ constexpr int64_t unrolled(int64_t unit) { return unit == kLeastGroupSteps ? kLe
 struct TileArgs {
   const int8_t* q;  // at the first step of the chunk; prepared, where the ISA prepares rows
   int64_t q_stride;
-  const int32_t* starts;  // at the first group of the chunk
+  const int32_t* starts;  // at the first part of the chunk
   int64_t starts_stride;
+  const float* row_scales;  // Rows::scales, at the same part
+  int64_t row_scales_stride;
   const RowQuant* quant;
   const Panels* panels;
   const uint8_t* panel;    // the first of the C panels
@@ -98,7 +108,8 @@ W4A8_INLINE void finish_channelwise(const TileArgs& t, typename Ops::I (&acc)[R]
   });
 }
 
-// docs/numerics.md section 3, behind the sum over the groups. kMayScale: there may be channel scales.
+// docs/numerics.md section 3, behind the sum over the groups. kMayScale: there may be channel scales. Where activations
+// have scales along k, W is zero, the zero point 0 and recip 1 (or a router weight).
 template <class Ops, int R, int C, bool kMayScale>
 W4A8_INLINE void finish_groups(const TileArgs& t, typename Ops::F (&f)[R][C][Ops::kVecs]) {
   const Panels& p = *t.panels;
@@ -124,18 +135,18 @@ W4A8_INLINE void finish_groups(const TileArgs& t, typename Ops::F (&f)[R][C][Ops
   });
 }
 
-// What accumulators start at without zero points.
+// What accumulators start at without zero points. part: of the chunk.
 template <class Ops, int R, int C, Code kCode>
-W4A8_INLINE void start_accumulators(const TileArgs& t, int64_t group, typename Ops::I (&acc)[R][C][Ops::kVecs]) {
+W4A8_INLINE void start_accumulators(const TileArgs& t, int64_t part, typename Ops::I (&acc)[R][C][Ops::kVecs]) {
   for_each<R, C, Ops::kVecs>([&](int r, int c, int v) W4A8_LAMBDA {
     typename Ops::I& start = acc[r][c][v];
     if constexpr ((is_e2m1(kCode) && Ops::kE2M1Zero == 0) || (kCode == Code::kInt8 && Ops::kInt8Zero == 0) ||
                   (!is_packed(kCode) && Ops::kUnpacksToW)) {
       start = Ops::isplat(0);
     } else if constexpr (!is_packed(kCode) && Ops::kReloadsStarts) {
-      start = Ops::isplat_of(t.starts + r * t.starts_stride + group);
+      start = Ops::isplat_of(t.starts + r * t.starts_stride + part);
     } else {
-      start = Ops::isplat(t.starts[r * t.starts_stride + group]);
+      start = Ops::isplat(t.starts[r * t.starts_stride + part]);
       if constexpr (is_e2m1(kCode)) start = Ops::iadd(start, Ops::template shift_right<1>(start));
       if constexpr (kCode == Code::kInt8) start = Ops::template shift_left<4>(start);
     }
@@ -158,12 +169,12 @@ W4A8_INLINE typename Ops::I load_zeros(const uint8_t* p) {
 // acc = -z * sum of q. kAdded: added to acc, behind the sum over the steps, since what is there before is live all
 // through it. kSmall: |sum| < 2^15. zeros: of the group, of panel 0.
 template <class Ops, int R, int C, Code kCode, bool kAdded, bool kSmall>
-W4A8_INLINE void start_at_zeros(const TileArgs& t, const uint8_t* const (&zeros)[C], int64_t group,
+W4A8_INLINE void start_at_zeros(const TileArgs& t, const uint8_t* const (&zeros)[C], int64_t part,
                                 typename Ops::I (&acc)[R][C][Ops::kVecs]) {
   for_each<C, Ops::kVecs>([&](int c, int v) W4A8_LAMBDA {
     const typename Ops::I zero = load_zeros<Ops, kCode>(zeros[c] + v * Ops::kLanes);
     for_each<R>([&](int r) W4A8_LAMBDA {
-      const typename Ops::I sum = Ops::isplat(t.starts[r * t.starts_stride + group] >> 3);
+      const typename Ops::I sum = Ops::isplat(t.starts[r * t.starts_stride + part] >> 3);
       typename Ops::I start;
       if constexpr (kSmall && Ops::kNarrowProducts) {
         start = Ops::imul16(zero, sum);
@@ -351,13 +362,43 @@ W4A8_INLINE auto walk_groups(const TileArgs& t, const uint8_t* const (&weights)[
   }
 }
 
-// f = fma(float(acc), scale, f), group by group. kGroupSteps: steps of a group, 0 if known at run time only.
-template <class Ops, int R, int C, Code kCode, Zeros kZeros, int64_t kGroupSteps>
+// acc = the sum over the steps [begin, end), which are of one part. kSteps: unrolled ones. kSmall: start_at_zeros.
+template <class Ops, int R, int C, Code kCode, Zeros kZeros, int64_t kSteps, bool kSmall, class Walk>
+W4A8_INLINE void sum_part(const TileArgs& t, const int8_t* const (&rows)[R], const Walk& walk, int64_t part,
+                          int64_t begin, int64_t end, const uint8_t* fetch, typename Ops::I (&acc)[R][C][Ops::kVecs]) {
+  const auto start_zeros = [&]<bool kAdded>() W4A8_LAMBDA {
+    const uint8_t* zeros[C];
+    for_each<C>([&](int c) W4A8_LAMBDA {
+      zeros[c] = (is_packed(kCode) ? walk.weights[c] : t.zeros + c * t.zeros_stride) + walk.zeros_at;
+    });
+    start_at_zeros<Ops, R, C, kCode, kAdded, kSmall>(t, zeros, part, acc);
+  };
+  if constexpr (kZeros == Zeros::kAll) {
+    fill(acc, Ops::isplat(0));
+  } else if (kZeros == Zeros::kAsk && t.zeros != nullptr) {
+    start_zeros.template operator()<false>();
+  } else {
+    start_accumulators<Ops, R, C, kCode>(t, part, acc);
+  }
+  Ops::template accumulate<R, C, kCode, kSteps>(acc, rows, walk.weights, begin, end, fetch);
+  if constexpr (kZeros == Zeros::kAll) start_zeros.template operator()<true>();
+}
+
+// What the sum of a part counts in the sum over a group: with the scale of its activations, if it has one.
+template <class Ops, bool kScaled>
+W4A8_INLINE typename Ops::F part_value(const TileArgs& t, typename Ops::I acc, int r, int64_t part) {
+  const typename Ops::F sum = Ops::to_float(acc);
+  if constexpr (!kScaled) return sum;
+  return Ops::mul(sum, Ops::splat(t.row_scales[part * t.row_scales_stride + r]));
+}
+
+// f = fma(part_value, scale, f), group by group. kGroupSteps: steps of a group, 0 if known at run time only.
+template <class Ops, int R, int C, Code kCode, Zeros kZeros, bool kScaled, int64_t kGroupSteps>
 W4A8_INLINE void add_groups(const TileArgs& all, const int8_t* const (&rows)[R], const uint8_t* const (&first)[C],
                             typename Ops::F (&f)[R][C][Ops::kVecs]) {
   using F = typename Ops::F;
   constexpr bool kMayStream = may_stream<Ops, R, C>();
-  constexpr bool kSmall = kGroupSteps != 0;
+  constexpr bool kSmall = kScaled || kGroupSteps != 0;
   const Panels& p = *all.panels;
   const int64_t group_steps = kGroupSteps != 0 ? kGroupSteps : p.group_steps;
   const int64_t group_bytes = C * group_steps * step_bytes(kCode);
@@ -369,30 +410,17 @@ W4A8_INLINE void add_groups(const TileArgs& all, const int8_t* const (&rows)[R],
     const TileArgs* again = &all;
     if constexpr (!is_packed(kCode) && Ops::kReloadsStarts) __asm__("" : "+r"(again));
     const TileArgs& t = *again;
-    const auto start_zeros = [&]<bool kAdded>(typename Ops::I(&acc)[R][C][Ops::kVecs]) W4A8_LAMBDA {
-      const uint8_t* zeros[C];
-      for_each<C>([&](int c) W4A8_LAMBDA {
-        zeros[c] = (is_packed(kCode) ? walk.weights[c] : t.zeros + c * t.zeros_stride) + walk.zeros_at;
-      });
-      start_at_zeros<Ops, R, C, kCode, kAdded, kSmall>(t, zeros, group, acc);
-    };
     typename Ops::I acc[R][C][Ops::kVecs];
-    if constexpr (kZeros == Zeros::kAll) {
-      fill(acc, Ops::isplat(0));
-    } else if (kZeros == Zeros::kAsk && t.zeros != nullptr) {
-      start_zeros.template operator()<false>(acc);
-    } else {
-      start_accumulators<Ops, R, C, kCode>(t, group, acc);
-    }
-    Ops::template accumulate<R, C, kCode, unrolled(kGroupSteps)>(acc, rows, walk.weights, step, step + group_steps,
-                                                                 fetch);
-    if constexpr (kZeros == Zeros::kAll) start_zeros.template operator()<true>(acc);
+    sum_part<Ops, R, C, kCode, kZeros, unrolled(kGroupSteps), kSmall>(t, rows, walk, group, step, step + group_steps,
+                                                                      fetch, acc);
     if (is_packed(kCode) && (!kMayStream || fetch != nullptr)) fetch += group_bytes;
     for_each<C>([&](int c) W4A8_LAMBDA {
       const uint8_t* scales = walk.scales(c);
       for_each<Ops::kVecs>([&](int v) W4A8_LAMBDA {
         const F scale = load_group_scales<Ops, kCode, kGroupSteps>(scales, v * Ops::kLanes, p.scale_type);
-        for_each<R>([&](int r) W4A8_LAMBDA { f[r][c][v] = Ops::fma(Ops::to_float(acc[r][c][v]), scale, f[r][c][v]); });
+        for_each<R>([&](int r) W4A8_LAMBDA {
+          f[r][c][v] = Ops::fma(part_value<Ops, kScaled>(t, acc[r][c][v], r, group), scale, f[r][c][v]);
+        });
       });
     });
     if (walk.next()) fetch = fetch_until<kMayStream>(fetch, fetch + C * p.head_bytes);
@@ -400,15 +428,66 @@ W4A8_INLINE void add_groups(const TileArgs& all, const int8_t* const (&rows)[R],
   if constexpr (is_packed(kCode)) fetch_until<kMayStream>(fetch, all.fetch + C * p.panel_bytes);
 }
 
+// p = fma(float(acc), row scale, p), part by part; then the sum over the groups, in `out`, = fma(p, scale, sum): what
+// is live in the loop over parts is no more than in the one over groups. All of K channelwise is one group, whose p is
+// in `out` between chunks.
+template <class Ops, int R, int C, Code kCode, Zeros kZeros, int64_t kPartSteps>
+W4A8_INLINE void add_parts(const TileArgs& t, const int8_t* const (&rows)[R], const uint8_t* const (&first)[C]) {
+  using F = typename Ops::F;
+  constexpr bool kMayStream = may_stream<Ops, R, C>();
+  const Panels& layout = *t.panels;
+  const int64_t part_steps = kPartSteps != 0 ? kPartSteps : layout.part_steps;
+  const int64_t part_bytes = C * part_steps * step_bytes(kCode);
+  const uint8_t* fetch = t.fetch;
+  auto walk = walk_groups<C, kCode>(t, first);
+  F p[R][C][Ops::kVecs];
+  fill(p, Ops::splat(0.0f));
+  if (!t.first && layout.channelwise) load_sums<Ops>(t, p);
+  for (int64_t part = 0, step = 0; step < t.steps;) {
+    const int64_t end = layout.channelwise ? t.steps : step + layout.group_steps;
+    const bool first_group = layout.channelwise || (t.first && step == 0);
+    for (; step < end; step += part_steps, ++part) {
+      typename Ops::I acc[R][C][Ops::kVecs];
+      sum_part<Ops, R, C, kCode, kZeros, kBlockSteps, true>(t, rows, walk, part, step, step + part_steps, fetch, acc);
+      if (is_packed(kCode) && (!kMayStream || fetch != nullptr)) fetch += part_bytes;
+      for_each<R, C, Ops::kVecs>([&](int r, int c, int v) W4A8_LAMBDA {
+        const F scale = Ops::splat(t.row_scales[part * t.row_scales_stride + r]);
+        p[r][c][v] = Ops::fma(Ops::to_float(acc[r][c][v]), scale, p[r][c][v]);
+      });
+    }
+    if (layout.channelwise && !t.last) return store_sums<Ops>(t, p);
+    float* const out = t.out;
+    const int64_t ldc = t.ldc;
+    for_each<C, Ops::kVecs>([&](int c, int v) W4A8_LAMBDA {
+      const F scale = load_group_scales<Ops, kCode, 0>(walk.scales(c), v * Ops::kLanes, layout.scale_type);
+      for_each<R>([&](int r) W4A8_LAMBDA {
+        float* const to = out + r * ldc + c * kPanelColumns + v * Ops::kLanes;
+        const F sum = first_group ? Ops::splat(0.0f) : Ops::load(to);
+        Ops::store(to, Ops::fma(p[r][c][v], scale, sum));
+      });
+    });
+    fill(p, Ops::splat(0.0f));
+    if (walk.next()) fetch = fetch_until<kMayStream>(fetch, fetch + C * layout.head_bytes);
+  }
+  if constexpr (is_packed(kCode)) fetch_until<kMayStream>(fetch, t.fetch + C * layout.panel_bytes);
+}
+
 template <class Ops, int R, int C, Code kCode, Zeros kZeros, Grouping kGrouping>
 W4A8_INLINE void add_sized_groups(const TileArgs& t, const int8_t* const (&rows)[R], const uint8_t* const (&weights)[C],
                                   typename Ops::F (&f)[R][C][Ops::kVecs]) {
-  if constexpr (kGrouping == Grouping::kLeast) {
-    add_groups<Ops, R, C, kCode, kZeros, kLeastGroupSteps>(t, rows, weights, f);
+  constexpr bool kScaled = is_scaled(kGrouping);
+  if constexpr (kGrouping == Grouping::kParts) {
+    if (t.panels->part_steps == kBlockSteps) {
+      add_parts<Ops, R, C, kCode, kZeros, kBlockSteps>(t, rows, weights);
+    } else {
+      add_parts<Ops, R, C, kCode, kZeros, 0>(t, rows, weights);
+    }
+  } else if constexpr (is_least(kGrouping)) {
+    add_groups<Ops, R, C, kCode, kZeros, kScaled, kLeastGroupSteps>(t, rows, weights, f);
   } else if (t.panels->group_steps == kBlockSteps) {
-    add_groups<Ops, R, C, kCode, kZeros, kBlockSteps>(t, rows, weights, f);
+    add_groups<Ops, R, C, kCode, kZeros, kScaled, kBlockSteps>(t, rows, weights, f);
   } else {
-    add_groups<Ops, R, C, kCode, kZeros, 0>(t, rows, weights, f);
+    add_groups<Ops, R, C, kCode, kZeros, kScaled, 0>(t, rows, weights, f);
   }
 }
 
@@ -424,20 +503,24 @@ W4A8_INLINE void add_all_groups(const TileArgs& t, const int8_t* const (&rows)[R
 
 template <class Ops, int R, int C, Code kCode, Grouping kGrouping>
 W4A8_INLINE void groups_tile(const TileArgs& t, const int8_t* const (&rows)[R], const uint8_t* const (&weights)[C]) {
+  constexpr bool kInOut = kGrouping == Grouping::kParts;  // the sums are
   typename Ops::F f[R][C][Ops::kVecs];
-  if (t.first) {
-    fill(f, Ops::splat(0.0f));
-  } else {
-    load_sums<Ops>(t, f);
+  if constexpr (!kInOut) {
+    if (t.first) {
+      fill(f, Ops::splat(0.0f));
+    } else {
+      load_sums<Ops>(t, f);
+    }
   }
-  if constexpr (Ops::kOwnGroups) {
+  if constexpr (Ops::kOwnGroups && !is_scaled(kGrouping)) {
     Ops::template add_groups<R, C, kCode, kGrouping>(t, rows, weights, f);
   } else {
     add_all_groups<Ops, R, C, kCode, kGrouping>(t, rows, weights, f);
   }
   if (t.last) {
-    finish_groups<Ops, R, C, kGrouping == Grouping::kLeast>(t, f);
-  } else {
+    if constexpr (kInOut) load_sums<Ops>(t, f);
+    finish_groups<Ops, R, C, is_least(kGrouping)>(t, f);
+  } else if constexpr (!kInOut) {
     store_sums<Ops>(t, f);
   }
 }

@@ -111,11 +111,12 @@ constexpr int64_t unpacked_bytes(int64_t steps, int64_t groups) {
   return (steps * kByteStepBytes + groups * (kScaleBytes + kPanelColumns) + kLineBytes - 1) / kLineBytes * kLineBytes;
 }
 
-// Chunks that are less than a group are multiples of this, but for the last of the group: what AMX multiplies at once.
-constexpr int64_t kChunkUnit = 8;
+// Chunks that are less than a group are multiples of this, but for the last of the group: 128 k, a multiple of each
+// part and of what AMX multiplies at once.
+constexpr int64_t kChunkUnit = 16;
 
 // Steps of a chunk of unpacked weights: whole groups, or less than one of K or of a group that Tiles split. Even
-// chunks: 256 steps are 3 x 88, not 2 x 96 + 64.
+// chunks: 320 steps are 4 x 80, not 3 x 96 + 32.
 template <class Tiles>
 constexpr int64_t chunk_steps(int64_t steps, int64_t group_steps, bool channelwise) {
   const bool splits = channelwise || (Tiles::kSplitsGroups && group_steps > Tiles::kChunkSteps);
@@ -221,8 +222,8 @@ W4A8_INLINE void unpack_panels(Tiles& tiles, TileArgs& t, Chunk chunk, uint8_t* 
 struct RowBatch {
   int64_t begin;
   int64_t count;
-  int64_t step;   // the first of the chunk
-  int64_t group;  // the first of the chunk
+  int64_t step;  // the first of the chunk
+  int64_t part;  // the first of the chunk
 };
 
 // out: of the first of all rows. scratch: behind the unpacked panels.
@@ -241,7 +242,8 @@ W4A8_INLINE void row_tiles(Tiles& tiles, TileArgs& t, const Rows& rows, const Ro
     } else {
       t.q = rows.q + row * rows.stride + batch.step * kStepK;
     }
-    t.starts = rows.starts + row * rows.starts_stride + batch.group;
+    t.starts = rows.starts + row * rows.starts_stride + batch.part;
+    if (t.panels->scaled) t.row_scales = rows.scales + batch.part * rows.scales_stride + row;
     t.quant = rows.quant + row;
     t.out = out + row * t.ldc;
     tiles.tile(end - first, t);
@@ -281,7 +283,8 @@ W4A8_INLINE void span_tiles(Tiles& tiles, TileArgs& t, const Rows& rows, const R
     t.panel = panels.data + p * panels.panel_bytes;
     const uint8_t* fetch = p + t.columns < end ? t.panel + t.columns * panels.panel_bytes : next;
     if constexpr (Tiles::kUnpacks) {
-      const Chunk chunk = {panels, t.panel, batch.step, t.steps, batch.group, groups, fetch - t.panel, behind, t.first};
+      const int64_t group = batch.step / panels.group_steps;
+      const Chunk chunk = {panels, t.panel, batch.step, t.steps, group, groups, fetch - t.panel, behind, t.first};
       unpack_panels(tiles, t, chunk, scratch);
     } else {
       t.fetch = tiles.fetches ? fetch : nullptr;
@@ -306,6 +309,7 @@ __attribute__((noinline)) void multiply(Tiles& tiles, const Rows& rows, int64_t 
   TileArgs t = {};
   t.q_stride = rows.stride;
   t.starts_stride = rows.starts_stride;
+  t.row_scales_stride = rows.scales_stride;
   t.panels = &panels;
   t.ldc = ldc;
   for (int64_t b = 0; b < batches; ++b) {
@@ -332,7 +336,7 @@ __attribute__((noinline)) void multiply(Tiles& tiles, const Rows& rows, int64_t 
         } else if (behind != nullptr) {
           next = behind + (panels.step_at(0) - panels.step_at(step));
         }
-        const RowBatch batch = {begin, count, step, step / panels.group_steps};
+        const RowBatch batch = {begin, count, step, step / panels.part_steps};
         span_tiles(tiles, t, rows, batch, p, end, most_columns, out, scratch, next, behind);
         step += t.steps;
       } while (Tiles::kUnpacks && step < steps);
@@ -392,8 +396,12 @@ void unpack_e2m1(const Chunk& chunk, uint8_t* bytes) {
 // The tile of `rows` rows, kLeast <= rows <= kRows[C - 1].
 template <class Ops, int C, Grouping kGrouping, Code kCode, int kLeast, int... R>
 TileFn pick_rows(int64_t rows, std::integer_sequence<int, R...>) {
-  static constexpr TileFn kTiles[] = {&tile<Ops, kLeast + R, C, kGrouping, kCode>...};
-  return kTiles[rows - kLeast];
+  if constexpr (Ops::takes(is_least(kGrouping), is_scaled(kGrouping))) {
+    static constexpr TileFn kTiles[] = {&tile<Ops, kLeast + R, C, kGrouping, kCode>...};
+    return kTiles[rows - kLeast];
+  } else {
+    return nullptr;
+  }
 }
 
 // kOfRows: fewest rows of all tiles together.
@@ -401,14 +409,13 @@ template <class Ops, int C, Code kCode, int64_t kOfRows>
 TileFn pick_tile(int64_t rows, Grouping grouping) {
   constexpr int kLeast = static_cast<int>(least_share(kOfRows, Ops::kRows[C - 1]));
   constexpr std::make_integer_sequence<int, Ops::kRows[C - 1] - kLeast + 1> kSequence;
-  if constexpr (Ops::kOnlyLeastGroups) {
-    return pick_rows<Ops, C, Grouping::kLeast, kCode, kLeast>(rows, kSequence);
-  } else {
-    switch (grouping) {
-      case Grouping::kChannelwise: return pick_rows<Ops, C, Grouping::kChannelwise, kCode, kLeast>(rows, kSequence);
-      case Grouping::kLeast: return pick_rows<Ops, C, Grouping::kLeast, kCode, kLeast>(rows, kSequence);
-      default: return pick_rows<Ops, C, Grouping::kBlocks, kCode, kLeast>(rows, kSequence);
-    }
+  switch (grouping) {
+    case Grouping::kChannelwise: return pick_rows<Ops, C, Grouping::kChannelwise, kCode, kLeast>(rows, kSequence);
+    case Grouping::kLeast: return pick_rows<Ops, C, Grouping::kLeast, kCode, kLeast>(rows, kSequence);
+    case Grouping::kBlocks: return pick_rows<Ops, C, Grouping::kBlocks, kCode, kLeast>(rows, kSequence);
+    case Grouping::kScaledLeast: return pick_rows<Ops, C, Grouping::kScaledLeast, kCode, kLeast>(rows, kSequence);
+    case Grouping::kScaledBlocks: return pick_rows<Ops, C, Grouping::kScaledBlocks, kCode, kLeast>(rows, kSequence);
+    default: return pick_rows<Ops, C, Grouping::kParts, kCode, kLeast>(rows, kSequence);
   }
 }
 

@@ -145,6 +145,7 @@ struct DotOps : NeonOps {
     for_each<R>([&](int r) W4A8_LAMBDA { q[r] = rows[r] + begin * kStepK; });
     for_each<C>([&](int c) W4A8_LAMBDA { w[c] = weights[c] + begin * step_bytes(kCode); });
     if constexpr (!is_packed(kCode)) barrier();
+    if constexpr (kUnit == kLeastGroupSteps) return add_least_group<kCode>(acc, q, w, ahead);
     int64_t left = end - begin;
     for (; left >= kBlockSteps; left -= kBlockSteps) add_block<kCode>(acc, q, w, ahead);
     for (; kUnit == 1 && left > 0; --left) {
@@ -236,7 +237,7 @@ struct SignedTiles {
 template <class Many>
 void gemm_arm(const Rows& rows, int64_t m, const Panels& panels, int64_t panel_count, float* out, int64_t ldc,
               uint8_t* scratch) {
-  if (scratch == nullptr || m < Many::kManyRows || panels.kind == kInt8ZeroPoints) {
+  if (scratch == nullptr || m < Many::kManyRows || panels.kind == kInt8ZeroPoints || panels.scaled) {
     return Many::kFew(rows, m, panels, panel_count, out, ldc, nullptr);
   }
   Many many;

@@ -70,23 +70,29 @@ constexpr int64_t kUnpackCycles = 3;
 constexpr int64_t kDotCycles = 16;
 constexpr int64_t kConvertCycles = 18;
 
+// The scales of activations: none along k, one for each group, or one for each of the parts of a group.
+enum class RowScales { kNone, kOfGroups, kOfParts };
+
 // One chunk of steps of a band times a panel.
 struct Visit {
   const int8_t* q;
-  const uint8_t* weights;  // unpacked
-  const uint8_t* scales;   // [groups, 16] float32
-  float* sums;             // a tile
+  const uint8_t* weights;   // unpacked
+  const uint8_t* scales;    // [groups, 16] float32
+  const float* row_scales;  // unless kNone: [parts, row_scales_stride]
+  float* sums;              // a tile
 };
 
 // One chunk of steps of all bands and panels.
 struct GroupArgs {
   const Visit* visits;
-  int64_t turns;  // groups of all visits. One more visit follows, of which `sums` can be read
+  int64_t turns;  // parts of all visits. One more visit follows, of which `sums` can be read
   int64_t q_stride;
-  int64_t groups;       // of a visit
-  int64_t group_bytes;  // values of k in a group
-  int64_t k_bytes;      // of a tile; divides group_bytes
-  int64_t turn_cycles;  // see Fetcher
+  int64_t row_scales_stride;
+  int64_t parts;           // of a visit
+  int64_t parts_of_group;  // 1 unless kOfParts
+  int64_t part_bytes;      // values of k in a part
+  int64_t k_bytes;         // of a tile; divides part_bytes
+  int64_t turn_cycles;     // see Fetcher
   bool first;
   uint8_t* spill;
 };
@@ -112,7 +118,29 @@ struct FloatRows {
   // += scale * float(p), p: [R, 16] int32.
   W4A8_INLINE void add(const uint8_t* p, typename Ops::F scale) {
     above.add(p, scale);
-    row = Ops::fma(Ops::to_float(Ops::iload(p + (R - 1) * kStepBytes)), scale, row);
+    row = Ops::fma(sum_at(p), scale, row);
+  }
+  // += scale * (row_scales * float(p)), row_scales: [R].
+  W4A8_INLINE void add(const uint8_t* p, typename Ops::F scale, const float* row_scales) {
+    above.add(p, scale, row_scales);
+    row = Ops::fma(Ops::mul(sum_at(p), Ops::splat(row_scales[R - 1])), scale, row);
+  }
+  // += row_scales * float(p).
+  W4A8_INLINE void add_part(const uint8_t* p, const float* row_scales) {
+    above.add_part(p, row_scales);
+    row = Ops::fma(sum_at(p), Ops::splat(row_scales[R - 1]), row);
+  }
+  // p += scale * this, p taken as 0 if it is `fresh`; and this = 0.
+  W4A8_INLINE void move_to(float* p, typename Ops::F scale, bool fresh) {
+    above.move_to(p, scale, fresh);
+    float* const to = p + (R - 1) * kPanelColumns;
+    Ops::store(to, Ops::fma(row, scale, fresh ? Ops::splat(0.0f) : Ops::load(to)));
+    row = Ops::splat(0.0f);
+  }
+
+ private:
+  static W4A8_INLINE typename Ops::F sum_at(const uint8_t* p) {
+    return Ops::to_float(Ops::iload(p + (R - 1) * kStepBytes));
   }
 };
 template <class Ops>
@@ -121,23 +149,29 @@ struct FloatRows<Ops, 0> {
   W4A8_INLINE void load(const float*) {}
   W4A8_INLINE void store(float*) const {}
   W4A8_INLINE void add(const uint8_t*, typename Ops::F) {}
+  W4A8_INLINE void add(const uint8_t*, typename Ops::F, const float*) {}
+  W4A8_INLINE void add_part(const uint8_t*, const float*) {}
+  W4A8_INLINE void move_to(float*, typename Ops::F, bool) {}
 };
 
-// What the loop over groups carries from turn to turn.
-template <class Ops, int R>
+// What the loop over parts carries from turn to turn; a part is a group unless kOfParts.
+template <class Ops, int R, RowScales kRowScales>
 struct GroupLoop {
   GroupArgs b;
   Fetcher fetcher;
-  // The next group to multiply
+  // The next part to multiply
   const Visit* visit;
   int64_t left;  // of its visit
   const int8_t* q;
   const uint8_t* weights;
-  // The next group to convert, three turns behind
+  // The next part to convert, three turns behind
   const Visit* old_visit;
   int64_t old_left;
+  int64_t old_left_of_group;
   const uint8_t* scales;
-  FloatRows<Ops, R> f;
+  const float* row_scales;
+  bool fresh;           // kOfParts: the sums over the groups before this one are not there yet
+  FloatRows<Ops, R> f;  // the sums over groups; kOfParts: over the parts of a group
 
   W4A8_INLINE GroupLoop(const GroupArgs& args, const Fetcher& shared_fetcher)
       : b(args), fetcher(shared_fetcher), visit(args.visits), old_visit(args.visits) {
@@ -145,18 +179,43 @@ struct GroupLoop {
     begin_converting();
   }
   W4A8_INLINE void begin_multiplying() {
-    left = b.groups;
+    left = b.parts;
     q = visit->q;
     weights = visit->weights;
   }
   W4A8_INLINE void begin_converting() {
-    old_left = b.groups;
+    old_left = b.parts;
+    old_left_of_group = b.parts_of_group;
     scales = old_visit->scales;
-    if (b.first) {
+    row_scales = old_visit->row_scales;
+    fresh = b.first;
+    if (b.first || kRowScales == RowScales::kOfParts) {
       f.clear();
     } else {
       f.load(old_visit->sums);
     }
+  }
+
+  // Adds the part whose sums are at p.
+  W4A8_INLINE void convert(const uint8_t* p) {
+    if constexpr (kRowScales == RowScales::kNone) f.add(p, Ops::load_bytes(scales));
+    if constexpr (kRowScales == RowScales::kOfGroups) f.add(p, Ops::load_bytes(scales), row_scales);
+    if constexpr (kRowScales == RowScales::kOfParts) f.add_part(p, row_scales);
+    row_scales += b.row_scales_stride;
+    if (kRowScales == RowScales::kOfParts && --old_left_of_group != 0) {
+      --old_left;
+      return;
+    }
+    if constexpr (kRowScales == RowScales::kOfParts) {
+      f.move_to(old_visit->sums, Ops::load_bytes(scales), fresh);
+      fresh = false;
+      old_left_of_group = b.parts_of_group;
+    }
+    scales += kScaleBytes;
+    if (--old_left != 0) return;
+    if constexpr (kRowScales != RowScales::kOfParts) f.store(old_visit->sums);
+    ++old_visit;
+    begin_converting();
   }
 
   W4A8_INLINE bool has(int64_t n) const { return static_cast<uint64_t>(n) < static_cast<uint64_t>(b.turns); }
@@ -169,37 +228,29 @@ struct GroupLoop {
     constexpr int kNewest = (T + 3) % 4;
     if (has(n)) {
       unit.template zero<T>();
-      for (int64_t k = 0; k < b.group_bytes; k += b.k_bytes) {
+      for (int64_t k = 0; k < b.part_bytes; k += b.k_bytes) {
         unit.template load<kA>(q + k, b.q_stride);
         unit.template load<kB>(weights + k * kPanelColumns, kStepBytes);
         unit.template dot<T, kA, kB>();
       }
-      q += b.group_bytes;
-      weights += b.group_bytes * kPanelColumns;
+      q += b.part_bytes;
+      weights += b.part_bytes * kPanelColumns;
       fetcher.spend(b.turn_cycles);
       if (--left == 0) {
         ++visit;
         begin_multiplying();
       }
     }
-    if (has(n - 3)) {
-      f.add(b.spill + kOldest * kTileBytes, Ops::load_bytes(scales));
-      scales += kScaleBytes;
-      if (--old_left == 0) {
-        f.store(old_visit->sums);
-        ++old_visit;
-        begin_converting();
-      }
-    }
+    if (has(n - 3)) convert(b.spill + kOldest * kTileBytes);
     if (has(n - 1)) unit.template store<kNewest>(b.spill + kNewest * kTileBytes, kStepBytes);
   }
 };
 
 // R covers the rows of a band; sums of rows beyond are of no meaning. The loop has copies of everything: tile
 // instructions write memory, after which what is reached by reference is read again.
-template <class Ops, int R>
+template <class Ops, int R, RowScales kRowScales>
 void add_groups(AmxTiles& unit, const GroupArgs& args, Fetcher& fetcher) {
-  GroupLoop<Ops, R> loop(args, fetcher);
+  GroupLoop<Ops, R, kRowScales> loop(args, fetcher);
   for (int64_t n = 0; n < args.turns + 3; n += 4) {
     loop.template turn<0>(unit, n);
     loop.template turn<1>(unit, n + 1);
@@ -294,6 +345,10 @@ struct EqualBands {
 
 // Groups must be tiles of 32 or 64 k. Rows are read to the next multiple of 64 bytes behind K.
 inline bool tiles_can(bool channelwise, int64_t group_steps) { return channelwise || group_steps % kBlockSteps == 0; }
+// Sums that go from chunk to chunk are int32.
+inline bool tiles_can_scale(const PanelLayout& layout) {
+  return !layout.scaled || !(layout.channelwise || is_split(false, layout.group_steps));
+}
 inline bool tiles_hold(WeightKind kind) { return kind != kInt8ZeroPoints; }
 
 // Tiles of the driver. All rows of a batch are one: what goes from band to band is fetching and loading.
@@ -301,7 +356,7 @@ template <class Ops>
 struct UnitTiles {
   using Vectors = Ops;
   static_assert(Ops::kVecs == 1);
-  static_assert(kTileSteps == kChunkUnit);
+  static_assert(kChunkUnit % kTileSteps == 0);
   static constexpr bool kUnpacks = true;
   static constexpr bool kTakesZeros = true;
   static constexpr int64_t kRowBytes = 0;
@@ -320,7 +375,7 @@ struct UnitTiles {
   Fetcher next{nullptr, 0, 1};
 
   UnitTiles(int64_t m, const Panels& panels, uint8_t* memory)
-      : k_bytes(panels.channelwise || panels.group_steps % kTileSteps == 0 ? 64 : 32),
+      : k_bytes(panels.channelwise || panels.part_steps % kTileSteps == 0 ? 64 : 32),
         split(is_split(panels.channelwise, panels.group_steps)) {
     const int64_t bands = EqualBands(m < kBatchRows ? m : kBatchRows).count;
     scratch = slice(memory, bands);
@@ -412,22 +467,34 @@ struct UnitTiles {
     for (int64_t i = 0; i < bands.count; ++i) {
       for (int64_t c = 0; c < t.columns; ++c) {
         visits[count++] = {t.q + bands.begin(i) * t.q_stride, t.weights + c * t.weights_stride,
-                           t.scales + c * t.scales_stride,
+                           t.scales + c * t.scales_stride, panels.scaled ? t.row_scales + bands.begin(i) : nullptr,
                            reinterpret_cast<float*>(scratch.sums + (i * 2 + c) * kTileBytes)};
       }
     }
     visits[count] = visits[0];
     GroupArgs b = {};
     b.visits = visits;
-    b.groups = t.steps / panels.group_steps;
-    b.turns = count * b.groups;
+    b.parts = t.steps / panels.part_steps;
+    b.parts_of_group = panels.group_steps / panels.part_steps;
+    b.turns = count * b.parts;
     b.q_stride = t.q_stride;
-    b.group_bytes = panels.group_steps * kStepK;
+    b.row_scales_stride = panels.scaled ? t.row_scales_stride : 0;
+    b.part_bytes = panels.part_steps * kStepK;
     b.k_bytes = k_bytes;
-    b.turn_cycles = b.group_bytes / k_bytes * kDotCycles + kConvertCycles;
+    b.turn_cycles = b.part_bytes / k_bytes * kDotCycles + kConvertCycles;
     b.first = t.first;
     b.spill = scratch.spill;
-    (bands.rows <= 8 ? add_groups<Ops, 8> : add_groups<Ops, 16>)(unit, b, next);
+    if (!panels.scaled) {
+      add_all_groups<RowScales::kNone>(bands, b);
+    } else if (b.parts_of_group == 1) {
+      add_all_groups<RowScales::kOfGroups>(bands, b);
+    } else {
+      add_all_groups<RowScales::kOfParts>(bands, b);
+    }
+  }
+  template <RowScales kRowScales>
+  void add_all_groups(const EqualBands& bands, const GroupArgs& args) {
+    (bands.rows <= 8 ? add_groups<Ops, 8, kRowScales> : add_groups<Ops, 16, kRowScales>)(unit, args, next);
   }
 
   void finish(const EqualBands& bands, const TileArgs& t) const {

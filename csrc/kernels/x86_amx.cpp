@@ -110,7 +110,8 @@ int64_t amx_task_rows(int64_t k) {
 
 void amx_gemm(const Rows& rows, int64_t m, const Panels& panels, int64_t panel_count, float* out, int64_t ldc,
               uint8_t* scratch) {
-  if (scratch != nullptr && tiles_hold(panels.kind) && takes_tiles(m, panels.channelwise, panels.group_steps)) {
+  if (scratch != nullptr && tiles_hold(panels.kind) && tiles_can_scale(panels) &&
+      takes_tiles(m, panels.channelwise, panels.part_steps)) {
     gemm_tiles<AmxOps>(rows, m, panels, panel_count, out, ldc, scratch);
   } else {
     x86_avx512vnni.gemm(rows, m, panels, panel_count, out, ldc, scratch);

@@ -38,6 +38,7 @@ struct PackedInfo {
   bool has_bias;
   std::string values;  ///< "int4", "e2m1" or "int8"
   bool has_zero_points;
+  int64_t activation_group;  ///< values of k of a row that share a scale; -1: all of the row
   int64_t bytes;
 };
 /// data: one packed matrix of `size` bytes. Throws std::invalid_argument that names the field that is wrong.

@@ -15,7 +15,8 @@
 TORCH_LIBRARY(w4a8, m) {
   m.def(
       "dyn_quant_pack_4bit_weight(Tensor weights, Tensor scales_zeros, Tensor? bias, int block_size, int in_features, "
-      "int out_features, *, Tensor? zero_points=None, str values='int4', Tensor? channel_scales=None) -> Tensor");
+      "int out_features, *, Tensor? zero_points=None, str values='int4', Tensor? channel_scales=None, int "
+      "activation_group=-1) -> Tensor");
   m.def(
       "dyn_quant_unpack_4bit_weight(Tensor packed_weights, int block_size, int in_features, int out_features) -> "
       "(Tensor weights, Tensor scales_zeros, Tensor bias)");
@@ -26,8 +27,8 @@ TORCH_LIBRARY(w4a8, m) {
       "dyn_quant_matmul_4bit(Tensor inp, Tensor packed_weights, int block_size, int in_features, int out_features) -> "
       "Tensor");
   m.def(
-      "dynamic_per_token_int8_quant(Tensor x, bool use_sym_quant, int bits) -> (Tensor q, Tensor scale, Tensor "
-      "zero_point)");
+      "dynamic_per_token_int8_quant(Tensor x, bool use_sym_quant, int bits, *, int activation_group=-1) -> (Tensor q, "
+      "Tensor scale, Tensor zero_point)");
   m.def(
       "int4_gemm_w4a8(Tensor quant_x, Tensor x_scale, Tensor x_zero, Tensor weight, Tensor weight_scale, Tensor "
       "weight_zero_point, int group_size, Tensor? g_idx, Tensor? bias, ScalarType? out_dtype=None) -> Tensor");
@@ -101,9 +102,11 @@ const auto& op() {
 at::Tensor dyn_quant_pack_4bit_weight(const at::Tensor& weights, const at::Tensor& scales_zeros,
                                       const c10::optional<at::Tensor>& bias, int64_t block_size, int64_t in_features,
                                       int64_t out_features, const c10::optional<at::Tensor>& zero_points,
-                                      c10::string_view values, const c10::optional<at::Tensor>& channel_scales) {
+                                      c10::string_view values, const c10::optional<at::Tensor>& channel_scales,
+                                      int64_t activation_group) {
   return op<"dyn_quant_pack_4bit_weight", decltype(dyn_quant_pack_4bit_weight)>().call(
-      weights, scales_zeros, bias, block_size, in_features, out_features, zero_points, values, channel_scales);
+      weights, scales_zeros, bias, block_size, in_features, out_features, zero_points, values, channel_scales,
+      activation_group);
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> dyn_quant_unpack_4bit_weight(const at::Tensor& packed_weights,
@@ -126,8 +129,9 @@ at::Tensor dyn_quant_matmul_4bit(const at::Tensor& inp, const at::Tensor& packed
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> dynamic_per_token_int8_quant(const at::Tensor& x, bool use_sym_quant,
-                                                                            int64_t bits) {
-  return op<"dynamic_per_token_int8_quant", decltype(dynamic_per_token_int8_quant)>().call(x, use_sym_quant, bits);
+                                                                            int64_t bits, int64_t activation_group) {
+  return op<"dynamic_per_token_int8_quant", decltype(dynamic_per_token_int8_quant)>().call(x, use_sym_quant, bits,
+                                                                                           activation_group);
 }
 
 at::Tensor int4_gemm_w4a8(const at::Tensor& quant_x, const at::Tensor& x_scale, const at::Tensor& x_zero,
@@ -191,6 +195,7 @@ PackedInfo packed_info(const void* data, int64_t size) {
           shape.has_bias,
           values_name(shape.kind),
           shape.kind.zero_points,
+          shape.activation_group,
           packed_bytes(shape)};
 }
 

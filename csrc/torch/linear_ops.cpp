@@ -87,7 +87,7 @@ void check_pack_arguments(const PackArguments& a, const PackedShape& shape) {
 }
 
 PackedShape pack_shape(DeviceCheck check_devices, const PackArguments& a, int64_t block_size, int64_t in_features,
-                       int64_t out_features, c10::string_view values) {
+                       int64_t out_features, c10::string_view values, int64_t activation_group) {
   check_devices({{"weights", a.weights},
                  {"scales_zeros", a.scales},
                  {"bias", a.bias},
@@ -100,6 +100,7 @@ PackedShape pack_shape(DeviceCheck check_devices, const PackArguments& a, int64_
               " and in_features = ", in_features, ": groups of 16 alone have them");
   shape.scale_type = scale_type_of(a.scales, a.channel_scales.has_value());
   shape.has_bias = a.bias.has_value();
+  shape.activation_group = activation_group;
   check_shape(shape);
   return shape;
 }
@@ -124,9 +125,9 @@ void check_matmul_arguments(const at::Tensor& inp, const at::Tensor& packed, con
 at::Tensor pack_cpu(const at::Tensor& weights, const at::Tensor& scales_zeros, const c10::optional<at::Tensor>& bias,
                     int64_t block_size, int64_t in_features, int64_t out_features,
                     const c10::optional<at::Tensor>& zero_points, c10::string_view values,
-                    const c10::optional<at::Tensor>& channel_scales) {
+                    const c10::optional<at::Tensor>& channel_scales, int64_t activation_group) {
   const PackedShape shape = pack_shape(check_cpu, {weights, scales_zeros, bias, zero_points, channel_scales},
-                                       block_size, in_features, out_features, values);
+                                       block_size, in_features, out_features, values, activation_group);
   const at::Tensor z = zero_points.has_value() ? zero_points->contiguous() : at::Tensor();
   at::Tensor packed = empty_packed(weights, shape);
   const at::Tensor w = weights.contiguous();
@@ -143,9 +144,9 @@ at::Tensor pack_cpu(const at::Tensor& weights, const at::Tensor& scales_zeros, c
 at::Tensor pack_meta(const at::Tensor& weights, const at::Tensor& scales_zeros, const c10::optional<at::Tensor>& bias,
                      int64_t block_size, int64_t in_features, int64_t out_features,
                      const c10::optional<at::Tensor>& zero_points, c10::string_view values,
-                     const c10::optional<at::Tensor>& channel_scales) {
+                     const c10::optional<at::Tensor>& channel_scales, int64_t activation_group) {
   return empty_packed(weights, pack_shape(check_meta, {weights, scales_zeros, bias, zero_points, channel_scales},
-                                          block_size, in_features, out_features, values));
+                                          block_size, in_features, out_features, values, activation_group));
 }
 
 namespace {
@@ -211,7 +212,7 @@ Unpacked unpack_tensor(const at::Tensor& packed_weights, int64_t block_size, int
   for (int64_t e = 0; e < count; ++e) {
     const PackedMatrix matrix = open(e);
     TORCH_CHECK(matrix.shape == shape, "packed_weights[", e,
-                "] has another kind, scale type or bias flag than packed_weights[0]");
+                "] has another kind, scale type, bias flag or activation group than packed_weights[0]");
     unpack(matrix, out.weights.data_ptr<uint8_t>() + e * shape.n * shape.row_bytes(),
            static_cast<uint8_t*>(out.scales.data_ptr()) + e * values * scale_bytes(shape.scale_type),
            shape.has_bias ? out.bias.data_ptr<float>() + e * shape.n : nullptr, parallel,

@@ -13,11 +13,11 @@ namespace w4a8 {
 at::Tensor pack_cpu(const at::Tensor& weights, const at::Tensor& scales_zeros, const c10::optional<at::Tensor>& bias,
                     int64_t block_size, int64_t in_features, int64_t out_features,
                     const c10::optional<at::Tensor>& zero_points, c10::string_view values,
-                    const c10::optional<at::Tensor>& channel_scales);
+                    const c10::optional<at::Tensor>& channel_scales, int64_t activation_group);
 at::Tensor pack_meta(const at::Tensor& weights, const at::Tensor& scales_zeros, const c10::optional<at::Tensor>& bias,
                      int64_t block_size, int64_t in_features, int64_t out_features,
                      const c10::optional<at::Tensor>& zero_points, c10::string_view values,
-                     const c10::optional<at::Tensor>& channel_scales);
+                     const c10::optional<at::Tensor>& channel_scales, int64_t activation_group);
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> unpack_cpu(const at::Tensor& packed_weights, int64_t block_size,
                                                           int64_t in_features, int64_t out_features);
@@ -29,8 +29,10 @@ at::Tensor matmul_cpu(const at::Tensor& inp, const at::Tensor& packed_weights, i
 at::Tensor matmul_meta(const at::Tensor& inp, const at::Tensor& packed_weights, int64_t block_size, int64_t in_features,
                        int64_t out_features);
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> token_quant_cpu(const at::Tensor& x, bool use_sym_quant, int64_t bits);
-std::tuple<at::Tensor, at::Tensor, at::Tensor> token_quant_meta(const at::Tensor& x, bool use_sym_quant, int64_t bits);
+std::tuple<at::Tensor, at::Tensor, at::Tensor> token_quant_cpu(const at::Tensor& x, bool use_sym_quant, int64_t bits,
+                                                               int64_t activation_group);
+std::tuple<at::Tensor, at::Tensor, at::Tensor> token_quant_meta(const at::Tensor& x, bool use_sym_quant, int64_t bits,
+                                                                int64_t activation_group);
 
 at::Tensor int4_gemm_cpu(const at::Tensor& quant_x, const at::Tensor& x_scale, const at::Tensor& x_zero,
                          const at::Tensor& weight, const at::Tensor& weight_scale, const at::Tensor& weight_zero_point,

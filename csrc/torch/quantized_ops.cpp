@@ -1,5 +1,6 @@
 // Activations quantized by the caller: the per-token quantizer and int4_gemm_w4a8. Checks and views; the core computes.
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 
 #include "core/gemm.h"
 #include "core/pack.h"
@@ -11,10 +12,24 @@
 namespace w4a8 {
 namespace {
 
-void check_token_quant(const at::Tensor& x, int64_t bits) {
+void check_token_quant(const at::Tensor& x, bool use_sym_quant, int64_t bits, int64_t activation_group) {
   activation_dtype("x", x);
   TORCH_CHECK(x.dim() >= 1, "x has no dimensions, expected [..., K]");
   TORCH_CHECK(bits >= 2 && bits <= 8, "bits is ", bits, ", expected 2..8");
+  if (activation_group == kWholeRow) return;
+  TORCH_CHECK(use_sym_quant, "use_sym_quant is False, expected True for activation_group = ", activation_group);
+  TORCH_CHECK(bits == 8, "bits is ", bits, ", expected 8 for activation_group = ", activation_group);
+  const auto k = x.sym_sizes().back();
+  TORCH_CHECK(is_activation_group(activation_group, activation_group, activation_group) && k % activation_group == 0,
+              "activation_group is ", activation_group, ", expected -1, or 32, 64 or 128 that divides K = ", k,
+              ", the last dimension of x");
+}
+
+// Sizes of the scales of x [..., K].
+template <class Int>
+std::vector<Int> scale_sizes(std::vector<Int> sizes, int64_t activation_group) {
+  sizes.back() = activation_group == kWholeRow ? Int(1) : sizes.back() / Int(activation_group);
+  return sizes;
 }
 
 bool is_packed(const at::Tensor& weight) { return weight.scalar_type() == at::kByte; }
@@ -69,6 +84,29 @@ void check_gemm_types(DeviceCheck check_devices, const at::Tensor& quant_x, cons
   output_dtype(out_dtype);
 }
 
+// The activation group that the shape of x_scale tells for weights that are not packed; packed ones say it themselves.
+int64_t activation_group_of(const at::Tensor& x_scale, const at::Tensor& quant_x, int64_t group_size) {
+  const int64_t k = quant_x.size(-1);
+  const int64_t scales = x_scale.dim() == 0 ? 1 : x_scale.size(-1);
+  if (scales <= 1 || k % scales != 0) return kWholeRow;
+  const int64_t group = k / scales;
+  return is_activation_group(group, group_size == -1 ? k : group_size, k) ? group : kWholeRow;
+}
+
+// Scales of activations in groups.
+void check_group_scales(const at::Tensor& x_scale, const at::Tensor& x_zero, const at::Tensor& quant_x, int64_t group) {
+  TORCH_CHECK(quant_x.scalar_type() == at::kChar, "quant_x has dtype ", quant_x.scalar_type(),
+              ", expected int8 for activations in groups of ", group);
+  const std::vector<int64_t> sizes = scale_sizes(quant_x.sizes().vec(), group);
+  TORCH_CHECK(x_scale.sizes() == at::IntArrayRef(sizes), "x_scale has shape ", shape_text(x_scale.sizes()),
+              ", expected ", shape_text(sizes), " for activations in groups of ", group);
+  const at::Tensor zero = x_zero.to(at::kLong).contiguous();
+  const auto* values = input_data<int64_t>(zero);
+  for (int64_t i = 0; i < zero.numel(); ++i) {
+    TORCH_CHECK(values[i] == 0, "x_zero is ", values[i], ", expected 0 for activations in groups of ", group);
+  }
+}
+
 // x_scale or x_zero: one value for each token of quant_x.
 void check_per_token(const char* name, const at::Tensor& tensor, const at::Tensor& quant_x) {
   std::vector<int64_t> sizes = quant_x.sizes().vec();
@@ -119,7 +157,7 @@ PackedMatrix open_weight(const at::Tensor& packed, const at::Tensor& weight_scal
 
 // weight int32 [K/8, N] -> packed. Its transpose's little-endian bytes are the nibbles in the order of k.
 at::Tensor pack_words(const Kernel& kernel, const at::Tensor& weight, const at::Tensor& weight_scale,
-                      const WeightZeros& zeros, int64_t k, int64_t group_size) {
+                      const WeightZeros& zeros, int64_t k, int64_t group_size, int64_t activation_group) {
   TORCH_CHECK(weight.size(0) * 8 == k, "weight has shape ", shape_text(weight.sizes()),
               ", expected int32 [K/8, N] with ", "8 * size(0) = K = ", k, ", the last dimension of quant_x");
   PackedShape shape = matrix_shape(group_size == -1 ? k : group_size, k, weight.size(1),
@@ -131,6 +169,7 @@ at::Tensor pack_words(const Kernel& kernel, const at::Tensor& weight, const at::
   shape.scale_type = scale_dtype == at::kFloat
                          ? ScaleType::kFloat32
                          : (scale_dtype == at::kHalf ? ScaleType::kFloat16 : ScaleType::kBFloat16);
+  shape.activation_group = activation_group;
   const at::Tensor words = weight.t().contiguous();
   const at::Tensor scales = weight_scale.t().contiguous();
   at::Tensor z;
@@ -151,30 +190,39 @@ at::Tensor pack_words(const Kernel& kernel, const at::Tensor& weight, const at::
 
 }  // namespace
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> token_quant_cpu(const at::Tensor& x, bool use_sym_quant, int64_t bits) {
+std::tuple<at::Tensor, at::Tensor, at::Tensor> token_quant_cpu(const at::Tensor& x, bool use_sym_quant, int64_t bits,
+                                                               int64_t activation_group) {
   check_cpu({{"x", x}});
-  check_token_quant(x, bits);
+  check_token_quant(x, use_sym_quant, bits, activation_group);
   const at::Tensor input = x.contiguous();
-  std::vector<int64_t> sizes = input.sizes().vec();
-  const int64_t k = sizes.back();
-  sizes.back() = 1;
+  const int64_t k = input.size(-1);
+  const bool whole = activation_group == kWholeRow;
   at::Tensor q = at::empty(input.sizes(), input.options().dtype(use_sym_quant ? at::kChar : at::kByte));
-  at::Tensor scale = at::empty(sizes, input.options());
-  at::Tensor zero_point = at::empty(sizes, input.options().dtype(at::kInt));
+  at::Tensor scale = at::empty(scale_sizes(input.sizes().vec(), activation_group),
+                               input.options().dtype(whole ? input.scalar_type() : at::kFloat));
+  at::Tensor zero_point = at::zeros(scale_sizes(input.sizes().vec(), kWholeRow), input.options().dtype(at::kInt));
   AtenParallel parallel;
-  quantize_per_token(op_kernel(), parallel, input_data(input), activation_dtype("x", input), scale.numel(), k,
-                     use_sym_quant, static_cast<int>(bits), static_cast<uint8_t*>(q.data_ptr()), scale.data_ptr(),
-                     zero_point.data_ptr<int32_t>());
+  const DType dtype = activation_dtype("x", input);
+  if (whole) {
+    quantize_per_token(op_kernel(), parallel, input_data(input), dtype, zero_point.numel(), k, use_sym_quant,
+                       static_cast<int>(bits), static_cast<uint8_t*>(q.data_ptr()), scale.data_ptr(),
+                       zero_point.data_ptr<int32_t>());
+  } else {
+    quantize_in_groups(op_kernel(), parallel, input_data(input), dtype, zero_point.numel(), k, activation_group,
+                       q.data_ptr<int8_t>(), scale.data_ptr<float>());
+  }
   return {q, scale, zero_point};
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> token_quant_meta(const at::Tensor& x, bool use_sym_quant, int64_t bits) {
+std::tuple<at::Tensor, at::Tensor, at::Tensor> token_quant_meta(const at::Tensor& x, bool use_sym_quant, int64_t bits,
+                                                                int64_t activation_group) {
   check_meta({{"x", x}});
-  check_token_quant(x, bits);
-  std::vector<c10::SymInt> sizes(x.sym_sizes().begin(), x.sym_sizes().end());
-  at::Tensor q = at::empty_symint(sizes, x.options().dtype(use_sym_quant ? at::kChar : at::kByte));
-  sizes.back() = 1;
-  return {q, at::empty_symint(sizes, x.options()), at::empty_symint(sizes, x.options().dtype(at::kInt))};
+  check_token_quant(x, use_sym_quant, bits, activation_group);
+  const std::vector<c10::SymInt> sizes(x.sym_sizes().begin(), x.sym_sizes().end());
+  const at::ScalarType scales = activation_group == kWholeRow ? x.scalar_type() : at::kFloat;
+  return {at::empty_symint(sizes, x.options().dtype(use_sym_quant ? at::kChar : at::kByte)),
+          at::empty_symint(scale_sizes(sizes, activation_group), x.options().dtype(scales)),
+          at::empty_symint(scale_sizes(sizes, kWholeRow), x.options().dtype(at::kInt))};
 }
 
 at::Tensor int4_gemm_cpu(const at::Tensor& quant_x, const at::Tensor& x_scale, const at::Tensor& x_zero,
@@ -183,14 +231,19 @@ at::Tensor int4_gemm_cpu(const at::Tensor& quant_x, const at::Tensor& x_scale, c
                          const c10::optional<at::Tensor>& bias, c10::optional<at::ScalarType> out_dtype) {
   check_gemm_types(check_cpu, quant_x, x_scale, x_zero, weight, weight_scale, weight_zero_point, g_idx, bias,
                    out_dtype);
-  check_per_token("x_scale", x_scale, quant_x);
-  check_per_token("x_zero", x_zero, quant_x);
   const WeightZeros zeros = weight_zeros(weight_zero_point, is_packed(weight));
   const int64_t k = quant_x.size(-1);
   const Kernel& kernel = op_kernel();  // for both steps
-  const at::Tensor packed =
-      is_packed(weight) ? weight.contiguous() : pack_words(kernel, weight, weight_scale, zeros, k, group_size);
+  const at::Tensor packed = is_packed(weight) ? weight.contiguous()
+                                              : pack_words(kernel, weight, weight_scale, zeros, k, group_size,
+                                                           activation_group_of(x_scale, quant_x, group_size));
   const PackedMatrix matrix = open_weight(packed, weight_scale, k, group_size);
+  if (matrix.shape.activation_group == kWholeRow) {
+    check_per_token("x_scale", x_scale, quant_x);
+    check_per_token("x_zero", x_zero, quant_x);
+  } else {
+    check_group_scales(x_scale, x_zero, quant_x, matrix.shape.activation_group);
+  }
   if (is_packed(weight)) check_packed_zeros(matrix.shape, weight_zero_point, zeros);
   at::Tensor addend;
   if (bias.has_value()) {
@@ -203,13 +256,15 @@ at::Tensor int4_gemm_cpu(const at::Tensor& quant_x, const at::Tensor& x_scale, c
   const at::Tensor scale = to_float32(x_scale);
   const at::Tensor zero = x_zero.to(at::kLong).contiguous();
   std::vector<int64_t> sizes = q.sizes().vec();
+  int64_t tokens = 1;
+  for (std::size_t i = 0; i + 1 < sizes.size(); ++i) tokens *= sizes[i];
   sizes.back() = matrix.shape.n;
   at::Tensor out = at::empty(sizes, q.options().dtype(out_dtype.value_or(at::kHalf)));
   const GivenRows rows = {static_cast<const uint8_t*>(input_data(q)), q.scalar_type() == at::kByte,
                           input_data<float>(scale), input_data<int64_t>(zero)};
   AtenParallel parallel;
   matmul_quantized(kernel, parallel, thread_workspace(), matrix, rows,
-                   addend.defined() ? input_data<float>(addend) : nullptr, output_dtype(out_dtype), scale.numel(),
+                   addend.defined() ? input_data<float>(addend) : nullptr, output_dtype(out_dtype), tokens,
                    out.data_ptr());
   return out;
 }

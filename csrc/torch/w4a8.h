@@ -22,13 +22,16 @@ namespace w4a8 {
 /// of scales_zeros in 0..15, it is n - zero point; with values "e2m1" it is the e2m1 number of these bits. With
 /// channel_scales, floating [N] ([E, N]), in groups of 16, scales_zeros is float8_e4m3fn without signs, or its bits as
 /// uint8, and a weight is multiplied by both. With values "int8" weights is uint8 [N, K] or [E, N, K], a code n a byte,
-/// which is n - zero point, 0..255, or n - 128. Returns uint8 [bytes] or [E, bytes].
+/// which is n - zero point, 0..255, or n - 128. activation_group: the rows that the matrix is multiplied with have one
+/// scale each (-1), or one for so many values of k: 32, 64 or 128 that divides block_size (of groups of 16,
+/// in_features). Returns uint8 [bytes] or [E, bytes].
 W4A8_EXPORT at::Tensor dyn_quant_pack_4bit_weight(const at::Tensor& weights, const at::Tensor& scales_zeros,
                                                   const c10::optional<at::Tensor>& bias, int64_t block_size,
                                                   int64_t in_features, int64_t out_features,
                                                   const c10::optional<at::Tensor>& zero_points = c10::nullopt,
                                                   c10::string_view values = "int4",
-                                                  const c10::optional<at::Tensor>& channel_scales = c10::nullopt);
+                                                  const c10::optional<at::Tensor>& channel_scales = c10::nullopt,
+                                                  int64_t activation_group = -1);
 
 /// The exact inverse for int4 without zero points: (weights, scales_zeros, bias); bias is empty if there was none.
 W4A8_EXPORT std::tuple<at::Tensor, at::Tensor, at::Tensor> dyn_quant_unpack_4bit_weight(
@@ -46,15 +49,19 @@ W4A8_EXPORT at::Tensor dyn_quant_matmul_4bit(const at::Tensor& inp, const at::Te
                                              int64_t block_size, int64_t in_features, int64_t out_features);
 
 /// Quantizes x [..., K] (float32, bfloat16, float16) per token to `bits` bits, 2..8: (q, scale, zero_point), q int8
-/// when use_sym_quant, else uint8; scale [..., 1] of x's type; zero_point int32 [..., 1].
+/// when use_sym_quant, else uint8; scale [..., 1] of x's type; zero_point int32 [..., 1]. With activation_group, 32, 64
+/// or 128 that divides K, as the matrices packed for it quantize rows: symmetric, 8 bits, scale float32
+/// [..., K / activation_group].
 W4A8_EXPORT std::tuple<at::Tensor, at::Tensor, at::Tensor> dynamic_per_token_int8_quant(const at::Tensor& x,
                                                                                         bool use_sym_quant,
-                                                                                        int64_t bits);
+                                                                                        int64_t bits,
+                                                                                        int64_t activation_group = -1);
 
 /// quant_x [..., K] (int8 or uint8, with x_scale and x_zero [..., 1]) times int4 weights: [..., N] of out_dtype
 /// (float16 by default). weight: int32 [K/8, N] (nibble i of word j is k = 8j + i) with weight_scale [K/g, N] and
 /// weight_zero_point, integers in 0..15, one or [K/g, N]; or a packed matrix, when weight_scale may be empty ([0, N]
-/// tells Meta tensors N), and weight_zero_point too. g_idx: none.
+/// tells Meta tensors N), and weight_zero_point too. g_idx: none. Activations in groups of 32, 64 or 128: quant_x is
+/// int8, x_scale [..., K / group], of which the last two bits are taken as zeros, and x_zero all zeros.
 W4A8_EXPORT at::Tensor int4_gemm_w4a8(const at::Tensor& quant_x, const at::Tensor& x_scale, const at::Tensor& x_zero,
                                       const at::Tensor& weight, const at::Tensor& weight_scale,
                                       const at::Tensor& weight_zero_point, int64_t group_size,

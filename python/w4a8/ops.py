@@ -42,6 +42,7 @@ class PackedHeader(TypedDict):
     has_bias: bool
     values: str  # "int4", "e2m1" or "int8"
     has_zero_points: bool
+    activation_group: int  # values of k of a row of activations that share a scale; -1: the whole row
     bytes: int  # of the whole packed matrix
 
 
@@ -56,6 +57,7 @@ def dyn_quant_pack_4bit_weight(
     zero_points: torch.Tensor | None = None,
     values: str = "int4",
     channel_scales: torch.Tensor | None = None,
+    activation_group: int = -1,
 ) -> torch.Tensor:
     """Packs 4-bit or 8-bit weights, scales and bias into the layout every kernel reads (docs/packed_layout.md).
 
@@ -79,6 +81,9 @@ def dyn_quant_pack_4bit_weight(
         channel_scales: floating point [N] ([E, N] for a stack), kept as float32: scales of two levels, as NVFP4 has.
             Then scales_zeros is float8_e4m3fn, or its bits as uint8, numbers without a sign, and a weight is multiplied
             by its scale and by the channel scale of its output feature. For a block_size of 16 alone, and not int8.
+        activation_group: how the operators that multiply quantize activations for this matrix. -1: asymmetrically, one
+            scale for each row. 32, 64 or 128: symmetrically, one scale for so many values of k. That must divide
+            block_size; in_features where block_size is 16 or in_features.
 
     Returns:
         uint8 [bytes], or [E, bytes]: row e is itself a valid packed matrix. The same on every machine and good for
@@ -95,6 +100,7 @@ def dyn_quant_pack_4bit_weight(
         zero_points=zero_points,
         values=values,
         channel_scales=channel_scales,
+        activation_group=activation_group,
     )
 
 
@@ -135,7 +141,7 @@ def dyn_quant_unpack_any_4bit_weight(
 def dyn_quant_matmul_4bit(
     inp: torch.Tensor, packed_weights: torch.Tensor, block_size: int, in_features: int, out_features: int
 ) -> torch.Tensor:
-    """``inp @ weights.T + bias`` with each row of inp quantized to int8 on the fly (docs/numerics.md).
+    """``inp @ weights.T + bias`` with inp quantized to int8 on the fly, as the matrix says (docs/numerics.md).
 
     Args:
         inp: float32, bfloat16 or float16 [..., K], any number of leading dimensions, any strides, zero rows allowed.
@@ -149,20 +155,24 @@ def dyn_quant_matmul_4bit(
 
 
 def dynamic_per_token_int8_quant(
-    x: torch.Tensor, use_sym_quant: bool, bits: int
+    x: torch.Tensor, use_sym_quant: bool, bits: int, *, activation_group: int = -1
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Quantizes each row of x to integers: ``x ~ (q - zero_point) * scale`` (docs/numerics.md, section 6).
+    """Quantizes each row of x to integers: ``x ~ (q - zero_point) * scale`` (docs/numerics.md, sections 1 and 6).
 
     Args:
         x: float32, bfloat16 or float16 [..., K]; zero rows allowed.
         use_sym_quant: to signed integers around zero, or to unsigned ones with a zero point.
         bits: 2 to 8.
+        activation_group: -1, one scale for each row; or 32, 64 or 128 that divides K: one for so many values, as the
+            operators that multiply quantize rows for a matrix packed with it. Symmetric and 8 bits alone.
 
     Returns:
-        q [..., K], int8 when symmetric, else uint8; scale [..., 1] in the dtype of x; zero_point int32 [..., 1]: 0 when
-        symmetric, else in [0, 2**bits - 1]. A row with a NaN or an infinity has q = 0 and a scale of NaN.
+        q [..., K], int8 when symmetric, else uint8; scale [..., 1] in the dtype of x, in groups float32
+        [..., K / activation_group]; zero_point int32 [..., 1]: 0 when symmetric, else in [0, 2**bits - 1]. A row with a
+        NaN or an infinity has q = 0 and scales of NaN.
     """
-    return torch.ops.w4a8.dynamic_per_token_int8_quant.default(x, use_sym_quant, bits)
+    op = torch.ops.w4a8.dynamic_per_token_int8_quant.default
+    return op(x, use_sym_quant, bits, activation_group=activation_group)
 
 
 def int4_gemm_w4a8(
@@ -181,8 +191,9 @@ def int4_gemm_w4a8(
 
     Args:
         quant_x: int8 or uint8 [..., K], as dynamic_per_token_int8_quant gives it.
-        x_scale: floating point [..., 1].
-        x_zero: int32, int8 or int64 [..., 1], in the range of quant_x's dtype.
+        x_scale: floating point [..., 1]; in groups of 32, 64 or 128 [..., K / group], of which the last two bits of a
+            float32 count as zeros. A packed weight must be packed for that group.
+        x_zero: int32, int8 or int64 [..., 1], in the range of quant_x's dtype; for x_scale in groups zeros.
         weight: int32 [K/8, N] of any strides, nibble i of word j = value of k = 8 j + i, plus its zero point; or the
             uint8 [bytes] of dyn_quant_pack_4bit_weight. The int32 form is packed anew by each call; the bits are the
             same.

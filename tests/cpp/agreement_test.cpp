@@ -57,6 +57,14 @@ TEST(AgreementTest, Matmul) {
                                    {130, 160, 32, ScaleType::kE8M0, false, kE2M1},
                                    {75, 224, 32, ScaleType::kBFloat16, true, kInt4ZeroPoints},
                                    {75, 160, 32, ScaleType::kFloat16, false, kInt8ZeroPoints},
+                                   {75, 160, 32, ScaleType::kBFloat16, true, kInt4, 32},
+                                   {130, 256, 128, ScaleType::kFloat16, false, kInt4ZeroPoints, 32},
+                                   {75, 256, 128, ScaleType::kFloat32, true, kE2M1, 128},
+                                   {100, 192, 192, ScaleType::kBFloat16, true, kInt4, 64},
+                                   {75, 192, 16, ScaleType::kE5M3, true, kE2M1, 64},
+                                   {75, 160, 32, ScaleType::kE8M0, false, kE2M1, 32},
+                                   {130, 192, 64, ScaleType::kBFloat16, true, kInt8, 32},
+                                   {75, 128, 64, ScaleType::kFloat16, false, kInt8ZeroPoints, 64},
                                    {100, 128, 128, ScaleType::kFloat32, true, kE2M1}}) {
     const Packed packed = pack_one(shape, random_weights(rng, shape));
     for (const DType dtype : kAllDTypes) {
@@ -159,7 +167,7 @@ std::vector<uint8_t> run_part(const MoeData& data, const Batch& batch, const Ker
 TEST(AgreementTest, Moe) {
   W4A8_TRACE_SEED();
   Rng rng(91);
-  for (int variant = 0; variant < 8; ++variant) {
+  for (int variant = 0; variant < 16; ++variant) {
     MoeCase c;
     c.tokens = 80;
     c.top_k = 3;
@@ -167,15 +175,21 @@ TEST(AgreementTest, Moe) {
     c.hidden = variant % 2 == 0 ? 70 : 128;
     c.intermediate = variant % 2 == 0 ? 42 : 64;
     c.group = variant % 2 == 0 ? -1 : 32;
-    c.kind = variant;
+    c.kind = variant % kActivationCount;
     c.gated = variant % 4 < 2;
     c.weight_on_input = variant % 3 == 0;
     c.bias = variant % 3 == 1;
     c.dtype = kAllDTypes[variant % 3];
     c.scales = variant % 4 == 1 ? ScaleType::kBFloat16 : ScaleType::kFloat32;
-    if (variant == 7) {
+    if (variant % 8 == 7) {
       c.group = 16;
       c.scales = ScaleType::kE5M3;
+    }
+    if (variant >= 8) {  // with activation groups, of one matrix or of both
+      c.hidden = 128;
+      c.intermediate = 64;
+      c.activation13 = variant % 3 == 0 ? kWholeRow : 32;
+      c.activation2 = variant % 3 == 1 ? kWholeRow : (c.group == 32 ? 32 : 64);
     }
     MoeData data(rng, c);
     for (std::size_t i = 0; i < data.ids.size(); i += 7) data.ids[i] = -1;

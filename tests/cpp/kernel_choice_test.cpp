@@ -70,10 +70,9 @@ TEST(KernelChoiceTest, ForcedByNameItIsComparedToo) {
 // What is wrong elsewhere than in gemm shows as well.
 TEST(KernelChoiceTest, EveryFunctionOfAKernel) {
   Kernel quantize = named("quantize");
-  quantize.quantize_row = [](const void* x, DType dtype, int64_t k, int64_t group, int8_t* q, int32_t* starts,
-                             RowQuant* quant) {
-    scalar().quantize_row(x, dtype, k, group, q, starts, quant);
-    if (k == 66) q[65] = static_cast<int8_t>(q[65] ^ 1);
+  quantize.quantize_row = [](const void* x, DType dtype, const RowShape& shape, const QuantizedRow& to) {
+    scalar().quantize_row(x, dtype, shape, to);
+    if (shape.k == 66) to.q[65] = static_cast<int8_t>(to.q[65] ^ 1);
   };
   Kernel store = named("store");
   store.store_row = [](const float* x, int64_t n, DType dtype, void* out) {

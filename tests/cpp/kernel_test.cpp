@@ -14,29 +14,39 @@ struct QuantizedInput {
       : m(static_cast<int64_t>(source.size())),
         width(padded_row(shape.k)),
         stride(width + slack),
-        starts_stride(shape.groups() + slack),
+        starts_stride(shape.rows().parts() + slack),
         q((m - 1) * stride + width, guard),
-        starts((m - 1) * starts_stride + shape.groups(), guard),
+        starts((m - 1) * starts_stride + shape.rows().parts(), guard),
+        scales_stride(m + slack % 7),
+        scales(shape.rows().scaled() ? (shape.rows().parts() - 1) * scales_stride + m - 1 + 16 : 0, guard),
         quant(m, guard) {
+    const int64_t part = shape.rows().part;
     q.fill(0x7f);
     starts.fill(0x7f);
+    scales.fill(0x7f);
     for (int64_t r = 0; r < m; ++r) {
       const ref::Row& row = source[static_cast<std::size_t>(r)];
       for (int64_t i = 0; i < width; ++i) {
         q[r * stride + i] = static_cast<int8_t>(i < shape.k ? row.q[static_cast<std::size_t>(i)] : 0);
       }
-      for (int64_t g = 0; g < shape.groups(); ++g) {
+      for (int64_t p = 0; p < shape.rows().parts(); ++p) {
         int32_t sum = 0;
-        for (int64_t i = g * shape.group; i < (g + 1) * shape.group; ++i) sum += row.q[static_cast<std::size_t>(i)];
-        starts[r * starts_stride + g] = -8 * sum;
+        for (int64_t i = p * part; i < (p + 1) * part; ++i) sum += row.q[static_cast<std::size_t>(i)];
+        starts[r * starts_stride + p] = -8 * sum;
+        if (shape.rows().scaled()) {
+          scales[p * scales_stride + r] = row.scales[static_cast<std::size_t>(p * part / row.group)];
+        }
       }
       quant[r] = {row.recip, row.zero_point};
     }
     q.freeze();
     starts.freeze();
+    scales.freeze();
     quant.freeze();
   }
-  Rows rows() const { return {q.data(), stride, starts.data(), starts_stride, quant.data()}; }
+  Rows rows() const {
+    return {q.data(), stride, starts.data(), starts_stride, quant.data(), scales.data(), scales_stride};
+  }
 
   int64_t m;
   int64_t width;
@@ -44,13 +54,20 @@ struct QuantizedInput {
   int64_t starts_stride;
   GuardedBuffer<int8_t> q;
   GuardedBuffer<int32_t> starts;
+  int64_t scales_stride;
+  GuardedBuffer<float> scales;
   GuardedBuffer<RowQuant> quant;
 };
 
-ref::Row random_row(Rng& rng, int64_t k) {
+ref::Row random_row(Rng& rng, const PackedShape& shape) {
   ref::Row row;
-  for (int64_t i = 0; i < k; ++i) row.q.push_back(static_cast<int>(rng.integer(-128, 127)));
+  for (int64_t i = 0; i < shape.k; ++i) row.q.push_back(static_cast<int>(rng.integer(-128, 127)));
   row.recip = rng.uniform(0.001f, 0.1f);
+  if (shape.activation_group != kWholeRow) {
+    row.group = shape.activation_group;
+    for (int64_t i = 0; i < shape.k; i += row.group) row.scales.push_back(ref::cut(rng.uniform(0.001f, 0.1f)));
+    return row;
+  }
   row.zero_point = static_cast<int>(rng.integer(-128, 127));
   return row;
 }
@@ -106,7 +123,7 @@ class KernelTest : public KernelFixture {
     Packed packed = pack_one(shape, weights);
     packed.bytes.freeze();
     std::vector<ref::Row> rows;
-    for (int64_t r = 0; r < 47; ++r) rows.push_back(random_row(rng, shape.k));
+    for (int64_t r = 0; r < 47; ++r) rows.push_back(random_row(rng, shape));
     const auto expected = expect(rows, weights);
     for (const int64_t m : row_counts()) {
       const std::vector<ref::Row> some(rows.begin(), rows.begin() + m);
@@ -159,6 +176,33 @@ TEST_P(KernelTest, GroupsEveryRowCount) {
   }
 }
 
+TEST_P(KernelTest, ActivationGroupsEveryRowCount) {
+  W4A8_TRACE_SEED();
+  uint64_t stream = 220;
+  struct Case {
+    int64_t k;
+    int64_t group;
+    int64_t activation_group;
+  };
+  // As large as the weights' groups, parts of them, parts of a channel, and twice or more groups of 16. One to three
+  // panels; one to eleven groups.
+  for (const Case c : {Case{32, 32, 32}, Case{352, 32, 32}, Case{96, 32, 32}, Case{192, 64, 64}, Case{256, 128, 128},
+                       Case{128, 64, 32}, Case{384, 128, 32}, Case{192, 96, 32}, Case{640, 128, 64},
+                       Case{768, 256, 128}, Case{192, 192, 64}, Case{160, 160, 32}, Case{256, 256, 128},
+                       Case{32, 16, 32}, Case{192, 16, 64}, Case{384, 16, 128}}) {
+    for (const ScaleType scales : kScaleTypes) {
+      const int64_t n = 16 * (static_cast<int64_t>(stream) % 3) + 1 + static_cast<int64_t>(stream) % 16;
+      for (const WeightKind kind : kAllKinds) {
+        const PackedShape shape{n, c.k, c.group, scales, stream % 2 == 0, kind, c.activation_group};
+        if (!is_shape(shape)) continue;
+        check_shape_for_all_rows(shape, stream);
+        if (HasFatalFailure()) return;
+      }
+      ++stream;
+    }
+  }
+}
+
 // Rows beyond any that share the unpacking of a panel, K beyond any chunk of it, ragged ends of both.
 TEST_P(KernelTest, ManyRowsOfManyChunks) {
   W4A8_TRACE_SEED();
@@ -167,20 +211,24 @@ TEST_P(KernelTest, ManyRowsOfManyChunks) {
     int64_t m;
     int64_t k;
     int64_t group;
+    int64_t activation_group = kWholeRow;
   };
   for (const Case c :
        {Case{530, 1094, 1094}, Case{530, 1120, 32}, Case{49, 2320, 16}, Case{49, 2304, 96}, Case{530, 1536, 512},
-        Case{49, 2048, 1024}, Case{49, 4736, 128}, Case{49, 4726, 4726}, Case{30, 1632, 544}, Case{530, 1728, 576}}) {
+        Case{49, 2048, 1024}, Case{49, 4736, 128}, Case{49, 4726, 4726}, Case{30, 1632, 544}, Case{530, 1728, 576},
+        Case{530, 1120, 32, 32}, Case{49, 2336, 16, 32}, Case{49, 2304, 96, 32}, Case{49, 2048, 1024, 128},
+        Case{49, 4736, 128, 128}, Case{49, 4736, 128, 64}, Case{49, 4704, 4704, 32}, Case{49, 4736, 4736, 128},
+        Case{30, 1632, 544, 32}}) {
     // Nibbles, whose chunks may begin inside a record, and bytes. Groups above 512 may be more than a chunk.
     for (const WeightKind kind : {kInt4, kInt4ZeroPoints, kInt8}) {
       if (kind != kInt4 && c.m > 100) continue;
       const ScaleType scales = c.group == 16 && kind != kInt8 ? ScaleType::kE5M3 : ScaleType::kBFloat16;
-      const PackedShape shape{35, c.k, c.group, scales, true, kind};
+      const PackedShape shape{35, c.k, c.group, scales, true, kind, c.activation_group};
       SCOPED_TRACE(describe(shape));
       const ref::Weights weights = random_weights(rng, shape);
       const Packed packed = pack_one(shape, weights);
       std::vector<ref::Row> rows;
-      for (int64_t r = 0; r < c.m; ++r) rows.push_back(random_row(rng, shape.k));
+      for (int64_t r = 0; r < c.m; ++r) rows.push_back(random_row(rng, shape));
       const QuantizedInput input(rows, shape, 0, Guard::kAfter);
       const auto expected = expect(rows, weights);
       for (const bool with_scratch : {false, true}) {
@@ -202,7 +250,7 @@ TEST_P(KernelTest, PanelRanges) {
     const ref::Weights weights = random_weights(rng, shape);
     const Packed packed = pack_one(shape, weights);
     std::vector<ref::Row> rows;
-    for (int64_t r = 0; r < 12; ++r) rows.push_back(random_row(rng, shape.k));
+    for (int64_t r = 0; r < 12; ++r) rows.push_back(random_row(rng, shape));
     const auto expected = expect(rows, weights);
     const QuantizedInput input(rows, shape, 0, Guard::kAfter);
     for (int64_t first = 0; first < shape.panels(); ++first) {
@@ -396,7 +444,7 @@ TEST_P(KernelTest, SpecialScales) {
     for (std::size_t i = 0; i < weights.scales.size(); i += 3) weights.scales[i] = specials[i / 3 % 8];
     const Packed packed = pack_one(shape, weights);
     std::vector<ref::Row> rows;
-    for (int64_t r = 0; r < 13; ++r) rows.push_back(random_row(rng, shape.k));
+    for (int64_t r = 0; r < 13; ++r) rows.push_back(random_row(rng, shape));
     rows[1].q.assign(rows[1].q.size(), 0);
     rows[1].zero_point = 0;
     rows[1].recip = NAN;
@@ -422,7 +470,7 @@ TEST_P(KernelTest, UnalignedBuffers) {
     const Packed aligned = pack_one(shape, weights);
     const int64_t m = 12;
     std::vector<ref::Row> rows;
-    for (int64_t r = 0; r < m; ++r) rows.push_back(random_row(rng, shape.k));
+    for (int64_t r = 0; r < m; ++r) rows.push_back(random_row(rng, shape));
     const auto expected = expect(rows, weights);
     for (int64_t offset = 1; offset < 64; ++offset) {
       SCOPED_TRACE("offset " + std::to_string(offset));
@@ -459,7 +507,7 @@ TEST_P(KernelTest, HostileZeroPoints) {
       for (int i = 0; i < 16; ++i) zeros[i] = static_cast<uint8_t>(zeros[i] + 16 * i);
     }
     std::vector<ref::Row> rows;
-    for (int64_t r = 0; r < 25; ++r) rows.push_back(random_row(rng, shape.k));
+    for (int64_t r = 0; r < 25; ++r) rows.push_back(random_row(rng, shape));
     const QuantizedInput input(rows, shape, 0, Guard::kAfter);
     for (const int64_t m : {1, 3, 25}) {
       check_gemm(kernel(), packed, input, m, 0, 1, expect(rows, weights), m != 3, Guard::kAfter);

@@ -55,6 +55,11 @@ TEST(LayoutTest, HeaderRoundTrip) {
           const WeightKind kind = kAllKinds[k == kMaxK ? 0 : (k + (bias ? 1 : 0)) % kKindCount];
           const PackedShape shape{n, k, group, scales, bias, kind};
           check_shape(shape);
+          if (k == 64) {
+            PackedShape grouped = shape;
+            grouped.activation_group = 32;
+            EXPECT_EQ(read_header(header_of(grouped).data(), packed_bytes(grouped), "matrix"), grouped);
+          }
           for (const std::size_t offset : {0u, 1u, 7u}) {
             std::vector<uint8_t> bytes(64 + offset + 1, 0xcc);
             write_header(shape, bytes.data() + offset);
@@ -93,9 +98,9 @@ TEST(LayoutTest, EachFieldIsCheckedByName) {
   }
   expect_words(refusal(with<uint8_t>(kFlagsAt, 5)), {what, "flags are 5", "4 (channel scales) not among them"});
   expect_words(refusal(with<uint8_t>(kZeroAt, 1)), {what, "reserved"});
-  for (const int64_t group : {int64_t{0}, int64_t{32}, int64_t{-2}}) {
+  for (const int64_t group : {int64_t{0}, int64_t{64}, int64_t{128}, int64_t{16}, int64_t{-2}, int64_t{1} << 32}) {
     expect_words(refusal(with<int64_t>(kActivationAt, group)),
-                 {what, "activation group is " + std::to_string(group), "expected -1"});
+                 {what, "activation group is " + std::to_string(group), "expected -1", "group = 32"});
   }
   expect_words(refusal(with<int64_t>(kNAt, 0)), {what, "n (out_features) is 0"});
   expect_words(refusal(with<int64_t>(kNAt, -40)), {what, "n (out_features) is -40"});
@@ -252,6 +257,29 @@ TEST(LayoutTest, CheckShape) {
   bad({16, 64, 64, ScaleType::kFloat32, false, {static_cast<Values>(4), false}}, {"values are 4", "2 (int8)"});
   bad({16, 64, 64, ScaleType::kFloat32, false, {Values::kE2M1, true}}, {"e2m1 with zero points"});
   bad({16, kMaxK, 32, ScaleType::kFloat32, false, kInt8}, {"k (in_features)", "524288", "int8"});
+  // Activation groups are parts of the weights' groups, or of K.
+  for (const auto& [k, group, activation_group] : {std::array<int64_t, 3>{64, 32, 64},
+                                                   {96, 96, 64},
+                                                   {256, 128, 16},
+                                                   {256, 128, 256},
+                                                   {66, 66, 32},
+                                                   {16, 16, 32},
+                                                   {48, 16, 32},
+                                                   {256, 128, 0},
+                                                   {256, 128, -2},
+                                                   {256, 128, -32}}) {
+    bad({16, k, group, ScaleType::kFloat32, false, kInt4, activation_group},
+        {"activation group is " + std::to_string(activation_group), "expected -1 (whole rows), or 32, 64 or 128",
+         group == 16 && k != 16 ? "k = " + std::to_string(k) : "group = " + std::to_string(group)});
+  }
+  for (const auto& [k, group, activation_group] : {std::array<int64_t, 3>{64, 32, 32},
+                                                   {96, 96, 32},
+                                                   {256, 128, 64},
+                                                   {256, 256, 128},
+                                                   {64, 16, 64},
+                                                   {96, 16, 32}}) {
+    EXPECT_NO_THROW(check_shape({16, k, group, ScaleType::kFloat32, false, kInt4, activation_group}));
+  }
   // More products than sum up in int32.
   const int64_t most = int64_t{1} << 16;
   for (const auto& [kind, limit] : {std::pair{kInt8, most}, {kInt8ZeroPoints, most / 2}}) {

@@ -1,4 +1,6 @@
 // The GEMM driver: any m, n and type through quantization, tiles and rounding, bit for bit.
+#include <algorithm>
+#include <array>
 #include <cmath>
 #include <limits>
 
@@ -20,7 +22,8 @@ class MatmulTest : public KernelFixture {
     GuardedBuffer<uint8_t> out(m * shape.n * dtype_bytes(dtype), m % 2 == 0 ? Guard::kBefore : Guard::kAfter);
     matmul(kernel(), parallel, workspace_, packed.matrix(), input.data(), dtype, m, out.data());
     for (int64_t r = 0; r < m; ++r) {
-      const ref::Row row = ref::quantize(from_dtype(input.data() + r * shape.k * dtype_bytes(dtype), shape.k, dtype));
+      const std::vector<float> values = from_dtype(input.data() + r * shape.k * dtype_bytes(dtype), shape.k, dtype);
+      const ref::Row row = ref::quantize(values, shape.activation_group);
       for (int64_t c = 0; c < shape.n; ++c) {
         ASSERT_EQ(element_bits(out.data(), r * shape.n + c, ref_type(dtype)),
                   ref::narrow(ref::dot(row, weights, c), ref_type(dtype)))
@@ -98,6 +101,68 @@ TEST_P(MatmulTest, Int8) {
   }
 }
 
+// Activations with scales along k: as many values as the weights' scales have, a part of them, more; any n and m.
+TEST_P(MatmulTest, ActivationGroups) {
+  W4A8_TRACE_SEED();
+  Rng rng(72);
+  ThreadParallel threads(3);
+  int64_t variant = 0;
+  for (const auto& [k, group, activation_group] : {std::array<int64_t, 3>{160, 32, 32},
+                                                   {256, 128, 128},
+                                                   {256, 128, 32},
+                                                   {192, 192, 64},
+                                                   {128, 128, 128},
+                                                   {192, 16, 64},
+                                                   {96, 16, 32},
+                                                   {1056, 32, 32}}) {
+    for (const int64_t n : {1, 16, 41}) {
+      PackedShape shape{n, k, group, kFloatScales[n % 3], n != 16, kAllKinds[variant++ % kKindCount], activation_group};
+      const ref::Weights weights = random_weights(rng, shape);
+      const Packed packed = pack_one(shape, weights);
+      for (const int64_t m : {0, 1, 2, 4, 7, 12, 16, 33, 70}) {
+        const DType dtype = kAllDTypes[(m + n) % 3];
+        check(threads, shape, weights, packed, random_activations(rng, m * k, dtype), dtype);
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
+// What groups are for: a value that is much larger than the others costs the accuracy of its group alone. Beside
+// activations in double, by each row's own error.
+TEST_P(MatmulTest, AnOutlierStaysInItsGroup) {
+  W4A8_TRACE_SEED();
+  Rng rng(73);
+  SerialParallel serial;
+  PackedShape shape{37, 256, 32, ScaleType::kFloat32, false};
+  const ref::Weights weights = random_weights(rng, shape);
+  std::vector<float> x = random_activations(rng, shape.k, DType::kFloat32);
+  for (float& value : x) value = std::clamp(value, -4.0f, 4.0f);
+  x[5] = 1000;
+  double squares[2] = {};
+  for (const int64_t activation_group : {kWholeRow, int64_t{32}}) {
+    shape.activation_group = activation_group;
+    const Packed packed = pack_one(shape, weights);
+    std::vector<float> out(static_cast<std::size_t>(shape.n));
+    matmul(kernel(), serial, workspace_, packed.matrix(), x.data(), DType::kFloat32, 1, out.data());
+    for (int64_t c = 0; c < shape.n; ++c) {
+      double exact = 0;
+      double bound = 0;  // half a step of each value
+      for (int64_t k = 0; k < shape.k; ++k) {
+        const double w = static_cast<double>(weights.scales[static_cast<std::size_t>((c * shape.k + k) / 32)]) *
+                         weights.w[static_cast<std::size_t>(c * shape.k + k)];
+        const double most = activation_group == kWholeRow || k < 32 ? 1000.0 : 4.0;
+        exact += static_cast<double>(x[static_cast<std::size_t>(k)]) * w;
+        bound += std::fabs(w) * most / 127 / 2;
+      }
+      const double error = static_cast<double>(out[static_cast<std::size_t>(c)]) - exact;
+      EXPECT_LE(std::fabs(error), bound * 1.001) << "column " << c << " activation group " << activation_group;
+      squares[activation_group == kWholeRow ? 0 : 1] += error * error;
+    }
+  }
+  EXPECT_LT(squares[1], squares[0]);
+}
+
 // A weight of 8 bits is (code - zero) * scale: next to a sum in double of what is multiplied out.
 TEST_P(MatmulTest, Int8MultipliedOut) {
   W4A8_TRACE_SEED();
@@ -172,8 +237,15 @@ TEST_P(MatmulTest, BadRowsAreNanAndAlone) {
   W4A8_TRACE_SEED();
   Rng rng(63);
   SerialParallel serial;
-  for (const auto& [group, kind] : {std::pair{64, kInt4}, {32, kInt4}, {16, kInt4}, {64, kInt8}}) {
-    const PackedShape shape{21, 64, group, ScaleType::kFloat32, true, kind};
+  for (const auto& [group, kind, activation_group] : {std::tuple{int64_t{64}, kInt4, kWholeRow},
+                                                      {32, kInt4, kWholeRow},
+                                                      {16, kInt4, kWholeRow},
+                                                      {64, kInt8, kWholeRow},
+                                                      {32, kInt4, 32},
+                                                      {64, kInt4ZeroPoints, 32},
+                                                      {16, kE2M1, 64},
+                                                      {32, kInt8, 32}}) {
+    const PackedShape shape{21, 64, group, ScaleType::kFloat32, true, kind, activation_group};
     const ref::Weights weights = random_weights(rng, shape);
     const Packed packed = pack_one(shape, weights);
     const int64_t m = 15;
@@ -204,20 +276,22 @@ TEST_P(MatmulTest, BadRowsAreNanAndAlone) {
 TEST_P(MatmulTest, ExtremeRows) {
   SerialParallel serial;
   Rng rng(64);
-  const PackedShape shape{17, 64, 64, ScaleType::kFloat32, false};
-  const ref::Weights weights = random_weights(rng, shape);
-  const Packed packed = pack_one(shape, weights);
-  constexpr float kMax = std::numeric_limits<float>::max();
-  std::vector<float> x;
-  for (const auto& [low, high] :
-       {std::pair{-kMax, kMax}, {0.0f, kMax}, {-kMax, -kMax}, {0.0f, 0.0f}, {-1e-38f, 1e-40f}, {5.0f, 5.0f}}) {
-    for (int i = 0; i < 64; ++i) x.push_back(i % 2 == 0 ? low : high);
+  for (const int64_t activation_group : {kWholeRow, int64_t{64}, int64_t{32}}) {
+    const PackedShape shape{17, 64, 64, ScaleType::kFloat32, false, kInt4, activation_group};
+    const ref::Weights weights = random_weights(rng, shape);
+    const Packed packed = pack_one(shape, weights);
+    constexpr float kMax = std::numeric_limits<float>::max();
+    std::vector<float> x;
+    for (const auto& [low, high] :
+         {std::pair{-kMax, kMax}, {0.0f, kMax}, {-kMax, -kMax}, {0.0f, 0.0f}, {-1e-38f, 1e-40f}, {5.0f, 5.0f}}) {
+      for (int i = 0; i < 64; ++i) x.push_back(i % 2 == 0 ? low : high);
+    }
+    check(serial, shape, weights, packed, x, DType::kFloat32);
+    if (HasFatalFailure()) return;
+    std::vector<float> out(6 * 17);
+    matmul(kernel(), serial, workspace_, packed.matrix(), x.data(), DType::kFloat32, 6, out.data());
+    for (std::size_t i = 0; i < out.size(); ++i) EXPECT_FALSE(std::isnan(out[i])) << "finite input, row " << i / 17;
   }
-  check(serial, shape, weights, packed, x, DType::kFloat32);
-  if (HasFatalFailure()) return;
-  std::vector<float> out(6 * 17);
-  matmul(kernel(), serial, workspace_, packed.matrix(), x.data(), DType::kFloat32, 6, out.data());
-  for (std::size_t i = 0; i < out.size(); ++i) EXPECT_FALSE(std::isnan(out[i])) << "finite input, row " << i / 17;
 }
 
 // Rows quantized by the caller, signed and unsigned, with a bias of the call: the tiles of matmul, other preparation.
@@ -254,6 +328,41 @@ TEST_P(MatmulTest, GivenRows) {
                                bias[static_cast<std::size_t>(i % shape.n)];
           ASSERT_EQ(float_bits(out[static_cast<std::size_t>(i)]), float_bits(wanted)) << "element " << i;
         }
+      }
+    }
+  }
+}
+
+TEST_P(MatmulTest, GivenRowsInGroups) {
+  W4A8_TRACE_SEED();
+  Rng rng(68);
+  ThreadParallel threads(3);
+  for (const auto& [group, activation_group, kind] :
+       {std::tuple{int64_t{128}, int64_t{32}, kInt4}, {32, 32, kInt8}, {16, 128, kE2M1}, {256, 64, kInt4ZeroPoints}}) {
+    const PackedShape shape{41, 256, group, ScaleType::kFloat32, true, kind, activation_group};
+    const ref::Weights weights = random_weights(rng, shape);
+    const Packed packed = pack_one(shape, weights);
+    for (const int64_t m : {0, 1, 7, 30}) {
+      std::vector<ref::Row> rows(static_cast<std::size_t>(m));
+      std::vector<uint8_t> q;
+      std::vector<float> scales;
+      for (ref::Row& row : rows) {
+        row.group = activation_group;
+        for (int64_t i = 0; i < shape.k; ++i) {
+          row.q.push_back(static_cast<int>(rng.integer(-128, 127)));
+          q.push_back(static_cast<uint8_t>(row.q.back()));
+        }
+        for (int64_t g = 0; g < shape.k / activation_group; ++g) {
+          scales.push_back(rng.uniform(0.001f, 1.0f));
+          row.scales.push_back(ref::cut(scales.back()));
+        }
+      }
+      std::vector<float> out(static_cast<std::size_t>(m * shape.n));
+      matmul_quantized(kernel(), threads, workspace_, packed.matrix(), {q.data(), false, scales.data(), nullptr},
+                       nullptr, DType::kFloat32, m, out.data());
+      for (int64_t i = 0; i < m * shape.n; ++i) {
+        const float wanted = ref::dot(rows[static_cast<std::size_t>(i / shape.n)], weights, i % shape.n);
+        ASSERT_EQ(float_bits(out[static_cast<std::size_t>(i)]), float_bits(wanted)) << "element " << i;
       }
     }
   }

@@ -19,6 +19,8 @@ int64_t over(int64_t a, int64_t b) { return up(a, b) / b; }
 
 // One quantized row.
 int64_t row_bytes(int64_t k, int64_t group) { return up(k, 64) + 64 + 4 * k / group + 8; }
+// With activations in groups; part: the lesser of both groups.
+int64_t row_bytes_in_groups(int64_t k, int64_t part) { return up(k, 64) + 64 + 8 * k / part + 8; }
 bool has_tiles(const Kernel& kernel) { return std::string_view(kernel.name).starts_with("x86_amx"); }
 int64_t task_rows(const Kernel& kernel, int64_t k) {
   return has_tiles(kernel) ? std::clamp<int64_t>(1024 * 1024 / k, 32, 512)
@@ -47,22 +49,26 @@ TEST_P(MemoryTest, Matmul) {
     int64_t m, n, k, group;
     int threads;
     WeightKind kind = kInt4;
+    int64_t activation_group = kWholeRow;
   };
   for (const Case& c :
        {Case{1, 18, 66, 66, 1}, Case{5, 600, 4096, 32, 3}, Case{700, 34, 2, 2, 2}, Case{513, 130, 514, 514, 4},
         Case{70, 16, 20002, 20002, 2}, Case{300, 2050, 96, 96, 1}, Case{90, 130, 256, 32, 1}, Case{90, 34, 4096, 16, 2},
-        Case{90, 130, 4096, 32, 2, kInt8}, Case{300, 34, 96, 96, 1, kInt8}}) {
+        Case{90, 130, 4096, 32, 2, kInt8}, Case{300, 34, 96, 96, 1, kInt8}, Case{90, 130, 4096, 32, 2, kInt4, 32},
+        Case{300, 34, 4096, 4096, 1, kInt4, 32}, Case{90, 34, 4096, 1024, 2, kInt4, 64}}) {
     SCOPED_TRACE("m=" + std::to_string(c.m) + " n=" + std::to_string(c.n) + " k=" + std::to_string(c.k));
     Rng rng(100);
-    const PackedShape shape = {c.n, c.k, c.group, ScaleType::kFloat32, false, c.kind};
+    const PackedShape shape = {c.n, c.k, c.group, ScaleType::kFloat32, false, c.kind, c.activation_group};
     const Packed packed = pack_one(shape, random_weights(rng, shape));
     const std::vector<float> x = random_activations(rng, c.m * c.k, DType::kFloat32);
     std::vector<float> out(static_cast<std::size_t>(c.m * c.n));
     ThreadParallel parallel(c.threads);
     Workspace workspace;
     matmul(kernel(), parallel, workspace, packed.matrix(), x.data(), DType::kFloat32, c.m, out.data());
-    const int64_t row = row_bytes(c.k, c.group);
-    const int64_t rows = batch_of(c.m, std::max<int64_t>(64, 96 * kMiB / row)) * row;
+    const int64_t row =
+        c.activation_group == kWholeRow ? row_bytes(c.k, c.group) : row_bytes_in_groups(c.k, c.activation_group);
+    const int64_t parts = c.activation_group == kWholeRow ? 0 : c.k / c.activation_group;
+    const int64_t rows = batch_of(c.m, std::max<int64_t>(64, 96 * kMiB / row)) * row + 64 * parts;
     const int64_t task = std::min(c.m, task_rows(kernel(), c.k));
     const int64_t own = std::max<int64_t>(128 * 1024, 192 * task) + unpacked(kernel(), task, c.k, c.group);
     EXPECT_GE(workspace.capacity(), rows);

@@ -5,13 +5,6 @@
 namespace w4a8::test {
 namespace {
 
-PackedShape shape13(const MoeCase& c) {
-  return {c.intermediate * (c.gated ? 2 : 1), c.hidden, c.group == -1 ? c.hidden : c.group, c.scales, c.bias, c.kind13};
-}
-PackedShape shape2(const MoeCase& c) {
-  return {c.hidden, c.intermediate, c.group == -1 ? c.intermediate : c.group, c.scales, c.bias, c.kind2};
-}
-
 std::vector<ref::Weights> random_stack(Rng& rng, const PackedShape& shape, int64_t experts) {
   std::vector<ref::Weights> stack;
   for (int64_t e = 0; e < experts; ++e) stack.push_back(random_weights(rng, shape));
@@ -30,13 +23,22 @@ ref::MoeLayer random_layer(Rng& rng, const MoeCase& c) {
 
 }  // namespace
 
+PackedShape shape13(const MoeCase& c) {
+  const int64_t n = c.intermediate * (c.gated ? 2 : 1);
+  return {n, c.hidden, c.group == -1 ? c.hidden : c.group, c.scales, c.bias, c.kind13, c.activation13};
+}
+PackedShape shape2(const MoeCase& c) {
+  return {c.hidden, c.intermediate, c.group == -1 ? c.intermediate : c.group, c.scales, c.bias, c.kind2, c.activation2};
+}
+
 std::string describe(const MoeCase& c) {
   return "T=" + std::to_string(c.tokens) + " k=" + std::to_string(c.top_k) + " E=" + std::to_string(c.experts) +
          " H=" + std::to_string(c.hidden) + " I=" + std::to_string(c.intermediate) +
          " group=" + std::to_string(c.group) + " kind=" + std::to_string(c.kind) + (c.gated ? " gated" : " ungated") +
          (c.bias ? " bias" : "") + (c.weight_on_input ? " weight_on_input" : "") +
          " scales=" + scale_type_name(c.scales) + " x=" + dtype_name(c.dtype) + " w13 " + kind_name(c.kind13) + " w2 " +
-         kind_name(c.kind2);
+         kind_name(c.kind2) + " activation groups " + std::to_string(c.activation13) + " and " +
+         std::to_string(c.activation2);
 }
 
 MoeData::MoeData(Rng& rng, const MoeCase& c)
@@ -104,7 +106,7 @@ std::vector<uint8_t> MoeData::run(const Kernel& kernel, Parallel& parallel, Work
 }
 
 std::vector<uint32_t> MoeData::compose(const Kernel& kernel, int64_t t) const {
-  const ref::Row row = ref::quantize(token(t));
+  const ref::Row row = ref::quantize(token(t), shape.activation13);
   const auto inner = static_cast<std::size_t>(shape.intermediate);
   std::vector<float> sum(static_cast<std::size_t>(shape.hidden), 0.0f);
   for (int64_t j = 0; j < shape.top_k; ++j) {
@@ -117,7 +119,7 @@ std::vector<uint32_t> MoeData::compose(const Kernel& kernel, int64_t t) const {
     std::vector<float> h(inner);
     kernel.activate(static_cast<Activation>(shape.kind), gu.data(), shape.gated ? gu.data() + inner : nullptr, h.data(),
                     shape.intermediate);
-    const std::vector<float> y = ref::dot_all(ref::quantize(h), layer.w2[e]);
+    const std::vector<float> y = ref::dot_all(ref::quantize(h, shape.activation2), layer.w2[e]);
     const float weight = shape.weight_on_input ? 1.0f : router[slot];
     for (std::size_t i = 0; i < sum.size(); ++i) sum[i] = std::fma(weight, y[i], sum[i]);
   }

@@ -25,9 +25,16 @@ struct MoeCase {
   DType dtype = DType::kFloat32;
   WeightKind kind13 = kInt4;
   WeightKind kind2 = kInt4;
+  int64_t activation13 = kWholeRow;  // the activation groups of both
+  int64_t activation2 = kWholeRow;
 };
 
 std::string describe(const MoeCase& c);
+
+PackedShape shape13(const MoeCase& c);
+PackedShape shape2(const MoeCase& c);
+/// Tokens that are worked off at once.
+inline int64_t batch_tokens(const MoeCase& c) { return moe_batch_tokens(c.top_k, shape13(c).rows(), shape2(c).rows()); }
 
 class MoeData {
  public:

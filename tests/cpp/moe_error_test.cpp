@@ -119,6 +119,27 @@ TEST_F(MoeErrorTest, HeadersOfUsedExperts) {
   }
 }
 
+// A token is quantized once for all its experts.
+TEST_F(MoeErrorTest, OneActivationGroupForAllExperts) {
+  Rng rng(87);
+  MoeCase c;
+  c.hidden = c.intermediate = 64;
+  const MoeData good(rng, c);
+  for (const bool second : {false, true}) {
+    const Packed& stack = second ? good.w2 : good.w13;
+    PackedShape other = stack.shape;
+    other.activation_group = 32;
+    std::vector<uint8_t> copy(stack.bytes.data(), stack.bytes.data() + stack.bytes.size());
+    write_header(other, copy.data() + 2 * packed_bytes(other));
+    std::vector<int32_t> ids = {1, 3, 2, 3, 0, 1, 2, 3, 0, 1};
+    MoeArgs args = good.args();
+    args.ids = ids.data();
+    (second ? args.w2 : args.w13) = copy.data();
+    expect_words(refused(good, args),
+                 {"expert 2", second ? "w2_packed" : "w13_packed", "activation group is 32", "expert 1", "-1"});
+  }
+}
+
 TEST_F(MoeErrorTest, ArgumentsThatContradictTheHeaders) {
   Rng rng(83);
   MoeCase c;
@@ -151,7 +172,7 @@ TEST_F(MoeErrorTest, LastBatchIsCheckedFirst) {
   c.experts = 3;
   c.hidden = 4096;
   c.intermediate = 2;
-  c.tokens = moe_batch_tokens(c.top_k, c.hidden, c.intermediate) + 7;
+  c.tokens = batch_tokens(c) + 7;
   MoeData data(rng, c);
   data.ids.assign(data.ids.size(), -1);
   for (std::size_t i = 0; i < data.ids.size(); i += 96) data.ids[i] = 1;
@@ -212,7 +233,7 @@ TEST_F(MoeErrorTest, IdsThatChangeBetweenBatches) {
   c.experts = 3;
   c.hidden = 4096;
   c.intermediate = 2;
-  c.tokens = moe_batch_tokens(c.top_k, c.hidden, c.intermediate) + 7;
+  c.tokens = batch_tokens(c) + 7;
   MoeData data(rng, c);
   for (std::size_t i = 0; i < data.ids.size(); ++i) data.ids[i] = i % 96 == 5 ? static_cast<int32_t>(i / 96 % 3) : -1;
   const std::vector<uint8_t> expected = data.run(*all_kernels().back(), parallel_, workspace_);
@@ -230,11 +251,10 @@ TEST_F(MoeErrorTest, IdsThatChangeBetweenBatches) {
     changed = &ids;
     changed64 = &ids64;
     Kernel kernel = *all_kernels().back();
-    kernel.quantize_row = [](const void* x, DType dtype, int64_t k, int64_t group, int8_t* q, int32_t* starts,
-                             RowQuant* quant) {
+    kernel.quantize_row = [](const void* x, DType dtype, const RowShape& shape, const QuantizedRow& to) {
       changed->assign(changed->size(), 1 << 30);
       changed64->assign(changed64->size(), int64_t{1} << 40);
-      all_kernels().back()->quantize_row(x, dtype, k, group, q, starts, quant);
+      all_kernels().back()->quantize_row(x, dtype, shape, to);
     };
     SerialParallel serial;
     fused_moe(kernel, serial, workspace_, args);

@@ -94,6 +94,46 @@ TEST_P(MoeTest, Int8) {
   }
 }
 
+// The activation groups of w13 and of w2 are their own: none, the same, others.
+TEST_P(MoeTest, ActivationGroups) {
+  W4A8_TRACE_SEED();
+  Rng rng(79);
+  struct Sizes {
+    int64_t hidden;
+    int64_t intermediate;
+    int64_t group;
+  };
+  int variant = 0;
+  for (const Sizes& s : {Sizes{128, 192, -1}, {128, 256, 64}, {256, 128, 128}, {192, 128, 16}, {96, 160, 32}}) {
+    for (const int64_t first : {kWholeRow, int64_t{32}, int64_t{64}}) {
+      for (const int64_t second : {kWholeRow, int64_t{32}, int64_t{128}}) {
+        ++variant;
+        MoeCase c;
+        c.tokens = variant % 3 == 0 ? 60 : 7;
+        c.top_k = 3;
+        c.hidden = s.hidden;
+        c.intermediate = s.intermediate;
+        c.group = s.group;
+        c.kind = variant % kActivationCount;
+        c.gated = variant % 4 != 1;
+        c.bias = variant % 3 == 0;
+        c.weight_on_input = variant % 5 == 0;
+        c.scales = kFloatScales[variant % 3];
+        c.dtype = kAllDTypes[variant / 2 % 3];
+        c.kind13 = kAllKinds[variant % kKindCount];
+        c.kind2 = kAllKinds[variant / 3 % kKindCount];
+        c.activation13 = first;
+        c.activation2 = second;
+        if (!is_shape(shape13(c)) || !is_shape(shape2(c))) continue;
+        MoeData data(rng, c);
+        if (variant % 4 == 0) data.ids[1] = data.ids[5] = -1;
+        check(data);
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
 TEST_P(MoeTest, EveryNumberOfTokens) {
   W4A8_TRACE_SEED();
   Rng rng(71);
@@ -299,7 +339,7 @@ TEST_P(MoeTest, BatchesOfTokens) {
   c.experts = 2;
   c.hidden = 8180;  // 512 panels in as many blocks as there may be
   c.intermediate = 2;
-  const int64_t batch = moe_batch_tokens(c.top_k, c.hidden, c.intermediate);
+  const int64_t batch = batch_tokens(c);
   ASSERT_LE(batch, 100) << "too large for a test";
   for (const int64_t tokens : {batch, batch + 1, 2 * batch + 1}) {
     c.tokens = tokens;
@@ -339,7 +379,7 @@ TEST(MoeBatchTest, BoundedButNotTiny) {
   for (const int64_t slots : {0, 1, 8, 64}) {
     for (const int64_t hidden : {2, 2048, 7168}) {
       for (const int64_t inter : {2, 768, 18432}) {
-        const int64_t batch = moe_batch_tokens(slots, hidden, inter);
+        const int64_t batch = moe_batch_tokens(slots, {hidden, hidden, kWholeRow}, {inter, inter, kWholeRow});
         EXPECT_GE(batch, 64);
         // Above the least batch, x in int8 and h in float32 and int8 alone must fit 96 MiB.
         if (batch > 64) {

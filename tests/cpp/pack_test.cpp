@@ -22,6 +22,7 @@ const std::vector<PackedShape>& shapes() {
           for (const int64_t n : {1, 2, 15, 16, 17, 33, 70}) {
             for (const int64_t k : {2, 4, 6, 8, 10, 34, 64, 70}) add({n, k, k, scales, bias, kind});
             for (const int64_t group : {16, 32, 64, 96}) add({n, 192, group, scales, bias, kind});
+            if (!bias) add({n, 192, n % 2 == 0 ? 96 : 192, scales, bias, kind, n % 2 == 0 ? 32 : 64});
           }
           add({18, 32 * 70, 32, scales, bias, kind});
           add({18, 32 * 35, 32, scales, bias, kind});
@@ -143,7 +144,9 @@ void check_tail(const PackedShape& shape, const ref::Weights& weights, const Off
     const int64_t column = first + c;
     const bool exists = column < shape.n;
     uint32_t sum = 0;
-    if (exists && shape.channelwise()) {
+    if (shape.activation_group != kWholeRow) {
+      sum = 0;
+    } else if (exists && shape.channelwise()) {
       int32_t total = 0;
       for (int64_t i = 0; i < shape.k; ++i) total += weights.w[static_cast<std::size_t>(column * shape.k + i)];
       sum = static_cast<uint32_t>(total);

@@ -9,19 +9,24 @@ namespace {
 
 class QuantizeTest : public KernelFixture {
  protected:
-  // `x` is rounded to `dtype` first. All memory is guarded.
-  void check(const std::vector<float>& x, DType dtype, int64_t group, Guard guard = Guard::kAfter) {
+  // `x` is rounded to `dtype` first. All memory is guarded. group: values per entry of starts.
+  void check(const std::vector<float>& x, DType dtype, int64_t group, Guard guard = Guard::kAfter,
+             int64_t activation_group = kWholeRow) {
     const auto k = static_cast<int64_t>(x.size());
-    SCOPED_TRACE("k=" + std::to_string(k) + " group=" + std::to_string(group) + " " + dtype_name(dtype));
+    const RowShape shape = {k, group, activation_group};
+    SCOPED_TRACE("k=" + std::to_string(k) + " group=" + std::to_string(group) + " activation group " +
+                 std::to_string(activation_group) + " " + dtype_name(dtype));
     const std::vector<uint8_t> bytes = to_dtype(x, dtype);
-    const ref::Row expected = ref::quantize(from_dtype(bytes.data(), k, dtype));
+    const ref::Row expected = ref::quantize(from_dtype(bytes.data(), k, dtype), activation_group);
     GuardedBuffer<uint8_t> input(bytes, guard);
     input.freeze();
     const int64_t padded = padded_row(k);
     GuardedBuffer<int8_t> q(padded, guard);
     GuardedBuffer<int32_t> starts(k / group, guard);
+    constexpr int64_t kStride = 3;
+    GuardedBuffer<float> scales(shape.scaled() ? (k / group - 1) * kStride + 1 : 0, guard);
     GuardedBuffer<RowQuant> quant(1, guard);
-    kernel().quantize_row(input.data(), dtype, k, group, q.data(), starts.data(), quant.data());
+    kernel().quantize_row(input.data(), dtype, shape, {q.data(), starts.data(), quant.data(), scales.data(), kStride});
     ASSERT_TRUE(same_float(quant[0].recip, expected.recip)) << quant[0].recip << " instead of " << expected.recip;
     ASSERT_EQ(quant[0].zero_point, expected.zero_point);
     for (int64_t i = 0; i < padded; ++i) {
@@ -31,8 +36,11 @@ class QuantizeTest : public KernelFixture {
       int32_t sum = 0;
       for (int64_t i = g * group; i < (g + 1) * group; ++i) sum += expected.q[static_cast<std::size_t>(i)];
       ASSERT_EQ(starts[g], -8 * sum) << "group " << g;
+      if (!shape.scaled()) continue;
+      ASSERT_EQ(scales[g * kStride], expected.scales[static_cast<std::size_t>(g * group / activation_group)])
+          << "group " << g;
     }
-    ASSERT_TRUE(q.slack_intact() && starts.slack_intact() && quant.slack_intact());
+    ASSERT_TRUE(q.slack_intact() && starts.slack_intact() && scales.slack_intact() && quant.slack_intact());
   }
 
   void check_everywhere(const std::vector<float>& x) {
@@ -69,6 +77,52 @@ TEST_P(QuantizeTest, Groups) {
       }
     }
   }
+}
+
+TEST_P(QuantizeTest, ActivationGroups) {
+  W4A8_TRACE_SEED();
+  Rng rng(4);
+  for (const int64_t activation_group : {32, 64, 128}) {
+    for (const int64_t part : {int64_t{16}, activation_group}) {
+      for (int64_t groups = 1; groups <= 5; ++groups) {
+        for (const DType dtype : kAllDTypes) {
+          std::vector<float> x = random_activations(rng, activation_group * groups, dtype);
+          if (groups == 3) std::fill_n(x.begin() + activation_group, activation_group, -0.0f);
+          check(x, dtype, part, groups % 2 == 0 ? Guard::kBefore : Guard::kAfter, activation_group);
+          if (HasFatalFailure()) return;
+        }
+      }
+    }
+  }
+}
+
+// Every exponent, the largest float, denormals, ties; and by hand, apart from the reference.
+TEST_P(QuantizeTest, ActivationGroupsOfAnySize) {
+  W4A8_TRACE_SEED();
+  Rng rng(5);
+  for (int exponent = -149; exponent <= 127; ++exponent) {
+    std::vector<float> x;
+    for (int i = 0; i < 64; ++i) x.push_back(std::ldexp(rng.uniform(-1, 1), exponent));
+    x[9] = std::ldexp(exponent == 127 ? 0x1.fffffep0f : 1.0f, exponent);
+    check(x, DType::kFloat32, 32, Guard::kAfter, 32);
+    if (HasFatalFailure()) return;
+  }
+  std::vector<float> x(32, 0.0f);
+  const float values[] = {127, -127, 0.5f, 1.5f, -0.5f, -1.5f, 126.5f, -100.25f};
+  const int expected[] = {127, -127, 0, 2, 0, -2, 126, -100};
+  std::copy(std::begin(values), std::end(values), x.begin());
+  GuardedBuffer<int8_t> q(64);
+  GuardedBuffer<int32_t> starts(2);
+  GuardedBuffer<float> scales(2);
+  RowQuant quant{};
+  kernel().quantize_row(x.data(), DType::kFloat32, {32, 16, 32}, {q.data(), starts.data(), &quant, scales.data()});
+  EXPECT_EQ(quant.recip, 1.0f);
+  EXPECT_EQ(quant.zero_point, 0);
+  for (int i = 0; i < 8; ++i) EXPECT_EQ(q[i], expected[i]) << "element " << i;
+  EXPECT_EQ(starts[0], -8 * 26);
+  EXPECT_EQ(starts[1], 0);
+  EXPECT_EQ(scales[0], 1.0f);
+  EXPECT_EQ(scales[1], 1.0f);
 }
 
 // Ranges and offsets over the whole exponent range, so that every branch of the zero point is taken.
@@ -111,7 +165,7 @@ TEST_P(QuantizeTest, TiesGoToEven) {
   GuardedBuffer<int8_t> q(padded_row(8));
   GuardedBuffer<int32_t> starts(1);
   RowQuant quant{};
-  kernel().quantize_row(x.data(), DType::kFloat32, 8, 8, q.data(), starts.data(), &quant);
+  kernel().quantize_row(x.data(), DType::kFloat32, {8, 8, kWholeRow}, {q.data(), starts.data(), &quant});
   EXPECT_EQ(quant.recip, 1.0f);
   EXPECT_EQ(quant.zero_point, 0);
   for (int i = 0; i < 8; ++i) EXPECT_EQ(q[i], expected[i]) << "element " << i;
@@ -127,6 +181,14 @@ TEST_P(QuantizeTest, NotFiniteAnywhere) {
         check_everywhere(x);
         if (HasFatalFailure()) return;
       }
+    }
+  }
+  for (const float bad : {NAN, -NAN, kInf, -kInf}) {
+    for (std::size_t at = 0; at < 96; ++at) {
+      std::vector<float> x(96, 1.0f);
+      x[at] = bad;
+      for (const DType dtype : kAllDTypes) check(x, dtype, 32, Guard::kAfter, 32);
+      if (HasFatalFailure()) return;
     }
   }
   // A signaling NaN, and both infinities, which would make the range a NaN.

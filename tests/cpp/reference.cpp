@@ -201,7 +201,42 @@ int twice_e2m1(int nibble) {
   return nibble >= 8 ? -twice : twice;
 }
 
-Row quantize(const std::vector<float>& x) {
+float cut(float scale) { return from_bits(to_bits(scale) / 4 * 4); }
+
+namespace {
+
+Row quantize_groups(const std::vector<float>& x, int64_t group) {
+  Row row;
+  row.group = group;
+  row.scales.assign(x.size() / static_cast<std::size_t>(group), 0.0f);
+  for (std::size_t g = 0; g < row.scales.size(); ++g) {
+    float most = 0;
+    for (std::size_t i = g * static_cast<std::size_t>(group); i < (g + 1) * static_cast<std::size_t>(group); ++i) {
+      if (!std::isfinite(x[i])) {
+        row.q.assign(x.size(), 0);
+        row.scales.assign(row.scales.size(), 0.0f);
+        row.recip = std::numeric_limits<float>::quiet_NaN();
+        return row;
+      }
+      most = std::max(most, std::fabs(x[i]));
+    }
+    float scale = 127.0f / most;
+    if (std::isinf(scale)) {
+      scale = 0;
+    } else {
+      row.scales[g] = cut(1.0f / scale);
+    }
+    for (std::size_t i = g * static_cast<std::size_t>(group); i < (g + 1) * static_cast<std::size_t>(group); ++i) {
+      row.q.push_back(static_cast<int>(std::nearbyintf(x[i] * scale)));
+    }
+  }
+  return row;
+}
+
+}  // namespace
+
+Row quantize(const std::vector<float>& x, int64_t activation_group) {
+  if (activation_group != -1) return quantize_groups(x, activation_group);
   Row row;
   float mn = 0;
   float mx = 0;
@@ -247,7 +282,34 @@ float weighted_sum(const Weights& weights, int64_t column) {
   return total;
 }
 
+namespace {
+
+// With activation groups.
+float dot_groups(const Row& row, const Weights& weights, int64_t column) {
+  const int64_t groups = weights.k / weights.group;
+  const int64_t part = std::min(weights.group, row.group);
+  float f = 0;
+  for (int64_t g = 0; g < groups; ++g) {
+    float p = 0;
+    for (int64_t begin = g * weights.group; begin < (g + 1) * weights.group; begin += part) {
+      int64_t sum = 0;
+      for (int64_t i = begin; i < begin + part; ++i) {
+        sum +=
+            int64_t{row.q[static_cast<std::size_t>(i)]} * weights.w[static_cast<std::size_t>(column * weights.k + i)];
+      }
+      p = std::fma(static_cast<float>(sum), row.scales[static_cast<std::size_t>(begin / row.group)], p);
+    }
+    f = std::fma(p, weights.scales[static_cast<std::size_t>(column * groups + g)], f);
+  }
+  const auto c = static_cast<std::size_t>(column);
+  const float scale = weights.channel_scales.empty() ? row.recip : row.recip * weights.channel_scales[c];
+  return f * scale + (weights.bias.empty() ? 0.0f : weights.bias[c]);
+}
+
+}  // namespace
+
 float dot(const Row& row, const Weights& weights, int64_t column) {
+  if (!row.scales.empty()) return dot_groups(row, weights, column);
   const int* w = weights.w.data() + column * weights.k;
   const float bias = weights.bias.empty() ? 0.0f : weights.bias[static_cast<std::size_t>(column)];
   if (weights.group == weights.k) {

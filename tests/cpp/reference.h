@@ -23,15 +23,20 @@ uint32_t narrow(float x, Type type);
 /// The value of a float8_e4m3fn.
 float widen_e4m3(uint32_t bits);
 
-/// One quantized row: x ~ (q - zero_point) * recip.
+/// One quantized row: x ~ (q - zero_point) * recip, in activation groups q * scale * recip.
 struct Row {
   std::vector<int> q;  // [k]
   float recip = 1;
   int zero_point = 0;
+  int64_t group = 0;          // values that share one of `scales`
+  std::vector<float> scales;  // [k / group]; empty: none
 };
 
-/// Section 1 of the document.
-Row quantize(const std::vector<float>& x);
+/// Section 1 of the document. activation_group: -1 for the whole row.
+Row quantize(const std::vector<float>& x, int64_t activation_group = -1);
+
+/// A scale as activation groups have it: without its last two bits.
+float cut(float scale);
 
 /// Twice the value of an e2m1 number: a sign, two bits of exponent, one of mantissa.
 int twice_e2m1(int nibble);

@@ -197,7 +197,8 @@ Packed pack_stack(const PackedShape& shape, const std::vector<ref::Weights>& sta
 
 std::string describe(const PackedShape& shape) {
   return "n=" + std::to_string(shape.n) + " k=" + std::to_string(shape.k) + " group=" + std::to_string(shape.group) +
-         " scales=" + scale_type_name(shape.scale_type) + (shape.has_bias ? " bias " : " ") + kind_name(shape.kind);
+         " scales=" + scale_type_name(shape.scale_type) + (shape.has_bias ? " bias " : " ") + kind_name(shape.kind) +
+         " activation group " + std::to_string(shape.activation_group);
 }
 
 std::string kernel_name(const testing::TestParamInfo<const Kernel*>& info) { return info.param->name; }

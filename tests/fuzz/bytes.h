@@ -7,9 +7,11 @@
 #include <string>
 #include <vector>
 
-#include "kernels/kernel.h"
+#include "core/layout.h"
 
 namespace w4a8::fuzz {
+
+inline constexpr int64_t kActivationGroups[] = {32, 64, 128};
 
 class Bytes {
  public:
@@ -27,6 +29,11 @@ class Bytes {
   template <class T, std::size_t kCount>
   const T& pick(const T (&choices)[kCount]) {
     return choices[integer(0, static_cast<int64_t>(kCount) - 1)];
+  }
+  // An activation group for such weights, where there is one, or none.
+  int64_t activation_group(int64_t group, int64_t k) {
+    const int64_t wish = pick(kActivationGroups);
+    return flag() && is_activation_group(wish, group, k) ? wish : kWholeRow;
   }
   std::string text(std::size_t most) {
     std::string result;

@@ -25,7 +25,6 @@ bool valid(const std::vector<uint8_t>& bytes) {
   const int scales = bytes[13];
   const int flags = bytes[14];
   if (field<uint32_t>(bytes, 8) != 5 || values > 2 || scales > 4 || flags > 7 || bytes[15] != 0) return false;
-  if (field<int64_t>(bytes, 40) != -1) return false;
   if (std::any_of(bytes.begin() + 48, bytes.begin() + 64, [](uint8_t byte) { return byte != 0; })) return false;
   const auto n = field<int64_t>(bytes, 16);
   const auto k = field<int64_t>(bytes, 24);
@@ -35,6 +34,11 @@ bool valid(const std::vector<uint8_t>& bytes) {
   if (n < 1 || n > int64_t{1} << 31 || k < 2 || k > 1 << (plain ? 20 : 19) || k % 2 != 0) return false;
   const bool usual = group > 0 && (group == 16 || group % 32 == 0) && k % group == 0;
   if (!usual && group != k) return false;
+  const auto activations = field<int64_t>(bytes, 40);
+  if (activations != -1) {
+    if (activations != 32 && activations != 64 && activations != 128) return false;
+    if ((group == 16 ? k : group) % activations != 0) return false;
+  }
   if (values == 2 && group > 1 << (zeros ? 15 : 16)) return false;
   const bool least = group == 16 && k != 16;
   if (values == 1 && zeros) return false;
@@ -54,7 +58,8 @@ bool valid(const std::vector<uint8_t>& bytes) {
 PackedShape shape_in(const std::vector<uint8_t>& bytes) {
   return {field<int64_t>(bytes, 16), field<int64_t>(bytes, 24),
           field<int64_t>(bytes, 32), static_cast<ScaleType>(bytes[13]),
-          (bytes[14] & 1) != 0,      {static_cast<Values>(bytes[12]), (bytes[14] & 2) != 0}};
+          (bytes[14] & 1) != 0,      {static_cast<Values>(bytes[12]), (bytes[14] & 2) != 0},
+          field<int64_t>(bytes, 40)};
 }
 
 template <class T>
@@ -87,7 +92,7 @@ std::vector<uint8_t> make_packed(Bytes& in, const PackedShape& shape) {
   put<int64_t>(bytes, 16, shape.n);
   put<int64_t>(bytes, 24, shape.k);
   put<int64_t>(bytes, 32, shape.group);
-  put<int64_t>(bytes, 40, -1);
+  put<int64_t>(bytes, 40, shape.activation_group);
   return bytes;
 }
 
@@ -144,6 +149,7 @@ void pick_kind(Bytes& in, PackedShape& shape) {
   constexpr ScaleType kFloats[] = {ScaleType::kFloat32, ScaleType::kBFloat16, ScaleType::kFloat16};
   shape.kind = in.pick(kKinds);
   shape.scale_type = in.pick(kFloats);
+  shape.activation_group = in.activation_group(shape.group, shape.k);
   if (!in.flag()) return;
   if (shape.in_least_groups() && shape.kind.values != Values::kInt8) {
     shape.scale_type = ScaleType::kE5M3;
@@ -286,7 +292,7 @@ void fuzz_experts(Bytes& in) {
   const PackedShape shape13 = make_matrix(args.intermediate * (args.gated ? 2 : 1), args.hidden);
   const PackedShape shape2 = make_matrix(args.hidden, args.intermediate);
   std::vector<uint8_t> stacks[2];
-  NaiveLayer layer;
+  NaiveLayer layer = {{}, {}, shape13.activation_group, shape2.activation_group};
   bool good[kExperts];
   for (int64_t e = 0; e < kExperts; ++e) {
     good[e] = true;
@@ -295,7 +301,8 @@ void fuzz_experts(Bytes& in) {
       std::vector<uint8_t> bytes = make_packed(in, shape);
       damage(in, bytes, false);
       const bool fits = valid(bytes) && shape_in(bytes).n == shape.n && shape_in(bytes).k == shape.k &&
-                        shape_in(bytes).group == shape.group;
+                        shape_in(bytes).group == shape.group &&
+                        shape_in(bytes).activation_group == shape.activation_group;
       good[e] = good[e] && fits;
       (side == 0 ? layer.w13 : layer.w2).push_back(fits ? read_packed(bytes.data(), shape_in(bytes)) : Unpacked());
       stacks[side].insert(stacks[side].end(), bytes.begin(), bytes.end());

@@ -36,24 +36,36 @@ void fuzz_quantize(Bytes& in) {
     group = in.flag() ? 16 : 32 * in.integer(1, 4);
     k = group * in.integer(1, 4);
   }
+  int64_t activation_group = kWholeRow;
+  if (in.flag()) {
+    activation_group = in.pick(kActivationGroups);
+    group = in.flag() ? 16 : activation_group;
+    k = activation_group * in.integer(1, 4);
+  }
+  const RowShape shape = {k, group, activation_group};
   const int64_t m = in.integer(0, 20);
   const std::vector<uint8_t> x = elements(in, m * k, dtype);
   for (const Kernel* kernel : test::supported_kernels()) {
     for (int64_t r = 0; r < m; ++r) {
       const std::string what = std::string("quantize, ") + kernel->name + " k=" + std::to_string(k);
       const uint8_t* src = x.data() + r * k * dtype_bytes(dtype);
-      const ref::Row row = ref::quantize(to_floats(src, k, dtype));
+      const ref::Row row = ref::quantize(to_floats(src, k, dtype), activation_group);
       const int64_t padded = (k + kLineBytes - 1) / kLineBytes * kLineBytes;
       std::vector<int8_t> q(static_cast<std::size_t>(padded), 99);
       std::vector<int32_t> starts(static_cast<std::size_t>(k / group), 99);
+      std::vector<float> scales(shape.scaled() ? starts.size() : 0, 99.0f);
       RowQuant quant = {};
-      kernel->quantize_row(src, dtype, k, group, q.data(), starts.data(), &quant);
+      kernel->quantize_row(src, dtype, shape, {q.data(), starts.data(), &quant, scales.data()});
       require_row(row, q.data(), k, quant.recip, quant.zero_point, what);
       for (int64_t i = k; i < padded; ++i) require(q[static_cast<std::size_t>(i)] == 0, what + ": padding");
       for (int64_t g = 0; g < k / group; ++g) {
         int64_t sum = 0;
         for (int64_t i = g * group; i < (g + 1) * group; ++i) sum += row.q[static_cast<std::size_t>(i)];
         require(starts[static_cast<std::size_t>(g)] == -8 * sum, what + ": starts");
+        if (!shape.scaled()) continue;
+        require(
+            scales[static_cast<std::size_t>(g)] == row.scales[static_cast<std::size_t>(g * group / activation_group)],
+            what + ": scales");
       }
     }
   }
@@ -134,6 +146,7 @@ void fuzz_given(Bytes& in) {
   if (in.flag()) shape.group = shape.k;
   const DType dtype = in.pick(kDTypes);
   const bool is_unsigned = in.flag();
+  shape.activation_group = in.activation_group(shape.group, shape.k);
   const bool with_bias = in.flag();
   const int64_t m = in.integer(0, 30);
   const std::vector<int> w = weights(in, shape.n * shape.k);
@@ -146,7 +159,8 @@ void fuzz_given(Bytes& in) {
   SerialParallel serial;
   pack(active_kernel(), shape, 1, {nibbles.data(), scales.data(), nullptr}, packed.data(), serial);
   const Unpacked naive = read_packed(packed.data(), shape);
-  const std::vector<float> scale = floats(in, m);
+  const int64_t scales_of_row = shape.rows().scaled() ? shape.k / shape.activation_group : 1;
+  const std::vector<float> scale = floats(in, m * scales_of_row);
   const std::vector<float> bias = floats(in, with_bias ? shape.n : 0);
   std::vector<uint8_t> q;
   std::vector<int64_t> zero_point;
@@ -156,6 +170,7 @@ void fuzz_given(Bytes& in) {
   for (int64_t i = 0; i < m * shape.k; ++i) q.push_back(static_cast<uint8_t>(random.bits()));
   for (int64_t r = 0; r < m; ++r) {
     zero_point.push_back(in.integer(0, 63) == 1 ? in.integer(INT64_MIN, INT64_MAX) : in.integer(low, low + 255));
+    if (shape.rows().scaled()) continue;  // not looked at
     in_range = in_range && zero_point.back() >= low && zero_point.back() <= low + 255;
   }
   const GivenRows rows = {q.data(), is_unsigned, scale.data(), zero_point.data()};
@@ -166,8 +181,15 @@ void fuzz_given(Bytes& in) {
       const uint8_t value = q[static_cast<std::size_t>(r * shape.k + i)];
       row.q.push_back(is_unsigned ? value - 128 : static_cast<int8_t>(value));
     }
-    row.recip = scale[static_cast<std::size_t>(r)];
-    row.zero_point = static_cast<int>(zero_point[static_cast<std::size_t>(r)] - (is_unsigned ? 128 : 0));
+    if (shape.rows().scaled()) {
+      row.group = shape.activation_group;
+      for (int64_t i = r * scales_of_row; i < (r + 1) * scales_of_row; ++i) {
+        row.scales.push_back(ref::cut(scale[static_cast<std::size_t>(i)]));
+      }
+    } else {
+      row.recip = scale[static_cast<std::size_t>(r)];
+      row.zero_point = static_cast<int>(zero_point[static_cast<std::size_t>(r)] - (is_unsigned ? 128 : 0));
+    }
     std::vector<float> line = multiply(row, naive);
     for (std::size_t i = 0; i < bias.size(); ++i) line[i] += bias[i];
     expected.insert(expected.end(), line.begin(), line.end());

@@ -139,6 +139,29 @@ Unpacked read_packed(const uint8_t* data, const PackedShape& shape) {
   return result;
 }
 
+// With activation groups: the sums, which `pack` leaves zero, count for nothing times a zero point of 0.
+static float multiply_in_groups(const ref::Row& row, const Unpacked& matrix, int64_t n) {
+  const ref::Weights& weights = matrix.weights;
+  const int64_t groups = weights.k / weights.group;
+  const int64_t part = std::min(weights.group, row.group);
+  float f = 0;
+  for (int64_t g = 0; g < groups; ++g) {
+    float p = 0;
+    for (int64_t begin = g * weights.group; begin < (g + 1) * weights.group; begin += part) {
+      int64_t sum = 0;
+      for (int64_t k = begin; k < begin + part; ++k) {
+        sum += int64_t{row.q[static_cast<std::size_t>(k)]} * weights.w[static_cast<std::size_t>(n * weights.k + k)];
+      }
+      p = std::fma(static_cast<float>(sum), row.scales[static_cast<std::size_t>(begin / row.group)], p);
+    }
+    f = std::fma(p, weights.scales[static_cast<std::size_t>(n * groups + g)], f);
+  }
+  const auto column = static_cast<std::size_t>(n);
+  f = std::fma(-0.0f, as_float(matrix.sums[column]), f);
+  const float channel = weights.channel_scales.empty() ? 1.0f : weights.channel_scales[column];
+  return f * (row.recip * channel) + weights.bias[column];
+}
+
 std::vector<float> multiply(const ref::Row& row, const Unpacked& matrix) {
   const ref::Weights& weights = matrix.weights;
   const int64_t groups = weights.k / weights.group;
@@ -147,6 +170,10 @@ std::vector<float> multiply(const ref::Row& row, const Unpacked& matrix) {
     const int* w = weights.w.data() + n * weights.k;
     const auto column = static_cast<std::size_t>(n);
     float f = 0;
+    if (!row.scales.empty()) {
+      out.push_back(multiply_in_groups(row, matrix, n));
+      continue;
+    }
     int64_t sum = 0;
     for (int64_t g = 0; g < groups; ++g) {
       sum = 0;
@@ -171,7 +198,7 @@ std::vector<float> multiply(const ref::Row& row, const Unpacked& matrix) {
 std::vector<uint32_t> moe_token(const Kernel& kernel, const NaiveLayer& layer, const MoeArgs& args, int64_t token) {
   const auto inner = static_cast<std::size_t>(args.intermediate);
   const auto* x = static_cast<const uint8_t*>(args.x) + token * args.hidden * dtype_bytes(args.dtype);
-  const ref::Row row = ref::quantize(to_floats(x, args.hidden, args.dtype));
+  const ref::Row row = ref::quantize(to_floats(x, args.hidden, args.dtype), layer.activation13);
   std::vector<float> sum(static_cast<std::size_t>(args.hidden), 0.0f);
   for (int64_t j = token * args.top_k; j < (token + 1) * args.top_k; ++j) {
     const int64_t id = args.ids != nullptr ? args.ids[j] : args.ids64[j];
@@ -181,7 +208,7 @@ std::vector<uint32_t> moe_token(const Kernel& kernel, const NaiveLayer& layer, c
     const std::vector<float> gu = multiply(input, layer.w13[static_cast<std::size_t>(id)]);
     std::vector<float> h(inner);
     kernel.activate(args.activation, gu.data(), args.gated ? gu.data() + inner : nullptr, h.data(), args.intermediate);
-    const std::vector<float> y = multiply(ref::quantize(h), layer.w2[static_cast<std::size_t>(id)]);
+    const std::vector<float> y = multiply(ref::quantize(h, layer.activation2), layer.w2[static_cast<std::size_t>(id)]);
     for (std::size_t i = 0; i < sum.size(); ++i) {
       sum[i] = std::fma(args.weight_on_input ? 1.0f : args.weights[j], y[i], sum[i]);
     }
@@ -236,7 +263,8 @@ void check_matmul(const Unpacked& naive, const PackedMatrix& matrix, const std::
   const PackedShape& shape = matrix.shape;
   std::vector<float> expected;
   for (int64_t r = 0; r < m; ++r) {
-    const ref::Row row = ref::quantize(to_floats(x.data() + r * shape.k * dtype_bytes(dtype), shape.k, dtype));
+    const std::vector<float> values = to_floats(x.data() + r * shape.k * dtype_bytes(dtype), shape.k, dtype);
+    const ref::Row row = ref::quantize(values, shape.activation_group);
     const std::vector<float> line = multiply(row, naive);
     expected.insert(expected.end(), line.begin(), line.end());
   }

@@ -50,6 +50,8 @@ std::vector<float> multiply(const ref::Row& row, const Unpacked& matrix);
 struct NaiveLayer {
   std::vector<Unpacked> w13;
   std::vector<Unpacked> w2;
+  int64_t activation13 = kWholeRow;
+  int64_t activation2 = kWholeRow;
 };
 std::vector<uint32_t> moe_token(const Kernel& kernel, const NaiveLayer& layer, const MoeArgs& args, int64_t token);
 

@@ -9,6 +9,7 @@ import reference
 import torch
 
 import w4a8
+from w4a8.core.activation_groups import DEFAULT_ACTIVATION_GROUP
 
 KERNELS = [kernel["name"] for kernel in w4a8.kernels() if kernel["supported"]]
 # Of hypothesis: another one in each run (of each worker of xdist), unless it is given.
@@ -69,6 +70,32 @@ def least_scales(scales, exponents=False):
     return scales.to(torch.float16 if (half == single).all() else torch.float32)
 
 
+def default_activation_group(group, k):
+    """What weights made for float activations are packed with."""
+    unit = k if group in (16, -1) else group
+    fits = [size for size in (32, 64, 128) if size <= DEFAULT_ACTIVATION_GROUP and unit % size == 0]
+    return max(fits, default=-1)
+
+
+def stated_activation_group(quantization):
+    """What a quantization_config asks for: -1 where it says that inputs are int8 per token, else None, the default."""
+    scheme = quantization.get("config_groups", {}).get("group_0", {})
+    inputs = scheme.get("input_activations") or {}
+    per_token = inputs.get("type", "int") == "int" and inputs.get("num_bits", quantization.get("act_bits")) == 8
+    return -1 if per_token else None
+
+
+def exact_rows(rows, k, activation_group):
+    """Integers that are their own quantization: nothing is rounded but products and sums."""
+    if activation_group == -1:
+        x = torch.randint(-128, 128, (rows, k)).float()
+        x[:, 0], x[:, 1] = -128, 127
+        return x
+    x = torch.randint(-127, 128, (rows, k)).float()
+    x[:, 3::activation_group] = -127
+    return x
+
+
 def from_numpy(a, dtype=None):
     t = torch.from_numpy(np.ascontiguousarray(a))
     return t if dtype is None else t.to(dtype)
@@ -86,6 +113,7 @@ class Matrix:
     group: int
     zero_points: torch.Tensor | None = None  # uint8 [N, K/group]
     values: str = "int4"
+    activation_group: int = -1
 
     def pack(self):
         return w4a8.dyn_quant_pack_4bit_weight(
@@ -97,6 +125,7 @@ class Matrix:
             self.n,
             zero_points=self.zero_points,
             values=self.values,
+            activation_group=self.activation_group,
         )
 
     def arrays(self, expert=None):
@@ -111,7 +140,15 @@ class Matrix:
 
 
 def make_matrix(
-    n, k, group, scale_dtype=torch.float32, bias=False, experts=None, bias_dtype=torch.float32, kind="int4"
+    n,
+    k,
+    group,
+    scale_dtype=torch.float32,
+    bias=False,
+    experts=None,
+    bias_dtype=torch.float32,
+    kind="int4",
+    activation_group=-1,
 ):
     lead = [] if experts is None else [experts]
     weights = torch.randint(0, 256, [*lead, n, k if kind == "int8" else k // 2], dtype=torch.uint8)
@@ -121,7 +158,8 @@ def make_matrix(
     zero_points = torch.randint(0, 16, scales.shape, dtype=torch.uint8) if kind == "zeros" else None
     if kind == "int8":
         zero_points = torch.randint(0, 256, scales.shape, dtype=torch.uint8)
-    return Matrix(weights, scales, bias, n, k, group, zero_points, kind if kind in ("e2m1", "int8") else "int4")
+    values = kind if kind in ("e2m1", "int8") else "int4"
+    return Matrix(weights, scales, bias, n, k, group, zero_points, values, activation_group)
 
 
 def matmul(x, matrix, packed):
@@ -164,11 +202,13 @@ def make_layer(
     bias=False,
     scale_dtype=torch.float32,
     kinds=("int4", "int4"),
+    activation_groups=(-1, -1),
 ):
     group = [hidden, intermediate] if group_size == -1 else [group_size, group_size]
     rows = intermediate * (2 if gated else 1)
-    w13 = make_matrix(rows, hidden, group[0], scale_dtype, bias, experts, kind=kinds[0])
-    w2 = make_matrix(hidden, intermediate, group[1], scale_dtype, bias, experts, kind=kinds[1])
+    how = [{"kind": kind, "activation_group": size} for kind, size in zip(kinds, activation_groups)]
+    w13 = make_matrix(rows, hidden, group[0], scale_dtype, bias, experts, **how[0])
+    w2 = make_matrix(hidden, intermediate, group[1], scale_dtype, bias, experts, **how[1])
     return Layer(w13, w2, hidden, intermediate, gated, group_size)
 
 

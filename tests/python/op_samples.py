@@ -32,6 +32,8 @@ def op_samples():
         "weight_scale": matrix.scales.t(), "weight_zero_point": torch.tensor([8], dtype=torch.int8),
         "group_size": 32, "g_idx": None, "bias": torch.randn(24), "out_dtype": torch.float32,
     }  # fmt: skip
+    in_groups = make_matrix(24, 64, 32, activation_group=32)
+    group_rows = w4a8.dynamic_per_token_int8_quant(torch.randn(5, 64), True, 8, activation_group=32)
     routing = {
         "router_logits": torch.randn(5, 8), "top_k": 2, "renormalize": True, "scoring_func": "sigmoid",
         "e_score_correction_bias": torch.rand(8),
@@ -64,6 +66,27 @@ def op_samples():
         "quantize": (
             ops.dynamic_per_token_int8_quant.default,
             {"x": torch.randn(5, 64), "use_sym_quant": True, "bits": 8},
+        ),
+        "pack for groups": (
+            ops.dyn_quant_pack_4bit_weight.default,
+            {**pack_arguments("zeros", sizes), "activation_group": 32},
+        ),
+        "matmul in groups": (
+            ops.dyn_quant_matmul_4bit.default,
+            {"inp": torch.randn(5, 64), "packed_weights": in_groups.pack(), **sizes},
+        ),
+        "quantize in groups": (
+            ops.dynamic_per_token_int8_quant.default,
+            {"x": torch.randn(5, 64), "use_sym_quant": True, "bits": 8, "activation_group": 32},
+        ),
+        "gemm in groups": (
+            ops.int4_gemm_w4a8.default,
+            {
+                **gemm,
+                **dict(zip(("quant_x", "x_scale", "x_zero"), group_rows)),
+                "weight": in_groups.pack(),
+                "weight_scale": torch.empty(0, 24),
+            },
         ),
         "gemm of words": (ops.int4_gemm_w4a8.default, gemm),
         "gemm of packed": (

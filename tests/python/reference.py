@@ -52,9 +52,33 @@ def _as_integers(weights):
     return weights if weights.dtype == np.int64 else unpack_nibbles(weights)
 
 
-def quantize(x):
-    """float32 [M, K] -> q int64 [M, K], zero point float32 [M], recip float32 [M]; docs/numerics.md section 1."""
+def cut(scale):
+    """float32 with zeros as its last two bits."""
+    return (np.ascontiguousarray(scale, F32).view(np.uint32) & np.uint32(0xFFFFFFFC)).view(F32)
+
+
+def quantize_in_groups(x, size):
+    """float32 [M, K] -> q int64 [M, K], zero points of 0 float32 [M], recip float32 [M], 1 or NaN, and scales float32
+    [M, K / size]: each `size` values have one, symmetrically."""
+    groups = x.reshape(len(x), -1, size)
+    finite = np.isfinite(x).all(1)
+    safe = np.where(finite[:, None, None], groups, F32(0))
+    with np.errstate(all="ignore"):
+        scale = F32(127) / np.abs(safe).max(2)
+        scale = np.where(np.isinf(scale), F32(0), scale).astype(F32)
+        q = np.rint(safe * scale[:, :, None])
+        scales = np.where(scale == 0, F32(0), cut(F32(1) / scale)).astype(F32)
+    scales = np.where(finite[:, None], scales, F32(0))
+    recip = np.where(finite, F32(1), F32(np.nan)).astype(F32)
+    return q.reshape(x.shape).astype(np.int64), np.zeros(len(x), F32), recip, scales
+
+
+def quantize(x, activation_group=-1):
+    """float32 [M, K] -> q int64 [M, K], zero point float32 [M], recip float32 [M]; docs/numerics.md section 1. In
+    groups also their scales (`quantize_in_groups`)."""
     x = np.asarray(x, F32)
+    if activation_group != -1:
+        return quantize_in_groups(x, activation_group)
     zero = F32(0)
     finite = np.isfinite(x).all(1)
     safe = np.where(finite[:, None], x, zero)
@@ -78,15 +102,34 @@ def _dot(q, w):
     return (q.astype(np.float64) @ w.T.astype(np.float64)).astype(np.int64)
 
 
-def matmul_quantized(q, zp, recip, weights, scales, bias, channel_scales=None):
+def _sum_in_groups(q, x_scales, w, scales):
+    """The sum over k of docs/numerics.md, of activations with scales in groups: float32 [M, N]."""
+    k = w.shape[1]
+    size, activation_group = k // scales.shape[1], k // x_scales.shape[1]
+    step = min(size, activation_group)
+    f = np.zeros((len(q), len(w)), F32)
+    for g in range(scales.shape[1]):
+        p = np.zeros_like(f)
+        for begin in range(g * size, (g + 1) * size, step):
+            part = slice(begin, begin + step)
+            recip = x_scales[:, begin // activation_group, None]
+            p = fma32(_dot(q[:, part], w[:, part]).astype(F32), recip, p)
+        f = fma32(p, scales[None, :, g], f)
+    return f
+
+
+def matmul_quantized(q, zp, recip, weights, scales, bias, channel_scales=None, x_scales=None):
     """The bits of docs/numerics.md sections 2 and 3. weights uint8 [N, K/2] (int4) or the int64 [N, K] of `integers`,
-    scales float32 [N, G], channel_scales float32 [N] (of groups)."""
+    scales float32 [N, G], channel_scales float32 [N] (of groups), x_scales float32 [M, K / activation group]."""
     w = _as_integers(weights)
     scales = np.asarray(scales, F32)
     k, groups = w.shape[1], scales.shape[1]
     size = k // groups
     bias = F32(0) if bias is None else np.asarray(bias, F32)
     with np.errstate(all="ignore"):
+        channel = F32(1) if channel_scales is None else np.asarray(channel_scales, F32)[None]
+        if x_scales is not None:
+            return _sum_in_groups(q, np.asarray(x_scales, F32), w, scales) * (recip[:, None] * channel) + bias
         if groups == 1:  # one group is the channelwise definition
             total = _dot(q - zp.astype(np.int64)[:, None], w).astype(F32)
             return total * (recip[:, None] * scales[None, :, 0]) + bias
@@ -97,13 +140,13 @@ def matmul_quantized(q, zp, recip, weights, scales, bias, channel_scales=None):
             f = fma32(_dot(q[:, part], w[:, part]).astype(F32), scales[None, :, g], f)
             weight_sum = fma32(scales[:, g], w[:, part].sum(1).astype(F32), weight_sum)
         f = fma32(-zp[:, None], weight_sum[None], f)
-        channel = F32(1) if channel_scales is None else np.asarray(channel_scales, F32)[None]
         return f * (recip[:, None] * channel) + bias
 
 
-def matmul(x, weights, scales, bias=None):
+def matmul(x, weights, scales, bias=None, channel_scales=None, activation_group=-1):
     """float32 [M, K] times a 4-bit matrix, bit for bit."""
-    return matmul_quantized(*quantize(x), weights, scales, bias)
+    q, zp, recip, *x_scales = quantize(x, activation_group)
+    return matmul_quantized(q, zp, recip, weights, scales, bias, channel_scales, *x_scales)
 
 
 def dequantize(weights, scales):
@@ -185,7 +228,39 @@ def _half_distance(v):
     return np.abs(v - np.floor(v) - 0.5)
 
 
-def second_matmul(h, error, weights, scales, bias, channel_scales=None):
+def _second_matmul_in_groups(h, error, weights, scales, bias, channel_scales, activation_group):
+    """`second_matmul` where each group of activations has its own scale."""
+    q, zp, recip, x_scales = quantize(h.astype(F32), activation_group)
+    y = matmul_quantized(q, zp, recip, weights, scales, bias, channel_scales, x_scales)
+
+    def spread(of_group):
+        return np.repeat(of_group, activation_group, axis=1)
+
+    groups = h.reshape(len(h), -1, activation_group)
+    most = np.abs(groups).max(2)
+    span = np.where(most > 0, most, 1)
+    scale = np.where(most > 0, 127 / span, 0)
+    # Relative, of a scale: m is off by the largest error; 127 / m and 1 / scale round, and the last two bits of recip,
+    # which is less than 2**-21 of it, may be others.
+    scale_error = np.where(most > 0, error.reshape(groups.shape).max(2) / span + 4 * U + 2.0**-21, 0)
+    steps = np.abs(h) * spread(scale * scale_error) + error * spread(scale)
+    undecided = (_half_distance(h * spread(scale)) <= steps) & (spread(most) > 0)
+
+    size = np.abs(dequantize(weights, scales))
+    if channel_scales is not None:
+        size *= np.asarray(channel_scales, np.float64)[:, None]
+    step = spread(x_scales.astype(np.float64))
+    terms = np.abs(q) * step
+    moved = (undecided * step * (1 + spread(scale_error))) @ size.T
+    shared = (terms * spread(scale_error)) @ size.T
+    # Other scales, so all is rounded differently: one rounding per part and per group, the bias's, and three more.
+    weight_groups = np.asarray(scales).shape[1]
+    parts = max(x_scales.shape[1], weight_groups)
+    rounding = 2 * (parts + weight_groups + 4) * U * ((terms @ size.T) + moved) + 2 * U * np.abs(y)
+    return y, moved + shared + rounding
+
+
+def second_matmul(h, error, weights, scales, bias, channel_scales=None, activation_group=-1):
     """y = quantize(h) times a 4-bit matrix, and how far off a kernel may be whose h is within `error` of this one.
 
     Integers differ only where a value sits within `error` (in steps) of the middle between two: each such value moves
@@ -193,6 +268,8 @@ def second_matmul(h, error, weights, scales, bias, channel_scales=None):
     """
     h32 = h.astype(F32)
     error = error + U * np.abs(h)
+    if activation_group != -1:
+        return _second_matmul_in_groups(h, error, weights, scales, bias, channel_scales, activation_group)
     q, zp, recip = quantize(h32)
     y = matmul_quantized(q, zp, recip, weights, scales, bias, channel_scales)
 
@@ -221,21 +298,22 @@ def second_matmul(h, error, weights, scales, bias, channel_scales=None):
     return y, moved + rounding + shared
 
 
-def moe(x, ids, router, w13, w2, intermediate, gated, weight_on_input, kind):
+def moe(x, ids, router, w13, w2, intermediate, gated, weight_on_input, kind, activation_groups=(-1, -1)):
     """The fused layer. x float32 [T, H], ids int [T, k], router float32 [T, k], w13 and w2 lists of
-    (weights, scales, bias or None[, channel scales]) per expert -> out float32 [T, H] and the explained difference
-    float64 [T, H]."""
+    (weights, scales, bias or None[, channel scales]) per expert, activation groups of w13 and w2 -> out float32 [T, H]
+    and the explained difference float64 [T, H]."""
     tokens, slots = ids.shape
     hidden = x.shape[1]
     y = np.zeros((tokens, slots, hidden), F32)
     y_error = np.zeros((tokens, slots, hidden))
-    q, zp, recip = quantize(x)
+    q, zp, recip, *x_scales = quantize(x, activation_groups[0])
     for expert in sorted(set(ids.ravel().tolist()) - {-1}):
         rows, slot = np.nonzero(ids == expert)
         row_recip = recip[rows] * router[rows, slot] if weight_on_input else recip[rows]
-        gu = matmul_quantized(q[rows], zp[rows], row_recip, *w13[expert])
+        in_groups = {"x_scales": x_scales[0][rows]} if x_scales else {}
+        gu = matmul_quantized(q[rows], zp[rows], row_recip, *w13[expert], **in_groups)
         h, error = activation(kind, gu[:, :intermediate], gu[:, intermediate:] if gated else None)
-        y[rows, slot], y_error[rows, slot] = second_matmul(h, error, *w2[expert])
+        y[rows, slot], y_error[rows, slot] = second_matmul(h, error, *w2[expert], activation_group=activation_groups[1])
 
     out = np.zeros((tokens, hidden), F32)
     explained = np.zeros((tokens, hidden))

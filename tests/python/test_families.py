@@ -102,7 +102,7 @@ def test_logits(name):
     prompts = [torch.randint(3, 64, (n,), generator=generator).tolist() for n in (5, 17, 40)]
     found = multiplied_out.logprobs(quantized, prompts)
     exact = multiplied_out.logprobs(floats, prompts)
-    int8 = multiplied_out.logprobs(floats, prompts, matrices)
+    int8 = multiplied_out.logprobs(floats, prompts, matrices, 32)
     noise = off_by(int8, exact)
     print(f"off by {off_by(found, exact):.5f}, int8 {noise:.5f}, from the emulation {off_by(found, int8):.6f}")
     assert 0 < noise < torch.cat(exact).std() / 4, "the noise hides what is to be seen"

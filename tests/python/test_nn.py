@@ -5,7 +5,7 @@ import io
 
 import pytest
 import torch
-from common import DTYPES, assert_same_bits
+from common import DTYPES, assert_same_bits, default_activation_group
 
 import w4a8
 from w4a8.core.matrix8 import Matrix8
@@ -36,10 +36,11 @@ def test_8_bits(dtype, group):
     x = torch.randn(2, 3, 96).to(dtype)
     y = layer(x)
     assert y.shape == (2, 3, 21) and y.dtype == dtype
-    # Inputs are off by half a step of their range / 255, the result by half a unit of its type.
-    step = (x.double().amax(-1).clamp(min=0) - x.double().amin(-1).clamp(max=0)) / 255
+    # Inputs are off by half a step, the largest of a group / 127, the result by half a unit of its type.
+    size = default_activation_group(group, 96)
+    step = x.double().unflatten(-1, (-1, size)).abs().amax(-1).repeat_interleave(size, -1) / 127
     exact = x.double() @ weight.T + matrix.bias.double()
-    allowed = 0.5001 * step[..., None] * weight.abs().sum(1) + torch.finfo(dtype).eps * (exact.abs() + 1)
+    allowed = 0.5001 * step @ weight.abs().T + torch.finfo(dtype).eps * (exact.abs() + 1)
     assert ((y.double() - exact).abs() <= 1.01 * allowed).all()
     other = W8A8Linear(layer.packed.clone(), 96, 21, group)
     other.packed.zero_()
@@ -107,7 +108,7 @@ def test_from_compressed_tensors(scale_dtype, k):
     words = (padded << torch.arange(0, 32, 4)).sum(-1)
     words = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
     bias = torch.randn(5)
-    from_words = W4A8Linear.from_compressed_tensors(words, scales, torch.tensor([5, k]), bias)
+    from_words = W4A8Linear.from_compressed_tensors(words, scales, torch.tensor([5, k]), bias, activation_group=-1)
     from_int8 = W4A8Linear.from_compressed_tensors(values, scales, bias=bias)
     assert_same_bits(from_words.packed, from_int8.packed)
     got, got_scales, got_bias = unpacked(from_int8)

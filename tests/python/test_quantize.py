@@ -12,7 +12,7 @@ import pytest
 import reference
 import rounding_reference
 import torch
-from common import TORCH_VERSION, assert_same_bits, assert_within
+from common import TORCH_VERSION, assert_same_bits, assert_within, default_activation_group
 from test_rounding import KINDS, kinds, new_kinds
 from torch import nn
 
@@ -348,7 +348,9 @@ def expected_experts(experts, tokens, ids, weights, group, kind=2):
     w13 = [(*rounded(w, group), bias[0]) for (w, _, _, _), bias in zip(experts, numpy)]
     w2 = [(*rounded(w, group), bias[1]) for (_, _, w, _), bias in zip(experts, numpy)]
     arguments = tokens.float().numpy(), ids.numpy(), weights.float().numpy(), w13, w2
-    return reference.moe(*arguments, experts[0][2].shape[1], True, False, kind)
+    hidden, intermediate = experts[0][2].shape
+    activation_groups = [default_activation_group(group, k) for k in (hidden, intermediate)]
+    return reference.moe(*arguments, intermediate, True, False, kind, activation_groups)
 
 
 @pytest.mark.parametrize("group", [32, 16, -1])
@@ -393,7 +395,9 @@ def test_experts_of_kind(group, kind):
 
     experts = moe_blocks.expert_weights(block.experts)
     w13, w2 = [matrix(w) for w, _, _, _ in experts], [matrix(w) for _, _, w, _ in experts]
-    want, explained = reference.moe(x.numpy(), ids.numpy(), weights.numpy(), w13, w2, 32, True, False, 2)
+    activation_groups = [default_activation_group(group, k) for k in (64, 32)]
+    options = (32, True, False, 2, activation_groups)
+    want, explained = reference.moe(x.numpy(), ids.numpy(), weights.numpy(), w13, w2, *options)
     w4a8.quantize_(nn.ModuleList([block]), group, **KINDS[kind])
     assert w4a8.read_header(block.experts.w2_packed[5])["values"] == ("e2m1" if kind == "e2m1" else "int4")
     assert_within(block(x).numpy(), want, explained)

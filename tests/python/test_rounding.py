@@ -346,7 +346,15 @@ def test_from_float_passes_the_options_on():
         layer = W4A8Linear.from_float(linear, 32, **options)
         matrix = round_weight(linear.weight, 32, **options)
         want = w4a8.dyn_quant_pack_4bit_weight(
-            matrix.nibbles, matrix.scales, linear.bias, 32, 64, 24, zero_points=matrix.zero_points, values=matrix.kind
+            matrix.nibbles,
+            matrix.scales,
+            linear.bias,
+            32,
+            64,
+            24,
+            zero_points=matrix.zero_points,
+            values=matrix.kind,
+            activation_group=32,
         )
         assert_same_bits(layer.packed, want)
     packed = W4A8Linear.from_float(linear, scale_dtype=torch.bfloat16).packed

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import assert_same_bits
+from common import assert_same_bits, stated_activation_group
 from test_quantize_transformers import make_model
 
 import w4a8
@@ -123,7 +123,7 @@ def write(directory, name, write_matrix, quantization, group=32):
     floats = directory.with_name("floats")
     make_model(name).bfloat16().save_pretrained(floats)
     packed_model = AutoModelForCausalLM.from_pretrained(floats)
-    w4a8.quantize_(packed_model, group)
+    w4a8.quantize_(packed_model, group, activation_group=stated_activation_group(quantization))
     projections = ("w1", "w3", "w2") if name == "mixtral" else ("gate_proj", "up_proj", "down_proj")
     tensors = {}
     for module, codes, scales, bias in matrices(packed_model, projections):
@@ -231,7 +231,8 @@ def with_zero_points(packed, zero):
     nibbles, scales, bias = w4a8.dyn_quant_unpack_4bit_weight(packed, *sizes)
     zeros = torch.full(scales.shape, zero, dtype=torch.uint8)
     bias = bias if header["has_bias"] else None
-    return w4a8.dyn_quant_pack_4bit_weight(nibbles, scales, bias, *sizes, zero_points=zeros)
+    more = {"zero_points": zeros, "activation_group": header["activation_group"]}
+    return w4a8.dyn_quant_pack_4bit_weight(nibbles, scales, bias, *sizes, **more)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "Qwen2"])

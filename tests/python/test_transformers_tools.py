@@ -3,6 +3,8 @@
 Every folder there is taken; a new one needs nothing here.
 """
 
+import json
+
 import pytest
 import torch
 from common import assert_same_bits
@@ -46,7 +48,8 @@ def test_tools(folder, tmp_path):
     int8 = multiplied_out.quantized_matrices(floats, attention, isinstance(model.lm_head, W4A8Linear))
     found = multiplied_out.logprobs(model, prompts(model))
     exact = multiplied_out.logprobs(floats, prompts(model))
-    rounded = multiplied_out.logprobs(floats, prompts(model), int8)
+    stated = json.loads((checkpoint / "config.json").read_text())["quantization_config"]
+    rounded = multiplied_out.logprobs(floats, prompts(model), int8, multiplied_out.activation_group(stated))
     noise = off_by(rounded, exact)
     print(f"off by {off_by(found, exact):.5f}, int8 {noise:.5f}, from the emulation {off_by(found, rounded):.6f}")
     assert 0 < noise < torch.cat(exact).std() / 4, "the noise hides what is to be seen"

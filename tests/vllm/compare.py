@@ -23,8 +23,19 @@ def _differences(a: list[torch.Tensor], b: list[torch.Tensor]) -> list[torch.Ten
     return [x - y for x, y in zip(a, b)]
 
 
+def activation_group(case: models.Case, stock: bool = False) -> int:
+    """Values of an input that share a scale, if nothing is asked for: 32 of weight-only models, else all (-1)."""
+    return 32 if case.inputs == "none" and not stock else -1
+
+
 def check(
-    case: models.Case, directory, prompts: list[list[int]], result: dict, ranks: int = 1, stock: bool = False
+    case: models.Case,
+    directory,
+    prompts: list[list[int]],
+    result: dict,
+    ranks: int = 1,
+    stock: bool = False,
+    size: int | None = None,
 ) -> None:
     """Compares log-probabilities of the whole vocabulary at every position, and the tokens that were chosen.
 
@@ -32,7 +43,7 @@ def check(
     by code that shares nothing with the package. vLLM has both, but rounds at other places than the measurement did, so
     its noise is of their size and not the same; hence sqrt(2), the difference of two independent noises of one size. A
     wrong expert, scale, bias, order of gate and up or slice of a rank is off by the spread of the log-probabilities
-    themselves, an order of magnitude more.
+    themselves, an order of magnitude more. ``size``: the activation group, if it is not that of the case.
     """
     assert "error" not in result, result["error"]
     sequences = [prompt + output for prompt, output in zip(prompts, result["outputs"])]
@@ -43,7 +54,8 @@ def check(
         # vLLM itself rounds the inputs of linear layers of weight-only models where it can use AMX.
         int8_attention = result["amx"] and case.dtype == "bfloat16"
     int8 = multiplied_out.quantized_matrices(exact_model, int8_attention, case.lm_head)
-    rounded = multiplied_out.logprobs(exact_model, sequences, int8)
+    size = activation_group(case, stock) if size is None else size
+    rounded = multiplied_out.logprobs(exact_model, sequences, int8, size)
     dtype = getattr(torch, case.dtype)
     narrow = exact
     if dtype != torch.float32:

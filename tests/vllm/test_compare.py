@@ -6,7 +6,7 @@ import multiplied_out
 import pytest
 import torch
 from cases import QUICK
-from compare import check
+from compare import activation_group, check
 from conftest import prompts
 
 CASES = [case for case in QUICK if case.model in ("gpt_oss", "qwen2_moe") and case.inputs != "none"]
@@ -22,7 +22,8 @@ def test_one_wrong_expert_is_seen(case, checkpoints):
     int8 = multiplied_out.quantized_matrices(model, attention=True)
 
     def result() -> dict:
-        return {"outputs": outputs, "logprobs": multiplied_out.logprobs(model, sequences, int8), "amx": False}
+        logprobs = multiplied_out.logprobs(model, sequences, int8, activation_group(case))
+        return {"outputs": outputs, "logprobs": logprobs, "amx": False}
 
     # Not what a model would choose: all but the last check, of the tokens, passes.
     with pytest.raises(AssertionError, match="token"):

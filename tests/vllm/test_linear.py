@@ -141,7 +141,8 @@ def test_gptq_rules_of_a_layer_of_three_matrices(dynamic, bits):
     if bits is None:
         assert isinstance(method, UnquantizedLinearMethod)
     else:
-        assert method.weights.stored == Stored("gptq", GROUP, True, bits=bits)
+        stored = Stored("gptq", GROUP, True, bits=bits, weight_only="quant_method is 'gptq'")
+        assert method.weights.stored == stored
 
 
 @pytest.mark.parametrize("bits", [4, 8])

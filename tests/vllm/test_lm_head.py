@@ -7,6 +7,7 @@ import torch
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 
 from w4a8.integrations.vllm.lm_head import W4A8LMHeadMethod, lm_head_method
+from w4a8.ops import read_header
 
 
 def make_head(rows=48, columns=64, seed=0) -> ParallelLMHead:
@@ -73,3 +74,19 @@ def test_tied_to_the_embedding():
     method.process_weights_after_loading(head)
     assert head.weight is embedding.weight and torch.equal(embedding.weight, kept)
     assert head.weight_rounded.numel() < kept.numel()
+
+
+@pytest.mark.parametrize(("value", "expected"), [(None, 32), ("-1", -1), ("32", 32), ("64", None)])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_activation_group(bits, value, expected, monkeypatch):
+    """int8 has one group in a row, of 64 here, which 64 fits."""
+    monkeypatch.delenv("W4A8_VLLM_ACTIVATION_GROUP", raising=False)
+    if value is not None:
+        monkeypatch.setenv("W4A8_VLLM_ACTIVATION_GROUP", value)
+    head, method = make_head(), W4A8LMHeadMethod(bits)
+    if expected is None and bits == 4:
+        with pytest.raises(ValueError, match="w4a8: the output layer: activation_group is 64, expected None, -1 or 32"):
+            method.process_weights_after_loading(head)
+        return
+    method.process_weights_after_loading(head)
+    assert read_header(head.weight_rounded)["activation_group"] == (expected or 64)

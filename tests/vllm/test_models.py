@@ -196,7 +196,7 @@ def test_says_once_what_it_runs(results):
         "w4a8: runs layers of NVFP4 experts (groups of 16, silu), kernel ",
         "w4a8: runs NVFP4 linear layers (groups of 16), kernel ",
         *(
-            f"w4a8: {name} weights run with activations rounded to int8 per token; W4A8_VLLM_W4A16=0 leaves "
+            f"w4a8: {name} weights run with activations rounded to int8 in groups of 32 (W4A8_VLLM_ACTIVATION_GROUP); "
             for name in ("compressed-tensors", "GPTQ", "AWQ", "AutoRound", "MXFP4", "ModelOpt", "AMD Quark")
         ),
     ):

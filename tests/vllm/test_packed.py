@@ -86,6 +86,14 @@ def write_compressed(packed, directory):
     return directory
 
 
+def activation_group_in(directory):
+    """The one of all matrices of `directory`/packed."""
+    config = json.loads((directory / "packed" / "config.json").read_text())["quantization_config"]
+    parts = [part for parts in read_directory(directory / "packed", config).packed.values() for part in parts.values()]
+    (size,) = {part.header["activation_group"] for part in parts}
+    return size
+
+
 def floats_of(name, packed):
     """A matrix multiplied out and its bias, as checkpoints name them."""
     matrix = matrix_of(packed, name)
@@ -188,14 +196,16 @@ def test_the_bits_of_a_compressed_tensors_checkpoint(results, case):
 def test_answers_are_those_of_transformers(results, name):
     job, result = results[1][name]
     assert "error" not in result, result["error"]
-    check(OTHERS[name].case, results[2][name], job.prompts, result)
+    check(OTHERS[name].case, results[2][name], job.prompts, result, size=activation_group_in(results[2][name]))
 
 
 @pytest.mark.parametrize("name", [name for name, other in OTHERS.items() if other.reload])
 def test_other_weights_are_reloaded(name, results):
     job, result = results[1][name]
     assert "error" not in result, result["error"]
-    check(OTHERS[name].case, results[2]["reloaded", name], job.prompts, {**result, **result["reloaded"]})
+    directory = results[2]["reloaded", name]
+    reloaded, size = {**result, **result["reloaded"]}, activation_group_in(directory)
+    check(OTHERS[name].case, directory, job.prompts, reloaded, size=size)
 
 
 @pytest.mark.parametrize("name", DUMMIES)
@@ -240,7 +250,8 @@ def test_two_ranks(parallel, name):
     """What is cut is unpacked; experts that are dealt out are not."""
     job, result = parallel[0][name]
     assert "error" not in result, result["error"]
-    check(PARALLEL[name].case, parallel[1][name], job.prompts, result, ranks=2)
+    directory = parallel[1][name]
+    check(PARALLEL[name].case, directory, job.prompts, result, ranks=2, size=activation_group_in(directory))
 
 
 @pytest.mark.full

@@ -228,6 +228,13 @@ def test_bad_setting(fresh, monkeypatch, name):
     assert fresh.warnings == [f"w4a8: vLLM goes on without the plugin: ValueError: {name}='yes', expected 0 or 1"]
 
 
+def test_bad_activation_group(fresh, monkeypatch):
+    monkeypatch.setenv("W4A8_VLLM_ACTIVATION_GROUP", "16")
+    assert fresh() == "CompressedTensorsConfig"
+    expected = "W4A8_VLLM_ACTIVATION_GROUP='16', expected -1, 32, 64 or 128"
+    assert fresh.warnings == [f"w4a8: vLLM goes on without the plugin: ValueError: {expected}"]
+
+
 def test_changed_internals(fresh, monkeypatch):
     """Even on demand: what is not there cannot be used."""
     from vllm.model_executor.layers.fused_moe import RoutedExperts

@@ -89,26 +89,44 @@ struct Experts {
   explicit Experts(const MoeArgs& args)
       : ids(checked_ids(args)),
         w13(static_cast<std::size_t>(args.experts)),
-        w2(static_cast<std::size_t>(args.experts)) {
+        w2(static_cast<std::size_t>(args.experts)),
+        x_rows{args.hidden, group13(args), kWholeRow},
+        h_rows{args.intermediate, group2(args), kWholeRow} {
     const int64_t rows13 = args.intermediate * (args.gated ? 2 : 1);
     for (const int64_t id : ids) {
       const auto e = static_cast<std::size_t>(id);
       if (id < 0 || w13[e].data != nullptr) continue;
       w13[e] = open_expert(args.w13, args.w13_bytes, "w13_packed", id, rows13, args.hidden, group13(args));
       w2[e] = open_expert(args.w2, args.w2_bytes, "w2_packed", id, args.hidden, args.intermediate, group2(args));
+      if (first < 0) first = id;
+      set_rows("w13_packed", id, w13[e].shape, w13[static_cast<std::size_t>(first)].shape, x_rows);
+      set_rows("w2_packed", id, w2[e].shape, w2[static_cast<std::size_t>(first)].shape, h_rows);
     }
+  }
+
+  // A token is quantized once, for all its experts.
+  void set_rows(const char* name, int64_t id, const PackedShape& shape, const PackedShape& other,
+                RowShape& rows) const {
+    rows = shape.rows();
+    if (shape.activation_group == other.activation_group) return;
+    throw std::invalid_argument("expert " + std::to_string(id) + ", " + name + ": activation group is " +
+                                std::to_string(shape.activation_group) + ", expected that of expert " +
+                                std::to_string(first) + ", " + std::to_string(other.activation_group));
   }
 
   std::vector<int32_t> ids;       // [T, k]
   std::vector<PackedMatrix> w13;  // [E]
   std::vector<PackedMatrix> w2;
+  int64_t first = -1;  // that is used
+  RowShape x_rows;     // how tokens are quantized, and h
+  RowShape h_rows;
 };
 
 // How the work is cut: sizes that depend on shapes and the number of workers only.
 struct Plan {
-  Plan(const Kernel& kernel, const MoeArgs& args, int workers_in)
+  Plan(const Kernel& kernel, const MoeArgs& args, const Experts& experts, int workers_in)
       : workers(workers_in),
-        batches(ceil_div(args.tokens, moe_batch_tokens(args.top_k, args.hidden, args.intermediate, args.group))),
+        batches(ceil_div(args.tokens, moe_batch_tokens(args.top_k, experts.x_rows, experts.h_rows))),
         slots(ceil_div(args.tokens, batches) * args.top_k),
         max_rows13(kernel.task_rows(args.hidden)),
         max_rows2(kernel.task_rows(args.intermediate)),
@@ -143,14 +161,14 @@ struct Plan {
 
 // All scratch of one call, sliced from one arena.
 struct MoeBuffers {
-  MoeBuffers(Slicer& slicer, const MoeArgs& args, const Plan& plan)
+  MoeBuffers(Slicer& slicer, const MoeArgs& args, const Experts& experts, const Plan& plan)
       : buckets{slicer.take<int64_t>(args.experts + 1), slicer.take<int32_t>(plan.slots)},
         units13(slicer.take<Unit>(plan.max_units13)),
         units2(slicer.take<Unit>(plan.max_units2)),
         spans_left(slicer.take<int32_t>(plan.max_units13)),
-        x(QuantizedRows::slice(slicer, plan.slots, args.hidden, group13(args))),
+        x(QuantizedRows::slice(slicer, plan.slots, experts.x_rows)),
         h(slicer.take<float>(plan.slots * args.intermediate)),
-        hq(QuantizedRows::slice(slicer, plan.slots, args.intermediate, group2(args))),
+        hq(QuantizedRows::slice(slicer, plan.slots, experts.h_rows)),
         y(slicer.take<float>(plan.slots * plan.stripe_panels * kPanelColumns)),
         own(slicer, plan.workers, plan.tile_floats, plan.scratch_bytes) {}
 
@@ -246,12 +264,10 @@ class Batch {
         if (first < 0) {
           first = row;
           kernel_.quantize_row(static_cast<const uint8_t*>(args_.x) + token * args_.hidden * dtype_bytes(args_.dtype),
-                               args_.dtype, args_.hidden, group13(args_), x.q + row * x.stride,
-                               x.starts + row * x.groups, &quant);
+                               args_.dtype, experts_.x_rows, x.row(row));
+          quant = x.quant[row];
         } else {
-          std::memcpy(x.q + row * x.stride, x.q + first * x.stride, static_cast<std::size_t>(x.stride));
-          std::memcpy(x.starts + row * x.groups, x.starts + first * x.groups,
-                      static_cast<std::size_t>(x.groups) * sizeof(int32_t));
+          x.copy(first, row);
         }
         x.quant[row] = quant;
         if (args_.weight_on_input) x.quant[row].recip = quant.recip * args_.weights[token * args_.top_k + j];
@@ -294,8 +310,7 @@ class Batch {
   void requantize(Range rows) {
     const QuantizedRows& hq = b_.hq;
     for (int64_t r = rows.begin; r < rows.end; ++r) {
-      kernel_.quantize_row(b_.h + r * args_.intermediate, DType::kFloat32, args_.intermediate, group2(args_),
-                           hq.q + r * hq.stride, hq.starts + r * hq.groups, hq.quant + r);
+      kernel_.quantize_row(b_.h + r * args_.intermediate, DType::kFloat32, experts_.h_rows, hq.row(r));
     }
   }
 
@@ -361,11 +376,12 @@ class Batch {
 
 }  // namespace
 
-int64_t moe_batch_tokens(int64_t top_k, int64_t hidden, int64_t intermediate, int64_t group) {
-  const int64_t x = QuantizedRows::row_bytes(hidden, group == -1 ? hidden : group);
-  const int64_t h = QuantizedRows::row_bytes(intermediate, group == -1 ? intermediate : group);
-  const int64_t y = ceil_div(ceil_div(hidden, kPanelColumns), kMostStripes) * kPanelColumns * 4;  // of the least stripe
-  const int64_t slot = x + h + y + 4 * intermediate + 8;  // h as float32; what sorts the rows
+int64_t moe_batch_tokens(int64_t top_k, const RowShape& x_rows, const RowShape& h_rows) {
+  const int64_t x = QuantizedRows::row_bytes(x_rows);
+  const int64_t h = QuantizedRows::row_bytes(h_rows);
+  const int64_t y =
+      ceil_div(ceil_div(x_rows.k, kPanelColumns), kMostStripes) * kPanelColumns * 4;  // of the least stripe
+  const int64_t slot = x + h + y + 4 * h_rows.k + 8;  // h as float32; what sorts the rows
   return std::max<int64_t>(64, kScratchBytes / (std::max<int64_t>(1, top_k) * slot));
 }
 
@@ -378,12 +394,12 @@ void fused_moe(const Kernel& kernel, Parallel& parallel, Workspace& workspace, c
   SerialParallel serial;
   Parallel& runner = args.tokens * args.top_k < ceil_div(kSerialMacs, macs_per_row) ? serial : parallel;
   const Experts experts(args);
-  const Plan plan(kernel, args, runner.threads());
+  const Plan plan(kernel, args, experts, runner.threads());
 
   Slicer size(nullptr);
-  MoeBuffers(size, args, plan);
+  MoeBuffers(size, args, experts, plan);
   Slicer slicer(workspace.reserve(size.bytes()));
-  const MoeBuffers buffers(slicer, args, plan);
+  const MoeBuffers buffers(slicer, args, experts, plan);
   for (int64_t i = 0; i < plan.batches; ++i) {
     Batch(kernel, args, experts, plan, buffers, share(args.tokens, plan.batches, i)).run(runner);
   }

@@ -35,10 +35,12 @@ struct MoeArgs {
 
 /// Runs the layer. Throws std::invalid_argument, before anything is written, for H or I outside the layout's range, an
 /// id outside [-1, E) (naming the token), and for a packed matrix of an expert that is used whose header disagrees
-/// (naming expert and field). Scratch is bounded: tokens are worked off in batches (moe_batch_tokens).
+/// (naming expert and field), also if one stack has two kinds of activation groups. Scratch is bounded: tokens are
+/// worked off in batches (moe_batch_tokens).
 void fused_moe(const Kernel& kernel, Parallel& parallel, Workspace& workspace, const MoeArgs& args);
 
-/// Tokens worked off at once: as many as keep the scratch near 96 MiB, at least 64. group: -1 is channelwise.
-int64_t moe_batch_tokens(int64_t top_k, int64_t hidden, int64_t intermediate, int64_t group = -1);
+/// Tokens worked off at once: as many as keep the scratch near 96 MiB, at least 64. x, h: how tokens and what the
+/// activation gives are quantized.
+int64_t moe_batch_tokens(int64_t top_k, const RowShape& x, const RowShape& h);
 
 }  // namespace w4a8

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from w4a8.checkpoint.modules import Module, check_input
 from w4a8.checkpoint.tensors import CheckpointTensors
+from w4a8.core.activation_groups import check_activation_group
 from w4a8.core.json_fields import CheckpointError, read_json
 from w4a8.core.memory import on_cpu
 from w4a8.formats import NotOurs, Rules, Stored, find_config, rules_of, stored_as
@@ -28,6 +29,7 @@ def load_linear(
     *,
     only: Callable[[str], bool] | None = None,
     quantize_w4a16: bool = False,
+    activation_group: int | None = None,
     progress: bool = False,
 ) -> dict[str, W4A8Linear | W8A8Linear]:
     """Reads and packs the quantized linear layers of a checkpoint, all but those of experts.
@@ -39,6 +41,7 @@ def load_linear(
         path: directory with config.json and model.safetensors (or several files and their index).
         only: takes the name of a layer, ``model.layers.0.self_attn.q_proj`` say, and tells whether to load it.
         quantize_w4a16: run weight-only (W4A16) layers with activations quantized to int8 as well.
+        activation_group: as in :func:`w4a8.load`.
         progress: show a progress bar, if tqdm is installed.
 
     Returns:
@@ -46,18 +49,24 @@ def load_linear(
 
     Raises:
         ImportError: safetensors is not installed.
+        ValueError: ``activation_group`` is none.
         CheckpointError: a tensor that is missing or has the wrong dtype, shape or values; names the key. There are
             quantized layers, but none of such bits; says why the first is not.
     """
+    check_activation_group(activation_group)
     config = read_json(Path(path) / "config.json")
     tensors = CheckpointTensors(path)
     with on_cpu():
         found = _stored_layers(tensors, rules_of(find_config(config, Path(path))), only)
-        return _packed(tensors, found, quantize_w4a16, progress)
+        return _packed(tensors, found, quantize_w4a16, activation_group, progress)
 
 
 def _packed(
-    tensors: CheckpointTensors, found: dict[str, Stored], quantize_w4a16: bool, progress: bool
+    tensors: CheckpointTensors,
+    found: dict[str, Stored],
+    quantize_w4a16: bool,
+    activation_group: int | None,
+    progress: bool,
 ) -> dict[str, W4A8Linear | W8A8Linear]:
     """The layers, one after the other."""
     loaded: dict[str, W4A8Linear | W8A8Linear] = {}
@@ -67,7 +76,7 @@ def _packed(
             check_input(stored, name, quantize_w4a16)
             matrix = Module(tensors, name).matrix(stored, has_bias=f"{name}.bias" in tensors)
             try:
-                loaded[name] = linear_from_matrix(matrix)
+                loaded[name] = linear_from_matrix(matrix, stored.wanted_activation_group(activation_group))
             except (ValueError, RuntimeError) as error:  # sizes or scales that the operators do not have
                 raise CheckpointError(f"{name}: {error}") from error
             if bar is not None:

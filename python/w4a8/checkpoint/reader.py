@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,14 @@ import torch
 from w4a8.checkpoint.modules import Module, check_input
 from w4a8.checkpoint.settings import MoESettings, settings_from_config
 from w4a8.checkpoint.tensors import CheckpointTensors
+from w4a8.core.activation_groups import check_activation_group
 from w4a8.core.experts import ExpertSizes
 from w4a8.core.json_fields import CheckpointError, read_json
 from w4a8.core.memory import on_cpu
 from w4a8.core.packer import ExpertPacker
 from w4a8.core.quant_args import DYNAMIC_INT8_TOKENS, QuantizationArgs, QuantizationStrategy
 from w4a8.formats import NotOurs, Rules, Stored, find_config, rules_of, stored_as
+from w4a8.formats.stored import wanted_by_all
 from w4a8.moe.config import FusedMoEConfig, FusedMoEParallelConfig
 from w4a8.moe.layer import RoutedExperts, determine_expert_map
 from w4a8.moe.method import CompressedTensorsW4A8Int8MoEMethod
@@ -212,11 +214,21 @@ class _ExpertsReader:
             shape = shapes.get(self.shards[projection], (intermediate, hidden))
             module.check_shape(self.stored[module.name], shape, because)
 
-    def pack(self, sizes: ExpertSizes, packed_one: Callable[[], object]) -> ExpertPacker:
+    def _activation_groups(self, sizes: ExpertSizes, asked: int | None) -> dict[str, int]:
+        """Of w13 and w2, alike for all experts; call after :meth:`check_stored`."""
+        try:
+            return sizes.activation_groups(wanted_by_all(self.stored.values(), asked))
+        except ValueError as error:
+            raise ValueError(f"{self.layer.name}: {error}") from None
+
+    def pack(
+        self, sizes: ExpertSizes, activation_groups: Mapping[str, int], packed_one: Callable[[], object]
+    ) -> ExpertPacker:
         """Reads this rank's part of its experts one by one."""
         bias_dtype = self.settings.dtype if self.has_bias else None
         parallel = self.parallel
-        packer = ExpertPacker(sizes, bias_dtype, parallel.tp_rank, parallel.tp_size, self.w13_interleaved)
+        ranks = (parallel.tp_rank, parallel.tp_size)
+        packer = ExpertPacker(sizes, bias_dtype, *ranks, self.w13_interleaved, activation_groups=activation_groups)
         for local, expert in enumerate(self.local):
             for projection, shard in self.shards.items():
                 module = self._module(expert, projection)
@@ -229,11 +241,14 @@ class _ExpertsReader:
         self.tensors.release()
         return packer
 
-    def build(self, quantize_w4a16: bool, packed_one: Callable[[], object]) -> RoutedExperts:
+    def build(
+        self, quantize_w4a16: bool, activation_group: int | None, packed_one: Callable[[], object]
+    ) -> RoutedExperts:
         """The layer, packed.
 
         Raises:
             NotImplementedError: the operators cannot run it.
+            ValueError: ``activation_group`` does not fit; names the layer.
         """
         settings = self.settings
         group_size = self.check_stored(quantize_w4a16)
@@ -260,8 +275,9 @@ class _ExpertsReader:
         problem = sizes.unsupported()
         if problem is not None:
             raise NotImplementedError(f"{self.layer.name}: kernel does not support {problem}")
+        activation_groups = self._activation_groups(sizes, activation_group)
         self._check_shapes(intermediate)
-        packed = self.pack(sizes, packed_one).pack()
+        packed = self.pack(sizes, activation_groups, packed_one).pack()
         return RoutedExperts(
             moe,
             CompressedTensorsW4A8Int8MoEMethod(_weight_args(group_size), DYNAMIC_INT8_TOKENS, moe, self.layer.name),
@@ -314,7 +330,9 @@ def _ours(readers: list[_ExpertsReader]) -> list[_ExpertsReader]:
     return [reader for reader, reason in zip(readers, reasons) if reason is None]
 
 
-def _build(readers: list[_ExpertsReader], quantize_w4a16: bool, progress: bool) -> dict[str, RoutedExperts]:
+def _build(
+    readers: list[_ExpertsReader], quantize_w4a16: bool, activation_group: int | None, progress: bool
+) -> dict[str, RoutedExperts]:
     """The layers, one after the other."""
     for reader in readers:
         reader.check_files()
@@ -322,7 +340,8 @@ def _build(readers: list[_ExpertsReader], quantize_w4a16: bool, progress: bool) 
     bar = progress_bar(sum(len(reader.local) for reader in readers), progress, "expert", "packing experts")
     try:
         for reader in readers:
-            loaded[reader.layer.name] = reader.build(quantize_w4a16, bar.update if bar is not None else lambda: None)
+            packed_one = bar.update if bar is not None else lambda: None
+            loaded[reader.layer.name] = reader.build(quantize_w4a16, activation_group, packed_one)
     finally:
         if bar is not None:
             bar.close()
@@ -339,6 +358,7 @@ def load(
     ep_rank: int = 0,
     ep_size: int = 1,
     quantize_w4a16: bool = False,
+    activation_group: int | None = None,
     w13_interleaved: bool | None = None,
     progress: bool = False,
 ) -> dict[str, RoutedExperts]:
@@ -365,6 +385,9 @@ def load(
         ep_rank, ep_size: expert parallel: only this rank's experts are read, and files with others may be missing.
         quantize_w4a16: run weight-only (W4A16) checkpoints, which most are, with activations quantized to int8 as
             well.
+        activation_group: values of k of an input that share a scale when it is quantized to int8: 32, 64 or 128 that
+            divides the weights' group, or K of groups of 16; -1, all of a row. None: -1 where the checkpoint says that
+            inputs are quantized per token (W4A8), else 32, or -1 of a matrix that 32 does not fit.
         w13_interleaved: rows of ``gate_up_proj`` alternate gate and up, as gpt-oss has them; None is what the
             settings say. Separate gate and up projections are never mistaken for such rows.
         progress: show a progress bar, if tqdm is installed.
@@ -381,6 +404,7 @@ def load(
     """
     if tp_size > 1 and ep_size > 1:
         raise ValueError("experts are either cut (tp_size) or distributed (ep_size), not both")
+    check_activation_group(activation_group)
     config = read_json(Path(path) / "config.json")
     rules = rules_of(find_config(config, Path(path)))
     settings = settings if settings is not None else settings_from_config(config)
@@ -397,6 +421,6 @@ def load(
     interleaved = settings.w13_interleaved if w13_interleaved is None else w13_interleaved
     with on_cpu():
         readers = _ours([_ExpertsReader(tensors, rules, settings, parallel, interleaved, layer) for layer in layers])
-        loaded = _build(readers, quantize_w4a16, progress)
+        loaded = _build(readers, quantize_w4a16, activation_group, progress)
     logger.info("packed %d layers of %s", len(loaded), path)
     return loaded

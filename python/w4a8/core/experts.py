@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from w4a8.core.activation import MoEActivation, as_activation, kernel_activation_kind
+from w4a8.core.activation_groups import resolve_activation_group
 from w4a8.core.matrix import pack_codes
 from w4a8.core.nibbles import check_int4_range, to_nibbles
 from w4a8.core.weight_utils import replace_parameter, set_weight_attrs
@@ -57,6 +58,20 @@ class ExpertSizes:
     def scale_columns(self, columns: int) -> int:
         """Scales per row of so many columns."""
         return 1 if self.group_size == -1 else columns // self.group_size
+
+    def activation_groups(self, asked: int | None) -> dict[str, int]:
+        """What each of the two stacks is packed with, by name (:func:`resolve_activation_group`).
+
+        Raises:
+            ValueError: ``asked`` does not fit one; names it.
+        """
+        found = {}
+        for name, _, columns in self.stacks:
+            try:
+                found[name] = resolve_activation_group(asked, self.group_size, columns)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+        return found
 
     def unsupported(self) -> str | None:
         """Why such experts cannot be packed, in words, or None."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
+from w4a8.core.activation_groups import PER_TOKEN, resolve_activation_group
 from w4a8.core.float8 import exponents_of, multiplied_scales, powers_of_two
 from w4a8.core.scale_types import E8M0, has_two_levels, kept_scale_dtypes
 
@@ -53,6 +54,7 @@ def pack_codes(
     zero_points: torch.Tensor | None = None,
     values: str = "int4",
     channel_scales: torch.Tensor | None = None,
+    activation_group: int = PER_TOKEN,
 ) -> torch.Tensor:
     """Packs one matrix, or a stack of them in one call of the operator.
 
@@ -68,6 +70,7 @@ def pack_codes(
         values: ``int4``, ``e2m1`` or ``int8``, what a code is.
         channel_scales: float32 [..., N], by which the scales of a row are multiplied; None if there is one level. Where
             the operators have one level alone (:func:`has_two_levels`) the products are rounded to float32.
+        activation_group: how activations are quantized for it: -1, 32, 64 or 128.
 
     Returns:
         uint8 [bytes] or [E, bytes].
@@ -82,7 +85,8 @@ def pack_codes(
         scales = exponents_of(scales) if scale_dtype == E8M0 else scales.to(scale_dtype)
     bias = None if bias is None else bias.detach()
     more = {"zero_points": zero_points, "values": values, "channel_scales": channel_scales}
-    return torch.ops.w4a8.dyn_quant_pack_4bit_weight(codes, scales, bias, group, columns, rows, **more)
+    op = torch.ops.w4a8.dyn_quant_pack_4bit_weight
+    return op(codes, scales, bias, group, columns, rows, **more, activation_group=activation_group)
 
 
 def unpack_codes(packed: torch.Tensor, group_size: int, columns: int, rows: int) -> dict[str, torch.Tensor]:
@@ -96,7 +100,7 @@ def unpack_codes(packed: torch.Tensor, group_size: int, columns: int, rows: int)
 
     Returns:
         ``codes``; ``scales``, floating point (e8m0 as float32), or uint8 beside ``channel_scales``; the others if the
-        matrix has them.
+        matrix has them. ``activation_group`` is in the header (:func:`w4a8.read_header`).
     """
     group = columns if group_size == -1 else group_size
     found = torch.ops.w4a8.dyn_quant_unpack_any_4bit_weight(packed, group, columns, rows)
@@ -168,20 +172,23 @@ class Matrix:
             tensors["scales"].fill_(1)
         return self._with(tensors)
 
-    def pack(self, scale_dtype: torch.dtype | None = None) -> torch.Tensor:
+    def pack(self, scale_dtype: torch.dtype | None = None, *, activation_group: int | None = PER_TOKEN) -> torch.Tensor:
         """uint8 [bytes], as the operators take it; ``scale_dtype`` as in :func:`pack_codes`.
 
-        Zero points that say nothing (:func:`needed_zero_points`) are left out.
+        Zero points that say nothing (:func:`needed_zero_points`) are left out. ``activation_group`` is -1, 32, 64 or
+        128, or None for the default (:func:`resolve_activation_group`).
 
         Raises:
-            ValueError: a scale that is too large for ``scale_dtype``.
+            ValueError: a scale that is too large for ``scale_dtype``, or an ``activation_group`` that does not fit.
         """
+        activations = resolve_activation_group(activation_group, self.group, self.columns)
         if scale_dtype == torch.float16 and self.channel_scales is None and not self.scales.is_meta:
             largest = float(self.scales.float().abs().max())
             if torch.finfo(torch.float16).max < largest < float("inf"):
                 raise ValueError(f"scale_dtype is {scale_dtype}, but the largest scale is {largest}")
         zeros, channels = needed_zero_points(self.zero_points, self.kind), self.channel_scales
-        return pack_codes(self.codes, self.scales, self.bias, self.group, scale_dtype, zeros, self.kind, channels)
+        kind = (self.group, scale_dtype, zeros, self.kind, channels, activations)
+        return pack_codes(self.codes, self.scales, self.bias, *kind)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         found = {field.name: getattr(self, field.name) for field in fields(self)}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import torch
 
+from w4a8.core.activation_groups import PER_TOKEN
 from w4a8.core.experts import ExpertSizes
 from w4a8.core.loader import slice_of_rank
 from w4a8.core.matrix import Matrix, codes_in_a_byte
@@ -41,6 +42,7 @@ class ExpertPacker:
         values: dict[str, str] | None = None,
         zero_points: Collection[str] = (),
         channel_scales: Collection[str] = (),
+        activation_groups: Mapping[str, int] | None = None,
     ) -> None:
         """Empty stacks.
 
@@ -52,6 +54,8 @@ class ExpertPacker:
             packed_as, values: of ``w13`` and ``w2``, as in :class:`MatrixStack`.
             zero_points: of which of the two zero points come as tensors of their own.
             channel_scales: of which of the two scales come in two levels, as pieces (:meth:`put`).
+            activation_groups: of ``w13`` and ``w2``, as in :class:`MatrixStack`
+                (:meth:`ExpertSizes.activation_groups`); -1 if not given.
 
         Raises:
             ValueError: H or I is no multiple of the group size, or odd.
@@ -74,6 +78,7 @@ class ExpertPacker:
                 values=(values or {}).get(name),
                 zero_points=name in zero_points,
                 channel_scales=True if name in channel_scales else None,
+                activation_group=(activation_groups or {}).get(name, PER_TOKEN),
             )
             for name, rows, columns in sizes.stacks
         }

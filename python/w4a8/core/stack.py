@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from w4a8.core.activation_groups import PER_TOKEN
 from w4a8.core.float8 import multiplied_scales
 from w4a8.core.matrix import (
     Matrix,
@@ -23,19 +24,21 @@ from w4a8.core.scale_types import has_two_levels, holds_scales, kept_scale_dtype
 
 @dataclass(frozen=True)
 class PackedAs:
-    """What the size of a packed stack depends on, beside its shape; of a kind with the same, others fit in its place.
+    """What the bytes of a packed stack depend on, beside its shape; of a kind with the same, others fit in its place.
 
     Attributes:
         values: ``int4``, ``e2m1`` or ``int8``.
         scale_dtype: that scales are packed in, as :func:`pack_codes` takes it.
         zero_points: there is room for them.
         channel_scales: scales have two levels; ``scale_dtype`` says nothing then.
+        activation_group: how activations are quantized for it: -1, 32, 64 or 128.
     """
 
     values: str = "int4"
     scale_dtype: torch.dtype = torch.bfloat16
     zero_points: bool = False
     channel_scales: bool = False
+    activation_group: int = PER_TOKEN
 
 
 def pack_for_stack(tensors: Mapping[str, torch.Tensor | None], group_size: int, packed_as: PackedAs) -> torch.Tensor:
@@ -47,7 +50,7 @@ def pack_for_stack(tensors: Mapping[str, torch.Tensor | None], group_size: int, 
         zeros = None
     elif zeros is None:
         zeros = middle_codes(scales, values)
-    return pack_codes(codes, scales, bias, group_size, dtype, zeros, values, channels)
+    return pack_codes(codes, scales, bias, group_size, dtype, zeros, values, channels, packed_as.activation_group)
 
 
 class _Waiting:
@@ -121,6 +124,7 @@ class MatrixStack:
         values: str | None = None,
         zero_points: bool = False,
         channel_scales: bool | None = None,
+        activation_group: int = PER_TOKEN,
     ) -> None:
         """An empty stack.
 
@@ -135,12 +139,13 @@ class MatrixStack:
                 have them or not, in any case.)
             channel_scales: scales have two levels: they are uint8, bits of float8_e4m3fn, and a matrix is not complete
                 without a piece ``channel_scales``; None is what the first matrix has, False if pieces come.
+            activation_group: how activations are quantized for all: -1, 32, 64 or 128. ``packed_as`` has its own.
         """
         self.experts, self.rows, self.columns, self.group_size = experts, rows, columns, group_size
         self.bias_dtype = bias_dtype
         self._scale_columns = 1 if group_size == -1 else columns // group_size
         self._values = values if packed_as is None else packed_as.values
-        self.packed_as = packed_as if packed_as is not None else PackedAs(values or "int4")
+        self.packed_as = packed_as or PackedAs(values or "int4", activation_group=activation_group)
         self._is_fixed = packed_as is not None
         self._scale_dtypes: tuple[torch.dtype, ...] = ()  # that hold all that has come, the best first
         self._zero_points = zero_points
@@ -326,7 +331,8 @@ class MatrixStack:
             scales = torch.empty(0, self.rows, self._scale_columns, dtype=scale_dtype)
             zeros = torch.empty(scales.shape, dtype=torch.uint8) if self.packed_as.zero_points else None
             channels = torch.empty(0, self.rows) if levels else None
-            return pack_codes(codes, scales, bias, self.group_size, dtype, zeros, values, channels)
+            kind = (dtype, zeros, values, channels, self.packed_as.activation_group)
+            return pack_codes(codes, scales, bias, self.group_size, *kind)
         packed, self._packed, self._spare = self._packed, None, None
         self._done.clear()
         self._written = 0

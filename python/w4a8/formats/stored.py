@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 
+from w4a8.core.activation_groups import PER_TOKEN
 from w4a8.core.matrix import Matrix, Matrix4, middle_codes
 from w4a8.formats.awq import from_awq, output_features, output_nibbles
 from w4a8.formats.compressed_tensors import from_int_quantized, from_pack_quantized, stated_shape
@@ -44,6 +45,7 @@ class Stored:
         activation_order: of ``gptq``: groups need not be consecutive input features, ``g_idx`` says what they are.
         weight_only: where the configuration says that inputs are not quantized; None if they are, to int8 per token.
         bits: of a code: 4, or 8 in ``gptq`` and ``pack-quantized``.
+        activation_group: what the matrix was packed with, where a packed directory is read as another format.
     """
 
     format: str
@@ -53,6 +55,17 @@ class Stored:
     activation_order: bool = False
     weight_only: str | None = None
     bits: int = 4
+    activation_group: int | None = None
+
+    def wanted_activation_group(self, asked: int | None) -> int | None:
+        """What :func:`w4a8.core.activation_groups.resolve_activation_group` is asked for.
+
+        That of a packed directory; else ``asked``; else per token where the configuration says so of its inputs, and
+        the default (None) where it does not.
+        """
+        if self.activation_group is not None:
+            return self.activation_group
+        return PER_TOKEN if asked is None and self.weight_only is None else asked
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -195,6 +208,12 @@ class Stored:
         if self.format == "pack-quantized":
             return codes(tensor.T, self.bits).T
         return tensor.to(torch.int32) + 8
+
+
+def wanted_by_all(stored: Iterable[Stored], asked: int | None) -> int | None:
+    """As :meth:`Stored.wanted_activation_group`, of one layer's experts: per token if that is wanted of any."""
+    wanted = [each.wanted_activation_group(asked) for each in stored]
+    return PER_TOKEN if PER_TOKEN in wanted else wanted[0]
 
 
 @dataclass(frozen=True)

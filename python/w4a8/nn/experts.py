@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
+from w4a8.core.experts import ExpertSizes
 from w4a8.core.stack import PackedAs, pack_for_stack
 from w4a8.nn.grids import DEFAULT_GROUP_SIZE
 from w4a8.nn.packed import PackedModule
@@ -69,6 +71,7 @@ class W4A8Experts(PackedModule):
         values: str = "int4",
         w13_importance: torch.Tensor | None = None,
         w2_importance: torch.Tensor | None = None,
+        activation_group: int | None = None,
         packed_one: Callable[[], object] = lambda: None,
     ) -> W4A8Experts:
         """Quantizes experts one by one (docs/quantization.md, "Rounding").
@@ -87,12 +90,18 @@ class W4A8Experts(PackedModule):
             w13_importance: floating point [E, H], what the squared error of a weight counts, as the mean square of its
                 input channel; None: all alike.
             w2_importance: [E, I].
+            activation_group: values of k of an input, and of what is between w13 and w2, that share a scale when they
+                are quantized to int8: 32, 64 or 128 that divides the group, or H and I of groups of 16; -1, all of a
+                row. None: 32, or -1 of a stack where 32 does not fit.
             packed_one: called after each of the 2 E matrices.
 
         Raises:
-            ValueError: an odd size, a group that does not divide, a NaN or an infinity; names the expert.
+            ValueError: an odd size, a group that does not divide, a NaN or an infinity; names the expert. An
+                ``activation_group`` that does not fit; names the stack.
         """
         stacks: list[torch.Tensor | None] = [None, None]
+        hidden, intermediate = w2[0].shape
+        groups = ExpertSizes(len(w13), hidden, intermediate, group_size).activation_groups(activation_group)
         packed_as = PackedAs(values, scale_dtype, zero_points=not symmetric)
         kind = (scale_dtype, effort, symmetric, values)
         parts = (("w13", w13, w13_bias, w13_importance), ("w2", w2, w2_bias, w2_importance))
@@ -105,12 +114,12 @@ class W4A8Experts(PackedModule):
                     raise ValueError(f"{name} of expert {expert}: {error}") from error
                 bias = None if biases is None else biases[expert]
                 tensors = {"codes": matrix.codes, "scales": matrix.scales, "zero_points": matrix.zero_points}
-                packed = pack_for_stack({**tensors, "bias": bias}, group_size, packed_as)
+                kept_as = replace(packed_as, activation_group=groups[name])
+                packed = pack_for_stack({**tensors, "bias": bias}, group_size, kept_as)
                 if stacks[which] is None:
                     stacks[which] = packed.new_empty(len(w13), len(packed))
                 stacks[which][expert] = packed
                 packed_one()
-        hidden, intermediate = w2[0].shape
         return cls(*stacks, hidden, intermediate, group_size, activation)
 
     def packed_shapes(self) -> dict[str, dict[str, int | str]]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
+from w4a8.core.activation_groups import PER_TOKEN, check_activation_group
 from w4a8.formats import (
     from_auto_round,
     from_awq,
@@ -42,6 +43,7 @@ class W4A8Linear(PackedLinear):
         symmetric: bool = True,
         values: str = "int4",
         importance: torch.Tensor | None = None,
+        activation_group: int | None = None,
     ) -> W4A8Linear:
         """Quantizes a layer (docs/quantization.md, "Rounding").
 
@@ -54,13 +56,17 @@ class W4A8Linear(PackedLinear):
             values: ``int4``, or ``e2m1`` for the numbers of MXFP4, with any scales; then ``symmetric``.
             importance: floating point [in_features], what the squared error of a weight counts, as the mean square of
                 its input channel; None: all alike.
+            activation_group: values of k of an input that share a scale when it is quantized to int8: 32, 64 or 128
+                that divides the group, or in_features of groups of 16; -1, all of a row. None: 32, or -1 where 32 does
+                not fit.
 
         Raises:
             ValueError: the weight has a NaN or an infinity; another argument that is not one of these.
         """
         kind = (symmetric, values)
+        check_activation_group(activation_group, group_size)
         matrix = round_weight(linear.weight, group_size, scale_dtype, effort, *kind, linear.bias, importance)
-        return cls.from_matrix(matrix, scale_dtype)
+        return cls.from_matrix(matrix, scale_dtype, activation_group=activation_group)
 
     @classmethod
     def from_compressed_tensors(
@@ -72,6 +78,7 @@ class W4A8Linear(PackedLinear):
         *,
         weight_zero_point: torch.Tensor | None = None,
         scale_dtype: torch.dtype | None = None,
+        activation_group: int | None = None,
     ) -> W4A8Linear:
         """A layer of a compressed-tensors checkpoint: int4, in groups or per channel.
 
@@ -84,6 +91,8 @@ class W4A8Linear(PackedLinear):
             weight_zero_point: int32 [ceil(N/8), K/g] (pack-quantized) or int8 [N, K/g] in [-8, 7]; None if symmetric.
             scale_dtype: float32, bfloat16 or float16, that scales are rounded to; if not given, the type of the fewest
                 bytes that holds them exactly: bfloat16, float16 or float32.
+            activation_group: as in :meth:`from_float`, but None is -1 for int-quantized: as W4A8 checkpoints are
+                stored, which say that inputs are quantized per token.
 
         Raises:
             ValueError: the tensors do not fit each other, values are outside [-8, 7], or a scale is not finite.
@@ -105,7 +114,9 @@ class W4A8Linear(PackedLinear):
         found |= {"weight_packed": weight, "weight_shape": torch.tensor([n, k])} if words else {"weight": weight}
         read = from_pack_quantized if words else from_int_quantized
         matrix = read(found, "layer", k // weight_scale.shape[1], symmetric=weight_zero_point is None)
-        return cls.from_matrix(matrix, scale_dtype)
+        if activation_group is None and not words:
+            activation_group = PER_TOKEN
+        return cls.from_matrix(matrix, scale_dtype, activation_group=activation_group)
 
     @classmethod
     def from_gptq(
@@ -117,6 +128,7 @@ class W4A8Linear(PackedLinear):
         version: int = 1,
         name: str = "layer",
         scale_dtype: torch.dtype | None = None,
+        activation_group: int | None = None,
     ) -> W4A8Linear:
         """A layer of a GPTQ checkpoint.
 
@@ -127,11 +139,13 @@ class W4A8Linear(PackedLinear):
             version: 1, or 2 for ``checkpoint_format: gptq_v2``.
             name: of the layer, for errors.
             scale_dtype: as in :meth:`from_compressed_tensors`.
+            activation_group: as in :meth:`from_float`.
 
         Raises:
             ValueError: a tensor is missing, has another dtype or shape, or values that this format does not have.
         """
-        return cls.from_matrix(from_gptq(tensors, name, group_size, symmetric, version), scale_dtype)
+        matrix = from_gptq(tensors, name, group_size, symmetric, version)
+        return cls.from_matrix(matrix, scale_dtype, activation_group=activation_group)
 
     @classmethod
     def from_awq(
@@ -142,13 +156,15 @@ class W4A8Linear(PackedLinear):
         symmetric: bool = False,
         name: str = "layer",
         scale_dtype: torch.dtype | None = None,
+        activation_group: int | None = None,
     ) -> W4A8Linear:
         """A layer of an AWQ checkpoint; ``tensors`` are ``qweight``, ``qzeros``, ``scales``, ``bias``.
 
         ``symmetric`` is ``zero_point: false``; the rest as in :meth:`from_gptq`, and see
         :func:`w4a8.formats.from_awq`.
         """
-        return cls.from_matrix(from_awq(tensors, name, group_size, symmetric), scale_dtype)
+        matrix = from_awq(tensors, name, group_size, symmetric)
+        return cls.from_matrix(matrix, scale_dtype, activation_group=activation_group)
 
     @classmethod
     def from_auto_round(
@@ -160,13 +176,20 @@ class W4A8Linear(PackedLinear):
         packing: str = "auto_round:auto_gptq",
         name: str = "layer",
         scale_dtype: torch.dtype | None = None,
+        activation_group: int | None = None,
     ) -> W4A8Linear:
         """A layer of an AutoRound checkpoint of some ``packing_format``; the rest as in :meth:`from_gptq`."""
-        return cls.from_matrix(from_auto_round(tensors, name, group_size, symmetric, packing), scale_dtype)
+        matrix = from_auto_round(tensors, name, group_size, symmetric, packing)
+        return cls.from_matrix(matrix, scale_dtype, activation_group=activation_group)
 
     @classmethod
     def from_mxfp4(
-        cls, tensors: Mapping[str, torch.Tensor], *, name: str = "layer", scale_dtype: torch.dtype | None = None
+        cls,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        name: str = "layer",
+        scale_dtype: torch.dtype | None = None,
+        activation_group: int | None = None,
     ) -> W4A8Linear:
         """A layer of MXFP4's tensors.
 
@@ -178,6 +201,7 @@ class W4A8Linear(PackedLinear):
             name: of the layer, for errors.
             scale_dtype: as in :meth:`from_compressed_tensors`; if not given, e8m0, a byte as in the file (of one group
                 in a row bfloat16).
+            activation_group: as in :meth:`from_float`.
 
         Raises:
             ValueError: a tensor is missing, has another dtype or shape, or values that this format does not have.
@@ -185,10 +209,12 @@ class W4A8Linear(PackedLinear):
         read = from_mxfp4
         if "weight_scale" in tensors:
             read = from_mxfp4_pack_quantized if "weight_packed" in tensors else from_quark_mxfp4
-        return cls.from_matrix(read(tensors, name), scale_dtype)
+        return cls.from_matrix(read(tensors, name), scale_dtype, activation_group=activation_group)
 
     @classmethod
-    def from_nvfp4(cls, tensors: Mapping[str, torch.Tensor], *, name: str = "layer") -> W4A8Linear:
+    def from_nvfp4(
+        cls, tensors: Mapping[str, torch.Tensor], *, name: str = "layer", activation_group: int | None = None
+    ) -> W4A8Linear:
         """A layer of NVFP4's tensors.
 
         Args:
@@ -196,9 +222,10 @@ class W4A8Linear(PackedLinear):
                 :func:`w4a8.formats.from_nvfp4`; or ``weight_packed``, ``weight_scale``, ``weight_global_scale``,
                 ``bias``, as compressed-tensors has: see :func:`w4a8.formats.from_nvfp4_pack_quantized`.
             name: of the layer, for errors.
+            activation_group: as in :meth:`from_float`.
 
         Raises:
             ValueError: a tensor is missing, has another dtype or shape, or values that this format does not have.
         """
         read = from_nvfp4_pack_quantized if "weight_packed" in tensors else from_nvfp4
-        return cls.from_matrix(read(tensors, name))
+        return cls.from_matrix(read(tensors, name), activation_group=activation_group)

@@ -15,6 +15,7 @@ class W8A8Linear(PackedLinear):
         return {"packed": {**super().packed_shapes()["packed"], "values": "int8"}}
 
 
-def linear_from_matrix(matrix: Matrix) -> W4A8Linear | W8A8Linear:
-    """The layer of what a reader of a format gives."""
-    return (W8A8Linear if matrix.kind == "int8" else W4A8Linear).from_matrix(matrix)
+def linear_from_matrix(matrix: Matrix, activation_group: int | None = None) -> W4A8Linear | W8A8Linear:
+    """The layer of what a reader of a format gives; ``activation_group`` as in :meth:`PackedLinear.from_matrix`."""
+    kind = W8A8Linear if matrix.kind == "int8" else W4A8Linear
+    return kind.from_matrix(matrix, activation_group=activation_group)

@@ -90,15 +90,23 @@ class PackedLinear(PackedModule):
         self.register_buffer("packed", packed)
 
     @classmethod
-    def from_matrix(cls, matrix: Matrix, scale_dtype: torch.dtype | None = None) -> PackedLinear:
+    def from_matrix(
+        cls, matrix: Matrix, scale_dtype: torch.dtype | None = None, *, activation_group: int | None = None
+    ) -> PackedLinear:
         """A layer of what a reader of a format gives (:mod:`w4a8.formats`).
 
         Args:
             matrix: of any kind.
             scale_dtype: float32, bfloat16 or float16, that scales are rounded to; if not given, the type of the fewest
                 bytes that holds them exactly (docs/formats.md).
+            activation_group: values of k of an input that share a scale when it is quantized to int8: 32, 64 or 128
+                that divides the group, or K of groups of 16; -1, all of a row. None: 32, or -1 where 32 does not fit.
+
+        Raises:
+            ValueError: an ``activation_group`` that does not fit; says what does.
         """
-        return cls(matrix.pack(scale_dtype), matrix.columns, matrix.rows, matrix.group)
+        packed = matrix.pack(scale_dtype, activation_group=activation_group)
+        return cls(packed, matrix.columns, matrix.rows, matrix.group)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x float32, bfloat16 or float16 [..., in_features] to [..., out_features] of its type."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from w4a8.core.activation_groups import check_activation_group
 from w4a8.core.matrix import GROUP_SIZES, is_group_size
 from w4a8.nn import W4A8Linear
 from w4a8.nn.grids import DEFAULT_GROUP_SIZE, most_in_features
@@ -80,6 +81,7 @@ def quantize_(
     symmetric: bool = True,
     values: str = "int4",
     calibration: Iterable[Any] | None = None,
+    activation_group: int | None = None,
     progress: bool = False,
 ) -> QuantizationReport:
     """Quantizes the weights of a model to 4 bits, in place; inputs are then quantized to int8 as they come.
@@ -115,6 +117,9 @@ def quantize_(
         calibration: inputs of the model, each a tensor, a tuple or list of arguments or a dict of named ones: the model
             runs on them, and the squared errors of weights count as the mean squares of their input channels then. An
             expert counts what is routed to it, or where nothing is what the others get. None: all channels alike.
+        activation_group: values of k of an input that share a scale when it is quantized to int8: 32, 64 or 128 that
+            divides the group, or the input size in groups of 16; -1, all of a row, which costs more quality and less
+            time. None: 32, or -1 of a matrix that 32 does not fit.
         progress: show a progress bar, if tqdm is installed.
 
     Returns:
@@ -123,12 +128,14 @@ def quantize_(
     Raises:
         ValueError: a bad argument, calibration without a batch or with effort = 0, a name or pattern in ``skip`` that
             matches no module, or the model is itself a layer to replace.
-        QuantizationError: a weight has a NaN or an infinity; names the layer.
+        QuantizationError: a weight has a NaN or an infinity, or an ``activation_group`` does not fit; names the layer.
     """
     if not is_group_size(group_size):
         raise ValueError(f"group_size is {group_size}, expected -1, {GROUP_SIZES}")
     check_rounding(scale_dtype, effort)
+    check_activation_group(activation_group, group_size)
     options = {"scale_dtype": scale_dtype, "effort": effort, "symmetric": symmetric, "values": values}
+    options["activation_group"] = activation_group
     plan = make_plan(model, group_size, Skipped(skip, default_skip), most_in_features(symmetric, values))
     if calibration is not None and effort == 0:
         raise ValueError("calibration is given, expected None for effort = 0, which searches for nothing")

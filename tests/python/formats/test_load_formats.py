@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from common import default_activation_group, exact_rows
 from format_checkpoints import (
     EIGHT_BITS,
     FORMATS,
@@ -352,8 +353,9 @@ def test_linear_of_8_bits(name, tmp_path):
         assert (bias is None) == (layer_name not in made.biases)
         expected = made.biases.get(layer_name, torch.zeros(layer.out_features))
         assert bias is None or torch.equal(bias, expected.float())
-        x = torch.randint(-127, 128, (3, layer.in_features)).float()
-        x[:, 0], x[:, 1] = -128, 127  # int8 as they are: nothing is rounded but sums of floats
+        activation_group = default_activation_group(32, layer.in_features)
+        assert w4a8.read_header(layer.packed)["activation_group"] == activation_group
+        x = exact_rows(3, layer.in_features, activation_group)  # nothing is rounded but sums of floats
         exact = x.double() @ weight.T + expected.double()
         allowed = 1e-5 * (x.double().abs() @ weight.abs().T)
         assert ((layer(x).double() - exact).abs() <= allowed + 1e-6 * exact.abs()).all()
@@ -385,9 +387,10 @@ def test_from_tensors(name, group):
     layer = from_tensors(name, made, group)
     found, bias = meaning(layer.packed)
     assert torch.equal(found, form.dequantized(made)) and torch.equal(bias, made["bias"])
-    # Integers from -128 to 127 are their own quantization, so that nothing is rounded but the sums.
-    x = torch.randint(-128, 128, (3, 96)).float()
-    x[:, 0], x[:, 1] = -128, 127
+    # Of tensors alone, int-quantized ones are taken for W4A8's.
+    activation_group = -1 if " int" in name else 32
+    assert w4a8.read_header(layer.packed)["activation_group"] == activation_group
+    x = exact_rows(3, 96, activation_group)
     exact = x.double() @ found.T + bias.double()
     # A few roundings to float32 for each of at most 3 groups, of a product, a sum and the bias.
     terms = x.double().abs() @ found.abs().T + 128 * found.abs().sum(1) + bias.double().abs()

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from common import default_activation_group, exact_rows
 from format_checkpoints import LAYER, Checkpoint, damages, model_config
 from format_writers import dequantized_nvfp4, write_nvfp4
 from test_load_formats import assert_meant, assert_read, meaning
@@ -102,9 +103,10 @@ def test_ranks(kind, tmp_path):
 
 
 def check_layer(layer, weight, bias):
-    """Integers from -128 to 127 are their own quantization, so that nothing is rounded but products and sums."""
-    x = torch.randint(-128, 128, (3, layer.in_features)).float()
-    x[:, 0], x[:, 1] = -128, 127
+    """With integers that are their own quantization."""
+    activation_group = default_activation_group(16, layer.in_features)
+    assert w4a8.read_header(layer.packed)["activation_group"] == activation_group
+    x = exact_rows(3, layer.in_features, activation_group)
     exact = x.double() @ weight.T + bias
     terms = x.double().abs() @ weight.abs().T + 128 * weight.abs().sum(1) + bias.abs()
     roundings = 4 * (layer.in_features // 16) + 8

@@ -108,7 +108,8 @@ def test_the_same_logits_of_8_bits(folder, tmp_path):
     config, stated, _ = read_config(tmp_path / "packed")
     found, directory = as_tensors(tmp_path / "packed"), read_directory(tmp_path / "packed", stated)
     groups = {group["weights"]["num_bits"]: group for group in found["config_groups"].values()}
-    assert set(groups) == {4, 8} and groups[8]["input_activations"] is None and groups[4]["input_activations"]
+    # Activations are in groups, as by default for weight-only checkpoints.
+    assert set(groups) == {4, 8} and groups[8]["input_activations"] is groups[4]["input_activations"] is None
     assert not groups[8]["weights"]["symmetric"]
     experts = rf"re:{re.escape('model.layers.0.mlp.experts')}[.]"
     assert (experts in groups[8]["targets"]) == (folder == "gptq_experts")
@@ -280,3 +281,14 @@ def test_damaged_tensors(tmp_path):
         as_tensors(directory)
     with pytest.raises(ValueError, match=rf"{key}: "):
         list(unpacked(tensors.items(), True))
+
+
+@pytest.mark.parametrize(("asked", "bits"), [(-1, 8), (None, None)])
+def test_inputs_that_are_stated(asked, bits, tmp_path):
+    """int8 per token if the matrices were packed for that."""
+    source = Path(__file__).parents[2] / "tool_written" / "auto_round_mixed"
+    config = W4A8Config(activation_group=asked)
+    AutoModelForCausalLM.from_pretrained(source, quantization_config=config).save_pretrained(tmp_path / "packed")
+    schemes = {s["weights"]["num_bits"]: s for s in as_tensors(tmp_path / "packed")["config_groups"].values()}
+    assert (schemes[4]["input_activations"] or {}).get("num_bits") == bits
+    assert schemes[8]["input_activations"] is None

@@ -9,7 +9,7 @@ import format_writers
 import numpy as np
 import pytest
 import torch
-from common import assert_same_bits
+from common import assert_same_bits, default_activation_group, stated_activation_group
 from test_quantize_transformers import make_model
 
 import w4a8
@@ -43,8 +43,8 @@ class Codes:
         self.scales = (torch.rand(rows, groups) / 40 + 0.01).to(scale_dtype)
         self.exponents = torch.randint(118, 123, (rows, groups)).numpy()  # of MXFP4
 
-    def packed(self, bias, values="int4"):
-        """uint8 [bytes], by the operator."""
+    def packed(self, bias, values="int4", activation_group=None):
+        """uint8 [bytes], by the operator; for activations as by default, if nothing is asked for."""
         rows, columns = self.codes.shape
         nibbles = torch.from_numpy(self.codes[:, ::2] | self.codes[:, 1::2] << 4)
         zeros = None if self.zeros is None else torch.from_numpy(self.zeros)
@@ -54,9 +54,9 @@ class Codes:
             scales = torch.from_numpy(2.0 ** (self.exponents - 127) if one else self.exponents.astype(np.uint8))
             scales = scales.bfloat16() if one else scales
         group = columns // scales.shape[1]
-        return w4a8.dyn_quant_pack_4bit_weight(
-            nibbles, scales, bias, group, columns, rows, zero_points=zeros, values=values
-        )
+        size = default_activation_group(group, columns) if activation_group is None else activation_group
+        more = {"zero_points": zeros, "values": values, "activation_group": size}
+        return w4a8.dyn_quant_pack_4bit_weight(nibbles, scales, bias, group, columns, rows, **more)
 
 
 def joined(*matrices):
@@ -93,6 +93,7 @@ def write_per_expert(
 ):
     """A checkpoint of random codes and zero points in a format; the model with them."""
     model, tensors = skeleton(directory, name, group_size=group, skip=skip), {}
+    activations = {"activation_group": stated_activation_group(quantization)}
 
     def add(key, rows, columns, bias=None):
         matrix = Codes(rows, columns, columns if group == -1 else group, scale_dtype, True, least_zero)
@@ -106,15 +107,15 @@ def write_per_expert(
         if isinstance(module, W4A8Linear):
             header = w4a8.read_header(module.packed)
             bias = torch.randn(header["n"]).bfloat16() if header["has_bias"] else None
-            module.packed = add(key, header["n"], header["k"], bias).packed(bias)
+            module.packed = add(key, header["n"], header["k"], bias).packed(bias, **activations)
         elif isinstance(module, W4A8Experts):
             w13, w2 = [], []
             for expert in range(module.num_experts):
                 sizes = [(module.intermediate_size, module.hidden_size)] * 2
                 sizes.append(sizes[0][::-1])
                 gate, up, down = (add(f"{key}.{expert}.{p}", *size) for p, size in zip(PROJECTIONS, sizes))
-                w13.append(joined(gate, up).packed(None))
-                w2.append(down.packed(None))
+                w13.append(joined(gate, up).packed(None, **activations))
+                w2.append(down.packed(None, **activations))
             module.w13_packed, module.w2_packed = torch.stack(w13), torch.stack(w2)
     save(directory / "theirs", model, tensors, quantization)
     return model

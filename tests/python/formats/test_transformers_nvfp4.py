@@ -6,6 +6,7 @@ import format_writers
 import numpy as np
 import pytest
 import torch
+from common import default_activation_group
 from test_nvfp4 import ARGS
 
 import w4a8
@@ -62,7 +63,8 @@ def packed(*matrices, bias=None):
     scales = torch.cat([torch.from_numpy(matrix.scales).to(torch.uint8) for matrix in matrices])
     n, k = len(nibbles), 2 * nibbles.shape[1]
     channels = torch.cat([matrix.channel_scales() for matrix in matrices])
-    return w4a8.dyn_quant_pack_4bit_weight(nibbles, scales, bias, 16, k, n, values="e2m1", channel_scales=channels)
+    more = {"values": "e2m1", "channel_scales": channels, "activation_group": default_activation_group(16, k)}
+    return w4a8.dyn_quant_pack_4bit_weight(nibbles, scales, bias, 16, k, n, **more)
 
 
 def write(directory, name, kind, skip=DEFAULT_SKIP, **changes):

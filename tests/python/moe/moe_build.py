@@ -45,7 +45,7 @@ def random_stack(experts, rows, columns, group_size, bias=False, dtype=torch.bfl
     return Stack(values, scales.to(scale_dtype), torch.randn(experts, rows).to(dtype) * 0.3 if bias else None)
 
 
-def op_pack(stack, group_size):
+def op_pack(stack, group_size, **options):
     """The pack op called by hand, one expert at a time: uint8 [E, bytes]."""
     packed = []
     for expert in range(len(stack.values)):
@@ -55,7 +55,8 @@ def op_pack(stack, group_size):
         rows, columns = values.shape
         block = columns if group_size == -1 else group_size
         bias = None if bias is None else bias.float()
-        packed.append(torch.ops.w4a8.dyn_quant_pack_4bit_weight(nibbles, scales, bias, block, columns, rows))
+        pack = torch.ops.w4a8.dyn_quant_pack_4bit_weight
+        packed.append(pack(nibbles, scales, bias, block, columns, rows, **options))
     return torch.stack(packed)
 
 

@@ -30,9 +30,9 @@ def add_linear(checkpoint, name, n, k, group_size, bias=False):
     return values, scales, bias
 
 
-def packed(values, scales, bias, group):
+def packed(values, scales, bias, group, **more):
     n, k = values.shape
-    return w4a8.dyn_quant_pack_4bit_weight(to_nibbles(values), scales, bias, k if group == -1 else group, k, n)
+    return w4a8.dyn_quant_pack_4bit_weight(to_nibbles(values), scales, bias, k if group == -1 else group, k, n, **more)
 
 
 @pytest.mark.parametrize("files", [1, 3])
@@ -138,7 +138,7 @@ def test_weight_only_on_demand(checkpoint):
     query = add_linear(checkpoint, Q, 64, 128, 32)
     checkpoint.group["input_activations"] = None
     layers = load_linear(checkpoint.write(), quantize_w4a16=True)
-    assert torch.equal(layers[Q].packed, packed(*query, 32))
+    assert torch.equal(layers[Q].packed, packed(*query, 32, activation_group=32))
 
 
 def test_the_real_package(tmp_path):

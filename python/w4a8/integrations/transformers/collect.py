@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, WeightConverter
 
+from w4a8.core.activation_groups import check_activation_group
 from w4a8.integrations.transformers.config import W4A8Config
 from w4a8.integrations.transformers.memory import Pages
 from w4a8.quantization import QuantizationError, QuantizationReport
@@ -45,7 +46,11 @@ class Collector:
             model: on the meta device.
             config: the options.
             files: which the weights are mapped from.
+
+        Raises:
+            ValueError: an ``activation_group`` that does not divide the group size.
         """
+        check_activation_group(config.activation_group, config.group_size)
         self.config = config
         self.files = files
         self.error: QuantizationError | None = None

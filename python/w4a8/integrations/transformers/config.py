@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from w4a8.core.activation_groups import check_activation_group
 from w4a8.core.matrix import GROUP_SIZES, is_group_size
 from w4a8.formats.packed_directory import FORMAT, METHOD, VERSION
 from w4a8.nn.grids import DEFAULT_GROUP_SIZE, most_in_features
@@ -32,6 +33,7 @@ class W4A8Config(QuantizationConfigMixin):
         effort: int = DEFAULT_EFFORT,
         symmetric: bool = True,
         values: str = "int4",
+        activation_group: int | None = None,
         **saved: Any,
     ) -> None:
         """Takes the options.
@@ -44,6 +46,9 @@ class W4A8Config(QuantizationConfigMixin):
             effort: 0 to 2: how long scales, and zero points, are searched for.
             symmetric: False: int4 values with a zero point for each group.
             values: ``int4``, or ``e2m1`` for the numbers of MXFP4; then ``symmetric``.
+            activation_group: values of k of an input that share a scale when it is quantized to int8: 32, 64 or 128;
+                -1, all of a row. None: what the checkpoint says, and 32 (-1 where that does not fit) if it says
+                nothing. Of a packed directory the packed tensors say it.
             **saved: what a config.json has besides: quant_method, format, version.
 
         Raises:
@@ -72,6 +77,9 @@ class W4A8Config(QuantizationConfigMixin):
             raise TypeError(f"symmetric is {symmetric!r}, expected True or False")
         self.symmetric, self.values = symmetric, values
         most_in_features(symmetric, values)  # refuses what is none
+        # Of a checkpoint that others have quantized, group_size says nothing: matrix by matrix then.
+        check_activation_group(activation_group)
+        self.activation_group = activation_group
         self.format = self._check_saved(dict(saved))
         self.source: dict[str, Any] | None = None
 
@@ -110,6 +118,7 @@ class W4A8Config(QuantizationConfigMixin):
             "effort": self.effort,
             "symmetric": self.symmetric,
             "values": self.values,
+            "activation_group": self.activation_group,
         }
 
     def to_dict(self) -> dict[str, Any]:
@@ -125,4 +134,5 @@ class W4A8Config(QuantizationConfigMixin):
             "effort": self.effort,
             "symmetric": self.symmetric,
             "values": self.values,
+            "activation_group": self.activation_group,
         }

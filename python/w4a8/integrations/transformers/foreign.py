@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 
+from w4a8.core.activation_groups import resolve_activation_group
 from w4a8.core.matrix import Matrix
 from w4a8.core.stack import MatrixStack
 from w4a8.formats import METHODS, NotOurs, Rules, Stored, method_of, rules_of, stored_as
 from w4a8.formats.parts import QUANTIZED_SUFFIXES
+from w4a8.formats.stored import wanted_by_all
 from w4a8.integrations.transformers.memory import Pages
 from w4a8.integrations.transformers.names import Names, slices
 from w4a8.nn import W4A8Experts, linear_from_matrix
@@ -66,13 +68,20 @@ class _Module:
 class Foreign:
     """The quantized modules of a model. transformers loads all others, and sees nothing of these."""
 
-    def __init__(self, model: torch.nn.Module, source: Mapping[str, Any], files: Sequence[str]) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        source: Mapping[str, Any],
+        files: Sequence[str],
+        activation_group: int | None = None,
+    ) -> None:
         """Finds the modules, and takes them out of the model until ``finish``.
 
         Args:
             model: on the meta device.
             source: the quantization_config of the checkpoint.
             files: safetensors.
+            activation_group: as :class:`W4A8Config` has it.
 
         Raises:
             ValueError: the method cannot be run, or a quantized tensor belongs to nothing in the model.
@@ -80,6 +89,7 @@ class Foreign:
         self.rules = checked_rules(source)
         self.stacked = method_of(source) == "mxfp4"
         self.files = files
+        self.activation_group = activation_group
         self.tensors: dict[str, dict[str, Any]] = {}  # by name of the matrix, then the last part of the tensor's
         with torch.device("cpu"):  # transformers builds models with the meta device as default
             for key, part in slices(files):
@@ -149,7 +159,9 @@ class Foreign:
         old, pages = module.old, Pages(self.files)
         if type(old) is torch.nn.Linear:
             shape = (old.out_features, old.in_features)
-            return linear_from_matrix(self._matrix(module.matrices["weight"][0][0], shape, old.bias is not None, pages))
+            name = module.matrices["weight"][0][0]
+            matrix = self._matrix(name, shape, old.bias is not None, pages)
+            return linear_from_matrix(matrix, self._wanted(module))
         experts = fused_experts(old)
         if experts is None:
             raise ValueError(f"quantized {sorted(module.matrices)} of a {type(old).__name__}, which is not supported")
@@ -161,15 +173,16 @@ class Foreign:
             raise ValueError(f"matrices of {given} in the files, expected {expected}")
         count, hidden, intermediate = experts.sizes
         biased = experts.w13_bias is not None
-        w13, group13 = self._stack(module.matrices["gate_up_proj"], (count, 2 * intermediate, hidden), biased, pages)
-        w2, group2 = self._stack(module.matrices["down_proj"], (count, hidden, intermediate), biased, pages)
+        how = (biased, self._wanted(module), pages)
+        w13, group13 = self._stack(module.matrices["gate_up_proj"], (count, 2 * intermediate, hidden), *how)
+        w2, group2 = self._stack(module.matrices["down_proj"], (count, hidden, intermediate), *how)
         group = -1 if (group13, group2) == (hidden, intermediate) else group13
         if group != -1 and group2 != group:
             raise ValueError(f"groups of {group13} and {group2}, but all matrices of a layer must have the same")
         return W4A8Experts(w13, w2, hidden, intermediate, group, experts.activation)
 
     def _stack(
-        self, sources: list[list[str]], shape: tuple[int, int, int], biased: bool, pages: Pages
+        self, sources: list[list[str]], shape: tuple[int, int, int], biased: bool, asked: int | None, pages: Pages
     ) -> tuple[torch.Tensor, int]:
         """The packed experts, each with the rows of all sources, and their group size.
 
@@ -177,6 +190,7 @@ class Foreign:
             sources: names by expert, or one for all of a stack.
             shape: E, N, K.
             biased: the model has biases there.
+            asked: the activation group (:func:`resolve_activation_group`).
             pages: to let go of.
         """
         count, rows, columns = shape
@@ -188,7 +202,8 @@ class Foreign:
                 if stack is None:
                     group = matrix.group
                     bias = None if matrix.bias is None else matrix.bias.dtype
-                    stack = MatrixStack(count, rows, columns, group, bias)
+                    activations = resolve_activation_group(asked, group, columns)
+                    stack = MatrixStack(count, rows, columns, group, bias, activation_group=activations)
                 if matrix.group != group:
                     raise ValueError(f"{name} has groups of {matrix.group}, the first expert of {group}")
                 stack.put(expert, row, matrix)
@@ -216,6 +231,18 @@ class Foreign:
         for half in (0, 1):  # gate and up rows alternate
             yield name, half * (rows // 2), matrix.with_rows(slice(half, None, 2))
 
+    def _wanted(self, module: _Module) -> int | None:
+        """The activation group to be asked for."""
+        names = (name for lists in module.matrices.values() for names in lists for name in names)
+        return wanted_by_all((self._stored(name) for name in names), self.activation_group)
+
+    def _stored(self, name: str) -> Stored:
+        parts = self.tensors[name]
+        stored = stored_as(self.rules, name, parts, partial(_is_int8, parts))
+        if isinstance(stored, NotOurs):
+            raise ValueError(stored.reason)
+        return stored
+
     def _matrix(
         self, name: str, shape: tuple[int, int], biased: bool, pages: Pages, expert: int | None = None
     ) -> Matrix:
@@ -225,10 +252,7 @@ class Foreign:
             tensors = {suffix: part[...] for suffix, part in parts.items()}
         else:
             tensors = {suffix: part[expert : expert + 1][0] for suffix, part in parts.items()}
-        stored = stored_as(self.rules, name, tensors, partial(_is_int8, parts))
-        if isinstance(stored, NotOurs):
-            raise ValueError(stored.reason)
-        matrix = stored.read(tensors, name)
+        matrix = self._stored(name).read(tensors, name)
         if (matrix.rows, matrix.columns) != shape:
             raise ValueError(f"{name} is [{matrix.rows}, {matrix.columns}], expected {list(shape)}")
         # Whatever the matrix has of the tensors is a view; it comes from the file again.

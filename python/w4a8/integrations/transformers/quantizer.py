@@ -77,7 +77,7 @@ class W4A8HfQuantizer(HfQuantizer):
             # A method that transformers does not know (modelopt) is none to it, as one in a file of its own.
             source = config_in(Path(files[0]).parent)
         if source is not None:
-            self._foreign = Foreign(model, source, files)
+            self._foreign = Foreign(model, source, files, self.quantization_config.activation_group)
         elif self.pre_quantized:
             build_packed(model, files)
         else:

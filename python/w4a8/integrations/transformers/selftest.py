@@ -106,14 +106,15 @@ def experts_problems() -> list[str]:
     if problem is not None:
         return [f"a layer of experts is not recognized: {problem}"]
     generator = torch.Generator().manual_seed(1)
-    x = torch.randint(-128, 128, (5, HIDDEN), generator=generator).float() / 128
-    x[:, 0], x[:, 1] = -1.0, 127 / 128  # a range of 255 steps, so that rounding to int8 loses nothing
+    x = torch.randint(-127, 128, (5, HIDDEN), generator=generator).float() / 128
+    x[:, ::32] = 127 / 128  # the largest of every activation group, so that rounding to int8 loses nothing
     ids = torch.tensor([[0, 2], [1, 0], [2, 1], [0, 1], [1, 2]])
     weights = torch.rand(5, 2, generator=generator)
     want, got = layer(x, ids, weights), fused_experts(layer).quantize(32, lambda: None)(x, ids, weights)
-    # What is between the two matrices has 255 steps over its range, and half a step off for each value.
-    hidden = torch.nn.functional.linear(x, layer.gate_up_proj.flatten(0, 1)).abs().amax()
-    bound = 0.51 * 2 * hidden**2 / 255 * layer.down_proj.abs().sum(2).amax() * weights.sum(1, keepdim=True)
+    # What is between the two matrices is rounded to 127 steps, or as many over a range of both signs: half a step off.
+    gate, up = (x @ layer.gate_up_proj.mT).chunk(2, -1)
+    most = (layer.act_fn(gate) * up).abs().amax()
+    bound = 0.51 * most / 127 * layer.down_proj.abs().sum(2).amax() * weights.sum(1, keepdim=True)
     return [] if ((got - want).abs() <= bound).all() else ["a layer of experts gives other sums than its replacement"]
 
 

@@ -6,6 +6,7 @@ The classes of this and its sibling modules are at module level because vLLM pic
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from compressed_tensors.utils import is_match
@@ -41,7 +42,7 @@ class W4A8CompressedTensorsConfig(KeepsKVCache, CompressedTensorsConfig):
             if method is not None:
                 self._refuse_rotated(projections(layer, prefix))
                 return method
-        if isinstance(layer, ParallelLMHead) and self._stored(self.get_scheme_dict(layer, prefix)) is not None:
+        if isinstance(layer, ParallelLMHead) and self._stored(self.get_scheme_dict(layer, prefix), prefix) is not None:
             self._refuse_rotated([prefix])
         return super().get_quant_method(layer, prefix)
 
@@ -61,13 +62,13 @@ class W4A8CompressedTensorsConfig(KeepsKVCache, CompressedTensorsConfig):
     def get_scheme(self, layer: torch.nn.Module, layer_name: str | None = None):
         """The scheme of a linear layer, or None (upstream's contract)."""
         if isinstance(layer, (LinearBase, ParallelLMHead)):
-            stored = self._stored(self.get_scheme_dict(layer, layer_name))
+            stored = self._stored(self.get_scheme_dict(layer, layer_name), layer_name)
             if stored is not None:
                 return W4A8LinearScheme(stored, layer_name)
         return super().get_scheme(layer, layer_name)
 
-    def _stored(self, found: dict | None) -> Stored | None:
-        """How weights of a scheme are stored, if they are to be run here."""
+    def _stored(self, found: dict | None, name: str | None) -> Stored | None:
+        """How weights of a scheme, of the layer of a name, are stored, if they are to be run here."""
         if found is None or found.get("output_activations") is not None:
             return None
         weights, inputs = found.get("weights"), found.get("input_activations")
@@ -75,9 +76,10 @@ class W4A8CompressedTensorsConfig(KeepsKVCache, CompressedTensorsConfig):
         if not (is_w4a8(weights, inputs) or (weight_only and runs_w4a16())):
             return None
         stored = stored_in(weights, found.get("format") or self.quant_format)
-        if stored is not None and weight_only:
-            say_int8("compressed-tensors")
-        return stored
+        if stored is None or not weight_only:
+            return stored
+        say_int8("compressed-tensors")
+        return replace(stored, weight_only="input_activations is not int8")
 
     def _experts_method(self, layer: RoutedExperts, prefix: str) -> W4A8MoEMethod | None:
         """The method of a layer of experts if it is one to take over, else None."""
@@ -86,4 +88,4 @@ class W4A8CompressedTensorsConfig(KeepsKVCache, CompressedTensorsConfig):
         schemes = [self.get_scheme_dict(layer, f"{prefix}.0.{name}") for name in names if name is not None]
         if any(other != schemes[0] for other in schemes):
             return None  # not alike: upstream's to handle
-        return experts_method(self._stored(schemes[0]), layer, prefix)
+        return experts_method(self._stored(schemes[0], prefix), layer, prefix)

@@ -28,7 +28,7 @@ class W4A8AWQConfig(TakesEveryDtype, AutoAWQConfig):
         if not runs_w4a16() or version != "gemm" or self.weight_bits != 4 or not is_group_size(self.group_size):
             return None
         say_int8("AWQ")
-        return Stored("awq", self.group_size, not self.zero_point)
+        return Stored("awq", self.group_size, not self.zero_point, weight_only="quant_method is 'awq'")
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str):
         """The method of a layer, or None (upstream's contract)."""

@@ -21,7 +21,8 @@ class W4A8GptOssConfig(TakesEveryDtype, GptOssMxfp4Config):
     def get_quant_method(self, layer: torch.nn.Module, prefix: str):
         """The method of a layer, or None (upstream's contract)."""
         if isinstance(layer, RoutedExperts) and runs_w4a16():
-            method = experts_method(Stored("mxfp4", BLOCK, True), layer, prefix)
+            stored = Stored("mxfp4", BLOCK, True, weight_only="quant_method is 'mxfp4'")
+            method = experts_method(stored, layer, prefix)
             if method is not None:
                 say_int8("MXFP4")
                 return method

@@ -57,7 +57,8 @@ class W4A8GPTQConfig(TakesEveryDtype, ChecksActivationOrder, AutoGPTQConfig):
         if self.desc_act and self.group_size != -1:
             raise ValueError("w4a8: GPTQ with activation order (desc_act) and groups is not supported")
         say_int8("GPTQ")
-        return Stored("gptq", self.group_size, bool(self.is_sym), version, bits=self.weight_bits)
+        how = {"bits": self.weight_bits, "weight_only": "quant_method is 'gptq'"}
+        return Stored("gptq", self.group_size, bool(self.is_sym), version, **how)
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str):
         """The method of a layer, or None (upstream's contract)."""

@@ -31,15 +31,24 @@ class W4A8INCConfig(TakesEveryDtype, ChecksActivationOrder, INCConfig):
 
     Attributes:
         w4a8_version: of GPTQ's packing: 2 stores zero points as they are.
+        w4a8_weight_only: as in :class:`Stored`, of integers.
         w4a8_nvfp4: floats are NVFP4's, which upstream takes for MXFP4's, the only ones that it knows.
     """
 
     w4a8_version = 1
     w4a8_nvfp4 = False
+    w4a8_weight_only: str | None = None
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> INCConfig:
-        """As upstream's, which does not know all names of the two packings, and no NVFP4."""
+        """As upstream's, which does not know all names of the two packings, no NVFP4, and nothing of inputs."""
+        made, bits = cls._known(config), config.get("act_bits", 16)
+        made.w4a8_weight_only = None if bits == 8 else f"act_bits is {bits}"
+        return made
+
+    @classmethod
+    def _known(cls, config: dict[str, Any]) -> INCConfig:
+        """Upstream's, of what it knows."""
         if runs_w4a16() and str(config.get("data_type")).startswith("nv_fp") and config.get("bits") == 4:
             made = super().from_config({**config, "data_type": "mx_fp", "group_size": BLOCK})
             made.w4a8_nvfp4, made.group_size = True, config["group_size"]
@@ -87,16 +96,18 @@ class W4A8INCConfig(TakesEveryDtype, ChecksActivationOrder, INCConfig):
             if found.group_size != block:
                 return None
             say_int8("AutoRound")
-            return Stored(f"{'nv' if self.w4a8_nvfp4 else 'mx'}fp4-pack-quantized", block, True)
+            form = f"{'nv' if self.w4a8_nvfp4 else 'mx'}fp4-pack-quantized"
+            return Stored(form, block, True, weight_only="data_type is of floats")
         if not found.quantized or found.data_type != "int" or not is_group_size(found.group_size):
             return None
         if not (found.is_gptq and found.bits in (4, 8)) and not (found.is_awq and found.bits == 4):
             return None
-        say_int8("AutoRound")
-        symmetric = bool(found.sym)
+        if self.w4a8_weight_only is not None:
+            say_int8("AutoRound")
+        symmetric, inputs = bool(found.sym), {"weight_only": self.w4a8_weight_only}
         if found.is_gptq:
-            return Stored("gptq", found.group_size, symmetric, self.w4a8_version, bits=found.bits)
-        return Stored("awq", found.group_size, symmetric)
+            return Stored("gptq", found.group_size, symmetric, self.w4a8_version, bits=found.bits, **inputs)
+        return Stored("awq", found.group_size, symmetric, **inputs)
 
     def _experts_method(self, layer: RoutedExperts, prefix: str):
         # Upstream's rules for experts want a layer class that is no longer called so; names of matrices need none.

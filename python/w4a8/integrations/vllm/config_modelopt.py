@@ -44,7 +44,7 @@ class _NVFP4Layers(TakesEveryDtype, KeepsKVCache):
         algorithm, group = self._algorithm(prefix)
         if algorithm not in _NVFP4 or group != BLOCK:
             return None
-        stored = Stored("modelopt-nvfp4", BLOCK, True)
+        stored = Stored("modelopt-nvfp4", BLOCK, True, weight_only=f"quant_algo is {algorithm!r}")
         method = (
             experts_method(stored, layer, prefix)
             if isinstance(layer, RoutedExperts)

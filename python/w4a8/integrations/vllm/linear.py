@@ -23,6 +23,7 @@ from vllm.model_executor.parameter import (
     PerTensorScaleParameter,
 )
 
+from w4a8.core.activation_groups import resolve_activation_group
 from w4a8.core.experts import unsupported_width
 from w4a8.core.matrix import Matrix
 from w4a8.core.memory import fresh_bytes
@@ -34,6 +35,7 @@ from w4a8.formats.parts import Part
 from w4a8.integrations.vllm.loading import fill_dummy, is_dummy_load
 from w4a8.integrations.vllm.log import logger
 from w4a8.integrations.vllm.scheme import describe, ignored_in, parts_of
+from w4a8.integrations.vllm.settings import activation_group
 from w4a8.ops import dyn_quant_matmul_4bit
 
 
@@ -103,7 +105,8 @@ class LinearWeights:
         """Registers the tensors of the format for this rank's part, as vLLM's loaders cut them; scales as float32.
 
         Raises:
-            ValueError: features of this rank that are not whole groups or words, or that the operators do not have.
+            ValueError: features of this rank that are not whole groups or words, or that the operators do not have; an
+                activation group that does not fit.
         """
         layer.w4a8_weights = self
         self.n, self.k = sum(output_partition_sizes), input_size_per_partition
@@ -120,6 +123,11 @@ class LinearWeights:
         problem = unsupported_width("input features per rank", self.k, group)
         if problem is not None:
             raise ValueError(f"w4a8: {self.layer_name}: kernel does not support {problem}")
+        try:
+            asked = self.stored.wanted_activation_group(activation_group())
+            self.activation_group = resolve_activation_group(asked, group, self.k)
+        except ValueError as error:
+            raise ValueError(f"w4a8: {self.layer_name}: {error}") from None
         self.rows, self.sizes = sum(sizes), sizes
         for part in self.parts:
             try:
@@ -275,7 +283,8 @@ class LinearWeights:
     def _pack(self, matrix: Matrix) -> torch.Tensor:
         """uint8 [bytes]; the second time in the place, and so the form, of the first."""
         group = self.stored.group_size
-        stack = MatrixStack(1, self.n, self.k, group, packed_as=self.packed_as, values=matrix.kind)
+        how = {"values": matrix.kind, "activation_group": self.activation_group}
+        stack = MatrixStack(1, self.n, self.k, group, packed_as=self.packed_as, **how)
         if self.n > self.rows:  # the vocabulary is padded
             stack.put(0, self.rows, matrix.zeros(self.n - self.rows))
         stack.put(0, 0, matrix)

@@ -14,7 +14,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 
 from w4a8.core.weight_utils import replace_parameter
 from w4a8.integrations.vllm.log import logger
-from w4a8.integrations.vllm.settings import LM_HEAD_SWITCH, lm_head_bits
+from w4a8.integrations.vllm.settings import LM_HEAD_SWITCH, activation_group, lm_head_bits
 from w4a8.nn.rounding import round_to_8_bits, round_weight
 from w4a8.ops import dyn_quant_matmul_4bit
 
@@ -59,7 +59,7 @@ def lm_head_method(layer: torch.nn.Module, method: Any) -> Any:
 class W4A8LMHeadMethod(UnquantizedEmbeddingMethod):
     """Loads the weight as vLLM does, and multiplies by integers.
 
-    int4 in groups of 32, or int8 with one scale a row.
+    int4 in groups of 32, or int8 with one scale a row; inputs as for weights that were made for float ones.
     """
 
     tied = False  # to the embedding's weight
@@ -79,7 +79,11 @@ class W4A8LMHeadMethod(UnquantizedEmbeddingMethod):
             matrix = round_weight(weight.data, GROUP, torch.bfloat16)
             groups = f"in groups of {GROUP}"
         self.group = matrix.group
-        replace_parameter(layer, "weight_rounded", matrix.pack())
+        try:
+            packed = matrix.pack(activation_group=activation_group())
+        except ValueError as error:
+            raise ValueError(f"w4a8: the output layer: {error}") from None
+        replace_parameter(layer, "weight_rounded", packed)
         if not self.tied:
             del layer.weight
         logger().info_once("w4a8: the output layer is int%d %s (%s)", self.bits, groups, LM_HEAD_SWITCH)

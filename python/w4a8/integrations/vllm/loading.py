@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -107,6 +108,7 @@ class ExpertsLoader:
         tp_rank: int,
         tp_size: int,
         w13_interleaved: bool,
+        activation_groups: Mapping[str, int] | None = None,
     ) -> None:
         """A loader for one layer.
 
@@ -117,6 +119,7 @@ class ExpertsLoader:
             bias_dtype: of the model; None if there are no biases.
             tp_rank, tp_size: of the experts: 0 and 1 under expert parallelism.
             w13_interleaved: rows of a w13 that comes in one piece alternate gate and up.
+            activation_groups: as :class:`ExpertPacker` takes them.
 
         Raises:
             ValueError: groups that do not fit this rank's part of an expert.
@@ -138,6 +141,7 @@ class ExpertsLoader:
             values=dict.fromkeys(stacks, stored.values),
             zero_points=() if stored.symmetric else stacks,
             channel_scales=stacks if stored.channel_scales else (),
+            activation_groups=activation_groups,
         )
         self.packer = self._new_packer()
 

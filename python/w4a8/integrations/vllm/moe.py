@@ -19,6 +19,7 @@ from w4a8.integrations.vllm.loading import ExpertsLoader, is_dummy_load, load_ex
 from w4a8.integrations.vllm.log import logger
 from w4a8.integrations.vllm.routing import select
 from w4a8.integrations.vllm.scheme import describe, ignored_in, parts_of
+from w4a8.integrations.vllm.settings import activation_group
 
 # Of the clamped SwiGLU: limit, slope of the sigmoid, what is added to the up half.
 _SWIGLU = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702, "swiglu_beta": 1.0}
@@ -69,7 +70,7 @@ def expert_sizes(moe: Any, group: int) -> ExpertSizes:
 
 
 class W4A8MoEMethod(FusedMoEMethodBase):
-    """4-bit or 8-bit experts with activations quantized to int8 per token.
+    """4-bit or 8-bit experts with activations quantized to int8, per token or in groups.
 
     It routes by itself, because vLLM's router for CPUs does not know every combination that models ask for; only
     layers that select experts by token id are routed by vLLM.
@@ -110,12 +111,20 @@ class W4A8MoEMethod(FusedMoEMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        """Registers the parameters that vLLM's loader finds tensors by, and the packed ones, empty."""
+        """Registers the parameters that vLLM's loader finds tensors by, and the packed ones, empty.
+
+        Raises:
+            ValueError: an activation group that does not fit this rank's part of an expert.
+        """
         parallel = self.moe.moe_parallel_config
         bias_dtype = params_dtype if self.moe.has_bias else None
         self.sizes = replace(
             self.sizes, experts=num_experts, hidden=hidden_size, intermediate=intermediate_size_per_partition
         )
+        try:
+            groups = self.sizes.activation_groups(self.stored.wanted_activation_group(activation_group()))
+        except ValueError as error:
+            raise ValueError(f"w4a8: {self.layer_name}: {error}") from None
         # vLLM itself cuts the stacks of all experts that it hands over.
         cut = self.stored.format == "mxfp4"
         layer.w4a8_loader = ExpertsLoader(
@@ -126,6 +135,7 @@ class W4A8MoEMethod(FusedMoEMethodBase):
             tp_rank=0 if cut else parallel.tp_rank,
             tp_size=1 if cut else parallel.tp_size,
             w13_interleaved=self.activation == MoEActivation.SWIGLUOAI,
+            activation_groups=groups,
         )
         self._raw: list[str] = []
         for stack, rows, columns in self.sizes.stacks:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from w4a8.core.activation_groups import PER_TOKEN
 from w4a8.core.matrix import Matrix, Matrix4, codes_in_a_byte, middle_codes, pack_codes, unpack_codes
 from w4a8.core.matrix8 import Matrix8
 from w4a8.core.nibbles import pairs
@@ -133,12 +134,14 @@ def compressed_tensors_config(directory: PackedDirectory, model_type: str | None
 
     What such a checkpoint cannot have (:func:`only_whole`) is not in it.
     """
-    groups: dict[tuple[int, int], list[str]] = {}  # by group size and bits
+    groups: dict[tuple[int, int, bool], list[str]] = {}  # by group size, bits, and whether inputs are int8 per token
     for module, parts in directory.packed.items():
         if only_whole(parts, model_type) is None:
             target = module if "packed" in parts else f"re:{re.escape(module)}[.]"
             bits = 8 if any(stored.header["values"] == "int8" for stored in parts.values()) else 4
-            groups.setdefault((group_of(parts), bits), []).append(target)
+            # Weights and inputs of 8 bits are another kind of layer there.
+            per_token = bits == 4 and all(stored.header["activation_group"] == PER_TOKEN for stored in parts.values())
+            groups.setdefault((group_of(parts), bits, per_token), []).append(target)
     # The most frequent group is that of all linear layers but those that are named.
     ordered = sorted(groups.items(), key=lambda entry: (-len(entry[1]), entry[0]))
     inputs = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": True, "strategy": "token"}
@@ -156,10 +159,9 @@ def compressed_tensors_config(directory: PackedDirectory, model_type: str | None
                     "dynamic": False,
                     **({"strategy": "channel"} if group == -1 else {"strategy": "group", "group_size": group}),
                 },
-                # Weights and inputs of 8 bits are another kind of layer there.
-                "input_activations": inputs if bits == 4 else None,
+                "input_activations": inputs if per_token else None,
             }
-            for index, ((group, bits), modules) in enumerate(ordered)
+            for index, ((group, bits, per_token), modules) in enumerate(ordered)
         },
     }
 
@@ -216,7 +218,7 @@ def has_channel_scales(header: PackedHeader) -> bool:
 
 
 def joined(matrices: Sequence[Matrix], headers: Sequence[PackedHeader]) -> torch.Tensor:
-    """The rows of all as one packed matrix, uint8 [bytes]; they are of one kind, K and group.
+    """The rows of all as one packed matrix, uint8 [bytes]; they are of one kind, K, group and activation group.
 
     Args:
         matrices: what was unpacked.
@@ -232,7 +234,8 @@ def joined(matrices: Sequence[Matrix], headers: Sequence[PackedHeader]) -> torch
         channels = torch.cat([matrix.channel_scales for matrix in matrices])
     scales = torch.cat([matrix.scales for matrix in matrices])
     codes = torch.cat([matrix.codes for matrix in matrices])
-    return pack_codes(codes, scales, biases, matrices[0].group, _joint_scale_dtype(headers), zeros, kind, channels)
+    how = (matrices[0].group, _joint_scale_dtype(headers), zeros, kind, channels, headers[0]["activation_group"])
+    return pack_codes(codes, scales, biases, *how)
 
 
 def _joint_scale_dtype(headers: Sequence[PackedHeader]) -> torch.dtype | None:

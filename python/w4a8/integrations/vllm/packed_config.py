@@ -6,6 +6,7 @@ The class is at module level because vLLM pickles it for its worker processes.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import wraps
 from typing import Any
 
@@ -17,6 +18,7 @@ from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
+from w4a8.formats import Stored
 from w4a8.formats.packed_directory import METHOD
 from w4a8.integrations.vllm.config import W4A8CompressedTensorsConfig
 from w4a8.integrations.vllm.moe import unsupported
@@ -75,6 +77,21 @@ class W4A8PackedConfig(W4A8CompressedTensorsConfig):
             if reason is not None:
                 raise ValueError(f"w4a8: {prefix}: a packed directory with {reason} cannot be served with {problem}")
         return super().get_quant_method(layer, prefix)
+
+    def _stored(self, found: dict | None, name: str | None) -> Stored | None:
+        """As that of a compressed-tensors checkpoint, with the activation group that the headers say."""
+        stored = super()._stored(found, name)
+        names = [name] if name in self.modules else joined_from(name or "", self.packed_modules_mapping)
+        parts = [part for each in names if each in self.modules for part in self.modules[each][1].values()]
+        groups = {part.header["activation_group"] for part in parts}
+        if stored is None or not groups:
+            return stored
+        if len(groups) > 1:
+            raise ValueError(
+                f"w4a8: {name}: a packed directory whose matrices of a layer have several activation groups "
+                f"({', '.join(map(str, sorted(groups)))}) cannot be served with layers that are cut"
+            )
+        return replace(stored, activation_group=groups.pop())
 
     def _not_whole(self, layer: torch.nn.Module, experts: bool) -> str | None:
         """Why packed matrices cannot be taken as they are, or None."""

@@ -167,7 +167,7 @@ def _dummy(header: PackedHeader) -> torch.Tensor:
         tensors["scales"] = random_block_scales(torch.empty(scales.shape, dtype=torch.uint8))
         tensors["channel_scales"] = torch.ones(header["n"], dtype=torch.float32)
     dtype = torch.float32 if two_levels else scale_type_named(header["scale_dtype"])
-    kind = PackedAs(header["values"], dtype, header["has_zero_points"], two_levels)
+    kind = PackedAs(header["values"], dtype, header["has_zero_points"], two_levels, header["activation_group"])
     return pack_for_stack(tensors, header["group"], kind)
 
 
@@ -186,11 +186,12 @@ class W4A8PackedLinearMethod(LinearMethodBase):
         """
         self.layer_name, self.parts = layer_name, parts
         headers = [stored.header for _, stored in parts]
-        kinds = {(header["values"], header["k"], header["group"], has_channel_scales(header)) for header in headers}
+        fields = ("values", "k", "group", "activation_group")
+        kinds = {(*(header[field] for field in fields), has_channel_scales(header)) for header in headers}
         if len(kinds) > 1:
-            names = "(values, in_features, group, scales of two levels)"
+            names = "(values, in_features, group, activation_group, scales of two levels)"
             raise ValueError(f"w4a8: {layer_name}: {names} of its parts are {sorted(kinds)}")
-        ((_, self.k, self.group, _),) = kinds
+        ((_, self.k, self.group, _, _),) = kinds
         self.has_bias = any(header["has_bias"] for header in headers)
 
     def create_weights(

@@ -29,7 +29,8 @@ class W4A8QuarkGptOssMethod(W4A8MoEMethod):
 
     def __init__(self, layer: torch.nn.Module, layer_name: str) -> None:
         """A method for one layer: see :class:`W4A8MoEMethod`."""
-        super().__init__(Stored("mxfp4", BLOCK, True), layer, layer_name)
+        stored = Stored("mxfp4", BLOCK, True, weight_only="quant_method is 'quark'")
+        super().__init__(stored, layer, layer_name)
 
     def create_weights(
         self,

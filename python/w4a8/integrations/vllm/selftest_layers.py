@@ -9,12 +9,15 @@ from types import SimpleNamespace
 
 import torch
 
+from w4a8.core.activation_groups import PER_TOKEN
 from w4a8.integrations.vllm.log import silence
+from w4a8.integrations.vllm.settings import activation_group
 
-K, N, EXPERTS, GROUP = 64, 32, 2, 32
+# Whatever activation group is asked for fits these.
+K, N, EXPERTS, GROUP = 256, 128, 2, 128
 CONFIG = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False}
 CONFIG["modules_in_block_to_quantize"] = ["w4a8_selftest", "w4a8_selftest.experts"]
-# The input's values are integers whose range makes the quantizer's step 1, and the scales are 1: the sums are exact.
+# The input's values are integers that make the quantizer's step 1, and the scales are 1: the sums are exact.
 _ZERO = 5
 
 
@@ -68,8 +71,11 @@ def _gptq(rows: int, columns: int, generator: torch.Generator) -> tuple[dict[str
 
 
 def _input(generator: torch.Generator) -> torch.Tensor:
-    x = torch.randint(-128, 128, (3, K), generator=generator).float()
-    x[:, 0], x[:, 1] = -128.0, 127.0
+    x = torch.randint(-127, 128, (3, K), generator=generator).float()
+    if activation_group() == PER_TOKEN:
+        x[:, 0], x[:, 1] = -128.0, 127.0
+    else:
+        x[:, ::32] = 127.0
     return x
 
 
@@ -133,8 +139,11 @@ def _experts_problem(config: object, generator: torch.Generator) -> str | None:
     for row, expert in enumerate((1, 0, 1)):
         gate, up, down = (values[expert, shard] for shard in ("w1", "w3", "w2"))
         hidden = torch.nn.functional.silu(gate @ x[row]) * (up @ x[row])
-        # The second quantization has 255 steps over the range of a row, and rounds each value to the nearest.
+        # The second quantization has 255 steps over the range of a row, or in groups 127 up to the largest magnitude of
+        # one, which is no larger than the row's, and rounds each value to the nearest.
         step = (hidden.amax().clamp(min=0) - hidden.amin().clamp(max=0)) / 255
+        if activation_group() != PER_TOKEN:
+            step = hidden.abs().amax() / 127
         if not ((out[row] - down @ hidden).abs() <= 0.51 * step * down.abs().sum(1)).all():
             return "a layer of experts of vLLM gives wrong sums"
     return None

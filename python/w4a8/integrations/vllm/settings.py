@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 
+from w4a8.core.activation_groups import DEFAULT_ACTIVATION_GROUP, PER_TOKEN, SIZES
 from w4a8.integrations.vllm.log import logger
 
 SWITCH = "W4A8_VLLM"
 W4A16_SWITCH = "W4A8_VLLM_W4A16"
 LM_HEAD_SWITCH = "W4A8_VLLM_LM_HEAD"
+ACTIVATION_GROUP = "W4A8_VLLM_ACTIVATION_GROUP"
 
 
 def _read(name: str, default: str, *on: str) -> str:
@@ -38,9 +40,12 @@ def runs_w4a16() -> bool:
 
 def say_int8(format_: str) -> None:
     """Tells the log, once for each format, what a weight-only model is computed with."""
+    group = activation_group() or DEFAULT_ACTIVATION_GROUP
     logger().info_once(
-        "w4a8: %s weights run with activations rounded to int8 per token; %s=0 leaves such models to vLLM",
+        "w4a8: %s weights run with activations rounded to int8 %s (%s); %s=0 leaves such models to vLLM",
         format_,
+        "per token" if group == PER_TOKEN else f"in groups of {group}",
+        ACTIVATION_GROUP,
         W4A16_SWITCH,
     )
 
@@ -54,11 +59,26 @@ def lm_head_bits() -> int:
     return {"0": 0, "int4": 4, "int8": 8}[_read(LM_HEAD_SWITCH, "0", "int4", "int8")]
 
 
+def activation_group() -> int | None:
+    """Values of k of an input that share a scale when it is quantized: 32, 64, 128, or -1 for all of a row.
+
+    None is what the checkpoint says, and the default where it says nothing.
+
+    Raises:
+        ValueError: another value.
+    """
+    value = os.environ.get(ACTIVATION_GROUP, "").strip()
+    allowed = {"": None, **{str(size): size for size in (PER_TOKEN, *SIZES)}}
+    if value not in allowed:
+        raise ValueError(f"{ACTIVATION_GROUP}={value!r}, expected -1, 32, 64 or 128")
+    return allowed[value]
+
+
 def check() -> None:
     """Reads all of them.
 
     Raises:
         ValueError: one has a value that it cannot have; names it.
     """
-    for read in (mode, runs_w4a16, lm_head_bits):
+    for read in (mode, runs_w4a16, lm_head_bits, activation_group):
         read()
