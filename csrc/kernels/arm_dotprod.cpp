@@ -165,17 +165,23 @@ struct ManyOps : DotOps {
   static constexpr bool kOwnGroups = true;
 
   // All groups of the chunk for 8 columns, the first or second half of the panel. Not inlined: the sums of the other
-  // half would take registers. kSteps: of a group, 0 if known at run time only. kSmall: is_small.
-  template <int R, int kHalf, int64_t kSteps, bool kSmall>
+  // half would take registers. kSteps: of a part, 0 if known at run time only. kSmall: is_small. kOfParts: f is the sum
+  // over the parts of a group, and the one over groups is in `out`.
+  template <int R, int kHalf, int64_t kSteps, bool kSmall, RowScales kRowScales>
   static __attribute__((noinline)) void add_half(const TileArgs& t, F (&all)[R][1][4]) {
+    constexpr bool kOfParts = kRowScales == RowScales::kOfParts;
     F f[R][2];
     const int8_t* q[R];
     for_each<R>([&](int r) W4A8_LAMBDA { q[r] = t.q + r * t.q_stride; });
-    for_each<R, 2>([&](int r, int v) W4A8_LAMBDA { f[r][v] = all[r][0][2 * kHalf + v]; });
+    for_each<R, 2>([&](int r, int v) W4A8_LAMBDA { f[r][v] = kOfParts ? splat(0.0f) : all[r][0][2 * kHalf + v]; });
     const uint8_t* w[1] = {t.weights + 32 * kHalf};
     const uint8_t* scales = t.scales + 32 * kHalf;
-    const int64_t blocks = t.panels->group_steps / kBlockSteps;
-    int64_t groups = t.steps / t.panels->group_steps;
+    const float* row_scales = t.row_scales;
+    const int64_t blocks = t.panels->part_steps / kBlockSteps;
+    const int64_t parts_of_group = t.panels->group_steps / t.panels->part_steps;
+    int64_t left_of_group = parts_of_group;
+    int64_t parts = t.steps / t.panels->part_steps;
+    bool fresh = t.first;
     barrier();
     do {
       I acc[R][1][2];
@@ -199,29 +205,47 @@ struct ManyOps : DotOps {
       const F offset = middle();
       for_each<2>([&](int v) W4A8_LAMBDA {
         const F scale = load_bytes(scales + 16 * v);
-        for_each<R>([&](int r) W4A8_LAMBDA { f[r][v] = fma(group_sum<kSmall>(acc[r][0][v], offset), scale, f[r][v]); });
+        for_each<R>([&](int r) W4A8_LAMBDA {
+          const F sum = group_sum<kSmall>(acc[r][0][v], offset);
+          if constexpr (kRowScales == RowScales::kNone) f[r][v] = fma(sum, scale, f[r][v]);
+          if constexpr (kRowScales == RowScales::kOfGroups)
+            f[r][v] = fma(mul(sum, splat(row_scales[r])), scale, f[r][v]);
+          if constexpr (kOfParts) f[r][v] = fma(sum, splat(row_scales[r]), f[r][v]);
+        });
       });
+      row_scales += t.row_scales_stride;
+      if (kOfParts && --left_of_group != 0) continue;
+      if constexpr (kOfParts) {
+        left_of_group = parts_of_group;
+        for_each<R, 2>([&](int r, int v) W4A8_LAMBDA {
+          float* const to = t.out + r * t.ldc + 8 * kHalf + 4 * v;
+          store(to, fma(f[r][v], load_bytes(scales + 16 * v), fresh ? splat(0.0f) : load(to)));
+          f[r][v] = splat(0.0f);
+        });
+        fresh = false;
+      }
       scales += kScaleBytes;
-    } while (--groups != 0);
-    for_each<R, 2>([&](int r, int v) W4A8_LAMBDA { all[r][0][2 * kHalf + v] = f[r][v]; });
+    } while (--parts != 0);
+    if constexpr (!kOfParts) for_each<R, 2>([&](int r, int v) W4A8_LAMBDA { all[r][0][2 * kHalf + v] = f[r][v]; });
   }
 
-  template <int R, int64_t kSteps, bool kSmall>
+  template <int R, int64_t kSteps, bool kSmall, RowScales kRowScales>
   static W4A8_INLINE void both_halves(const TileArgs& t, F (&all)[R][1][4]) {
-    add_half<R, 0, kSteps, kSmall>(t, all);
-    add_half<R, 1, kSteps, kSmall>(t, all);
+    add_half<R, 0, kSteps, kSmall, kRowScales>(t, all);
+    add_half<R, 1, kSteps, kSmall, kRowScales>(t, all);
   }
   template <int R, int C, Code kCode, Grouping kGrouping>
   static W4A8_INLINE void add_groups(const TileArgs& t, const int8_t* const (&)[R], const uint8_t* const (&)[C],
                                      F (&f)[R][C][4]) {
-    if constexpr (kGrouping == Grouping::kLeast) {
-      both_halves<R, kLeastGroupSteps, true>(t, f);
-    } else if (t.panels->group_steps == kBlockSteps) {
-      both_halves<R, kBlockSteps, true>(t, f);
-    } else if (is_small(*t.panels)) {
-      both_halves<R, 0, true>(t, f);
+    constexpr RowScales kRowScales = row_scales_of(kGrouping);
+    if constexpr (is_least(kGrouping)) {
+      both_halves<R, kLeastGroupSteps, true, kRowScales>(t, f);
+    } else if (t.panels->part_steps == kBlockSteps) {
+      both_halves<R, kBlockSteps, true, kRowScales>(t, f);
+    } else if (is_scaled(kGrouping) || is_small(*t.panels)) {
+      both_halves<R, 0, true, kRowScales>(t, f);
     } else {
-      both_halves<R, 0, false>(t, f);
+      both_halves<R, 0, false, kRowScales>(t, f);
     }
   }
 };
@@ -243,18 +267,23 @@ struct Unpacked : SignedTiles<Unpacked> {
     });
   }
   static int64_t tile_rows(int64_t, bool channelwise) { return channelwise ? kMostRows : 4; }
+  static constexpr int kLeast = 3;
+  static constexpr Code kCode = Code::kBytes;
+  template <Grouping kGrouping>
+  static void groups(int64_t count, const TileArgs& t) {
+    pick_rows<ManyOps, 1, kGrouping, kCode, kLeast>(count, std::make_integer_sequence<int, 2>())(t);
+  }
   static void tile(int64_t count, const TileArgs& t) {
-    constexpr int kLeast = 3;
     static_assert(kLeast == least_share(kManyRows, 4) && kLeast == least_share(kManyRows, kMostRows));
-    constexpr Code kCode = Code::kBytes;
     switch (grouping_of(*t.panels)) {
       case Grouping::kChannelwise:
         return pick_rows<ManyOps, 1, Grouping::kChannelwise, kCode, kLeast>(count,
                                                                             std::make_integer_sequence<int, 3>())(t);
-      case Grouping::kLeast:
-        return pick_rows<ManyOps, 1, Grouping::kLeast, kCode, kLeast>(count, std::make_integer_sequence<int, 2>())(t);
-      default:
-        return pick_rows<ManyOps, 1, Grouping::kBlocks, kCode, kLeast>(count, std::make_integer_sequence<int, 2>())(t);
+      case Grouping::kLeast: return groups<Grouping::kLeast>(count, t);
+      case Grouping::kBlocks: return groups<Grouping::kBlocks>(count, t);
+      case Grouping::kScaledLeast: return groups<Grouping::kScaledLeast>(count, t);
+      case Grouping::kScaledBlocks: return groups<Grouping::kScaledBlocks>(count, t);
+      case Grouping::kParts: return groups<Grouping::kParts>(count, t);
     }
   }
 };

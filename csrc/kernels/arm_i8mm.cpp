@@ -266,12 +266,20 @@ struct Pairs : SignedTiles<Pairs> {
     add_two_steps<P, 4, 0>(acc, q, w);
     w += kLeastGroupSteps * kByteStepBytes;
   }
-  // All groups of the chunk for 8 columns, the first or second half of the panel. kSteps: of a group, 0 if known at
-  // run time only. kSmall: is_small.
-  template <int P, int kHalf, int64_t kSteps, bool kSmall>
+  // The scales of a pair of rows, as the sums are.
+  static W4A8_INLINE F pair_scales(const float* p) {
+    const float32x2_t both = vld1_f32(p);
+    return vcombine_f32(vdup_lane_f32(both, 0), vdup_lane_f32(both, 1));
+  }
+
+  // All groups of the chunk for 8 columns, the first or second half of the panel. kSteps: of a part, 0 if known at
+  // run time only. kSmall: is_small. kOfParts: f is the sum over the parts of a group, and the one over groups is in
+  // `out`.
+  template <int P, int kHalf, int64_t kSteps, bool kSmall, RowScales kRowScales>
   static __attribute__((noinline)) void add_groups(const TileArgs& t, int64_t count) {
+    constexpr bool kOfParts = kRowScales == RowScales::kOfParts;
     F f[P][4];
-    if (t.first) {
+    if (t.first || kOfParts) {
       for_each<P, 4>([&](int p, int v) W4A8_LAMBDA { f[p][v] = Ops::splat(0.0f); });
     } else {
       load_pairs<P, 4, 4 * kHalf>(t, count, f);
@@ -279,8 +287,12 @@ struct Pairs : SignedTiles<Pairs> {
     const int8_t* q = t.q;
     const uint8_t* w = t.weights + 64 * kHalf;
     const uint8_t* scales = t.scales + 32 * kHalf;
-    const int64_t blocks = t.panels->group_steps / kBlockSteps;
-    int64_t groups = t.steps / t.panels->group_steps;
+    const float* row_scales = t.row_scales;
+    const int64_t blocks = t.panels->part_steps / kBlockSteps;
+    const int64_t parts_of_group = t.panels->group_steps / t.panels->part_steps;
+    int64_t left_of_group = parts_of_group;
+    int64_t parts = t.steps / t.panels->part_steps;
+    bool fresh = t.first;
     Ops::barrier();
     do {
       I acc[P][4];
@@ -302,24 +314,71 @@ struct Pairs : SignedTiles<Pairs> {
           add_block<P>(acc, q, w);
         } while (--block != 0);
       }
-      F scale[4];
-      take_scales(scales, scale);
+      F a[P];
+      if constexpr (kRowScales != RowScales::kNone) {
+        for_each<P>([&](int p) W4A8_LAMBDA { a[p] = pair_scales(row_scales + 2 * p); });
+        row_scales += t.row_scales_stride;
+      }
       const F offset = Ops::middle();
-      for_each<4, P>([&](int v, int p) W4A8_LAMBDA {
-        f[p][v] = Ops::fma(Ops::group_sum<kSmall>(acc[p][v], offset), scale[v], f[p][v]);
-      });
-    } while (--groups != 0);
-    store_pairs<P, 4, 4 * kHalf>(t, count, f);
+      if constexpr (kOfParts) {
+        for_each<4, P>([&](int v, int p) W4A8_LAMBDA {
+          f[p][v] = Ops::fma(Ops::group_sum<kSmall>(acc[p][v], offset), a[p], f[p][v]);
+        });
+        if (--left_of_group != 0) continue;
+        left_of_group = parts_of_group;
+        move_to_out<P, kHalf>(t, count, scales, fresh, f);
+        fresh = false;
+      } else {
+        F scale[4];
+        take_scales(scales, scale);
+        for_each<4, P>([&](int v, int p) W4A8_LAMBDA {
+          F sum = Ops::group_sum<kSmall>(acc[p][v], offset);
+          if constexpr (kRowScales == RowScales::kOfGroups) sum = Ops::mul(sum, a[p]);
+          f[p][v] = Ops::fma(sum, scale[v], f[p][v]);
+        });
+      }
+    } while (--parts != 0);
+    if constexpr (!kOfParts) store_pairs<P, 4, 4 * kHalf>(t, count, f);
+  }
+  // The sums over groups in `out` += scale * f, or are that if they are `fresh`; f = 0.
+  template <int P, int kHalf>
+  static W4A8_INLINE void move_to_out(const TileArgs& t, int64_t count, const uint8_t*& scales, bool fresh,
+                                      F (&f)[P][4]) {
+    F scale[4];
+    take_scales(scales, scale);
+    F sums[P][4];
+    for_each<P, 4>([&](int p, int v) W4A8_LAMBDA { sums[p][v] = Ops::splat(0.0f); });
+    if (!fresh) load_pairs<P, 4, 4 * kHalf>(t, count, sums);
+    for_each<P, 4>([&](int p, int v) W4A8_LAMBDA {
+      sums[p][v] = Ops::fma(f[p][v], scale[v], sums[p][v]);
+      f[p][v] = Ops::splat(0.0f);
+    });
+    store_pairs<P, 4, 4 * kHalf>(t, count, sums);
   }
 
-  template <int P, int64_t kSteps, bool kSmall = true>
+  template <int P, int64_t kSteps, bool kSmall = true, RowScales kRowScales = RowScales::kNone>
   static W4A8_INLINE void both_halves(const TileArgs& t, int64_t count) {
-    add_groups<P, 0, kSteps, kSmall>(t, count);
-    add_groups<P, 1, kSteps, kSmall>(t, count);
+    add_groups<P, 0, kSteps, kSmall, kRowScales>(t, count);
+    add_groups<P, 1, kSteps, kSmall, kRowScales>(t, count);
+  }
+  template <int P, RowScales kRowScales>
+  static void scaled_groups(const TileArgs& t, int64_t count) {
+    switch (t.panels->part_steps) {
+      case kLeastGroupSteps: return both_halves<P, kLeastGroupSteps, true, kRowScales>(t, count);
+      case kBlockSteps: return both_halves<P, kBlockSteps, true, kRowScales>(t, count);
+      default: return both_halves<P, 0, true, kRowScales>(t, count);
+    }
   }
   template <int P>
   static void groups(const TileArgs& t, int64_t count) {
-    switch (t.panels->group_steps) {
+    const PanelLayout& layout = *t.panels;
+    if (layout.scaled) {
+      (layout.part_steps < layout.group_steps ? scaled_groups<P, RowScales::kOfParts>
+                                              : scaled_groups<P, RowScales::kOfGroups>)(t, count);
+      if (t.last) finish<false>(t, count);
+      return;
+    }
+    switch (layout.group_steps) {
       case kLeastGroupSteps: both_halves<P, kLeastGroupSteps>(t, count); break;
       case kBlockSteps: both_halves<P, kBlockSteps>(t, count); break;
       case 4 * kBlockSteps: both_halves<P, 4 * kBlockSteps>(t, count); break;

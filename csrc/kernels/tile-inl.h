@@ -51,6 +51,13 @@ constexpr bool is_least(Grouping grouping) {
 }
 constexpr bool is_scaled(Grouping grouping) { return grouping >= Grouping::kScaledLeast; }
 
+// The same for loops that are not over all of these: the scales of activations along k.
+enum class RowScales { kNone, kOfGroups, kOfParts };
+constexpr RowScales row_scales_of(Grouping grouping) {
+  if (grouping == Grouping::kParts) return RowScales::kOfParts;
+  return is_scaled(grouping) ? RowScales::kOfGroups : RowScales::kNone;
+}
+
 // Steps that loops over [begin, end) take at once.
 constexpr int64_t unrolled(int64_t unit) { return unit == kLeastGroupSteps ? kLeastGroupSteps : kBlockSteps; }
 
@@ -512,7 +519,7 @@ W4A8_INLINE void groups_tile(const TileArgs& t, const int8_t* const (&rows)[R], 
       load_sums<Ops>(t, f);
     }
   }
-  if constexpr (Ops::kOwnGroups && !is_scaled(kGrouping)) {
+  if constexpr (Ops::kOwnGroups) {
     Ops::template add_groups<R, C, kCode, kGrouping>(t, rows, weights, f);
   } else {
     add_all_groups<Ops, R, C, kCode, kGrouping>(t, rows, weights, f);

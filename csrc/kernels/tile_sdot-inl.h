@@ -232,12 +232,14 @@ struct SignedTiles {
   }
 };
 
-// GemmFn: few rows take packed weights as they are, by kFew of Many, and so do all rows of int8 with zero points, whose
-// w no byte holds. Many: Tiles that unpack, kManyRows = rows from which that pays, kMostRows = rows of the largest.
+// GemmFn: few rows take packed weights as they are, by kFew of Many. So do all rows of int8 with zero points, whose w
+// no byte holds, and of activations in groups beside one scale for all of K, whose sums go from chunk to chunk. Many:
+// Tiles that unpack, kManyRows = rows from which that pays, kMostRows = rows of the largest.
 template <class Many>
 void gemm_arm(const Rows& rows, int64_t m, const Panels& panels, int64_t panel_count, float* out, int64_t ldc,
               uint8_t* scratch) {
-  if (scratch == nullptr || m < Many::kManyRows || panels.kind == kInt8ZeroPoints || panels.scaled) {
+  if (scratch == nullptr || m < Many::kManyRows || panels.kind == kInt8ZeroPoints ||
+      (panels.scaled && panels.channelwise)) {
     return Many::kFew(rows, m, panels, panel_count, out, ldc, nullptr);
   }
   Many many;

@@ -70,9 +70,6 @@ constexpr int64_t kUnpackCycles = 3;
 constexpr int64_t kDotCycles = 16;
 constexpr int64_t kConvertCycles = 18;
 
-// The scales of activations: none along k, one for each group, or one for each of the parts of a group.
-enum class RowScales { kNone, kOfGroups, kOfParts };
-
 // One chunk of steps of a band times a panel.
 struct Visit {
   const int8_t* q;
