@@ -45,13 +45,14 @@ std::vector<uint8_t> packed_matrix(const PackedShape& shape, Sequence& sequence)
 struct Kind {
   WeightKind kind;
   const char* what;
+  int64_t activation_group = kWholeRow;
 };
 constexpr Kind kKinds[] = {
-    {kInt4, "gemm"}, {kInt4ZeroPoints, "gemm_zeros"}, {kE2M1, "gemm_e2m1"}, {kInt8, "gemm_int8"}};
+    {kInt4, "gemm"}, {kInt4ZeroPoints, "gemm_zeros"}, {kE2M1, "gemm_e2m1"}, {kInt8, "gemm_int8"}, {kInt4, "gemm_in_groups", 32}};
 
 void count_gemm(const Kernel& kernel, int64_t m, int64_t group, const Kind& kind) {
   Sequence sequence;
-  const PackedShape shape{kN, kK, group, ScaleType::kFloat32, false, kind.kind};
+  const PackedShape shape{kN, kK, group, ScaleType::kFloat32, false, kind.kind, kind.activation_group};
   const std::vector<uint8_t> packed = packed_matrix(shape, sequence);
   const PackedMatrix matrix{shape, packed.data()};
   Workspace workspace;
