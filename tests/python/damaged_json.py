@@ -1,5 +1,7 @@
 """JSON with values in it that are not what they should be."""
 
+import copy
+
 HUGE = [0, -1, 1, 2, 3, 7, 33, 2**31 - 1, 2**31, 2**40, 2**62, 2**63, -(2**63), 2**64, 10**30]
 ODD = [[], {}, [1], [None], [[]], {"a": 1}, "re:(", "re:[", "re:.*", "Linear", "group", "int", "\x00", "ü"]
 
@@ -17,9 +19,10 @@ def paths_in(value, path=()):
 
 
 def put(value, path, new):
+    """A copy of `new`: what is put into it later must not be in ODD, or in itself."""
     for key in path[:-1]:
         value = value[key]
-    value[path[-1]] = new
+    value[path[-1]] = copy.deepcopy(new)
 
 
 def remove(value, path):
