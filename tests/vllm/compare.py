@@ -88,10 +88,11 @@ def check(
     assert noise < spread / 4, f"the noise hides what is to be seen; {figures}"
     assert off <= 2**0.5 * noise, figures
     if case.dtype == "float32" and ranks == 1 and not stock and not case.model.startswith("deepseek"):
-        # The same roundings to int8, except of what float32 arithmetic puts on the other side of a tie: at a typical
-        # position there are none. (DeepSeek's attention multiplies one matrix out of order when it decodes; each
+        # The same roundings to int8, except of what float32 arithmetic puts on the other side of a tie. That one step
+        # moves what attends to it, and so other values across their ties, but not every position: a tenth are the same
+        # to the last digits, where other arithmetic in any layer leaves none. (DeepSeek's attention multiplies one matrix out of order when it decodes; each
         # of two ranks rounds its half of a row by that half's range; vLLM's own operators round otherwise.)
-        assert _typical(_differences(got, rounded)) <= 0.02 * noise, figures
+        assert _by_position(_differences(got, rounded)).quantile(0.1) <= 0.02 * noise, figures
 
     # Positions where another expert was selected are as few as the noise makes in the reference itself, and what
     # attends to them: fewer than if one expert of the last layer is wrong, which a median does not see.

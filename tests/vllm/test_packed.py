@@ -35,20 +35,21 @@ class Other:
     reload: bool = False
     tool: str = ""  # the folder of tests/tool_written that is packed, instead of random weights
     eight_bits: str = ""  # modules of 8 bits, of a GPTQ checkpoint that is packed
+    dtype: str = "bfloat16"  # with float32 also compared with the emulation of int8, whose noise is less than bfloat16's
 
     @property
     def case(self):
         form = "gptq" if self.eight_bits else "int-quantized"
         inputs = "none" if self.eight_bits else "symmetric"
         more = {"symmetric": False, "eight_bits": self.eight_bits} if self.eight_bits else {}
-        return Case(self.model, self.options.get("group_size", 32), form, "bfloat16", inputs, **more)
+        return Case(self.model, self.options.get("group_size", 32), form, self.dtype, inputs, **more)
 
 
 OTHERS = {
     "e2m1": Other("qwen3_moe", {"values": "e2m1"}, reload=True),
     "gpt-oss": Other("gpt_oss", {"values": "e2m1"}),
     "8 bits": Other("qwen3_moe", {"group_size": 128}, tool="auto_round_mixed"),
-    "experts of 8 bits": Other("qwen3_moe", eight_bits=".*experts", reload=True),
+    "experts of 8 bits": Other("qwen3_moe", eight_bits=".*experts", reload=True, dtype="float32"),
     "NVFP4": Other("qwen3_moe", {"group_size": 16}, tool="nvfp4_modelopt"),
     "MXFP4": Other("qwen3_moe", tool="mxfp4_quark"),
 }
