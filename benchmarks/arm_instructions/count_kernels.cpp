@@ -47,8 +47,11 @@ struct Kind {
   const char* what;
   int64_t activation_group = kWholeRow;
 };
-constexpr Kind kKinds[] = {
-    {kInt4, "gemm"}, {kInt4ZeroPoints, "gemm_zeros"}, {kE2M1, "gemm_e2m1"}, {kInt8, "gemm_int8"}, {kInt4, "gemm_in_groups", 32}};
+constexpr Kind kKinds[] = {{kInt4, "gemm"},
+                           {kInt4ZeroPoints, "gemm_zeros"},
+                           {kE2M1, "gemm_e2m1"},
+                           {kInt8, "gemm_int8"},
+                           {kInt4, "gemm_in_groups", 32}};
 
 void count_gemm(const Kernel& kernel, int64_t m, int64_t group, const Kind& kind) {
   Sequence sequence;
