@@ -35,7 +35,7 @@ class Other:
     reload: bool = False
     tool: str = ""  # the folder of tests/tool_written that is packed, instead of random weights
     eight_bits: str = ""  # modules of 8 bits, of a GPTQ checkpoint that is packed
-    dtype: str = "bfloat16"  # with float32 also compared with the emulation of int8, whose noise is less than bfloat16's
+    dtype: str = "bfloat16"  # float32: beside the emulation of int8, too, whose noise is less
 
     @property
     def case(self):
