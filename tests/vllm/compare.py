@@ -90,8 +90,9 @@ def check(
     if case.dtype == "float32" and ranks == 1 and not stock and not case.model.startswith("deepseek"):
         # The same roundings to int8, except of what float32 arithmetic puts on the other side of a tie. That one step
         # moves what attends to it, and so other values across their ties, but not every position: a tenth are the same
-        # to the last digits, where other arithmetic in any layer leaves none. (DeepSeek's attention multiplies one matrix out of order when it decodes; each
-        # of two ranks rounds its half of a row by that half's range; vLLM's own operators round otherwise.)
+        # to the last digits, where other arithmetic in any layer leaves none. (DeepSeek's attention multiplies one
+        # matrix out of order when it decodes; each of two ranks rounds its half of a row by that half's range; vLLM's
+        # own operators round otherwise.)
         assert _by_position(_differences(got, rounded)).quantile(0.1) <= 0.02 * noise, figures
 
     # Positions where another expert was selected are as few as the noise makes in the reference itself, and what
