@@ -134,7 +134,7 @@ QuantizedRows QuantizedRows::slice(Slicer& slicer, int64_t rows, const RowShape&
   QuantizedRows result;
   result.stride = row_stride(shape.k);
   result.parts = shape.parts();
-  if (rows >= INT64_MAX / result.stride - kLineBytes) slicer.take<uint8_t>(INT64_MAX);  // throws
+  if (rows > INT64_MAX / result.stride) slicer.take<uint8_t>(INT64_MAX);  // throws
   result.q = slicer.take<int8_t>(rows * result.stride);
   result.starts = slicer.take<int32_t>(rows * result.parts);
   if (shape.scaled()) {

@@ -58,7 +58,6 @@ class Rounding {
 
  private:
   GroupsToRound of(int64_t matrix, int64_t row, int64_t g) const {
-    const int64_t in_byte = shape_.kind == kInt8 ? 1 : 2;
     const int64_t at = matrix * shape_.n + row;  // row of all matrices
     const int64_t k = g * shape_.group;
     const int64_t scale = at * shape_.groups() + g;
@@ -72,8 +71,8 @@ class Rounding {
     groups.stride = shape_.k;
     groups.group = shape_.group;
     if (from_.importance != nullptr) groups.importance = from_.importance + matrix * from_.importance_stride + k;
-    groups.codes = to_.codes + (at * shape_.k + k) / in_byte;
-    groups.codes_stride = shape_.k / in_byte;
+    groups.codes_stride = shape_.row_bytes();
+    groups.codes = to_.codes + at * groups.codes_stride + g * (groups.codes_stride / shape_.groups());
     groups.scales = static_cast<uint8_t*>(to_.scales) + scale * scale_bytes(shape_.scale_type);
     if (shape_.kind == kInt4ZeroPoints) groups.zero_points = to_.zero_points + scale;
     groups.scales_stride = shape_.groups();

@@ -251,21 +251,7 @@ bool load_groups(const GroupsToRound& task, float* u) {
       for (int64_t j = 0; j < count; ++j) u[(k + j) * kGroupLanes + r] = lanes[j];
     }
   }
-  float flags[kLanes];
-  Ops::store(flags, finite);
-  float flag = 0.0f;
-  for (int64_t j = 0; j < kLanes; ++j) flag += flags[j];
-  return flag == 0.0f;
-}
-
-template <class Ops>
-bool load_groups(const GroupsToRound& task, float* u) {
-  switch (task.dtype) {
-    case DType::kFloat32: return load_groups<Ops, DType::kFloat32>(task, u);
-    case DType::kBFloat16: return load_groups<Ops, DType::kBFloat16>(task, u);
-    case DType::kFloat16: return load_groups<Ops, DType::kFloat16>(task, u);
-  }
-  return false;
+  return is_zero<Ops>(finite);
 }
 
 template <class Ops>
@@ -452,7 +438,7 @@ void round_groups_as(GroupsToRound& task) {
   float* u = task.scratch;
   float* importance = u + kGroupLanes * task.group;
   auto* bytes = reinterpret_cast<int8_t*>(importance + task.group);
-  task.finite = load_groups<Ops>(task, u);
+  with_dtype(task.dtype, [&]<DType kType>() { task.finite = load_groups<Ops, kType>(task, u); });
   if (!task.finite) return;
   GroupState state;
   apply_rule<Ops, kKind>(task, u, &state);

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cmath>
-#include <cstring>
 #include <limits>
 
 #include "kernels/half.h"
@@ -34,13 +33,7 @@ static inline RowParams row_params(float mn, float mx) {
 
 /// The scale that gives a number back from the int8 of an activation group. Its last two bits are zero: then 3 * 2^22 *
 /// recip is exact, so that a kernel may take float(acc) * recip out of the bits of 1.5 * 2^23 + acc in one fma.
-static inline float cut_recip(float recip) {
-  uint32_t bits;
-  std::memcpy(&bits, &recip, sizeof(bits));
-  bits &= ~uint32_t{3};
-  std::memcpy(&recip, &bits, sizeof(bits));
-  return recip;
-}
+static inline float cut_recip(float recip) { return bits_float(float_bits(recip) & ~uint32_t{3}); }
 
 struct GroupParams {
   float scale;
@@ -49,10 +42,8 @@ struct GroupParams {
 constexpr int32_t kInfinityBits = 0x7f800000;
 /// Of an activation group whose largest |x| has these bits, in [0, kInfinityBits).
 static inline GroupParams group_params(int32_t bits) {
-  float most;
-  std::memcpy(&most, &bits, sizeof(most));
-  const float scale = 127.0f / most;
-  if (scale > std::numeric_limits<float>::max()) return {0.0f, 0.0f};  // most is 0, or below 3.8e-37
+  const float scale = 127.0f / bits_float(static_cast<uint32_t>(bits));
+  if (scale > std::numeric_limits<float>::max()) return {0.0f, 0.0f};  // |x| is 0, or below 3.8e-37
   return {scale, cut_recip(1.0f / scale)};
 }
 

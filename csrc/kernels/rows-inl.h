@@ -42,6 +42,16 @@ struct Extremes {
   bool finite;  // all of it
 };
 
+// Whether x, of which each lane is 0 or NaN, has no NaN.
+template <class Ops>
+W4A8_INLINE bool is_zero(typename Ops::F x) {
+  float lanes[Ops::kLanes];
+  Ops::store(lanes, x);
+  float sum = 0.0f;
+  for (const float lane : lanes) sum += lane;
+  return sum == 0.0f;
+}
+
 template <class Ops, DType kType>
 W4A8_INLINE Extremes row_extremes(const void* x, int64_t k) {
   using F = typename Ops::F;
@@ -66,19 +76,15 @@ W4A8_INLINE Extremes row_extremes(const void* x, int64_t k) {
   }
   float lows[kLanes];
   float highs[kLanes];
-  float flags[kLanes];
   Ops::store(lows, low);
   Ops::store(highs, high);
-  Ops::store(flags, finite);
   float mn = 0.0f;
   float mx = 0.0f;
-  float flag = 0.0f;
   for (int64_t i = 0; i < kLanes; ++i) {
     mn = lows[i] < mn ? lows[i] : mn;
     mx = highs[i] > mx ? highs[i] : mx;
-    flag += flags[i];
   }
-  return {mn, mx, flag == 0.0f};
+  return {mn, mx, is_zero<Ops>(finite)};
 }
 
 // A row with a NaN or an infinity, whose outputs are all NaN.

@@ -75,9 +75,26 @@ inline DType activation_dtype(const char* name, const at::Tensor& tensor) {
   }
 }
 
-/// The argument `values` of the ops.
+/// The argument `values` of the ops, and what it says.
 inline const char* values_name(WeightKind kind) {
   return kind.values == Values::kE2M1 ? "e2m1" : (kind.values == Values::kInt8 ? "int8" : "int4");
+}
+
+inline Values values_of(c10::string_view values) {
+  TORCH_CHECK(values == "int4" || values == "e2m1" || values == "int8", "values is '", values,
+              "', expected 'int4', 'e2m1' or 'int8'");
+  if (values == "int4") return Values::kInt4;
+  return values == "e2m1" ? Values::kE2M1 : Values::kInt8;
+}
+
+/// The type of a tensor of scales; those of one byte are given and come back as bits.
+inline at::ScalarType scale_dtype_of(ScaleType type) {
+  switch (type) {
+    case ScaleType::kFloat32: return at::kFloat;
+    case ScaleType::kBFloat16: return at::kBFloat16;
+    case ScaleType::kFloat16: return at::kHalf;
+    default: return at::kByte;
+  }
 }
 
 /// A packed tensor as the core reads it: uint8 [bytes], or [E, bytes] when `stack`.

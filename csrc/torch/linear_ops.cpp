@@ -24,10 +24,9 @@ bool has_shape(const at::Tensor& tensor, const at::Tensor& weights, std::initial
 
 // No value decides, so that the size of what is packed follows from shapes, types and arguments alone.
 WeightKind kind_of(const c10::optional<at::Tensor>& zero_points, c10::string_view values) {
-  TORCH_CHECK(values == "int4" || values == "e2m1" || values == "int8", "values is '", values,
-              "', expected 'int4', 'e2m1' or 'int8'");
-  TORCH_CHECK(values != "e2m1" || !zero_points.has_value(), "zero_points is given, expected none for values = 'e2m1'");
-  const Values codes = values == "int8" ? Values::kInt8 : (values == "e2m1" ? Values::kE2M1 : Values::kInt4);
+  const Values codes = values_of(values);
+  TORCH_CHECK(codes != Values::kE2M1 || !zero_points.has_value(),
+              "zero_points is given, expected none for values = 'e2m1'");
   return {codes, zero_points.has_value()};
 }
 
@@ -160,16 +159,6 @@ struct Unpacked {
   at::Tensor channel_scales;
 };
 
-// Scales of one byte come back as bits.
-at::ScalarType unpacked_scales(ScaleType type) {
-  switch (type) {
-    case ScaleType::kFloat32: return at::kFloat;
-    case ScaleType::kBFloat16: return at::kBFloat16;
-    case ScaleType::kFloat16: return at::kHalf;
-    default: return at::kByte;
-  }
-}
-
 // What comes out of a packed tensor [bytes] or [E, bytes], not filled in. Absent ones have no elements.
 Unpacked empty_unpacked(const at::Tensor& packed, const PackedShape& shape) {
   std::vector<int64_t> lead;
@@ -181,7 +170,7 @@ Unpacked empty_unpacked(const at::Tensor& packed, const PackedShape& shape) {
   };
   return {shape,
           make({shape.n, shape.row_bytes()}, at::kByte),
-          make({shape.n, shape.groups()}, unpacked_scales(shape.scale_type)),
+          make({shape.n, shape.groups()}, scale_dtype_of(shape.scale_type)),
           make({shape.n, shape.groups()}, at::kByte, shape.kind.zero_points),
           make({shape.n}, at::kFloat, shape.has_bias),
           make({shape.n}, at::kFloat, shape.two_level())};

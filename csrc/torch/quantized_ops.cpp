@@ -256,15 +256,13 @@ at::Tensor int4_gemm_cpu(const at::Tensor& quant_x, const at::Tensor& x_scale, c
   const at::Tensor scale = to_float32(x_scale);
   const at::Tensor zero = x_zero.to(at::kLong).contiguous();
   std::vector<int64_t> sizes = q.sizes().vec();
-  int64_t tokens = 1;
-  for (std::size_t i = 0; i + 1 < sizes.size(); ++i) tokens *= sizes[i];
   sizes.back() = matrix.shape.n;
   at::Tensor out = at::empty(sizes, q.options().dtype(out_dtype.value_or(at::kHalf)));
   const GivenRows rows = {static_cast<const uint8_t*>(input_data(q)), q.scalar_type() == at::kByte,
                           input_data<float>(scale), input_data<int64_t>(zero)};
   AtenParallel parallel;
   matmul_quantized(kernel, parallel, thread_workspace(), matrix, rows,
-                   addend.defined() ? input_data<float>(addend) : nullptr, output_dtype(out_dtype), tokens,
+                   addend.defined() ? input_data<float>(addend) : nullptr, output_dtype(out_dtype), q.numel() / k,
                    out.data_ptr());
   return out;
 }

@@ -10,12 +10,10 @@ namespace w4a8 {
 namespace {
 
 WeightKind rounded_kind(c10::string_view values, bool zero_points) {
-  TORCH_CHECK(values == "int4" || values == "e2m1" || values == "int8", "values is '", values,
-              "', expected 'int4', 'e2m1' or 'int8'");
-  TORCH_CHECK(!zero_points || values == "int4", "zero_points is True, expected False for values = '", values, "'");
-  if (values == "e2m1") return kE2M1;
-  if (values == "int8") return kInt8;
-  return zero_points ? kInt4ZeroPoints : kInt4;
+  const WeightKind kind = {values_of(values), zero_points};
+  TORCH_CHECK(!zero_points || kind == kInt4ZeroPoints, "zero_points is True, expected False for values = '", values,
+              "'");
+  return kind;
 }
 
 // The shape of one of the matrices [n, k]; types and numbers are checked.
@@ -48,11 +46,11 @@ void check_dimensions(const at::Tensor& weights, const c10::optional<at::Tensor>
 template <class Int, class Empty>
 RoundedTensors rounded_tensors(const PackedShape& shape, std::vector<Int> sizes, Empty empty) {
   std::vector<Int> codes = sizes;
-  codes.back() = Int(shape.kind == kInt8 ? shape.k : shape.k / 2);
+  codes.back() = Int(shape.row_bytes());
   sizes.back() = Int(shape.groups());
   const std::vector<Int> none = {Int(0)};
-  return {empty(codes, at::kByte), empty(sizes, shape.scale_type == ScaleType::kFloat32 ? at::kFloat : at::kBFloat16),
-          empty(shape.kind == kInt4ZeroPoints ? sizes : none, at::kByte)};
+  return {empty(codes, at::kByte), empty(sizes, scale_dtype_of(shape.scale_type)),
+          empty(shape.kind.zero_points ? sizes : none, at::kByte)};
 }
 
 }  // namespace

@@ -98,20 +98,22 @@ struct Experts {
       if (id < 0 || w13[e].data != nullptr) continue;
       w13[e] = open_expert(args.w13, args.w13_bytes, "w13_packed", id, rows13, args.hidden, group13(args));
       w2[e] = open_expert(args.w2, args.w2_bytes, "w2_packed", id, args.hidden, args.intermediate, group2(args));
-      if (first < 0) first = id;
-      set_rows("w13_packed", id, w13[e].shape, w13[static_cast<std::size_t>(first)].shape, x_rows);
-      set_rows("w2_packed", id, w2[e].shape, w2[static_cast<std::size_t>(first)].shape, h_rows);
+      if (first < 0) {
+        first = id;
+        x_rows = w13[e].shape.rows();
+        h_rows = w2[e].shape.rows();
+      }
+      check_rows("w13_packed", id, w13[e].shape.activation_group, x_rows.activation_group);
+      check_rows("w2_packed", id, w2[e].shape.activation_group, h_rows.activation_group);
     }
   }
 
   // A token is quantized once, for all its experts.
-  void set_rows(const char* name, int64_t id, const PackedShape& shape, const PackedShape& other,
-                RowShape& rows) const {
-    rows = shape.rows();
-    if (shape.activation_group == other.activation_group) return;
+  void check_rows(const char* name, int64_t id, int64_t activation_group, int64_t of_first) const {
+    if (activation_group == of_first) return;
     throw std::invalid_argument("expert " + std::to_string(id) + ", " + name + ": activation group is " +
-                                std::to_string(shape.activation_group) + ", expected that of expert " +
-                                std::to_string(first) + ", " + std::to_string(other.activation_group));
+                                std::to_string(activation_group) + ", expected that of expert " +
+                                std::to_string(first) + ", " + std::to_string(of_first));
   }
 
   std::vector<int32_t> ids;       // [T, k]

@@ -25,7 +25,7 @@ _SOFTMAX = re.compile(r"(Qwen2Moe|Qwen3Moe|Mixtral|Olmoe)SparseMoeBlock")
 _DEEPSEEK = re.compile(r"Deepseek(V2|V3)(MoE|Moe)")
 
 # What the operator's activation has as constants.
-_SWIGLU_OAI = (1.702, 7.0)
+SWIGLU_OAI = (1.702, 7.0)
 _GPT_OSS_PARAMETERS = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
 
 # What use_experts_implementation says of a class, where it is what the operator computes. Older versions lack some.
@@ -205,7 +205,7 @@ def _is_gpt_oss_of_5(module: torch.nn.Module) -> bool:
     if w13.shape != (count, hidden, 2 * intermediate) or w13_bias.shape != w13.shape[::2]:
         return False
     constants = (getattr(module, "alpha", None), getattr(module, "limit", None))
-    return w2_bias.shape == w2.shape[::2] and constants == _SWIGLU_OAI
+    return w2_bias.shape == w2.shape[::2] and constants == SWIGLU_OAI
 
 
 def _interleaved(
