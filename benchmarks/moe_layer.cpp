@@ -8,8 +8,10 @@
 namespace w4a8::bench {
 namespace {
 
-PackedShape shape_of(int64_t n, int64_t k, int64_t group, WeightKind kind, ScaleType scales) {
-  return {n, k, group == -1 ? k : group, group == -1 ? ScaleType::kFloat32 : scales, false, kind};
+PackedShape shape_of(int64_t n, int64_t k, int64_t group, WeightKind kind, ScaleType scales, int64_t activation_group) {
+  PackedShape shape = {n, k, group == -1 ? k : group, group == -1 ? ScaleType::kFloat32 : scales, false, kind};
+  shape.activation_group = activation_group;
+  return shape;
 }
 
 }  // namespace
@@ -30,10 +32,11 @@ Batch::Batch(int64_t tokens, uint64_t seed) : x(static_cast<std::size_t>(tokens 
   experts_used = std::unique(used.begin(), used.end()) - used.begin();
 }
 
-Layers::Layers(int64_t group, int64_t count, Parallel& parallel, WeightKind kind, ScaleType scales)
+Layers::Layers(int64_t group, int64_t count, Parallel& parallel, WeightKind kind, ScaleType scales,
+               int64_t activation_group)
     : group(group),
-      shape13(shape_of(2 * kInner, kHidden, group, kind, scales)),
-      shape2(shape_of(kHidden, kInner, group, kind, scales)),
+      shape13(shape_of(2 * kInner, kHidden, group, kind, scales, activation_group)),
+      shape2(shape_of(kHidden, kInner, group, kind, scales, activation_group)),
       count(count),
       w13(count * kExperts * packed_bytes(shape13)),
       w2(count * kExperts * packed_bytes(shape2)) {

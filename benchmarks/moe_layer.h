@@ -27,7 +27,7 @@ struct Batch {
 /// `count` layers; group -1 is channelwise, always with float32 scales.
 struct Layers {
   Layers(int64_t group, int64_t count, Parallel& parallel, WeightKind kind = kInt4,
-         ScaleType scales = ScaleType::kBFloat16);
+         ScaleType scales = ScaleType::kBFloat16, int64_t activation_group = kWholeRow);
   int64_t expert_bytes() const { return packed_bytes(shape13) + packed_bytes(shape2); }
   int64_t group;
   PackedShape shape13;

@@ -435,11 +435,21 @@ W4A8_INLINE void add_groups(const TileArgs& all, const int8_t* const (&rows)[R],
   if constexpr (is_packed(kCode)) fetch_until<kMayStream>(fetch, all.fetch + C * p.panel_bytes);
 }
 
-// p = fma(float(acc), row scale, p), part by part; then the sum over the groups, in `out`, = fma(p, scale, sum): what
-// is live in the loop over parts is no more than in the one over groups. All of K channelwise is one group, whose p is
-// in `out` between chunks.
+// Where the sums over groups are while the parts of one are added up. Accumulators and the sums over parts come first:
+// if registers are full of them, GCC is not told that `sums` is `f`, so that it leaves f in memory, at one address.
+template <class Ops, int R, int C>
+W4A8_INLINE typename Ops::F* sums_beside_parts(typename Ops::F (&f)[R][C][Ops::kVecs]) {
+  constexpr int kFree = (Ops::kSpareRegisters ? 32 : 16) - 7;
+  typename Ops::F* sums = &f[0][0][0];
+  if constexpr (3 * R * C * Ops::kVecs > kFree) __asm__("" : "+r"(sums) : : "memory");
+  return sums;
+}
+
+// p = fma(float(acc), row scale, p), part by part; f = fma(p, scale, f), group by group. All of K channelwise is one
+// group, whose p is in f between chunks.
 template <class Ops, int R, int C, Code kCode, Zeros kZeros, int64_t kPartSteps>
-W4A8_INLINE void add_parts(const TileArgs& t, const int8_t* const (&rows)[R], const uint8_t* const (&first)[C]) {
+W4A8_INLINE void add_parts(const TileArgs& t, const int8_t* const (&rows)[R], const uint8_t* const (&first)[C],
+                           typename Ops::F (&f)[R][C][Ops::kVecs]) {
   using F = typename Ops::F;
   constexpr bool kMayStream = may_stream<Ops, R, C>();
   const Panels& layout = *t.panels;
@@ -449,11 +459,14 @@ W4A8_INLINE void add_parts(const TileArgs& t, const int8_t* const (&rows)[R], co
   auto walk = walk_groups<C, kCode>(t, first);
   F p[R][C][Ops::kVecs];
   fill(p, Ops::splat(0.0f));
-  if (!t.first && layout.channelwise) load_sums<Ops>(t, p);
+  if (layout.channelwise) {
+    for_each<R, C, Ops::kVecs>([&](int r, int c, int v) W4A8_LAMBDA { p[r][c][v] = f[r][c][v]; });
+    fill(f, Ops::splat(0.0f));
+  }
+  F* const sums = sums_beside_parts<Ops, R, C>(f);
   for (int64_t part = 0, step = 0; step < t.steps;) {
-    const int64_t end = layout.channelwise ? t.steps : step + layout.group_steps;
-    const bool first_group = layout.channelwise || (t.first && step == 0);
-    for (; step < end; step += part_steps, ++part) {
+    for (const int64_t end = layout.channelwise ? t.steps : step + layout.group_steps; step < end;
+         step += part_steps, ++part) {
       typename Ops::I acc[R][C][Ops::kVecs];
       sum_part<Ops, R, C, kCode, kZeros, kBlockSteps, true>(t, rows, walk, part, step, step + part_steps, fetch, acc);
       if (is_packed(kCode) && (!kMayStream || fetch != nullptr)) fetch += part_bytes;
@@ -462,15 +475,16 @@ W4A8_INLINE void add_parts(const TileArgs& t, const int8_t* const (&rows)[R], co
         p[r][c][v] = Ops::fma(Ops::to_float(acc[r][c][v]), scale, p[r][c][v]);
       });
     }
-    if (layout.channelwise && !t.last) return store_sums<Ops>(t, p);
-    float* const out = t.out;
-    const int64_t ldc = t.ldc;
+    if (layout.channelwise && !t.last) {
+      for_each<R, C, Ops::kVecs>([&](int r, int c, int v)
+                                     W4A8_LAMBDA { sums[(r * C + c) * Ops::kVecs + v] = p[r][c][v]; });
+      break;
+    }
     for_each<C, Ops::kVecs>([&](int c, int v) W4A8_LAMBDA {
       const F scale = load_group_scales<Ops, kCode, 0>(walk.scales(c), v * Ops::kLanes, layout.scale_type);
       for_each<R>([&](int r) W4A8_LAMBDA {
-        float* const to = out + r * ldc + c * kPanelColumns + v * Ops::kLanes;
-        const F sum = first_group ? Ops::splat(0.0f) : Ops::load(to);
-        Ops::store(to, Ops::fma(p[r][c][v], scale, sum));
+        F& sum = sums[(r * C + c) * Ops::kVecs + v];
+        sum = Ops::fma(p[r][c][v], scale, sum);
       });
     });
     fill(p, Ops::splat(0.0f));
@@ -485,9 +499,9 @@ W4A8_INLINE void add_sized_groups(const TileArgs& t, const int8_t* const (&rows)
   constexpr bool kScaled = is_scaled(kGrouping);
   if constexpr (kGrouping == Grouping::kParts) {
     if (t.panels->part_steps == kBlockSteps) {
-      add_parts<Ops, R, C, kCode, kZeros, kBlockSteps>(t, rows, weights);
+      add_parts<Ops, R, C, kCode, kZeros, kBlockSteps>(t, rows, weights, f);
     } else {
-      add_parts<Ops, R, C, kCode, kZeros, 0>(t, rows, weights);
+      add_parts<Ops, R, C, kCode, kZeros, 0>(t, rows, weights, f);
     }
   } else if constexpr (is_least(kGrouping)) {
     add_groups<Ops, R, C, kCode, kZeros, kScaled, kLeastGroupSteps>(t, rows, weights, f);
@@ -510,14 +524,11 @@ W4A8_INLINE void add_all_groups(const TileArgs& t, const int8_t* const (&rows)[R
 
 template <class Ops, int R, int C, Code kCode, Grouping kGrouping>
 W4A8_INLINE void groups_tile(const TileArgs& t, const int8_t* const (&rows)[R], const uint8_t* const (&weights)[C]) {
-  constexpr bool kInOut = kGrouping == Grouping::kParts;  // the sums are
   typename Ops::F f[R][C][Ops::kVecs];
-  if constexpr (!kInOut) {
-    if (t.first) {
-      fill(f, Ops::splat(0.0f));
-    } else {
-      load_sums<Ops>(t, f);
-    }
+  if (t.first) {
+    fill(f, Ops::splat(0.0f));
+  } else {
+    load_sums<Ops>(t, f);
   }
   if constexpr (Ops::kOwnGroups) {
     Ops::template add_groups<R, C, kCode, kGrouping>(t, rows, weights, f);
@@ -525,9 +536,8 @@ W4A8_INLINE void groups_tile(const TileArgs& t, const int8_t* const (&rows)[R], 
     add_all_groups<Ops, R, C, kCode, kGrouping>(t, rows, weights, f);
   }
   if (t.last) {
-    if constexpr (kInOut) load_sums<Ops>(t, f);
     finish_groups<Ops, R, C, is_least(kGrouping)>(t, f);
-  } else if constexpr (!kInOut) {
+  } else {
     store_sums<Ops>(t, f);
   }
 }

@@ -33,6 +33,17 @@ class MatmulTest : public KernelFixture {
     ASSERT_TRUE(out.slack_intact());
   }
 
+  // Random weights of a shape, with few and many rows of every type.
+  void check_rows(Parallel& parallel, Rng& rng, const PackedShape& shape) {
+    const ref::Weights weights = random_weights(rng, shape);
+    const Packed packed = pack_one(shape, weights);
+    for (const int64_t m : {0, 1, 2, 4, 7, 12, 16, 33, 70}) {
+      const DType dtype = kAllDTypes[(m + shape.n) % 3];
+      check(parallel, shape, weights, packed, random_activations(rng, m * shape.k, dtype), dtype);
+      if (HasFatalFailure()) return;
+    }
+  }
+
   Workspace workspace_;
 };
 
@@ -90,13 +101,8 @@ TEST_P(MatmulTest, Int8) {
     for (const int64_t n : {1, 16, 41}) {
       const PackedShape shape{
           n, k, group, n == 16 ? ScaleType::kFloat32 : ScaleType::kBFloat16, n != 16, n == 1 ? kInt8 : kInt8ZeroPoints};
-      const ref::Weights weights = random_weights(rng, shape);
-      const Packed packed = pack_one(shape, weights);
-      for (const int64_t m : {0, 1, 2, 4, 7, 12, 16, 33, 70}) {
-        const DType dtype = kAllDTypes[(m + n) % 3];
-        check(threads, shape, weights, packed, random_activations(rng, m * k, dtype), dtype);
-        if (HasFatalFailure()) return;
-      }
+      check_rows(threads, rng, shape);
+      if (HasFatalFailure()) return;
     }
   }
 }
@@ -117,13 +123,8 @@ TEST_P(MatmulTest, ActivationGroups) {
                                                    {1056, 32, 32}}) {
     for (const int64_t n : {1, 16, 41}) {
       PackedShape shape{n, k, group, kFloatScales[n % 3], n != 16, kAllKinds[variant++ % kKindCount], activation_group};
-      const ref::Weights weights = random_weights(rng, shape);
-      const Packed packed = pack_one(shape, weights);
-      for (const int64_t m : {0, 1, 2, 4, 7, 12, 16, 33, 70}) {
-        const DType dtype = kAllDTypes[(m + n) % 3];
-        check(threads, shape, weights, packed, random_activations(rng, m * k, dtype), dtype);
-        if (HasFatalFailure()) return;
-      }
+      check_rows(threads, rng, shape);
+      if (HasFatalFailure()) return;
     }
   }
 }

@@ -66,6 +66,11 @@ def shapes(draw):
     return k, k
 
 
+def activation_groups(group):
+    """Sizes that a weight group (not of 16) allows, and -1."""
+    return st.sampled_from([-1, *(size for size in (32, 64, 128) if group % size == 0)])
+
+
 @st.composite
 def activations(draw, rows, k, dtype):
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
@@ -92,7 +97,9 @@ def refused(call, name):
 def test_matmul(data, dtype, n, rows, shape, with_bias, narrow):
     k, group = shape
     torch.manual_seed(data.draw(st.integers(0, 2**16)))
-    matrix = make_matrix(n, k, group, torch.bfloat16 if narrow else torch.float32, with_bias)
+    activation_group = data.draw(activation_groups(group))
+    scale_dtype = torch.bfloat16 if narrow else torch.float32
+    matrix = make_matrix(n, k, group, scale_dtype, with_bias, activation_group=activation_group)
     matrix.weights = data.draw(strided(matrix.weights))
     matrix.scales = data.draw(strided(matrix.scales))
     packed = matrix.pack()
@@ -101,7 +108,8 @@ def test_matmul(data, dtype, n, rows, shape, with_bias, narrow):
     assert_same_bits(back[1], matrix.scales.contiguous())
     x = data.draw(strided(data.draw(activations(rows, k, dtype))))
     with np.errstate(all="ignore"):
-        expected = canonical(from_numpy(reference.matmul(x.float().numpy(), *matrix.arrays())).to(dtype))
+        y = reference.matmul(x.float().numpy(), *matrix.arrays(), activation_group=activation_group)
+    expected = canonical(from_numpy(y).to(dtype))
     for kernel in KERNELS:
         with w4a8.use_kernel(kernel):
             y = w4a8.dyn_quant_matmul_4bit(x, data.draw(strided(packed)), group, k, n)
@@ -114,7 +122,9 @@ def test_moe(data, tokens, top_k, experts, dtype, kind):
     torch.manual_seed(data.draw(st.integers(0, 2**16)))
     group = data.draw(st.sampled_from([-1, 32]))
     hidden, inner = (64, 32) if group == 32 else data.draw(st.sampled_from([(34, 18), (2, 2), (64, 46)]))
-    layer = make_layer(experts, hidden, inner, group, data.draw(st.booleans()), data.draw(st.booleans()))
+    groups = data.draw(st.tuples(*(activation_groups(k if group == -1 else group) for k in (hidden, inner))))
+    gated, bias = data.draw(st.booleans()), data.draw(st.booleans())
+    layer = make_layer(experts, hidden, inner, group, gated, bias, activation_groups=groups)
     x = data.draw(strided(data.draw(activations(tokens, hidden, dtype))))
     ids = torch.randint(-1, experts, (tokens, top_k), dtype=data.draw(st.sampled_from([torch.int32, torch.int64])))
     router = torch.randn(tokens, top_k).to(data.draw(st.sampled_from([*DTYPES, torch.float64])))
