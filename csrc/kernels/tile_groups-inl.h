@@ -1,0 +1,260 @@
+// The matrix tile's loops over groups: where a sum of int32 becomes float and meets its scales.
+// Included by tile-inl.h, inside its target region and anonymous namespace.
+
+// Whether a loop over groups starts at t.zeros: where registers are scarce it has a loop of its own, since a branch in
+// it makes GCC spill more for the others.
+enum class Zeros { kNone, kAll, kAsk };
+
+// Only groups of the least size have scales of e5m3, and only e2m1 values in others those of e8m0: constants of their
+// conversion would take registers from all others in the loop.
+template <class Ops, Code kCode, int64_t kGroupSteps>
+W4A8_INLINE typename Ops::F load_group_scales(const uint8_t* scales, int64_t i, ScaleType type) {
+  if constexpr (!is_packed(kCode)) {
+    return Ops::load_bytes(scales + 4 * i);
+  } else if constexpr (kGroupSteps == kLeastGroupSteps) {
+    return type == ScaleType::kE5M3 ? load_e5m3<Ops>(scales, i) : load_float_scales<Ops>(scales, i, type);
+  } else if constexpr (kCode == Code::kE2M1) {
+    return type == ScaleType::kE8M0 ? load_half_e8m0<Ops>(scales, i) : load_float_scales<Ops>(scales, i, type);
+  } else {
+    return load_float_scales<Ops>(scales, i, type);
+  }
+}
+
+// Walks through the records of C packed panels, group by group.
+template <int C, Code kCode>
+struct Records {
+  const uint8_t* weights[C];  // step s of K, if it is of this record, is at weights[c] + s * step_bytes(kCode)
+  int64_t scales_at;          // from there to the scales of the group. Not a pointer of their own, which costs decode
+  int64_t zeros_at;           // more than the addition; and to its zero points
+  int64_t left;               // groups of the record from this one on
+  int64_t scale_line;
+  int64_t scales_gap;  // what scales_at and zeros_at grow by from record to record, besides
+  int64_t zeros_gap;
+  int64_t head_bytes;
+  int64_t record_groups;
+
+  W4A8_INLINE Records(const PanelLayout& p, const uint8_t* const (&first)[C])
+      : scales_at(-p.head_bytes),
+        zeros_at(p.zeros_offset - p.head_bytes),
+        left(p.record_groups),
+        scale_line(p.scale_line),
+        scales_gap(p.record_groups * (p.group_steps * step_bytes(kCode) - p.scale_line)),
+        zeros_gap(p.record_groups * (p.group_steps * step_bytes(kCode) - kPanelColumns)),
+        head_bytes(p.head_bytes),
+        record_groups(p.record_groups) {
+    for_each<C>([&](int c) W4A8_LAMBDA { weights[c] = first[c]; });
+  }
+  W4A8_INLINE const uint8_t* scales(int c) const { return weights[c] + scales_at; }
+  // Returns whether the next group begins a record.
+  W4A8_INLINE bool next() {
+    scales_at += scale_line;
+    zeros_at += kPanelColumns;
+    if (--left != 0) return false;
+    left = record_groups;
+    scales_at += scales_gap;
+    zeros_at += zeros_gap;
+    for_each<C>([&](int c) W4A8_LAMBDA { weights[c] += head_bytes; });
+    return true;
+  }
+};
+
+// Walks through the groups of C unpacked panels.
+template <int C>
+struct UnpackedGroups {
+  const uint8_t* weights[C];
+  int64_t scales_at = 0;
+  int64_t zeros_at = 0;
+  const TileArgs& t;
+
+  W4A8_INLINE UnpackedGroups(const TileArgs& t, const uint8_t* const (&first)[C]) : t(t) {
+    for_each<C>([&](int c) W4A8_LAMBDA { weights[c] = first[c]; });
+  }
+  W4A8_INLINE const uint8_t* scales(int c) const { return t.scales + c * t.scales_stride + scales_at; }
+  W4A8_INLINE bool next() {
+    scales_at += 4 * kPanelColumns;
+    zeros_at += t.zeros_step;
+    return false;
+  }
+};
+
+template <int C, Code kCode>
+W4A8_INLINE auto walk_groups(const TileArgs& t, const uint8_t* const (&weights)[C]) {
+  if constexpr (is_packed(kCode)) {
+    return Records<C, kCode>(*t.panels, weights);
+  } else {
+    return UnpackedGroups<C>(t, weights);
+  }
+}
+
+// acc = the sum over the steps [begin, end), which are of one part. kSteps: unrolled ones. kSmall: start_at_zeros.
+template <class Ops, int R, int C, Code kCode, Zeros kZeros, int64_t kSteps, bool kSmall, class Walk>
+W4A8_INLINE void sum_part(const TileArgs& t, const int8_t* const (&rows)[R], const Walk& walk, int64_t part,
+                          int64_t begin, int64_t end, const uint8_t* fetch, typename Ops::I (&acc)[R][C][Ops::kVecs]) {
+  const auto start_zeros = [&]<bool kAdded>() W4A8_LAMBDA {
+    const uint8_t* zeros[C];
+    for_each<C>([&](int c) W4A8_LAMBDA {
+      zeros[c] = (is_packed(kCode) ? walk.weights[c] : t.zeros + c * t.zeros_stride) + walk.zeros_at;
+    });
+    start_at_zeros<Ops, R, C, kCode, kAdded, kSmall>(t, zeros, part, acc);
+  };
+  if constexpr (kZeros == Zeros::kAll) {
+    fill(acc, Ops::isplat(0));
+  } else if (kZeros == Zeros::kAsk && t.zeros != nullptr) {
+    start_zeros.template operator()<false>();
+  } else {
+    start_accumulators<Ops, R, C, kCode>(t, part, acc);
+  }
+  Ops::template accumulate<R, C, kCode, kSteps>(acc, rows, walk.weights, begin, end, fetch);
+  if constexpr (kZeros == Zeros::kAll) start_zeros.template operator()<true>();
+}
+
+// What the sum of a part counts in the sum over a group: with the scale of its activations, if it has one.
+template <class Ops, bool kScaled>
+W4A8_INLINE typename Ops::F part_value(const TileArgs& t, typename Ops::I acc, int r, int64_t part) {
+  const typename Ops::F sum = Ops::to_float(acc);
+  if constexpr (!kScaled) return sum;
+  return Ops::mul(sum, Ops::splat(t.row_scales[part * t.row_scales_stride + r]));
+}
+
+// f = fma(part_value, scale, f), group by group. kGroupSteps: steps of a group, 0 if known at run time only.
+template <class Ops, int R, int C, Code kCode, Zeros kZeros, bool kScaled, int64_t kGroupSteps>
+W4A8_INLINE void add_groups(const TileArgs& all, const int8_t* const (&rows)[R], const uint8_t* const (&first)[C],
+                            typename Ops::F (&f)[R][C][Ops::kVecs]) {
+  using F = typename Ops::F;
+  constexpr bool kMayStream = may_stream<Ops, R, C>();
+  constexpr bool kSmall = kScaled || kGroupSteps != 0;
+  const Panels& p = *all.panels;
+  const int64_t group_steps = kGroupSteps != 0 ? kGroupSteps : p.group_steps;
+  const int64_t group_bytes = C * group_steps * step_bytes(kCode);
+  const uint8_t* fetch = all.fetch;
+  auto walk = walk_groups<C, kCode>(all, first);
+  for (int64_t group = 0, step = 0; step < all.steps; ++group, step += group_steps) {
+    // Unpacked since ports for arithmetic are scarce: members are read again. GCC would keep what the other registers
+    // cannot hold in spare vector registers, and taking it from there costs such a port.
+    const TileArgs* again = &all;
+    if constexpr (!is_packed(kCode) && Ops::kReloadsStarts) __asm__("" : "+r"(again));
+    const TileArgs& t = *again;
+    typename Ops::I acc[R][C][Ops::kVecs];
+    sum_part<Ops, R, C, kCode, kZeros, unrolled(kGroupSteps), kSmall>(t, rows, walk, group, step, step + group_steps,
+                                                                      fetch, acc);
+    if (is_packed(kCode) && (!kMayStream || fetch != nullptr)) fetch += group_bytes;
+    for_each<C>([&](int c) W4A8_LAMBDA {
+      const uint8_t* scales = walk.scales(c);
+      for_each<Ops::kVecs>([&](int v) W4A8_LAMBDA {
+        const F scale = load_group_scales<Ops, kCode, kGroupSteps>(scales, v * Ops::kLanes, p.scale_type);
+        for_each<R>([&](int r) W4A8_LAMBDA {
+          f[r][c][v] = Ops::fma(part_value<Ops, kScaled>(t, acc[r][c][v], r, group), scale, f[r][c][v]);
+        });
+      });
+    });
+    if (walk.next()) fetch = fetch_until<kMayStream>(fetch, fetch + C * p.head_bytes);
+  }
+  if constexpr (is_packed(kCode)) fetch_until<kMayStream>(fetch, all.fetch + C * p.panel_bytes);
+}
+
+// Where the sums over groups are while the parts of one are added up. Accumulators and the sums over parts come first:
+// if registers are full of them, GCC is not told that `sums` is `f`, so that it leaves f in memory, at one address.
+template <class Ops, int R, int C>
+W4A8_INLINE typename Ops::F* sums_beside_parts(typename Ops::F (&f)[R][C][Ops::kVecs]) {
+  constexpr int kFree = (Ops::kSpareRegisters ? 32 : 16) - 7;
+  typename Ops::F* sums = &f[0][0][0];
+  if constexpr (3 * R * C * Ops::kVecs > kFree) __asm__("" : "+r"(sums) : : "memory");
+  return sums;
+}
+
+// p = fma(float(acc), row scale, p), part by part; f = fma(p, scale, f), group by group. All of K channelwise is one
+// group, whose p is in f between chunks.
+template <class Ops, int R, int C, Code kCode, Zeros kZeros, int64_t kPartSteps>
+W4A8_INLINE void add_parts(const TileArgs& t, const int8_t* const (&rows)[R], const uint8_t* const (&first)[C],
+                           typename Ops::F (&f)[R][C][Ops::kVecs]) {
+  using F = typename Ops::F;
+  constexpr bool kMayStream = may_stream<Ops, R, C>();
+  const Panels& layout = *t.panels;
+  const int64_t part_steps = kPartSteps != 0 ? kPartSteps : layout.part_steps;
+  const int64_t part_bytes = C * part_steps * step_bytes(kCode);
+  const uint8_t* fetch = t.fetch;
+  auto walk = walk_groups<C, kCode>(t, first);
+  F p[R][C][Ops::kVecs];
+  fill(p, Ops::splat(0.0f));
+  if (layout.channelwise) {
+    for_each<R, C, Ops::kVecs>([&](int r, int c, int v) W4A8_LAMBDA { p[r][c][v] = f[r][c][v]; });
+    fill(f, Ops::splat(0.0f));
+  }
+  F* const sums = sums_beside_parts<Ops, R, C>(f);
+  for (int64_t part = 0, step = 0; step < t.steps;) {
+    for (const int64_t end = layout.channelwise ? t.steps : step + layout.group_steps; step < end;
+         step += part_steps, ++part) {
+      typename Ops::I acc[R][C][Ops::kVecs];
+      sum_part<Ops, R, C, kCode, kZeros, kBlockSteps, true>(t, rows, walk, part, step, step + part_steps, fetch, acc);
+      if (is_packed(kCode) && (!kMayStream || fetch != nullptr)) fetch += part_bytes;
+      for_each<R, C, Ops::kVecs>([&](int r, int c, int v) W4A8_LAMBDA {
+        const F scale = Ops::splat(t.row_scales[part * t.row_scales_stride + r]);
+        p[r][c][v] = Ops::fma(Ops::to_float(acc[r][c][v]), scale, p[r][c][v]);
+      });
+    }
+    if (layout.channelwise && !t.last) {
+      for_each<R, C, Ops::kVecs>([&](int r, int c, int v)
+                                     W4A8_LAMBDA { sums[(r * C + c) * Ops::kVecs + v] = p[r][c][v]; });
+      break;
+    }
+    for_each<C, Ops::kVecs>([&](int c, int v) W4A8_LAMBDA {
+      const F scale = load_group_scales<Ops, kCode, 0>(walk.scales(c), v * Ops::kLanes, layout.scale_type);
+      for_each<R>([&](int r) W4A8_LAMBDA {
+        F& sum = sums[(r * C + c) * Ops::kVecs + v];
+        sum = Ops::fma(p[r][c][v], scale, sum);
+      });
+    });
+    fill(p, Ops::splat(0.0f));
+    if (walk.next()) fetch = fetch_until<kMayStream>(fetch, fetch + C * layout.head_bytes);
+  }
+  if constexpr (is_packed(kCode)) fetch_until<kMayStream>(fetch, t.fetch + C * layout.panel_bytes);
+}
+
+template <class Ops, int R, int C, Code kCode, Zeros kZeros, Grouping kGrouping>
+W4A8_INLINE void add_sized_groups(const TileArgs& t, const int8_t* const (&rows)[R], const uint8_t* const (&weights)[C],
+                                  typename Ops::F (&f)[R][C][Ops::kVecs]) {
+  constexpr bool kScaled = is_scaled(kGrouping);
+  if constexpr (kGrouping == Grouping::kParts) {
+    if (t.panels->part_steps == kBlockSteps) {
+      add_parts<Ops, R, C, kCode, kZeros, kBlockSteps>(t, rows, weights, f);
+    } else {
+      add_parts<Ops, R, C, kCode, kZeros, 0>(t, rows, weights, f);
+    }
+  } else if constexpr (is_least(kGrouping)) {
+    add_groups<Ops, R, C, kCode, kZeros, kScaled, kLeastGroupSteps>(t, rows, weights, f);
+  } else if (t.panels->group_steps == kBlockSteps) {
+    add_groups<Ops, R, C, kCode, kZeros, kScaled, kBlockSteps>(t, rows, weights, f);
+  } else {
+    add_groups<Ops, R, C, kCode, kZeros, kScaled, 0>(t, rows, weights, f);
+  }
+}
+
+template <class Ops, int R, int C, Code kCode, Grouping kGrouping>
+W4A8_INLINE void add_all_groups(const TileArgs& t, const int8_t* const (&rows)[R], const uint8_t* const (&weights)[C],
+                                typename Ops::F (&f)[R][C][Ops::kVecs]) {
+  if constexpr (!Ops::kSpareRegisters && !is_e2m1(kCode)) {
+    if (t.zeros != nullptr) return add_sized_groups<Ops, R, C, kCode, Zeros::kAll, kGrouping>(t, rows, weights, f);
+  }
+  constexpr Zeros kZeros = Ops::kSpareRegisters && !is_e2m1(kCode) ? Zeros::kAsk : Zeros::kNone;
+  add_sized_groups<Ops, R, C, kCode, kZeros, kGrouping>(t, rows, weights, f);
+}
+
+template <class Ops, int R, int C, Code kCode, Grouping kGrouping>
+W4A8_INLINE void groups_tile(const TileArgs& t, const int8_t* const (&rows)[R], const uint8_t* const (&weights)[C]) {
+  typename Ops::F f[R][C][Ops::kVecs];
+  if (t.first) {
+    fill(f, Ops::splat(0.0f));
+  } else {
+    load_sums<Ops>(t, f);
+  }
+  if constexpr (Ops::kOwnGroups) {
+    Ops::template add_groups<R, C, kCode, kGrouping>(t, rows, weights, f);
+  } else {
+    add_all_groups<Ops, R, C, kCode, kGrouping>(t, rows, weights, f);
+  }
+  if (t.last) {
+    finish_groups<Ops, R, C, is_least(kGrouping)>(t, f);
+  } else {
+    store_sums<Ops>(t, f);
+  }
+}
