@@ -4,7 +4,7 @@
 import argparse
 
 from peers import bench, entries, report
-from peers.goals import goals, goals_table
+from peers.goals import goals
 from peers.options import add_options, chosen_entries, groups_of, parse, plan_of
 from peers.plots import plot_speeds
 from peers.problem import Linear, load_shapes
@@ -41,7 +41,7 @@ def main() -> None:
     measure(options, layers[:1] if options.quick else layers, collected)
     records, versions = collected.records, collected.versions
     reached = goals(records)
-    print(goals_table(reached))
+    print(report.goals_table(reached))
     path = collected.save(goals=reached)
     print(f"\n{path}\n{plot_speeds(records, path.with_suffix('.png'), versions, 'rows')}")
 

@@ -9,9 +9,8 @@ from pathlib import Path
 
 from models import base, in_llama, in_vllm, report, serving
 from peers.environments import ROOT, Unavailable
-from peers.goals import goals_table
 from peers.options import names
-from peers.report import Collected
+from peers.report import Collected, goals_table
 from peers.session import Failed, Worker
 from real_size.shapes import Shapes
 from real_size.write import NotEnoughSpace, write
@@ -104,7 +103,7 @@ def main() -> None:
         write(shapes, args.folder, sorted({entry.format for entry in able}))
     except (NotEnoughSpace, ValueError) as error:
         sys.exit(f"error: {error}")
-    collected = Collected(args.output)
+    collected = Collected(args.output, report.document)
     collected.records = list(records.values())
     for _ in range(args.rounds):
         for entry in able:

@@ -6,7 +6,7 @@ import math
 
 import bench_linear
 from peers import bench, entries, programs, report
-from peers.goals import goal_line, goals, goals_table
+from peers.goals import goal_line, goals
 from peers.limits import weight_bytes
 from peers.options import add_options, chosen_entries, groups_of, names, parse, plan_of
 from peers.plots import plot_roofline, plot_speeds
@@ -87,7 +87,7 @@ def main() -> None:
         printed, other_goals = run_programs(max(options.threads))
     records, versions = collected.records, collected.versions
     reached = [*goals(records), *other_goals]
-    print(goals_table(reached))
+    print(report.goals_table(reached))
     path = collected.save(goals=reached, programs=printed)
     speeds = plot_speeds(experts, path.with_suffix(".png"), versions, "tokens")
     roofline = plot_roofline(experts, path.with_name(f"{path.stem}-roofline.png"), versions)

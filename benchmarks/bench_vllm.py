@@ -20,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from peers.goals_amx import has_amx
+from peers.goals import FIGURES, has_amx
 from real_size.shapes import Shapes
 
 # name: (scheme of real_size.shapes, plugin)
@@ -38,7 +38,7 @@ QUESTIONS = {
     "prefill, 2048 tokens": ("prefill", 2048),
 }
 # On a CPU with AMX: how many times as fast as another way the plugin is to be, question by question.
-AMX_GOALS = {"bf16 (stock)": (2.7, 3.3, 2.2, 1.6), "W4A16 g128 (stock)": (1.2, 1.4, 2.0, 2.0)}
+AMX_GOALS = FIGURES["vllm with AMX"]
 
 
 # ---- one engine, in a process of its own ----

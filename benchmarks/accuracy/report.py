@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from peers.report import heading
+
 
 def percent(change: float, error: float) -> str:
     """Of a perplexity, from the change of its logarithm."""
@@ -40,10 +42,7 @@ def table(records: list[dict]) -> str:
 
 def document(found: dict) -> str:
     """Markdown of a run, of all of its models."""
-    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    written = "Written by `make bench-accuracy` ([what rows and columns are](../README.md#bench_accuracypy))"
-    where = f"{found['date'][:10]}, {found['cpu']}, Python {found['python']}, {versions}"
-    lines = ["# Accuracy of real models with fewer bits", "", f"{written}: {where}."]
+    lines = heading(found, "Accuracy of real models with fewer bits", "bench-accuracy", "bench_accuracypy")
     for name, model in found["models"].items():
         packages = ", ".join(model["packages"])
         on = f"on {model['tokens']:,} tokens of the text {model['text']}"

@@ -4,8 +4,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from peers.goals import Line, goal_line
+from peers.goals import FIGURES, Line, goal_line
 from peers.plots import COLORS, pyplot, save
+from peers.report import command_lines, goal_lines, heading
 from real_size.shapes import Shapes
 
 from models.base import DECODE_BATCHES, PREFILL_TOKENS
@@ -59,7 +60,7 @@ def tables(records: list[dict]) -> str:
                 for found in record["served"].values()
             ]
             lines.append(f"| {record['entry']} | " + " | ".join(cells) + " |")
-    notes = [f"{record['entry']}: {record['note']}" for record in records if record["note"]]
+    notes = [f"- {record['entry']}: {record['note']}" for record in records if record["note"]]
     return "\n".join([*lines, "", *notes] if notes else lines)
 
 
@@ -67,17 +68,28 @@ def goals(records: list[dict], layers: int, threads: int) -> list[dict]:
     """Against llama.cpp, and the peak of loading against what is loaded."""
     by_name = {record["entry"]: record for record in records}
     own, llama = by_name.get(OWN), by_name.get(LLAMA)
+    figures = FIGURES["models"]
     lines: list[Line] = []
     for name, record in ((OWN, own), (INT4_HEAD, by_name.get(INT4_HEAD))):
-        for title, goal in (("decode, batch 1", 1.4), ("decode, batch 8", 3.0), ("prefill 512", 6.0)):
+        for title, goal in figures["times as fast as llama.cpp"].items():
             ours, theirs = record and rate(record, title), llama and rate(llama, title)
             if ours and theirs:
                 lines.append((f"{name}: {title}, times as fast as llama.cpp", "", goal, ours / theirs))
     if own and own.get("weights_bytes"):
-        allowed = 1.10 * own["weights_bytes"] + 1.5e9
+        most = figures["peak while loading"]
+        allowed = most["times the weights"] * own["weights_bytes"] + most["and bytes"]
         lines.append(("allowed / peak while loading", "", 1.0, allowed / own["weights_peak"]))
     title = f"{layers} layers" if layers == Shapes.layers else f"{layers} layers (the goals are for {Shapes.layers})"
     return [goal_line(title, threads, line) for line in lines]
+
+
+def document(found: dict) -> str:
+    """Markdown of a JSON file that bench_models.py wrote."""
+    layers = found["records"][0]["layers"]
+    title = f"A model with the shapes of Qwen3-30B-A3B, {layers} of {Shapes.layers} layers"
+    lines = [*heading(found, title, "bench-models", "bench_modelspy"), *command_lines(found)]
+    lines += ["", "Medians; in brackets from the least to the most.", tables(found["records"]), *goal_lines(found)]
+    return "\n".join(lines) + "\n"
 
 
 def plot(records: list[dict], path: Path, versions: dict[str, str]) -> Path | None:

@@ -6,10 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from peers.goals import Line
+from peers.goals import FIGURES, Line
 
 BENCHMARKS = Path(__file__).resolve().parent.parent
 NATIVE = BENCHMARKS.parent / "build/bench/benchmarks"
+GOALS = FIGURES["programs"]
 
 
 def output(command: list[str], threads: int) -> list[str]:
@@ -33,16 +34,20 @@ def split_balance() -> tuple[list[str], list[Line]]:
     """How evenly the fused operator's matrix work is split over 64 workers, without having them."""
     lines = output([str(NATIVE / "split_balance"), "--workers=64"], 1)
     found = re.findall(r"T=(\d+) +64 workers.*longest share ([\d.]+) x", "\n".join(lines))
-    return lines, [(f"64 workers, {t} tokens, mean / longest share", "", 1 / 1.15, 1 / float(r)) for t, r in found]
+    goal = 1 / GOALS["longest share of 64 workers / mean"]
+    return lines, [(f"64 workers, {t} tokens, mean / longest share", "", goal, 1 / float(r)) for t, r in found]
 
 
 def packing(threads: int) -> tuple[list[str], list[Line]]:
     lines = output([str(NATIVE / "bench_pack"), f"--threads={threads}"], threads)
     found = re.findall(r"memory in use +(\w+) .* ([\d.]+) %", "\n".join(lines))
-    return lines, [("packing, share of copying", group, 0.30, float(share) / 100) for group, share in found]
+    what = "packing, share of copying"
+    return lines, [(what, group, GOALS[what], float(share) / 100) for group, share in found]
 
 
 def call_overhead() -> tuple[list[str], list[Line]]:
     lines = output([sys.executable, str(BENCHMARKS / "call_overhead.py")], 1)
     found = re.search(r"([\d.]+) us a call", "\n".join(lines))
-    return lines, [("15 us / a call at one token on a tiny layer", "32", 1.0, 15 / float(found[1]))] if found else []
+    most = GOALS["a call, microseconds"]
+    what = f"{most} us / a call at one token on a tiny layer"
+    return lines, [(what, "32", 1.0, most / float(found[1]))] if found else []

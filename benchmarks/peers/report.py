@@ -1,9 +1,10 @@
-"""Tables, JSON and plots of records (bench.py)."""
+"""Records of runs (bench.py) as tables, JSON and Markdown."""
 
 import json
 import os
 import platform
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from peers.bench import OWN
@@ -11,6 +12,8 @@ from peers.session import now
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 LIMIT = "limit:"
+UNITS = """Milliseconds, in brackets times those of w4a8 in the same batch of processes. Of several batches w4a8 and
+the limits are those of the first one. The last column is the largest error."""
 
 
 def cpu_name() -> str:
@@ -73,7 +76,7 @@ def tables(records: list[dict]) -> str:
         ]
         rows = list(dict.fromkeys(r["m"] for r in part))
         source = "one copy of the weights" if copies == 1 else f"{copies} copies in turn"
-        lines += ["", f"{problem}, group {group}, {threads} thread{'s' * (threads > 1)}, {source}"]
+        lines += ["", f"## {problem}, group {group}, {threads} thread{'s' * (threads > 1)}, {source}"]
         lines += [
             "",
             "| ms (× w4a8) | " + " | ".join(f"M={m}" for m in rows) + " | error |",
@@ -83,7 +86,7 @@ def tables(records: list[dict]) -> str:
         for entry in dict.fromkeys(r["entry"] for r in part):
             found = [first(part, entry=entry, m=m) for m in rows]
             errors = [r["error"] for r in part if r["entry"] == entry and r["error"] is not None]
-            notes += dict.fromkeys(f"{entry}: {r['note']}" for r in part if r["entry"] == entry and r["note"])
+            notes += dict.fromkeys(f"- {entry}: {r['note']}" for r in part if r["entry"] == entry and r["note"])
             if not any(found):
                 continue
             cells = [value(r) if r else "–" for r in found]
@@ -92,11 +95,71 @@ def tables(records: list[dict]) -> str:
     return "\n".join(lines)
 
 
-class Collected:
-    """The records of a run, printed as they come and saved each time: a run that is cut short has what it measured."""
+def goals_table(found: list[dict]) -> str:
+    """Markdown of what goals() and goal_line() of goals.py gave."""
+    lines = ["", "| goal | group | threads | goal | reached | reached / goal | |", "|---|---|---|---|---|---|---|"]
+    problem = None
+    for line in found:
+        if line["problem"] != problem:
+            problem = line["problem"]
+            lines.append(f"| **{problem}** | | | | | | |")
+        ratio = line["reached"] / line["goal"]
+        cells = [
+            line["what"],
+            line["group"],
+            line["threads"],
+            f"{line['goal']:.2f}",
+            f"{line['reached']:.2f}",
+            f"{ratio:.2f}",
+        ]
+        lines.append("| " + " | ".join(str(cell) for cell in cells) + f" | {'reached' if ratio >= 1 else 'missed'} |")
+    if not found:
+        return "\nNo goal is stated for what was measured."
+    reached = sum(line["reached"] >= line["goal"] for line in found)
+    return "\n".join([*lines, "", f"{reached} of {len(found)} reached"])
 
-    def __init__(self, name: str):
+
+def heading(found: dict, title: str, target: str, anchor: str) -> list[str]:
+    """The first lines of a document.
+
+    found: of a JSON file in results; target: of make; anchor: of the section in benchmarks/README.md.
+    """
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    written = f"Written by `make {target}` ([what rows and columns are](../README.md#{anchor}))"
+    where = f"{found['date'][:10]}, {found['cpu']}, Python {found['python']}, {versions}"
+    return [f"# {title}", "", f"{written}: {where}."]
+
+
+def command_lines(found: dict) -> list[str]:
+    return ["", "The command, and the number of cores:", "", f"    {found['command']}    # {found['cores']} cores"]
+
+
+def goal_lines(found: dict) -> list[str]:
+    """The goals, once a run has ended."""
+    return ["", "## Goals", goals_table(found["goals"])] if "goals" in found else []
+
+
+def document(found: dict) -> str:
+    """Markdown of a JSON file that bench_peers.py or bench_linear.py wrote."""
+    linear = {record["kind"] for record in found["records"]} == {"linear"}
+    title = "Linear layers beside other libraries" if linear else "The fused operator beside other libraries"
+    lines = heading(found, title, "bench-linear" if linear else "bench-peers", "other-libraries")
+    lines += [*command_lines(found), "", UNITS]
+    lines += [tables(found["records"]), *goal_lines(found)]
+    for what, printed in found.get("programs", {}).items():
+        lines += ["", f"## {what}", "", *(f"    {line}" for line in printed)]
+    return "\n".join(lines) + "\n"
+
+
+class Collected:
+    """The records of a run, printed as they come and saved each time: a run that is cut short has what it measured.
+
+    name: of the files in results, NAME.json and NAME.md; document: makes Markdown of what the first one has.
+    """
+
+    def __init__(self, name: str, document: Callable[[dict], str] = document):
         self.path = RESULTS / f"{name}.json"
+        self.document = document
         self.records: list[dict] = []
         self.versions: dict[str, str] = {}
 
@@ -107,6 +170,8 @@ class Collected:
         self.save()
 
     def save(self, **more: object) -> Path:
+        found = {**machine(self.versions), **more, "records": self.records}
         self.path.parent.mkdir(exist_ok=True)
-        self.path.write_text(json.dumps({**machine(self.versions), **more, "records": self.records}, indent=1))
+        self.path.write_text(json.dumps(found, indent=1))
+        self.path.with_suffix(".md").write_text(self.document(found))
         return self.path

@@ -104,6 +104,11 @@ def test_a_run(bench_models, monkeypatch, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "| vLLM, w4a8 | 2.0 | 3.0 | 4.0 | 700.0 (700.0–700.0) |" in printed
     assert "refusing: 2 layers and 8.0 GB" in printed
+    written = (tmp_path / "result.md").read_text()
+    assert written.startswith("# A model with the shapes of Qwen3-30B-A3B, 2 of 48 layers\n\nWritten by `make bench-")
+    assert "| vLLM, w4a8 | 2.0 | 3.0 | 4.0 | 700.0 (700.0–700.0) |" in written
+    assert "- killed: its process ended with SIGKILL\n" in written
+    assert "7 of 7 reached" not in written and "| 1.40 | 2.00 | 1.43 | reached |" in written
 
 
 def test_no_space(bench_models, monkeypatch, tmp_path):

@@ -201,3 +201,85 @@ def test_goals_of_a_cpu_with_amx(peers, kind):
             expected = [ratio for name, weights, _ in entries if name in what for ratio in [ratios[weights]]] or [share]
             assert lines[what]["reached"] == expected[0]
         assert not any("multiply peak" in what and "longer" not in what for what in lines if kind == "moe")
+
+
+PRINTED = """
+T=16     64 workers    1056 tasks in  2 phases   longest share 1.250 x the mean
+memory in use    32        2     24.7 ms     9.2 GB/s   copy   29.9 GB/s    30.9 %
+new memory       32        2     33.9 ms     6.7 GB/s   copy   23.9 GB/s    28.1 %
+one token, H 64, I 32, one expert: 7.50 us a call; torch.add: 2.53 us
+"""
+
+
+def test_goals_of_what_the_programs_print(peers, monkeypatch):
+    from peers import programs
+
+    monkeypatch.setattr(programs, "output", lambda command, threads: PRINTED.splitlines())
+    assert programs.split_balance()[1] == [("64 workers, 16 tokens, mean / longest share", "", 1 / 1.15, 0.8)]
+    assert programs.packing(2)[1] == [("packing, share of copying", "32", 0.3, pytest.approx(0.309))]
+    assert programs.call_overhead()[1] == [("15 us / a call at one token on a tiny layer", "32", 1.0, 2.0)]
+
+
+def test_a_run_writes_its_report(peers, monkeypatch, tmp_path):
+    from peers import report
+
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    common = {"problem": "experts", "kind": "moe", "group": "32", "threads": 2, "copies": 3, "own_seconds": 0.002}
+    records = [
+        {**common, "m": m, "entry": entry, "error": error, "note": note, "seconds": seconds}
+        for m, entry, error, note, seconds in (
+            (1, "w4a8", 0.01, None, 0.002),
+            (1, "slow", 0.02, None, 0.005),
+            (1, "absent", None, "no wheel", None),
+            (4, "w4a8", 0.03, None, 0.002),
+            (4, "slow", None, "too slow", None),
+        )
+    ]
+    collected = report.Collected("some")
+    collected.add(records, {"torch": "2.0"})
+    written = (tmp_path / "some.md").read_text()
+    assert written.startswith("# The fused operator beside other libraries\n\nWritten by `make bench-peers` ")
+    assert written.count("\n## ") == 1  # no goals before the end of a run
+    start = written.index("\n## ")
+    assert written[start:].splitlines() == [
+        "",
+        "## experts, group 32, 2 threads, 3 copies in turn",
+        "",
+        "| ms (× w4a8) | M=1 | M=4 | error |",
+        "|---|---|---|---|",
+        "| w4a8 | 2 | 2 | 0.0300 |",
+        "| slow | 5 (2.50×) | – | 0.0200 |",
+        "",
+        "- slow: too slow",
+        "- absent: no wheel",
+    ]
+    goal = {"problem": "experts", "what": "fast", "group": "32", "threads": 2, "goal": 2.0, "reached": 1.5}
+    collected.save(goals=[goal], programs={"A program": ["prints | this"]})
+    assert (tmp_path / "some.md").read_text()[len(written) :].splitlines() == [
+        "",
+        "## Goals",
+        "",
+        "| goal | group | threads | goal | reached | reached / goal | |",
+        "|---|---|---|---|---|---|---|",
+        "| **experts** | | | | | | |",
+        "| fast | 32 | 2 | 2.00 | 1.50 | 0.75 | missed |",
+        "",
+        "0 of 1 reached",
+        "",
+        "## A program",
+        "",
+        "    prints | this",
+    ]
+
+
+def test_committed_reports_are_of_the_committed_json(peers, tmp_path, monkeypatch):
+    import write_reports
+
+    files = sorted((BENCHMARKS / "results").glob("*.json"))
+    assert len(files) >= 5
+    for file in files:
+        (tmp_path / file.name).write_text(file.read_text())
+    monkeypatch.setattr(sys, "argv", ["write_reports.py", *(str(tmp_path / file.name) for file in files)])
+    write_reports.main()
+    for file in files:
+        assert (tmp_path / file.name).with_suffix(".md").read_text() == file.with_suffix(".md").read_text(), file.name
