@@ -86,7 +86,8 @@ def measure(source: Source, args: argparse.Namespace, before: dict) -> Iterator[
         with way.start() as running:
             score = reference.score(running.logits)
         record = {"section": way.section, "title": way.title, "activations": way.activations}
-        record |= {"arithmetic": running.arithmetic, "bits": running.bits, **score.record()}
+        record |= {"arithmetic": running.arithmetic, "bits": running.bits, "prefill": running.prefill}
+        record |= score.record()
         record["date"] = now()
         place(found["ways"], record, order)
         print(report.row(record), file=sys.stderr, flush=True)
@@ -101,13 +102,14 @@ def main() -> None:
     path = RESULTS / f"{args.output}.json"
     path.parent.mkdir(exist_ok=True)
     before = json.loads(path.read_text())["models"] if args.add and path.exists() else {}
-    found = {**machine(versions), "models": dict(before)}
+    found = {**machine(versions), "threads": args.threads, "models": dict(before)}
     for source in SOURCES:
         if chosen(source.name, args.models):
             for measured in measure(source, args, before.get(source.name, {})):
                 found["models"][source.name] = measured
                 path.write_text(json.dumps(found, indent=1) + "\n")
     path.with_suffix(".md").write_text(report.document(found))
+    report.plot(found, path.with_suffix(".png"))
     print(report.document(found))
 
 

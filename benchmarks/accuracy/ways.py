@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import itertools
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ SECTIONS = ("activations alone", "weights", "activations with the same weights",
 GROUPS = (128, 64, 32)
 USUAL = 32  # the group of activations beside which weights are compared
 FLOAT = 0  # no rounding of activations, beside PER_TOKEN and sizes of groups
+PREFILL_TOKENS = 512
 
 
 @dataclass
@@ -46,6 +49,7 @@ class Running:
     logits: Logits
     bits: float | None = None  # of a weight of the layers that are quantized, scales and all
     arithmetic: str = "float32"
+    prefill: float | None = None  # tokens a second, see prefill_rate; None unless the operators ran
 
 
 @dataclass(frozen=True)
@@ -100,11 +104,28 @@ def rounded_activations(case: Case, activation_group: int) -> Iterator[Running]:
             handle.remove()
 
 
+def layers_of(model: torch.nn.Module) -> list[w4a8.nn.W4A8Linear]:
+    return [module for module in model.modules() if isinstance(module, w4a8.nn.W4A8Linear)]
+
+
 def bits_of(model: torch.nn.Module) -> float:
     """Bits of a weight, of all layers that were replaced together."""
-    layers = [module for module in model.modules() if isinstance(module, w4a8.nn.W4A8Linear)]
+    layers = layers_of(model)
     packed = sum(layer.packed.numel() for layer in layers)
     return 8 * packed / sum(layer.in_features * layer.out_features for layer in layers)
+
+
+def prefill_rate(model: torch.nn.Module, rounds: int = 5) -> float:
+    """Tokens a second of all quantized layers together, PREFILL_TOKENS at once, bfloat16; of a median round."""
+    layers = layers_of(model)
+    inputs = {k: torch.randn(PREFILL_TOKENS, k).bfloat16() for k in {layer.in_features for layer in layers}}
+    seconds = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        for layer in layers:
+            layer(inputs[layer.in_features])
+        seconds.append(time.perf_counter() - start)
+    return PREFILL_TOKENS / median(seconds)
 
 
 @contextmanager
@@ -115,9 +136,11 @@ def quantized(case: Case, activation_group: int, calibrated: bool, options: dict
     batches = [{"input_ids": ids[None], "logits_to_keep": 1} for ids in case.calibration] if calibrated else None
     w4a8.quantize_(model, scale_dtype=torch.bfloat16, calibration=batches, **options, **(told or {}))
     bits = bits_of(model)
-    if told is None:
-        emulate_(model, None if activation_group == FLOAT else rounding(activation_group))
-    yield Running(logits_of(model), bits, "operators" if told is not None else "emulated")
+    if told is not None:
+        yield Running(logits_of(model), bits, "operators", prefill_rate(model))
+        return
+    emulate_(model, None if activation_group == FLOAT else rounding(activation_group))
+    yield Running(logits_of(model), bits, "emulated")
 
 
 def kinds(width: int) -> dict[str, dict[str, Any]]:

@@ -3,6 +3,7 @@
 import hashlib
 import math
 import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -184,6 +185,7 @@ def test_rows_leave_the_model_alone(tmp_path):
         assert (running.bits is None) == (way.section == SECTIONS[0])
         emulated = way.section == SECTIONS[0] or way.activations in ("float32", "groups of 64", "groups of 128")
         assert running.arithmetic in ("emulated" if emulated else "operators", "bfloat16")
+        assert (running.prefill is not None) == (way.section in SECTIONS[1:3] and not emulated)
         rows.add((way.section, way.title, way.activations))
         assert reference.score(logits_of(model)).kl == 0
     assert {section for section, *_ in rows} == set(SECTIONS[:-1])
@@ -206,8 +208,22 @@ def test_table():
     assert [line.split("|")[1].strip() for line in lines[2:]] == ["**weights**", "a", "b", "**llama.cpp**", "c"]
     assert lines[3].split("|")[4].strip() == ""
     assert lines[4] == (
-        "| b | per token | operators | 4.50 | 10.00 | +10.00 ± 1.10 % | 0.0100 ± 0.0010 | 90.0 ± 2.0 % |"
+        "| b | per token | operators | 4.50 | 10.00 | +10.00 ± 1.10 % | 0.0100 ± 0.0010 | 90.0 ± 2.0 % |  |"
     )
+    assert table([{**record("weights", "b"), "prefill": 1234.5}]).splitlines()[-1].endswith("| 90.0 ± 2.0 % | 1234 |")
+
+
+def test_plot(tmp_path):
+    from accuracy.report import plot
+
+    ways = [{**record("weights", f"int4, effort {i}", kl=0.1 * (i + 1)), "prefill": 100 * (i + 1)} for i in range(5)]
+    ways += [{**record("weights", "emulated"), "prefill": None}, record("llama.cpp", "Q4_0 (all)")]
+    found = {"models": {"a": {"ways": ways}, "b": {"ways": ways}}, "threads": 2, "versions": {"torch": "2"}}
+    path = plot(found, tmp_path / "plot.png")
+    if find_spec("matplotlib") is None:
+        assert path is None
+    else:
+        assert path.stat().st_size > 10000
 
 
 def test_rows_that_are_added():
