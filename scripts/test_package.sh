@@ -41,7 +41,7 @@ wheel=$(echo "$work"/dist/w4a8-*.whl)
 "$env_py" -m pip install -qq --no-deps --ignore-installed "$wheel"
 
 say "away from the source tree"
-cp -r tests README.md CMakeLists.txt "$work/away"
+cp -r tests docs README.md CMakeLists.txt "$work/away"
 cd "$work/away"
 loaded=$("$env_py" -c 'import w4a8; print(w4a8.__file__)')
 case $loaded in "$site"/*) ;; *) die "another w4a8 was loaded: $loaded" ;; esac

@@ -32,8 +32,8 @@ def row(record: dict) -> str:
 
 def table(records: list[dict]) -> str:
     """Markdown; records of one model."""
-    heads = "weights | activations | arithmetic | bits | perplexity | beside float | KL | same likeliest token | prefill"
-    lines = [f"| {heads} |", "|---" * 9 + "|"]
+    heads = "weights | activations | arithmetic | bits | perplexity | beside float | KL | same likeliest token"
+    lines = [f"| {heads} | prefill |", "|---" * 9 + "|"]
     section = ""
     for each in records:
         if each["section"] != section:

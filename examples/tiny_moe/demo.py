@@ -1,4 +1,4 @@
-"""See W4A8 at work: text from a small Mixture-of-Experts model, what int8 activations cost it, and how fast the op is.
+"""See W4A8 at work: text from a small Mixture-of-Experts model, its score beside floats, and how fast the op is.
 
     python demo.py          # seconds; --all: minutes
 
@@ -23,6 +23,8 @@ import speed
 import w4a8
 from evaluate import bits_per_byte, generate
 
+# What `make bench-accuracy` wrote: trained language models.
+ACCURACY = Path(__file__).parents[2] / "benchmarks/results/accuracy.json"
 # Held-out bytes that are scored without --all.
 SAMPLE = 16384
 PROMPTS = ("import os\n\n\nclass ", "def ")
@@ -79,7 +81,7 @@ def show_quality(directory: Path, schemes: tuple[str, ...], text: bytes, metrics
         table[scheme] = {
             "int4, float32 activations": f"{dequantized:.4f}{relative(dequantized, reference)}",
             "int4, int8 activations": f"{quantized:.4f}{relative(quantized, reference)}",
-            "cost of int8 alone": f"{quantized / dequantized - 1:+.3%}",
+            "difference": f"{quantized / dequantized - 1:+.3%}",
             "experts, packed": f"{packed / 1e6:.2f} MB",
             "experts in bfloat16": f"{bf16 / 1e6:.2f} MB",
         }
@@ -96,7 +98,22 @@ def show_quality(directory: Path, schemes: tuple[str, ...], text: bytes, metrics
         print(f"{row:26}" + "".join(f"{table[scheme][row]:>20}" for scheme in schemes))
     if complete and not same_text:
         print(f"The float32 model was measured on the text of Python {recorded['python']}, not on this one.")
+    print("The difference shows that the operators compute right. A model of bytes has no outliers in its activations:")
+    print("what int8 costs a language model is below.")
     return problems
+
+
+def show_language_models() -> None:
+    """Print what int8 activations alone cost trained language models, as it was measured."""
+    found = json.loads(ACCURACY.read_text())
+    heading("KL divergence of trained language models from themselves in float32: int8 activations, float weights")
+    columns = ("per token", "groups of 64", "groups of 32")
+    print(f"{'':26}" + "".join(f"{column:>20}" for column in columns))
+    for name, model in found["models"].items():
+        alone = {way["activations"]: way["kl"] for way in model["ways"] if way["section"] == "activations alone"}
+        print(f"{name:26}" + "".join(f"{alone[column]:>20.4f}" for column in columns))
+    print(f"Measured {found['date'][:10]} by `make bench-accuracy`; 4-bit weights: benchmarks/results/accuracy.md.")
+    print("Files made for float activations and w4a8.quantize_ get groups of 32, W4A8 files a scale per token.")
 
 
 def show_kinds(directory: Path, text: bytes) -> list[str]:
@@ -158,6 +175,7 @@ def main() -> int:
         problems += show_kinds(args.checkpoints / "g32", text)
     else:
         problems = show_quality(args.checkpoints, ("g32",), text[:SAMPLE], metrics)
+    show_language_models()
     if not args.skip_speed:
         show_speed()
     if not args.all:

@@ -1,4 +1,4 @@
-"""The package as a user meets it: version, command line, choosing a kernel, the example of the README."""
+"""The package as a user meets it: version, command line, choosing a kernel, the examples of the documents."""
 
 import ast
 import importlib.metadata
@@ -230,10 +230,23 @@ def test_wrappers_compute_what_the_operators_do(sample):
         assert_same_bits(actual, expected)
 
 
-def python_examples():
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    assert len(blocks) == 3
+def python_examples(document, count):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(), re.S)
+    assert len(blocks) == count
     return blocks
+
+
+def run_example(document, code):
+    scope = {}
+    exec(compile(code, document, "exec"), scope)
+    return scope
+
+
+def test_the_pytorch_example_of_the_readme(capsys):
+    scope = run_example("README.md", python_examples("README.md", 2)[0])
+    assert capsys.readouterr().out.startswith("2 replaced")
+    assert scope["y"].shape == (3, 10)
+    assert all(type(scope["model"][index]) is w4a8.nn.W4A8Linear for index in (0, 2))
 
 
 def test_the_transformers_example_of_the_readme(monkeypatch, capsys):
@@ -241,32 +254,30 @@ def test_the_transformers_example_of_the_readme(monkeypatch, capsys):
     if int(transformers.__version__.split(".")[0]) < 5:
         pytest.skip("transformers 5 is needed")
     monkeypatch.chdir(ROOT)
-    exec(compile(python_examples()[0], "README.md", "exec"), {})
+    run_example("README.md", python_examples("README.md", 2)[1])
     assert "import os\n\n\ndef " in capsys.readouterr().out
 
 
-def test_the_example_of_the_readme():
-    code = python_examples()[1]
+def test_the_example_of_the_operators():
+    (code,) = python_examples("docs/operators.md", 1)
     statements = [line for line in code.splitlines() if line.strip() and not line.lstrip().startswith("#")]
     assert len(statements) <= 10
-    scope = {}
-    exec(compile(code, "README.md", "exec"), scope)
+    scope = run_example("docs/operators.md", code)
     assert scope["y"].shape == scope["x"].shape
     assert scope["y"].abs().max() > 0
 
 
-def test_the_checkpoint_example_of_the_readme(monkeypatch):
+def test_the_checkpoint_example_of_the_formats(monkeypatch):
     pytest.importorskip("safetensors")
     monkeypatch.chdir(ROOT)
-    scope = {}
-    exec(compile(python_examples()[2], "README.md", "exec"), scope)
+    scope = run_example("docs/formats.md", python_examples("docs/formats.md", 2)[0])
     assert scope["y"].shape == (5, 256)
     assert scope["y"].abs().max() > 0
 
 
-def test_the_readme_lists_the_operators():
+def test_the_table_of_operators():
     """The table has every operator with its arguments, in order, and those of its defaults that it gives."""
-    table = (ROOT / "README.md").read_text().partition("## Operators")[2].partition("## ")[0]
+    table = (ROOT / "docs/operators.md").read_text().partition("# Operators")[2].partition("## ")[0]
     rows = dict(re.findall(r"^\| `(\w+)\((.*?)\)` \|", table, re.MULTILINE))
     assert set(rows) == set(operators())
     for name, arguments in rows.items():
