@@ -60,7 +60,7 @@ def cut(scale):
 def quantize_in_groups(x, size):
     """float32 [M, K] -> q int64 [M, K], zero points of 0 float32 [M], recip float32 [M], 1 or NaN, and scales float32
     [M, K / size]: each `size` values have one, symmetrically."""
-    groups = x.reshape(len(x), -1, size)
+    groups = x.reshape(len(x), x.shape[1] // size, size)
     finite = np.isfinite(x).all(1)
     safe = np.where(finite[:, None, None], groups, F32(0))
     with np.errstate(all="ignore"):
@@ -236,7 +236,7 @@ def _second_matmul_in_groups(h, error, weights, scales, bias, channel_scales, ac
     def spread(of_group):
         return np.repeat(of_group, activation_group, axis=1)
 
-    groups = h.reshape(len(h), -1, activation_group)
+    groups = h.reshape(len(h), h.shape[1] // activation_group, activation_group)
     most = np.abs(groups).max(2)
     span = np.where(most > 0, most, 1)
     scale = np.where(most > 0, 127 / span, 0)
