@@ -166,7 +166,7 @@ struct ManyOps : DotOps {
 
   // All groups of the chunk for 8 columns, the first or second half of the panel. Not inlined: the sums of the other
   // half would take registers. kSteps: of a part, 0 if known at run time only. kSmall: is_small. kOfParts: f is the sum
-  // over the parts of a group, and the one over groups is in `out`.
+  // over the parts of a group, and the one over groups is in `all`.
   template <int R, int kHalf, int64_t kSteps, bool kSmall, RowScales kRowScales>
   static __attribute__((noinline)) void add_half(const TileArgs& t, F (&all)[R][1][4]) {
     constexpr bool kOfParts = kRowScales == RowScales::kOfParts;
@@ -181,7 +181,6 @@ struct ManyOps : DotOps {
     const int64_t parts_of_group = t.panels->group_steps / t.panels->part_steps;
     int64_t left_of_group = parts_of_group;
     int64_t parts = t.steps / t.panels->part_steps;
-    bool fresh = t.first;
     barrier();
     do {
       I acc[R][1][2];
@@ -218,11 +217,10 @@ struct ManyOps : DotOps {
       if constexpr (kOfParts) {
         left_of_group = parts_of_group;
         for_each<R, 2>([&](int r, int v) W4A8_LAMBDA {
-          float* const to = t.out + r * t.ldc + 8 * kHalf + 4 * v;
-          store(to, fma(f[r][v], load_bytes(scales + 16 * v), fresh ? splat(0.0f) : load(to)));
+          F& sum = all[r][0][2 * kHalf + v];
+          sum = fma(f[r][v], load_bytes(scales + 16 * v), sum);
           f[r][v] = splat(0.0f);
         });
-        fresh = false;
       }
       scales += kScaleBytes;
     } while (--parts != 0);
