@@ -86,3 +86,12 @@ def test_core_knows_no_user(graph):
     for name, imported in graph.items():
         if name.startswith("w4a8.core"):
             assert not [other for other in imported if other.startswith(users)], name
+
+
+MIRROR = ("w4a8.moe", "w4a8.linear")
+
+
+def test_nothing_imports_the_mirror_of_vllm(graph):
+    for name, imported in graph.items():
+        if not name.startswith(MIRROR):
+            assert not [other for other in imported if other.startswith(MIRROR)], name

@@ -15,14 +15,47 @@ from w4a8.nn.rounding import round_weight
 from w4a8.ops import DEFAULT_EFFORT, Activation, dynamic_4bit_int_moe
 
 
-class W4A8Experts(PackedModule):
-    """All experts in one call, with the arguments of the experts modules of transformers 5.
+class PackedExperts(PackedModule):
+    """Two packed stacks, which are buffers and so part of the state dict; loading checks that they have these sizes.
 
-    The packed weights are buffers and so part of the state dict; loading checks that they are matrices of these shapes.
+    Attributes:
+        sizes: of the experts in the stacks.
+        w13_packed: uint8 [E, bytes] of ``dyn_quant_pack_4bit_weight``: gate rows, then up rows.
+        w2_packed: uint8 [E, bytes].
     """
 
     w13_packed: torch.Tensor
     w2_packed: torch.Tensor
+
+    def __init__(self, w13_packed: torch.Tensor, w2_packed: torch.Tensor, sizes: ExpertSizes) -> None:
+        """Takes the stacks.
+
+        Raises:
+            ValueError: a stack is not of these sizes; says why.
+        """
+        super().__init__()
+        self.sizes = sizes
+        for name, packed in (("w13_packed", w13_packed), ("w2_packed", w2_packed)):
+            self.check_packed(name, packed)
+            self.register_buffer(name, packed)
+
+    def packed_shapes(self) -> dict[str, dict[str, int | str]]:
+        """What the headers must say."""
+        group = self.sizes.group_size
+        return {
+            f"{name}_packed": {"n": rows, "k": columns, "group": columns if group == -1 else group}
+            for name, rows, columns in self.sizes.stacks
+        }
+
+    def check_packed(self, name: str, packed: torch.Tensor) -> None:
+        """Raises ValueError if a tensor cannot be the stack of this name; says why."""
+        if packed.dim() != 2 or len(packed) != self.sizes.experts:
+            raise ValueError(f"{name} is {list(packed.shape)}, expected [{self.sizes.experts}, bytes]")
+        super().check_packed(name, packed)
+
+
+class W4A8Experts(PackedExperts):
+    """All experts in one call, with the arguments of the experts modules of transformers 5."""
 
     def __init__(
         self,
@@ -43,17 +76,14 @@ class W4A8Experts(PackedModule):
             group_size: values of k per scale; -1 is channelwise.
             activation: between w13 and w2.
         """
-        super().__init__()
+        super().__init__(
+            w13_packed, w2_packed, ExpertSizes(len(w13_packed), hidden_size, intermediate_size, group_size)
+        )
         self.num_experts = len(w13_packed)
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size
         self.group_size = group_size
         self.activation = Activation(activation)
-        for name, packed in (("w13_packed", w13_packed), ("w2_packed", w2_packed)):
-            if packed.dim() != 2 or len(packed) != self.num_experts:
-                raise ValueError(f"{name} is {list(packed.shape)}, expected [{self.num_experts}, bytes]")
-            self.check_packed(name, packed)
-            self.register_buffer(name, packed)
 
     @classmethod
     def from_float(
@@ -121,14 +151,6 @@ class W4A8Experts(PackedModule):
                 stacks[which][expert] = packed
                 packed_one()
         return cls(*stacks, hidden, intermediate, group_size, activation)
-
-    def packed_shapes(self) -> dict[str, dict[str, int | str]]:
-        """What the headers must say."""
-        h, i, g = self.hidden_size, self.intermediate_size, self.group_size
-        return {
-            "w13_packed": {"n": 2 * i, "k": h, "group": h if g == -1 else g},
-            "w2_packed": {"n": h, "k": i, "group": i if g == -1 else g},
-        }
 
     def forward(
         self,

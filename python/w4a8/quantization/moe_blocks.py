@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from w4a8.core.routing import route
-from w4a8.moe.config import RoutingMethodType
+from w4a8.core.routing import RoutingMethodType, route
 from w4a8.nn import W4A8Experts
 from w4a8.ops import Activation
 

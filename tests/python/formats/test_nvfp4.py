@@ -65,7 +65,7 @@ def test_experts(kind, hidden, inter, tmp_path):
     path = made.write(tmp_path)
     layer = load(path, quantize_w4a16=True)[LAYER]
     assert_meant(layer, made)
-    header = w4a8.read_header(layer.w2_weight_packed[1])
+    header = w4a8.read_header(layer.w2_packed[1])
     assert (header["values"], header["group"]) == ("e2m1", 16)
     assert header["scale_dtype"] == ("e5m3" if inter > 16 else "float32")
     assert torch.isfinite(layer(torch.randn(5, hidden), torch.randn(5, 3))).all()

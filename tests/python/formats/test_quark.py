@@ -179,7 +179,7 @@ def test_experts(hidden, inter, tmp_path):
     made = experts_of(hidden, inter)
     layer = load(made.write(tmp_path), quantize_w4a16=True)[LAYER]
     assert_meant(layer, made)
-    header = w4a8.read_header(layer.w2_weight_packed[1])
+    header = w4a8.read_header(layer.w2_packed[1])
     assert (header["values"], header["group"]) == ("e2m1", 32)
     assert torch.isfinite(layer(torch.randn(5, hidden), torch.randn(5, 3))).all()
 
@@ -214,7 +214,7 @@ def test_gpt_oss(tmp_path):
         for expert, part in enumerate(tensor.flatten(2) if what == "blocks" else tensor):
             each.tensors[f"{prefix}.{expert}.{projection}.{names[what]}"] = part.clone()
     (layer,) = load(each.write(tmp_path / "each"), quantize_w4a16=True).values()
-    for name in ("w13_weight_packed", "w2_weight_packed"):
+    for name in ("w13_packed", "w2_packed"):
         assert torch.equal(getattr(layer, name), getattr(want, name))
     assert layer.activation == want.activation
 
@@ -276,8 +276,8 @@ def test_files_of_the_tool(folder):
     (layer,) = load(path, quantize_w4a16=True).values()
     for expert in range(4):
         w13 = meant(f"{LAYER}.{expert}.gate_up_proj")
-        assert torch.equal(meaning(layer.w13_weight_packed[expert])[0], torch.cat([w13[::2], w13[1::2]]))
-        assert torch.equal(meaning(layer.w2_weight_packed[expert])[0], meant(f"{LAYER}.{expert}.down_proj"))
+        assert torch.equal(meaning(layer.w13_packed[expert])[0], torch.cat([w13[::2], w13[1::2]]))
+        assert torch.equal(meaning(layer.w2_packed[expert])[0], meant(f"{LAYER}.{expert}.down_proj"))
 
 
 @pytest.fixture(scope="module")
