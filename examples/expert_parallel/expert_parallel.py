@@ -52,7 +52,7 @@ def make_layer(args: argparse.Namespace, rank: int, ranks: int) -> W4A8MoE:
     """This rank's part of the layer: of a checkpoint (only its experts are read), or random."""
     if args.checkpoint is None:
         return random_layer(args, rank, ranks)
-    return next(iter(w4a8.load(args.checkpoint, ep_rank=rank, ep_size=ranks, quantize_w4a16=True).values()))
+    return next(iter(w4a8.load(args.checkpoint, ep_rank=rank, ep_size=ranks).values()))
 
 
 def make_input(args: argparse.Namespace, layer: W4A8MoE) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from w4a8.checkpoint.modules import Module, check_input
+from w4a8.checkpoint.modules import Module, check_input, say_int8
 from w4a8.checkpoint.settings import MoESettings, settings_from_config
 from w4a8.checkpoint.tensors import CheckpointTensors
 from w4a8.core.activation_groups import check_activation_group
@@ -343,7 +343,7 @@ def load(
     tp_size: int = 1,
     ep_rank: int = 0,
     ep_size: int = 1,
-    quantize_w4a16: bool = False,
+    quantize_w4a16: bool = True,
     activation_group: int | None = None,
     w13_interleaved: bool | None = None,
     progress: bool = False,
@@ -370,7 +370,8 @@ def load(
         tp_rank, tp_size: tensor parallel: this rank's slice of each expert.
         ep_rank, ep_size: expert parallel: only this rank's experts are read, and files with others may be missing.
         quantize_w4a16: run weight-only (W4A16) checkpoints, which most are, with activations quantized to int8 as
-            well.
+            well, and say so in the log; as vLLM with the plugin and transformers with ``W4A8Config`` do. False refuses
+            them.
         activation_group: values of k of an input that share a scale when it is quantized to int8: 32, 64 or 128 that
             divides the weights' group, or K of groups of 16; -1, all of a row. None: -1 where the checkpoint says that
             inputs are quantized per token (W4A8), else 32, or -1 of a matrix that 32 does not fit.
@@ -406,5 +407,6 @@ def load(
     with on_cpu():
         readers = _ours([_ExpertsReader(tensors, rules, settings, ranks, interleaved, layer) for layer in layers])
         loaded = _build(readers, quantize_w4a16, activation_group, progress)
+    say_int8((stored for reader in readers for stored in reader.stored.values()), activation_group)
     logger.info("packed %d layers of %s", len(loaded), path)
     return loaded

@@ -126,8 +126,12 @@ class CompressedTensorsW4A8Int8MoEMethod(CompressedTensorsMoEMethod):
         layer.w2_out_features = sizes.hidden
         layer.group_size = sizes.group_size
 
-    def _pack(self, layer: torch.nn.Module) -> None:
-        """Replaces the loaded parameters by the packed ones; the int8 storage is used up on the way."""
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Packs the loaded weights, frees them, and builds the kernel.
+
+        Peak memory is the raw weights, the packed ones and the temporaries of one matrix: the int8 storage is
+        overwritten, so nothing else may share it. Rows of w13 alternate gate and up if ``layer.w13_interleaved``.
+        """
         w13_packed, w2_packed, *_ = convert_to_w4a8_int8_moe_format(
             layer.w13_weight,
             layer.w2_weight,
@@ -139,17 +143,7 @@ class CompressedTensorsW4A8Int8MoEMethod(CompressedTensorsMoEMethod):
             w13_interleaved=getattr(layer, "w13_interleaved", False),
             in_place=True,
         )
-        set_packed(layer, "w13", w13_packed)
-        set_packed(layer, "w2", w2_packed)
-
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Packs the loaded weights, frees them, and builds the kernel.
-
-        Peak memory is the raw weights, the packed ones and the temporaries of one matrix: the int8 storage is
-        overwritten, so nothing else may share it. Rows of w13 alternate gate and up if ``layer.w13_interleaved``.
-        """
-        self._pack(layer)
-        self._make_kernel(layer)
+        self.take_packed(layer, w13_packed, w2_packed)
 
     def take_packed(self, layer: torch.nn.Module, w13_packed: torch.Tensor, w2_packed: torch.Tensor) -> None:
         """Makes packed stacks, uint8 [E, bytes], the weights of a layer, whose raw parameters become empty."""
