@@ -143,9 +143,12 @@ def test_config_of_transformers():
 
     for asked in (None, -1, 64):
         config = W4A8Config(64, activation_group=asked)
-        assert config.options()["activation_group"] == asked
+        assert config.quant_options().activation_group == asked
         assert W4A8Config(**config.to_dict()).activation_group == asked
     old = {name: value for name, value in W4A8Config().to_dict().items() if name != "activation_group"}
     assert W4A8Config(**old).activation_group is None
+    # Checkpoints of others have groups of their own.
+    with pytest.raises(ValueError, match="activation_group is 64, expected None, -1 or 32: it must divide group_size"):
+        W4A8Config(activation_group=64).quant_options()
     with pytest.raises(ValueError, match="activation_group is 16, expected None, -1, 32, 64 or 128"):
         W4A8Config(activation_group=16)

@@ -1,4 +1,4 @@
-"""Checkpoints of quantized models (docs/vllm_mirror.md, "Checkpoints")."""
+"""Checkpoints of quantized models (docs/formats.md, "Loading without a framework")."""
 
 from w4a8.checkpoint.linear import load_linear
 from w4a8.checkpoint.reader import load

@@ -7,8 +7,7 @@ from collections.abc import Collection, Mapping
 import torch
 
 from w4a8.core.activation_groups import PER_TOKEN
-from w4a8.core.experts import ExpertSizes
-from w4a8.core.loader import slice_of_rank
+from w4a8.core.experts import ExpertSizes, slice_of_rank
 from w4a8.core.matrix import Matrix, codes_in_a_byte
 from w4a8.core.nibbles import check_int4_range, to_nibbles, word_nibbles
 from w4a8.core.stack import MatrixStack, PackedAs
@@ -25,7 +24,7 @@ _BY_GROUP = ("weight_scale", "zero_points")
 
 
 class ExpertPacker:
-    """Two stacks, w13 and w2, and what each tensor is to them: see :class:`w4a8.core.loader.MoEWeightLoader`.
+    """Two stacks, w13 and w2, and what each tensor is to them (``w1`` the gate, ``w3`` up, ``w2`` down).
 
     Rows of w13 are packed as a gate half and an up half, however they come.
     """

@@ -185,9 +185,9 @@ def test_config_of_anything(good, tmp_path, format_, data):
     layers = load_or_refuse(tmp_path)
     if layers is not None:
         for layer in layers.values():
-            assert layer.moe_config.hidden_dim == 64
-            assert layer.moe_config.intermediate_size == 32
-            assert layer.global_num_experts == 3
+            assert layer.sizes.hidden == 64
+            assert layer.sizes.intermediate == 32
+            assert layer.num_experts == 3
 
 
 @fuzz(format_=FORMATS, data=st.data())

@@ -8,10 +8,11 @@ import sys
 import pytest
 import torch
 
-from w4a8.core.experts import ExpertSizes, pack_stack
+from w4a8.core.experts import ExpertSizes
 from w4a8.core.packer import ExpertPacker
 from w4a8.core.scale_types import kept_scale_dtypes
 from w4a8.core.stack import MatrixStack, PackedAs
+from w4a8.moe.parameters import pack_stack
 
 EXPERTS, HIDDEN, INTERMEDIATE = 3, 128, 64
 

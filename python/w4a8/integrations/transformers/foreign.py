@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from w4a8.checkpoint.modules import say_int8
 from w4a8.core.activation_groups import resolve_activation_group
 from w4a8.core.matrix import Matrix
 from w4a8.core.stack import MatrixStack
@@ -138,6 +139,7 @@ class Foreign:
             ValueError: a tensor is missing, or has another shape or values than it should; names the module.
         """
         report = QuantizationReport()
+        say_int8(map(self._stored, self.tensors), self.activation_group)
         for name, module in self.modules.items():
             try:
                 new = self._pack(module)

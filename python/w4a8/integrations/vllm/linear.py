@@ -52,7 +52,7 @@ class _CopiedValues(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def load_linear(
+def load_parameter(
     layer: torch.nn.Module, param: torch.Tensor, loaded_weight: torch.Tensor, *args: Any, **kwargs: Any
 ) -> Any:
     """The loader of a parameter, bound to its layer: see ``load_expert``."""
@@ -138,7 +138,7 @@ class LinearWeights:
             self._register(layer, part)
         if self.stored.format == "pack-quantized":
             shape = BasevLLMParameter(
-                data=torch.zeros(2, dtype=torch.int64), weight_loader=MethodType(load_linear, layer)
+                data=torch.zeros(2, dtype=torch.int64), weight_loader=MethodType(load_parameter, layer)
             )
             shape.weight_loader_numel = 0  # not counted among what a layer lacks: it comes once per part of a layer
             layer.register_parameter("weight_shape", shape)
@@ -152,7 +152,7 @@ class LinearWeights:
 
     def _register(self, layer: torch.nn.Module, part: Part) -> None:
         if part.kind == "global_scale":
-            loader = MethodType(load_linear, layer)
+            loader = MethodType(load_parameter, layer)
             param = PerTensorScaleParameter(
                 data=torch.zeros(len(self.sizes), dtype=torch.float32), weight_loader=loader
             )
@@ -164,7 +164,7 @@ class LinearWeights:
         arguments: dict[str, Any] = {
             "data": fresh_bytes(shape[0], size * shape[1]).view(part.dtype),
             "output_dim": part.axes.index("n"),
-            "weight_loader": MethodType(load_linear, layer),
+            "weight_loader": MethodType(load_parameter, layer),
         }
         # One group for all of a row is the same on each rank, however many a row is cut into.
         whole = "g" in part.axes and self.stored.group_size == -1

@@ -15,6 +15,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from w4a8.core.weight_utils import replace_parameter
 from w4a8.integrations.vllm.log import logger
 from w4a8.integrations.vllm.settings import LM_HEAD_SWITCH, activation_group, lm_head_bits
+from w4a8.nn import QuantOptions
 from w4a8.nn.rounding import round_to_8_bits, round_weight
 from w4a8.ops import dyn_quant_matmul_4bit
 
@@ -76,7 +77,7 @@ class W4A8LMHeadMethod(UnquantizedEmbeddingMethod):
         if self.bits == 8:
             matrix, groups = round_to_8_bits(weight.data), "with a scale for each row"
         else:
-            matrix = round_weight(weight.data, GROUP, torch.bfloat16)
+            matrix = round_weight(weight.data, QuantOptions(GROUP, torch.bfloat16))
             groups = f"in groups of {GROUP}"
         self.group = matrix.group
         try:
