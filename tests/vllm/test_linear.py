@@ -9,7 +9,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from w4a8.formats import Stored
 from w4a8.integrations.vllm.config_gptq import W4A8GPTQConfig
-from w4a8.integrations.vllm.linear import W4A8LinearScheme
+from w4a8.integrations.vllm.linear_layers import W4A8LinearScheme
 
 N, K, GROUP = 64, 128, 32
 NAME = "model.layers.0.mlp.gate_up_proj"

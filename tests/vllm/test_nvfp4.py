@@ -18,7 +18,7 @@ from vllm.model_executor.layers.linear import (
 from w4a8.integrations.vllm.config import W4A8CompressedTensorsConfig
 from w4a8.integrations.vllm.config_inc import W4A8INCConfig
 from w4a8.integrations.vllm.config_modelopt import W4A8ModelOptConfig, W4A8ModelOptMixedConfig
-from w4a8.integrations.vllm.linear import W4A8LinearMethod, W4A8LinearScheme
+from w4a8.integrations.vllm.linear_layers import W4A8LinearMethod, W4A8LinearScheme
 from w4a8.integrations.vllm.moe import W4A8MoEMethod
 
 K = 144  # nine blocks

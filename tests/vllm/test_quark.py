@@ -14,7 +14,7 @@ from vllm.model_executor.layers.linear import (
 )
 
 from w4a8.integrations.vllm.config_quark import W4A8QuarkConfig
-from w4a8.integrations.vllm.linear import W4A8LinearMethod
+from w4a8.integrations.vllm.linear_layers import W4A8LinearMethod
 from w4a8.integrations.vllm.moe import W4A8MoEMethod
 from w4a8.integrations.vllm.quark_gpt_oss import W4A8QuarkGptOssMethod
 

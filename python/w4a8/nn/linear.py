@@ -1,4 +1,4 @@
-"""A linear layer with int4 weights whose input is quantized to int8 on the fly."""
+"""Linear layers with 4-bit or 8-bit weights whose input is quantized to int8 on the fly."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from collections.abc import Mapping
 import torch
 
 from w4a8.core.activation_groups import PER_TOKEN, check_activation_group
+from w4a8.core.kind import Kind
+from w4a8.core.matrix import Matrix
+from w4a8.core.nibbles import CODES
 from w4a8.formats import (
     from_auto_round,
     from_awq,
@@ -19,7 +22,6 @@ from w4a8.formats import (
     from_pack_quantized,
     from_quark_mxfp4,
 )
-from w4a8.formats.words import CODES
 from w4a8.nn.grids import DEFAULT_GROUP_SIZE
 from w4a8.nn.packed import PackedLinear
 from w4a8.nn.rounding import round_weight
@@ -229,3 +231,17 @@ class W4A8Linear(PackedLinear):
         """
         read = from_nvfp4_pack_quantized if "weight_packed" in tensors else from_nvfp4
         return cls.from_matrix(read(tensors, name), activation_group=activation_group)
+
+
+class W8A8Linear(PackedLinear):
+    """``x @ W.T + bias`` with W packed as ``int8``, as mixed checkpoints have it; the rest as :class:`W4A8Linear`."""
+
+    def packed_shapes(self) -> dict[str, dict[str, int | str]]:
+        """What the header must say."""
+        return {"packed": {**super().packed_shapes()["packed"], "values": Kind.INT8.value}}
+
+
+def linear_from_matrix(matrix: Matrix, activation_group: int | None = None) -> W4A8Linear | W8A8Linear:
+    """The layer of what a reader of a format gives; ``activation_group`` as in :meth:`PackedLinear.from_matrix`."""
+    layer = W8A8Linear if matrix.kind == Kind.INT8 else W4A8Linear
+    return layer.from_matrix(matrix, activation_group=activation_group)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from w4a8.core.matrix import Matrix4
-from w4a8.core.matrix8 import Matrix8
+from w4a8.core.kind import Kind
+from w4a8.core.matrix import Matrix
 from w4a8.nn.grids import DEFAULT_GROUP_SIZE, most_in_features
 from w4a8.ops import DEFAULT_EFFORT, round_weights
 
@@ -21,7 +21,7 @@ def round_weight(
     values: str = "int4",
     bias: torch.Tensor | None = None,
     importance: torch.Tensor | None = None,
-) -> Matrix4:
+) -> Matrix:
     """Rounds a matrix (docs/quantization.md, "Rounding").
 
     Args:
@@ -48,10 +48,10 @@ def round_weight(
         raise ValueError(f"group_size is {group_size}, expected -1 or a divisor of in_features = {k}")
     check_rounding(scale_dtype, effort)
     codes, scales, zeros = _rounded(weight, group, values, not symmetric, scale_dtype, effort, importance)
-    return Matrix4(codes, scales, None if symmetric else zeros, values, bias)
+    return Matrix(codes, scales, None if symmetric else zeros, values, bias)
 
 
-def round_to_8_bits(weight: torch.Tensor, effort: int = DEFAULT_EFFORT) -> Matrix8:
+def round_to_8_bits(weight: torch.Tensor, effort: int = DEFAULT_EFFORT) -> Matrix:
     """Rounds a matrix, with one float32 scale for each row.
 
     Args:
@@ -62,8 +62,8 @@ def round_to_8_bits(weight: torch.Tensor, effort: int = DEFAULT_EFFORT) -> Matri
         ValueError: another effort, or the weight has a NaN or an infinity.
     """
     check_rounding(torch.float32, effort)
-    codes, scales, _ = _rounded(weight, weight.shape[1], "int8", False, torch.float32, effort, None)
-    return Matrix8(codes, scales, None)
+    codes, scales, _ = _rounded(weight, weight.shape[1], Kind.INT8.value, False, torch.float32, effort, None)
+    return Matrix(codes, scales, kind=Kind.INT8)
 
 
 def check_rounding(scale_dtype: torch.dtype, effort: int) -> None:

@@ -11,7 +11,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from w4a8.core.activation_groups import check_activation_group
 from w4a8.core.matrix import GROUP_SIZES, is_group_size
-from w4a8.formats.packed_directory import FORMAT, METHOD, VERSION
+from w4a8.formats.packed_directory import FORMAT, METHOD, VERSION, check_stated
 from w4a8.nn.grids import DEFAULT_GROUP_SIZE, most_in_features
 from w4a8.nn.rounding import check_rounding
 from w4a8.ops import DEFAULT_EFFORT
@@ -104,11 +104,7 @@ class W4A8Config(QuantizationConfigMixin):
         kind = saved.pop("format", None)
         if saved:
             raise TypeError(f"W4A8Config has no option {next(iter(saved))!r}")
-        if method != METHOD or kind not in (None, FORMAT) or version != VERSION:
-            raise ValueError(
-                f"quantization_config is {method!r} in format {kind!r}, version {version}; this w4a8 reads "
-                f"{METHOD!r} in format {FORMAT!r}, version {VERSION}"
-            )
+        check_stated(method, FORMAT if kind is None else kind, version)
         return kind
 
     def options(self) -> dict[str, Any]:
