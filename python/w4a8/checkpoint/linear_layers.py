@@ -88,10 +88,10 @@ def _packed(
 
 
 def _stored_layers(tensors: CheckpointTensors, rules: Rules, only: Callable[[str], bool] | None) -> dict[str, Stored]:
-    """Name of a quantized layer -> how it is stored; what is not ours is reported.
+    """Name of a quantized layer -> how it is stored; what is left out is reported.
 
     Raises:
-        CheckpointError: nothing is ours.
+        CheckpointError: all are left out.
     """
     suffixes: dict[str, list[str]] = {}
     for key in tensors.keys():  # noqa: SIM118 (no mapping)

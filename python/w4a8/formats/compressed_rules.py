@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from w4a8.core.json_fields import CheckpointError, check_field, json_field, names_field
@@ -11,7 +12,7 @@ from w4a8.core.matrix import GROUP_SIZES, is_group_size
 from w4a8.core.quant_args import QuantizationArgs, QuantizationStrategy
 from w4a8.formats.mxfp4 import BLOCK as MX_BLOCK
 from w4a8.formats.nvfp4 import BLOCK as NV_BLOCK
-from w4a8.formats.stored import LeftOut, Stored
+from w4a8.formats.stored import LeftOut, Stored, stored_or_left_out
 
 # Formats of 4-bit floats, and how many share a scale.
 BLOCKS = {"mxfp4-pack-quantized": MX_BLOCK, "nvfp4-pack-quantized": NV_BLOCK}
@@ -97,14 +98,11 @@ class CompressedTensorsRules:
         return None
 
     def of(self, module: str) -> Stored | LeftOut:
-        """How a linear module is stored, or why it is not ours."""
+        """How a linear module is stored, or why it is left out."""
         name = self._group_of(module)
         if name is None:
-            return LeftOut(f"{module} is not quantized: no target matches it, or it is ignored", quantized=False)
-        try:
-            return self._stored(name, module)
-        except CheckpointError as error:
-            return LeftOut(str(error), quantized=True)
+            return LeftOut.not_quantized(module, "no target matches it, or it is ignored")
+        return stored_or_left_out(partial(self._stored, name, module))
 
     def _stored(self, name: str, module: str) -> Stored:
         group = self._groups[name]

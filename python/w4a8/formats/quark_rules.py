@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 from w4a8.core.json_fields import CheckpointError, check_field, check_name, json_field, names_field, shorten
 from w4a8.formats.mxfp4 import BLOCK
-from w4a8.formats.stored import LeftOut, Stored
+from w4a8.formats.stored import LeftOut, Stored, stored_or_left_out
 
 _WHERE = "quantization_config"
 MXFP4 = "quark-mxfp4"
@@ -49,7 +50,7 @@ class QuarkRules:
         """
         entry = self._excluded.first(module)
         if entry is not None:
-            return LeftOut(f"{module} is not quantized: {_WHERE}.exclude has {shorten(entry)}", quantized=False)
+            return LeftOut.not_quantized(module, f"{_WHERE}.exclude has {shorten(entry)}")
         entry = self._named.first(module)
         found = self._types.get("Linear", self.default) if entry is None else self._layers[entry]
         if isinstance(found, LeftOut):
@@ -70,12 +71,10 @@ class QuarkRules:
     def _try(self, entry: Mapping[str, Any], where: str, name: str = "") -> Stored | LeftOut:
         if entry.get("weight") is None:
             return LeftOut(f"{where}.weight is missing: not quantized", quantized=False)
-        try:
-            # What the KV cache is to hold; here it has another type. Queries may be quantized with it.
-            outputs = any(fnmatchcase(name, cached) for cached in self._cached)
-            return _stored(entry, where, outputs or (bool(self._cached) and name.endswith("q_proj")))
-        except CheckpointError as error:
-            return LeftOut(str(error), quantized=True)
+        # What the KV cache is to hold; here it has another type. Queries may be quantized with it.
+        outputs = any(fnmatchcase(name, cached) for cached in self._cached)
+        outputs = outputs or (bool(self._cached) and name.endswith("q_proj"))
+        return stored_or_left_out(partial(_stored, entry, where, outputs))
 
 
 def _check_algorithms(config: Mapping[str, Any]) -> None:

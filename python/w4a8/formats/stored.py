@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from w4a8.core.activation_groups import PER_TOKEN
+from w4a8.core.json_fields import CheckpointError
 from w4a8.core.kind import Kind, integers_of
 from w4a8.core.matrix import Matrix
 from w4a8.formats.awq import from_awq, output_features
@@ -185,3 +186,21 @@ class LeftOut:
 
     reason: str
     quantized: bool
+
+    @classmethod
+    def not_quantized(cls, module: str, why: str) -> LeftOut:
+        """Of a module that is not quantized at all."""
+        return cls(f"{module} is not quantized: {why}", quantized=False)
+
+
+def stored_or_left_out(read: Callable[[], Stored], where: str = "") -> Stored | LeftOut:
+    """What a part of a configuration says, or that it says something that is not read here.
+
+    Args:
+        read: raises CheckpointError for that, with the reason.
+        where: put behind the reason.
+    """
+    try:
+        return read()
+    except CheckpointError as error:
+        return LeftOut(f"{error}{where}", quantized=True)

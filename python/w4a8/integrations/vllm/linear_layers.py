@@ -78,7 +78,10 @@ def _load_number(param: torch.Tensor, loaded: torch.Tensor, loaded_shard_id: Any
 
 
 class LinearWeights:
-    """The weight of one linear layer: parameters that a checkpoint fills, packed when the last of them is full."""
+    """The weight of one linear layer: parameters that a checkpoint fills, packed when the last of them is full.
+
+    A base class of what vLLM calls for a layer.
+    """
 
     def __init__(self, stored: Stored, layer_name: str | None) -> None:
         """For one layer.
@@ -92,13 +95,17 @@ class LinearWeights:
         self.packed_as: PackedAs | None = None  # once packed
         self._lacking: dict[str, int] = {}
 
-    def create(
+    def create_weights(
         self,
         layer: torch.nn.Module,
-        output_partition_sizes: list[int],
         input_size_per_partition: int,
+        output_partition_sizes: list[int],
         input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        *,
         weight_loader: Callable,
+        **extra_weight_attrs: Any,
     ) -> None:
         """Registers the tensors of the format for this rank's part, as vLLM's loaders cut them; scales as float32.
 
@@ -202,7 +209,7 @@ class LinearWeights:
             self._lacking[part.suffix] -= copied.count
             if all(count <= 0 for count in self._lacking.values()):
                 filled = [getattr(layer, part.suffix) for part in self.parts]
-                self.process(layer)
+                self.process_weights_after_loading(layer)
                 for old in filled:  # the model's loader keeps them until it has loaded all layers
                     old.data = torch.empty(0, dtype=old.dtype)
         return found
@@ -230,7 +237,7 @@ class LinearWeights:
             tensors["weight_shape"] = torch.tensor([self.rows, self.k])
         return tensors
 
-    def process(self, layer: torch.nn.Module) -> None:
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Packs the weight into ``layer.weight_packed``, uint8 [bytes], and frees the rest.
 
         Again when vLLM has loaded another weight.
@@ -286,41 +293,15 @@ class LinearWeights:
         self.packed_as = stack.packed_as
         return stack.pack()[0]
 
-    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [..., K] to [..., N] of its type."""
         group = self.k if self.stored.group_size == -1 else self.stored.group_size
         out = dyn_quant_matmul_4bit(x, layer.weight_packed, group, self.k, self.n)
         return out if bias is None else out + bias
 
 
-class W4A8LinearMethod(LinearMethodBase):
+class W4A8LinearMethod(LinearWeights, LinearMethodBase):
     """What vLLM calls for a linear layer."""
-
-    def __init__(self, stored: Stored, layer_name: str | None) -> None:
-        """A method for one layer: see :class:`LinearWeights`."""
-        self.weights = LinearWeights(stored, layer_name)
-
-    def create_weights(
-        self,
-        layer: torch.nn.Module,
-        input_size_per_partition: int,
-        output_partition_sizes: list[int],
-        input_size: int,
-        output_size: int,
-        params_dtype: torch.dtype,
-        **extra_weight_attrs: Any,
-    ) -> None:
-        """See :meth:`LinearWeights.create`."""
-        loader = extra_weight_attrs["weight_loader"]
-        self.weights.create(layer, output_partition_sizes, input_size_per_partition, input_size, loader)
-
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """See :meth:`LinearWeights.process`."""
-        self.weights.process(layer)
-
-    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """x [..., K] to [..., N] of its type."""
-        return self.weights.apply(layer, x, bias)
 
 
 # Layers give the loaders that know packed tensors to methods of these names only.
@@ -328,36 +309,12 @@ if W4A8LinearMethod.__name__ not in vllm_linear.WEIGHT_LOADER_V2_SUPPORTED:
     vllm_linear.WEIGHT_LOADER_V2_SUPPORTED.append(W4A8LinearMethod.__name__)
 
 
-class W4A8LinearScheme(CompressedTensorsScheme):
+class W4A8LinearScheme(LinearWeights, CompressedTensorsScheme):
     """What vLLM's method for compressed-tensors calls for a linear layer."""
 
-    def __init__(self, stored: Stored, layer_name: str | None) -> None:
-        """A scheme for one layer: see :class:`LinearWeights`."""
-        self.weights = LinearWeights(stored, layer_name)
+    apply_weights = LinearWeights.apply
 
     @classmethod
     def get_min_capability(cls) -> int:
         """CPUs have no such number."""
         return -1
-
-    def create_weights(
-        self,
-        layer: torch.nn.Module,
-        output_size: int,
-        input_size: int,
-        output_partition_sizes: list[int],
-        input_size_per_partition: int,
-        params_dtype: torch.dtype,
-        weight_loader: Callable,
-        **kwargs: Any,
-    ) -> None:
-        """See :meth:`LinearWeights.create`."""
-        self.weights.create(layer, output_partition_sizes, input_size_per_partition, input_size, weight_loader)
-
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """See :meth:`LinearWeights.process`."""
-        self.weights.process(layer)
-
-    def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """x [..., K] to [..., N] of its type."""
-        return self.weights.apply(layer, x, bias)
