@@ -8,7 +8,7 @@ import torch
 from common import DTYPES, assert_same_bits, default_activation_group
 
 import w4a8
-from w4a8.core.matrix8 import Matrix8
+from w4a8.core.matrix import Matrix
 from w4a8.nn import QuantOptions, W4A8Experts, W4A8Linear, W8A8Linear, linear_from_matrix
 from w4a8.quantization import DEFAULT_GROUP_SIZE
 
@@ -27,7 +27,7 @@ def test_8_bits(dtype, group):
     """Beside the float product; saved and loaded; a matrix of 4 bits is refused."""
     codes = torch.randint(0, 256, (21, 96), dtype=torch.uint8)
     scales, zeros = torch.rand(21, 96 // group) / 64, torch.randint(0, 256, (21, 96 // group), dtype=torch.uint8)
-    matrix = Matrix8(codes, scales.half(), zeros, torch.randn(21))
+    matrix = Matrix(codes, scales.half(), zeros, "int8", torch.randn(21))
     layer = linear_from_matrix(matrix)
     assert isinstance(layer, W8A8Linear) and f"out_features=21, group_size={group}, int8" in repr(layer)
     wide = [part.double().repeat_interleave(group, 1) for part in (matrix.zero_points, matrix.scales)]

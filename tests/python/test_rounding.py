@@ -325,7 +325,7 @@ def test_round_weight_is_the_operator(kind):
             want = w4a8.round_weights(weight, size, importance=importance, **options, **OP_KINDS[kind])
             assert matrix.kind == values_name(kind)
             assert matrix.bias is bias
-            assert_same_bits(matrix.nibbles, want[0])
+            assert_same_bits(matrix.codes, want[0])
             assert_same_bits(matrix.scales, want[1])
             assert (matrix.zero_points is None) == (kind != "zeros")
             if kind == "zeros":
@@ -347,7 +347,7 @@ def test_from_float_passes_the_options_on():
         layer = W4A8Linear.from_float(linear, 32, **options)
         matrix = round_weight(linear.weight, QuantOptions(**options))
         want = w4a8.dyn_quant_pack_4bit_weight(
-            matrix.nibbles,
+            matrix.codes,
             matrix.scales,
             linear.bias,
             32,
@@ -411,7 +411,7 @@ def test_experts_have_as_many_bytes_each(kind):
                 assert (matrix.zero_points == 8).all()
             k = weight.shape[2]
             found = w4a8.dyn_quant_unpack_any_4bit_weight(stack[expert], k, k, weight.shape[1])
-            assert_same_bits(found[0], matrix.nibbles)
+            assert_same_bits(found[0], matrix.codes)
             assert_same_bits(found[1], matrix.scales)
             if kind == "zeros":
                 assert_same_bits(found[2], matrix.zero_points)

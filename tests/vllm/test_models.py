@@ -168,7 +168,7 @@ def test_output_layer_in_int4(seed, results, checkpoints, tmp_path):
     written = checkpoints(INT4_HEAD, seed)
     weight = load_file(written / "checkpoint/model.safetensors")["lm_head.weight"]
     rounded = round_weight(weight, QuantOptions(32, torch.bfloat16))
-    codes = torch.stack([rounded.nibbles & 15, rounded.nibbles >> 4], -1).view(weight.shape).float() - 8
+    codes = torch.stack([rounded.codes & 15, rounded.codes >> 4], -1).view(weight.shape).float() - 8
     tensors = load_file(written / "reference/model.safetensors")
     tensors["lm_head.weight"] = codes * rounded.scales.float().repeat_interleave(32, 1)
     (tmp_path / "reference").mkdir()

@@ -18,7 +18,7 @@ from w4a8.core.experts import ExpertSizes, determine_expert_map
 from w4a8.core.json_fields import CheckpointError, read_json
 from w4a8.core.memory import on_cpu
 from w4a8.core.packer import ExpertPacker
-from w4a8.formats import NotOurs, Rules, Stored, find_config, rules_of, stored_as
+from w4a8.formats import LeftOut, Rules, Stored, find_config, rules_of, stored_as
 from w4a8.formats.stored import wanted_by_all
 from w4a8.nn import W4A8MoE
 from w4a8.progress import progress_bar
@@ -159,7 +159,7 @@ class _ExpertsReader:
             )
         return experts
 
-    def _stored_as(self, rules: Rules, module: Module) -> Stored | NotOurs:
+    def _stored_as(self, rules: Rules, module: Module) -> Stored | LeftOut:
         return stored_as(rules, module.name, self.layer.tensors, lambda: self.tensors.is_int8(module.key("weight")))
 
     def _module(self, expert: int, projection: str) -> Module:
@@ -174,7 +174,7 @@ class _ExpertsReader:
     def not_ours(self) -> str | None:
         """Why no expert is of codes that are read here, or None."""
         found = list(self.stored.values())
-        return found[0].reason if all(isinstance(stored, NotOurs) for stored in found) else None
+        return found[0].reason if all(isinstance(stored, LeftOut) for stored in found) else None
 
     def check_files(self) -> None:
         """Fails before anything is read if a file with tensors of this rank's experts is missing."""
@@ -191,13 +191,13 @@ class _ExpertsReader:
         firsts: dict[str, tuple[str, Stored]] = {}  # of all, and of each stack
         for projection, module in self._modules(range(self.num_experts)):
             name, stored = module.name, self.stored[module.name]
-            if isinstance(stored, NotOurs):
+            if isinstance(stored, LeftOut):
                 raise CheckpointError(stored.reason)
             first, of_all = firsts.setdefault("", (name, stored))
             if stored.group_size != of_all.group_size:
                 raise CheckpointError(f"{name} is quantized differently from {first}")
             first, of_stack = firsts.setdefault("w2" if self.shards[projection] == "w2" else "w13", (name, stored))
-            if stored.values != of_stack.values:
+            if stored.kind != of_stack.kind:
                 raise CheckpointError(f"{name} is quantized differently from {first}")
             check_input(stored, self.layer.name, quantize_w4a16)
         return firsts[""][1].group_size
@@ -239,7 +239,7 @@ class _ExpertsReader:
                 module = self._module(expert, projection)
                 matrix = module.matrix(self.stored[module.name], self.has_bias)
                 try:
-                    packer.put_matrix(local, shard, matrix, module.name)
+                    packer.put(local, shard, matrix, module.name)
                 except ValueError as error:
                     raise CheckpointError(str(error)) from error
             packed_one()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from w4a8.core.experts import ExpertSizes
-from w4a8.core.stack import PackedAs, pack_for_stack
+from w4a8.core.matrix import PackedAs, pack_as
 from w4a8.nn.options import DEFAULT_GROUP_SIZE, QuantOptions
 from w4a8.nn.packed import PackedModule
 from w4a8.nn.rounding import round_weight
@@ -138,7 +138,7 @@ class W4A8Experts(PackedExperts):
                 bias = None if biases is None else biases[expert]
                 tensors = {"codes": matrix.codes, "scales": matrix.scales, "zero_points": matrix.zero_points}
                 kept_as = replace(packed_as, activation_group=groups[name])
-                packed = pack_for_stack({**tensors, "bias": bias}, group_size, kept_as)
+                packed = pack_as({**tensors, "bias": bias}, group_size, kept_as)
                 if stacks[which] is None:
                     stacks[which] = packed.new_empty(len(w13), len(packed))
                 stacks[which][expert] = packed

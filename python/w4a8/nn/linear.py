@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from w4a8.core.activation_groups import PER_TOKEN
+from w4a8.core.kind import Kind
 from w4a8.core.matrix import Matrix
+from w4a8.core.nibbles import CODES
 from w4a8.formats import (
     from_auto_round,
     from_awq,
@@ -21,7 +23,6 @@ from w4a8.formats import (
     from_pack_quantized,
     from_quark_mxfp4,
 )
-from w4a8.formats.words import CODES
 from w4a8.nn.options import QuantOptions
 from w4a8.nn.packed import PackedLinear
 from w4a8.nn.rounding import round_weight
@@ -223,14 +224,14 @@ class W4A8Linear(PackedLinear):
 
 
 class W8A8Linear(PackedLinear):
-    """``x @ W.T + bias`` with W packed as ``int8``; the rest as in :class:`W4A8Linear`."""
+    """``x @ W.T + bias`` with W packed as ``int8``, as mixed checkpoints have it; the rest as :class:`W4A8Linear`."""
 
     def packed_shapes(self) -> dict[str, dict[str, int | str]]:
         """What the header must say."""
-        return {"packed": {**super().packed_shapes()["packed"], "values": "int8"}}
+        return {"packed": {**super().packed_shapes()["packed"], "values": Kind.INT8.value}}
 
 
 def linear_from_matrix(matrix: Matrix, activation_group: int | None = None) -> W4A8Linear | W8A8Linear:
     """The layer of what a reader of a format gives; ``activation_group`` as in :meth:`PackedLinear.from_matrix`."""
-    kind = W8A8Linear if matrix.kind == "int8" else W4A8Linear
-    return kind.from_matrix(matrix, activation_group=activation_group)
+    layer = W8A8Linear if matrix.kind == Kind.INT8 else W4A8Linear
+    return layer.from_matrix(matrix, activation_group=activation_group)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from w4a8.core.matrix import Matrix4
-from w4a8.core.matrix8 import Matrix8
+from w4a8.core.kind import Kind
+from w4a8.core.matrix import Matrix
 from w4a8.nn.options import QuantOptions, check_effort
 from w4a8.ops import DEFAULT_EFFORT, round_weights
 
@@ -17,7 +17,7 @@ def round_weight(
     options: QuantOptions,
     bias: torch.Tensor | None = None,
     importance: torch.Tensor | None = None,
-) -> Matrix4:
+) -> Matrix:
     """Rounds a matrix (docs/quantization.md, "Rounding").
 
     Args:
@@ -46,10 +46,10 @@ def round_weight(
         effort=options.effort,
         importance=importance,
     )
-    return Matrix4(codes, scales, None if options.symmetric else zeros, options.values, bias)
+    return Matrix(codes, scales, None if options.symmetric else zeros, options.values, bias)
 
 
-def round_to_8_bits(weight: torch.Tensor, effort: int = DEFAULT_EFFORT) -> Matrix8:
+def round_to_8_bits(weight: torch.Tensor, effort: int = DEFAULT_EFFORT) -> Matrix:
     """Rounds a matrix, with one float32 scale for each row.
 
     Args:
@@ -60,8 +60,9 @@ def round_to_8_bits(weight: torch.Tensor, effort: int = DEFAULT_EFFORT) -> Matri
         ValueError: another effort, or the weight has a NaN or an infinity.
     """
     check_effort(effort)
-    codes, scales, _ = _rounded(weight, weight.shape[1], values="int8", scale_dtype=torch.float32, effort=effort)
-    return Matrix8(codes, scales, None)
+    how = {"values": Kind.INT8.value, "scale_dtype": torch.float32, "effort": effort}
+    codes, scales, _ = _rounded(weight, weight.shape[1], **how)
+    return Matrix(codes, scales, kind=Kind.INT8)
 
 
 def _rounded(weight: torch.Tensor, group: int, **how: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -23,7 +23,7 @@ from format_writers import dequantized_gptq, dequantized_mxfp4, multiplied_out
 
 import w4a8
 from w4a8.checkpoint import CheckpointError, load, load_linear
-from w4a8.formats import Matrix4, Matrix8
+from w4a8.formats import Matrix
 from w4a8.nn import W4A8Linear, W8A8Linear
 
 safetensors_torch = pytest.importorskip("safetensors.torch", reason="the safetensors package is not installed")
@@ -41,10 +41,8 @@ def meaning(packed):
     zeros = zeros if header["has_zero_points"] else None
     if header["scale_dtype"] == "e8m0":
         scales = torch.pow(2.0, scales.double() - 127)
-    if values == "int8":
-        return multiplied_out(Matrix8(codes, scales, zeros)), bias if header["has_bias"] else None
     channels = channels if channels.numel() > 0 else None
-    matrix = Matrix4(codes, scales, zeros, values, None, channels)
+    matrix = Matrix(codes, scales, zeros, values, None, channels)
     return multiplied_out(matrix), bias if header["has_bias"] else None
 
 

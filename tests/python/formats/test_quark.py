@@ -12,7 +12,7 @@ from test_load_formats import assert_meant, assert_read, meaning
 
 import w4a8
 from w4a8.checkpoint import CheckpointError, load, load_linear
-from w4a8.formats import NotOurs, Stored, rules_of, stored_as
+from w4a8.formats import LeftOut, Stored, rules_of, stored_as
 from w4a8.nn import W4A8Linear
 
 TOOL_WRITTEN = Path(__file__).parents[2] / "tool_written"
@@ -96,7 +96,7 @@ def test_stages_and_outputs():
         ({"bias": FP8["weight"]}, "bias is set: only weights are quantized here"),
     ):
         found = rules_of({**QUARK, "global_quant_config": {**MXFP4, **changes}}).of(UP)
-        assert found == NotOurs(f"{UP}: quantization_config.global_quant_config.{reason}", quantized=True)
+        assert found == LeftOut(f"{UP}: quantization_config.global_quant_config.{reason}", quantized=True)
 
 
 def test_algorithms():
@@ -138,7 +138,7 @@ def test_what_is_left_out():
         ("model.layers.4.mlp.experts.0.up_proj", exclude[3]),
     ):
         expected = f"{name} is not quantized: quantization_config.exclude has {entry!r}"
-        assert rules.of(name) == NotOurs(expected, quantized=False)
+        assert rules.of(name) == LeftOut(expected, quantized=False)
         # Files decide.
         assert rules.of(name) == stored_as(rules, name, ["weight"])
         assert stored_as(rules, name, ["weight", "weight_scale"]) == stored()
@@ -159,7 +159,7 @@ def test_single_layers_and_types():
         ("model.layers.0.mlp.up_proj", "global_quant_config"),
     ):
         expected = f"{name}: quantization_config.{where}.weight is missing: not quantized"
-        assert rules.of(name) == NotOurs(expected, quantized=False)
+        assert rules.of(name) == LeftOut(expected, quantized=False)
     for first, other in ((MXFP4, FP8), (FP8, MXFP4)):
         for name, pattern in ((UP, "*"), ("*.up_proj", UP), ("*.up_proj", "*")):
             found = rules_of({**QUARK, "layer_quant_config": {name: first, pattern: other}}).of(UP)

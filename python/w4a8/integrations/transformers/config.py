@@ -10,7 +10,7 @@ from typing import Any
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from w4a8.core.activation_groups import check_activation_group
-from w4a8.formats.packed_directory import FORMAT, METHOD, VERSION
+from w4a8.formats.packed_directory import FORMAT, METHOD, VERSION, check_stated
 from w4a8.nn import QuantOptions
 from w4a8.quantization.skip import Skipped
 
@@ -83,6 +83,15 @@ class W4A8Config(QuantizationConfigMixin):
             ValueError: an ``activation_group`` that does not divide the group size.
         """
         return replace(self._options, activation_group=self.activation_group)
+
+    def _check_saved(self, saved: dict[str, Any]) -> str | None:
+        """The format of a directory, None where the weights are floats."""
+        method, version = saved.pop("quant_method", METHOD), saved.pop("version", VERSION)
+        kind = saved.pop("format", None)
+        if saved:
+            raise TypeError(f"W4A8Config has no option {next(iter(saved))!r}")
+        check_stated(method, FORMAT if kind is None else kind, version)
+        return kind
 
     def to_dict(self) -> dict[str, Any]:
         """As config.json gets it: a model is saved packed, whatever it was loaded from."""

@@ -10,11 +10,11 @@ from enum import Enum
 
 import torch
 
+from w4a8.core.log import log_once
 from w4a8.core.matrix import pack_codes
 from w4a8.core.nibbles import check_int4_range, to_nibbles
 from w4a8.moe.config import FusedMoEConfig, FusedMoEQuantConfig, FusedMoEQuantDesc
 from w4a8.moe.experts.cpu_int4_moe import CPUExpertsInt4, CPUExpertsInt4Modular
-from w4a8.moe.log import log_once
 from w4a8.moe.modular_kernel import (
     FusedMoEActivationFormat,
     FusedMoEExperts,

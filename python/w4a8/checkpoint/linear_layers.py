@@ -13,7 +13,7 @@ from w4a8.checkpoint.tensors import CheckpointTensors
 from w4a8.core.activation_groups import check_activation_group
 from w4a8.core.json_fields import CheckpointError, read_json
 from w4a8.core.memory import on_cpu
-from w4a8.formats import NotOurs, Rules, Stored, find_config, rules_of, stored_as
+from w4a8.formats import LeftOut, Rules, Stored, find_config, rules_of, stored_as
 from w4a8.formats.parts import QUANTIZED_SUFFIXES
 from w4a8.nn import W4A8Linear, W8A8Linear, linear_from_matrix
 from w4a8.progress import progress_bar
@@ -90,10 +90,10 @@ def _packed(
 
 
 def _stored_layers(tensors: CheckpointTensors, rules: Rules, only: Callable[[str], bool] | None) -> dict[str, Stored]:
-    """Name of a quantized layer -> how it is stored; what is not ours is reported.
+    """Name of a quantized layer -> how it is stored; what is left out is reported.
 
     Raises:
-        CheckpointError: nothing is ours.
+        CheckpointError: all are left out.
     """
     suffixes: dict[str, list[str]] = {}
     for key in tensors.keys():  # noqa: SIM118 (no mapping)
@@ -102,12 +102,12 @@ def _stored_layers(tensors: CheckpointTensors, rules: Rules, only: Callable[[str
             continue
         if only is None or only(match["module"]):
             suffixes.setdefault(match["module"], []).append(match["tensor"])
-    found: dict[str, Stored | NotOurs] = {}
+    found: dict[str, Stored | LeftOut] = {}
     for name, there in suffixes.items():
         stored = stored_as(rules, name, there, partial(tensors.is_int8, f"{name}.weight"))
         if isinstance(stored, Stored) or there != ["weight"]:
             found[name] = stored
-    reasons = {name: stored.reason for name, stored in found.items() if isinstance(stored, NotOurs)}
+    reasons = {name: stored.reason for name, stored in found.items() if isinstance(stored, LeftOut)}
     if reasons and len(reasons) == len(found):
         raise CheckpointError(next(iter(reasons.values())))
     for name, reason in reasons.items():
