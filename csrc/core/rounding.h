@@ -16,8 +16,8 @@ inline constexpr int kMostEffort = 2;
 struct FloatWeights {
   const void* weights;  ///< [count, n, k] of `dtype`
   DType dtype;
-  /// [count, k], finite and not negative: what the squared error of a weight counts. A group of zeros counts as one of
-  /// ones. Null: all alike.
+  /// [count, k], finite and not negative: what the squared error of a weight counts. Null, and zeros in all of a
+  /// group: the weight's magnitude plus the root of the mean square of its group (docs/numerics.md, 8).
   const float* importance;
   int64_t importance_stride;  ///< elements from matrix to matrix: k, or 0 for one row of importance for all
 };

@@ -224,7 +224,7 @@ struct GroupsToRound {
   float* scratch;           ///< round_scratch_floats(group)
   bool finite;              ///< set: false if a weight is not, and then nothing is written
 };
-constexpr int64_t round_scratch_floats(int64_t group) { return 21 * group; }
+constexpr int64_t round_scratch_floats(int64_t group) { return 36 * group; }
 using RoundGroupsFn = void (*)(GroupsToRound& task);
 
 /// Most rows of one gemm call in a task, in 1..512, for rows of k values: what is read again and again is to stay in a

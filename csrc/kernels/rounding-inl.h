@@ -3,7 +3,7 @@
 // no bit. Included by rows-inl.h: inside a target region and an anonymous namespace.
 //
 //   u     a group's weights over a power of two, [group, 16]: the largest magnitude is in [1, 2)
-//   i     the importance of each k over a power of two, [group]: the largest is in [1, 2)
+//   i     what an error counts, [group, 16]
 //   q     values of the codes, u ~ f q
 //
 // For fixed q the best factor is f = sum(i u q) / sum(i q q), which leaves sum(i u u) - sum(i u q)^2 / sum(i q q).
@@ -51,15 +51,17 @@ constexpr Ladders ladders_of(WeightKind kind, int effort, bool is_long) {
   }
   if (kind == kInt4ZeroPoints) {
     if (is_long) {
-      return quick ? Ladders{{{0.9375f, 0.25f, 8}, {}}, true, 1} : Ladders{{{0.9375f, 0.125f, 18}, {}}, true, 2};
+      return quick ? Ladders{{{0.875f, 0.0625f, 6}, {1.4375f, 0.25f, 4}}, true, 1}
+                   : Ladders{{{0.8125f, 0.0625f, 8}, {1.375f, 0.125f, 14}}, true, 2};
     }
-    return quick ? Ladders{{{0.9375f, 0.125f, 5}, {}}, false, 1} : Ladders{{{0.875f, 0.0625f, 14}, {}}, true, 2};
+    return quick ? Ladders{{{0.875f, 0.0625f, 8}, {}}, false, 1}
+                 : Ladders{{{0.8125f, 0.03125f, 13}, {1.25f, 0.125f, 5}}, true, 2};
   }
   if (kind == kE2M1) {
     if (is_long) {
       return quick ? Ladders{{{0.625f, 0.25f, 8}, {}}, false, 2} : Ladders{{{0.625f, 0.125f, 20}, {}}, false, 2};
     }
-    return quick ? Ladders{{{0.625f, 0.125f, 8}, {}}, false, 1} : Ladders{{{0.625f, 0.0625f, 18}, {}}, false, 2};
+    return quick ? Ladders{{{0.6875f, 0.0625f, 8}, {}}, false, 1} : Ladders{{{0.625f, 0.0625f, 18}, {}}, false, 2};
   }
   return quick ? Ladders{{{1, 0.125f, 1}, {-0.9921875f, -0.125f, 1}}, false, 1}
                : Ladders{{{1, 0.0625f, 5}, {-0.9921875f, -0.0625f, 5}}, false, 2};
@@ -138,9 +140,9 @@ struct Try {
   LaneFloats zero;
 };
 
-// Rounds u to the grid at each of some inverse factors and keeps the best. importance: null if all are alike.
-template <class Ops, WeightKind kKind, bool kWeighted, int kTries>
-void attempt(const float* u, const float* importance, int64_t group, const Try (&tries)[2], BestTry* best) {
+// Rounds u to the grid at each of some inverse factors and keeps the best.
+template <class Ops, WeightKind kKind, int kTries>
+void attempt(const float* u, const float* counts, int64_t group, const Try (&tries)[2], BestTry* best) {
   using F = typename Ops::F;
   constexpr int kVecs = kGroupLanes / Ops::kLanes;
   for (int v = 0; v < kVecs; ++v) {
@@ -156,10 +158,11 @@ void attempt(const float* u, const float* importance, int64_t group, const Try (
     }
     for (int64_t k = 0; k < group; ++k) {
       const F x = Ops::load(u + k * kGroupLanes + lane);
+      const F i = Ops::load(counts + k * kGroupLanes + lane);
 #pragma GCC unroll 2
       for (int t = 0; t < kTries; ++t) {
         const F q = grid[t].nearest_product(x, inverse[t]);
-        const F iq = kWeighted ? Ops::mul(q, Ops::splat(importance[k])) : q;
+        const F iq = Ops::mul(q, i);
         a[t] = Ops::fma(x, iq, a[t]);
         b[t] = Ops::fma(q, iq, b[t]);
       }
@@ -177,8 +180,8 @@ void attempt(const float* u, const float* importance, int64_t group, const Try (
 }
 
 // sum(i (u - f q)^2) of rounding with a factor and a zero point, for each lane.
-template <class Ops, WeightKind kKind, bool kWeighted>
-void lost_by(const float* u, const float* importance, int64_t group, const LaneFloats& factor, const LaneFloats& zero,
+template <class Ops, WeightKind kKind>
+void lost_by(const float* u, const float* counts, int64_t group, const LaneFloats& factor, const LaneFloats& zero,
              LaneFloats* lost) {
   using F = typename Ops::F;
   for (int64_t lane = 0; lane < kGroupLanes; lane += Ops::kLanes) {
@@ -188,7 +191,7 @@ void lost_by(const float* u, const float* importance, int64_t group, const LaneF
     for (int64_t k = 0; k < group; ++k) {
       const F x = Ops::load(u + k * kGroupLanes + lane);
       const F error = Ops::fma(Ops::neg(grid.nearest(Ops::div(x, f))), f, x);
-      sum = Ops::fma(error, kWeighted ? Ops::mul(error, Ops::splat(importance[k])) : error, sum);
+      sum = Ops::fma(error, Ops::mul(error, Ops::load(counts + k * kGroupLanes + lane)), sum);
     }
     Ops::store(lost->v + lane, sum);
   }
@@ -354,8 +357,8 @@ W4A8_INLINE void set_refit(const BestTry& best, float step, Try* out) {
 }
 
 // Puts a better scale and zero point into `state`, where there is one.
-template <class Ops, WeightKind kKind, bool kWeighted>
-void search(const GroupsToRound& task, const float* u, const float* importance, GroupState* state) {
+template <class Ops, WeightKind kKind>
+void search(const GroupsToRound& task, const float* u, const float* counts, GroupState* state) {
   const int64_t group = task.group;
   const Ladders ladders = ladders_of(kKind, task.effort, group >= kLongGroup);
   BestTry best = {{}, state->factor, state->zero};
@@ -364,16 +367,16 @@ void search(const GroupsToRound& task, const float* u, const float* importance, 
   for (int j = 0; j < count; j += 2) {
     set_try<Ops, kKind>(*state, ladders.at(j), &tries[0]);
     set_try<Ops, kKind>(*state, ladders.at(j + 1 < count ? j + 1 : j), &tries[1]);
-    attempt<Ops, kKind, kWeighted, 2>(u, importance, group, tries, &best);
+    attempt<Ops, kKind, 2>(u, counts, group, tries, &best);
   }
   if (ladders.neighbours) {
     set_refit<Ops, kKind>(best, -1.0f, &tries[0]);
     set_refit<Ops, kKind>(best, 1.0f, &tries[1]);
-    attempt<Ops, kKind, kWeighted, 2>(u, importance, group, tries, &best);
+    attempt<Ops, kKind, 2>(u, counts, group, tries, &best);
   }
   for (int j = 0; j < ladders.refits; ++j) {
     set_refit<Ops, kKind>(best, 0.0f, &tries[0]);
-    attempt<Ops, kKind, kWeighted, 1>(u, importance, group, tries, &best);
+    attempt<Ops, kKind, 1>(u, counts, group, tries, &best);
   }
   LaneFloats scale;
   for (int64_t i = 0; i < kGroupLanes; ++i) {
@@ -383,8 +386,8 @@ void search(const GroupsToRound& task, const float* u, const float* importance, 
   }
   LaneFloats before;
   LaneFloats after;
-  lost_by<Ops, kKind, kWeighted>(u, importance, group, state->factor, state->zero, &before);
-  lost_by<Ops, kKind, kWeighted>(u, importance, group, best.factor, best.zero, &after);
+  lost_by<Ops, kKind>(u, counts, group, state->factor, state->zero, &before);
+  lost_by<Ops, kKind>(u, counts, group, best.factor, best.zero, &after);
   // Either sum is within group + 8 roundings of what is lost, so what seems less by this much is less.
   const float share = 1.0f - static_cast<float>(group + 64) * 0x1p-23f;
   for (int64_t i = 0; i < kGroupLanes; ++i) {
@@ -423,31 +426,47 @@ void store_codes(const GroupsToRound& task, const float* u, const GroupState& st
   }
 }
 
-// Over a power of two, so that the largest is in [1, 2). False: all are 0.
-inline bool normalized_importance(const GroupsToRound& task, float* out) {
+// What an error of each weight counts. The importance of its k, if there is one, over a power of two so that the
+// largest is in [1, 2). Else |u| + the root of the mean of u u: large weights matter more than the square of an error
+// says.
+template <class Ops>
+void set_counts(const GroupsToRound& task, const float* u, float* counts) {
+  using F = typename Ops::F;
   float most = 0.0f;
-  for (int64_t k = 0; k < task.group; ++k) most = task.importance[k] > most ? task.importance[k] : most;
-  if (most == 0.0f) return false;
-  const double factor = power_of_two(-exponent_of(most));
-  for (int64_t k = 0; k < task.group; ++k) out[k] = static_cast<float>(task.importance[k] * factor);
-  return true;
+  for (int64_t k = 0; task.importance != nullptr && k < task.group; ++k) {
+    most = task.importance[k] > most ? task.importance[k] : most;
+  }
+  const double over = most == 0.0f ? 1.0 : power_of_two(-exponent_of(most));
+  for (int64_t lane = 0; lane < kGroupLanes; lane += Ops::kLanes) {
+    F root = Ops::splat(0.0f);
+    for (int64_t k = 0; k < task.group; ++k) {
+      const F x = Ops::load(u + k * kGroupLanes + lane);
+      root = Ops::fma(x, x, root);
+    }
+    float roots[Ops::kLanes];
+    Ops::store(roots, Ops::div(root, Ops::splat(static_cast<float>(task.group))));
+    for (float& each : roots) each = std::sqrt(each);
+    root = Ops::load(roots);
+    for (int64_t k = 0; k < task.group; ++k) {
+      const F own = Ops::add(Ops::abs(Ops::load(u + k * kGroupLanes + lane)), root);
+      const F given = Ops::splat(most == 0.0f ? 0.0f : static_cast<float>(task.importance[k] * over));
+      Ops::store(counts + k * kGroupLanes + lane, most == 0.0f ? own : given);
+    }
+  }
 }
 
 template <class Ops, WeightKind kKind>
 void round_groups_as(GroupsToRound& task) {
   float* u = task.scratch;
-  float* importance = u + kGroupLanes * task.group;
-  auto* bytes = reinterpret_cast<int8_t*>(importance + task.group);
+  float* counts = u + kGroupLanes * task.group;
+  auto* bytes = reinterpret_cast<int8_t*>(counts + kGroupLanes * task.group);
   with_dtype(task.dtype, [&]<DType kType>() { task.finite = load_groups<Ops, kType>(task, u); });
   if (!task.finite) return;
   GroupState state;
   apply_rule<Ops, kKind>(task, u, &state);
   if (task.effort > 0) {
-    if (task.importance != nullptr && normalized_importance(task, importance)) {
-      search<Ops, kKind, true>(task, u, importance, &state);
-    } else {
-      search<Ops, kKind, false>(task, u, nullptr, &state);
-    }
+    set_counts<Ops>(task, u, counts);
+    search<Ops, kKind>(task, u, counts, &state);
   }
   store_codes<Ops, kKind>(task, u, state, bytes);
   for (int64_t r = 0; r < task.rows; ++r) {

@@ -321,7 +321,7 @@ def round_weights(
         effort: 0, a rule for each group; 1 or 2, scales and zero points with a smaller error are searched for, which is
             never more than the rule's.
         importance: floating point [K], or [E, K]: what the squared error of a weight counts in the search; 0 or more.
-            None, and zeros in all of a group: all alike.
+            None, and zeros in all of a group: the weight's magnitude plus the root mean square of its group.
 
     Returns:
         codes uint8 [..., N, K/2] (int8: [..., N, K]), scales [..., N, K/block_size], zero_points uint8 of the shape of

@@ -1,5 +1,6 @@
 // Bytes -> float weights of any type and values, importance, a kind, groups and an effort -> round_weights: the same
 // bits from every kernel with any number of threads, and no group loses more than by the rule.
+#include <algorithm>
 #include <cmath>
 #include <stdexcept>
 
@@ -52,6 +53,21 @@ Rounded Problem::solve(const Kernel& kernel, int effort, int workers) const {
   return out;
 }
 
+// |w| + the root of the mean of w w over the same power of two, in float as the operator counts.
+std::vector<float> own_counts(const std::vector<float>& w) {
+  float most = 0;
+  for (const float x : w) most = std::fmax(most, std::fabs(x));
+  const int exponent = most == 0 ? 0 : std::ilogb(most);
+  std::vector<float> counts;
+  float squares = 0;
+  for (const float x : w) {
+    counts.push_back(std::fabs(std::scalbn(x, -exponent)));
+    squares = std::fma(counts.back(), counts.back(), squares);
+  }
+  for (float& count : counts) count += std::sqrt(squares / static_cast<float>(w.size()));
+  return counts;
+}
+
 // sum(i (w - s q)^2) of one group.
 double Problem::lost(const Rounded& rounded, int64_t row, int64_t group) const {
   const int64_t at = row * shape.groups() + group;
@@ -60,10 +76,9 @@ double Problem::lost(const Rounded& rounded, int64_t row, int64_t group) const {
   const std::vector<float> w = to_floats(source, shape.group, dtype);
   const DType scale_dtype = shape.scale_type == ScaleType::kFloat32 ? DType::kFloat32 : DType::kBFloat16;
   const double scale = to_floats(rounded.scales.data() + at * dtype_bytes(scale_dtype), 1, scale_dtype)[0];
-  bool counts = false;
-  for (int64_t i = 0; i < shape.group && !importance.empty(); ++i) {
-    counts = counts || importance[static_cast<std::size_t>(group * shape.group + i)] > 0;
-  }
+  std::vector<float> counts(static_cast<std::size_t>(shape.group));
+  if (!importance.empty()) std::copy_n(importance.begin() + group * shape.group, shape.group, counts.begin());
+  if (std::ranges::none_of(counts, [](float count) { return count > 0; })) counts = own_counts(w);
   double sum = 0;
   for (int64_t i = 0; i < shape.group; ++i) {
     const auto e = static_cast<std::size_t>(first + i);
@@ -74,7 +89,7 @@ double Problem::lost(const Rounded& rounded, int64_t row, int64_t group) const {
     if (shape.kind == kInt4ZeroPoints) q = code - rounded.zeros[static_cast<std::size_t>(at)];
     if (shape.kind == kE2M1) q = kE2M1Weights[code] / 2.0;
     const double error = w[static_cast<std::size_t>(i)] - scale * q;
-    sum += error * error * (counts ? importance[static_cast<std::size_t>(group * shape.group + i)] : 1.0);
+    sum += error * error * counts[static_cast<std::size_t>(i)];
   }
   return sum;
 }

@@ -32,11 +32,15 @@ def ladder(kind, effort, group):
             tries = steps(1, 1.25, 0.0625), steps(127 / 128, 127 / 128 + 0.25, 0.0625)
         return np.concatenate([tries[0], -tries[1]]), False, effort
     if kind == "zeros":
-        if effort == 1:
-            return (steps(0.9375, 2.6875, 0.25), True, 1) if long else (steps(0.9375, 1.4375, 0.125), False, 1)
-        return (steps(0.9375, 3.0625, 0.125) if long else steps(0.875, 1.6875, 0.0625)), True, 2
+        fine, coarse = {
+            (1, False): (steps(0.875, 1.3125, 0.0625), steps(0, -1, 1)),
+            (2, False): (steps(0.8125, 1.1875, 0.03125), steps(1.25, 1.75, 0.125)),
+            (1, True): (steps(0.875, 1.1875, 0.0625), steps(1.4375, 2.1875, 0.25)),
+            (2, True): (steps(0.8125, 1.25, 0.0625), steps(1.375, 3, 0.125)),
+        }[effort, long]
+        return np.concatenate([fine, coarse]), effort == 2 or long, effort
     if effort == 1:
-        return (steps(0.625, 2.375, 0.25), False, 2) if long else (steps(0.625, 1.5, 0.125), False, 1)
+        return (steps(0.625, 2.375, 0.25), False, 2) if long else (steps(0.6875, 1.125, 0.0625), False, 1)
     return (steps(0.625, 3, 0.125) if long else steps(0.625, 1.6875, 0.0625)), False, 2
 
 
@@ -91,6 +95,14 @@ def rule(w, kind, dtype):
     return u, e, scale, factor, zero, low, high
 
 
+def own_counts(u):
+    """What errors count without importance, float32 [groups, g]: |u| + the root of the mean of u u."""
+    squares = np.zeros(len(u), F32)
+    for k in range(u.shape[1]):
+        squares = fma32(u[:, k], u[:, k], squares)
+    return np.abs(u) + np.sqrt(squares / F32(u.shape[1]))[:, None]
+
+
 class Best:
     """The best try of each group."""
 
@@ -103,7 +115,7 @@ class Best:
         q = nearest(product, zero, self.kind)
         a = b = np.zeros_like(self.gain)
         for k in range(q.shape[1]):
-            iq = q[:, k] if self.importance is None else q[:, k] * self.importance[:, k]
+            iq = q[:, k] * self.importance[:, k]
             a, b = fma32(self.u[:, k], iq, a), fma32(q[:, k], iq, b)
         with np.errstate(invalid="ignore", divide="ignore"):
             gain, factor = a * a / b, a / b
@@ -116,7 +128,7 @@ class Best:
         total = np.zeros_like(factor)
         for k in range(q.shape[1]):
             error = fma32(-q[:, k], factor, self.u[:, k])
-            total = fma32(error, error if self.importance is None else error * self.importance[:, k], total)
+            total = fma32(error, error * self.importance[:, k], total)
         return total
 
 
@@ -156,13 +168,13 @@ def round_weights(weight, group, kind="int4", dtype=torch.float32, effort=0, imp
     w = np.ascontiguousarray(weight, F32).reshape(-1, group)
     u, e, scale, factor, zero, low, high = rule(w, kind, dtype)
     if effort > 0:
-        counts = None
+        counts = own_counts(u)
         if importance is not None:
-            i = np.asarray(importance, F32).reshape(-1, group)
+            i = np.tile(np.asarray(importance, F32).reshape(-1, group), (n, 1))
             most = i.max(1)
             exponents = np.where(most == 0, 0, np.frexp(most.astype(np.float64))[1] - 1)
-            i = np.where(most[:, None] == 0, 1, np.ldexp(i.astype(np.float64), -exponents[:, None])).astype(F32)
-            counts = np.tile(i, (n, 1))
+            given = np.ldexp(i.astype(np.float64), -exponents[:, None]).astype(F32)
+            counts = np.where(most[:, None] == 0, counts, given)
         scale, factor, zero = searched(u, e, scale, factor, zero, low, high, counts, kind, dtype, effort)
     values = nearest(u / factor[:, None], zero, kind)
     return values.reshape(n, k), scale.reshape(n, -1), zero.reshape(n, -1)
