@@ -111,7 +111,8 @@ def show_language_models() -> None:
     print(f"{'':26}" + "".join(f"{column:>20}" for column in columns))
     for name, model in found["models"].items():
         alone = {way["activations"]: way["kl"] for way in model["ways"] if way["section"] == "activations alone"}
-        print(f"{name:26}" + "".join(f"{alone[column]:>20.4f}" for column in columns))
+        cells = (f"{alone[column]:.4f}" if column in alone else "" for column in columns)
+        print(f"{name:26}" + "".join(f"{cell:>20}" for cell in cells))
     print(f"Measured {found['date'][:10]} by `make bench-accuracy`; 4-bit weights: benchmarks/results/accuracy.md.")
     print("Files made for float activations and w4a8.quantize_ get groups of 32, W4A8 files a scale per token.")
 
