@@ -24,13 +24,14 @@ bool valid(const std::vector<uint8_t>& bytes) {
   const int values = bytes[12];
   const int scales = bytes[13];
   const int flags = bytes[14];
-  if (field<uint32_t>(bytes, 8) != 5 || values > 2 || scales > 4 || flags > 7 || bytes[15] != 0) return false;
+  if (field<uint32_t>(bytes, 8) != 5 || values > 2 || scales > 5 || flags > 15 || bytes[15] != 0) return false;
   if (std::any_of(bytes.begin() + 48, bytes.begin() + 64, [](uint8_t byte) { return byte != 0; })) return false;
   const auto n = field<int64_t>(bytes, 16);
   const auto k = field<int64_t>(bytes, 24);
   const auto group = field<int64_t>(bytes, 32);
   const bool zeros = (flags & 2) != 0;
-  const bool plain = values == 0 && !zeros;
+  const bool minimums = (flags & 8) != 0;
+  const bool plain = values == 0 && !zeros && !minimums;
   if (n < 1 || n > int64_t{1} << 31 || k < 2 || k > 1 << (plain ? 20 : 19) || k % 2 != 0) return false;
   const bool usual = group > 0 && (group == 16 || group % 32 == 0) && k % group == 0;
   if (!usual && group != k) return false;
@@ -45,20 +46,24 @@ bool valid(const std::vector<uint8_t>& bytes) {
   if ((scales == 3) != ((flags & 4) != 0)) return false;
   if (scales == 3 && (!least || values == 2)) return false;
   if (scales == 4 && (values != 1 || least || group == k)) return false;
+  const bool supers = scales == 5;
+  if (supers && (values == 1 || zeros || k % 256 != 0 || group >= 256 || 256 % group != 0)) return false;
+  if (minimums && (values == 1 || zeros || group == k || group > 256 || scales == 3 || scales == 4)) return false;
   const int64_t of_group = 16 * ((scales == 0 ? 4 : (scales < 3 ? 2 : 1)) + (zeros ? 1 : 0));
   const int64_t groups = k / group;
   int64_t m = 1;
   while (m * of_group % 64 != 0) ++m;
-  m = std::min(m, groups);
-  const int64_t heads = (groups + m - 1) / m * ((m * of_group + 63) / 64 * 64);
-  const int64_t panel = heads + (k + 7) / 8 * (values == 2 ? 128 : 64) + (scales == 3 ? 192 : 128);
+  m = supers ? 256 / group : std::min(m, groups);
+  const int64_t heads = (groups + m - 1) / m * ((m * of_group + (supers ? 32 : 0) + 63) / 64 * 64);
+  const int64_t together = groups * of_group + (supers ? k / 256 * 32 : 0);
+  const int64_t panel = (minimums ? (together + 63) / 64 * 64 : 0) + heads + (k + 7) / 8 * (values == 2 ? 128 : 64) + (scales == 3 ? 192 : 128);
   return static_cast<int64_t>(bytes.size()) == 64 + (n + 15) / 16 * panel;
 }
 
 PackedShape shape_in(const std::vector<uint8_t>& bytes) {
   return {field<int64_t>(bytes, 16), field<int64_t>(bytes, 24),
           field<int64_t>(bytes, 32), static_cast<ScaleType>(bytes[13]),
-          (bytes[14] & 1) != 0,      {static_cast<Values>(bytes[12]), (bytes[14] & 2) != 0},
+          (bytes[14] & 1) != 0,      {static_cast<Values>(bytes[12]), (bytes[14] & 2) != 0, (bytes[14] & 8) != 0},
           field<int64_t>(bytes, 40)};
 }
 
@@ -88,7 +93,8 @@ std::vector<uint8_t> make_packed(Bytes& in, const PackedShape& shape) {
   bytes[12] = static_cast<uint8_t>(shape.kind.values);
   bytes[13] = static_cast<uint8_t>(shape.scale_type);
   bytes[14] =
-      static_cast<uint8_t>((shape.has_bias ? 1 : 0) | (shape.kind.zero_points ? 2 : 0) | (shape.two_level() ? 4 : 0));
+      static_cast<uint8_t>((shape.has_bias ? 1 : 0) | (shape.kind.zero_points ? 2 : 0) | (shape.two_level() ? 4 : 0) |
+                           (shape.kind.minimums ? 8 : 0));
   put<int64_t>(bytes, 16, shape.n);
   put<int64_t>(bytes, 24, shape.k);
   put<int64_t>(bytes, 32, shape.group);
@@ -145,12 +151,21 @@ void damage(Bytes& in, std::vector<uint8_t>& bytes, bool resize) {
 }
 
 void pick_kind(Bytes& in, PackedShape& shape) {
-  constexpr WeightKind kKinds[] = {kInt4, kInt4ZeroPoints, kE2M1, kInt8, kInt8ZeroPoints};
+  constexpr WeightKind kKinds[] = {kInt4,           kInt4ZeroPoints, kE2M1,        kInt8,
+                                   kInt8ZeroPoints, kInt4Minimums,   kInt8Minimums};
   constexpr ScaleType kFloats[] = {ScaleType::kFloat32, ScaleType::kBFloat16, ScaleType::kFloat16};
   shape.kind = in.pick(kKinds);
   shape.scale_type = in.pick(kFloats);
+  const bool supers = shape.kind != kE2M1 && !shape.kind.zero_points && in.flag() && in.flag();
+  if (supers) {
+    shape.k = 256 * in.integer(1, 2);
+    shape.group = 16 << in.integer(0, 3);
+  } else if (shape.kind.minimums && shape.channelwise()) {
+    shape.kind.minimums = false;
+  }
   shape.activation_group = in.activation_group(shape.group, shape.k);
-  if (!in.flag()) return;
+  if (supers) shape.scale_type = ScaleType::kSuper;
+  if (supers || !in.flag()) return;
   if (shape.in_least_groups() && shape.kind.values != Values::kInt8) {
     shape.scale_type = ScaleType::kE5M3;
   } else if (shape.kind == kE2M1 && !shape.channelwise() && !shape.in_least_groups()) {
@@ -184,8 +199,12 @@ bool is_packed_scale(const PackedShape& shape, uint32_t bits) {
   return false;
 }
 
-// The value of a scale as `unpack` returns it.
-float given_scale(const PackedShape& shape, const uint8_t* scales, std::size_t i) {
+// The value of a scale, or of a minimum, as `unpack` returns it.
+float given_scale(const PackedShape& shape, const uint8_t* scales, const std::vector<uint16_t>& supers, std::size_t i) {
+  if (shape.in_supers()) {
+    return static_cast<float>(static_cast<int8_t>(scales[i])) *
+           ref::widen(supers[i * static_cast<std::size_t>(shape.group) / 256], ref::Type::kF16);
+  }
   if (shape.two_level()) return ref::widen_e4m3(scales[i]);
   if (shape.scale_type == ScaleType::kE8M0) return ref::widen(scales[i], ref::Type::kE8M0);
   uint32_t bits = 0;
@@ -202,13 +221,19 @@ void check_unpack(const PackedMatrix& matrix, const Unpacked& naive) {
   const std::vector<int>& zeros = naive.weights.zero_points;
   std::vector<uint8_t> zero_points(zeros.size());
   std::vector<float> channels(naive.weights.channel_scales.size());
+  std::vector<uint8_t> minimums(shape.kind.minimums ? scales.size() : 0);
+  std::vector<uint16_t> supers(static_cast<std::size_t>(shape.in_supers() ? shape.n * shape.k / 256 : 0));
+  std::vector<uint16_t> super_minimums(shape.kind.minimums ? supers.size() : 0);
   SerialParallel serial;
   const bool bad_zero = std::any_of(zeros.begin(), zeros.end(), [&](int zero) { return zero > most_code(shape.kind); });
   const bool bad_scale = !std::all_of(naive.scale_bits.begin(), naive.scale_bits.end(),
                                       [&](uint32_t bits) { return is_packed_scale(shape, bits); });
   bool refused = false;
   try {
-    unpack(matrix, codes.data(), scales.data(), bias.data(), serial, zero_points.data(), channels.data());
+    unpack(matrix,
+           {codes.data(), scales.data(), bias.data(), zero_points.data(), channels.data(), minimums.data(),
+            supers.data(), super_minimums.data()},
+           serial);
   } catch (const std::invalid_argument&) {
     refused = true;
   }
@@ -221,9 +246,14 @@ void check_unpack(const PackedMatrix& matrix, const Unpacked& naive) {
   }
   for (std::size_t i = 0; i < naive.weights.scales.size() && !bad_scale; ++i) {
     const float packed = naive.weights.scales[i] * (shape.kind == kE2M1 ? 2.0f : 1.0f);
-    const float given = given_scale(shape, scales.data(), i);
+    const float given = given_scale(shape, scales.data(), supers, i);
     require(given == packed || (given != given && packed != packed),
             "unpack: scale " + std::to_string(i) + ", " + describe(shape));
+    if (!shape.kind.minimums) continue;
+    const float minimum = given_scale(shape, minimums.data(), super_minimums, i);
+    const float expected = naive.weights.minimums[i];
+    require(minimum == expected || (minimum != minimum && expected != expected),
+            "unpack: minimum " + std::to_string(i) + ", " + describe(shape));
   }
   require(to_bytes(channels, DType::kFloat32) == to_bytes(naive.weights.channel_scales, DType::kFloat32),
           "unpack: channel scales, " + describe(shape));
