@@ -246,7 +246,7 @@ PackedMatrix open_packed(const uint8_t* src, int64_t size, int64_t n, int64_t k,
   const PackedShape shape = read_header(src, size, what);
   if (shape.k != k) fail(what + ": k (in_features) is " + str(shape.k) + ", expected " + str(k));
   if (shape.n != n) fail(what + ": n (out_features) is " + str(shape.n) + ", expected " + str(n));
-  if (shape.group != group) {
+  if (group != kAnyGroup && shape.group != group) {
     fail(what + ": group is " + group_name(shape) + ", expected " + str(group) + (group == k ? " (channelwise)" : ""));
   }
   return {shape, src};

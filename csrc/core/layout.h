@@ -129,6 +129,9 @@ struct PackedMatrix {
   Panels panels(int64_t first, const uint8_t* next = nullptr) const { return {layout, panel(first), next}; }
 };
 
+/// A group that open_packed does not check.
+inline constexpr int64_t kAnyGroup = 0;
+
 /// read_header plus the check that the matrix is the expected one: k, n and group (`group == k` for channelwise).
 /// Throws std::invalid_argument that names the field, what the buffer has and what was expected.
 PackedMatrix open_packed(const uint8_t* src, int64_t size, int64_t n, int64_t k, int64_t group,

@@ -166,6 +166,7 @@ struct RowShape {
   constexpr bool scaled() const { return activation_group != kWholeRow; }
   constexpr int64_t parts() const { return k / part; }
   constexpr int64_t offsets() const { return minimum_group == 0 ? 0 : k / minimum_group; }
+  bool operator==(const RowShape&) const = default;
 };
 
 /// Where one quantized row goes.
