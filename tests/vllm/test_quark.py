@@ -14,7 +14,7 @@ from vllm.model_executor.layers.linear import (
 )
 
 from w4a8.integrations.vllm.config_quark import W4A8QuarkConfig
-from w4a8.integrations.vllm.linear import W4A8LinearMethod
+from w4a8.integrations.vllm.linear_layers import W4A8LinearMethod
 from w4a8.integrations.vllm.moe import W4A8MoEMethod
 from w4a8.integrations.vllm.quark_gpt_oss import W4A8QuarkGptOssMethod
 
@@ -174,7 +174,7 @@ def experts_of(config, name, activation="silu", use_ep=False):
     layer.moe_config.moe_parallel_config.use_ep = use_ep
     for part in ("gate", "up", "down"):
         setattr(layer, f"ckpt_{part}_proj_name", f"{part}_proj")
-    return config._method(layer, name)
+    return config.method_of(layer, name)
 
 
 def linear_of(config, name):
@@ -182,7 +182,7 @@ def linear_of(config, name):
     config.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
     layer = RowParallelLinear.__new__(RowParallelLinear)
     torch.nn.Module.__init__(layer)
-    return config._method(layer, name)
+    return config.method_of(layer, name)
 
 
 def test_rules():

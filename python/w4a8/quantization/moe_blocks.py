@@ -12,13 +12,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any
 
 import torch
 
-from w4a8.core.routing import route
-from w4a8.moe.config import RoutingMethodType
-from w4a8.nn import W4A8Experts
+from w4a8.core.routing import RoutingMethodType, route
+from w4a8.nn import QuantOptions, W4A8Experts
 from w4a8.ops import Activation
 
 _SOFTMAX = re.compile(r"(Qwen2Moe|Qwen3Moe|Mixtral|Olmoe)SparseMoeBlock")
@@ -87,17 +85,19 @@ class Experts:
         """E, H, I."""
         return len(self.w2), *self.w2[0].shape
 
-    def quantize(self, group_size: int, packed_one: Callable[[], object], **options: Any) -> W4A8Experts:
-        """The packed experts."""
+    def quantize(
+        self, options: QuantOptions, packed_one: Callable[[], object] = lambda: None, **importance: torch.Tensor
+    ) -> W4A8Experts:
+        """The packed experts; arguments as in :meth:`W4A8Experts.from_float`."""
         return W4A8Experts.from_float(
             self.w13,
             self.w2,
-            group_size,
+            options,
             self.activation,
             w13_bias=self.w13_bias,
             w2_bias=self.w2_bias,
             packed_one=packed_one,
-            **options,
+            **importance,
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from importlib import import_module
 
+from w4a8.integrations.vllm import compiled, settings
 from w4a8.integrations.vllm.log import logger
 
 # Versions that tests/vllm has run with.
@@ -47,8 +48,6 @@ def reasons_against(vllm_version: str, machine: str) -> list[str]:
 
 
 def _activate() -> None:
-    from w4a8.integrations.vllm import settings
-
     log = logger()
     mode = settings.mode()
     if mode == "0":
@@ -71,8 +70,7 @@ def _activate() -> None:
             settings.SWITCH,
         )
         return
-    from w4a8.integrations.vllm import compiled
-    from w4a8.integrations.vllm.selftest import problems
+    from w4a8.integrations.vllm.selftest import problems  # which imports vLLM
 
     found = problems()
     if found:

@@ -4,18 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from w4a8.core.experts import slice_of_rank
 from w4a8.core.nibbles import from_int32
 from w4a8.core.scale_types import holds_scales
-
-
-def slice_of_rank(loaded: torch.Tensor, dim: int, size: int, rank: int, ranks: int, name: str) -> torch.Tensor:
-    """This rank's part: ``loaded`` must be ``ranks`` parts of ``size`` along ``dim``."""
-    if loaded.shape[dim] != size * ranks:
-        raise ValueError(
-            f"{name}: dimension {dim} is {loaded.shape[dim]}, but {ranks} tensor-parallel "
-            f"rank{'s' if ranks > 1 else ''} of {size} make {size * ranks}"
-        )
-    return loaded.narrow(dim, rank * size, size)
 
 
 class MoEWeightLoader:
