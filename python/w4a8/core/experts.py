@@ -72,6 +72,18 @@ class ExpertSizes:
         return next(filter(None, found), None)
 
 
+def gate_and_up(rows: int, interleaved: bool) -> tuple[slice, slice]:
+    """Which rows of a fused gate and up projection are the gate's, and which are up's.
+
+    Args:
+        rows: 2 I, of both.
+        interleaved: they alternate, gate first, as in gpt-oss; otherwise the gate is the first half.
+    """
+    if interleaved:
+        return slice(0, None, 2), slice(1, None, 2)
+    return slice(0, rows // 2), slice(rows // 2, None)
+
+
 def slice_of_rank(loaded: torch.Tensor, dim: int, size: int, rank: int, ranks: int, name: str) -> torch.Tensor:
     """This rank's part: ``loaded`` must be ``ranks`` parts of ``size`` along ``dim``."""
     if loaded.shape[dim] != size * ranks:

@@ -7,21 +7,9 @@ from collections.abc import Mapping
 import torch
 
 from w4a8.core.activation_groups import PER_TOKEN
-from w4a8.core.experts import ExpertSizes
+from w4a8.core.experts import ExpertSizes, gate_and_up
 from w4a8.core.matrix import Matrix, PackedAs
 from w4a8.core.stack import MatrixStack
-
-
-def gate_and_up(rows: int, interleaved: bool) -> tuple[slice, slice]:
-    """Which rows of a fused gate and up projection are the gate's, and which are up's.
-
-    Args:
-        rows: 2 I, of both.
-        interleaved: they alternate, gate first, as in gpt-oss; otherwise the gate is the first half.
-    """
-    if interleaved:
-        return slice(0, None, 2), slice(1, None, 2)
-    return slice(0, rows // 2), slice(rows // 2, None)
 
 
 class ExpertPacker:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from w4a8.core.experts import ExpertSizes
+from w4a8.core.experts import ExpertSizes, gate_and_up
 from w4a8.core.matrix import pack_codes
 from w4a8.core.nibbles import to_nibbles
 from w4a8.core.weight_utils import replace_parameter, set_weight_attrs
@@ -69,11 +69,6 @@ def set_packed(layer: torch.nn.Module, name: str, packed: torch.Tensor) -> None:
             replace_parameter(layer, rest, torch.empty(0, dtype=torch.float32))
 
 
-def _halves(rows: torch.Tensor, dim: int) -> torch.Tensor:
-    """Rows g0 u0 g1 u1 ... as g0 g1 ... u0 u1 ... (a copy)."""
-    return rows.unflatten(dim, (-1, 2)).transpose(dim, dim + 1).flatten(dim, dim + 1)
-
-
 def _nibble_stack(weights: torch.Tensor, interleaved: bool, in_place: bool) -> torch.Tensor:
     """A stack of int8 matrices [E, N, K] as nibbles [E, N, K / 2], with one matrix of temporaries.
 
@@ -90,11 +85,8 @@ def _nibble_stack(weights: torch.Tensor, interleaved: bool, in_place: bool) -> t
         nibbles = torch.empty(experts, rows, columns // 2, dtype=torch.uint8, device=weights.device)
     for expert in range(experts):
         packed = to_nibbles(weights[expert])
-        if interleaved:
-            nibbles[expert, : rows // 2] = packed[0::2]
-            nibbles[expert, rows // 2 :] = packed[1::2]
-        else:
-            nibbles[expert] = packed
+        for half, source in zip(gate_and_up(rows, False), gate_and_up(rows, interleaved)):
+            nibbles[expert, half] = packed[source]
     return nibbles
 
 
@@ -123,6 +115,7 @@ def pack_stack(
         uint8 [E, bytes].
     """
     if interleaved:
-        scales = _halves(scales, 1)
-        bias = None if bias is None else _halves(bias, 1)
+        halves = gate_and_up(weights.shape[1], True)
+        scales = torch.cat([scales[:, rows] for rows in halves], 1)
+        bias = None if bias is None else torch.cat([bias[:, rows] for rows in halves], 1)
     return pack_codes(_nibble_stack(weights, interleaved, in_place), scales, bias, group_size, scale_dtype)
