@@ -9,7 +9,7 @@ One module per module of vLLM that is mirrored (docs/vllm_mirror.md says what is
     layer             RoutedExperts, the module that holds the weights
     loader            MoEWeightLoader, what fills them from the tensors of a checkpoint
     parameters        the parameters of a layer, and the packed stacks that take their place
-    config, quant_key, modular_kernel, platforms, log
+    config, quant_key, modular_kernel, platforms
                       what the modules above read of vLLM
 
 Routing (``select_experts``), activations and the call of the operator are ``w4a8.core``'s. Nothing else in the package

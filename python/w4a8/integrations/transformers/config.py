@@ -58,11 +58,7 @@ class W4A8Config(QuantizationConfigMixin):
         self.skip = [skip] if isinstance(skip, str) else list(skip)
         self.default_skip = default_skip
         self.skipped()  # refuses what is neither a name nor a pattern
-        if quant_method != METHOD or format not in (None, FORMAT) or version != VERSION:
-            raise ValueError(
-                f"quantization_config is {quant_method!r} in format {format!r}, version {version}; this w4a8 reads "
-                f"{METHOD!r} in format {FORMAT!r}, version {VERSION}"
-            )
+        check_stated(quant_method, FORMAT if format is None else format, version)
         self.format = format
         self.source: dict[str, Any] | None = None
 
@@ -83,15 +79,6 @@ class W4A8Config(QuantizationConfigMixin):
             ValueError: an ``activation_group`` that does not divide the group size.
         """
         return replace(self._options, activation_group=self.activation_group)
-
-    def _check_saved(self, saved: dict[str, Any]) -> str | None:
-        """The format of a directory, None where the weights are floats."""
-        method, version = saved.pop("quant_method", METHOD), saved.pop("version", VERSION)
-        kind = saved.pop("format", None)
-        if saved:
-            raise TypeError(f"W4A8Config has no option {next(iter(saved))!r}")
-        check_stated(method, FORMAT if kind is None else kind, version)
-        return kind
 
     def to_dict(self) -> dict[str, Any]:
         """As config.json gets it: a model is saved packed, whatever it was loaded from."""
