@@ -171,7 +171,7 @@ class _ExpertsReader:
             for projection in self.shards:
                 yield projection, self._module(expert, projection)
 
-    def not_ours(self) -> str | None:
+    def reason_left_out(self) -> str | None:
         """Why no expert is of codes that are read here, or None."""
         found = list(self.stored.values())
         return found[0].reason if all(isinstance(stored, LeftOut) for stored in found) else None
@@ -180,7 +180,7 @@ class _ExpertsReader:
         """Fails before anything is read if a file with tensors of this rank's experts is missing."""
         kinds = sorted(self.layer.tensors)
         for _, module in self._modules(self.local):
-            self.tensors.check_there(module.key(kind) for kind in kinds)
+            self.tensors.check_files(module.key(kind) for kind in kinds)
 
     def check_stored(self, quantize_w4a16: bool) -> int:
         """Their group size.
@@ -301,13 +301,13 @@ class _ExpertsReader:
         return bias
 
 
-def _ours(readers: list[_ExpertsReader]) -> list[_ExpertsReader]:
+def _without_left_out(readers: list[_ExpertsReader]) -> list[_ExpertsReader]:
     """Those of layers of codes that are read here; the others are reported.
 
     Raises:
         CheckpointError: there is none.
     """
-    reasons = [reader.not_ours() for reader in readers]
+    reasons = [reader.reason_left_out() for reader in readers]
     if all(reasons):
         raise CheckpointError(reasons[0])
     for reader, reason in zip(readers, reasons):
@@ -405,7 +405,8 @@ def load(
         )
     interleaved = settings.w13_interleaved if w13_interleaved is None else w13_interleaved
     with on_cpu():
-        readers = _ours([_ExpertsReader(tensors, rules, settings, ranks, interleaved, layer) for layer in layers])
+        all_readers = [_ExpertsReader(tensors, rules, settings, ranks, interleaved, layer) for layer in layers]
+        readers = _without_left_out(all_readers)
         loaded = _build(readers, quantize_w4a16, activation_group, progress)
     say_int8((stored for reader in readers for stored in reader.stored.values()), activation_group)
     logger.info("packed %d layers of %s", len(loaded), path)
