@@ -103,7 +103,6 @@ def test_what_is_left_to_vllm(monkeypatch):
     log = SimpleNamespace(warning_once=lambda message, *args: said.append(message % args))
     monkeypatch.setattr(moe, "logger", lambda: log)
     layer, _ = make_layer(form="gptq")
-    assert experts_method(None, layer, "layers.0") is None and not said
     for bits in (4, 8):
         assert experts_method(Stored("gptq", 32, True, bits=bits), layer, "layers.0") is not None and not said
     layer.moe_config.is_lora_enabled = True

@@ -6,11 +6,11 @@ import torch
 from vllm.model_executor.layers.quantization.modelopt import ModelOptMixedPrecisionConfig, ModelOptNvFp4Config
 
 from w4a8.formats import Stored
+from w4a8.formats.modelopt_rules import ALGORITHMS, NVFP4
 from w4a8.formats.nvfp4 import BLOCK
 from w4a8.integrations.vllm.config_base import RunsLayersHere
 from w4a8.integrations.vllm.kv_cache import KeepsKVCache
 
-_NVFP4 = ("NVFP4", "W4A16_NVFP4")
 # Parts of names of layers that upstream never takes for quantized.
 _NEVER_QUANTIZED = ("vision_tower", "vision_model", "vit_large_projector")
 
@@ -29,9 +29,9 @@ class _NVFP4Layers(RunsLayersHere, KeepsKVCache):
         if self.is_layer_excluded(prefix) or any(part in prefix for part in _NEVER_QUANTIZED):
             return None
         algorithm, group = self._algorithm(prefix)
-        if algorithm not in _NVFP4 or group != BLOCK:
+        if algorithm not in ALGORITHMS or group != BLOCK:
             return None
-        return Stored("modelopt-nvfp4", BLOCK, True, weight_only=f"quant_algo is {algorithm!r}")
+        return Stored(NVFP4, BLOCK, True, weight_only=f"quant_algo is {algorithm!r}")
 
 
 class W4A8ModelOptConfig(_NVFP4Layers, ModelOptNvFp4Config):

@@ -14,7 +14,7 @@ from w4a8.formats import Stored
 from w4a8.formats.quark_rules import MXFP4, QuarkRules
 from w4a8.integrations.vllm.config_base import RunsLayersHere
 from w4a8.integrations.vllm.log import logger
-from w4a8.integrations.vllm.moe import unsupported
+from w4a8.integrations.vllm.moe import experts_method
 from w4a8.integrations.vllm.names import joined_from, projections
 from w4a8.integrations.vllm.quark_gpt_oss import W4A8QuarkGptOssMethod
 
@@ -27,9 +27,16 @@ class W4A8QuarkConfig(RunsLayersHere, QuarkConfig):
 
     def experts_method(self, stored: Stored, layer: RoutedExperts, prefix: str) -> Any:
         """As :meth:`RunsLayersHere.experts_method`; vLLM's model of gpt-oss fills its experts in another way."""
-        if layer.moe_config.activation.value == MoEActivation.SWIGLUOAI.value:
-            return _gpt_oss_method(layer, prefix)
-        return super().experts_method(stored, layer, prefix)
+        moe = layer.moe_config
+        if moe.activation.value != MoEActivation.SWIGLUOAI.value:
+            return super().experts_method(stored, layer, prefix)
+        if moe.moe_parallel_config.use_ep:
+            logger().warning_once(
+                "w4a8: leaves gpt-oss's experts in AMD Quark's format to vLLM, because of expert parallelism, in which "
+                "vLLM's model does not fill them"
+            )
+            return None
+        return experts_method(stored, layer, prefix, W4A8QuarkGptOssMethod)
 
     def stored_of(self, layer: torch.nn.Module, prefix: str) -> Stored | None:
         """As :meth:`RunsLayersHere.stored_of`: how all matrices of the layer are stored, if they are alike."""
@@ -46,14 +53,3 @@ class W4A8QuarkConfig(RunsLayersHere, QuarkConfig):
         found = [self._read[1].of(name) for name in names]
         alike = all(isinstance(each, Stored) and each.format == MXFP4 for each in found)
         return found[0] if found and alike else None
-
-
-def _gpt_oss_method(layer: RoutedExperts, prefix: str) -> W4A8QuarkGptOssMethod | None:
-    """The method of a layer of gpt-oss's experts; None, with a warning, if it cannot be run here."""
-    reason = unsupported(layer.moe_config)
-    if reason is None and layer.moe_config.moe_parallel_config.use_ep:
-        reason = "expert parallelism, in which vLLM's model does not fill them"
-    if reason is not None:
-        logger().warning_once("w4a8: leaves gpt-oss's experts in AMD Quark's format to vLLM, because of %s", reason)
-        return None
-    return W4A8QuarkGptOssMethod(layer, prefix)

@@ -239,15 +239,12 @@ class W4A8MoEMethod(FusedMoEMethodBase):
         )
 
 
-def experts_method(stored: Stored | None, layer: torch.nn.Module, prefix: str) -> W4A8MoEMethod | None:
-    """The method of a layer of vLLM's RoutedExperts.
-
-    None if its weights are not ``stored`` in a way that is read here; and, with a warning, if it cannot be run here.
-    """
-    if stored is None:
-        return None
+def experts_method(
+    stored: Stored, layer: torch.nn.Module, prefix: str, method: type[W4A8MoEMethod] = W4A8MoEMethod
+) -> W4A8MoEMethod | None:
+    """The method of a layer of vLLM's RoutedExperts; None, with a warning, if it cannot be run here."""
     reason = unsupported(layer.moe_config)
     if reason is not None:
         logger().warning_once("w4a8: leaves layers of experts to vLLM, because of %s", reason)
         return None
-    return W4A8MoEMethod(stored, layer, prefix)
+    return method(stored, layer, prefix)

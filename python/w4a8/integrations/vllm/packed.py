@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 
 from w4a8.core.activation_groups import PER_TOKEN
 from w4a8.core.kind import Kind
@@ -59,8 +60,6 @@ def read_directory(directory: str | Path, config: Mapping[str, Any]) -> PackedDi
     Raises:
         ValueError: no local directory of packed tensors, or one in another format.
     """
-    from safetensors import safe_open
-
     check_stated(*(config.get(key) for key in ("quant_method", "format", "version")))
     files = sorted(Path(directory).glob("*.safetensors"))
     if not files:

@@ -7,6 +7,7 @@ from importlib import import_module
 
 from w4a8.integrations.vllm import compiled, settings
 from w4a8.integrations.vllm.log import logger
+from w4a8.integrations.vllm.selftest import problems
 
 # Versions that tests/vllm has run with.
 OLDEST, NEWEST = (0, 28), (0, 33)
@@ -70,8 +71,6 @@ def _activate() -> None:
             settings.SWITCH,
         )
         return
-    from w4a8.integrations.vllm.selftest import problems  # which imports vLLM
-
     found = problems()
     if found:
         log.warning("w4a8: vLLM goes on without the plugin, whose self-test failed: %s", "; ".join(found))
