@@ -269,7 +269,7 @@ def test_wrong_experts(fresh, monkeypatch):
 
 def test_a_layer_that_computes_something_else(fresh, monkeypatch):
     """Layers of vLLM's own are made, loaded and run: something in between has changed."""
-    from w4a8.integrations.vllm import linear
+    from w4a8.integrations.vllm import linear_layers as linear
 
     right = linear.LinearWeights.apply
     monkeypatch.setattr(linear.LinearWeights, "apply", lambda *args: right(*args) + 1)
