@@ -158,17 +158,23 @@ class Matrix:
 
         int4, int8   weight[n, k] = (code[n, k] - zero[n, k // g]) * scale[n, k // g]
         e2m1         weight[n, k] = E2M1[code[n, k]] * scale[n, k // g]
+        with minimums, codes of 8 bits less 128:
+                     weight[n, k] = code[n, k] * scale[n, k // g] - minimum[n, k // g]
 
-    With channel scales a scale is that number times channel_scale[n].
+    With channel scales a scale is that number times channel_scale[n]. With super-scales a scale is that number times
+    super_scale[n, k // 256], a minimum times super_minimum[n, k // 256].
 
     Attributes:
         codes: uint8 [N, K/2], low nibble = even k; of 8 bits [N, K].
         scales: [N, G], of the type that the checkpoint has; of MXFP4 float32 powers of two. With channel scales uint8,
-            bits of float8_e4m3fn, of numbers without a sign.
+            bits of float8_e4m3fn, of numbers without a sign; with super-scales int8.
         zero_points: uint8 [N, G], codes themselves, or None: the kind's middle everywhere (integers), none (e2m1).
         kind: what a code is.
         bias: [N], of the type that the checkpoint has, or None.
         channel_scales: float32 [N], or None: 1 everywhere.
+        minimums: [N, G], of the type of the scales, or None: 0 everywhere. Of integers without zero points.
+        super_scales: float16 [N, K/256], or None: 1 everywhere.
+        super_minimums: the same for minimums.
     """
 
     codes: torch.Tensor
@@ -177,9 +183,18 @@ class Matrix:
     kind: Kind = Kind.INT4
     bias: torch.Tensor | None = None
     channel_scales: torch.Tensor | None = None
+    minimums: torch.Tensor | None = None
+    super_scales: torch.Tensor | None = None
+    super_minimums: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kind", Kind(self.kind))
+        assert self.minimums is None or (self.minimums.dtype, self.minimums.shape) == (
+            self.scales.dtype,
+            self.scales.shape,
+        )
+        assert (self.scales.dtype == torch.int8) == (self.super_scales is not None)
+        assert (self.super_minimums is not None) == (self.super_scales is not None and self.minimums is not None)
         assert self.codes.dtype == torch.uint8 and self.codes.dim() == self.scales.dim() == 2
         assert self.zero_points is None or self.zero_points.shape == self.scales.shape
         assert (self.scales.dtype == torch.uint8) == (self.channel_scales is not None)
