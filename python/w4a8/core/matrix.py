@@ -10,9 +10,12 @@ import torch
 from w4a8.core.activation_groups import PER_TOKEN, resolve_activation_group
 from w4a8.core.float8 import exponents_of, multiplied_scales, powers_of_two
 from w4a8.core.kind import Kind
+from w4a8.core.nibbles import apart
 from w4a8.core.scale_types import E8M0, has_two_levels, kept_scale_dtypes, scale_type_named
 
 GROUP_SIZES = "16 or a multiple of 32"
+# Numbers that codes of E2M1 stand for.
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 # What the header of a packed matrix calls scales of two levels.
 _TWO_LEVELS = "e5m3"
 
@@ -261,6 +264,28 @@ class Matrix:
                 raise ValueError(f"scale_dtype is {scale_dtype}, but the largest scale is {largest}")
         how = (scale_dtype, self.kind.needed_zero_points(self.zero_points), self.kind, self.channel_scales)
         return pack_codes(self.codes, self.scales, self.bias, self.group, *how, activations)
+
+    def floats(self) -> torch.Tensor:
+        """The weights, float32 [N, K]: scales and minimums times their second level, then the formula above."""
+        codes = self.codes if self.kind.bits == 8 else apart(self.codes)
+
+        def by_weight(values: torch.Tensor, supers: torch.Tensor | None) -> torch.Tensor:
+            values = values.float()
+            if supers is not None:
+                values = values * supers.float().repeat_interleave(values.shape[1] // supers.shape[1], 1)
+            return values.repeat_interleave(self.group, 1)
+
+        scales = self.scales
+        if self.channel_scales is not None:
+            scales = multiplied_scales(scales, self.channel_scales)
+        if self.kind == Kind.E2M1:
+            integers = torch.tensor(E2M1_VALUES)[codes.long()]
+        elif self.zero_points is not None:
+            integers = codes.float() - by_weight(self.zero_points, None)
+        else:
+            integers = codes.float() - (0 if self.minimums is not None and self.kind.bits == 4 else self.kind.middle)
+        weights = integers * by_weight(scales, self.super_scales)
+        return weights if self.minimums is None else weights - by_weight(self.minimums, self.super_minimums)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Those that it has, by the names of the attributes."""
