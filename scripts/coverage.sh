@@ -14,8 +14,10 @@ llvm() { # llvm TOOL ARGUMENTS...: the one that belongs to the compiler
 }
 build_preset fuzz -DCMAKE_CXX_COMPILER="$CLANGXX"
 mkdir -p build/coverage
-# The library as a whole, before the programs: of it they hold only what a fuzzer refers to.
-objects=(-object build/fuzz/libw4a8_core.a)
+# All of the library, before the programs: of it they hold only what a fuzzer refers to. Its objects, not the archive:
+# llvm-cov wants coverage data at multiples of 8, and members of an archive may begin between them.
+objects=()
+while IFS= read -r object; do objects+=(-object "$object"); done < <(find build/fuzz/CMakeFiles/w4a8_core.dir -name '*.o' | sort)
 profiles=()
 for name in $(fuzzers); do
   inputs=("tests/fuzz/corpus/$name")

@@ -41,11 +41,11 @@ class RunsLayersHere:
 
     def method_of(self, layer: torch.nn.Module, prefix: str) -> Any:
         """The method of such a layer, or None for vLLM's."""
-        return self.method_for(self.stored_of(layer, prefix) if runs_w4a16() else None, layer, prefix)
+        return self.method_for(self.stored_of(layer, prefix), layer, prefix)
 
     def method_for(self, stored: Stored | None, layer: torch.nn.Module, prefix: str) -> Any:
-        """The method of a layer that is stored so, or None if it is not to be run here."""
-        if stored is None:
+        """The method of a layer that is stored so, or None if it is not to be run here: weight-only ones on demand."""
+        if stored is None or (stored.weight_only is not None and not runs_w4a16()):
             return None
         if isinstance(layer, RoutedExperts):
             method = self.experts_method(stored, layer, prefix)
