@@ -76,9 +76,7 @@ def _q4_0(block: torch.Tensor) -> Matrix:
 
 def _q4_1(block: torch.Tensor) -> Matrix:
     """d q + m: d, m, qs."""
-    return _matrix(
-        _halves(block[..., 4:]), _float16(block[..., :2]), Kind.INT4, minimums=-_float16(block[..., 2:4])
-    )
+    return _matrix(_halves(block[..., 4:]), _float16(block[..., :2]), Kind.INT4, minimums=-_float16(block[..., 2:4]))
 
 
 def _fifth_bits(block: torch.Tensor) -> torch.Tensor:

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 
 import torch
 
-
-
 Tensors = Mapping[str, torch.Tensor]
 
 
