@@ -91,6 +91,24 @@ class GGUFTensor:
         return int(np.prod(self.shape[:-1], dtype=object))
 
 
+def gguf_in(path: str | Path) -> Path | None:
+    """The GGUF file that a path means: itself, or the one in a directory without config.json; None: there is none.
+
+    Raises:
+        CheckpointError: a directory with several models.
+    """
+    path = Path(path)
+    if path.suffix == ".gguf":
+        return path
+    if not path.is_dir() or (path / "config.json").exists():
+        return None
+    files = sorted(each for each in path.glob("*.gguf") if not _SPLIT.search(each.name) or "-00001-of-" in each.name)
+    if len(files) > 1:
+        names = ", ".join(each.name for each in files)
+        raise CheckpointError(f"{path} holds {len(files)} models in GGUF, name one: {names}")
+    return files[0] if files else None
+
+
 class _Cursor:
     """Reads one value after the other, and never behind the end."""
 

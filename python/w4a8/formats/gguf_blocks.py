@@ -31,6 +31,7 @@ class BlockType:
         id: in the file.
         weights: of a block.
         bytes: of a block.
+        group: weights that share a scale.
         read: blocks, uint8 [N, K / weights, bytes], to the matrix [N, K].
     """
 
@@ -38,6 +39,7 @@ class BlockType:
     id: int
     weights: int
     bytes: int
+    group: int
     read: Callable[[torch.Tensor], Matrix]
 
     def matrix(self, rows: torch.Tensor) -> Matrix:
@@ -51,7 +53,7 @@ def _halves(block: torch.Tensor) -> torch.Tensor:
 
 
 def _runs(block: torch.Tensor, run: int, bits: int) -> torch.Tensor:
-    """Bytes [N, B, n] to codes of so many bits [N, B, 8 / bits * n]: of each run of bytes the lowest bits, then more."""
+    """Bytes [N, B, n] to codes of so many bits [N, B, 8 / bits * n]: of each run of bytes the lowest, then more."""
     parts = block.unflatten(-1, (-1, 1, run))
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8)[:, None]
     return (parts >> shifts & (1 << bits) - 1).flatten(-3)
@@ -186,19 +188,19 @@ def _nvfp4(block: torch.Tensor) -> Matrix:
 TYPES = {
     each.id: each
     for each in (
-        BlockType("Q4_0", 2, 32, 18, _q4_0),
-        BlockType("Q4_1", 3, 32, 20, _q4_1),
-        BlockType("Q5_0", 6, 32, 22, _q5_0),
-        BlockType("Q5_1", 7, 32, 24, _q5_1),
-        BlockType("Q8_0", 8, 32, 34, _q8_0),
-        BlockType("Q2_K", 10, SUPER, 84, _q2_k),
-        BlockType("Q3_K", 11, SUPER, 110, _q3_k),
-        BlockType("Q4_K", 12, SUPER, 144, _q4_k),
-        BlockType("Q5_K", 13, SUPER, 176, _q5_k),
-        BlockType("Q6_K", 14, SUPER, 210, _q6_k),
-        BlockType("IQ4_NL", 20, 32, 18, _iq4_nl),
-        BlockType("IQ4_XS", 23, SUPER, 136, _iq4_xs),
-        BlockType("MXFP4", 39, 32, 17, _mxfp4),
-        BlockType("NVFP4", 40, 64, 36, _nvfp4),
+        BlockType("Q4_0", 2, 32, 18, 32, _q4_0),
+        BlockType("Q4_1", 3, 32, 20, 32, _q4_1),
+        BlockType("Q5_0", 6, 32, 22, 32, _q5_0),
+        BlockType("Q5_1", 7, 32, 24, 32, _q5_1),
+        BlockType("Q8_0", 8, 32, 34, 32, _q8_0),
+        BlockType("Q2_K", 10, SUPER, 84, 16, _q2_k),
+        BlockType("Q3_K", 11, SUPER, 110, 16, _q3_k),
+        BlockType("Q4_K", 12, SUPER, 144, 32, _q4_k),
+        BlockType("Q5_K", 13, SUPER, 176, 32, _q5_k),
+        BlockType("Q6_K", 14, SUPER, 210, 16, _q6_k),
+        BlockType("IQ4_NL", 20, 32, 18, 32, _iq4_nl),
+        BlockType("IQ4_XS", 23, SUPER, 136, 32, _iq4_xs),
+        BlockType("MXFP4", 39, 32, 17, 32, _mxfp4),
+        BlockType("NVFP4", 40, 64, 36, 16, _nvfp4),
     )
 }
