@@ -19,113 +19,60 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import w4a8
-from w4a8.moe import (
-    CompressedTensorsW4A8Int8MoEMethod,
-    FusedMoEConfig,
-    FusedMoEParallelConfig,
-    QuantizationArgs,
-    QuantizationStrategy,
-    RoutedExperts,
-    determine_expert_map,
-    kernel_activation_kind,
-    route,
-)
+from w4a8.nn import ExpertSizes, RoutingMethodType, W4A8MoE, determine_expert_map
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-WEIGHTS = QuantizationArgs(num_bits=4, strategy=QuantizationStrategy.GROUP, group_size=32)
-TOKENS = QuantizationArgs(num_bits=8, strategy=QuantizationStrategy.TOKEN, dynamic=True)
+GROUP = 32
 
 
-def random_expert(args: argparse.Namespace, expert: int) -> dict[str, torch.Tensor]:
-    """The tensors of one expert, the same whichever process makes them.
+def random_matrix(rows: int, columns: int, generator: torch.Generator) -> torch.Tensor:
+    """A packed int4 matrix [rows, columns]."""
+    codes = torch.randint(256, (rows, columns // 2), dtype=torch.uint8, generator=generator)
+    scales = (0.5 + torch.rand(rows, columns // GROUP, generator=generator)) * 0.3 / columns**0.5
+    return w4a8.dyn_quant_pack_4bit_weight(codes, scales.to(torch.bfloat16), None, GROUP, columns, rows)
 
-    Returns:
-        int8 gate [I, H], up [I, H], down [H, I] under w1, w3, w2, and their bfloat16 scales under w1_scale, ...
-    """
+
+def random_expert(args: argparse.Namespace, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """w13 [2I, H] and w2 [H, I] of one expert, packed: the same whichever process makes them."""
     generator = torch.Generator().manual_seed(expert)
-    shapes = {"w1": (args.intermediate, args.hidden), "w3": (args.intermediate, args.hidden)}
-    shapes["w2"] = (args.hidden, args.intermediate)
-    tensors = {}
-    for shard, (rows, columns) in shapes.items():
-        tensors[shard] = torch.randint(-8, 8, (rows, columns), dtype=torch.int8, generator=generator)
-        scale = (0.5 + torch.rand(rows, columns // 32, generator=generator)) * 0.3 / columns**0.5
-        tensors[f"{shard}_scale"] = scale.to(torch.bfloat16)
-    return tensors
+    w13 = random_matrix(2 * args.intermediate, args.hidden, generator)
+    return w13, random_matrix(args.hidden, args.intermediate, generator)
 
 
-def random_layer(args: argparse.Namespace, rank: int, ranks: int) -> RoutedExperts:
+def random_layer(args: argparse.Namespace, rank: int, ranks: int) -> W4A8MoE:
     """This rank's part of a random layer: only its own experts are ever made."""
     local, expert_map = determine_expert_map(ranks, rank, args.experts)
-    moe = FusedMoEConfig(
-        num_experts=args.experts,
-        experts_per_token=args.top_k,
-        hidden_dim=args.hidden,
-        intermediate_size=args.intermediate,
-        num_local_experts=local,
-        in_dtype=DTYPES[args.dtype],
-        moe_parallel_config=FusedMoEParallelConfig(ep_size=ranks, ep_rank=rank, use_ep=ranks > 1),
-    )
-    method = CompressedTensorsW4A8Int8MoEMethod(WEIGHTS, TOKENS, moe)
-    layer = RoutedExperts(moe, method, expert_map=expert_map)
-    for expert in range(args.experts):
-        if layer.weight_loader.local_expert(expert) == -1:
-            continue
-        tensors = random_expert(args, expert)
-        for shard in ("w1", "w3", "w2"):
-            name = "w2" if shard == "w2" else "w13"
-            weight, scale = getattr(layer, f"{name}_weight"), getattr(layer, f"{name}_weight_scale")
-            layer.weight_loader(weight, tensors[shard], f"{expert}.{shard}", shard, expert)
-            layer.weight_loader(scale, tensors[f"{shard}_scale"], f"{expert}.{shard}_scale", shard, expert)
-    layer.process_weights_after_loading()
-    return layer
+    mine = range(args.experts) if expert_map is None else torch.nonzero(expert_map != -1).flatten().tolist()
+    w13, w2 = (torch.stack(matrices) for matrices in zip(*(random_expert(args, expert) for expert in mine)))
+    sizes = ExpertSizes(local, args.hidden, args.intermediate, GROUP)
+    return W4A8MoE(w13, w2, sizes, args.top_k, RoutingMethodType.Renormalize, expert_map=expert_map)
 
 
-def make_layer(args: argparse.Namespace, rank: int, ranks: int) -> RoutedExperts:
+def make_layer(args: argparse.Namespace, rank: int, ranks: int) -> W4A8MoE:
     """This rank's part of the layer: of a checkpoint (only its experts are read), or random."""
     if args.checkpoint is None:
         return random_layer(args, rank, ranks)
-    from w4a8.checkpoint import load
-
-    return next(iter(load(args.checkpoint, ep_rank=rank, ep_size=ranks, quantize_w4a16=True).values()))
+    return next(iter(w4a8.load(args.checkpoint, ep_rank=rank, ep_size=ranks).values()))
 
 
-def make_input(args: argparse.Namespace, layer: RoutedExperts) -> tuple[torch.Tensor, torch.Tensor]:
+def make_input(args: argparse.Namespace, layer: W4A8MoE) -> tuple[torch.Tensor, torch.Tensor]:
     """Hidden states [T, H] and router logits [T, E], the same in every process."""
     generator = torch.Generator().manual_seed(args.seed)
-    moe = layer.moe_config
-    x = torch.randn(args.tokens, moe.hidden_dim, generator=generator).to(DTYPES[args.dtype])
-    return x, torch.randn(args.tokens, moe.num_experts, generator=generator)
+    x = torch.randn(args.tokens, layer.sizes.hidden, generator=generator).to(DTYPES[args.dtype])
+    return x, torch.randn(args.tokens, layer.num_experts, generator=generator)
 
 
-def addition_bound(layer: RoutedExperts, x: torch.Tensor, logits: torch.Tensor, ranks: int) -> torch.Tensor:
+def addition_bound(layer: W4A8MoE, x: torch.Tensor, logits: torch.Tensor, ranks: int) -> torch.Tensor:
     """How far two orders of addition may be apart: float64 [T, H].
 
     On either side a token's k weighted expert outputs are added in float32, one rounding each; the sums of the ranks
     are added in float32 too. A type below float32 is rounded to three times: each rank's share (together at most once
     the sum of absolute values), their sum, and the output of one process. No rounding exceeds u times that sum.
     """
-    routing = {
-        "num_expert_group": layer.num_expert_group,
-        "topk_group": layer.topk_group,
-        "e_score_correction_bias": layer.e_score_correction_bias,
-        "routed_scaling_factor": layer.routed_scaling_factor,
-    }
-    weights, ids = route(layer.moe_config.routing_method, x, logits, layer.top_k, **routing)
+    weights, ids = layer.route(x, logits)
     size = torch.zeros(x.shape, dtype=torch.float64)
     for slot in range(layer.top_k):
-        one = w4a8.dynamic_4bit_int_moe(
-            x.float(),
-            ids[:, slot : slot + 1],
-            weights[:, slot : slot + 1],
-            layer.w13_weight_packed,
-            layer.w2_weight_packed,
-            layer.w2_out_features,
-            layer.w2_in_features,
-            layer.w13_out_features,
-            layer.group_size,
-            layer.apply_router_weight_on_input,
-            kernel_activation_kind(layer.activation),
-        )
+        one = layer.run(x.float(), weights[:, slot : slot + 1], ids[:, slot : slot + 1])
         size += one.abs().double()
     u = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[x.dtype]
     return size * ((2 * layer.top_k + ranks) * 2.0**-24 + 3 * u) * (1 + 3 * u + 1e-5)
@@ -143,9 +90,11 @@ def run_rank(rank: int, args: argparse.Namespace, port: int) -> None:
         total = layer(x, logits).float()
         dist.all_reduce(total)
         out = total.to(x.dtype)
-        held = layer.moe_config.num_local_experts
-        bytes_ = layer.w13_weight_packed.numel() + layer.w2_weight_packed.numel()
-        print(f"rank {rank}: {held} of {layer.global_num_experts} experts, {bytes_ / 2**20:.1f} MiB packed", flush=True)
+        bytes_ = layer.w13_packed.numel() + layer.w2_packed.numel()
+        print(
+            f"rank {rank}: {layer.sizes.experts} of {layer.num_experts} experts, {bytes_ / 2**20:.1f} MiB packed",
+            flush=True,
+        )
         dist.barrier()
         if rank == 0:
             whole = make_layer(args, 0, 1)

@@ -243,10 +243,10 @@ def float_state(state: dict[str, Tensor], rounded: dict[str, Codes]) -> dict[str
 
 def load_packed(model: Qwen3MoeForCausalLM, directory: Path) -> None:
     """Puts the layers of a checkpoint into a float model, in the place of the float ones."""
-    for name, experts in w4a8.load(directory, quantize_w4a16=True).items():
+    for name, experts in w4a8.load(directory).items():
         block = name.removesuffix(".experts")
         model.set_submodule(block, W4A8SparseMoeBlock(model.get_submodule(block).gate, experts))
-    for name, linear in load_linear(directory, quantize_w4a16=True).items():
+    for name, linear in load_linear(directory).items():
         model.set_submodule(name, linear)
 
 

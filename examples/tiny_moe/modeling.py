@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import w4a8.checkpoint
-from w4a8.moe import RoutedExperts
+from w4a8.nn import W4A8MoE
 
 _QUANTIZED_SUFFIXES = (".weight_packed", ".weight_scale", ".weight_shape")
 
@@ -107,7 +107,7 @@ class Checkpoint:
 class W4A8SparseMoeBlock(nn.Module):
     """Stands in for transformers' sparse MoE block, [B, S, H] to the same: its own router, all experts in one call."""
 
-    def __init__(self, gate: nn.Module, experts: RoutedExperts) -> None:
+    def __init__(self, gate: nn.Module, experts: W4A8MoE) -> None:
         super().__init__()
         self.gate = gate
         self.experts = experts
@@ -178,7 +178,7 @@ def load_w4a8(directory: Path) -> Qwen3MoeForCausalLM:
 
 def expert_bytes(model: Qwen3MoeForCausalLM) -> tuple[int, int]:
     """Bytes of all packed experts of a ``load_w4a8`` model, and of the same weights in bfloat16."""
-    layers = [module for module in model.modules() if isinstance(module, RoutedExperts)]
-    packed = sum(layer.w13_weight_packed.nbytes + layer.w2_weight_packed.nbytes for layer in layers)
-    weights = sum(3 * layer.global_num_experts * layer.w2_in_features * layer.w13_in_features for layer in layers)
+    layers = [module for module in model.modules() if isinstance(module, W4A8MoE)]
+    packed = sum(layer.w13_packed.nbytes + layer.w2_packed.nbytes for layer in layers)
+    weights = sum(3 * layer.num_experts * layer.sizes.intermediate * layer.sizes.hidden for layer in layers)
     return packed, 2 * weights

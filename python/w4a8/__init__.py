@@ -1,8 +1,12 @@
 """w4a8: int4-weight, int8-activation matmul and mixture-of-experts operators for CPUs.
 
 The operators are registered with PyTorch as ``torch.ops.w4a8.*`` when this package is imported; ``w4a8.ops`` has typed
-wrappers of them, exported here. ``python -m w4a8`` tells what this machine can run.
+wrappers of them, exported here. ``python -m w4a8`` tells what this machine can run. What reads checkpoints and
+quantizes models (``load``, ``quantize_`` and the packages that they are in) is imported when it is first asked for.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import torch  # before _C: the operator library links against the libtorch that this loads
 
@@ -14,7 +18,6 @@ except ImportError as error:
         "against the torch it runs with: reinstall with `pip install --no-build-isolation --no-deps .`"
     ) from error
 
-from w4a8.checkpoint import load
 from w4a8.cpu import active_kernel, cpu_features, kernels, use_kernel
 from w4a8.ops import (
     Activation,
@@ -30,7 +33,10 @@ from w4a8.ops import (
     round_weights,
     topk_routing,
 )
-from w4a8.quantization import quantize_
+
+if TYPE_CHECKING:
+    from w4a8.checkpoint import load
+    from w4a8.quantization import quantize_
 
 __version__: str = _C.__version__
 
@@ -55,3 +61,19 @@ __all__ = [
     "topk_routing",
     "use_kernel",
 ]
+
+_FUNCTIONS = {"load": "w4a8.checkpoint", "quantize_": "w4a8.quantization"}
+_PACKAGES = ("checkpoint", "formats", "nn", "quantization")
+
+
+def __getattr__(name: str) -> Any:
+    """Functions and packages that are not imported with this one (PEP 562)."""
+    if name in _PACKAGES:
+        return import_module(f"w4a8.{name}")
+    if name in _FUNCTIONS:
+        return getattr(import_module(_FUNCTIONS[name]), name)
+    raise AttributeError(f"module 'w4a8' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_FUNCTIONS, *_PACKAGES})

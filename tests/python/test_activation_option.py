@@ -10,7 +10,7 @@ from torch import nn
 import w4a8
 from w4a8.core.activation_groups import DEFAULT_ACTIVATION_GROUP, resolve_activation_group
 from w4a8.core.stack import MatrixStack
-from w4a8.formats import Matrix4, Matrix8, rules_of
+from w4a8.formats import Matrix, rules_of
 from w4a8.nn import W4A8Experts, W4A8Linear, linear_from_matrix
 from w4a8.quantization import QuantizationError
 
@@ -90,7 +90,7 @@ def test_quantize():
 @pytest.mark.parametrize("bits", [4, 8])
 def test_matrices_of_formats(bits):
     codes, scales = torch.zeros(8, 128 * bits // 8, dtype=torch.uint8), torch.ones(8, 2)
-    matrix = Matrix8(codes, scales, None) if bits == 8 else Matrix4(codes, scales, None, "int4")
+    matrix = Matrix(codes, scales, None, f"int{bits}")
     assert group_of(matrix.pack()) == -1
     for asked, expected in ((None, 32), (-1, -1), (64, 64)):
         assert group_of(linear_from_matrix(matrix, asked).packed) == expected
@@ -100,8 +100,8 @@ def test_a_stack_that_is_packed_again_keeps_it():
     """Here since its second matrix has a zero point that is not 8."""
     codes, scales = torch.zeros(8, 32, dtype=torch.uint8), torch.ones(8, 2)
     stack = MatrixStack(2, 8, 64, 32, activation_group=32)
-    stack.put(0, 0, Matrix4(codes, scales, None, "int4"))
-    stack.put(1, 0, Matrix4(codes, scales, torch.full((8, 2), 3, dtype=torch.uint8), "int4"))
+    stack.put(0, 0, Matrix(codes, scales, None, "int4"))
+    stack.put(1, 0, Matrix(codes, scales, torch.full((8, 2), 3, dtype=torch.uint8), "int4"))
     assert group_of(stack.pack()) == 32
 
 
@@ -143,9 +143,12 @@ def test_config_of_transformers():
 
     for asked in (None, -1, 64):
         config = W4A8Config(64, activation_group=asked)
-        assert config.options()["activation_group"] == asked
+        assert config.quant_options().activation_group == asked
         assert W4A8Config(**config.to_dict()).activation_group == asked
     old = {name: value for name, value in W4A8Config().to_dict().items() if name != "activation_group"}
     assert W4A8Config(**old).activation_group is None
+    # Checkpoints of others have groups of their own.
+    with pytest.raises(ValueError, match="activation_group is 64, expected None, -1 or 32: it must divide group_size"):
+        W4A8Config(activation_group=64).quant_options()
     with pytest.raises(ValueError, match="activation_group is 16, expected None, -1, 32, 64 or 128"):
         W4A8Config(activation_group=16)

@@ -8,7 +8,7 @@ from common import assert_same_bits
 from torch import nn
 
 import w4a8
-from w4a8.nn import W4A8Experts, W4A8Linear
+from w4a8.nn import QuantOptions, W4A8Experts, W4A8Linear
 from w4a8.quantization.calibration import calibrate
 from w4a8.quantization.plan import make_plan
 from w4a8.quantization.skip import Skipped
@@ -63,7 +63,7 @@ def from_mean(mean):
 
 def calibrated(model, batches):
     """What calibrate finds of each job of quantize_'s plan."""
-    return calibrate(model, make_plan(model, 32, Skipped((), True), 1 << 19).jobs, batches)
+    return calibrate(model, make_plan(model, QuantOptions(), Skipped((), True)).jobs, batches)
 
 
 def assert_near(found, expected):

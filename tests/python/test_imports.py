@@ -1,6 +1,8 @@
 """The modules of the package import each other without a circle, and what is shared does not know its users."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -86,3 +88,34 @@ def test_core_knows_no_user(graph):
     for name, imported in graph.items():
         if name.startswith("w4a8.core"):
             assert not [other for other in imported if other.startswith(users)], name
+
+
+MIRROR = ("w4a8.moe", "w4a8.linear")
+
+
+def test_nothing_imports_the_mirror_of_vllm(graph):
+    for name, imported in graph.items():
+        if not name.startswith(MIRROR):
+            assert not [other for other in imported if other.startswith(MIRROR)], name
+
+
+def test_import_w4a8_imports_no_readers():
+    """The operators alone; what reads checkpoints comes when it is first asked for."""
+    code = """
+import sys, w4a8
+late = ("checkpoint", "formats", "nn", "quantization", "moe", "linear", "integrations")
+there = [name for name in sys.modules if name.startswith(tuple(f"w4a8.{package}" for package in late))]
+assert not there, there
+assert {"load", "quantize_", "nn"} <= set(dir(w4a8))
+from w4a8 import load, quantize_
+assert w4a8.load is w4a8.checkpoint.load and w4a8.quantize_ is w4a8.quantization.quantize_
+assert w4a8.nn.W4A8Linear and w4a8.formats.rules_of
+try:
+    w4a8.lod
+except AttributeError as error:
+    assert str(error) == "module 'w4a8' has no attribute 'lod'"
+else:
+    raise AssertionError("w4a8.lod")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -20,7 +20,7 @@ from common import (
 )
 
 import w4a8
-from w4a8.core.matrix import Matrix4
+from w4a8.core.matrix import Matrix
 
 compiles = pytest.mark.skipif(not hasattr(torch.library, "opcheck"), reason=f"torch {TORCH_VERSION} has no opcheck")
 every_kind = pytest.mark.parametrize("kind", EVERY_KIND)
@@ -96,10 +96,10 @@ def test_the_size_follows_from_shapes_alone(kind, experts):
 
 
 def test_matrices_leave_out_zero_points_that_say_nothing():
-    """Who packs a Matrix4 of a checkpoint wants the smaller form; the decision is made there, before the operator."""
+    """Who packs a Matrix of a checkpoint wants the smaller form; the decision is made there, before the operator."""
     plain = make_matrix(33, 96, 32)
     eight = torch.full(plain.scales.shape, 8, dtype=torch.uint8)
-    matrix = Matrix4(plain.weights, plain.scales, eight, "int4")
+    matrix = Matrix(plain.weights, plain.scales, eight)
     assert_same_bits(matrix.pack(torch.float32), plain.pack())
     eight[32, 2] = 7
     assert w4a8.read_header(matrix.pack(torch.float32))["has_zero_points"]

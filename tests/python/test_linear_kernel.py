@@ -61,7 +61,7 @@ def test_can_implement(name):
 
 
 def test_other_platforms_are_refused(monkeypatch):
-    monkeypatch.setattr("w4a8.core.platforms.CpuPlatform.is_cpu", lambda self: False)
+    monkeypatch.setattr("w4a8.moe.platforms.CpuPlatform.is_cpu", lambda self: False)
     assert CPUW4A8IntLinearKernel.can_implement(CONFIG) == (False, "CPUW4A8Int only supported on CPU")
 
 

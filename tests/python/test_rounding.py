@@ -9,6 +9,7 @@ from common import DTYPES, KERNELS, assert_same_bits, from_numpy
 
 import w4a8
 from w4a8.nn import W4A8Experts, W4A8Linear
+from w4a8.nn.options import QuantOptions
 from w4a8.nn.rounding import round_to_8_bits, round_weight
 
 SCALE_TYPES = [torch.float32, torch.bfloat16]
@@ -332,12 +333,12 @@ def test_round_weight_is_the_operator(kind):
     weight, bias, importance = torch.randn(24, 64), torch.randn(24), torch.rand(64)
     for group in (32, -1):
         for options in ({}, {"effort": 0}, {"effort": 2, "scale_dtype": torch.bfloat16}):
-            matrix = round_weight(weight, group, bias=bias, importance=importance, **options, **KINDS[kind])
+            matrix = round_weight(weight, QuantOptions(group, **options, **KINDS[kind]), bias, importance)
             size = 64 if group == -1 else group
             want = w4a8.round_weights(weight, size, importance=importance, **options, **OP_KINDS[kind])
             assert matrix.kind == values_name(kind)
             assert matrix.bias is bias
-            assert_same_bits(matrix.nibbles, want[0])
+            assert_same_bits(matrix.codes, want[0])
             assert_same_bits(matrix.scales, want[1])
             assert (matrix.zero_points is None) == (kind != "zeros")
             if kind == "zeros":
@@ -357,9 +358,9 @@ def test_from_float_passes_the_options_on():
     linear = torch.nn.Linear(64, 24).bfloat16()
     for options in ({}, {"scale_dtype": torch.bfloat16}, {"effort": 0}, {"effort": 2}, *KINDS.values()):
         layer = W4A8Linear.from_float(linear, 32, **options)
-        matrix = round_weight(linear.weight, 32, **options)
+        matrix = round_weight(linear.weight, QuantOptions(**options))
         want = w4a8.dyn_quant_pack_4bit_weight(
-            matrix.nibbles,
+            matrix.codes,
             matrix.scales,
             linear.bias,
             32,
@@ -376,25 +377,18 @@ def test_from_float_passes_the_options_on():
 
 def test_errors():
     weight = torch.randn(4, 64)
-    for group in (0, -2, 48):
+    for group in (96, 128):
         with pytest.raises(ValueError, match=f"group_size is {group}, expected -1 or a divisor of in_features = 64"):
-            round_weight(weight, group)
-    with pytest.raises(ValueError, match=r"scale_dtype is torch.float16, expected torch.float32 or torch.bfloat16"):
-        round_weight(weight, 32, torch.float16)
+            round_weight(weight, QuantOptions(group))
     for effort in (-1, 3, True, "1"):
-        for call in (lambda e: round_weight(weight, 32, effort=e), lambda e: round_to_8_bits(weight, e)):
-            with pytest.raises(ValueError, match=f"effort is {effort!r}, expected 0, 1 or 2"):
-                call(effort)
-    with pytest.raises(ValueError, match="values is 'fp4', expected 'int4' or 'e2m1'"):
-        round_weight(weight, 32, values="fp4")
-    with pytest.raises(ValueError, match="symmetric is False, expected True for values = 'e2m1'"):
-        round_weight(weight, 32, symmetric=False, values="e2m1")
+        with pytest.raises(ValueError, match=f"effort is {effort!r}, expected 0, 1 or 2"):
+            round_to_8_bits(weight, effort)
     with pytest.raises(RuntimeError, match="importance has shape"):
-        round_weight(weight, 32, importance=torch.ones(32))
+        round_weight(weight, QuantOptions(), importance=torch.ones(32))
     for bad in (float("nan"), float("inf")):
         weight[3, 63] = bad
         with pytest.raises(ValueError, match="the weight has a NaN or an infinite element"):
-            round_weight(weight, 32)
+            round_weight(weight, QuantOptions())
         with pytest.raises(ValueError, match="the weight has a NaN or an infinite element"):
             round_to_8_bits(weight)
 
@@ -425,12 +419,12 @@ def test_experts_have_as_many_bytes_each(kind):
     for index, weight in enumerate((w13, w2)):
         stack = (experts.w13_packed, experts.w2_packed)[index]
         for expert in range(3):
-            matrix = round_weight(weight[expert], -1, **KINDS[kind])
+            matrix = round_weight(weight[expert], QuantOptions(-1, **KINDS[kind]))
             if kind == "zeros" and expert == 1:
                 assert (matrix.zero_points == 8).all()
             k = weight.shape[2]
             found = w4a8.dyn_quant_unpack_any_4bit_weight(stack[expert], k, k, weight.shape[1])
-            assert_same_bits(found[0], matrix.nibbles)
+            assert_same_bits(found[0], matrix.codes)
             assert_same_bits(found[1], matrix.scales)
             if kind == "zeros":
                 assert_same_bits(found[2], matrix.zero_points)

@@ -7,10 +7,9 @@ import torch
 from common import KERNELS, assert_same_bits, least_scales
 
 import w4a8
-from w4a8.core.matrix import Matrix4
-from w4a8.core.matrix8 import Matrix8
+from w4a8.core.matrix import Matrix, PackedAs
 from w4a8.core.scale_types import E8M0, kept_scale_dtypes
-from w4a8.core.stack import MatrixStack, PackedAs
+from w4a8.core.stack import MatrixStack
 from w4a8.integrations.vllm.packed import joined, joined_bytes, matrix_of
 from w4a8.nn import W4A8Linear
 
@@ -23,7 +22,7 @@ def matrix(kind, scales, k=None, bias=None):
     n, groups = scales.shape
     k = 32 * groups if k is None else k
     codes = torch.randint(256, (n, k if kind == "int8" else k // 2), dtype=torch.uint8)
-    return Matrix8(codes, scales, None, bias) if kind == "int8" else Matrix4(codes, scales, None, kind, bias)
+    return Matrix(codes, scales, None, kind, bias)
 
 
 def scale_type(packed):

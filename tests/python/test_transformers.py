@@ -108,7 +108,7 @@ def test_options(options, tmp_path):
     assert saved == config.to_dict()
     again = W4A8Config.from_dict(saved)
     assert again.to_dict() == saved
-    assert again.options() == config.options()
+    assert again.quant_options() == config.quant_options()
 
 
 def test_skip_that_matches_nothing(tmp_path):
@@ -308,7 +308,7 @@ def test_nan_names_the_module(tmp_path):
     [
         ({"group_size": 48}, ValueError, "group_size is 48"),
         ({"group_size": 32.0}, TypeError, "group_size is 32.0"),
-        ({"scale_dtype": "float16"}, ValueError, "scale_dtype is float16"),
+        ({"scale_dtype": "float16"}, ValueError, "scale_dtype is float16, expected torch.float32"),
         ({"skip": len}, TypeError, "skip is a function"),
         ({"skip": ["re:("]}, ValueError, "regular expression"),
         ({"default_skip": None}, TypeError, "default_skip is None, expected True or False"),

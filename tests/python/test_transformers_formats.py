@@ -178,8 +178,8 @@ def test_checkpoint_of_the_example(scheme):
     model = load(TINY / scheme)
     for name, layer in w4a8.load(TINY / scheme).items():
         experts = model.get_submodule(name if name.endswith("experts") else f"{name}.experts")
-        assert_same_bits(experts.w13_packed.flatten(), layer.w13_weight_packed.flatten())
-        assert_same_bits(experts.w2_packed.flatten(), layer.w2_weight_packed.flatten())
+        assert_same_bits(experts.w13_packed.flatten(), layer.w13_packed.flatten())
+        assert_same_bits(experts.w2_packed.flatten(), layer.w2_packed.flatten())
     prompt = torch.tensor([list(b"import ")])
     written = model.generate(prompt, max_new_tokens=20, do_sample=False, pad_token_id=0)
     assert bytes(written[0].tolist()).decode("ascii").startswith("import ")

@@ -89,7 +89,7 @@ def packed_layer(monkeypatch, k=128, name="a", scheme=None):
     model.linear = make_layer(monkeypatch, "int-quantized")
     model.linear.layer_name = name
     model.linear.scheme = scheme or model.linear.scheme
-    model.linear.scheme.weights.k = k
+    model.linear.scheme.k = k
     model.linear.register_buffer("weight_packed", torch.zeros(k, dtype=torch.uint8))
     return model
 
@@ -132,7 +132,7 @@ def test_a_graph_is_named_after_what_is_built_into_it(monkeypatch):
         linear.weight_packed = torch.zeros(256, dtype=torch.uint8)[::2]
 
     def group(model, linear):
-        linear.scheme.weights.k = 64
+        linear.scheme.k = 64
 
     def name(model, linear):
         linear.layer_name = "b"

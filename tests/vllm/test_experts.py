@@ -103,7 +103,6 @@ def test_what_is_left_to_vllm(monkeypatch):
     log = SimpleNamespace(warning_once=lambda message, *args: said.append(message % args))
     monkeypatch.setattr(moe, "logger", lambda: log)
     layer, _ = make_layer(form="gptq")
-    assert experts_method(None, layer, "layers.0") is None and not said
     for bits in (4, 8):
         assert experts_method(Stored("gptq", 32, True, bits=bits), layer, "layers.0") is not None and not said
     layer.moe_config.is_lora_enabled = True
@@ -202,8 +201,12 @@ def test_experts_of_8_bits_lack_something():
     with pytest.raises(ValueError, match=r"zero points in \[256, 256\], but \[0, 255\] is expected"):
         minus_one = torch.full_like(found["qzeros"], -1)
         param.weight_loader(param, minus_one, "experts.w13_qzeros", shard_id="w1", expert_id=0)
+    for name in ("qzeros", "scales"):
+        param = getattr(layer, f"w13_{name}")
+        param.weight_loader(param, found[name], f"experts.w13_{name}", shard_id="w3", expert_id=0)
     param = layer.w13_qweight
-    with pytest.raises(ValueError, match="128 columns make 128 bytes"):
+    message = r"experts\.0\.w3\.scales: shape \(4, 64\), but 64 x 64 features in groups of 32 make \(2, 64\)"
+    with pytest.raises(ValueError, match=message):
         param.weight_loader(param, found["qweight"][:16], "experts.w13_qweight", shard_id="w3", expert_id=0)
 
 
@@ -308,6 +311,8 @@ def test_gptq_in_any_order():
 )
 def test_zero_points_that_the_format_does_not_have(symmetric, value, message):
     layer, _ = make_layer(form="gptq", symmetric=symmetric)
+    for name in ("qweight", "scales"):
+        gptq_tensor(layer, "w13", "w1", name, 1, expert=1)
     with pytest.raises(ValueError, match=message):
         gptq_tensor(layer, "w13", "w1", "qzeros", value, expert=1)
 

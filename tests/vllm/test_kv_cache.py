@@ -84,7 +84,7 @@ def test_compressed_tensors(strategy, avx512, monkeypatch, said):
 
 def test_amx_is_enough(monkeypatch, said):
     set_cpu(monkeypatch, avx512=False, amx=True)
-    assert kv_cache.why_not(EIGHT, PLAIN) is None
+    assert kv_cache.kv_cache_problem(EIGHT, PLAIN) is None
 
 
 @pytest.mark.parametrize("method", ["fp8", "gptq"])

@@ -9,7 +9,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from w4a8.formats import Stored
 from w4a8.integrations.vllm.config_gptq import W4A8GPTQConfig
-from w4a8.integrations.vllm.linear import W4A8LinearScheme
+from w4a8.integrations.vllm.linear_layers import W4A8LinearScheme
 
 N, K, GROUP = 64, 128, 32
 NAME = "model.layers.0.mlp.gate_up_proj"
@@ -27,7 +27,7 @@ def make_layer(monkeypatch, format_, symmetric=True):
         rows = param.shape[param.output_dim] // 2
         param.data.narrow(param.output_dim, part * rows, rows).copy_(loaded)
 
-    layer.scheme.create_weights(layer, N, K, [N // 2, N // 2], K, torch.bfloat16, load)
+    layer.scheme.create_weights(layer, K, [N // 2, N // 2], K, N, torch.bfloat16, weight_loader=load)
     return layer
 
 
@@ -142,7 +142,7 @@ def test_gptq_rules_of_a_layer_of_three_matrices(dynamic, bits):
         assert isinstance(method, UnquantizedLinearMethod)
     else:
         stored = Stored("gptq", GROUP, True, bits=bits, weight_only="quant_method is 'gptq'")
-        assert method.weights.stored == stored
+        assert method.stored == stored
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -154,7 +154,7 @@ def test_a_padded_vocabulary(bits, monkeypatch):
         torch.nn.Module.__init__(layer)
         layer.shard_indices = SimpleNamespace(num_org_elements=rows, org_vocab_start_index=0)
         scheme = W4A8LinearScheme(Stored("gptq", GROUP, False, bits=bits), NAME)
-        scheme.create_weights(layer, padded, K, [padded], K, torch.bfloat16, None)
+        scheme.create_weights(layer, K, [padded], K, padded, torch.bfloat16, weight_loader=None)
         for name, tensor in made.items():
             getattr(layer, name).weight_loader(getattr(layer, name), tensor)
         return scheme.apply_weights(layer, x)

@@ -12,6 +12,7 @@ from compare import check
 from conftest import AVX2, Job, arguments, run_engines
 from safetensors.torch import load_file, save_file
 
+from w4a8.nn import QuantOptions
 from w4a8.nn.rounding import round_weight
 
 # (case, whether it is compiled). What is compiled runs eagerly as well with --full.
@@ -166,8 +167,8 @@ def test_output_layer_in_int4(seed, results, checkpoints, tmp_path):
     assert "error" not in result, result["error"]
     written = checkpoints(INT4_HEAD, seed)
     weight = load_file(written / "checkpoint/model.safetensors")["lm_head.weight"]
-    rounded = round_weight(weight, 32, torch.bfloat16)
-    codes = torch.stack([rounded.nibbles & 15, rounded.nibbles >> 4], -1).view(weight.shape).float() - 8
+    rounded = round_weight(weight, QuantOptions(32, torch.bfloat16))
+    codes = torch.stack([rounded.codes & 15, rounded.codes >> 4], -1).view(weight.shape).float() - 8
     tensors = load_file(written / "reference/model.safetensors")
     tensors["lm_head.weight"] = codes * rounded.scales.float().repeat_interleave(32, 1)
     (tmp_path / "reference").mkdir()

@@ -18,7 +18,7 @@ from vllm.model_executor.layers.linear import (
 from w4a8.integrations.vllm.config import W4A8CompressedTensorsConfig
 from w4a8.integrations.vllm.config_inc import W4A8INCConfig
 from w4a8.integrations.vllm.config_modelopt import W4A8ModelOptConfig, W4A8ModelOptMixedConfig
-from w4a8.integrations.vllm.linear import W4A8LinearMethod, W4A8LinearScheme
+from w4a8.integrations.vllm.linear_layers import W4A8LinearMethod, W4A8LinearScheme
 from w4a8.integrations.vllm.moe import W4A8MoEMethod
 
 K = 144  # nine blocks
@@ -64,7 +64,7 @@ def load(layer, tensors, *shard):
 def values_of(layer, k=K):
     """The weight of a packed linear layer, up to the float rounding of the products: what it makes of units."""
     method = getattr(layer, "scheme", None) or layer.quant_method
-    return method.weights.apply(layer, torch.eye(k), None).T
+    return method.apply(layer, torch.eye(k), None).T
 
 
 def close(found, expected):
@@ -297,7 +297,7 @@ def test_autorounds_data_type(group, taken):
     assert isinstance(chosen(config, "model.layers.0.mlp.gate"), UnquantizedLinearMethod)
     if taken:
         method = chosen(config, "model.layers.0.self_attn.o_proj")
-        assert method.weights.stored.format == "nvfp4-pack-quantized" and method.weights.stored.group_size == 16
+        assert method.stored.format == "nvfp4-pack-quantized" and method.stored.group_size == 16
     else:
         with pytest.raises(ValueError, match="o_proj: a layer of NVFP4 that this cannot run, and vLLM neither"):
             chosen(config, "model.layers.0.self_attn.o_proj")

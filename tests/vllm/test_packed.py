@@ -99,7 +99,7 @@ def floats_of(name, packed):
     """A matrix multiplied out and its bias, as checkpoints name them."""
     matrix = matrix_of(packed, name)
     assert matrix.kind != "int8"  # multiplied out by models.write
-    codes = torch.stack([matrix.nibbles & 15, matrix.nibbles >> 4], -1).flatten(1).long()
+    codes = torch.stack([matrix.codes & 15, matrix.codes >> 4], -1).flatten(1).long()
     if matrix.kind == "e2m1":
         values = torch.tensor([*E2M1, *(-value for value in E2M1)])[codes]
     else:

@@ -12,8 +12,11 @@ import foreign
 import pytest
 import torch
 from conftest import environment
+from test_nvfp4 import chosen
 
+from w4a8.formats import rules_of
 from w4a8.integrations.vllm import plugin, selftest
+from w4a8.integrations.vllm.linear_layers import W4A8LinearMethod
 
 
 @pytest.fixture
@@ -137,6 +140,24 @@ WEIGHT_ONLY = {
     "W4A8ModelOptConfig": ("config_modelopt", foreign.config("modelopt-nvfp4", 16, True, [], False)),
     "W4A8QuarkConfig": ("config_quark", foreign.config("quark", 32, True, [], False)),
 }
+
+
+LINEAR = {name: found for name, found in WEIGHT_ONLY.items() if name != "W4A8GptOssConfig"}
+LINEAR["AutoRound, int8 inputs"] = "config_inc", {**WEIGHT_ONLY["W4A8INCConfig"][1], "act_bits": 8}
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_weight_only_is_one_rule(fresh, monkeypatch, name):
+    """What is weight-only to w4a8.load and transformers is so in vLLM, and on demand only that is left to vLLM."""
+    module, stated = LINEAR[name]
+    name = "W4A8INCConfig" if name.startswith("AutoRound") else name
+    cls = getattr(import_module(f"w4a8.integrations.vllm.{module}"), name)
+    stated = {**stated, "sym": True} if name == "W4A8GPTQConfig" else stated
+    layer = "model.layers.0.self_attn.o_proj"
+    weight_only = rules_of(stated).of(layer).weight_only is not None
+    assert (chosen(cls.from_config(stated), layer).stored.weight_only is not None) == weight_only
+    monkeypatch.setenv("W4A8_VLLM_W4A16", "0")
+    assert isinstance(chosen(cls.from_config(stated), layer), W4A8LinearMethod) != weight_only
 
 
 @pytest.mark.parametrize("name", WEIGHT_ONLY)
@@ -269,7 +290,7 @@ def test_wrong_experts(fresh, monkeypatch):
 
 def test_a_layer_that_computes_something_else(fresh, monkeypatch):
     """Layers of vLLM's own are made, loaded and run: something in between has changed."""
-    from w4a8.integrations.vllm import linear
+    from w4a8.integrations.vllm import linear_layers as linear
 
     right = linear.LinearWeights.apply
     monkeypatch.setattr(linear.LinearWeights, "apply", lambda *args: right(*args) + 1)

@@ -13,14 +13,16 @@ from vllm.model_executor.layers.linear import (
     UnquantizedLinearMethod,
 )
 
+from w4a8.formats import Stored
 from w4a8.integrations.vllm.config_quark import W4A8QuarkConfig
-from w4a8.integrations.vllm.linear import W4A8LinearMethod
+from w4a8.integrations.vllm.linear_layers import W4A8LinearMethod
 from w4a8.integrations.vllm.moe import W4A8MoEMethod
 from w4a8.integrations.vllm.quark_gpt_oss import W4A8QuarkGptOssMethod
 
 __all__ = ["rank"]  # a fixture
 
 K = 96
+STORED = Stored("quark-mxfp4", 32, True, weight_only="input_tensors is not int8")
 FP8 = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False, "symmetric": True}
 FP8 = {"weight": FP8, "input_tensors": FP8}
 
@@ -120,7 +122,7 @@ def gpt_oss_layer():
     layer = make_layer(32, 64, has_bias=True, activation="swigluoai")[0]
     for name in list(layer._parameters):
         delattr(layer, name)
-    method = W4A8QuarkGptOssMethod(layer, NAME)
+    method = W4A8QuarkGptOssMethod(STORED, layer, NAME)
     method.create_weights(layer, 2, HIDDEN, 64, torch.bfloat16)
     plain = {}
     for expert in range(2):
@@ -150,7 +152,7 @@ def test_experts_of_gpt_oss():
 @pytest.mark.parametrize("name", ["w13_weight", "w2_weight_scale", "w13_bias", "w2_bias"])
 def test_experts_of_gpt_oss_lack_something(name):
     layer, method, _ = gpt_oss_layer()
-    fresh = W4A8QuarkGptOssMethod(make_layer(32, 64, has_bias=True, activation="swigluoai")[0], NAME)
+    fresh = W4A8QuarkGptOssMethod(STORED, make_layer(32, 64, has_bias=True, activation="swigluoai")[0], NAME)
     empty = torch.nn.Module()
     empty.local_num_experts = 2
     fresh.create_weights(empty, 2, HIDDEN, 64, torch.bfloat16)
@@ -174,7 +176,7 @@ def experts_of(config, name, activation="silu", use_ep=False):
     layer.moe_config.moe_parallel_config.use_ep = use_ep
     for part in ("gate", "up", "down"):
         setattr(layer, f"ckpt_{part}_proj_name", f"{part}_proj")
-    return config._method(layer, name)
+    return config.method_of(layer, name)
 
 
 def linear_of(config, name):
@@ -182,7 +184,7 @@ def linear_of(config, name):
     config.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
     layer = RowParallelLinear.__new__(RowParallelLinear)
     torch.nn.Module.__init__(layer)
-    return config._method(layer, name)
+    return config.method_of(layer, name)
 
 
 def test_rules():

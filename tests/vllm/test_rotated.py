@@ -16,7 +16,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.transform.module
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from w4a8.integrations.vllm.config import W4A8CompressedTensorsConfig
-from w4a8.integrations.vllm.linear import W4A8LinearScheme
+from w4a8.integrations.vllm.linear_layers import W4A8LinearScheme
 from w4a8.integrations.vllm.moe import W4A8MoEMethod
 
 __all__ = ["rank"]  # a fixture

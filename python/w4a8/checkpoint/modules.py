@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable
+
 import torch
 
 from w4a8.checkpoint.tensors import CheckpointTensors
+from w4a8.core.activation_groups import in_words
 from w4a8.core.json_fields import CheckpointError
 from w4a8.core.matrix import Matrix
 from w4a8.formats import Stored
 from w4a8.formats.compressed_tensors import check_words
+
+logger = logging.getLogger(__name__)
 
 
 class Module:
@@ -113,9 +119,18 @@ class Module:
 
 
 def check_input(stored: Stored, name: str, quantize_w4a16: bool) -> None:
-    """Raises CheckpointError for a weight-only module unless it was asked for."""
+    """Raises CheckpointError for a weight-only module if it is not to run with int8 activations."""
     if stored.weight_only is not None and not quantize_w4a16:
         raise CheckpointError(
             f"{stored.weight_only}: {name} is W4A16; pass quantize_w4a16=True to run it with activations quantized to "
             "int8"
+        )
+
+
+def say_int8(stored: Iterable[Stored], activation_group: int | None) -> None:
+    """Tells the log if weight-only modules are among those that were loaded, and what they are computed with."""
+    if any(each.weight_only is not None for each in stored):
+        logger.info(
+            "weights made for float activations run with activations rounded to int8 %s (activation_group)",
+            in_words(activation_group),
         )

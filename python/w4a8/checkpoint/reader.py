@@ -6,24 +6,21 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from w4a8.checkpoint.modules import Module, check_input
+from w4a8.checkpoint.modules import Module, check_input, say_int8
 from w4a8.checkpoint.settings import MoESettings, settings_from_config
 from w4a8.checkpoint.tensors import CheckpointTensors
 from w4a8.core.activation_groups import check_activation_group
-from w4a8.core.experts import ExpertSizes
+from w4a8.core.experts import ExpertSizes, determine_expert_map
 from w4a8.core.json_fields import CheckpointError, read_json
 from w4a8.core.memory import on_cpu
 from w4a8.core.packer import ExpertPacker
-from w4a8.core.quant_args import DYNAMIC_INT8_TOKENS, QuantizationArgs, QuantizationStrategy
-from w4a8.formats import NotOurs, Rules, Stored, find_config, rules_of, stored_as
+from w4a8.formats import LeftOut, Rules, Stored, find_config, rules_of, stored_as
 from w4a8.formats.stored import wanted_by_all
-from w4a8.moe.config import FusedMoEConfig, FusedMoEParallelConfig
-from w4a8.moe.layer import RoutedExperts, determine_expert_map
-from w4a8.moe.method import CompressedTensorsW4A8Int8MoEMethod
+from w4a8.nn import W4A8MoE
 from w4a8.progress import progress_bar
 
 logger = logging.getLogger(__name__)
@@ -44,6 +41,15 @@ _GATED = (
     {"w1": "w1", "w3": "w3", "w2": "w2"},
 )
 _UNGATED = ({"up_proj": "w1", "down_proj": "w2"}, {"w1": "w1", "w2": "w2"})
+
+
+class _Ranks(NamedTuple):
+    """Which part of the experts this process holds: a slice of each (``tp``), or some of them whole (``ep``)."""
+
+    tp_rank: int = 0
+    tp_size: int = 1
+    ep_rank: int = 0
+    ep_size: int = 1
 
 
 class _Layer:
@@ -98,7 +104,7 @@ class _ExpertsReader:
         tensors: CheckpointTensors,
         rules: Rules,
         settings: MoESettings,
-        parallel: FusedMoEParallelConfig,
+        ranks: _Ranks,
         w13_interleaved: bool,
         layer: _Layer,
     ) -> None:
@@ -109,13 +115,13 @@ class _ExpertsReader:
         """
         self.tensors = tensors
         self.settings = settings
-        self.parallel = parallel
+        self.ranks = ranks
         self.w13_interleaved = w13_interleaved
         self.layer = layer
         self.shards = layer.shards(settings.activation.is_gated)
         self.has_bias = "bias" in layer.tensors
         self.num_experts = self._count_experts()
-        _, self.expert_map = determine_expert_map(parallel.ep_size, parallel.ep_rank, self.num_experts)
+        _, self.expert_map = determine_expert_map(ranks.ep_size, ranks.ep_rank, self.num_experts)
         everyone = range(self.num_experts)
         self.local: Sequence[int] = everyone
         if self.expert_map is not None:
@@ -144,7 +150,7 @@ class _ExpertsReader:
                 f"{layer.name} has an expert {max(layer.experts)}, but config.json says {experts} experts"
             )
         # A rank of expert parallelism may have a part of the files.
-        if experts > len(layer.experts) * self.parallel.ep_size:
+        if experts > len(layer.experts) * self.ranks.ep_size:
             missing = next(expert for expert in range(experts) if expert not in layer.experts)
             weight = next((name for name in ("qweight", "weight_packed") if name in layer.tensors), "weight")
             raise CheckpointError(
@@ -153,7 +159,7 @@ class _ExpertsReader:
             )
         return experts
 
-    def _stored_as(self, rules: Rules, module: Module) -> Stored | NotOurs:
+    def _stored_as(self, rules: Rules, module: Module) -> Stored | LeftOut:
         return stored_as(rules, module.name, self.layer.tensors, lambda: self.tensors.is_int8(module.key("weight")))
 
     def _module(self, expert: int, projection: str) -> Module:
@@ -165,16 +171,16 @@ class _ExpertsReader:
             for projection in self.shards:
                 yield projection, self._module(expert, projection)
 
-    def not_ours(self) -> str | None:
+    def reason_left_out(self) -> str | None:
         """Why no expert is of codes that are read here, or None."""
         found = list(self.stored.values())
-        return found[0].reason if all(isinstance(stored, NotOurs) for stored in found) else None
+        return found[0].reason if all(isinstance(stored, LeftOut) for stored in found) else None
 
     def check_files(self) -> None:
         """Fails before anything is read if a file with tensors of this rank's experts is missing."""
         kinds = sorted(self.layer.tensors)
         for _, module in self._modules(self.local):
-            self.tensors.check_there(module.key(kind) for kind in kinds)
+            self.tensors.check_files(module.key(kind) for kind in kinds)
 
     def check_stored(self, quantize_w4a16: bool) -> int:
         """Their group size.
@@ -185,13 +191,13 @@ class _ExpertsReader:
         firsts: dict[str, tuple[str, Stored]] = {}  # of all, and of each stack
         for projection, module in self._modules(range(self.num_experts)):
             name, stored = module.name, self.stored[module.name]
-            if isinstance(stored, NotOurs):
+            if isinstance(stored, LeftOut):
                 raise CheckpointError(stored.reason)
             first, of_all = firsts.setdefault("", (name, stored))
             if stored.group_size != of_all.group_size:
                 raise CheckpointError(f"{name} is quantized differently from {first}")
             first, of_stack = firsts.setdefault("w2" if self.shards[projection] == "w2" else "w13", (name, stored))
-            if stored.values != of_stack.values:
+            if stored.kind != of_stack.kind:
                 raise CheckpointError(f"{name} is quantized differently from {first}")
             check_input(stored, self.layer.name, quantize_w4a16)
         return firsts[""][1].group_size
@@ -226,24 +232,21 @@ class _ExpertsReader:
     ) -> ExpertPacker:
         """Reads this rank's part of its experts one by one."""
         bias_dtype = self.settings.dtype if self.has_bias else None
-        parallel = self.parallel
-        ranks = (parallel.tp_rank, parallel.tp_size)
+        ranks = (self.ranks.tp_rank, self.ranks.tp_size)
         packer = ExpertPacker(sizes, bias_dtype, *ranks, self.w13_interleaved, activation_groups=activation_groups)
         for local, expert in enumerate(self.local):
             for projection, shard in self.shards.items():
                 module = self._module(expert, projection)
                 matrix = module.matrix(self.stored[module.name], self.has_bias)
                 try:
-                    packer.put_matrix(local, shard, matrix, module.name)
+                    packer.put(local, shard, matrix, module.name)
                 except ValueError as error:
                     raise CheckpointError(str(error)) from error
             packed_one()
         self.tensors.release()
         return packer
 
-    def build(
-        self, quantize_w4a16: bool, activation_group: int | None, packed_one: Callable[[], object]
-    ) -> RoutedExperts:
+    def build(self, quantize_w4a16: bool, activation_group: int | None, packed_one: Callable[[], object]) -> W4A8MoE:
         """The layer, packed.
 
         Raises:
@@ -253,41 +256,31 @@ class _ExpertsReader:
         settings = self.settings
         group_size = self.check_stored(quantize_w4a16)
         intermediate = self._intermediate_size()
-        moe = FusedMoEConfig(
-            num_experts=self.num_experts,
-            experts_per_token=settings.top_k,
-            hidden_dim=settings.hidden_size,
-            intermediate_size=intermediate,
-            num_local_experts=len(self.local),
-            activation=settings.activation,
-            routing_method=settings.routing_method,
-            moe_parallel_config=self.parallel,
-            in_dtype=settings.dtype,
-            has_bias=self.has_bias,
-        )
-        sizes = ExpertSizes(
-            len(self.local),
-            moe.hidden_dim,
-            moe.intermediate_size_per_partition,
-            group_size,
-            bool(moe.is_act_and_mul),
-        )
+        if intermediate % self.ranks.tp_size != 0:
+            raise ValueError(
+                f"intermediate_size {intermediate} cannot be cut for {self.ranks.tp_size} tensor-parallel ranks"
+            )
+        mine, gated = intermediate // self.ranks.tp_size, settings.activation.is_gated
+        sizes = ExpertSizes(len(self.local), settings.hidden_size, mine, group_size, gated)
         problem = sizes.unsupported()
         if problem is not None:
             raise NotImplementedError(f"{self.layer.name}: kernel does not support {problem}")
         activation_groups = self._activation_groups(sizes, activation_group)
         self._check_shapes(intermediate)
         packed = self.pack(sizes, activation_groups, packed_one).pack()
-        return RoutedExperts(
-            moe,
-            CompressedTensorsW4A8Int8MoEMethod(_weight_args(group_size), DYNAMIC_INT8_TOKENS, moe, self.layer.name),
+        return W4A8MoE(
+            packed["w13"],
+            packed["w2"],
+            sizes,
+            settings.top_k,
+            settings.routing_method,
+            activation=settings.activation,
             expert_map=self.expert_map,
             apply_router_weight_on_input=settings.apply_router_weight_on_input,
             num_expert_group=settings.num_expert_group,
             topk_group=settings.topk_group,
             e_score_correction_bias=self._correction_bias(),
             routed_scaling_factor=settings.routed_scaling_factor,
-            packed=(packed["w13"], packed["w2"]),
         )
 
     def _correction_bias(self) -> torch.Tensor | None:
@@ -308,20 +301,13 @@ class _ExpertsReader:
         return bias
 
 
-def _weight_args(group_size: int) -> QuantizationArgs:
-    """What the mirrored method wants to know of the weights: the packed ones say the rest themselves."""
-    if group_size == -1:
-        return QuantizationArgs(num_bits=4, strategy=QuantizationStrategy.CHANNEL)
-    return QuantizationArgs(num_bits=4, strategy=QuantizationStrategy.GROUP, group_size=group_size)
-
-
-def _ours(readers: list[_ExpertsReader]) -> list[_ExpertsReader]:
+def _without_left_out(readers: list[_ExpertsReader]) -> list[_ExpertsReader]:
     """Those of layers of codes that are read here; the others are reported.
 
     Raises:
         CheckpointError: there is none.
     """
-    reasons = [reader.not_ours() for reader in readers]
+    reasons = [reader.reason_left_out() for reader in readers]
     if all(reasons):
         raise CheckpointError(reasons[0])
     for reader, reason in zip(readers, reasons):
@@ -332,11 +318,11 @@ def _ours(readers: list[_ExpertsReader]) -> list[_ExpertsReader]:
 
 def _build(
     readers: list[_ExpertsReader], quantize_w4a16: bool, activation_group: int | None, progress: bool
-) -> dict[str, RoutedExperts]:
+) -> dict[str, W4A8MoE]:
     """The layers, one after the other."""
     for reader in readers:
         reader.check_files()
-    loaded: dict[str, RoutedExperts] = {}
+    loaded: dict[str, W4A8MoE] = {}
     bar = progress_bar(sum(len(reader.local) for reader in readers), progress, "expert", "packing experts")
     try:
         for reader in readers:
@@ -357,11 +343,11 @@ def load(
     tp_size: int = 1,
     ep_rank: int = 0,
     ep_size: int = 1,
-    quantize_w4a16: bool = False,
+    quantize_w4a16: bool = True,
     activation_group: int | None = None,
     w13_interleaved: bool | None = None,
     progress: bool = False,
-) -> dict[str, RoutedExperts]:
+) -> dict[str, W4A8MoE]:
     """Reads and packs the mixture-of-experts layers of a checkpoint with 4-bit weights, or 8-bit ones beside them.
 
     GPTQ (versions 1 and 2), AWQ, AutoRound and compressed-tensors, with zero points or without, MXFP4 and NVFP4 (of
@@ -384,7 +370,8 @@ def load(
         tp_rank, tp_size: tensor parallel: this rank's slice of each expert.
         ep_rank, ep_size: expert parallel: only this rank's experts are read, and files with others may be missing.
         quantize_w4a16: run weight-only (W4A16) checkpoints, which most are, with activations quantized to int8 as
-            well.
+            well, and say so in the log; as vLLM with the plugin and transformers with ``W4A8Config`` do. False refuses
+            them.
         activation_group: values of k of an input that share a scale when it is quantized to int8: 32, 64 or 128 that
             divides the weights' group, or K of groups of 16; -1, all of a row. None: -1 where the checkpoint says that
             inputs are quantized per token (W4A8), else 32, or -1 of a matrix that 32 does not fit.
@@ -409,9 +396,7 @@ def load(
     rules = rules_of(find_config(config, Path(path)))
     settings = settings if settings is not None else settings_from_config(config)
     tensors = CheckpointTensors(path)
-    parallel = FusedMoEParallelConfig(
-        tp_size=tp_size, tp_rank=tp_rank, ep_size=ep_size, ep_rank=ep_rank, use_ep=ep_size > 1
-    )
+    ranks = _Ranks(tp_rank, tp_size, ep_rank, ep_size)
     layers = _find_layers(tensors.keys(), only)
     if not layers:
         raise CheckpointError(
@@ -420,7 +405,9 @@ def load(
         )
     interleaved = settings.w13_interleaved if w13_interleaved is None else w13_interleaved
     with on_cpu():
-        readers = _ours([_ExpertsReader(tensors, rules, settings, parallel, interleaved, layer) for layer in layers])
+        all_readers = [_ExpertsReader(tensors, rules, settings, ranks, interleaved, layer) for layer in layers]
+        readers = _without_left_out(all_readers)
         loaded = _build(readers, quantize_w4a16, activation_group, progress)
+    say_int8((stored for reader in readers for stored in reader.stored.values()), activation_group)
     logger.info("packed %d layers of %s", len(loaded), path)
     return loaded

@@ -37,7 +37,7 @@ class CheckpointTensors:
         """Reads the names of all tensors, and none of their data.
 
         Files that the index names may be missing, as where a rank holds a part of them, until a tensor is asked for
-        (:meth:`check_there`, :meth:`get`).
+        (:meth:`check_files`, :meth:`get`).
 
         Raises:
             ImportError: safetensors is not installed.
@@ -101,7 +101,7 @@ class CheckpointTensors:
     def __contains__(self, key: str) -> bool:
         return key in self._file_of
 
-    def check_there(self, keys: Iterable[str]) -> None:
+    def check_files(self, keys: Iterable[str]) -> None:
         """Raises CheckpointError if the file of a tensor is missing; tensors that are not listed are passed over."""
         for key in keys:
             name = self._file_of.get(key)
@@ -175,7 +175,7 @@ class CheckpointTensors:
         """The file of a tensor."""
         if key not in self._file_of:
             raise CheckpointError(f"tensor {key!r} is missing from {self.directory}")
-        self.check_there([key])
+        self.check_files([key])
         if self._mapped > MOST_MAPPED:
             self.release()
         return self._handle(self._file_of[key])

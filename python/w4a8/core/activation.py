@@ -73,10 +73,8 @@ _KERNEL_KINDS = {
 def kernel_activation_kind(activation: MoEActivation) -> int:
     """``activation_kind`` of the op that computes the true formula of an activation.
 
-    Where this departs from upstream's integers (:func:`upstream_activation_kind`): upstream sends SWIGLUOAI as 1, which
-    its kernel reads as the clamped SwiGLU of gpt-oss and this op as the plain ``SiLU(u) * g`` that the number is
-    documented to mean; and SWIGLUSTEP as 0, whose kernel forgets the clamps at 7. Packed w13 is always two halves, gate
-    first, so the two SWIGLUOAI layouts are one kind.
+    These are not vLLM's integers (docs/vllm_mirror.md, "Activations"). Packed w13 is always two halves, gate first, so
+    the two SWIGLUOAI layouts are one kind.
 
     Raises:
         ValueError: not a MoEActivation.
@@ -84,17 +82,3 @@ def kernel_activation_kind(activation: MoEActivation) -> int:
     if not isinstance(activation, MoEActivation):
         raise ValueError(f"Unsupported activation '{activation}'")
     return _KERNEL_KINDS[activation.value[: -len("_no_mul")] if not activation.is_gated else activation.value]
-
-
-def upstream_activation_kind(activation: MoEActivation) -> int:
-    """The integer that upstream vLLM 0.24 hands its own op: 0 SWIGLUSTEP, 1 SWIGLUOAI, 2 SILU.
-
-    For code that must agree with upstream's numbering; nothing in this package computes with it.
-
-    Raises:
-        ValueError: one of the activations that upstream 0.24 does not have.
-    """
-    kinds = {MoEActivation.SWIGLUSTEP: 0, MoEActivation.SWIGLUOAI: 1, MoEActivation.SILU: 2}
-    if activation not in kinds:
-        raise ValueError(f"Unsupported activation '{activation}'")
-    return kinds[activation]

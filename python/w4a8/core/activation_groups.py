@@ -60,6 +60,12 @@ def resolve_activation_group(asked: int | None, group_size: int, columns: int) -
     )
 
 
+def in_words(asked: int | None) -> str:
+    """How activations are rounded of weights that were made for float ones, for a message."""
+    group = asked or DEFAULT_ACTIVATION_GROUP
+    return "per token" if group == PER_TOKEN else f"in groups of {group}"
+
+
 def _listed(unit: int) -> str:
     """-1 and the sizes that divide a number, in words."""
     fitting = [str(size) for size in (PER_TOKEN, *SIZES) if size == PER_TOKEN or unit % size == 0]

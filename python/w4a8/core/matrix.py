@@ -9,9 +9,12 @@ import torch
 
 from w4a8.core.activation_groups import PER_TOKEN, resolve_activation_group
 from w4a8.core.float8 import exponents_of, multiplied_scales, powers_of_two
-from w4a8.core.scale_types import E8M0, has_two_levels, kept_scale_dtypes
+from w4a8.core.kind import Kind
+from w4a8.core.scale_types import E8M0, has_two_levels, kept_scale_dtypes, scale_type_named
 
 GROUP_SIZES = "16 or a multiple of 32"
+# What the header of a packed matrix calls scales of two levels.
+_TWO_LEVELS = "e5m3"
 
 
 def is_group_size(size: object) -> bool:
@@ -19,30 +22,33 @@ def is_group_size(size: object) -> bool:
     return isinstance(size, int) and (size in (-1, 16) or (size > 0 and size % 32 == 0))
 
 
-def codes_in_a_byte(values: str) -> int:
-    """Of ``int4`` and ``e2m1``, or ``int8``."""
-    return 1 if values == "int8" else 2
+@dataclass(frozen=True)
+class PackedAs:
+    """What the bytes of a packed matrix depend on, beside its shape: another one with the same fits in its place.
 
-
-def middle_code(values: str) -> int:
-    """The zero point that stands for none, of ``int4`` or ``int8``."""
-    return 128 if values == "int8" else 8
-
-
-def middle_codes(like: torch.Tensor, values: str) -> torch.Tensor:
-    """Zero points that stand for none, uint8 of the shape of scales."""
-    return torch.full(like.shape, middle_code(values), dtype=torch.uint8, device=like.device)
-
-
-def needed_zero_points(zero_points: torch.Tensor | None, values: str) -> torch.Tensor | None:
-    """The zero points, or None if all are :func:`middle_code`, which is what none means: then they take no room.
-
-    The operators pack what they are given, since the size of a packed tensor does not depend on values. Who wants the
-    smaller form asks here. On the meta device, where there are no values, they are needed.
+    Attributes:
+        kind: of its codes.
+        scale_dtype: that scales are packed in, as :func:`pack_codes` takes it.
+        zero_points: there is room for them.
+        channel_scales: scales have two levels; ``scale_dtype`` says nothing then.
+        activation_group: how activations are quantized for it: -1, 32, 64 or 128.
     """
-    if zero_points is None or zero_points.is_meta or bool((zero_points != middle_code(values)).any()):
-        return zero_points
-    return None
+
+    kind: Kind = Kind.INT4
+    scale_dtype: torch.dtype = torch.bfloat16
+    zero_points: bool = False
+    channel_scales: bool = False
+    activation_group: int = PER_TOKEN
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kind", Kind(self.kind))
+
+    @classmethod
+    def of_header(cls, header: Mapping[str, object]) -> PackedAs:
+        """What the header of a packed matrix (:class:`w4a8.PackedHeader`) says."""
+        two_levels = header["scale_dtype"] == _TWO_LEVELS
+        dtype = torch.float32 if two_levels else scale_type_named(header["scale_dtype"])
+        return cls(header["values"], dtype, header["has_zero_points"], two_levels, header["activation_group"])
 
 
 def pack_codes(
@@ -52,7 +58,7 @@ def pack_codes(
     group_size: int,
     scale_dtype: torch.dtype | None = None,
     zero_points: torch.Tensor | None = None,
-    values: str = "int4",
+    kind: Kind = Kind.INT4,
     channel_scales: torch.Tensor | None = None,
     activation_group: int = PER_TOKEN,
 ) -> torch.Tensor:
@@ -66,8 +72,8 @@ def pack_codes(
         group_size: values of k per scale; -1 is channelwise.
         scale_dtype: that scales are packed in, float32, bfloat16, float16 or :data:`E8M0`; if not given the first of
             :func:`kept_scale_dtypes`. Scales of two levels stay what they are.
-        zero_points: uint8 of the shape of ``scales``, codes themselves; None is :func:`middle_code` everywhere.
-        values: ``int4``, ``e2m1`` or ``int8``, what a code is.
+        zero_points: uint8 of the shape of ``scales``, codes themselves; None is the kind's middle everywhere.
+        kind: what a code is.
         channel_scales: float32 [..., N], by which the scales of a row are multiplied; None if there is one level. Where
             the operators have one level alone (:func:`has_two_levels`) the products are rounded to float32.
         activation_group: how activations are quantized for it: -1, 32, 64 or 128.
@@ -75,18 +81,53 @@ def pack_codes(
     Returns:
         uint8 [bytes] or [E, bytes].
     """
-    rows, columns = codes.shape[-2], codes_in_a_byte(values) * codes.shape[-1]
+    rows, columns = codes.shape[-2], kind.codes_in_a_byte * codes.shape[-1]
     group = columns if group_size == -1 else group_size
     if channel_scales is not None and not has_two_levels(group, columns):
         scales, channel_scales = multiplied_scales(scales, channel_scales), None
     if channel_scales is None:
         if scale_dtype is None:
-            scale_dtype = next(kept_scale_dtypes(scales, values, group, columns))
+            scale_dtype = next(kept_scale_dtypes(scales, kind, group, columns))
         scales = exponents_of(scales) if scale_dtype == E8M0 else scales.to(scale_dtype)
     bias = None if bias is None else bias.detach()
-    more = {"zero_points": zero_points, "values": values, "channel_scales": channel_scales}
+    more = {"zero_points": zero_points, "values": kind.value, "channel_scales": channel_scales}
     op = torch.ops.w4a8.dyn_quant_pack_4bit_weight
     return op(codes, scales, bias, group, columns, rows, **more, activation_group=activation_group)
+
+
+def pack_as(tensors: Mapping[str, torch.Tensor | None], group_size: int, packed_as: PackedAs) -> torch.Tensor:
+    """uint8 [bytes] of one matrix, or [E, bytes] of a stack, in a given form.
+
+    Args:
+        tensors: ``codes``, ``scales``; ``zero_points``, ``bias``, ``channel_scales`` if any. Zero points that there is
+            no room for are left out; where there is room and there are none, they are the kind's middle.
+        group_size: values of k per scale; -1 is channelwise.
+        packed_as: the form.
+    """
+    codes, scales = tensors["codes"], tensors["scales"]
+    zeros, bias, channels = (tensors.get(name) for name in ("zero_points", "bias", "channel_scales"))
+    dtype, kind = packed_as.scale_dtype, packed_as.kind
+    if not packed_as.zero_points:
+        zeros = None
+    elif zeros is None:
+        zeros = kind.middles(scales)
+    return pack_codes(codes, scales, bias, group_size, dtype, zeros, kind, channels, packed_as.activation_group)
+
+
+def packed_bytes(rows: int, columns: int, group_size: int, has_bias: bool, packed_as: PackedAs) -> int:
+    """How many bytes a matrix [rows, columns] has when it is packed."""
+
+    def empty(width: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(rows, width, dtype=dtype, device="meta")
+
+    two_levels = packed_as.channel_scales
+    tensors = {
+        "codes": empty(columns // packed_as.kind.codes_in_a_byte, torch.uint8),
+        "scales": empty(1 if group_size == -1 else columns // group_size, torch.uint8 if two_levels else torch.float32),
+        "bias": empty(1, torch.float32)[:, 0] if has_bias else None,
+        "channel_scales": empty(1, torch.float32)[:, 0] if two_levels else None,
+    }
+    return pack_as(tensors, group_size, packed_as).numel()
 
 
 def unpack_codes(packed: torch.Tensor, group_size: int, columns: int, rows: int) -> dict[str, torch.Tensor]:
@@ -111,23 +152,39 @@ def unpack_codes(packed: torch.Tensor, group_size: int, columns: int, rows: int)
     return tensors
 
 
+@dataclass(frozen=True)
 class Matrix:
-    """What matrices of 4-bit codes (:class:`Matrix4`) and of 8-bit codes (:class:`Matrix8`) have in common.
+    """One matrix of codes, N output and K input features, G groups of K/G input features.
 
-    N output and K input features, G groups of K/G input features.
+        int4, int8   weight[n, k] = (code[n, k] - zero[n, k // g]) * scale[n, k // g]
+        e2m1         weight[n, k] = E2M1[code[n, k]] * scale[n, k // g]
+
+    With channel scales a scale is that number times channel_scale[n].
 
     Attributes:
-        codes: uint8 [N, K / codes in a byte].
-        scales: [N, G].
-        zero_points: uint8 [N, G] or None.
-        bias: [N] or None.
-        channel_scales: float32 [N] or None.
-        kind: ``int4``, ``e2m1`` or ``int8``: ``values`` of the operators.
+        codes: uint8 [N, K/2], low nibble = even k; of 8 bits [N, K].
+        scales: [N, G], of the type that the checkpoint has; of MXFP4 float32 powers of two. With channel scales uint8,
+            bits of float8_e4m3fn, of numbers without a sign.
+        zero_points: uint8 [N, G], codes themselves, or None: the kind's middle everywhere (integers), none (e2m1).
+        kind: what a code is.
+        bias: [N], of the type that the checkpoint has, or None.
+        channel_scales: float32 [N], or None: 1 everywhere.
     """
 
+    codes: torch.Tensor
     scales: torch.Tensor
-    zero_points: torch.Tensor | None
-    bias: torch.Tensor | None
+    zero_points: torch.Tensor | None = None
+    kind: Kind = Kind.INT4
+    bias: torch.Tensor | None = None
+    channel_scales: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kind", Kind(self.kind))
+        assert self.codes.dtype == torch.uint8 and self.codes.dim() == self.scales.dim() == 2
+        assert self.zero_points is None or self.zero_points.shape == self.scales.shape
+        assert (self.scales.dtype == torch.uint8) == (self.channel_scales is not None)
+        if self.channel_scales is not None:
+            assert self.channel_scales.dtype == torch.float32 and self.channel_scales.shape == self.codes.shape[:1]
 
     @property
     def rows(self) -> int:
@@ -137,7 +194,7 @@ class Matrix:
     @property
     def columns(self) -> int:
         """K."""
-        return codes_in_a_byte(self.kind) * self.codes.shape[1]
+        return self.kind.codes_in_a_byte * self.codes.shape[1]
 
     @property
     def group(self) -> int:
@@ -146,7 +203,7 @@ class Matrix:
 
     def with_rows(self, rows: slice) -> Matrix:
         """The matrix of some rows (views)."""
-        return self._with({name: tensor[rows] for name, tensor in self._tensors().items()})
+        return replace(self, **{name: tensor[rows] for name, tensor in self.tensors().items()})
 
     def with_columns(self, begin: int, end: int) -> Matrix:
         """The matrix of columns [begin, end): whole groups, or whole bytes of one group; the bias stays (views).
@@ -154,29 +211,30 @@ class Matrix:
         Raises:
             ValueError: the cut is inside a group, or inside a byte.
         """
-        several, in_a_byte = self.scales.shape[1] > 1, codes_in_a_byte(self.kind)
+        several, in_a_byte = self.scales.shape[1] > 1, self.kind.codes_in_a_byte
         unit = self.group if several else in_a_byte
         if begin % unit != 0 or end % unit != 0:
             what = f"groups of {unit}" if several else "bytes of two"
             raise ValueError(f"columns [{begin}, {end}) of {self.columns} cut {what}")
-        units = {"nibbles": in_a_byte, "codes": in_a_byte}
+        units = {"codes": in_a_byte}
         if several:
             units.update(scales=unit, zero_points=unit)
-        parts = {name: tensor for name, tensor in self._tensors().items() if name in units}
-        return self._with({name: part[:, begin // units[name] : end // units[name]] for name, part in parts.items()})
+        parts = {name: tensor for name, tensor in self.tensors().items() if name in units}
+        cut = {name: part[:, begin // units[name] : end // units[name]] for name, part in parts.items()}
+        return replace(self, **cut)
 
     def zeros(self, rows: int) -> Matrix:
         """[rows, K] of the same kind, all weights of it zero; of e2m1 by their codes, since e8m0 has no scale of 0."""
-        tensors = {name: part.new_zeros(rows, *part.shape[1:]) for name, part in self._tensors().items()}
-        if self.kind == "e2m1" and self.channel_scales is None:
+        tensors = {name: part.new_zeros(rows, *part.shape[1:]) for name, part in self.tensors().items()}
+        if self.kind == Kind.E2M1 and self.channel_scales is None:
             tensors["scales"].fill_(1)
-        return self._with(tensors)
+        return replace(self, **tensors)
 
     def pack(self, scale_dtype: torch.dtype | None = None, *, activation_group: int | None = PER_TOKEN) -> torch.Tensor:
         """uint8 [bytes], as the operators take it; ``scale_dtype`` as in :func:`pack_codes`.
 
-        Zero points that say nothing (:func:`needed_zero_points`) are left out. ``activation_group`` is -1, 32, 64 or
-        128, or None for the default (:func:`resolve_activation_group`).
+        Zero points that say nothing (:meth:`Kind.needed_zero_points`) are left out. ``activation_group`` is -1, 32, 64
+        or 128, or None for the default (:func:`resolve_activation_group`).
 
         Raises:
             ValueError: a scale that is too large for ``scale_dtype``, or an ``activation_group`` that does not fit.
@@ -186,53 +244,10 @@ class Matrix:
             largest = float(self.scales.float().abs().max())
             if torch.finfo(torch.float16).max < largest < float("inf"):
                 raise ValueError(f"scale_dtype is {scale_dtype}, but the largest scale is {largest}")
-        zeros, channels = needed_zero_points(self.zero_points, self.kind), self.channel_scales
-        kind = (self.group, scale_dtype, zeros, self.kind, channels, activations)
-        return pack_codes(self.codes, self.scales, self.bias, *kind)
+        how = (scale_dtype, self.kind.needed_zero_points(self.zero_points), self.kind, self.channel_scales)
+        return pack_codes(self.codes, self.scales, self.bias, self.group, *how, activations)
 
-    def _tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Those that it has, by the names of the attributes."""
         found = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
-
-    def _with(self, changes: Mapping[str, torch.Tensor]) -> Matrix:
-        return replace(self, **changes)
-
-
-@dataclass(frozen=True)
-class Matrix4(Matrix):
-    """One matrix of 4-bit codes, N output and K input features, G groups of K/G input features.
-
-        int4   weight[n, k] = (code[n, k] - zero[n, k // g]) * scale[n, k // g]
-        e2m1   weight[n, k] = E2M1[code[n, k]] * scale[n, k // g]
-
-    With channel scales a scale is that number times channel_scale[n].
-
-    Attributes:
-        nibbles: uint8 [N, K/2], codes; low nibble = even k.
-        scales: [N, G], of the type that the checkpoint has; of MXFP4 float32 powers of two. With channel scales uint8,
-            bits of float8_e4m3fn, of numbers without a sign.
-        zero_points: uint8 [N, G] in [0, 15], or None: 8 everywhere (int4), none (e2m1).
-        kind: ``int4`` or ``e2m1``.
-        bias: [N], of the type that the checkpoint has, or None.
-        channel_scales: float32 [N], or None: 1 everywhere.
-    """
-
-    nibbles: torch.Tensor
-    scales: torch.Tensor
-    zero_points: torch.Tensor | None
-    kind: str
-    bias: torch.Tensor | None = None
-    channel_scales: torch.Tensor | None = None
-
-    def __post_init__(self) -> None:
-        assert self.kind in ("int4", "e2m1")
-        assert self.nibbles.dtype == torch.uint8 and self.nibbles.dim() == self.scales.dim() == 2
-        assert self.zero_points is None or self.zero_points.shape == self.scales.shape
-        assert (self.scales.dtype == torch.uint8) == (self.channel_scales is not None)
-        if self.channel_scales is not None:
-            assert self.channel_scales.dtype == torch.float32 and self.channel_scales.shape == self.nibbles.shape[:1]
-
-    @property
-    def codes(self) -> torch.Tensor:
-        """The nibbles."""
-        return self.nibbles

@@ -1,8 +1,9 @@
-"""int4 values between the two forms checkpoints and the op give them.
+"""4-bit codes between the forms that checkpoints and the operators give them.
 
-int8:    one value in [-8, 7] per byte                                       [..., K]
-nibbles: value + 8, low nibble = even k, high nibble = odd k, uint8          [..., K / 2]
-int32:   value + 8, nibble i of a word = k + i (compressed-tensors' packing) [..., ceil(K / 8)]
+int8:    one value in [-8, 7] per byte                                            [..., K]
+codes:   one code in [0, 15] per byte, value + 8 of int4                          [..., K], uint8
+nibbles: codes in pairs, low nibble = even k, high nibble = odd k                 [..., K / 2], uint8
+int32:   words of eight codes, code i in bits 4i to 4i + 3; of 8-bit codes four   [..., ceil(K / 8)]
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import sys
 
 import torch
+
+CODES = 8  # of 4 bits in a word
 
 
 def to_nibbles(values: torch.Tensor) -> torch.Tensor:
@@ -31,37 +34,47 @@ def to_nibbles(values: torch.Tensor) -> torch.Tensor:
 
 def from_nibbles(nibbles: torch.Tensor) -> torch.Tensor:
     """The inverse of :func:`to_nibbles`: uint8 [..., K / 2] to int8 [..., K]."""
-    values = torch.stack((nibbles & 0xF, nibbles >> 4), dim=-1).flatten(-2)
+    values = apart(nibbles)
     values -= 8  # wraps around in uint8, which is right in int8
     return values.view(torch.int8)
 
 
+def apart(nibbles: torch.Tensor) -> torch.Tensor:
+    """uint8 nibbles [..., K / 2] to codes [..., K]."""
+    return torch.stack((nibbles & 0xF, nibbles >> 4), dim=-1).flatten(-2)
+
+
 def pairs(codes: torch.Tensor) -> torch.Tensor:
-    """uint8 4-bit codes [N, K] to [N, K / 2]."""
+    """uint8 codes [N, K] to nibbles [N, K / 2]."""
     return codes[:, ::2] | codes[:, 1::2] << 4
 
 
+def word_bytes(words: torch.Tensor) -> torch.Tensor:
+    """int32 [..., W] to uint8 [..., 4 W]: nibbles, or 8-bit codes, in order."""
+    # Flat first: of a dimension of one, a "contiguous" tensor may have any stride.
+    found = words.contiguous().reshape(-1).view(torch.uint8).view(*words.shape[:-1], -1)
+    if sys.byteorder == "big":
+        found = found.unflatten(-1, (-1, 4)).flip(-1).flatten(-2)
+    return found
+
+
+def words_of(nibbles: torch.Tensor) -> torch.Tensor:
+    """uint8 [R, B] to int32 [R, ceil(B / 4)]: the inverse of :func:`word_bytes`, zeros behind."""
+    padded = torch.nn.functional.pad(nibbles, (0, -nibbles.shape[1] % 4))
+    if sys.byteorder == "big":
+        padded = padded.unflatten(-1, (-1, 4)).flip(-1).flatten(-2)
+    return padded.reshape(-1).view(torch.int32).view(len(padded), padded.shape[1] // 4)
+
+
+def word_codes(words: torch.Tensor, bits: int = 4) -> torch.Tensor:
+    """int32 [..., W] to uint8 codes of 4 or 8 bits [..., 32 / bits W]."""
+    found = word_bytes(words)
+    return found if bits == 8 else apart(found)
+
+
 def from_int32(words: torch.Tensor, columns: int) -> torch.Tensor:
-    """Unpacks compressed-tensors' ``weight_packed``.
-
-    Args:
-        words: int32 [..., ceil(columns / 8)].
-        columns: K, even.
-
-    Returns:
-        int8 [..., columns].
-    """
-    return from_nibbles(word_nibbles(words, columns))
-
-
-def word_nibbles(words: torch.Tensor, columns: int) -> torch.Tensor:
-    """int32 [..., ceil(columns / 8)] as nibbles, uint8 [..., columns / 2]: a view if the words are contiguous."""
-    words = words.contiguous()
-    if sys.byteorder == "big":  # the nibble of k = 0 must come first in memory
-        bytes_ = words.view(torch.uint8).unflatten(-1, (-1, 4)).flip(-1).flatten(-2)
-    else:
-        bytes_ = words.view(torch.uint8)
-    return bytes_[..., : columns // 2]
+    """compressed-tensors' ``weight_packed``, int32 [..., ceil(columns / 8)], to int8 [..., columns] (K, even)."""
+    return from_nibbles(word_bytes(words)[..., : columns // 2])
 
 
 def check_int4_range(values: torch.Tensor, name: str) -> None:

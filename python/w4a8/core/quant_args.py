@@ -38,7 +38,3 @@ class QuantizationArgs:
     group_size: int | None = None
     strategy: str | None = None
     dynamic: bool = False
-
-
-# What every W4A8 scheme says of its activations.
-DYNAMIC_INT8_TOKENS = QuantizationArgs(num_bits=8, strategy=QuantizationStrategy.TOKEN, dynamic=True)

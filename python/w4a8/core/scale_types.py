@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from w4a8.core.float8 import are_powers_of_two
+from w4a8.core.kind import Kind
 
 # Types that scales of one level are packed in, beside exponents.
 SCALE_TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -19,9 +20,9 @@ def has_two_levels(group_size: int, columns: int) -> bool:
     return group_size == 16 and columns != 16
 
 
-def has_exponents(values: str, group_size: int, columns: int) -> bool:
+def has_exponents(kind: Kind, group_size: int, columns: int) -> bool:
     """Whether the operators have scales of e8m0 for such groups of so many input features."""
-    return values == "e2m1" and group_size > 0 and group_size % 32 == 0 and group_size != columns
+    return kind == Kind.E2M1 and group_size > 0 and group_size % 32 == 0 and group_size != columns
 
 
 def scale_type_name(dtype: torch.dtype) -> str:
@@ -34,13 +35,13 @@ def scale_type_named(name: str) -> torch.dtype:
     return E8M0 if name == "e8m0" else getattr(torch, name)
 
 
-def holds_scales(dtype: torch.dtype, scales: torch.Tensor, values: str = "int4") -> bool:
+def holds_scales(dtype: torch.dtype, scales: torch.Tensor, kind: Kind = Kind.INT4) -> bool:
     """Whether a type holds every scale exactly; of e2m1 also its half, which is what is packed.
 
     Args:
         dtype: one of :data:`SCALE_TYPES`, or :data:`E8M0`.
         scales: floating point.
-        values: ``int4``, ``e2m1`` or ``int8``.
+        kind: of the codes that they multiply.
     """
     # One matrix of a stack at a time: the temporaries stay small.
     for part in scales if scales.dim() == 3 else (scales,):
@@ -51,12 +52,12 @@ def holds_scales(dtype: torch.dtype, scales: torch.Tensor, values: str = "int4")
         kept = part.to(dtype)
         if kept.dtype != part.dtype and not torch.equal(kept.to(part.dtype), part):
             return False
-        if values == "e2m1" and not torch.equal(kept / 2 * 2, kept):
+        if kind == Kind.E2M1 and not torch.equal(kept / 2 * 2, kept):
             return False
     return True
 
 
-def kept_scale_dtypes(scales: torch.Tensor, values: str, group_size: int, columns: int) -> Iterator[torch.dtype]:
+def kept_scale_dtypes(scales: torch.Tensor, kind: Kind, group_size: int, columns: int) -> Iterator[torch.dtype]:
     """The types that hold every scale exactly. The first is the one to pack in: the one rule for all formats.
 
     It has the fewest bytes: :data:`E8M0` where the operators have it, else bfloat16 or float16. Of these two bfloat16
@@ -64,13 +65,13 @@ def kept_scale_dtypes(scales: torch.Tensor, values: str, group_size: int, column
 
     Args:
         scales: floating point [..., N, groups].
-        values: ``int4``, ``e2m1`` or ``int8``.
+        kind: of the codes that they multiply.
         group_size: values of k per scale; -1 is channelwise.
         columns: K.
     """
-    if has_exponents(values, group_size, columns) and holds_scales(E8M0, scales):
+    if has_exponents(kind, group_size, columns) and holds_scales(E8M0, scales):
         yield E8M0
     for dtype in (torch.bfloat16, torch.float16):
-        if holds_scales(dtype, scales, values):
+        if holds_scales(dtype, scales, kind):
             yield dtype
     yield torch.float32

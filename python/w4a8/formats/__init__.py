@@ -1,7 +1,7 @@
-"""4-bit checkpoint formats: one pure function each turns the tensors of one matrix into a :class:`Matrix4`.
+"""Checkpoint formats: one pure function each turns the tensors of one matrix into a :class:`Matrix`.
 
-Nothing is dequantized and nothing is rounded: the 4-bit codes are put in another order, scales and biases stay the
-tensors that came. GPTQ and pack-quantized have codes of 8 bits too: a :class:`Matrix8`.
+Nothing is dequantized and nothing is rounded: the codes are put in another order, scales and biases stay the tensors
+that came. Codes have 4 bits, or 8 in GPTQ and pack-quantized.
 
     from_gptq                GPTQ, versions 1 and 2 (``checkpoint_format: gptq_v2``)
     from_awq                 AWQ (GEMM packing)
@@ -17,11 +17,11 @@ tensors that came. GPTQ and pack-quantized have codes of 8 bits too: a :class:`M
 Each takes the tensors by the last part of their names, and the name of the matrix for its errors. Which of them reads a
 module, and with which group size, says the ``quantization_config`` of the checkpoint:
 
-    rules_of(config).of(name)    Stored, with read(tensors, name), or NotOurs, with the reason
+    rules_of(config).of(name)    Stored, with read(tensors, name), or LeftOut, with the reason
 """
 
-from w4a8.core.matrix import Matrix4
-from w4a8.core.matrix8 import Matrix8
+from w4a8.core.kind import Kind
+from w4a8.core.matrix import Matrix
 from w4a8.formats.awq import from_auto_round, from_awq
 from w4a8.formats.compressed_tensors import from_int_quantized, from_pack_quantized
 from w4a8.formats.config import METHODS, Rules, find_config, method_of, rules_of, stored_as
@@ -29,14 +29,14 @@ from w4a8.formats.gptq import from_gptq
 from w4a8.formats.matrix import E2M1
 from w4a8.formats.mxfp4 import from_mxfp4, from_mxfp4_pack_quantized, from_quark_mxfp4
 from w4a8.formats.nvfp4 import from_nvfp4, from_nvfp4_pack_quantized
-from w4a8.formats.stored import NotOurs, Stored
+from w4a8.formats.stored import LeftOut, Stored
 
 __all__ = [
     "E2M1",
     "METHODS",
-    "Matrix4",
-    "Matrix8",
-    "NotOurs",
+    "Kind",
+    "LeftOut",
+    "Matrix",
     "Rules",
     "Stored",
     "find_config",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from w4a8.core.matrix import Matrix4
+from w4a8.core.kind import Kind
+from w4a8.core.matrix import Matrix
+from w4a8.core.nibbles import CODES, word_bytes, word_codes
 from w4a8.formats.gptq import from_gptq
 from w4a8.formats.matrix import (
     Tensors,
@@ -15,7 +17,6 @@ from w4a8.formats.matrix import (
     take_bias,
     take_scales,
 )
-from w4a8.formats.words import CODES, codes, word_bytes
 
 # Where the codes of a word belong: code i is output feature 8 c + ORDER[i], so feature j is code INVERSE[j].
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -24,7 +25,7 @@ INVERSE = tuple(ORDER.index(j) for j in range(CODES))
 
 def output_features(words: torch.Tensor) -> torch.Tensor:
     """int32 [R, N/8] to uint8 codes [R, N] in the order of output features."""
-    return codes(words).unflatten(-1, (-1, CODES))[..., list(INVERSE)].flatten(-2)
+    return word_codes(words).unflatten(-1, (-1, CODES))[..., list(INVERSE)].flatten(-2)
 
 
 def output_nibbles(words: torch.Tensor) -> torch.Tensor:
@@ -41,7 +42,7 @@ def output_nibbles(words: torch.Tensor) -> torch.Tensor:
     return found.flatten(0, 1)
 
 
-def from_awq(tensors: Tensors, name: str, group_size: int, symmetric: bool = False) -> Matrix4:
+def from_awq(tensors: Tensors, name: str, group_size: int, symmetric: bool = False) -> Matrix:
     """A matrix of an AWQ checkpoint.
 
         qweight   int32 [K, N/8]     output features of a word in the order 0, 2, 4, 6, 1, 3, 5, 7
@@ -68,7 +69,7 @@ def from_awq(tensors: Tensors, name: str, group_size: int, symmetric: bool = Fal
         words = take(tensors, name, "qzeros", (torch.int32,), 2)
         expect_shape(words.shape, name, "qzeros", (groups, rows // CODES), why)
         zeros = checked_zeros(output_features(words).T, name, "qzeros", symmetric)
-    return Matrix4(output_nibbles(weight), scales.T.contiguous(), zeros, "int4", take_bias(tensors, name, rows))
+    return Matrix(output_nibbles(weight), scales.T.contiguous(), zeros, Kind.INT4, take_bias(tensors, name, rows))
 
 
 def packing_of(packing: str) -> tuple[str, int] | None:
@@ -83,7 +84,7 @@ def packing_of(packing: str) -> tuple[str, int] | None:
     return None
 
 
-def from_auto_round(tensors: Tensors, name: str, group_size: int, symmetric: bool, packing: str) -> Matrix4:
+def from_auto_round(tensors: Tensors, name: str, group_size: int, symmetric: bool, packing: str) -> Matrix:
     """A matrix of an AutoRound checkpoint: :func:`from_awq`, or :func:`from_gptq` without ``g_idx``.
 
     Args:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from w4a8.core.json_fields import CheckpointError, check_field, json_field, names_field
@@ -11,11 +12,11 @@ from w4a8.core.matrix import GROUP_SIZES, is_group_size
 from w4a8.core.quant_args import QuantizationArgs, QuantizationStrategy
 from w4a8.formats.mxfp4 import BLOCK as MX_BLOCK
 from w4a8.formats.nvfp4 import BLOCK as NV_BLOCK
-from w4a8.formats.stored import NotOurs, Stored
+from w4a8.formats.stored import LeftOut, Stored, stored_or_left_out
 
-# Of 4-bit floats, and the size of their blocks.
-FLOATS = {"mxfp4-pack-quantized": MX_BLOCK, "nvfp4-pack-quantized": NV_BLOCK}
-FORMATS = ("int-quantized", "pack-quantized", *FLOATS)
+# Formats of 4-bit floats, and how many share a scale.
+BLOCKS = {"mxfp4-pack-quantized": MX_BLOCK, "nvfp4-pack-quantized": NV_BLOCK}
+FORMATS = ("int-quantized", "pack-quantized", *BLOCKS)
 
 
 def _args(entry: Mapping[str, Any]) -> QuantizationArgs:
@@ -96,15 +97,12 @@ class CompressedTensorsRules:
                         return name
         return None
 
-    def of(self, module: str) -> Stored | NotOurs:
-        """How a linear module is stored, or why it is not ours."""
+    def of(self, module: str) -> Stored | LeftOut:
+        """How a linear module is stored, or why it is left out."""
         name = self._group_of(module)
         if name is None:
-            return NotOurs(f"{module} is not quantized: no target matches it, or it is ignored", quantized=False)
-        try:
-            return self._stored(name, module)
-        except CheckpointError as error:
-            return NotOurs(str(error), quantized=True)
+            return LeftOut.not_quantized(module, "no target matches it, or it is ignored")
+        return stored_or_left_out(partial(self._stored, name, module))
 
     def _stored(self, name: str, module: str) -> Stored:
         group = self._groups[name]
@@ -115,9 +113,9 @@ class CompressedTensorsRules:
             raise CheckpointError(f"{key}.weights is missing: {module} is not quantized")
         weights = _args(group["weights"])
         activations = json_field(group, "input_activations", dict, f"{key}.input_activations")
-        if format_ in FLOATS:
-            _check_floats(weights, f"{key}.weights", FLOATS[format_])
-            return Stored(format_, FLOATS[format_], True, weight_only=f"{key}.input_activations is not int8")
+        if format_ in BLOCKS:
+            _check_floats(weights, f"{key}.weights", BLOCKS[format_])
+            return Stored(format_, BLOCKS[format_], True, weight_only=f"{key}.input_activations is not int8")
         # Of 8 bits in int8, or with int8 inputs, is another kind of layer, which has kernels of its own everywhere.
         mixed = format_ == "pack-quantized" and not activations
         _check_weights(weights, f"{key}.weights", (4, 8) if mixed else (4,))

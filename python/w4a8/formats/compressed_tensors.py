@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from w4a8.core.matrix import Matrix4
-from w4a8.core.matrix8 import Matrix8
-from w4a8.core.nibbles import check_int4_range, to_nibbles
+from w4a8.core.kind import integers_of
+from w4a8.core.matrix import Matrix
+from w4a8.core.nibbles import check_int4_range, to_nibbles, word_bytes, word_codes
 from w4a8.formats.matrix import (
     Tensors,
     check_g_idx,
@@ -17,7 +17,6 @@ from w4a8.formats.matrix import (
     take_bias,
     take_scales,
 )
-from w4a8.formats.words import codes, word_bytes
 
 
 def _rest(
@@ -28,8 +27,8 @@ def _rest(
     group_size: int,
     symmetric: bool,
     bits: int = 4,
-) -> Matrix4 | Matrix8:
-    """The matrix of nibbles, or codes of 8 bits, with everything that both formats share."""
+) -> Matrix:
+    """The matrix of nibbles, or of codes of 8 bits, with everything that both formats share."""
     rows, features = stored.shape[0], stored.shape[1] * 8 // bits
     groups = groups_of(features, group_size, name, "weight_scale")
     why = f"{features} x {rows} features in groups of {group_size}"
@@ -38,11 +37,10 @@ def _rest(
         expect_shape(zeros.shape, name, "weight_zero_point", (rows, groups), why)
         zeros = checked_zeros(zeros, name, "weight_zero_point", symmetric, bits)
     check_g_idx(tensors, name, "weight_g_idx", features, group_size)
-    bias = take_bias(tensors, name, rows)
-    return Matrix8(stored, scales, zeros, bias) if bits == 8 else Matrix4(stored, scales, zeros, "int4", bias)
+    return Matrix(stored, scales, zeros, integers_of(bits), take_bias(tensors, name, rows))
 
 
-def from_int_quantized(tensors: Tensors, name: str, group_size: int, symmetric: bool) -> Matrix4:
+def from_int_quantized(tensors: Tensors, name: str, group_size: int, symmetric: bool) -> Matrix:
     """A matrix in the format ``int-quantized``.
 
         weight              int8 [N, K] in [-8, 7]
@@ -69,9 +67,7 @@ def from_int_quantized(tensors: Tensors, name: str, group_size: int, symmetric: 
     return _rest(tensors, name, to_nibbles(weight), zeros, group_size, symmetric)
 
 
-def from_pack_quantized(
-    tensors: Tensors, name: str, group_size: int, symmetric: bool, bits: int = 4
-) -> Matrix4 | Matrix8:
+def from_pack_quantized(tensors: Tensors, name: str, group_size: int, symmetric: bool, bits: int = 4) -> Matrix:
     """A matrix in the format ``pack-quantized``.
 
         weight_packed       int32 [N, ceil(K/c)]     code i of column j: input feature c j + i (c = 32 / bits)
@@ -80,7 +76,7 @@ def from_pack_quantized(
         weight_shape        int64 [2]: N, K
         weight_g_idx, bias  as in :func:`from_int_quantized`
 
-    Args, Raises: as :func:`from_int_quantized`; of ``bits`` 8 it is a Matrix8.
+    Args, Raises: as :func:`from_int_quantized`; ``bits`` of a code are 4 or 8.
     """
     in_word = 32 // bits
     words = take(tensors, name, "weight_packed", (torch.int32,), 2)
@@ -92,7 +88,7 @@ def from_pack_quantized(
         packed = take(tensors, name, "weight_zero_point", (torch.int32,), 2)
         why = f"{rows} x {features} features"
         expect_shape(packed.shape, name, "weight_zero_point", (-(-rows // in_word), packed.shape[1]), why)
-        zeros = codes(packed.T, bits).T[:rows]
+        zeros = word_codes(packed.T, bits).T[:rows]
     stored = word_bytes(words)[:, : features * bits // 8].contiguous()
     return _rest(tensors, name, stored, zeros, group_size, symmetric, bits)
 

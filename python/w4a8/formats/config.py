@@ -1,4 +1,4 @@
-"""What a ``quantization_config`` says of each module: how its weights are stored, or why they are not ours.
+"""What a ``quantization_config`` says of each module: how its weights are stored, or why it is left out.
 
 The one reading of it: ``w4a8.load`` and the integration in transformers ask :func:`rules_of`. (In vLLM its own
 configuration classes read it, whose rules are to hold there.)
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +21,7 @@ from w4a8.formats.mxfp4 import BLOCK as MX_BLOCK
 from w4a8.formats.nvfp4 import BLOCK as NV_BLOCK
 from w4a8.formats.parts import QUANTIZED_SUFFIXES
 from w4a8.formats.quark_rules import QuarkRules
-from w4a8.formats.stored import NotOurs, Stored
+from w4a8.formats.stored import LeftOut, Stored, stored_or_left_out
 
 _WHERE = "quantization_config"
 
@@ -28,7 +29,7 @@ _WHERE = "quantization_config"
 class Rules(Protocol):
     """What a configuration says of each module."""
 
-    def of(self, module: str) -> Stored | NotOurs:
+    def of(self, module: str) -> Stored | LeftOut:
         """How a module is stored.
 
         Args:
@@ -119,7 +120,7 @@ def stored_as(
     module: str,
     suffixes: Collection[str],
     is_int8: Callable[[], bool] = lambda: False,
-) -> Stored | NotOurs:
+) -> Stored | LeftOut:
     """How a module is stored whose tensors are known.
 
     Files decide whether a module is quantized: where methods name what is left out, they do so by parts of names, and
@@ -136,7 +137,7 @@ def stored_as(
     quantized = any(suffix in suffixes for suffix in QUANTIZED_SUFFIXES)
     if isinstance(found, Stored):
         quantized = quantized or (found.weight == "weight" and "weight" in suffixes and is_int8())
-        return found if quantized else NotOurs(f"{module} is not quantized: it has weights without scales", False)
+        return found if quantized else LeftOut.not_quantized(module, "it has weights without scales")
     default = getattr(rules, "default", None)
     if not found.quantized and quantized and isinstance(default, Stored) and default.weight in suffixes:
         return default
@@ -203,28 +204,34 @@ class _Rules:
     """One way of storing for all modules, and exceptions.
 
     Attributes:
-        default: how a module is stored that no rule names; NotOurs where nothing is.
+        default: how a module is stored that no rule names; LeftOut where nothing is.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
+        """Reads a quantization_config.
+
+        Raises:
+            CheckpointError: a value of another type than it should be.
+        """
         self.config = config
         self.default = self._try({}, "")
+        self._read_exceptions(config)
 
-    def _try(self, changes: Mapping[str, Any], where: str) -> Stored | NotOurs:
+    def _read_exceptions(self, config: Mapping[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _try(self, changes: Mapping[str, Any], where: str) -> Stored | LeftOut:
         """How a module is stored for which some values are others; ``where`` they are stated, for messages."""
-        try:
-            return self._stored({**self.config, **changes})
-        except CheckpointError as error:
-            return NotOurs(f"{error}{where}", quantized=True)
+        return stored_or_left_out(partial(self._stored, {**self.config, **changes}), where)
 
     def _stored(self, config: Mapping[str, Any]) -> Stored:
         raise NotImplementedError
 
-    def _head(self, module: str) -> NotOurs | None:
+    def _head(self, module: str) -> LeftOut | None:
         """Why the head of the model is not quantized, where nothing says that it is."""
         if module.rpartition(".")[2] != "lm_head" or self.config.get("lm_head") is True:
             return None
-        return NotOurs(f"{module} is not quantized: {_WHERE}.lm_head is not true", quantized=False)
+        return LeftOut.not_quantized(module, f"{_WHERE}.lm_head is not true")
 
 
 def _named(module: str, entries: Iterable[str]) -> str | None:
@@ -235,32 +242,25 @@ def _named(module: str, entries: Iterable[str]) -> str | None:
 class GptqRules(_Rules):
     """``quant_method: gptq``: AutoGPTQ, GPTQModel, AutoRound's export."""
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        """Reads a quantization_config.
-
-        Raises:
-            CheckpointError: a value of another type than it should be.
-        """
-        super().__init__(config)
+    def _read_exceptions(self, config: Mapping[str, Any]) -> None:
         self._inside = _strings(config, "modules_in_block_to_quantize")
-        self._dynamic: list[tuple[re.Pattern[str], str, Stored | NotOurs | None]] = []
+        self._dynamic: list[tuple[re.Pattern[str], str, Stored | LeftOut | None]] = []
         for text, changes in _objects(config, "dynamic").items():
             where = f"{_WHERE}.dynamic[{shorten(text)}]"
             pattern = _pattern(text[2:] if text[:2] in ("+:", "-:") else text, where)
             found = None if text.startswith("-:") else self._try(changes, f" (by {where})")
             self._dynamic.append((pattern, where, found))
 
-    def of(self, module: str) -> Stored | NotOurs:
+    def of(self, module: str) -> Stored | LeftOut:
         """As :meth:`Rules.of`: the first entry of ``dynamic`` that matches from the start, else the default."""
         for pattern, where, found in self._dynamic:
             if pattern.match(module):
-                return found or NotOurs(f"{module} is not quantized: {where} leaves it out", quantized=False)
+                return found or LeftOut.not_quantized(module, f"{where} leaves it out")
         head = self._head(module)
         if head is not None:
             return head
         if self._inside and _named(module, self._inside) is None and module.rpartition(".")[2] != "lm_head":
-            reason = f"{module} is not quantized: {_WHERE}.modules_in_block_to_quantize does not name it"
-            return NotOurs(reason, quantized=False)
+            return LeftOut.not_quantized(module, f"{_WHERE}.modules_in_block_to_quantize does not name it")
         return self.default
 
     def _stored(self, config: Mapping[str, Any]) -> Stored:
@@ -281,21 +281,14 @@ class GptqRules(_Rules):
 class AwqRules(_Rules):
     """``quant_method: awq``: AutoAWQ's GEMM packing."""
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        """Reads a quantization_config.
-
-        Raises:
-            CheckpointError: a value of another type than it should be.
-        """
-        super().__init__(config)
+    def _read_exceptions(self, config: Mapping[str, Any]) -> None:
         self._skipped = _strings(config, "modules_to_not_convert")
 
-    def of(self, module: str) -> Stored | NotOurs:
+    def of(self, module: str) -> Stored | LeftOut:
         """As :meth:`Rules.of`: a module whose name contains an entry of ``modules_to_not_convert`` is left out."""
         entry = _named(module, self._skipped)
         if entry is not None:
-            reason = f"{module} is not quantized: {_WHERE}.modules_to_not_convert has {shorten(entry)}"
-            return NotOurs(reason, quantized=False)
+            return LeftOut.not_quantized(module, f"{_WHERE}.modules_to_not_convert has {shorten(entry)}")
         return self._head(module) or self.default
 
     def _stored(self, config: Mapping[str, Any]) -> Stored:
@@ -313,30 +306,24 @@ class AutoRoundRules(_Rules):
 
     _SPECIAL = frozenset("*+?^$()[]{}|\\")  # with one of them, a key of extra_config is a regular expression
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        """Reads a quantization_config.
-
-        Raises:
-            CheckpointError: a value of another type than it should be.
-        """
-        super().__init__(config)
+    def _read_exceptions(self, config: Mapping[str, Any]) -> None:
         blocks = next((n for n in ("block_name_to_quantize", "to_quant_block_names") if config.get(n)), None)
         self._blocks = _strings(config, blocks) if blocks is not None else []
         self._blocks_key = f"{_WHERE}.{blocks}"
         self._skipped = _patterns(config, "modules_to_not_convert")
-        self._exact: dict[str, Stored | NotOurs] = {}
-        self._by_pattern: list[tuple[re.Pattern[str], Stored | NotOurs]] = []
+        self._exact: dict[str, Stored | LeftOut] = {}
+        self._by_pattern: list[tuple[re.Pattern[str], Stored | LeftOut]] = []
         for text, changes in _objects(config, "extra_config").items():
             where = f"{_WHERE}.extra_config[{shorten(text)}]"
             if changes.get("bits") in (16, 32):
-                found: Stored | NotOurs = NotOurs(f"{where}.bits is {changes['bits']}: not quantized", quantized=False)
+                found: Stored | LeftOut = LeftOut(f"{where}.bits is {changes['bits']}: not quantized", quantized=False)
             else:
                 found = self._try(changes, f" (by {where})")
             self._exact[text] = found
             if any(char in self._SPECIAL for char in text):
                 self._by_pattern.append((_pattern(text, where), found))
 
-    def of(self, module: str) -> Stored | NotOurs:
+    def of(self, module: str) -> Stored | LeftOut:
         """As :meth:`Rules.of`: an entry of ``extra_config`` by its whole name, its end or a pattern, else by block."""
         found = self._exact.get(module)
         if found is None:
@@ -346,9 +333,9 @@ class AutoRoundRules(_Rules):
         if found is not None:
             return found
         if any(pattern.search(module) for pattern in self._skipped):
-            return NotOurs(f"{module} is not quantized: {_WHERE}.modules_to_not_convert names it", quantized=False)
+            return LeftOut.not_quantized(module, f"{_WHERE}.modules_to_not_convert names it")
         if self._blocks and not any(module == block or module.startswith(f"{block}.") for block in self._blocks):
-            return NotOurs(f"{module} is not quantized: {self._blocks_key} does not name its block", quantized=False)
+            return LeftOut.not_quantized(module, f"{self._blocks_key} does not name its block")
         return self._head(module) or self.default
 
     def _stored(self, config: Mapping[str, Any]) -> Stored:
@@ -384,21 +371,15 @@ class AutoRoundRules(_Rules):
 class Mxfp4Rules(_Rules):
     """``quant_method: mxfp4``: the experts of gpt-oss."""
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        """Reads a quantization_config.
-
-        Raises:
-            CheckpointError: a value of another type than it should be.
-        """
-        super().__init__(config)
+    def _read_exceptions(self, config: Mapping[str, Any]) -> None:
         self._skipped = _patterns(config, "modules_to_not_convert")
 
-    def of(self, module: str) -> Stored | NotOurs:
+    def of(self, module: str) -> Stored | LeftOut:
         """As :meth:`Rules.of`: experts that no entry of ``modules_to_not_convert`` matches from the start."""
         if "experts" not in module.split("."):
-            return NotOurs(f"{module} is not quantized: MXFP4 is for experts", quantized=False)
+            return LeftOut.not_quantized(module, "MXFP4 is for experts")
         if any(pattern.match(module) for pattern in self._skipped):
-            return NotOurs(f"{module} is not quantized: {_WHERE}.modules_to_not_convert names it", quantized=False)
+            return LeftOut.not_quantized(module, f"{_WHERE}.modules_to_not_convert names it")
         return self.default
 
     def _stored(self, config: Mapping[str, Any]) -> Stored:

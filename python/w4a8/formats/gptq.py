@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from w4a8.core.matrix import Matrix4
-from w4a8.core.matrix8 import Matrix8
+from w4a8.core.kind import integers_of
+from w4a8.core.matrix import Matrix
+from w4a8.core.nibbles import word_bytes, word_codes
 from w4a8.formats.matrix import (
     Tensors,
     check_g_idx,
@@ -16,12 +17,9 @@ from w4a8.formats.matrix import (
     take_bias,
     take_scales,
 )
-from w4a8.formats.words import codes, word_bytes
 
 
-def from_gptq(
-    tensors: Tensors, name: str, group_size: int, symmetric: bool, version: int = 1, bits: int = 4
-) -> Matrix4 | Matrix8:
+def from_gptq(tensors: Tensors, name: str, group_size: int, symmetric: bool, version: int = 1, bits: int = 4) -> Matrix:
     """A matrix of a GPTQ checkpoint.
 
         qweight   int32 [K/c, N]     code i of row r: input feature c r + i, of c = 32 / bits codes in a word
@@ -37,9 +35,6 @@ def from_gptq(
         symmetric: the configuration says that zero points are 8 (128 of 8 bits); then ``qzeros`` may be missing.
         version: 1, or 2 for ``checkpoint_format: gptq_v2``.
         bits: of a code, 4 or 8.
-
-    Returns:
-        A Matrix4, or of 8 bits a Matrix8.
 
     Raises:
         ValueError: a tensor is missing, has another dtype or shape, or values that this format does not have.
@@ -60,10 +55,12 @@ def from_gptq(
             raise ValueError(f"{name}.qzeros: {rows} output features are not whole words of {in_word}")
         words = take(tensors, name, "qzeros", (torch.int32,), 2)
         expect_shape(words.shape, name, "qzeros", (groups, rows // in_word), why)
-        zeros = codes(words, bits).T.to(torch.int32) + (2 - version)
-        zeros = checked_zeros(zeros, name, "qzeros", symmetric, bits)
+        zeros = checked_zeros(stored_zeros(words, version, bits), name, "qzeros", symmetric, bits)
     check_g_idx(tensors, name, "g_idx", features, group_size)
-    scales, bias = scales.T.contiguous(), take_bias(tensors, name, rows)
-    if bits == 8:
-        return Matrix8(word_bytes(weight.T), scales, zeros, bias)
-    return Matrix4(word_bytes(weight.T), scales, zeros, "int4", bias)
+    bias = take_bias(tensors, name, rows)
+    return Matrix(word_bytes(weight.T), scales.T.contiguous(), zeros, integers_of(bits), bias)
+
+
+def stored_zeros(words: torch.Tensor, version: int, bits: int) -> torch.Tensor:
+    """``qzeros``, int32 [K/g, N/c], as zero points int32 [N, K/g], which may be no codes."""
+    return word_codes(words, bits).T.to(torch.int32) + (2 - version)

@@ -64,12 +64,12 @@ def groups_of(features: int, group_size: int, name: str, suffix: str) -> int:
     return features // group_size
 
 
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def take_scales(tensors: Tensors, name: str, suffix: str, shape: tuple[int, int], why: str) -> torch.Tensor:
     """Scales: floats of a given shape, all finite."""
-    scales = take(tensors, name, suffix, FLOATS, 2)
+    scales = take(tensors, name, suffix, FLOAT_TYPES, 2)
     expect_shape(scales.shape, name, suffix, shape, why)
     if not torch.isfinite(scales).all():
         raise ValueError(f"{name}.{suffix}: not all scales are finite")
@@ -80,7 +80,7 @@ def take_bias(tensors: Tensors, name: str, rows: int) -> torch.Tensor | None:
     """The bias, if there is one: floats [N]."""
     if tensors.get("bias") is None:
         return None
-    bias = take(tensors, name, "bias", FLOATS, 1)
+    bias = take(tensors, name, "bias", FLOAT_TYPES, 1)
     expect_shape(bias.shape, name, "bias", (rows,), f"{rows} output features")
     return bias
 
@@ -116,9 +116,24 @@ def check_g_idx(tensors: Tensors, name: str, suffix: str, features: int, group_s
         return
     g_idx = take(tensors, name, suffix, (torch.int32, torch.int64), 1)
     expect_shape(g_idx.shape, name, suffix, (features,), f"{features} input features")
-    width = features if group_size == -1 else group_size
-    if not torch.equal(g_idx.long(), torch.arange(features) // width):
+    check_consecutive(g_idx, f"{name}.{suffix}", features if group_size == -1 else group_size)
+
+
+def check_consecutive(g_idx: torch.Tensor, name: str, width: int | None = None) -> None:
+    """Checks that groups are consecutive input features.
+
+    Args:
+        g_idx: integers [K], the group of each input feature.
+        name: of the tensor, for errors.
+        width: of a group; None: what divides K into as many groups as there are numbers.
+
+    Raises:
+        ValueError: they are not, or of several widths: activation order is not supported.
+    """
+    features = g_idx.numel()
+    if width is None and features > 0:
+        width = -(-features // (int(g_idx.max()) + 1))
+    if features > 0 and not torch.equal(g_idx.flatten().long(), torch.arange(features) // width):
         raise ValueError(
-            f"{name}.{suffix}: groups are not consecutive input features (activation order, desc_act), "
-            "which is not supported"
+            f"{name}: groups are not consecutive input features (activation order, desc_act), which is not supported"
         )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
-from w4a8.core.json_fields import CheckpointError, check_field, json_field, shorten
+from w4a8.core.json_fields import check_field, json_field, shorten
 from w4a8.formats.nvfp4 import BLOCK
-from w4a8.formats.stored import NotOurs, Stored
+from w4a8.formats.stored import LeftOut, Stored, stored_or_left_out
 
 _WHERE = "quantization_config"
 NVFP4 = "modelopt-nvfp4"
@@ -21,7 +22,7 @@ class ModelOptRules:
     """``quant_method: modelopt``: NVFP4, of all modules or, in MIXED_PRECISION, of those that are named so.
 
     Attributes:
-        default: how a module is stored that no entry names; NotOurs where nothing is.
+        default: how a module is stored that no entry names; LeftOut where nothing is.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -39,41 +40,37 @@ class ModelOptRules:
         self._skipped = json_field(config, skipped, list, self._skipped_key) or []
         for entry in self._skipped:
             check_field(isinstance(entry, str), f"an entry of {self._skipped_key}", entry, "a name")
-        self._layers: dict[str, Stored | NotOurs] | None = None
-        self.default: Stored | NotOurs
+        self._layers: dict[str, Stored | LeftOut] | None = None
+        self.default: Stored | LeftOut
         if _algorithm(config) == MIXED:
             key = f"{self._where}.quantized_layers"
             layers = json_field(config, "quantized_layers", dict, key) or {}
             where = {name: f"{key}[{shorten(name)}]" for name in layers}
             self._layers = {
-                name: self._try(json_field(layers, name, dict, where[name]) or {}, where[name]) for name in layers
+                name: _found(json_field(layers, name, dict, where[name]) or {}, where[name]) for name in layers
             }
-            self.default = NotOurs(f"not quantized: {key} does not name it", quantized=False)
+            self.default = LeftOut(f"not quantized: {key} does not name it", quantized=False)
         else:
-            self.default = self._try(config, self._where)
+            self.default = _found(config, self._where)
 
-    def of(self, module: str) -> Stored | NotOurs:
+    def of(self, module: str) -> Stored | LeftOut:
         """As :meth:`Rules.of`: a module is left out if an entry matches its name, or that of one it is part of.
 
         In MIXED_PRECISION it is what the longest such name of ``quantized_layers`` says.
         """
         for entry in self._skipped:
             if fnmatchcase(module, entry) or fnmatchcase(module, f"{entry}.*"):
-                reason = f"{module} is not quantized: {self._skipped_key} has {shorten(entry)}"
-                return NotOurs(reason, quantized=False)
+                return LeftOut.not_quantized(module, f"{self._skipped_key} has {shorten(entry)}")
         if self._layers is None:
             return self.default
         name = module
         while name and name not in self._layers:
             name = name.rpartition(".")[0]
-        return self._layers[name] if name else NotOurs(f"{module} is {self.default.reason}", quantized=False)
+        return self._layers[name] if name else LeftOut(f"{module} is {self.default.reason}", quantized=False)
 
-    @staticmethod
-    def _try(config: Mapping[str, Any], where: str) -> Stored | NotOurs:
-        try:
-            return _stored(config, where)
-        except CheckpointError as error:
-            return NotOurs(str(error), quantized=True)
+
+def _found(config: Mapping[str, Any], where: str) -> Stored | LeftOut:
+    return stored_or_left_out(partial(_stored, config, where))
 
 
 def _algorithm(config: Mapping[str, Any]) -> object:

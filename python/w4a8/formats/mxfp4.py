@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from w4a8.core.float8 import powers_of_two
-from w4a8.core.matrix import Matrix4
+from w4a8.core.kind import Kind
+from w4a8.core.matrix import Matrix
 from w4a8.formats.matrix import Tensors, expect_shape, groups_of, take, take_bias
 
 BLOCK = 32
@@ -22,7 +23,7 @@ def block_scales(exponents: torch.Tensor, name: str) -> torch.Tensor:
     return powers_of_two(exponents)
 
 
-def from_mxfp4_pack_quantized(tensors: Tensors, name: str) -> Matrix4:
+def from_mxfp4_pack_quantized(tensors: Tensors, name: str) -> Matrix:
     """A matrix of compressed-tensors' ``mxfp4-pack-quantized``, which AutoRound writes as well.
 
         weight_packed   uint8 [N, K/2]    codes in pairs, low nibble = even k
@@ -34,7 +35,7 @@ def from_mxfp4_pack_quantized(tensors: Tensors, name: str) -> Matrix4:
     return _read(tensors, name, "weight_packed")
 
 
-def from_quark_mxfp4(tensors: Tensors, name: str) -> Matrix4:
+def from_quark_mxfp4(tensors: Tensors, name: str) -> Matrix:
     """A matrix in MXFP4 as AMD Quark writes it.
 
         weight          uint8 [N, K/2]    codes in pairs, low nibble = even k
@@ -51,7 +52,7 @@ def from_quark_mxfp4(tensors: Tensors, name: str) -> Matrix4:
     return _read(tensors, name, "weight")
 
 
-def _read(tensors: Tensors, name: str, suffix: str) -> Matrix4:
+def _read(tensors: Tensors, name: str, suffix: str) -> Matrix:
     """``suffix``: of the codes."""
     codes = take(tensors, name, suffix, (torch.uint8,), 2)
     rows, columns = codes.shape[0], 2 * codes.shape[1]
@@ -61,10 +62,10 @@ def _read(tensors: Tensors, name: str, suffix: str) -> Matrix4:
         exponents.shape, name, "weight_scale", (rows, groups), f"{columns} x {rows} features in blocks of {BLOCK}"
     )
     scales = block_scales(exponents, f"{name}.weight_scale")
-    return Matrix4(codes.contiguous(), scales, None, "e2m1", take_bias(tensors, name, rows))
+    return Matrix(codes.contiguous(), scales, None, Kind.E2M1, take_bias(tensors, name, rows))
 
 
-def from_mxfp4(tensors: Tensors, name: str) -> Matrix4:
+def from_mxfp4(tensors: Tensors, name: str) -> Matrix:
     """A matrix in MXFP4; of a stack of experts, one of them.
 
         blocks   uint8 [N, K/32, 16]   codes in pairs, low nibble = even k
@@ -86,4 +87,4 @@ def from_mxfp4(tensors: Tensors, name: str) -> Matrix4:
     exponents = take(tensors, name, "scales", (torch.uint8,), 2)
     expect_shape(exponents.shape, name, "scales", (rows, groups), f"{rows} x {groups} blocks")
     scales = block_scales(exponents, f"{name}.scales")
-    return Matrix4(blocks.flatten(1).contiguous(), scales, None, "e2m1", take_bias(tensors, name, rows))
+    return Matrix(blocks.flatten(1).contiguous(), scales, None, Kind.E2M1, take_bias(tensors, name, rows))

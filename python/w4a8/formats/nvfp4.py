@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from w4a8.core.float8 import E4M3, bits_of
-from w4a8.core.matrix import Matrix4
+from w4a8.core.kind import Kind
+from w4a8.core.matrix import Matrix
 from w4a8.formats.matrix import Tensors, expect_shape, groups_of, take, take_bias
 
 BLOCK = 16
@@ -42,7 +43,7 @@ def checked_global_scale(scale: torch.Tensor, name: str, reciprocal: bool) -> to
     return factor
 
 
-def _read(tensors: Tensors, name: str, suffixes: tuple[str, str], reciprocal: bool) -> Matrix4:
+def _read(tensors: Tensors, name: str, suffixes: tuple[str, str], reciprocal: bool) -> Matrix:
     weight, global_scale = suffixes
     codes = take(tensors, name, weight, (torch.uint8,), 2)
     rows, columns = codes.shape[0], 2 * codes.shape[1]
@@ -56,10 +57,10 @@ def _read(tensors: Tensors, name: str, suffixes: tuple[str, str], reciprocal: bo
     of_all = take(tensors, name, global_scale, (torch.float32,), 0 if of_all is None else of_all.dim())
     factor = checked_global_scale(of_all, f"{name}.{global_scale}", reciprocal)
     bias = take_bias(tensors, name, rows)
-    return Matrix4(codes.contiguous(), bits.contiguous(), None, "e2m1", bias, factor.repeat(rows))
+    return Matrix(codes.contiguous(), bits.contiguous(), None, Kind.E2M1, bias, factor.repeat(rows))
 
 
-def from_nvfp4(tensors: Tensors, name: str) -> Matrix4:
+def from_nvfp4(tensors: Tensors, name: str) -> Matrix:
     """A matrix in NVFP4 as nvidia-modelopt writes it.
 
         weight           uint8 [N, K/2]            codes in pairs, low nibble = even k
@@ -80,7 +81,7 @@ def from_nvfp4(tensors: Tensors, name: str) -> Matrix4:
     return _read(tensors, name, ("weight", "weight_scale_2"), reciprocal=False)
 
 
-def from_nvfp4_pack_quantized(tensors: Tensors, name: str) -> Matrix4:
+def from_nvfp4_pack_quantized(tensors: Tensors, name: str) -> Matrix:
     """A matrix of compressed-tensors' ``nvfp4-pack-quantized``, which AutoRound writes as well.
 
         weight_packed         uint8 [N, K/2]            codes in pairs, low nibble = even k

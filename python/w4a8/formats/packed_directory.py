@@ -1,5 +1,67 @@
-"""What config.json says in its quantization_config of a directory of packed weights (docs/transformers.md)."""
+"""Directories of packed weights (docs/transformers.md): what config.json says, and the headers in their files."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from w4a8.core.matrix import PackedAs
+from w4a8.ops import PackedHeader, read_header
+
+# In the quantization_config.
 METHOD = "w4a8"
 # Of the tensors: how modules and their packed tensors are named.
 FORMAT, VERSION = "packed", 1
+# Last part of a packed tensor's name -> the parameter of a float module that it stands for.
+STANDS_FOR = {"packed": "weight", "w13_packed": "gate_up_proj", "w2_packed": "down_proj"}
+
+
+@dataclass(frozen=True)
+class PackedTensor:
+    """A packed tensor in a file.
+
+    Attributes:
+        header: of the matrix, or of the first one of a stack.
+        shape: of the tensor.
+    """
+
+    header: PackedHeader
+    shape: tuple[int, ...]
+
+    @property
+    def packed_as(self) -> PackedAs:
+        """The form that the header tells of."""
+        return PackedAs.of_header(self.header)
+
+
+# Last part of the name -> tensor, of one module.
+Parts = Mapping[str, PackedTensor]
+
+
+def check_stated(method: object, kind: object, version: object) -> None:
+    """Raises ValueError if a quantization_config is of another method, format or version than this package reads."""
+    if (method, kind, version) != (METHOD, FORMAT, VERSION):
+        raise ValueError(
+            f"quantization_config is {method!r} in format {kind!r}, version {version}; this w4a8 reads {METHOD!r} in "
+            f"format {FORMAT!r}, version {VERSION}"
+        )
+
+
+def packed_tensors(slices: Iterable[tuple[str, Any]]) -> dict[str, dict[str, PackedTensor]]:
+    """Module -> last part of the name -> packed tensor, of safetensors' slices by name; of others nothing is read.
+
+    Raises:
+        ValueError: a tensor of such a name is no packed matrix, or stack of them; names it.
+    """
+    found: dict[str, dict[str, PackedTensor]] = {}
+    for key, part in slices:
+        module, _, leaf = key.rpartition(".")
+        if leaf in STANDS_FOR:
+            shape = tuple(part.get_shape())
+            first = part[...] if len(shape) == 1 else part[:1][0]  # a view: only the header is read
+            try:
+                found.setdefault(module, {})[leaf] = PackedTensor(read_header(first), shape)
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"{key}: {error}") from error
+    return found

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 from w4a8.core.json_fields import CheckpointError, check_field, check_name, json_field, names_field, shorten
 from w4a8.formats.mxfp4 import BLOCK
-from w4a8.formats.stored import NotOurs, Stored
+from w4a8.formats.stored import LeftOut, Stored, stored_or_left_out
 
 _WHERE = "quantization_config"
 MXFP4 = "quark-mxfp4"
@@ -19,7 +20,7 @@ class QuarkRules:
     """``quant_method: quark``: MXFP4 weights, of all modules or of those that are named so.
 
     Attributes:
-        default: how a module is stored that no entry names; NotOurs where nothing is.
+        default: how a module is stored that no entry names; LeftOut where nothing is.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -41,7 +42,7 @@ class QuarkRules:
         key = f"{_WHERE}.global_quant_config"
         self.default = self._try(json_field(config, "global_quant_config", dict, key) or {}, key)
 
-    def of(self, module: str) -> Stored | NotOurs:
+    def of(self, module: str) -> Stored | LeftOut:
         """As :meth:`Rules.of`: an entry of ``exclude`` that matches all of its name leaves a module out.
 
         Of others the first entry of ``layer_quant_config`` that does says how they are, then what
@@ -49,14 +50,14 @@ class QuarkRules:
         """
         entry = self._excluded.first(module)
         if entry is not None:
-            return NotOurs(f"{module} is not quantized: {_WHERE}.exclude has {shorten(entry)}", quantized=False)
+            return LeftOut.not_quantized(module, f"{_WHERE}.exclude has {shorten(entry)}")
         entry = self._named.first(module)
         found = self._types.get("Linear", self.default) if entry is None else self._layers[entry]
-        if isinstance(found, NotOurs):
-            return NotOurs(f"{module}: {found.reason}", found.quantized)
+        if isinstance(found, LeftOut):
+            return LeftOut(f"{module}: {found.reason}", found.quantized)
         return found
 
-    def _entries(self, config: Mapping[str, Any], name: str) -> dict[str, Stored | NotOurs]:
+    def _entries(self, config: Mapping[str, Any], name: str) -> dict[str, Stored | LeftOut]:
         """An object of objects, each of which says how some modules are."""
         key = f"{_WHERE}.{name}"
         found = json_field(config, name, dict, key) or {}
@@ -67,15 +68,13 @@ class QuarkRules:
             entry: self._try(json_field(found, entry, dict, where[entry]) or {}, where[entry], entry) for entry in found
         }
 
-    def _try(self, entry: Mapping[str, Any], where: str, name: str = "") -> Stored | NotOurs:
+    def _try(self, entry: Mapping[str, Any], where: str, name: str = "") -> Stored | LeftOut:
         if entry.get("weight") is None:
-            return NotOurs(f"{where}.weight is missing: not quantized", quantized=False)
-        try:
-            # What the KV cache is to hold; here it has another type. Queries may be quantized with it.
-            outputs = any(fnmatchcase(name, cached) for cached in self._cached)
-            return _stored(entry, where, outputs or (bool(self._cached) and name.endswith("q_proj")))
-        except CheckpointError as error:
-            return NotOurs(str(error), quantized=True)
+            return LeftOut(f"{where}.weight is missing: not quantized", quantized=False)
+        # What the KV cache is to hold; here it has another type. Queries may be quantized with it.
+        outputs = any(fnmatchcase(name, cached) for cached in self._cached)
+        outputs = outputs or (bool(self._cached) and name.endswith("q_proj"))
+        return stored_or_left_out(partial(_stored, entry, where, outputs))
 
 
 def _check_algorithms(config: Mapping[str, Any]) -> None:

@@ -8,18 +8,19 @@ from dataclasses import dataclass
 import torch
 
 from w4a8.core.activation_groups import PER_TOKEN
-from w4a8.core.matrix import Matrix, Matrix4, middle_codes
-from w4a8.formats.awq import from_awq, output_features, output_nibbles
+from w4a8.core.json_fields import CheckpointError
+from w4a8.core.kind import Kind, integers_of
+from w4a8.core.matrix import Matrix
+from w4a8.formats.awq import from_awq, output_features
 from w4a8.formats.compressed_tensors import from_int_quantized, from_pack_quantized, stated_shape
-from w4a8.formats.gptq import from_gptq
-from w4a8.formats.matrix import Tensors, check_not_empty, checked_zeros, expect_shape
-from w4a8.formats.mxfp4 import BLOCK, block_scales, from_mxfp4, from_mxfp4_pack_quantized, from_quark_mxfp4
-from w4a8.formats.nvfp4 import checked_block_scales, checked_global_scale, from_nvfp4, from_nvfp4_pack_quantized
+from w4a8.formats.gptq import from_gptq, stored_zeros
+from w4a8.formats.matrix import Tensors, checked_zeros, expect_shape, take
+from w4a8.formats.mxfp4 import BLOCK, from_mxfp4, from_mxfp4_pack_quantized, from_quark_mxfp4
+from w4a8.formats.nvfp4 import from_nvfp4, from_nvfp4_pack_quantized
 from w4a8.formats.parts import Part, parts_of
-from w4a8.formats.words import codes, word_bytes
 
-# Formats of 4-bit floats, which need no configuration.
-_FLOATS: dict[str, Callable[[Tensors, str], Matrix4]] = {
+# Readers of 4-bit floats, which need no configuration.
+_FLOAT_READERS: dict[str, Callable[[Tensors, str], Matrix]] = {
     "mxfp4": from_mxfp4,
     "mxfp4-pack-quantized": from_mxfp4_pack_quantized,
     "quark-mxfp4": from_quark_mxfp4,
@@ -31,9 +32,6 @@ _FLOATS: dict[str, Callable[[Tensors, str], Matrix4]] = {
 @dataclass(frozen=True)
 class Stored:
     """How one module is stored, as the configuration of its checkpoint says.
-
-    A matrix is read as a whole (:meth:`read`), or tensor by tensor for loaders that get them in any order
-    (:meth:`piece`).
 
     Attributes:
         format: ``gptq``, ``awq``, ``int-quantized``, ``pack-quantized``, ``mxfp4-pack-quantized``,
@@ -73,13 +71,13 @@ class Stored:
         return parts_of(self.format, self.bits)
 
     @property
-    def values(self) -> str:
-        """``int4``, ``e2m1`` or ``int8``."""
-        return "e2m1" if self.format in _FLOATS else f"int{self.bits}"
+    def kind(self) -> Kind:
+        """Of the codes."""
+        return Kind.E2M1 if self.format in _FLOAT_READERS else integers_of(self.bits)
 
     @property
     def channel_scales(self) -> bool:
-        """Whether scales have two levels (:class:`Matrix4`)."""
+        """Whether scales have two levels (:class:`Matrix`)."""
         return any(part.kind == "global_scale" for part in self.parts)
 
     def groups(self, columns: int) -> int:
@@ -135,7 +133,7 @@ class Stored:
         return self.parts[0].features(codes)
 
     def read(self, tensors: Tensors, name: str) -> Matrix:
-        """The matrix of a module: a Matrix4, or a Matrix8 if codes have 8 bits.
+        """The matrix of a module, once all of its tensors are there that are :attr:`required`.
 
         Args:
             tensors: by the last part of their names; others are not looked at.
@@ -145,8 +143,8 @@ class Stored:
             ValueError: a tensor is missing, has another dtype or shape, or values that this format does not have;
                 names it.
         """
-        if self.format in _FLOATS:
-            return _FLOATS[self.format](tensors, name)
+        if self.format in _FLOAT_READERS:
+            return _FLOAT_READERS[self.format](tensors, name)
         if self.format == "gptq":
             if self.activation_order and tensors.get("g_idx") is None:
                 raise ValueError(f"{name}.g_idx is missing, though the configuration says desc_act")
@@ -156,58 +154,19 @@ class Stored:
         read = from_awq if self.format == "awq" else from_int_quantized
         return read(tensors, name, self.group_size, self.symmetric)
 
-    def piece(self, part: Part, tensor: torch.Tensor, name: str) -> torch.Tensor | None:
-        """One tensor of a matrix in the form that :class:`w4a8.core.packer.ExpertPacker` takes.
+    def check_zero_points(self, tensor: torch.Tensor, name: str) -> None:
+        """Looks at zero points of a symmetric ``gptq`` or ``awq``, without which a matrix is read if they come late.
 
         Args:
-            part: which: codes, scales (also the one of all) or zero points.
-            tensor: as it is in the file; MXFP4's codes as a matrix.
+            tensor: ``qzeros``.
             name: of the matrix, for errors.
 
-        Returns:
-            Codes uint8 [N, K/2] or of 8 bits [N, K], or what the packer makes them of (int8 [N, K], int32 words);
-            scales [N, G]; zero points uint8 [N, G], None if the format is symmetric.
-
         Raises:
-            ValueError: another dtype or number of dimensions, or values that this format does not have.
+            ValueError: another dtype or number of dimensions, or one that is not in the middle of the codes.
         """
-        full = f"{name}.{part.suffix}"
-        floats = part.dtype == torch.float32 and part.kind != "global_scale"
-        if not part.takes(tensor.dtype):
-            expected = "a float" if floats else str(part.dtype).removeprefix("torch.")
-            raise ValueError(f"{full}: dtype {tensor.dtype}, but {expected} is expected")
-        if part.kind == "global_scale":
-            return checked_global_scale(tensor, full, self.format == "nvfp4-pack-quantized")
-        if tensor.dim() != 2:
-            raise ValueError(f"{full}: shape {tuple(tensor.shape)}, but 2 dimensions are expected")
-        check_not_empty(tensor, full)
-        if part.kind == "weight":
-            return self._codes(tensor)
-        if part.kind == "zero_points":
-            stored = self._zeros(tensor)
-            zeros = checked_zeros(stored, name, part.suffix, self.symmetric, self.bits)
-            if zeros is None and not self.symmetric:
-                zeros = middle_codes(stored, self.values)
-            return zeros
-        if not floats:
-            return (checked_block_scales if self.channel_scales else block_scales)(tensor, full)
-        if not torch.isfinite(tensor).all():
-            raise ValueError(f"{full}: not all scales are finite")
-        return tensor.T if part.axes[0] == "g" else tensor
-
-    def _codes(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.format == "gptq":
-            return word_bytes(tensor.T)
-        return output_nibbles(tensor) if self.format == "awq" else tensor
-
-    def _zeros(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.format == "awq":
-            return output_features(tensor).T
-        if self.format == "gptq":
-            return codes(tensor, self.bits).T.to(torch.int32) + (2 - self.version)
-        if self.format == "pack-quantized":
-            return codes(tensor.T, self.bits).T
-        return tensor.to(torch.int32) + 8
+        words = take({"qzeros": tensor}, name, "qzeros", (torch.int32,), 2)
+        zeros = output_features(words) if self.format == "awq" else stored_zeros(words, self.version, self.bits)
+        checked_zeros(zeros, name, "qzeros", True, self.bits)
 
 
 def wanted_by_all(stored: Iterable[Stored], asked: int | None) -> int | None:
@@ -217,8 +176,8 @@ def wanted_by_all(stored: Iterable[Stored], asked: int | None) -> int | None:
 
 
 @dataclass(frozen=True)
-class NotOurs:
-    """A module whose weights are not 4 bits that the operators have.
+class LeftOut:
+    """A module that is not read here: it is not quantized, or in a way that the operators do not have.
 
     Attributes:
         reason: in words, with the key of the configuration.
@@ -227,3 +186,21 @@ class NotOurs:
 
     reason: str
     quantized: bool
+
+    @classmethod
+    def not_quantized(cls, module: str, why: str) -> LeftOut:
+        """Of a module that is not quantized at all."""
+        return cls(f"{module} is not quantized: {why}", quantized=False)
+
+
+def stored_or_left_out(read: Callable[[], Stored], where: str = "") -> Stored | LeftOut:
+    """What a part of a configuration says, or that it says something that is not read here.
+
+    Args:
+        read: raises CheckpointError for that, with the reason.
+        where: put behind the reason.
+    """
+    try:
+        return read()
+    except CheckpointError as error:
+        return LeftOut(f"{error}{where}", quantized=True)

@@ -6,11 +6,11 @@ import torch
 
 from w4a8.core.matrix import GROUP_SIZES, is_group_size
 from w4a8.core.nibbles import check_int4_range, to_nibbles
-from w4a8.core.platforms import current_platform
 from w4a8.core.scale_types import SCALE_TYPES
 from w4a8.core.weight_utils import replace_parameter
 from w4a8.linear.mixed_precision import MPLinearKernel, MPLinearLayerConfig
 from w4a8.linear.scalar_type import scalar_types
+from w4a8.moe.platforms import current_platform
 from w4a8.ops import dyn_quant_pack_4bit_weight, dynamic_per_token_int8_quant, int4_gemm_w4a8
 
 _ACT_TYPES = (torch.float32, torch.bfloat16, torch.float16)

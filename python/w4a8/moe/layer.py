@@ -6,33 +6,10 @@ from collections.abc import Mapping
 
 import torch
 
-from w4a8.core.loader import MoEWeightLoader
 from w4a8.moe.config import FusedMoEConfig, RoutingMethodType
+from w4a8.moe.loader import MoEWeightLoader
 from w4a8.moe.method import CompressedTensorsW4A8Int8MoEMethod
 from w4a8.nn.packed import PackedModule
-
-
-def determine_expert_map(ep_size: int, ep_rank: int, global_num_experts: int) -> tuple[int, torch.Tensor | None]:
-    """Which experts a rank of expert parallelism holds: neighbours, the first ranks one more if they do not divide.
-
-    Args:
-        ep_size: ranks.
-        ep_rank: this one.
-        global_num_experts: of the model.
-
-    Returns:
-        How many experts it holds, and int32 [global experts] with local index or -1; None for a single rank.
-    """
-    if not 0 <= ep_rank < ep_size:
-        raise ValueError(f"ep_rank {ep_rank} is outside [0, {ep_size})")
-    if ep_size == 1:
-        return global_num_experts, None
-    share, remainder = divmod(global_num_experts, ep_size)
-    count = share + (ep_rank < remainder)
-    start = ep_rank * share + min(ep_rank, remainder)
-    expert_map = torch.full((global_num_experts,), -1, dtype=torch.int32)
-    expert_map[start : start + count] = torch.arange(count, dtype=torch.int32)
-    return count, expert_map
 
 
 class RoutedExperts(PackedModule):
@@ -57,7 +34,6 @@ class RoutedExperts(PackedModule):
         e_score_correction_bias: torch.Tensor | None = None,
         routed_scaling_factor: float | None = None,
         w13_interleaved: bool = False,
-        packed: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
         """Creates the parameters.
 
@@ -72,7 +48,6 @@ class RoutedExperts(PackedModule):
             e_score_correction_bias: [global experts], or None.
             routed_scaling_factor: multiplies router weights; None is 1.
             w13_interleaved: a fused w13 will be loaded whose rows alternate gate and up.
-            packed: w13 and w2, uint8 [local experts, bytes], if there is nothing to load: the layer can run at once.
         """
         super().__init__()
         if expert_map is None and moe.num_local_experts != moe.num_experts:
@@ -95,9 +70,6 @@ class RoutedExperts(PackedModule):
         self.weight_loader = MoEWeightLoader(
             parallel.tp_rank, parallel.tp_size, expert_map, w13_interleaved, gated=bool(moe.is_act_and_mul)
         )
-        if packed is not None:
-            quant_method.take_packed(self, *packed)
-            return
         quant_method.create_weights(
             self,
             num_experts=moe.num_local_experts,

@@ -14,15 +14,17 @@ from typing import Any
 
 import torch
 
-from w4a8.core.experts import ExpertSizes, pack_parameters, register_parameters, set_packed
+from w4a8.core.experts import ExpertSizes
 from w4a8.core.quant_args import QuantizationStrategy
 from w4a8.moe.config import FusedMoEConfig, FusedMoEQuantConfig
 from w4a8.moe.modular_kernel import FusedMoEExperts, FusedMoEKernel
 from w4a8.moe.oracle.w4a8_int8 import (
+    convert_to_w4a8_int8_moe_format,
     make_w4a8_int8_moe_kernel,
     make_w4a8_int8_moe_quant_config,
     select_w4a8_int8_moe_backend,
 )
+from w4a8.moe.parameters import register_parameters, set_packed
 from w4a8.moe.quant_key import QuantKey, int4_weight_key
 
 
@@ -114,24 +116,15 @@ class CompressedTensorsW4A8Int8MoEMethod(CompressedTensorsMoEMethod):
         """
         gated = bool(self.moe.is_act_and_mul)
         sizes = ExpertSizes(num_experts, hidden_size, intermediate_size_per_partition, self.group_size, gated)
-        self._register(layer, sizes, params_dtype, extra_weight_attrs)
-
-    def _register(
-        self, layer: torch.nn.Module, sizes: ExpertSizes, params_dtype: torch.dtype, attrs: dict[str, Any]
-    ) -> None:
         # As upstream. Where a checkpoint has scales that bfloat16 would round, the loader makes the parameter float32.
         scale_dtype = torch.float32 if self.group_size == -1 else torch.bfloat16
         bias_dtype = params_dtype if self.has_bias else None
-        register_parameters(layer, sizes, scale_dtype, bias_dtype, attrs)
+        register_parameters(layer, sizes, scale_dtype, bias_dtype, extra_weight_attrs)
         layer.w13_in_features = sizes.hidden
         layer.w13_out_features = sizes.w13_rows
         layer.w2_in_features = sizes.intermediate
         layer.w2_out_features = sizes.hidden
         layer.group_size = sizes.group_size
-
-    def _pack(self, layer: torch.nn.Module) -> None:
-        """Replaces the loaded parameters by the packed ones; the int8 storage is used up on the way."""
-        pack_parameters(layer, self.group_size, getattr(layer, "w13_interleaved", False))
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Packs the loaded weights, frees them, and builds the kernel.
@@ -139,16 +132,21 @@ class CompressedTensorsW4A8Int8MoEMethod(CompressedTensorsMoEMethod):
         Peak memory is the raw weights, the packed ones and the temporaries of one matrix: the int8 storage is
         overwritten, so nothing else may share it. Rows of w13 alternate gate and up if ``layer.w13_interleaved``.
         """
-        self._pack(layer)
-        self._make_kernel(layer)
+        w13_packed, w2_packed, *_ = convert_to_w4a8_int8_moe_format(
+            layer.w13_weight,
+            layer.w2_weight,
+            layer.w13_weight_scale,
+            layer.w2_weight_scale,
+            self.group_size,
+            getattr(layer, "w13_bias", None),
+            getattr(layer, "w2_bias", None),
+            w13_interleaved=getattr(layer, "w13_interleaved", False),
+            in_place=True,
+        )
+        self.take_packed(layer, w13_packed, w2_packed)
 
     def take_packed(self, layer: torch.nn.Module, w13_packed: torch.Tensor, w2_packed: torch.Tensor) -> None:
-        """Makes packed stacks, uint8 [E, bytes], the weights of a layer, whose parameters it may not have yet."""
-        if not hasattr(layer, "w13_weight_packed"):
-            moe = self.moe
-            gated = bool(moe.is_act_and_mul)
-            sizes = ExpertSizes(0, moe.hidden_dim, moe.intermediate_size_per_partition, self.group_size, gated)
-            self._register(layer, sizes, moe.in_dtype, {})
+        """Makes packed stacks, uint8 [E, bytes], the weights of a layer, whose raw parameters become empty."""
         set_packed(layer, "w13", w13_packed)
         set_packed(layer, "w2", w2_packed)
         self._make_kernel(layer)

@@ -10,10 +10,10 @@ import torch
 
 from w4a8.core.activation import MoEActivation, as_activation
 from w4a8.core.experts import ExpertSizes, run_experts
-from w4a8.core.platforms import current_platform
 from w4a8.core.routing import select_experts
 from w4a8.moe import method
 from w4a8.moe.config import FusedMoEQuantConfig
+from w4a8.moe.platforms import current_platform
 from w4a8.moe.quant_key import QuantKey
 
 

@@ -13,8 +13,8 @@ from enum import Enum
 import torch
 
 from w4a8.core.activation import MoEActivation
-from w4a8.core.platforms import current_platform
 from w4a8.moe.config import FusedMoEConfig, FusedMoEParallelConfig, FusedMoEQuantConfig, RoutingMethodType
+from w4a8.moe.platforms import current_platform
 from w4a8.moe.quant_key import QuantKey
 
 

@@ -4,25 +4,59 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from w4a8.core.experts import ExpertSizes
-from w4a8.core.stack import PackedAs, pack_for_stack
-from w4a8.nn.grids import DEFAULT_GROUP_SIZE
+from w4a8.core.matrix import PackedAs, pack_as
+from w4a8.nn.options import DEFAULT_GROUP_SIZE, QuantOptions
 from w4a8.nn.packed import PackedModule
 from w4a8.nn.rounding import round_weight
-from w4a8.ops import DEFAULT_EFFORT, Activation, dynamic_4bit_int_moe
+from w4a8.ops import Activation, dynamic_4bit_int_moe
 
 
-class W4A8Experts(PackedModule):
-    """All experts in one call, with the arguments of the experts modules of transformers 5.
+class PackedExperts(PackedModule):
+    """Two packed stacks, which are buffers and so part of the state dict; loading checks that they have these sizes.
 
-    The packed weights are buffers and so part of the state dict; loading checks that they are matrices of these shapes.
+    Attributes:
+        sizes: of the experts in the stacks.
+        w13_packed: uint8 [E, bytes] of ``dyn_quant_pack_4bit_weight``: gate rows, then up rows.
+        w2_packed: uint8 [E, bytes].
     """
 
     w13_packed: torch.Tensor
     w2_packed: torch.Tensor
+
+    def __init__(self, w13_packed: torch.Tensor, w2_packed: torch.Tensor, sizes: ExpertSizes) -> None:
+        """Takes the stacks.
+
+        Raises:
+            ValueError: a stack is not of these sizes; says why.
+        """
+        super().__init__()
+        self.sizes = sizes
+        for name, packed in (("w13_packed", w13_packed), ("w2_packed", w2_packed)):
+            self.check_packed(name, packed)
+            self.register_buffer(name, packed)
+
+    def packed_shapes(self) -> dict[str, dict[str, int | str]]:
+        """What the headers must say."""
+        group = self.sizes.group_size
+        return {
+            f"{name}_packed": {"n": rows, "k": columns, "group": columns if group == -1 else group}
+            for name, rows, columns in self.sizes.stacks
+        }
+
+    def check_packed(self, name: str, packed: torch.Tensor) -> None:
+        """Raises ValueError if a tensor cannot be the stack of this name; says why."""
+        if packed.dim() != 2 or len(packed) != self.sizes.experts:
+            raise ValueError(f"{name} is {list(packed.shape)}, expected [{self.sizes.experts}, bytes]")
+        super().check_packed(name, packed)
+
+
+class W4A8Experts(PackedExperts):
+    """All experts in one call, with the arguments of the experts modules of transformers 5."""
 
     def __init__(
         self,
@@ -43,92 +77,73 @@ class W4A8Experts(PackedModule):
             group_size: values of k per scale; -1 is channelwise.
             activation: between w13 and w2.
         """
-        super().__init__()
+        super().__init__(
+            w13_packed, w2_packed, ExpertSizes(len(w13_packed), hidden_size, intermediate_size, group_size)
+        )
         self.num_experts = len(w13_packed)
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size
         self.group_size = group_size
         self.activation = Activation(activation)
-        for name, packed in (("w13_packed", w13_packed), ("w2_packed", w2_packed)):
-            if packed.dim() != 2 or len(packed) != self.num_experts:
-                raise ValueError(f"{name} is {list(packed.shape)}, expected [{self.num_experts}, bytes]")
-            self.check_packed(name, packed)
-            self.register_buffer(name, packed)
 
     @classmethod
     def from_float(
         cls,
         w13: Sequence[torch.Tensor],
         w2: Sequence[torch.Tensor],
-        group_size: int = DEFAULT_GROUP_SIZE,
+        options: QuantOptions | int | None = None,
         activation: Activation = Activation.SILU,
         *,
         w13_bias: Sequence[torch.Tensor] | None = None,
         w2_bias: Sequence[torch.Tensor] | None = None,
-        scale_dtype: torch.dtype = torch.float32,
-        effort: int = DEFAULT_EFFORT,
-        symmetric: bool = True,
-        values: str = "int4",
         w13_importance: torch.Tensor | None = None,
         w2_importance: torch.Tensor | None = None,
-        activation_group: int | None = None,
         packed_one: Callable[[], object] = lambda: None,
+        **fields: Any,
     ) -> W4A8Experts:
         """Quantizes experts one by one (docs/quantization.md, "Rounding").
 
         Args:
             w13: [E, 2I, H], or a sequence of E matrices [2I, H]: gate rows, then up rows. Any floating point type.
             w2: [E, H, I], or a sequence of E matrices [H, I].
-            group_size: 16 or a multiple of 32 that divides H and I; -1 is channelwise.
+            options: a :class:`QuantOptions`, whose group divides H and I, or its group size alone.
             activation: between them.
             w13_bias: [E, 2I] or a sequence of E; None for none.
             w2_bias: [E, H] or a sequence of E; None for none.
-            scale_dtype: float32 or bfloat16.
-            effort: 0 to 2: how long scales, and zero points, are searched for.
-            symmetric: False: int4 values with a zero point for each group.
-            values: ``int4``, or ``e2m1`` for the numbers of MXFP4, with any scales; then ``symmetric``.
             w13_importance: floating point [E, H], what the squared error of a weight counts, as the mean square of its
                 input channel; None: all alike.
             w2_importance: [E, I].
-            activation_group: values of k of an input, and of what is between w13 and w2, that share a scale when they
-                are quantized to int8: 32, 64 or 128 that divides the group, or H and I of groups of 16; -1, all of a
-                row. None: 32, or -1 of a stack where 32 does not fit.
             packed_one: called after each of the 2 E matrices.
+            **fields: of :class:`QuantOptions`, by name.
 
         Raises:
+            TypeError, ValueError: as :class:`QuantOptions`.
             ValueError: an odd size, a group that does not divide, a NaN or an infinity; names the expert. An
                 ``activation_group`` that does not fit; names the stack.
         """
         stacks: list[torch.Tensor | None] = [None, None]
         hidden, intermediate = w2[0].shape
-        groups = ExpertSizes(len(w13), hidden, intermediate, group_size).activation_groups(activation_group)
-        packed_as = PackedAs(values, scale_dtype, zero_points=not symmetric)
-        kind = (scale_dtype, effort, symmetric, values)
+        options = QuantOptions.of(options, fields)
+        group_size = options.group_size
+        groups = ExpertSizes(len(w13), hidden, intermediate, group_size).activation_groups(options.activation_group)
+        packed_as = PackedAs(options.values, options.scale_dtype, zero_points=not options.symmetric)
         parts = (("w13", w13, w13_bias, w13_importance), ("w2", w2, w2_bias, w2_importance))
         for expert in range(len(w13)):
             for which, (name, weights, biases, importances) in enumerate(parts):
                 importance = None if importances is None else importances[expert]
                 try:
-                    matrix = round_weight(weights[expert], group_size, *kind, importance=importance)
+                    matrix = round_weight(weights[expert], options, importance=importance)
                 except ValueError as error:
                     raise ValueError(f"{name} of expert {expert}: {error}") from error
                 bias = None if biases is None else biases[expert]
                 tensors = {"codes": matrix.codes, "scales": matrix.scales, "zero_points": matrix.zero_points}
                 kept_as = replace(packed_as, activation_group=groups[name])
-                packed = pack_for_stack({**tensors, "bias": bias}, group_size, kept_as)
+                packed = pack_as({**tensors, "bias": bias}, group_size, kept_as)
                 if stacks[which] is None:
                     stacks[which] = packed.new_empty(len(w13), len(packed))
                 stacks[which][expert] = packed
                 packed_one()
         return cls(*stacks, hidden, intermediate, group_size, activation)
-
-    def packed_shapes(self) -> dict[str, dict[str, int | str]]:
-        """What the headers must say."""
-        h, i, g = self.hidden_size, self.intermediate_size, self.group_size
-        return {
-            "w13_packed": {"n": 2 * i, "k": h, "group": h if g == -1 else g},
-            "w2_packed": {"n": h, "k": i, "group": i if g == -1 else g},
-        }
 
     def forward(
         self,

@@ -1,12 +1,16 @@
-"""A linear layer with int4 weights whose input is quantized to int8 on the fly."""
+"""Linear layers with 4-bit or 8-bit weights whose input is quantized to int8 on the fly."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
-from w4a8.core.activation_groups import PER_TOKEN, check_activation_group
+from w4a8.core.activation_groups import PER_TOKEN
+from w4a8.core.kind import Kind
+from w4a8.core.matrix import Matrix
+from w4a8.core.nibbles import CODES
 from w4a8.formats import (
     from_auto_round,
     from_awq,
@@ -19,11 +23,9 @@ from w4a8.formats import (
     from_pack_quantized,
     from_quark_mxfp4,
 )
-from w4a8.formats.words import CODES
-from w4a8.nn.grids import DEFAULT_GROUP_SIZE
+from w4a8.nn.options import QuantOptions
 from w4a8.nn.packed import PackedLinear
 from w4a8.nn.rounding import round_weight
-from w4a8.ops import DEFAULT_EFFORT
 
 
 class W4A8Linear(PackedLinear):
@@ -36,37 +38,27 @@ class W4A8Linear(PackedLinear):
     def from_float(
         cls,
         linear: torch.nn.Linear,
-        group_size: int = DEFAULT_GROUP_SIZE,
+        options: QuantOptions | int | None = None,
         *,
-        scale_dtype: torch.dtype = torch.float32,
-        effort: int = DEFAULT_EFFORT,
-        symmetric: bool = True,
-        values: str = "int4",
         importance: torch.Tensor | None = None,
-        activation_group: int | None = None,
+        **fields: Any,
     ) -> W4A8Linear:
         """Quantizes a layer (docs/quantization.md, "Rounding").
 
         Args:
             linear: with any floating point weight. It is left alone. One on the meta device gives one there.
-            group_size: 16 or a multiple of 32 that divides in_features; -1 is channelwise.
-            scale_dtype: float32 or bfloat16.
-            effort: 0 to 2: how long scales, and zero points, are searched for.
-            symmetric: False: int4 values with a zero point for each group.
-            values: ``int4``, or ``e2m1`` for the numbers of MXFP4, with any scales; then ``symmetric``.
+            options: a :class:`QuantOptions`, whose group divides in_features, or its group size alone.
             importance: floating point [in_features], what the squared error of a weight counts, as the mean square of
                 its input channel; None: all alike.
-            activation_group: values of k of an input that share a scale when it is quantized to int8: 32, 64 or 128
-                that divides the group, or in_features of groups of 16; -1, all of a row. None: 32, or -1 where 32 does
-                not fit.
+            **fields: of :class:`QuantOptions`, by name.
 
         Raises:
-            ValueError: the weight has a NaN or an infinity; another argument that is not one of these.
+            TypeError, ValueError: as :class:`QuantOptions`.
+            ValueError: a group that does not divide, or the weight has a NaN or an infinity.
         """
-        kind = (symmetric, values)
-        check_activation_group(activation_group, group_size)
-        matrix = round_weight(linear.weight, group_size, scale_dtype, effort, *kind, linear.bias, importance)
-        return cls.from_matrix(matrix, scale_dtype, activation_group=activation_group)
+        options = QuantOptions.of(options, fields)
+        matrix = round_weight(linear.weight, options, linear.bias, importance)
+        return cls.from_matrix(matrix, options.scale_dtype, activation_group=options.activation_group)
 
     @classmethod
     def from_compressed_tensors(
@@ -91,7 +83,7 @@ class W4A8Linear(PackedLinear):
             weight_zero_point: int32 [ceil(N/8), K/g] (pack-quantized) or int8 [N, K/g] in [-8, 7]; None if symmetric.
             scale_dtype: float32, bfloat16 or float16, that scales are rounded to; if not given, the type of the fewest
                 bytes that holds them exactly: bfloat16, float16 or float32.
-            activation_group: as in :meth:`from_float`, but None is -1 for int-quantized: as W4A8 checkpoints are
+            activation_group: as in :class:`QuantOptions`, but None is -1 for int-quantized: as W4A8 checkpoints are
                 stored, which say that inputs are quantized per token.
 
         Raises:
@@ -139,7 +131,7 @@ class W4A8Linear(PackedLinear):
             version: 1, or 2 for ``checkpoint_format: gptq_v2``.
             name: of the layer, for errors.
             scale_dtype: as in :meth:`from_compressed_tensors`.
-            activation_group: as in :meth:`from_float`.
+            activation_group: as in :class:`QuantOptions`.
 
         Raises:
             ValueError: a tensor is missing, has another dtype or shape, or values that this format does not have.
@@ -201,7 +193,7 @@ class W4A8Linear(PackedLinear):
             name: of the layer, for errors.
             scale_dtype: as in :meth:`from_compressed_tensors`; if not given, e8m0, a byte as in the file (of one group
                 in a row bfloat16).
-            activation_group: as in :meth:`from_float`.
+            activation_group: as in :class:`QuantOptions`.
 
         Raises:
             ValueError: a tensor is missing, has another dtype or shape, or values that this format does not have.
@@ -222,10 +214,24 @@ class W4A8Linear(PackedLinear):
                 :func:`w4a8.formats.from_nvfp4`; or ``weight_packed``, ``weight_scale``, ``weight_global_scale``,
                 ``bias``, as compressed-tensors has: see :func:`w4a8.formats.from_nvfp4_pack_quantized`.
             name: of the layer, for errors.
-            activation_group: as in :meth:`from_float`.
+            activation_group: as in :class:`QuantOptions`.
 
         Raises:
             ValueError: a tensor is missing, has another dtype or shape, or values that this format does not have.
         """
         read = from_nvfp4_pack_quantized if "weight_packed" in tensors else from_nvfp4
         return cls.from_matrix(read(tensors, name), activation_group=activation_group)
+
+
+class W8A8Linear(PackedLinear):
+    """``x @ W.T + bias`` with W packed as ``int8``, as mixed checkpoints have it; the rest as :class:`W4A8Linear`."""
+
+    def packed_shapes(self) -> dict[str, dict[str, int | str]]:
+        """What the header must say."""
+        return {"packed": {**super().packed_shapes()["packed"], "values": Kind.INT8.value}}
+
+
+def linear_from_matrix(matrix: Matrix, activation_group: int | None = None) -> W4A8Linear | W8A8Linear:
+    """The layer of what a reader of a format gives; ``activation_group`` as in :meth:`PackedLinear.from_matrix`."""
+    layer = W8A8Linear if matrix.kind == Kind.INT8 else W4A8Linear
+    return layer.from_matrix(matrix, activation_group=activation_group)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from w4a8.core.matrix import Matrix
-from w4a8.nn.grids import DEFAULT_GROUP_SIZE
+from w4a8.nn.options import DEFAULT_GROUP_SIZE
 from w4a8.ops import dyn_quant_matmul_4bit, read_header
 
 

@@ -12,13 +12,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any
 
 import torch
 
-from w4a8.core.routing import route
-from w4a8.moe.config import RoutingMethodType
-from w4a8.nn import W4A8Experts
+from w4a8.core.experts import gate_and_up
+from w4a8.core.routing import RoutingMethodType, route
+from w4a8.nn import QuantOptions, W4A8Experts
 from w4a8.ops import Activation
 
 _SOFTMAX = re.compile(r"(Qwen2Moe|Qwen3Moe|Mixtral|Olmoe)SparseMoeBlock")
@@ -87,17 +86,19 @@ class Experts:
         """E, H, I."""
         return len(self.w2), *self.w2[0].shape
 
-    def quantize(self, group_size: int, packed_one: Callable[[], object], **options: Any) -> W4A8Experts:
-        """The packed experts."""
+    def quantize(
+        self, options: QuantOptions, packed_one: Callable[[], object] = lambda: None, **importance: torch.Tensor
+    ) -> W4A8Experts:
+        """The packed experts; arguments as in :meth:`W4A8Experts.from_float`."""
         return W4A8Experts.from_float(
             self.w13,
             self.w2,
-            group_size,
+            options,
             self.activation,
             w13_bias=self.w13_bias,
             w2_bias=self.w2_bias,
             packed_one=packed_one,
-            **options,
+            **importance,
         )
 
 
@@ -140,7 +141,7 @@ def fused_experts(
         return None
     chosen = {**dict(module.named_parameters(recurse=False)), **(weights or {})}
     if is_gpt_oss(module):
-        return _interleaved(*(chosen[parameter] for parameter in _GPT_OSS_PARAMETERS))
+        return _gpt_oss_experts(*(chosen[parameter] for parameter in _GPT_OSS_PARAMETERS))
     w13, w2 = chosen["gate_up_proj"], chosen["down_proj"]
     if _is_transposed(module):
         w13, w2 = (_Each(stack, lambda weight: weight.T) for stack in (w13, w2))
@@ -208,19 +209,24 @@ def _is_gpt_oss_of_5(module: torch.nn.Module) -> bool:
     return w2_bias.shape == w2.shape[::2] and constants == SWIGLU_OAI
 
 
-def _interleaved(
+def _gpt_oss_experts(
     w13: Sequence[torch.Tensor],
     w13_bias: Sequence[torch.Tensor],
     w2: Sequence[torch.Tensor],
     w2_bias: Sequence[torch.Tensor],
 ) -> Experts:
     return Experts(
-        _Each(w13, lambda weight: torch.cat((weight[:, ::2], weight[:, 1::2]), 1).T),
+        _Each(w13, lambda weight: _gate_then_up(weight.T)),
         _Each(w2, lambda weight: weight.T),
         Activation.SWIGLU_OAI,
-        _Each(w13_bias, lambda bias: torch.cat((bias[::2], bias[1::2]))),
+        _Each(w13_bias, _gate_then_up),
         w2_bias,
     )
+
+
+def _gate_then_up(rows: torch.Tensor) -> torch.Tensor:
+    """[2I, H] or [2I] whose rows alternate gate and up, as gate rows and then up rows (a copy)."""
+    return torch.cat([rows[half] for half in gate_and_up(len(rows), True)])
 
 
 def listed_experts(module: torch.nn.Module) -> Experts | None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from w4a8.nn import QuantOptions
 from w4a8.nn.output_layer import own_strides
 from w4a8.quantization.moe_blocks import (
     Experts,
@@ -57,11 +58,10 @@ class _Linear:
 
 
 class _Planner:
-    def __init__(self, group_size: int, skip: Skipped, most_in_features: int, large: Large) -> None:
-        self.group_size = group_size
+    def __init__(self, options: QuantOptions, skip: Skipped, large: Large) -> None:
+        self.options = options
         self.large = large  # parameters that are named if they stay
         self.skip = skip
-        self.most_in_features = most_in_features
         self.plan = Plan()
         self.found: dict[int, Job | _Linear] = {}  # by id of the module, in the order of the model
         self.excluded: dict[int, str] = {}  # by id of a module to leave alone under all of its names: the reason
@@ -135,10 +135,11 @@ class _Planner:
 
     def width_problem(self, what: str, k: int) -> str | None:
         """Why a matrix with K = ``k`` cannot be packed."""
-        if k == 0 or k % 2 != 0 or k > self.most_in_features:
-            return f"{what} = {k} is not an even number up to {self.most_in_features}"
-        if self.group_size != -1 and k % self.group_size != 0:
-            return f"{what} = {k} is no multiple of group_size = {self.group_size}"
+        most, group = self.options.most_in_features, self.options.group_size
+        if k == 0 or k % 2 != 0 or k > most:
+            return f"{what} = {k} is not an even number up to {most}"
+        if group != -1 and k % group != 0:
+            return f"{what} = {k} is no multiple of group_size = {group}"
         return None
 
     def linear_problem(self, linear: torch.nn.Linear, owner: torch.nn.Module | None, key: str) -> str | None:
@@ -208,20 +209,19 @@ def _join(prefix: str, key: str) -> str:
     return f"{prefix}.{key}" if prefix else key
 
 
-def make_plan(model: torch.nn.Module, group_size: int, skip: Skipped, most_in_features: int) -> Plan:
+def make_plan(model: torch.nn.Module, options: QuantOptions, skip: Skipped) -> Plan:
     """Finds what to replace.
 
     Args:
         model: is not changed.
-        group_size: -1, 16 or a multiple of 32.
+        options: of quantizing.
         skip: what to leave alone.
-        most_in_features: K that can be packed.
 
     Raises:
         ValueError: the model itself would have to be replaced, or an entry of ``skip`` names nothing in it.
     """
     skip.check(model)
-    planner = _Planner(group_size, skip, most_in_features, Large(model))
+    planner = _Planner(options, skip, Large(model))
     planner.visit(model, "", None, "", left=False)
     planner.leave_shared(model)
     return planner.finish()

@@ -8,12 +8,7 @@ from typing import Any
 
 import torch
 
-from w4a8.core.activation_groups import check_activation_group
-from w4a8.core.matrix import GROUP_SIZES, is_group_size
-from w4a8.nn import W4A8Linear
-from w4a8.nn.grids import DEFAULT_GROUP_SIZE, most_in_features
-from w4a8.nn.rounding import check_rounding
-from w4a8.ops import DEFAULT_EFFORT
+from w4a8.nn import QuantOptions, W4A8Linear
 from w4a8.progress import progress_bar
 from w4a8.quantization.calibration import calibrate
 from w4a8.quantization.moe_blocks import adopt, fused_experts, listed_experts
@@ -72,17 +67,13 @@ class QuantizationError(ValueError):
 
 def quantize_(
     model: torch.nn.Module,
-    group_size: int = DEFAULT_GROUP_SIZE,
+    options: QuantOptions | int | None = None,
     *,
     skip: Skip = (),
     default_skip: bool = True,
-    scale_dtype: torch.dtype = torch.float32,
-    effort: int = DEFAULT_EFFORT,
-    symmetric: bool = True,
-    values: str = "int4",
     calibration: Iterable[Any] | None = None,
-    activation_group: int | None = None,
     progress: bool = False,
+    **fields: Any,
 ) -> QuantizationReport:
     """Quantizes the weights of a model to 4 bits, in place; inputs are then quantized to int8 as they come.
 
@@ -103,49 +94,37 @@ def quantize_(
     Args:
         model: for inference: the quantized layers have no gradients. An exception leaves it usable, each module either
             replaced or untouched.
-        group_size: 16 or a multiple of 32; -1 is one scale per output feature.
+        options: a :class:`QuantOptions`, or its group size alone.
         skip: what to leave alone besides: names, ``re:`` with a regular expression, or a function of name and module.
             A skipped module is left alone with all that is below it.
         default_skip: leave output layers (``lm_head``) and routers (``gate``, ``router``, ``shared_expert_gate``) alone
             as well (``w4a8.quantization.DEFAULT_SKIP``). False quantizes those that are linear layers.
-        scale_dtype: of the weights' scales: float32 or bfloat16.
-        effort: 0 to 2: how long scales, and zero points, with a small squared error are searched for. 0 is a rule for
-            each group; 1 and 2 never lose more than that in any group, and take 1 to 5 ns more per weight and thread.
-        symmetric: False: int4 values get a zero point for each group, one byte more; better where the weights of a
-            group are not spread evenly around 0.
-        values: ``int4``, or ``e2m1`` for the numbers of MXFP4 (then ``symmetric``), with scales of any value.
         calibration: inputs of the model, each a tensor, a tuple or list of arguments or a dict of named ones: the model
             runs on them, and the squared errors of weights count as the mean squares of their input channels then. An
             expert counts what is routed to it, or where nothing is what the others get. None: all channels alike.
-        activation_group: values of k of an input that share a scale when it is quantized to int8: 32, 64 or 128 that
-            divides the group, or the input size in groups of 16; -1, all of a row, which costs more quality and less
-            time. None: 32, or -1 of a matrix that 32 does not fit.
         progress: show a progress bar, if tqdm is installed.
+        **fields: of :class:`QuantOptions` by name: ``quantize_(model, group_size=64, symmetric=False)``.
 
     Returns:
         What was replaced and what was not; printing it gives a summary.
 
     Raises:
-        ValueError: a bad argument, calibration without a batch or with effort = 0, a name or pattern in ``skip`` that
-            matches no module, or the model is itself a layer to replace.
+        TypeError, ValueError: as :class:`QuantOptions`.
+        ValueError: calibration without a batch or with effort = 0, a name or pattern in ``skip`` that matches no
+            module, or the model is itself a layer to replace.
         QuantizationError: a weight has a NaN or an infinity, or an ``activation_group`` does not fit; names the layer.
     """
-    if not is_group_size(group_size):
-        raise ValueError(f"group_size is {group_size}, expected -1, {GROUP_SIZES}")
-    check_rounding(scale_dtype, effort)
-    check_activation_group(activation_group, group_size)
-    options = {"scale_dtype": scale_dtype, "effort": effort, "symmetric": symmetric, "values": values}
-    options["activation_group"] = activation_group
-    plan = make_plan(model, group_size, Skipped(skip, default_skip), most_in_features(symmetric, values))
-    if calibration is not None and effort == 0:
+    options = QuantOptions.of(options, fields)
+    plan = make_plan(model, options, Skipped(skip, default_skip))
+    if calibration is not None and options.effort == 0:
         raise ValueError("calibration is given, expected None for effort = 0, which searches for nothing")
     report = QuantizationReport(skipped=plan.skipped)
-    counts = [{} for _ in plan.jobs] if calibration is None else calibrate(model, plan.jobs, calibration)
+    importances = [{} for _ in plan.jobs] if calibration is None else calibrate(model, plan.jobs, calibration)
     bar = progress_bar(sum(job.matrices for job in plan.jobs), progress, "matrix", "quantizing")
     try:
-        for job, count in zip(plan.jobs, counts):
+        for job, importance in zip(plan.jobs, importances):
             try:
-                run_job(job, group_size, {**options, **count}, bar.update if bar is not None else _nothing, report)
+                run_job(job, options, bar.update if bar is not None else _nothing, report, importance)
             except (ValueError, RuntimeError) as error:
                 raise QuantizationError(
                     f"{job.names[0]}: {error}; {len(report.replaced)} modules were replaced before it and stay so",
@@ -164,30 +143,30 @@ def _nothing() -> None:
 
 def run_job(
     job: Job,
-    group_size: int,
-    options: dict[str, Any],
+    options: QuantOptions,
     packed_one: Callable[[], object],
     report: QuantizationReport,
+    importance: Mapping[str, torch.Tensor] | None = None,
     weights: Mapping[str, Sequence[torch.Tensor]] | None = None,
 ) -> None:
     """Makes the new module, and only then puts it in its places; the old one is freed on return.
 
     Args:
         job: of a plan.
-        group_size: as in quantize_.
-        options: of from_float.
+        options: of quantizing.
         packed_one: called after each matrix.
         report: gets an entry.
+        importance: what ``calibrate`` found of the job; None for nothing.
         weights: for ``fused`` experts: parameter name -> the tensors of the experts, instead of the module's own.
     """
     owner, key = job.places[0]
     old = getattr(owner, key)
     if job.kind == "linear":
-        new: torch.nn.Module = W4A8Linear.from_float(old, group_size, **options)
+        new: torch.nn.Module = W4A8Linear.from_float(old, options, **(importance or {}))
         packed_one()
     else:
         experts = fused_experts(old, weights) if job.kind == "fused" else listed_experts(owner)
-        new = experts.quantize(group_size, packed_one, **options)
+        new = experts.quantize(options, packed_one, **(importance or {}))
     new.train(old.training)
     if job.kind == "listed":
         adopt(owner, new)

@@ -25,9 +25,11 @@ class Skipped:
             default_skip: besides, what ``DEFAULT_SKIP`` says.
 
         Raises:
-            TypeError: none of these.
+            TypeError: none of these, or ``default_skip`` is no bool.
             ValueError: not a regular expression.
         """
+        if not isinstance(default_skip, bool):
+            raise TypeError(f"default_skip is {default_skip!r}, expected True or False")
         given = [] if callable(skip) else [skip] if isinstance(skip, str) else list(skip)
         self._function = skip if callable(skip) else None
         self._given = [(entry, _matcher(entry)) for entry in given]

@@ -206,7 +206,7 @@ def dequantized_nvfp4(tensors, one_level=False):
 
 
 def scales_of(matrix):
-    """float64 [N, G] of a Matrix4, of one level or two; products of two are exact."""
+    """float64 [N, G] of a Matrix, of one level or two; products of two are exact."""
     if matrix.channel_scales is None:
         return matrix.scales.double().numpy()
     levels = np.array([[e4m3(int(byte)) for byte in row] for row in matrix.scales.numpy()])
@@ -217,7 +217,7 @@ def multiplied_out(matrix):
     """What a matrix means, by its documentation; float64 holds every product exactly."""
     if matrix.kind == "int8":
         return _multiplied_out8(matrix)
-    nibbles, scales = matrix.nibbles.numpy(), scales_of(matrix)
+    nibbles, scales = matrix.codes.numpy(), scales_of(matrix)
     zeros = None if matrix.zero_points is None else matrix.zero_points.numpy()
     n, k = nibbles.shape[0], 2 * nibbles.shape[1]
     g = scales.shape[1]

@@ -26,7 +26,8 @@ import w4a8
 from w4a8.core.float8 import e4m3_values
 from w4a8.formats import (
     E2M1,
-    Matrix8,
+    Kind,
+    Matrix,
     from_auto_round,
     from_awq,
     from_gptq,
@@ -59,7 +60,7 @@ def matrix(n, k, group, symmetric, dtype, lowest_zero=0, bits=4):
 
 def check(found, expected, tensors, symmetric, scales="scales"):
     n, k = expected.shape
-    assert found.nibbles.shape == (n, k // 2) and found.nibbles.is_contiguous()
+    assert found.codes.shape == (n, k // 2) and found.codes.is_contiguous()
     assert found.scales.dtype == tensors[scales].dtype and found.scales.is_contiguous()
     assert (found.zero_points is None) == symmetric
     if not symmetric:
@@ -131,13 +132,13 @@ def test_compressed_tensors(format_, n, k, group, symmetric, dtype):
 def check8(found, expected, symmetric):
     """The matrix; and what it was packed of, where the operators have its groups."""
     n, k = expected.shape
-    assert isinstance(found, Matrix8) and found.codes.shape == (found.rows, found.columns) == (n, k)
+    assert found.kind == Kind.INT8 and found.codes.shape == (found.rows, found.columns) == (n, k)
     assert (found.zero_points is None) == symmetric
     assert torch.equal(multiplied_out(found), expected)
     if found.group in (16, k) or found.group % 32 == 0:
         codes, scales, zeros, _, values, _ = w4a8.dyn_quant_unpack_any_4bit_weight(found.pack(), found.group, k, n)
         zeros = zeros if zeros.numel() > 0 else None
-        assert values == "int8" and torch.equal(multiplied_out(Matrix8(codes, scales, zeros)), expected)
+        assert values == "int8" and torch.equal(multiplied_out(Matrix(codes, scales, zeros, "int8")), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -172,7 +173,7 @@ def test_what_8_bits_cannot_be():
     with pytest.raises(ValueError, match=r"layer: codes of 3 bits, but 4 or 8 are expected"):
         from_gptq(tensors, "layer", 32, True, 1, 3)
     with pytest.raises(RuntimeError, match=r"block_size.* 65538 \(channelwise\), expected at most 65536 for int8"):
-        Matrix8(torch.zeros(1, 65538, dtype=torch.uint8), torch.ones(1, 1), None).pack()
+        Matrix(torch.zeros(1, 65538, dtype=torch.uint8), torch.ones(1, 1), None, "int8").pack()
 
 
 def test_compressed_tensors_with_zero_points_of_nothing():
@@ -191,7 +192,7 @@ def test_mxfp4(n, k):
     found = from_mxfp4(tensors, "layer")
     assert found.kind == "e2m1" and found.zero_points is None and found.scales.dtype == torch.float32
     assert torch.equal(multiplied_out(found), dequantized_mxfp4(tensors))
-    assert found.nibbles.is_contiguous()
+    assert found.codes.is_contiguous()
     other = from_mxfp4_pack_quantized(packed_mxfp4(tensors), "layer")
     assert other.kind == "e2m1" and torch.equal(multiplied_out(other), dequantized_mxfp4(tensors))
     other = from_quark_mxfp4(packed_mxfp4(tensors, "weight"), "layer")
@@ -217,7 +218,7 @@ def test_nvfp4(n, k, of_all):
         tensors = write_nvfp4(torch.randint(16, (n, k)).numpy(), nvfp4_scales(n, k), of_all, reciprocal)
         found = read(tensors, "layer")
         assert found.kind == "e2m1" and found.zero_points is None and found.group == 16
-        assert found.nibbles.is_contiguous() and found.scales.is_contiguous()
+        assert found.codes.is_contiguous() and found.scales.is_contiguous()
         assert found.scales.dtype == torch.uint8 and found.channel_scales.dtype == torch.float32
         assert torch.equal(multiplied_out(found), dequantized_nvfp4(tensors))
         # One number is one number, with a dimension or without.

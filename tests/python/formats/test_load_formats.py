@@ -23,7 +23,7 @@ from format_writers import dequantized_gptq, dequantized_mxfp4, multiplied_out
 
 import w4a8
 from w4a8.checkpoint import CheckpointError, load, load_linear
-from w4a8.formats import Matrix4, Matrix8
+from w4a8.formats import Matrix
 from w4a8.nn import W4A8Linear, W8A8Linear
 
 safetensors_torch = pytest.importorskip("safetensors.torch", reason="the safetensors package is not installed")
@@ -41,10 +41,8 @@ def meaning(packed):
     zeros = zeros if header["has_zero_points"] else None
     if header["scale_dtype"] == "e8m0":
         scales = torch.pow(2.0, scales.double() - 127)
-    if values == "int8":
-        return multiplied_out(Matrix8(codes, scales, zeros)), bias if header["has_bias"] else None
     channels = channels if channels.numel() > 0 else None
-    matrix = Matrix4(codes, scales, zeros, values, None, channels)
+    matrix = Matrix(codes, scales, zeros, values, None, channels)
     return multiplied_out(matrix), bias if header["has_bias"] else None
 
 
@@ -54,8 +52,8 @@ def assert_read(path, meant):
     for expert in range(4):
         name = f"model.layers.0.mlp.experts.{expert}"
         w13 = torch.cat([meant(f"{name}.gate_proj"), meant(f"{name}.up_proj")])
-        assert torch.equal(meaning(layer.w13_weight_packed[expert])[0], w13)
-        assert torch.equal(meaning(layer.w2_weight_packed[expert])[0], meant(f"{name}.down_proj"))
+        assert torch.equal(meaning(layer.w13_packed[expert])[0], w13)
+        assert torch.equal(meaning(layer.w2_packed[expert])[0], meant(f"{name}.down_proj"))
     linear = load_linear(path, quantize_w4a16=True)
     assert sorted(name.rpartition(".")[2] for name in linear) == ["k_proj", "o_proj", "q_proj", "v_proj"]
     for name, module in linear.items():
@@ -66,8 +64,8 @@ def assert_meant(layer, made, experts=None, names=("gate_proj", "up_proj", "down
     """Every expert of a layer: the files' matrices, cut to some features of the intermediate size."""
     for index, expert in enumerate(range(3) if experts is None else experts):
         parts = [made.meant[f"{LAYER}.{expert}.{name}"] for name in names]
-        w13, bias13 = meaning(layer.w13_weight_packed[index])
-        w2, bias2 = meaning(layer.w2_weight_packed[index])
+        w13, bias13 = meaning(layer.w13_packed[index])
+        w2, bias2 = meaning(layer.w2_packed[index])
         assert torch.equal(w13, torch.cat([part[rows] for part in parts[:-1]]))
         assert torch.equal(w2, parts[-1][:, rows])
         assert (bias13 is None) == (bias2 is None) == (not made.biases)
@@ -85,7 +83,7 @@ def test_experts(name, hidden, inter, group, tmp_path):
     layers = load(made.write(tmp_path), quantize_w4a16=form.weight_only)
     assert list(layers) == [LAYER]
     assert_meant(layers[LAYER], made)
-    for packed in (layers[LAYER].w13_weight_packed[0], layers[LAYER].w2_weight_packed[0]):
+    for packed in (layers[LAYER].w13_packed[0], layers[LAYER].w2_packed[0]):
         header = w4a8.read_header(packed)
         assert header["values"] == f"int{form.bits}"
         assert header["has_zero_points"] == (not form.symmetric)
@@ -155,7 +153,7 @@ def test_gpt_oss(tmp_path):
             target[f"{LAYER}.{expert}.down_proj"] = values[f"{LAYER}.{expert}.down_proj"]
     layer = load(path, quantize_w4a16=True)[LAYER]
     assert_meant(layer, meant)
-    header = w4a8.read_header(layer.w2_weight_packed[0])
+    header = w4a8.read_header(layer.w2_packed[0])
     assert (header["values"], header["scale_dtype"]) == ("e2m1", "e8m0")
     assert_meant(load(path, tp_size=2, quantize_w4a16=True)[LAYER], meant, rows=slice(0, 32))
     assert_meant(load(path, ep_rank=2, ep_size=3, quantize_w4a16=True)[LAYER], meant, experts=[2])
@@ -169,7 +167,7 @@ def test_scales_stay_exact(name, tmp_path):
     for dtype, kept in ((torch.float16, "float16"), (torch.bfloat16, "bfloat16"), (torch.float32, "float32")):
         made = experts_checkpoint((FORMATS | EIGHT_BITS)[name], 64, 32, 32, dtype=dtype)
         layer = load(made.write(tmp_path / kept), quantize_w4a16=True)[LAYER]
-        assert w4a8.read_header(layer.w13_weight_packed[0])["scale_dtype"] == kept
+        assert w4a8.read_header(layer.w13_packed[0])["scale_dtype"] == kept
 
 
 def test_matrices_with_and_without_zero_points(tmp_path):
@@ -187,7 +185,7 @@ def test_matrices_with_and_without_zero_points(tmp_path):
     made.config["quantization_config"]["extra_config"] = extra
     layer = load(made.write(tmp_path), quantize_w4a16=True)[LAYER]
     assert_meant(layer, made)
-    assert all(w4a8.read_header(packed)["has_zero_points"] for packed in layer.w13_weight_packed)
+    assert all(w4a8.read_header(packed)["has_zero_points"] for packed in layer.w13_packed)
 
 
 @pytest.mark.parametrize(
@@ -208,8 +206,8 @@ def test_configuration_in_a_file_of_its_own(name, file, keys, tmp_path):
         load(path, quantize_w4a16=True)
     (path / file).write_text(json.dumps(keys))
     old, new = (load(directory, quantize_w4a16=True)[LAYER] for directory in (path, whole))
-    assert torch.equal(old.w13_weight_packed, new.w13_weight_packed)
-    assert torch.equal(old.w2_weight_packed, new.w2_weight_packed)
+    assert torch.equal(old.w13_packed, new.w13_packed)
+    assert torch.equal(old.w2_packed, new.w2_packed)
     old, new = (load_linear(directory, quantize_w4a16=True) for directory in (path, whole))
     assert old.keys() == new.keys() and all(torch.equal(old[key].packed, new[key].packed) for key in new)
 
@@ -296,7 +294,7 @@ def test_experts_of_4_and_of_8_bits(name, rule, tmp_path):
         meant = {key.replace(layer_name, LAYER): value for key, value in made.meant.items() if layer_name in key}
         assert_meant(layer, Checkpoint(meant=meant))
         for stack, part in (("w13", "gate_proj"), ("w2", "down_proj")):
-            packed = getattr(layer, f"{stack}_weight_packed")
+            packed = getattr(layer, f"{stack}_packed")
             bits = 8 if re.match(rule, f"{layer_name}.0.{part}") else 4
             assert {w4a8.read_header(matrix)["values"] for matrix in packed} == {f"int{bits}"}
         x, logits = torch.randn(7, 96), torch.randn(7, 3)
@@ -418,7 +416,7 @@ def test_mxfp4_of_a_tool(folder):
         return dequantized_mxfp4({"blocks": parts[0].unflatten(1, (-1, 16)), "scales": parts[1]})
 
     with pytest.raises(CheckpointError, match=r"input_activations is not int8|data_type is 'mx_fp'"):
-        load(path)
+        load(path, quantize_w4a16=False)
     assert_read(path, meant)
 
 

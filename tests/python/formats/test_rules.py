@@ -7,7 +7,7 @@ import pytest
 from format_writers import GPT_OSS as MXFP4
 
 from w4a8.core.json_fields import CheckpointError
-from w4a8.formats import NotOurs, Stored, find_config, rules_of, stored_as
+from w4a8.formats import LeftOut, Stored, find_config, rules_of, stored_as
 
 Q, UP, HEAD = "model.layers.3.self_attn.q_proj", "model.layers.3.mlp.experts.7.up_proj", "lm_head"
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
@@ -173,7 +173,7 @@ def test_of_all_modules(config, expected):
 )
 def test_quantized_otherwise(config, reason):
     found = rules_of(config).of(UP)
-    assert isinstance(found, NotOurs) and found.quantized
+    assert isinstance(found, LeftOut) and found.quantized
     assert reason in found.reason
 
 
@@ -319,7 +319,7 @@ def test_patterns_of_modelopt():
 
 def test_files_without_codes():
     found = stored_as(rules_of(GPTQ), UP, ["weight", "bias"])
-    assert found == NotOurs(f"{UP} is not quantized: it has weights without scales", quantized=False)
+    assert found == LeftOut(f"{UP} is not quantized: it has weights without scales", quantized=False)
     assert stored_as(rules_of({**GPTQ, "bits": 8}), UP, ["qweight"]).bits == 8
     assert stored_as(rules_of({**GPTQ, "bits": 3}), UP, ["qweight"]).quantized
 
@@ -357,7 +357,7 @@ def test_damaged(config, message):
 
 
 def test_values_of_any_type():
-    """Nothing but CheckpointError and NotOurs, whatever a value is."""
+    """Nothing but CheckpointError and LeftOut, whatever a value is."""
     junk = [None, 7, -1, 0, True, "x", "(", [], [1], [[["a"]]], {}, {"x": 1}, {"(": {}}, 1.5, 10**5000]
     keys = {
         "bits", "group_size", "sym", "desc_act", "checkpoint_format", "pack_dtype", "dynamic", "lm_head", "version",
@@ -384,7 +384,7 @@ def test_values_of_any_type():
                 except CheckpointError as error:
                     assert key in str(error)
                     continue
-                assert isinstance(found, (Stored, NotOurs))
+                assert isinstance(found, (Stored, LeftOut))
 
 
 def test_where_the_config_is():

@@ -1,4 +1,4 @@
-"""Matrices one tensor at a time give what their readers give, and refuse what they refuse."""
+"""How modules are stored: shapes, what is needed, and what is refused."""
 
 import format_writers as writers
 import numpy as np
@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from w4a8.formats import Stored
-from w4a8.formats.parts import PARTS
 
 ROWS, COLUMNS, GROUP = 16, 128, 32
 
@@ -16,7 +15,7 @@ def how(name: str, symmetric: bool) -> Stored:
 
 
 def part_of(stored: Stored, kind: str):
-    return next(part for part in PARTS[stored.format] if part.kind == kind)
+    return next(part for part in stored.parts if part.kind == kind)
 
 
 def written(name: str, symmetric: bool, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -39,55 +38,37 @@ NAMES = ("gptq", "gptq_v2", "awq", "int-quantized", "pack-quantized")
 
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("name", NAMES)
-def test_pieces_are_what_the_reader_gives(name, symmetric):
+def test_shapes(name, symmetric):
+    """What a format's parts say of the tensors is what is in the files, and the reader's matrix has that shape."""
     stored, tensors = how(name, symmetric), written(name, symmetric)
-    whole = stored.read(tensors, "m")
-    pieces = {}
-    for part in PARTS[stored.format]:
-        if part.kind in ("shape", "g_idx") or part.suffix not in tensors:
-            continue
-        assert part.shape(ROWS, COLUMNS, COLUMNS // GROUP) == tensors[part.suffix].shape
-        pieces[part.kind] = stored.piece(part, tensors[part.suffix], "m")
+    for part in stored.parts:
+        if part.kind not in ("shape", "g_idx") and part.suffix in tensors:
+            assert part.shape(ROWS, COLUMNS, COLUMNS // GROUP) == tensors[part.suffix].shape
+            assert part.takes(tensors[part.suffix].dtype)
     assert stored.shape(tensors[stored.weight].shape, "m", tensors.get("weight_shape")) == (ROWS, COLUMNS)
-    if name in NAMES[:3]:  # the others are what the packer takes as it is
-        assert torch.equal(pieces["weight"], whole.nibbles)
-    assert torch.equal(pieces["weight_scale"], whole.scales)
-    if symmetric:
-        assert pieces.get("zero_points") is None and whole.zero_points is None
-    else:
-        assert torch.equal(pieces["zero_points"], whole.zero_points)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_zero_points_of_8_stay_where_they_are_declared(name):
-    stored = how(name, symmetric=False)
-    zeros = part_of(stored, "zero_points")
-    values = {"gptq": 0x77777777, "int-quantized": 0}.get(name, 0x88888888)
-    shape = zeros.shape(ROWS, COLUMNS, COLUMNS // GROUP)
-    word = torch.full(shape, values - (1 << 32 if values >= 1 << 31 else 0), dtype=zeros.dtype)
-    piece = stored.piece(zeros, word, "m")
-    assert piece.shape == (ROWS, COLUMNS // GROUP) and bool((piece == 8).all())
+    found = stored.read({name: tensors[name] for name in stored.required}, "m")
+    assert (found.rows, found.columns, found.group, found.kind) == (ROWS, COLUMNS, GROUP, stored.kind)
+    assert (found.zero_points is None) == symmetric
 
 
 def test_mxfp4():
     random = np.random.default_rng(0)
     made = writers.write_mxfp4(random.integers(0, 16, (ROWS, COLUMNS)), random.integers(100, 140, (ROWS, 4)))
-    stored = Stored("mxfp4", 32, True)
-    weight, scale = PARTS["mxfp4"]
-    assert torch.equal(stored.piece(weight, made["blocks"].flatten(1), "m"), made["blocks"].flatten(1))
-    assert torch.equal(stored.piece(scale, made["scales"], "m"), 2.0 ** (made["scales"].float() - 127))
     quark = Stored("quark-mxfp4", 32, True)
-    assert quark.values == "e2m1" and quark.required == ("weight", "weight_scale")
-    assert quark.shape(made["blocks"].flatten(1).shape, "m") == (ROWS, COLUMNS)
-    for part, tensor in zip(quark.parts, (made["blocks"].flatten(1), made["scales"])):
-        assert part.shape(ROWS, COLUMNS, COLUMNS // 32) == tensor.shape
-        same = part_of(stored, part.kind)
-        assert torch.equal(quark.piece(part, tensor, "m"), stored.piece(same, tensor, "m"))
+    assert quark.kind == "e2m1" and quark.required == ("weight", "weight_scale")
+    flat = {"weight": made["blocks"].flatten(1), "weight_scale": made["scales"]}
+    assert quark.shape(flat["weight"].shape, "m") == (ROWS, COLUMNS)
+    for part in quark.parts[:2]:
+        assert part.shape(ROWS, COLUMNS, COLUMNS // 32) == flat[part.suffix].shape
+    one, other = Stored("mxfp4", 32, True).read(made, "m"), quark.read(flat, "m")
+    for found in (one, other):
+        assert torch.equal(found.codes, made["blocks"].flatten(1))
+        assert torch.equal(found.scales, 2.0 ** (made["scales"].float() - 127))
     made["scales"][0, 0] = 255
     with pytest.raises(ValueError, match=r"m.scales: 255, which is not a number"):
-        stored.piece(scale, made["scales"], "m")
+        Stored("mxfp4", 32, True).read(made, "m")
     with pytest.raises(ValueError, match=r"m.weight_scale: 255, which is not a number"):
-        quark.piece(quark.parts[1], made["scales"], "m")
+        quark.read(flat, "m")
 
 
 @pytest.mark.parametrize("name", ["modelopt-nvfp4", "nvfp4-pack-quantized"])
@@ -96,30 +77,19 @@ def test_nvfp4(name):
     codes, scales = random.integers(0, 16, (ROWS, COLUMNS)), random.integers(1, 127, (ROWS, COLUMNS // 16))
     made = writers.write_nvfp4(codes, scales, 0.3, name == "nvfp4-pack-quantized")
     stored = Stored(name, 16, True)
-    assert (
-        stored.values == "e2m1"
-        and stored.channel_scales
-        and stored.shape(made[stored.weight].shape, "m") == (ROWS, COLUMNS)
-    )
-    whole, pieces = stored.read(made, "m"), {}
+    assert stored.kind == "e2m1" and stored.channel_scales
+    assert stored.shape(made[stored.weight].shape, "m") == (ROWS, COLUMNS)
     for part in stored.parts:
         if stored.requires(part):
             shape = part.shape(ROWS, COLUMNS, COLUMNS // 16)
             assert shape == (() if part.kind == "global_scale" else made[part.suffix].shape)
-            pieces[part.kind] = stored.piece(part, made[part.suffix], "m")
-    assert sorted(pieces) == ["global_scale", "weight", "weight_scale"]
-    assert torch.equal(pieces["weight"], whole.nibbles)
-    assert pieces["weight_scale"].dtype == torch.uint8 and torch.equal(pieces["weight_scale"], whole.scales)
-    assert pieces["global_scale"].shape == (1,)
-    assert torch.equal(pieces["global_scale"].expand(ROWS), whole.channel_scales)
-    of_all, scale = part_of(stored, "global_scale"), part_of(stored, "weight_scale")
-    with pytest.raises(ValueError, match=rf"m.{of_all.suffix}: dtype torch.bfloat16, but float32 is expected"):
-        stored.piece(of_all, made[of_all.suffix].bfloat16(), "m")
-    with pytest.raises(ValueError, match=rf"m.{of_all.suffix} is nan, of which no finite scales can be made"):
-        stored.piece(of_all, torch.tensor(float("nan")), "m")
-    made["weight_scale"].view(torch.uint8)[0, 0] = 255
-    with pytest.raises(ValueError, match=r"m\.weight_scale: not all scales are numbers"):
-        stored.piece(scale, made["weight_scale"], "m")
+    of_all = next(part for part in stored.parts if part.kind == "global_scale")
+    for value, message in (
+        (made[of_all.suffix].bfloat16(), "dtype torch.bfloat16, but float32 is expected"),
+        (torch.tensor(float("nan")), "is nan, of which no finite scales can be made"),
+    ):
+        with pytest.raises(ValueError, match=rf"m.{of_all.suffix}:? {message}"):
+            stored.read({**made, of_all.suffix: value}, "m")
 
 
 @pytest.mark.parametrize(
@@ -132,20 +102,29 @@ def test_nvfp4(name):
         ("zero_points", lambda t: t[:, :0], r"m.qzeros: shape \(4, 0\), which holds nothing"),
         ("weight_scale", lambda t: t[:0], r"m.scales: shape \(0, 16\), which holds nothing"),
         ("weight_scale", lambda t: t / 0, "m.scales: not all scales are finite"),
-        ("weight_scale", lambda t: t.to(torch.int32), "m.scales: dtype torch.int32, but a float is expected"),
+        ("weight_scale", lambda t: t.to(torch.int32), "m.scales: dtype torch.int32, but float16 or bfloat16 or float"),
     ],
 )
 def test_refusals(kind, change, message):
     stored, tensors = how("gptq", False), written("gptq", False)
     part = part_of(stored, kind)
     with pytest.raises(ValueError, match=message):
-        stored.piece(part, change(tensors[part.suffix]), "m")
+        stored.read({**tensors, part.suffix: change(tensors[part.suffix])}, "m")
 
 
-def test_a_zero_point_that_symmetric_does_not_have():
-    stored, tensors = how("gptq", True), written("gptq", False)
+@pytest.mark.parametrize(("name", "bits"), [("gptq", 4), ("gptq", 8), ("gptq_v2", 4), ("gptq_v2", 8), ("awq", 4)])
+def test_zero_points_that_come_late(name, bits):
+    """Of a symmetric format they are only looked at."""
+    stored = Stored(name.removesuffix("_v2"), GROUP, True, 2 if name == "gptq_v2" else 1, bits=bits)
+    middle = (1 << (bits - 1)) - (name == "gptq")
+    word = sum(middle << bits * i for i in range(32 // bits))
+    words = torch.full((COLUMNS // GROUP, ROWS * bits // 32), word - (1 << 32 if word >= 1 << 31 else 0)).int()
+    stored.check_zero_points(words, "m")
+    words[1, 1] += 1
     with pytest.raises(ValueError, match=r"m.qzeros: zero points in .*, but the configuration says symmetric"):
-        stored.piece(part_of(stored, "zero_points"), tensors["qzeros"], "m")
+        stored.check_zero_points(words, "m")
+    with pytest.raises(ValueError, match=r"m.qzeros: dtype torch.float32, but int32 is expected"):
+        stored.check_zero_points(words.float(), "m")
 
 
 def test_features_that_are_no_whole_words():

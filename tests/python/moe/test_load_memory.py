@@ -14,7 +14,7 @@ warm = w4a8.load(sys.argv[1], only=lambda name: ".0." in name)  # what a first c
 del warm
 before = begin()
 layers = w4a8.load(sys.argv[1], **eval(sys.argv[2]))
-packed = sum(p.numel() * p.element_size() for layer in layers.values() for p in layer.parameters())
+packed = sum(p.numel() * p.element_size() for layer in layers.values() for p in layer.buffers())
 print(packed, memory("VmHWM") - before)
 """
 

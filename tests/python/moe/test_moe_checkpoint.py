@@ -10,13 +10,13 @@ import moe_checkpoint
 import pytest
 import torch
 from common import least_scales
-from moe_build import Stack, assert_packed
+from moe_build import Stack, assert_packed, config_of, op_moe
 
 import w4a8.checkpoint
 from w4a8.checkpoint import CheckpointError, MoESettings, load, read_settings
 from w4a8.checkpoint.settings import _MODELS as MODEL_TYPES
 from w4a8.checkpoint.settings import settings_from_config
-from w4a8.moe import MoEActivation, RoutingMethodType
+from w4a8.nn import MoEActivation, RoutingMethodType
 
 LAYER = moe_checkpoint.FIRST
 FORMATS = ["int-quantized", "pack-quantized"]
@@ -217,7 +217,7 @@ def test_correction_bias(checkpoint):
     layer = load(checkpoint.write())[LAYER]
     assert torch.equal(layer.e_score_correction_bias, checkpoint.tensors[key])
     assert (layer.num_expert_group, layer.topk_group, layer.routed_scaling_factor) == (4, 2, 2.5)
-    assert layer.moe_config.routing_method is RoutingMethodType.DeepSeekV3
+    assert layer.routing_method is RoutingMethodType.DeepSeekV3
     assert layer(torch.randn(2, 128), torch.randn(2, 8)).shape == (2, 128)
     checkpoint.tensors[key] = torch.randn(7)
     with pytest.raises(CheckpointError, match=rf"tensor '{key}' has shape \(7,\), but \(8,\) is expected"):
@@ -275,7 +275,7 @@ small, big = sys.argv[1:]
 w4a8.checkpoint.load(small)  # imports, thread pool and allocator are warm
 before = kib("RssAnon")
 layers = w4a8.checkpoint.load(big)
-packed = sum(p.numel() for layer in layers.values() for p in layer.parameters())
+packed = sum(p.numel() for layer in layers.values() for p in layer.buffers())
 print(packed, len(layers), 1024 * (kib("VmHWM") - kib("VmRSS")), 1024 * (kib("RssAnon") - before))
 """
 
@@ -313,6 +313,92 @@ def test_memory_is_bounded(tmp_path, child_environment):
     # One layer's tensors, once as pages of the file and once as nibbles and float32 scales.
     staged = experts * 3 * hidden * inner * (1 / 2 + 4 / 32)
     assert above_end <= 1.1 * (raw_layer + staged)
+
+
+# ---- the layer ----
+
+
+def two_layers(checkpoint, bias=False):
+    """Layers with the same sizes and other weights."""
+    return [load(checkpoint.reset(bias=bias).write())[LAYER] for _ in range(2)]
+
+
+@safetensors
+def test_state_dict(checkpoint):
+    """What was packed loads into a layer with other weights."""
+    key = "model.layers.0.mlp.gate.e_score_correction_bias"
+    layers = []
+    for _ in range(2):
+        checkpoint.reset()
+        checkpoint.config.update(model_type="minimax_m2", intermediate_size=256)
+        checkpoint.tensors[key] = torch.randn(8)
+        layers.append(load(checkpoint.write())[LAYER])
+    layer, other = layers
+    x, logits = torch.randn(5, 128), torch.randn(5, 8)
+    want = layer(x, logits)
+    assert not torch.equal(other(x, logits), want)
+    assert sorted(layer.state_dict()) == ["e_score_correction_bias", "w13_packed", "w2_packed"]
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other(x, logits), want)
+
+
+@safetensors
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("w13_packed", lambda t: torch.randint(256, t.shape, dtype=torch.uint8), "w13_packed: .*magic is not"),
+        ("w2_packed", lambda t: t[:7], r"w2_packed is \[7, \d+\], expected \[8, bytes\]"),
+        ("w2_packed", lambda t: t[0], r"w2_packed is \[\d+\], expected \[8, bytes\]"),
+        ("w13_packed", lambda t: t.float(), "w13_packed is torch.float32, expected uint8"),
+    ],
+)
+def test_state_dict_is_checked(checkpoint, name, change, message):
+    layer, other = two_layers(checkpoint)
+    state, before = layer.state_dict(), {key: tensor.clone() for key, tensor in other.state_dict().items()}
+    state[name] = change(state[name])
+    with pytest.raises(RuntimeError, match=message):
+        other.load_state_dict(state)
+    assert all(torch.equal(tensor, before[key]) for key, tensor in other.state_dict().items())
+
+
+@safetensors
+def test_a_router_outside(checkpoint):
+    """``run`` takes its choice, by the experts of the model, on each rank; ``forward`` cannot guess it."""
+    own = MoESettings(128, 3, RoutingMethodType.Custom, dtype=torch.float32)
+    path = checkpoint.write()
+    x = torch.randn(5, 128)
+    ids = torch.stack([torch.randperm(8)[:3] for _ in range(5)])
+    weights = torch.rand(5, 3)
+    layer = load(path, settings=own)[LAYER]
+    with pytest.raises(ValueError, match="does not say how to select experts"):
+        layer(x, torch.randn(5, 8))
+    got = layer.run(x, weights, ids)
+    assert torch.equal(got, op_moe(config_of(layer), 32, x, ids, weights, checkpoint.w13, checkpoint.w2))
+    parts = [load(path, settings=own, ep_rank=rank, ep_size=2)[LAYER].run(x, weights, ids) for rank in range(2)]
+    # Additions in another order: of three weighted outputs, and of the two parts.
+    size = sum(layer.run(x, weights[:, k : k + 1], ids[:, k : k + 1]).abs() for k in range(3))
+    assert ((parts[0] + parts[1] - got).abs() <= (2 * 3 + 2) * 2.0**-24 * size).all()
+
+
+@safetensors
+def test_logits_of_other_experts(checkpoint):
+    layer = load(checkpoint.write(), ep_rank=0, ep_size=2)[LAYER]
+    with pytest.raises(ValueError, match=r"router_logits is \[5, 4\], expected \[..., 8\]"):
+        layer(torch.randn(5, 128), torch.randn(5, 4))
+
+
+@safetensors
+def test_repr(checkpoint):
+    layer = load(checkpoint.write(), ep_rank=0, ep_size=2)[LAYER]
+    assert repr(layer) == (
+        "W4A8MoE(experts=4/8, top_k=3, hidden=128, intermediate=256, group_size=32, activation=silu)"
+    )
+
+
+@safetensors
+def test_an_expert_that_cannot_be_cut(checkpoint):
+    with pytest.raises(ValueError, match="intermediate_size 256 cannot be cut for 3 tensor-parallel ranks"):
+        load(checkpoint.write(), tp_size=3)
 
 
 # ---- config.json ----
@@ -388,9 +474,8 @@ def test_settings_beat_config_json(checkpoint):
     checkpoint.config["model_type"] = "something_new"
     own = MoESettings(128, 2, RoutingMethodType.Sigmoid, activation=MoEActivation.GELU, dtype=torch.float32)
     layer = load(checkpoint.write(), settings=own)[LAYER]
-    moe = layer.moe_config
-    assert (moe.num_experts, moe.intermediate_size, moe.experts_per_token) == (8, 256, 2)  # from the tensors
-    assert moe.activation is MoEActivation.GELU and moe.routing_method is RoutingMethodType.Sigmoid
+    assert (layer.num_experts, layer.sizes.intermediate, layer.top_k) == (8, 256, 2)  # from the tensors
+    assert layer.activation is MoEActivation.GELU and layer.routing_method is RoutingMethodType.Sigmoid
     assert_packed(layer, checkpoint.w13, checkpoint.w2)
     with pytest.raises(CheckpointError, match=r"gate_proj.weight' has shape \(256, 128\), but \(256, 64\) is expected"):
         load(checkpoint.write(), settings=dataclasses.replace(own, hidden_size=64))

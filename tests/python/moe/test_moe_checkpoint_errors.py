@@ -1,12 +1,14 @@
 """w4a8.load: every way a checkpoint can be wrong, each with its message."""
 
 import json
+import logging
 
 import moe_checkpoint
 import pytest
 import torch
 from moe_build import assert_packed
 
+import w4a8
 from w4a8.checkpoint import CheckpointError, load
 
 LAYER = moe_checkpoint.FIRST
@@ -244,17 +246,30 @@ def test_scheme_found_by_name_beats_the_class(checkpoint):
 
 
 @safetensors
-def test_weight_only_must_be_asked_for(checkpoint):
+def test_weight_only(checkpoint, caplog):
+    """It runs, and the log says with what; or it is refused."""
     checkpoint.reset("pack-quantized")
     checkpoint.group["input_activations"] = None
     path = checkpoint.write()
     with pytest.raises(CheckpointError) as caught:
-        load(path)
+        load(path, quantize_w4a16=False)
     assert str(caught.value) == (
         f"quantization_config.config_groups.group_0.input_activations is missing: {LAYER} is W4A16; pass "
         "quantize_w4a16=True to run it with activations quantized to int8"
     )
-    assert_packed(load(path, quantize_w4a16=True, activation_group=-1)[LAYER], checkpoint.w13, checkpoint.w2)
+    caplog.set_level(logging.INFO, "w4a8")
+    assert_packed(load(path, activation_group=-1)[LAYER], checkpoint.w13, checkpoint.w2)
+    default = load(path)[LAYER]
+    assert {w4a8.read_header(packed)["activation_group"] for packed in default.w13_packed} == {32}
+    said = [message.split("rounded to int8 ")[1] for message in caplog.messages if "rounded to int8" in message]
+    assert said == ["per token (activation_group)", "in groups of 32 (activation_group)"]
+
+
+@safetensors
+def test_nothing_is_said_of_what_asks_for_int8(checkpoint, caplog):
+    caplog.set_level(logging.INFO, "w4a8")
+    load(checkpoint.write())
+    assert not any("rounded to int8" in message for message in caplog.messages)
 
 
 @safetensors

@@ -185,9 +185,9 @@ def test_config_of_anything(good, tmp_path, format_, data):
     layers = load_or_refuse(tmp_path)
     if layers is not None:
         for layer in layers.values():
-            assert layer.moe_config.hidden_dim == 64
-            assert layer.moe_config.intermediate_size == 32
-            assert layer.global_num_experts == 3
+            assert layer.sizes.hidden == 64
+            assert layer.sizes.intermediate == 32
+            assert layer.num_experts == 3
 
 
 @fuzz(format_=FORMATS, data=st.data())
@@ -400,7 +400,7 @@ def test_experts_that_the_index_alone_has(good, tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     packed = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("w4a8.core.stack.pack_for_stack", lambda *arguments: packed.append(arguments))
+        patch.setattr("w4a8.core.stack.pack_as", lambda *arguments: packed.append(arguments))
         with pytest.raises(CheckpointError, match=r"tensor 'model.layers.0.mlp.experts.3.gate_proj.weight' cannot be"):
             load(tmp_path)
     assert not packed

@@ -7,7 +7,7 @@ import moe_checkpoint
 import moe_reference
 import pytest
 import torch
-from moe_build import ACTIVATIONS, GROUP_SIZES, make_config, op_moe, op_pack
+from moe_build import ACTIVATIONS, GROUP_SIZES, assert_packed, config_of, make_config, op_moe, op_pack
 
 import w4a8.checkpoint
 from w4a8.core.routing import ROUTING_METHODS
@@ -72,7 +72,7 @@ def logits_for(tokens):
 
 def check(layer, path, group_size):
     """Same bits as the op called by hand; within the bound of float64."""
-    moe = layer.moe_config
+    moe = config_of(layer)
     w13, w2 = moe_checkpoint.read_stacks(path, group_size, gated=moe.is_act_and_mul)
     x, logits = torch.randn(7, 128), logits_for(7)
     routing = {"e_score_correction_bias": layer.e_score_correction_bias}
@@ -143,9 +143,8 @@ def test_load(checkpoints, group_size, format_, bias):
     assert list(layers) == [moe_checkpoint.LAYER.format(i) for i in range(2)]
     for name, layer in layers.items():
         w13, w2 = moe_checkpoint.read_stacks(path, group_size, name)
-        assert torch.equal(layer.w13_weight_packed, op_pack(w13, group_size))
-        assert torch.equal(layer.w2_weight_packed, op_pack(w2, group_size))
-        assert layer.moe_config.routing_method is RoutingMethodType.Renormalize
+        assert_packed(layer, w13, w2, group_size)
+        assert layer.routing_method is RoutingMethodType.Renormalize
     check(layers[LAYER], path, group_size)
 
 
@@ -158,9 +157,9 @@ def test_load_ungated(checkpoints):
 def test_load_weight_only(checkpoints):
     path, _ = checkpoints(32, "pack-quantized", weight_only=True)
     with pytest.raises(w4a8.checkpoint.CheckpointError, match="is W4A16; pass quantize_w4a16=True"):
-        w4a8.checkpoint.load(path)
+        w4a8.checkpoint.load(path, quantize_w4a16=False)
     check(w4a8.checkpoint.load(path, quantize_w4a16=True, activation_group=-1)[LAYER], path, 32)
     layer = w4a8.checkpoint.load(path, quantize_w4a16=True)[LAYER]
     w13, w2 = moe_checkpoint.read_stacks(path, 32)
-    for packed, stack in ((layer.w13_weight_packed, w13), (layer.w2_weight_packed, w2)):
+    for packed, stack in ((layer.w13_packed, w13), (layer.w2_packed, w2)):
         assert torch.equal(packed, op_pack(stack, 32, activation_group=32))

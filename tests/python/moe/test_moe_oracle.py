@@ -8,8 +8,8 @@ import pytest
 import torch
 from moe_build import make_config
 
-from w4a8.core.activation import kernel_activation_kind, upstream_activation_kind
-from w4a8.core.platforms import current_platform
+from w4a8.core.activation import kernel_activation_kind
+from w4a8.core.log import forget_logged
 from w4a8.moe import (
     CPUExpertsInt4,
     CPUExpertsInt4Modular,
@@ -17,11 +17,12 @@ from w4a8.moe import (
     MoEActivation,
     RoutingMethodType,
     W4A8Int8MoeBackend,
+    upstream_activation_kind,
 )
 from w4a8.moe import method_v0_17 as old
-from w4a8.moe.log import forget_logged
 from w4a8.moe.modular_kernel import FusedMoEActivationFormat, FusedMoEExperts
 from w4a8.moe.oracle import w4a8_int8 as oracle
+from w4a8.moe.platforms import current_platform
 from w4a8.moe.quant_key import (
     GroupShape,
     QuantKey,

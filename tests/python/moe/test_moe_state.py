@@ -3,12 +3,10 @@
 import inspect
 import io
 
-import moe_checkpoint
 import pytest
 import torch
 from moe_build import TOKEN_INT8, fill, make_config, make_layer, make_stacks, weight_args
 
-from w4a8.checkpoint import load
 from w4a8.moe import CompressedTensorsW4A8Int8MoEMethod, MoEActivation, RoutedExperts, RoutingMethodType
 from w4a8.moe import method_v0_17 as v0_17
 
@@ -104,18 +102,6 @@ def test_assigned():
         each.load_state_dict(state, assign=True)
         assert_same(layer, each)
         assert each.w13_weight_packed.data_ptr() == state["w13_weight_packed"].data_ptr()
-
-
-def test_of_a_checkpoint(tmp_path):
-    """Layers that w4a8.load has packed, with zero points or without."""
-    pytest.importorskip("safetensors")
-    w13, w2 = moe_checkpoint.random_layer(32)
-    config = moe_checkpoint.model_config(moe_checkpoint.quantization_config(32, "int-quantized"))
-    path = moe_checkpoint.write(tmp_path, moe_checkpoint.tensors_of_layer(w13, w2, "int-quantized"), config)
-    (layer,) = load(path).values()
-    other = fresh(layer.moe_config, 32)
-    other.load_state_dict(saved(layer))
-    assert_same(layer, other)
 
 
 def spoiled(name, tensor):

@@ -1,4 +1,4 @@
-"""Packing while tensors come: in any order and cut the same bytes as packing all at once, and little more memory."""
+"""Packing while matrices come: in any order and cut the same bytes as packing all at once, and little more memory."""
 
 import os
 import random
@@ -8,17 +8,14 @@ import sys
 import pytest
 import torch
 
-from w4a8.core.experts import ExpertSizes, pack_stack
+from w4a8.core.experts import ExpertSizes
+from w4a8.core.matrix import Matrix, PackedAs, pack_codes
+from w4a8.core.nibbles import to_nibbles
 from w4a8.core.packer import ExpertPacker
 from w4a8.core.scale_types import kept_scale_dtypes
-from w4a8.core.stack import MatrixStack, PackedAs
+from w4a8.core.stack import MatrixStack
 
 EXPERTS, HIDDEN, INTERMEDIATE = 3, 128, 64
-
-
-def _words(values):
-    nibbles = (values.to(torch.int32) + 8).unflatten(-1, (-1, 8))
-    return sum((nibbles[..., i] & 15) << 4 * i for i in range(8)).to(torch.int32)
 
 
 def _checkpoint(group, scale_dtype, gated=True, seed=0):
@@ -57,13 +54,24 @@ def _expected(tensors, group, gated, rank, ranks):
                 experts.append(torch.cat(pieces))
             parts[kind] = torch.stack(experts)
         bias = parts["bias"].to(torch.bfloat16)
-        stacks[name] = pack_stack(parts["weight"], parts["weight_scale"].float(), bias, group)
+        stacks[name] = pack_codes(to_nibbles(parts["weight"]), parts["weight_scale"].float(), bias, group)
     return stacks
 
 
 def _packer(group, gated, rank, ranks, interleaved=False, **more):
     sizes = ExpertSizes(EXPERTS, HIDDEN, INTERMEDIATE // ranks, group, gated)
     return ExpertPacker(sizes, torch.bfloat16, rank, ranks, interleaved, **more)
+
+
+def _matrix(tensors, expert, shard):
+    """What is packed of an expert's tensors."""
+    weight, scales, bias = (tensors[expert, shard, kind] for kind in ("weight", "weight_scale", "bias"))
+    return Matrix(to_nibbles(weight), scales.clone(), bias=bias.clone())
+
+
+def _put_all(packer, tensors, names=lambda expert, shard: "name"):
+    for expert, shard in dict.fromkeys((expert, shard) for expert, shard, _ in tensors):
+        packer.put(expert, shard, _matrix(tensors, expert, shard), names(expert, shard))
 
 
 @pytest.mark.parametrize("scale_dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -75,43 +83,24 @@ def test_any_order(group, gated, scale_dtype, seed):
     for ranks in (1, 2):
         for rank in range(ranks):
             packer = _packer(group, gated, rank, ranks)
-            order = list(tensors)
+            order = [key for key in tensors if key[2] == "weight"]
             random.Random(seed).shuffle(order)
-            for expert, shard, kind in order:
-                tensor = tensors[expert, shard, kind].clone()
-                if kind == "weight" and expert % 2:
-                    tensor = _words(tensor)
-                packer.put(expert, shard, kind, tensor, "name")
-                tensor.zero_()  # what was given is not needed any more
+            for expert, shard, _ in order:
+                matrix = _matrix(tensors, expert, shard)
+                packer.put(expert, shard, matrix, "name")
+                for tensor in matrix.tensors().values():
+                    tensor.zero_()  # what was given is not needed any more
             expected = _expected(tensors, group, gated, rank, ranks)
             found = packer.pack()
             assert all(torch.equal(found[name], expected[name]) for name in ("w13", "w2"))
             assert packer.is_empty
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_fused_gate_and_up(interleaved):
-    tensors = _checkpoint(32, torch.bfloat16)
-    for ranks in (1, 2):
-        packer = _packer(32, True, ranks - 1, ranks, interleaved)
-        for (expert, shard, kind), tensor in tensors.items():
-            if shard == "w2":
-                packer.put(expert, shard, kind, tensor, "name")
-            elif shard == "w1":
-                both = [tensor, tensors[expert, "w3", kind]]
-                fused = torch.stack(both, 1).flatten(0, 1) if interleaved else torch.cat(both)
-                packer.put(expert, "w13", kind, fused, "name")
-        expected = _expected(tensors, 32, True, ranks - 1, ranks)
-        found = packer.pack()
-        assert all(torch.equal(found[name], expected[name]) for name in ("w13", "w2"))
-
-
 def test_separate_gate_and_up_of_an_interleaved_layer():
     """They are not interleaved."""
     tensors = _checkpoint(32, torch.bfloat16)
     packer = _packer(32, True, 0, 1, interleaved=True)
-    for (expert, shard, kind), tensor in tensors.items():
-        packer.put(expert, shard, kind, tensor, "name")
+    _put_all(packer, tensors)
     found, expected = packer.pack(), _expected(tensors, 32, True, 0, 1)
     assert all(torch.equal(found[name], expected[name]) for name in ("w13", "w2"))
 
@@ -120,13 +109,12 @@ def test_separate_gate_and_up_of_an_interleaved_layer():
 def test_scales_that_bfloat16_would_round_come_late(last):
     """All of the stack becomes float32, whatever was packed before, and nothing is rounded."""
     tensors = _checkpoint(32, torch.bfloat16)
-    for (expert, _, kind), tensor in tensors.items():
-        if kind == "weight_scale":
-            tensors[expert, _, kind] = tensor.float()
+    for key, tensor in tensors.items():
+        if key[2] == "weight_scale":
+            tensors[key] = tensor.float()
     tensors[last, "w1", "weight_scale"][5, 1] = 1 / 3
     packer = _packer(32, True, 0, 1)
-    for (expert, shard, kind), tensor in tensors.items():
-        packer.put(expert, shard, kind, tensor, "name")
+    _put_all(packer, tensors)
     assert packer.stacks["w13"].scale_dtype == torch.float32
     assert packer.stacks["w2"].scale_dtype == torch.bfloat16
     found, expected = packer.pack(), _expected(tensors, 32, True, 0, 1)
@@ -139,52 +127,26 @@ def test_again():
     dtypes = {"w13": torch.float32, "w2": torch.bfloat16}
     packed_as = {name: PackedAs(scale_dtype=dtype) for name, dtype in dtypes.items()}
     packer = _packer(32, True, 0, 1, packed_as=packed_as)
-    for key, tensor in first.items():
-        packer.put(*key, tensor, "name")
+    _put_all(packer, first)
     assert packer.stacks["w13"].scale_dtype == torch.float32
     packer.pack()
     with pytest.raises(ValueError, match=r"name w2: .*are no bfloat16 values"):
-        for (expert, shard, kind), tensor in second.items():
-            packer.put(expert, shard, kind, tensor, f"name {shard}")
-
-
-def test_no_experts():
-    packer = ExpertPacker(ExpertSizes(0, HIDDEN, INTERMEDIATE, 32), None)
-    assert packer.pack()["w13"].shape[0] == 0
+        _put_all(packer, second, lambda expert, shard: f"name {shard}")
 
 
 def test_incomplete():
     packer = _packer(32, True, 0, 1)
     tensors = _checkpoint(32, torch.bfloat16)
-    del tensors[1, "w3", "bias"]
-    for key, tensor in tensors.items():
-        packer.put(*key, tensor, "name")
+    _put_all(packer, {key: tensor for key, tensor in tensors.items() if key[:2] != (1, "w3")})
     with pytest.raises(ValueError, match="the matrix of expert 1 is incomplete"):
         packer.pack()
 
 
-@pytest.mark.parametrize(
-    ("shard", "kind", "tensor", "message"),
-    [
-        ("w1", "weight", torch.zeros(INTERMEDIATE, HIDDEN), "dtype torch.float32, but int8 or packed int32"),
-        ("w1", "weight", torch.full((INTERMEDIATE, HIDDEN), 9, dtype=torch.int8), r"holds values in \[9, 9\]"),
-        ("w1", "weight", torch.zeros(INTERMEDIATE, 32, dtype=torch.int8), "128 columns are expected"),
-        ("w1", "weight", torch.zeros(INTERMEDIATE, 17, dtype=torch.int32), "128 columns make 16 words"),
-        ("w1", "weight", torch.zeros(32, HIDDEN, dtype=torch.int8), "dimension 0 is 32"),
-        ("w2", "weight_scale", torch.zeros(HIDDEN, 1), "dimension 1 is 1"),
-        ("w2", "weight_scale", torch.zeros(5, 2), "but .128, 2. is expected"),
-        ("w2", "weight_scale", torch.zeros(HIDDEN, 2, dtype=torch.int8), "a float is expected"),
-        ("w3", "bias", torch.zeros(INTERMEDIATE, 1), "1 dimensions are expected"),
-    ],
-)
-def test_wrong_tensors(shard, kind, tensor, message):
-    with pytest.raises(ValueError, match=f"the name.*{message}"):
-        _packer(32, True, 0, 1).put(0, shard, kind, tensor, "the name")
-
-
-def test_no_third_projection_without_a_gate():
-    with pytest.raises(ValueError, match="no w3"):
-        _packer(32, False, 0, 1).put(0, "w3", "bias", torch.zeros(INTERMEDIATE), "name")
+@pytest.mark.parametrize("shard", ["w3", "w13"])
+def test_no_third_projection_without_a_gate(shard):
+    with pytest.raises(ValueError, match=f"name: a layer without a gate has w1 and w2, but no {shard}"):
+        matrix = _matrix(_checkpoint(32, torch.bfloat16), 0, "w3")
+        _packer(32, False, 0, 1).put(0, shard, matrix, "name")
 
 
 def test_exactness_is_one_rule():
@@ -193,14 +155,14 @@ def test_exactness_is_one_rule():
         scales = torch.full((2, 1), scale)
         assert next(kept_scale_dtypes(scales, "int4", -1, 64)) == dtype
         stack = MatrixStack(1, 2, 64, -1)
-        stack.put_piece(0, "scales", slice(0, 2), scales)
-        stack.put_piece(0, "codes", slice(0, 2), torch.zeros(2, 32, dtype=torch.uint8))
+        stack.put(0, 0, Matrix(torch.zeros(2, 32, dtype=torch.uint8), scales))
         assert stack.scale_dtype == dtype
 
 
 PEAK = """
 import random, sys, torch
 from w4a8.core.experts import ExpertSizes
+from w4a8.core.matrix import Matrix
 from w4a8.core.packer import ExpertPacker
 
 def status(name):
@@ -208,31 +170,28 @@ def status(name):
         return next(int(line.split()[1]) << 10 for line in file if line.startswith(name))
 
 sizes = ExpertSizes(64, 1024, 512, 128)
-zeros = ("w13", "w2") if sys.argv[2] == "zeros" else ()
-packer = ExpertPacker(sizes, None, zero_points=zeros)
-pieces = ("weight", "weight_scale", "zero_points") if zeros else ("weight", "weight_scale")
-order = [(e, s, k) for e in range(64) for s in ("w1", "w3", "w2") for k in pieces]
+packer = ExpertPacker(sizes, None)
+order = [(e, s) for e in range(64) for s in ("w1", "w3", "w2")]
 if sys.argv[1] == "shuffled":
     random.Random(0).shuffle(order)
-tensors = {}
+matrices = {}
 for shard in ("w1", "w2"):
     rows, columns = (1024, 512) if shard == "w2" else (512, 1024)
-    tensors[shard, "weight"] = torch.randint(2**31 - 1, (rows, columns // 8), dtype=torch.int32)
-    tensors[shard, "weight_scale"] = torch.rand(rows, columns // 128).to(torch.bfloat16)
-    if zeros:
-        tensors[shard, "zero_points"] = torch.randint(16, (rows, columns // 128), dtype=torch.uint8)
-for kind in pieces:
-    tensors["w3", kind] = tensors["w1", kind]
-warm = ExpertPacker(ExpertSizes(1, 1024, 512, 128), None, zero_points=zeros)
-for shard, kind in tensors:
-    warm.put(0, shard, kind, tensors[shard, kind], "name")
+    codes = torch.randint(256, (rows, columns // 2), dtype=torch.uint8)
+    scales = torch.rand(rows, columns // 128).to(torch.bfloat16)
+    zeros = torch.randint(16, (rows, columns // 128), dtype=torch.uint8) if sys.argv[2] == "zeros" else None
+    matrices[shard] = Matrix(codes, scales, zeros)
+matrices["w3"] = matrices["w1"]
+warm = ExpertPacker(ExpertSizes(1, 1024, 512, 128), None)
+for shard, matrix in matrices.items():
+    warm.put(0, shard, matrix, "name")
 warm.pack()
 del warm
 with open("/proc/self/clear_refs", "w") as file:
     file.write("5")  # VmHWM begins anew
 before = status("VmRSS")
-for expert, shard, kind in order:
-    packer.put(expert, shard, kind, tensors[shard, kind], "name")
+for expert, shard in order:
+    packer.put(expert, shard, matrices[shard], "name")
 packed = packer.pack()
 total = sum(p.numel() for p in packed.values())
 print(total, status("VmHWM") - before)

@@ -1,4 +1,4 @@
-"""Stacks of every kind of weights: matrix by matrix or piece by piece the bytes of one call of the operator."""
+"""Stacks of every kind of weights: matrix by matrix the bytes of one call of the operator."""
 
 import random
 from dataclasses import replace
@@ -10,10 +10,9 @@ from common import least_scales
 import w4a8
 from w4a8.core.experts import ExpertSizes
 from w4a8.core.float8 import e4m3_values
-from w4a8.core.matrix import Matrix4
-from w4a8.core.matrix8 import Matrix8
+from w4a8.core.matrix import Matrix, PackedAs
 from w4a8.core.packer import ExpertPacker
-from w4a8.core.stack import MatrixStack, PackedAs
+from w4a8.core.stack import MatrixStack
 
 EXPERTS, HIDDEN, INTERMEDIATE, GROUP = 3, 128, 64, 16
 KINDS = ("int4", "zeros", "e2m1", "levels", "int8", "bytes")  # e2m1 of two levels; int8 with zero points
@@ -37,9 +36,9 @@ def _matrix(rows, columns, kind, group=GROUP, scale_dtype=torch.float16, bias=Tr
     if kind in ("int8", "bytes"):
         zeros = torch.randint(256, (rows, groups), dtype=torch.uint8) if kind == "bytes" else None
         codes = torch.randint(256, (rows, columns), dtype=torch.uint8)
-        return Matrix8(codes, scales, zeros, torch.randn(rows) if bias else None)
+        return Matrix(codes, scales, zeros, "int8", torch.randn(rows) if bias else None)
     values = "e2m1" if kind in ("e2m1", "levels") else "int4"
-    return Matrix4(nibbles, scales, zeros, values, torch.randn(rows) if bias else None, channels)
+    return Matrix(nibbles, scales, zeros, values, torch.randn(rows) if bias else None, channels)
 
 
 def _scales(matrix, levels):
@@ -92,20 +91,14 @@ def _cut(matrix, shard, rank, ranks, group):
     channels = matrix.channel_scales
     if shard != "w2":
         zeros, channels, bias = (None if part is None else part[mine] for part in (zeros, channels, bias))
-        return _made(codes[mine], scales[mine], zeros, matrix.kind, bias, channels)
+        return Matrix(codes[mine], scales[mine], zeros, matrix.kind, bias, channels)
     groups = slice(None) if group == -1 else slice(mine.start // group, mine.stop // group)
     zeros = None if zeros is None else zeros[:, groups]
     if bias is not None and rank != 0:
         bias = torch.zeros_like(bias)
     per_byte = 1 if matrix.kind == "int8" else 2
     codes = codes[:, mine.start // per_byte : mine.stop // per_byte]
-    return _made(codes, scales[:, groups], zeros, matrix.kind, bias, channels)
-
-
-def _made(codes, scales, zeros, kind, bias, channels):
-    if kind == "int8":
-        return Matrix8(codes, scales, zeros, bias)
-    return Matrix4(codes, scales, zeros, kind, bias, channels)
+    return Matrix(codes, scales[:, groups], zeros, matrix.kind, bias, channels)
 
 
 def _expected(matrices, group, rank=0, ranks=1):
@@ -136,32 +129,8 @@ def test_matrices_in_any_order(kinds, group, bias):
             order = list(matrices)
             random.Random(rank).shuffle(order)
             for expert, shard in order:
-                packer.put_matrix(expert, shard, matrices[expert, shard], "name")
+                packer.put(expert, shard, matrices[expert, shard], "name")
             assert _same(packer.pack(), _expected(matrices, group, rank, ranks))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_pieces_in_any_order(kind):
-    matrices = _experts({"w13": kind, "w2": kind})
-    pieces = []
-    for key, matrix in matrices.items():
-        pieces += [(key, "weight", matrix.codes), (key, "weight_scale", matrix.scales), (key, "bias", matrix.bias)]
-        if kind in ("zeros", "bytes"):
-            pieces.append((key, "zero_points", matrix.zero_points))
-        if kind == "levels":
-            pieces.append(
-                (key, "global_scale", matrix.channel_scales[0] if key[1] == "w2" else matrix.channel_scales[:1])
-            )
-    for seed, ranks in ((0, 1), (1, 2)):
-        random.Random(seed).shuffle(pieces)
-        zeros = ("w13", "w2") if kind in ("zeros", "bytes") else ()
-        values = dict.fromkeys(("w13", "w2"), matrices[0, "w1"].kind)
-        levels = ("w13", "w2") if kind == "levels" else ()
-        more = {"values": values, "zero_points": zeros, "channel_scales": levels}
-        packer = _packer(rank=ranks - 1, ranks=ranks, **more)
-        for (expert, shard), what, piece in pieces:
-            packer.put(expert, shard, what, piece, "name")
-        assert _same(packer.pack(), _expected(matrices, GROUP, ranks - 1, ranks))
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
@@ -179,8 +148,8 @@ def test_fused_gate_and_up(kind, interleaved):
                 None if a is None else (torch.stack((a, b), 1).flatten(0, 1) if interleaved else torch.cat((a, b)))
                 for a, b in pairs
             )
-            packer.put_matrix(expert, "w13", _made(codes, scales, zeros, gate.kind, bias, channels), "name")
-            packer.put_matrix(expert, "w2", matrices[expert, "w2"], "name")
+            packer.put(expert, "w13", Matrix(codes, scales, zeros, gate.kind, bias, channels), "name")
+            packer.put(expert, "w2", matrices[expert, "w2"], "name")
         assert _same(packer.pack(), _expected(matrices, GROUP, ranks - 1, ranks))
 
 
@@ -193,7 +162,7 @@ def test_matrices_without_zero_points_beside_others(with_zeros, reverse):
         matrices[key] = _matrix(*SHAPES[key[1]], "zeros", scale_dtype=torch.bfloat16)
     packer = _packer()
     for expert, shard in sorted(matrices, reverse=reverse):
-        packer.put_matrix(expert, shard, matrices[expert, shard], "name")
+        packer.put(expert, shard, matrices[expert, shard], "name")
     assert _same(packer.pack(), _expected(matrices, GROUP))
 
 
@@ -209,7 +178,7 @@ def test_zero_points_of_some_matrices_of_8_bits(with_zeros, reverse):
     }
     packer = _packer()
     for expert, shard in order:
-        packer.put_matrix(expert, shard, matrices[expert, shard], "name")
+        packer.put(expert, shard, matrices[expert, shard], "name")
     assert packer.stacks["w13"].packed_as == PackedAs("int8", torch.float32, True)
     assert _same(packer.pack(), _expected(matrices, GROUP))
 
@@ -219,12 +188,12 @@ def test_8_bits_again():
     first, second = _experts({"w13": "bytes", "w2": "int8"}), _experts({"w13": "int8", "w2": "int8"})
     packer = _packer()
     for key, matrix in first.items():
-        packer.put_matrix(*key, matrix, "name")
+        packer.put(*key, matrix, "name")
     sizes = {name: packed.shape for name, packed in packer.pack().items()}
     packed_as = {name: stack.packed_as for name, stack in packer.stacks.items()}
     packer = _packer(packed_as=packed_as)
     for key, matrix in second.items():
-        packer.put_matrix(*key, matrix, "name")
+        packer.put(*key, matrix, "name")
     packed = packer.pack()
     assert {name: tensor.shape for name, tensor in packed.items()} == sizes
     middle = {key: torch.full(matrix.scales.shape, 128, dtype=torch.uint8) for key, matrix in second.items()}
@@ -234,18 +203,10 @@ def test_8_bits_again():
     assert _same(packed, _expected(second, GROUP))
     packer = _packer(packed_as=packed_as)
     with pytest.raises(ValueError, match="the name: the zero points of expert 0 are not 128"):
-        packer.put_matrix(0, "w2", _matrix(HIDDEN, INTERMEDIATE, "bytes"), "the name")
+        packer.put(0, "w2", _matrix(HIDDEN, INTERMEDIATE, "bytes"), "the name")
     packer = _packer(packed_as=packed_as)
     with pytest.raises(ValueError, match="the name: the codes are int4, but int8 is expected"):
-        packer.put_matrix(0, "w2", _matrix(HIDDEN, INTERMEDIATE, "int4"), "the name")
-    for dtype, columns, message in (
-        (torch.uint8, HIDDEN // 2, "128 columns make 128 bytes"),
-        (torch.int32, HIDDEN // 8, "128 columns make 32 words"),
-        (torch.int8, HIDDEN, r"dtype torch\.int8, but uint8"),
-    ):
-        with pytest.raises(ValueError, match=rf"the name: .*{message}"):
-            packer.put(0, "w1", "weight", torch.zeros(INTERMEDIATE, columns, dtype=dtype), "the name")
-    packer.put(0, "w1", "weight", torch.full((INTERMEDIATE, HIDDEN // 4), 0x01020304, dtype=torch.int32), "the name")
+        packer.put(0, "w2", _matrix(HIDDEN, INTERMEDIATE, "int4"), "the name")
 
 
 def test_values_of_8_bits_that_the_operators_do_not_have():
@@ -255,19 +216,19 @@ def test_values_of_8_bits_that_the_operators_do_not_have():
             packer = ExpertPacker(ExpertSizes(1, columns, 2, -1), None)
             matrix = _matrix(4, columns, kind, -1, bias=False)
             if columns == most:
-                packer.put_matrix(0, "w13", matrix, "the name")
+                packer.put(0, "w13", matrix, "the name")
                 continue
             with pytest.raises(ValueError, match=rf"the name: .*\(channelwise\), expected at most {most} for int8"):
-                packer.put_matrix(0, "w13", matrix, "the name")
+                packer.put(0, "w13", matrix, "the name")
 
 
 def test_zero_points_that_are_all_8():
     """Packed as none, however they come."""
     matrices = _experts({"w13": "int4", "w2": "int4"})
-    packer = _packer(zero_points=("w13", "w2"))
+    packer = _packer()
     for key, matrix in matrices.items():
         eight = torch.full(matrix.scales.shape, 8, dtype=torch.uint8)
-        packer.put_matrix(*key, replace(matrix, zero_points=eight), "name")
+        packer.put(*key, replace(matrix, zero_points=eight), "name")
     assert not packer.stacks["w13"].packed_as.zero_points
     assert _same(packer.pack(), _expected(matrices, GROUP))
 
@@ -277,7 +238,7 @@ def test_scales_and_zero_points_come_late():
     matrices[2, "w3"] = _matrix(*SHAPES["w3"], "zeros", scale_dtype=torch.float32)
     packer = _packer()
     for expert, shard in sorted(matrices):
-        packer.put_matrix(expert, shard, matrices[expert, shard], "name")
+        packer.put(expert, shard, matrices[expert, shard], "name")
     assert packer.stacks["w13"].packed_as == PackedAs("int4", torch.float32, True)
     assert packer.stacks["w2"].packed_as == PackedAs("int4", torch.bfloat16, False)
     assert _same(packer.pack(), _expected(matrices, GROUP))
@@ -288,23 +249,23 @@ def test_again():
     first = _experts({"w13": "zeros", "w2": "int4"})
     packer = _packer()
     for key, matrix in first.items():
-        packer.put_matrix(*key, matrix, "name")
+        packer.put(*key, matrix, "name")
     sizes = {name: packed.shape for name, packed in packer.pack().items()}
     packed_as = {name: stack.packed_as for name, stack in packer.stacks.items()}
     second = _experts({"w13": "int4", "w2": "int4"})
     packer = _packer(packed_as=packed_as)
     for key, matrix in second.items():
-        packer.put_matrix(*key, matrix, "name")
+        packer.put(*key, matrix, "name")
     packed = packer.pack()
     assert {name: tensor.shape for name, tensor in packed.items()} == sizes
     unpacked = w4a8.dyn_quant_unpack_any_4bit_weight(packed["w13"], GROUP, HIDDEN, 2 * INTERMEDIATE)
-    assert torch.equal(unpacked[0][1], torch.cat([second[1, "w1"].nibbles, second[1, "w3"].nibbles]))
+    assert torch.equal(unpacked[0][1], torch.cat([second[1, "w1"].codes, second[1, "w3"].codes]))
     assert (unpacked[2] == 8).all()
     packer = _packer(packed_as=packed_as)
     with pytest.raises(ValueError, match="the name: the zero points of expert 0 are not 8"):
-        packer.put_matrix(0, "w2", _matrix(HIDDEN, INTERMEDIATE, "zeros"), "the name")
+        packer.put(0, "w2", _matrix(HIDDEN, INTERMEDIATE, "zeros"), "the name")
     with pytest.raises(ValueError, match="the name: the codes are e2m1, but int4 is expected"):
-        packer.put_matrix(0, "w2", _matrix(HIDDEN, INTERMEDIATE, "e2m1"), "the name")
+        packer.put(0, "w2", _matrix(HIDDEN, INTERMEDIATE, "e2m1"), "the name")
 
 
 def test_scales_of_two_levels_beside_one():
@@ -312,9 +273,9 @@ def test_scales_of_two_levels_beside_one():
     one, two = _matrix(*SHAPES["w1"], "e2m1"), _matrix(*SHAPES["w3"], "levels")
     for first, second, message in ((one, two, "have two levels, but one"), (two, one, "have one level, but two")):
         packer = _packer()
-        packer.put_matrix(0, "w1", first, "name")
+        packer.put(0, "w1", first, "name")
         with pytest.raises(ValueError, match=f"the other: scales {message} is expected: a stack is of one kind"):
-            packer.put_matrix(0, "w3", second, "the other")
+            packer.put(0, "w3", second, "the other")
 
 
 def test_two_levels_again():
@@ -322,18 +283,18 @@ def test_two_levels_again():
     first, second = (_experts({"w13": "levels", "w2": "e2m1"}) for _ in range(2))
     packer = _packer()
     for key, matrix in first.items():
-        packer.put_matrix(*key, matrix, "name")
+        packer.put(*key, matrix, "name")
     packer.pack()
     packed_as = {name: stack.packed_as for name, stack in packer.stacks.items()}
     assert packed_as["w13"] == PackedAs("e2m1", channel_scales=True) and not packed_as["w2"].channel_scales
     packer = _packer(packed_as=packed_as)
     for key, matrix in second.items():
-        packer.put_matrix(*key, matrix, "name")
+        packer.put(*key, matrix, "name")
     assert _same(packer.pack(), _expected(second, GROUP))
     for shard, kind, message in (("w1", "e2m1", "one level, but two"), ("w2", "levels", "two levels, but one")):
         with pytest.raises(ValueError, match=f"the name: scales have {message} is expected: a stack is of one kind"):
-            _packer(packed_as=packed_as).put_matrix(0, shard, _matrix(*SHAPES[shard], kind), "the name")
-    assert MatrixStack(0, 16, 64, 32, None, packed_as["w13"]).pack().shape[0] == 0
+            _packer(packed_as=packed_as).put(0, shard, _matrix(*SHAPES[shard], kind), "the name")
+    assert MatrixStack(0, 16, 64, 16, None, packed_as["w13"]).pack().shape[0] == 0
 
 
 def test_zero_points_come_late_beside_two_levels():
@@ -344,32 +305,20 @@ def test_zero_points_come_late_beside_two_levels():
     matrices[2, "w3"] = replace(matrices[2, "w3"], zero_points=zeros)
     packer = _packer()
     for expert, shard in sorted(matrices):
-        packer.put_matrix(expert, shard, matrices[expert, shard], "name")
+        packer.put(expert, shard, matrices[expert, shard], "name")
     assert packer.stacks["w13"].packed_as == PackedAs("int4", zero_points=True, channel_scales=True)
     assert _same(packer.pack(), _expected(matrices, GROUP))
 
 
-def test_pieces_of_two_levels_that_do_not_fit():
-    packer = _packer(values={"w13": "e2m1"}, channel_scales=("w13",))
-    with pytest.raises(ValueError, match=r"the scales: dtype torch\.float32, but uint8 is expected"):
-        packer.put(0, "w1", "weight_scale", torch.ones(64, 8), "the scales")
-    with pytest.raises(ValueError, match=r"the one: shape \(64,\), but one number is expected"):
-        packer.put(0, "w1", "global_scale", torch.ones(64), "the one")
-    with pytest.raises(ValueError, match="the one: channel_scales are given, but none are expected"):
-        packer.put(0, "w2", "global_scale", torch.ones(1), "the one")
-    packer.put(0, "w1", "weight_scale", torch.ones(64, 8, dtype=torch.uint8), "name")
-    packer.put(0, "w1", "weight", torch.zeros(64, 64, dtype=torch.uint8), "name")
-    packer.put(0, "w1", "bias", torch.zeros(64), "name")
-    packer.put_matrix(0, "w3", _matrix(64, 128, "levels"), "name")
-    with pytest.raises(ValueError, match="the matrix of expert 0 is incomplete"):
-        packer.pack()
-
-
 def test_no_experts():
-    sizes = ExpertSizes(0, HIDDEN, INTERMEDIATE, 32)
+    assert ExpertPacker(ExpertSizes(0, HIDDEN, INTERMEDIATE, 32), None).pack()["w2"].shape[0] == 0
     for kind in ("int4", "e2m1", "int8"):
-        assert ExpertPacker(sizes, None, values={"w2": kind}, zero_points=("w13",)).pack()["w2"].shape[0] == 0
-    assert MatrixStack(0, 16, 32, 32, None, PackedAs("int4", torch.float32, True)).pack().shape[0] == 0
+        packed_as = PackedAs(kind, torch.float32, kind != "e2m1")
+        found = MatrixStack(0, 16, 64, 32, torch.bfloat16, packed_as).pack()
+        assert found.shape[0] == 0
+        one = MatrixStack(1, 16, 64, 32, torch.bfloat16, packed_as)
+        one.put(0, 0, _matrix(16, 64, "bytes" if kind == "int8" else kind, 32))
+        assert one.pack().shape[1] == found.shape[1]
 
 
 @pytest.mark.parametrize(
@@ -385,28 +334,9 @@ def test_no_experts():
 )
 def test_wrong_matrices(shard, matrix, message):
     packer = _packer()
-    packer.put_matrix(0, "w1", _matrix(64, 128, "int4"), "w1")
+    packer.put(0, "w1", _matrix(64, 128, "int4"), "w1")
     with pytest.raises(ValueError, match=f"the name:? {message}"):
-        packer.put_matrix(0, shard, _matrix(*matrix), "the name")
-
-
-@pytest.mark.parametrize(
-    ("kind", "tensor", "message"),
-    [
-        ("zero_points", torch.full((64, 4), 16, dtype=torch.uint8), r"holds 16, but zero points are in \[0, 15\]"),
-        ("zero_points", torch.full((64, 4), 8, dtype=torch.int8), "dtype torch.int8, but uint8 is expected"),
-        ("zero_points", torch.full((64, 3), 8, dtype=torch.uint8), r"but \(64, 8\) is expected"),
-        ("weight", torch.zeros(64, 63, dtype=torch.uint8), "128 columns make 64 bytes"),
-    ],
-)
-def test_wrong_pieces(kind, tensor, message):
-    with pytest.raises(ValueError, match=f"the name.*{message}"):
-        _packer(zero_points=("w13",)).put(0, "w1", kind, tensor, "the name")
-
-
-def test_zero_points_that_nobody_expects():
-    with pytest.raises(ValueError, match="the name: zero_points are given, but none are expected"):
-        _packer().put(0, "w1", "zero_points", torch.full((64, 4), 8, dtype=torch.uint8), "the name")
+        packer.put(0, shard, _matrix(*matrix), "the name")
 
 
 @pytest.mark.parametrize(("group", "begin", "end"), [(32, 16, 64), (32, 0, 48), (-1, 1, 64), (-1, 0, 33)])
@@ -422,7 +352,7 @@ def test_the_op_takes_them():
         matrices = _experts(dict(zip(("w13", "w2"), kinds)))
         packer = _packer()
         for key, matrix in matrices.items():
-            packer.put_matrix(*key, matrix, "name")
+            packer.put(*key, matrix, "name")
         packed = packer.pack()
         x = torch.randn(5, HIDDEN)
         ids = torch.tensor([[0], [1], [2], [2], [0]])

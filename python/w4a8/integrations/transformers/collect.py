@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, WeightConverter
 
-from w4a8.core.activation_groups import check_activation_group
 from w4a8.integrations.transformers.config import W4A8Config
 from w4a8.integrations.transformers.memory import Pages
 from w4a8.quantization import QuantizationError, QuantizationReport
@@ -50,12 +49,11 @@ class Collector:
         Raises:
             ValueError: an ``activation_group`` that does not divide the group size.
         """
-        check_activation_group(config.activation_group, config.group_size)
-        self.config = config
+        self.options = config.quant_options()
         self.files = files
         self.error: QuantizationError | None = None
         self.pending: dict[str, tuple[_Pending, str]] = {}  # by name in the model: module and parameter
-        plan = make_plan(model, config.group_size, config.skipped(), config.most_in_features)
+        plan = make_plan(model, self.options, config.skipped())
         self.report = QuantizationReport(skipped=plan.skipped)
         # transformers ties when all is loaded, so the plan could not see it.
         tied = {**model.all_tied_weights_keys, **{v: k for k, v in model.all_tied_weights_keys.items()}}
@@ -119,7 +117,7 @@ class Collector:
                 pages.release(tensor for value in values for tensor in _of_expert(value, expert))
 
         try:
-            run_job(pending.job, self.config.group_size, self.config.options(), packed_one, self.report, stacks)
+            run_job(pending.job, self.options, packed_one, self.report, weights=stacks)
         except (ValueError, RuntimeError) as error:
             self.error = QuantizationError(f"{pending.job.names[0]}: {error}", self.report)
             self.error.__cause__ = error

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from w4a8.core.activation_groups import resolve_activation_group
+from w4a8.checkpoint.modules import say_int8
+from w4a8.core.experts import ExpertSizes
 from w4a8.core.matrix import Matrix
-from w4a8.core.stack import MatrixStack
-from w4a8.formats import METHODS, NotOurs, Rules, Stored, method_of, rules_of, stored_as
+from w4a8.core.packer import ExpertPacker
+from w4a8.formats import METHODS, LeftOut, Rules, Stored, method_of, rules_of, stored_as
 from w4a8.formats.parts import QUANTIZED_SUFFIXES
 from w4a8.formats.stored import wanted_by_all
 from w4a8.integrations.transformers.memory import Pages
 from w4a8.integrations.transformers.names import Names, slices
 from w4a8.nn import W4A8Experts, linear_from_matrix
 from w4a8.quantization import QuantizationReport
-from w4a8.quantization.moe_blocks import fused_experts, is_gpt_oss
+from w4a8.quantization.moe_blocks import Experts, fused_experts, is_gpt_oss
 from w4a8.quantization.size import Large
 
 _SUFFIXES = (*QUANTIZED_SUFFIXES, "scales", "weight", "bias")  # the last part of a tensor's name
@@ -148,6 +149,7 @@ class Foreign:
             report.replaced[name] = repr(new)
             report.float_bytes += sum(weight.numel() * weight.element_size() for weight in module.old.parameters())
             report.packed_bytes += sum(packed.numel() for packed in new.buffers())
+        say_int8(map(self._stored, self.tensors), self.activation_group)
         large = Large(model)
         for name, module in model.named_modules():
             for parameter in large.of(module):
@@ -158,78 +160,61 @@ class Foreign:
     def _pack(self, module: _Module) -> torch.nn.Module:
         old, pages = module.old, Pages(self.files)
         if type(old) is torch.nn.Linear:
-            shape = (old.out_features, old.in_features)
             name = module.matrices["weight"][0][0]
-            matrix = self._matrix(name, shape, old.bias is not None, pages)
+            matrix = self._matrix(name, old.bias is not None, pages)
+            if (matrix.rows, matrix.columns) != (old.out_features, old.in_features):
+                shape = [old.out_features, old.in_features]
+                raise ValueError(f"{name} is [{matrix.rows}, {matrix.columns}], but {shape} is expected")
             return linear_from_matrix(matrix, self._wanted(module))
         experts = fused_experts(old)
         if experts is None:
             raise ValueError(f"quantized {sorted(module.matrices)} of a {type(old).__name__}, which is not supported")
         if experts.activation is None:
             raise ValueError(f"activation {type(experts.act_fn).__name__} is not one of the operator")
+        fused = self.stacked or is_gpt_oss(old)
         given = {leaf: len(lists) for leaf, lists in module.matrices.items()}
-        expected = {"gate_up_proj": 1 if self.stacked or is_gpt_oss(old) else 2, "down_proj": 1}
+        expected = {"gate_up_proj": 1 if fused else 2, "down_proj": 1}
         if given != expected:
             raise ValueError(f"matrices of {given} in the files, expected {expected}")
-        count, hidden, intermediate = experts.sizes
-        biased = experts.w13_bias is not None
-        how = (biased, self._wanted(module), pages)
-        w13, group13 = self._stack(module.matrices["gate_up_proj"], (count, 2 * intermediate, hidden), *how)
-        w2, group2 = self._stack(module.matrices["down_proj"], (count, hidden, intermediate), *how)
-        group = -1 if (group13, group2) == (hidden, intermediate) else group13
-        if group != -1 and group2 != group:
-            raise ValueError(f"groups of {group13} and {group2}, but all matrices of a layer must have the same")
-        return W4A8Experts(w13, w2, hidden, intermediate, group, experts.activation)
+        sources = [*module.matrices["gate_up_proj"], *module.matrices["down_proj"]]
+        shards = dict(zip(("w13", "w2") if fused else ("w1", "w3", "w2"), sources))
+        packed, group = self._pack_experts(module, shards, experts, pages)
+        _, hidden, intermediate = experts.sizes
+        return W4A8Experts(packed["w13"], packed["w2"], hidden, intermediate, group, experts.activation)
 
-    def _stack(
-        self, sources: list[list[str]], shape: tuple[int, int, int], biased: bool, asked: int | None, pages: Pages
-    ) -> tuple[torch.Tensor, int]:
-        """The packed experts, each with the rows of all sources, and their group size.
+    def _pack_experts(
+        self, module: _Module, shards: Mapping[str, list[str]], experts: Experts, pages: Pages
+    ) -> tuple[dict[str, torch.Tensor], int]:
+        """``w13`` and ``w2``, uint8 [E, bytes], and their group size.
 
         Args:
-            sources: names by expert, or one for all of a stack.
-            shape: E, N, K.
-            biased: the model has biases there.
-            asked: the activation group (:func:`resolve_activation_group`).
+            module: which module.
+            shards: of ``w1``, ``w3`` and ``w2``, or of ``w13``, whose rows alternate, and ``w2``: names of the matrices
+                by expert, or one name for all of a stack.
+            experts: the float ones.
             pages: to let go of.
         """
-        count, rows, columns = shape
-        if not self.stacked and any(len(names) != count for names in sources):
-            raise ValueError(f"matrices of {[len(names) for names in sources]} experts, expected {count}")
-        stack, group = None, columns
+        count, hidden, intermediate = experts.sizes
+        for lists in module.matrices.values():
+            given = [len(names) for names in lists]
+            if not self.stacked and set(given) != {count}:
+                raise ValueError(f"matrices of {given} experts, expected {count}")
+            if self.stacked:
+                found = {suffix: part.get_shape()[0] for suffix, part in self.tensors[lists[0][0]].items()}
+                if set(found.values()) != {count}:
+                    raise ValueError(f"{lists[0][0]} is of {found} experts, expected {count}")
+        packer, biased = None, experts.w13_bias is not None
         for expert in range(count):
-            for name, row, matrix in self._parts(sources, shape, expert, biased, pages):
-                if stack is None:
-                    group = matrix.group
+            for shard, names in shards.items():
+                name = names[0 if self.stacked else expert]
+                matrix = self._matrix(name, biased, pages, expert if self.stacked else None)
+                if packer is None:
+                    sizes = ExpertSizes(count, hidden, intermediate, self._stored(name).group_size)
+                    activations = sizes.activation_groups(self._wanted(module))
                     bias = None if matrix.bias is None else matrix.bias.dtype
-                    activations = resolve_activation_group(asked, group, columns)
-                    stack = MatrixStack(count, rows, columns, group, bias, activation_group=activations)
-                if matrix.group != group:
-                    raise ValueError(f"{name} has groups of {matrix.group}, the first expert of {group}")
-                stack.put(expert, row, matrix)
-        return stack.pack(), group
-
-    def _parts(
-        self, sources: list[list[str]], shape: tuple[int, int, int], expert: int, biased: bool, pages: Pages
-    ) -> Iterator[tuple[str, int, Matrix]]:
-        """Name, first row in the stack, and matrix of each part of an expert."""
-        count, rows, columns = shape
-        if len(sources) > 1:
-            size = rows // len(sources)
-            for index, names in enumerate(sources):
-                yield names[expert], index * size, self._matrix(names[expert], (size, columns), biased, pages)
-            return
-        name = sources[0][0 if self.stacked else expert]
-        if self.stacked:
-            found = {suffix: part.get_shape()[0] for suffix, part in self.tensors[name].items()}
-            if set(found.values()) != {count}:
-                raise ValueError(f"{name} is of {found} experts, expected {count}")
-        matrix = self._matrix(name, (rows, columns), biased, pages, expert if self.stacked else None)
-        if not name.endswith(".gate_up_proj"):
-            yield name, 0, matrix
-            return
-        for half in (0, 1):  # gate and up rows alternate
-            yield name, half * (rows // 2), matrix.with_rows(slice(half, None, 2))
+                    packer = ExpertPacker(sizes, bias, w13_interleaved=True, activation_groups=activations)
+                packer.put(expert, shard, matrix, name)
+        return packer.pack(), sizes.group_size
 
     def _wanted(self, module: _Module) -> int | None:
         """The activation group to be asked for."""
@@ -239,22 +224,18 @@ class Foreign:
     def _stored(self, name: str) -> Stored:
         parts = self.tensors[name]
         stored = stored_as(self.rules, name, parts, partial(_is_int8, parts))
-        if isinstance(stored, NotOurs):
+        if isinstance(stored, LeftOut):
             raise ValueError(stored.reason)
         return stored
 
-    def _matrix(
-        self, name: str, shape: tuple[int, int], biased: bool, pages: Pages, expert: int | None = None
-    ) -> Matrix:
-        """Reads a matrix, or that of one expert of a stack, which must be [N, K] and have a bias if the model has."""
+    def _matrix(self, name: str, biased: bool, pages: Pages, expert: int | None = None) -> Matrix:
+        """Reads a matrix, or that of one expert of a stack, which must have a bias if the model has."""
         parts = self.tensors[name]
         if expert is None:
             tensors = {suffix: part[...] for suffix, part in parts.items()}
         else:
             tensors = {suffix: part[expert : expert + 1][0] for suffix, part in parts.items()}
         matrix = self._stored(name).read(tensors, name)
-        if (matrix.rows, matrix.columns) != shape:
-            raise ValueError(f"{name} is [{matrix.rows}, {matrix.columns}], expected {list(shape)}")
         # Whatever the matrix has of the tensors is a view; it comes from the file again.
         pages.release(tensors.values())
         return _with_bias(matrix, biased, name)

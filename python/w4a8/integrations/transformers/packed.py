@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from w4a8.core.kind import Kind
+from w4a8.formats.packed_directory import STANDS_FOR, Parts, packed_tensors
 from w4a8.integrations.transformers.names import Names, slices
 from w4a8.nn import W4A8Experts, W4A8Linear, W8A8Linear
-from w4a8.ops import PackedHeader, read_header
 from w4a8.quantization.moe_blocks import fused_experts
-
-# Name of a packed tensor in its module -> a parameter of the module that it stands for.
-_STANDS_FOR = {"packed": "weight", "w13_packed": "gate_up_proj", "w2_packed": "down_proj"}
-
-
-@dataclass
-class _Entry:
-    header: PackedHeader
-    shape: tuple[int, ...]
 
 
 def build_packed(model: torch.nn.Module, files: Sequence[str]) -> list[str]:
@@ -37,7 +28,7 @@ def build_packed(model: torch.nn.Module, files: Sequence[str]) -> list[str]:
         ValueError: no packed tensors, or ones that do not fit the model.
     """
     with torch.device("cpu"):  # transformers builds models with the meta device as default
-        found = _read_headers(model, files)
+        found = _of_modules(model, packed_tensors(slices(files)))
     if not found:
         raise ValueError(f"{', '.join(map(str, files)) or 'no file'}: no packed tensors, though config.json says so")
     for name, entries in found.items():
@@ -51,28 +42,19 @@ def build_packed(model: torch.nn.Module, files: Sequence[str]) -> list[str]:
     return list(found)
 
 
-def _read_headers(model: torch.nn.Module, files: Sequence[str]) -> dict[str, dict[str, _Entry]]:
-    """Module name -> tensor name -> header (of the first expert)."""
+def _of_modules(model: torch.nn.Module, packed: Mapping[str, Parts]) -> dict[str, Parts]:
+    """What is packed, by the names that the modules have in the model; what it has no place for is left out."""
     names = Names(model)
-    found: dict[str, dict[str, _Entry]] = {}
-    for key, part in slices(files):
-        path, _, leaf = key.rpartition(".")
-        parameter = names.parameter(f"{path}.{_STANDS_FOR[leaf]}")[0] if leaf in _STANDS_FOR else None
-        if parameter is not None:
-            shape = tuple(part.get_shape())
-            first = part[...] if len(shape) == 1 else part[:1][0]  # a view: only the header is read
-            found.setdefault(parameter.rpartition(".")[0], {})[leaf] = _Entry(_header(key, first), shape)
+    found: dict[str, dict[str, Any]] = {}
+    for module, parts in packed.items():
+        for leaf, entry in parts.items():
+            parameter = names.parameter(f"{module}.{STANDS_FOR[leaf]}")[0]
+            if parameter is not None:
+                found.setdefault(parameter.rpartition(".")[0], {})[leaf] = entry
     return found
 
 
-def _header(key: str, matrix: torch.Tensor) -> PackedHeader:
-    try:
-        return read_header(matrix)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{key}: {error}") from error
-
-
-def _new_module(old: torch.nn.Module, entries: dict[str, _Entry]) -> torch.nn.Module:
+def _new_module(old: torch.nn.Module, entries: Parts) -> torch.nn.Module:
     def check(what: str, given: Any, expected: Any) -> None:
         if given != expected:
             raise ValueError(f"{what} is {given}, expected {expected}")
@@ -84,8 +66,8 @@ def _new_module(old: torch.nn.Module, entries: dict[str, _Entry]) -> torch.nn.Mo
         given, sizes = [header["n"], header["k"]], [old.out_features, old.in_features]
         check("packed: [n, k]", given, sizes)
         check("packed: bias", header["has_bias"], old.bias is not None)
-        kind = W8A8Linear if header["values"] == "int8" else W4A8Linear
-        return kind(tensors["packed"], old.in_features, old.out_features, header["group"])
+        layer = W8A8Linear if header["values"] == Kind.INT8 else W4A8Linear
+        return layer(tensors["packed"], old.in_features, old.out_features, header["group"])
     experts = fused_experts(old)
     if experts is None or experts.activation is None:
         raise ValueError(f"packed experts, but {type(old).__name__} is no block that W4A8Experts can stand for")

@@ -17,6 +17,7 @@ from w4a8.integrations.selftest import missing, more_to_implement, operator_prob
 from w4a8.integrations.transformers.collect import Give, unstacked
 from w4a8.integrations.transformers.quantizer import W4A8HfQuantizer
 from w4a8.integrations.transformers.registration import MERGED
+from w4a8.nn import QuantOptions
 from w4a8.quantization.moe_blocks import GateUp, fused_experts, stacks_problem
 
 # What transformers calls of a quantizer: of another name it would be passed over without a word.
@@ -110,7 +111,7 @@ def experts_problems() -> list[str]:
     x[:, ::32] = 127 / 128  # the largest of every activation group, so that rounding to int8 loses nothing
     ids = torch.tensor([[0, 2], [1, 0], [2, 1], [0, 1], [1, 2]])
     weights = torch.rand(5, 2, generator=generator)
-    want, got = layer(x, ids, weights), fused_experts(layer).quantize(32, lambda: None)(x, ids, weights)
+    want, got = layer(x, ids, weights), fused_experts(layer).quantize(QuantOptions())(x, ids, weights)
     # What is between the two matrices is rounded to 127 steps, or as many over a range of both signs: half a step off.
     gate, up = (x @ layer.gate_up_proj.mT).chunk(2, -1)
     most = (layer.act_fn(gate) * up).abs().amax()

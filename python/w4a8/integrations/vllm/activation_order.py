@@ -7,16 +7,7 @@ from collections.abc import Iterable
 import torch
 from vllm.model_executor.models.utils import WeightsMapper
 
-
-def _check(name: str, g_idx: torch.Tensor) -> None:
-    """Raises ValueError if groups are not consecutive input features of one number."""
-    features, groups = g_idx.numel(), int(g_idx.max()) + 1 if g_idx.numel() > 0 else 1
-    width = -(-features // groups)
-    if not torch.equal(g_idx.flatten().long(), torch.arange(features) // width):
-        raise ValueError(
-            f"w4a8: {name}: groups are not consecutive input features (activation order, desc_act), which is not "
-            "supported"
-        )
+from w4a8.formats.matrix import check_consecutive
 
 
 class _Checked(WeightsMapper):
@@ -38,7 +29,7 @@ class _Checked(WeightsMapper):
     def _seen(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
         for name, tensor in weights:
             if name.endswith(".g_idx"):
-                _check(name, tensor)
+                check_consecutive(tensor, f"w4a8: {name}")
             yield name, tensor
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from w4a8.integrations.vllm import settings
 from w4a8.integrations.vllm.log import logger
 
 
@@ -34,8 +35,6 @@ def _package() -> str:
 def name_after_the_plugin() -> None:
     """Tells vLLM that its compiled graphs depend on the plugin, as it does on variables of its own."""
     from vllm import envs
-
-    from w4a8.integrations.vllm import settings
 
     envs.environment_variables[settings.SWITCH] = lambda: (
         f"w4a8 {_package()}, {settings.W4A16_SWITCH}={int(settings.runs_w4a16())}"

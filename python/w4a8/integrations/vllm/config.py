@@ -1,12 +1,10 @@
-"""vLLM's configuration class for compressed-tensors, with this package behind 4-bit and weight-only int8 layers.
-
-The classes of this and its sibling modules are at module level because vLLM pickles them for its worker processes.
-"""
+"""vLLM's configuration class for compressed-tensors, with this package behind 4-bit and weight-only int8 layers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from compressed_tensors.utils import is_match
@@ -16,35 +14,33 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from w4a8.formats import Stored
+from w4a8.integrations.vllm.config_base import RunsLayersHere
 from w4a8.integrations.vllm.kv_cache import KeepsKVCache
-from w4a8.integrations.vllm.linear import W4A8LinearScheme
-from w4a8.integrations.vllm.lm_head import rounds_lm_head
-from w4a8.integrations.vllm.moe import W4A8MoEMethod, experts_method
+from w4a8.integrations.vllm.linear_layers import W4A8LinearScheme
 from w4a8.integrations.vllm.names import projections
 from w4a8.integrations.vllm.scheme import is_mxfp4, is_nvfp4, is_w4a8, is_weight_only, stored_in
 from w4a8.integrations.vllm.settings import runs_w4a16, say_int8
 
 
-@rounds_lm_head
-class W4A8CompressedTensorsConfig(KeepsKVCache, CompressedTensorsConfig):
+class W4A8CompressedTensorsConfig(RunsLayersHere, KeepsKVCache, CompressedTensorsConfig):
     """Chooses this package for W4A8 and W4A16 layers, and vLLM's own methods for all others."""
 
-    w4a8_name = "compressed-tensors"
+    w4a8_name = w4a8_says = "compressed-tensors"
 
-    def get_quant_method(self, layer: torch.nn.Module, prefix: str):
-        """The method of a layer, or None (upstream's contract).
+    def method_of(self, layer: torch.nn.Module, prefix: str) -> Any:
+        """As :meth:`RunsLayersHere.method_of`; of linear and output layers upstream's method asks :meth:`get_scheme`.
 
         Raises:
             ValueError: experts or an output layer to be run here, of which the checkpoint rotates inputs or outputs.
         """
         if isinstance(layer, RoutedExperts):
-            method = self._experts_method(layer, prefix)
+            method = self.method_for(self.stored_of(layer, prefix), layer, prefix)
             if method is not None:
                 self._refuse_rotated(projections(layer, prefix))
-                return method
+            return method
         if isinstance(layer, ParallelLMHead) and self._stored(self.get_scheme_dict(layer, prefix), prefix) is not None:
             self._refuse_rotated([prefix])
-        return super().get_quant_method(layer, prefix)
+        return None
 
     def _refuse_rotated(self, names: Iterable[str]) -> None:
         """Of matrices that upstream does not wrap: around other linear layers it puts its own rotations."""
@@ -81,11 +77,11 @@ class W4A8CompressedTensorsConfig(KeepsKVCache, CompressedTensorsConfig):
         say_int8("compressed-tensors")
         return replace(stored, weight_only="input_activations is not int8")
 
-    def _experts_method(self, layer: RoutedExperts, prefix: str) -> W4A8MoEMethod | None:
-        """The method of a layer of experts if it is one to take over, else None."""
+    def stored_of(self, layer: RoutedExperts, prefix: str) -> Stored | None:
+        """As :meth:`RunsLayersHere.stored_of`, of a layer of experts."""
         self._add_fused_moe_to_target_scheme_map()
         names = (layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name)
         schemes = [self.get_scheme_dict(layer, f"{prefix}.0.{name}") for name in names if name is not None]
         if any(other != schemes[0] for other in schemes):
             return None  # not alike: upstream's to handle
-        return experts_method(self._stored(schemes[0], prefix), layer, prefix)
+        return self._stored(schemes[0], prefix)

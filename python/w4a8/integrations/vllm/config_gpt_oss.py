@@ -8,22 +8,16 @@ from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
 
 from w4a8.formats import Stored
 from w4a8.formats.mxfp4 import BLOCK
-from w4a8.integrations.vllm.dtypes import TakesEveryDtype
-from w4a8.integrations.vllm.lm_head import rounds_lm_head
-from w4a8.integrations.vllm.moe import experts_method
-from w4a8.integrations.vllm.settings import runs_w4a16, say_int8
+from w4a8.integrations.vllm.config_base import RunsLayersHere
 
 
-@rounds_lm_head
-class W4A8GptOssConfig(TakesEveryDtype, GptOssMxfp4Config):
+class W4A8GptOssConfig(RunsLayersHere, GptOssMxfp4Config):
     """Chooses this package for experts; everything else is not quantized, and vLLM's."""
 
-    def get_quant_method(self, layer: torch.nn.Module, prefix: str):
-        """The method of a layer, or None (upstream's contract)."""
-        if isinstance(layer, RoutedExperts) and runs_w4a16():
-            stored = Stored("mxfp4", BLOCK, True, weight_only="quant_method is 'mxfp4'")
-            method = experts_method(stored, layer, prefix)
-            if method is not None:
-                say_int8("MXFP4")
-                return method
-        return super().get_quant_method(layer, prefix)
+    w4a8_says = "MXFP4"
+
+    def stored_of(self, layer: torch.nn.Module, prefix: str) -> Stored | None:
+        """As :meth:`RunsLayersHere.stored_of`."""
+        if not isinstance(layer, RoutedExperts):
+            return None
+        return Stored("mxfp4", BLOCK, True, weight_only="quant_method is 'mxfp4'")

@@ -6,9 +6,7 @@ from typing import Any
 
 import torch
 from vllm.model_executor.layers.fused_moe import RoutedExperts
-from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.inc import INCConfig
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from w4a8.core.matrix import is_group_size
 from w4a8.formats import Stored
@@ -16,17 +14,12 @@ from w4a8.formats.awq import packing_of
 from w4a8.formats.mxfp4 import BLOCK
 from w4a8.formats.nvfp4 import BLOCK as NVFP4_BLOCK
 from w4a8.integrations.vllm.activation_order import ChecksActivationOrder
-from w4a8.integrations.vllm.dtypes import TakesEveryDtype
-from w4a8.integrations.vllm.linear import W4A8LinearMethod
-from w4a8.integrations.vllm.lm_head import rounds_lm_head
-from w4a8.integrations.vllm.log import logger
-from w4a8.integrations.vllm.moe import experts_method
+from w4a8.integrations.vllm.config_base import RunsLayersHere, are_alike
 from w4a8.integrations.vllm.names import projections
-from w4a8.integrations.vllm.settings import runs_w4a16, say_int8
+from w4a8.integrations.vllm.settings import runs_w4a16
 
 
-@rounds_lm_head
-class W4A8INCConfig(TakesEveryDtype, ChecksActivationOrder, INCConfig):
+class W4A8INCConfig(RunsLayersHere, ChecksActivationOrder, INCConfig):
     """Chooses this package for 4-bit integer layers and 8-bit linear ones, and vLLM's own methods for all others.
 
     Attributes:
@@ -35,6 +28,7 @@ class W4A8INCConfig(TakesEveryDtype, ChecksActivationOrder, INCConfig):
         w4a8_nvfp4: floats are NVFP4's, which upstream takes for MXFP4's, the only ones that it knows.
     """
 
+    w4a8_says = "AutoRound"
     w4a8_version = 1
     w4a8_nvfp4 = False
     w4a8_weight_only: str | None = None
@@ -62,26 +56,26 @@ class W4A8INCConfig(TakesEveryDtype, ChecksActivationOrder, INCConfig):
         made.w4a8_version = found[1]
         return made
 
-    def get_quant_method(self, layer: torch.nn.Module, prefix: str):
-        """The method of a layer, or None (upstream's contract)."""
-        method = None
-        if runs_w4a16():
-            if isinstance(layer, RoutedExperts):
-                method = self._experts_method(layer, prefix)
-            elif isinstance(layer, (LinearBase, ParallelLMHead)) and not self._is_excluded(prefix):
-                stored = self._stored(layer, prefix)
-                method = None if stored is None else W4A8LinearMethod(stored, prefix)
-        if method is None and self._is_only_ours(layer, prefix):
-            raise ValueError(f"w4a8: {prefix}: a layer of NVFP4 that this cannot run, and vLLM neither")
-        return super().get_quant_method(layer, prefix) if method is None else method
+    def method_of(self, layer: torch.nn.Module, prefix: str) -> Any:
+        """As :meth:`RunsLayersHere.method_of`.
 
-    def _is_only_ours(self, layer: torch.nn.Module, prefix: str) -> bool:
-        """Whether upstream would take a layer of NVFP4 for one of MXFP4."""
-        if not self.w4a8_nvfp4 or not isinstance(layer, (LinearBase, ParallelLMHead, RoutedExperts)):
-            return False
-        names = projections(layer, prefix) if isinstance(layer, RoutedExperts) else [prefix]
-        quantized = any(self.config_parser.resolve(layer, name).quantized for name in names)
-        return quantized and not self._is_excluded(prefix)
+        Raises:
+            ValueError: a layer of NVFP4 that cannot be run here, which upstream would take for one of MXFP4.
+        """
+        method = super().method_of(layer, prefix)
+        if method is not None or not self.w4a8_nvfp4 or self._is_excluded(prefix):
+            return method
+        if any(self.config_parser.resolve(layer, name).quantized for name in _matrices(layer, prefix)):
+            raise ValueError(f"w4a8: {prefix}: a layer of NVFP4 that this cannot run, and vLLM neither")
+        return None
+
+    def stored_of(self, layer: torch.nn.Module, prefix: str) -> Stored | None:
+        """As :meth:`RunsLayersHere.stored_of`."""
+        # Upstream's rules for experts want a layer class that is no longer called so; names of matrices need none.
+        if self._is_excluded(prefix):
+            return None
+        ways = [self._stored(layer, name) for name in _matrices(layer, prefix)]
+        return ways[0] if are_alike(ways, prefix) else None
 
     def _is_excluded(self, prefix: str) -> bool:
         """Whether the configuration names a layer as not quantized, as upstream looks it up."""
@@ -95,26 +89,18 @@ class W4A8INCConfig(TakesEveryDtype, ChecksActivationOrder, INCConfig):
             block = NVFP4_BLOCK if self.w4a8_nvfp4 else BLOCK
             if found.group_size != block:
                 return None
-            say_int8("AutoRound")
             form = f"{'nv' if self.w4a8_nvfp4 else 'mx'}fp4-pack-quantized"
             return Stored(form, block, True, weight_only="data_type is of floats")
         if not found.quantized or found.data_type != "int" or not is_group_size(found.group_size):
             return None
         if not (found.is_gptq and found.bits in (4, 8)) and not (found.is_awq and found.bits == 4):
             return None
-        if self.w4a8_weight_only is not None:
-            say_int8("AutoRound")
         symmetric, inputs = bool(found.sym), {"weight_only": self.w4a8_weight_only}
         if found.is_gptq:
             return Stored("gptq", found.group_size, symmetric, self.w4a8_version, bits=found.bits, **inputs)
         return Stored("awq", found.group_size, symmetric, **inputs)
 
-    def _experts_method(self, layer: RoutedExperts, prefix: str):
-        # Upstream's rules for experts want a layer class that is no longer called so; names of matrices need none.
-        excluded = self._is_excluded(prefix)
-        ways = {None if excluded else self._stored(layer, name) for name in projections(layer, prefix)}
-        if len(ways) > 1:
-            logger().warning_once("w4a8: leaves %s to vLLM: its experts are not quantized alike", prefix)
-            return None
-        (stored,) = ways
-        return experts_method(stored, layer, prefix)
+
+def _matrices(layer: torch.nn.Module, prefix: str) -> list[str]:
+    """Names that the configuration may have rules for."""
+    return projections(layer, prefix) if isinstance(layer, RoutedExperts) else [prefix]

@@ -14,7 +14,7 @@ from w4a8.integrations.vllm.settings import runs_w4a16
 _KEYS = ("kv_cache_scheme", "kv_cache_quant_algo")
 
 
-def why_not(asked: Any, hf_config: Any) -> str | None:
+def kv_cache_problem(asked: Any, hf_config: Any) -> str | None:
     """Why vLLM's attention on this CPU cannot have a KV cache.
 
     Args:
@@ -45,7 +45,7 @@ def why_not(asked: Any, hf_config: Any) -> str | None:
 
 
 def keep_what_is_possible(config: dict[str, Any], hf_config: Any) -> None:
-    """Takes out of a quantization_config what :func:`why_not` is against; the cache then has the type of the model.
+    """Takes out of a quantization_config what has a :func:`kv_cache_problem`; the cache then has the type of the model.
 
     Args:
         config: what vLLM has made of the one in ``hf_config``.
@@ -71,7 +71,7 @@ def _take_out(config: Any, hf_config: Any) -> str | None:
         for key in _KEYS if isinstance(owner, dict) else ():
             asked = owner.get(key)
             # Scales of their own for each head are loaded by the rule that would be taken out.
-            reason = why_not(asked, hf_config) if asked and not _per_head(asked) else None
+            reason = kv_cache_problem(asked, hf_config) if asked and not _per_head(asked) else None
             if reason is not None:
                 owner[key], found = None, reason
     return found

@@ -5,7 +5,6 @@ A decoded token reads all of it, which in bfloat16 can be a third of all that is
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
 import torch
@@ -15,22 +14,11 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from w4a8.core.weight_utils import replace_parameter
 from w4a8.integrations.vllm.log import logger
 from w4a8.integrations.vllm.settings import LM_HEAD_SWITCH, activation_group, lm_head_bits
+from w4a8.nn import QuantOptions
 from w4a8.nn.rounding import round_to_8_bits, round_weight
 from w4a8.ops import dyn_quant_matmul_4bit
 
 GROUP = 32
-
-
-def rounds_lm_head(config: type) -> type:
-    """A configuration class's decorator: layers that it does not quantize may be :class:`W4A8LMHeadMethod`'s."""
-    chosen = config.get_quant_method
-
-    @wraps(chosen)
-    def get_quant_method(self: Any, layer: torch.nn.Module, prefix: str) -> Any:
-        return lm_head_method(layer, chosen(self, layer, prefix))
-
-    config.get_quant_method = get_quant_method
-    return config
 
 
 def lm_head_method(layer: torch.nn.Module, method: Any) -> Any:
@@ -76,7 +64,7 @@ class W4A8LMHeadMethod(UnquantizedEmbeddingMethod):
         if self.bits == 8:
             matrix, groups = round_to_8_bits(weight.data), "with a scale for each row"
         else:
-            matrix = round_weight(weight.data, GROUP, torch.bfloat16)
+            matrix = round_weight(weight.data, QuantOptions(GROUP, torch.bfloat16))
             groups = f"in groups of {GROUP}"
         self.group = matrix.group
         try:

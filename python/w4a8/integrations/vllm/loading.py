@@ -10,12 +10,13 @@ from vllm.config import get_current_vllm_config_or_none
 
 from w4a8.core.experts import ExpertSizes
 from w4a8.core.float8 import exponents_of, powers_of_two
-from w4a8.core.matrix import codes_in_a_byte, middle_code
+from w4a8.core.kind import Kind
+from w4a8.core.matrix import Matrix, PackedAs
+from w4a8.core.memory import fresh_bytes
 from w4a8.core.packer import ExpertPacker
-from w4a8.core.stack import PackedAs
 from w4a8.formats import Stored
-from w4a8.formats.parts import Part
-from w4a8.integrations.vllm.scheme import ignored_in, parts_of
+from w4a8.formats.mxfp4 import BLOCK
+from w4a8.integrations.vllm.scheme import ignored_in, loaded_parts
 
 # Shards of vLLM's loader for gpt-oss, which has gate and up in one tensor.
 _SHARDS = {"gpt_oss_w13": "w13", "gpt_oss_w2": "w2"}
@@ -27,50 +28,43 @@ def is_dummy_load() -> bool:
     return config is not None and str(config.load_config.load_format) == "dummy"
 
 
-def fill_dummy(part: Part, tensor: torch.Tensor) -> None:
-    """Random values where vLLM's dummy loader has none: codes, which it leaves alone, and scales of two levels."""
-    if part.kind == "global_scale":
-        tensor.fill_(1)
-    elif tensor.dtype == torch.float8_e4m3fn:
-        random_block_scales(tensor)
-    elif part.kind == "weight":
-        tensor.random_(*((-8, 8) if tensor.dtype == torch.int8 else ()))
+def random_matrix(rows: int, columns: int, group_size: int, form: PackedAs, has_bias: bool = False) -> Matrix:
+    """What a layer gets where there is no checkpoint.
+
+    Scales are of the size that vLLM's dummy loader gives to what it fills, and take as many bytes as those of a
+    checkpoint: bfloat16, powers of two (MXFP4), or the least numbers of float8_e4m3fn (NVFP4). Zero points are near the
+    middle of the codes: weights are of both signs.
+
+    Args:
+        rows, columns: N and K.
+        group_size: values of k per scale; -1 is channelwise.
+        form: kind of the codes, zero points or none, and one level of scales or two.
+        has_bias: with a bias, as small as the scales.
+    """
+    kind, zeros, channels = form.kind, None, None
+    codes = torch.empty(rows, columns // kind.codes_in_a_byte, dtype=torch.uint8).random_()
+    groups = 1 if group_size == -1 else columns // group_size
+    small = torch.empty(rows, groups).uniform_(1e-4, 1e-3).to(torch.bfloat16)
+    scales = powers_of_two(exponents_of(small)) if kind == Kind.E2M1 else small
+    if form.zero_points:
+        zeros = torch.empty(rows, groups, dtype=torch.uint8).random_(kind.middle // 2, kind.middle + kind.middle // 2)
+    if form.channel_scales:
+        scales = torch.empty(rows, groups, dtype=torch.uint8).random_(1, 8)
+        channels = torch.ones(rows, dtype=torch.float32)
+    return Matrix(codes, scales, zeros, kind, small[:, 0] if has_bias else None, channels)
 
 
-def random_block_scales(tensor: torch.Tensor) -> torch.Tensor:
-    """The least numbers of float8_e4m3fn that are not 0."""
-    tensor.view(torch.uint8).random_(1, 8)
-    return tensor
+def form_of(stored: Stored) -> PackedAs:
+    """As far as it is known before anything has come."""
+    return PackedAs(stored.kind, zero_points=not stored.symmetric, channel_scales=stored.channel_scales)
 
 
-def random_zero_points(tensor: torch.Tensor, values: str) -> torch.Tensor:
-    """Near the middle of the codes: weights are of both signs."""
-    middle = middle_code(values)
-    return tensor.random_(middle // 2, middle + middle // 2)
-
-
-def pack_dummy(packer: ExpertPacker, zero_points: bool) -> None:
-    """Random experts: all codes, and scales of the size that vLLM's dummy loader gives to what it fills."""
+def pack_dummy(packer: ExpertPacker, stored: Stored) -> None:
+    """Random experts."""
     for name, rows, columns in packer.sizes.stacks:
-        stack = packer.stacks[name]
-        values = stack.packed_as.values
-        codes = torch.empty(rows, columns // codes_in_a_byte(values), dtype=torch.uint8)
-        scales = torch.empty(rows, packer.sizes.scale_columns(columns), dtype=torch.bfloat16)
-        zeros = torch.empty(scales.shape, dtype=torch.uint8)
         for expert in range(packer.sizes.experts):
-            scales.uniform_(-1e-3, 1e-3)
-            if values == "e2m1":  # of MXFP4: they take as many bytes as those of a checkpoint
-                scales.copy_(powers_of_two(exponents_of(scales.abs())))
-            if stack.channel_scales:
-                stack.put_piece(expert, "scales", slice(0, rows), random_block_scales(zeros))
-                stack.put_piece(expert, "channel_scales", slice(0, rows), torch.ones(rows, dtype=torch.float32))
-            else:
-                stack.put_piece(expert, "scales", slice(0, rows), scales)
-            if packer.has_bias:
-                stack.put_piece(expert, "bias", slice(0, rows), scales[:, 0])
-            if zero_points:
-                stack.put_piece(expert, "zero_points", slice(0, rows), random_zero_points(zeros, values))
-            stack.put_piece(expert, "codes", slice(0, rows), codes.random_())
+            matrix = random_matrix(rows, columns, packer.sizes.group_size, form_of(stored), packer.has_bias)
+            packer.stacks[name].put(expert, 0, matrix)
 
 
 def load_expert(
@@ -93,10 +87,10 @@ load_expert.supports_moe_loading = True  # vLLM asks for it
 
 
 class ExpertsLoader:
-    """Packs what vLLM's calls bring, and remembers what has come.
+    """Reads and packs what vLLM's calls bring, and remembers what has come.
 
-    The parameters that vLLM knows have no memory (they are on the device "meta"): an expert waits in the packer until
-    its last tensor is there.
+    The parameters that vLLM knows have no memory (they are on the device "meta"): the tensors of a matrix wait here,
+    copied, until its last one comes, and a matrix of an expert in the packer until the others are there.
     """
 
     def __init__(
@@ -126,29 +120,21 @@ class ExpertsLoader:
         """
         self._layer, self._sizes, self._stored = layer, sizes, stored
         self._has_bias, self._interleaved = bias_dtype is not None, w13_interleaved
-        self._parts = {part.suffix: part for part in parts_of(stored)}
+        self._parts = loaded_parts(stored)
+        required = [suffix for suffix, part in self._parts.items() if stored.requires(part)]
+        self._needed = dict.fromkeys(required + ["bias"] * self._has_bias).keys()
         self._ignored = ("weight_shape", *ignored_in(stored))
         self._loaded: dict[str, set[tuple[int, str]]] = {}
+        self._waiting: dict[tuple[int, str], dict[str, torch.Tensor]] = {}  # by expert on this rank, and shard
         self._packed_as: dict[str, PackedAs] | None = None  # once packed
-        stacks = ("w13", "w2")
-        self._new_packer = partial(
-            ExpertPacker,
-            sizes,
-            bias_dtype,
-            tp_rank,
-            tp_size,
-            w13_interleaved,
-            values=dict.fromkeys(stacks, stored.values),
-            zero_points=() if stored.symmetric else stacks,
-            channel_scales=stacks if stored.channel_scales else (),
-            activation_groups=activation_groups,
-        )
+        ranks = (tp_rank, tp_size, w13_interleaved)
+        self._new_packer = partial(ExpertPacker, sizes, bias_dtype, *ranks, activation_groups=activation_groups)
         self.packer = self._new_packer()
 
     @property
     def nothing_new(self) -> bool:
         """Whether the layer has been packed, and nothing has come since."""
-        return self._packed_as is not None and self.packer.is_empty
+        return self._packed_as is not None and self.packer.is_empty and not self._waiting
 
     def __call__(
         self,
@@ -205,19 +191,28 @@ class ExpertsLoader:
             return
         self._loaded.setdefault(f"{stack}_{suffix}", set()).add((expert[1], shard))
         name = f"{weight_name.rpartition('.')[0]}.{expert[1]}.{shard}"
-        if suffix == "bias":
-            self._take_bias(tensor, name, shard, expert[0])
-            return
-        part = self._parts[suffix]
-        piece = self._stored.piece(part, tensor, name)
-        if piece is not None:
-            self.packer.put(expert[0], shard, part.kind, piece, f"{name}.{suffix}")
+        if suffix == "bias" and not self._has_bias:
+            if tensor.any():  # some tools write zeros
+                raise ValueError(f"w4a8: {name}.bias: a bias, but the layers of experts of this model have none")
+        elif suffix in self._needed:
+            self._collect(tensor, suffix, shard, expert[0], name)
+        else:
+            self._stored.check_zero_points(tensor, name)
 
-    def _take_bias(self, tensor: torch.Tensor, name: str, shard: str, expert: int) -> None:
-        if self._has_bias:
-            self.packer.put(expert, shard, "bias", tensor, f"{name}.bias")
-        elif tensor.any():  # some tools write zeros
-            raise ValueError(f"w4a8: {name}.bias: a bias, but the layers of experts of this model have none")
+    def _collect(self, tensor: torch.Tensor, suffix: str, shard: str, expert: int, name: str) -> None:
+        """Keeps a tensor that the matrix needs; the last one makes the matrix, which goes to the packer."""
+        found = self._waiting.setdefault((expert, shard), {})
+        found[suffix] = tensor
+        if self._needed - found.keys():
+            found[suffix] = _copied(tensor)
+            return
+        del self._waiting[expert, shard]
+        tensors = {self._parts[key].suffix if key in self._parts else key: each for key, each in found.items()}
+        if self._stored.format == "pack-quantized":
+            tensors["weight_shape"] = torch.tensor(self.packer.shape(shard))
+        elif self._stored.format == "mxfp4":
+            tensors["blocks"] = tensors["blocks"].unflatten(-1, (-1, BLOCK // 2))
+        self.packer.put(expert, shard, self._stored.read(tensors, name), name)
 
     def pack(self) -> dict[str, torch.Tensor]:
         """``w13`` and ``w2``, uint8 [E, bytes]. What comes afterwards is another set of weights, of the same types."""
@@ -229,10 +224,8 @@ class ExpertsLoader:
 
     def missing(self) -> list[str]:
         """What a layer lacks: of each stack, as many tensors as it has experts (and halves of w13)."""
-        suffixes = [part.suffix for part in self._parts.values() if self._stored.requires(part)]
-        suffixes += ["bias"] if self._has_bias else []
         lacking = []
-        for name in [f"{stack}_{suffix}" for suffix in suffixes for stack in ("w13", "w2")]:
+        for name in [f"{stack}_{suffix}" for suffix in self._needed for stack in ("w13", "w2")]:
             shards = [shard for _, shard in self._loaded.get(name, ())]
             halves = 1 if name.startswith("w2") or not self._sizes.gated else 2
             have = sum(halves if shard in ("w13", "w2") else 1 for shard in shards)
@@ -240,3 +233,9 @@ class ExpertsLoader:
             if have != want:
                 lacking.append(f"{name}: {have} of {want} tensors")
         return lacking
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy whose memory goes back to the system with it."""
+    size = tensor.element_size()
+    return fresh_bytes(tensor.numel() * size).view(tensor.dtype).view(tensor.shape).copy_(tensor)

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from functools import partial, wraps
 from typing import Any
 
-_said: set[tuple[object, ...]] = set()
+from w4a8.core.log import log_once
+
 _silent = threading.local()  # .depth: how many silence() this thread is in
 # What remembers in vLLM's module for logging, after its first call, that a message was said.
 _VLLM_ONCE = ("_print_debug_once", "_print_info_once", "_print_warning_once")
@@ -22,14 +23,9 @@ class _Once:
         self._base = base
 
     def __getattr__(self, name: str) -> Any:
-        write = getattr(self._base, name)
-        return partial(_once, name, write) if name.endswith("_once") else write
-
-
-def _once(name: str, write: Callable[..., None], *message: object) -> None:
-    if not _is_silent() and (name, *message) not in _said:
-        _said.add((name, *message))
-        write(*message)
+        if not name.endswith("_once"):
+            return getattr(self._base, name)
+        return partial(_unless_silent(log_once), self._base, getattr(logging, name.removesuffix("_once").upper()))
 
 
 def logger() -> Any:

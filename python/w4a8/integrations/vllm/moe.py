@@ -18,7 +18,7 @@ from w4a8.formats import Stored
 from w4a8.integrations.vllm.loading import ExpertsLoader, is_dummy_load, load_expert, pack_dummy
 from w4a8.integrations.vllm.log import logger
 from w4a8.integrations.vllm.routing import select
-from w4a8.integrations.vllm.scheme import describe, ignored_in, parts_of
+from w4a8.integrations.vllm.scheme import describe, ignored_in, loaded_parts
 from w4a8.integrations.vllm.settings import activation_group
 
 # Of the clamped SwiGLU: limit, slope of the sigmoid, what is added to the up half.
@@ -140,11 +140,11 @@ class W4A8MoEMethod(FusedMoEMethodBase):
         self._raw: list[str] = []
         for stack, rows, columns in self.sizes.stacks:
             halves = 2 if stack == "w13" and self.sizes.gated else 1
-            for part in parts_of(self.stored):
+            for suffix, part in loaded_parts(self.stored).items():
                 number = part.kind == "global_scale"  # one of each matrix of a file
                 shape = (halves,) if number else part.shape(rows, columns, self.stored.groups(columns))
                 counted = self.stored.requires(part)
-                self._register(layer, f"{stack}_{part.suffix}", (num_experts, *shape), part.dtype, counted)
+                self._register(layer, f"{stack}_{suffix}", (num_experts, *shape), part.dtype, counted)
             for suffix in ignored_in(self.stored):
                 self._register(layer, f"{stack}_{suffix}", (num_experts, halves), torch.float32, False)
             if self.moe.has_bias or self.stored.format in _ZERO_BIASES:
@@ -185,7 +185,7 @@ class W4A8MoEMethod(FusedMoEMethodBase):
         if loader.nothing_new:
             return
         if self.dummy:
-            pack_dummy(loader.packer, not self.stored.symmetric)
+            pack_dummy(loader.packer, self.stored)
             self.dummy = False
         else:
             missing = loader.missing()
@@ -239,15 +239,12 @@ class W4A8MoEMethod(FusedMoEMethodBase):
         )
 
 
-def experts_method(stored: Stored | None, layer: torch.nn.Module, prefix: str) -> W4A8MoEMethod | None:
-    """The method of a layer of vLLM's RoutedExperts.
-
-    None if its weights are not ``stored`` in a way that is read here; and, with a warning, if it cannot be run here.
-    """
-    if stored is None:
-        return None
+def experts_method(
+    stored: Stored, layer: torch.nn.Module, prefix: str, method: type[W4A8MoEMethod] = W4A8MoEMethod
+) -> W4A8MoEMethod | None:
+    """The method of a layer of vLLM's RoutedExperts; None, with a warning, if it cannot be run here."""
     reason = unsupported(layer.moe_config)
     if reason is not None:
         logger().warning_once("w4a8: leaves layers of experts to vLLM, because of %s", reason)
         return None
-    return W4A8MoEMethod(stored, layer, prefix)
+    return method(stored, layer, prefix)

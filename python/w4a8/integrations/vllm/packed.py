@@ -9,44 +9,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 
 from w4a8.core.activation_groups import PER_TOKEN
-from w4a8.core.matrix import Matrix, Matrix4, codes_in_a_byte, middle_codes, pack_codes, unpack_codes
-from w4a8.core.matrix8 import Matrix8
-from w4a8.core.nibbles import pairs
-from w4a8.core.scale_types import E8M0, scale_type_named
-from w4a8.formats.packed_directory import FORMAT, METHOD, VERSION
-from w4a8.formats.words import words_of
+from w4a8.core.kind import Kind
+from w4a8.core.matrix import Matrix, PackedAs, packed_bytes, unpack_codes
+from w4a8.core.nibbles import pairs, words_of
+from w4a8.core.scale_types import E8M0
+from w4a8.core.stack import MatrixStack
+from w4a8.formats.packed_directory import STANDS_FOR, PackedTensor, Parts, check_stated, packed_tensors
 from w4a8.ops import PackedHeader, read_header
 
-# Last part of a packed tensor's name -> it is a stack of experts.
-_PACKED = {"packed": False, "w13_packed": True, "w2_packed": True}
 # Part of the name of a block -> what its experts' gate, up and down projections are called.
 _PROJECTIONS = (("block_sparse_moe", ("w1", "w3", "w2")), ("", ("gate_proj", "up_proj", "down_proj")))
 # Their experts come in one piece, whose rows and biases have an order of their own, in every checkpoint but this.
 _WHOLE_EXPERTS = ("gpt_oss",)
-
-
-@dataclass(frozen=True)
-class PackedTensor:
-    """A packed tensor in a file.
-
-    Attributes:
-        header: of the matrix, or of the first one of a stack.
-        shape: of the tensor.
-    """
-
-    header: PackedHeader
-    shape: tuple[int, ...]
-
-
-# Last part of the name -> tensor, of one module.
-Parts = Mapping[str, PackedTensor]
 
 
 @dataclass
@@ -64,8 +46,8 @@ class PackedDirectory:
     @property
     def symmetric(self) -> bool:
         """Whether no matrix of 4 bits has zero points; as tensors of compressed-tensors, those of 8 bits always do."""
-        headers = [stored.header for parts in self.packed.values() for stored in parts.values()]
-        return not any(header["has_zero_points"] for header in headers if header["values"] != "int8")
+        forms = [stored.packed_as for parts in self.packed.values() for stored in parts.values()]
+        return not any(form.zero_points for form in forms if form.kind.bits == 4)
 
 
 def read_directory(directory: str | Path, config: Mapping[str, Any]) -> PackedDirectory:
@@ -78,35 +60,26 @@ def read_directory(directory: str | Path, config: Mapping[str, Any]) -> PackedDi
     Raises:
         ValueError: no local directory of packed tensors, or one in another format.
     """
-    from safetensors import safe_open
-
-    stated = tuple(config.get(key) for key in ("quant_method", "format", "version"))
-    if stated != (METHOD, FORMAT, VERSION):
-        raise ValueError(f"quantization_config has quant_method, format and version {stated}, expected "
-                         f"{(METHOD, FORMAT, VERSION)}")  # fmt: skip
-    found = PackedDirectory({}, set())
+    check_stated(*(config.get(key) for key in ("quant_method", "format", "version")))
     files = sorted(Path(directory).glob("*.safetensors"))
     if not files:
         raise ValueError(
             f"{directory} is no local directory with *.safetensors files, which packed weights are read from"
         )
+    packed: dict[str, dict[str, PackedTensor]] = {}
+    floats: set[str] = set()
     for file in files:
         with safe_open(str(file), framework="pt") as tensors:
-            for key in tensors.keys():  # noqa: SIM118 (it is no dict)
-                module, _, leaf = key.rpartition(".")
-                if leaf in _PACKED:
-                    part = tensors.get_slice(key)
-                    first = part[:1][0] if _PACKED[leaf] else part[...]
-                    try:
-                        stored = PackedTensor(read_header(first), tuple(part.get_shape()))
-                    except (ValueError, TypeError) as error:
-                        raise ValueError(f"{key} in {file}: {error}") from error
-                    found.packed.setdefault(module, {})[leaf] = stored
-                elif leaf == "weight":
-                    found.floats.add(module)
-    if not found.packed:
+            try:
+                found = packed_tensors((key, tensors.get_slice(key)) for key in tensors.keys())  # noqa: SIM118 (no dict)
+            except ValueError as error:
+                raise ValueError(f"{file}: {error}") from error
+            floats.update(key.removesuffix(".weight") for key in tensors.keys() if key.endswith(".weight"))  # noqa: SIM118
+        for module, parts in found.items():
+            packed.setdefault(module, {}).update(parts)
+    if not packed:
         raise ValueError(f"{directory}: no packed tensors, though config.json says so")
-    return found
+    return PackedDirectory(packed, floats)
 
 
 def group_of(parts: Parts) -> int:
@@ -120,13 +93,13 @@ def only_whole(parts: Parts, model_type: str | None) -> str | None:
     """Why the matrices of a module cannot be unpacked for vLLM to cut them, or None."""
     if model_type in _WHOLE_EXPERTS and "packed" not in parts:
         return f"experts of {model_type}"
-    headers = [stored.header for stored in parts.values()]
-    kinds = {header["values"] for header in headers}
-    if "e2m1" in kinds:
-        return "weights of type e2m1"
+    forms = [stored.packed_as for stored in parts.values()]
+    kinds = {form.kind for form in forms}
+    if Kind.E2M1 in kinds:
+        return f"weights of type {Kind.E2M1}"
     if len(kinds) > 1:
         return "experts of 4 and 8 bits"
-    return "scales of two levels" if any(has_channel_scales(header) for header in headers) else None
+    return "scales of two levels" if any(form.channel_scales for form in forms) else None
 
 
 def compressed_tensors_config(directory: PackedDirectory, model_type: str | None) -> dict[str, Any]:
@@ -138,7 +111,7 @@ def compressed_tensors_config(directory: PackedDirectory, model_type: str | None
     for module, parts in directory.packed.items():
         if only_whole(parts, model_type) is None:
             target = module if "packed" in parts else f"re:{re.escape(module)}[.]"
-            bits = 8 if any(stored.header["values"] == "int8" for stored in parts.values()) else 4
+            bits = max(stored.packed_as.kind.bits for stored in parts.values())
             # Weights and inputs of 8 bits are another kind of layer there.
             per_token = bits == 4 and all(stored.header["activation_group"] == PER_TOKEN for stored in parts.values())
             groups.setdefault((group_of(parts), bits, per_token), []).append(target)
@@ -179,9 +152,9 @@ def unpacked(tensors: Iterable[tuple[str, torch.Tensor]], symmetric: bool) -> It
     """
     for key, tensor in tensors:
         module, _, leaf = key.rpartition(".")
-        if leaf not in _PACKED:
+        if leaf not in STANDS_FOR:
             yield key, tensor
-        elif not _PACKED[leaf]:
+        elif leaf == "packed":
             yield from _named(module, _integers(tensor, key), symmetric)
         else:
             gate, up, down = next(names for block, names in _PROJECTIONS if block in module)
@@ -206,15 +179,7 @@ def matrix_of(packed: torch.Tensor, name: str) -> Matrix:
         found = unpack_codes(packed, header["group"], header["k"], header["n"])
     except (ValueError, TypeError, RuntimeError) as error:
         raise ValueError(f"{name}: {error}") from error
-    codes, scales, zeros, bias = (found.get(part) for part in ("codes", "scales", "zero_points", "bias"))
-    if header["values"] == "int8":
-        return Matrix8(codes, scales, zeros, bias)
-    return Matrix4(codes, scales, zeros, header["values"], bias, found.get("channel_scales"))
-
-
-def has_channel_scales(header: PackedHeader) -> bool:
-    """Whether a matrix has scales of two levels."""
-    return header["scale_dtype"] == "e5m3"
+    return Matrix(kind=header["values"], **found)
 
 
 def joined(matrices: Sequence[Matrix], headers: Sequence[PackedHeader]) -> torch.Tensor:
@@ -224,60 +189,41 @@ def joined(matrices: Sequence[Matrix], headers: Sequence[PackedHeader]) -> torch
         matrices: what was unpacked.
         headers: of what it was unpacked from. They alone say how many bytes there will be: values do not.
     """
-    zeros = biases = channels = None
-    kind = matrices[0].kind
-    if any(matrix.zero_points is not None for matrix in matrices):
-        zeros = torch.cat([_or(m.zero_points, middle_codes(m.scales, kind)) for m in matrices])
-    if any(matrix.bias is not None for matrix in matrices):
-        biases = torch.cat([_or(m.bias, torch.zeros_like(m.scales[:, 0], dtype=torch.float32)) for m in matrices])
-    if matrices[0].channel_scales is not None:
-        channels = torch.cat([matrix.channel_scales for matrix in matrices])
-    scales = torch.cat([matrix.scales for matrix in matrices])
-    codes = torch.cat([matrix.codes for matrix in matrices])
-    how = (matrices[0].group, _joint_scale_dtype(headers), zeros, kind, channels, headers[0]["activation_group"])
-    return pack_codes(codes, scales, biases, *how)
-
-
-def _joint_scale_dtype(headers: Sequence[PackedHeader]) -> torch.dtype | None:
-    """The type that holds the scales of all; None if they have two levels.
-
-    One type is that of all. bfloat16 holds e8m0 as well. Every other mixture is float32.
-    """
-    if any(has_channel_scales(header) for header in headers):
-        return None
-    dtypes = {scale_type_named(header["scale_dtype"]) for header in headers}
-    if len(dtypes) == 1:
-        return dtypes.pop()
-    return torch.bfloat16 if dtypes == {E8M0, torch.bfloat16} else torch.float32
-
-
-def _or(tensor: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
-    return other if tensor is None else tensor
+    rows, columns, group, has_bias = _joined_sizes(headers)
+    bias_dtype = torch.float32 if has_bias else None
+    stack, row = MatrixStack(1, rows, columns, group, bias_dtype, packed_as=_joined_as(headers)), 0
+    for matrix in matrices:
+        stack.put(0, row, matrix, has_bias=matrix.bias is not None)
+        row += matrix.rows
+    return stack.pack()[0]
 
 
 def joined_bytes(headers: Sequence[PackedHeader]) -> int:
     """How long :func:`joined` makes what is packed with these headers."""
+    return packed_bytes(*_joined_sizes(headers), _joined_as(headers))
 
-    def like(header: PackedHeader) -> Matrix:
-        def empty(columns: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.empty(header["n"], columns, dtype=dtype, device="meta")
 
-        groups, values = header["k"] // header["group"], header["values"]
-        codes = empty(header["k"] // codes_in_a_byte(values), torch.uint8)
-        bias = empty(1, torch.float32)[:, 0] if header["has_bias"] else None
-        zeros = empty(groups, torch.uint8) if header["has_zero_points"] else None
-        if values == "int8":
-            return Matrix8(codes, empty(groups, torch.float32), zeros, bias)
-        channels = empty(1, torch.float32)[:, 0] if has_channel_scales(header) else None
-        scales = empty(groups, torch.float32 if channels is None else torch.uint8)
-        return Matrix4(codes, scales, zeros, values, bias, channels)
+def _joined_sizes(headers: Sequence[PackedHeader]) -> tuple[int, int, int, bool]:
+    """N of all, K, values of k per scale, and whether one has a bias."""
+    rows, has_bias = sum(header["n"] for header in headers), any(header["has_bias"] for header in headers)
+    return rows, headers[0]["k"], headers[0]["group"], has_bias
 
-    return joined([like(header) for header in headers], headers).numel()
+
+def _joined_as(headers: Sequence[PackedHeader]) -> PackedAs:
+    """The form that holds the zero points and scales of all.
+
+    One type of scales is that of all. bfloat16 holds e8m0 as well. Every other mixture is float32.
+    """
+    forms = [PackedAs.of_header(header) for header in headers]
+    dtypes = {form.scale_dtype for form in forms}
+    dtype = torch.bfloat16 if dtypes == {E8M0, torch.bfloat16} else torch.float32
+    dtype = dtypes.pop() if len(dtypes) == 1 else dtype
+    return replace(forms[0], scale_dtype=dtype, zero_points=any(form.zero_points for form in forms))
 
 
 def _integers(packed: torch.Tensor, name: str) -> Matrix:
     matrix = matrix_of(packed, name)
-    if matrix.kind == "e2m1":
+    if matrix.kind == Kind.E2M1:
         raise ValueError(f"{name} is {matrix.kind}, which a compressed-tensors checkpoint cannot have")
     return matrix
 
@@ -287,10 +233,10 @@ def _named(module: str, matrix: Matrix, symmetric: bool) -> Iterator[tuple[str, 
     yield f"{module}.weight_packed", words_of(matrix.codes)
     yield f"{module}.weight_scale", scales
     yield f"{module}.weight_shape", torch.tensor([matrix.rows, matrix.columns])
-    if not symmetric or matrix.kind == "int8":
-        zeros = middle_codes(scales, matrix.kind) if zeros is None else zeros
+    if not symmetric or matrix.kind == Kind.INT8:
+        zeros = matrix.kind.middles(scales) if zeros is None else zeros
         columns = zeros.T  # words along N
-        if matrix.kind == "int4":
+        if matrix.kind == Kind.INT4:
             columns = pairs(torch.nn.functional.pad(columns, (0, -len(zeros) % 2)))
         yield f"{module}.weight_zero_point", words_of(columns).T.contiguous()
     if matrix.bias is not None:

@@ -13,17 +13,15 @@ from typing import Any
 import torch
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.fused_moe import RoutedExperts
-from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization import register_quantization_config
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from w4a8.formats import Stored
-from w4a8.formats.packed_directory import METHOD
+from w4a8.formats.packed_directory import METHOD, Parts
 from w4a8.integrations.vllm.config import W4A8CompressedTensorsConfig
 from w4a8.integrations.vllm.moe import unsupported
 from w4a8.integrations.vllm.names import joined_from
-from w4a8.integrations.vllm.packed import Parts, compressed_tensors_config, only_whole, read_directory
+from w4a8.integrations.vllm.packed import compressed_tensors_config, only_whole, read_directory
 from w4a8.integrations.vllm.packed_layers import W4A8PackedLinearMethod, W4A8PackedMoEMethod, read_packed
 
 
@@ -58,8 +56,8 @@ class W4A8PackedConfig(W4A8CompressedTensorsConfig):
         super().apply_vllm_mapper(hf_to_vllm_mapper)
         self.modules = hf_to_vllm_mapper.apply_dict(self.modules)
 
-    def get_quant_method(self, layer: torch.nn.Module, prefix: str):
-        """The method of a layer, or None (upstream's contract).
+    def method_of(self, layer: torch.nn.Module, prefix: str) -> Any:
+        """As :meth:`RunsLayersHere.method_of`.
 
         Raises:
             ValueError: a layer whose weights can only be taken whole, which is cut among ranks or none that can be run.
@@ -67,7 +65,7 @@ class W4A8PackedConfig(W4A8CompressedTensorsConfig):
         experts = isinstance(layer, RoutedExperts)
         names = [prefix] if experts else joined_from(prefix, self.packed_modules_mapping)
         parts = [self.modules[name] for name in names if name in self.modules]
-        if len(parts) == len(names) and (experts or isinstance(layer, (LinearBase, ParallelLMHead))):
+        if len(parts) == len(names):
             problem = self._not_whole(layer, experts)
             if problem is None and experts:
                 return W4A8PackedMoEMethod(layer, prefix, *parts[0])
@@ -76,7 +74,7 @@ class W4A8PackedConfig(W4A8CompressedTensorsConfig):
             reason = next(filter(None, (only_whole(stored, self.model_type) for _, stored in parts)), None)
             if reason is not None:
                 raise ValueError(f"w4a8: {prefix}: a packed directory with {reason} cannot be served with {problem}")
-        return super().get_quant_method(layer, prefix)
+        return super().method_of(layer, prefix)
 
     def _stored(self, found: dict | None, name: str | None) -> Stored | None:
         """As that of a compressed-tensors checkpoint, with the activation group that the headers say."""

@@ -14,13 +14,11 @@ import torch
 from vllm.model_executor.layers.linear import LinearMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-from w4a8.core.matrix import codes_in_a_byte
+from w4a8.core.matrix import PackedAs, pack_as
 from w4a8.core.memory import fresh_bytes
-from w4a8.core.scale_types import scale_type_named
-from w4a8.core.stack import PackedAs, pack_for_stack
 from w4a8.cpu import active_kernel
 from w4a8.formats import Stored
-from w4a8.integrations.vllm.loading import is_dummy_load, random_block_scales, random_zero_points
+from w4a8.integrations.vllm.loading import is_dummy_load, random_matrix
 from w4a8.integrations.vllm.log import logger
 from w4a8.integrations.vllm.moe import W4A8MoEMethod
 from w4a8.integrations.vllm.packed import (
@@ -28,7 +26,6 @@ from w4a8.integrations.vllm.packed import (
     PackedTensor,
     Parts,
     group_of,
-    has_channel_scales,
     joined,
     joined_bytes,
     matrix_of,
@@ -153,22 +150,10 @@ class _PackedExperts(_Packed):
 
 
 def _dummy(header: PackedHeader) -> torch.Tensor:
-    """A random matrix with a header; its scales are of the size that vLLM's dummy loader gives to what it fills."""
-    scales = torch.empty(header["n"], header["k"] // header["group"]).uniform_(1e-4, 1e-3)
-    codes = torch.empty(header["n"], header["k"] // codes_in_a_byte(header["values"]), dtype=torch.uint8)
-    tensors = {
-        "codes": codes.random_(),
-        "scales": scales,
-        "zero_points": random_zero_points(torch.empty(scales.shape, dtype=torch.uint8), header["values"]),
-        "bias": scales[:, 0] if header["has_bias"] else None,
-    }
-    two_levels = has_channel_scales(header)
-    if two_levels:
-        tensors["scales"] = random_block_scales(torch.empty(scales.shape, dtype=torch.uint8))
-        tensors["channel_scales"] = torch.ones(header["n"], dtype=torch.float32)
-    dtype = torch.float32 if two_levels else scale_type_named(header["scale_dtype"])
-    kind = PackedAs(header["values"], dtype, header["has_zero_points"], two_levels, header["activation_group"])
-    return pack_for_stack(tensors, header["group"], kind)
+    """A random matrix with a header."""
+    form = PackedAs.of_header(header)
+    matrix = random_matrix(header["n"], header["k"], header["group"], form, header["has_bias"])
+    return pack_as(matrix.tensors(), header["group"], form)
 
 
 class W4A8PackedLinearMethod(LinearMethodBase):
@@ -187,7 +172,7 @@ class W4A8PackedLinearMethod(LinearMethodBase):
         self.layer_name, self.parts = layer_name, parts
         headers = [stored.header for _, stored in parts]
         fields = ("values", "k", "group", "activation_group")
-        kinds = {(*(header[field] for field in fields), has_channel_scales(header)) for header in headers}
+        kinds = {(*(stored.header[field] for field in fields), stored.packed_as.channel_scales) for _, stored in parts}
         if len(kinds) > 1:
             names = "(values, in_features, group, activation_group, scales of two levels)"
             raise ValueError(f"w4a8: {layer_name}: {names} of its parts are {sorted(kinds)}")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import platform
 from importlib import import_module
 
+from w4a8.integrations.vllm import compiled, settings
 from w4a8.integrations.vllm.log import logger
+from w4a8.integrations.vllm.selftest import problems
 
 # Versions that tests/vllm has run with.
 OLDEST, NEWEST = (0, 28), (0, 33)
@@ -47,8 +49,6 @@ def reasons_against(vllm_version: str, machine: str) -> list[str]:
 
 
 def _activate() -> None:
-    from w4a8.integrations.vllm import settings
-
     log = logger()
     mode = settings.mode()
     if mode == "0":
@@ -71,9 +71,6 @@ def _activate() -> None:
             settings.SWITCH,
         )
         return
-    from w4a8.integrations.vllm import compiled
-    from w4a8.integrations.vllm.selftest import problems
-
     found = problems()
     if found:
         log.warning("w4a8: vLLM goes on without the plugin, whose self-test failed: %s", "; ".join(found))

@@ -6,12 +6,12 @@ method has, cut for the rank. So they have memory here, and are packed when the 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from w4a8.formats import Stored
-from w4a8.formats.mxfp4 import BLOCK
 from w4a8.integrations.vllm.moe import W4A8MoEMethod
 
 
@@ -27,10 +27,9 @@ class W4A8QuarkGptOssMethod(W4A8MoEMethod):
 
     weight_dtype = "mxfp4"  # vLLM's model asks for it
 
-    def __init__(self, layer: torch.nn.Module, layer_name: str) -> None:
-        """A method for one layer: see :class:`W4A8MoEMethod`."""
-        stored = Stored("mxfp4", BLOCK, True, weight_only="quant_method is 'quark'")
-        super().__init__(stored, layer, layer_name)
+    def __init__(self, stored: Stored, layer: torch.nn.Module, layer_name: str) -> None:
+        """A method for one layer, whose tensors vLLM's model gives the shapes of gpt-oss's own MXFP4."""
+        super().__init__(replace(stored, format="mxfp4"), layer, layer_name)
 
     def create_weights(
         self,

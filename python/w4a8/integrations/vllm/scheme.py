@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
+from w4a8.core.kind import Kind
 from w4a8.core.matrix import is_group_size
 from w4a8.formats import Stored
 from w4a8.formats.mxfp4 import BLOCK
@@ -77,8 +77,8 @@ def stored_in(weights: Any, format_: str | None) -> Stored | None:
     return Stored(format_, group, bool(weights.symmetric), bits=weights.num_bits)
 
 
-def parts_of(stored: Stored) -> tuple[Part, ...]:
-    """The tensors that vLLM's loaders bring, but for ``weight_shape``.
+def loaded_parts(stored: Stored) -> dict[str, Part]:
+    """The tensors that vLLM's loaders bring, but for ``weight_shape``, by the names that vLLM has for their last parts.
 
     Zero points of a symmetric format are among them if its files have them all the same. vLLM names MXFP4's tensors
     after what they are.
@@ -86,10 +86,8 @@ def parts_of(stored: Stored) -> tuple[Part, ...]:
     kinds = ("weight", "weight_scale", "zero_points", "global_scale")
     parts = [part for part in stored.parts if part.kind in kinds]
     if stored.format == "mxfp4":
-        return tuple(replace(part, suffix=part.kind) for part in parts)
-    if stored.format not in ("gptq", "awq"):
-        parts = [part for part in parts if stored.requires(part)]
-    return tuple(parts)
+        return {part.kind: part for part in parts}
+    return {part.suffix: part for part in parts if stored.format in ("gptq", "awq") or stored.requires(part)}
 
 
 def ignored_in(stored: Stored) -> tuple[str, ...]:
@@ -99,8 +97,8 @@ def ignored_in(stored: Stored) -> tuple[str, ...]:
 
 def describe(stored: Stored) -> tuple[str, str]:
     """For messages: the kind of weights, and their groups."""
-    kind = f"int{stored.bits}"
-    if stored.values == "e2m1":
+    kind = str(stored.kind)
+    if stored.kind == Kind.E2M1:
         kind = "NVFP4" if stored.channel_scales else "MXFP4"
     if not stored.symmetric:
         kind += " (with zero points)"

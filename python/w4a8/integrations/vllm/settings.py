@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from w4a8.core.activation_groups import DEFAULT_ACTIVATION_GROUP, PER_TOKEN, SIZES
+from w4a8.core.activation_groups import PER_TOKEN, SIZES, in_words
 from w4a8.integrations.vllm.log import logger
 
 SWITCH = "W4A8_VLLM"
@@ -40,11 +40,10 @@ def runs_w4a16() -> bool:
 
 def say_int8(format_: str) -> None:
     """Tells the log, once for each format, what a weight-only model is computed with."""
-    group = activation_group() or DEFAULT_ACTIVATION_GROUP
     logger().info_once(
         "w4a8: %s weights run with activations rounded to int8 %s (%s); %s=0 leaves such models to vLLM",
         format_,
-        "per token" if group == PER_TOKEN else f"in groups of {group}",
+        in_words(activation_group()),
         ACTIVATION_GROUP,
         W4A16_SWITCH,
     )

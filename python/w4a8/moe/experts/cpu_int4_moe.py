@@ -11,7 +11,6 @@ import torch
 from w4a8.core.activation import MoEActivation, as_activation, kernel_activation_kind
 from w4a8.core.experts import ExpertSizes, run_experts, unsupported_width
 from w4a8.core.matrix import is_group_size
-from w4a8.core.platforms import current_platform
 from w4a8.core.routing import ROUTING_METHODS, route
 from w4a8.moe.config import FusedMoEConfig, FusedMoEParallelConfig, FusedMoEQuantConfig, RoutingMethodType
 from w4a8.moe.modular_kernel import (
@@ -21,9 +20,26 @@ from w4a8.moe.modular_kernel import (
     FusedMoEExpertsMonolithic,
     TopKWeightAndReduceNoOP,
 )
+from w4a8.moe.platforms import current_platform
 from w4a8.moe.quant_key import GroupShape, QuantKey
 
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def upstream_activation_kind(activation: MoEActivation) -> int:
+    """The integer that upstream vLLM 0.24 hands its own op: 0 SWIGLUSTEP, 1 SWIGLUOAI, 2 SILU.
+
+    For code that must agree with upstream's numbering; nothing in this package computes with it, because upstream's
+    kernel reads 1 as the clamped SwiGLU of gpt-oss, and this op as the plain ``SiLU(u) * g`` that the number is
+    documented to mean; and for SWIGLUSTEP upstream's kernel forgets the clamps at 7.
+
+    Raises:
+        ValueError: one of the activations that upstream 0.24 does not have.
+    """
+    kinds = {MoEActivation.SWIGLUSTEP: 0, MoEActivation.SWIGLUOAI: 1, MoEActivation.SILU: 2}
+    if activation not in kinds:
+        raise ValueError(f"Unsupported activation '{activation}'")
+    return kinds[activation]
 
 
 class _Int4Experts(FusedMoEExperts):

@@ -10,12 +10,11 @@ from enum import Enum
 
 import torch
 
-from w4a8.core.experts import pack_stack
+from w4a8.core.log import log_once
 from w4a8.core.matrix import pack_codes
 from w4a8.core.nibbles import check_int4_range, to_nibbles
-from w4a8.core.platforms import current_platform
 from w4a8.moe.config import FusedMoEConfig, FusedMoEQuantConfig, FusedMoEQuantDesc
-from w4a8.moe.log import log_once
+from w4a8.moe.experts.cpu_int4_moe import CPUExpertsInt4, CPUExpertsInt4Modular
 from w4a8.moe.modular_kernel import (
     FusedMoEActivationFormat,
     FusedMoEExperts,
@@ -25,6 +24,8 @@ from w4a8.moe.modular_kernel import (
     MoEPrepareAndFinalizeNoDPEPModular,
     MoEPrepareAndFinalizeNoDPEPMonolithic,
 )
+from w4a8.moe.parameters import pack_stack
+from w4a8.moe.platforms import current_platform
 from w4a8.moe.quant_key import GroupShape, QuantKey
 
 logger = logging.getLogger(__name__)
@@ -47,8 +48,6 @@ def backend_to_kernel_cls(backend: W4A8Int8MoeBackend) -> list[type[FusedMoEExpe
     Upstream has the monolithic class only; the modular one takes the layers whose routing is custom.
     """
     if backend == W4A8Int8MoeBackend.CPU_INT4:
-        from w4a8.moe.experts.cpu_int4_moe import CPUExpertsInt4, CPUExpertsInt4Modular
-
         return [CPUExpertsInt4, CPUExpertsInt4Modular]
     raise ValueError(f"Unknown W4A8 Int8 MoE backend: {backend.value}")
 

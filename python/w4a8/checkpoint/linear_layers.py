@@ -8,12 +8,12 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from w4a8.checkpoint.modules import Module, check_input
+from w4a8.checkpoint.modules import Module, check_input, say_int8
 from w4a8.checkpoint.tensors import CheckpointTensors
 from w4a8.core.activation_groups import check_activation_group
 from w4a8.core.json_fields import CheckpointError, read_json
 from w4a8.core.memory import on_cpu
-from w4a8.formats import NotOurs, Rules, Stored, find_config, rules_of, stored_as
+from w4a8.formats import LeftOut, Rules, Stored, find_config, rules_of, stored_as
 from w4a8.formats.parts import QUANTIZED_SUFFIXES
 from w4a8.nn import W4A8Linear, W8A8Linear, linear_from_matrix
 from w4a8.progress import progress_bar
@@ -28,7 +28,7 @@ def load_linear(
     path: str | Path,
     *,
     only: Callable[[str], bool] | None = None,
-    quantize_w4a16: bool = False,
+    quantize_w4a16: bool = True,
     activation_group: int | None = None,
     progress: bool = False,
 ) -> dict[str, W4A8Linear | W8A8Linear]:
@@ -40,7 +40,7 @@ def load_linear(
     Args:
         path: directory with config.json and model.safetensors (or several files and their index).
         only: takes the name of a layer, ``model.layers.0.self_attn.q_proj`` say, and tells whether to load it.
-        quantize_w4a16: run weight-only (W4A16) layers with activations quantized to int8 as well.
+        quantize_w4a16: as in :func:`w4a8.load`.
         activation_group: as in :func:`w4a8.load`.
         progress: show a progress bar, if tqdm is installed.
 
@@ -58,7 +58,9 @@ def load_linear(
     tensors = CheckpointTensors(path)
     with on_cpu():
         found = _stored_layers(tensors, rules_of(find_config(config, Path(path))), only)
-        return _packed(tensors, found, quantize_w4a16, activation_group, progress)
+        loaded = _packed(tensors, found, quantize_w4a16, activation_group, progress)
+    say_int8(found.values(), activation_group)
+    return loaded
 
 
 def _packed(
@@ -88,10 +90,10 @@ def _packed(
 
 
 def _stored_layers(tensors: CheckpointTensors, rules: Rules, only: Callable[[str], bool] | None) -> dict[str, Stored]:
-    """Name of a quantized layer -> how it is stored; what is not ours is reported.
+    """Name of a quantized layer -> how it is stored; what is left out is reported.
 
     Raises:
-        CheckpointError: nothing is ours.
+        CheckpointError: all are left out.
     """
     suffixes: dict[str, list[str]] = {}
     for key in tensors.keys():  # noqa: SIM118 (no mapping)
@@ -100,12 +102,12 @@ def _stored_layers(tensors: CheckpointTensors, rules: Rules, only: Callable[[str
             continue
         if only is None or only(match["module"]):
             suffixes.setdefault(match["module"], []).append(match["tensor"])
-    found: dict[str, Stored | NotOurs] = {}
+    found: dict[str, Stored | LeftOut] = {}
     for name, there in suffixes.items():
         stored = stored_as(rules, name, there, partial(tensors.is_int8, f"{name}.weight"))
         if isinstance(stored, Stored) or there != ["weight"]:
             found[name] = stored
-    reasons = {name: stored.reason for name, stored in found.items() if isinstance(stored, NotOurs)}
+    reasons = {name: stored.reason for name, stored in found.items() if isinstance(stored, LeftOut)}
     if reasons and len(reasons) == len(found):
         raise CheckpointError(next(iter(reasons.values())))
     for name, reason in reasons.items():

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any
 
@@ -24,17 +23,16 @@ from vllm.model_executor.parameter import (
 )
 
 from w4a8.core.activation_groups import resolve_activation_group
-from w4a8.core.experts import unsupported_width
-from w4a8.core.matrix import Matrix
+from w4a8.core.matrix import Matrix, PackedAs
 from w4a8.core.memory import fresh_bytes
-from w4a8.core.stack import MatrixStack, PackedAs
+from w4a8.core.stack import MatrixStack
 from w4a8.core.weight_utils import replace_parameter
 from w4a8.cpu import active_kernel
 from w4a8.formats import Stored
 from w4a8.formats.parts import Part
-from w4a8.integrations.vllm.loading import fill_dummy, is_dummy_load
+from w4a8.integrations.vllm.loading import form_of, is_dummy_load, random_matrix
 from w4a8.integrations.vllm.log import logger
-from w4a8.integrations.vllm.scheme import describe, ignored_in, parts_of
+from w4a8.integrations.vllm.scheme import describe, ignored_in, loaded_parts
 from w4a8.integrations.vllm.settings import activation_group
 from w4a8.ops import dyn_quant_matmul_4bit
 
@@ -52,7 +50,7 @@ class _CopiedValues(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def load_linear(
+def load_parameter(
     layer: torch.nn.Module, param: torch.Tensor, loaded_weight: torch.Tensor, *args: Any, **kwargs: Any
 ) -> Any:
     """The loader of a parameter, bound to its layer: see ``load_expert``."""
@@ -80,7 +78,10 @@ def _load_number(param: torch.Tensor, loaded: torch.Tensor, loaded_shard_id: Any
 
 
 class LinearWeights:
-    """The weight of one linear layer: parameters that a checkpoint fills, packed when the last of them is full."""
+    """The weight of one linear layer: parameters that a checkpoint fills, packed when the last of them is full.
+
+    A base class of what vLLM calls for a layer.
+    """
 
     def __init__(self, stored: Stored, layer_name: str | None) -> None:
         """For one layer.
@@ -89,18 +90,22 @@ class LinearWeights:
             stored: how its matrix is.
             layer_name: for errors.
         """
-        self.stored, self.parts = stored, parts_of(stored)
+        self.stored, self.parts = stored, tuple(loaded_parts(stored).values())
         self.layer_name = layer_name
         self.packed_as: PackedAs | None = None  # once packed
         self._lacking: dict[str, int] = {}
 
-    def create(
+    def create_weights(
         self,
         layer: torch.nn.Module,
-        output_partition_sizes: list[int],
         input_size_per_partition: int,
+        output_partition_sizes: list[int],
         input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        *,
         weight_loader: Callable,
+        **extra_weight_attrs: Any,
     ) -> None:
         """Registers the tensors of the format for this rank's part, as vLLM's loaders cut them; scales as float32.
 
@@ -120,9 +125,6 @@ class LinearWeights:
                 f"w4a8: {self.layer_name}: {self.k} input features per rank (of {input_size}) are not a multiple of "
                 f"{max(group, 2)}"
             )
-        problem = unsupported_width("input features per rank", self.k, group)
-        if problem is not None:
-            raise ValueError(f"w4a8: {self.layer_name}: kernel does not support {problem}")
         try:
             asked = self.stored.wanted_activation_group(activation_group())
             self.activation_group = resolve_activation_group(asked, group, self.k)
@@ -138,7 +140,7 @@ class LinearWeights:
             self._register(layer, part)
         if self.stored.format == "pack-quantized":
             shape = BasevLLMParameter(
-                data=torch.zeros(2, dtype=torch.int64), weight_loader=MethodType(load_linear, layer)
+                data=torch.zeros(2, dtype=torch.int64), weight_loader=MethodType(load_parameter, layer)
             )
             shape.weight_loader_numel = 0  # not counted among what a layer lacks: it comes once per part of a layer
             layer.register_parameter("weight_shape", shape)
@@ -152,7 +154,7 @@ class LinearWeights:
 
     def _register(self, layer: torch.nn.Module, part: Part) -> None:
         if part.kind == "global_scale":
-            loader = MethodType(load_linear, layer)
+            loader = MethodType(load_parameter, layer)
             param = PerTensorScaleParameter(
                 data=torch.zeros(len(self.sizes), dtype=torch.float32), weight_loader=loader
             )
@@ -164,7 +166,7 @@ class LinearWeights:
         arguments: dict[str, Any] = {
             "data": fresh_bytes(shape[0], size * shape[1]).view(part.dtype),
             "output_dim": part.axes.index("n"),
-            "weight_loader": MethodType(load_linear, layer),
+            "weight_loader": MethodType(load_parameter, layer),
         }
         # One group for all of a row is the same on each rank, however many a row is cut into.
         whole = "g" in part.axes and self.stored.group_size == -1
@@ -207,12 +209,12 @@ class LinearWeights:
             self._lacking[part.suffix] -= copied.count
             if all(count <= 0 for count in self._lacking.values()):
                 filled = [getattr(layer, part.suffix) for part in self.parts]
-                self.process(layer)
+                self.process_weights_after_loading(layer)
                 for old in filled:  # the model's loader keeps them until it has loaded all layers
                     old.data = torch.empty(0, dtype=old.dtype)
         return found
 
-    def _there(self, layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+    def _complete_tensors(self, layer: torch.nn.Module) -> dict[str, torch.Tensor]:
         """The tensors that the checkpoint had.
 
         Raises:
@@ -221,13 +223,10 @@ class LinearWeights:
         tensors, missing = {}, []
         for part in self.parts:
             optional = not self.stored.requires(part)
-            if optional and (self.dummy or self.packed_as is not None):
+            if optional and self.packed_as is not None:
                 continue  # of other weights, they may come when their layer is complete
             tensor = getattr(layer, part.suffix).data
             lacking = self._lacking.get(part.suffix, 0)
-            if self.dummy:
-                lacking = 0
-                fill_dummy(part, tensor)
             if lacking <= 0:
                 tensors[part.suffix] = tensor
             elif not optional or lacking < tensor.numel():
@@ -238,7 +237,7 @@ class LinearWeights:
             tensors["weight_shape"] = torch.tensor([self.rows, self.k])
         return tensors
 
-    def process(self, layer: torch.nn.Module) -> None:
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Packs the weight into ``layer.weight_packed``, uint8 [bytes], and frees the rest.
 
         Again when vLLM has loaded another weight.
@@ -250,10 +249,13 @@ class LinearWeights:
         first = getattr(layer, self.stored.weight, None)
         if first is None or getattr(first, "w4a8_is_packed", False):
             return
-        tensors = self._there(layer)
+        if self.dummy:
+            matrices = iter([random_matrix(self.rows, self.k, self.stored.group_size, form_of(self.stored))])
+        else:
+            matrices = self._matrices(self._complete_tensors(layer))
         self._lacking, self.dummy = {}, False
         try:
-            packed = self._pack(self._read(tensors))
+            packed = self._pack(matrices)
         except (ValueError, RuntimeError) as error:  # the second: values that the operators do not have
             raise ValueError(f"w4a8: {self.layer_name}: {error}") from None
         # A parameter weight_shape stays: of other weights, the last one comes when its layer is complete.
@@ -267,65 +269,39 @@ class LinearWeights:
             active_kernel(),
         )
 
-    def _read(self, tensors: dict[str, torch.Tensor]) -> Matrix:
-        """The matrix of all parts of the layer, of which each may have a number that its scales are multiplied by."""
-        part = next((part for part in self.parts if part.kind == "global_scale"), None)
-        if part is None:
-            return self.stored.read(tensors, "weight")
-        numbers = tensors[part.suffix].split(1)
-        matrix = self.stored.read({**tensors, part.suffix: numbers[0]}, "weight")
-        scales = [
-            self.stored.piece(part, number, "weight").reshape(1).expand(size)
-            for number, size in zip(numbers, self.sizes)
-        ]
-        return replace(matrix, channel_scales=torch.cat(scales))
+    def _matrices(self, tensors: dict[str, torch.Tensor]) -> Iterator[Matrix]:
+        """The weight; where each part of the layer has a number for all of its scales, the matrix of each part."""
+        number = next((part for part in self.parts if part.kind == "global_scale"), None)
+        if number is None:
+            yield self.stored.read(tensors, "weight")
+            return
+        rows = {part.suffix: tensors[part.suffix].split(self.sizes) for part in self.parts if part is not number}
+        for index, factor in enumerate(tensors[number.suffix].split(1)):
+            mine = {suffix: parts[index] for suffix, parts in rows.items()}
+            yield self.stored.read({**mine, number.suffix: factor}, "weight")
 
-    def _pack(self, matrix: Matrix) -> torch.Tensor:
-        """uint8 [bytes]; the second time in the place, and so the form, of the first."""
-        group = self.stored.group_size
-        how = {"values": matrix.kind, "activation_group": self.activation_group}
-        stack = MatrixStack(1, self.n, self.k, group, packed_as=self.packed_as, **how)
-        if self.n > self.rows:  # the vocabulary is padded
-            stack.put(0, self.rows, matrix.zeros(self.n - self.rows))
-        stack.put(0, 0, matrix)
+    def _pack(self, matrices: Iterator[Matrix]) -> torch.Tensor:
+        """uint8 [bytes] of the rows of all; the second time in the place, and so the form, of the first."""
+        group, row = self.stored.group_size, 0
+        how = {"packed_as": self.packed_as, "activation_group": self.activation_group}
+        stack = MatrixStack(1, self.n, self.k, group, **how)
+        for matrix in matrices:
+            if self.n > self.rows and row == 0:  # the vocabulary is padded
+                stack.put(0, self.rows, matrix.zeros(self.n - self.rows))
+            stack.put(0, row, matrix)
+            row += matrix.rows
         self.packed_as = stack.packed_as
         return stack.pack()[0]
 
-    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [..., K] to [..., N] of its type."""
         group = self.k if self.stored.group_size == -1 else self.stored.group_size
         out = dyn_quant_matmul_4bit(x, layer.weight_packed, group, self.k, self.n)
         return out if bias is None else out + bias
 
 
-class W4A8LinearMethod(LinearMethodBase):
+class W4A8LinearMethod(LinearWeights, LinearMethodBase):
     """What vLLM calls for a linear layer."""
-
-    def __init__(self, stored: Stored, layer_name: str | None) -> None:
-        """A method for one layer: see :class:`LinearWeights`."""
-        self.weights = LinearWeights(stored, layer_name)
-
-    def create_weights(
-        self,
-        layer: torch.nn.Module,
-        input_size_per_partition: int,
-        output_partition_sizes: list[int],
-        input_size: int,
-        output_size: int,
-        params_dtype: torch.dtype,
-        **extra_weight_attrs: Any,
-    ) -> None:
-        """See :meth:`LinearWeights.create`."""
-        loader = extra_weight_attrs["weight_loader"]
-        self.weights.create(layer, output_partition_sizes, input_size_per_partition, input_size, loader)
-
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """See :meth:`LinearWeights.process`."""
-        self.weights.process(layer)
-
-    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """x [..., K] to [..., N] of its type."""
-        return self.weights.apply(layer, x, bias)
 
 
 # Layers give the loaders that know packed tensors to methods of these names only.
@@ -333,36 +309,12 @@ if W4A8LinearMethod.__name__ not in vllm_linear.WEIGHT_LOADER_V2_SUPPORTED:
     vllm_linear.WEIGHT_LOADER_V2_SUPPORTED.append(W4A8LinearMethod.__name__)
 
 
-class W4A8LinearScheme(CompressedTensorsScheme):
+class W4A8LinearScheme(LinearWeights, CompressedTensorsScheme):
     """What vLLM's method for compressed-tensors calls for a linear layer."""
 
-    def __init__(self, stored: Stored, layer_name: str | None) -> None:
-        """A scheme for one layer: see :class:`LinearWeights`."""
-        self.weights = LinearWeights(stored, layer_name)
+    apply_weights = LinearWeights.apply
 
     @classmethod
     def get_min_capability(cls) -> int:
         """CPUs have no such number."""
         return -1
-
-    def create_weights(
-        self,
-        layer: torch.nn.Module,
-        output_size: int,
-        input_size: int,
-        output_partition_sizes: list[int],
-        input_size_per_partition: int,
-        params_dtype: torch.dtype,
-        weight_loader: Callable,
-        **kwargs: Any,
-    ) -> None:
-        """See :meth:`LinearWeights.create`."""
-        self.weights.create(layer, output_partition_sizes, input_size_per_partition, input_size, weight_loader)
-
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """See :meth:`LinearWeights.process`."""
-        self.weights.process(layer)
-
-    def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """x [..., K] to [..., N] of its type."""
-        return self.weights.apply(layer, x, bias)

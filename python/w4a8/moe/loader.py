@@ -4,18 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from w4a8.core.experts import gate_and_up, slice_of_rank
 from w4a8.core.nibbles import from_int32
 from w4a8.core.scale_types import holds_scales
-
-
-def slice_of_rank(loaded: torch.Tensor, dim: int, size: int, rank: int, ranks: int, name: str) -> torch.Tensor:
-    """This rank's part: ``loaded`` must be ``ranks`` parts of ``size`` along ``dim``."""
-    if loaded.shape[dim] != size * ranks:
-        raise ValueError(
-            f"{name}: dimension {dim} is {loaded.shape[dim]}, but {ranks} tensor-parallel "
-            f"rank{'s' if ranks > 1 else ''} of {size} make {size * ranks}"
-        )
-    return loaded.narrow(dim, rank * size, size)
 
 
 class MoEWeightLoader:
@@ -142,9 +133,7 @@ class MoEWeightLoader:
         else:
             half = loaded.shape[0] // 2
             parts = {"w1": loaded[:half], "w3": loaded[half:]} if shard_id == "w13" else {shard_id: loaded}
-            gate, up = (
-                (target[0::2], target[1::2]) if self.w13_interleaved else (target[: rows // 2], target[rows // 2 :])
-            )
+            gate, up = (target[mine] for mine in gate_and_up(rows, self.w13_interleaved))
             for shard, part in parts.items():
                 cut = slice_of_rank(part, 0, rows // 2, rank, ranks, weight_name)
                 _copy(gate if shard == "w1" else up, cut, weight_name)

@@ -1,0 +1,80 @@
+"""What this package's configuration classes for vLLM have in common: which layers run here, and by which method."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+from w4a8.formats import Stored
+from w4a8.integrations.vllm.linear_layers import W4A8LinearMethod
+from w4a8.integrations.vllm.lm_head import lm_head_method
+from w4a8.integrations.vllm.log import logger
+from w4a8.integrations.vllm.moe import experts_method
+from w4a8.integrations.vllm.settings import runs_w4a16, say_int8
+
+
+class RunsLayersHere:
+    """A base class that comes before vLLM's: it runs the layers that are read here, and leaves all others to vLLM's.
+
+    A class says in :meth:`stored_of` which layers these are, or, where vLLM decides by rules of its own, in
+    :meth:`method_of`. It must be at module level, because vLLM pickles configurations for its worker processes.
+
+    Attributes:
+        w4a8_says: what the log calls its checkpoints.
+    """
+
+    w4a8_says: str
+
+    def stored_of(self, layer: torch.nn.Module, prefix: str) -> Stored | None:
+        """How the weights of a layer are stored, if they are to be run here.
+
+        Args:
+            layer: vLLM's LinearBase, ParallelLMHead or RoutedExperts.
+            prefix: its name.
+        """
+        raise NotImplementedError
+
+    def method_of(self, layer: torch.nn.Module, prefix: str) -> Any:
+        """The method of such a layer, or None for vLLM's."""
+        return self.method_for(self.stored_of(layer, prefix), layer, prefix)
+
+    def method_for(self, stored: Stored | None, layer: torch.nn.Module, prefix: str) -> Any:
+        """The method of a layer that is stored so, or None if it is not to be run here: weight-only ones on demand."""
+        if stored is None or (stored.weight_only is not None and not runs_w4a16()):
+            return None
+        if isinstance(layer, RoutedExperts):
+            method = self.experts_method(stored, layer, prefix)
+        else:
+            method = W4A8LinearMethod(stored, prefix)
+        if method is not None and stored.weight_only is not None:
+            say_int8(self.w4a8_says)
+        return method
+
+    def experts_method(self, stored: Stored, layer: RoutedExperts, prefix: str) -> Any:
+        """The method of a layer of experts; None, with a warning, if it cannot be run here."""
+        return experts_method(stored, layer, prefix)
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
+        """The method of a layer, or None (upstream's contract)."""
+        ours = isinstance(layer, (LinearBase, ParallelLMHead, RoutedExperts))
+        method = self.method_of(layer, prefix) if ours else None
+        return lm_head_method(layer, super().get_quant_method(layer, prefix) if method is None else method)
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        """Each type that the operators have, in place of upstream's, unless weight-only models are left to vLLM."""
+        if not runs_w4a16():
+            return super().get_supported_act_dtypes()
+        return [torch.float16, torch.bfloat16, torch.float32]
+
+
+def are_alike(ways: Sequence[Any], prefix: str) -> bool:
+    """Whether all matrices of a layer of experts are quantized in one way; warns if they are not."""
+    if all(way == ways[0] for way in ways):
+        return True
+    logger().warning_once("w4a8: leaves %s to vLLM: its experts are not quantized alike", prefix)
+    return False

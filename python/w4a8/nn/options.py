@@ -1,0 +1,94 @@
+"""What floats are quantized to, and the one place that checks it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from w4a8.core.activation_groups import check_activation_group
+from w4a8.core.matrix import GROUP_SIZES, is_group_size
+from w4a8.ops import DEFAULT_EFFORT
+
+# Weights that share a scale where floats are quantized and nothing else is asked for.
+DEFAULT_GROUP_SIZE = 32
+
+_SCALE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class QuantOptions:
+    """How float weights are rounded, and their inputs (docs/quantization.md).
+
+    Attributes:
+        group_size: weights that share a scale, 16 or a multiple of 32; -1 is one scale for each output feature.
+        scale_dtype: of the weights' scales: float32 or bfloat16, as a torch.dtype or by name.
+        effort: 0 to 2: how long scales, and zero points, with a small squared error are searched for. 0 is a rule for
+            each group; 1 and 2 never lose more than that in any group, and take 1 to 5 ns more per weight and thread.
+        symmetric: False: int4 values get a zero point for each group, one byte more; better where the weights of a
+            group are not spread evenly around 0.
+        values: ``int4``, or ``e2m1`` for the numbers of MXFP4 (then ``symmetric``), with scales of any value.
+        activation_group: values of k of an input that share a scale when it is quantized to int8: 32, 64 or 128 that
+            divides the group, or the input size in groups of 16; -1, all of a row, which costs more quality and less
+            time. None: 32, or -1 of a matrix that 32 does not fit.
+
+    Raises:
+        TypeError: an option that there is not; ``group_size`` is no int or ``symmetric`` no bool.
+        ValueError: a value that is none of these; names the option.
+    """
+
+    group_size: int = DEFAULT_GROUP_SIZE
+    scale_dtype: torch.dtype = torch.float32
+    effort: int = DEFAULT_EFFORT
+    symmetric: bool = True
+    values: str = "int4"
+    activation_group: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.group_size, bool) or not isinstance(self.group_size, int):
+            raise TypeError(f"group_size is {self.group_size!r}, expected an int")
+        if not is_group_size(self.group_size):
+            raise ValueError(f"group_size is {self.group_size}, expected -1, {GROUP_SIZES}")
+        dtype = _SCALE_DTYPES.get(str(self.scale_dtype).removeprefix("torch."))
+        if dtype is None:
+            raise ValueError(f"scale_dtype is {self.scale_dtype}, expected torch.float32 or torch.bfloat16")
+        object.__setattr__(self, "scale_dtype", dtype)
+        check_effort(self.effort)
+        if not isinstance(self.symmetric, bool):
+            raise TypeError(f"symmetric is {self.symmetric!r}, expected True or False")
+        if self.values not in ("int4", "e2m1"):
+            raise ValueError(f"values is {self.values!r}, expected 'int4' or 'e2m1'")
+        if self.values == "e2m1" and not self.symmetric:
+            raise ValueError("symmetric is False, expected True for values = 'e2m1', which have no zero points")
+        check_activation_group(self.activation_group, self.group_size)
+
+    @classmethod
+    def of(cls, given: QuantOptions | int | None, fields: dict[str, Any]) -> QuantOptions:
+        """The options of a call that takes them whole, or by name.
+
+        Args:
+            given: options, or the group size alone, or None.
+            fields: options by name, instead of those of ``given``.
+
+        Raises:
+            TypeError, ValueError: as the constructor.
+        """
+        if isinstance(given, cls):
+            return replace(given, **fields)
+        return cls(**fields) if given is None else cls(given, **fields)
+
+    @property
+    def most_in_features(self) -> int:
+        """The largest K that the operators take."""
+        return 1 << 20 if self.symmetric and self.values == "int4" else 1 << 19
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has them: the constructor takes them again."""
+        return {**asdict(self), "scale_dtype": str(self.scale_dtype).removeprefix("torch.")}
+
+
+def check_effort(effort: int) -> None:
+    """Raises ValueError if ``round_weights`` has no such effort."""
+    if isinstance(effort, bool) or effort not in (0, 1, 2):
+        raise ValueError(f"effort is {effort!r}, expected 0, 1 or 2")
