@@ -18,11 +18,11 @@ LACKS = {("neoverse-n1", "smmla")}
 # kernel, M, group, function, times that its inner loop runs per loop around it (0: there is none).
 LOOPS = [
     ("arm_i8mm", 64, "-", "Pairs::channelwise<3>", 0),
-    ("arm_i8mm", 64, "128", "Pairs::add_groups<3, 0, 16l, true>", 0),
-    ("arm_i8mm", 64, "32", "Pairs::add_groups<3, 0, 4l, true>", 0),
+    ("arm_i8mm", 64, "128", "Pairs::add_groups<3, 0, 16l, true, 0>", 0),
+    ("arm_i8mm", 64, "32", "Pairs::add_groups<3, 0, 4l, true, 0>", 0),
     ("arm_dotprod", 64, "-", "tile<ManyOps, 5, 1, 0, 3>", 0),
-    ("arm_dotprod", 64, "128", "ManyOps::add_half<4, 0, 0l, true>", 4),
-    ("arm_dotprod", 64, "32", "ManyOps::add_half<4, 0, 4l, true>", 0),
+    ("arm_dotprod", 64, "128", "ManyOps::add_half<4, 0, 0l, true, 0>", 4),
+    ("arm_dotprod", 64, "32", "ManyOps::add_half<4, 0, 4l, true, 0>", 0),
     ("arm_dotprod", 1, "-", "tile<FewOps<0>, 1, 2, 0, 0>", 0),
     ("arm_dotprod", 1, "128", "tile<FewOps<0>, 1, 2, 2, 0>", 4),
     ("arm_dotprod", 1, "32", "tile<FewOps<0>, 1, 2, 2, 0>", 1),
@@ -44,7 +44,7 @@ def disassemble(library):
             kernel = match[1]
         elif match := re.match(r"[0-9a-f]+ <(.*)>:$", line):
             name = re.sub(r"^void |w4a8::isa::|\(anonymous namespace\)::", "", match[1])
-            name = re.sub(r"\((?:w4a8::ScaleType|w4a8::Code|Grouping)\)", "", name)
+            name = re.sub(r"\((?:w4a8::ScaleType|w4a8::Code|Grouping|RowScales)\)", "", name)
             body = functions.setdefault((kernel, re.sub(r"\(.*", "", name)), [])
         elif match := re.match(r" *([0-9a-f]+):\t(\S+)(?:\t(.*))?$", line):
             operands = re.sub(r" *//.*", "", match[3] or "")
