@@ -426,31 +426,38 @@ void store_codes(const GroupsToRound& task, const float* u, const GroupState& st
   }
 }
 
-// What an error of each weight counts. The importance of its k, if there is one, over a power of two so that the
-// largest is in [1, 2). Else |u| + the root of the mean of u u: large weights matter more than the square of an error
-// says.
-template <class Ops>
-void set_counts(const GroupsToRound& task, const float* u, float* counts) {
-  using F = typename Ops::F;
+// An error counts the importance of its k, over a power of two so that the largest is in [1, 2). False: there is none,
+// or all of it is 0.
+inline bool take_importance(const GroupsToRound& task, float* counts) {
+  if (task.importance == nullptr) return false;
   float most = 0.0f;
-  for (int64_t k = 0; task.importance != nullptr && k < task.group; ++k) {
-    most = task.importance[k] > most ? task.importance[k] : most;
+  for (int64_t k = 0; k < task.group; ++k) most = task.importance[k] > most ? task.importance[k] : most;
+  if (most == 0.0f) return false;
+  const double factor = power_of_two(-exponent_of(most));
+  for (int64_t k = 0; k < task.group; ++k) {
+    const auto count = static_cast<float>(task.importance[k] * factor);
+    for (int64_t lane = 0; lane < kGroupLanes; ++lane) counts[k * kGroupLanes + lane] = count;
   }
-  const double over = most == 0.0f ? 1.0 : power_of_two(-exponent_of(most));
+  return true;
+}
+
+// Or |u| + the root of the mean of u u: large weights matter more than the square of an error says.
+template <class Ops>
+void take_magnitudes(const float* u, int64_t group, float* counts) {
+  using F = typename Ops::F;
   for (int64_t lane = 0; lane < kGroupLanes; lane += Ops::kLanes) {
-    F root = Ops::splat(0.0f);
-    for (int64_t k = 0; k < task.group; ++k) {
+    F squares = Ops::splat(0.0f);
+    for (int64_t k = 0; k < group; ++k) {
       const F x = Ops::load(u + k * kGroupLanes + lane);
-      root = Ops::fma(x, x, root);
+      squares = Ops::fma(x, x, squares);
     }
     float roots[Ops::kLanes];
-    Ops::store(roots, Ops::div(root, Ops::splat(static_cast<float>(task.group))));
+    Ops::store(roots, Ops::div(squares, Ops::splat(static_cast<float>(group))));
     for (float& each : roots) each = std::sqrt(each);
-    root = Ops::load(roots);
-    for (int64_t k = 0; k < task.group; ++k) {
-      const F own = Ops::add(Ops::abs(Ops::load(u + k * kGroupLanes + lane)), root);
-      const F given = Ops::splat(most == 0.0f ? 0.0f : static_cast<float>(task.importance[k] * over));
-      Ops::store(counts + k * kGroupLanes + lane, most == 0.0f ? own : given);
+    const F root = Ops::load(roots);
+    for (int64_t k = 0; k < group; ++k) {
+      const int64_t at = k * kGroupLanes + lane;
+      Ops::store(counts + at, Ops::add(Ops::abs(Ops::load(u + at)), root));
     }
   }
 }
@@ -465,7 +472,7 @@ void round_groups_as(GroupsToRound& task) {
   GroupState state;
   apply_rule<Ops, kKind>(task, u, &state);
   if (task.effort > 0) {
-    set_counts<Ops>(task, u, counts);
+    if (!take_importance(task, counts)) take_magnitudes<Ops>(u, task.group, counts);
     search<Ops, kKind>(task, u, counts, &state);
   }
   store_codes<Ops, kKind>(task, u, state, bytes);

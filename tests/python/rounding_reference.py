@@ -33,7 +33,7 @@ def ladder(kind, effort, group):
         return np.concatenate([tries[0], -tries[1]]), False, effort
     if kind == "zeros":
         fine, coarse = {
-            (1, False): (steps(0.875, 1.3125, 0.0625), steps(0, -1, 1)),
+            (1, False): (steps(0.875, 1.3125, 0.0625), np.array([])),
             (2, False): (steps(0.8125, 1.1875, 0.03125), steps(1.25, 1.75, 0.125)),
             (1, True): (steps(0.875, 1.1875, 0.0625), steps(1.4375, 2.1875, 0.25)),
             (2, True): (steps(0.8125, 1.25, 0.0625), steps(1.375, 3, 0.125)),
