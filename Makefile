@@ -4,7 +4,7 @@ export TORCH PYTHON
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-kernels test-arm test-vllm test-vllm-full test-baseline test-package fuzz setup lint format bench bench-linear bench-peers bench-models bench-accuracy real-size clean
+.PHONY: help demo test test-kernels test-benchmarks test-arm test-vllm test-vllm-full test-baseline test-package fuzz setup lint format bench bench-linear bench-peers bench-models bench-accuracy real-size clean
 
 help: ## list the targets
 	@echo "usage: make TARGET [TORCH=debian | PYTHON=/path/to/python] [ARGS='...']"
@@ -21,6 +21,9 @@ test: ## set up everything and run all tests: GoogleTest through ctest, then pyt
 
 test-kernels: ## the C++ tests that need no torch: core and kernels (ARGS='-R x86_avx2': those of one kernel)
 	@scripts/test_kernels.sh $(ARGS)
+
+test-benchmarks: ## the tests of the benchmarks: their harness, tables and emulations
+	@scripts/test_benchmarks.sh $(ARGS)
 
 test-arm: ## the Arm kernels on emulated CPUs (installs a cross compiler and qemu when root)
 	@scripts/test_arm.sh $(ARGS)

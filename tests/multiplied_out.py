@@ -10,7 +10,7 @@ import json
 import re
 from pathlib import Path
 
-import foreign
+import tool_formats
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -24,19 +24,21 @@ def write(source: Path, directory: Path) -> None:
     """Makes ``directory`` a float32 checkpoint of what a quantized one means, matrix by matrix."""
     settings = json.loads((source / "config.json").read_text())
     quantization = settings.pop("quantization_config")
-    form = foreign.form_of(quantization)
+    form = tool_formats.form_of(quantization)
     content, modules = {}, {}
     tensors = load_file(source / "model.safetensors")
     for name, tensor in tensors.items():
         if name.endswith("_blocks"):  # gpt-oss: [in, out] in transformers
             stack = name.removesuffix("_blocks")
-            content[stack] = foreign.read_mxfp4(tensor, tensors[f"{stack}_scales"]).transpose(1, 2).contiguous()
+            content[stack] = (
+                tool_formats.read_mxfp4(tensor, tensors[f"{stack}_scales"]).transpose(1, 2).float().contiguous()
+            )
         elif not name.endswith("_scales"):
             module, _, suffix = name.rpartition(".")
             modules.setdefault(module, {})[suffix] = tensor
     for module, found in modules.items():
         if not found.keys().isdisjoint(("qweight", "weight_scale")):
-            weight = foreign.multiplied_out(found, form, _bits(quantization, module))
+            weight = tool_formats.multiplied_out(found, form, _bits(quantization, module)).float()
             found = {"weight": weight} | {k: v for k, v in found.items() if k == "bias"}
         content.update({f"{module}.{suffix}": tensor.float() for suffix, tensor in found.items()})
     _stack_gpt_oss(content)

@@ -2,9 +2,7 @@
 files by chance, so that what belongs together is far apart. Written by benchmarks/real_size.
 """
 
-import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 
@@ -23,18 +21,6 @@ SIZES = {
     "positions": 1024,
 }
 FILES = 12
-
-# What a process reads of itself; begin() makes VmHWM, the peak, begin anew.
-METER = """
-def memory(name):
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) << 10 for line in status if line.startswith(name))
-
-def begin():
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")
-    return memory("VmRSS")
-"""
 
 
 def write(folder: Path, shuffled: bool = True, **sizes: int) -> Path:
@@ -58,15 +44,3 @@ def write(folder: Path, shuffled: bool = True, **sizes: int) -> Path:
 def largest_file(folder: Path) -> int:
     """Bytes of the largest file: a reader maps one at a time."""
     return max(path.stat().st_size for path in folder.glob("*.safetensors"))
-
-
-def run(code: str, *arguments: object, **variables: str) -> list[int]:
-    """Runs a program with METER before it in a process of its own; returns the integers of its last line.
-
-    Large temporaries go back to the system at once: what malloc keeps for later is not what is measured.
-    """
-    environment = {**os.environ, "GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=131072", **variables}
-    command = [sys.executable, "-c", METER + code, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [int(word) for word in done.stdout.splitlines()[-1].split()]

@@ -14,7 +14,11 @@ from w4a8.core.activation_groups import DEFAULT_ACTIVATION_GROUP
 KERNELS = [kernel["name"] for kernel in w4a8.kernels() if kernel["supported"]]
 # Of hypothesis: another one in each run (of each worker of xdist), unless it is given.
 FUZZ_SEED = int(os.environ.get("W4A8_TEST_SEED") or random.SystemRandom().randrange(1, 2**32))
-KINDS = ["int4", "zeros", "e2m1"]  # the kinds of weights; zeros: int4 with zero points
+# The kinds of weights. zeros: int4 with zero points; int8 has them too. Of two levels: scales of 8 bits in groups of
+# 16, and a number for each output feature; the last one is NVFP4.
+KINDS = ["int4", "zeros", "e2m1"]
+TWO_LEVELS = ["int4 of two levels", "zeros of two levels", "e2m1 of two levels"]
+EVERY_KIND = [*KINDS, "int8", *TWO_LEVELS]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Relative error of rounding to a type, and what rounding below its normal range may add.
 ROUNDING = {torch.float32: (0.0, 0.0), torch.bfloat16: (2.0**-8, 0.0), torch.float16: (2.0**-11, 2.0**-25)}
@@ -114,29 +118,43 @@ class Matrix:
     zero_points: torch.Tensor | None = None  # uint8 [N, K/group]
     values: str = "int4"
     activation_group: int = -1
+    channels: torch.Tensor | None = None  # float32 [N]; scales are bits of float8_e4m3fn then
 
-    def pack(self):
-        return w4a8.dyn_quant_pack_4bit_weight(
-            self.weights,
-            self.scales,
-            self.bias,
-            self.group,
-            self.k,
-            self.n,
-            zero_points=self.zero_points,
-            values=self.values,
-            activation_group=self.activation_group,
-        )
+    def arguments(self):
+        """Of the pack operator, by name."""
+        return {
+            "weights": self.weights,
+            "scales_zeros": self.scales,
+            "bias": self.bias,
+            "block_size": self.group,
+            "in_features": self.k,
+            "out_features": self.n,
+            "zero_points": self.zero_points,
+            "values": self.values,
+            "channel_scales": self.channels,
+            "activation_group": self.activation_group,
+        }
+
+    def pack(self, **changed):
+        return w4a8.dyn_quant_pack_4bit_weight(**{**self.arguments(), **changed})
+
+    def tensors(self):
+        """Those that there are, by their names here."""
+        names = ("weights", "scales", "bias", "zero_points", "channels")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def arrays(self, expert=None):
-        """(weights, scales, bias) for reference.py, of one expert if this is a stack."""
-        parts = [self.weights, self.scales.float(), None if self.bias is None else self.bias.float(), self.zero_points]
-        parts = [None if p is None else (p if expert is None else p[expert]).numpy() for p in parts]
-        weights, scales, bias, zero_points = parts
-        if zero_points is None and self.values == "int4":
-            return weights, scales, bias
-        half = np.float32(0.5 if self.values == "e2m1" else 1)
-        return reference.integers(weights, zero_points, self.values), scales * half, bias
+        """(weights, scales, bias, if there are any channel scales) for reference.py, of one expert if it is a stack."""
+        parts = {name: (part if expert is None else part[expert]) for name, part in self.tensors().items()}
+        scales = reference.e4m3fn(parts["scales"]) if "channels" in parts else parts["scales"].float().numpy()
+        arrays = {name: part.float().numpy() for name, part in parts.items() if name in ("bias", "channels")}
+        weights, zero_points = parts["weights"].numpy(), parts.get("zero_points")
+        if zero_points is not None or self.values != "int4":
+            zero_points = None if zero_points is None else zero_points.numpy()
+            weights = reference.integers(weights, zero_points, self.values)
+        if self.values == "e2m1":
+            scales = scales * np.float32(0.5)
+        return (weights, scales, arrays.get("bias"), *([arrays["channels"]] if "channels" in arrays else []))
 
 
 def make_matrix(
@@ -150,20 +168,43 @@ def make_matrix(
     kind="int4",
     activation_group=-1,
 ):
+    two_levels = kind in TWO_LEVELS
+    kind = kind.removesuffix(" of two levels")
     lead = [] if experts is None else [experts]
     weights = torch.randint(0, 256, [*lead, n, k if kind == "int8" else k // 2], dtype=torch.uint8)
-    # Scales such that outputs are of order 1 for inputs of order 1.
+    # Scales such that outputs are of order 1 for inputs of order 1; of two levels their root mean square is about 130.
     scales = ((torch.rand([*lead, n, k // group]) + 0.5) / ((64 if kind == "int8" else 4) * k**0.5)).to(scale_dtype)
+    channels = None
+    if two_levels:
+        scales = torch.randint(0, 127, scales.shape, dtype=torch.uint8)
+        channels = (torch.rand([*lead, n]) + 0.5) / (500 * k**0.5)
     bias = torch.randn([*lead, n]).to(bias_dtype) if bias else None
-    zero_points = torch.randint(0, 16, scales.shape, dtype=torch.uint8) if kind == "zeros" else None
-    if kind == "int8":
-        zero_points = torch.randint(0, 256, scales.shape, dtype=torch.uint8)
+    most = {"zeros": 16, "int8": 256}.get(kind)
+    zero_points = None if most is None else torch.randint(0, most, scales.shape, dtype=torch.uint8)
     values = kind if kind in ("e2m1", "int8") else "int4"
-    return Matrix(weights, scales, bias, n, k, group, zero_points, values, activation_group)
+    return Matrix(weights, scales, bias, n, k, group, zero_points, values, activation_group, channels)
 
 
 def matmul(x, matrix, packed):
     return w4a8.dyn_quant_matmul_4bit(x, packed, matrix.group, matrix.k, matrix.n)
+
+
+def unpack(matrix, packed=None):
+    """(weights, scales, zero points, bias, values, channel scales)"""
+    packed = matrix.pack() if packed is None else packed
+    return w4a8.dyn_quant_unpack_any_4bit_weight(packed, matrix.group, matrix.k, matrix.n)
+
+
+def expected(x, matrix):
+    """reference.matmul on the rows of x, rounded to the type of x by torch."""
+    rows = x.reshape(-1, matrix.k).float().numpy()
+    y = reference.matmul(rows, *matrix.arrays(), activation_group=matrix.activation_group)
+    return from_numpy(y).to(x.dtype).reshape(*x.shape[:-1], matrix.n)
+
+
+def check(x, matrix, what=""):
+    """The matmul gives the bits of the reference."""
+    assert_same_bits(matmul(x, matrix, matrix.pack()), expected(x, matrix), what)
 
 
 @dataclass
@@ -210,6 +251,26 @@ def make_layer(
     w13 = make_matrix(rows, hidden, group[0], scale_dtype, bias, experts, **how[0])
     w2 = make_matrix(hidden, intermediate, group[1], scale_dtype, bias, experts, **how[1])
     return Layer(w13, w2, hidden, intermediate, gated, group_size)
+
+
+def check_layer(layer, x, ids, router, kind=0, weight_on_input=False, what="", most=None):
+    """The fused operator is as near to reference.moe as it must be; returns its output.
+
+    most: the largest share of the output that may be granted to it, of the medians.
+    """
+    out = layer(x, ids, router, kind, weight_on_input)
+    assert out.dtype == x.dtype
+    assert out.shape == x.shape
+    rows = x.reshape(-1, layer.hidden).float().numpy()
+    groups = (layer.w13.activation_group, layer.w2.activation_group)
+    options = (layer.intermediate, layer.gated, weight_on_input, int(kind), groups)
+    want, explained = reference.moe(rows, ids.numpy(), router.float().numpy(), *layer.arrays(), *options)
+    # Rounding to the output type adds half a unit in the last place of a number that may itself be off by `explained`.
+    relative, absolute = ROUNDING[x.dtype]
+    allowed = explained + relative * (abs(want) + explained) + absolute
+    assert_within(out.reshape(-1, layer.hidden).double().numpy(), want, allowed, what)
+    assert most is None or np.median(explained) < most * np.median(abs(want))
+    return out
 
 
 def route(tokens, top_k, experts, dtype=torch.int64):

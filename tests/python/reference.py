@@ -34,6 +34,15 @@ def unpack_nibbles(weights):
     return np.stack([low, high], -1).reshape(*weights.shape[:-1], -1).astype(np.int64) - 8
 
 
+def e4m3fn(bits):
+    """Bits of float8_e4m3fn -> float32: a sign, four bits of exponent (bias 7), three of mantissa."""
+    bits = np.asarray(bits).astype(int)
+    exponent, mantissa = bits >> 3 & 15, bits & 7
+    size = np.where(exponent == 0, np.ldexp(mantissa / 8, -6), np.ldexp(1 + mantissa / 8, exponent - 7))
+    size = np.where((exponent == 15) & (mantissa == 7), np.nan, size)
+    return np.where(bits & 128, -size, size).astype(F32)
+
+
 def integers(weights, zero_points=None, values="int4"):
     """uint8 [..., N, K/2], of int8 [..., N, K] -> the integers int64 [..., N, K] that scales multiply; of e2m1 half of
     the scales."""

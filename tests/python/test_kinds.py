@@ -1,114 +1,89 @@
-"""The kinds of 4-bit weights beside plain int4: zero points and e2m1 (MXFP4). Bits, bytes, headers, errors."""
+"""What single kinds of weights have: their bytes, sizes and headers, what is refused, Meta and compile, scales."""
 
 import numpy as np
 import pytest
 import reference
 import torch
 from common import (
-    DTYPES,
-    KINDS,
+    EVERY_KIND,
     TORCH_VERSION,
+    TWO_LEVELS,
     assert_same_bits,
     assert_within,
+    check,
+    check_layer,
     make_layer,
     make_matrix,
     matmul,
     route,
+    unpack,
 )
-from test_linear_ops import expected as gemm_expected
-from test_linear_ops import gemm, make_x, words
-from test_ops import SHAPES, check
 
 import w4a8
 from w4a8.core.matrix import Matrix
 
 compiles = pytest.mark.skipif(not hasattr(torch.library, "opcheck"), reason=f"torch {TORCH_VERSION} has no opcheck")
-new_kinds = pytest.mark.parametrize("kind", ["zeros", "e2m1"])
+every_kind = pytest.mark.parametrize("kind", EVERY_KIND)
+other_kinds = pytest.mark.parametrize("kind", EVERY_KIND[1:])
+NVFP4 = TWO_LEVELS[-1]
 
 
-def unpack(matrix):
-    return w4a8.dyn_quant_unpack_any_4bit_weight(matrix.pack(), matrix.group, matrix.k, matrix.n)
+def grouped(kind, group=32):
+    return 16 if kind in TWO_LEVELS else group
 
 
-@new_kinds
+# --- bytes and sizes --------------------------------------------------------------------------------------------------
+
+
+def packed_size(matrix):
+    """Bytes of a packed matrix as docs/packed_layout.md says."""
+    groups = matrix.k // matrix.group
+    of_group = 16 * (matrix.scales.element_size() + (matrix.zero_points is not None))
+    record = next((m for m in range(1, groups) if m * of_group % 64 == 0), groups)
+    head = -(-record * of_group // 64) * 64
+    step, lines = 128 if matrix.values == "int8" else 64, 2 if matrix.channels is None else 3
+    return 64 + -(-matrix.n // 16) * (-(-groups // record) * head + -(-matrix.k // 8) * step + 64 * lines)
+
+
+@every_kind
 @pytest.mark.parametrize(
     "scale_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["s_f32", "s_bf16", "s_f16"]
 )
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
-def test_matmul_bits(kernel, shape, scale_dtype, kind):
-    m, n, k, group = shape
-    for dtype in DTYPES:
-        check(torch.randn(m, k).to(dtype), make_matrix(n, k, group, scale_dtype, n % 2 == 0, kind=kind))
+def test_header(kind, scale_dtype):
+    """The size is that of docs/packed_layout.md, for records that fill their lines and that do not."""
+    for n, k, group in [(33, 96, 32), (16, 256, 32), (17, 34, 34), (48, 320, 64), (31, 80, 16), (5, 1024, 128)]:
+        if kind in TWO_LEVELS and group != 16:
+            continue
+        for bias in (False, True):
+            matrix = make_matrix(n, k, group, scale_dtype, bias, kind=kind)
+            packed = matrix.pack()
+            name = "e5m3" if kind in TWO_LEVELS else str(scale_dtype).removeprefix("torch.")
+            assert w4a8.read_header(packed) == {
+                "version": 5,
+                "n": n,
+                "k": k,
+                "group": group,
+                "values": matrix.values,
+                "scale_dtype": name,
+                "has_bias": bias,
+                "has_zero_points": matrix.zero_points is not None,
+                "activation_group": -1,
+                "bytes": packed.numel(),
+            }
+            assert packed.numel() == packed_size(matrix)
 
 
-@new_kinds
-@pytest.mark.sweep
-@pytest.mark.parametrize("m", [1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13, 23, 24, 25, 47, 70])
-def test_numbers_of_rows(kernel, m, kind):
-    check(torch.randn(m, 96), make_matrix(37, 96, 32, kind=kind))
-    check(torch.randn(m, 100), make_matrix(37, 100, 100, torch.bfloat16, True, kind=kind))
-
-
-@new_kinds
-def test_values(kind):
-    """Against float64, with the values of the issue's table: no reference decides what a nibble is."""
-    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
-    matrix = make_matrix(33, 256, 32, kind=kind)
-    nibbles = torch.stack([matrix.weights & 15, matrix.weights >> 4], -1).reshape(33, 256)
-    if kind == "e2m1":
-        real = table[nibbles.long()]
-    else:
-        real = nibbles.double() - matrix.zero_points.double().repeat_interleave(32, 1)
-    real = real * matrix.scales.double().repeat_interleave(32, 1)
-    x = torch.randint(-127, 128, (9, 256)).float()  # its own quantization: a range of 255 steps of 1
-    x[:, 0], x[:, 1] = -128, 127
-    y = matmul(x, matrix, matrix.pack()).double()
-    # Its scale is 1 and its zero point 0: nothing but what x is multiplied by is added up, in 8 groups.
-    terms = (x.double().abs() @ real.abs().T).numpy()
-    assert_within(y.numpy(), (x.double() @ real.T).numpy(), reference.rounding_bound(terms, 8))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("value", [0x00, 0xFF, 0x0F, 0x77], ids=hex)
-@pytest.mark.parametrize("group", [32, 256, 4096])
-def test_extreme_values(kernel, value, group, kind):
-    matrix = make_matrix(18, 4096, group, kind=kind)
-    matrix.weights.fill_(value)
-    if kind == "zeros":
-        matrix.zero_points[::2], matrix.zero_points[1::2] = 0, 15
-    x = torch.zeros(4, 4096)
-    x[0], x[1] = 1.0, -1.0
-    x[2] = torch.tensor([255.0, 0.0]).repeat(2048)
-    x[3] = torch.tensor([-128.0, 127.0]).repeat(2048)
-    check(x, matrix)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("bias", [False, True], ids=["nobias", "bias"])
+@pytest.mark.parametrize("kind", ["zeros", "int8"])
 @pytest.mark.parametrize("experts", [None, 3], ids=["matrix", "stack"])
-def test_unpack_is_the_inverse(kind, bias, experts):
-    for n, k, group in [(17, 34, 34), (33, 96, 32), (33, 80, 16), (16, 256, 128)]:
-        for scale_dtype in (torch.float32, torch.bfloat16):
-            matrix = make_matrix(n, k, group, scale_dtype, bias, experts, kind=kind)
-            weights, scales, zero_points, bias_out, values, channels = unpack(matrix)
-            assert channels.shape == (0,)
-            assert_same_bits(weights, matrix.weights)
-            assert_same_bits(scales, matrix.scales)
-            assert values == ("e2m1" if kind == "e2m1" else "int4")
-            assert_same_bits(zero_points, matrix.zero_points if kind == "zeros" else torch.zeros(0, dtype=torch.uint8))
-            assert_same_bits(bias_out, matrix.bias if bias else torch.zeros(0))
-
-
-@pytest.mark.parametrize("experts", [None, 3], ids=["matrix", "stack"])
-def test_the_size_follows_from_shapes_alone(experts):
-    """Zero points of 8 everywhere mean what none means, and take the room of any others: values decide nothing."""
-    matrix = make_matrix(33, 96, 32, torch.bfloat16, True, experts, kind="zeros")
+def test_the_size_follows_from_shapes_alone(kind, experts):
+    """Zero points in the middle mean what none means, and take the room of any others: values decide nothing."""
+    matrix = make_matrix(33, 96, 32, torch.bfloat16, True, experts, kind=kind)
     shape = matrix.pack().shape
-    matrix.zero_points.fill_(8)
+    matrix.zero_points.fill_(128 if kind == "int8" else 8)
     packed = matrix.pack()
     assert packed.shape == shape
     first = packed if experts is None else packed[0]
-    assert (w4a8.read_header(first)["version"], w4a8.read_header(first)["has_zero_points"]) == (5, True)
+    assert w4a8.read_header(first)["has_zero_points"]
     assert_same_bits(unpack(matrix)[2], matrix.zero_points)
     x = torch.randn(5, 96)
     with_zeros = matmul(x, matrix, first)
@@ -116,7 +91,75 @@ def test_the_size_follows_from_shapes_alone(experts):
     without = matrix.pack()
     # 3 panels; 3 groups of 32 bytes of scales in 2 lines, in 3 with 16 bytes of zero points.
     assert without.shape[-1] == shape[-1] - 3 * 64
+    assert unpack(matrix)[2].shape == (0,)
     assert_same_bits(with_zeros, matmul(x, matrix, without if experts is None else without[0]))
+
+
+def test_matrices_leave_out_zero_points_that_say_nothing():
+    """Who packs a Matrix of a checkpoint wants the smaller form; the decision is made there, before the operator."""
+    plain = make_matrix(33, 96, 32)
+    eight = torch.full(plain.scales.shape, 8, dtype=torch.uint8)
+    matrix = Matrix(plain.weights, plain.scales, eight)
+    assert_same_bits(matrix.pack(torch.float32), plain.pack())
+    eight[32, 2] = 7
+    assert w4a8.read_header(matrix.pack(torch.float32))["has_zero_points"]
+
+
+def test_committed_bytes():
+    """Byte for byte, the example of docs/packed_layout.md."""
+    weights = torch.tensor([[(5 * k + 3 * n) % 16 | (5 * (k + 1) + 3 * n) % 16 << 4 for k in range(0, 64, 2)]
+                            for n in range(2)], dtype=torch.uint8)  # fmt: skip
+    scales = torch.tensor([[1.0, 2.0], [-3.0, 0.5]])
+    packed = w4a8.dyn_quant_pack_4bit_weight(weights, scales, torch.tensor([1.0, -2.0]), 32, 64, 2).numpy()
+    header = b"W4A8PACK" + np.array([5], "<u4").tobytes() + bytes([0, 0, 1, 0])  # int4, float32, bias
+    header += np.array([2, 64, 32, -1], "<i8").tobytes() + bytes(16)
+    assert packed[:64].tobytes() == header
+    panel = packed[64:]
+    for step in range(8):
+        even = bytes([0x40, 0x95, 0xEA, 0x3F, 0x73, 0xC8, 0x1D, 0x62])
+        odd = bytes([0xC8, 0x1D, 0x62, 0xB7, 0xFB, 0x40, 0x95, 0xEA])
+        at = 64 * (1 + step + step // 4)  # behind the scales of its group
+        assert panel[at : at + 64].tobytes() == (odd if step % 2 else even) + b"\x88" * 56
+    for at, pair in [(0, [1, -3]), (320, [2, 0.5]), (640, [-48, 40]), (704, [1, -2])]:
+        assert panel[at : at + 64].view("<f4").tolist() == pair + [0] * 14
+
+
+def test_committed_bytes_of_int8():
+    codes = torch.tensor([[(7 * k + 3 * n) % 256 for k in range(32)] for n in range(2)], dtype=torch.uint8)
+    zeros = torch.tensor([[0x9C], [0x05]], dtype=torch.uint8)
+    scales = torch.tensor([[1.0], [-0.5]])
+    more = {"zero_points": zeros, "values": "int8"}
+    packed = w4a8.dyn_quant_pack_4bit_weight(codes, scales, None, 32, 32, 2, **more).numpy()
+    header = b"W4A8PACK" + np.array([5], "<u4").tobytes() + bytes([2, 0, 2, 0])  # int8, float32, zero points
+    header += np.array([2, 32, 32, -1], "<i8").tobytes() + bytes(16)
+    assert packed[:64].tobytes() == header
+    panel, c = packed[64:], codes.numpy()
+    assert panel[:64].view("<f4").tolist() == [1, -0.5] + [0] * 14
+    assert panel[64:128].tolist() == [0x9C, 5] + [0] * 62
+    for step in range(4):
+        for column in range(2):
+            values, at = c[column, 8 * step : 8 * step + 8], 128 + 128 * step + 4 * column
+            assert (panel[at : at + 4] == values[:4]).all() and (panel[at + 64 : at + 68] == values[4:]).all()
+    # One group is one scale for the column: the sums are integers.
+    sums = [int((c[0].astype(int) - 0x9C).sum()), int((c[1].astype(int) - 5).sum())]
+    assert panel[128 + 512 :][:8].view("<i4").tolist() == sums
+    assert len(panel) == 128 + 512 + 64 + 64
+
+
+def test_bytes_of_int8():
+    """docs/packed_layout.md: a step is the codes of k0..k0+3 of all columns, then those of k0+4..k0+7."""
+    matrix = make_matrix(33, 96, 32, torch.bfloat16, True, kind="int8")
+    panels = matrix.pack()[64:].view(3, -1)
+    steps = panels[:, 3 * 64 : 3 * 64 + 12 * 128].reshape(3, 12, 2, 16, 4)
+    codes = steps.permute(0, 3, 1, 2, 4).reshape(48, 96)
+    assert_same_bits(codes[:33], matrix.weights)
+    assert (codes[33:] == 0).all()  # their zero points are 0
+    assert_same_bits(panels[:, : 3 * 32].reshape(3, 3, 32)[0].view(torch.bfloat16).T, matrix.scales[:16])
+    zeros = panels[:, 3 * 32 : 3 * 48].reshape(3, 3, 16).permute(0, 2, 1).reshape(48, 3)
+    assert_same_bits(zeros[:33], matrix.zero_points)
+
+
+# --- scales -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("group", [32, 96, 128])
@@ -137,129 +180,62 @@ def test_scales_that_are_powers_of_two(kernel, group):
         assert_same_bits(matmul(x, matrix, packed), want)
         assert_same_bits(unpack(matrix)[1], exponents)
         if hasattr(torch, "float8_e8m0fnu"):
-            matrix.scales = exponents.view(torch.float8_e8m0fnu)
-            assert_same_bits(matrix.pack(), packed)
-
-
-def test_no_number_among_the_powers_of_two():
-    matrix = make_matrix(20, 64, 32, kind="e2m1")
-    matrix.scales = torch.full(matrix.scales.shape, 127, dtype=torch.uint8)
-    matrix.scales[3, 1] = 255
-    with pytest.raises(
-        RuntimeError, match=r"scales_zeros: element 7 is 255, the NaN of float8_e8m0fnu, expected 0\.\.254"
-    ):
-        matrix.pack()
-
-
-def test_matrices_leave_out_zero_points_that_say_nothing():
-    """Who packs a Matrix of a checkpoint wants the smaller form; the decision is made there, before the operator."""
-    plain = make_matrix(33, 96, 32)
-    eight = torch.full(plain.scales.shape, 8, dtype=torch.uint8)
-    matrix = Matrix(plain.weights, plain.scales, eight, "int4")
-    assert_same_bits(matrix.pack(torch.float32), plain.pack())
-    eight[32, 2] = 7
-    assert w4a8.read_header(matrix.pack(torch.float32))["has_zero_points"]
-
-
-def packed_size(n, k, group, scale_bytes, zero_points, step=64):
-    """Bytes of a packed matrix as docs/packed_layout.md says."""
-    groups = k // group
-    of_group = 16 * (scale_bytes + zero_points)
-    record = next((m for m in range(1, groups) if m * of_group % 64 == 0), groups)
-    head = -(-record * of_group // 64) * 64
-    return 64 + -(-n // 16) * (-(-groups // record) * head + -(-k // 8) * step + 64 + 64)
-
-
-@pytest.mark.parametrize(
-    "scale_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["s_f32", "s_bf16", "s_f16"]
-)
-@pytest.mark.parametrize("kind", KINDS)
-def test_header(kind, scale_dtype):
-    """The size is that of docs/packed_layout.md, for records that fill their lines and that do not."""
-    for n, k, group in [(33, 96, 32), (16, 256, 32), (17, 34, 34), (48, 320, 64), (31, 80, 16), (5, 1024, 128)]:
-        for bias in (False, True):
-            matrix = make_matrix(n, k, group, scale_dtype, bias, kind=kind)
-            packed = matrix.pack()
-            header = w4a8.read_header(packed)
-            assert header["version"] == 5
-            assert header["values"] == ("e2m1" if kind == "e2m1" else "int4")
-            assert header["has_zero_points"] == (kind == "zeros")
-            assert header["has_bias"] == bias
-            size = packed_size(n, k, group, matrix.scales.element_size(), kind == "zeros")
-            assert header["bytes"] == packed.numel() == size
-
-
-def test_strided_zero_points():
-    matrix = make_matrix(24, 64, 32, kind="zeros")
-    want = matrix.pack()
-    matrix.zero_points = matrix.zero_points.repeat_interleave(2, 1)[:, ::2]
-    assert not matrix.zero_points.is_contiguous()
-    assert_same_bits(matrix.pack(), want)
-
-
-@pytest.mark.parametrize("kinds", [(a, b) for a in KINDS for b in KINDS if (a, b) != ("int4", "int4")], ids=str)
-def test_moe_of_mixed_kinds(kernel, kinds):
-    for hidden, inner, group in [(64, 32, 32), (128, 96, 32), (80, 48, 16), (34, 18, -1)]:
-        layer = make_layer(4, hidden, inner, group, bias=True, kinds=kinds)
-        x = torch.randn(9, hidden)
-        ids, router = route(9, 2, 4)
-        want, explained = reference.moe(x.numpy(), ids.numpy(), router.numpy(), *layer.arrays(), inner, True, False, 0)
-        assert_within(layer(x, ids, router).numpy(), want, explained, f"{kinds} {hidden} {inner} {group}")
-
-
-def test_experts_of_different_kinds():
-    """A stack's rows are matrices of their own; only their number of bytes must be the same."""
-    parts = [make_matrix(64, 64, 64, kind=kind) for kind in ("int4", "e2m1", "int4")]
-    w2 = make_matrix(64, 32, 32, experts=3)
-    stack = torch.stack([part.pack() for part in parts])
-    x = torch.randn(6, 64)
-    ids, router = route(6, 2, 3)
-    arrays = [[part.arrays() for part in parts], [w2.arrays(e) for e in range(3)]]
-    want, explained = reference.moe(x.numpy(), ids.numpy(), router.numpy(), *arrays, 32, True, False, 0)
-    y = w4a8.dynamic_4bit_int_moe(x, ids, router, stack, w2.pack(), 64, 32, 64, -1, False, 0)
-    assert_within(y.numpy(), want, explained)
-
-
-@pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "asymmetric"])
-def test_int4_gemm(kernel, symmetric):
-    for n in (1, 17, 40):
-        for group in (32, 96, 192):
-            matrix = make_matrix(n, 192, group, kind="zeros")
-            none = torch.empty(0, dtype=torch.int32)
-            for m in (1, 2, 13):
-                x = make_x(m, 192, symmetric=symmetric)
-                want = gemm_expected(x, matrix)
-                assert_same_bits(gemm(x, matrix, words(matrix), zero=matrix.zero_points.t()), want, "words")
-                assert_same_bits(gemm(x, matrix, words(matrix), zero=matrix.zero_points.t().long()), want, "int64")
-                got = gemm(x, matrix, matrix.pack(), scales=torch.empty(0, n), zero=none)
-                assert_same_bits(got, want, "packed")
-    for zero in (0, 5, 15):
-        matrix.zero_points = torch.full((40, 1), zero, dtype=torch.uint8)
-        want = gemm_expected(x, matrix)
-        for given in (torch.tensor(zero), torch.tensor([zero], dtype=torch.int8)):
-            assert_same_bits(gemm(x, matrix, words(matrix), zero=given), want, "one zero point for all")
-    matrix = make_matrix(24, 64, 32, kind="e2m1")
-    x = make_x(3, 64, symmetric=symmetric)
-    got = gemm(x, matrix, matrix.pack(), scales=torch.empty(0, 24), zero=none)
-    assert_same_bits(got, gemm_expected(x, matrix), "e2m1")
+            assert_same_bits(matrix.pack(scales_zeros=exponents.view(torch.float8_e8m0fnu)), packed)
 
 
 def test_mxfp4_scales():
     """Every power of two that e8m0 has, the least one a denormal, in both types."""
     exponents = torch.arange(-127, 128)
     for dtype in (torch.float32, torch.bfloat16):
-        scales = torch.ldexp(torch.ones(255, dtype=torch.float64), exponents).float().to(dtype).reshape(255, 1)
         matrix = make_matrix(255, 32, 32, kind="e2m1")
-        matrix.scales = scales
-        assert_same_bits(unpack(matrix)[1], scales)
+        matrix.scales = torch.ldexp(torch.ones(255, dtype=torch.float64), exponents).float().to(dtype).reshape(255, 1)
+        assert_same_bits(unpack(matrix)[1], matrix.scales)
         check(torch.randn(3, 32), matrix)
 
 
-# --- what is refused -------------------------------------------------------------------------------------------------
+@pytest.mark.skipif(not hasattr(torch, "float8_e4m3fn"), reason=f"torch {TORCH_VERSION} has no float8_e4m3fn")
+def test_float8_tensors():
+    """PyTorch's own type has the same bits and numbers."""
+    every = torch.arange(256).to(torch.uint8)
+    numbers = every.view(torch.float8_e4m3fn).float().numpy()
+    assert np.array_equal(numbers, reference.e4m3fn(every.numpy()), equal_nan=True)
+    matrix = make_matrix(33, 80, 16, kind=NVFP4)
+    assert_same_bits(matrix.pack(scales_zeros=matrix.scales.view(torch.float8_e4m3fn)), matrix.pack())
 
 
-def zero_points(*shape, value=8):
-    return torch.full(shape, value, dtype=torch.uint8)
+def test_matmul_beside_float32_scales():
+    """Scales multiplied out round once each; recip * c does as well. Each of the two is as near to the real numbers."""
+    matrix = make_matrix(40, 320, 16, bias=True, kind=NVFP4)
+    x = torch.randn(9, 320)
+    weights, scales, bias, channels = matrix.arrays()
+    terms = reference.sum_of_terms(*reference.quantize(x.numpy()), weights, scales, channels)
+    allowed = 2 * reference.rounding_bound(terms, 20, bias, products=1)
+    products = torch.from_numpy(reference.e4m3fn(matrix.scales)) * matrix.channels[:, None]
+    multiplied_out = matrix.pack(scales_zeros=products, channel_scales=None)
+    assert_within(matmul(x, matrix, matrix.pack()).numpy(), matmul(x, matrix, multiplied_out).numpy(), allowed)
+
+
+@pytest.mark.parametrize("kinds", [(NVFP4, NVFP4), (TWO_LEVELS[0], NVFP4)], ids=" and ".join)
+@pytest.mark.parametrize("stack", ["w13", "w2"])
+@pytest.mark.parametrize("expert", [0, 3])
+def test_a_wrong_channel_scale_is_seen(kinds, stack, expert):
+    """Of one expert, 0.09 % too large: less than a step of q, and far more than what is granted to a layer."""
+    layer = make_layer(4, 80, 48, 16, kinds=kinds)
+    x, (ids, router) = torch.randn(40, 80), route(40, 2, 4)
+    check_layer(layer, x, ids, router)
+    matrix = getattr(layer, stack)
+    channels = matrix.channels.clone()
+    channels[expert] *= 1.0009
+    setattr(layer, f"{stack}_packed", matrix.pack(channel_scales=channels))
+    with pytest.raises(AssertionError, match="out of tolerance"):
+        check_layer(layer, x, ids, router)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def full(*shape, value=1, dtype=torch.uint8):
+    return torch.full(shape, value, dtype=dtype)
 
 
 def with_element(tensor, index, value):
@@ -267,75 +243,109 @@ def with_element(tensor, index, value):
     return tensor
 
 
+LONG = {"in_features": 2**16 + 2, "block_size": 2**16 + 2, "out_features": 1}
+# Kind of [24, 64] in groups of 32 (of two levels 16): what is changed, and the message.
 PACK = {
-    "unknown values": ({"values": "fp4"}, r"values is 'fp4', expected 'int4', 'e2m1' or 'int8'"),
-    "zero points of e2m1": ({"values": "e2m1", "zero_points": zero_points(24, 2)}, r"zero_points is given, expected none for values = 'e2m1'"),
-    "int8": ({"zero_points": zero_points(24, 2).to(torch.int8)}, r"zero_points has dtype (Char|signed char|int8), expected uint8"),
-    "transposed": ({"zero_points": zero_points(2, 24)}, r"zero_points has shape \[2, 24\], expected that of scales_zeros, \[24, 2\]"),
-    "one per column": ({"zero_points": zero_points(24, 1)}, r"zero_points has shape \[24, 1\], expected that of scales_zeros"),
-    "of a stack": ({"zero_points": zero_points(3, 24, 2)}, r"zero_points has shape \[3, 24, 2\], expected that of scales_zeros"),
-    "16": ({"zero_points": with_element(zero_points(24, 2), 7, 16)}, r"zero_points: element 7 is 16, expected 0\.\.15"),
-    "255": ({"zero_points": zero_points(24, 2, value=255)}, r"zero_points: element 0 is 255, expected 0\.\.15"),
-    "scale whose half is not exact": ({"values": "e2m1", "scales_zeros": with_element(torch.ones(24, 2), 9, 1e-45)}, r"scales_zeros: element 9 is a number below 2\^-125"),
-    "meta zero points": ({"zero_points": zero_points(24, 2).to("meta")}, r"zero_points is on device meta"),
+    "unknown values": ("int4", {"values": "fp4"}, r"values is 'fp4', expected 'int4', 'e2m1' or 'int8'"),
+    "zero points of e2m1": ("e2m1", {"zero_points": full(24, 2)}, r"zero_points is given, expected none for values = 'e2m1'"),
+    "signed zero points": ("int4", {"zero_points": full(24, 2, dtype=torch.int8)}, r"zero_points has dtype (Char|signed char|int8), expected uint8"),
+    "transposed": ("int4", {"zero_points": full(2, 24)}, r"zero_points has shape \[2, 24\], expected that of scales_zeros, \[24, 2\]"),
+    "one per column": ("int4", {"zero_points": full(24, 1)}, r"zero_points has shape \[24, 1\], expected that of scales_zeros"),
+    "one per column of int8": ("int8", {"zero_points": full(24, 1)}, r"zero_points has shape \[24, 1\], expected that of scales_zeros, \[24, 2\]"),
+    "of a stack": ("int4", {"zero_points": full(3, 24, 2)}, r"zero_points has shape \[3, 24, 2\], expected that of scales_zeros"),
+    "16": ("int4", {"zero_points": with_element(full(24, 2, value=8), 7, 16)}, r"zero_points: element 7 is 16, expected 0\.\.15"),
+    "255": ("int4", {"zero_points": full(24, 2, value=255)}, r"zero_points: element 0 is 255, expected 0\.\.15"),
+    "meta zero points": ("int4", {"zero_points": full(24, 2).to("meta")}, r"zero_points is on device meta"),
+    "scale whose half is not exact": ("e2m1", {"scales_zeros": with_element(torch.ones(24, 2), 9, 1e-45)}, r"scales_zeros: element 9 is a number below 2\^-125"),
+    "NaN of e8m0": ("e2m1", {"scales_zeros": with_element(full(24, 2, value=127), 7, 255)}, r"scales_zeros: element 7 is 255, the NaN of float8_e8m0fnu, expected 0\.\.254"),
+    "nibbles for int8": ("int8", {"weights": full(24, 32)}, r"weights has shape \[24, 32\], expected \[24, 64\] or \[E, 24, 64\] for .*'int8'"),
+    "signed int8": ("int8", {"weights": full(24, 64, dtype=torch.int8)}, r"weights has dtype (Char|signed char|int8), expected uint8"),
+    "e8m0 of int8": ("int8", {"scales_zeros": full(24, 2)}, "scale type is e8m0, expected a float type for int8"),
+    "two levels of int8": ("int8", {"scales_zeros": full(24, 4), "zero_points": None, "block_size": 16, "channel_scales": torch.ones(24)}, "channel_scales is given, expected none for values = 'int8'"),
+    "a long sum of int8": ("int8", {"weights": full(1, 2**16 + 2), "scales_zeros": torch.ones(1, 1), "zero_points": None, **LONG}, r"group \(block_size\) is 65538 \(channelwise\), expected at most 65536 for int8"),
+    "scales of floats": (NVFP4, {"scales_zeros": torch.zeros(24, 4)}, r"scales_zeros has dtype (Float|float), expected float8_e4m3fn, or its bits as uint8, beside channel_scales"),
+    "no channel scales": (NVFP4, {"channel_scales": None}, "scale type is e8m0, expected a float type for group = 16"),
+    "channel scales integer": (NVFP4, {"channel_scales": full(24, dtype=torch.int32)}, r"channel_scales has dtype (Int|int), expected a floating point type"),
+    "too many channel scales": (NVFP4, {"channel_scales": torch.ones(25)}, r"channel_scales has shape \[25\], expected"),
+    "channel scale a number": (NVFP4, {"channel_scales": torch.tensor(1.0)}, r"channel_scales has shape \[\], expected"),
+    "two levels channelwise": (NVFP4, {"block_size": 64, "scales_zeros": full(24, 1)}, r"channel_scales is given, expected none for block_size = 64 and in_features = 64: groups of 16 alone"),
+    "two levels in groups of 32": (NVFP4, {"block_size": 32, "scales_zeros": full(24, 2)}, r"channel_scales is given, expected none for block_size = 32 and in_features = 64: groups of 16 alone"),
+    "NaN of e4m3": (NVFP4, {"scales_zeros": full(24, 4, value=127)}, r"scales_zeros: element 0 is the float8_e4m3fn with bits 127, expected a number without a sign"),
+    "a sign of e4m3": (NVFP4, {"scales_zeros": full(24, 4, value=129)}, r"scales_zeros: element 0 is the float8_e4m3fn with bits 129, expected a number without a sign"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PACK)
-def test_pack_errors(name):
-    changes, message = PACK[name]
-    plain = make_matrix(24, 64, 32)
-    arguments = {
-        "weights": plain.weights, "scales_zeros": plain.scales, "bias": None,
-        "block_size": 32, "in_features": 64, "out_features": 24,
-    }  # fmt: skip
+@pytest.mark.parametrize(("kind", "changes", "message"), PACK.values(), ids=PACK)
+def test_pack_errors(kind, changes, message):
     with pytest.raises(RuntimeError, match=r"^w4a8::dyn_quant_pack_4bit_weight: .*" + message):
-        w4a8.dyn_quant_pack_4bit_weight(**{**arguments, **changes})
+        make_matrix(24, 64, grouped(kind), kind=kind).pack(**changes)
 
 
-@new_kinds
+@pytest.mark.parametrize("kind", ["zeros", "e2m1"])
 def test_largest_k(kind):
     """255 * 15 * K must fit int32."""
     k = 2**19 + 2
     weights, scales = torch.zeros(1, k // 2, dtype=torch.uint8), torch.ones(1, 1)
-    more = {"values": "e2m1"} if kind == "e2m1" else {"zero_points": zero_points(1, 1, value=0)}
+    more = {"values": "e2m1"} if kind == "e2m1" else {"zero_points": full(1, 1, value=0)}
     with pytest.raises(RuntimeError, match=r"k \(in_features\) is 524290, expected an even number in 2\.\.524288 for"):
         w4a8.dyn_quant_pack_4bit_weight(weights, scales, None, k, k, 1, **more)
 
 
-@new_kinds
+@other_kinds
 def test_unpack_of_three_results_refuses(kind):
-    packed = make_matrix(24, 64, 32, kind=kind).pack()
-    name = "int4 with zero points" if kind == "zeros" else "e2m1"
+    packed = make_matrix(24, 64, grouped(kind), kind=kind).pack()
+    names = {
+        "zeros": "int4 with zero points",
+        "int8": "int8 with zero points",
+        TWO_LEVELS[0]: "int4 with channel scales",
+    }
+    name = names.get(kind, ".*")
     message = rf"packed_weights holds {name}, expected int4: dyn_quant_unpack_any_4bit_weight unpacks every kind"
     with pytest.raises(RuntimeError, match=message):
-        w4a8.dyn_quant_unpack_4bit_weight(packed, 32, 64, 24)
+        w4a8.dyn_quant_unpack_4bit_weight(packed, grouped(kind), 64, 24)
 
 
-@new_kinds
+# Of every kind; then of single ones. Byte of the header, what it becomes, and the message.
+HEADERS = [
+    (8, 2, "version is 2: packed before w4a8 0.1, pack the weights again"),
+    (8, 4, "version is 4: packed before w4a8 0.1, pack the weights again"),
+    (8, 6, "version is 6, this library reads version 5"),
+    (12, 3, r"values are 3, expected 0 \(int4\), 1 \(e2m1\) or 2 \(int8\)"),
+    (13, 5, "scale type is 5, expected 0"),
+    (14, 8, "flags are 8, expected a sum of 1"),
+    (15, 1, "reserved bytes of the header are not zero"),
+    (48, 1, "reserved bytes of the header are not zero"),
+]
+MORE_HEADERS = {
+    "int4": [(14, 4, r"flags are 4, expected 4 \(channel scales\) not among them")],
+    "zeros": [(12, 1, "values are e2m1 with zero points"), (12, 2, r"size is \d+ bytes, its header .* needs")],
+    "e2m1": [
+        (40, 0, r"activation group is -256, expected -1 \(whole rows\), or 32, 64 or 128 that divides group = 32")
+    ],
+    "int8": [
+        (12, 1, "values are e2m1 with zero points"),
+        (13, 4, "scale type is e8m0"),
+        (14, 4, r"flags are 4, expected 4 \(channel scales\) not among them"),
+    ],
+    NVFP4: [(14, 0, r"flags are 0, expected 4 \(channel scales\) among them"), (12, 2, "scale type is e5m3")],
+}
+
+
+@every_kind
 def test_hostile_headers(kind):
-    good = make_matrix(24, 64, 32, kind=kind).pack()
+    group = grouped(kind)
+    good = make_matrix(24, 64, group, kind=kind).pack()
     x = torch.randn(3, 64)
-    for at, value, message in [
-        (8, 2, "version is 2: packed before w4a8 0.1, pack the weights again"),
-        (8, 6, "version is 6, this library reads version 5"),
-        (12, 3, r"values are 3, expected 0 \(int4\), 1 \(e2m1\) or 2 \(int8\)"),
-        (13, 5, "scale type is 5, expected 0"),
-        (14, 8, "flags are 8, expected a sum of 1"),
-        (15, 1, "reserved bytes of the header are not zero"),
-        (40, 0, r"activation group is -256, expected -1 \(whole rows\), or 32, 64 or 128 that divides group = 32"),
-        (48, 1, "reserved bytes of the header are not zero"),
-    ]:
+    for at, value, message in [*HEADERS, *MORE_HEADERS.get(kind, [])]:
         bad = good.clone()
         bad[at] = value
-        with pytest.raises(RuntimeError, match=rf"packed_weights: {message}"):
-            w4a8.dyn_quant_matmul_4bit(x, bad, 32, 64, 24)
+        with pytest.raises(RuntimeError, match=rf"packed_weights: .*{message}"):
+            w4a8.dyn_quant_matmul_4bit(x, bad, group, 64, 24)
         with pytest.raises(ValueError, match=message):
             w4a8.read_header(bad)
-    bad = good.clone()
-    bad[12] = 2  # int8: another size
-    with pytest.raises(RuntimeError, match=r"size is \d+ bytes, its header .* needs"):
-        w4a8.dyn_quant_matmul_4bit(x, bad, 32, 64, 24)
+    for bad in (good[:-1], torch.cat([good, good[:1]])):
+        with pytest.raises(RuntimeError, match=r"size is \d+ bytes, its header .* needs"):
+            w4a8.dyn_quant_matmul_4bit(x, bad, group, 64, 24)
 
 
 def test_hostile_zero_points(supported_kernels):
@@ -354,19 +364,19 @@ def test_hostile_zero_points(supported_kernels):
         w4a8.dyn_quant_unpack_any_4bit_weight(packed, 32, 64, 16)
 
 
-# --- Meta and compile ------------------------------------------------------------------------------------------------
+# --- Meta and compile -------------------------------------------------------------------------------------------------
 
 
-@new_kinds
+@every_kind
 @pytest.mark.parametrize("experts", [None, 3], ids=["matrix", "stack"])
 def test_meta(kind, experts):
-    matrix = make_matrix(24, 64, 32, bias=True, experts=experts, kind=kind)
-    packed = matrix.pack()
-    for name in ("weights", "scales", "bias", "zero_points"):
-        value = getattr(matrix, name)
-        setattr(matrix, name, value if value is None else value.to("meta"))
-    assert matrix.pack().shape == packed.shape
-    assert matrix.pack().is_meta
+    matrix = make_matrix(24, 64, grouped(kind), bias=True, experts=experts, kind=kind)
+    shape = matrix.pack().shape
+    for name, tensor in matrix.tensors().items():
+        setattr(matrix, name, tensor.to("meta"))
+    assert matrix.pack().is_meta and matrix.pack().shape == shape
+    if matrix.zero_points is not None:
+        assert matrix.pack(zero_points=None).shape[-1] < shape[-1]
 
 
 @compiles
@@ -386,42 +396,21 @@ def test_zero_points_of_eight_compiled(backend):
 
 
 @compiles
-@new_kinds
+@pytest.mark.parametrize("kind", ["zeros", "e2m1", "int8", NVFP4])
 def test_opcheck_and_compile(kind):
-    matrix = make_matrix(24, 64, 32, bias=True, kind=kind)
-    arguments = (matrix.weights, matrix.scales, matrix.bias, 32, 64, 24)
-    more = {"zero_points": matrix.zero_points, "values": matrix.values}
-    torch.library.opcheck(torch.ops.w4a8.dyn_quant_pack_4bit_weight.default, arguments, more)
-    checks = ("test_schema", "test_autograd_registration")
+    matrix = make_matrix(24, 64, grouped(kind), bias=True, kind=kind)
+    arguments = matrix.arguments()
+    torch.library.opcheck(torch.ops.w4a8.dyn_quant_pack_4bit_weight.default, (), arguments)
     unpack_op = torch.ops.w4a8.dyn_quant_unpack_any_4bit_weight.default
-    torch.library.opcheck(unpack_op, (matrix.pack(), 32, 64, 24), test_utils=checks)
+    checks = ("test_schema", "test_autograd_registration")
+    torch.library.opcheck(unpack_op, (matrix.pack(), matrix.group, 64, 24), test_utils=checks)
+    others = {name: value for name, value in arguments.items() if not isinstance(value, torch.Tensor)}
 
-    def pack_and_multiply(x, weights, scales, bias, zeros):
-        packed = w4a8.dyn_quant_pack_4bit_weight(
-            weights, scales, bias, 32, 64, 24, zero_points=zeros, values=matrix.values
-        )
-        return w4a8.dyn_quant_matmul_4bit(x, packed, 32, 64, 24)
+    def pack_and_multiply(x, tensors):
+        packed = w4a8.dyn_quant_pack_4bit_weight(**others, **tensors)
+        return w4a8.dyn_quant_matmul_4bit(x, packed, matrix.group, 64, 24)
 
     x = torch.randn(5, 64)
-    inputs = (x, matrix.weights, matrix.scales, matrix.bias, matrix.zero_points)
+    tensors = {name: value for name, value in arguments.items() if name not in others}
     compiled = torch.compile(pack_and_multiply, fullgraph=True)
-    assert_same_bits(compiled(*inputs), matmul(x, matrix, matrix.pack()))
-
-
-def test_committed_bytes():
-    """Byte for byte, the example of docs/packed_layout.md."""
-    weights = torch.tensor([[(5 * k + 3 * n) % 16 | (5 * (k + 1) + 3 * n) % 16 << 4 for k in range(0, 64, 2)]
-                            for n in range(2)], dtype=torch.uint8)  # fmt: skip
-    scales = torch.tensor([[1.0, 2.0], [-3.0, 0.5]])
-    packed = w4a8.dyn_quant_pack_4bit_weight(weights, scales, torch.tensor([1.0, -2.0]), 32, 64, 2).numpy()
-    header = b"W4A8PACK" + np.array([5], "<u4").tobytes() + bytes([0, 0, 1, 0])  # int4, float32, bias
-    header += np.array([2, 64, 32, -1], "<i8").tobytes() + bytes(16)
-    assert packed[:64].tobytes() == header
-    panel = packed[64:]
-    for step in range(8):
-        even = bytes([0x40, 0x95, 0xEA, 0x3F, 0x73, 0xC8, 0x1D, 0x62])
-        odd = bytes([0xC8, 0x1D, 0x62, 0xB7, 0xFB, 0x40, 0x95, 0xEA])
-        at = 64 * (1 + step + step // 4)  # behind the scales of its group
-        assert panel[at : at + 64].tobytes() == (odd if step % 2 else even) + b"\x88" * 56
-    for at, pair in [(0, [1, -3]), (320, [2, 0.5]), (640, [-48, 40]), (704, [1, -2])]:
-        assert panel[at : at + 64].view("<f4").tolist() == pair + [0] * 14
+    assert_same_bits(compiled(x, tensors), matmul(x, matrix, matrix.pack()))

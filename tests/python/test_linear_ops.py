@@ -53,7 +53,9 @@ def expected(x, matrix, bias=None, out_dtype=torch.float16):
     shift = 128 if q.dtype == torch.uint8 else 0
     rows = q.reshape(-1, matrix.k).numpy().astype(np.int64) - shift
     zp = (zero.reshape(-1).numpy().astype(np.int64) - shift).astype(F32)
-    y = reference.matmul_quantized(rows, zp, scale.float().reshape(-1).numpy(), *matrix.arrays()[:2], None)
+    weights, scales, _, *channels = matrix.arrays()
+    recip = scale.float().reshape(-1).numpy()
+    y = reference.matmul_quantized(rows, zp, recip, weights, scales, None, *channels)
     if bias is not None:
         y = y + bias.float().numpy()
     return from_numpy(y, out_dtype).reshape(*q.shape[:-1], matrix.n)

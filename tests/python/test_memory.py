@@ -1,42 +1,23 @@
 """Scratch memory is bounded, does not grow from call to call, and running out of memory is an exception."""
 
-import os
-import subprocess
-import sys
 import textwrap
-from pathlib import Path
 
+import meter
 import pytest
 import torch
 
-HERE = Path(__file__).resolve().parent
-SANITIZED = "libasan" in os.environ.get("LD_PRELOAD", "")
-pytestmark = [
-    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/status"),
-    pytest.mark.skipif(SANITIZED, reason="the sanitizer's allocator keeps freed memory and maps terabytes"),
-]
+pytestmark = [meter.needs_proc, meter.needs_its_allocator]
 
 PRELUDE = """
-    import gc, resource, sys
-    sys.path.insert(0, sys.argv[1])
-    import torch, w4a8
-    from common import make_layer, make_matrix, matmul, route
-
-    def kib(field):  # of /proc/self/status: VmRSS now, VmHWM the most there ever was, VmSize addresses
-        with open("/proc/self/status") as file:
-            return next(int(line.split()[1]) for line in file if line.startswith(field + ":"))
+import gc, resource
+import torch, w4a8
+from common import make_layer, make_matrix, matmul, route
 """
 
 
 def run(code, *arguments):
-    """Runs the code in a process of its own; what it prints, as words."""
-    program = textwrap.dedent(PRELUDE) + textwrap.dedent(code)
-    # glibc gives freed blocks back at once: what is measured is what is alive.
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "2"}
-    command = [sys.executable, "-c", program, str(HERE), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
-    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
-    return done.stdout.split()
+    """The numbers that the code prints."""
+    return meter.run(PRELUDE + textwrap.dedent(code), *arguments)
 
 
 def test_no_growth_over_ten_thousand_calls():
@@ -56,12 +37,12 @@ def test_no_growth_over_ten_thousand_calls():
                 except RuntimeError:
                     pass
             gc.collect()
-            return kib("VmRSS")
+            return memory("VmRSS")
         calls(500)
         print(calls(10), calls(10_000))
     """
-    before, after = map(int, run(code))
-    assert after - before < 1024, f"{after - before} KiB more after 10,000 calls"
+    before, after = run(code)
+    assert after - before < 1 << 20, f"{after - before} bytes more after 10,000 calls"
 
 
 def test_moe_of_65536_tokens_has_bounded_scratch():
@@ -74,18 +55,16 @@ def test_moe_of_65536_tokens_has_bounded_scratch():
         ids[::97, 3] = torch.arange(tokens)[::97] % 4  # few rows: only memory is looked at
         router = torch.rand(tokens, top_k)
         layer(x[:1], ids[:1], router[:1])
-        before = kib("VmHWM")
+        before = memory("VmHWM")
         y = layer(x, ids, router)
-        print(before, kib("VmHWM"), y.numel() * 2 // 1024)
+        most = memory("VmHWM")
         few = ids[:, 3] >= 0
         some = layer(x[few][:50], ids[few][:50], router[few][:50])
-        print(torch.equal(y[few][:50], some), int(y[~few].abs().max() == 0))
+        print(most - before, y.numel() * 2, int(torch.equal(y[few][:50], some)), int(y[~few].abs().max() == 0))
     """
-    before, most, out, same, rest = run(code)
-    assert int(most) - int(before) < int(out) + 110 * 1024, (
-        f"{int(most) - int(before)} KiB, of which {out} are the output"
-    )
-    assert (same, rest) == ("True", "1")
+    taken, out, same, rest = run(code)
+    assert taken < out + (110 << 20), f"{taken} bytes, of which {out} are the output"
+    assert same and rest
 
 
 def test_matmul_of_many_rows_has_bounded_scratch():
@@ -93,16 +72,14 @@ def test_matmul_of_many_rows_has_bounded_scratch():
         matrix = make_matrix(1, 64, 64)
         packed, x = matrix.pack(), torch.empty(2_000_000, 64, dtype=torch.bfloat16).normal_()
         matmul(x[:1], matrix, packed)
-        before = kib("VmHWM")
+        before = memory("VmHWM")
         y = matmul(x, matrix, packed)
-        print(before, kib("VmHWM"), y.numel() * 2 // 1024)
-        print(torch.equal(y[1_234_567], matmul(x[1_234_567], matrix, packed)))
+        taken = memory("VmHWM") - before
+        print(taken, y.numel() * 2, int(torch.equal(y[1_234_567], matmul(x[1_234_567], matrix, packed))))
     """
-    before, most, out, same = run(code)
-    assert int(most) - int(before) < int(out) + 110 * 1024, (
-        f"{int(most) - int(before)} KiB, of which {out} are the output"
-    )
-    assert same == "True"
+    taken, out, same = run(code)
+    assert taken < out + (110 << 20), f"{taken} bytes, of which {out} are the output"
+    assert same
 
 
 @pytest.mark.parametrize("what", ["matmul", "moe", "pack", "output"])
@@ -110,7 +87,7 @@ def test_out_of_memory_is_an_exception(what):
     """Under a limit of addresses (RLIMIT_AS) the call fails, names the operator, and the next one works."""
     code = """
         torch.set_num_threads(1)
-        what = sys.argv[2]
+        what = sys.argv[1]
         layer, matrix = make_layer(4, 64, 32), make_matrix(40, 64, 32)
         packed, x = matrix.pack(), torch.randn(5, 64)
         ids, router = route(5, 2, 4)
@@ -122,7 +99,7 @@ def test_out_of_memory_is_an_exception(what):
         many = torch.zeros(100_000, 64), torch.zeros(100_000, 8, dtype=torch.int64), torch.rand(100_000, 8)
         stack = make_matrix(20_000, 4096, 32, experts=2)
         room = {"matmul": 40, "moe": 60, "pack": 30, "output": 300}[what] * 2**20
-        resource.setrlimit(resource.RLIMIT_AS, (kib("VmSize") * 1024 + room, resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_AS, (memory("VmSize") + room, resource.RLIM_INFINITY))
         calls = {
             "matmul": lambda: matmul(wide_x, wide, wide_packed),
             "moe": lambda: layer(*many),
@@ -130,18 +107,18 @@ def test_out_of_memory_is_an_exception(what):
             "output": lambda: matmul(tall_x, tall, tall_packed),
         }
         names = {"moe": "dynamic_4bit_int_moe", "pack": "dyn_quant_pack_4bit_weight"}
-        raised = "nothing"
+        raised = False
         for _ in range(3):
             try:
                 calls[what]()
             except RuntimeError as error:
                 named = str(error).startswith(f"w4a8::{names.get(what, 'dyn_quant_matmul_4bit')}: ")
-                raised = "memory" if named and ("alloc" in str(error) or "memory" in str(error)) else str(error)
+                raised = named and ("alloc" in str(error) or "memory" in str(error))
         usable = torch.equal(layer(x, ids, router), expected[0]) and torch.equal(matmul(x, matrix, packed), expected[1])
         resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        print(raised, usable, len(calls[what]()) > 0)
+        print(int(raised), int(usable), int(len(calls[what]()) > 0))
     """
-    assert run(code, what) == ["memory", "True", "True"]
+    assert run(code, what) == [1, 1, 1]
 
 
 def test_huge_calls_on_the_meta_device_take_nothing():

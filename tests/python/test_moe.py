@@ -3,26 +3,12 @@
 import pytest
 import reference
 import torch
-from common import DTYPES, ROUNDING, assert_same_bits, assert_within, from_numpy, make_layer, route
+from common import DTYPES, assert_same_bits, from_numpy, make_layer, route
+from common import check_layer as check
 
 import w4a8
 
 KINDS = list(w4a8.Activation)
-
-
-def check(layer, x, ids, router, kind=0, weight_on_input=False, what=""):
-    out = layer(x, ids, router, kind, weight_on_input)
-    assert out.dtype == x.dtype
-    assert out.shape == x.shape
-    rows = x.reshape(-1, layer.hidden).float().numpy()
-    w13, w2 = layer.arrays()
-    options = (layer.intermediate, layer.gated, weight_on_input, int(kind))
-    want, explained = reference.moe(rows, ids.numpy(), router.float().numpy(), w13, w2, *options)
-    # Rounding to the output type adds half a unit in the last place of a number that may itself be off by `explained`.
-    relative, absolute = ROUNDING[x.dtype]
-    allowed = explained + relative * (abs(want) + explained) + absolute
-    assert_within(out.reshape(-1, layer.hidden).double().numpy(), want, allowed, what)
-    return out
 
 
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "ungated"])

@@ -1,17 +1,41 @@
-"""Pack, unpack and matmul: every kernel gives the bits of reference.py, whatever the shape, strides and threads."""
+"""Every kind of weights: pack, unpack and matmul give the bits of reference.py, whatever the kernel, shape, strides and
+threads; the fused operator and int4_gemm_w4a8 with kinds of all sorts. What one kind alone has is in test_kinds.py.
+"""
 
 import numpy as np
 import pytest
 import reference
 import torch
-from common import DTYPES, assert_same_bits, from_numpy, make_matrix, matmul
+from common import (
+    DTYPES,
+    EVERY_KIND,
+    KINDS,
+    TWO_LEVELS,
+    assert_same_bits,
+    assert_within,
+    check,
+    check_layer,
+    expected,
+    from_numpy,
+    make_layer,
+    make_matrix,
+    matmul,
+    route,
+    unpack,
+)
+from test_linear_ops import expected as gemm_expected
+from test_linear_ops import gemm, make_x, words
 
 import w4a8
+
+every_kind = pytest.mark.parametrize("kind", EVERY_KIND)
 
 # m, n, k, group: below, at and beyond one panel (16 columns), odd counts of groups, k that is no multiple of 8.
 SHAPES = [
     (1, 1, 2, 2),
+    (1, 1, 16, 16),
     (3, 17, 6, 6),
+    (9, 5, 38, 38),
     (7, 33, 40, 40),
     (5, 16, 52, 52),
     (5, 48, 32, 32),
@@ -22,53 +46,155 @@ SHAPES = [
     (33, 20, 384, 384),
     (29, 40, 480, 96),
     (12, 257, 64, 32),
+    (1, 17, 48, 16),
+    (7, 33, 80, 16),
+    (5, 16, 256, 16),
+    (40, 40, 208, 16),
 ]
 
 
-def expected(x, matrix):
-    """reference.matmul on the rows of x, rounded to the type of x by torch."""
-    rows = x.reshape(-1, matrix.k).float().numpy()
-    y = from_numpy(reference.matmul(rows, *matrix.arrays()))
-    return y.to(x.dtype).reshape(*x.shape[:-1], matrix.n)
+def has(kind, group, k):
+    """Whether there are matrices of a kind in such groups."""
+    return kind not in TWO_LEVELS or (group == 16 and k != 16)
 
 
-def check(x, matrix, what=""):
-    assert_same_bits(matmul(x, matrix, matrix.pack()), expected(x, matrix), what)
-
-
-@pytest.mark.parametrize("bias", [False, True], ids=["nobias", "bias"])
 @pytest.mark.parametrize(
-    "scale_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["s_f32", "s_bf16", "s_f16"]
+    ("shape", "kind"),
+    [(shape, kind) for shape in SHAPES for kind in EVERY_KIND if has(kind, *shape[:1:-1])],
+    ids=lambda value: value if isinstance(value, str) else "x".join(map(str, value)),
 )
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
-def test_matmul_bits(kernel, shape, scale_dtype, bias):
+def test_matmul_bits(kernel, shape, kind):
     m, n, k, group = shape
-    check(torch.randn(m, k), make_matrix(n, k, group, scale_dtype, bias))
+    for s, scale_dtype in enumerate(DTYPES[:1] if kind in TWO_LEVELS else DTYPES):
+        for i, dtype in enumerate(DTYPES):
+            matrix = make_matrix(n, k, group, scale_dtype, (s + i) % 2 == 1, kind=kind)
+            check(torch.randn(m, k).to(dtype), matrix, f"{scale_dtype} scales, {dtype}")
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(5, 20, 26, 26), (9, 33, 128, 32)], ids=str)
-def test_dtypes(kernel, dtype, shape):
-    m, n, k, group = shape
-    check(torch.randn(m, k).to(dtype), make_matrix(n, k, group, bias=True))
+@every_kind
+@pytest.mark.sweep
+def test_every_number_of_rows(kernel, kind):
+    """More than one tile of rows of every kernel, with a last tile of every size."""
+    group = 16 if kind in TWO_LEVELS else 32
+    matrix = make_matrix(37, 96, group, kind=kind)
+    for m in (*range(1, 30), 47, 70):
+        check(torch.randn(m, 96), matrix, f"{m} rows")
+        if kind not in TWO_LEVELS:
+            check(
+                torch.randn(m, 100),
+                make_matrix(37, 100, 100, torch.bfloat16, True, kind=kind),
+                f"{m} rows, channelwise",
+            )
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("m", range(1, 30))
-def test_every_number_of_rows(kernel, m):
-    check(torch.randn(m, 64), make_matrix(37, 64, 32))
+def test_every_number_of_columns_and_k(kernel):
+    for n in range(1, 50):
+        check(torch.randn(3, 46), make_matrix(n, 46, 46), f"{n} columns")
+    for k in range(2, 70, 2):
+        check(torch.randn(7, k), make_matrix(18, k, k, bias=True), f"k = {k}")
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("n", range(1, 50))
-def test_every_number_of_columns(kernel, n):
-    check(torch.randn(3, 46), make_matrix(n, 46, 46))
+@every_kind
+def test_values(kind):
+    """Against float64, with the values of docs/numerics.md's tables: no reference decides what a code is."""
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
+    group = 16 if kind in TWO_LEVELS else 32
+    matrix = make_matrix(33, 256, group, kind=kind)
+    codes = matrix.weights if kind == "int8" else torch.stack([matrix.weights & 15, matrix.weights >> 4], -1).flatten(1)
+    if matrix.values == "e2m1":
+        real = table[codes.long()]
+    else:
+        zeros = torch.full_like(matrix.scales, 8) if matrix.zero_points is None else matrix.zero_points
+        real = codes.double() - zeros.double().repeat_interleave(group, 1)
+    scales = matrix.scales.double()
+    if matrix.channels is not None:
+        scales = torch.from_numpy(reference.e4m3fn(matrix.scales)).double() * matrix.channels.double()[:, None]
+    x = torch.randint(-127, 128, (9, 256)).float()
+    x[:, 0], x[:, 1] = -128, 127
+    y = matmul(x, matrix, matrix.pack()).double()
+    # x is its own quantization: its scale is 1 and its zero point 0. So nothing but products is added up, in groups.
+    real = real * scales.repeat_interleave(group, 1)
+    terms = (x.double().abs() @ real.abs().T).numpy()
+    bound = reference.rounding_bound(terms, 256 // group, products=kind in TWO_LEVELS)
+    assert_within(y.numpy(), (x.double() @ real.T).numpy(), bound)
+    assert np.median(bound) < 1e-4 * np.median(y.abs())
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("k", range(2, 70, 2))
-def test_every_channelwise_k(kernel, k):
-    check(torch.randn(7, k), make_matrix(18, k, k, bias=True))
+@every_kind
+@pytest.mark.parametrize("value", [0x00, 0xFF, 0x0F, 0xF0, 0x77, 0x88], ids=hex)
+def test_extreme_values(kernel, value, kind):
+    """Weights at both ends against rows of -128 and 127: the largest sums that integers can reach."""
+    for group in (16,) if kind in TWO_LEVELS else (32, 256, 4096):
+        matrix = make_matrix(18, 4096, group, kind=kind)
+        matrix.weights.fill_(value)
+        if matrix.zero_points is not None:
+            matrix.zero_points[::2], matrix.zero_points[1::2] = 0, 255 if kind == "int8" else 15
+        x = torch.zeros(4, 4096)
+        x[0], x[1] = 1.0, -1.0
+        x[2] = torch.tensor([255.0, 0.0]).repeat(2048)
+        x[3] = torch.tensor([-128.0, 127.0]).repeat(2048)
+        check(x, matrix, f"groups of {group}")
+
+
+@every_kind
+@pytest.mark.parametrize("experts", [None, 3], ids=["matrix", "stack"])
+def test_unpack_is_the_inverse(kind, experts):
+    for _, n, k, group in SHAPES:
+        for bias, scale_dtype in ((False, torch.float32), (True, torch.bfloat16), (True, torch.float16)):
+            if not has(kind, group, k):
+                continue
+            matrix = make_matrix(n, k, group, scale_dtype, bias, experts, kind=kind)
+            packed, none = matrix.pack(), torch.zeros(0)
+            weights, scales, zero_points, bias_out, values, channels = unpack(matrix, packed)
+            assert values == matrix.values
+            assert_same_bits(weights, matrix.weights)
+            assert_same_bits(scales, matrix.scales)
+            assert_same_bits(zero_points, none.byte() if matrix.zero_points is None else matrix.zero_points)
+            assert_same_bits(bias_out, matrix.bias if bias else none)
+            assert_same_bits(channels, none if matrix.channels is None else matrix.channels)
+            if kind == "int4":  # the operator of three results
+                three = w4a8.dyn_quant_unpack_4bit_weight(packed, group, k, n)
+                for part, same in zip(three, (weights, scales, bias_out)):
+                    assert_same_bits(part, same)
+
+
+def test_every_code_survives():
+    for kind in KINDS:
+        matrix = make_matrix(8, 64, 32, kind=kind)
+        matrix.weights = torch.arange(256, dtype=torch.uint8).reshape(8, 32)
+        assert_same_bits(unpack(matrix)[0], matrix.weights, kind)
+    matrix = make_matrix(17, 16 * 24, 16, kind=TWO_LEVELS[-1])
+    matrix.scales.view(-1)[:127] = torch.arange(127).to(torch.uint8)
+    assert_same_bits(unpack(matrix)[1], matrix.scales)
+
+
+@every_kind
+def test_stack_is_packed_matrices(kind):
+    """Row e of a packed stack is the packed matrix of expert e, byte for byte."""
+    stack = make_matrix(25, 64, 16, bias=True, experts=5, kind=kind)
+    packed = stack.pack()
+    x = torch.randn(3, 64)
+    for e in range(5):
+        assert_same_bits(packed[e], stack.pack(**{name: part[e] for name, part in _named(stack).items()}))
+        y = w4a8.dyn_quant_matmul_4bit(x, packed[e], 16, 64, 25)
+        assert_same_bits(y, from_numpy(reference.matmul(x.numpy(), *stack.arrays(e))))
+
+
+def _named(matrix):
+    """The tensors of a matrix by the operator's names."""
+    return {name: part for name, part in matrix.arguments().items() if isinstance(part, torch.Tensor)}
+
+
+def test_empty_stack():
+    packed = w4a8.dyn_quant_pack_4bit_weight(
+        torch.empty(0, 24, 32, dtype=torch.uint8), torch.empty(0, 24, 2), None, 32, 64, 24
+    )
+    assert packed.dim() == 2
+    assert packed.shape[0] == 0
+
+
+# --- types, strides, rows ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bias_dtype", [*DTYPES, torch.float64], ids=str)
@@ -107,20 +233,18 @@ def test_strided_input(kernel, dtype):
         check(x, matrix, what)
 
 
-def test_strided_weights():
-    plain = make_matrix(24, 64, 32, bias=True)
-    expected_bytes = plain.pack()
-    strided = {
-        "weights": plain.weights.t().contiguous().t(),
-        "scales": plain.scales.repeat_interleave(2, 1)[:, ::2],
-        "bias": plain.bias.repeat_interleave(3)[::3],
-    }
-    for name, value in strided.items():
-        assert not value.is_contiguous()
-        before = getattr(plain, name)
-        setattr(plain, name, value)
-        assert_same_bits(plain.pack(), expected_bytes, name)
-        setattr(plain, name, before)
+@every_kind
+def test_strided_weights(kind):
+    """Each tensor as every third element of a longer one, and transposed."""
+    matrix = make_matrix(24, 64, 16, bias=True, kind=kind)
+    want = matrix.pack()
+    for name, tensor in _named(matrix).items():
+        strided = [tensor.repeat_interleave(3, -1)[..., ::3]]
+        if tensor.dim() == 2:
+            strided.append(tensor.t().contiguous().t())
+        for view in strided:
+            assert not view.is_contiguous()
+            assert_same_bits(matrix.pack(**{name: view}), want, name)
 
 
 def test_strided_packed_tensor():
@@ -130,19 +254,6 @@ def test_strided_packed_tensor():
     x = torch.randn(3, 64)
     spread = packed.repeat_interleave(2)[::2]
     assert_same_bits(matmul(x, matrix, spread), matmul(x, matrix, packed))
-
-
-@pytest.mark.parametrize("value", [0x00, 0xFF, 0x0F, 0x88], ids=hex)
-@pytest.mark.parametrize("group", [32, 4096], ids=["groups", "channelwise"])
-def test_extreme_values(kernel, value, group):
-    """Weights of -8 and 7 against rows of -128 and 127: the largest sums that integers can reach."""
-    matrix = make_matrix(18, 4096, group)
-    matrix.weights.fill_(value)
-    x = torch.zeros(4, 4096)
-    x[0], x[1] = 1.0, -1.0
-    x[2] = torch.tensor([255.0, 0.0]).repeat(2048)
-    x[3] = torch.tensor([-128.0, 127.0]).repeat(2048)
-    check(x, matrix)
 
 
 def test_unusual_rows(kernel):
@@ -162,82 +273,39 @@ def test_unusual_rows(kernel):
     rows[10] *= 7.5e-37 / 3
     rows[11] *= big / 8
     for group in (32, 64):
-        y = matmul(rows, make := make_matrix(33, 64, group, bias=True), make.pack())
-        assert_same_bits(y, expected(rows, make))
+        matrix = make_matrix(33, 64, group, bias=True)
+        y = matmul(rows, matrix, matrix.pack())
+        assert_same_bits(y, expected(rows, matrix))
         assert not y.isnan().any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("group", [32, 64], ids=["groups", "channelwise"])
+@pytest.mark.parametrize(
+    ("group", "activation_group"), [(32, -1), (128, -1), (64, 32)], ids=["groups", "channelwise", "activation groups"]
+)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_nan_and_inf_stay_in_their_row(kernel, dtype, group, bad):
-    matrix = make_matrix(33, 64, group, bias=True)
+def test_nan_and_inf_stay_in_their_row(kernel, dtype, group, activation_group, bad):
+    matrix = make_matrix(33, 128, group, bias=True, activation_group=activation_group)
     packed = matrix.pack()
-    x = torch.randn(9, 64).to(dtype)
+    x = torch.randn(9, 128).to(dtype)
     clean = matmul(x, matrix, packed)
-    for column in (0, 31, 63):
+    for column in (0, 31, 77, 127):
         spoilt = x.clone()
         spoilt[4, column] = bad
         y = matmul(spoilt, matrix, packed)
-        assert y[4].isnan().all()
         others = [0, 1, 2, 3, 5, 6, 7, 8]
         assert_same_bits(y[others], clean[others])
-        canonical = torch.full_like(y[4], float("nan"))
-        assert_same_bits(y[4], canonical)
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
-@pytest.mark.parametrize(
-    "scale_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["s_f32", "s_bf16", "s_f16"]
-)
-@pytest.mark.parametrize("bias", [False, True], ids=["nobias", "bias"])
-@pytest.mark.parametrize("experts", [None, 3], ids=["matrix", "stack"])
-def test_unpack_is_the_inverse(shape, scale_dtype, bias, experts):
-    _, n, k, group = shape
-    matrix = make_matrix(n, k, group, scale_dtype, bias, experts)
-    weights, scales, bias_out = w4a8.dyn_quant_unpack_4bit_weight(matrix.pack(), group, k, n)
-    assert_same_bits(weights, matrix.weights, "weights")
-    assert_same_bits(scales, matrix.scales, "scales")
-    if bias:
-        assert_same_bits(bias_out, matrix.bias, "bias")
-    else:
-        assert bias_out.numel() == 0
-
-
-def test_every_nibble_pair_survives():
-    weights = torch.arange(256, dtype=torch.uint8).reshape(8, 32)
-    packed = w4a8.dyn_quant_pack_4bit_weight(weights, torch.rand(8, 2), None, 32, 64, 8)
-    assert_same_bits(w4a8.dyn_quant_unpack_4bit_weight(packed, 32, 64, 8)[0], weights)
-
-
-def test_stack_is_packed_matrices():
-    """Row e of a packed stack is the packed matrix of expert e, byte for byte."""
-    stack = make_matrix(24, 64, 32, bias=True, experts=5)
-    packed = stack.pack()
-    x = torch.randn(3, 64)
-    for e in range(5):
-        one = w4a8.dyn_quant_pack_4bit_weight(stack.weights[e], stack.scales[e], stack.bias[e], 32, 64, 24)
-        assert_same_bits(packed[e], one)
-        y = w4a8.dyn_quant_matmul_4bit(x, packed[e], 32, 64, 24)
-        assert_same_bits(y, from_numpy(reference.matmul(x.numpy(), *stack.arrays(e))))
-
-
-def test_empty_stack():
-    packed = w4a8.dyn_quant_pack_4bit_weight(
-        torch.empty(0, 24, 32, dtype=torch.uint8), torch.empty(0, 24, 2), None, 32, 64, 24
-    )
-    assert packed.dim() == 2
-    assert packed.shape[0] == 0
+        assert_same_bits(y[4], torch.full_like(y[4], float("nan")))  # the canonical one
 
 
 def test_inputs_are_not_written():
-    matrix = make_matrix(24, 64, 32, bias=True)
-    copies = [t.clone() for t in (matrix.weights, matrix.scales, matrix.bias)]
-    packed = matrix.pack()
-    packed_before, x = packed.clone(), torch.randn(7, 64)
-    x_before = x.clone()
+    matrix = make_matrix(24, 64, 32, bias=True, kind="zeros")
+    packed, x = matrix.pack(), torch.randn(7, 64)
+    tensors = [*matrix.tensors().values(), packed, x]
+    copies = [tensor.clone() for tensor in tensors]
     matmul(x, matrix, packed)
-    for now, before in zip((matrix.weights, matrix.scales, matrix.bias, packed, x), (*copies, packed_before, x_before)):
+    matrix.pack()
+    for now, before in zip(tensors, copies):
         assert_same_bits(now, before)
 
 
@@ -256,6 +324,86 @@ def test_same_bits_over_kernels_threads_and_batches(supported_kernels, set_threa
                 assert_same_bits(matrix.pack(), packed, f"pack, {name}, {threads} threads")
             for rows in ([5], [66, 0], list(range(20, 33)), torch.randperm(67).tolist()):
                 assert_same_bits(matmul(x[rows], matrix, packed), first[rows], f"{name}, rows {rows}")
+
+
+# --- the fused operator, and quantized activations --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        *((w13, w2) for w13 in EVERY_KIND[:4] for w2 in EVERY_KIND[:4] if (w13, w2) != ("int4", "int4")),
+        (TWO_LEVELS[2], TWO_LEVELS[2]),
+        (TWO_LEVELS[0], TWO_LEVELS[2]),
+        (TWO_LEVELS[1], TWO_LEVELS[0]),
+        (TWO_LEVELS[2], "int8"),
+    ],
+    ids=" and ".join,
+)
+def test_moe_of_mixed_kinds(kernel, kinds):
+    sizes = [(80, 48, 16)] if kinds[0] in TWO_LEVELS else [(64, 32, 32), (128, 96, 32), (80, 48, 16), (34, 18, -1)]
+    for hidden, inner, group in sizes:
+        for gated, weight_on_input in ((True, False), (True, True), (False, False)):
+            layer = make_layer(4, hidden, inner, group, gated, bias=not weight_on_input, kinds=kinds)
+            x, (ids, router) = torch.randn(9, hidden), route(9, 2, 4)
+            ids[3, 1] = -1
+            what = f"{hidden}, {inner}, groups of {group}"
+            check_layer(layer, x, ids, router, 0, weight_on_input, what)
+
+
+def test_experts_of_different_kinds():
+    """A stack's rows are matrices of their own; only their number of bytes must be the same."""
+    parts = [make_matrix(64, 64, 64, kind=kind) for kind in ("int4", "e2m1", "int4")]
+    w2 = make_matrix(64, 32, 32, experts=3)
+    stack = torch.stack([part.pack() for part in parts])
+    x = torch.randn(6, 64)
+    ids, router = route(6, 2, 3)
+    arrays = [[part.arrays() for part in parts], [w2.arrays(e) for e in range(3)]]
+    want, explained = reference.moe(x.numpy(), ids.numpy(), router.numpy(), *arrays, 32, True, False, 0)
+    y = w4a8.dynamic_4bit_int_moe(x, ids, router, stack, w2.pack(), 64, 32, 64, -1, False, 0)
+    assert_within(y.numpy(), want, explained)
+
+
+@pytest.mark.parametrize("kinds", [("int8", "int8"), (TWO_LEVELS[2], TWO_LEVELS[2])], ids=" and ".join)
+def test_every_kernel_and_batch(supported_kernels, kinds):
+    """A token's bits depend on that token alone."""
+    for group in (16,) if kinds[0] in TWO_LEVELS else (32, -1):
+        layer = make_layer(3, 96, 64, group, bias=True, kinds=kinds)
+        x, (ids, router) = torch.randn(40, 96).bfloat16(), route(40, 2, 3)
+        want = layer(x, ids, router)
+        for name in supported_kernels:
+            with w4a8.use_kernel(name):
+                assert_same_bits(layer(x, ids, router), want, name)
+                for token in (0, 17):
+                    part = slice(token, token + 1)
+                    assert_same_bits(layer(x[part], ids[part], router[part]), want[part], name)
+
+
+@every_kind
+@pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "asymmetric"])
+def test_int4_gemm(kernel, symmetric, kind):
+    none = torch.empty(0, dtype=torch.int32)
+    for n in (1, 17, 40):
+        for group in (16,) if kind in TWO_LEVELS else (32, 96, 192):
+            matrix = make_matrix(n, 192, group, kind=kind)
+            for m in (1, 2, 13):
+                x = make_x(m, 192, symmetric=symmetric)
+                want = gemm_expected(x, matrix)
+                zero = torch.tensor([8]) if kind == "int4" else none
+                packed = gemm(x, matrix, matrix.pack(), scales=torch.empty(0, n), zero=zero)
+                assert_same_bits(packed, want, "packed")
+                if kind == "zeros":
+                    for zeros in (matrix.zero_points.t(), matrix.zero_points.t().long()):
+                        assert_same_bits(gemm(x, matrix, words(matrix), zero=zeros), want, f"words, {zeros.dtype}")
+
+
+def test_int4_gemm_with_one_zero_point(kernel):
+    matrix, x = make_matrix(40, 192, 192, kind="zeros"), make_x(13, 192)
+    for zero in (0, 5, 15):
+        matrix.zero_points.fill_(zero)
+        want = gemm_expected(x, matrix)
+        for given in (torch.tensor(zero), torch.tensor([zero], dtype=torch.int8)):
+            assert_same_bits(gemm(x, matrix, words(matrix), zero=given), want)
 
 
 def test_reference_fma_rounds_once():

@@ -16,9 +16,7 @@ import w4a8
 from w4a8.nn import W4A8Experts, W4A8Linear
 from w4a8.quantization import QuantizationError
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-if int(transformers.__version__.split(".")[0]) < 5:
-    pytest.skip("transformers 5 is needed", allow_module_level=True)
+transformers = pytest.importorskip("transformers", minversion="5.0")
 
 from transformers import AutoModelForCausalLM  # noqa: E402
 

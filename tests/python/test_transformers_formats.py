@@ -1,20 +1,20 @@
-"""Checkpoints that others have quantized, loaded with W4A8Config: codes of a packed model, written in each format."""
+"""Checkpoints that others have quantized, loaded with W4A8Config: the logits of the same codes packed by hand."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from common import assert_same_bits, stated_activation_group
+from common import assert_same_bits, default_activation_group, stated_activation_group
+from format_checkpoints import ALL_FORMATS, FLOATS, FORMATS, GPT_OSS, NVFP4_ARGS, PROJECTIONS, Format
 from test_quantize_transformers import make_model
+from tool_formats import pairs, parts_of
 
 import w4a8
 from w4a8.nn import W4A8Experts, W4A8Linear
+from w4a8.quantization import DEFAULT_SKIP
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-if int(transformers.__version__.split(".")[0]) < 5:
-    pytest.skip("transformers 5 is needed", allow_module_level=True)
+transformers = pytest.importorskip("transformers", minversion="5.0")
 
 from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
@@ -23,7 +23,7 @@ from w4a8.integrations.transformers import W4A8Config  # noqa: E402
 
 TINY = Path(__file__).resolve().parents[2] / "examples/tiny_moe/checkpoints"
 TOKENS = torch.randint(1, 64, (2, 7), generator=torch.Generator().manual_seed(0))
-AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
+UP = "model.layers.1.mlp.experts.3.up_proj"
 
 
 @pytest.fixture(autouse=True)
@@ -32,110 +32,83 @@ def no_gradients():
         yield
 
 
-def words(codes):
-    """uint8 [..., 8 m] to int32 [..., m]."""
-    shifted = codes.unflatten(-1, (-1, 8)).long() << (4 * torch.arange(8))
-    return shifted.sum(-1).to(torch.uint32).view(torch.int32)
+def packed(form, *stored, bias=None, asked=None):
+    """uint8 [bytes] of matrices one below the other, by the operator; and their group."""
+    each = [parts_of(tensors, form.form, form.bits) for tensors in stored]
+    codes, more = torch.cat([parts.codes for parts in each]), {}
+    n, k = codes.shape
+    if form.block == 32:
+        scales = torch.cat([parts.exponents for parts in each])
+        if scales.shape[1] == 1:  # one group, which is channelwise, has float scales
+            scales = torch.exp2(scales.float() - 127).bfloat16()
+        more["values"] = "e2m1"
+    else:
+        scales = torch.cat([parts.scales for parts in each])
+        if form.block == 16:
+            more = {"values": "e2m1", "channel_scales": torch.cat([p.factor.repeat(len(p.codes)) for p in each])}
+        elif not form.symmetric:
+            more["zero_points"] = torch.cat([parts.zeros for parts in each]).to(torch.uint8)
+    group = k // scales.shape[1]
+    more["activation_group"] = default_activation_group(group, k) if asked is None else asked
+    return w4a8.dyn_quant_pack_4bit_weight(pairs(codes), scales, bias, group, k, n, **more), group
 
 
-def pack_quantized(codes, scales):
-    return {
-        "weight_packed": words(codes),
-        "weight_scale": scales,
-        "weight_shape": torch.tensor(codes.shape),
-    }
+def skeleton(directory, name, **options):
+    """A bfloat16 model whose layers are packed modules; what is in them is replaced."""
+    make_model(name).bfloat16().save_pretrained(directory / "floats")
+    model = AutoModelForCausalLM.from_pretrained(directory / "floats")
+    w4a8.quantize_(model, **options)
+    return model
 
 
-def int_quantized(codes, scales):
-    return {"weight": codes.to(torch.int8) - 8, "weight_scale": scales}
-
-
-def gptq(codes, scales, zero=7, order=None):
-    k, groups = codes.shape[1], scales.shape[1]
-    return {
-        "qweight": words(codes).T,
-        "qzeros": words(torch.full((groups, len(codes)), zero)),
-        "scales": scales.T,
-        "g_idx": (torch.arange(k) // (k // groups)).int() if order is None else order(k, groups),
-    }
-
-
-def awq(codes, scales, zero=8):
-    def in_order(features):
-        return words(features.unflatten(-1, (-1, 8))[..., AWQ_ORDER].flatten(-2))
-
-    zeros = torch.full((scales.shape[1], len(codes)), zero)
-    return {"qweight": in_order(codes.T), "qzeros": in_order(zeros), "scales": scales.T}
-
-
-def compressed(kind, group, inputs=True):
-    weights = {"num_bits": 4, "type": "int", "symmetric": True, "dynamic": False}
-    weights |= {"strategy": "channel"} if group == -1 else {"strategy": "group", "group_size": group}
-    activations = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": True, "strategy": "token"}
-    scheme = {"targets": ["Linear"], "weights": weights, "input_activations": activations if inputs else None}
-    return {
-        "quant_method": "compressed-tensors", "format": kind, "config_groups": {"group_0": scheme},
-        "ignore": ["lm_head", "re:.*gate$"],
-    }  # fmt: skip
-
-
-INT4 = {"bits": 4, "group_size": 32}
-# Name: what writes a matrix, and what config.json says.
-FORMATS = {
-    "W4A8 pack-quantized": (pack_quantized, compressed("pack-quantized", 32)),
-    "W4A8 int-quantized": (int_quantized, compressed("int-quantized", 32)),
-    "W4A16 pack-quantized": (pack_quantized, compressed("pack-quantized", 32, inputs=False)),
-    "GPTQ": (gptq, {"quant_method": "gptq", **INT4, "sym": True}),
-    "GPTQ 2": (
-        lambda codes, scales: gptq(codes, scales, zero=8),
-        {"quant_method": "gptq", **INT4, "sym": True, "checkpoint_format": "gptq_v2"},
-    ),
-    "AWQ": (awq, {"quant_method": "awq", **INT4, "zero_point": False, "version": "gemm"}),
-    "AutoRound": (
-        gptq,
-        {"quant_method": "auto-round", **INT4, "sym": True, "packing_format": "auto_round:auto_gptq"},
-    ),
-}  # fmt: skip
-
-
-def matrices(model, projections):
-    """Name in a checkpoint -> codes uint8 [N, K], scales and bias of every packed matrix of a model."""
-    for name, module in model.named_modules():
-        if isinstance(module, W4A8Linear):
-            yield name, *unpacked(module.packed)
-        elif isinstance(module, W4A8Experts):
-            for expert in range(module.num_experts):
-                codes, scales, _ = unpacked(module.w13_packed[expert])
-                gate, up, down = (f"{name}.{expert}.{projection}" for projection in projections)
-                yield gate, *(half.chunk(2)[0] for half in (codes, scales)), None
-                yield up, *(half.chunk(2)[1] for half in (codes, scales)), None
-                yield down, *unpacked(module.w2_packed[expert])
-
-
-def unpacked(packed):
-    header = w4a8.read_header(packed)
-    nibbles, scales, bias = w4a8.dyn_quant_unpack_4bit_weight(packed, header["group"], header["k"], header["n"])
-    return torch.stack((nibbles & 15, nibbles >> 4), -1).flatten(-2), scales, bias if header["has_bias"] else None
-
-
-def write(directory, name, write_matrix, quantization, group=32):
-    """A checkpoint of a tiny model in a format; the packed model that it must become."""
-    floats = directory.with_name("floats")
-    make_model(name).bfloat16().save_pretrained(floats)
-    packed_model = AutoModelForCausalLM.from_pretrained(floats)
-    w4a8.quantize_(packed_model, group, activation_group=stated_activation_group(quantization))
-    projections = ("w1", "w3", "w2") if name == "mixtral" else ("gate_proj", "up_proj", "down_proj")
-    tensors = {}
-    for module, codes, scales, bias in matrices(packed_model, projections):
-        found = write_matrix(codes, scales) | ({} if bias is None else {"bias": bias.bfloat16()})
-        tensors.update({f"{module}.{suffix}": tensor.clone().contiguous() for suffix, tensor in found.items()})
-    tensors.update({key: value for key, value in packed_model.state_dict().items() if not key.endswith("packed")})
+def save(directory, model, tensors, quantization):
+    """A checkpoint of the tensors and of what of the model is not packed."""
+    tensors.update({key: value for key, value in model.state_dict().items() if not key.endswith("packed")})
     directory.mkdir()
+    tensors = {key: tensor.contiguous() for key, tensor in tensors.items()}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads(packed_model.config.to_json_string())
-    config |= {"quantization_config": quantization, "architectures": [type(packed_model).__name__], "dtype": "bfloat16"}
+    config = json.loads(model.config.to_json_string())
+    config |= {"quantization_config": quantization, "architectures": [type(model).__name__], "dtype": "bfloat16"}
     (directory / "config.json").write_text(json.dumps(config))
-    return packed_model
+
+
+def write(directory, name, form, group=32, skip=DEFAULT_SKIP, denied=None, dtype=torch.float16, **config):
+    """A checkpoint of random codes in a format, at directory / "theirs"; the packed model that it must become.
+
+    config: other words in its quantization_config. denied: the format that the matrices have, instead of that.
+    """
+    quantization = {**form.quantization_config(group), **config}
+    form = denied or form
+    model, tensors = skeleton(directory, name, group_size=32 if group == 16 else group, skip=skip), {}
+    asked = stated_activation_group(quantization)
+
+    def add(key, rows, columns, bias=None):
+        found = form.random(rows, columns, group, dtype)
+        more = {} if bias is None else {"bias": bias}
+        tensors.update({f"{key}.{suffix}": tensor for suffix, tensor in {**found, **more}.items()})
+        return found
+
+    names = ("w1", "w3", "w2") if name == "mixtral" else PROJECTIONS
+    for key, module in list(model.named_modules()):
+        if isinstance(module, W4A8Linear):
+            n, k = module.out_features, module.in_features
+            bias = torch.randn(n).bfloat16() if w4a8.read_header(module.packed)["has_bias"] else None
+            matrix, size = packed(form, add(key, n, k, bias), bias=bias, asked=asked)
+            new = W4A8Linear(matrix, k, n, size)
+        elif isinstance(module, W4A8Experts):
+            w13, w2, hidden, inter = [], [], module.hidden_size, module.intermediate_size
+            for expert in range(module.num_experts):
+                sizes = ((inter, hidden), (inter, hidden), (hidden, inter))
+                gate, up, down = (add(f"{key}.{expert}.{p}", *size) for p, size in zip(names, sizes))
+                w13.append(packed(form, gate, up, asked=asked)[0])
+                w2.append(packed(form, down, asked=asked)[0])
+            size = form.block or group
+            new = W4A8Experts(torch.stack(w13), torch.stack(w2), hidden, inter, size, module.activation)
+        else:
+            continue
+        model.set_submodule(key, new.eval())
+    save(directory / "theirs", model, tensors, quantization)
+    return model
 
 
 def load(directory):
@@ -146,30 +119,50 @@ def load(directory):
     return model
 
 
-@pytest.mark.parametrize("name", ["qwen3", "mixtral", "Qwen2"])
-@pytest.mark.parametrize("kind", FORMATS)
-def test_formats(kind, name, tmp_path):
-    """The logits of the codes, none of them changed; saved packed, the same."""
-    want = write(tmp_path / "theirs", name, *FORMATS[kind])
-    model = load(tmp_path / "theirs")
-    assert {n for n, m in model.named_modules() if isinstance(m, (W4A8Linear, W4A8Experts))} == {
-        n for n, m in want.named_modules() if isinstance(m, (W4A8Linear, W4A8Experts))
-    }
-    report = model.hf_quantizer.report
-    assert set(report.replaced) == {n for n, m in model.named_modules() if isinstance(m, (W4A8Linear, W4A8Experts))}
-    left = {key.rpartition(".")[0] for key, parameter in model.named_parameters() if parameter.dim() > 1}
-    assert {"model.embed_tokens", "lm_head"} <= left
-    assert report.skipped == dict.fromkeys(left, "it is not quantized in the checkpoint")
-    assert report.left_bytes == sum(parameter.numel() * 2 for parameter in model.parameters())
+def check(directory, want):
+    """The modules and the logits; and again from where it was saved packed."""
+    model = load(directory / "theirs")
+    ours = {name for name, module in want.named_modules() if isinstance(module, (W4A8Linear, W4A8Experts))}
+    for name, module in want.named_modules():
+        assert type(model.get_submodule(name)) is type(module)
+    assert set(model.hf_quantizer.report.replaced) == ours
     assert_same_bits(model(TOKENS).logits, want(TOKENS).logits)
-    model.save_pretrained(tmp_path / "packed")
-    packed = AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
-    assert_same_bits(packed(TOKENS).logits, want(TOKENS).logits)
+    model.save_pretrained(directory / "packed")
+    again = AutoModelForCausalLM.from_pretrained(directory / "packed")
+    assert_same_bits(again(TOKENS).logits, want(TOKENS).logits)
+    return model
 
 
-def test_channelwise(tmp_path):
-    want = write(tmp_path / "theirs", "deepseek 3", pack_quantized, compressed("pack-quantized", -1), group=-1)
-    assert_same_bits(load(tmp_path / "theirs")(TOKENS).logits, want(TOKENS).logits)
+@pytest.mark.parametrize("name", [*FORMATS, *FLOATS])
+def test_formats(name, tmp_path):
+    """The codes, none of them changed, every zero point, scales that bfloat16 would round; experts, and biases."""
+    form = ALL_FORMATS[name]
+    for family in ("qwen3", "Qwen2"):
+        (tmp_path / family).mkdir()
+        model = check(tmp_path / family, write(tmp_path / family, family, form))
+        report = model.hf_quantizer.report
+        left = {key.rpartition(".")[0] for key, parameter in model.named_parameters() if parameter.dim() > 1}
+        assert {"model.embed_tokens", "lm_head"} <= left
+        assert report.skipped == dict.fromkeys(left, "it is not quantized in the checkpoint")
+        assert report.left_bytes == sum(parameter.numel() * 2 for parameter in model.parameters())
+        found = [part for key, part in model.named_buffers() if key.endswith("packed")]
+        headers = [w4a8.read_header(part.reshape(-1, part.shape[-1])[0]) for part in found]
+        assert headers and all(header["has_zero_points"] != form.symmetric for header in headers)
+        assert all((header["values"] == "e2m1") == (form.block is not None) for header in headers)
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "group"),
+    [
+        ("W4A8 pack asymmetric", "deepseek 3", -1),
+        ("W4A8 pack", "deepseek 3", -1),
+        ("GPTQ", "mixtral", 32),
+        ("W4A8 int", "mixtral", 32),
+        ("AWQ", "mixtral", 32),
+    ],
+)
+def test_other_families(name, family, group, tmp_path):
+    check(tmp_path, write(tmp_path, family, ALL_FORMATS[name], group, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize("scheme", ["g32", "channelwise"])
@@ -186,131 +179,132 @@ def test_checkpoint_of_the_example(scheme):
 
 
 @pytest.mark.parametrize(
-    "kind, spelling", [("GPTQ", "GPTQ"), ("AutoRound", "intel/auto-round"), ("AutoRound", "auto_round"), ("AWQ", "Awq")]
+    ("name", "spelling"),
+    [("GPTQ", "GPTQ"), ("AutoRound", "intel/auto-round"), ("AutoRound", "auto_round"), ("AWQ zero_point false", "Awq")],
 )
-def test_spellings(kind, spelling, tmp_path):
+def test_spellings(name, spelling, tmp_path):
     """Of the method: those that w4a8.load reads too, which transformers does not know."""
-    write_matrix, quantization = FORMATS[kind]
-    want = write(tmp_path / "theirs", "qwen3", write_matrix, {**quantization, "quant_method": spelling})
+    want = write(tmp_path, "qwen3", FORMATS[name], quant_method=spelling)
     assert_same_bits(load(tmp_path / "theirs")(TOKENS).logits, want(TOKENS).logits)
-    layers = w4a8.load(tmp_path / "theirs", quantize_w4a16=True)
-    assert len(layers) == 2
-
-
-def turned(k, groups):
-    return (torch.arange(k) % groups).int()
+    assert len(w4a8.load(tmp_path / "theirs", quantize_w4a16=True)) == 2
 
 
 @pytest.mark.parametrize(
-    "write_matrix, quantization, match",
+    ("name", "file", "change"),
     [
-        (gptq, {"quant_method": "gptq", "bits": 3, "group_size": 32}, "bits is 3, but 4 or 8 is expected"),
-        (gptq, {"quant_method": "gptq", "bits": 4, "group_size": 24}, "group_size is 24"),
-        (awq, {"quant_method": "awq", **INT4, "version": "marlin"}, "'marlin'"),
-        (gptq, {"quant_method": "mxfp4"}, "is quantized, but Qwen3MoeForCausalLM has no such weight"),
-        (gptq, {"quant_method": "fp8"}, "quantized with 'fp8'"),
+        # As AutoGPTQ once wrote it; transformers alone sees a float checkpoint without its weights.
+        ("GPTQ", "quantize_config.json", lambda config: {k: v for k, v in config.items() if k != "quant_method"}),
         (
-            lambda codes, scales: gptq(codes, scales, order=turned),
-            {"quant_method": "gptq", **INT4, "desc_act": True},
-            r"layers\.0\.\S+_proj.*activation order",
+            "NVFP4 modelopt",
+            "hf_quant_config.json",
+            lambda config: {
+                "producer": {},
+                "quantization": {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": config["ignore"]},
+            },
         ),
-        (gptq, compressed("pack-quantized", 32), "weight_packed is missing"),
+    ],
+)
+def test_configuration_in_a_file_of_its_own(name, file, change, tmp_path):
+    want = write(tmp_path, "qwen3", ALL_FORMATS[name])
+    config = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    stated = config.pop("quantization_config")
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "theirs" / file).write_text(json.dumps(change(stated)))
+    check(tmp_path, want)
+
+
+# --- modules that are left out, rules for some ------------------------------------------------------------------------
+
+ATTENTION = ["lm_head", "*gate", "model.layers.0.self_attn*", "model.layers.1.self_attn"]
+
+
+@pytest.mark.parametrize(
+    ("name", "rules", "skip", "left", "packed_"),
+    [
+        ("GPTQ asymmetric", {"dynamic": {r"-:.*\.o_proj": {}, r"-:.*\.experts\.": {}}}, "o_proj", True, False),
+        (
+            "W4A8 pack asymmetric",
+            {"ignore": ["lm_head", "re:.*gate$", "re:.*o_proj$", "re:.*experts.*"]},
+            "o_proj",
+            True,
+            False,
+        ),
+        (
+            "AutoRound as AWQ",
+            {"extra_config": {".*o_proj": {"bits": 16}, ".*experts.*": {"bits": 16}}},
+            "o_proj",
+            True,
+            False,
+        ),
+        ("NVFP4 modelopt", {"ignore": ATTENTION}, "self_attn.*", True, True),
+    ],
+)
+def test_modules_that_are_left_out(name, rules, skip, left, packed_, tmp_path):
+    """They are floats in the files, and stay so."""
+    skip = [*DEFAULT_SKIP, f"re:.*{skip}", *([] if packed_ else ["re:.*experts$"])]
+    model = check(tmp_path, write(tmp_path, "qwen3", ALL_FORMATS[name], skip=skip, **rules))
+    assert isinstance(model.model.layers[0].self_attn.o_proj, torch.nn.Linear) == left
+    assert isinstance(model.model.layers[0].mlp.experts, W4A8Experts) == packed_
+
+
+def test_mixed_precision_of_modelopt(tmp_path):
+    layers = {"model.layers.0": {"quant_algo": "W4A16_NVFP4"}, "model.layers.1": {"quant_algo": "NVFP4"}}
+    mixed = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    check(tmp_path, write(tmp_path, "qwen3", FLOATS["NVFP4 modelopt"], **mixed))
+
+
+def test_nvfp4_with_inputs_of_4_bits(tmp_path):
+    scheme = {"targets": ["Linear"], "weights": NVFP4_ARGS, "input_activations": {**NVFP4_ARGS, "dynamic": "local"}}
+    check(tmp_path, write(tmp_path, "qwen3", FLOATS["NVFP4 pack"], config_groups={"group_0": scheme}))
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+FP8_LAYER = {
+    "quant_algo": "MIXED_PRECISION",
+    "quantized_layers": {"model.layers.1.self_attn.v_proj": {"quant_algo": "FP8"}, "model": {"quant_algo": "NVFP4"}},
+}
+NOT_NVFP4 = r"layers\.\d\.\S+_proj: .*quant_algo is '{}', but 'NVFP4' or 'W4A16_NVFP4' is expected"
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "changes", "match"),
+    [
+        ("GPTQ", "qwen3", {"bits": 3}, "bits is 3, but 4 or 8 is expected"),
+        ("GPTQ", "qwen3", {"group_size": 24}, "group_size is 24"),
+        ("AWQ", "qwen3", {"version": "marlin"}, "'marlin'"),
+        ("GPTQ", "qwen3", {"quant_method": "mxfp4"}, "is quantized, but Qwen3MoeForCausalLM has no such weight"),
+        ("GPTQ", "qwen3", {"quant_method": "fp8"}, "quantized with 'fp8'"),
+        ("GPTQ", "qwen3", FORMATS["W4A8 pack"].quantization_config(32), "weight_packed is missing"),
+        (
+            "GPTQ 2",
+            "Llama",
+            {"dynamic": {r"+:.*layers\.1.*\.v_proj": {"bits": 3}}},
+            r"1\.self_attn\.v_proj: .*bits is 3",
+        ),
+        ("NVFP4 modelopt", "Llama", {"quant_algo": "NVFP4_AWQ"}, NOT_NVFP4.format("NVFP4_AWQ")),
+        ("NVFP4 modelopt", "Llama", FP8_LAYER, NOT_NVFP4.format("FP8")),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_is_refused(write_matrix, quantization, match, tmp_path):
-    write(tmp_path / "theirs", "qwen3", write_matrix, quantization)
+def test_what_is_refused(name, family, changes, match, tmp_path):
+    write(tmp_path, family, ALL_FORMATS[name], **changes)
     with pytest.raises(ValueError, match=match):
         load(tmp_path / "theirs")
 
 
-def with_zero_points(packed, zero):
-    """The same codes, meaning less a zero point."""
-    header = w4a8.read_header(packed[0] if packed.dim() == 2 else packed)
-    sizes = header["group"], header["k"], header["n"]
-    nibbles, scales, bias = w4a8.dyn_quant_unpack_4bit_weight(packed, *sizes)
-    zeros = torch.full(scales.shape, zero, dtype=torch.uint8)
-    bias = bias if header["has_bias"] else None
-    more = {"zero_points": zeros, "activation_group": header["activation_group"]}
-    return w4a8.dyn_quant_pack_4bit_weight(nibbles, scales, bias, *sizes, **more)
-
-
-@pytest.mark.parametrize("name", ["qwen3", "Qwen2"])
-@pytest.mark.parametrize("kind", ["GPTQ", "AWQ", "AutoRound"])
-def test_zero_points(kind, name, tmp_path):
-    quantization = {**FORMATS[kind][1], "sym": False, "zero_point": True}
-    if kind == "AutoRound":
-        quantization["packing_format"] = "auto_round:auto_awq"
-    write_matrix, stored = (gptq, 4) if kind == "GPTQ" else (awq, 5)
-    want = write(
-        tmp_path / "theirs", name, lambda codes, scales: write_matrix(codes, scales, zero=stored), quantization
-    )
-    for module in want.modules():
-        for key, packed in module.named_buffers(recurse=False):
-            if key.endswith("packed"):
-                setattr(module, key, with_zero_points(packed, 5))
-    model = load(tmp_path / "theirs")
-    assert_same_bits(model(TOKENS).logits, want(TOKENS).logits)
-    model.save_pretrained(tmp_path / "packed")
-    packed = AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
-    assert_same_bits(packed(TOKENS).logits, want(TOKENS).logits)
-
-
-def test_missing_and_unknown_tensors(tmp_path):
-    write(tmp_path / "theirs", "qwen3", *FORMATS["GPTQ"])
-    file = tmp_path / "theirs" / "model.safetensors"
-    tensors = load_file(file)
-    shutil.copy(file, tmp_path / "whole")
-    tensors.pop("model.layers.1.mlp.experts.3.up_proj.scales")
-    save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.experts: .*experts\.3\.up_proj\.scales is missing"):
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [
+        ("W4A8 pack", Format("pack-quantized", {}, symmetric=False)),
+        ("GPTQ", Format("gptq", {}, symmetric=False)),
+        ("AWQ zero_point false", Format("awq", {}, symmetric=False)),
+    ],
+)
+def test_zero_points_that_the_configuration_denies(name, written, tmp_path):
+    write(tmp_path, "Llama", FORMATS[name], denied=written)
+    with pytest.raises(ValueError, match=r"layers\.0\.\S+: .*zero points in \[[01], 15\], but the configuration says"):
         load(tmp_path / "theirs")
-    tensors.pop("model.layers.1.mlp.experts.3.up_proj.qweight")
-    save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.experts: .*experts\.3\.up_proj\.qweight is missing"):
-        load(tmp_path / "theirs")
-    tensors = {key: tensor for key, tensor in tensors.items() if ".1.mlp.experts.3.up_proj." not in key}
-    save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.experts: matrices of \[6, 5\] experts, expected 6"):
-        load(tmp_path / "theirs")
-    shutil.copy(tmp_path / "whole", file)
-    tensors = load_file(file)
-    tensors.pop("model.layers.0.self_attn.q_proj.qweight")
-    save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.q_proj: .*q_proj\.qweight is missing"):
-        load(tmp_path / "theirs")
-    shutil.copy(tmp_path / "whole", file)
-    tensors = load_file(file)
-    tensors["model.layers.0.self_attn.z_proj.qweight"] = tensors["model.layers.0.self_attn.q_proj.qweight"]
-    save_file({key: tensor.clone() for key, tensor in tensors.items()}, file, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"z_proj is quantized, but Qwen3MoeForCausalLM has no such weight"):
-        load(tmp_path / "theirs")
-
-
-def test_configuration_in_a_file_of_its_own(tmp_path):
-    """As AutoGPTQ once wrote it; transformers alone sees a float checkpoint without its weights."""
-    want = write(tmp_path / "theirs", "qwen3", *FORMATS["GPTQ"])
-    config = json.loads((tmp_path / "theirs" / "config.json").read_text())
-    stated = config.pop("quantization_config")
-    (tmp_path / "theirs" / "config.json").write_text(json.dumps(config))
-    del stated["quant_method"]
-    (tmp_path / "theirs" / "quantize_config.json").write_text(json.dumps(stated))
-    assert_same_bits(load(tmp_path / "theirs")(TOKENS).logits, want(TOKENS).logits)
-
-
-def test_int8_without_scales(tmp_path):
-    """A linear layer, and a whole layer of experts: nothing else says that they are quantized."""
-    write(tmp_path / "theirs", "qwen3", *FORMATS["W4A8 int-quantized"])
-    file = tmp_path / "theirs" / "model.safetensors"
-    whole = load_file(file)
-    for part, match in (
-        ("self_attn.q_proj", r"self_attn\.q_proj: .*q_proj\.weight_scale is missing"),
-        ("mlp.experts", r"mlp\.experts: .*experts\.0\.\w+\.weight_scale is missing"),
-    ):
-        there = {key: t for key, t in whole.items() if not (f"layers.0.{part}." in key and key.endswith("_scale"))}
-        save_file(there, file, metadata={"format": "pt"})
-        with pytest.raises(ValueError, match=match):
-            load(tmp_path / "theirs")
 
 
 def change_file(directory, change):
@@ -321,29 +315,94 @@ def change_file(directory, change):
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("kind", ["GPTQ", "W4A8 pack-quantized"])
-def test_missing_bias(kind, tmp_path):
+def turned_order(tensors):
+    for key, tensor in tensors.items():
+        if key.endswith("g_idx"):
+            tensors[key] = (torch.arange(len(tensor)) % (len(tensor) // 32)).int()
+
+
+def without(pattern):
+    def change(tensors):
+        for key in [key for key in tensors if pattern in key]:
+            del tensors[key]
+
+    return change
+
+
+def another_layer(tensors):
+    name = "model.layers.0.self_attn.{}_proj.qweight"
+    tensors[name.format("z")] = tensors[name.format("q")]
+
+
+def no_numbers(tensors):
+    key = f"{UP}.weight_scale"
+    tensors[key] = tensors[key].float().fill_(torch.nan).to(tensors[key].dtype)
+
+
+def infinite(tensors):
+    for suffix in ("weight_scale_2", "weight_global_scale"):
+        if f"{UP}.{suffix}" in tensors:
+            tensors[f"{UP}.{suffix}"] = torch.tensor(float("inf"))
+
+
+def no_scale_of_all(tensors):
+    for suffix in ("weight_scale_2", "weight_global_scale"):
+        tensors.pop(f"{UP}.{suffix}", None)
+
+
+OF_UP = r"layers\.1\.mlp\.experts: .*experts\.3\.up_proj"
+OF_ALL = r"\.weight_(scale_2|global_scale)"
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "match"),
+    [
+        ("GPTQ", turned_order, r"layers\.0\.\S+_proj.*activation order"),
+        ("GPTQ", without(f"{UP}.scales"), rf"{OF_UP}\.scales is missing"),
+        ("GPTQ", without(f"{UP}.qweight"), rf"{OF_UP}\.qweight is missing"),
+        ("GPTQ", without(f"{UP}."), r"layers\.1\.mlp\.experts: matrices of \[6, 5\] experts, expected 6"),
+        ("GPTQ", without("layers.0.self_attn.q_proj.qweight"), r"layers\.0\.self_attn\.q_proj: .*qweight is missing"),
+        ("GPTQ", another_layer, "z_proj is quantized, but Qwen3MoeForCausalLM has no such weight"),
+        # Of int8 nothing else says that it is quantized: a linear layer, and a whole layer of experts.
+        ("W4A8 int", without("layers.0.self_attn.q_proj.weight_scale"), r"q_proj: .*q_proj\.weight_scale is missing"),
+        ("W4A8 int", lambda t: [t.pop(key) for key in list(t) if ".0.mlp.experts" in key and key.endswith("_scale")],
+         r"mlp\.experts: .*experts\.0\.\w+\.weight_scale is missing"),
+        *((name, change, rf"{OF_UP}{message}") for name in ("NVFP4 modelopt", "NVFP4 pack") for change, message in (
+            (no_numbers, r"\.weight_scale: not all scales are numbers"),
+            (without(f"{UP}.weight_scale"), r"\.weight_\w+ is missing"),
+            (no_scale_of_all, rf"{OF_ALL} is missing"),
+            (infinite, rf"{OF_ALL} is inf, of which no finite"),
+        )),
+    ],
+)  # fmt: skip
+def test_damaged(name, change, match, tmp_path):
+    write(tmp_path, "qwen3", ALL_FORMATS[name])
+    change_file(tmp_path / "theirs", change)
+    with pytest.raises(ValueError, match=match):
+        load(tmp_path / "theirs")
+
+
+@pytest.mark.parametrize("name", ["GPTQ", "W4A8 pack"])
+def test_missing_bias(name, tmp_path):
     """The model has one, so without it every number is another."""
-    write(tmp_path / "theirs", "Qwen2", *FORMATS[kind])
-    change_file(tmp_path / "theirs", lambda tensors: tensors.pop("model.layers.1.self_attn.k_proj.bias"))
+    write(tmp_path, "Qwen2", FORMATS[name])
+    change_file(tmp_path / "theirs", without("model.layers.1.self_attn.k_proj.bias"))
     with pytest.raises(ValueError, match=r"layers\.1\.self_attn\.k_proj has no bias, but the model has"):
         load(tmp_path / "theirs")
 
 
 EXTRA = {
     "linear": ["model.layers.1.self_attn.k_proj"],
-    "an expert": ["model.layers.1.mlp.experts.3.up_proj"],
-    "experts": [
-        f"model.layers.1.mlp.experts.{expert}.{name}_proj" for expert in range(6) for name in ("gate", "up", "down")
-    ],
+    "an expert": [UP],
+    "experts": [f"model.layers.1.mlp.experts.{expert}.{name}" for expert in range(6) for name in PROJECTIONS],
 }
 
 
 @pytest.mark.parametrize("where", EXTRA)
-@pytest.mark.parametrize("kind", ["GPTQ", "W4A8 pack-quantized"])
-def test_extra_bias(kind, where, tmp_path):
+@pytest.mark.parametrize("name", ["GPTQ", "W4A8 pack"])
+def test_extra_bias(name, where, tmp_path):
     """One that the model does not have is refused; of zeros, as older tools wrote them everywhere, left out."""
-    want = write(tmp_path / "theirs", "qwen3", *FORMATS[kind])
+    want = write(tmp_path, "qwen3", FORMATS[name])
 
     def add(value):
         def change(tensors):
@@ -362,6 +421,77 @@ def test_extra_bias(kind, where, tmp_path):
         assert tensor.shape == want.state_dict()[key].shape, key
     for value in (1e-3, float("nan")):
         change_file(tmp_path / "theirs", add(value))
-        name = EXTRA[where][0].replace(".", r"\.")
-        with pytest.raises(ValueError, match=f"{name} has a bias, but the model has none"):
+        extra = EXTRA[where][0].replace(".", r"\.")
+        with pytest.raises(ValueError, match=f"{extra} has a bias, but the model has none"):
             load(tmp_path / "theirs")
+
+
+# --- gpt-oss: experts stacked, gate and up rows in turns --------------------------------------------------------------
+
+
+def write_gpt_oss(directory, method="mxfp4"):
+    """As it is on the Hub; the model with the same codes."""
+    form = Format("mxfp4", GPT_OSS)
+    model, tensors = skeleton(directory, "gpt-oss", skip=[*DEFAULT_SKIP, "re:.*self_attn"]), {}
+    for key, module in model.named_modules():
+        if not isinstance(module, W4A8Experts):
+            continue
+        h, i = module.hidden_size, module.intermediate_size
+        for part, stack, rows, columns in (("gate_up_proj", "w13", 2 * i, h), ("down_proj", "w2", h, i)):
+            biases = torch.randn(module.num_experts, rows).bfloat16()
+            found = [form.random(rows, columns, 32) for _ in range(module.num_experts)]
+            for suffix in ("blocks", "scales"):
+                tensors[f"{key}.{part}_{suffix}"] = torch.stack([each[suffix] for each in found])
+            tensors[f"{key}.{part}_bias"] = biases
+            order = [*range(0, rows, 2), *range(1, rows, 2)] if stack == "w13" else list(range(rows))
+            each = [{name: tensor[order] for name, tensor in matrix.items()} for matrix in found]
+            matrices = [packed(form, matrix, bias=bias[order])[0] for matrix, bias in zip(each, biases)]
+            setattr(module, f"{stack}_packed", torch.stack(matrices))
+    save(directory / "theirs", model, tensors, {**GPT_OSS, "quant_method": method})
+    return model
+
+
+@pytest.mark.parametrize("method", ["mxfp4", "MXFP4"])
+def test_gpt_oss(method, tmp_path):
+    model = check(tmp_path, write_gpt_oss(tmp_path, method))
+    header = w4a8.read_header(model.model.layers[1].mlp.experts.w13_packed[5])
+    assert (header["values"], header["scale_dtype"]) == ("e2m1", "e8m0")
+    assert set(model.hf_quantizer.report.replaced) == {f"model.layers.{i}.mlp.experts" for i in (0, 1)}
+
+
+def test_gpt_oss_in_several_files(tmp_path):
+    """Blocks, scales and biases of a layer in files of their own."""
+    want = write_gpt_oss(tmp_path)
+    directory = tmp_path / "theirs"
+    tensors = load_file(directory / "model.safetensors")
+    files = {key: f"part-{index % 3}.safetensors" for index, key in enumerate(sorted(tensors))}
+    for file in set(files.values()):
+        part = {key: tensors[key] for key in tensors if files[key] == file}
+        save_file(part, directory / file, metadata={"format": "pt"})
+    (directory / "model.safetensors").unlink()
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    check(tmp_path, want)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "change", "match"),
+    [
+        ("down_proj_scales", None, ".*down_proj.*scales is missing"),
+        ("down_proj_blocks", None, ".*down_proj"),
+        ("gate_up_proj_bias", None, ".*bias"),
+        ("gate_up_proj_scales", lambda t: t | 255, ".*255"),
+        ("gate_up_proj_blocks", lambda t: t[:4], ".*4.* experts, expected 6"),
+        ("down_proj_blocks", lambda t: t[:, :32], ".*down_proj"),
+    ],
+)
+def test_damaged_gpt_oss(tensor, change, match, tmp_path):
+    write_gpt_oss(tmp_path)
+
+    def apply(tensors):
+        old = tensors.pop(f"model.layers.1.mlp.experts.{tensor}")
+        if change is not None:
+            tensors[f"model.layers.1.mlp.experts.{tensor}"] = change(old)
+
+    change_file(tmp_path / "theirs", apply)
+    with pytest.raises(ValueError, match=rf"layers\.1\.mlp\.experts: {match}"):
+        load(tmp_path / "theirs")

@@ -10,9 +10,7 @@ import torch
 from common import assert_same_bits
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-if int(transformers.__version__.split(".")[0]) < 5:
-    pytest.skip("transformers 5 is needed", allow_module_level=True)
+transformers = pytest.importorskip("transformers", minversion="5.0")
 
 from test_transformers import TOKENS, load, save_float  # noqa: E402
 from test_transformers_formats import FORMATS, write  # noqa: E402
@@ -146,7 +144,7 @@ def test_copies_and_pickles(tmp_path):
 def test_a_model_is_freed_at_once(source, tmp_path):
     """Not by the garbage collector, which may take its time while the memory of two models is in use."""
     if source == "GPTQ":
-        write(tmp_path / "theirs", "qwen3", *FORMATS["GPTQ"])
+        write(tmp_path, "qwen3", FORMATS["GPTQ"])
         model = load(tmp_path / "theirs", quantization_config=W4A8Config())
     else:
         model = quantized(tmp_path / "float")

@@ -9,25 +9,22 @@ import tempfile
 import textwrap
 from pathlib import Path
 
+import meter
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-if int(transformers.__version__.split(".")[0]) < 5:
-    pytest.skip("transformers 5 is needed", allow_module_level=True)
-SANITIZED = "libasan" in os.environ.get("LD_PRELOAD", "")
-pytestmark = [
-    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self"),
-    pytest.mark.skipif(SANITIZED, reason="the sanitizer's allocator keeps freed memory"),
-]
+transformers = pytest.importorskip("transformers", minversion="5.0")
+pytestmark = [meter.needs_proc, meter.needs_its_allocator]
 
-MIB = 1024  # KiB
+MIB = 1 << 20
 SHARD = 8 * MIB
 
 # One interpreter imports everything and loads a small model, so that imports, scratch and allocator are warm, and then
 # forks a process for each piece of code it is sent: to this test they are processes like others, only sooner there.
-SERVER = """
-import os, socket, sys
+SERVER = (
+    meter.PRELUDE
+    + """
+import os, socket
 import torch, transformers
 from transformers import AutoModelForCausalLM
 from w4a8.integrations.transformers import W4A8Config
@@ -37,11 +34,7 @@ transformers.logging.disable_progress_bar()
 names = ("small", "large", "packed", "small-packed")
 small, large, packed, small_packed = (f"{sys.argv[1]}/{name}" for name in names)
 
-def kib(field, file="/proc/self/status"):  # sums what /proc/self/smaps has several of
-    with open(file) as lines:
-        return sum(int(line.split()[1]) for line in lines if line.startswith(field + ":"))
-
-def of_file(name):  # KiB of /proc/self/smaps, summed over the mappings of files with this in their name
+def of_file(name):  # bytes of /proc/self/smaps, summed over the mappings of files with this in their name
     found, inside = {}, False
     with open("/proc/self/smaps") as lines:
         for line in lines:
@@ -49,7 +42,7 @@ def of_file(name):  # KiB of /proc/self/smaps, summed over the mappings of files
             if not first.endswith(":"):
                 inside = name in line
             elif inside and line.endswith("kB\\n"):
-                found[first[:-1]] = found.get(first[:-1], 0) + int(line.split()[1])
+                found[first[:-1]] = found.get(first[:-1], 0) + (int(line.split()[1]) << 10)
     return found
 
 def make(directory, **sizes):
@@ -87,6 +80,7 @@ while line := sys.stdin.readline():
         os._exit(0)
 os._exit(0)
 """
+)
 
 
 class Server:
@@ -94,11 +88,8 @@ class Server:
 
     def __init__(self, directory):
         self.directory = directory
-        # glibc gives freed blocks back at once: what is measured is what is alive.
-        environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "2"}
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", SERVER, str(directory)], stdin=subprocess.PIPE, text=True, env=environment
-        )
+        command = [sys.executable, "-c", SERVER, str(directory)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, env=meter.environment())
 
     def start(self, code):
         """A process that runs the code; its stdin and stdout."""
@@ -160,7 +151,7 @@ def test_release_leaves_what_is_beside(tmp_path):
 
 
 def size(directory):
-    return sum(file.stat().st_size for file in directory.glob("*.safetensors")) // 1024
+    return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
 
 
 @pytest.fixture(scope="module")
@@ -175,14 +166,14 @@ def server(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def peak(server):
-    """KiB that making the folder packed from the folder large took at most."""
+    """Bytes that making the folder packed from the folder large took at most."""
     server.run("make(large, hidden_size=512, moe_intermediate_size=256, num_experts=32, num_hidden_layers=2)")
     code = """
         # A forked process finds the pages of libraries one by one, when they are needed.
         AutoModelForCausalLM.from_pretrained(small, quantization_config=W4A8Config())
-        before = kib("VmRSS")
+        before = memory("VmRSS")
         model = AutoModelForCausalLM.from_pretrained(large, quantization_config=W4A8Config())
-        print(kib("VmHWM") - before)
+        print(memory("VmHWM") - before)
         model.save_pretrained(packed)
     """
     return server.run(code)[0]
@@ -195,22 +186,22 @@ def test_peak_while_quantizing(server, peak):
     assert len(list((directory / "large").glob("*.safetensors"))) > 5
     bound = size(directory / "packed") + SHARD + 16 * MIB
     assert size(directory / "large") > bound, "then the bound says nothing"
-    assert peak < bound, f"{peak} KiB, expected less than {bound}"
+    assert peak < bound, f"{peak} bytes, expected less than {bound}"
 
 
 def test_packed_directory_is_mapped(server, peak):
     """Before the first token almost nothing is anonymous; after it all of the weights are pages of the file still."""
     code = """
-        before = kib("RssAnon")
+        before = memory("RssAnon")
         model = AutoModelForCausalLM.from_pretrained(packed)
-        print(kib("RssAnon") - before)
+        print(memory("RssAnon") - before)
         read(model)
         found = of_file("/packed/model.safetensors")
         print(found["Rss"], found["Anonymous"])
     """
     anonymous, resident, copied = server.run(code)
     file = size(server.directory / "packed")
-    assert anonymous < 0.05 * file, f"{anonymous} KiB anonymous, the file has {file}"
+    assert anonymous < 0.05 * file, f"{anonymous} bytes anonymous, the file has {file}"
     assert resident > 0.9 * file
     assert copied == 0
 

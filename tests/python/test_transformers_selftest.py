@@ -8,9 +8,7 @@ import textwrap
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-if int(transformers.__version__.split(".")[0]) < 5:
-    pytest.skip("transformers 5 is needed", allow_module_level=True)
+transformers = pytest.importorskip("transformers", minversion="5.0")
 
 from transformers.quantizers import HfQuantizer  # noqa: E402
 from transformers.utils.quantization_config import GPTQConfig  # noqa: E402

@@ -9,9 +9,7 @@ import pytest
 import torch
 from common import assert_same_bits
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-if int(transformers.__version__.split(".")[0]) < 5:
-    pytest.skip("transformers 5 is needed", allow_module_level=True)
+transformers = pytest.importorskip("transformers", minversion="5.0")
 
 import multiplied_out  # noqa: E402
 

@@ -1,4 +1,4 @@
-"""Tiny models with random weights, quantized by the real compressed-tensors package or written by foreign.py.
+"""Tiny models with random weights, quantized by the real compressed-tensors package or written by tool_formats.py.
 
 `write(case, directory)` makes two directories: `checkpoint` is what vLLM loads; `reference` holds the same weights
 multiplied out in float32, for transformers.
@@ -10,8 +10,8 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import foreign
 import multiplied_out
+import tool_formats
 import torch
 import transformers
 from compressed_tensors.compressors import ModelCompressor
@@ -121,7 +121,7 @@ class Case:
     Attributes:
         model: key of MODELS.
         group: int4 weights per scale; -1 is channelwise.
-        format: ``int-quantized`` or ``pack-quantized``, or one of foreign.FORMATS, which are weight-only.
+        format: ``int-quantized`` or ``pack-quantized``, or one of tool_formats.FORMS, which are weight-only.
         dtype: of the model.
         inputs: what the checkpoint says of the inputs: symmetric, asymmetric, or none (weight-only).
         attention: of the linear layers of attention: w4a8, w8a8, w8a16 (mixed checkpoints) or float.
@@ -319,8 +319,8 @@ def _compressed(case: Case, tensors: dict, ignore: list[str], dtype: torch.dtype
     return stored, plain, {**config, "ignore": quantization.ignore}
 
 
-def _foreign(case: Case, tensors: dict, ignore: list[str], dtype: torch.dtype) -> tuple[dict, dict, dict]:
-    """As `_compressed`, by foreign.py."""
+def _of_a_tool(case: Case, tensors: dict, ignore: list[str], dtype: torch.dtype) -> tuple[dict, dict, dict]:
+    """As `_compressed`, by tool_formats.py."""
     stored, plain, eight = {}, {}, []
     skipped = [] if case.lm_head else ["lm_head"]
     ignore = [*ignore, "re:.*self_attn.*"] if case.attention == "float" else ignore
@@ -328,8 +328,8 @@ def _foreign(case: Case, tensors: dict, ignore: list[str], dtype: torch.dtype) -
         for name in [name for name in tensors if re.search(r"\.experts\.\d+\.\w+\.weight$", name)]:
             prefix, _, rest = name.partition(".experts.")
             expert, projection, _ = rest.split(".")
-            *parts, plain[name] = foreign.write_mxfp4(tensors[name])
-            for suffix, part in zip(("blocks", "scales"), parts):
+            parts, plain[name] = tool_formats.rounded(tensors[name], "mxfp4")
+            for suffix, part in parts.items():
                 stored.setdefault(f"{prefix}.experts.{projection}_{suffix}", {})[int(expert)] = part
             bias = tensors[name.removesuffix("weight") + "bias"]
             stored.setdefault(f"{prefix}.experts.{projection}_bias", {})[int(expert)] = bias.to(dtype)
@@ -338,16 +338,11 @@ def _foreign(case: Case, tensors: dict, ignore: list[str], dtype: torch.dtype) -
         for name in _matrices(tensors, skipped + ignore):
             bits = 8 if case.attention == "w8a16" and ".self_attn." in name else 4
             bits = 8 if case.eight_bits and re.match(case.eight_bits, name) else bits
-            if case.format in foreign.NVFP4:
-                parts, plain[name] = foreign.write_nvfp4(tensors[name], case.format)
-            elif case.format == "quark":
-                parts, plain[name] = foreign.write_quark(tensors[name])
-            else:
-                parts, plain[name] = foreign.write_int(tensors[name], case.group, case.symmetric, case.format, bits)
+            parts, plain[name] = tool_formats.rounded(tensors[name], case.format, case.group, case.symmetric, bits)
             eight += [name.removesuffix(".weight")] * (bits == 8)
             stored.update({f"{name.removesuffix('weight')}{suffix}": part for suffix, part in parts.items()})
     skipped = [name.removesuffix(".weight") for name in _matrices(tensors, []) if name not in plain]
-    return stored, plain, foreign.config(case.format, case.group, case.symmetric, skipped, case.lm_head, eight)
+    return stored, plain, tool_formats.config(case.format, case.group, case.symmetric, skipped, case.lm_head, eight)
 
 
 def _matrices(tensors: dict[str, torch.Tensor], ignore: list[str]) -> list[str]:
@@ -373,8 +368,8 @@ def write(case: Case, directory: Path, seed: int = 0) -> Path:
     model = getattr(transformers, f"{family}ForCausalLM")(config).float()
     _random_weights(model, dtype, seed)
     tensors = hub_tensors(model, directory / "float")
-    if case.format in (*foreign.FORMATS, *foreign.NVFP4):
-        stored, plain, quantization = _foreign(case, tensors, ignore, dtype)
+    if case.format in (*tool_formats.FORMS, *tool_formats.NVFP4):
+        stored, plain, quantization = _of_a_tool(case, tensors, ignore, dtype)
     else:
         stored, plain, quantization = _compressed(case, tensors, ignore, dtype)
 

@@ -1,11 +1,12 @@
 """How much memory a process takes while it loads a model of a few hundred megabytes whose tensors are shuffled."""
 
+import meter
 import pytest
 import shuffled_model
 from conftest import environment
 
 LOAD = """
-import os, sys
+import os
 from vllm import LLM
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
@@ -31,6 +32,6 @@ def test_peak_while_loading(shuffled, tmp_path):
     """What is packed, the tensors that are not quantized, one file, and little more; the int8 weights are 500 MB."""
     checkpoint = shuffled_model.write(tmp_path / "model", shuffled)
     variables = environment(VLLM_ENABLE_V1_MULTIPROCESSING="0")
-    weights, peak = shuffled_model.run(LOAD, checkpoint, **variables)
+    weights, peak = meter.run(LOAD, checkpoint, **variables)
     assert weights > 280e6
     assert peak < 1.10 * weights + shuffled_model.largest_file(checkpoint) + (32 << 20)

@@ -2,8 +2,8 @@
 
 from types import SimpleNamespace
 
-import foreign
 import pytest
+import tool_formats
 import torch
 from test_experts import HIDDEN, make_layer
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -35,12 +35,12 @@ NAME = "model.layers.0.self_attn.qkv_proj"
 def matrix(rows, columns=K, form="modelopt-nvfp4", size=1.0, seed=0):
     """(tensors, float32 values) of a matrix; ``size`` is that of its greatest value."""
     weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
-    return foreign.write_nvfp4(size * weight / weight.abs().max(), form)
+    return tool_formats.rounded(size * weight / weight.abs().max(), form)
 
 
 def config_of(form, **changes):
     classes = {"modelopt-nvfp4": W4A8ModelOptConfig, "nvfp4-pack-quantized": W4A8CompressedTensorsConfig}
-    return classes[form].from_config({**foreign.config(form, 16, True, [], False), **changes})
+    return classes[form].from_config({**tool_formats.config(form, 16, True, [], False), **changes})
 
 
 @pytest.fixture

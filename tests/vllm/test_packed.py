@@ -11,9 +11,9 @@ import transformers
 from cases import FIRST_EXPERTS
 from compare import check
 from conftest import Job, arguments, run_engines
-from foreign import E2M1
 from models import COMMON, MODELS, Case, _random_weights, _stacked, write
 from safetensors.torch import load_file, save_file
+from tool_formats import E2M1
 
 from w4a8.integrations.transformers import W4A8Config
 from w4a8.integrations.vllm.packed import compressed_tensors_config, matrix_of, read_directory, unpacked

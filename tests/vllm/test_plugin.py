@@ -8,8 +8,8 @@ import threading
 from collections import Counter
 from importlib import import_module
 
-import foreign
 import pytest
+import tool_formats
 import torch
 from conftest import environment
 from test_nvfp4 import chosen
@@ -134,11 +134,11 @@ def test_weight_only_models_are_left_on_demand(fresh, monkeypatch):
 
 WEIGHT_ONLY = {
     "W4A8GPTQConfig": ("config_gptq", GPTQ),
-    "W4A8AWQConfig": ("config_awq", foreign.config("awq", 128, False, [], False)),
-    "W4A8INCConfig": ("config_inc", foreign.config("auto_round:auto_gptq", 128, True, [], False)),
-    "W4A8GptOssConfig": ("config_gpt_oss", foreign.config("mxfp4", 32, True, [], False)),
-    "W4A8ModelOptConfig": ("config_modelopt", foreign.config("modelopt-nvfp4", 16, True, [], False)),
-    "W4A8QuarkConfig": ("config_quark", foreign.config("quark", 32, True, [], False)),
+    "W4A8AWQConfig": ("config_awq", tool_formats.config("awq", 128, False, [], False)),
+    "W4A8INCConfig": ("config_inc", tool_formats.config("auto_round:auto_gptq", 128, True, [], False)),
+    "W4A8GptOssConfig": ("config_gpt_oss", tool_formats.config("mxfp4", 32, True, [], False)),
+    "W4A8ModelOptConfig": ("config_modelopt", tool_formats.config("modelopt-nvfp4", 16, True, [], False)),
+    "W4A8QuarkConfig": ("config_quark", tool_formats.config("quark", 32, True, [], False)),
 }
 
 

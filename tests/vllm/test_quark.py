@@ -1,7 +1,7 @@
 """MXFP4 layers of AMD Quark without an engine: made and filled by vLLM's classes, beside the weights multiplied out."""
 
-import foreign
 import pytest
+import tool_formats
 import torch
 from test_experts import HIDDEN, make_layer
 from test_nvfp4 import NAME, chosen, close, load, rank, values_of
@@ -28,12 +28,12 @@ FP8 = {"weight": FP8, "input_tensors": FP8}
 
 
 def config_of(skipped=(), **changes):
-    return W4A8QuarkConfig.from_config({**foreign.config("quark", 32, True, list(skipped), False), **changes})
+    return W4A8QuarkConfig.from_config({**tool_formats.config("quark", 32, True, list(skipped), False), **changes})
 
 
 def matrix(rows, columns=K, seed=0):
     """(tensors, float32 values) of a matrix."""
-    return foreign.write_quark(torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)))
+    return tool_formats.rounded(torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)), "quark")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

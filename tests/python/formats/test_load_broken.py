@@ -1,19 +1,20 @@
 """Checkpoints that are fake or broken: an error that names the tensor, in every format; nothing is computed of them."""
 
-import copy
 import math
 
 import pytest
 import torch
 from format_checkpoints import (
+    ALL_FORMATS,
+    FLOATS,
     FORMATS,
     LAYER,
+    QUERY,
     Checkpoint,
     damages,
     experts_checkpoint,
     gpt_oss_checkpoint,
     model_config,
-    random_matrix,
 )
 
 from w4a8.checkpoint import CheckpointError, load, load_linear
@@ -31,7 +32,7 @@ WITH_ZEROS = [name for name, form in FORMATS.items() if not form.symmetric]
 @pytest.fixture(scope="module")
 def good():
     torch.manual_seed(3)
-    made = {name: experts_checkpoint(form, HIDDEN, INTER, 32) for name, form in FORMATS.items()}
+    made = {name: experts_checkpoint(form, HIDDEN, INTER, 32) for name, form in (FORMATS | FLOATS).items()}
     made["MXFP4"] = gpt_oss_checkpoint(HIDDEN, INTER)
     return made
 
@@ -43,31 +44,17 @@ def message_of(made, path, **options):
     return str(caught.value)
 
 
-def changed(good, name, key=None, tensor=None, **config):
-    """A checkpoint with another tensor (None: without it), or other words in its quantization_config."""
-    made = copy.copy(good[name])
-    made.tensors, made.config = dict(made.tensors), copy.deepcopy(made.config)
-    if key is not None:
-        assert key in made.tensors
-        if tensor is None:
-            del made.tensors[key]
-        else:
-            made.tensors[key] = tensor
-    made.config["quantization_config"].update(config)
-    return made
-
-
 @pytest.mark.parametrize("name", WORDS)
 @pytest.mark.parametrize("suffix", ["qweight", "scales"])
 def test_missing(good, name, suffix, tmp_path):
-    found = message_of(changed(good, name, f"{UP}.{suffix}"), tmp_path)
+    found = message_of(good[name].changed(f"{UP}.{suffix}"), tmp_path)
     assert found.startswith(f"tensor '{UP}.{suffix}' is missing from ")
 
 
 @pytest.mark.parametrize("name", WITH_ZEROS)
 def test_missing_zero_points(good, name, tmp_path):
     suffix = "qzeros" if f"{UP}.qzeros" in good[name].tensors else "weight_zero_point"
-    assert f"tensor '{UP}.{suffix}' is missing" in message_of(changed(good, name, f"{UP}.{suffix}"), tmp_path)
+    assert f"tensor '{UP}.{suffix}' is missing" in message_of(good[name].changed(f"{UP}.{suffix}"), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +62,7 @@ def test_missing_zero_points(good, name, tmp_path):
 )
 def test_a_tensor_that_no_expert_has(good, name, suffix, tmp_path):
     """The layer is quantized all the same: none of its experts is taken for a float one."""
-    made = changed(good, name)
+    made = good[name].changed()
     made.tensors = {key: tensor for key, tensor in made.tensors.items() if not key.endswith(f".{suffix}")}
     assert message_of(made, tmp_path).startswith(f"tensor '{LAYER}.0.gate_proj.{suffix}' is missing from ")
 
@@ -87,7 +74,7 @@ def test_truncated(good, name, suffix, dim, tmp_path):
     key = f"{DOWN}.{suffix}"
     whole = good[name].tensors[key]
     short = whole.narrow(dim, 0, whole.shape[dim] - 1).contiguous()
-    found = message_of(changed(good, name, key, short), tmp_path)
+    found = message_of(good[name].changed(key, short), tmp_path)
     assert key in found and str(tuple(short.shape)) in found
 
 
@@ -97,7 +84,7 @@ def test_a_zero_point_of_16(good, name, tmp_path):
     key = f"{UP}.qzeros"
     words = good[name].tensors[key].clone()
     words[1, 3] |= 0xF000
-    found = message_of(changed(good, name, key, words), tmp_path)
+    found = message_of(good[name].changed(key, words), tmp_path)
     assert f"tensor {key}: zero points in [" in found and "16], but [0, 15] is expected" in found
 
 
@@ -107,7 +94,7 @@ def test_a_zero_point_beyond_int4(good, name, tmp_path):
     for value, zero in ((8, 16), (-9, -1)):
         zeros = good[name].tensors[key].clone()
         zeros[5, 1] = value
-        found = message_of(changed(good, name, key, zeros), tmp_path)
+        found = message_of(good[name].changed(key, zeros), tmp_path)
         assert f"tensor {key}: zero points in [" in found and str(zero) in found
 
 
@@ -117,40 +104,40 @@ def test_zero_points_of_a_symmetric_checkpoint(good, name, tmp_path):
     key = f"{UP}.qzeros"
     words = good[name].tensors[key].clone()
     words[0, 0] ^= 1
-    found = message_of(changed(good, name, key, words), tmp_path)
+    found = message_of(good[name].changed(key, words), tmp_path)
     assert f"tensor {key}: zero points in [" in found and "the configuration says symmetric, which is 8" in found
 
 
 def test_the_other_version_of_gptq(good, tmp_path):
     """A symmetric checkpoint says by its zero points which one it is; an asymmetric one only at the ends."""
-    found = message_of(changed(good, "GPTQ", checkpoint_format="gptq_v2"), tmp_path / "1")
+    found = message_of(good["GPTQ"].changed(checkpoint_format="gptq_v2"), tmp_path / "1")
     assert f"tensor {LAYER}.0.gate_proj.qzeros: zero points in [7, 7], but the configuration says symmetric" in found
-    found = message_of(changed(good, "GPTQ 2", checkpoint_format="gptq"), tmp_path / "2")
+    found = message_of(good["GPTQ 2"].changed(checkpoint_format="gptq"), tmp_path / "2")
     assert f"tensor {LAYER}.0.gate_proj.qzeros: zero points in [9, 9], but the configuration says symmetric" in found
     key = f"{LAYER}.0.gate_proj.qzeros"
     words = good["GPTQ 2 asymmetric"].tensors[key] | 15
-    found = message_of(changed(good, "GPTQ 2 asymmetric", key, words, checkpoint_format="gptq"), tmp_path / "3")
+    found = message_of(good["GPTQ 2 asymmetric"].changed(key, words, checkpoint_format="gptq"), tmp_path / "3")
     assert f"tensor {key}: zero points in [" in found and "16], but [0, 15]" in found
 
 
 @pytest.mark.parametrize("name", WORDS)
 @pytest.mark.parametrize("group", [64, -1])
 def test_another_group_in_the_config(good, name, group, tmp_path):
-    found = message_of(changed(good, name, group_size=group), tmp_path)
+    found = message_of(good[name].changed(group_size=group), tmp_path)
     assert f"tensor {LAYER}.0.gate_proj." in found
     assert "groups of" in found
 
 
 @pytest.mark.parametrize("name", WORDS)
 def test_a_group_that_divides_nothing(good, name, tmp_path):
-    path = changed(good, name, group_size=96).write(tmp_path)
+    path = good[name].changed(group_size=96).write(tmp_path)
     with pytest.raises(NotImplementedError, match="hidden size 64, which is not a multiple of the group size 96"):
         load(path, quantize_w4a16=True)
 
 
 @pytest.mark.parametrize("name", [name for name, form in FORMATS.items() if "config_groups" in form.config])
 def test_another_group_in_config_groups(good, name, tmp_path):
-    made = changed(good, name)
+    made = good[name].changed()
     made.config["quantization_config"]["config_groups"]["group_0"]["weights"]["group_size"] = 64
     assert f"tensor {LAYER}.0.gate_proj.weight_scale: shape (64, 2), but" in message_of(made, tmp_path)
 
@@ -161,11 +148,11 @@ def test_activation_order(good, name, tmp_path):
     key = f"{UP}.g_idx"
     order = good[name].tensors[key].flip(0).contiguous()
     for number, said in enumerate((True, False)):
-        found = message_of(changed(good, name, key, order, desc_act=said), tmp_path / str(number))
+        found = message_of(good[name].changed(key, order, desc_act=said), tmp_path / str(number))
         assert f"tensor {key}: groups are not consecutive input features (activation order, desc_act)" in found
-    assert f"tensor '{key}' is missing" in message_of(changed(good, name, key, desc_act=True), tmp_path / "missing")
+    assert f"tensor '{key}' is missing" in message_of(good[name].changed(key, desc_act=True), tmp_path / "missing")
     short = good[name].tensors[key][:-1].contiguous()
-    assert f"tensor {key}: shape (63,)" in message_of(changed(good, name, key, short), tmp_path / "short")
+    assert f"tensor {key}: shape (63,)" in message_of(good[name].changed(key, short), tmp_path / "short")
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -174,7 +161,7 @@ def test_scales_that_are_no_numbers(good, name, value, tmp_path):
     suffix = "scales" if f"{UP}.scales" in good[name].tensors else "weight_scale"
     scales = good[name].tensors[f"{UP}.{suffix}"].clone()
     scales[1, 1] = value
-    found = message_of(changed(good, name, f"{UP}.{suffix}", scales), tmp_path)
+    found = message_of(good[name].changed(f"{UP}.{suffix}", scales), tmp_path)
     assert f"tensor {UP}.{suffix}: not all scales are finite" in found
 
 
@@ -182,13 +169,13 @@ def test_scales_that_are_no_numbers(good, name, value, tmp_path):
 @pytest.mark.parametrize("suffix", ["qweight", "qzeros", "scales"])
 def test_other_dtypes(good, name, suffix, tmp_path):
     other = good[name].tensors[f"{UP}.{suffix}"].to(torch.int64)
-    found = message_of(changed(good, name, f"{UP}.{suffix}", other), tmp_path)
+    found = message_of(good[name].changed(f"{UP}.{suffix}", other), tmp_path)
     assert f"tensor {UP}.{suffix}: dtype torch.int64, but " in found
 
 
 @pytest.mark.parametrize("name", WORDS)
 def test_another_size_of_the_model(good, name, tmp_path):
-    made = changed(good, name)
+    made = good[name].changed()
     made.config["moe_intermediate_size"] = 96
     found = message_of(made, tmp_path)
     assert f"tensor '{LAYER}.0.gate_proj.qweight' has shape " in found
@@ -198,7 +185,7 @@ def test_another_size_of_the_model(good, name, tmp_path):
 @pytest.mark.parametrize("name", WORDS)
 def test_linear_layers(name, tmp_path):
     """load_linear says the same."""
-    layer = "model.layers.0.self_attn.q_proj"
+    layer = QUERY
     made = Checkpoint(config=model_config(FORMATS[name].quantization_config(32), HIDDEN, INTER, 3))
     made.add(layer, FORMATS[name], 24, HIDDEN, 32)
     whole = dict(made.tensors)
@@ -238,11 +225,11 @@ def without(tensors, axis, parts):
 @pytest.mark.parametrize("axis", ["n", "k"])
 def test_features_that_are_none(name, axis, tmp_path):
     """A linear layer of nothing, and experts of nothing where config.json leaves their size to the tensors."""
-    form, layer = FORMATS[name], "model.layers.0.self_attn.q_proj"
+    form, layer = FORMATS[name], QUERY
     config = model_config(form.quantization_config(32), HIDDEN, INTER, 3)
     del config["moe_intermediate_size"]
     stored = rules_of(config["quantization_config"]).of(layer)
-    tensors = without(random_matrix(form, 64, HIDDEN, 32), axis, stored.parts)
+    tensors = without(form.random(64, HIDDEN, 32), axis, stored.parts)
     made = Checkpoint({f"{layer}.{suffix}": tensor for suffix, tensor in tensors.items()}, config)
     with pytest.raises(CheckpointError, match=rf"tensor {layer}\.\w+: shape \(.*\), which holds nothing"):
         load_linear(made.write(tmp_path / "linear"), quantize_w4a16=True)
@@ -269,32 +256,32 @@ def test_features_that_are_none(name, axis, tmp_path):
 )
 def test_weight_shape(good, shape, message, tmp_path):
     with pytest.raises(CheckpointError, match=f"tensor .*{message}"):
-        load(changed(good, "W4A8 pack", f"{UP}.weight_shape", shape).write(tmp_path))
+        load(good["W4A8 pack"].changed(f"{UP}.weight_shape", shape).write(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["GPTQ asymmetric", "AWQ"])
 def test_no_expert_of_a_number(good, name, tmp_path):
-    made = changed(good, name)
+    made = good[name].changed()
     for key in [key for key in made.tensors if f"{LAYER}.1." in key]:
         del made.tensors[key]
     assert f"tensor '{LAYER}.1.gate_proj.qweight' is missing: of 3 experts there are 2" in message_of(made, tmp_path)
 
 
 def test_a_bias_that_only_some_have(good, tmp_path):
-    made = changed(good, "GPTQ")
+    made = good["GPTQ"].changed()
     made.tensors[f"{UP}.bias"] = torch.zeros(64)
     assert f"tensor '{LAYER}.0.gate_proj.bias' is missing" in message_of(made, tmp_path)
 
 
 def test_groups_of_two_sizes_in_a_layer(good, tmp_path):
-    made = changed(good, "GPTQ", dynamic={".*down_proj": {"group_size": 64}})
+    made = good["GPTQ"].changed(dynamic={".*down_proj": {"group_size": 64}})
     found = message_of(made, tmp_path)
     assert found == f"{LAYER}.0.down_proj is quantized differently from {LAYER}.0.gate_proj"
 
 
 def test_an_expert_of_another_width(good, tmp_path):
     """A stack is of one kind."""
-    made = changed(good, "GPTQ", dynamic={r".*\.1\.down_proj": {"bits": 8}})
+    made = good["GPTQ"].changed(dynamic={r".*\.1\.down_proj": {"bits": 8}})
     found = message_of(made, tmp_path)
     assert found == f"{LAYER}.1.down_proj is quantized differently from {LAYER}.0.down_proj"
 
@@ -325,16 +312,77 @@ def test_weight_only_may_be_refused(good, tmp_path):
 def test_mxfp4(good, suffix, change, message, tmp_path):
     key = f"{LAYER}.{suffix}"
     tensor = None if change is None else change(good["MXFP4"].tensors[key]).contiguous()
-    found = message_of(changed(good, "MXFP4", key, tensor), tmp_path)
+    found = message_of(good["MXFP4"].changed(key, tensor), tmp_path)
     assert key in found and message in found
 
 
-@pytest.mark.parametrize("name", [*FORMATS, "MXFP4"])
+def with_nan(scales):
+    scales = scales.clone()
+    scales.view(torch.uint8)[5, 1] = 0xFF
+    return scales
+
+
+CODES = {
+    "MXFP4 Quark": "weight",
+    "MXFP4 pack": "weight_packed",
+    "NVFP4 modelopt": "weight",
+    "NVFP4 pack": "weight_packed",
+}
+OF_ALL = {"NVFP4 modelopt": "weight_scale_2", "NVFP4 pack": "weight_global_scale"}
+# Which tensor, what becomes of it, and the message; of both kinds of floats, and of each.
+FLOAT_CHANGES = [
+    (CODES, None, "is missing"),
+    (CODES, lambda t: t[:, :16], "which is (64, 32), but (64, 64) is expected"),
+    (CODES, lambda t: t.to(torch.int32), "dtype torch.int32, but uint8 is expected"),
+    ("weight_scale", None, "is missing"),
+    ("weight_scale", lambda t: t[:, ::2], " features in blocks of "),
+    ("weight_scale", lambda t: t[:7], "shape (7, "),
+    ("weight_scale", lambda t: t.float(), "dtype torch.float32, but "),
+    ("weight_scale", lambda t: t.view(torch.int8), "dtype torch.int8, but "),
+    ("weight_scale", with_nan, "not "),
+]
+NVFP4_CHANGES = [
+    (OF_ALL, None, "is missing"),
+    (OF_ALL, lambda t: t.to(torch.bfloat16), "dtype torch.bfloat16, but float32 is expected"),
+    (OF_ALL, lambda t: torch.ones(64), "shape (64,), but one number is expected"),
+    (OF_ALL, lambda t: torch.tensor(float("nan")), "is nan, of which no finite scales can be made"),
+]
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_floats(good, name, tmp_path):
+    changes = FLOAT_CHANGES + (NVFP4_CHANGES if name in OF_ALL else [])
+    for index, (which, change, message) in enumerate(changes):
+        key = f"{UP}.{which if isinstance(which, str) else which[name]}"
+        tensor = None if change is None else change(good[name].tensors[key])
+        found = message_of(good[name].changed(key, tensor), tmp_path / str(index))
+        assert key in found and message in found
+
+
+@pytest.mark.parametrize(
+    ("name", "suffix", "tensor", "message"),
+    [
+        ("NVFP4 modelopt", "pre_quant_scale", torch.ones(64), "inputs that are scaled"),  # of NVFP4_AWQ
+        ("MXFP4 Quark", "input_rotation", torch.ones(64, 64).double(), "inputs that are rotated"),  # an online rotation
+    ],
+)
+def test_what_inputs_would_be_multiplied_by(good, name, suffix, tensor, message, tmp_path):
+    made = good[name].changed()
+    made.add(QUERY, ALL_FORMATS[name], 16, 64)
+    for module in (UP, QUERY):
+        made.tensors[f"{module}.{suffix}"] = tensor.clone()
+    path = made.write(tmp_path)
+    for read in (load, load_linear):
+        with pytest.raises(CheckpointError, match=rf"_proj\.{suffix}: {message}"):
+            read(path, quantize_w4a16=True)
+
+
+@pytest.mark.parametrize("name", [*FORMATS, *FLOATS, "MXFP4"])
 def test_tensors_of_anything(good, name, tmp_path):
     """One tensor of another shape or dtype, or with other bits: it loads, or an error of the right class says why."""
     refused = 0
     for key, tensor in damages(good[name].tensors, 40):
-        made = changed(good, name, key, tensor)
+        made = good[name].changed(key, tensor)
         try:
             load(made.write(tmp_path), quantize_w4a16=True)
         except (CheckpointError, NotImplementedError) as error:

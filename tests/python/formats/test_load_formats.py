@@ -9,28 +9,42 @@ import pytest
 import torch
 from common import default_activation_group, exact_rows
 from format_checkpoints import (
+    ALL_FORMATS,
     EIGHT_BITS,
+    FLOATS,
     FORMATS,
     LAYER,
+    PROJECTIONS,
+    QUARK,
+    QUERY,
     Checkpoint,
+    Format,
     experts_checkpoint,
     gpt_oss_checkpoint,
     model_config,
-    random_matrix,
-    random_mxfp4,
+    numbers_of,
 )
-from format_writers import dequantized_gptq, dequantized_mxfp4, multiplied_out
+from tool_formats import form_of, multiplied_out
 
 import w4a8
 from w4a8.checkpoint import CheckpointError, load, load_linear
 from w4a8.formats import Matrix
 from w4a8.nn import W4A8Linear, W8A8Linear
 
-safetensors_torch = pytest.importorskip("safetensors.torch", reason="the safetensors package is not installed")
+pytest.importorskip("safetensors", reason="the safetensors package is not installed")
 
 TOOL_WRITTEN = Path(__file__).parents[2] / "tool_written"
-QUERY = "model.layers.0.self_attn.q_proj"
-each_format = pytest.mark.parametrize("name", FORMATS)
+MLP = "model.layers.0.mlp.gate_proj"
+# By method: why a layer is weight-only.
+REASONS = {
+    "gptq": "quant_method is 'gptq'",
+    "awq": "quant_method is 'awq'",
+    "auto-round": "act_bits is 16|data_type is '(mx|nv)_fp'",
+    "compressed-tensors": "input_activations is (missing|not int8)",
+    "quark": r"global_quant_config\.input_tensors is not int8",
+    "modelopt": "quant_algo is 'NVFP4'",
+}
+every_format = pytest.mark.parametrize("name", ALL_FORMATS)
 
 
 def meaning(packed):
@@ -43,7 +57,7 @@ def meaning(packed):
         scales = torch.pow(2.0, scales.double() - 127)
     channels = channels if channels.numel() > 0 else None
     matrix = Matrix(codes, scales, zeros, values, None, channels)
-    return multiplied_out(matrix), bias if header["has_bias"] else None
+    return numbers_of(matrix), bias if header["has_bias"] else None
 
 
 def assert_read(path, meant):
@@ -60,7 +74,7 @@ def assert_read(path, meant):
         assert torch.equal(meaning(module.packed)[0], meant(name))
 
 
-def assert_meant(layer, made, experts=None, names=("gate_proj", "up_proj", "down_proj"), rows=slice(None)):
+def assert_meant(layer, made, experts=None, names=PROJECTIONS, rows=slice(None)):
     """Every expert of a layer: the files' matrices, cut to some features of the intermediate size."""
     for index, expert in enumerate(range(3) if experts is None else experts):
         parts = [made.meant[f"{LAYER}.{expert}.{name}"] for name in names]
@@ -75,25 +89,37 @@ def assert_meant(layer, made, experts=None, names=("gate_proj", "up_proj", "down
             assert torch.equal(bias2, biases[-1])
 
 
-@pytest.mark.parametrize("name", [*FORMATS, *EIGHT_BITS])
-@pytest.mark.parametrize(("hidden", "inter", "group"), [(96, 64, 32), (64, 40, -1), (64, 48, 16)])
-def test_experts(name, hidden, inter, group, tmp_path):
-    form = (FORMATS | EIGHT_BITS)[name]
-    made = experts_checkpoint(form, hidden, inter, group)
-    layers = load(made.write(tmp_path), quantize_w4a16=form.weight_only)
-    assert list(layers) == [LAYER]
-    assert_meant(layers[LAYER], made)
-    for packed in (layers[LAYER].w13_packed[0], layers[LAYER].w2_packed[0]):
-        header = w4a8.read_header(packed)
-        assert header["values"] == f"int{form.bits}"
-        assert header["has_zero_points"] == (not form.symmetric)
-    x = torch.randn(5, hidden)
-    assert torch.isfinite(layers[LAYER](x, torch.randn(5, 3))).all()
+# H, I and the group, by the block size of the format.
+SIZES = {
+    None: [(96, 64, 32), (64, 40, -1), (64, 48, 16)],
+    32: [(64, 32, 32), (96, 64, 32), (32, 96, 32)],
+    16: [(64, 32, 16), (48, 80, 16), (16, 16, 16), (16, 32, 16), (112, 16, 16)],
+}
 
 
-@pytest.mark.parametrize("name", [*FORMATS, *EIGHT_BITS])
+@every_format
+def test_experts(name, tmp_path):
+    """Gate and up have different scales, and so has every expert."""
+    form = ALL_FORMATS[name]
+    for hidden, inter, group in SIZES[form.block]:
+        made = experts_checkpoint(form, hidden, inter, group)
+        path = made.write(tmp_path / f"{hidden}-{inter}")
+        layers = load(path, quantize_w4a16=form.weight_only)
+        assert list(layers) == [LAYER]
+        assert_meant(layers[LAYER], made)
+        for packed in (layers[LAYER].w13_packed[0], layers[LAYER].w2_packed[1]):
+            header = w4a8.read_header(packed)
+            assert header["values"] == ("e2m1" if form.block else f"int{form.bits}")
+            assert header["has_zero_points"] == (not form.symmetric)
+            assert header["group"] == (header["k"] if group == -1 else group)
+            if form.block == 16:  # one group has one level
+                assert header["scale_dtype"] == ("e5m3" if header["k"] > 16 else "float32")
+        assert torch.isfinite(layers[LAYER](torch.randn(5, hidden), torch.randn(5, 3))).all()
+
+
+@every_format
 def test_biases_and_shards_and_names(name, tmp_path):
-    form = (FORMATS | EIGHT_BITS)[name]
+    form = ALL_FORMATS[name]
     made = experts_checkpoint(form, 64, 32, 32, bias=True, names=("w1", "w3", "w2"))
     layer = load(made.write(tmp_path / "shards", files=4), quantize_w4a16=True)[LAYER]
     assert_meant(layer, made, names=("w1", "w3", "w2"))
@@ -127,18 +153,25 @@ def test_odd_sizes(name, tmp_path):
     assert_meant(load(made.write(tmp_path), quantize_w4a16=True)[LAYER], made)
 
 
-@pytest.mark.parametrize("name", ["GPTQ asymmetric", "AWQ", "W4A8 pack asymmetric", *EIGHT_BITS])
+@pytest.mark.parametrize("name", ["GPTQ asymmetric", "AWQ", *(n for n in FORMATS if "W4A8" in n), *EIGHT_BITS, *FLOATS])
 def test_ranks(name, tmp_path):
     """A cut of w2 takes the zero points of its groups; a rank of expert parallelism has experts of its own."""
-    made = experts_checkpoint((FORMATS | EIGHT_BITS)[name], 64, 64, 32)
+    form = ALL_FORMATS[name]
+    made, group = experts_checkpoint(form, 64, 64, 32), form.block or 32
     path = made.write(tmp_path)
-    for rank in range(2):
-        layer = load(path, tp_rank=rank, tp_size=2, quantize_w4a16=True)[LAYER]
-        assert_meant(layer, made, rows=slice(32 * rank, 32 * rank + 32))
     layer = load(path, ep_rank=1, ep_size=3, quantize_w4a16=True)[LAYER]
     assert_meant(layer, made, experts=[1])
-    with pytest.raises(NotImplementedError, match="intermediate size per partition 16, which is not a multiple of the"):
-        load(path, tp_rank=0, tp_size=4, quantize_w4a16=True)
+    assert layer.expert_map.tolist() == [-1, 0, -1]
+    for ranks in {2, 64 // group}:
+        for module in [module for module in made.meant if module.endswith("down_proj") and 64 // ranks == 16]:
+            parts = {key.rpartition(".")[2]: tensor for key, tensor in made.tensors.items() if key.startswith(module)}
+            made.meant[module] = multiplied_out(parts, form.form, one_level=True)  # one block is one group
+        for rank in range(ranks):
+            layer = load(path, tp_rank=rank, tp_size=ranks, quantize_w4a16=True)[LAYER]
+            assert_meant(layer, made, rows=slice(64 // ranks * rank, 64 // ranks * (rank + 1)))
+    problem = f"intermediate size per partition {group // 2}, which is not a multiple of the gr"
+    with pytest.raises(NotImplementedError, match=problem):
+        load(path, tp_rank=0, tp_size=128 // group, quantize_w4a16=True)
 
 
 def test_gpt_oss(tmp_path):
@@ -157,10 +190,22 @@ def test_gpt_oss(tmp_path):
     assert (header["values"], header["scale_dtype"]) == ("e2m1", "e8m0")
     assert_meant(load(path, tp_size=2, quantize_w4a16=True)[LAYER], meant, rows=slice(0, 32))
     assert_meant(load(path, ep_rank=2, ep_size=3, quantize_w4a16=True)[LAYER], meant, experts=[2])
+    # The same bytes expert by expert, as Quark has them, make the same layer.
+    each = Checkpoint(config={**made.config, "quantization_config": QUARK})
+    names = {"blocks": "weight", "scales": "weight_scale", "bias": "bias"}
+    for key, tensor in made.tensors.items():
+        projection, _, what = key.rpartition(".")[2].rpartition("_")
+        for expert, part in enumerate(tensor.flatten(2) if what == "blocks" else tensor):
+            each.tensors[f"{LAYER}.{expert}.{projection}.{names[what]}"] = part.clone()
+    other = load(each.write(tmp_path / "each"), quantize_w4a16=True)[LAYER]
+    for stack in ("w13_packed", "w2_packed"):
+        assert torch.equal(getattr(other, stack), getattr(layer, stack))
+    assert other.activation == layer.activation
 
 
 @pytest.mark.parametrize(
-    "name", ["GPTQ asymmetric", "AWQ", "AutoRound as AWQ", "W4A16 pack asymmetric", "GPTQ 2 asymmetric, 8 bits"]
+    "name",
+    ["GPTQ asymmetric", "AWQ", "AutoRound as AWQ", "W4A16 pack asymmetric", "W4A8 int", "GPTQ 2 asymmetric, 8 bits"],
 )
 def test_scales_stay_exact(name, tmp_path):
     """In the type of the file."""
@@ -198,7 +243,7 @@ def test_matrices_with_and_without_zero_points(tmp_path):
 def test_configuration_in_a_file_of_its_own(name, file, keys, tmp_path):
     """Directories from before config.json had it; they name no method."""
     made = experts_checkpoint(FORMATS[name], 64, 32, 32)
-    made.add("model.layers.0.self_attn.q_proj", FORMATS[name], 16, 64, 32)
+    made.add(QUERY, FORMATS[name], 16, 64, 32)
     whole = made.write(tmp_path / "new")
     del made.config["quantization_config"]
     path = made.write(tmp_path / "old")
@@ -219,13 +264,13 @@ def test_mixed_bits_are_left_out_and_named(tmp_path, caplog):
     other = LAYER.replace(".0.", ".1.")
     for key in [key for key in made.tensors if key.startswith(LAYER)]:
         made.tensors[key.replace(LAYER, other)] = made.tensors[key].clone()
-    made.add("model.layers.0.self_attn.q_proj", form, 16, 64, 32)
+    made.add(QUERY, form, 16, 64, 32)
     made.add("model.layers.0.self_attn.k_proj", form, 16, 64, 32)
     made.config["quantization_config"]["dynamic"] = {r"+:.*\.layers\.1\.": {"bits": 3}, r"+:.*k_proj": {"bits": 3}}
     path = made.write(tmp_path)
     with caplog.at_level(logging.WARNING, logger="w4a8.checkpoint"):
         assert list(load(path, quantize_w4a16=True)) == [LAYER]
-        assert list(load_linear(path, quantize_w4a16=True)) == ["model.layers.0.self_attn.q_proj"]
+        assert list(load_linear(path, quantize_w4a16=True)) == [QUERY]
     reason = "quantization_config.bits is 3, but 4 or 8 is expected (by quantization_con"
     assert f"{other} is left out: {reason}" in caplog.text
     assert f"model.layers.0.self_attn.k_proj is left out: {reason}" in caplog.text
@@ -244,23 +289,42 @@ def test_a_layer_that_is_left_out_by_name(tmp_path, caplog):
     assert f"{other} is left out: {other}.0.gate_proj is not quantized" in caplog.text
 
 
-@each_format
+@every_format
 def test_linear(name, tmp_path):
-    form = FORMATS[name]
+    """What the packed matrix means, and what the layer computes; any N, where the format has no words of them."""
+    form = ALL_FORMATS[name]
+    n, k, group = 24 if form.words else 13, {16: 176, 32: 160}.get(form.block, 96), form.block or 32
     made = Checkpoint(config=model_config(form.quantization_config(32), 64, 32, 3))
-    query, down = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.gate_proj"
-    made.add(query, form, 24, 64, 32, bias=True)
-    made.add(down, form, 64 if form.words else 13, 96, 32)
+    made.add(QUERY, form, n, k, 32, bias=True)
+    made.add(MLP, form, 64, 32, 32)
     made.add(f"{LAYER}.0.up_proj", form, 32, 64, 32)
-    made.tensors["lm_head.weight"] = torch.zeros(8, 64)
-    layers = load_linear(made.write(tmp_path), quantize_w4a16=form.weight_only)
-    assert sorted(layers) == [down, query]
+    made.tensors.update({f"{module}.weight": torch.zeros(8, 64) for module in ("lm_head", "model.embed_tokens")})
+    path = made.write(tmp_path)
+    if form.weight_only:
+        reason = REASONS[form.config["quant_method"]]
+        with pytest.raises(CheckpointError, match=rf"({reason}): .* is W4A16; pass quantize_w4a16=True"):
+            load_linear(path, quantize_w4a16=False)
+    layers = load_linear(path, quantize_w4a16=form.weight_only)
+    assert sorted(layers) == [MLP, QUERY]
     for layer_name, layer in layers.items():
-        found, bias = meaning(layer.packed)
-        assert torch.equal(found, made.meant[layer_name])
+        assert isinstance(layer, W8A8Linear if form.bits == 8 else W4A8Linear)
+        weight, bias = meaning(layer.packed)
+        assert torch.equal(weight, made.meant[layer_name])
         assert (bias is None) == (layer_name not in made.biases)
-        assert layer(torch.randn(2, layer.in_features)).shape == (2, layer.out_features)
-    assert torch.equal(meaning(layers[query].packed)[1], made.biases[query].float())
+        check_layer(layer, weight, bias, default_activation_group(group, layer.in_features) if form.weight_only else -1)
+    assert torch.equal(meaning(layers[QUERY].packed)[1], made.biases[QUERY].float())
+
+
+def check_layer(layer, weight, bias, activation_group):
+    """With integers that are their own quantization: only products and sums of floats are rounded."""
+    assert w4a8.read_header(layer.packed)["activation_group"] == activation_group
+    x = exact_rows(3, layer.in_features, activation_group)
+    bias = torch.zeros(len(weight)) if bias is None else bias
+    exact = x.double() @ weight.T + bias.double()
+    terms = x.double().abs() @ weight.abs().T + 128 * weight.abs().sum(1) + bias.double().abs()
+    header = w4a8.read_header(layer.packed)
+    roundings = 4 * (header["k"] // min(header["group"], activation_group if activation_group > 0 else header["k"])) + 8
+    assert ((layer(x).double() - exact).abs() <= roundings * 2.0**-24 * terms).all()
 
 
 def _mixed(rules, four, eight, group=32):
@@ -268,7 +332,7 @@ def _mixed(rules, four, eight, group=32):
     made = Checkpoint(config=model_config(four.quantization_config(group), 96, 64, 3))
     for layer in (0, 1):
         for expert in range(3):
-            for name, shape in (("gate_proj", (64, 96)), ("up_proj", (64, 96)), ("down_proj", (96, 64))):
+            for name, shape in zip(PROJECTIONS, ((64, 96), (64, 96), (96, 64))):
                 module = f"model.layers.{layer}.mlp.experts.{expert}.{name}"
                 form = eight if any(re.match(rule, module) for rule in rules) else four
                 made.add(module, form, *shape, group)
@@ -308,7 +372,7 @@ def assert_computes(found, x, logits, meant):
     expected = torch.zeros(len(x), x.shape[1], dtype=torch.float64)
     for token, row in enumerate(x.double()):
         for weight, expert in zip(weights[token], ids[token].tolist()):
-            gate, up, down = (meant[f"{LAYER}.{expert}.{name}"] for name in ("gate_proj", "up_proj", "down_proj"))
+            gate, up, down = (meant[f"{LAYER}.{expert}.{name}"] for name in PROJECTIONS)
             expected[token] += weight * (down @ (torch.nn.functional.silu(gate @ row) * (up @ row)))
     assert (found.double() - expected).norm() <= 0.02 * expected.norm()
 
@@ -323,7 +387,7 @@ def test_gate_and_up_of_two_kinds(tmp_path):
 def test_8_bits_of_sizes_that_the_operators_do_not_have(tmp_path):
     """Rows of one group whose products would not sum up in int32."""
     form = EIGHT_BITS["GPTQ, 8 bits"]
-    hidden, query = (1 << 16) + 8, "model.layers.0.self_attn.q_proj"
+    hidden, query = (1 << 16) + 8, QUERY
     made = experts_checkpoint(form, hidden, 8, -1)
     made.add(query, form, 4, hidden, -1)
     path = made.write(tmp_path)
@@ -334,40 +398,16 @@ def test_8_bits_of_sizes_that_the_operators_do_not_have(tmp_path):
         load_linear(path, quantize_w4a16=True)
 
 
-@pytest.mark.parametrize("name", EIGHT_BITS)
-def test_linear_of_8_bits(name, tmp_path):
-    """What the packed matrix means, and what the layer computes."""
-    form = EIGHT_BITS[name]
-    made = Checkpoint(config=model_config(form.quantization_config(32), 64, 32, 3))
-    query, down = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.gate_proj"
-    made.add(query, form, 24, 64, 32, bias=True)
-    made.add(down, form, 12 if form.words else 13, 96, 32)
-    layers = load_linear(made.write(tmp_path), quantize_w4a16=True)
-    assert sorted(layers) == [down, query]
-    for layer_name, layer in layers.items():
-        assert isinstance(layer, W8A8Linear)
-        weight, bias = meaning(layer.packed)
-        assert torch.equal(weight, made.meant[layer_name])
-        assert (bias is None) == (layer_name not in made.biases)
-        expected = made.biases.get(layer_name, torch.zeros(layer.out_features))
-        assert bias is None or torch.equal(bias, expected.float())
-        activation_group = default_activation_group(32, layer.in_features)
-        assert w4a8.read_header(layer.packed)["activation_group"] == activation_group
-        x = exact_rows(3, layer.in_features, activation_group)  # nothing is rounded but sums of floats
-        exact = x.double() @ weight.T + expected.double()
-        allowed = 1e-5 * (x.double().abs() @ weight.abs().T)
-        assert ((layer(x).double() - exact).abs() <= allowed + 1e-6 * exact.abs()).all()
-
-
-def from_tensors(name, made, group):
+def from_tensors(form, made, group):
     """W4A8Linear by the function of a format."""
-    config = FORMATS[name].config
-    more = {"symmetric": FORMATS[name].symmetric}
-    if "GPTQ" in name:
-        return W4A8Linear.from_gptq(made, group, version=2 if " 2" in name else 1, **more)
-    if name.startswith("AutoRound"):
-        return W4A8Linear.from_auto_round(made, group, packing=config["packing_format"], **more)
-    if name.startswith("AWQ"):
+    more = {"symmetric": form.symmetric}
+    if form.block is not None:
+        return (W4A8Linear.from_mxfp4 if form.block == 32 else W4A8Linear.from_nvfp4)(made)
+    if form.form.startswith("gptq"):
+        return W4A8Linear.from_gptq(made, group, version=2 if form.form == "gptq_v2" else 1, **more)
+    if form.form.startswith("auto_round"):
+        return W4A8Linear.from_auto_round(made, group, packing=form.form, **more)
+    if form.form == "awq":
         return W4A8Linear.from_awq(made, group, **more)
     weight = made["weight"] if "weight" in made else made["weight_packed"]
     rest = made.get("weight_shape"), made.get("bias")
@@ -375,66 +415,98 @@ def from_tensors(name, made, group):
     return W4A8Linear.from_compressed_tensors(weight, made["weight_scale"], *rest, weight_zero_point=zeros)
 
 
-@each_format
+@pytest.mark.parametrize("name", [*FORMATS, *FLOATS, "gpt-oss"])
 @pytest.mark.parametrize("group", [32, -1])
 def test_from_tensors(name, group):
-    form = FORMATS[name]
+    form = Format("mxfp4", {}) if name == "gpt-oss" else ALL_FORMATS[name]
     n = 24 if form.words else 21
-    made = random_matrix(form, n, 96, group)
+    made = form.random(n, 96, group)
     made["bias"] = torch.randn(n)
-    layer = from_tensors(name, made, group)
+    layer = from_tensors(form, made, group)
     found, bias = meaning(layer.packed)
     assert torch.equal(found, form.dequantized(made)) and torch.equal(bias, made["bias"])
     # Of tensors alone, int-quantized ones are taken for W4A8's.
-    activation_group = -1 if " int" in name else 32
-    assert w4a8.read_header(layer.packed)["activation_group"] == activation_group
-    x = exact_rows(3, 96, activation_group)
-    exact = x.double() @ found.T + bias.double()
-    # A few roundings to float32 for each of at most 3 groups, of a product, a sum and the bias.
-    terms = x.double().abs() @ found.abs().T + 128 * found.abs().sum(1) + bias.double().abs()
-    assert ((layer(x).double() - exact).abs() <= 16 * 2.0**-24 * terms).all()
+    check_layer(layer, found, bias, -1 if form.form == "int-quantized" else 32)
 
 
-def test_from_mxfp4():
-    made = random_mxfp4(21, 96)
-    layer = W4A8Linear.from_mxfp4({**made, "bias": torch.ones(21)})
-    assert torch.equal(meaning(layer.packed)[0], dequantized_mxfp4(made))
-    assert layer(torch.randn(2, 96)).shape == (2, 21)
-    del made["scales"]
-    with pytest.raises(ValueError, match=r"the layer\.scales is missing"):
-        W4A8Linear.from_mxfp4(made, name="the layer")
+@pytest.mark.parametrize(
+    ("name", "missing"), [("NVFP4 modelopt", "weight_scale"), ("MXFP4 Quark", "weight"), ("gpt-oss", "scales")]
+)
+def test_from_tensors_that_are_not_all(name, missing):
+    form = Format("mxfp4", {}) if name == "gpt-oss" else ALL_FORMATS[name]
+    made = form.random(21, 96, -1)
+    del made[missing]
+    read = W4A8Linear.from_nvfp4 if form.block == 16 else W4A8Linear.from_mxfp4
+    with pytest.raises(ValueError, match=rf"the layer\.{missing} is missing"):
+        read(made, name="the layer")
 
 
-@pytest.mark.parametrize("folder", ["mxfp4_compressed_tensors", "mxfp4_auto_round"])
-def test_mxfp4_of_a_tool(folder):
-    """Experts and linear layers (tests/tool_written)."""
+def read_file(path):
+    """Every tensor of a safetensors file, those of float8_e4m3fn as bytes, in any torch."""
+    data = path.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    dtypes = {
+        "F8_E4M3": "uint8",
+        "U8": "uint8",
+        "BF16": "bfloat16",
+        "F16": "float16",
+        "F32": "float32",
+        "I32": "int32",
+        "I64": "int64",
+    }
+    found = {}
+    for key, entry in json.loads(data[8:start]).items():
+        if key != "__metadata__":
+            begin, end = entry["data_offsets"]
+            part = torch.frombuffer(bytearray(data[start + begin : start + end]), dtype=torch.uint8)
+            found[key] = part.view(getattr(torch, dtypes[entry["dtype"]])).view(entry["shape"])
+    return found
+
+
+MIXED = (
+    "auto_round_mixed",
+    "auto_round_experts",
+    "gptq_experts",
+)  # attention of 8 bits, experts of 4; the other way round
+FLOAT_TOOLS = (
+    "mxfp4_compressed_tensors", "mxfp4_auto_round", "mxfp4_quark", "mxfp4_quark_gpt_oss",
+    "nvfp4_modelopt", "nvfp4_llmcompressor", "nvfp4_auto_round",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("folder", [*MIXED, *FLOAT_TOOLS])
+def test_files_of_tools(folder, tmp_path):
+    """Experts and linear layers (tests/tool_written); modelopt's also where only its other file says how they are."""
     path = TOOL_WRITTEN / folder
-    tensors = safetensors_torch.load_file(path / "model.safetensors")
+    tensors = read_file(path / "model.safetensors")
+    config = json.loads((path / "config.json").read_text())
+    quantization = config.pop("quantization_config")
 
     def meant(name):
-        parts = tensors[f"{name}.weight_packed"], tensors[f"{name}.weight_scale"]
-        return dequantized_mxfp4({"blocks": parts[0].unflatten(1, (-1, 16)), "scales": parts[1]})
+        parts = {key.removeprefix(f"{name}."): part for key, part in tensors.items() if key.startswith(f"{name}.")}
+        bits = 8 if folder in MIXED and ("experts" in name) == folder.endswith("experts") else 4
+        return multiplied_out(parts, form_of(quantization), bits)
 
-    with pytest.raises(CheckpointError, match=r"input_activations is not int8|data_type is 'mx_fp'"):
-        load(path, quantize_w4a16=False)
-    assert_read(path, meant)
-
-
-@pytest.mark.parametrize("folder", ["auto_round_mixed", "auto_round_experts", "gptq_experts"])
-def test_mixed_bits_of_a_tool(folder):
-    """Attention of 8 bits and experts of 4, and the other way round (tests/tool_written)."""
-    path = TOOL_WRITTEN / folder
-    tensors = safetensors_torch.load_file(path / "model.safetensors")
-
-    def meant(name):
-        bits = 8 if ("experts" in name) == folder.endswith("experts") else 4
-        return dequantized_gptq({part: tensors[f"{name}.{part}"] for part in ("qweight", "qzeros", "scales")}, 1, bits)
-
-    assert_read(path, meant)
+    if folder in FLOAT_TOOLS:
+        with pytest.raises(CheckpointError, match=REASONS[quantization["quant_method"]]):
+            load(path, quantize_w4a16=False)
+    if folder == "nvfp4_modelopt":
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        for name in ("model.safetensors", "hf_quant_config.json"):
+            (tmp_path / name).symlink_to(path / name)
+        path = tmp_path
+    if folder != "mxfp4_quark_gpt_oss":
+        assert_read(path, meant)
+        return
+    (layer,) = load(path, quantize_w4a16=True).values()
+    for expert in range(4):
+        w13 = meant(f"{LAYER}.{expert}.gate_up_proj")
+        assert torch.equal(meaning(layer.w13_packed[expert])[0], torch.cat([w13[::2], w13[1::2]]))
+        assert torch.equal(meaning(layer.w2_packed[expert])[0], meant(f"{LAYER}.{expert}.down_proj"))
 
 
 def test_wrong_zero_points_of_compressed_tensors():
-    made = random_matrix(FORMATS["W4A16 pack asymmetric"], 24, 96, 32)
+    made = FORMATS["W4A16 pack asymmetric"].random(24, 96, 32)
     with pytest.raises(ValueError, match=r"layer\.weight_zero_point: shape \(2, 3\), but"):
         W4A8Linear.from_compressed_tensors(
             made["weight_packed"], made["weight_scale"], weight_zero_point=made["weight_zero_point"][:2]
@@ -442,10 +514,10 @@ def test_wrong_zero_points_of_compressed_tensors():
 
 
 def test_a_quantized_head(tmp_path):
-    """Its codes say that it is quantized, whether the configuration does or not."""
-    for name in ("GPTQ", "AWQ", "AutoRound"):
-        made = Checkpoint(config=model_config(FORMATS[name].quantization_config(32), 64, 32, 3))
-        made.add("lm_head", FORMATS[name], 40, 64, 32)
+    """Its codes say that it is quantized, whether the configuration does or not (but for compressed-tensors)."""
+    for name in ("GPTQ", "AWQ", "AutoRound", "MXFP4 Quark", "NVFP4 modelopt"):
+        made = Checkpoint(config=model_config(ALL_FORMATS[name].quantization_config(32), 64, 32, 3))
+        made.add("lm_head", ALL_FORMATS[name], 40, 64, 32)
         layers = load_linear(made.write(tmp_path / name), quantize_w4a16=True)
         assert torch.equal(meaning(layers["lm_head"].packed)[0], made.meant["lm_head"])
 

@@ -24,9 +24,7 @@ from w4a8.nn import W4A8Experts, W4A8Linear
 from w4a8.ops import read_header
 from w4a8.quantization import DEFAULT_SKIP
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-if int(transformers.__version__.split(".")[0]) < 5:
-    pytest.skip("transformers 5 is needed", allow_module_level=True)
+transformers = pytest.importorskip("transformers", minversion="5.0")
 
 from safetensors.torch import load_file, save_file  # noqa: E402
 from test_transformers_formats import TOKENS, load  # noqa: E402

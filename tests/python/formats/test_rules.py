@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from format_writers import GPT_OSS as MXFP4
+from format_checkpoints import GPT_OSS as MXFP4
 
 from w4a8.core.json_fields import CheckpointError
 from w4a8.formats import LeftOut, Stored, find_config, rules_of, stored_as

@@ -1,9 +1,8 @@
 """How modules are stored: shapes, what is needed, and what is refused."""
 
-import format_writers as writers
-import numpy as np
 import pytest
 import torch
+from tool_formats import least_zero, store, store_mxfp4, store_nvfp4
 
 from w4a8.formats import Stored
 
@@ -18,19 +17,13 @@ def part_of(stored: Stored, kind: str):
     return next(part for part in stored.parts if part.kind == kind)
 
 
-def written(name: str, symmetric: bool, seed: int = 0) -> dict[str, torch.Tensor]:
+def written(name: str, symmetric: bool) -> dict[str, torch.Tensor]:
     """The tensors of one matrix."""
-    random = np.random.default_rng(seed)
-    codes = random.integers(0, 16, (ROWS, COLUMNS))
     groups = COLUMNS // GROUP
-    zeros = np.full((ROWS, groups), 8) if symmetric else random.integers(1, 16, (ROWS, groups))
-    scales = torch.from_numpy(random.uniform(0.5, 1, (ROWS, groups))).to(torch.float16)
-    if name.startswith("gptq"):
-        return writers.write_gptq(codes, zeros, scales, 2 if name == "gptq_v2" else 1)
-    if name == "awq":
-        return writers.write_awq(codes, zeros, scales)
-    write = writers.write_int_quantized if name == "int-quantized" else writers.write_pack_quantized
-    return write(codes, None if symmetric else zeros, scales)
+    zeros = torch.full((ROWS, groups), 8) if symmetric else torch.randint(least_zero(name), 16, (ROWS, groups))
+    scales = (torch.rand(ROWS, groups) / 2 + 0.5).half()
+    no_zeros = symmetric and name.endswith("-quantized")
+    return store(name, torch.randint(16, (ROWS, COLUMNS)), None if no_zeros else zeros, scales)
 
 
 NAMES = ("gptq", "gptq_v2", "awq", "int-quantized", "pack-quantized")
@@ -52,11 +45,10 @@ def test_shapes(name, symmetric):
 
 
 def test_mxfp4():
-    random = np.random.default_rng(0)
-    made = writers.write_mxfp4(random.integers(0, 16, (ROWS, COLUMNS)), random.integers(100, 140, (ROWS, 4)))
+    codes, exponents = torch.randint(16, (ROWS, COLUMNS)), torch.randint(100, 140, (ROWS, 4))
+    made, flat = store_mxfp4("mxfp4", codes, exponents), store_mxfp4("quark", codes, exponents)
     quark = Stored("quark-mxfp4", 32, True)
     assert quark.kind == "e2m1" and quark.required == ("weight", "weight_scale")
-    flat = {"weight": made["blocks"].flatten(1), "weight_scale": made["scales"]}
     assert quark.shape(flat["weight"].shape, "m") == (ROWS, COLUMNS)
     for part in quark.parts[:2]:
         assert part.shape(ROWS, COLUMNS, COLUMNS // 32) == flat[part.suffix].shape
@@ -64,7 +56,7 @@ def test_mxfp4():
     for found in (one, other):
         assert torch.equal(found.codes, made["blocks"].flatten(1))
         assert torch.equal(found.scales, 2.0 ** (made["scales"].float() - 127))
-    made["scales"][0, 0] = 255
+    made["scales"][0, 0] = flat["weight_scale"][0, 0] = 255
     with pytest.raises(ValueError, match=r"m.scales: 255, which is not a number"):
         Stored("mxfp4", 32, True).read(made, "m")
     with pytest.raises(ValueError, match=r"m.weight_scale: 255, which is not a number"):
@@ -73,9 +65,8 @@ def test_mxfp4():
 
 @pytest.mark.parametrize("name", ["modelopt-nvfp4", "nvfp4-pack-quantized"])
 def test_nvfp4(name):
-    random = np.random.default_rng(0)
-    codes, scales = random.integers(0, 16, (ROWS, COLUMNS)), random.integers(1, 127, (ROWS, COLUMNS // 16))
-    made = writers.write_nvfp4(codes, scales, 0.3, name == "nvfp4-pack-quantized")
+    scales = torch.randint(1, 127, (ROWS, COLUMNS // 16))
+    made = store_nvfp4(name, torch.randint(16, (ROWS, COLUMNS)), scales, 0.3)
     stored = Stored(name, 16, True)
     assert stored.kind == "e2m1" and stored.channel_scales
     assert stored.shape(made[stored.weight].shape, "m") == (ROWS, COLUMNS)

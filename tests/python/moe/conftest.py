@@ -1,15 +1,8 @@
 """Fixtures of the mixture-of-experts tests."""
 
-import os
-from pathlib import Path
-
 import moe_checkpoint
 import pytest
 import torch
-
-import w4a8
-
-HERE = Path(__file__).resolve().parent
 
 
 @pytest.fixture(autouse=True)
@@ -19,22 +12,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture
-def child_environment():
-    """Environment of a Python process that finds this package and the tests' helpers.
-
-    glibc gives freed blocks back to the system at once, whatever their size: what is measured is what is alive.
-    """
-    package = Path(w4a8.__file__).resolve().parent.parent
-    loaded_from = Path(os.path.abspath(w4a8.__file__)).parent.parent
-    path = [str(HERE), str(loaded_from), str(package), os.environ.get("PYTHONPATH", "")]
-    return {
-        **os.environ,
-        "MALLOC_MMAP_THRESHOLD_": "65536",
-        "PYTHONPATH": os.pathsep.join(part for part in path if part),
-    }
 
 
 @pytest.fixture

@@ -68,63 +68,51 @@ def test_nothing_quantized(checkpoint):
     assert load_linear(checkpoint.write()) == {}
 
 
-def spoil_scale(c):
-    del c.tensors[f"{Q}.weight_scale"]
+def without(*suffixes):
+    def spoil(c):
+        for suffix in suffixes:
+            del c.tensors[f"{Q}.{suffix}"]
+
+    return spoil
+
+
+def with_words(c):
+    without("weight_scale")(c)
     c.tensors[f"{Q}.weight_packed"] = torch.zeros(64, 16, dtype=torch.int32)
 
 
-def spoil_weight(c):
-    del c.tensors[f"{Q}.weight"]
-
-
-def spoil_int8_scale(c):
-    del c.tensors[f"{Q}.weight_scale"]
-
-
-def spoil_int8_scale_beside_others(c):
+def beside_others(c):
+    without("weight_scale")(c)
     add_linear(c, DOWN, 64, 128, 32)
-    del c.tensors[f"{Q}.weight_scale"]
 
 
-def spoil_range(c):
-    c.tensors[f"{Q}.weight"][3, 4] = 8
-
-
-def spoil_groups(c):
-    c.tensors[f"{Q}.weight_scale"] = torch.ones(64, 2)
-
-
-def spoil_bias(c):
-    c.tensors[f"{Q}.bias"] = torch.ones(63)
-
-
-def spoil_bits(c):
-    c.group["weights"]["num_bits"] = 8
-
-
-def spoil_input(c):
-    c.group["input_activations"] = None
-
-
-def spoil_target(c):
-    c.group["targets"] = ["re:.*experts.*"]
+def with_tensor(suffix, tensor):
+    return lambda c: c.tensors.update({f"{Q}.{suffix}": tensor})
 
 
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (spoil_scale, f"tensor '{Q}.weight_scale' is missing"),
-        (spoil_int8_scale, f"tensor '{Q}.weight_scale' is missing"),
-        (spoil_int8_scale_beside_others, f"tensor '{Q}.weight_scale' is missing"),
-        (spoil_weight, f"tensor '{Q}.weight' is missing"),
-        (spoil_range, f"tensor {Q}.weight holds values in [-8, 8], but int4 values are in [-8, 7]"),
-        (spoil_groups, f"tensor {Q}.weight_scale: shape (64, 2), but 128 x 64 features in groups of 32 make (64, 4)"),
-        (spoil_bias, f"tensor {Q}.bias: shape (63,), but 64 output features make (64,)"),
-        (spoil_bits, "group_0.weights.num_bits is 8, but 4 is expected"),
-        (spoil_input, f"{Q} is W4A16; pass quantize_w4a16=True"),
-        (spoil_target, f"{Q} is not quantized: no target matches it, or it is ignored"),
+        (with_words, f"tensor '{Q}.weight_scale' is missing"),
+        (without("weight_scale"), f"tensor '{Q}.weight_scale' is missing"),
+        (beside_others, f"tensor '{Q}.weight_scale' is missing"),
+        (without("weight"), f"tensor '{Q}.weight' is missing"),
+        (
+            with_tensor("weight", torch.full((64, 128), 8).to(torch.int8)),
+            f"tensor {Q}.weight holds values in [8, 8], but int4 values are in [-8, 7]",
+        ),
+        (
+            with_tensor("weight_scale", torch.ones(64, 2)),
+            f"tensor {Q}.weight_scale: shape (64, 2), but 128 x 64 features in groups of 32 make (64, 4)",
+        ),
+        (with_tensor("bias", torch.ones(63)), f"tensor {Q}.bias: shape (63,), but 64 output features make (64,)"),
+        (lambda c: c.group["weights"].update(num_bits=8), "group_0.weights.num_bits is 8, but 4 is expected"),
+        (lambda c: c.group.update(input_activations=None), f"{Q} is W4A16; pass quantize_w4a16=True"),
+        (
+            lambda c: c.group.update(targets=["re:.*experts.*"]),
+            f"{Q} is not quantized: no target matches it, or it is ignored",
+        ),
     ],
-    ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_errors(checkpoint, spoil, message):
     add_linear(checkpoint, Q, 64, 128, 32)

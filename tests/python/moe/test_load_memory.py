@@ -1,14 +1,13 @@
 """w4a8.load of a few hundred megabytes, shuffled over files: the peak is what is packed and what may be mapped."""
 
-import sys
-
+import meter
 import pytest
 import shuffled_model
 
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+pytestmark = meter.needs_proc
 
 LOAD = """
-import sys, torch, w4a8
+import torch, w4a8
 w4a8.checkpoint.tensors.MOST_MAPPED = 16 << 20  # small beside a layer
 warm = w4a8.load(sys.argv[1], only=lambda name: ".0." in name)  # what a first call allocates for good
 del warm
@@ -30,7 +29,7 @@ def checkpoint(tmp_path_factory):
 )
 def test_peak(checkpoint, part):
     """A rank has its share and no more."""
-    packed, peak = shuffled_model.run(LOAD, checkpoint, part)
+    packed, peak = meter.run(LOAD, checkpoint, part)
     assert packed > (300e6 if not part else 150e6)
     # The pages of the files that have been read since they were opened: the system maps them 64 KiB at a time, of
     # tensors of 256 KiB among those of other layers half as much again. One layer of half the experts is 53 MB.

@@ -3,9 +3,9 @@
 import dataclasses
 import json
 import logging
-import subprocess
 import sys
 
+import meter
 import moe_checkpoint
 import pytest
 import torch
@@ -30,17 +30,6 @@ safetensors = pytest.mark.skipif(
 
 
 @safetensors
-@pytest.mark.parametrize("files", [1, 3])
-@pytest.mark.parametrize("format_", FORMATS)
-@pytest.mark.parametrize("group_size", [-1, 32])
-def test_single_file_and_index(checkpoint, group_size, format_, files):
-    path = checkpoint.reset(format_, group_size, bias=True).write(files=files)
-    layers = load(path)
-    assert list(layers) == [LAYER]
-    assert_packed(layers[LAYER], checkpoint.w13, checkpoint.w2, group_size)
-
-
-@safetensors
 def test_layers_in_the_order_of_the_model(checkpoint):
     for index in (10, 2):
         layer = moe_checkpoint.LAYER.format(index)
@@ -50,14 +39,6 @@ def test_layers_in_the_order_of_the_model(checkpoint):
     path = checkpoint.write()
     assert list(load(path)) == [moe_checkpoint.LAYER.format(i) for i in (0, 2, 10)]
     assert list(load(path, only=lambda name: ".2." in name)) == [moe_checkpoint.LAYER.format(2)]
-
-
-@safetensors
-@pytest.mark.parametrize("names", [("w1", "w3", "w2"), ("gate_up_proj", "down_proj")])
-def test_other_names_of_projections(checkpoint, names):
-    checkpoint.tensors = moe_checkpoint.tensors_of_layer(checkpoint.w13, checkpoint.w2, "pack-quantized", names=names)
-    checkpoint.config["quantization_config"] = moe_checkpoint.quantization_config(32, "pack-quantized")
-    assert_packed(load(checkpoint.write())[LAYER], checkpoint.w13, checkpoint.w2)
 
 
 @safetensors
@@ -162,31 +143,6 @@ def test_unquantized_layers_are_left_out(checkpoint, how, caplog):
 
 
 @safetensors
-def test_scales_that_bfloat16_would_round_are_kept_as_they_are(checkpoint):
-    for dtype in (torch.float16, torch.float32):
-        for key in list(checkpoint.tensors):
-            if key.endswith("weight_scale"):
-                checkpoint.tensors[key] = (checkpoint.tensors[key].float() * 1.01).to(dtype)
-        w13, w2 = checkpoint.w13, checkpoint.w2
-        w13 = Stack(w13.values, (w13.scales.float() * 1.01).to(dtype), None)
-        w2 = Stack(w2.values, (w2.scales.float() * 1.01).to(dtype), None)
-        assert_packed(load(checkpoint.write())[LAYER], w13, w2)
-        checkpoint.reset()
-
-
-@safetensors
-@pytest.mark.parametrize("format_", FORMATS)
-def test_expert_parallel(checkpoint, format_):
-    path = checkpoint.reset(format_).write()
-    for rank in range(2):
-        layer = load(path, ep_rank=rank, ep_size=2)[LAYER]
-        mine = slice(4 * rank, 4 * rank + 4)
-        parts = [Stack(s.values[mine], s.scales[mine], None) for s in (checkpoint.w13, checkpoint.w2)]
-        assert_packed(layer, *parts)
-        assert (layer.expert_map >= 0).nonzero().flatten().tolist() == list(range(8))[mine]
-
-
-@safetensors
 @pytest.mark.parametrize("format_", FORMATS)
 @pytest.mark.parametrize("group_size", [-1, 32])
 def test_tensor_parallel(checkpoint, group_size, format_):
@@ -262,27 +218,21 @@ def test_without_safetensors(tmp_path, monkeypatch):
 
 
 MEASURE_PEAK = """
-import sys
-from pathlib import Path
 import torch
 import w4a8.checkpoint
 
-def kib(field):
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) for line in status if line.startswith(field + ":"))
-
 small, big = sys.argv[1:]
 w4a8.checkpoint.load(small)  # imports, thread pool and allocator are warm
-before = kib("RssAnon")
+before = memory("RssAnon")
 layers = w4a8.checkpoint.load(big)
 packed = sum(p.numel() for layer in layers.values() for p in layer.buffers())
-print(packed, len(layers), 1024 * (kib("VmHWM") - kib("VmRSS")), 1024 * (kib("RssAnon") - before))
+print(packed, len(layers), memory("VmHWM") - memory("VmRSS"), memory("RssAnon") - before)
 """
 
 
 @safetensors
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_memory_is_bounded(tmp_path, child_environment):
+@meter.needs_proc
+def test_memory_is_bounded(tmp_path):
     """A layer's raw weights are gone before the next is read: the peak exceeds the end by one layer, not by all."""
     small, big = tmp_path / "small", tmp_path / "big"
     layers, experts, hidden, inner = 4, 8, 1024, 512
@@ -298,15 +248,7 @@ def test_memory_is_bounded(tmp_path, child_environment):
             name = moe_checkpoint.LAYER.format(index)
             tensors.update(moe_checkpoint.tensors_of_layer(w13, w2, "int-quantized", name))
         moe_checkpoint.write(path, tensors, config)
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE_PEAK, str(small), str(big)],
-        env=child_environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    packed, count, above_end, kept = map(int, done.stdout.split())
+    packed, count, above_end, kept = meter.run(MEASURE_PEAK, small, big)
     raw_layer = experts * 3 * hidden * inner * (1 + 2 / 32)
     assert count == layers
     assert kept <= 1.1 * packed, "something but the packed layers is kept"

@@ -19,143 +19,83 @@ safetensors = pytest.mark.skipif(
 )
 
 
-def spoil_missing(c):
-    del c.tensors[f"{LAYER}.3.up_proj.weight"]
+def with_element(index, value):
+    """A change of one element."""
+
+    def change(tensor):
+        tensor[index] = value
+        return tensor
+
+    return change
 
 
-def spoil_missing_scale(c):
-    del c.tensors[f"{LAYER}.7.down_proj.weight_scale"]
+def int8(*shape):
+    return torch.zeros(shape, dtype=torch.int8)
 
 
-def spoil_missing_bias(c):
-    c.tensors[f"{LAYER}.0.up_proj.bias"] = torch.zeros(256)
-
-
-def spoil_missing_expert(c):
-    for key in [key for key in c.tensors if key.startswith(f"{LAYER}.5.")]:
-        del c.tensors[key]
-
-
-def spoil_rows(c):
-    c.tensors[f"{LAYER}.3.up_proj.weight"] = torch.zeros(255, 128, dtype=torch.int8)
-
-
-def spoil_columns(c):
-    c.tensors[f"{LAYER}.0.down_proj.weight"] = torch.zeros(128, 128, dtype=torch.int8)
-
-
-def spoil_rank(c):
-    c.tensors[f"{LAYER}.0.down_proj.weight"] = torch.zeros(128, dtype=torch.int8)
-
-
-def spoil_scale_shape(c):
-    c.tensors[f"{LAYER}.2.gate_proj.weight_scale"] = torch.ones(256, 1)
-
-
-def spoil_scale_value(c):
-    c.tensors[f"{LAYER}.2.gate_proj.weight_scale"][3, 1] = float("nan")
-
-
-def spoil_scale_dtype(c):
-    c.tensors[f"{LAYER}.2.gate_proj.weight_scale"] = torch.ones(256, 4, dtype=torch.int8)
-
-
-def spoil_range(c):
-    c.tensors[f"{LAYER}.1.gate_proj.weight"][5, 7] = 8
-
-
-def spoil_dtype(c):
-    c.tensors[f"{LAYER}.1.gate_proj.weight"] = torch.zeros(256, 128)
-
-
-def spoil_order(c):
-    c.tensors[f"{LAYER}.1.gate_proj.weight_g_idx"] = torch.arange(128)
-
-
-def spoil_zero_point(c):
-    c.tensors[f"{LAYER}.1.gate_proj.weight_zero_point"] = torch.ones(256, 4, dtype=torch.int8)
-
-
-def spoil_extra_expert(c):
-    c.tensors[f"{LAYER}.8.gate_proj.weight"] = torch.zeros(256, 128, dtype=torch.int8)
-
-
-def key(name):
-    return f"tensor '{LAYER}.{name}'"
-
-
-def at(name):
-    return f"tensor {LAYER}.{name}"
-
-
+PACKED = {"weight_packed", "weight_shape"}
+# A tensor of the layer, what becomes of it (None: it is missing), and the message; {} is its name.
 WRONG_TENSORS = [
-    (spoil_missing, f"{key('3.up_proj.weight')} is missing"),
-    (spoil_missing_scale, f"{key('7.down_proj.weight_scale')} is missing"),
-    (spoil_missing_bias, f"{key('0.gate_proj.bias')} is missing"),
-    (spoil_missing_expert, f"{key('5.gate_proj.weight')} is missing"),
-    (spoil_rows, f"{key('3.up_proj.weight')} has shape (255, 128), but (256, 128) is expected"),
-    (spoil_columns, f"{key('0.down_proj.weight')} has shape (128, 128), but (128, 256) is expected"),
-    (spoil_rank, f"{at('0.down_proj.weight')}: shape (128,), but 2 dimensions are expected"),
+    ("3.up_proj.weight", None, "tensor '{}' is missing"),
+    ("7.down_proj.weight_scale", None, "tensor '{}' is missing"),
+    ("0.up_proj.bias", torch.zeros(256), f"tensor '{LAYER}.0.gate_proj.bias' is missing"),
+    ("3.up_proj.weight", int8(255, 128), "tensor '{}' has shape (255, 128), but (256, 128) is expected"),
+    ("0.down_proj.weight", int8(128, 128), "tensor '{}' has shape (128, 128), but (128, 256) is expected"),
+    ("0.down_proj.weight", int8(128), "tensor {}: shape (128,), but 2 dimensions are expected"),
     (
-        spoil_scale_shape,
-        f"{at('2.gate_proj.weight_scale')}: shape (256, 1), but 128 x 256 features in groups of 32 make (256, 4)",
+        "2.gate_proj.weight_scale",
+        torch.ones(256, 1),
+        "tensor {}: shape (256, 1), but 128 x 256 features in groups of 32",
     ),
-    (spoil_scale_value, f"{at('2.gate_proj.weight_scale')}: not all scales are finite"),
+    ("2.gate_proj.weight_scale", with_element((3, 1), float("nan")), "tensor {}: not all scales are finite"),
+    ("2.gate_proj.weight_scale", int8(256, 4), "tensor {}: dtype torch.int8, but float16 or"),
     (
-        spoil_scale_dtype,
-        f"{at('2.gate_proj.weight_scale')}: dtype torch.int8, but float16 or",
+        "1.gate_proj.weight",
+        with_element((5, 7), 8),
+        "tensor {} holds values in [-8, 8], but int4 values are in [-8, 7]",
     ),
-    (spoil_range, f"{at('1.gate_proj.weight')} holds values in [-8, 8], but int4 values are in [-8, 7]"),
-    (spoil_dtype, f"{at('1.gate_proj.weight')}: dtype torch.float32, but int8 is expected"),
-    (spoil_order, f"{at('1.gate_proj.weight_g_idx')}: groups are not consecutive input features"),
+    ("1.gate_proj.weight", torch.zeros(256, 128), "tensor {}: dtype torch.float32, but int8 is expected"),
+    ("1.gate_proj.weight_g_idx", torch.arange(128), "tensor {}: groups are not consecutive input features"),
+    ("1.gate_proj.weight_zero_point", int8(256, 4) + 1, "tensor {}: zero points in [9, 9], but the configuration"),
+    ("8.gate_proj.weight", int8(256, 128), f"{LAYER} has an expert 8, but config.json says 8 experts"),
     (
-        spoil_zero_point,
-        f"{at('1.gate_proj.weight_zero_point')}: zero points in [9, 9], but the configuration",
+        "4.up_proj.weight_packed",
+        torch.zeros(256, 15).int(),
+        "{}: shape (256, 15), but 256 x 128 features make (256, 16)",
     ),
-    (spoil_extra_expert, f"{LAYER} has an expert 8, but config.json says 8 experts"),
+    ("4.up_proj.weight_packed", torch.zeros(256, 16).long(), "{}: dtype torch.int64, but int32 is expected"),
+    ("4.up_proj.weight_shape", torch.tensor([256, 120]), "'{}' says [256, 120], but [256, 128] is expected"),
+    ("4.up_proj.weight_shape", None, "'{}' is missing"),
+    ("4.up_proj.weight_packed", None, "'{}' is missing"),
 ]
 
 
 @safetensors
-@pytest.mark.parametrize(("spoil", "message"), WRONG_TENSORS, ids=lambda v: getattr(v, "__name__", ""))
-def test_wrong_tensor(checkpoint, spoil, message):
-    spoil(checkpoint)
+@pytest.mark.parametrize(("name", "change", "message"), WRONG_TENSORS)
+def test_wrong_tensor(checkpoint, name, change, message):
+    if name.rpartition(".")[2] in PACKED:
+        checkpoint.reset("pack-quantized")
+    full = f"{LAYER}.{name}"
+    old = checkpoint.tensors.pop(full, None)
+    if change is not None:
+        checkpoint.tensors[full] = change(old) if callable(change) else change.clone()
     with pytest.raises(CheckpointError) as caught:
         load(checkpoint.write())
-    assert message in str(caught.value)
+    assert message.format(full) in str(caught.value)
 
 
 @safetensors
-@pytest.mark.parametrize(
-    ("name", "tensor", "message"),
-    [
-        (
-            "weight_packed",
-            torch.zeros(256, 15, dtype=torch.int32),
-            "(256, 15), but 256 x 128 features make (256, 16)",
-        ),
-        ("weight_packed", torch.zeros(256, 16, dtype=torch.int64), "dtype torch.int64, but int32 is expected"),
-        ("weight_shape", torch.tensor([256, 120]), "says [256, 120], but [256, 128] is expected"),
-        ("weight_shape", None, "is missing"),
-        ("weight_packed", None, "is missing"),
-    ],
-)
-def test_wrong_packed_tensor(checkpoint, name, tensor, message):
-    checkpoint.reset("pack-quantized")
-    full = f"{LAYER}.4.up_proj.{name}"
-    if tensor is None:
-        del checkpoint.tensors[full]
-    else:
-        checkpoint.tensors[full] = tensor
-    with pytest.raises(CheckpointError) as caught:
+def test_missing_expert(checkpoint):
+    for key in [key for key in checkpoint.tensors if key.startswith(f"{LAYER}.5.")]:
+        del checkpoint.tensors[key]
+    with pytest.raises(CheckpointError, match=rf"tensor '{LAYER}\.5\.gate_proj\.weight' is missing"):
         load(checkpoint.write())
-    assert full in str(caught.value) and message in str(caught.value)
 
 
 WEIGHTS = "quantization_config.config_groups.group_0.weights"
 INPUT = "quantization_config.config_groups.group_0.input_activations"
 WRONG_SCHEMES = [
-    ("weights", {"symmetric": False}, f"{key('0.gate_proj.weight_zero_point')} is missing"),
+    ("weights", {"symmetric": False}, f"tensor '{LAYER}.0.gate_proj.weight_zero_point' is missing"),
     ("weights", {"symmetric": "no"}, f"{WEIGHTS}.symmetric is 'no', but true or false is expected"),
     ("weights", {"num_bits": 8}, f"{WEIGHTS}.num_bits is 8, but 4 is expected"),
     ("weights", {"type": "float"}, f"{WEIGHTS}.type is 'float', but 'int' is expected"),
@@ -179,59 +119,56 @@ def test_wrong_scheme(checkpoint, part, changes, message):
     assert message in str(caught.value)
 
 
+def _mixed(config, group):
+    other = json.loads(json.dumps(group))
+    other["targets"], other["weights"]["group_size"] = ["re:.*experts.3.up_proj"], 64
+    config["quantization_config"]["config_groups"]["group_1"] = other
+
+
+METHODS = "compressed-tensors, gptq, awq, auto-round, mxfp4, modelopt, quark"
+NOT_QUANTIZED = "is not quantized: no target matches it, or it is ignored"
+ROTATED, SPARSE = {"config_groups": {"u": {}}}, {"format": "sparse-24-bitmask"}
+
+
 @safetensors
-def test_wrong_quantization_config(checkpoint):
-    def message_of(change):
-        checkpoint.reset()
-        change(checkpoint.config, checkpoint.group)
-        with pytest.raises(CheckpointError) as caught:
-            load(checkpoint.write())
-        return str(caught.value)
-
-    def no_quantization(config, group):
-        del config["quantization_config"]
-
-    def other_method(config, group):
-        config["quantization_config"]["quant_method"] = "fp8"
-
-    def other_format(config, group):
-        group["format"] = "marlin-24"
-
-    def no_weights(config, group):
-        group["weights"] = None
-
-    def ignored(config, group):
-        config["quantization_config"]["ignore"].append("re:.*experts.3.*")
-
-    def untargeted(config, group):
-        group["targets"] = ["re:.*self_attn.*"]
-
-    def outputs(config, group):
-        group["output_activations"] = {"num_bits": 8}
-
-    def rotated(config, group):
-        config["quantization_config"]["transform_config"] = {"config_groups": {"u": {}}}
-
-    def sparse(config, group):
-        config["quantization_config"]["sparsity_config"] = {"format": "sparse-24-bitmask"}
-
-    def mixed(config, group):
-        other = json.loads(json.dumps(group))
-        other["targets"], other["weights"]["group_size"] = ["re:.*experts.3.up_proj"], 64
-        config["quantization_config"]["config_groups"]["group_1"] = other
-
-    assert message_of(no_quantization) == "config.json has no quantization_config: this is not a quantized checkpoint"
-    methods = "compressed-tensors, gptq, awq, auto-round, mxfp4, modelopt, quark"
-    assert f"quant_method is 'fp8', but one of {methods} is expected" in message_of(other_method)
-    assert "group_0 is 'marlin-24', but one of 'int-quantized', 'pack-quantized', " in message_of(other_format)
-    assert "group_0.weights is missing" in message_of(no_weights)
-    not_quantized = "is not quantized: no target matches it, or it is ignored"
-    assert message_of(ignored) == f"{LAYER}.3.gate_proj {not_quantized}"
-    assert message_of(untargeted) == f"{LAYER}.0.gate_proj {not_quantized}"
-    assert "group_0.output_activations is set" in message_of(outputs)
-    assert "quantization_config.transform_config is set: rotated weights are not supported" in message_of(rotated)
-    assert "quantization_config.sparsity_config is set: sparse weights are not supported" in message_of(sparse)
-    assert message_of(mixed) == f"{LAYER}.3.up_proj is quantized differently from {LAYER}.0.gate_proj"
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda config, group: config.pop("quantization_config"),
+            "config.json has no quantization_config: this is not a quantized checkpoint",
+        ),
+        (
+            lambda config, group: config["quantization_config"].update(quant_method="fp8"),
+            f"quant_method is 'fp8', but one of {METHODS} is expected",
+        ),
+        (
+            lambda config, group: group.update(format="marlin-24"),
+            "group_0 is 'marlin-24', but one of 'int-quantized', 'pack-quantized', ",
+        ),
+        (lambda config, group: group.update(weights=None), "group_0.weights is missing"),
+        (
+            lambda config, group: config["quantization_config"]["ignore"].append("re:.*experts.3.*"),
+            f"{LAYER}.3.gate_proj {NOT_QUANTIZED}",
+        ),
+        (lambda config, group: group.update(targets=["re:.*self_attn.*"]), f"{LAYER}.0.gate_proj {NOT_QUANTIZED}"),
+        (lambda config, group: group.update(output_activations={"num_bits": 8}), "group_0.output_activations is set"),
+        (
+            lambda config, group: config["quantization_config"].update(transform_config=ROTATED),
+            "quantization_config.transform_config is set: rotated weights are not supported",
+        ),
+        (
+            lambda config, group: config["quantization_config"].update(sparsity_config=SPARSE),
+            "quantization_config.sparsity_config is set: sparse weights are not supported",
+        ),
+        (_mixed, f"{LAYER}.3.up_proj is quantized differently from {LAYER}.0.gate_proj"),
+    ],
+)
+def test_wrong_quantization_config(checkpoint, change, message):
+    change(checkpoint.config, checkpoint.group)
+    with pytest.raises(CheckpointError) as caught:
+        load(checkpoint.write())
+    assert message in str(caught.value)
 
 
 @safetensors

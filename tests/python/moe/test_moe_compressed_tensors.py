@@ -6,6 +6,7 @@ import moe_build
 import moe_checkpoint
 import moe_reference
 import pytest
+import tool_formats
 import torch
 from moe_build import ACTIVATIONS, GROUP_SIZES, assert_packed, config_of, make_config, op_moe, op_pack
 
@@ -84,10 +85,9 @@ def check(layer, path, group_size):
         moe.routing_method.name, logits, moe.experts_per_token, bias=layer.e_score_correction_bias
     )
     assert gap > 2.0**-17 and torch.equal(ids.long(), reference_ids)
-    experts = [(w13.of(e), w2.of(e)) for e in range(moe.num_experts)]
-    router_error = (12 + 3 * float(logits.abs().max()) + 8 + moe.experts_per_token) * moe_reference.U
-    expected, bound = moe_reference.moe(x, ids, router, experts, moe.activation.value, on_input, router_error)
-    moe_reference.assert_close(out, expected, bound)
+    error = (12 + 3 * float(logits.abs().max()) + 8 + moe.experts_per_token) * moe_reference.U
+    moe_reference.assert_close(weights, router, error * router.abs())
+    moe_build.assert_computes(out, moe, x, ids, weights, w13, w2, on_input)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -131,7 +131,7 @@ def test_stacks_are_what_the_package_means(checkpoints, group_size, format_):
             (w2.of(expert), decompressed[f"{module}.down_proj"]),
         ):
             # int4 * bfloat16 is exact in float32.
-            assert torch.equal(moe_reference.dequantize(values, scales).float(), expected)
+            assert torch.equal(tool_formats.integers(values, torch.zeros(scales.shape), scales).float(), expected)
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -1,8 +1,6 @@
 """The oracle: the conversion of weights."""
 
-import subprocess
-import sys
-
+import meter
 import moe_build
 import pytest
 import torch
@@ -146,39 +144,30 @@ def test_in_place_needs_contiguous_weights():
 
 
 MEASURE_PEAK = """
-import resource, sys
 import torch
 import moe_build
 from w4a8.moe import CompressedTensorsW4A8Int8MoEMethod, RoutedExperts
-
-def kib(field):  # of /proc/self/status: VmRSS now, VmHWM the most there ever was
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) for line in status if line.startswith(field + ":"))
 
 torch.set_num_threads(2)
 # Everything is loaded and warm before the measurement: kernels, thread pool, allocator.
 moe_build.make_layer(moe_build.make_config(), 32)
 moe = moe_build.make_config(num_experts=32, hidden_dim=1024, intermediate_size=1024, in_dtype=torch.bfloat16)
 method = CompressedTensorsW4A8Int8MoEMethod(moe_build.weight_args(32), moe_build.TOKEN_INT8, moe)
-before = kib("VmRSS")
+before = memory("VmRSS")
 layer = RoutedExperts(moe, method)
 for parameter in layer.parameters():
     parameter.data.fill_(1)  # touches every page
 raw = sum(p.numel() * p.element_size() for p in layer.parameters())
 layer.process_weights_after_loading()
 packed = sum(p.numel() * p.element_size() for p in layer.parameters())
-print(raw, packed, 1024 * (kib("VmHWM") - before), 1024 * (kib("VmRSS") - before))
+print(raw, packed, memory("VmHWM") - before, memory("VmRSS") - before)
 """
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_peak_memory_of_converting_a_layer(child_environment):
+@meter.needs_proc
+def test_peak_memory_of_converting_a_layer():
     """Raw (100 MiB) + packed (50 MiB) + 10 %; measured by the operating system, in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE_PEAK], env=child_environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    raw, packed, peak, after = map(int, done.stdout.split())
+    raw, packed, peak, after = meter.run(MEASURE_PEAK)
     assert raw > 100 * 2**20 and packed > 50 * 2**20  # large against what else a process allocates meanwhile
     assert peak <= 1.1 * (raw + packed), (
         f"peak {peak / 2**20:.0f} MiB, raw {raw / 2**20:.0f}, packed {packed / 2**20:.0f}"

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import meter
 import moe_checkpoint
 import pytest
 import torch.distributed
@@ -19,10 +20,10 @@ pytestmark = [
 ]
 
 
-def run(environment, *arguments):
+def run(*arguments):
     done = subprocess.run(
         [sys.executable, str(EXAMPLE), *arguments],
-        env={**environment, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")},
+        env=meter.environment(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=os.environ.get("GLOO_SOCKET_IFNAME", "lo")),
         capture_output=True,
         text=True,
         timeout=300,
@@ -33,22 +34,22 @@ def run(environment, *arguments):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_two_processes_each_with_half_of_the_experts(child_environment, dtype):
+def test_two_processes_each_with_half_of_the_experts(dtype):
     """The example exits with an error if the sum is outside the bound of float additions."""
-    out = run(child_environment, "--dtype", dtype)
+    out = run("--dtype", dtype)
     assert "rank 0: 8 of 16 experts" in out and "rank 1: 8 of 16 experts" in out
     assert "largest difference from one process" in out
 
 
-def test_experts_that_do_not_divide(child_environment):
-    out = run(child_environment, "--ranks", "3", "--experts", "7", "--top-k", "3", "--tokens", "9")
+def test_experts_that_do_not_divide():
+    out = run("--ranks", "3", "--experts", "7", "--top-k", "3", "--tokens", "9")
     assert "rank 0: 3 of 7" in out and "rank 1: 2 of 7" in out and "rank 2: 2 of 7" in out
 
 
-def test_from_a_checkpoint(child_environment, tmp_path):
+def test_from_a_checkpoint(tmp_path):
     pytest.importorskip("safetensors", reason="the safetensors package is not installed")
     w13, w2 = moe_checkpoint.random_layer(32)
     tensors = moe_checkpoint.tensors_of_layer(w13, w2, "pack-quantized")
     config = moe_checkpoint.model_config(moe_checkpoint.quantization_config(32, "pack-quantized"))
-    out = run(child_environment, "--checkpoint", str(moe_checkpoint.write(tmp_path, tensors, config)))
+    out = run("--checkpoint", str(moe_checkpoint.write(tmp_path, tensors, config)))
     assert "rank 0: 4 of 8 experts" in out and "rank 1: 4 of 8 experts" in out

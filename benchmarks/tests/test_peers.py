@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).resolve().parents[1]
 
 FAKES = """
 import os, signal
@@ -55,7 +55,6 @@ class Refusing(Right):
 @pytest.fixture
 def peers(monkeypatch, tmp_path):
     (tmp_path / "fake_peers.py").write_text(FAKES)
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     from peers import environments, session

@@ -3,11 +3,8 @@
 import json
 import os
 import sys
-from pathlib import Path
 
 import pytest
-
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 FAKES = """
 import os, signal
@@ -57,7 +54,6 @@ class Refusing(Fake):
 @pytest.fixture
 def bench_models(monkeypatch, tmp_path):
     (tmp_path / "fake_models.py").write_text(FAKES)
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     import bench_models

@@ -25,7 +25,6 @@ KINDS = {
 
 @pytest.fixture(autouse=True)
 def benchmarks(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
     from accuracy import models
 
     monkeypatch.setattr(models, "FOLDER", tmp_path)

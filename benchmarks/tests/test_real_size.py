@@ -3,36 +3,20 @@
 import json
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from real_size import gguf_file, shapes, values, write
 
 import w4a8
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 FORMATS = ["w4a8", "w4a16", "bfloat16"]
 
 
 @pytest.fixture(scope="module")
-def real_size():
-    """The modules."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS))
-        from real_size import files, gguf_file, shapes, values, write
-
-        class Modules:
-            pass
-
-        Modules.files, Modules.gguf_file, Modules.shapes = files, gguf_file, shapes
-        Modules.values, Modules.write = values, write
-        yield Modules
-
-
-@pytest.fixture(scope="module")
-def small(real_size):
-    return real_size.shapes.Shapes(
+def small():
+    return shapes.Shapes(
         layers=2,
         vocabulary=320,
         group=32,
@@ -48,12 +32,12 @@ def small(real_size):
 
 
 @pytest.fixture(scope="module")
-def written(real_size, small, tmp_path_factory):
+def written(small, tmp_path_factory):
     """A folder with the formats of safetensors, in several files each."""
     folder = tmp_path_factory.mktemp("real_size")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(real_size.write, "SHARD_BYTES", 300_000)
-        real_size.write.write(small, folder, FORMATS)
+        patch.setattr(write, "SHARD_BYTES", 300_000)
+        write.write(small, folder, FORMATS)
     return folder
 
 
@@ -77,9 +61,9 @@ def _dequantized(tensors, module, group):
     return (grouped * tensors[f"{module}.weight_scale"].float().unsqueeze(-1)).flatten(1)
 
 
-def test_full_size_is_that_of_the_model(real_size):
+def test_full_size_is_that_of_the_model():
     """Names, sizes and bytes of the whole; nothing is written."""
-    full = real_size.shapes.Shapes()
+    full = shapes.Shapes()
     count = sum(
         t.matrix[0] * t.matrix[1] for t in full.tensors() if t.content in ("words", "unit", "normal", "weights", "ones")
     )
@@ -117,8 +101,8 @@ def test_w4a16_is_the_same_files(written):
     assert config["quantization_config"]["config_groups"]["group_0"]["input_activations"] is None
 
 
-def test_a_tensor_does_not_depend_on_what_else_is_written(real_size, small, written, tmp_path):
-    real_size.write.write(replace(small, layers=1), tmp_path, ["w4a8"])
+def test_a_tensor_does_not_depend_on_what_else_is_written(small, written, tmp_path):
+    write.write(replace(small, layers=1), tmp_path, ["w4a8"])
     one, two = _tensors(tmp_path / "w4a8"), _tensors(written / "w4a8")
     assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
 
@@ -152,12 +136,12 @@ def test_transformers_runs_it(small, written):
 
 
 @pytest.mark.parametrize("group", [32, 128])
-def test_q4_0_has_the_same_numbers(real_size, group):
+def test_q4_0_has_the_same_numbers(group):
     quants, types = _gguf()
-    words = real_size.values.words("m", 8, 256)
-    scales = real_size.values.scales("m", 8, 256, group)
-    blocks = real_size.gguf_file.q4_0(words, scales)
-    expected = real_size.values.dequantized(words, scales)
+    words = values.words("m", 8, 256)
+    scales = values.scales("m", 8, 256, group)
+    blocks = gguf_file.q4_0(words, scales)
+    expected = values.dequantized(words, scales)
     assert np.array_equal(quants.dequantize(blocks, types.Q4_0), expected)
     if (
         group == 32
@@ -169,17 +153,17 @@ def test_q4_0_has_the_same_numbers(real_size, group):
         assert np.array_equal(theirs[chosen], blocks.reshape(8, -1, 18)[chosen])
 
 
-def test_q4_0_refuses_scales_that_it_would_round(real_size):
-    words = real_size.values.words("m", 1, 32)
+def test_q4_0_refuses_scales_that_it_would_round():
+    words = values.words("m", 1, 32)
     with pytest.raises(ValueError, match="not exact in float16"):
-        real_size.gguf_file.q4_0(words, np.float32([[2.0**-30]]))
+        gguf_file.q4_0(words, np.float32([[2.0**-30]]))
 
 
-def test_q6_k_is_near(real_size):
+def test_q6_k_is_near():
     quants, types = _gguf()
     values = np.random.default_rng(0).standard_normal((6, 512)).astype(np.float32)
     values[0] = 0
-    back = quants.dequantize(real_size.gguf_file.q6_k(values), types.Q6_K)
+    back = quants.dequantize(gguf_file.q6_k(values), types.Q6_K)
     # Half a step of 31 up to the largest of 16 values, plus what rounding the step up to an eighth of a bit adds.
     step = np.abs(values.reshape(6, -1, 16)).max(-1) / 31
     largest = np.abs(values.reshape(6, -1, 256)).max(-1) / 31 / 127
@@ -187,15 +171,15 @@ def test_q6_k_is_near(real_size):
     assert (np.abs(back - values) <= bound * 1.01).all()
 
 
-def test_gguf_file(real_size, small, written, tmp_path):
+def test_gguf_file(small, written, tmp_path):
     """Read back by the package: keys, names, shapes, and the weights of the checkpoint."""
     quants, types = _gguf()
     import gguf
 
     shutil.copytree(written, tmp_path / "m", symlinks=True)
-    real_size.write.write(small, tmp_path / "m", ["gguf"])
+    write.write(small, tmp_path / "m", ["gguf"])
     path = tmp_path / "m" / "gguf" / "model.gguf"
-    assert abs(path.stat().st_size - real_size.gguf_file.nbytes(small)) < 0.02 * path.stat().st_size + 65536
+    assert abs(path.stat().st_size - gguf_file.nbytes(small)) < 0.02 * path.stat().st_size + 65536
     reader = gguf.GGUFReader(path)
     fields = {name: field.contents() for name, field in reader.fields.items()}
     assert fields["general.architecture"] == "qwen3moe"
@@ -217,28 +201,28 @@ def test_gguf_file(real_size, small, written, tmp_path):
     assert np.array_equal(router, checkpoint["model.layers.0.mlp.gate.weight"].float().numpy())
 
 
-def test_refuses_without_the_space(real_size, small, tmp_path, monkeypatch):
+def test_refuses_without_the_space(small, tmp_path, monkeypatch):
     free = shutil.disk_usage(tmp_path)._replace(free=1_000_000_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
-    with pytest.raises(real_size.write.NotEnoughSpace, match=r"need .* GB .* has 1\.0 GB free"):
-        real_size.write.write(small, tmp_path / "m", ["w4a8"])
+    with pytest.raises(write.NotEnoughSpace, match=r"need .* GB .* has 1\.0 GB free"):
+        write.write(small, tmp_path / "m", ["w4a8"])
     assert not any((tmp_path / "m").iterdir())
 
 
-def test_writes_once(real_size, small, tmp_path, capfd):
+def test_writes_once(small, tmp_path, capfd):
     """What is there is kept, what was cut short is written again, another model is not overwritten."""
     tiny = replace(small, layers=1, experts=4)
-    real_size.write.write(tiny, tmp_path, ["w4a8"])
+    write.write(tiny, tmp_path, ["w4a8"])
     said = capfd.readouterr().err
     assert "about 1 min" in said
     assert "s left" in said
     before = (tmp_path / "w4a8" / "config.json").stat().st_mtime_ns
-    real_size.write.write(tiny, tmp_path, ["w4a8"])
+    write.write(tiny, tmp_path, ["w4a8"])
     assert (tmp_path / "w4a8" / "config.json").stat().st_mtime_ns == before
     with pytest.raises(ValueError, match="other sizes"):
-        real_size.write.write(small, tmp_path, ["w4a8"])
+        write.write(small, tmp_path, ["w4a8"])
     (tmp_path / "w4a8" / "complete.json").unlink()
-    real_size.write.write(small, tmp_path, ["w4a8"])
+    write.write(small, tmp_path, ["w4a8"])
     assert len(_tensors(tmp_path / "w4a8")) > 100
 
 
@@ -246,14 +230,14 @@ def test_writes_once(real_size, small, tmp_path, capfd):
     ("changes", "message"),
     [({"group": 48}, "group is 48"), ({"layers": 0}, "layers is 0"), ({"scheme": "x"}, "scheme is")],
 )
-def test_bad_sizes(real_size, changes, message):
+def test_bad_sizes(changes, message):
     with pytest.raises(ValueError, match=message):
-        real_size.shapes.Shapes(**changes)
+        shapes.Shapes(**changes)
 
 
-def test_bad_format(real_size, small, tmp_path):
+def test_bad_format(small, tmp_path):
     with pytest.raises(ValueError, match="formats are 'w8'"):
-        real_size.write.write(small, tmp_path, ["w8"])
+        write.write(small, tmp_path, ["w8"])
 
 
 def _gguf():

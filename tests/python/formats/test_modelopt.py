@@ -1,0 +1,45 @@
+"""nvidia-modelopt: algorithms that are refused, and layers of several of them (its rules: test_rules.py)."""
+
+import re
+
+import pytest
+import torch
+from format_checkpoints import ALL_FORMATS, LAYER, QUERY, experts_checkpoint
+from test_load_formats import assert_meant, meaning
+
+from w4a8.checkpoint import CheckpointError, load, load_linear
+
+pytest.importorskip("safetensors", reason="the safetensors package is not installed")
+FORM = ALL_FORMATS["NVFP4 modelopt"]
+E4M3 = getattr(torch, "float8_e4m3fn", torch.uint8)  # of old, the files of these tests have bytes
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"quant_algo": "NVFP4_SVD"}, {"quant_algo": "W4A8_NVFP4_FP8"}, {"quant_algo": "FP8"}, {"group_size": 32}],
+)
+def test_other_algorithms_are_refused_by_name(changes, tmp_path):
+    made = experts_checkpoint(FORM, 64, 64).changed(**changes)
+    (key, value), *_ = changes.items()
+    with pytest.raises(CheckpointError, match=re.escape(f"quantization_config.{key} is {value!r}, but ")):
+        load(made.write(tmp_path), quantize_w4a16=True)
+
+
+def test_mixed_precision(tmp_path, caplog):
+    """What modelopt says layer by layer: NVFP4 beside FP8, which is left out and named."""
+    made = experts_checkpoint(FORM, 64, 64)
+    made.add(QUERY, FORM, 16, 64)
+    other = QUERY.replace("q_proj", "k_proj")
+    made.tensors[f"{other}.weight"] = torch.zeros(16, 64).to(E4M3)
+    made.tensors[f"{other}.weight_scale"] = torch.tensor(1.0)
+    layers = {LAYER: {"quant_algo": "NVFP4", "group_size": 16}, QUERY: {"quant_algo": "W4A16_NVFP4"}}
+    layers[other] = {"quant_algo": "FP8"}
+    stated = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    made.config["quantization_config"] = stated
+    path = made.write(tmp_path)
+    assert_meant(load(path, quantize_w4a16=True)[LAYER], made)
+    with caplog.at_level("WARNING", logger="w4a8.checkpoint"):
+        linear = load_linear(path, quantize_w4a16=True)
+    assert list(linear) == [QUERY] and torch.equal(meaning(linear[QUERY].packed)[0], made.meant[QUERY])
+    problem = f"quantization_config.quantized_layers['{other}'].quant_algo is 'FP8', but"
+    assert f"{other} is left out: {problem}" in caplog.text
