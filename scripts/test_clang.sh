@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # usage: test_clang.sh [PYTEST_ARGUMENTS]
-# The extension built with Clang against the torch of the flavour, which GCC compiled: the operators through the dispatcher,
-# their threads, and Python's import.
+# The extension built with Clang against the torch of the flavour, which GCC compiled: ATen's threads, Python's import, and
+# the operators.
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 select_flavour
 [ "$FLAVOUR" != pypi ] || pip_once "$PY" test

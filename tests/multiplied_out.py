@@ -30,15 +30,14 @@ def write(source: Path, directory: Path) -> None:
     for name, tensor in tensors.items():
         if name.endswith("_blocks"):  # gpt-oss: [in, out] in transformers
             stack = name.removesuffix("_blocks")
-            content[stack] = (
-                tool_formats.read_mxfp4(tensor, tensors[f"{stack}_scales"]).transpose(1, 2).float().contiguous()
-            )
+            found = {"blocks": tensor, "scales": tensors[f"{stack}_scales"]}
+            content[stack] = tool_formats.multiplied_out(found, "mxfp4").transpose(1, 2).float().contiguous()
         elif not name.endswith("_scales"):
             module, _, suffix = name.rpartition(".")
             modules.setdefault(module, {})[suffix] = tensor
     for module, found in modules.items():
         if not found.keys().isdisjoint(("qweight", "weight_scale")):
-            weight = tool_formats.multiplied_out(found, form, _bits(quantization, module)).float()
+            weight = tool_formats.multiplied_out(found, form, _bits(quantization, module)).float().contiguous()
             found = {"weight": weight} | {k: v for k, v in found.items() if k == "bias"}
         content.update({f"{module}.{suffix}": tensor.float() for suffix, tensor in found.items()})
     _stack_gpt_oss(content)

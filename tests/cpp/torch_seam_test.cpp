@@ -77,6 +77,23 @@ TEST(TorchParallelTest, WorkersAreThreads) {
   at::set_num_threads(before);
 }
 
+// Inside a parallel region of the caller: the calling thread alone, for all workers.
+TEST(TorchParallelTest, OneThreadInsideAnotherRegion) {
+  const int before = at::get_num_threads();
+  at::set_num_threads(2);
+  std::vector<int> threads(4), ran(4);
+  at::parallel_for(0, 4, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      AtenParallel parallel;
+      threads[static_cast<std::size_t>(i)] = parallel.threads();
+      parallel.run(3, [&](int) { ++ran[static_cast<std::size_t>(i)]; });
+    }
+  });
+  at::set_num_threads(before);
+  EXPECT_EQ(threads, std::vector<int>(4, 1));
+  EXPECT_EQ(ran, std::vector<int>(4, 3));
+}
+
 // A kernel that gives other bits is turned off with one warning, which only csrc/torch prints.
 TEST(TorchKernelTest, BrokenKernelWarnsOnce) {
   static const Kernel& scalar = *all_kernels().back();

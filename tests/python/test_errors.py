@@ -126,6 +126,9 @@ def test_unpack_shapes():
     stack = make_matrix(24, 64, 32, experts=3).pack()
     stack[2, 8] = 6
     refuse(lambda: w4a8.dyn_quant_unpack_4bit_weight(stack, 32, 64, 24), r"packed_weights\[2\]: version is 6")
+    plain, biased = (make_matrix(24, 64, 32, bias=bias).pack() for bias in (False, True))
+    stack = torch.stack([plain, biased])  # of as many bytes
+    refuse(lambda: w4a8.dyn_quant_unpack_4bit_weight(stack, 32, 64, 24), r"packed_weights\[1\] has another kind")
 
 
 def spoilt(at, value):

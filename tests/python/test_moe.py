@@ -117,6 +117,11 @@ def test_strided_arguments(kernel):
     assert_same_bits(layer(x.t().contiguous().t(), ids, router), want, "x")
     assert_same_bits(layer(x, ids.t().contiguous().t(), router), want, "topk_ids")
     assert_same_bits(layer(x, ids, router.repeat_interleave(2, 1)[:, ::2]), want, "topk_weights")
+    for name in ("w13_packed", "w2_packed"):
+        packed = getattr(layer, name)
+        setattr(layer, name, packed.repeat_interleave(2, 1)[:, ::2])
+        assert_same_bits(layer(x, ids, router), want, name)
+        setattr(layer, name, packed)
 
 
 @pytest.mark.parametrize("weight_on_input", [False, True], ids=["weight_on_output", "weight_on_input"])
