@@ -37,7 +37,7 @@ def write(source: Path, directory: Path) -> None:
             modules.setdefault(module, {})[suffix] = tensor
     for module, found in modules.items():
         if not found.keys().isdisjoint(("qweight", "weight_scale")):
-            weight = tool_formats.multiplied_out(found, form, _bits(quantization, module)).float().contiguous()
+            weight = tool_formats.multiplied_out(found, form, _bits(quantization, module)).float()
             found = {"weight": weight} | {k: v for k, v in found.items() if k == "bias"}
         content.update({f"{module}.{suffix}": tensor.float() for suffix, tensor in found.items()})
     _stack_gpt_oss(content)

@@ -122,7 +122,7 @@ def halves(packed: torch.Tensor) -> torch.Tensor:
 def integers(codes: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """float64 [N, K]: (code - zero) * scale, with zeros and scales [N, G]."""
     centred = codes.long().unflatten(-1, (zeros.shape[-1], -1)) - zeros.long().unsqueeze(-1)
-    return (centred.double() * scales.double().unsqueeze(-1)).flatten(-2)
+    return (centred.double() * scales.double().unsqueeze(-1)).flatten(-2).contiguous()
 
 
 def floats(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -1,58 +1,14 @@
 """Layers of experts without an engine: what the plugin refuses, in words, and what it notices to be missing."""
 
-from types import MethodType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from layers import EXPERTS, HIDDEN, make_layer
 
 from w4a8.formats import Stored
 from w4a8.integrations.vllm import moe
-from w4a8.integrations.vllm.moe import W4A8MoEMethod, experts_method, unsupported
-
-HIDDEN, EXPERTS = 128, 2
-
-
-def make_layer(
-    group_size=32,
-    intermediate=64,
-    tp_size=1,
-    has_bias=False,
-    activation="silu",
-    form="int-quantized",
-    symmetric=True,
-    tp_rank=0,
-    bits=4,
-):
-    """(layer, method), with what the plugin reads of vLLM's RoutedExperts and its FusedMoEConfig; parameters empty."""
-    parallel = dict.fromkeys(("tp_size", "pcp_size", "dp_size", "ep_size", "sp_size"), 1)
-    parallel.update(dict.fromkeys(("tp_rank", "pcp_rank", "dp_rank", "ep_rank"), 0))
-    parallel.update(tp_size=tp_size, tp_rank=tp_rank, use_ep=False, enable_eplb=False)
-    layer = torch.nn.Module()
-    layer.moe_config = SimpleNamespace(
-        num_experts=EXPERTS,
-        experts_per_token=2,
-        hidden_dim=HIDDEN,
-        intermediate_size=intermediate,
-        num_local_experts=EXPERTS,
-        activation=MoEActivation(activation),
-        moe_parallel_config=SimpleNamespace(**parallel),
-        in_dtype=torch.bfloat16,
-        router_logits_dtype=None,
-        routing_method=None,
-        has_bias=has_bias,
-        is_lora_enabled=False,
-        has_hash_routing=False,
-        swiglu_limit=None,
-        swiglu_alpha=None,
-        swiglu_beta=None,
-    )
-    layer.local_num_experts = EXPERTS
-    layer._map_global_expert_id_to_local_expert_id = MethodType(lambda self, expert: expert, layer)
-    stored = Stored(form, group_size, symmetric, bits=bits)
-    method = W4A8MoEMethod(stored, layer, "model.layers.0.mlp.experts")
-    method.create_weights(layer, EXPERTS, HIDDEN, intermediate // tp_size, torch.bfloat16)
-    return layer, method
+from w4a8.integrations.vllm.moe import experts_method, unsupported
 
 
 def load(layer, name, shape, shard, expert, dtype=torch.bfloat16):

@@ -12,7 +12,7 @@ import pytest
 import tool_formats
 import torch
 from conftest import environment
-from test_nvfp4 import chosen
+from layers import chosen
 
 from w4a8.formats import rules_of
 from w4a8.integrations.vllm import plugin, selftest

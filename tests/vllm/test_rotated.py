@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_nvfp4 import rank
+from layers import rank
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType

@@ -244,6 +244,7 @@ def test_extra_config_of_auto_round():
     assert rules.of("model.layers.4.mlp.up_proj") == auto_round()  # no pattern, and not its whole name
     assert rules.of(Q) == auto_round(group=32, symmetric=True)
     assert rules.of("language_model.lm_head") == auto_round()
+    assert "block_name_to_quantize does not name its block" in rules.of("model.my_lm_head").reason  # no end of its name
     gate = rules.of("model.layers.3.mlp.gate")
     assert not gate.quantized and "bits is 16: not quantized" in gate.reason
     shared = "model.layers.3.mlp.shared_expert.up_proj"

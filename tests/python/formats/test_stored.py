@@ -5,6 +5,7 @@ import torch
 from tool_formats import least_zero, store, store_mxfp4, store_nvfp4
 
 from w4a8.formats import Stored
+from w4a8.formats.stored import wanted_by_all
 
 ROWS, COLUMNS, GROUP = 16, 128, 32
 
@@ -122,3 +123,12 @@ def test_features_that_are_no_whole_words():
     zeros = part_of(how("gptq", True), "zero_points")
     with pytest.raises(ValueError, match=r"20 output features are not whole words of 8 \(qzeros\)"):
         zeros.shape(20, COLUMNS, 4)
+
+
+def test_activation_group_of_a_layer_of_experts():
+    """Per token if one of them wants that; what is asked for goes before."""
+    int8, weight_only = Stored("gptq", 32, True), Stored("gptq", 32, True, weight_only="quant_method is 'gptq'")
+    for one, other in ((int8, weight_only), (weight_only, int8)):
+        assert wanted_by_all((one, other), None) == -1
+        assert wanted_by_all((one, other), 64) == 64
+    assert wanted_by_all((weight_only, weight_only), None) is None
