@@ -380,8 +380,7 @@ def test_meta(kind, experts):
 
 
 @compiles
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_zero_points_of_eight_compiled(backend):
+def test_zero_points_of_eight_compiled():
     """What is traced has the size that is packed."""
     matrix = make_matrix(24, 64, 32, kind="zeros")
     matrix.zero_points.fill_(8)
@@ -391,7 +390,7 @@ def test_zero_points_of_eight_compiled(backend):
         return torch.stack([packed, packed + torch.zeros(packed.shape, dtype=torch.uint8)])
 
     arguments = matrix.weights, matrix.scales, matrix.zero_points
-    compiled = torch.compile(packed_twice, fullgraph=True, backend=backend)(*arguments)
+    compiled = torch.compile(packed_twice, fullgraph=True, backend="aot_eager")(*arguments)
     assert_same_bits(compiled, packed_twice(*arguments))
 
 

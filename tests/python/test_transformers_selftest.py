@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import textwrap
 
 import pytest
 import torch
@@ -17,36 +16,57 @@ from w4a8.integrations import selftest as shared  # noqa: E402
 from w4a8.integrations.transformers import W4A8Config, selftest, versions  # noqa: E402
 from w4a8.integrations.transformers.registration import merge_foreign  # noqa: E402
 
-# Imports, and says what of it transformers knows then.
+# For each case a process that begins with transformers as it was imported: imports, and says what of it transformers
+# knows then.
 IMPORT = """
+import os, sys
 import transformers
 from transformers.quantizers import auto
 before = auto.AutoHfQuantizer.merge_quantization_configs
-{change}
-try:
-    import w4a8.integrations.transformers
-except (ImportError, ValueError) as error:
-    print(type(error).__name__, error)
-print("registered", "w4a8" in auto.AUTO_QUANTIZER_MAPPING, "w4a8" in auto.AUTO_QUANTIZATION_CONFIG_MAPPING)
-print("wrapped", auto.AutoHfQuantizer.merge_quantization_configs != before)
+for change, environment in {cases}:
+    print("---", flush=True)
+    if os.fork():
+        assert os.wait()[1] == 0
+        continue
+    os.environ.update(environment)
+    exec(change)
+    try:
+        import w4a8.integrations.transformers
+    except (ImportError, ValueError) as error:
+        print(type(error).__name__, error)
+    print("registered", "w4a8" in auto.AUTO_QUANTIZER_MAPPING, "w4a8" in auto.AUTO_QUANTIZATION_CONFIG_MAPPING)
+    print("wrapped", auto.AutoHfQuantizer.merge_quantization_configs != before, flush=True)
+    os._exit(0)
 """
-
-
-def imported(change, **environment):
-    environment = {key: value for key, value in os.environ.items() if key != versions.SWITCH} | environment
-    code = IMPORT.format(change=textwrap.dedent(change))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout.splitlines()
-
-
 NOTHING = ["registered False False", "wrapped False"]
 ALL = ["registered True True", "wrapped True"]
+UNTESTED = "transformers.__version__ = '5.24.0'"
+WITHOUT_METHOD = "from transformers.quantizers import HfQuantizer; del HfQuantizer.param_needs_quantization"
+WITHOUT_NAME = "from transformers import core_model_loading; del core_model_loading.dot_natural_key"
 
 
-def test_this_version():
+def test_imports():
+    """Whoever imports it is told what does not fit, and nothing is registered then. A variable goes on where only the
+    version was not tested."""
     assert selftest.problems() == []
-    assert imported("") == ALL
+    asked = {"W4A8_TRANSFORMERS": "1"}
+    cases = [
+        ("", {}, None),
+        (UNTESTED, {}, "ImportError w4a8.integrations.transformers has not been tested with transformers 5.24.0"),
+        (UNTESTED, asked, None),
+        (WITHOUT_METHOD, {}, "the self-test failed with transformers {}: HfQuantizer has no param_needs_quantization"),
+        (WITHOUT_NAME, asked, "transformers {} is not as expected: cannot import name 'dot_natural_key'"),
+    ]
+    code = IMPORT.format(cases=[case[:2] for case in cases])
+    environment = {key: value for key, value in os.environ.items() if key != versions.SWITCH}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    printed = done.stdout.split("---\n")[1:]
+    assert len(printed) == len(cases)
+    for (*case, message), text in zip(cases, printed):
+        *error, one, other = text.splitlines()
+        assert [one, other] == (ALL if message is None else NOTHING), case
+        assert message.format(transformers.__version__) in error[0] if message else not error, case
 
 
 @pytest.mark.parametrize("version", ["5.18.3", "5.24.0", "6.0.0", "5.24.0.dev0", "5"])
@@ -70,43 +90,6 @@ def test_tested_versions(monkeypatch):
     monkeypatch.setenv(versions.SWITCH, "yes")
     with pytest.raises(ValueError, match="W4A8_TRANSFORMERS='yes', expected auto or 1"):
         versions.version_problem("5.23.0")
-
-
-def test_imports_of_untested_versions():
-    """Whoever imports it is told, and nothing is registered; a variable goes on all the same."""
-    change = "transformers.__version__ = '5.24.0'"
-    error, *rest = imported(change)
-    assert error.startswith("ImportError w4a8.integrations.transformers has not been tested with transformers 5.24.0")
-    assert rest == NOTHING
-    assert imported(change, W4A8_TRANSFORMERS="1") == ALL
-
-
-@pytest.mark.parametrize(
-    "change, environment, message",
-    [
-        (
-            """
-            from transformers.quantizers import HfQuantizer
-            del HfQuantizer.param_needs_quantization
-            """,
-            {},
-            "the self-test failed with transformers {}: HfQuantizer has no param_needs_quantization",
-        ),
-        (
-            """
-            from transformers import core_model_loading
-            del core_model_loading.dot_natural_key
-            """,
-            {"W4A8_TRANSFORMERS": "1"},
-            "transformers {} is not as expected: cannot import name 'dot_natural_key'",
-        ),
-    ],
-)
-def test_imports_with_other_internals(change, environment, message):
-    """Also where the version is one that was tested, or the user wants it all the same."""
-    error, *rest = imported(change, **environment)
-    assert message.format(transformers.__version__) in error
-    assert rest == NOTHING
 
 
 def test_other_interfaces(monkeypatch):

@@ -4,11 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from compressed_tensors.quantization import QuantizationArgs
 from layers import EXPERTS, HIDDEN, make_layer
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
 from w4a8.formats import Stored
 from w4a8.integrations.vllm import moe
 from w4a8.integrations.vllm.moe import experts_method, unsupported
+from w4a8.integrations.vllm.scheme import is_weight_only
 
 
 def load(layer, name, shape, shard, expert, dtype=torch.bfloat16):
@@ -23,8 +26,8 @@ def load(layer, name, shape, shard, expert, dtype=torch.bfloat16):
     )
 
 
-def load_weights(layer, without=()):
-    for expert in range(EXPERTS):
+def load_weights(layer, without=(), experts=range(EXPERTS)):
+    for expert in experts:
         for stack, shard, n, k in (("w13", "w1", 64, 128), ("w13", "w3", 64, 128), ("w2", "w2", 128, 64)):
             for name, shape, dtype in (
                 (f"{stack}_weight", (n, k), torch.int8),
@@ -32,7 +35,8 @@ def load_weights(layer, without=()):
                 (f"{stack}_bias", (n,), torch.bfloat16),
             ):
                 if hasattr(layer, name) and (name, shard, expert) not in without:
-                    assert load(layer, name, shape, shard, expert, dtype)
+                    held = layer._map_global_expert_id_to_local_expert_id(expert) != -1
+                    assert load(layer, name, shape, shard, expert, dtype) == held
 
 
 def test_groups_that_tensor_parallelism_cuts():
@@ -52,6 +56,31 @@ def test_parallelism_that_is_left_to_vllm(name):
     assert unsupported(layer.moe_config) is None
     setattr(layer.moe_config.moe_parallel_config, name, 2)
     assert unsupported(layer.moe_config) == f"{name} 2"
+
+
+@pytest.mark.parametrize(
+    ("activation", "numbers", "reason"),
+    [
+        ("swigluoai", {"swiglu_limit": 7.0, "swiglu_alpha": 1.702, "swiglu_beta": 1.0}, None),
+        ("swigluoai", {"swiglu_alpha": 1.5}, "swiglu_alpha 1.5 with activation swigluoai"),
+        ("swigluoai", {"swiglu_limit": 6.0}, "swiglu_limit 6.0 with activation swigluoai"),
+        ("swigluoai_uninterleave", {"swiglu_alpha": 1.702}, None),
+        ("swigluoai_uninterleave", {}, "swiglu_alpha not given with activation swigluoai_uninterleave"),
+        ("silu", {"swiglu_limit": 7.0}, "swiglu_limit 7.0 with activation silu"),
+    ],
+)
+def test_numbers_of_the_clamped_activation(activation, numbers, reason):
+    layer, _ = make_layer()
+    layer.moe_config.activation = MoEActivation(activation)
+    vars(layer.moe_config).update(numbers)
+    assert unsupported(layer.moe_config) == reason
+
+
+@pytest.mark.parametrize(("bits", "taken"), [(4, True), (8, True), (2, False)])
+def test_weights_without_quantized_inputs(bits, taken):
+    weights = QuantizationArgs(num_bits=bits, strategy="group", group_size=32)
+    assert is_weight_only(weights, None) == taken
+    assert not is_weight_only(weights, QuantizationArgs(num_bits=8, strategy="token", dynamic=True))
 
 
 def test_what_is_left_to_vllm(monkeypatch):
@@ -188,6 +217,15 @@ def test_random_experts_of_mxfp4():
         codes, scales, *_ = torch.ops.w4a8.dyn_quant_unpack_any_4bit_weight(packed, 32, k, n)
         assert scales.dtype == torch.uint8 and codes.float().std() > 60
         assert int(scales.max()) <= 117  # 2^-10
+
+
+def test_experts_of_other_ranks():
+    """They are not taken, and not missed."""
+    layer, method = make_layer()
+    layer._map_global_expert_id_to_local_expert_id = lambda expert: {1: 0, 3: 1}.get(expert, -1)
+    load_weights(layer, experts=range(4))
+    method.process_weights_after_loading(layer)
+    assert layer.w13_weight_packed.shape[0] == EXPERTS
 
 
 @pytest.mark.parametrize("has_bias", [False, True])

@@ -33,16 +33,15 @@ def run(*arguments):
     return done.stdout
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_two_processes_each_with_half_of_the_experts(dtype):
+def test_two_processes_each_with_half_of_the_experts():
     """The example exits with an error if the sum is outside the bound of float additions."""
-    out = run("--dtype", dtype)
+    out = run("--dtype", "float32")
     assert "rank 0: 8 of 16 experts" in out and "rank 1: 8 of 16 experts" in out
     assert "largest difference from one process" in out
 
 
 def test_experts_that_do_not_divide():
-    out = run("--ranks", "3", "--experts", "7", "--top-k", "3", "--tokens", "9")
+    out = run("--ranks", "3", "--experts", "7", "--top-k", "3", "--tokens", "9", "--dtype", "bfloat16")
     assert "rank 0: 3 of 7" in out and "rank 1: 2 of 7" in out and "rank 2: 2 of 7" in out
 
 

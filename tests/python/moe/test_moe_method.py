@@ -401,8 +401,8 @@ def test_determine_expert_map():
 def test_local_expert_ids():
     ids = torch.tensor([[0, 3], [-1, 2]], dtype=torch.int32)
     assert local_expert_ids(ids, None) is ids  # the operator takes both types
-    expert_map = torch.tensor([-1, -1, 0, 1], dtype=torch.int32)
-    assert local_expert_ids(ids, expert_map).tolist() == [[-1, 1], [-1, 0]]
+    expert_map = torch.tensor([0, -1, 1, -1], dtype=torch.int32)
+    assert local_expert_ids(ids, expert_map).tolist() == [[0, -1], [-1, 1]]
     assert local_expert_ids(ids, expert_map).dtype == torch.int64
 
 

@@ -224,15 +224,15 @@ def test_opcheck():
 
 
 @compiles
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compile(backend):
-    """As one operator, which the compiler does not look into; any number of tokens in one graph."""
+def test_compile():
+    """As one operator, which the compiler does not look into; any number of tokens in one graph. The default backend:
+    test_compile.py."""
 
     def forward(x, bias):
         weights, ids = w4a8.topk_routing(x * 2, 3, True, "sigmoid", 4, 2, 2.5, bias)
         return weights + 1, ids
 
-    compiled = torch.compile(forward, fullgraph=True, dynamic=True, backend=backend)
+    compiled = torch.compile(forward, fullgraph=True, dynamic=True, backend="aot_eager")
     for tokens in (5, 3, 8):
         x, bias = torch.randn(tokens, 16), torch.rand(16)
         for got, want in zip(compiled(x, bias), forward(x, bias)):
