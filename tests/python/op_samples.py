@@ -1,4 +1,4 @@
-"""One good call of every operator, by the names of its arguments."""
+"""Good calls of every operator, by the names of its arguments."""
 
 import torch
 from common import make_layer, make_matrix, route
@@ -11,6 +11,11 @@ def pack_arguments(kind, sizes):
     given = {"weights": matrix.weights, "scales_zeros": matrix.scales, "bias": matrix.bias, **sizes}
     given["values"] = matrix.values
     return given if matrix.zero_points is None else {**given, "zero_points": matrix.zero_points}
+
+
+def given(matrix):
+    """The arguments of the pack operator, without those that are None and need not be given."""
+    return {name: value for name, value in matrix.arguments().items() if value is not None or name == "bias"}
 
 
 def op_samples():
@@ -38,10 +43,30 @@ def op_samples():
         "router_logits": torch.randn(5, 8), "top_k": 2, "renormalize": True, "scoring_func": "sigmoid",
         "e_score_correction_bias": torch.rand(8),
     }  # fmt: skip
+    stack = make_matrix(24, 64, 64, torch.bfloat16, experts=3)
+    two_levels = make_matrix(24, 64, 16, bias=True, kind="e2m1 of two levels")
     return {
         "pack": (
             ops.dyn_quant_pack_4bit_weight.default,
             {"weights": matrix.weights, "scales_zeros": matrix.scales, "bias": matrix.bias, **sizes},
+        ),
+        "pack a stack": (ops.dyn_quant_pack_4bit_weight.default, given(stack)),
+        "pack two levels": (ops.dyn_quant_pack_4bit_weight.default, given(two_levels)),
+        "unpack any of two levels": (
+            ops.dyn_quant_unpack_any_4bit_weight.default,
+            {"packed_weights": two_levels.pack(), **sizes, "block_size": 16},
+        ),
+        "unpack a stack": (
+            ops.dyn_quant_unpack_4bit_weight.default,
+            {"packed_weights": stack.pack(), **sizes, "block_size": 64},
+        ),
+        "matmul no rows": (
+            ops.dyn_quant_matmul_4bit.default,
+            {"inp": torch.randn(0, 64), "packed_weights": matrix.pack(), **sizes},
+        ),
+        "matmul bfloat16": (
+            ops.dyn_quant_matmul_4bit.default,
+            {"inp": torch.randn(2, 3, 64).bfloat16(), "packed_weights": matrix.pack(), **sizes},
         ),
         "pack with zero points": (ops.dyn_quant_pack_4bit_weight.default, pack_arguments("zeros", sizes)),
         "pack e2m1": (ops.dyn_quant_pack_4bit_weight.default, pack_arguments("e2m1", sizes)),
@@ -93,12 +118,31 @@ def op_samples():
             ops.int4_gemm_w4a8.default,
             {**gemm, "weight": make_matrix(24, 64, 32).pack(), "weight_scale": torch.empty(0, 24)},
         ),
+        "gemm to bfloat16": (ops.int4_gemm_w4a8.default, {**gemm, "out_dtype": torch.bfloat16, "bias": None}),
+        "quantize to 4 bits": (
+            ops.dynamic_per_token_int8_quant.default,
+            {"x": torch.randn(2, 3, 64).half(), "use_sym_quant": False, "bits": 4},
+        ),
         "moe": (ops.dynamic_4bit_int_moe.default, moe),
+        "moe float16": (
+            ops.dynamic_4bit_int_moe.default,
+            {**moe, "x": torch.randn(5, 64).half(), "topk_ids": ids.int()},
+        ),
         "moe of 10 arguments": (
             ops.dynamic_4bit_int_moe.gated,
             {name: value for name, value in moe.items() if name != "I2"},
         ),
         "routing": (ops.topk_routing.default, routing),
+        "routing in groups": (
+            ops.topk_routing.default,
+            {
+                **routing,
+                "router_logits": torch.randn(5, 8).half(),
+                "num_expert_group": 4,
+                "topk_group": 2,
+                "routed_scaling_factor": 2.5,
+            },
+        ),
         "rounding": (
             ops.round_weights.default,
             {"weights": torch.randn(24, 64), "block_size": 32, "zero_points": True, "importance": torch.rand(64)},

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from common import DTYPES, TORCH_VERSION, assert_same_bits, make_layer, make_matrix, route
+from common import DTYPES, TORCH_VERSION, assert_same_bits, make_layer, make_matrix
+from op_samples import op_samples
 
 import w4a8
 
@@ -14,51 +15,17 @@ def matmul_arguments(dtype=torch.float32, lead=(5,)):
     return torch.randn(*lead, 64).to(dtype), matrix.pack(), 32, 64, 24
 
 
-def moe_arguments(dtype=torch.float32, id_dtype=torch.int64):
-    layer = make_layer(4, 64, 32)
-    ids, router = route(5, 2, 4, id_dtype)
-    return torch.randn(5, 64).to(dtype), ids, router, layer.w13_packed, layer.w2_packed, 64, 32, 64, 32, False, 0
-
-
-def gated(arguments):
-    return arguments[:7] + arguments[8:]  # without I2
-
-
-def samples():
-    plain, stack = make_matrix(24, 64, 32, bias=True), make_matrix(24, 64, 64, torch.bfloat16, experts=3)
-    pack, unpack = torch.ops.w4a8.dyn_quant_pack_4bit_weight, torch.ops.w4a8.dyn_quant_unpack_4bit_weight
-    matmul, moe = torch.ops.w4a8.dyn_quant_matmul_4bit, torch.ops.w4a8.dynamic_4bit_int_moe
-    return {
-        "pack": (pack.default, (plain.weights, plain.scales, plain.bias, 32, 64, 24)),
-        "pack stack": (pack.default, (stack.weights, stack.scales, None, 64, 64, 24)),
-        "unpack": (unpack.default, (plain.pack(), 32, 64, 24)),
-        "unpack stack": (unpack.default, (stack.pack(), 64, 64, 24)),
-        "matmul": (matmul.default, matmul_arguments()),
-        "matmul bfloat16": (matmul.default, matmul_arguments(torch.bfloat16, (2, 3))),
-        "matmul no rows": (matmul.default, matmul_arguments(lead=(0,))),
-        "moe": (moe.default, moe_arguments()),
-        "moe float16, int32": (moe.default, moe_arguments(torch.float16, torch.int32)),
-        "moe of 10 arguments": (moe.gated, gated(moe_arguments())),
-    }
-
-
-NAMES = list(samples())
+SAMPLES = op_samples()
 
 
 @compiles
-@pytest.mark.parametrize("name", [name for name in NAMES if "unpack" not in name])
+@pytest.mark.parametrize("name", SAMPLES)
 def test_opcheck(name):
-    op, arguments = samples()[name]
-    torch.library.opcheck(op, arguments)
-
-
-@compiles
-@pytest.mark.parametrize("name", ["unpack", "unpack stack"])
-def test_opcheck_unpack(name):
-    """Whether there is a bias and what type the scales have is in the bytes, not in the arguments."""
-    op, arguments = samples()[name]
-    checks = ("test_schema", "test_autograd_registration")
-    torch.library.opcheck(op, arguments, test_utils=checks)
+    """Traced with sizes that are known and with symbols for them, too."""
+    op, arguments = SAMPLES[name]
+    # What is unpacked depends on the bytes: whether there is a bias, what type the scales have.
+    checks = {"test_utils": ("test_schema", "test_autograd_registration")} if name.startswith("unpack") else {}
+    torch.library.opcheck(op, (), arguments, **checks)
 
 
 @compiles
@@ -104,23 +71,11 @@ def test_compile_inductor():
     assert_same_bits(torch.compile(model, fullgraph=True)(x, logits), model(x, logits))
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if "unpack" not in name])
-def test_meta(name):
-    """Shapes and types without data, on every torch."""
-    op, arguments = samples()[name]
-    on_meta = [a.to("meta") if isinstance(a, torch.Tensor) else a for a in arguments]
-    real, meta = op(*arguments), op(*on_meta)
-    assert meta.is_meta
-    assert meta.shape == real.shape
-    assert meta.dtype == real.dtype
-    assert meta.stride() == real.stride()
-
-
 def test_unpack_has_no_meta():
     """The type of the scales and whether there is a bias are in the bytes, which a Meta tensor does not have."""
-    op, (packed, *sizes) = samples()["unpack"]
+    op, arguments = SAMPLES["unpack"]
     with pytest.raises(NotImplementedError):
-        op(packed.to("meta"), *sizes)
+        op(**{**arguments, "packed_weights": arguments["packed_weights"].to("meta")})
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

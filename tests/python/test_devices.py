@@ -49,6 +49,7 @@ def test_all_on_meta(name):
     on_meta = {n: a.to("meta") if isinstance(a, torch.Tensor) else a for n, a in arguments.items()}
     for meta, real in zip(results(op, on_meta), results(op, arguments)):
         assert (meta.device.type, meta.shape, meta.dtype) == ("meta", real.shape, real.dtype)
+        assert meta.stride() == real.stride()
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "unpack" not in name])

@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 import reference
 import torch
-from common import DTYPES, TORCH_VERSION, assert_same_bits, assert_within, from_numpy, make_matrix
+from common import DTYPES, assert_same_bits, assert_within, from_numpy, make_matrix
 
 import w4a8
 
 F32 = np.float32
 EIGHT = torch.tensor([8], dtype=torch.int8)
-compiles = pytest.mark.skipif(not hasattr(torch.library, "opcheck"), reason=f"torch {TORCH_VERSION} has no opcheck")
 
 
 # --- references ---------------------------------------------------------------------------------------------------------
@@ -369,7 +368,7 @@ def test_quantizer_errors(x, bits, message):
         w4a8.dynamic_per_token_int8_quant(x, True, bits)
 
 
-# --- Meta tensors and torch.compile -------------------------------------------------------------------------------------
+# --- Meta tensors -------------------------------------------------------------------------------------------------------
 
 
 def test_meta():
@@ -391,33 +390,3 @@ def test_meta():
         gemm(meta, matrix, packed, scales=none, zero=eight)
     with pytest.raises(RuntimeError, match=r"quant_x has last dimension 64, expected K = 8 \* 9"):
         gemm(meta, matrix, torch.empty(9, 24, dtype=torch.int32, device="meta"), scales=scales, zero=eight)
-
-
-@compiles
-def test_opcheck():
-    matrix = make_matrix(24, 64, 32)
-    x, quantize = make_x(3, 64), torch.ops.w4a8.dynamic_per_token_int8_quant.default
-    op = torch.ops.w4a8.int4_gemm_w4a8.default
-    for symmetric in (True, False):
-        torch.library.opcheck(quantize, (torch.randn(3, 64), symmetric, 8))
-        torch.library.opcheck(quantize, (torch.randn(2, 3, 64).half(), symmetric, 4))
-    scales = matrix.scales.t().contiguous()
-    torch.library.opcheck(op, (*x, words(matrix).contiguous(), scales, EIGHT, 32, None, torch.randn(24)))
-    packed = (matrix.pack(), torch.empty(0, 24), EIGHT, 32, None, None)
-    torch.library.opcheck(op, (*x, *packed), {"out_dtype": torch.bfloat16})
-
-
-@compiles
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-def test_compile(dynamic):
-    matrix = make_matrix(24, 64, 32)
-    packed, scales = matrix.pack(), torch.empty(0, 24)
-
-    def forward(x):
-        quantized = w4a8.dynamic_per_token_int8_quant(x * 2, True, 8)
-        return torch.relu(gemm(quantized, matrix, packed, out_dtype=x.dtype, scales=scales)) + 1
-
-    compiled = torch.compile(forward, fullgraph=True, dynamic=dynamic, backend="aot_eager")
-    for rows in (5, 3, 8):
-        x = torch.randn(rows, 64)
-        assert_same_bits(compiled(x), forward(x))
