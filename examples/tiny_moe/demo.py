@@ -64,38 +64,35 @@ def relative(value: float, reference: float | None) -> str:
     return "" if reference is None else f" ({value / reference - 1:+.2%})"
 
 
-def show_quality(directory: Path, schemes: tuple[str, ...], text: bytes, metrics: dict[str, Any]) -> list[str]:
+def show_quality(directory: Path, text: bytes, metrics: dict[str, Any]) -> list[str]:
     """Print the bits per byte of ``text`` and the memory of the experts; returns what is wrong."""
     recorded = metrics["held_out"]
     # What was measured after training holds for that text only.
     complete = len(text) == len(data.held_out_bytes())
     same_text = complete and data.held_out_sha256() == recorded["sha256"]
     reference = metrics["float32_bits_per_byte"] if same_text else None
-    problems, table = [], {}
-    for scheme in schemes:
-        model = modeling.load_dequantized(directory / scheme)
-        dequantized = bits_per_byte(model, text, f"{scheme} dequantized")
-        model = modeling.load_w4a8(directory / scheme)
-        quantized = bits_per_byte(model, text, f"{scheme} W4A8")
-        packed, bf16 = modeling.expert_bytes(model)
-        table[scheme] = {
-            "int4, float32 activations": f"{dequantized:.4f}{relative(dequantized, reference)}",
-            "int4, int8 activations": f"{quantized:.4f}{relative(quantized, reference)}",
-            "difference": f"{quantized / dequantized - 1:+.3%}",
-            "experts, packed": f"{packed / 1e6:.2f} MB",
-            "experts in bfloat16": f"{bf16 / 1e6:.2f} MB",
-        }
-        if not abs(quantized / dequantized - 1) <= TOLERANCE:
-            problems.append(f"{scheme}: W4A8 needs {quantized:.4f} bits per byte, dequantized {dequantized:.4f}")
-        if packed >= 0.4 * bf16:
-            problems.append(f"{scheme}: packed experts take {packed} bytes, bf16 would take {bf16}")
+    problems = []
+    dequantized = bits_per_byte(modeling.load_dequantized(directory), text, "dequantized")
+    model = modeling.load_w4a8(directory)
+    quantized = bits_per_byte(model, text, "W4A8")
+    packed, bf16 = modeling.expert_bytes(model)
+    table = {
+        "int4, float32 activations": f"{dequantized:.4f}{relative(dequantized, reference)}",
+        "int4, int8 activations": f"{quantized:.4f}{relative(quantized, reference)}",
+        "difference": f"{quantized / dequantized - 1:+.3%}",
+        "experts, packed": f"{packed / 1e6:.2f} MB",
+        "experts in bfloat16": f"{bf16 / 1e6:.2f} MB",
+    }
+    if not abs(quantized / dequantized - 1) <= TOLERANCE:
+        problems.append(f"W4A8 needs {quantized:.4f} bits per byte, dequantized {dequantized:.4f}")
+    if packed >= 0.4 * bf16:
+        problems.append(f"packed experts take {packed} bytes, bf16 would take {bf16}")
 
     heading(f"Bits per byte on {len(text):,} held-out bytes of Python's standard library, lower is better")
-    print(f"{'':26}" + "".join(f"{scheme:>20}" for scheme in schemes))
     if reference is not None:
-        print(f"{'float32':26}" + f"{reference:>20.4f}" * len(schemes) + "   recorded after training")
-    for row in table[schemes[0]]:
-        print(f"{row:26}" + "".join(f"{table[scheme][row]:>20}" for scheme in schemes))
+        print(f"{'float32':26}{reference:>20.4f}   recorded after training")
+    for row, value in table.items():
+        print(f"{row:26}{value:>20}")
     if complete and not same_text:
         print(f"The float32 model was measured on the text of Python {recorded['python']}, not on this one.")
     print("The difference shows that the operators compute right. A model of bytes has no outliers in its activations:")
@@ -172,10 +169,10 @@ def main() -> int:
     show_text(args.checkpoints / "g32", args)
     text = data.held_out_bytes()
     if args.all:
-        problems = show_quality(args.checkpoints, ("g32", "channelwise"), text, metrics)
+        problems = show_quality(args.checkpoints / "g32", text, metrics)
         problems += show_kinds(args.checkpoints / "g32", text)
     else:
-        problems = show_quality(args.checkpoints, ("g32",), text[:SAMPLE], metrics)
+        problems = show_quality(args.checkpoints / "g32", text[:SAMPLE], metrics)
     show_language_models()
     if not args.skip_speed:
         show_speed()

@@ -9,6 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny_moe"
+CHECKPOINT = EXAMPLE / "checkpoints" / "g32"
 PROMPTS = ("import os\n\n\nclass ", "def ", "    for name in ")
 TOKENS = 64
 
@@ -20,9 +21,9 @@ def _byte_characters() -> dict[int, str]:
     return {byte: chr(byte) for byte in plain} | {byte: chr(256 + i) for i, byte in enumerate(others)}
 
 
-def with_tokenizer(scheme: str, directory: Path) -> Path:
-    """A copy of a checkpoint with a tokenizer whose tokens are the bytes."""
-    shutil.copytree(EXAMPLE / "checkpoints" / scheme, directory)
+def with_tokenizer(directory: Path) -> Path:
+    """A copy of the checkpoint with a tokenizer whose tokens are the bytes."""
+    shutil.copytree(CHECKPOINT, directory)
     vocabulary = {character: byte for byte, character in _byte_characters().items()}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -31,14 +32,14 @@ def with_tokenizer(scheme: str, directory: Path) -> Path:
     return directory
 
 
-def demo_model(scheme: str) -> torch.nn.Module:
+def demo_model() -> torch.nn.Module:
     """The model as demo.py runs it: float32, every quantized matrix computed by the operators."""
     sys.path.insert(0, str(EXAMPLE))
     try:
         import modeling
     finally:
         sys.path.remove(str(EXAMPLE))
-    return modeling.load_w4a8(EXAMPLE / "checkpoints" / scheme)
+    return modeling.load_w4a8(CHECKPOINT)
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 from conftest import Job, environment, free_port, run_engines
-from example import EXAMPLE, PROMPTS, TOKENS, check_greedy, demo_model, with_tokenizer
+from example import CHECKPOINT, PROMPTS, TOKENS, check_greedy, demo_model, with_tokenizer
 
 # Differences of logits, whose standard deviation is 8. float32 in both: the additions outside the operators come in
 # another order, which tips a value over to the next of 255 integers here and there, and that moves all logits after it
@@ -20,16 +20,14 @@ TIE = {"float32": 0.1, "bfloat16": 0.5}
 
 
 @pytest.mark.usual
-@pytest.mark.parametrize("scheme", ["g32", pytest.param("channelwise", marks=pytest.mark.full)])
-def test_offline(scheme, tmp_path):
+def test_offline(tmp_path):
     """torch.compile, prefix caching and chunked prefill are on, as vLLM's defaults are."""
     prompts = [list(prompt.encode()) for prompt in PROMPTS]
-    checkpoint = EXAMPLE / "checkpoints" / scheme
-    job = Job(checkpoint, {"dtype": "float32"}, prompts, TOKENS, prompt_logprobs=False)
+    job = Job(CHECKPOINT, {"dtype": "float32"}, prompts, TOKENS, prompt_logprobs=False)
     (result,), log = run_engines([job], tmp_path / "offline", 900, VLLM_ENABLE_V1_MULTIPROCESSING="0")
     assert "AOT compil" in log, "nothing was compiled, now or for the cache"
     assert "error" not in result, result["error"]
-    model = demo_model(scheme)
+    model = demo_model()
     for prompt, answer in zip(PROMPTS, result["outputs"]):
         assert len(answer) == TOKENS
         check_greedy(model, prompt, answer, TIE["float32"])
@@ -70,7 +68,7 @@ def serving(model, log_path, **variables):
 @pytest.fixture
 def server(tmp_path):
     log_path = tmp_path / "serve.log"
-    with serving(with_tokenizer("g32", tmp_path / "model"), log_path) as address:
+    with serving(with_tokenizer(tmp_path / "model"), log_path) as address:
         yield address
     text = log_path.read_text()
     assert text.count("w4a8: runs layers of int4 experts") == 1, "the server should say once what it runs"
@@ -88,7 +86,7 @@ def test_server(server):
     """Three requests at a time, in the dtype of the checkpoint."""
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         answers = list(pool.map(lambda prompt: _complete(server, prompt), PROMPTS))
-    model = demo_model("g32")
+    model = demo_model()
     for prompt, answer in zip(PROMPTS, answers):
         check_greedy(model, prompt, list(answer.encode()), TIE["bfloat16"])
 
@@ -96,7 +94,7 @@ def test_server(server):
 @pytest.mark.full
 def test_a_second_start_of_the_server(tmp_path):
     """It loads what the first one has compiled, and answers the same. Counted: test_cache.py."""
-    model, answers, logs = with_tokenizer("g32", tmp_path / "model"), [], []
+    model, answers, logs = with_tokenizer(tmp_path / "model"), [], []
     caches = {"VLLM_CACHE_ROOT": str(tmp_path / "cache"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache/inductor")}
     for start in ("first", "second"):
         with serving(model, tmp_path / f"{start}.log", **caches) as address:

@@ -1,6 +1,6 @@
 """Measure what each 4-bit checkpoint format costs on a trained model, and what int8 activations cost on top of it.
 
-    python format_accuracy.py --model build
+    python -m training.format_accuracy --model build
 
 reads what ``train.py`` wrote and rounds every attention projection and every expert by the rule of a tool, to nearest,
 without calibration: the formats are compared, not the tools. Each result is written as a checkpoint of its format, read
@@ -27,7 +27,7 @@ import data
 import w4a8
 from evaluate import bits_per_byte
 from modeling import W4A8SparseMoeBlock
-from quantize import named_matrices, quantization_config, write_config
+from training.quantize import named_matrices, quantization_config, write_config
 from w4a8.checkpoint import load_linear
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -268,7 +268,7 @@ def measured(
 
 
 def main() -> None:
-    here = Path(__file__).parent
+    here = Path(__file__).parents[1]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=here / "build", help="output directory of train.py")
     parser.add_argument("--bytes", type=int, default=0, help="measure on the first so many bytes only; 0 is all")

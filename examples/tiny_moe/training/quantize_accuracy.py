@@ -1,6 +1,6 @@
 """Measure what w4a8.quantize_ costs on a trained model, in bits per byte of text it has not seen.
 
-    python quantize_accuracy.py --model build
+    python -m training.quantize_accuracy --model build
 
 reads what ``train.py`` wrote (``float32.pt``, ``config.json``), quantizes copies of it to nearest with and without
 the search of scales, to each kind of weights, in groups of 32, of 128 and per channel, and prints a table: every
@@ -31,7 +31,7 @@ KINDS = {
 
 
 def main() -> None:
-    here = Path(__file__).parent
+    here = Path(__file__).parents[1]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=here / "build", help="output directory of train.py")
     parser.add_argument("--bytes", type=int, default=0, help="measure on the first so many bytes only; 0 is all")

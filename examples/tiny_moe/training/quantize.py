@@ -1,10 +1,10 @@
-"""Round a trained model to int4 and write it as compressed-tensors checkpoints in format pack-quantized.
+"""Round a trained model to int4 and write it as a compressed-tensors checkpoint in format pack-quantized.
 
-    python quantize.py --model build --out checkpoints
+    python -m training.quantize --model build --out checkpoints
 
 Quantized is what W4A8 checkpoints of large models quantize: the attention projections and every expert. The
 embedding, the output layer, the routers and the norms are bfloat16. Rounding is that of ``gptq.py``, calibrated on
-training text, or to nearest. ``metrics.json`` beside the checkpoints records what the trained float32 model scores on
+training text, or to nearest. ``metrics.json`` beside the checkpoint records what the trained float32 model scores on
 the held-out text, next to what is left after rounding.
 """
 
@@ -25,12 +25,12 @@ from tqdm import tqdm
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import data
-import gptq
 from evaluate import CONTEXT, STRIDE, bits_per_byte
 from modeling import load_dequantized
+from training import gptq
 
-# Directory of each scheme and its group size; None is one scale per output channel.
-SCHEMES: dict[str, int | None] = {"g32": 32, "channelwise": None}
+# Directory of the checkpoint, and its group size.
+NAME, GROUP_SIZE = "g32", 32
 
 
 def round_to_nearest(weight: Tensor, group_size: int | None, candidates: int) -> gptq.Rounded:
@@ -133,7 +133,7 @@ def write_checkpoint(
 
 
 def main() -> None:
-    here = Path(__file__).parent
+    here = Path(__file__).parents[1]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=here / "build", help="output directory of train.py")
     parser.add_argument("--out", type=Path, default=here / "checkpoints")
@@ -159,29 +159,27 @@ def main() -> None:
     float32 = bits_per_byte(model.eval(), text, "float32")
     tqdm.write(f"float32      {float32:.4f} bits per byte")
 
-    schemes = {}
-    for name, group_size in SCHEMES.items():
-        started = time.monotonic()
-        uncompensated: list[str] = []
-        if args.method == "gptq":
-            # Rounding happens inside a model that computes with what the checkpoint will hold.
-            model.load_state_dict(state | {key: tensor.bfloat16().float() for key, tensor in others.items()})
-            rounded, uncompensated = gptq.round_model(model, windows, group_size, args.search)
-        else:
-            progress = tqdm(matrices.items(), desc=f"round {name}", unit="matrix", leave=False)
-            rounded = {key: round_to_nearest(weight, group_size, args.search) for key, weight in progress}
-        seconds = time.monotonic() - started
-        weight_error = write_checkpoint(args.out / name, args.model, matrices, rounded, others, group_size)
-        bits = bits_per_byte(load_dequantized(args.out / name), text, f"{name} dequantized")
-        size = sum(path.stat().st_size for path in (args.out / name).iterdir())
-        tqdm.write(f"{name:12} {bits:.4f} bits per byte ({bits / float32 - 1:+.2%}), {size:,} bytes, {seconds:.0f} s")
-        schemes[name] = {
-            "dequantized_bits_per_byte": round(bits, 5),
-            "relative_to_float32": round(bits / float32 - 1, 5),
-            "relative_weight_error": round(weight_error, 5),
-            "experts_rounded_to_nearest": uncompensated,
-            "checkpoint_bytes": size,
-        }
+    started = time.monotonic()
+    uncompensated: list[str] = []
+    if args.method == "gptq":
+        # Rounding happens inside a model that computes with what the checkpoint will hold.
+        model.load_state_dict(state | {key: tensor.bfloat16().float() for key, tensor in others.items()})
+        rounded, uncompensated = gptq.round_model(model, windows, GROUP_SIZE, args.search)
+    else:
+        progress = tqdm(matrices.items(), desc=f"round {NAME}", unit="matrix", leave=False)
+        rounded = {key: round_to_nearest(weight, GROUP_SIZE, args.search) for key, weight in progress}
+    seconds = time.monotonic() - started
+    weight_error = write_checkpoint(args.out / NAME, args.model, matrices, rounded, others, GROUP_SIZE)
+    bits = bits_per_byte(load_dequantized(args.out / NAME), text, f"{NAME} dequantized")
+    size = sum(path.stat().st_size for path in (args.out / NAME).iterdir())
+    tqdm.write(f"{NAME:12} {bits:.4f} bits per byte ({bits / float32 - 1:+.2%}), {size:,} bytes, {seconds:.0f} s")
+    result = {
+        "dequantized_bits_per_byte": round(bits, 5),
+        "relative_to_float32": round(bits / float32 - 1, 5),
+        "relative_weight_error": round(weight_error, 5),
+        "experts_rounded_to_nearest": uncompensated,
+        "checkpoint_bytes": size,
+    }
     metrics = {
         "held_out": {
             "files": list(data.HELD_OUT),
@@ -193,7 +191,7 @@ def main() -> None:
         },
         "float32_bits_per_byte": round(float32, 5),
         "rounding": method,
-        "int4": schemes,
+        "int4": {NAME: result},
         "training": training,
     }
     (args.out / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")

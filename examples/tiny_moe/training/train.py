@@ -1,6 +1,6 @@
 """Train a byte-level Qwen3-MoE on the Python standard library, from scratch, on a CPU.
 
-    python train.py --out build
+    python -m training.train --out build
 
 writes ``build/float32.pt`` (weights) and ``build/training.json`` (how they came about). The state is saved every few
 minutes and an interrupted run is continued by ``--resume``.
@@ -24,7 +24,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import data
 from modeling import load_dequantized
-from muon import Muon
+from training.muon import Muon
 
 
 def model_config(args: argparse.Namespace) -> Qwen3MoeConfig:
@@ -108,7 +108,7 @@ def cpu_name() -> str:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "build", help="output directory")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "build", help="output directory")
     parser.add_argument("--start", type=Path, help="begin with the dequantized weights of a checkpoint")
     parser.add_argument("--steps", type=int, default=4800)
     parser.add_argument("--max-minutes", type=float, default=33.0, help="the schedule ends here if steps do not first")
