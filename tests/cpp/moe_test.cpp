@@ -21,33 +21,46 @@ class MoeTest : public KernelFixture {
   Workspace workspace_;
 };
 
+struct Sizes {
+  int64_t hidden;
+  int64_t intermediate;
+  int64_t group;
+};
+
+// Numbers, types and where weights go, in turns.
+MoeCase varied(const Sizes& s, int variant) {
+  MoeCase c;
+  c.tokens = variant % 3 == 0 ? 60 : 7;
+  c.top_k = 3;
+  c.hidden = s.hidden;
+  c.intermediate = s.intermediate;
+  c.group = s.group;
+  c.kind = variant % kActivationCount;
+  c.gated = variant % 4 != 1;
+  c.bias = variant % 3 == 0;
+  c.weight_on_input = variant % 5 == 0;
+  c.scales = kFloatScales[variant % 3];
+  c.dtype = kAllDTypes[variant / 2 % 3];
+  return c;
+}
+
 // Every activation, gated and not, channelwise with odd sizes and with groups.
 TEST_P(MoeTest, ActivationsAndShapes) {
   W4A8_TRACE_SEED();
   Rng rng(70);
-  struct Sizes {
-    int64_t hidden;
-    int64_t intermediate;
-    int64_t group;
-  };
   int variant = 0;
   // I = 18: u begins inside a panel. I = 96 and 160: several groups, odd counts of them.
   for (const Sizes& s :
        {Sizes{34, 18, -1}, {6, 2, -1}, {64, 34, -1}, {96, 160, 32}, {112, 80, 16}, {128, 64, 64}, {96, 96, 96}}) {
     for (int kind = 0; kind < kActivationCount; ++kind) {
       for (const bool gated : {true, false}) {
-        ++variant;
-        MoeCase c;
-        c.hidden = s.hidden;
-        c.intermediate = s.intermediate;
-        c.group = s.group;
+        MoeCase c = varied(s, ++variant);
+        c.tokens = MoeCase().tokens;
+        c.top_k = MoeCase().top_k;
         c.kind = kind;
         c.gated = gated;
-        c.bias = variant % 3 == 0;
-        c.weight_on_input = variant % 5 == 0;
         const int64_t kinds = s.group == 16 ? 3 : kKindCount;  // the first three are nibbles, which e5m3 goes with
-        c.scales = s.group == 16 ? ScaleType::kE5M3 : kFloatScales[variant % 3];
-        c.dtype = kAllDTypes[variant % 3];
+        if (s.group == 16) c.scales = ScaleType::kE5M3;
         c.kind13 = kAllKinds[variant / 2 % kinds];
         c.kind2 = kAllKinds[variant / 7 % kinds];
         check(MoeData(rng, c));
@@ -61,28 +74,11 @@ TEST_P(MoeTest, ActivationsAndShapes) {
 TEST_P(MoeTest, Int8) {
   W4A8_TRACE_SEED();
   Rng rng(78);
-  struct Sizes {
-    int64_t hidden;
-    int64_t intermediate;
-    int64_t group;
-  };
   int variant = 0;
   for (const Sizes& s : {Sizes{64, 96, -1}, {96, 160, 32}, {112, 80, 16}, {160, 32, 32}}) {
     for (const WeightKind other : kAllKinds) {
       for (const bool first : {true, false}) {
-        ++variant;
-        MoeCase c;
-        c.tokens = variant % 3 == 0 ? 60 : 7;
-        c.top_k = 3;
-        c.hidden = s.hidden;
-        c.intermediate = s.intermediate;
-        c.group = s.group;
-        c.kind = variant % kActivationCount;
-        c.gated = variant % 4 != 1;
-        c.bias = variant % 3 == 0;
-        c.weight_on_input = variant % 5 == 0;
-        c.scales = kFloatScales[variant % 3];
-        c.dtype = kAllDTypes[variant % 3];
+        MoeCase c = varied(s, ++variant);
         c.kind13 = first ? kInt8 : other;
         c.kind2 = first ? other : kInt8;
         MoeData data(rng, c);
@@ -98,28 +94,11 @@ TEST_P(MoeTest, Int8) {
 TEST_P(MoeTest, ActivationGroups) {
   W4A8_TRACE_SEED();
   Rng rng(79);
-  struct Sizes {
-    int64_t hidden;
-    int64_t intermediate;
-    int64_t group;
-  };
   int variant = 0;
   for (const Sizes& s : {Sizes{128, 192, -1}, {128, 256, 64}, {256, 128, 128}, {192, 128, 16}, {96, 160, 32}}) {
     for (const int64_t first : {kWholeRow, int64_t{32}, int64_t{64}}) {
       for (const int64_t second : {kWholeRow, int64_t{32}, int64_t{128}}) {
-        ++variant;
-        MoeCase c;
-        c.tokens = variant % 3 == 0 ? 60 : 7;
-        c.top_k = 3;
-        c.hidden = s.hidden;
-        c.intermediate = s.intermediate;
-        c.group = s.group;
-        c.kind = variant % kActivationCount;
-        c.gated = variant % 4 != 1;
-        c.bias = variant % 3 == 0;
-        c.weight_on_input = variant % 5 == 0;
-        c.scales = kFloatScales[variant % 3];
-        c.dtype = kAllDTypes[variant / 2 % 3];
+        MoeCase c = varied(s, ++variant);
         c.kind13 = kAllKinds[variant % kKindCount];
         c.kind2 = kAllKinds[variant / 3 % kKindCount];
         c.activation13 = first;

@@ -144,9 +144,13 @@ def test_moe_of_several_activation_groups():
     """Of w13 and w2 they may differ, within a stack not: a token is quantized once."""
     layer = make_layer(3, 128, 64, 64, activation_groups=(32, 64))
     other = make_layer(3, 128, 64, 64, activation_groups=(64, 64))
+    x, ids, good = torch.randn(2, 128), torch.tensor([[0, 2], [2, 1]]), layer.w13_packed.clone()
     layer.w13_packed[2] = other.w13_packed[2]
-    x, ids = torch.randn(2, 128), torch.tensor([[0, 2], [2, 1]])
     with pytest.raises(RuntimeError, match=r"w13_packed: activation group is 64, expected that of expert 0, 32"):
+        layer(x, ids, torch.ones(2, 2))
+    layer.w13_packed = good
+    layer.w2_packed[2] = make_layer(3, 128, 64, 64, activation_groups=(32, 32)).w2_packed[2]
+    with pytest.raises(RuntimeError, match=r"w2_packed: activation group is 32, expected that of expert 0, 64"):
         layer(x, ids, torch.ones(2, 2))
 
 

@@ -1,6 +1,7 @@
 """w4a8.quantize_ on plain modules and on stand-ins for transformers' blocks (tests/python/moe_blocks.py)."""
 
 import copy
+import functools
 import io
 import pickle
 import re
@@ -336,8 +337,14 @@ def test_progress_bar(capfd):
 
 def rounded(weight, group):
     """(nibbles, scales) of a float matrix, in NumPy."""
-    width = weight.shape[1] if group == -1 else group
-    values, scales, _ = rounding_reference.round_weights(weight.detach().float().numpy(), width, effort=DEFAULT_EFFORT)
+    return _rounded(weight.detach().float().numpy().tobytes(), tuple(weight.shape), group)
+
+
+@functools.lru_cache(maxsize=1024)  # the reference searches slowly, and the same experts are asked for several times
+def _rounded(numbers, shape, group):
+    width = shape[1] if group == -1 else group
+    weight = np.frombuffer(numbers, np.float32).reshape(shape)
+    values, scales, _ = rounding_reference.round_weights(weight, width, effort=DEFAULT_EFFORT)
     codes = (values + 8).astype(np.uint8)
     return codes[:, ::2] | codes[:, 1::2] << 4, scales
 

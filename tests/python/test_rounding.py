@@ -93,7 +93,7 @@ def relative(weight, group, kind, **options):
 
 @pytest.mark.parametrize("important", [False, True], ids=["", "importance"])
 @efforts
-@pytest.mark.parametrize("group", [16, 32, 96, 192, -1])
+@pytest.mark.parametrize("group", [16, 32, 96, -1])
 @op_kinds
 def test_same_bits_as_the_reference(kind, group, effort, important):
     """Of every kernel; K of 192, and of 194 channelwise; a number of rows that is no multiple of 16."""

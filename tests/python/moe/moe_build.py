@@ -2,10 +2,7 @@
 
 from dataclasses import dataclass
 
-import numpy as np
-import reference
 import torch
-from common import ROUNDING, assert_within
 
 from w4a8.moe import (
     CompressedTensorsW4A8Int8MoEMethod,
@@ -114,7 +111,7 @@ def kernel_kind(activation):
 
 
 def op_moe(moe, group_size, x, ids, weights, w13, w2, weight_on_input=False):
-    """The fused op called by hand with stacks."""
+    """The fused op called by hand with stacks. What it computes is in test_moe.py."""
     inner = moe.intermediate_size_per_partition
     return torch.ops.w4a8.dynamic_4bit_int_moe(
         x,
@@ -129,25 +126,6 @@ def op_moe(moe, group_size, x, ids, weights, w13, w2, weight_on_input=False):
         weight_on_input,
         kernel_kind(moe.activation),
     )
-
-
-def assert_computes(out, moe, x, ids, weights, w13, w2, weight_on_input=False, most=None):
-    """``out`` is as near to reference.moe, with stacks, as the fused operator must be.
-
-    most: the largest share of the output that may be granted to it, of the medians.
-    """
-    experts = [[_arrays(stack, expert) for expert in range(moe.num_experts)] for stack in (w13, w2)]
-    options = (moe.intermediate_size_per_partition, moe.is_act_and_mul, weight_on_input, kernel_kind(moe.activation))
-    want, explained = reference.moe(x.float().numpy(), ids.numpy(), weights.numpy(), *experts, *options)
-    relative, absolute = ROUNDING[x.dtype]
-    allowed = explained + relative * (abs(want) + explained) + absolute
-    assert_within(out.double().numpy(), want, allowed)
-    assert most is None or np.median(allowed) < most * np.median(abs(want))
-
-
-def _arrays(stack, expert):
-    values, scales, bias = stack.of(expert)
-    return values.long().numpy(), scales.float().numpy(), None if bias is None else bias.float().numpy()
 
 
 ACTIVATIONS = list(MoEActivation)

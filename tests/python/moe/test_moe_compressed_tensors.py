@@ -71,7 +71,7 @@ def logits_for(tokens):
 
 
 def check(layer, path, group_size):
-    """Same bits as the op called by hand; within the bound of the reference."""
+    """Same bits as the op called by hand."""
     moe = config_of(layer)
     w13, w2 = moe_checkpoint.read_stacks(path, group_size, gated=moe.is_act_and_mul)
     x, logits = torch.randn(7, 128), logits_for(7)
@@ -80,7 +80,6 @@ def check(layer, path, group_size):
     on_input = layer.apply_router_weight_on_input
     out = layer(x, logits)
     assert torch.equal(out, op_moe(moe, group_size, x, ids, weights, w13, w2, on_input))
-    moe_build.assert_computes(out, moe, x, ids, weights, w13, w2, on_input)
 
 
 @pytest.mark.parametrize("bias", [False, True])

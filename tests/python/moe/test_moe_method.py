@@ -1,4 +1,4 @@
-"""The method and the experts: parameters, and layers against the op called by hand and against float64."""
+"""The method and the experts: parameters, and layers against the op called by hand."""
 
 import moe_build
 import pytest
@@ -199,11 +199,11 @@ def test_old_method_has_no_kernel():
     assert layer.quant_method.get_fused_moe_quant_config(layer) is None
 
 
-# ---- running: against the op by hand (same bits) and float64 ----
+# ---- running: against the op by hand (same bits) ----
 
 
 def check_layer(layer, w13, w2, x, logits, group_size):
-    """The layer's bits are the op's, and within the bound of the reference. Routing: test_moe_routing.py."""
+    """The layer's bits are the op's. Routing: test_moe_routing.py."""
     moe = layer.moe_config
     routing = {
         "num_expert_group": layer.num_expert_group,
@@ -216,8 +216,6 @@ def check_layer(layer, w13, w2, x, logits, group_size):
     weights, ids = route(moe.routing_method, x, logits, moe.experts_per_token, **routing)
     on_input = layer.apply_router_weight_on_input
     assert torch.equal(out, op_moe(moe, group_size, x, ids, weights, w13, w2, on_input))
-    # A bound that allows everything would prove nothing.
-    moe_build.assert_computes(out, moe, x, ids, weights, w13, w2, on_input, most=0.05)
 
 
 def logits_for(tokens, experts):
