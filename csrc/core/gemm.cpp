@@ -119,13 +119,14 @@ void take_row(const GivenRows& rows, int64_t r, const RowShape& shape, const Qua
   std::fill(to.q + shape.k, to.q + ceil_div(shape.k, kLineBytes) * kLineBytes, int8_t{0});
   if (!shape.scaled()) {
     *to.quant = {rows.scale[r], static_cast<int32_t>(rows.zero_point[r] - (rows.is_unsigned ? 128 : 0))};
-    return;
+    return set_offsets(shape, to);
   }
   const float* scales = rows.scale + r * (shape.k / shape.activation_group);
   for (int64_t p = 0; p < shape.parts(); ++p) {
     to.scales[p * to.scales_stride] = cut_recip(scales[p * shape.part / shape.activation_group]);
   }
   *to.quant = {1.0f, 0};
+  set_offsets(shape, to);
 }
 
 }  // namespace
@@ -141,19 +142,23 @@ QuantizedRows QuantizedRows::slice(Slicer& slicer, int64_t rows, const RowShape&
     result.scales_stride = rows + kPanelColumns;
     result.scales = slicer.take<float>(result.scales_stride * result.parts);
   }
+  result.offset_count = shape.offsets();
+  if (result.offset_count != 0) result.offsets = slicer.take<float>(rows * result.offset_count);
   result.quant = slicer.take<RowQuant>(rows);
   return result;
 }
 
 int64_t QuantizedRows::row_bytes(const RowShape& shape) {
   const int64_t of_part = int64_t{sizeof(int32_t)} + (shape.scaled() ? int64_t{sizeof(float)} : 0);
-  return row_stride(shape.k) + shape.parts() * of_part + int64_t{sizeof(RowQuant)};
+  return row_stride(shape.k) + shape.parts() * of_part + shape.offsets() * int64_t{sizeof(float)} +
+         int64_t{sizeof(RowQuant)};
 }
 
 void QuantizedRows::copy(int64_t from, int64_t to) const {
   const auto size = static_cast<std::size_t>(parts);
   std::memcpy(q + to * stride, q + from * stride, static_cast<std::size_t>(stride));
   std::memcpy(starts + to * parts, starts + from * parts, size * sizeof(int32_t));
+  for (int64_t g = 0; g < offset_count; ++g) offsets[to * offset_count + g] = offsets[from * offset_count + g];
   if (scales == nullptr) return;
   for (int64_t p = 0; p < parts; ++p) scales[p * scales_stride + to] = scales[p * scales_stride + from];
 }

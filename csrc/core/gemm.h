@@ -17,6 +17,8 @@ struct QuantizedRows {
   int32_t* starts = nullptr;  ///< [rows, parts]
   float* scales = nullptr;    ///< [parts, scales_stride]; null unless RowShape::scaled
   int64_t scales_stride = 0;  ///< rows and 16 more, so that those of the parts do not fall into the same cache sets
+  float* offsets = nullptr;   ///< [rows, RowShape::offsets()]; null if those are none
+  int64_t offset_count = 0;
   int64_t parts = 0;
   RowQuant* quant = nullptr;  ///< [rows]
 
@@ -24,16 +26,18 @@ struct QuantizedRows {
   /// What slice takes for each row; besides, where RowShape::scaled, as much as 16 rows of scales.
   static int64_t row_bytes(const RowShape& shape);
   Rows from(int64_t row) const {
-    return {q + row * stride, stride, starts + row * parts, parts, quant + row, scales_of(row), scales_stride};
+    return {q + row * stride, stride,        starts + row * parts, parts,       quant + row,
+            scales_of(row),   scales_stride, offsets_of(row),      offset_count};
   }
   QuantizedRow row(int64_t i) const {
-    return {q + i * stride, starts + i * parts, quant + i, scales_of(i), scales_stride};
+    return {q + i * stride, starts + i * parts, quant + i, scales_of(i), scales_stride, offsets_of(i)};
   }
   /// Row `to` becomes what row `from` is, but for quant.
   void copy(int64_t from, int64_t to) const;
 
  private:
   float* scales_of(int64_t row) const { return scales == nullptr ? nullptr : scales + row; }
+  float* offsets_of(int64_t row) const { return offsets == nullptr ? nullptr : offsets + row * offset_count; }
 };
 
 /// What each worker has to itself in a product: float tiles, and what Kernel::gemm asks for.

@@ -20,7 +20,7 @@ struct Case {
 
 // Every way that a kernel multiplies in: 1 row, a few, and bands of 8, 9, 12 and 16 rows; one panel, two and a third;
 // groups of 16, 32, 64 and 128 and channelwise; a K that goes on behind a chunk (512) and one that ends inside a step;
-// activations in groups as large as the weights', in parts of them and in more than one.
+// activations in groups as large as the weights', in parts of them and in more than one; minimums, super-scales.
 // AmxTest.KernelDifferenceRunsEveryInstruction shows that these run every instruction of AMX that any product runs.
 constexpr ScaleType kF32 = ScaleType::kFloat32;
 constexpr ScaleType kBF16 = ScaleType::kBFloat16;
@@ -46,6 +46,9 @@ constexpr Case kCases[] = {
     {8, {40, 576, 64, kF32, true, kE2M1, 64}},
     {3, {24, 96, 16, ScaleType::kE5M3, false, kE2M1, 32}},
     {33, {24, 1152, 1152, kF32, true, kInt8, 128}},
+    {17, {24, 512, 32, ScaleType::kSuper, true, kInt4Minimums, 32}},
+    {3, {40, 160, 32, kF16, false, kInt4Minimums}},
+    {9, {24, 256, 16, ScaleType::kSuper, false, kInt8, 32}},
 };
 
 // Random weights and rows, of which each case takes the first ones.
@@ -76,7 +79,9 @@ class Data {
 
   std::vector<uint8_t> packed(const Kernel& kernel, const PackedShape& shape) const {
     std::vector<uint8_t> result(static_cast<std::size_t>(packed_bytes(shape)));
-    const RawWeights raw = {codes_.data(), scales(shape.scale_type), columns_.data(), zeros_.data(), columns_.data()};
+    const void* given = scales(shape.scale_type);
+    const RawWeights raw = {codes_.data(),   given, columns_.data(),        zeros_.data(),
+                            columns_.data(), given, float16_scales_.data(), float16_scales_.data()};
     SerialParallel serial;
     pack(kernel, shape, 1, raw, result.data(), serial);
     return result;
@@ -96,6 +101,7 @@ class Data {
       case ScaleType::kFloat16: return float16_scales_.data();
       case ScaleType::kE5M3: return e4m3_.data();
       case ScaleType::kE8M0: return e8m0_.data();
+      case ScaleType::kSuper: return codes_.data();
       default: return scales_.data();
     }
   }
@@ -189,9 +195,11 @@ std::string kernel_difference(const Kernel& kernel, const Kernel& reference) {
   Workspace workspace;
   for (const Case& c : kCases) {
     const std::string k = std::to_string(c.shape.k);
-    const std::string what =
-        "weights [" + std::to_string(c.shape.n) + ", " + k + "] (" + kind_name(c.shape.kind) +
-        (c.shape.channelwise() ? ", channelwise)" : ", groups of " + std::to_string(c.shape.group) + ")");
+    const std::string groups = c.shape.channelwise() ? "channelwise" : "groups of " + std::to_string(c.shape.group);
+    const std::string activations =
+        c.shape.activation_group == kWholeRow ? "" : ", activations in " + std::to_string(c.shape.activation_group);
+    const std::string what = "weights [" + std::to_string(c.shape.n) + ", " + k + "] (" + kind_name(c.shape.kind) +
+                             ", " + groups + ", scales of " + scale_type_name(c.shape.scale_type) + activations + ")";
     const std::vector<uint8_t> packed = data.packed(reference, c.shape);
     if (kernel.add_weight_sums != reference.add_weight_sums && data.packed(kernel, c.shape) != packed) {
       return "packed " + what;

@@ -13,6 +13,8 @@ constexpr std::array<char, 8> kMagic = {'W', '4', 'A', '8', 'P', 'A', 'C', 'K'};
 constexpr uint8_t kHasBias = 1;
 constexpr uint8_t kHasZeroPoints = 2;
 constexpr uint8_t kHasChannelScales = 4;
+constexpr uint8_t kHasMinimums = 8;
+constexpr uint8_t kAllFlags = 15;
 
 // Little-endian. Every field is independent of the others; check_shape says which of them go together.
 struct Header {
@@ -20,7 +22,7 @@ struct Header {
   uint32_t version;
   uint8_t values;      // Values
   uint8_t scale_type;  // ScaleType
-  uint8_t flags;       // kHasBias | kHasZeroPoints | kHasChannelScales
+  uint8_t flags;       // kHasBias | kHasZeroPoints | kHasChannelScales | kHasMinimums
   uint8_t zero;
   int64_t n;
   int64_t k;
@@ -29,6 +31,8 @@ struct Header {
   std::array<uint8_t, 16> reserved;  // zeros
 };
 static_assert(sizeof(Header) == kHeaderBytes);
+
+constexpr int64_t whole_lines(int64_t bytes) { return (bytes + kLineBytes - 1) / kLineBytes * kLineBytes; }
 
 std::string str(int64_t value) { return std::to_string(value); }
 
@@ -40,9 +44,9 @@ std::string group_name(const PackedShape& shape) {
 
 void check_codes(unsigned values, unsigned scale_type, const std::string& where) {
   if (values > 2) fail(where + "values are " + str(values) + ", expected 0 (int4), 1 (e2m1) or 2 (int8)");
-  if (scale_type > 4) {
+  if (scale_type > 5) {
     fail(where + "scale type is " + str(scale_type) +
-         ", expected 0 (float32), 1 (bfloat16), 2 (float16), 3 (e5m3) or 4 (e8m0)");
+         ", expected 0 (float32), 1 (bfloat16), 2 (float16), 3 (e5m3), 4 (e8m0) or 5 (super)");
   }
 }
 
@@ -63,15 +67,41 @@ void check_scale_type(const PackedShape& shape) {
            ": groups that are multiples of 32 alone have such scales");
     }
   }
+  if (shape.in_supers()) {
+    if (shape.kind.values == Values::kE2M1 || shape.kind.zero_points) {
+      fail(name + ", expected a float type for " + kind_name(shape.kind));
+    }
+    if (shape.k % kSuperK != 0 || kSuperK % shape.group != 0 || shape.group == kSuperK) {
+      fail(name + ", expected a float type for k = " + str(shape.k) + " and group = " + group_name(shape) +
+           ": it needs k that is a multiple of 256 and groups of 16, 32, 64 or 128");
+    }
+  }
+}
+
+void check_minimums(const PackedShape& shape) {
+  if (!shape.kind.minimums) return;
+  if (shape.kind.values == Values::kE2M1 || shape.kind.zero_points) {
+    fail(std::string("minimums beside ") + kind_name({shape.kind.values, shape.kind.zero_points}) +
+         ", expected them beside int4 or int8 without zero points");
+  }
+  if (shape.channelwise() || shape.group > kMostMinimumGroup) {
+    fail("minimums in groups of " + group_name(shape) + ", expected groups of at most " + str(kMostMinimumGroup));
+  }
+  if (scale_bytes(shape.scale_type) == 1 && !shape.in_supers()) {
+    fail(std::string("minimums beside scales of ") + scale_type_name(shape.scale_type) +
+         ", expected scales that are floats, or super");
+  }
 }
 
 }  // namespace
 
 const char* kind_name(WeightKind kind) {
   switch (kind.values) {
-    case Values::kInt4: return kind.zero_points ? "int4 with zero points" : "int4";
+    case Values::kInt4:
+      return kind.zero_points ? "int4 with zero points" : (kind.minimums ? "int4 with minimums" : "int4");
     case Values::kE2M1: return "e2m1";
-    case Values::kInt8: return kind.zero_points ? "int8 with zero points" : "int8";
+    case Values::kInt8:
+      return kind.zero_points ? "int8 with zero points" : (kind.minimums ? "int8 with minimums" : "int8");
   }
   return "unknown";
 }
@@ -83,6 +113,7 @@ const char* scale_type_name(ScaleType type) {
     case ScaleType::kFloat16: return "float16";
     case ScaleType::kE5M3: return "e5m3";
     case ScaleType::kE8M0: return "e8m0";
+    case ScaleType::kSuper: return "super";
   }
   return "unknown";
 }
@@ -106,6 +137,7 @@ void check_shape(const PackedShape& shape) {
          kind_name(shape.kind) + ": their products would not sum up in int32");
   }
   check_scale_type(shape);
+  check_minimums(shape);
   if (!is_activation_group(shape.activation_group, shape.group, shape.k)) {
     fail("activation group is " + str(shape.activation_group) +
          ", expected -1 (whole rows), or 32, 64 or 128 that divides " +
@@ -125,15 +157,16 @@ PanelLayout panel_layout(const PackedShape& shape) {
   layout.scaled = shape.activation_group != kWholeRow;
   layout.part_steps = layout.scaled ? shape.rows().part / kStepK : layout.group_steps;
   layout.scale_line = kPanelColumns * scale_bytes(shape.scale_type);
+  if (shape.kind.minimums) layout.records_offset = whole_lines(layout.minimums_at(layout.groups));
   const int64_t of_group = layout.scale_line + (shape.kind.zero_points ? kPanelColumns : 0);
-  int64_t whole = 1;
-  while (whole * of_group % kLineBytes != 0) whole *= 2;
+  int64_t whole = shape.in_supers() ? layout.super_groups() : 1;
+  while (!shape.in_supers() && whole * of_group % kLineBytes != 0) whole *= 2;
   layout.record_groups = std::min(whole, layout.groups);
   layout.zeros_offset = layout.record_groups * layout.scale_line;
-  layout.head_bytes = (layout.record_groups * of_group + kLineBytes - 1) / kLineBytes * kLineBytes;
+  layout.head_bytes = whole_lines(layout.record_groups * of_group + (shape.in_supers() ? kSuperLine : 0));
   layout.record_bytes = layout.head_bytes + layout.record_groups * layout.group_steps * layout.step_bytes;
   const int64_t records = (layout.groups + layout.record_groups - 1) / layout.record_groups;
-  layout.sums_offset = records * layout.head_bytes + layout.steps * layout.step_bytes;
+  layout.sums_offset = layout.records_offset + records * layout.head_bytes + layout.steps * layout.step_bytes;
   layout.bias_offset = layout.sums_offset + kLineBytes;
   layout.channel_offset = layout.bias_offset + kLineBytes;
   layout.panel_bytes = layout.channel_offset + (shape.two_level() ? kLineBytes : 0);
@@ -151,8 +184,9 @@ void write_header(const PackedShape& shape, uint8_t* dst) {
   header.version = kPackedVersion;
   header.values = static_cast<uint8_t>(shape.kind.values);
   header.scale_type = static_cast<uint8_t>(shape.scale_type);
-  header.flags = static_cast<uint8_t>((shape.has_bias ? kHasBias : 0) | (shape.kind.zero_points ? kHasZeroPoints : 0) |
-                                      (shape.two_level() ? kHasChannelScales : 0));
+  header.flags =
+      static_cast<uint8_t>((shape.has_bias ? kHasBias : 0) | (shape.kind.zero_points ? kHasZeroPoints : 0) |
+                           (shape.two_level() ? kHasChannelScales : 0) | (shape.kind.minimums ? kHasMinimums : 0));
   header.n = shape.n;
   header.k = shape.k;
   header.group = shape.group;
@@ -173,9 +207,9 @@ PackedShape read_header(const uint8_t* src, int64_t size, const std::string& wha
     fail(what + ": version is " + str(header.version) + ", this library reads version " + str(kPackedVersion));
   }
   check_codes(header.values, header.scale_type, what + ": ");
-  if (header.flags > (kHasBias | kHasZeroPoints | kHasChannelScales)) {
+  if (header.flags > kAllFlags) {
     fail(what + ": flags are " + str(header.flags) +
-         ", expected a sum of 1 (bias), 2 (zero points) and 4 (channel scales)");
+         ", expected a sum of 1 (bias), 2 (zero points), 4 (channel scales) and 8 (minimums)");
   }
   for (const uint8_t byte : header.reserved) {
     if (byte != 0) fail(what + ": reserved bytes of the header are not zero");
@@ -187,7 +221,8 @@ PackedShape read_header(const uint8_t* src, int64_t size, const std::string& wha
   shape.group = header.group;
   shape.scale_type = static_cast<ScaleType>(header.scale_type);
   shape.has_bias = (header.flags & kHasBias) != 0;
-  shape.kind = {static_cast<Values>(header.values), (header.flags & kHasZeroPoints) != 0};
+  shape.kind = {static_cast<Values>(header.values), (header.flags & kHasZeroPoints) != 0,
+                (header.flags & kHasMinimums) != 0};
   shape.activation_group = header.activation_group;
   if (shape.two_level() != ((header.flags & kHasChannelScales) != 0)) {
     fail(what + ": flags are " + str(header.flags) + ", expected 4 (channel scales) " +
@@ -211,7 +246,7 @@ PackedMatrix open_packed(const uint8_t* src, int64_t size, int64_t n, int64_t k,
   const PackedShape shape = read_header(src, size, what);
   if (shape.k != k) fail(what + ": k (in_features) is " + str(shape.k) + ", expected " + str(k));
   if (shape.n != n) fail(what + ": n (out_features) is " + str(shape.n) + ", expected " + str(n));
-  if (shape.group != group) {
+  if (group != kAnyGroup && shape.group != group) {
     fail(what + ": group is " + group_name(shape) + ", expected " + str(group) + (group == k ? " (channelwise)" : ""));
   }
   return {shape, src};

@@ -1,7 +1,7 @@
 // The packed matrix: the one place where its index arithmetic lives. docs/packed_layout.md tells the same in words.
 //
 //   buffer:  header (64 bytes) | panel 0 | panel 1 | ... | panel ceil(N/16)-1      a panel: 16 columns
-//   panel:   record 0 | record 1 | ... | sums [16] | bias [16] float32 | channel scales [16] float32
+//   panel:   minimums [G, 16] | record 0 | record 1 | ... | sums [16] | bias [16] float32 | channel scales [16] float32
 //   record:  scales [m, 16] | zero points [m, 16] | zeros up to a whole line of 64 bytes | the steps of these m groups
 //
 // A kernel reads a panel from its first byte to its last, one stream. m is the least number of groups whose scales and
@@ -18,6 +18,9 @@
 //
 //   Bytes (int8), 128 bytes: the 64 that are low nibbles above, then the 64 that are high ones.
 //
+// Scales and minimums of two levels, int8 times a float16: m is the groups of 256 values of k, and behind their int8
+// are the float16, [16].
+//
 // N is padded to 16 and K to 8 with weights of zero. Where activations have scales along k there are no zero points of
 // rows, and the sums are zeros.
 #pragma once
@@ -31,6 +34,7 @@
 namespace w4a8 {
 
 inline constexpr int64_t kLeastGroup = 16;
+inline constexpr int64_t kMostMinimumGroup = 256;
 inline constexpr int64_t kHeaderBytes = 64;
 /// Of the layout; versions 1 to 4 were never released.
 inline constexpr uint32_t kPackedVersion = 5;
@@ -51,13 +55,14 @@ struct PackedShape {
   constexpr int64_t groups() const { return k / group; }
   constexpr int64_t panels() const { return (n + kPanelColumns - 1) / kPanelColumns; }
   constexpr bool in_least_groups() const { return group == kLeastGroup && group != k; }
-  constexpr bool two_level() const { return scale_type == ScaleType::kE5M3; }  ///< has channel scales
+  constexpr bool two_level() const { return scale_type == ScaleType::kE5M3; }   ///< has channel scales
+  constexpr bool in_supers() const { return scale_type == ScaleType::kSuper; }  ///< has super-scales
   /// Bytes of the codes of a row in a checkpoint.
   constexpr int64_t row_bytes() const { return kind.values == Values::kInt8 ? k : k / 2; }
   /// How the rows that this matrix is multiplied with are quantized. A part is the lesser of both kinds of groups.
   constexpr RowShape rows() const {
     const bool whole = activation_group == kWholeRow || activation_group > group;
-    return {k, whole ? group : activation_group, activation_group};
+    return {k, whole ? group : activation_group, activation_group, kind.minimums ? group : 0, kind == kInt4Minimums};
   }
   bool operator==(const PackedShape&) const = default;
 };
@@ -84,14 +89,16 @@ constexpr int64_t max_summed(WeightKind kind) {
 /// The largest K of a kind. Groups, or K when channelwise, are also limited by max_summed.
 constexpr int64_t max_k(WeightKind kind) { return kind == kInt4 ? kMaxK : kMaxK / 2; }
 
-/// "int4", "int4 with zero points", "e2m1", "int8" or "int8 with zero points".
+/// "int4", "e2m1" or "int8"; int4 and int8 also " with zero points" or " with minimums".
 const char* kind_name(WeightKind kind);
-/// "float32", "bfloat16", "float16", "e5m3" or "e8m0".
+/// "float32", "bfloat16", "float16", "e5m3", "e8m0" or "super".
 const char* scale_type_name(ScaleType type);
 
 /// Throws std::invalid_argument naming the field if no kernel has such a matrix: 1 <= n <= kMaxN, k even in
 /// [2, max_k(kind)], is_group(group, k), group <= max_summed(kind), is_activation_group, a known kind, and scales that
-/// belong to it: e5m3 in groups of 16 of nibbles, e8m0 of e2m1 in groups of 32 and more.
+/// belong to it: e5m3 in groups of 16 of nibbles, e8m0 of e2m1 in groups of 32 and more, super of int4 and int8 without
+/// zero points in groups that divide 256, as k is to be divided by it. Minimums are of int4 and int8 without zero
+/// points, in groups of at most kMostMinimumGroup.
 void check_shape(const PackedShape& shape);
 
 /// Where everything of a panel is. The shape must have passed check_shape.
@@ -121,6 +128,9 @@ struct PackedMatrix {
   /// Panels [first, ...). next: see Panels.
   Panels panels(int64_t first, const uint8_t* next = nullptr) const { return {layout, panel(first), next}; }
 };
+
+/// A group that open_packed does not check.
+inline constexpr int64_t kAnyGroup = 0;
 
 /// read_header plus the check that the matrix is the expected one: k, n and group (`group == k` for channelwise).
 /// Throws std::invalid_argument that names the field, what the buffer has and what was expected.

@@ -8,6 +8,7 @@
 #include "core/huge_pages.h"
 #include "core/pack_checks.h"
 #include "core/scale_codec.h"
+#include "kernels/half.h"
 
 namespace w4a8 {
 namespace {
@@ -31,11 +32,18 @@ class PanelPacker {
   void run() {
     const int64_t records = (layout_.groups + layout_.record_groups - 1) / layout_.record_groups;
     // No byte of the padding may depend on what was in the memory before.
-    for (int64_t r = 0; r < records; ++r) clear(r * layout_.record_bytes, layout_.head_bytes);
+    clear(0, layout_.records_offset);
+    for (int64_t r = 0; r < records; ++r) {
+      clear(layout_.records_offset + r * layout_.record_bytes, layout_.head_bytes);
+    }
     clear(layout_.sums_offset, layout_.panel_bytes - layout_.sums_offset);
     pack_groups();
     if (shape_.has_bias) copy_floats(layout_.bias_offset, raw_.bias);
     if (shape_.two_level()) copy_floats(layout_.channel_offset, raw_.channel_scales);
+    if (shape_.in_supers()) {
+      pack_supers(raw_.super_scales, [&](int64_t g) { return layout_.scales_at(g); });
+      if (shape_.kind.minimums) pack_supers(raw_.super_minimums, [&](int64_t g) { return layout_.minimums_at(g); });
+    }
   }
 
  private:
@@ -52,12 +60,18 @@ class PanelPacker {
     uint8_t scales[kGroups * kLineBytes];
     int32_t sums[kGroups][kPanelColumns];
     float weighted[kPanelColumns] = {};
+    const bool weights = !layout_.channelwise && !layout_.scaled;
+    for (int64_t begin = 0; shape_.kind.minimums && begin < layout_.groups; begin += kGroups) {
+      const int64_t count = std::min(kGroups, layout_.groups - begin);
+      pack_scales(raw_.minimums, begin, count, scales, [&](int64_t g) { return layout_.minimums_at(g); });
+      for (auto& line : sums) std::fill(std::begin(line), std::end(line), -static_cast<int32_t>(shape_.group));
+      if (weights) add_weight_sums(raw_.super_minimums, begin, count, scales, sums, weighted);
+    }
     for (int64_t begin = 0; begin < layout_.groups; begin += kGroups) {
       const int64_t count = std::min(kGroups, layout_.groups - begin);
-      pack_scales(begin, count, scales);
+      pack_scales(raw_.scales, begin, count, scales, [&](int64_t g) { return layout_.scales_at(g); });
       for (int64_t i = 0; i < count; ++i) pack_group(begin + i, sums[i]);
-      if (!layout_.channelwise && !layout_.scaled)
-        kernel_.add_weight_sums(scales, layout_.scale_type, sums[0], count, weighted);
+      if (weights) add_weight_sums(raw_.super_scales, begin, count, scales, sums, weighted);
     }
     if (layout_.scaled) return;
     for (float& w : weighted) {
@@ -90,7 +104,7 @@ class PanelPacker {
   // What the codes of a group count from, which is also what pads them.
   void take_zeros(int64_t group, uint8_t (&zeros)[kPanelColumns]) {
     if (!shape_.kind.zero_points) {
-      const uint8_t middle = shape_.kind == kInt4 ? 8 : (shape_.kind == kInt8 ? 128 : 0);
+      const uint8_t middle = shape_.kind == kInt4 ? 8 : (shape_.kind.values == Values::kInt8 ? 128 : 0);
       std::fill(std::begin(zeros), std::end(zeros), middle);
       return;
     }
@@ -125,8 +139,10 @@ class PanelPacker {
     }
   }
 
-  // Groups [begin, begin + count) to their places, and one behind the other to `lines`.
-  void pack_scales(int64_t begin, int64_t count, uint8_t* lines) {
+  // Scales, or minimums, of groups [begin, begin + count) to their places, and one behind the other to `lines`. at(g):
+  // where those of group g are in the panel.
+  template <class At>
+  void pack_scales(const void* given, int64_t begin, int64_t count, uint8_t* lines, At at) {
     const int64_t line = layout_.scale_line;
     std::memset(lines, 0, static_cast<std::size_t>(count * line));
     with_scale_codec(layout_.scale_type, [&]<class Codec>(Codec codec) {
@@ -135,13 +151,39 @@ class PanelPacker {
       for (int64_t c = 0; c < columns_; ++c) {
         const int64_t from = (first_row_ + c) * layout_.groups + begin;
         for (int64_t g = 0; g < count; ++g) {
-          const auto bits = codec.packed(load_scale<Codec>(raw_.scales, from + g), halve);
+          const auto bits = codec.packed(load_scale<Codec>(given, from + g), halve);
           std::memcpy(lines + g * line + c * kSize, &bits, sizeof(bits));
         }
       }
     });
     for (int64_t g = 0; g < count; ++g) {
-      std::memcpy(panel_ + layout_.scales_at(begin + g), lines + g * line, static_cast<std::size_t>(line));
+      std::memcpy(panel_ + at(begin + g), lines + g * line, static_cast<std::size_t>(line));
+    }
+  }
+
+  // weighted += the scales of groups [begin, begin + count), which are in `lines`, times their sums.
+  void add_weight_sums(const uint16_t* supers, int64_t begin, int64_t count, const uint8_t* lines,
+                       const int32_t (*sums)[kPanelColumns], float (&weighted)[kPanelColumns]) {
+    if (!shape_.in_supers()) return kernel_.add_weight_sums(lines, layout_.scale_type, sums[0], count, weighted);
+    for (int64_t g = 0; g < count; ++g) {
+      float scales[kPanelColumns] = {};
+      for (int64_t c = 0; c < columns_; ++c) {
+        const int64_t at = (first_row_ + c) * (shape_.k / kSuperK) + (begin + g) / layout_.super_groups();
+        scales[c] =
+            float_from_float16(supers[at]) * static_cast<float>(static_cast<int8_t>(lines[g * kPanelColumns + c]));
+      }
+      kernel_.add_weight_sums(reinterpret_cast<const uint8_t*>(scales), ScaleType::kFloat32, sums[g], 1, weighted);
+    }
+  }
+
+  template <class At>
+  void pack_supers(const uint16_t* supers, At at) {
+    const int64_t count = shape_.k / kSuperK;
+    for (int64_t s = 0; s < count; ++s) {
+      uint16_t line[kPanelColumns] = {};
+      for (int64_t c = 0; c < columns_; ++c) line[c] = supers[(first_row_ + c) * count + s];
+      std::memcpy(panel_ + at(s * layout_.super_groups()) + layout_.super_groups() * layout_.scale_line, line,
+                  sizeof(line));
     }
   }
 

@@ -16,6 +16,10 @@ struct RawWeights {
   const float* bias;       ///< [count, n] or null
   const uint8_t* zero_points = nullptr;   ///< shape.kind.zero_points: [count, n, groups], 0..15, of int8 0..255
   const float* channel_scales = nullptr;  ///< kE5M3: [count, n], what the scales of a column are multiplied by
+  const void* minimums = nullptr;         ///< shape.kind.minimums: [count, n, groups] of shape.scale_type
+  /// kSuper: the bits of float16, [count, n, k / kSuperK], what scales and minimums are multiplied by.
+  const uint16_t* super_scales = nullptr;
+  const uint16_t* super_minimums = nullptr;
 };
 
 /// Packs `count` matrices, each packed_bytes(shape) bytes, one after the other at `dst`.
@@ -25,10 +29,20 @@ struct RawWeights {
 void pack(const Kernel& kernel, const PackedShape& shape, int64_t count, const RawWeights& raw, uint8_t* dst,
           Parallel& parallel);
 
-/// The exact inverse, for one matrix: weights [n, row_bytes()], scales [n, groups], bias [n] (left alone without bias),
-/// zero_points [n, groups] (left alone without them), channel_scales [n] (left alone unless kE5M3). Throws
-/// std::invalid_argument for a zero point above 15 of nibbles and for a scale that `pack` cannot have written.
-void unpack(const PackedMatrix& matrix, uint8_t* weights, void* scales, float* bias, Parallel& parallel,
-            uint8_t* zero_points = nullptr, float* channel_scales = nullptr);
+/// Where unpack writes one matrix. What the matrix does not have is left alone, and may be null.
+struct UnpackedWeights {
+  uint8_t* weights;                    ///< [n, row_bytes()]
+  void* scales;                        ///< [n, groups]
+  float* bias = nullptr;               ///< [n]
+  uint8_t* zero_points = nullptr;      ///< [n, groups]
+  float* channel_scales = nullptr;     ///< [n]
+  void* minimums = nullptr;            ///< [n, groups]
+  uint16_t* super_scales = nullptr;    ///< [n, k / kSuperK]
+  uint16_t* super_minimums = nullptr;  ///< [n, k / kSuperK]
+};
+
+/// The exact inverse of pack, for one matrix. Throws std::invalid_argument for a zero point above 15 of nibbles and for
+/// a scale that `pack` cannot have written.
+void unpack(const PackedMatrix& matrix, const UnpackedWeights& to, Parallel& parallel);
 
 }  // namespace w4a8

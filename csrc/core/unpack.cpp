@@ -9,19 +9,10 @@
 namespace w4a8 {
 namespace {
 
-// Where the values of a matrix go; see unpack in pack.h.
-struct Destination {
-  uint8_t* weights;
-  void* scales;
-  float* bias;
-  uint8_t* zero_points;
-  float* channel_scales;
-};
-
 // Columns [first, first + columns) of the matrix, one panel.
 class PanelUnpacker {
  public:
-  PanelUnpacker(const PackedMatrix& matrix, int64_t index, const Destination& to)
+  PanelUnpacker(const PackedMatrix& matrix, int64_t index, const UnpackedWeights& to)
       : shape_(matrix.shape),
         layout_(matrix.layout),
         panel_(matrix.panel(index)),
@@ -31,7 +22,14 @@ class PanelUnpacker {
 
   void run() const {
     with_codes(shape_.kind.values, [&]<class Codes>(Codes) { unpack_codes<Codes>(); });
-    with_scale_codec(layout_.scale_type, [&]<class Codec>(Codec) { unpack_scales<Codec>(); });
+    with_scale_codec(layout_.scale_type, [&]<class Codec>(Codec) {
+      unpack_scales<Codec>(to_.scales, [&](int64_t g) { return layout_.scales_at(g); });
+      if (shape_.kind.minimums) unpack_scales<Codec>(to_.minimums, [&](int64_t g) { return layout_.minimums_at(g); });
+    });
+    if (shape_.in_supers()) {
+      unpack_supers(to_.super_scales, [&](int64_t g) { return layout_.scales_at(g); });
+      if (shape_.kind.minimums) unpack_supers(to_.super_minimums, [&](int64_t g) { return layout_.minimums_at(g); });
+    }
     if (shape_.kind.zero_points) unpack_zeros();
     if (shape_.has_bias) copy_floats(layout_.bias_offset, to_.bias);
     if (shape_.two_level()) copy_floats(layout_.channel_offset, to_.channel_scales);
@@ -52,16 +50,28 @@ class PanelUnpacker {
     }
   }
 
-  template <class Codec>
-  void unpack_scales() const {
+  // at(g): where those of group g are in the panel.
+  template <class Codec, class At>
+  void unpack_scales(void* to, At at) const {
     using Bits = typename Codec::Bits;
     const bool halve = shape_.kind.values == Values::kE2M1;
     for (int64_t g = 0; g < layout_.groups; ++g) {
       for (int64_t c = 0; c < columns_; ++c) {
-        const Bits bits = Codec::given(load_scale<Codec>(panel_ + layout_.scales_at(g), c), halve);
-        const int64_t at = ((first_ + c) * layout_.groups + g) * static_cast<int64_t>(sizeof(Bits));
-        std::memcpy(static_cast<uint8_t*>(to_.scales) + at, &bits, sizeof(bits));
+        const Bits bits = Codec::given(load_scale<Codec>(panel_ + at(g), c), halve);
+        const int64_t offset = ((first_ + c) * layout_.groups + g) * static_cast<int64_t>(sizeof(Bits));
+        std::memcpy(static_cast<uint8_t*>(to) + offset, &bits, sizeof(bits));
       }
+    }
+  }
+
+  template <class At>
+  void unpack_supers(uint16_t* to, At at) const {
+    const int64_t count = shape_.k / kSuperK;
+    for (int64_t s = 0; s < count; ++s) {
+      uint16_t supers[kPanelColumns];
+      std::memcpy(supers, panel_ + at(s * layout_.super_groups()) + layout_.super_groups() * layout_.scale_line,
+                  sizeof(supers));
+      for (int64_t c = 0; c < columns_; ++c) to[(first_ + c) * count + s] = supers[c];
     }
   }
 
@@ -81,20 +91,18 @@ class PanelUnpacker {
   const uint8_t* panel_;
   int64_t first_;
   int64_t columns_;
-  const Destination& to_;
+  const UnpackedWeights& to_;
 };
 
 }  // namespace
 
-void unpack(const PackedMatrix& matrix, uint8_t* weights, void* scales, float* bias, Parallel& parallel,
-            uint8_t* zero_points, float* channel_scales) {
+void unpack(const PackedMatrix& matrix, const UnpackedWeights& to, Parallel& parallel) {
   const PackedShape& shape = matrix.shape;
-  const Destination to = {weights, scales, bias, zero_points, channel_scales};
   const auto unpack_one = [&](int64_t, int64_t index, int) { PanelUnpacker(matrix, index, to).run(); };
   const Phase phases[] = {{shape.panels(), unpack_one}};
   run_phases(parallel, parallel.threads(), phases);
   // Packed bytes may come from anywhere: what `pack` refuses, nothing may return.
-  check_packable(shape, shape.n * shape.groups(), scales, shape.kind.zero_points ? zero_points : nullptr);
+  check_packable(shape, shape.n * shape.groups(), to.scales, shape.kind.zero_points ? to.zero_points : nullptr);
 }
 
 }  // namespace w4a8

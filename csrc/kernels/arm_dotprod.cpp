@@ -139,23 +139,24 @@ struct FewOps : DotOps {
 struct FewE5M3Ops : FewOps<ScaleType::kE5M3> {
   static constexpr bool takes(bool least, bool scaled) { return least && !scaled; }
 };
-// Scales of activations cost more than asking for the type of the weights' scales.
-struct FewScaledOps : DotOps {
+// The general loops. Scales of activations, and super-scales, cost more than asking for the type of the weights'
+// scales.
+struct FewAnyOps : DotOps {
   static constexpr int kRows[] = {5, 2};
   static constexpr int64_t kUnpackRows = 0;
-  static constexpr bool takes(bool, bool scaled) { return scaled; }
 };
 
 void few_rows(const Rows& rows, int64_t m, const Panels& panels, int64_t panel_count, float* out, int64_t ldc,
               uint8_t*) {
   const auto run = [&]<class FewRows>(FewRows) { gemm<FewRows>(rows, m, panels, panel_count, out, ldc, nullptr); };
-  if (panels.scaled) return run(FewScaledOps());
+  if (panels.scaled || panels.scale_type == ScaleType::kSuper) return run(FewAnyOps());
   switch (panels.scale_type) {
     case ScaleType::kFloat32: return run(FewOps<ScaleType::kFloat32>());
     case ScaleType::kBFloat16: return run(FewOps<ScaleType::kBFloat16>());
     case ScaleType::kFloat16: return run(FewOps<ScaleType::kFloat16>());
     case ScaleType::kE5M3: return run(FewE5M3Ops());
     case ScaleType::kE8M0: return run(FewOps<ScaleType::kE8M0>());
+    case ScaleType::kSuper: break;
   }
 }
 

@@ -17,6 +17,9 @@ static_assert(std::endian::native == std::endian::little,
               "packed matrices, and their headers, are little-endian and used as they are");
 static_assert(std::numeric_limits<float>::is_iec559 && FLT_EVAL_METHOD == 0,
               "docs/numerics.md rounds every operation to its type, which -mfpmath=387, for one, does not");
+#ifdef __FAST_MATH__
+#error "docs/numerics.md gives the order of operations, which -ffast-math and -Ofast change"
+#endif
 
 /// Element types of activations and outputs.
 enum class DType : uint8_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
@@ -28,13 +31,16 @@ enum class ScaleType : uint8_t {
   kFloat32 = 0,
   kBFloat16 = 1,
   kFloat16 = 2,
-  kE5M3 = 3,  ///< no sign, five bits of exponent (bias 11), three of mantissa, no infinities; beside channel scales
-  kE8M0 = 4,  ///< byte b is 2^(b - 127), b in 0..254 (OCP Microscaling Formats 1.0); of e2m1 values alone
+  kE5M3 = 3,   ///< no sign, five bits of exponent (bias 11), three of mantissa, no infinities; beside channel scales
+  kE8M0 = 4,   ///< byte b is 2^(b - 127), b in 0..254 (OCP Microscaling Formats 1.0); of e2m1 values alone
+  kSuper = 5,  ///< an int8 times a float16 that kSuperK values of k share, a super-scale (ggml's K-quants)
 };
 
 constexpr int64_t scale_bytes(ScaleType type) {
   return type == ScaleType::kFloat32 ? 4 : (type == ScaleType::kBFloat16 || type == ScaleType::kFloat16 ? 2 : 1);
 }
+/// Values of k that share a super-scale.
+inline constexpr int64_t kSuperK = 256;
 /// The bits of an e5m3 number as the exponent and mantissa of a float32 (bits 20 to 27) are a number so many times too
 /// small.
 constexpr float kE5M3Factor = 0x1p116f;
@@ -48,10 +54,11 @@ enum class Values : uint8_t {
   kInt8 = 2,  ///< a byte n: w = n - z, z = 128 or a zero point in 0..255
 };
 
-/// What an integer weight w is made of. A weight is w times its scale.
+/// What an integer weight w is made of. A weight is w times its scale, less its minimum.
 struct WeightKind {
   Values values = Values::kInt4;
   bool zero_points = false;  ///< z is given per column and group
+  bool minimums = false;     ///< a number per column and group, as scales are; z of kInt4 is 0
   bool operator==(const WeightKind&) const = default;
 };
 constexpr WeightKind kInt4 = {Values::kInt4, false};
@@ -59,6 +66,8 @@ constexpr WeightKind kInt4ZeroPoints = {Values::kInt4, true};
 constexpr WeightKind kE2M1 = {Values::kE2M1, false};
 constexpr WeightKind kInt8 = {Values::kInt8, false};
 constexpr WeightKind kInt8ZeroPoints = {Values::kInt8, true};
+constexpr WeightKind kInt4Minimums = {Values::kInt4, false, true};
+constexpr WeightKind kInt8Minimums = {Values::kInt8, false, true};
 
 // Not inline: a kernel exports nothing but itself.
 constexpr int8_t kE2M1Weights[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
@@ -78,18 +87,23 @@ enum class Activation : int32_t {
 inline constexpr int kActivationCount = 8;
 
 // Geometry of packed weights, the same for every kernel (diagram in core/layout.h).
-inline constexpr int64_t kPanelColumns = 16;    ///< output columns of one panel
-inline constexpr int64_t kStepK = 8;            ///< values of k in one step
-inline constexpr int64_t kLineBytes = 64;       ///< a cache line; every part of a panel is whole lines
-inline constexpr int64_t kStepBytes = 64;       ///< a step of nibbles: kPanelColumns * kStepK / 2
-inline constexpr int64_t kByteStepBytes = 128;  ///< a step of bytes, packed int8 or unpacked nibbles
+inline constexpr int64_t kPanelColumns = 16;              ///< output columns of one panel
+inline constexpr int64_t kStepK = 8;                      ///< values of k in one step
+inline constexpr int64_t kLineBytes = 64;                 ///< a cache line; every part of a panel is whole lines
+inline constexpr int64_t kStepBytes = 64;                 ///< a step of nibbles: kPanelColumns * kStepK / 2
+inline constexpr int64_t kByteStepBytes = 128;            ///< a step of bytes, packed int8 or unpacked nibbles
+inline constexpr int64_t kSuperLine = 2 * kPanelColumns;  ///< the super-scales of a panel for kSuperK values of k
 
 /// Where the parts of a panel are, computed once for a packed matrix (core/layout.h: panel_layout). Offsets and sizes
 /// are bytes. A panel is records in the order of reading, then what a column has once:
 ///
 ///   record:  scales [record_groups, 16] | zero points [record_groups, 16] | zeros up to a whole line
 ///            | steps of these groups
-///   panel:   records, the last one may have fewer steps | sums [16] | bias [16] | channel scales [16]
+///   panel:   minimums, as many | records, the last one may have fewer steps | sums [16] | bias [16]
+///            | channel scales [16]
+///
+/// Super-scales [16] are behind the scales that they multiply: of a record, whose groups are kSuperK values of k; and
+/// of the minimums, kSuperK values of k after the others.
 struct PanelLayout {
   WeightKind kind;
   ScaleType scale_type;
@@ -100,6 +114,7 @@ struct PanelLayout {
   int64_t group_steps;     ///< steps of one group; `steps` when channelwise
   bool scaled;             ///< activations have scales of their own along k: a part of k shares one of each kind
   int64_t part_steps;      ///< steps of one part; group_steps if not `scaled`
+  int64_t records_offset;  ///< in a panel: the first record, behind the minimums
   int64_t record_groups;   ///< groups of a record but the last one
   int64_t scale_line;      ///< the scales of one group: 16 of scale_type
   int64_t zeros_offset;    ///< in a record: its zero points, a byte each; of nibbles the low four bits count
@@ -113,13 +128,24 @@ struct PanelLayout {
 
   /// In a panel: the scales of group g, its zero points, step s.
   constexpr int64_t scales_at(int64_t g) const {
-    return g / record_groups * record_bytes + g % record_groups * scale_line;
+    return records_offset + g / record_groups * record_bytes + g % record_groups * scale_line;
   }
   constexpr int64_t zeros_at(int64_t g) const {
-    return g / record_groups * record_bytes + zeros_offset + g % record_groups * kPanelColumns;
+    return records_offset + g / record_groups * record_bytes + zeros_offset + g % record_groups * kPanelColumns;
   }
   constexpr int64_t step_at(int64_t s) const {
-    return (s / (record_groups * group_steps) + 1) * head_bytes + s * step_bytes;
+    return records_offset + (s / (record_groups * group_steps) + 1) * head_bytes + s * step_bytes;
+  }
+  /// Groups that share a super-scale; all of them, if there are none.
+  constexpr int64_t super_groups() const {
+    return scale_type == ScaleType::kSuper ? kSuperK / kStepK / group_steps : groups;
+  }
+  /// In a panel: the minimums of group g. Those of super_groups() are a block.
+  constexpr int64_t minimums_at(int64_t g) const {
+    return g / super_groups() * minimums_block() + g % super_groups() * scale_line;
+  }
+  constexpr int64_t minimums_block() const {
+    return super_groups() * scale_line + (scale_type == ScaleType::kSuper ? kSuperLine : 0);
   }
 };
 
@@ -134,12 +160,16 @@ inline constexpr int64_t kWholeRow = -1;
 
 /// How rows are to be quantized.
 struct RowShape {
-  int64_t k;                 ///< values of a row
-  int64_t part;              ///< values per entry of starts and of scales; divides k and activation_group
-  int64_t activation_group;  ///< values that share a scale, 32, 64 or 128; or kWholeRow
+  int64_t k;                  ///< values of a row
+  int64_t part;               ///< values per entry of starts and of scales; divides k and activation_group
+  int64_t activation_group;   ///< values that share a scale, 32, 64 or 128; or kWholeRow
+  int64_t minimum_group = 0;  ///< values per entry of offsets, a multiple of part; 0: there are none
+  bool from_zero = false;     ///< starts are 0
 
   constexpr bool scaled() const { return activation_group != kWholeRow; }
   constexpr int64_t parts() const { return k / part; }
+  constexpr int64_t offsets() const { return minimum_group == 0 ? 0 : k / minimum_group; }
+  bool operator==(const RowShape&) const = default;
 };
 
 /// Where one quantized row goes.
@@ -149,17 +179,21 @@ struct QuantizedRow {
   RowQuant* quant;
   float* scales = nullptr;    ///< [parts], left alone unless RowShape::scaled
   int64_t scales_stride = 1;  ///< elements between those
+  float* offsets = nullptr;   ///< [RowShape::offsets()]
 };
 
 /// Quantized rows a tile reads.
 struct Rows {
   const int8_t* q;        ///< [m, stride] int8, each row zero from K to the next multiple of kLineBytes
   int64_t stride;         ///< bytes between rows, at least that
-  const int32_t* starts;  ///< [m, parts]: -8 * sum of q over the part, where the accumulators start
+  const int32_t* starts;  ///< [m, parts]: -8 * sum of q over the part, where the accumulators start; or zeros
   int64_t starts_stride;  ///< elements between rows of starts
   const RowQuant* quant;  ///< [m]
   const float* scales;    ///< [parts, m]: of the activations, if PanelLayout::scaled. From each, 16 can be read
   int64_t scales_stride;  ///< elements between parts of scales
+  const float* offsets;  ///< [m, groups]: what minimums are multiplied with: less the sum of q over the group, in units
+                         ///< of x where activations have scales along k; null if the weights have no minimums
+  int64_t offsets_stride;  ///< elements between rows of offsets
 };
 
 /// A run of consecutive panels of one packed matrix. No alignment is assumed.
@@ -201,7 +235,7 @@ using CombineFn = void (*)(const float* y, int64_t ldy, const int32_t* slots, co
 using StoreRowFn = void (*)(const float* x, int64_t n, DType dtype, void* out);
 
 /// sums[c] = fma(scales[g, c], float(group_sums[g, c]), sums[c]) for g ascending, g < groups, c < 16: the W of a panel
-/// (docs/numerics.md section 3). scales: [groups, 16] of `type` as packed, not aligned.
+/// (docs/numerics.md section 3). scales: [groups, 16] of `type` as packed, not kSuper; not aligned.
 using AddWeightSumsFn = void (*)(const uint8_t* scales, ScaleType type, const int32_t* group_sums, int64_t groups,
                                  float* sums);
 

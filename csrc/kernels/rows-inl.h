@@ -169,6 +169,7 @@ void quantize_row(const void* x, DType dtype, const RowShape& shape, const Quant
     if (shape.scaled()) return quantize_groups_as<Ops, kType>(x, shape, to);
     quantize_row_as<Ops, kType>(x, shape, to);
   });
+  set_offsets(shape, to);
 }
 
 // Stores vectors of float32 as kType, the last one partly.
@@ -305,6 +306,14 @@ W4A8_INLINE typename Ops::F load_half_e8m0(const uint8_t* scales, int64_t i) {
   const typename Ops::I bits = Ops::template shift_left<23>(Ops::load_widened(scales + i));
   return Ops::mul(Ops::float_bits(Ops::imax(bits, Ops::isplat(kLeastE8M0))), Ops::splat(0.5f));
 }
+// supers: the super-scales of the panel's columns.
+template <class Ops>
+W4A8_INLINE typename Ops::F load_super_scales(const uint8_t* scales, const uint8_t* supers, int64_t i) {
+  const typename Ops::I bytes = Ops::template shift_left<24>(Ops::load_widened(scales + i));
+  return Ops::mul(Ops::to_float(Ops::template shift_right<24>(bytes)),
+                  Ops::template load_as<DType::kFloat16>(supers, i));
+}
+// Of any type but kSuper.
 template <class Ops>
 W4A8_INLINE typename Ops::F load_any_scales(const uint8_t* scales, int64_t i, ScaleType type) {
   if (type == ScaleType::kE5M3) return load_e5m3<Ops>(scales, i);

@@ -66,4 +66,5 @@ void quantize_row_neon(const void* x, DType dtype, const RowShape& shape, const 
     if (shape.scaled()) return quantize_groups_as<Ops, kType>(x, shape, to);
     quantize_row_neon_as<Ops, kType>(x, shape, to);
   });
+  set_offsets(shape, to);
 }

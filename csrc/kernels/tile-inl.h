@@ -69,6 +69,8 @@ struct TileArgs {
   int64_t starts_stride;
   const float* row_scales;  // Rows::scales, at the same part
   int64_t row_scales_stride;
+  const float* offsets;  // Rows::offsets; of all groups
+  int64_t offsets_stride;
   const RowQuant* quant;
   const Panels* panels;
   const uint8_t* panel;    // the first of the C panels

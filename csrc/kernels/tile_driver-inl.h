@@ -31,6 +31,14 @@
 
 constexpr int64_t kScaleBytes = 4 * kPanelColumns;  // of a panel's group, once unpacked
 
+// Zero points of 16 columns that are all alike: what unpacked e2m1 counts from, or weights with minimums.
+template <uint8_t kZero>
+W4A8_INLINE const uint8_t* sixteen_times() {
+  alignas(16) static constexpr uint8_t kZeros[kPanelColumns] = {kZero, kZero, kZero, kZero, kZero, kZero, kZero, kZero,
+                                                                kZero, kZero, kZero, kZero, kZero, kZero, kZero, kZero};
+  return kZeros;
+}
+
 // The steps of a panel that are unpacked at once.
 struct Chunk {
   const PanelLayout& layout;
@@ -53,14 +61,19 @@ struct PackedGroups {
 
   W4A8_INLINE explicit PackedGroups(const Chunk& chunk)
       : layout(chunk.layout),
-        record(chunk.panel + chunk.group / layout.record_groups * layout.record_bytes),
+        record(chunk.panel + layout.records_offset + chunk.group / layout.record_groups * layout.record_bytes),
         inside(chunk.group % layout.record_groups),
         skipped((chunk.step - chunk.group * layout.group_steps) * layout.step_bytes) {}
   W4A8_INLINE const uint8_t* steps() const {
     return record + layout.head_bytes + inside * layout.group_steps * layout.step_bytes + skipped;
   }
   W4A8_INLINE const uint8_t* scales() const { return record + inside * layout.scale_line; }
-  W4A8_INLINE const uint8_t* zeros() const { return record + layout.zeros_offset + inside * kPanelColumns; }
+  // Behind the scales of all groups of the record.
+  W4A8_INLINE const uint8_t* supers() const { return record + layout.zeros_offset; }
+  W4A8_INLINE const uint8_t* zeros() const {
+    if (layout.kind.minimums) return sixteen_times<0>();
+    return record + layout.zeros_offset + inside * kPanelColumns;
+  }
   // Groups whose steps follow each other, of `left`.
   W4A8_INLINE int64_t run(int64_t left) const {
     const int64_t rest = layout.record_groups - inside;
@@ -99,7 +112,9 @@ W4A8_INLINE void unpack_heads(const Chunk& chunk, uint8_t* bytes) {
     const uint8_t* packed = walk.scales();
     __builtin_prefetch(packed + chunk.ahead, 0, 2);
     for (int64_t i = 0; i < kPanelColumns; i += Ops::kLanes) {
-      Ops::store(scales + i, load_any_scales<Ops>(packed, i, chunk.layout.scale_type));
+      Ops::store(scales + i, chunk.layout.scale_type == ScaleType::kSuper
+                                 ? load_super_scales<Ops>(packed, walk.supers(), i)
+                                 : load_any_scales<Ops>(packed, i, chunk.layout.scale_type));
     }
     if (has_zeros) __builtin_memcpy(zeros, walk.zeros(), kPanelColumns);
     walk.skip(1);
@@ -171,20 +186,12 @@ constexpr int64_t least_share(int64_t least, int64_t most) {
   return smallest;
 }
 
-// t.zeros of unpacked e2m1.
-template <uint8_t kZero>
-W4A8_INLINE const uint8_t* sixteen_times() {
-  alignas(16) static constexpr uint8_t kZeros[kPanelColumns] = {kZero, kZero, kZero, kZero, kZero, kZero, kZero, kZero,
-                                                                kZero, kZero, kZero, kZero, kZero, kZero, kZero, kZero};
-  return kZeros;
-}
-
 // The panels at t.panel, as they are packed.
 W4A8_INLINE void point_to_packed(TileArgs& t) {
   const Panels& p = *t.panels;
-  t.weights = t.panel + p.head_bytes;
+  t.weights = t.panel + p.records_offset + p.head_bytes;
   t.weights_stride = p.panel_bytes;
-  t.zeros = p.kind.zero_points ? t.panel + p.zeros_offset : nullptr;
+  t.zeros = p.kind.zero_points ? t.panel + p.records_offset + p.zeros_offset : nullptr;
   t.zeros_stride = p.panel_bytes;
 }
 
@@ -244,6 +251,7 @@ W4A8_INLINE void row_tiles(Tiles& tiles, TileArgs& t, const Rows& rows, const Ro
     }
     t.starts = rows.starts + row * rows.starts_stride + batch.part;
     if (t.panels->scaled) t.row_scales = rows.scales + batch.part * rows.scales_stride + row;
+    if (t.panels->kind.minimums) t.offsets = rows.offsets + row * rows.offsets_stride;
     t.quant = rows.quant + row;
     t.out = out + row * t.ldc;
     tiles.tile(end - first, t);
@@ -310,6 +318,7 @@ __attribute__((noinline)) void multiply(Tiles& tiles, const Rows& rows, int64_t 
   t.q_stride = rows.stride;
   t.starts_stride = rows.starts_stride;
   t.row_scales_stride = rows.scales_stride;
+  t.offsets_stride = rows.offsets_stride;
   t.panels = &panels;
   t.ldc = ldc;
   for (int64_t b = 0; b < batches; ++b) {

@@ -7,10 +7,13 @@ enum class Zeros { kNone, kAll, kAsk };
 
 // Only groups of the least size have scales of e5m3, and only e2m1 values in others those of e8m0: constants of their
 // conversion would take registers from all others in the loop.
-template <class Ops, Code kCode, int64_t kGroupSteps>
-W4A8_INLINE typename Ops::F load_group_scales(const uint8_t* scales, int64_t i, ScaleType type) {
+template <class Ops, Code kCode, int64_t kGroupSteps, class Walk>
+W4A8_INLINE typename Ops::F load_group_scales(const Walk& walk, int c, int64_t i, ScaleType type) {
+  const uint8_t* scales = walk.scales(c);
   if constexpr (!is_packed(kCode)) {
     return Ops::load_bytes(scales + 4 * i);
+  } else if (!is_e2m1(kCode) && type == ScaleType::kSuper) {
+    return load_super_scales<Ops>(scales, walk.supers(c), i);
   } else if constexpr (kGroupSteps == kLeastGroupSteps) {
     return type == ScaleType::kE5M3 ? load_e5m3<Ops>(scales, i) : load_float_scales<Ops>(scales, i, type);
   } else if constexpr (kCode == Code::kE2M1) {
@@ -45,6 +48,8 @@ struct Records {
     for_each<C>([&](int c) W4A8_LAMBDA { weights[c] = first[c]; });
   }
   W4A8_INLINE const uint8_t* scales(int c) const { return weights[c] + scales_at; }
+  // The super-scales, behind the scales of all groups of the record.
+  W4A8_INLINE const uint8_t* supers(int c) const { return scales(c) + left * scale_line; }
   // Returns whether the next group begins a record.
   W4A8_INLINE bool next() {
     scales_at += scale_line;
@@ -139,9 +144,8 @@ W4A8_INLINE void add_groups(const TileArgs& all, const int8_t* const (&rows)[R],
                                                                       fetch, acc);
     if (is_packed(kCode) && (!kMayStream || fetch != nullptr)) fetch += group_bytes;
     for_each<C>([&](int c) W4A8_LAMBDA {
-      const uint8_t* scales = walk.scales(c);
       for_each<Ops::kVecs>([&](int v) W4A8_LAMBDA {
-        const F scale = load_group_scales<Ops, kCode, kGroupSteps>(scales, v * Ops::kLanes, p.scale_type);
+        const F scale = load_group_scales<Ops, kCode, kGroupSteps>(walk, c, v * Ops::kLanes, p.scale_type);
         for_each<R>([&](int r) W4A8_LAMBDA {
           f[r][c][v] = Ops::fma(part_value<Ops, kScaled>(t, acc[r][c][v], r, group), scale, f[r][c][v]);
         });
@@ -198,7 +202,7 @@ W4A8_INLINE void add_parts(const TileArgs& t, const int8_t* const (&rows)[R], co
       break;
     }
     for_each<C, Ops::kVecs>([&](int c, int v) W4A8_LAMBDA {
-      const F scale = load_group_scales<Ops, kCode, 0>(walk.scales(c), v * Ops::kLanes, layout.scale_type);
+      const F scale = load_group_scales<Ops, kCode, 0>(walk, c, v * Ops::kLanes, layout.scale_type);
       for_each<R>([&](int r) W4A8_LAMBDA {
         F& sum = sums[(r * C + c) * Ops::kVecs + v];
         sum = Ops::fma(p[r][c][v], scale, sum);
@@ -239,13 +243,71 @@ W4A8_INLINE void add_all_groups(const TileArgs& t, const int8_t* const (&rows)[R
   add_sized_groups<Ops, R, C, kCode, kZeros, kGrouping>(t, rows, weights, f);
 }
 
+// The minimums of 16 columns, group by group.
+template <class Ops>
+struct Minimums {
+  const uint8_t* line;
+  ScaleType type;
+  int64_t left;  // groups of the block of super-scales, if there are any
+  int64_t scale_line;
+  int64_t super_groups;
+
+  W4A8_INLINE Minimums(const PanelLayout& p, const uint8_t* panel)
+      : line(panel),
+        type(p.scale_type),
+        left(p.super_groups()),
+        scale_line(p.scale_line),
+        super_groups(p.super_groups()) {}
+  W4A8_INLINE typename Ops::F load(int64_t i) const {
+    if (type == ScaleType::kSuper) return load_super_scales<Ops>(line, line + left * scale_line, i);
+    return load_float_scales<Ops>(line, i, type);
+  }
+  W4A8_INLINE void next() {
+    line += scale_line;
+    if (--left != 0) return;
+    left = super_groups;
+    line += kSuperLine;
+  }
+};
+
+// f = fma(minimum, offset, f), group by group, from 0. Not inlined, as what follows needs the registers.
+template <class Ops, int R, int C>
+__attribute__((noinline)) void add_minimums(const TileArgs& t, float* to) {
+  const PanelLayout& p = *t.panels;
+  for_each<C>([&](int c) W4A8_LAMBDA {
+    typename Ops::F f[R][Ops::kVecs];
+    for_each<R, Ops::kVecs>([&](int r, int v) W4A8_LAMBDA { f[r][v] = Ops::splat(0.0f); });
+    Minimums<Ops> walk(p, t.panel + c * p.panel_bytes);
+    for (int64_t g = 0; g < p.groups; ++g, walk.next()) {
+      for_each<Ops::kVecs>([&](int v) W4A8_LAMBDA {
+        const typename Ops::F minimum = walk.load(v * Ops::kLanes);
+        for_each<R>([&](int r) W4A8_LAMBDA {
+          f[r][v] = Ops::fma(minimum, Ops::splat(t.offsets[r * t.offsets_stride + g]), f[r][v]);
+        });
+      });
+    }
+    for_each<R, Ops::kVecs>(
+        [&](int r, int v) W4A8_LAMBDA { Ops::store(to + (r * C + c) * kPanelColumns + v * Ops::kLanes, f[r][v]); });
+  });
+}
+template <class Ops, int R, int C>
+W4A8_INLINE void start_at_minimums(const TileArgs& t, typename Ops::F (&f)[R][C][Ops::kVecs]) {
+  float sums[R * C * kPanelColumns];
+  add_minimums<Ops, R, C>(t, sums);
+  for_each<R, C, Ops::kVecs>([&](int r, int c, int v) W4A8_LAMBDA {
+    f[r][c][v] = Ops::load(sums + (r * C + c) * kPanelColumns + v * Ops::kLanes);
+  });
+}
+
 template <class Ops, int R, int C, Code kCode, Grouping kGrouping>
 W4A8_INLINE void groups_tile(const TileArgs& t, const int8_t* const (&rows)[R], const uint8_t* const (&weights)[C]) {
   typename Ops::F f[R][C][Ops::kVecs];
-  if (t.first) {
-    fill(f, Ops::splat(0.0f));
-  } else {
+  if (!t.first) {
     load_sums<Ops>(t, f);
+  } else if (!is_e2m1(kCode) && t.panels->kind.minimums) {
+    start_at_minimums<Ops>(t, f);
+  } else {
+    fill(f, Ops::splat(0.0f));
   }
   if constexpr (Ops::kOwnGroups) {
     Ops::template add_groups<R, C, kCode, kGrouping>(t, rows, weights, f);

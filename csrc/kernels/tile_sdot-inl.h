@@ -224,8 +224,8 @@ struct SignedTiles {
     DotOps::barrier();  // not before the tiles have read what this overwrites
     switch (chunk.layout.kind.values) {
       case Values::kInt4:
-        return chunk.layout.kind.zero_points ? unpack_signed<Tiles, Values::kInt4, true>(chunk, bytes)
-                                             : unpack_signed<Tiles, Values::kInt4, false>(chunk, bytes);
+        return chunk.layout.kind == kInt4 ? unpack_signed<Tiles, Values::kInt4, false>(chunk, bytes)
+                                          : unpack_signed<Tiles, Values::kInt4, true>(chunk, bytes);
       case Values::kE2M1: return unpack_signed<Tiles, Values::kE2M1, false>(chunk, bytes);
       case Values::kInt8: return unpack_bytes<Tiles>(chunk, bytes);
     }

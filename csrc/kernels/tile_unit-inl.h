@@ -200,8 +200,8 @@ struct UnitTiles {
     if (chunk.first) next = Fetcher(chunk.behind, t.columns * t.panels->panel_bytes, t.columns * panel_cycles);
     switch (chunk.layout.kind.values) {
       case Values::kInt4:
-        return chunk.layout.kind.zero_points ? unpack_kind<Unpacked::kInt4ZeroPoints>(chunk, weights)
-                                             : unpack_kind<Unpacked::kInt4>(chunk, weights);
+        return chunk.layout.kind == kInt4 ? unpack_kind<Unpacked::kInt4>(chunk, weights)
+                                          : unpack_kind<Unpacked::kInt4ZeroPoints>(chunk, weights);
       case Values::kE2M1: return unpack_kind<Unpacked::kE2M1>(chunk, weights);
       case Values::kInt8: return unpack_kind<Unpacked::kInt8>(chunk, weights);
     }
@@ -272,6 +272,23 @@ struct UnitTiles {
     }
   }
 
+  // Sums in scratch begin at the minimums.
+  void start_sums(const EqualBands& bands, const TileArgs& t) const {
+    TileArgs one = t;
+    for (int64_t i = 0; i < bands.count; ++i) {
+      for (int64_t c = 0; c < t.columns; ++c) {
+        one.panel = t.panel + c * t.panels->panel_bytes;
+        auto* const sums = reinterpret_cast<float*>(scratch.sums + (i * 2 + c) * kTileBytes);
+        for (int64_t r = 0; r < bands.rows;) {
+          const bool eight = r + 8 <= bands.rows;
+          one.offsets = t.offsets + (bands.begin(i) + r) * t.offsets_stride;
+          (eight ? add_minimums<Ops, 8, 1> : add_minimums<Ops, 1, 1>)(one, sums + r * kPanelColumns);
+          r += eight ? 8 : 1;
+        }
+      }
+    }
+  }
+
   void multiply_groups(const EqualBands& bands, const TileArgs& t) {
     const Panels& panels = *t.panels;
     Visit visits[2 * kMostBands + 1];
@@ -294,7 +311,8 @@ struct UnitTiles {
     b.part_bytes = panels.part_steps * kStepK;
     b.k_bytes = k_bytes;
     b.turn_cycles = b.part_bytes / k_bytes * kDotCycles + kConvertCycles;
-    b.first = t.first;
+    b.first = t.first && !panels.kind.minimums;
+    if (t.first && panels.kind.minimums) start_sums(bands, t);
     b.spill = scratch.spill;
     if (!panels.scaled) {
       add_all_groups<RowScales::kNone>(bands, b);

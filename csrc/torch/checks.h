@@ -93,6 +93,7 @@ inline at::ScalarType scale_dtype_of(ScaleType type) {
     case ScaleType::kFloat32: return at::kFloat;
     case ScaleType::kBFloat16: return at::kBFloat16;
     case ScaleType::kFloat16: return at::kHalf;
+    case ScaleType::kSuper: return at::kChar;
     default: return at::kByte;
   }
 }

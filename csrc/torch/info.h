@@ -34,10 +34,12 @@ struct PackedInfo {
   int64_t out_features;
   int64_t in_features;
   int64_t block_size;
-  std::string scale_dtype;  ///< "float32", "bfloat16", "float16", "e5m3" (with channel scales) or "e8m0"
+  /// "float32", "bfloat16", "float16", "e5m3" (with channel scales), "e8m0" or "super" (int8 with super-scales)
+  std::string scale_dtype;
   bool has_bias;
   std::string values;  ///< "int4", "e2m1" or "int8"
   bool has_zero_points;
+  bool has_minimums;
   int64_t activation_group;  ///< values of k of a row that share a scale; -1: all of the row
   int64_t bytes;
 };

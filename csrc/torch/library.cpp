@@ -16,13 +16,15 @@ TORCH_LIBRARY(w4a8, m) {
   m.def(
       "dyn_quant_pack_4bit_weight(Tensor weights, Tensor scales_zeros, Tensor? bias, int block_size, int in_features, "
       "int out_features, *, Tensor? zero_points=None, str values='int4', Tensor? channel_scales=None, int "
-      "activation_group=-1) -> Tensor");
+      "activation_group=-1, Tensor? minimums=None, Tensor? super_scales=None, Tensor? super_minimums=None) -> Tensor");
   m.def(
       "dyn_quant_unpack_4bit_weight(Tensor packed_weights, int block_size, int in_features, int out_features) -> "
       "(Tensor weights, Tensor scales_zeros, Tensor bias)");
   m.def(
       "dyn_quant_unpack_any_4bit_weight(Tensor packed_weights, int block_size, int in_features, int out_features) -> "
-      "(Tensor weights, Tensor scales_zeros, Tensor zero_points, Tensor bias, str values, Tensor channel_scales)");
+      "(Tensor weights, Tensor scales_zeros, Tensor zero_points, Tensor bias, str values, Tensor channel_scales, "
+      "Tensor "
+      "minimums, Tensor super_scales, Tensor super_minimums)");
   m.def(
       "dyn_quant_matmul_4bit(Tensor inp, Tensor packed_weights, int block_size, int in_features, int out_features) -> "
       "Tensor");
@@ -103,10 +105,12 @@ at::Tensor dyn_quant_pack_4bit_weight(const at::Tensor& weights, const at::Tenso
                                       const c10::optional<at::Tensor>& bias, int64_t block_size, int64_t in_features,
                                       int64_t out_features, const c10::optional<at::Tensor>& zero_points,
                                       c10::string_view values, const c10::optional<at::Tensor>& channel_scales,
-                                      int64_t activation_group) {
+                                      int64_t activation_group, const c10::optional<at::Tensor>& minimums,
+                                      const c10::optional<at::Tensor>& super_scales,
+                                      const c10::optional<at::Tensor>& super_minimums) {
   return op<"dyn_quant_pack_4bit_weight", decltype(dyn_quant_pack_4bit_weight)>().call(
       weights, scales_zeros, bias, block_size, in_features, out_features, zero_points, values, channel_scales,
-      activation_group);
+      activation_group, minimums, super_scales, super_minimums);
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> dyn_quant_unpack_4bit_weight(const at::Tensor& packed_weights,
@@ -195,6 +199,7 @@ PackedInfo packed_info(const void* data, int64_t size) {
           shape.has_bias,
           values_name(shape.kind),
           shape.kind.zero_points,
+          shape.kind.minimums,
           shape.activation_group,
           packed_bytes(shape)};
 }

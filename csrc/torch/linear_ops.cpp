@@ -23,11 +23,12 @@ bool has_shape(const at::Tensor& tensor, const at::Tensor& weights, std::initial
 }
 
 // No value decides, so that the size of what is packed follows from shapes, types and arguments alone.
-WeightKind kind_of(const c10::optional<at::Tensor>& zero_points, c10::string_view values) {
+WeightKind kind_of(const c10::optional<at::Tensor>& zero_points, const c10::optional<at::Tensor>& minimums,
+                   c10::string_view values) {
   const Values codes = values_of(values);
   TORCH_CHECK(codes != Values::kE2M1 || !zero_points.has_value(),
               "zero_points is given, expected none for values = 'e2m1'");
-  return {codes, zero_points.has_value()};
+  return {codes, zero_points.has_value(), minimums.has_value()};
 }
 
 // weights [N, row_bytes()] or [E, N, row_bytes()] and what must fit them.
@@ -37,12 +38,20 @@ struct PackArguments {
   const c10::optional<at::Tensor>& bias;
   const c10::optional<at::Tensor>& zero_points;
   const c10::optional<at::Tensor>& channel_scales;
+  const c10::optional<at::Tensor>& minimums;
+  const c10::optional<at::Tensor>& super_scales;
+  const c10::optional<at::Tensor>& super_minimums;
 };
 
 // The type of the scales. Older PyTorch lacks the types of one byte: the bits of both are taken as uint8 as well.
-ScaleType scale_type_of(const at::Tensor& scales, bool channel_scales) {
+ScaleType scale_type_of(const at::Tensor& scales, bool channel_scales, bool super_scales) {
   const at::ScalarType type = scales.scalar_type();
   const std::string name = c10::toString(type);
+  if (super_scales) {
+    TORCH_CHECK(!channel_scales, "super_scales is given beside channel_scales, expected one of both");
+    TORCH_CHECK(type == at::kChar, "scales_zeros has dtype ", type, ", expected int8 beside super_scales");
+    return ScaleType::kSuper;
+  }
   if (channel_scales) {
     TORCH_CHECK(type == at::kByte || name == "Float8_e4m3fn", "scales_zeros has dtype ", type,
                 ", expected float8_e4m3fn, or its bits as uint8, beside channel_scales");
@@ -57,8 +66,30 @@ ScaleType scale_type_of(const at::Tensor& scales, bool channel_scales) {
   return ScaleType::kE8M0;
 }
 
+const char* dtype_name(at::ScalarType type) {
+  switch (type) {
+    case at::kByte: return "uint8";
+    case at::kChar: return "int8";
+    case at::kHalf: return "float16";
+    case at::kBFloat16: return "bfloat16";
+    default: return "float32";
+  }
+}
+
+// Numbers [N, groups], one for each group or for kSuperK values of k.
+void check_of_groups(const NamedTensor& argument, at::ScalarType dtype, const at::Tensor& weights,
+                     const PackedShape& shape, int64_t groups) {
+  const auto& [name, tensor] = argument;
+  if (tensor == nullptr) return;
+  TORCH_CHECK(tensor->scalar_type() == dtype, name, " has dtype ", tensor->scalar_type(), ", expected ",
+              dtype_name(dtype));
+  TORCH_CHECK(has_shape(*tensor, weights, {shape.n, groups}), name, " has shape ", shape_text(tensor->sizes()),
+              ", expected ", groups == shape.groups() ? "that of scales_zeros, " : "",
+              expected_shape(weights, {shape.n, groups}));
+}
+
 void check_pack_arguments(const PackArguments& a, const PackedShape& shape) {
-  const auto& [weights, scales, bias, zero_points, channel_scales] = a;
+  const auto& [weights, scales, bias, zero_points, channel_scales, minimums, super_scales, super_minimums] = a;
   TORCH_CHECK(weights.scalar_type() == at::kByte, "weights has dtype ", weights.scalar_type(), ", expected uint8");
   const int64_t bytes = shape.row_bytes();
   TORCH_CHECK((weights.dim() == 2 || weights.dim() == 3) && has_shape(weights, weights, {shape.n, bytes}),
@@ -70,12 +101,14 @@ void check_pack_arguments(const PackArguments& a, const PackedShape& shape) {
   TORCH_CHECK(has_shape(scales, weights, {shape.n, shape.groups()}), "scales_zeros has shape ",
               shape_text(scales.sizes()), ", expected ", expected_shape(weights, {shape.n, shape.groups()}),
               " for block_size = ", shape.group);
-  if (zero_points.has_value()) {
-    TORCH_CHECK(zero_points->scalar_type() == at::kByte, "zero_points has dtype ", zero_points->scalar_type(),
-                ", expected uint8");
-    TORCH_CHECK(has_shape(*zero_points, weights, {shape.n, shape.groups()}), "zero_points has shape ",
-                shape_text(zero_points->sizes()), ", expected that of scales_zeros, ", shape_text(scales.sizes()));
-  }
+  check_of_groups({"zero_points", zero_points}, at::kByte, weights, shape, shape.groups());
+  check_of_groups({"minimums", minimums}, scales.scalar_type(), weights, shape, shape.groups());
+  check_of_groups({"super_scales", super_scales}, at::kHalf, weights, shape, shape.k / kSuperK);
+  check_of_groups({"super_minimums", super_minimums}, at::kHalf, weights, shape, shape.k / kSuperK);
+  TORCH_CHECK(
+      super_minimums.has_value() == (super_scales.has_value() && minimums.has_value()), "super_minimums is ",
+      super_minimums.has_value() ? "" : "not ", "given, expected ",
+      super_minimums.has_value() ? "none without minimums and super_scales" : "it beside minimums and super_scales");
   for (const auto& [name, tensor] : {NamedTensor{"bias", bias}, {"channel_scales", channel_scales}}) {
     if (tensor == nullptr) continue;
     TORCH_CHECK(at::isFloatingType(tensor->scalar_type()), name, " has dtype ", tensor->scalar_type(),
@@ -91,13 +124,16 @@ PackedShape pack_shape(DeviceCheck check_devices, const PackArguments& a, int64_
                  {"scales_zeros", a.scales},
                  {"bias", a.bias},
                  {"zero_points", a.zero_points},
-                 {"channel_scales", a.channel_scales}});
-  PackedShape shape = matrix_shape(block_size, in_features, out_features, kind_of(a.zero_points, values));
+                 {"channel_scales", a.channel_scales},
+                 {"minimums", a.minimums},
+                 {"super_scales", a.super_scales},
+                 {"super_minimums", a.super_minimums}});
+  PackedShape shape = matrix_shape(block_size, in_features, out_features, kind_of(a.zero_points, a.minimums, values));
   check_pack_arguments(a, shape);
   TORCH_CHECK(!a.channel_scales.has_value() || shape.in_least_groups(),
               "channel_scales is given, expected none for block_size = ", block_size,
               " and in_features = ", in_features, ": groups of 16 alone have them");
-  shape.scale_type = scale_type_of(a.scales, a.channel_scales.has_value());
+  shape.scale_type = scale_type_of(a.scales, a.channel_scales.has_value(), a.super_scales.has_value());
   shape.has_bias = a.bias.has_value();
   shape.activation_group = activation_group;
   check_shape(shape);
@@ -124,17 +160,33 @@ void check_matmul_arguments(const at::Tensor& inp, const at::Tensor& packed, con
 at::Tensor pack_cpu(const at::Tensor& weights, const at::Tensor& scales_zeros, const c10::optional<at::Tensor>& bias,
                     int64_t block_size, int64_t in_features, int64_t out_features,
                     const c10::optional<at::Tensor>& zero_points, c10::string_view values,
-                    const c10::optional<at::Tensor>& channel_scales, int64_t activation_group) {
-  const PackedShape shape = pack_shape(check_cpu, {weights, scales_zeros, bias, zero_points, channel_scales},
-                                       block_size, in_features, out_features, values, activation_group);
-  const at::Tensor z = zero_points.has_value() ? zero_points->contiguous() : at::Tensor();
+                    const c10::optional<at::Tensor>& channel_scales, int64_t activation_group,
+                    const c10::optional<at::Tensor>& minimums, const c10::optional<at::Tensor>& super_scales,
+                    const c10::optional<at::Tensor>& super_minimums) {
+  const PackedShape shape = pack_shape(
+      check_cpu, {weights, scales_zeros, bias, zero_points, channel_scales, minimums, super_scales, super_minimums},
+      block_size, in_features, out_features, values, activation_group);
   at::Tensor packed = empty_packed(weights, shape);
   const at::Tensor w = weights.contiguous();
   const at::Tensor s = scales_zeros.contiguous();
   const at::Tensor b = bias.has_value() ? to_float32(*bias) : at::Tensor();
   const at::Tensor c = channel_scales.has_value() ? to_float32(*channel_scales) : at::Tensor();
-  const RawWeights raw = {input_data<uint8_t>(w), input_data(s), b.defined() ? input_data<float>(b) : nullptr,
-                          z.defined() ? input_data<uint8_t>(z) : nullptr, c.defined() ? input_data<float>(c) : nullptr};
+  const auto given = [](const c10::optional<at::Tensor>& tensor) {
+    return tensor.has_value() ? tensor->contiguous() : at::Tensor();
+  };
+  const at::Tensor z = given(zero_points);
+  const at::Tensor m = given(minimums);
+  const at::Tensor supers = given(super_scales);
+  const at::Tensor minimum_supers = given(super_minimums);
+  const auto data = [](const at::Tensor& tensor) { return tensor.defined() ? input_data(tensor) : nullptr; };
+  const RawWeights raw = {input_data<uint8_t>(w),
+                          input_data(s),
+                          static_cast<const float*>(data(b)),
+                          static_cast<const uint8_t*>(data(z)),
+                          static_cast<const float*>(data(c)),
+                          data(m),
+                          static_cast<const uint16_t*>(data(supers)),
+                          static_cast<const uint16_t*>(data(minimum_supers))};
   AtenParallel parallel;
   pack(op_kernel(), shape, weights.dim() == 3 ? weights.size(0) : 1, raw, packed.data_ptr<uint8_t>(), parallel);
   return packed;
@@ -143,9 +195,13 @@ at::Tensor pack_cpu(const at::Tensor& weights, const at::Tensor& scales_zeros, c
 at::Tensor pack_meta(const at::Tensor& weights, const at::Tensor& scales_zeros, const c10::optional<at::Tensor>& bias,
                      int64_t block_size, int64_t in_features, int64_t out_features,
                      const c10::optional<at::Tensor>& zero_points, c10::string_view values,
-                     const c10::optional<at::Tensor>& channel_scales, int64_t activation_group) {
-  return empty_packed(weights, pack_shape(check_meta, {weights, scales_zeros, bias, zero_points, channel_scales},
-                                          block_size, in_features, out_features, values, activation_group));
+                     const c10::optional<at::Tensor>& channel_scales, int64_t activation_group,
+                     const c10::optional<at::Tensor>& minimums, const c10::optional<at::Tensor>& super_scales,
+                     const c10::optional<at::Tensor>& super_minimums) {
+  const PackedShape shape = pack_shape(
+      check_meta, {weights, scales_zeros, bias, zero_points, channel_scales, minimums, super_scales, super_minimums},
+      block_size, in_features, out_features, values, activation_group);
+  return empty_packed(weights, shape);
 }
 
 namespace {
@@ -157,6 +213,9 @@ struct Unpacked {
   at::Tensor zero_points;
   at::Tensor bias;
   at::Tensor channel_scales;
+  at::Tensor minimums;
+  at::Tensor super_scales;
+  at::Tensor super_minimums;
 };
 
 // What comes out of a packed tensor [bytes] or [E, bytes], not filled in. Absent ones have no elements.
@@ -173,7 +232,10 @@ Unpacked empty_unpacked(const at::Tensor& packed, const PackedShape& shape) {
           make({shape.n, shape.groups()}, scale_dtype_of(shape.scale_type)),
           make({shape.n, shape.groups()}, at::kByte, shape.kind.zero_points),
           make({shape.n}, at::kFloat, shape.has_bias),
-          make({shape.n}, at::kFloat, shape.two_level())};
+          make({shape.n}, at::kFloat, shape.two_level()),
+          make({shape.n, shape.groups()}, scale_dtype_of(shape.scale_type), shape.kind.minimums),
+          make({shape.n, shape.k / kSuperK}, at::kHalf, shape.in_supers()),
+          make({shape.n, shape.k / kSuperK}, at::kHalf, shape.in_supers() && shape.kind.minimums)};
 }
 
 // only_int4: refuse the other kinds.
@@ -192,21 +254,27 @@ Unpacked unpack_tensor(const at::Tensor& packed_weights, int64_t block_size, int
     return open_packed(data + e * bytes, bytes, out_features, in_features, block_size, what);
   };
   const PackedShape shape = open(0).shape;
-  TORCH_CHECK(!only_int4 || (shape.kind == kInt4 && !shape.two_level()), "packed_weights holds ", kind_name(shape.kind),
-              shape.two_level() ? " with channel scales" : "",
+  TORCH_CHECK(!only_int4 || (shape.kind == kInt4 && !shape.two_level() && !shape.in_supers()), "packed_weights holds ",
+              kind_name(shape.kind), shape.two_level() ? " with channel scales" : "",
+              shape.in_supers() ? " with super-scales" : "",
               ", expected int4: dyn_quant_unpack_any_4bit_weight unpacks every kind");
   const Unpacked out = empty_unpacked(packed, shape);
-  const int64_t values = shape.n * shape.groups();
+  // Of one matrix of a stack; null if there are none.
+  const auto part = [&](const at::Tensor& tensor, int64_t e) -> void* {
+    if (tensor.numel() == 0) return nullptr;
+    return static_cast<uint8_t*>(tensor.data_ptr()) + e * (static_cast<int64_t>(tensor.nbytes()) / count);
+  };
   AtenParallel parallel;
   for (int64_t e = 0; e < count; ++e) {
     const PackedMatrix matrix = open(e);
     TORCH_CHECK(matrix.shape == shape, "packed_weights[", e,
                 "] has another kind, scale type, bias flag or activation group than packed_weights[0]");
-    unpack(matrix, out.weights.data_ptr<uint8_t>() + e * shape.n * shape.row_bytes(),
-           static_cast<uint8_t*>(out.scales.data_ptr()) + e * values * scale_bytes(shape.scale_type),
-           shape.has_bias ? out.bias.data_ptr<float>() + e * shape.n : nullptr, parallel,
-           out.zero_points.numel() != 0 ? out.zero_points.data_ptr<uint8_t>() + e * values : nullptr,
-           shape.two_level() ? out.channel_scales.data_ptr<float>() + e * shape.n : nullptr);
+    unpack(matrix,
+           {static_cast<uint8_t*>(part(out.weights, e)), part(out.scales, e), static_cast<float*>(part(out.bias, e)),
+            static_cast<uint8_t*>(part(out.zero_points, e)), static_cast<float*>(part(out.channel_scales, e)),
+            part(out.minimums, e), static_cast<uint16_t*>(part(out.super_scales, e)),
+            static_cast<uint16_t*>(part(out.super_minimums, e))},
+           parallel);
   }
   return out;
 }
@@ -222,7 +290,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> unpack_cpu(const at::Tensor& pack
 UnpackedAny unpack_any_cpu(const at::Tensor& packed_weights, int64_t block_size, int64_t in_features,
                            int64_t out_features) {
   const Unpacked out = unpack_tensor(packed_weights, block_size, in_features, out_features, /*only_int4=*/false);
-  return {out.weights, out.scales, out.zero_points, out.bias, values_name(out.shape.kind), out.channel_scales};
+  return {out.weights,        out.scales,   out.zero_points,  out.bias,          values_name(out.shape.kind),
+          out.channel_scales, out.minimums, out.super_scales, out.super_minimums};
 }
 
 at::Tensor matmul_cpu(const at::Tensor& inp, const at::Tensor& packed_weights, int64_t block_size, int64_t in_features,

@@ -50,6 +50,7 @@ PYBIND11_MODULE(_C, m) {
         result["has_bias"] = header.has_bias;
         result["values"] = header.values;
         result["has_zero_points"] = header.has_zero_points;
+        result["has_minimums"] = header.has_minimums;
         result["activation_group"] = header.activation_group;
         result["bytes"] = header.bytes;
         return result;

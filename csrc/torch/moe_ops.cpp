@@ -39,8 +39,11 @@ void check_arguments(DeviceCheck check_devices, const at::Tensor& x, const at::T
   for (const auto& [name, value] : {std::pair<const char*, int64_t>{"H", H}, {"I", I}}) {
     TORCH_CHECK(value >= 2 && value <= kMaxK && value % 2 == 0, name, " is ", value, ", expected an even number in 2..",
                 kMaxK);
-    TORCH_CHECK(group_size == -1 || is_group(group_size, value), "group_size is ", group_size,
-                ", expected -1 (channelwise), or 16 or a multiple of 32 that divides ", name, " = ", value);
+    TORCH_CHECK(group_size == -1 || group_size == kAnyGroup || is_group(group_size, value), "group_size is ",
+                group_size,
+                ", expected -1 (channelwise), 0 (as the packed tensors say), or 16 or a multiple of 32 that "
+                "divides ",
+                name, " = ", value);
   }
   TORCH_CHECK(I2 == 2 * I || I2 == I, "I2 is ", I2, ", expected 2 * I = ", 2 * I, " (gated) or I = ", I);
 }

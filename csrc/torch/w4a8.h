@@ -24,21 +24,30 @@ namespace w4a8 {
 /// uint8, and a weight is multiplied by both. With values "int8" weights is uint8 [N, K] or [E, N, K], a code n a byte,
 /// which is n - zero point, 0..255, or n - 128. activation_group: the rows that the matrix is multiplied with have one
 /// scale each (-1), or one for so many values of k: 32, 64 or 128 that divides block_size (of groups of 16,
-/// in_features). Returns uint8 [bytes] or [E, bytes].
+/// in_features). minimums, of type and shape of scales_zeros, are subtracted: a weight is scale * code - minimum, of
+/// nibbles with the code n itself, of bytes with n - 128; without zero points, block_size at most 256. super_scales,
+/// float16 [N, K/256] ([E, ...]): scales_zeros is int8, and a scale that times the super-scale; minimums are int8 then,
+/// and have super_minimums. K is a multiple of 256 then, block_size 16, 32, 64 or 128, values "int4" or "int8" without
+/// zero points. Returns uint8 [bytes] or [E, bytes].
 W4A8_EXPORT at::Tensor dyn_quant_pack_4bit_weight(const at::Tensor& weights, const at::Tensor& scales_zeros,
                                                   const c10::optional<at::Tensor>& bias, int64_t block_size,
                                                   int64_t in_features, int64_t out_features,
                                                   const c10::optional<at::Tensor>& zero_points = c10::nullopt,
                                                   c10::string_view values = "int4",
                                                   const c10::optional<at::Tensor>& channel_scales = c10::nullopt,
-                                                  int64_t activation_group = -1);
+                                                  int64_t activation_group = -1,
+                                                  const c10::optional<at::Tensor>& minimums = c10::nullopt,
+                                                  const c10::optional<at::Tensor>& super_scales = c10::nullopt,
+                                                  const c10::optional<at::Tensor>& super_minimums = c10::nullopt);
 
 /// The exact inverse for int4 without zero points: (weights, scales_zeros, bias); bias is empty if there was none.
 W4A8_EXPORT std::tuple<at::Tensor, at::Tensor, at::Tensor> dyn_quant_unpack_4bit_weight(
     const at::Tensor& packed_weights, int64_t block_size, int64_t in_features, int64_t out_features);
 
-/// weights, scales_zeros, zero_points, bias, values, channel_scales; what was not given is empty.
-using UnpackedAny = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, std::string, at::Tensor>;
+/// weights, scales_zeros, zero_points, bias, values, channel_scales, minimums, super_scales, super_minimums; what was
+/// not given is empty.
+using UnpackedAny = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, std::string, at::Tensor, at::Tensor,
+                               at::Tensor, at::Tensor>;
 
 /// The exact inverse for every kind. Scales of one byte come back as uint8, their bits.
 W4A8_EXPORT UnpackedAny dyn_quant_unpack_any_4bit_weight(const at::Tensor& packed_weights, int64_t block_size,

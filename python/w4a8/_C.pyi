@@ -20,6 +20,7 @@ class _Header(TypedDict):
     has_bias: bool
     values: str
     has_zero_points: bool
+    has_minimums: bool
     activation_group: int
     bytes: int
 

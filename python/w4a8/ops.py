@@ -8,7 +8,7 @@ expected.
 """
 
 from enum import IntEnum
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 
@@ -38,10 +38,13 @@ class PackedHeader(TypedDict):
     n: int  # out_features
     k: int  # in_features
     group: int  # equal to k when channelwise
-    scale_dtype: str  # "float32", "bfloat16", "float16", "e5m3" (float8 scales beside channel scales) or "e8m0"
+    # "float32", "bfloat16", "float16", "e5m3" (float8 scales beside channel scales), "e8m0", "super" (int8 beside
+    # super-scales)
+    scale_dtype: str
     has_bias: bool
     values: str  # "int4", "e2m1" or "int8"
     has_zero_points: bool
+    has_minimums: bool
     activation_group: int  # values of k of a row of activations that share a scale; -1: the whole row
     bytes: int  # of the whole packed matrix
 
@@ -58,6 +61,9 @@ def dyn_quant_pack_4bit_weight(
     values: str = "int4",
     channel_scales: torch.Tensor | None = None,
     activation_group: int = -1,
+    minimums: torch.Tensor | None = None,
+    super_scales: torch.Tensor | None = None,
+    super_minimums: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Packs 4-bit or 8-bit weights, scales and bias into the layout every kernel reads (docs/packed_layout.md).
 
@@ -84,6 +90,12 @@ def dyn_quant_pack_4bit_weight(
         activation_group: how the operators that multiply quantize activations for this matrix. -1: asymmetrically, one
             scale for each row. 32, 64 or 128: symmetrically, one scale for so many values of k. That must divide
             block_size; in_features where block_size is 16 or in_features.
+        minimums: of dtype and shape of scales_zeros, subtracted: a weight is scale * n - minimum (of int8 n - 128
+            instead of n). For int4 and int8 without zero points, in groups of at most 256.
+        super_scales: float16 [N, K / 256] ([E, N, K / 256]): scales of two levels, as the K-quants of GGUF have. Then
+            scales_zeros is int8, and a scale is that times its super-scale. K is a multiple of 256 then, block_size 16,
+            32, 64 or 128, and weights are int4 or int8 without zero points.
+        super_minimums: float16 of the shape of super_scales, for int8 minimums; together with both.
 
     Returns:
         uint8 [bytes], or [E, bytes]: row e is itself a valid packed matrix. The same on every machine and good for
@@ -101,6 +113,9 @@ def dyn_quant_pack_4bit_weight(
         values=values,
         channel_scales=channel_scales,
         activation_group=activation_group,
+        minimums=minimums,
+        super_scales=super_scales,
+        super_minimums=super_minimums,
     )
 
 
@@ -120,9 +135,23 @@ def dyn_quant_unpack_4bit_weight(
     return torch.ops.w4a8.dyn_quant_unpack_4bit_weight.default(packed_weights, block_size, in_features, out_features)
 
 
+class UnpackedWeights(NamedTuple):
+    """What dyn_quant_pack_4bit_weight was given. A tensor that was not has the shape [0]."""
+
+    weights: torch.Tensor
+    scales_zeros: torch.Tensor
+    zero_points: torch.Tensor
+    bias: torch.Tensor
+    values: str
+    channel_scales: torch.Tensor
+    minimums: torch.Tensor
+    super_scales: torch.Tensor
+    super_minimums: torch.Tensor
+
+
 def dyn_quant_unpack_any_4bit_weight(
     packed_weights: torch.Tensor, block_size: int, in_features: int, out_features: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, str, torch.Tensor]:
+) -> UnpackedWeights:
     """The exact inverse of dyn_quant_pack_4bit_weight for every kind of weights.
 
     Args:
@@ -130,12 +159,10 @@ def dyn_quant_unpack_any_4bit_weight(
         block_size, in_features, out_features: as given when packing.
 
     Returns:
-        weights, scales_zeros, zero_points, bias, values and channel_scales as given when packing (bias and
-        channel_scales as float32, scales of one byte as uint8); zero_points uint8 [0], bias [0] and channel_scales [0]
-        if there were none.
+        What was given when packing, bias and channel_scales as float32, float8 scales as uint8.
     """
     op = torch.ops.w4a8.dyn_quant_unpack_any_4bit_weight.default
-    return op(packed_weights, block_size, in_features, out_features)
+    return UnpackedWeights(*op(packed_weights, block_size, in_features, out_features))
 
 
 def dyn_quant_matmul_4bit(

@@ -129,7 +129,7 @@ TEST(AmxTest, KernelDifferenceRunsEveryInstruction) {
         if (group != -1 && k % group != 0) continue;
         for (const int64_t rows : {1, 7, 8, 12, 16, 17, 32, 33, 50}) {
           for (const int64_t n : {16, 24, 40}) {
-            multiply_with_amx(rng, {n, k, group == -1 ? k : group, ScaleType::kFloat32, false, kind}, rows);
+            multiply_with_amx(rng, as_taken({n, k, group == -1 ? k : group, ScaleType::kFloat32, false, kind}), rows);
           }
         }
       }

@@ -94,7 +94,7 @@ TEST(KernelChoiceTest, EveryFunctionOfAKernel) {
     KernelChoice choice({&kernel, &scalar()});
     EXPECT_EQ(&choice.best(), &scalar()) << kernel.name;
   }
-  EXPECT_EQ(kernel_difference(sums, scalar()), "packed weights [24, 80] (e2m1, groups of 16)");
+  EXPECT_EQ(kernel_difference(sums, scalar()), "packed weights [24, 80] (e2m1, groups of 16, scales of e5m3)");
   EXPECT_EQ(kernel_difference(round, scalar()), "rounded weights [16, 18] (e2m1)");
 }
 

@@ -19,6 +19,8 @@ struct QuantizedInput {
         starts((m - 1) * starts_stride + shape.rows().parts(), guard),
         scales_stride(m + slack % 7),
         scales(shape.rows().scaled() ? (shape.rows().parts() - 1) * scales_stride + m - 1 + 16 : 0, guard),
+        offset_count(shape.rows().offsets()),
+        offsets(m * offset_count, guard),
         quant(m, guard) {
     const int64_t part = shape.rows().part;
     q.fill(0x7f);
@@ -32,20 +34,31 @@ struct QuantizedInput {
       for (int64_t p = 0; p < shape.rows().parts(); ++p) {
         int32_t sum = 0;
         for (int64_t i = p * part; i < (p + 1) * part; ++i) sum += row.q[static_cast<std::size_t>(i)];
-        starts[r * starts_stride + p] = -8 * sum;
+        starts[r * starts_stride + p] = shape.rows().from_zero ? 0 : -8 * sum;
         if (shape.rows().scaled()) {
           scales[p * scales_stride + r] = row.scales[static_cast<std::size_t>(p * part / row.group)];
         }
       }
+      for (int64_t g = 0; g < offset_count; ++g) {
+        // Less the sum over the group: the minimum of one column that is 1 in this group and 0 in the others.
+        ref::Weights one;
+        one.k = shape.k;
+        one.group = shape.group;
+        one.minimums.assign(static_cast<std::size_t>(offset_count), 0.0f);
+        one.minimums[static_cast<std::size_t>(g)] = 1;
+        offsets[r * offset_count + g] = ref::dot_minimums(row, one, 0);
+      }
       quant[r] = {row.recip, row.zero_point};
     }
+    offsets.freeze();
     q.freeze();
     starts.freeze();
     scales.freeze();
     quant.freeze();
   }
   Rows rows() const {
-    return {q.data(), stride, starts.data(), starts_stride, quant.data(), scales.data(), scales_stride};
+    return {q.data(),      stride,        starts.data(),  starts_stride, quant.data(),
+            scales.data(), scales_stride, offsets.data(), offset_count};
   }
 
   int64_t m;
@@ -56,6 +69,8 @@ struct QuantizedInput {
   GuardedBuffer<int32_t> starts;
   int64_t scales_stride;
   GuardedBuffer<float> scales;
+  int64_t offset_count;
+  GuardedBuffer<float> offsets;
   GuardedBuffer<RowQuant> quant;
 };
 
@@ -145,7 +160,7 @@ TEST_P(KernelTest, ChannelwiseEveryRowCount) {
     for (const ScaleType scales : kFloatScales) {
       const int64_t n = 16 * (static_cast<int64_t>(stream) % 3) + 1 + static_cast<int64_t>(stream) % 16;
       for (const WeightKind kind : kAllKinds) {
-        check_shape_for_all_rows({n, k, k, scales, stream % 2 == 0, kind}, stream);
+        check_shape_for_all_rows(as_taken({n, k, k, scales, stream % 2 == 0, kind}), stream);
         if (HasFatalFailure()) return;
       }
       ++stream;
@@ -161,8 +176,9 @@ TEST_P(KernelTest, GroupsEveryRowCount) {
     int64_t groups;
   };
   // One group (which is channelwise by definition) is above; here even and odd counts of every group size.
-  for (const Case c : {Case{16, 2}, Case{16, 3}, Case{16, 11}, Case{32, 2}, Case{32, 3}, Case{32, 11}, Case{64, 2},
-                       Case{64, 3}, Case{96, 2}, Case{96, 3}, Case{128, 2}, Case{128, 5}, Case{256, 3}}) {
+  for (const Case c :
+       {Case{16, 2}, Case{16, 3}, Case{16, 11}, Case{32, 2}, Case{32, 3}, Case{32, 11}, Case{64, 2}, Case{64, 3},
+        Case{96, 2}, Case{96, 3}, Case{128, 2}, Case{128, 5}, Case{256, 3}, Case{16, 16}, Case{32, 24}, Case{64, 4}}) {
     for (const ScaleType scales : kScaleTypes) {
       const int64_t n = 16 * (static_cast<int64_t>(stream) % 3) + 1 + static_cast<int64_t>(stream) % 16;
       for (const WeightKind kind : kAllKinds) {
@@ -186,10 +202,11 @@ TEST_P(KernelTest, ActivationGroupsEveryRowCount) {
   };
   // As large as the weights' groups, parts of them, parts of a channel, and twice or more groups of 16. One to three
   // panels; one to eleven groups.
-  for (const Case c : {Case{32, 32, 32}, Case{352, 32, 32}, Case{96, 32, 32}, Case{192, 64, 64}, Case{256, 128, 128},
-                       Case{128, 64, 32}, Case{384, 128, 32}, Case{192, 96, 32}, Case{640, 128, 64},
-                       Case{768, 256, 128}, Case{192, 192, 64}, Case{160, 160, 32}, Case{256, 256, 128},
-                       Case{32, 16, 32}, Case{192, 16, 64}, Case{384, 16, 128}}) {
+  for (const Case c :
+       {Case{32, 32, 32}, Case{352, 32, 32}, Case{96, 32, 32}, Case{192, 64, 64}, Case{256, 128, 128},
+        Case{128, 64, 32}, Case{384, 128, 32}, Case{192, 96, 32}, Case{640, 128, 64}, Case{768, 256, 128},
+        Case{192, 192, 64}, Case{160, 160, 32}, Case{256, 256, 128}, Case{32, 16, 32}, Case{192, 16, 64},
+        Case{384, 16, 128}, Case{256, 16, 32}, Case{768, 32, 32}, Case{512, 64, 32}}) {
     for (const ScaleType scales : kScaleTypes) {
       const int64_t n = 16 * (static_cast<int64_t>(stream) % 3) + 1 + static_cast<int64_t>(stream) % 16;
       for (const WeightKind kind : kAllKinds) {
@@ -246,6 +263,7 @@ TEST_P(KernelTest, PanelRanges) {
     const int64_t group = std::vector<int64_t>{96, 32, 16}[static_cast<std::size_t>(i / kKindCount)];
     PackedShape shape{75, 96, group, ScaleType::kE5M3, true, kAllKinds[i % kKindCount]};  // five panels
     if (!is_shape(shape)) shape.scale_type = ScaleType::kFloat16;
+    shape = as_taken(shape);
     SCOPED_TRACE(describe(shape));
     const ref::Weights weights = random_weights(rng, shape);
     const Packed packed = pack_one(shape, weights);
@@ -289,6 +307,7 @@ ref::Weights extreme_weights(const PackedShape& shape, int pattern) {
     weights.zero_points.insert(weights.zero_points.end(), static_cast<std::size_t>(shape.groups()), zero_point);
   }
   weights.scales.assign(static_cast<std::size_t>(shape.n * shape.groups()), 1.0f);
+  if (shape.kind.minimums) weights.minimums.assign(weights.scales.size(), 0.0f);
   return weights;
 }
 
@@ -340,7 +359,7 @@ TEST_P(KernelTest, ExtremesAreExactIntegers) {
     for (const int64_t group : {k, int64_t{16}, int64_t{32}, int64_t{128}, int64_t{256}, int64_t{1024}, k / 2}) {
       if (group > k) continue;
       for (int pattern = 0; pattern < 4; ++pattern) {
-        const PackedShape shape{17, k, group, ScaleType::kFloat32, false, kind};
+        const PackedShape shape = as_taken({17, k, group, ScaleType::kFloat32, false, kind});
         SCOPED_TRACE(describe(shape) + " weight pattern " + std::to_string(pattern));
         check_extremes(kernel(), shape, extreme_weights(shape, pattern));
         if (HasFatalFailure()) return;
@@ -423,6 +442,7 @@ TEST_P(KernelTest, LargestSumFitsInt32) {
   W4A8_TRACE_SEED();
   Rng rng(350);
   for (const WeightKind kind : kAllKinds) {
+    if (kind.minimums) continue;  // in small groups alone
     for (const bool channelwise : {true, false}) {
       check_largest_sums(kernel(), LargestSums(rng, kind, channelwise));
       if (HasFatalFailure()) return;
@@ -437,11 +457,12 @@ TEST_P(KernelTest, SpecialScales) {
   constexpr float kInf = INFINITY;
   for (int64_t s = 0; s < 3 * kKindCount; ++s) {
     const int64_t group = int64_t{64} >> s / kKindCount;
-    const PackedShape shape{16, 64, group, ScaleType::kFloat32, false, kAllKinds[s % kKindCount]};
+    const PackedShape shape = as_taken({16, 64, group, ScaleType::kFloat32, false, kAllKinds[s % kKindCount]});
     ref::Weights weights = random_weights(rng, shape);
     const float most = shape.kind == kE2M1 ? 1.5e38f : 3e38f;  // the checkpoint has twice as much
     const float specials[] = {0.0f, -0.0f, kInf, NAN, 1e-44f, 1e-38f, most, -most};
     for (std::size_t i = 0; i < weights.scales.size(); i += 3) weights.scales[i] = specials[i / 3 % 8];
+    for (std::size_t i = 0; i < weights.minimums.size(); i += 5) weights.minimums[i] = specials[i / 5 % 8];
     const Packed packed = pack_one(shape, weights);
     std::vector<ref::Row> rows;
     for (int64_t r = 0; r < 13; ++r) rows.push_back(random_row(rng, shape));
@@ -466,6 +487,7 @@ TEST_P(KernelTest, UnalignedBuffers) {
     PackedShape shape{32, 64, group, ScaleType::kE5M3, true, kAllKinds[s % kKindCount]};
     if (!is_shape(shape)) shape.scale_type = ScaleType::kE8M0;
     if (!is_shape(shape)) shape.scale_type = ScaleType::kBFloat16;
+    shape = as_taken(shape);
     const ref::Weights weights = random_weights(rng, shape);
     const Packed aligned = pack_one(shape, weights);
     const int64_t m = 12;

@@ -53,7 +53,7 @@ TEST(LayoutTest, HeaderRoundTrip) {
                                        {kMaxK, 32},
                                        {kMaxK, kMaxK}}) {
           const WeightKind kind = kAllKinds[k == kMaxK ? 0 : (k + (bias ? 1 : 0)) % kKindCount];
-          const PackedShape shape{n, k, group, scales, bias, kind};
+          const PackedShape shape = as_taken({n, k, group, scales, bias, kind});
           check_shape(shape);
           if (k == 64) {
             PackedShape grouped = shape;
@@ -88,13 +88,13 @@ TEST(LayoutTest, EachFieldIsCheckedByName) {
     expect_words(refusal(with<uint8_t>(kValuesAt, static_cast<uint8_t>(values))),
                  {what, "values are " + std::to_string(values), "2 (int8)"});
   }
-  for (const int scale : {5, 6, 255}) {
+  for (const int scale : {6, 7, 255}) {
     expect_words(refusal(with<uint8_t>(kScaleAt, static_cast<uint8_t>(scale))),
-                 {what, "scale type is " + std::to_string(scale), "4 (e8m0)"});
+                 {what, "scale type is " + std::to_string(scale), "5 (super)"});
   }
-  for (const int flags : {8, 9, 128, 255}) {
+  for (const int flags : {16, 17, 128, 255}) {
     expect_words(refusal(with<uint8_t>(kFlagsAt, static_cast<uint8_t>(flags))),
-                 {what, "flags are " + std::to_string(flags), "2 (zero points)"});
+                 {what, "flags are " + std::to_string(flags), "8 (minimums)"});
   }
   expect_words(refusal(with<uint8_t>(kFlagsAt, 5)), {what, "flags are 5", "4 (channel scales) not among them"});
   expect_words(refusal(with<uint8_t>(kZeroAt, 1)), {what, "reserved"});
@@ -132,6 +132,12 @@ TEST(LayoutTest, CombinationsAreRefusedByName) {
   expect_words(refused({{kValuesAt, 1}, {kFlagsAt, 3}}), {"e2m1 with zero points"});
   expect_words(refused({{kScaleAt, 3}, {kFlagsAt, 5}}), {"scale type is e5m3", "group = 32", "groups of 16"});
   expect_words(refused({{kScaleAt, 3}, {kFlagsAt, 5}, {kValuesAt, 2}}), {"scale type is e5m3", "int8"});
+  expect_words(refused({{kFlagsAt, 9}, {kValuesAt, 1}}), {"minimums beside e2m1"});
+  expect_words(refused({{kFlagsAt, 11}}), {"minimums beside int4 with zero points"});
+  expect_words(refused({{kFlagsAt, 9}, {kGroupAt, 128}}), {"minimums in groups of 128 (channelwise)", "256"});
+  expect_words(refused({{kScaleAt, 5}}), {"scale type is super", "k = 128", "multiple of 256"});
+  expect_words(refused({{kScaleAt, 5}, {kValuesAt, 1}}), {"scale type is super", "e2m1"});
+  expect_words(refused({{kScaleAt, 5}, {kFlagsAt, 3}}), {"scale type is super", "int4 with zero points"});
   expect_words(refused({{kScaleAt, 3}}), {"flags are 1", "4 (channel scales) among them"});
   expect_words(refused({{kScaleAt, 4}}), {"scale type is e8m0", "int4"});
   expect_words(refused({{kScaleAt, 4}, {kValuesAt, 2}}), {"scale type is e8m0", "int8"});

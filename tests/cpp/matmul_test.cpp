@@ -54,9 +54,8 @@ TEST_P(MatmulTest, EveryN) {
   for (int64_t i = kKindCount; i < kKindCount * 50; ++i) {
     const int64_t n = i / kKindCount;
     const bool groups = n % 2 == 0;
-    const PackedShape shape{
-        n,         groups ? 96 : 38,         groups ? (n % 4 == 0 ? 16 : 32) : 38, kFloatScales[n % 3],
-        n % 4 < 2, kAllKinds[i % kKindCount]};
+    const PackedShape shape = as_taken({n, groups ? 96 : 38, groups ? (n % 4 == 0 ? 16 : 32) : 38, kFloatScales[n % 3],
+                                        n % 4 < 2, kAllKinds[i % kKindCount]});
     const ref::Weights weights = random_weights(rng, shape);
     const Packed packed = pack_one(shape, weights);
     for (const DType dtype : kAllDTypes) {
@@ -78,6 +77,7 @@ TEST_P(MatmulTest, EveryM) {
     PackedShape shape{41, 160, groups[i / kKindCount], ScaleType::kE5M3, true, kAllKinds[i % kKindCount]};
     if (!is_shape(shape)) shape.scale_type = ScaleType::kE8M0;
     if (!is_shape(shape)) shape.scale_type = ScaleType::kFloat16;
+    shape = as_taken(shape);
     const ref::Weights weights = random_weights(rng, shape);
     const Packed packed = pack_one(shape, weights);
     std::vector<int64_t> counts = {0, 29, 63, 64, 65, 100};
@@ -122,8 +122,8 @@ TEST_P(MatmulTest, ActivationGroups) {
                                                    {96, 16, 32},
                                                    {1056, 32, 32}}) {
     for (const int64_t n : {1, 16, 41}) {
-      PackedShape shape{n, k, group, kFloatScales[n % 3], n != 16, kAllKinds[variant++ % kKindCount], activation_group};
-      check_rows(threads, rng, shape);
+      const WeightKind kind = kAllKinds[variant++ % kKindCount];
+      check_rows(threads, rng, as_taken({n, k, group, kFloatScales[n % 3], n != 16, kind, activation_group}));
       if (HasFatalFailure()) return;
     }
   }

@@ -25,10 +25,11 @@ ref::MoeLayer random_layer(Rng& rng, const MoeCase& c) {
 
 PackedShape shape13(const MoeCase& c) {
   const int64_t n = c.intermediate * (c.gated ? 2 : 1);
-  return {n, c.hidden, c.group == -1 ? c.hidden : c.group, c.scales, c.bias, c.kind13, c.activation13};
+  return as_taken({n, c.hidden, c.group == -1 ? c.hidden : c.group, c.scales, c.bias, c.kind13, c.activation13});
 }
 PackedShape shape2(const MoeCase& c) {
-  return {c.hidden, c.intermediate, c.group == -1 ? c.intermediate : c.group, c.scales, c.bias, c.kind2, c.activation2};
+  const int64_t group = c.group == -1 ? c.intermediate : c.group;
+  return as_taken({c.hidden, c.intermediate, group, c.scales, c.bias, c.kind2, c.activation2});
 }
 
 std::string describe(const MoeCase& c) {

@@ -22,6 +22,9 @@ const std::vector<PackedShape>& shapes() {
           for (const int64_t n : {1, 2, 15, 16, 17, 33, 70}) {
             for (const int64_t k : {2, 4, 6, 8, 10, 34, 64, 70}) add({n, k, k, scales, bias, kind});
             for (const int64_t group : {16, 32, 64, 96}) add({n, 192, group, scales, bias, kind});
+            if (scales == ScaleType::kSuper) {
+              for (const int64_t group : {16, 32, 64, 128}) add({n, n % 2 == 0 ? 256 : 768, group, scales, bias, kind});
+            }
             if (!bias) add({n, 192, n % 2 == 0 ? 96 : 192, scales, bias, kind, n % 2 == 0 ? 32 : 64});
           }
           add({18, 32 * 70, 32, scales, bias, kind});
@@ -54,22 +57,33 @@ struct Offsets {
     step = shape.kind.values == Values::kInt8 ? 128 : 64;
     group_steps = groups == 1 ? steps : shape.group / 8;
     line = 16 * ref::size_of(ref_type(shape.scale_type));
+    const bool supers = shape.scale_type == ScaleType::kSuper;
     const int64_t of_group = line + (shape.kind.zero_points ? 16 : 0);
-    // of_group is a multiple of 16: so many fill whole lines of 64 bytes.
+    // of_group is a multiple of 16: so many fill whole lines of 64 bytes. Super-scales are those of 256 values of k.
     for (together = 1; together * of_group % 64 != 0;) ++together;
-    together = std::min(together, groups);
-    head = (together * of_group + 63) / 64 * 64;
-    sums = (groups + together - 1) / together * head + steps * step;
+    together = supers ? 256 / shape.group : std::min(together, groups);
+    super_line = supers ? 32 : 0;
+    minimum_block = (supers ? together : groups) * line + super_line;
+    if (shape.kind.minimums) records = (groups / (supers ? together : groups) * minimum_block + 63) / 64 * 64;
+    head = (together * of_group + super_line + 63) / 64 * 64;
+    sums = records + (groups + together - 1) / together * head + steps * step;
     panel = sums + 64 + 64 + (shape.two_level() ? 64 : 0);
   }
-  int64_t record(int64_t group) const { return group / together * (head + together * group_steps * step); }
+  int64_t record(int64_t group) const { return records + group / together * (head + together * group_steps * step); }
   int64_t scales(int64_t group) const { return record(group) + group % together * line; }
   int64_t zeros(int64_t group) const { return record(group) + together * line + group % together * 16; }
+  int64_t minimums(int64_t group) const {
+    if (super_line == 0) return group * line;
+    return group / together * minimum_block + group % together * line;
+  }
+  // From the scales, or minimums, of a group to their super-scales.
+  int64_t to_supers(int64_t group) const { return (together - group % together) * line; }
   int64_t code_step(int64_t s) const {
     const int64_t group = s / group_steps;
     return record(group) + head + (s - group / together * together * group_steps) * step;
   }
-  int64_t steps, step, group_steps, line, together, head, sums, panel;
+  int64_t steps, step, group_steps, line, together, super_line, minimum_block, head, sums, panel;
+  int64_t records = 0;
 };
 
 // The code of a byte of a step, for k = k0 + 4 * upper + i.
@@ -98,6 +112,25 @@ void check_codes(const PackedShape& shape, const ref::Weights& weights, const Of
   }
 }
 
+// An int8 times the float16 so many bytes behind the line.
+float super_value(const uint8_t* line, int64_t to_supers, int64_t c) {
+  return static_cast<float>(static_cast<int8_t>(line[c])) *
+         ref::widen(element_bits(line + to_supers, c, ref::Type::kF16), ref::Type::kF16);
+}
+
+void check_minimums(const PackedShape& shape, const ref::Weights& weights, const Offsets& at, const uint8_t* panel,
+                    int64_t first, int64_t g) {
+  const ref::Type type = ref_type(shape.scale_type);
+  for (int64_t c = 0; c < 16; ++c) {
+    const bool exists = first + c < shape.n;
+    const uint8_t* line = panel + at.minimums(g);
+    const float value =
+        shape.in_supers() ? super_value(line, at.to_supers(g), c) : ref::widen(element_bits(line, c, type), type);
+    const auto element = static_cast<std::size_t>((first + c) * shape.groups() + g);
+    ASSERT_EQ(value, exists ? weights.minimums[element] : 0.0f) << "minimum of column " << first + c << " group " << g;
+  }
+}
+
 // Scales and zero points of the groups, and zeros up to the end of each head.
 void check_heads(const PackedShape& shape, const ref::Weights& weights, const Offsets& at, const uint8_t* panel,
                  int64_t first) {
@@ -106,6 +139,12 @@ void check_heads(const PackedShape& shape, const ref::Weights& weights, const Of
   std::vector<uint8_t> used(static_cast<std::size_t>(at.panel));
   for (int64_t g = 0; g < groups; ++g) {
     std::fill_n(used.begin() + at.scales(g), at.line, uint8_t{1});
+    std::fill_n(used.begin() + at.scales(g) + at.to_supers(g), at.super_line, uint8_t{1});
+    if (shape.kind.minimums) {
+      std::fill_n(used.begin() + at.minimums(g), at.line, uint8_t{1});
+      std::fill_n(used.begin() + at.minimums(g) + at.to_supers(g), at.super_line, uint8_t{1});
+      check_minimums(shape, weights, at, panel, first, g);
+    }
     if (shape.kind.zero_points) std::fill_n(used.begin() + at.zeros(g), 16, uint8_t{1});
     for (int64_t c = 0; c < 16; ++c) {
       const int64_t column = first + c;
@@ -118,6 +157,8 @@ void check_heads(const PackedShape& shape, const ref::Weights& weights, const Of
         ASSERT_EQ(bits, 0u) << where;
       } else if (shape.scale_type == ScaleType::kE8M0) {
         ASSERT_EQ(ref::widen(bits, type), 2 * scale) << where;  // kernels halve it
+      } else if (shape.in_supers()) {
+        ASSERT_EQ(super_value(panel + at.scales(g), at.to_supers(g), c), scale) << where;
       } else if (shape.two_level()) {
         ASSERT_EQ(ref::widen(bits, type), scale) << where;
       } else {
@@ -225,7 +266,7 @@ TEST(PackTest, UnpackIsTheInverse) {
         if (size != 1) std::memcpy(source.scales.data() + i * size, &bits, size);
       }
       // Every float8_e4m3fn, every e8m0 that is taken.
-      const std::size_t taken = shape.two_level() ? 127 : 255;
+      const std::size_t taken = shape.two_level() ? 127 : (shape.in_supers() ? 256 : 255);
       for (std::size_t i = 0; size == 1 && i < source.scales.size(); ++i) {
         source.scales[i] = static_cast<uint8_t>(i % taken);
       }
@@ -235,11 +276,15 @@ TEST(PackTest, UnpackIsTheInverse) {
       const GuardedBuffer<float> bias_in(source.bias);
       const GuardedBuffer<uint8_t> zeros_in(source.zero_points);
       const GuardedBuffer<float> channels_in(source.channel_scales);
+      const GuardedBuffer<uint8_t> minimums_in(source.minimums);
+      const GuardedBuffer<uint16_t> supers_in(source.super_scales);
+      const GuardedBuffer<uint16_t> super_minimums_in(source.super_minimums);
       const bool has_zeros = !source.zero_points.empty();
       GuardedBuffer<uint8_t> packed(2 * packed_bytes(shape));
       pack(active_kernel(), shape, 2,
            {weights_in.data(), scales_in.data(), shape.has_bias ? bias_in.data() : nullptr,
-            has_zeros ? zeros_in.data() : nullptr, shape.two_level() ? channels_in.data() : nullptr},
+            has_zeros ? zeros_in.data() : nullptr, shape.two_level() ? channels_in.data() : nullptr, minimums_in.data(),
+            supers_in.data(), super_minimums_in.data()},
            packed.data(), parallel);
       EXPECT_TRUE(packed.slack_intact());
       packed.freeze();
@@ -251,8 +296,17 @@ TEST(PackTest, UnpackIsTheInverse) {
         const PackedMatrix matrix = open_packed(packed.data() + e * packed_bytes(shape), packed_bytes(shape), shape.n,
                                                 shape.k, shape.group, "matrix");
         GuardedBuffer<float> channels(channels_in.size() / 2);
-        unpack(matrix, weights.data(), scales.data(), bias.data(), parallel, has_zeros ? zeros.data() : nullptr,
-               shape.two_level() ? channels.data() : nullptr);
+        GuardedBuffer<uint8_t> minimums(minimums_in.size() / 2);
+        GuardedBuffer<uint16_t> supers(supers_in.size() / 2);
+        GuardedBuffer<uint16_t> super_minimums(super_minimums_in.size() / 2);
+        unpack(matrix,
+               {weights.data(), scales.data(), bias.data(), has_zeros ? zeros.data() : nullptr,
+                shape.two_level() ? channels.data() : nullptr, minimums.data(), supers.data(), super_minimums.data()},
+               parallel);
+        const auto same = [&](const auto& back, const auto& given) {
+          return std::memcmp(back.data(), given.data() + e * back.size(), back.bytes()) == 0 && back.slack_intact();
+        };
+        EXPECT_TRUE(same(minimums, minimums_in) && same(supers, supers_in) && same(super_minimums, super_minimums_in));
         EXPECT_EQ(std::memcmp(channels.data(), channels_in.data() + e * channels.size(), channels.bytes()), 0);
         EXPECT_EQ(std::memcmp(zeros.data(), zeros_in.data() + e * zeros.size(), zeros.bytes()), 0);
         EXPECT_EQ(std::memcmp(weights.data(), weights_in.data() + e * weights.size(), weights.bytes()), 0);
@@ -425,7 +479,7 @@ TEST(PackTest, RefusesValuesByName) {
   std::vector<uint8_t> zeros(6);
   std::vector<float> scales(6);
   const std::string back = message_of([&] {
-    unpack({with_zeros, packed.data()}, out.data(), scales.data(), nullptr, serial, zeros.data());
+    unpack({with_zeros, packed.data()}, {out.data(), scales.data(), nullptr, zeros.data()}, serial);
   });
   EXPECT_EQ(back, "zero_points: element 5 is 255, expected 0..15");
   struct Odd {
@@ -488,7 +542,7 @@ TEST(PackTest, UnalignedBuffers) {
     GuardedBuffer<uint8_t> back(offset + static_cast<int64_t>(source.weights.size()), Guard::kBefore);
     std::vector<uint8_t> scales(source.scales.size());
     std::vector<float> bias(source.bias.size());
-    unpack({shape, packed.data() + offset}, back.data() + offset, scales.data(), bias.data(), serial);
+    unpack({shape, packed.data() + offset}, {back.data() + offset, scales.data(), bias.data()}, serial);
     ASSERT_EQ(std::memcmp(back.data() + offset, source.weights.data(), source.weights.size()), 0)
         << "offset " << offset;
     ASSERT_TRUE(back.slack_intact());
@@ -521,8 +575,9 @@ TEST(PackTest, ScalesOfOneByteAreChecked) {
     std::vector<uint8_t> weights(static_cast<std::size_t>(shape.n * shape.k / 2));
     std::vector<uint8_t> scales(static_cast<std::size_t>(shape.n * shape.groups()));
     std::vector<float> channels(static_cast<std::size_t>(shape.n));
-    const std::string message = message_of(
-        [&] { unpack(packed.matrix(), weights.data(), scales.data(), nullptr, serial, nullptr, channels.data()); });
+    const std::string message = message_of([&] {
+      unpack(packed.matrix(), {weights.data(), scales.data(), nullptr, nullptr, channels.data()}, serial);
+    });
     EXPECT_NE(message.find("scales_zeros: element " + std::to_string(2 * shape.groups()) + " is"), std::string::npos)
         << message;
   }

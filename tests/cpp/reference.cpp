@@ -272,6 +272,10 @@ Row quantize(const std::vector<float>& x, int64_t activation_group) {
 float weighted_sum(const Weights& weights, int64_t column) {
   const int64_t groups = weights.k / weights.group;
   float total = 0;
+  for (int64_t g = 0; g < groups && !weights.minimums.empty(); ++g) {
+    total = std::fma(weights.minimums[static_cast<std::size_t>(column * groups + g)],
+                     -static_cast<float>(weights.group), total);
+  }
   for (int64_t g = 0; g < groups; ++g) {
     int64_t sum = 0;
     for (int64_t i = 0; i < weights.group; ++i) {
@@ -282,13 +286,31 @@ float weighted_sum(const Weights& weights, int64_t column) {
   return total;
 }
 
+float dot_minimums(const Row& row, const Weights& weights, int64_t column) {
+  if (weights.minimums.empty()) return 0;
+  const int64_t groups = weights.k / weights.group;
+  const int64_t part = row.scales.empty() ? weights.group : std::min(weights.group, row.group);
+  float f = 0;
+  for (int64_t g = 0; g < groups; ++g) {
+    float sum = 0;
+    for (int64_t begin = g * weights.group; begin < (g + 1) * weights.group; begin += part) {
+      int64_t q = 0;
+      for (int64_t i = begin; i < begin + part; ++i) q += row.q[static_cast<std::size_t>(i)];
+      const float scale = row.scales.empty() ? 1.0f : row.scales[static_cast<std::size_t>(begin / row.group)];
+      sum = std::fma(static_cast<float>(q), scale, sum);
+    }
+    f = std::fma(-weights.minimums[static_cast<std::size_t>(column * groups + g)], sum, f);
+  }
+  return f;
+}
+
 namespace {
 
 // With activation groups.
 float dot_groups(const Row& row, const Weights& weights, int64_t column) {
   const int64_t groups = weights.k / weights.group;
   const int64_t part = std::min(weights.group, row.group);
-  float f = 0;
+  float f = dot_minimums(row, weights, column);
   for (int64_t g = 0; g < groups; ++g) {
     float p = 0;
     for (int64_t begin = g * weights.group; begin < (g + 1) * weights.group; begin += part) {
@@ -320,7 +342,7 @@ float dot(const Row& row, const Weights& weights, int64_t column) {
     return static_cast<float>(sum) * (row.recip * weights.scales[static_cast<std::size_t>(column)]) + bias;
   }
   const int64_t groups = weights.k / weights.group;
-  float f = 0;
+  float f = dot_minimums(row, weights, column);
   for (int64_t g = 0; g < groups; ++g) {
     int64_t sum = 0;
     for (int64_t i = g * weights.group; i < (g + 1) * weights.group; ++i) {

@@ -8,7 +8,7 @@
 namespace w4a8::ref {
 
 /// Element types, numbered as the packed format numbers them.
-enum class Type { kF32 = 0, kBF16 = 1, kF16 = 2, kE5M3 = 3, kE8M0 = 4 };
+enum class Type { kF32 = 0, kBF16 = 1, kF16 = 2, kE5M3 = 3, kE8M0 = 4, kSuper = 5 };
 
 /// Bytes of an element.
 int64_t size_of(Type type);
@@ -46,15 +46,22 @@ struct Weights {
   int64_t n = 0;
   int64_t k = 0;
   int64_t group = 0;                       // k when channelwise
-  std::vector<int> w;                      // [n, k]: code - 8, - 128 or - zero point, or twice_e2m1(nibble)
+  std::vector<int> w;                      // [n, k]: code - 8, - 128 or - zero point, or twice_e2m1(nibble); of int4
+                                           // with minimums the code
   std::vector<float> scales;               // [n, k / group]: of e2m1 half of what the checkpoint has
   std::vector<float> bias;                 // [n] or empty
   std::vector<int> zero_points;            // [n, k / group], 0..15, of int8 0..255; empty if there are none
   std::vector<float> channel_scales = {};  // [n], or empty
+  std::vector<float> minimums = {};        // [n, k / group], what is subtracted from a weight, or empty
+  std::vector<float> super_scales = {};    // [n, k / 256], or empty: what scales and minimums were made of, times an
+  std::vector<float> super_minimums = {};  // int8
 };
 
 /// One output of sections 2 and 3, bit for bit.
 float dot(const Row& row, const Weights& weights, int64_t column);
+
+/// What the minimums of a column add to it, where its sum over groups begins; 0 without minimums.
+float dot_minimums(const Row& row, const Weights& weights, int64_t column);
 
 /// All n outputs of one row.
 std::vector<float> dot_all(const Row& row, const Weights& weights);

@@ -80,6 +80,7 @@ bool is_shape(const PackedShape& shape) {
 int decode(WeightKind kind, int code, int zero_point) {
   if (kind.values == Values::kE2M1) return ref::twice_e2m1(code);
   if (kind.zero_points) return code - zero_point;
+  if (kind == kInt4Minimums) return code;
   return code - (kind.values == Values::kInt8 ? 128 : 8);
 }
 
@@ -115,7 +116,31 @@ ref::Weights random_weights(Rng& rng, const PackedShape& shape) {
         weights.zero_points.empty() ? 0 : weights.zero_points[static_cast<std::size_t>(i / shape.group)];
     weights.w.push_back(decode(shape.kind, static_cast<int>(rng.integer(0, most)), zero_point));
   }
+  const auto random_supers = [&](float most) {
+    std::vector<float> supers;
+    for (int64_t i = 0; shape.in_supers() && i < shape.n * shape.k / kSuperK; ++i) {
+      supers.push_back(ref::widen(ref::narrow(rng.uniform(most / 10, most), ref::Type::kF16), ref::Type::kF16));
+    }
+    return supers;
+  };
+  const auto super_of = [&](const std::vector<float>& supers, int64_t i) {
+    return supers[static_cast<std::size_t>(i * shape.group / kSuperK)];
+  };
+  weights.super_scales = random_supers(1e-3f);
+  if (shape.kind.minimums) weights.super_minimums = random_supers(1e-2f);
+  for (int64_t i = 0; shape.kind.minimums && i < shape.n * shape.groups(); ++i) {
+    if (shape.in_supers()) {
+      weights.minimums.push_back(super_of(weights.super_minimums, i) * static_cast<float>(rng.integer(-128, 127)));
+    } else {
+      const ref::Type type = ref_type(shape.scale_type);
+      weights.minimums.push_back(ref::widen(ref::narrow(rng.uniform(-0.1f, 0.4f), type), type));
+    }
+  }
   for (int64_t i = 0; i < shape.n * shape.groups(); ++i) {
+    if (shape.in_supers()) {
+      weights.scales.push_back(super_of(weights.super_scales, i) * static_cast<float>(rng.integer(-128, 127)));
+      continue;
+    }
     if (shape.two_level()) {
       const float half = shape.kind == kE2M1 ? 0.5f : 1.0f;
       weights.scales.push_back(half * ref::widen_e4m3(static_cast<uint32_t>(rng.integer(0, 126))));
@@ -158,6 +183,18 @@ std::vector<uint8_t> to_scales(const std::vector<float>& values, ScaleType type)
   return bytes;
 }
 
+// values[i] / supers[i / each], which is an int8.
+std::vector<uint8_t> to_super_bytes(const std::vector<float>& values, const std::vector<float>& supers, int64_t each) {
+  std::vector<uint8_t> bytes;
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    const float quotient = values[i] / supers[i / static_cast<std::size_t>(each)];
+    bytes.push_back(static_cast<uint8_t>(static_cast<int8_t>(std::lround(quotient))));
+  }
+  return bytes;
+}
+
+uint16_t to_float16(float x) { return static_cast<uint16_t>(ref::narrow(x, ref::Type::kF16)); }
+
 }  // namespace
 
 Checkpoint to_checkpoint(const PackedShape& shape, const std::vector<ref::Weights>& stack) {
@@ -176,8 +213,16 @@ Checkpoint to_checkpoint(const PackedShape& shape, const std::vector<ref::Weight
       for (float& scale : given) scale *= 2;
     }
     checkpoint.zero_points.insert(checkpoint.zero_points.end(), weights.zero_points.begin(), weights.zero_points.end());
-    const std::vector<uint8_t> scales = to_scales(given, shape.scale_type);
-    checkpoint.scales.insert(checkpoint.scales.end(), scales.begin(), scales.end());
+    const auto append = [&](std::vector<uint8_t>& to, const std::vector<float>& values,
+                            const std::vector<float>& supers) {
+      const std::vector<uint8_t> bytes = shape.in_supers() ? to_super_bytes(values, supers, kSuperK / shape.group)
+                                                           : to_scales(values, shape.scale_type);
+      to.insert(to.end(), bytes.begin(), bytes.end());
+    };
+    append(checkpoint.scales, given, weights.super_scales);
+    if (shape.kind.minimums) append(checkpoint.minimums, weights.minimums, weights.super_minimums);
+    for (const float x : weights.super_scales) checkpoint.super_scales.push_back(to_float16(x));
+    for (const float x : weights.super_minimums) checkpoint.super_minimums.push_back(to_float16(x));
     checkpoint.channel_scales.insert(checkpoint.channel_scales.end(), weights.channel_scales.begin(),
                                      weights.channel_scales.end());
     checkpoint.bias.insert(checkpoint.bias.end(), weights.bias.begin(), weights.bias.end());

@@ -65,7 +65,7 @@ const char* dtype_name(DType dtype);
 inline constexpr DType kAllDTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
 inline constexpr ScaleType kFloatScales[] = {ScaleType::kFloat32, ScaleType::kBFloat16, ScaleType::kFloat16};
 inline constexpr ScaleType kScaleTypes[] = {ScaleType::kFloat32, ScaleType::kBFloat16, ScaleType::kFloat16,
-                                            ScaleType::kE5M3, ScaleType::kE8M0};
+                                            ScaleType::kE5M3,    ScaleType::kE8M0,     ScaleType::kSuper};
 
 /// Elements of `dtype` as bytes, from floats (rounded) or to floats (exact).
 std::vector<uint8_t> to_dtype(const std::vector<float>& values, DType dtype);
@@ -76,10 +76,17 @@ uint32_t element_bits(const void* data, int64_t i, ref::Type type);
 /// Normal values with a few larger ones, as activations have them, rounded to `dtype`.
 std::vector<float> random_activations(Rng& rng, int64_t count, DType dtype);
 
-inline constexpr WeightKind kAllKinds[] = {kInt4, kInt4ZeroPoints, kE2M1, kInt8, kInt8ZeroPoints};
+inline constexpr WeightKind kAllKinds[] = {kInt4,           kInt4ZeroPoints, kE2M1,        kInt8,
+                                           kInt8ZeroPoints, kInt4Minimums,   kInt8Minimums};
 inline constexpr int64_t kKindCount = std::size(kAllKinds);
 /// Whether check_shape takes it: not every type of scales goes with every kind and group.
 bool is_shape(const PackedShape& shape);
+/// The shape, without minimums where check_shape takes none.
+inline PackedShape as_taken(PackedShape shape) {
+  const bool floats = scale_bytes(shape.scale_type) != 1 || shape.in_supers();
+  if (shape.channelwise() || shape.group > kMostMinimumGroup || !floats) shape.kind.minimums = false;
+  return shape;
+}
 /// The shape, of another kind.
 inline PackedShape of_kind(PackedShape shape, WeightKind kind) {
   shape.kind = kind;
@@ -101,15 +108,23 @@ ref::Weights random_weights(Rng& rng, const PackedShape& shape);
 
 /// A checkpoint's tensors.
 struct Checkpoint {
-  std::vector<uint8_t> weights;       // [count, n, row_bytes()]
-  std::vector<uint8_t> scales;        // [count, n, groups] of the scale type
-  std::vector<float> bias;            // [count, n] or empty
-  std::vector<uint8_t> zero_points;   // [count, n, groups] or empty
-  std::vector<float> channel_scales;  // [count, n] or empty
+  std::vector<uint8_t> weights;          // [count, n, row_bytes()]
+  std::vector<uint8_t> scales;           // [count, n, groups] of the scale type
+  std::vector<float> bias;               // [count, n] or empty
+  std::vector<uint8_t> zero_points;      // [count, n, groups] or empty
+  std::vector<float> channel_scales;     // [count, n] or empty
+  std::vector<uint8_t> minimums;         // [count, n, groups] of the scale type, or empty
+  std::vector<uint16_t> super_scales;    // [count, n, k / kSuperK] or empty
+  std::vector<uint16_t> super_minimums;  // [count, n, k / kSuperK] or empty
   RawWeights raw() const {
-    return {weights.data(), scales.data(), bias.empty() ? nullptr : bias.data(),
+    return {weights.data(),
+            scales.data(),
+            bias.empty() ? nullptr : bias.data(),
             zero_points.empty() ? nullptr : zero_points.data(),
-            channel_scales.empty() ? nullptr : channel_scales.data()};
+            channel_scales.empty() ? nullptr : channel_scales.data(),
+            minimums.empty() ? nullptr : minimums.data(),
+            super_scales.empty() ? nullptr : super_scales.data(),
+            super_minimums.empty() ? nullptr : super_minimums.data()};
   }
 };
 Checkpoint to_checkpoint(const PackedShape& shape, const std::vector<ref::Weights>& stack);

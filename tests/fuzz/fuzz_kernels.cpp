@@ -14,9 +14,9 @@ namespace {
 
 constexpr int64_t kMostMacs = 1 << 19;  // of the naive reference, per input
 constexpr DType kDTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
-constexpr WeightKind kKinds[] = {kInt4, kInt4ZeroPoints, kE2M1, kInt8, kInt8ZeroPoints};
-constexpr ScaleType kScaleTypes[] = {ScaleType::kFloat32, ScaleType::kBFloat16, ScaleType::kFloat16, ScaleType::kE5M3,
-                                     ScaleType::kE8M0};
+constexpr WeightKind kKinds[] = {kInt4, kInt4ZeroPoints, kE2M1, kInt8, kInt8ZeroPoints, kInt4Minimums, kInt8Minimums};
+constexpr ScaleType kScaleTypes[] = {ScaleType::kFloat32, ScaleType::kBFloat16, ScaleType::kFloat16,
+                                     ScaleType::kE5M3,    ScaleType::kE8M0,     ScaleType::kSuper};
 
 // A stack of packed matrices and what is in them.
 struct Stack {
@@ -44,7 +44,27 @@ void pick_kind(Bytes& in, PackedShape& shape) {
   const bool e8m0 = shape.kind == kE2M1 && !shape.channelwise() && !shape.in_least_groups();
   if (shape.scale_type == ScaleType::kE5M3 && !e5m3) shape.scale_type = ScaleType::kBFloat16;
   if (shape.scale_type == ScaleType::kE8M0 && !e8m0) shape.scale_type = ScaleType::kFloat32;
+  const bool supers = shape.kind != kE2M1 && !shape.kind.zero_points && shape.group < kSuperK &&
+                      kSuperK % shape.group == 0 && shape.k % kSuperK == 0;
+  if (shape.in_supers() && !supers) shape.scale_type = ScaleType::kFloat16;
+  if (shape.kind.minimums &&
+      (shape.channelwise() || shape.group > kMostMinimumGroup || (scale_bytes(shape.scale_type) == 1 && !supers))) {
+    shape.kind.minimums = false;
+  }
   shape.activation_group = in.activation_group(shape.group, shape.k);
+}
+
+// Scales, or minimums, of the shape's type.
+std::vector<uint8_t> scale_bytes_of(Bytes& in, const PackedShape& shape, int64_t values) {
+  std::vector<uint8_t> scales;
+  if (scale_bytes(shape.scale_type) == 1) {
+    const int most = shape.two_level() ? 127 : (shape.in_supers() ? 256 : 255);
+    for (int64_t i = 0; i < values; ++i) scales.push_back(static_cast<uint8_t>(in.byte() % most));
+  } else {
+    scales = to_bytes(floats(in, values, 0.01f), shape.scale_type);
+    if (shape.kind == kE2M1) make_even(scales, shape.scale_type);
+  }
+  return scales;
 }
 
 Stack make_stack(Bytes& in, const PackedShape& shape, int64_t count) {
@@ -53,18 +73,21 @@ Stack make_stack(Bytes& in, const PackedShape& shape, int64_t count) {
   // A byte of int8 is two numbers of four bits.
   const std::vector<int> w = weights(in, static_cast<int64_t>(count_of_codes) * (int8 ? 2 : 1));
   const int64_t values = count * shape.n * shape.groups();
-  std::vector<uint8_t> scales;
-  if (scale_bytes(shape.scale_type) == 1) {
-    const int most = shape.two_level() ? 127 : 255;
-    for (int64_t i = 0; i < values; ++i) scales.push_back(static_cast<uint8_t>(in.byte() % most));
-  } else {
-    scales = to_bytes(floats(in, values, 0.01f), shape.scale_type);
-    if (shape.kind == kE2M1) make_even(scales, shape.scale_type);
-  }
+  const std::vector<uint8_t> scales = scale_bytes_of(in, shape, values);
   std::vector<uint8_t> zeros;
   if (shape.kind.zero_points) {
     for (int64_t i = 0; i < values; ++i) zeros.push_back(in.byte() & (int8 ? 255 : 15));
   }
+  const std::vector<uint8_t> minimums = scale_bytes_of(in, shape, shape.kind.minimums ? values : 0);
+  const auto make_supers = [&](bool given) {
+    const std::vector<uint8_t> bytes =
+        to_bytes(floats(in, given ? count * shape.n * shape.k / kSuperK : 0, 0.01f), DType::kFloat16);
+    std::vector<uint16_t> supers(bytes.size() / 2);
+    if (!supers.empty()) std::memcpy(supers.data(), bytes.data(), bytes.size());
+    return supers;
+  };
+  const std::vector<uint16_t> supers = make_supers(shape.in_supers());
+  const std::vector<uint16_t> super_minimums = make_supers(shape.in_supers() && shape.kind.minimums);
   const std::vector<float> bias = floats(in, shape.has_bias ? count * shape.n : 0);
   const std::vector<float> channels = floats(in, shape.two_level() ? count * shape.n : 0);
   std::vector<int> codes;
@@ -82,7 +105,7 @@ Stack make_stack(Bytes& in, const PackedShape& shape, int64_t count) {
   test::ThreadParallel parallel(2);
   pack(active_kernel(), shape, count,
        {given.data(), scales.data(), shape.has_bias ? bias.data() : nullptr, zeros.empty() ? nullptr : zeros.data(),
-        channels.empty() ? nullptr : channels.data()},
+        channels.empty() ? nullptr : channels.data(), minimums.data(), supers.data(), super_minimums.data()},
        stack.bytes.data(), parallel);
   for (int64_t e = 0; e < count; ++e) {
     const uint8_t* data = stack.bytes.data() + e * packed_bytes(shape);
@@ -108,14 +131,20 @@ Stack make_stack(Bytes& in, const PackedShape& shape, int64_t count) {
     std::vector<float> back_bias(static_cast<std::size_t>(shape.has_bias ? shape.n : 0));
     std::vector<uint8_t> back_zeros(zeros.size() / static_cast<std::size_t>(count));
     std::vector<float> back_channels(channels.size() / static_cast<std::size_t>(count));
-    unpack({shape, data}, back.data(), back_scales.data(), back_bias.data(), parallel, back_zeros.data(),
-           back_channels.data());
+    std::vector<uint8_t> back_minimums(minimums.size() / static_cast<std::size_t>(count));
+    std::vector<uint16_t> back_supers(supers.size() / static_cast<std::size_t>(count));
+    std::vector<uint16_t> back_super_minimums(super_minimums.size() / static_cast<std::size_t>(count));
+    unpack({shape, data},
+           {back.data(), back_scales.data(), back_bias.data(), back_zeros.data(), back_channels.data(),
+            back_minimums.data(), back_supers.data(), back_super_minimums.data()},
+           parallel);
     const auto same = [&](const auto& part, const auto& all) {
       const std::size_t bytes = part.size() * sizeof(part[0]);
       return bytes == 0 || std::memcmp(part.data(), all.data() + static_cast<std::size_t>(e) * part.size(), bytes) == 0;
     };
     require(same(back, given) && same(back_scales, scales) && same(back_bias, bias) && same(back_zeros, zeros) &&
-                same(back_channels, channels),
+                same(back_channels, channels) && same(back_minimums, minimums) && same(back_supers, supers) &&
+                same(back_super_minimums, super_minimums),
             "unpack is not the inverse of pack, " + describe(shape));
     stack.naive.push_back(std::move(naive));
   }

@@ -24,13 +24,14 @@ bool valid(const std::vector<uint8_t>& bytes) {
   const int values = bytes[12];
   const int scales = bytes[13];
   const int flags = bytes[14];
-  if (field<uint32_t>(bytes, 8) != 5 || values > 2 || scales > 4 || flags > 7 || bytes[15] != 0) return false;
+  if (field<uint32_t>(bytes, 8) != 5 || values > 2 || scales > 5 || flags > 15 || bytes[15] != 0) return false;
   if (std::any_of(bytes.begin() + 48, bytes.begin() + 64, [](uint8_t byte) { return byte != 0; })) return false;
   const auto n = field<int64_t>(bytes, 16);
   const auto k = field<int64_t>(bytes, 24);
   const auto group = field<int64_t>(bytes, 32);
   const bool zeros = (flags & 2) != 0;
-  const bool plain = values == 0 && !zeros;
+  const bool minimums = (flags & 8) != 0;
+  const bool plain = values == 0 && !zeros && !minimums;
   if (n < 1 || n > int64_t{1} << 31 || k < 2 || k > 1 << (plain ? 20 : 19) || k % 2 != 0) return false;
   const bool usual = group > 0 && (group == 16 || group % 32 == 0) && k % group == 0;
   if (!usual && group != k) return false;
@@ -45,20 +46,25 @@ bool valid(const std::vector<uint8_t>& bytes) {
   if ((scales == 3) != ((flags & 4) != 0)) return false;
   if (scales == 3 && (!least || values == 2)) return false;
   if (scales == 4 && (values != 1 || least || group == k)) return false;
+  const bool supers = scales == 5;
+  if (supers && (values == 1 || zeros || k % 256 != 0 || group >= 256 || 256 % group != 0)) return false;
+  if (minimums && (values == 1 || zeros || group == k || group > 256 || scales == 3 || scales == 4)) return false;
   const int64_t of_group = 16 * ((scales == 0 ? 4 : (scales < 3 ? 2 : 1)) + (zeros ? 1 : 0));
   const int64_t groups = k / group;
   int64_t m = 1;
   while (m * of_group % 64 != 0) ++m;
-  m = std::min(m, groups);
-  const int64_t heads = (groups + m - 1) / m * ((m * of_group + 63) / 64 * 64);
-  const int64_t panel = heads + (k + 7) / 8 * (values == 2 ? 128 : 64) + (scales == 3 ? 192 : 128);
+  m = supers ? 256 / group : std::min(m, groups);
+  const int64_t heads = (groups + m - 1) / m * ((m * of_group + (supers ? 32 : 0) + 63) / 64 * 64);
+  const int64_t together = groups * of_group + (supers ? k / 256 * 32 : 0);
+  const int64_t panel = (minimums ? (together + 63) / 64 * 64 : 0) + heads + (k + 7) / 8 * (values == 2 ? 128 : 64) +
+                        (scales == 3 ? 192 : 128);
   return static_cast<int64_t>(bytes.size()) == 64 + (n + 15) / 16 * panel;
 }
 
 PackedShape shape_in(const std::vector<uint8_t>& bytes) {
   return {field<int64_t>(bytes, 16), field<int64_t>(bytes, 24),
           field<int64_t>(bytes, 32), static_cast<ScaleType>(bytes[13]),
-          (bytes[14] & 1) != 0,      {static_cast<Values>(bytes[12]), (bytes[14] & 2) != 0},
+          (bytes[14] & 1) != 0,      {static_cast<Values>(bytes[12]), (bytes[14] & 2) != 0, (bytes[14] & 8) != 0},
           field<int64_t>(bytes, 40)};
 }
 
@@ -87,8 +93,8 @@ std::vector<uint8_t> make_packed(Bytes& in, const PackedShape& shape) {
   put<uint32_t>(bytes, 8, 5);
   bytes[12] = static_cast<uint8_t>(shape.kind.values);
   bytes[13] = static_cast<uint8_t>(shape.scale_type);
-  bytes[14] =
-      static_cast<uint8_t>((shape.has_bias ? 1 : 0) | (shape.kind.zero_points ? 2 : 0) | (shape.two_level() ? 4 : 0));
+  bytes[14] = static_cast<uint8_t>((shape.has_bias ? 1 : 0) | (shape.kind.zero_points ? 2 : 0) |
+                                   (shape.two_level() ? 4 : 0) | (shape.kind.minimums ? 8 : 0));
   put<int64_t>(bytes, 16, shape.n);
   put<int64_t>(bytes, 24, shape.k);
   put<int64_t>(bytes, 32, shape.group);
@@ -145,12 +151,20 @@ void damage(Bytes& in, std::vector<uint8_t>& bytes, bool resize) {
 }
 
 void pick_kind(Bytes& in, PackedShape& shape) {
-  constexpr WeightKind kKinds[] = {kInt4, kInt4ZeroPoints, kE2M1, kInt8, kInt8ZeroPoints};
+  constexpr WeightKind kKinds[] = {kInt4, kInt4ZeroPoints, kE2M1, kInt8, kInt8ZeroPoints, kInt4Minimums, kInt8Minimums};
   constexpr ScaleType kFloats[] = {ScaleType::kFloat32, ScaleType::kBFloat16, ScaleType::kFloat16};
   shape.kind = in.pick(kKinds);
   shape.scale_type = in.pick(kFloats);
+  if (shape.channelwise()) shape.kind.minimums = false;
   shape.activation_group = in.activation_group(shape.group, shape.k);
   if (!in.flag()) return;
+  if (shape.kind != kE2M1 && !shape.kind.zero_points) {
+    if (shape.k % 256 == 0 && shape.group < 256 && 256 % shape.group == 0) {
+      shape.scale_type = ScaleType::kSuper;
+      return;
+    }
+    if (shape.kind.minimums) return;
+  }
   if (shape.in_least_groups() && shape.kind.values != Values::kInt8) {
     shape.scale_type = ScaleType::kE5M3;
   } else if (shape.kind == kE2M1 && !shape.channelwise() && !shape.in_least_groups()) {
@@ -162,8 +176,9 @@ PackedShape make_shape(Bytes& in) {
   PackedShape shape;
   shape.n = in.integer(1, 40);
   if (in.flag()) {
-    shape.group = in.flag() ? 16 : 32 * in.integer(1, 3);
-    shape.k = shape.group * in.integer(1, 3);
+    shape.group = in.flag() ? 16 : 32 * in.integer(1, 4);
+    const bool whole = 256 % shape.group == 0 && in.flag();
+    shape.k = whole ? 256 * in.integer(1, 2) : shape.group * in.integer(1, 3);
   } else {
     shape.k = 2 * in.integer(1, 60);
     shape.group = shape.k;
@@ -189,8 +204,12 @@ float rounded(float x, ScaleType type) {
   return ref::widen(ref::narrow(x, as), as);
 }
 
-// The value of a scale as `unpack` returns it.
-float given_scale(const PackedShape& shape, const uint8_t* scales, std::size_t i) {
+// The value of a scale, or of a minimum, as `unpack` returns it.
+float given_scale(const PackedShape& shape, const uint8_t* scales, const std::vector<uint16_t>& supers, std::size_t i) {
+  if (shape.in_supers()) {
+    return static_cast<float>(static_cast<int8_t>(scales[i])) *
+           ref::widen(supers[i * static_cast<std::size_t>(shape.group) / 256], ref::Type::kF16);
+  }
   if (shape.two_level()) return ref::widen_e4m3(scales[i]);
   if (shape.scale_type == ScaleType::kE8M0) return ref::widen(scales[i], ref::Type::kE8M0);
   uint32_t bits = 0;
@@ -207,13 +226,19 @@ void check_unpack(const PackedMatrix& matrix, const Unpacked& naive) {
   const std::vector<int>& zeros = naive.weights.zero_points;
   std::vector<uint8_t> zero_points(zeros.size());
   std::vector<float> channels(naive.weights.channel_scales.size());
+  std::vector<uint8_t> minimums(shape.kind.minimums ? scales.size() : 0);
+  std::vector<uint16_t> supers(static_cast<std::size_t>(shape.in_supers() ? shape.n * shape.k / 256 : 0));
+  std::vector<uint16_t> super_minimums(shape.kind.minimums ? supers.size() : 0);
   SerialParallel serial;
   const bool bad_zero = std::any_of(zeros.begin(), zeros.end(), [&](int zero) { return zero > most_code(shape.kind); });
   const bool bad_scale = !std::all_of(naive.scale_bits.begin(), naive.scale_bits.end(),
                                       [&](uint32_t bits) { return is_packed_scale(shape, bits); });
   bool refused = false;
   try {
-    unpack(matrix, codes.data(), scales.data(), bias.data(), serial, zero_points.data(), channels.data());
+    unpack(matrix,
+           {codes.data(), scales.data(), bias.data(), zero_points.data(), channels.data(), minimums.data(),
+            supers.data(), super_minimums.data()},
+           serial);
   } catch (const std::invalid_argument&) {
     refused = true;
   }
@@ -229,9 +254,14 @@ void check_unpack(const PackedMatrix& matrix, const Unpacked& naive) {
     if (shape.kind == kE2M1) packed *= 2;
     // Twice a scale that `pack` cannot have written may be too large for its type: infinity.
     if (scale_bytes(shape.scale_type) != 1) packed = rounded(packed, shape.scale_type);
-    const float given = given_scale(shape, scales.data(), i);
+    const float given = given_scale(shape, scales.data(), supers, i);
     require(given == packed || (given != given && packed != packed),
             "unpack: scale " + std::to_string(i) + ", " + describe(shape));
+    if (!shape.kind.minimums) continue;
+    const float minimum = given_scale(shape, minimums.data(), super_minimums, i);
+    const float expected = naive.weights.minimums[i];
+    require(minimum == expected || (minimum != minimum && expected != expected),
+            "unpack: minimum " + std::to_string(i) + ", " + describe(shape));
   }
   require(to_bytes(channels, DType::kFloat32) == to_bytes(naive.weights.channel_scales, DType::kFloat32),
           "unpack: channel scales, " + describe(shape));
@@ -277,42 +307,50 @@ void fuzz_one(Bytes& in) {
   check_matmul(naive, matrix, x, DType::kFloat32, m, 1, "any bytes");
 }
 
+// Of the experts of a stack that are used, all are multiplied with the same rows.
+bool same_rows(const PackedShape& a, const PackedShape& b) {
+  return a.group == b.group && a.activation_group == b.activation_group && a.kind.minimums == b.kind.minimums &&
+         (!a.kind.minimums || a.kind.values == b.kind.values);
+}
+
 // E experts, each of its own bytes; only those that are used must be right.
 void fuzz_experts(Bytes& in) {
   constexpr int64_t kExperts = 3;
   MoeArgs args;
   const bool grouped = in.flag();
-  const int64_t group = in.flag() ? 16 : 32;
-  args.group = grouped ? group : -1;
-  args.hidden = grouped ? group * in.integer(1, 3) : 2 * in.integer(1, 20);
-  args.intermediate = grouped ? group * in.integer(1, 2) : 2 * in.integer(1, 20);
+  const int64_t group13 = in.flag() ? 16 : 32;
+  const int64_t group2 = grouped && in.flag() ? 48 - group13 : group13;
+  args.group = grouped ? (group2 == group13 ? group13 : kAnyGroup) : -1;
+  args.hidden = grouped ? 32 * in.pick({1, 2, 3, 8}) : 2 * in.integer(1, 20);
+  args.intermediate = grouped ? 32 * in.pick({1, 2, 8}) : 2 * in.integer(1, 20);
   args.gated = in.flag();
   args.activation = static_cast<Activation>(in.integer(0, kActivationCount - 1));
   args.experts = kExperts;
   args.tokens = in.integer(1, 5);
   args.top_k = in.integer(1, 3);
-  const auto make_matrix = [&](int64_t n, int64_t k) {
+  const auto make_matrix = [&](int64_t n, int64_t k, int64_t group) {
     PackedShape shape{n, k, grouped ? group : k};
     shape.has_bias = in.flag();
     pick_kind(in, shape);
     return shape;
   };
-  const PackedShape shape13 = make_matrix(args.intermediate * (args.gated ? 2 : 1), args.hidden);
-  const PackedShape shape2 = make_matrix(args.hidden, args.intermediate);
+  const PackedShape shapes[] = {make_matrix(args.intermediate * (args.gated ? 2 : 1), args.hidden, group13),
+                                make_matrix(args.hidden, args.intermediate, group2)};
   std::vector<uint8_t> stacks[2];
-  NaiveLayer layer = {{}, {}, shape13.activation_group, shape2.activation_group};
+  std::vector<PackedShape> read[2];
+  std::vector<Unpacked> naive[2];
   bool good[kExperts];
   for (int64_t e = 0; e < kExperts; ++e) {
     good[e] = true;
     for (int side = 0; side < 2; ++side) {
-      const PackedShape& shape = side == 0 ? shape13 : shape2;
+      const PackedShape& shape = shapes[side];
       std::vector<uint8_t> bytes = make_packed(in, shape);
       damage(in, bytes, false);
       const bool fits = valid(bytes) && shape_in(bytes).n == shape.n && shape_in(bytes).k == shape.k &&
-                        shape_in(bytes).group == shape.group &&
-                        shape_in(bytes).activation_group == shape.activation_group;
+                        (args.group == kAnyGroup || shape_in(bytes).group == shape.group);
       good[e] = good[e] && fits;
-      (side == 0 ? layer.w13 : layer.w2).push_back(fits ? read_packed(bytes.data(), shape_in(bytes)) : Unpacked());
+      read[side].push_back(fits ? shape_in(bytes) : shape);
+      naive[side].push_back(fits ? read_packed(bytes.data(), shape_in(bytes)) : Unpacked());
       stacks[side].insert(stacks[side].end(), bytes.begin(), bytes.end());
     }
   }
@@ -320,10 +358,17 @@ void fuzz_experts(Bytes& in) {
   const std::vector<float> router = floats(in, args.tokens * args.top_k);
   std::vector<int64_t> ids;
   bool all_good = true;
+  int64_t first = -1;
   for (int64_t i = 0; i < args.tokens * args.top_k; ++i) {
-    ids.push_back(in.integer(0, 31) == 31 ? in.integer(INT64_MIN, INT64_MAX) : in.integer(-1, kExperts - 1));
-    const bool in_range = ids.back() >= -1 && ids.back() < kExperts;
-    all_good = all_good && in_range && (ids.back() < 0 || good[ids.back()]);
+    const int64_t id = in.integer(0, 31) == 31 ? in.integer(INT64_MIN, INT64_MAX) : in.integer(-1, kExperts - 1);
+    ids.push_back(id);
+    const bool in_range = id >= -1 && id < kExperts;
+    all_good = all_good && in_range && (id < 0 || good[id]);
+    if (!in_range || id < 0) continue;
+    if (first < 0) first = id;
+    for (const std::vector<PackedShape>& of_side : read) {
+      all_good = all_good && same_rows(of_side[static_cast<std::size_t>(id)], of_side[static_cast<std::size_t>(first)]);
+    }
   }
   args.x = x.data();
   args.ids64 = ids.data();
@@ -332,7 +377,11 @@ void fuzz_experts(Bytes& in) {
   args.w13_bytes = static_cast<int64_t>(stacks[0].size()) / kExperts;
   args.w2 = stacks[1].data();
   args.w2_bytes = static_cast<int64_t>(stacks[1].size()) / kExperts;
-  if (all_good) return check_moe(layer, args, 1, "any experts");
+  if (all_good) {
+    const auto used = static_cast<std::size_t>(std::max<int64_t>(first, 0));
+    const NaiveLayer layer = {naive[0], naive[1], read[0][used].activation_group, read[1][used].activation_group};
+    return check_moe(layer, args, 1, "any experts");
+  }
   const std::vector<uint8_t> untouched(x.size(), 0xa5);
   for (const Kernel* kernel : test::supported_kernels()) {
     std::vector<uint8_t> out = untouched;

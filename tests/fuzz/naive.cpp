@@ -56,6 +56,7 @@ int most_code(WeightKind kind) { return kind.values == Values::kInt8 ? 255 : 15;
 
 int decode(WeightKind kind, int code, int zero_point) {
   if (kind.values == Values::kE2M1) return ref::twice_e2m1(code);
+  if (kind.minimums && kind.values == Values::kInt4) return code;
   return code - (kind.zero_points ? zero_point : (most_code(kind) + 1) / 2);
 }
 
@@ -99,9 +100,22 @@ Unpacked read_packed(const uint8_t* data, const PackedShape& shape) {
   int64_t m = 1;
   while (m * (line + zeros) % 64 != 0) ++m;
   m = m < groups ? m : groups;
-  const int64_t head = (m * (line + zeros) + 63) / 64 * 64;
+  const bool supers = shape.scale_type == ScaleType::kSuper;
+  if (supers) m = 256 / shape.group;
+  const int64_t head = (m * (line + zeros) + (supers ? 32 : 0) + 63) / 64 * 64;
   const int64_t record_bytes = head + m * group_bytes;
-  const int64_t sums_at = (groups + m - 1) / m * head + steps * step_bytes;
+  // Groups of the minimums that follow each other, and where those of group g and their super-scales are.
+  const int64_t together = supers ? m : groups;
+  const int64_t block = together * line + (supers ? 32 : 0);
+  const int64_t records_at = shape.kind.minimums ? (groups / together * block + 63) / 64 * 64 : 0;
+  const int64_t sums_at = records_at + (groups + m - 1) / m * head + steps * step_bytes;
+  // A scale as it is stored at `at`, or an int8 times the float16 behind `left` lines.
+  const auto value_at = [&](const uint8_t* at, int64_t left, int64_t c) {
+    const ref::Type type = type_of(shape.scale_type);
+    if (!supers) return ref::widen(raw_bits(at, c, type), type);
+    return static_cast<float>(static_cast<int8_t>(at[c])) *
+           ref::widen(raw_bits(at + left * line, c, ref::Type::kF16), ref::Type::kF16);
+  };
   const int64_t panel_bytes = sums_at + (two_level ? 192 : 128);
   Unpacked result;
   result.weights.n = shape.n;
@@ -111,14 +125,18 @@ Unpacked read_packed(const uint8_t* data, const PackedShape& shape) {
     const uint8_t* panel = data + 64 + n / 16 * panel_bytes;
     const int64_t c = n % 16;
     for (int64_t g = 0; g < groups; ++g) {
-      const uint8_t* record = panel + g / m * record_bytes;
+      const uint8_t* record = panel + records_at + g / m * record_bytes;
       const uint8_t* codes = record + head + g % m * group_bytes;
       const int stored_zero = zeros == 0 ? 0 : record[m * line + g % m * 16 + c];
       if (zeros != 0) result.weights.zero_points.push_back(stored_zero);
       const uint32_t bits = raw_bits(record + g % m * line, c, type_of(shape.scale_type));
-      const float scale = ref::widen(bits, type_of(shape.scale_type));
+      const float scale = value_at(record + g % m * line, m - g % m, c);
+      if (shape.kind.minimums) {
+        const int64_t inside = g % together;
+        result.weights.minimums.push_back(value_at(panel + g / together * block + inside * line, together - inside, c));
+      }
       // Byte 255 of e8m0 is not checked by kernels: half of infinity.
-      const float half = bits == 255 ? HUGE_VALF : scale / 2;
+      const float half = bits == 255 ? HUGE_VALF : scale / 2;  // of kE8M0
       result.scale_bits.push_back(bits);
       result.weights.scales.push_back(shape.scale_type == ScaleType::kE8M0 ? half : scale);
       for (int64_t i = 0; i < shape.group; ++i) {
@@ -144,7 +162,7 @@ static float multiply_in_groups(const ref::Row& row, const Unpacked& matrix, int
   const ref::Weights& weights = matrix.weights;
   const int64_t groups = weights.k / weights.group;
   const int64_t part = std::min(weights.group, row.group);
-  float f = 0;
+  float f = ref::dot_minimums(row, weights, n);
   for (int64_t g = 0; g < groups; ++g) {
     float p = 0;
     for (int64_t begin = g * weights.group; begin < (g + 1) * weights.group; begin += part) {
@@ -169,11 +187,11 @@ std::vector<float> multiply(const ref::Row& row, const Unpacked& matrix) {
   for (int64_t n = 0; n < weights.n; ++n) {
     const int* w = weights.w.data() + n * weights.k;
     const auto column = static_cast<std::size_t>(n);
-    float f = 0;
     if (!row.scales.empty()) {
       out.push_back(multiply_in_groups(row, matrix, n));
       continue;
     }
+    float f = ref::dot_minimums(row, weights, n);
     int64_t sum = 0;
     for (int64_t g = 0; g < groups; ++g) {
       sum = 0;

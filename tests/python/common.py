@@ -19,6 +19,9 @@ FUZZ_SEED = int(os.environ.get("W4A8_TEST_SEED") or random.SystemRandom().randra
 KINDS = ["int4", "zeros", "e2m1"]
 TWO_LEVELS = ["int4 of two levels", "zeros of two levels", "e2m1 of two levels"]
 EVERY_KIND = [*KINDS, "int8", *TWO_LEVELS]
+# Those of GGUF, in groups of at most 256; with super-scales in groups that divide 256, as 256 divides k.
+SUPERS = ["int4 supers", "plain8 supers", "int4 minimums supers", "plain8 minimums supers"]
+OF_GGUF = ["int4 minimums", "plain8 minimums", *SUPERS]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Relative error of rounding to a type, and what rounding below its normal range may add.
 ROUNDING = {torch.float32: (0.0, 0.0), torch.bfloat16: (2.0**-8, 0.0), torch.float16: (2.0**-11, 2.0**-25)}
@@ -119,6 +122,9 @@ class Matrix:
     values: str = "int4"
     activation_group: int = -1
     channels: torch.Tensor | None = None  # float32 [N]; scales are bits of float8_e4m3fn then
+    minimums: torch.Tensor | None = None  # as the scales
+    supers: torch.Tensor | None = None  # float16 [N, K/256]; scales and minimums are int8 then
+    minimum_supers: torch.Tensor | None = None
 
     def arguments(self):
         """Of the pack operator, by name."""
@@ -133,6 +139,9 @@ class Matrix:
             "values": self.values,
             "channel_scales": self.channels,
             "activation_group": self.activation_group,
+            "minimums": self.minimums,
+            "super_scales": self.supers,
+            "super_minimums": self.minimum_supers,
         }
 
     def pack(self, **changed):
@@ -140,13 +149,16 @@ class Matrix:
 
     def tensors(self):
         """Those that there are, by their names here."""
-        names = ("weights", "scales", "bias", "zero_points", "channels")
+        names = ("weights", "scales", "bias", "zero_points", "channels", "minimums", "supers", "minimum_supers")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def arrays(self, expert=None):
-        """(weights, scales, bias, if there are any channel scales) for reference.py, of one expert if it is a stack."""
+        """(weights, scales, bias, channel scales, minimums) for reference.py, of one expert if it is a stack."""
         parts = {name: (part if expert is None else part[expert]) for name, part in self.tensors().items()}
-        scales = reference.e4m3fn(parts["scales"]) if "channels" in parts else parts["scales"].float().numpy()
+        scales = (
+            reference.e4m3fn(parts["scales"]) if "channels" in parts else floats(parts["scales"], parts.get("supers"))
+        )
+        minimums = floats(parts["minimums"], parts.get("minimum_supers")) if "minimums" in parts else None
         arrays = {name: part.float().numpy() for name, part in parts.items() if name in ("bias", "channels")}
         weights, zero_points = parts["weights"].numpy(), parts.get("zero_points")
         if zero_points is not None or self.values != "int4":
@@ -154,7 +166,16 @@ class Matrix:
             weights = reference.integers(weights, zero_points, self.values)
         if self.values == "e2m1":
             scales = scales * np.float32(0.5)
-        return (weights, scales, arrays.get("bias"), *([arrays["channels"]] if "channels" in arrays else []))
+        elif minimums is not None:
+            weights = reference.integers(weights, np.zeros(scales.shape, np.uint8), self.values)
+        return weights, scales, arrays.get("bias"), arrays.get("channels"), minimums
+
+
+def floats(numbers, supers):
+    """float32 [N, G] of scales or minimums and their second level."""
+    if supers is not None:
+        numbers = numbers.float() * supers.float().repeat_interleave(numbers.shape[-1] // supers.shape[-1], -1)
+    return numbers.float().numpy()
 
 
 def make_matrix(
@@ -168,21 +189,30 @@ def make_matrix(
     kind="int4",
     activation_group=-1,
 ):
-    two_levels = kind in TWO_LEVELS
-    kind = kind.removesuffix(" of two levels")
+    two_levels, supers, has_minimums = kind in TWO_LEVELS, kind in SUPERS, "minimums" in kind
+    kind = kind.removesuffix(" of two levels").removesuffix(" supers").removesuffix(" minimums")
+    values = {"plain8": "int8"}.get(kind, kind if kind in ("e2m1", "int8") else "int4")
     lead = [] if experts is None else [experts]
-    weights = torch.randint(0, 256, [*lead, n, k if kind == "int8" else k // 2], dtype=torch.uint8)
+    weights = torch.randint(0, 256, [*lead, n, k if values == "int8" else k // 2], dtype=torch.uint8)
     # Scales such that outputs are of order 1 for inputs of order 1; of two levels their root mean square is about 130.
-    scales = ((torch.rand([*lead, n, k // group]) + 0.5) / ((64 if kind == "int8" else 4) * k**0.5)).to(scale_dtype)
-    channels = None
+    least = 1 / ((64 if values == "int8" else 4) * k**0.5)
+    scales = ((torch.rand([*lead, n, k // group]) + 0.5) * least).to(scale_dtype)
+    minimums = (8 * least * torch.randn(scales.shape)).to(scale_dtype) if has_minimums else None
+    channels = super_scales = super_minimums = None
+    if supers:  # scales of 6 bits, as K-quants have them, and of 8
+        scales = torch.randint(-128, 128, scales.shape).to(torch.int8) >> 2 * int(values == "int4")
+        super_scales = ((torch.rand([*lead, n, k // 256]) - 0.5) * least / 32).half()
+        if has_minimums:
+            minimums = torch.randint(-128, 128, scales.shape).to(torch.int8)
+            super_minimums = ((torch.rand([*lead, n, k // 256]) - 0.5) * least / 16).half()
     if two_levels:
         scales = torch.randint(0, 127, scales.shape, dtype=torch.uint8)
         channels = (torch.rand([*lead, n]) + 0.5) / (500 * k**0.5)
     bias = torch.randn([*lead, n]).to(bias_dtype) if bias else None
     most = {"zeros": 16, "int8": 256}.get(kind)
     zero_points = None if most is None else torch.randint(0, most, scales.shape, dtype=torch.uint8)
-    values = kind if kind in ("e2m1", "int8") else "int4"
-    return Matrix(weights, scales, bias, n, k, group, zero_points, values, activation_group, channels)
+    more = (channels, minimums, super_scales, super_minimums)
+    return Matrix(weights, scales, bias, n, k, group, zero_points, values, activation_group, *more)
 
 
 def matmul(x, matrix, packed):
@@ -192,13 +222,14 @@ def matmul(x, matrix, packed):
 def unpack(matrix, packed=None):
     """(weights, scales, zero points, bias, values, channel scales)"""
     packed = matrix.pack() if packed is None else packed
-    return w4a8.dyn_quant_unpack_any_4bit_weight(packed, matrix.group, matrix.k, matrix.n)
+    return w4a8.dyn_quant_unpack_any_4bit_weight(packed, matrix.group, matrix.k, matrix.n)[:6]
 
 
 def expected(x, matrix):
     """reference.matmul on the rows of x, rounded to the type of x by torch."""
     rows = x.reshape(-1, matrix.k).float().numpy()
     y = reference.matmul(rows, *matrix.arrays(), activation_group=matrix.activation_group)
+    y[np.isnan(y)] = np.nan  # the canonical one
     return from_numpy(y).to(x.dtype).reshape(*x.shape[:-1], matrix.n)
 
 
@@ -245,7 +276,10 @@ def make_layer(
     kinds=("int4", "int4"),
     activation_groups=(-1, -1),
 ):
+    """group_size: of both matrices; a pair: of w13 and of w2, which the operator takes as 0."""
     group = [hidden, intermediate] if group_size == -1 else [group_size, group_size]
+    if isinstance(group_size, tuple):
+        group, group_size = group_size, 0
     rows = intermediate * (2 if gated else 1)
     how = [{"kind": kind, "activation_group": size} for kind, size in zip(kinds, activation_groups)]
     w13 = make_matrix(rows, hidden, group[0], scale_dtype, bias, experts, **how[0])

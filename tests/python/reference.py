@@ -111,12 +111,28 @@ def _dot(q, w):
     return (q.astype(np.float64) @ w.T.astype(np.float64)).astype(np.int64)
 
 
-def _sum_in_groups(q, x_scales, w, scales):
+def _of_minimums(q, minimums, x_scales, step):
+    """What the sum over groups begins at: float32 [M, N]; x_scales float32 [M, parts] of `step` values, or None."""
+    f = np.zeros((len(q), len(minimums)), F32)
+    size = q.shape[1] // minimums.shape[1]
+    for g in range(minimums.shape[1]):
+        group = q[:, g * size : (g + 1) * size]
+        offset = -group.sum(1, keepdims=True).astype(F32)
+        if x_scales is not None:
+            offset = np.zeros((len(q), 1), F32)
+            for begin in range(0, size, min(step, size)):
+                total = group[:, begin : begin + step].sum(1, keepdims=True).astype(F32)
+                offset = fma32(-total, x_scales[:, (g * size + begin) // step, None], offset)
+        f = fma32(minimums[None, :, g], offset, f)
+    return f
+
+
+def _sum_in_groups(q, x_scales, w, scales, minimums=None):
     """The sum over k of docs/numerics.md, of activations with scales in groups: float32 [M, N]."""
     k = w.shape[1]
     size, activation_group = k // scales.shape[1], k // x_scales.shape[1]
     step = min(size, activation_group)
-    f = np.zeros((len(q), len(w)), F32)
+    f = np.zeros((len(q), len(w)), F32) if minimums is None else _of_minimums(q, minimums, x_scales, activation_group)
     for g in range(scales.shape[1]):
         p = np.zeros_like(f)
         for begin in range(g * size, (g + 1) * size, step):
@@ -127,9 +143,10 @@ def _sum_in_groups(q, x_scales, w, scales):
     return f
 
 
-def matmul_quantized(q, zp, recip, weights, scales, bias, channel_scales=None, x_scales=None):
+def matmul_quantized(q, zp, recip, weights, scales, bias, channel_scales=None, minimums=None, x_scales=None):
     """The bits of docs/numerics.md sections 2 and 3. weights uint8 [N, K/2] (int4) or the int64 [N, K] of `integers`,
-    scales float32 [N, G], channel_scales float32 [N] (of groups), x_scales float32 [M, K / activation group]."""
+    scales and minimums float32 [N, G], channel_scales float32 [N] (of groups), x_scales float32 [M, K / activation
+    group]."""
     w = _as_integers(weights)
     scales = np.asarray(scales, F32)
     k, groups = w.shape[1], scales.shape[1]
@@ -138,12 +155,14 @@ def matmul_quantized(q, zp, recip, weights, scales, bias, channel_scales=None, x
     with np.errstate(all="ignore"):
         channel = F32(1) if channel_scales is None else np.asarray(channel_scales, F32)[None]
         if x_scales is not None:
-            return _sum_in_groups(q, np.asarray(x_scales, F32), w, scales) * (recip[:, None] * channel) + bias
-        if groups == 1:  # one group is the channelwise definition
+            return _sum_in_groups(q, np.asarray(x_scales, F32), w, scales, minimums) * (recip[:, None] * channel) + bias
+        if groups == 1 and minimums is None:  # one group is the channelwise definition
             total = _dot(q - zp.astype(np.int64)[:, None], w).astype(F32)
             return total * (recip[:, None] * scales[None, :, 0]) + bias
-        f = np.zeros((len(q), len(w)), F32)
+        f = np.zeros((len(q), len(w)), F32) if minimums is None else _of_minimums(q, minimums, None, 0)
         weight_sum = np.zeros(len(w), F32)
+        for g in range(0 if minimums is None else groups):
+            weight_sum = fma32(minimums[:, g], F32(-size), weight_sum)
         for g in range(groups):
             part = slice(g * size, (g + 1) * size)
             f = fma32(_dot(q[:, part], w[:, part]).astype(F32), scales[None, :, g], f)
@@ -152,10 +171,10 @@ def matmul_quantized(q, zp, recip, weights, scales, bias, channel_scales=None, x
         return f * (recip[:, None] * channel) + bias
 
 
-def matmul(x, weights, scales, bias=None, channel_scales=None, activation_group=-1):
+def matmul(x, weights, scales, bias=None, channel_scales=None, minimums=None, activation_group=-1):
     """float32 [M, K] times a 4-bit matrix, bit for bit."""
     q, zp, recip, *x_scales = quantize(x, activation_group)
-    return matmul_quantized(q, zp, recip, weights, scales, bias, channel_scales, *x_scales)
+    return matmul_quantized(q, zp, recip, weights, scales, bias, channel_scales, minimums, *x_scales)
 
 
 def dequantize(weights, scales):
@@ -165,11 +184,17 @@ def dequantize(weights, scales):
     return w * np.repeat(scales, w.shape[1] // scales.shape[1], axis=1)
 
 
+def sizes(weights, scales, channel_scales=None, minimums=None):
+    """What an input can add at most, of a code and of its minimum: float64 [N, K]."""
+    found = np.abs(dequantize(weights, scales))
+    if minimums is not None:
+        found += np.repeat(np.abs(np.asarray(minimums, np.float64)), found.shape[1] // np.shape(minimums)[1], axis=1)
+    return found if channel_scales is None else found * np.asarray(channel_scales, np.float64)[:, None]
+
+
 def sum_of_terms(q, zp, recip, weights, scales, channel_scales=None):
     """All that a matmul of section 2 or 3 adds and subtracts, without signs: float64 [M, N]."""
-    w = np.abs(dequantize(weights, scales))
-    if channel_scales is not None:
-        w *= np.asarray(channel_scales, np.float64)[:, None]
+    w = sizes(weights, scales, channel_scales)
     if w.shape[1] == 2 * q.shape[1]:
         q = np.concatenate([q, q], 1)
     return (np.abs(q) @ w.T + np.abs(zp)[:, None] * w.sum(1)) * recip[:, None].astype(np.float64)
@@ -237,10 +262,10 @@ def _half_distance(v):
     return np.abs(v - np.floor(v) - 0.5)
 
 
-def _second_matmul_in_groups(h, error, weights, scales, bias, channel_scales, activation_group):
+def _second_matmul_in_groups(h, error, weights, scales, bias, channel_scales, minimums, activation_group):
     """`second_matmul` where each group of activations has its own scale."""
     q, zp, recip, x_scales = quantize(h.astype(F32), activation_group)
-    y = matmul_quantized(q, zp, recip, weights, scales, bias, channel_scales, x_scales)
+    y = matmul_quantized(q, zp, recip, weights, scales, bias, channel_scales, minimums, x_scales)
 
     def spread(of_group):
         return np.repeat(of_group, activation_group, axis=1)
@@ -255,21 +280,19 @@ def _second_matmul_in_groups(h, error, weights, scales, bias, channel_scales, ac
     steps = np.abs(h) * spread(scale * scale_error) + error * spread(scale)
     undecided = (_half_distance(h * spread(scale)) <= steps) & (spread(most) > 0)
 
-    size = np.abs(dequantize(weights, scales))
-    if channel_scales is not None:
-        size *= np.asarray(channel_scales, np.float64)[:, None]
+    size = sizes(weights, scales, channel_scales, minimums)
     step = spread(x_scales.astype(np.float64))
     terms = np.abs(q) * step
     moved = (undecided * step * (1 + spread(scale_error))) @ size.T
     shared = (terms * spread(scale_error)) @ size.T
     # Other scales, so all is rounded differently: one rounding per part and per group, the bias's, and three more.
-    weight_groups = np.asarray(scales).shape[1]
+    weight_groups = np.asarray(scales).shape[1] * (1 if minimums is None else 2)
     parts = max(x_scales.shape[1], weight_groups)
     rounding = 2 * (parts + weight_groups + 4) * U * ((terms @ size.T) + moved) + 2 * U * np.abs(y)
     return y, moved + shared + rounding
 
 
-def second_matmul(h, error, weights, scales, bias, channel_scales=None, activation_group=-1):
+def second_matmul(h, error, weights, scales, bias, channel_scales=None, minimums=None, activation_group=-1):
     """y = quantize(h) times a 4-bit matrix, and how far off a kernel may be whose h is within `error` of this one.
 
     Integers differ only where a value sits within `error` (in steps) of the middle between two: each such value moves
@@ -278,9 +301,9 @@ def second_matmul(h, error, weights, scales, bias, channel_scales=None, activati
     h32 = h.astype(F32)
     error = error + U * np.abs(h)
     if activation_group != -1:
-        return _second_matmul_in_groups(h, error, weights, scales, bias, channel_scales, activation_group)
+        return _second_matmul_in_groups(h, error, weights, scales, bias, channel_scales, minimums, activation_group)
     q, zp, recip = quantize(h32)
-    y = matmul_quantized(q, zp, recip, weights, scales, bias, channel_scales)
+    y = matmul_quantized(q, zp, recip, weights, scales, bias, channel_scales, minimums)
 
     mn, mx = np.minimum(0, h.min(1)), np.maximum(0, h.max(1))
     span = np.where(mx > mn, mx - mn, 1)
@@ -293,12 +316,10 @@ def second_matmul(h, error, weights, scales, bias, channel_scales=None, activati
     undecided |= (_half_distance(-128 - mn * scale) <= zp_error)[:, None]
     undecided &= (mx > mn)[:, None]
 
-    size = np.abs(dequantize(weights, scales))  # [N, K]
-    if channel_scales is not None:
-        size *= np.asarray(channel_scales, np.float64)[:, None]
+    size = sizes(weights, scales, channel_scales, minimums)  # [N, K]
     moved = undecided.astype(np.float64) @ size.T / scale[:, None]
     # Where an integer moved, the sums of the groups round differently: one rounding per group and two more.
-    groups = np.asarray(scales).shape[1]
+    groups = np.asarray(scales).shape[1] * (1 if minimums is None else 2)
     terms = np.abs(q - zp[:, None]) @ size.T + np.abs(zp)[:, None] * size.sum(1)[None]
     rounding = np.where(undecided.any(1)[:, None], (2 * groups + 4) * U * terms / scale[:, None], 0)
     without_bias = np.abs(y if bias is None else y - np.asarray(bias, np.float64))
@@ -308,9 +329,12 @@ def second_matmul(h, error, weights, scales, bias, channel_scales=None, activati
 
 
 def moe(x, ids, router, w13, w2, intermediate, gated, weight_on_input, kind, activation_groups=(-1, -1)):
-    """The fused layer. x float32 [T, H], ids int [T, k], router float32 [T, k], w13 and w2 lists of
-    (weights, scales, bias or None[, channel scales]) per expert, activation groups of w13 and w2 -> out float32 [T, H]
-    and the explained difference float64 [T, H]."""
+    """The fused layer.
+
+    x float32 [T, H], ids int [T, k], router float32 [T, k], w13 and w2 lists of (weights, scales, bias or None[,
+    channel scales or None[, minimums]]) per expert, activation groups of w13 and w2 -> out float32 [T, H] and the
+    explained difference float64 [T, H].
+    """
     tokens, slots = ids.shape
     hidden = x.shape[1]
     y = np.zeros((tokens, slots, hidden), F32)

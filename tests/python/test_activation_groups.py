@@ -81,7 +81,7 @@ def test_an_outlier_costs_less_than_per_token():
     for size in (-1, 128, 64, 32):
         torch.manual_seed(1)
         matrix = make_matrix(64, 512, 128, activation_group=size)
-        weights, scales, _ = matrix.arrays()
+        weights, scales, *_ = matrix.arrays()
         exact = x.double().numpy() @ reference.dequantize(weights, scales).T
         errors[size] = np.square(matmul(x, matrix, matrix.pack()).double().numpy() - exact).mean()
     assert errors[32] < errors[64] < errors[128]

@@ -29,7 +29,7 @@ def tolerance(x, matrix):
     integer or one and the same float operation, except the order of those after the integer sums: ATen has
     at most K + 2 of them per output, this project G + 4, each off by at most U times the sum of the absolute terms.
     """
-    weights, scales, _ = matrix.arrays()
+    weights, scales, *_ = matrix.arrays()
     q, zp, recip = reference.quantize(x)
     size = np.abs(reference.dequantize(weights, scales))
     span = np.maximum(0, x.max(1)) - np.minimum(0, x.min(1))

@@ -67,6 +67,7 @@ def test_header(kind, scale_dtype):
                 "scale_dtype": name,
                 "has_bias": bias,
                 "has_zero_points": matrix.zero_points is not None,
+                "has_minimums": False,
                 "activation_group": -1,
                 "bytes": packed.numel(),
             }
@@ -207,7 +208,7 @@ def test_matmul_beside_float32_scales():
     """Scales multiplied out round once each; recip * c does as well. Each of the two is as near to the real numbers."""
     matrix = make_matrix(40, 320, 16, bias=True, kind=NVFP4)
     x = torch.randn(9, 320)
-    weights, scales, bias, channels = matrix.arrays()
+    weights, scales, bias, channels, _ = matrix.arrays()
     terms = reference.sum_of_terms(*reference.quantize(x.numpy()), weights, scales, channels)
     allowed = 2 * reference.rounding_bound(terms, 20, bias, products=1)
     products = torch.from_numpy(reference.e4m3fn(matrix.scales)) * matrix.channels[:, None]
@@ -311,8 +312,8 @@ HEADERS = [
     (8, 4, "version is 4: packed before w4a8 0.1, pack the weights again"),
     (8, 6, "version is 6, this library reads version 5"),
     (12, 3, r"values are 3, expected 0 \(int4\), 1 \(e2m1\) or 2 \(int8\)"),
-    (13, 5, "scale type is 5, expected 0"),
-    (14, 8, "flags are 8, expected a sum of 1"),
+    (13, 6, "scale type is 6, expected 0"),
+    (14, 16, "flags are 16, expected a sum of 1"),
     (15, 1, "reserved bytes of the header are not zero"),
     (48, 1, "reserved bytes of the header are not zero"),
 ]

@@ -204,7 +204,12 @@ def test_wrappers_are_the_operators(name, monkeypatch):
 
     given = {parameter.name: index + 100 for index, parameter in enumerate(parameters)}
     calls = []
-    monkeypatch.setattr(getattr(torch.ops.w4a8, name), "default", lambda *args, **kwargs: calls.append((args, kwargs)))
+
+    def returned(*args, **kwargs):
+        calls.append((args, kwargs))
+        return [None] * len(schema.returns)
+
+    monkeypatch.setattr(getattr(torch.ops.w4a8, name), "default", returned)
     wrapper(**given)
     ((args, kwargs),) = calls
     positional = [argument.name for argument in schema.arguments if not argument.kwarg_only]

@@ -80,9 +80,6 @@ PackedMatrix open_expert(const uint8_t* base, int64_t bytes, const char* name, i
   }
 }
 
-int64_t group13(const MoeArgs& args) { return args.group == -1 ? args.hidden : args.group; }
-int64_t group2(const MoeArgs& args) { return args.group == -1 ? args.intermediate : args.group; }
-
 // Which experts are used, and their matrices, opened before the first result is written. From then on nothing reads an
 // id or a header of the caller's, so one that changes meanwhile does no harm.
 struct Experts {
@@ -90,45 +87,56 @@ struct Experts {
       : ids(checked_ids(args)),
         w13(static_cast<std::size_t>(args.experts)),
         w2(static_cast<std::size_t>(args.experts)),
-        x_rows{args.hidden, group13(args), kWholeRow},
-        h_rows{args.intermediate, group2(args), kWholeRow} {
+        x_shape{.n = 2, .k = args.hidden, .group = args.hidden},
+        h_shape{.n = 2, .k = args.intermediate, .group = args.intermediate} {
     const int64_t rows13 = args.intermediate * (args.gated ? 2 : 1);
     for (const int64_t id : ids) {
       const auto e = static_cast<std::size_t>(id);
       if (id < 0 || w13[e].data != nullptr) continue;
-      w13[e] = open_expert(args.w13, args.w13_bytes, "w13_packed", id, rows13, args.hidden, group13(args));
-      w2[e] = open_expert(args.w2, args.w2_bytes, "w2_packed", id, args.hidden, args.intermediate, group2(args));
+      const auto group = [&](int64_t k) { return args.group == -1 ? k : args.group; };
+      w13[e] = open_expert(args.w13, args.w13_bytes, "w13_packed", id, rows13, args.hidden, group(args.hidden));
+      w2[e] = open_expert(args.w2, args.w2_bytes, "w2_packed", id, args.hidden, args.intermediate,
+                          group(args.intermediate));
       if (first < 0) {
         first = id;
-        x_rows = w13[e].shape.rows();
-        h_rows = w2[e].shape.rows();
+        x_shape = w13[e].shape;
+        h_shape = w2[e].shape;
       }
-      check_rows("w13_packed", id, w13[e].shape.activation_group, x_rows.activation_group);
-      check_rows("w2_packed", id, w2[e].shape.activation_group, h_rows.activation_group);
+      check_rows("w13_packed", id, w13[e].shape, x_shape);
+      check_rows("w2_packed", id, w2[e].shape, h_shape);
     }
   }
 
+  RowShape x_rows() const { return x_shape.rows(); }  // how tokens are quantized, and h
+  RowShape h_rows() const { return h_shape.rows(); }
+
   // A token is quantized once, for all its experts.
-  void check_rows(const char* name, int64_t id, int64_t activation_group, int64_t of_first) const {
-    if (activation_group == of_first) return;
-    throw std::invalid_argument("expert " + std::to_string(id) + ", " + name + ": activation group is " +
-                                std::to_string(activation_group) + ", expected that of expert " +
-                                std::to_string(first) + ", " + std::to_string(of_first));
+  void check_rows(const char* name, int64_t id, const PackedShape& shape, const PackedShape& of_first) const {
+    check_same(name, id, "activation group", std::to_string(shape.activation_group),
+               std::to_string(of_first.activation_group));
+    check_same(name, id, "group", std::to_string(shape.group), std::to_string(of_first.group));
+    if (shape.rows() != of_first.rows()) check_same(name, id, "kind", kind_name(shape.kind), kind_name(of_first.kind));
+  }
+  void check_same(const char* name, int64_t id, const char* field, const std::string& value,
+                  const std::string& of_first) const {
+    if (value == of_first) return;
+    throw std::invalid_argument("expert " + std::to_string(id) + ", " + name + ": " + field + " is " + value +
+                                ", expected that of expert " + std::to_string(first) + ", " + of_first);
   }
 
   std::vector<int32_t> ids;       // [T, k]
   std::vector<PackedMatrix> w13;  // [E]
   std::vector<PackedMatrix> w2;
-  int64_t first = -1;  // that is used
-  RowShape x_rows;     // how tokens are quantized, and h
-  RowShape h_rows;
+  int64_t first = -1;   // that is used
+  PackedShape x_shape;  // of its w13; channelwise if no expert is used
+  PackedShape h_shape;  // of its w2
 };
 
 // How the work is cut: sizes that depend on shapes and the number of workers only.
 struct Plan {
   Plan(const Kernel& kernel, const MoeArgs& args, const Experts& experts, int workers_in)
       : workers(workers_in),
-        batches(ceil_div(args.tokens, moe_batch_tokens(args.top_k, experts.x_rows, experts.h_rows))),
+        batches(ceil_div(args.tokens, moe_batch_tokens(args.top_k, experts.x_rows(), experts.h_rows()))),
         slots(ceil_div(args.tokens, batches) * args.top_k),
         max_rows13(kernel.task_rows(args.hidden)),
         max_rows2(kernel.task_rows(args.intermediate)),
@@ -142,8 +150,8 @@ struct Plan {
     // The gate and the up tile; u may begin inside a panel, so it gets one more.
     tile_floats = max_tile_floats(2 * rows13) + rows13 * kPanelColumns;
     const int64_t rows2 = std::min(max_rows2, slots);
-    scratch_bytes = std::max(gemm_scratch_bytes(kernel, rows13, args.hidden, group13(args)),
-                             gemm_scratch_bytes(kernel, rows2, args.intermediate, group2(args)));
+    scratch_bytes = std::max(gemm_scratch_bytes(kernel, rows13, args.hidden, experts.x_shape.group),
+                             gemm_scratch_bytes(kernel, rows2, args.intermediate, experts.h_shape.group));
   }
 
   int workers;
@@ -168,9 +176,9 @@ struct MoeBuffers {
         units13(slicer.take<Unit>(plan.max_units13)),
         units2(slicer.take<Unit>(plan.max_units2)),
         spans_left(slicer.take<int32_t>(plan.max_units13)),
-        x(QuantizedRows::slice(slicer, plan.slots, experts.x_rows)),
+        x(QuantizedRows::slice(slicer, plan.slots, experts.x_rows())),
         h(slicer.take<float>(plan.slots * args.intermediate)),
-        hq(QuantizedRows::slice(slicer, plan.slots, experts.h_rows)),
+        hq(QuantizedRows::slice(slicer, plan.slots, experts.h_rows())),
         y(slicer.take<float>(plan.slots * plan.stripe_panels * kPanelColumns)),
         own(slicer, plan.workers, plan.tile_floats, plan.scratch_bytes) {}
 
@@ -266,7 +274,7 @@ class Batch {
         if (first < 0) {
           first = row;
           kernel_.quantize_row(static_cast<const uint8_t*>(args_.x) + token * args_.hidden * dtype_bytes(args_.dtype),
-                               args_.dtype, experts_.x_rows, x.row(row));
+                               args_.dtype, experts_.x_rows(), x.row(row));
           quant = x.quant[row];
         } else {
           x.copy(first, row);
@@ -312,7 +320,7 @@ class Batch {
   void requantize(Range rows) {
     const QuantizedRows& hq = b_.hq;
     for (int64_t r = rows.begin; r < rows.end; ++r) {
-      kernel_.quantize_row(b_.h + r * args_.intermediate, DType::kFloat32, experts_.h_rows, hq.row(r));
+      kernel_.quantize_row(b_.h + r * args_.intermediate, DType::kFloat32, experts_.h_rows(), hq.row(r));
     }
   }
 

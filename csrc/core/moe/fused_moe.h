@@ -28,14 +28,15 @@ struct MoeArgs {
   int64_t hidden = 0;            ///< H
   int64_t intermediate = 0;      ///< I
   bool gated = true;             ///< I2 == 2 I (else I2 == I)
-  int64_t group = -1;            ///< -1 is channelwise
+  int64_t group = -1;            ///< of w13 and w2, -1: channelwise; or kAnyGroup: each has what its header says
   bool weight_on_input = false;  ///< the router weight multiplies the row that enters w13 instead of the output
   Activation activation = Activation::kSilu;
 };
 
 /// Runs the layer. Throws std::invalid_argument, before anything is written, for H or I outside the layout's range, an
 /// id outside [-1, E) (naming the token), and for a packed matrix of an expert that is used whose header disagrees
-/// (naming expert and field), also if one stack has two kinds of activation groups. Scratch is bounded: tokens are
+/// (naming expert and field), also if the experts of a stack differ in the group, the activation group or in having
+/// minimums. Scratch is bounded: tokens are
 /// worked off in batches (moe_batch_tokens).
 void fused_moe(const Kernel& kernel, Parallel& parallel, Workspace& workspace, const MoeArgs& args);
 

@@ -10,11 +10,16 @@ import torch
 from w4a8.core.activation_groups import PER_TOKEN, resolve_activation_group
 from w4a8.core.float8 import exponents_of, multiplied_scales, powers_of_two
 from w4a8.core.kind import Kind
+from w4a8.core.nibbles import apart
 from w4a8.core.scale_types import E8M0, has_two_levels, kept_scale_dtypes, scale_type_named
+from w4a8.ops import dyn_quant_unpack_any_4bit_weight
 
 GROUP_SIZES = "16 or a multiple of 32"
-# What the header of a packed matrix calls scales of two levels.
-_TWO_LEVELS = "e5m3"
+# Numbers that codes of E2M1 stand for.
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+# What the header of a packed matrix calls scales of two levels: float8 beside channel scales, int8 beside super-scales.
+_TWO_LEVELS, _SUPER = "e5m3", "super"
+SUPER = 256  # values of k that share a super-scale
 
 
 def is_group_size(size: object) -> bool:
@@ -31,6 +36,8 @@ class PackedAs:
         scale_dtype: that scales are packed in, as :func:`pack_codes` takes it.
         zero_points: there is room for them.
         channel_scales: scales have two levels; ``scale_dtype`` says nothing then.
+        minimums: there are some.
+        super_scales: scales, and minimums, have two levels; ``scale_dtype`` says nothing then.
         activation_group: how activations are quantized for it: -1, 32, 64 or 128.
     """
 
@@ -39,6 +46,8 @@ class PackedAs:
     zero_points: bool = False
     channel_scales: bool = False
     activation_group: int = PER_TOKEN
+    minimums: bool = False
+    super_scales: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kind", Kind(self.kind))
@@ -46,9 +55,17 @@ class PackedAs:
     @classmethod
     def of_header(cls, header: Mapping[str, object]) -> PackedAs:
         """What the header of a packed matrix (:class:`w4a8.PackedHeader`) says."""
-        two_levels = header["scale_dtype"] == _TWO_LEVELS
-        dtype = torch.float32 if two_levels else scale_type_named(header["scale_dtype"])
-        return cls(header["values"], dtype, header["has_zero_points"], two_levels, header["activation_group"])
+        name = header["scale_dtype"]
+        dtype = torch.float32 if name in (_TWO_LEVELS, _SUPER) else scale_type_named(name)
+        return cls(
+            header["values"],
+            dtype,
+            header["has_zero_points"],
+            name == _TWO_LEVELS,
+            header["activation_group"],
+            header["has_minimums"],
+            name == _SUPER,
+        )
 
 
 def pack_codes(
@@ -61,6 +78,9 @@ def pack_codes(
     kind: Kind = Kind.INT4,
     channel_scales: torch.Tensor | None = None,
     activation_group: int = PER_TOKEN,
+    minimums: torch.Tensor | None = None,
+    super_scales: torch.Tensor | None = None,
+    super_minimums: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Packs one matrix, or a stack of them in one call of the operator.
 
@@ -77,6 +97,11 @@ def pack_codes(
         channel_scales: float32 [..., N], by which the scales of a row are multiplied; None if there is one level. Where
             the operators have one level alone (:func:`has_two_levels`) the products are rounded to float32.
         activation_group: how activations are quantized for it: -1, 32, 64 or 128.
+        minimums: of the shape of ``scales``, subtracted from weights, or None; floating point, or int8 beside
+            ``super_scales``.
+        super_scales: float16 [..., N, K/256], by which ``scales``, int8 then, are multiplied; None if there is one
+            level.
+        super_minimums: the same for ``minimums``.
 
     Returns:
         uint8 [bytes] or [E, bytes].
@@ -85,12 +110,15 @@ def pack_codes(
     group = columns if group_size == -1 else group_size
     if channel_scales is not None and not has_two_levels(group, columns):
         scales, channel_scales = multiplied_scales(scales, channel_scales), None
-    if channel_scales is None:
+    if channel_scales is None and super_scales is None:
         if scale_dtype is None:
-            scale_dtype = next(kept_scale_dtypes(scales, kind, group, columns))
+            both = scales if minimums is None else torch.cat((scales, minimums), -1)
+            scale_dtype = next(kept_scale_dtypes(both, kind, group, columns))
         scales = exponents_of(scales) if scale_dtype == E8M0 else scales.to(scale_dtype)
+        minimums = None if minimums is None else minimums.to(scale_dtype)
     bias = None if bias is None else bias.detach()
     more = {"zero_points": zero_points, "values": kind.value, "channel_scales": channel_scales}
+    more |= {"minimums": minimums, "super_scales": super_scales, "super_minimums": super_minimums}
     op = torch.ops.w4a8.dyn_quant_pack_4bit_weight
     return op(codes, scales, bias, group, columns, rows, **more, activation_group=activation_group)
 
@@ -99,19 +127,25 @@ def pack_as(tensors: Mapping[str, torch.Tensor | None], group_size: int, packed_
     """uint8 [bytes] of one matrix, or [E, bytes] of a stack, in a given form.
 
     Args:
-        tensors: ``codes``, ``scales``; ``zero_points``, ``bias``, ``channel_scales`` if any. Zero points that there is
-            no room for are left out; where there is room and there are none, they are the kind's middle.
+        tensors: ``codes``, ``scales``; the others of :class:`Matrix` if any. Zero points that there is no room for are
+            left out; where there is room and there are none, they are the kind's middle.
         group_size: values of k per scale; -1 is channelwise.
         packed_as: the form.
     """
-    codes, scales = tensors["codes"], tensors["scales"]
-    zeros, bias, channels = (tensors.get(name) for name in ("zero_points", "bias", "channel_scales"))
-    dtype, kind = packed_as.scale_dtype, packed_as.kind
+    given = dict(tensors)
+    zeros = given.pop("zero_points", None)
     if not packed_as.zero_points:
         zeros = None
     elif zeros is None:
-        zeros = kind.middles(scales)
-    return pack_codes(codes, scales, bias, group_size, dtype, zeros, kind, channels, packed_as.activation_group)
+        zeros = packed_as.kind.middles(given["scales"])
+    return pack_codes(
+        **{"bias": None, **given},
+        group_size=group_size,
+        scale_dtype=packed_as.scale_dtype,
+        zero_points=zeros,
+        kind=packed_as.kind,
+        activation_group=packed_as.activation_group,
+    )
 
 
 def packed_bytes(rows: int, columns: int, group_size: int, has_bias: bool, packed_as: PackedAs) -> int:
@@ -120,13 +154,19 @@ def packed_bytes(rows: int, columns: int, group_size: int, has_bias: bool, packe
     def empty(width: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(rows, width, dtype=dtype, device="meta")
 
-    two_levels = packed_as.channel_scales
-    tensors = {
-        "codes": empty(columns // packed_as.kind.codes_in_a_byte, torch.uint8),
-        "scales": empty(1 if group_size == -1 else columns // group_size, torch.uint8 if two_levels else torch.float32),
-        "bias": empty(1, torch.float32)[:, 0] if has_bias else None,
-        "channel_scales": empty(1, torch.float32)[:, 0] if two_levels else None,
-    }
+    scale = torch.uint8 if packed_as.channel_scales else torch.int8 if packed_as.super_scales else torch.float32
+    groups = 1 if group_size == -1 else columns // group_size
+    tensors = {"codes": empty(columns // packed_as.kind.codes_in_a_byte, torch.uint8), "scales": empty(groups, scale)}
+    if has_bias:
+        tensors["bias"] = empty(1, torch.float32)[:, 0]
+    if packed_as.channel_scales:
+        tensors["channel_scales"] = empty(1, torch.float32)[:, 0]
+    if packed_as.minimums:
+        tensors["minimums"] = empty(groups, scale)
+    if packed_as.super_scales:
+        tensors["super_scales"] = empty(columns // SUPER, torch.float16)
+    if packed_as.super_scales and packed_as.minimums:
+        tensors["super_minimums"] = tensors["super_scales"]
     return pack_as(tensors, group_size, packed_as).numel()
 
 
@@ -140,13 +180,15 @@ def unpack_codes(packed: torch.Tensor, group_size: int, columns: int, rows: int)
         rows: N.
 
     Returns:
-        ``codes``; ``scales``, floating point (e8m0 as float32), or uint8 beside ``channel_scales``; the others if the
-        matrix has them. ``activation_group`` is in the header (:func:`w4a8.read_header`).
+        ``codes``; ``scales``, floating point (e8m0 as float32), uint8 beside ``channel_scales`` or int8 beside
+        ``super_scales``; the others if the matrix has them. ``activation_group`` is in the header
+        (:func:`w4a8.read_header`).
     """
     group = columns if group_size == -1 else group_size
-    found = torch.ops.w4a8.dyn_quant_unpack_any_4bit_weight(packed, group, columns, rows)
-    names = ("codes", "scales", "zero_points", "bias", "values", "channel_scales")
-    tensors = {name: part for name, part in zip(names, found) if name != "values" and part.numel() != 0}
+    found = dyn_quant_unpack_any_4bit_weight(packed, group, columns, rows)._asdict()
+    del found["values"]
+    found["codes"], found["scales"] = found.pop("weights"), found.pop("scales_zeros")
+    tensors = {name: part for name, part in found.items() if part.numel() != 0}
     if tensors["scales"].dtype == torch.uint8 and "channel_scales" not in tensors:
         tensors["scales"] = powers_of_two(tensors["scales"])
     return tensors
@@ -158,17 +200,23 @@ class Matrix:
 
         int4, int8   weight[n, k] = (code[n, k] - zero[n, k // g]) * scale[n, k // g]
         e2m1         weight[n, k] = E2M1[code[n, k]] * scale[n, k // g]
+        with minimums, codes of 8 bits less 128:
+                     weight[n, k] = code[n, k] * scale[n, k // g] - minimum[n, k // g]
 
-    With channel scales a scale is that number times channel_scale[n].
+    With channel scales a scale is that number times channel_scale[n]. With super-scales a scale is that number times
+    super_scale[n, k // 256], a minimum times super_minimum[n, k // 256].
 
     Attributes:
         codes: uint8 [N, K/2], low nibble = even k; of 8 bits [N, K].
         scales: [N, G], of the type that the checkpoint has; of MXFP4 float32 powers of two. With channel scales uint8,
-            bits of float8_e4m3fn, of numbers without a sign.
+            bits of float8_e4m3fn, of numbers without a sign; with super-scales int8.
         zero_points: uint8 [N, G], codes themselves, or None: the kind's middle everywhere (integers), none (e2m1).
         kind: what a code is.
         bias: [N], of the type that the checkpoint has, or None.
         channel_scales: float32 [N], or None: 1 everywhere.
+        minimums: [N, G], of the type of the scales, or None: 0 everywhere. Of integers without zero points.
+        super_scales: float16 [N, K/256], or None: 1 everywhere.
+        super_minimums: the same for minimums.
     """
 
     codes: torch.Tensor
@@ -177,9 +225,18 @@ class Matrix:
     kind: Kind = Kind.INT4
     bias: torch.Tensor | None = None
     channel_scales: torch.Tensor | None = None
+    minimums: torch.Tensor | None = None
+    super_scales: torch.Tensor | None = None
+    super_minimums: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kind", Kind(self.kind))
+        assert self.minimums is None or (self.minimums.dtype, self.minimums.shape) == (
+            self.scales.dtype,
+            self.scales.shape,
+        )
+        assert (self.scales.dtype == torch.int8) == (self.super_scales is not None)
+        assert (self.super_minimums is not None) == (self.super_scales is not None and self.minimums is not None)
         assert self.codes.dtype == torch.uint8 and self.codes.dim() == self.scales.dim() == 2
         assert self.zero_points is None or self.zero_points.shape == self.scales.shape
         assert (self.scales.dtype == torch.uint8) == (self.channel_scales is not None)
@@ -212,13 +269,14 @@ class Matrix:
             ValueError: the cut is inside a group, or inside a byte.
         """
         several, in_a_byte = self.scales.shape[1] > 1, self.kind.codes_in_a_byte
-        unit = self.group if several else in_a_byte
+        unit = SUPER if self.super_scales is not None else self.group if several else in_a_byte
         if begin % unit != 0 or end % unit != 0:
             what = f"groups of {unit}" if several else "bytes of two"
             raise ValueError(f"columns [{begin}, {end}) of {self.columns} cut {what}")
         units = {"codes": in_a_byte}
         if several:
-            units.update(scales=unit, zero_points=unit)
+            group = self.group
+            units.update(scales=group, zero_points=group, minimums=group, super_scales=SUPER, super_minimums=SUPER)
         parts = {name: tensor for name, tensor in self.tensors().items() if name in units}
         cut = {name: part[:, begin // units[name] : end // units[name]] for name, part in parts.items()}
         return replace(self, **cut)
@@ -240,12 +298,35 @@ class Matrix:
             ValueError: a scale that is too large for ``scale_dtype``, or an ``activation_group`` that does not fit.
         """
         activations = resolve_activation_group(activation_group, self.group, self.columns)
-        if scale_dtype == torch.float16 and self.channel_scales is None and not self.scales.is_meta:
+        if scale_dtype == torch.float16 and self.scales.is_floating_point() and not self.scales.is_meta:
             largest = float(self.scales.float().abs().max())
             if torch.finfo(torch.float16).max < largest < float("inf"):
                 raise ValueError(f"scale_dtype is {scale_dtype}, but the largest scale is {largest}")
-        how = (scale_dtype, self.kind.needed_zero_points(self.zero_points), self.kind, self.channel_scales)
-        return pack_codes(self.codes, self.scales, self.bias, self.group, *how, activations)
+        tensors = {"bias": None, **self.tensors(), "zero_points": self.kind.needed_zero_points(self.zero_points)}
+        how = {"scale_dtype": scale_dtype, "kind": self.kind, "activation_group": activations}
+        return pack_codes(**tensors, group_size=self.group, **how)
+
+    def floats(self) -> torch.Tensor:
+        """The weights, float32 [N, K]: scales and minimums times their second level, then the formula above."""
+        codes = self.codes if self.kind.bits == 8 else apart(self.codes)
+
+        def by_weight(values: torch.Tensor, supers: torch.Tensor | None) -> torch.Tensor:
+            values = values.float()
+            if supers is not None:
+                values = values * supers.float().repeat_interleave(values.shape[1] // supers.shape[1], 1)
+            return values.repeat_interleave(self.group, 1)
+
+        scales = self.scales
+        if self.channel_scales is not None:
+            scales = multiplied_scales(scales, self.channel_scales)
+        if self.kind == Kind.E2M1:
+            integers = torch.tensor(E2M1_VALUES)[codes.long()]
+        elif self.zero_points is not None:
+            integers = codes.float() - by_weight(self.zero_points, None)
+        else:
+            integers = codes.float() - (0 if self.minimums is not None and self.kind.bits == 4 else self.kind.middle)
+        weights = integers * by_weight(scales, self.super_scales)
+        return weights if self.minimums is None else weights - by_weight(self.minimums, self.super_minimums)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Those that it has, by the names of the attributes."""

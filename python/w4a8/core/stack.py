@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
 
 from w4a8.core.activation_groups import PER_TOKEN
 from w4a8.core.float8 import multiplied_scales
-from w4a8.core.kind import Kind
 from w4a8.core.matrix import Matrix, PackedAs, pack_as, packed_bytes, unpack_codes
 from w4a8.core.memory import fresh_bytes
 from w4a8.core.scale_types import has_two_levels, holds_scales, kept_scale_dtypes, scale_type_name
@@ -17,22 +17,25 @@ from w4a8.core.scale_types import has_two_levels, holds_scales, kept_scale_dtype
 class _Waiting:
     """The rows of one matrix that have come, until all have."""
 
-    def __init__(
-        self, rows: int, columns: int, groups: int, has_bias: bool, zero_points: bool, two_levels: bool, kind: Kind
-    ) -> None:
-        # One block of pages. Biases and scales as float32, which holds those of every file; of two levels as they are.
-        each, width = 1 if two_levels else 4, columns // kind.codes_in_a_byte
-        a_row = (4 if has_bias else 0, 4 if two_levels else 0, each * groups, width)
-        counts = [rows * count for count in a_row]
-        bias, channels, scales, codes = fresh_bytes(sum(counts)).split(counts)
-        scales = scales if two_levels else scales.view(torch.float32)
-        self.tensors = {"codes": codes.view(rows, width), "scales": scales.view(rows, groups)}
-        self._kind = kind
-        if two_levels:
-            self.tensors["channel_scales"] = channels.view(torch.float32)
+    def __init__(self, rows: int, like: Matrix, has_bias: bool) -> None:
+        """Room for ``rows`` rows of what ``like`` has some of.
+
+        Floats as float32, which holds those of every file; super-scales are float16 in each.
+        """
+        self._kind = like.kind
+        kept = {name: tensor for name, tensor in like.tensors().items() if name not in ("zero_points", "bias")}
         if has_bias:
-            self.tensors["bias"] = bias.view(torch.float32)
-        if zero_points:
+            kept["bias"] = torch.empty(0)
+        shapes = {name: (rows, *tensor.shape[1:]) for name, tensor in kept.items()}
+        widened = [name for name, each in kept.items() if each.is_floating_point() and not name.startswith("super_")]
+        types = {name: torch.float32 if name in widened else each.dtype for name, each in kept.items()}
+        sizes = {name: torch.empty(0, dtype=dtype).element_size() for name, dtype in types.items()}
+        # One block of pages, the widest numbers first so that all are aligned.
+        names = sorted(kept, key=lambda name: -sizes[name])
+        counts = [math.prod(shapes[name]) * sizes[name] for name in names]
+        parts = fresh_bytes(sum(counts)).split(counts)
+        self.tensors = {name: part.view(types[name]).view(shapes[name]) for name, part in zip(names, parts)}
+        if like.zero_points is not None:
             self.make_zero_points()
         self.clear()
 
@@ -127,7 +130,7 @@ class MatrixStack:
             ValueError: a matrix of another shape, or of another kind than those before, or one that completes an
                 expert that cannot be packed as ``packed_as`` says.
         """
-        self._agree_on(matrix.kind, matrix.channel_scales is not None)
+        self._agree_on(matrix)
         if matrix.zero_points is not None and not self._zero_points:
             self._zero_points = True
             for waiting in (*self._waiting.values(), self._spare):
@@ -139,7 +142,7 @@ class MatrixStack:
             pieces["bias"] = bias.to(self.bias_dtype)
         waiting = self._waiting.get(expert)
         if waiting is None:
-            waiting, self._spare = self._spare or self._new_waiting(), None
+            waiting, self._spare = self._spare or self._new_waiting(matrix), None
             self._waiting[expert] = waiting
         if waiting.put(slice(row, row + matrix.rows), pieces):
             self._pack(expert, waiting)
@@ -148,11 +151,20 @@ class MatrixStack:
                 waiting.clear()
                 self._spare = waiting
 
-    def _agree_on(self, kind: Kind, two_levels: bool) -> None:
-        """Takes the kind of the first matrix as that of all, and refuses another."""
+    def _agree_on(self, matrix: Matrix) -> None:
+        """Takes what the first matrix consists of as that of all, and refuses another."""
+        kind, two_levels = matrix.kind, matrix.channel_scales is not None
         if self._kind is None:
             self._kind = kind
-            self.packed_as = replace(self.packed_as, kind=kind)
+            minimums, supers = matrix.minimums is not None, matrix.super_scales is not None
+            self.packed_as = replace(self.packed_as, kind=kind, minimums=minimums, super_scales=supers)
+        for what, there, expected in (
+            ("minimums", matrix.minimums is not None, self.packed_as.minimums),
+            ("super-scales", matrix.super_scales is not None, self.packed_as.super_scales),
+        ):
+            if there != expected:
+                given = "has" if there else "has no"
+                raise ValueError(f"the matrix {given} {what}, unlike those before: a stack is of one kind")
         if kind != self._kind:
             raise ValueError(f"the codes are {kind}, but {self._kind} is expected: a stack is of one kind")
         kept = two_levels and self._keeps_levels
@@ -164,18 +176,23 @@ class MatrixStack:
             found, expected = ("two levels", "one") if two_levels else ("one level", "two")
             raise ValueError(f"scales have {found}, but {expected} is expected: a stack is of one kind")
 
-    def _new_waiting(self) -> _Waiting:
-        has_bias = self.bias_dtype is not None
-        sizes = self.rows, self.columns, self._scale_columns
-        return _Waiting(*sizes, has_bias, self._zero_points, bool(self._two_levels), self.packed_as.kind)
+    def _new_waiting(self, like: Matrix) -> _Waiting:
+        if (like.columns, like.scales.shape[1]) != (self.columns, self._scale_columns):
+            found, expected = (like.columns, like.scales.shape[1]), (self.columns, self._scale_columns)
+            raise ValueError(f"the matrix has (columns, groups) {found}, but {expected} are expected")
+        waiting = _Waiting(self.rows, like, self.bias_dtype is not None)
+        if self._zero_points and like.zero_points is None:
+            waiting.make_zero_points()
+        return waiting
 
     def _pack(self, expert: int, matrix: _Waiting) -> None:
         tensors = dict(matrix.tensors)
         if self._two_levels and not self._keeps_levels:
             tensors["scales"] = multiplied_scales(tensors["scales"], tensors.pop("channel_scales"))
         needed = self.packed_as
-        if not needed.channel_scales:
-            needed = replace(needed, scale_dtype=self._scale_dtype_with(expert, tensors["scales"]))
+        if not needed.channel_scales and not needed.super_scales:
+            both = [tensors[name] for name in ("scales", "minimums") if name in tensors]
+            needed = replace(needed, scale_dtype=self._scale_dtype_with(expert, torch.cat(both, 1)))
         zeros, kind = tensors.get("zero_points"), needed.kind
         if not needed.zero_points and kind.needed_zero_points(zeros) is not None:
             self._refuse_if_fixed(f"the zero points of expert {expert} are not {kind.middle}")

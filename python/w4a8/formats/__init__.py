@@ -21,12 +21,12 @@ module, and with which group size, says the ``quantization_config`` of the check
 """
 
 from w4a8.core.kind import Kind
+from w4a8.core.matrix import E2M1_VALUES as E2M1
 from w4a8.core.matrix import Matrix
 from w4a8.formats.awq import from_auto_round, from_awq
 from w4a8.formats.compressed_tensors import from_int_quantized, from_pack_quantized
 from w4a8.formats.config import METHODS, Rules, find_config, method_of, rules_of, stored_as
 from w4a8.formats.gptq import from_gptq
-from w4a8.formats.matrix import E2M1
 from w4a8.formats.mxfp4 import from_mxfp4, from_mxfp4_pack_quantized, from_quark_mxfp4
 from w4a8.formats.nvfp4 import from_nvfp4, from_nvfp4_pack_quantized
 from w4a8.formats.stored import LeftOut, Stored

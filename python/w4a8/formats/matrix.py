@@ -6,9 +6,6 @@ from collections.abc import Mapping
 
 import torch
 
-# Values of the 16 codes of a 4-bit float with 2 bits of exponent and 1 of mantissa; the highest bit is the sign.
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-
 Tensors = Mapping[str, torch.Tensor]
 
 

@@ -90,7 +90,7 @@ def check(found, tensors, form, symmetric, bits=4):
         assert found.zero_points.dtype == torch.uint8 and found.zero_points.is_contiguous()
     assert torch.equal(numbers_of(found), expected)
     if found.group in (16, k) or found.group % 32 == 0:
-        codes, scales, zeros, _, values, _ = w4a8.dyn_quant_unpack_any_4bit_weight(found.pack(), found.group, k, n)
+        codes, scales, zeros, _, values, *_ = w4a8.dyn_quant_unpack_any_4bit_weight(found.pack(), found.group, k, n)
         again = Matrix(codes, scales, zeros if zeros.numel() > 0 else None, values)
         assert values == f"int{bits}" and torch.equal(numbers_of(again), expected)
 

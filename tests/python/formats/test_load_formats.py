@@ -51,7 +51,7 @@ def meaning(packed):
     """float64 [N, K] of a packed matrix, and its bias."""
     header = w4a8.read_header(packed)
     found = w4a8.dyn_quant_unpack_any_4bit_weight(packed, header["group"], header["k"], header["n"])
-    codes, scales, zeros, bias, values, channels = found
+    codes, scales, zeros, bias, values, channels, *_ = found
     zeros = zeros if header["has_zero_points"] else None
     if header["scale_dtype"] == "e8m0":
         scales = torch.pow(2.0, scales.double() - 127)
