@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from w4a8.checkpoint.gguf_experts import load_gguf
+from w4a8.checkpoint.gguf_file import gguf_in
 from w4a8.checkpoint.modules import Module, check_input, say_int8
 from w4a8.checkpoint.settings import MoESettings, settings_from_config
 from w4a8.checkpoint.tensors import CheckpointTensors
@@ -364,7 +366,8 @@ def load(
     (left out in config.json, with weights without scales, of other widths) is left out, and the log names it.
 
     Args:
-        path: directory with config.json and model.safetensors (or several files and their index).
+        path: directory with config.json and model.safetensors (or several files and their index); or a GGUF file, the
+            first of a split one, or a directory with one.
         settings: what config.json does not say or says wrongly (``read_settings`` reads what it says).
         only: takes the name of a layer, ``model.layers.0.mlp.experts`` say, and tells whether to load it.
         tp_rank, tp_size: tensor parallel: this rank's slice of each expert.
@@ -392,6 +395,10 @@ def load(
     if tp_size > 1 and ep_size > 1:
         raise ValueError("experts are either cut (tp_size) or distributed (ep_size), not both")
     check_activation_group(activation_group)
+    found = gguf_in(path)
+    if found is not None:
+        ranks = tp_rank, tp_size, ep_rank, ep_size
+        return load_gguf(found, settings, only, ranks, activation_group, progress)
     config = read_json(Path(path) / "config.json")
     rules = rules_of(find_config(config, Path(path)))
     settings = settings if settings is not None else settings_from_config(config)

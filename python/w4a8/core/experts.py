@@ -29,6 +29,7 @@ class ExpertSizes:
         intermediate: I, of this rank.
         group_size: input features per scale; -1 is channelwise.
         gated: w13 has a gate half and an up half.
+        w2_group_size: of w2, if it has groups of another size than w13.
     """
 
     experts: int
@@ -36,6 +37,17 @@ class ExpertSizes:
     intermediate: int
     group_size: int = -1
     gated: bool = True
+    w2_group_size: int | None = None
+
+    @property
+    def group_sizes(self) -> dict[str, int]:
+        """Of ``w13`` and ``w2``."""
+        return {"w13": self.group_size, "w2": self.group_size if self.w2_group_size is None else self.w2_group_size}
+
+    @property
+    def operator_group_size(self) -> int:
+        """``group_size`` of ``dynamic_4bit_int_moe``: 0, as the packed tensors say, if the two differ."""
+        return self.group_size if len(set(self.group_sizes.values())) == 1 else 0
 
     @property
     def w13_rows(self) -> int:
@@ -60,7 +72,7 @@ class ExpertSizes:
         found = {}
         for name, _, columns in self.stacks:
             try:
-                found[name] = resolve_activation_group(asked, self.group_size, columns)
+                found[name] = resolve_activation_group(asked, self.group_sizes[name], columns)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
         return found
@@ -68,7 +80,8 @@ class ExpertSizes:
     def unsupported(self) -> str | None:
         """Why such experts cannot be packed, in words, or None."""
         names = {"w13": "hidden size", "w2": "intermediate size per partition"}
-        found = (unsupported_width(names[stack], columns, self.group_size) for stack, _, columns in self.stacks)
+        groups = self.group_sizes
+        found = (unsupported_width(names[stack], columns, groups[stack]) for stack, _, columns in self.stacks)
         return next(filter(None, found), None)
 
 
@@ -169,7 +182,7 @@ def run_experts(
         sizes.hidden,
         sizes.intermediate,
         sizes.w13_rows,
-        sizes.group_size,
+        sizes.operator_group_size,
         apply_router_weight_on_input,
         kernel_activation_kind(as_activation(activation)),
     )

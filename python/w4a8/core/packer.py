@@ -60,7 +60,7 @@ class ExpertPacker:
         groups, forms = activation_groups or {}, packed_as or {}
         self.stacks = {
             name: MatrixStack(
-                *(sizes.experts, rows, columns, sizes.group_size, bias_dtype, forms.get(name)),
+                *(sizes.experts, rows, columns, sizes.group_sizes[name], bias_dtype, forms.get(name)),
                 activation_group=groups.get(name, PER_TOKEN),
             )
             for name, rows, columns in sizes.stacks

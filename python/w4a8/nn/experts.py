@@ -42,9 +42,9 @@ class PackedExperts(PackedModule):
 
     def packed_shapes(self) -> dict[str, dict[str, int | str]]:
         """What the headers must say."""
-        group = self.sizes.group_size
+        groups = self.sizes.group_sizes
         return {
-            f"{name}_packed": {"n": rows, "k": columns, "group": columns if group == -1 else group}
+            f"{name}_packed": {"n": rows, "k": columns, "group": columns if groups[name] == -1 else groups[name]}
             for name, rows, columns in self.sizes.stacks
         }
 

@@ -1,0 +1,348 @@
+"""GGUF files: keys, and the names, types, shapes and places of tensors. All is checked before memory is taken for it.
+
+    file:    "GGUF" | version 3 | tensors, keys (how many) | keys | tensors | zeros | data of the tensors
+    key:     name, type, value           an array: type of its elements, how many, they
+    tensor:  name, dimensions (how many, the fastest first), type, offset in the data
+
+Little-endian; lengths and counts have 8 bytes. The data begin at a multiple of ``general.alignment`` (32).
+
+The reader of the package ``gguf`` is not used: it loops as often as a count in the file says, and makes an object of
+each element of an array.
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from w4a8.core.json_fields import CheckpointError, shorten
+from w4a8.core.matrix import Matrix
+from w4a8.formats.gguf_blocks import TYPES
+
+VERSION = 3
+ALIGNMENT = 32
+MOST_DIMENSIONS = 4
+MOST_BYTES = 1 << 62
+_SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+# Types of values that are not strings (8) or arrays (9).
+_NUMBERS = {
+    0: np.uint8,
+    1: np.int8,
+    2: np.uint16,
+    3: np.int16,
+    4: np.uint32,
+    5: np.int32,
+    6: np.float32,
+    7: np.bool_,
+    10: np.uint64,
+    11: np.int64,
+    12: np.float64,
+}
+_STRING, _ARRAY = 8, 9
+_FLOATS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16, 28: torch.float64}
+# Types that ggml has and nobody here reads.
+_OTHERS = {
+    4: "4 (Q4_2, or MXFP4 as Ollama numbers it)",
+    9: "Q8_1",
+    15: "Q8_K",
+    16: "IQ2_XXS",
+    17: "IQ2_XS",
+    18: "IQ3_XXS",
+    19: "IQ1_S",
+    21: "IQ3_S",
+    22: "IQ2_S",
+    29: "IQ1_M",
+    34: "TQ1_0",
+    35: "TQ2_0",
+    41: "Q1_0",
+    42: "Q2_0",
+}
+
+
+@dataclass(frozen=True)
+class GGUFTensor:
+    """Where a tensor is.
+
+    Attributes:
+        file: its index among the files of a split one.
+        shape: the slowest dimension first, as torch has it: [N, K] of a matrix, [E, N, K] of a stack.
+        type: a key of TYPES, or of the floats.
+        offset: of its first byte in the file.
+        row_bytes: of the values that differ in the last dimension alone.
+    """
+
+    file: int
+    shape: tuple[int, ...]
+    type: int
+    offset: int
+    row_bytes: int
+
+    @property
+    def rows(self) -> int:
+        """All of them."""
+        return int(np.prod(self.shape[:-1], dtype=object))
+
+
+def gguf_in(path: str | Path) -> Path | None:
+    """The GGUF file that a path means: itself, or the one in a directory without config.json; None: there is none.
+
+    Raises:
+        CheckpointError: a directory with several models.
+    """
+    path = Path(path)
+    if path.suffix == ".gguf":
+        return path
+    if not path.is_dir() or (path / "config.json").exists():
+        return None
+    files = sorted(each for each in path.glob("*.gguf") if not _SPLIT.search(each.name) or "-00001-of-" in each.name)
+    if len(files) > 1:
+        names = ", ".join(each.name for each in files)
+        raise CheckpointError(f"{path} holds {len(files)} models in GGUF, name one: {names}")
+    return files[0] if files else None
+
+
+class _Cursor:
+    """Reads one value after the other, and never behind the end."""
+
+    def __init__(self, data: mmap.mmap, path: Path) -> None:
+        self._data, self._path, self.at = data, path, 0
+
+    def fail(self, problem: str) -> CheckpointError:
+        return CheckpointError(f"{self._path}: {problem}")
+
+    @property
+    def left(self) -> int:
+        return len(self._data) - self.at
+
+    def bytes(self, count: int, what: str) -> bytes:
+        if count > self.left:
+            raise self.fail(f"{what} has {count} bytes at {self.at}, but the file ends {self.left} bytes behind that")
+        self.at += count
+        return self._data[self.at - count : self.at]
+
+    def number(self, form: str, what: str) -> int:
+        return struct.unpack("<" + form, self.bytes(struct.calcsize("<" + form), what))[0]
+
+    def count(self, what: str, least: int) -> int:
+        """How many things follow, each of at least so many bytes."""
+        count = self.number("Q", what)
+        if count > self.left // least:
+            raise self.fail(f"{what} is {count}, which the rest of the file, {self.left} bytes, does not hold")
+        return count
+
+    def string(self, what: str) -> str:
+        length = self.number("Q", what)
+        try:
+            return self.bytes(length, what).decode("utf-8")
+        except UnicodeDecodeError:
+            raise self.fail(f"{what} is no text in UTF-8") from None
+
+    def value(self, kind: int, what: str) -> Any:
+        if kind == _STRING:
+            return self.string(what)
+        if kind == _ARRAY:
+            return self._array(what)
+        if kind not in _NUMBERS:
+            raise self.fail(f"{what} has type {kind}, expected 0..12")
+        dtype = np.dtype(_NUMBERS[kind]).newbyteorder("<")
+        return np.frombuffer(self.bytes(dtype.itemsize, what), dtype)[0].item()
+
+    def _array(self, what: str) -> Any:
+        kind = self.number("I", what)
+        if kind == _STRING:
+            return [self.string(what) for _ in range(self.count(f"the length of {what}", 8))]
+        if kind not in _NUMBERS:
+            raise self.fail(f"{what} is an array of type {kind}, expected 0..8 or 10..12")
+        dtype = np.dtype(_NUMBERS[kind]).newbyteorder("<")
+        count = self.count(f"the length of {what}", dtype.itemsize)
+        return np.frombuffer(self.bytes(count * dtype.itemsize, what), dtype)
+
+
+class GGUFFile:
+    """One file, or all files of a model that is split."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Reads keys, and where tensors are; none of their data.
+
+        Args:
+            path: of the file; of a split model any of ``...-00001-of-0000N.gguf``, which are in one folder.
+
+        Raises:
+            CheckpointError: not a GGUF file of version 3, damaged, of types that are not read, or a file of a split
+                model is missing. Says which file and what.
+        """
+        path = Path(path)
+        found = _SPLIT.search(path.name)
+        self.paths = [path]
+        if found:
+            stem, count = path.name[: found.start()], int(found[2])
+            if not 1 <= int(found[1]) <= count:
+                raise CheckpointError(f"{path}: the name says file {int(found[1])} of {count}")
+            self.paths = [path.with_name(f"{stem}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1)]
+        self.keys: dict[str, Any] = {}
+        self.tensors: dict[str, GGUFTensor] = {}
+        for index, part in enumerate(self.paths):
+            keys, tensors = _read_head(part, index)
+            stated = keys.get("split.count", 0) or 1
+            if stated != len(self.paths):
+                raise CheckpointError(f"{part}: split.count is {stated}, but the name says {len(self.paths)}")
+            for name in tensors:
+                if name in self.tensors:
+                    raise CheckpointError(f"{part}: tensor {name!r} is in another file, too")
+            self.tensors.update(tensors)
+            self.keys = {**keys, **self.keys}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors
+
+    def _tensor(self, name: str) -> GGUFTensor:
+        if name not in self.tensors:
+            raise CheckpointError(f"tensor {name!r} is missing from {self.paths[0]}")
+        return self.tensors[name]
+
+    def bytes(self, name: str, begin: int = 0, end: int | None = None) -> torch.Tensor:
+        """Rows [begin, end) of a tensor, counted through all its dimensions but the last: uint8 [rows, row bytes].
+
+        Raises:
+            CheckpointError: the tensor is missing, or the file cannot be read.
+        """
+        tensor = self._tensor(name)
+        end = tensor.rows if end is None else end
+        data = torch.empty(end - begin, tensor.row_bytes, dtype=torch.uint8)
+        path = self.paths[tensor.file]
+        try:
+            with path.open("rb", buffering=0) as file:
+                file.seek(tensor.offset + begin * tensor.row_bytes)
+                view, done = memoryview(data.numpy()).cast("B"), 0
+                while done < len(view):
+                    got = file.readinto(view[done:])
+                    if not got:
+                        raise CheckpointError(f"{path}: tensor {name!r} ends behind the end of the file")
+                    done += got
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        return data
+
+    def type_name(self, name: str) -> str:
+        """As ggml calls it."""
+        kind = self._tensor(name).type
+        return TYPES[kind].name if kind in TYPES else {0: "F32", 1: "F16", 30: "BF16", 28: "F64"}[kind]
+
+    def is_float(self, name: str) -> bool:
+        """Whether a tensor has a floating-point type, and no blocks."""
+        return self._tensor(name).type in _FLOATS
+
+    def matrix(self, name: str, begin: int = 0, end: int | None = None) -> Matrix:
+        """Rows of a tensor in blocks, as :meth:`bytes` counts them.
+
+        Raises:
+            CheckpointError: as :meth:`bytes`, or its type is a float.
+        """
+        if self.is_float(name):
+            raise CheckpointError(f"tensor {name!r} is {self.type_name(name)}, expected a type in blocks")
+        return TYPES[self._tensor(name).type].matrix(self.bytes(name, begin, end))
+
+    def floats(self, name: str, begin: int = 0, end: int | None = None) -> torch.Tensor:
+        """Rows of a tensor, as :meth:`bytes` counts them: of a float in its type, of blocks float32; [rows, last]."""
+        tensor = self._tensor(name)
+        if tensor.type in _FLOATS:
+            return self.bytes(name, begin, end).view(_FLOATS[tensor.type])
+        return self.matrix(name, begin, end).floats()
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """All of it, as :meth:`floats`, in its shape."""
+        return self.floats(name).view(self._tensor(name).shape)
+
+
+def _read_head(path: Path, index: int) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _Head(_Cursor(data, path), index).read()
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing") from None
+    except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+class _Head:
+    """Reads what is in front of the data."""
+
+    def __init__(self, cursor: _Cursor, index: int) -> None:
+        self._cursor, self._index = cursor, index
+
+    def read(self) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
+        cursor = self._cursor
+        if cursor.bytes(4, "the magic") != b"GGUF":
+            raise cursor.fail("no GGUF file: it does not begin with 'GGUF'")
+        version = cursor.number("I", "the version")
+        if version != VERSION:
+            raise cursor.fail(f"version is {shorten(version)}, expected {VERSION}, little-endian")
+        # A name of no bytes, a type; a dimension, a type, an offset.
+        tensor_count = cursor.count("the number of tensors", 8 + 4 + 8 + 4 + 8)
+        keys = dict(self._keys(cursor.count("the number of keys", 8 + 4 + 1)))
+        alignment = keys.get("general.alignment", ALIGNMENT)
+        if not isinstance(alignment, int) or not 8 <= alignment <= 1 << 20 or alignment & (alignment - 1) != 0:
+            raise cursor.fail(f"general.alignment is {shorten(alignment)}, expected a power of two in 8..{1 << 20}")
+        places = [self._place() for _ in range(tensor_count)]
+        start = -(-cursor.at // alignment) * alignment
+        return keys, self._tensors(places, start, alignment, cursor.at + cursor.left)
+
+    def _keys(self, count: int) -> Iterator[tuple[str, Any]]:
+        seen = set()
+        for _ in range(count):
+            name = self._cursor.string("the name of a key")
+            if name in seen:
+                raise self._cursor.fail(f"key {shorten(name)} is there twice")
+            seen.add(name)
+            yield name, self._cursor.value(self._cursor.number("I", name), name)
+
+    def _place(self) -> tuple[str, tuple[int, ...], int, int]:
+        cursor = self._cursor
+        name = cursor.string("the name of a tensor")
+        what = f"tensor {shorten(name)}"
+        dimensions = cursor.number("I", what)
+        if not 1 <= dimensions <= MOST_DIMENSIONS:
+            raise cursor.fail(f"{what} has {dimensions} dimensions, expected 1..{MOST_DIMENSIONS}")
+        shape = tuple(cursor.number("Q", what) for _ in range(dimensions))[::-1]
+        return name, shape, cursor.number("I", what), cursor.number("Q", what)
+
+    def _row_bytes(self, what: str, kind: int, last: int) -> int:
+        if kind in _FLOATS:
+            return last * torch.empty((), dtype=_FLOATS[kind]).element_size()
+        if kind not in TYPES:
+            raise self._cursor.fail(f"{what} has type {_OTHERS.get(kind, kind)}, which is not read")
+        block = TYPES[kind]
+        if last % block.weights != 0:
+            raise self._cursor.fail(f"{what} has rows of {last}, but {block.name} has blocks of {block.weights}")
+        return last // block.weights * block.bytes
+
+    def _tensors(self, places: list, start: int, alignment: int, size: int) -> dict[str, GGUFTensor]:
+        found: dict[str, GGUFTensor] = {}
+        behind, before = start, "the tensors' descriptions"
+        for name, shape, kind, offset in sorted(places, key=lambda place: place[3]):
+            what = f"tensor {shorten(name)}"
+            if name in found:
+                raise self._cursor.fail(f"{what} is there twice")
+            if 0 in shape or np.prod(shape, dtype=object) > MOST_BYTES:
+                raise self._cursor.fail(f"{what} has shape {shape}, expected 1 to {MOST_BYTES} elements")
+            tensor = GGUFTensor(self._index, shape, kind, start + offset, self._row_bytes(what, kind, shape[-1]))
+            end = tensor.offset + tensor.rows * tensor.row_bytes
+            if offset % alignment != 0:
+                raise self._cursor.fail(f"{what} is at {offset}, which is no multiple of {alignment}")
+            if end > size:
+                raise self._cursor.fail(f"{what} ends at {end}, but the file at {size}")
+            if tensor.offset < behind:
+                raise self._cursor.fail(f"{what} begins inside {before}")
+            behind, before = end, what
+            found[name] = tensor
+        return {name: found[name] for name, *_ in places}

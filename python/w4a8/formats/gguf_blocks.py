@@ -1,0 +1,245 @@
+"""The types of GGUF tensors: their blocks, unpacked into the codes, scales and minimums that the operators take.
+
+A row is quantized along k, in blocks of 32 or 256 weights; every type here is held exactly. A block is a run of bytes,
+named by its fields as ggml names them (``ggml-common.h`` of llama.cpp): d and m are float16, qs are the low bits of
+codes, qh the high ones. In "halves" byte j of a block has code j in its low nibble and code j + n/2 in the high one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from w4a8.core.float8 import powers_of_two
+from w4a8.core.kind import Kind
+from w4a8.core.matrix import Matrix
+
+SUPER = 256  # weights of a block of two levels
+# What codes of IQ4_NL and IQ4_XS stand for (kvalues_iq4nl).
+IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+
+@dataclass(frozen=True)
+class BlockType:
+    """A type of tensors.
+
+    Attributes:
+        name: as ggml calls it.
+        id: in the file.
+        weights: of a block.
+        bytes: of a block.
+        group: weights that share a scale.
+        read: blocks, uint8 [N, K / weights, bytes], to the matrix [N, K].
+    """
+
+    name: str
+    id: int
+    weights: int
+    bytes: int
+    group: int
+    read: Callable[[torch.Tensor], Matrix]
+
+    def matrix(self, rows: torch.Tensor) -> Matrix:
+        """Rows, uint8 [N, K / weights * bytes], as a matrix [N, K]."""
+        return self.read(rows.view(rows.shape[0], -1, self.bytes))
+
+
+# Bits are moved eight bytes at a time, as int64: PyTorch shifts single bytes as slowly as whole words.
+
+
+def _every(byte: int, step: int = 1) -> int:
+    """An int64 with a value in every ``step``-th of its bytes, the lowest first."""
+    return int.from_bytes(bytes(byte if i % step == 0 else 0 for i in range(8)), "little", signed=True)
+
+
+def _words(block: torch.Tensor) -> torch.Tensor:
+    """Bytes [..., n] as int64 [..., n / 8]."""
+    return block.contiguous().view(torch.int64)
+
+
+def _bytes(words: torch.Tensor) -> torch.Tensor:
+    """The inverse of :func:`_words`."""
+    return words.contiguous().view(torch.uint8)
+
+
+def _halves(block: torch.Tensor) -> torch.Tensor:
+    """Bytes [..., n] to codes of 4 bits [..., 2n], halves."""
+    words = _words(block)
+    return _bytes(torch.cat((words & _every(15), words >> 4 & _every(15)), -1))
+
+
+def _halves_in_pairs(block: torch.Tensor) -> torch.Tensor:
+    """Bytes [..., n] to nibbles [..., n] of the codes that :func:`_halves` gives."""
+    words = _words(block)
+    low, high = words & _every(15, 2), words >> 4 & _every(15, 2)  # of the even bytes
+    low |= words >> 4 & _every(0xF0, 2)  # of the odd ones
+    high |= words >> 8 & _every(0xF0, 2)
+    return torch.cat((low, high), -1).view(torch.int16).to(torch.uint8)
+
+
+def _in_pairs(codes: torch.Tensor) -> torch.Tensor:
+    """Codes of 4 bits [..., n] to nibbles [..., n / 2]."""
+    words = _words(codes)
+    return (words | words >> 4).view(torch.int16).to(torch.uint8)
+
+
+def _runs(block: torch.Tensor, run: int, bits: int) -> torch.Tensor:
+    """Bytes [N, B, n] to codes of so many bits [N, B, 8 / bits * n]: of each run of bytes the lowest, then more."""
+    parts = _words(block.unflatten(-1, (-1, 1, run)))
+    shifts = torch.arange(0, 8, bits)[:, None]
+    return _bytes(parts >> shifts & _every((1 << bits) - 1)).flatten(-3)
+
+
+def _float16(block: torch.Tensor) -> torch.Tensor:
+    """Bytes [N, B, 2] to float16 [N, B]."""
+    return block.contiguous().view(torch.float16).squeeze(-1)
+
+
+def _matrix(codes: torch.Tensor, scales: torch.Tensor, kind: Kind = Kind.INT8, **more: torch.Tensor) -> Matrix:
+    """Codes as the kind has them and what else there is, each with its blocks [N, B, ...] in a row of their own."""
+    tensors = {name: each.reshape(len(codes), -1) for name, each in {"scales": scales, **more}.items()}
+    return Matrix(codes.flatten(1), kind=kind, **tensors)
+
+
+def _q4_0(block: torch.Tensor) -> Matrix:
+    """d (q - 8): d, qs."""
+    return _matrix(_halves_in_pairs(block[..., 2:]), _float16(block[..., :2]), Kind.INT4)
+
+
+def _q4_1(block: torch.Tensor) -> Matrix:
+    """d q + m: d, m, qs."""
+    codes, minimums = _halves_in_pairs(block[..., 4:]), -_float16(block[..., 2:4])
+    return _matrix(codes, _float16(block[..., :2]), Kind.INT4, minimums=minimums)
+
+
+def _fifth_bits(block: torch.Tensor) -> torch.Tensor:
+    """Bytes [N, B, 4] to the fifth bits of 32 codes [N, B, 32], as 0 and 16."""
+    spread = torch.arange(256).unsqueeze(-1) >> torch.arange(8) & 1  # [256, 8]
+    words = _words(spread.to(torch.uint8) << 4).squeeze(-1)
+    return _bytes(words.index_select(0, block.flatten().int()).view(*block.shape))
+
+
+def _q5_0(block: torch.Tensor) -> Matrix:
+    """d (q - 16): d, qh [4], qs."""
+    codes = _halves(block[..., 6:]) | _fifth_bits(block[..., 2:6])
+    return _matrix(codes + (128 - 16), _float16(block[..., :2]))
+
+
+def _q5_1(block: torch.Tensor) -> Matrix:
+    """d q + m: d, m, qh [4], qs."""
+    codes = _halves(block[..., 8:]) | _fifth_bits(block[..., 4:8])
+    return _matrix(codes + 128, _float16(block[..., :2]), minimums=-_float16(block[..., 2:4]))
+
+
+def _q8_0(block: torch.Tensor) -> Matrix:
+    """d q: d, int8 qs."""
+    return _matrix(block[..., 2:] ^ 128, _float16(block[..., :2]))
+
+
+def _six_bits(block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bytes [N, B, 12] of Q4_K and Q5_K to 8 scales and 8 minimums of 6 bits, each [N, B, 8], int8."""
+    low, middle, high = block.split(4, -1)
+    scales = torch.cat((low & 63, high & 15 | low >> 6 << 4), -1)
+    minimums = torch.cat((middle & 63, high >> 4 | middle >> 6 << 4), -1)
+    return scales.view(torch.int8), minimums.view(torch.int8)
+
+
+def _k_quant(codes: torch.Tensor, kind: Kind, block: torch.Tensor) -> Matrix:
+    """d sc q - dmin m in groups of 32: d, dmin, 12 bytes of sc and m, of a block."""
+    scales, minimums = _six_bits(block[..., 4:16])
+    supers = {"super_scales": _float16(block[..., :2]), "super_minimums": _float16(block[..., 2:4])}
+    return _matrix(codes, scales, kind, minimums=minimums, **supers)
+
+
+def _q4_k(block: torch.Tensor) -> Matrix:
+    """d sc q - dmin m: d, dmin, 12 bytes, qs."""
+    return _k_quant(_halves_in_pairs(block[..., 16:].unflatten(-1, (4, 32))).flatten(-2), Kind.INT4, block)
+
+
+def _q5_k(block: torch.Tensor) -> Matrix:
+    """The same of 5 bits: d, dmin, 12 bytes, qh [32], qs."""
+    codes = _runs(block[..., 48:], 32, 4) | _runs(block[..., 16:48], 32, 1) << 4
+    return _k_quant(codes + 128, Kind.INT8, block)
+
+
+def _q2_k(block: torch.Tensor) -> Matrix:
+    """d sc q - dmin m in groups of 16: a byte of sc and m each, qs of 2 bits, d, dmin."""
+    both = block[..., :16]
+    supers = {"super_scales": _float16(block[..., 80:82]), "super_minimums": _float16(block[..., 82:84])}
+    scales, minimums = (part.view(torch.int8) for part in (both & 15, both >> 4))
+    codes = _in_pairs(_runs(block[..., 16:80], 32, 2))
+    return _matrix(codes, scales, Kind.INT4, minimums=minimums, **supers)
+
+
+def _q3_k(block: torch.Tensor) -> Matrix:
+    """d (sc - 32) (q - 4) in groups of 16: third bits [32], qs of 2 bits, 16 sc of 6 bits in 12 bytes, d."""
+    codes = _runs(block[..., 32:96], 32, 2) | _runs(block[..., :32], 32, 1) << 2
+    high = (block[..., None, 104:108] >> torch.arange(0, 8, 2, dtype=torch.uint8)[:, None] & 3).flatten(-2)
+    scales = _runs(block[..., 96:104], 8, 4) | high << 4
+    # A code of int4 counts from 8.
+    scales = (scales.view(torch.int8) - 32).contiguous()
+    return _matrix(_in_pairs(codes + (8 - 4)), scales, Kind.INT4, super_scales=_float16(block[..., 108:]))
+
+
+def _q6_k(block: torch.Tensor) -> Matrix:
+    """d sc (q - 32) in groups of 16: low nibbles [128], upper 2 bits [64], int8 sc [16], d."""
+    codes = _runs(block[..., :128], 64, 4) | _runs(block[..., 128:192], 32, 2) << 4
+    scales = block[..., 192:208].contiguous().view(torch.int8)
+    return _matrix(codes + (128 - 32), scales, super_scales=_float16(block[..., 208:]))
+
+
+def _iq4(nibbles: torch.Tensor) -> torch.Tensor:
+    """Nibbles [N, B, n] of codes of IQ4_VALUES to codes of int8 [N, B, 2n]."""
+    values = torch.tensor([value + 128 for value in IQ4_VALUES], dtype=torch.uint8)
+    both = torch.stack((values.repeat(16), values.repeat_interleave(16)), -1)  # [256, 2]
+    words = both.view(torch.int16).squeeze(-1)
+    return _bytes(words.index_select(0, nibbles.flatten().int()).view(nibbles.shape))
+
+
+def _iq4_nl(block: torch.Tensor) -> Matrix:
+    """d IQ4_VALUES[q]: d, qs."""
+    return _matrix(_iq4(_halves_in_pairs(block[..., 2:])), _float16(block[..., :2]))
+
+
+def _iq4_xs(block: torch.Tensor) -> Matrix:
+    """d (sc - 32) IQ4_VALUES[q] in groups of 32: d, upper 2 bits of sc (uint16), low nibbles [4], qs, halves of 32."""
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8)
+    high = (block[..., 2:4].unsqueeze(-1) >> shifts & 3).flatten(-2)
+    low = torch.stack((block[..., 4:8] & 15, block[..., 4:8] >> 4), -1).flatten(-2)
+    scales = ((low | high << 4).view(torch.int8) - 32).contiguous()
+    codes = _iq4(_halves_in_pairs(block[..., 8:].unflatten(-1, (8, 16))).flatten(-2))
+    return _matrix(codes, scales, super_scales=_float16(block[..., :2]))
+
+
+def _mxfp4(block: torch.Tensor) -> Matrix:
+    """e2m1 times 2^(e - 127): e, qs."""
+    return _matrix(_halves_in_pairs(block[..., 1:]), powers_of_two(block[..., :1]), Kind.E2M1)
+
+
+def _nvfp4(block: torch.Tensor) -> Matrix:
+    """e2m1 times a float8_e4m3 without sign in groups of 16: 4 scales, qs in halves of 16."""
+    codes = _halves_in_pairs(block[..., 4:].unflatten(-1, (4, 8))).flatten(-2)
+    return Matrix(codes.flatten(1), block[..., :4].flatten(1), None, Kind.E2M1, None, torch.ones(len(block)))
+
+
+TYPES = {
+    each.id: each
+    for each in (
+        BlockType("Q4_0", 2, 32, 18, 32, _q4_0),
+        BlockType("Q4_1", 3, 32, 20, 32, _q4_1),
+        BlockType("Q5_0", 6, 32, 22, 32, _q5_0),
+        BlockType("Q5_1", 7, 32, 24, 32, _q5_1),
+        BlockType("Q8_0", 8, 32, 34, 32, _q8_0),
+        BlockType("Q2_K", 10, SUPER, 84, 16, _q2_k),
+        BlockType("Q3_K", 11, SUPER, 110, 16, _q3_k),
+        BlockType("Q4_K", 12, SUPER, 144, 32, _q4_k),
+        BlockType("Q5_K", 13, SUPER, 176, 32, _q5_k),
+        BlockType("Q6_K", 14, SUPER, 210, 16, _q6_k),
+        BlockType("IQ4_NL", 20, 32, 18, 32, _iq4_nl),
+        BlockType("IQ4_XS", 23, SUPER, 136, 32, _iq4_xs),
+        BlockType("MXFP4", 39, 32, 17, 32, _mxfp4),
+        BlockType("NVFP4", 40, 64, 36, 16, _nvfp4),
+    )
+}

@@ -1,0 +1,249 @@
+"""`w4a8.load` of GGUF files: every weight as `gguf` has it, settings of each architecture, ranks, what is refused."""
+
+import gguf_files
+import numpy as np
+import pytest
+import torch
+from test_gguf_blocks import unpacked
+
+import w4a8
+from w4a8.core.activation import MoEActivation
+from w4a8.core.json_fields import CheckpointError
+from w4a8.core.routing import RoutingMethodType
+
+EXPERTS, HIDDEN, INTER, LAYERS = 3, 256, 512, 2
+STACKS = {"gate": (INTER, HIDDEN), "up": (INTER, HIDDEN), "down": (HIDDEN, INTER)}
+FIRST = "model.layers.0.mlp.experts"
+
+
+def keys(architecture="qwen3moe", **changes):
+    found = {"expert_count": EXPERTS, "expert_used_count": 2, "embedding_length": HIDDEN}
+    found |= {"expert_feed_forward_length": INTER, **changes}
+    return {f"{architecture}.{name}": value for name, value in found.items() if value is not None}
+
+
+def stacks(types, layers=LAYERS, shapes=STACKS):
+    """Tensors of the experts; types: one for all, or of gate, up, down."""
+    generator = np.random.default_rng(3)
+    types = dict(zip(shapes, [types] * len(shapes) if isinstance(types, str) else types))
+    return {
+        f"blk.{layer}.ffn_{name}_exps.weight": (
+            types[name],
+            gguf_files.random_blocks(types[name], (EXPERTS, *shape), generator),
+        )
+        for layer in range(layers)
+        for name, shape in shapes.items()
+    }
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(tensors, architecture="qwen3moe", given=None):
+        return gguf_files.write(tmp_path / "m.gguf", architecture, given or keys(architecture), tensors)
+
+    return write
+
+
+def weights(tensors, layer=0):
+    """float32 w13 [E, 2 I, H] and w2 [E, H, I] as `gguf` has them."""
+    found = {name: gguf_files.meaning(*tensors[f"blk.{layer}.ffn_{name}_exps.weight"]) for name in STACKS}
+    return torch.cat((found["gate"], found["up"]), 1), found["down"]
+
+
+def assert_holds(packed, expected):
+    assert len(packed) == len(expected)
+    for mine, theirs in zip(packed, expected):
+        assert torch.equal(unpacked(mine).floats(), theirs)
+
+
+@pytest.mark.parametrize("types", [*sorted(gguf_files.BLOCKS), ("Q4_K", "Q4_K", "Q6_K"), ("Q4_0", "Q4_0", "Q4_1")])
+def test_every_weight(types, write):
+    tensors = stacks(types)
+    loaded = w4a8.load(write(tensors))
+    assert list(loaded) == [f"model.layers.{i}.mlp.experts" for i in range(LAYERS)]
+    for index, layer in enumerate(loaded.values()):
+        w13, w2 = weights(tensors, index)
+        assert_holds(layer.w13_packed, w13)
+        assert_holds(layer.w2_packed, w2)
+        x, logits = torch.randn(5, HIDDEN), torch.randn(5, EXPERTS)
+        values, ids = layer.route(x, logits)
+        group = w4a8.read_header(layer.w13_packed[0])["group"]
+        same = w4a8.read_header(layer.w2_packed[0])["group"] == group
+        arguments = (layer.w13_packed, layer.w2_packed, HIDDEN, INTER, 2 * INTER, group if same else 0, False, 0)
+        assert torch.equal(layer(x, logits), torch.ops.w4a8.dynamic_4bit_int_moe(x, ids.long(), values, *arguments))
+
+
+def test_the_layer_computes_what_the_file_means(write):
+    """Beside float64: activations rounded to int8 in groups of 32 cost a percent or two."""
+    tensors = stacks(("Q4_K", "Q4_K", "Q6_K"), 1)
+    layer = w4a8.load(write(tensors))[FIRST]
+    x, logits = torch.randn(64, HIDDEN), torch.randn(64, EXPERTS)
+    (w13, w2), (values, ids) = weights(tensors), layer.route(x, logits)
+    expected = torch.zeros(64, HIDDEN, dtype=torch.float64)
+    for token in range(64):
+        for value, expert in zip(values[token].double(), ids[token]):
+            gate, up = (w13[expert].double() @ x[token].double()).chunk(2)
+            expected[token] += value * (w2[expert].double() @ (torch.nn.functional.silu(gate) * up))
+    error = (layer(x, logits).double() - expected).norm() / expected.norm()
+    assert 1e-3 < error < 0.03
+
+
+def test_fused_gate_and_up(write):
+    shapes = {"gate_up": (2 * INTER, HIDDEN), "down": STACKS["down"]}
+    tensors = stacks("Q4_K", 1, shapes)
+    layer = w4a8.load(write(tensors))[FIRST]
+    assert_holds(layer.w13_packed, gguf_files.meaning(*tensors["blk.0.ffn_gate_up_exps.weight"]))
+
+
+def test_biases_and_gpt_oss(write):
+    tensors = stacks("MXFP4", 1)
+    biases = {name: torch.randn(EXPERTS, shape[0]) for name, shape in STACKS.items()}
+    tensors |= {f"blk.0.ffn_{name}_exps.bias": bias for name, bias in biases.items()}
+    layer = w4a8.load(write(tensors, "gpt-oss"))[FIRST]
+    assert layer.activation == MoEActivation.SWIGLUOAI and layer.routing_method == RoutingMethodType.Renormalize
+    assert_holds(layer.w13_packed, weights(tensors)[0])
+    for expert in range(EXPERTS):
+        expected = torch.cat((biases["gate"][expert], biases["up"][expert]))
+        assert torch.equal(unpacked(layer.w13_packed[expert]).bias, expected)
+        assert torch.equal(unpacked(layer.w2_packed[expert]).bias, biases["down"][expert])
+
+
+@pytest.mark.parametrize("of_experts", [False, True])
+def test_the_scale_of_nvfp4(of_experts, write):
+    tensors = stacks("NVFP4", 1)
+    scales = {name: torch.rand(EXPERTS if of_experts else 1) + 0.5 for name in STACKS}
+    tensors |= {f"blk.0.ffn_{name}_exps.scale": scale for name, scale in scales.items()}
+    layer = w4a8.load(write(tensors))[FIRST]
+    expected = torch.cat(
+        [gguf_files.meaning(*tensors[f"blk.0.ffn_{n}_exps.weight"]) * scales[n].view(-1, 1, 1) for n in ("gate", "up")],
+        1,
+    )
+    for mine, theirs in zip(layer.w13_packed, expected):
+        torch.testing.assert_close(unpacked(mine).floats(), theirs, rtol=2**-23, atol=0)
+
+
+@pytest.mark.parametrize(
+    "architecture, changes, expected",
+    [
+        ("qwen3moe", {}, {"routing_method": "Renormalize"}),
+        ("qwen3moe", {"expert_weights_norm": False}, {"routing_method": "Default"}),
+        ("qwen2moe", {}, {"routing_method": "Default"}),
+        ("olmoe", {"feed_forward_length": INTER, "expert_feed_forward_length": None}, {"routing_method": "Default"}),
+        (
+            "llama",
+            {"feed_forward_length": INTER, "expert_feed_forward_length": None},
+            {"routing_method": "Renormalize"},
+        ),
+        (
+            "deepseek2",
+            {
+                "expert_gating_func": 2,
+                "expert_weights_norm": True,
+                "expert_weights_scale": 2.5,
+                "expert_group_count": 2,
+                "expert_group_used_count": 1,
+            },
+            {"routing_method": "DeepSeekV3", "routed_scaling_factor": 2.5, "num_expert_group": 2, "topk_group": 1},
+        ),
+        ("deepseek2", {}, {"routing_method": "Default", "routed_scaling_factor": 1.0}),
+        ("deepseek2", {"expert_gating_func": 2}, {"routing_method": "Sigmoid"}),
+        ("glm4moe", {}, {"routing_method": "DeepSeekV3"}),
+    ],
+)
+def test_settings(architecture, changes, expected, write):
+    bias = torch.randn(EXPERTS)
+    with_bias = expected.get("routing_method") == "DeepSeekV3"
+    tensors = stacks("Q4_0", 1) | ({"blk.0.exp_probs_b.bias": bias} if with_bias else {})
+    layer = w4a8.load(write(tensors, architecture, keys(architecture, **changes)))[FIRST]
+    found = {name: getattr(layer, name) for name in expected}
+    found["routing_method"] = found["routing_method"].name
+    assert found == expected
+    assert layer.top_k == 2 and layer.num_experts == EXPERTS
+    assert torch.equal(layer.e_score_correction_bias, bias) if with_bias else layer.e_score_correction_bias is None
+
+
+@pytest.mark.parametrize("ranks", [{"tp_size": 2}, {"ep_size": 2}, {"ep_size": 3}])
+def test_ranks(ranks, write):
+    tensors = stacks(("Q4_K", "Q4_K", "Q6_K"), 1)
+    path = write(tensors)
+    x, logits = torch.randn(6, HIDDEN), torch.randn(6, EXPERTS)
+    (name, size), w13, w2 = *ranks.items(), *weights(tensors)
+    total = 0
+    for rank in range(size):
+        layer = w4a8.load(path, **ranks, **{name.replace("size", "rank"): rank}, activation_group=-1)[FIRST]
+        total = total + layer(x, logits)
+        if name == "tp_size":
+            part = slice(rank * INTER // 2, (rank + 1) * INTER // 2)
+            gate, up = w13.chunk(2, 1)
+            assert_holds(layer.w13_packed, torch.cat((gate[:, part], up[:, part]), 1))
+            assert_holds(layer.w2_packed, w2[:, :, part])
+        else:
+            mine = (layer.expert_map >= 0).nonzero().flatten()
+            assert_holds(layer.w2_packed, w2[mine])
+    if name == "ep_size":
+        whole = w4a8.load(path, activation_group=-1)[FIRST](x, logits)
+        torch.testing.assert_close(total, whole, rtol=1e-5, atol=1e-5 * float(whole.abs().max()))
+
+
+def test_only_some_layers(write):
+    path = write(stacks("Q4_0"))
+    assert list(w4a8.load(path, only=lambda name: ".1." in name)) == ["model.layers.1.mlp.experts"]
+
+
+def replaced(tensors, name, value):
+    return {**tensors, name: value} if value is not None else {n: t for n, t in tensors.items() if n != name}
+
+
+GATE = "blk.1.ffn_gate_exps.weight"
+BLOCKS = gguf_files.random_blocks("Q4_1", (EXPERTS, INTER, HIDDEN), np.random.default_rng(0))
+BROKEN = {
+    "no experts": ({"x": torch.ones(4)}, {}, r"holds no stacks of experts \(blk.<n>.ffn_<projection>_exps.weight\)"),
+    "no gate": (replaced(stacks("Q4_0"), GATE, None), {}, "blk.1 has stacks of down, up, expected gate, up, down"),
+    "float": (
+        replaced(stacks("Q4_0"), GATE, torch.ones(EXPERTS, INTER, HIDDEN)),
+        {},
+        f"tensor '{GATE}' is F32, but a quantized type is expected",
+    ),
+    "another kind": (replaced(stacks("Q4_0"), GATE, ("Q4_1", BLOCKS)), {}, "a stack is of one kind"),
+    "fewer experts": (
+        replaced(stacks("Q4_0"), GATE, ("Q4_1", BLOCKS[:2])),
+        {},
+        rf"tensor '{GATE}' has shape \(2, 512, 256\), but \(3, 512, 256\) is expected",
+    ),
+    "no key": (stacks("Q4_0"), {"expert_count": None}, "qwen3moe.expert_count is None, but int is expected"),
+    "a key of text": (stacks("Q4_0"), {"expert_count": "4"}, "qwen3moe.expert_count is '4', but int is expected"),
+    "a key of 0": (stacks("Q4_0"), {"expert_used_count": 0}, "qwen3moe.expert_used_count is 0, but 1..2"),
+    "gating": (stacks("Q4_0"), {"expert_gating_func": 9}, "expert_gating_func is 9, but 1, 2 or 3 is expected"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_refused(case, write):
+    tensors, changes, message = BROKEN[case]
+    with pytest.raises(CheckpointError, match=message):
+        w4a8.load(write(tensors, given=keys(**changes)))
+
+
+def test_other_architectures_are_refused(write):
+    with pytest.raises(CheckpointError, match=r"general\.architecture is 'bert', whose experts are not known here"):
+        w4a8.load(write(stacks("Q4_0"), "bert"))
+
+
+def test_a_cut_inside_a_block_is_refused(write):
+    """512 intermediate features for 4 ranks are 128 a rank, half of a block of Q4_K."""
+    path = write(stacks("Q4_K", 1))
+    with pytest.raises((CheckpointError, NotImplementedError), match="128"):
+        w4a8.load(path, tp_size=4)
+
+
+def test_activation_groups(write):
+    path = write(stacks(("Q4_K", "Q4_K", "Q6_K"), 1))
+    for asked, expected in ((None, 32), (-1, -1), (32, 32), (128, 128)):
+        try:
+            layer = w4a8.load(path, activation_group=asked)[FIRST]
+        except ValueError as error:
+            assert asked == 128 and f"{FIRST}: w13: activation_group is 128" in str(error)
+            continue
+        assert [w4a8.read_header(p[0])["activation_group"] for p in (layer.w13_packed, layer.w2_packed)] == [
+            expected
+        ] * 2
