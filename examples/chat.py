@@ -2,6 +2,7 @@
 
     python examples/chat.py DIRECTORY                  # packed (save_pretrained), or quantized by others
     python examples/chat.py DIRECTORY --quantize       # floats: quantized while loading, in groups of 32
+    python examples/chat.py MODEL.gguf                 # a GGUF file: packed as it is
     echo "def " | python examples/chat.py examples/tiny_moe/checkpoints/g32 --raw
 
 An empty line, or the end of the input, ends it. Needs transformers 5.
@@ -56,8 +57,19 @@ class Counter(TextStreamer):
         return text + (f"; {len(steps)} written: {len(written) / sum(written):.1f} tokens/s" if written else "")
 
 
+def place(directory: str) -> tuple[str, dict[str, str]]:
+    """Where from_pretrained looks, and what else it is told: of a GGUF file its folder and its name."""
+    path = Path(directory)
+    return (str(path.parent), {"gguf_file": path.name}) if path.suffix == ".gguf" else (directory, {})
+
+
 def load(directory: str, group_size: int | None) -> Any:
     """The model, quantized while loading if its weights are floats."""
+    folder, gguf = place(directory)
+    if gguf:
+        if group_size is not None:
+            raise SystemExit(f"{directory} is quantized already (GGUF): leave --quantize out")
+        return AutoModelForCausalLM.from_pretrained(folder, **gguf)
     config = Path(directory) / "config.json"
     theirs = json.loads(config.read_text()).get("quantization_config") if config.exists() else None
     if group_size is not None:
@@ -71,7 +83,8 @@ def load(directory: str, group_size: int | None) -> Any:
 
 def tokenizer_of(directory: str, model: Any) -> Any:
     """The directory's; bytes where there are as many tokens."""
-    return Bytes() if model.config.vocab_size == 256 else AutoTokenizer.from_pretrained(directory)
+    folder, gguf = place(directory)
+    return Bytes() if model.config.vocab_size == 256 else AutoTokenizer.from_pretrained(folder, **gguf)
 
 
 def answer(
@@ -95,7 +108,7 @@ def answer(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", help="or a name on the Hugging Face hub")
+    parser.add_argument("directory", help="or a GGUF file, or a name on the Hugging Face hub")
     parser.add_argument(
         "--quantize",
         type=int,

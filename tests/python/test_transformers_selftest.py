@@ -69,6 +69,18 @@ def test_imports():
         assert message.format(transformers.__version__) in error[0] if message else not error, case
 
 
+def test_another_way_to_read_gguf():
+    """Only GGUF files are left to transformers then."""
+    change = """
+        import logging, sys
+        from transformers import modeling_utils
+        logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
+        modeling_utils.get_hf_quantizer = lambda config, gguf_file: None
+    """
+    lacking = "get_hf_quantizer has no quantization_config, device_map, weights_only, user_agent"
+    assert imported(change) == [f"GGUF files are left to transformers {transformers.__version__}: {lacking}", *ALL]
+
+
 @pytest.mark.parametrize("version", ["5.18.3", "5.24.0", "6.0.0", "5.24.0.dev0", "5"])
 def test_untested_versions(version):
     problem = versions.version_problem(version)

@@ -66,6 +66,7 @@ class W4A8Experts(PackedExperts):
         intermediate_size: int,
         group_size: int = DEFAULT_GROUP_SIZE,
         activation: Activation = Activation.SILU,
+        w2_group_size: int | None = None,
     ) -> None:
         """Takes packed stacks.
 
@@ -76,10 +77,10 @@ class W4A8Experts(PackedExperts):
             intermediate_size: I.
             group_size: values of k per scale; -1 is channelwise.
             activation: between w13 and w2.
+            w2_group_size: of w2, if it has groups of another size than w13.
         """
-        super().__init__(
-            w13_packed, w2_packed, ExpertSizes(len(w13_packed), hidden_size, intermediate_size, group_size)
-        )
+        sizes = ExpertSizes(len(w13_packed), hidden_size, intermediate_size, group_size, w2_group_size=w2_group_size)
+        super().__init__(w13_packed, w2_packed, sizes)
         self.num_experts = len(w13_packed)
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size
@@ -180,7 +181,7 @@ class W4A8Experts(PackedExperts):
             self.hidden_size,
             self.intermediate_size,
             2 * self.intermediate_size,
-            self.group_size,
+            self.sizes.operator_group_size,
             False,
             self.activation,
         )
@@ -195,8 +196,9 @@ class W4A8Experts(PackedExperts):
 
     def extra_repr(self) -> str:
         """Sizes and kind, for print()."""
+        groups = list(dict.fromkeys(self.sizes.group_sizes.values()))
         return (
             f"num_experts={self.num_experts}, hidden_size={self.hidden_size}, "
-            f"intermediate_size={self.intermediate_size}, group_size={self.group_size}, "
+            f"intermediate_size={self.intermediate_size}, group_size={groups[0] if len(groups) == 1 else groups}, "
             f"activation={self.activation.name}{self.kind_repr()}"
         )

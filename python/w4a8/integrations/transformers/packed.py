@@ -79,6 +79,7 @@ def _new_module(old: torch.nn.Module, entries: Parts) -> torch.nn.Module:
         given = [entries[leaf].shape[0], headers[leaf]["n"], headers[leaf]["k"]]
         check(f"{leaf}: [experts, n, k]", given, [count, n, k])
     groups = [headers[leaf]["group"] for leaf in ("w13_packed", "w2_packed")]
-    group = -1 if groups == [hidden, intermediate] else groups[0]
-    check("group of w2_packed", groups[1], intermediate if group == -1 else group)
-    return W4A8Experts(tensors["w13_packed"], tensors["w2_packed"], hidden, intermediate, group, experts.activation)
+    if groups == [hidden, intermediate]:
+        groups = [-1, -1]
+    stacks = tensors["w13_packed"], tensors["w2_packed"]
+    return W4A8Experts(*stacks, hidden, intermediate, groups[0], experts.activation, groups[1])

@@ -143,6 +143,13 @@ def _devices(device_map: Any) -> list[Any]:
     return [] if ours else [device_map]
 
 
+def on_cpus(device_map: Any) -> bool:
+    """Whether a model goes to CPUs alone; one that may go anywhere does where there is nothing else."""
+    if device_map is None or (isinstance(device_map, str) and not _devices(device_map)):
+        return device_map is None or not torch.accelerator.is_available()
+    return all(str(device) in ("cpu", "meta") for device in _devices(device_map))
+
+
 def _check(name: str, module: PackedModule) -> None:
     """That weights were loaded; their headers were compared before, and the operators compare them again."""
     for leaf, packed in module.named_buffers(recurse=False):

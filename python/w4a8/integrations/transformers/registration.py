@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+import transformers
 from transformers.quantizers import register_quantization_config, register_quantizer
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from w4a8.formats.packed_directory import METHOD
 from w4a8.integrations.transformers.config import W4A8Config
+from w4a8.integrations.transformers.gguf import gguf_problems, register_gguf
 from w4a8.integrations.transformers.quantizer import W4A8HfQuantizer
+
+logger = logging.getLogger(__name__)
 
 # What merge_quantization_configs is given: of the checkpoint, and of from_pretrained.
 MERGED = ("quantization_config", "quantization_config_from_args")
@@ -24,6 +29,11 @@ def register() -> None:
     # There is nothing to register this with.
     merge = AutoHfQuantizer.merge_quantization_configs
     AutoHfQuantizer.merge_quantization_configs = staticmethod(merge_foreign(merge))
+    problems = gguf_problems()
+    if problems:
+        logger.info("GGUF files are left to transformers %s: %s", transformers.__version__, "; ".join(problems))
+    else:
+        register_gguf()
 
 
 def merge_foreign(merge: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,304 @@
+"""GGUF files: ``from_pretrained(folder, gguf_file=...)`` packs what is in blocks, as it is.
+
+transformers makes the config (``gguf_config``) and the tokenizer of the file, builds the model and loads what is float.
+Matrices of linear layers and experts go past it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from functools import wraps
+from typing import Any
+
+import torch
+import transformers.modeling_utils as modeling
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from w4a8.checkpoint.gguf_experts import build, layers_of
+from w4a8.checkpoint.gguf_file import GGUFFile
+from w4a8.core.activation_groups import resolve_activation_group
+from w4a8.core.kind import Kind
+from w4a8.core.matrix import Matrix
+from w4a8.core.memory import on_cpu
+from w4a8.core.stack import MatrixStack
+from w4a8.formats.gguf_blocks import TYPES
+from w4a8.integrations.selftest import missing, parameters
+from w4a8.integrations.transformers.config import W4A8Config
+from w4a8.integrations.transformers.gguf_config import ARCHITECTURES, BY_MODEL_TYPE, Architecture, config_of
+from w4a8.integrations.transformers.quantizer import W4A8HfQuantizer, on_cpus
+from w4a8.nn import W4A8Experts, W4A8Linear, W8A8Linear
+from w4a8.quantization import QuantizationReport
+from w4a8.quantization.moe_blocks import fused_experts
+from w4a8.quantization.size import Large
+
+logger = logging.getLogger(__name__)
+
+_AT_ONCE = 1 << 25  # weights that are unpacked at once
+# Tensors that are no weights of a model: rope_freqs is in the config, the others belong to a matrix of NVFP4.
+_BESIDE = ("rope_freqs.weight", ".scale", ".input_scale")
+# What transformers calls with; an older version has no gguf_file there.
+_CALLED_WITH = ("config", "quantization_config", "device_map", "weights_only", "user_agent", "gguf_file")
+# Of Llama 3.1 and later. The file has the factors alone that follow from it.
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+class GGUFModules:
+    """The modules of a model whose weights are in blocks; transformers sees nothing of them until ``finish``."""
+
+    def __init__(
+        self, model: torch.nn.Module, file: GGUFFile, architecture: Architecture, activation_group: int | None
+    ) -> None:
+        """Finds the modules, and takes them out of the model.
+
+        Args:
+            model: on the meta device.
+            file: of the model.
+            architecture: of the model.
+            activation_group: as :class:`W4A8Config` has it.
+
+        Raises:
+            ValueError: the model lacks a tensor of the file or the other way round, or one has another shape.
+        """
+        self.file, self.architecture, self.activation_group = file, architecture, activation_group
+        self.heads = {"attn_q": model.config.num_attention_heads, "attn_k": model.config.num_key_value_heads}
+        self.packed: dict[str, tuple[torch.nn.Module, list[str]]] = {}  # name in the model: module, weights
+        parts = self._parts(model)
+        weights: dict[str, list[str]] = {}
+        for parameter, names in parts.items():
+            mine = weights.setdefault(parameter.rpartition(".")[0], [])
+            mine += [name for name in names if name.endswith(".weight")]
+        for path, names in weights.items():
+            module = model.get_submodule(path)
+            known = path.endswith(".experts") or type(module) is torch.nn.Linear
+            if known and names and not any(map(file.is_float, names)):
+                self.packed[path] = module, names
+        # Parameter: tensors.
+        self.floats = {name: names for name, names in parts.items() if name.rpartition(".")[0] not in self.packed}
+        paths = {path for path in self.packed if path.endswith(".experts")}
+        layers = layers_of(file, None, paths.__contains__) if paths else []
+        self.layers = {layer.name: layer for layer in layers}
+        for path in self.packed:
+            owner, _, key = path.rpartition(".")
+            setattr(model.get_submodule(owner), key, torch.nn.Module())
+
+    def _parts(self, model: torch.nn.Module) -> dict[str, list[str]]:
+        """Parameter: the tensors that make it."""
+        of_model, file = model.state_dict(), self.file
+        parts: dict[str, list[str]] = {}
+        for name, tensor in file.tensors.items():
+            if name.endswith(_BESIDE):
+                continue
+            parameter = self.architecture.parameter(name)
+            if parameter not in of_model:
+                raise ValueError(f"tensor {name!r} of {file.paths[0]}: {type(model).__name__} has no such weight")
+            parts.setdefault(parameter, []).append(name)
+            expected = tuple(of_model[parameter].shape)
+            if "_exps." not in name and tensor.shape != expected and (1, *tensor.shape) != expected:
+                raise ValueError(f"tensor {name!r} has shape {tensor.shape}, but {expected} is expected")
+        tied = set(model.all_tied_weights_keys)
+        lacking = sorted(set(of_model) - set(parts) - tied - {name for name, _ in model.named_buffers()})
+        if lacking:
+            raise ValueError(f"{file.paths[0]} holds no tensor for {', '.join(lacking[:3])}")
+        return parts
+
+    def state_dict(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """What transformers loads: what is in blocks in ``dtype``, all others in the type of the file."""
+        found = {}
+        with on_cpu():
+            for parameter, names in self.floats.items():
+                gate_first = sorted(names, key=lambda name: "_up_" in name and "_gate_up_" not in name)
+                tensors = [self._float(name, dtype) for name in gate_first]
+                found[parameter] = tensors[0] if len(tensors) == 1 else torch.cat(tensors, 1)
+        return found
+
+    def _order(self, name: str) -> torch.Tensor | None:
+        """Which rows of a tensor are the first, the second and so on in transformers; None: as they are."""
+        heads = self.heads.get(name.split(".")[-2]) if self.architecture.turned else None
+        if heads is None:
+            return None
+        rows = torch.arange(self.file.tensors[name].shape[0])
+        return rows.view(heads, -1, 2).transpose(1, 2).flatten()
+
+    def _float(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        tensor = self.file.tensors[name]
+        if self.file.is_float(name):
+            values = self.file.tensor(name)
+        else:
+            values = torch.empty(tensor.rows, tensor.shape[-1], dtype=dtype)
+            step = max(1, _AT_ONCE // tensor.shape[-1])
+            for begin in range(0, tensor.rows, step):
+                end = min(begin + step, tensor.rows)
+                values[begin:end] = self._matrix(name, begin, end).floats()
+            values = values.view(tensor.shape)
+        order = self._order(name)
+        if order is not None:
+            values = values[order]
+        if name.endswith("norm.weight") and self.architecture.norm_plus:
+            values = values.float() - self.architecture.norm_plus
+        return values[None] if "_inp_shexp" in name and values.dim() == 1 else values
+
+    def _matrix(self, name: str, begin: int, end: int) -> Matrix:
+        matrix, scale = self.file.matrix(name, begin, end), f"{name.removesuffix('.weight')}.scale"
+        if matrix.channel_scales is not None and scale in self.file:  # NVFP4: one number for the matrix
+            matrix = replace(matrix, channel_scales=matrix.channel_scales * self.file.tensor(scale).float().flatten())
+        return matrix
+
+    def finish(self, model: torch.nn.Module) -> QuantizationReport:
+        """Packs, module by module, and puts the modules into the model.
+
+        Raises:
+            ValueError: a matrix that cannot be packed; names the module.
+        """
+        report = QuantizationReport()
+        with on_cpu():
+            for name, (old, weights) in self.packed.items():
+                try:
+                    new = self._experts(name, old) if name in self.layers else self._linear(old, weights[0])
+                except (ValueError, RuntimeError) as error:  # the second: values that the operators do not have
+                    raise ValueError(f"{name}: {error}") from error
+                owner, _, key = name.rpartition(".")
+                setattr(model.get_submodule(owner), key, new.eval())
+                report.replaced[name] = repr(new)
+                report.float_bytes += sum(weight.numel() * weight.element_size() for weight in old.parameters())
+                report.packed_bytes += sum(packed.numel() for packed in new.buffers())
+        large = Large(model)
+        for name, module in model.named_modules():
+            for parameter in large.of(module):
+                tensors = self.floats.get(f"{name}.{parameter}", [])
+                blocks = any(not self.file.is_float(each) for each in tensors)
+                reason = "it is no linear layer and no experts" if blocks else "it is not quantized in the file"
+                report.skipped[name or parameter] = reason
+        report.measure(model)
+        return report
+
+    def _linear(self, old: torch.nn.Linear, name: str) -> W4A8Linear | W8A8Linear:
+        file, rows, columns = self.file, old.out_features, old.in_features
+        group, order = TYPES[file.tensors[name].type].group, self._order(name)
+        bias = None if old.bias is None else file.tensor(f"{name.removesuffix('.weight')}.bias").float()
+        activations = resolve_activation_group(self.activation_group, group, columns)
+        how = {"bias_dtype": None if bias is None else bias.dtype, "activation_group": activations}
+        stack = MatrixStack(1, rows, columns, group, **how)
+        step = rows if order is not None else max(1, _AT_ONCE // columns)
+        for begin in range(0, rows, step):
+            end = min(begin + step, rows)
+            matrix = self._matrix(name, begin, end)
+            matrix = matrix if bias is None else replace(matrix, bias=bias[begin:end])
+            stack.put(0, begin, matrix if order is None else matrix.with_rows(order))
+        layer = W8A8Linear if matrix.kind == Kind.INT8 else W4A8Linear
+        return layer(stack.pack()[0], columns, rows, group)
+
+    def _experts(self, name: str, old: torch.nn.Module) -> W4A8Experts:
+        experts = fused_experts(old)
+        if experts is None or experts.activation is None:
+            raise ValueError(f"packed experts, but {type(old).__name__} is no block that W4A8Experts can stand for")
+        packed = build(self.layers[name], (0, 1, 0, 1), self.activation_group, lambda: None)
+        sizes = packed.sizes
+        given, expected = (sizes.experts, sizes.hidden, sizes.intermediate), tuple(experts.sizes)
+        if given != expected or self.layers[name].has_bias != (experts.w13_bias is not None):
+            raise ValueError(f"experts, hidden and intermediate size {given}, but {expected} with its biases expected")
+        stacks = packed.w13_packed, packed.w2_packed
+        groups = sizes.group_size, experts.activation, sizes.w2_group_size
+        return W4A8Experts(*stacks, sizes.hidden, sizes.intermediate, *groups)
+
+
+class GGUFQuantizer(W4A8HfQuantizer):
+    """Packs what a GGUF file has in blocks."""
+
+    def __init__(self, quantization_config: W4A8Config, model_config: Any) -> None:
+        super().__init__(quantization_config, pre_quantized=True)
+        self._model_config = model_config
+        self._file: GGUFFile | None = None
+        self._dtype = torch.get_default_dtype()
+
+    def read_header(self, gguf_file: str) -> None:
+        """The file, as soon as transformers knows where it is; what the keys do not tell goes into the config."""
+        self._file = GGUFFile(gguf_file)
+        config = self._model_config
+        config.tie_word_embeddings = "output.weight" not in self._file
+        if "rope_freqs.weight" in self._file:
+            scale_rope(config, self._file.tensor("rope_freqs.weight").float())
+
+    def update_dtype(self, dtype: torch.dtype | None) -> torch.dtype:
+        """float32 (the default of torch) if none is asked for."""
+        self._dtype = self._dtype if dtype is None else dtype
+        return self._dtype
+
+    def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
+        if self._file is None:
+            raise RuntimeError("transformers has not said where the GGUF file is: this version is not supported")
+        architecture, asked = BY_MODEL_TYPE[model.config.model_type], self.quantization_config.activation_group
+        with on_cpu():
+            self._foreign = GGUFModules(model, self._file, architecture, asked)
+
+    def get_state_dict(self, checkpoint_file: str, model: Any) -> dict[str, torch.Tensor]:
+        """What transformers loads."""
+        return self._foreign.state_dict(self._dtype)
+
+
+def scale_rope(config: Any, factors: torch.Tensor) -> None:
+    """Puts the scaling of Llama 3.1 and later into a config.
+
+    Args:
+        config: with rope_parameters that say nothing of it.
+        factors: of the file, which frequencies are divided by.
+
+    Raises:
+        ValueError: other factors than those of Llama 3.
+    """
+    frequencies = config.rope_parameters["rope_theta"] ** -(torch.arange(0, config.head_dim, 2) / config.head_dim)
+    rope = {**config.rope_parameters, "rope_type": "llama3", "factor": float(factors.max()), **_LLAMA3}
+    config.rope_parameters = rope
+    expected = frequencies / ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))[0]
+    if factors.shape != expected.shape or not torch.allclose(factors, expected, rtol=1e-3):
+        raise ValueError("rope_freqs.weight has other factors than Llama 3's, which is not supported")
+
+
+def gguf_problems() -> list[str]:
+    """Why GGUF files are left to transformers; empty if they are not."""
+    try:
+        from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
+    except ImportError as error:
+        return [str(error)]
+    hook = getattr(modeling, "get_hf_quantizer", None)
+    found = missing("get_hf_quantizer", _CALLED_WITH, parameters(hook) if callable(hook) else ())
+    return found + ([] if isinstance(GGUF_CONFIG_ARCHS, dict) else ["GGUF_CONFIG_ARCHS is no dict"])
+
+
+def register_gguf() -> None:
+    """Once per process: configs of ARCHITECTURES, and the quantizer."""
+    from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
+
+    for name in ARCHITECTURES:
+        GGUF_CONFIG_ARCHS.setdefault(name, config_of)
+    # There is nothing to register this with: by name, a quantizer is not told what the model is.
+    modeling.get_hf_quantizer = with_gguf(modeling.get_hf_quantizer)
+
+
+def with_gguf(get: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets GGUFQuantizer load GGUF files. Whatever it does not load is transformers' own."""
+
+    @wraps(get)
+    def got(config: Any, quantization_config: Any, device_map: Any, *args: Any, **kwargs: Any) -> Any:
+        ours = isinstance(quantization_config, W4A8Config)
+        if kwargs.get("gguf_file") is None or not (ours or _may_pack(quantization_config, device_map)):
+            return get(config, quantization_config, device_map, *args, **kwargs)
+        if config.model_type not in BY_MODEL_TYPE:
+            problem = f"w4a8 packs GGUF files of {', '.join(BY_MODEL_TYPE)}, but this is {config.model_type}"
+            if ours:
+                raise ValueError(f"{problem}: load it without W4A8Config")
+            logger.warning("%s: transformers loads it", problem)
+            return get(config, quantization_config, device_map, *args, **kwargs)
+        quantizer = GGUFQuantizer(quantization_config if ours else W4A8Config(), config)
+        quantizer.validate_environment(device_map=device_map)
+        return quantizer, config, quantizer.update_device_map(device_map)
+
+    return got
+
+
+def _may_pack(asked: Any, device_map: Any) -> bool:
+    """Whether nothing speaks against it, where W4A8Config is not given."""
+    if asked is not None and (type(asked).__name__ != "GgufConfig" or asked.dequantize):
+        return False
+    return on_cpus(device_map)

@@ -1,0 +1,448 @@
+"""`from_pretrained(gguf_file=)`: every architecture with blocks of every type, and what is refused."""
+
+import logging
+import math
+
+import gguf as package
+import gguf_files
+import numpy as np
+import pytest
+import torch
+from common import assert_same_bits
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+if int(transformers.__version__.split(".")[0]) < 5:
+    pytest.skip("transformers 5 is needed", allow_module_level=True)
+
+import gguf_models  # noqa: E402
+import multiplied_out  # noqa: E402
+from gguf_models import HEAD, HIDDEN, INTER, MODELS, TinyModel  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig  # noqa: E402
+
+import w4a8  # noqa: E402
+from w4a8.core.matrix import Matrix, unpack_codes  # noqa: E402
+from w4a8.integrations.transformers import W4A8Config, gguf  # noqa: E402
+from w4a8.nn.packed import PackedLinear, PackedModule  # noqa: E402
+
+if gguf.gguf_problems():
+    pytest.skip(f"left to transformers: {gguf.gguf_problems()}", allow_module_level=True)
+
+THEIRS = sorted(set(MODELS) - {"mixtral", "gpt-oss"})  # whose tensors transformers' own loader knows
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.no_grad():
+        yield
+
+
+def load(folder, **options):
+    options = {"dtype": torch.float32, "attn_implementation": "eager", **options}
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, gguf_file="model.gguf", output_loading_info=True, **options
+    )
+    assert not any(info.values()), info
+    return model
+
+
+def unpacked(packed):
+    header = w4a8.read_header(packed)
+    return Matrix(kind=header["values"], **unpack_codes(packed, header["group"], header["k"], header["n"]))
+
+
+def packed_modules(model):
+    return {name: module for name, module in model.named_modules() if isinstance(module, PackedModule)}
+
+
+def assert_same_weights(model, floats):
+    """Every weight of a model is that of the float one: nothing is rounded again."""
+    packed = packed_modules(model)
+    for name, module in packed.items():
+        theirs = floats.get_submodule(name)
+        if isinstance(module, PackedLinear):
+            mine = unpacked(module.packed)
+            assert torch.equal(mine.floats(), theirs.weight), name
+            assert (mine.bias is None) == (theirs.bias is None), name
+            assert mine.bias is None or torch.equal(mine.bias, theirs.bias), name
+            continue
+        for expert in range(module.num_experts):
+            w13, w2 = unpacked(module.w13_packed[expert]), unpacked(module.w2_packed[expert])
+            gate_up, down = theirs.gate_up_proj[expert], theirs.down_proj[expert]
+            if hasattr(theirs, "gate_up_proj_bias"):  # gpt-oss
+                gate_up, down = torch.cat((gate_up[:, ::2], gate_up[:, 1::2]), 1).T, down.T
+                bias = theirs.gate_up_proj_bias[expert]
+                assert torch.equal(w13.bias, torch.cat((bias[::2], bias[1::2])))
+                assert torch.equal(w2.bias, theirs.down_proj_bias[expert])
+            assert torch.equal(w13.floats(), gate_up), name
+            assert torch.equal(w2.floats(), down), name
+    left = dict(model.named_parameters())
+    assert set(left) == {key for key, _ in floats.named_parameters() if key.rpartition(".")[0] not in packed}
+    for key, parameter in left.items():
+        assert torch.equal(parameter, floats.get_parameter(key)), key
+
+
+# Short: the later a position, the likelier an input before it is on the other side of a tie.
+TOKENS = torch.randint(3, gguf_models.VOCAB, (16, 5), generator=torch.Generator().manual_seed(1))
+
+
+def logprobs(model, int8=()):
+    """[16, 5, vocabulary]; int8 are the matrices whose inputs are rounded, 32 values with one scale."""
+    with multiplied_out.Int8Inputs(int8, 32) as mode:
+        logits = model(TOKENS, use_cache=False).logits
+    assert len(mode.seen) == len(mode.storages), "a quantized matrix was not used as the reference expects"
+    return torch.log_softmax(logits, -1)
+
+
+def off_by(a, b):
+    """As in test_transformers_tools.py."""
+    return (a - b).square().mean(-1).sqrt().median().item()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name, tmp_path):
+    """Weights exactly; logits beside an emulation of int8 inputs, as in test_transformers_tools.py; saved packed.
+
+    Where no input is on the other side of a tie, sums of float32 in another order are all that is left: some 2^-22 of
+    the logits, whose noise is some 2^-6 of them.
+    """
+    tiny = TinyModel(name)
+    tiny.write(tmp_path)
+    model = load(tmp_path)
+    assert type(model) is type(tiny.model)
+    packed = packed_modules(model)
+    linear = {key for key, module in tiny.model.named_modules() if type(module) is torch.nn.Linear}
+    experts = {key for key, module in tiny.model.named_modules() if key.endswith(".experts")}
+    floats = {key for key in linear if key.endswith("shared_expert_gate")}
+    tied = {"lm_head"} if tiny.model.config.tie_word_embeddings else set()
+    assert set(packed) == (linear | experts) - floats - tied
+    assert_same_weights(model, tiny.model)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) if tied else not hasattr(model.lm_head, "weight")
+    report = model.hf_quantizer.report
+    assert set(report.replaced) == set(packed)
+    assert report.skipped["model.embed_tokens"] == "it is no linear layer and no experts"
+
+    int8 = [p for key, p in tiny.model.named_parameters() if key.rpartition(".")[0] in packed and "bias" not in key]
+    found, exact, rounded = logprobs(model), logprobs(tiny.model), logprobs(tiny.model, int8)
+    noise = off_by(rounded, exact)
+    print(f"off by {off_by(found, exact):.5f}, int8 {noise:.5f}, from the emulation {off_by(found, rounded):.6f}")
+    assert 0 < noise < exact.std() / 4, "the noise hides what is to be seen"
+    assert off_by(found, rounded) <= 0.0005 * noise
+
+    model.save_pretrained(tmp_path / "packed")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "packed", attn_implementation="eager")
+    assert set(packed_modules(again)) == set(packed)
+    assert_same_bits(logprobs(again), found)
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_beside_transformers_own_loader(name, tmp_path):
+    """Which dequantizes all; asked for, it still does."""
+    TinyModel(name).write(tmp_path)
+    floats = load(tmp_path, quantization_config=GgufConfig(dequantize=True))
+    assert not packed_modules(floats)
+    model = load(tmp_path)
+    assert packed_modules(model)
+    assert_same_weights(model, floats)
+
+
+def test_own_dtype_and_generate(tmp_path):
+    """What is float gets the dtype that is asked for; text comes out."""
+    tiny = TinyModel("gemma3")
+    tiny.write(tmp_path)
+    model = load(tmp_path, dtype=torch.bfloat16)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert torch.equal(model.model.embed_tokens.weight, tiny.model.model.embed_tokens.weight.bfloat16())
+    assert torch.equal(model.model.norm.weight, tiny.model.model.norm.weight.bfloat16())
+    assert model.generate(torch.tensor([[1, 5, 6]]), max_new_tokens=4, min_new_tokens=4).shape == (1, 7)
+    default, _ = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", output_loading_info=True)
+    assert {parameter.dtype for parameter in default.parameters()} == {torch.float32}
+
+
+def test_in_pieces(tmp_path, monkeypatch):
+    """Large matrices are unpacked some rows at a time: the same bytes, and the same floats."""
+    tiny = TinyModel("llama")
+    tiny.write(tmp_path)
+    whole = load(tmp_path).state_dict()
+    monkeypatch.setattr(gguf, "_AT_ONCE", 7 * HIDDEN)
+    pieces = load(tmp_path).state_dict()
+    assert whole.keys() == pieces.keys()
+    assert all(torch.equal(whole[key], pieces[key]) for key in whole)
+
+
+def test_split_files(tmp_path):
+    """output.weight may be in a file that the config is not read from."""
+    tiny = TinyModel("llama")
+    tiny.write(tmp_path, split_max_tensors=5)
+    first = sorted(path.name for path in tmp_path.iterdir())[0]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=first)
+    assert not model.config.tie_word_embeddings
+    assert_same_weights(model, tiny.model)
+
+
+def test_floats_in_the_file(tmp_path):
+    """Of any type, in any matrix: they stay floats, rows of q and k put back, experts joined."""
+    tiny = TinyModel("mixtral")
+    for name, tensor in tiny.tensors.items():
+        stays = ("blk.0.attn_q", "blk.0.attn_v", "blk.1.ffn_up_exps")
+        if not isinstance(tensor, torch.Tensor) and name.startswith(stays):
+            # Of blocks that float16 holds: q times a power of two.
+            values = torch.from_numpy(np.random.default_rng(0).integers(-8, 8, gguf_files.meaning(*tensor).shape))
+            tiny.tensors[name] = (values / 128).half()
+    down, gate = (gguf_files.meaning(*tiny.tensors[f"blk.1.ffn_{each}_exps.weight"]) for each in ("down", "gate"))
+    tiny.write(tmp_path)
+    model = load(tmp_path)
+    left = {key.rpartition(".")[0] for key, parameter in model.named_parameters() if parameter.dim() > 1}
+    floats = {"model.embed_tokens", *(f"model.layers.{i}.mlp.gate" for i in (0, 1)), "model.layers.1.mlp.experts"}
+    assert left == floats | {f"model.layers.0.self_attn.{each}_proj" for each in "qv"}
+    q, v = (model.get_parameter(f"model.layers.0.self_attn.{each}_proj.weight") for each in "qv")
+    assert torch.equal(gguf_models.turned(q, 4).half(), tiny.tensors["blk.0.attn_q.weight"])
+    assert torch.equal(v.half(), tiny.tensors["blk.0.attn_v.weight"])
+    experts = model.model.layers[1].mlp.experts
+    assert torch.equal(experts.gate_up_proj[:, :INTER], gate) and torch.equal(experts.down_proj, down)
+    assert torch.equal(experts.gate_up_proj[:, INTER:].half(), tiny.tensors["blk.1.ffn_up_exps.weight"])
+    assert model.hf_quantizer.report.skipped["model.layers.0.self_attn.q_proj"] == "it is not quantized in the file"
+
+
+def test_fused_gate_and_up(tmp_path):
+    """The form of llama.cpp's --fuse-gate-up-exps."""
+    tiny = TinyModel("qwen3moe")
+    for layer in range(2):
+        (kind, gate), (_, up) = (tiny.tensors.pop(f"blk.{layer}.ffn_{each}_exps.weight") for each in ("gate", "up"))
+        tiny.tensors[f"blk.{layer}.ffn_gate_up_exps.weight"] = kind, np.concatenate((gate, up), 1)
+    tiny.write(tmp_path)
+    assert_same_weights(load(tmp_path), tiny.model)
+
+
+def test_the_scale_of_nvfp4(tmp_path):
+    """One number for a matrix; input_scale is what activations are not quantized with here."""
+    tiny = TinyModel("qwen3")
+    name = "blk.1.ffn_up"
+    found = gguf_files.random_blocks("NVFP4", (INTER, HIDDEN), np.random.default_rng(0))
+    tiny.tensors |= {f"{name}.weight": ("NVFP4", found), f"{name}.scale": torch.tensor([0.0003])}
+    tiny.tensors |= {f"{name}.input_scale": torch.tensor([0.5])}
+    tiny.write(tmp_path)
+    mine = unpacked(load(tmp_path).model.layers[1].mlp.up_proj.packed).floats()
+    torch.testing.assert_close(mine, gguf_files.meaning("NVFP4", found) * 0.0003, rtol=2**-22, atol=0)
+
+
+@pytest.mark.parametrize("asked, got", [(None, 32), (32, 32), (-1, -1)])
+def test_activation_group(asked, got, tmp_path):
+    TinyModel("qwen3moe").write(tmp_path)
+    model = load(tmp_path, quantization_config=W4A8Config(activation_group=asked))
+    for module in packed_modules(model).values():
+        for packed in module.buffers():
+            assert w4a8.read_header(packed if packed.dim() == 1 else packed[0])["activation_group"] == got
+    assert model.config.quantization_config.activation_group == asked
+
+
+def test_an_activation_group_that_does_not_fit(tmp_path):
+    TinyModel("qwen3").write(tmp_path)
+    with pytest.raises(ValueError, match=r"0.self_attn.q_proj: activation_group is 64, expected None, -1 or 32 for"):
+        load(tmp_path, quantization_config=W4A8Config(activation_group=64))
+
+
+# ---- configs ----
+
+
+def config_of(folder):
+    return AutoConfig.from_pretrained(folder, gguf_file="model.gguf")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_configs(name, tmp_path):
+    """As the models were made with."""
+    tiny = TinyModel(name)
+    tiny.write(tmp_path)
+    mine, theirs = config_of(tmp_path).to_dict(), tiny.model.config.to_dict()
+    differ = {key for key in {*mine, *theirs} if mine.get(key) != theirs.get(key)}
+    assert differ == {"_name_or_path", "architectures"}
+
+
+def test_ends_of_a_text(tmp_path):
+    """The end of a turn is one, as in llama.cpp."""
+    tiny = TinyModel("gemma3")
+    tiny.keys |= {"tokenizer.ggml.eot_token_id": 7, "tokenizer.ggml.eom_token_id": 2}
+    tiny.write(tmp_path)
+    assert config_of(tmp_path).eos_token_id == [2, 7]
+
+
+def test_vocabulary_of_the_tokens(tmp_path):
+    tiny = TinyModel("qwen3moe")
+    del tiny.keys["qwen3moe.vocab_size"]
+    tiny.keys |= {"tokenizer.ggml.tokens": [str(i) for i in range(gguf_models.VOCAB)]}
+    tiny.keys |= {"qwen3moe.expert_weights_norm": False}
+    tiny.write(tmp_path)
+    config = config_of(tmp_path)
+    assert config.vocab_size == gguf_models.VOCAB and config.norm_topk_prob is False
+
+
+def llama3_factors(factor=8.0, original=8192):
+    """What llama.cpp's conversion/llama.py writes into rope_freqs."""
+    found = []
+    for i in range(0, HEAD, 2):
+        length = 2 * math.pi * 5000.0 ** (i / HEAD)
+        smooth = (original / length - 1) / (4 - 1)
+        near = length < original / 4
+        found.append(1.0 if near else factor if length > original else 1 / ((1 - smooth) / factor + smooth))
+    return torch.tensor(found)
+
+
+def test_rope_of_llama_3(tmp_path):
+    """Frequencies are divided by the factors in the file; saved, they still are."""
+    tiny = TinyModel("llama")
+    factors = llama3_factors()
+    assert factors.min() == 1 and factors.max() > 1
+    tiny.tensors["rope_freqs.weight"] = factors
+    tiny.write(tmp_path)
+    model = load(tmp_path)
+    expected = tiny.model.model.rotary_emb.inv_freq / factors
+    torch.testing.assert_close(model.model.rotary_emb.inv_freq, expected, rtol=1e-6, atol=0)
+    model.save_pretrained(tmp_path / "packed")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+    assert torch.equal(again.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
+
+
+# ---- what is refused, and what is left to transformers ----
+
+
+def without(tiny, name):
+    del tiny.tensors[name]
+
+
+BROKEN = {
+    "an unknown tensor": (
+        lambda tiny: tiny.tensors.update({"blk.0.attn_sub_norm.weight": torch.ones(4)}),
+        r"tensor 'blk.0.attn_sub_norm.weight' of .*model.gguf: Qwen3MoeForCausalLM has no such weight",
+    ),
+    "a layer too many": (
+        lambda tiny: tiny.tensors.update({"blk.2.attn_norm.weight": torch.ones(HIDDEN)}),
+        r"tensor 'blk.2.attn_norm.weight' of .*: Qwen3MoeForCausalLM has no such weight",
+    ),
+    "a missing tensor": (
+        lambda tiny: without(tiny, "blk.1.attn_k.weight"),
+        r"model.gguf holds no tensor for model.layers.1.self_attn.k_proj.weight",
+    ),
+    "missing experts": (
+        lambda tiny: without(tiny, "blk.1.ffn_up_exps.weight"),
+        r"blk.1 has stacks of down, gate, expected gate, up, down",
+    ),
+    "a shape": (
+        lambda tiny: tiny.tensors.update({"blk.0.attn_norm.weight": torch.ones(4)}),
+        r"tensor 'blk.0.attn_norm.weight' has shape \(4,\), but \(256,\) is expected",
+    ),
+    "unlike experts": (
+        lambda tiny: tiny.tensors.update({"blk.0.ffn_up_exps.weight": gguf_models.blocks(
+            "Q5_K", (gguf_models.EXPERTS, INTER, HIDDEN), np.random.default_rng(0))[0]}),
+        r"model.layers.0.mlp.experts: blk.0.ffn_up_exps: the codes are",
+    ),
+    "a missing key": (
+        lambda tiny: tiny.keys.pop("qwen3moe.expert_feed_forward_length"),
+        r"qwen3moe.expert_feed_forward_length is None in the GGUF file, but a number above 0 is expected",
+    ),
+    "a key": (
+        lambda tiny: tiny.keys.update({"qwen3moe.attention.head_count": [4, 4]}),
+        r"qwen3moe.attention.head_count is \[4, 4\] in the GGUF file, but a number above 0 is expected",
+    ),
+    "no vocabulary": (
+        lambda tiny: tiny.keys.pop("qwen3moe.vocab_size"),
+        r"qwen3moe.vocab_size is None in the GGUF file",
+    ),
+    "part of a head": (
+        lambda tiny: tiny.keys.update({"qwen3moe.rope.dimension_count": 32}),
+        r"32 of 64 values of a head are rotated, which is not supported",
+    ),
+    "rope": (
+        lambda tiny: tiny.keys.update({"qwen3moe.rope.scaling.type": "longrope"}),
+        r"rope.scaling.type is 'longrope' in the GGUF file, but none, linear or yarn is expected",
+    ),
+    "factors of rope": (
+        lambda tiny: tiny.tensors.update({"rope_freqs.weight": llama3_factors() * 1.5}),
+        r"rope_freqs.weight has other factors than Llama 3's",
+    ),
+    "a cut file": (None, r"tensor '.*' ends at \d+, but the file at \d+"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_broken_files(what, tmp_path):
+    change, message = BROKEN[what]
+    tiny = TinyModel("qwen3moe")
+    if change is not None:
+        change(tiny)
+    path = tiny.write(tmp_path)
+    if change is None:
+        path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path)
+
+
+def test_other_experts(tmp_path):
+    """A model whose experts are of other sizes, or have biases that the file lacks."""
+    tiny = TinyModel("qwen3moe")
+    tiny.write(tmp_path)
+    config = config_of(tmp_path)
+    config.moe_intermediate_size = 256
+    with pytest.raises(ValueError, match=r"mlp.experts: experts, hidden and intermediate size \(4, 256, 512\), but"):
+        load(tmp_path, config=config)
+
+
+@pytest.fixture
+def gemma2(tmp_path):
+    """A file of an architecture that is transformers' alone."""
+    keys = {f"gemma2.{key.partition('.')[2]}": value for key, value in TinyModel("gemma3").keys.items()
+            if key.startswith("gemma3.")}  # fmt: skip
+    keys["gemma2.block_count"] = 1
+    config = transformers.Gemma2Config(
+        vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=HEAD,
+    )  # fmt: skip
+    model = transformers.Gemma2ForCausalLM(config)
+    keys |= {"gemma2.embedding_length": 64, "gemma2.feed_forward_length": 64}
+    names = package.get_tensor_name_map(package.MODEL_ARCH.GEMMA2, 1)
+    tensors = {
+        f"{names.get_name(key.removesuffix('.weight'))}.weight": parameter
+        for key, parameter in model.named_parameters()
+    }
+    gguf_files.write(tmp_path / "model.gguf", "gemma2", keys, tensors)
+    return tmp_path
+
+
+def test_other_architectures(gemma2, caplog):
+    known = "llama, mixtral, gemma3_text, qwen2, qwen3, qwen2_moe, qwen3_moe, gpt_oss"
+    message = f"w4a8 packs GGUF files of {known}, but this is"
+    with pytest.raises(ValueError, match=f"{message} gemma2: load it without W4A8Config"):
+        load(gemma2, quantization_config=W4A8Config())
+    with caplog.at_level(logging.WARNING, "w4a8"):
+        model = load(gemma2)
+    assert not packed_modules(model)
+    assert f"{message} gemma2: transformers loads it" in caplog.text
+
+
+def test_other_devices(tmp_path, monkeypatch):
+    TinyModel("qwen3").write(tmp_path)
+    with pytest.raises(RuntimeError, match="the model cannot go to cuda"):
+        load(tmp_path, device_map="cuda", quantization_config=W4A8Config())
+    assert packed_modules(load(tmp_path, device_map="cpu"))
+    calls = []
+    wrapped = gguf.with_gguf(lambda config, asked, device_map, gguf_file: calls.append((asked, device_map)))
+    config = config_of(tmp_path)
+    wrapped(config, None, {"": "cuda"}, gguf_file="model.gguf")
+    wrapped(config, GgufConfig(dequantize=True), None, gguf_file="model.gguf")
+    wrapped(config, W4A8Config(), None, gguf_file=None)
+    assert len(calls) == 3
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    wrapped(config, None, "auto", gguf_file="model.gguf")
+    assert len(calls) == 4
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    assert isinstance(wrapped(config, GgufConfig(), "auto", gguf_file="model.gguf")[0], gguf.GGUFQuantizer)
+    assert len(calls) == 4
+
+
+def test_a_transformers_that_is_not_as_expected(monkeypatch):
+    """Left to transformers, in words."""
+    assert gguf.gguf_problems() == []
+    monkeypatch.setattr(gguf.modeling, "get_hf_quantizer", lambda config, quantization_config: None)
+    assert gguf.gguf_problems() == ["get_hf_quantizer has no device_map, weights_only, user_agent, gguf_file"]
+    model = TinyModel("qwen3").model
+    with pytest.raises(RuntimeError, match="transformers has not said where the GGUF file is"):
+        gguf.GGUFQuantizer(W4A8Config(), model.config).preprocess_model(model)
