@@ -188,9 +188,9 @@ setup_debian() {
     say "creating .venv-debian with $(/usr/bin/python3 -V) and its site packages"
     /usr/bin/python3 -m venv --system-site-packages .venv-debian
   fi
-  # Debian has no safetensors package. --no-deps: it must not bring a torch of its own.
-  if ! "$PY" -c 'import safetensors' 2>/dev/null; then
-    "$PY" -m pip install -qq --no-deps 'safetensors>=0.4,<1'
+  # Debian does not package these. --no-deps: they must not bring a torch of their own.
+  if ! "$PY" -c 'import safetensors, gguf' 2>/dev/null; then
+    "$PY" -m pip install -qq --no-deps 'safetensors>=0.4,<1' 'gguf>=0.19,<1'
   fi
 }
 

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import textwrap
 
 import pytest
 import torch
@@ -78,7 +79,10 @@ def test_another_way_to_read_gguf():
         modeling_utils.get_hf_quantizer = lambda config, gguf_file: None
     """
     lacking = "get_hf_quantizer has no quantization_config, device_map, weights_only, user_agent"
-    assert imported(change) == [f"GGUF files are left to transformers {transformers.__version__}: {lacking}", *ALL]
+    code = IMPORT.format(cases=[(textwrap.dedent(change), {})])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    expected = [f"GGUF files are left to transformers {transformers.__version__}: {lacking}", *ALL]
+    assert done.stdout.splitlines()[1:] == expected, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("version", ["5.18.3", "5.24.0", "6.0.0", "5.24.0.dev0", "5"])

@@ -3,8 +3,6 @@
 from dataclasses import replace
 from pathlib import Path
 
-import gguf
-import gguf_files
 import numpy as np
 import pytest
 import torch
@@ -13,6 +11,9 @@ import w4a8
 from w4a8.checkpoint.gguf_file import GGUFFile
 from w4a8.core.matrix import Matrix, unpack_codes
 from w4a8.formats.gguf_blocks import TYPES
+
+gguf = pytest.importorskip("gguf")
+import gguf_files  # noqa: E402
 
 EVERY_TYPE = Path(gguf_files.__file__).parent / "tool_written/gguf/every_type.gguf"
 NAMES = sorted(gguf_files.BLOCKS)

@@ -2,16 +2,18 @@
 
 import struct
 
-import gguf
-import gguf_files
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from w4a8.checkpoint.gguf_file import GGUFFile, gguf_in
 from w4a8.core.json_fields import CheckpointError
+
+gguf = pytest.importorskip("gguf")
+pytest.importorskip("hypothesis")
+import gguf_files  # noqa: E402
+from fuzzing import fuzz  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
 
 KEYS = {
     "test.bool": True,
@@ -208,7 +210,7 @@ def test_names_of_split_files(tmp_path):
             GGUFFile(tmp_path / name)
 
 
-@given(st.data())
+@fuzz(data=st.data())
 def test_damaged_files(tmp_path_factory, data):
     """Any bytes overwritten, any end cut off: an error in words, or a file all of whose tensors can be read."""
     whole = head(

@@ -1,15 +1,17 @@
 """`w4a8.load` of GGUF files: every weight as `gguf` has it, settings of each architecture, ranks, what is refused."""
 
-import gguf_files
 import numpy as np
 import pytest
 import torch
-from test_gguf_blocks import unpacked
 
 import w4a8
 from w4a8.core.activation import MoEActivation
 from w4a8.core.json_fields import CheckpointError
 from w4a8.core.routing import RoutingMethodType
+
+pytest.importorskip("gguf")
+import gguf_files
+from test_gguf_blocks import unpacked
 
 EXPERTS, HIDDEN, INTER, LAYERS = 3, 256, 512, 2
 STACKS = {"gate": (INTER, HIDDEN), "up": (INTER, HIDDEN), "down": (HIDDEN, INTER)}
