@@ -25,11 +25,14 @@ def fresh(monkeypatch):
     from vllm import envs
     from vllm.model_executor.layers import quantization
 
-    warnings = []
+    warnings, infos = [], []
 
     class Log:
         def warning(self, message, *args):
             warnings.append(message % args)
+
+        def info(self, message, *args):
+            infos.append(message % args)
 
         def debug(self, *args):
             pass
@@ -45,14 +48,14 @@ def fresh(monkeypatch):
         plugin.activate()
         return quantization.get_quantization_config("compressed-tensors").__name__
 
-    activate.warnings = warnings
+    activate.warnings, activate.infos = warnings, infos
     return activate
 
 
 def test_takes_over(fresh):
     assert fresh() == "W4A8CompressedTensorsConfig"
     assert fresh() == "W4A8CompressedTensorsConfig"  # vLLM may call it again
-    assert fresh.warnings == []
+    assert fresh.warnings == fresh.infos == []
 
 
 @pytest.mark.parametrize(
@@ -219,6 +222,19 @@ def test_off(fresh, monkeypatch):
     monkeypatch.setenv("W4A8_VLLM", "0")
     assert fresh() == "CompressedTensorsConfig"
     assert fresh.warnings == []
+    assert fresh.infos == ["w4a8: off (W4A8_VLLM=0)"]
+
+
+def test_says_what_it_leaves(fresh, monkeypatch):
+    """Weight-only models on demand, and a method that this vLLM does not know."""
+    monkeypatch.setenv("W4A8_VLLM_W4A16", "0")
+    monkeypatch.setattr(plugin, "CONFIGS", (*plugin.CONFIGS, ("config_awq", "W4A8AWQConfig", ("new", "newer"))))
+    assert fresh() == "W4A8CompressedTensorsConfig"
+    assert fresh.warnings == []
+    assert fresh.infos == [
+        "w4a8: leaves weight-only models to vLLM (W4A8_VLLM_W4A16=0)",
+        "w4a8: this vLLM has no quantization method new or newer",
+    ]
 
 
 @pytest.mark.parametrize("version", ["0.27.1", "0.34.0", "1.0", "dev"])

@@ -52,7 +52,7 @@ def _activate() -> None:
     log = logger()
     mode = settings.mode()
     if mode == "0":
-        log.debug("w4a8: off (%s=0)", settings.SWITCH)
+        log.info("w4a8: off (%s=0)", settings.SWITCH)
         return
     from vllm.platforms import current_platform
 
@@ -62,6 +62,8 @@ def _activate() -> None:
     import vllm
 
     settings.check()  # a bad value should be told now, not at the first layer
+    if not settings.runs_w4a16():
+        log.info("w4a8: leaves weight-only models to vLLM (%s=0)", settings.W4A16_SWITCH)
     reasons = reasons_against(vllm.__version__, platform.machine())
     if reasons and mode != "1":
         log.warning(
@@ -95,9 +97,11 @@ def _register(module: str, cls: str, names: tuple[str, ...]) -> None:
     from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, register_quantization_config
 
     config = getattr(import_module(f"w4a8.integrations.vllm.{module}"), cls)
-    for name in names:
-        if name in QUANTIZATION_METHODS:  # a new name would be asked before vLLM's own
-            register_quantization_config(name)(config)
+    known = [name for name in names if name in QUANTIZATION_METHODS]  # a new name would be asked before vLLM's own
+    for name in known:
+        register_quantization_config(name)(config)
+    if not known:
+        logger().info("w4a8: this vLLM has no quantization method %s", " or ".join(names))
 
 
 def activate() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from w4a8.core.activation_groups import PER_TOKEN
 from w4a8.integrations.vllm.log import silence
-from w4a8.integrations.vllm.settings import activation_group
+from w4a8.integrations.vllm.settings import SELF_TEST, activation_group
 
 # Whatever activation group is asked for fits these.
 K, N, EXPERTS, GROUP = 256, 128, 2, 128
@@ -48,10 +48,12 @@ def _surroundings() -> Iterator[None]:
 
     before = parallel_state._TP
     parallel_state._TP = before or SimpleNamespace(world_size=1, rank_in_group=0)
+    outside = SELF_TEST.set(True)
     try:
         with silence(), set_current_vllm_config(_configuration()):
             yield
     finally:
+        SELF_TEST.reset(outside)
         parallel_state._TP = before
 
 
