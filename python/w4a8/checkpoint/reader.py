@@ -21,6 +21,7 @@ from w4a8.core.json_fields import CheckpointError, read_json
 from w4a8.core.memory import on_cpu
 from w4a8.core.packer import ExpertPacker
 from w4a8.formats import LeftOut, Rules, Stored, find_config, rules_of, stored_as
+from w4a8.formats.parts import PARTS, QUANTIZED_SUFFIXES
 from w4a8.formats.stored import wanted_by_all
 from w4a8.nn import W4A8MoE
 from w4a8.progress import progress_bar
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 _EXPERT_KEY = re.compile(
     r"(?P<layer>.+\.experts)\.(?P<expert>[0-9]{1,9})\.(?P<projection>\w+)\."
-    r"(?P<tensor>weight\w*|bias|qweight|qzeros|scales|g_idx)"
+    rf"(?P<tensor>weight|bias|scales|{'|'.join(QUANTIZED_SUFFIXES)})"
 )
 # One tensor for all experts.
 _FUSED_KEY = re.compile(
@@ -154,7 +155,8 @@ class _ExpertsReader:
         # A rank of expert parallelism may have a part of the files.
         if experts > len(layer.experts) * self.ranks.ep_size:
             missing = next(expert for expert in range(experts) if expert not in layer.experts)
-            weight = next((name for name in ("qweight", "weight_packed") if name in layer.tensors), "weight")
+            codes = (parts[0].suffix for parts in PARTS.values())
+            weight = next((suffix for suffix in codes if suffix in layer.tensors), "weight")
             raise CheckpointError(
                 f"tensor {f'{layer.name}.{missing}.{next(iter(self.shards))}.{weight}'!r} is missing: of {experts} "
                 f"experts there are {len(layer.experts)}"

@@ -40,7 +40,7 @@ class Part:
     @property
     def codes_in_an_element(self) -> int:
         """Of the packed axis."""
-        return (32 if self.dtype == torch.int32 else 8) // self.bits
+        return torch.iinfo(self.dtype).bits // self.bits
 
     def shape(self, rows: int, columns: int, groups: int) -> tuple[int, ...]:
         """Of a matrix [rows, columns].

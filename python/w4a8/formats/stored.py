@@ -151,7 +151,9 @@ class Stored:
             return from_gptq(tensors, name, self.group_size, self.symmetric, self.version, self.bits)
         if self.format == "pack-quantized":
             return from_pack_quantized(tensors, name, self.group_size, self.symmetric, self.bits)
-        read = from_awq if self.format == "awq" else from_int_quantized
+        read = {"awq": from_awq, "int-quantized": from_int_quantized}.get(self.format)
+        if read is None:
+            raise ValueError(f"{name}: the format {self.format!r} has no reader")
         return read(tensors, name, self.group_size, self.symmetric)
 
     def check_zero_points(self, tensor: torch.Tensor, name: str) -> None:

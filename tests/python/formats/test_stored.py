@@ -5,6 +5,7 @@ import torch
 from tool_formats import least_zero, store, store_mxfp4, store_nvfp4
 
 from w4a8.formats import Stored
+from w4a8.formats.parts import PARTS, Part
 from w4a8.formats.stored import wanted_by_all
 
 ROWS, COLUMNS, GROUP = 16, 128, 32
@@ -123,6 +124,20 @@ def test_features_that_are_no_whole_words():
     zeros = part_of(how("gptq", True), "zero_points")
     with pytest.raises(ValueError, match=r"20 output features are not whole words of 8 \(qzeros\)"):
         zeros.shape(20, COLUMNS, 4)
+
+
+@pytest.mark.parametrize(("dtype", "codes"), [(torch.uint8, 2), (torch.int16, 4), (torch.int32, 8), (torch.int64, 16)])
+def test_codes_in_an_element(dtype, codes):
+    part = Part("w", "weight", dtype, ("n", "k"), 1)
+    assert part.shape(ROWS, COLUMNS, 4) == (ROWS, COLUMNS // codes)
+    assert part.features((ROWS, COLUMNS // codes)) == (ROWS, COLUMNS)
+
+
+def test_a_format_without_a_reader(monkeypatch):
+    """It is not taken for another one."""
+    monkeypatch.setitem(PARTS, "new", PARTS["int-quantized"])
+    with pytest.raises(ValueError, match="m: the format 'new' has no reader"):
+        Stored("new", GROUP, True).read(written("int-quantized", True), "m")
 
 
 def test_activation_group_of_a_layer_of_experts():
