@@ -96,13 +96,26 @@ TEST_P(MemoryTest, FusedMoe) {
     if (w2) c.kind2 = kInt8;
     return c;
   };
+  const auto in_groups = [](MoeCase c, int64_t activation13, int64_t activation2) {
+    c.activation13 = activation13;
+    c.activation2 = activation2;
+    return c;
+  };
+  const auto minimums = [](MoeCase c) {
+    c.kind13 = c.kind2 = kInt4Minimums;
+    return c;
+  };
   for (const Case& c :
        {Case{moe(1, 1, 1, 2, 2, -1), 1}, Case{moe(40, 8, 3, 1310, 6, -1), 3}, Case{moe(9, 3, 300, 34, 98, -1), 2},
         Case{moe(200, 64, 2, 1026, 2, -1), 2}, Case{moe(129, 100, 2, 4096, 32, 32), 4},
         Case{moe(3, 2, 2, 66, 20002, -1), 2}, Case{moe(66, 520, 2, 64, 2900, -1), 1},
         Case{moe(90, 20, 2, 256, 96, 32), 1}, Case{moe(104, 64, 2, 64, 2896, 16), 1},
         Case{int8(moe(200, 64, 2, 1024, 32, -1), true, false), 2},
-        Case{int8(moe(66, 520, 2, 64, 2912, 32), false, true), 1}}) {
+        Case{int8(moe(66, 520, 2, 64, 2912, 32), false, true), 1},
+        Case{in_groups(moe(3, 2, 1, 2048, 64, 64), 32, 64), 1},
+        Case{in_groups(moe(66, 520, 2, 64, 2912, 32), 32, 32), 1},
+        Case{in_groups(moe(9, 3, 1, 1024, 64, 16), 64, kWholeRow), 2},
+        Case{minimums(moe(66, 520, 2, 64, 2912, 32)), 1}}) {
     SCOPED_TRACE(describe(c.moe));
     Rng rng(101);
     MoeData data(rng, c.moe);
@@ -115,7 +128,16 @@ TEST_P(MemoryTest, FusedMoe) {
 
     const int64_t h = c.moe.hidden, i = c.moe.intermediate, k = c.moe.top_k;
     const int64_t group13 = c.moe.group == -1 ? h : c.moe.group, group2 = c.moe.group == -1 ? i : c.moe.group;
-    const int64_t slot = row_bytes(h, group13) + row_bytes(i, group2) + 4 * i + 8;
+    const auto row = [](int64_t columns, int64_t group, int64_t activation_group) {
+      return activation_group == kWholeRow ? row_bytes(columns, group)
+                                           : row_bytes_in_groups(columns, std::min(group, activation_group));
+    };
+    const auto parts = [](int64_t columns, int64_t group, int64_t activation_group) {
+      return activation_group == kWholeRow ? 0 : columns / std::min(group, activation_group);
+    };
+    const int64_t offsets = c.moe.kind2.minimums ? 4 * (h / group13 + i / group2) : 0;
+    const int64_t slot = row(h, group13, c.moe.activation13) + row(i, group2, c.moe.activation2) + offsets + 4 * i + 8;
+    const int64_t more = 64 * (parts(h, group13, c.moe.activation13) + parts(i, group2, c.moe.activation2));
     const int64_t most = std::max<int64_t>(64, 96 * kMiB / (k * (slot + 64 * over(h, 512))));
     const int64_t slots = batch_of(c.moe.tokens, most) * k;
     const int64_t y = std::min(slots * 64 * over(h, 16), std::max(4 * kMiB, slots * 64 * over(h, 512)));
@@ -123,8 +145,8 @@ TEST_P(MemoryTest, FusedMoe) {
     const int64_t rows2 = std::min(slots, task_rows(kernel(), i));
     const int64_t own = std::max<int64_t>(128 * 1024, 384 * rows) + 64 * rows +
                         std::max(unpacked(kernel(), rows, h, group13), unpacked(kernel(), rows2, i, group2));
-    EXPECT_GE(workspace.capacity(), slots * (slot - 4) + y / 2);
-    EXPECT_LE(workspace.capacity(), slots * slot + y + c.threads * own + 88 * c.moe.experts + kAlignment);
+    EXPECT_GE(workspace.capacity(), slots * (slot - 4) + more + y / 2);
+    EXPECT_LE(workspace.capacity(), slots * slot + more + y + c.threads * own + 88 * c.moe.experts + kAlignment);
   }
 }
 

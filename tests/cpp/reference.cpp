@@ -4,6 +4,8 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <stdexcept>
+#include <string>
 
 namespace w4a8::ref {
 namespace {
@@ -136,11 +138,12 @@ Approximate activation(int kind, bool gated, double g, double u) {
     }
     case 5: return gated ? times(gelu(g), exact(u)) : gelu(g);
     case 6: return gated ? times(gelu_tanh(g), exact(u)) : gelu_tanh(g);
-    default: {
+    case 7: {
       const double r = max2(0.0, g);
       const Approximate square = times(exact(r), exact(r));
       return gated ? times(square, exact(u)) : square;
     }
+    default: throw std::invalid_argument("the reference has no activation " + std::to_string(kind));
   }
 }
 

@@ -172,16 +172,16 @@ TEST_F(RegistryTest, WhatIsRequiredRunsHere) {
 
 TEST_F(RegistryTest, FeatureNames) {
   EXPECT_EQ(feature_names(0), "");
+  uint32_t needed = 0;
+  for (const Kernel* kernel : all_kernels()) needed |= kernel->needs;
   std::set<std::string> names;
-  for (const Kernel* kernel : all_kernels()) {
-    for (uint32_t bit = 1; bit != 0; bit <<= 1) {
-      if ((kernel->needs & bit) != 0) names.insert(feature_names(bit));
-    }
+  for (uint32_t bit = 1; bit != 0; bit <<= 1) {
+    if ((needed & bit) == 0) continue;
+    EXPECT_NE(feature_names(bit), "") << "bit " << bit;
+    EXPECT_TRUE(names.insert(feature_names(bit)).second) << feature_names(bit) << " is the name of two features";
   }
-  EXPECT_EQ(names.count(""), 0u) << "a feature without a name";
 #if defined(__x86_64__)
   EXPECT_EQ(feature_names(kAvx2 | kF16c), "avx2 f16c");
-  EXPECT_EQ(names.size(), 8u);
 #endif
 }
 
