@@ -21,6 +21,7 @@ from gguf_models import HEAD, HIDDEN, INTER, MODELS, TinyModel  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig  # noqa: E402
 
 import w4a8  # noqa: E402
+from w4a8.checkpoint import gguf_linear  # noqa: E402
 from w4a8.core.matrix import Matrix, unpack_codes  # noqa: E402
 from w4a8.integrations.transformers import W4A8Config, gguf  # noqa: E402
 from w4a8.nn.packed import PackedLinear, PackedModule  # noqa: E402
@@ -164,7 +165,8 @@ def test_in_pieces(tmp_path, monkeypatch):
     tiny = TinyModel("llama")
     tiny.write(tmp_path)
     whole = load(tmp_path).state_dict()
-    monkeypatch.setattr(gguf, "_AT_ONCE", 7 * HIDDEN)
+    for module in (gguf, gguf_linear):
+        monkeypatch.setattr(module, "AT_ONCE", 7 * HIDDEN)
     pieces = load(tmp_path).state_dict()
     assert whole.keys() == pieces.keys()
     assert all(torch.equal(whole[key], pieces[key]) for key in whole)

@@ -67,9 +67,6 @@ class _Layer:
         stack = self.names[name]
         rows = self.file.tensors[f"{stack}.weight"].shape[1]
         matrix = self.file.matrix(f"{stack}.weight", expert * rows, (expert + 1) * rows)
-        if matrix.channel_scales is not None and f"{stack}.scale" in self.file:  # NVFP4: one number for the matrix
-            scale = self.file.tensor(f"{stack}.scale").float().flatten()
-            matrix = replace(matrix, channel_scales=matrix.channel_scales * scale[expert if len(scale) > 1 else 0])
         if not self.has_bias:
             return matrix
         return replace(matrix, bias=self.file.floats(f"{stack}.bias", expert, expert + 1)[0].float())

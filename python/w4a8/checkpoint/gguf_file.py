@@ -16,7 +16,7 @@ import mmap
 import re
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -241,14 +241,22 @@ class GGUFFile:
         return self._tensor(name).type in _FLOATS
 
     def matrix(self, name: str, begin: int = 0, end: int | None = None) -> Matrix:
-        """Rows of a tensor in blocks, as :meth:`bytes` counts them.
+        """Rows of a tensor in blocks, as :meth:`bytes` counts them. Of NVFP4 with the ``.scale`` beside it, if any.
 
         Raises:
-            CheckpointError: as :meth:`bytes`, or its type is a float.
+            CheckpointError: as :meth:`bytes`, its type is a float, or there are other than one scale or one a matrix.
         """
         if self.is_float(name):
             raise CheckpointError(f"tensor {name!r} is {self.type_name(name)}, expected a type in blocks")
-        return TYPES[self._tensor(name).type].matrix(self.bytes(name, begin, end))
+        tensor = self._tensor(name)
+        matrix, scale = TYPES[tensor.type].matrix(self.bytes(name, begin, end)), f"{name.removesuffix('.weight')}.scale"
+        if matrix.channel_scales is None or scale not in self:
+            return matrix
+        scales, matrices = self.tensor(scale).float().flatten(), tensor.rows // tensor.shape[-2]
+        if len(scales) not in (1, matrices):
+            raise CheckpointError(f"tensor {scale!r} has {len(scales)} elements, but 1 or {matrices} are expected")
+        which = (begin + torch.arange(matrix.rows)) // tensor.shape[-2] if len(scales) > 1 else 0
+        return replace(matrix, channel_scales=matrix.channel_scales * scales[which])
 
     def floats(self, name: str, begin: int = 0, end: int | None = None) -> torch.Tensor:
         """Rows of a tensor, as :meth:`bytes` counts them: of a float in its type, of blocks float32; [rows, last]."""

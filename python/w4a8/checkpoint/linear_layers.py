@@ -8,6 +8,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from w4a8.checkpoint.gguf_file import gguf_in
+from w4a8.checkpoint.gguf_linear import load_gguf_linear
 from w4a8.checkpoint.modules import Module, check_input, say_int8
 from w4a8.checkpoint.tensors import CheckpointTensors
 from w4a8.core.activation_groups import check_activation_group
@@ -38,7 +40,8 @@ def load_linear(
     has them. Layers are read one by one. A layer of another kind is left out, and the log names it.
 
     Args:
-        path: directory with config.json and model.safetensors (or several files and their index).
+        path: directory with config.json and model.safetensors (or several files and their index), or a GGUF file as
+            for :func:`w4a8.load`: names are those of transformers, rows of q and k are put back in its order.
         only: takes the name of a layer, ``model.layers.0.self_attn.q_proj`` say, and tells whether to load it.
         quantize_w4a16: as in :func:`w4a8.load`.
         activation_group: as in :func:`w4a8.load`.
@@ -54,6 +57,9 @@ def load_linear(
             quantized layers, but none of such bits; says why the first is not.
     """
     check_activation_group(activation_group)
+    found_file = gguf_in(path)
+    if found_file is not None:
+        return load_gguf_linear(found_file, only, activation_group, progress)
     config = read_json(Path(path) / "config.json")
     tensors = CheckpointTensors(path)
     with on_cpu():

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import w4a8
+from w4a8.checkpoint import load_linear
 from w4a8.core.activation import MoEActivation
 from w4a8.core.json_fields import CheckpointError
 from w4a8.core.routing import RoutingMethodType
@@ -249,3 +250,84 @@ def test_activation_groups(write):
         assert [w4a8.read_header(p[0])["activation_group"] for p in (layer.w13_packed, layer.w2_packed)] == [
             expected
         ] * 2
+
+
+# ---- load_linear ----
+
+HEADS = {"attention.head_count": 4, "attention.head_count_kv": 2}
+
+
+def linear_layers(types=("Q4_K", "Q6_K", "Q4_0")):
+    generator = np.random.default_rng(4)
+    shapes = {"attn_q": (256, HIDDEN), "attn_k": (128, HIDDEN), "ffn_down": (HIDDEN, INTER)}
+    tensors = {
+        f"blk.0.{name}.weight": (kind, gguf_files.random_blocks(kind, shape, generator))
+        for (name, shape), kind in zip(shapes.items(), types)
+    }
+    output = ("Q6_K", gguf_files.random_blocks("Q6_K", (40, HIDDEN), generator))
+    return tensors | {
+        "token_embd.weight": output,
+        "output.weight": output,
+        "blk.0.attn_norm.weight": torch.ones(HIDDEN),
+        "blk.0.attn_v.weight": torch.randn(128, HIDDEN),
+        "blk.0.attn_q.bias": torch.randn(256),
+    }
+
+
+NAMES = {
+    "model.layers.0.self_attn.q_proj": "blk.0.attn_q",
+    "model.layers.0.self_attn.k_proj": "blk.0.attn_k",
+    "model.layers.0.mlp.down_proj": "blk.0.ffn_down",
+    "lm_head": "output",
+}
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
+def test_linear_layers(architecture, write):
+    """Llama's q and k have the halves of each head in turns in the file: row 2 i + j of a head is row i of half j."""
+    tensors = linear_layers()
+    given = {f"{architecture}.{name}": value for name, value in HEADS.items()}
+    loaded = load_linear(write(tensors, architecture, given), activation_group=-1)
+    assert list(loaded) == list(NAMES)
+    for name, tensor in NAMES.items():
+        expected = gguf_files.meaning(*tensors[f"{tensor}.weight"])
+        bias = tensors.get(f"{tensor}.bias")
+        heads = {"blk.0.attn_q": 4, "blk.0.attn_k": 2}.get(tensor)
+        if architecture == "llama" and heads:
+            order = [head * 64 + 2 * i + j for head in range(heads) for j in range(2) for i in range(32)]
+            if heads == 2:
+                assert order[:2] + order[32:34] == [0, 2, 1, 3]
+            expected, bias = expected[order], None if bias is None else bias[order]
+        assert torch.equal(unpacked(loaded[name].packed).floats(), expected)
+        x = torch.randn(3, expected.shape[1])
+        y = torch.ops.w4a8.dyn_quant_matmul_4bit(
+            x, loaded[name].packed, loaded[name].group_size, x.shape[1], len(expected)
+        )
+        assert torch.equal(loaded[name](x), y)
+        if bias is not None:
+            assert torch.equal(unpacked(loaded[name].packed).bias, bias)
+
+
+def test_only_some_linear_layers(write):
+    assert list(load_linear(write(linear_layers(), "qwen3", {}), only=lambda name: name == "lm_head")) == ["lm_head"]
+
+
+@pytest.mark.parametrize(
+    "architecture, keys, message",
+    [
+        ("bert", {}, "general.architecture is 'bert', whose linear layers are not known here"),
+        ("llama", {}, "tensor 'blk.0.attn_q.weight' has 256 rows, but llama.attention.head_count is None"),
+        ("llama", {"llama.attention.head_count": 3}, "has 256 rows, but llama.attention.head_count is 3"),
+    ],
+)
+def test_linear_layers_that_are_refused(architecture, keys, message, write):
+    with pytest.raises(CheckpointError, match=message.replace(".", r"\.")):
+        load_linear(write(linear_layers(), architecture, keys))
+
+
+def test_scales_of_nvfp4_that_are_not_as_many_as_matrices(write):
+    tensors = stacks("NVFP4", 1) | {"blk.0.ffn_up_exps.scale": torch.ones(2)}
+    with pytest.raises(
+        CheckpointError, match=r"tensor 'blk.0.ffn_up_exps.scale' has 2 elements, but 1 or 3 are expected"
+    ):
+        w4a8.load(write(tensors))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from functools import wraps
 from typing import Any
 
@@ -16,26 +15,22 @@ import torch
 import transformers.modeling_utils as modeling
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from w4a8.checkpoint.gguf_architectures import ARCHITECTURES, BY_MODEL_TYPE
 from w4a8.checkpoint.gguf_experts import build, layers_of
 from w4a8.checkpoint.gguf_file import GGUFFile
-from w4a8.core.activation_groups import resolve_activation_group
-from w4a8.core.kind import Kind
-from w4a8.core.matrix import Matrix
+from w4a8.checkpoint.gguf_linear import AT_ONCE, GGUFLinears
 from w4a8.core.memory import on_cpu
-from w4a8.core.stack import MatrixStack
-from w4a8.formats.gguf_blocks import TYPES
 from w4a8.integrations.selftest import missing, parameters
 from w4a8.integrations.transformers.config import W4A8Config
-from w4a8.integrations.transformers.gguf_config import ARCHITECTURES, BY_MODEL_TYPE, Architecture, config_of
+from w4a8.integrations.transformers.gguf_config import config_of
 from w4a8.integrations.transformers.quantizer import W4A8HfQuantizer, on_cpus
-from w4a8.nn import W4A8Experts, W4A8Linear, W8A8Linear
+from w4a8.nn import W4A8Experts
 from w4a8.quantization import QuantizationReport
 from w4a8.quantization.moe_blocks import fused_experts
 from w4a8.quantization.size import Large
 
 logger = logging.getLogger(__name__)
 
-_AT_ONCE = 1 << 25  # weights that are unpacked at once
 # Tensors that are no weights of a model: rope_freqs is in the config, the others belong to a matrix of NVFP4.
 _BESIDE = ("rope_freqs.weight", ".scale", ".input_scale")
 # What transformers calls with; an older version has no gguf_file there.
@@ -47,22 +42,18 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 class GGUFModules:
     """The modules of a model whose weights are in blocks; transformers sees nothing of them until ``finish``."""
 
-    def __init__(
-        self, model: torch.nn.Module, file: GGUFFile, architecture: Architecture, activation_group: int | None
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, file: GGUFFile, activation_group: int | None) -> None:
         """Finds the modules, and takes them out of the model.
 
         Args:
             model: on the meta device.
             file: of the model.
-            architecture: of the model.
             activation_group: as :class:`W4A8Config` has it.
 
         Raises:
             ValueError: the model lacks a tensor of the file or the other way round, or one has another shape.
         """
-        self.file, self.architecture, self.activation_group = file, architecture, activation_group
-        self.heads = {"attn_q": model.config.num_attention_heads, "attn_k": model.config.num_key_value_heads}
+        self.file, self.linears, self.activation_group = file, GGUFLinears(file), activation_group
         self.packed: dict[str, tuple[torch.nn.Module, list[str]]] = {}  # name in the model: module, weights
         parts = self._parts(model)
         weights: dict[str, list[str]] = {}
@@ -90,7 +81,7 @@ class GGUFModules:
         for name, tensor in file.tensors.items():
             if name.endswith(_BESIDE):
                 continue
-            parameter = self.architecture.parameter(name)
+            parameter = self.linears.architecture.parameter(name)
             if parameter not in of_model:
                 raise ValueError(f"tensor {name!r} of {file.paths[0]}: {type(model).__name__} has no such weight")
             parts.setdefault(parameter, []).append(name)
@@ -113,37 +104,23 @@ class GGUFModules:
                 found[parameter] = tensors[0] if len(tensors) == 1 else torch.cat(tensors, 1)
         return found
 
-    def _order(self, name: str) -> torch.Tensor | None:
-        """Which rows of a tensor are the first, the second and so on in transformers; None: as they are."""
-        heads = self.heads.get(name.split(".")[-2]) if self.architecture.turned else None
-        if heads is None:
-            return None
-        rows = torch.arange(self.file.tensors[name].shape[0])
-        return rows.view(heads, -1, 2).transpose(1, 2).flatten()
-
     def _float(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         tensor = self.file.tensors[name]
         if self.file.is_float(name):
             values = self.file.tensor(name)
         else:
             values = torch.empty(tensor.rows, tensor.shape[-1], dtype=dtype)
-            step = max(1, _AT_ONCE // tensor.shape[-1])
+            step = max(1, AT_ONCE // tensor.shape[-1])
             for begin in range(0, tensor.rows, step):
                 end = min(begin + step, tensor.rows)
-                values[begin:end] = self._matrix(name, begin, end).floats()
+                values[begin:end] = self.file.matrix(name, begin, end).floats()
             values = values.view(tensor.shape)
-        order = self._order(name)
+        order = self.linears.order(name)
         if order is not None:
             values = values[order]
-        if name.endswith("norm.weight") and self.architecture.norm_plus:
-            values = values.float() - self.architecture.norm_plus
+        if name.endswith("norm.weight") and self.linears.architecture.norm_plus:
+            values = values.float() - self.linears.architecture.norm_plus
         return values[None] if "_inp_shexp" in name and values.dim() == 1 else values
-
-    def _matrix(self, name: str, begin: int, end: int) -> Matrix:
-        matrix, scale = self.file.matrix(name, begin, end), f"{name.removesuffix('.weight')}.scale"
-        if matrix.channel_scales is not None and scale in self.file:  # NVFP4: one number for the matrix
-            matrix = replace(matrix, channel_scales=matrix.channel_scales * self.file.tensor(scale).float().flatten())
-        return matrix
 
     def finish(self, model: torch.nn.Module) -> QuantizationReport:
         """Packs, module by module, and puts the modules into the model.
@@ -155,7 +132,11 @@ class GGUFModules:
         with on_cpu():
             for name, (old, weights) in self.packed.items():
                 try:
-                    new = self._experts(name, old) if name in self.layers else self._linear(old, weights[0])
+                    new = (
+                        self._experts(name, old)
+                        if name in self.layers
+                        else self.linears.linear(weights[0], self.activation_group)
+                    )
                 except (ValueError, RuntimeError) as error:  # the second: values that the operators do not have
                     raise ValueError(f"{name}: {error}") from error
                 owner, _, key = name.rpartition(".")
@@ -172,22 +153,6 @@ class GGUFModules:
                 report.skipped[name or parameter] = reason
         report.measure(model)
         return report
-
-    def _linear(self, old: torch.nn.Linear, name: str) -> W4A8Linear | W8A8Linear:
-        file, rows, columns = self.file, old.out_features, old.in_features
-        group, order = TYPES[file.tensors[name].type].group, self._order(name)
-        bias = None if old.bias is None else file.tensor(f"{name.removesuffix('.weight')}.bias").float()
-        activations = resolve_activation_group(self.activation_group, group, columns)
-        how = {"bias_dtype": None if bias is None else bias.dtype, "activation_group": activations}
-        stack = MatrixStack(1, rows, columns, group, **how)
-        step = rows if order is not None else max(1, _AT_ONCE // columns)
-        for begin in range(0, rows, step):
-            end = min(begin + step, rows)
-            matrix = self._matrix(name, begin, end)
-            matrix = matrix if bias is None else replace(matrix, bias=bias[begin:end])
-            stack.put(0, begin, matrix if order is None else matrix.with_rows(order))
-        layer = W8A8Linear if matrix.kind == Kind.INT8 else W4A8Linear
-        return layer(stack.pack()[0], columns, rows, group)
 
     def _experts(self, name: str, old: torch.nn.Module) -> W4A8Experts:
         experts = fused_experts(old)
@@ -228,9 +193,8 @@ class GGUFQuantizer(W4A8HfQuantizer):
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
         if self._file is None:
             raise RuntimeError("transformers has not said where the GGUF file is: this version is not supported")
-        architecture, asked = BY_MODEL_TYPE[model.config.model_type], self.quantization_config.activation_group
         with on_cpu():
-            self._foreign = GGUFModules(model, self._file, architecture, asked)
+            self._foreign = GGUFModules(model, self._file, self.quantization_config.activation_group)
 
     def get_state_dict(self, checkpoint_file: str, model: Any) -> dict[str, torch.Tensor]:
         """What transformers loads."""
