@@ -11,8 +11,11 @@ from common import assert_same_bits
 from test_quantize_transformers import make_model
 
 from w4a8.core.matrix import Matrix
+from w4a8.formats.packed_directory import PackedTensor
 from w4a8.integrations.vllm.packed import (
     compressed_tensors_config,
+    group_of,
+    group_sizes,
     joined,
     joined_bytes,
     matrix_of,
@@ -289,3 +292,57 @@ def test_inputs_that_are_stated(asked, bits, tmp_path):
     schemes = {s["weights"]["num_bits"]: s for s in as_tensors(tmp_path / "packed")["config_groups"].values()}
     assert (schemes[4]["input_activations"] or {}).get("num_bits") == bits
     assert schemes[8]["input_activations"] is None
+
+
+REASONS = {
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K", "Q2_K"), "minimums"),
+    **dict.fromkeys(("Q3_K", "Q6_K", "IQ4_XS"), "super-scales"),
+    **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ4_NL")),
+    "MXFP4": "weights of type e2m1",
+}
+
+
+def test_a_directory_saved_of_a_gguf_file(tmp_path):
+    """What compressed-tensors does not have is only taken whole, and never unpacked without its minimums."""
+    pytest.importorskip("gguf")
+    from gguf_models import TinyModel
+
+    tiny = TinyModel("qwen3moe")
+    tiny.write(tmp_path)
+    AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf").save_pretrained(tmp_path / "packed")
+    _, stated, model_type = read_config(tmp_path / "packed")
+    directory = read_directory(tmp_path / "packed", stated)
+    reasons = {module: only_whole(parts, model_type) for module, parts in directory.packed.items()}
+    expected = {}
+    for name, tensor in tiny.tensors.items():
+        module = GGUF_NAMES.fullmatch(name)
+        if module is not None and not isinstance(tensor, torch.Tensor):
+            expected[f"model.layers.{module[1]}.self_attn.{module[2][0]}_proj"] = REASONS[tensor[0]]
+    expected |= {
+        "model.layers.0.mlp.experts": "experts of 4 and 8 bits",
+        "model.layers.1.mlp.experts": "weights of type e2m1",
+    }
+    assert len(expected) == 10 and {name: reasons[name] for name in expected} == expected
+    stacks = load_file(tmp_path / "packed" / "model.safetensors")
+    for module, reason in reasons.items():
+        leaf = "packed" if "packed" in directory.packed[module] else "w13_packed"
+        tensors = unpacked([(f"{module}.{leaf}", stacks[f"{module}.{leaf}"])], False)
+        if reason is None:
+            assert len(dict(tensors)) >= 3
+        else:
+            with pytest.raises(ValueError, match="which a compressed-tensors checkpoint cannot have"):
+                list(tensors)
+
+
+GGUF_NAMES = re.compile(r"blk\.(\d)\.attn_(q|k|v|output)\.weight")
+
+
+def test_experts_in_groups_of_two_sizes():
+    headers = [{**read_header(packed(32)), "group": group} for group in (32, 16)]
+    parts = {name: PackedTensor(header, (4, 100)) for name, header in zip(("w13_packed", "w2_packed"), headers)}
+    assert group_sizes(parts) == {"w13_packed": 32, "w2_packed": 16} and group_of(parts) == 16
+    assert only_whole(parts, "qwen3_moe") == "groups of 16 and 32"
+
+
+def packed(group):
+    return Matrix(torch.zeros(16, 32, dtype=torch.uint8), torch.ones(16, 64 // group)).pack()

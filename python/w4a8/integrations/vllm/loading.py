@@ -11,7 +11,7 @@ from vllm.config import get_current_vllm_config_or_none
 from w4a8.core.experts import ExpertSizes
 from w4a8.core.float8 import exponents_of, powers_of_two
 from w4a8.core.kind import Kind
-from w4a8.core.matrix import Matrix, PackedAs
+from w4a8.core.matrix import SUPER, Matrix, PackedAs
 from w4a8.core.memory import fresh_bytes
 from w4a8.core.packer import ExpertPacker
 from w4a8.formats import Stored
@@ -38,7 +38,7 @@ def random_matrix(rows: int, columns: int, group_size: int, form: PackedAs, has_
     Args:
         rows, columns: N and K.
         group_size: values of k per scale; -1 is channelwise.
-        form: kind of the codes, zero points or none, and one level of scales or two.
+        form: kind of the codes, zero points, minimums or none, and one level of scales or two.
         has_bias: with a bias, as small as the scales.
     """
     kind, zeros, channels = form.kind, None, None
@@ -51,7 +51,15 @@ def random_matrix(rows: int, columns: int, group_size: int, form: PackedAs, has_
     if form.channel_scales:
         scales = torch.empty(rows, groups, dtype=torch.uint8).random_(1, 8)
         channels = torch.ones(rows, dtype=torch.float32)
-    return Matrix(codes, scales, zeros, kind, small[:, 0] if has_bias else None, channels)
+    more: dict[str, torch.Tensor] = {}
+    if form.super_scales:
+        scales = torch.empty(rows, groups, dtype=torch.int8).random_(1, 64)
+        more["super_scales"] = torch.full((rows, columns // SUPER), 2.0**-16, dtype=torch.float16)
+    if form.minimums:  # about the middle of the codes
+        more["minimums"] = scales if form.super_scales else scales * (kind.middle if kind.bits == 4 else 0)
+    if form.minimums and form.super_scales:
+        more["super_minimums"] = more["super_scales"] * (kind.middle if kind.bits == 4 else 0)
+    return Matrix(codes, scales, zeros, kind, small[:, 0] if has_bias else None, channels, **more)
 
 
 def form_of(stored: Stored) -> PackedAs:

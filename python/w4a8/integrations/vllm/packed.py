@@ -82,11 +82,17 @@ def read_directory(directory: str | Path, config: Mapping[str, Any]) -> PackedDi
     return PackedDirectory(packed, floats)
 
 
+def group_sizes(parts: Parts) -> dict[str, int]:
+    """Values of k per scale of each matrix or stack of a module; -1 if all have one scale per row."""
+    headers = {name: stored.header for name, stored in parts.items()}
+    if all(header["group"] == header["k"] for header in headers.values()):
+        return dict.fromkeys(headers, -1)
+    return {name: header["group"] for name, header in headers.items()}
+
+
 def group_of(parts: Parts) -> int:
-    """Values of k per scale in all matrices of a module; -1 if each has one scale per row."""
-    headers = [stored.header for stored in parts.values()]
-    per_channel = all(header["group"] == header["k"] for header in headers)
-    return -1 if per_channel else min(header["group"] for header in headers)
+    """The least of :func:`group_sizes`."""
+    return min(group_sizes(parts).values())
 
 
 def only_whole(parts: Parts, model_type: str | None) -> str | None:
@@ -99,7 +105,15 @@ def only_whole(parts: Parts, model_type: str | None) -> str | None:
         return f"weights of type {Kind.E2M1}"
     if len(kinds) > 1:
         return "experts of 4 and 8 bits"
-    return "scales of two levels" if any(form.channel_scales for form in forms) else None
+    for what, there in (
+        ("minimums", [form.minimums for form in forms]),
+        ("super-scales", [form.super_scales for form in forms]),
+        ("scales of two levels", [form.channel_scales for form in forms]),
+    ):
+        if any(there):
+            return what
+    groups = set(group_sizes(parts).values())
+    return f"groups of {' and '.join(map(str, sorted(groups)))}" if len(groups) > 1 else None
 
 
 def compressed_tensors_config(directory: PackedDirectory, model_type: str | None) -> dict[str, Any]:
@@ -225,6 +239,9 @@ def _integers(packed: torch.Tensor, name: str) -> Matrix:
     matrix = matrix_of(packed, name)
     if matrix.kind == Kind.E2M1:
         raise ValueError(f"{name} is {matrix.kind}, which a compressed-tensors checkpoint cannot have")
+    if matrix.minimums is not None or matrix.super_scales is not None:
+        what = "super-scales" if matrix.minimums is None else "minimums"
+        raise ValueError(f"{name} has {what}, which a compressed-tensors checkpoint cannot have")
     return matrix
 
 

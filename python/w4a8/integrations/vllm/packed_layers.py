@@ -26,6 +26,7 @@ from w4a8.integrations.vllm.packed import (
     PackedTensor,
     Parts,
     group_of,
+    group_sizes,
     joined,
     joined_bytes,
     matrix_of,
@@ -171,12 +172,19 @@ class W4A8PackedLinearMethod(LinearMethodBase):
         """
         self.layer_name, self.parts = layer_name, parts
         headers = [stored.header for _, stored in parts]
-        fields = ("values", "k", "group", "activation_group")
-        kinds = {(*(stored.header[field] for field in fields), stored.packed_as.channel_scales) for _, stored in parts}
+        fields = ("values", "k", "group", "activation_group", "has_minimums")
+        kinds = {
+            (
+                *(stored.header[field] for field in fields),
+                stored.packed_as.channel_scales,
+                stored.packed_as.super_scales,
+            )
+            for _, stored in parts
+        }
         if len(kinds) > 1:
-            names = "(values, in_features, group, activation_group, scales of two levels)"
+            names = "(values, in_features, group, activation_group, minimums, scales of two levels, super-scales)"
             raise ValueError(f"w4a8: {layer_name}: {names} of its parts are {sorted(kinds)}")
-        ((_, self.k, self.group, _, _),) = kinds
+        _, self.k, self.group, *_ = next(iter(kinds))
         self.has_bias = any(header["has_bias"] for header in headers)
 
     def create_weights(
@@ -227,6 +235,8 @@ class W4A8PackedMoEMethod(W4A8MoEMethod):
         """
         super().__init__(Stored("packed", group_of(parts), True), layer, layer_name)
         self.name, self.parts = name, parts
+        groups = group_sizes(parts)
+        self.sizes = replace(self.sizes, group_size=groups["w13_packed"], w2_group_size=groups["w2_packed"])
 
     def create_weights(
         self,
