@@ -360,7 +360,7 @@ def test_stacks_of_all_experts():
         parameter.weight_loader(parameter, value, weight_name=f"experts.{name}", shard_id=None, expert_id=None)
     method.process_weights_after_loading(layer)
     unpack = torch.ops.w4a8.dyn_quant_unpack_any_4bit_weight
-    _, scales, _, bias, kind, _ = unpack(layer.w13_weight_packed, 32, HIDDEN, 128)
+    _, scales, _, bias, kind, *_ = unpack(layer.w13_weight_packed, 32, HIDDEN, 128)
     assert kind == "e2m1" and bias.shape == (EXPERTS, 128)
     assert scales.dtype == torch.uint8  # exponents, as they came
     assert bool((scales[:, :64] == 127).all()) and bool((scales[:, 64:] == 126).all())
