@@ -55,7 +55,7 @@ def multiplied_out(layer: w4a8.nn.W4A8Linear | w4a8.nn.W8A8Linear) -> tuple[torc
     """The float32 weight [N, K] that a packed layer stands for, and its bias [N] or None."""
     rows, columns = layer.out_features, layer.in_features
     found = w4a8.dyn_quant_unpack_any_4bit_weight(layer.packed, layer.group_size, columns, rows)
-    codes, scales, zero_points, bias, values, _ = found
+    codes, scales, zero_points, bias, values, *_ = found
     if values != "int8":
         codes = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
     groups = codes.reshape(rows, -1, layer.group_size)
