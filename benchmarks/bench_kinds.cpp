@@ -34,7 +34,13 @@ constexpr Kind kKinds[] = {{"int4", kInt4, 0, ScaleType::kBFloat16},
                            {"int4 float16 scales", kInt4, 0, ScaleType::kFloat16},
                            {"int8 with zero points", kInt8ZeroPoints, 0, ScaleType::kBFloat16},
                            {"int4, activations in 32", kInt4, 0, ScaleType::kBFloat16, 32},
-                           {"int4, activations in 128", kInt4, 128, ScaleType::kBFloat16, 128}};
+                           {"int4, activations in 128", kInt4, 128, ScaleType::kBFloat16, 128},
+                           {"Q4_0", kInt4, 32, ScaleType::kFloat16, 32},
+                           {"Q4_1", kInt4Minimums, 32, ScaleType::kFloat16, 32},
+                           {"Q4_K", kInt4Minimums, 32, ScaleType::kSuper, 32},
+                           {"Q6_K", kInt8, 16, ScaleType::kSuper, 32},
+                           {"IQ4_NL", kIQ4, 32, ScaleType::kFloat16, 32},
+                           {"IQ4_XS", kIQ4, 32, ScaleType::kSuper, 32}};
 constexpr int64_t kGroups[] = {32, 128};
 constexpr int64_t kTokens[] = {1, 4, 16, 128, 512};
 

@@ -68,14 +68,18 @@ void fill_packed(const PackedShape& shape, int64_t count, uint8_t* dst, Parallel
       case ScaleType::kFloat16: bits = (7u << 3 | mantissa) << 7; break;
       case ScaleType::kE5M3: bits = 0x30 + mantissa; break;  // float8_e4m3fn: 0.5 to 1
       case ScaleType::kE8M0: bits = 119 + mantissa % 2; break;
+      case ScaleType::kSuper: bits = 32 + 4 * mantissa; break;  // of 6 bits, as K-quants have them
     }
     std::memcpy(&scales[i], &bits, size);
   }
   std::vector<uint8_t> zeros(static_cast<std::size_t>(distinct * shape.n * shape.groups()));
   for (uint8_t& zero : zeros) zero = static_cast<uint8_t>(random() % 16);
   const std::vector<float> channels(static_cast<std::size_t>(distinct * shape.n), 0.00390625f);
-  pack(active_kernel(), shape, distinct, {weights.data(), scales.data(), nullptr, zeros.data(), channels.data()}, dst,
-       parallel);
+  const std::vector<uint16_t> supers(static_cast<std::size_t>(distinct * shape.n * (shape.k / kSuperK)),
+                                     0x0800);  // 2^-13
+  const RawWeights raw = {weights.data(),  scales.data(), nullptr,       zeros.data(),
+                          channels.data(), scales.data(), supers.data(), supers.data()};
+  pack(active_kernel(), shape, distinct, raw, dst, parallel);
   for (int64_t i = distinct; i < count; ++i) {
     std::memcpy(dst + i * packed_bytes(shape), dst + (i % distinct) * packed_bytes(shape),
                 static_cast<std::size_t>(packed_bytes(shape)));

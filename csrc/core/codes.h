@@ -47,15 +47,16 @@ struct NibbleCodes {
   }
 };
 
-/// e2m1 numbers: packed as nibbles are, but a sum is of the integers that they stand for.
-struct E2M1Codes : NibbleCodes {
+/// Numbers of a table: packed as nibbles are, but a sum is of the integers that they stand for.
+template <const int8_t (&kWeights)[16]>
+struct TableCodes : NibbleCodes {
   template <std::size_t kCount>
   static int32_t sum(const Word (&words)[kCount]) {
     // The sum of the two numbers in a byte.
-    static constexpr std::array<int8_t, 256> kSums = [] {
-      std::array<int8_t, 256> sums = {};
+    static constexpr std::array<int16_t, 256> kSums = [] {
+      std::array<int16_t, 256> sums = {};
       for (std::size_t i = 0; i < sums.size(); ++i) {
-        sums[i] = static_cast<int8_t>(kE2M1Weights[i & 15] + kE2M1Weights[i >> 4]);
+        sums[i] = static_cast<int16_t>(kWeights[i & 15] + kWeights[i >> 4]);
       }
       return sums;
     }();
@@ -98,7 +99,8 @@ struct ByteCodes {
 template <class Call>
 auto with_codes(Values values, Call call) {
   switch (values) {
-    case Values::kE2M1: return call(E2M1Codes());
+    case Values::kE2M1: return call(TableCodes<kE2M1Weights>());
+    case Values::kIQ4: return call(TableCodes<kIQ4Weights>());
     case Values::kInt8: return call(ByteCodes());
     case Values::kInt4: break;
   }

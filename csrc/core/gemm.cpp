@@ -77,7 +77,7 @@ void multiply_batch(const Kernel& kernel, Parallel& parallel, int workers, Works
           static_cast<uint8_t*>(out) + ((batch.begin + unit.begin + r) * shape.n + column) * dtype_bytes(dtype));
     }
   };
-  const Phase phases[] = {{ceil_div(m, kQuantizeRowsPerTask), quantize}, {units * spans, multiply}};
+  const Phase phases[] = {{ceil_div(m, kQuantizeRowsPerTask), quantize, 0, true}, {units * spans, multiply, 0, true}};
   run_phases(parallel, workers, phases);
 }
 

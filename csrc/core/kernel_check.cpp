@@ -20,8 +20,9 @@ struct Case {
 
 // Every way that a kernel multiplies in: 1 row, a few, and bands of 8, 9, 12 and 16 rows; one panel, two and a third;
 // groups of 16, 32, 64 and 128 and channelwise; a K that goes on behind a chunk (512) and one that ends inside a step;
-// activations in groups as large as the weights', in parts of them and in more than one; minimums, super-scales.
-// AmxTest.KernelDifferenceRunsEveryInstruction shows that these run every instruction of AMX that any product runs.
+// activations in groups as large as the weights', in parts of them and in more than one; minimums, super-scales,
+// tables. AmxTest.KernelDifferenceRunsEveryInstruction shows that these run every instruction of AMX that any product
+// runs.
 constexpr ScaleType kF32 = ScaleType::kFloat32;
 constexpr ScaleType kBF16 = ScaleType::kBFloat16;
 constexpr ScaleType kF16 = ScaleType::kFloat16;
@@ -49,6 +50,9 @@ constexpr Case kCases[] = {
     {17, {24, 512, 32, ScaleType::kSuper, true, kInt4Minimums, 32}},
     {3, {40, 160, 32, kF16, false, kInt4Minimums}},
     {9, {24, 256, 16, ScaleType::kSuper, false, kInt8, 32}},
+    {17, {24, 256, 32, ScaleType::kSuper, false, kIQ4, 32}},
+    {3, {40, 96, 32, kF16, true, kIQ4}},
+    {9, {24, 130, 130, kF32, false, kIQ4}},
 };
 
 // Random weights and rows, of which each case takes the first ones.

@@ -43,7 +43,7 @@ std::string group_name(const PackedShape& shape) {
 }
 
 void check_codes(unsigned values, unsigned scale_type, const std::string& where) {
-  if (values > 2) fail(where + "values are " + str(values) + ", expected 0 (int4), 1 (e2m1) or 2 (int8)");
+  if (values > 3) fail(where + "values are " + str(values) + ", expected 0 (int4), 1 (e2m1), 2 (int8) or 3 (iq4)");
   if (scale_type > 5) {
     fail(where + "scale type is " + str(scale_type) +
          ", expected 0 (float32), 1 (bfloat16), 2 (float16), 3 (e5m3), 4 (e8m0) or 5 (super)");
@@ -54,7 +54,9 @@ void check_codes(unsigned values, unsigned scale_type, const std::string& where)
 void check_scale_type(const PackedShape& shape) {
   const std::string name = std::string("scale type is ") + scale_type_name(shape.scale_type);
   if (shape.scale_type == ScaleType::kE5M3) {
-    if (shape.kind.values == Values::kInt8) fail(name + " (beside channel scales), expected a float type for int8");
+    if (are_wide(shape.kind.values)) {
+      fail(name + " (beside channel scales), expected a float type for " + kind_name(shape.kind));
+    }
     if (!shape.in_least_groups()) {
       fail(name + " (beside channel scales), expected a float type for group = " + group_name(shape) +
            ": groups of 16 alone have such scales");
@@ -80,7 +82,7 @@ void check_scale_type(const PackedShape& shape) {
 
 void check_minimums(const PackedShape& shape) {
   if (!shape.kind.minimums) return;
-  if (shape.kind.values == Values::kE2M1 || shape.kind.zero_points) {
+  if (!are_integers(shape.kind.values) || shape.kind.zero_points) {
     fail(std::string("minimums beside ") + kind_name({shape.kind.values, shape.kind.zero_points}) +
          ", expected them beside int4 or int8 without zero points");
   }
@@ -100,6 +102,7 @@ const char* kind_name(WeightKind kind) {
     case Values::kInt4:
       return kind.zero_points ? "int4 with zero points" : (kind.minimums ? "int4 with minimums" : "int4");
     case Values::kE2M1: return "e2m1";
+    case Values::kIQ4: return "iq4";
     case Values::kInt8:
       return kind.zero_points ? "int8 with zero points" : (kind.minimums ? "int8 with minimums" : "int8");
   }
@@ -120,8 +123,9 @@ const char* scale_type_name(ScaleType type) {
 
 void check_shape(const PackedShape& shape) {
   check_codes(static_cast<unsigned>(shape.kind.values), static_cast<unsigned>(shape.scale_type), "");
-  if (shape.kind.values == Values::kE2M1 && shape.kind.zero_points) {
-    fail("values are e2m1 with zero points, expected e2m1 without");
+  if (!are_integers(shape.kind.values) && shape.kind.zero_points) {
+    const std::string name = kind_name(shape.kind);
+    fail("values are " + name + " with zero points, expected " + name + " without");
   }
   if (shape.n < 1 || shape.n > kMaxN) fail("n (out_features) is " + str(shape.n) + ", expected 1.." + str(kMaxN));
   if (shape.k < 2 || shape.k > max_k(shape.kind) || shape.k % 2 != 0) {

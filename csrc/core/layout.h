@@ -81,22 +81,22 @@ constexpr bool is_group(int64_t group, int64_t k) {
 }
 
 /// The most values of k whose products with a row sum up in int32: 255 * |w| * k < 2^31, as |q - zero point| <= 255.
-/// |w| <= 8 (int4), 15 (with zero points), 12 (e2m1), 128 (int8), 255 (int8 with zero points).
+/// |w| <= 8 (int4), 15 (with zero points), 12 (e2m1), 128 (int8), 255 (int8 with zero points), 127 (iq4).
 constexpr int64_t max_summed(WeightKind kind) {
-  if (kind.values == Values::kInt8) return int64_t{1} << (kind.zero_points ? 15 : 16);
+  if (are_wide(kind.values)) return int64_t{1} << (kind.zero_points ? 15 : 16);
   return int64_t{1} << (kind == kInt4 ? 20 : 19);
 }
 /// The largest K of a kind. Groups, or K when channelwise, are also limited by max_summed.
 constexpr int64_t max_k(WeightKind kind) { return kind == kInt4 ? kMaxK : kMaxK / 2; }
 
-/// "int4", "e2m1" or "int8"; int4 and int8 also " with zero points" or " with minimums".
+/// "int4", "e2m1", "int8" or "iq4"; int4 and int8 also " with zero points" or " with minimums".
 const char* kind_name(WeightKind kind);
 /// "float32", "bfloat16", "float16", "e5m3", "e8m0" or "super".
 const char* scale_type_name(ScaleType type);
 
 /// Throws std::invalid_argument naming the field if no kernel has such a matrix: 1 <= n <= kMaxN, k even in
 /// [2, max_k(kind)], is_group(group, k), group <= max_summed(kind), is_activation_group, a known kind, and scales that
-/// belong to it: e5m3 in groups of 16 of nibbles, e8m0 of e2m1 in groups of 32 and more, super of int4 and int8 without
+/// belong to it: e5m3 in groups of 16 of nibbles, e8m0 of e2m1 in groups of 32 and more, super of all but e2m1, without
 /// zero points in groups that divide 256, as k is to be divided by it. Minimums are of int4 and int8 without zero
 /// points, in groups of at most kMostMinimumGroup.
 void check_shape(const PackedShape& shape);

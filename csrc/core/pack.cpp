@@ -15,6 +15,12 @@ namespace {
 
 constexpr int64_t kPanelsPerTask = 4;
 
+// What codes without zero points count from, or the code of the least weight: 1 of iq4, which has no 0.
+constexpr uint8_t middle(WeightKind kind) {
+  if (kind.values == Values::kInt8) return 128;
+  return kind == kInt4 || kind == kIQ4 ? 8 : 0;
+}
+
 // One panel of one matrix. columns: how many of the 16 exist.
 template <class Codes>
 class PanelPacker {
@@ -96,16 +102,20 @@ class PanelPacker {
       for (; step + 2 <= whole; step += 2, to += 2 * layout_.step_bytes) pack_steps<2>(step, to, sums);
     }
     for (; step < end; ++step, to += layout_.step_bytes) pack_part(step, zeros, to, sums);
+    const auto count = static_cast<int32_t>(kStepK * layout_.group_steps);
     for (int64_t c = 0; c < kPanelColumns; ++c) {
-      sums[c] -= zeros[c] * static_cast<int32_t>(kStepK * layout_.group_steps);
+      if (shape_.kind == kIQ4) {
+        sums[c] -= c < columns_ ? count - static_cast<int32_t>(shape_.group) : count;  // what pads them is 1
+      } else {
+        sums[c] -= zeros[c] * count;
+      }
     }
   }
 
   // What the codes of a group count from, which is also what pads them.
   void take_zeros(int64_t group, uint8_t (&zeros)[kPanelColumns]) {
     if (!shape_.kind.zero_points) {
-      const uint8_t middle = shape_.kind == kInt4 ? 8 : (shape_.kind.values == Values::kInt8 ? 128 : 0);
-      std::fill(std::begin(zeros), std::end(zeros), middle);
+      std::fill(std::begin(zeros), std::end(zeros), middle(shape_.kind));
       return;
     }
     std::fill(std::begin(zeros), std::end(zeros), uint8_t{0});

@@ -52,15 +52,24 @@ class SerialParallel final : public Parallel {
 struct Phase {
   int64_t tasks;
   FunctionRef<void(int64_t part, int64_t task, int worker)> run;
-  int64_t part = 0;  ///< given to run, for phases that share a function
+  int64_t part = 0;   ///< given to run, for phases that share a function
+  bool even = false;  ///< tasks take about as long as each other: fewer are left for who is free
 };
 
 inline constexpr int kMaxPhases = 80;
 
-/// Runs all tasks of all phases, at most kMaxPhases, in one parallel region of at most `workers` workers. Tasks are
-/// taken dynamically in order, and a phase starts when every task of the phase before has ended. worker is in [0,
-/// workers) and runs in the default floating-point environment. An exception thrown by a task is rethrown once all
-/// workers have stopped; tasks that had not begun are dropped.
+/// Runs all tasks of all phases, at most kMaxPhases, in one parallel region of at most `workers` workers. A phase
+/// starts when every task of the phase before has ended. worker is in [0, workers) and runs in the default
+/// floating-point environment; behind task t it most likely runs task t + workers. An exception thrown by a task is
+/// rethrown once all workers have stopped; tasks that had not begun are dropped.
 void run_phases(Parallel& parallel, int workers, std::span<const Phase> phases);
+
+/// Said before each write to a cache line that other workers write too: benchmarks/shared_writes.cpp counts them, in a
+/// build of its own.
+#ifdef W4A8_COUNT_SHARED_WRITES
+void note_shared_write();
+#else
+inline void note_shared_write() {}
+#endif
 
 }  // namespace w4a8

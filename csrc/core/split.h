@@ -28,8 +28,12 @@ inline int64_t panel_spans(int64_t panels, int64_t units, int64_t rows, int64_t 
   const int64_t for_balance = workers == 1 ? 1 : ceil_div(kTasksPerWorker * workers, std::max<int64_t>(units, 1));
   const int64_t most_panels = std::max<int64_t>(2, kTileFloats / (kPanelColumns * std::max<int64_t>(rows, 1)));
   const int64_t spans = std::max(for_balance, ceil_div(panels, most_panels));
-  // At least 2 panels a span: tiles are two panels wide.
-  return std::clamp<int64_t>(spans, 1, std::max<int64_t>(1, panels / 2));
+  // At least 2 panels a span, since tiles are two panels wide; but one, where pairs are so few for each worker that a
+  // last round which not all have a task of would take more than a tenth longer.
+  const int64_t pairs = std::max<int64_t>(1, panels / 2);
+  const int64_t rounds = ceil_div(units * pairs, workers);
+  const bool even = 10 * rounds * workers <= 11 * units * pairs;
+  return std::clamp<int64_t>(spans, 1, even ? pairs : panels);
 }
 
 /// The most floats rows * 16 * max_span(panels, panel_spans(..., rows, ...)) can be: a span has at most 3 panels

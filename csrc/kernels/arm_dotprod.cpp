@@ -63,7 +63,7 @@ struct FewOps : DotOps {
   template <int R, int C, Code kCode>
   static W4A8_INLINE void start_group(I (&acc)[R][C][4], const int32_t* (&starts)[R], const uint8_t* const (&zeros)[C],
                                       bool has_zeros) {
-    if (kCode != Code::kE2M1 && has_zeros) {
+    if (are_integers(kCode) && has_zeros) {
       I eighths[R];
       for_each<R>([&](int r) W4A8_LAMBDA { eighths[r] = vshrq_n_s32(take_splat(starts[r]), 3); });
       for_each<C>([&](int c) W4A8_LAMBDA {

@@ -14,7 +14,7 @@
 //   |nibble * q| <= 15 * 128 = 1920. A lane takes 2 products of each step, so a block of 8 steps (64 k) is 16 of them:
 //   16 * 1920 = 30720 < 32768. Then they are widened to 32 bits.
 //
-//   Bytes of int8 are taken less 128. Their products fill 16 bits, so each is widened at once (SADALP).
+//   Bytes of int8 are taken less 128. Their products, and those of iq4, fill 16 bits: each is widened at once (SADALP).
 #if defined(__aarch64__)
 #include <arm_neon.h>
 
@@ -59,9 +59,13 @@ struct Ops : NeonOps {
       low = vreinterpretq_s8_u8(vandq_u8(both, vdupq_n_u8(0x0f)));
       high = vreinterpretq_s8_u8(vshrq_n_u8(both, 4));
     }
-    if constexpr (kCode == Code::kE2M1) {
-      low = look_up(vreinterpretq_u8_s8(low));
-      high = look_up(vreinterpretq_u8_s8(high));
+    if constexpr (is_looked_up<kCode>) {
+      low = look_up<kCode>(vreinterpretq_u8_s8(low));
+      high = look_up<kCode>(vreinterpretq_u8_s8(high));
+    }
+    if constexpr (kCode == Code::kInt8) {
+      low = veorq_s8(low, vdupq_n_s8(-128));
+      high = veorq_s8(high, vdupq_n_s8(-128));
     }
   }
   static W4A8_INLINE void unpack_e2m1(const uint8_t* packed, uint8_t* bytes) {
@@ -120,15 +124,13 @@ struct Ops : NeonOps {
     });
   }
 
-  // Adds the step s of bytes to 32-bit sums: as those of add_step, two lanes of half the k instead of four.
-  template <int R>
+  // Adds the step s of int8 or iq4 to 32-bit sums: as those of add_step, two lanes of half the k instead of four.
+  template <int R, Code kCode>
   static W4A8_INLINE void add_byte_step(I (&sums)[R][8], const int8_t* const (&rows)[R], const uint8_t* w, int64_t s) {
     for_each<4>([&](int j) W4A8_LAMBDA {
       int8x16_t low;
       int8x16_t high;
-      load_nibbles<Code::kInt8>(w, s, j, low, high);
-      low = veorq_s8(low, vdupq_n_s8(-128));
-      high = veorq_s8(high, vdupq_n_s8(-128));
+      load_nibbles<kCode>(w, s, j, low, high);
       for_each<R>([&](int r) W4A8_LAMBDA {
         const int8x16_t a_low = broadcast4(rows[r] + s * kStepK);
         const int8x16_t a_high = broadcast4(rows[r] + s * kStepK + 4);
@@ -139,15 +141,14 @@ struct Ops : NeonOps {
       });
     });
   }
-  template <int R>
+  template <int R, Code kCode>
   static W4A8_INLINE void add_byte_steps(I (&acc)[R][1][4], const int8_t* const (&rows)[R], const uint8_t* w,
                                          int64_t begin, int64_t end, const uint8_t* fetch) {
     I sums[R][8];
     for_each<R, 8>([&](int r, int i) W4A8_LAMBDA { sums[r][i] = isplat(0); });
-    for (int64_t s = begin; s < end; ++s, fetch += kByteStepBytes) {
-      __builtin_prefetch(fetch, 0, 2);
-      __builtin_prefetch(fetch + kLineBytes, 0, 2);
-      add_byte_step(sums, rows, w, s);
+    for (int64_t s = begin; s < end; ++s, fetch += step_bytes(kCode)) {
+      fetch_lines<step_bytes(kCode)>(fetch);
+      add_byte_step<R, kCode>(sums, rows, w, s);
     }
     for_each<R, 4>([&](int r, int j) W4A8_LAMBDA {
       acc[r][0][j] = vaddq_s32(acc[r][0][j], vpaddq_s32(sums[r][2 * j], sums[r][2 * j + 1]));
@@ -158,8 +159,8 @@ struct Ops : NeonOps {
   static W4A8_INLINE void accumulate(I (&acc)[R][C][4], const int8_t* const (&rows)[R],
                                      const uint8_t* const (&weights)[C], int64_t begin, int64_t end,
                                      const uint8_t* fetch) {
-    if constexpr (kCode == Code::kInt8) {
-      add_byte_steps(acc, rows, weights[0], begin, end, fetch);
+    if constexpr (is_int8(kCode)) {
+      add_byte_steps<R, kCode>(acc, rows, weights[0], begin, end, fetch);
     } else {
       for (int64_t s = begin; s < end; s += kSumSteps, fetch += kSumSteps * kStepBytes) {
         add_block<R, kCode>(acc, rows, weights[0], s, end - s < kSumSteps ? end - s : kSumSteps, fetch);

@@ -100,5 +100,10 @@ struct NeonOps : TileDefaults {
   static constexpr uint8_t kE2M1Zero = 0;
   static constexpr int32_t kInt8Zero = 0;
   // w of 16 nibbles.
-  static W4A8_INLINE int8x16_t look_up(uint8x16_t nibbles) { return vqtbl1q_s8(vld1q_s8(kE2M1Weights), nibbles); }
+  template <Code kCode>
+  static W4A8_INLINE int8x16_t look_up(uint8x16_t nibbles) {
+    return vqtbl1q_s8(vld1q_s8(kCode == Code::kIQ4 ? kIQ4Weights : kE2M1Weights), nibbles);
+  }
+  template <Code kCode>
+  static constexpr bool is_looked_up = kCode == Code::kE2M1 || kCode == Code::kIQ4;
 };

@@ -117,6 +117,11 @@ struct Avx2Ops : TileDefaults {
     const __m128i table = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
     return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), nibbles);
   }
+  // The table of iq4: a nibble to w + 128.
+  static W4A8_INLINE __m128i iq4_table() {
+    const __m128i weights = _mm_loadu_si128(reinterpret_cast<const __m128i*>(kIQ4Weights));
+    return _mm_xor_si128(weights, _mm_set1_epi8(-128));
+  }
   // u of k0..k0+3 (kHigh: k0+4..k0+7) of both halves of the columns.
   template <Code kCode, bool kHigh>
   static W4A8_INLINE void load_half(const uint8_t* w, int64_t s, I (&out)[2]) {
@@ -130,6 +135,9 @@ struct Avx2Ops : TileDefaults {
         out[v] = _mm256_and_si256(kHigh ? _mm256_srli_epi16(both, 4) : both, nibble);
       }
       if constexpr (kCode == Code::kE2M1) out[v] = look_up(out[v]);
+      if constexpr (kCode == Code::kIQ4) {
+        out[v] = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(iq4_table()), out[v]);
+      }
     }
   }
   static W4A8_INLINE void unpack_e2m1(const uint8_t* packed, uint8_t* bytes) {

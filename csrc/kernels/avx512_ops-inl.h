@@ -121,6 +121,12 @@ struct Avx512Ops : TileDefaults {
     const __m128i table = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
     return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), nibbles);
   }
+  // The table of iq4: nibbles to w + 128.
+  static W4A8_INLINE I look_up_iq4(I nibbles) {
+    const __m128i weights = _mm_loadu_si128(reinterpret_cast<const __m128i*>(kIQ4Weights));
+    const __m128i table = _mm_xor_si128(weights, _mm_set1_epi8(-128));
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), nibbles);
+  }
   // A step: lo and hi in the order of the columns.
   template <Code kCode>
   static W4A8_INLINE void load_step(const uint8_t* w, int64_t s, I (&lo)[1], I (&hi)[1]) {
@@ -136,6 +142,10 @@ struct Avx512Ops : TileDefaults {
     if constexpr (kCode == Code::kE2M1) {
       lo[0] = look_up(lo[0]);
       hi[0] = look_up(hi[0]);
+    }
+    if constexpr (kCode == Code::kIQ4) {
+      lo[0] = look_up_iq4(lo[0]);
+      hi[0] = look_up_iq4(hi[0]);
     }
   }
   static W4A8_INLINE void unpack_e2m1(const uint8_t* packed, uint8_t* bytes) {

@@ -52,12 +52,19 @@ enum class Values : uint8_t {
   kInt4 = 0,  ///< a nibble n: w = n - z, z = 8 or a zero point in 0..15
   kE2M1 = 1,  ///< a nibble n: w = kE2M1Weights[n], twice the number; the scale counts half of what was given
   kInt8 = 2,  ///< a byte n: w = n - z, z = 128 or a zero point in 0..255
+  kIQ4 = 3,   ///< a nibble n: w = kIQ4Weights[n] (ggml's IQ4_NL and IQ4_XS)
 };
+
+/// Whether w is as large as a byte, |w| <= 128.
+constexpr bool are_wide(Values values) { return values == Values::kInt8 || values == Values::kIQ4; }
+
+/// Whether w is a code less something, which may be a zero point.
+constexpr bool are_integers(Values values) { return values == Values::kInt4 || values == Values::kInt8; }
 
 /// What an integer weight w is made of. A weight is w times its scale, less its minimum.
 struct WeightKind {
   Values values = Values::kInt4;
-  bool zero_points = false;  ///< z is given per column and group
+  bool zero_points = false;  ///< z is given per column and group; of integers alone, as minimums are
   bool minimums = false;     ///< a number per column and group, as scales are; z of kInt4 is 0
   bool operator==(const WeightKind&) const = default;
 };
@@ -66,11 +73,13 @@ constexpr WeightKind kInt4ZeroPoints = {Values::kInt4, true};
 constexpr WeightKind kE2M1 = {Values::kE2M1, false};
 constexpr WeightKind kInt8 = {Values::kInt8, false};
 constexpr WeightKind kInt8ZeroPoints = {Values::kInt8, true};
+constexpr WeightKind kIQ4 = {Values::kIQ4, false};
 constexpr WeightKind kInt4Minimums = {Values::kInt4, false, true};
 constexpr WeightKind kInt8Minimums = {Values::kInt8, false, true};
 
 // Not inline: a kernel exports nothing but itself.
 constexpr int8_t kE2M1Weights[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+constexpr int8_t kIQ4Weights[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 
 /// What the fused op applies between w13 and w2, with g = rows [0, I) of w13 and u = rows [I, 2I) when gated.
 /// Ungated, the factor of the other operand is dropped and g is the one operand there is.

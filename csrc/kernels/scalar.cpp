@@ -105,7 +105,7 @@ struct Ops : TileDefaults {
   }
   static I load_widened(const uint8_t* p) { return *p; }
 
-  // |u * q| <= 15 * 128, of int8 128 * 128: exact in int32 for the K that layout.h allows.
+  // |u * q| <= 15 * 128, of int8 and iq4 128 * 128: exact in int32 for the K that layout.h allows.
   template <int R, int C, Code kCode, int64_t kUnit>
   static void accumulate(I (&acc)[R][C][kVecs], const int8_t* const (&rows)[R], const uint8_t* const (&weights)[C],
                          int64_t begin, int64_t end, const uint8_t* /*fetch*/) {
@@ -140,6 +140,10 @@ struct Ops : TileDefaults {
     if constexpr (kCode == Code::kE2M1) {
       low = kE2M1Weights[low];
       high = kE2M1Weights[high];
+    }
+    if constexpr (kCode == Code::kIQ4) {
+      low = kIQ4Weights[low];
+      high = kIQ4Weights[high];
     }
   }
 };

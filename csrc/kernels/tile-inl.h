@@ -149,7 +149,7 @@ template <class Ops, int R, int C, Code kCode>
 W4A8_INLINE void start_accumulators(const TileArgs& t, int64_t part, typename Ops::I (&acc)[R][C][Ops::kVecs]) {
   for_each<R, C, Ops::kVecs>([&](int r, int c, int v) W4A8_LAMBDA {
     typename Ops::I& start = acc[r][c][v];
-    if constexpr ((is_e2m1(kCode) && Ops::kE2M1Zero == 0) || (kCode == Code::kInt8 && Ops::kInt8Zero == 0) ||
+    if constexpr ((is_e2m1(kCode) && Ops::kE2M1Zero == 0) || (is_int8(kCode) && Ops::kInt8Zero == 0) ||
                   (!is_packed(kCode) && Ops::kUnpacksToW)) {
       start = Ops::isplat(0);
     } else if constexpr (!is_packed(kCode) && Ops::kReloadsStarts) {
@@ -157,7 +157,7 @@ W4A8_INLINE void start_accumulators(const TileArgs& t, int64_t part, typename Op
     } else {
       start = Ops::isplat(t.starts[r * t.starts_stride + part]);
       if constexpr (is_e2m1(kCode)) start = Ops::iadd(start, Ops::template shift_right<1>(start));
-      if constexpr (kCode == Code::kInt8) start = Ops::template shift_left<4>(start);
+      if constexpr (is_int8(kCode)) start = Ops::template shift_left<4>(start);
     }
   });
 }
@@ -264,7 +264,7 @@ W4A8_INLINE void channelwise_tile(const TileArgs& t, const int8_t* const (&rows)
                                   const uint8_t* const (&weights)[C]) {
   typename Ops::I acc[R][C][Ops::kVecs];
   if (t.first) {
-    if (!is_e2m1(kCode) && t.zeros != nullptr) {
+    if (are_integers(kCode) && t.zeros != nullptr) {
       const uint8_t* zeros[C];
       point_to_zeros(t, zeros);
       start_at_zeros<Ops, R, C, kCode, false, false>(t, zeros, 0, acc);

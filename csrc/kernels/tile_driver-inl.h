@@ -470,6 +470,7 @@ struct OpsTiles {
       switch (layout.kind.values) {
         case Values::kE2M1: return pick<Code::kE2M1>(count, columns, grouping);
         case Values::kInt8: return pick<Code::kInt8>(count, columns, grouping);
+        case Values::kIQ4: return pick<Code::kIQ4>(count, columns, grouping);
         default: return pick<Code::kNibbles>(count, columns, grouping);
       }
     }
@@ -478,13 +479,13 @@ struct OpsTiles {
 };
 
 // GemmFn of an ISA that brings Ops alone. More rows than one tile of packed weights has get scratch: that they do says
-// that unpacking costs. Bytes are read as they are packed.
+// that unpacking costs. Bytes are read as they are packed, and so is iq4, whose bytes VPMADDUBSW could not multiply.
 template <class Ops>
 void gemm(const Rows& rows, int64_t m, const Panels& panels, int64_t panel_count, float* out, int64_t ldc,
           uint8_t* scratch) {
   using Few = OpsTiles<Ops, false>;
   Few few;
-  const bool unpacks = scratch != nullptr && panels.kind.values != Values::kInt8;
+  const bool unpacks = scratch != nullptr && !are_wide(panels.kind.values);
   if constexpr (Ops::kUnpackRows != 0) {
     if (unpacks && m >= Ops::kUnpackRows) {
       OpsTiles<Ops, true> many;

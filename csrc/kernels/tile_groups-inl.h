@@ -236,10 +236,10 @@ W4A8_INLINE void add_sized_groups(const TileArgs& t, const int8_t* const (&rows)
 template <class Ops, int R, int C, Code kCode, Grouping kGrouping>
 W4A8_INLINE void add_all_groups(const TileArgs& t, const int8_t* const (&rows)[R], const uint8_t* const (&weights)[C],
                                 typename Ops::F (&f)[R][C][Ops::kVecs]) {
-  if constexpr (!Ops::kSpareRegisters && !is_e2m1(kCode)) {
+  if constexpr (!Ops::kSpareRegisters && are_integers(kCode)) {
     if (t.zeros != nullptr) return add_sized_groups<Ops, R, C, kCode, Zeros::kAll, kGrouping>(t, rows, weights, f);
   }
-  constexpr Zeros kZeros = Ops::kSpareRegisters && !is_e2m1(kCode) ? Zeros::kAsk : Zeros::kNone;
+  constexpr Zeros kZeros = Ops::kSpareRegisters && are_integers(kCode) ? Zeros::kAsk : Zeros::kNone;
   add_sized_groups<Ops, R, C, kCode, kZeros, kGrouping>(t, rows, weights, f);
 }
 
@@ -304,7 +304,7 @@ W4A8_INLINE void groups_tile(const TileArgs& t, const int8_t* const (&rows)[R], 
   typename Ops::F f[R][C][Ops::kVecs];
   if (!t.first) {
     load_sums<Ops>(t, f);
-  } else if (!is_e2m1(kCode) && t.panels->kind.minimums) {
+  } else if (are_integers(kCode) && t.panels->kind.minimums) {
     start_at_minimums<Ops>(t, f);
   } else {
     fill(f, Ops::splat(0.0f));

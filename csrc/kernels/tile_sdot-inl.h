@@ -7,8 +7,9 @@
 //      acc[j] += (w[j] & 15) . a.lane[0],  acc[j] += (w[j] >> 4) . a.lane[1];  the next step takes lanes 2 and 3
 //
 //   Nibbles 0..15 are positive as signed bytes too. They are w + 8, hence acc starts at -8 * sum(a); w + z, hence it
-//   starts at -z * sum(a). Those of e2m1 are looked up. A step of bytes is eight registers, four for each half of k;
-//   the bytes are taken less 128. |acc| <= K * 15 * 128 < 2^31 for K <= 2^20, of bytes K * 128 * 128 for K <= 2^16.
+//   starts at -z * sum(a). Those of e2m1 and iq4 are looked up. A step of bytes is eight registers, four for each half
+//   of k; the bytes are taken less 128. |acc| <= K * 15 * 128 < 2^31 for K <= 2^20, of bytes and iq4 K * 128 * 128 for
+//   K <= 2^16.
 //
 // Sums of groups become floats without SCVTF, which has a quarter of the rate of FSUB: they start at the bits of the
 // float 1.5 * 2^23, of which a float one larger is one larger as int32, too. Exact while |sum| <= 2^22 (is_small).
@@ -21,7 +22,7 @@ alignas(32) constexpr float kMiddles[] = {0x1.8p23f, 0x1.8p23f, 0x1.8p23f, 0x1.8
                                           0x1.8p23f, 0x1.8p23f, 0x1.8p23f, 0x1.8p23f};
 // Whether the sum of a group is at most 2^22: of bytes 128 * 128 * 256, of nibbles 15 * 128 * 2048 is less.
 constexpr bool is_small(const PanelLayout& layout) {
-  return layout.group_steps * kStepK <= (layout.kind.values == Values::kInt8 ? 256 : 2048);
+  return layout.group_steps * kStepK <= (are_wide(layout.kind.values) ? 256 : 2048);
 }
 
 struct DotOps : NeonOps {
@@ -101,12 +102,12 @@ struct DotOps : NeonOps {
         take_pair(weights[c], both[2], both[3]);
         for_each<4>([&](int j) W4A8_LAMBDA {
           Bytes low = vandq_s8(both[j], nibble);
-          if constexpr (kCode == Code::kE2M1) low = look_up(vreinterpretq_u8_s8(low));
+          if constexpr (is_looked_up<kCode>) low = look_up<kCode>(vreinterpretq_u8_s8(low));
           for_each<R>([&](int r) W4A8_LAMBDA { dot<kLane>(acc[r][c][j], low, a[r]); });
         });
         for_each<4>([&](int j) W4A8_LAMBDA {
           Bytes high = vreinterpretq_s8_u8(vshrq_n_u8(vreinterpretq_u8_s8(both[j]), 4));
-          if constexpr (kCode == Code::kE2M1) high = look_up(vreinterpretq_u8_s8(high));
+          if constexpr (is_looked_up<kCode>) high = look_up<kCode>(vreinterpretq_u8_s8(high));
           for_each<R>([&](int r) W4A8_LAMBDA { dot<kLane + 1>(acc[r][c][j], high, a[r]); });
         });
       }
@@ -158,7 +159,7 @@ struct DotOps : NeonOps {
 
 // The steps of a chunk of nibbles as w: less 8, less their zero points, or looked up. Tiles::store_step puts a step
 // where its tile wants it.
-template <class Tiles, Values kValues, bool kZeroPoints>
+template <class Tiles, Code kCode, bool kZeroPoints>
 void unpack_signed(const Chunk& chunk, uint8_t* bytes) {
   using Bytes = DotOps::Bytes;
   for_each_run<kZeroPoints>(chunk, [&](const uint8_t* packed, int64_t count, const uint8_t* zeros) {
@@ -174,7 +175,7 @@ void unpack_signed(const Chunk& chunk, uint8_t* bytes) {
       }
     });
     const auto w = [&](uint8x16_t nibbles, int j) W4A8_LAMBDA {
-      if constexpr (kValues == Values::kE2M1) return NeonOps::look_up(nibbles);
+      if constexpr (NeonOps::is_looked_up<kCode>) return NeonOps::look_up<kCode>(nibbles);
       return vsubq_s8(vreinterpretq_s8_u8(nibbles), zero[j]);
     };
     for (; count > 0; --count, bytes += kByteStepBytes) {
@@ -224,9 +225,10 @@ struct SignedTiles {
     DotOps::barrier();  // not before the tiles have read what this overwrites
     switch (chunk.layout.kind.values) {
       case Values::kInt4:
-        return chunk.layout.kind == kInt4 ? unpack_signed<Tiles, Values::kInt4, false>(chunk, bytes)
-                                          : unpack_signed<Tiles, Values::kInt4, true>(chunk, bytes);
-      case Values::kE2M1: return unpack_signed<Tiles, Values::kE2M1, false>(chunk, bytes);
+        return chunk.layout.kind == kInt4 ? unpack_signed<Tiles, Code::kNibbles, false>(chunk, bytes)
+                                          : unpack_signed<Tiles, Code::kNibbles, true>(chunk, bytes);
+      case Values::kE2M1: return unpack_signed<Tiles, Code::kE2M1, false>(chunk, bytes);
+      case Values::kIQ4: return unpack_signed<Tiles, Code::kIQ4, false>(chunk, bytes);
       case Values::kInt8: return unpack_bytes<Tiles>(chunk, bytes);
     }
   }

@@ -204,14 +204,16 @@ struct UnitTiles {
                                           : unpack_kind<Unpacked::kInt4ZeroPoints>(chunk, weights);
       case Values::kE2M1: return unpack_kind<Unpacked::kE2M1>(chunk, weights);
       case Values::kInt8: return unpack_kind<Unpacked::kInt8>(chunk, weights);
+      case Values::kIQ4: return unpack_kind<Unpacked::kIQ4>(chunk, weights);
     }
   }
-  enum class Unpacked { kInt4, kInt4ZeroPoints, kE2M1, kInt8 };
+  enum class Unpacked { kInt4, kInt4ZeroPoints, kE2M1, kInt8, kIQ4 };
   template <Unpacked kKind>
   static W4A8_INLINE void unpack_step(const uint8_t* packed, const uint8_t* zeros, uint8_t* weights) {
     if constexpr (kKind == Unpacked::kInt4) Ops::unpack_step(packed, weights);
     if constexpr (kKind == Unpacked::kInt4ZeroPoints) Ops::unpack_step_from(packed, zeros, weights);
-    if constexpr (kKind == Unpacked::kE2M1) Ops::unpack_step_e2m1(packed, weights);
+    if constexpr (kKind == Unpacked::kE2M1) Ops::template unpack_step_by<kE2M1Weights>(packed, weights);
+    if constexpr (kKind == Unpacked::kIQ4) Ops::template unpack_step_by<kIQ4Weights>(packed, weights);
     if constexpr (kKind == Unpacked::kInt8) Ops::unpack_step_int8(packed, weights);
   }
   template <Unpacked kKind>

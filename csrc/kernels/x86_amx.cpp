@@ -10,7 +10,7 @@
 //   Tile instructions hardly overlap with AVX-512 arithmetic, which shares port 5: converting the sums of groups and
 //   multiplying add up. tile_unit-inl.h has the loops.
 //
-//   |sum| <= K * 8 * 128 < 2^31 for K <= 2^20; K * 15 * 128 for K <= 2^19; of int8 K * 128 * 128 for K <= 2^16.
+//   |sum| <= K * 8 * 128 < 2^31 for K <= 2^20; K * 15 * 128 for K <= 2^19; of int8 and iq4 K * 128 * 128 for K <= 2^16.
 #if defined(__x86_64__)
 #include <immintrin.h>
 
@@ -58,7 +58,7 @@ struct AmxOps : Avx512Ops {
     _mm512_storeu_si512(bytes, _mm512_gf2p8affine_epi64_epi8(both, low, 0xf8));
     _mm512_storeu_si512(bytes + kStepBytes, _mm512_gf2p8affine_epi64_epi8(both, high, 0xf8));
   }
-  // The same with zero points [16] or for e2m1.
+  // The same with zero points [16], or by a table.
   static W4A8_INLINE void unpack_step_from(const uint8_t* packed, const uint8_t* zeros, uint8_t* bytes) {
     const __m128i four_times = _mm_setr_epi8(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12);
     const I zero = _mm512_shuffle_epi8(iand(load_widened(zeros), isplat(15)), _mm512_broadcast_i32x4(four_times));
@@ -68,8 +68,9 @@ struct AmxOps : Avx512Ops {
     _mm512_storeu_si512(bytes, _mm512_sub_epi8(lo[0], zero));
     _mm512_storeu_si512(bytes + kStepBytes, _mm512_sub_epi8(hi[0], zero));
   }
-  static W4A8_INLINE void unpack_step_e2m1(const uint8_t* packed, uint8_t* bytes) {
-    const I table = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(kE2M1Weights)));
+  template <const int8_t* kWeights>
+  static W4A8_INLINE void unpack_step_by(const uint8_t* packed, uint8_t* bytes) {
+    const I table = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(kWeights)));
     I lo[1];
     I hi[1];
     load_step<Code::kNibbles>(packed, 0, lo, hi);

@@ -13,7 +13,7 @@
 //   VPMADDUBSW, so a block of 4 steps (32 k) is 8 of them: 8 * 3840 = 30720 < 32768. Then they are widened to 32 bits.
 //   e2m1 counts from 12: 24 * 128 * 2 = 6144, so 2 steps are 4 * 6144 = 24576, and 3 would not fit.
 //   Bytes of int8 are too large: their low and their high four bits are multiplied apart, and VPMADDWD, which widens
-//   the sums, multiplies those of the high ones by 16.
+//   the sums, multiplies those of the high ones by 16. Those of iq4 are looked up in two tables.
 #if defined(__x86_64__)
 #include <immintrin.h>
 
@@ -45,15 +45,25 @@ struct Ops : Avx2Ops {
 
   static constexpr bool kE2M1IsWide = true;
 
-  // Which four bits of a byte of int8 are multiplied.
+  // Which four bits of a byte of int8, or of iq4's table, are multiplied.
   enum class Part { kAll, kLow, kHigh };
+
+  // The table of iq4, four bits of w + 128.
+  template <Part kPart>
+  static W4A8_INLINE __m128i iq4_part() {
+    const __m128i table = iq4_table();
+    return _mm_and_si128(kPart == Part::kHigh ? _mm_srli_epi16(table, 4) : table, _mm_set1_epi8(0x0f));
+  }
 
   // kFirst: the sums are set instead of added to.
   template <int R, Code kCode, bool kUpperK, bool kFirst, Part kPart>
   static W4A8_INLINE void add_products(I (&sums)[R][2], const int8_t* const (&rows)[R], const uint8_t* w, int64_t s) {
     I u[2];
-    load_half<kCode, kUpperK>(w, s, u);
-    if constexpr (kPart != Part::kAll) {
+    load_half<kCode == Code::kIQ4 ? Code::kNibbles : kCode, kUpperK>(w, s, u);
+    if constexpr (kCode == Code::kIQ4) {
+      const I table = _mm256_broadcastsi128_si256(iq4_part<kPart>());
+      for_each<2>([&](int v) W4A8_LAMBDA { u[v] = _mm256_shuffle_epi8(table, u[v]); });
+    } else if constexpr (kPart != Part::kAll) {
       for_each<2>([&](int v) W4A8_LAMBDA {
         u[v] = _mm256_and_si256(kPart == Part::kHigh ? _mm256_srli_epi16(u[v], 4) : u[v], _mm256_set1_epi8(0x0f));
       });
@@ -90,7 +100,7 @@ struct Ops : Avx2Ops {
   static W4A8_INLINE void add_sums(I (&acc)[R][1][2], const int8_t* const (&rows)[R], const uint8_t* w, int64_t s,
                                    const uint8_t* fetch) {
     if constexpr (kFetch) fetch_lines<kCount * step_bytes(kCode)>(fetch);
-    if constexpr (kCode == Code::kInt8) {
+    if constexpr (is_int8(kCode)) {
       add_part<R, kCode, kCount, Part::kLow>(acc, rows, w, s);
       add_part<R, kCode, kCount, Part::kHigh>(acc, rows, w, s);
     } else {

@@ -77,14 +77,19 @@ inline DType activation_dtype(const char* name, const at::Tensor& tensor) {
 
 /// The argument `values` of the ops, and what it says.
 inline const char* values_name(WeightKind kind) {
-  return kind.values == Values::kE2M1 ? "e2m1" : (kind.values == Values::kInt8 ? "int8" : "int4");
+  switch (kind.values) {
+    case Values::kE2M1: return "e2m1";
+    case Values::kInt8: return "int8";
+    case Values::kIQ4: return "iq4";
+    default: return "int4";
+  }
 }
 
 inline Values values_of(c10::string_view values) {
-  TORCH_CHECK(values == "int4" || values == "e2m1" || values == "int8", "values is '", values,
-              "', expected 'int4', 'e2m1' or 'int8'");
-  if (values == "int4") return Values::kInt4;
-  return values == "e2m1" ? Values::kE2M1 : Values::kInt8;
+  for (const Values known : {Values::kInt4, Values::kE2M1, Values::kInt8, Values::kIQ4}) {
+    if (values == values_name({known})) return known;
+  }
+  TORCH_CHECK(false, "values is '", values, "', expected 'int4', 'e2m1', 'int8' or 'iq4'");
 }
 
 /// The type of a tensor of scales; those of one byte are given and come back as bits.

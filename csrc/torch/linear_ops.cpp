@@ -26,8 +26,8 @@ bool has_shape(const at::Tensor& tensor, const at::Tensor& weights, std::initial
 WeightKind kind_of(const c10::optional<at::Tensor>& zero_points, const c10::optional<at::Tensor>& minimums,
                    c10::string_view values) {
   const Values codes = values_of(values);
-  TORCH_CHECK(codes != Values::kE2M1 || !zero_points.has_value(),
-              "zero_points is given, expected none for values = 'e2m1'");
+  TORCH_CHECK(are_integers(codes) || !zero_points.has_value(), "zero_points is given, expected none for values = '",
+              values, "'");
   return {codes, zero_points.has_value(), minimums.has_value()};
 }
 
@@ -96,8 +96,8 @@ void check_pack_arguments(const PackArguments& a, const PackedShape& shape) {
               "weights has shape ", shape_text(weights.sizes()), ", expected [", shape.n, ", ", bytes, "] or [E, ",
               shape.n, ", ", bytes, "] for out_features = ", shape.n, ", in_features = ", shape.k, " and values = '",
               values_name(shape.kind), "'");
-  TORCH_CHECK(!channel_scales.has_value() || shape.kind.values != Values::kInt8,
-              "channel_scales is given, expected none for values = 'int8'");
+  TORCH_CHECK(!channel_scales.has_value() || !are_wide(shape.kind.values),
+              "channel_scales is given, expected none for values = '", values_name(shape.kind), "'");
   TORCH_CHECK(has_shape(scales, weights, {shape.n, shape.groups()}), "scales_zeros has shape ",
               shape_text(scales.sizes()), ", expected ", expected_shape(weights, {shape.n, shape.groups()}),
               " for block_size = ", shape.group);

@@ -27,8 +27,9 @@ namespace w4a8 {
 /// in_features). minimums, of type and shape of scales_zeros, are subtracted: a weight is scale * code - minimum, of
 /// nibbles with the code n itself, of bytes with n - 128; without zero points, block_size at most 256. super_scales,
 /// float16 [N, K/256] ([E, ...]): scales_zeros is int8, and a scale that times the super-scale; minimums are int8 then,
-/// and have super_minimums. K is a multiple of 256 then, block_size 16, 32, 64 or 128, values "int4" or "int8" without
-/// zero points. Returns uint8 [bytes] or [E, bytes].
+/// and have super_minimums. K is a multiple of 256 then, block_size 16, 32, 64 or 128, values "iq4", or "int4" or
+/// "int8" without zero points. With values "iq4" a nibble is one of the 16 integers of GGUF's IQ4_NL, without zero
+/// points, minimums and channel_scales. Returns uint8 [bytes] or [E, bytes].
 W4A8_EXPORT at::Tensor dyn_quant_pack_4bit_weight(const at::Tensor& weights, const at::Tensor& scales_zeros,
                                                   const c10::optional<at::Tensor>& bias, int64_t block_size,
                                                   int64_t in_features, int64_t out_features,

@@ -65,6 +65,7 @@ TEST(AgreementTest, Matmul) {
                                    {75, 160, 32, ScaleType::kE8M0, false, kE2M1, 32},
                                    {130, 192, 64, ScaleType::kBFloat16, true, kInt8, 32},
                                    {75, 128, 64, ScaleType::kFloat16, false, kInt8ZeroPoints, 64},
+                                   {75, 160, 32, ScaleType::kFloat16, true, kIQ4, 32},
                                    {100, 128, 128, ScaleType::kFloat32, true, kE2M1}}) {
     const Packed packed = pack_one(shape, random_weights(rng, shape));
     for (const DType dtype : kAllDTypes) {

@@ -352,10 +352,11 @@ void check_extremes(const Kernel& kernel, const PackedShape& shape, const ref::W
 // They must survive any narrow intermediate (int16 sums of maddubs, signed times unsigned, ...).
 TEST_P(KernelTest, ExtremesAreExactIntegers) {
   for (const WeightKind kind : kAllKinds) {
-    // 255 * 15 * 4096, 255 * 128 * 512 and 255 * 255 * 256 < 2^24. Half of it is the largest group whose sums are in
+    // 255 * 15 * 4096, 255 * 128 * 512 (iq4, too) and 255 * 255 * 256 < 2^24. Half of it is the largest group whose
+    // sums are in
     // [-2^22, 2^22] with the activations alone (of int8 without zero points, both ends), where kernels may do
     // otherwise.
-    const int64_t k = kind.values != Values::kInt8 ? 4096 : (kind.zero_points ? 256 : 512);
+    const int64_t k = !are_wide(kind.values) ? 4096 : (kind.zero_points ? 256 : 512);
     for (const int64_t group : {k, int64_t{16}, int64_t{32}, int64_t{128}, int64_t{256}, int64_t{1024}, k / 2}) {
       if (group > k) continue;
       for (int pattern = 0; pattern < 4; ++pattern) {

@@ -84,9 +84,9 @@ TEST(LayoutTest, EachFieldIsCheckedByName) {
     expect_words(refusal(with<uint32_t>(kVersionAt, version)),
                  {what, "version is " + std::to_string(version), "reads version 5"});
   }
-  for (const int values : {3, 4, 255}) {
+  for (const int values : {4, 5, 255}) {
     expect_words(refusal(with<uint8_t>(kValuesAt, static_cast<uint8_t>(values))),
-                 {what, "values are " + std::to_string(values), "2 (int8)"});
+                 {what, "values are " + std::to_string(values), "3 (iq4)"});
   }
   for (const int scale : {6, 7, 255}) {
     expect_words(refusal(with<uint8_t>(kScaleAt, static_cast<uint8_t>(scale))),
@@ -109,7 +109,7 @@ TEST(LayoutTest, EachFieldIsCheckedByName) {
   expect_words(refusal(with<int64_t>(kKAt, 0)), {what, "k (in_features) is 0"});
   expect_words(refusal(with<int64_t>(kKAt, -128)), {what, "k (in_features) is -128"});
   expect_words(refusal(with<int64_t>(kKAt, kMaxK + 2)), {what, "k (in_features) is"});
-  for (const WeightKind kind : {kInt4ZeroPoints, kE2M1, kInt8, kInt8ZeroPoints}) {
+  for (const WeightKind kind : {kInt4ZeroPoints, kE2M1, kInt8, kInt8ZeroPoints, kIQ4}) {
     expect_words(refusal(with<int64_t>(kKAt, kMaxK / 2 + 2, kind)), {what, "k (in_features) is", kind_name(kind)});
   }
   expect_words(refusal(with<int64_t>(kGroupAt, 48)), {what, "group", "48"});
@@ -260,9 +260,14 @@ TEST(LayoutTest, CheckShape) {
   bad({16, 64, 64, static_cast<ScaleType>(200), false}, {"scale type", "200"});
   bad({16, kMaxK / 2 + 2, 2, ScaleType::kFloat32, false, kInt4ZeroPoints}, {"k (in_features)", "524288"});
   bad({16, kMaxK, kMaxK, ScaleType::kFloat32, false, kE2M1}, {"k (in_features)", "524288", "e2m1"});
-  bad({16, 64, 64, ScaleType::kFloat32, false, {static_cast<Values>(4), false}}, {"values are 4", "2 (int8)"});
+  bad({16, 64, 64, ScaleType::kFloat32, false, {static_cast<Values>(4), false}}, {"values are 4", "3 (iq4)"});
   bad({16, 64, 64, ScaleType::kFloat32, false, {Values::kE2M1, true}}, {"e2m1 with zero points"});
   bad({16, kMaxK, 32, ScaleType::kFloat32, false, kInt8}, {"k (in_features)", "524288", "int8"});
+  bad({16, kMaxK, 32, ScaleType::kFloat32, false, kIQ4}, {"k (in_features)", "524288", "iq4"});
+  bad({16, 64, 64, ScaleType::kFloat32, false, {Values::kIQ4, true}}, {"iq4 with zero points"});
+  bad({16, 64, 32, ScaleType::kFloat32, false, {Values::kIQ4, false, true}}, {"minimums beside iq4"});
+  bad({16, 80, 16, ScaleType::kE5M3, false, kIQ4}, {"scale type", "e5m3", "iq4"});
+  bad({16, 64, 32, ScaleType::kE8M0, false, kIQ4}, {"scale type", "e8m0", "iq4"});
   // Activation groups are parts of the weights' groups, or of K.
   for (const auto& [k, group, activation_group] : {std::array<int64_t, 3>{64, 32, 64},
                                                    {96, 96, 64},
@@ -288,7 +293,7 @@ TEST(LayoutTest, CheckShape) {
   }
   // More products than sum up in int32.
   const int64_t most = int64_t{1} << 16;
-  for (const auto& [kind, limit] : {std::pair{kInt8, most}, {kInt8ZeroPoints, most / 2}}) {
+  for (const auto& [kind, limit] : {std::pair{kInt8, most}, {kIQ4, most}, {kInt8ZeroPoints, most / 2}}) {
     EXPECT_NO_THROW(check_shape({16, limit, limit, ScaleType::kFloat32, false, kind}));
     EXPECT_NO_THROW(check_shape({16, 2 * limit, limit, ScaleType::kFloat32, false, kind}));
     bad({16, limit + 2, limit + 2, ScaleType::kFloat32, false, kind},

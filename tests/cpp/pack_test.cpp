@@ -100,7 +100,7 @@ void check_codes(const PackedShape& shape, const ref::Weights& weights, const Of
     if (shape.kind.zero_points) {
       return column < shape.n ? weights.zero_points[static_cast<std::size_t>((column + 1) * shape.groups() - 1)] : 0;
     }
-    return encode(shape.kind, 0, 0, false);
+    return encode(shape.kind, shape.kind == kIQ4 ? 1 : 0, 0, false);
   };
   for (int64_t s = 0; s < at.steps; ++s) {
     for (int64_t c = 0; c < 16; ++c) {
@@ -440,6 +440,8 @@ TEST(PackTest, FrozenBytes) {
       {kInt4ZeroPoints, ScaleType::kE5M3, 16, 0x4deaa5efd463df2du},
       {kE2M1, ScaleType::kE5M3, 16, 0x5359e6197b113997u},
       {kE2M1, ScaleType::kE8M0, 32, 0x3955e2a74d6843f8u},
+      {kIQ4, kF32, 224, 0xe8b107b241439d00u},
+      {kIQ4, kF16, 32, 0x3a1bf6c3e10f3529u},
   };
   for (const Case& c : cases) {
     const PackedShape shape{19, 224, c.group, c.scales, true, c.kind};

@@ -204,6 +204,12 @@ int twice_e2m1(int nibble) {
   return nibble >= 8 ? -twice : twice;
 }
 
+int iq4(int nibble) {
+  // kvalues_iq4nl of ggml.
+  constexpr int kNumbers[] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+  return kNumbers[nibble];
+}
+
 float cut(float scale) { return from_bits(to_bits(scale) / 4 * 4); }
 
 namespace {

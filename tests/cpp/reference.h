@@ -41,13 +41,16 @@ float cut(float scale);
 /// Twice the value of an e2m1 number: a sign, two bits of exponent, one of mantissa.
 int twice_e2m1(int nibble);
 
+/// The number of ggml's IQ4_NL that a nibble stands for.
+int iq4(int nibble);
+
 /// A weight matrix as integers and what each is multiplied by: y = x * W^T + bias.
 struct Weights {
   int64_t n = 0;
   int64_t k = 0;
   int64_t group = 0;                       // k when channelwise
-  std::vector<int> w;                      // [n, k]: code - 8, - 128 or - zero point, or twice_e2m1(nibble); of int4
-                                           // with minimums the code
+  std::vector<int> w;                      // [n, k]: code - 8, - 128 or - zero point, or twice_e2m1(nibble) or iq4(
+                                           // nibble); of int4 with minimums the code
   std::vector<float> scales;               // [n, k / group]: of e2m1 half of what the checkpoint has
   std::vector<float> bias;                 // [n] or empty
   std::vector<int> zero_points;            // [n, k / group], 0..15, of int8 0..255; empty if there are none

@@ -79,6 +79,7 @@ bool is_shape(const PackedShape& shape) {
 
 int decode(WeightKind kind, int code, int zero_point) {
   if (kind.values == Values::kE2M1) return ref::twice_e2m1(code);
+  if (kind.values == Values::kIQ4) return ref::iq4(code);
   if (kind.zero_points) return code - zero_point;
   if (kind == kInt4Minimums) return code;
   return code - (kind.values == Values::kInt8 ? 128 : 8);

@@ -76,8 +76,8 @@ uint32_t element_bits(const void* data, int64_t i, ref::Type type);
 /// Normal values with a few larger ones, as activations have them, rounded to `dtype`.
 std::vector<float> random_activations(Rng& rng, int64_t count, DType dtype);
 
-inline constexpr WeightKind kAllKinds[] = {kInt4,           kInt4ZeroPoints, kE2M1,        kInt8,
-                                           kInt8ZeroPoints, kInt4Minimums,   kInt8Minimums};
+inline constexpr WeightKind kAllKinds[] = {kInt4,           kInt4ZeroPoints, kE2M1,         kInt8,
+                                           kInt8ZeroPoints, kInt4Minimums,   kInt8Minimums, kIQ4};
 inline constexpr int64_t kKindCount = std::size(kAllKinds);
 /// Whether check_shape takes it: not every type of scales goes with every kind and group.
 bool is_shape(const PackedShape& shape);

@@ -14,7 +14,8 @@ namespace {
 
 constexpr int64_t kMostMacs = 1 << 19;  // of the naive reference, per input
 constexpr DType kDTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
-constexpr WeightKind kKinds[] = {kInt4, kInt4ZeroPoints, kE2M1, kInt8, kInt8ZeroPoints, kInt4Minimums, kInt8Minimums};
+constexpr WeightKind kKinds[] = {kInt4,           kInt4ZeroPoints, kE2M1,         kInt8,
+                                 kInt8ZeroPoints, kInt4Minimums,   kInt8Minimums, kIQ4};
 constexpr ScaleType kScaleTypes[] = {ScaleType::kFloat32, ScaleType::kBFloat16, ScaleType::kFloat16,
                                      ScaleType::kE5M3,    ScaleType::kE8M0,     ScaleType::kSuper};
 
@@ -39,8 +40,7 @@ void make_even(std::vector<uint8_t>& scales, ScaleType type) {
 void pick_kind(Bytes& in, PackedShape& shape) {
   shape.kind = in.pick(kKinds);
   shape.scale_type = in.pick(kScaleTypes);
-  const bool nibbles = shape.kind.values != Values::kInt8;
-  const bool e5m3 = nibbles && shape.in_least_groups();
+  const bool e5m3 = !are_wide(shape.kind.values) && shape.in_least_groups();
   const bool e8m0 = shape.kind == kE2M1 && !shape.channelwise() && !shape.in_least_groups();
   if (shape.scale_type == ScaleType::kE5M3 && !e5m3) shape.scale_type = ScaleType::kBFloat16;
   if (shape.scale_type == ScaleType::kE8M0 && !e8m0) shape.scale_type = ScaleType::kFloat32;

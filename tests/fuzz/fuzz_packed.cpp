@@ -24,7 +24,7 @@ bool valid(const std::vector<uint8_t>& bytes) {
   const int values = bytes[12];
   const int scales = bytes[13];
   const int flags = bytes[14];
-  if (field<uint32_t>(bytes, 8) != 5 || values > 2 || scales > 5 || flags > 15 || bytes[15] != 0) return false;
+  if (field<uint32_t>(bytes, 8) != 5 || values > 3 || scales > 5 || flags > 15 || bytes[15] != 0) return false;
   if (std::any_of(bytes.begin() + 48, bytes.begin() + 64, [](uint8_t byte) { return byte != 0; })) return false;
   const auto n = field<int64_t>(bytes, 16);
   const auto k = field<int64_t>(bytes, 24);
@@ -40,15 +40,16 @@ bool valid(const std::vector<uint8_t>& bytes) {
     if (activations != 32 && activations != 64 && activations != 128) return false;
     if ((group == 16 ? k : group) % activations != 0) return false;
   }
-  if (values == 2 && group > 1 << (zeros ? 15 : 16)) return false;
+  if (values >= 2 && group > 1 << (zeros ? 15 : 16)) return false;
   const bool least = group == 16 && k != 16;
-  if (values == 1 && zeros) return false;
+  const bool table = values == 1 || values == 3;
+  if (table && zeros) return false;
   if ((scales == 3) != ((flags & 4) != 0)) return false;
-  if (scales == 3 && (!least || values == 2)) return false;
+  if (scales == 3 && (!least || values >= 2)) return false;
   if (scales == 4 && (values != 1 || least || group == k)) return false;
   const bool supers = scales == 5;
   if (supers && (values == 1 || zeros || k % 256 != 0 || group >= 256 || 256 % group != 0)) return false;
-  if (minimums && (values == 1 || zeros || group == k || group > 256 || scales == 3 || scales == 4)) return false;
+  if (minimums && (table || zeros || group == k || group > 256 || scales == 3 || scales == 4)) return false;
   const int64_t of_group = 16 * ((scales == 0 ? 4 : (scales < 3 ? 2 : 1)) + (zeros ? 1 : 0));
   const int64_t groups = k / group;
   int64_t m = 1;
@@ -151,7 +152,8 @@ void damage(Bytes& in, std::vector<uint8_t>& bytes, bool resize) {
 }
 
 void pick_kind(Bytes& in, PackedShape& shape) {
-  constexpr WeightKind kKinds[] = {kInt4, kInt4ZeroPoints, kE2M1, kInt8, kInt8ZeroPoints, kInt4Minimums, kInt8Minimums};
+  constexpr WeightKind kKinds[] = {kInt4,           kInt4ZeroPoints, kE2M1,         kInt8,
+                                   kInt8ZeroPoints, kInt4Minimums,   kInt8Minimums, kIQ4};
   constexpr ScaleType kFloats[] = {ScaleType::kFloat32, ScaleType::kBFloat16, ScaleType::kFloat16};
   shape.kind = in.pick(kKinds);
   shape.scale_type = in.pick(kFloats);
@@ -165,7 +167,7 @@ void pick_kind(Bytes& in, PackedShape& shape) {
     }
     if (shape.kind.minimums) return;
   }
-  if (shape.in_least_groups() && shape.kind.values != Values::kInt8) {
+  if (shape.in_least_groups() && !are_wide(shape.kind.values)) {
     shape.scale_type = ScaleType::kE5M3;
   } else if (shape.kind == kE2M1 && !shape.channelwise() && !shape.in_least_groups()) {
     shape.scale_type = ScaleType::kE8M0;

@@ -56,6 +56,7 @@ int most_code(WeightKind kind) { return kind.values == Values::kInt8 ? 255 : 15;
 
 int decode(WeightKind kind, int code, int zero_point) {
   if (kind.values == Values::kE2M1) return ref::twice_e2m1(code);
+  if (kind.values == Values::kIQ4) return ref::iq4(code);
   if (kind.minimums && kind.values == Values::kInt4) return code;
   return code - (kind.zero_points ? zero_point : (most_code(kind) + 1) / 2);
 }

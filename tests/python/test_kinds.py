@@ -247,7 +247,10 @@ def with_element(tensor, index, value):
 LONG = {"in_features": 2**16 + 2, "block_size": 2**16 + 2, "out_features": 1}
 # Kind of [24, 64] in groups of 32 (of two levels 16): what is changed, and the message.
 PACK = {
-    "unknown values": ("int4", {"values": "fp4"}, r"values is 'fp4', expected 'int4', 'e2m1' or 'int8'"),
+    "unknown values": ("int4", {"values": "fp4"}, r"values is 'fp4', expected 'int4', 'e2m1', 'int8' or 'iq4'"),
+    "zero points of iq4": ("iq4", {"zero_points": full(24, 2)}, r"zero_points is given, expected none for values = 'iq4'"),
+    "minimums of iq4": ("iq4", {"minimums": torch.ones(24, 2)}, r"minimums beside iq4, expected them beside int4 or int8"),
+    "channel scales of iq4": ("iq4", {"scales_zeros": full(24, 4), "block_size": 16, "channel_scales": torch.ones(24)}, r"scales of type e5m3|channel_scales"),
     "zero points of e2m1": ("e2m1", {"zero_points": full(24, 2)}, r"zero_points is given, expected none for values = 'e2m1'"),
     "signed zero points": ("int4", {"zero_points": full(24, 2, dtype=torch.int8)}, r"zero_points has dtype (Char|signed char|int8), expected uint8"),
     "transposed": ("int4", {"zero_points": full(2, 24)}, r"zero_points has shape \[2, 24\], expected that of scales_zeros, \[24, 2\]"),
@@ -311,7 +314,7 @@ HEADERS = [
     (8, 2, "version is 2: packed before w4a8 0.1, pack the weights again"),
     (8, 4, "version is 4: packed before w4a8 0.1, pack the weights again"),
     (8, 6, "version is 6, this library reads version 5"),
-    (12, 3, r"values are 3, expected 0 \(int4\), 1 \(e2m1\) or 2 \(int8\)"),
+    (12, 4, r"values are 4, expected 0 \(int4\), 1 \(e2m1\), 2 \(int8\) or 3 \(iq4\)"),
     (13, 6, "scale type is 6, expected 0"),
     (14, 16, "flags are 16, expected a sum of 1"),
     (15, 1, "reserved bytes of the header are not zero"),
@@ -319,7 +322,11 @@ HEADERS = [
 ]
 MORE_HEADERS = {
     "int4": [(14, 4, r"flags are 4, expected 4 \(channel scales\) not among them")],
-    "zeros": [(12, 1, "values are e2m1 with zero points"), (12, 2, r"size is \d+ bytes, its header .* needs")],
+    "zeros": [
+        (12, 1, "values are e2m1 with zero points"),
+        (12, 3, "values are iq4 with zero points"),
+        (12, 2, r"size is \d+ bytes, its header .* needs"),
+    ],
     "e2m1": [
         (40, 0, r"activation group is -256, expected -1 \(whole rows\), or 32, 64 or 128 that divides group = 32")
     ],

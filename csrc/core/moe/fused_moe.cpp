@@ -169,13 +169,19 @@ struct Plan {
   int64_t scratch_bytes;
 };
 
+// Spans of a unit that are left until its rows of h are complete. A cache line: workers on other units have others.
+struct SpansLeft {
+  int32_t count;  // atomic while tasks run
+  uint8_t rest[kLineBytes - sizeof(int32_t)];
+};
+
 // All scratch of one call, sliced from one arena.
 struct MoeBuffers {
   MoeBuffers(Slicer& slicer, const MoeArgs& args, const Experts& experts, const Plan& plan)
       : buckets{slicer.take<int64_t>(args.experts + 1), slicer.take<int32_t>(plan.slots)},
         units13(slicer.take<Unit>(plan.max_units13)),
         units2(slicer.take<Unit>(plan.max_units2)),
-        spans_left(slicer.take<int32_t>(plan.max_units13)),
+        spans_left(slicer.take<SpansLeft>(plan.max_units13)),
         x(QuantizedRows::slice(slicer, plan.slots, experts.x_rows())),
         h(slicer.take<float>(plan.slots * args.intermediate)),
         hq(QuantizedRows::slice(slicer, plan.slots, experts.h_rows())),
@@ -185,11 +191,11 @@ struct MoeBuffers {
   Buckets buckets;
   Unit* units13;
   Unit* units2;
-  int32_t* spans_left;  // of each of units13, until its rows of h are complete; atomic while tasks run
-  QuantizedRows x;      // rows sorted by expert
-  float* h;             // [rows, I]
-  QuantizedRows hq;     // h quantized
-  float* y;             // [rows, columns of a stripe]
+  SpansLeft* spans_left;  // of each of units13
+  QuantizedRows x;        // rows sorted by expert
+  float* h;               // [rows, I]
+  QuantizedRows hq;       // h quantized
+  float* y;               // [rows, columns of a stripe]
   WorkerBuffers own;
 };
 
@@ -199,6 +205,7 @@ struct Tasks {
   int64_t count;    // units
   int64_t largest;  // rows
   int64_t spans;    // of the panels, for each unit
+  bool even;        // all units have as many rows
 
   int64_t tasks() const { return count * spans; }
   const Unit& unit(int64_t task) const { return units[task / spans]; }
@@ -207,12 +214,13 @@ struct Tasks {
 
 // Units of all experts, rows cut evenly into units of at most max_rows.
 Tasks make_units(const int64_t* offsets, int64_t experts, int64_t max_rows, Unit* units) {
-  Tasks result = {units, 0, 0, 1};
+  Tasks result = {units, 0, 0, 1, true};
   for (int64_t e = 0; e < experts; ++e) {
     const int64_t rows = offsets[e + 1] - offsets[e];
     const int64_t parts = ceil_div(rows, max_rows);
     for (int64_t i = 0; i < parts; ++i) {
       const Range range = share(rows, parts, i);
+      if (result.count != 0 && range.size() != result.largest) result.even = false;
       units[result.count++] = {e, {offsets[e] + range.begin, offsets[e] + range.end}};
       result.largest = std::max(result.largest, range.size());
     }
@@ -239,7 +247,7 @@ class Batch {
     down_ = make_units(b_.buckets.offsets, args.experts, plan.max_rows2, b_.units2);
     up_.spans = panel_spans(plan.gate_panels, up_.count, up_.largest * 2, plan.workers);
     down_.spans = panel_spans(plan.stripe_panels, down_.count, down_.largest, plan.workers);
-    for (int64_t i = 0; i < up_.count; ++i) b_.spans_left[i] = static_cast<int32_t>(up_.spans);
+    for (int64_t i = 0; i < up_.count; ++i) b_.spans_left[i].count = static_cast<int32_t>(up_.spans);
   }
 
   void run(Parallel& parallel) {
@@ -250,11 +258,11 @@ class Batch {
     const int64_t token_tasks = ceil_div(tokens_.size(), tokens_per_task_);
     std::vector<Phase> phases;
     phases.reserve(kMostPhases);
-    phases.push_back({token_tasks, quantize});
-    phases.push_back({up_.tasks(), gate_up});
+    phases.push_back({token_tasks, quantize, 0, true});
+    phases.push_back({up_.tasks(), gate_up, 0, up_.even});
     for (int64_t stripe = 0; stripe < plan_.stripes; ++stripe) {
-      phases.push_back({down_.tasks(), down, stripe});
-      phases.push_back({token_tasks, combine, stripe});
+      phases.push_back({down_.tasks(), down, stripe, down_.even});
+      phases.push_back({token_tasks, combine, stripe, true});
     }
     run_phases(parallel, plan_.workers, phases);
   }
@@ -314,7 +322,8 @@ class Batch {
       kernel_.activate(args_.activation, gate + r * ld_gate, up == nullptr ? nullptr : up + r * ld_up,
                        b_.h + (unit.rows.begin + r) * inner + column, columns);
     }
-    if (--std::atomic_ref<int32_t>(b_.spans_left[task / up_.spans]) == 0) requantize(unit.rows);
+    note_shared_write();
+    if (--std::atomic_ref<int32_t>(b_.spans_left[task / up_.spans].count) == 0) requantize(unit.rows);
   }
 
   void requantize(Range rows) {

@@ -6,6 +6,9 @@ from enum import Enum
 
 import torch
 
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
 
 class Kind(str, Enum):
     """What the codes of a matrix are; the value is the name that the operators have for it (``values``).
@@ -13,13 +16,20 @@ class Kind(str, Enum):
     INT4   codes of 4 bits: weight = (code - zero point) * scale
     INT8   the same with codes and zero points of 8 bits
     E2M1   numbers of 4 bits with a sign, two bits of exponent and one of mantissa: weight = number * scale
+    IQ4    16 integers (kvalues_iq4nl of ggml), as in GGUF's IQ4_NL and IQ4_XS: weight = integer * scale
     """
 
     INT4 = "int4"
     INT8 = "int8"
     E2M1 = "e2m1"
+    IQ4 = "iq4"
 
     __str__ = str.__str__
+
+    @property
+    def table(self) -> tuple[float, ...] | None:
+        """The 16 numbers that codes stand for, or None: codes are integers."""
+        return {Kind.E2M1: E2M1_VALUES, Kind.IQ4: IQ4_VALUES}.get(self)
 
     @property
     def bits(self) -> int:

@@ -15,8 +15,6 @@ from w4a8.core.scale_types import E8M0, has_two_levels, kept_scale_dtypes, scale
 from w4a8.ops import dyn_quant_unpack_any_4bit_weight
 
 GROUP_SIZES = "16 or a multiple of 32"
-# Numbers that codes of E2M1 stand for.
-E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 # What the header of a packed matrix calls scales of two levels: float8 beside channel scales, int8 beside super-scales.
 _TWO_LEVELS, _SUPER = "e5m3", "super"
 SUPER = 256  # values of k that share a super-scale
@@ -199,7 +197,7 @@ class Matrix:
     """One matrix of codes, N output and K input features, G groups of K/G input features.
 
         int4, int8   weight[n, k] = (code[n, k] - zero[n, k // g]) * scale[n, k // g]
-        e2m1         weight[n, k] = E2M1[code[n, k]] * scale[n, k // g]
+        e2m1, iq4    weight[n, k] = kind.table[code[n, k]] * scale[n, k // g]
         with minimums, codes of 8 bits less 128:
                      weight[n, k] = code[n, k] * scale[n, k // g] - minimum[n, k // g]
 
@@ -210,7 +208,7 @@ class Matrix:
         codes: uint8 [N, K/2], low nibble = even k; of 8 bits [N, K].
         scales: [N, G], of the type that the checkpoint has; of MXFP4 float32 powers of two. With channel scales uint8,
             bits of float8_e4m3fn, of numbers without a sign; with super-scales int8.
-        zero_points: uint8 [N, G], codes themselves, or None: the kind's middle everywhere (integers), none (e2m1).
+        zero_points: uint8 [N, G], codes themselves, or None: the kind's middle everywhere (integers), none (e2m1, iq4).
         kind: what a code is.
         bias: [N], of the type that the checkpoint has, or None.
         channel_scales: float32 [N], or None: 1 everywhere.
@@ -319,8 +317,8 @@ class Matrix:
         scales = self.scales
         if self.channel_scales is not None:
             scales = multiplied_scales(scales, self.channel_scales)
-        if self.kind == Kind.E2M1:
-            integers = torch.tensor(E2M1_VALUES)[codes.long()]
+        if self.kind.table is not None:
+            integers = torch.tensor(self.kind.table, dtype=torch.float32)[codes.long()]
         elif self.zero_points is not None:
             integers = codes.float() - by_weight(self.zero_points, None)
         else:

@@ -20,8 +20,8 @@ module, and with which group size, says the ``quantization_config`` of the check
     rules_of(config).of(name)    Stored, with read(tensors, name), or LeftOut, with the reason
 """
 
+from w4a8.core.kind import E2M1_VALUES as E2M1
 from w4a8.core.kind import Kind
-from w4a8.core.matrix import E2M1_VALUES as E2M1
 from w4a8.core.matrix import Matrix
 from w4a8.formats.awq import from_auto_round, from_awq
 from w4a8.formats.compressed_tensors import from_int_quantized, from_pack_quantized

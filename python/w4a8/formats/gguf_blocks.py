@@ -17,8 +17,6 @@ from w4a8.core.kind import Kind
 from w4a8.core.matrix import Matrix
 
 SUPER = 256  # weights of a block of two levels
-# What codes of IQ4_NL and IQ4_XS stand for (kvalues_iq4nl).
-IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
 @dataclass(frozen=True)
@@ -190,27 +188,19 @@ def _q6_k(block: torch.Tensor) -> Matrix:
     return _matrix(codes + (128 - 32), scales, super_scales=_float16(block[..., 208:]))
 
 
-def _iq4(nibbles: torch.Tensor) -> torch.Tensor:
-    """Nibbles [N, B, n] of codes of IQ4_VALUES to codes of int8 [N, B, 2n]."""
-    values = torch.tensor([value + 128 for value in IQ4_VALUES], dtype=torch.uint8)
-    both = torch.stack((values.repeat(16), values.repeat_interleave(16)), -1)  # [256, 2]
-    words = both.view(torch.int16).squeeze(-1)
-    return _bytes(words.index_select(0, nibbles.flatten().int()).view(nibbles.shape))
-
-
 def _iq4_nl(block: torch.Tensor) -> Matrix:
-    """d IQ4_VALUES[q]: d, qs."""
-    return _matrix(_iq4(_halves_in_pairs(block[..., 2:])), _float16(block[..., :2]))
+    """d iq4[q]: d, qs."""
+    return _matrix(_halves_in_pairs(block[..., 2:]), _float16(block[..., :2]), Kind.IQ4)
 
 
 def _iq4_xs(block: torch.Tensor) -> Matrix:
-    """d (sc - 32) IQ4_VALUES[q] in groups of 32: d, upper 2 bits of sc (uint16), low nibbles [4], qs, halves of 32."""
+    """d (sc - 32) iq4[q] in groups of 32: d, upper 2 bits of sc (uint16), low nibbles [4], qs, halves of 32."""
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8)
     high = (block[..., 2:4].unsqueeze(-1) >> shifts & 3).flatten(-2)
     low = torch.stack((block[..., 4:8] & 15, block[..., 4:8] >> 4), -1).flatten(-2)
     scales = ((low | high << 4).view(torch.int8) - 32).contiguous()
-    codes = _iq4(_halves_in_pairs(block[..., 8:].unflatten(-1, (8, 16))).flatten(-2))
-    return _matrix(codes, scales, super_scales=_float16(block[..., :2]))
+    codes = _halves_in_pairs(block[..., 8:].unflatten(-1, (8, 16))).flatten(-2)
+    return _matrix(codes, scales, Kind.IQ4, super_scales=_float16(block[..., :2]))
 
 
 def _mxfp4(block: torch.Tensor) -> Matrix:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,8 @@ METHOD = "w4a8"
 FORMAT, VERSION = "packed", 1
 # Last part of a packed tensor's name -> the parameter of a float module that it stands for.
 STANDS_FOR = {"packed": "weight", "w13_packed": "gate_up_proj", "w2_packed": "down_proj"}
+# Of an embedding, whose output layer shares it. No layer of vLLM takes it.
+EMBEDDINGS = {"rows_packed": "weight"}
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,14 @@ def check_stated(method: object, kind: object, version: object) -> None:
         )
 
 
-def packed_tensors(slices: Iterable[tuple[str, Any]]) -> dict[str, dict[str, PackedTensor]]:
+def packed_tensors(
+    slices: Iterable[tuple[str, Any]], leaves: Collection[str] = STANDS_FOR.keys()
+) -> dict[str, dict[str, PackedTensor]]:
     """Module -> last part of the name -> packed tensor, of safetensors' slices by name; of others nothing is read.
+
+    Args:
+        slices: name and lazy tensor.
+        leaves: last parts of names of packed tensors.
 
     Raises:
         ValueError: a tensor of such a name is no packed matrix, or stack of them; names it.
@@ -57,7 +65,7 @@ def packed_tensors(slices: Iterable[tuple[str, Any]]) -> dict[str, dict[str, Pac
     found: dict[str, dict[str, PackedTensor]] = {}
     for key, part in slices:
         module, _, leaf = key.rpartition(".")
-        if leaf in STANDS_FOR:
+        if leaf in leaves:
             shape = tuple(part.get_shape())
             first = part[...] if len(shape) == 1 else part[:1][0]  # a view: only the header is read
             try:

@@ -120,25 +120,20 @@ def quantize_(
         raise ValueError("calibration is given, expected None for effort = 0, which searches for nothing")
     report = QuantizationReport(skipped=plan.skipped)
     importances = [{} for _ in plan.jobs] if calibration is None else calibrate(model, plan.jobs, calibration)
-    bar = progress_bar(sum(job.matrices for job in plan.jobs), progress, "matrix", "quantizing")
+    matrices = sum(job.matrices for job in plan.jobs)
     try:
-        for job, importance in zip(plan.jobs, importances):
-            try:
-                run_job(job, options, bar.update if bar is not None else _nothing, report, importance)
-            except (ValueError, RuntimeError) as error:
-                raise QuantizationError(
-                    f"{job.names[0]}: {error}; {len(report.replaced)} modules were replaced before it and stay so",
-                    report,
-                ) from error
+        with progress_bar(matrices, progress, "matrix", "quantizing") as advance:
+            for job, importance in zip(plan.jobs, importances):
+                try:
+                    run_job(job, options, advance, report, importance)
+                except (ValueError, RuntimeError) as error:
+                    raise QuantizationError(
+                        f"{job.names[0]}: {error}; {len(report.replaced)} modules were replaced before it and stay so",
+                        report,
+                    ) from error
     finally:
         report.measure(model)
-        if bar is not None:
-            bar.close()
     return report
-
-
-def _nothing() -> None:
-    pass
 
 
 def run_job(
