@@ -163,7 +163,7 @@ def test_a_graph_is_named_after_the_files_of_the_package(monkeypatch, tmp_path):
     names = []
     for path, content in (("core.so", "1"), ("core.so", "2"), ("a/ops.py", ""), ("a/ops.py", "x"), ("core.so", "1")):
         (root / path).write_text(content)
-        names.append(compiled._package.__wrapped__())
+        names.append(compiled.package_digest.__wrapped__())
     assert len(set(names)) == 5
     (root / "notes.txt").write_text("not computed with")
-    assert compiled._package.__wrapped__() == names[-1]
+    assert compiled.package_digest.__wrapped__() == names[-1]

@@ -21,7 +21,7 @@ from w4a8.integrations.vllm.log import logger
 
 
 @cache
-def _package() -> str:
+def package_digest() -> str:
     """Of all files of this package that compute: one that was built or edited anew gets graphs of its own."""
     root = Path(__file__).parents[2]
     digest = hashlib.sha256()
@@ -37,7 +37,7 @@ def name_after_the_plugin() -> None:
     from vllm import envs
 
     envs.environment_variables[settings.SWITCH] = lambda: (
-        f"w4a8 {_package()}, {settings.W4A16_SWITCH}={int(settings.runs_w4a16())}"
+        f"w4a8 {package_digest()}, {settings.W4A16_SWITCH}={int(settings.runs_w4a16())}"
     )
 
 

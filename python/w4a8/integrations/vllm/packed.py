@@ -22,7 +22,7 @@ from w4a8.core.matrix import Matrix, PackedAs, packed_bytes, unpack_codes
 from w4a8.core.nibbles import pairs, words_of
 from w4a8.core.scale_types import E8M0
 from w4a8.core.stack import MatrixStack
-from w4a8.formats.packed_directory import STANDS_FOR, PackedTensor, Parts, check_stated, packed_tensors
+from w4a8.formats.packed_directory import EMBEDDINGS, STANDS_FOR, PackedTensor, Parts, check_stated, packed_tensors
 from w4a8.ops import PackedHeader, read_header
 
 # Part of the name of a block -> what its experts' gate, up and down projections are called.
@@ -70,6 +70,12 @@ def read_directory(directory: str | Path, config: Mapping[str, Any]) -> PackedDi
     floats: set[str] = set()
     for file in files:
         with safe_open(str(file), framework="pt") as tensors:
+            embeddings = [key for key in tensors.keys() if key.rpartition(".")[2] in EMBEDDINGS]  # noqa: SIM118
+            if embeddings:
+                raise ValueError(
+                    f"{file}: tensor {embeddings[0]!r} is packed embeddings, which vLLM has no layer for: serve the "
+                    "GGUF file that this directory was made of"
+                )
             try:
                 found = packed_tensors((key, tensors.get_slice(key)) for key in tensors.keys())  # noqa: SIM118 (no dict)
             except ValueError as error:
@@ -101,8 +107,9 @@ def only_whole(parts: Parts, model_type: str | None) -> str | None:
         return f"experts of {model_type}"
     forms = [stored.packed_as for stored in parts.values()]
     kinds = {form.kind for form in forms}
-    if Kind.E2M1 in kinds:
-        return f"weights of type {Kind.E2M1}"
+    for kind in kinds:
+        if kind.table is not None:
+            return f"weights of type {kind}"
     if len(kinds) > 1:
         return "experts of 4 and 8 bits"
     for what, there in (
@@ -237,7 +244,7 @@ def _joined_as(headers: Sequence[PackedHeader]) -> PackedAs:
 
 def _integers(packed: torch.Tensor, name: str) -> Matrix:
     matrix = matrix_of(packed, name)
-    if matrix.kind == Kind.E2M1:
+    if matrix.kind.table is not None:
         raise ValueError(f"{name} is {matrix.kind}, which a compressed-tensors checkpoint cannot have")
     if matrix.minimums is not None or matrix.super_scales is not None:
         what = "super-scales" if matrix.minimums is None else "minimums"

@@ -91,6 +91,12 @@ def _activate() -> None:
         import_module("w4a8.integrations.vllm.packed_config").register()
     except Exception as error:
         log.warning("w4a8: cannot read packed directories here: %s: %s", type(error).__name__, error)
+    if not settings.runs_w4a16():
+        return  # GGUF files are weight-only
+    try:
+        import_module("w4a8.integrations.vllm.gguf").register()
+    except Exception as error:
+        log.warning("w4a8: cannot read GGUF files here: %s: %s", type(error).__name__, error)
 
 
 def _register(module: str, cls: str, names: tuple[str, ...]) -> None:

@@ -21,6 +21,10 @@ YARN = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "beta_fast": 3
         "truncate": False, "original_max_position_embeddings": 32}  # fmt: skip
 QWEN = {"num_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": INTER}
 LOCAL = {"num_local_experts": EXPERTS, "num_experts_per_tok": 2}
+MLA = {"num_key_value_heads": HEADS, "q_lora_rank": HIDDEN, "kv_lora_rank": HIDDEN, "qk_nope_head_dim": HEAD,
+       "qk_rope_head_dim": 32, "v_head_dim": HEAD, "head_dim": 32}  # fmt: skip
+ROUTED = {"n_routed_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": INTER, "n_shared_experts": 2,
+          "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1}  # fmt: skip
 # Name here: architecture in the file, classes of transformers, fields of the config.
 MODELS = {
     "llama": ("llama", "Llama", ROPE),
@@ -38,6 +42,27 @@ MODELS = {
     }),
     "qwen3moe": ("qwen3moe", "Qwen3Moe", {**ROPE, **QWEN, "norm_topk_prob": True}),
     "mixtral": ("llama", "Mixtral", {**ROPE, **LOCAL}),
+    "olmoe": ("olmoe", "Olmoe", {
+        **ROPE, "num_experts": EXPERTS, "num_experts_per_tok": 2, "norm_topk_prob": False,
+    }),
+    "deepseek-v2": ("deepseek2", "DeepseekV2", {
+        **ROPE, **MLA, **ROUTED, "topk_method": "group_limited_greedy", "norm_topk_prob": False,
+        "routed_scaling_factor": 4.0,
+    }),
+    "deepseek-v2-lite": ("deepseek2", "DeepseekV2", {
+        **MLA, **ROUTED, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0, "first_k_dense_replace": 0,
+        "rope_parameters": {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "mscale": 0.707,
+                            "mscale_all_dim": 0.707, "original_max_position_embeddings": 32},
+    }),
+    "deepseek-v3": ("deepseek2", "DeepseekV3", {
+        **ROPE, **MLA, **ROUTED, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "num_mtp_layers": 0,
+    }),
+    "glm4moe": ("glm4moe", "Glm4Moe", {
+        **ROUTED, "norm_topk_prob": True, "routed_scaling_factor": 1.5, "attention_bias": True, "use_qk_norm": True,
+        "rope_parameters": {**ROPE["rope_parameters"], "partial_rotary_factor": 0.5}, "num_mtp_layers": 0,
+        "n_group": 1, "topk_group": 1,
+    }),
     "gpt-oss": ("gpt-oss", "GptOss", {**LOCAL, "rope_parameters": YARN, "sliding_window": 3}),
 }  # fmt: skip
 TYPES = [name for name in sorted(gguf_files.BLOCKS) if name != "NVFP4"]
@@ -73,12 +98,33 @@ def keys_of(architecture, config):
         keys["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
     if getattr(config, "sliding_window", None):
         keys["attention.sliding_window"] = config.sliding_window
+    if "mscale_all_dim" in rope:
+        keys["rope.scaling.yarn_log_multiplier"] = 0.1 * rope["mscale_all_dim"]
     if hasattr(config, "num_experts_per_tok"):
         keys |= {"expert_count": EXPERTS, "expert_used_count": 2}
-        if architecture != "llama":
+        if architecture not in ("llama", "olmoe"):
             keys["expert_feed_forward_length"] = INTER
     if hasattr(config, "shared_expert_intermediate_size"):
         keys["expert_shared_feed_forward_length"] = config.shared_expert_intermediate_size
+    if hasattr(config, "n_routed_experts"):
+        keys |= {
+            "expert_shared_count": config.n_shared_experts, "leading_dense_block_count": config.first_k_dense_replace,
+            "expert_group_count": config.n_group, "expert_group_used_count": config.topk_group,
+            "expert_weights_scale": config.routed_scaling_factor, "expert_weights_norm": config.norm_topk_prob,
+            "expert_gating_func": 1 if config.model_type == "deepseek_v2" else 2,
+        }  # fmt: skip
+    if hasattr(config, "kv_lora_rank"):
+        keys |= {
+            "attention.head_count_kv": 1, "attention.kv_lora_rank": config.kv_lora_rank,
+            "attention.key_length": config.kv_lora_rank + config.qk_rope_head_dim,
+            "attention.value_length": config.kv_lora_rank,
+            "attention.key_length_mla": config.qk_nope_head_dim + config.qk_rope_head_dim,
+            "attention.value_length_mla": config.v_head_dim, "rope.dimension_count": config.qk_rope_head_dim,
+        }  # fmt: skip
+        if config.q_lora_rank is not None:
+            keys["attention.q_lora_rank"] = config.q_lora_rank
+    if architecture == "glm4moe":
+        keys["rope.dimension_count"] = HEAD // 2
     tokens = {"bos": config.bos_token_id, "eos": config.eos_token_id, "padding": config.pad_token_id}
     return {f"{architecture}.{key}": value for key, value in keys.items()} | {
         f"tokenizer.ggml.{name}_token_id": value for name, value in tokens.items()
@@ -109,6 +155,9 @@ class TinyModel:
             if ".experts." in key:
                 self._put_experts(key, parameter, generator)
                 continue
+            if key.endswith("kv_b_proj.weight"):
+                self._put_kv_b(key, parameter, generator)
+                continue
             name = self.name_of(key)
             turn = heads.get(name.split(".")[-2]) if self.architecture == "llama" else None
             if parameter.dim() == 1 or name.endswith(("_inp.weight", "_inp_shexp.weight")):
@@ -125,6 +174,15 @@ class TinyModel:
                 rows = torch.arange(len(meant))
                 values[rows if turn is None else turned(rows, turn)] = meant
             parameter.data.copy_(values)
+        for key, buffer in self.model.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.from_numpy(generator.standard_normal(buffer.shape, np.float32)))
+                self.tensors[self.name_of(key.replace("_bias", ".bias"))] = buffer.clone()
+
+    @staticmethod
+    def has_experts(name):
+        """Of MODELS."""
+        return "num_experts_per_tok" in MODELS[name][2]
 
     def name_of(self, key):
         """In the file, of a parameter."""
@@ -132,6 +190,15 @@ class TinyModel:
         if suffix not in ("weight", "bias"):
             stem, suffix = key, "weight"
         return f"{self.names.get_name(stem)}.{suffix}"
+
+    def _put_kv_b(self, key, parameter, generator):
+        """As conversion/deepseek.py does: k_b is transposed, and quantized along the other axis."""
+        config = self.model.config
+        heads, k, v, rank = HEADS, config.qk_nope_head_dim, config.v_head_dim, config.kv_lora_rank
+        name = self.name_of(key).replace("attn_kv_b", "attn_{}")
+        self.tensors[name.format("k_b")], k_b = blocks("Q5_0", (heads, rank, k), generator)
+        self.tensors[name.format("v_b")], v_b = blocks("Q6_K", (heads, v, rank), generator)
+        parameter.data.copy_(torch.cat((k_b.transpose(1, 2), v_b), 1).reshape(parameter.shape))
 
     def _put_experts(self, key, parameter, generator):
         layer, leaf = int(key.split(".")[2]), key.rpartition(".")[2]

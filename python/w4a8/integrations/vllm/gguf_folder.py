@@ -1,0 +1,143 @@
+"""A GGUF file as vLLM is told of it: a folder with the config and the tokenizer that transformers makes of the file.
+
+vLLM reads names of folders in many places and in every process it starts: so nothing else has to know of GGUF. The
+folder is made once for each file, in vLLM's cache; the weights stay in the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from w4a8.checkpoint.gguf_architectures import named
+from w4a8.checkpoint.gguf_experts import layers_of
+from w4a8.checkpoint.gguf_file import GGUFFile
+from w4a8.checkpoint.gguf_linear import GGUFLinears
+from w4a8.core.json_fields import read_json, shorten
+from w4a8.integrations.vllm.compiled import package_digest
+
+NAME = "w4a8_gguf"  # of the quantization method and of the load format, in vLLM
+SAYS = "gguf.json"  # in a folder: where the file is
+# Of ARCHITECTURES. The others have tensors that vLLM's models join otherwise: DeepSeek's kv_b, MTP's blocks.
+RUN_HERE = ("llama", "mixtral", "qwen2", "qwen3", "qwen2moe", "qwen3moe", "gemma3", "gpt-oss")
+# Tensors that are no weights of a model: rope_freqs is in the config, the others belong to a matrix of NVFP4.
+BESIDE = ("rope_freqs.weight", ".scale", ".input_scale")
+# Ways to split a text (tokenizer.ggml.pre) with which llama.cpp begins it with bos, if the file does not say.
+_WITH_BOS = ("llama3", "llama-v3", "llama-bpe")
+
+
+@lru_cache(maxsize=2)
+def linears_of(path: str) -> GGUFLinears:
+    """A file, opened once in a process.
+
+    Raises:
+        CheckpointError: it cannot be read, or its architecture or one of its tensors is not known here.
+    """
+    file = GGUFFile(path)
+    if named(file.keys) not in RUN_HERE:
+        found, known = file.keys.get("general.architecture"), ", ".join(sorted(RUN_HERE))
+        raise ValueError(f"{path}: general.architecture is {shorten(found)}, which is not run here (known: {known})")
+    linears = GGUFLinears(file)
+    for name in file.tensors:
+        if not name.endswith(BESIDE) and linears.architecture.parameter(name) is None:
+            raise ValueError(f"{path}: tensor {name!r} is none of a model that is {named(file.keys)}")
+    return linears
+
+
+@lru_cache(maxsize=2)
+def experts_of(path: str) -> dict[int, Any]:
+    """Its layers of experts, by number.
+
+    Raises:
+        CheckpointError: one cannot be read: it is not as the keys say, or its weights are floats.
+    """
+    file = linears_of(path).file
+    layers = layers_of(file, None, None) if any("_exps." in name for name in file.tensors) else []
+    return {layer.index: layer for layer in layers}
+
+
+def path_in(folder: str | Path) -> str:
+    """Of the file that a folder was made of."""
+    return read_json(Path(folder) / SAYS)["file"]
+
+
+def folder_of(path: Path, cache: Path, with_tokenizer: bool) -> Path:
+    """The folder of a file, made if it is not there.
+
+    Args:
+        path: of the file.
+        cache: where folders are.
+        with_tokenizer: the tokenizer of the file is asked for.
+
+    Raises:
+        ValueError: the file is none that can be run, or transformers cannot make its tokenizer.
+    """
+    path = path.absolute()
+    linears, _ = linears_of(str(path)), experts_of(str(path))
+    digest = hashlib.sha256(f"{package_digest()} {transformers.__version__} {with_tokenizer}".encode())
+    for part in linears.file.paths:
+        found = part.stat()
+        digest.update(f"{part} {found.st_size} {found.st_mtime_ns}".encode())
+    folder = cache / digest.hexdigest()[:32]
+    if folder.is_dir():
+        return folder
+    cache.mkdir(parents=True, exist_ok=True)
+    making = Path(tempfile.mkdtemp(dir=cache, prefix="making-"))
+    try:
+        (making / SAYS).write_text(json.dumps({"quant_method": NAME, "file": str(path)}))
+        _write_config(linears.file, making)
+        if with_tokenizer:
+            _write_tokenizer(linears.file, making)
+        try:
+            making.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # or else another process was faster
+                raise
+    finally:
+        shutil.rmtree(making, ignore_errors=True)
+    return folder
+
+
+def _write_config(file: GGUFFile, folder: Path) -> None:
+    from w4a8.integrations.transformers.gguf_config import config_of
+
+    config = transformers.AutoConfig.for_model(**config_of(file.keys, list(file.tensors)))
+    if "rope_freqs.weight" in file:
+        from w4a8.integrations.transformers.gguf import scale_rope
+
+        scale_rope(config, file.tensor("rope_freqs.weight").float())
+    config.dtype = torch.bfloat16  # which a file does not say
+    config.quantization_config = json.loads((folder / SAYS).read_text())
+    config.save_pretrained(folder)
+
+
+def _write_tokenizer(file: GGUFFile, folder: Path) -> None:
+    from w4a8.integrations.transformers.gguf_config import config_of
+
+    path = file.paths[0]
+    link = folder / "model.gguf"  # away from what else is in the file's folder
+    link.symlink_to(path)
+    try:
+        from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
+
+        GGUF_CONFIG_ARCHS.setdefault(file.keys["general.architecture"], config_of)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=link.name)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path}: transformers cannot make its tokenizer ({reason}): pass --tokenizer NAME") from error
+    finally:
+        link.unlink()
+    # transformers does not read these; chat templates write their own, and vLLM adds none to them.
+    model, split = (file.keys.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
+    adds_bos = file.keys.get("tokenizer.ggml.add_bos_token", model == "llama" or split in _WITH_BOS)
+    tokenizer.add_bos_token = bool(adds_bos)
+    tokenizer.add_eos_token = bool(file.keys.get("tokenizer.ggml.add_eos_token"))
+    tokenizer.save_pretrained(folder)

@@ -1,0 +1,152 @@
+"""Models of GGUF files in engines: every architecture with blocks of every type, compiled, on two ranks, and the real
+ones."""
+
+import json
+import urllib.request
+from dataclasses import dataclass
+
+import gguf_models
+import numpy as np
+import pytest
+from compare import check
+from conftest import Job, prompts, run_engines
+from gguf_models import EXPERTS, VOCAB, TinyModel
+from test_example import serving
+from test_gguf_files import TOKENIZER
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """A key of gguf_models.MODELS; what compare.check reads of a case."""
+
+    model: str
+    dtype: str = "float32"
+    compiled: bool = False
+    inputs = "none"
+    attention = "w4a8"
+
+    @property
+    def name(self):
+        return f"{self.model}, {self.dtype}{', compiled' * self.compiled}"
+
+    @property
+    def lm_head(self):
+        """Tied to the embeddings it is float."""
+        return not gguf_models.MODELS[self.model][2].get("tie_word_embeddings", False)
+
+    @property
+    def share_of_an_expert(self):
+        return 2 / EXPERTS if "moe" in self.model or self.model in ("mixtral", "gpt-oss") else 1.0
+
+
+CASES = [*map(Tiny, gguf_models.MODELS), Tiny("qwen3moe", "bfloat16", compiled=True), Tiny("llama", "float32", True)]
+# With --quick: types that differ in a layer, ties and norms of Gemma, experts with biases and of unequal groups.
+QUICK = ("llama", "gemma3", "gpt-oss")
+
+
+# Tensors that a file lacks: what the error names.
+LOST = {
+    "blk.1.attn_k.weight": "model.layers.1.self_attn.k_proj",
+    "blk.0.attn_norm.weight": "model.layers.0.input_layernorm.weight",
+    "blk.1.attn_output.weight": "model.layers.1.self_attn.o_proj.weight",
+}
+
+
+def small_blocks(tiny):
+    """In the matrix of attention that ranks cut by columns: half of them are no multiple of 256."""
+    for index, layer in enumerate(tiny.model.model.layers):
+        weight, name = layer.self_attn.o_proj.weight, f"blk.{index}.attn_output.weight"
+        tiny.tensors[name], values = gguf_models.blocks("Q5_0", weight.shape, np.random.default_rng(index))
+        weight.data.copy_(values)
+
+
+def write(case, directory, lost=None, cut=False, **options):
+    """A file with its reference in `directory`; a job without a tokenizer."""
+    tiny = TinyModel(case.model)
+    tiny.tensors.pop(lost, None)
+    if cut:
+        small_blocks(tiny)
+    if case.model == "gpt-oss":  # vLLM takes this number for most norms, whatever a config says
+        tiny.keys["gpt-oss.attention.layer_norm_rms_epsilon"] = tiny.model.config.rms_norm_eps = 1e-5
+    tiny.write(directory, **options)
+    tiny.model.save_pretrained(directory / "reference")
+    (path, *_) = sorted(directory.glob("*.gguf"))
+    arguments = {"enforce_eager": not case.compiled, "dtype": case.dtype, "max_model_len": 128}
+    few = [[token % (VOCAB - 3) + 3 for token in prompt] for prompt in prompts()]
+    return Job(path, arguments, few)
+
+
+@pytest.fixture(scope="module")
+def results(request, tmp_path_factory):
+    quick = request.config.getoption("--quick")
+    cases = [case for case in CASES if not quick or (case.model in QUICK and not case.compiled)]
+    where = {case: tmp_path_factory.mktemp("gguf") for case in cases}
+    jobs = [write(case, where[case], **({"split_max_tensors": 9} if case.model == "llama" else {})) for case in cases]
+    broken = [write(Tiny("qwen3"), tmp_path_factory.mktemp("lost"), lost=name) for name in LOST]
+    engines = tmp_path_factory.mktemp("engines")
+    done, log = run_engines([*jobs, *broken], engines, 1800, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    refused = dict(zip(LOST, (result.get("error", "") for result in done[len(jobs) :])))
+    return dict(zip(cases, zip(jobs, done))), where, log, refused
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[] if case.model in QUICK and not case.compiled else [pytest.mark.usual])
+        for case in CASES
+    ],
+    ids=lambda case: case.name,
+)
+def test_answers_are_those_of_the_weights(case, results):
+    job, result = results[0][case]
+    assert "error" not in result, result["error"]
+    check(case, results[1][case], job.prompts, result, size=32)
+
+
+def test_says_what_it_runs(results):
+    log = results[2]
+    assert "w4a8: runs 9 linear layers and 0 layers of experts of " in log  # llama
+    assert "w4a8: runs 5 linear layers and 2 layers of experts of " in log  # gpt-oss
+    assert log.count("w4a8: GGUF weights run with activations rounded to int8 in groups of 32") == 1
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_a_tensor_that_is_missing(name, results):
+    assert f"model.gguf holds no tensor for {LOST[name]}" in results[3][name]
+
+
+PARALLEL = [(Tiny("llama, biases"), False), (Tiny("qwen3moe"), False), (Tiny("gpt-oss"), True)]
+
+
+@pytest.fixture(scope="module")
+def parallel(tmp_path_factory):
+    where = {case: tmp_path_factory.mktemp("parallel") for case, _ in PARALLEL}
+    jobs = [write(case, where[case], cut=True) for case, _ in PARALLEL]
+    for job, (_, experts) in zip(jobs, PARALLEL):
+        job.arguments |= {"tensor_parallel_size": 2, "enable_expert_parallel": experts}
+    binding = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}  # both ranks on one NUMA node
+    done, _ = run_engines(jobs, tmp_path_factory.mktemp("engines"), 1800, **binding)
+    return dict(zip(where, zip(jobs, done))), where
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("case", "experts"), PARALLEL, ids=[case.name for case, _ in PARALLEL])
+def test_two_ranks(case, experts, parallel):
+    job, result = parallel[0][case]
+    assert "error" not in result, result["error"]
+    check(case, parallel[1][case], job.prompts, result, ranks=2, size=32)
+
+
+@pytest.mark.full
+def test_server(tmp_path):
+    """A conversation, with the tokenizer and the template of the file."""
+    tiny = TinyModel("qwen3moe")
+    tiny.keys |= {**TOKENIZER, "qwen3moe.context_length": 512}
+    path, log = tiny.write(tmp_path), tmp_path / "serve.log"
+    with serving(path, log, VLLM_CACHE_ROOT=str(tmp_path / "cache")) as address:
+        question = {"messages": [{"role": "user", "content": "ab"}], "max_tokens": 8, "temperature": 0}
+        body, kind = json.dumps({**question, "model": "tiny"}).encode(), {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{address}/v1/chat/completions", body, kind)
+        answer = json.load(urllib.request.urlopen(request, timeout=300))
+    assert answer["usage"]["prompt_tokens"] == len("<user>") + 1  # "ab" is one token
+    assert "w4a8: runs 5 linear layers and 2 layers of experts of " in log.read_text()
