@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 logger = logging.getLogger(__name__)
 
 
-def progress_bar(total: int, wanted: bool, unit: str, desc: str) -> Any:
-    """A tqdm bar, or None if it is not wanted or tqdm is not installed."""
+@contextmanager
+def progress_bar(total: int, wanted: bool, unit: str, description: str) -> Iterator[Callable[[], object]]:
+    """A tqdm bar while the block runs, and what moves it on by one: nothing if it is not wanted or not installed."""
     if not wanted:
-        return None
+        yield _nothing
+        return
     try:
         from tqdm.auto import tqdm
     except ImportError:
         logger.info("no progress bar: tqdm is not installed")
-        return None
-    return tqdm(total=total, unit=unit, desc=desc)
+        yield _nothing
+        return
+    with tqdm(total=total, unit=unit, desc=description) as bar:
+        yield bar.update
+
+
+def _nothing() -> None:
+    pass

@@ -11,6 +11,7 @@ from common import assert_same_bits
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 package = pytest.importorskip("gguf")
 import gguf_files  # noqa: E402
+import safetensors  # noqa: E402
 
 if int(transformers.__version__.split(".")[0]) < 5:
     pytest.skip("transformers 5 is needed", allow_module_level=True)
@@ -24,12 +25,15 @@ import w4a8  # noqa: E402
 from w4a8.checkpoint import gguf_linear  # noqa: E402
 from w4a8.core.matrix import Matrix, unpack_codes  # noqa: E402
 from w4a8.integrations.transformers import W4A8Config, gguf  # noqa: E402
+from w4a8.nn.embedding import PackedEmbedding  # noqa: E402
 from w4a8.nn.packed import PackedLinear, PackedModule  # noqa: E402
 
 if gguf.gguf_problems():
     pytest.skip(f"left to transformers: {gguf.gguf_problems()}", allow_module_level=True)
 
-THEIRS = sorted(set(MODELS) - {"mixtral", "gpt-oss"})  # whose tensors transformers' own loader knows
+# Those whose tensors transformers' own loader does not know.
+OURS = {"mixtral", "gpt-oss", "olmoe", "deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "glm4moe"}
+THEIRS = sorted(set(MODELS) - OURS)
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +65,11 @@ def assert_same_weights(model, floats):
     packed = packed_modules(model)
     for name, module in packed.items():
         theirs = floats.get_submodule(name)
-        if isinstance(module, PackedLinear):
+        if isinstance(module, (PackedEmbedding, PackedLinear)):
+            if isinstance(module, PackedEmbedding):
+                ids = torch.arange(len(theirs.weight))
+                assert torch.equal(module(ids), theirs(ids)), name
+                continue
             mine = unpacked(module.packed)
             assert torch.equal(mine.floats(), theirs.weight), name
             assert (mine.bias is None) == (theirs.bias is None), name
@@ -81,6 +89,8 @@ def assert_same_weights(model, floats):
     assert set(left) == {key for key, _ in floats.named_parameters() if key.rpartition(".")[0] not in packed}
     for key, parameter in left.items():
         assert torch.equal(parameter, floats.get_parameter(key)), key
+    for key, buffer in floats.named_buffers():
+        assert key.rpartition(".")[0] in packed or torch.equal(buffer, model.get_buffer(key)), key
 
 
 # Short: the later a position, the likelier an input before it is on the other side of a tie.
@@ -114,14 +124,14 @@ def test_models(name, tmp_path):
     packed = packed_modules(model)
     linear = {key for key, module in tiny.model.named_modules() if type(module) is torch.nn.Linear}
     experts = {key for key, module in tiny.model.named_modules() if key.endswith(".experts")}
-    floats = {key for key in linear if key.endswith("shared_expert_gate")}
-    tied = {"lm_head"} if tiny.model.config.tie_word_embeddings else set()
-    assert set(packed) == (linear | experts) - floats - tied
+    floats = {key for key in linear if key.endswith(("shared_expert_gate", "kv_b_proj"))}
+    tied = {"model.embed_tokens"} if tiny.model.config.tie_word_embeddings else set()
+    assert set(packed) == (linear | experts) - floats | tied
     assert_same_weights(model, tiny.model)
-    assert (model.lm_head.weight is model.model.embed_tokens.weight) if tied else not hasattr(model.lm_head, "weight")
+    assert not tied or model.lm_head.packed is model.model.embed_tokens.rows_packed
     report = model.hf_quantizer.report
     assert set(report.replaced) == set(packed)
-    assert report.skipped["model.embed_tokens"] == "it is no linear layer and no experts"
+    assert tied or report.skipped["model.embed_tokens"] == "it is no linear layer and no experts"
 
     int8 = [p for key, p in tiny.model.named_parameters() if key.rpartition(".")[0] in packed and "bias" not in key]
     found, exact, rounded = logprobs(model), logprobs(tiny.model), logprobs(tiny.model, int8)
@@ -133,6 +143,7 @@ def test_models(name, tmp_path):
     model.save_pretrained(tmp_path / "packed")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "packed", attn_implementation="eager")
     assert set(packed_modules(again)) == set(packed)
+    assert not tied or again.lm_head.packed is again.model.embed_tokens.rows_packed
     assert_same_bits(logprobs(again), found)
 
 
@@ -153,20 +164,53 @@ def test_own_dtype_and_generate(tmp_path):
     tiny.write(tmp_path)
     model = load(tmp_path, dtype=torch.bfloat16)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    assert torch.equal(model.model.embed_tokens.weight, tiny.model.model.embed_tokens.weight.bfloat16())
+    ids = torch.arange(gguf_models.VOCAB)
+    assert torch.equal(model.model.embed_tokens(ids), tiny.model.bfloat16().model.embed_tokens(ids))
     assert torch.equal(model.model.norm.weight, tiny.model.model.norm.weight.bfloat16())
     assert model.generate(torch.tensor([[1, 5, 6]]), max_new_tokens=4, min_new_tokens=4).shape == (1, 7)
     default, _ = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", output_loading_info=True)
     assert {parameter.dtype for parameter in default.parameters()} == {torch.float32}
 
 
+@pytest.mark.parametrize("name", ["llama, tied", "gemma3"])
+def test_tied_embeddings_that_are_floats(name, tmp_path):
+    """One float matrix for both, as in transformers; saved, too."""
+    tiny = TinyModel(name)
+    floats = gguf_files.meaning(*tiny.tensors["token_embd.weight"])
+    tiny.tensors["token_embd.weight"] = floats
+    tiny.write(tmp_path)
+    model = load(tmp_path)
+    model.save_pretrained(tmp_path / "packed")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+    for each in (model, again):
+        assert each.lm_head.weight is each.model.embed_tokens.weight
+        assert torch.equal(each.lm_head.weight, floats)
+
+
+def test_tied_embeddings_saved(tmp_path):
+    """Once in the file, under the name of the embedding; another model cannot take them."""
+    TinyModel("llama, tied").write(tmp_path)
+    model = load(tmp_path)
+    model.save_pretrained(tmp_path / "packed")
+    model.tie_weights()
+    assert model.lm_head.packed is model.model.embed_tokens.rows_packed
+    with safetensors.safe_open(tmp_path / "packed" / "model.safetensors", "pt") as file:
+        assert {key for key in file.keys() if "embed" in key or "head" in key} == {"model.embed_tokens.rows_packed"}  # noqa: SIM118
+    config = AutoConfig.from_pretrained(tmp_path / "packed")
+    config.vocab_size += 16
+    with pytest.raises(ValueError, match=r"model.embed_tokens: rows_packed: \[n, k\] is \[96, 256\], expected \[112, "):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "packed", config=config)
+    config.vocab_size, config.tie_word_embeddings = gguf_models.VOCAB, False
+    with pytest.raises(ValueError, match=r"model.embed_tokens: rows_packed, but no output layer shares its weight"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "packed", config=config)
+
+
 def test_in_pieces(tmp_path, monkeypatch):
     """Large matrices are unpacked some rows at a time: the same bytes, and the same floats."""
-    tiny = TinyModel("llama")
+    tiny = TinyModel("llama, tied")
     tiny.write(tmp_path)
     whole = load(tmp_path).state_dict()
-    for module in (gguf, gguf_linear):
-        monkeypatch.setattr(module, "AT_ONCE", 7 * HIDDEN)
+    monkeypatch.setattr(gguf_linear, "AT_ONCE", 7 * HIDDEN)
     pieces = load(tmp_path).state_dict()
     assert whole.keys() == pieces.keys()
     assert all(torch.equal(whole[key], pieces[key]) for key in whole)
@@ -411,7 +455,8 @@ def gemma2(tmp_path):
 
 
 def test_other_architectures(gemma2, caplog):
-    known = "llama, mixtral, gemma3_text, qwen2, qwen3, qwen2_moe, qwen3_moe, gpt_oss"
+    known = "llama, mixtral, gemma3_text, qwen2, qwen3, qwen2_moe, qwen3_moe, olmoe, gpt_oss, deepseek_v2, "
+    known += "deepseek_v3, glm4_moe"
     message = f"w4a8 packs GGUF files of {known}, but this is"
     with pytest.raises(ValueError, match=f"{message} gemma2: load it without W4A8Config"):
         load(gemma2, quantization_config=W4A8Config())

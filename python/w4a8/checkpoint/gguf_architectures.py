@@ -7,6 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from w4a8.checkpoint.gguf_keys import Keys
+from w4a8.core.activation import MoEActivation
+
+# expert_gating_func in the file (llama_expert_gating_func_type).
+SOFTMAX, SIGMOID, SOFTMAX_OF_SELECTED = 1, 2, 3
+
 # Keys, after the architecture's name: fields of a config.
 SIZES = {
     "context_length": "max_position_embeddings",
@@ -16,11 +22,8 @@ SIZES = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
 _DENSE = {"feed_forward_length": "intermediate_size"}
-_QWEN_EXPERTS = {
-    "expert_count": "num_experts",
-    "expert_used_count": "num_experts_per_tok",
-    "expert_feed_forward_length": "moe_intermediate_size",
-}
+_EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
+_QWEN_EXPERTS = _EXPERTS | {"expert_feed_forward_length": "moe_intermediate_size"}
 _LOCAL_EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
 # Tensors of a layer, less "blk.<n>." and ".weight" or ".bias".
 _LAYER = {
@@ -42,13 +45,43 @@ _LAYER = {
     "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    "exp_probs_b": "mlp.gate.e_score_correction",
     "ffn_gate_exps": "mlp.experts.gate_up_proj",
     "ffn_up_exps": "mlp.experts.gate_up_proj",
     "ffn_gate_up_exps": "mlp.experts.gate_up_proj",
     "ffn_down_exps": "mlp.experts.down_proj",
 }
+_SHARED_EXPERTS = {f"ffn_{each}_shexp": f"mlp.shared_experts.{each}_proj" for each in ("gate", "up", "down")}
+# Of multi-head latent attention. k_b and v_b are the parts of kv_b.
+_MLA = {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b": "self_attn.kv_b_proj",
+    "attn_v_b": "self_attn.kv_b_proj",
+}
 _OTHERS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _TENSOR = re.compile(r"(?:blk\.(\d{1,4})\.)?(\w+)\.(weight|bias)")
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Of a layer of experts: what llama.cpp takes where the file does not say.
+
+    Attributes:
+        gating: ``expert_gating_func``.
+        renormalize: ``expert_weights_norm``.
+        size_key: of an expert's intermediate size.
+        activation: between w13 and w2.
+    """
+
+    gating: int = SOFTMAX
+    renormalize: bool = False
+    size_key: str = "expert_feed_forward_length"
+    activation: MoEActivation = MoEActivation.SILU
 
 
 @dataclass(frozen=True)
@@ -59,18 +92,20 @@ class Architecture:
         model: how its classes in transformers begin.
         model_type: in the config.
         keys: more of them, all needed.
-        fixed: fields of the config that the file does not have.
+        routing: of its experts, or None.
         names: of tensors, other than those of most.
         turned: rows of q and k are in ggml's order: of each head the pairs that are rotated together are neighbours.
+        in_turns: a stack of gate and up alternates them, in its last dimension; stacks are transposed.
         norm_plus: what is added to the weights of norms in the file.
     """
 
     model: str
     model_type: str
     keys: Mapping[str, str] = field(default_factory=lambda: _DENSE)
-    fixed: Mapping[str, Any] = field(default_factory=dict)
+    routing: Routing | None = None
     names: Mapping[str, str] = field(default_factory=dict)
     turned: bool = False
+    in_turns: bool = False
     norm_plus: int = 0
 
     def parameter(self, name: str) -> str | None:
@@ -83,17 +118,31 @@ class Architecture:
         if module is None:
             return None
         path = module if layer is None else f"model.layers.{layer}.{module}"
-        if path.endswith(("sinks", "experts.gate_up_proj", "experts.down_proj")):
+        if path.endswith((".sinks", ".e_score_correction", ".experts.gate_up_proj", ".experts.down_proj")):
             return path if suffix == "weight" else f"{path}_bias"
         return f"{path}.{suffix}"
 
 
+_ROUTED = {
+    "expert_count": "n_routed_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_shared_count": "n_shared_experts",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
+_DEEPSEEK = _DENSE | _ROUTED | {"attention.kv_lora_rank": "kv_lora_rank", "rope.dimension_count": "qk_rope_head_dim"}
+_DEEPSEEK_NAMES = _SHARED_EXPERTS | _MLA
 _GEMMA_NAMES = {"ffn_norm": "pre_feedforward_layernorm"}
 _OSS_NAMES = {"ffn_gate_inp": "mlp.router", "attn_sinks": "self_attn.sinks"}
-# By general.architecture; Mixtral's is llama's with experts.
+# By general.architecture. Mixtral's is llama's with experts, that of DeepSeek-V3 deepseek2 with a sigmoid.
 ARCHITECTURES = {
     "llama": Architecture("Llama", "llama", turned=True),
-    "mixtral": Architecture("Mixtral", "mixtral", _DENSE | _LOCAL_EXPERTS, turned=True),
+    "mixtral": Architecture(
+        "Mixtral",
+        "mixtral",
+        _DENSE | _LOCAL_EXPERTS,
+        Routing(renormalize=True, size_key="feed_forward_length"),
+        turned=True,
+    ),
     "gemma3": Architecture(
         "Gemma3",
         "gemma3_text",
@@ -107,23 +156,38 @@ ARCHITECTURES = {
         "Qwen2Moe",
         "qwen2_moe",
         _QWEN_EXPERTS | {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
-        {"norm_topk_prob": False},
+        Routing(),
     ),
-    "qwen3moe": Architecture("Qwen3Moe", "qwen3_moe", _QWEN_EXPERTS, {"norm_topk_prob": True}),
+    "qwen3moe": Architecture("Qwen3Moe", "qwen3_moe", _QWEN_EXPERTS, Routing(renormalize=True)),
+    "olmoe": Architecture("Olmoe", "olmoe", _DENSE | _EXPERTS, Routing(size_key="feed_forward_length")),
     "gpt-oss": Architecture(
         "GptOss",
         "gpt_oss",
         _LOCAL_EXPERTS
         | {"expert_feed_forward_length": "intermediate_size", "attention.sliding_window": "sliding_window"},
+        Routing(SOFTMAX_OF_SELECTED, activation=MoEActivation.SWIGLUOAI),
         names=_OSS_NAMES,
+        in_turns=True,
+    ),
+    "deepseek2": Architecture("DeepseekV2", "deepseek_v2", _DEEPSEEK, Routing(), _DEEPSEEK_NAMES),
+    "deepseek3": Architecture("DeepseekV3", "deepseek_v3", _DEEPSEEK, Routing(SIGMOID), _DEEPSEEK_NAMES),
+    "glm4moe": Architecture(
+        "Glm4Moe", "glm4_moe", _DENSE | _ROUTED, Routing(SIGMOID, renormalize=True), _SHARED_EXPERTS
     ),
 }
 BY_MODEL_TYPE = {each.model_type: each for each in ARCHITECTURES.values()}
 
 
 def named(keys: Mapping[str, Any]) -> str | None:
-    """The key of ARCHITECTURES that a file has, or None."""
-    name = keys.get("general.architecture")
-    if name == "llama" and keys.get("llama.expert_count"):
+    """The key of ARCHITECTURES that a file has, or None.
+
+    Raises:
+        CheckpointError: it does not say what it is, or a key that tells is no integer.
+    """
+    found = Keys(keys)
+    name = found.architecture
+    if name == "llama" and found.typed("expert_count", int, 0) > 0:
         name = "mixtral"
+    if name == "deepseek2" and found.typed("expert_gating_func", int, SOFTMAX) == SIGMOID:
+        name = "deepseek3"
     return name if name in ARCHITECTURES else None

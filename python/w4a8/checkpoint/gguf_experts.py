@@ -11,10 +11,12 @@ from pathlib import Path
 import torch
 
 from w4a8.checkpoint.gguf_file import GGUFFile
-from w4a8.checkpoint.gguf_settings import layer_name, settings_from_keys
+from w4a8.checkpoint.gguf_keys import Keys
+from w4a8.checkpoint.gguf_settings import settings_from_keys
+from w4a8.checkpoint.moe_layer import checked_correction_bias, moe_layer, sizes_of_rank
 from w4a8.checkpoint.settings import MoESettings
 from w4a8.core.activation_groups import in_words
-from w4a8.core.experts import ExpertSizes, determine_expert_map
+from w4a8.core.experts import determine_expert_map
 from w4a8.core.json_fields import CheckpointError
 from w4a8.core.matrix import Matrix
 from w4a8.core.memory import on_cpu
@@ -27,7 +29,12 @@ logger = logging.getLogger(__name__)
 
 _STACK = re.compile(r"blk\.([0-9]{1,4})\.ffn_(gate_up|gate|up|down)_exps\.weight")
 # What a stack is of a layer.
-_SHARDS = {"gate": "w1", "up": "w3", "down": "w2", "gate_up": "w13"}
+SHARDS = {"gate": "w1", "up": "w3", "down": "w2", "gate_up": "w13"}
+
+
+def _name(layer: int) -> str:
+    """As transformers calls the experts of a layer."""
+    return f"model.layers.{layer}.mlp.experts"
 
 
 class _Layer:
@@ -36,7 +43,7 @@ class _Layer:
     def __init__(self, file: GGUFFile, index: int, names: list[str], settings: MoESettings) -> None:
         self.file, self.index, self.settings = file, index, settings
         self.names = {name: f"blk.{index}.ffn_{name}_exps" for name in sorted(names)}
-        self.name = layer_name(file.keys, index)
+        self.name = _name(index)
         self.has_bias = any(f"{name}.bias" in file for name in self.names.values())
         self._check()
 
@@ -74,7 +81,9 @@ class _Layer:
     def correction_bias(self) -> torch.Tensor | None:
         """float32 [experts], or None."""
         name = f"blk.{self.index}.exp_probs_b.bias"
-        return self.file.tensor(name).float() if name in self.file else None
+        if name not in self.file:
+            return None
+        return checked_correction_bias(self.file.tensor(name), name, self.settings.num_experts)
 
 
 def layers_of(file: GGUFFile, settings: MoESettings | None, only: Callable[[str], bool] | None) -> list[_Layer]:
@@ -84,9 +93,10 @@ def layers_of(file: GGUFFile, settings: MoESettings | None, only: Callable[[str]
         CheckpointError: there is none, or one is not as the keys say.
     """
     stacks: dict[int, list[str]] = {}
+    keys = Keys(file.keys)
     for name in file.tensors:
         match = _STACK.fullmatch(name)
-        if match is not None and (only is None or only(layer_name(file.keys, int(match[1])))):
+        if match is not None and not keys.is_left_out(name) and (only is None or only(_name(int(match[1])))):
             stacks.setdefault(int(match[1]), []).append(match[2])
     if not stacks:
         raise CheckpointError(f"{file.paths[0]} holds no stacks of experts (blk.<n>.ffn_<projection>_exps.weight)")
@@ -111,48 +121,30 @@ def build(
         packed_one: called after each expert.
 
     Raises:
-        CheckpointError: gate and up are of different types.
+        CheckpointError: gate and up are of different types, or the correction bias is not one finite number an expert.
         NotImplementedError: the operators cannot run it.
-        ValueError: ``activation_group`` does not fit; names the layer.
+        ValueError: the experts cannot be cut for so many ranks, or ``activation_group`` does not fit; names the layer.
     """
     settings, (tp_rank, tp_size, ep_rank, ep_size) = layer.settings, ranks
     count, expert_map = determine_expert_map(ep_size, ep_rank, settings.num_experts)
     local = range(count) if expert_map is None else torch.nonzero(expert_map != -1).flatten().tolist()
     first = next(name for name in ("gate", "gate_up") if name in layer.names)
     groups = layer.group_size(first), layer.group_size("down")
-    mine = settings.intermediate_size // tp_size
-    sizes = ExpertSizes(count, settings.hidden_size, mine, groups[0], True, groups[1])
-    problem = sizes.unsupported()
-    if problem is not None:
-        raise NotImplementedError(f"{layer.name}: kernel does not support {problem}")
+    sizes = sizes_of_rank(layer.name, settings, count, settings.intermediate_size, tp_size, groups)
     try:
         activation_groups = sizes.activation_groups(activation_group)
     except ValueError as error:
         raise ValueError(f"{layer.name}: {error}") from None
-    bias_dtype = torch.float32 if layer.has_bias else None
+    correction_bias, bias_dtype = layer.correction_bias(), torch.float32 if layer.has_bias else None
     packer = ExpertPacker(sizes, bias_dtype, tp_rank, tp_size, activation_groups=activation_groups)
     for index, expert in enumerate(local):
         for name, stack in layer.names.items():
             try:
-                packer.put(index, _SHARDS[name], layer.matrix(name, expert), stack)
+                packer.put(index, SHARDS[name], layer.matrix(name, expert), stack)
             except ValueError as error:
                 raise CheckpointError(str(error)) from error
         packed_one()
-    packed = packer.pack()
-    return W4A8MoE(
-        packed["w13"],
-        packed["w2"],
-        sizes,
-        settings.top_k,
-        settings.routing_method,
-        activation=settings.activation,
-        expert_map=expert_map,
-        apply_router_weight_on_input=settings.apply_router_weight_on_input,
-        num_expert_group=settings.num_expert_group,
-        topk_group=settings.topk_group,
-        e_score_correction_bias=layer.correction_bias(),
-        routed_scaling_factor=settings.routed_scaling_factor,
-    )
+    return moe_layer(settings, sizes, packer.pack(), expert_map, correction_bias)
 
 
 def load_gguf(
@@ -169,13 +161,8 @@ def load_gguf(
     with on_cpu():
         layers = layers_of(file, settings, only)
         count, _ = determine_expert_map(ranks[3], ranks[2], layers[0].settings.num_experts)
-        bar = progress_bar(len(layers) * count, progress, "expert", "packing experts")
-        try:
+        with progress_bar(len(layers) * count, progress, "expert", "packing experts") as advance:
             for layer in layers:
-                packed_one = bar.update if bar is not None else lambda: None
-                loaded[layer.name] = build(layer, ranks, activation_group, packed_one)
-        finally:
-            if bar is not None:
-                bar.close()
+                loaded[layer.name] = build(layer, ranks, activation_group, advance)
     logger.info("packed %d layers of %s: activations rounded to int8 %s", len(loaded), path, in_words(activation_group))
     return loaded

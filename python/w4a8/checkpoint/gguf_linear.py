@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,9 +11,11 @@ import torch
 
 from w4a8.checkpoint.gguf_architectures import ARCHITECTURES, named
 from w4a8.checkpoint.gguf_file import GGUFFile
+from w4a8.checkpoint.gguf_keys import Keys
 from w4a8.core.activation_groups import in_words, resolve_activation_group
 from w4a8.core.json_fields import CheckpointError, shorten
 from w4a8.core.kind import Kind
+from w4a8.core.matrix import Matrix
 from w4a8.core.memory import on_cpu
 from w4a8.core.stack import MatrixStack
 from w4a8.formats.gguf_blocks import TYPES
@@ -37,11 +39,11 @@ class GGUFLinears:
         """
         name = named(file.keys)
         if name is None:
-            found, known = file.keys.get("general.architecture"), ", ".join(sorted(ARCHITECTURES))
+            found, known = Keys(file.keys).architecture, ", ".join(sorted(ARCHITECTURES))
             raise CheckpointError(
-                f"general.architecture is {shorten(found)}, whose linear layers are not known here (known: {known})"
+                f"general.architecture is {found!r}, whose linear layers are not known here (known: {known})"
             )
-        self.file, self.architecture = file, ARCHITECTURES[name]
+        self.file, self.keys, self.architecture = file, Keys(file.keys), ARCHITECTURES[name]
 
     def order(self, name: str) -> torch.Tensor | None:
         """Which rows of a tensor, and elements of its bias, are the first and so on in transformers; None: as they are.
@@ -52,10 +54,11 @@ class GGUFLinears:
         key = _HEADS.get(name.split(".")[-2]) if self.architecture.turned else None
         if key is None:
             return None
-        prefix, rows = f"{self.file.keys['general.architecture']}.attention", self.file.tensors[name].shape[0]
-        heads = self.file.keys.get(f"{prefix}.{key}", self.file.keys.get(f"{prefix}.head_count"))
+        keys, rows = self.keys, self.file.tensors[name].shape[0]
+        heads = keys.get(f"attention.{key}", keys.get("attention.head_count"))
         if not isinstance(heads, int) or heads < 1 or rows % (2 * heads) != 0:
-            raise CheckpointError(f"tensor {name!r} has {rows} rows, but {prefix}.{key} is {shorten(heads)}")
+            key = f"{keys.architecture}.attention.{key}"
+            raise CheckpointError(f"tensor {name!r} has {rows} rows, but {key} is {shorten(heads)}")
         return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()
 
     def linear(self, name: str, activation_group: int | None) -> W4A8Linear | W8A8Linear:
@@ -69,20 +72,47 @@ class GGUFLinears:
             ValueError: the operators cannot run it, or ``activation_group`` does not fit.
         """
         rows, columns = self.file.tensors[name].shape
-        group, order = TYPES[self.file.tensors[name].type].group, self.order(name)
-        bias_name = f"{name.removesuffix('.weight')}.bias"
-        bias = self.file.tensor(bias_name).float() if bias_name in self.file else None
+        group, bias = TYPES[self.file.tensors[name].type].group, self.bias(name)
         activations = resolve_activation_group(activation_group, group, columns)
         how = {"bias_dtype": None if bias is None else torch.float32, "activation_group": activations}
         stack = MatrixStack(1, rows, columns, group, **how)
-        step = rows if order is not None else max(1, AT_ONCE // columns)
-        for begin in range(0, rows, step):
-            end = min(begin + step, rows)
-            matrix = self.file.matrix(name, begin, end)
-            matrix = matrix if bias is None else replace(matrix, bias=bias[begin:end])
-            stack.put(0, begin, matrix if order is None else matrix.with_rows(order))
+        for row, matrix in self.pieces(name, 0, rows):
+            stack.put(0, row, matrix if bias is None else replace(matrix, bias=bias[row : row + matrix.rows]))
         layer = W8A8Linear if matrix.kind == Kind.INT8 else W4A8Linear
         return layer(stack.pack()[0], columns, rows, group)
+
+    def bias(self, name: str) -> torch.Tensor | None:
+        """float32 [N], of the layer of a ``.weight``; None: there is none beside it."""
+        bias_name, order = f"{name.removesuffix('.weight')}.bias", self.order(name)
+        if bias_name not in self.file:
+            return None
+        bias = self.file.tensor(bias_name).float()
+        return bias if order is None else bias[order]
+
+    def pieces(self, name: str, begin: int, end: int) -> Iterator[tuple[int, Matrix]]:
+        """Rows [begin, end) of a matrix in blocks, AT_ONCE weights at a time: the first row's number, and the rows."""
+        order, step = self.order(name), max(1, AT_ONCE // self.file.tensors[name].shape[-1])
+        for first in range(begin, end, step):
+            rows = torch.arange(first, min(first + step, end))
+            rows = rows if order is None else order[rows]
+            low, high = int(rows.min()), int(rows.max()) + 1
+            matrix = self.file.matrix(name, low, high)
+            yield first, matrix if order is None else matrix.with_rows(rows - low)
+
+    def values(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor as transformers has it: what is in blocks in ``dtype``, all others in the type of the file."""
+        tensor = self.file.tensors[name]
+        if self.file.is_float(name):
+            order, values = self.order(name), self.file.tensor(name)
+            values = values if order is None else values[order]
+        else:
+            values = torch.empty(tensor.rows, tensor.shape[-1], dtype=dtype)
+            for row, matrix in self.pieces(name, 0, tensor.rows):
+                values[row : row + matrix.rows] = matrix.floats()
+            values = values.view(tensor.shape)
+        if name.endswith("norm.weight") and self.architecture.norm_plus:
+            values = values.float() - self.architecture.norm_plus
+        return values[None] if "_inp_shexp" in name and values.dim() == 1 else values
 
     def layers(self) -> dict[str, str]:
         """Name in transformers -> tensor, of matrices in blocks that are linear layers: no experts, no embeddings."""
@@ -90,6 +120,8 @@ class GGUFLinears:
         for name, tensor in self.file.tensors.items():
             parameter = self.architecture.parameter(name)
             if parameter is None or not parameter.endswith(".weight") or len(tensor.shape) != 2:
+                continue
+            if self.keys.is_left_out(name):
                 continue
             if name != "token_embd.weight" and not self.file.is_float(name):
                 found[parameter.removesuffix(".weight")] = name
@@ -103,18 +135,12 @@ def load_gguf_linear(
     linears = GGUFLinears(GGUFFile(path))
     wanted = {name: tensor for name, tensor in linears.layers().items() if only is None or only(name)}
     loaded: dict[str, W4A8Linear | W8A8Linear] = {}
-    bar = progress_bar(len(wanted), progress, "layer", "packing linear layers")
-    try:
-        with on_cpu():
-            for name, tensor in wanted.items():
-                try:
-                    loaded[name] = linears.linear(tensor, activation_group)
-                except (ValueError, RuntimeError) as error:  # sizes or scales that the operators do not have
-                    raise CheckpointError(f"{name}: {error}") from error
-                if bar is not None:
-                    bar.update()
-    finally:
-        if bar is not None:
-            bar.close()
+    with on_cpu(), progress_bar(len(wanted), progress, "layer", "packing linear layers") as advance:
+        for name, tensor in wanted.items():
+            try:
+                loaded[name] = linears.linear(tensor, activation_group)
+            except (ValueError, RuntimeError) as error:  # sizes or scales that the operators do not have
+                raise CheckpointError(f"{name}: {error}") from error
+            advance()
     logger.info("packed %d layers of %s: activations rounded to int8 %s", len(loaded), path, in_words(activation_group))
     return loaded

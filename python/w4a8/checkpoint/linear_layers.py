@@ -78,8 +78,7 @@ def _packed(
 ) -> dict[str, W4A8Linear | W8A8Linear]:
     """The layers, one after the other."""
     loaded: dict[str, W4A8Linear | W8A8Linear] = {}
-    bar = progress_bar(len(found), progress, "layer", "packing linear layers")
-    try:
+    with progress_bar(len(found), progress, "layer", "packing linear layers") as advance:
         for name, stored in found.items():
             check_input(stored, name, quantize_w4a16)
             matrix = Module(tensors, name).matrix(stored, has_bias=f"{name}.bias" in tensors)
@@ -87,11 +86,7 @@ def _packed(
                 loaded[name] = linear_from_matrix(matrix, stored.wanted_activation_group(activation_group))
             except (ValueError, RuntimeError) as error:  # sizes or scales that the operators do not have
                 raise CheckpointError(f"{name}: {error}") from error
-            if bar is not None:
-                bar.update()
-    finally:
-        if bar is not None:
-            bar.close()
+            advance()
     return loaded
 
 

@@ -13,6 +13,7 @@ import torch
 from w4a8.checkpoint.gguf_experts import load_gguf
 from w4a8.checkpoint.gguf_file import gguf_in
 from w4a8.checkpoint.modules import Module, check_input, say_int8
+from w4a8.checkpoint.moe_layer import checked_correction_bias, moe_layer, sizes_of_rank
 from w4a8.checkpoint.settings import MoESettings, settings_from_config
 from w4a8.checkpoint.tensors import CheckpointTensors
 from w4a8.core.activation_groups import check_activation_group
@@ -255,37 +256,16 @@ class _ExpertsReader:
 
         Raises:
             NotImplementedError: the operators cannot run it.
-            ValueError: ``activation_group`` does not fit; names the layer.
+            ValueError: the experts cannot be cut for so many ranks, or ``activation_group`` does not fit.
         """
-        settings = self.settings
         group_size = self.check_stored(quantize_w4a16)
         intermediate = self._intermediate_size()
-        if intermediate % self.ranks.tp_size != 0:
-            raise ValueError(
-                f"intermediate_size {intermediate} cannot be cut for {self.ranks.tp_size} tensor-parallel ranks"
-            )
-        mine, gated = intermediate // self.ranks.tp_size, settings.activation.is_gated
-        sizes = ExpertSizes(len(self.local), settings.hidden_size, mine, group_size, gated)
-        problem = sizes.unsupported()
-        if problem is not None:
-            raise NotImplementedError(f"{self.layer.name}: kernel does not support {problem}")
+        groups, tp_size = (group_size, group_size), self.ranks.tp_size
+        sizes = sizes_of_rank(self.layer.name, self.settings, len(self.local), intermediate, tp_size, groups)
         activation_groups = self._activation_groups(sizes, activation_group)
         self._check_shapes(intermediate)
         packed = self.pack(sizes, activation_groups, packed_one).pack()
-        return W4A8MoE(
-            packed["w13"],
-            packed["w2"],
-            sizes,
-            settings.top_k,
-            settings.routing_method,
-            activation=settings.activation,
-            expert_map=self.expert_map,
-            apply_router_weight_on_input=settings.apply_router_weight_on_input,
-            num_expert_group=settings.num_expert_group,
-            topk_group=settings.topk_group,
-            e_score_correction_bias=self._correction_bias(),
-            routed_scaling_factor=settings.routed_scaling_factor,
-        )
+        return moe_layer(self.settings, sizes, packed, self.expert_map, self._correction_bias())
 
     def _correction_bias(self) -> torch.Tensor | None:
         """float32 [experts], if the model's router has one."""
@@ -294,15 +274,7 @@ class _ExpertsReader:
         block = self.layer.name[: -len(".experts")]
         keys = [f"{block}.gate.e_score_correction_bias", f"{block}.e_score_correction_bias"]
         key = next((key for key in keys if key in self.tensors), keys[0])
-        bias = self.tensors.get(key)
-        if bias.shape != (self.num_experts,):
-            raise CheckpointError(
-                f"tensor {key!r} has shape {tuple(bias.shape)}, but ({self.num_experts},) is expected"
-            )
-        bias = bias.to(torch.float32)
-        if not bool(torch.isfinite(bias).all()):
-            raise CheckpointError(f"tensor {key!r} holds a NaN or an infinity")
-        return bias
+        return checked_correction_bias(self.tensors.get(key), key, self.num_experts)
 
 
 def _without_left_out(readers: list[_ExpertsReader]) -> list[_ExpertsReader]:
@@ -327,14 +299,9 @@ def _build(
     for reader in readers:
         reader.check_files()
     loaded: dict[str, W4A8MoE] = {}
-    bar = progress_bar(sum(len(reader.local) for reader in readers), progress, "expert", "packing experts")
-    try:
+    with progress_bar(sum(len(reader.local) for reader in readers), progress, "expert", "packing experts") as advance:
         for reader in readers:
-            packed_one = bar.update if bar is not None else lambda: None
-            loaded[reader.layer.name] = reader.build(quantize_w4a16, activation_group, packed_one)
-    finally:
-        if bar is not None:
-            bar.close()
+            loaded[reader.layer.name] = reader.build(quantize_w4a16, activation_group, advance)
     return loaded
 
 

@@ -232,11 +232,42 @@ def test_other_architectures_are_refused(write):
         w4a8.load(write(stacks("Q4_0"), "bert"))
 
 
+@pytest.mark.parametrize(
+    "architecture, key",
+    [("llama", "expert_count"), ("deepseek2", "expert_gating_func"), ("glm4moe", "nextn_predict_layers")],
+)
+def test_keys_that_are_arrays(architecture, key, write):
+    """Those that are looked at first."""
+    path = write(stacks("Q4_0", 1), architecture, keys(architecture, **{key: [1, 2]}))
+    with pytest.raises(CheckpointError, match=rf"{architecture}\.{key} is array\(.*, but int is expected"):
+        w4a8.load(path)
+
+
 def test_a_cut_inside_a_block_is_refused(write):
     """512 intermediate features for 4 ranks are 128 a rank, half of a block of Q4_K."""
     path = write(stacks("Q4_K", 1))
     with pytest.raises((CheckpointError, NotImplementedError), match="128"):
         w4a8.load(path, tp_size=4)
+
+
+def test_a_cut_that_does_not_divide_is_refused(write):
+    """512 intermediate features are none for three ranks to share."""
+    with pytest.raises(ValueError, match="intermediate_size 512 cannot be cut for 3 tensor-parallel ranks"):
+        w4a8.load(write(stacks("Q4_0", 1)), tp_size=3)
+
+
+@pytest.mark.parametrize(
+    "bias, message",
+    [
+        (torch.ones(EXPERTS + 1), r"has shape \(4,\), but \(3,\) is expected"),
+        (torch.ones(1, EXPERTS), r"has shape \(1, 3\), but \(3,\) is expected"),
+        (torch.tensor([0.0, float("nan"), 0.0]), "holds a NaN or an infinity"),
+    ],
+)
+def test_a_correction_bias_that_is_refused(bias, message, write):
+    path = write(stacks("Q4_0", 1) | {"blk.0.exp_probs_b.bias": bias}, "glm4moe", keys("glm4moe"))
+    with pytest.raises(CheckpointError, match=f"tensor 'blk.0.exp_probs_b.bias' {message}"):
+        w4a8.load(path)
 
 
 def test_activation_groups(write):

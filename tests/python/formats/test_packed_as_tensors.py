@@ -206,6 +206,10 @@ def test_what_is_refused(tmp_path):
     _, stated, _ = read_config(tmp_path / "packed")
     with pytest.raises(ValueError, match="is 'w4a8' in format 'packed', version 2; this w4a8 reads 'w4a8'"):
         read_directory(tmp_path / "packed", {**stated, "version": 2})
+    (directory := tmp_path / "embeddings").mkdir()
+    save_file({"model.embed_tokens.rows_packed": torch.zeros(128, dtype=torch.uint8)}, directory / "model.safetensors")
+    with pytest.raises(ValueError, match=r"'model\.embed_tokens\.rows_packed' is packed embeddings, which vLLM has no"):
+        read_directory(directory, stated)
     with pytest.raises(ValueError, match="no packed tensors, though"):
         read_directory(tmp_path / "float", stated)
     with pytest.raises(ValueError, match=r"nowhere is no local directory with \*\.safetensors files"):
@@ -296,8 +300,9 @@ def test_inputs_that_are_stated(asked, bits, tmp_path):
 
 REASONS = {
     **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K", "Q2_K"), "minimums"),
-    **dict.fromkeys(("Q3_K", "Q6_K", "IQ4_XS"), "super-scales"),
-    **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ4_NL")),
+    **dict.fromkeys(("Q3_K", "Q6_K"), "super-scales"),
+    **dict.fromkeys(("IQ4_NL", "IQ4_XS"), "weights of type iq4"),
+    **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0")),
     "MXFP4": "weights of type e2m1",
 }
 

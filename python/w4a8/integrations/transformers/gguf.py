@@ -18,12 +18,13 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from w4a8.checkpoint.gguf_architectures import ARCHITECTURES, BY_MODEL_TYPE
 from w4a8.checkpoint.gguf_experts import build, layers_of
 from w4a8.checkpoint.gguf_file import GGUFFile
-from w4a8.checkpoint.gguf_linear import AT_ONCE, GGUFLinears
+from w4a8.checkpoint.gguf_linear import GGUFLinears
 from w4a8.core.memory import on_cpu
 from w4a8.integrations.selftest import missing, parameters
 from w4a8.integrations.transformers.config import W4A8Config
 from w4a8.integrations.transformers.gguf_config import config_of
 from w4a8.integrations.transformers.quantizer import W4A8HfQuantizer, on_cpus
+from w4a8.integrations.transformers.tied import output_of, packed_embedding, share, untie
 from w4a8.nn import W4A8Experts
 from w4a8.quantization import QuantizationReport
 from w4a8.quantization.moe_blocks import fused_experts
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 # Tensors that are no weights of a model: rope_freqs is in the config, the others belong to a matrix of NVFP4.
 _BESIDE = ("rope_freqs.weight", ".scale", ".input_scale")
+# Parts of a matrix.
+_JOINED = (".attn_k_b.weight", ".attn_v_b.weight")
 # What transformers calls with; an older version has no gguf_file there.
 _CALLED_WITH = ("config", "quantization_config", "device_map", "weights_only", "user_agent", "gguf_file")
 # Of Llama 3.1 and later. The file has the factors alone that follow from it.
@@ -55,41 +58,52 @@ class GGUFModules:
         """
         self.file, self.linears, self.activation_group = file, GGUFLinears(file), activation_group
         self.packed: dict[str, tuple[torch.nn.Module, list[str]]] = {}  # name in the model: module, weights
+        self._in_turns = self.linears.architecture.in_turns
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         parts = self._parts(model)
+        self.tied: dict[str, str] = {}  # embedding: output layer
         weights: dict[str, list[str]] = {}
         for parameter, names in parts.items():
             mine = weights.setdefault(parameter.rpartition(".")[0], [])
             mine += [name for name in names if name.endswith(".weight")]
         for path, names in weights.items():
             module = model.get_submodule(path)
-            known = path.endswith(".experts") or type(module) is torch.nn.Linear
-            if known and names and not any(map(file.is_float, names)):
+            if not names or any(map(file.is_float, names)):
+                continue
+            output = output_of(model, path) if isinstance(module, torch.nn.Embedding) else None
+            if output is not None:
+                self.tied[path] = output
+            linear = type(module) is torch.nn.Linear and len(names) == 1
+            if linear or output is not None or path.endswith(".experts"):
                 self.packed[path] = module, names
         # Parameter: tensors.
         self.floats = {name: names for name, names in parts.items() if name.rpartition(".")[0] not in self.packed}
         paths = {path for path in self.packed if path.endswith(".experts")}
         layers = layers_of(file, None, paths.__contains__) if paths else []
         self.layers = {layer.name: layer for layer in layers}
+        for output in self.tied.values():
+            untie(model, output)
         for path in self.packed:
             owner, _, key = path.rpartition(".")
             setattr(model.get_submodule(owner), key, torch.nn.Module())
 
     def _parts(self, model: torch.nn.Module) -> dict[str, list[str]]:
         """Parameter: the tensors that make it."""
-        of_model, file = model.state_dict(), self.file
+        shapes, file = self._shapes, self.file
         parts: dict[str, list[str]] = {}
         for name, tensor in file.tensors.items():
-            if name.endswith(_BESIDE):
+            if name.endswith(_BESIDE) or self.linears.keys.is_left_out(name):
                 continue
             parameter = self.linears.architecture.parameter(name)
-            if parameter not in of_model:
+            if parameter not in shapes:
                 raise ValueError(f"tensor {name!r} of {file.paths[0]}: {type(model).__name__} has no such weight")
             parts.setdefault(parameter, []).append(name)
-            expected = tuple(of_model[parameter].shape)
-            if "_exps." not in name and tensor.shape != expected and (1, *tensor.shape) != expected:
+            expected = shapes[parameter]
+            part = "_exps." in name or name.endswith(_JOINED)  # compared when it has become a parameter
+            if not part and tensor.shape != expected and (1, *tensor.shape) != expected:
                 raise ValueError(f"tensor {name!r} has shape {tensor.shape}, but {expected} is expected")
         tied = set(model.all_tied_weights_keys)
-        lacking = sorted(set(of_model) - set(parts) - tied - {name for name, _ in model.named_buffers()})
+        lacking = sorted(set(shapes) - set(parts) - tied)
         if lacking:
             raise ValueError(f"{file.paths[0]} holds no tensor for {', '.join(lacking[:3])}")
         return parts
@@ -99,28 +113,28 @@ class GGUFModules:
         found = {}
         with on_cpu():
             for parameter, names in self.floats.items():
-                gate_first = sorted(names, key=lambda name: "_up_" in name and "_gate_up_" not in name)
-                tensors = [self._float(name, dtype) for name in gate_first]
-                found[parameter] = tensors[0] if len(tensors) == 1 else torch.cat(tensors, 1)
+                tensors = {name: self.linears.values(name, dtype) for name in names}
+                try:
+                    found[parameter] = self._parameter(tensors).view(self._shapes[parameter])
+                except (RuntimeError, IndexError):
+                    given = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
+                    expected = self._shapes[parameter]
+                    raise ValueError(f"{parameter} is {expected}, which cannot be made of {given}") from None
         return found
 
-    def _float(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        tensor = self.file.tensors[name]
-        if self.file.is_float(name):
-            values = self.file.tensor(name)
-        else:
-            values = torch.empty(tensor.rows, tensor.shape[-1], dtype=dtype)
-            step = max(1, AT_ONCE // tensor.shape[-1])
-            for begin in range(0, tensor.rows, step):
-                end = min(begin + step, tensor.rows)
-                values[begin:end] = self.file.matrix(name, begin, end).floats()
-            values = values.view(tensor.shape)
-        order = self.linears.order(name)
-        if order is not None:
-            values = values[order]
-        if name.endswith("norm.weight") and self.linears.architecture.norm_plus:
-            values = values.float() - self.linears.architecture.norm_plus
-        return values[None] if "_inp_shexp" in name and values.dim() == 1 else values
+    def _parameter(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Of the tensors that make it."""
+        by_leaf = {name.split(".")[-2]: tensor for name, tensor in tensors.items()}
+        first = next(iter(by_leaf.values()))
+        if "attn_k_b" in by_leaf and "attn_v_b" in by_leaf:  # [heads, rank, k], [heads, v, rank]
+            return torch.cat((by_leaf["attn_k_b"].transpose(1, 2), by_leaf["attn_v_b"]), 1).flatten(0, 1)
+        if not any(leaf.endswith("_exps") for leaf in by_leaf):
+            return first
+        if "ffn_down_exps" not in by_leaf:
+            gate_up = [by_leaf[f"ffn_{each}_exps"] for each in ("gate", "up") if f"ffn_{each}_exps" in by_leaf]
+            gate_up = gate_up if len(gate_up) == 2 else first.chunk(2, 1)
+            first = torch.stack(gate_up, 2).flatten(1, 2) if self._in_turns else torch.cat(tuple(gate_up), 1)
+        return first.transpose(1, 2).contiguous() if self._in_turns and first.dim() == 3 else first
 
     def finish(self, model: torch.nn.Module) -> QuantizationReport:
         """Packs, module by module, and puts the modules into the model.
@@ -132,11 +146,7 @@ class GGUFModules:
         with on_cpu():
             for name, (old, weights) in self.packed.items():
                 try:
-                    new = (
-                        self._experts(name, old)
-                        if name in self.layers
-                        else self.linears.linear(weights[0], self.activation_group)
-                    )
+                    new = self._new(name, old, weights)
                 except (ValueError, RuntimeError) as error:  # the second: values that the operators do not have
                     raise ValueError(f"{name}: {error}") from error
                 owner, _, key = name.rpartition(".")
@@ -144,15 +154,30 @@ class GGUFModules:
                 report.replaced[name] = repr(new)
                 report.float_bytes += sum(weight.numel() * weight.element_size() for weight in old.parameters())
                 report.packed_bytes += sum(packed.numel() for packed in new.buffers())
+                if name in self.tied:
+                    report.replaced[self.tied[name]] = repr(share(model, name, self.tied[name]))
         large = Large(model)
         for name, module in model.named_modules():
             for parameter in large.of(module):
                 tensors = self.floats.get(f"{name}.{parameter}", [])
-                blocks = any(not self.file.is_float(each) for each in tensors)
-                reason = "it is no linear layer and no experts" if blocks else "it is not quantized in the file"
-                report.skipped[name or parameter] = reason
+                report.skipped[name or parameter] = self._reason(tensors)
         report.measure(model)
         return report
+
+    def _new(self, name: str, old: torch.nn.Module, weights: list[str]) -> torch.nn.Module:
+        if name in self.layers:
+            return self._experts(name, old)
+        linear = self.linears.linear(weights[0], self.activation_group)
+        return packed_embedding(old, linear.packed, linear.group_size) if name in self.tied else linear
+
+    def _reason(self, tensors: list[str]) -> str:
+        """Why what is made of them is a float."""
+        if all(map(self.file.is_float, tensors)):
+            return "it is not quantized in the file"
+        if any(map(self.file.is_float, tensors)):
+            return "a part of it is not quantized in the file"
+        joined = any(name.endswith(_JOINED) for name in tensors)
+        return "a part of it is quantized along the other axis" if joined else "it is no linear layer and no experts"
 
     def _experts(self, name: str, old: torch.nn.Module) -> W4A8Experts:
         experts = fused_experts(old)

@@ -8,13 +8,16 @@ from typing import Any
 import torch
 
 from w4a8.core.kind import Kind
-from w4a8.formats.packed_directory import STANDS_FOR, Parts, packed_tensors
+from w4a8.formats.packed_directory import EMBEDDINGS, STANDS_FOR, Parts, packed_tensors
 from w4a8.integrations.transformers.names import Names, slices
+from w4a8.integrations.transformers.tied import output_of, packed_embedding, untie
 from w4a8.nn import W4A8Experts, W4A8Linear, W8A8Linear
 from w4a8.quantization.moe_blocks import fused_experts
 
+_STANDS_FOR = {**STANDS_FOR, **EMBEDDINGS}
 
-def build_packed(model: torch.nn.Module, files: Sequence[str]) -> list[str]:
+
+def build_packed(model: torch.nn.Module, files: Sequence[str]) -> dict[str, str]:
     """Puts modules for packed weights, on the meta device, where the files have such weights.
 
     Args:
@@ -22,24 +25,31 @@ def build_packed(model: torch.nn.Module, files: Sequence[str]) -> list[str]:
         files: safetensors.
 
     Returns:
-        Names of the modules.
+        Embeddings that an output layer shares the weight of: the output layer, which :func:`share` makes when the
+        weights are there.
 
     Raises:
         ValueError: no packed tensors, or ones that do not fit the model.
     """
     with torch.device("cpu"):  # transformers builds models with the meta device as default
-        found = _of_modules(model, packed_tensors(slices(files)))
+        found = _of_modules(model, packed_tensors(slices(files), _STANDS_FOR))
     if not found:
         raise ValueError(f"{', '.join(map(str, files)) or 'no file'}: no packed tensors, though config.json says so")
+    tied = {}
     for name, entries in found.items():
         owner, _, key = name.rpartition(".")
         owner = model.get_submodule(owner)
+        old = getattr(owner, key)
+        output = output_of(model, name) if isinstance(old, torch.nn.Embedding) else None
         try:
-            new = _new_module(getattr(owner, key), entries)
+            new = _new_module(old, entries, tied=output is not None)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
         setattr(owner, key, new)
-    return list(found)
+        if output is not None:
+            untie(model, output)
+            tied[name] = output
+    return tied
 
 
 def _of_modules(model: torch.nn.Module, packed: Mapping[str, Parts]) -> dict[str, Parts]:
@@ -48,13 +58,13 @@ def _of_modules(model: torch.nn.Module, packed: Mapping[str, Parts]) -> dict[str
     found: dict[str, dict[str, Any]] = {}
     for module, parts in packed.items():
         for leaf, entry in parts.items():
-            parameter = names.parameter(f"{module}.{STANDS_FOR[leaf]}")[0]
+            parameter = names.parameter(f"{module}.{_STANDS_FOR[leaf]}")[0]
             if parameter is not None:
                 found.setdefault(parameter.rpartition(".")[0], {})[leaf] = entry
     return found
 
 
-def _new_module(old: torch.nn.Module, entries: Parts) -> torch.nn.Module:
+def _new_module(old: torch.nn.Module, entries: Parts, tied: bool) -> torch.nn.Module:
     def check(what: str, given: Any, expected: Any) -> None:
         if given != expected:
             raise ValueError(f"{what} is {given}, expected {expected}")
@@ -62,12 +72,21 @@ def _new_module(old: torch.nn.Module, entries: Parts) -> torch.nn.Module:
     tensors = {leaf: torch.empty(entry.shape, dtype=torch.uint8, device="meta") for leaf, entry in entries.items()}
     headers = {leaf: entry.header for leaf, entry in entries.items()}
     if isinstance(old, torch.nn.Linear):
+        check("packed tensors", sorted(entries), ["packed"])
         header = headers["packed"]
         given, sizes = [header["n"], header["k"]], [old.out_features, old.in_features]
         check("packed: [n, k]", given, sizes)
         check("packed: bias", header["has_bias"], old.bias is not None)
         layer = W8A8Linear if header["values"] == Kind.INT8 else W4A8Linear
         return layer(tensors["packed"], old.in_features, old.out_features, header["group"])
+    if isinstance(old, torch.nn.Embedding):
+        check("packed tensors", sorted(entries), ["rows_packed"])
+        header = headers["rows_packed"]
+        check("rows_packed: [n, k]", [header["n"], header["k"]], [old.num_embeddings, old.embedding_dim])
+        check("rows_packed: bias", header["has_bias"], False)
+        if not tied:
+            raise ValueError("rows_packed, but no output layer shares its weight")
+        return packed_embedding(old, tensors["rows_packed"], header["group"])
     experts = fused_experts(old)
     if experts is None or experts.activation is None:
         raise ValueError(f"packed experts, but {type(old).__name__} is no block that W4A8Experts can stand for")

@@ -16,6 +16,7 @@ from w4a8.integrations.transformers.config import W4A8Config
 from w4a8.integrations.transformers.foreign import Foreign
 from w4a8.integrations.transformers.guard import inference_only, refuse_device
 from w4a8.integrations.transformers.packed import build_packed
+from w4a8.integrations.transformers.tied import share
 from w4a8.nn.output_layer import multiply_once
 from w4a8.nn.packed import PackedModule
 from w4a8.quantization import QuantizationReport
@@ -37,6 +38,7 @@ class W4A8HfQuantizer(HfQuantizer):
         self.report: QuantizationReport | None = None
         self._collector: Collector | None = None
         self._foreign: Foreign | None = None
+        self._tied: dict[str, str] = {}  # packed embedding: output layer
         self._originals: dict[int, Any] = {}  # by id of a converter: the one of transformers that it stands for
 
     # What the model can do.
@@ -79,7 +81,7 @@ class W4A8HfQuantizer(HfQuantizer):
         if source is not None:
             self._foreign = Foreign(model, source, files, self.quantization_config.activation_group)
         elif self.pre_quantized:
-            build_packed(model, files)
+            self._tied = build_packed(model, files)
         else:
             self._collector = Collector(model, self.quantization_config, files)
 
@@ -123,6 +125,8 @@ class W4A8HfQuantizer(HfQuantizer):
         for name, module in model.named_modules():
             if isinstance(module, PackedModule):
                 _check(name, module)
+        for embedding, output in self._tied.items():
+            share(model, embedding, output)
         inference_only(model)
         multiply_once(model.get_output_embeddings())
         return model

@@ -1,0 +1,89 @@
+"""Keys of a GGUF file: of the right type, or an error that names them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from w4a8.core.json_fields import CheckpointError, shorten
+
+
+class Keys:
+    """Those of the architecture that a file has, by their names behind ``<architecture>.``.
+
+    Attributes:
+        architecture: ``general.architecture``.
+    """
+
+    def __init__(self, keys: Mapping[str, Any]) -> None:
+        """Takes all keys of a file.
+
+        Raises:
+            CheckpointError: there is no architecture.
+        """
+        self.architecture = keys.get("general.architecture")
+        if not isinstance(self.architecture, str):
+            raise CheckpointError(f"general.architecture is {shorten(self.architecture)}, but a string is expected")
+        self._keys = keys
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """A value, whatever it is."""
+        return self._keys.get(f"{self.architecture}.{name}", default)
+
+    @property
+    def layers(self) -> int:
+        """Layers of the model. Those behind them, which predict further tokens (MTP), are left out everywhere.
+
+        Raises:
+            CheckpointError: there are none.
+        """
+        further, count = self.count("nextn_predict_layers", 0, least=0), self.count("block_count")
+        if further >= count:
+            key = f"{self.architecture}.nextn_predict_layers"
+            raise CheckpointError(f"{key} is {further}, but of {count} layers fewer are expected")
+        return count - further
+
+    def is_left_out(self, tensor: str) -> bool:
+        """Whether a tensor belongs to a layer behind those of the model."""
+        if self.count("nextn_predict_layers", 0, least=0) == 0:
+            return False
+        found = re.match(r"blk\.(\d{1,4})\.", tensor)
+        return found is not None and self.layers <= int(found[1]) < self.count("block_count")
+
+    def typed(self, name: str, kind: type, default: Any = None) -> Any:
+        """A value of a type; an integer is a float, too.
+
+        Raises:
+            CheckpointError: it is another, or not there and without a default.
+        """
+        value = self.get(name, default)
+        if isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
+            return value
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            return float(value)
+        key = f"{self.architecture}.{name}"
+        raise CheckpointError(f"{key} is {shorten(value)}, but {kind.__name__} is expected")
+
+    def count(self, name: str, default: int | None = None, least: int = 1) -> int:
+        """A number of things.
+
+        Raises:
+            CheckpointError: it is none, or less than ``least``.
+        """
+        value = self.typed(name, int, default)
+        if not least <= value < 2**31:
+            raise CheckpointError(f"{self.architecture}.{name} is {value}, but {least}..2**31-1 is expected")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A number above 0, of the type that it has.
+
+        Raises:
+            CheckpointError: it is none.
+        """
+        value = self.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+            key = f"{self.architecture}.{name}"
+            raise CheckpointError(f"{key} is {shorten(value)} in the GGUF file, but a number above 0 is expected")
+        return value

@@ -1,0 +1,54 @@
+"""An output layer that shares the weight of the embeddings: packed, the two share the bytes."""
+
+from __future__ import annotations
+
+import torch
+
+from w4a8.nn.embedding import PackedEmbedding
+
+
+def scale_of(module: torch.nn.Module) -> float | None:
+    """What an embedding multiplies rows with: 1 for torch's own; None if it does something else."""
+    if type(module) is torch.nn.Embedding:
+        return 1.0
+    scale = getattr(module, "scalar_embed_scale", None)
+    return scale if type(module).__name__.endswith("TextScaledWordEmbedding") else None
+
+
+def output_of(model: torch.nn.Module, path: str) -> str | None:
+    """The name of the linear layer that shares the weight of an embedding that can be packed, or None."""
+    weight, module = f"{path}.weight", model.get_submodule(path)
+    targets = [target for target, source in model.all_tied_weights_keys.items() if source == weight]
+    if len(targets) != 1 or scale_of(module) is None:
+        return None
+    name = targets[0].rpartition(".")[0]
+    output = model.get_submodule(name)
+    return name if type(output) is torch.nn.Linear and output.bias is None else None
+
+
+def untie(model: torch.nn.Module, output: str) -> None:
+    """Takes the output layer out of the model until :func:`share`, and lets transformers tie no weights to it."""
+    model.all_tied_weights_keys = {
+        target: source for target, source in model.all_tied_weights_keys.items() if target != f"{output}.weight"
+    }
+    model._tied_weights_keys = None  # of this model alone: what transformers makes the others of
+    _put(model, output, torch.nn.Module())
+
+
+def packed_embedding(old: torch.nn.Module, packed: torch.Tensor, group: int) -> PackedEmbedding:
+    """What stands for an embedding that :func:`output_of` has a name for."""
+    scale = scale_of(old)
+    sizes = old.num_embeddings, old.embedding_dim, group
+    return PackedEmbedding(packed, *sizes, old.weight.dtype, None if scale == 1.0 else scale)
+
+
+def share(model: torch.nn.Module, embedding: str, output: str) -> torch.nn.Module:
+    """Gives the model the output layer of a packed embedding."""
+    layer = model.get_submodule(embedding).output_layer().eval()
+    _put(model, output, layer)
+    return layer
+
+
+def _put(model: torch.nn.Module, path: str, module: torch.nn.Module) -> None:
+    owner, _, key = path.rpartition(".")
+    setattr(model.get_submodule(owner), key, module)

@@ -1,0 +1,91 @@
+"""Embeddings with 4-bit or 8-bit weights, which an output layer may share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from w4a8.core.kind import Kind
+from w4a8.core.panels import PackedRows
+from w4a8.nn.linear import W4A8Linear, W8A8Linear
+from w4a8.nn.packed import PackedLinear, PackedModule
+from w4a8.ops import read_header
+
+# A graph cannot hold it: what unpacking gives depends on the header.
+_outside_of_graphs = getattr(getattr(torch, "compiler", None), "disable", lambda function: function)
+
+
+@_outside_of_graphs
+def _rows(packed: torch.Tensor, which: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return PackedRows(packed).floats(which, dtype)
+
+
+class PackedEmbedding(PackedModule):
+    """Token ids to rows of a packed matrix, which are unpacked when they are asked for.
+
+    Attributes:
+        rows_packed: uint8 [bytes] of dyn_quant_pack_4bit_weight, [num_embeddings, embedding_dim].
+        dtype: of the rows; it follows ``.to(dtype)``.
+        scale: what rows are multiplied with, as Gemma does, or None.
+    """
+
+    rows_packed: torch.Tensor
+
+    def __init__(
+        self,
+        rows_packed: torch.Tensor,
+        num_embeddings: int,
+        embedding_dim: int,
+        group_size: int,
+        dtype: torch.dtype,
+        scale: float | None = None,
+    ) -> None:
+        """Takes a packed matrix.
+
+        Args:
+            rows_packed: uint8 [bytes].
+            num_embeddings: rows, N.
+            embedding_dim: K.
+            group_size: values of k per scale.
+            dtype: of the rows.
+            scale: rounded to ``dtype``.
+
+        Raises:
+            ValueError: a matrix that is not of these sizes.
+        """
+        super().__init__()
+        self.num_embeddings, self.embedding_dim, self.group_size = num_embeddings, embedding_dim, group_size
+        self.dtype, self.scale = dtype, scale
+        self.check_packed("rows_packed", rows_packed)
+        self.register_buffer("rows_packed", rows_packed)
+
+    def packed_shapes(self) -> dict[str, dict[str, int | str]]:
+        """What the header must say."""
+        return {"rows_packed": {"n": self.num_embeddings, "k": self.embedding_dim, "group": self.group_size}}
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Integers [...] to ``dtype`` [..., embedding_dim].
+
+        Raises:
+            IndexError: an id that is none.
+        """
+        rows = _rows(self.rows_packed, ids.reshape(-1), self.dtype)
+        if self.scale is not None:
+            rows *= torch.tensor(self.scale).to(self.dtype)
+        return rows.view(*ids.shape, self.embedding_dim)
+
+    def output_layer(self) -> PackedLinear:
+        """The linear layer of the same matrix. It shares the bytes, and is no part of its state dict."""
+        layer = W8A8Linear if read_header(self.rows_packed)["values"] == Kind.INT8 else W4A8Linear
+        output = layer(self.rows_packed, self.embedding_dim, self.num_embeddings, self.group_size)
+        output.register_buffer("packed", self.rows_packed, persistent=False)
+        return output
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: object, **kwargs: object) -> PackedEmbedding:
+        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
+        return super()._apply(fn, *args, **kwargs)
+
+    def extra_repr(self) -> str:
+        """Sizes and kind, for print()."""
+        return f"{self.num_embeddings}, {self.embedding_dim}, group_size={self.group_size}{self.kind_repr()}"
