@@ -121,6 +121,7 @@ def main() -> None:
     print(goals_table(reached))
     path = collected.save(goals=reached)
     print(f"\n{path}\n{report.plot(collected.records, path.with_suffix('.png'), collected.versions)}")
+    print(report.picture(collected.records, path.with_name(f"{path.stem}-one-file.png"), collected.versions))
 
 
 if __name__ == "__main__":

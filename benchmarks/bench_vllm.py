@@ -60,7 +60,8 @@ class Engine:
             enable_prefix_caching=False,
             seed=0,
         )
-        self.vocabulary = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
+        folder = Path(model).parent if Path(model).is_file() else Path(model)
+        self.vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
 
     def generate(self, batch: int, prompt: int, tokens: int) -> float:
         """Seconds."""

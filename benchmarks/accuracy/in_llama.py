@@ -14,7 +14,7 @@ from peers.environments import python_of
 from peers.ggml import ENVIRONMENT
 
 from accuracy.models import FOLDER
-from accuracy.ways import SECTIONS, Case, Running, Way
+from accuracy.ways import AS_IT_IS, SECTIONS, Case, Running, Way
 
 SCRIPT = Path(__file__).with_name("llama_logits.py")
 MADE = ("Q8_0", "Q4_0", "Q4_K_S", "Q4_K_M")
@@ -81,7 +81,7 @@ def made(case: Case, name: str, python: str) -> Path:
 def ways(case: Case) -> Iterator[Way]:
     """Raises peers.environments.Unavailable if llama-cpp-python cannot be had."""
     python = python_of(ENVIRONMENT)
-    files = {"the file as it is": case.source.path(), **{name: made(case, name, python) for name in MADE}}
+    files = {AS_IT_IS: case.source.path(), **{name: made(case, name, python) for name in MADE}}
     for name, file in files.items():
         title = f"{name} ({types_of(file)[1]})"
-        yield Way(SECTIONS[4], title, "its own", lambda file=file: answering(case, file, python))
+        yield Way(SECTIONS[5], title, "its own", lambda file=file: answering(case, file, python))

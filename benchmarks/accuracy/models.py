@@ -79,11 +79,18 @@ class Source:
 
         return AutoTokenizer.from_pretrained(FOLDER, gguf_file=self.path().name)
 
-    def float_model(self) -> torch.nn.Module:
-        """The model of transformers in float32, every weight as the file has it, multiplied out."""
+    def model(self, **options: Any) -> torch.nn.Module:
+        """The model of transformers, float32 where it is float; options of from_pretrained."""
         from transformers import AutoModelForCausalLM
 
-        return AutoModelForCausalLM.from_pretrained(FOLDER, gguf_file=self.path().name, dtype=torch.float32).eval()
+        file = self.path().name
+        return AutoModelForCausalLM.from_pretrained(FOLDER, gguf_file=file, dtype=torch.float32, **options).eval()
+
+    def float_model(self) -> torch.nn.Module:
+        """Every weight as the file has it, multiplied out."""
+        from transformers import GgufConfig
+
+        return self.model(quantization_config=GgufConfig(dequantize=True))
 
 
 def model_bytes(wheel: Path) -> Iterator[bytes]:

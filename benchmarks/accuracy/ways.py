@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from statistics import median
@@ -17,9 +17,11 @@ import w4a8
 from accuracy.emulate import PER_TOKEN, Emulated, emulate_, rounding
 from accuracy.models import Source
 from accuracy.score import Logits, Reference
+from w4a8.nn.linear import PackedLinear
 from w4a8.nn.rounding import round_to_8_bits
 
-SECTIONS = ("activations alone", "weights", "activations with the same weights", "output layer", "llama.cpp")
+SECTIONS = ("activations alone", "weights", "activations with the same weights", "output layer", "GGUF", "llama.cpp")
+AS_IT_IS = "the file as it is"
 GROUPS = (128, 64, 32)
 USUAL = 32  # the group of activations beside which weights are compared
 FLOAT = 0  # no rounding of activations, beside PER_TOKEN and sizes of groups
@@ -104,15 +106,18 @@ def rounded_activations(case: Case, activation_group: int) -> Iterator[Running]:
             handle.remove()
 
 
-def layers_of(model: torch.nn.Module) -> list[w4a8.nn.W4A8Linear]:
-    return [module for module in model.modules() if isinstance(module, w4a8.nn.W4A8Linear)]
+def layers_of(model: torch.nn.Module) -> list[PackedLinear]:
+    """Those that were replaced."""
+    return [module for module in model.modules() if isinstance(module, PackedLinear)]
 
 
-def bits_of(model: torch.nn.Module) -> float:
-    """Bits of a weight, of all layers that were replaced together."""
-    layers = layers_of(model)
-    packed = sum(layer.packed.numel() for layer in layers)
-    return 8 * packed / sum(layer.in_features * layer.out_features for layer in layers)
+def bits_of(layers: Iterable[PackedLinear]) -> float:
+    """Bits of a weight, of all of them together."""
+    packed, weights = 0, 0
+    for layer in layers:
+        packed += 8 * layer.packed.numel()
+        weights += layer.in_features * layer.out_features
+    return packed / weights
 
 
 def prefill_rate(model: torch.nn.Module, rounds: int = 5) -> float:
@@ -135,7 +140,7 @@ def quantized(case: Case, activation_group: int, calibrated: bool, options: dict
     told = in_operators(activation_group, options["group_size"])
     batches = [{"input_ids": ids[None], "logits_to_keep": 1} for ids in case.calibration] if calibrated else None
     w4a8.quantize_(model, scale_dtype=torch.bfloat16, calibration=batches, **options, **(told or {}))
-    bits = bits_of(model)
+    bits = bits_of(layers_of(model))
     if told is not None:
         yield Running(logits_of(model), bits, "operators", prefill_rate(model))
         return
@@ -223,7 +228,22 @@ def head_ways(case: Case) -> Iterator[Way]:
         yield Way(SECTIONS[3], title, called(size), lambda make=make: with_head(case, make))
 
 
+@contextmanager
+def packed_file(case: Case) -> Iterator[Running]:
+    """The GGUF file in transformers, packed; the float model is the same file multiplied out."""
+    import w4a8.integrations.transformers  # noqa: F401  keeps what is in blocks packed
+
+    model = case.source.model()
+    head = model.get_output_embeddings()
+    yield Running(logits_of(model), bits_of(layer for layer in layers_of(model) if layer is not head), "operators")
+
+
+def file_ways(case: Case) -> Iterator[Way]:
+    yield Way(SECTIONS[4], AS_IT_IS, called(USUAL), lambda: packed_file(case))
+
+
 def ways(case: Case) -> Iterator[Way]:
     """All but those of llama.cpp (accuracy.in_llama)."""
     yield from activation_ways(case)
     yield from head_ways(case)
+    yield from file_ways(case)

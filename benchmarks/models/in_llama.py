@@ -1,4 +1,4 @@
-"""llama.cpp, which llama-cpp-python builds from its source package: Q4_0 through its C interface, token ids only."""
+"""llama.cpp, which llama-cpp-python builds from its source package, through its C interface: token ids only."""
 
 import ctypes
 import time
@@ -78,4 +78,8 @@ class Llama(Model):
         return batch * tokens / (time.perf_counter() - started)
 
 
-ENTRIES = [Llama]
+class LlamaKM(Llama):
+    name, format = "llama.cpp, Q4_K_M", "gguf-q4_k_m"
+
+
+ENTRIES = [Llama, LlamaKM]

@@ -23,12 +23,15 @@ def environment(plugin: bool, **variables: str) -> Environment:
 
 
 class Vllm(Model):
+    file = ""  # of the folder, instead of all of it
+
     def __init__(self, folder: Path, threads: int):
         from bench_vllm import Engine
 
         self.weights_seconds = measure_loading()
         started = time.perf_counter()
-        self.engine = Engine(str(folder), load_format="auto", max_model_len=POSITIONS, load_strategy="prefetch")
+        model = str(folder / self.file)
+        self.engine = Engine(model, load_format="auto", max_model_len=POSITIONS, load_strategy="prefetch")
         self.seconds = time.perf_counter() - started
         self.after = memory("VmHWM")
 
@@ -76,6 +79,13 @@ class PluginInt4Head(Vllm):
     environment = environment(True, W4A8_VLLM_LM_HEAD="int4")
 
 
+class PluginGGUF(Vllm):
+    """The file of llama.cpp."""
+
+    name, format, file = "vLLM, GGUF Q4_K_M", "gguf-q4_k_m", "model.gguf"
+    environment = environment(True)
+
+
 class StockBfloat16(Vllm):
     name, format, weights = "vLLM, bfloat16", "bfloat16", "bf16"
     environment = environment(False)
@@ -98,4 +108,4 @@ class StockW4A16(Vllm):
         return None if 0.75 * layers + 3 < gigabytes else f"loading {layers} layers takes {0.75 * layers + 3:.0f} GB"
 
 
-ENTRIES = [Plugin, PluginInt4Head, StockBfloat16, StockW4A16]
+ENTRIES = [Plugin, PluginInt4Head, PluginGGUF, StockBfloat16, StockW4A16]

@@ -12,6 +12,7 @@ from real_size.shapes import Shapes
 from models.base import DECODE_BATCHES, PREFILL_TOKENS
 
 OWN, INT4_HEAD, LLAMA = "vLLM, w4a8", "vLLM, w4a8, int4 lm_head", "llama.cpp, Q4_0"
+OWN_GGUF, LLAMA_GGUF = "vLLM, GGUF Q4_K_M", "llama.cpp, Q4_K_M"  # one file
 RATES = {
     **{f"prefill {n}": ("prefill", n) for n in PREFILL_TOKENS},
     **{f"decode, batch {n}": ("decode", n) for n in DECODE_BATCHES},
@@ -67,18 +68,23 @@ def tables(records: list[dict]) -> str:
 def goals(records: list[dict], layers: int, threads: int) -> list[dict]:
     """Against llama.cpp, and the peak of loading against what is loaded."""
     by_name = {record["entry"]: record for record in records}
-    own, llama = by_name.get(OWN), by_name.get(LLAMA)
     figures = FIGURES["models"]
     lines: list[Line] = []
-    for name, record in ((OWN, own), (INT4_HEAD, by_name.get(INT4_HEAD))):
-        for title, goal in figures["times as fast as llama.cpp"].items():
+    for name, beside, row in (
+        (OWN, LLAMA, "times as fast as llama.cpp"),
+        (INT4_HEAD, LLAMA, "times as fast as llama.cpp"),
+        (OWN_GGUF, LLAMA_GGUF, "times as fast as llama.cpp on one file"),
+    ):
+        record, llama = by_name.get(name), by_name.get(beside)
+        for title, goal in figures[row].items():
             ours, theirs = record and rate(record, title), llama and rate(llama, title)
             if ours and theirs:
                 lines.append((f"{name}: {title}, times as fast as llama.cpp", "", goal, ours / theirs))
-    if own and own.get("weights_bytes"):
-        most = figures["peak while loading"]
-        allowed = most["times the weights"] * own["weights_bytes"] + most["and bytes"]
-        lines.append(("allowed / peak while loading", "", 1.0, allowed / own["weights_peak"]))
+    for name, row in ((OWN, "peak while loading"), (OWN_GGUF, "peak while loading GGUF")):
+        record, most = by_name.get(name), figures[row]
+        if record and record.get("weights_bytes"):
+            allowed = most["times the weights"] * record["weights_bytes"] + most["and bytes"]
+            lines.append((f"{name}: allowed / peak while loading", "", 1.0, allowed / record["weights_peak"]))
     title = f"{layers} layers" if layers == Shapes.layers else f"{layers} layers (the goals are for {Shapes.layers})"
     return [goal_line(title, threads, line) for line in lines]
 
@@ -106,3 +112,31 @@ def plot(records: list[dict], path: Path, versions: dict[str, str]) -> Path | No
         axes.set_title(title, fontsize=8)
         axes.set_ylabel("tokens / s")
     return save(plt, figure, path, measured, versions)
+
+
+QUESTIONS = {
+    "prefill 512": "reading a prompt\nof 512 tokens",
+    "prefill 2048": "reading a prompt\nof 2048 tokens",
+    "decode, batch 1": "writing an answer",
+    "decode, batch 8": "writing eight answers\nat once",
+}
+
+
+def picture(records: list[dict], path: Path, versions: dict[str, str]) -> Path | None:
+    """One file in both programs: a pair of bars per question, with the times that the one is as fast as the other."""
+    plt = pyplot()
+    by_name = {record["entry"]: record for record in records}
+    ours, theirs = by_name.get(OWN_GGUF), by_name.get(LLAMA_GGUF)
+    if plt is None or not (ours and theirs and ours["rates"] and theirs["rates"]):
+        return None
+    figure, panels = plt.subplots(1, len(QUESTIONS), figsize=(2.4 * len(QUESTIONS), 2.8), squeeze=False)
+    for axes, (title, words) in zip(panels[0], QUESTIONS.items()):
+        rates = [rate(theirs, title) or 0, rate(ours, title) or 0]
+        bars = axes.bar(["llama.cpp", "w4a8"], rates, color=["lightgray", COLORS[0]])
+        axes.bar_label(bars, [f"{value:.3g}" for value in rates])
+        times = f"\n{rates[1] / rates[0]:.1f} times as fast" if rates[0] else ""
+        axes.set_title(words + times, fontsize=9)
+        axes.set_ylim(0, 1.15 * max(rates))
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0][0].set_ylabel("tokens per second")
+    return save(plt, figure, path, [ours, theirs], versions)

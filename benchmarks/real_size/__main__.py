@@ -1,7 +1,8 @@
 """Writes a model of the shapes of Qwen3-30B-A3B with random weights: nothing is downloaded (benchmarks/README.md).
 
 FOLDER gets a folder per format: w4a8 (compressed-tensors, pack-quantized), w4a16 (the same files, another config.json),
-bfloat16 (the same weights multiplied out), and gguf/model.gguf (Q4_0, the same weights).
+bfloat16 (the same weights multiplied out), gguf/model.gguf (Q4_0, the same weights), and
+gguf-q4_k_m/model.gguf (random blocks of Q4_K and Q6_K, as that mix has them).
 """
 
 from __future__ import annotations

@@ -14,9 +14,13 @@ from pathlib import Path
 import numpy as np
 
 from real_size import files, gguf_file, values
+from real_size.gguf_q4_0 import FromCheckpoint
+from real_size.gguf_q4_k_m import RandomBlocks
 from real_size.shapes import SCHEMES, Shapes, Tensor
 
-FORMATS = (*SCHEMES, "gguf")
+# GGUF files, by the name of their folder: what they are made of, and gguf.LlamaFileType.
+GGUF = {"gguf": "MOSTLY_Q4_0", "gguf-q4_k_m": "MOSTLY_Q4_K_M"}
+FORMATS = (*SCHEMES, *GGUF)
 SHARD_BYTES = 2_000_000_000
 MARGIN = 1_000_000_000  # that a disk keeps; tokenizer and index are within it
 PROBE_BYTES = 64 << 20
@@ -54,11 +58,16 @@ def sizes(shapes: Shapes, formats: Sequence[str]) -> dict[str, int]:
     """Bytes of each format's files. w4a16 links to the files of w4a8."""
     found = {}
     for name in formats:
-        if name == "gguf":
-            found[name] = gguf_file.nbytes(shapes)
+        if name in GGUF:
+            found[name] = gguf_file.nbytes(shapes, gguf_source(shapes, name, Path()))
         else:
             found[name] = 0 if name == "w4a16" else replace(shapes, scheme=name).nbytes
     return found
+
+
+def gguf_source(shapes: Shapes, name: str, folder: Path) -> gguf_file.Source:
+    """Of the tensors of a GGUF file. folder: where the formats are."""
+    return FromCheckpoint(shapes, folder / "w4a8") if name == "gguf" else RandomBlocks(shapes)
 
 
 def with_sources(formats: Sequence[str]) -> list[str]:
@@ -97,7 +106,7 @@ def write(shapes: Shapes, folder: Path, formats: Sequence[str]) -> None:
             raise ValueError(f"{folder / name} holds a model of other sizes: remove it, or name another folder")
     if not missing:
         return
-    if "gguf" in missing:
+    if any(name in GGUF for name in missing):
         import gguf  # noqa: F401  an hour later would be too late to miss it
     folder.mkdir(parents=True, exist_ok=True)
     need = sizes(shapes, missing)
@@ -108,8 +117,10 @@ def write(shapes: Shapes, folder: Path, formats: Sequence[str]) -> None:
         shutil.rmtree(target, ignore_errors=True)  # what a run that was cut short left
         target.mkdir()
         print(f"{target}: {need[name] / 1e9:.1f} GB", file=sys.stderr)
-        if name == "gguf":
-            gguf_file.write(shapes, folder / "w4a8", target / "model.gguf", progress.add)
+        if name in GGUF:
+            source = gguf_source(shapes, name, folder)
+            gguf_file.write(shapes, source, GGUF[name], target / "model.gguf", progress.add)
+            write_settings(replace(shapes, scheme="bfloat16"), target)  # a tokenizer for servers
         else:
             write_checkpoint(replace(shapes, scheme=name), target, progress)
         (target / COMPLETE).write_text(json.dumps(asdict(shapes)))

@@ -95,7 +95,7 @@ def test_a_run(bench_models, monkeypatch, tmp_path, capsys):
         "vLLM, w4a8, int4 lm_head: decode, batch 1, times as fast as llama.cpp": 3.0,
         "vLLM, w4a8, int4 lm_head: decode, batch 8, times as fast as llama.cpp": 24.0,
         "vLLM, w4a8, int4 lm_head: prefill 512, times as fast as llama.cpp": 1.0,
-        "allowed / peak while loading": pytest.approx(2.0),
+        "vLLM, w4a8: allowed / peak while loading": pytest.approx(2.0),
     }
     printed = capsys.readouterr().out
     assert "| vLLM, w4a8 | 2.0 | 3.0 | 4.0 | 700.0 (700.0–700.0) |" in printed
@@ -105,6 +105,25 @@ def test_a_run(bench_models, monkeypatch, tmp_path, capsys):
     assert "| vLLM, w4a8 | 2.0 | 3.0 | 4.0 | 700.0 (700.0–700.0) |" in written
     assert "- killed: its process ended with SIGKILL\n" in written
     assert "7 of 7 reached" not in written and "| 1.40 | 2.00 | 1.43 | reached |" in written
+
+
+def test_one_file(tmp_path):
+    """The goals of the pair that runs one file, and its picture."""
+    from models import report
+
+    rates = {"prefill 512": [100.0], "prefill 2048": [90.0], "decode, batch 1": [12.0], "decode, batch 8": [30.0]}
+    ours = {"entry": report.OWN_GGUF, "rates": rates, "weights_bytes": 20e9, "weights_peak": 23e9}
+    theirs = {"entry": report.LLAMA_GGUF, "rates": {title: [10.0] for title in rates}}
+    reached = {goal["what"]: goal["reached"] for goal in report.goals([ours, theirs], 48, 2)}
+    name = report.OWN_GGUF
+    assert reached == {
+        **{f"{name}: {title}, times as fast as llama.cpp": rate[0] / 10 for title, rate in rates.items()},
+        f"{name}: allowed / peak while loading": pytest.approx(21.5 / 23),
+    }
+    assert report.picture([ours], tmp_path / "one.png", {}) is None
+    pytest.importorskip("matplotlib")
+    records = [{**record, "threads": 2, "note": None} for record in (ours, theirs)]
+    assert report.picture(records, tmp_path / "pair.png", {}).stat().st_size > 0
 
 
 def test_no_space(bench_models, monkeypatch, tmp_path):

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from real_size import gguf_file, shapes, values, write
+from real_size import gguf_file, gguf_q4_0, gguf_q4_k_m, shapes, values, write
 
 import w4a8
 
@@ -140,7 +140,7 @@ def test_q4_0_has_the_same_numbers(group):
     quants, types = _gguf()
     words = values.words("m", 8, 256)
     scales = values.scales("m", 8, 256, group)
-    blocks = gguf_file.q4_0(words, scales)
+    blocks = gguf_q4_0.q4_0(words, scales)
     expected = values.dequantized(words, scales)
     assert np.array_equal(quants.dequantize(blocks, types.Q4_0), expected)
     if (
@@ -156,14 +156,14 @@ def test_q4_0_has_the_same_numbers(group):
 def test_q4_0_refuses_scales_that_it_would_round():
     words = values.words("m", 1, 32)
     with pytest.raises(ValueError, match="not exact in float16"):
-        gguf_file.q4_0(words, np.float32([[2.0**-30]]))
+        gguf_q4_0.q4_0(words, np.float32([[2.0**-30]]))
 
 
 def test_q6_k_is_near():
     quants, types = _gguf()
     values = np.random.default_rng(0).standard_normal((6, 512)).astype(np.float32)
     values[0] = 0
-    back = quants.dequantize(gguf_file.q6_k(values), types.Q6_K)
+    back = quants.dequantize(gguf_q4_0.q6_k(values), types.Q6_K)
     # Half a step of 31 up to the largest of 16 values, plus what rounding the step up to an eighth of a bit adds.
     step = np.abs(values.reshape(6, -1, 16)).max(-1) / 31
     largest = np.abs(values.reshape(6, -1, 256)).max(-1) / 31 / 127
@@ -179,7 +179,8 @@ def test_gguf_file(small, written, tmp_path):
     shutil.copytree(written, tmp_path / "m", symlinks=True)
     write.write(small, tmp_path / "m", ["gguf"])
     path = tmp_path / "m" / "gguf" / "model.gguf"
-    assert abs(path.stat().st_size - gguf_file.nbytes(small)) < 0.02 * path.stat().st_size + 65536
+    expected = gguf_file.nbytes(small, write.gguf_source(small, "gguf", tmp_path))
+    assert abs(path.stat().st_size - expected) < 65536
     reader = gguf.GGUFReader(path)
     fields = {name: field.contents() for name, field in reader.fields.items()}
     assert fields["general.architecture"] == "qwen3moe"
@@ -199,6 +200,34 @@ def test_gguf_file(small, written, tmp_path):
     assert np.array_equal(query, _dequantized(checkpoint, "model.layers.0.self_attn.q_proj", small.group).numpy())
     router = tensors["blk.0.ffn_gate_inp.weight"].data
     assert np.array_equal(router, checkpoint["model.layers.0.mlp.gate.weight"].float().numpy())
+
+
+def test_q4_k_m_file(small, tmp_path):
+    """Types as llama.cpp chooses them, weights of the size that keeps activations, and the file runs in w4a8."""
+    quants, types = _gguf()
+    import gguf
+
+    wide = replace(small, layers=8, intermediate=256)
+    write.write(wide, tmp_path, ["gguf-q4_k_m"])
+    path = tmp_path / "gguf-q4_k_m" / "model.gguf"
+    expected = gguf_file.nbytes(wide, gguf_q4_k_m.RandomBlocks(wide))
+    assert abs(path.stat().st_size - expected) < 65536
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    downs = [tensors[f"blk.{layer}.ffn_down_exps.weight"].tensor_type for layer in range(8)]
+    # The first and last eighth, and every third of the others, from the third on.
+    assert [kind == types.Q6_K for kind in downs] == [True, False, False, True, False, False, True, True]
+    assert all(kind in (types.Q4_K, types.Q6_K) for kind in downs)
+    assert tensors["blk.3.attn_v.weight"].tensor_type == types.Q6_K == tensors["output.weight"].tensor_type
+    assert tensors["blk.3.attn_k.weight"].tensor_type == types.Q4_K == tensors["token_embd.weight"].tensor_type
+    for name in ("blk.0.ffn_down_exps.weight", "blk.1.ffn_down_exps.weight"):
+        values = quants.dequantize(tensors[name].data, tensors[name].tensor_type)
+        size = np.sqrt(np.mean(np.square(values)))
+        # To the next power of two, either way; the mean of as many of this size is within five of its deviations.
+        assert 0.7 < size * 16 < 1.42
+        assert abs(values.mean()) < 5 * size / np.sqrt(values.size)
+    layers = w4a8.load(path)
+    out = layers["model.layers.0.mlp.experts"](torch.randn(5, 256), torch.randn(5, small.experts))
+    assert 0.01 < out.square().mean().sqrt() < 10
 
 
 def test_refuses_without_the_space(small, tmp_path, monkeypatch):
