@@ -60,7 +60,7 @@ def runs(checkpoints, tmp_path_factory):
 def test_answers(i, runs, checkpoints):
     job, result, log = runs[i]
     check(DENSE, checkpoints(DENSE), job.prompts, result, stock=i != 1)
-    assert ("w4a8: runs int4 linear layers" in log) == (i == 1)
+    assert ("linear layers (int4 in groups of " in log) == (i == 1)
 
 
 @pytest.mark.full

@@ -6,9 +6,7 @@ engine get the folder that is made of the file (gguf_folder.py) in its place.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import fields
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from w4a8.checkpoint.gguf_file import gguf_in
 from w4a8.integrations.selftest import missing, more_to_implement
+from w4a8.integrations.vllm.arguments import read_arguments
 from w4a8.integrations.vllm.gguf_config import W4A8GGUFConfig
 from w4a8.integrations.vllm.gguf_folder import NAME, folder_of
 from w4a8.integrations.vllm.gguf_loader import W4A8GGUFLoader
@@ -36,7 +35,6 @@ def problems() -> list[str]:
     """What of vLLM is not as this expects it."""
     return [
         *missing("EngineArgs", _ARGUMENTS, [field.name for field in fields(EngineArgs)]),
-        *missing("EngineArgs", ("create_engine_config",), dir(EngineArgs)),
         *missing("vllm.envs", ("VLLM_CACHE_ROOT",), dir(envs)),
         *more_to_implement(BaseModelLoader, ("download_model", "load_weights")),
     ]
@@ -70,16 +68,6 @@ def take_file(arguments: Any) -> None:
         arguments.served_model_name = model
 
 
-def _with_gguf(create_engine_config: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(create_engine_config)
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        take_file(self)
-        return create_engine_config(self, *args, **kwargs)
-
-    wrapped.w4a8 = True
-    return wrapped
-
-
 def register() -> None:
     """Once per process.
 
@@ -93,5 +81,4 @@ def register() -> None:
         raise RuntimeError("; ".join(found))
     register_quantization_config(NAME)(W4A8GGUFConfig)
     register_model_loader(NAME)(W4A8GGUFLoader)
-    if not getattr(EngineArgs.create_engine_config, "w4a8", False):
-        EngineArgs.create_engine_config = _with_gguf(EngineArgs.create_engine_config)
+    read_arguments(take_file)

@@ -13,10 +13,8 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from w4a8.checkpoint.gguf_linear import GGUFLinears
 from w4a8.core.memory import on_cpu
-from w4a8.cpu import active_kernel
 from w4a8.integrations.vllm.gguf_folder import BESIDE, linears_of, path_in
 from w4a8.integrations.vllm.gguf_layers import W4A8GGUFLinearMethod, W4A8GGUFMoEMethod
-from w4a8.integrations.vllm.log import logger
 from w4a8.integrations.vllm.names import checkpoint_name
 
 FLOATS_AT_ONCE = 1 << 22
@@ -67,7 +65,6 @@ class _Filled:
         lacking = sorted(set(params.values()) - mine - set(came))
         if lacking:
             raise ValueError(f"w4a8: {self.file.paths[0]} holds no tensor for {', '.join(lacking[:3])}")
-        self._say(packed)
 
     def _pack_output_layer(self) -> None:
         """Of models that vLLM makes without asking how it is quantized (gpt-oss)."""
@@ -108,13 +105,3 @@ class _Filled:
             if name not in taken and "_exps." not in name and not is_pp_missing_parameter(mapped, self.model):
                 dtype = self.params[mapped].dtype if mapped in self.params else self.dtype
                 yield found, self.linears.values(name, dtype).to(dtype)
-
-    def _say(self, packed: list[torch.nn.Module]) -> None:
-        experts = [module for module in packed if isinstance(module.w4a8_gguf, W4A8GGUFMoEMethod)]
-        linear = len(packed) - len(experts)
-        names = {name for name in self.names if len(self.file.tensors[name].shape) > 1 and not self.file.is_float(name)}
-        types = ", ".join(sorted({self.file.type_name(name) for name in names}))
-        logger().info(
-            "w4a8: runs %d linear layers and %d layers of experts of %s (%s), kernel %s",
-            *(linear, len(experts), self.file.paths[0], types, active_kernel()),
-        )

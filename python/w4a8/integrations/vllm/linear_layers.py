@@ -27,12 +27,10 @@ from w4a8.core.matrix import Matrix, PackedAs
 from w4a8.core.memory import fresh_bytes
 from w4a8.core.stack import MatrixStack
 from w4a8.core.weight_utils import replace_parameter
-from w4a8.cpu import active_kernel
 from w4a8.formats import Stored
 from w4a8.formats.parts import Part
 from w4a8.integrations.vllm.loading import form_of, is_dummy_load, random_matrix
-from w4a8.integrations.vllm.log import logger
-from w4a8.integrations.vllm.scheme import describe, ignored_in, loaded_parts
+from w4a8.integrations.vllm.scheme import ignored_in, loaded_parts
 from w4a8.integrations.vllm.settings import activation_group
 from w4a8.ops import dyn_quant_matmul_4bit
 
@@ -263,11 +261,6 @@ class LinearWeights:
             delattr(layer, part.suffix)
         replace_parameter(layer, "weight_packed", packed)
         layer.weight_packed.w4a8_is_packed = True
-        logger().info_once(
-            "w4a8: runs %s linear layers (%s), kernel %s",
-            *describe(self.stored),
-            active_kernel(),
-        )
 
     def _matrices(self, tensors: dict[str, torch.Tensor]) -> Iterator[Matrix]:
         """The weight; where each part of the layer has a number for all of its scales, the matrix of each part."""

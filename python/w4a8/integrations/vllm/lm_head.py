@@ -55,7 +55,7 @@ class W4A8LMHeadMethod(UnquantizedEmbeddingMethod):
     def __init__(self, bits: int) -> None:
         """Of 4 or 8 bits."""
         super().__init__()
-        self.bits = bits
+        self.bits, self.activation_group = bits, activation_group()
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Packs the weight into ``layer.weight_rounded``, uint8 [bytes], and frees it unless an embedding has it."""
@@ -68,7 +68,7 @@ class W4A8LMHeadMethod(UnquantizedEmbeddingMethod):
             groups = f"in groups of {GROUP}"
         self.group = matrix.group
         try:
-            packed = matrix.pack(activation_group=activation_group())
+            packed = matrix.pack(activation_group=self.activation_group)
         except ValueError as error:
             raise ValueError(f"w4a8: the output layer: {error}") from None
         replace_parameter(layer, "weight_rounded", packed)

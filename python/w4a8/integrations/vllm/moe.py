@@ -13,12 +13,11 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 from w4a8.core.activation import MoEActivation
 from w4a8.core.experts import ExpertSizes, run_experts
 from w4a8.core.weight_utils import replace_parameter
-from w4a8.cpu import active_kernel
 from w4a8.formats import Stored
 from w4a8.integrations.vllm.loading import ExpertsLoader, is_dummy_load, load_expert, pack_dummy
 from w4a8.integrations.vllm.log import logger
 from w4a8.integrations.vllm.routing import select
-from w4a8.integrations.vllm.scheme import describe, ignored_in, loaded_parts
+from w4a8.integrations.vllm.scheme import ignored_in, loaded_parts
 from w4a8.integrations.vllm.settings import activation_group
 
 # Of the clamped SwiGLU: limit, slope of the sigmoid, what is added to the up half.
@@ -196,10 +195,6 @@ class W4A8MoEMethod(FusedMoEMethodBase):
         for stack, packed in loader.pack().items():
             replace_parameter(layer, f"{stack}_weight_packed", packed)
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
-        kind, groups = describe(self.stored)
-        logger().info_once(
-            "w4a8: runs layers of %s experts (%s, %s), kernel %s", kind, groups, self.activation.value, active_kernel()
-        )
 
     def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> Any:
         """vLLM only asks whether there is one; what it would say is in the packed weights."""

@@ -16,10 +16,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from w4a8.core.matrix import PackedAs, pack_as
 from w4a8.core.memory import fresh_bytes
-from w4a8.cpu import active_kernel
 from w4a8.formats import Stored
 from w4a8.integrations.vllm.loading import is_dummy_load, random_matrix
-from w4a8.integrations.vllm.log import logger
 from w4a8.integrations.vllm.moe import W4A8MoEMethod
 from w4a8.integrations.vllm.packed import (
     PackedDirectory,
@@ -213,7 +211,6 @@ class W4A8PackedLinearMethod(LinearMethodBase):
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Raises ValueError if the checkpoint lacked something."""
         layer.w4a8_packed.finish()
-        logger().info_once("w4a8: runs packed linear layers as they are, kernel %s", active_kernel())
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [..., K] to [..., N] of its type. Where a bias is packed, nothing was loaded into vLLM's own."""
@@ -266,10 +263,6 @@ class W4A8PackedMoEMethod(W4A8MoEMethod):
         """Raises ValueError if the checkpoint lacked something."""
         layer.w4a8_packed.finish()
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
-        values, activation = self.parts["w13_packed"].header["values"], self.activation.value
-        logger().info_once(
-            "w4a8: runs packed layers of %s experts as they are (%s), kernel %s", values, activation, active_kernel()
-        )
 
 
 def read_packed(

@@ -35,14 +35,23 @@ def _release(version: str) -> tuple[int, ...]:
         return ()
 
 
+def untested(vllm_version: str) -> str | None:
+    """That a version of vLLM has not been tested with the plugin, in words; None if it has been."""
+    if OLDEST <= _release(vllm_version) <= NEWEST:
+        return None
+    tested = ".".join(map(str, OLDEST)) + " to " + ".".join(map(str, NEWEST))
+    return f"vLLM {vllm_version} has not been tested with it (tested: {tested})"
+
+
 def reasons_against(vllm_version: str, machine: str) -> list[str]:
-    """Why the plugin should not take over without being told to: an untested vLLM or CPU architecture."""
+    """Why the plugin should not take over without being told to: a vLLM older than those tested, or a CPU architecture.
+
+    A newer vLLM is no reason: the self-test decides.
+    """
     reasons = []
-    if not OLDEST <= _release(vllm_version) <= NEWEST:
-        tested = ".".join(map(str, OLDEST))
-        if OLDEST != NEWEST:
-            tested += " to " + ".".join(map(str, NEWEST))
-        reasons.append(f"vLLM {vllm_version} has not been tested with it (tested: {tested})")
+    problem = untested(vllm_version)
+    if problem is not None and _release(vllm_version) < OLDEST:
+        reasons.append(problem)
     if machine not in X86:
         reasons.append(f"vLLM has its own W4A8 kernels on {machine}")
     return reasons
@@ -78,6 +87,10 @@ def _activate() -> None:
         log.warning("w4a8: vLLM goes on without the plugin, whose self-test failed: %s", "; ".join(found))
         return
 
+    problem = untested(vllm.__version__)
+    if problem is not None:
+        log.warning("w4a8: %s; its self-test passed, so it takes over (%s=0: not)", problem, settings.SWITCH)
+
     compiled.name_after_the_plugin()
     compiled.load_from_disk()
     # From here on some classes are registered, so what fails is said of the one that fails.
@@ -87,16 +100,19 @@ def _activate() -> None:
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             log.warning("w4a8: leaves %s to vLLM, which is not as expected: %s", names[0], reason)
+    _try("read packed directories", "packed_config", "register")
+    if settings.runs_w4a16():  # GGUF files are weight-only
+        _try("read GGUF files", "gguf", "register")
+    _try("read settings of additional_config", "arguments", "read_arguments")
+    _try("say what runs in a loaded model", "summary", "say_what_is_loaded")
+
+
+def _try(what: str, module: str, function: str) -> None:
+    """Calls a function of this package; what fails is said, and the rest goes on."""
     try:
-        import_module("w4a8.integrations.vllm.packed_config").register()
+        getattr(import_module(f"w4a8.integrations.vllm.{module}"), function)()
     except Exception as error:
-        log.warning("w4a8: cannot read packed directories here: %s: %s", type(error).__name__, error)
-    if not settings.runs_w4a16():
-        return  # GGUF files are weight-only
-    try:
-        import_module("w4a8.integrations.vllm.gguf").register()
-    except Exception as error:
-        log.warning("w4a8: cannot read GGUF files here: %s: %s", type(error).__name__, error)
+        logger().warning("w4a8: cannot %s here: %s: %s", what, type(error).__name__, error)
 
 
 def _register(module: str, cls: str, names: tuple[str, ...]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from w4a8.core.kind import Kind
 from w4a8.core.matrix import is_group_size
 from w4a8.formats import Stored
 from w4a8.formats.mxfp4 import BLOCK
@@ -93,13 +92,3 @@ def loaded_parts(stored: Stored) -> dict[str, Part]:
 def ignored_in(stored: Stored) -> tuple[str, ...]:
     """Last parts of the names of tensors that files have and nothing here needs: scales of inputs."""
     return _IGNORED.get(stored.format, ())
-
-
-def describe(stored: Stored) -> tuple[str, str]:
-    """For messages: the kind of weights, and their groups."""
-    kind = str(stored.kind)
-    if stored.kind == Kind.E2M1:
-        kind = "NVFP4" if stored.channel_scales else "MXFP4"
-    if not stored.symmetric:
-        kind += " (with zero points)"
-    return kind, "channelwise" if stored.group_size == -1 else f"groups of {stored.group_size}"

@@ -1,9 +1,12 @@
-"""What the user asks for through the environment."""
+"""What the user asks for: environment variables, and ``--additional-config '{"w4a8": {...}}'``, which goes before them."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 from w4a8.core.activation_groups import PER_TOKEN, SIZES, in_words
 from w4a8.integrations.vllm.log import logger
@@ -13,15 +16,71 @@ W4A16_SWITCH = "W4A8_VLLM_W4A16"
 LM_HEAD_SWITCH = "W4A8_VLLM_LM_HEAD"
 ACTIVATION_GROUP = "W4A8_VLLM_ACTIVATION_GROUP"
 
+# Keys of vLLM's additional_config["w4a8"], and the variables that say the same. The plugin is on or off before vLLM has
+# read any argument, so SWITCH has no key.
+KEYS = {"w4a16": W4A16_SWITCH, "lm_head": LM_HEAD_SWITCH, "activation_group": ACTIVATION_GROUP}
+# vLLM's additional_config while it makes an engine's configuration, which code asks for before it exists.
+_MAKING: ContextVar[Any] = ContextVar("MAKING", default=None)
+
 # Whether weight-only layers run whatever the user asks for: the self-test makes such ones.
 SELF_TEST: ContextVar[bool] = ContextVar("SELF_TEST", default=False)
 
 
+def _from_engine() -> dict[str, Any]:
+    """What the engine that is being made, or runs, was given for this plugin; {} outside of engines."""
+    additional = _MAKING.get()
+    if additional is None:
+        from vllm.config import get_current_vllm_config_or_none
+
+        config = get_current_vllm_config_or_none()
+        additional = None if config is None else config.additional_config
+    return additional.get("w4a8", {}) if isinstance(additional, dict) else {}
+
+
+def _given(name: str) -> tuple[str, str]:
+    """The value of a setting, "" if there is none, and what to call the setting in an error."""
+    for key, variable in KEYS.items():
+        if variable == name:
+            value = _from_engine().get(key)
+            if value is not None:
+                return str(int(value) if isinstance(value, bool) else value).strip(), f'additional_config["w4a8"]["{key}"]'
+    return os.environ.get(name, "").strip(), name
+
+
 def _read(name: str, default: str, *on: str) -> str:
-    value = os.environ.get(name, default).strip() or default
-    if value not in ("0", default, *on):
-        raise ValueError(f"{name}={value!r}, expected {', '.join(('0', *on[:-1]))} or {on[-1]}")
-    return value
+    value, where = _given(name)
+    if value not in ("", "0", default, *on):
+        raise ValueError(f"{where}={value!r}, expected {', '.join(('0', *on[:-1]))} or {on[-1]}")
+    return value or default
+
+
+@contextmanager
+def of_engine(additional_config: Any) -> Iterator[None]:
+    """Settings are those of an engine that is being made.
+
+    Args:
+        additional_config: vLLM's; what it has under "w4a8" is checked.
+
+    Raises:
+        ValueError: a key that is no setting of this plugin, or a value that the setting cannot have.
+    """
+    given = additional_config.get("w4a8", {}) if isinstance(additional_config, dict) else {}
+    if not isinstance(given, dict):
+        raise ValueError(f'additional_config["w4a8"] is {given!r}, expected an object with {_listed_keys()}')
+    for key in given:
+        if key not in KEYS:
+            raise ValueError(f'additional_config["w4a8"] has {key!r}, expected {_listed_keys()}')
+    token = _MAKING.set(additional_config or {})
+    try:
+        check()
+        yield
+    finally:
+        _MAKING.reset(token)
+
+
+def _listed_keys() -> str:
+    *names, last = map(repr, KEYS)
+    return f"{', '.join(names)} or {last}"
 
 
 def mode() -> str:
@@ -70,10 +129,10 @@ def activation_group() -> int | None:
     Raises:
         ValueError: another value.
     """
-    value = os.environ.get(ACTIVATION_GROUP, "").strip()
+    value, where = _given(ACTIVATION_GROUP)
     allowed = {"": None, **{str(size): size for size in (PER_TOKEN, *SIZES)}}
     if value not in allowed:
-        raise ValueError(f"{ACTIVATION_GROUP}={value!r}, expected -1, 32, 64 or 128")
+        raise ValueError(f"{where}={value!r}, expected -1, 32, 64 or 128")
     return allowed[value]
 
 

@@ -1,0 +1,122 @@
+"""One line for each loaded model: what runs on these operators, what vLLM runs itself and why, and the packed bytes."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+from w4a8.core.activation_groups import in_words
+from w4a8.cpu import active_kernel
+from w4a8.integrations.vllm.log import logger
+from w4a8.ops import PackedHeader, read_header
+
+# Layers that have weights to multiply by, and what the line calls one of them.
+_LAYERS = ((RoutedExperts, "layer of experts"), (ParallelLMHead, "output layer"), (LinearBase, "linear layer"))
+_PLURALS = {"layer of experts": "layers of experts"}
+
+# Formats with a name of their own, by values and type of scales.
+_FORMATS = {("e2m1", "e8m0"): "MXFP4", ("e2m1", "e5m3"): "NVFP4"}
+
+
+def _kind_of(layer: torch.nn.Module) -> str | None:
+    return next((name for cls, name in _LAYERS if isinstance(layer, cls)), None)
+
+
+def _headers(layer: torch.nn.Module) -> Iterator[tuple[torch.Tensor, PackedHeader]]:
+    """The packed tensors of a layer, uint8 [bytes] or [experts, bytes], and what the first matrix of each says."""
+    for tensor in layer.parameters(recurse=False):
+        if tensor.dtype == torch.uint8 and tensor.dim() in (1, 2) and tensor.numel() > 0:
+            try:
+                yield tensor, read_header(tensor.data if tensor.dim() == 1 else tensor.data[0])
+            except ValueError:  # codes of another format, which vLLM itself multiplies by
+                continue
+
+
+def _weights_of(header: PackedHeader) -> str:
+    """``int4 with zero points in groups of 128``."""
+    name = _FORMATS.get((header["values"], header["scale_dtype"]), header["values"])
+    zeros = " with zero points" * header["has_zero_points"] + " with minimums" * header["has_minimums"]
+    return name + zeros + (" channelwise" if header["group"] == header["k"] else f" in groups of {header['group']}")
+
+
+def _why(layer: torch.nn.Module) -> str:
+    """Why vLLM runs a layer itself."""
+    method = type(getattr(layer, "quant_method", None)).__name__
+    return "not quantized" if method.startswith(("Unquantized", "NoneType")) else f"by its {method}"
+
+
+def _counted(counts: Counter[str]) -> str:
+    """``2 linear layers (int4 in groups of 32), 1 output layer (int8 channelwise)``, by kinds, the most first."""
+    kinds: dict[str, list[tuple[str, int]]] = defaultdict(list)
+    for key, count in counts.most_common():
+        kind, _, detail = key.partition(": ")
+        kinds[kind].append((detail, count))
+    parts = []
+    for kind, details in kinds.items():
+        total = sum(count for _, count in details)
+        listed = ", ".join(f"{count} {detail}" if len(details) > 1 else detail for detail, count in details)
+        parts.append(f"{total} {kind if total == 1 else _PLURALS.get(kind, f'{kind}s')} ({listed})")
+    return ", ".join(parts)
+
+
+def summary(model: torch.nn.Module) -> str:
+    """The line for a loaded model of vLLM, of this rank."""
+    here: Counter[str] = Counter()
+    left: Counter[str] = Counter()
+    activations: Counter[str] = Counter()
+    total = 0
+    for layer in model.modules():
+        kind = _kind_of(layer)
+        if kind is None:
+            continue
+        found = list(_headers(layer))
+        if not found:
+            left[f"{kind}: {_why(layer)}"] += 1
+            continue
+        weights = dict.fromkeys(_weights_of(header) for _, header in found)
+        here[f"{kind}: {' and '.join(weights)}"] += 1
+        activations.update(in_words(header["activation_group"]) for _, header in found)
+        total += sum(tensor.nbytes for tensor, _ in found)
+    parts = []
+    if here:
+        groups = " and ".join(name for name, _ in activations.most_common())
+        parts.append(f"runs {_counted(here)}: {total / 1e9:.2f} GB packed, activations {groups}, kernel {active_kernel()}")
+    else:
+        parts.append("runs no layer of this model")
+    if left:
+        parts.append(f"vLLM runs {_counted(left)}")
+    return "; ".join(parts)
+
+
+def say_what_is_loaded() -> None:
+    """Lets vLLM's loaders say the line when they have loaded a model.
+
+    Raises:
+        RuntimeError: vLLM's loaders are not as this expects them.
+    """
+    if not hasattr(BaseModelLoader, "load_model"):
+        raise RuntimeError("BaseModelLoader has no load_model")
+    if not getattr(BaseModelLoader.load_model, "w4a8", False):
+        BaseModelLoader.load_model = _and_say(BaseModelLoader.load_model)
+
+
+def _and_say(load_model: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(load_model)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        model = load_model(*args, **kwargs)
+        try:
+            logger().info("w4a8: %s", summary(model))
+        except Exception as error:  # a line in the log stops no server
+            logger().warning("w4a8: cannot say what runs here: %s: %s", type(error).__name__, error)
+        return model
+
+    wrapped.w4a8 = True
+    return wrapped
