@@ -16,8 +16,8 @@ from pathlib import Path
 from peers.environments import FOLDER
 from peers.session import Failed
 
-from models.base import POSITIONS, Model
-from models.in_vllm import PYTHON
+from models.base import POSITIONS
+from models.in_vllm import PYTHON, Vllm
 
 CONCURRENT = (1, 4, 8)
 PROMPT, ANSWER, REQUESTS = 128, 32, 3  # tokens, tokens, requests for each that runs at once
@@ -38,8 +38,8 @@ def free_port() -> int:
 
 
 @contextmanager
-def server(entry: type[Model], folder: Path, threads: int, patience: float) -> Iterator[str]:
-    """The address of a server that is up."""
+def server(entry: type[Vllm], folder: Path, threads: int, patience: float) -> Iterator[str]:
+    """The address of a server that is up. A file without a tokenizer gets the folder's."""
     port = free_port()
     log_path = FOLDER / "log" / f"server-{entry.__name__}.log"
     command = [
@@ -47,6 +47,8 @@ def server(entry: type[Model], folder: Path, threads: int, patience: float) -> I
         "-m",
         "vllm.entrypoints.openai.api_server",
         "--model",
+        str(folder / entry.file),
+        "--tokenizer",
         str(folder),
         "--served-model-name",
         "model",
@@ -97,7 +99,7 @@ def ask(address: str, folder: Path, at_once: int) -> dict[str, float]:
     }
 
 
-def measure(entry: type[Model], folder: Path, threads: int, patience: float) -> dict[str, dict[str, float]]:
+def measure(entry: type[Vllm], folder: Path, threads: int, patience: float) -> dict[str, dict[str, float]]:
     """By the number of requests at once."""
     with server(entry, folder, threads, patience) as address:
         ask(address, folder, max(CONCURRENT))  # compilation, pages, caches

@@ -228,7 +228,8 @@ def test_exponents_stay_bytes(results):
 
 def test_says_what_it_runs(results):
     lines = re.findall(r"w4a8: (runs .*)", results[3])
-    for part in ("experts (int4 ", "experts (int8 ", "experts (NVFP4 in groups of 16)", "experts (MXFP4 in groups of 32)"):
+    for kind in ("int4 ", "int8 ", "NVFP4 in groups of 16)", "MXFP4 in groups of 32)"):
+        part = f"experts ({kind}"
         assert any(part in line and "linear layers (" in line for line in lines), part
 
 

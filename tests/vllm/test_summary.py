@@ -42,7 +42,8 @@ def experts(count, **stacks):
 
 
 def test_what_runs_here():
-    q4, q8, zeros = packed(32), packed(K, values="int8"), packed(64, zero_points=torch.full((32, 2), 8, dtype=torch.uint8))
+    q4, q8 = packed(32), packed(K, values="int8")
+    zeros = packed(64, zero_points=torch.full((32, 2), 8, dtype=torch.uint8))
     found = summary.summary(
         model(
             layer(LinearBase, weight_packed=q4),
@@ -55,7 +56,8 @@ def test_what_runs_here():
     total = 2 * q4.nbytes + 2 * q8.nbytes + 3 * (zeros.nbytes + q8.nbytes)
     assert found == (
         "runs 3 linear layers (2 int4 in groups of 32, 1 int8 channelwise), "
-        "1 layer of experts (int4 with zero points in groups of 64 and int8 channelwise), 1 output layer (int8 channelwise): "
+        "1 layer of experts (int4 with zero points in groups of 64 and int8 channelwise), "
+        "1 output layer (int8 channelwise): "
         f"{total / 1e9:.2f} GB packed, activations in groups of 32, kernel {active_kernel()}"
     )
 

@@ -14,7 +14,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from w4a8.checkpoint.gguf_linear import GGUFLinears
 from w4a8.core.memory import on_cpu
 from w4a8.integrations.vllm.gguf_folder import BESIDE, linears_of, path_in
-from w4a8.integrations.vllm.gguf_layers import W4A8GGUFLinearMethod, W4A8GGUFMoEMethod
+from w4a8.integrations.vllm.gguf_layers import W4A8GGUFLinearMethod
 from w4a8.integrations.vllm.names import checkpoint_name
 
 FLOATS_AT_ONCE = 1 << 22

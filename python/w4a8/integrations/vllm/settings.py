@@ -1,4 +1,4 @@
-"""What the user asks for: environment variables, and ``--additional-config '{"w4a8": {...}}'``, which goes before them."""
+"""What the user asks for: environment variables, and before them ``--additional-config '{"w4a8": {...}}'``."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def _given(name: str) -> tuple[str, str]:
         if variable == name:
             value = _from_engine().get(key)
             if value is not None:
-                return str(int(value) if isinstance(value, bool) else value).strip(), f'additional_config["w4a8"]["{key}"]'
+                text = str(int(value) if isinstance(value, bool) else value).strip()
+                return text, f'additional_config["w4a8"]["{key}"]'
     return os.environ.get(name, "").strip(), name
 
 

@@ -88,7 +88,8 @@ def summary(model: torch.nn.Module) -> str:
     parts = []
     if here:
         groups = " and ".join(name for name, _ in activations.most_common())
-        parts.append(f"runs {_counted(here)}: {total / 1e9:.2f} GB packed, activations {groups}, kernel {active_kernel()}")
+        packed = f"{total / 1e9:.2f} GB packed"
+        parts.append(f"runs {_counted(here)}: {packed}, activations {groups}, kernel {active_kernel()}")
     else:
         parts.append("runs no layer of this model")
     if left:
