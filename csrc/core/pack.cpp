@@ -5,8 +5,8 @@
 #include <limits>
 
 #include "core/codes.h"
-#include "core/huge_pages.h"
 #include "core/pack_checks.h"
+#include "core/placement.h"
 #include "core/scale_codec.h"
 #include "kernels/half.h"
 
@@ -215,7 +215,7 @@ void pack(const Kernel& kernel, const PackedShape& shape, int64_t count, const R
   const int64_t bytes = packed_bytes(shape);
   const int64_t tasks_per_matrix = (shape.panels() + kPanelsPerTask - 1) / kPanelsPerTask;
   const PackedMatrix matrix(shape, dst);
-  advise_huge_pages(dst, count * bytes);
+  place_packed(dst, count * bytes);
   const auto pack_panels = [&](int64_t, int64_t task, int) {
     const int64_t m = task / tasks_per_matrix;
     const int64_t begin = task % tasks_per_matrix * kPanelsPerTask;

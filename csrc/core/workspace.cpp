@@ -5,7 +5,7 @@
 #include <new>
 #include <stdexcept>
 
-#include "core/huge_pages.h"
+#include "core/placement.h"
 
 namespace w4a8 {
 namespace {

@@ -5,6 +5,7 @@
 
 #include "core/kernel_choice.h"
 #include "core/layout.h"
+#include "core/placement.h"
 #include "kernels/cpu_features.h"
 #include "kernels/registry.h"
 #include "torch/checks.h"
@@ -187,6 +188,15 @@ std::vector<KernelInfo> kernels() {
 
 std::string active_kernel_name() { return active_kernel().name; }
 void force_kernel(const std::string& name) { use_kernel(name); }
+
+std::string packed_memory_name() {
+  switch (packed_memory()) {
+    case PackedMemory::kCopy: return "copy";
+    case PackedMemory::kInterleave: return "interleave";
+    default: return "";
+  }
+}
+void place_packed_bytes(void* data, int64_t size) { place_packed(data, size); }
 std::string cpu_features() { return feature_names(host_features()); }
 
 PackedInfo packed_info(const void* data, int64_t size) {

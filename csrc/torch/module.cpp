@@ -30,6 +30,17 @@ PYBIND11_MODULE(_C, m) {
   m.def("use_kernel", &w4a8::force_kernel, py::arg("name"),
         "Forces a kernel for the process; '' returns to the default. Raises ValueError.");
   m.def("cpu_features", &w4a8::cpu_features, "CPU features that matter to kernels, separated by a space.");
+  m.def("packed_memory", &w4a8::packed_memory_name,
+        "What W4A8_MEMORY asks for: '', 'copy' or 'interleave'. Raises ValueError.");
+  m.def(
+      "place_packed",
+      [](const py::buffer& data) {
+        const py::buffer_info info = data.request(true);
+        w4a8::place_packed_bytes(info.ptr, info.size * info.itemsize);
+      },
+      py::arg("data"),
+      "Huge pages for a writable buffer of packed weights, on the NUMA nodes that W4A8_MEMORY asks for. Raises "
+      "ValueError or RuntimeError.");
   m.def(
       "read_header",
       [](const py::buffer& data) {

@@ -8,15 +8,22 @@ import mmap
 
 import torch
 
+from w4a8 import _C
+
 _SMALLEST = 64 << 10  # an allocator does smaller ones better
 
 
-def fresh_bytes(*shape: int, huge_pages: bool = False) -> torch.Tensor:
+def fresh_bytes(*shape: int, packed: bool = False) -> torch.Tensor:
     """uint8 zeros. A page that nobody has written takes no memory, and all are given back when the tensor goes.
 
     Args:
         *shape: of the tensor.
-        huge_pages: ask for them where the system has them: for what is streamed again and again. A page is 2 MiB then.
+        packed: for packed weights, which are streamed again and again: huge pages (2 MiB) where the system has them, on
+            the NUMA nodes that W4A8_MEMORY asks for (docs/memory.md).
+
+    Raises:
+        ValueError: W4A8_MEMORY has another value than it can have.
+        RuntimeError: the system refuses what W4A8_MEMORY asks for.
     """
     count = math.prod(shape)
     if count < _SMALLEST or not hasattr(mmap, "MAP_ANONYMOUS"):
@@ -25,10 +32,21 @@ def fresh_bytes(*shape: int, huge_pages: bool = False) -> torch.Tensor:
         pages = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError:  # too many pieces for the system
         return torch.zeros(shape, dtype=torch.uint8)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
+    if packed:
+        _C.place_packed(pages)
+    elif hasattr(mmap, "MADV_NOHUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them
-            pages.madvise(mmap.MADV_HUGEPAGE if huge_pages else mmap.MADV_NOHUGEPAGE)
+            pages.madvise(mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8).view(shape)
+
+
+def keeps_files_mapped() -> bool:
+    """Whether packed weights of a file stay where the file is mapped: unless W4A8_MEMORY is ``copy`` or ``interleave``.
+
+    Raises:
+        ValueError: W4A8_MEMORY has another value.
+    """
+    return _C.packed_memory() == ""
 
 
 def on_cpu() -> contextlib.AbstractContextManager[object]:

@@ -219,7 +219,7 @@ class MatrixStack:
     def _store(self, expert: int, tensors: dict[str, torch.Tensor]) -> None:
         packed = pack_as(tensors, self.group_size, self.packed_as)
         if self._packed is None:
-            self._packed = fresh_bytes(self.experts, packed.numel(), huge_pages=True)
+            self._packed = fresh_bytes(self.experts, packed.numel(), packed=True)
         self._done.add(expert)
         if expert > self._written:
             self._held[expert] = fresh_bytes(packed.numel()).copy_(packed)

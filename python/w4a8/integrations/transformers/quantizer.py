@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers.quantizers import HfQuantizer
 
+from w4a8.core.memory import fresh_bytes, keeps_files_mapped
 from w4a8.formats.config import config_in
 from w4a8.integrations.transformers.collect import Collector, Give, unstacked
 from w4a8.integrations.transformers.config import W4A8Config
@@ -125,6 +126,8 @@ class W4A8HfQuantizer(HfQuantizer):
         for name, module in model.named_modules():
             if isinstance(module, PackedModule):
                 _check(name, module)
+                if self.report is None and not keeps_files_mapped():
+                    _copy(module)
         for embedding, output in self._tied.items():
             share(model, embedding, output)
         inference_only(model)
@@ -152,6 +155,13 @@ def on_cpus(device_map: Any) -> bool:
     if device_map is None or (isinstance(device_map, str) and not _devices(device_map)):
         return device_map is None or not torch.accelerator.is_available()
     return all(str(device) in ("cpu", "meta") for device in _devices(device_map))
+
+
+def _copy(module: PackedModule) -> None:
+    """Out of the mapped file, whose pages are of 4 KiB and on the node of whoever read them first."""
+    for name in module.packed_shapes():
+        mapped = getattr(module, name)
+        setattr(module, name, fresh_bytes(*mapped.shape, packed=True).copy_(mapped))
 
 
 def _check(name: str, module: PackedModule) -> None:

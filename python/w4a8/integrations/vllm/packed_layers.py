@@ -57,7 +57,7 @@ class _Packed:
 
     def register(self, name: str, *shape: int) -> None:
         """A parameter, uint8, which takes memory as it is filled."""
-        param = torch.nn.Parameter(fresh_bytes(*shape, huge_pages=True), requires_grad=False)
+        param = torch.nn.Parameter(fresh_bytes(*shape, packed=True), requires_grad=False)
         param.weight_loader = MethodType(load_packed, self.layer)
         self.layer.register_parameter(name, param)
         self.missing.add(name)
