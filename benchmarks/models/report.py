@@ -61,7 +61,7 @@ def tables(records: list[dict]) -> str:
                 for found in record["served"].values()
             ]
             lines.append(f"| {record['entry']} | " + " | ".join(cells) + " |")
-    notes = [f"- {record['entry']}: {record['note']}" for record in records if record["note"]]
+    notes = [f"- {record['entry']}: {record[key]}" for record in records for key in ("ran", "note") if record.get(key)]
     return "\n".join([*lines, "", *notes] if notes else lines)
 
 
