@@ -10,10 +10,10 @@ import sys
 from collections.abc import Sequence
 
 import w4a8
-from w4a8.command import doctor
+from w4a8.command import doctor, inspect
 from w4a8.command.report import UsageError
 
-COMMANDS = {"doctor": doctor}
+COMMANDS = {"doctor": doctor, "inspect": inspect}
 # What the library, the system and safetensors (a class of its own) say in words.
 _SAID = (ValueError, OSError, ImportError, RuntimeError)
 
