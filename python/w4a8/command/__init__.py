@@ -10,10 +10,10 @@ import sys
 from collections.abc import Sequence
 
 import w4a8
-from w4a8.command import doctor, inspect
+from w4a8.command import doctor, inspect, pack, verify
 from w4a8.command.report import UsageError
 
-COMMANDS = {"doctor": doctor, "inspect": inspect}
+COMMANDS = {"doctor": doctor, "inspect": inspect, "pack": pack, "verify": verify}
 # What the library, the system and safetensors (a class of its own) say in words.
 _SAID = (ValueError, OSError, ImportError, RuntimeError)
 
