@@ -26,10 +26,10 @@ from w4a8.command.contents import (
     RUNS,
     Layer,
     of_floats,
-    of_gguf,
     of_packed,
     of_quantized,
 )
+from w4a8.command.contents_gguf import of_gguf
 from w4a8.command.headers import read_headers
 from w4a8.command.model import HELP, find, hub_name
 from w4a8.command.report import add_json, gigabytes, labelled, show
@@ -200,10 +200,11 @@ def text_of(answer: dict[str, Any]) -> list[str]:
     token, speed = answer["token_bytes"], answer["memory_bytes_per_second"]
     count = answer["tokens_per_second_at_most"]
     floats, packed = answer["float_bytes"], answer["packed_bytes"]
+    layers = f", {answer['hidden_layers']} layers" if answer["hidden_layers"] else ""
     files = f"{answer['files']} file{'s' * (answer['files'] != 1)}"
     rows = [
         ("model", answer["model"]),
-        ("architecture", f"{answer['architecture']}, {answer['hidden_layers']} layers"),
+        ("architecture", f"{answer['architecture']}{layers}"),
         ("format", _FORMATS.get(answer["format"], answer["format"])),
         ("runs here", _line(answer["runs"], "weights") or "nothing"),
         ("stays float", _line(answer["stays_float"], "why") or "nothing"),

@@ -91,7 +91,12 @@ def load(path: Path, args: argparse.Namespace) -> Any:
     folder, options = source_of(path)
     if method != METHOD:
         options["quantization_config"] = W4A8Config(activation_group=activation_group, **given)
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
+    try:
+        return transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
+    except (ValueError, OSError, ImportError, RuntimeError):  # whose messages say what is wrong
+        raise
+    except Exception as error:
+        raise ValueError(f"transformers cannot load {path}: {type(error).__name__}: {error}") from error
 
 
 def tokenizer_of(path: Path) -> Any:

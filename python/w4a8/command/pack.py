@@ -140,5 +140,5 @@ def _text(answer: dict[str, Any]) -> list[str]:
         ("checked", f"loaded again, the same bit for bit; checksums are in {SUMS} (`w4a8 verify {answer['out']}`)"),
     ]
     if answer["no_tokenizer"]:
-        rows.append(("tokenizer", f"NONE: {' '.join(answer['no_tokenizer'].split())}"))
+        rows.append(("tokenizer", f"none is written: {' '.join(answer['no_tokenizer'].split())}"))
     return labelled(rows)
