@@ -75,19 +75,10 @@ inline DType activation_dtype(const char* name, const at::Tensor& tensor) {
   }
 }
 
-/// The argument `values` of the ops, and what it says.
-inline const char* values_name(WeightKind kind) {
-  switch (kind.values) {
-    case Values::kE2M1: return "e2m1";
-    case Values::kInt8: return "int8";
-    case Values::kIQ4: return "iq4";
-    default: return "int4";
-  }
-}
-
+/// The argument `values` of the ops.
 inline Values values_of(c10::string_view values) {
   for (const Values known : {Values::kInt4, Values::kE2M1, Values::kInt8, Values::kIQ4}) {
-    if (values == values_name({known})) return known;
+    if (values == values_name(known)) return known;
   }
   TORCH_CHECK(false, "values is '", values, "', expected 'int4', 'e2m1', 'int8' or 'iq4'");
 }

@@ -95,9 +95,9 @@ void check_pack_arguments(const PackArguments& a, const PackedShape& shape) {
   TORCH_CHECK((weights.dim() == 2 || weights.dim() == 3) && has_shape(weights, weights, {shape.n, bytes}),
               "weights has shape ", shape_text(weights.sizes()), ", expected [", shape.n, ", ", bytes, "] or [E, ",
               shape.n, ", ", bytes, "] for out_features = ", shape.n, ", in_features = ", shape.k, " and values = '",
-              values_name(shape.kind), "'");
+              values_name(shape.kind.values), "'");
   TORCH_CHECK(!channel_scales.has_value() || !are_wide(shape.kind.values),
-              "channel_scales is given, expected none for values = '", values_name(shape.kind), "'");
+              "channel_scales is given, expected none for values = '", values_name(shape.kind.values), "'");
   TORCH_CHECK(has_shape(scales, weights, {shape.n, shape.groups()}), "scales_zeros has shape ",
               shape_text(scales.sizes()), ", expected ", expected_shape(weights, {shape.n, shape.groups()}),
               " for block_size = ", shape.group);
@@ -290,7 +290,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> unpack_cpu(const at::Tensor& pack
 UnpackedAny unpack_any_cpu(const at::Tensor& packed_weights, int64_t block_size, int64_t in_features,
                            int64_t out_features) {
   const Unpacked out = unpack_tensor(packed_weights, block_size, in_features, out_features, /*only_int4=*/false);
-  return {out.weights,        out.scales,   out.zero_points,  out.bias,          values_name(out.shape.kind),
+  return {out.weights,        out.scales,   out.zero_points,  out.bias,          values_name(out.shape.kind.values),
           out.channel_scales, out.minimums, out.super_scales, out.super_minimums};
 }
 
