@@ -12,29 +12,13 @@ TORCH_LIBRARY(w4a8, m){
 }
 
 TORCH_LIBRARY_IMPL(w4a8, CPU, m) {
-  m.impl("dyn_quant_pack_4bit_weight", w4a8::NamedOp<"dyn_quant_pack_4bit_weight", w4a8::pack_cpu>::call);
-  m.impl("dyn_quant_unpack_4bit_weight", w4a8::NamedOp<"dyn_quant_unpack_4bit_weight", w4a8::unpack_cpu>::call);
-  m.impl("dyn_quant_unpack_any_4bit_weight",
-         w4a8::NamedOp<"dyn_quant_unpack_any_4bit_weight", w4a8::unpack_any_cpu>::call);
-  m.impl("dyn_quant_matmul_4bit", w4a8::NamedOp<"dyn_quant_matmul_4bit", w4a8::matmul_cpu>::call);
-  m.impl("dynamic_per_token_int8_quant", w4a8::NamedOp<"dynamic_per_token_int8_quant", w4a8::token_quant_cpu>::call);
-  m.impl("int4_gemm_w4a8", w4a8::NamedOp<"int4_gemm_w4a8", w4a8::int4_gemm_cpu>::call);
-  m.impl("dynamic_4bit_int_moe", w4a8::NamedOp<"dynamic_4bit_int_moe", w4a8::moe_cpu>::call);
-  m.impl("dynamic_4bit_int_moe.gated", w4a8::NamedOp<"dynamic_4bit_int_moe", w4a8::moe_gated_cpu>::call);
-  m.impl("topk_routing", w4a8::NamedOp<"topk_routing", w4a8::routing_cpu>::call);
-  m.impl("round_weights", w4a8::NamedOp<"round_weights", w4a8::rounding_cpu>::call);
+#define W4A8_CPU_OP(name, op, function) m.impl(name, w4a8::NamedOp<op, w4a8::function>::call);
+#include "torch/ops.inc"
 }
 
-// Unpacking has none: the type of its scales and whether there is a bias are in the data.
 TORCH_LIBRARY_IMPL(w4a8, Meta, m) {
-  m.impl("dyn_quant_pack_4bit_weight", w4a8::NamedOp<"dyn_quant_pack_4bit_weight", w4a8::pack_meta>::call);
-  m.impl("dyn_quant_matmul_4bit", w4a8::NamedOp<"dyn_quant_matmul_4bit", w4a8::matmul_meta>::call);
-  m.impl("dynamic_per_token_int8_quant", w4a8::NamedOp<"dynamic_per_token_int8_quant", w4a8::token_quant_meta>::call);
-  m.impl("int4_gemm_w4a8", w4a8::NamedOp<"int4_gemm_w4a8", w4a8::int4_gemm_meta>::call);
-  m.impl("dynamic_4bit_int_moe", w4a8::NamedOp<"dynamic_4bit_int_moe", w4a8::moe_meta>::call);
-  m.impl("dynamic_4bit_int_moe.gated", w4a8::NamedOp<"dynamic_4bit_int_moe", w4a8::moe_gated_meta>::call);
-  m.impl("topk_routing", w4a8::NamedOp<"topk_routing", w4a8::routing_meta>::call);
-  m.impl("round_weights", w4a8::NamedOp<"round_weights", w4a8::rounding_meta>::call);
+#define W4A8_META_OP(name, op, function) m.impl(name, w4a8::NamedOp<op, w4a8::function>::call);
+#include "torch/ops.inc"
 }
 
 // For inference: with gradients on, an op runs, and backward through it is an error that names it.
