@@ -304,7 +304,8 @@ def test_one_least_python():
 
 
 def test_optional_requirements():
-    """pip install w4a8[load] and w4a8[progress] bring what the code asks for when it is missing."""
+    """pip install w4a8[load], w4a8[progress] and others bring what the code asks for when it is missing."""
     text = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2].partition("\n[")[0]
     extras = dict(re.findall(r'^(\w+) = \["(\w+)', text, flags=re.MULTILINE))
-    assert extras == {"load": "safetensors", "progress": "tqdm"}
+    names = {name: name for name in ("gguf", "transformers", "vllm")}
+    assert extras == {"load": "safetensors", "progress": "tqdm", **names, "all": "w4a8"}
