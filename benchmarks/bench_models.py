@@ -68,7 +68,7 @@ def run_once(entry: type[base.Model], record: dict, args: argparse.Namespace, ve
         loading = worker.ask(do="ask", method="loading", arguments=[])["value"]
         record["load_seconds"].append(loading["seconds"])
         record["load_peak"] = max(record["load_peak"] or 0, loading["peak"])
-        for key in ("weights_seconds", "weights_peak", "weights_bytes"):
+        for key in ("weights_seconds", "weights_peak", "weights_bytes", "ran"):
             record[key] = loading.get(key)
         questions(worker, record, args.tokens, args.repeats)
         peak = worker.ask(do="ask", method="peak", arguments=[])["value"]

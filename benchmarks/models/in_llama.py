@@ -1,6 +1,7 @@
 """llama.cpp, which llama-cpp-python builds from its source package, through its C interface: token ids only."""
 
 import ctypes
+import re
 import time
 from importlib.metadata import version
 from pathlib import Path
@@ -12,17 +13,40 @@ from models.base import POSITIONS, Model, memory
 SEQUENCES = 8
 
 
+class Log:
+    """What llama.cpp logs from now on."""
+
+    def __init__(self, llama_cpp):
+        self.text = ""
+        self.callback = llama_cpp.llama_log_callback(self.write)
+        Log.last = self  # the library calls it for as long as it runs
+        llama_cpp.llama_log_set(self.callback, None)
+
+    def write(self, level: int, text: bytes, unused: object) -> None:
+        self.text += text.decode(errors="replace")
+
+
+def buffers(log: str) -> str:
+    """Where the weights lie, as llama.cpp's log says: "CPU_REPACK 12.34 GB, CPU_Mapped 5.67 GB"."""
+    found = re.findall(r"(\S+) model buffer size = +([\d.]+) MiB", log)
+    return ", ".join(f"{name} {float(size) * 2**20 / 1e9:.2f} GB" for name, size in found) or "said nothing of buffers"
+
+
 class Llama(Model):
     name, format = "llama.cpp, Q4_0", "gguf"
     environment = ENVIRONMENT
+    repacks = True  # weights into the order of its fastest products, where it has one
 
     def __init__(self, folder: Path, threads: int):
         import llama_cpp
 
         self.c = c = llama_cpp
         started = time.perf_counter()
+        log = Log(c)
         c.llama_backend_init()
-        self.model = c.llama_model_load_from_file(str(folder / "model.gguf").encode(), c.llama_model_default_params())
+        how = c.llama_model_default_params()
+        how.use_extra_bufts = self.repacks
+        self.model = c.llama_model_load_from_file(str(folder / "model.gguf").encode(), how)
         if not self.model:
             raise RuntimeError("llama.cpp cannot load the model (its log says why)")
         wanted = c.llama_context_default_params()
@@ -36,13 +60,15 @@ class Llama(Model):
         self.batch = c.llama_batch_init(2048, 0, 1)
         self.seconds = time.perf_counter() - started
         self.after = memory("VmHWM")
+        tiled = any(b"GGML_CPU_TILED_MM" in path.read_bytes() for path in Path(c.__file__).parent.glob("lib/*cpu*.so"))
+        self.ran = f"{buffers(log.text)}; {'has' if tiled else 'has no'} tiled products (GGML_CPU_TILED_MM)"
 
     @classmethod
     def versions(cls) -> dict[str, str]:
         return {"llama-cpp-python": version("llama-cpp-python")}
 
     def loading(self) -> dict[str, float]:
-        return {"seconds": self.seconds, "peak": self.after}
+        return {"seconds": self.seconds, "peak": self.after, "ran": self.ran}
 
     def forget(self) -> None:
         self.c.llama_memory_clear(self.c.llama_get_memory(self.context), True)
@@ -82,4 +108,10 @@ class LlamaKM(Llama):
     name, format = "llama.cpp, Q4_K_M", "gguf-q4_k_m"
 
 
-ENTRIES = [Llama, LlamaKM]
+class LlamaKMMapped(LlamaKM):
+    """Weights as they lie in the file, which tiled products are for."""
+
+    name, repacks = "llama.cpp, Q4_K_M, not repacked", False
+
+
+ENTRIES = [Llama, LlamaKM, LlamaKMMapped]

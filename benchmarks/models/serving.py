@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from peers.environments import FOLDER
+from peers.environments import FOLDER, ROOT
 from peers.session import Failed
 
 from models.base import POSITIONS
@@ -42,17 +42,8 @@ def server(entry: type[Vllm], folder: Path, threads: int, patience: float) -> It
     """The address of a server that is up. A file without a tokenizer gets the folder's."""
     port = free_port()
     log_path = FOLDER / "log" / f"server-{entry.__name__}.log"
-    command = [
-        PYTHON,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        str(folder / entry.file),
-        "--tokenizer",
-        str(folder),
-        "--served-model-name",
-        "model",
-    ]
+    command = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--served-model-name", "model"]
+    command += ["--model", str(folder / entry.file), "--tokenizer", str(folder)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(POSITIONS), "--max-num-seqs", "8"]
     variables = {**os.environ, **entry.environment.variables, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(threads)}
     variables.pop("VLLM_ENABLE_V1_MULTIPROCESSING")
@@ -62,7 +53,7 @@ def server(entry: type[Vllm], folder: Path, threads: int, patience: float) -> It
         address, deadline = f"http://127.0.0.1:{port}", time.monotonic() + patience
         while True:
             if process.poll() is not None or time.monotonic() > deadline:
-                raise Failed(f"the server did not start, see {log_path}")
+                raise Failed(f"the server did not start, see {os.path.relpath(log_path, ROOT)}")
             try:
                 urllib.request.urlopen(f"{address}/health", timeout=5)
                 break

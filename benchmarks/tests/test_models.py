@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -15,7 +16,8 @@ class Fake(Model):
     def __init__(self, folder, threads):
         assert (folder / "config.json").exists()
     def loading(self):
-        return {"seconds": 2.0, "peak": 3e9, "weights_bytes": 2e9, "weights_peak": 1.85e9, "weights_seconds": 1.0}
+        weights = {"weights_bytes": 2e9, "weights_peak": 1.85e9, "weights_seconds": 1.0}
+        return {"seconds": 2.0, "peak": 3e9, "ran": "repacked", **weights}
     def peak(self):
         return 4e9
     def prefill(self, tokens):
@@ -100,6 +102,7 @@ def test_a_run(bench_models, monkeypatch, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "| vLLM, w4a8 | 2.0 | 3.0 | 4.0 | 700.0 (700.0–700.0) |" in printed
     assert "refusing: 2 layers and 8.0 GB" in printed
+    assert "\n- vLLM, w4a8: repacked\n" in printed
     written = (tmp_path / "result.md").read_text()
     assert written.startswith("# A model with the shapes of Qwen3-30B-A3B, 2 of 48 layers\n\nWritten by `make bench-")
     assert "| vLLM, w4a8 | 2.0 | 3.0 | 4.0 | 700.0 (700.0–700.0) |" in written
@@ -108,22 +111,53 @@ def test_a_run(bench_models, monkeypatch, tmp_path, capsys):
 
 
 def test_one_file(tmp_path):
-    """The goals of the pair that runs one file, and its picture."""
-    from models import report
+    """The goals of the pairs that run one file, and the picture of one of them."""
+    from models import in_llama, in_vllm, report
 
+    entries = {entry.name: entry for entry in (*in_vllm.ENTRIES, *in_llama.ENTRIES)}
     rates = {"prefill 512": [100.0], "prefill 2048": [90.0], "decode, batch 1": [12.0], "decode, batch 8": [30.0]}
-    ours = {"entry": report.OWN_GGUF, "rates": rates, "weights_bytes": 20e9, "weights_peak": 23e9}
-    theirs = {"entry": report.LLAMA_GGUF, "rates": {title: [10.0] for title in rates}}
-    reached = {goal["what"]: goal["reached"] for goal in report.goals([ours, theirs], 48, 2)}
-    name = report.OWN_GGUF
-    assert reached == {
-        **{f"{name}: {title}, times as fast as llama.cpp": rate[0] / 10 for title, rate in rates.items()},
-        f"{name}: allowed / peak while loading": pytest.approx(21.5 / 23),
-    }
+    for name, beside in ((report.OWN_Q4_0, report.LLAMA), (report.OWN_GGUF, report.LLAMA_GGUF)):
+        assert entries[name].format == entries[beside].format
+        ours = {"entry": name, "rates": rates, "weights_bytes": 20e9, "weights_peak": 23e9}
+        theirs = {"entry": beside, "rates": {title: [10.0] for title in rates}}
+        reached = {goal["what"]: goal["reached"] for goal in report.goals([ours, theirs], 48, 2)}
+        assert reached == {
+            **{f"{name}: {title}, times as fast as llama.cpp": rate[0] / 10 for title, rate in rates.items()},
+            f"{name}: allowed / peak while loading": pytest.approx(21.5 / 23),
+        }
     assert report.picture([ours], tmp_path / "one.png", {}) is None
     pytest.importorskip("matplotlib")
     records = [{**record, "threads": 2, "note": None} for record in (ours, theirs)]
     assert report.picture(records, tmp_path / "pair.png", {}).stat().st_size > 0
+
+
+def test_a_server_of_a_file(monkeypatch, tmp_path):
+    """It gets the file of a way that runs one, and the tokenizer of its folder; one that ends at once is a failure."""
+    from models import in_vllm, serving
+    from peers.session import Failed
+
+    (tmp_path / "log").mkdir()
+    monkeypatch.setattr(serving, "FOLDER", tmp_path)
+    monkeypatch.setattr(serving, "ROOT", tmp_path)
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nfor word; do echo "$word"; done >{tmp_path}/asked\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(serving, "PYTHON", str(python))
+    for entry, model in ((in_vllm.PluginGGUF, "/models/some/model.gguf"), (in_vllm.Plugin, "/models/some")):
+        with pytest.raises(Failed, match=rf"the server did not start, see log/server-{entry.__name__}\.log"):
+            serving.measure(entry, Path("/models/some"), 2, 60)
+        asked = (tmp_path / "asked").read_text().splitlines()
+        assert asked[asked.index("--model") + 1] == model
+        assert asked[asked.index("--tokenizer") + 1] == "/models/some"
+
+
+def test_where_llama_keeps_weights():
+    from models.in_llama import buffers
+
+    sizes = {"  CPU_Mapped": " 1000.00", "CPU_REPACK": "2.5"}
+    log = "".join(f"load_tensors: {name} model buffer size = {size} MiB\n" for name, size in sizes.items())
+    assert buffers(log) == "CPU_Mapped 1.05 GB, CPU_REPACK 0.00 GB"
+    assert buffers("no such line") == "said nothing of buffers"
 
 
 def test_no_space(bench_models, monkeypatch, tmp_path):

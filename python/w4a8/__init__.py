@@ -1,7 +1,7 @@
 """w4a8: int4-weight, int8-activation matmul and mixture-of-experts operators for CPUs.
 
 The operators are registered with PyTorch as ``torch.ops.w4a8.*`` when this package is imported; ``w4a8.ops`` has typed
-wrappers of them, exported here. ``python -m w4a8`` tells what this machine can run. What reads checkpoints and
+wrappers of them, exported here. The command ``w4a8 doctor`` tells what this machine can run. What reads checkpoints and
 quantizes models (``load``, ``quantize_`` and the packages that they are in) is imported when it is first asked for.
 """
 

@@ -206,6 +206,38 @@ def test_packed_directory_is_mapped(server, peak):
     assert copied == 0
 
 
+def test_packed_directory_copied(server, peak):
+    """W4A8_MEMORY=copy: packed weights are anonymous memory, no page of the file, and the logits are the same."""
+    code = """
+        mapped = read(AutoModelForCausalLM.from_pretrained(packed))
+        os.environ["W4A8_MEMORY"] = "copy"
+        before = memory("RssAnon")
+        model = AutoModelForCausalLM.from_pretrained(packed)
+        print(memory("RssAnon") - before)
+        found = of_file("/packed/model.safetensors").get("Rss", 0)
+        same = torch.equal(read(model), mapped)
+        print(int(same), of_file("/packed/model.safetensors").get("Rss", 0) - found)
+    """
+    anonymous, same, read_from_file = server.run(code)
+    floats = 2 * 2 * 512 * 512  # embedding and output layer, bfloat16
+    file = size(server.directory / "packed")
+    assert same == 1
+    assert anonymous > file - floats - MIB, f"{anonymous} bytes anonymous, the file has {file}"
+    assert read_from_file <= floats
+
+
+def test_a_wrong_word_is_said(server, peak):
+    code = """
+        os.environ["W4A8_MEMORY"] = "copied"
+        expected = "environment variable W4A8_MEMORY is 'copied', expected copy or interleave"
+        try:
+            AutoModelForCausalLM.from_pretrained(packed)
+        except ValueError as error:
+            print(int(str(error) == expected))
+    """
+    assert server.run(code) == [1]
+
+
 def test_two_processes_share_the_pages(server, peak):
     code = """
         model = AutoModelForCausalLM.from_pretrained(packed)
