@@ -16,6 +16,7 @@ from common import TORCH_VERSION, assert_same_bits, make_matrix
 from op_samples import op_samples, results
 
 import w4a8
+from w4a8 import compiled
 from w4a8.command import doctor
 
 ROOT = Path(__file__).parents[2]
@@ -39,20 +40,24 @@ def test_everything_exported_exists():
         assert getattr(w4a8, name) is not None
 
 
-def test_the_stub_of_the_extension():
-    """_C.pyi names what the module has, and its functions' arguments; the fields of its dicts are those returned."""
-    from w4a8 import _C
-
+def test_the_stub_of_the_compiled_part():
+    """_C.pyi names what either build has, and its functions' arguments; the fields of its dicts are those returned."""
+    module = compiled.library
     stub = ast.parse((Path(w4a8.__file__).parent / "_C.pyi").read_text())
     functions = {node.name: node for node in stub.body if isinstance(node, ast.FunctionDef)}
     dicts = {node.name: node for node in stub.body if isinstance(node, ast.ClassDef)}
-    assert set(functions) == {name for name in dir(_C) if callable(getattr(_C, name)) and not name.startswith("_")}
+    extension = module.__name__ == "w4a8._C"
+    here = module.__name__
+    own = [name for name, value in vars(module).items() if extension or getattr(value, "__module__", "") == here]
+    assert set(functions) == {name for name in own if callable(getattr(module, name)) and not name.startswith("_")}
     for name, node in functions.items():
+        function = getattr(module, name)
         arguments = [argument.arg for argument in node.args.args]
-        assert re.findall(r"(\w+):", getattr(_C, name).__doc__.partition(")")[0]) == arguments, name
-    assert _C.__version__ == w4a8.__version__
-    header = _C.read_header(make_matrix(16, 64, 32).pack().numpy())
-    for name, value in {"_KernelInfo": _C.kernels()[0], "_Header": header}.items():
+        documented = re.findall(r"(\w+):", function.__doc__.partition(")")[0])
+        assert (documented if extension else list(inspect.signature(function).parameters)) == arguments, name
+    assert module.__version__ == w4a8.__version__
+    header = module.read_header(make_matrix(16, 64, 32).pack().numpy())
+    for name, value in {"_KernelInfo": module.kernels()[0], "_Header": header}.items():
         fields = {field.target.id: field.annotation.id for field in dicts[name].body}
         assert fields == {key: type(entry).__name__ for key, entry in value.items()}
 
@@ -299,7 +304,8 @@ def test_one_least_python():
 
 
 def test_optional_requirements():
-    """pip install w4a8[load] and w4a8[progress] bring what the code asks for when it is missing."""
+    """pip install w4a8[load], w4a8[progress] and others bring what the code asks for when it is missing."""
     text = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2].partition("\n[")[0]
     extras = dict(re.findall(r'^(\w+) = \["(\w+)', text, flags=re.MULTILINE))
-    assert extras == {"load": "safetensors", "progress": "tqdm"}
+    names = {name: name for name in ("gguf", "transformers", "vllm")}
+    assert extras == {"load": "safetensors", "progress": "tqdm", **names, "all": "w4a8"}
