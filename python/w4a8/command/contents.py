@@ -154,7 +154,7 @@ def _out_of_order(name: str, parts: Mapping[str, Header], stored: Stored, group:
     """Why the groups of a matrix are refused; "" if they are in order, or on the Hub, where nobody looks."""
     for part in stored.parts:
         header = parts.get(part.suffix)
-        if part.kind == "g_idx" and header is not None and header.file is not None:
+        if part.kind == "g_idx" and header is not None and header.file.is_file():
             numbers = torch.frombuffer(bytearray(mapped.bytes(header)), dtype=torch.int32)
             try:
                 check_consecutive(numbers, f"{name}.{part.suffix}", group)

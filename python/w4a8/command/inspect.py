@@ -127,12 +127,14 @@ def _folder(name: str, path: Path) -> tuple[dict[str, Any], list[Layer], int | N
     config = read_json(path / "config.json")
     text = config.get("text_config") or config
     source = config_in(path)
+    method = "floats" if source is None else str(source.get("quant_method"))
+    if method == METHOD:
+        path = find(name)  # headers of matrices are in the data
     headers = read_headers(path, hub_name(name))
-    files: dict[Any, int] = Counter()
+    files: Counter[Path] = Counter()
     for header in headers.values():
         files[header.file] += header.bytes
     architecture = next(iter(config.get("architectures") or []), str(config.get("model_type")))
-    method = "floats" if source is None else str(source.get("quant_method"))
     layers_count = text.get("num_hidden_layers")
     answer = _head(name, path, method, architecture, layers_count, sum(files.values()), len(files))
     answer["reading"] = 0 if method == METHOD else max(files.values())
