@@ -24,7 +24,7 @@ from w4a8.ops import read_header
 
 RUNS, FLOAT, REFUSED = "runs", "stays float", "refused"
 LINEAR, EXPERTS, ROUTER = "linear layer", "layer of experts", "router"
-OUTPUT, EMBEDDING, OTHER = "output layer", "embedding", "other"
+OUTPUT, EMBEDDING, OTHER = "output layer", "embedding", "other tensor"
 
 _EXPERT = re.compile(r"(.+\.experts)(?:\.(\d+))?\.(\w+)")
 # MXFP4 as gpt-oss has it: all experts in one tensor.
@@ -154,7 +154,7 @@ def _out_of_order(name: str, parts: Mapping[str, Header], stored: Stored, group:
     """Why the groups of a matrix are refused; "" if they are in order, or on the Hub, where nobody looks."""
     for part in stored.parts:
         header = parts.get(part.suffix)
-        if part.kind == "g_idx" and header is not None and header.file is not None:
+        if part.kind == "g_idx" and header is not None and header.file.is_file():
             numbers = torch.frombuffer(bytearray(mapped.bytes(header)), dtype=torch.int32)
             try:
                 check_consecutive(numbers, f"{name}.{part.suffix}", group)
@@ -242,6 +242,31 @@ def of_packed(headers: Mapping[str, Header]) -> Iterator[Layer]:
         size = header.bytes + (old.bytes if old else 0)
         experts[name] = Layer(name, EXPERTS, RUNS, " and ".join(words), "", size, count)
     yield from experts.values()
+
+
+# What vLLM makes one layer of.
+_JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+def packed_not_in_vllm(layers: Iterable[Layer]) -> str:
+    """Why vLLM does not serve a packed directory; "" if it does, as far as headers tell.
+
+    Args:
+        layers: of :func:`of_packed`.
+    """
+    kinds: dict[tuple[str, int], dict[str, str]] = defaultdict(dict)
+    for layer in layers:
+        owner, _, last = layer.name.rpartition(".")
+        if "embed" in last and layer.state == RUNS:
+            return f"{layer.name} is packed, which is an embedding"
+        for number, names in enumerate(_JOINED):
+            if last in names:
+                kinds[owner, number][last] = layer.what
+    for (owner, _), there in kinds.items():
+        if len(set(there.values())) > 1:
+            listed = ", ".join(f"{name} {what}" for name, what in there.items())
+            return f"{owner} has matrices of several kinds that are one layer there: {listed}"
+    return ""
 
 
 def of_floats(model: Any, report: Any) -> list[Layer]:

@@ -6,7 +6,7 @@ from collections import defaultdict
 
 import torch
 
-from w4a8.checkpoint.gguf_architectures import ARCHITECTURES, named
+from w4a8.checkpoint.gguf_architectures import RUN_IN_VLLM, named
 from w4a8.checkpoint.gguf_file import GGUFFile
 from w4a8.checkpoint.gguf_keys import Keys
 from w4a8.command.contents import (
@@ -30,8 +30,8 @@ from w4a8.formats.gguf_blocks import TYPES
 def of_gguf(file: GGUFFile) -> list[Layer]:
     """Of a GGUF file, as transformers has it: what is no layer of these operators is a float32."""
     keys, known = Keys(file.keys), named(file.keys)
-    architecture = ARCHITECTURES.get(known or "")
     layers, experts, counts = [], defaultdict(list), {}
+    float_experts = {name.rpartition(".ffn_")[0] for name in file.tensors if "_exps.w" in name and file.is_float(name)}
     for name, tensor in file.tensors.items():
         path, _, suffix = name.rpartition(".")
         dimensions = len(tensor.shape)
@@ -43,8 +43,10 @@ def of_gguf(file: GGUFFile) -> list[Layer]:
         if path == "token_embd" and "output.weight" not in file:
             role = OUTPUT
         why = _why_float(file, name, role, known)
+        if role == EXPERTS and path.rpartition(".ffn_")[0] in float_experts:
+            why = why or "a part of them is not quantized in the file"
         if why:
-            state = REFUSED if role == EXPERTS or architecture is None else FLOAT
+            state = REFUSED if known is None else FLOAT
             layers.append(Layer(path, role, state, file.type_name(name), why, size))
             continue
         one = _of_blocks(file, name)
@@ -57,6 +59,14 @@ def of_gguf(file: GGUFFile) -> list[Layer]:
             layers.append(Layer(path, role, RUNS, what, "", one.bytes(one.rows)))
     layers += [experts_layer(f"{block}.experts", stacks, counts[block]) for block, stacks in experts.items()]
     return layers
+
+
+def not_in_vllm(file: GGUFFile) -> str:
+    """Why vLLM does not run a file that transformers does; "" if it does, as far as is known."""
+    if named(file.keys) not in RUN_IN_VLLM:
+        return f"the architecture {file.keys.get('general.architecture')!r} is not run there"
+    floats = [name for name in file.tensors if "_exps.w" in name and file.is_float(name)]
+    return f"its experts are not all quantized ({floats[0]} is {file.type_name(floats[0])})" if floats else ""
 
 
 def _why_float(file: GGUFFile, name: str, role: str, known: str | None) -> str:

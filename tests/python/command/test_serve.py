@@ -189,7 +189,9 @@ class Hub:
 
     def get_safetensors_metadata(self, repo):
         tensors = inspect.read_headers(TOOL_WRITTEN / "gptq")
-        files = {"1": SimpleNamespace(tensors={name: tensors[name] for name in tensors})}
+        names = list(tensors)
+        halves = (names[::2], names[1::2])
+        files = {f"{i}.safetensors": SimpleNamespace(tensors={n: tensors[n] for n in h}) for i, h in enumerate(halves)}
         return SimpleNamespace(files_metadata=files)
 
 
@@ -202,6 +204,7 @@ def test_inspect_downloads_no_weights(tmp_path, monkeypatch, capsys):
     local = inspect.examine(str(TOOL_WRITTEN / "gptq"), 1.0)[0]
     for field in ("packed_bytes", "float_bytes", "token_bytes"):
         assert answer[field] == local[field]
+    assert answer["files"] == 2 and answer["peak_bytes"] < local["peak_bytes"]
     ((repo, patterns),) = hub.asked
     assert repo == "Someone/big" and not any("safetensors" in pattern for pattern in patterns if pattern != "*.json")
 
