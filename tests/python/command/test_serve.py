@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("huggingface_hub")
+pytest.importorskip("transformers", minversion="5.0")  # which brings huggingface_hub
 import multiplied_out
 
 from w4a8.command import doctor, inspect, main, model, serve
