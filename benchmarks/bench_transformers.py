@@ -25,6 +25,7 @@ from real_size.shapes import Shapes
 
 import w4a8
 from w4a8.integrations.transformers import W4A8Config
+from w4a8.nn import W4A8Experts
 
 GOALS = {"x86_amx": 1.3}  # of another kernel: 3
 
@@ -64,6 +65,17 @@ class Model:
     def prefill(self, tokens: int) -> float:
         """Tokens per second of one prompt."""
         return tokens / self.generate(1, tokens, 1)
+
+    def experts(self, tokens: int) -> float:
+        """The same of the experts alone, one token after another, 8 of 128 drawn anew in each layer."""
+        layers = [module for module in self.model.modules() if isinstance(module, W4A8Experts)]
+        draw, x, weights = torch.Generator().manual_seed(tokens), torch.randn(1, 2048), torch.full((1, 8), 0.125)
+        chosen = [torch.randperm(128, generator=draw)[None, :8] for _ in range(tokens * len(layers))]
+        begin = time.perf_counter()
+        with torch.inference_mode():
+            for i, ids in enumerate(chosen):
+                layers[i % len(layers)](x, ids, weights)
+        return tokens / (time.perf_counter() - begin)
 
 
 def main() -> None:
@@ -115,6 +127,8 @@ def measure(models: dict[str, Model], args: argparse.Namespace) -> None:
         "prefill, 512 tokens": lambda model: model.prefill(512),
     }
     first, second = models
+    if args.packed:
+        questions["experts alone, batch 1"] = lambda model: model.experts(200)
     experts = getattr(models[first].model.config, "_experts_implementation", None)
     print(
         f"w4a8 {w4a8.__version__}, kernel {w4a8.active_kernel()}; transformers {transformers.__version__} (experts: "
@@ -132,7 +146,7 @@ def measure(models: dict[str, Model], args: argparse.Namespace) -> None:
                 found[way].append(ask(model))
         cells = [f"{way} {statistics.median(v):8.1f} ({min(v):.1f} to {max(v):.1f})" for way, v in found.items()]
         ratio = statistics.median(found[second]) / statistics.median(found[first])
-        print(f"{name:20} {'   '.join(cells)}   {ratio:.2f} x{'' if args.packed else f', goal {goal} x'}", flush=True)
+        print(f"{name:22} {'   '.join(cells)}   {ratio:.2f} x{'' if args.packed else f', goal {goal} x'}", flush=True)
 
 
 if __name__ == "__main__":

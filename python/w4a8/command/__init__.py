@@ -10,10 +10,18 @@ import sys
 from collections.abc import Sequence
 
 import w4a8
-from w4a8.command import doctor, inspect, pack, verify
+from w4a8.command import chat, doctor, inspect, pack, serve, verify
 from w4a8.command.report import UsageError
 
-COMMANDS = {"doctor": doctor, "inspect": inspect, "pack": pack, "verify": verify}
+COMMANDS = {
+    "doctor": doctor,
+    "inspect": inspect,
+    "pack": pack,
+    "verify": verify,
+    "chat": chat,
+    "serve": serve,
+}
+_GIVE_ON = ("serve",)  # whose unknown arguments are another program's
 # What the library, the system and safetensors (a class of its own) say in words.
 _SAID = (ValueError, OSError, ImportError, RuntimeError)
 
@@ -28,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     try:
-        return _run(_parser().parse_args(argv))
+        return _run(argv)
     except SystemExit as stop:  # argparse has said why
         return stop.code if isinstance(stop.code, int) else 1
     except KeyboardInterrupt:
@@ -39,10 +47,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _say(error, 1)
 
 
-def _run(args: argparse.Namespace) -> int:
+def _run(argv: Sequence[str] | None) -> int:
+    parser = _parser()
+    args, args.rest = parser.parse_known_args(argv)
     if args.command is None:
-        _parser().print_help(sys.stderr)
+        parser.print_help(sys.stderr)
         return 2
+    if args.rest and args.command not in _GIVE_ON:
+        parser.error(f"unrecognized arguments: {' '.join(args.rest)}")
     return COMMANDS[args.command].run(args)
 
 
@@ -67,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
             help=text,
             description=module.__doc__,
             formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
         )
         module.add_arguments(below)
     return parser

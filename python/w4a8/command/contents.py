@@ -11,16 +11,12 @@ from typing import Any
 
 import torch
 
-from w4a8.checkpoint.gguf_architectures import ARCHITECTURES, named
-from w4a8.checkpoint.gguf_file import GGUFFile
-from w4a8.checkpoint.gguf_keys import Keys
 from w4a8.command.headers import Header, Mapped
 from w4a8.core.kind import Kind
-from w4a8.core.matrix import Matrix, PackedAs, packed_bytes
-from w4a8.core.scale_types import E8M0, has_exponents, has_two_levels, kept_scale_dtypes, scale_type_name
+from w4a8.core.matrix import PackedAs, packed_bytes
+from w4a8.core.scale_types import E8M0, has_exponents, has_two_levels, scale_type_name
 from w4a8.core.words import weights_in_words
 from w4a8.formats import LeftOut, Rules, Stored, stored_as
-from w4a8.formats.gguf_blocks import TYPES
 from w4a8.formats.matrix import check_consecutive
 from w4a8.formats.packed_directory import EMBEDDINGS, STANDS_FOR
 from w4a8.formats.parts import QUANTIZED_SUFFIXES
@@ -28,7 +24,7 @@ from w4a8.ops import read_header
 
 RUNS, FLOAT, REFUSED = "runs", "stays float", "refused"
 LINEAR, EXPERTS, ROUTER = "linear layer", "layer of experts", "router"
-OUTPUT, EMBEDDING, OTHER = "output layer", "embedding", "other"
+OUTPUT, EMBEDDING, OTHER = "output layer", "embedding", "other tensor"
 
 _EXPERT = re.compile(r"(.+\.experts)(?:\.(\d+))?\.(\w+)")
 # MXFP4 as gpt-oss has it: all experts in one tensor.
@@ -82,7 +78,7 @@ def _words(packed_as: PackedAs, group: int, columns: int) -> str:
 
 
 @dataclass(frozen=True)
-class _Quantized:
+class QuantizedMatrix:
     """A matrix [rows, columns] in a form, of one expert or of ``experts`` in one tensor."""
 
     rows: int
@@ -113,26 +109,26 @@ def of_quantized(headers: Mapping[str, Header], rules: Rules | str) -> list[Laye
         name, suffix = stacked.groups() if stacked else key.rpartition(".")[::2]
         modules[name][suffix] = header
     mapped = Mapped()
-    experts: dict[str, dict[str, _Quantized]] = defaultdict(dict)  # by layer and projection
+    experts: dict[str, dict[str, QuantizedMatrix]] = defaultdict(dict)  # by layer and projection
     counts: dict[str, int] = Counter()
     layers = []
     for name, parts in modules.items():
         one, match = _of_module(name, parts, rules, mapped), _EXPERT.fullmatch(name)
-        if isinstance(one, _Quantized) and match is not None:
+        if isinstance(one, QuantizedMatrix) and match is not None:
             layer, number, projection = match.groups()
             experts[layer][projection] = one
             counts[layer] = max(counts[layer], one.experts, int(number or 0) + 1)
-        elif isinstance(one, _Quantized):
+        elif isinstance(one, QuantizedMatrix):
             layers.append(Layer(name, role_of(name, 2), RUNS, one.what, "", one.bytes(one.rows)))
         else:
             layers.append(one)
     for layer, matrices in experts.items():
         stacks = [(projection in _DOWN, matrix, matrix.what) for projection, matrix in matrices.items()]
-        layers.append(_experts(layer, stacks, counts[layer]))
+        layers.append(experts_layer(layer, stacks, counts[layer]))
     return _joined(layers)
 
 
-def _of_module(name: str, parts: Mapping[str, Header], rules: Rules | str, mapped: Mapped) -> Layer | _Quantized:
+def _of_module(name: str, parts: Mapping[str, Header], rules: Rules | str, mapped: Mapped) -> Layer | QuantizedMatrix:
     quantized = any(suffix in QUANTIZED_SUFFIXES for suffix in parts)
     codes = any(not header.is_float and len(header.shape) > 1 for header in parts.values())
     if isinstance(rules, str):
@@ -158,7 +154,7 @@ def _out_of_order(name: str, parts: Mapping[str, Header], stored: Stored, group:
     """Why the groups of a matrix are refused; "" if they are in order, or on the Hub, where nobody looks."""
     for part in stored.parts:
         header = parts.get(part.suffix)
-        if part.kind == "g_idx" and header is not None and header.file is not None:
+        if part.kind == "g_idx" and header is not None and header.file.is_file():
             numbers = torch.frombuffer(bytearray(mapped.bytes(header)), dtype=torch.int32)
             try:
                 check_consecutive(numbers, f"{name}.{part.suffix}", group)
@@ -171,7 +167,7 @@ def _dtypes(headers: Iterable[Header]) -> str:
     return " and ".join(sorted({header.dtype for header in headers}))
 
 
-def _matrix(parts: Mapping[str, Header], stored: Stored) -> _Quantized:
+def _matrix(parts: Mapping[str, Header], stored: Stored) -> QuantizedMatrix:
     shape, stacked = parts[stored.weight].shape, stored.format == "mxfp4"
     if stacked:  # [E, N, K/32, 16]
         rows, columns = shape[1], 32 * shape[2]
@@ -184,10 +180,10 @@ def _matrix(parts: Mapping[str, Header], stored: Stored) -> _Quantized:
         dtype = E8M0 if has_exponents(stored.kind, group, columns) else torch.bfloat16
     two_levels = stored.channel_scales and has_two_levels(group, columns)
     packed_as = PackedAs(stored.kind, dtype, not stored.symmetric, two_levels)
-    return _Quantized(rows, columns, group, "bias" in parts, packed_as, shape[0] if stacked else 0)
+    return QuantizedMatrix(rows, columns, group, "bias" in parts, packed_as, shape[0] if stacked else 0)
 
 
-def _experts(name: str, stacks: Iterable[tuple[bool, _Quantized, str]], count: int) -> Layer:
+def experts_layer(name: str, stacks: Iterable[tuple[bool, QuantizedMatrix, str]], count: int) -> Layer:
     """A layer of experts: gate and up rows are one packed matrix of each, down rows another.
 
     Args:
@@ -248,60 +244,29 @@ def of_packed(headers: Mapping[str, Header]) -> Iterator[Layer]:
     yield from experts.values()
 
 
-def of_gguf(file: GGUFFile) -> list[Layer]:
-    """Of a GGUF file, as transformers has it: what is no layer of these operators is a float32."""
-    keys, known = Keys(file.keys), named(file.keys)
-    architecture = ARCHITECTURES.get(known or "")
-    layers, experts, counts = [], defaultdict(list), {}
-    for name, tensor in file.tensors.items():
-        path, _, suffix = name.rpartition(".")
-        dimensions = len(tensor.shape)
-        weight = f"{path}.weight"
-        beside = suffix != "weight" and (suffix != "bias" or weight not in file or not file.is_float(weight))
-        if beside or keys.is_left_out(name):
-            continue
-        role, size = role_of(path, dimensions), 4 * tensor.rows * tensor.shape[-1]
-        if path == "token_embd" and "output.weight" not in file:
-            role = OUTPUT
-        why = _why_float(file, name, role, known)
-        if why:
-            state = REFUSED if role == EXPERTS or architecture is None else FLOAT
-            layers.append(Layer(path, role, state, file.type_name(name), why, size))
-            continue
-        one = _of_blocks(file, name)
-        what = f"{file.type_name(name)}: {one.what}"
-        if role == EXPERTS:
-            block = path.rpartition(".")[0]
-            experts[block].append((path.endswith("ffn_down_exps"), one, what))
-            counts[block] = tensor.shape[0]
-        else:
-            layers.append(Layer(path, role, RUNS, what, "", one.bytes(one.rows)))
-    layers += [_experts(f"{block}.experts", stacks, counts[block]) for block, stacks in experts.items()]
-    return layers
+# What vLLM makes one layer of.
+_JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
-def _why_float(file: GGUFFile, name: str, role: str, known: str | None) -> str:
-    """Why a tensor of a GGUF file is no matrix of the operators; "" if it is one."""
-    if known is None:
-        return f"the architecture {file.keys.get('general.architecture')!r} is not known here"
-    if file.is_float(name):
-        return "it is not quantized in the file"
-    if role in (OTHER, EMBEDDING):
-        return "it is multiplied out" if role == EMBEDDING else "it is no linear layer"
-    return "it is quantized along the other axis" if "_k_b." in name or "_v_b." in name else ""
+def packed_not_in_vllm(layers: Iterable[Layer]) -> str:
+    """Why vLLM does not serve a packed directory; "" if it does, as far as headers tell.
 
-
-def _of_blocks(file: GGUFFile, name: str) -> _Quantized:
-    tensor = file.tensors[name]
-    block, columns = TYPES[tensor.type], tensor.shape[-1]
-    row: Matrix = file.matrix(name, 0, 1)
-    scales = row.scales if row.minimums is None else torch.cat((row.scales, row.minimums), -1)
-    one_level = row.channel_scales is None and row.super_scales is None
-    dtype = next(kept_scale_dtypes(scales, row.kind, block.group, columns)) if one_level else torch.float32
-    levels = row.channel_scales is not None, row.super_scales is not None
-    packed_as = PackedAs(row.kind, dtype, False, levels[0], minimums=row.minimums is not None, super_scales=levels[1])
-    has_bias = f"{name.removesuffix('.weight')}.bias" in file
-    return _Quantized(tensor.shape[-2], columns, block.group, has_bias, packed_as)
+    Args:
+        layers: of :func:`of_packed`.
+    """
+    kinds: dict[tuple[str, int], dict[str, str]] = defaultdict(dict)
+    for layer in layers:
+        owner, _, last = layer.name.rpartition(".")
+        if "embed" in last and layer.state == RUNS:
+            return f"{layer.name} is packed, which is an embedding"
+        for number, names in enumerate(_JOINED):
+            if last in names:
+                kinds[owner, number][last] = layer.what
+    for (owner, _), there in kinds.items():
+        if len(set(there.values())) > 1:
+            listed = ", ".join(f"{name} {what}" for name, what in there.items())
+            return f"{owner} has matrices of several kinds that are one layer there: {listed}"
+    return ""
 
 
 def of_floats(model: Any, report: Any) -> list[Layer]:

@@ -22,13 +22,13 @@ class Header:
     Attributes:
         dtype: as safetensors calls it: F32, BF16, I32, U8, F8_E4M3, ...
         shape: of the tensor.
-        file: where it is; None: on the Hub.
+        file: where it is, or would be: of the Hub the header alone may have been read.
         begin: of its first byte in the file.
     """
 
     dtype: str
     shape: tuple[int, ...]
-    file: Path | None = None
+    file: Path
     begin: int = 0
 
     @property
@@ -63,9 +63,11 @@ def read_headers(folder: Path, repo: str | None = None) -> dict[str, Header]:
     """
     files = files_of(folder)
     if repo is not None and not (files and all(file.is_file() for file in files)):
-        metadata = hub().get_safetensors_metadata(repo).files_metadata.values()
-        found = {name: tensor for file in metadata for name, tensor in file.tensors.items()}
-        return {name: Header(tensor.dtype, tuple(tensor.shape)) for name, tensor in found.items()}
+        found = {}
+        for file, metadata in hub().get_safetensors_metadata(repo).files_metadata.items():
+            for name, tensor in metadata.tensors.items():
+                found[name] = Header(tensor.dtype, tuple(tensor.shape), folder / file)
+        return found
     if not files:
         raise CheckpointError(f"{folder} holds no *.safetensors file")
     return {name: header for file in files for name, header in _of_file(file).items()}

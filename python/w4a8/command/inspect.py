@@ -21,15 +21,17 @@ from w4a8.command.contents import (
     EMBEDDING,
     EXPERTS,
     FLOAT,
+    OTHER,
     OUTPUT,
     REFUSED,
     RUNS,
     Layer,
     of_floats,
-    of_gguf,
     of_packed,
     of_quantized,
+    packed_not_in_vllm,
 )
+from w4a8.command.contents_gguf import not_in_vllm, of_gguf
 from w4a8.command.headers import read_headers
 from w4a8.command.model import HELP, find, hub_name
 from w4a8.command.report import add_json, gigabytes, labelled, show
@@ -117,7 +119,7 @@ def _gguf(name: str, path: Path) -> tuple[dict[str, Any], list[Layer], int | Non
     keys = Keys(file.keys)
     disk = sum(part.stat().st_size for part in file.paths)
     answer = _head(name, path, "GGUF", keys.architecture, keys.get("block_count"), disk, len(file.paths))
-    answer["reading"] = min(disk, _GGUF_AT_ONCE)
+    answer |= {"reading": min(disk, _GGUF_AT_ONCE), "not_in_vllm": not_in_vllm(file)}
     return answer, of_gguf(file), keys.get("expert_used_count") or None
 
 
@@ -125,17 +127,23 @@ def _folder(name: str, path: Path) -> tuple[dict[str, Any], list[Layer], int | N
     config = read_json(path / "config.json")
     text = config.get("text_config") or config
     source = config_in(path)
+    method = "floats" if source is None else str(source.get("quant_method"))
+    if method == METHOD:
+        path = find(name)  # headers of matrices are in the data
     headers = read_headers(path, hub_name(name))
-    files: dict[Any, int] = Counter()
+    files: Counter[Path] = Counter()
     for header in headers.values():
         files[header.file] += header.bytes
     architecture = next(iter(config.get("architectures") or []), str(config.get("model_type")))
-    method = "floats" if source is None else str(source.get("quant_method"))
     layers_count = text.get("num_hidden_layers")
     answer = _head(name, path, method, architecture, layers_count, sum(files.values()), len(files))
     answer["reading"] = 0 if method == METHOD else max(files.values())
+    layers = _layers(path, source, headers)
+    answer["not_in_vllm"] = packed_not_in_vllm(layers) if method == METHOD else ""
+    if source is None:
+        answer["not_in_vllm"] = "floats are not rounded there: `w4a8 pack` makes a directory that it serves"
     top_k = next((text[key] for key in _TOP_K if isinstance(text.get(key), int)), None)
-    return answer, _layers(path, source, headers), top_k
+    return answer, layers, top_k
 
 
 def _layers(path: Path, source: Mapping[str, Any] | None, headers: Mapping[str, Any]) -> list[Layer]:
@@ -200,13 +208,15 @@ def text_of(answer: dict[str, Any]) -> list[str]:
     token, speed = answer["token_bytes"], answer["memory_bytes_per_second"]
     count = answer["tokens_per_second_at_most"]
     floats, packed = answer["float_bytes"], answer["packed_bytes"]
+    layers = f", {answer['hidden_layers']} layers" if answer["hidden_layers"] else ""
     files = f"{answer['files']} file{'s' * (answer['files'] != 1)}"
     rows = [
         ("model", answer["model"]),
-        ("architecture", f"{answer['architecture']}, {answer['hidden_layers']} layers"),
+        ("architecture", f"{answer['architecture']}{layers}"),
         ("format", _FORMATS.get(answer["format"], answer["format"])),
         ("runs here", _line(answer["runs"], "weights") or "nothing"),
         ("stays float", _line(answer["stays_float"], "why") or "nothing"),
+        *([("not in vLLM", answer["not_in_vllm"])] if answer["not_in_vllm"] else []),
         *(("REFUSED", f"{each['count']} {each['role']}: {each['why']}") for each in answer["refused"]),
         ("on disk", f"{gigabytes(answer['disk_bytes'])} in {files}"),
         ("in memory", f"{gigabytes(packed)} packed and {gigabytes(floats)} of floats: {gigabytes(packed + floats)}"),
@@ -237,6 +247,6 @@ def _rounded(count: float) -> str:
 def _line(counts: list[dict[str, Any]], what: str) -> str:
     layers = Counter()
     for each in counts:
-        if each["role"] != "other":
+        if each["role"] != OTHER:
             layers[f"{each['role']}: {each[what]}"] += each["count"]
     return counted(layers)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from w4a8.checkpoint.gguf_file import GGUFFile
+from w4a8.checkpoint.gguf_linear import GGUFLinears
 from w4a8.command.report import UsageError
 from w4a8.formats.config import config_in
 from w4a8.formats.packed_directory import METHOD
@@ -85,13 +86,20 @@ def load(path: Path, args: argparse.Namespace) -> Any:
         raise UsageError(f"{path} is quantized already ({method}): leave {names} out")
     if method == METHOD and activation_group is not None:
         raise UsageError(f"{path} is packed already: leave --activation-group out")
+    if method == "gguf":
+        GGUFLinears(GGUFFile(path))  # says which architectures are known, if this is none
     transformers = import_transformers()
     from w4a8.integrations.transformers import W4A8Config
 
     folder, options = source_of(path)
     if method != METHOD:
         options["quantization_config"] = W4A8Config(activation_group=activation_group, **given)
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
+    try:
+        return transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
+    except (ValueError, OSError, ImportError, RuntimeError):  # whose messages say what is wrong
+        raise
+    except Exception as error:
+        raise ValueError(f"transformers cannot load {path}: {type(error).__name__}: {error}") from error
 
 
 def tokenizer_of(path: Path) -> Any:

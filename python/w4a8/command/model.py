@@ -64,14 +64,15 @@ def _of_hub(name: str, weights: bool) -> Path:
     if match is None:
         raise ValueError(f"{name} is not there, and no name on the Hugging Face hub (OWNER/NAME)")
     repo, file = match["repo"], match["file"]
-    if file is None:
-        patterns = [*_SMALL, *(["*.safetensors"] if weights else [])]
-        return Path(hub().snapshot_download(repo, allow_patterns=patterns, ignore_patterns=["original/*"]))
-    folder = hub().snapshot_download(repo, allow_patterns=[_SPLIT.sub(r"-*-of-\1", file)])
-    path = Path(folder) / file
-    if not path.is_file():
-        raise ValueError(f"{repo} has no file {file}{_gguf_files(name, Path(folder))}")
-    return path
+    of_folder = [*_SMALL, "*.safetensors"] if weights else _SMALL
+    patterns = of_folder if file is None else [_SPLIT.sub(r"-*-of-\1", file)]
+    try:
+        folder = Path(hub().snapshot_download(repo, allow_patterns=patterns, ignore_patterns=["original/*"]))
+    except OSError as error:  # which may not say of what
+        raise OSError(f"{repo} of the Hugging Face hub: {error}") from error
+    if file is not None and not (folder / file).is_file():
+        raise ValueError(f"{repo} has no file {file}{_gguf_files(name, folder)}")
+    return folder if file is None else folder / file
 
 
 def _gguf_files(name: str, folder: Path) -> str:

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 
 from w4a8.command import loading
+from w4a8.command.contents import of_packed, packed_not_in_vllm
+from w4a8.command.headers import read_headers
 from w4a8.command.model import HELP, find
 from w4a8.command.report import UsageError, add_json, gigabytes, labelled, show
 from w4a8.command.verify import SUMS, write_sums
@@ -62,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
         "stays_float": report.skipped,
         "files": len(sums) + 1,
         "no_tokenizer": without,
+        "not_in_vllm": packed_not_in_vllm(of_packed(read_headers(args.out))),
         "seconds": round(time.perf_counter() - begin, 1),
     }
     show(answer, _text(answer), args.json)
@@ -139,6 +142,8 @@ def _text(answer: dict[str, Any]) -> list[str]:
         ("written", f"{answer['out']}, {answer['files']} files in {answer['seconds']} s"),
         ("checked", f"loaded again, the same bit for bit; checksums are in {SUMS} (`w4a8 verify {answer['out']}`)"),
     ]
+    if answer["not_in_vllm"]:
+        rows.append(("not in vLLM", answer["not_in_vllm"]))
     if answer["no_tokenizer"]:
-        rows.append(("tokenizer", f"NONE: {' '.join(answer['no_tokenizer'].split())}"))
+        rows.append(("tokenizer", f"none is written: {' '.join(answer['no_tokenizer'].split())}"))
     return labelled(rows)

@@ -53,7 +53,9 @@ def examine(folder: Path) -> dict[str, Any]:
     Raises:
         ValueError: it is no packed directory.
     """
-    source = config_in(folder) or {}
+    source = config_in(folder)
+    if source is None:
+        raise ValueError(f"{folder} is no packed directory: it has no config.json with a quantization_config")
     check_stated(source.get("quant_method"), source.get("format"), source.get("version"))
     problems, stated = _wrong_sums(folder)
     tensors: dict[str, Header] = {}

@@ -119,7 +119,6 @@ def test_what_became_of_amx(monkeypatch, kernel, features, active, expected):
 
 def with_vllm(monkeypatch, version, entry_points=("w4a8",)):
     """As if a vLLM were installed; importing it would fail."""
-    monkeypatch.setattr(doctor, "find_spec", lambda name: object())
     monkeypatch.setattr(doctor, "installed", lambda *names: version if "vllm" in names else None)
     monkeypatch.setattr(doctor.platform, "machine", lambda: "x86_64")
     named = [SimpleNamespace(name=name) for name in entry_points]

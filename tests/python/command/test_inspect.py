@@ -82,6 +82,28 @@ def test_gguf(tmp_path):
         assert answer["packed_bytes"] == report.packed_bytes, name
         assert answer["float_bytes"] == report.left_bytes, name
         assert answer["refused"] == [] and answer["format"] == "GGUF"
+        assert bool(answer["not_in_vllm"]) == (name in ("deepseek-v3", "glm4moe"))
+
+
+def test_gguf_of_another_kind(tmp_path, capsys):
+    """An unknown architecture is refused. Experts with a part in floats are floats in transformers, and not in vLLM."""
+    gguf_models = pytest.importorskip("gguf_models")
+    import gguf_files
+
+    model = gguf_models.TinyModel("qwen3moe")
+    tensors = {**model.tensors, "blk.0.ffn_down_exps.weight": torch.zeros(4, gguf_models.HIDDEN, gguf_models.INTER)}
+    gguf_files.write(tmp_path / "model.gguf", model.architecture, model.keys, tensors)
+    answer, _ = examine(tmp_path)
+    report = load(tmp_path, gguf_file="model.gguf").hf_quantizer.report
+    assert (answer["packed_bytes"], answer["float_bytes"]) == (report.packed_bytes, report.left_bytes)
+    assert count(answer, EXPERTS) == 1 and "blk.0.ffn_down_exps.weight is F32" in answer["not_in_vllm"]
+
+    keys = {key.replace("qwen3moe.", "other."): value for key, value in model.keys.items()}
+    gguf_files.write(tmp_path / "model.gguf", "other", keys, model.tensors)
+    assert main(["inspect", str(tmp_path), "--memory-speed", "1"]) == 1
+    assert "REFUSED" in capsys.readouterr().out
+    assert main(["pack", str(tmp_path), str(tmp_path / "out")]) == 1
+    assert "'other'" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 def test_token_bytes_by_hand():
