@@ -18,6 +18,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import setuptools
 from setuptools import Extension, setup
 from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
@@ -47,6 +48,13 @@ def torch_folder() -> Path | None:
 
 TORCH_FOLDER = torch_folder()
 TORCH_VERSION = runpy.run_path(str(TORCH_FOLDER / "version.py"))["__version__"] if TORCH_FOLDER else None
+
+
+def license_metadata() -> dict:
+    """An SPDX expression, in the field that this setuptools has for it."""
+    expression = "Apache-2.0"
+    new = int(setuptools.__version__.split(".")[0]) >= 77
+    return {"license_expression": expression} if new else {"license": expression}
 
 
 def project_version() -> str:
@@ -163,6 +171,7 @@ class CMakeBuild(build_ext):
 if __name__ == "__main__":
     setup(
         version=project_version(),
+        **license_metadata(),
         install_requires=runtime_requirements(),
         ext_modules=[Extension("w4a8._C", sources=[])],
         cmdclass={"build": Build, "build_ext": CMakeBuild, "bdist_wheel": Wheel},
