@@ -26,7 +26,10 @@ from setuptools.command.build_ext import build_ext
 try:
     from setuptools.command.bdist_wheel import bdist_wheel  # since setuptools 70.1
 except ImportError:
-    from wheel.bdist_wheel import bdist_wheel
+    try:
+        from wheel.bdist_wheel import bdist_wheel
+    except ImportError:  # only building in place needs none
+        bdist_wheel = None
 
 ROOT = Path(__file__).resolve().parent
 
@@ -110,12 +113,17 @@ class Build(build):
         self.build_base = str((build_dir() / "setuptools").relative_to(ROOT))
 
 
-class Wheel(bdist_wheel):
+def wheel_command() -> dict:
     """The library of the wheel knows no Python: `py3-none`, and the platform that it was compiled for."""
+    if bdist_wheel is None:
+        return {}
 
-    def get_tag(self):
-        python, abi, platform = super().get_tag()
-        return ("py3", "none", platform) if STABLE else (python, abi, platform)
+    class Wheel(bdist_wheel):
+        def get_tag(self):
+            python, abi, platform = super().get_tag()
+            return ("py3", "none", platform) if STABLE else (python, abi, platform)
+
+    return {"bdist_wheel": Wheel}
 
 
 class CMakeBuild(build_ext):
@@ -174,5 +182,5 @@ if __name__ == "__main__":
         **license_metadata(),
         install_requires=runtime_requirements(),
         ext_modules=[Extension("w4a8._C", sources=[])],
-        cmdclass={"build": Build, "build_ext": CMakeBuild, "bdist_wheel": Wheel},
+        cmdclass={"build": Build, "build_ext": CMakeBuild, **wheel_command()},
     )
