@@ -81,15 +81,16 @@ inline const char* values_name(WeightKind kind) {
     case Values::kE2M1: return "e2m1";
     case Values::kInt8: return "int8";
     case Values::kIQ4: return "iq4";
+    case Values::kInt6: return "int6";
     default: return "int4";
   }
 }
 
 inline Values values_of(c10::string_view values) {
-  for (const Values known : {Values::kInt4, Values::kE2M1, Values::kInt8, Values::kIQ4}) {
+  for (const Values known : {Values::kInt4, Values::kE2M1, Values::kInt8, Values::kIQ4, Values::kInt6}) {
     if (values == values_name({known})) return known;
   }
-  TORCH_CHECK(false, "values is '", values, "', expected 'int4', 'e2m1', 'int8' or 'iq4'");
+  TORCH_CHECK(false, "values is '", values, "', expected 'int4', 'e2m1', 'int8', 'iq4' or 'int6'");
 }
 
 /// The type of a tensor of scales; those of one byte are given and come back as bits.

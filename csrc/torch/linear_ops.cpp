@@ -26,7 +26,7 @@ bool has_shape(const at::Tensor& tensor, const at::Tensor& weights, std::initial
 WeightKind kind_of(const c10::optional<at::Tensor>& zero_points, const c10::optional<at::Tensor>& minimums,
                    c10::string_view values) {
   const Values codes = values_of(values);
-  TORCH_CHECK(are_integers(codes) || !zero_points.has_value(), "zero_points is given, expected none for values = '",
+  TORCH_CHECK(may_have_zeros(codes) || !zero_points.has_value(), "zero_points is given, expected none for values = '",
               values, "'");
   return {codes, zero_points.has_value(), minimums.has_value()};
 }
@@ -96,7 +96,7 @@ void check_pack_arguments(const PackArguments& a, const PackedShape& shape) {
               "weights has shape ", shape_text(weights.sizes()), ", expected [", shape.n, ", ", bytes, "] or [E, ",
               shape.n, ", ", bytes, "] for out_features = ", shape.n, ", in_features = ", shape.k, " and values = '",
               values_name(shape.kind), "'");
-  TORCH_CHECK(!channel_scales.has_value() || !are_wide(shape.kind.values),
+  TORCH_CHECK(!channel_scales.has_value() || (!are_wide(shape.kind.values) && shape.kind.values != Values::kInt6),
               "channel_scales is given, expected none for values = '", values_name(shape.kind), "'");
   TORCH_CHECK(has_shape(scales, weights, {shape.n, shape.groups()}), "scales_zeros has shape ",
               shape_text(scales.sizes()), ", expected ", expected_shape(weights, {shape.n, shape.groups()}),
