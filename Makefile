@@ -4,7 +4,7 @@ export TORCH PYTHON
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-kernels test-benchmarks test-arm test-vllm test-vllm-full test-baseline test-package fuzz setup lint format bench bench-linear bench-peers bench-models bench-accuracy real-size clean
+.PHONY: help demo test test-kernels test-benchmarks test-arm test-vllm test-vllm-full test-baseline test-package wheel test-wheel fuzz setup lint format bench bench-linear bench-peers bench-models bench-accuracy real-size clean
 
 help: ## list the targets
 	@echo "usage: make TARGET [TORCH=debian | PYTHON=/path/to/python] [ARGS='...']"
@@ -39,6 +39,12 @@ fuzz: ## fuzz the core with Clang's sanitizers: make fuzz SECONDS=600 (default 6
 
 test-baseline: ## the core tests on an emulated x86-64 CPU without AVX
 	@scripts/test_baseline.sh
+
+wheel: ## the wheel for every torch since 2.10 and every Python, in dist
+	@scripts/build_wheel.sh $(ARGS)
+
+test-wheel: ## the operators' tests on that wheel, in a fresh environment (ARGS='--matrix': several of them)
+	@scripts/test_wheel.sh $(ARGS)
 
 test-package: ## sdist, wheel, and the wheel's tests away from the source tree
 	@scripts/test_package.sh $(ARGS)

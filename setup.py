@@ -1,6 +1,9 @@
 """Builds the compiled part of w4a8 by driving the CMake build, so that pip and cmake never differ.
 
+Two builds (docs/versions.md): the extension for one torch and one Python, or the library of the wheel for all of them.
+
 Environment:
+    W4A8_STABLE_ABI             1: the library of the wheel (scripts/build_wheel.sh sets it).
     CMAKE_ARGS                  extra arguments for the configure step.
     CMAKE_BUILD_PARALLEL_LEVEL  number of compile jobs; default: the number of CPUs.
 """
@@ -12,18 +15,46 @@ import runpy
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
+import setuptools
 from setuptools import Extension, setup
 from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
 
+try:
+    from setuptools.command.bdist_wheel import bdist_wheel  # since setuptools 70.1
+except ImportError:
+    from wheel.bdist_wheel import bdist_wheel
+
 ROOT = Path(__file__).resolve().parent
 
-# Found without importing it, which takes seconds. Metadata-only commands (sdist) work without it.
-_TORCH = importlib.util.find_spec("torch")
-TORCH_FOLDER = Path(_TORCH.origin).parent if _TORCH and _TORCH.origin else None
+STABLE = os.environ.get("W4A8_STABLE_ABI") == "1"
+LEAST_TORCH = "2.10"  # of the stable ABI that csrc/torch/tensor_stable.h asks for
+
+
+def torch_folder() -> Path | None:
+    """Where torch is, without importing it, which takes seconds; None: nowhere. Metadata (sdist) needs none.
+
+    pip's isolated build has its own modules, but runs the interpreter of the environment that it installs into.
+    """
+    spec = importlib.util.find_spec("torch")
+    if spec and spec.origin:
+        return Path(spec.origin).parent
+    folders = [Path(sysconfig.get_path(kind)) / "torch" for kind in ("platlib", "purelib")]
+    return next((folder for folder in folders if (folder / "version.py").exists()), None)
+
+
+TORCH_FOLDER = torch_folder()
 TORCH_VERSION = runpy.run_path(str(TORCH_FOLDER / "version.py"))["__version__"] if TORCH_FOLDER else None
+
+
+def license_metadata() -> dict:
+    """An SPDX expression, in the field that this setuptools has for it."""
+    expression = "Apache-2.0"
+    new = int(setuptools.__version__.split(".")[0]) >= 77
+    return {"license_expression": expression} if new else {"license": expression}
 
 
 def project_version() -> str:
@@ -36,12 +67,16 @@ def project_version() -> str:
 
 def build_dir() -> Path:
     """One build tree per interpreter and torch, so that two flavours never mix; scripts/common.sh has the same rule."""
+    if STABLE:
+        return ROOT / "build" / "stable"
     key = f"{sys.implementation.cache_tag}-torch{TORCH_VERSION}" if TORCH_VERSION else "no-torch"
     return ROOT / "build" / key.replace("+", "-")
 
 
 def runtime_requirements() -> list:
-    """The torch the extension was compiled against: its C++ ABI changes with every minor version."""
+    """The torch the extension was compiled against: its C++ ABI changes with every minor version. Else any new one."""
+    if STABLE:
+        return [f"torch>={LEAST_TORCH}"]
     if TORCH_VERSION is None:
         return []
     major, minor = TORCH_VERSION.split(".")[:2]
@@ -75,14 +110,22 @@ class Build(build):
         self.build_base = str((build_dir() / "setuptools").relative_to(ROOT))
 
 
+class Wheel(bdist_wheel):
+    """The library of the wheel knows no Python: `py3-none`, and the platform that it was compiled for."""
+
+    def get_tag(self):
+        python, abi, platform = super().get_tag()
+        return ("py3", "none", platform) if STABLE else (python, abi, platform)
+
+
 class CMakeBuild(build_ext):
-    """Builds the targets `w4a8_torch` and `w4a8_python` and installs the component `python` beside the Python files."""
+    """Builds the targets of one of the builds and installs their component beside the Python files."""
 
     def run(self):
         if TORCH_FOLDER is None:
             raise RuntimeError(
                 "w4a8 is compiled against the installed torch, but this environment has none. Install torch first, "
-                "then run `pip install --no-build-isolation .`"
+                f"then this again; or the wheel, `pip install --only-binary w4a8 w4a8`, which needs torch {LEAST_TORCH}"
             )
         cmake = tool("cmake")
         if not cmake:
@@ -98,8 +141,11 @@ class CMakeBuild(build_ext):
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-DPYTHON_EXECUTABLE={sys.executable}",
             *torch_cmake_dir(),
-            *pybind11_cmake_dir(),
         ]
+        if STABLE:
+            configure += ["-DW4A8_STABLE_ABI=ON", "-DW4A8_BUILD_PYTHON=OFF"]
+        else:
+            configure += pybind11_cmake_dir()
         ninja = tool("ninja")
         if ninja and not (binary_dir / "Makefile").exists():
             configure += ["-GNinja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
@@ -107,10 +153,14 @@ class CMakeBuild(build_ext):
         jobs = os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL") or str(os.cpu_count() or 1)
         package_parent = Path(self.get_ext_fullpath("w4a8._C")).resolve().parent.parent
 
+        targets = ["w4a8_stable"] if STABLE else ["w4a8_torch", "w4a8_python"]
+        component = "stable" if STABLE else "python"
         subprocess.run(configure, check=True)
-        compile_ = [cmake, "--build", str(binary_dir), "-j", jobs, "--target", "w4a8_torch", "w4a8_python"]
+        compile_ = [cmake, "--build", str(binary_dir), "-j", jobs, "--target", *targets]
         subprocess.run(compile_, check=True)
-        install = [cmake, "--install", str(binary_dir), "--component", "python", "--prefix", str(package_parent)]
+        install = [cmake, "--install", str(binary_dir), "--component", component, "--prefix", str(package_parent)]
+        if STABLE:
+            install.append("--strip")
         subprocess.run(install, check=True)
 
     # An in-place (editable) build puts its files straight into python/w4a8/: nothing is left to copy.
@@ -121,7 +171,8 @@ class CMakeBuild(build_ext):
 if __name__ == "__main__":
     setup(
         version=project_version(),
+        **license_metadata(),
         install_requires=runtime_requirements(),
         ext_modules=[Extension("w4a8._C", sources=[])],
-        cmdclass={"build": Build, "build_ext": CMakeBuild},
+        cmdclass={"build": Build, "build_ext": CMakeBuild, "bdist_wheel": Wheel},
     )

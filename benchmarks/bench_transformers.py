@@ -1,6 +1,7 @@
-"""Tokens per second in transformers: its own bfloat16 beside W4A8Config, on one model's shapes.
+"""Tokens per second in transformers: its own bfloat16 beside W4A8Config, on one model's shapes; or, with --packed, a
+packed directory whose files are mapped beside the same with W4A8_MEMORY=copy.
 
-    .venv/bin/python benchmarks/bench_transformers.py [--layers 4] [--rounds 5] [--group 32]
+    .venv/bin/python benchmarks/bench_transformers.py [--layers 4] [--rounds 5] [--group 32] [--packed]
 
 The model has the layers of Qwen3-30B-A3B (hidden 2048, 128 experts of 768, top-8) but few of them, and random weights,
 which are written to a folder and loaded in both ways. Both are loaded first and take turns, so that a change of the
@@ -11,6 +12,7 @@ benchmarks/README.md.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import tempfile
 import time
@@ -23,6 +25,7 @@ from real_size.shapes import Shapes
 
 import w4a8
 from w4a8.integrations.transformers import W4A8Config
+from w4a8.nn import W4A8Experts
 
 GOALS = {"x86_amx": 1.3}  # of another kernel: 3
 
@@ -63,6 +66,17 @@ class Model:
         """Tokens per second of one prompt."""
         return tokens / self.generate(1, tokens, 1)
 
+    def experts(self, tokens: int) -> float:
+        """The same of the experts alone, one token after another, 8 of 128 drawn anew in each layer."""
+        layers = [module for module in self.model.modules() if isinstance(module, W4A8Experts)]
+        draw, x, weights = torch.Generator().manual_seed(tokens), torch.randn(1, 2048), torch.full((1, 8), 0.125)
+        chosen = [torch.randperm(128, generator=draw)[None, :8] for _ in range(tokens * len(layers))]
+        begin = time.perf_counter()
+        with torch.inference_mode():
+            for i, ids in enumerate(chosen):
+                layers[i % len(layers)](x, ids, weights)
+        return tokens / (time.perf_counter() - begin)
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -70,6 +84,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--group", type=int, default=32)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--packed", action="store_true", help="a packed directory, mapped beside copied")
     parser.add_argument("--experts", help="experts_implementation of transformers' own; its default if not given")
     parser.add_argument("--folder", type=Path, help="for the checkpoint; it is kept and used again")
     args = parser.parse_args()
@@ -80,22 +95,41 @@ def main() -> None:
         if not (folder / "config.json").exists():
             write_checkpoint(folder, args.layers)
         vocabulary = transformers.AutoConfig.from_pretrained(folder).vocab_size
-        theirs = {"experts_implementation": args.experts} if args.experts else {}
-        models = {
-            "bf16": Model(folder, vocabulary, **theirs),
-            "w4a8": Model(folder, vocabulary, quantization_config=W4A8Config(args.group)),
-        }
+        if args.packed:
+            models = packed_ways(folder, args.group, vocabulary)
+        else:
+            theirs = {"experts_implementation": args.experts} if args.experts else {}
+            models = {
+                "bf16": Model(folder, vocabulary, **theirs),
+                "w4a8": Model(folder, vocabulary, quantization_config=W4A8Config(args.group)),
+            }
         measure(models, args)
 
 
+def packed_ways(folder: Path, group: int, vocabulary: int) -> dict[str, Model]:
+    """A packed directory, mapped and copied."""
+    packed = folder.with_name(f"{folder.name}-packed-g{group}")
+    if not (packed / "config.json").exists():
+        options = {"quantization_config": W4A8Config(group)}
+        transformers.AutoModelForCausalLM.from_pretrained(folder, **options).save_pretrained(packed)
+    models = {}
+    for way, value in (("mapped", ""), ("copied", "copy")):
+        os.environ["W4A8_MEMORY"] = value
+        models[way] = Model(packed, vocabulary)
+    return models
+
+
 def measure(models: dict[str, Model], args: argparse.Namespace) -> None:
-    """Prints the table."""
+    """Prints the table: the second way as a multiple of the first."""
     questions = {
         "decode, batch 1": lambda model: model.decode(1, 32),
         "decode, batch 8": lambda model: model.decode(8, 16),
         "prefill, 512 tokens": lambda model: model.prefill(512),
     }
-    experts = getattr(models["bf16"].model.config, "_experts_implementation", None)
+    first, second = models
+    if args.packed:
+        questions["experts alone, batch 1"] = lambda model: model.experts(200)
+    experts = getattr(models[first].model.config, "_experts_implementation", None)
     print(
         f"w4a8 {w4a8.__version__}, kernel {w4a8.active_kernel()}; transformers {transformers.__version__} (experts: "
         f"{experts}), torch {torch.__version__}, {args.threads} threads; {args.layers} layers, group {args.group}, "
@@ -111,8 +145,8 @@ def measure(models: dict[str, Model], args: argparse.Namespace) -> None:
             for way, model in models.items():
                 found[way].append(ask(model))
         cells = [f"{way} {statistics.median(v):8.1f} ({min(v):.1f} to {max(v):.1f})" for way, v in found.items()]
-        ratio = statistics.median(found["w4a8"]) / statistics.median(found["bf16"])
-        print(f"{name:20} {'   '.join(cells)}   {ratio:.2f} x, goal {goal} x", flush=True)
+        ratio = statistics.median(found[second]) / statistics.median(found[first])
+        print(f"{name:22} {'   '.join(cells)}   {ratio:.2f} x{'' if args.packed else f', goal {goal} x'}", flush=True)
 
 
 if __name__ == "__main__":

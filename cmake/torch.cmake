@@ -36,6 +36,8 @@ if(w4a8_torch_gpu)
 else()
   find_package(Torch REQUIRED)
 endif()
+# Alone: what the library on torch's stable ABI is linked with.
+find_library(W4A8_TORCH_CPU_LIBRARY torch_cpu PATHS "${w4a8_torch_root}/lib" NO_DEFAULT_PATH)
 # torch's own config sets C++ flags for its ABI; everything that links torch must agree.
 if(TORCH_CXX_FLAGS)
   separate_arguments(W4A8_TORCH_CXX_FLAGS NATIVE_COMMAND "${TORCH_CXX_FLAGS}")

@@ -45,7 +45,7 @@ cp -r tests docs README.md CMakeLists.txt "$work/away"
 cd "$work/away"
 loaded=$("$env_py" -c 'import w4a8; print(w4a8.__file__)')
 case $loaded in "$site"/*) ;; *) die "another w4a8 was loaded: $loaded" ;; esac
-"$env_py" -m w4a8 >"$work/about.txt"
+"$env_py" -m w4a8 doctor >"$work/about.txt"
 select_pytest_options
 tests=("${tests[@]/#/tests/python/test_}")
 # What needs the examples, or pyproject.toml, is not of the wheel.

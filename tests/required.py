@@ -1,7 +1,7 @@
 """W4A8_TESTS_REQUIRE: what a run of the tests must have used, so that nothing disappears from CI unnoticed.
 
 Names with spaces between them: Python packages as they are imported (transformers, vllm), kernels (x86_avx512vnni) and
-features of the CPU as `python -m w4a8` names them (gfni). The run fails at its start where one is missing, and a test
+features of the CPU as `w4a8 doctor` names them (gfni). The run fails at its start where one is missing, and a test
 or a module that is skipped fails where the reason of the skip contains one of the names. A conftest.py imports the
 hooks; tests/cpp/registry_test.cpp reads the kernels and the features.
 """

@@ -86,6 +86,13 @@ class PluginGGUF(Vllm):
     environment = environment(True)
 
 
+class PluginQ40(Vllm):
+    """The other file of llama.cpp."""
+
+    name, format, file = "vLLM, GGUF Q4_0", "gguf", "model.gguf"
+    environment = environment(True)
+
+
 class StockBfloat16(Vllm):
     name, format, weights = "vLLM, bfloat16", "bfloat16", "bf16"
     environment = environment(False)
@@ -108,4 +115,4 @@ class StockW4A16(Vllm):
         return None if 0.75 * layers + 3 < gigabytes else f"loading {layers} layers takes {0.75 * layers + 3:.0f} GB"
 
 
-ENTRIES = [Plugin, PluginInt4Head, PluginGGUF, StockBfloat16, StockW4A16]
+ENTRIES = [Plugin, PluginInt4Head, PluginGGUF, PluginQ40, StockBfloat16, StockW4A16]

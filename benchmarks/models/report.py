@@ -13,6 +13,7 @@ from models.base import DECODE_BATCHES, PREFILL_TOKENS
 
 OWN, INT4_HEAD, LLAMA = "vLLM, w4a8", "vLLM, w4a8, int4 lm_head", "llama.cpp, Q4_0"
 OWN_GGUF, LLAMA_GGUF = "vLLM, GGUF Q4_K_M", "llama.cpp, Q4_K_M"  # one file
+OWN_Q4_0 = "vLLM, GGUF Q4_0"  # the file of LLAMA
 RATES = {
     **{f"prefill {n}": ("prefill", n) for n in PREFILL_TOKENS},
     **{f"decode, batch {n}": ("decode", n) for n in DECODE_BATCHES},
@@ -74,14 +75,15 @@ def goals(records: list[dict], layers: int, threads: int) -> list[dict]:
         (OWN, LLAMA, "times as fast as llama.cpp"),
         (INT4_HEAD, LLAMA, "times as fast as llama.cpp"),
         (OWN_GGUF, LLAMA_GGUF, "times as fast as llama.cpp on one file"),
+        (OWN_Q4_0, LLAMA, "times as fast as llama.cpp on one file"),
     ):
         record, llama = by_name.get(name), by_name.get(beside)
         for title, goal in figures[row].items():
             ours, theirs = record and rate(record, title), llama and rate(llama, title)
             if ours and theirs:
                 lines.append((f"{name}: {title}, times as fast as llama.cpp", "", goal, ours / theirs))
-    for name, row in ((OWN, "peak while loading"), (OWN_GGUF, "peak while loading GGUF")):
-        record, most = by_name.get(name), figures[row]
+    for name in (OWN, OWN_GGUF, OWN_Q4_0):
+        record, most = by_name.get(name), figures["peak while loading" if name == OWN else "peak while loading GGUF"]
         if record and record.get("weights_bytes"):
             allowed = most["times the weights"] * record["weights_bytes"] + most["and bytes"]
             lines.append((f"{name}: allowed / peak while loading", "", 1.0, allowed / record["weights_peak"]))

@@ -111,18 +111,20 @@ def test_a_run(bench_models, monkeypatch, tmp_path, capsys):
 
 
 def test_one_file(tmp_path):
-    """The goals of the pair that runs one file, and its picture."""
-    from models import report
+    """The goals of the pairs that run one file, and the picture of one of them."""
+    from models import in_llama, in_vllm, report
 
+    entries = {entry.name: entry for entry in (*in_vllm.ENTRIES, *in_llama.ENTRIES)}
     rates = {"prefill 512": [100.0], "prefill 2048": [90.0], "decode, batch 1": [12.0], "decode, batch 8": [30.0]}
-    ours = {"entry": report.OWN_GGUF, "rates": rates, "weights_bytes": 20e9, "weights_peak": 23e9}
-    theirs = {"entry": report.LLAMA_GGUF, "rates": {title: [10.0] for title in rates}}
-    reached = {goal["what"]: goal["reached"] for goal in report.goals([ours, theirs], 48, 2)}
-    name = report.OWN_GGUF
-    assert reached == {
-        **{f"{name}: {title}, times as fast as llama.cpp": rate[0] / 10 for title, rate in rates.items()},
-        f"{name}: allowed / peak while loading": pytest.approx(21.5 / 23),
-    }
+    for name, beside in ((report.OWN_Q4_0, report.LLAMA), (report.OWN_GGUF, report.LLAMA_GGUF)):
+        assert entries[name].format == entries[beside].format
+        ours = {"entry": name, "rates": rates, "weights_bytes": 20e9, "weights_peak": 23e9}
+        theirs = {"entry": beside, "rates": {title: [10.0] for title in rates}}
+        reached = {goal["what"]: goal["reached"] for goal in report.goals([ours, theirs], 48, 2)}
+        assert reached == {
+            **{f"{name}: {title}, times as fast as llama.cpp": rate[0] / 10 for title, rate in rates.items()},
+            f"{name}: allowed / peak while loading": pytest.approx(21.5 / 23),
+        }
     assert report.picture([ours], tmp_path / "one.png", {}) is None
     pytest.importorskip("matplotlib")
     records = [{**record, "threads": 2, "note": None} for record in (ours, theirs)]

@@ -113,6 +113,17 @@ const char* kind_name(WeightKind kind) {
   return "unknown";
 }
 
+const char* values_name(Values values) {
+  switch (values) {
+    case Values::kInt4: return "int4";
+    case Values::kE2M1: return "e2m1";
+    case Values::kIQ4: return "iq4";
+    case Values::kInt6: return "int6";
+    case Values::kInt8: return "int8";
+  }
+  return "unknown";
+}
+
 const char* scale_type_name(ScaleType type) {
   switch (type) {
     case ScaleType::kFloat32: return "float32";

@@ -95,6 +95,8 @@ constexpr int64_t max_k(WeightKind kind) { return kind == kInt4 ? kMaxK : kMaxK 
 
 /// "int4", "e2m1", "int8", "iq4" or "int6"; int4 and int8 also " with zero points", these and int6 " with minimums".
 const char* kind_name(WeightKind kind);
+/// "int4", "e2m1", "int8", "iq4" or "int6".
+const char* values_name(Values values);
 /// "float32", "bfloat16", "float16", "e5m3", "e8m0" or "super".
 const char* scale_type_name(ScaleType type);
 

@@ -1,31 +1,17 @@
 // What an op call runs with: a kernel, ATen's threads, this thread's workspace, and arguments as float32.
 #pragma once
 
-#include <ATen/Parallel.h>
-#include <ATen/ops/empty.h>
-
 #include "core/float64.h"
 #include "core/kernel_choice.h"
 #include "core/parallel.h"
 #include "core/workspace.h"
 #include "torch/checks.h"
 
-#if AT_PARALLEL_OPENMP
-// A parallel region as GCC compiles it (libgomp's manual, "Implementing PARALLEL construct"), in the one runtime that
-// torch brings; LLVM's and Intel's have these functions as well. at::parallel_for is a pragma in a header, of which
-// Clang makes calls that libgomp does not have.
-extern "C" {
-void GOMP_parallel(void (*body)(void*), void* data, unsigned threads, unsigned flags);
-int omp_get_thread_num();
-int omp_get_num_threads();
-}
-#endif
-
 namespace w4a8 {
 
 /// A warning for each kernel that has been turned off since the last call. The core itself prints nothing.
 inline void warn_of_kernels(KernelChoice& choice) {
-  for (const std::string& warning : choice.take_warnings()) TORCH_WARN("w4a8: ", warning);
+  for (const std::string& warning : choice.take_warnings()) warn("w4a8: " + warning);
 }
 
 /// The kernel that an op runs.
@@ -35,42 +21,21 @@ inline const Kernel& op_kernel() {
   return kernel;
 }
 
-/// Workers on ATen's intra-op threads: torch.set_num_threads applies; inside another parallel region there is one.
+/// Workers on torch's intra-op threads: torch.set_num_threads applies; inside another parallel region there is one.
 class AtenParallel final : public Parallel {
  public:
-  int threads() const override { return at::in_parallel_region() ? 1 : at::get_num_threads(); }
-  void run(int workers, FunctionRef<void(int)> body) override {
-#if AT_PARALLEL_OPENMP
-    Region region = {workers, body};
-    GOMP_parallel(run_thread, &region, 0, 0);  // of as many threads as there are: ATen asks for no other number either
-#else
-    at::parallel_for(0, workers, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) body(static_cast<int>(i));
-    });
-#endif
-  }
-
-#if AT_PARALLEL_OPENMP
- private:
-  struct Region {
-    int workers;
-    FunctionRef<void(int)> body;
-  };
-  static void run_thread(void* data) {
-    const auto& region = *static_cast<const Region*>(data);
-    for (int i = omp_get_thread_num(); i < region.workers; i += omp_get_num_threads()) region.body(i);
-  }
-#endif
+  int threads() const override { return thread_count(); }
+  void run(int workers, FunctionRef<void(int)> body) override { run_threads(workers, body); }
 };
 
 /// A floating point tensor as contiguous float32. ATen would round float64 in the caller's floating-point environment,
 /// and flush denormals where that does; every other type needs no rounding.
-inline at::Tensor to_float32(const at::Tensor& tensor) {
-  if (tensor.scalar_type() != at::kDouble) return tensor.to(at::kFloat).contiguous();
-  const at::Tensor from = tensor.contiguous();
-  at::Tensor to = at::empty(from.sizes(), from.options().dtype(at::kFloat));
+inline Tensor to_float32(const Tensor& tensor) {
+  if (type_of(tensor) != ScalarType::Double) return dense_as(tensor, ScalarType::Float);
+  const Tensor from = dense(tensor);
+  Tensor to = new_tensor(from.sizes(), ScalarType::Float, from);
   AtenParallel parallel;
-  float32_from_float64(parallel, input_data<double>(from), from.numel(), to.data_ptr<float>());
+  float32_from_float64(parallel, input_data<double>(from), from.numel(), output_data<float>(to));
   return to;
 }
 inline float to_float32(double number) {

@@ -1,81 +1,24 @@
-// The ops of namespace w4a8: schemas and registration.
+// The ops of namespace w4a8: registration, and the functions of w4a8.h.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
-#include "core/kernel_choice.h"
-#include "core/layout.h"
-#include "core/placement.h"
-#include "kernels/cpu_features.h"
-#include "kernels/registry.h"
-#include "torch/checks.h"
 #include "torch/named_op.h"
 #include "torch/ops.h"
 #include "torch/w4a8.h"
 
-TORCH_LIBRARY(w4a8, m) {
-  m.def(
-      "dyn_quant_pack_4bit_weight(Tensor weights, Tensor scales_zeros, Tensor? bias, int block_size, int in_features, "
-      "int out_features, *, Tensor? zero_points=None, str values='int4', Tensor? channel_scales=None, int "
-      "activation_group=-1, Tensor? minimums=None, Tensor? super_scales=None, Tensor? super_minimums=None) -> Tensor");
-  m.def(
-      "dyn_quant_unpack_4bit_weight(Tensor packed_weights, int block_size, int in_features, int out_features) -> "
-      "(Tensor weights, Tensor scales_zeros, Tensor bias)");
-  m.def(
-      "dyn_quant_unpack_any_4bit_weight(Tensor packed_weights, int block_size, int in_features, int out_features) -> "
-      "(Tensor weights, Tensor scales_zeros, Tensor zero_points, Tensor bias, str values, Tensor channel_scales, "
-      "Tensor "
-      "minimums, Tensor super_scales, Tensor super_minimums)");
-  m.def(
-      "dyn_quant_matmul_4bit(Tensor inp, Tensor packed_weights, int block_size, int in_features, int out_features) -> "
-      "Tensor");
-  m.def(
-      "dynamic_per_token_int8_quant(Tensor x, bool use_sym_quant, int bits, *, int activation_group=-1) -> (Tensor q, "
-      "Tensor scale, Tensor zero_point)");
-  m.def(
-      "int4_gemm_w4a8(Tensor quant_x, Tensor x_scale, Tensor x_zero, Tensor weight, Tensor weight_scale, Tensor "
-      "weight_zero_point, int group_size, Tensor? g_idx, Tensor? bias, ScalarType? out_dtype=None) -> Tensor");
-  m.def(
-      "dynamic_4bit_int_moe(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w13_packed, Tensor w2_packed, int "
-      "H, "
-      "int I, int I2, int group_size, bool apply_router_weight_on_input, int activation_kind) -> Tensor");
-  // vLLM since 0.25 calls it without I2: gated.
-  m.def(
-      "dynamic_4bit_int_moe.gated(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w13_packed, Tensor w2_packed, "
-      "int H, int I, int group_size, bool apply_router_weight_on_input, int activation_kind) -> Tensor");
-  m.def(
-      "topk_routing(Tensor router_logits, int top_k, bool renormalize, str scoring_func='softmax', int? "
-      "num_expert_group=None, int? topk_group=None, float routed_scaling_factor=1.0, Tensor? "
-      "e_score_correction_bias=None) -> (Tensor topk_weights, Tensor topk_ids)");
-  m.def(
-      "round_weights(Tensor weights, int block_size, *, str values='int4', bool zero_points=False, ScalarType? "
-      "scale_dtype=None, int effort=2, Tensor? importance=None) -> (Tensor codes, Tensor scales, Tensor zero_points)");
+TORCH_LIBRARY(w4a8, m){
+#include "torch/schemas.inc"
 }
 
 TORCH_LIBRARY_IMPL(w4a8, CPU, m) {
-  m.impl("dyn_quant_pack_4bit_weight", w4a8::NamedOp<"dyn_quant_pack_4bit_weight", w4a8::pack_cpu>::call);
-  m.impl("dyn_quant_unpack_4bit_weight", w4a8::NamedOp<"dyn_quant_unpack_4bit_weight", w4a8::unpack_cpu>::call);
-  m.impl("dyn_quant_unpack_any_4bit_weight",
-         w4a8::NamedOp<"dyn_quant_unpack_any_4bit_weight", w4a8::unpack_any_cpu>::call);
-  m.impl("dyn_quant_matmul_4bit", w4a8::NamedOp<"dyn_quant_matmul_4bit", w4a8::matmul_cpu>::call);
-  m.impl("dynamic_per_token_int8_quant", w4a8::NamedOp<"dynamic_per_token_int8_quant", w4a8::token_quant_cpu>::call);
-  m.impl("int4_gemm_w4a8", w4a8::NamedOp<"int4_gemm_w4a8", w4a8::int4_gemm_cpu>::call);
-  m.impl("dynamic_4bit_int_moe", w4a8::NamedOp<"dynamic_4bit_int_moe", w4a8::moe_cpu>::call);
-  m.impl("dynamic_4bit_int_moe.gated", w4a8::NamedOp<"dynamic_4bit_int_moe", w4a8::moe_gated_cpu>::call);
-  m.impl("topk_routing", w4a8::NamedOp<"topk_routing", w4a8::routing_cpu>::call);
-  m.impl("round_weights", w4a8::NamedOp<"round_weights", w4a8::rounding_cpu>::call);
+#define W4A8_CPU_OP(name, op, function) m.impl(name, w4a8::NamedOp<op, w4a8::function>::call);
+#include "torch/ops.inc"
 }
 
-// Unpacking has none: the type of its scales and whether there is a bias are in the data.
 TORCH_LIBRARY_IMPL(w4a8, Meta, m) {
-  m.impl("dyn_quant_pack_4bit_weight", w4a8::NamedOp<"dyn_quant_pack_4bit_weight", w4a8::pack_meta>::call);
-  m.impl("dyn_quant_matmul_4bit", w4a8::NamedOp<"dyn_quant_matmul_4bit", w4a8::matmul_meta>::call);
-  m.impl("dynamic_per_token_int8_quant", w4a8::NamedOp<"dynamic_per_token_int8_quant", w4a8::token_quant_meta>::call);
-  m.impl("int4_gemm_w4a8", w4a8::NamedOp<"int4_gemm_w4a8", w4a8::int4_gemm_meta>::call);
-  m.impl("dynamic_4bit_int_moe", w4a8::NamedOp<"dynamic_4bit_int_moe", w4a8::moe_meta>::call);
-  m.impl("dynamic_4bit_int_moe.gated", w4a8::NamedOp<"dynamic_4bit_int_moe", w4a8::moe_gated_meta>::call);
-  m.impl("topk_routing", w4a8::NamedOp<"topk_routing", w4a8::routing_meta>::call);
-  m.impl("round_weights", w4a8::NamedOp<"round_weights", w4a8::rounding_meta>::call);
+#define W4A8_META_OP(name, op, function) m.impl(name, w4a8::NamedOp<op, w4a8::function>::call);
+#include "torch/ops.inc"
 }
 
 // For inference: with gradients on, an op runs, and backward through it is an error that names it.
@@ -172,46 +115,6 @@ RoundedTensors round_weights(const at::Tensor& weights, int64_t block_size, c10:
   // Not decltype(round_weights): the core has another function of that name.
   return op<"round_weights", decltype(rounding_cpu)>().call(weights, block_size, values, zero_points, scale_dtype,
                                                             effort, importance);
-}
-
-std::string version() { return W4A8_VERSION; }
-
-std::vector<KernelInfo> kernels() {
-  std::vector<KernelInfo> result;
-  for (const Kernel* kernel : all_kernels()) {
-    const std::string refusal = kernel_choice().refusal(*kernel);
-    const bool runs = supported(*kernel, host_features()) && refusal.empty();
-    result.push_back({kernel->name, feature_names(kernel->needs), runs, refusal});
-  }
-  return result;
-}
-
-std::string active_kernel_name() { return active_kernel().name; }
-void force_kernel(const std::string& name) { use_kernel(name); }
-
-std::string packed_memory_name() {
-  switch (packed_memory()) {
-    case PackedMemory::kCopy: return "copy";
-    case PackedMemory::kInterleave: return "interleave";
-    default: return "";
-  }
-}
-void place_packed_bytes(void* data, int64_t size) { place_packed(data, size); }
-std::string cpu_features() { return feature_names(host_features()); }
-
-PackedInfo packed_info(const void* data, int64_t size) {
-  const PackedShape shape = read_header(static_cast<const uint8_t*>(data), size, "packed matrix");
-  return {kPackedVersion,
-          shape.n,
-          shape.k,
-          shape.group,
-          scale_type_name(shape.scale_type),
-          shape.has_bias,
-          values_name(shape.kind),
-          shape.kind.zero_points,
-          shape.kind.minimums,
-          shape.activation_group,
-          packed_bytes(shape)};
 }
 
 }  // namespace w4a8

@@ -1,5 +1,4 @@
 // The fused MoE op: checks, views and the output tensor. The core computes.
-#include <ATen/ops/empty.h>
 
 #include "core/moe/fused_moe.h"
 #include "torch/checks.h"
@@ -10,16 +9,16 @@ namespace w4a8 {
 namespace {
 
 Activation activation_of(int64_t kind) {
-  TORCH_CHECK(kind >= 0 && kind < kActivationCount, "activation_kind is ", kind,
-              ", expected 0 (SiLU(g)*u), 1 (SiLU(u)*g), 2 (SiLU), 3 (gpt-oss SwiGLU), 4 (SwiGLU-step), 5 (GELU), "
-              "6 (GELU tanh) or 7 (ReLU^2)");
+  W4A8_CHECK(kind >= 0 && kind < kActivationCount, "activation_kind is ", kind,
+             ", expected 0 (SiLU(g)*u), 1 (SiLU(u)*g), 2 (SiLU), 3 (gpt-oss SwiGLU), 4 (SwiGLU-step), 5 (GELU), "
+             "6 (GELU tanh) or 7 (ReLU^2)");
   return static_cast<Activation>(kind);
 }
 
 // Everything that does not need the data of a tensor, for CPU and Meta alike.
-void check_arguments(DeviceCheck check_devices, const at::Tensor& x, const at::Tensor& topk_ids,
-                     const at::Tensor& topk_weights, const at::Tensor& w13_packed, const at::Tensor& w2_packed,
-                     int64_t H, int64_t I, int64_t I2, int64_t group_size, int64_t activation_kind) {
+void check_arguments(DeviceCheck check_devices, const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights,
+                     const Tensor& w13_packed, const Tensor& w2_packed, int64_t H, int64_t I, int64_t I2,
+                     int64_t group_size, int64_t activation_kind) {
   check_devices({{"x", x},
                  {"topk_ids", topk_ids},
                  {"topk_weights", topk_weights},
@@ -27,56 +26,55 @@ void check_arguments(DeviceCheck check_devices, const at::Tensor& x, const at::T
                  {"w2_packed", w2_packed}});
   activation_dtype("x", x);
   activation_of(activation_kind);
-  TORCH_CHECK(topk_ids.scalar_type() == at::kInt || topk_ids.scalar_type() == at::kLong, "topk_ids has dtype ",
-              topk_ids.scalar_type(), ", expected int32 or int64");
-  TORCH_CHECK(at::isFloatingType(topk_weights.scalar_type()), "topk_weights has dtype ", topk_weights.scalar_type(),
-              ", expected a floating point type");
-  TORCH_CHECK(topk_ids.dim() == 2, "topk_ids has ", topk_ids.dim(), " dimensions, expected [T, k]");
-  TORCH_CHECK(topk_weights.dim() == 2, "topk_weights has ", topk_weights.dim(), " dimensions, expected [T, k]");
-  TORCH_CHECK(x.dim() >= 1, "x has no dimensions, expected [..., H]");
+  W4A8_CHECK(type_of(topk_ids) == ScalarType::Int || type_of(topk_ids) == ScalarType::Long, "topk_ids has dtype ",
+             type_of(topk_ids), ", expected int32 or int64");
+  W4A8_CHECK(is_floating(type_of(topk_weights)), "topk_weights has dtype ", type_of(topk_weights),
+             ", expected a floating point type");
+  W4A8_CHECK(topk_ids.dim() == 2, "topk_ids has ", topk_ids.dim(), " dimensions, expected [T, k]");
+  W4A8_CHECK(topk_weights.dim() == 2, "topk_weights has ", topk_weights.dim(), " dimensions, expected [T, k]");
+  W4A8_CHECK(x.dim() >= 1, "x has no dimensions, expected [..., H]");
   check_packed("w13_packed", w13_packed, /*stack=*/true);
   check_packed("w2_packed", w2_packed, /*stack=*/true);
   for (const auto& [name, value] : {std::pair<const char*, int64_t>{"H", H}, {"I", I}}) {
-    TORCH_CHECK(value >= 2 && value <= kMaxK && value % 2 == 0, name, " is ", value, ", expected an even number in 2..",
-                kMaxK);
-    TORCH_CHECK(group_size == -1 || group_size == kAnyGroup || is_group(group_size, value), "group_size is ",
-                group_size,
-                ", expected -1 (channelwise), 0 (as the packed tensors say), or 16 or a multiple of 32 that "
-                "divides ",
-                name, " = ", value);
+    W4A8_CHECK(value >= 2 && value <= kMaxK && value % 2 == 0, name, " is ", value, ", expected an even number in 2..",
+               kMaxK);
+    W4A8_CHECK(group_size == -1 || group_size == kAnyGroup || is_group(group_size, value), "group_size is ", group_size,
+               ", expected -1 (channelwise), 0 (as the packed tensors say), or 16 or a multiple of 32 that "
+               "divides ",
+               name, " = ", value);
   }
-  TORCH_CHECK(I2 == 2 * I || I2 == I, "I2 is ", I2, ", expected 2 * I = ", 2 * I, " (gated) or I = ", I);
+  W4A8_CHECK(I2 == 2 * I || I2 == I, "I2 is ", I2, ", expected 2 * I = ", 2 * I, " (gated) or I = ", I);
 }
 
 }  // namespace
 
-at::Tensor moe_cpu(const at::Tensor& x, const at::Tensor& topk_ids, const at::Tensor& topk_weights,
-                   const at::Tensor& w13_packed, const at::Tensor& w2_packed, int64_t H, int64_t I, int64_t I2,
-                   int64_t group_size, bool apply_router_weight_on_input, int64_t activation_kind) {
+Tensor moe_cpu(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights, const Tensor& w13_packed,
+               const Tensor& w2_packed, int64_t H, int64_t I, int64_t I2, int64_t group_size,
+               bool apply_router_weight_on_input, int64_t activation_kind) {
   check_arguments(check_cpu, x, topk_ids, topk_weights, w13_packed, w2_packed, H, I, I2, group_size, activation_kind);
-  TORCH_CHECK(x.size(-1) == H, "x has shape ", shape_text(x.sizes()), ", expected [..., ", H, "] for H = ", H);
+  W4A8_CHECK(x.size(-1) == H, "x has shape ", shape_text(x.sizes()), ", expected [..., ", H, "] for H = ", H);
   const int64_t tokens = x.numel() / H;
-  TORCH_CHECK(topk_ids.size(0) == tokens, "topk_ids has shape ", shape_text(topk_ids.sizes()), ", expected [", tokens,
-              ", k]: x has ", tokens, " tokens");
-  TORCH_CHECK(topk_weights.sizes() == topk_ids.sizes(), "topk_weights has shape ", shape_text(topk_weights.sizes()),
-              ", expected that of topk_ids, ", shape_text(topk_ids.sizes()));
-  TORCH_CHECK(w13_packed.size(0) == w2_packed.size(0), "w2_packed has ", w2_packed.size(0),
-              " experts, expected as many as w13_packed, ", w13_packed.size(0));
+  W4A8_CHECK(topk_ids.size(0) == tokens, "topk_ids has shape ", shape_text(topk_ids.sizes()), ", expected [", tokens,
+             ", k]: x has ", tokens, " tokens");
+  W4A8_CHECK(same_sizes(topk_weights, topk_ids), "topk_weights has shape ", shape_text(topk_weights.sizes()),
+             ", expected that of topk_ids, ", shape_text(topk_ids.sizes()));
+  W4A8_CHECK(w13_packed.size(0) == w2_packed.size(0), "w2_packed has ", w2_packed.size(0),
+             " experts, expected as many as w13_packed, ", w13_packed.size(0));
 
-  const at::Tensor input = x.contiguous();
-  const at::Tensor ids = topk_ids.contiguous();
-  const at::Tensor weights = to_float32(topk_weights);
-  const at::Tensor w13 = w13_packed.contiguous();
-  const at::Tensor w2 = w2_packed.contiguous();
-  at::Tensor out = at::empty(input.sizes(), input.options());
+  const Tensor input = dense(x);
+  const Tensor ids = dense(topk_ids);
+  const Tensor weights = to_float32(topk_weights);
+  const Tensor w13 = dense(w13_packed);
+  const Tensor w2 = dense(w2_packed);
+  Tensor out = new_tensor(input.sizes(), type_of(input), input);
 
   MoeArgs args;
   args.x = input_data(input);
-  args.out = out.data_ptr();
+  args.out = output_data(out);
   args.dtype = activation_dtype("x", input);
   args.tokens = tokens;
   args.top_k = ids.size(1);
-  if (ids.scalar_type() == at::kInt) {
+  if (type_of(ids) == ScalarType::Int) {
     args.ids = input_data<int32_t>(ids);
   } else {
     args.ids64 = input_data<int64_t>(ids);
@@ -98,24 +96,25 @@ at::Tensor moe_cpu(const at::Tensor& x, const at::Tensor& topk_ids, const at::Te
   return out;
 }
 
-at::Tensor moe_meta(const at::Tensor& x, const at::Tensor& topk_ids, const at::Tensor& topk_weights,
-                    const at::Tensor& w13_packed, const at::Tensor& w2_packed, int64_t H, int64_t I, int64_t I2,
-                    int64_t group_size, bool /*apply_router_weight_on_input*/, int64_t activation_kind) {
+Tensor moe_meta(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights, const Tensor& w13_packed,
+                const Tensor& w2_packed, int64_t H, int64_t I, int64_t I2, int64_t group_size,
+                bool /*apply_router_weight_on_input*/, int64_t activation_kind) {
   check_arguments(check_meta, x, topk_ids, topk_weights, w13_packed, w2_packed, H, I, I2, group_size, activation_kind);
-  TORCH_CHECK(x.sym_sizes().back() == H, "x has last dimension ", x.sym_sizes().back(), ", expected H = ", H);
-  return at::empty_symint(x.sym_sizes(), x.options());
+  const std::vector<SymSize> sizes = sym_sizes_of(x);
+  W4A8_CHECK(sizes.back() == H, "x has last dimension ", sizes.back(), ", expected H = ", H);
+  return new_tensor(sizes, type_of(x), x);
 }
 
-at::Tensor moe_gated_cpu(const at::Tensor& x, const at::Tensor& topk_ids, const at::Tensor& topk_weights,
-                         const at::Tensor& w13_packed, const at::Tensor& w2_packed, int64_t H, int64_t I,
-                         int64_t group_size, bool apply_router_weight_on_input, int64_t activation_kind) {
+Tensor moe_gated_cpu(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights, const Tensor& w13_packed,
+                     const Tensor& w2_packed, int64_t H, int64_t I, int64_t group_size,
+                     bool apply_router_weight_on_input, int64_t activation_kind) {
   return moe_cpu(x, topk_ids, topk_weights, w13_packed, w2_packed, H, I, 2 * I, group_size,
                  apply_router_weight_on_input, activation_kind);
 }
 
-at::Tensor moe_gated_meta(const at::Tensor& x, const at::Tensor& topk_ids, const at::Tensor& topk_weights,
-                          const at::Tensor& w13_packed, const at::Tensor& w2_packed, int64_t H, int64_t I,
-                          int64_t group_size, bool apply_router_weight_on_input, int64_t activation_kind) {
+Tensor moe_gated_meta(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights, const Tensor& w13_packed,
+                      const Tensor& w2_packed, int64_t H, int64_t I, int64_t group_size,
+                      bool apply_router_weight_on_input, int64_t activation_kind) {
   return moe_meta(x, topk_ids, topk_weights, w13_packed, w2_packed, H, I, 2 * I, group_size,
                   apply_router_weight_on_input, activation_kind);
 }

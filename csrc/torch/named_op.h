@@ -1,12 +1,12 @@
 // Errors of an op begin with its name.
 #pragma once
 
-#include <c10/util/Exception.h>
-
 #include <algorithm>
 #include <cstddef>
 #include <new>
 #include <stdexcept>
+
+#include "torch/tensor.h"
 
 namespace w4a8 {
 
@@ -17,7 +17,7 @@ struct OpName {
   char text[kSize];
 };
 
-/// Calls kFunction and turns what it throws into a c10::Error that begins with "w4a8::<name>: ": what the core throws
+/// Calls kFunction and turns what it throws into an Error that begins with "w4a8::<name>: ": what the core throws
 /// (std::invalid_argument, std::length_error) and what the standard library does (std::bad_alloc), too.
 template <OpName kName, auto kFunction>
 struct NamedOp;
@@ -27,12 +27,12 @@ struct NamedOp<kName, kFunction> {
   static Result call(Args... args) {
     try {
       return kFunction(args...);
-    } catch (const c10::Error& error) {
-      TORCH_CHECK(false, "w4a8::", kName.text, ": ", error.what_without_backtrace());
+    } catch (const Error& error) {
+      W4A8_CHECK(false, "w4a8::", kName.text, ": ", error_text(error));
     } catch (const std::logic_error& error) {
-      TORCH_CHECK(false, "w4a8::", kName.text, ": ", error.what());
+      W4A8_CHECK(false, "w4a8::", kName.text, ": ", error.what());
     } catch (const std::bad_alloc&) {
-      TORCH_CHECK(false, "w4a8::", kName.text, ": out of memory");
+      W4A8_CHECK(false, "w4a8::", kName.text, ": out of memory");
     }
   }
 };

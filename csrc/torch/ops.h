@@ -1,31 +1,56 @@
-// CPU and Meta implementations of the ops; schemas are in library.cpp, contracts in w4a8.h.
+// CPU and Meta implementations of the ops; schemas are in schemas.inc, contracts in w4a8.h.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
+#include <cstdint>
 #include <string>
 #include <tuple>
 
-#include "torch/w4a8.h"
+#include "torch/tensor.h"
 
 namespace w4a8 {
 
-// Of the public function of the op.
-decltype(dyn_quant_pack_4bit_weight) pack_cpu, pack_meta;
-decltype(dyn_quant_unpack_4bit_weight) unpack_cpu;
-decltype(dyn_quant_unpack_any_4bit_weight) unpack_any_cpu;
-decltype(dyn_quant_matmul_4bit) matmul_cpu, matmul_meta;
-decltype(dynamic_per_token_int8_quant) token_quant_cpu, token_quant_meta;
-decltype(int4_gemm_w4a8) int4_gemm_cpu, int4_gemm_meta;
-decltype(dynamic_4bit_int_moe) moe_cpu, moe_meta;
-decltype(topk_routing) routing_cpu, routing_meta;
-decltype(round_weights) rounding_cpu, rounding_meta;
+using UnpackedAny = std::tuple<Tensor, Tensor, Tensor, Tensor, std::string, Tensor, Tensor, Tensor, Tensor>;
+using RoundedTensors = std::tuple<Tensor, Tensor, Tensor>;
 
-at::Tensor moe_gated_cpu(const at::Tensor& x, const at::Tensor& topk_ids, const at::Tensor& topk_weights,
-                         const at::Tensor& w13_packed, const at::Tensor& w2_packed, int64_t H, int64_t I,
-                         int64_t group_size, bool apply_router_weight_on_input, int64_t activation_kind);
-at::Tensor moe_gated_meta(const at::Tensor& x, const at::Tensor& topk_ids, const at::Tensor& topk_weights,
-                          const at::Tensor& w13_packed, const at::Tensor& w2_packed, int64_t H, int64_t I,
-                          int64_t group_size, bool apply_router_weight_on_input, int64_t activation_kind);
+Tensor pack_cpu(const Tensor& weights, const Tensor& scales_zeros, const OptionalTensor& bias, int64_t block_size,
+                int64_t in_features, int64_t out_features, const OptionalTensor& zero_points, Text values,
+                const OptionalTensor& channel_scales, int64_t activation_group, const OptionalTensor& minimums,
+                const OptionalTensor& super_scales, const OptionalTensor& super_minimums);
+decltype(pack_cpu) pack_meta;
+
+std::tuple<Tensor, Tensor, Tensor> unpack_cpu(const Tensor& packed_weights, int64_t block_size, int64_t in_features,
+                                              int64_t out_features);
+UnpackedAny unpack_any_cpu(const Tensor& packed_weights, int64_t block_size, int64_t in_features, int64_t out_features);
+
+Tensor matmul_cpu(const Tensor& inp, const Tensor& packed_weights, int64_t block_size, int64_t in_features,
+                  int64_t out_features);
+decltype(matmul_cpu) matmul_meta;
+
+std::tuple<Tensor, Tensor, Tensor> token_quant_cpu(const Tensor& x, bool use_sym_quant, int64_t bits,
+                                                   int64_t activation_group);
+decltype(token_quant_cpu) token_quant_meta;
+
+Tensor int4_gemm_cpu(const Tensor& quant_x, const Tensor& x_scale, const Tensor& x_zero, const Tensor& weight,
+                     const Tensor& weight_scale, const Tensor& weight_zero_point, int64_t group_size,
+                     const OptionalTensor& g_idx, const OptionalTensor& bias, Optional<ScalarType> out_dtype);
+decltype(int4_gemm_cpu) int4_gemm_meta;
+
+Tensor moe_cpu(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights, const Tensor& w13_packed,
+               const Tensor& w2_packed, int64_t H, int64_t I, int64_t I2, int64_t group_size,
+               bool apply_router_weight_on_input, int64_t activation_kind);
+decltype(moe_cpu) moe_meta;
+Tensor moe_gated_cpu(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights, const Tensor& w13_packed,
+                     const Tensor& w2_packed, int64_t H, int64_t I, int64_t group_size,
+                     bool apply_router_weight_on_input, int64_t activation_kind);
+decltype(moe_gated_cpu) moe_gated_meta;
+
+std::tuple<Tensor, Tensor> routing_cpu(const Tensor& router_logits, int64_t top_k, bool renormalize, Text scoring_func,
+                                       Optional<int64_t> num_expert_group, Optional<int64_t> topk_group,
+                                       double routed_scaling_factor, const OptionalTensor& e_score_correction_bias);
+decltype(routing_cpu) routing_meta;
+
+RoundedTensors rounding_cpu(const Tensor& weights, int64_t block_size, Text values, bool zero_points,
+                            Optional<ScalarType> scale_dtype, int64_t effort, const OptionalTensor& importance);
+decltype(rounding_cpu) rounding_meta;
 
 }  // namespace w4a8

@@ -1,5 +1,4 @@
 // topk_routing: checks, views and the output tensors. The core computes.
-#include <ATen/ops/empty.h>
 
 #include <cmath>
 #include <limits>
@@ -12,102 +11,99 @@
 namespace w4a8 {
 namespace {
 
-Scoring scoring_of(c10::string_view name) {
+Scoring scoring_of(Text name) {
   if (name == "softmax") return Scoring::kSoftmax;
   if (name == "sigmoid") return Scoring::kSigmoid;
   if (name == "sqrtsoftplus") return Scoring::kSqrtSoftplus;
-  TORCH_CHECK(name == "identity", "scoring_func is '", name,
-              "', expected 'softmax', 'sigmoid', 'sqrtsoftplus' or 'identity'");
+  W4A8_CHECK(name == "identity", "scoring_func is '", name,
+             "', expected 'softmax', 'sigmoid', 'sqrtsoftplus' or 'identity'");
   return Scoring::kIdentity;
 }
 
-void check_types(DeviceCheck check_devices, const at::Tensor& router_logits,
-                 const c10::optional<at::Tensor>& e_score_correction_bias) {
+void check_types(DeviceCheck check_devices, const Tensor& router_logits,
+                 const OptionalTensor& e_score_correction_bias) {
   check_devices({{"router_logits", router_logits}, {"e_score_correction_bias", e_score_correction_bias}});
   activation_dtype("router_logits", router_logits);
-  TORCH_CHECK(router_logits.dim() == 2, "router_logits has ", router_logits.dim(), " dimensions, expected [T, E]");
+  W4A8_CHECK(router_logits.dim() == 2, "router_logits has ", router_logits.dim(), " dimensions, expected [T, E]");
   if (!e_score_correction_bias.has_value()) return;
-  const at::Tensor& bias = *e_score_correction_bias;
-  TORCH_CHECK(at::isFloatingType(bias.scalar_type()), "e_score_correction_bias has dtype ", bias.scalar_type(),
-              ", expected a floating point type");
-  TORCH_CHECK(bias.dim() == 1, "e_score_correction_bias has ", bias.dim(), " dimensions, expected [E]");
+  const Tensor& bias = *e_score_correction_bias;
+  W4A8_CHECK(is_floating(type_of(bias)), "e_score_correction_bias has dtype ", type_of(bias),
+             ", expected a floating point type");
+  W4A8_CHECK(bias.dim() == 1, "e_score_correction_bias has ", bias.dim(), " dimensions, expected [E]");
 }
 
 // The arguments that are numbers, for `experts` experts.
-RoutingArgs routing_args(int64_t experts, int64_t top_k, bool renormalize, c10::string_view scoring_func,
-                         c10::optional<int64_t> num_expert_group, c10::optional<int64_t> topk_group,
-                         double routed_scaling_factor, const c10::optional<int64_t>& bias_size) {
+RoutingArgs routing_args(int64_t experts, int64_t top_k, bool renormalize, Text scoring_func,
+                         Optional<int64_t> num_expert_group, Optional<int64_t> topk_group, double routed_scaling_factor,
+                         const Optional<int64_t>& bias_size) {
   RoutingArgs args = {};
   args.scoring = scoring_of(scoring_func);
   args.renormalize = renormalize;
   args.scale = to_float32(routed_scaling_factor);
   args.experts = experts;
   args.top_k = top_k;
-  TORCH_CHECK(experts >= 1 && experts <= std::numeric_limits<int32_t>::max(), "router_logits has ", experts,
-              " experts, expected 1..2147483647");
-  TORCH_CHECK(top_k >= 1 && top_k <= experts, "top_k is ", top_k, ", expected 1..", experts,
-              ", the number of experts of router_logits");
-  TORCH_CHECK(bias_size.value_or(experts) == experts, "e_score_correction_bias has ", *bias_size,
-              " elements, expected ", experts, ", the number of experts of router_logits");
-  TORCH_CHECK(num_expert_group.has_value() == topk_group.has_value(),
-              num_expert_group.has_value() ? "topk_group is not given, expected it with num_expert_group"
-                                           : "num_expert_group is not given, expected it with topk_group");
+  W4A8_CHECK(experts >= 1 && experts <= std::numeric_limits<int32_t>::max(), "router_logits has ", experts,
+             " experts, expected 1..2147483647");
+  W4A8_CHECK(top_k >= 1 && top_k <= experts, "top_k is ", top_k, ", expected 1..", experts,
+             ", the number of experts of router_logits");
+  W4A8_CHECK(bias_size.value_or(experts) == experts, "e_score_correction_bias has ", *bias_size, " elements, expected ",
+             experts, ", the number of experts of router_logits");
+  W4A8_CHECK(num_expert_group.has_value() == topk_group.has_value(),
+             num_expert_group.has_value() ? "topk_group is not given, expected it with num_expert_group"
+                                          : "num_expert_group is not given, expected it with topk_group");
   args.groups = num_expert_group.value_or(1);
   args.kept_groups = topk_group.value_or(1);
-  TORCH_CHECK(args.groups >= 1 && experts % args.groups == 0, "num_expert_group is ", args.groups,
-              ", expected a divisor of the number of experts, ", experts);
-  TORCH_CHECK(args.kept_groups >= 1 && args.kept_groups <= args.groups, "topk_group is ", args.kept_groups,
-              ", expected 1..", args.groups, ", num_expert_group");
+  W4A8_CHECK(args.groups >= 1 && experts % args.groups == 0, "num_expert_group is ", args.groups,
+             ", expected a divisor of the number of experts, ", experts);
+  W4A8_CHECK(args.kept_groups >= 1 && args.kept_groups <= args.groups, "topk_group is ", args.kept_groups,
+             ", expected 1..", args.groups, ", num_expert_group");
   const int64_t selectable = experts / args.groups * args.kept_groups;
-  TORCH_CHECK(top_k <= selectable, "top_k is ", top_k, ", expected at most ", selectable, ", the experts of ",
-              args.kept_groups, " groups");
+  W4A8_CHECK(top_k <= selectable, "top_k is ", top_k, ", expected at most ", selectable, ", the experts of ",
+             args.kept_groups, " groups");
   return args;
 }
 
 }  // namespace
 
-std::tuple<at::Tensor, at::Tensor> routing_cpu(const at::Tensor& router_logits, int64_t top_k, bool renormalize,
-                                               c10::string_view scoring_func, c10::optional<int64_t> num_expert_group,
-                                               c10::optional<int64_t> topk_group, double routed_scaling_factor,
-                                               const c10::optional<at::Tensor>& e_score_correction_bias) {
+std::tuple<Tensor, Tensor> routing_cpu(const Tensor& router_logits, int64_t top_k, bool renormalize, Text scoring_func,
+                                       Optional<int64_t> num_expert_group, Optional<int64_t> topk_group,
+                                       double routed_scaling_factor, const OptionalTensor& e_score_correction_bias) {
   check_types(check_cpu, router_logits, e_score_correction_bias);
-  c10::optional<int64_t> bias_size;
-  at::Tensor bias;
+  Optional<int64_t> bias_size;
+  Tensor bias;
   if (e_score_correction_bias.has_value()) {
     bias = to_float32(*e_score_correction_bias);
     bias_size = bias.size(0);
   }
   RoutingArgs args = routing_args(router_logits.size(1), top_k, renormalize, scoring_func, num_expert_group, topk_group,
                                   routed_scaling_factor, bias_size);
-  const at::Tensor logits = router_logits.contiguous();
-  at::Tensor weights = at::empty({logits.size(0), top_k}, logits.options().dtype(at::kFloat));
-  at::Tensor ids = at::empty({logits.size(0), top_k}, logits.options().dtype(at::kInt));
+  const Tensor logits = dense(router_logits);
+  Tensor weights = new_tensor({logits.size(0), top_k}, ScalarType::Float, logits);
+  Tensor ids = new_tensor({logits.size(0), top_k}, ScalarType::Int, logits);
   args.logits = input_data(logits);
   args.dtype = activation_dtype("router_logits", logits);
   args.tokens = logits.size(0);
   if (bias.defined()) args.bias = input_data<float>(bias);
-  args.weights = weights.data_ptr<float>();
-  args.ids = ids.data_ptr<int32_t>();
+  args.weights = output_data<float>(weights);
+  args.ids = output_data<int32_t>(ids);
   AtenParallel parallel;
   topk_routing(parallel, thread_workspace(), args);
   return {weights, ids};
 }
 
-std::tuple<at::Tensor, at::Tensor> routing_meta(const at::Tensor& router_logits, int64_t top_k, bool renormalize,
-                                                c10::string_view scoring_func, c10::optional<int64_t> num_expert_group,
-                                                c10::optional<int64_t> topk_group, double routed_scaling_factor,
-                                                const c10::optional<at::Tensor>& e_score_correction_bias) {
+std::tuple<Tensor, Tensor> routing_meta(const Tensor& router_logits, int64_t top_k, bool renormalize, Text scoring_func,
+                                        Optional<int64_t> num_expert_group, Optional<int64_t> topk_group,
+                                        double routed_scaling_factor, const OptionalTensor& e_score_correction_bias) {
   check_types(check_meta, router_logits, e_score_correction_bias);
-  c10::optional<int64_t> bias_size;
+  Optional<int64_t> bias_size;
   if (e_score_correction_bias.has_value()) {
-    bias_size = e_score_correction_bias->sym_sizes()[0].guard_int(__FILE__, __LINE__);
+    bias_size = known_size(sym_sizes_of(*e_score_correction_bias)[0]);
   }
-  const c10::SymInt tokens = router_logits.sym_sizes()[0];
-  routing_args(router_logits.sym_sizes()[1].guard_int(__FILE__, __LINE__), top_k, renormalize, scoring_func,
-               num_expert_group, topk_group, routed_scaling_factor, bias_size);
-  const std::vector<c10::SymInt> sizes = {tokens, c10::SymInt(top_k)};
-  return {at::empty_symint(sizes, router_logits.options().dtype(at::kFloat)),
-          at::empty_symint(sizes, router_logits.options().dtype(at::kInt))};
+  std::vector<SymSize> sizes = sym_sizes_of(router_logits);
+  routing_args(known_size(sizes[1]), top_k, renormalize, scoring_func, num_expert_group, topk_group,
+               routed_scaling_factor, bias_size);
+  sizes[1] = top_k;
+  return {new_tensor(sizes, ScalarType::Float, router_logits), new_tensor(sizes, ScalarType::Int, router_logits)};
 }
 
 }  // namespace w4a8

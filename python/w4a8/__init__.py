@@ -1,23 +1,14 @@
 """w4a8: int4-weight, int8-activation matmul and mixture-of-experts operators for CPUs.
 
 The operators are registered with PyTorch as ``torch.ops.w4a8.*`` when this package is imported; ``w4a8.ops`` has typed
-wrappers of them, exported here. ``python -m w4a8`` tells what this machine can run. What reads checkpoints and
+wrappers of them, exported here. The command ``w4a8 doctor`` tells what this machine can run. What reads checkpoints and
 quantizes models (``load``, ``quantize_`` and the packages that they are in) is imported when it is first asked for.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-import torch  # before _C: the operator library links against the libtorch that this loads
-
-try:
-    from w4a8 import _C
-except ImportError as error:
-    raise ImportError(
-        f"the compiled part of w4a8 could not be loaded with torch {torch.__version__}: {error}. It must be built "
-        "against the torch it runs with: reinstall with `pip install --no-build-isolation --no-deps .`"
-    ) from error
-
+from w4a8 import compiled, ops
 from w4a8.cpu import active_kernel, cpu_features, kernels, use_kernel
 from w4a8.ops import (
     Activation,
@@ -38,7 +29,8 @@ if TYPE_CHECKING:
     from w4a8.checkpoint import load
     from w4a8.quantization import quantize_
 
-__version__: str = _C.__version__
+__version__: str = compiled.__version__
+compiled.check_operators(getattr(ops, name) for name in ops.OPERATORS)
 
 __all__ = [
     "Activation",

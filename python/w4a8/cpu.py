@@ -6,7 +6,7 @@ from the next call on: an operator that runs in another thread meanwhile ends wi
 
 from typing import TypedDict
 
-from w4a8 import _C
+from w4a8 import compiled
 
 
 class KernelInfo(TypedDict):
@@ -29,7 +29,7 @@ def kernels() -> list[KernelInfo]:
     the operating system is asked for what it gives on request (AMX). A kernel that fails is turned off, with a warning
     by the next operator. Listing the kernels asks for nothing and compares nothing.
     """
-    return _C.kernels()
+    return compiled.kernels()
 
 
 def active_kernel() -> str:
@@ -39,12 +39,12 @@ def active_kernel() -> str:
         ValueError: the environment variable W4A8_KERNEL names a kernel that does not exist, that this CPU cannot run,
             or that is turned off.
     """
-    return _C.active_kernel()
+    return compiled.active_kernel()
 
 
 def cpu_features() -> str:
     """The features of this CPU that kernels ask for, separated by spaces."""
-    return _C.cpu_features()
+    return compiled.cpu_features()
 
 
 class _Choice:
@@ -75,6 +75,6 @@ def use_kernel(name: str) -> _Choice:
             nothing is changed.
     """
     global _forced
-    _C.use_kernel(name)
+    compiled.use_kernel(name)
     previous, _forced = _forced, name
     return _Choice(previous)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypedDict
 
 import torch
 
-from w4a8 import _C
+from w4a8 import compiled
 
 # Of round_weights.
 DEFAULT_EFFORT = 2
@@ -381,4 +381,18 @@ def read_header(data: Any) -> PackedHeader:
     """
     if isinstance(data, torch.Tensor):
         data = data.numpy()
-    return _C.read_header(data)
+    return compiled.read_header(data)
+
+
+# Names of the wrappers above that are operators, whose arguments they have.
+OPERATORS = (
+    "dyn_quant_pack_4bit_weight",
+    "dyn_quant_unpack_4bit_weight",
+    "dyn_quant_unpack_any_4bit_weight",
+    "dyn_quant_matmul_4bit",
+    "dynamic_per_token_int8_quant",
+    "int4_gemm_w4a8",
+    "dynamic_4bit_int_moe",
+    "topk_routing",
+    "round_weights",
+)

@@ -1,5 +1,7 @@
 """torch.compile, opcheck and Meta tensors: what PyTorch 2 asks of an operator."""
 
+import shutil
+
 import pytest
 import torch
 from common import DTYPES, TORCH_VERSION, assert_same_bits, make_layer, make_matrix
@@ -59,6 +61,7 @@ def test_compile_moe(dynamic):
 
 
 @compiles
+@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="inductor needs a C++ compiler")
 def test_compile_inductor():
     """The default backend, whose generated code calls the operators between its own kernels."""
     layer = make_layer(4, 64, 32)

@@ -16,7 +16,8 @@ from common import TORCH_VERSION, assert_same_bits, make_matrix
 from op_samples import op_samples, results
 
 import w4a8
-from w4a8.__main__ import report
+from w4a8 import compiled
+from w4a8.command import doctor
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,20 +40,24 @@ def test_everything_exported_exists():
         assert getattr(w4a8, name) is not None
 
 
-def test_the_stub_of_the_extension():
-    """_C.pyi names what the module has, and its functions' arguments; the fields of its dicts are those returned."""
-    from w4a8 import _C
-
+def test_the_stub_of_the_compiled_part():
+    """_C.pyi names what either build has, and its functions' arguments; the fields of its dicts are those returned."""
+    module = compiled.library
     stub = ast.parse((Path(w4a8.__file__).parent / "_C.pyi").read_text())
     functions = {node.name: node for node in stub.body if isinstance(node, ast.FunctionDef)}
     dicts = {node.name: node for node in stub.body if isinstance(node, ast.ClassDef)}
-    assert set(functions) == {name for name in dir(_C) if callable(getattr(_C, name)) and not name.startswith("_")}
+    extension = module.__name__ == "w4a8._C"
+    here = module.__name__
+    own = [name for name, value in vars(module).items() if extension or getattr(value, "__module__", "") == here]
+    assert set(functions) == {name for name in own if callable(getattr(module, name)) and not name.startswith("_")}
     for name, node in functions.items():
+        function = getattr(module, name)
         arguments = [argument.arg for argument in node.args.args]
-        assert re.findall(r"(\w+):", getattr(_C, name).__doc__.partition(")")[0]) == arguments, name
-    assert _C.__version__ == w4a8.__version__
-    header = _C.read_header(make_matrix(16, 64, 32).pack().numpy())
-    for name, value in {"_KernelInfo": _C.kernels()[0], "_Header": header}.items():
+        documented = re.findall(r"(\w+):", function.__doc__.partition(")")[0])
+        assert (documented if extension else list(inspect.signature(function).parameters)) == arguments, name
+    assert module.__version__ == w4a8.__version__
+    header = module.read_header(make_matrix(16, 64, 32).pack().numpy())
+    for name, value in {"_KernelInfo": module.kernels()[0], "_Header": header}.items():
         fields = {field.target.id: field.annotation.id for field in dicts[name].body}
         assert fields == {key: type(entry).__name__ for key, entry in value.items()}
 
@@ -120,7 +125,7 @@ def test_use_kernel_refuses_what_the_cpu_cannot_run():
 
 
 def test_command_line():
-    result = run("-m", "w4a8")
+    result = run("-m", "w4a8", "doctor")
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
     assert w4a8.__version__ in result.stdout
@@ -130,18 +135,18 @@ def test_command_line():
         line = next(line for line in result.stdout.splitlines() if re.search(rf"\b{kernel['name']}\b.*needs", line))
         assert ("not supported" in line) != kernel["supported"]
     best = next(kernel["name"] for kernel in w4a8.kernels() if kernel["supported"])
-    assert f"active    {best}" in result.stdout
+    assert re.search(rf"^active +{best} ", result.stdout, re.MULTILINE)
 
 
 def test_command_line_says_what_is_turned_off(monkeypatch):
     kernels = [{**kernel} for kernel in w4a8.kernels()]
     kernels[0].update(supported=False, turned_off="it gave other products than another when they were compared")
     monkeypatch.setattr(w4a8, "kernels", lambda: kernels)
-    lines = report().splitlines()
+    lines = doctor.text_of(doctor.examine())
     at = next(i for i, line in enumerate(lines) if kernels[0]["name"] in line)
     assert "turned off" in lines[at]
     assert lines[at + 1].strip() == "since it gave other products than another when they were compared"
-    assert sum("turned off" in line for line in lines) == 1
+    assert sum("turned off" in line for line in lines if "AMX" not in line) == 1
 
 
 def test_import_prints_nothing():
@@ -159,10 +164,10 @@ def test_environment_and_use_kernel(supported_kernels):
 
 
 def test_a_bad_environment_is_an_error():
-    result = run("-m", "w4a8", W4A8_KERNEL="doesnotexist")
+    result = run("-m", "w4a8", "doctor", W4A8_KERNEL="doesnotexist")
     assert result.returncode == 1
-    assert "doesnotexist" in result.stderr
-    assert "scalar" in result.stderr
+    problem = next(line for line in result.stdout.splitlines() if line.startswith("PROBLEM"))
+    assert "doesnotexist" in problem and "scalar" in problem
     assert "Traceback" not in result.stderr
 
 
@@ -299,7 +304,8 @@ def test_one_least_python():
 
 
 def test_optional_requirements():
-    """pip install w4a8[load] and w4a8[progress] bring what the code asks for when it is missing."""
+    """pip install w4a8[load], w4a8[progress] and others bring what the code asks for when it is missing."""
     text = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2].partition("\n[")[0]
     extras = dict(re.findall(r'^(\w+) = \["(\w+)', text, flags=re.MULTILINE))
-    assert extras == {"load": "safetensors", "progress": "tqdm"}
+    names = {name: name for name in ("gguf", "transformers", "vllm")}
+    assert extras == {"load": "safetensors", "progress": "tqdm", **names, "all": "w4a8"}

@@ -36,6 +36,7 @@ def check(
     ranks: int = 1,
     stock: bool = False,
     size: int | None = None,
+    few_layers: bool = True,
 ) -> None:
     """Compares log-probabilities of the whole vocabulary at every position, and the tokens that were chosen.
 
@@ -44,6 +45,7 @@ def check(
     its noise is of their size and not the same; hence sqrt(2), the difference of two independent noises of one size. A
     wrong expert, scale, bias, order of gate and up or slice of a rank is off by the spread of the log-probabilities
     themselves, an order of magnitude more. ``size``: the activation group, if it is not that of the case.
+    ``few_layers``: some position has no value that rounds otherwise than in the measurement; each has in 20 layers.
     """
     assert "error" not in result, result["error"]
     sequences = [prompt + output for prompt, output in zip(prompts, result["outputs"])]
@@ -87,7 +89,8 @@ def check(
     print(figures)
     assert noise < spread / 4, f"the noise hides what is to be seen; {figures}"
     assert off <= 2**0.5 * noise, figures
-    if case.dtype == "float32" and ranks == 1 and not stock and not case.model.startswith("deepseek"):
+    same_roundings = few_layers and case.dtype == "float32" and ranks == 1 and not stock
+    if same_roundings and not case.model.startswith("deepseek"):
         # The same roundings to int8, except of what float32 arithmetic puts on the other side of a tie. That one step
         # moves what attends to it, and so other values across their ties, but not every position: a tenth are the same
         # to the last digits, where other arithmetic in any layer leaves none. (DeepSeek's attention multiplies one

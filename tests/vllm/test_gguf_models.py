@@ -1,5 +1,4 @@
-"""Models of GGUF files in engines: every architecture with blocks of every type, compiled, on two ranks, and the real
-ones."""
+"""Models of GGUF files in engines: every architecture with blocks of every type, compiled, and on two ranks."""
 
 import json
 import re

@@ -175,6 +175,8 @@ ARCHITECTURES = {
         "Glm4Moe", "glm4_moe", _DENSE | _ROUTED, Routing(SIGMOID, renormalize=True), _SHARED_EXPERTS
     ),
 }
+# The others have tensors that vLLM's models join otherwise: DeepSeek's kv_b, MTP's blocks.
+RUN_IN_VLLM = ("llama", "mixtral", "qwen2", "qwen3", "qwen2moe", "qwen3moe", "gemma3", "gpt-oss")
 BY_MODEL_TYPE = {each.model_type: each for each in ARCHITECTURES.values()}
 
 

@@ -8,7 +8,7 @@ import mmap
 
 import torch
 
-from w4a8 import _C
+from w4a8 import compiled
 
 _SMALLEST = 64 << 10  # an allocator does smaller ones better
 
@@ -33,7 +33,7 @@ def fresh_bytes(*shape: int, packed: bool = False) -> torch.Tensor:
     except OSError:  # too many pieces for the system
         return torch.zeros(shape, dtype=torch.uint8)
     if packed:
-        _C.place_packed(pages)
+        compiled.place_packed(pages)
     elif hasattr(mmap, "MADV_NOHUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them
             pages.madvise(mmap.MADV_NOHUGEPAGE)
@@ -46,7 +46,7 @@ def keeps_files_mapped() -> bool:
     Raises:
         ValueError: W4A8_MEMORY has another value.
     """
-    return _C.packed_memory() == ""
+    return compiled.packed_memory() == ""
 
 
 def on_cpu() -> contextlib.AbstractContextManager[object]:

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from transformers.utils.logging import is_progress_bar_enabled
 
 from w4a8.checkpoint.modules import say_int8
 from w4a8.core.experts import ExpertSizes
@@ -20,6 +21,7 @@ from w4a8.formats.stored import wanted_by_all
 from w4a8.integrations.transformers.memory import Pages
 from w4a8.integrations.transformers.names import Names, slices
 from w4a8.nn import W4A8Experts, linear_from_matrix
+from w4a8.progress import progress_bar
 from w4a8.quantization import QuantizationReport
 from w4a8.quantization.moe_blocks import Experts, fused_experts, is_gpt_oss
 from w4a8.quantization.size import Large
@@ -139,16 +141,18 @@ class Foreign:
             ValueError: a tensor is missing, or has another shape or values than it should; names the module.
         """
         report = QuantizationReport()
-        for name, module in self.modules.items():
-            try:
-                new = self._pack(module)
-            except (ValueError, RuntimeError) as error:  # the second: sizes or values that the operators do not have
-                raise ValueError(f"{name}: {error}") from error
-            owner, _, key = name.rpartition(".")
-            setattr(model.get_submodule(owner), key, new.eval())
-            report.replaced[name] = repr(new)
-            report.float_bytes += sum(weight.numel() * weight.element_size() for weight in module.old.parameters())
-            report.packed_bytes += sum(packed.numel() for packed in new.buffers())
+        with progress_bar(len(self.modules), is_progress_bar_enabled(), "layer", "Packing") as advance:
+            for name, module in self.modules.items():
+                try:
+                    new = self._pack(module)
+                except (ValueError, RuntimeError) as error:  # the second: what the operators do not have
+                    raise ValueError(f"{name}: {error}") from error
+                owner, _, key = name.rpartition(".")
+                setattr(model.get_submodule(owner), key, new.eval())
+                report.replaced[name] = repr(new)
+                report.float_bytes += sum(weight.numel() * weight.element_size() for weight in module.old.parameters())
+                report.packed_bytes += sum(packed.numel() for packed in new.buffers())
+                advance()
         say_int8(map(self._stored, self.tensors), self.activation_group)
         large = Large(model)
         for name, module in model.named_modules():

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import transformers.modeling_utils as modeling
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.utils.logging import is_progress_bar_enabled
 
 from w4a8.checkpoint.gguf_architectures import ARCHITECTURES, BY_MODEL_TYPE
 from w4a8.checkpoint.gguf_experts import build, layers_of
@@ -26,6 +27,7 @@ from w4a8.integrations.transformers.gguf_config import config_of
 from w4a8.integrations.transformers.quantizer import W4A8HfQuantizer, on_cpus
 from w4a8.integrations.transformers.tied import output_of, packed_embedding, share, untie
 from w4a8.nn import W4A8Experts
+from w4a8.progress import progress_bar
 from w4a8.quantization import QuantizationReport
 from w4a8.quantization.moe_blocks import fused_experts
 from w4a8.quantization.size import Large
@@ -142,8 +144,8 @@ class GGUFModules:
         Raises:
             ValueError: a matrix that cannot be packed; names the module.
         """
-        report = QuantizationReport()
-        with on_cpu():
+        report, wanted = QuantizationReport(), is_progress_bar_enabled()
+        with on_cpu(), progress_bar(len(self.packed), wanted, "layer", "Packing") as advance:
             for name, (old, weights) in self.packed.items():
                 try:
                     new = self._new(name, old, weights)
@@ -156,6 +158,7 @@ class GGUFModules:
                 report.packed_bytes += sum(packed.numel() for packed in new.buffers())
                 if name in self.tied:
                     report.replaced[self.tied[name]] = repr(share(model, name, self.tied[name]))
+                advance()
         large = Large(model)
         for name, module in model.named_modules():
             for parameter in large.of(module):

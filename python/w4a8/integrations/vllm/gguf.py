@@ -79,6 +79,6 @@ def register() -> None:
     found = problems()
     if found:
         raise RuntimeError("; ".join(found))
+    read_arguments(take_file)  # first: it may refuse
     register_quantization_config(NAME)(W4A8GGUFConfig)
     register_model_loader(NAME)(W4A8GGUFLoader)
-    read_arguments(take_file)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import transformers
 
-from w4a8.checkpoint.gguf_architectures import named
+from w4a8.checkpoint.gguf_architectures import RUN_IN_VLLM, named
 from w4a8.checkpoint.gguf_experts import layers_of
 from w4a8.checkpoint.gguf_file import GGUFFile
 from w4a8.checkpoint.gguf_linear import GGUFLinears
@@ -26,8 +26,6 @@ from w4a8.integrations.vllm.compiled import package_digest
 
 NAME = "w4a8_gguf"  # of the quantization method and of the load format, in vLLM
 SAYS = "gguf.json"  # in a folder: where the file is
-# Of ARCHITECTURES. The others have tensors that vLLM's models join otherwise: DeepSeek's kv_b, MTP's blocks.
-RUN_HERE = ("llama", "mixtral", "qwen2", "qwen3", "qwen2moe", "qwen3moe", "gemma3", "gpt-oss")
 # Tensors that are no weights of a model: rope_freqs is in the config, the others belong to a matrix of NVFP4.
 BESIDE = ("rope_freqs.weight", ".scale", ".input_scale")
 # Ways to split a text (tokenizer.ggml.pre) with which llama.cpp begins it with bos, if the file does not say.
@@ -42,8 +40,8 @@ def linears_of(path: str) -> GGUFLinears:
         CheckpointError: it cannot be read, or its architecture or one of its tensors is not known here.
     """
     file = GGUFFile(path)
-    if named(file.keys) not in RUN_HERE:
-        found, known = file.keys.get("general.architecture"), ", ".join(sorted(RUN_HERE))
+    if named(file.keys) not in RUN_IN_VLLM:
+        found, known = file.keys.get("general.architecture"), ", ".join(sorted(RUN_IN_VLLM))
         raise ValueError(f"{path}: general.architecture is {shorten(found)}, which is not run here (known: {known})")
     linears = GGUFLinears(file)
     for name in file.tensors:

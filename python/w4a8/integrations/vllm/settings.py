@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -30,6 +31,8 @@ def _from_engine() -> dict[str, Any]:
     """What the engine that is being made, or runs, was given for this plugin; {} outside of engines."""
     additional = _MAKING.get()
     if additional is None:
+        if "vllm.config" not in sys.modules:  # no engine can exist; `w4a8 doctor` asks without importing vLLM
+            return {}
         from vllm.config import get_current_vllm_config_or_none
 
         config = get_current_vllm_config_or_none()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any
@@ -14,16 +14,13 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from w4a8.core.activation_groups import in_words
+from w4a8.core.words import counted, weights_in_words
 from w4a8.cpu import active_kernel
 from w4a8.integrations.vllm.log import logger
 from w4a8.ops import PackedHeader, read_header
 
 # Layers that have weights to multiply by, and what the line calls one of them.
 _LAYERS = ((RoutedExperts, "layer of experts"), (ParallelLMHead, "output layer"), (LinearBase, "linear layer"))
-_PLURALS = {"layer of experts": "layers of experts"}
-
-# Formats with a name of their own, by values and type of scales.
-_FORMATS = {("e2m1", "e8m0"): "MXFP4", ("e2m1", "e5m3"): "NVFP4"}
 
 
 def _kind_of(layer: torch.nn.Module) -> str | None:
@@ -40,31 +37,10 @@ def _headers(layer: torch.nn.Module) -> Iterator[tuple[torch.Tensor, PackedHeade
                 continue
 
 
-def _weights_of(header: PackedHeader) -> str:
-    """``int4 with zero points in groups of 128``."""
-    name = _FORMATS.get((header["values"], header["scale_dtype"]), header["values"])
-    zeros = " with zero points" * header["has_zero_points"] + " with minimums" * header["has_minimums"]
-    return name + zeros + (" channelwise" if header["group"] == header["k"] else f" in groups of {header['group']}")
-
-
 def _why(layer: torch.nn.Module) -> str:
     """Why vLLM runs a layer itself."""
     method = type(getattr(layer, "quant_method", None)).__name__
     return "not quantized" if method.startswith(("Unquantized", "NoneType")) else f"by its {method}"
-
-
-def _counted(counts: Counter[str]) -> str:
-    """``2 linear layers (int4 in groups of 32), 1 output layer (int8 channelwise)``, by kinds, the most first."""
-    kinds: dict[str, list[tuple[str, int]]] = defaultdict(list)
-    for key, count in counts.most_common():
-        kind, _, detail = key.partition(": ")
-        kinds[kind].append((detail, count))
-    parts = []
-    for kind, details in kinds.items():
-        total = sum(count for _, count in details)
-        listed = ", ".join(f"{count} {detail}" if len(details) > 1 else detail for detail, count in details)
-        parts.append(f"{total} {kind if total == 1 else _PLURALS.get(kind, f'{kind}s')} ({listed})")
-    return ", ".join(parts)
 
 
 def summary(model: torch.nn.Module) -> str:
@@ -81,7 +57,7 @@ def summary(model: torch.nn.Module) -> str:
         if not found:
             left[f"{kind}: {_why(layer)}"] += 1
             continue
-        weights = dict.fromkeys(_weights_of(header) for _, header in found)
+        weights = dict.fromkeys(weights_in_words(header) for _, header in found)
         here[f"{kind}: {' and '.join(weights)}"] += 1
         activations.update(in_words(header["activation_group"]) for _, header in found)
         total += sum(tensor.nbytes for tensor, _ in found)
@@ -89,11 +65,11 @@ def summary(model: torch.nn.Module) -> str:
     if here:
         groups = " and ".join(name for name, _ in activations.most_common())
         packed = f"{total / 1e9:.2f} GB packed"
-        parts.append(f"runs {_counted(here)}: {packed}, activations {groups}, kernel {active_kernel()}")
+        parts.append(f"runs {counted(here)}: {packed}, activations {groups}, kernel {active_kernel()}")
     else:
         parts.append("runs no layer of this model")
     if left:
-        parts.append(f"vLLM runs {_counted(left)}")
+        parts.append(f"vLLM runs {counted(left)}")
     return "; ".join(parts)
 
 

@@ -1,0 +1,85 @@
+"""The command ``w4a8`` (docs/command.md): one module for each subcommand.
+
+Exit codes: 0, good; 1, the model or the machine is not fit for what was asked; 2, wrong usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import w4a8
+from w4a8.command import chat, doctor, inspect, pack, serve, verify
+from w4a8.command.report import UsageError
+
+COMMANDS = {
+    "doctor": doctor,
+    "inspect": inspect,
+    "pack": pack,
+    "verify": verify,
+    "chat": chat,
+    "serve": serve,
+}
+_GIVE_ON = ("serve",)  # whose unknown arguments are another program's
+# What the library, the system and safetensors (a class of its own) say in words.
+_SAID = (ValueError, OSError, ImportError, RuntimeError)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command.
+
+    Args:
+        argv: without the program's name; None: those of the process.
+
+    Returns:
+        The exit code.
+    """
+    try:
+        return _run(argv)
+    except SystemExit as stop:  # argparse has said why
+        return stop.code if isinstance(stop.code, int) else 1
+    except KeyboardInterrupt:
+        return 130
+    except UsageError as error:
+        return _say(error, 2)
+    except _SAID as error:
+        return _say(error, 1)
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    parser = _parser()
+    args, args.rest = parser.parse_known_args(argv)
+    if args.command is None:
+        parser.print_help(sys.stderr)
+        return 2
+    if args.rest and args.command not in _GIVE_ON:
+        parser.error(f"unrecognized arguments: {' '.join(args.rest)}")
+    return COMMANDS[args.command].run(args)
+
+
+def _say(error: Exception, code: int) -> int:
+    """One line, however many the message has."""
+    print(f"w4a8: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="w4a8",
+        description="Language models with 4-bit weights and 8-bit activations on CPUs.",
+        epilog="`w4a8 COMMAND --help` tells more. Exit codes: 0 good, 1 the model or the machine is not fit, 2 usage.",
+    )
+    parser.add_argument("--version", action="version", version=f"w4a8 {w4a8.__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    for name, module in COMMANDS.items():
+        text = module.__doc__.partition("\n")[0]
+        below = commands.add_parser(
+            name,
+            help=text,
+            description=module.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        module.add_arguments(below)
+    return parser

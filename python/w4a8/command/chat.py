@@ -1,0 +1,129 @@
+"""talk to MODEL in the terminal, by transformers
+
+    w4a8 chat MODEL                    a model with a chat template answers, another one continues the text
+    echo "def " | w4a8 chat MODEL --raw
+
+Floats are rounded while they are loaded. An empty line, or the end of the input, ends it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from w4a8.command import loading
+from w4a8.command.model import HELP, find
+
+
+class Bytes:
+    """In place of a tokenizer, for models of bytes (vocabulary 256)."""
+
+    eos_token_id = None
+
+    def __call__(self, text: str, **_: Any) -> dict[str, torch.Tensor]:
+        return {"input_ids": torch.tensor([list(text.encode())])}
+
+    def decode(self, tokens: Any, **_: Any) -> str:
+        return bytes(int(token) for token in tokens).decode(errors="replace")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of ``w4a8 chat``."""
+    parser.add_argument("model", metavar="MODEL", help=HELP)
+    parser.add_argument("--raw", action="store_true", help="continue the text instead of answering in the chat format")
+    parser.add_argument("--max-new-tokens", type=int, default=512, help="of an answer (%(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.7, help="0 is greedy (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of random numbers (%(default)s)")
+    parser.add_argument("--threads", type=int, help="of torch; the default is one per core")
+    loading.add_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Loads the model and answers line by line."""
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+    begin, path = time.perf_counter(), find(args.model)
+    model = loading.load(path, args)
+    tokenizer = loading.tokenizer_of(path)
+    if tokenizer is None:
+        if model.config.vocab_size != 256:
+            raise ValueError(f"{args.model} has no tokenizer")
+        tokenizer = Bytes()
+    _tell(f"loaded in {time.perf_counter() - begin:.1f} s")
+    report = model.hf_quantizer.report
+    if report is not None:
+        _tell(str(report).splitlines()[0])
+    options = {"max_new_tokens": args.max_new_tokens, "do_sample": args.temperature > 0}
+    if args.temperature > 0:
+        options["temperature"] = args.temperature
+    messages = None if args.raw or getattr(tokenizer, "chat_template", None) is None else []
+    if messages is None and not args.raw:
+        _tell("there is no chat template: the model continues the text")
+    while True:
+        if sys.stdin.isatty():
+            print("> ", end="", flush=True)
+        line = sys.stdin.readline().rstrip("\n")
+        if not line:
+            return 0
+        _answer(model, tokenizer, line, messages, options)
+
+
+def _tell(text: str) -> None:
+    print(f"[{text}]", file=sys.stderr, flush=True)
+
+
+def _counter(tokenizer: Any) -> Any:
+    """A streamer that writes text as it comes and takes times: of the prompt, and of each token after the first."""
+    from transformers import TextStreamer
+
+    class Counter(TextStreamer):
+        def __init__(self) -> None:
+            super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+            self.times: list[float] = []
+
+        def put(self, value: torch.Tensor) -> None:
+            self.times.append(time.perf_counter())  # the first is the prompt, before it is read
+            super().put(value)
+
+    return Counter()
+
+
+def speeds(prompt_tokens: int, times: list[float]) -> str:
+    """Tokens per second of reading and of writing.
+
+    Args:
+        prompt_tokens: of the prompt.
+        times: seconds: when the prompt was given, and when each token came.
+    """
+    steps = [later - earlier for earlier, later in pairwise(times)]
+    if not steps:
+        return "nothing written"
+    text = f"prompt of {prompt_tokens} tokens: {prompt_tokens / steps[0]:.1f} tokens/s"
+    written = steps[1:]
+    return text + (f"; {len(steps)} written: {len(written) / sum(written):.1f} tokens/s" if written else "")
+
+
+def _answer(
+    model: Any, tokenizer: Any, text: str, messages: list[dict[str, str]] | None, options: dict[str, Any]
+) -> None:
+    """Streams what the model writes; ``messages`` is the conversation, which grows by it."""
+    if messages is None:
+        inputs = dict(tokenizer(text, return_tensors="pt"))
+    else:
+        messages.append({"role": "user", "content": text})
+        template = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+        inputs = tokenizer.apply_chat_template(messages, **template)
+    prompt = inputs["input_ids"].shape[1]
+    streamer = _counter(tokenizer)
+    written = model.generate(**inputs, streamer=streamer, pad_token_id=model.config.pad_token_id or 0, **options)
+    if messages is not None:
+        reply = tokenizer.decode(written[0, prompt:], skip_special_tokens=True)
+        messages.append({"role": "assistant", "content": reply})
+    sys.stdout.flush()
+    _tell(speeds(prompt, streamer.times))

@@ -1,0 +1,113 @@
+"""Headers of safetensors files: which tensors there are, without their data."""
+
+from __future__ import annotations
+
+import json
+import mmap
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from w4a8.checkpoint.tensors import INDEX_NAME
+from w4a8.command.model import hub
+from w4a8.core.json_fields import CheckpointError, read_json
+
+_BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16}
+
+
+@dataclass(frozen=True)
+class Header:
+    """One tensor.
+
+    Attributes:
+        dtype: as safetensors calls it: F32, BF16, I32, U8, F8_E4M3, ...
+        shape: of the tensor.
+        file: where it is, or would be: of the Hub the header alone may have been read.
+        begin: of its first byte in the file.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    begin: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """Of its data."""
+        return prod(self.shape) * _BITS.get(self.dtype, 8) // 8
+
+    @property
+    def is_float(self) -> bool:
+        """Whether it is a float of 16 bits or more."""
+        return self.dtype in ("F64", "F32", "F16", "BF16")
+
+
+def files_of(folder: Path) -> list[Path]:
+    """The safetensors files of a folder, as its index names them; all if it has none."""
+    index = folder / INDEX_NAME
+    if index.is_file():
+        names = set(map(str, (read_json(index).get("weight_map") or {}).values()))
+        return [folder / name for name in sorted(names)]
+    return sorted(folder.glob("*.safetensors"))
+
+
+def read_headers(folder: Path, repo: str | None = None) -> dict[str, Header]:
+    """Name -> tensor.
+
+    Args:
+        folder: with safetensors files.
+        repo: on the Hub, whose headers are read if files are missing in the folder.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or there is none.
+    """
+    files = files_of(folder)
+    if repo is not None and not (files and all(file.is_file() for file in files)):
+        found = {}
+        for file, metadata in hub().get_safetensors_metadata(repo).files_metadata.items():
+            for name, tensor in metadata.tensors.items():
+                found[name] = Header(tensor.dtype, tuple(tensor.shape), folder / file)
+        return found
+    if not files:
+        raise CheckpointError(f"{folder} holds no *.safetensors file")
+    return {name: header for file in files for name, header in _of_file(file).items()}
+
+
+def _of_file(path: Path) -> dict[str, Header]:
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            room = path.stat().st_size - 8 - size
+            if room < 0:
+                raise CheckpointError(f"{path} is truncated: its header has {size} bytes")
+            entries = json.loads(file.read(size))
+        found, end = {}, 0
+        for name, entry in entries.items():
+            if name != "__metadata__":
+                begin, last = entry["data_offsets"]
+                found[name] = Header(entry["dtype"], tuple(entry["shape"]), path, 8 + size + begin)
+                end = max(end, last)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if end != room:
+        raise CheckpointError(f"{path} has {room} bytes of tensors, but its header says {end}")
+    return found
+
+
+class Mapped:
+    """The data of tensors, mapped: nothing is copied."""
+
+    def __init__(self) -> None:
+        self._files: dict[Path, memoryview] = {}
+
+    def bytes(self, header: Header, begin: int = 0, count: int | None = None) -> memoryview:
+        """Of a tensor in a file, all or ``count`` of them from ``begin``."""
+        if header.file not in self._files:
+            with header.file.open("rb") as file:
+                self._files[header.file] = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        start = header.begin + begin
+        return self._files[header.file][start : start + (header.bytes if count is None else count)]

@@ -1,0 +1,252 @@
+"""what is in MODEL: what runs on these operators, what does not and why, memory, and an estimate of the speed
+
+Nothing is loaded: config.json and the headers of the files are read, of the Hub these alone. Exit code 1: layers are
+refused, or the model cannot be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from w4a8.checkpoint.gguf_file import GGUFFile
+from w4a8.checkpoint.gguf_keys import Keys
+from w4a8.command import machine
+from w4a8.command.contents import (
+    EMBEDDING,
+    EXPERTS,
+    FLOAT,
+    OTHER,
+    OUTPUT,
+    REFUSED,
+    RUNS,
+    Layer,
+    of_floats,
+    of_packed,
+    of_quantized,
+    packed_not_in_vllm,
+)
+from w4a8.command.contents_gguf import not_in_vllm, of_gguf
+from w4a8.command.headers import read_headers
+from w4a8.command.model import HELP, find, hub_name
+from w4a8.command.report import add_json, gigabytes, labelled, show
+from w4a8.core.json_fields import CheckpointError, read_json
+from w4a8.core.words import counted
+from w4a8.formats import rules_of
+from w4a8.formats.config import config_in
+from w4a8.formats.packed_directory import METHOD, check_stated
+
+_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k", "top_k_experts")
+_FORMATS = {METHOD: "a packed directory", "floats": "floats, rounded while they are loaded"}
+_GGUF_AT_ONCE = 200_000_000  # bytes above what is packed while a GGUF file is read (docs/vllm.md)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of ``w4a8 inspect``."""
+    parser.add_argument("model", metavar="MODEL", help=HELP)
+    parser.add_argument(
+        "--memory-speed",
+        type=float,
+        metavar="GB/S",
+        help="of the machine that is to run it; without this it is measured here, in two seconds",
+    )
+    parser.add_argument("--layers", action="store_true", help="list every layer")
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Looks at a model, and prints what there is."""
+    answer, layers = examine(args.model, args.memory_speed)
+    if args.layers:
+        answer["layers"] = [vars(layer) for layer in layers]
+    show(answer, text_of(answer), args.json)
+    return 1 if answer["refused"] else 0
+
+
+def examine(name: str, memory_speed: float | None = None) -> tuple[dict[str, Any], list[Layer]]:
+    """What ``w4a8 inspect`` says, as JSON can hold it, and the layers.
+
+    Args:
+        name: MODEL.
+        memory_speed: GB/s, or None to measure it.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    path = find(name, weights=False)
+    answer, layers, top_k = (_gguf if path.suffix == ".gguf" else _folder)(name, path)
+    memory = {state: sum(layer.bytes for layer in layers if layer.state == state) for state in (RUNS, FLOAT, REFUSED)}
+    speed = 1e9 * memory_speed if memory_speed else machine.read_speed()
+    token = token_bytes(layers, top_k)
+    reading = answer.pop("reading")
+    answer |= {
+        "runs": _counts(layers, RUNS),
+        "stays_float": _counts(layers, FLOAT),
+        "refused": _counts(layers, REFUSED),
+        "packed_bytes": memory[RUNS],
+        "float_bytes": memory[FLOAT],
+        "peak_bytes": memory[RUNS] + memory[FLOAT] + reading,
+        "token_bytes": token,
+        "memory_bytes_per_second": round(speed),
+        "tokens_per_second_at_most": round(speed / token, 2) if token and not memory[REFUSED] else None,
+    }
+    return answer, layers
+
+
+def token_bytes(layers: list[Layer], top_k: int | None) -> int:
+    """Bytes of weights that one token of decoding reads.
+
+    Args:
+        layers: of the model. An embedding is one row, unless it is the output layer, too.
+        top_k: experts of a token; None: all.
+    """
+    total, output = 0.0, any(layer.role == OUTPUT for layer in layers)
+    for layer in layers:
+        if layer.role == EXPERTS and top_k and layer.experts:
+            total += layer.bytes * min(top_k, layer.experts) / layer.experts
+        elif layer.role != EMBEDDING or not output:
+            total += layer.bytes
+    return round(total)
+
+
+def _gguf(name: str, path: Path) -> tuple[dict[str, Any], list[Layer], int | None]:
+    file = GGUFFile(path)
+    keys = Keys(file.keys)
+    disk = sum(part.stat().st_size for part in file.paths)
+    answer = _head(name, path, "GGUF", keys.architecture, keys.get("block_count"), disk, len(file.paths))
+    answer |= {"reading": min(disk, _GGUF_AT_ONCE), "not_in_vllm": not_in_vllm(file)}
+    return answer, of_gguf(file), keys.get("expert_used_count") or None
+
+
+def _folder(name: str, path: Path) -> tuple[dict[str, Any], list[Layer], int | None]:
+    config = read_json(path / "config.json")
+    text = config.get("text_config") or config
+    source = config_in(path)
+    method = "floats" if source is None else str(source.get("quant_method"))
+    if method == METHOD:
+        path = find(name)  # headers of matrices are in the data
+    headers = read_headers(path, hub_name(name))
+    files: Counter[Path] = Counter()
+    for header in headers.values():
+        files[header.file] += header.bytes
+    architecture = next(iter(config.get("architectures") or []), str(config.get("model_type")))
+    layers_count = text.get("num_hidden_layers")
+    answer = _head(name, path, method, architecture, layers_count, sum(files.values()), len(files))
+    answer["reading"] = 0 if method == METHOD else max(files.values())
+    layers = _layers(path, source, headers)
+    answer["not_in_vllm"] = packed_not_in_vllm(layers) if method == METHOD else ""
+    if source is None:
+        answer["not_in_vllm"] = "floats are not rounded there: `w4a8 pack` makes a directory that it serves"
+    top_k = next((text[key] for key in _TOP_K if isinstance(text.get(key), int)), None)
+    return answer, layers, top_k
+
+
+def _layers(path: Path, source: Mapping[str, Any] | None, headers: Mapping[str, Any]) -> list[Layer]:
+    if source is None:
+        return of_floats(*_quantized_in_mind(path))
+    if source.get("quant_method") == METHOD:
+        check_stated(METHOD, source.get("format"), source.get("version"))
+        return list(of_packed(headers))
+    try:
+        return of_quantized(headers, rules_of(source))
+    except CheckpointError as error:  # a method that is not read here
+        return of_quantized(headers, str(error))
+
+
+def _quantized_in_mind(path: Path) -> tuple[Any, Any]:
+    """The model on the meta device after ``quantize_``, and its report."""
+    try:
+        import transformers
+    except ImportError:
+        raise ImportError("what becomes of floats is known with `pip install w4a8[transformers]`") from None
+    from w4a8.quantization import quantize_
+
+    config = transformers.AutoConfig.from_pretrained(path)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=config.dtype)
+    model.tie_weights()
+    return model, quantize_(model)
+
+
+def _head(name: str, path: Path, form: str, architecture: str, layers: Any, disk: int, files: int) -> dict[str, Any]:
+    return {
+        "model": name,
+        "path": str(path),
+        "format": form,
+        "architecture": architecture,
+        "hidden_layers": layers,
+        "disk_bytes": disk,
+        "files": files,
+    }
+
+
+def _counts(layers: list[Layer], state: str) -> list[dict[str, Any]]:
+    """How many layers of each kind are in a state; of what is no layer the bytes alone matter."""
+    kinds: Counter[tuple[str, str, str]] = Counter()
+    sizes: Counter[tuple[str, str, str]] = Counter()
+    for layer in layers:
+        if layer.state == state:
+            key = (layer.role, layer.what, _without_name(layer))
+            kinds[key] += 1
+            sizes[key] += layer.bytes
+    keys = ("role", "weights", "why")
+    return [{**dict(zip(keys, key)), "count": count, "bytes": sizes[key]} for key, count in kinds.most_common()]
+
+
+def _without_name(layer: Layer) -> str:
+    """The reason, the same for all layers that it is the reason of."""
+    return layer.why.removeprefix(f"{layer.name} is ").replace(layer.name, "it")
+
+
+def text_of(answer: dict[str, Any]) -> list[str]:
+    """The answer in lines."""
+    token, speed = answer["token_bytes"], answer["memory_bytes_per_second"]
+    count = answer["tokens_per_second_at_most"]
+    floats, packed = answer["float_bytes"], answer["packed_bytes"]
+    layers = f", {answer['hidden_layers']} layers" if answer["hidden_layers"] else ""
+    files = f"{answer['files']} file{'s' * (answer['files'] != 1)}"
+    rows = [
+        ("model", answer["model"]),
+        ("architecture", f"{answer['architecture']}{layers}"),
+        ("format", _FORMATS.get(answer["format"], answer["format"])),
+        ("runs here", _line(answer["runs"], "weights") or "nothing"),
+        ("stays float", _line(answer["stays_float"], "why") or "nothing"),
+        *([("not in vLLM", answer["not_in_vllm"])] if answer["not_in_vllm"] else []),
+        *(("REFUSED", f"{each['count']} {each['role']}: {each['why']}") for each in answer["refused"]),
+        ("on disk", f"{gigabytes(answer['disk_bytes'])} in {files}"),
+        ("in memory", f"{gigabytes(packed)} packed and {gigabytes(floats)} of floats: {gigabytes(packed + floats)}"),
+        ("at the peak", f"about {gigabytes(answer['peak_bytes'])} while it is loaded, without Python and PyTorch"),
+    ]
+    if count is not None:
+        rows.append(
+            (
+                "decoding",
+                f"at most {_rounded(count)} tokens/s: a token reads {gigabytes(token)}, at {speed / 1e9:.1f} GB/s",
+            )
+        )
+    rows += [
+        (
+            layer["state"],
+            f"{layer['name']}: {layer['role']}, {layer['what']}, {gigabytes(layer['bytes'])} {layer['why']}",
+        )
+        for layer in answer.get("layers", [])
+    ]
+    return labelled(rows)
+
+
+def _rounded(count: float) -> str:
+    """Three digits that count."""
+    return f"{count:,.0f}" if count >= 100 else f"{count:.3g}"
+
+
+def _line(counts: list[dict[str, Any]], what: str) -> str:
+    layers = Counter()
+    for each in counts:
+        if each["role"] != OTHER:
+            layers[f"{each['role']}: {each[what]}"] += each["count"]
+    return counted(layers)

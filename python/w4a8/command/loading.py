@@ -1,0 +1,122 @@
+"""Loads MODEL by transformers, whatever its format: for ``pack`` and ``chat``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from w4a8.checkpoint.gguf_file import GGUFFile
+from w4a8.checkpoint.gguf_linear import GGUFLinears
+from w4a8.command.report import UsageError
+from w4a8.formats.config import config_in
+from w4a8.formats.packed_directory import METHOD
+
+# Options of rounding floats: name on the command line, of W4A8Config, and how argparse reads it.
+_ROUNDING = (
+    ("--group-size", "group_size", {"type": int, "metavar": "N", "help": "weights that share a scale (32)"}),
+    ("--values", "values", {"choices": ("int4", "e2m1"), "help": "int4 (the default), or the numbers of MXFP4"}),
+    ("--zero-points", "symmetric", {"action": "store_const", "const": False, "help": "of int4, for each group"}),
+    ("--scale-dtype", "scale_dtype", {"choices": ("float32", "bfloat16"), "help": "of scales (float32)"}),
+    ("--effort", "effort", {"type": int, "choices": (0, 1, 2), "help": "of the search for good scales (2)"}),
+    ("--skip", "skip", {"action": "append", "metavar": "NAME", "help": "a module to leave float, or re:PATTERN"}),
+)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """How floats are rounded, and activations."""
+    group = parser.add_argument_group("rounding of floats (docs/quantization.md)")
+    for name, field, how in _ROUNDING:
+        group.add_argument(name, dest=field, default=None, **how)
+    parser.add_argument(
+        "--activation-group",
+        type=int,
+        choices=(-1, 32, 64, 128),
+        help="values of an activation that share a scale, -1 is all of a token; the default is 32 where it fits, and "
+        "what a packed directory or a W4A8 checkpoint says",
+    )
+
+
+def import_transformers() -> Any:
+    """transformers, with the quantizer registered.
+
+    Raises:
+        ImportError: it is not installed, or not as expected; says what to do.
+    """
+    try:
+        import transformers
+    except ImportError:
+        raise ImportError("this needs transformers: pip install w4a8[transformers]") from None
+    import w4a8.integrations.transformers  # noqa: F401 (registers the quantizer)
+
+    if not sys.stderr.isatty():
+        transformers.utils.logging.disable_progress_bar()
+    return transformers
+
+
+def method_of(path: Path) -> str | None:
+    """How a model is quantized: ``gguf``, ``w4a8`` (packed), a method of others; None: its weights are floats."""
+    if path.suffix == ".gguf":
+        return "gguf"
+    source = config_in(path)
+    return None if source is None else str(source.get("quant_method"))
+
+
+def source_of(path: Path) -> tuple[Path, dict[str, str]]:
+    """What ``from_pretrained`` is given: the folder, and the name of a GGUF file."""
+    return (path.parent, {"gguf_file": path.name}) if path.suffix == ".gguf" else (path, {})
+
+
+def load(path: Path, args: argparse.Namespace) -> Any:
+    """The model, with everything packed that can be.
+
+    Args:
+        path: of a folder or a GGUF file.
+        args: with the options above.
+
+    Raises:
+        UsageError: options that have no effect on this model.
+        ValueError: it cannot be loaded.
+    """
+    given = {field: getattr(args, field) for _, field, _ in _ROUNDING if getattr(args, field) is not None}
+    method, activation_group = method_of(path), args.activation_group
+    if method is not None and given:
+        names = ", ".join(name for name, field, _ in _ROUNDING if field in given)
+        raise UsageError(f"{path} is quantized already ({method}): leave {names} out")
+    if method == METHOD and activation_group is not None:
+        raise UsageError(f"{path} is packed already: leave --activation-group out")
+    if method == "gguf":
+        GGUFLinears(GGUFFile(path))  # says which architectures are known, if this is none
+    transformers = import_transformers()
+    from w4a8.integrations.transformers import W4A8Config
+
+    folder, options = source_of(path)
+    if method != METHOD:
+        options["quantization_config"] = W4A8Config(activation_group=activation_group, **given)
+    try:
+        return transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
+    except (ValueError, OSError, ImportError, RuntimeError):  # whose messages say what is wrong
+        raise
+    except Exception as error:
+        raise ValueError(f"transformers cannot load {path}: {type(error).__name__}: {error}") from error
+
+
+def tokenizer_of(path: Path) -> Any:
+    """The model's tokenizer; None: it has none.
+
+    Raises:
+        ValueError: transformers cannot make it; says why.
+    """
+    if path.suffix == ".gguf":
+        there = "tokenizer.ggml.tokens" in GGUFFile(path).keys
+    else:
+        there = any(next(path.glob(pattern), None) for pattern in ("tokenizer*", "vocab*", "*.model", "*.tiktoken"))
+    if not there:
+        return None
+    transformers, (folder, options) = import_transformers(), source_of(path)
+    try:
+        return transformers.AutoTokenizer.from_pretrained(folder, **options)
+    except Exception as error:  # of many classes
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"transformers cannot make the tokenizer of {path} ({reason})") from error

@@ -1,0 +1,87 @@
+"""MODEL of the command line: a folder, a GGUF file, or a name on the Hugging Face hub."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from w4a8.checkpoint.gguf_file import gguf_in
+
+HELP = "a folder, a GGUF file, or a name on the Hugging Face hub: OWNER/NAME, of GGUF files OWNER/NAME/FILE.gguf"
+_NAME = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:/(?P<file>[\w./-]+\.gguf))?")
+_SPLIT = re.compile(r"-\d{5}-of-(\d{5}\.gguf)$")
+# What is not needed of weights: config, tokenizer, chat template.
+_SMALL = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
+
+
+def find(name: str, weights: bool = True) -> Path:
+    """Where a model is on this machine; of the Hub it is downloaded, if it is not there (HF_HUB_OFFLINE is respected).
+
+    Args:
+        name: as the user gives it.
+        weights: False: of a folder of the Hub everything but the weights is enough.
+
+    Returns:
+        A folder with config.json, or a GGUF file.
+
+    Raises:
+        ValueError: it is none of these.
+        OSError: the Hub has no such model, or cannot be reached.
+        ImportError: huggingface_hub is not installed.
+    """
+    path = Path(name)
+    if not path.exists():
+        path = _of_hub(name, weights)
+    found = gguf_in(path)
+    if found is None and not (path / "config.json").is_file():
+        what = "a folder without config.json" if path.is_dir() else "neither a folder nor a GGUF file"
+        raise ValueError(f"{name} is {what}{_gguf_files(name, path)}")
+    return path if found is None else found
+
+
+def hub_name(name: str) -> str | None:
+    """OWNER/NAME, if a model is not on this machine and can be on the Hub."""
+    match = _NAME.fullmatch(name)
+    return None if Path(name).exists() or match is None else match["repo"]
+
+
+def hub() -> Any:
+    """The package huggingface_hub.
+
+    Raises:
+        ImportError: it is not installed; says what to install.
+    """
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise ImportError("names on the Hugging Face hub need `pip install w4a8[transformers]`") from None
+    return huggingface_hub
+
+
+def _of_hub(name: str, weights: bool) -> Path:
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise ValueError(f"{name} is not there, and no name on the Hugging Face hub (OWNER/NAME)")
+    repo, file = match["repo"], match["file"]
+    of_folder = [*_SMALL, "*.safetensors"] if weights else _SMALL
+    patterns = of_folder if file is None else [_SPLIT.sub(r"-*-of-\1", file)]
+    try:
+        folder = Path(hub().snapshot_download(repo, allow_patterns=patterns, ignore_patterns=["original/*"]))
+    except OSError as error:  # which may not say of what
+        raise OSError(f"{repo} of the Hugging Face hub: {error}") from error
+    if file is not None and not (folder / file).is_file():
+        raise ValueError(f"{repo} has no file {file}{_gguf_files(name, folder)}")
+    return folder if file is None else folder / file
+
+
+def _gguf_files(name: str, folder: Path) -> str:
+    """GGUF files of a model on the Hub, as a hint."""
+    repo = hub_name(name)
+    if repo is None:
+        return ""
+    try:
+        files = [each for each in hub().list_repo_files(repo) if each.endswith(".gguf")]
+    except OSError:  # offline: what has been downloaded before
+        files = [str(each.relative_to(folder)) for each in folder.rglob("*.gguf")]
+    return f"; name one of its GGUF files: {', '.join(f'{repo}/{each}' for each in sorted(files))}" if files else ""

@@ -1,0 +1,149 @@
+"""MODEL to a packed directory OUT, which transformers maps and vLLM serves
+
+Codes of a quantized model stay as they are; floats are rounded. OUT appears when everything is written, has been loaded
+again and is the same bit for bit: an interrupted run leaves no OUT.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from w4a8.command import loading
+from w4a8.command.contents import of_packed, packed_not_in_vllm
+from w4a8.command.headers import read_headers
+from w4a8.command.model import HELP, find
+from w4a8.command.report import UsageError, add_json, gigabytes, labelled, show
+from w4a8.command.verify import SUMS, write_sums
+from w4a8.formats.packed_directory import METHOD
+
+_SHARD = "2GB"  # of a file: older versions of safetensors copy what they write
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of ``w4a8 pack``."""
+    parser.add_argument("model", metavar="MODEL", help=HELP)
+    parser.add_argument("out", metavar="OUT", type=Path, help="the directory to make")
+    loading.add_options(parser)
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Packs a model."""
+    begin = time.perf_counter()
+    if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
+        raise UsageError(f"{args.out} is there already: name another directory, or remove it")
+    path = find(args.model)
+    if loading.method_of(path) == METHOD:
+        raise UsageError(f"{args.model} is packed already: copy the directory")
+    os.environ.pop("W4A8_MEMORY", None)  # what is written does not depend on it, and what is read again stays mapped
+    with _appearing(args.out) as folder:
+        model = loading.load(path, args)
+        report = model.hf_quantizer.report
+        model.save_pretrained(folder, max_shard_size=_SHARD)
+        without = _write_tokenizer(path, folder)
+        _compare(model, folder)
+        sums = write_sums(folder)
+    answer = {
+        "model": args.model,
+        "out": str(args.out),
+        "packed": len(report.replaced),
+        "packed_bytes": report.packed_bytes,
+        "float_bytes": report.left_bytes,
+        "stays_float": report.skipped,
+        "files": len(sums) + 1,
+        "no_tokenizer": without,
+        "not_in_vllm": packed_not_in_vllm(of_packed(read_headers(args.out))),
+        "seconds": round(time.perf_counter() - begin, 1),
+    }
+    show(answer, _text(answer), args.json)
+    return 0
+
+
+def _write_tokenizer(path: Path, folder: Path) -> str:
+    """Why OUT has no tokenizer; "" if it has one."""
+    try:
+        tokenizer = loading.tokenizer_of(path)
+    except ValueError as error:
+        return f"{error}; save another one to OUT"
+    if tokenizer is None:
+        return "MODEL has none"
+    tokenizer.save_pretrained(folder)
+    return ""
+
+
+@contextmanager
+def _appearing(out: Path) -> Iterator[Path]:
+    """A folder beside ``out`` that takes its name at the end, and is removed if there is no end."""
+    out.absolute().parent.mkdir(parents=True, exist_ok=True)
+    making = Path(tempfile.mkdtemp(prefix=f".{out.name}.packing-", dir=out.absolute().parent))
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is below runs
+        yield making
+        for path in [*making.iterdir(), making]:  # on the disk before it has its name
+            path.chmod((0o777 if path == making else 0o666) & ~_umask())  # some are made for their owner alone
+            handle = os.open(path, os.O_RDONLY)
+            os.fsync(handle)
+            os.close(handle)
+        making.rename(out)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        shutil.rmtree(making, ignore_errors=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _compare(model: Any, folder: Path) -> None:
+    """Loads what was written and compares every tensor with the model's.
+
+    Raises:
+        RuntimeError: one differs; names it.
+    """
+    from transformers import AutoModelForCausalLM
+
+    from w4a8.integrations.transformers.memory import Pages
+
+    written = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    pages = Pages(map(str, folder.glob("*.safetensors")))
+    given = model.state_dict()
+    if written.keys() != given.keys():
+        raise RuntimeError(f"{folder} was written with other tensors: {sorted(written.keys() ^ given.keys())[:3]}")
+    for name, tensor in given.items():
+        if written[name].dtype != tensor.dtype or not torch.equal(_bits(written[name]), _bits(tensor)):
+            raise RuntimeError(f"{folder} was written wrongly: {name} differs from what is in memory")
+        pages.release([written[name]])
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """So that NaN are compared, too."""
+    return tensor.contiguous().flatten().view(torch.uint8)
+
+
+def _text(answer: dict[str, Any]) -> list[str]:
+    sizes = f"{gigabytes(answer['packed_bytes'])} packed, {gigabytes(answer['float_bytes'])} stay float"
+    rows = [
+        ("packed", f"{answer['packed']} layers: {sizes}"),
+        ("written", f"{answer['out']}, {answer['files']} files in {answer['seconds']} s"),
+        ("checked", f"loaded again, the same bit for bit; checksums are in {SUMS} (`w4a8 verify {answer['out']}`)"),
+    ]
+    if answer["not_in_vllm"]:
+        rows.append(("not in vLLM", answer["not_in_vllm"]))
+    if answer["no_tokenizer"]:
+        rows.append(("tokenizer", f"none is written: {' '.join(answer['no_tokenizer'].split())}"))
+    return labelled(rows)

@@ -1,0 +1,48 @@
+"""How answers are written: text for people, or JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+
+class UsageError(Exception):
+    """Arguments that do not go together; the command ends with exit code 2."""
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """The option ``--json``."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+
+def show(answer: dict[str, Any], text: Iterable[str], as_json: bool) -> None:
+    """Prints an answer.
+
+    Args:
+        answer: as JSON can hold it.
+        text: the same in lines.
+        as_json: which one to print.
+    """
+    print(json.dumps(answer, indent=2) if as_json else "\n".join(text))
+
+
+def labelled(rows: Iterable[tuple[str, str]], width: int = 0) -> list[str]:
+    """Lines of a label and a text, the texts below each other, ``width`` or more behind the margin."""
+    rows = list(rows)
+    width = max([width, *(len(label) for label, _ in rows)])
+    return [f"{label:<{width}}  {text}".rstrip() for label, text in rows]
+
+
+def table(rows: Sequence[Sequence[str]], indent: int = 2) -> list[str]:
+    """Lines of columns, each as wide as its widest cell."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [" " * indent + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip() for row in rows]
+
+
+def gigabytes(count: float) -> str:
+    """``1.24 GB``, ``310 MB`` or ``1,024 bytes``: of 10^9."""
+    if count < 1e6:
+        return f"{int(count):,} bytes"
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

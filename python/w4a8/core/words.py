@@ -1,0 +1,41 @@
+"""What matrices are, and how many layers of each kind there are, in words for people."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+
+_PLURALS = {"layer of experts": "layers of experts"}
+
+# Formats with a name of their own, by values and type of scales.
+_FORMATS = {("e2m1", "e8m0"): "MXFP4", ("e2m1", "e5m3"): "NVFP4"}
+
+
+def weights_in_words(header: Mapping[str, object]) -> str:
+    """``int4 with zero points in groups of 128``.
+
+    Args:
+        header: of a packed matrix, or what would be in it: ``values``, ``scale_dtype``, ``has_zero_points``,
+            ``has_minimums``, ``group``, ``k``.
+    """
+    name = _FORMATS.get((header["values"], header["scale_dtype"]), header["values"])
+    zeros = " with zero points" * header["has_zero_points"] + " with minimums" * header["has_minimums"]
+    return f"{name}{zeros}" + (" channelwise" if header["group"] == header["k"] else f" in groups of {header['group']}")
+
+
+def counted(counts: Counter[str]) -> str:
+    """``2 linear layers (int4 in groups of 32), 1 output layer (int8 channelwise)``, by kinds, the most first.
+
+    Args:
+        counts: how many there are of each ``kind: what of it``.
+    """
+    kinds: dict[str, list[tuple[str, int]]] = defaultdict(list)
+    for key, count in counts.most_common():
+        kind, _, detail = key.partition(": ")
+        kinds[kind].append((detail, count))
+    parts = []
+    for kind, details in kinds.items():
+        total = sum(count for _, count in details)
+        listed = ", ".join(f"{count} {detail}" if len(details) > 1 else detail for detail, count in details)
+        parts.append(f"{total} {kind if total == 1 else _PLURALS.get(kind, f'{kind}s')} ({listed})")
+    return ", ".join(parts)

@@ -1,0 +1,91 @@
+"""`w4a8 chat`: what is written beside what the model generates."""
+
+import io
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", minversion="5.0")
+import multiplied_out  # noqa: E402
+from test_quantize_transformers import make_model  # noqa: E402
+
+from w4a8.command import chat, main  # noqa: E402
+from w4a8.integrations.transformers import W4A8Config  # noqa: E402
+
+TOOL_WRITTEN = multiplied_out.TOOL_WRITTEN
+DEMO = Path(__file__).parents[3] / "examples/tiny_moe/checkpoints/g32"
+
+
+def talk(monkeypatch, capsys, text, *arguments):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    code = main(["chat", *map(str, arguments), "--temperature", "0"])
+    return code, *capsys.readouterr()
+
+
+def test_the_demo(monkeypatch, capsys):
+    """A model of bytes continues the text: what is written is what it generates. The empty line ends it."""
+    if not DEMO.is_dir():
+        pytest.skip("needs the examples")
+    code, out, err = talk(monkeypatch, capsys, "import os\n\nnever read\n", DEMO, "--max-new-tokens", "20")
+    model = transformers.AutoModelForCausalLM.from_pretrained(DEMO, quantization_config=W4A8Config())
+    prompt = torch.tensor([list(b"import os")])
+    written = model.generate(prompt, max_new_tokens=20, do_sample=False, pad_token_id=0)[0, prompt.shape[1] :]
+    assert code == 0 and out == bytes(written.tolist()).decode(errors="replace") + "\n"
+    assert "prompt of 9 tokens" in err and "20 written" in err and "no chat template" in err
+
+
+@pytest.fixture
+def with_words(tmp_path):
+    """A checkpoint with a tokenizer of words, and a chat template that names who spoke."""
+    tokenizers = pytest.importorskip("tokenizers")
+    shutil.copytree(TOOL_WRITTEN / "gptq", tmp_path / "model")
+    size = json.loads((tmp_path / "model" / "config.json").read_text())["vocab_size"]
+    words = {word: i for i, word in enumerate(["hello", "user", "assistant", *(f"w{i}" for i in range(size - 3))])}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="w0")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}"
+    tokenizer.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_a_conversation(with_words, monkeypatch, capsys):
+    """The second prompt has the first one and its answer in it."""
+    code, out, err = talk(monkeypatch, capsys, "hello w1\nw2\n", with_words, "--max-new-tokens", "3")
+    assert code == 0 and "no chat template" not in err
+    answers = out.splitlines()
+    assert len(answers) == 2 and all(answers)
+    tokens = transformers.AutoTokenizer.from_pretrained(with_words)
+    first = tokens("user hello w1").input_ids
+    second = tokens(f"user hello w1 assistant {answers[0]} user w2").input_ids
+    assert f"prompt of {len(first)} tokens" in err and f"prompt of {len(second)} tokens" in err
+
+
+def test_raw_takes_no_template(with_words, monkeypatch, capsys):
+    _, _, err = talk(monkeypatch, capsys, "hello w1\n", with_words, "--raw", "--max-new-tokens", "2")
+    assert "prompt of 2 tokens" in err
+
+
+def test_floats_are_rounded(tmp_path, monkeypatch, capsys):
+    model = make_model("Qwen3")
+    model.save_pretrained(tmp_path)
+    code, _, err = talk(monkeypatch, capsys, "", tmp_path, "--group-size", "16")
+    assert code == 1 and f"{tmp_path} has no tokenizer" in err
+
+
+def test_what_is_wrong(monkeypatch, capsys):
+    code, _, err = talk(monkeypatch, capsys, "", TOOL_WRITTEN / "gptq", "--group-size", "16")
+    assert code == 2 and "leave --group-size out" in err
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    code, _, err = talk(monkeypatch, capsys, "", TOOL_WRITTEN / "gptq")
+    assert (code, err) == (1, "w4a8: this needs transformers: pip install w4a8[transformers]\n")
+
+
+def test_speeds():
+    assert chat.speeds(10, [0.0, 2.0, 3.0, 4.0, 6.0]) == "prompt of 10 tokens: 5.0 tokens/s; 4 written: 0.8 tokens/s"
+    assert chat.speeds(10, [0.0, 2.0]) == "prompt of 10 tokens: 5.0 tokens/s"
+    assert chat.speeds(10, [0.0]) == "nothing written"

@@ -1,0 +1,325 @@
+"""`w4a8 pack` and `w4a8 verify`: the directory beside the model that is loaded without it; what is damaged is found."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import meter
+import pytest
+import torch
+from common import assert_same_bits
+
+transformers = pytest.importorskip("transformers", minversion="5.0")
+import multiplied_out  # noqa: E402
+from test_quantize_transformers import make_model  # noqa: E402
+
+from w4a8.command import main, pack  # noqa: E402
+from w4a8.integrations.transformers import W4A8Config  # noqa: E402
+
+TOOL_WRITTEN = multiplied_out.TOOL_WRITTEN
+
+
+def load(path, **options):
+    return transformers.AutoModelForCausalLM.from_pretrained(path, **options)
+
+
+def run_json(capsys, *arguments):
+    code = main([*map(str, arguments), "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def verify(capsys, folder):
+    return run_json(capsys, "verify", folder)
+
+
+def assert_same_model(one, other):
+    one, other = one.state_dict(), other.state_dict()
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        if tensor.dtype == torch.uint8:
+            assert torch.equal(tensor, other[name]), name
+        else:
+            assert_same_bits(tensor, other[name], name)
+
+
+@pytest.mark.parametrize("folder", ["awq_sym", "w4a8", "mxfp4", "auto_round_mixed"])
+def test_quantized(folder, tmp_path, capsys):
+    code, answer = run_json(capsys, "pack", TOOL_WRITTEN / folder, tmp_path / "deep" / "out")
+    assert code == 0 and os.listdir(tmp_path / "deep") == ["out"] and answer["not_in_vllm"] == ""
+    model = load(TOOL_WRITTEN / folder, quantization_config=W4A8Config())
+    report = model.hf_quantizer.report
+    assert (answer["packed_bytes"], answer["packed"]) == (report.packed_bytes, len(report.replaced))
+    assert_same_model(load(tmp_path / "deep" / "out"), model)
+    code, answer = verify(capsys, tmp_path / "deep" / "out")
+    assert (code, answer["problems"], answer["checksums"]) == (0, [], len(os.listdir(tmp_path / "deep" / "out")) - 1)
+
+
+OPTIONS = {
+    "": {},
+    "--group-size 16": {"group_size": 16},
+    "--values e2m1 --effort 0": {"values": "e2m1", "effort": 0},
+    "--zero-points --scale-dtype bfloat16": {"symmetric": False, "scale_dtype": "bfloat16"},
+    "--activation-group -1 --skip re:.*q_proj --skip re:.*k_proj": {
+        "activation_group": -1,
+        "skip": ["re:.*q_proj", "re:.*k_proj"],
+    },
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_floats(options, tmp_path, capsys):
+    make_model("qwen3").save_pretrained(tmp_path / "floats")
+    assert run_json(capsys, "pack", tmp_path / "floats", tmp_path / "out", *options.split())[0] == 0
+    assert_same_model(
+        load(tmp_path / "out"), load(tmp_path / "floats", quantization_config=W4A8Config(**OPTIONS[options]))
+    )
+
+
+@pytest.mark.parametrize("name", ["llama, tied", "qwen3moe"])
+def test_gguf(name, tmp_path, capsys):
+    gguf_models = pytest.importorskip("gguf_models")
+    from w4a8.integrations.transformers import gguf
+
+    if gguf.gguf_problems():
+        pytest.skip("GGUF files are left to transformers")
+    (tmp_path / "in").mkdir()
+    gguf_models.TinyModel(name).write(tmp_path / "in")
+    code, answer = run_json(capsys, "pack", tmp_path / "in" / "model.gguf", tmp_path / "out")
+    reason = "embed_tokens is packed" if name == "llama, tied" else "self_attn has matrices of several kinds"
+    assert code == 0 and reason in answer["not_in_vllm"]
+    assert_same_model(load(tmp_path / "out"), load(tmp_path / "in", gguf_file="model.gguf"))
+
+
+def test_a_tokenizer_that_cannot_be_made(tmp_path, capsys):
+    """Is said, and the model is packed nevertheless."""
+    shutil.copytree(TOOL_WRITTEN / "w4a8", tmp_path / "in")
+    (tmp_path / "in" / "tokenizer.json").write_text("{}")
+    assert main(["pack", str(tmp_path / "in"), str(tmp_path / "out")]) == 0
+    out = capsys.readouterr().out
+    assert "cannot make the tokenizer" in out and verify(capsys, tmp_path / "out")[0] == 0
+
+
+def test_the_tokenizer_is_written_too(tmp_path, capsys):
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
+    shutil.copytree(TOOL_WRITTEN / "gptq", tmp_path / "in")
+    made = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?")
+    made.chat_template = "{{ messages[0].content }}"
+    made.save_pretrained(tmp_path / "in")
+    code, answer = run_json(capsys, "pack", tmp_path / "in", tmp_path / "out")
+    assert code == 0 and answer["no_tokenizer"] == ""
+    written = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert written("b").input_ids == [1] and written.chat_template == made.chat_template
+
+
+@pytest.fixture
+def packed(tmp_path, capsys):
+    assert main(["pack", str(TOOL_WRITTEN / "gptq"), str(tmp_path / "out")]) == 0
+    said = capsys.readouterr()
+    assert "same bit for bit" in said.out and "SHA256SUMS" in said.out
+    return tmp_path / "out"
+
+
+def test_one_byte(packed, capsys):
+    """Anywhere: of a header, of weights, at the end, in another file."""
+    weights = packed / "model.safetensors"
+    size = weights.stat().st_size
+    places = [(weights, at) for at in (0, 100, size // 2, size - 1)] + [(packed / "config.json", 5)]
+    for path, at in places:
+        before = path.read_bytes()
+        path.write_bytes(before[:at] + bytes([before[at] ^ 1]) + before[at + 1 :])
+        if path == weights:
+            code, answer = verify(capsys, packed)
+            assert code == 1 and f"{path} has changed: its checksum differs" in answer["problems"]
+        else:
+            assert main(["verify", str(packed)]) == 1
+        path.write_bytes(before)
+    assert main(["verify", str(packed)]) == 0
+    assert capsys.readouterr().out.endswith("good\n")
+
+
+def test_as_sha256sum_has_it(packed):
+    if shutil.which("sha256sum") is None:
+        pytest.skip("no sha256sum")
+    subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=packed, check=True, capture_output=True)
+
+
+def test_files_that_are_missing_cut_or_more(packed, capsys):
+    weights = packed / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-1])
+    problems = verify(capsys, packed)[1]["problems"]
+    assert any("has changed" in each for each in problems) and any("its header says" in each for each in problems)
+    weights.write_bytes(content)
+    (packed / "more.safetensors").write_bytes(content)
+    assert verify(capsys, packed)[1]["problems"] == [f"{packed / 'more.safetensors'} is not in SHA256SUMS"]
+    (packed / "more.safetensors").unlink()
+    (packed / "generation_config.json").unlink()
+    assert verify(capsys, packed)[1]["problems"] == [f"{packed / 'generation_config.json'} is missing"]
+    weights.unlink()
+    assert verify(capsys, packed)[0] == 1
+
+
+def test_headers_without_checksums(packed, capsys):
+    """As save_pretrained writes a directory. The header of the last expert is looked at like that of the first."""
+    (packed / "SHA256SUMS").unlink()
+    code, answer = verify(capsys, packed)
+    assert (code, answer["checksums"]) == (0, 0)
+    weights = packed / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    size = int.from_bytes(content[:8], "little")
+    entries = json.loads(content[8 : 8 + size])
+    name = next(name for name in entries if name.endswith("w2_packed"))
+    experts = entries[name]["shape"][0]
+    begin, end = entries[name]["data_offsets"]
+    last = 8 + size + end - (end - begin) // experts
+    content[last] ^= 0xFF
+    weights.write_bytes(content)
+    code, answer = verify(capsys, packed)
+    assert code == 1 and answer["problems"][0].startswith(f"{name}[{experts - 1}]: ")
+    assert main(["verify", str(packed)]) == 1
+    assert "DAMAGED" in capsys.readouterr().out
+
+
+def test_what_is_no_packed_directory(tmp_path, capsys):
+    assert main(["verify", str(TOOL_WRITTEN / "gptq")]) == 1
+    assert "'gptq'" in capsys.readouterr().err
+    assert main(["verify", str(tmp_path / "nowhere")]) == 1
+    assert capsys.readouterr().err.startswith(f"w4a8: {tmp_path / 'nowhere'} is no packed directory")
+
+
+def stop(how):
+    def save(model, folder, **options):
+        (folder / "config.json").write_text("{}")
+        how()
+
+    return save
+
+
+@pytest.mark.parametrize(
+    "how, code",
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGTERM), 143),
+        (lambda: os.kill(os.getpid(), signal.SIGINT), 130),
+        (lambda: Path("/dev/full").write_bytes(b"x"), 1),
+    ],
+)
+def test_an_interrupted_run_leaves_nothing(how, code, tmp_path, monkeypatch):
+    model = load(TOOL_WRITTEN / "gptq", quantization_config=W4A8Config())
+    monkeypatch.setattr(type(model), "save_pretrained", stop(how))
+    before = signal.getsignal(signal.SIGTERM)
+    assert main(["pack", str(TOOL_WRITTEN / "gptq"), str(tmp_path / "out")]) == code
+    assert os.listdir(tmp_path) == [] and signal.getsignal(signal.SIGTERM) == before
+
+
+def test_what_was_written_wrongly_is_not_taken(tmp_path, monkeypatch, capsys):
+    model = load(TOOL_WRITTEN / "gptq", quantization_config=W4A8Config())
+    save = type(model).save_pretrained
+
+    def save_wrongly(model, folder, **options):
+        save(model, folder, **options)
+        path = folder / "model.safetensors"
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+
+    monkeypatch.setattr(type(model), "save_pretrained", save_wrongly)
+    assert main(["pack", str(TOOL_WRITTEN / "gptq"), str(tmp_path / "out")]) == 1
+    assert "written wrongly" in capsys.readouterr().err and os.listdir(tmp_path) == []
+
+
+def test_a_weight_without_a_number(tmp_path, capsys):
+    model = make_model("Qwen3")
+    model.model.layers[1].mlp.up_proj.weight.data[0, 0] = float("nan")
+    model.save_pretrained(tmp_path / "floats")
+    assert main(["pack", str(tmp_path / "floats"), str(tmp_path / "out")]) == 1
+    written = capsys.readouterr().err.splitlines()
+    assert "model.layers.1.mlp.up_proj" in written[-1] and os.listdir(tmp_path) == ["floats"]
+
+
+def test_what_transformers_cannot_load(tmp_path, capsys):
+    """In one line, whatever it raises: here an EOFError of pickle."""
+    (tmp_path / "in").mkdir()
+    shutil.copy(TOOL_WRITTEN / "gptq" / "config.json", tmp_path / "in")
+    config = json.loads((tmp_path / "in" / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "in" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "in" / "pytorch_model.bin").touch()
+    assert main(["pack", str(tmp_path / "in"), str(tmp_path / "out")]) == 1
+    assert f"w4a8: transformers cannot load {tmp_path / 'in'}: EOFError" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["in"]
+
+
+def test_wrong_usage(packed, tmp_path, capsys):
+    cases = {
+        ("pack", TOOL_WRITTEN / "gptq", packed): "is there already",
+        ("pack", packed, tmp_path / "new"): "is packed already",
+        ("pack", TOOL_WRITTEN / "gptq", tmp_path / "new", "--group-size", "64"): "leave --group-size out",
+        ("pack", TOOL_WRITTEN / "gptq", tmp_path / "new", "--values", "int3"): "invalid choice",
+        ("pack", TOOL_WRITTEN / "gptq"): "OUT",
+        ("verify",): "DIR",
+    }
+    for arguments, message in cases.items():
+        assert main(list(map(str, arguments))) == 2, arguments
+        assert message in capsys.readouterr().err
+    make_model("Qwen3").save_pretrained(tmp_path / "floats")
+    assert main(["pack", str(tmp_path / "floats"), str(tmp_path / "new"), "--group-size", "24"]) == 1
+    assert "group_size is 24" in capsys.readouterr().err and not (tmp_path / "new").exists()
+
+
+def test_as_a_module(packed, tmp_path):
+    command = [sys.executable, "-m", "w4a8", "pack", TOOL_WRITTEN / "w4a8", tmp_path / "other"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd="/")
+    assert done.returncode == 0, done.stderr
+    assert subprocess.run([sys.executable, "-m", "w4a8", "verify", tmp_path / "other"], cwd="/").returncode == 0
+
+
+PROGRAM = """
+import torch, transformers
+from w4a8.command import main
+
+torch.set_num_threads(1)
+def make(directory, **sizes):
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=512, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
+        num_experts_per_tok=8, max_position_embeddings=512, **sizes
+    )
+    with torch.device("meta"):
+        model = transformers.Qwen3MoeForCausalLM(config).bfloat16()
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        parameter.data.uniform_(-0.05, 0.05)
+    model.save_pretrained(directory, max_shard_size="8MB")
+
+make(f"{sys.argv[1]}/small", hidden_size=64, moe_intermediate_size=32, num_experts=4, num_hidden_layers=1)
+make(f"{sys.argv[1]}/large", hidden_size=256, moe_intermediate_size=256, num_experts=64, num_hidden_layers=8)
+assert main(["pack", f"{sys.argv[1]}/small", f"{sys.argv[1]}/small-packed"]) == 0
+import gc; gc.collect()
+before = begin()
+assert main(["pack", f"{sys.argv[1]}/large", f"{sys.argv[1]}/packed"]) == 0
+print(memory("VmHWM") - before)
+"""
+
+
+@meter.needs_proc
+@meter.needs_its_allocator
+def test_memory_is_bounded(tmp_path):
+    """What is packed, and less than a shard and a margin for what Python keeps; not the 201 MB of floats."""
+    (peak,) = meter.run(PROGRAM, tmp_path)
+    floats, written = (
+        sum(path.stat().st_size for path in (tmp_path / name).glob("*.safetensors")) for name in ("large", "packed")
+    )
+    print(f"floats {floats}, written {written}, peak {peak}")
+    assert floats > 200e6 and written < 0.4 * floats
+    assert peak < written + (8 << 20) + (24 << 20)
+
+
+def test_checked_by_mapping(tmp_path, monkeypatch, capsys):
+    """W4A8_MEMORY would copy what is loaded again."""
+    monkeypatch.setenv("W4A8_MEMORY", "copy")
+    assert main(["pack", str(TOOL_WRITTEN / "gptq"), str(tmp_path / "out")]) == 0
+    assert pack.SUMS in os.listdir(tmp_path / "out")

