@@ -55,7 +55,8 @@ void fill_packed(const PackedShape& shape, int64_t count, uint8_t* dst, Parallel
   const int64_t distinct = std::min(count, kDistinct);
   std::mt19937_64 random(1);
   std::vector<uint8_t> weights(static_cast<std::size_t>(distinct * shape.n * shape.row_bytes()));
-  for (uint8_t& byte : weights) byte = static_cast<uint8_t>(random());
+  const uint8_t mask = shape.kind.values == Values::kInt6 ? 63 : 255;
+  for (uint8_t& byte : weights) byte = static_cast<uint8_t>(random()) & mask;
   const auto size = static_cast<std::size_t>(scale_bytes(shape.scale_type));
   std::vector<uint8_t> scales(static_cast<std::size_t>(distinct * shape.n * shape.groups()) * size);
   for (std::size_t i = 0; i < scales.size(); i += size) {
@@ -103,9 +104,9 @@ int64_t option(int argc, char** argv, const char* name, int64_t fallback) {
 }
 
 WeightKind kind_option(int argc, char** argv) {
-  constexpr WeightKind kKinds[] = {kInt4, kInt4ZeroPoints, kE2M1, kInt8, kInt8ZeroPoints};
+  constexpr WeightKind kKinds[] = {kInt4, kInt4ZeroPoints, kE2M1, kInt8, kInt8ZeroPoints, kInt6};
   const int64_t kind = option(argc, argv, "kind", 0);
-  if (kind < 0 || kind >= static_cast<int64_t>(std::size(kKinds))) throw std::invalid_argument("--kind: expected 0..4");
+  if (kind < 0 || kind >= static_cast<int64_t>(std::size(kKinds))) throw std::invalid_argument("--kind: expected 0..5");
   return kKinds[kind];
 }
 

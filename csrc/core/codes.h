@@ -1,4 +1,5 @@
-// The codes of a packed step, eight values of k of one column, and of a checkpoint, as one word.
+// The codes of a packed step, eight values of k of one column, and of a checkpoint, as one word. Those of six bits: of
+// a block of two steps.
 #pragma once
 
 #include <array>
@@ -13,6 +14,7 @@ namespace w4a8 {
 /// those of k0 + i and k0 + 4 + i.
 struct NibbleCodes {
   using Word = uint32_t;
+  static constexpr int64_t kSteps = 1;  // of a word
   static constexpr uint8_t kMost = 15;
 
   static Word repeat(uint8_t code) { return code * 0x11111111u; }
@@ -71,6 +73,7 @@ struct TableCodes : NibbleCodes {
 /// Bytes in the order of k, in both; the packed step has k0..k0+3 of all columns, then k0+4..k0+7.
 struct ByteCodes {
   using Word = uint64_t;
+  static constexpr int64_t kSteps = 1;
   static constexpr uint8_t kMost = 255;
 
   static Word repeat(uint8_t code) { return code * 0x0101010101010101u; }
@@ -95,6 +98,55 @@ struct ByteCodes {
   }
 };
 
+/// Bytes of six bits in the order of k in a checkpoint; packed as nibbles and high bits (core/layout.h).
+struct SixCodes {
+  struct Word {
+    uint64_t steps[kSixSteps];
+  };
+  static constexpr int64_t kSteps = kSixSteps;
+  static constexpr uint8_t kMost = 63;
+
+  static Word repeat(uint8_t code) { return {{ByteCodes::repeat(code), ByteCodes::repeat(code)}}; }
+  static Word load(const uint8_t* block, int64_t column) {
+    uint32_t high;
+    std::memcpy(&high, block + kSixSteps * kStepBytes + 4 * column, sizeof(high));
+    Word word;
+    for (int64_t s = 0; s < kSixSteps; ++s, high >>= 4) {
+      uint32_t both;
+      std::memcpy(&both, block + s * kStepBytes + 4 * column, sizeof(both));
+      const uint32_t first = (both & kLow) | ((high & kTwo) << 4);
+      const uint32_t second = ((both >> 4) & kLow) | ((high >> 2 & kTwo) << 4);
+      word.steps[s] = first | static_cast<uint64_t>(second) << 32;
+    }
+    return word;
+  }
+  static void store(Word word, int64_t column, uint8_t* block) {
+    uint32_t high = 0;
+    for (int64_t s = 0; s < kSixSteps; ++s) {
+      const auto first = static_cast<uint32_t>(word.steps[s]);
+      const auto second = static_cast<uint32_t>(word.steps[s] >> 32);
+      const uint32_t both = (first & kLow) | ((second & kLow) << 4);
+      std::memcpy(block + s * kStepBytes + 4 * column, &both, sizeof(both));
+      high |= ((first >> 4 & kTwo) | (second >> 4 & kTwo) << 2) << (4 * s);
+    }
+    std::memcpy(block + kSixSteps * kStepBytes + 4 * column, &high, sizeof(high));
+  }
+  template <std::size_t kCount>
+  static int32_t sum(const Word (&words)[kCount]) {
+    int32_t total = 0;
+    for (const Word& word : words) total += ByteCodes::sum(word.steps);
+    return total;
+  }
+  /// Whether a code has more than six bits, which no code of a checkpoint may have.
+  static bool exceed(const Word& word) {
+    return ((word.steps[0] | word.steps[1]) & ByteCodes::repeat(uint8_t{0xc0})) != 0;
+  }
+
+ private:
+  static constexpr uint32_t kLow = 0x0f0f0f0fu;
+  static constexpr uint32_t kTwo = 0x03030303u;
+};
+
 /// call(codes), codes one of the types above.
 template <class Call>
 auto with_codes(Values values, Call call) {
@@ -102,6 +154,7 @@ auto with_codes(Values values, Call call) {
     case Values::kE2M1: return call(TableCodes<kE2M1Weights>());
     case Values::kIQ4: return call(TableCodes<kIQ4Weights>());
     case Values::kInt8: return call(ByteCodes());
+    case Values::kInt6: return call(SixCodes());
     case Values::kInt4: break;
   }
   return call(NibbleCodes());

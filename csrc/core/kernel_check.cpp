@@ -53,6 +53,10 @@ constexpr Case kCases[] = {
     {17, {24, 256, 32, ScaleType::kSuper, false, kIQ4, 32}},
     {3, {40, 96, 32, kF16, true, kIQ4}},
     {9, {24, 130, 130, kF32, false, kIQ4}},
+    {17, {24, 256, 16, ScaleType::kSuper, false, kInt6, 32}},
+    {33, {24, 640, 64, kF16, true, kInt6}},
+    {3, {40, 256, 32, ScaleType::kSuper, false, kInt6Minimums, 32}},
+    {9, {40, 138, 138, kF32, true, kInt6}},
 };
 
 // Random weights and rows, of which each case takes the first ones.
@@ -69,6 +73,7 @@ class Data {
     };
     const auto number = [](uint8_t byte) { return static_cast<float>(byte - 128) * 0x1p-7f; };  // exact in every type
     fill(codes_, [](uint8_t byte) { return byte; });
+    for (std::size_t i = 0; i < codes_.size(); ++i) sixes_[i] = codes_[i] & 63;
     fill(zeros_, [](uint8_t byte) { return static_cast<uint8_t>(byte & 15); });
     fill(e4m3_, [](uint8_t byte) { return static_cast<uint8_t>(byte % 127); });
     fill(e8m0_, [](uint8_t byte) { return static_cast<uint8_t>(120 + byte % 16); });
@@ -84,8 +89,14 @@ class Data {
   std::vector<uint8_t> packed(const Kernel& kernel, const PackedShape& shape) const {
     std::vector<uint8_t> result(static_cast<std::size_t>(packed_bytes(shape)));
     const void* given = scales(shape.scale_type);
-    const RawWeights raw = {codes_.data(),   given, columns_.data(),        zeros_.data(),
-                            columns_.data(), given, float16_scales_.data(), float16_scales_.data()};
+    const RawWeights raw = {shape.kind.values == Values::kInt6 ? sixes_.data() : codes_.data(),
+                            given,
+                            columns_.data(),
+                            zeros_.data(),
+                            columns_.data(),
+                            given,
+                            float16_scales_.data(),
+                            float16_scales_.data()};
     SerialParallel serial;
     pack(kernel, shape, 1, raw, result.data(), serial);
     return result;
@@ -112,6 +123,7 @@ class Data {
 
   std::vector<uint8_t> codes_ =
       std::vector<uint8_t>(most([](const Case& c) { return c.shape.n * c.shape.row_bytes(); }));
+  std::vector<uint8_t> sixes_ = codes_;
   std::vector<uint8_t> zeros_ = std::vector<uint8_t>(most(scales_of));
   std::vector<uint8_t> e4m3_ = std::vector<uint8_t>(most(scales_of));
   std::vector<float> scales_ = std::vector<float>(most(scales_of));

@@ -43,7 +43,9 @@ std::string group_name(const PackedShape& shape) {
 }
 
 void check_codes(unsigned values, unsigned scale_type, const std::string& where) {
-  if (values > 3) fail(where + "values are " + str(values) + ", expected 0 (int4), 1 (e2m1), 2 (int8) or 3 (iq4)");
+  if (values > 4) {
+    fail(where + "values are " + str(values) + ", expected 0 (int4), 1 (e2m1), 2 (int8), 3 (iq4) or 4 (int6)");
+  }
   if (scale_type > 5) {
     fail(where + "scale type is " + str(scale_type) +
          ", expected 0 (float32), 1 (bfloat16), 2 (float16), 3 (e5m3), 4 (e8m0) or 5 (super)");
@@ -54,7 +56,7 @@ void check_codes(unsigned values, unsigned scale_type, const std::string& where)
 void check_scale_type(const PackedShape& shape) {
   const std::string name = std::string("scale type is ") + scale_type_name(shape.scale_type);
   if (shape.scale_type == ScaleType::kE5M3) {
-    if (are_wide(shape.kind.values)) {
+    if (are_wide(shape.kind.values) || shape.kind.values == Values::kInt6) {
       fail(name + " (beside channel scales), expected a float type for " + kind_name(shape.kind));
     }
     if (!shape.in_least_groups()) {
@@ -84,7 +86,7 @@ void check_minimums(const PackedShape& shape) {
   if (!shape.kind.minimums) return;
   if (!are_integers(shape.kind.values) || shape.kind.zero_points) {
     fail(std::string("minimums beside ") + kind_name({shape.kind.values, shape.kind.zero_points}) +
-         ", expected them beside int4 or int8 without zero points");
+         ", expected them beside int4, int8 or int6 without zero points");
   }
   if (shape.channelwise() || shape.group > kMostMinimumGroup) {
     fail("minimums in groups of " + group_name(shape) + ", expected groups of at most " + str(kMostMinimumGroup));
@@ -103,6 +105,8 @@ const char* kind_name(WeightKind kind) {
       return kind.zero_points ? "int4 with zero points" : (kind.minimums ? "int4 with minimums" : "int4");
     case Values::kE2M1: return "e2m1";
     case Values::kIQ4: return "iq4";
+    case Values::kInt6:
+      return kind.zero_points ? "int6 with zero points" : (kind.minimums ? "int6 with minimums" : "int6");
     case Values::kInt8:
       return kind.zero_points ? "int8 with zero points" : (kind.minimums ? "int8 with minimums" : "int8");
   }
@@ -114,6 +118,7 @@ const char* values_name(Values values) {
     case Values::kInt4: return "int4";
     case Values::kE2M1: return "e2m1";
     case Values::kIQ4: return "iq4";
+    case Values::kInt6: return "int6";
     case Values::kInt8: return "int8";
   }
   return "unknown";
@@ -133,8 +138,8 @@ const char* scale_type_name(ScaleType type) {
 
 void check_shape(const PackedShape& shape) {
   check_codes(static_cast<unsigned>(shape.kind.values), static_cast<unsigned>(shape.scale_type), "");
-  if (!are_integers(shape.kind.values) && shape.kind.zero_points) {
-    const std::string name = kind_name(shape.kind);
+  if (!may_have_zeros(shape.kind.values) && shape.kind.zero_points) {
+    const std::string name = kind_name({shape.kind.values});
     fail("values are " + name + " with zero points, expected " + name + " without");
   }
   if (shape.n < 1 || shape.n > kMaxN) fail("n (out_features) is " + str(shape.n) + ", expected 1.." + str(kMaxN));
@@ -166,6 +171,10 @@ PanelLayout panel_layout(const PackedShape& shape) {
   layout.channelwise = shape.channelwise();
   layout.steps = (shape.k + kStepK - 1) / kStepK;
   layout.step_bytes = shape.kind.values == Values::kInt8 ? kByteStepBytes : kStepBytes;
+  if (shape.kind.values == Values::kInt6) {
+    layout.steps = (layout.steps + kSixSteps - 1) / kSixSteps * kSixSteps;
+    layout.step_bytes = kSixBlockBytes / kSixSteps;
+  }
   layout.groups = shape.groups();
   layout.group_steps = shape.channelwise() ? layout.steps : shape.group / kStepK;
   layout.scaled = shape.activation_group != kWholeRow;

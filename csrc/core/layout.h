@@ -17,12 +17,14 @@
 //              high | k4 c0  k5 c0  k6 c0  k7 c0 | k4 c1  k5 c1  ...  k7 c15 |
 //
 //   Bytes (int8), 128 bytes: the 64 that are low nibbles above, then the 64 that are high ones.
+//   Six bits (int6): two steps are a block of 192 bytes, their nibbles as above, 64 bytes each, then in byte 4*c + i,
+//   from its low bits on, the two high bits of k0 + i, k0 + 4 + i, k0 + 8 + i and k0 + 12 + i of column c.
 //
 // Scales and minimums of two levels, int8 times a float16: m is the groups of 256 values of k, and behind their int8
 // are the float16, [16].
 //
-// N is padded to 16 and K to 8 with weights of zero. Where activations have scales along k there are no zero points of
-// rows, and the sums are zeros.
+// N is padded to 16 and K to 8, of int6 to 16, with weights of zero. Where activations have scales along k there are no
+// zero points of rows, and the sums are zeros.
 #pragma once
 
 #include <cstddef>
@@ -58,11 +60,12 @@ struct PackedShape {
   constexpr bool two_level() const { return scale_type == ScaleType::kE5M3; }   ///< has channel scales
   constexpr bool in_supers() const { return scale_type == ScaleType::kSuper; }  ///< has super-scales
   /// Bytes of the codes of a row in a checkpoint.
-  constexpr int64_t row_bytes() const { return kind.values == Values::kInt8 ? k : k / 2; }
+  constexpr int64_t row_bytes() const { return are_nibbles(kind.values) ? k / 2 : k; }
   /// How the rows that this matrix is multiplied with are quantized. A part is the lesser of both kinds of groups.
   constexpr RowShape rows() const {
     const bool whole = activation_group == kWholeRow || activation_group > group;
-    return {k, whole ? group : activation_group, activation_group, kind.minimums ? group : 0, kind == kInt4Minimums};
+    const int32_t zero = kind.values == Values::kInt6 ? 32 : (kind == kInt4Minimums ? 0 : 8);
+    return {k, whole ? group : activation_group, activation_group, kind.minimums ? group : 0, zero};
   }
   bool operator==(const PackedShape&) const = default;
 };
@@ -81,26 +84,27 @@ constexpr bool is_group(int64_t group, int64_t k) {
 }
 
 /// The most values of k whose products with a row sum up in int32: 255 * |w| * k < 2^31, as |q - zero point| <= 255.
-/// |w| <= 8 (int4), 15 (with zero points), 12 (e2m1), 128 (int8), 255 (int8 with zero points), 127 (iq4).
+/// |w| <= 8 (int4), 15 (with zero points), 12 (e2m1), 32 (int6), 128 (int8), 255 (int8 with zero points), 127 (iq4).
 constexpr int64_t max_summed(WeightKind kind) {
   if (are_wide(kind.values)) return int64_t{1} << (kind.zero_points ? 15 : 16);
+  if (kind.values == Values::kInt6) return int64_t{1} << 18;
   return int64_t{1} << (kind == kInt4 ? 20 : 19);
 }
 /// The largest K of a kind. Groups, or K when channelwise, are also limited by max_summed.
 constexpr int64_t max_k(WeightKind kind) { return kind == kInt4 ? kMaxK : kMaxK / 2; }
 
-/// "int4", "e2m1", "int8" or "iq4"; int4 and int8 also " with zero points" or " with minimums".
+/// "int4", "e2m1", "int8", "iq4" or "int6"; int4 and int8 also " with zero points", these and int6 " with minimums".
 const char* kind_name(WeightKind kind);
-/// "int4", "e2m1", "int8" or "iq4".
+/// "int4", "e2m1", "int8", "iq4" or "int6".
 const char* values_name(Values values);
 /// "float32", "bfloat16", "float16", "e5m3", "e8m0" or "super".
 const char* scale_type_name(ScaleType type);
 
 /// Throws std::invalid_argument naming the field if no kernel has such a matrix: 1 <= n <= kMaxN, k even in
 /// [2, max_k(kind)], is_group(group, k), group <= max_summed(kind), is_activation_group, a known kind, and scales that
-/// belong to it: e5m3 in groups of 16 of nibbles, e8m0 of e2m1 in groups of 32 and more, super of all but e2m1, without
-/// zero points in groups that divide 256, as k is to be divided by it. Minimums are of int4 and int8 without zero
-/// points, in groups of at most kMostMinimumGroup.
+/// belong to it: e5m3 in groups of 16 of int4 and e2m1, e8m0 of e2m1 in groups of 32 and more, super of all but e2m1,
+/// without zero points in groups that divide 256, as k is to be divided by it. Minimums are of int4, int8 and int6
+/// without zero points, in groups of at most kMostMinimumGroup.
 void check_shape(const PackedShape& shape);
 
 /// Where everything of a panel is. The shape must have passed check_shape.

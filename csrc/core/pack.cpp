@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
+#include <stdexcept>
+#include <string>
 
 #include "core/codes.h"
 #include "core/pack_checks.h"
@@ -18,6 +20,7 @@ constexpr int64_t kPanelsPerTask = 4;
 // What codes without zero points count from, or the code of the least weight: 1 of iq4, which has no 0.
 constexpr uint8_t middle(WeightKind kind) {
   if (kind.values == Values::kInt8) return 128;
+  if (kind.values == Values::kInt6) return 32;
   return kind == kInt4 || kind == kIQ4 ? 8 : 0;
 }
 
@@ -50,11 +53,19 @@ class PanelPacker {
       pack_supers(raw_.super_scales, [&](int64_t g) { return layout_.scales_at(g); });
       if (shape_.kind.minimums) pack_supers(raw_.super_minimums, [&](int64_t g) { return layout_.minimums_at(g); });
     }
+    if (exceeded_) refuse_code();
   }
 
  private:
   using Word = typename Codes::Word;
 
+  // Names the first code of the panel that is too large.
+  [[noreturn]] void refuse_code() const {
+    const uint8_t* const end = codes_at(columns_, 0);
+    const uint8_t* const code = std::find_if(codes_at(0, 0), end, [](uint8_t byte) { return byte > Codes::kMost; });
+    throw std::invalid_argument("weights: element " + std::to_string(code - raw_.weights) + " is " +
+                                std::to_string(*code) + ", expected 0.." + std::to_string(Codes::kMost));
+  }
   void clear(int64_t offset, int64_t bytes) { std::memset(panel_ + offset, 0, static_cast<std::size_t>(bytes)); }
   void copy_floats(int64_t offset, const float* values) {
     std::memcpy(panel_ + offset, values + first_row_, static_cast<std::size_t>(columns_) * sizeof(float));
@@ -92,16 +103,17 @@ class PanelPacker {
     uint8_t zeros[kPanelColumns];
     take_zeros(group, zeros);
     std::fill(std::begin(sums), std::end(sums), 0);
-    const int64_t end = (group + 1) * layout_.group_steps;
-    int64_t step = group * layout_.group_steps;
-    uint8_t* to = panel_ + layout_.step_at(step);
+    const int64_t end = (group + 1) * layout_.group_steps / Codes::kSteps;
+    int64_t word = group * layout_.group_steps / Codes::kSteps;
+    const int64_t bytes = Codes::kSteps * layout_.step_bytes;
+    uint8_t* to = panel_ + layout_.step_at(group * layout_.group_steps);
     if (columns_ == kPanelColumns) {
-      // The last step of K may be cut short.
-      const int64_t whole = std::min(end, shape_.k / kStepK);
-      for (; step + 4 <= whole; step += 4, to += 4 * layout_.step_bytes) pack_steps<4>(step, to, sums);
-      for (; step + 2 <= whole; step += 2, to += 2 * layout_.step_bytes) pack_steps<2>(step, to, sums);
+      // The last word of K may be cut short.
+      const int64_t whole = std::min(end, shape_.k / (Codes::kSteps * kStepK));
+      for (; word + 4 <= whole; word += 4, to += 4 * bytes) pack_words<4>(word, to, sums);
+      for (; word + 2 <= whole; word += 2, to += 2 * bytes) pack_words<2>(word, to, sums);
     }
-    for (; step < end; ++step, to += layout_.step_bytes) pack_part(step, zeros, to, sums);
+    for (; word < end; ++word, to += bytes) pack_part(word, zeros, to, sums);
     const auto count = static_cast<int32_t>(kStepK * layout_.group_steps);
     for (int64_t c = 0; c < kPanelColumns; ++c) {
       if (shape_.kind == kIQ4) {
@@ -123,30 +135,35 @@ class PanelPacker {
     std::memcpy(panel_ + layout_.zeros_at(group), zeros, sizeof(zeros));
   }
 
-  const uint8_t* codes_at(int64_t column, int64_t step) const {
-    return raw_.weights + (first_row_ + column) * shape_.row_bytes() + step * static_cast<int64_t>(sizeof(Word));
+  const uint8_t* codes_at(int64_t column, int64_t word) const {
+    return raw_.weights + (first_row_ + column) * shape_.row_bytes() + word * static_cast<int64_t>(sizeof(Word));
   }
 
-  // Whole steps of all 16 columns.
+  // Whole words of all 16 columns.
   template <int64_t kCount>
-  void pack_steps(int64_t step, uint8_t* to, int32_t (&sums)[kPanelColumns]) {
+  void pack_words(int64_t word, uint8_t* to, int32_t (&sums)[kPanelColumns]) {
     for (int64_t c = 0; c < kPanelColumns; ++c) {
       Word words[kCount];
-      std::memcpy(words, codes_at(c, step), sizeof(words));
+      std::memcpy(words, codes_at(c, word), sizeof(words));
       sums[c] += Codes::sum(words);
-      for (int64_t s = 0; s < kCount; ++s) Codes::store(words[s], c, to + s * layout_.step_bytes);
+      for (int64_t i = 0; i < kCount; ++i) store(words[i], c, to + i * Codes::kSteps * layout_.step_bytes);
     }
   }
 
-  void pack_part(int64_t step, const uint8_t (&zeros)[kPanelColumns], uint8_t* to, int32_t (&sums)[kPanelColumns]) {
+  void pack_part(int64_t word, const uint8_t (&zeros)[kPanelColumns], uint8_t* to, int32_t (&sums)[kPanelColumns]) {
     const auto size = static_cast<int64_t>(sizeof(Word));
-    const int64_t available = std::min(size, shape_.row_bytes() - step * size);
+    const int64_t available = std::min(size, shape_.row_bytes() - word * size);
     for (int64_t c = 0; c < kPanelColumns; ++c) {
       Word words[1] = {Codes::repeat(zeros[c])};
-      if (c < columns_) std::memcpy(words, codes_at(c, step), static_cast<std::size_t>(available));
+      if (c < columns_) std::memcpy(words, codes_at(c, word), static_cast<std::size_t>(available));
       sums[c] += Codes::sum(words);
-      Codes::store(words[0], c, to);
+      store(words[0], c, to);
     }
+  }
+
+  void store(const Word& word, int64_t column, uint8_t* to) {
+    if constexpr (requires { Codes::exceed(word); }) exceeded_ = exceeded_ || Codes::exceed(word);
+    Codes::store(word, column, to);
   }
 
   // Scales, or minimums, of groups [begin, begin + count) to their places, and one behind the other to `lines`. at(g):
@@ -204,6 +221,7 @@ class PanelPacker {
   int64_t first_row_;  // counted through the whole stack
   int64_t columns_;
   uint8_t* panel_;
+  bool exceeded_ = false;  // a code has bits that are not packed
 };
 
 }  // namespace

@@ -11,7 +11,8 @@ namespace w4a8 {
 
 /// A stack of `count` matrices of one shape, as checkpoints hold them.
 struct RawWeights {
-  const uint8_t* weights;  ///< [count, n, shape.row_bytes()]: nibbles, low nibble = even k, high = odd k; int8: bytes
+  const uint8_t* weights;  ///< [count, n, shape.row_bytes()]: nibbles, low nibble = even k, high = odd k; of int8 and
+                           ///< int6 bytes
   const void* scales;      ///< [count, n, groups] of shape.scale_type; of kE5M3 float8_e4m3fn
   const float* bias;       ///< [count, n] or null
   const uint8_t* zero_points = nullptr;   ///< shape.kind.zero_points: [count, n, groups], 0..15, of int8 0..255
@@ -24,8 +25,9 @@ struct RawWeights {
 
 /// Packs `count` matrices, each packed_bytes(shape) bytes, one after the other at `dst`.
 /// The bytes do not depend on the kernel. shape must have passed check_shape; shape.has_bias says whether raw.bias is
-/// read. Throws std::invalid_argument for a zero point above 15 of nibbles, for a float8_e4m3fn that has a sign or is a
-/// NaN, for the NaN of e8m0, and beside e2m1 values for a scale whose half is not exact.
+/// read. Throws std::invalid_argument for a zero point above 15 of nibbles, for a code of int6 above 63, for a
+/// float8_e4m3fn that has a sign or is a NaN, for the NaN of e8m0, and beside e2m1 values for a scale whose half is not
+/// exact.
 void pack(const Kernel& kernel, const PackedShape& shape, int64_t count, const RawWeights& raw, uint8_t* dst,
           Parallel& parallel);
 

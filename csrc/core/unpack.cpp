@@ -40,12 +40,12 @@ class PanelUnpacker {
   void unpack_codes() const {
     constexpr auto kSize = static_cast<int64_t>(sizeof(typename Codes::Word));
     const int64_t row_bytes = shape_.row_bytes();
-    for (int64_t s = 0; s < layout_.steps; ++s) {
-      const uint8_t* step = panel_ + layout_.step_at(s);
-      const auto available = static_cast<std::size_t>(std::min(kSize, row_bytes - s * kSize));
+    for (int64_t i = 0; i < layout_.steps / Codes::kSteps; ++i) {
+      const uint8_t* steps = panel_ + layout_.step_at(i * Codes::kSteps);
+      const auto available = static_cast<std::size_t>(std::min(kSize, row_bytes - i * kSize));
       for (int64_t c = 0; c < columns_; ++c) {
-        const auto word = Codes::load(step, c);
-        std::memcpy(to_.weights + (first_ + c) * row_bytes + s * kSize, &word, available);
+        const auto word = Codes::load(steps, c);
+        std::memcpy(to_.weights + (first_ + c) * row_bytes + i * kSize, &word, available);
       }
     }
   }

@@ -63,7 +63,7 @@ struct FewOps : DotOps {
   template <int R, int C, Code kCode>
   static W4A8_INLINE void start_group(I (&acc)[R][C][4], const int32_t* (&starts)[R], const uint8_t* const (&zeros)[C],
                                       bool has_zeros) {
-    if (are_integers(kCode) && has_zeros) {
+    if (may_have_zeros(kCode) && has_zeros) {
       I eighths[R];
       for_each<R>([&](int r) W4A8_LAMBDA { eighths[r] = vshrq_n_s32(take_splat(starts[r]), 3); });
       for_each<C>([&](int c) W4A8_LAMBDA {
@@ -74,7 +74,7 @@ struct FewOps : DotOps {
       return;
     }
     for_each<R>([&](int r) W4A8_LAMBDA {
-      const I start = kCode == Code::kNibbles ? take_splat(starts[r]) : isplat(0);
+      const I start = kCode == Code::kNibbles || kCode == Code::kSix ? take_splat(starts[r]) : isplat(0);
       for_each<C, 4>([&](int c, int v) W4A8_LAMBDA { acc[r][c][v] = start; });
     });
   }

@@ -14,6 +14,8 @@
 //   |nibble * q| <= 15 * 128 = 1920. A lane takes 2 products of each step, so a block of 8 steps (64 k) is 16 of them:
 //   16 * 1920 = 30720 < 32768. Then they are widened to 32 bits.
 //
+//   Six bits are positive as signed bytes, too: 63 * 128 * 4 = 32256, the products of 2 steps.
+//
 //   Bytes of int8 are taken less 128. Their products, and those of iq4, fill 16 bits: each is widened at once (SADALP).
 #if defined(__aarch64__)
 #include <arm_neon.h>
@@ -42,15 +44,26 @@ struct Ops : NeonOps {
   static constexpr int64_t kUnpackRows = 4;
   static constexpr int64_t kUnpackSteps = 128;  // 16 KiB of unpacked weights
   static constexpr int64_t kSumSteps = 8;       // steps that fit 16-bit sums
+  static constexpr int64_t kSumSixSteps = 2;    // the same of six bits
   static constexpr bool kE2M1IsWide = false;    // |w| <= 12
+  static constexpr bool kInt6IsWide = true;
 
   static W4A8_INLINE int8x16_t broadcast4(const int8_t* p) {
     int32_t four;
     __builtin_memcpy(&four, p, sizeof(four));
     return vreinterpretq_s8_s32(vdupq_n_s32(four));
   }
-  template <Code kCode>
+  // kStep: of a block of six bits, which begins with the step s - kStep.
+  template <Code kCode, int kStep = 0>
   static W4A8_INLINE void load_nibbles(const uint8_t* w, int64_t s, int j, int8x16_t& low, int8x16_t& high) {
+    if constexpr (kCode == Code::kSix) {
+      const uint8_t* block = w + (s - kStep) * step_bytes(kCode) + 16 * j;
+      const uint8x16_t both = vld1q_u8(block + kStep * kStepBytes);
+      const uint8x16_t bits = vld1q_u8(block + kSixSteps * kStepBytes);
+      low = join_six<2 * kStep>(both, bits);
+      high = join_six<2 * kStep + 1>(both, bits);
+      return;
+    }
     if constexpr (step_bytes(kCode) == kByteStepBytes) {
       low = vreinterpretq_s8_u8(vld1q_u8(w + s * kByteStepBytes + 16 * j));
       high = vreinterpretq_s8_u8(vld1q_u8(w + s * kByteStepBytes + kLineBytes + 16 * j));
@@ -78,7 +91,7 @@ struct Ops : NeonOps {
     });
   }
   // kFirst: the sums are set instead of added to.
-  template <int R, Code kCode, bool kFirst>
+  template <int R, Code kCode, bool kFirst, int kStep = 0>
   static W4A8_INLINE void add_step(int16x8_t (&sums)[R][8], const int8_t* const (&rows)[R], const uint8_t* w,
                                    int64_t s) {
     int8x16_t a_low[R];
@@ -90,7 +103,7 @@ struct Ops : NeonOps {
     for_each<4>([&](int j) W4A8_LAMBDA {
       int8x16_t low;
       int8x16_t high;
-      load_nibbles<kCode>(w, s, j, low, high);
+      load_nibbles<kCode, kStep>(w, s, j, low, high);
       for_each<R>([&](int r) W4A8_LAMBDA {
         int16x8_t& even = sums[r][2 * j];
         int16x8_t& odd = sums[r][2 * j + 1];
@@ -118,10 +131,25 @@ struct Ops : NeonOps {
       if constexpr (is_packed(kCode)) __builtin_prefetch(fetch + i * kStepBytes, 0, 2);
       add_step<R, kCode, false>(sums, rows, w, s + i);
     }
+    widen<R>(acc, sums);
+  }
+  template <int R>
+  static W4A8_INLINE void widen(I (&acc)[R][1][4], const int16x8_t (&sums)[R][8]) {
     for_each<R, 4>([&](int r, int j) W4A8_LAMBDA {
       const I pairs = vpaddq_s32(vpaddlq_s16(sums[r][2 * j]), vpaddlq_s16(sums[r][2 * j + 1]));
       acc[r][0][j] = vaddq_s32(acc[r][0][j], pairs);
     });
+  }
+
+  // Two steps of six bits, which begin with s.
+  template <int R, Code kCode>
+  static W4A8_INLINE void add_sixes(I (&acc)[R][1][4], const int8_t* const (&rows)[R], const uint8_t* w, int64_t s,
+                                    const uint8_t* fetch) {
+    int16x8_t sums[R][8];
+    if constexpr (is_packed(kCode)) fetch_lines<kSixBlockBytes>(fetch);
+    add_step<R, kCode, true>(sums, rows, w, s);
+    add_step<R, kCode, false, 1>(sums, rows, w, s + 1);
+    widen<R>(acc, sums);
   }
 
   // Adds the step s of int8 or iq4 to 32-bit sums: as those of add_step, two lanes of half the k instead of four.
@@ -161,6 +189,10 @@ struct Ops : NeonOps {
                                      const uint8_t* fetch) {
     if constexpr (is_int8(kCode)) {
       add_byte_steps<R, kCode>(acc, rows, weights[0], begin, end, fetch);
+    } else if constexpr (is_six(kCode)) {
+      for (int64_t s = begin; s < end; s += kSumSixSteps, fetch += kSixBlockBytes) {
+        add_sixes<R, kCode>(acc, rows, weights[0], s, fetch);
+      }
     } else {
       for (int64_t s = begin; s < end; s += kSumSteps, fetch += kSumSteps * kStepBytes) {
         add_block<R, kCode>(acc, rows, weights[0], s, end - s < kSumSteps ? end - s : kSumSteps, fetch);

@@ -97,6 +97,15 @@ struct NeonOps : TileDefaults {
     const uint8x8_t bytes = vreinterpret_u8_u32(vdup_n_u32(four));
     return vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(vmovl_u8(bytes))));
   }
+  // u of four k of a block of six bits: the nibble of one and two of the high bits, of four columns.
+  template <int kQuarter>
+  static W4A8_INLINE int8x16_t join_six(uint8x16_t both, uint8x16_t bits) {
+    if constexpr (kQuarter == 0) bits = vshlq_n_u8(bits, 4);
+    if constexpr (kQuarter == 1) bits = vshlq_n_u8(bits, 2);
+    if constexpr (kQuarter == 3) bits = vshrq_n_u8(bits, 2);
+    const uint8x16_t low = kQuarter % 2 == 0 ? vandq_u8(both, vdupq_n_u8(0x0f)) : vshrq_n_u8(both, 4);
+    return vreinterpretq_s8_u8(vorrq_u8(vandq_u8(bits, vdupq_n_u8(0x30)), low));
+  }
   static constexpr uint8_t kE2M1Zero = 0;
   static constexpr int32_t kInt8Zero = 0;
   // w of 16 nibbles.

@@ -140,6 +140,20 @@ struct Avx2Ops : TileDefaults {
       }
     }
   }
+  // u of four k of a block of six bits: the nibble of one and two of the high bits.
+  template <int kQuarter>
+  static W4A8_INLINE void load_six(const uint8_t* block, I (&u)[2]) {
+#pragma GCC unroll 2
+    for (int v = 0; v < 2; ++v) {
+      const I both = iload(block + kQuarter / 2 * kStepBytes + 32 * v);
+      I high = iload(block + kSixSteps * kStepBytes + 32 * v);
+      if constexpr (kQuarter == 0) high = _mm256_slli_epi16(high, 4);
+      if constexpr (kQuarter == 1) high = _mm256_slli_epi16(high, 2);
+      if constexpr (kQuarter == 3) high = _mm256_srli_epi16(high, 2);
+      const I low = _mm256_and_si256(kQuarter % 2 == 0 ? both : _mm256_srli_epi16(both, 4), _mm256_set1_epi8(0x0f));
+      u[v] = _mm256_or_si256(_mm256_and_si256(high, _mm256_set1_epi8(0x30)), low);
+    }
+  }
   static W4A8_INLINE void unpack_e2m1(const uint8_t* packed, uint8_t* bytes) {
     I halves[2][2];
     load_half<Code::kE2M1, false>(packed, 0, halves[0]);

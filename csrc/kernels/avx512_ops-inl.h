@@ -148,6 +148,19 @@ struct Avx512Ops : TileDefaults {
       hi[0] = look_up_iq4(hi[0]);
     }
   }
+  // u of four k of a block of six bits: the nibble of one and two of the high bits.
+  template <int kQuarter>
+  static W4A8_INLINE void load_six(const uint8_t* block, I (&u)[1]) {
+    const I nibble = _mm512_set1_epi8(0x0f);
+    const I two = _mm512_set1_epi8(0x30);
+    const I both = _mm512_loadu_si512(block + kQuarter / 2 * kStepBytes);
+    I high = _mm512_loadu_si512(block + kSixSteps * kStepBytes);
+    if constexpr (kQuarter == 0) high = _mm512_slli_epi16(high, 4);
+    if constexpr (kQuarter == 1) high = _mm512_slli_epi16(high, 2);
+    if constexpr (kQuarter == 3) high = _mm512_srli_epi16(high, 2);
+    const I low = _mm512_and_si512(kQuarter % 2 == 0 ? both : _mm512_srli_epi16(both, 4), nibble);
+    u[0] = _mm512_ternarylogic_epi64(high, two, low, 0xea);  // (high & two) | low
+  }
   static W4A8_INLINE void unpack_e2m1(const uint8_t* packed, uint8_t* bytes) {
     I lo[1];
     I hi[1];

@@ -53,19 +53,26 @@ enum class Values : uint8_t {
   kE2M1 = 1,  ///< a nibble n: w = kE2M1Weights[n], twice the number; the scale counts half of what was given
   kInt8 = 2,  ///< a byte n: w = n - z, z = 128 or a zero point in 0..255
   kIQ4 = 3,   ///< a nibble n: w = kIQ4Weights[n] (ggml's IQ4_NL and IQ4_XS)
+  kInt6 = 4,  ///< six bits n, a nibble and two more: w = n - 32, without zero points
 };
 
 /// Whether w is as large as a byte, |w| <= 128.
 constexpr bool are_wide(Values values) { return values == Values::kInt8 || values == Values::kIQ4; }
 
-/// Whether w is a code less something, which may be a zero point.
-constexpr bool are_integers(Values values) { return values == Values::kInt4 || values == Values::kInt8; }
+/// Whether w is a code less something.
+constexpr bool are_integers(Values values) {
+  return values == Values::kInt4 || values == Values::kInt8 || values == Values::kInt6;
+}
+/// Whether what it is less may be a zero point.
+constexpr bool may_have_zeros(Values values) { return are_integers(values) && values != Values::kInt6; }
+/// Whether a code takes four bits, packed and in a checkpoint.
+constexpr bool are_nibbles(Values values) { return values != Values::kInt8 && values != Values::kInt6; }
 
 /// What an integer weight w is made of. A weight is w times its scale, less its minimum.
 struct WeightKind {
   Values values = Values::kInt4;
-  bool zero_points = false;  ///< z is given per column and group; of integers alone, as minimums are
-  bool minimums = false;     ///< a number per column and group, as scales are; z of kInt4 is 0
+  bool zero_points = false;  ///< z is given per column and group; of int4 and int8 alone
+  bool minimums = false;     ///< a number per column and group, as scales are, of integers alone; z of kInt4 is 0
   bool operator==(const WeightKind&) const = default;
 };
 constexpr WeightKind kInt4 = {Values::kInt4, false};
@@ -74,8 +81,10 @@ constexpr WeightKind kE2M1 = {Values::kE2M1, false};
 constexpr WeightKind kInt8 = {Values::kInt8, false};
 constexpr WeightKind kInt8ZeroPoints = {Values::kInt8, true};
 constexpr WeightKind kIQ4 = {Values::kIQ4, false};
+constexpr WeightKind kInt6 = {Values::kInt6, false};
 constexpr WeightKind kInt4Minimums = {Values::kInt4, false, true};
 constexpr WeightKind kInt8Minimums = {Values::kInt8, false, true};
+constexpr WeightKind kInt6Minimums = {Values::kInt6, false, true};
 
 // Not inline: a kernel exports nothing but itself.
 constexpr int8_t kE2M1Weights[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
@@ -101,6 +110,8 @@ inline constexpr int64_t kStepK = 8;                      ///< values of k in on
 inline constexpr int64_t kLineBytes = 64;                 ///< a cache line; every part of a panel is whole lines
 inline constexpr int64_t kStepBytes = 64;                 ///< a step of nibbles: kPanelColumns * kStepK / 2
 inline constexpr int64_t kByteStepBytes = 128;            ///< a step of bytes, packed int8 or unpacked nibbles
+inline constexpr int64_t kSixSteps = 2;                   ///< steps of a block of six bits
+inline constexpr int64_t kSixBlockBytes = 192;            ///< their nibbles, a line each, and a line of their high bits
 inline constexpr int64_t kSuperLine = 2 * kPanelColumns;  ///< the super-scales of a panel for kSuperK values of k
 
 /// Where the parts of a panel are, computed once for a packed matrix (core/layout.h: panel_layout). Offsets and sizes
@@ -117,8 +128,8 @@ struct PanelLayout {
   WeightKind kind;
   ScaleType scale_type;
   bool channelwise;        ///< one group, K: sums are int32
-  int64_t steps;           ///< steps of k, ceil(K / kStepK)
-  int64_t step_bytes;      ///< kStepBytes, or kByteStepBytes of int8
+  int64_t steps;           ///< steps of k, ceil(K / kStepK); of int6 an even number
+  int64_t step_bytes;      ///< kStepBytes, kByteStepBytes of int8, or of int6 half a block's
   int64_t groups;          ///< K / group
   int64_t group_steps;     ///< steps of one group; `steps` when channelwise
   bool scaled;             ///< activations have scales of their own along k: a part of k shares one of each kind
@@ -135,7 +146,7 @@ struct PanelLayout {
   int64_t channel_offset;  ///< kE5M3: what the scales of a column are multiplied by, [16] float32
   int64_t panel_bytes;
 
-  /// In a panel: the scales of group g, its zero points, step s.
+  /// In a panel: the scales of group g, its zero points, step s (of int6 the block that begins with it).
   constexpr int64_t scales_at(int64_t g) const {
     return records_offset + g / record_groups * record_bytes + g % record_groups * scale_line;
   }
@@ -173,7 +184,7 @@ struct RowShape {
   int64_t part;               ///< values per entry of starts and of scales; divides k and activation_group
   int64_t activation_group;   ///< values that share a scale, 32, 64 or 128; or kWholeRow
   int64_t minimum_group = 0;  ///< values per entry of offsets, a multiple of part; 0: there are none
-  bool from_zero = false;     ///< starts are 0
+  int32_t zero = 8;           ///< starts are -zero * sum of q: what codes count from without zero points of their own
 
   constexpr bool scaled() const { return activation_group != kWholeRow; }
   constexpr int64_t parts() const { return k / part; }
@@ -195,7 +206,7 @@ struct QuantizedRow {
 struct Rows {
   const int8_t* q;        ///< [m, stride] int8, each row zero from K to the next multiple of kLineBytes
   int64_t stride;         ///< bytes between rows, at least that
-  const int32_t* starts;  ///< [m, parts]: -8 * sum of q over the part, where the accumulators start; or zeros
+  const int32_t* starts;  ///< [m, parts]: -RowShape::zero * sum of q over the part, where the accumulators start
   int64_t starts_stride;  ///< elements between rows of starts
   const RowQuant* quant;  ///< [m]
   const float* scales;    ///< [parts, m]: of the activations, if PanelLayout::scaled. From each, 16 can be read

@@ -57,16 +57,20 @@ concept VectorOps = requires(typename Ops::F f, typename Ops::I i, float* floats
 };
 
 /// How a tile reads weights: u, which it multiplies, is the nibble, the entry of a table for e2m1 and iq4, the byte of
-/// int8, or a byte that was unpacked. The table of iq4 has bytes as int8 has them: what u counts from is kInt8Zero. A
-/// tile of unpacked bytes does not know from what, unless the products of e2m1 are too large for the kernel's narrow
-/// sums (kWideBytes).
-enum class Code { kNibbles, kE2M1, kInt8, kIQ4, kBytes, kWideBytes };
+/// int8, the six bits of int6, or a byte that was unpacked. The table of iq4 has bytes as int8 has them: what u counts
+/// from is kInt8Zero. A tile of unpacked bytes does not know from what, unless the products of e2m1 or of int6 are too
+/// large for the kernel's narrow sums (kWideBytes, kSixBytes).
+enum class Code { kNibbles, kE2M1, kInt8, kIQ4, kSix, kBytes, kWideBytes, kSixBytes };
 constexpr bool is_e2m1(Code code) { return code == Code::kE2M1 || code == Code::kWideBytes; }
 constexpr bool is_int8(Code code) { return code == Code::kInt8 || code == Code::kIQ4; }
-/// Whether these codes may have zero points or minimums.
+constexpr bool is_six(Code code) { return code == Code::kSix || code == Code::kSixBytes; }
+/// Whether these codes may have minimums, and whether zero points.
 constexpr bool are_integers(Code code) { return !is_e2m1(code) && code != Code::kIQ4; }
-constexpr bool is_packed(Code code) { return code != Code::kBytes && code != Code::kWideBytes; }
+constexpr bool may_have_zeros(Code code) { return are_integers(code) && !is_six(code); }
+constexpr bool is_packed(Code code) { return code < Code::kBytes; }
+/// Of kSix half of what two steps take, which is where the next two begin: there are always two.
 constexpr int64_t step_bytes(Code code) {
+  if (code == Code::kSix) return kSixBlockBytes / kSixSteps;
   return code == Code::kNibbles || code == Code::kE2M1 || code == Code::kIQ4 ? kStepBytes : kByteStepBytes;
 }
 
@@ -84,10 +88,10 @@ struct TileDefaults {
 };
 
 /// What gemm_of takes besides: the loop over steps of tile-inl.h, what u of e2m1 counts from (kE2M1Zero) and whether it
-/// needs kWideBytes (kE2M1IsWide), what u of int8 and iq4 counts from (kInt8Zero: 128, or 0 where u is the byte less
-/// 128), kRows = most rows of a tile with 1 (and 2) panels, and kUnpackRows = rows from which unpacking a panel pays
-/// (0: never), then with kUnpackSteps = most steps at once and unpack_e2m1, a step of e2m1 to 128 bytes u: low nibbles,
-/// then high ones.
+/// needs kWideBytes (kE2M1IsWide), whether u of int6 needs kSixBytes (kInt6IsWide), what u of int8 and iq4 counts from
+/// (kInt8Zero: 128, or 0 where u is the byte less 128), kRows = most rows of a tile with 1 (and 2) panels, and
+/// kUnpackRows = rows from which unpacking a panel pays (0: never), then with kUnpackSteps = most steps at once and
+/// unpack_e2m1, a step of e2m1 to 128 bytes u: low nibbles, then high ones.
 template <class Ops>
 concept TileOps = VectorOps<Ops> && std::derived_from<Ops, TileDefaults> &&
     requires(typename Ops::I (&acc)[1][1][Ops::kVecs], const int8_t* const (&rows)[1],
@@ -95,7 +99,7 @@ concept TileOps = VectorOps<Ops> && std::derived_from<Ops, TileDefaults> &&
   Ops::template accumulate<1, 1, Code::kNibbles, 1>(acc, rows, weights, int64_t{}, int64_t{}, fetch);
   requires Ops::kE2M1Zero == 0 || Ops::kE2M1Zero == 12;
   requires Ops::kInt8Zero == 0 || Ops::kInt8Zero == 128;
-  requires !Ops::kE2M1IsWide || Ops::kUnpackRows != 0;
+  requires !(Ops::kE2M1IsWide || Ops::kInt6IsWide) || Ops::kUnpackRows != 0;
   requires Ops::kRows[0] > 0;
   requires Ops::kUnpackRows == 0 || Ops::kUnpackRows > 1;
 };

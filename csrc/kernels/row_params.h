@@ -47,8 +47,8 @@ static inline GroupParams group_params(int32_t bits) {
   return {scale, cut_recip(1.0f / scale)};
 }
 
-/// The offsets of a row whose starts, and scales, are there (docs/numerics.md section 3); and the starts become 0 where
-/// the shape says so.
+/// The offsets of a row whose starts, -8 times the sums, and scales are there (docs/numerics.md section 3); and the
+/// starts become what the shape says.
 static inline void set_offsets(const RowShape& shape, const QuantizedRow& to) {
   const int64_t parts = shape.minimum_group / shape.part;
   for (int64_t g = 0, part = 0; g < shape.offsets(); ++g) {
@@ -56,10 +56,11 @@ static inline void set_offsets(const RowShape& shape, const QuantizedRow& to) {
     for (const int64_t end = part + parts; part < end; ++part) {
       const auto of_part = static_cast<float>(to.starts[part] / 8);
       sum = shape.scaled() ? std::fma(of_part, to.scales[part * to.scales_stride], sum) : of_part;
-      if (shape.from_zero) to.starts[part] = 0;
     }
     to.offsets[g] = sum;
   }
+  if (shape.zero == 8) return;
+  for (int64_t part = 0; part < shape.parts(); ++part) to.starts[part] = to.starts[part] / 8 * shape.zero;
 }
 
 /// Section 6: the scale before it is rounded to the type of the row, and the range of q.

@@ -30,6 +30,7 @@ struct Ops : TileDefaults {
   static constexpr int32_t kInt8Zero = 0;
   static constexpr bool kSpareRegisters = true;  // one loop for all: less code
   static constexpr bool kE2M1IsWide = false;
+  static constexpr bool kInt6IsWide = false;
 
   static F splat(float x) { return x; }
   static F load(const float* p) { return *p; }
@@ -105,18 +106,19 @@ struct Ops : TileDefaults {
   }
   static I load_widened(const uint8_t* p) { return *p; }
 
-  // |u * q| <= 15 * 128, of int8 and iq4 128 * 128: exact in int32 for the K that layout.h allows.
+  // |u * q| <= 15 * 128, of int6 63 * 128, of int8 and iq4 128 * 128: exact in int32 for the K that layout.h allows.
   template <int R, int C, Code kCode, int64_t kUnit>
   static void accumulate(I (&acc)[R][C][kVecs], const int8_t* const (&rows)[R], const uint8_t* const (&weights)[C],
                          int64_t begin, int64_t end, const uint8_t* /*fetch*/) {
     for (int64_t s = begin; s < end; ++s) {
       for (int c = 0; c < C; ++c) {
-        const uint8_t* step = weights[c] + s * step_bytes(kCode);
+        // Of six bits: where the block of the step begins.
+        const uint8_t* step = weights[c] + (kCode == Code::kSix ? s & -kSixSteps : s) * step_bytes(kCode);
         for (int column = 0; column < kVecs; ++column) {
           for (int i = 0; i < 4; ++i) {
             int32_t low;
             int32_t high;
-            load_pair<kCode>(step, 4 * column + i, low, high);
+            load_pair<kCode>(step, s, 4 * column + i, low, high);
             for (int r = 0; r < R; ++r) {
               const int8_t* q = rows[r] + s * kStepK;
               acc[r][c][column] += low * q[i] + high * q[4 + i];
@@ -127,12 +129,20 @@ struct Ops : TileDefaults {
     }
   }
 
-  // u of k0 + i and of k0 + 4 + i, at byte `at` of the step.
+  // u of k0 + i and of k0 + 4 + i, at byte `at` of the step s.
   template <Code kCode>
-  static void load_pair(const uint8_t* step, int at, int32_t& low, int32_t& high) {
+  static void load_pair(const uint8_t* step, int64_t s, int at, int32_t& low, int32_t& high) {
     if constexpr (kCode == Code::kInt8) {
       low = step[at] - 128;
       high = step[kByteStepBytes / 2 + at] - 128;
+      return;
+    }
+    if constexpr (kCode == Code::kSix) {
+      const int odd = static_cast<int>(s % kSixSteps);
+      const int both = step[odd * kStepBytes + at];
+      const int bits = step[kSixSteps * kStepBytes + at] >> (4 * odd);
+      low = (both & 0x0f) | (bits << 4 & 0x30);
+      high = both >> 4 | (bits << 2 & 0x30);
       return;
     }
     low = step[at] & 0x0f;

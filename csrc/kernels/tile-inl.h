@@ -10,7 +10,8 @@
 //     accumulate<R, C, kCode, kUnit>(acc, rows, weights, begin, end, fetch)
 // which adds the sum over the steps [begin, end) of u * q to acc[r][c][v], and for packed weights fetches as many bytes
 // at `fetch` unless that is null. Step s is at weights[c] + s * step_bytes(kCode). end - begin is a multiple of kUnit:
-// kBlockSteps or kLeastGroupSteps of groups, 1 channelwise. What u counts from is in the accumulator from the start.
+// kBlockSteps or kLeastGroupSteps of groups, 1 channelwise, and of six bits of kSixSteps, as begin is. What u counts
+// from is in the accumulator from the start.
 // With kOwnGroups it also brings add_groups<R, C, kCode, kGrouping>(t, rows, weights, f), the loop over groups.
 //
 // A tile of packed weights adds all steps of K, one of unpacked weights those of a chunk (tile_driver-inl.h); between
@@ -264,7 +265,7 @@ W4A8_INLINE void channelwise_tile(const TileArgs& t, const int8_t* const (&rows)
                                   const uint8_t* const (&weights)[C]) {
   typename Ops::I acc[R][C][Ops::kVecs];
   if (t.first) {
-    if (are_integers(kCode) && t.zeros != nullptr) {
+    if (may_have_zeros(kCode) && t.zeros != nullptr) {
       const uint8_t* zeros[C];
       point_to_zeros(t, zeros);
       start_at_zeros<Ops, R, C, kCode, false, false>(t, zeros, 0, acc);

@@ -359,7 +359,8 @@ int64_t scratch_bytes(int64_t rows, int64_t k, int64_t group) {
   if (rows < kLeastRows) return 0;
   constexpr int64_t kMost = Tiles::kBatchRows;
   const int64_t prepared = (rows < kMost ? (rows + 1) / 2 * 2 : kMost) * Tiles::kRowBytes;
-  const int64_t steps = chunk_steps<Tiles>((k + kStepK - 1) / kStepK, group / kStepK, group == k);
+  const int64_t most = (k + kSixSteps * kStepK - 1) / (kSixSteps * kStepK) * kSixSteps;  // of any kind
+  const int64_t steps = chunk_steps<Tiles>(most, group / kStepK, group == k);
   const int64_t groups = group == k || steps < group / kStepK ? 1 : steps / (group / kStepK);
   return (Tiles::kMostColumns * unpacked_bytes(steps, groups) + steps * prepared + 63) / 64 * 64;
 }
@@ -398,6 +399,29 @@ void unpack_e2m1(const Chunk& chunk, uint8_t* bytes) {
     for (; count > 0; --count, packed += kStepBytes, bytes += kByteStepBytes) {
       __builtin_prefetch(packed + chunk.ahead, 0, 2);
       Ops::unpack_e2m1(packed, bytes);
+    }
+  });
+}
+
+// Eight codes of six bits of each of 16 columns, step kStep of a block: the first four, then the others.
+template <int kStep>
+W4A8_INLINE void unpack_six_step(const uint8_t* __restrict nibbles, const uint8_t* __restrict high,
+                                 uint8_t* __restrict to) {
+  for (int64_t i = 0; i < kStepBytes; ++i) {
+    const int bits = high[i] >> (4 * kStep);
+    to[i] = static_cast<uint8_t>((nibbles[i] & 0x0f) | (bits << 4 & 0x30));
+    to[kStepBytes + i] = static_cast<uint8_t>(nibbles[i] >> 4 | (bits << 2 & 0x30));
+  }
+}
+
+// The same as unpack_nibbles for int6.
+static inline void unpack_sixes(const Chunk& chunk, uint8_t* bytes) {
+  for_each_run<false>(chunk, [&](const uint8_t* packed, int64_t count, const uint8_t*) {
+    for (; count > 0; count -= kSixSteps, packed += kSixBlockBytes, bytes += kSixSteps * kByteStepBytes) {
+      for (int64_t i = 0; i < kSixBlockBytes; i += kLineBytes) __builtin_prefetch(packed + i + chunk.ahead, 0, 2);
+      const uint8_t* high = packed + kSixSteps * kStepBytes;
+      unpack_six_step<0>(packed, high, bytes);
+      unpack_six_step<1>(packed + kStepBytes, high, bytes + kByteStepBytes);
     }
   });
 }
@@ -448,6 +472,8 @@ struct OpsTiles {
   static void unpack(const TileArgs&, const Chunk& chunk, uint8_t* bytes) {
     if (chunk.layout.kind == kE2M1) {
       unpack_e2m1<Ops>(chunk, bytes);
+    } else if (chunk.layout.kind.values == Values::kInt6) {
+      unpack_sixes(chunk, bytes);
     } else {
       unpack_nibbles(chunk, bytes);
     }
@@ -463,14 +489,19 @@ struct OpsTiles {
   static TileFn pick(int64_t count, int64_t columns, const PanelLayout& layout) {
     const Grouping grouping = grouping_of(layout);
     if constexpr (kUnpacked) {
-      const bool wide = Ops::kE2M1IsWide && layout.kind == kE2M1;
-      return (wide ? pick < Ops::kE2M1IsWide ? Code::kWideBytes : Code::kBytes > : pick<Code::kBytes>)(count, columns,
-                                                                                                       grouping);
+      if constexpr (Ops::kE2M1IsWide) {
+        if (layout.kind == kE2M1) return pick<Code::kWideBytes>(count, columns, grouping);
+      }
+      if constexpr (Ops::kInt6IsWide) {
+        if (layout.kind.values == Values::kInt6) return pick<Code::kSixBytes>(count, columns, grouping);
+      }
+      return pick<Code::kBytes>(count, columns, grouping);
     } else {
       switch (layout.kind.values) {
         case Values::kE2M1: return pick<Code::kE2M1>(count, columns, grouping);
         case Values::kInt8: return pick<Code::kInt8>(count, columns, grouping);
         case Values::kIQ4: return pick<Code::kIQ4>(count, columns, grouping);
+        case Values::kInt6: return pick<Code::kSix>(count, columns, grouping);
         default: return pick<Code::kNibbles>(count, columns, grouping);
       }
     }

@@ -236,10 +236,10 @@ W4A8_INLINE void add_sized_groups(const TileArgs& t, const int8_t* const (&rows)
 template <class Ops, int R, int C, Code kCode, Grouping kGrouping>
 W4A8_INLINE void add_all_groups(const TileArgs& t, const int8_t* const (&rows)[R], const uint8_t* const (&weights)[C],
                                 typename Ops::F (&f)[R][C][Ops::kVecs]) {
-  if constexpr (!Ops::kSpareRegisters && are_integers(kCode)) {
+  if constexpr (!Ops::kSpareRegisters && may_have_zeros(kCode)) {
     if (t.zeros != nullptr) return add_sized_groups<Ops, R, C, kCode, Zeros::kAll, kGrouping>(t, rows, weights, f);
   }
-  constexpr Zeros kZeros = Ops::kSpareRegisters && are_integers(kCode) ? Zeros::kAsk : Zeros::kNone;
+  constexpr Zeros kZeros = Ops::kSpareRegisters && may_have_zeros(kCode) ? Zeros::kAsk : Zeros::kNone;
   add_sized_groups<Ops, R, C, kCode, kZeros, kGrouping>(t, rows, weights, f);
 }
 

@@ -7,9 +7,9 @@
 //      acc[j] += (w[j] & 15) . a.lane[0],  acc[j] += (w[j] >> 4) . a.lane[1];  the next step takes lanes 2 and 3
 //
 //   Nibbles 0..15 are positive as signed bytes too. They are w + 8, hence acc starts at -8 * sum(a); w + z, hence it
-//   starts at -z * sum(a). Those of e2m1 and iq4 are looked up. A step of bytes is eight registers, four for each half
-//   of k; the bytes are taken less 128. |acc| <= K * 15 * 128 < 2^31 for K <= 2^20, of bytes and iq4 K * 128 * 128 for
-//   K <= 2^16.
+//   starts at -z * sum(a). Those of e2m1 and iq4 are looked up. Six bits are positive, too, n = w + 32. A step of bytes
+//   is eight registers, four for each half of k; the bytes are taken less 128. |acc| <= K * 15 * 128 < 2^31 for K <=
+//   2^20, of bytes and iq4 K * 128 * 128 for K <= 2^16.
 //
 // Sums of groups become floats without SCVTF, which has a quarter of the rate of FSUB: they start at the bits of the
 // float 1.5 * 2^23, of which a float one larger is one larger as int32, too. Exact while |sum| <= 2^22 (is_small).
@@ -20,14 +20,17 @@
 
 alignas(32) constexpr float kMiddles[] = {0x1.8p23f, 0x1.8p23f, 0x1.8p23f, 0x1.8p23f,
                                           0x1.8p23f, 0x1.8p23f, 0x1.8p23f, 0x1.8p23f};
-// Whether the sum of a group is at most 2^22: of bytes 128 * 128 * 256, of nibbles 15 * 128 * 2048 is less.
+// Whether the sum of a group is at most 2^22: of bytes 128 * 128 * 256, of six bits 32 * 128 * 1024, of
+// nibbles 15 * 128 * 2048 is less. Both are asked of unpacked weights alone.
 constexpr bool is_small(const PanelLayout& layout) {
-  return layout.group_steps * kStepK <= (are_wide(layout.kind.values) ? 256 : 2048);
+  const int64_t most = are_wide(layout.kind.values) ? 256 : (layout.kind.values == Values::kInt6 ? 1024 : 2048);
+  return layout.group_steps * kStepK <= most;
 }
 
 struct DotOps : NeonOps {
   using Bytes = int8x16_t;
   static constexpr bool kE2M1IsWide = false;
+  static constexpr bool kInt6IsWide = false;
 
   static W4A8_INLINE void barrier() { __asm__ volatile("" ::: "memory"); }
   // Two registers from p + kOffset.
@@ -114,16 +117,51 @@ struct DotOps : NeonOps {
     });
   }
 
+  static W4A8_INLINE Bytes load_one(const uint8_t* p) {
+    Bytes bytes;
+    __asm__ volatile("ldr %q0, %1" : "=w"(bytes) : "m"(*reinterpret_cast<const Bytes*>(p)));
+    return bytes;
+  }
+  // Adds four k of a block of six bits of four columns, then those behind: one after the other, for few registers.
+  template <int kQuarter, int R, int C, int V>
+  static W4A8_INLINE void add_quarters(I (&acc)[R][C][V], const Bytes (&a)[R], const Bytes (&both)[2], Bytes bits,
+                                       int c, int j) {
+    const Bytes u = join_six<kQuarter>(vreinterpretq_u8_s8(both[kQuarter / 2]), vreinterpretq_u8_s8(bits));
+    for_each<R>([&](int r) W4A8_LAMBDA { dot<kQuarter>(acc[r][c][j], u, a[r]); });
+    if constexpr (kQuarter < 3) add_quarters<kQuarter + 1>(acc, a, both, bits, c, j);
+  }
+  // Adds the two steps of the block at weights[c], which moves on.
+  template <int R, int C>
+  static W4A8_INLINE void add_six(I (&acc)[R][C][4], const Bytes (&a)[R], const uint8_t* (&weights)[C], int64_t ahead) {
+    for_each<C>([&](int c) W4A8_LAMBDA {
+      const uint8_t* block = weights[c];
+      for (int64_t i = 0; i < kSixBlockBytes; i += kLineBytes) __builtin_prefetch(block + i + ahead, 0, 2);
+      for_each<4>([&](int j) W4A8_LAMBDA {
+        const Bytes both[2] = {load_one(block + 16 * j), load_one(block + kStepBytes + 16 * j)};
+        add_quarters<0>(acc, a, both, load_one(block + kSixSteps * kStepBytes + 16 * j), c, j);
+      });
+      weights[c] = block + kSixBlockBytes;
+    });
+  }
+  // Two steps, whose 16 activations are in a.
+  template <Code kCode, int R, int C, int V>
+  static W4A8_INLINE void add_two_steps(I (&acc)[R][C][V], const Bytes (&a)[R], const uint8_t* (&w)[C], int64_t ahead) {
+    if constexpr (kCode == Code::kSix) {
+      add_six(acc, a, w, ahead);
+    } else {
+      add_step<0, kCode>(acc, a, w, ahead);
+      add_step<2, kCode>(acc, a, w, ahead);
+    }
+  }
+
   // Four steps. q and w move behind them.
   template <Code kCode, int R, int C, int V>
   static W4A8_INLINE void add_block(I (&acc)[R][C][V], const int8_t* (&q)[R], const uint8_t* (&w)[C], int64_t ahead) {
     Bytes a[R];
     Bytes b[R];
     for_each<R>([&](int r) W4A8_LAMBDA { take_pair(q[r], a[r], b[r]); });
-    add_step<0, kCode>(acc, a, w, ahead);
-    add_step<2, kCode>(acc, a, w, ahead);
-    add_step<0, kCode>(acc, b, w, ahead);
-    add_step<2, kCode>(acc, b, w, ahead);
+    add_two_steps<kCode>(acc, a, w, ahead);
+    add_two_steps<kCode>(acc, b, w, ahead);
   }
 
   // Two steps. q and w move behind them.
@@ -132,8 +170,7 @@ struct DotOps : NeonOps {
                                           int64_t ahead) {
     Bytes a[R];
     for_each<R>([&](int r) W4A8_LAMBDA { take_one(q[r], a[r]); });
-    add_step<0, kCode>(acc, a, w, ahead);
-    add_step<2, kCode>(acc, a, w, ahead);
+    add_two_steps<kCode>(acc, a, w, ahead);
   }
 
   template <int R, int C, Code kCode, int64_t kUnit>
@@ -149,6 +186,10 @@ struct DotOps : NeonOps {
     if constexpr (kUnit == kLeastGroupSteps) return add_least_group<kCode>(acc, q, w, ahead);
     int64_t left = end - begin;
     for (; left >= kBlockSteps; left -= kBlockSteps) add_block<kCode>(acc, q, w, ahead);
+    if constexpr (kCode == Code::kSix) {
+      if (kUnit == 1 && left > 0) add_least_group<kCode>(acc, q, w, ahead);
+      return;
+    }
     for (; kUnit == 1 && left > 0; --left) {
       Bytes a[R];
       for_each<R>([&](int r) W4A8_LAMBDA { take_half(q[r], a[r]); });
@@ -212,6 +253,30 @@ void unpack_bytes(const Chunk& chunk, uint8_t* bytes) {
   });
 }
 
+// The same for blocks of six bits: less 32.
+template <class Tiles>
+void unpack_blocks(const Chunk& chunk, uint8_t* bytes) {
+  using Bytes = DotOps::Bytes;
+  for_each_run<false>(chunk, [&](const uint8_t* packed, int64_t count, const uint8_t*) {
+    const auto unpack_step = [&]<int kStep>() W4A8_LAMBDA {
+      Bytes halves[2][4];
+      for_each<4>([&](int j) W4A8_LAMBDA {
+        const uint8x16_t both = vreinterpretq_u8_s8(DotOps::load_one(packed + kStep * kStepBytes + 16 * j));
+        const uint8x16_t bits = vreinterpretq_u8_s8(DotOps::load_one(packed + kSixSteps * kStepBytes + 16 * j));
+        halves[0][j] = vsubq_s8(DotOps::join_six<2 * kStep>(both, bits), vdupq_n_s8(32));
+        halves[1][j] = vsubq_s8(DotOps::join_six<2 * kStep + 1>(both, bits), vdupq_n_s8(32));
+      });
+      Tiles::store_step(halves[0], halves[1], bytes);
+      bytes += kByteStepBytes;
+    };
+    for (; count > 0; count -= kSixSteps, packed += kSixBlockBytes) {
+      for (int64_t i = 0; i < kSixBlockBytes; i += kLineBytes) __builtin_prefetch(packed + i + chunk.ahead, 0, 2);
+      unpack_step.template operator()<0>();
+      unpack_step.template operator()<1>();
+    }
+  });
+}
+
 // What both Tiles that unpack have in common: they unpack to w, so that sums start at 0.
 template <class Tiles>
 struct SignedTiles {
@@ -230,6 +295,7 @@ struct SignedTiles {
       case Values::kE2M1: return unpack_signed<Tiles, Code::kE2M1, false>(chunk, bytes);
       case Values::kIQ4: return unpack_signed<Tiles, Code::kIQ4, false>(chunk, bytes);
       case Values::kInt8: return unpack_bytes<Tiles>(chunk, bytes);
+      case Values::kInt6: return unpack_blocks<Tiles>(chunk, bytes);
     }
   }
 };

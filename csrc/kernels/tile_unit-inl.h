@@ -205,34 +205,40 @@ struct UnitTiles {
       case Values::kE2M1: return unpack_kind<Unpacked::kE2M1>(chunk, weights);
       case Values::kInt8: return unpack_kind<Unpacked::kInt8>(chunk, weights);
       case Values::kIQ4: return unpack_kind<Unpacked::kIQ4>(chunk, weights);
+      case Values::kInt6: return unpack_kind<Unpacked::kInt6>(chunk, weights);
     }
   }
-  enum class Unpacked { kInt4, kInt4ZeroPoints, kE2M1, kInt8, kIQ4 };
+  enum class Unpacked { kInt4, kInt4ZeroPoints, kE2M1, kInt8, kIQ4, kInt6 };
+  // A step, or a block of int6.
   template <Unpacked kKind>
-  static W4A8_INLINE void unpack_step(const uint8_t* packed, const uint8_t* zeros, uint8_t* weights) {
+  static W4A8_INLINE void unpack_unit(const uint8_t* packed, const uint8_t* zeros, uint8_t* weights) {
     if constexpr (kKind == Unpacked::kInt4) Ops::unpack_step(packed, weights);
     if constexpr (kKind == Unpacked::kInt4ZeroPoints) Ops::unpack_step_from(packed, zeros, weights);
     if constexpr (kKind == Unpacked::kE2M1) Ops::template unpack_step_by<kE2M1Weights>(packed, weights);
     if constexpr (kKind == Unpacked::kIQ4) Ops::template unpack_step_by<kIQ4Weights>(packed, weights);
     if constexpr (kKind == Unpacked::kInt8) Ops::unpack_step_int8(packed, weights);
+    if constexpr (kKind == Unpacked::kInt6) Ops::unpack_block(packed, weights);
   }
   template <Unpacked kKind>
   void unpack_kind(const Chunk& chunk, uint8_t* weights) {
-    constexpr int64_t kPackedBytes = kKind == Unpacked::kInt8 ? kByteStepBytes : kStepBytes;
+    constexpr int64_t kSteps = kKind == Unpacked::kInt6 ? kSixSteps : 1;
+    constexpr int64_t kPackedBytes =
+        kKind == Unpacked::kInt6 ? kSixBlockBytes : (kKind == Unpacked::kInt8 ? kByteStepBytes : kStepBytes);
+    constexpr int64_t kUnits = kBlockSteps / kSteps;
+    constexpr int64_t kBytes = kSteps * kByteStepBytes;
     Fetcher fetcher = next;
     for_each_run<kKind == Unpacked::kInt4ZeroPoints>(
         chunk, [&](const uint8_t* packed, int64_t count, const uint8_t* zeros) __attribute__((always_inline)) {
           int64_t s = 0;
           for (; s + kBlockSteps <= count; s += kBlockSteps) {
-            for_each<kBlockSteps>([&](int i) W4A8_LAMBDA {
-              unpack_step<kKind>(packed + i * kPackedBytes, zeros, weights + i * kByteStepBytes);
-            });
-            packed += kBlockSteps * kPackedBytes;
+            for_each<kUnits>(
+                [&](int i) W4A8_LAMBDA { unpack_unit<kKind>(packed + i * kPackedBytes, zeros, weights + i * kBytes); });
+            packed += kUnits * kPackedBytes;
             weights += kBlockSteps * kByteStepBytes;
             fetcher.spend(kBlockSteps * kUnpackCycles);
           }
-          for (; s < count; ++s, packed += kPackedBytes, weights += kByteStepBytes) {
-            unpack_step<kKind>(packed, zeros, weights);
+          for (; s < count; s += kSteps, packed += kPackedBytes, weights += kBytes) {
+            unpack_unit<kKind>(packed, zeros, weights);
           }
         });
     next = fetcher;

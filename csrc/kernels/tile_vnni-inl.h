@@ -5,6 +5,7 @@
 //     broadcast4(p)                       4 activations in every lane
 //     dot(acc, u8, s8)                    acc += 4 products in each 32-bit lane
 //     load_step<kCode>(w, s, lo, hi)      u of k0..k0+3 and of k0+4..k0+7, kVecs registers each
+//     load_six<kQuarter>(block, u)        u of four of the 16 k of a block of six bits, kVecs registers
 //     kDoubled                            up to so many accumulators, a second set hides the latency of dot
 //     take_half(w, u)                     one half of a step of bytes: to hold both takes registers that others need
 template <class Base>
@@ -14,6 +15,7 @@ struct VnniOps : Base {
 
   // 24 * 128 in size at most, K * 24 * 128 < 2^31 for K <= 2^19; nothing is narrow.
   static constexpr bool kE2M1IsWide = false;
+  static constexpr bool kInt6IsWide = false;
 
   // Makes GCC add to one index alone. It would have a pointer for every row, and all the additions take ports of `dot`.
   static W4A8_INLINE void keep_index(int64_t& k) {
@@ -62,6 +64,31 @@ struct VnniOps : Base {
     }
   }
 
+  // Adds four k of a block of six bits, then those behind.
+  template <int R, int C, int kQuarter = 0>
+  static W4A8_INLINE void add_six(I (&acc)[R][C][kVecs], I (&second)[R][C][kVecs], const int8_t* const (&rows)[R],
+                                  const uint8_t* const (&blocks)[C], int64_t k) {
+    I u[C][kVecs];
+#pragma GCC unroll 2
+    for (int c = 0; c < C; ++c) Base::template load_six<kQuarter>(blocks[c], u[c]);
+    add_half(kQuarter % 2 == 0 ? acc : second, rows, k + 4 * kQuarter, u);
+    if constexpr (kQuarter < 3) add_six<R, C, kQuarter + 1>(acc, second, rows, blocks, k);
+  }
+
+  // The same as add_steps, which see.
+  template <int R, int C, bool kFetch>
+  static W4A8_INLINE void add_sixes(I (&acc)[R][C][kVecs], I (&second)[R][C][kVecs], const int8_t* const (&rows)[R],
+                                    const uint8_t* const (&weights)[C], int64_t begin, int64_t end,
+                                    const uint8_t* fetch) {
+    for (int64_t s = begin; s < end; s += kSixSteps, fetch += C * kSixBlockBytes) {
+      if constexpr (kFetch) fetch_lines<C * kSixBlockBytes>(fetch);
+      const uint8_t* blocks[C];
+#pragma GCC unroll 2
+      for (int c = 0; c < C; ++c) blocks[c] = weights[c] + s * step_bytes(Code::kSix);
+      add_six(acc, second, rows, blocks, s * kStepK);
+    }
+  }
+
   // Adds the step `s`, k = s * kStepK, and fetches as many bytes.
   template <int R, int C, Code kCode, bool kFetch>
   static W4A8_INLINE void add_step(I (&acc)[R][C][kVecs], I (&second)[R][C][kVecs], const int8_t* const (&rows)[R],
@@ -78,6 +105,7 @@ struct VnniOps : Base {
   static W4A8_INLINE void add_steps(I (&acc)[R][C][kVecs], I (&second)[R][C][kVecs], const int8_t* const (&rows)[R],
                                     const uint8_t* const (&weights)[C], int64_t begin, int64_t end,
                                     const uint8_t* fetch) {
+    if constexpr (kCode == Code::kSix) return add_sixes<R, C, kFetch>(acc, second, rows, weights, begin, end, fetch);
     constexpr int64_t kBytes = C * step_bytes(kCode);
     constexpr int64_t kSteps = unrolled(kUnit);
     int64_t s = begin;

@@ -10,7 +10,8 @@
 //   Tile instructions hardly overlap with AVX-512 arithmetic, which shares port 5: converting the sums of groups and
 //   multiplying add up. tile_unit-inl.h has the loops.
 //
-//   |sum| <= K * 8 * 128 < 2^31 for K <= 2^20; K * 15 * 128 for K <= 2^19; of int8 and iq4 K * 128 * 128 for K <= 2^16.
+//   |sum| <= K * 8 * 128 < 2^31 for K <= 2^20; K * 15 * 128 for K <= 2^19; K * 32 * 128 of int6 for
+//   K <= 2^18; of int8 and iq4 K * 128 * 128 for K <= 2^16.
 #if defined(__x86_64__)
 #include <immintrin.h>
 
@@ -76,6 +77,17 @@ struct AmxOps : Avx512Ops {
     load_step<Code::kNibbles>(packed, 0, lo, hi);
     _mm512_storeu_si512(bytes, _mm512_shuffle_epi8(table, lo[0]));
     _mm512_storeu_si512(bytes + kStepBytes, _mm512_shuffle_epi8(table, hi[0]));
+  }
+  // A block of six bits.
+  static W4A8_INLINE void unpack_block(const uint8_t* block, uint8_t* bytes) {
+    I u[4][1];
+    load_six<0>(block, u[0]);
+    load_six<1>(block, u[1]);
+    load_six<2>(block, u[2]);
+    load_six<3>(block, u[3]);
+    for_each<4>([&](int i) W4A8_LAMBDA {
+      _mm512_storeu_si512(bytes + i * kLineBytes, _mm512_sub_epi8(u[i][0], _mm512_set1_epi8(32)));
+    });
   }
   static W4A8_INLINE void unpack_step_int8(const uint8_t* packed, uint8_t* bytes) {
     const I flip = _mm512_set1_epi8(-128);

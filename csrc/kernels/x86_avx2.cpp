@@ -12,8 +12,10 @@
 //   |nibble * q| <= 15 * 128 = 1920, VPMADDUBSW adds two: 3840 cannot saturate. A 16-bit lane takes 2 products of each
 //   VPMADDUBSW, so a block of 4 steps (32 k) is 8 of them: 8 * 3840 = 30720 < 32768. Then they are widened to 32 bits.
 //   e2m1 counts from 12: 24 * 128 * 2 = 6144, so 2 steps are 4 * 6144 = 24576, and 3 would not fit.
-//   Bytes of int8 are too large: their low and their high four bits are multiplied apart, and VPMADDWD, which widens
-//   the sums, multiplies those of the high ones by 16. Those of iq4 are looked up in two tables.
+//   Six bits are 63 at most: 63 * 128 * 2 = 16128, and 1 step is 2 * 16128 = 32256 < 32768. The least sum is -32256,
+//   too: activations are in -128..127. Bytes of int8 are too large: their low and their high four bits are multiplied
+//   apart, and VPMADDWD, which widens the sums, multiplies those of the high ones by 16. Those of iq4 are looked up in
+//   two tables.
 #if defined(__x86_64__)
 #include <immintrin.h>
 
@@ -44,6 +46,7 @@ struct Ops : Avx2Ops {
   static constexpr int64_t kUnpackSteps = 96;  // 12 KiB of unpacked weights
 
   static constexpr bool kE2M1IsWide = true;
+  static constexpr bool kInt6IsWide = true;
 
   // Which four bits of a byte of int8, or of iq4's table, are multiplied.
   enum class Part { kAll, kLow, kHigh };
@@ -68,8 +71,13 @@ struct Ops : Avx2Ops {
         u[v] = _mm256_and_si256(kPart == Part::kHigh ? _mm256_srli_epi16(u[v], 4) : u[v], _mm256_set1_epi8(0x0f));
       });
     }
+    multiply<R, kFirst>(sums, rows, s * kStepK + (kUpperK ? 4 : 0), u);
+  }
+  // Four k from `k` on.
+  template <int R, bool kFirst>
+  static W4A8_INLINE void multiply(I (&sums)[R][2], const int8_t* const (&rows)[R], int64_t k, const I (&u)[2]) {
     for_each<R>([&](int r) W4A8_LAMBDA {
-      const I a = broadcast4(rows[r] + s * kStepK + (kUpperK ? 4 : 0));
+      const I a = broadcast4(rows[r] + k);
       for_each<2>([&](int v) W4A8_LAMBDA {
         const I products = _mm256_maddubs_epi16(u[v], a);
         sums[r][v] = kFirst ? products : _mm256_add_epi16(sums[r][v], products);
@@ -90,17 +98,37 @@ struct Ops : Avx2Ops {
       add_products<R, kCode, false, false, kPart>(sums, rows, w, s + i);
       add_products<R, kCode, true, false, kPart>(sums, rows, w, s + i);
     }
+    widen<R, kPart>(acc, sums);
+  }
+  template <int R, Part kPart>
+  static W4A8_INLINE void widen(I (&acc)[R][1][2], const I (&sums)[R][2]) {
     const I weight = _mm256_set1_epi16(kPart == Part::kHigh ? 16 : 1);
     for_each<R, 2>([&](int r, int v) W4A8_LAMBDA {
       acc[r][0][v] = _mm256_add_epi32(acc[r][0][v], _mm256_madd_epi16(sums[r][v], weight));
     });
   }
 
+  // A block of six bits, whose first step is s.
+  template <int R, int kStep = 0>
+  static W4A8_INLINE void add_six(I (&acc)[R][1][2], const int8_t* const (&rows)[R], const uint8_t* w, int64_t s) {
+    const uint8_t* block = w + s * step_bytes(Code::kSix);
+    I sums[R][2];
+    I u[2];
+    load_six<2 * kStep>(block, u);
+    multiply<R, true>(sums, rows, (s + kStep) * kStepK, u);
+    load_six<2 * kStep + 1>(block, u);
+    multiply<R, false>(sums, rows, (s + kStep) * kStepK + 4, u);
+    widen<R, Part::kAll>(acc, sums);
+    if constexpr (kStep == 0) add_six<R, 1>(acc, rows, w, s);
+  }
+
   template <int R, Code kCode, bool kFetch, int64_t kCount>
   static W4A8_INLINE void add_sums(I (&acc)[R][1][2], const int8_t* const (&rows)[R], const uint8_t* w, int64_t s,
                                    const uint8_t* fetch) {
     if constexpr (kFetch) fetch_lines<kCount * step_bytes(kCode)>(fetch);
-    if constexpr (is_int8(kCode)) {
+    if constexpr (kCode == Code::kSix) {
+      add_six(acc, rows, w, s);
+    } else if constexpr (is_int8(kCode)) {
       add_part<R, kCode, kCount, Part::kLow>(acc, rows, w, s);
       add_part<R, kCode, kCount, Part::kHigh>(acc, rows, w, s);
     } else {
@@ -122,16 +150,20 @@ struct Ops : Avx2Ops {
   static W4A8_INLINE void sum_steps(I (&acc)[R][1][2], const int8_t* const (&rows)[R], const uint8_t* weights,
                                     int64_t begin, int64_t end, const uint8_t* fetch) {
     constexpr int64_t kSteps = unrolled(kUnit);
-    constexpr int64_t kNarrow = is_e2m1(kCode) ? 2 : kSteps;  // that fit 16 bits
+    // That fit 16 bits; of packed six bits a block.
+    constexpr int64_t kNarrow = kCode == Code::kSixBytes ? 1 : (is_e2m1(kCode) || is_six(kCode) ? 2 : kSteps);
     int64_t s = begin;
     for (; s + kSteps <= end; s += kSteps) {
-#pragma GCC unroll 2
+#pragma GCC unroll 4
       for (int64_t i = 0; i < kSteps; i += kNarrow, fetch += kNarrow * step_bytes(kCode)) {
         add_sums<R, kCode, kFetch, kNarrow>(acc, rows, weights, s + i, fetch);
       }
     }
     if constexpr (kUnit != 1) return;
-    for (; s < end; ++s, fetch += step_bytes(kCode)) add_sums<R, kCode, kFetch, 1>(acc, rows, weights, s, fetch);
+    constexpr int64_t kRest = kCode == Code::kSix ? kSixSteps : 1;
+    for (; s < end; s += kRest, fetch += kRest * step_bytes(kCode)) {
+      add_sums<R, kCode, kFetch, kRest>(acc, rows, weights, s, fetch);
+    }
   }
 };
 

@@ -65,10 +65,10 @@ inline DType activation_dtype(const char* name, const Tensor& tensor) {
 
 /// The argument `values` of the ops.
 inline Values values_of(Text values) {
-  for (const Values known : {Values::kInt4, Values::kE2M1, Values::kInt8, Values::kIQ4}) {
+  for (const Values known : {Values::kInt4, Values::kE2M1, Values::kInt8, Values::kIQ4, Values::kInt6}) {
     if (values == values_name(known)) return known;
   }
-  W4A8_CHECK(false, "values is '", values, "', expected 'int4', 'e2m1', 'int8' or 'iq4'");
+  W4A8_CHECK(false, "values is '", values, "', expected 'int4', 'e2m1', 'int8', 'iq4' or 'int6'");
 }
 
 /// The type of a tensor of scales; those of one byte are given and come back as bits.

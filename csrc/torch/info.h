@@ -37,7 +37,7 @@ struct PackedInfo {
   /// "float32", "bfloat16", "float16", "e5m3" (with channel scales), "e8m0" or "super" (int8 with super-scales)
   std::string scale_dtype;
   bool has_bias;
-  std::string values;  ///< "int4", "e2m1", "int8" or "iq4"
+  std::string values;  ///< "int4", "e2m1", "int8", "iq4" or "int6"
   bool has_zero_points;
   bool has_minimums;
   int64_t activation_group;  ///< values of k of a row that share a scale; -1: all of the row

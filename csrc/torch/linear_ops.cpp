@@ -24,7 +24,7 @@ bool has_shape(const Tensor& tensor, const Tensor& weights, std::initializer_lis
 // No value decides, so that the size of what is packed follows from shapes, types and arguments alone.
 WeightKind kind_of(const OptionalTensor& zero_points, const OptionalTensor& minimums, Text values) {
   const Values codes = values_of(values);
-  W4A8_CHECK(are_integers(codes) || !zero_points.has_value(), "zero_points is given, expected none for values = '",
+  W4A8_CHECK(may_have_zeros(codes) || !zero_points.has_value(), "zero_points is given, expected none for values = '",
              values, "'");
   return {codes, zero_points.has_value(), minimums.has_value()};
 }
@@ -93,7 +93,7 @@ void check_pack_arguments(const PackArguments& a, const PackedShape& shape) {
              "weights has shape ", shape_text(weights.sizes()), ", expected [", shape.n, ", ", bytes, "] or [E, ",
              shape.n, ", ", bytes, "] for out_features = ", shape.n, ", in_features = ", shape.k, " and values = '",
              values_name(shape.kind.values), "'");
-  W4A8_CHECK(!channel_scales.has_value() || !are_wide(shape.kind.values),
+  W4A8_CHECK(!channel_scales.has_value() || (!are_wide(shape.kind.values) && shape.kind.values != Values::kInt6),
              "channel_scales is given, expected none for values = '", values_name(shape.kind.values), "'");
   W4A8_CHECK(has_shape(scales, weights, {shape.n, shape.groups()}), "scales_zeros has shape ",
              shape_text(scales.sizes()), ", expected ", expected_shape(weights, {shape.n, shape.groups()}),

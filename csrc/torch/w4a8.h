@@ -22,14 +22,15 @@ namespace w4a8 {
 /// of scales_zeros in 0..15, it is n - zero point; with values "e2m1" it is the e2m1 number of these bits. With
 /// channel_scales, floating [N] ([E, N]), in groups of 16, scales_zeros is float8_e4m3fn without signs, or its bits as
 /// uint8, and a weight is multiplied by both. With values "int8" weights is uint8 [N, K] or [E, N, K], a code n a byte,
-/// which is n - zero point, 0..255, or n - 128. activation_group: the rows that the matrix is multiplied with have one
-/// scale each (-1), or one for so many values of k: 32, 64 or 128 that divides block_size (of groups of 16,
-/// in_features). minimums, of type and shape of scales_zeros, are subtracted: a weight is scale * code - minimum, of
-/// nibbles with the code n itself, of bytes with n - 128; without zero points, block_size at most 256. super_scales,
-/// float16 [N, K/256] ([E, ...]): scales_zeros is int8, and a scale that times the super-scale; minimums are int8 then,
-/// and have super_minimums. K is a multiple of 256 then, block_size 16, 32, 64 or 128, values "iq4", or "int4" or
-/// "int8" without zero points. With values "iq4" a nibble is one of the 16 integers of GGUF's IQ4_NL, without zero
-/// points, minimums and channel_scales. Returns uint8 [bytes] or [E, bytes].
+/// which is n - zero point, 0..255, or n - 128; with values "int6" a byte in 0..63, which is n - 32, without zero
+/// points and channel_scales. activation_group: the rows that the matrix is multiplied with have one scale each (-1),
+/// or one for so many values of k: 32, 64 or 128 that divides block_size (of groups of 16, in_features). minimums, of
+/// type and shape of scales_zeros, are subtracted: a weight is scale * code - minimum, of nibbles with the code n
+/// itself, of bytes with n - 128 (int6: n - 32); without zero points, block_size at most 256. super_scales, float16 [N,
+/// K/256] ([E, ...]): scales_zeros is int8, and a scale that times the super-scale; minimums are int8 then, and have
+/// super_minimums. K is a multiple of 256 then, block_size 16, 32, 64 or 128, values "iq4", "int6", or "int4" or "int8"
+/// without zero points. With values "iq4" a nibble is one of the 16 integers of GGUF's IQ4_NL, without zero points,
+/// minimums and channel_scales. Returns uint8 [bytes] or [E, bytes].
 W4A8_EXPORT at::Tensor dyn_quant_pack_4bit_weight(const at::Tensor& weights, const at::Tensor& scales_zeros,
                                                   const c10::optional<at::Tensor>& bias, int64_t block_size,
                                                   int64_t in_features, int64_t out_features,

@@ -42,7 +42,7 @@ class PackedHeader(TypedDict):
     # super-scales)
     scale_dtype: str
     has_bias: bool
-    values: str  # "int4", "e2m1", "int8" or "iq4"
+    values: str  # "int4", "e2m1", "int8", "iq4" or "int6"
     has_zero_points: bool
     has_minimums: bool
     activation_group: int  # values of k of a row of activations that share a scale; -1: the whole row
@@ -65,19 +65,19 @@ def dyn_quant_pack_4bit_weight(
     super_scales: torch.Tensor | None = None,
     super_minimums: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Packs 4-bit or 8-bit weights, scales and bias into the layout every kernel reads (docs/packed_layout.md).
+    """Packs weights of 4, 6 or 8 bits, scales and bias into the layout every kernel reads (docs/packed_layout.md).
 
     Args:
         weights: uint8 [N, K/2], low nibble = even k, high nibble = odd k; or [E, N, K/2], a stack of experts. Of int8
-            [N, K] or [E, N, K], a code a byte.
+            and int6 [N, K] or [E, N, K], a code a byte; of int6 0 to 63.
         scales_zeros: float32, bfloat16 or float16 [N, K / block_size] ([N, 1] channelwise), with a leading E for a
             stack; packed in the type given. With e2m1 half of a scale must be exact: one below 2**-125 (float16:
             2**-13) must be even in its last bit. With e2m1 in groups that are multiples of 32, more than one in a row,
             also float8_e8m0fnu, or its bits as uint8: 2**(b - 127), b from 0 to 254; 255 is its NaN, and refused.
         bias: floating point [N] ([E, N] for a stack), or None. Kept as float32.
         block_size: values of k per scale: in_features, or 16 or a multiple of 32 that divides it.
-        in_features: K, even, at most 2**20; 2**19 with zero points, e2m1, iq4 or int8. Of int8 and iq4 block_size is at
-            most 2**16, with zero points 2**15.
+        in_features: K, even, at most 2**20; 2**19 with zero points, e2m1, iq4, int6 or int8. Of int8 and iq4 block_size
+            is at most 2**16, with zero points 2**15, of int6 2**18.
         out_features: N.
         zero_points: uint8 of the shape of scales_zeros, 0 to 15: the value of a nibble n is (n - zero point) * scale.
             None: n - 8. Zero points that are all 8 mean the same, but take the room of any others: no value changes the
@@ -85,7 +85,8 @@ def dyn_quant_pack_4bit_weight(
         values: "int4"; or "e2m1": a nibble is a sign, two bits of exponent and one of mantissa, as in MXFP4: 0, 0.5,
             1, 1.5, 2, 3, 4, 6 and their negatives, without zero points; or "int8": codes have 8 bits;
             or "iq4": a nibble is an index of -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113,
-            as in IQ4_NL and IQ4_XS of GGUF, without zero points and minimums.
+            as in IQ4_NL and IQ4_XS of GGUF, without zero points and minimums; or "int6": codes have 6 bits, and n
+            stands for n - 32, without zero points.
         channel_scales: floating point [N] ([E, N] for a stack), kept as float32: scales of two levels, as NVFP4 has.
             Then scales_zeros is float8_e4m3fn, or its bits as uint8, numbers without a sign, and a weight is multiplied
             by its scale and by the channel scale of its output feature. For a block_size of 16 alone, and int4 or e2m1.
@@ -93,10 +94,10 @@ def dyn_quant_pack_4bit_weight(
             scale for each row. 32, 64 or 128: symmetrically, one scale for so many values of k. That must divide
             block_size; in_features where block_size is 16 or in_features.
         minimums: of dtype and shape of scales_zeros, subtracted: a weight is scale * n - minimum (of int8 n - 128
-            instead of n). For int4 and int8 without zero points, in groups of at most 256.
+            instead of n, of int6 n - 32). For int4, int6 and int8 without zero points, in groups of at most 256.
         super_scales: float16 [N, K / 256] ([E, N, K / 256]): scales of two levels, as the K-quants of GGUF have. Then
             scales_zeros is int8, and a scale is that times its super-scale. K is a multiple of 256 then, block_size 16,
-            32, 64 or 128, and weights are iq4, or int4 or int8 without zero points.
+            32, 64 or 128, and weights are iq4 or int6, or int4 or int8 without zero points.
         super_minimums: float16 of the shape of super_scales, for int8 minimums; together with both.
 
     Returns:

@@ -89,6 +89,7 @@ TEST(AmxTest, ManyRowsUseTiles) {
                                                                                {544, kInt8},
                                                                                {544, kE2M1},
                                                                                {544, kIQ4},
+                                                                               {544, kInt6},
                                                                                {1088, kInt4ZeroPoints}}) {
     const PackedShape shape = {48, 2176, group, ScaleType::kFloat32, false, kind};
     SCOPED_TRACE(describe(shape));

@@ -34,7 +34,7 @@ struct QuantizedInput {
       for (int64_t p = 0; p < shape.rows().parts(); ++p) {
         int32_t sum = 0;
         for (int64_t i = p * part; i < (p + 1) * part; ++i) sum += row.q[static_cast<std::size_t>(i)];
-        starts[r * starts_stride + p] = shape.rows().from_zero ? 0 : -8 * sum;
+        starts[r * starts_stride + p] = -shape.rows().zero * sum;
         if (shape.rows().scaled()) {
           scales[p * scales_stride + r] = row.scales[static_cast<std::size_t>(p * part / row.group)];
         }
@@ -236,10 +236,11 @@ TEST_P(KernelTest, ManyRowsOfManyChunks) {
         Case{530, 1120, 32, 32}, Case{49, 2336, 16, 32}, Case{49, 2304, 96, 32}, Case{49, 2048, 1024, 128},
         Case{49, 4736, 128, 128}, Case{49, 4736, 128, 64}, Case{49, 4704, 4704, 32}, Case{49, 4736, 4736, 128},
         Case{30, 1632, 544, 32}}) {
-    // Nibbles, whose chunks may begin inside a record, and bytes. Groups above 512 may be more than a chunk.
-    for (const WeightKind kind : {kInt4, kInt4ZeroPoints, kInt8}) {
+    // Nibbles, whose chunks may begin inside a record, bytes, and six bits. Groups above 512 may be more than a chunk.
+    for (const WeightKind kind : {kInt4, kInt4ZeroPoints, kInt8, kInt6}) {
       if (kind != kInt4 && c.m > 100) continue;
-      const ScaleType scales = c.group == 16 && kind != kInt8 ? ScaleType::kE5M3 : ScaleType::kBFloat16;
+      const ScaleType scales =
+          c.group == 16 && kind != kInt8 && kind != kInt6 ? ScaleType::kE5M3 : ScaleType::kBFloat16;
       const PackedShape shape{35, c.k, c.group, scales, true, kind, c.activation_group};
       SCOPED_TRACE(describe(shape));
       const ref::Weights weights = random_weights(rng, shape);
@@ -352,11 +353,12 @@ void check_extremes(const Kernel& kernel, const PackedShape& shape, const ref::W
 // They must survive any narrow intermediate (int16 sums of maddubs, signed times unsigned, ...).
 TEST_P(KernelTest, ExtremesAreExactIntegers) {
   for (const WeightKind kind : kAllKinds) {
-    // 255 * 15 * 4096, 255 * 128 * 512 (iq4, too) and 255 * 255 * 256 < 2^24. Half of it is the largest group whose
-    // sums are in
+    // 255 * 15 * 4096, 255 * 32 * 2048 (int6), 255 * 128 * 512 (iq4, too) and 255 * 255 * 256 < 2^24. Half of it is the
+    // largest group whose sums are in
     // [-2^22, 2^22] with the activations alone (of int8 without zero points, both ends), where kernels may do
     // otherwise.
-    const int64_t k = !are_wide(kind.values) ? 4096 : (kind.zero_points ? 256 : 512);
+    int64_t k = !are_wide(kind.values) ? 4096 : (kind.zero_points ? 256 : 512);
+    if (kind.values == Values::kInt6) k = 2048;
     for (const int64_t group : {k, int64_t{16}, int64_t{32}, int64_t{128}, int64_t{256}, int64_t{1024}, k / 2}) {
       if (group > k) continue;
       for (int pattern = 0; pattern < 4; ++pattern) {

@@ -1,4 +1,5 @@
 // The header of a packed matrix: what is written can be read, anything else is refused by name.
+#include <algorithm>
 #include <array>
 #include <limits>
 
@@ -84,9 +85,9 @@ TEST(LayoutTest, EachFieldIsCheckedByName) {
     expect_words(refusal(with<uint32_t>(kVersionAt, version)),
                  {what, "version is " + std::to_string(version), "reads version 5"});
   }
-  for (const int values : {4, 5, 255}) {
+  for (const int values : {5, 6, 255}) {
     expect_words(refusal(with<uint8_t>(kValuesAt, static_cast<uint8_t>(values))),
-                 {what, "values are " + std::to_string(values), "3 (iq4)"});
+                 {what, "values are " + std::to_string(values), "4 (int6)"});
   }
   for (const int scale : {6, 7, 255}) {
     expect_words(refusal(with<uint8_t>(kScaleAt, static_cast<uint8_t>(scale))),
@@ -109,7 +110,7 @@ TEST(LayoutTest, EachFieldIsCheckedByName) {
   expect_words(refusal(with<int64_t>(kKAt, 0)), {what, "k (in_features) is 0"});
   expect_words(refusal(with<int64_t>(kKAt, -128)), {what, "k (in_features) is -128"});
   expect_words(refusal(with<int64_t>(kKAt, kMaxK + 2)), {what, "k (in_features) is"});
-  for (const WeightKind kind : {kInt4ZeroPoints, kE2M1, kInt8, kInt8ZeroPoints, kIQ4}) {
+  for (const WeightKind kind : {kInt4ZeroPoints, kE2M1, kInt8, kInt8ZeroPoints, kIQ4, kInt6}) {
     expect_words(refusal(with<int64_t>(kKAt, kMaxK / 2 + 2, kind)), {what, "k (in_features) is", kind_name(kind)});
   }
   expect_words(refusal(with<int64_t>(kGroupAt, 48)), {what, "group", "48"});
@@ -260,7 +261,7 @@ TEST(LayoutTest, CheckShape) {
   bad({16, 64, 64, static_cast<ScaleType>(200), false}, {"scale type", "200"});
   bad({16, kMaxK / 2 + 2, 2, ScaleType::kFloat32, false, kInt4ZeroPoints}, {"k (in_features)", "524288"});
   bad({16, kMaxK, kMaxK, ScaleType::kFloat32, false, kE2M1}, {"k (in_features)", "524288", "e2m1"});
-  bad({16, 64, 64, ScaleType::kFloat32, false, {static_cast<Values>(4), false}}, {"values are 4", "3 (iq4)"});
+  bad({16, 64, 64, ScaleType::kFloat32, false, {static_cast<Values>(5), false}}, {"values are 5", "4 (int6)"});
   bad({16, 64, 64, ScaleType::kFloat32, false, {Values::kE2M1, true}}, {"e2m1 with zero points"});
   bad({16, kMaxK, 32, ScaleType::kFloat32, false, kInt8}, {"k (in_features)", "524288", "int8"});
   bad({16, kMaxK, 32, ScaleType::kFloat32, false, kIQ4}, {"k (in_features)", "524288", "iq4"});
@@ -268,6 +269,13 @@ TEST(LayoutTest, CheckShape) {
   bad({16, 64, 32, ScaleType::kFloat32, false, {Values::kIQ4, false, true}}, {"minimums beside iq4"});
   bad({16, 80, 16, ScaleType::kE5M3, false, kIQ4}, {"scale type", "e5m3", "iq4"});
   bad({16, 64, 32, ScaleType::kE8M0, false, kIQ4}, {"scale type", "e8m0", "iq4"});
+  bad({16, kMaxK, 32, ScaleType::kFloat32, false, kInt6}, {"k (in_features)", "524288", "int6"});
+  bad({16, 64, 64, ScaleType::kFloat32, false, {Values::kInt6, true}},
+      {"values are int6 with zero points", "expected int6 without"});
+  bad({16, 64, 64, ScaleType::kFloat32, false, kInt6Minimums}, {"minimums in groups of 64 (channelwise)"});
+  bad({16, 80, 16, ScaleType::kE5M3, false, kInt6}, {"scale type", "e5m3", "int6"});
+  bad({16, 64, 32, ScaleType::kE8M0, false, kInt6}, {"scale type", "e8m0", "int6"});
+  EXPECT_NO_THROW(check_shape({16, 512, 32, ScaleType::kSuper, false, kInt6Minimums}));
   // Activation groups are parts of the weights' groups, or of K.
   for (const auto& [k, group, activation_group] : {std::array<int64_t, 3>{64, 32, 64},
                                                    {96, 96, 64},
@@ -293,12 +301,13 @@ TEST(LayoutTest, CheckShape) {
   }
   // More products than sum up in int32.
   const int64_t most = int64_t{1} << 16;
-  for (const auto& [kind, limit] : {std::pair{kInt8, most}, {kIQ4, most}, {kInt8ZeroPoints, most / 2}}) {
+  for (const auto& [kind, limit] :
+       {std::pair{kInt8, most}, {kIQ4, most}, {kInt6, 4 * most}, {kInt8ZeroPoints, most / 2}}) {
     EXPECT_NO_THROW(check_shape({16, limit, limit, ScaleType::kFloat32, false, kind}));
     EXPECT_NO_THROW(check_shape({16, 2 * limit, limit, ScaleType::kFloat32, false, kind}));
     bad({16, limit + 2, limit + 2, ScaleType::kFloat32, false, kind},
         {"group (block_size)", "channelwise", std::to_string(limit), kind_name(kind)});
-    bad({16, 4 * limit, 2 * limit, ScaleType::kFloat32, false, kind},
+    bad({16, std::min(4 * limit, max_k(kind)), 2 * limit, ScaleType::kFloat32, false, kind},
         {"group (block_size)", std::to_string(limit), kind_name(kind)});
   }
   EXPECT_NO_THROW(check_shape({16, 160, 32, ScaleType::kE8M0, false, kE2M1}));

@@ -2,6 +2,7 @@
 #include "core/pack.h"
 
 #include <cmath>
+#include <utility>
 
 #include "core/gemm.h"
 #include "test_util.h"
@@ -55,6 +56,10 @@ struct Offsets {
     const int64_t groups = shape.k / shape.group;
     steps = (shape.k + 7) / 8;
     step = shape.kind.values == Values::kInt8 ? 128 : 64;
+    if (shape.kind.values == Values::kInt6) {  // two steps in 192 bytes
+      steps = (shape.k + 15) / 16 * 2;
+      step = 96;
+    }
     group_steps = groups == 1 ? steps : shape.group / 8;
     line = 16 * ref::size_of(ref_type(shape.scale_type));
     const bool supers = shape.scale_type == ScaleType::kSuper;
@@ -93,6 +98,14 @@ int code_in(const PackedShape& shape, const uint8_t* step, int64_t c, int64_t i,
   return upper ? byte >> 4 : byte & 15;
 }
 
+// Of six bits: step s, whose block is at `block` if it is the first of two, else 96 bytes in front.
+int six_bits_in(const uint8_t* step, int64_t s, int64_t c, int64_t i, bool upper) {
+  const uint8_t* const block = step - s % 2 * 96;
+  const int nibbles = block[s % 2 * 64 + 4 * c + i];
+  const int high = block[128 + 4 * c + i] >> (s % 2 * 4 + (upper ? 2 : 0)) & 3;
+  return (upper ? nibbles >> 4 : nibbles & 15) + 16 * high;
+}
+
 void check_codes(const PackedShape& shape, const ref::Weights& weights, const Offsets& at, const uint8_t* panel,
                  int64_t first) {
   const auto code = [&](int64_t column, int64_t k) {
@@ -105,8 +118,10 @@ void check_codes(const PackedShape& shape, const ref::Weights& weights, const Of
   for (int64_t s = 0; s < at.steps; ++s) {
     for (int64_t c = 0; c < 16; ++c) {
       for (int64_t i = 0; i < 8; ++i) {
-        ASSERT_EQ(code_in(shape, panel + at.code_step(s), c, i % 4, i >= 4), code(first + c, 8 * s + i))
-            << "step " << s << " column " << first + c << " i " << i;
+        const uint8_t* step = panel + at.code_step(s);
+        const bool six = shape.kind.values == Values::kInt6;
+        const int found = six ? six_bits_in(step, s, c, i % 4, i >= 4) : code_in(shape, step, c, i % 4, i >= 4);
+        ASSERT_EQ(found, code(first + c, 8 * s + i)) << "step " << s << " column " << first + c << " i " << i;
       }
     }
   }
@@ -442,9 +457,13 @@ TEST(PackTest, FrozenBytes) {
       {kE2M1, ScaleType::kE8M0, 32, 0x3955e2a74d6843f8u},
       {kIQ4, kF32, 224, 0xe8b107b241439d00u},
       {kIQ4, kF16, 32, 0x3a1bf6c3e10f3529u},
+      {kInt6, kF32, 216, 0xc08e723ae3df1572u},
+      {kInt6, kBF16, 32, 0xc0f74ee77c139426u},
+      {kInt6, kF16, 16, 0xa7c257143d7798b1u},
   };
   for (const Case& c : cases) {
-    const PackedShape shape{19, 224, c.group, c.scales, true, c.kind};
+    // 216 is no multiple of the 16 that six bits are padded to.
+    const PackedShape shape{19, c.group == 216 ? 216 : 224, c.group, c.scales, true, c.kind};
     SCOPED_TRACE(describe(shape));
     ref::Weights weights{shape.n, shape.k, shape.group, {}, {}, {}, {}};
     const auto values = static_cast<int>(shape.n * shape.groups());
@@ -500,6 +519,28 @@ TEST(PackTest, RefusesValuesByName) {
         message_of([&] { pack(active_kernel(), e2m1, 1, values.raw(), packed.data(), serial); });
     EXPECT_NE(message.find("scales_zeros: element 4 is a number below " + std::string(odd.limit)), std::string::npos)
         << message;
+  }
+}
+
+// The first code of a panel that six bits do not hold, wherever it is; 63 is one that they do.
+TEST(PackTest, RefusesCodesOfInt6ByName) {
+  Rng rng(45);
+  SerialParallel serial;
+  const PackedShape shape{19, 90, 90, ScaleType::kFloat32, false, kInt6};
+  Checkpoint source = to_checkpoint(shape, random_stack(rng, shape, 2));
+  std::vector<uint8_t> packed(static_cast<std::size_t>(2 * packed_bytes(shape)));
+  for (const std::size_t element : {0, 89, 90 * 15 + 88, 90 * 16, 90 * 19 - 1, 90 * 19, 2 * 90 * 19 - 1}) {
+    for (const int code : {64, 128, 255, 63}) {
+      const uint8_t before = std::exchange(source.weights[element], static_cast<uint8_t>(code));
+      const auto pack_it = [&] { pack(active_kernel(), shape, 2, source.raw(), packed.data(), serial); };
+      if (code == 63) {
+        EXPECT_NO_THROW(pack_it());
+      } else {
+        EXPECT_EQ(message_of(pack_it),
+                  "weights: element " + std::to_string(element) + " is " + std::to_string(code) + ", expected 0..63");
+      }
+      source.weights[element] = before;
+    }
   }
 }
 

@@ -48,12 +48,12 @@ int iq4(int nibble);
 struct Weights {
   int64_t n = 0;
   int64_t k = 0;
-  int64_t group = 0;                       // k when channelwise
-  std::vector<int> w;                      // [n, k]: code - 8, - 128 or - zero point, or twice_e2m1(nibble) or iq4(
-                                           // nibble); of int4 with minimums the code
-  std::vector<float> scales;               // [n, k / group]: of e2m1 half of what the checkpoint has
-  std::vector<float> bias;                 // [n] or empty
-  std::vector<int> zero_points;            // [n, k / group], 0..15, of int8 0..255; empty if there are none
+  int64_t group = 0;             // k when channelwise
+  std::vector<int> w;            // [n, k]: code - 8, - 128, - 32 or - zero point, or twice_e2m1(nibble) or iq4(
+                                 // nibble); of int4 with minimums the code
+  std::vector<float> scales;     // [n, k / group]: of e2m1 half of what the checkpoint has
+  std::vector<float> bias;       // [n] or empty
+  std::vector<int> zero_points;  // [n, k / group], 0..15, of int8 0..255; empty if there are none
   std::vector<float> channel_scales = {};  // [n], or empty
   std::vector<float> minimums = {};        // [n, k / group], what is subtracted from a weight, or empty
   std::vector<float> super_scales = {};    // [n, k / 256], or empty: what scales and minimums were made of, times an

@@ -82,7 +82,7 @@ int decode(WeightKind kind, int code, int zero_point) {
   if (kind.values == Values::kIQ4) return ref::iq4(code);
   if (kind.zero_points) return code - zero_point;
   if (kind == kInt4Minimums) return code;
-  return code - (kind.values == Values::kInt8 ? 128 : 8);
+  return code - (most_code(kind) + 1) / 2;
 }
 
 int encode(WeightKind kind, int w, int zero_point, bool odd) {
@@ -202,7 +202,7 @@ Checkpoint to_checkpoint(const PackedShape& shape, const std::vector<ref::Weight
   Checkpoint checkpoint;
   for (const ref::Weights& weights : stack) {
     for (int64_t column = 0; column < shape.n; ++column) {
-      const bool bytes = shape.kind.values == Values::kInt8;
+      const bool bytes = most_code(shape.kind) > 15;
       for (int64_t k = 0; k < shape.k; k += bytes ? 1 : 2) {
         const int code = code_at(shape, weights, column, k);
         checkpoint.weights.push_back(

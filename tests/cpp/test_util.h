@@ -76,8 +76,8 @@ uint32_t element_bits(const void* data, int64_t i, ref::Type type);
 /// Normal values with a few larger ones, as activations have them, rounded to `dtype`.
 std::vector<float> random_activations(Rng& rng, int64_t count, DType dtype);
 
-inline constexpr WeightKind kAllKinds[] = {kInt4,           kInt4ZeroPoints, kE2M1,         kInt8,
-                                           kInt8ZeroPoints, kInt4Minimums,   kInt8Minimums, kIQ4};
+inline constexpr WeightKind kAllKinds[] = {kInt4,         kInt4ZeroPoints, kE2M1, kInt8, kInt8ZeroPoints,
+                                           kInt4Minimums, kInt8Minimums,   kIQ4,  kInt6, kInt6Minimums};
 inline constexpr int64_t kKindCount = std::size(kAllKinds);
 /// Whether check_shape takes it: not every type of scales goes with every kind and group.
 bool is_shape(const PackedShape& shape);
@@ -93,8 +93,10 @@ inline PackedShape of_kind(PackedShape shape, WeightKind kind) {
   return shape;
 }
 
-/// The largest code: 15, or 255 of int8.
-inline int most_code(WeightKind kind) { return kind.values == Values::kInt8 ? 255 : 15; }
+/// The largest code: 15, 255 of int8, 63 of int6.
+inline int most_code(WeightKind kind) {
+  return kind.values == Values::kInt8 ? 255 : (kind.values == Values::kInt6 ? 63 : 15);
+}
 /// The integer that a code stands for; zero_point: of its column and group, read if the kind has some.
 int decode(WeightKind kind, int code, int zero_point);
 /// A code that stands for w. Of the two zeros of e2m1 the negative one where `odd`.

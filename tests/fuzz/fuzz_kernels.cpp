@@ -14,8 +14,8 @@ namespace {
 
 constexpr int64_t kMostMacs = 1 << 19;  // of the naive reference, per input
 constexpr DType kDTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
-constexpr WeightKind kKinds[] = {kInt4,           kInt4ZeroPoints, kE2M1,         kInt8,
-                                 kInt8ZeroPoints, kInt4Minimums,   kInt8Minimums, kIQ4};
+constexpr WeightKind kKinds[] = {kInt4,         kInt4ZeroPoints, kE2M1, kInt8, kInt8ZeroPoints,
+                                 kInt4Minimums, kInt8Minimums,   kIQ4,  kInt6, kInt6Minimums};
 constexpr ScaleType kScaleTypes[] = {ScaleType::kFloat32, ScaleType::kBFloat16, ScaleType::kFloat16,
                                      ScaleType::kE5M3,    ScaleType::kE8M0,     ScaleType::kSuper};
 
@@ -40,7 +40,7 @@ void make_even(std::vector<uint8_t>& scales, ScaleType type) {
 void pick_kind(Bytes& in, PackedShape& shape) {
   shape.kind = in.pick(kKinds);
   shape.scale_type = in.pick(kScaleTypes);
-  const bool e5m3 = !are_wide(shape.kind.values) && shape.in_least_groups();
+  const bool e5m3 = !are_wide(shape.kind.values) && shape.kind.values != Values::kInt6 && shape.in_least_groups();
   const bool e8m0 = shape.kind == kE2M1 && !shape.channelwise() && !shape.in_least_groups();
   if (shape.scale_type == ScaleType::kE5M3 && !e5m3) shape.scale_type = ScaleType::kBFloat16;
   if (shape.scale_type == ScaleType::kE8M0 && !e8m0) shape.scale_type = ScaleType::kFloat32;
@@ -69,9 +69,10 @@ std::vector<uint8_t> scale_bytes_of(Bytes& in, const PackedShape& shape, int64_t
 
 Stack make_stack(Bytes& in, const PackedShape& shape, int64_t count) {
   const bool int8 = shape.kind.values == Values::kInt8;
+  const bool bytes = !are_nibbles(shape.kind.values);
   const auto count_of_codes = static_cast<std::size_t>(count * shape.n * shape.k);
-  // A byte of int8 is two numbers of four bits.
-  const std::vector<int> w = weights(in, static_cast<int64_t>(count_of_codes) * (int8 ? 2 : 1));
+  // A byte of int8 is two numbers of four bits, of int6 the upper one without two.
+  const std::vector<int> w = weights(in, static_cast<int64_t>(count_of_codes) * (bytes ? 2 : 1));
   const int64_t values = count * shape.n * shape.groups();
   const std::vector<uint8_t> scales = scale_bytes_of(in, shape, values);
   std::vector<uint8_t> zeros;
@@ -92,11 +93,11 @@ Stack make_stack(Bytes& in, const PackedShape& shape, int64_t count) {
   const std::vector<float> channels = floats(in, shape.two_level() ? count * shape.n : 0);
   std::vector<int> codes;
   for (std::size_t i = 0; i < count_of_codes; ++i) {
-    codes.push_back(int8 ? (w[2 * i] + 8) << 4 | (w[2 * i + 1] + 8) : w[i] + 8);
+    codes.push_back(bytes ? ((w[2 * i] + 8) << 4 | (w[2 * i + 1] + 8)) & most_code(shape.kind) : w[i] + 8);
   }
   std::vector<uint8_t> given;
-  for (std::size_t i = 0; i < codes.size(); i += int8 ? 1 : 2) {
-    given.push_back(static_cast<uint8_t>(int8 ? codes[i] : codes[i] | codes[i + 1] << 4));
+  for (std::size_t i = 0; i < codes.size(); i += bytes ? 1 : 2) {
+    given.push_back(static_cast<uint8_t>(bytes ? codes[i] : codes[i] | codes[i + 1] << 4));
   }
   Stack stack;
   stack.shape = shape;

@@ -24,7 +24,7 @@ bool valid(const std::vector<uint8_t>& bytes) {
   const int values = bytes[12];
   const int scales = bytes[13];
   const int flags = bytes[14];
-  if (field<uint32_t>(bytes, 8) != 5 || values > 3 || scales > 5 || flags > 15 || bytes[15] != 0) return false;
+  if (field<uint32_t>(bytes, 8) != 5 || values > 4 || scales > 5 || flags > 15 || bytes[15] != 0) return false;
   if (std::any_of(bytes.begin() + 48, bytes.begin() + 64, [](uint8_t byte) { return byte != 0; })) return false;
   const auto n = field<int64_t>(bytes, 16);
   const auto k = field<int64_t>(bytes, 24);
@@ -40,10 +40,11 @@ bool valid(const std::vector<uint8_t>& bytes) {
     if (activations != 32 && activations != 64 && activations != 128) return false;
     if ((group == 16 ? k : group) % activations != 0) return false;
   }
-  if (values >= 2 && group > 1 << (zeros ? 15 : 16)) return false;
+  const bool six = values == 4;
+  if (values >= 2 && group > 1 << (six ? 18 : (zeros ? 15 : 16))) return false;
   const bool least = group == 16 && k != 16;
   const bool table = values == 1 || values == 3;
-  if (table && zeros) return false;
+  if ((table || six) && zeros) return false;
   if ((scales == 3) != ((flags & 4) != 0)) return false;
   if (scales == 3 && (!least || values >= 2)) return false;
   if (scales == 4 && (values != 1 || least || group == k)) return false;
@@ -57,8 +58,8 @@ bool valid(const std::vector<uint8_t>& bytes) {
   m = supers ? 256 / group : std::min(m, groups);
   const int64_t heads = (groups + m - 1) / m * ((m * of_group + (supers ? 32 : 0) + 63) / 64 * 64);
   const int64_t together = groups * of_group + (supers ? k / 256 * 32 : 0);
-  const int64_t panel = (minimums ? (together + 63) / 64 * 64 : 0) + heads + (k + 7) / 8 * (values == 2 ? 128 : 64) +
-                        (scales == 3 ? 192 : 128);
+  const int64_t steps = six ? (k + 15) / 16 * 192 : (k + 7) / 8 * (values == 2 ? 128 : 64);
+  const int64_t panel = (minimums ? (together + 63) / 64 * 64 : 0) + heads + steps + (scales == 3 ? 192 : 128);
   return static_cast<int64_t>(bytes.size()) == 64 + (n + 15) / 16 * panel;
 }
 
@@ -152,8 +153,8 @@ void damage(Bytes& in, std::vector<uint8_t>& bytes, bool resize) {
 }
 
 void pick_kind(Bytes& in, PackedShape& shape) {
-  constexpr WeightKind kKinds[] = {kInt4,           kInt4ZeroPoints, kE2M1,         kInt8,
-                                   kInt8ZeroPoints, kInt4Minimums,   kInt8Minimums, kIQ4};
+  constexpr WeightKind kKinds[] = {kInt4,         kInt4ZeroPoints, kE2M1, kInt8, kInt8ZeroPoints,
+                                   kInt4Minimums, kInt8Minimums,   kIQ4,  kInt6, kInt6Minimums};
   constexpr ScaleType kFloats[] = {ScaleType::kFloat32, ScaleType::kBFloat16, ScaleType::kFloat16};
   shape.kind = in.pick(kKinds);
   shape.scale_type = in.pick(kFloats);
@@ -167,7 +168,7 @@ void pick_kind(Bytes& in, PackedShape& shape) {
     }
     if (shape.kind.minimums) return;
   }
-  if (shape.in_least_groups() && !are_wide(shape.kind.values)) {
+  if (shape.in_least_groups() && !are_wide(shape.kind.values) && shape.kind.values != Values::kInt6) {
     shape.scale_type = ScaleType::kE5M3;
   } else if (shape.kind == kE2M1 && !shape.channelwise() && !shape.in_least_groups()) {
     shape.scale_type = ScaleType::kE8M0;
@@ -248,7 +249,7 @@ void check_unpack(const PackedMatrix& matrix, const Unpacked& naive) {
   require(std::equal(zeros.begin(), zeros.end(), zero_points.begin()), "unpack: zero points, " + describe(shape));
   for (std::size_t i = 0; i < naive.codes.size(); ++i) {
     const int nibble = i % 2 == 0 ? codes[i / 2] & 15 : codes[i / 2] >> 4;
-    const int code = shape.kind.values == Values::kInt8 ? codes[i] : nibble;
+    const int code = are_nibbles(shape.kind.values) ? nibble : codes[i];
     require(code == naive.codes[i], "unpack: weight " + std::to_string(i) + ", " + describe(shape));
   }
   for (std::size_t i = 0; i < naive.weights.scales.size() && !bad_scale; ++i) {
@@ -312,7 +313,8 @@ void fuzz_one(Bytes& in) {
 // Of the experts of a stack that are used, all are multiplied with the same rows.
 bool same_rows(const PackedShape& a, const PackedShape& b) {
   return a.group == b.group && a.activation_group == b.activation_group && a.kind.minimums == b.kind.minimums &&
-         (!a.kind.minimums || a.kind.values == b.kind.values);
+         (!a.kind.minimums || a.kind.values == b.kind.values) &&
+         (a.kind.values == Values::kInt6) == (b.kind.values == Values::kInt6);
 }
 
 // E experts, each of its own bytes; only those that are used must be right.

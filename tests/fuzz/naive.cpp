@@ -52,7 +52,7 @@ std::string describe(const PackedShape& shape) {
          kind_name(shape.kind);
 }
 
-int most_code(WeightKind kind) { return kind.values == Values::kInt8 ? 255 : 15; }
+int most_code(WeightKind kind) { return kind.values == Values::kInt8 ? 255 : (kind.values == Values::kInt6 ? 63 : 15); }
 
 int decode(WeightKind kind, int code, int zero_point) {
   if (kind.values == Values::kE2M1) return ref::twice_e2m1(code);
@@ -92,8 +92,9 @@ Unpacked read_packed(const uint8_t* data, const PackedShape& shape) {
   // docs/packed_layout.md, written out again so that an error in layout.h shows.
   const bool bytes = shape.kind.values == Values::kInt8;
   const bool two_level = shape.scale_type == ScaleType::kE5M3;
-  const int64_t steps = (shape.k + 7) / 8;
-  const int64_t step_bytes = bytes ? 128 : 64;
+  const bool six = shape.kind.values == Values::kInt6;
+  const int64_t steps = six ? (shape.k + 15) / 16 * 2 : (shape.k + 7) / 8;
+  const int64_t step_bytes = bytes ? 128 : (six ? 96 : 64);
   const int64_t groups = shape.k / shape.group;
   const int64_t group_bytes = groups == 1 ? steps * step_bytes : shape.group / 8 * step_bytes;
   const int64_t line = 16 * ref::size_of(type_of(shape.scale_type));
@@ -141,10 +142,12 @@ Unpacked read_packed(const uint8_t* data, const PackedShape& shape) {
       result.scale_bits.push_back(bits);
       result.weights.scales.push_back(shape.scale_type == ScaleType::kE8M0 ? half : scale);
       for (int64_t i = 0; i < shape.group; ++i) {
-        const uint8_t* step = codes + i / 8 * step_bytes;
+        // Six bits: two lines of nibbles and one of high bits are 16 values of k.
+        const uint8_t* step = six ? codes + i / 16 * 192 + i / 8 % 2 * 64 : codes + i / 8 * step_bytes;
         const bool upper = i % 8 >= 4;
         const int byte = step[4 * c + i % 4 + (bytes && upper ? 64 : 0)];
-        const int code = bytes ? byte : (upper ? byte >> 4 : byte & 15);
+        int code = bytes ? byte : (upper ? byte >> 4 : byte & 15);
+        if (six) code += (codes[i / 16 * 192 + 128 + 4 * c + i % 4] >> i % 16 / 4 * 2 & 3) * 16;
         result.codes.push_back(code);
         result.weights.w.push_back(decode(shape.kind, code, bytes ? stored_zero : stored_zero & 15));
       }

@@ -20,8 +20,9 @@ KINDS = ["int4", "zeros", "e2m1"]
 TWO_LEVELS = ["int4 of two levels", "zeros of two levels", "e2m1 of two levels"]
 EVERY_KIND = [*KINDS, "int8", *TWO_LEVELS]
 # Those of GGUF, in groups of at most 256; with super-scales in groups that divide 256, as 256 divides k.
-SUPERS = ["int4 supers", "plain8 supers", "int4 minimums supers", "plain8 minimums supers", "iq4 supers"]
-OF_GGUF = ["int4 minimums", "plain8 minimums", "iq4", *SUPERS]
+INTEGERS = ["int4", "int6", "plain8"]
+SUPERS = [*(f"{kind}{more} supers" for more in ("", " minimums") for kind in INTEGERS), "iq4 supers"]
+OF_GGUF = [*(f"{kind} minimums" for kind in INTEGERS), "int6", "iq4", *SUPERS]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Relative error of rounding to a type, and what rounding below its normal range may add.
 ROUNDING = {torch.float32: (0.0, 0.0), torch.bfloat16: (2.0**-8, 0.0), torch.float16: (2.0**-11, 2.0**-25)}
@@ -166,7 +167,7 @@ class Matrix:
             weights = reference.integers(weights, zero_points, self.values)
         if self.values == "e2m1":
             scales = scales * np.float32(0.5)
-        elif minimums is not None:
+        elif minimums is not None and self.values == "int4":
             weights = reference.integers(weights, np.zeros(scales.shape, np.uint8), self.values)
         return weights, scales, arrays.get("bias"), arrays.get("channels"), minimums
 
@@ -191,11 +192,12 @@ def make_matrix(
 ):
     two_levels, supers, has_minimums = kind in TWO_LEVELS, kind in SUPERS, "minimums" in kind
     kind = kind.removesuffix(" of two levels").removesuffix(" supers").removesuffix(" minimums")
-    values = {"plain8": "int8"}.get(kind, kind if kind in ("e2m1", "int8", "iq4") else "int4")
+    values = {"plain8": "int8"}.get(kind, kind if kind in ("e2m1", "int6", "int8", "iq4") else "int4")
     lead = [] if experts is None else [experts]
-    weights = torch.randint(0, 256, [*lead, n, k if values == "int8" else k // 2], dtype=torch.uint8)
+    shape = [*lead, n, k if values in ("int6", "int8") else k // 2]
+    weights = torch.randint(0, 64 if values == "int6" else 256, shape, dtype=torch.uint8)
     # Scales such that outputs are of order 1 for inputs of order 1; of two levels their root mean square is about 130.
-    least = 1 / ((64 if values in ("int8", "iq4") else 4) * k**0.5)
+    least = 1 / ({"int6": 16, "int8": 64, "iq4": 64}.get(values, 4) * k**0.5)
     scales = ((torch.rand([*lead, n, k // group]) + 0.5) * least).to(scale_dtype)
     minimums = (8 * least * torch.randn(scales.shape)).to(scale_dtype) if has_minimums else None
     channels = super_scales = super_minimums = None

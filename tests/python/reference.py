@@ -44,15 +44,17 @@ def e4m3fn(bits):
 
 
 def integers(weights, zero_points=None, values="int4"):
-    """uint8 [..., N, K/2], of int8 [..., N, K] -> the integers int64 [..., N, K] that scales multiply; of e2m1 half of
-    the scales; of iq4 numbers of ggml's kvalues_iq4nl."""
-    codes = weights.astype(np.int64) if values == "int8" else unpack_nibbles(weights) + 8
+    """uint8 [..., N, K/2], of int6 and int8 [..., N, K] -> the integers int64 [..., N, K] that scales multiply; of e2m1
+    half of the scales; of iq4 numbers of ggml's kvalues_iq4nl."""
+    codes = weights.astype(np.int64) if values in ("int6", "int8") else unpack_nibbles(weights) + 8
     if values == "e2m1":
         sign, exponent, mantissa = codes >> 3, codes >> 1 & 3, codes & 1
         value = np.where(exponent == 0, mantissa * 0.5, (1 + mantissa * 0.5) * 2.0 ** (exponent - 1))
         return (2 * value * np.where(sign == 1, -1, 1)).astype(np.int64)
     if values == "iq4":
         return np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113])[codes]
+    if values == "int6":
+        return codes - 32
     if zero_points is None:
         return codes - (128 if values == "int8" else 8)
     size = codes.shape[-1] // zero_points.shape[-1]

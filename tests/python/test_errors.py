@@ -145,7 +145,7 @@ DAMAGE = {
     "magic": (spoilt(0, 0), "magic is not 'W4A8PACK'"),
     "version": (spoilt(8, 6), "version is 6, this library reads version 5"),
     "an early version": (spoilt(8, 4), "version is 4: packed before w4a8 0.1, pack the weights again"),
-    "values": (spoilt(12, 4), r"values are 4, expected 0 \(int4\), 1 \(e2m1\), 2 \(int8\) or 3 \(iq4\)"),
+    "values": (spoilt(12, 5), r"values are 5, expected 0 \(int4\), 1 \(e2m1\), 2 \(int8\), 3 \(iq4\) or 4 \(int6\)"),
     "flags": (
         spoilt(14, 17),
         r"flags are 17, expected a sum of 1 \(bias\), 2 \(zero points\), 4 \(channel scales\) and 8 \(minimums\)",

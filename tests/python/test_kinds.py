@@ -160,6 +160,26 @@ def test_bytes_of_int8():
     assert_same_bits(zeros[:33], matrix.zero_points)
 
 
+@pytest.mark.parametrize(("k", "group"), [(96, 32), (80, 16), (24, 24)])
+def test_bytes_of_int6(k, group):
+    """docs/packed_layout.md: two steps are two lines of nibbles and one of high bits; K is padded to 16 with codes 32."""
+    matrix = make_matrix(33, k, group, kind="int6")
+    packed = matrix.pack()
+    header = b"W4A8PACK" + np.array([5], "<u4").tobytes() + bytes([4, 0, 0, 0])  # int6, float32
+    assert packed[:16].numpy().tobytes() == header
+    padded, groups = -(-k // 16) * 16, k // group
+    panels = packed[64:].view(3, -1)
+    codes = np.full((48, padded), 32)
+    codes[:33, :k] = matrix.weights
+    blocks = panels[:, : groups * 64 + padded * 12].reshape(3, groups, -1)[:, :, 64:].reshape(3, -1, 3, 16, 4).numpy()
+    for at in range(0, padded, 16):
+        block = blocks[:, at // 16]  # [3, 3, 16, 4]: panel, line, column, byte
+        for i in range(16):
+            nibbles = block[:, i // 8, :, i % 4] >> (i % 8 // 4 * 4) & 15
+            high = block[:, 2, :, i % 4] >> (i // 4 * 2) & 3
+            assert (nibbles.flatten() + 16 * high.flatten() == codes[:, at + i]).all()
+
+
 # --- scales -----------------------------------------------------------------------------------------------------------
 
 
@@ -247,10 +267,15 @@ def with_element(tensor, index, value):
 LONG = {"in_features": 2**16 + 2, "block_size": 2**16 + 2, "out_features": 1}
 # Kind of [24, 64] in groups of 32 (of two levels 16): what is changed, and the message.
 PACK = {
-    "unknown values": ("int4", {"values": "fp4"}, r"values is 'fp4', expected 'int4', 'e2m1', 'int8' or 'iq4'"),
+    "unknown values": ("int4", {"values": "fp4"}, r"values is 'fp4', expected 'int4', 'e2m1', 'int8', 'iq4' or 'int6'"),
     "zero points of iq4": ("iq4", {"zero_points": full(24, 2)}, r"zero_points is given, expected none for values = 'iq4'"),
-    "minimums of iq4": ("iq4", {"minimums": torch.ones(24, 2)}, r"minimums beside iq4, expected them beside int4 or int8"),
+    "minimums of iq4": ("iq4", {"minimums": torch.ones(24, 2)}, r"minimums beside iq4, expected them beside int4, int8 or int6"),
     "channel scales of iq4": ("iq4", {"scales_zeros": full(24, 4), "block_size": 16, "channel_scales": torch.ones(24)}, r"scales of type e5m3|channel_scales"),
+    "zero points of int6": ("int6", {"zero_points": full(24, 2)}, r"zero_points is given, expected none for values = 'int6'"),
+    "channel scales of int6": ("int6", {"scales_zeros": full(24, 4), "block_size": 16, "channel_scales": torch.ones(24)}, r"channel_scales is given, expected none for values = 'int6'"),
+    "nibbles for int6": ("int6", {"weights": full(24, 32)}, r"weights has shape \[24, 32\], expected \[24, 64\] or \[E, 24, 64\] for .*'int6'"),
+    "64 of int6": ("int6", {"weights": with_element(full(24, 64, value=63), 1027, 64)}, r"weights: element 1027 is 64, expected 0\.\.63"),
+    "255 of int6 in a stack": ("int6", {"weights": with_element(full(2, 24, 64), 24 * 64 + 5, 255), "scales_zeros": torch.ones(2, 24, 2)}, r"weights: element 1541 is 255, expected 0\.\.63"),
     "zero points of e2m1": ("e2m1", {"zero_points": full(24, 2)}, r"zero_points is given, expected none for values = 'e2m1'"),
     "signed zero points": ("int4", {"zero_points": full(24, 2, dtype=torch.int8)}, r"zero_points has dtype (Char|signed char|int8), expected uint8"),
     "transposed": ("int4", {"zero_points": full(2, 24)}, r"zero_points has shape \[2, 24\], expected that of scales_zeros, \[24, 2\]"),
@@ -314,7 +339,7 @@ HEADERS = [
     (8, 2, "version is 2: packed before w4a8 0.1, pack the weights again"),
     (8, 4, "version is 4: packed before w4a8 0.1, pack the weights again"),
     (8, 6, "version is 6, this library reads version 5"),
-    (12, 4, r"values are 4, expected 0 \(int4\), 1 \(e2m1\), 2 \(int8\) or 3 \(iq4\)"),
+    (12, 5, r"values are 5, expected 0 \(int4\), 1 \(e2m1\), 2 \(int8\), 3 \(iq4\) or 4 \(int6\)"),
     (13, 6, "scale type is 6, expected 0"),
     (14, 16, "flags are 16, expected a sum of 1"),
     (15, 1, "reserved bytes of the header are not zero"),

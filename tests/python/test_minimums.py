@@ -55,7 +55,7 @@ def test_extreme_values(kernel, value, kind):
     """Codes at both ends against rows of -128 and 127, scales and minimums at the ends of int8."""
     for group in (16, 128) if kind in SUPERS else (32, 256):
         matrix = make_matrix(18, 2048, group, kind=kind)
-        matrix.weights.fill_(value)
+        matrix.weights.fill_(value & 0x3F if matrix.values == "int6" else value)
         for part in (matrix.scales, matrix.minimums):
             if part is not None and part.dtype == torch.int8:
                 part[::2], part[1::2] = -128, 127
@@ -119,8 +119,10 @@ def packed_size(matrix):
     record = 256 // matrix.group if supers else next((m for m in range(1, groups) if m * 16 * size % 64 == 0), groups)
     head = lines(record * 16 * size + (32 if supers else 0))
     minimums = lines(groups * 16 * size + (matrix.k // 256 * 32 if supers else 0))
-    step = 128 if matrix.values == "int8" else 64
-    panel = -(-groups // record) * head + -(-matrix.k // 8) * step + 2 * 64
+    steps = -(-matrix.k // 8) * (128 if matrix.values == "int8" else 64)
+    if matrix.values == "int6":
+        steps = -(-matrix.k // 16) * 192
+    panel = -(-groups // record) * head + steps + 2 * 64
     return 64 + -(-matrix.n // 16) * (panel + (minimums if matrix.minimums is not None else 0))
 
 
@@ -129,7 +131,7 @@ def packed_size(matrix):
     ("kinds", "group"),
     [
         *(((kind, kind), 32) for kind in OF_GGUF),
-        (("int4 minimums supers", "plain8 supers"), (32, 16)),  # Q4_K beside Q6_K
+        (("int4 minimums supers", "int6 supers"), (32, 16)),  # Q4_K beside Q6_K
         (("int4", "int4 minimums"), 32),
         (("int4", "int8"), (128, 32)),
     ],
@@ -167,11 +169,11 @@ ERRORS = {
         r"minimums has shape \[24, 7\], expected that of scales_zeros, \[24, 8\]",
     ),
     "type": ("int4 minimums", {"minimums": torch.ones(24, 8).half()}, r"minimums has dtype .*, expected float32"),
-    "e2m1": ("int4 minimums", {"values": "e2m1"}, "minimums beside e2m1, expected them beside int4 or int8"),
+    "e2m1": ("int4 minimums", {"values": "e2m1"}, "minimums beside e2m1, expected them beside int4, int8 or int6"),
     "zero points": (
         "int4 minimums",
         {"zero_points": torch.ones(24, 8, dtype=torch.uint8)},
-        "minimums beside int4 with zero points, expected them beside int4 or int8 without zero points",
+        "minimums beside int4 with zero points, expected them beside int4, int8 or int6 without zero points",
     ),
     "channelwise": (
         "int4 minimums",

@@ -55,6 +55,8 @@ MATRICES = {
     "int8": lambda: Matrix(codes(8), scales(dtype=torch.float16), kind="int8"),
     "int8, zero points": lambda: Matrix(codes(8), scales(), zeros(8), "int8"),
     "int8, minimums": lambda: Matrix(codes(8), scales(), minimums=scales(), kind="int8"),
+    "int6": lambda: Matrix(codes(8) & 63, scales(), kind="int6"),
+    "int6, super": lambda: Matrix(codes(8) & 63, int8s(16), super_scales=halves(), kind="int6"),
     "int8, super": lambda: Matrix(codes(8), int8s(16), super_scales=halves(), kind="int8"),
 }
 

@@ -15,12 +15,14 @@ class Kind(str, Enum):
 
     INT4   codes of 4 bits: weight = (code - zero point) * scale
     INT8   the same with codes and zero points of 8 bits
+    INT6   codes of 6 bits, as in GGUF's Q6_K and Q5: weight = (code - 32) * scale, without zero points
     E2M1   numbers of 4 bits with a sign, two bits of exponent and one of mantissa: weight = number * scale
     IQ4    16 integers (kvalues_iq4nl of ggml), as in GGUF's IQ4_NL and IQ4_XS: weight = integer * scale
     """
 
     INT4 = "int4"
     INT8 = "int8"
+    INT6 = "int6"
     E2M1 = "e2m1"
     IQ4 = "iq4"
 
@@ -33,17 +35,17 @@ class Kind(str, Enum):
 
     @property
     def bits(self) -> int:
-        """Of a code: 4 or 8."""
-        return 8 if self is Kind.INT8 else 4
+        """Of a code: 4, 6 or 8."""
+        return {Kind.INT8: 8, Kind.INT6: 6}.get(self, 4)
 
     @property
     def codes_in_a_byte(self) -> int:
-        """1 or 2."""
+        """1 or 2, as checkpoints hold them. Of 6 bits 1: the upper two are zeros there."""
         return 8 // self.bits
 
     @property
     def middle(self) -> int:
-        """The zero point that stands for none: 8, or 128 of 8 bits."""
+        """The zero point that stands for none: 8, 32 of 6 bits, 128 of 8."""
         return 1 << (self.bits - 1)
 
     def middles(self, like: torch.Tensor) -> torch.Tensor:

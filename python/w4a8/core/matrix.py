@@ -83,7 +83,7 @@ def pack_codes(
     """Packs one matrix, or a stack of them in one call of the operator.
 
     Args:
-        codes: uint8 [N, K/2] or [E, N, K/2], the low nibble of even k; of 8 bits [..., N, K].
+        codes: uint8 [N, K/2] or [E, N, K/2], the low nibble of even k; of 6 and 8 bits [..., N, K].
         scales: floating point [..., N, groups], one group if channelwise; with ``channel_scales`` uint8, bits of
             float8_e4m3fn.
         bias: floating point [..., N] or None; kept as float32.
@@ -197,15 +197,16 @@ class Matrix:
     """One matrix of codes, N output and K input features, G groups of K/G input features.
 
         int4, int8   weight[n, k] = (code[n, k] - zero[n, k // g]) * scale[n, k // g]
+        int6         the same with zero points of 32
         e2m1, iq4    weight[n, k] = kind.table[code[n, k]] * scale[n, k // g]
-        with minimums, codes of 8 bits less 128:
+        with minimums, codes of 8 bits less 128, of 6 bits less 32:
                      weight[n, k] = code[n, k] * scale[n, k // g] - minimum[n, k // g]
 
     With channel scales a scale is that number times channel_scale[n]. With super-scales a scale is that number times
     super_scale[n, k // 256], a minimum times super_minimum[n, k // 256].
 
     Attributes:
-        codes: uint8 [N, K/2], low nibble = even k; of 8 bits [N, K].
+        codes: uint8 [N, K/2], low nibble = even k; of 6 and 8 bits [N, K].
         scales: [N, G], of the type that the checkpoint has; of MXFP4 float32 powers of two. With channel scales uint8,
             bits of float8_e4m3fn, of numbers without a sign; with super-scales int8.
         zero_points: uint8 [N, G], codes themselves, or None: the kind's middle everywhere (integers), none (e2m1, iq4).
@@ -306,7 +307,7 @@ class Matrix:
 
     def floats(self) -> torch.Tensor:
         """The weights, float32 [N, K]: scales and minimums times their second level, then the formula above."""
-        codes = self.codes if self.kind.bits == 8 else apart(self.codes)
+        codes = self.codes if self.kind.codes_in_a_byte == 1 else apart(self.codes)
 
         def by_weight(values: torch.Tensor, supers: torch.Tensor | None) -> torch.Tensor:
             values = values.float()

@@ -95,7 +95,7 @@ def _float16(block: torch.Tensor) -> torch.Tensor:
     return block.contiguous().view(torch.float16).squeeze(-1)
 
 
-def _matrix(codes: torch.Tensor, scales: torch.Tensor, kind: Kind = Kind.INT8, **more: torch.Tensor) -> Matrix:
+def _matrix(codes: torch.Tensor, scales: torch.Tensor, kind: Kind = Kind.INT6, **more: torch.Tensor) -> Matrix:
     """Codes as the kind has them and what else there is, each with its blocks [N, B, ...] in a row of their own."""
     tensors = {name: each.reshape(len(codes), -1) for name, each in {"scales": scales, **more}.items()}
     return Matrix(codes.flatten(1), kind=kind, **tensors)
@@ -122,18 +122,18 @@ def _fifth_bits(block: torch.Tensor) -> torch.Tensor:
 def _q5_0(block: torch.Tensor) -> Matrix:
     """d (q - 16): d, qh [4], qs."""
     codes = _halves(block[..., 6:]) | _fifth_bits(block[..., 2:6])
-    return _matrix(codes + (128 - 16), _float16(block[..., :2]))
+    return _matrix(codes + (32 - 16), _float16(block[..., :2]))
 
 
 def _q5_1(block: torch.Tensor) -> Matrix:
     """d q + m: d, m, qh [4], qs."""
     codes = _halves(block[..., 8:]) | _fifth_bits(block[..., 4:8])
-    return _matrix(codes + 128, _float16(block[..., :2]), minimums=-_float16(block[..., 2:4]))
+    return _matrix(codes + 32, _float16(block[..., :2]), minimums=-_float16(block[..., 2:4]))
 
 
 def _q8_0(block: torch.Tensor) -> Matrix:
     """d q: d, int8 qs."""
-    return _matrix(block[..., 2:] ^ 128, _float16(block[..., :2]))
+    return _matrix(block[..., 2:] ^ 128, _float16(block[..., :2]), Kind.INT8)
 
 
 def _six_bits(block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -159,7 +159,7 @@ def _q4_k(block: torch.Tensor) -> Matrix:
 def _q5_k(block: torch.Tensor) -> Matrix:
     """The same of 5 bits: d, dmin, 12 bytes, qh [32], qs."""
     codes = _runs(block[..., 48:], 32, 4) | _runs(block[..., 16:48], 32, 1) << 4
-    return _k_quant(codes + 128, Kind.INT8, block)
+    return _k_quant(codes + 32, Kind.INT6, block)
 
 
 def _q2_k(block: torch.Tensor) -> Matrix:
@@ -185,7 +185,7 @@ def _q6_k(block: torch.Tensor) -> Matrix:
     """d sc (q - 32) in groups of 16: low nibbles [128], upper 2 bits [64], int8 sc [16], d."""
     codes = _runs(block[..., :128], 64, 4) | _runs(block[..., 128:192], 32, 2) << 4
     scales = block[..., 192:208].contiguous().view(torch.int8)
-    return _matrix(codes + (128 - 32), scales, super_scales=_float16(block[..., 208:]))
+    return _matrix(codes, scales, super_scales=_float16(block[..., 208:]))
 
 
 def _iq4_nl(block: torch.Tensor) -> Matrix:

@@ -299,10 +299,11 @@ def test_inputs_that_are_stated(asked, bits, tmp_path):
 
 
 REASONS = {
-    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K", "Q2_K"), "minimums"),
-    **dict.fromkeys(("Q3_K", "Q6_K"), "super-scales"),
+    **dict.fromkeys(("Q4_1", "Q4_K", "Q2_K"), "minimums"),
+    "Q3_K": "super-scales",
+    **dict.fromkeys(("Q5_0", "Q5_1", "Q5_K", "Q6_K"), "weights of type int6"),
     **dict.fromkeys(("IQ4_NL", "IQ4_XS"), "weights of type iq4"),
-    **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0")),
+    **dict.fromkeys(("Q4_0", "Q8_0")),
     "MXFP4": "weights of type e2m1",
 }
 
@@ -324,7 +325,7 @@ def test_a_directory_saved_of_a_gguf_file(tmp_path):
         if module is not None and not isinstance(tensor, torch.Tensor):
             expected[f"model.layers.{module[1]}.self_attn.{module[2][0]}_proj"] = REASONS[tensor[0]]
     expected |= {
-        "model.layers.0.mlp.experts": "experts of 4 and 8 bits",
+        "model.layers.0.mlp.experts": "weights of type int6",
         "model.layers.1.mlp.experts": "weights of type e2m1",
     }
     assert len(expected) == 10 and {name: reasons[name] for name in expected} == expected

@@ -42,7 +42,8 @@ def random_matrix(rows: int, columns: int, group_size: int, form: PackedAs, has_
         has_bias: with a bias, as small as the scales.
     """
     kind, zeros, channels = form.kind, None, None
-    codes = torch.empty(rows, columns // kind.codes_in_a_byte, dtype=torch.uint8).random_()
+    most = 64 if kind == Kind.INT6 else 256
+    codes = torch.empty(rows, columns // kind.codes_in_a_byte, dtype=torch.uint8).random_(most)
     groups = 1 if group_size == -1 else columns // group_size
     small = torch.empty(rows, groups).uniform_(1e-4, 1e-3).to(torch.bfloat16)
     scales = powers_of_two(exponents_of(small)) if kind == Kind.E2M1 else small

@@ -29,6 +29,8 @@ from w4a8.ops import PackedHeader, read_header
 _PROJECTIONS = (("block_sparse_moe", ("w1", "w3", "w2")), ("", ("gate_proj", "up_proj", "down_proj")))
 # Their experts come in one piece, whose rows and biases have an order of their own, in every checkpoint but this.
 _WHOLE_EXPERTS = ("gpt_oss",)
+# What compressed-tensors checkpoints have.
+_INTEGERS = (Kind.INT4, Kind.INT8)
 
 
 @dataclass
@@ -106,11 +108,11 @@ def only_whole(parts: Parts, model_type: str | None) -> str | None:
     if model_type in _WHOLE_EXPERTS and "packed" not in parts:
         return f"experts of {model_type}"
     forms = [stored.packed_as for stored in parts.values()]
-    kinds = {form.kind for form in forms}
+    kinds = [form.kind for form in forms]
     for kind in kinds:
-        if kind.table is not None:
+        if kind not in _INTEGERS:
             return f"weights of type {kind}"
-    if len(kinds) > 1:
+    if len(set(kinds)) > 1:
         return "experts of 4 and 8 bits"
     for what, there in (
         ("minimums", [form.minimums for form in forms]),
@@ -244,7 +246,7 @@ def _joined_as(headers: Sequence[PackedHeader]) -> PackedAs:
 
 def _integers(packed: torch.Tensor, name: str) -> Matrix:
     matrix = matrix_of(packed, name)
-    if matrix.kind.table is not None:
+    if matrix.kind not in _INTEGERS:
         raise ValueError(f"{name} is {matrix.kind}, which a compressed-tensors checkpoint cannot have")
     if matrix.minimums is not None or matrix.super_scales is not None:
         what = "super-scales" if matrix.minimums is None else "minimums"
