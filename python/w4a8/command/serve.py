@@ -26,6 +26,7 @@ from w4a8.integrations.vllm.settings import LM_HEAD_SWITCH
 
 CACHE = "VLLM_CPU_KVCACHE_SPACE"
 _LONGEST = 8192  # tokens of prompt and answer, where nothing else is asked for
+_EAGER = "--enforce-eager"
 _ROOM = 1.05  # of a cache: vLLM rounds to blocks
 
 
@@ -57,6 +58,8 @@ def run(args: argparse.Namespace) -> int:
     if program is None:
         raise ImportError("vLLM is not installed here: pip install w4a8[vllm]")
     command, variables = command_of(args, program)
+    if _EAGER in command and _EAGER not in args.rest:
+        print(f"# torch.compile needs a C++ compiler, and there is no {_compiler()}: {_EAGER}", flush=True)
     print(" ".join([*(f"{name}={value}" for name, value in variables.items()), shlex.join(command)]), flush=True)
     if "amx_int8" in w4a8.cpu_features().split():
         print("# this CPU has AMX: compare with W4A8_VLLM=0 in front of it (docs/vllm.md)", flush=True)
@@ -98,7 +101,13 @@ def command_of(args: argparse.Namespace, program: list[str]) -> tuple[list[str],
     if args.lm_head is not None:
         variables[LM_HEAD_SWITCH] = args.lm_head
     options = {"max-model-len": longest, "host": args.host, "port": args.port}
-    return [*program, model, *(f"--{name}={value}" for name, value in options.items()), *args.rest], variables
+    eager = [_EAGER] if shutil.which(_compiler()) is None and _EAGER not in args.rest else []
+    return [*program, model, *(f"--{name}={value}" for name, value in options.items()), *eager, *args.rest], variables
+
+
+def _compiler() -> str:
+    """The one that torch.compile calls, as ``torch._inductor.config`` chooses it."""
+    return os.environ.get("CXX") or "g++"
 
 
 def cache_bytes(sizes: Mapping[str, Any]) -> int:

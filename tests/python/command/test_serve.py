@@ -22,6 +22,7 @@ GIB = 2**30
 def no_variables(monkeypatch):
     for name in (serve.CACHE, "W4A8_VLLM_LM_HEAD"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CXX", sys.executable)  # something that is there
 
 
 @pytest.fixture
@@ -60,6 +61,19 @@ def test_the_command(tmp_path, started, capsys):
     assert "W4A8_VLLM_LM_HEAD" not in environment
     first = capsys.readouterr().out.splitlines()[0]
     assert first == f"{serve.CACHE}=1 /bin/vllm serve {folder} {' '.join(given)}"
+
+
+def test_without_a_compiler(tmp_path, started, capsys, monkeypatch):
+    folder = str(write(tmp_path / "m", **QWEN))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert main(["serve", folder]) == main(["serve", folder, "--enforce-eager"]) == 0
+    assert [arguments.count("--enforce-eager") for arguments, _ in started] == [1, 1]
+    said = "# torch.compile needs a C++ compiler, and there is no no-such-compiler: --enforce-eager"
+    assert capsys.readouterr().out.splitlines().count(said) == 1
+    monkeypatch.delenv("CXX")
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    main(["serve", folder])
+    assert "there is no g++:" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
