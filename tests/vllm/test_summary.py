@@ -58,7 +58,7 @@ def test_what_runs_here():
         "runs 3 linear layers (2 int4 in groups of 32, 1 int8 channelwise), "
         "1 layer of experts (int4 with zero points in groups of 64 and int8 channelwise), "
         "1 output layer (int8 channelwise): "
-        f"{total / 1e9:.2f} GB packed, activations in groups of 32, kernel {active_kernel()}"
+        f"{total:,} bytes packed, activations in groups of 32, kernel {active_kernel()}"
     )
 
 

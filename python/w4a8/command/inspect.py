@@ -34,9 +34,9 @@ from w4a8.command.contents import (
 from w4a8.command.contents_gguf import not_in_vllm, of_gguf
 from w4a8.command.headers import read_headers
 from w4a8.command.model import HELP, find, hub_name
-from w4a8.command.report import add_json, gigabytes, labelled, show
+from w4a8.command.report import add_json, labelled, show
 from w4a8.core.json_fields import CheckpointError, read_json
-from w4a8.core.words import counted
+from w4a8.core.words import counted, gigabytes
 from w4a8.formats import rules_of
 from w4a8.formats.config import config_in
 from w4a8.formats.packed_directory import METHOD, check_stated

@@ -24,8 +24,9 @@ from w4a8.command import loading
 from w4a8.command.contents import of_packed, packed_not_in_vllm
 from w4a8.command.headers import read_headers
 from w4a8.command.model import HELP, find
-from w4a8.command.report import UsageError, add_json, gigabytes, labelled, show
+from w4a8.command.report import UsageError, add_json, labelled, show
 from w4a8.command.verify import SUMS, write_sums
+from w4a8.core.words import gigabytes
 from w4a8.formats.packed_directory import METHOD
 
 _SHARD = "2GB"  # of a file: older versions of safetensors copy what they write

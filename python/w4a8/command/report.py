@@ -39,10 +39,3 @@ def table(rows: Sequence[Sequence[str]], indent: int = 2) -> list[str]:
     """Lines of columns, each as wide as its widest cell."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return [" " * indent + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip() for row in rows]
-
-
-def gigabytes(count: float) -> str:
-    """``1.24 GB``, ``310 MB`` or ``1,024 bytes``: of 10^9."""
-    if count < 1e6:
-        return f"{int(count):,} bytes"
-    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

@@ -15,8 +15,9 @@ from typing import Any
 
 from w4a8.checkpoint.tensors import INDEX_NAME
 from w4a8.command.headers import Header, Mapped, files_of, read_headers
-from w4a8.command.report import add_json, gigabytes, labelled, show
+from w4a8.command.report import add_json, labelled, show
 from w4a8.core.json_fields import CheckpointError, read_json
+from w4a8.core.words import gigabytes
 from w4a8.formats.config import config_in
 from w4a8.formats.packed_directory import EMBEDDINGS, STANDS_FOR, check_stated
 from w4a8.ops import read_header

@@ -1,4 +1,4 @@
-"""What matrices are, and how many layers of each kind there are, in words for people."""
+"""What matrices are, how many layers of each kind there are, and sizes, in words for people."""
 
 from __future__ import annotations
 
@@ -39,3 +39,10 @@ def counted(counts: Counter[str]) -> str:
         listed = ", ".join(f"{count} {detail}" if len(details) > 1 else detail for detail, count in details)
         parts.append(f"{total} {kind if total == 1 else _PLURALS.get(kind, f'{kind}s')} ({listed})")
     return ", ".join(parts)
+
+
+def gigabytes(count: float) -> str:
+    """``1.24 GB``, ``310 MB`` or ``1,024 bytes``: of 10^9."""
+    if count < 1e6:
+        return f"{int(count):,} bytes"
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

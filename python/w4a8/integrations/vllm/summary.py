@@ -14,7 +14,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from w4a8.core.activation_groups import in_words
-from w4a8.core.words import counted, weights_in_words
+from w4a8.core.words import counted, gigabytes, weights_in_words
 from w4a8.cpu import active_kernel
 from w4a8.integrations.vllm.log import logger
 from w4a8.ops import PackedHeader, read_header
@@ -64,7 +64,7 @@ def summary(model: torch.nn.Module) -> str:
     parts = []
     if here:
         groups = " and ".join(name for name, _ in activations.most_common())
-        packed = f"{total / 1e9:.2f} GB packed"
+        packed = f"{gigabytes(total)} packed"
         parts.append(f"runs {counted(here)}: {packed}, activations {groups}, kernel {active_kernel()}")
     else:
         parts.append("runs no layer of this model")
