@@ -5,7 +5,9 @@ import re
 import time
 from importlib.metadata import version
 from pathlib import Path
+from types import ModuleType
 
+from peers.base import Environment
 from peers.ggml import ENVIRONMENT
 
 from models.base import POSITIONS, Model, memory
@@ -16,11 +18,13 @@ SEQUENCES = 8
 class Log:
     """What llama.cpp logs from now on."""
 
-    def __init__(self, llama_cpp):
+    Callback = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
+
+    def __init__(self, library: ctypes.CDLL):
         self.text = ""
-        self.callback = llama_cpp.llama_log_callback(self.write)
+        self.callback = self.Callback(self.write)
         Log.last = self  # the library calls it for as long as it runs
-        llama_cpp.llama_log_set(self.callback, None)
+        library.llama_log_set(self.callback, None)
 
     def write(self, level: int, text: bytes, unused: object) -> None:
         self.text += text.decode(errors="replace")
@@ -28,40 +32,58 @@ class Log:
 
 def buffers(log: str) -> str:
     """Where the weights lie, as llama.cpp's log says: "CPU_REPACK 12.34 GB, CPU_Mapped 5.67 GB"."""
-    found = re.findall(r"(\S+) model buffer size = +([\d.]+) MiB", log)
+    found = re.findall(r"load_tensors: +(\S+) (?:model )?buffer size = +([\d.]+) MiB", log)
     return ", ".join(f"{name} {float(size) * 2**20 / 1e9:.2f} GB" for name, size in found) or "said nothing of buffers"
 
 
 class Llama(Model):
     name, format = "llama.cpp, Q4_0", "gguf"
     environment = ENVIRONMENT
-    repacks = True  # weights into the order of its fastest products, where it has one
+    repacks, repack_option = True, "use_extra_bufts"  # weights into the order of its fastest products, where it has one
 
     def __init__(self, folder: Path, threads: int):
-        import llama_cpp
-
-        self.c = c = llama_cpp
+        self.c = c = self.functions()
         started = time.perf_counter()
-        log = Log(c)
+        log = Log(c._lib)
         c.llama_backend_init()
         how = c.llama_model_default_params()
-        how.use_extra_bufts = self.repacks
+        setattr(how, self.repack_option, self.repacks)
         self.model = c.llama_model_load_from_file(str(folder / "model.gguf").encode(), how)
         if not self.model:
             raise RuntimeError("llama.cpp cannot load the model (its log says why)")
         wanted = c.llama_context_default_params()
         wanted.n_ctx, wanted.n_batch, wanted.n_seq_max = POSITIONS, 2048, SEQUENCES
         wanted.n_threads = wanted.n_threads_batch = threads
-        wanted.kv_unified = True  # all sequences share the positions
-        self.context = c.llama_init_from_model(self.model, wanted)
-        if not self.context:
-            raise RuntimeError("llama.cpp cannot make a context")
+        if hasattr(wanted, "kv_unified"):
+            wanted.kv_unified = True  # all sequences share the positions
+        self.wanted, self.context = wanted, None
+        self.make_context()
         self.vocabulary = c.llama_vocab_n_tokens(c.llama_model_get_vocab(self.model))
         self.batch = c.llama_batch_init(2048, 0, 1)
         self.seconds = time.perf_counter() - started
         self.after = memory("VmHWM")
-        tiled = any(b"GGML_CPU_TILED_MM" in path.read_bytes() for path in Path(c.__file__).parent.glob("lib/*cpu*.so"))
-        self.ran = f"{buffers(log.text)}; {'has' if tiled else 'has no'} tiled products (GGML_CPU_TILED_MM)"
+        self.ran = self.said(log.text)
+
+    def make_context(self) -> None:
+        """Another one, as `wanted` says."""
+        if self.context:
+            self.c.llama_free(self.context)
+        self.context = self.c.llama_init_from_model(self.model, self.wanted)
+        if not self.context:
+            raise RuntimeError("llama.cpp cannot make a context")
+
+    @staticmethod
+    def functions() -> ModuleType:
+        """The module of the C functions and structures."""
+        from llama_cpp import llama_cpp
+
+        return llama_cpp
+
+    def said(self, log: str) -> str:
+        """Which path runs."""
+        libraries = Path(self.c.__file__).parent.glob("lib/*cpu*.so")
+        tiled = any(b"GGML_CPU_TILED_MM" in path.read_bytes() for path in libraries)
+        return f"{buffers(log)}; {'has' if tiled else 'has no'} tiled products (GGML_CPU_TILED_MM)"
 
     @classmethod
     def versions(cls) -> dict[str, str]:
@@ -114,4 +136,37 @@ class LlamaKMMapped(LlamaKM):
     name, repacks = "llama.cpp, Q4_K_M, not repacked", False
 
 
-ENTRIES = [Llama, LlamaKM, LlamaKMMapped]
+class IkLlamaKM(LlamaKM):
+    """ik_llama.cpp, a fork for CPUs, which ik-llama-cpp-python builds from its source package, with its `-rtr`."""
+
+    name, repack_option = "ik_llama.cpp, Q4_K_M", "repack_tensors"
+    environment = Environment(
+        "ik-llama",
+        ("numpy>=1.24,<3", "--no-binary ik-llama-cpp-python ik-llama-cpp-python==0.1.5"),
+        build_variables={"CMAKE_ARGS": "-DGGML_NATIVE=ON"},
+    )
+
+    @staticmethod
+    def functions() -> ModuleType:
+        from ik_llama_cpp import _ctypes_api
+
+        return _ctypes_api
+
+    @classmethod
+    def versions(cls) -> dict[str, str]:
+        return {"ik-llama-cpp-python": version("ik-llama-cpp-python")}
+
+    def said(self, log: str) -> str:
+        return ", ".join([*re.findall(r"Repacked \d+ tensors", log), buffers(log)])
+
+    def forget(self) -> None:
+        self.c.llama_kv_cache_clear(self.context)
+
+    def decode(self, batch: int, tokens: int) -> float:
+        if batch > 1 and self.wanted.flash_attn:
+            self.wanted.flash_attn = False  # which stops at several sequences: GGML_ASSERT(S > 0)
+            self.make_context()
+        return super().decode(batch, tokens)
+
+
+ENTRIES = [Llama, LlamaKM, LlamaKMMapped, IkLlamaKM]

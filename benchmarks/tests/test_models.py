@@ -158,6 +158,8 @@ def test_where_llama_keeps_weights():
     log = "".join(f"load_tensors: {name} model buffer size = {size} MiB\n" for name, size in sizes.items())
     assert buffers(log) == "CPU_Mapped 1.05 GB, CPU_REPACK 0.00 GB"
     assert buffers("no such line") == "said nothing of buffers"
+    assert buffers("llm_load_tensors:        CPU buffer size =   405.16 MiB\n") == "CPU 0.42 GB"
+    assert buffers("llama_kv_cache_init:   CPU KV buffer size =  40.50 MiB\n") == "said nothing of buffers"
 
 
 def test_no_space(bench_models, monkeypatch, tmp_path):

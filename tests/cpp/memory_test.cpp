@@ -29,11 +29,13 @@ int64_t task_rows(const Kernel& kernel, int64_t k) {
 // What a worker's gemm calls of so many rows get.
 int64_t unpacked(const Kernel& kernel, int64_t rows, int64_t k, int64_t group) {
   const int64_t bytes = kernel.wants_scratch() ? kernel.scratch_bytes(rows, k, group) : 0;
-  // Two panels: a byte for each weight, and for a group 16 float32 scales and 16 zero points.
-  int64_t most = 256 * over(k, 8) + 160 * (k / group) + 128;
+  // Two panels: a byte for each weight of an even number of steps, and for a group 16 float32 scales and 16 zero
+  // points.
+  const int64_t all_steps = 2 * over(k, 16);
+  int64_t most = 256 * all_steps + 160 * (k / group) + 128;
   if (has_tiles(kernel)) most = std::max(most, 24 * 1024 + 128 * up(rows, 16));
   if (kernel.name == std::string_view("arm_i8mm")) {  // one panel of a chunk, and 64 rows prepared
-    const int64_t steps = std::min(over(k, 8), std::max<int64_t>(100, group == k ? 0 : group / 8));
+    const int64_t steps = std::min(all_steps, std::max<int64_t>(100, group == k ? 0 : group / 8));
     most = 640 * steps + up(80 * std::max<int64_t>(1, group == k ? 1 : 8 * steps / group), 64);
   }
   EXPECT_LE(bytes, most);

@@ -64,7 +64,7 @@ def test_operators_that_something_else_registered():
     assert "Start a new process" in line
 
 
-@pytest.mark.skipif(not STABLE, reason="a second registration of the extension is torch's own error")
+@pytest.mark.skipif(not STABLE, reason="only the library of the wheel says so itself")
 def test_the_library_refuses_a_second_registration(copy):
     """Without the Python files, which ask before."""
     other = copy / LIBRARY.relative_to(PACKAGE.parent)

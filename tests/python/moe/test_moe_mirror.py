@@ -265,7 +265,7 @@ IMPORT_ALL = """
 import importlib, pkgutil, sys
 import w4a8
 for module in pkgutil.walk_packages(w4a8.__path__, "w4a8."):
-    if not module.name.startswith(("w4a8.integrations.", "w4a8.__main__", "w4a8.lib")):
+    if not module.name.startswith(("w4a8.integrations.", "w4a8.__main__", "w4a8.lib", "w4a8.stable.")):
         importlib.import_module(module.name)
 print("w4a8.moe" in sys.modules, "vllm" in sys.modules)
 """
