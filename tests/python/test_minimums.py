@@ -155,6 +155,7 @@ def test_meta_and_compile(kind):
     ]
     torch.library.opcheck(torch.ops.w4a8.dyn_quant_pack_4bit_weight.default, tuple(values), arguments)
     packed = matrix.pack()[0]
+    torch._dynamo.reset()  # there are more kinds than variants of one function that torch keeps
     compiled = torch.compile(lambda x: torch.ops.w4a8.dyn_quant_matmul_4bit(x, packed, 32, 256, 20), fullgraph=True)
     x = torch.randn(3, 256)
     assert_same_bits(compiled(x), torch.ops.w4a8.dyn_quant_matmul_4bit(x, packed, 32, 256, 20))
