@@ -200,6 +200,15 @@ def stop(how):
     return save
 
 
+@pytest.fixture
+def interrupts():
+    """A shell that starts the tests in the background has them ignore SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupts")
 @pytest.mark.parametrize(
     "how, code",
     [
