@@ -1,6 +1,7 @@
 #include "core/gemm.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -114,19 +115,20 @@ void take_row(const GivenRows& rows, int64_t r, const RowShape& shape, const Qua
       to.q[i] = static_cast<int8_t>(src[i] ^ flip);
       sum += to.q[i];
     }
-    to.starts[p] = -8 * sum;
+    to.starts[p] = -sum;
   }
   std::fill(to.q + shape.k, to.q + ceil_div(shape.k, kLineBytes) * kLineBytes, int8_t{0});
   if (!shape.scaled()) {
     *to.quant = {rows.scale[r], static_cast<int32_t>(rows.zero_point[r] - (rows.is_unsigned ? 128 : 0))};
-    return set_offsets(shape, to);
+    return finish_row(shape, to);
   }
   const float* scales = rows.scale + r * (shape.k / shape.activation_group);
   for (int64_t p = 0; p < shape.parts(); ++p) {
-    to.scales[p * to.scales_stride] = cut_recip(scales[p * shape.part / shape.activation_group]);
+    const float scale = scales[p * shape.part / shape.activation_group];
+    to.scales[p * to.scales_stride] = std::isfinite(scale) ? cut_recip(scale) : NAN;
   }
   *to.quant = {1.0f, 0};
-  set_offsets(shape, to);
+  finish_row(shape, to);
 }
 
 }  // namespace
@@ -141,6 +143,7 @@ QuantizedRows QuantizedRows::slice(Slicer& slicer, int64_t rows, const RowShape&
   if (shape.scaled()) {
     result.scales_stride = rows + kPanelColumns;
     result.scales = slicer.take<float>(result.scales_stride * result.parts);
+    result.shifts = slicer.take<float>(result.scales_stride * result.parts);
   }
   result.offset_count = shape.offsets();
   if (result.offset_count != 0) result.offsets = slicer.take<float>(rows * result.offset_count);
@@ -149,7 +152,7 @@ QuantizedRows QuantizedRows::slice(Slicer& slicer, int64_t rows, const RowShape&
 }
 
 int64_t QuantizedRows::row_bytes(const RowShape& shape) {
-  const int64_t of_part = int64_t{sizeof(int32_t)} + (shape.scaled() ? int64_t{sizeof(float)} : 0);
+  const int64_t of_part = int64_t{sizeof(int32_t)} + (shape.scaled() ? int64_t{2 * sizeof(float)} : 0);
   return row_stride(shape.k) + shape.parts() * of_part + shape.offsets() * int64_t{sizeof(float)} +
          int64_t{sizeof(RowQuant)};
 }
@@ -160,7 +163,10 @@ void QuantizedRows::copy(int64_t from, int64_t to) const {
   std::memcpy(starts + to * parts, starts + from * parts, size * sizeof(int32_t));
   for (int64_t g = 0; g < offset_count; ++g) offsets[to * offset_count + g] = offsets[from * offset_count + g];
   if (scales == nullptr) return;
-  for (int64_t p = 0; p < parts; ++p) scales[p * scales_stride + to] = scales[p * scales_stride + from];
+  for (int64_t p = 0; p < parts; ++p) {
+    scales[p * scales_stride + to] = scales[p * scales_stride + from];
+    shifts[p * scales_stride + to] = shifts[p * scales_stride + from];
+  }
 }
 
 int64_t matmul_batch_rows(const PackedShape& shape) {

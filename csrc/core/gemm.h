@@ -16,6 +16,7 @@ struct QuantizedRows {
   int64_t stride = 0;         ///< bytes; padded so that rows do not fall into the same cache sets
   int32_t* starts = nullptr;  ///< [rows, parts]
   float* scales = nullptr;    ///< [parts, scales_stride]; null unless RowShape::scaled
+  float* shifts = nullptr;    ///< as scales
   int64_t scales_stride = 0;  ///< rows and 16 more, so that those of the parts do not fall into the same cache sets
   float* offsets = nullptr;   ///< [rows, RowShape::offsets()]; null if those are none
   int64_t offset_count = 0;
@@ -23,20 +24,20 @@ struct QuantizedRows {
   RowQuant* quant = nullptr;  ///< [rows]
 
   static QuantizedRows slice(Slicer& slicer, int64_t rows, const RowShape& shape);
-  /// What slice takes for each row; besides, where RowShape::scaled, as much as 16 rows of scales.
+  /// What slice takes for each row; besides, where RowShape::scaled, as much as 16 rows of scales and of shifts.
   static int64_t row_bytes(const RowShape& shape);
   Rows from(int64_t row) const {
-    return {q + row * stride, stride,        starts + row * parts, parts,       quant + row,
-            scales_of(row),   scales_stride, offsets_of(row),      offset_count};
+    return {q + row * stride, stride,          starts + row * parts, parts,           quant + row,
+            at(scales, row),  at(shifts, row), scales_stride,        offsets_of(row), offset_count};
   }
   QuantizedRow row(int64_t i) const {
-    return {q + i * stride, starts + i * parts, quant + i, scales_of(i), scales_stride, offsets_of(i)};
+    return {q + i * stride, starts + i * parts, quant + i, at(scales, i), scales_stride, at(shifts, i), offsets_of(i)};
   }
   /// Row `to` becomes what row `from` is, but for quant.
   void copy(int64_t from, int64_t to) const;
 
  private:
-  float* scales_of(int64_t row) const { return scales == nullptr ? nullptr : scales + row; }
+  static float* at(float* scales, int64_t row) { return scales == nullptr ? nullptr : scales + row; }
   float* offsets_of(int64_t row) const { return offsets == nullptr ? nullptr : offsets + row * offset_count; }
 };
 

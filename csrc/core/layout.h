@@ -64,8 +64,7 @@ struct PackedShape {
   /// How the rows that this matrix is multiplied with are quantized. A part is the lesser of both kinds of groups.
   constexpr RowShape rows() const {
     const bool whole = activation_group == kWholeRow || activation_group > group;
-    const int32_t zero = kind.values == Values::kInt6 ? 32 : (kind == kInt4Minimums ? 0 : 8);
-    return {k, whole ? group : activation_group, activation_group, kind.minimums ? group : 0, zero};
+    return {k, whole ? group : activation_group, activation_group, kind.minimums ? group : 0, counts_from(kind)};
   }
   bool operator==(const PackedShape&) const = default;
 };

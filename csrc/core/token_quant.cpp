@@ -59,7 +59,7 @@ void quantize_in_groups(const Kernel& kernel, Parallel& parallel, const void* x,
     RowQuant quant;
     kernel.quantize_row(row, dtype, shape, {padded.data(), starts.data(), &quant, scales});
     std::copy_n(padded.data(), k, q + r * k);
-    if (quant.recip != quant.recip) std::fill_n(scales, shape.parts(), quant.recip);
+    for (int64_t p = 0; p < shape.parts(); ++p) scales[p] *= quant.recip;  // NaN, or the unit of a row of large numbers
   });
 }
 

@@ -64,12 +64,12 @@ struct FewOps : DotOps {
   static W4A8_INLINE void start_group(I (&acc)[R][C][4], const int32_t* (&starts)[R], const uint8_t* const (&zeros)[C],
                                       bool has_zeros) {
     if (may_have_zeros(kCode) && has_zeros) {
-      I eighths[R];
-      for_each<R>([&](int r) W4A8_LAMBDA { eighths[r] = vshrq_n_s32(take_splat(starts[r]), 3); });
+      I sums[R];
+      for_each<R>([&](int r) W4A8_LAMBDA { sums[r] = take_splat(starts[r]); });
       for_each<C>([&](int c) W4A8_LAMBDA {
         I zero[4];
         expand_zeros<kCode>(zeros[c], zero);
-        for_each<4, R>([&](int v, int r) W4A8_LAMBDA { acc[r][c][v] = imul(zero[v], eighths[r]); });
+        for_each<4, R>([&](int v, int r) W4A8_LAMBDA { acc[r][c][v] = imul(zero[v], sums[r]); });
       });
       return;
     }

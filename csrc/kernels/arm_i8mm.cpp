@@ -369,18 +369,15 @@ struct Pairs : SignedTiles<Pairs> {
       default: return both_halves<P, 0, true, kRowScales>(t, count);
     }
   }
-  // The sums in `out` begin at the minimums.
+  // The sums in `out`, row by row, become those of pairs of rows.
   static __attribute__((noinline)) void start_sums(const TileArgs& t, int64_t count) {
-    TileArgs pair = t;
     for (int64_t r = 0; r < count; r += 2) {
       const bool both = r + 1 < count;
-      float sums[2 * kPanelColumns];
-      pair.offsets = t.offsets + r * t.offsets_stride;
-      (both ? add_minimums<Ops, 2, 1> : add_minimums<Ops, 1, 1>)(pair, sums);
+      const float* const sums = t.out + r * t.ldc;
       F f[8];
       for_each<4>([&](int j) W4A8_LAMBDA {
         const I even = Ops::int_bits(Ops::load(sums + 4 * j));
-        const I odd = Ops::int_bits(Ops::load(sums + (both ? kPanelColumns : 0) + 4 * j));
+        const I odd = Ops::int_bits(Ops::load(sums + (both ? t.ldc : 0) + 4 * j));
         f[2 * j] = Ops::float_bits(low_halves(even, odd));
         f[2 * j + 1] = Ops::float_bits(high_halves(even, odd));
       });

@@ -97,6 +97,11 @@ struct NeonOps : TileDefaults {
     const uint8x8_t bytes = vreinterpret_u8_u32(vdup_n_u32(four));
     return vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(vmovl_u8(bytes))));
   }
+  static W4A8_INLINE I load_int8(const uint8_t* p) {
+    uint32_t four;
+    __builtin_memcpy(&four, p, sizeof(four));
+    return vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u32(vdup_n_u32(four)))));
+  }
   // u of four k of a block of six bits: the nibble of one and two of the high bits, of four columns.
   template <int kQuarter>
   static W4A8_INLINE int8x16_t join_six(uint8x16_t both, uint8x16_t bits) {
@@ -108,6 +113,7 @@ struct NeonOps : TileDefaults {
   }
   static constexpr uint8_t kE2M1Zero = 0;
   static constexpr int32_t kInt8Zero = 0;
+  static constexpr bool kFusesShifts = false;  // FMLA overwrites the shift, which is needed again
   // w of 16 nibbles.
   template <Code kCode>
   static W4A8_INLINE int8x16_t look_up(uint8x16_t nibbles) {

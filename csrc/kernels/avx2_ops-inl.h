@@ -105,6 +105,9 @@ struct Avx2Ops : TileDefaults {
   static W4A8_INLINE I load_widened(const uint8_t* p) {
     return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
   }
+  static W4A8_INLINE I load_int8(const uint8_t* p) {
+    return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  }
 
   static W4A8_INLINE I broadcast4(const int8_t* p) {
     int32_t four;

@@ -93,6 +93,9 @@ struct Avx512Ops : TileDefaults {
   static W4A8_INLINE I load_widened(const uint8_t* p) {
     return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   }
+  static W4A8_INLINE I load_int8(const uint8_t* p) {
+    return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
 
   // The two instructions of the inner loop are asm statements: with the intrinsics GCC 12 copies accumulators from
   // register to register and loads broadcasts long before they are used, which spills. `volatile` keeps their order.

@@ -86,6 +86,18 @@ constexpr WeightKind kInt4Minimums = {Values::kInt4, false, true};
 constexpr WeightKind kInt8Minimums = {Values::kInt8, false, true};
 constexpr WeightKind kInt6Minimums = {Values::kInt6, false, true};
 
+/// What unsigned codes count from where a column has no zero points of its own; of e2m1 and iq4 those that kernels look
+/// up. 1 with zero points, whose products are with the sum of q itself.
+constexpr int32_t counts_from(WeightKind kind) {
+  if (kind.zero_points) return 1;
+  switch (kind.values) {
+    case Values::kInt4: return kind.minimums ? 0 : 8;
+    case Values::kE2M1: return 12;
+    case Values::kInt6: return 32;
+    default: return 128;
+  }
+}
+
 // Not inline: a kernel exports nothing but itself.
 constexpr int8_t kE2M1Weights[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 constexpr int8_t kIQ4Weights[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
@@ -171,9 +183,13 @@ struct PanelLayout {
 
 /// How one row was quantized: x ~ (q - zero_point) * recip, or in groups q * Rows::scales * recip.
 struct RowQuant {
-  float recip;         ///< 1 / scale; NaN for a row with a NaN or infinite element; in groups 1
+  float recip;         ///< 1 / scale; NaN for a row with a NaN or infinite element; in groups 1, or 2^24
   int32_t zero_point;  ///< in [-128, 127]; in groups 0
 };
+
+/// 1.5 * 2^23, and its bits: adding an integer of at most 2^22 to the bits adds it to the float.
+inline constexpr float kSumFloat = 0x1.8p23f;
+inline constexpr int32_t kSumBits = 0x4b400000;
 
 /// Activations are quantized as whole rows, with one scale for each.
 inline constexpr int64_t kWholeRow = -1;
@@ -184,7 +200,7 @@ struct RowShape {
   int64_t part;               ///< values per entry of starts and of scales; divides k and activation_group
   int64_t activation_group;   ///< values that share a scale, 32, 64 or 128; or kWholeRow
   int64_t minimum_group = 0;  ///< values per entry of offsets, a multiple of part; 0: there are none
-  int32_t zero = 8;           ///< starts are -zero * sum of q: what codes count from without zero points of their own
+  int32_t zero = 1;           ///< starts are -zero * sum of q: what codes count from; 1 with zero points of their own
 
   constexpr bool scaled() const { return activation_group != kWholeRow; }
   constexpr int64_t parts() const { return k / part; }
@@ -198,7 +214,8 @@ struct QuantizedRow {
   int32_t* starts;  ///< [parts]
   RowQuant* quant;
   float* scales = nullptr;    ///< [parts], left alone unless RowShape::scaled
-  int64_t scales_stride = 1;  ///< elements between those
+  int64_t scales_stride = 1;  ///< elements between those, and between shifts
+  float* shifts = nullptr;    ///< [parts], likewise; null: not wanted
   float* offsets = nullptr;   ///< [RowShape::offsets()]
 };
 
@@ -206,11 +223,13 @@ struct QuantizedRow {
 struct Rows {
   const int8_t* q;        ///< [m, stride] int8, each row zero from K to the next multiple of kLineBytes
   int64_t stride;         ///< bytes between rows, at least that
-  const int32_t* starts;  ///< [m, parts]: -RowShape::zero * sum of q over the part, where the accumulators start
+  const int32_t* starts;  ///< [m, parts]: -RowShape::zero * sum of q over the part, where the accumulators start. If
+                          ///< `scaled`, kSumBits more: the sum over the part is then the float kSumFloat + sum
   int64_t starts_stride;  ///< elements between rows of starts
   const RowQuant* quant;  ///< [m]
   const float* scales;    ///< [parts, m]: of the activations, if PanelLayout::scaled. From each, 16 can be read
-  int64_t scales_stride;  ///< elements between parts of scales
+  const float* shifts;  ///< [parts, m]: -kSumFloat * scales, so that fma(kSumFloat + sum, scale, shift) is sum * scale
+  int64_t scales_stride;  ///< elements between parts of scales, and of shifts
   const float* offsets;  ///< [m, groups]: what minimums are multiplied with: less the sum of q over the group, in units
                          ///< of x where activations have scales along k; null if the weights have no minimums
   int64_t offsets_stride;  ///< elements between rows of offsets

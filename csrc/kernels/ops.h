@@ -19,8 +19,9 @@ concept VectorOps = requires(typename Ops::F f, typename Ops::I i, float* floats
   { Ops::splat(0.0f) } -> std::same_as<typename Ops::F>;
   { Ops::load(from) } -> std::same_as<typename Ops::F>;
   { Ops::load_bytes(bytes) } -> std::same_as<typename Ops::F>;  // not aligned
-  // kLanes bytes, widened.
+  // kLanes bytes, widened, and kLanes int8.
   { Ops::load_widened(bytes) } -> std::same_as<typename Ops::I>;
+  { Ops::load_int8(bytes) } -> std::same_as<typename Ops::I>;
   { Ops::template load_as<DType::kBFloat16>(bytes, int64_t{}) } -> std::same_as<typename Ops::F>;
   Ops::template store_as<DType::kBFloat16>(out, int64_t{}, f);  // rounded, NaN as in CombineFn
   Ops::store(floats, f);
@@ -80,6 +81,7 @@ struct TileDefaults {
   static constexpr bool kSpareRegisters = false;  ///< one loop over groups has room for zero points, too
   static constexpr bool kNarrowProducts = false;  ///< imul16(a, b), a in [0, 2^15), b of 16 bits, beats imul
   static constexpr bool kReloadsStarts = false;   ///< isplat_of(p) beats a copy of a register
+  static constexpr bool kFusesShifts = true;      ///< an fma with Rows::shifts beats a subtraction and a product
   static constexpr bool kUnpacksToW = false;      ///< what was unpacked counts from 0
   static constexpr bool kOwnGroups = false;       ///< add_groups is the loop over groups
   /// Whether there are tiles for weights in groups of 16 (`least`) or others, and for activations that have scales

@@ -31,8 +31,8 @@ static inline RowParams row_params(float mn, float mx) {
   return {scale, {1.0f / scale, static_cast<int32_t>(std::nearbyint(zp))}};
 }
 
-/// The scale that gives a number back from the int8 of an activation group. Its last two bits are zero: then 3 * 2^22 *
-/// recip is exact, so that a kernel may take float(acc) * recip out of the bits of 1.5 * 2^23 + acc in one fma.
+/// The scale that gives a number back from the int8 of an activation group. Its last two bits are zero: then kSumFloat
+/// * recip is exact (Rows::shifts).
 static inline float cut_recip(float recip) { return bits_float(float_bits(recip) & ~uint32_t{3}); }
 
 struct GroupParams {
@@ -47,20 +47,42 @@ static inline GroupParams group_params(int32_t bits) {
   return {scale, cut_recip(1.0f / scale)};
 }
 
-/// The offsets of a row whose starts, -8 times the sums, and scales are there (docs/numerics.md section 3); and the
-/// starts become what the shape says.
-static inline void set_offsets(const RowShape& shape, const QuantizedRow& to) {
+/// A row with a scale of more than kMostRecip, whose shift would be infinite, counts in units that are larger.
+static inline void limit_scales(const RowShape& shape, const QuantizedRow& to) {
+  constexpr float kMostRecip = 0x1p104f;
+  constexpr float kUnit = 0x1p24f;
+  float most = 0.0f;
+  for (int64_t part = 0; part < shape.parts(); ++part) {
+    const float scale = std::fabs(to.scales[part * to.scales_stride]);
+    most = scale > most ? scale : most;
+  }
+  if (most <= kMostRecip) return;
+  to.quant->recip *= kUnit;
+  for (int64_t part = 0; part < shape.parts(); ++part) {
+    float& scale = to.scales[part * to.scales_stride];
+    scale = cut_recip(scale * (1 / kUnit));
+  }
+}
+
+/// Of a row whose starts, less the sums, and scales are there: its offsets (docs/numerics.md section 3) and shifts; and
+/// the starts become what Rows says.
+static inline void finish_row(const RowShape& shape, const QuantizedRow& to) {
+  if (shape.scaled()) limit_scales(shape, to);
   const int64_t parts = shape.minimum_group / shape.part;
   for (int64_t g = 0, part = 0; g < shape.offsets(); ++g) {
     float sum = 0.0f;
     for (const int64_t end = part + parts; part < end; ++part) {
-      const auto of_part = static_cast<float>(to.starts[part] / 8);
+      const auto of_part = static_cast<float>(to.starts[part]);
       sum = shape.scaled() ? std::fma(of_part, to.scales[part * to.scales_stride], sum) : of_part;
     }
     to.offsets[g] = sum;
   }
-  if (shape.zero == 8) return;
-  for (int64_t part = 0; part < shape.parts(); ++part) to.starts[part] = to.starts[part] / 8 * shape.zero;
+  const int32_t from = shape.scaled() ? kSumBits : 0;
+  for (int64_t part = 0; part < shape.parts(); ++part) {
+    to.starts[part] = to.starts[part] * shape.zero + from;
+    if (!shape.scaled() || to.shifts == nullptr) continue;
+    to.shifts[part * to.scales_stride] = -kSumFloat * to.scales[part * to.scales_stride];
+  }
 }
 
 /// Section 6: the scale before it is rounded to the type of the row, and the range of q.

@@ -118,7 +118,7 @@ void quantize_row_as(const void* x, const RowShape& shape, const QuantizedRow& t
       Ops::store_int8(to.q + v * kLanes, value);
       sum = Ops::iadd(sum, value);
     }
-    to.starts[p] = -8 * Ops::reduce(sum);
+    to.starts[p] = -Ops::reduce(sum);
   }
   for (int64_t i = k; i % kLineBytes != 0; ++i) to.q[i] = 0;
   if (rest == 0) return;
@@ -129,7 +129,7 @@ void quantize_row_as(const void* x, const RowShape& shape, const QuantizedRow& t
     to.q[k - rest + i] = static_cast<int8_t>(tail[i]);
     sum += tail[i];
   }
-  to.starts[0] -= 8 * sum;
+  to.starts[0] -= sum;
 }
 
 // Symmetric, a scale for each activation group. K is a multiple of 32 then, and a part one of 16.
@@ -155,7 +155,7 @@ void quantize_groups_as(const void* x, const RowShape& shape, const QuantizedRow
         Ops::store_int8(to.q + i, value);
         sum = Ops::iadd(sum, value);
       }
-      to.starts[part] = -8 * Ops::reduce(sum);
+      to.starts[part] = -Ops::reduce(sum);
       to.scales[part * to.scales_stride] = params.recip;
     }
   }
@@ -169,7 +169,7 @@ void quantize_row(const void* x, DType dtype, const RowShape& shape, const Quant
     if (shape.scaled()) return quantize_groups_as<Ops, kType>(x, shape, to);
     quantize_row_as<Ops, kType>(x, shape, to);
   });
-  set_offsets(shape, to);
+  finish_row(shape, to);
 }
 
 // Stores vectors of float32 as kType, the last one partly.
@@ -309,9 +309,7 @@ W4A8_INLINE typename Ops::F load_half_e8m0(const uint8_t* scales, int64_t i) {
 // supers: the super-scales of the panel's columns.
 template <class Ops>
 W4A8_INLINE typename Ops::F load_super_scales(const uint8_t* scales, const uint8_t* supers, int64_t i) {
-  const typename Ops::I bytes = Ops::template shift_left<24>(Ops::load_widened(scales + i));
-  return Ops::mul(Ops::to_float(Ops::template shift_right<24>(bytes)),
-                  Ops::template load_as<DType::kFloat16>(supers, i));
+  return Ops::mul(Ops::to_float(Ops::load_int8(scales + i)), Ops::template load_as<DType::kFloat16>(supers, i));
 }
 // Of any type but kSuper.
 template <class Ops>

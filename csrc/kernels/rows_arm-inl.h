@@ -55,7 +55,7 @@ void quantize_row_neon_as(const void* x, const RowShape& shape, const QuantizedR
       }
       sum = vpadalq_s16(sum, sums);
     }
-    *starts++ = -8 * Ops::reduce(sum);
+    *starts++ = -Ops::reduce(sum);
   }
   for (int64_t i = k; i % kLineBytes != 0; i += kQuantizeStep) vst1q_s8(to.q + i, vdupq_n_s8(0));
 }
@@ -66,5 +66,5 @@ void quantize_row_neon(const void* x, DType dtype, const RowShape& shape, const 
     if (shape.scaled()) return quantize_groups_as<Ops, kType>(x, shape, to);
     quantize_row_neon_as<Ops, kType>(x, shape, to);
   });
-  set_offsets(shape, to);
+  finish_row(shape, to);
 }

@@ -28,6 +28,7 @@ struct Ops : TileDefaults {
   static constexpr int64_t kUnpackRows = 0;  // nothing to gain
   static constexpr uint8_t kE2M1Zero = 0;
   static constexpr int32_t kInt8Zero = 0;
+  static constexpr bool kFusesShifts = false;    // fma may be a function
   static constexpr bool kSpareRegisters = true;  // one loop for all: less code
   static constexpr bool kE2M1IsWide = false;
   static constexpr bool kInt6IsWide = false;
@@ -105,6 +106,7 @@ struct Ops : TileDefaults {
     }
   }
   static I load_widened(const uint8_t* p) { return *p; }
+  static I load_int8(const uint8_t* p) { return static_cast<int8_t>(*p); }
 
   // |u * q| <= 15 * 128, of int6 63 * 128, of int8 and iq4 128 * 128: exact in int32 for the K that layout.h allows.
   template <int R, int C, Code kCode, int64_t kUnit>

@@ -15,7 +15,8 @@
 // With kOwnGroups it also brings add_groups<R, C, kCode, kGrouping>(t, rows, weights, f), the loop over groups.
 //
 // A tile of packed weights adds all steps of K, one of unpacked weights those of a chunk (tile_driver-inl.h); between
-// chunks it keeps its sums, int32 channelwise, else float, in `out`.
+// chunks it keeps its sums, int32 channelwise, else float, in `out`. With minimums the first chunk finds its sums
+// there, too.
 //
 // What u counts from is told in docs/adding_an_isa.md. start_accumulators and start_at_zeros are where it is in code.
 
@@ -69,9 +70,8 @@ struct TileArgs {
   const int32_t* starts;  // at the first part of the chunk
   int64_t starts_stride;
   const float* row_scales;  // Rows::scales, at the same part
+  const float* row_shifts;  // Rows::shifts, likewise
   int64_t row_scales_stride;
-  const float* offsets;  // Rows::offsets; of all groups
-  int64_t offsets_stride;
   const RowQuant* quant;
   const Panels* panels;
   const uint8_t* panel;    // the first of the C panels
@@ -145,20 +145,18 @@ W4A8_INLINE void finish_groups(const TileArgs& t, typename Ops::F (&f)[R][C][Ops
   });
 }
 
-// What accumulators start at without zero points. part: of the chunk.
-template <class Ops, int R, int C, Code kCode>
+// What accumulators start at without zero points. part: of the chunk. kScaled: Rows::starts are.
+template <class Ops, int R, int C, Code kCode, bool kScaled>
 W4A8_INLINE void start_accumulators(const TileArgs& t, int64_t part, typename Ops::I (&acc)[R][C][Ops::kVecs]) {
   for_each<R, C, Ops::kVecs>([&](int r, int c, int v) W4A8_LAMBDA {
     typename Ops::I& start = acc[r][c][v];
     if constexpr ((is_e2m1(kCode) && Ops::kE2M1Zero == 0) || (is_int8(kCode) && Ops::kInt8Zero == 0) ||
                   (!is_packed(kCode) && Ops::kUnpacksToW)) {
-      start = Ops::isplat(0);
+      start = Ops::isplat(kScaled ? kSumBits : 0);
     } else if constexpr (!is_packed(kCode) && Ops::kReloadsStarts) {
       start = Ops::isplat_of(t.starts + r * t.starts_stride + part);
     } else {
       start = Ops::isplat(t.starts[r * t.starts_stride + part]);
-      if constexpr (is_e2m1(kCode)) start = Ops::iadd(start, Ops::template shift_right<1>(start));
-      if constexpr (is_int8(kCode)) start = Ops::template shift_left<4>(start);
     }
   });
 }
@@ -176,21 +174,28 @@ W4A8_INLINE typename Ops::I load_zeros(const uint8_t* p) {
   return Ops::kInt8Zero == 128 ? zeros : Ops::isub(zeros, Ops::isplat(128));
 }
 
-// acc = -z * sum of q. kAdded: added to acc, behind the sum over the steps, since what is there before is live all
-// through it. kSmall: |sum| < 2^15. zeros: of the group, of panel 0.
-template <class Ops, int R, int C, Code kCode, bool kAdded, bool kSmall>
+// acc = -z * sum of q, and kSumBits if kScaled. kAdded: added to acc, behind the sum over the steps, since what is
+// there before is live all through it. kSmall: |sum| < 2^15. zeros: of the group, of panel 0.
+template <class Ops, int R, int C, Code kCode, bool kScaled, bool kAdded, bool kSmall>
 W4A8_INLINE void start_at_zeros(const TileArgs& t, const uint8_t* const (&zeros)[C], int64_t part,
                                 typename Ops::I (&acc)[R][C][Ops::kVecs]) {
   for_each<C, Ops::kVecs>([&](int c, int v) W4A8_LAMBDA {
     const typename Ops::I zero = load_zeros<Ops, kCode>(zeros[c] + v * Ops::kLanes);
     for_each<R>([&](int r) W4A8_LAMBDA {
-      const typename Ops::I sum = Ops::isplat(t.starts[r * t.starts_stride + part] >> 3);
+      const int32_t* from = t.starts + r * t.starts_stride + part;
+      typename Ops::I sum;
+      if constexpr (!kScaled && Ops::kReloadsStarts) {
+        sum = Ops::isplat_of(from);
+      } else {
+        sum = Ops::isplat(*from - (kScaled ? kSumBits : 0));
+      }
       typename Ops::I start;
       if constexpr (kSmall && Ops::kNarrowProducts) {
         start = Ops::imul16(zero, sum);
       } else {
         start = Ops::imul(zero, sum);
       }
+      if constexpr (kScaled && !kAdded) start = Ops::iadd(start, Ops::isplat(kSumBits));
       acc[r][c][v] = kAdded ? Ops::iadd(acc[r][c][v], start) : start;
     });
   });
@@ -268,9 +273,9 @@ W4A8_INLINE void channelwise_tile(const TileArgs& t, const int8_t* const (&rows)
     if (may_have_zeros(kCode) && t.zeros != nullptr) {
       const uint8_t* zeros[C];
       point_to_zeros(t, zeros);
-      start_at_zeros<Ops, R, C, kCode, false, false>(t, zeros, 0, acc);
+      start_at_zeros<Ops, R, C, kCode, false, false, false>(t, zeros, 0, acc);
     } else {
-      start_accumulators<Ops, R, C, kCode>(t, 0, acc);
+      start_accumulators<Ops, R, C, kCode, false>(t, 0, acc);
     }
   } else {
     load_sums<Ops>(t, acc);

@@ -7,6 +7,7 @@
 //       holds
 //         prepare the rows              scratch   [ panels of one tile, unpacked | rows of the batch, prepared ]
 //         for each tile's panels of the span
+//           the sums in `out` begin at the minimums, if there are any and it is the first chunk
 //           unpack them                 each      [ steps, 128 bytes each | scales [groups, 16] float32 | zero points ]
 //           for each tile's rows: add the chunk to the sums in `out`
 //
@@ -213,8 +214,8 @@ W4A8_INLINE void unpack_panels(Tiles& tiles, TileArgs& t, Chunk chunk, uint8_t* 
   t.scales_stride = column_bytes;
   t.zeros = nullptr;
   if constexpr (kZeros) {
-    if (p.kind.values == Values::kE2M1) {
-      t.zeros = sixteen_times<Tiles::kE2M1Zero>();
+    if (Tiles::kE2M1Zero == 0 && p.kind.values == Values::kE2M1) {
+      t.zeros = sixteen_times<0>();  // not what Rows::starts says
       t.zeros_stride = 0;
       t.zeros_step = 0;
     } else if (p.kind.zero_points) {
@@ -250,8 +251,10 @@ W4A8_INLINE void row_tiles(Tiles& tiles, TileArgs& t, const Rows& rows, const Ro
       t.q = rows.q + row * rows.stride + batch.step * kStepK;
     }
     t.starts = rows.starts + row * rows.starts_stride + batch.part;
-    if (t.panels->scaled) t.row_scales = rows.scales + batch.part * rows.scales_stride + row;
-    if (t.panels->kind.minimums) t.offsets = rows.offsets + row * rows.offsets_stride;
+    if (t.panels->scaled) {
+      t.row_scales = rows.scales + batch.part * rows.scales_stride + row;
+      t.row_shifts = rows.shifts + batch.part * rows.scales_stride + row;
+    }
     t.quant = rows.quant + row;
     t.out = out + row * t.ldc;
     tiles.tile(end - first, t);
@@ -298,6 +301,12 @@ W4A8_INLINE void span_tiles(Tiles& tiles, TileArgs& t, const Rows& rows, const R
       t.fetch = tiles.fetches ? fetch : nullptr;
       point_to_packed(t);
     }
+    for (int64_t c = 0; t.first && panels.kind.minimums && c < t.columns; ++c) {
+      start_at_minimums<typename Tiles::Vectors>(
+          panels, t.panel + c * panels.panel_bytes,
+          {rows.offsets + batch.begin * rows.offsets_stride, rows.offsets_stride, batch.count,
+           out + batch.begin * t.ldc + (p + c) * kPanelColumns, t.ldc});
+    }
     row_tiles(tiles, t, rows, batch, out + p * kPanelColumns, prepared);
   }
 }
@@ -318,7 +327,6 @@ __attribute__((noinline)) void multiply(Tiles& tiles, const Rows& rows, int64_t 
   t.q_stride = rows.stride;
   t.starts_stride = rows.starts_stride;
   t.row_scales_stride = rows.scales_stride;
-  t.offsets_stride = rows.offsets_stride;
   t.panels = &panels;
   t.ldc = ldc;
   for (int64_t b = 0; b < batches; ++b) {

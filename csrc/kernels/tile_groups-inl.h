@@ -91,8 +91,9 @@ W4A8_INLINE auto walk_groups(const TileArgs& t, const uint8_t* const (&weights)[
   }
 }
 
-// acc = the sum over the steps [begin, end), which are of one part. kSteps: unrolled ones. kSmall: start_at_zeros.
-template <class Ops, int R, int C, Code kCode, Zeros kZeros, int64_t kSteps, bool kSmall, class Walk>
+// acc = the sum over the steps [begin, end), which are of one part, and kSumBits if kScaled. kSteps: unrolled ones.
+// kSmall: start_at_zeros.
+template <class Ops, int R, int C, Code kCode, Zeros kZeros, bool kScaled, int64_t kSteps, bool kSmall, class Walk>
 W4A8_INLINE void sum_part(const TileArgs& t, const int8_t* const (&rows)[R], const Walk& walk, int64_t part,
                           int64_t begin, int64_t end, const uint8_t* fetch, typename Ops::I (&acc)[R][C][Ops::kVecs]) {
   const auto start_zeros = [&]<bool kAdded>() W4A8_LAMBDA {
@@ -100,25 +101,34 @@ W4A8_INLINE void sum_part(const TileArgs& t, const int8_t* const (&rows)[R], con
     for_each<C>([&](int c) W4A8_LAMBDA {
       zeros[c] = (is_packed(kCode) ? walk.weights[c] : t.zeros + c * t.zeros_stride) + walk.zeros_at;
     });
-    start_at_zeros<Ops, R, C, kCode, kAdded, kSmall>(t, zeros, part, acc);
+    start_at_zeros<Ops, R, C, kCode, kScaled, kAdded, kSmall>(t, zeros, part, acc);
   };
   if constexpr (kZeros == Zeros::kAll) {
-    fill(acc, Ops::isplat(0));
+    fill(acc, Ops::isplat(kScaled ? kSumBits : 0));
   } else if (kZeros == Zeros::kAsk && t.zeros != nullptr) {
     start_zeros.template operator()<false>();
   } else {
-    start_accumulators<Ops, R, C, kCode>(t, part, acc);
+    start_accumulators<Ops, R, C, kCode, kScaled>(t, part, acc);
   }
   Ops::template accumulate<R, C, kCode, kSteps>(acc, rows, walk.weights, begin, end, fetch);
   if constexpr (kZeros == Zeros::kAll) start_zeros.template operator()<true>();
 }
 
-// What the sum of a part counts in the sum over a group: with the scale of its activations, if it has one.
+// The sum of a part that started at kSumBits.
+template <class Ops>
+W4A8_INLINE typename Ops::F counted_sum(typename Ops::I acc) {
+  return Ops::sub(Ops::float_bits(acc), Ops::splat(kSumFloat));
+}
+
+// What the sum of a part counts in the sum over a group: with the scale of its activations, if it has one. The fma
+// rounds once, so that it is float(sum) times the scale.
 template <class Ops, bool kScaled>
 W4A8_INLINE typename Ops::F part_value(const TileArgs& t, typename Ops::I acc, int r, int64_t part) {
-  const typename Ops::F sum = Ops::to_float(acc);
-  if constexpr (!kScaled) return sum;
-  return Ops::mul(sum, Ops::splat(t.row_scales[part * t.row_scales_stride + r]));
+  if constexpr (!kScaled) return Ops::to_float(acc);
+  const int64_t at = part * t.row_scales_stride + r;
+  const typename Ops::F scale = Ops::splat(t.row_scales[at]);
+  if constexpr (!Ops::kFusesShifts) return Ops::mul(counted_sum<Ops>(acc), scale);
+  return Ops::fma(Ops::float_bits(acc), scale, Ops::splat(t.row_shifts[at]));
 }
 
 // f = fma(part_value, scale, f), group by group. kGroupSteps: steps of a group, 0 if known at run time only.
@@ -140,8 +150,8 @@ W4A8_INLINE void add_groups(const TileArgs& all, const int8_t* const (&rows)[R],
     if constexpr (!is_packed(kCode) && Ops::kReloadsStarts) __asm__("" : "+r"(again));
     const TileArgs& t = *again;
     typename Ops::I acc[R][C][Ops::kVecs];
-    sum_part<Ops, R, C, kCode, kZeros, unrolled(kGroupSteps), kSmall>(t, rows, walk, group, step, step + group_steps,
-                                                                      fetch, acc);
+    sum_part<Ops, R, C, kCode, kZeros, kScaled, unrolled(kGroupSteps), kSmall>(t, rows, walk, group, step,
+                                                                               step + group_steps, fetch, acc);
     if (is_packed(kCode) && (!kMayStream || fetch != nullptr)) fetch += group_bytes;
     for_each<C>([&](int c) W4A8_LAMBDA {
       for_each<Ops::kVecs>([&](int v) W4A8_LAMBDA {
@@ -189,11 +199,12 @@ W4A8_INLINE void add_parts(const TileArgs& t, const int8_t* const (&rows)[R], co
     for (const int64_t end = layout.channelwise ? t.steps : step + layout.group_steps; step < end;
          step += part_steps, ++part) {
       typename Ops::I acc[R][C][Ops::kVecs];
-      sum_part<Ops, R, C, kCode, kZeros, kBlockSteps, true>(t, rows, walk, part, step, step + part_steps, fetch, acc);
+      sum_part<Ops, R, C, kCode, kZeros, true, kBlockSteps, true>(t, rows, walk, part, step, step + part_steps, fetch,
+                                                                  acc);
       if (is_packed(kCode) && (!kMayStream || fetch != nullptr)) fetch += part_bytes;
       for_each<R, C, Ops::kVecs>([&](int r, int c, int v) W4A8_LAMBDA {
         const F scale = Ops::splat(t.row_scales[part * t.row_scales_stride + r]);
-        p[r][c][v] = Ops::fma(Ops::to_float(acc[r][c][v]), scale, p[r][c][v]);
+        p[r][c][v] = Ops::fma(counted_sum<Ops>(acc[r][c][v]), scale, p[r][c][v]);
       });
     }
     if (layout.channelwise && !t.last) {
@@ -270,42 +281,62 @@ struct Minimums {
   }
 };
 
-// f = fma(minimum, offset, f), group by group, from 0. Not inlined, as what follows needs the registers.
-template <class Ops, int R, int C>
-__attribute__((noinline)) void add_minimums(const TileArgs& t, float* to) {
-  const PanelLayout& p = *t.panels;
-  for_each<C>([&](int c) W4A8_LAMBDA {
+// Groups whose minimums are widened at once, for all rows.
+constexpr int64_t kMinimumRun = 64;
+
+// Blocks of R rows of those left, then of fewer: f = fma(minimum, offset, f) for the groups of a run, f from 0 if it is
+// the first. rows: offsets of the run, and sums [rows, ldc].
+struct MinimumRows {
+  const float* offsets;
+  int64_t offsets_stride;
+  int64_t left;
+  float* out;
+  int64_t ldc;
+};
+template <class Ops, int R>
+W4A8_INLINE void add_minimums(const float* minimums, int64_t groups, bool first, MinimumRows rows) {
+  for (; rows.left >= R; rows.left -= R, rows.offsets += R * rows.offsets_stride, rows.out += R * rows.ldc) {
     typename Ops::F f[R][Ops::kVecs];
-    for_each<R, Ops::kVecs>([&](int r, int v) W4A8_LAMBDA { f[r][v] = Ops::splat(0.0f); });
-    Minimums<Ops> walk(p, t.panel + c * p.panel_bytes);
-    for (int64_t g = 0; g < p.groups; ++g, walk.next()) {
+    const float* offsets[R];
+    for_each<R>([&](int r) W4A8_LAMBDA { offsets[r] = rows.offsets + r * rows.offsets_stride; });
+    for_each<R, Ops::kVecs>([&](int r, int v) W4A8_LAMBDA {
+      f[r][v] = first ? Ops::splat(0.0f) : Ops::load(rows.out + r * rows.ldc + v * Ops::kLanes);
+    });
+#pragma GCC unroll 1
+    for (int64_t g = 0; g < groups; ++g) {
       for_each<Ops::kVecs>([&](int v) W4A8_LAMBDA {
-        const typename Ops::F minimum = walk.load(v * Ops::kLanes);
-        for_each<R>([&](int r) W4A8_LAMBDA {
-          f[r][v] = Ops::fma(minimum, Ops::splat(t.offsets[r * t.offsets_stride + g]), f[r][v]);
-        });
+        const typename Ops::F minimum = Ops::load(minimums + g * kPanelColumns + v * Ops::kLanes);
+        for_each<R>([&](int r) W4A8_LAMBDA { f[r][v] = Ops::fma(minimum, Ops::splat(offsets[r][g]), f[r][v]); });
       });
     }
-    for_each<R, Ops::kVecs>(
-        [&](int r, int v) W4A8_LAMBDA { Ops::store(to + (r * C + c) * kPanelColumns + v * Ops::kLanes, f[r][v]); });
-  });
+    for_each<R, Ops::kVecs>([&](int r, int v)
+                                W4A8_LAMBDA { Ops::store(rows.out + r * rows.ldc + v * Ops::kLanes, f[r][v]); });
+  }
+  if constexpr (R > 1) add_minimums<Ops, R / 2>(minimums, groups, first, rows);
 }
-template <class Ops, int R, int C>
-W4A8_INLINE void start_at_minimums(const TileArgs& t, typename Ops::F (&f)[R][C][Ops::kVecs]) {
-  float sums[R * C * kPanelColumns];
-  add_minimums<Ops, R, C>(t, sums);
-  for_each<R, C, Ops::kVecs>([&](int r, int c, int v) W4A8_LAMBDA {
-    f[r][c][v] = Ops::load(sums + (r * C + c) * kPanelColumns + v * Ops::kLanes);
-  });
+
+// The sums of `rows` rows at `out` begin at what the minimums of a panel make of them (docs/numerics.md section 3).
+template <class Ops>
+__attribute__((noinline)) void start_at_minimums(const PanelLayout& p, const uint8_t* panel, MinimumRows rows) {
+  constexpr int kBlock = Ops::kVecs == 1 ? 8 : 4;
+  Minimums<Ops> walk(p, panel);
+  for (int64_t begin = 0; begin < p.groups; begin += kMinimumRun, rows.offsets += kMinimumRun) {
+    const int64_t groups = p.groups - begin < kMinimumRun ? p.groups - begin : kMinimumRun;
+    float minimums[kMinimumRun * kPanelColumns];
+    for (int64_t g = 0; g < groups; ++g, walk.next()) {
+      for_each<Ops::kVecs>([&](int v) W4A8_LAMBDA {
+        Ops::store(minimums + g * kPanelColumns + v * Ops::kLanes, walk.load(v * Ops::kLanes));
+      });
+    }
+    add_minimums<Ops, kBlock>(minimums, groups, begin == 0, rows);
+  }
 }
 
 template <class Ops, int R, int C, Code kCode, Grouping kGrouping>
 W4A8_INLINE void groups_tile(const TileArgs& t, const int8_t* const (&rows)[R], const uint8_t* const (&weights)[C]) {
   typename Ops::F f[R][C][Ops::kVecs];
-  if (!t.first) {
+  if (!t.first || (are_integers(kCode) && t.panels->kind.minimums)) {
     load_sums<Ops>(t, f);
-  } else if (are_integers(kCode) && t.panels->kind.minimums) {
-    start_at_minimums<Ops>(t, f);
   } else {
     fill(f, Ops::splat(0.0f));
   }

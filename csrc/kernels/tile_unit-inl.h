@@ -280,19 +280,13 @@ struct UnitTiles {
     }
   }
 
-  // Sums in scratch begin at the minimums.
+  // Sums in scratch begin at those in `out`.
   void start_sums(const EqualBands& bands, const TileArgs& t) const {
-    TileArgs one = t;
     for (int64_t i = 0; i < bands.count; ++i) {
       for (int64_t c = 0; c < t.columns; ++c) {
-        one.panel = t.panel + c * t.panels->panel_bytes;
         auto* const sums = reinterpret_cast<float*>(scratch.sums + (i * 2 + c) * kTileBytes);
-        for (int64_t r = 0; r < bands.rows;) {
-          const bool eight = r + 8 <= bands.rows;
-          one.offsets = t.offsets + (bands.begin(i) + r) * t.offsets_stride;
-          (eight ? add_minimums<Ops, 8, 1> : add_minimums<Ops, 1, 1>)(one, sums + r * kPanelColumns);
-          r += eight ? 8 : 1;
-        }
+        const float* const out = t.out + bands.begin(i) * t.ldc + c * kPanelColumns;
+        for (int64_t r = 0; r < bands.rows; ++r) Ops::store(sums + r * kPanelColumns, Ops::load(out + r * t.ldc));
       }
     }
   }

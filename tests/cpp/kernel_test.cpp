@@ -19,6 +19,7 @@ struct QuantizedInput {
         starts((m - 1) * starts_stride + shape.rows().parts(), guard),
         scales_stride(m + slack % 7),
         scales(shape.rows().scaled() ? (shape.rows().parts() - 1) * scales_stride + m - 1 + 16 : 0, guard),
+        shifts(shape.rows().scaled() ? (shape.rows().parts() - 1) * scales_stride + m : 0, guard),
         offset_count(shape.rows().offsets()),
         offsets(m * offset_count, guard),
         quant(m, guard) {
@@ -26,6 +27,7 @@ struct QuantizedInput {
     q.fill(0x7f);
     starts.fill(0x7f);
     scales.fill(0x7f);
+    shifts.fill(0x7f);
     for (int64_t r = 0; r < m; ++r) {
       const ref::Row& row = source[static_cast<std::size_t>(r)];
       for (int64_t i = 0; i < width; ++i) {
@@ -36,7 +38,10 @@ struct QuantizedInput {
         for (int64_t i = p * part; i < (p + 1) * part; ++i) sum += row.q[static_cast<std::size_t>(i)];
         starts[r * starts_stride + p] = -shape.rows().zero * sum;
         if (shape.rows().scaled()) {
-          scales[p * scales_stride + r] = row.scales[static_cast<std::size_t>(p * part / row.group)];
+          const float scale = row.scales[static_cast<std::size_t>(p * part / row.group)];
+          starts[r * starts_stride + p] += 0x4b400000;
+          scales[p * scales_stride + r] = scale;
+          shifts[p * scales_stride + r] = -12582912.0f * scale;
         }
       }
       for (int64_t g = 0; g < offset_count; ++g) {
@@ -54,11 +59,12 @@ struct QuantizedInput {
     q.freeze();
     starts.freeze();
     scales.freeze();
+    shifts.freeze();
     quant.freeze();
   }
   Rows rows() const {
-    return {q.data(),      stride,        starts.data(),  starts_stride, quant.data(),
-            scales.data(), scales_stride, offsets.data(), offset_count};
+    return {q.data(),      stride,        starts.data(), starts_stride,  quant.data(),
+            scales.data(), shifts.data(), scales_stride, offsets.data(), offset_count};
   }
 
   int64_t m;
@@ -69,6 +75,7 @@ struct QuantizedInput {
   GuardedBuffer<int32_t> starts;
   int64_t scales_stride;
   GuardedBuffer<float> scales;
+  GuardedBuffer<float> shifts;
   int64_t offset_count;
   GuardedBuffer<float> offsets;
   GuardedBuffer<RowQuant> quant;

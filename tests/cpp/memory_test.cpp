@@ -20,7 +20,7 @@ int64_t over(int64_t a, int64_t b) { return up(a, b) / b; }
 // One quantized row.
 int64_t row_bytes(int64_t k, int64_t group) { return up(k, 64) + 64 + 4 * k / group + 8; }
 // With activations in groups; part: the lesser of both groups.
-int64_t row_bytes_in_groups(int64_t k, int64_t part) { return up(k, 64) + 64 + 8 * k / part + 8; }
+int64_t row_bytes_in_groups(int64_t k, int64_t part) { return up(k, 64) + 64 + 12 * k / part + 8; }
 bool has_tiles(const Kernel& kernel) { return std::string_view(kernel.name).starts_with("x86_amx"); }
 int64_t task_rows(const Kernel& kernel, int64_t k) {
   return has_tiles(kernel) ? std::clamp<int64_t>(1024 * 1024 / k, 32, 512)
@@ -70,7 +70,7 @@ TEST_P(MemoryTest, Matmul) {
     const int64_t row =
         c.activation_group == kWholeRow ? row_bytes(c.k, c.group) : row_bytes_in_groups(c.k, c.activation_group);
     const int64_t parts = c.activation_group == kWholeRow ? 0 : c.k / c.activation_group;
-    const int64_t rows = batch_of(c.m, std::max<int64_t>(64, 96 * kMiB / row)) * row + 64 * parts;
+    const int64_t rows = batch_of(c.m, std::max<int64_t>(64, 96 * kMiB / row)) * row + 128 * parts;
     const int64_t task = std::min(c.m, task_rows(kernel(), c.k));
     const int64_t own = std::max<int64_t>(128 * 1024, 192 * task) + unpacked(kernel(), task, c.k, c.group);
     EXPECT_GE(workspace.capacity(), rows);
@@ -139,7 +139,7 @@ TEST_P(MemoryTest, FusedMoe) {
     };
     const int64_t offsets = c.moe.kind2.minimums ? 4 * (h / group13 + i / group2) : 0;
     const int64_t slot = row(h, group13, c.moe.activation13) + row(i, group2, c.moe.activation2) + offsets + 4 * i + 8;
-    const int64_t more = 64 * (parts(h, group13, c.moe.activation13) + parts(i, group2, c.moe.activation2));
+    const int64_t more = 128 * (parts(h, group13, c.moe.activation13) + parts(i, group2, c.moe.activation2));
     const int64_t most = std::max<int64_t>(64, 96 * kMiB / (k * (slot + 64 * over(h, 512))));
     const int64_t slots = batch_of(c.moe.tokens, most) * k;
     const int64_t y = std::min(slots * 64 * over(h, 16), std::max(4 * kMiB, slots * 64 * over(h, 512)));

@@ -25,8 +25,10 @@ class QuantizeTest : public KernelFixture {
     GuardedBuffer<int32_t> starts(k / group, guard);
     constexpr int64_t kStride = 3;
     GuardedBuffer<float> scales(shape.scaled() ? (k / group - 1) * kStride + 1 : 0, guard);
+    GuardedBuffer<float> shifts(scales.size(), guard);
     GuardedBuffer<RowQuant> quant(1, guard);
-    kernel().quantize_row(input.data(), dtype, shape, {q.data(), starts.data(), quant.data(), scales.data(), kStride});
+    kernel().quantize_row(input.data(), dtype, shape,
+                          {q.data(), starts.data(), quant.data(), scales.data(), kStride, shifts.data()});
     ASSERT_TRUE(same_float(quant[0].recip, expected.recip)) << quant[0].recip << " instead of " << expected.recip;
     ASSERT_EQ(quant[0].zero_point, expected.zero_point);
     for (int64_t i = 0; i < padded; ++i) {
@@ -35,12 +37,14 @@ class QuantizeTest : public KernelFixture {
     for (int64_t g = 0; g < k / group; ++g) {
       int32_t sum = 0;
       for (int64_t i = g * group; i < (g + 1) * group; ++i) sum += expected.q[static_cast<std::size_t>(i)];
-      ASSERT_EQ(starts[g], -8 * sum) << "group " << g;
+      ASSERT_EQ(starts[g], -sum + (shape.scaled() ? 0x4b400000 : 0)) << "group " << g;
       if (!shape.scaled()) continue;
-      ASSERT_EQ(scales[g * kStride], expected.scales[static_cast<std::size_t>(g * group / activation_group)])
-          << "group " << g;
+      const float scale = expected.scales[static_cast<std::size_t>(g * group / activation_group)];
+      ASSERT_EQ(scales[g * kStride], scale) << "group " << g;
+      ASSERT_EQ(static_cast<double>(shifts[g * kStride]), -12582912.0 * static_cast<double>(scale)) << "group " << g;
     }
     ASSERT_TRUE(q.slack_intact() && starts.slack_intact() && scales.slack_intact() && quant.slack_intact());
+    ASSERT_TRUE(shifts.slack_intact());
   }
 
   void check_everywhere(const std::vector<float>& x) {
@@ -107,6 +111,14 @@ TEST_P(QuantizeTest, ActivationGroupsOfAnySize) {
     check(x, DType::kFloat32, 32, Guard::kAfter, 32);
     if (HasFatalFailure()) return;
   }
+  // The largest scale whose shift is a number, and a larger one.
+  for (const float most : {127 * 0x1p104f, 128 * 0x1p104f}) {
+    std::vector<float> x(64, 1.0f);
+    x[40] = -most;
+    check(x, DType::kFloat32, 32, Guard::kAfter, 32);
+    if (HasFatalFailure()) return;
+    EXPECT_EQ(ref::quantize(x, 32).recip, most == 127 * 0x1p104f ? 1.0f : 0x1p24f);
+  }
   std::vector<float> x(32, 0.0f);
   const float values[] = {127, -127, 0.5f, 1.5f, -0.5f, -1.5f, 126.5f, -100.25f};
   const int expected[] = {127, -127, 0, 2, 0, -2, 126, -100};
@@ -119,8 +131,8 @@ TEST_P(QuantizeTest, ActivationGroupsOfAnySize) {
   EXPECT_EQ(quant.recip, 1.0f);
   EXPECT_EQ(quant.zero_point, 0);
   for (int i = 0; i < 8; ++i) EXPECT_EQ(q[i], expected[i]) << "element " << i;
-  EXPECT_EQ(starts[0], -8 * 26);
-  EXPECT_EQ(starts[1], 0);
+  EXPECT_EQ(starts[0], 0x4b400000 - 26);
+  EXPECT_EQ(starts[1], 0x4b400000);
   EXPECT_EQ(scales[0], 1.0f);
   EXPECT_EQ(scales[1], 1.0f);
 }

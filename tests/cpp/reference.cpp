@@ -212,6 +212,13 @@ int iq4(int nibble) {
 
 float cut(float scale) { return from_bits(to_bits(scale) / 4 * 4); }
 
+void limit_scales(Row& row) {
+  if (std::none_of(row.scales.begin(), row.scales.end(), [](float scale) { return std::fabs(scale) > 0x1p104f; }))
+    return;
+  for (float& scale : row.scales) scale = cut(std::ldexp(scale, -24));
+  row.recip = std::ldexp(row.recip, 24);
+}
+
 namespace {
 
 Row quantize_groups(const std::vector<float>& x, int64_t group) {
@@ -239,6 +246,7 @@ Row quantize_groups(const std::vector<float>& x, int64_t group) {
       row.q.push_back(static_cast<int>(std::nearbyintf(x[i] * scale)));
     }
   }
+  limit_scales(row);
   return row;
 }
 

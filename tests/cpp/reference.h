@@ -37,6 +37,8 @@ Row quantize(const std::vector<float>& x, int64_t activation_group = -1);
 
 /// A scale as activation groups have it: without its last two bits.
 float cut(float scale);
+/// A row in groups, in larger units where a scale is above 2^104.
+void limit_scales(Row& row);
 
 /// Twice the value of an e2m1 number: a sign, two bits of exponent, one of mantissa.
 int twice_e2m1(int nibble);

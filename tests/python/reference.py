@@ -70,8 +70,15 @@ def cut(scale):
     return (np.ascontiguousarray(scale, F32).view(np.uint32) & np.uint32(0xFFFFFFFC)).view(F32)
 
 
+def limit_scales(scales, recip):
+    """Scales float32 [M, G] and recip float32 [M] of rows in groups, in larger units where a scale is above 2^104."""
+    large = (np.abs(scales) > F32(2.0**104)).any(1)
+    smaller = cut(scales * F32(2.0**-24))
+    return np.where(large[:, None], smaller, scales), np.where(large, recip * F32(2.0**24), recip)
+
+
 def quantize_in_groups(x, size):
-    """float32 [M, K] -> q int64 [M, K], zero points of 0 float32 [M], recip float32 [M], 1 or NaN, and scales float32
+    """float32 [M, K] -> q int64 [M, K], zero points of 0 float32 [M], recip float32 [M], 1, 2^24 or NaN, scales float32
     [M, K / size]: each `size` values have one, symmetrically."""
     groups = x.reshape(len(x), x.shape[1] // size, size)
     finite = np.isfinite(x).all(1)
@@ -82,7 +89,7 @@ def quantize_in_groups(x, size):
         q = np.rint(safe * scale[:, :, None])
         scales = np.where(scale == 0, F32(0), cut(F32(1) / scale)).astype(F32)
     scales = np.where(finite[:, None], scales, F32(0))
-    recip = np.where(finite, F32(1), F32(np.nan)).astype(F32)
+    scales, recip = limit_scales(scales, np.where(finite, F32(1), F32(np.nan)).astype(F32))
     return q.reshape(x.shape).astype(np.int64), np.zeros(len(x), F32), recip, scales
 
 

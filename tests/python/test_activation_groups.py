@@ -120,6 +120,27 @@ def test_gemm(kernel, group, size):
         assert_same_bits(out, want)
 
 
+def test_large_scales(kernel):
+    """Above 2^104 a row counts in larger units (docs/numerics.md, section 1); float32 holds all these products."""
+    matrix = make_matrix(24, 64, 32, activation_group=32)
+    q = torch.randint(-128, 128, (5, 64), dtype=torch.int8)
+    scale = torch.full((5, 2), 2.0**104)
+    scale[1, 1], scale[2, 0], scale[3, 0], scale[4] = 2.0**104 * 1.5, -(2.0**105), 2.0**-140, torch.tensor([1e36, 1e-7])
+    eight, zero = torch.tensor([8]), torch.zeros(5, 1, dtype=torch.int32)
+    out = w4a8.int4_gemm_w4a8(q, scale, zero, matrix.pack(), torch.empty(0, 24), eight, 32, None, None, torch.float32)
+    ones = np.ones(5, np.float32)
+    x_scales, recip = reference.limit_scales(reference.cut(scale.numpy()), ones)
+    assert recip.tolist() == [1, 2**24, 2**24, 1, 2**24]
+    rows = q.numpy().astype(np.int64)
+    want = reference.matmul_quantized(rows, 0 * ones, recip, *matrix.arrays()[:2], None, x_scales=x_scales)
+    assert_same_bits(out, from_numpy(want))
+    assert out.isfinite().all()
+    scale[:3, 1] = torch.tensor([float("inf"), -float("inf"), float("nan")])
+    out = w4a8.int4_gemm_w4a8(q, scale, zero, matrix.pack(), torch.empty(0, 24), eight, 32, None, None, torch.float32)
+    assert out[:3].isnan().all()
+    assert_same_bits(out[3:], from_numpy(want[3:]))
+
+
 def test_gemm_is_the_matmul(kernel):
     matrix = make_matrix(24, 256, 64, activation_group=32)
     packed, x = matrix.pack(), make_rows(5, 256)
