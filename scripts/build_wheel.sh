@@ -10,7 +10,7 @@ if [ "${1:-}" = --arch ]; then
   shift 2
 fi
 out=$(realpath -m "${1:-dist}")
-most_bytes=2700000 # of the wheel, all kernels in it
+most_bytes=2450000 # of the wheel, all kernels in it
 select_flavour
 pip_once "$PY" wheel
 options=()
@@ -32,6 +32,7 @@ scripts/check_stable_abi.sh "$work/tree/w4a8/stable/libw4a8_stable.so" >&2
 run_quiet "build/log/wheel-audit-$arch.log" "$PY" -m auditwheel repair --exclude libtorch_cpu.so --wheel-dir "$work/out" "$work"/raw/w4a8-*.whl
 wheel=$(echo "$work"/out/w4a8-*-py3-none-manylinux_*_"$arch".whl)
 [ -e "$wheel" ] || die "auditwheel made no wheel for py3-none-manylinux and $arch: $(ls "$work/out")"
+"$PY" scripts/compress_wheel.py "$wheel"
 bytes=$(stat -c %s "$wheel")
 [ "$bytes" -le "$most_bytes" ] || die "$(basename "$wheel") has $bytes bytes, expected at most $most_bytes"
 rm -f "$out"/w4a8-*-py3-none-*"$arch".whl
