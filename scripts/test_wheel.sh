@@ -109,8 +109,8 @@ for pair in "${pairs[@]}"; do
   fi
   run_quiet build/log/matrix-pip.log "$env/bin/python" -m pip install --no-deps --no-index --force-reinstall "$wheel"
   summary=$(run_tests "$env" "build/log/matrix-$version-$torch.log") || failed=1
-  count() { sed -nE "s/.*[^0-9]?([0-9]+) $1.*/\1/p" <<<" $summary"; }
-  rows+=("| $("$env/bin/python" -c 'import torch; print(torch.__version__)') | $("$env/bin/python" -V | cut -d' ' -f2) | $(count passed) | $(($(count failed) + $(count error))) | $(($(count skipped))) |")
+  count() { grep -oE "[0-9]+ $1" <<<"$summary" | grep -oE '^[0-9]+' || echo 0; }
+  rows+=("| $("$env/bin/python" -c 'import torch; print(torch.__version__)') | $("$env/bin/python" -V | cut -d' ' -f2) | $(count passed) | $(($(count failed) + $(count error))) | $(count skipped) |")
 done
 printf '%s\n' "${rows[@]}"
 exit "$failed"
