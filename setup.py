@@ -71,7 +71,7 @@ def project_version() -> str:
 def build_dir() -> Path:
     """One build tree per interpreter and torch, so that two flavours never mix; scripts/common.sh has the same rule."""
     if STABLE:
-        return ROOT / "build" / "stable"
+        return ROOT / "build" / f"stable-{sysconfig.get_platform()}"
     key = f"{sys.implementation.cache_tag}-torch{TORCH_VERSION}" if TORCH_VERSION else "no-torch"
     return ROOT / "build" / key.replace("+", "-")
 

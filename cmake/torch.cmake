@@ -22,7 +22,10 @@ if(Torch_DIR)
   file(GLOB w4a8_torch_gpu "${w4a8_torch_root}/lib/libtorch_cuda.so" "${w4a8_torch_root}/lib/libtorch_hip.so"
        "${w4a8_torch_root}/lib/libtorch_xpu.so")
 endif()
-if(w4a8_torch_gpu)
+if(W4A8_STABLE_ABI)
+  # Only headers, which are the same for every CPU: csrc/torch/CMakeLists.txt says what is linked.
+  set(TORCH_INCLUDE_DIRS "${w4a8_torch_root}/include")
+elseif(w4a8_torch_gpu)
   # What `pip install torch` brings on Linux. The config of such a torch demands the toolkit it was built with, of which
   # nothing is needed here: the libraries of the CPU are named directly.
   set(TORCH_INCLUDE_DIRS "${w4a8_torch_root}/include" "${w4a8_torch_root}/include/torch/csrc/api/include")
@@ -36,8 +39,6 @@ if(w4a8_torch_gpu)
 else()
   find_package(Torch REQUIRED)
 endif()
-# Alone: what the library on torch's stable ABI is linked with.
-find_library(W4A8_TORCH_CPU_LIBRARY torch_cpu PATHS "${w4a8_torch_root}/lib" NO_DEFAULT_PATH)
 # torch's own config sets C++ flags for its ABI; everything that links torch must agree.
 if(TORCH_CXX_FLAGS)
   separate_arguments(W4A8_TORCH_CXX_FLAGS NATIVE_COMMAND "${TORCH_CXX_FLAGS}")

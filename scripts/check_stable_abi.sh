@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # usage: check_stable_abi.sh LIBRARY | --wheel WHEEL
 # The library of the wheel asks for no C++ symbol of torch, for none of Python, and for no C function that torch 2.10 does not
-# export (scripts/stable_abi.txt). `check_stable_abi.sh --list TORCH_FOLDER` prints that list, of a torch that is installed.
+# export (csrc/torch/stable_abi.txt). `check_stable_abi.sh --list TORCH_FOLDER` prints that list, of a torch that is installed.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # Without those for one operator and one device, which are generated.
@@ -22,7 +22,7 @@ unstable=$(grep -E '^_Z[A-Z]*N?K?(3c10|2at|5torch|6caffe2)|^_?Py|^GOMP_|^omp_' <
 [ -z "$unstable" ] || { printf '%s asks for what is not stable:\n%s\n' "$library" "$unstable" >&2; exit 1; }
 functions=$(torch_functions <<<"$wanted")
 [ -n "$functions" ] || { echo "$library asks torch for nothing: not the library of the wheel" >&2; exit 1; }
-missing=$(LC_ALL=C comm -23 - scripts/stable_abi.txt <<<"$functions")
+missing=$(LC_ALL=C comm -23 - csrc/torch/stable_abi.txt <<<"$functions")
 [ -z "$missing" ] || { printf '%s asks for what torch 2.10 does not have:\n%s\n' "$library" "$missing" >&2; exit 1; }
 own=$(nm -D --defined-only "$library" | awk '{ print $NF }' | grep -v '^w4a8_' || true)
 [ -z "$own" ] || { printf '%s shows others what is its own:\n%s\n' "$library" "$own" >&2; exit 1; }

