@@ -79,11 +79,12 @@ constexpr int64_t step_bytes(Code code) {
 struct TileDefaults {
   static constexpr int64_t kStreamedRows = 0;     ///< most rows whose one panel the hardware may fetch by itself
   static constexpr bool kSpareRegisters = false;  ///< one loop over groups has room for zero points, too
-  static constexpr bool kNarrowProducts = false;  ///< imul16(a, b), a in [0, 2^15), b of 16 bits, beats imul
-  static constexpr bool kReloadsStarts = false;   ///< isplat_of(p) beats a copy of a register
-  static constexpr bool kFusesShifts = true;      ///< an fma with Rows::shifts beats a subtraction and a product
-  static constexpr bool kUnpacksToW = false;      ///< what was unpacked counts from 0
-  static constexpr bool kOwnGroups = false;       ///< add_groups is the loop over groups
+  /// iadd_product16(sum, a, b), a in [0, 2^15) and b of 16 bits, beats iadd and imul.
+  static constexpr bool kNarrowProducts = false;
+  static constexpr bool kReloadsStarts = false;  ///< isplat_of(p) beats a copy of a register
+  static constexpr bool kFusesShifts = true;     ///< an fma with Rows::shifts beats a subtraction and a product
+  static constexpr bool kUnpacksToW = false;     ///< what was unpacked counts from 0
+  static constexpr bool kOwnGroups = false;      ///< add_groups is the loop over groups
   /// Whether there are tiles for weights in groups of 16 (`least`) or others, and for activations that have scales
   /// along k (`scaled`) or whole rows.
   static constexpr bool takes(bool /*least*/, bool /*scaled*/) { return true; }

@@ -11,6 +11,8 @@
 #include "kernels/row_params.h"
 #include "kernels/target.h"
 
+#define W4A8_NO_VECTORS
+
 namespace w4a8::isa {
 namespace {
 

@@ -20,10 +20,16 @@
 //
 // What u counts from is told in docs/adding_an_isa.md. start_accumulators and start_at_zeros are where it is in code.
 
-// body(i, j, ..) for each i < N, j < the next number, .., unrolled: arrays indexed by them stay in registers.
+// body(i, j, ..) for each i < N, j < the next number, .., unrolled: arrays indexed by them stay in registers. Where
+// there are no vector registers (W4A8_NO_VECTORS) the compiler does better with loops.
+#ifdef W4A8_NO_VECTORS
+constexpr int kUnrolled = 1;
+#else
+constexpr int kUnrolled = 16;
+#endif
 template <int N, int... kMore, class Body>
 W4A8_INLINE void for_each(Body body) {
-#pragma GCC unroll 16
+#pragma GCC unroll kUnrolled
   for (int i = 0; i < N; ++i) {
     if constexpr (sizeof...(kMore) == 0) {
       body(i);
@@ -179,24 +185,26 @@ W4A8_INLINE typename Ops::I load_zeros(const uint8_t* p) {
 template <class Ops, int R, int C, Code kCode, bool kScaled, bool kAdded, bool kSmall>
 W4A8_INLINE void start_at_zeros(const TileArgs& t, const uint8_t* const (&zeros)[C], int64_t part,
                                 typename Ops::I (&acc)[R][C][Ops::kVecs]) {
-  for_each<C, Ops::kVecs>([&](int c, int v) W4A8_LAMBDA {
-    const typename Ops::I zero = load_zeros<Ops, kCode>(zeros[c] + v * Ops::kLanes);
-    for_each<R>([&](int r) W4A8_LAMBDA {
-      const int32_t* from = t.starts + r * t.starts_stride + part;
-      typename Ops::I sum;
-      if constexpr (!kScaled && Ops::kReloadsStarts) {
-        sum = Ops::isplat_of(from);
-      } else {
-        sum = Ops::isplat(*from - (kScaled ? kSumBits : 0));
-      }
-      typename Ops::I start;
+  using I = typename Ops::I;
+  I zero[C][Ops::kVecs];
+  for_each<C, Ops::kVecs>([&](int c, int v)
+                              W4A8_LAMBDA { zero[c][v] = load_zeros<Ops, kCode>(zeros[c] + v * Ops::kLanes); });
+  for_each<R>([&](int r) W4A8_LAMBDA {
+    const int32_t* const from = t.starts + r * t.starts_stride + part;
+    I sum;
+    if constexpr (Ops::kReloadsStarts) {
+      sum = Ops::isplat_of(from);
+    } else {
+      sum = Ops::isplat(*from);
+    }
+    if constexpr (kScaled) sum = Ops::isub(sum, Ops::isplat(kSumBits));
+    for_each<C, Ops::kVecs>([&](int c, int v) W4A8_LAMBDA {
+      const I before = kAdded ? acc[r][c][v] : Ops::isplat(kScaled ? kSumBits : 0);
       if constexpr (kSmall && Ops::kNarrowProducts) {
-        start = Ops::imul16(zero, sum);
+        acc[r][c][v] = Ops::iadd_product16(before, zero[c][v], sum);
       } else {
-        start = Ops::imul(zero, sum);
+        acc[r][c][v] = Ops::iadd(before, Ops::imul(zero[c][v], sum));
       }
-      if constexpr (kScaled && !kAdded) start = Ops::iadd(start, Ops::isplat(kSumBits));
-      acc[r][c][v] = kAdded ? Ops::iadd(acc[r][c][v], start) : start;
     });
   });
 }
