@@ -137,14 +137,14 @@ class LlamaKMMapped(LlamaKM):
 
 
 class IkLlamaKM(LlamaKM):
-    """ik_llama.cpp, a fork for CPUs, which ik-llama-cpp-python builds from its source package, with its `-rtr`."""
+    """ik_llama.cpp, a fork for CPUs, with its `-rtr`.
 
-    name, repack_option = "ik_llama.cpp, Q4_K_M", "repack_tensors"
-    environment = Environment(
-        "ik-llama",
-        ("numpy>=1.24,<3", "--no-binary ik-llama-cpp-python ik-llama-cpp-python==0.1.5"),
-        build_variables={"CMAKE_ARGS": "-DGGML_NATIVE=ON"},
-    )
+    The wheel of ik-llama-cpp-python has code for AVX2 alone. Its source package cannot be built: 0.1.5 lacks
+    common/cmake/build-info-gen-cpp.cmake.
+    """
+
+    name, repack_option = "ik_llama.cpp (AVX2), Q4_K_M", "repack_tensors"
+    environment = Environment("ik-llama", ("numpy>=1.24,<3", "ik-llama-cpp-python==0.1.5"))
 
     @staticmethod
     def functions() -> ModuleType:

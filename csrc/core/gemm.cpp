@@ -157,10 +157,16 @@ int64_t QuantizedRows::row_bytes(const RowShape& shape) {
          int64_t{sizeof(RowQuant)};
 }
 
-void QuantizedRows::copy(int64_t from, int64_t to) const {
+void QuantizedRows::copy(int64_t from, const RowShape& from_shape, int64_t to, const RowShape& to_shape) const {
   const auto size = static_cast<std::size_t>(parts);
   std::memcpy(q + to * stride, q + from * stride, static_cast<std::size_t>(stride));
   std::memcpy(starts + to * parts, starts + from * parts, size * sizeof(int32_t));
+  if (from_shape.zero != to_shape.zero) {
+    const int32_t base = to_shape.scaled() ? kSumBits : 0;
+    for (int64_t p = to * parts; p < (to + 1) * parts; ++p) {
+      starts[p] = (starts[p] - base) / from_shape.zero * to_shape.zero + base;
+    }
+  }
   for (int64_t g = 0; g < offset_count; ++g) offsets[to * offset_count + g] = offsets[from * offset_count + g];
   if (scales == nullptr) return;
   for (int64_t p = 0; p < parts; ++p) {

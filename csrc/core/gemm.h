@@ -33,8 +33,9 @@ struct QuantizedRows {
   QuantizedRow row(int64_t i) const {
     return {q + i * stride, starts + i * parts, quant + i, at(scales, i), scales_stride, at(shifts, i), offsets_of(i)};
   }
-  /// Row `to` becomes what row `from` is, but for quant.
-  void copy(int64_t from, int64_t to) const;
+  /// Row `to` becomes what row `from` is, but for quant, and with the starts of another RowShape::zero. Without
+  /// minimums, or with the same zero.
+  void copy(int64_t from, const RowShape& from_shape, int64_t to, const RowShape& to_shape) const;
 
  private:
   static float* at(float* scales, int64_t row) { return scales == nullptr ? nullptr : scales + row; }

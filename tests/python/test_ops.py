@@ -351,16 +351,20 @@ def test_moe_of_mixed_kinds(kernel, kinds):
             check_layer(layer, x, ids, router, 0, weight_on_input, what)
 
 
-def test_experts_of_different_kinds():
+@pytest.mark.parametrize("size", [-1, 32])
+def test_experts_of_different_kinds(kernel, size):
     """A stack's rows are matrices of their own; only their number of bytes must be the same."""
-    parts = [make_matrix(64, 64, 64, kind=kind) for kind in ("int4", "e2m1", "int4")]
-    w2 = make_matrix(64, 32, 32, experts=3)
-    stack = torch.stack([part.pack() for part in parts])
+    stacks = [
+        [make_matrix(64, k, 32, kind=kind, activation_group=size) for kind in kinds]
+        for k, kinds in ((64, ("int4", "e2m1", "iq4")), (32, ("iq4", "int4", "e2m1")))
+    ]
+    packed = [torch.stack([part.pack() for part in parts]) for parts in stacks]
     x = torch.randn(6, 64)
     ids, router = route(6, 2, 3)
-    arrays = [[part.arrays() for part in parts], [w2.arrays(e) for e in range(3)]]
-    want, explained = reference.moe(x.numpy(), ids.numpy(), router.numpy(), *arrays, 32, True, False, 0)
-    y = w4a8.dynamic_4bit_int_moe(x, ids, router, stack, w2.pack(), 64, 32, 64, -1, False, 0)
+    arrays = [[part.arrays() for part in parts] for parts in stacks]
+    rest = (32, True, False, 0)
+    want, explained = reference.moe(x.numpy(), ids.numpy(), router.numpy(), *arrays, *rest, (size, size))
+    y = w4a8.dynamic_4bit_int_moe(x, ids, router, *packed, 64, 32, 64, 32, False, 0)
     assert_within(y.numpy(), want, explained)
 
 

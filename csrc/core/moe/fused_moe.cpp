@@ -115,7 +115,9 @@ struct Experts {
     check_same(name, id, "activation group", std::to_string(shape.activation_group),
                std::to_string(of_first.activation_group));
     check_same(name, id, "group", std::to_string(shape.group), std::to_string(of_first.group));
-    if (shape.rows() != of_first.rows()) check_same(name, id, "kind", kind_name(shape.kind), kind_name(of_first.kind));
+    RowShape rows = shape.rows();
+    if (!shape.kind.minimums) rows.zero = of_first.rows().zero;  // QuantizedRows::copy
+    if (rows != of_first.rows()) check_same(name, id, "kind", kind_name(shape.kind), kind_name(of_first.kind));
   }
   void check_same(const char* name, int64_t id, const char* field, const std::string& value,
                   const std::string& of_first) const {
@@ -275,17 +277,21 @@ class Batch {
       const int64_t token = tokens_.begin + t;
       const int32_t* slot_row = b_.buckets.slot_row + t * args_.top_k;
       int64_t first = -1;
+      RowShape first_shape = {};
       RowQuant quant = {};
       for (int64_t j = 0; j < args_.top_k; ++j) {
         const int64_t row = slot_row[j];
         if (row < 0) continue;
+        const int64_t expert = experts_.ids[static_cast<std::size_t>(token * args_.top_k + j)];
+        const RowShape shape = experts_.w13[static_cast<std::size_t>(expert)].shape.rows();
         if (first < 0) {
           first = row;
+          first_shape = shape;
           kernel_.quantize_row(static_cast<const uint8_t*>(args_.x) + token * args_.hidden * dtype_bytes(args_.dtype),
-                               args_.dtype, experts_.x_rows(), x.row(row));
+                               args_.dtype, shape, x.row(row));
           quant = x.quant[row];
         } else {
-          x.copy(first, row);
+          x.copy(first, first_shape, row, shape);
         }
         x.quant[row] = quant;
         if (args_.weight_on_input) x.quant[row].recip = quant.recip * args_.weights[token * args_.top_k + j];
@@ -323,13 +329,13 @@ class Batch {
                        b_.h + (unit.rows.begin + r) * inner + column, columns);
     }
     note_shared_write();
-    if (--std::atomic_ref<int32_t>(b_.spans_left[task / up_.spans].count) == 0) requantize(unit.rows);
+    if (--std::atomic_ref<int32_t>(b_.spans_left[task / up_.spans].count) == 0) requantize(unit);
   }
 
-  void requantize(Range rows) {
-    const QuantizedRows& hq = b_.hq;
-    for (int64_t r = rows.begin; r < rows.end; ++r) {
-      kernel_.quantize_row(b_.h + r * args_.intermediate, DType::kFloat32, experts_.h_rows(), hq.row(r));
+  void requantize(const Unit& unit) {
+    const RowShape shape = w2(unit).shape.rows();
+    for (int64_t r = unit.rows.begin; r < unit.rows.end; ++r) {
+      kernel_.quantize_row(b_.h + r * args_.intermediate, DType::kFloat32, shape, b_.hq.row(r));
     }
   }
 
