@@ -86,8 +86,8 @@ constexpr WeightKind kInt4Minimums = {Values::kInt4, false, true};
 constexpr WeightKind kInt8Minimums = {Values::kInt8, false, true};
 constexpr WeightKind kInt6Minimums = {Values::kInt6, false, true};
 
-/// What unsigned codes count from where a column has no zero points of its own; of e2m1 and iq4 those that kernels look
-/// up. 1 with zero points, whose products are with the sum of q itself.
+/// The offset o of a code u = w + o that a kernel keeps unsigned; u of e2m1 and iq4 is what it looks up. 1 with zero
+/// points: a kernel multiplies minus the sum of q by these.
 constexpr int32_t counts_from(WeightKind kind) {
   if (kind.zero_points) return 1;
   switch (kind.values) {
@@ -230,8 +230,8 @@ struct Rows {
   const float* scales;    ///< [parts, m]: of the activations, if PanelLayout::scaled. From each, 16 can be read
   const float* shifts;  ///< [parts, m]: -kSumFloat * scales, so that fma(kSumFloat + sum, scale, shift) is sum * scale
   int64_t scales_stride;  ///< elements between parts of scales, and of shifts
-  const float* offsets;  ///< [m, groups]: what minimums are multiplied with: less the sum of q over the group, in units
-                         ///< of x where activations have scales along k; null if the weights have no minimums
+  const float* offsets;  ///< [m, groups]: what minimums are multiplied with: minus the sum of q over the group, of each
+                         ///< part times its scale if `scaled`; null if the weights have no minimums
   int64_t offsets_stride;  ///< elements between rows of offsets
 };
 

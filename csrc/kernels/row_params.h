@@ -47,7 +47,7 @@ static inline GroupParams group_params(int32_t bits) {
   return {scale, cut_recip(1.0f / scale)};
 }
 
-/// A row with a scale of more than kMostRecip, whose shift would be infinite, counts in units that are larger.
+/// A row with a scale above kMostRecip counts in larger units: its shift might be infinite.
 static inline void limit_scales(const RowShape& shape, const QuantizedRow& to) {
   constexpr float kMostRecip = 0x1p104f;
   constexpr float kUnit = 0x1p24f;
@@ -64,8 +64,8 @@ static inline void limit_scales(const RowShape& shape, const QuantizedRow& to) {
   }
 }
 
-/// Of a row whose starts, less the sums, and scales are there: its offsets (docs/numerics.md section 3) and shifts; and
-/// the starts become what Rows says.
+/// On entry `starts` are minus the sums of q of each part, and `scales` are set. Makes offsets and shifts of these
+/// (docs/numerics.md section 3); `starts` become what Rows says.
 static inline void finish_row(const RowShape& shape, const QuantizedRow& to) {
   if (shape.scaled()) limit_scales(shape, to);
   const int64_t parts = shape.minimum_group / shape.part;

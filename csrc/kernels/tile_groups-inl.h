@@ -120,8 +120,8 @@ W4A8_INLINE typename Ops::F counted_sum(typename Ops::I acc) {
   return Ops::sub(Ops::float_bits(acc), Ops::splat(kSumFloat));
 }
 
-// What the sum of a part counts in the sum over a group: with the scale of its activations, if it has one. The fma
-// rounds once, so that it is float(sum) times the scale.
+// The sum of a part as a float, times the scale of its activations if kScaled. The fma takes kSumFloat off and rounds
+// once: the result is float(sum) times the scale.
 template <class Ops, bool kScaled>
 W4A8_INLINE typename Ops::F part_value(const TileArgs& t, typename Ops::I acc, int r, int64_t part) {
   if constexpr (!kScaled) return Ops::to_float(acc);
@@ -284,8 +284,8 @@ struct Minimums {
 // Groups whose minimums are widened at once, for all rows.
 constexpr int64_t kMinimumRun = 64;
 
-// Blocks of R rows of those left, then of fewer: f = fma(minimum, offset, f) for the groups of a run, f from 0 if it is
-// the first. rows: offsets of the run, and sums [rows, ldc].
+// Rows whose sums begin at minimums: offsets of a run of groups, `left` rows to do, their sums [left, ldc] at `out`.
+// add_minimums takes R of them at a time, then fewer: f = fma(minimum, offset, f), f from 0 in the first run.
 struct MinimumRows {
   const float* offsets;
   int64_t offsets_stride;
@@ -315,7 +315,7 @@ W4A8_INLINE void add_minimums(const float* minimums, int64_t groups, bool first,
   if constexpr (R > 1) add_minimums<Ops, R / 2>(minimums, groups, first, rows);
 }
 
-// The sums of `rows` rows at `out` begin at what the minimums of a panel make of them (docs/numerics.md section 3).
+// Sets rows.out[r, 0..15] to the sum over g of minimum_g * offset[r, g], g ascending (docs/numerics.md section 3).
 template <class Ops>
 __attribute__((noinline)) void start_at_minimums(const PanelLayout& p, const uint8_t* panel, MinimumRows rows) {
   constexpr int kBlock = Ops::kVecs == 1 ? 8 : 4;
