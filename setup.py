@@ -133,7 +133,7 @@ class CMakeBuild(build_ext):
         if TORCH_FOLDER is None:
             raise RuntimeError(
                 "w4a8 is compiled against the installed torch, but this environment has none. Install torch first, "
-                f"then this again; or the wheel, `pip install --only-binary w4a8 w4a8`, which needs torch {LEAST_TORCH}"
+                f"then this again; or the wheel that `make wheel` leaves in dist, which needs torch {LEAST_TORCH}"
             )
         cmake = tool("cmake")
         if not cmake:

@@ -31,7 +31,7 @@ _FUNCTIONS = (
     "read_header",
     "use_kernel",
 )
-_REINSTALL = "Install w4a8 again, all of it: `pip install --force-reinstall --no-deps w4a8`"
+_REINSTALL = "Install w4a8 again, all of it: `pip install --force-reinstall --no-deps` and its wheel or source folder"
 
 
 def _is_loaded(library: Path) -> bool:

@@ -17,7 +17,7 @@ from op_samples import op_samples, results
 
 import w4a8
 from w4a8 import compiled
-from w4a8.command import doctor
+from w4a8.command import doctor, extras
 
 ROOT = Path(__file__).parents[2]
 
@@ -304,8 +304,11 @@ def test_one_least_python():
 
 
 def test_optional_requirements():
-    """pip install w4a8[load], w4a8[progress] and others bring what the code asks for when it is missing."""
+    """The extras have what the code asks for when it is missing, and the command names the same packages."""
     text = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2].partition("\n[")[0]
-    extras = dict(re.findall(r'^(\w+) = \["(\w+)', text, flags=re.MULTILINE))
+    of_pyproject = dict(re.findall(r'^(\w+) = \["(\w+)', text, flags=re.MULTILINE))
     names = {name: name for name in ("gguf", "transformers", "vllm")}
-    assert extras == {"load": "safetensors", "progress": "tqdm", **names, "all": "w4a8"}
+    assert of_pyproject == {"load": "safetensors", "progress": "tqdm", **names, "all": "w4a8"}
+    for extra, said in (("transformers", extras.TRANSFORMERS), ("vllm", extras.VLLM)):
+        line = re.search(rf"^{extra} = \[(.*?)\]", text, flags=re.MULTILINE)[1]
+        assert said == "pip install " + " ".join(f"'{package}'" for package in re.findall(r'"([^"]+)"', line))

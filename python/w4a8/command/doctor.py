@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import w4a8
-from w4a8.command import machine
+from w4a8.command import extras, machine
 from w4a8.command.report import add_json, labelled, show, table
 from w4a8.core.memory import keeps_files_mapped
 from w4a8.integrations.selftest import operator_problems
@@ -111,7 +111,7 @@ def _transformers() -> dict[str, Any]:
     """Its version, and whether the integration can be imported, which is also its self-test."""
     version = installed("transformers")
     if version is None:
-        return {"version": None, "ready": False, "note": "not installed: pip install w4a8[transformers]"}
+        return {"version": None, "ready": False, "note": f"not installed: {extras.TRANSFORMERS}"}
     try:
         import_module("w4a8.integrations.transformers")
     except (ImportError, ValueError) as error:
@@ -123,7 +123,7 @@ def _vllm(run_test: bool, problems: list[str]) -> dict[str, Any]:
     """Its version, and what the plugin would do in it."""
     version = installed(*VLLM)
     if version is None:
-        return {"version": None, "takes_over": False, "note": "not installed: pip install w4a8[vllm]"}
+        return {"version": None, "takes_over": False, "note": f"not installed: {extras.VLLM}"}
     count = len(problems)
     _tried(settings.check, problems)
     against = problems[count:] or _against(version, settings.mode())

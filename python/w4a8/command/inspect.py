@@ -16,7 +16,7 @@ import torch
 
 from w4a8.checkpoint.gguf_file import GGUFFile
 from w4a8.checkpoint.gguf_keys import Keys
-from w4a8.command import machine
+from w4a8.command import extras, machine
 from w4a8.command.contents import (
     EMBEDDING,
     EXPERTS,
@@ -163,7 +163,7 @@ def _quantized_in_mind(path: Path) -> tuple[Any, Any]:
     try:
         import transformers
     except ImportError:
-        raise ImportError("what becomes of floats is known with `pip install w4a8[transformers]`") from None
+        raise ImportError(f"what becomes of floats is known with transformers: {extras.TRANSFORMERS}") from None
     from w4a8.quantization import quantize_
 
     config = transformers.AutoConfig.from_pretrained(path)

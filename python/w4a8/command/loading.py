@@ -9,6 +9,7 @@ from typing import Any
 
 from w4a8.checkpoint.gguf_file import GGUFFile
 from w4a8.checkpoint.gguf_linear import GGUFLinears
+from w4a8.command import extras
 from w4a8.command.report import UsageError
 from w4a8.formats.config import config_in
 from w4a8.formats.packed_directory import METHOD
@@ -47,7 +48,7 @@ def import_transformers() -> Any:
     try:
         import transformers
     except ImportError:
-        raise ImportError("this needs transformers: pip install w4a8[transformers]") from None
+        raise ImportError(f"this needs transformers: {extras.TRANSFORMERS}") from None
     import w4a8.integrations.transformers  # noqa: F401 (registers the quantizer)
 
     if not sys.stderr.isatty():

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from w4a8.checkpoint.gguf_file import gguf_in
+from w4a8.command import extras
 
 HELP = "a folder, a GGUF file, or a name on the Hugging Face hub: OWNER/NAME, of GGUF files OWNER/NAME/FILE.gguf"
 _NAME = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:/(?P<file>[\w./-]+\.gguf))?")
@@ -55,7 +56,7 @@ def hub() -> Any:
     try:
         import huggingface_hub
     except ImportError:
-        raise ImportError("names on the Hugging Face hub need `pip install w4a8[transformers]`") from None
+        raise ImportError(f"names on the Hugging Face hub need huggingface_hub: {extras.TRANSFORMERS}") from None
     return huggingface_hub
 
 

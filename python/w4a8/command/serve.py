@@ -19,6 +19,7 @@ from typing import Any
 import w4a8
 from w4a8.checkpoint.gguf_file import GGUFFile
 from w4a8.checkpoint.gguf_keys import Keys
+from w4a8.command import extras
 from w4a8.command.doctor import VLLM, installed
 from w4a8.command.model import HELP, find, hub_name
 from w4a8.core.json_fields import read_json
@@ -56,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     """Becomes vLLM."""
     program = vllm_program()
     if program is None:
-        raise ImportError("vLLM is not installed here: pip install w4a8[vllm]")
+        raise ImportError(f"vLLM is not installed here: {extras.VLLM}")
     command, variables = command_of(args, program)
     if _EAGER in command and _EAGER not in args.rest:
         print(f"# torch.compile needs a C++ compiler, and there is no {_compiler()}: {_EAGER}", flush=True)

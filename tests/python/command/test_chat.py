@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers", minversion="5.0")
 import multiplied_out  # noqa: E402
 from test_quantize_transformers import make_model  # noqa: E402
 
-from w4a8.command import chat, main  # noqa: E402
+from w4a8.command import chat, extras, main  # noqa: E402
 from w4a8.integrations.transformers import W4A8Config  # noqa: E402
 
 TOOL_WRITTEN = multiplied_out.TOOL_WRITTEN
@@ -82,7 +82,7 @@ def test_what_is_wrong(monkeypatch, capsys):
     assert code == 2 and "leave --group-size out" in err
     monkeypatch.setitem(sys.modules, "transformers", None)
     code, _, err = talk(monkeypatch, capsys, "", TOOL_WRITTEN / "gptq")
-    assert (code, err) == (1, "w4a8: this needs transformers: pip install w4a8[transformers]\n")
+    assert (code, err) == (1, f"w4a8: this needs transformers: {extras.TRANSFORMERS}\n")
 
 
 def test_speeds():

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import w4a8
-from w4a8.command import doctor, machine, main
+from w4a8.command import doctor, extras, machine, main
 from w4a8.core.memory import fresh_bytes
 
 
@@ -163,8 +163,8 @@ def test_vllm_is_imported_only_on_demand(monkeypatch):
 def test_what_is_not_installed(monkeypatch):
     monkeypatch.setattr(doctor, "installed", lambda *names: None)
     answer = doctor.examine()
-    assert "pip install w4a8[vllm]" in answer["vllm"]["note"]
-    assert "pip install w4a8[transformers]" in answer["transformers"]["note"]
+    assert extras.VLLM in answer["vllm"]["note"]
+    assert extras.TRANSFORMERS in answer["transformers"]["note"]
 
 
 def test_an_integration_that_cannot_be_imported(monkeypatch):

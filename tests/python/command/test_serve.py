@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("transformers", minversion="5.0")  # which brings huggingface_hub
 import multiplied_out
 
-from w4a8.command import doctor, inspect, main, model, serve
+from w4a8.command import doctor, extras, inspect, main, model, serve
 
 TOOL_WRITTEN = multiplied_out.TOOL_WRITTEN
 GIB = 2**30
@@ -140,7 +140,7 @@ def test_which_vllm(monkeypatch, tmp_path):
 def test_without_vllm(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(serve, "vllm_program", lambda: None)
     assert main(["serve", str(write(tmp_path / "m", **QWEN))]) == 1
-    assert capsys.readouterr().err == "w4a8: vLLM is not installed here: pip install w4a8[vllm]\n"
+    assert capsys.readouterr().err == f"w4a8: vLLM is not installed here: {extras.VLLM}\n"
 
 
 @pytest.mark.skipif(doctor.installed(*doctor.VLLM) is not None, reason="the installed vLLM would be started")
@@ -245,4 +245,4 @@ def test_the_hub_needs_its_package(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     assert main(["inspect", "Someone/big"]) == 1
-    assert "pip install w4a8[transformers]" in capsys.readouterr().err
+    assert extras.TRANSFORMERS in capsys.readouterr().err
