@@ -4,7 +4,7 @@ export TORCH PYTHON
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-kernels test-benchmarks test-arm test-vllm test-vllm-full test-baseline test-package wheel test-wheel fuzz setup lint format bench bench-linear bench-peers bench-models bench-accuracy real-size clean
+.PHONY: help demo test test-full test-kernels test-benchmarks test-arm test-vllm test-vllm-full test-baseline test-package wheel test-wheel fuzz setup lint format bench bench-linear bench-peers bench-models bench-accuracy real-size clean
 
 help: ## list the targets
 	@echo "usage: make TARGET [TORCH=debian | PYTHON=/path/to/python] [ARGS='...']"
@@ -18,6 +18,9 @@ demo: ## set up everything and let a small mixture-of-experts model write text (
 
 test: ## set up everything and run all tests: GoogleTest through ctest, then pytest
 	@scripts/test.sh $(ARGS)
+
+test-full: ## the same with 600 examples of each property and the kernels' twins: half an hour more
+	@W4A8_TEST_EXAMPLES=600 W4A8_TEST_TWINS=ON scripts/test.sh $(ARGS)
 
 test-kernels: ## the C++ tests that need no torch: core and kernels (ARGS='-R x86_avx2': those of one kernel)
 	@scripts/test_kernels.sh $(ARGS)

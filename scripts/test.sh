@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets up a flavour (TORCH=debian, PYTHON=...) and runs all tests: GoogleTest through ctest, then pytest.
 # Arguments go to pytest. CTEST_FILTER: run only the C++ tests that match this regular expression, CTEST_TARGETS: which are
-# built as these.
+# built as these. W4A8_TEST_TWINS=ON: with the twins of kernels, which `make test-full` and `.ci/run --full` set.
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 select_flavour
 need_gtest
@@ -12,7 +12,7 @@ esac
 install_w4a8
 
 say "building the C++ tests in $BUILD_DIR"
-run_quiet build/log/tests-configure.log cmake -S . -B "$BUILD_DIR" -DW4A8_BUILD_TESTS=ON
+run_quiet build/log/tests-configure.log cmake -S . -B "$BUILD_DIR" -DW4A8_BUILD_TESTS=ON -DW4A8_BUILD_TWINS="${W4A8_TEST_TWINS:-OFF}"
 # shellcheck disable=SC2086
 run_quiet build/log/tests-build.log cmake --build "$BUILD_DIR" -j "$CMAKE_BUILD_PARALLEL_LEVEL" ${CTEST_TARGETS:+--target $CTEST_TARGETS}
 failed=()
