@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 from common import DTYPES, TORCH_VERSION, assert_same_bits, make_layer, make_matrix
-from op_samples import op_samples
+from op_samples import op_samples, results
 
 import w4a8
 
@@ -72,6 +72,49 @@ def test_compile_inductor():
 
     x, logits = torch.randn(5, 64), torch.randn(5, 4)
     assert_same_bits(torch.compile(model, fullgraph=True)(x, logits), model(x, logits))
+
+
+# A sample of each operator whose output could have a gradient, and the argument that asks for it. What is unpacked
+# cannot be traced.
+FLOATS = {
+    op: (name, next(n for n, a in arguments.items() if isinstance(a, torch.Tensor) and a.is_floating_point()))
+    for name, (op, arguments) in reversed(SAMPLES.items())
+    if "unpack" not in name and any(output.is_floating_point() for output in results(op, arguments))
+}
+
+
+@compiles
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("op", FLOATS, ids=str)
+def test_compile_has_no_gradient(op, dynamic):
+    """There is a gradient by another path, which alone would be a wrong number."""
+    name, argument = FLOATS[op]
+    arguments = {**SAMPLES[name][1], argument: SAMPLES[name][1][argument].clone().requires_grad_()}
+    x = arguments[argument]
+
+    @torch.compile(backend="aot_eager", dynamic=dynamic)
+    def loss(arguments):
+        outputs = results(op, arguments)
+        return sum((output.sum() for output in outputs if output.is_floating_point()), arguments[argument].sum())
+
+    with pytest.raises(Exception, match=f"derivative for {op._schema.name} is not implemented"):
+        loss(arguments).backward()
+    assert x.grad is None
+
+
+@compiles
+def test_compile_with_gradients_elsewhere():
+    """What does not go back through an operator is as without torch.compile."""
+    x, packed, *sizes = matmul_arguments()
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def loss(x):
+        y = w4a8.dyn_quant_matmul_4bit(x, packed, *sizes)
+        y += 1
+        return y.detach().sum() + x.sum()
+
+    loss(x.requires_grad_()).backward()
+    assert_same_bits(x.grad, torch.ones_like(x))
 
 
 def test_unpack_has_no_meta():

@@ -89,9 +89,80 @@ def test_there_is_no_gradient(name, argument):
         assert output.requires_grad == output.is_floating_point()
         assert_same_bits(output.detach(), expected)
         if output.requires_grad:
+            output += 1  # no view of another tensor, which could not be changed
             with pytest.raises(RuntimeError, match=f"derivative for {op._schema.name} is not implemented"):
                 output.sum().backward()
     assert arguments[argument].grad is None
+
+
+def with_another_path(name, argument):
+    """The sum of the operator's outputs and of an argument, whose gradient would be without the operator's part."""
+    op, arguments = SAMPLES[name]
+
+    def loss(x):
+        outputs = results(op, {**arguments, argument: x})
+        return sum((output.sum() for output in outputs if output.is_floating_point()), x.sum())
+
+    return loss, pytest.raises(RuntimeError, match=rf"{op._schema.name}\b")
+
+
+# Packed weights are integers: nothing goes back from them.
+DIFFERENTIABLE = [
+    (name, argument)
+    for name, argument in FLOATS
+    if any(output.is_floating_point() and output.numel() for output in results(*SAMPLES[name]))
+]
+
+
+@pytest.mark.skipif(not hasattr(torch, "func"), reason="this torch has no torch.func")
+@pytest.mark.parametrize(("name", "argument"), DIFFERENTIABLE)
+def test_torch_func_has_no_gradient(name, argument):
+    """It has gradients of its own, which requires_grad of the arguments does not tell of."""
+    loss, refused = with_another_path(name, argument)
+    x = SAMPLES[name][1][argument].detach()
+    with refused:
+        torch.func.grad(loss)(x)
+    with refused:
+        torch.func.grad(lambda x: torch.func.grad(loss)(x).sum())(x)
+    with refused:
+        torch.func.vmap(torch.func.grad(loss))(x[None])
+    with refused:
+        torch.func.grad(lambda x: torch.func.vmap(loss)(x[None]).sum())(x)
+    with refused:
+        torch.func.jvp(loss, (x,), (x,))
+
+
+@pytest.mark.skipif(not hasattr(torch, "func"), reason="this torch has no torch.func")
+def test_torch_func_without_the_operator():
+    """The gradient does not pass the operator: of another argument, or stopped."""
+    op, arguments = SAMPLES["matmul bfloat16"]
+    x = arguments["inp"].float()
+    for loss in (
+        lambda x: op(**arguments).sum() + x.sum(),
+        lambda x: op(**{**arguments, "inp": x.detach().bfloat16()}).sum() + x.sum(),
+        lambda x: op(**{**arguments, "inp": x.bfloat16()}).detach().sum() + x.sum(),
+    ):
+        assert_same_bits(torch.func.grad(loss)(x), torch.ones_like(x))
+    rows = torch.func.vmap(lambda x: op(**{**arguments, "inp": x}))(arguments["inp"])
+    assert_same_bits(rows, op(**arguments))
+
+
+@pytest.mark.skipif(not hasattr(torch, "func"), reason="this torch has no such modes")
+@pytest.mark.parametrize(("name", "argument"), DIFFERENTIABLE)
+def test_there_is_no_gradient_in_a_mode(name, argument):
+    """As of profilers, of selective checkpointing, and of what traces."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            return function(*args, **(kwargs or {}))
+
+    loss, refused = with_another_path(name, argument)
+    x = SAMPLES[name][1][argument].clone().requires_grad_()
+    with torch.enable_grad(), Mode():
+        output = loss(x)
+    with refused:
+        output.backward()
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

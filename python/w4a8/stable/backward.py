@@ -1,8 +1,13 @@
 """Operators are for inference: with gradients on they run, and backward through their outputs is an error.
 
-The key Autograd falls through: a call without gradients pays nothing. With gradients on, the library asks for the error
-by ``w4a8_internal::refuse_backward``. What torch.compile traces never reaches the library: its dispatcher, which is in
-Python, gets a kernel of its own.
+The key Autograd falls through: a call without gradients pays nothing. What looks after the gradients instead:
+
+* the library itself, for tensors with values: it asks for the error by ``w4a8_internal::refuse_backward``;
+* a kernel for calls that go to Python below Autograd: in a dispatch mode or with a subclass of tensors. torch.compile
+  traces with both;
+* a kernel for the transformations of torch.func, each of which has gradients of its own.
+
+The last two are for keys that no other call has.
 """
 
 from __future__ import annotations
@@ -14,14 +19,28 @@ import torch
 
 
 class _Refused(torch.autograd.Function):
+    """The output itself, not a view of it: that could not be changed in place."""
+
     @staticmethod
-    def forward(ctx: Any, op: str, output: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
-        ctx.op = op
-        return output.view_as(output)
+    def forward(op: str, output: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+        return output
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.op = inputs[0]
+        ctx.mark_dirty(inputs[1])
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         raise RuntimeError(f"derivative for {ctx.op} is not implemented")
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: torch.Tensor) -> Any:
+        raise NotImplementedError(f"forward derivative for {ctx.op} is not implemented")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[torch.Tensor, int | None]:
+        return _Refused.apply(*args), in_dims[1]
 
 
 def _refuse(output: torch.Tensor, inputs: list[torch.Tensor], op: str) -> torch.Tensor:
@@ -29,36 +48,54 @@ def _refuse(output: torch.Tensor, inputs: list[torch.Tensor], op: str) -> torch.
     return _Refused.apply(op, output, *inputs)
 
 
-def _traced(op: Any) -> Callable[..., Any]:
-    name = op._schema.name
+def _refuse_all(outputs: Any, arguments: list[Any], op: str) -> Any:
+    """`_refuse` for each output that could have a derivative."""
+    inputs = [a for a in arguments if isinstance(a, torch.Tensor) and a.is_floating_point()]
+    if isinstance(outputs, tuple):
+        return tuple(_refuse_all(output, inputs, op) for output in outputs)
+    differentiable = isinstance(outputs, torch.Tensor) and outputs.is_floating_point()
+    return _refuse(outputs, inputs, op) if differentiable and inputs else outputs
 
-    def kernel(*args: Any, **kwargs: Any) -> Any:
+
+def _in_python(op: Any) -> Callable[..., Any]:
+    def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        # Whether a kernel further out, of Autograd or this one, looks after the gradients.
+        below = torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradCPU)
         with torch._C._AutoDispatchBelowAutograd():
-            outputs = op(*args, **kwargs)
-        inputs = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor) and a.requires_grad]
-        if not inputs or not torch.is_grad_enabled():
+            outputs = op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
+        arguments = [*args, *kwargs.values()]
+        if below or not torch.is_grad_enabled() or not torch._C._any_requires_grad(*arguments):
             return outputs
-
-        def refused(output: Any) -> Any:
-            differentiable = isinstance(output, torch.Tensor) and output.is_floating_point()
-            return _refuse(output, inputs, name) if differentiable else output
-
-        return tuple(map(refused, outputs)) if isinstance(outputs, tuple) else refused(outputs)
+        return _refuse_all(outputs, arguments, op._schema.name)
 
     return kernel
 
 
-def register() -> tuple[torch.library.Library, torch.library.Library]:
+def _transformed(op: Any, lower: Any) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        return _refuse_all(lower(*args, **kwargs), [*args, *kwargs.values()], op._schema.name)
+
+    return kernel
+
+
+def register() -> list[torch.library.Library]:
     """Registers it for all operators; it lasts as long as what is returned."""
     internal = torch.library.Library("w4a8_internal", "FRAGMENT")
     internal.define("refuse_backward(Tensor output, Tensor[] inputs, str op) -> Tensor")
     internal.impl("refuse_backward", _refuse, "CompositeImplicitAutograd")
     library = torch.library.Library("w4a8", "IMPL")
+    # The operators once more, without a kernel for transformations: torch's own one, which peels them off, is taken.
+    lower = torch.library.Library("w4a8_transformed", "DEF")
     schemas = [schema for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("w4a8::")]
     for schema in schemas:
         name, overload = schema.name.removeprefix("w4a8::"), schema.overload_name
         op = getattr(getattr(torch.ops.w4a8, name), overload or "default")
         full = f"{name}.{overload}" if overload else name
+        lower.define(str(schema).removeprefix("w4a8::"))
+        lower.impl(full, op, "CompositeExplicitAutograd")
+        lower.impl(full, torch.library.fallthrough_kernel, "Autograd")
+        lower_op = getattr(getattr(torch.ops.w4a8_transformed, name), overload or "default")
         library.impl(full, torch.library.fallthrough_kernel, "Autograd")
-        op.py_impl(torch._C.DispatchKey.Autograd)(_traced(op))
-    return internal, library
+        library.impl(full, _in_python(op), "PythonTLSSnapshot", with_keyset=True)
+        library.impl(full, _transformed(op, lower_op), "FuncTorchDynamicLayerFrontMode")
+    return [internal, library, lower]
