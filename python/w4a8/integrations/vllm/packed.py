@@ -22,7 +22,15 @@ from w4a8.core.matrix import Matrix, PackedAs, packed_bytes, unpack_codes
 from w4a8.core.nibbles import pairs, words_of
 from w4a8.core.scale_types import E8M0
 from w4a8.core.stack import MatrixStack
-from w4a8.formats.packed_directory import EMBEDDINGS, STANDS_FOR, PackedTensor, Parts, check_stated, packed_tensors
+from w4a8.formats.packed_directory import (
+    EMBEDDINGS,
+    STANDS_FOR,
+    PackedTensor,
+    Parts,
+    check_listed,
+    check_stated,
+    packed_tensors,
+)
 from w4a8.ops import PackedHeader, read_header
 
 # Part of the name of a block -> what its experts' gate, up and down projections are called.
@@ -85,6 +93,9 @@ def read_directory(directory: str | Path, config: Mapping[str, Any]) -> PackedDi
             floats.update(key.removesuffix(".weight") for key in tensors.keys() if key.endswith(".weight"))  # noqa: SIM118
         for module, parts in found.items():
             packed.setdefault(module, {}).update(parts)
+    check_listed(
+        config.get("packed"), {f"{module}.{leaf}" for module in packed for leaf in packed[module]}, str(directory)
+    )
     if not packed:
         raise ValueError(f"{directory}: no packed tensors, though config.json says so")
     return PackedDirectory(packed, floats)
