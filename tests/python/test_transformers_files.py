@@ -103,3 +103,34 @@ def test_an_index_leads_out_of_the_folder(tmp_path):
     for read in (load, read_headers, load_linear):
         with pytest.raises(ValueError, match="which is no file of"):
             read(theirs)
+
+
+def test_a_file_beside_the_index(tmp_path):
+    """transformers takes model.safetensors, load_linear what the index names. Files may be gone from an index."""
+    write(tmp_path, "qwen3", FORMATS["GPTQ"])
+    theirs = tmp_path / "theirs"
+    whole = (theirs / "model.safetensors").read_bytes()
+    in_two_shards(theirs, UP_CODES)
+    (theirs / "model.safetensors").write_bytes(whole)
+    with pytest.raises(ValueError, match="but the index beside it names model-00001-of-00002"):
+        load(theirs)
+    for shard in theirs.glob("model-*"):
+        shard.unlink()
+    load(theirs)
+
+
+def test_whatever_is_missing_or_too_much_is_named(tmp_path):
+    """A tensor of any part of the model that nothing reads, and any linear layer or experts without tensors."""
+    want = write(tmp_path, "qwen3", FORMATS["GPTQ"])
+    file = tmp_path / "theirs" / "model.safetensors"
+    whole = load_file(file)
+    parts = [name for name, _ in want.named_modules() if name not in ("", "model")]
+    matrices = [name for name in parts if name.endswith(("_proj", "experts", "lm_head"))]
+    changes = [(f"{name}.scales_2", {**whole, f"{name}.scales_2": torch.ones(4)}) for name in parts]
+    for name in matrices:
+        changes.append((name, {key: tensor for key, tensor in whole.items() if not key.startswith(f"{name}.")}))
+    assert len(matrices) == 11 and len(changes) > 40
+    for name, tensors in changes:
+        save_file({key: tensor.clone() for key, tensor in tensors.items()}, file, metadata={"format": "pt"})
+        with pytest.raises(ValueError, match=f"{name}.*(is not read|is not in the checkpoint)"):
+            load(tmp_path / "theirs")

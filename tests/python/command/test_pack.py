@@ -20,6 +20,7 @@ from test_quantize_transformers import make_model  # noqa: E402
 
 from w4a8.command import main, pack  # noqa: E402
 from w4a8.integrations.transformers import W4A8Config  # noqa: E402
+from w4a8.integrations.vllm.packed import read_directory  # noqa: E402
 
 TOOL_WRITTEN = multiplied_out.TOOL_WRITTEN
 
@@ -290,6 +291,8 @@ def test_a_packed_tensor_that_is_missing(packed, listed, capsys):
     else:
         code, answer = verify(capsys, packed)
         assert code == 1 and f"'{name}.packed' is missing" in answer["problems"][0]
+        with pytest.raises(ValueError, match=f"'{name}.packed' is missing"):  # as in vLLM
+            read_directory(packed, transformers.AutoConfig.from_pretrained(packed).quantization_config)
     with pytest.raises(ValueError, match=f"{name}.*(is missing|is not in)"):
         load(packed)
 

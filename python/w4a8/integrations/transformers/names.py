@@ -61,10 +61,25 @@ def slices(files: Sequence[str]) -> Iterator[tuple[str, Any]]:
 
 
 def check_inside(files: Sequence[str], folder: str) -> None:
-    """Raises ValueError for a file that the index of a folder names outside of it; what is no folder is of the Hub."""
-    for file in files if Path(folder).is_dir() else ():
-        if not Path(file).is_relative_to(folder) or ".." in Path(file).relative_to(folder).parts:
+    """Compares the files that transformers is going to read with the folder and its index.
+
+    Args:
+        files: of the checkpoint.
+        folder: its folder, or a name on the Hub.
+
+    Raises:
+        ValueError: a file outside of the folder, several folders, or a model.safetensors beside the files that an index
+            names instead.
+    """
+    for file in map(Path, files):
+        if Path(folder).is_dir() and (not file.is_relative_to(folder) or ".." in file.relative_to(folder).parts):
             raise ValueError(f"the index of {folder} names {file}, which is no file of {folder}")
+        if file.parent != Path(files[0]).parent:
+            raise ValueError(f"the weights are in {files[0]} and in {file}, but one folder is expected")
+        stated = set((read_index(file.parent) or {}).values()) if file.name == "model.safetensors" else set()
+        others = [name for name in stated if file.name not in stated and (file.parent / name).is_file()]
+        if others:
+            raise ValueError(f"transformers would read {file}, but the index beside it names {min(others)}: remove one")
 
 
 def check_files(files: Sequence[str], ours: Collection[str] = ()) -> None:

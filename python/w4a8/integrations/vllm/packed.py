@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from w4a8.checkpoint.tensors import files_of
 from w4a8.core.activation_groups import PER_TOKEN
 from w4a8.core.kind import Kind
 from w4a8.core.matrix import Matrix, PackedAs, packed_bytes, unpack_codes
@@ -71,7 +72,7 @@ def read_directory(directory: str | Path, config: Mapping[str, Any]) -> PackedDi
         ValueError: no local directory of packed tensors, or one in another format.
     """
     check_stated(*(config.get(key) for key in ("quant_method", "format", "version")))
-    files = sorted(Path(directory).glob("*.safetensors"))
+    files = [Path(directory) / name for name in files_of(Path(directory))]
     if not files:
         raise ValueError(
             f"{directory} is no local directory with *.safetensors files, which packed weights are read from"
@@ -92,10 +93,12 @@ def read_directory(directory: str | Path, config: Mapping[str, Any]) -> PackedDi
                 raise ValueError(f"{file}: {error}") from error
             floats.update(key.removesuffix(".weight") for key in tensors.keys() if key.endswith(".weight"))  # noqa: SIM118
         for module, parts in found.items():
+            twice = parts.keys() & packed.get(module, {}).keys()
+            if twice:  # vLLM gives the tensors of both
+                raise ValueError(f"{file}: tensor '{module}.{min(twice)}' stands in another file, too")
             packed.setdefault(module, {}).update(parts)
-    check_listed(
-        config.get("packed"), {f"{module}.{leaf}" for module in packed for leaf in packed[module]}, str(directory)
-    )
+    names = {f"{module}.{leaf}" for module, parts in packed.items() for leaf in parts}
+    check_listed(config.get("packed"), names, str(directory))
     if not packed:
         raise ValueError(f"{directory}: no packed tensors, though config.json says so")
     return PackedDirectory(packed, floats)
