@@ -103,7 +103,7 @@ def test_options(options, tmp_path):
     model.save_pretrained(tmp_path / "packed")
     assert_same_bits(load(tmp_path / "packed")(TOKENS).logits, want)
     saved = json.loads((tmp_path / "packed" / "config.json").read_text())["quantization_config"]
-    assert saved == config.to_dict()
+    assert saved == {**config.to_dict(), "packed": sorted(key for key in model.state_dict() if key.endswith("packed"))}
     again = W4A8Config.from_dict(saved)
     assert again.to_dict() == saved
     assert again.quant_options() == config.quant_options()
@@ -369,7 +369,7 @@ def nothing_packed(tensors):
     [
         (swap, r"q_proj\.packed: .*64 bytes"),
         (other_shape, r"q_proj: packed: \[n, k\] is \[64, 32\], expected \[64, 64\]"),
-        (no_w2, r"layers\.0\.mlp\.experts: .*w2_packed"),
+        (no_w2, r"layers\.0\.mlp\.experts\.w2_packed' is missing"),
         (fewer_experts, r"w2_packed: \[experts, n, k\] is \[4, 64, 32\]"),
         (nothing_packed, "no packed tensors"),
         (extra_bias, r"q_proj: packed: bias is True, expected False"),

@@ -328,6 +328,13 @@ def without(pattern):
     return change
 
 
+def add(key):
+    def change(tensors):
+        tensors[key] = torch.ones(32)
+
+    return change
+
+
 def another_layer(tensors):
     name = "model.layers.0.self_attn.{}_proj.qweight"
     tensors[name.format("z")] = tensors[name.format("q")]
@@ -362,6 +369,11 @@ OF_ALL = r"\.weight_(scale_2|global_scale)"
         ("GPTQ", without(f"{UP}."), r"layers\.1\.mlp\.experts: matrices of \[6, 5\] experts, expected 6"),
         ("GPTQ", without("layers.0.self_attn.q_proj.qweight"), r"layers\.0\.self_attn\.q_proj: .*qweight is missing"),
         ("GPTQ", another_layer, "z_proj is quantized, but Qwen3MoeForCausalLM has no such weight"),
+        ("GPTQ", without("layers.0.self_attn.q_proj."), r"layers\.0\.self_attn\.q_proj\.weight is not in the"),
+        ("GPTQ", without("layers.1.mlp.experts."), r"layers\.1\.mlp\.experts\.\w+_proj is not in the checkpoint"),
+        ("GPTQ", add("model.layers.0.mlp.act_fn.scales"), r"'model\.layers\.0\.mlp\.act_fn\.scales' is not read"),
+        ("GPTQ", add("model.layers.0.self_attn.q_proj.rotation"), r"q_proj\.rotation' is not read"),
+        ("NVFP4 modelopt", add("model.layers.2.mlp.experts.0.up_proj.qq"), r"layers\.2\.\S+up_proj\.qq' is not read"),
         # Of int8 nothing else says that it is quantized: a linear layer, and a whole layer of experts.
         ("W4A8 int", without("layers.0.self_attn.q_proj.weight_scale"), r"q_proj: .*q_proj\.weight_scale is missing"),
         ("W4A8 int", lambda t: [t.pop(key) for key in list(t) if ".0.mlp.experts" in key and key.endswith("_scale")],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,71 @@ def _is_file(path: Path) -> bool:
         return False
 
 
+def read_index(directory: Path) -> dict[str, str] | None:
+    """Tensor -> name of its file, as the index of a directory says; None if there is no index.
+
+    Raises:
+        CheckpointError: it is damaged, or names something that cannot be a file of the directory: a name that leads out
+            of it is not one that a writer of checkpoints makes.
+    """
+    index = directory / INDEX_NAME
+    if not index.exists():
+        return None
+    file_of = read_json(index).get("weight_map")
+    if not isinstance(file_of, dict):
+        raise CheckpointError(f"{index} has no weight_map")
+    for name in file_of.values():
+        if not isinstance(name, str) or Path(name).name != name:
+            raise CheckpointError(_no_file(directory, name))
+    return file_of
+
+
+def _no_file(directory: Path, name: object) -> str:
+    return f"{directory / INDEX_NAME} names {shorten(name)}, which is no file of {directory}"
+
+
+def files_of(directory: Path) -> list[str]:
+    """Names of the safetensors files of a directory that loading reads; [] if it has none.
+
+    Raises:
+        CheckpointError: an index that is damaged (:func:`read_index`); several files, and no index.
+    """
+    index = read_index(directory)
+    if index is not None:
+        return sorted(set(index.values()))
+    files = sorted(path.name for path in directory.glob("*.safetensors"))
+    if "model.safetensors" in files:
+        return ["model.safetensors"]
+    if len(files) > 1:
+        raise CheckpointError(f"{directory} holds {len(files)} *.safetensors files, but no {INDEX_NAME}")
+    return files
+
+
+def file_of_each(directory: Path, keys: Mapping[str, Iterable[str]], index: Mapping[str, str] | None) -> dict[str, str]:
+    """Tensor -> name of its file: of two files that have one the index decides.
+
+    Args:
+        directory: of the files.
+        keys: name of a file -> its tensors.
+        index: as :func:`read_index` gives it.
+
+    Raises:
+        CheckpointError: two files have a tensor, and the index names neither; names it.
+    """
+    found: dict[str, str] = {}
+    for file, names in keys.items():
+        for name in names:
+            stated = (index or {}).get(name)
+            if name in found and stated not in (file, found[name]):
+                raise CheckpointError(
+                    f"tensor {name!r} stands in {found[name]} and in {file} of {directory}, and no index says which to "
+                    "read"
+                )
+            if name not in found or stated == file:
+                found[name] = file
+    return found
+
+
 class CheckpointTensors:
     """Reads single tensors of a directory with one safetensors file, or with several and an index."""
 
@@ -52,33 +117,14 @@ class CheckpointTensors:
         self._file_of = self._files()
 
     def _files(self) -> dict[str, str]:
-        index = self.directory / INDEX_NAME
-        if index.exists():
-            file_of = read_json(index).get("weight_map")
-            if not isinstance(file_of, dict):
-                raise CheckpointError(f"{index} has no weight_map")
-            checked: set[str] = set()
-            for name in file_of.values():
-                if isinstance(name, str) and name in checked:
-                    continue
-                # A name that leads out of the directory is not one that a writer of checkpoints makes.
-                if not isinstance(name, str) or Path(name).name != name:
-                    raise CheckpointError(self._no_file(name))
-                if not _is_file(self.directory / name):
-                    self._absent.add(name)
-                checked.add(name)
+        file_of = read_index(self.directory)
+        if file_of is not None:
+            self._absent = {name for name in set(file_of.values()) if not _is_file(self.directory / name)}
             return file_of
-        files = sorted(path.name for path in self.directory.glob("*.safetensors"))
+        files = files_of(self.directory)
         if not files:
             raise CheckpointError(f"{self.directory} holds no *.safetensors file")
-        if len(files) > 1 and "model.safetensors" in files:
-            files = ["model.safetensors"]
-        if len(files) > 1:
-            raise CheckpointError(f"{self.directory} holds {len(files)} *.safetensors files, but no {INDEX_NAME}")
         return dict.fromkeys(self._handle(files[0]).keys(), files[0])
-
-    def _no_file(self, name: object) -> str:
-        return f"{self.directory / INDEX_NAME} names {shorten(name)}, which is no file of {self.directory}"
 
     def _handle(self, name: str) -> Any:
         if name not in self._handles:
@@ -106,7 +152,7 @@ class CheckpointTensors:
         for key in keys:
             name = self._file_of.get(key)
             if name in self._absent:
-                raise CheckpointError(f"{self._no_file(name)}, but tensor {key!r} is needed")
+                raise CheckpointError(f"{_no_file(self.directory, name)}, but tensor {key!r} is needed")
 
     def shape(self, key: str) -> tuple[int, ...]:
         """Shape of a tensor, of which nothing else is read: so many bytes are in the file.

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from w4a8.checkpoint.tensors import INDEX_NAME
+from w4a8.checkpoint.tensors import file_of_each, files_of, read_index
 from w4a8.command.model import hub
-from w4a8.core.json_fields import CheckpointError, read_json
+from w4a8.core.json_fields import CheckpointError
 
 _BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16}
 
@@ -42,15 +42,6 @@ class Header:
         return self.dtype in ("F64", "F32", "F16", "BF16")
 
 
-def files_of(folder: Path) -> list[Path]:
-    """The safetensors files of a folder, as its index names them; all if it has none."""
-    index = folder / INDEX_NAME
-    if index.is_file():
-        names = set(map(str, (read_json(index).get("weight_map") or {}).values()))
-        return [folder / name for name in sorted(names)]
-    return sorted(folder.glob("*.safetensors"))
-
-
 def read_headers(folder: Path, repo: str | None = None) -> dict[str, Header]:
     """Name -> tensor.
 
@@ -59,9 +50,10 @@ def read_headers(folder: Path, repo: str | None = None) -> dict[str, Header]:
         repo: on the Hub, whose headers are read if files are missing in the folder.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or there is none.
+        CheckpointError: a file is missing or damaged, or there is none; a tensor stands in two, and no index says in
+            which.
     """
-    files = files_of(folder)
+    files = [folder / name for name in files_of(folder)]
     if repo is not None and not (files and all(file.is_file() for file in files)):
         found = {}
         for file, metadata in hub().get_safetensors_metadata(repo).files_metadata.items():
@@ -70,7 +62,9 @@ def read_headers(folder: Path, repo: str | None = None) -> dict[str, Header]:
         return found
     if not files:
         raise CheckpointError(f"{folder} holds no *.safetensors file")
-    return {name: header for file in files for name, header in _of_file(file).items()}
+    headers = {file.name: _of_file(file) for file in files}
+    places = file_of_each(folder, headers, read_index(folder))
+    return {name: headers[file][name] for name, file in places.items()}
 
 
 def _of_file(path: Path) -> dict[str, Header]:

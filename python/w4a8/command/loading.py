@@ -78,7 +78,7 @@ def load(path: Path, args: argparse.Namespace) -> Any:
 
     Raises:
         UsageError: options that have no effect on this model.
-        ValueError: it cannot be loaded.
+        ValueError: it cannot be loaded, or lacks a weight, which transformers would make up.
     """
     given = {field: getattr(args, field) for _, field, _ in _ROUNDING if getattr(args, field) is not None}
     method, activation_group = method_of(path), args.activation_group
@@ -96,11 +96,15 @@ def load(path: Path, args: argparse.Namespace) -> Any:
     if method != METHOD:
         options["quantization_config"] = W4A8Config(activation_group=activation_group, **given)
     try:
-        return transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
     except (ValueError, OSError, ImportError, RuntimeError):  # whose messages say what is wrong
         raise
     except Exception as error:
         raise ValueError(f"transformers cannot load {path}: {type(error).__name__}: {error}") from error
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ValueError(f"{path} has no tensor for {', '.join(missing[:3])}{', ...' if missing[3:] else ''}")
+    return model
 
 
 def tokenizer_of(path: Path) -> Any:

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from w4a8.checkpoint.tensors import INDEX_NAME
-from w4a8.command.headers import Header, Mapped, files_of, read_headers
+from w4a8.command.headers import Header, Mapped, read_headers
 from w4a8.command.report import add_json, labelled, show
-from w4a8.core.json_fields import CheckpointError, read_json
+from w4a8.core.json_fields import read_json
 from w4a8.core.words import gigabytes
 from w4a8.formats.config import config_in
-from w4a8.formats.packed_directory import EMBEDDINGS, STANDS_FOR, check_stated
+from w4a8.formats.packed_directory import EMBEDDINGS, STANDS_FOR, check_listed, check_stated
 from w4a8.ops import read_header
 from w4a8.progress import progress_bar
 
@@ -66,7 +66,8 @@ def examine(folder: Path) -> dict[str, Any]:
         problems += _wrong_index(folder, tensors)
         packed, wrong = _wrong_matrices(tensors)
         problems += wrong
-    except CheckpointError as error:
+        check_listed(source.get("packed"), tensors, str(folder))
+    except ValueError as error:
         problems.append(str(error))
     return {
         "directory": str(folder),
@@ -89,7 +90,7 @@ def _wrong_sums(folder: Path) -> tuple[list[str], int]:
     found = _sums([folder / name for name in there], "verifying")
     problems = [f"{folder / name} is missing" for name in stated if name not in there]
     problems += [f"{folder / name} has changed: its checksum differs" for name in there if found[name] != stated[name]]
-    unnamed = [each for each in files_of(folder) if each.name not in stated]
+    unnamed = [each for each in sorted(folder.glob("*.safetensors")) if each.name not in stated]
     return problems + [f"{each} is not in {SUMS}" for each in unnamed], len(stated)
 
 

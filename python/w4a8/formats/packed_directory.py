@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from w4a8.core.json_fields import shorten
 from w4a8.core.matrix import PackedAs
 from w4a8.ops import PackedHeader, read_header
 
@@ -48,6 +49,26 @@ def check_stated(method: object, kind: object, version: object) -> None:
             f"quantization_config is {method!r} in format {kind!r}, version {version}; this w4a8 reads {METHOD!r} in "
             f"format {FORMAT!r}, version {VERSION}"
         )
+
+
+def check_listed(listed: object, found: Collection[str], where: str) -> None:
+    """Compares the tensors in files with those that config.json lists (older directories have no list).
+
+    Args:
+        listed: ``packed`` of the quantization_config.
+        found: names of all tensors in the files.
+        where: of the files, for the message.
+
+    Raises:
+        ValueError: one is not there; names it.
+    """
+    if listed is None:
+        return
+    if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
+        raise ValueError(f"quantization_config.packed is {shorten(listed)}, but a list of names is expected")
+    lacking = [name for name in listed if name not in found]
+    if lacking:
+        raise ValueError(f"tensor {lacking[0]!r} is missing from {where}, though config.json lists it as packed")
 
 
 def packed_tensors(

@@ -15,10 +15,12 @@ from common import assert_same_bits
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 import multiplied_out  # noqa: E402
+import safetensors.torch  # noqa: E402
 from test_quantize_transformers import make_model  # noqa: E402
 
 from w4a8.command import main, pack  # noqa: E402
 from w4a8.integrations.transformers import W4A8Config  # noqa: E402
+from w4a8.integrations.vllm.packed import read_directory  # noqa: E402
 
 TOOL_WRITTEN = multiplied_out.TOOL_WRITTEN
 
@@ -248,6 +250,51 @@ def test_a_weight_without_a_number(tmp_path, capsys):
     assert main(["pack", str(tmp_path / "floats"), str(tmp_path / "out")]) == 1
     written = capsys.readouterr().err.splitlines()
     assert "model.layers.1.mlp.up_proj" in written[-1] and os.listdir(tmp_path) == ["floats"]
+
+
+def without(folder, *parts):
+    """Takes tensors out of a folder's file."""
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    left = {key: tensor for key, tensor in tensors.items() if not any(part in key for part in parts)}
+    assert len(left) < len(tensors)
+    safetensors.torch.save_file(left, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("what", ["a weight of a layer", "a norm", "a layer of GPTQ", "the embeddings"])
+def test_a_tensor_that_is_missing(what, tmp_path, capsys):
+    """transformers makes numbers up for it, and warns."""
+    if what == "a layer of GPTQ":
+        shutil.copytree(TOOL_WRITTEN / "gptq", tmp_path / "in")
+        key = "layers.0.self_attn.q_proj."
+    else:
+        make_model("Qwen3").save_pretrained(tmp_path / "in")
+        keys = {"a norm": "model.norm.weight", "the embeddings": "embed_tokens.weight"}
+        key = keys.get(what, "model.layers.1.mlp.up_proj.weight")
+    without(tmp_path / "in", key)
+    assert main(["pack", str(tmp_path / "in"), str(tmp_path / "out")]) == 1
+    assert key in capsys.readouterr().err.splitlines()[-1] and os.listdir(tmp_path) == ["in"]
+    if what in ("a weight of a layer", "a layer of GPTQ"):  # which is to be packed
+        with pytest.raises(ValueError, match=f"{key}.*is not in the checkpoint"):
+            load(tmp_path / "in", quantization_config=W4A8Config())
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_a_packed_tensor_that_is_missing(packed, listed, capsys):
+    """Is listed in config.json, so that verify finds it without checksums; older directories have no list."""
+    (packed / "SHA256SUMS").unlink()
+    name = "model.layers.0.self_attn.q_proj"
+    without(packed, name)
+    if not listed:
+        config = json.loads((packed / "config.json").read_text())
+        assert f"{name}.packed" in config["quantization_config"].pop("packed")
+        (packed / "config.json").write_text(json.dumps(config))
+    else:
+        code, answer = verify(capsys, packed)
+        assert code == 1 and f"'{name}.packed' is missing" in answer["problems"][0]
+        with pytest.raises(ValueError, match=f"'{name}.packed' is missing"):  # as in vLLM
+            read_directory(packed, transformers.AutoConfig.from_pretrained(packed).quantization_config)
+    with pytest.raises(ValueError, match=f"{name}.*(is missing|is not in)"):
+        load(packed)
 
 
 def test_what_transformers_cannot_load(tmp_path, capsys):

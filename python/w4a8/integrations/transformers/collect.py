@@ -12,6 +12,7 @@ from transformers.core_model_loading import Concatenate, ConversionOps, MergeMod
 
 from w4a8.integrations.transformers.config import W4A8Config
 from w4a8.integrations.transformers.memory import Pages
+from w4a8.integrations.transformers.names import refuse_made_up
 from w4a8.quantization import QuantizationError, QuantizationReport
 from w4a8.quantization.moe_blocks import GateUp
 from w4a8.quantization.plan import Job, make_plan
@@ -83,14 +84,17 @@ class Collector:
             self._replace(pending)
 
     def finish(self, model: torch.nn.Module) -> QuantizationReport:
-        """Quantizes what the checkpoint had no or not all weights of, with those that transformers has made up.
+        """Quantizes new heads, of which the checkpoint had no weights, with those that transformers has made up.
 
         Args:
             model: with all weights.
 
         Raises:
             QuantizationError: a weight has a NaN or an infinity; names the module.
+            ValueError: the checkpoint lacks another weight; names it.
         """
+        if self.error is None:
+            refuse_made_up(model, [name for name, (pending, part) in self.pending.items() if part in pending.missing])
         for pending, _ in list(self.pending.values()):
             if self.error is None and pending.missing:
                 pending.missing.clear()

@@ -27,6 +27,7 @@ class W4A8Config(QuantizationConfigMixin):
         quant_method: str = METHOD,
         format: str | None = None,
         version: int = VERSION,
+        packed: Iterable[str] | None = None,
         **fields: Any,
     ) -> None:
         """Takes the options.
@@ -36,6 +37,7 @@ class W4A8Config(QuantizationConfigMixin):
             skip: names of modules to leave alone besides, and ``re:`` with regular expressions.
             default_skip: leave output layers and routers alone as well; False quantizes those that are linear layers.
             quant_method, format, version: of a config.json; ``format`` is None where the weights are floats.
+            packed: of a config.json; the packed tensors of the directory, None if it does not say.
             **fields: of :class:`w4a8.nn.QuantOptions`, by name. ``activation_group`` is for checkpoints that others
                 have quantized too, whatever their groups; None is what the checkpoint says, if it says something. Of a
                 packed directory the packed tensors say it.
@@ -60,6 +62,7 @@ class W4A8Config(QuantizationConfigMixin):
         self.skipped()  # refuses what is neither a name nor a pattern
         check_stated(quant_method, FORMAT if format is None else format, version)
         self.format = format
+        self.packed = packed
         self.source: dict[str, Any] | None = None
 
     def for_source(self, source: dict[str, Any]) -> W4A8Config:
@@ -90,4 +93,5 @@ class W4A8Config(QuantizationConfigMixin):
             "default_skip": self.default_skip,
             **self._options.to_dict(),
             "activation_group": self.activation_group,
+            **({} if self.packed is None else {"packed": self.packed}),
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,18 +20,23 @@ from w4a8.formats import METHODS, LeftOut, Rules, Stored, method_of, rules_of, s
 from w4a8.formats.parts import QUANTIZED_SUFFIXES
 from w4a8.formats.stored import wanted_by_all
 from w4a8.integrations.transformers.memory import Pages
-from w4a8.integrations.transformers.names import Names, slices
+from w4a8.integrations.transformers.names import Names, left_out, refuse_missing, slices
 from w4a8.nn import W4A8Experts, linear_from_matrix
 from w4a8.progress import progress_bar
 from w4a8.quantization import QuantizationReport
 from w4a8.quantization.moe_blocks import Experts, fused_experts, is_gpt_oss
 from w4a8.quantization.size import Large
 
+logger = logging.getLogger(__name__)
+
 _SUFFIXES = (*QUANTIZED_SUFFIXES, "scales", "weight", "bias")  # the last part of a tensor's name
 # MXFP4 as gpt-oss has it: all experts in one tensor, ``model.layers.0.mlp.experts.gate_up_proj_blocks``.
 _STACKED = re.compile(r"(.+\.experts\.\w+)_(blocks|scales|bias)")
 # The same of each expert, as AMD Quark has it: ``model.layers.0.mlp.experts.3.gate_up_proj``.
 _ONE_OF_A_STACK = re.compile(r"(.+\.experts)\.\d+\.(gate_up_proj|down_proj)")
+
+# Beside a matrix, without an effect here: inputs are rounded by scales of their own, and a cache is not quantized.
+_BESIDE = re.compile(r".+\.((input|output)_(scale|global_scale|zero_point)|[qkv]_(scale|zero_point)|prob_output_scale)")
 
 
 def _is_int8(parts: Mapping[str, Any]) -> bool:
@@ -87,40 +93,92 @@ class Foreign:
             activation_group: as :class:`W4A8Config` has it.
 
         Raises:
-            ValueError: the method cannot be run, or a quantized tensor belongs to nothing in the model.
+            ValueError: the method cannot be run, a tensor belongs to nothing in the model, or a layer has none.
         """
         self.rules = checked_rules(source)
         self.stacked = method_of(source) == "mxfp4"
         self.files = files
         self.activation_group = activation_group
         self.tensors: dict[str, dict[str, Any]] = {}  # by name of the matrix, then the last part of the tensor's
+        keys: dict[str, tuple[str, str]] = {}
         with torch.device("cpu"):  # transformers builds models with the meta device as default
             for key, part in slices(files):
                 stacked = _STACKED.fullmatch(key) if self.stacked else None
-                name, suffix = stacked.groups() if stacked else key.rpartition(".")[::2]
+                name, suffix = keys[key] = stacked.groups() if stacked else key.rpartition(".")[::2]
                 if suffix in _SUFFIXES:
                     self.tensors.setdefault(name, {})[suffix] = part
         self.tensors = {name: parts for name, parts in self.tensors.items() if self._is_quantized(name, parts)}
         if not self.tensors:
             raise ValueError(f"no quantized tensors, though config.json says {source.get('quant_method')!r}")
         self.modules: dict[str, _Module] = {}
+        self.unread: dict[str, str] = {}  # module: what is wrong with a tensor of it
         names = Names(model)
-        for name in self.tensors:
-            self._add(model, names, name)
+        unknown = {name for name in self.tensors if not self._add(model, names, name)}
+        renamed = {key: names.renamed(key) for key, (name, _) in keys.items() if name in unknown}
+        ignored = left_out(model, renamed.values())
+        for key, (name, _) in keys.items():
+            if name in unknown and renamed[key] not in ignored:
+                raise ValueError(f"{name} is quantized, but {type(model).__name__} has no such weight")
+        self.left_out = sorted(unknown)
+        if unknown:
+            count, owner = len(unknown), type(model).__name__
+            logger.warning("%d quantized matrices are left out, which %s ignores: %s ...", count, owner, min(unknown))
+        for name in unknown:
+            del self.tensors[name]
+        known = {name: self._known(name) for name in self.tensors}
+        self.keys = {key for key, (name, suffix) in keys.items() if suffix in known.get(name, ())}
+        given = self._check_others(model, names, [key for key in keys if keys[key][0] not in unknown])
         for name in self.modules:
             owner, _, key = name.rpartition(".")
             setattr(model.get_submodule(owner), key, torch.nn.Module())
-        # Of what transformers would report as unexpected; it matches names in the model.
-        suffixes = "|".join(suffix for suffix in _SUFFIXES if suffix not in ("weight", "bias"))
-        ours = [rf"\.({suffixes})$", *(rf"^{re.escape(name)}(\.|$)" for name in self.modules)]
-        model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *ours}
+        refuse_missing(model, given)
+
+    def _known(self, name: str) -> tuple[str, ...]:
+        """Last parts of the names of the tensors that a matrix is made of."""
+        stored = stored_as(self.rules, name, self.tensors[name], partial(_is_int8, self.tensors[name]))
+        if isinstance(stored, LeftOut):  # which is said when it is to be read
+            return _SUFFIXES
+        return (*stored.required, *stored.optional, "bias")
+
+    def _check_others(self, model: torch.nn.Module, names: Names, keys: Sequence[str]) -> set[str]:
+        """The parameters that the tensors go to which no matrix is made of.
+
+        Of what transformers finds no place for, it is to report what this leaves to it alone: heads and other parts
+        that the model does not have at all.
+
+        Raises:
+            ValueError: a tensor in a part that the model has, which has no use for it. (Of a quantized module it is
+                said when that is packed: it may lack others, which says more.)
+        """
+        renamed = {key: names.renamed(key) for key in keys if key not in self.keys}
+        unknown = {key: target for key, target in renamed.items() if target not in names.parameters}
+        ignored = left_out(model, unknown.values()) | {name for name, _ in model.named_buffers()}
+        modules, prefix = {name for name, _ in model.named_modules()}, f"{model.base_model_prefix}."
+        modules.discard(model.base_model_prefix)
+        theirs = []
+        for key, target in unknown.items():
+            if target in ignored or _BESIDE.fullmatch(key) is not None:
+                continue
+            spellings = (target, target.removeprefix(prefix), prefix + target)
+            owners = {each[: point.start()] for each in spellings for point in re.finditer("[.]", each)}
+            if not owners & modules:
+                theirs.append(re.escape(target))
+                continue
+            problem = f"tensor {key!r} is not read: {type(model).__name__} has no use for it"
+            ours = owners & self.modules.keys()
+            if not ours:
+                raise ValueError(problem)
+            self.unread.setdefault(ours.pop(), problem)
+        model._keys_to_ignore_on_load_unexpected = {rf"^(?!(?:{'|'.join(theirs)})$)"}
+        return set(renamed.values())
 
     def _is_quantized(self, name: str, parts: Mapping[str, Any]) -> bool:
         if any(suffix in QUANTIZED_SUFFIXES for suffix in parts):
             return True
         return "weight" in parts and isinstance(stored_as(self.rules, name, parts, partial(_is_int8, parts)), Stored)
 
-    def _add(self, model: torch.nn.Module, names: Names, name: str) -> None:
+    def _add(self, model: torch.nn.Module, names: Names, name: str) -> bool:
+        """Whether the model has a module for a matrix."""
         parameter, sources, pattern = names.parameter(name if self.stacked else f"{name}.weight")
         one = _ONE_OF_A_STACK.fullmatch(name)
         if parameter is None and one is not None:
@@ -128,11 +186,12 @@ class Foreign:
             if parameter is not None and not is_gpt_oss(model.get_submodule(parameter.rpartition(".")[0])):
                 parameter = None  # whether its rows alternate is not known
         if parameter is None:
-            raise ValueError(f"{name} is quantized, but {type(model).__name__} has no such weight")
+            return False
         path, _, leaf = parameter.rpartition(".")
         module = self.modules.setdefault(path, _Module(model.get_submodule(path)))
         lists = module.matrices.setdefault(leaf, [[] for _ in sources or [None]])
         lists[sources.index(pattern) if sources else 0].append(name)
+        return True
 
     def finish(self, model: torch.nn.Module) -> QuantizationReport:
         """Packs, module by module, and puts the modules into the model.
@@ -145,6 +204,8 @@ class Foreign:
             for name, module in self.modules.items():
                 try:
                     new = self._pack(module)
+                    if name in self.unread:
+                        raise ValueError(self.unread[name])
                 except (ValueError, RuntimeError) as error:  # the second: what the operators do not have
                     raise ValueError(f"{name}: {error}") from error
                 owner, _, key = name.rpartition(".")
@@ -158,6 +219,7 @@ class Foreign:
         for name, module in model.named_modules():
             for parameter in large.of(module):
                 report.skipped[name or parameter] = "it is not quantized in the checkpoint"
+        report.skipped.update(dict.fromkeys(self.left_out, f"{type(model).__name__} ignores it"))
         report.measure(model)
         return report
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+from w4a8.checkpoint.tensors import file_of_each, read_index
+from w4a8.quantization.moe_blocks import fused_experts
 
 
 class Names:
@@ -21,6 +27,10 @@ class Names:
         self.converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
         self.prefix = model.base_model_prefix
         self.parameters = model.state_dict()
+
+    def renamed(self, key: str) -> str:
+        """What transformers calls a tensor of a float checkpoint, whether or not the model has such."""
+        return rename_source_key(key, self.renamings, self.converters, self.prefix, self.parameters)[0]
 
     def parameter(self, key: str) -> tuple[str | None, list[str], str | None]:
         """Where a tensor of a float checkpoint goes.
@@ -40,12 +50,113 @@ def slices(files: Sequence[str]) -> Iterator[tuple[str, Any]]:
     """Name and lazy tensor of all that is in safetensors files, in transformers' order.
 
     Raises:
-        ValueError: other files.
+        ValueError: other files; a tensor that stands in two of them, and no index says in which.
     """
-    found = {}
     for file in files:
         if not str(file).endswith(".safetensors"):
             raise ValueError(f"{file}: quantized weights are read from safetensors files only")
-        with safe_open(file, framework="pt") as tensors:
-            found.update({key: tensors.get_slice(key) for key in tensors.keys()})  # noqa: SIM118 (it is no dict)
-    yield from sorted(found.items(), key=lambda item: dot_natural_key(item[0]))
+    handles, place = _places(files)
+    for key in sorted(place, key=dot_natural_key):
+        yield key, handles[place[key]].get_slice(key)
+
+
+def check_inside(files: Sequence[str], folder: str) -> None:
+    """Compares the files that transformers is going to read with the folder and its index.
+
+    Args:
+        files: of the checkpoint.
+        folder: its folder, or a name on the Hub.
+
+    Raises:
+        ValueError: a file outside of the folder, several folders, or a model.safetensors beside the files that an index
+            names instead.
+    """
+    for file in map(Path, files):
+        if Path(folder).is_dir() and (not file.is_relative_to(folder) or ".." in file.relative_to(folder).parts):
+            raise ValueError(f"the index of {folder} names {file}, which is no file of {folder}")
+        if file.parent != Path(files[0]).parent:
+            raise ValueError(f"the weights are in {files[0]} and in {file}, but one folder is expected")
+        stated = set((read_index(file.parent) or {}).values()) if file.name == "model.safetensors" else set()
+        others = [name for name in stated if file.name not in stated and (file.parent / name).is_file()]
+        if others:
+            raise ValueError(f"transformers would read {file}, but the index beside it names {min(others)}: remove one")
+
+
+def check_files(files: Sequence[str], ours: Collection[str] = ()) -> None:
+    """Compares where transformers reads tensors with what the index says: it takes the last file that has one.
+
+    Args:
+        files: of the checkpoint.
+        ours: tensors that it does not read.
+
+    Raises:
+        ValueError: a tensor that stands in two files, and the index does not name the last one or there is none.
+    """
+    if not all(str(file).endswith(".safetensors") for file in files):
+        return
+    handles, place = _places(files)
+    last = {key: file for file, handle in handles.items() for key in handle.keys()}  # noqa: SIM118 (it is no dict)
+    for key, file in place.items():
+        if last[key] != file and key not in ours:
+            raise ValueError(
+                f"tensor {key!r} stands in {file} and in {last[key]}, which transformers would read though the index "
+                "names the first: remove it there"
+            )
+
+
+def _places(files: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The open files by name, in transformers' order; and each tensor's file."""
+    if not files:
+        return {}, {}
+    handles = {Path(file).name: safe_open(file, framework="pt") for file in files}
+    folder = Path(files[0]).parent
+    keys = {name: list(handle.keys()) for name, handle in handles.items()}
+    return handles, file_of_each(folder, keys, read_index(folder) if len(files) > 1 else None)
+
+
+def left_out(model: torch.nn.Module, keys: Iterable[str]) -> set[str]:
+    """Those of some tensors, by transformers' names, that the class of a model ignores in checkpoints.
+
+    Layers past the last that predict further tokens (MTP) among them: classes name these by the numbers that they have
+    in the models that were released.
+    """
+    keys = set(keys)
+    found = SimpleNamespace(missing_keys=set(), unexpected_keys=set(keys))
+    model._adjust_missing_and_unexpected_keys(found)
+    config = model.config.get_text_config()
+    last = getattr(config, "num_hidden_layers", None)
+    more = getattr(config, "num_nextn_predict_layers", None) or 0
+    layer = re.compile(r"(?:.+\.)?layers\.(\d+)\..+")
+    numbers = {key: int(match[1]) for key in keys if (match := layer.fullmatch(key))}
+    past = {key for key, number in numbers.items() if last is not None and last <= number < last + more}
+    return (keys - found.unexpected_keys) | past
+
+
+def refuse_missing(model: torch.nn.Module, given: Collection[str]) -> None:
+    """Raises ValueError for a parameter of a linear layer or of experts that transformers would make up.
+
+    New heads, outside of the base model, are not looked at: they are what somebody wants to train.
+
+    Args:
+        model: on the meta device.
+        given: parameters that there are tensors of.
+    """
+    lacking = [
+        f"{name}.{parameter}"
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) or fused_experts(module) is not None
+        for parameter, _ in module.named_parameters(recurse=False)
+    ]
+    refuse_made_up(model, [key for key in lacking if key not in given])
+
+
+def refuse_made_up(model: torch.nn.Module, lacking: Iterable[str]) -> None:
+    """Raises ValueError for the first of some parameters that are in no file, but for those of new heads."""
+    found = SimpleNamespace(missing_keys=set(lacking), unexpected_keys=set())
+    model._adjust_missing_and_unexpected_keys(found)
+    output, prefix = model.get_output_embeddings(), f"{model.base_model_prefix}."
+    for key in sorted(found.missing_keys, key=dot_natural_key):
+        inside = model.base_model is model or key.startswith(prefix)
+        inside = inside or (output is not None and model.get_submodule(key.rpartition(".")[0]) is output)
+        if inside and key not in model.all_tied_weights_keys:
+            raise ValueError(f"{key} is not in the checkpoint: a model with numbers made up for it is not loaded")

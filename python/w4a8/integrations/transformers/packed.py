@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from w4a8.core.kind import Kind
-from w4a8.formats.packed_directory import EMBEDDINGS, STANDS_FOR, Parts, packed_tensors
-from w4a8.integrations.transformers.names import Names, slices
+from w4a8.formats.packed_directory import EMBEDDINGS, STANDS_FOR, Parts, check_listed, packed_tensors
+from w4a8.integrations.transformers.names import Names, refuse_missing, slices
 from w4a8.integrations.transformers.tied import output_of, packed_embedding, untie
 from w4a8.nn import W4A8Experts, W4A8Linear, W8A8Linear
 from w4a8.quantization.moe_blocks import fused_experts
@@ -17,24 +18,28 @@ from w4a8.quantization.moe_blocks import fused_experts
 _STANDS_FOR = {**STANDS_FOR, **EMBEDDINGS}
 
 
-def build_packed(model: torch.nn.Module, files: Sequence[str]) -> dict[str, str]:
+def build_packed(model: torch.nn.Module, files: Sequence[str], listed: object = None) -> dict[str, str]:
     """Puts modules for packed weights, on the meta device, where the files have such weights.
 
     Args:
         model: of transformers, on the meta device.
         files: safetensors.
+        listed: the packed tensors that config.json lists, if it does.
 
     Returns:
         Embeddings that an output layer shares the weight of: the output layer, which :func:`share` makes when the
         weights are there.
 
     Raises:
-        ValueError: no packed tensors, or ones that do not fit the model.
+        ValueError: no packed tensors, ones that do not fit the model, or a layer that has none.
     """
+    names = Names(model)
     with torch.device("cpu"):  # transformers builds models with the meta device as default
-        found = _of_modules(model, packed_tensors(slices(files), _STANDS_FOR))
+        tensors = dict(slices(files))
+        found = _of_modules(names, packed_tensors(tensors.items(), _STANDS_FOR))
     if not found:
         raise ValueError(f"{', '.join(map(str, files)) or 'no file'}: no packed tensors, though config.json says so")
+    check_listed(listed, tensors, str(Path(files[0]).parent))
     tied = {}
     for name, entries in found.items():
         owner, _, key = name.rpartition(".")
@@ -49,12 +54,12 @@ def build_packed(model: torch.nn.Module, files: Sequence[str]) -> dict[str, str]
         if output is not None:
             untie(model, output)
             tied[name] = output
+    refuse_missing(model, {names.renamed(key) for key in tensors})
     return tied
 
 
-def _of_modules(model: torch.nn.Module, packed: Mapping[str, Parts]) -> dict[str, Parts]:
+def _of_modules(names: Names, packed: Mapping[str, Parts]) -> dict[str, Parts]:
     """What is packed, by the names that the modules have in the model; what it has no place for is left out."""
-    names = Names(model)
     found: dict[str, dict[str, Any]] = {}
     for module, parts in packed.items():
         for leaf, entry in parts.items():

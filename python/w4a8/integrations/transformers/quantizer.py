@@ -8,14 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.quantizers import HfQuantizer
 
 from w4a8.core.memory import fresh_bytes, keeps_files_mapped
 from w4a8.formats.config import config_in
+from w4a8.formats.packed_directory import EMBEDDINGS, STANDS_FOR
 from w4a8.integrations.transformers.collect import Collector, Give, unstacked
 from w4a8.integrations.transformers.config import W4A8Config
 from w4a8.integrations.transformers.foreign import Foreign
 from w4a8.integrations.transformers.guard import inference_only, refuse_device
+from w4a8.integrations.transformers.names import check_files, check_inside
 from w4a8.integrations.transformers.packed import build_packed
 from w4a8.integrations.transformers.tied import share
 from w4a8.nn.output_layer import multiply_once
@@ -58,6 +61,13 @@ class W4A8HfQuantizer(HfQuantizer):
         """The operators work under torch.compile."""
         return True
 
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor] | None, dict[str, str]]:
+        """save_pretrained asks for this before it writes config.json, which is to list what is packed."""
+        leaves = {**STANDS_FOR, **EMBEDDINGS}
+        packed = {name: tensor for name, tensor in model.state_dict().items() if name.rpartition(".")[2] in leaves}
+        self.quantization_config.packed = sorted(revert_weight_conversion(model, packed))
+        return super().get_state_dict_and_metadata(model)
+
     # Before loading.
 
     def validate_environment(self, *args: Any, device_map: Any = None, **_: Any) -> None:
@@ -75,6 +85,7 @@ class W4A8HfQuantizer(HfQuantizer):
         self, model: Any, checkpoint_files: Sequence[str] | None = None, **_: Any
     ) -> None:
         files = list(checkpoint_files or [])
+        check_inside(files, str(model.config.name_or_path))
         source = self.quantization_config.source
         if source is None and not self.pre_quantized and files:
             # A method that transformers does not know (modelopt) is none to it, as one in a file of its own.
@@ -82,9 +93,10 @@ class W4A8HfQuantizer(HfQuantizer):
         if source is not None:
             self._foreign = Foreign(model, source, files, self.quantization_config.activation_group)
         elif self.pre_quantized:
-            self._tied = build_packed(model, files)
+            self._tied = build_packed(model, files, self.quantization_config.packed)
         else:
             self._collector = Collector(model, self.quantization_config, files)
+        check_files(files, () if self._foreign is None else self._foreign.keys)
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any = None) -> list[Any]:
         """Experts are quantized from where they are, instead of being stacked first. (5.19 gives no model.)"""

@@ -31,6 +31,7 @@ CALLED = (
     "update_weight_conversions",
     "param_needs_quantization",
     "get_quantize_ops",
+    "get_state_dict_and_metadata",
     "is_serializable",
     "is_trainable",
     "is_compileable",
@@ -48,7 +49,12 @@ def interface_problems() -> list[str]:
         *missing("get_model_conversion_mapping", ("model",), parameters(get_model_conversion_mapping)),
         *missing(
             "PreTrainedModel",
-            ("get_expanded_tied_weights_keys", "_keys_to_ignore_on_load_unexpected", "get_output_embeddings"),
+            (
+                "get_expanded_tied_weights_keys",
+                "_keys_to_ignore_on_load_unexpected",
+                "_adjust_missing_and_unexpected_keys",
+                "get_output_embeddings",
+            ),
             dir(PreTrainedModel),
         ),
     ]

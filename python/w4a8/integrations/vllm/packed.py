@@ -16,13 +16,22 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from w4a8.checkpoint.tensors import files_of
 from w4a8.core.activation_groups import PER_TOKEN
 from w4a8.core.kind import Kind
 from w4a8.core.matrix import Matrix, PackedAs, packed_bytes, unpack_codes
 from w4a8.core.nibbles import pairs, words_of
 from w4a8.core.scale_types import E8M0
 from w4a8.core.stack import MatrixStack
-from w4a8.formats.packed_directory import EMBEDDINGS, STANDS_FOR, PackedTensor, Parts, check_stated, packed_tensors
+from w4a8.formats.packed_directory import (
+    EMBEDDINGS,
+    STANDS_FOR,
+    PackedTensor,
+    Parts,
+    check_listed,
+    check_stated,
+    packed_tensors,
+)
 from w4a8.ops import PackedHeader, read_header
 
 # Part of the name of a block -> what its experts' gate, up and down projections are called.
@@ -63,7 +72,7 @@ def read_directory(directory: str | Path, config: Mapping[str, Any]) -> PackedDi
         ValueError: no local directory of packed tensors, or one in another format.
     """
     check_stated(*(config.get(key) for key in ("quant_method", "format", "version")))
-    files = sorted(Path(directory).glob("*.safetensors"))
+    files = [Path(directory) / name for name in files_of(Path(directory))]
     if not files:
         raise ValueError(
             f"{directory} is no local directory with *.safetensors files, which packed weights are read from"
@@ -84,7 +93,12 @@ def read_directory(directory: str | Path, config: Mapping[str, Any]) -> PackedDi
                 raise ValueError(f"{file}: {error}") from error
             floats.update(key.removesuffix(".weight") for key in tensors.keys() if key.endswith(".weight"))  # noqa: SIM118
         for module, parts in found.items():
+            twice = parts.keys() & packed.get(module, {}).keys()
+            if twice:  # vLLM gives the tensors of both
+                raise ValueError(f"{file}: tensor '{module}.{min(twice)}' stands in another file, too")
             packed.setdefault(module, {}).update(parts)
+    names = {f"{module}.{leaf}" for module, parts in packed.items() for leaf in parts}
+    check_listed(config.get("packed"), names, str(directory))
     if not packed:
         raise ValueError(f"{directory}: no packed tensors, though config.json says so")
     return PackedDirectory(packed, floats)
