@@ -9,6 +9,7 @@ from vllm.distributed import parallel_state
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.linear import RowParallelLinear
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from w4a8.formats import Stored
 from w4a8.integrations.vllm.moe import W4A8MoEMethod
@@ -53,10 +54,10 @@ def close(found, expected):
     return found.shape == expected.shape and error.max() < 1e-5
 
 
-def chosen(config, name, experts=False):
+def chosen(config, name, experts=False, head=False):
     """The method of a layer that is not filled."""
     config.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
-    cls = RoutedExperts if experts else RowParallelLinear
+    cls = RoutedExperts if experts else ParallelLMHead if head else RowParallelLinear
     layer = cls.__new__(cls)
     torch.nn.Module.__init__(layer)
     if experts:

@@ -7,8 +7,11 @@ from layers import chosen, make_layer
 from test_fp4 import config_of
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.models.utils import WeightsMapper
 
+from w4a8.integrations.vllm import config_base
+from w4a8.integrations.vllm.config_awq import W4A8AWQConfig
 from w4a8.integrations.vllm.config_inc import W4A8INCConfig
 from w4a8.integrations.vllm.config_modelopt import W4A8ModelOptConfig, W4A8ModelOptMixedConfig
 from w4a8.integrations.vllm.config_quark import W4A8QuarkConfig
@@ -16,7 +19,7 @@ from w4a8.integrations.vllm.linear_layers import W4A8LinearMethod, W4A8LinearSch
 from w4a8.integrations.vllm.moe import W4A8MoEMethod
 from w4a8.integrations.vllm.quark_gpt_oss import W4A8QuarkGptOssMethod
 
-EXPERTS = "model.layers.0.mlp.experts"
+NOT_QUANTIZED, EXPERTS = "not quantized", "model.layers.0.mlp.experts"
 FP8 = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False, "symmetric": True}
 FP8 = {"weight": FP8, "input_tensors": FP8}
 # What is taken, with layer 1's attention, layer 2's queries, keys and values, and layer 3's experts left out.
@@ -30,6 +33,12 @@ TAKEN = {
     "model.layers.2.mlp.down_proj": True,
 }
 LEFT_OUT = ["lm_head", "model.layers.0.mlp.gate", *(f"model.layers.2.self_attn.{name}_proj" for name in "qkv")]
+
+
+@pytest.fixture(autouse=True)
+def floats(monkeypatch):
+    """vLLM's method of experts that are not quantized wants more of a layer than there is here."""
+    monkeypatch.setattr(config_base, "UnquantizedFusedMoEMethod", lambda moe: NOT_QUANTIZED)
 
 
 def assert_taken(config, names):
@@ -59,7 +68,7 @@ def test_modelopt(algorithm, nested):
         config = modelopt(ignore=skipped, quant_algo=algorithm)
     assert_taken(config, {**TAKEN, "vision_tower.layers.2.mlp.down_proj": False})
     assert isinstance(chosen(config, EXPERTS, experts=True), W4A8MoEMethod)
-    assert chosen(config, "model.layers.3.mlp.experts", experts=True) is None
+    assert chosen(config, "model.layers.3.mlp.experts", experts=True) == NOT_QUANTIZED
 
 
 def test_what_modelopt_leaves_to_vllm(monkeypatch):
@@ -135,7 +144,31 @@ def test_quark():
     config = quark(exclude=skipped)
     assert_taken(config, TAKEN)
     assert isinstance(experts_of(config, EXPERTS), W4A8MoEMethod)
-    assert experts_of(config, "model.layers.3.mlp.experts") is None
+    assert experts_of(config, "model.layers.3.mlp.experts") == NOT_QUANTIZED
+
+
+def test_wildcards_of_quark():
+    """What our rules leave out is not asked of vLLM's, which know no wildcards."""
+    config = quark(exclude=["*.mlp.gate", "*.1.self_attn.*", "*.2.self_attn.q_proj", "*.3.mlp.experts.*", "lm_*"])
+    assert_taken(config, {name: taken for name, taken in TAKEN.items() if ".2." not in name})
+    assert isinstance(chosen(config, "lm_head", head=True), UnquantizedEmbeddingMethod)
+    assert experts_of(config, "model.layers.3.mlp.experts") == NOT_QUANTIZED
+    with pytest.raises(ValueError, match=r"2\.self_attn\.qkv_proj: .*q_proj is not quantized: .* but others of"):
+        chosen(config, "model.layers.2.self_attn.qkv_proj")
+
+
+def test_experts_that_are_not_quantized():
+    """By the names of their matrices, which upstream does not ask about: its rules are about the layer's name."""
+    parts = [f"{EXPERTS}.{expert}.{part}_proj" for expert in range(2) for part in ("gate", "up", "down")]
+    rounds = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "data_type": "int", "sym": True}
+    rounds.update(packing_format="auto_round:auto_gptq", extra_config={name: {"bits": 16} for name in parts})
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+    for config in (
+        W4A8INCConfig.from_config(rounds),
+        W4A8AWQConfig.from_config({**awq, "modules_to_not_convert": [".gate_proj", ".up_proj", ".down_proj"]}),
+        quark(exclude=parts),
+    ):
+        assert experts_of(config, EXPERTS) == NOT_QUANTIZED
 
 
 def test_what_quark_leaves_to_vllm(monkeypatch):

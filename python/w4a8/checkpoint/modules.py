@@ -13,6 +13,7 @@ from w4a8.core.json_fields import CheckpointError
 from w4a8.core.matrix import Matrix
 from w4a8.formats import Stored
 from w4a8.formats.compressed_tensors import check_words
+from w4a8.formats.matrix import groups_of
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ class Module:
             because: end of the message if it has another one.
 
         Raises:
-            CheckpointError: it has another size, or a tensor is missing.
+            CheckpointError: it has another size, or one that its groups do not divide, or a tensor is missing.
         """
         stated, codes = self.shape(stored), self._codes_shape(stored)
         if stated != shape:
@@ -86,11 +87,12 @@ class Module:
             else:
                 what = f"{self.key(stored.weight)!r} has shape {codes}, which is {stated}, but {shape} is expected"
             raise CheckpointError(f"tensor {what}{because}")
-        if stored.format == "pack-quantized":
-            try:
+        try:
+            groups_of(shape[1], stored.group_size, self.name, stored.weight)
+            if stored.format == "pack-quantized":
                 check_words(codes, self.name, *shape, stored.bits)
-            except ValueError as error:
-                raise self._named(error) from error
+        except ValueError as error:
+            raise self._named(error) from error
 
     def matrix(self, stored: Stored, has_bias: bool) -> Matrix:
         """The matrix of the module.

@@ -155,7 +155,8 @@ def _out_of_order(name: str, parts: Mapping[str, Header], stored: Stored, group:
     for part in stored.parts:
         header = parts.get(part.suffix)
         if part.kind == "g_idx" and header is not None and header.file.is_file():
-            numbers = torch.frombuffer(bytearray(mapped.bytes(header)), dtype=torch.int32)
+            data = bytearray(mapped.bytes(header))
+            numbers = torch.frombuffer(data, dtype=torch.int32) if data else torch.empty(0)
             try:
                 check_consecutive(numbers, f"{name}.{part.suffix}", group)
             except ValueError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -72,24 +71,3 @@ def check_field(condition: bool, key: str, found: object, expected: str) -> None
     """Raises CheckpointError unless a condition holds; says what is expected in its place."""
     if not condition:
         raise CheckpointError(f"{key} is {shorten(found)}, but {expected} is expected")
-
-
-def names_field(owner: Mapping[str, Any], name: str, key: str) -> list[str]:
-    """A list of names of modules and regular expressions (``re:...``) in a JSON object; [] if it is not there.
-
-    Raises:
-        CheckpointError: it is something else, or an expression is none.
-    """
-    found = json_field(owner, name, list, key) or []
-    for entry in found:
-        check_name(entry, f"an entry of {key}")
-    return found
-
-
-def check_name(entry: object, key: str) -> None:
-    """Raises CheckpointError unless a value is the name of a module, or ``re:`` and a regular expression."""
-    try:
-        valid = isinstance(entry, str) and (not entry.startswith("re:") or bool(re.compile(entry[3:])))
-    except (re.error, RecursionError, OverflowError):
-        valid = False
-    check_field(valid, key, entry, "a name or a regular expression (re:...)")

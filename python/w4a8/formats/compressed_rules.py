@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from w4a8.core.json_fields import CheckpointError, check_field, json_field, names_field
+from w4a8.core.json_fields import CheckpointError, check_field, json_field, shorten
 from w4a8.core.matrix import GROUP_SIZES, is_group_size
+from w4a8.core.patterns import Pattern, name_or_pattern, names_field
 from w4a8.core.quant_args import QuantizationArgs, QuantizationStrategy
 from w4a8.formats.mxfp4 import BLOCK as MX_BLOCK
 from w4a8.formats.nvfp4 import BLOCK as NV_BLOCK
@@ -58,10 +58,19 @@ def _check_input(args: QuantizationArgs, key: str) -> None:
     check_field(args.dynamic is True, f"{key}.dynamic", args.dynamic, "true")
 
 
-def _matches(name: str, target: str) -> bool:
-    if target.startswith("re:"):
-        return re.match(target[3:], name) is not None
-    return name == target
+def _compiled(entries: Iterable[str], key: str) -> dict[str, Pattern | None]:
+    """Entries, and their expressions in the order in which ``compressed_tensors.utils.match_targets`` asks them."""
+    return {entry: name_or_pattern(entry, key) for entry in sorted(entries)}
+
+
+def _match(module: str, entries: Mapping[str, Pattern | None]) -> str | None:
+    """The first that matches the name of a linear module, else its class or the class above."""
+    if entries.get(module, False) is None:
+        return module
+    for entry, pattern in entries.items():
+        if pattern is not None and pattern.match(module):
+            return entry
+    return next((name for name in ("Linear", "Module") if name in entries), None)
 
 
 class CompressedTensorsRules:
@@ -78,31 +87,28 @@ class CompressedTensorsRules:
             if entry.get("config_groups") or entry.get("format", "dense") != "dense":
                 raise CheckpointError(f"quantization_config.{name} is set: {what} weights are not supported")
         self._format = config.get("format")
-        self._ignore = names_field(config, "ignore", "quantization_config.ignore")
+        key = "quantization_config.ignore"
+        self._ignore = _compiled(names_field(config, "ignore", key), f"an entry of {key}")
         key = "quantization_config.config_groups"
         self._groups: dict[str, Mapping[str, Any]] = json_field(config, "config_groups", dict, key) or {}
-        self._targets: dict[str, list[str]] = {}
+        group_of: dict[str, str] = {}  # of several with one target, the last
         for name, group in self._groups.items():
             check_field(isinstance(group, dict), f"{key}.{name}", group, "an object")
-            self._targets[name] = names_field(group, "targets", f"{key}.{name}.targets")
-
-    def _group_of(self, module: str) -> str | None:
-        """Name of the group that applies to a linear module: a target that matches its name beats its class."""
-        if any(_matches(module, target) for target in self._ignore) or "Linear" in self._ignore:
-            return None
-        for by_class in (False, True):
-            for name, targets in self._targets.items():
-                for target in targets:
-                    if (target == "Linear") if by_class else _matches(module, target):
-                        return name
-        return None
+            group_of.update(dict.fromkeys(names_field(group, "targets", f"{key}.{name}.targets"), name))
+        self._group_of = group_of
+        self._targets = _compiled(group_of, f"a target of {key}")
 
     def of(self, module: str) -> Stored | LeftOut:
-        """How a linear module is stored, or why it is left out."""
-        name = self._group_of(module)
-        if name is None:
-            return LeftOut.not_quantized(module, "no target matches it, or it is ignored")
-        return stored_or_left_out(partial(self._stored, name, module))
+        """How a linear module is stored, or why it is left out: its name beats a pattern, and that its class."""
+        entry = _match(module, self._ignore)
+        if entry is not None:
+            return LeftOut.not_quantized(module, f"quantization_config.ignore has {shorten(entry)}")
+        target = _match(module, self._targets)
+        if target is None:
+            key = "quantization_config.config_groups"
+            why = f"no target in {key} matches it" if self._groups else f"{key} is missing"
+            return LeftOut.not_quantized(module, why)
+        return stored_or_left_out(partial(self._stored, self._group_of[target], module))
 
     def _stored(self, name: str, module: str) -> Stored:
         group = self._groups[name]

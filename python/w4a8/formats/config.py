@@ -6,7 +6,6 @@ configuration classes read it, whose rules are to hold there.)
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any, Protocol
 
 from w4a8.core.json_fields import CheckpointError, check_field, json_field, read_json, shorten
 from w4a8.core.matrix import GROUP_SIZES, is_group_size
+from w4a8.core.patterns import Pattern
 from w4a8.formats.awq import packing_of
 from w4a8.formats.compressed_rules import CompressedTensorsRules
 from w4a8.formats.modelopt_rules import ModelOptRules
@@ -182,14 +182,11 @@ def _strings(config: Mapping[str, Any], name: str) -> list[str]:
     return found
 
 
-def _pattern(text: object, key: str) -> re.Pattern[str]:
-    try:
-        return re.compile(text)
-    except (re.error, TypeError, RecursionError, OverflowError):
-        raise CheckpointError(f"{key} is {shorten(text)}, but a regular expression is expected") from None
+def _pattern(text: str, key: str) -> Pattern:
+    return Pattern(text, f"{key} is {shorten(text)}")
 
 
-def _patterns(config: Mapping[str, Any], name: str) -> list[re.Pattern[str]]:
+def _patterns(config: Mapping[str, Any], name: str) -> list[Pattern]:
     """A list of regular expressions."""
     return [_pattern(text, f"{_WHERE}.{name}") for text in _strings(config, name)]
 
@@ -244,7 +241,7 @@ class GptqRules(_Rules):
 
     def _read_exceptions(self, config: Mapping[str, Any]) -> None:
         self._inside = _strings(config, "modules_in_block_to_quantize")
-        self._dynamic: list[tuple[re.Pattern[str], str, Stored | LeftOut | None]] = []
+        self._dynamic: list[tuple[Pattern, str, Stored | LeftOut | None]] = []
         for text, changes in _objects(config, "dynamic").items():
             where = f"{_WHERE}.dynamic[{shorten(text)}]"
             pattern = _pattern(text[2:] if text[:2] in ("+:", "-:") else text, where)
@@ -312,7 +309,7 @@ class AutoRoundRules(_Rules):
         self._blocks_key = f"{_WHERE}.{blocks}"
         self._skipped = _patterns(config, "modules_to_not_convert")
         self._exact: dict[str, Stored | LeftOut] = {}
-        self._by_pattern: list[tuple[re.Pattern[str], Stored | LeftOut]] = []
+        self._by_pattern: list[tuple[Pattern, Stored | LeftOut]] = []
         for text, changes in _objects(config, "extra_config").items():
             where = f"{_WHERE}.extra_config[{shorten(text)}]"
             if changes.get("bits") in (16, 32):

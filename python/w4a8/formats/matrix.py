@@ -125,12 +125,13 @@ def check_consecutive(g_idx: torch.Tensor, name: str, width: int | None = None) 
         width: of a group; None: what divides K into as many groups as there are numbers.
 
     Raises:
-        ValueError: they are not, or of several widths: activation order is not supported.
+        ValueError: there is none, or they are not, or of several widths: activation order is not supported.
     """
+    check_not_empty(g_idx, name)
     features = g_idx.numel()
-    if width is None and features > 0:
+    if width is None:
         width = -(-features // (int(g_idx.max()) + 1))
-    if features > 0 and not torch.equal(g_idx.flatten().long(), torch.arange(features) // width):
+    if not torch.equal(g_idx.flatten().long(), torch.arange(features) // width):
         raise ValueError(
             f"{name}: groups are not consecutive input features (activation order, desc_act), which is not supported"
         )

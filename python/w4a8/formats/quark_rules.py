@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
-from w4a8.core.json_fields import CheckpointError, check_field, check_name, json_field, names_field, shorten
+from w4a8.core.json_fields import CheckpointError, check_field, json_field, shorten
+from w4a8.core.patterns import Pattern, name_or_pattern, names_field
 from w4a8.formats.mxfp4 import BLOCK
 from w4a8.formats.stored import LeftOut, Stored, stored_or_left_out
 
@@ -35,9 +35,10 @@ class QuarkRules:
         form = export.get("weight_format")
         check_field(form in (None, "real_quantized"), f"{_WHERE}.export.weight_format", form, "'real_quantized'")
         self._cached = names_field(export, "kv_cache_group", f"{_WHERE}.export.kv_cache_group")
-        self._excluded = _Entries(names_field(config, "exclude", f"{_WHERE}.exclude"))
+        key = f"{_WHERE}.exclude"
+        self._excluded = _Entries(names_field(config, "exclude", key), f"an entry of {key}")
         self._layers = self._entries(config, "layer_quant_config")
-        self._named = _Entries(self._layers)
+        self._named = _Entries(self._layers, f"a key of {_WHERE}.layer_quant_config")
         self._types = self._entries(config, "layer_type_quant_config")
         key = f"{_WHERE}.global_quant_config"
         self.default = self._try(json_field(config, "global_quant_config", dict, key) or {}, key)
@@ -62,7 +63,7 @@ class QuarkRules:
         key = f"{_WHERE}.{name}"
         found = json_field(config, name, dict, key) or {}
         for entry in found:
-            check_name(entry, f"a key of {key}")
+            name_or_pattern(entry, f"a key of {key}")
         where = {entry: f"{key}[{shorten(entry)}]" for entry in found}
         return {
             entry: self._try(json_field(found, entry, dict, where[entry]) or {}, where[entry], entry) for entry in found
@@ -96,22 +97,22 @@ class _Entries:
     Quark's own patterns are names with wildcards; vLLM also knows regular expressions.
     """
 
-    def __init__(self, entries: Iterable[str]) -> None:
+    def __init__(self, entries: Iterable[str], key: str) -> None:
         self._exact: dict[str, int] = {}
-        self._patterns: list[tuple[int, str]] = []
+        self._patterns: list[tuple[int, str, Pattern | None]] = []
         for index, entry in enumerate(entries):
             if entry.startswith("re:") or any(char in "*?[" for char in entry):
-                self._patterns.append((index, entry))
+                self._patterns.append((index, entry, name_or_pattern(entry, key)))
             else:
                 self._exact.setdefault(entry, index)
 
     def first(self, module: str) -> str | None:
         """The first entry that matches all of a name (``re:``: from its start)."""
         exact = self._exact.get(module)
-        for index, entry in self._patterns:
+        for index, entry, pattern in self._patterns:
             if exact is not None and exact < index:
                 break
-            if re.match(entry[3:], module) if entry.startswith("re:") else fnmatchcase(module, entry):
+            if pattern.match(module) if pattern is not None else fnmatchcase(module, entry):
                 return entry
         return None if exact is None else module
 

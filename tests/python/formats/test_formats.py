@@ -24,6 +24,7 @@ from w4a8.formats import (
     from_pack_quantized,
     from_quark_mxfp4,
 )
+from w4a8.formats.matrix import check_consecutive
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # N, K, g; N in words of 8
@@ -317,6 +318,9 @@ def test_activation_order(reader):
     for broken in (identity.flip(0), torch.zeros(64, dtype=torch.int32), one_wrong):
         with pytest.raises(ValueError, match=rf"^a\.b\.{suffix}: groups are not consecutive"):
             read({**tensors, suffix: broken})
+    for width in (32, None):
+        with pytest.raises(ValueError, match=r"^a\.g_idx: shape \(0,\), which holds nothing"):
+            check_consecutive(identity[:0], "a.g_idx", width)
 
 
 @pytest.mark.parametrize("reader", EACH_INTEGER)

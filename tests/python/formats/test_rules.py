@@ -1,9 +1,11 @@
 """What a quantization_config says of a module, as the tools that write it mean it."""
 
 import json
+import random
 import re
 
 import pytest
+import torch
 from format_checkpoints import GPT_OSS as MXFP4
 
 from w4a8.core.json_fields import CheckpointError
@@ -406,3 +408,40 @@ def test_a_file_of_its_own(name, method, tmp_path):
     (tmp_path / name).write_text("[]")
     with pytest.raises(CheckpointError, match=r"\.json is not a JSON object"):
         find_config({}, tmp_path)
+
+
+def test_targets_of_compressed_tensors():
+    """Which group a module is of, or none, is what compressed_tensors.utils says, in whatever order targets are."""
+    match = pytest.importorskip("compressed_tensors.utils.match")
+    linear, draw = torch.nn.Linear(2, 2), random.Random(0)
+    modules = [Q, HEAD, "a.up_proj", "a.down_proj"]
+    entries = [*modules[:3], "re:.*", "re:model.*", "re:.*q_proj", "re:a[.](up|down)", "Linear", "Module", "Embedding"]
+    for _ in range(500):
+        targets = [draw.sample(entries, draw.randint(1, 3)) for _ in range(3)]
+        ignore = draw.sample(entries, draw.choice([0, 0, 1]))
+        config, groups = {**compressed(), "ignore": ignore}, {}
+        for index, target in enumerate(targets):
+            weights = {**config["config_groups"]["group_0"]["weights"], "group_size": 32 * (index + 1)}
+            groups[f"g{index}"] = {**config["config_groups"]["group_0"], "targets": target, "weights": weights}
+        rules = rules_of({**config, "config_groups": groups})
+        size_of = {each: 32 * (index + 1) for index, target in enumerate(targets) for each in target}
+        for name in modules:
+            found = rules.of(name)
+            expected = match.match_targets(name, linear, size_of)
+            if not expected or match.is_match(name, linear, ignore):
+                assert isinstance(found, LeftOut) and not found.quantized, (name, targets, ignore)
+            else:
+                assert found == Stored("pack-quantized", size_of[expected[0]], True), (name, targets)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"config_groups": None}, "quantization_config.config_groups is missing"),
+        ({"ignore": ["re:.*up_proj"]}, "quantization_config.ignore has 're:.*up_proj'"),
+        ({"config_groups": {"g": {"targets": [HEAD]}}}, "no target in quantization_config.config_groups matches it"),
+    ],
+)
+def test_why_compressed_tensors_leaves_out(changes, why):
+    found = rules_of({**compressed(), **changes}).of(UP)
+    assert found == LeftOut(f"{UP} is not quantized: {why}", quantized=False)

@@ -110,7 +110,7 @@ def with_tensor(suffix, tensor):
         (lambda c: c.group.update(input_activations=None), f"{Q} is W4A16; pass quantize_w4a16=True"),
         (
             lambda c: c.group.update(targets=["re:.*experts.*"]),
-            f"{Q} is not quantized: no target matches it, or it is ignored",
+            f"{Q} is not quantized: no target in quantization_config.config_groups matches it",
         ),
     ],
 )

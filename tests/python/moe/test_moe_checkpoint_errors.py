@@ -126,7 +126,8 @@ def _mixed(config, group):
 
 
 METHODS = "compressed-tensors, gptq, awq, auto-round, mxfp4, modelopt, quark"
-NOT_QUANTIZED = "is not quantized: no target matches it, or it is ignored"
+NOT_QUANTIZED = "is not quantized: "
+NO_TARGET = f"{NOT_QUANTIZED}no target in quantization_config.config_groups matches it"
 ROTATED, SPARSE = {"config_groups": {"u": {}}}, {"format": "sparse-24-bitmask"}
 
 
@@ -149,9 +150,9 @@ ROTATED, SPARSE = {"config_groups": {"u": {}}}, {"format": "sparse-24-bitmask"}
         (lambda config, group: group.update(weights=None), "group_0.weights is missing"),
         (
             lambda config, group: config["quantization_config"]["ignore"].append("re:.*experts.3.*"),
-            f"{LAYER}.3.gate_proj {NOT_QUANTIZED}",
+            f"{LAYER}.3.gate_proj {NOT_QUANTIZED}quantization_config.ignore has 're:.*experts.3.*'",
         ),
-        (lambda config, group: group.update(targets=["re:.*self_attn.*"]), f"{LAYER}.0.gate_proj {NOT_QUANTIZED}"),
+        (lambda config, group: group.update(targets=["re:.*self_attn.*"]), f"{LAYER}.0.gate_proj {NO_TARGET}"),
         (lambda config, group: group.update(output_activations={"num_bits": 8}), "group_0.output_activations is set"),
         (
             lambda config, group: config["quantization_config"].update(transform_config=ROTATED),

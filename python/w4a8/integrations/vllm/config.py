@@ -13,7 +13,7 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-from w4a8.formats import Stored
+from w4a8.formats import LeftOut, Stored
 from w4a8.integrations.vllm.config_base import RunsLayersHere
 from w4a8.integrations.vllm.kv_cache import KeepsKVCache
 from w4a8.integrations.vllm.linear_layers import W4A8LinearScheme
@@ -77,11 +77,13 @@ class W4A8CompressedTensorsConfig(RunsLayersHere, KeepsKVCache, CompressedTensor
         say_int8("compressed-tensors")
         return replace(stored, weight_only="input_activations is not int8")
 
-    def stored_of(self, layer: RoutedExperts, prefix: str) -> Stored | None:
+    def stored_of(self, layer: RoutedExperts, prefix: str) -> Stored | LeftOut | None:
         """As :meth:`RunsLayersHere.stored_of`, of a layer of experts."""
         self._add_fused_moe_to_target_scheme_map()
         names = (layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name)
         schemes = [self.get_scheme_dict(layer, f"{prefix}.0.{name}") for name in names if name is not None]
         if any(other != schemes[0] for other in schemes):
             return None  # not alike: upstream's to handle
+        if schemes[0] is None:
+            return LeftOut.not_quantized(prefix, "no target matches it, or it is ignored")
         return self._stored(schemes[0], prefix)

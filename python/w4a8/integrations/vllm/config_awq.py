@@ -8,7 +8,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.auto_awq import AutoAWQConfig
 
 from w4a8.core.matrix import is_group_size
-from w4a8.formats import Stored
+from w4a8.formats import LeftOut, Stored
 from w4a8.integrations.vllm.config_base import RunsLayersHere, are_alike
 from w4a8.integrations.vllm.names import projections
 
@@ -18,7 +18,7 @@ class W4A8AWQConfig(RunsLayersHere, AutoAWQConfig):
 
     w4a8_says = "AWQ"
 
-    def stored_of(self, layer: torch.nn.Module, prefix: str) -> Stored | None:
+    def stored_of(self, layer: torch.nn.Module, prefix: str) -> Stored | LeftOut | None:
         """As :meth:`RunsLayersHere.stored_of`."""
         version = str(self.full_config.get("version") or "gemm").lower()
         if version != "gemm" or self.weight_bits != 4 or not is_group_size(self.group_size):
@@ -26,8 +26,10 @@ class W4A8AWQConfig(RunsLayersHere, AutoAWQConfig):
         if isinstance(layer, RoutedExperts):
             names = projections(layer, prefix)
             skipped = [any(entry in name for entry in self.modules_to_not_convert) for name in names]
-            if not are_alike(skipped, prefix) or skipped[0]:
+            if not are_alike(skipped, prefix):
                 return None
+            if skipped[0]:
+                return LeftOut.not_quantized(prefix, "modules_to_not_convert names it")
         else:
             method = AutoAWQConfig.get_quant_method(self, layer, prefix)
             if method is None or isinstance(method, UnquantizedLinearMethod):

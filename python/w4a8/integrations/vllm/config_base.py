@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from vllm.model_executor.layers.fused_moe import RoutedExperts
-from vllm.model_executor.layers.linear import LinearBase
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 
-from w4a8.formats import Stored
+from w4a8.formats import LeftOut, Stored
 from w4a8.integrations.vllm.linear_layers import W4A8LinearMethod
 from w4a8.integrations.vllm.lm_head import lm_head_method
 from w4a8.integrations.vllm.log import logger
@@ -30,8 +30,10 @@ class RunsLayersHere:
 
     w4a8_says: str
 
-    def stored_of(self, layer: torch.nn.Module, prefix: str) -> Stored | None:
-        """How the weights of a layer are stored, if they are to be run here.
+    def stored_of(self, layer: torch.nn.Module, prefix: str) -> Stored | LeftOut | None:
+        """How the weights of a layer are stored, if they are to be run here, or that they are not quantized.
+
+        None leaves the layer to vLLM's own rules, which may find a layer quantized that is not.
 
         Args:
             layer: vLLM's LinearBase, ParallelLMHead or RoutedExperts.
@@ -43,8 +45,10 @@ class RunsLayersHere:
         """The method of such a layer, or None for vLLM's."""
         return self.method_for(self.stored_of(layer, prefix), layer, prefix)
 
-    def method_for(self, stored: Stored | None, layer: torch.nn.Module, prefix: str) -> Any:
+    def method_for(self, stored: Stored | LeftOut | None, layer: torch.nn.Module, prefix: str) -> Any:
         """The method of a layer that is stored so, or None if it is not to be run here: weight-only ones on demand."""
+        if isinstance(stored, LeftOut):
+            return None if stored.quantized or not runs_w4a16() else _unquantized(layer)
         if stored is None or (stored.weight_only is not None and not runs_w4a16()):
             return None
         if isinstance(layer, RoutedExperts):
@@ -70,6 +74,13 @@ class RunsLayersHere:
         if not runs_w4a16():
             return super().get_supported_act_dtypes()
         return [torch.float16, torch.bfloat16, torch.float32]
+
+
+def _unquantized(layer: torch.nn.Module) -> Any:
+    """vLLM's method of a layer that is not quantized."""
+    if isinstance(layer, RoutedExperts):
+        return UnquantizedFusedMoEMethod(layer.moe_config)
+    return UnquantizedEmbeddingMethod() if isinstance(layer, ParallelLMHead) else UnquantizedLinearMethod()
 
 
 def are_alike(ways: Sequence[Any], prefix: str) -> bool:

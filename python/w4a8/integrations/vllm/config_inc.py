@@ -9,7 +9,7 @@ from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.quantization.inc import INCConfig
 
 from w4a8.core.matrix import is_group_size
-from w4a8.formats import Stored
+from w4a8.formats import LeftOut, Stored
 from w4a8.formats.awq import packing_of
 from w4a8.formats.mxfp4 import BLOCK
 from w4a8.formats.nvfp4 import BLOCK as NVFP4_BLOCK
@@ -69,12 +69,13 @@ class W4A8INCConfig(RunsLayersHere, ChecksActivationOrder, INCConfig):
             raise ValueError(f"w4a8: {prefix}: a layer of NVFP4 that this cannot run, and vLLM neither")
         return None
 
-    def stored_of(self, layer: torch.nn.Module, prefix: str) -> Stored | None:
+    def stored_of(self, layer: torch.nn.Module, prefix: str) -> Stored | LeftOut | None:
         """As :meth:`RunsLayersHere.stored_of`."""
         # Upstream's rules for experts want a layer class that is no longer called so; names of matrices need none.
-        if self._is_excluded(prefix):
-            return None
-        ways = [self._stored(layer, name) for name in _matrices(layer, prefix)]
+        names = _matrices(layer, prefix)
+        if self._is_excluded(prefix) or not any(self.config_parser.resolve(layer, name).quantized for name in names):
+            return LeftOut.not_quantized(prefix, "the configuration says so")
+        ways = [self._stored(layer, name) for name in names]
         return ways[0] if are_alike(ways, prefix) else None
 
     def _is_excluded(self, prefix: str) -> bool:

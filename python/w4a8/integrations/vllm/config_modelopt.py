@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from vllm.model_executor.layers.quantization.modelopt import ModelOptMixedPrecisionConfig, ModelOptNvFp4Config
 
-from w4a8.formats import Stored
+from w4a8.formats import LeftOut, Stored
 from w4a8.formats.modelopt_rules import ALGORITHMS, NVFP4
 from w4a8.formats.nvfp4 import BLOCK
 from w4a8.integrations.vllm.config_base import RunsLayersHere
@@ -24,11 +24,13 @@ class _NVFP4Layers(RunsLayersHere, KeepsKVCache):
         """What a layer is quantized by, and in which groups."""
         raise NotImplementedError
 
-    def stored_of(self, layer: torch.nn.Module, prefix: str) -> Stored | None:
+    def stored_of(self, layer: torch.nn.Module, prefix: str) -> Stored | LeftOut | None:
         """As :meth:`RunsLayersHere.stored_of`."""
         if self.is_layer_excluded(prefix) or any(part in prefix for part in _NEVER_QUANTIZED):
-            return None
+            return LeftOut.not_quantized(prefix, "the configuration excludes it")
         algorithm, group = self._algorithm(prefix)
+        if algorithm is None:
+            return LeftOut.not_quantized(prefix, "quantized_layers does not name it")
         if algorithm not in ALGORITHMS or group != BLOCK:
             return None
         return Stored(NVFP4, BLOCK, True, weight_only=f"quant_algo is {algorithm!r}")

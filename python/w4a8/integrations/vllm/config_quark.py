@@ -10,7 +10,7 @@ from vllm.model_executor.layers.quantization.quark.quark import QuarkConfig
 
 from w4a8.core.activation import MoEActivation
 from w4a8.core.json_fields import CheckpointError
-from w4a8.formats import Stored
+from w4a8.formats import LeftOut, Stored
 from w4a8.formats.quark_rules import MXFP4, QuarkRules
 from w4a8.integrations.vllm.config_base import RunsLayersHere
 from w4a8.integrations.vllm.log import logger
@@ -38,8 +38,12 @@ class W4A8QuarkConfig(RunsLayersHere, QuarkConfig):
             return None
         return experts_method(stored, layer, prefix, W4A8QuarkGptOssMethod)
 
-    def stored_of(self, layer: torch.nn.Module, prefix: str) -> Stored | None:
-        """As :meth:`RunsLayersHere.stored_of`: how all matrices of the layer are stored, if they are alike."""
+    def stored_of(self, layer: torch.nn.Module, prefix: str) -> Stored | LeftOut | None:
+        """As :meth:`RunsLayersHere.stored_of`: how all matrices of the layer are stored, if they are alike.
+
+        Raises:
+            ValueError: of a linear layer's matrices some are quantized.
+        """
         experts = isinstance(layer, RoutedExperts)
         names = projections(layer, prefix) if experts else joined_from(prefix, self.packed_modules_mapping)
         if self._read is None or self._read[0] is not self.quant_config:  # vLLM renames what it has
@@ -51,5 +55,8 @@ class W4A8QuarkConfig(RunsLayersHere, QuarkConfig):
         if self._read[1] is None:
             return None
         found = [self._read[1].of(name) for name in names]
-        alike = all(isinstance(each, Stored) and each.format == MXFP4 for each in found)
+        floats = [each for each in found if isinstance(each, LeftOut) and not each.quantized]
+        if floats and len(floats) < len(found) and not experts:
+            raise ValueError(f"w4a8: {prefix}: {floats[0].reason}, but others of {', '.join(names)} are quantized")
+        alike = len(floats) == len(found) or all(isinstance(each, Stored) and each.format == MXFP4 for each in found)
         return found[0] if found and alike else None
