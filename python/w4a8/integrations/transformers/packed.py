@@ -9,8 +9,9 @@ import torch
 
 from w4a8.core.kind import Kind
 from w4a8.formats.packed_directory import EMBEDDINGS, STANDS_FOR, Parts, packed_tensors
+from w4a8.integrations.transformers.initialised import stand_in
 from w4a8.integrations.transformers.names import Names, slices
-from w4a8.integrations.transformers.tied import output_of, packed_embedding, untie
+from w4a8.integrations.transformers.tied import output_of, packed_embedding, take_out, untie
 from w4a8.nn import W4A8Experts, W4A8Linear, W8A8Linear
 from w4a8.quantization.moe_blocks import fused_experts
 
@@ -45,10 +46,13 @@ def build_packed(model: torch.nn.Module, files: Sequence[str]) -> dict[str, str]
             new = _new_module(old, entries, tied=output is not None)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
+        stand_in(new, old)
         setattr(owner, key, new)
         if output is not None:
-            untie(model, output)
+            take_out(model, output)
             tied[name] = output
+        else:
+            untie(model, name)
     return tied
 
 
