@@ -160,3 +160,35 @@ def test_dtype_that_the_operators_do_not_take(tmp_path):
     save(tmp_path, "LlamaForCausalLM", LLAMA)
     with pytest.raises(ValueError, match=r"dtype is torch\.float64, expected float32, bfloat16 or float16"):
         transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, quantization_config=W4A8Config())
+
+
+@pytest.mark.parametrize("while_loading", [False, True])
+def test_lora(while_loading, tmp_path):
+    """An adapter beside packed layers: its part is added to what the layer gives; what reads weights is refused."""
+    peft = pytest.importorskip("peft")
+    import w4a8.integrations.peft
+
+    targets = ["q_proj", "down_proj", "lm_head"]  # the last stays a float
+    config = {"target_modules": targets, "init_lora_weights": False}
+    float_model = save(tmp_path / "float", "LlamaForCausalLM", LLAMA)
+    peft.get_peft_model(float_model, peft.LoraConfig(**config)).save_pretrained(tmp_path / "adapter")
+    options = {"quantization_config": W4A8Config()} if while_loading else {}
+    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "float", **options)
+    if not while_loading:
+        w4a8.quantize_(model)
+    want = logits(model)
+    adapted = peft.PeftModel.from_pretrained(model, tmp_path / "adapter")
+    layer = adapted.get_submodule("base_model.model.model.layers.1.self_attn.q_proj")
+    assert isinstance(layer, w4a8.integrations.peft.LoraPackedLinear)
+    x = torch.randn(3, 64)
+    a, b = (getattr(layer, f"lora_{which}")["default"] for which in "AB")
+    assert_same_bits(layer(x), layer.base_layer(x) + b(a(x)) * layer.scaling["default"])
+    assert not torch.equal(logits(adapted), want)
+    with adapted.disable_adapter():
+        assert_same_bits(logits(adapted), want)
+    with pytest.raises(ValueError, match="adapters cannot be merged into packed weights"):
+        adapted.merge_and_unload()
+    model = adapted.unload()
+    assert_same_bits(logits(model), want)
+    with pytest.raises(ValueError, match="an option of LoraConfig reads the weight of a layer, which is packed"):
+        peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], use_dora=True))
