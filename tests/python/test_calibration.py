@@ -79,7 +79,7 @@ def assert_same_packed(one, other):
 
 @pytest.mark.parametrize("options", [{}, {"effort": 1, "symmetric": False}, {"values": "e2m1"}], ids=str)
 def test_linear(options):
-    """Every form of a batch; a channel that is always 0 counts as the mean of the others; hooks are gone."""
+    """Every form of a batch; a channel that is always 0 counts as the mean of the others; nothing is left of it."""
     model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 96, bias=False))
     x = torch.randn(40, 64) * torch.logspace(-2, 2, 64)
     x[:, 7] = 0
@@ -94,7 +94,7 @@ def test_linear(options):
     assert_same_packed(model[0], want[0])
     assert_same_packed(model[2], want[1])
     assert not torch.equal(model[0].packed, plain.packed)
-    assert not model[0]._forward_pre_hooks
+    assert "forward" not in vars(model[0])
 
 
 def test_what_is_not_reached_counts_alike():
@@ -103,6 +103,18 @@ def test_what_is_not_reached_counts_alike():
     want = W4A8Linear.from_float(model["idle"], 32)
     w4a8.quantize_(model, 32, calibration=[torch.randn(5, 64)])
     assert_same_packed(model["idle"], want)
+
+
+def test_called_by_name():
+    """``layer(input=x)``, as torch.nn.Linear takes it, before quantizing and after."""
+    model = nn.ModuleDict({"linear": nn.Linear(64, 8), "experts": Experts()})
+    ids, weights, x = torch.tensor([[0, 1]] * 5), torch.full((5, 2), 0.5), torch.randn(5, 64)
+    model.forward = lambda x: model["linear"](input=model["experts"](x, weights=weights, ids=ids))
+    found = calibrated(model, [x])
+    assert_near(found[0]["importance"], mean_squares(model["experts"](x, ids, weights)))
+    assert_near(found[1]["w13_importance"][0], mean_squares(x))
+    w4a8.quantize_(model, 32, calibration=[x])
+    assert_same_bits(model["linear"](input=x), model["linear"](x))
 
 
 @pytest.mark.parametrize("listed", [False, True], ids=["transformers 5", "transformers 4"])
@@ -154,14 +166,24 @@ def test_the_output_is_nearer():
     assert lost[1] < 0.8 * lost[0]
 
 
+@pytest.mark.parametrize("shape", [(4, 64), (2, 64), (64,), (3, 32)])
+def test_importance_of_another_shape(shape):
+    expected = rf"w13_importance is \[{', '.join(map(str, shape))}\], expected \[3, 64\]"
+    with pytest.raises(ValueError, match=expected):
+        W4A8Experts.from_float(torch.randn(3, 64, 64), torch.randn(3, 64, 32), 32, w13_importance=torch.ones(shape))
+
+
 def test_errors():
     model = nn.Sequential(nn.Linear(64, 8))
     with pytest.raises(ValueError, match="calibration has no batches, expected one or more"):
         w4a8.quantize_(model, 32, calibration=[])
     with pytest.raises(ValueError, match="calibration is given, expected None for effort = 0"):
         w4a8.quantize_(model, 32, calibration=[torch.randn(2, 64)], effort=0)
+    for batch in (torch.randn(2, 64), {"input": torch.randn(2, 64)}):
+        with pytest.raises(TypeError, match=f"calibration is a {type(batch).__name__}, expected a list of batches"):
+            w4a8.quantize_(model, 32, calibration=batch)
     with pytest.raises(RuntimeError):
         w4a8.quantize_(model, 32, calibration=[torch.randn(2, 63)])  # the model's own
-    assert isinstance(model[0], nn.Linear) and not model[0]._forward_pre_hooks
+    assert isinstance(model[0], nn.Linear) and "forward" not in vars(model[0])
     with pytest.raises(w4a8.quantization.QuantizationError, match=r"0: .*importance: element .* is nan"):
         w4a8.quantize_(model, 32, calibration=[torch.full((2, 64), float("nan"))])

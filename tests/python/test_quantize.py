@@ -145,7 +145,7 @@ def test_what_is_left_alone():
     before = dict(model.named_modules())
     report = w4a8.quantize_(model)
     subclass = "NonDynamicallyQuantizableLinear is a subclass of Linear, which may do something else"
-    reads = "TransformerEncoderLayer reads the weights of its linear layers itself"
+    reads = "TransformerEncoderLayer reads its weight or bias itself"
     embedding = "weight of Embedding, which is not replaced"
     attention = "in_proj_weight of MultiheadAttention, which is not replaced"
     assert report.skipped == {

@@ -177,17 +177,6 @@ def test_tied_output_layer_stays(tmp_path):
     assert_same_bits(packed(TOKENS).logits, whole(TOKENS).logits)
 
 
-def test_head_that_the_checkpoint_lacks(tmp_path):
-    """A layer that transformers makes up is quantized as quantize_ would."""
-    save_float("Qwen3", tmp_path)
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(
-        tmp_path, num_labels=4, quantization_config=W4A8Config()
-    )
-    assert isinstance(model.score, W4A8Linear)
-    assert isinstance(model.model.layers[1].mlp.up_proj, W4A8Linear)
-    assert torch.isfinite(model(TOKENS[:1]).logits).all()
-
-
 def test_rows_do_not_depend_on_the_batch(tmp_path):
     save_float("qwen3", tmp_path)
     model = load(tmp_path, quantization_config=W4A8Config())

@@ -64,16 +64,16 @@ class PackedEmbedding(PackedModule):
         """What the header must say."""
         return {"rows_packed": {"n": self.num_embeddings, "k": self.embedding_dim, "group": self.group_size}}
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Integers [...] to ``dtype`` [..., embedding_dim].
 
         Raises:
             IndexError: an id that is none.
         """
-        rows = _rows(self.rows_packed, ids.reshape(-1), self.dtype)
+        rows = _rows(self.rows_packed, input.reshape(-1), self.dtype)
         if self.scale is not None:
             rows *= torch.tensor(self.scale).to(self.dtype)
-        return rows.view(*ids.shape, self.embedding_dim)
+        return rows.view(*input.shape, self.embedding_dim)
 
     def output_layer(self) -> PackedLinear:
         """The linear layer of the same matrix. It shares the bytes, and is no part of its state dict."""

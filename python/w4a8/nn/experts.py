@@ -120,7 +120,7 @@ class W4A8Experts(PackedExperts):
         Raises:
             TypeError, ValueError: as :class:`QuantOptions`.
             ValueError: an odd size, a group that does not divide, a NaN or an infinity; names the expert. An
-                ``activation_group`` that does not fit; names the stack.
+                ``activation_group`` that does not fit, importances of another shape; names the stack.
         """
         stacks: list[torch.Tensor | None] = [None, None]
         hidden, intermediate = w2[0].shape
@@ -129,14 +129,18 @@ class W4A8Experts(PackedExperts):
         groups = ExpertSizes(len(w13), hidden, intermediate, group_size).activation_groups(options.activation_group)
         packed_as = PackedAs(options.values, options.scale_dtype, zero_points=not options.symmetric)
         parts = (("w13", w13, w13_bias, w13_importance), ("w2", w2, w2_bias, w2_importance))
+        for name, weights, _, importances in parts:
+            if importances is not None and importances.shape != (len(w13), weights[0].shape[1]):
+                expected = [len(w13), weights[0].shape[1]]
+                raise ValueError(f"{name}_importance is {list(importances.shape)}, expected {expected}")
         for expert in range(len(w13)):
             for which, (name, weights, biases, importances) in enumerate(parts):
                 importance = None if importances is None else importances[expert]
+                bias = None if biases is None else biases[expert]
                 try:
-                    matrix = round_weight(weights[expert], options, importance=importance)
+                    matrix = round_weight(weights[expert], options, bias, importance)
                 except ValueError as error:
                     raise ValueError(f"{name} of expert {expert}: {error}") from error
-                bias = None if biases is None else biases[expert]
                 tensors = {"codes": matrix.codes, "scales": matrix.scales, "zero_points": matrix.zero_points}
                 kept_as = replace(packed_as, activation_group=groups[name])
                 packed = pack_as({**tensors, "bias": bias}, group_size, kept_as)

@@ -54,7 +54,7 @@ class W4A8Linear(PackedLinear):
 
         Raises:
             TypeError, ValueError: as :class:`QuantOptions`.
-            ValueError: a group that does not divide, or the weight has a NaN or an infinity.
+            ValueError: a group that does not divide, or the weight or the bias has a NaN or an infinity.
         """
         options = QuantOptions.of(options, fields)
         matrix = round_weight(linear.weight, options, linear.bias, importance)

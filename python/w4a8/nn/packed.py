@@ -108,9 +108,14 @@ class PackedLinear(PackedModule):
         packed = matrix.pack(scale_dtype, activation_group=activation_group)
         return cls(packed, matrix.columns, matrix.rows, matrix.group)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x float32, bfloat16 or float16 [..., in_features] to [..., out_features] of its type."""
-        return dyn_quant_matmul_4bit(x, self.packed, self.group_size, self.in_features, self.out_features)
+    @property
+    def qweight(self) -> torch.Tensor:
+        """The packed matrix, by the name that PEFT asks quantized layers for."""
+        return self.packed
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """``input`` float32, bfloat16 or float16 [..., in_features] to [..., out_features] of its type."""
+        return dyn_quant_matmul_4bit(input, self.packed, self.group_size, self.in_features, self.out_features)
 
     def extra_repr(self) -> str:
         """Sizes and kind, for print()."""

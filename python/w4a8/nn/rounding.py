@@ -23,20 +23,22 @@ def round_weight(
     Args:
         weight: floating point [N, K], K even.
         options: their group divides K. Weights are rounded with the scale as it is stored.
-        bias: [N] of the matrix, or None; not rounded.
+        bias: [N] of the matrix, or None; not rounded, but checked.
         importance: floating point [K], what the squared error of a weight counts; None: all alike.
 
     Returns:
         A weight on the meta device gives tensors on the meta device.
 
     Raises:
-        ValueError: the group does not divide K, or the weight has a NaN or an infinity.
+        ValueError: the group does not divide K, or the weight or the bias has a NaN or an infinity.
         RuntimeError: the importance has another size, or numbers that are negative or not finite.
     """
     k = weight.shape[1]
     group = k if options.group_size == -1 else options.group_size
     if group <= 0 or k % group != 0:
         raise ValueError(f"group_size is {options.group_size}, expected -1 or a divisor of in_features = {k}")
+    if bias is not None and not bias.is_meta and not bias.isfinite().all():
+        raise ValueError(f"the bias has {_NOT_FINITE}")
     codes, scales, zeros = _rounded(
         weight,
         group,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -47,9 +49,9 @@ def calibrate(model: torch.nn.Module, jobs: Iterable[Job], batches: Iterable[Any
     """Runs the model on batches and returns for each job what ``from_float`` takes of it.
 
     Args:
-        model: as it is before anything is replaced; its hooks are as before when this returns.
+        model: as it is before anything is replaced; it is so again when this returns.
         jobs: of its plan.
-        batches: a tensor, or a tuple or list of arguments, or a dict of named ones, each.
+        batches: a tensor, or a tuple or list of arguments, or a dict of named ones, each; none of these itself.
 
     Returns:
         ``importance`` [K] of a linear layer; ``w13_importance`` [E, H] and ``w2_importance`` [E, I] of experts; nothing
@@ -57,24 +59,42 @@ def calibrate(model: torch.nn.Module, jobs: Iterable[Job], batches: Iterable[Any
 
     Raises:
         ValueError: there are no batches.
+        TypeError: ``batches`` is a batch.
     """
-    watched, handles = [], []
-    try:
+    if isinstance(batches, (torch.Tensor, Mapping, str)):
+        raise TypeError(f"calibration is a {type(batches).__name__}, expected a list of batches: [calibration] of one")
+    watched, count = [], 0
+    with ExitStack() as stack, torch.no_grad():
         for job in jobs:
             squares, hooks = _watch(job)
             watched.append(squares)
-            handles += [module.register_forward_pre_hook(hook) for module, hook in hooks]
-        count = 0
-        with torch.no_grad():
-            for batch in batches:
-                count += 1
-                _call(model, batch)
-    finally:
-        for handle in handles:
-            handle.remove()
+            for module, hook in hooks:
+                stack.enter_context(_watching(module, hook))
+        for batch in batches:
+            count += 1
+            _call(model, batch)
     if count == 0:
         raise ValueError("calibration has no batches, expected one or more")
     return [_importance(squares) for squares in watched]
+
+
+@contextmanager
+def _watching(module: torch.nn.Module, hook: Callable[..., None]) -> Iterator[None]:
+    """Calls a hook with what the module is called with, by position or by name: torch 1.13's hooks lack the latter."""
+    own, forward = module.__dict__.get("forward"), module.forward
+    signature = inspect.signature(forward)
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        hook(module, signature.bind(*args, **kwargs).args)
+        return forward(*args, **kwargs)
+
+    module.forward = watched
+    try:
+        yield
+    finally:
+        del module.forward
+        if own is not None:
+            module.forward = own
 
 
 def _call(model: torch.nn.Module, batch: Any) -> None:
@@ -96,7 +116,7 @@ _Hooks = list[tuple[torch.nn.Module, Callable[..., None]]]
 
 
 def _watch(job: Job) -> tuple[dict[str, MeanSquares], _Hooks]:
-    """What is added up of a job, and the hooks that do it."""
+    """What is added up of a job, and what does it when a module is called."""
     owner, key = job.places[0]
     if job.kind == "linear":
         modules = {id(module): module for module in (getattr(place, name) for place, name in job.places)}

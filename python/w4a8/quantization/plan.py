@@ -16,11 +16,22 @@ from w4a8.quantization.moe_blocks import (
     listed_experts,
     stacks_problem,
 )
+from w4a8.quantization.readers import has_read, read_by
 from w4a8.quantization.size import Large
-from w4a8.quantization.skip import Skipped
+from w4a8.quantization.skip import Skipped, heads
 
 _WEIGHT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+_LOST = "it has hooks, which would be lost"
 
 
 @dataclass
@@ -64,27 +75,32 @@ class _Planner:
         self.skip = skip
         self.plan = Plan()
         self.found: dict[int, Job | _Linear] = {}  # by id of the module, in the order of the model
+        self.heads: dict[int, str] = {}  # by id of an output layer: why it is left alone
         self.excluded: dict[int, str] = {}  # by id of a module to leave alone under all of its names: the reason
+        self.readers: list[tuple[str, str, frozenset[str]]] = []  # name, class, and what it reads the weights of
 
     def visit(self, module: torch.nn.Module, name: str, owner: torch.nn.Module | None, key: str, left: bool) -> None:
         """Looks at a module and what is below it; ``left`` if it is below one that is left alone."""
         left = left or (owner is not None and bool(self.skip(name, module)))
         if isinstance(module, torch.nn.Linear):
-            reason = "skip" if left else self.linear_problem(module, owner, key)
+            reason = "skip" if left else self.heads.get(id(module)) or self.linear_problem(module, name)
             self.add(module, name, owner, key, reason)
             return
         fused = fused_experts(module)
         if fused is not None:
-            reason = "skip" if left else self.experts_problem(fused)
+            reason = "skip" if left else self.experts_problem(module, fused)
             self.add(module, name, owner, key, reason, Job("fused", [], [], 2 * len(fused.w2)))
             return
         self.name_large(module, name, left)
+        paths = read_by(type(module))
+        if paths and getattr(module, "pretraining_tp", None) != 1:  # Bloom cuts weights up for another value only
+            self.readers.append((_join(name, ""), type(module).__name__, paths))
         below = [(child_key, child) for child_key, child in module._modules.items() if child is not None]
         listed = listed_experts(module)
         if listed is not None:
             reason = "skip" if left or self.skip(_join(name, "experts"), module.experts) else None
             if reason is None:
-                reason = self.experts_problem(listed)
+                reason = self.experts_problem(module.experts, listed)
             job = Job("listed", [], [], 2 * len(listed.w2))
             self.add(module, _join(name, "experts"), module, "experts", reason, job)
             if reason is None:
@@ -142,23 +158,23 @@ class _Planner:
             return f"{what} = {k} is no multiple of group_size = {group}"
         return None
 
-    def linear_problem(self, linear: torch.nn.Linear, owner: torch.nn.Module | None, key: str) -> str | None:
+    def linear_problem(self, linear: torch.nn.Linear, name: str) -> str | None:
         """Why a linear layer cannot be replaced, or None."""
         if type(linear) is not torch.nn.Linear:
             return f"{type(linear).__name__} is a subclass of Linear, which may do something else"
-        if isinstance(owner, torch.nn.TransformerEncoderLayer):
-            return "TransformerEncoderLayer reads the weights of its linear layers itself"
-        if key == "dt_proj" and type(owner).__name__.endswith("MambaMixer"):
-            return f"{type(owner).__name__} reads its weight and bias itself"
-        hooks = [hook for kind in _HOOKS for hook in (getattr(linear, kind, None) or {}).values()]
-        if any(hook is not own_strides for hook in hooks) or has_own_forward(linear):
-            return "it has hooks, which would be lost"
+        for prefix, reader, paths in self.readers:
+            if name.startswith(prefix) and has_read(paths, name[len(prefix) :]):
+                return f"{reader} reads its weight or bias itself"
+        if _has_hooks(linear) or has_own_forward(linear):
+            return _LOST
         if linear.out_features == 0:
             return "out_features = 0"
         return self.weight_problem(linear.weight) or self.width_problem("in_features", linear.in_features)
 
-    def experts_problem(self, experts: Experts) -> str | None:
-        """Why experts cannot be replaced, or None."""
+    def experts_problem(self, module: torch.nn.Module, experts: Experts) -> str | None:
+        """Why experts, those of a module, cannot be replaced, or None."""
+        if _has_hooks(module):
+            return _LOST
         if experts.activation is None:
             return f"activation {type(experts.act_fn).__name__} is not one of the operator"
         _, hidden, intermediate = experts.sizes
@@ -205,6 +221,14 @@ class _Planner:
         return self.plan
 
 
+def _has_hooks(module: torch.nn.Module) -> bool:
+    """Whether something was hung on a module or on one below it that is not this package's."""
+    hooks = [
+        hook for part in module.modules() for kind in _HOOKS for hook in (getattr(part, kind, None) or {}).values()
+    ]
+    return any(hook is not own_strides for hook in hooks)
+
+
 def _join(prefix: str, key: str) -> str:
     return f"{prefix}.{key}" if prefix else key
 
@@ -222,6 +246,8 @@ def make_plan(model: torch.nn.Module, options: QuantOptions, skip: Skipped) -> P
     """
     skip.check(model)
     planner = _Planner(options, skip, Large(model))
+    if skip.default_skip:
+        planner.heads = heads(model)
     planner.visit(model, "", None, "", left=False)
     planner.leave_shared(model)
     return planner.finish()

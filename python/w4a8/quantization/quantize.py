@@ -85,11 +85,11 @@ def quantize_(
     before packing.
 
     What is left alone, with the reason in the report: what ``skip`` names; layers whose input size is odd or no
-    multiple of the group size (both input sizes, of experts); subclasses of Linear; layers with hooks; layers that
-    share their weight with something that is not replaced, like an output layer tied to the embedding; weights of
-    other types than float32, bfloat16, float16; other experts; embeddings and whatever else has large parameters. What
-    is quantized already is not listed. Modules on the meta device become modules there, to be filled by
-    ``load_state_dict(..., assign=True)``.
+    multiple of the group size (both input sizes, of experts); subclasses of Linear; layers and experts with hooks;
+    layers that share their weight with something that is not replaced, like an output layer tied to the embedding, or
+    whose weight the code around them reads; weights of other types than float32, bfloat16, float16; other experts;
+    embeddings and whatever else has large parameters. What is quantized already is not listed. Modules on the meta
+    device become modules there, to be filled by ``load_state_dict(..., assign=True)``.
 
     Args:
         model: for inference: the quantized layers have no gradients. An exception leaves it usable, each module either
@@ -97,8 +97,8 @@ def quantize_(
         options: a :class:`QuantOptions`, or its group size alone.
         skip: what to leave alone besides: names, ``re:`` with a regular expression, or a function of name and module.
             A skipped module is left alone with all that is below it.
-        default_skip: leave output layers (``lm_head``) and routers (``gate``, ``router``, ``shared_expert_gate``) alone
-            as well (``w4a8.quantization.DEFAULT_SKIP``). False quantizes those that are linear layers.
+        default_skip: leave output layers and routers (``w4a8.quantization.DEFAULT_SKIP``) alone as well, and of models
+            of transformers linear layers that the checkpoint did not have. False quantizes those that can be.
         calibration: inputs of the model, each a tensor, a tuple or list of arguments or a dict of named ones: the model
             runs on them, and the squared errors of weights count as the mean squares of their input channels then. An
             expert counts what is routed to it, or where nothing is what the others get. None: all channels alike.
@@ -110,9 +110,11 @@ def quantize_(
 
     Raises:
         TypeError, ValueError: as :class:`QuantOptions`.
+        TypeError: calibration is a batch instead of a list of them.
         ValueError: calibration without a batch or with effort = 0, a name or pattern in ``skip`` that matches no
             module, or the model is itself a layer to replace.
-        QuantizationError: a weight has a NaN or an infinity, or an ``activation_group`` does not fit; names the layer.
+        QuantizationError: a weight or a bias has a NaN or an infinity, or an ``activation_group`` does not fit; names
+            the layer.
     """
     options = QuantOptions.of(options, fields)
     plan = make_plan(model, options, Skipped(skip, default_skip))

@@ -12,6 +12,9 @@ Skip = str | Iterable[str] | Callable[[str, torch.nn.Module], bool]
 # Output layers decide between many close candidates, and routers between experts: both are small and sensitive.
 DEFAULT_SKIP = (r"re:(.*\.)?lm_head$", r"re:(.*\.)?(gate|router|shared_expert_gate)$")
 
+# Why a head that transformers made up is left alone: it is to be trained, or is of no use.
+NOT_LOADED = "the checkpoint does not have it"
+
 
 class Skipped:
     """Says of each module whether to leave it alone; what is left alone is so with all that is below it."""
@@ -22,7 +25,7 @@ class Skipped:
         Args:
             skip: names, regular expressions behind ``re:`` (matched from the beginning of a name, as compressed-tensors
                 does in ``ignore``), or a function of name and module.
-            default_skip: besides, what ``DEFAULT_SKIP`` says.
+            default_skip: besides, what ``DEFAULT_SKIP`` says, and :func:`heads`.
 
         Raises:
             TypeError: none of these, or ``default_skip`` is no bool.
@@ -31,6 +34,7 @@ class Skipped:
         if not isinstance(default_skip, bool):
             raise TypeError(f"default_skip is {default_skip!r}, expected True or False")
         given = [] if callable(skip) else [skip] if isinstance(skip, str) else list(skip)
+        self.default_skip = default_skip
         self._function = skip if callable(skip) else None
         self._given = [(entry, _matcher(entry)) for entry in given]
         self._default = [_matcher(entry) for entry in DEFAULT_SKIP] if default_skip else []
@@ -51,6 +55,33 @@ class Skipped:
         for entry, matches in self._given:
             if entry not in DEFAULT_SKIP and not any(map(matches, names)):
                 raise ValueError(f"skip holds {entry!r}, which matches the name of no module of the model")
+
+
+def heads(model: torch.nn.Module) -> dict[int, str]:
+    """The output layers of models of transformers, whatever their names, and linear layers that were not loaded.
+
+    transformers marks the parameters that a checkpoint had.
+
+    Returns:
+        id of a module: why it is left alone.
+    """
+    found: dict[int, str] = {}
+    for owner in model.modules():
+        get = getattr(owner, "get_output_embeddings", None)
+        if not callable(get):
+            continue
+        if any(map(_is_loaded, owner.parameters())):
+            linears = [part for part in owner.modules() if isinstance(part, torch.nn.Linear)]
+            found.update({id(linear): NOT_LOADED for linear in linears if not _is_loaded(linear.weight)})
+        try:
+            found[id(get())] = "skip"
+        except (AttributeError, NotImplementedError):  # a model without
+            continue
+    return found
+
+
+def _is_loaded(parameter: torch.nn.Parameter) -> bool:
+    return getattr(parameter, "_is_hf_initialized", False)
 
 
 def _matcher(entry: object) -> Callable[[str], object]:

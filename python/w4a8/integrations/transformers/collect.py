@@ -11,12 +11,14 @@ import torch
 from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, WeightConverter
 
 from w4a8.integrations.transformers.config import W4A8Config
+from w4a8.integrations.transformers.initialised import stand_in
 from w4a8.integrations.transformers.memory import Pages
 from w4a8.integrations.transformers.names import refuse_made_up
 from w4a8.quantization import QuantizationError, QuantizationReport
 from w4a8.quantization.moe_blocks import GateUp
 from w4a8.quantization.plan import Job, make_plan
 from w4a8.quantization.quantize import run_job
+from w4a8.quantization.skip import NOT_LOADED
 
 # A parameter as it comes: a tensor, or those of the experts, not stacked.
 Value = Sequence[torch.Tensor]
@@ -52,6 +54,7 @@ class Collector:
         """
         self.options = config.quant_options()
         self.files = files
+        self.default_skip = config.default_skip
         self.error: QuantizationError | None = None
         self.pending: dict[str, tuple[_Pending, str]] = {}  # by name in the model: module and parameter
         plan = make_plan(model, self.options, config.skipped())
@@ -84,7 +87,9 @@ class Collector:
             self._replace(pending)
 
     def finish(self, model: torch.nn.Module) -> QuantizationReport:
-        """Quantizes new heads, of which the checkpoint had no weights, with those that transformers has made up.
+        """Quantizes what the checkpoint had not all weights of, with those that transformers has made up: new heads.
+
+        Linear layers without a weight are left alone, unless ``default_skip`` is False.
 
         Args:
             model: with all weights.
@@ -96,7 +101,9 @@ class Collector:
         if self.error is None:
             refuse_made_up(model, [name for name, (pending, part) in self.pending.items() if part in pending.missing])
         for pending, _ in list(self.pending.values()):
-            if self.error is None and pending.missing:
+            if self.default_skip and pending.job.kind == "linear" and "weight" in pending.missing:
+                self.report.skipped.update(dict.fromkeys(pending.job.names, NOT_LOADED))
+            elif self.error is None and pending.missing:
                 pending.missing.clear()
                 self._replace(pending)
         if self.error is not None:
@@ -125,6 +132,9 @@ class Collector:
         except (ValueError, RuntimeError) as error:
             self.error = QuantizationError(f"{pending.job.names[0]}: {error}", self.report)
             self.error.__cause__ = error
+        else:
+            owner, key = pending.job.places[0]
+            stand_in(getattr(owner, key), pending.module)
         pages.release(tensor for value in values for tensor in _tensors(value))
         pending.given.clear()
         del pending.module

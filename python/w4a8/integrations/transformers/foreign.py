@@ -19,8 +19,10 @@ from w4a8.core.packer import ExpertPacker
 from w4a8.formats import METHODS, LeftOut, Rules, Stored, method_of, rules_of, stored_as
 from w4a8.formats.parts import QUANTIZED_SUFFIXES
 from w4a8.formats.stored import wanted_by_all
+from w4a8.integrations.transformers.initialised import stand_in
 from w4a8.integrations.transformers.memory import Pages
 from w4a8.integrations.transformers.names import Names, left_out, refuse_missing, slices
+from w4a8.integrations.transformers.tied import untie
 from w4a8.nn import W4A8Experts, linear_from_matrix
 from w4a8.progress import progress_bar
 from w4a8.quantization import QuantizationReport
@@ -130,7 +132,10 @@ class Foreign:
         given = self._check_others(model, names, [key for key in keys if keys[key][0] not in unknown])
         for name in self.modules:
             owner, _, key = name.rpartition(".")
-            setattr(model.get_submodule(owner), key, torch.nn.Module())
+            hole = torch.nn.Module()
+            stand_in(hole, self.modules[name].old)
+            setattr(model.get_submodule(owner), key, hole)
+            untie(model, name)
         refuse_missing(model, given)
 
     def _known(self, name: str) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ from w4a8.integrations.selftest import missing, parameters
 from w4a8.integrations.transformers.config import W4A8Config
 from w4a8.integrations.transformers.gguf_config import config_of
 from w4a8.integrations.transformers.quantizer import W4A8HfQuantizer, on_cpus
-from w4a8.integrations.transformers.tied import output_of, packed_embedding, share, untie
+from w4a8.integrations.transformers.tied import output_of, packed_embedding, share, take_out
 from w4a8.nn import W4A8Experts
 from w4a8.progress import progress_bar
 from w4a8.quantization import QuantizationReport
@@ -84,7 +84,7 @@ class GGUFModules:
         layers = layers_of(file, None, paths.__contains__) if paths else []
         self.layers = {layer.name: layer for layer in layers}
         for output in self.tied.values():
-            untie(model, output)
+            take_out(model, output)
         for path in self.packed:
             owner, _, key = path.rpartition(".")
             setattr(model.get_submodule(owner), key, torch.nn.Module())
@@ -215,7 +215,7 @@ class GGUFQuantizer(W4A8HfQuantizer):
 
     def update_dtype(self, dtype: torch.dtype | None) -> torch.dtype:
         """float32 (the default of torch) if none is asked for."""
-        self._dtype = self._dtype if dtype is None else dtype
+        self._dtype = super().update_dtype(self._dtype if dtype is None else dtype)
         return self._dtype
 
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:

@@ -27,6 +27,15 @@ def inference_only(model: torch.nn.Module) -> None:
             module._apply = _Apply(module)
 
 
+def refuse_resizing(model: torch.nn.Module) -> None:
+    """Lets a model whose output layer or embedding is packed not get another vocabulary."""
+    for name in ("get_output_embeddings", "get_input_embeddings"):
+        layer = getattr(model, name)()
+        if isinstance(layer, PackedModule):
+            path = next(path for path, module in model.named_modules() if module is layer)
+            model.resize_token_embeddings = _Resize(model, path)
+
+
 def refuse_device(device: Any) -> None:
     """Raises RuntimeError for anything but CPUs."""
     if device is not None and torch.device(device).type not in ("cpu", "meta"):
@@ -52,6 +61,23 @@ class _Train(_Guard):
             )
         module = self._module()
         return type(module).train(module, False)
+
+
+class _Resize(_Guard):
+    def __init__(self, module: torch.nn.Module, path: str) -> None:
+        super().__init__(module)
+        self._path = path
+
+    def __reduce__(self) -> tuple[type, tuple[torch.nn.Module | None, str]]:
+        return type(self), (self._module(), self._path)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        if any(value is not None for value in (*args, *kwargs.values())):
+            raise RuntimeError(
+                f"{self._path} is packed, so it cannot be resized: load with default_skip=True, or resize the "
+                "unquantized model"
+            )
+        return self._module().get_input_embeddings()
 
 
 class _Apply(_Guard):

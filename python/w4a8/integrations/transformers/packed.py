@@ -10,8 +10,9 @@ import torch
 
 from w4a8.core.kind import Kind
 from w4a8.formats.packed_directory import EMBEDDINGS, STANDS_FOR, Parts, check_listed, packed_tensors
+from w4a8.integrations.transformers.initialised import stand_in
 from w4a8.integrations.transformers.names import Names, refuse_missing, slices
-from w4a8.integrations.transformers.tied import output_of, packed_embedding, untie
+from w4a8.integrations.transformers.tied import output_of, packed_embedding, take_out, untie
 from w4a8.nn import W4A8Experts, W4A8Linear, W8A8Linear
 from w4a8.quantization.moe_blocks import fused_experts
 
@@ -50,10 +51,13 @@ def build_packed(model: torch.nn.Module, files: Sequence[str], listed: object = 
             new = _new_module(old, entries, tied=output is not None)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
+        stand_in(new, old)
         setattr(owner, key, new)
         if output is not None:
-            untie(model, output)
+            take_out(model, output)
             tied[name] = output
+        else:
+            untie(model, name)
     refuse_missing(model, {names.renamed(key) for key in tensors})
     return tied
 

@@ -17,7 +17,8 @@ from w4a8.formats.packed_directory import EMBEDDINGS, STANDS_FOR
 from w4a8.integrations.transformers.collect import Collector, Give, unstacked
 from w4a8.integrations.transformers.config import W4A8Config
 from w4a8.integrations.transformers.foreign import Foreign
-from w4a8.integrations.transformers.guard import inference_only, refuse_device
+from w4a8.integrations.transformers.guard import inference_only, refuse_device, refuse_resizing
+from w4a8.integrations.transformers.initialised import let_go
 from w4a8.integrations.transformers.names import check_files, check_inside
 from w4a8.integrations.transformers.packed import build_packed
 from w4a8.integrations.transformers.tied import share
@@ -81,6 +82,12 @@ class W4A8HfQuantizer(HfQuantizer):
         """``auto`` and the like mean the CPU."""
         return {"": "cpu"} if device_map is None or isinstance(device_map, str) else device_map
 
+    def update_dtype(self, dtype: torch.dtype | None) -> torch.dtype | None:
+        """Refuses a type that the operators do not take."""
+        if dtype not in (None, torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(f"dtype is {dtype}, expected float32, bfloat16 or float16: the operators take no other")
+        return dtype
+
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: Sequence[str] | None = None, **_: Any
     ) -> None:
@@ -137,12 +144,14 @@ class W4A8HfQuantizer(HfQuantizer):
             self._say(self.report)
         for name, module in model.named_modules():
             if isinstance(module, PackedModule):
+                let_go(module)
                 _check(name, module)
                 if self.report is None and not keeps_files_mapped():
                     _copy(module)
         for embedding, output in self._tied.items():
             share(model, embedding, output)
         inference_only(model)
+        refuse_resizing(model)
         multiply_once(model.get_output_embeddings())
         return model
 

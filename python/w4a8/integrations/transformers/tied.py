@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 
 from w4a8.nn.embedding import PackedEmbedding
@@ -26,12 +28,20 @@ def output_of(model: torch.nn.Module, path: str) -> str | None:
     return name if type(output) is torch.nn.Linear and output.bias is None else None
 
 
-def untie(model: torch.nn.Module, output: str) -> None:
-    """Takes the output layer out of the model until :func:`share`, and lets transformers tie no weights to it."""
-    model.all_tied_weights_keys = {
-        target: source for target, source in model.all_tied_weights_keys.items() if target != f"{output}.weight"
-    }
-    model._tied_weights_keys = None  # of this model alone: what transformers makes the others of
+def untie(model: torch.nn.Module, layer: str) -> None:
+    """Lets transformers tie no weight to a layer that is packed, whatever the configuration says."""
+    keys = {target: source for target, source in model.all_tied_weights_keys.items() if target != f"{layer}.weight"}
+    if len(keys) < len(model.all_tied_weights_keys):
+        model.all_tied_weights_keys = keys
+        # Of this model alone, from here on. Patterns, which transformers makes the others of.
+        patterns = model._tied_weights_keys or {}
+        kept = {pattern: source for pattern, source in patterns.items() if not re.search(pattern, f"{layer}.weight")}
+        model._tied_weights_keys = kept or None
+
+
+def take_out(model: torch.nn.Module, output: str) -> None:
+    """Takes the output layer of a packed embedding out of the model, until :func:`share`."""
+    untie(model, output)
     _put(model, output, torch.nn.Module())
 
 

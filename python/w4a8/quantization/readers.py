@@ -1,0 +1,69 @@
+"""Layers whose weights are read by the code around them: a packed layer has none that it could show."""
+
+from __future__ import annotations
+
+import dis
+import inspect
+from collections.abc import Iterator
+from functools import cache
+from types import CodeType
+
+import torch
+
+# Methods for GPUs alone.
+_NOT_ON_CPUS = "cuda"
+
+
+@cache
+def read_by(owner: type) -> frozenset[str]:
+    """What the forward of a module's class reads ``weight`` or ``bias`` of.
+
+    Args:
+        owner: its ``forward`` is looked through, and the methods of its own that this names. What stands behind ``if
+            self.training`` is not run.
+
+    Returns:
+        ``wo``, of ``self.wo.weight``: a path below the module; and ``.attention.output``, of
+        ``block.attention.output.weight``: the end of such a path, since what ``block`` is is not known.
+    """
+    found, seen, names = set(), set(), {"forward"}
+    while names:
+        name = names.pop()
+        seen.add(name)
+        method = getattr(owner, name, None)
+        method = method.fget if isinstance(method, property) else method
+        code = getattr(inspect.unwrap(method), "__code__", None)
+        if code is None or _NOT_ON_CPUS in name or (name != "forward" and hasattr(torch.nn.Module, name)):
+            continue
+        for base, *path in _paths(code, code.co_varnames[:1]):
+            if base == "self":
+                names |= {path[0]} - seen
+            if len(path) > 1 and path[-1] in ("weight", "bias"):
+                found.add(("" if base == "self" else ".") + ".".join(path[:-1]))
+    return frozenset(found)
+
+
+def _paths(code: CodeType, own: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """``("self", "wo", "weight")`` of ``self.wo.weight``, and its beginnings; ``("", ...)`` of anything else's."""
+    path, training_until = ("",), 0
+    for instruction in dis.get_instructions(code):
+        name = instruction.opname
+        if name in ("CACHE", "EXTENDED_ARG", "TO_BOOL", "NOT_TAKEN"):
+            continue
+        if path == ("self", "training") and name.startswith("POP_JUMP") and name.endswith("IF_FALSE"):
+            training_until = instruction.argval
+        if name in ("LOAD_ATTR", "LOAD_METHOD"):
+            path = (*path, instruction.argval)
+            if instruction.offset >= training_until:
+                yield path
+        else:
+            mine = name.startswith(("LOAD_FAST", "LOAD_DEREF")) and instruction.argval in own
+            path = ("self",) if mine else ("",)
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _paths(inner, own)
+
+
+def has_read(paths: frozenset[str], path: str) -> bool:
+    """Whether what :func:`read_by` gave means what stands at a path below the module."""
+    return path in paths or any(end[:1] == "." and f".{path}".endswith(end) for end in paths)

@@ -1,0 +1,194 @@
+"""What models of transformers, and PEFT, do with layers: reading weights, tying, resizing, LoRA."""
+
+import pytest
+import torch
+from common import assert_same_bits
+from test_transformers import TOKENS
+
+import w4a8
+from w4a8.nn import W4A8Linear
+from w4a8.quantization.skip import NOT_LOADED
+
+transformers = pytest.importorskip("transformers", minversion="5.0")
+
+from w4a8.integrations.transformers import W4A8Config  # noqa: E402
+
+T5 = {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4, "vocab_size": 64}
+NLLB = {
+    **{f"{part}_{size}": 2 for part in ("encoder", "decoder") for size in ("layers", "attention_heads", "sparse_step")},
+    "vocab_size": 64,
+    "d_model": 64,
+    "encoder_ffn_dim": 96,
+    "decoder_ffn_dim": 96,
+    "num_experts": 2,
+    "pad_token_id": 1,
+    "max_position_embeddings": 64,
+}
+LLAMA = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+RWKV = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "rescale_every": 1, "tie_word_embeddings": False}
+
+# Models that read .weight of layers: class, sizes, the last parts of the names of those that are left alone for it.
+READERS = {
+    "T5": ("T5ForConditionalGeneration", T5, {"wo"}),
+    "UMT5": ("UMT5ForConditionalGeneration", T5, {"wo"}),
+    "Switch": ("SwitchTransformersForConditionalGeneration", {**T5, "num_experts": 2}, {"wo"}),
+    "NLLB-MoE": ("NllbMoeForConditionalGeneration", NLLB, {"fc2"}),
+    "RWKV": ("RwkvForCausalLM", RWKV, {"attention.output", "feed_forward.value"}),
+    "Mamba": ("MambaForCausalLM", {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 1}, {"dt_proj"}),
+}
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.no_grad():
+        yield
+
+
+def make(name, sizes, **more):
+    cls = getattr(transformers, name)
+    torch.manual_seed(0)
+    return cls(cls.config_class(**sizes, **more)).eval()
+
+
+def save(directory, name, sizes, **more):
+    model = make(name, sizes, **more)
+    model.save_pretrained(directory)
+    return model
+
+
+def logits(model):
+    inputs = {"input_ids": TOKENS}
+    if model.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = TOKENS
+    return model(**inputs).logits
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_layers_whose_weight_is_read(name, tmp_path):
+    """They stay floats, said with who reads them; the others are packed; loaded, saved and loaded again alike."""
+    cls, sizes, left = READERS[name]
+    model = save(tmp_path / "float", cls, sizes)
+    report = w4a8.quantize_(model)
+    names = [name for name, reason in report.skipped.items() if reason.endswith(" reads its weight or bias itself")]
+    assert names and all(any(name.endswith(f".{end}") for end in left) for name in names)
+    assert len(report.replaced) > len(names)
+    want = logits(model)
+    loaded = getattr(transformers, cls).from_pretrained(tmp_path / "float", quantization_config=W4A8Config())
+    assert loaded.hf_quantizer.report == report
+    loaded.save_pretrained(tmp_path / "packed")  # before RWKV's forward changes weights
+    assert_same_bits(logits(loaded), want)
+    packed = getattr(transformers, cls).from_pretrained(tmp_path / "packed")
+    assert_same_bits(logits(packed), want)
+    for layer in (*loaded.modules(), *packed.modules()):
+        assert not {"weight", "bias"} & set(vars(layer))  # what transformers' initialization was shown
+    if name not in ("RWKV", "Mamba"):
+        loaded.resize_token_embeddings(70)
+        assert logits(loaded).shape[-1] == 70
+
+
+def test_weights_that_are_read_for_a_setting_only():
+    """Bloom's, cut up to add as its training did."""
+    sizes = {"vocab_size": 64, "hidden_size": 64, "n_layer": 1, "n_head": 4}
+    for tp, left in ((1, False), (2, True)):
+        report = w4a8.quantize_(make("BloomModel", sizes, pretraining_tp=tp, slow_but_exact=True))
+        assert ("h.0.mlp.dense_4h_to_h" in report.skipped) == ("h.0.self_attention.dense" in report.skipped) == left
+
+
+@pytest.mark.parametrize("default_skip", [True, False])
+def test_resized_vocabulary(default_skip, tmp_path):
+    """A packed output layer cannot grow, which is said."""
+    save(tmp_path, "LlamaForCausalLM", LLAMA)
+    load = transformers.LlamaForCausalLM.from_pretrained
+    model = load(tmp_path, quantization_config=W4A8Config(default_skip=default_skip))
+    if default_skip:
+        model.resize_token_embeddings(70)
+        assert logits(model).shape[-1] == 70
+        return
+    with pytest.raises(RuntimeError, match="lm_head is packed, so it cannot be resized"):
+        model.resize_token_embeddings(70)
+    assert model.resize_token_embeddings() is model.get_input_embeddings()
+
+
+def test_packed_output_layer_of_a_config_that_says_tied(tmp_path):
+    """The two differ in the file, so they are not tied; a packed output layer has nothing to tie."""
+    model = make("LlamaForCausalLM", LLAMA)
+    model.config.tie_word_embeddings = True
+    model.save_pretrained(tmp_path / "float")
+    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "float")
+    assert "lm_head" in w4a8.quantize_(model, default_skip=False).replaced
+    model.config.quantization_config = W4A8Config(default_skip=False)
+    model.save_pretrained(tmp_path / "packed")
+    packed = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "packed")
+    assert isinstance(packed.lm_head, W4A8Linear)
+    assert_same_bits(logits(packed), logits(model))
+    packed.tie_weights()
+    assert not dict(packed.lm_head.named_parameters())
+    assert_same_bits(logits(packed), logits(model))
+
+
+@pytest.mark.parametrize(
+    ("cls", "sizes", "head"),
+    [
+        ("RwkvForCausalLM", RWKV, "head"),
+        ("XLNetLMHeadModel", {"vocab_size": 64, "d_model": 64, "n_layer": 1, "n_head": 4, "d_inner": 96}, "lm_loss"),
+        ("LlamaForCausalLM", LLAMA, "lm_head"),
+    ],
+)
+def test_output_layers_of_any_name(cls, sizes, head):
+    model = make(cls, {**sizes, "tie_word_embeddings": False})
+    assert w4a8.quantize_(model).skipped[head] == "skip"
+    assert head in w4a8.quantize_(model, default_skip=False).replaced
+
+
+def test_head_that_was_not_loaded(tmp_path):
+    """Its weights were made up: whoever trains it, or finds out, needs floats."""
+    save(tmp_path / "float", "LlamaForCausalLM", LLAMA)
+    load = transformers.LlamaForSequenceClassification.from_pretrained
+    whole = load(tmp_path / "float")
+    report = w4a8.quantize_(whole)
+    assert report.skipped["score"] == NOT_LOADED
+    model = load(tmp_path / "float", quantization_config=W4A8Config())
+    assert model.hf_quantizer.report == report
+    assert type(model.score) is torch.nn.Linear and model.score.weight.isfinite().all()
+    whole = load(tmp_path / "float")
+    whole.save_pretrained(tmp_path / "trained")
+    model = load(tmp_path / "trained", quantization_config=W4A8Config())
+    assert isinstance(model.score, W4A8Linear) and isinstance(model.model.layers[1].mlp.up_proj, W4A8Linear)
+
+
+def test_dtype_that_the_operators_do_not_take(tmp_path):
+    save(tmp_path, "LlamaForCausalLM", LLAMA)
+    with pytest.raises(ValueError, match=r"dtype is torch\.float64, expected float32, bfloat16 or float16"):
+        transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, quantization_config=W4A8Config())
+
+
+@pytest.mark.parametrize("while_loading", [False, True])
+def test_lora(while_loading, tmp_path):
+    """An adapter beside packed layers: its part is added to what the layer gives; what reads weights is refused."""
+    peft = pytest.importorskip("peft")
+    import w4a8.integrations.peft
+
+    targets = ["q_proj", "down_proj", "lm_head"]  # the last stays a float
+    config = {"target_modules": targets, "init_lora_weights": False}
+    float_model = save(tmp_path / "float", "LlamaForCausalLM", LLAMA)
+    peft.get_peft_model(float_model, peft.LoraConfig(**config)).save_pretrained(tmp_path / "adapter")
+    options = {"quantization_config": W4A8Config()} if while_loading else {}
+    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "float", **options)
+    if not while_loading:
+        w4a8.quantize_(model)
+    want = logits(model)
+    adapted = peft.PeftModel.from_pretrained(model, tmp_path / "adapter")
+    layer = adapted.get_submodule("base_model.model.model.layers.1.self_attn.q_proj")
+    assert isinstance(layer, w4a8.integrations.peft.LoraPackedLinear)
+    x = torch.randn(3, 64)
+    a, b = (getattr(layer, f"lora_{which}")["default"] for which in "AB")
+    assert_same_bits(layer(x), layer.base_layer(x) + b(a(x)) * layer.scaling["default"])
+    assert not torch.equal(logits(adapted), want)
+    with adapted.disable_adapter():
+        assert_same_bits(logits(adapted), want)
+    with pytest.raises(ValueError, match="adapters cannot be merged into packed weights"):
+        adapted.merge_and_unload()
+    model = adapted.unload()
+    assert_same_bits(logits(model), want)
+    with pytest.raises(ValueError, match="an option of LoraConfig reads the weight of a layer, which is packed"):
+        peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], use_dora=True))
