@@ -1,8 +1,12 @@
 """What models of transformers, and PEFT, do with layers: reading weights, tying, resizing, LoRA."""
 
+import json
+import re
+
 import pytest
 import torch
 from common import assert_same_bits
+from format_checkpoints import FORMATS
 from test_transformers import TOKENS
 
 import w4a8
@@ -10,6 +14,8 @@ from w4a8.nn import W4A8Linear
 from w4a8.quantization.skip import NOT_LOADED
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
+
+from safetensors.torch import save_file  # noqa: E402
 
 from w4a8.integrations.transformers import W4A8Config  # noqa: E402
 
@@ -92,6 +98,47 @@ def test_weights_that_are_read_for_a_setting_only():
     for tp, left in ((1, False), (2, True)):
         report = w4a8.quantize_(make("BloomModel", sizes, pretraining_tp=tp, slow_but_exact=True))
         assert ("h.0.mlp.dense_4h_to_h" in report.skipped) == ("h.0.self_attention.dense" in report.skipped) == left
+
+
+def save_gptq(directory, model, name):
+    """A checkpoint whose layer of this name is quantized."""
+    form, layer, state = FORMATS["GPTQ"], model.get_submodule(name), model.state_dict()
+    tensors = form.random(layer.out_features, layer.in_features, 32)
+    del state[f"{name}.weight"]
+    state.update({f"{name}.{suffix}": tensor for suffix, tensor in tensors.items()})
+    save_file(
+        {key: tensor.contiguous().clone() for key, tensor in state.items()},
+        directory / "model.safetensors",
+        {"format": "pt"},
+    )
+    config = {**json.loads(model.config.to_json_string()), "architectures": [type(model).__name__]}
+    config["quantization_config"] = form.quantization_config(32)
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+def test_checkpoint_with_a_quantized_layer_whose_weight_is_read(tmp_path):
+    """Of other tools, or of a version of this that did not look: refused with the name, instead of failing later."""
+    model = make("T5ForConditionalGeneration", T5)
+    name = "encoder.block.1.layer.1.DenseReluDense.wo"
+    error = "T5DenseActDense reads its weight or bias itself"
+    save_gptq(tmp_path, model, name)
+    with pytest.raises(ValueError, match=f"{re.escape(name)} is quantized, but {error}"):
+        type(model).from_pretrained(tmp_path, quantization_config=W4A8Config())
+    model.set_submodule(name, W4A8Linear.from_float(model.get_submodule(name)))
+    model.config.quantization_config = W4A8Config()
+    model.save_pretrained(tmp_path / "packed")
+    with pytest.raises(ValueError, match=f"{re.escape(name)} is packed, but {error}"):
+        type(model).from_pretrained(tmp_path / "packed")
+
+
+def test_checkpoint_with_a_quantized_output_layer_that_says_tied(tmp_path):
+    """The embeddings are floats, so nothing is tied."""
+    model = make("LlamaForCausalLM", LLAMA)
+    model.config.tie_word_embeddings = True
+    save_gptq(tmp_path, model, "lm_head")
+    model = type(model).from_pretrained(tmp_path, quantization_config=W4A8Config())
+    assert isinstance(model.lm_head, W4A8Linear) and not dict(model.lm_head.named_parameters())
+    assert logits(model).isfinite().all()
 
 
 @pytest.mark.parametrize("default_skip", [True, False])

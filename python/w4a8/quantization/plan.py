@@ -16,7 +16,7 @@ from w4a8.quantization.moe_blocks import (
     listed_experts,
     stacks_problem,
 )
-from w4a8.quantization.readers import has_read, read_by
+from w4a8.quantization.readers import reader_of
 from w4a8.quantization.size import Large
 from w4a8.quantization.skip import Skipped, heads
 
@@ -69,15 +69,15 @@ class _Linear:
 
 
 class _Planner:
-    def __init__(self, options: QuantOptions, skip: Skipped, large: Large) -> None:
+    def __init__(self, model: torch.nn.Module, options: QuantOptions, skip: Skipped) -> None:
+        self.model = model
         self.options = options
-        self.large = large  # parameters that are named if they stay
+        self.large = Large(model)  # parameters that are named if they stay
         self.skip = skip
         self.plan = Plan()
         self.found: dict[int, Job | _Linear] = {}  # by id of the module, in the order of the model
         self.heads: dict[int, str] = {}  # by id of an output layer: why it is left alone
         self.excluded: dict[int, str] = {}  # by id of a module to leave alone under all of its names: the reason
-        self.readers: list[tuple[str, str, frozenset[str]]] = []  # name, class, and what it reads the weights of
 
     def visit(self, module: torch.nn.Module, name: str, owner: torch.nn.Module | None, key: str, left: bool) -> None:
         """Looks at a module and what is below it; ``left`` if it is below one that is left alone."""
@@ -92,9 +92,6 @@ class _Planner:
             self.add(module, name, owner, key, reason, Job("fused", [], [], 2 * len(fused.w2)))
             return
         self.name_large(module, name, left)
-        paths = read_by(type(module))
-        if paths and getattr(module, "pretraining_tp", None) != 1:  # Bloom cuts weights up for another value only
-            self.readers.append((_join(name, ""), type(module).__name__, paths))
         below = [(child_key, child) for child_key, child in module._modules.items() if child is not None]
         listed = listed_experts(module)
         if listed is not None:
@@ -162,9 +159,9 @@ class _Planner:
         """Why a linear layer cannot be replaced, or None."""
         if type(linear) is not torch.nn.Linear:
             return f"{type(linear).__name__} is a subclass of Linear, which may do something else"
-        for prefix, reader, paths in self.readers:
-            if name.startswith(prefix) and has_read(paths, name[len(prefix) :]):
-                return f"{reader} reads its weight or bias itself"
+        reader = reader_of(self.model, name)
+        if reader is not None:
+            return f"{reader} reads its weight or bias itself"
         if _has_hooks(linear) or has_own_forward(linear):
             return _LOST
         if linear.out_features == 0:
@@ -245,7 +242,7 @@ def make_plan(model: torch.nn.Module, options: QuantOptions, skip: Skipped) -> P
         ValueError: the model itself would have to be replaced, or an entry of ``skip`` names nothing in it.
     """
     skip.check(model)
-    planner = _Planner(options, skip, Large(model))
+    planner = _Planner(model, options, skip)
     if skip.default_skip:
         planner.heads = heads(model)
     planner.visit(model, "", None, "", left=False)

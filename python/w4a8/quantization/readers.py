@@ -64,6 +64,15 @@ def _paths(code: CodeType, own: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
             yield from _paths(inner, own)
 
 
-def has_read(paths: frozenset[str], path: str) -> bool:
-    """Whether what :func:`read_by` gave means what stands at a path below the module."""
-    return path in paths or any(end[:1] == "." and f".{path}".endswith(end) for end in paths)
+def reader_of(model: torch.nn.Module, path: str) -> str | None:
+    """The class of the module that reads ``weight`` or ``bias`` of the one at a path in a model, or None."""
+    module, keys = model, path.split(".")
+    for depth, key in enumerate(keys):
+        below, ends = ".".join(keys[depth:]), read_by(type(module))
+        # Bloom cuts weights up for another value only.
+        if getattr(module, "pretraining_tp", None) != 1 and any(
+            end == below or (end.startswith(".") and f".{below}".endswith(end)) for end in ends
+        ):
+            return type(module).__name__
+        module = module._modules.get(key)
+    return None

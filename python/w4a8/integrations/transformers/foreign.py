@@ -27,6 +27,7 @@ from w4a8.nn import W4A8Experts, linear_from_matrix
 from w4a8.progress import progress_bar
 from w4a8.quantization import QuantizationReport
 from w4a8.quantization.moe_blocks import Experts, fused_experts, is_gpt_oss
+from w4a8.quantization.readers import reader_of
 from w4a8.quantization.size import Large
 
 logger = logging.getLogger(__name__)
@@ -193,6 +194,9 @@ class Foreign:
         if parameter is None:
             return False
         path, _, leaf = parameter.rpartition(".")
+        reader = reader_of(model, path)
+        if reader is not None:
+            raise ValueError(f"{name} is quantized, but {reader} reads its weight or bias itself")
         module = self.modules.setdefault(path, _Module(model.get_submodule(path)))
         lists = module.matrices.setdefault(leaf, [[] for _ in sources or [None]])
         lists[sources.index(pattern) if sources else 0].append(name)

@@ -15,6 +15,7 @@ from w4a8.integrations.transformers.names import Names, refuse_missing, slices
 from w4a8.integrations.transformers.tied import output_of, packed_embedding, take_out, untie
 from w4a8.nn import W4A8Experts, W4A8Linear, W8A8Linear
 from w4a8.quantization.moe_blocks import fused_experts
+from w4a8.quantization.readers import reader_of
 
 _STANDS_FOR = {**STANDS_FOR, **EMBEDDINGS}
 
@@ -43,6 +44,9 @@ def build_packed(model: torch.nn.Module, files: Sequence[str], listed: object = 
     check_listed(listed, tensors, str(Path(files[0]).parent))
     tied = {}
     for name, entries in found.items():
+        reader = reader_of(model, name)
+        if reader is not None:
+            raise ValueError(f"{name} is packed, but {reader} reads its weight or bias itself")
         owner, _, key = name.rpartition(".")
         owner = model.get_submodule(owner)
         old = getattr(owner, key)
