@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
 from test_transformers import TOKENS, load, save_float  # noqa: E402
-from test_transformers_formats import FORMATS, write  # noqa: E402
+from test_transformers_formats import FORMATS, change_file, write  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from w4a8.integrations.transformers import W4A8Config  # noqa: E402
@@ -165,3 +165,20 @@ def test_a_model_is_freed_at_once(source, tmp_path):
         assert [thing() for thing in left] == [None] * 4
     finally:
         gc.enable()
+
+
+def test_groups_that_do_not_divide_the_width_of_experts(tmp_path):
+    """Those of gate and up do; the tensor that they do not is named."""
+
+    def in_groups_of_64(tensors):
+        for key, tensor in tensors.items():
+            if "gate_proj." in key or "up_proj." in key:
+                if key.endswith(("scales", "qzeros")):
+                    tensors[key] = tensor[::2]
+                elif key.endswith("g_idx"):
+                    tensors[key] = tensor // 2
+
+    write(tmp_path, "qwen3", FORMATS["GPTQ"], dynamic={"+:.*experts.*": {"group_size": 64}})
+    change_file(tmp_path / "theirs", in_groups_of_64)
+    with pytest.raises(ValueError, match=r"experts\.0\.down_proj\.qweight: \d+ input features are not groups of 64"):
+        load(tmp_path / "theirs", quantization_config=W4A8Config())

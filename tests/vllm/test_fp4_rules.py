@@ -11,6 +11,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.models.utils import WeightsMapper
 
 from w4a8.integrations.vllm import config_base
+from w4a8.integrations.vllm.config import W4A8CompressedTensorsConfig
 from w4a8.integrations.vllm.config_awq import W4A8AWQConfig
 from w4a8.integrations.vllm.config_inc import W4A8INCConfig
 from w4a8.integrations.vllm.config_modelopt import W4A8ModelOptConfig, W4A8ModelOptMixedConfig
@@ -110,6 +111,23 @@ def test_compressed_tensors_scheme():
     for inputs in ({}, {"input_activations": None}):
         config.target_scheme_map["Linear"].update(inputs)
         assert isinstance(config.get_scheme(empty(RowParallelLinear), "model.layers.0.o_proj"), W4A8LinearScheme)
+
+
+def test_names_beat_patterns_in_compressed_tensors():
+    """Of single layers and of joined ones, in whatever order they are; as compressed_tensors.utils.match_targets."""
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
+    attention = "model.layers.0.self_attn"
+    named = [f"{attention}.{name}_proj" for name in "qkvo"]
+    groups = [(["re:.*"], 32), (["Linear"], 64), (named, 128)]
+    for order in (groups, groups[::-1]):
+        made = {f"g{size}": {"targets": names, "weights": {**weights, "group_size": size}} for names, size in order}
+        stated = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": made, "ignore": []}
+        config = W4A8CompressedTensorsConfig.from_config(stated)
+        config.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+        for name, size in (("self_attn.qkv_proj", 128), ("self_attn.o_proj", 128), ("mlp.down_proj", 32)):
+            for _ in range(2):  # upstream changes what it has found
+                found = config.get_scheme_dict(empty(RowParallelLinear), f"model.layers.0.{name}")
+                assert found["weights"].group_size == size, (name, order)
 
 
 # --- Quark ------------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from w4a8.core.experts import ExpertSizes
 from w4a8.core.matrix import Matrix
 from w4a8.core.packer import ExpertPacker
 from w4a8.formats import METHODS, LeftOut, Rules, Stored, method_of, rules_of, stored_as
+from w4a8.formats.matrix import groups_of
 from w4a8.formats.parts import QUANTIZED_SUFFIXES
 from w4a8.formats.stored import wanted_by_all
 from w4a8.integrations.transformers.initialised import stand_in
@@ -278,6 +279,9 @@ class Foreign:
                 found = {suffix: part.get_shape()[0] for suffix, part in self.tensors[lists[0][0]].items()}
                 if set(found.values()) != {count}:
                     raise ValueError(f"{lists[0][0]} is of {found} experts, expected {count}")
+        for shard, names in shards.items():
+            stored = self._stored(names[0])
+            groups_of(intermediate if shard == "w2" else hidden, stored.group_size, names[0], stored.weight)
         packer, biased = None, experts.w13_bias is not None
         for expert in range(count):
             for shard, names in shards.items():

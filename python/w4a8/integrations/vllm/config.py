@@ -17,7 +17,7 @@ from w4a8.formats import LeftOut, Stored
 from w4a8.integrations.vllm.config_base import RunsLayersHere
 from w4a8.integrations.vllm.kv_cache import KeepsKVCache
 from w4a8.integrations.vllm.linear_layers import W4A8LinearScheme
-from w4a8.integrations.vllm.names import projections
+from w4a8.integrations.vllm.names import joined_from, projections
 from w4a8.integrations.vllm.scheme import is_mxfp4, is_nvfp4, is_w4a8, is_weight_only, stored_in
 from w4a8.integrations.vllm.settings import runs_w4a16, say_int8
 
@@ -26,6 +26,21 @@ class W4A8CompressedTensorsConfig(RunsLayersHere, KeepsKVCache, CompressedTensor
     """Chooses this package for W4A8 and W4A16 layers, and vLLM's own methods for all others."""
 
     w4a8_name = w4a8_says = "compressed-tensors"
+
+    def __init__(self, target_scheme_map: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """As upstream's, which takes the first target that matches: names go before patterns here."""
+        targets = sorted(target_scheme_map, key=lambda target: (target.startswith("re:"), target))
+        super().__init__({target: target_scheme_map[target] for target in targets}, *args, **kwargs)
+
+    def get_scheme_dict(self, layer: torch.nn.Module, layer_name: str | None = None) -> dict | None:
+        """As upstream's; where targets are the names of all that a layer is joined from, they beat patterns too."""
+        names = joined_from(layer_name or "", self.packed_modules_mapping)
+        found = [self.target_scheme_map.get(name) for name in names]
+        if len(names) > 1 and None not in found:
+            kinds = [(scheme["weights"], scheme["input_activations"]) for scheme in found]
+            if all(kind == kinds[0] for kind in kinds):
+                layer_name = names[0]
+        return super().get_scheme_dict(layer, layer_name)
 
     def method_of(self, layer: torch.nn.Module, prefix: str) -> Any:
         """As :meth:`RunsLayersHere.method_of`; of linear and output layers upstream's method asks :meth:`get_scheme`.
