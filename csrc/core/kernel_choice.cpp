@@ -81,20 +81,25 @@ KernelChoice::Entry* KernelChoice::entry_of(const Kernel& kernel) {
 bool KernelChoice::is_on(Entry& entry) {
   const Kernel& kernel = *entry.kernel;
   if (entry.is_known || &entry == &entries_.back()) return entry.refusal.empty();
-  entry.is_known = true;
+  // Known at the end only: what throws on the way, for want of memory say, is asked again.
   if (kernel.ask != nullptr && !kernel.ask()) {
     entry.refusal = "the operating system does not let this process use it";
+    entry.is_known = true;
     return false;
   }
   const Entry* next = &entry + 1;
   while (next->kernel->ask != nullptr && next != &entries_.back()) ++next;
   const Kernel& reference = *next->kernel;
   const std::string difference = check_(kernel, reference);
-  if (difference.empty()) return true;
-  entry.refusal = std::string("it gave other ") + difference + " than " + reference.name + " when they were compared";
-  warnings_.push_back(std::string("kernel ") + kernel.name + " is turned off in this process, since " + entry.refusal +
+  entry.is_known = difference.empty();
+  if (entry.is_known) return true;
+  std::string refusal = std::string("it gave other ") + difference + " than " + reference.name +
+                        " when they were compared";
+  warnings_.push_back(std::string("kernel ") + kernel.name + " is turned off in this process, since " + refusal +
                       ". Results are right, but slower than they should be; please report this.");
   has_warnings_ = true;
+  entry.refusal = std::move(refusal);
+  entry.is_known = true;
   return false;
 }
 

@@ -1,4 +1,5 @@
-// The packed matrix: the one place where its index arithmetic lives. docs/packed_layout.md tells the same in words.
+// The packed matrix: what it is and how large. Where a group or a step is in a panel: PanelLayout (kernels/kernel.h);
+// where a code is in a step: core/codes.h. docs/packed_layout.md tells the same in words.
 //
 //   buffer:  header (64 bytes) | panel 0 | panel 1 | ... | panel ceil(N/16)-1      a panel: 16 columns
 //   panel:   minimums [G, 16] | record 0 | record 1 | ... | sums [16] | bias [16] float32 | channel scales [16] float32

@@ -64,7 +64,7 @@ inline constexpr int kMaxPhases = 80;
 /// rethrown once all workers have stopped; tasks that had not begun are dropped.
 void run_phases(Parallel& parallel, int workers, std::span<const Phase> phases);
 
-/// Said before each write to a cache line that other workers write too: benchmarks/shared_writes.cpp counts them, in a
+/// Said before each write to a cache line that other workers write too: benchmarks/split_balance.cpp counts them, in a
 /// build of its own.
 #ifdef W4A8_COUNT_SHARED_WRITES
 void note_shared_write();

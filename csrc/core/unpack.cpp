@@ -1,5 +1,7 @@
 #include <algorithm>
 #include <cstring>
+#include <stdexcept>
+#include <string>
 
 #include "core/codes.h"
 #include "core/pack.h"
@@ -94,6 +96,22 @@ class PanelUnpacker {
   const UnpackedWeights& to_;
 };
 
+// A finite scale whose double is none, beside e2m1. scales: what came of them, all of which `pack` would take.
+void check_doubles(const PackedMatrix& matrix, const void* scales) {
+  const PackedShape& shape = matrix.shape;
+  if (shape.kind.values != Values::kE2M1) return;
+  with_scale_codec(shape.scale_type, [&]<class Codec>(Codec) {
+    for (int64_t i = 0; i < shape.n * shape.groups(); ++i) {
+      const int64_t column = i / shape.groups();
+      const uint8_t* line = matrix.panel(column / kPanelColumns) + matrix.layout.scales_at(i % shape.groups());
+      const auto stored = load_scale<Codec>(line, column % kPanelColumns);
+      if (Codec::packed(load_scale<Codec>(scales, i), true) == stored) continue;
+      throw std::invalid_argument("scales_zeros: element " + std::to_string(i) + " is packed as the bits " +
+                                  std::to_string(stored) + ", which no scale becomes");
+    }
+  });
+}
+
 }  // namespace
 
 void unpack(const PackedMatrix& matrix, const UnpackedWeights& to, Parallel& parallel) {
@@ -103,6 +121,7 @@ void unpack(const PackedMatrix& matrix, const UnpackedWeights& to, Parallel& par
   run_phases(parallel, parallel.threads(), phases);
   // Packed bytes may come from anywhere: what `pack` refuses, nothing may return.
   check_packable(shape, shape.n * shape.groups(), to.scales, shape.kind.zero_points ? to.zero_points : nullptr);
+  check_doubles(matrix, to.scales);
 }
 
 }  // namespace w4a8

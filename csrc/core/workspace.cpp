@@ -10,6 +10,7 @@
 namespace w4a8 {
 namespace {
 constexpr int64_t kAlign = 64;
+constexpr int64_t kMostMore = 8 * 1024 * 1024;
 }
 
 int64_t Slicer::advance(int64_t count, int64_t size) {
@@ -25,13 +26,15 @@ Workspace::~Workspace() { ::operator delete(data_, std::align_val_t(kAlign)); }
 
 uint8_t* Workspace::reserve(int64_t bytes) {
   if (bytes > capacity_) {
+    // By half, within limits: calls that each need a little more than the one before would all take new pages.
+    const int64_t size = bytes + std::clamp<int64_t>(capacity_ + capacity_ / 2 - bytes, 0, kMostMore);
     // Freed first: the contents are not kept, and both at once could be too much.
     ::operator delete(data_, std::align_val_t(kAlign));
     data_ = nullptr;
     capacity_ = 0;
-    data_ = static_cast<uint8_t*>(::operator new(static_cast<std::size_t>(bytes), std::align_val_t(kAlign)));
-    capacity_ = bytes;
-    advise_huge_pages(data_, bytes);
+    data_ = static_cast<uint8_t*>(::operator new(static_cast<std::size_t>(size), std::align_val_t(kAlign)));
+    capacity_ = size;
+    advise_huge_pages(data_, size);
   }
   return data_;
 }

@@ -17,12 +17,12 @@ struct RowParams {
 /// mn <= 0 <= mx, both finite.
 static inline RowParams row_params(float mn, float mx) {
   constexpr float kMax = std::numeric_limits<float>::max();
-  float scale = 1.0f;
+  float scale;
   if (mx - mn > kMax) {
     scale = 127.5f / (mx * 0.5f - mn * 0.5f);
-  } else if (mx != mn) {
+  } else {
     scale = 255.0f / (mx - mn);
-    if (scale > kMax) scale = 1.0f;
+    if (scale > kMax) return {1.0f, {1.0f, 0}};  // a row of zeros: nothing to take off its sums again
   }
   const float low = -128.0f - mn * scale;
   const float high = 127.0f - mx * scale;

@@ -15,6 +15,9 @@ Activation activation_of(int64_t kind) {
   return static_cast<Activation>(kind);
 }
 
+// I2 of a gated layer; I is not checked yet, so it wraps around instead of overflowing.
+int64_t twice(int64_t I) { return static_cast<int64_t>(2 * static_cast<uint64_t>(I)); }
+
 // Everything that does not need the data of a tensor, for CPU and Meta alike.
 void check_arguments(DeviceCheck check_devices, const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights,
                      const Tensor& w13_packed, const Tensor& w2_packed, int64_t H, int64_t I, int64_t I2,
@@ -108,14 +111,14 @@ Tensor moe_meta(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weig
 Tensor moe_gated_cpu(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights, const Tensor& w13_packed,
                      const Tensor& w2_packed, int64_t H, int64_t I, int64_t group_size,
                      bool apply_router_weight_on_input, int64_t activation_kind) {
-  return moe_cpu(x, topk_ids, topk_weights, w13_packed, w2_packed, H, I, 2 * I, group_size,
+  return moe_cpu(x, topk_ids, topk_weights, w13_packed, w2_packed, H, I, twice(I), group_size,
                  apply_router_weight_on_input, activation_kind);
 }
 
 Tensor moe_gated_meta(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights, const Tensor& w13_packed,
                       const Tensor& w2_packed, int64_t H, int64_t I, int64_t group_size,
                       bool apply_router_weight_on_input, int64_t activation_kind) {
-  return moe_meta(x, topk_ids, topk_weights, w13_packed, w2_packed, H, I, 2 * I, group_size,
+  return moe_meta(x, topk_ids, topk_weights, w13_packed, w2_packed, H, I, twice(I), group_size,
                   apply_router_weight_on_input, activation_kind);
 }
 

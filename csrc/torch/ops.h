@@ -9,7 +9,7 @@
 
 namespace w4a8 {
 
-using UnpackedAny = std::tuple<Tensor, Tensor, Tensor, Tensor, std::string, Tensor, Tensor, Tensor, Tensor>;
+using UnpackedAny = std::tuple<Tensor, Tensor, Tensor, Tensor, std::string, Tensor, Tensor, Tensor, Tensor, int64_t>;
 using RoundedTensors = std::tuple<Tensor, Tensor, Tensor>;
 
 Tensor pack_cpu(const Tensor& weights, const Tensor& scales_zeros, const OptionalTensor& bias, int64_t block_size,

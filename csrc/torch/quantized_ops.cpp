@@ -46,7 +46,8 @@ DType output_dtype(Optional<ScalarType> out_dtype) {
 // Everything that does not need sizes or data, for CPU and Meta alike.
 void check_gemm_types(DeviceCheck check_devices, const Tensor& quant_x, const Tensor& x_scale, const Tensor& x_zero,
                       const Tensor& weight, const Tensor& weight_scale, const Tensor& weight_zero_point,
-                      const OptionalTensor& g_idx, const OptionalTensor& bias, Optional<ScalarType> out_dtype) {
+                      int64_t group_size, const OptionalTensor& g_idx, const OptionalTensor& bias,
+                      Optional<ScalarType> out_dtype) {
   const auto floating = [](const char* name, const Tensor& tensor) {
     W4A8_CHECK(is_floating(type_of(tensor)), name, " has dtype ", type_of(tensor), ", expected a floating point type");
   };
@@ -58,6 +59,8 @@ void check_gemm_types(DeviceCheck check_devices, const Tensor& quant_x, const Te
                  {"weight_zero_point", weight_zero_point},
                  {"g_idx", g_idx},
                  {"bias", bias}});
+  W4A8_CHECK(group_size == -1 || group_size > 0, "group_size is ", group_size,
+             ", expected -1 (channelwise), or 16 or a multiple of 32 that divides K");
   W4A8_CHECK(!g_idx.has_value(), "g_idx is given, expected none: reordered activations (act-order) are not supported");
   W4A8_CHECK(type_of(quant_x) == ScalarType::Char || type_of(quant_x) == ScalarType::Byte, "quant_x has dtype ",
              type_of(quant_x), ", expected int8 or uint8");
@@ -156,7 +159,7 @@ PackedMatrix open_weight(const Tensor& packed, const Tensor& weight_scale, int64
 // weight int32 [K/8, N] -> packed. Its transpose's little-endian bytes are the nibbles in the order of k.
 Tensor pack_words(const Kernel& kernel, const Tensor& weight, const Tensor& weight_scale, const WeightZeros& zeros,
                   int64_t k, int64_t group_size, int64_t activation_group) {
-  W4A8_CHECK(weight.size(0) * 8 == k, "weight has shape ", shape_text(weight.sizes()),
+  W4A8_CHECK(k % 8 == 0 && weight.size(0) == k / 8, "weight has shape ", shape_text(weight.sizes()),
              ", expected int32 [K/8, N] with ", "8 * size(0) = K = ", k, ", the last dimension of quant_x");
   PackedShape shape = matrix_shape(group_size == -1 ? k : group_size, k, weight.size(1),
                                    zeros.values.defined() ? kInt4ZeroPoints : kInt4);
@@ -231,8 +234,8 @@ std::tuple<Tensor, Tensor, Tensor> token_quant_meta(const Tensor& x, bool use_sy
 Tensor int4_gemm_cpu(const Tensor& quant_x, const Tensor& x_scale, const Tensor& x_zero, const Tensor& weight,
                      const Tensor& weight_scale, const Tensor& weight_zero_point, int64_t group_size,
                      const OptionalTensor& g_idx, const OptionalTensor& bias, Optional<ScalarType> out_dtype) {
-  check_gemm_types(check_cpu, quant_x, x_scale, x_zero, weight, weight_scale, weight_zero_point, g_idx, bias,
-                   out_dtype);
+  check_gemm_types(check_cpu, quant_x, x_scale, x_zero, weight, weight_scale, weight_zero_point, group_size,
+                   g_idx, bias, out_dtype);
   const WeightZeros zeros = weight_zeros(weight_zero_point, is_packed(weight));
   const int64_t k = quant_x.size(-1);
   const Kernel& kernel = op_kernel();  // for both steps
@@ -270,10 +273,10 @@ Tensor int4_gemm_cpu(const Tensor& quant_x, const Tensor& x_scale, const Tensor&
 }
 
 Tensor int4_gemm_meta(const Tensor& quant_x, const Tensor& x_scale, const Tensor& x_zero, const Tensor& weight,
-                      const Tensor& weight_scale, const Tensor& weight_zero_point, int64_t /*group_size*/,
+                      const Tensor& weight_scale, const Tensor& weight_zero_point, int64_t group_size,
                       const OptionalTensor& g_idx, const OptionalTensor& bias, Optional<ScalarType> out_dtype) {
-  check_gemm_types(check_meta, quant_x, x_scale, x_zero, weight, weight_scale, weight_zero_point, g_idx, bias,
-                   out_dtype);
+  check_gemm_types(check_meta, quant_x, x_scale, x_zero, weight, weight_scale, weight_zero_point, group_size,
+                   g_idx, bias, out_dtype);
   std::vector<SymSize> sizes = sym_sizes_of(quant_x);
   if (!is_packed(weight)) {
     const std::vector<SymSize> words = sym_sizes_of(weight);

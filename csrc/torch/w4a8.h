@@ -46,10 +46,10 @@ W4A8_EXPORT at::Tensor dyn_quant_pack_4bit_weight(const at::Tensor& weights, con
 W4A8_EXPORT std::tuple<at::Tensor, at::Tensor, at::Tensor> dyn_quant_unpack_4bit_weight(
     const at::Tensor& packed_weights, int64_t block_size, int64_t in_features, int64_t out_features);
 
-/// weights, scales_zeros, zero_points, bias, values, channel_scales, minimums, super_scales, super_minimums; what was
-/// not given is empty.
+/// weights, scales_zeros, zero_points, bias, values, channel_scales, minimums, super_scales, super_minimums,
+/// activation_group; what was not given is empty.
 using UnpackedAny = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, std::string, at::Tensor, at::Tensor,
-                               at::Tensor, at::Tensor>;
+                               at::Tensor, at::Tensor, int64_t>;
 
 /// The exact inverse for every kind. Scales of one byte come back as uint8, their bits.
 W4A8_EXPORT UnpackedAny dyn_quant_unpack_any_4bit_weight(const at::Tensor& packed_weights, int64_t block_size,

@@ -150,6 +150,7 @@ class UnpackedWeights(NamedTuple):
     minimums: torch.Tensor
     super_scales: torch.Tensor
     super_minimums: torch.Tensor
+    activation_group: int
 
 
 def dyn_quant_unpack_any_4bit_weight(

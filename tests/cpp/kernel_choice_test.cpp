@@ -2,6 +2,7 @@
 #include "core/kernel_choice.h"
 
 #include <atomic>
+#include <new>
 #include <thread>
 
 #include "test_util.h"
@@ -141,6 +142,21 @@ TEST_F(AskTest, WhatIsRefusedIsNotUsed) {
             "somewhere: kernel 'wanting' is turned off, since the operating system does not let this process use it; "
             "kernels that can run here: scalar");
   EXPECT_TRUE(choice.take_warnings().empty()) << "that is no fault";
+}
+
+// A comparison may fail for want of memory. That says nothing of the kernel, which must be compared again.
+TEST_F(AskTest, WhatWasNotComparedIsNotUsed) {
+  Kernel wanting = named("wanting");
+  wanting.ask = grants;
+  KernelChoice choice({&wanting, &scalar()}, [](const Kernel&, const Kernel&) -> std::string {
+    if (++g_compared == 1) throw std::bad_alloc();
+    return "products";
+  });
+  EXPECT_THROW(choice.best(), std::bad_alloc);
+  EXPECT_EQ(&choice.best(), &scalar()) << "used without a comparison";
+  EXPECT_NE(choice.refusal(wanting), "");
+  EXPECT_EQ(choice.take_warnings().size(), 1u);
+  EXPECT_EQ(g_compared, 2);
 }
 
 TEST_F(AskTest, ParallelQuestionsAskOnce) {

@@ -273,6 +273,24 @@ TEST(WorkspaceTest, AlignedGrowingReused) {
   EXPECT_GE(workspace.capacity(), 100000);
 }
 
+// A prompt that is a token longer than the one before must not take new memory each time, and never much too much.
+TEST(WorkspaceTest, GrowsByMoreThanIsAskedFor) {
+  constexpr int64_t kMiB = 1024 * 1024;
+  Workspace workspace;
+  workspace.reserve(kMiB);
+  EXPECT_EQ(workspace.capacity(), kMiB) << "the first request is taken at its word";
+  int grown = 0;
+  for (int64_t bytes = kMiB; bytes <= 64 * kMiB; bytes += kMiB / 8) {
+    const int64_t before = workspace.capacity();
+    workspace.reserve(bytes);
+    grown += workspace.capacity() != before ? 1 : 0;
+    EXPECT_LE(workspace.capacity(), std::min(bytes + bytes / 2, bytes + 8 * kMiB));
+  }
+  EXPECT_LE(grown, 16);
+  workspace.reserve(512 * kMiB);
+  EXPECT_EQ(workspace.capacity(), 512 * kMiB);
+}
+
 TEST(WorkspaceTest, ImpossibleSizeThrowsAndLeavesItUsable) {
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
   GTEST_SKIP() << "the sanitizer's allocator aborts instead of throwing";

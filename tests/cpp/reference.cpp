@@ -267,12 +267,12 @@ Row quantize(const std::vector<float>& x, int64_t activation_group) {
     mx = std::max(mx, value);
   }
   const float range = mx - mn;
-  float scale = 1;
-  if (std::isinf(range)) {
-    scale = 127.5f / (mx / 2 - mn / 2);
-  } else if (range != 0) {
-    scale = 255.0f / range;
-    if (std::isinf(scale)) scale = 1;
+  float scale = 255.0f / range;
+  if (std::isinf(range)) scale = 127.5f / (mx / 2 - mn / 2);
+  if (std::isinf(scale)) {
+    row.q.assign(x.size(), 0);
+    row.recip = 1;
+    return row;
   }
   row.recip = 1.0f / scale;
   const float low = -128.0f - mn * scale;

@@ -1,6 +1,7 @@
 // Bytes -> a packed tensor, its size and the arguments of a call: open_packed, unpack, matmul and the fused op refuse
 // it or compute what the bytes say (docs/packed_layout.md), with every kernel, and read nothing outside of it.
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <stdexcept>
 
@@ -191,20 +192,24 @@ PackedShape make_shape(Bytes& in) {
   return shape;
 }
 
+float rounded(float x, ScaleType type) {
+  const auto as = static_cast<ref::Type>(type);
+  return ref::widen(ref::narrow(x, as), as);
+}
+
 // Whether a scale is one that `pack` writes, as packed.
 bool is_packed_scale(const PackedShape& shape, uint32_t bits) {
   if (shape.scale_type == ScaleType::kE8M0) return bits != 255;
-  if (!shape.two_level()) return true;
+  if (!shape.two_level()) {
+    if (shape.kind != kE2M1) return true;
+    const float half = ref::widen(bits, static_cast<ref::Type>(shape.scale_type));
+    return !std::isfinite(half) || std::isfinite(rounded(2 * half, shape.scale_type));
+  }
   const float given = ref::widen(bits, ref::Type::kE5M3) * (shape.kind == kE2M1 ? 2.0f : 1.0f);
   for (uint32_t e4m3 = 0; e4m3 < 127; ++e4m3) {
     if (ref::widen_e4m3(e4m3) == given) return true;
   }
   return false;
-}
-
-float rounded(float x, ScaleType type) {
-  const auto as = static_cast<ref::Type>(type);
-  return ref::widen(ref::narrow(x, as), as);
 }
 
 // The value of a scale, or of a minimum, as `unpack` returns it.
@@ -255,7 +260,6 @@ void check_unpack(const PackedMatrix& matrix, const Unpacked& naive) {
   for (std::size_t i = 0; i < naive.weights.scales.size() && !bad_scale; ++i) {
     float packed = naive.weights.scales[i];
     if (shape.kind == kE2M1) packed *= 2;
-    // Twice a scale that `pack` cannot have written may be too large for its type: infinity.
     if (scale_bytes(shape.scale_type) != 1) packed = rounded(packed, shape.scale_type);
     const float given = given_scale(shape, scales.data(), supers, i);
     require(given == packed || (given != given && packed != packed),

@@ -112,6 +112,7 @@ def quantize(x, activation_group=-1):
         low, high = F32(-128) - mn * scale, F32(127) - mx * scale
         use_low = (F32(-128) + mn * scale) + (F32(127) + mx * scale) > 0
         zp = np.rint(np.clip(np.where(use_low, low, high), F32(-128), F32(127)))
+        zp = np.where(np.isinf(F32(255) / span), zero, zp)  # a row of zeros, which adds and subtracts nothing
         q = np.clip(np.rint(safe * scale[:, None]) + zp[:, None], F32(-128), F32(127))
     q = np.where(finite[:, None], q, zero).astype(np.int64)
     return q, np.where(finite, zp, zero).astype(F32), np.where(finite, recip, F32(np.nan)).astype(F32)
@@ -217,6 +218,7 @@ def rounding_bound(terms, groups, bias=0.0, products=0):
     terms: as of `sum_of_terms`. The sum over G groups rounds each conversion and fma: G + 1 times; W likewise G times;
     fma(-zp, W, f) once; the product with recip once: no term more than G + 3 times. `products`: roundings of factors
     before, of recip * c say. The last addition rounds everything once more, and the bias. Section 2 rounds four times.
+    With minimums groups count twice; with activation groups and P parts a group, P + G + 2 are enough.
     """
     times = groups + 4 + products
     grown = U / (1 - times * U)  # n roundings: a factor within n U / (1 - n U)

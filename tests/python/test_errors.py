@@ -281,6 +281,15 @@ def test_moe(name):
     refuse(lambda: w4a8.dynamic_4bit_int_moe(**{**moe_arguments(), **changes}), message)
 
 
+def test_moe_without_i2():
+    """It is twice I, which must not overflow before I is looked at."""
+    arguments = {**moe_arguments(), "I": 2**62}
+    del arguments["I2"]
+    refuse(
+        lambda: torch.ops.w4a8.dynamic_4bit_int_moe.gated(**arguments), r"I is 4611686018427387904, expected an even"
+    )
+
+
 SMALL_IDS = [4, -2, 100, 2**31 - 1, -(2**31)]
 LARGE_IDS = [2**32 - 1, 2**32, 2**32 + 1, 2**63 - 1]  # would be -1, 0, 1 and -1 if cut to 32 bits
 

@@ -208,6 +208,16 @@ def test_it_is_the_definition_step_by_step(kernel):
     assert_same_bits(out, total)
 
 
+def test_tokens_of_zeros_give_zeros(kernel):
+    """Both products have rows of zeros: no noise of sums that cancel."""
+    layer = make_layer(4, 512, 256)
+    x = torch.randn(6, 512)
+    x[1], x[4] = 0.0, -0.0
+    out = layer(x, *route(6, 2, 4))
+    assert_same_bits(out[[1, 4]], torch.zeros(2, 512))
+    assert (out[0] != 0).any()
+
+
 def test_arguments_are_not_written(kernel):
     layer = make_layer(4, 64, 32)
     x, (ids, router) = torch.randn(5, 64), route(5, 2, 4)

@@ -10,6 +10,8 @@ from common import (
     DTYPES,
     EVERY_KIND,
     KINDS,
+    OF_GGUF,
+    SUPERS,
     TWO_LEVELS,
     assert_same_bits,
     assert_within,
@@ -119,6 +121,38 @@ def test_values(kind):
     bound = reference.rounding_bound(terms, 256 // group, products=kind in TWO_LEVELS)
     assert_within(y.numpy(), (x.double() @ real.T).numpy(), bound)
     assert np.median(bound) < 1e-4 * np.median(y.abs())
+
+
+@pytest.mark.parametrize("kind", [*EVERY_KIND, *OF_GGUF])
+def test_rows_of_zeros_give_the_bias_exactly(kernel, kind):
+    """Zeros, of both signs, and what is too small for a scale: padding, masked tokens, dead units."""
+    x = torch.zeros(20, 4096)
+    x[1] = -0.0
+    x[2, 7], x[3, 9] = 1e-40, -3e-37
+    x[4] = torch.randn(4096)
+    for group, bias in ((16, True), (32, False), (256, True)):
+        if group not in ({16} if kind in TWO_LEVELS else {16, 32} if kind in SUPERS else {16, 32, 256}):
+            continue
+        matrix = make_matrix(18, 4096, group, bias=bias, kind=kind)
+        want = torch.zeros(18) if matrix.bias is None else matrix.bias.float()
+        for rows in (x, x[:4], x[:1]):
+            y = matmul(rows, matrix, matrix.pack())
+            dead = torch.arange(len(rows)) != 4
+            assert_same_bits(y[dead], want.expand(int(dead.sum()), -1), f"{kind}, groups of {group}")
+
+
+def test_sums_that_cancel():
+    """The bound of docs/numerics.md section 3 where it is needed: rows far from 0, whose sums are subtracted again."""
+    matrix = make_matrix(64, 4096, 32)
+    x = torch.randn(8, 4096) + torch.tensor([0.0, 5.0, 50.0, -50.0, 500.0, -5.0, 1e3, 0.5])[:, None]
+    q, zero, recip = reference.quantize(x.numpy())
+    weights, scales, *_ = matrix.arrays()
+    real = ((q - zero[:, None]) @ reference.dequantize(weights, scales).T) * recip[:, None].astype(np.float64)
+    terms = reference.sum_of_terms(q, zero, recip, weights, scales)
+    y = matmul(x, matrix, matrix.pack()).double().numpy()
+    assert_within(y, real, reference.rounding_bound(terms, 4096 // 32))
+    # The bound is not a share of the output: that much is promised of no output.
+    assert np.abs(y - real).max(1).max() > 3e-7 * np.abs(real).max(1).min()
 
 
 @every_kind

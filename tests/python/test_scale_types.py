@@ -235,3 +235,19 @@ def test_results_do_not_know_the_type(kind, kernel):
         found = [w4a8.dyn_quant_matmul_4bit(x, given.pack(dtype), 32, 160, 21) for dtype in types]
     for other in found[1:]:
         assert_same_bits(other, found[0])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bits"),
+    [(torch.float32, 0x7F7FFFFF), (torch.float32, -0x00800001), (torch.bfloat16, 0x7F00), (torch.float16, 0x7800)],
+    ids=str,
+)
+def test_scales_that_no_packing_writes(dtype, bits):
+    """Half of no number: the double is infinite. Infinity itself is packed as it is."""
+    scales = torch.tensor([[0.5, INF], [0.25, 1.0]]).to(dtype)
+    codes = torch.randint(256, (2, 32), dtype=torch.uint8)
+    packed = w4a8.dyn_quant_pack_4bit_weight(codes, scales, None, 32, 64, 2, values="e2m1")
+    assert_same_bits(w4a8.dyn_quant_unpack_any_4bit_weight(packed, 32, 64, 2)[1], scales)
+    packed[64:].view(torch.int32 if dtype == torch.float32 else torch.int16)[1] = bits
+    with pytest.raises(RuntimeError, match=r"scales_zeros: element 2 is packed as the bits \d+, which no scale"):
+        w4a8.dyn_quant_unpack_any_4bit_weight(packed, 32, 64, 2)

@@ -81,31 +81,37 @@ PackedMatrix open_expert(const uint8_t* base, int64_t bytes, const char* name, i
 }
 
 // Which experts are used, and their matrices, opened before the first result is written. From then on nothing reads an
-// id or a header of the caller's, so one that changes meanwhile does no harm.
+// id or a header of the caller's, so one that changes meanwhile does no harm. A layer may have a thousand experts and
+// a token use eight: the others take four bytes each.
 struct Experts {
   explicit Experts(const MoeArgs& args)
       : ids(checked_ids(args)),
-        w13(static_cast<std::size_t>(args.experts)),
-        w2(static_cast<std::size_t>(args.experts)),
+        places(static_cast<std::size_t>(args.experts), -1),
         x_shape{.n = 2, .k = args.hidden, .group = args.hidden},
         h_shape{.n = 2, .k = args.intermediate, .group = args.intermediate} {
     const int64_t rows13 = args.intermediate * (args.gated ? 2 : 1);
+    const auto group = [&](int64_t k) { return args.group == -1 ? k : args.group; };
+    opened.reserve(std::min(ids.size(), places.size()));
     for (const int64_t id : ids) {
-      const auto e = static_cast<std::size_t>(id);
-      if (id < 0 || w13[e].data != nullptr) continue;
-      const auto group = [&](int64_t k) { return args.group == -1 ? k : args.group; };
-      w13[e] = open_expert(args.w13, args.w13_bytes, "w13_packed", id, rows13, args.hidden, group(args.hidden));
-      w2[e] = open_expert(args.w2, args.w2_bytes, "w2_packed", id, args.hidden, args.intermediate,
-                          group(args.intermediate));
+      if (id < 0 || places[static_cast<std::size_t>(id)] >= 0) continue;
+      const Opened& expert = opened.emplace_back(Opened{
+          open_expert(args.w13, args.w13_bytes, "w13_packed", id, rows13, args.hidden, group(args.hidden)),
+          open_expert(args.w2, args.w2_bytes, "w2_packed", id, args.hidden, args.intermediate,
+                      group(args.intermediate))});
+      places[static_cast<std::size_t>(id)] = static_cast<int32_t>(opened.size() - 1);
       if (first < 0) {
         first = id;
-        x_shape = w13[e].shape;
-        h_shape = w2[e].shape;
+        x_shape = expert.w13.shape;
+        h_shape = expert.w2.shape;
       }
-      check_rows("w13_packed", id, w13[e].shape, x_shape);
-      check_rows("w2_packed", id, w2[e].shape, h_shape);
+      check_rows("w13_packed", id, expert.w13.shape, x_shape);
+      check_rows("w2_packed", id, expert.w2.shape, h_shape);
     }
   }
+
+  // Of an expert that is used.
+  const PackedMatrix& w13(int64_t e) const { return opened_at(e).w13; }
+  const PackedMatrix& w2(int64_t e) const { return opened_at(e).w2; }
 
   RowShape x_rows() const { return x_shape.rows(); }  // how tokens are quantized, and h
   RowShape h_rows() const { return h_shape.rows(); }
@@ -126,9 +132,17 @@ struct Experts {
                                 ", expected that of expert " + std::to_string(first) + ", " + of_first);
   }
 
-  std::vector<int32_t> ids;       // [T, k]
-  std::vector<PackedMatrix> w13;  // [E]
-  std::vector<PackedMatrix> w2;
+  struct Opened {
+    PackedMatrix w13;
+    PackedMatrix w2;
+  };
+  const Opened& opened_at(int64_t e) const {
+    return opened[static_cast<std::size_t>(places[static_cast<std::size_t>(e)])];
+  }
+
+  std::vector<int32_t> ids;     // [T, k]
+  std::vector<int32_t> places;  // [E], in `opened`; -1: not used
+  std::vector<Opened> opened;
   int64_t first = -1;   // that is used
   PackedShape x_shape;  // of its w13; channelwise if no expert is used
   PackedShape h_shape;  // of its w2
@@ -283,7 +297,7 @@ class Batch {
         const int64_t row = slot_row[j];
         if (row < 0) continue;
         const int64_t expert = experts_.ids[static_cast<std::size_t>(token * args_.top_k + j)];
-        const RowShape shape = experts_.w13[static_cast<std::size_t>(expert)].shape.rows();
+        const RowShape shape = experts_.w13(expert).shape.rows();
         if (first < 0) {
           first = row;
           first_shape = shape;
@@ -361,8 +375,8 @@ class Batch {
     }
   }
 
-  const PackedMatrix& w13(const Unit& unit) const { return experts_.w13[static_cast<std::size_t>(unit.expert)]; }
-  const PackedMatrix& w2(const Unit& unit) const { return experts_.w2[static_cast<std::size_t>(unit.expert)]; }
+  const PackedMatrix& w13(const Unit& unit) const { return experts_.w13(unit.expert); }
+  const PackedMatrix& w2(const Unit& unit) const { return experts_.w2(unit.expert); }
   int64_t ldy() const { return plan_.stripe_panels * kPanelColumns; }
   Range stripe_range(int64_t stripe) const { return share(plan_.out_panels, plan_.stripes, stripe); }
 

@@ -179,12 +179,12 @@ def unpack_codes(packed: torch.Tensor, group_size: int, columns: int, rows: int)
 
     Returns:
         ``codes``; ``scales``, floating point (e8m0 as float32), uint8 beside ``channel_scales`` or int8 beside
-        ``super_scales``; the others if the matrix has them. ``activation_group`` is in the header
-        (:func:`w4a8.read_header`).
+        ``super_scales``; the others if the matrix has them. ``activation_group`` is left out: it
+        is in the header (:func:`w4a8.read_header`).
     """
     group = columns if group_size == -1 else group_size
     found = dyn_quant_unpack_any_4bit_weight(packed, group, columns, rows)._asdict()
-    del found["values"]
+    del found["values"], found["activation_group"]
     found["codes"], found["scales"] = found.pop("weights"), found.pop("scales_zeros")
     tensors = {name: part for name, part in found.items() if part.numel() != 0}
     if tensors["scales"].dtype == torch.uint8 and "channel_scales" not in tensors:
