@@ -93,8 +93,8 @@ bool KernelChoice::is_on(Entry& entry) {
   const std::string difference = check_(kernel, reference);
   entry.is_known = difference.empty();
   if (entry.is_known) return true;
-  std::string refusal = std::string("it gave other ") + difference + " than " + reference.name +
-                        " when they were compared";
+  std::string refusal =
+      std::string("it gave other ") + difference + " than " + reference.name + " when they were compared";
   warnings_.push_back(std::string("kernel ") + kernel.name + " is turned off in this process, since " + refusal +
                       ". Results are right, but slower than they should be; please report this.");
   has_warnings_ = true;

@@ -11,7 +11,7 @@ namespace w4a8 {
 namespace {
 constexpr int64_t kAlign = 64;
 constexpr int64_t kMostMore = 8 * 1024 * 1024;
-}
+}  // namespace
 
 int64_t Slicer::advance(int64_t count, int64_t size) {
   constexpr int64_t kMax = std::numeric_limits<int64_t>::max() - kAlign;

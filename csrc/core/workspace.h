@@ -28,7 +28,8 @@ class Slicer {
   int64_t used_ = 0;
 };
 
-/// Memory that grows when more is asked for, by half of what it was or 8 MiB more than that at most. Not thread safe: one per calling thread.
+/// Memory that grows when more is asked for, by half of what it was or 8 MiB more than that at most. Not thread safe:
+/// one per calling thread.
 class Workspace {
  public:
   Workspace() = default;

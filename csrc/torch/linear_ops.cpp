@@ -281,7 +281,7 @@ std::tuple<Tensor, Tensor, Tensor> unpack_cpu(const Tensor& packed_weights, int6
 UnpackedAny unpack_any_cpu(const Tensor& packed_weights, int64_t block_size, int64_t in_features,
                            int64_t out_features) {
   const Unpacked out = unpack_tensor(packed_weights, block_size, in_features, out_features, /*only_int4=*/false);
-  return {out.weights,        out.scales,   out.zero_points,  out.bias,          values_name(out.shape.kind.values),
+  return {out.weights,        out.scales,   out.zero_points,  out.bias,           values_name(out.shape.kind.values),
           out.channel_scales, out.minimums, out.super_scales, out.super_minimums, out.shape.activation_group};
 }
 

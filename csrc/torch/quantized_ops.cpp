@@ -234,8 +234,8 @@ std::tuple<Tensor, Tensor, Tensor> token_quant_meta(const Tensor& x, bool use_sy
 Tensor int4_gemm_cpu(const Tensor& quant_x, const Tensor& x_scale, const Tensor& x_zero, const Tensor& weight,
                      const Tensor& weight_scale, const Tensor& weight_zero_point, int64_t group_size,
                      const OptionalTensor& g_idx, const OptionalTensor& bias, Optional<ScalarType> out_dtype) {
-  check_gemm_types(check_cpu, quant_x, x_scale, x_zero, weight, weight_scale, weight_zero_point, group_size,
-                   g_idx, bias, out_dtype);
+  check_gemm_types(check_cpu, quant_x, x_scale, x_zero, weight, weight_scale, weight_zero_point, group_size, g_idx,
+                   bias, out_dtype);
   const WeightZeros zeros = weight_zeros(weight_zero_point, is_packed(weight));
   const int64_t k = quant_x.size(-1);
   const Kernel& kernel = op_kernel();  // for both steps
@@ -275,8 +275,8 @@ Tensor int4_gemm_cpu(const Tensor& quant_x, const Tensor& x_scale, const Tensor&
 Tensor int4_gemm_meta(const Tensor& quant_x, const Tensor& x_scale, const Tensor& x_zero, const Tensor& weight,
                       const Tensor& weight_scale, const Tensor& weight_zero_point, int64_t group_size,
                       const OptionalTensor& g_idx, const OptionalTensor& bias, Optional<ScalarType> out_dtype) {
-  check_gemm_types(check_meta, quant_x, x_scale, x_zero, weight, weight_scale, weight_zero_point, group_size,
-                   g_idx, bias, out_dtype);
+  check_gemm_types(check_meta, quant_x, x_scale, x_zero, weight, weight_scale, weight_zero_point, group_size, g_idx,
+                   bias, out_dtype);
   std::vector<SymSize> sizes = sym_sizes_of(quant_x);
   if (!is_packed(weight)) {
     const std::vector<SymSize> words = sym_sizes_of(weight);

@@ -94,10 +94,10 @@ struct Experts {
     opened.reserve(std::min(ids.size(), places.size()));
     for (const int64_t id : ids) {
       if (id < 0 || places[static_cast<std::size_t>(id)] >= 0) continue;
-      const Opened& expert = opened.emplace_back(Opened{
-          open_expert(args.w13, args.w13_bytes, "w13_packed", id, rows13, args.hidden, group(args.hidden)),
-          open_expert(args.w2, args.w2_bytes, "w2_packed", id, args.hidden, args.intermediate,
-                      group(args.intermediate))});
+      const Opened& expert = opened.emplace_back(
+          Opened{open_expert(args.w13, args.w13_bytes, "w13_packed", id, rows13, args.hidden, group(args.hidden)),
+                 open_expert(args.w2, args.w2_bytes, "w2_packed", id, args.hidden, args.intermediate,
+                             group(args.intermediate))});
       places[static_cast<std::size_t>(id)] = static_cast<int32_t>(opened.size() - 1);
       if (first < 0) {
         first = id;

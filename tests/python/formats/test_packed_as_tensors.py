@@ -210,7 +210,7 @@ def test_what_is_refused(tmp_path):
     save_file({"model.embed_tokens.rows_packed": torch.zeros(128, dtype=torch.uint8)}, directory / "model.safetensors")
     with pytest.raises(ValueError, match=r"'model\.embed_tokens\.rows_packed' is packed embeddings, which vLLM has no"):
         read_directory(directory, stated)
-    with pytest.raises(ValueError, match="is missing from .*, though config.json lists it as packed"):
+    with pytest.raises(ValueError, match=r"is missing from .*, though config\.json lists it as packed"):
         read_directory(tmp_path / "float", stated)
     with pytest.raises(ValueError, match="no packed tensors, though"):  # of a directory older than that list
         read_directory(tmp_path / "float", {key: value for key, value in stated.items() if key != "packed"})
