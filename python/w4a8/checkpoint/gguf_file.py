@@ -91,6 +91,11 @@ class GGUFTensor:
         return int(np.prod(self.shape[:-1], dtype=object))
 
 
+def is_gguf(path: Path) -> bool:
+    """Whether a name ends as those of GGUF files do, however it is written."""
+    return path.suffix.lower() == ".gguf"
+
+
 def gguf_in(path: str | Path) -> Path | None:
     """The GGUF file that a path means: itself, or the one in a directory without config.json; None: there is none.
 
@@ -98,11 +103,12 @@ def gguf_in(path: str | Path) -> Path | None:
         CheckpointError: a directory with several models.
     """
     path = Path(path)
-    if path.suffix == ".gguf":
+    if is_gguf(path):
         return path
     if not path.is_dir() or (path / "config.json").exists():
         return None
-    files = sorted(each for each in path.glob("*.gguf") if not _SPLIT.search(each.name) or "-00001-of-" in each.name)
+    files = sorted(filter(is_gguf, path.iterdir()))
+    files = [each for each in files if not _SPLIT.search(each.name) or "-00001-of-" in each.name]
     if len(files) > 1:
         names = ", ".join(each.name for each in files)
         raise CheckpointError(f"{path} holds {len(files)} models in GGUF, name one: {names}")

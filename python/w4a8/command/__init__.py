@@ -6,6 +6,7 @@ Exit codes: 0, good; 1, the model or the machine is not fit for what was asked; 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -22,7 +23,7 @@ COMMANDS = {
     "serve": serve,
 }
 _GIVE_ON = ("serve",)  # whose unknown arguments are another program's
-# What the library, the system and safetensors (a class of its own) say in words.
+# What the library and the system say in words; safetensors, which need not be installed, has a class of its own.
 _SAID = (ValueError, OSError, ImportError, RuntimeError)
 
 
@@ -36,14 +37,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     try:
-        return _run(argv)
+        code = _run(argv)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # `| head`: who reads has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
+        return 0
     except SystemExit as stop:  # argparse has said why
         return stop.code if isinstance(stop.code, int) else 1
     except KeyboardInterrupt:
         return 130
     except UsageError as error:
         return _say(error, 2)
-    except _SAID as error:
+    except Exception as error:
+        if not isinstance(error, _SAID) and type(error).__name__ != "SafetensorError":
+            raise
         return _say(error, 1)
 
 

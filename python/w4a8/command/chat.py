@@ -18,6 +18,7 @@ import torch
 
 from w4a8.command import loading
 from w4a8.command.model import HELP, find
+from w4a8.command.report import number
 
 
 class Bytes:
@@ -36,10 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Of ``w4a8 chat``."""
     parser.add_argument("model", metavar="MODEL", help=HELP)
     parser.add_argument("--raw", action="store_true", help="continue the text instead of answering in the chat format")
-    parser.add_argument("--max-new-tokens", type=int, default=512, help="of an answer (%(default)s)")
-    parser.add_argument("--temperature", type=float, default=0.7, help="0 is greedy (%(default)s)")
+    parser.add_argument("--max-new-tokens", type=number(int, 1), default=512, help="of an answer (%(default)s)")
+    parser.add_argument("--temperature", type=number(float, 0), default=0.7, help="0 is greedy (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of random numbers (%(default)s)")
-    parser.add_argument("--threads", type=int, help="of torch; the default is one per core")
+    parser.add_argument("--threads", type=number(int, 1), help="of torch; the default is one per core")
     loading.add_options(parser)
 
 
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     while True:
         if sys.stdin.isatty():
             print("> ", end="", flush=True)
-        line = sys.stdin.readline().rstrip("\n")
+        line = sys.stdin.readline().rstrip("\r\n")
         if not line:
             return 0
         _answer(model, tokenizer, line, messages, options)
@@ -118,7 +119,10 @@ def _answer(
     else:
         messages.append({"role": "user", "content": text})
         template = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
-        inputs = tokenizer.apply_chat_template(messages, **template)
+        try:
+            inputs = tokenizer.apply_chat_template(messages, **template)
+        except Exception as error:  # of any code that a model's author wrote, run by jinja2
+            raise ValueError(f"the chat template fails: {error}; --raw does without") from error
     prompt = inputs["input_ids"].shape[1]
     streamer = _counter(tokenizer)
     written = model.generate(**inputs, streamer=streamer, pad_token_id=model.config.pad_token_id or 0, **options)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from w4a8.checkpoint.tensors import file_of_each, files_of, read_index
 from w4a8.command.model import hub
-from w4a8.core.json_fields import CheckpointError
+from w4a8.core.json_fields import CheckpointError, shorten
 
 _BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16}
 
@@ -79,7 +79,10 @@ def _of_file(path: Path) -> dict[str, Header]:
         for name, entry in entries.items():
             if name != "__metadata__":
                 begin, last = entry["data_offsets"]
-                found[name] = Header(entry["dtype"], tuple(entry["shape"]), path, 8 + size + begin)
+                shape = tuple(entry["shape"])
+                if not all(type(length) is int and length >= 0 for length in shape):
+                    raise CheckpointError(f"{path}: tensor {name!r} has shape {shorten(entry['shape'])}")
+                found[name] = Header(entry["dtype"], shape, path, 8 + size + begin)
                 end = max(end, last)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None

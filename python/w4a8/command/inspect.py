@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from w4a8.checkpoint.gguf_file import GGUFFile
+from w4a8.checkpoint.gguf_file import GGUFFile, is_gguf
 from w4a8.checkpoint.gguf_keys import Keys
 from w4a8.command import extras, machine
 from w4a8.command.contents import (
@@ -34,8 +34,8 @@ from w4a8.command.contents import (
 from w4a8.command.contents_gguf import not_in_vllm, of_gguf
 from w4a8.command.headers import read_headers
 from w4a8.command.model import HELP, find, hub_name
-from w4a8.command.report import add_json, labelled, show
-from w4a8.core.json_fields import CheckpointError, read_json
+from w4a8.command.report import add_json, labelled, number, show
+from w4a8.core.json_fields import CheckpointError, json_field, read_json
 from w4a8.core.words import counted, gigabytes
 from w4a8.formats import rules_of
 from w4a8.formats.config import config_in
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=HELP)
     parser.add_argument(
         "--memory-speed",
-        type=float,
+        type=number(float, 0.001),
         metavar="GB/S",
         help="of the machine that is to run it; without this it is measured here, in two seconds",
     )
@@ -79,7 +79,7 @@ def examine(name: str, memory_speed: float | None = None) -> tuple[dict[str, Any
         ValueError: it cannot be read.
     """
     path = find(name, weights=False)
-    answer, layers, top_k = (_gguf if path.suffix == ".gguf" else _folder)(name, path)
+    answer, layers, top_k = (_gguf if is_gguf(path) else _folder)(name, path)
     memory = {state: sum(layer.bytes for layer in layers if layer.state == state) for state in (RUNS, FLOAT, REFUSED)}
     speed = 1e9 * memory_speed if memory_speed else machine.read_speed()
     token = token_bytes(layers, top_k)
@@ -125,7 +125,7 @@ def _gguf(name: str, path: Path) -> tuple[dict[str, Any], list[Layer], int | Non
 
 def _folder(name: str, path: Path) -> tuple[dict[str, Any], list[Layer], int | None]:
     config = read_json(path / "config.json")
-    text = config.get("text_config") or config
+    text = json_field(config, "text_config", dict, "config.json: text_config") or config
     source = config_in(path)
     method = "floats" if source is None else str(source.get("quant_method"))
     if method == METHOD:
@@ -134,7 +134,8 @@ def _folder(name: str, path: Path) -> tuple[dict[str, Any], list[Layer], int | N
     files: Counter[Path] = Counter()
     for header in headers.values():
         files[header.file] += header.bytes
-    architecture = next(iter(config.get("architectures") or []), str(config.get("model_type")))
+    classes = json_field(config, "architectures", list, "config.json: architectures") or [config.get("model_type")]
+    architecture = str(classes[0])
     layers_count = text.get("num_hidden_layers")
     answer = _head(name, path, method, architecture, layers_count, sum(files.values()), len(files))
     answer["reading"] = 0 if method == METHOD else max(files.values())

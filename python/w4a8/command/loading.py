@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from w4a8.checkpoint.gguf_file import GGUFFile
+from w4a8.checkpoint.gguf_file import GGUFFile, is_gguf
 from w4a8.checkpoint.gguf_linear import GGUFLinears
 from w4a8.command import extras
 from w4a8.command.report import UsageError
@@ -58,7 +58,7 @@ def import_transformers() -> Any:
 
 def method_of(path: Path) -> str | None:
     """How a model is quantized: ``gguf``, ``w4a8`` (packed), a method of others; None: its weights are floats."""
-    if path.suffix == ".gguf":
+    if is_gguf(path):
         return "gguf"
     source = config_in(path)
     return None if source is None else str(source.get("quant_method"))
@@ -66,7 +66,7 @@ def method_of(path: Path) -> str | None:
 
 def source_of(path: Path) -> tuple[Path, dict[str, str]]:
     """What ``from_pretrained`` is given: the folder, and the name of a GGUF file."""
-    return (path.parent, {"gguf_file": path.name}) if path.suffix == ".gguf" else (path, {})
+    return (path.parent, {"gguf_file": path.name}) if is_gguf(path) else (path, {})
 
 
 def load(path: Path, args: argparse.Namespace) -> Any:
@@ -113,7 +113,7 @@ def tokenizer_of(path: Path) -> Any:
     Raises:
         ValueError: transformers cannot make it; says why.
     """
-    if path.suffix == ".gguf":
+    if is_gguf(path):
         there = "tokenizer.ggml.tokens" in GGUFFile(path).keys
     else:
         there = any(next(path.glob(pattern), None) for pattern in ("tokenizer*", "vocab*", "*.model", "*.tiktoken"))

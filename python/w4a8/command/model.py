@@ -33,6 +33,8 @@ def find(name: str, weights: bool = True) -> Path:
     """
     path = Path(name)
     if not path.exists():
+        if path.parent != Path(".") and path.parent.is_dir():  # no OWNER of the Hub, but a slip of the pen
+            raise ValueError(f"{name} is not there, though {path.parent} is a folder of this machine")
         path = _of_hub(name, weights)
     found = gguf_in(path)
     if found is None and not (path / "config.json").is_file():

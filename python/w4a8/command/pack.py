@@ -43,13 +43,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Packs a model."""
     begin = time.perf_counter()
-    if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
+    out = args.out.resolve()  # of a link to a folder that folder: a folder cannot take the place of a link
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{args.out} is there already: name another directory, or remove it")
+    if out.is_mount() or out == Path.cwd():
+        raise UsageError(f"{args.out} is a mount point or the folder that this runs in: name a directory inside")
     path = find(args.model)
     if loading.method_of(path) == METHOD:
         raise UsageError(f"{args.model} is packed already: copy the directory")
     os.environ.pop("W4A8_MEMORY", None)  # what is written does not depend on it, and what is read again stays mapped
-    with _appearing(args.out) as folder:
+    with _appearing(out) as folder:
         model = loading.load(path, args)
         report = model.hf_quantizer.report
         model.save_pretrained(folder, max_shard_size=_SHARD)
@@ -86,21 +89,24 @@ def _write_tokenizer(path: Path, folder: Path) -> str:
 
 @contextmanager
 def _appearing(out: Path) -> Iterator[Path]:
-    """A folder beside ``out`` that takes its name at the end, and is removed if there is no end."""
-    out.absolute().parent.mkdir(parents=True, exist_ok=True)
-    making = Path(tempfile.mkdtemp(prefix=f".{out.name}.packing-", dir=out.absolute().parent))
-    before = signal.getsignal(signal.SIGTERM)
+    """A folder beside ``out``, an absolute path, that takes its name at the end, and is removed if there is no end."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    making = Path(tempfile.mkdtemp(prefix=f".{out.name}.packing-", dir=out.parent))
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is below runs
+        for number, handler in before.items():
+            if handler != signal.SIG_IGN:  # as with nohup
+                signal.signal(number, lambda number, _: sys.exit(128 + number))  # so that what is below runs
         yield making
-        for path in [*making.iterdir(), making]:  # on the disk before it has its name
-            path.chmod((0o777 if path == making else 0o666) & ~_umask())  # some are made for their owner alone
+        for path in [*making.rglob("*"), making]:  # on the disk before it has its name
+            path.chmod((0o777 if path.is_dir() else 0o666) & ~_umask())  # some are made for their owner alone
             handle = os.open(path, os.O_RDONLY)
             os.fsync(handle)
             os.close(handle)
         making.rename(out)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
         shutil.rmtree(making, ignore_errors=True)
 
 

@@ -4,12 +4,29 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 
 class UsageError(Exception):
     """Arguments that do not go together; the command ends with exit code 2."""
+
+
+def number(kind: type, least: float, most: float = float("inf")) -> Callable[[str], Any]:
+    """The ``type`` of an argument: a finite number of [least, most]."""
+
+    def parse(text: str) -> Any:
+        value = kind(text)
+        if not least <= value <= most or value == float("inf"):
+            raise argparse.ArgumentTypeError(
+                f"{text} is not in [{least}, {most}]"
+                if most < float("inf")
+                else f"{text} is no finite number from {least} on"
+            )
+        return value
+
+    parse.__name__ = kind.__name__  # which argparse names where the text is no number
+    return parse
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

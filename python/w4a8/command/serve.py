@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import w4a8
-from w4a8.checkpoint.gguf_file import GGUFFile
+from w4a8.checkpoint.gguf_file import GGUFFile, is_gguf
 from w4a8.checkpoint.gguf_keys import Keys
 from w4a8.command import extras
 from w4a8.command.doctor import VLLM, installed
 from w4a8.command.model import HELP, find, hub_name
-from w4a8.core.json_fields import read_json
+from w4a8.command.report import number
+from w4a8.core.json_fields import json_field, read_json
 from w4a8.integrations.vllm.settings import LM_HEAD_SWITCH
 
 CACHE = "VLLM_CPU_KVCACHE_SPACE"
@@ -35,13 +36,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Of ``w4a8 serve``."""
     parser.add_argument("model", metavar="MODEL", help=HELP)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (%(default)s)")
-    parser.add_argument("--port", type=int, default=8000, help="(%(default)s)")
+    parser.add_argument("--port", type=number(int, 1, 65535), default=8000, help="(%(default)s)")
     parser.add_argument(
-        "--max-model-len", type=int, metavar="N", help=f"tokens of prompt and answer ({_LONGEST}, or the model's own)"
+        "--max-model-len",
+        type=number(int, 1),
+        metavar="N",
+        help=f"tokens of prompt and answer ({_LONGEST}, or the model's own)",
     )
     parser.add_argument(
         "--kv-cache",
-        type=int,
+        type=number(int, 1),
         metavar="GIB",
         help=f"of the KV cache ({CACHE}); the default holds one sequence of --max-model-len, 1 at least",
     )
@@ -92,8 +96,8 @@ def command_of(args: argparse.Namespace, program: list[str]) -> tuple[list[str],
         program: of :func:`vllm_program`.
     """
     path = find(args.model, weights=False)
-    model = args.model if hub_name(args.model) and path.suffix != ".gguf" else str(path)
-    sizes = _sizes_of_file(path) if path.suffix == ".gguf" else _sizes_of_config(read_json(path / "config.json"))
+    model = args.model if hub_name(args.model) and not is_gguf(path) else str(path)
+    sizes = _sizes_of_file(path) if is_gguf(path) else _sizes_of_config(read_json(path / "config.json"))
     longest = args.max_model_len or min(_LONGEST, sizes["longest"] or _LONGEST)
     variables = {}
     if args.kv_cache is not None or CACHE not in os.environ:
@@ -122,14 +126,17 @@ def cache_bytes(sizes: Mapping[str, Any]) -> int:
 
 
 def _sizes_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    text = config.get("text_config") or config
-    heads = text.get("num_attention_heads")
-    rank, rope = text.get("kv_lora_rank"), text.get("qk_rope_head_dim")
+    text = json_field(config, "text_config", dict, "config.json: text_config") or config
+
+    def size(name: str) -> int | None:
+        return json_field(text, name, int, f"config.json: {name}")
+
+    heads, rank, rope = size("num_attention_heads"), size("kv_lora_rank"), size("qk_rope_head_dim")
     return {
-        "longest": text.get("max_position_embeddings"),
-        "layers": text.get("num_hidden_layers"),
-        "heads": text.get("num_key_value_heads") or heads,
-        "head": text.get("head_dim") or (text.get("hidden_size", 0) // heads if heads else None),
+        "longest": size("max_position_embeddings"),
+        "layers": size("num_hidden_layers"),
+        "heads": size("num_key_value_heads") or heads,
+        "head": size("head_dim") or ((size("hidden_size") or 0) // heads if heads else None),
         "latent": rank + rope if rank and rope else None,
     }
 

@@ -41,9 +41,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def write_sums(folder: Path) -> dict[str, str]:
-    """Writes the checksums of all files of a folder; returns name -> checksum."""
-    names = sorted(path.name for path in folder.iterdir() if path.is_file())
-    found = _sums([folder / name for name in names], "checksums")
+    """Writes the checksums of all files of a folder, also in folders of it; returns name -> checksum."""
+    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    found = _sums(folder, names, "checksums")
     (folder / SUMS).write_text("".join(f"{found[name]}  {name}\n" for name in names))
     return found
 
@@ -87,17 +87,17 @@ def _wrong_sums(folder: Path) -> tuple[list[str], int]:
     lines = path.read_text(errors="replace").splitlines()
     stated = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
     there = [name for name in stated if name and (folder / name).is_file()]
-    found = _sums([folder / name for name in there], "verifying")
+    found = _sums(folder, there, "verifying")
     problems = [f"{folder / name} is missing" for name in stated if name not in there]
     problems += [f"{folder / name} has changed: its checksum differs" for name in there if found[name] != stated[name]]
     unnamed = [each for each in sorted(folder.glob("*.safetensors")) if each.name not in stated]
     return problems + [f"{each} is not in {SUMS}" for each in unnamed], len(stated)
 
 
-def _sums(paths: list[Path], what: str) -> dict[str, str]:
-    pieces = sum(-(-path.stat().st_size // _PIECE) for path in paths)
+def _sums(folder: Path, names: list[str], what: str) -> dict[str, str]:
+    pieces = sum(-(-(folder / name).stat().st_size // _PIECE) for name in names)
     with progress_bar(pieces, sys.stderr.isatty(), "MB", what) as advance:
-        return {path.name: _sum(path, advance) for path in paths}
+        return {name: _sum(folder / name, advance) for name in names}
 
 
 def _sum(path: Path, advance: Callable[[], object]) -> str:

@@ -85,6 +85,14 @@ def test_what_is_wrong(monkeypatch, capsys):
     assert (code, err) == (1, f"w4a8: this needs transformers: {extras.TRANSFORMERS}\n")
 
 
+def test_lines_of_windows_and_a_broken_template(with_words, monkeypatch, capsys):
+    code, _, _ = talk(monkeypatch, capsys, "\r\nnever read\r\n", with_words)
+    assert code == 0
+    (with_words / "chat_template.jinja").write_text("{{ raise_exception('no') }}")
+    code, _, err = talk(monkeypatch, capsys, "hello\r\n", with_words)
+    assert code == 1 and "the chat template fails: no" in err
+
+
 def test_speeds():
     assert chat.speeds(10, [0.0, 2.0, 3.0, 4.0, 6.0]) == "prompt of 10 tokens: 5.0 tokens/s; 4 written: 0.8 tokens/s"
     assert chat.speeds(10, [0.0, 2.0]) == "prompt of 10 tokens: 5.0 tokens/s"

