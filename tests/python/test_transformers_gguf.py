@@ -305,6 +305,42 @@ def test_configs(name, tmp_path):
     assert differ == {"_name_or_path", "architectures"}
 
 
+@pytest.mark.parametrize(
+    "name, changes, field, expected",
+    [
+        ("qwen3moe", {"rope.scaling.factor": 4.0}, "rope_parameters", ("linear", 4.0)),
+        ("qwen3moe", {"rope.scale_linear": 4.0}, "rope_parameters", ("linear", 4.0)),
+        ("qwen3moe", {"rope.scaling.type": "linear"}, "rope_parameters", ("default", None)),
+        ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping", 30.0),
+        ("gemma3", {"attention.sliding_window": None}, "layer_types", [False] * 6),
+        ("gemma3", {"attention.sliding_window_pattern": 3}, "layer_types", [True, True, False] * 2),
+        ("gemma3", {"attention.sliding_window_pattern": 0}, "layer_types", [True] * 6),
+        ("gemma3", {"attention.sliding_window_pattern": [False, True] * 3}, "layer_types", [False, True] * 3),
+    ],
+)  # fmt: skip
+def test_keys_that_change_what_is_computed(name, changes, field, expected, tmp_path):
+    """As llama.cpp reads them (llama-model.cpp, load_hparams)."""
+    tiny = TinyModel(name)
+    for key, value in changes.items():
+        tiny.keys.pop(f"{name}.{key}", None)
+        tiny.keys |= {} if value is None else {f"{name}.{key}": value}
+    tiny.write(tmp_path)
+    found = getattr(config_of(tmp_path), field)
+    if field == "rope_parameters":
+        found = found["rope_type"], found.get("factor")
+    if field == "layer_types":
+        found = [each == "sliding_attention" for each in found]
+    assert found == expected
+
+
+def test_attention_factor_of_yarn(tmp_path):
+    tiny = TinyModel("gpt-oss")
+    tiny.keys["gpt-oss.rope.scaling.attn_factor"] = 2.0
+    tiny.write(tmp_path)
+    rope = config_of(tmp_path).rope_parameters
+    assert rope["attention_factor"] == pytest.approx(2 * (0.1 * math.log(rope["factor"]) + 1), rel=1e-12)
+
+
 def test_ends_of_a_text(tmp_path):
     """The end of a turn is one, as in llama.cpp."""
     tiny = TinyModel("gemma3")
@@ -401,6 +437,18 @@ BROKEN = {
     "rope": (
         lambda tiny: tiny.keys.update({"qwen3moe.rope.scaling.type": "longrope"}),
         r"rope.scaling.type is 'longrope' in the GGUF file, but none, linear or yarn is expected",
+    ),
+    "a factor of attention": (
+        lambda tiny: tiny.keys.update({"qwen3moe.rope.scaling.attn_factor": 2.0}),
+        r"qwen3moe.rope.scaling.attn_factor is 2.0 in the GGUF file",
+    ),
+    "scaled weights of experts": (
+        lambda tiny: tiny.keys.update({"qwen3moe.expert_weights_scale": 2.5}),
+        r"qwen3moe.expert_weights_scale is 2.5 in the GGUF file, but qwen3_moe computes 1.0",
+    ),
+    "groups of experts": (
+        lambda tiny: tiny.keys.update({"qwen3moe.expert_group_count": 4}),
+        r"qwen3moe.expert_group_count is 4 in the GGUF file, but qwen3_moe computes 1",
     ),
     "factors of rope": (
         lambda tiny: tiny.tensors.update({"rope_freqs.weight": llama3_factors() * 1.5}),

@@ -97,6 +97,8 @@ class Architecture:
         turned: rows of q and k are in ggml's order: of each head the pairs that are rotated together are neighbours.
         in_turns: a stack of gate and up alternates them, in its last dimension; stacks are transposed.
         norm_plus: what is added to the weights of norms in the file.
+        window_period: every so manieth layer sees the whole text, the others a sliding window, if the file has one and
+            does not say otherwise; 0: the model has none.
     """
 
     model: str
@@ -107,6 +109,7 @@ class Architecture:
     turned: bool = False
     in_turns: bool = False
     norm_plus: int = 0
+    window_period: int = 0
 
     def parameter(self, name: str) -> str | None:
         """The parameter that a tensor is, or is part of."""
@@ -146,9 +149,9 @@ ARCHITECTURES = {
     "gemma3": Architecture(
         "Gemma3",
         "gemma3_text",
-        _DENSE | {"attention.sliding_window": "sliding_window"},
         names=_GEMMA_NAMES,
         norm_plus=1,
+        window_period=6,
     ),
     "qwen2": Architecture("Qwen2", "qwen2"),
     "qwen3": Architecture("Qwen3", "qwen3"),
@@ -163,11 +166,11 @@ ARCHITECTURES = {
     "gpt-oss": Architecture(
         "GptOss",
         "gpt_oss",
-        _LOCAL_EXPERTS
-        | {"expert_feed_forward_length": "intermediate_size", "attention.sliding_window": "sliding_window"},
+        _LOCAL_EXPERTS | {"expert_feed_forward_length": "intermediate_size"},
         Routing(SOFTMAX_OF_SELECTED, activation=MoEActivation.SWIGLUOAI),
         names=_OSS_NAMES,
         in_turns=True,
+        window_period=2,
     ),
     "deepseek2": Architecture("DeepseekV2", "deepseek_v2", _DEEPSEEK, Routing(), _DEEPSEEK_NAMES),
     "deepseek3": Architecture("DeepseekV3", "deepseek_v3", _DEEPSEEK, Routing(SIGMOID), _DEEPSEEK_NAMES),

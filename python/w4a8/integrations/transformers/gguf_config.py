@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from w4a8.checkpoint.gguf_architectures import ARCHITECTURES, SIZES, Architecture, named
 from w4a8.checkpoint.gguf_keys import Keys
+from w4a8.core.json_fields import shorten
 
 
 def config_of(metadata: Mapping[str, Any], tensor_names: Sequence[str]) -> dict[str, Any]:
@@ -39,6 +41,8 @@ def config_of(metadata: Mapping[str, Any], tensor_names: Sequence[str]) -> dict[
         config |= _deepseek(keys)
     else:
         config |= _heads(keys, config, partly=name == "glm4moe")
+    if known.window_period:
+        config |= _windows(keys, known.window_period, config["num_hidden_layers"])
     if known.routing is not None:
         config |= _router(keys, config, known)
     if name == "deepseek2":
@@ -48,12 +52,42 @@ def config_of(metadata: Mapping[str, Any], tensor_names: Sequence[str]) -> dict[
     if name == "gpt-oss" and config["rope_parameters"]["rope_type"] == "yarn":
         config["rope_parameters"] |= {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
     if name == "gemma3":
+        if keys.typed("final_logit_softcapping", float, 0.0) > 0:
+            config["final_logit_softcapping"] = keys.typed("final_logit_softcapping", float)
         sliding = {"rope_type": "default", "rope_theta": keys.number("rope.freq_base_swa", 10000.0)}
         config["rope_parameters"] = {"full_attention": config["rope_parameters"], "sliding_attention": sliding}
         # The 27B model alone has another one, which llama.cpp knows by its 62 layers as well.
         whole = config["hidden_size"] // config["num_attention_heads"]
         config["query_pre_attn_scalar"] = whole if config["num_hidden_layers"] == 62 else config["head_dim"]
     return config | _token_ids(metadata)
+
+
+def _windows(keys: Keys, period: int, layers: int) -> dict[str, Any]:
+    """Which layers see a sliding window alone, as llama.cpp has it (llama_hparams::set_swa_pattern).
+
+    Args:
+        keys: of the file.
+        period: Architecture.window_period.
+        layers: of the model.
+
+    Raises:
+        ValueError: a key is not as it should be.
+    """
+    window = keys.count("attention.sliding_window", 0, least=0)
+    pattern = keys.get("attention.sliding_window_pattern", period)
+    if isinstance(pattern, int) and not isinstance(pattern, bool):
+        period = keys.count("attention.sliding_window_pattern", period, least=0)
+        slides = [period == 0 or layer % period < period - 1 for layer in range(layers)]
+    else:
+        slides = [bool(each) for each in pattern] if hasattr(pattern, "__len__") else []
+        if len(slides) != layers:
+            key = f"{keys.architecture}.attention.sliding_window_pattern"
+            raise ValueError(
+                f"{key} is {shorten(pattern)}, but a period or one flag for each of {layers} layers is expected"
+            )
+    names = {True: "sliding_attention", False: "full_attention"}
+    found = {"layer_types": [names[window > 0 and each] for each in slides]}
+    return found | ({"sliding_window": window} if window else {})
 
 
 def _heads(keys: Keys, config: Mapping[str, Any], partly: bool) -> dict[str, Any]:
@@ -103,6 +137,9 @@ def _router(keys: Keys, config: Mapping[str, Any], known: Architecture) -> dict[
             "topk_group": keys.count("expert_group_used_count", 1),
             "routed_scaling_factor": keys.typed("expert_weights_scale", float, 1.0) or 1.0,
         }
+    else:  # which these models do not have; 0 is none, as in llama.cpp
+        stated.append(("expert_weights_scale", keys.typed("expert_weights_scale", float, 1.0) or 1.0, 1.0))
+        stated.append(("expert_group_count", keys.typed("expert_group_count", int, 1) or 1, 1))
     if known.model_type in ("mixtral", "gpt_oss", "deepseek_v2"):  # they have no choice
         stated.append(("expert_weights_norm", renormalize, routing.renormalize))
     else:
@@ -118,15 +155,26 @@ def _router(keys: Keys, config: Mapping[str, Any], known: Architecture) -> dict[
 
 
 def _rope(keys: Keys) -> dict[str, Any]:
-    kind = keys.typed("rope.scaling.type", str, "none")
+    """As llama.cpp reads it: a factor without a type is linear, and an older key for it counts as well."""
+    scaled = "rope.scaling.factor" if keys.get("rope.scaling.factor") is not None else "rope.scale_linear"
+    factor = keys.typed(scaled, float, 0.0)
+    kind = keys.typed("rope.scaling.type", str, "linear" if factor else "none")
+    more = keys.typed("rope.scaling.attn_factor", float, 1.0)  # times the one that follows from the factor
+    if more != 1 and (kind != "yarn" or keys.get("rope.scaling.yarn_log_multiplier") is not None):
+        key = f"{keys.architecture}.rope.scaling.attn_factor"
+        raise ValueError(
+            f"{key} is {more} in the GGUF file, which is supported with yarn and without yarn_log_multiplier alone"
+        )
     rope = {"rope_type": "default", "rope_theta": float(keys.number("rope.freq_base", 10000.0))}
-    if kind == "none":
+    if kind == "none" or (kind == "linear" and factor in (0, 1)):
         return rope
     if kind not in ("linear", "yarn"):
         raise ValueError(f"rope.scaling.type is {kind!r} in the GGUF file, but none, linear or yarn is expected")
-    rope |= {"rope_type": kind, "factor": float(keys.number("rope.scaling.factor"))}
+    rope |= {"rope_type": kind, "factor": float(keys.number(scaled))}
     if kind == "yarn":
         rope["original_max_position_embeddings"] = keys.number("rope.scaling.original_context_length")
+        if more != 1:
+            rope["attention_factor"] = more * (0.1 * math.log(rope["factor"]) + 1)
         # The scripts write a tenth of it. The other one is as large, which llama.cpp takes for granted, too.
         if keys.get("rope.scaling.yarn_log_multiplier") is not None:
             scale = round(10 * keys.number("rope.scaling.yarn_log_multiplier"), 6)
