@@ -8,6 +8,23 @@ from typing import Any
 
 from w4a8.core.json_fields import CheckpointError, shorten
 
+# Ways to split a text (tokenizer.ggml.pre) with which llama.cpp begins it with bos, if the file does not say.
+_WITH_BOS = ("llama3", "llama-v3", "llama-bpe")
+
+
+def added_tokens(keys: Mapping[str, Any]) -> dict[str, bool]:
+    """Whether a text begins with bos and ends with eos, as llama.cpp has it. transformers does not read these keys.
+
+    Args:
+        keys: all of a file.
+
+    Returns:
+        ``add_bos_token`` and ``add_eos_token``, attributes of a tokenizer.
+    """
+    model, split = (keys.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
+    adds_bos = keys.get("tokenizer.ggml.add_bos_token", model == "llama" or split in _WITH_BOS)
+    return {"add_bos_token": bool(adds_bos), "add_eos_token": bool(keys.get("tokenizer.ggml.add_eos_token"))}
+
 
 class Keys:
     """Those of the architecture that a file has, by their names behind ``<architecture>.``.

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from w4a8.checkpoint.gguf_file import GGUFFile, is_gguf
+from w4a8.checkpoint.gguf_keys import added_tokens
 from w4a8.checkpoint.gguf_linear import GGUFLinears
 from w4a8.command import extras
 from w4a8.command.report import UsageError
@@ -113,15 +114,20 @@ def tokenizer_of(path: Path) -> Any:
     Raises:
         ValueError: transformers cannot make it; says why.
     """
+    added = {}
     if is_gguf(path):
-        there = "tokenizer.ggml.tokens" in GGUFFile(path).keys
+        keys = GGUFFile(path).keys
+        there, added = "tokenizer.ggml.tokens" in keys, added_tokens(keys)
     else:
         there = any(next(path.glob(pattern), None) for pattern in ("tokenizer*", "vocab*", "*.model", "*.tiktoken"))
     if not there:
         return None
     transformers, (folder, options) = import_transformers(), source_of(path)
     try:
-        return transformers.AutoTokenizer.from_pretrained(folder, **options)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **options)
+        for name, value in added.items():
+            setattr(tokenizer, name, value)
+        return tokenizer
     except Exception as error:  # of many classes
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"transformers cannot make the tokenizer of {path} ({reason})") from error

@@ -11,9 +11,10 @@ import torch
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 import multiplied_out  # noqa: E402
+from gguf_models import TinyModel  # noqa: E402
 from test_quantize_transformers import make_model  # noqa: E402
 
-from w4a8.command import chat, extras, main  # noqa: E402
+from w4a8.command import chat, extras, loading, main  # noqa: E402
 from w4a8.integrations.transformers import W4A8Config  # noqa: E402
 
 TOOL_WRITTEN = multiplied_out.TOOL_WRITTEN
@@ -91,6 +92,18 @@ def test_lines_of_windows_and_a_broken_template(with_words, monkeypatch, capsys)
     (with_words / "chat_template.jinja").write_text("{{ raise_exception('no') }}")
     code, _, err = talk(monkeypatch, capsys, "hello\r\n", with_words)
     assert code == 1 and "the chat template fails: no" in err
+
+
+@pytest.mark.parametrize(("keys", "adds"), [({}, False), ({"pre": "llama-bpe"}, True), ({"add_bos_token": True}, True)])
+def test_a_text_begins_with_bos_as_in_llama_cpp(keys, adds, tmp_path):
+    """Of a GGUF file: transformers does not read these keys."""
+    tiny = TinyModel("qwen3")
+    letters = [*map(chr, range(ord("a"), ord("z") + 1)), "\u0120"]
+    tokens = {"model": "gpt2", "tokens": ["<pad>", "<s>", "</s>", *letters, "ab"], "merges": ["a b"], **keys}
+    tokens |= {"token_type": [3, 3, 3, *[1] * 28], "bos_token_id": 1, "eos_token_id": 2}
+    tiny.keys |= {f"tokenizer.ggml.{key}": value for key, value in tokens.items()}
+    ids = loading.tokenizer_of(tiny.write(tmp_path))("ab").input_ids
+    assert ids == ([1, 30] if adds else [30])
 
 
 def test_speeds():

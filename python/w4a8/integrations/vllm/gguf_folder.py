@@ -20,6 +20,7 @@ import transformers
 from w4a8.checkpoint.gguf_architectures import RUN_IN_VLLM, named
 from w4a8.checkpoint.gguf_experts import layers_of
 from w4a8.checkpoint.gguf_file import GGUFFile
+from w4a8.checkpoint.gguf_keys import added_tokens
 from w4a8.checkpoint.gguf_linear import GGUFLinears
 from w4a8.core.json_fields import read_json, shorten
 from w4a8.integrations.vllm.compiled import package_digest
@@ -28,8 +29,6 @@ NAME = "w4a8_gguf"  # of the quantization method and of the load format, in vLLM
 SAYS = "gguf.json"  # in a folder: where the file is
 # Tensors that are no weights of a model: rope_freqs is in the config, the others belong to a matrix of NVFP4.
 BESIDE = ("rope_freqs.weight", ".scale", ".input_scale")
-# Ways to split a text (tokenizer.ggml.pre) with which llama.cpp begins it with bos, if the file does not say.
-_WITH_BOS = ("llama3", "llama-v3", "llama-bpe")
 
 
 @lru_cache(maxsize=2)
@@ -133,9 +132,6 @@ def _write_tokenizer(file: GGUFFile, folder: Path) -> None:
         raise ValueError(f"{path}: transformers cannot make its tokenizer ({reason}): pass --tokenizer NAME") from error
     finally:
         link.unlink()
-    # transformers does not read these; chat templates write their own, and vLLM adds none to them.
-    model, split = (file.keys.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
-    adds_bos = file.keys.get("tokenizer.ggml.add_bos_token", model == "llama" or split in _WITH_BOS)
-    tokenizer.add_bos_token = bool(adds_bos)
-    tokenizer.add_eos_token = bool(file.keys.get("tokenizer.ggml.add_eos_token"))
+    for name, value in added_tokens(file.keys).items():  # chat templates write their own, and vLLM adds none to them
+        setattr(tokenizer, name, value)
     tokenizer.save_pretrained(folder)
