@@ -52,7 +52,10 @@ uint32_t detect() {
   if ((edx & tile_int8) == tile_int8 && (state & 0x60000) == 0x60000) {
     features |= kAmxInt8;
   }
-  if (eax >= 1 && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) != 0 && ((eax >> 4) & 1)) features |= kAvxVnni;
+  if (eax >= 1 && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) != 0) {
+    if ((eax >> 4) & 1) features |= kAvxVnni;
+    if (((eax >> 5) & 1) && (features & kAvx512) != 0) features |= kAvx512Bf16;
+  }
   return features;
 }
 #elif defined(__aarch64__) && defined(__linux__)
@@ -124,7 +127,7 @@ std::string feature_names(uint32_t features) {
   static constexpr Name kNames[] = {
       {kAvx2, "avx2"},       {kFma, "fma"},         {kF16c, "f16c"}, {kAvx512, "avx512"},   {kAvx512Vnni, "avx512vnni"},
       {kNeon, "neon"},       {kDotprod, "dotprod"}, {kI8mm, "i8mm"}, {kAvxVnni, "avxvnni"}, {kGfni, "gfni"},
-      {kAmxInt8, "amx_int8"}};
+      {kAmxInt8, "amx_int8"}, {kAvx512Bf16, "avx512bf16"}};
   std::string names;
   for (const Name& entry : kNames) {
     if ((features & entry.bit) == 0) continue;

@@ -19,6 +19,7 @@ enum Feature : uint32_t {
   kAvxVnni = 1u << 8,   ///< VPDPBUSD on YMM registers without AVX-512
   kGfni = 1u << 9,      ///< with AVX-512: VGF2P8AFFINEQB on ZMM registers
   kAmxInt8 = 1u << 10,  ///< tiles of int8, with OS support for their state; see ask_for_amx
+  kAvx512Bf16 = 1u << 11,  ///< VDPBF16PS on ZMM registers
 };
 
 /// Feature bits of this machine, detected once. x86: CPUID, and XCR0 for what the OS saves. Arm: what the OS says.

@@ -134,8 +134,10 @@ void amx_gemm(const Rows& rows, int64_t m, const Panels& panels, int64_t panel_c
 }  // namespace
 
 extern const Kernel x86_amx;
+extern const AttentionFunctions x86_avx512vnni_attention;
 constinit const Kernel x86_amx = {shared_rows<x86_avx512vnni>(),
                                   {amx_gemm, amx_task_rows, amx_scratch_bytes, always},
+                                  &x86_avx512vnni_attention,
                                   "x86_amx",
                                   kAvx2 | kFma | kF16c | kAvx512 | kAvx512Vnni | kGfni | kAmxInt8,
                                   ask_for_amx};

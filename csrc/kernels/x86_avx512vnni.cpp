@@ -38,9 +38,11 @@ namespace {
 
 #ifndef W4A8_OTHER_HOST_TWIN
 #define W4A8_AVX512VNNI x86_avx512vnni
+#define W4A8_AVX512VNNI_ATTENTION x86_avx512vnni_attention
 #define W4A8_AVX512VNNI_NAME "x86_avx512vnni"
 #else
 #define W4A8_AVX512VNNI x86_avx512vnni_other_host
+#define W4A8_AVX512VNNI_ATTENTION x86_avx512vnni_other_host_attention
 #define W4A8_AVX512VNNI_NAME "x86_avx512vnni_other_host"
 // Found before those of cpu_features.h.
 bool host_unpacks_for_free() { return !w4a8::host_unpacks_for_free(); }
@@ -62,7 +64,9 @@ bool unpacking_pays() { return !host_unpacks_for_free(); }
 }  // namespace
 
 extern const Kernel W4A8_AVX512VNNI;
-constinit const Kernel W4A8_AVX512VNNI = {rows_of<Ops>(), gemm_of<Ops>(unpacking_pays), W4A8_AVX512VNNI_NAME,
+extern const AttentionFunctions W4A8_AVX512VNNI_ATTENTION;
+constinit const Kernel W4A8_AVX512VNNI = {rows_of<Ops>(), gemm_of<Ops>(unpacking_pays), &W4A8_AVX512VNNI_ATTENTION,
+                                          W4A8_AVX512VNNI_NAME,
                                           kAvx2 | kFma | kF16c | kAvx512 | kAvx512Vnni};
 
 }  // namespace w4a8::isa

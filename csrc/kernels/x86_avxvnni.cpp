@@ -23,12 +23,14 @@
 // {vex}, {evex}: the assembler must not choose the form.
 #ifndef W4A8_EVEX_TWIN
 #define W4A8_AVXVNNI x86_avxvnni
+#define W4A8_AVXVNNI_ATTENTION x86_avxvnni_attention
 #define W4A8_AVXVNNI_NAME "x86_avxvnni"
 #define W4A8_AVXVNNI_NEEDS kAvxVnni
 #define W4A8_VPDPBUSD "%{vex%} vpdpbusd"
 W4A8_TARGET("avx2,fma,f16c,avxvnni")
 #else
 #define W4A8_AVXVNNI x86_avxvnni_evex
+#define W4A8_AVXVNNI_ATTENTION x86_avxvnni_evex_attention
 #define W4A8_AVXVNNI_NAME "x86_avxvnni_evex"
 #define W4A8_AVXVNNI_NEEDS (kAvx512 | kAvx512Vnni)
 #define W4A8_VPDPBUSD "%{evex%} vpdpbusd"
@@ -82,7 +84,8 @@ using Ops = VnniOps<AvxVnniOps>;
 }  // namespace
 
 extern const Kernel W4A8_AVXVNNI;
-constinit const Kernel W4A8_AVXVNNI = {shared_rows<x86_avx2>(), gemm_of<Ops>(), W4A8_AVXVNNI_NAME,
+extern const AttentionFunctions W4A8_AVXVNNI_ATTENTION;
+constinit const Kernel W4A8_AVXVNNI = {shared_rows<x86_avx2>(), gemm_of<Ops>(), &W4A8_AVXVNNI_ATTENTION, W4A8_AVXVNNI_NAME,
                                        kAvx2 | kFma | kF16c | W4A8_AVXVNNI_NEEDS};
 
 }  // namespace w4a8::isa

@@ -1,0 +1,105 @@
+// Attention without vector instructions: the definition that the others are compared with.
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+#include "kernels/attention/attention.h"
+#include "kernels/half.h"
+#include "kernels/ops.h"
+#include "kernels/target.h"
+
+#define W4A8_NO_VECTORS
+
+namespace w4a8::isa {
+namespace {
+
+#include "kernels/scalar_ops-inl.h"
+#include "kernels/unroll-inl.h"
+#include "kernels/attention/attention-inl.h"
+
+struct Ops : ScalarOps {
+  static constexpr int kTileRows = 2;
+  template <int kDistance>
+  static F swap_lanes(F x) {
+    return x;
+  }
+  static F round(F x) { return to_float(to_int(x)); }
+  static F times_pow2(F x, F n) { return mul(x, pow2(to_int(n))); }
+  static float reduce_max_float(F x) { return x; }
+  static float sum16(const F (&x)[16]) {
+    F sum[16];
+    for (int i = 0; i < 16; ++i) sum[i] = x[i];
+    for (int half = 8; half > 0; half /= 2) {
+      for (int i = 0; i < half; ++i) sum[i] = sum[i] + sum[i + half];
+    }
+    return sum[0];
+  }
+};
+
+// An item of a row is four bytes, as in the cache.
+struct Int8Dot {
+  static constexpr bool kInt8 = true;
+  static constexpr int kTileVecs = 16;
+  static constexpr int64_t kPerItem = 4;
+  static constexpr int64_t kRowItemBytes = 4;
+  using Sum = int32_t;
+  using Line = const uint8_t*;
+  using Item = const uint8_t*;
+  static Sum zero() { return 0; }
+  template <bool kKeys>
+  static Line load(const uint8_t* p) {
+    return p;
+  }
+  template <bool kKeys>
+  static Item item(const uint8_t* p) {
+    return p;
+  }
+  template <bool kKeys>
+  static void add(Sum& sum, Line line, Item item) {
+    const uint8_t* a = kKeys ? line : item;
+    const uint8_t* b = kKeys ? item : line;
+    for (int i = 0; i < 4; ++i) sum += a[i] * static_cast<int8_t>(b[i]);
+  }
+  static int32_t total(Sum sum) { return sum; }
+  static void store_weights(uint8_t* p, float weight) { *p = static_cast<uint8_t>(Ops::to_int(weight)); }
+};
+
+// The odd number is added first, as VDPBF16PS does.
+struct BFloat16Dot {
+  static constexpr bool kInt8 = false;
+  static constexpr int kTileVecs = 16;
+  static constexpr int64_t kPerItem = 2;
+  static constexpr int64_t kRowItemBytes = 8;
+  using Sum = float;
+  using Line = uint32_t;
+  struct Item {
+    float even;
+    float odd;
+  };
+  static Sum zero() { return 0.0f; }
+  template <bool kKeys>
+  static Line load(const uint8_t* p) {
+    Line line;
+    std::memcpy(&line, p, sizeof(line));
+    return line;
+  }
+  template <bool kKeys>
+  static Item item(const uint8_t* p) {
+    return {Ops::load_bytes(p), Ops::load_bytes(p + 4)};
+  }
+  template <bool kKeys>
+  static void add(Sum& sum, Line line, Item item) {
+    sum = std::fma(bits_float(line & 0xffff0000u), item.odd, sum);
+    sum = std::fma(bits_float(line << 16), item.even, sum);
+  }
+  static float total(Sum sum) { return sum; }
+  static void store_weights(uint8_t* p, float weight) { std::memcpy(p, &weight, sizeof(weight)); }
+};
+
+}  // namespace
+
+extern const AttentionFunctions scalar_attention;
+constinit const AttentionFunctions scalar_attention = attention_of<Ops, Int8Dot, BFloat16Dot>();
+
+}  // namespace w4a8::isa

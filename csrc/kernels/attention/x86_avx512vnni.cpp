@@ -1,0 +1,181 @@
+// Attention by AVX-512: VPDPBUSD for a cache of int8, VDPBF16PS or FMA for one of bfloat16.
+//
+//   instruction                    Ice Lake / SPR    Zen 4              (uops.info, read 2026-11)
+//   VPDPBUSD zmm                   2 a cycle, 5      1 a cycle, 4
+//   VDPBF16PS zmm                  -  / 1, 6         1 every 2 cycles, 6
+//   VFMADD231PS zmm                2 a cycle, 4      1 a cycle, 4
+//
+//   A tile of scores is 6 rows x 64 keys: 24 sums, 4 registers of keys, an item of a row. A register of keys is item i,
+//   four int8 or two bfloat16, of 16 keys; the item of a row is broadcast from memory. A tile of outputs is 6 rows x 64
+//   channels, and a register of values is four or two keys of 16 channels.
+//
+//   |key + 128| <= 255, |query| <= 127: a sum of 256 products is below 255 * 127 * 256 < 2^23. Weights are 0..255,
+//   values at most 127: a step of 128 keys is below 255 * 127 * 128 < 2^22.
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#include <cstdint>
+#include <utility>
+
+#include "kernels/attention/attention.h"
+#include "kernels/cpu_features.h"
+#include "kernels/half.h"
+#include "kernels/ops.h"
+#include "kernels/target.h"
+
+#if !defined(__clang__)
+// GCC before 13 warns about its own undefined-value idiom in avx512fintrin.h (GCC bug 105593).
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+
+W4A8_TARGET("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")
+namespace w4a8::isa {
+namespace {
+
+#include "kernels/avx512_ops-inl.h"
+#include "kernels/unroll-inl.h"
+// clang-format off: uses the one above
+#include "kernels/attention/attention-inl.h"
+// clang-format on
+
+struct Ops : Avx512Ops {
+  static constexpr int kTileRows = 6;
+  template <int kDistance>
+  static W4A8_INLINE F swap_lanes(F x) {
+    if constexpr (kDistance == 1) return _mm512_permute_ps(x, 0xb1);
+    if constexpr (kDistance == 2) return _mm512_permute_ps(x, 0x4e);
+    if constexpr (kDistance == 4) return _mm512_shuffle_f32x4(x, x, 0xb1);
+    if constexpr (kDistance == 8) return _mm512_shuffle_f32x4(x, x, 0x4e);
+  }
+  static W4A8_INLINE F round(F x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+  static W4A8_INLINE F times_pow2(F x, F n) { return _mm512_scalef_ps(x, n); }
+  static W4A8_INLINE float reduce_max_float(F x) { return _mm512_reduce_max_ps(x); }
+  static W4A8_INLINE float sum16(const F (&x)[1]) {
+    F sum = _mm512_add_ps(x[0], swap_lanes<8>(x[0]));
+    sum = _mm512_add_ps(sum, swap_lanes<4>(sum));
+    sum = _mm512_add_ps(sum, swap_lanes<2>(sum));
+    sum = _mm512_add_ps(sum, swap_lanes<1>(sum));
+    return _mm512_cvtss_f32(sum);
+  }
+};
+
+struct Int8Dot {
+  static constexpr bool kInt8 = true;
+  static constexpr int kTileVecs = 4;
+  static constexpr int64_t kPerItem = 4;
+  static constexpr int64_t kRowItemBytes = 4;
+  using Sum = __m512i;
+  using Line = __m512i;
+  using Item = __m512i;
+  static W4A8_INLINE Sum zero() { return _mm512_setzero_si512(); }
+  template <bool kKeys>
+  static W4A8_INLINE Line load(const uint8_t* p) {
+    return _mm512_loadu_si512(p);
+  }
+  template <bool kKeys>
+  static W4A8_INLINE Item item(const uint8_t* p) {
+    return Ops::broadcast4(reinterpret_cast<const int8_t*>(p));
+  }
+  template <bool kKeys>
+  static W4A8_INLINE void add(Sum& sum, Line line, Item item) {
+    Ops::dot(sum, kKeys ? line : item, kKeys ? item : line);
+  }
+  static W4A8_INLINE Ops::I total(Sum sum) { return sum; }
+  static W4A8_INLINE void store_weights(uint8_t* p, Ops::F weights) {
+    Ops::store_int8(reinterpret_cast<int8_t*>(p), Ops::to_int(weights));  // the low bytes
+  }
+};
+
+// The operands may be denormal: VDPBF16PS takes them for 0, which is why none is (round_to_bfloat16).
+struct BFloat16Dot {
+  static constexpr bool kInt8 = false;
+  static constexpr int kTileVecs = 4;
+  static constexpr int64_t kPerItem = 2;
+  static constexpr int64_t kRowItemBytes = 4;
+  using Sum = __m512;
+  using Line = __m512i;
+  using Item = __m512i;
+  static W4A8_INLINE Sum zero() { return _mm512_setzero_ps(); }
+  template <bool kKeys>
+  static W4A8_INLINE Line load(const uint8_t* p) {
+    return _mm512_loadu_si512(p);
+  }
+  template <bool kKeys>
+  static W4A8_INLINE Item item(const uint8_t* p) {
+    return Ops::broadcast4(reinterpret_cast<const int8_t*>(p));
+  }
+  template <bool kKeys>
+  static W4A8_INLINE void add(Sum& sum, Line line, Item item) {
+    __asm__ volatile("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(line), "v"(item));
+  }
+  static W4A8_INLINE Ops::F total(Sum sum) { return sum; }
+  static W4A8_INLINE void store_weights(uint8_t* p, Ops::F weights) {
+    Ops::store_as<DType::kBFloat16>(p, 0, weights);
+  }
+};
+
+// The same in two steps: the odd number is added first.
+struct BFloat16Fma {
+  static constexpr bool kInt8 = false;
+  static constexpr int kTileVecs = 4;
+  static constexpr int64_t kPerItem = 2;
+  static constexpr int64_t kRowItemBytes = 8;
+  using Sum = __m512;
+  struct Line {
+    __m512 odd;
+    __m512 even;
+  };
+  struct Item {
+    __m512 odd;
+    __m512 even;
+  };
+  static W4A8_INLINE Sum zero() { return _mm512_setzero_ps(); }
+  template <bool kKeys>
+  static W4A8_INLINE Line load(const uint8_t* p) {
+    const __m512i both = _mm512_loadu_si512(p);
+    return {_mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(static_cast<int>(0xffff0000u)))),
+            _mm512_castsi512_ps(_mm512_slli_epi32(both, 16))};
+  }
+  template <bool kKeys>
+  static W4A8_INLINE Item item(const uint8_t* p) {
+    const auto* floats = reinterpret_cast<const float*>(p);
+    return {_mm512_set1_ps(floats[1]), _mm512_set1_ps(floats[0])};
+  }
+  template <bool kKeys>
+  static W4A8_INLINE void add(Sum& sum, Line line, Item item) {
+    sum = _mm512_fmadd_ps(line.odd, item.odd, sum);
+    sum = _mm512_fmadd_ps(line.even, item.even, sum);
+  }
+  static W4A8_INLINE Ops::F total(Sum sum) { return sum; }
+  static W4A8_INLINE void store_weights(uint8_t* p, Ops::F weights) {
+    _mm512_storeu_ps(p, weights);
+  }
+};
+
+#ifndef W4A8_OTHER_HOST_TWIN
+#define W4A8_ATTENTION x86_avx512vnni_attention
+bool has_bfloat16() { return (host_features() & kAvx512Bf16) != 0; }
+#else  // of tests: as a CPU without the instruction
+#define W4A8_ATTENTION x86_avx512vnni_other_host_attention
+bool has_bfloat16() { return false; }
+#endif
+
+void prepare(const QueryTile& tile, const void* const* rows, DType dtype) {
+  (has_bfloat16() ? prepare_queries<Ops, Int8Dot, BFloat16Dot> : prepare_queries<Ops, Int8Dot, BFloat16Fma>)(tile, rows,
+                                                                                                            dtype);
+}
+void attend_any(const QueryTile& tile, const KeySegment& segment) {
+  if (tile.shape.kind == CacheKind::kInt8) return attend<Ops, Int8Dot>(tile, segment);
+  (has_bfloat16() ? attend<Ops, BFloat16Dot> : attend<Ops, BFloat16Fma>)(tile, segment);
+}
+
+}  // namespace
+
+extern const AttentionFunctions W4A8_ATTENTION;
+constinit const AttentionFunctions W4A8_ATTENTION = {write_tokens<Ops>, prepare, attend_any, merge_segment<Ops>,
+                                                     finish_row<Ops>};
+
+}  // namespace w4a8::isa
+W4A8_TARGET_END
+#endif
