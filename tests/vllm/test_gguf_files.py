@@ -18,6 +18,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor import model_loader
 from vllm.model_executor.layers import quantization
 from vllm.model_executor.models import registry
+from vllm.transformers_utils.config import get_pooling_config
 
 from w4a8.integrations.vllm import gguf, plugin
 from w4a8.integrations.vllm.gguf_config import W4A8GGUFConfig
@@ -102,6 +103,12 @@ def test_where_a_text_begins_with_bos(keys, adds, cache, tmp_path):
     path = written(tmp_path / "files", change=lambda tiny: tiny.keys.update(keys))
     found = transformers.AutoTokenizer.from_pretrained(folder_of(path, cache, True))
     assert (found("ab").input_ids[0] == 1) == adds
+
+
+def test_the_pooling_of_an_embedding_model(cache, tmp_path):
+    path = written(tmp_path / "files", change=lambda tiny: tiny.keys.update({"qwen3.pooling_type": 1}))
+    found = get_pooling_config(str(folder_of(path, cache, False)))
+    assert "MEAN" in found.values() and True in found.values()  # the second: divided by its length
 
 
 def test_made_once(cache, tmp_path):

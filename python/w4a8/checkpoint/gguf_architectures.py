@@ -12,6 +12,8 @@ from w4a8.core.activation import MoEActivation
 
 # expert_gating_func in the file (llama_expert_gating_func_type).
 SOFTMAX, SIGMOID, SOFTMAX_OF_SELECTED = 1, 2, 3
+# Keys of a router that some models follow.
+NORM, SCALE, GROUPS = "expert_weights_norm", "expert_weights_scale", "expert_group_count"
 
 # Keys, after the architecture's name: fields of a config.
 SIZES = {
@@ -69,19 +71,23 @@ _TENSOR = re.compile(r"(?:blk\.(\d{1,4})\.)?(\w+)\.(weight|bias)")
 
 @dataclass(frozen=True)
 class Routing:
-    """Of a layer of experts: what llama.cpp takes where the file does not say.
+    """Of a layer of experts: what llama.cpp takes where the file does not say, and what the model has a choice of.
 
     Attributes:
         gating: ``expert_gating_func``.
         renormalize: ``expert_weights_norm``.
         size_key: of an expert's intermediate size.
         activation: between w13 and w2.
+        follows: keys of the router that the model follows; it is as it is in all others.
+        has_bias: it has a correction bias.
     """
 
     gating: int = SOFTMAX
     renormalize: bool = False
     size_key: str = "expert_feed_forward_length"
     activation: MoEActivation = MoEActivation.SILU
+    follows: tuple[str, ...] = (NORM,)
+    has_bias: bool = False
 
 
 @dataclass(frozen=True)
@@ -133,6 +139,7 @@ _ROUTED = {
     "expert_feed_forward_length": "moe_intermediate_size",
 }
 _DEEPSEEK = _DENSE | _ROUTED | {"attention.kv_lora_rank": "kv_lora_rank", "rope.dimension_count": "qk_rope_head_dim"}
+_BIASED = {"follows": (NORM, SCALE, GROUPS), "has_bias": True}
 _DEEPSEEK_NAMES = _SHARED_EXPERTS | _MLA
 _GEMMA_NAMES = {"ffn_norm": "pre_feedforward_layernorm"}
 _OSS_NAMES = {"ffn_gate_inp": "mlp.router", "attn_sinks": "self_attn.sinks"}
@@ -143,7 +150,7 @@ ARCHITECTURES = {
         "Mixtral",
         "mixtral",
         _DENSE | _LOCAL_EXPERTS,
-        Routing(renormalize=True, size_key="feed_forward_length"),
+        Routing(renormalize=True, size_key="feed_forward_length", follows=()),
         turned=True,
     ),
     "gemma3": Architecture(
@@ -167,15 +174,17 @@ ARCHITECTURES = {
         "GptOss",
         "gpt_oss",
         _LOCAL_EXPERTS | {"expert_feed_forward_length": "intermediate_size"},
-        Routing(SOFTMAX_OF_SELECTED, activation=MoEActivation.SWIGLUOAI),
+        Routing(SOFTMAX_OF_SELECTED, activation=MoEActivation.SWIGLUOAI, follows=()),
         names=_OSS_NAMES,
         in_turns=True,
         window_period=2,
     ),
-    "deepseek2": Architecture("DeepseekV2", "deepseek_v2", _DEEPSEEK, Routing(), _DEEPSEEK_NAMES),
-    "deepseek3": Architecture("DeepseekV3", "deepseek_v3", _DEEPSEEK, Routing(SIGMOID), _DEEPSEEK_NAMES),
+    "deepseek2": Architecture(
+        "DeepseekV2", "deepseek_v2", _DEEPSEEK, Routing(follows=(SCALE, GROUPS)), _DEEPSEEK_NAMES
+    ),
+    "deepseek3": Architecture("DeepseekV3", "deepseek_v3", _DEEPSEEK, Routing(SIGMOID, **_BIASED), _DEEPSEEK_NAMES),
     "glm4moe": Architecture(
-        "Glm4Moe", "glm4_moe", _DENSE | _ROUTED, Routing(SIGMOID, renormalize=True), _SHARED_EXPERTS
+        "Glm4Moe", "glm4_moe", _DENSE | _ROUTED, Routing(SIGMOID, renormalize=True, **_BIASED), _SHARED_EXPERTS
     ),
 }
 # The others have tensors that vLLM's models join otherwise: DeepSeek's kv_b, MTP's blocks.
@@ -193,6 +202,11 @@ def named(keys: Mapping[str, Any]) -> str | None:
     name = found.architecture
     if name == "llama" and found.typed("expert_count", int, 0) > 0:
         name = "mixtral"
-    if name == "deepseek2" and found.typed("expert_gating_func", int, SOFTMAX) == SIGMOID:
-        name = "deepseek3"
+    if name == "deepseek2":
+        # The first files of GLM-4.7-Flash do not say it. llama.cpp knows them by their sizes.
+        tokens = keys.get("tokenizer.ggml.tokens", 0)
+        words = found.typed("vocab_size", int, tokens if isinstance(tokens, int) else len(tokens))
+        flash = words == 154880 and found.typed("block_count", int, 0) in (47, 48)
+        if found.typed("expert_gating_func", int, SIGMOID if flash else SOFTMAX) == SIGMOID:
+            name = "deepseek3"
     return name if name in ARCHITECTURES else None

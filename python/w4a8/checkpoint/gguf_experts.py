@@ -81,7 +81,7 @@ class _Layer:
     def correction_bias(self) -> torch.Tensor | None:
         """float32 [experts], or None."""
         name = f"blk.{self.index}.exp_probs_b.bias"
-        if name not in self.file:
+        if name not in self.file and not self.settings.has_correction_bias:
             return None
         return checked_correction_bias(self.file.tensor(name), name, self.settings.num_experts)
 

@@ -26,6 +26,26 @@ def added_tokens(keys: Mapping[str, Any]) -> dict[str, bool]:
     return {"add_bos_token": bool(adds_bos), "add_eos_token": bool(keys.get("tokenizer.ggml.add_eos_token"))}
 
 
+# pooling_type (llama_pooling_type): how a layer of sentence-transformers calls it.
+_POOLINGS = {1: "pooling_mode_mean_tokens", 2: "pooling_mode_cls_token", 3: "pooling_mode_lasttoken"}
+
+
+def pooling_of(keys: Mapping[str, Any]) -> str | None:
+    """Of an embedding model: how the vectors of a text become one; None: the file does not say.
+
+    Args:
+        keys: all of a file.
+
+    Raises:
+        CheckpointError: neither none (0), mean (1), cls (2) nor last (3).
+    """
+    found = Keys(keys)
+    kind = found.count("pooling_type", 0, least=0)
+    if kind != 0 and kind not in _POOLINGS:
+        raise CheckpointError(f"{found.architecture}.pooling_type is {kind} in the GGUF file, but 0..3 is expected")
+    return _POOLINGS.get(kind)
+
+
 class Keys:
     """Those of the architecture that a file has, by their names behind ``<architecture>.``.
 

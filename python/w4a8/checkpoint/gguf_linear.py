@@ -11,6 +11,7 @@ import torch
 
 from w4a8.checkpoint.gguf_architectures import ARCHITECTURES, named
 from w4a8.checkpoint.gguf_file import GGUFFile
+from w4a8.checkpoint.gguf_key_table import check_keys
 from w4a8.checkpoint.gguf_keys import Keys
 from w4a8.core.activation_groups import in_words, resolve_activation_group
 from w4a8.core.json_fields import CheckpointError, shorten
@@ -43,6 +44,7 @@ class GGUFLinears:
             raise CheckpointError(
                 f"general.architecture is {found!r}, whose linear layers are not known here (known: {known})"
             )
+        check_keys(file.keys)
         self.file, self.keys, self.architecture = file, Keys(file.keys), ARCHITECTURES[name]
 
     def order(self, name: str) -> torch.Tensor | None:

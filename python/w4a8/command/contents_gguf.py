@@ -8,6 +8,7 @@ import torch
 
 from w4a8.checkpoint.gguf_architectures import RUN_IN_VLLM, named
 from w4a8.checkpoint.gguf_file import GGUFFile
+from w4a8.checkpoint.gguf_key_table import check_keys
 from w4a8.checkpoint.gguf_keys import Keys
 from w4a8.command.contents import (
     EMBEDDING,
@@ -29,6 +30,7 @@ from w4a8.formats.gguf_blocks import TYPES
 
 def of_gguf(file: GGUFFile) -> list[Layer]:
     """Of a GGUF file, as transformers has it: what is no layer of these operators is a float32."""
+    check_keys(file.keys)
     keys, known = Keys(file.keys), named(file.keys)
     layers, experts, counts = [], defaultdict(list), {}
     float_experts = {name.rpartition(".ffn_")[0] for name in file.tensors if "_exps.w" in name and file.is_float(name)}

@@ -143,10 +143,10 @@ def test_the_scale_of_nvfp4(of_experts, write):
                 "expert_gating_func": 2,
                 "expert_weights_norm": True,
                 "expert_weights_scale": 2.5,
-                "expert_group_count": 2,
-                "expert_group_used_count": 1,
+                "expert_group_count": 3,
+                "expert_group_used_count": 2,
             },
-            {"routing_method": "DeepSeekV3", "routed_scaling_factor": 2.5, "num_expert_group": 2, "topk_group": 1},
+            {"routing_method": "DeepSeekV3", "routed_scaling_factor": 2.5, "num_expert_group": 3, "topk_group": 2},
         ),
         ("deepseek2", {}, {"routing_method": "Default", "routed_scaling_factor": 1.0}),
         ("deepseek2", {"expert_gating_func": 2}, {"routing_method": "Sigmoid"}),
@@ -155,7 +155,7 @@ def test_the_scale_of_nvfp4(of_experts, write):
 )
 def test_settings(architecture, changes, expected, write):
     bias = torch.randn(EXPERTS)
-    with_bias = expected.get("routing_method") == "DeepSeekV3"
+    with_bias = expected["routing_method"] in ("DeepSeekV3", "Sigmoid")
     tensors = stacks("Q4_0", 1) | ({"blk.0.exp_probs_b.bias": bias} if with_bias else {})
     layer = w4a8.load(write(tensors, architecture, keys(architecture, **changes)))[FIRST]
     found = {name: getattr(layer, name) for name in expected}
@@ -216,7 +216,13 @@ BROKEN = {
     "no key": (stacks("Q4_0"), {"expert_count": None}, "qwen3moe.expert_count is None, but int is expected"),
     "a key of text": (stacks("Q4_0"), {"expert_count": "4"}, "qwen3moe.expert_count is '4', but int is expected"),
     "a key of 0": (stacks("Q4_0"), {"expert_used_count": 0}, "qwen3moe.expert_used_count is 0, but 1..2"),
-    "gating": (stacks("Q4_0"), {"expert_gating_func": 9}, "expert_gating_func is 9, but 1, 2 or 3 is expected"),
+    "gating": (stacks("Q4_0"), {"expert_gating_func": 9}, "expert_gating_func is 9 in .*, but qwen3_moe computes 1"),
+    "a scale": (stacks("Q4_0"), {"expert_weights_scale": 2.5}, "expert_weights_scale is 2.5 .* qwen3_moe computes 1.0"),
+    "a bias": (
+        stacks("Q4_0") | {"blk.0.exp_probs_b.bias": torch.ones(EXPERTS)},
+        {},
+        r"has a correction bias \(exp_probs_b\), but qwen3_moe has none",
+    ),
 }
 
 
@@ -340,7 +346,9 @@ def test_linear_layers(architecture, write):
 
 
 def test_only_some_linear_layers(write):
-    assert list(load_linear(write(linear_layers(), "qwen3", {}), only=lambda name: name == "lm_head")) == ["lm_head"]
+    assert list(
+        load_linear(write(linear_layers(), "qwen3", {"qwen3.block_count": 1}), only=lambda name: name == "lm_head")
+    ) == ["lm_head"]
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from w4a8.checkpoint.gguf_architectures import ARCHITECTURES, SIZES, Architecture, named
+from w4a8.checkpoint.gguf_architectures import ARCHITECTURES, NORM, SIZES, Architecture, named
+from w4a8.checkpoint.gguf_key_table import check_keys
 from w4a8.checkpoint.gguf_keys import Keys
+from w4a8.checkpoint.gguf_settings import router_of
 from w4a8.core.json_fields import shorten
 
 
@@ -19,17 +21,18 @@ def config_of(metadata: Mapping[str, Any], tensor_names: Sequence[str]) -> dict[
         tensor_names: of the file, or of the first one of several.
 
     Raises:
-        ValueError: a key is missing or not as it should be; names it.
+        ValueError: a key is missing, not as it should be, or would be ignored and may matter; names it.
     """
+    check_keys(metadata)
     keys, name = Keys(metadata), named(metadata)
     known = ARCHITECTURES[name]
     config = {"model_type": known.model_type, "architectures": [f"{known.model}ForCausalLM"]}
     config |= {renamed: keys.number(key) for key, renamed in {**SIZES, **known.keys}.items()}
     config["num_hidden_layers"] = keys.layers
-    config["num_key_value_heads"] = keys.number("attention.head_count_kv", config["num_attention_heads"])
-    config["rope_parameters"] = _rope(keys)
-    if keys.get("feed_forward_length") is not None:  # beside that of the experts
-        config.setdefault("intermediate_size", keys.number("feed_forward_length"))
+    latent = name in ("deepseek2", "deepseek3")
+    config["rope_parameters"] = _rope(keys, latent)
+    if "intermediate_size" not in config and keys.get("feed_forward_length") is not None:  # beside that of the experts
+        config["intermediate_size"] = keys.number("feed_forward_length")
     if "blk.0.attn_q.bias" in tensor_names and not name.startswith("qwen2"):
         config["attention_bias"] = True
     tokens = metadata.get("tokenizer.ggml.tokens")
@@ -37,20 +40,21 @@ def config_of(metadata: Mapping[str, Any], tensor_names: Sequence[str]) -> dict[
         "vocab_size", tokens if tokens is None or isinstance(tokens, int) else len(tokens)
     )
     config["tie_word_embeddings"] = "output.weight" not in tensor_names
-    if name in ("deepseek2", "deepseek3"):
+    if latent:
         config |= _deepseek(keys)
     else:
-        config |= _heads(keys, config, partly=name == "glm4moe")
+        config |= _heads(keys, config, known.model_type)
     if known.window_period:
         config |= _windows(keys, known.window_period, config["num_hidden_layers"])
     if known.routing is not None:
-        config |= _router(keys, config, known)
+        # The names may be those of one file of several.
+        config |= _router(keys, config, known, any("exp_probs_b" in tensor for tensor in tensor_names) or None)
     if name == "deepseek2":
         config["topk_method"] = "greedy" if config["n_group"] == 1 else "group_limited_greedy"
     if name == "glm4moe":
         config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in tensor_names
     if name == "gpt-oss" and config["rope_parameters"]["rope_type"] == "yarn":
-        config["rope_parameters"] |= {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+        config["rope_parameters"] = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False} | config["rope_parameters"]
     if name == "gemma3":
         if keys.typed("final_logit_softcapping", float, 0.0) > 0:
             config["final_logit_softcapping"] = keys.typed("final_logit_softcapping", float)
@@ -90,24 +94,25 @@ def _windows(keys: Keys, period: int, layers: int) -> dict[str, Any]:
     return found | ({"sliding_window": window} if window else {})
 
 
-def _heads(keys: Keys, config: Mapping[str, Any], partly: bool) -> dict[str, Any]:
-    """Sizes of heads; ``partly``: the model may rotate a part of a head."""
+def _heads(keys: Keys, config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
+    """Numbers and sizes of heads. GLM's are rotated in part."""
     size = keys.number("attention.key_length", config["hidden_size"] // config["num_attention_heads"])
     rotated = keys.number("rope.dimension_count", size)
-    if partly:
-        return {
-            "head_dim": size,
-            "rope_parameters": {**config["rope_parameters"], "partial_rotary_factor": rotated / size},
-        }
-    if rotated != size:
-        raise ValueError(f"{rotated} of {size} values of a head are rotated, which is not supported")
-    return {"head_dim": size}
+    found = {"head_dim": size}
+    found["num_key_value_heads"] = keys.number("attention.head_count_kv", config["num_attention_heads"])
+    stated = {"attention.value_length": keys.number("attention.value_length", size), "rope.dimension_count": rotated}
+    if model_type == "glm4_moe":
+        del stated["rope.dimension_count"]
+        found["rope_parameters"] = {**config["rope_parameters"], "partial_rotary_factor": rotated / size}
+    for key, value in stated.items():
+        if value != size:
+            key = f"{keys.architecture}.{key}"
+            raise ValueError(f"{key} is {value} in the GGUF file, but {model_type} has {size} there")
+    return found
 
 
 def _deepseek(keys: Keys) -> dict[str, Any]:
     """Of multi-head latent attention. Of a file with k_b and v_b the usual keys describe what llama.cpp multiplies."""
-    if keys.typed("attention.temperature_scale", float, 0.0) != 0:
-        raise ValueError(f"{keys.architecture}.attention.temperature_scale in the GGUF file is not supported")
     rotated = keys.count("rope.dimension_count")
     key, value = (keys.get(f"attention.{each}_length_mla") for each in ("key", "value"))
     key = keys.count("attention.key_length") if key is None else keys.count("attention.key_length_mla")
@@ -121,46 +126,34 @@ def _deepseek(keys: Keys) -> dict[str, Any]:
     }
 
 
-def _router(keys: Keys, config: Mapping[str, Any], known: Architecture) -> dict[str, Any]:
-    """What the file says of the router.
-
-    Raises:
-        ValueError: it is not what the model computes.
-    """
-    routing, found = known.routing, {}
-    renormalize = keys.typed("expert_weights_norm", bool, routing.renormalize)
-    stated = [("expert_gating_func", keys.typed("expert_gating_func", int, routing.gating), routing.gating)]
+def _router(keys: Keys, config: Mapping[str, Any], known: Architecture, has_bias: bool | None) -> dict[str, Any]:
+    """What the file says of the router, for its model."""
+    router, found = router_of(keys, known, has_bias), {}
     if "n_routed_experts" in config:
         found = {
             "first_k_dense_replace": keys.count("leading_dense_block_count", 0, least=0),
-            "n_group": keys.count("expert_group_count", 1),
-            "topk_group": keys.count("expert_group_used_count", 1),
-            "routed_scaling_factor": keys.typed("expert_weights_scale", float, 1.0) or 1.0,
+            "n_group": router.groups,
+            "topk_group": router.kept,
+            "routed_scaling_factor": router.scale,
         }
-    else:  # which these models do not have; 0 is none, as in llama.cpp
-        stated.append(("expert_weights_scale", keys.typed("expert_weights_scale", float, 1.0) or 1.0, 1.0))
-        stated.append(("expert_group_count", keys.typed("expert_group_count", int, 1) or 1, 1))
-    if known.model_type in ("mixtral", "gpt_oss", "deepseek_v2"):  # they have no choice
-        stated.append(("expert_weights_norm", renormalize, routing.renormalize))
-    else:
-        found["norm_topk_prob"] = renormalize
+    if NORM in known.routing.follows:
+        found["norm_topk_prob"] = router.renormalize
     if known.model_type in ("deepseek_v3", "glm4_moe"):
         found["num_nextn_predict_layers"] = 0
-    for key, value, expected in stated:
-        if value != expected:
-            raise ValueError(
-                f"{keys.architecture}.{key} is {value} in the GGUF file, but {known.model_type} computes {expected}"
-            )
     return found
 
 
-def _rope(keys: Keys) -> dict[str, Any]:
-    """As llama.cpp reads it: a factor without a type is linear, and an older key for it counts as well."""
+def _rope(keys: Keys, latent: bool) -> dict[str, Any]:
+    """As llama.cpp reads it: a factor without a type is linear, and an older key for it counts as well.
+
+    llama.cpp takes 32 and 1 for the two of yarn_beta_*, whatever the file says; the model has what the file says.
+    """
     scaled = "rope.scaling.factor" if keys.get("rope.scaling.factor") is not None else "rope.scale_linear"
     factor = keys.typed(scaled, float, 0.0)
     kind = keys.typed("rope.scaling.type", str, "linear" if factor else "none")
     more = keys.typed("rope.scaling.attn_factor", float, 1.0)  # times the one that follows from the factor
-    if more != 1 and (kind != "yarn" or keys.get("rope.scaling.yarn_log_multiplier") is not None):
+    multiplier = keys.get("rope.scaling.yarn_log_multiplier") if latent else None
+    if more != 1 and (kind != "yarn" or multiplier is not None):
         key = f"{keys.architecture}.rope.scaling.attn_factor"
         raise ValueError(
             f"{key} is {more} in the GGUF file, which is supported with yarn and without yarn_log_multiplier alone"
@@ -175,8 +168,11 @@ def _rope(keys: Keys) -> dict[str, Any]:
         rope["original_max_position_embeddings"] = keys.number("rope.scaling.original_context_length")
         if more != 1:
             rope["attention_factor"] = more * (0.1 * math.log(rope["factor"]) + 1)
+        for each in ("beta_fast", "beta_slow"):
+            if keys.get(f"rope.scaling.yarn_{each}") is not None:
+                rope[each] = float(keys.number(f"rope.scaling.yarn_{each}"))
         # The scripts write a tenth of it. The other one is as large, which llama.cpp takes for granted, too.
-        if keys.get("rope.scaling.yarn_log_multiplier") is not None:
+        if multiplier is not None:
             scale = round(10 * keys.number("rope.scaling.yarn_log_multiplier"), 6)
             rope |= {"mscale": scale, "mscale_all_dim": scale}
     return rope

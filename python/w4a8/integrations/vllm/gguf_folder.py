@@ -20,7 +20,7 @@ import transformers
 from w4a8.checkpoint.gguf_architectures import RUN_IN_VLLM, named
 from w4a8.checkpoint.gguf_experts import layers_of
 from w4a8.checkpoint.gguf_file import GGUFFile
-from w4a8.checkpoint.gguf_keys import added_tokens
+from w4a8.checkpoint.gguf_keys import added_tokens, pooling_of
 from w4a8.checkpoint.gguf_linear import GGUFLinears
 from w4a8.core.json_fields import read_json, shorten
 from w4a8.integrations.vllm.compiled import package_digest
@@ -29,6 +29,8 @@ NAME = "w4a8_gguf"  # of the quantization method and of the load format, in vLLM
 SAYS = "gguf.json"  # in a folder: where the file is
 # Tensors that are no weights of a model: rope_freqs is in the config, the others belong to a matrix of NVFP4.
 BESIDE = ("rope_freqs.weight", ".scale", ".input_scale")
+# Layers of sentence-transformers behind the model, and their folders.
+_AFTER = {"Pooling": "1_Pooling", "Normalize": "2_Normalize"}
 
 
 @lru_cache(maxsize=2)
@@ -91,6 +93,7 @@ def folder_of(path: Path, cache: Path, with_tokenizer: bool) -> Path:
     try:
         (making / SAYS).write_text(json.dumps({"quant_method": NAME, "file": str(path)}))
         _write_config(linears.file, making)
+        _write_pooling(linears.file, making)
         if with_tokenizer:
             _write_tokenizer(linears.file, making)
         try:
@@ -113,7 +116,21 @@ def _write_config(file: GGUFFile, folder: Path) -> None:
         scale_rope(config, file.tensor("rope_freqs.weight").float())
     config.dtype = torch.bfloat16  # which a file does not say
     config.quantization_config = json.loads((folder / SAYS).read_text())
+    if "attention_factor" in config.rope_parameters:
+        raise ValueError(f"{file.paths[0]}: rope.scaling.attn_factor is not 1, which vLLM does not apply")
     config.save_pretrained(folder)
+
+
+def _write_pooling(file: GGUFFile, folder: Path) -> None:
+    """Of an embedding model, as sentence-transformers has it: vLLM looks there. llama.cpp normalizes as well."""
+    pooling = pooling_of(file.keys)
+    if pooling is None:
+        return
+    layer = folder / "1_Pooling"
+    layer.mkdir()
+    (layer / "config.json").write_text(json.dumps({pooling: True}))
+    layers = [{"type": f"sentence_transformers.models.{name}", "path": path} for name, path in _AFTER.items()]
+    (folder / "modules.json").write_text(json.dumps(layers))
 
 
 def _write_tokenizer(file: GGUFFile, folder: Path) -> None:

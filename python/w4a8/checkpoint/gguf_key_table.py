@@ -1,0 +1,114 @@
+"""Which keys of an architecture in a GGUF file are applied, which change nothing, and which values of others do not.
+
+What is in none of these lists is refused by name: it may be of a model that computes something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from w4a8.checkpoint.gguf_architectures import named
+from w4a8.checkpoint.gguf_keys import Keys
+from w4a8.core.json_fields import CheckpointError, shorten
+
+
+def _under(prefix: str, names: str) -> frozenset[str]:
+    return frozenset(prefix + name for name in names.split())
+
+
+_ALL = (
+    _under("", "context_length embedding_length block_count nextn_predict_layers vocab_size pooling_type")
+    | _under("attention.", "head_count layer_norm_rms_epsilon")
+    | _under("rope.", "freq_base scale_linear")
+    | _under("rope.scaling.", "type factor attn_factor original_context_length yarn_beta_fast yarn_beta_slow")
+)
+_DENSE = _under("", "feed_forward_length")
+_HEADS = _under("", "attention.head_count_kv attention.key_length attention.value_length rope.dimension_count")
+_LATENT = _under(
+    "attention.", "kv_lora_rank q_lora_rank key_length value_length key_length_mla value_length_mla"
+) | _under("rope.", "dimension_count scaling.yarn_log_multiplier")
+_ROUTER = _under("expert_", "count used_count gating_func weights_norm weights_scale group_count")
+_EXPERTS = _ROUTER | _under("expert_", "feed_forward_length")
+_ROUTED = _DENSE | _EXPERTS | _under("", "expert_group_used_count expert_shared_count leading_dense_block_count")
+_WINDOW = _under("attention.", "sliding_window sliding_window_pattern")
+# Of each of ARCHITECTURES, by what comes behind "<architecture>.": keys that are read.
+APPLIED = {
+    "llama": _ALL | _DENSE | _HEADS | _under("", "expert_count"),  # with experts it is mixtral
+    "mixtral": _ALL | _DENSE | _HEADS | _ROUTER,
+    "gemma3": _ALL | _DENSE | _HEADS | _WINDOW | _under("", "final_logit_softcapping rope.freq_base_swa"),
+    "qwen2": _ALL | _DENSE | _HEADS,
+    "qwen3": _ALL | _DENSE | _HEADS,
+    "qwen2moe": _ALL | _DENSE | _HEADS | _EXPERTS | _under("", "expert_shared_feed_forward_length"),
+    "qwen3moe": _ALL | _DENSE | _HEADS | _EXPERTS,
+    "olmoe": _ALL | _DENSE | _HEADS | _ROUTER,
+    "gpt-oss": _ALL | _HEADS | _EXPERTS | _WINDOW,
+    "deepseek2": _ALL | _LATENT | _ROUTED,
+    "deepseek3": _ALL | _LATENT | _ROUTED,
+    "glm4moe": _ALL | _HEADS | _ROUTED,
+}
+_TENSORS = "tensors have the size"
+# In every architecture that does not apply it: why it changes nothing.
+HARMLESS = {
+    "feed_forward_length": _TENSORS,
+    "expert_feed_forward_length": _TENSORS,
+    "expert_shared_count": _TENSORS,
+    "expert_shared_feed_forward_length": _TENSORS,
+    "expert_group_used_count": "there is one group",
+    "attention.head_count_kv": "of the attention that llama.cpp computes of two parts of kv_b",
+    "attention.layer_norm_epsilon": "there is no such norm",
+    "attention.sliding_window_pattern": "there is no window",
+    "attention.temperature_length": "there is no temperature",
+    "rope.scaling.finetuned": "says how the model was made",
+    "tensor_data_layout": "says how the model was made",
+}
+_OFF, _ONE = (0,), (0, 1)
+# In every architecture that does not apply it: values that change nothing; of an array all are one of them.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "router_logit_softcapping"), _OFF),
+    **dict.fromkeys(("swiglu_clamp_exp", "swiglu_clamp_shexp", "embedding_length_per_layer_input"), _OFF),
+    **dict.fromkeys(("expert_count", "expert_used_count", "leading_dense_block_count", "n_deepstack_layers"), _OFF),
+    **dict.fromkeys(_under("attention.", "clamp_kqv max_alibi_bias shared_kv_layers temperature_scale scale"), _OFF),
+    **dict.fromkeys(_under("rope.", "dimension_sections scaling.alpha scaling.yarn_log_multiplier"), _OFF),
+    **dict.fromkeys(("logit_scale", "residual_scale", "embedding_scale", "expert_group_scale"), _ONE),
+    **dict.fromkeys(("attention.output_scale", "attention.value_scale"), _ONE),
+    **dict.fromkeys(("interleave_moe_layer_step", "moe_every_n_layers", "full_attention_interval"), _ONE),
+    "rope.scaling.yarn_ext_factor": (1, -1),
+    "attention.causal": (True,),
+    "use_parallel_residual": (False,),
+    "norm_top_k_prob": (True,),
+}
+# In every architecture that does not apply it: the key that it has to be equal to.
+EQUAL = {
+    "embedding_length_out": "embedding_length",
+    "rope.freq_base_swa": "rope.freq_base",
+    "rope.dimension_count_swa": "rope.dimension_count",
+    "attention.key_length_swa": "attention.key_length",
+    "attention.value_length_swa": "attention.value_length",
+}
+
+
+def check_keys(keys: Mapping[str, Any]) -> None:
+    """Refuses what would be ignored and may change numbers.
+
+    Args:
+        keys: all of a file.
+
+    Raises:
+        CheckpointError: a key of the architecture that is not applied, with a value that matters; names the key.
+    """
+    found, name = Keys(keys), named(keys)
+    prefix = f"{found.architecture}."
+    for full, value in keys.items():
+        key = full.removeprefix(prefix)
+        if name is None or key == full or key in APPLIED[name] or key in HARMLESS:
+            continue
+        allowed = NEUTRAL.get(key, (found.get(EQUAL[key]),) if key in EQUAL else ())
+        if key == "attention.sliding_window":  # one that holds the whole text is none
+            allowed = (0, value) if found.count("context_length") <= found.count(key, least=0) else (0,)
+        if not all(each in allowed for each in np.ravel(value).tolist()):
+            known = f"but {' or '.join(map(str, allowed))} is expected: it is not applied"
+            what = known if allowed else "which is not known here: it may change what is computed"
+            raise CheckpointError(f"{full} is {shorten(value)} in the GGUF file, {what}")
