@@ -8,8 +8,11 @@ from typing import Any
 
 from w4a8.core.json_fields import CheckpointError, shorten
 
-# Ways to split a text (tokenizer.ggml.pre) with which llama.cpp begins it with bos, if the file does not say.
-_WITH_BOS = ("llama3", "llama-v3", "llama-bpe")
+# Names of Llama 3's way to split a text (tokenizer.ggml.pre).
+_MADE_SO = ("falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano")
+LLAMA3 = ("llama3", "llama-v3", "llama-bpe", *_MADE_SO)
+# With these llama.cpp begins a text with bos, if the file does not say.
+_WITH_BOS = (*LLAMA3, "tekken", "chameleon")
 
 
 def added_tokens(keys: Mapping[str, Any]) -> dict[str, bool]:

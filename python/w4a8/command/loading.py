@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from w4a8.checkpoint.gguf_file import GGUFFile, is_gguf
-from w4a8.checkpoint.gguf_keys import added_tokens
 from w4a8.checkpoint.gguf_linear import GGUFLinears
 from w4a8.command import extras
 from w4a8.command.report import UsageError
@@ -114,20 +113,20 @@ def tokenizer_of(path: Path) -> Any:
     Raises:
         ValueError: transformers cannot make it; says why.
     """
-    added = {}
-    if is_gguf(path):
-        keys = GGUFFile(path).keys
-        there, added = "tokenizer.ggml.tokens" in keys, added_tokens(keys)
+    keys = GGUFFile(path).keys if is_gguf(path) else None
+    if keys is not None:
+        there = "tokenizer.ggml.tokens" in keys
     else:
         there = any(next(path.glob(pattern), None) for pattern in ("tokenizer*", "vocab*", "*.model", "*.tiktoken"))
     if not there:
         return None
-    transformers, (folder, options) = import_transformers(), source_of(path)
+    transformers = import_transformers()
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **options)
-        for name, value in added.items():
-            setattr(tokenizer, name, value)
-        return tokenizer
+        if keys is None:
+            return transformers.AutoTokenizer.from_pretrained(path)
+        from w4a8.integrations.transformers.gguf_tokenizer import tokenizer_of as of_gguf
+
+        return of_gguf(path, keys)
     except Exception as error:  # of many classes
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"transformers cannot make the tokenizer of {path} ({reason})") from error

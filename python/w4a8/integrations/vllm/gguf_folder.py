@@ -20,7 +20,7 @@ import transformers
 from w4a8.checkpoint.gguf_architectures import RUN_IN_VLLM, named
 from w4a8.checkpoint.gguf_experts import layers_of
 from w4a8.checkpoint.gguf_file import GGUFFile
-from w4a8.checkpoint.gguf_keys import added_tokens, pooling_of
+from w4a8.checkpoint.gguf_keys import pooling_of
 from w4a8.checkpoint.gguf_linear import GGUFLinears
 from w4a8.core.json_fields import read_json, shorten
 from w4a8.integrations.vllm.compiled import package_digest
@@ -134,21 +134,16 @@ def _write_pooling(file: GGUFFile, folder: Path) -> None:
 
 
 def _write_tokenizer(file: GGUFFile, folder: Path) -> None:
-    from w4a8.integrations.transformers.gguf_config import config_of
+    from w4a8.integrations.transformers.gguf_tokenizer import tokenizer_of
 
     path = file.paths[0]
     link = folder / "model.gguf"  # away from what else is in the file's folder
     link.symlink_to(path)
     try:
-        from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
-
-        GGUF_CONFIG_ARCHS.setdefault(file.keys["general.architecture"], config_of)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=link.name)
+        tokenizer = tokenizer_of(link, file.keys)  # chat templates write bos themselves, and vLLM adds none to them
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"{path}: transformers cannot make its tokenizer ({reason}): pass --tokenizer NAME") from error
     finally:
         link.unlink()
-    for name, value in added_tokens(file.keys).items():  # chat templates write their own, and vLLM adds none to them
-        setattr(tokenizer, name, value)
     tokenizer.save_pretrained(folder)

@@ -1,0 +1,83 @@
+"""The tokenizer of a GGUF file: as transformers makes it, and what it leaves out."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import transformers
+from tokenizers import Regex, pre_tokenizers
+
+from w4a8.checkpoint.gguf_keys import LLAMA3, added_tokens
+from w4a8.core.json_fields import shorten
+
+_TEMPLATE = "tokenizer.chat_template."
+# tokenizer.ggml.pre: ways to split a text, by the names of llama.cpp (llama-vocab.cpp, llama_vocab::impl::load).
+# A piece that is a word of the vocabulary is taken whole.
+_WHOLE = (*LLAMA3, "tekken")
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_AS_GPT2 = (
+    *("gpt-2", "phi-2", "jina-es", "jina-de", "gigachat", "jina-v2-es", "jina-v2-de", "a.x-4.0", "mellum"),
+    *("modern-bert", "jina-v1-en", "jina-v2-code", "roberta-bpe", "mpt", "olmo", "jais", "trillion"),
+    *("granite-docling", "exaone4"),
+)
+# Those that transformers does not know: like one that it knows, or expressions, one after the other.
+_LIKE = {"glm4": "llama-bpe", "chatglm-bpe": "llama-bpe", "stablelm2": "qwen2", "hunyuan": "qwen2"}
+_DIGITS = (r"\p{N}", _GPT2)
+_SPLITS = {
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _DIGITS),
+    "deepseek-v3": (
+        r"\p{N}{1,3}",
+        r"[一-龥぀-ゟ゠-ヿ]+",
+        r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+"
+        r"|\s+(?!\S)|\s+",
+    ),
+}
+
+
+def tokenizer_of(path: Path, keys: Mapping[str, Any]) -> Any:
+    """The tokenizer. Beside what transformers reads: bos and eos, merges, splits, and chat templates with names.
+
+    Warns if it is not known how the file's tokenizer splits a text.
+
+    Args:
+        path: of the file.
+        keys: all of it.
+
+    Raises:
+        Exception: of any kind: transformers cannot make it.
+    """
+    # A model's own class would take the words and the merges alone when it is saved and loaded again.
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(path.parent, gguf_file=path.name)
+    if keys.get("tokenizer.ggml.model") == "gpt2":
+        _split(tokenizer.backend_tokenizer, keys.get("tokenizer.ggml.pre"))
+    for name, value in added_tokens(keys).items():
+        setattr(tokenizer, name, value)
+    templates = {key.removeprefix(_TEMPLATE): text for key, text in keys.items() if key.startswith(_TEMPLATE)}
+    if templates:
+        default = tokenizer.chat_template
+        tokenizer.chat_template = ({} if default is None else {"default": default}) | templates
+    return tokenizer
+
+
+def _split(backend: Any, name: str | None) -> None:
+    """Does what the name says."""
+    try:
+        from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS as known
+    except ImportError:
+        known = {}
+    backend.model.ignore_merges = name in _WHOLE
+    like = _LIKE.get(name)
+    splits = (known[like],) if like in known else _SPLITS.get(name)
+    if splits is not None:
+        bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        steps = [pre_tokenizers.Split(Regex(each), behavior="isolated") for each in splits]
+        backend.pre_tokenizer = pre_tokenizers.Sequence([*steps, bytes_of])
+    elif name not in known and name not in _AS_GPT2:
+        warnings.warn(
+            f"tokenizer.ggml.pre of the GGUF file is {shorten(name)}, and how that splits a text is not known here: it "
+            "is split as GPT-2 does it, and may become other tokens than in llama.cpp; take the original tokenizer",
+            stacklevel=2,
+        )
