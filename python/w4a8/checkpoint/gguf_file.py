@@ -15,8 +15,10 @@ from __future__ import annotations
 import mmap
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -115,11 +117,41 @@ def gguf_in(path: str | Path) -> Path | None:
     return files[0] if files else None
 
 
+class Strings(Sequence[str]):
+    """An array of strings. They are read when one is asked for: a list of them takes some six times their bytes."""
+
+    def __init__(self, path: Path, what: str, count: int, at: int) -> None:
+        """Of a file that has been checked.
+
+        Args:
+            path: of it.
+            what: the key.
+            count: how many.
+            at: where the first one is.
+        """
+        self._path, self._what, self._count, self._at = path, what, count, at
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._read[index]
+
+    def __repr__(self) -> str:
+        return f"{self._count} strings"
+
+    @cached_property
+    def _read(self) -> list[str]:
+        with _mapped(self._path) as data:
+            cursor = _Cursor(data, self._path, self._at)
+            return [cursor.string(self._what) for _ in range(self._count)]
+
+
 class _Cursor:
     """Reads one value after the other, and never behind the end."""
 
-    def __init__(self, data: mmap.mmap, path: Path) -> None:
-        self._data, self._path, self.at = data, path, 0
+    def __init__(self, data: mmap.mmap, path: Path, at: int = 0) -> None:
+        self._data, self._path, self.at = data, path, at
 
     def fail(self, problem: str) -> CheckpointError:
         return CheckpointError(f"{self._path}: {problem}")
@@ -128,10 +160,13 @@ class _Cursor:
     def left(self) -> int:
         return len(self._data) - self.at
 
-    def bytes(self, count: int, what: str) -> bytes:
+    def skip(self, count: int, what: str) -> None:
         if count > self.left:
             raise self.fail(f"{what} has {count} bytes at {self.at}, but the file ends {self.left} bytes behind that")
         self.at += count
+
+    def bytes(self, count: int, what: str) -> bytes:
+        self.skip(count, what)
         return self._data[self.at - count : self.at]
 
     def number(self, form: str, what: str) -> int:
@@ -164,7 +199,10 @@ class _Cursor:
     def _array(self, what: str) -> Any:
         kind = self.number("I", what)
         if kind == _STRING:
-            return [self.string(what) for _ in range(self.count(f"the length of {what}", 8))]
+            strings = Strings(self._path, what, self.count(f"the length of {what}", 8), self.at)
+            for _ in range(len(strings)):
+                self.skip(self.number("Q", what), what)
+            return strings
         if kind not in _NUMBERS:
             raise self.fail(f"{what} is an array of type {kind}, expected 0..8 or 10..12")
         dtype = np.dtype(_NUMBERS[kind]).newbyteorder("<")
@@ -196,7 +234,8 @@ class GGUFFile:
         self.keys: dict[str, Any] = {}
         self.tensors: dict[str, GGUFTensor] = {}
         for index, part in enumerate(self.paths):
-            keys, tensors = _read_head(part, index)
+            with _mapped(part) as data:
+                keys, tensors = _Head(_Cursor(data, part), index).read()
             stated = keys.get("split.count", 0) or 1
             if stated != len(self.paths):
                 raise CheckpointError(f"{part}: split.count is {stated}, but the name says {len(self.paths)}")
@@ -276,10 +315,11 @@ class GGUFFile:
         return self.floats(name).view(self._tensor(name).shape)
 
 
-def _read_head(path: Path, index: int) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
+@contextmanager
+def _mapped(path: Path) -> Iterator[mmap.mmap]:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _Head(_Cursor(data, path), index).read()
+            yield data
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
     except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped

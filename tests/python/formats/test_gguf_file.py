@@ -1,12 +1,14 @@
 """The container: what is read beside the package `gguf`, and what is refused."""
 
+import contextlib
 import struct
+import tracemalloc
 
 import numpy as np
 import pytest
 import torch
 
-from w4a8.checkpoint.gguf_file import GGUFFile, gguf_in
+from w4a8.checkpoint.gguf_file import GGUFFile, Strings, gguf_in
 from w4a8.core.json_fields import CheckpointError
 
 gguf = pytest.importorskip("gguf")
@@ -43,7 +45,8 @@ def test_keys_and_tensors(file):
     path, tensors = file
     read, reader = GGUFFile(path), gguf.GGUFReader(path)
     expected = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
-    found = {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in read.keys.items()}
+    arrays = (np.ndarray, Strings)
+    found = {name: list(value) if isinstance(value, arrays) else value for name, value in read.keys.items()}
     assert found == expected
     assert list(read.tensors) == [tensor.name for tensor in reader.tensors]
     for name, tensor in tensors.items():
@@ -196,6 +199,36 @@ def test_what_the_parts_above_make_is_right(tmp_path):
         read.tensor("t")
 
 
+def test_strings_take_memory_when_they_are_asked_for(tmp_path):
+    """A list of them took four times the bytes that they have in the file, here."""
+    path, words = tmp_path / "m.gguf", [f"word {i}" for i in range(200_000)]
+    array = struct.pack("<IQ", 8, len(words)) + b"".join(map(text, words))
+    path.write_bytes(head([key("a", 9, array), key("b", 4, struct.pack("<I", 5))], [place()]))
+    tracemalloc.start()
+    read = GGUFFile(path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < len(array) / 10
+    found = read.keys["a"]
+    assert len(found) == len(words) and (found[0], found[-1]) == ("word 0", "word 199999") and list(found) == words
+    assert read.keys["b"] == 5 and repr(found) == "200000 strings"
+
+
+@pytest.mark.parametrize(
+    ("strings", "message"),
+    [
+        (text("x") + struct.pack("<Q", 99), "a has 99 bytes at"),
+        (text("x") + text(b"\xff"), "a is no text in UTF-8"),
+    ],
+)
+def test_strings_that_are_wrong(strings, message, tmp_path):
+    """Lengths are checked at once, texts when they are read."""
+    path = tmp_path / "m.gguf"
+    path.write_bytes(head([key("a", 9, struct.pack("<IQ", 8, 2) + strings)]))
+    with pytest.raises(CheckpointError, match=message):
+        GGUFFile(path).keys["a"][0]
+
+
 def test_names_of_split_files(tmp_path):
     for name, message in (
         ("m-00003-of-00002.gguf", "the name says file 3 of 2"),
@@ -231,3 +264,6 @@ def test_damaged_files(tmp_path_factory, data):
         return
     for name, tensor in read.tensors.items():
         assert read.tensor(name).shape == tensor.shape
+    if isinstance(read.keys.get("a"), Strings):
+        with contextlib.suppress(CheckpointError):  # no text in UTF-8
+            assert len(list(read.keys["a"])) == len(read.keys["a"])
