@@ -242,10 +242,12 @@ def test_pooling_in_the_folder_for_vllm(kind, expected, tmp_path):
         assert json.loads(path.read_text()) == {f"pooling_mode_{expected}": True}
 
 
-def test_what_vllm_does_not_apply(tmp_path):
+@pytest.mark.parametrize("name", ["gpt-oss", "gemma3"])
+def test_what_vllm_does_not_apply(name, tmp_path):
     """Its rope has no attention_factor."""
     gguf_models = pytest.importorskip("gguf_models")
-    tiny = gguf_models.TinyModel("gpt-oss")
-    tiny.keys["gpt-oss.rope.scaling.attn_factor"] = 2.0
+    tiny = gguf_models.TinyModel(name)
+    rope = {"type": "yarn", "original_context_length": 32, "attn_factor": 2.0}
+    tiny.keys |= {f"{name}.rope.scaling.{key}": value for key, value in rope.items()}
     with pytest.raises(ValueError, match=r"model.gguf: rope.scaling.attn_factor is not 1, which vLLM does not apply"):
         folder_of(tiny.write(tmp_path), tmp_path / "cache", False)

@@ -19,17 +19,13 @@ def _under(prefix: str, names: str) -> frozenset[str]:
     return frozenset(prefix + name for name in names.split())
 
 
-_ALL = (
-    _under("", "context_length embedding_length block_count nextn_predict_layers vocab_size pooling_type")
-    | _under("attention.", "head_count layer_norm_rms_epsilon")
-    | _under("rope.", "freq_base scale_linear")
-    | _under("rope.scaling.", "type factor attn_factor original_context_length yarn_beta_fast yarn_beta_slow")
-)
+_ALL = _under("", "context_length embedding_length block_count nextn_predict_layers vocab_size pooling_type")
+_ALL |= _under("", "attention.head_count attention.layer_norm_rms_epsilon rope.freq_base rope.scale_linear")
+_ALL |= _under("rope.scaling.", "type factor attn_factor original_context_length yarn_beta_fast yarn_beta_slow")
 _DENSE = _under("", "feed_forward_length")
 _HEADS = _under("", "attention.head_count_kv attention.key_length attention.value_length rope.dimension_count")
-_LATENT = _under(
-    "attention.", "kv_lora_rank q_lora_rank key_length value_length key_length_mla value_length_mla"
-) | _under("rope.", "dimension_count scaling.yarn_log_multiplier")
+_LATENT = _under("attention.", "kv_lora_rank q_lora_rank key_length value_length key_length_mla value_length_mla")
+_LATENT |= _under("rope.", "dimension_count scaling.yarn_log_multiplier")
 _ROUTER = _under("expert_", "count used_count gating_func weights_norm weights_scale group_count")
 _EXPERTS = _ROUTER | _under("expert_", "feed_forward_length")
 _ROUTED = _DENSE | _EXPERTS | _under("", "expert_group_used_count expert_shared_count leading_dense_block_count")
@@ -49,13 +45,10 @@ APPLIED = {
     "deepseek3": _ALL | _LATENT | _ROUTED,
     "glm4moe": _ALL | _HEADS | _ROUTED,
 }
-_TENSORS = "tensors have the size"
+_SIZES = "feed_forward_length expert_feed_forward_length expert_shared_count expert_shared_feed_forward_length"
 # In every architecture that does not apply it: why it changes nothing.
 HARMLESS = {
-    "feed_forward_length": _TENSORS,
-    "expert_feed_forward_length": _TENSORS,
-    "expert_shared_count": _TENSORS,
-    "expert_shared_feed_forward_length": _TENSORS,
+    **dict.fromkeys(_SIZES.split(), "tensors have the size"),
     "expert_group_used_count": "there is one group",
     "attention.head_count_kv": "of the attention that llama.cpp computes of two parts of kv_b",
     "attention.layer_norm_epsilon": "there is no such norm",
@@ -64,17 +57,16 @@ HARMLESS = {
     "rope.scaling.finetuned": "says how the model was made",
     "tensor_data_layout": "says how the model was made",
 }
-_OFF, _ONE = (0,), (0, 1)
+_OFF = "attn_logit_softcapping final_logit_softcapping router_logit_softcapping swiglu_clamp_exp swiglu_clamp_shexp "
+_OFF += "expert_count expert_used_count leading_dense_block_count n_deepstack_layers embedding_length_per_layer_input "
+_OFF += "attention.clamp_kqv attention.max_alibi_bias attention.shared_kv_layers attention.temperature_scale "
+_OFF += "attention.scale rope.dimension_sections rope.scaling.alpha rope.scaling.yarn_log_multiplier"
+_ONE = "logit_scale residual_scale embedding_scale expert_group_scale attention.output_scale attention.value_scale "
+_ONE += "interleave_moe_layer_step moe_every_n_layers full_attention_interval"
 # In every architecture that does not apply it: values that change nothing; of an array all are one of them.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "router_logit_softcapping"), _OFF),
-    **dict.fromkeys(("swiglu_clamp_exp", "swiglu_clamp_shexp", "embedding_length_per_layer_input"), _OFF),
-    **dict.fromkeys(("expert_count", "expert_used_count", "leading_dense_block_count", "n_deepstack_layers"), _OFF),
-    **dict.fromkeys(_under("attention.", "clamp_kqv max_alibi_bias shared_kv_layers temperature_scale scale"), _OFF),
-    **dict.fromkeys(_under("rope.", "dimension_sections scaling.alpha scaling.yarn_log_multiplier"), _OFF),
-    **dict.fromkeys(("logit_scale", "residual_scale", "embedding_scale", "expert_group_scale"), _ONE),
-    **dict.fromkeys(("attention.output_scale", "attention.value_scale"), _ONE),
-    **dict.fromkeys(("interleave_moe_layer_step", "moe_every_n_layers", "full_attention_interval"), _ONE),
+    **dict.fromkeys(_OFF.split(), (0,)),
+    **dict.fromkeys(_ONE.split(), (0, 1)),
     "rope.scaling.yarn_ext_factor": (1, -1),
     "attention.causal": (True,),
     "use_parallel_residual": (False,),

@@ -6,11 +6,13 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from w4a8.checkpoint.gguf_architectures import ARCHITECTURES, NORM, SIZES, Architecture, named
+from w4a8.checkpoint.gguf_architectures import ARCHITECTURES, GROUPS, NORM, SIZES, Architecture, named
 from w4a8.checkpoint.gguf_key_table import check_keys
 from w4a8.checkpoint.gguf_keys import Keys
-from w4a8.checkpoint.gguf_settings import router_of
+from w4a8.checkpoint.gguf_settings import settings_from_keys
+from w4a8.checkpoint.settings import MoESettings
 from w4a8.core.json_fields import shorten
+from w4a8.core.routing import RoutingMethodType
 
 
 def config_of(metadata: Mapping[str, Any], tensor_names: Sequence[str]) -> dict[str, Any]:
@@ -48,7 +50,8 @@ def config_of(metadata: Mapping[str, Any], tensor_names: Sequence[str]) -> dict[
         config |= _windows(keys, known.window_period, config["num_hidden_layers"])
     if known.routing is not None:
         # The names may be those of one file of several.
-        config |= _router(keys, config, known, any("exp_probs_b" in tensor for tensor in tensor_names) or None)
+        has_bias = any("exp_probs_b" in tensor for tensor in tensor_names) or None
+        config |= _router(keys, known, settings_from_keys(metadata, has_bias))
     if name == "deepseek2":
         config["topk_method"] = "greedy" if config["n_group"] == 1 else "group_limited_greedy"
     if name == "glm4moe":
@@ -126,18 +129,19 @@ def _deepseek(keys: Keys) -> dict[str, Any]:
     }
 
 
-def _router(keys: Keys, config: Mapping[str, Any], known: Architecture, has_bias: bool | None) -> dict[str, Any]:
-    """What the file says of the router, for its model."""
-    router, found = router_of(keys, known, has_bias), {}
-    if "n_routed_experts" in config:
+def _router(keys: Keys, known: Architecture, settings: MoESettings) -> dict[str, Any]:
+    """What the model has a choice of."""
+    found = {}
+    if GROUPS in known.routing.follows:
         found = {
             "first_k_dense_replace": keys.count("leading_dense_block_count", 0, least=0),
-            "n_group": router.groups,
-            "topk_group": router.kept,
-            "routed_scaling_factor": router.scale,
+            "n_group": settings.num_expert_group or 1,
+            "topk_group": settings.topk_group or 1,
+            "routed_scaling_factor": settings.routed_scaling_factor,
         }
     if NORM in known.routing.follows:
-        found["norm_topk_prob"] = router.renormalize
+        renormalized = (RoutingMethodType.Renormalize, RoutingMethodType.DeepSeekV3)
+        found["norm_topk_prob"] = settings.routing_method in renormalized
     if known.model_type in ("deepseek_v3", "glm4_moe"):
         found["num_nextn_predict_layers"] = 0
     return found

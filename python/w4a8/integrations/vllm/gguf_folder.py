@@ -29,8 +29,6 @@ NAME = "w4a8_gguf"  # of the quantization method and of the load format, in vLLM
 SAYS = "gguf.json"  # in a folder: where the file is
 # Tensors that are no weights of a model: rope_freqs is in the config, the others belong to a matrix of NVFP4.
 BESIDE = ("rope_freqs.weight", ".scale", ".input_scale")
-# Layers of sentence-transformers behind the model, and their folders.
-_AFTER = {"Pooling": "1_Pooling", "Normalize": "2_Normalize"}
 
 
 @lru_cache(maxsize=2)
@@ -116,7 +114,7 @@ def _write_config(file: GGUFFile, folder: Path) -> None:
         scale_rope(config, file.tensor("rope_freqs.weight").float())
     config.dtype = torch.bfloat16  # which a file does not say
     config.quantization_config = json.loads((folder / SAYS).read_text())
-    if "attention_factor" in config.rope_parameters:
+    if "attention_factor" in str(config.rope_parameters):  # Gemma 3 has two kinds of rope
         raise ValueError(f"{file.paths[0]}: rope.scaling.attn_factor is not 1, which vLLM does not apply")
     config.save_pretrained(folder)
 
@@ -126,11 +124,10 @@ def _write_pooling(file: GGUFFile, folder: Path) -> None:
     pooling = pooling_of(file.keys)
     if pooling is None:
         return
-    layer = folder / "1_Pooling"
-    layer.mkdir()
-    (layer / "config.json").write_text(json.dumps({pooling: True}))
-    layers = [{"type": f"sentence_transformers.models.{name}", "path": path} for name, path in _AFTER.items()]
+    layers = [{"type": f"sentence_transformers.models.{name}", "path": name} for name in ("Pooling", "Normalize")]
     (folder / "modules.json").write_text(json.dumps(layers))
+    (folder / "Pooling").mkdir()
+    (folder / "Pooling" / "config.json").write_text(json.dumps({pooling: True}))
 
 
 def _write_tokenizer(file: GGUFFile, folder: Path) -> None:
