@@ -9,11 +9,13 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 if int(transformers.__version__.split(".")[0]) < 5:
     pytest.skip("transformers 5 is needed", allow_module_level=True)
 
+from w4a8.checkpoint import load_linear  # noqa: E402
 from w4a8.checkpoint.gguf_architectures import ARCHITECTURES  # noqa: E402
 from w4a8.checkpoint.gguf_key_table import APPLIED, EQUAL, HARMLESS, NEUTRAL, check_keys  # noqa: E402
 from w4a8.checkpoint.gguf_keys import pooling_of  # noqa: E402
 from w4a8.checkpoint.gguf_settings import settings_from_keys  # noqa: E402
 from w4a8.checkpoint.settings import settings_from_config  # noqa: E402
+from w4a8.command import main  # noqa: E402
 from w4a8.integrations.transformers.gguf_config import config_of  # noqa: E402
 from w4a8.integrations.vllm.gguf_folder import folder_of  # noqa: E402
 
@@ -251,3 +253,16 @@ def test_what_vllm_does_not_apply(name, tmp_path):
     tiny.keys |= {f"{name}.rope.scaling.{key}": value for key, value in rope.items()}
     with pytest.raises(ValueError, match=r"model.gguf: rope.scaling.attn_factor is not 1, which vLLM does not apply"):
         folder_of(tiny.write(tmp_path), tmp_path / "cache", False)
+
+
+def test_files_with_a_key_that_is_ignored(tmp_path, capsys):
+    """Linear layers and `inspect` have the same verdict."""
+    gguf_models = pytest.importorskip("gguf_models")
+    tiny = gguf_models.TinyModel("qwen3")
+    tiny.keys["qwen3.final_logit_softcapping"] = 30.0
+    path = tiny.write(tmp_path)
+    message = "qwen3.final_logit_softcapping is 30.0 in the GGUF file, but 0 is expected: it is not applied"
+    with pytest.raises(ValueError, match=message):
+        load_linear(path)
+    assert main(["inspect", str(path)]) == 1
+    assert message in capsys.readouterr().err

@@ -79,5 +79,5 @@ def _split(backend: Any, name: str | None) -> None:
         warnings.warn(
             f"tokenizer.ggml.pre of the GGUF file is {shorten(name)}, and how that splits a text is not known here: it "
             "is split as GPT-2 does it, and may become other tokens than in llama.cpp; take the original tokenizer",
-            stacklevel=2,
+            stacklevel=3,
         )
