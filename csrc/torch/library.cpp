@@ -26,9 +26,11 @@ TORCH_LIBRARY_IMPL(w4a8, Autograd, m) {
   for (const char* name :
        {"dyn_quant_pack_4bit_weight", "dyn_quant_unpack_4bit_weight", "dyn_quant_unpack_any_4bit_weight",
         "dyn_quant_matmul_4bit", "dynamic_per_token_int8_quant", "int4_gemm_w4a8", "dynamic_4bit_int_moe",
-        "dynamic_4bit_int_moe.gated", "topk_routing", "round_weights"}) {
+        "dynamic_4bit_int_moe.gated", "topk_routing", "round_weights", "paged_attention"}) {
     m.impl(name, torch::autograd::autogradNotImplementedFallback());
   }
+  // Refuses what wants gradients itself: the cache must not become part of a graph.
+  m.impl("paged_attention_write", torch::CppFunction::makeFallthrough());
 }
 
 namespace w4a8 {
@@ -107,6 +109,22 @@ std::tuple<at::Tensor, at::Tensor> topk_routing(const at::Tensor& router_logits,
   return op<"topk_routing", decltype(routing_cpu)>().call(router_logits, top_k, renormalize, scoring_func,
                                                           num_expert_group, topk_group, routed_scaling_factor,
                                                           e_score_correction_bias);
+}
+
+void paged_attention_write(const at::Tensor& key, const at::Tensor& value, at::Tensor& cache,
+                           const at::Tensor& block_table, const at::Tensor& seq_lens,
+                           const at::Tensor& query_start_loc, c10::string_view kind, int64_t window) {
+  op<"paged_attention_write", decltype(attention_write_cpu)>().call(key, value, cache, block_table, seq_lens,
+                                                                    query_start_loc, kind, window);
+}
+
+at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& cache, const at::Tensor& block_table,
+                           const at::Tensor& seq_lens, const at::Tensor& query_start_loc, double scale,
+                           c10::string_view kind, c10::optional<int64_t> value_size, bool causal, int64_t window,
+                           double soft_cap, const c10::optional<at::Tensor>& sinks) {
+  return op<"paged_attention", decltype(attention_cpu)>().call(query, cache, block_table, seq_lens, query_start_loc,
+                                                               scale, kind, value_size, causal, window, soft_cap,
+                                                               sinks);
 }
 
 RoundedTensors round_weights(const at::Tensor& weights, int64_t block_size, c10::string_view values, bool zero_points,

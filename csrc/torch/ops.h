@@ -53,4 +53,12 @@ RoundedTensors rounding_cpu(const Tensor& weights, int64_t block_size, Text valu
                             Optional<ScalarType> scale_dtype, int64_t effort, const OptionalTensor& importance);
 decltype(rounding_cpu) rounding_meta;
 
+void attention_write_cpu(const Tensor& key, const Tensor& value, const Tensor& cache, const Tensor& block_table,
+                         const Tensor& seq_lens, const Tensor& query_start_loc, Text kind, int64_t window);
+decltype(attention_write_cpu) attention_write_meta;
+Tensor attention_cpu(const Tensor& query, const Tensor& cache, const Tensor& block_table, const Tensor& seq_lens,
+                     const Tensor& query_start_loc, double scale, Text kind, Optional<int64_t> value_size, bool causal,
+                     int64_t window, double soft_cap, const OptionalTensor& sinks);
+decltype(attention_cpu) attention_meta;
+
 }  // namespace w4a8

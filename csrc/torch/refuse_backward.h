@@ -15,17 +15,8 @@
 namespace w4a8 {
 namespace detail {
 
-/// The C functions cannot tell. A view of a tensor that requires gradients is no leaf of the graph, any other is.
-inline bool requires_grad(const Tensor& tensor) {
-  if (!is_floating(type_of(tensor))) return false;
-  std::array<StableIValue, 1> stack = {torch::stable::detail::from(tensor)};
-  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::alias", "", stack.data(), TORCH_ABI_VERSION));
-  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::is_leaf", "", stack.data(), TORCH_ABI_VERSION));
-  return !torch::stable::detail::to<bool>(stack[0]);
-}
-
 inline void add_differentiable(std::vector<Tensor>& tensors, const Tensor& tensor) {
-  if (requires_grad(tensor)) tensors.push_back(tensor);
+  if (wants_gradient(tensor)) tensors.push_back(tensor);
 }
 inline void add_differentiable(std::vector<Tensor>& tensors, const OptionalTensor& tensor) {
   if (tensor.has_value()) add_differentiable(tensors, *tensor);
@@ -67,6 +58,17 @@ struct RefusesBackward;
 template <OpName kName, class Result, class... Args, Result (*kFunction)(Args...)>
 struct RefusesBackward<kName, kFunction> {
   static Result call(Args... args) {
+    using Named = NamedOp<kName, kFunction>;
+    // An op without a result refuses what wants gradients itself.
+    if constexpr (std::is_void_v<Result>) {
+      Named::call(args...);
+    } else {
+      return refusing(args...);
+    }
+  }
+
+ private:
+  static Result refusing(Args... args) {
     using Named = NamedOp<kName, kFunction>;
     if (!aoti_torch_grad_mode_is_enabled()) return Named::call(args...);
     std::vector<Tensor> inputs;

@@ -69,6 +69,8 @@ inline Tensor new_tensor(Sizes sizes, ScalarType type, const Tensor& like) {
 inline Tensor new_tensor(const std::vector<SymSize>& sizes, ScalarType type, const Tensor& like) {
   return at::empty_symint(sizes, like.options().dtype(type));
 }
+/// Whether torch would go back to it.
+inline bool wants_gradient(const Tensor& tensor) { return at::GradMode::is_enabled() && tensor.requires_grad(); }
 inline int64_t byte_size(const Tensor& tensor) { return static_cast<int64_t>(tensor.nbytes()); }
 
 /// The data of an input. The mutable data_ptr() would copy a copy-on-write tensor.

@@ -5,6 +5,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <array>
 #include <cstdint>
 #include <optional>
 #include <sstream>
@@ -159,6 +160,16 @@ inline Tensor new_tensor(Sizes sizes, ScalarType type, const Tensor& like) {
   W4A8_CHECK(error == TORCH_SUCCESS, "no memory for an output");
   return Tensor(handle);
 }
+/// Whether torch would go back to it. The C functions cannot tell. A view of a tensor that requires gradients is no leaf of the graph, any other is.
+inline bool wants_gradient(const Tensor& tensor) {
+  if (!aoti_torch_grad_mode_is_enabled()) return false;
+  if (!is_floating(type_of(tensor))) return false;
+  std::array<StableIValue, 1> stack = {torch::stable::detail::from(tensor)};
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::alias", "", stack.data(), TORCH_ABI_VERSION));
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::is_leaf", "", stack.data(), TORCH_ABI_VERSION));
+  return !torch::stable::detail::to<bool>(stack[0]);
+}
+
 inline int64_t byte_size(const Tensor& tensor) {
   return tensor.numel() * static_cast<int64_t>(aoti_torch_dtype_element_size(static_cast<int32_t>(type_of(tensor))));
 }

@@ -97,6 +97,27 @@ W4A8_EXPORT std::tuple<at::Tensor, at::Tensor> topk_routing(
     c10::optional<int64_t> num_expert_group = c10::nullopt, c10::optional<int64_t> topk_group = c10::nullopt,
     double routed_scaling_factor = 1.0, const c10::optional<at::Tensor>& e_score_correction_bias = c10::nullopt);
 
+/// Writes the last tokens of sequences to a paged cache of keys and values. key [T, KV, D], value [T, KV, V] (float32,
+/// bfloat16, float16; D and V multiples of 16 up to 256); cache: uint8 or int8 [pages, KV, bytes], whole blocks of 64
+/// tokens; block_table: int32 [B, W], the pages of each sequence in order; seq_lens: int32 [B], tokens of each sequence
+/// including these; query_start_loc: int32 [B + 1], where the tokens of each sequence are in key. kind: "int8" or
+/// "bfloat16". window: as in paged_attention. docs/numerics.md section 9.
+W4A8_EXPORT void paged_attention_write(const at::Tensor& key, const at::Tensor& value, at::Tensor& cache,
+                                       const at::Tensor& block_table, const at::Tensor& seq_lens,
+                                       const at::Tensor& query_start_loc, c10::string_view kind = "int8",
+                                       int64_t window = 0);
+
+/// Attention over such a cache, for the last tokens of each sequence, which are in it: query [T, H, D], H a multiple of
+/// KV; returns [T, H, V] of query's type. scale: of scores. causal: a token sees itself and those before it; else all
+/// of its sequence. window: of these only the last ones, itself included (not causal: to both sides); 0: all.
+/// soft_cap: scores become cap * tanh(score / cap); 0: none. sinks: floating [H], a score without a value.
+W4A8_EXPORT at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& cache, const at::Tensor& block_table,
+                                       const at::Tensor& seq_lens, const at::Tensor& query_start_loc, double scale,
+                                       c10::string_view kind = "int8",
+                                       c10::optional<int64_t> value_size = c10::nullopt, bool causal = true,
+                                       int64_t window = 0, double soft_cap = 0.0,
+                                       const c10::optional<at::Tensor>& sinks = c10::nullopt);
+
 /// codes, scales, zero_points (empty unless asked for): what dyn_quant_pack_4bit_weight takes.
 using RoundedTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 

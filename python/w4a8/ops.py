@@ -328,6 +328,100 @@ def topk_routing(
     )
 
 
+def paged_attention_write(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    *,
+    kind: str = "int8",
+    window: int = 0,
+) -> None:
+    """Writes the last tokens of sequences to a paged cache of keys and values (docs/numerics.md section 9).
+
+    A token is quantized once, when it is written: the cache is the same however its tokens were spread over calls.
+
+    Args:
+        key: float32, bfloat16 or float16 [T, KV, D], D a multiple of 16 up to 256, behind the rotary embedding.
+        value: [T, KV, V] of the same dtype, V likewise.
+        cache: uint8 or int8 [pages, KV, bytes], changed in place. bytes: attention_block_bytes(kind, D, V) for each 64 tokens of
+            a page. What was in it before does not matter.
+        block_table: int32 [B, W]: token t of sequence b is in page block_table[b, t // tokens of a page].
+        seq_lens: int32 [B], the tokens of each sequence, those of this call included.
+        query_start_loc: int32 [B + 1]: the tokens of sequence b are key[query_start_loc[b] : query_start_loc[b + 1]],
+            its last ones.
+        kind: "int8" or "bfloat16".
+        window: what paged_attention will be called with.
+    """
+    op = torch.ops.w4a8.paged_attention_write.default
+    op(key, value, cache, block_table, seq_lens, query_start_loc, kind=kind, window=window)
+
+
+def paged_attention(
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    scale: float,
+    *,
+    kind: str = "int8",
+    value_size: int | None = None,
+    causal: bool = True,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of the last tokens of sequences over a paged cache that has them already.
+
+    The bits of a row depend on nothing but its sequence: not on the other rows, on chunks or on the number of threads.
+
+    Args:
+        query: float32, bfloat16 or float16 [T, H, D]; query head h uses key head h // (H / KV).
+        cache, block_table, seq_lens, query_start_loc, kind: as for paged_attention_write.
+        scale: scores are query times key times this.
+        value_size: V; D if None.
+        causal: a token sees itself and those before; otherwise all of its sequence.
+        window: of these the last ones alone, itself included; not causal: so many to both sides. 0: all.
+        soft_cap: scores become soft_cap * tanh(score / soft_cap). 0: none.
+        sinks: floating point [H], a score in the softmax that has no value, or None.
+
+    Returns:
+        [T, H, V] of the dtype of query. NaN for a row that sees a key or value that is not finite.
+    """
+    op = torch.ops.w4a8.paged_attention.default
+    return op(
+        query,
+        cache,
+        block_table,
+        seq_lens,
+        query_start_loc,
+        scale,
+        kind=kind,
+        value_size=value_size,
+        causal=causal,
+        window=window,
+        soft_cap=soft_cap,
+        sinks=sinks,
+    )
+
+
+def attention_block_bytes(kind: str, key_size: int, value_size: int) -> int:
+    """Bytes of 64 tokens of one key head in the cache of paged_attention.
+
+    Raises:
+        ValueError: kind is neither "int8" nor "bfloat16".
+    """
+    if kind == "bfloat16":
+        return 64 * 2 * (key_size + value_size)
+    if kind != "int8":
+        raise ValueError(f"kind is {kind!r}, expected 'int8' or 'bfloat16'")
+    reference = (2 * key_size + 63) // 64 * 64
+    return 64 * (key_size + value_size + 8) + reference
+
+
 def round_weights(
     weights: torch.Tensor,
     block_size: int,
@@ -395,5 +489,7 @@ OPERATORS = (
     "int4_gemm_w4a8",
     "dynamic_4bit_int_moe",
     "topk_routing",
+    "paged_attention",
+    "paged_attention_write",
     "round_weights",
 )

@@ -1,6 +1,7 @@
 """Good calls of every operator, by the names of its arguments."""
 
 import torch
+from attention_data import Sequences
 from common import make_layer, make_matrix, route
 
 import w4a8
@@ -44,6 +45,12 @@ def op_samples():
         "e_score_correction_bias": torch.rand(8),
     }  # fmt: skip
     stack = make_matrix(24, 64, 64, torch.bfloat16, experts=3)
+    sequences = Sequences([70, 5], [3, 5]).write()
+    lens, starts, rows = sequences.call([67, 0], [70, 5])
+    attention = {
+        "query": sequences.query[rows], "cache": sequences.cache, "block_table": sequences.table, "seq_lens": lens,
+        "query_start_loc": starts, "scale": 0.125,
+    }  # fmt: skip
     two_levels = make_matrix(24, 64, 16, bias=True, kind="e2m1 of two levels")
     return {
         "pack": (
@@ -142,6 +149,11 @@ def op_samples():
                 "topk_group": 2,
                 "routed_scaling_factor": 2.5,
             },
+        ),
+        "attention": (ops.paged_attention.default, attention),
+        "attention with sinks": (
+            ops.paged_attention.default,
+            {**attention, "window": 9, "soft_cap": 3.0, "sinks": torch.randn(6), "causal": False},
         ),
         "rounding": (
             ops.round_weights.default,

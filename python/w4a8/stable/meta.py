@@ -22,6 +22,8 @@ _TOKENS = {
     "dynamic_4bit_int_moe.gated": ("x", "topk_ids", "topk_weights"),
     "topk_routing": ("router_logits",),
     "round_weights": (),
+    "paged_attention_write": ("key", "value"),
+    "paged_attention": ("query",),
 }
 
 

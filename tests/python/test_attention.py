@@ -1,0 +1,182 @@
+"""paged_attention beside exact attention in float64, and what the operators refuse. That all kernels give the bits of
+docs/numerics.md is in tests/cpp/attention_test.cpp."""
+
+import numpy as np
+import pytest
+import torch
+from attention_data import Sequences
+from common import DTYPES, KERNELS, assert_same_bits
+
+import w4a8
+
+KINDS = ["int8", "bfloat16"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"lengths": [1], "fresh": [1]},
+        {"lengths": [300, 65, 2], "fresh": [3, 65, 1]},
+        {"lengths": [700], "fresh": [2], "size": 128, "group": 8},
+        {"lengths": [150], "fresh": [150], "size": 80, "value_size": 48, "heads": 1},
+        {"lengths": [200], "fresh": [5], "window": 40},
+        {"lengths": [200], "fresh": [5], "window": 130, "page_blocks": 1},
+        {"lengths": [140], "fresh": [9], "causal": False},
+        {"lengths": [140], "fresh": [9], "causal": False, "window": 30},
+        {"lengths": [90], "fresh": [4], "soft_cap": 5.0},
+        {"lengths": [90], "fresh": [4], "sinks": torch.tensor([0.5, -3.0, 2.0, 9.0, 0.0, 1.0])},
+    ],
+)
+def test_is_near_exact_attention(kind, case):
+    sequences = Sequences(kind=kind, **case).write()
+    exact, bound = sequences.exact()
+    got = sequences.attend().double().numpy()
+    assert got.shape == exact.shape
+    assert (np.abs(got - exact) <= bound).all(), (np.abs(got - exact) / bound).max()
+    assert np.median(bound) < 0.12  # of a use: values are about 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_types(kind, dtype):
+    """Numbers of a narrower type are exact in the wider one: the same, rounded once more."""
+    narrow = Sequences([100], [7], dtype=dtype, kind=kind).write()
+    wide = Sequences([100], [7], dtype=dtype, kind=kind)
+    wide.key, wide.value, wide.query = wide.key.float(), wide.value.float(), wide.query.float()
+    wide.write()
+    assert narrow.attend().dtype == dtype
+    assert_same_bits(narrow.attend(), wide.attend().to(dtype))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_strides(kind):
+    sequences = Sequences([100, 30], [7, 1], kind=kind).write()
+    plain = sequences.attend()
+    strided = Sequences([100, 30], [7, 1], kind=kind)
+    pages, heads, width = strided.cache.shape
+    strided.cache = torch.full((heads, pages, width + 64), 255, dtype=torch.uint8)[..., :width].transpose(0, 1)
+    both = torch.cat([strided.key, strided.value], -1)  # as one projection gives them
+    strided.key, strided.value = both[..., :64], both[..., 64:]
+    strided.query = strided.query.transpose(0, 1).contiguous().transpose(0, 1)
+    strided.table = strided.table.t().contiguous().t()
+    strided.write()
+    assert_same_bits(strided.attend(), plain)
+    spread = torch.zeros(*sequences.query.shape, 2)
+    spread[..., 0] = sequences.query
+    sequences.query = spread[..., 0]
+    assert_same_bits(sequences.attend(), plain)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_any_kernel_and_number_of_threads(kind, threads):
+    expected = Sequences([1500, 40], [2, 40], kind=kind).write().attend()
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        for kernel in KERNELS:
+            with w4a8.use_kernel(kernel):
+                assert_same_bits(Sequences([1500, 40], [2, 40], kind=kind).write().attend(), expected, kernel)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_token_by_token(kind):
+    """What a prompt gives at once is what its tokens give one by one, beside another sequence."""
+    whole = Sequences([150, 70], [150, 70], kind=kind).write().attend()
+    sequences = Sequences([150, 70], [150, 70], kind=kind)
+    for t in range(150):
+        begin, end = [t, min(t, 70)], [t + 1, min(t + 1, 70)]
+        sequences.write(begin, end)
+        out = sequences.attend(begin, end)
+        assert_same_bits(out[0], whole[t])
+        if t < 70:
+            assert_same_bits(out[1], whole[150 + t])
+
+
+def test_bytes_of_a_block():
+    assert w4a8.attention_block_bytes("int8", 128, 128) == 64 * 264 + 256
+    assert w4a8.attention_block_bytes("int8", 80, 80) == 64 * 168 + 192
+    assert w4a8.attention_block_bytes("bfloat16", 128, 64) == 64 * 384
+    with pytest.raises(ValueError, match="kind is 'fp8', expected 'int8' or 'bfloat16'"):
+        w4a8.attention_block_bytes("fp8", 128, 128)
+
+
+def arguments():
+    sequences = Sequences([100, 30], [2, 1])
+    lens, starts, rows = sequences.call([98, 29], [100, 30])
+    shared = {"cache": sequences.cache, "block_table": sequences.table, "seq_lens": lens, "query_start_loc": starts}
+    write = {"key": sequences.key[rows], "value": sequences.value[rows], **shared}
+    return write, {"query": sequences.query[rows], **shared, "scale": 0.125}
+
+
+ints = lambda *numbers: torch.tensor(numbers, dtype=torch.int32)  # noqa: E731
+BOTH = [
+    ({"cache": torch.zeros(4, 2, 100, dtype=torch.uint8)}, "cache has 100 bytes for each page and head, expected a mu"),
+    ({"cache": torch.zeros(4, 2, 0, dtype=torch.uint8)}, "cache has 0 bytes for each page and head"),
+    ({"cache": torch.zeros(4, 2, 17408)}, "cache has dtype Float, expected uint8 or int8"),
+    ({"cache": torch.zeros(4, 17408, dtype=torch.uint8)}, "cache has 2 dimensions, expected [pages, key heads, bytes]"),
+    ({"block_table": torch.zeros(2, 1)}, "block_table has dtype Float, expected int32"),
+    ({"block_table": torch.zeros(2, 1, dtype=torch.int64)}, "block_table has dtype Long, expected int32"),
+    ({"block_table": ints(0, 1)}, "block_table has 1 dimensions, expected 2"),
+    ({"block_table": ints(0, 1, 2)[:, None]}, "block_table has 3 rows, expected 2, the elements of seq_lens"),
+    ({"block_table": ints(0, 9)[:, None]}, "block_table of sequence 1 has page 9 at 0, expected 0..2, the pages of"),
+    ({"block_table": ints(-1, 1)[:, None]}, "block_table of sequence 0 has page -1 at 0, expected 0..2, the pages of"),
+    ({"seq_lens": ints(1, 30)}, "seq_lens of sequence 0 is 1, expected 2 (its tokens of this call) to 128 (what block"),
+    ({"seq_lens": ints(129, 30)}, "seq_lens of sequence 0 is 129, expected 2"),
+    ({"seq_lens": ints(100)}, "block_table has 2 rows, expected 1, the elements of seq_lens"),
+    ({"query_start_loc": ints(0, 2)}, "query_start_loc has 2 elements, expected 3, one more than seq_lens"),
+    ({"query_start_loc": ints(1, 2, 3)}, "query_start_loc begins with 1, expected 0"),
+    ({"query_start_loc": ints(0, 2, 4)}, "query_start_loc ends with 4, expected 3, the number of tokens"),
+    ({"query_start_loc": ints(0, 4, 3)}, "query_start_loc falls from 4 to 3 at sequence 1, expected ascending"),
+    ({"kind": "fp8"}, "kind is 'fp8', expected 'int8' or 'bfloat16'"),
+    ({"window": -1}, "window is -1, expected 0 (none) or more"),
+]
+WRITE = [
+    ({"key": torch.zeros(3, 2, 72)}, "the head size of the keys is 72, expected a multiple of 16 in 16..256"),
+    ({"key": torch.zeros(3, 128)}, "key has shape [3, 128], expected [tokens, heads, head size]"),
+    ({"key": torch.zeros(3, 2, 64).double()}, "key has dtype Double, expected float32, bfloat16 or float16"),
+    ({"value": torch.zeros(3, 2, 64).half()}, "value has dtype Half, expected Float, that of key"),
+    ({"value": torch.zeros(2, 2, 64)}, "value has shape [2, 2, 64], expected the tokens and heads of key, [3, 2, 64]"),
+    ({"key": torch.zeros(3, 3, 64), "value": torch.zeros(3, 3, 64)}, "cache has 2 heads, expected 3, those of key"),
+    ({"key": torch.zeros(3, 2, 64, requires_grad=True)}, "key requires gradients, which a cache does not keep"),
+]
+ATTEND = [
+    ({"query": torch.zeros(3, 5, 64)}, "query has 5 heads, expected a multiple of 2, those of cache"),
+    ({"query": torch.zeros(3, 2, 64, dtype=torch.int8)}, "query has dtype Char, expected float32, bfloat16 or float16"),
+    ({"value_size": 40}, "the head size of the values is 40, expected a multiple of 16 in 16..256"),
+    ({"soft_cap": -1.0}, "soft_cap is -1, expected 0 (none) or more"),
+    ({"sinks": torch.zeros(5)}, "sinks has 5 elements, expected 6, the heads of query"),
+    ({"sinks": torch.zeros(6, 1)}, "sinks has 2 dimensions, expected [heads]"),
+    ({"sinks": torch.zeros(6, dtype=torch.int32)}, "sinks has dtype Int, expected a floating point type"),
+]
+
+
+@pytest.mark.parametrize("change, message", [*BOTH, *WRITE])
+def test_writing_refuses(change, message):
+    given = {**arguments()[0], **change}
+    before = given["cache"].clone()
+    with pytest.raises(RuntimeError) as caught:
+        w4a8.paged_attention_write(**given)
+    assert message in str(caught.value)
+    assert str(caught.value).startswith("w4a8::paged_attention_write: ")
+    assert torch.equal(given["cache"], before)
+
+
+@pytest.mark.parametrize("change, message", [*BOTH, *ATTEND])
+def test_attending_refuses(change, message):
+    with pytest.raises(RuntimeError) as caught:
+        w4a8.paged_attention(**{**arguments()[1], **change})
+    assert message in str(caught.value)
+    assert str(caught.value).startswith("w4a8::paged_attention: ")
+
+
+def test_nothing_to_do():
+    write, attend = arguments()
+    none = {"seq_lens": ints(5, 0), "query_start_loc": ints(0, 0, 0)}
+    before = write["cache"].clone()
+    w4a8.paged_attention_write(**{**write, **none, "key": torch.zeros(0, 2, 64), "value": torch.zeros(0, 2, 64)})
+    assert torch.equal(write["cache"], before)
+    assert w4a8.paged_attention(**{**attend, **none, "query": torch.zeros(0, 6, 64)}).shape == (0, 6, 64)
