@@ -31,7 +31,7 @@ void check_cache_type(const Tensor& cache) {
 }
 
 // Sizes of a call, the same for both operators; numbers of the tables are looked at.
-PagedCache paged_cache(const Tensor& cache, const CacheShape& shape, const Tensor& block_table, const Tensor& seq_lens,
+PagedCache paged_cache(const Tensor& cache, uint8_t* data, const CacheShape& shape, const Tensor& block_table, const Tensor& seq_lens,
                        const Tensor& query_start_loc, int64_t tokens) {
   check_cache_shape(shape);
   const int64_t block = shape.block_bytes();
@@ -42,7 +42,7 @@ PagedCache paged_cache(const Tensor& cache, const CacheShape& shape, const Tenso
              " in its last dimension, expected 1");
   PagedCache paged = {};
   paged.shape = shape;
-  paged.data = output_data<uint8_t>(cache);
+  paged.data = data;
   paged.page_stride = cache.stride(0);
   paged.head_stride = cache.stride(1);
   paged.page_tokens = bytes / block * kBlockKeys;
@@ -144,7 +144,8 @@ void attention_write_cpu(const Tensor& key, const Tensor& value, const Tensor& c
   const Tensor table = dense(block_table);
   const Tensor lengths = dense(seq_lens);
   const Tensor starts = dense(query_start_loc);
-  const PagedCache paged = paged_cache(cache, shape, table, lengths, starts, key.size(0));
+  const PagedCache paged =
+      paged_cache(cache, static_cast<uint8_t*>(output_data(cache)), shape, table, lengths, starts, key.size(0));
   check_pages(paged, cache.size(0), [&](int64_t s) {
     const int64_t first = paged.lengths[s] - (paged.starts[s + 1] - paged.starts[s]);
     // The first block wants the one before.
@@ -178,7 +179,8 @@ Tensor attention_cpu(const Tensor& query, const Tensor& cache, const Tensor& blo
   const Tensor table = dense(block_table);
   const Tensor lengths = dense(seq_lens);
   const Tensor starts = dense(query_start_loc);
-  const PagedCache paged = paged_cache(cache, shape, table, lengths, starts, query.size(0));
+  auto* data = const_cast<uint8_t*>(static_cast<const uint8_t*>(input_data(cache)));  // only read
+  const PagedCache paged = paged_cache(cache, data, shape, table, lengths, starts, query.size(0));
   check_pages(paged, cache.size(0), [&](int64_t s) {
     const int64_t first = paged.lengths[s] - (paged.starts[s + 1] - paged.starts[s]);
     return window > 0 ? std::max<int64_t>(0, first - window + 1) : 0;

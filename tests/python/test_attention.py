@@ -96,6 +96,26 @@ def test_token_by_token(kind):
             assert_same_bits(out[1], whole[150 + t])
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_pages_shared_within_a_call(first):
+    """A sequence continues pages that another one of the same call is writing, whichever comes first."""
+    alone = Sequences([300, 300], [300, 300], heads=4, page_blocks=1, seed=3)
+    for part in (alone.key, alone.value, alone.query):
+        part[300 : 300 + 192] = part[:192]
+    expected = alone.write().attend()
+    shared = Sequences([300, 300], [300, 300], heads=4, page_blocks=1, seed=3)
+    shared.key, shared.value, shared.query = alone.key, alone.value, alone.query
+    other = 1 - first
+    shared.table[other, :3] = shared.table[first, :3]
+    begin = [192, 192]
+    begin[first] = 0
+    shared.write(begin, [300, 300])
+    out = shared.attend(begin, [300, 300])
+    wanted = [expected[:300], expected[300:]]
+    wanted[other] = wanted[other][192:]
+    assert_same_bits(out, torch.cat(wanted))
+
+
 def test_bytes_of_a_block():
     assert w4a8.attention_block_bytes("int8", 128, 128) == 64 * 264 + 256
     assert w4a8.attention_block_bytes("int8", 80, 80) == 64 * 168 + 192

@@ -280,37 +280,47 @@ void check_cache_shape(const CacheShape& shape) {
 
 void write_cache(const Kernel& kernel, Parallel& parallel, const PagedCache& cache, const NewTokens& tokens,
                  int64_t window) {
-  const CacheShape& shape = cache.shape;
-  // Each block of a head needs the one before: a task has all tokens of a sequence and head.
-  const auto write = [&](int64_t, int64_t task, int) {
-    const int64_t sequence = task / cache.heads;
-    const int64_t head = task % cache.heads;
-    const int64_t first = cache.starts[sequence];
-    const int64_t end = cache.starts[sequence + 1];
-    const int64_t before = cache.lengths[sequence] - (end - first);  // tokens
-    for (int64_t t = first; t < end;) {
-      const int64_t position = before + t - first;
-      const int64_t number = position / kBlockKeys;
+  struct Run {
+    int64_t number;  // of the block
+    int64_t sequence;
+    int64_t token;  // of the call, the first one
+    int64_t in_block;
+    int64_t count;
+  };
+  std::vector<Run> runs;
+  for (int64_t s = 0; s < cache.sequences; ++s) {
+    const int64_t end = cache.starts[s + 1];
+    int64_t position = cache.lengths[s] - (end - cache.starts[s]);
+    for (int64_t t = cache.starts[s]; t < end;) {
       const int64_t in_block = position % kBlockKeys;
       const int64_t count = std::min(end - t, kBlockKeys - in_block);
-      const bool has_before = number > 0 && (window == 0 || window > kBlockKeys);
+      runs.push_back({position / kBlockKeys, s, t, in_block, count});
+      t += count;
+      position += count;
+    }
+  }
+  // A block wants the one before it, which another sequence of the call may be writing: sequences that begin alike can
+  // share pages from the first step on. So the blocks of a head are written in the order of their numbers.
+  std::stable_sort(runs.begin(), runs.end(), [](const Run& a, const Run& b) { return a.number < b.number; });
+  const auto write = [&](int64_t, int64_t head, int) {
+    for (const Run& run : runs) {
+      const bool has_before = run.number > 0 && (window == 0 || window > kBlockKeys);
       const TokensToWrite to_write = {
-          element(tokens.keys, t * tokens.key_token_stride + head * tokens.key_head_stride, tokens.dtype),
-          element(tokens.values, t * tokens.value_token_stride + head * tokens.value_head_stride, tokens.dtype),
+          element(tokens.keys, run.token * tokens.key_token_stride + head * tokens.key_head_stride, tokens.dtype),
+          element(tokens.values, run.token * tokens.value_token_stride + head * tokens.value_head_stride, tokens.dtype),
           tokens.key_token_stride,
           tokens.value_token_stride,
           tokens.dtype,
-          in_block,
-          count,
-          has_before ? cache.block(sequence, head, number - 1) : nullptr};
-      kernel.attention->write_tokens(shape, to_write, cache.block(sequence, head, number));
-      t += count;
+          run.in_block,
+          run.count,
+          has_before ? cache.block(run.sequence, head, run.number - 1) : nullptr};
+      kernel.attention->write_tokens(cache.shape, to_write, cache.block(run.sequence, head, run.number));
     }
   };
   SerialParallel serial;
   constexpr int64_t kSerialTokens = 64;
   Parallel& runner = cache.tokens() < kSerialTokens ? serial : parallel;
-  const Phase phases[] = {{cache.sequences * cache.heads, write}};
+  const Phase phases[] = {{cache.heads, write, 0, true}};
   run_phases(runner, runner.threads(), phases);
 }
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm.engine.arg_utils import EngineArgs
 
-from w4a8.integrations.vllm import settings
+from w4a8.integrations.vllm import attention, settings
 
 # Each is called with vLLM's EngineArgs, and may change them.
 _readers: list[Callable[[Any], None]] = []
@@ -31,6 +31,7 @@ def read_arguments(*readers: Callable[[Any], None]) -> None:
 def _with_readers(create_engine_config: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(create_engine_config)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        attention.forget()
         with settings.of_engine(self.additional_config):
             for reader in _readers:
                 reader(self)

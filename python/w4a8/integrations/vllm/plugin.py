@@ -71,6 +71,7 @@ def _activate() -> None:
     _try("read packed directories", "packed_config", "register")
     if settings.runs_w4a16():  # GGUF files are weight-only
         _try("read GGUF files", "gguf", "register")
+    _try("compute attention", "attention", "register")
     _try("read settings of additional_config", "arguments", "read_arguments")
     _try("say what runs in a loaded model", "summary", "say_what_is_loaded")
 

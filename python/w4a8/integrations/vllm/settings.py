@@ -16,10 +16,12 @@ SWITCH = "W4A8_VLLM"
 W4A16_SWITCH = "W4A8_VLLM_W4A16"
 LM_HEAD_SWITCH = "W4A8_VLLM_LM_HEAD"
 ACTIVATION_GROUP = "W4A8_VLLM_ACTIVATION_GROUP"
+ATTENTION = "W4A8_VLLM_ATTENTION"
 
 # Keys of vLLM's additional_config["w4a8"], and the variables that say the same. The plugin is on or off before vLLM has
 # read any argument, so SWITCH has no key.
-KEYS = {"w4a16": W4A16_SWITCH, "lm_head": LM_HEAD_SWITCH, "activation_group": ACTIVATION_GROUP}
+KEYS = {"w4a16": W4A16_SWITCH, "lm_head": LM_HEAD_SWITCH, "activation_group": ACTIVATION_GROUP,
+        "attention": ATTENTION}
 # vLLM's additional_config while it makes an engine's configuration, which code asks for before it exists.
 _MAKING: ContextVar[Any] = ContextVar("MAKING", default=None)
 
@@ -105,6 +107,15 @@ def runs_w4a16() -> bool:
     return SELF_TEST.get() or _read(W4A16_SWITCH, "1", "1") == "1"
 
 
+def attends() -> bool:
+    """Whether attention of the models that the plugin runs is computed here, where that can be.
+
+    Raises:
+        ValueError: neither 0 nor 1.
+    """
+    return _read(ATTENTION, "1", "1") == "1"
+
+
 def say_int8(format_: str) -> None:
     """Tells the log, once for each format, what a weight-only model is computed with."""
     logger().info_once(
@@ -146,5 +157,5 @@ def check() -> None:
     Raises:
         ValueError: one has a value that it cannot have; names it.
     """
-    for read in (mode, runs_w4a16, lm_head_bits, activation_group):
+    for read in (mode, runs_w4a16, lm_head_bits, activation_group, attends):
         read()

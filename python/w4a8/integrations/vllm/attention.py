@@ -1,0 +1,272 @@
+"""Attention by this package's operators, over a cache of int8 or bfloat16 in their layout (docs/numerics.md section 9).
+
+vLLM asks its platform for an attention backend once for each layer. For layers of a model that the plugin runs, and
+that the operators can compute, the answer is one of the two backends here; all others get vLLM's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import wraps
+from typing import Any, ClassVar
+
+import torch
+from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.attention import selector
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    AttentionType,
+    MultipleOf,
+)
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+from w4a8.integrations.vllm import settings
+from w4a8.integrations.vllm.log import logger
+from w4a8.ops import attention_block_bytes, paged_attention, paged_attention_write
+
+# Tokens of a block of the cache; a page of vLLM's is some of them.
+_BLOCK = 64
+# What --kv-cache-dtype may be, and what the cache then is. A type that is not here is left to vLLM.
+_KINDS = {"auto": "int8", "int8_per_token_head": "int8", "bfloat16": "bfloat16"}
+
+
+@dataclass
+class Metadata:
+    """What a step is, the same for all layers of a group."""
+
+    num_actual_tokens: int
+    query_start_loc: torch.Tensor  # int32 [B + 1]
+    seq_lens: torch.Tensor  # int32 [B]
+    block_table: torch.Tensor  # int32 [B, pages]
+    causal: bool
+
+
+class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
+    """Of a group of layers."""
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
+        """As upstream's."""
+        common = common_attn_metadata
+        if isinstance(common.causal, torch.Tensor):
+            raise NotImplementedError(f"w4a8: rows of a batch that are causal or not; {settings.ATTENTION}=0 runs them")
+        rows = common.num_reqs
+        return Metadata(
+            common.num_actual_tokens,
+            common.query_start_loc[: rows + 1],
+            common.seq_lens[:rows],
+            common.block_table_tensor[:rows],
+            bool(common.causal),
+        )
+
+
+class Impl(AttentionImpl):
+    """Of a layer. A subclass says what the cache is."""
+
+    kind: ClassVar[str]
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        if alibi_slopes is not None:
+            raise NotImplementedError(f"w4a8's attention has no ALiBi; {settings.ATTENTION}=0 leaves attention to vLLM")
+        self.num_heads, self.head_size, self.num_kv_heads = num_heads, head_size, num_kv_heads
+        self.scale = float(scale)
+        self.sliding_window = sliding_window or 0
+        self.kv_cache_dtype = kv_cache_dtype
+        self.logits_soft_cap = logits_soft_cap or 0.0
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.sinks = sinks
+        self.attn_type = attn_type
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        attn_metadata: Metadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As upstream's; writes keys and values to the cache, too."""
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("w4a8: outputs of attention that are quantized")
+        if attn_metadata is None:  # vLLM warms up
+            return output
+        tokens = attn_metadata.num_actual_tokens
+        cache = self._blocks(kv_cache, output.shape[-1])
+        where = (attn_metadata.block_table, attn_metadata.seq_lens, attn_metadata.query_start_loc)
+        # A layer that shares the cache of an earlier one writes nothing.
+        if self.kv_sharing_target_layer_name is None and key is not None and value is not None:
+            paged_attention_write(
+                key[:tokens], value[:tokens], cache, *where, kind=self.kind, window=self.sliding_window
+            )
+        output[:tokens] = paged_attention(
+            query[:tokens],
+            cache,
+            *where,
+            self.scale,
+            kind=self.kind,
+            value_size=output.shape[-1],
+            causal=attn_metadata.causal,
+            window=self.sliding_window,
+            soft_cap=self.logits_soft_cap,
+            sinks=self.sinks,
+        )
+        return output
+
+    def _blocks(self, kv_cache: torch.Tensor, value_size: int) -> torch.Tensor:
+        """uint8 [pages, heads, bytes]: vLLM's [pages, heads, tokens, content], of which the end may be unused."""
+        cache = kv_cache.view(torch.uint8)
+        pages, heads, tokens, content = cache.shape
+        bytes_ = tokens // _BLOCK * attention_block_bytes(self.kind, self.head_size, value_size)
+        return cache.as_strided((pages, heads, bytes_), (cache.stride(0), cache.stride(1), 1))
+
+
+class Int8Impl(Impl):
+    """With a cache of int8."""
+
+    kind = "int8"
+
+
+class BFloat16Impl(Impl):
+    """With a cache of bfloat16."""
+
+    kind = "bfloat16"
+
+
+class Backend(CPUAttentionBackend):
+    """What both backends have in common."""
+
+    impl: ClassVar[type[Impl]]
+    forward_includes_kv_cache_update = True
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = list(_KINDS)
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        """As upstream's."""
+        return [MultipleOf(_BLOCK)]
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        """As upstream's."""
+        return list(range(16, 257, 16))
+
+    @classmethod
+    def get_impl_cls(cls) -> type[AttentionImpl]:
+        """As upstream's."""
+        return cls.impl
+
+    @staticmethod
+    def get_builder_cls() -> type[AttentionMetadataBuilder]:
+        """As upstream's."""
+        return MetadataBuilder
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """The bytes of a token of a head, as whole elements of the cache's type."""
+        if spec.state_content_bytes is not None:
+            return spec
+        block = attention_block_bytes(cls.impl.kind, spec.head_size, spec.head_size_v)
+        element = spec.dtype.itemsize
+        return replace(spec, state_content_bytes=-(-block // (_BLOCK * element)) * element)
+
+
+class Int8Backend(Backend):
+    """With a cache of int8."""
+
+    impl = Int8Impl
+
+
+class BFloat16Backend(Backend):
+    """With a cache of bfloat16."""
+
+    impl = BFloat16Impl
+
+
+def reason_against(asked: Any, vllm_config: Any) -> str | None:
+    """Why a layer is left to vLLM's attention, or None.
+
+    Args:
+        asked: vLLM's AttentionSelectorConfig of the layer.
+        vllm_config: of the engine.
+    """
+    if not settings.attends():
+        return f"{settings.ATTENTION}=0"
+    if asked.use_mla or asked.use_sparse:
+        return "latent or sparse attention"
+    if asked.attn_type != AttentionType.DECODER:
+        return f"attention of type {asked.attn_type}"
+    if asked.head_size % 16 != 0 or asked.head_size > 256:
+        return f"heads of {asked.head_size}"
+    if (asked.kv_cache_dtype or "auto") not in _KINDS:
+        return f"a KV cache of {asked.kv_cache_dtype}"
+    cache = vllm_config.cache_config
+    if cache.user_specified_block_size and cache.block_size % _BLOCK != 0:
+        return f"blocks of {cache.block_size} tokens, which are no multiple of {_BLOCK}"
+    if getattr(vllm_config.model_config, "is_hybrid", False):
+        return "a model whose layers are not all attention"
+    for name in ("use_mm_prefix", "use_per_head_quant_scales", "use_kv_connector", "use_dcp", "use_pcp", "use_rswa"):
+        if getattr(asked, name, False):
+            return name.removeprefix("use_")
+    return None
+
+
+def _is_ours(vllm_config: Any) -> bool:
+    return type(vllm_config.quant_config).__module__.startswith("w4a8.")
+
+
+def register() -> None:
+    """Lets the platform answer with the backends here.
+
+    Raises:
+        RuntimeError: vLLM's platform or selector is not as this expects it.
+    """
+    if getattr(CpuPlatform.get_attn_backend_cls, "w4a8", False):
+        return
+    for owner, name in ((selector, "_cached_get_attn_backend"), (AttentionBackend, "customize_spec")):
+        if not hasattr(owner, name):
+            raise RuntimeError(f"{owner.__name__} has no {name}")
+    CpuPlatform.get_attn_backend_cls = classmethod(_answering(CpuPlatform.get_attn_backend_cls.__func__))
+
+
+def forget() -> None:
+    """Vllm keeps the answers for the whole process; those for another engine may differ."""
+    selector._cached_get_attn_backend.cache_clear()
+
+
+def _answering(stock: Any) -> Any:
+    @wraps(stock)
+    def get_attn_backend_cls(cls: Any, selected_backend: Any, attn_selector_config: Any, *args: Any, **kwargs: Any) -> str:
+        from vllm.config import get_current_vllm_config_or_none
+
+        config = get_current_vllm_config_or_none()
+        if config is not None and _is_ours(config):
+            reason = reason_against(attn_selector_config, config)
+            if reason is None:
+                kind = _KINDS[attn_selector_config.kv_cache_dtype or "auto"]
+                logger().info_once("w4a8: attention runs here, with a KV cache of %s (%s=0: vLLM's)", kind, settings.ATTENTION)
+                return f"{__name__}.{'Int8Backend' if kind == 'int8' else 'BFloat16Backend'}"
+            logger().info_once("w4a8: attention is vLLM's: %s", reason)
+        return stock(cls, selected_backend, attn_selector_config, *args, **kwargs)
+
+    get_attn_backend_cls.w4a8 = True
+    return get_attn_backend_cls
