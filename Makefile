@@ -4,7 +4,7 @@ export TORCH PYTHON
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full test-kernels test-benchmarks test-arm test-vllm test-vllm-full test-baseline test-package wheel test-wheel fuzz setup lint format bench bench-linear bench-peers bench-models bench-accuracy real-size clean
+.PHONY: help demo test test-full test-kernels test-benchmarks test-arm test-vllm test-vllm-full test-baseline test-package wheel test-wheel fuzz setup lint format bench bench-linear bench-attention bench-peers bench-models bench-accuracy real-size clean
 
 help: ## list the targets
 	@echo "usage: make TARGET [TORCH=debian | PYTHON=/path/to/python] [ARGS='...']"
@@ -66,6 +66,9 @@ bench: ## build and run the benchmarks (benchmarks/README.md)
 
 bench-linear: ## linear layers beside PyTorch's own operators and other libraries (benchmarks/README.md)
 	@scripts/bench_peers.sh bench_linear $(ARGS)
+
+bench-attention: ## attention beside vLLM's and PyTorch's (ARGS='--threads 2 --questions decode')
+	@scripts/bench_attention.sh $(ARGS)
 
 bench-peers: ## the fused operator beside other libraries, and the goals (an hour; ARGS=--quick: minutes)
 	@scripts/bench_peers.sh bench_peers $(ARGS)

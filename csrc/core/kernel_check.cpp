@@ -5,6 +5,7 @@
 #include <cstring>
 #include <vector>
 
+#include "core/attention/attention_check.h"
 #include "core/gemm.h"
 #include "core/layout.h"
 #include "core/pack.h"
@@ -231,7 +232,7 @@ std::string kernel_difference(const Kernel& kernel, const Kernel& reference) {
     return "rounded weights [" + std::to_string(c.rows) + ", " + std::to_string(kRoundedGroup) + "] (" +
            kind_name(c.kind) + ")";
   }
-  return "";
+  return attention_difference(kernel, reference);
 }
 
 }  // namespace w4a8

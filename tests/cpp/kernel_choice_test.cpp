@@ -5,6 +5,7 @@
 #include <new>
 #include <thread>
 
+#include "kernels/attention/attention.h"
 #include "test_util.h"
 
 namespace w4a8::test {
@@ -91,12 +92,26 @@ TEST(KernelChoiceTest, EveryFunctionOfAKernel) {
     scalar().round_groups(task);
     if (task.kind == kE2M1) task.codes[15 * task.codes_stride + 8] ^= 1;
   };
-  for (const Kernel& kernel : {quantize, store, sums, round}) {
+  Kernel attend = named("attend");
+  AttentionFunctions wrong = *scalar().attention;
+  wrong.finish_row = [](float* out, int64_t value_size, float sum) {
+    scalar().attention->finish_row(out, value_size, sum);
+    out[value_size - 1] += 1;
+  };
+  attend.attention = &wrong;
+  for (const Kernel& kernel : {quantize, store, sums, round, attend}) {
     KernelChoice choice({&kernel, &scalar()});
     EXPECT_EQ(&choice.best(), &scalar()) << kernel.name;
   }
   EXPECT_EQ(kernel_difference(sums, scalar()), "packed weights [24, 80] (e2m1, groups of 16, scales of e5m3)");
   EXPECT_EQ(kernel_difference(round, scalar()), "rounded weights [16, 18] (e2m1)");
+  EXPECT_EQ(kernel_difference(attend, scalar()), "attention over a cache of int8");
+  wrong.write_tokens = [](const CacheShape& shape, const TokensToWrite& tokens, uint8_t* block) {
+    scalar().attention->write_tokens(shape, tokens, block);
+    if (shape.kind == CacheKind::kBFloat16) block[0] ^= 1;
+  };
+  wrong.finish_row = scalar().attention->finish_row;
+  EXPECT_EQ(kernel_difference(attend, scalar()), "the attention cache of bfloat16");
 }
 
 std::atomic<int> g_asked;
