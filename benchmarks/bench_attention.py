@@ -1,11 +1,11 @@
-"""paged_attention beside vLLM's attention for CPUs and PyTorch's scaled_dot_product_attention, in turns, in one process.
+"""paged_attention beside vLLM's attention and PyTorch's scaled_dot_product_attention, in one process, in turns.
 
     make bench-attention [ARGS='--threads 1 2 --questions prefill --rounds 5']
 
 The shapes are those of a layer of Qwen3-30B-A3B (32 query heads, 4 key heads of 128), bfloat16, pages of 128 tokens.
-Where few rows read a long cache, calls go from layer to layer, so that no cache of the CPU holds one. Printed are medians
-of the rounds, and how many times as fast as vLLM's attention over its bfloat16 cache. scaled_dot_product_attention gets
-keys and values as they are, contiguous, which no cache gives it. See benchmarks/README.md.
+Where few rows read a long cache, calls go from layer to layer, so that no cache of the CPU holds one. Printed are
+medians of the rounds, and how many times as fast as vLLM's attention over its bfloat16 cache. PyTorch's attention gets
+keys and values contiguous, which no cache gives it. See benchmarks/README.md.
 """
 
 import argparse

@@ -124,10 +124,18 @@ std::string feature_names(uint32_t features) {
     uint32_t bit;
     const char* name;
   };
-  static constexpr Name kNames[] = {
-      {kAvx2, "avx2"},       {kFma, "fma"},         {kF16c, "f16c"}, {kAvx512, "avx512"},   {kAvx512Vnni, "avx512vnni"},
-      {kNeon, "neon"},       {kDotprod, "dotprod"}, {kI8mm, "i8mm"}, {kAvxVnni, "avxvnni"}, {kGfni, "gfni"},
-      {kAmxInt8, "amx_int8"}, {kAvx512Bf16, "avx512bf16"}};
+  static constexpr Name kNames[] = {{kAvx2, "avx2"},
+                                    {kFma, "fma"},
+                                    {kF16c, "f16c"},
+                                    {kAvx512, "avx512"},
+                                    {kAvx512Vnni, "avx512vnni"},
+                                    {kNeon, "neon"},
+                                    {kDotprod, "dotprod"},
+                                    {kI8mm, "i8mm"},
+                                    {kAvxVnni, "avxvnni"},
+                                    {kGfni, "gfni"},
+                                    {kAmxInt8, "amx_int8"},
+                                    {kAvx512Bf16, "avx512bf16"}};
   std::string names;
   for (const Name& entry : kNames) {
     if ((features & entry.bit) == 0) continue;

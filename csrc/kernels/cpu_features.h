@@ -13,12 +13,12 @@ enum Feature : uint32_t {
   kF16c = 1u << 2,
   kAvx512 = 1u << 3,  ///< F, BW, DQ and VL together, with OS support for the ZMM state
   kAvx512Vnni = 1u << 4,
-  kNeon = 1u << 5,      ///< every 64-bit Arm CPU that runs Linux or macOS
-  kDotprod = 1u << 6,   ///< SDOT
-  kI8mm = 1u << 7,      ///< SMMLA
-  kAvxVnni = 1u << 8,   ///< VPDPBUSD on YMM registers without AVX-512
-  kGfni = 1u << 9,      ///< with AVX-512: VGF2P8AFFINEQB on ZMM registers
-  kAmxInt8 = 1u << 10,  ///< tiles of int8, with OS support for their state; see ask_for_amx
+  kNeon = 1u << 5,         ///< every 64-bit Arm CPU that runs Linux or macOS
+  kDotprod = 1u << 6,      ///< SDOT
+  kI8mm = 1u << 7,         ///< SMMLA
+  kAvxVnni = 1u << 8,      ///< VPDPBUSD on YMM registers without AVX-512
+  kGfni = 1u << 9,         ///< with AVX-512: VGF2P8AFFINEQB on ZMM registers
+  kAmxInt8 = 1u << 10,     ///< tiles of int8, with OS support for their state; see ask_for_amx
   kAvx512Bf16 = 1u << 11,  ///< VDPBF16PS on ZMM registers
 };
 

@@ -31,13 +31,13 @@ void check_cache_type(const Tensor& cache) {
 }
 
 // Sizes of a call, the same for both operators; numbers of the tables are looked at.
-PagedCache paged_cache(const Tensor& cache, uint8_t* data, const CacheShape& shape, const Tensor& block_table, const Tensor& seq_lens,
-                       const Tensor& query_start_loc, int64_t tokens) {
+PagedCache paged_cache(const Tensor& cache, uint8_t* data, const CacheShape& shape, const Tensor& block_table,
+                       const Tensor& seq_lens, const Tensor& query_start_loc, int64_t tokens) {
   check_cache_shape(shape);
   const int64_t block = shape.block_bytes();
   const int64_t bytes = cache.size(2);
-  W4A8_CHECK(bytes > 0 && bytes % block == 0, "cache has ", bytes, " bytes for each page and head, expected a multiple of ",
-             block, ", a block of 64 tokens");
+  W4A8_CHECK(bytes > 0 && bytes % block == 0, "cache has ", bytes,
+             " bytes for each page and head, expected a multiple of ", block, ", a block of 64 tokens");
   W4A8_CHECK(bytes == 1 || cache.stride(2) == 1, "cache has stride ", cache.stride(2),
              " in its last dimension, expected 1");
   PagedCache paged = {};
@@ -66,8 +66,8 @@ PagedCache paged_cache(const Tensor& cache, uint8_t* data, const CacheShape& sha
     if (fresh == 0) continue;
     const int64_t length = paged.lengths[s];
     W4A8_CHECK(length >= fresh && length <= paged.table_stride * paged.page_tokens, "seq_lens of sequence ", s, " is ",
-               length, ", expected ", fresh, " (its tokens of this call) to ",
-               paged.table_stride * paged.page_tokens, " (what block_table has pages for)");
+               length, ", expected ", fresh, " (its tokens of this call) to ", paged.table_stride * paged.page_tokens,
+               " (what block_table has pages for)");
   }
   return paged;
 }
@@ -134,7 +134,8 @@ void attention_write_cpu(const Tensor& key, const Tensor& value, const Tensor& c
                          const Tensor& seq_lens, const Tensor& query_start_loc, Text kind, int64_t window) {
   check_write_types(check_cpu, key, value, cache, block_table, seq_lens, query_start_loc, window);
   for (const auto& [name, tensor] : {NamedTensor("key", key), NamedTensor("value", value)}) {
-    W4A8_CHECK(!wants_gradient(*tensor), name, " requires gradients, which a cache does not keep, expected torch.no_grad()");
+    W4A8_CHECK(!wants_gradient(*tensor), name,
+               " requires gradients, which a cache does not keep, expected torch.no_grad()");
   }
   W4A8_CHECK(value.size(0) == key.size(0) && value.size(1) == key.size(1), "value has shape ",
              shape_text(value.sizes()), ", expected the tokens and heads of key, ", shape_text(key.sizes()));
@@ -154,9 +155,9 @@ void attention_write_cpu(const Tensor& key, const Tensor& value, const Tensor& c
   });
   const Tensor keys = rows_of(key);
   const Tensor values = rows_of(value);
-  const NewTokens tokens = {input_data(keys),  input_data(values), keys.stride(0),
-                            keys.stride(1),    values.stride(0),   values.stride(1),
-                            activation_dtype("key", key)};
+  const NewTokens tokens = {
+      input_data(keys), input_data(values),          keys.stride(0), keys.stride(1), values.stride(0),
+      values.stride(1), activation_dtype("key", key)};
   AtenParallel parallel;
   write_cache(op_kernel(), parallel, paged, tokens, window);
 }

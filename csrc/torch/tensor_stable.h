@@ -160,7 +160,8 @@ inline Tensor new_tensor(Sizes sizes, ScalarType type, const Tensor& like) {
   W4A8_CHECK(error == TORCH_SUCCESS, "no memory for an output");
   return Tensor(handle);
 }
-/// Whether torch would go back to it. The C functions cannot tell. A view of a tensor that requires gradients is no leaf of the graph, any other is.
+/// Whether torch would go back to it. The C functions cannot tell. A view of a tensor that requires gradients is no
+/// leaf of the graph, any other is.
 inline bool wants_gradient(const Tensor& tensor) {
   if (!aoti_torch_grad_mode_is_enabled()) return false;
   if (!is_floating(type_of(tensor))) return false;

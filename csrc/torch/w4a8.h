@@ -113,9 +113,8 @@ W4A8_EXPORT void paged_attention_write(const at::Tensor& key, const at::Tensor& 
 /// soft_cap: scores become cap * tanh(score / cap); 0: none. sinks: floating [H], a score without a value.
 W4A8_EXPORT at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& cache, const at::Tensor& block_table,
                                        const at::Tensor& seq_lens, const at::Tensor& query_start_loc, double scale,
-                                       c10::string_view kind = "int8",
-                                       c10::optional<int64_t> value_size = c10::nullopt, bool causal = true,
-                                       int64_t window = 0, double soft_cap = 0.0,
+                                       c10::string_view kind = "int8", c10::optional<int64_t> value_size = c10::nullopt,
+                                       bool causal = true, int64_t window = 0, double soft_cap = 0.0,
                                        const c10::optional<at::Tensor>& sinks = c10::nullopt);
 
 /// codes, scales, zero_points (empty unless asked for): what dyn_quant_pack_4bit_weight takes.

@@ -346,8 +346,8 @@ def paged_attention_write(
     Args:
         key: float32, bfloat16 or float16 [T, KV, D], D a multiple of 16 up to 256, behind the rotary embedding.
         value: [T, KV, V] of the same dtype, V likewise.
-        cache: uint8 or int8 [pages, KV, bytes], changed in place. bytes: attention_block_bytes(kind, D, V) for each 64 tokens of
-            a page. What was in it before does not matter.
+        cache: uint8 or int8 [pages, KV, bytes], changed in place. bytes: attention_block_bytes(kind, D, V) for each 64
+            tokens of a page. What was in it before does not matter.
         block_table: int32 [B, W]: token t of sequence b is in page block_table[b, t // tokens of a page].
         seq_lens: int32 [B], the tokens of each sequence, those of this call included.
         query_start_loc: int32 [B + 1]: the tokens of sequence b are key[query_start_loc[b] : query_start_loc[b + 1]],

@@ -1,5 +1,5 @@
-// Attention as docs/numerics.md section 9 says, one row and one key at a time: no tiles, no workers, nothing of csrc but
-// the layout of a block.
+// Attention as docs/numerics.md section 9 says, one row and one key at a time: no tiles, no workers, nothing of csrc
+// but the layout of a block.
 #pragma once
 
 #include <cstdint>

@@ -17,8 +17,8 @@ constexpr DType kDType = DType::kFloat32;
 
 struct Problem {
   CacheShape shape;
-  int64_t heads = 2;   // of keys
-  int64_t group = 3;   // query heads of each
+  int64_t heads = 2;  // of keys
+  int64_t group = 3;  // query heads of each
   std::vector<int64_t> lengths = {70};
   std::vector<int64_t> fresh = {70};  // tokens of the call that is looked at, the last ones
   int64_t window = 0;
@@ -118,9 +118,12 @@ class Sequences {
           const int64_t begin = problem_.window > 0 ? std::max<int64_t>(0, t - problem_.window + 1) : 0;
           const int64_t end =
               problem_.causal ? t + 1 : (problem_.window > 0 ? std::min(length, t + problem_.window) : length);
-          const CachedHead::Row row = {
-              row_of(queries_, (first + t) * count_heads() + h, problem_.shape.key_size), begin, end, kScale,
-              problem_.soft_cap, problem_.sinks ? &sinks_[static_cast<std::size_t>(h)] : nullptr};
+          const CachedHead::Row row = {row_of(queries_, (first + t) * count_heads() + h, problem_.shape.key_size),
+                                       begin,
+                                       end,
+                                       kScale,
+                                       problem_.soft_cap,
+                                       problem_.sinks ? &sinks_[static_cast<std::size_t>(h)] : nullptr};
           const std::vector<float> out = heads[static_cast<std::size_t>(h / problem_.group)].attend(row);
           result.insert(result.end(), out.begin(), out.end());
         }
@@ -137,6 +140,7 @@ class Sequences {
   }
   std::vector<int64_t> zeros() const { return std::vector<int64_t>(problem_.lengths.size(), 0); }
   void clear() { cache_.fill(0xff); }
+  int64_t scratch() const { return workspace_.capacity(); }
 
  private:
   static constexpr float kScale = 0.11f;
@@ -186,7 +190,9 @@ class Sequences {
   }
   int64_t count_heads() const { return problem_.heads * problem_.group; }
   int64_t pages_of(int64_t tokens) const { return (tokens + problem_.page_tokens - 1) / problem_.page_tokens; }
-  int64_t page_bytes() const { return problem_.page_tokens / kBlockKeys * problem_.shape.block_bytes() * problem_.heads; }
+  int64_t page_bytes() const {
+    return problem_.page_tokens / kBlockKeys * problem_.shape.block_bytes() * problem_.heads;
+  }
   int64_t page_count() const {
     int64_t count = 0;
     for (const int64_t length : problem_.lengths) count += pages_of(length);
@@ -327,6 +333,28 @@ TEST_P(AttentionTest, ChunksChangeNoBit) {
   }
 }
 
+// docs/memory.md
+TEST_P(AttentionTest, Scratch) {
+  W4A8_TRACE_SEED();
+  Rng rng(906);
+  for (const int64_t fresh : {1, 10, 70}) {
+    const Problem problem = {
+        .shape = {CacheKind::kInt8, 80, 48}, .heads = 1, .group = 5, .lengths = {700}, .fresh = {fresh}};
+    for (const int workers : {1, 2}) {
+      Sequences again(rng, problem);
+      ThreadParallel parallel(workers);
+      again.write(kernel(), parallel, again.zeros(), problem.lengths);
+      again.attend(kernel(), parallel, again.before(), problem.lengths);
+      const int64_t rows = 5 * fresh;
+      const int64_t tile = (std::min<int64_t>(rows, kMostQueryRows) + 15) / 16 * 16;
+      constexpr int64_t kLines = 24 * 64;  // up to as many arrays begin at a line
+      const int64_t partial = workers == 1 ? 0 : rows * 2 * (4 * 48 + 8) + kLines;
+      EXPECT_LE(again.scratch(), workers * (tile * (8 * 80 + 8 * 48 + 1228) + kLines) + partial) << fresh;
+      EXPECT_GE(again.scratch(), workers * (rows > 90 ? 80 : rows) * (8 * 80 + 8 * 48 + 1228)) << fresh;
+    }
+  }
+}
+
 // A row that sees something that is no number is NaN; no other row changes.
 TEST_P(AttentionTest, NotANumber) {
   W4A8_TRACE_SEED();
@@ -351,14 +379,13 @@ TEST_P(AttentionTest, NotANumber) {
 }
 
 TEST(AttentionShapeTest, HeadSizes) {
-  const auto check = [](int64_t keys, int64_t values) {
-    check_cache_shape({CacheKind::kInt8, keys, values});
-  };
+  const auto check = [](int64_t keys, int64_t values) { check_cache_shape({CacheKind::kInt8, keys, values}); };
   check(16, 256);
   EXPECT_EQ(message_of([&] { check(0, 16); }), "the head size of the keys is 0, expected a multiple of 16 in 16..256");
   EXPECT_EQ(message_of([&] { check(16, 272); }),
             "the head size of the values is 272, expected a multiple of 16 in 16..256");
-  EXPECT_EQ(message_of([&] { check(72, 64); }), "the head size of the keys is 72, expected a multiple of 16 in 16..256");
+  EXPECT_EQ(message_of([&] { check(72, 64); }),
+            "the head size of the keys is 72, expected a multiple of 16 in 16..256");
 }
 
 W4A8_FOR_ALL_KERNELS(AttentionTest);

@@ -1,4 +1,4 @@
-"""Attention by this package's operators in engines: beside vLLM's own, with several sequences, chunks and cached prefixes."""
+"""Attention by this package's operators in engines: beside vLLM's own, several sequences, chunks, cached prefixes."""
 
 from types import SimpleNamespace
 
@@ -38,7 +38,9 @@ def results(checkpoints, tmp_path_factory):
             "chunks": Job(path, {**plain, **CHUNKS}, long_prompts(), prompt_logprobs=False),
             "blocks": Job(path, {**one, "block_size": 32}),
         }
-        made, log = run_engines(list(jobs.values()), tmp_path_factory.mktemp(case.model), 900, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+        made, log = run_engines(
+            list(jobs.values()), tmp_path_factory.mktemp(case.model), 900, VLLM_ENABLE_V1_MULTIPROCESSING="0"
+        )
         for name, result in zip(jobs, made):
             assert "error" not in result, (case.model, name, result["error"])
             found[case.model, name] = result
@@ -134,4 +136,3 @@ def test_bytes_of_a_token(head, int8, dtype):
     assert whole.page_size_bytes == 128 * 4 * content
     assert attention.Int8Backend.customize_spec(whole) == whole
     assert attention.BFloat16Backend.customize_spec(spec).page_size_bytes == 128 * 4 * 4 * head
-

@@ -25,8 +25,8 @@ struct Tile {
   int64_t sequence;
   int64_t head;
   Range rows;
-  Range segments;         // that a row sees something of
-  int64_t partial = 0;    // where its sums of segments are, in rows
+  Range segments;       // that a row sees something of
+  int64_t partial = 0;  // where its sums of segments are, in rows
 };
 
 /// A run of the segments of a tile.
@@ -215,9 +215,10 @@ class Attention {
     const void* rows[kMostQueryRows];
     for (int64_t r = 0; r < tile.rows.size(); ++r) {
       const int64_t token = (tile.rows.begin + r) / group_;
-      rows[r] = element(queries_.data,
-                        (cache_.starts[tile.sequence] + token) * queries_.token_stride + head(tile, r) * queries_.head_stride,
-                        queries_.dtype);
+      rows[r] =
+          element(queries_.data,
+                  (cache_.starts[tile.sequence] + token) * queries_.token_stride + head(tile, r) * queries_.head_stride,
+                  queries_.dtype);
       const Visible range = visible(cache_, queries_, tile.sequence, token);
       own.begin[r] = static_cast<int32_t>(range.begin);
       own.end[r] = static_cast<int32_t>(range.end);

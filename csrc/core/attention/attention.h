@@ -17,16 +17,16 @@ void check_cache_shape(const CacheShape& shape);
 struct PagedCache {
   CacheShape shape;
   uint8_t* data;
-  int64_t page_stride;     ///< bytes between pages
-  int64_t head_stride;     ///< bytes between the key heads of a page
-  int64_t page_tokens;     ///< a multiple of kBlockKeys
-  int64_t heads;           ///< key heads
+  int64_t page_stride;  ///< bytes between pages
+  int64_t head_stride;  ///< bytes between the key heads of a page
+  int64_t page_tokens;  ///< a multiple of kBlockKeys
+  int64_t heads;        ///< key heads
   int64_t sequences;
-  const int32_t* table;    ///< [sequences, table_stride] numbers of pages
+  const int32_t* table;  ///< [sequences, table_stride] numbers of pages
   int64_t table_stride;
   const int32_t* lengths;  ///< [sequences] tokens of a sequence, those of this call included
-  const int32_t* starts;   ///< [sequences + 1] the tokens of a sequence in this call: starts[i]..starts[i + 1], its last
-                           ///< ones
+  const int32_t* starts;  ///< [sequences + 1] the tokens of a sequence in this call: starts[i]..starts[i + 1], its last
+                          ///< ones
 
   uint8_t* block(int64_t sequence, int64_t head, int64_t number) const {
     const int64_t blocks = page_tokens / kBlockKeys;
@@ -57,10 +57,10 @@ struct Queries {
   int64_t head_stride;
   int64_t heads;  ///< a multiple of the cache's heads
   DType dtype;
-  float scale;      ///< of scores
-  float soft_cap;   ///< scores become cap * tanh(score / cap); 0: none
-  int64_t window;   ///< a token sees itself and window - 1 tokens before; 0: all
-  bool causal;      ///< false: all tokens of its sequence (with a window: window - 1 to both sides)
+  float scale;         ///< of scores
+  float soft_cap;      ///< scores become cap * tanh(score / cap); 0: none
+  int64_t window;      ///< a token sees itself and window - 1 tokens before; 0: all
+  bool causal;         ///< false: all tokens of its sequence (with a window: window - 1 to both sides)
   const float* sinks;  ///< [heads] a score without a value; null: none
 };
 

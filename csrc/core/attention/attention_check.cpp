@@ -42,12 +42,11 @@ Result attended(const Kernel& kernel, CacheKind kind) {
   for (int32_t i = 0; i * kBlockKeys < kTokens; ++i) table.push_back(i);
   Result result = {std::vector<uint8_t>(table.size() * static_cast<std::size_t>(shape.block_bytes())),
                    std::vector<float>(kFresh * kHeads * kValueSize)};
-  PagedCache cache = {shape, result.cache.data(), shape.block_bytes(), 0,   kBlockKeys, 1,
-                      1,     table.data(),        0,                   &length, all};
+  PagedCache cache = {shape, result.cache.data(), shape.block_bytes(), 0, kBlockKeys, 1, 1, table.data(), 0, &length,
+                      all};
   SerialParallel serial;
   Workspace workspace;
-  write_cache(kernel, serial, cache,
-              {keys.data(), values.data(), kKeySize, 0, kValueSize, 0, DType::kFloat32}, 0);
+  write_cache(kernel, serial, cache, {keys.data(), values.data(), kKeySize, 0, kValueSize, 0, DType::kFloat32}, 0);
   cache.starts = fresh;
   const float sinks[kHeads] = {0.5f};
   attend(kernel, serial, workspace, cache,

@@ -1,7 +1,8 @@
-// Attention by NEON, plain armv8-a: int8 widened to 16 bits and multiplied by SMLAL, bfloat16 widened to floats and FMLA.
+// Attention by NEON, plain armv8-a: int8 widened to 16 bits and multiplied by SMLAL, bfloat16 widened to floats and
+// FMLA.
 //
-//   A register of 4 keys is two of 16-bit numbers, two keys each. A sum keeps i0 .. i3 of a key in four lanes of 32 bits
-//   each, added up at the end: 4 keys are 4 registers.
+//   A register of 4 keys is two of 16-bit numbers, two keys each. A sum keeps i0 .. i3 of a key in four lanes of 32
+//   bits each, added up at the end: 4 keys are 4 registers.
 #if defined(__aarch64__)
 #include <arm_neon.h>
 

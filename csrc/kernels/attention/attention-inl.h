@@ -345,7 +345,8 @@ W4A8_INLINE void multiply_items(typename Dot::Sum (&sums)[R][C], const uint8_t* 
   constexpr int64_t kVecBytes = Ops::kLanes * kItemBytes;
   for (int64_t i = 0; i < items; ++i) {
     typename Dot::Line line[C];
-    for_each<C>([&](int c) W4A8_LAMBDA { line[c] = Dot::template load<kKeys>(lines + i * line_bytes + c * kVecBytes); });
+    for_each<C>([&](int c)
+                    W4A8_LAMBDA { line[c] = Dot::template load<kKeys>(lines + i * line_bytes + c * kVecBytes); });
     if (fetch != nullptr) {
       for (int64_t at = 0; at < C * kVecBytes; at += kLineBytes) __builtin_prefetch(fetch + i * line_bytes + at, 0, 2);
     }
@@ -550,9 +551,10 @@ void attend(const QueryTile& tile, const KeySegment& segment) {
       const int64_t key = step.key + i * kBlockKeys;
       step.blocks[i] = segment.blocks[b + i];
       // The next step's blocks, or those of the next segment.
-      step.next[i] = at + kStepKeys < segment.count
-                         ? (b + 2 + i < (segment.count + kBlockKeys - 1) / kBlockKeys ? segment.blocks[b + 2 + i] : nullptr)
-                         : segment.next[i];
+      step.next[i] =
+          at + kStepKeys < segment.count
+              ? (b + 2 + i < (segment.count + kBlockKeys - 1) / kBlockKeys ? segment.blocks[b + 2 + i] : nullptr)
+              : segment.next[i];
       step.masked[i] = key < all_begin || key + kBlockKeys > all_end;
     }
     for (int64_t i = 0; i < count; ++i) {
@@ -575,7 +577,8 @@ void attend(const QueryTile& tile, const KeySegment& segment) {
   }
   for (int64_t r = 0; r < tile.rows; ++r) {
     typename Ops::F lanes[Ops::kVecs];
-    for_each<Ops::kVecs>([&](int v) W4A8_LAMBDA { lanes[v] = Ops::load(tile.lanes + r * kHeadStep + v * Ops::kLanes); });
+    for_each<Ops::kVecs>([&](int v)
+                             W4A8_LAMBDA { lanes[v] = Ops::load(tile.lanes + r * kHeadStep + v * Ops::kLanes); });
     tile.sum[r] = Ops::sum16(lanes);
   }
 }

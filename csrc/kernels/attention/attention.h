@@ -14,13 +14,13 @@ enum class CacheKind : uint8_t {
   kBFloat16 = 1,  ///< both bfloat16
 };
 
-inline constexpr int64_t kBlockKeys = 64;      ///< tokens of a block
-inline constexpr int64_t kStepKeys = 128;      ///< keys that share a rounding of the weights: two blocks
-inline constexpr int64_t kSegmentKeys = 512;   ///< keys that are summed by themselves; sums of segments are merged
+inline constexpr int64_t kBlockKeys = 64;     ///< tokens of a block
+inline constexpr int64_t kStepKeys = 128;     ///< keys that share a rounding of the weights: two blocks
+inline constexpr int64_t kSegmentKeys = 512;  ///< keys that are summed by themselves; sums of segments are merged
 inline constexpr int64_t kSegmentBlocks = kSegmentKeys / kBlockKeys;
-inline constexpr int64_t kItemBytes = 4;       ///< four int8 or two bfloat16, what a dot product takes at once
+inline constexpr int64_t kItemBytes = 4;  ///< four int8 or two bfloat16, what a dot product takes at once
 inline constexpr int64_t kItemLine = kBlockKeys * kItemBytes;  ///< one item of each key of a block
-inline constexpr int64_t kHeadStep = 16;       ///< head sizes are multiples of this
+inline constexpr int64_t kHeadStep = 16;                       ///< head sizes are multiples of this
 inline constexpr int64_t kMostHeadSize = 256;
 inline constexpr int64_t kMostQueryRows = 96;  ///< of a tile
 
@@ -53,14 +53,14 @@ struct CacheShape {
 
 /// Tokens to be written to one block.
 struct TokensToWrite {
-  const void* keys;      ///< [count, key_size] of `dtype`, rows key_stride elements apart
-  const void* values;    ///< [count, value_size]
+  const void* keys;    ///< [count, key_size] of `dtype`, rows key_stride elements apart
+  const void* values;  ///< [count, value_size]
   int64_t key_stride;
   int64_t value_stride;
   DType dtype;
-  int64_t first;         ///< where in the block, 0..63
-  int64_t count;         ///< first + count <= 64
-  const uint8_t* before; ///< the full block in front of this one; null: the reference of this one is 0
+  int64_t first;          ///< where in the block, 0..63
+  int64_t count;          ///< first + count <= 64
+  const uint8_t* before;  ///< the full block in front of this one; null: the reference of this one is 0
 };
 
 /// Writes tokens to a block. The one with first = 0 sets the reference of the block, the others read it.
@@ -72,8 +72,8 @@ struct QueryTile {
   int64_t rows;
   const int32_t* begin;  ///< [rows] row r sees the keys begin[r] <= key < end[r]
   const int32_t* end;
-  float factor;          ///< scores count in log2: scale * log2(e)
-  float soft_cap;        ///< cap * log2(e); 0: none
+  float factor;    ///< scores count in log2: scale * log2(e)
+  float soft_cap;  ///< cap * log2(e); 0: none
 
   // What prepare writes.
   uint8_t* queries;  ///< [rows, query_bytes]

@@ -14,9 +14,9 @@
 namespace w4a8::isa {
 namespace {
 
+#include "kernels/attention/attention-inl.h"
 #include "kernels/scalar_ops-inl.h"
 #include "kernels/unroll-inl.h"
-#include "kernels/attention/attention-inl.h"
 
 struct Ops : ScalarOps {
   static constexpr int kTileRows = 2;

@@ -110,9 +110,7 @@ struct BFloat16Dot {
     __asm__ volatile("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(line), "v"(item));
   }
   static W4A8_INLINE Ops::F total(Sum sum) { return sum; }
-  static W4A8_INLINE void store_weights(uint8_t* p, Ops::F weights) {
-    Ops::store_as<DType::kBFloat16>(p, 0, weights);
-  }
+  static W4A8_INLINE void store_weights(uint8_t* p, Ops::F weights) { Ops::store_as<DType::kBFloat16>(p, 0, weights); }
 };
 
 // The same in two steps: the odd number is added first.
@@ -148,9 +146,7 @@ struct BFloat16Fma {
     sum = _mm512_fmadd_ps(line.even, item.even, sum);
   }
   static W4A8_INLINE Ops::F total(Sum sum) { return sum; }
-  static W4A8_INLINE void store_weights(uint8_t* p, Ops::F weights) {
-    _mm512_storeu_ps(p, weights);
-  }
+  static W4A8_INLINE void store_weights(uint8_t* p, Ops::F weights) { _mm512_storeu_ps(p, weights); }
 };
 
 #ifndef W4A8_OTHER_HOST_TWIN
@@ -163,7 +159,7 @@ bool has_bfloat16() { return false; }
 
 void prepare(const QueryTile& tile, const void* const* rows, DType dtype) {
   (has_bfloat16() ? prepare_queries<Ops, Int8Dot, BFloat16Dot> : prepare_queries<Ops, Int8Dot, BFloat16Fma>)(tile, rows,
-                                                                                                            dtype);
+                                                                                                             dtype);
 }
 void attend_any(const QueryTile& tile, const KeySegment& segment) {
   if (tile.shape.kind == CacheKind::kInt8) return attend<Ops, Int8Dot>(tile, segment);

@@ -11,6 +11,7 @@ from functools import wraps
 from typing import Any, ClassVar
 
 import torch
+from vllm.forward_context import get_forward_context
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention import selector
 from vllm.v1.attention.backend import (
@@ -106,23 +107,18 @@ class Impl(AttentionImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As upstream's; writes keys and values to the cache, too."""
+        """As upstream's."""
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("w4a8: outputs of attention that are quantized")
         if attn_metadata is None:  # vLLM warms up
             return output
         tokens = attn_metadata.num_actual_tokens
-        cache = self._blocks(kv_cache, output.shape[-1])
-        where = (attn_metadata.block_table, attn_metadata.seq_lens, attn_metadata.query_start_loc)
-        # A layer that shares the cache of an earlier one writes nothing.
-        if self.kv_sharing_target_layer_name is None and key is not None and value is not None:
-            paged_attention_write(
-                key[:tokens], value[:tokens], cache, *where, kind=self.kind, window=self.sliding_window
-            )
         output[:tokens] = paged_attention(
             query[:tokens],
-            cache,
-            *where,
+            self._blocks(kv_cache, output.shape[-1]),
+            attn_metadata.block_table,
+            attn_metadata.seq_lens,
+            attn_metadata.query_start_loc,
             self.scale,
             kind=self.kind,
             value_size=output.shape[-1],
@@ -133,10 +129,28 @@ class Impl(AttentionImpl):
         )
         return output
 
+    def do_kv_cache_update(
+        self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
+        """As upstream's. Where tokens go is in the metadata: a block needs the one before it, which no slot tells."""
+        metadata = get_forward_context().attn_metadata
+        metadata = (metadata[0] if isinstance(metadata, list) else metadata)[layer.layer_name]
+        tokens = metadata.num_actual_tokens
+        paged_attention_write(
+            key[:tokens],
+            value[:tokens],
+            self._blocks(kv_cache, value.shape[-1]),
+            metadata.block_table,
+            metadata.seq_lens,
+            metadata.query_start_loc,
+            kind=self.kind,
+            window=self.sliding_window,
+        )
+
     def _blocks(self, kv_cache: torch.Tensor, value_size: int) -> torch.Tensor:
         """uint8 [pages, heads, bytes]: vLLM's [pages, heads, tokens, content], of which the end may be unused."""
         cache = kv_cache.view(torch.uint8)
-        pages, heads, tokens, content = cache.shape
+        pages, heads, tokens, _ = cache.shape
         bytes_ = tokens // _BLOCK * attention_block_bytes(self.kind, self.head_size, value_size)
         return cache.as_strided((pages, heads, bytes_), (cache.stride(0), cache.stride(1), 1))
 
@@ -157,7 +171,6 @@ class Backend(CPUAttentionBackend):
     """What both backends have in common."""
 
     impl: ClassVar[type[Impl]]
-    forward_includes_kv_cache_update = True
     supported_kv_cache_dtypes: ClassVar[list[Any]] = list(_KINDS)
 
     @staticmethod
@@ -255,7 +268,9 @@ def forget() -> None:
 
 def _answering(stock: Any) -> Any:
     @wraps(stock)
-    def get_attn_backend_cls(cls: Any, selected_backend: Any, attn_selector_config: Any, *args: Any, **kwargs: Any) -> str:
+    def get_attn_backend_cls(
+        cls: Any, selected_backend: Any, attn_selector_config: Any, *args: Any, **kwargs: Any
+    ) -> str:
         from vllm.config import get_current_vllm_config_or_none
 
         config = get_current_vllm_config_or_none()
@@ -263,7 +278,9 @@ def _answering(stock: Any) -> Any:
             reason = reason_against(attn_selector_config, config)
             if reason is None:
                 kind = _KINDS[attn_selector_config.kv_cache_dtype or "auto"]
-                logger().info_once("w4a8: attention runs here, with a KV cache of %s (%s=0: vLLM's)", kind, settings.ATTENTION)
+                logger().info_once(
+                    "w4a8: attention runs here, with a KV cache of %s (%s=0: vLLM's)", kind, settings.ATTENTION
+                )
                 return f"{__name__}.{'Int8Backend' if kind == 'int8' else 'BFloat16Backend'}"
             logger().info_once("w4a8: attention is vLLM's: %s", reason)
         return stock(cls, selected_backend, attn_selector_config, *args, **kwargs)

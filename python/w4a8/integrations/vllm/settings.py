@@ -20,8 +20,7 @@ ATTENTION = "W4A8_VLLM_ATTENTION"
 
 # Keys of vLLM's additional_config["w4a8"], and the variables that say the same. The plugin is on or off before vLLM has
 # read any argument, so SWITCH has no key.
-KEYS = {"w4a16": W4A16_SWITCH, "lm_head": LM_HEAD_SWITCH, "activation_group": ACTIVATION_GROUP,
-        "attention": ATTENTION}
+KEYS = {"w4a16": W4A16_SWITCH, "lm_head": LM_HEAD_SWITCH, "activation_group": ACTIVATION_GROUP, "attention": ATTENTION}
 # vLLM's additional_config while it makes an engine's configuration, which code asks for before it exists.
 _MAKING: ContextVar[Any] = ContextVar("MAKING", default=None)
 
