@@ -95,6 +95,10 @@ def environment(hide_amx: bool = False, **variables) -> dict:
     return {**clean, **found, **variables}
 
 
+# Of engines whose weights are compared: in one process, and with attention as exact as vLLM's own.
+ALONE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "W4A8_VLLM_ATTENTION": "0"}
+
+
 class Engines:
     """A process of engine.py; `finish` returns its results and its log."""
 

@@ -9,7 +9,7 @@ import gguf_models
 import numpy as np
 import pytest
 from compare import check
-from conftest import Job, prompts, run_engines
+from conftest import ALONE, Job, prompts, run_engines
 from gguf_models import EXPERTS, VOCAB, TinyModel
 from test_example import serving
 from test_gguf_files import TOKENIZER
@@ -84,7 +84,7 @@ def results(request, tmp_path_factory):
     jobs = [write(case, where[case], **({"split_max_tensors": 9} if case.model == "llama" else {})) for case in cases]
     broken = [write(Tiny("qwen3"), tmp_path_factory.mktemp("lost"), lost=name) for name in LOST]
     engines = tmp_path_factory.mktemp("engines")
-    done, log = run_engines([*jobs, *broken], engines, 1800, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    done, log = run_engines([*jobs, *broken], engines, 1800, **ALONE)
     refused = dict(zip(LOST, (result.get("error", "") for result in done[len(jobs) :])))
     return dict(zip(cases, zip(jobs, done))), where, log, refused
 

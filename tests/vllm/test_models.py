@@ -10,7 +10,7 @@ import pytest
 import torch
 from cases import COMPILED, MORE, QUICK, RELOADED, TOOLS
 from compare import check
-from conftest import AVX2, Job, arguments, run_engines
+from conftest import ALONE, AVX2, Job, arguments, run_engines
 from safetensors.torch import load_file, save_file
 
 import w4a8
@@ -88,7 +88,7 @@ def results(request, checkpoints, tmp_path_factory):
         more[f"dummy {case.tool}"] = Job(checkpoints(case) / "checkpoint", dummy, tokens=2)
     if not quick:
         jobs, runs = [*jobs, *more.values()], [*runs, *((name, False) for name in more)]
-    done, log = run_engines(jobs, tmp_path_factory.mktemp("models"), 3600, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    done, log = run_engines(jobs, tmp_path_factory.mktemp("models"), 3600, **ALONE)
     for (case, compiled), result in zip(runs, done):
         print(f"{result['seconds']:5.0f} s  {getattr(case, 'name', case)}{' compiled' if compiled else ''}")
     return dict(zip(runs, zip(jobs, done))), log

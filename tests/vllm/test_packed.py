@@ -11,7 +11,7 @@ import torch
 import transformers
 from cases import FIRST_EXPERTS
 from compare import check
-from conftest import Job, arguments, run_engines
+from conftest import ALONE, Job, arguments, run_engines
 from models import COMMON, MODELS, Case, _random_weights, _stacked, write
 from safetensors.torch import load_file, save_file
 from tool_formats import E2M1
@@ -178,7 +178,7 @@ def results(tmp_path_factory):
     for name in DUMMIES:
         dummy = {**arguments(OTHERS[name].case), "load_format": "dummy"}
         jobs.append(Job(where[name] / "packed", dummy, tokens=2))
-    done, log = run_engines(jobs, tmp_path_factory.mktemp("engines"), 1800, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    done, log = run_engines(jobs, tmp_path_factory.mktemp("engines"), 1800, **ALONE)
     same = dict(zip(SAME, zip(done[::2], done[1::2])))
     names, first = [*OTHERS, *(f"dummy {name}" for name in DUMMIES)], 2 * len(SAME)
     return same, dict(zip(names, zip(jobs[first:], done[first:]))), where, log

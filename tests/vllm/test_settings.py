@@ -62,13 +62,13 @@ def test_it_goes_before_variables(monkeypatch):
 @pytest.mark.parametrize(
     ("additional", "message"),
     [
-        ({"lm-head": "int8"}, r"has 'lm-head', expected 'w4a16', 'lm_head' or 'activation_group'"),
-        ({"enabled": True}, r"has 'enabled', expected 'w4a16', 'lm_head' or 'activation_group'"),
+        ({"lm-head": "int8"}, r"has 'lm-head', expected 'w4a16', 'lm_head', 'activation_group' or 'attention'"),
+        ({"enabled": True}, r"has 'enabled', expected 'w4a16', 'lm_head', 'activation_group' or 'attention'"),
         ({"lm_head": "int3"}, r"\[\"lm_head\"\]='int3', expected 0, int4 or int8"),
         ({"lm_head": True}, r"\[\"lm_head\"\]='1', expected 0, int4 or int8"),
         ({"w4a16": "no"}, r"\[\"w4a16\"\]='no', expected 0 or 1"),
         ({"activation_group": 16}, r"\[\"activation_group\"\]='16', expected -1, 32, 64 or 128"),
-        ("int8", r"is 'int8', expected an object with 'w4a16', 'lm_head' or 'activation_group'"),
+        ("int8", r"is 'int8', expected an object with 'w4a16', 'lm_head', 'activation_group' or 'attention'"),
     ],
 )
 def test_refused(additional, message):
