@@ -353,18 +353,18 @@ def nothing_packed(tensors):
         del tensors[key]
 
 
-@pytest.mark.parametrize(
-    "change, match",
-    [
-        (swap, r"q_proj\.packed: .*64 bytes"),
-        (other_shape, r"q_proj: packed: \[n, k\] is \[64, 32\], expected \[64, 64\]"),
-        (no_w2, r"layers\.0\.mlp\.experts\.w2_packed' is missing"),
-        (fewer_experts, r"w2_packed: \[experts, n, k\] is \[4, 64, 32\]"),
-        (nothing_packed, "no packed tensors"),
-        (extra_bias, r"q_proj: packed: bias is True, expected False"),
-        (extra_bias_of_experts, r"layers\.0\.mlp\.experts: w2_packed: bias is True, expected False"),
-    ],
-)
+DAMAGED = [
+    (swap, r"q_proj\.packed: .*64 bytes"),
+    (other_shape, r"q_proj: packed: \[n, k\] is \[64, 32\], expected \[64, 64\]"),
+    (no_w2, r"layers\.0\.mlp\.experts\.w2_packed' is missing"),
+    (fewer_experts, r"w2_packed: \[experts, n, k\] is \[4, 64, 32\]"),
+    (nothing_packed, "no packed tensors"),
+    (extra_bias, r"q_proj: packed: bias is True, expected False"),
+    (extra_bias_of_experts, r"layers\.0\.mlp\.experts: w2_packed: bias is True, expected False"),
+]
+
+
+@pytest.mark.parametrize("change, match", DAMAGED)
 def test_damaged_directories(change, match, tmp_path):
     save_float("qwen3", tmp_path / "float")
     load(tmp_path / "float", quantization_config=W4A8Config()).save_pretrained(tmp_path / "packed")

@@ -68,16 +68,16 @@ def in_two_shards(directory, key, last=False, index=True):
 UP_CODES = f"{UP}.qweight"
 
 
-@pytest.mark.parametrize(
-    ("key", "options", "match"),
-    [
-        (UP_CODES, {}, None),
-        (UP_CODES, {"last": True}, None),
-        (UP_CODES, {"index": False}, f"{UP_CODES}' stands in .* no index"),
-        ("model.norm.weight", {"last": True}, None),
-        ("model.norm.weight", {}, "model.norm.weight' stands in .* transformers would read"),
-    ],
-)
+IN_TWO = [
+    (UP_CODES, {}, None),
+    (UP_CODES, {"last": True}, None),
+    (UP_CODES, {"index": False}, f"{UP_CODES}' stands in .* no index"),
+    ("model.norm.weight", {"last": True}, None),
+    ("model.norm.weight", {}, "model.norm.weight' stands in .* transformers would read"),
+]
+
+
+@pytest.mark.parametrize(("key", "options", "match"), IN_TWO)
 def test_a_tensor_in_two_shards(key, options, match, tmp_path):
     """The index decides, here and in load_linear."""
     want = write(tmp_path, "qwen3", FORMATS["GPTQ"])
@@ -119,18 +119,22 @@ def test_a_file_beside_the_index(tmp_path):
     load(theirs)
 
 
-def test_whatever_is_missing_or_too_much_is_named(tmp_path):
-    """A tensor of any part of the model that nothing reads, and any linear layer or experts without tensors."""
-    want = write(tmp_path, "qwen3", FORMATS["GPTQ"])
-    file = tmp_path / "theirs" / "model.safetensors"
-    whole = load_file(file)
+def missing_or_too_much(want, whole):
+    """(name of a module, tensors): one that nothing reads in any part of a model, and layers without tensors."""
     parts = [name for name, _ in want.named_modules() if name not in ("", "model")]
     matrices = [name for name in parts if name.endswith(("_proj", "experts", "lm_head"))]
     changes = [(f"{name}.scales_2", {**whole, f"{name}.scales_2": torch.ones(4)}) for name in parts]
     for name in matrices:
         changes.append((name, {key: tensor for key, tensor in whole.items() if not key.startswith(f"{name}.")}))
     assert len(matrices) == 11 and len(changes) > 40
-    for name, tensors in changes:
+    return changes
+
+
+def test_whatever_is_missing_or_too_much_is_named(tmp_path):
+    """A tensor of any part of the model that nothing reads, and any linear layer or experts without tensors."""
+    want = write(tmp_path, "qwen3", FORMATS["GPTQ"])
+    file = tmp_path / "theirs" / "model.safetensors"
+    for name, tensors in missing_or_too_much(want, load_file(file)):
         save_file({key: tensor.clone() for key, tensor in tensors.items()}, file, metadata={"format": "pt"})
         with pytest.raises(ValueError, match=f"{name}.*(is not read|is not in the checkpoint)"):
             load(tmp_path / "theirs")

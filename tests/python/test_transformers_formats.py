@@ -266,25 +266,26 @@ FP8_LAYER = {
 NOT_NVFP4 = r"layers\.\d\.\S+_proj: .*quant_algo is '{}', but 'NVFP4' or 'W4A16_NVFP4' is expected"
 
 
+REFUSED = [
+    ("GPTQ", "qwen3", {"bits": 3}, "bits is 3, but 4 or 8 is expected"),
+    ("GPTQ", "qwen3", {"group_size": 24}, "group_size is 24"),
+    ("AWQ", "qwen3", {"version": "marlin"}, "'marlin'"),
+    ("GPTQ", "qwen3", {"quant_method": "mxfp4"}, "is quantized, but Qwen3MoeForCausalLM has no such weight"),
+    ("GPTQ", "qwen3", {"quant_method": "fp8"}, "quantized with 'fp8'"),
+    ("GPTQ", "qwen3", FORMATS["W4A8 pack"].quantization_config(32), "weight_packed is missing"),
+    (
+        "GPTQ 2",
+        "Llama",
+        {"dynamic": {r"+:.*layers\.1.*\.v_proj": {"bits": 3}}},
+        r"1\.self_attn\.v_proj: .*bits is 3",
+    ),
+    ("NVFP4 modelopt", "Llama", {"quant_algo": "NVFP4_AWQ"}, NOT_NVFP4.format("NVFP4_AWQ")),
+    ("NVFP4 modelopt", "Llama", FP8_LAYER, NOT_NVFP4.format("FP8")),
+]
+
+
 @pytest.mark.parametrize(
-    ("name", "family", "changes", "match"),
-    [
-        ("GPTQ", "qwen3", {"bits": 3}, "bits is 3, but 4 or 8 is expected"),
-        ("GPTQ", "qwen3", {"group_size": 24}, "group_size is 24"),
-        ("AWQ", "qwen3", {"version": "marlin"}, "'marlin'"),
-        ("GPTQ", "qwen3", {"quant_method": "mxfp4"}, "is quantized, but Qwen3MoeForCausalLM has no such weight"),
-        ("GPTQ", "qwen3", {"quant_method": "fp8"}, "quantized with 'fp8'"),
-        ("GPTQ", "qwen3", FORMATS["W4A8 pack"].quantization_config(32), "weight_packed is missing"),
-        (
-            "GPTQ 2",
-            "Llama",
-            {"dynamic": {r"+:.*layers\.1.*\.v_proj": {"bits": 3}}},
-            r"1\.self_attn\.v_proj: .*bits is 3",
-        ),
-        ("NVFP4 modelopt", "Llama", {"quant_algo": "NVFP4_AWQ"}, NOT_NVFP4.format("NVFP4_AWQ")),
-        ("NVFP4 modelopt", "Llama", FP8_LAYER, NOT_NVFP4.format("FP8")),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
+    ("name", "family", "changes", "match"), REFUSED, ids=lambda value: value if isinstance(value, str) else ""
 )
 def test_what_is_refused(name, family, changes, match, tmp_path):
     write(tmp_path, family, ALL_FORMATS[name], **changes)
@@ -292,14 +293,14 @@ def test_what_is_refused(name, family, changes, match, tmp_path):
         load(tmp_path / "theirs")
 
 
-@pytest.mark.parametrize(
-    ("name", "written"),
-    [
-        ("W4A8 pack", Format("pack-quantized", {}, symmetric=False)),
-        ("GPTQ", Format("gptq", {}, symmetric=False)),
-        ("AWQ zero_point false", Format("awq", {}, symmetric=False)),
-    ],
-)
+DENIED = [
+    ("W4A8 pack", Format("pack-quantized", {}, symmetric=False)),
+    ("GPTQ", Format("gptq", {}, symmetric=False)),
+    ("AWQ zero_point false", Format("awq", {}, symmetric=False)),
+]
+
+
+@pytest.mark.parametrize(("name", "written"), DENIED)
 def test_zero_points_that_the_configuration_denies(name, written, tmp_path):
     write(tmp_path, "Llama", FORMATS[name], denied=written)
     with pytest.raises(ValueError, match=r"layers\.0\.\S+: .*zero points in \[[01], 15\], but the configuration says"):
@@ -360,32 +361,32 @@ OF_UP = r"layers\.1\.mlp\.experts: .*experts\.3\.up_proj"
 OF_ALL = r"\.weight_(scale_2|global_scale)"
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "match"),
-    [
-        ("GPTQ", turned_order, r"layers\.0\.\S+_proj.*activation order"),
-        ("GPTQ", without(f"{UP}.scales"), rf"{OF_UP}\.scales is missing"),
-        ("GPTQ", without(f"{UP}.qweight"), rf"{OF_UP}\.qweight is missing"),
-        ("GPTQ", without(f"{UP}."), r"layers\.1\.mlp\.experts: matrices of \[6, 5\] experts, expected 6"),
-        ("GPTQ", without("layers.0.self_attn.q_proj.qweight"), r"layers\.0\.self_attn\.q_proj: .*qweight is missing"),
-        ("GPTQ", another_layer, "z_proj is quantized, but Qwen3MoeForCausalLM has no such weight"),
-        ("GPTQ", without("layers.0.self_attn.q_proj."), r"layers\.0\.self_attn\.q_proj\.weight is not in the"),
-        ("GPTQ", without("layers.1.mlp.experts."), r"layers\.1\.mlp\.experts\.\w+_proj is not in the checkpoint"),
-        ("GPTQ", add("model.layers.0.mlp.act_fn.scales"), r"'model\.layers\.0\.mlp\.act_fn\.scales' is not read"),
-        ("GPTQ", add("model.layers.0.self_attn.q_proj.rotation"), r"q_proj\.rotation' is not read"),
-        ("NVFP4 modelopt", add("model.layers.2.mlp.experts.0.up_proj.qq"), r"layers\.2\.\S+up_proj\.qq' is not read"),
-        # Of int8 nothing else says that it is quantized: a linear layer, and a whole layer of experts.
-        ("W4A8 int", without("layers.0.self_attn.q_proj.weight_scale"), r"q_proj: .*q_proj\.weight_scale is missing"),
-        ("W4A8 int", lambda t: [t.pop(key) for key in list(t) if ".0.mlp.experts" in key and key.endswith("_scale")],
-         r"mlp\.experts: .*experts\.0\.\w+\.weight_scale is missing"),
-        *((name, change, rf"{OF_UP}{message}") for name in ("NVFP4 modelopt", "NVFP4 pack") for change, message in (
-            (no_numbers, r"\.weight_scale: not all scales are numbers"),
-            (without(f"{UP}.weight_scale"), r"\.weight_scale is missing"),
-            (no_scale_of_all, rf"{OF_ALL} is missing"),
-            (infinite, rf"{OF_ALL} is inf, of which no finite"),
-        )),
-    ],
-)  # fmt: skip
+DAMAGED = [
+    ("GPTQ", turned_order, r"layers\.0\.\S+_proj.*activation order"),
+    ("GPTQ", without(f"{UP}.scales"), rf"{OF_UP}\.scales is missing"),
+    ("GPTQ", without(f"{UP}.qweight"), rf"{OF_UP}\.qweight is missing"),
+    ("GPTQ", without(f"{UP}."), r"layers\.1\.mlp\.experts: matrices of \[6, 5\] experts, expected 6"),
+    ("GPTQ", without("layers.0.self_attn.q_proj.qweight"), r"layers\.0\.self_attn\.q_proj: .*qweight is missing"),
+    ("GPTQ", another_layer, "z_proj is quantized, but Qwen3MoeForCausalLM has no such weight"),
+    ("GPTQ", without("layers.0.self_attn.q_proj."), r"layers\.0\.self_attn\.q_proj\.weight is not in the"),
+    ("GPTQ", without("layers.1.mlp.experts."), r"layers\.1\.mlp\.experts\.\w+_proj is not in the checkpoint"),
+    ("GPTQ", add("model.layers.0.mlp.act_fn.scales"), r"'model\.layers\.0\.mlp\.act_fn\.scales' is not read"),
+    ("GPTQ", add("model.layers.0.self_attn.q_proj.rotation"), r"q_proj\.rotation' is not read"),
+    ("NVFP4 modelopt", add("model.layers.2.mlp.experts.0.up_proj.qq"), r"layers\.2\.\S+up_proj\.qq' is not read"),
+    # Of int8 nothing else says that it is quantized: a linear layer, and a whole layer of experts.
+    ("W4A8 int", without("layers.0.self_attn.q_proj.weight_scale"), r"q_proj: .*q_proj\.weight_scale is missing"),
+    ("W4A8 int", lambda t: [t.pop(key) for key in list(t) if ".0.mlp.experts" in key and key.endswith("_scale")],
+     r"mlp\.experts: .*experts\.0\.\w+\.weight_scale is missing"),
+    *((name, change, rf"{OF_UP}{message}") for name in ("NVFP4 modelopt", "NVFP4 pack") for change, message in (
+        (no_numbers, r"\.weight_scale: not all scales are numbers"),
+        (without(f"{UP}.weight_scale"), r"\.weight_scale is missing"),
+        (no_scale_of_all, rf"{OF_ALL} is missing"),
+        (infinite, rf"{OF_ALL} is inf, of which no finite"),
+    )),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "change", "match"), DAMAGED)
 def test_damaged(name, change, match, tmp_path):
     write(tmp_path, "qwen3", ALL_FORMATS[name])
     change_file(tmp_path / "theirs", change)
@@ -409,29 +410,29 @@ EXTRA = {
 }
 
 
+def add_bias(where, value):
+    def change(tensors):
+        for name in EXTRA[where]:
+            bias = torch.zeros(32 if "experts" in name and "down" not in name else 64)
+            bias[17] = value
+            tensors[f"{name}.bias"] = bias
+
+    return change
+
+
 @pytest.mark.parametrize("where", EXTRA)
 @pytest.mark.parametrize("name", ["GPTQ", "W4A8 pack"])
 def test_extra_bias(name, where, tmp_path):
     """One that the model does not have is refused; of zeros, as older tools wrote them everywhere, left out."""
     want = write(tmp_path, "qwen3", FORMATS[name])
-
-    def add(value):
-        def change(tensors):
-            for name in EXTRA[where]:
-                bias = torch.zeros(32 if "experts" in name and "down" not in name else 64)
-                bias[17] = value
-                tensors[f"{name}.bias"] = bias
-
-        return change
-
-    change_file(tmp_path / "theirs", add(0.0))
+    change_file(tmp_path / "theirs", add_bias(where, 0.0))
     model = load(tmp_path / "theirs")
     assert_same_bits(model(TOKENS).logits, want(TOKENS).logits)
     assert model.state_dict().keys() == want.state_dict().keys()
     for key, tensor in model.state_dict().items():
         assert tensor.shape == want.state_dict()[key].shape, key
     for value in (1e-3, float("nan")):
-        change_file(tmp_path / "theirs", add(value))
+        change_file(tmp_path / "theirs", add_bias(where, value))
         extra = EXTRA[where][0].replace(".", r"\.")
         with pytest.raises(ValueError, match=f"{extra} has a bias, but the model has none"):
             load(tmp_path / "theirs")
@@ -484,25 +485,30 @@ def test_gpt_oss_in_several_files(tmp_path):
     check(tmp_path, want)
 
 
-@pytest.mark.parametrize(
-    ("tensor", "change", "match"),
-    [
-        ("down_proj_scales", None, ".*down_proj.*scales is missing"),
-        ("down_proj_blocks", None, ".*down_proj"),
-        ("gate_up_proj_bias", None, ".*bias"),
-        ("gate_up_proj_scales", lambda t: t | 255, ".*255"),
-        ("gate_up_proj_blocks", lambda t: t[:4], ".*4.* experts, expected 6"),
-        ("down_proj_blocks", lambda t: t[:, :32], ".*down_proj"),
-    ],
-)
-def test_damaged_gpt_oss(tensor, change, match, tmp_path):
-    write_gpt_oss(tmp_path)
+DAMAGED_GPT_OSS = [
+    ("down_proj_scales", None, ".*down_proj.*scales is missing"),
+    ("down_proj_blocks", None, ".*down_proj"),
+    ("gate_up_proj_bias", None, ".*bias"),
+    ("gate_up_proj_scales", lambda t: t | 255, ".*255"),
+    ("gate_up_proj_blocks", lambda t: t[:4], ".*4.* experts, expected 6"),
+    ("down_proj_blocks", lambda t: t[:, :32], ".*down_proj"),
+]
+
+
+def change_gpt_oss(directory, tensor, change):
+    """One of a layer's tensors; None: without it."""
 
     def apply(tensors):
         old = tensors.pop(f"model.layers.1.mlp.experts.{tensor}")
         if change is not None:
             tensors[f"model.layers.1.mlp.experts.{tensor}"] = change(old)
 
-    change_file(tmp_path / "theirs", apply)
+    change_file(directory, apply)
+
+
+@pytest.mark.parametrize(("tensor", "change", "match"), DAMAGED_GPT_OSS)
+def test_damaged_gpt_oss(tensor, change, match, tmp_path):
+    write_gpt_oss(tmp_path)
+    change_gpt_oss(tmp_path / "theirs", tensor, change)
     with pytest.raises(ValueError, match=rf"layers\.1\.mlp\.experts: {match}"):
         load(tmp_path / "theirs")

@@ -54,6 +54,8 @@ _LAYER = {
     "ffn_down_exps": "mlp.experts.down_proj",
 }
 _SHARED_EXPERTS = {f"ffn_{each}_shexp": f"mlp.shared_experts.{each}_proj" for each in ("gate", "up", "down")}
+# Tensors that are no weights of a model: rope_freqs is in the config, the others belong to a matrix of NVFP4.
+BESIDE = ("rope_freqs.weight", ".scale", ".input_scale")
 # Of multi-head latent attention. k_b and v_b are the parts of kv_b.
 _MLA = {
     "attn_q_a": "self_attn.q_a_proj",

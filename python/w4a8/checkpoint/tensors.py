@@ -53,13 +53,16 @@ def _no_file(directory: Path, name: object) -> str:
     return f"{directory / INDEX_NAME} names {shorten(name)}, which is no file of {directory}"
 
 
-def files_of(directory: Path) -> list[str]:
+def files_of(directory: Path, index: Mapping[str, str] | None) -> list[str]:
     """Names of the safetensors files of a directory that loading reads; [] if it has none.
 
+    Args:
+        directory: of the files.
+        index: as :func:`read_index` gives it.
+
     Raises:
-        CheckpointError: an index that is damaged (:func:`read_index`); several files, and no index.
+        CheckpointError: several files, and no index.
     """
-    index = read_index(directory)
     if index is not None:
         return sorted(set(index.values()))
     files = sorted(path.name for path in directory.glob("*.safetensors"))
@@ -121,7 +124,7 @@ class CheckpointTensors:
         if file_of is not None:
             self._absent = {name for name in set(file_of.values()) if not _is_file(self.directory / name)}
             return file_of
-        files = files_of(self.directory)
+        files = files_of(self.directory, None)
         if not files:
             raise CheckpointError(f"{self.directory} holds no *.safetensors file")
         return dict.fromkeys(self._handle(files[0]).keys(), files[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import mmap
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -36,11 +37,6 @@ class Header:
         """Of its data."""
         return prod(self.shape) * _BITS.get(self.dtype, 8) // 8
 
-    @property
-    def is_float(self) -> bool:
-        """Whether it is a float of 16 bits or more."""
-        return self.dtype in ("F64", "F32", "F16", "BF16")
-
 
 def read_headers(folder: Path, repo: str | None = None) -> dict[str, Header]:
     """Name -> tensor.
@@ -53,18 +49,25 @@ def read_headers(folder: Path, repo: str | None = None) -> dict[str, Header]:
         CheckpointError: a file is missing or damaged, or there is none; a tensor stands in two, and no index says in
             which.
     """
-    files = [folder / name for name in files_of(folder)]
+    index = read_index(folder)
+    files = [folder / name for name in files_of(folder, index)]
     if repo is not None and not (files and all(file.is_file() for file in files)):
         found = {}
         for file, metadata in hub().get_safetensors_metadata(repo).files_metadata.items():
             for name, tensor in metadata.tensors.items():
-                found[name] = Header(tensor.dtype, tuple(tensor.shape), folder / file)
+                found[name] = _header(name, tensor.dtype, tensor.shape, folder / file)
         return found
     if not files:
         raise CheckpointError(f"{folder} holds no *.safetensors file")
     headers = {file.name: _of_file(file) for file in files}
-    places = file_of_each(folder, headers, read_index(folder))
+    places = file_of_each(folder, headers, index)
     return {name: headers[file][name] for name, file in places.items()}
+
+
+def _header(name: str, dtype: str, shape: Sequence[int], path: Path, begin: int = 0) -> Header:
+    if not all(type(length) is int and length >= 0 for length in shape):
+        raise CheckpointError(f"{path}: tensor {name!r} has shape {shorten(list(shape))}")
+    return Header(dtype, tuple(shape), path, begin)
 
 
 def _of_file(path: Path) -> dict[str, Header]:
@@ -79,10 +82,7 @@ def _of_file(path: Path) -> dict[str, Header]:
         for name, entry in entries.items():
             if name != "__metadata__":
                 begin, last = entry["data_offsets"]
-                shape = tuple(entry["shape"])
-                if not all(type(length) is int and length >= 0 for length in shape):
-                    raise CheckpointError(f"{path}: tensor {name!r} has shape {shorten(entry['shape'])}")
-                found[name] = Header(entry["dtype"], shape, path, 8 + size + begin)
+                found[name] = _header(name, entry["dtype"], entry["shape"], path, 8 + size + begin)
                 end = max(end, last)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None

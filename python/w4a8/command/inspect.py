@@ -1,22 +1,21 @@
 """what is in MODEL: what runs on these operators, what does not and why, memory, and an estimate of the speed
 
-Nothing is loaded: config.json and the headers of the files are read, of the Hub these alone. Exit code 1: layers are
-refused, or the model cannot be read.
+A dry run: transformers and this package load the model without its weights, of the Hub by the headers of its files
+alone. Exit code 1: it would not load, or layers are refused.
 """
 
 from __future__ import annotations
 
 import argparse
+import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from w4a8.checkpoint.gguf_file import GGUFFile, is_gguf
 from w4a8.checkpoint.gguf_keys import Keys
-from w4a8.command import extras, machine
+from w4a8.command import loading, machine
 from w4a8.command.contents import (
     EMBEDDING,
     EXPERTS,
@@ -26,20 +25,18 @@ from w4a8.command.contents import (
     REFUSED,
     RUNS,
     Layer,
-    of_floats,
+    gguf_not_in_vllm,
+    of_model,
     of_packed,
-    of_quantized,
     packed_not_in_vllm,
 )
-from w4a8.command.contents_gguf import not_in_vllm, of_gguf
-from w4a8.command.headers import read_headers
+from w4a8.command.headers import Header, read_headers
 from w4a8.command.model import HELP, find, hub_name
 from w4a8.command.report import add_json, labelled, number, show
-from w4a8.core.json_fields import CheckpointError, json_field, read_json
+from w4a8.core.json_fields import json_field, read_json
 from w4a8.core.words import counted, gigabytes
-from w4a8.formats import rules_of
 from w4a8.formats.config import config_in
-from w4a8.formats.packed_directory import METHOD, check_stated
+from w4a8.formats.packed_directory import METHOD
 
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 _FORMATS = {METHOD: "a packed directory", "floats": "floats, rounded while they are loaded"}
@@ -119,8 +116,8 @@ def _gguf(name: str, path: Path) -> tuple[dict[str, Any], list[Layer], int | Non
     keys = Keys(file.keys)
     disk = sum(part.stat().st_size for part in file.paths)
     answer = _head(name, path, "GGUF", keys.architecture, keys.get("block_count"), disk, len(file.paths))
-    answer |= {"reading": min(disk, _GGUF_AT_ONCE), "not_in_vllm": not_in_vllm(file)}
-    return answer, of_gguf(file), keys.get("expert_used_count") or None
+    answer |= {"reading": min(disk, _GGUF_AT_ONCE), "not_in_vllm": gguf_not_in_vllm(file)}
+    return answer, of_model(*_loaded(path)), keys.get("expert_used_count") or None
 
 
 def _folder(name: str, path: Path) -> tuple[dict[str, Any], list[Layer], int | None]:
@@ -139,7 +136,8 @@ def _folder(name: str, path: Path) -> tuple[dict[str, Any], list[Layer], int | N
     layers_count = text.get("num_hidden_layers")
     answer = _head(name, path, method, architecture, layers_count, sum(files.values()), len(files))
     answer["reading"] = 0 if method == METHOD else max(files.values())
-    layers = _layers(path, source, headers)
+    model, report = _loaded(path, headers)
+    layers = list(of_packed(headers)) if method == METHOD else of_model(model, report)
     answer["not_in_vllm"] = packed_not_in_vllm(layers) if method == METHOD else ""
     if source is None:
         answer["not_in_vllm"] = "floats are not rounded there: `w4a8 pack` makes a directory that it serves"
@@ -147,31 +145,35 @@ def _folder(name: str, path: Path) -> tuple[dict[str, Any], list[Layer], int | N
     return answer, layers, top_k
 
 
-def _layers(path: Path, source: Mapping[str, Any] | None, headers: Mapping[str, Any]) -> list[Layer]:
-    if source is None:
-        return of_floats(*_quantized_in_mind(path))
-    if source.get("quant_method") == METHOD:
-        check_stated(METHOD, source.get("format"), source.get("version"))
-        return list(of_packed(headers))
-    try:
-        return of_quantized(headers, rules_of(source))
-    except CheckpointError as error:  # a method that is not read here
-        return of_quantized(headers, str(error))
+def _loaded(path: Path, headers: Mapping[str, Header] | None = None) -> tuple[Any, Any]:
+    """The model on the meta device, and the report of its quantizer.
 
+    Args:
+        path: of a folder or a GGUF file.
+        headers: of the folder's tensors; of the Hub their files are not there.
+    """
+    loading.import_transformers()
+    from w4a8.integrations.transformers.dry_run import dry_run
 
-def _quantized_in_mind(path: Path) -> tuple[Any, Any]:
-    """The model on the meta device after ``quantize_``, and its report."""
-    try:
-        import transformers
-    except ImportError:
-        raise ImportError(f"what becomes of floats is known with transformers: {extras.TRANSFORMERS}") from None
-    from w4a8.quantization import quantize_
-
-    config = transformers.AutoConfig.from_pretrained(path)
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=config.dtype)
-    model.tie_weights()
-    return model, quantize_(model)
+    files: dict[str, dict[str, Header]] = {}
+    for key, header in (headers or {}).items():
+        files.setdefault(header.file.name, {})[key] = header
+    if all((path / file).is_file() for file in files):
+        with dry_run(files):
+            model = loading.load(path, loading.DEFAULTS)
+        return model, model.hf_quantizer.report
+    with tempfile.TemporaryDirectory() as name, dry_run(files):
+        folder = Path(name)
+        for each in path.iterdir():
+            if each.name not in files:
+                (folder / each.name).symlink_to(each.resolve())
+        for file in files:
+            (folder / file).touch()
+        try:
+            model = loading.load(folder, loading.DEFAULTS)
+        except ValueError as error:
+            raise ValueError(str(error).replace(name, str(path))) from error
+    return model, model.hf_quantizer.report
 
 
 def _head(name: str, path: Path, form: str, architecture: str, layers: Any, disk: int, files: int) -> dict[str, Any]:

@@ -23,6 +23,8 @@ _ROUNDING = (
     ("--effort", "effort", {"type": int, "choices": (0, 1, 2), "help": "of the search for good scales (2)"}),
     ("--skip", "skip", {"action": "append", "metavar": "NAME", "help": "a module to leave float, or re:PATTERN"}),
 )
+# Of ``load``: nothing is asked for.
+DEFAULTS = argparse.Namespace(activation_group=None, **{field: None for _, field, _ in _ROUNDING})
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -96,7 +98,8 @@ def load(path: Path, args: argparse.Namespace) -> Any:
     if method != METHOD:
         options["quantization_config"] = W4A8Config(activation_group=activation_group, **given)
     try:
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
+        loader = transformers.AutoModelForCausalLM if method == "gguf" else _class_of(transformers, folder)
+        model, info = loader.from_pretrained(folder, output_loading_info=True, **options)
     except (ValueError, OSError, ImportError, RuntimeError):  # whose messages say what is wrong
         raise
     except Exception as error:
@@ -105,6 +108,14 @@ def load(path: Path, args: argparse.Namespace) -> Any:
     if missing:
         raise ValueError(f"{path} has no tensor for {', '.join(missing[:3])}{', ...' if missing[3:] else ''}")
     return model
+
+
+def _class_of(transformers: Any, folder: Path) -> Any:
+    """AutoModelForCausalLM, or the class that config.json names, where that knows none: of models that see images."""
+    auto, config = transformers.AutoModelForCausalLM, transformers.AutoConfig.from_pretrained(folder)
+    named = getattr(transformers, (config.architectures or [""])[0], None)
+    is_model = isinstance(named, type) and issubclass(named, transformers.PreTrainedModel)
+    return named if is_model and type(config) not in auto._model_mapping else auto
 
 
 def tokenizer_of(path: Path) -> Any:

@@ -122,11 +122,9 @@ def _compare(model: Any, folder: Path) -> None:
     Raises:
         RuntimeError: one differs; names it.
     """
-    from transformers import AutoModelForCausalLM
-
     from w4a8.integrations.transformers.memory import Pages
 
-    written = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    written = type(model).from_pretrained(folder).state_dict()
     pages = Pages(map(str, folder.glob("*.safetensors")))
     given = model.state_dict()
     if written.keys() != given.keys():

@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
 
 def write_sums(folder: Path) -> dict[str, str]:
     """Writes the checksums of all files of a folder, also in folders of it; returns name -> checksum."""
-    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    names = _files_in(folder)
     found = _sums(folder, names, "checksums")
     (folder / SUMS).write_text("".join(f"{found[name]}  {name}\n" for name in names))
     return found
@@ -90,8 +90,13 @@ def _wrong_sums(folder: Path) -> tuple[list[str], int]:
     found = _sums(folder, there, "verifying")
     problems = [f"{folder / name} is missing" for name in stated if name not in there]
     problems += [f"{folder / name} has changed: its checksum differs" for name in there if found[name] != stated[name]]
-    unnamed = [each for each in sorted(folder.glob("*.safetensors")) if each.name not in stated]
-    return problems + [f"{each} is not in {SUMS}" for each in unnamed], len(stated)
+    unnamed = sorted(set(_files_in(folder)) - {*stated, SUMS})
+    return problems + [f"{folder / name} is not in {SUMS}" for name in unnamed], len(stated)
+
+
+def _files_in(folder: Path) -> list[str]:
+    """Also in folders of it."""
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
 def _sums(folder: Path, names: list[str], what: str) -> dict[str, str]:

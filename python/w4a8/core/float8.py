@@ -30,7 +30,8 @@ def multiplied_scales(scales: torch.Tensor, channel_scales: torch.Tensor) -> tor
         scales: uint8 [..., N, G], bits of float8_e4m3fn.
         channel_scales: float32 [..., N].
     """
-    return e4m3_values()[scales.long()] * channel_scales.unsqueeze(-1)
+    values = scales.float() if scales.is_meta else e4m3_values()[scales.long()]
+    return values * channel_scales.unsqueeze(-1)
 
 
 def powers_of_two(exponents: torch.Tensor) -> torch.Tensor:

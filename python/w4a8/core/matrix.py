@@ -11,7 +11,7 @@ from w4a8.core.activation_groups import PER_TOKEN, resolve_activation_group
 from w4a8.core.float8 import exponents_of, multiplied_scales, powers_of_two
 from w4a8.core.kind import Kind
 from w4a8.core.nibbles import apart
-from w4a8.core.scale_types import E8M0, has_two_levels, kept_scale_dtypes, scale_type_named
+from w4a8.core.scale_types import E8M0, has_two_levels, kept_scale_dtypes, scale_type_name, scale_type_named
 from w4a8.ops import dyn_quant_unpack_any_4bit_weight
 
 GROUP_SIZES = "16 or a multiple of 32"
@@ -286,6 +286,26 @@ class Matrix:
         if self.kind == Kind.E2M1 and self.channel_scales is None:
             tensors["scales"].fill_(1)
         return replace(self, **tensors)
+
+    def on_meta(self) -> Matrix:
+        """The same on the meta device."""
+        return replace(self, **{name: tensor.to("meta") for name, tensor in self.tensors().items()})
+
+    @property
+    def header(self) -> dict[str, object]:
+        """What :func:`w4a8.read_header` would say of it packed by :meth:`pack`, as far as people are told."""
+        dtype = _TWO_LEVELS if self.super_scales is None else _SUPER
+        if self.channel_scales is None and self.super_scales is None:
+            both = self.scales if self.minimums is None else torch.cat((self.scales, self.minimums), -1)
+            dtype = scale_type_name(next(kept_scale_dtypes(both, self.kind, self.group, self.columns)))
+        return {
+            "values": self.kind.value,
+            "scale_dtype": dtype,
+            "group": self.group,
+            "k": self.columns,
+            "has_zero_points": self.kind.needed_zero_points(self.zero_points) is not None,
+            "has_minimums": self.minimums is not None,
+        }
 
     def pack(self, scale_dtype: torch.dtype | None = None, *, activation_group: int | None = PER_TOKEN) -> torch.Tensor:
         """uint8 [bytes], as the operators take it; ``scale_dtype`` as in :func:`pack_codes`.

@@ -13,18 +13,21 @@ from w4a8 import compiled
 _SMALLEST = 64 << 10  # an allocator does smaller ones better
 
 
-def fresh_bytes(*shape: int, packed: bool = False) -> torch.Tensor:
+def fresh_bytes(*shape: int, packed: bool = False, like: torch.Tensor | None = None) -> torch.Tensor:
     """uint8 zeros. A page that nobody has written takes no memory, and all are given back when the tensor goes.
 
     Args:
         *shape: of the tensor.
         packed: for packed weights, which are streamed again and again: huge pages (2 MiB) where the system has them, on
             the NUMA nodes that W4A8_MEMORY asks for (docs/memory.md).
+        like: where this is on the meta device, so is what comes.
 
     Raises:
         ValueError: W4A8_MEMORY has another value than it can have.
         RuntimeError: the system refuses what W4A8_MEMORY asks for.
     """
+    if like is not None and like.is_meta:
+        return torch.empty(shape, dtype=torch.uint8, device="meta")
     count = math.prod(shape)
     if count < _SMALLEST or not hasattr(mmap, "MAP_ANONYMOUS"):
         return torch.zeros(shape, dtype=torch.uint8)

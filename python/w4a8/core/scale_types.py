@@ -69,6 +69,10 @@ def kept_scale_dtypes(scales: torch.Tensor, kind: Kind, group_size: int, columns
         group_size: values of k per scale; -1 is channelwise.
         columns: K.
     """
+    if scales.is_meta:  # where there are no values: what tools write needs its type, or exponents
+        exponents = E8M0 if has_exponents(kind, group_size, columns) else torch.bfloat16
+        yield exponents if kind == Kind.E2M1 else scales.dtype
+        return
     if has_exponents(kind, group_size, columns) and holds_scales(E8M0, scales):
         yield E8M0
     for dtype in (torch.bfloat16, torch.float16):

@@ -20,7 +20,8 @@ class _Waiting:
     def __init__(self, rows: int, like: Matrix, has_bias: bool) -> None:
         """Room for ``rows`` rows of what ``like`` has some of.
 
-        Floats as float32, which holds those of every file; super-scales are float16 in each.
+        Floats as float32, which holds those of every file; super-scales are float16 in each. On the meta device they
+        keep their type, which is all that is known of them.
         """
         self._kind = like.kind
         kept = {name: tensor for name, tensor in like.tensors().items() if name not in ("zero_points", "bias")}
@@ -28,12 +29,13 @@ class _Waiting:
             kept["bias"] = torch.empty(0)
         shapes = {name: (rows, *tensor.shape[1:]) for name, tensor in kept.items()}
         widened = [name for name, each in kept.items() if each.is_floating_point() and not name.startswith("super_")]
+        widened = [name for name in widened if name == "bias" or not like.codes.is_meta]
         types = {name: torch.float32 if name in widened else each.dtype for name, each in kept.items()}
         sizes = {name: torch.empty(0, dtype=dtype).element_size() for name, dtype in types.items()}
         # One block of pages, the widest numbers first so that all are aligned.
         names = sorted(kept, key=lambda name: -sizes[name])
         counts = [math.prod(shapes[name]) * sizes[name] for name in names]
-        parts = fresh_bytes(sum(counts)).split(counts)
+        parts = fresh_bytes(sum(counts), like=like.codes).split(counts)
         self.tensors = {name: part.view(types[name]).view(shapes[name]) for name, part in zip(names, parts)}
         if like.zero_points is not None:
             self.make_zero_points()
@@ -192,13 +194,14 @@ class MatrixStack:
         needed = self.packed_as
         if not needed.channel_scales and not needed.super_scales:
             both = [tensors[name] for name in ("scales", "minimums") if name in tensors]
-            needed = replace(needed, scale_dtype=self._scale_dtype_with(expert, torch.cat(both, 1)))
+            both = torch.cat(both, 1) if len(both) > 1 else both[0]
+            needed = replace(needed, scale_dtype=self._scale_dtype_with(expert, both))
         zeros, kind = tensors.get("zero_points"), needed.kind
         if not needed.zero_points and kind.needed_zero_points(zeros) is not None:
             self._refuse_if_fixed(f"the zero points of expert {expert} are not {kind.middle}")
             needed = replace(needed, zero_points=True)
         if needed != self.packed_as:
-            self._repack(needed)
+            self._repack(needed, tensors)
         self._store(expert, tensors)
 
     def _scale_dtype_with(self, expert: int, scales: torch.Tensor) -> torch.dtype:
@@ -219,10 +222,10 @@ class MatrixStack:
     def _store(self, expert: int, tensors: dict[str, torch.Tensor]) -> None:
         packed = pack_as(tensors, self.group_size, self.packed_as)
         if self._packed is None:
-            self._packed = fresh_bytes(self.experts, packed.numel(), packed=True)
+            self._packed = fresh_bytes(self.experts, packed.numel(), packed=True, like=packed)
         self._done.add(expert)
         if expert > self._written:
-            self._held[expert] = fresh_bytes(packed.numel()).copy_(packed)
+            self._held[expert] = fresh_bytes(packed.numel(), like=packed).copy_(packed)
             return
         self._packed[expert] = packed
         self._written = max(self._written, expert + 1)
@@ -230,14 +233,15 @@ class MatrixStack:
             self._packed[self._written] = self._held.pop(self._written)
             self._written += 1
 
-    def _repack(self, packed_as: PackedAs) -> None:
-        """Packs what is packed as something else."""
+    def _repack(self, packed_as: PackedAs, like: dict[str, torch.Tensor]) -> None:
+        """Packs what is packed as something else; on the meta device, where nothing is, what is as large."""
         before, written, held = self._packed, self._written, self._held
         self._packed, self._written, self._held = None, 0, {}
         self.packed_as = packed_as
         for expert in sorted(self._done):
             matrix = before[expert] if expert < written else held.pop(expert)
-            self._store(expert, unpack_codes(matrix, self.group_size, self.columns, self.rows))
+            sizes = self.group_size, self.columns, self.rows
+            self._store(expert, like if matrix.is_meta else unpack_codes(matrix, *sizes))
 
     @property
     def is_empty(self) -> bool:

@@ -34,7 +34,7 @@ def output_nibbles(words: torch.Tensor) -> torch.Tensor:
     # Codes 0, 2, 4, 6 of two rows in the bytes of a word; codes 1, 3, 5, 7.
     low = (even & 0x0F0F0F0F) | (odd & 0x0F0F0F0F) << 4
     high = (even >> 4 & 0x0F0F0F0F) | (odd & -0x0F0F0F10)
-    found = torch.empty(words.shape[1], CODES, words.shape[0] // 2, dtype=torch.uint8)
+    found = torch.empty(words.shape[1], CODES, words.shape[0] // 2, dtype=torch.uint8, device=words.device)
     for first, pairs_of in enumerate((low, high)):
         four = word_bytes(pairs_of).unflatten(-1, (-1, 4))
         for i in range(4):

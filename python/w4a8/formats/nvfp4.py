@@ -19,7 +19,7 @@ def checked_block_scales(scales: torch.Tensor, name: str) -> torch.Tensor:
         ValueError: one is not a number, or has a sign, which the operators have no room for and no tool writes.
     """
     bits = bits_of(scales)
-    if (bits >= 0x7F).any():
+    if not bits.is_meta and (bits >= 0x7F).any():
         raise ValueError(f"{name}: not all scales are numbers without a sign")
     return bits
 
@@ -38,7 +38,7 @@ def checked_global_scale(scale: torch.Tensor, name: str, reciprocal: bool) -> to
     if scale.numel() != 1 or scale.dim() > 1:
         raise ValueError(f"{name}: shape {tuple(scale.shape)}, but one number is expected")
     factor = (1 / scale if reciprocal else scale).reshape(1)
-    if not torch.isfinite(scale).all() or not torch.isfinite(factor).all():
+    if not scale.is_meta and not (torch.isfinite(scale).all() and torch.isfinite(factor).all()):
         raise ValueError(f"{name} is {float(scale):g}, of which no finite scales can be made")
     return factor
 

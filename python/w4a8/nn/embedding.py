@@ -77,7 +77,8 @@ class PackedEmbedding(PackedModule):
 
     def output_layer(self) -> PackedLinear:
         """The linear layer of the same matrix. It shares the bytes, and is no part of its state dict."""
-        layer = W8A8Linear if read_header(self.rows_packed)["values"] == Kind.INT8 else W4A8Linear
+        is_int8 = not self.rows_packed.is_meta and read_header(self.rows_packed)["values"] == Kind.INT8
+        layer = W8A8Linear if is_int8 else W4A8Linear
         output = layer(self.rows_packed, self.embedding_dim, self.num_embeddings, self.group_size)
         output.register_buffer("packed", self.rows_packed, persistent=False)
         return output

@@ -29,6 +29,8 @@ class QuantizationReport:
         packed_bytes: of what stands in their place.
         left_bytes: of the floating-point parameters that the model has now.
         model_bytes: of all parameters and packed weights that it has now.
+        weights: name -> what the packed weights are; of a model on the meta device, where they have no headers.
+        refused: name -> why a layer cannot be packed; on the meta device, where that is no error.
     """
 
     replaced: dict[str, str] = field(default_factory=dict)
@@ -37,6 +39,8 @@ class QuantizationReport:
     packed_bytes: int = 0
     left_bytes: int = 0
     model_bytes: int = 0
+    weights: dict[str, str] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
 
     def measure(self, model: torch.nn.Module) -> None:
         """Takes the sizes of the model as it is now."""

@@ -160,6 +160,11 @@ def test_files_that_are_missing_cut_or_more(packed, capsys):
     (packed / "more.safetensors").write_bytes(content)
     assert verify(capsys, packed)[1]["problems"] == [f"{packed / 'more.safetensors'} is not in SHA256SUMS"]
     (packed / "more.safetensors").unlink()
+    for name in ("modeling_more.py", "templates/more.jinja"):
+        (packed / name).parent.mkdir(exist_ok=True)
+        (packed / name).touch()
+        assert verify(capsys, packed)[1]["problems"] == [f"{packed / name} is not in SHA256SUMS"]
+        (packed / name).unlink()
     (packed / "generation_config.json").unlink()
     assert verify(capsys, packed)[1]["problems"] == [f"{packed / 'generation_config.json'} is missing"]
     weights.unlink()
@@ -185,6 +190,17 @@ def test_headers_without_checksums(packed, capsys):
     assert code == 1 and answer["problems"][0].startswith(f"{name}[{experts - 1}]: ")
     assert main(["verify", str(packed)]) == 1
     assert "DAMAGED" in capsys.readouterr().out
+
+
+def test_an_index_that_is_none(packed, capsys):
+    """Which is said by name: without a traceback."""
+    (packed / "SHA256SUMS").unlink()
+    index = packed / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": ["model.safetensors"]}))
+    code, answer = verify(capsys, packed)
+    assert code == 1 and answer["problems"] == [f"{index} has no weight_map"]
+    assert main(["inspect", str(packed)]) == 1
+    assert capsys.readouterr().err == f"w4a8: {index} has no weight_map\n"
 
 
 def test_what_is_no_packed_directory(tmp_path, capsys):
@@ -274,6 +290,26 @@ def test_what_was_written_wrongly_is_not_taken(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(type(model), "save_pretrained", save_wrongly)
     assert main(["pack", str(TOOL_WRITTEN / "gptq"), str(tmp_path / "out")]) == 1
     assert "written wrongly" in capsys.readouterr().err and os.listdir(tmp_path) == []
+
+
+def test_a_model_that_sees_images(tmp_path, capsys):
+    """AutoModelForCausalLM has none for it."""
+    text = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}}  # fmt: skip
+    vision = {"depth": 1, "embed_dim": 64, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2}
+    config = transformers.Qwen2VLConfig(text_config=text, vision_config=vision)
+    transformers.Qwen2VLForConditionalGeneration(config).bfloat16().save_pretrained(tmp_path / "in")
+    with pytest.raises(ValueError, match="Unrecognized configuration class"):
+        load(tmp_path / "in")
+    assert run_json(capsys, "pack", tmp_path / "in", tmp_path / "out")[0] == 0
+    want = transformers.Qwen2VLForConditionalGeneration.from_pretrained(
+        tmp_path / "in", quantization_config=W4A8Config()
+    )
+    assert_same_model(transformers.Qwen2VLForConditionalGeneration.from_pretrained(tmp_path / "out"), want)
+    for folder in ("in", "out"):
+        code, answer = run_json(capsys, "inspect", tmp_path / folder, "--memory-speed", "1")
+        assert (code, answer["packed_bytes"]) == (0, want.hf_quantizer.report.packed_bytes)
 
 
 def test_a_weight_without_a_number(tmp_path, capsys):

@@ -226,6 +226,12 @@ def test_inspect_downloads_no_weights(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(model, "hub", lambda: hub)
     monkeypatch.setattr("w4a8.command.headers.hub", lambda: hub)
     shutil.copy(TOOL_WRITTEN / "gptq/config.json", tmp_path)
+    files = hub.get_safetensors_metadata("Someone/big").files_metadata
+    index = {
+        "metadata": {},
+        "weight_map": {name: file for file, metadata in files.items() for name in metadata.tensors},
+    }
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     answer = inspect.examine("Someone/big", 1.0)[0]
     local = inspect.examine(str(TOOL_WRITTEN / "gptq"), 1.0)[0]
     for field in ("packed_bytes", "float_bytes", "token_bytes"):

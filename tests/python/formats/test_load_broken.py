@@ -16,6 +16,7 @@ from format_checkpoints import (
     gpt_oss_checkpoint,
     model_config,
 )
+from wrong_checkpoints import FLOAT_CHANGES, MXFP4_CHANGES, NVFP4_CHANGES, OF_ALL
 
 from w4a8.checkpoint import CheckpointError, load, load_linear
 from w4a8.formats import rules_of
@@ -291,61 +292,12 @@ def test_weight_only_may_be_refused(good, tmp_path):
             load(good[name].write(tmp_path / name), quantize_w4a16=False)
 
 
-@pytest.mark.parametrize(
-    ("suffix", "change", "message"),
-    [
-        ("gate_up_proj_scales", None, "' is missing"),
-        ("down_proj_blocks", None, "' is missing"),
-        ("down_proj_bias", None, "' is missing"),
-        ("gate_up_proj_blocks", lambda t: t[:2], "' has 2 experts, but config.json says 3"),
-        ("gate_up_proj_blocks", lambda t: t[:, :-1], "has shape (127, 2, 16), which is (127, 64), but (128, 64) is"),
-        ("gate_up_proj_blocks", lambda t: t[..., :8], "shape (128, 2, 8), but blocks of 32 make (128, 2, 16) (exp"),
-        ("gate_up_proj_blocks", lambda t: t[..., 0], "has shape (3, 128, 2), but 4 dimensions are expected"),
-        ("gate_up_proj_scales", lambda t: t[..., :1], "shape (128, 1), but 128 x 2 blocks make (128, 2) (expert 0)"),
-        ("gate_up_proj_scales", lambda t: t[:2], "cannot be read from"),
-        ("down_proj_scales", lambda t: t.float(), "dtype torch.float32, but uint8 is expected (expert 0)"),
-        ("down_proj_scales", lambda t: t.index_fill(0, torch.tensor([1]), 255), "255, which is not a number (exp"),
-        ("down_proj_bias", lambda t: t[:, :-1], "shape (63,), but 64 output features make (64,) (expert 0)"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("suffix", "change", "message"), MXFP4_CHANGES)
 def test_mxfp4(good, suffix, change, message, tmp_path):
     key = f"{LAYER}.{suffix}"
     tensor = None if change is None else change(good["MXFP4"].tensors[key]).contiguous()
     found = message_of(good["MXFP4"].changed(key, tensor), tmp_path)
     assert key in found and message in found
-
-
-def with_nan(scales):
-    scales = scales.clone()
-    scales.view(torch.uint8)[5, 1] = 0xFF
-    return scales
-
-
-CODES = {
-    "MXFP4 Quark": "weight",
-    "MXFP4 pack": "weight_packed",
-    "NVFP4 modelopt": "weight",
-    "NVFP4 pack": "weight_packed",
-}
-OF_ALL = {"NVFP4 modelopt": "weight_scale_2", "NVFP4 pack": "weight_global_scale"}
-# Which tensor, what becomes of it, and the message; of both kinds of floats, and of each.
-FLOAT_CHANGES = [
-    (CODES, None, "is missing"),
-    (CODES, lambda t: t[:, :16], "which is (64, 32), but (64, 64) is expected"),
-    (CODES, lambda t: t.to(torch.int32), "dtype torch.int32, but uint8 is expected"),
-    ("weight_scale", None, "is missing"),
-    ("weight_scale", lambda t: t[:, ::2], " features in blocks of "),
-    ("weight_scale", lambda t: t[:7], "shape (7, "),
-    ("weight_scale", lambda t: t.float(), "dtype torch.float32, but "),
-    ("weight_scale", lambda t: t.view(torch.int8), "dtype torch.int8, but "),
-    ("weight_scale", with_nan, "not "),
-]
-NVFP4_CHANGES = [
-    (OF_ALL, None, "is missing"),
-    (OF_ALL, lambda t: t.to(torch.bfloat16), "dtype torch.bfloat16, but float32 is expected"),
-    (OF_ALL, lambda t: torch.ones(64), "shape (64,), but one number is expected"),
-    (OF_ALL, lambda t: torch.tensor(float("nan")), "is nan, of which no finite scales can be made"),
-]
 
 
 @pytest.mark.parametrize("name", FLOATS)

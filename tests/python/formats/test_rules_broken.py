@@ -1,10 +1,7 @@
 """What a quantization_config says of a module, when a value of it is anything: rules, or a CheckpointError."""
 
-import copy
-import math
-
 import pytest
-from damaged_json import HUGE, ODD, paths_in, put, remove
+from damaged_json import damaged
 from format_checkpoints import LAYER
 
 from w4a8.core.json_fields import CheckpointError
@@ -41,27 +38,6 @@ METHODS = [
          "group_1": {"targets": ["Linear"], "weights": {**INT4, "num_bits": 8}},
      }},
 ]  # fmt: skip
-
-
-def damaged(method):
-    """A quantization_config with one value that is another, is missing, or has another name: all of them."""
-    names = ["re:(", "(", "[", "*", "+:(", "-:(", "", "²", "a.*b", "\x00"]
-    values = [None, True, False, *HUGE, 4.0, 8.0, 16.0, 32.0, math.nan, math.inf, *ODD, "", "²", "re:\x00"]
-    for place in paths_in(method):
-        config = copy.deepcopy(method)
-        remove(config, place)
-        yield config
-        for value in values:
-            config = copy.deepcopy(method)
-            put(config, place, value)
-            yield config
-        for name in names if isinstance(place[-1], str) else ():
-            config = copy.deepcopy(method)
-            owner = config
-            for key in place[:-1]:
-                owner = owner[key]
-            owner[name] = owner.pop(place[-1])
-            yield config
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method["quant_method"])

@@ -7,6 +7,7 @@ import moe_checkpoint
 import pytest
 import torch
 from moe_build import assert_packed
+from wrong_checkpoints import PACKED, WRONG_SCHEMES, WRONG_TENSORS
 
 import w4a8
 from w4a8.checkpoint import CheckpointError, load
@@ -17,57 +18,6 @@ safetensors = pytest.mark.skipif(
     __import__("importlib.util").util.find_spec("safetensors") is None,
     reason="the safetensors package is not installed",
 )
-
-
-def with_element(index, value):
-    """A change of one element."""
-
-    def change(tensor):
-        tensor[index] = value
-        return tensor
-
-    return change
-
-
-def int8(*shape):
-    return torch.zeros(shape, dtype=torch.int8)
-
-
-PACKED = {"weight_packed", "weight_shape"}
-# A tensor of the layer, what becomes of it (None: it is missing), and the message; {} is its name.
-WRONG_TENSORS = [
-    ("3.up_proj.weight", None, "tensor '{}' is missing"),
-    ("7.down_proj.weight_scale", None, "tensor '{}' is missing"),
-    ("0.up_proj.bias", torch.zeros(256), f"tensor '{LAYER}.0.gate_proj.bias' is missing"),
-    ("3.up_proj.weight", int8(255, 128), "tensor '{}' has shape (255, 128), but (256, 128) is expected"),
-    ("0.down_proj.weight", int8(128, 128), "tensor '{}' has shape (128, 128), but (128, 256) is expected"),
-    ("0.down_proj.weight", int8(128), "tensor {}: shape (128,), but 2 dimensions are expected"),
-    (
-        "2.gate_proj.weight_scale",
-        torch.ones(256, 1),
-        "tensor {}: shape (256, 1), but 128 x 256 features in groups of 32",
-    ),
-    ("2.gate_proj.weight_scale", with_element((3, 1), float("nan")), "tensor {}: not all scales are finite"),
-    ("2.gate_proj.weight_scale", int8(256, 4), "tensor {}: dtype torch.int8, but float16 or"),
-    (
-        "1.gate_proj.weight",
-        with_element((5, 7), 8),
-        "tensor {} holds values in [-8, 8], but int4 values are in [-8, 7]",
-    ),
-    ("1.gate_proj.weight", torch.zeros(256, 128), "tensor {}: dtype torch.float32, but int8 is expected"),
-    ("1.gate_proj.weight_g_idx", torch.arange(128), "tensor {}: groups are not consecutive input features"),
-    ("1.gate_proj.weight_zero_point", int8(256, 4) + 1, "tensor {}: zero points in [9, 9], but the configuration"),
-    ("8.gate_proj.weight", int8(256, 128), f"{LAYER} has an expert 8, but config.json says 8 experts"),
-    (
-        "4.up_proj.weight_packed",
-        torch.zeros(256, 15).int(),
-        "{}: shape (256, 15), but 256 x 128 features make (256, 16)",
-    ),
-    ("4.up_proj.weight_packed", torch.zeros(256, 16).long(), "{}: dtype torch.int64, but int32 is expected"),
-    ("4.up_proj.weight_shape", torch.tensor([256, 120]), "'{}' says [256, 120], but [256, 128] is expected"),
-    ("4.up_proj.weight_shape", None, "'{}' is missing"),
-    ("4.up_proj.weight_packed", None, "'{}' is missing"),
-]
 
 
 @safetensors
@@ -90,24 +40,6 @@ def test_missing_expert(checkpoint):
         del checkpoint.tensors[key]
     with pytest.raises(CheckpointError, match=rf"tensor '{LAYER}\.5\.gate_proj\.weight' is missing"):
         load(checkpoint.write())
-
-
-WEIGHTS = "quantization_config.config_groups.group_0.weights"
-INPUT = "quantization_config.config_groups.group_0.input_activations"
-WRONG_SCHEMES = [
-    ("weights", {"symmetric": False}, f"tensor '{LAYER}.0.gate_proj.weight_zero_point' is missing"),
-    ("weights", {"symmetric": "no"}, f"{WEIGHTS}.symmetric is 'no', but true or false is expected"),
-    ("weights", {"num_bits": 8}, f"{WEIGHTS}.num_bits is 8, but 4 is expected"),
-    ("weights", {"type": "float"}, f"{WEIGHTS}.type is 'float', but 'int' is expected"),
-    ("weights", {"strategy": "tensor"}, f"{WEIGHTS}.strategy is 'tensor', but 'group' or 'channel' is expected"),
-    ("weights", {"group_size": 48}, f"{WEIGHTS}.group_size is 48, but 16 or a multiple of 32 is expected"),
-    ("weights", {"dynamic": True}, f"{WEIGHTS}.dynamic is True, but false is expected"),
-    ("weights", {"actorder": "group"}, f"{WEIGHTS}.actorder is 'group': reordered input features"),
-    ("input_activations", {"num_bits": 4}, f"{INPUT}.num_bits is 4, but 8 is expected"),
-    ("input_activations", {"type": "float"}, f"{INPUT}.type is 'float', but 'int' is expected"),
-    ("input_activations", {"strategy": "tensor"}, f"{INPUT}.strategy is 'tensor', but 'token' is expected"),
-    ("input_activations", {"dynamic": False}, f"{INPUT}.dynamic is False, but true is expected"),
-]
 
 
 @safetensors

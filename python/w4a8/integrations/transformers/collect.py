@@ -81,6 +81,11 @@ class Collector:
         if self.error is not None:
             return
         pending, part = self.pending[name]
+        expected, shape = pending.module.get_parameter(part).shape, _shape_of(value)
+        if shape != expected:  # which transformers does not look at where a parameter is quantized
+            problem = f"{name} has shape {list(shape)}, but {list(expected)} is expected"
+            self.error = QuantizationError(problem, self.report)
+            return
         pending.given[part] = value
         pending.missing.discard(part)
         if not pending.missing:
@@ -143,6 +148,17 @@ class Collector:
 def _tensors(value: Value) -> list[torch.Tensor]:
     """All that a parameter was read from."""
     return [value] if isinstance(value, torch.Tensor) else [t for e in range(len(value)) for t in _of_expert(value, e)]
+
+
+def _shape_of(value: Value) -> torch.Size:
+    """Of all that comes; with 0 for what experts differ in."""
+    if isinstance(value, torch.Tensor):
+        return value.shape
+    shapes = {tuple(tensor.shape for tensor in _of_expert(value, expert)) for expert in range(len(value))}
+    one = shapes.pop()
+    if shapes or any(len(shape) != 2 or shape[1] != one[0][1] for shape in one):
+        return torch.Size((len(value), 0, 0))
+    return torch.Size((len(value), sum(shape[0] for shape in one), one[0][1]))
 
 
 def _of_expert(value: Value, expert: int) -> list[torch.Tensor]:

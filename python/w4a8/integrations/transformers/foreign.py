@@ -16,10 +16,12 @@ from w4a8.checkpoint.modules import say_int8
 from w4a8.core.experts import ExpertSizes
 from w4a8.core.matrix import Matrix
 from w4a8.core.packer import ExpertPacker
+from w4a8.core.words import weights_in_words
 from w4a8.formats import METHODS, LeftOut, Rules, Stored, method_of, rules_of, stored_as
 from w4a8.formats.matrix import groups_of
 from w4a8.formats.parts import QUANTIZED_SUFFIXES
 from w4a8.formats.stored import wanted_by_all
+from w4a8.integrations.transformers import guard
 from w4a8.integrations.transformers.initialised import stand_in
 from w4a8.integrations.transformers.memory import Pages
 from w4a8.integrations.transformers.names import Names, left_out, refuse_missing, slices
@@ -116,6 +118,7 @@ class Foreign:
             raise ValueError(f"no quantized tensors, though config.json says {source.get('quant_method')!r}")
         self.modules: dict[str, _Module] = {}
         self.unread: dict[str, str] = {}  # module: what is wrong with a tensor of it
+        self._kinds: dict[str, None] = {}  # of a module that is packed on the meta device
         names = Names(model)
         unknown = {name for name in self.tensors if not self._add(model, names, name)}
         renamed = {key: names.renamed(key) for key, (name, _) in keys.items() if name in unknown}
@@ -212,19 +215,27 @@ class Foreign:
         report = QuantizationReport()
         with progress_bar(len(self.modules), is_progress_bar_enabled(), "layer", "Packing") as advance:
             for name, module in self.modules.items():
+                self._kinds.clear()
                 try:
                     new = self._pack(module)
                     if name in self.unread:
                         raise ValueError(self.unread[name])
                 except (ValueError, RuntimeError) as error:  # the second: what the operators do not have
-                    raise ValueError(f"{name}: {error}") from error
+                    if guard.device != "meta":
+                        raise ValueError(f"{name}: {error}") from error
+                    report.refused[name], new = str(error), module.old
                 owner, _, key = name.rpartition(".")
                 setattr(model.get_submodule(owner), key, new.eval())
+                if name in report.refused:
+                    continue
                 report.replaced[name] = repr(new)
+                if self._kinds:
+                    report.weights[name] = " and ".join(self._kinds)
                 report.float_bytes += sum(weight.numel() * weight.element_size() for weight in module.old.parameters())
                 report.packed_bytes += sum(packed.numel() for packed in new.buffers())
                 advance()
-        say_int8(map(self._stored, self.tensors), self.activation_group)
+        if not report.refused:
+            say_int8(map(self._stored, self.tensors), self.activation_group)
         large = Large(model)
         for name, module in model.named_modules():
             for parameter in large.of(module):
@@ -317,7 +328,11 @@ class Foreign:
         matrix = self._stored(name).read(tensors, name)
         # Whatever the matrix has of the tensors is a view; it comes from the file again.
         pages.release(tensors.values())
-        return _with_bias(matrix, biased, name)
+        matrix = _with_bias(matrix, biased, name)
+        if matrix.codes.is_meta:
+            matrix = matrix.on_meta()
+            self._kinds[weights_in_words(matrix.header)] = None
+        return matrix
 
 
 def _with_bias(matrix: Matrix, biased: bool, name: str) -> Matrix:
@@ -326,6 +341,6 @@ def _with_bias(matrix: Matrix, biased: bool, name: str) -> Matrix:
         raise ValueError(f"{name} has no bias, but the model has")
     if biased or matrix.bias is None:
         return matrix
-    if matrix.bias.any():
+    if not matrix.bias.is_meta and matrix.bias.any():
         raise ValueError(f"{name} has a bias, but the model has none")
     return replace(matrix, bias=None)

@@ -16,12 +16,14 @@ import transformers.modeling_utils as modeling
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils.logging import is_progress_bar_enabled
 
-from w4a8.checkpoint.gguf_architectures import ARCHITECTURES, BY_MODEL_TYPE
+from w4a8.checkpoint.gguf_architectures import ARCHITECTURES, BESIDE, BY_MODEL_TYPE
 from w4a8.checkpoint.gguf_experts import build, layers_of
 from w4a8.checkpoint.gguf_file import GGUFFile
 from w4a8.checkpoint.gguf_linear import GGUFLinears
 from w4a8.core.memory import on_cpu
+from w4a8.core.words import weights_in_words
 from w4a8.integrations.selftest import missing, parameters
+from w4a8.integrations.transformers import guard
 from w4a8.integrations.transformers.config import W4A8Config
 from w4a8.integrations.transformers.gguf_config import config_of
 from w4a8.integrations.transformers.quantizer import W4A8HfQuantizer, on_cpus
@@ -34,8 +36,6 @@ from w4a8.quantization.size import Large
 
 logger = logging.getLogger(__name__)
 
-# Tensors that are no weights of a model: rope_freqs is in the config, the others belong to a matrix of NVFP4.
-_BESIDE = ("rope_freqs.weight", ".scale", ".input_scale")
 # Parts of a matrix.
 _JOINED = (".attn_k_b.weight", ".attn_v_b.weight")
 # What transformers calls with; an older version has no gguf_file there.
@@ -44,21 +44,29 @@ _CALLED_WITH = ("config", "quantization_config", "device_map", "weights_only", "
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
+def linears_of(path: str) -> GGUFLinears:
+    """Of a file."""
+    return GGUFLinears(GGUFFile(path))
+
+
+open_linears = linears_of  # within dry_run one that reads no weights
+
+
 class GGUFModules:
     """The modules of a model whose weights are in blocks; transformers sees nothing of them until ``finish``."""
 
-    def __init__(self, model: torch.nn.Module, file: GGUFFile, activation_group: int | None) -> None:
+    def __init__(self, model: torch.nn.Module, linears: GGUFLinears, activation_group: int | None) -> None:
         """Finds the modules, and takes them out of the model.
 
         Args:
             model: on the meta device.
-            file: of the model.
+            linears: of the file.
             activation_group: as :class:`W4A8Config` has it.
 
         Raises:
             ValueError: the model lacks a tensor of the file or the other way round, or one has another shape.
         """
-        self.file, self.linears, self.activation_group = file, GGUFLinears(file), activation_group
+        self.file, self.linears, self.activation_group = linears.file, linears, activation_group
         self.packed: dict[str, tuple[torch.nn.Module, list[str]]] = {}  # name in the model: module, weights
         self._in_turns = self.linears.architecture.in_turns
         self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -70,7 +78,7 @@ class GGUFModules:
             mine += [name for name in names if name.endswith(".weight")]
         for path, names in weights.items():
             module = model.get_submodule(path)
-            if not names or any(map(file.is_float, names)):
+            if not names or any(map(self.file.is_float, names)):
                 continue
             output = output_of(model, path) if isinstance(module, torch.nn.Embedding) else None
             if output is not None:
@@ -81,7 +89,7 @@ class GGUFModules:
         # Parameter: tensors.
         self.floats = {name: names for name, names in parts.items() if name.rpartition(".")[0] not in self.packed}
         paths = {path for path in self.packed if path.endswith(".experts")}
-        layers = layers_of(file, None, paths.__contains__) if paths else []
+        layers = layers_of(self.file, None, paths.__contains__) if paths else []
         self.layers = {layer.name: layer for layer in layers}
         for output in self.tied.values():
             take_out(model, output)
@@ -94,7 +102,7 @@ class GGUFModules:
         shapes, file = self._shapes, self.file
         parts: dict[str, list[str]] = {}
         for name, tensor in file.tensors.items():
-            if name.endswith(_BESIDE) or self.linears.keys.is_left_out(name):
+            if name.endswith(BESIDE) or self.linears.keys.is_left_out(name):
                 continue
             parameter = self.linears.architecture.parameter(name)
             if parameter not in shapes:
@@ -104,6 +112,11 @@ class GGUFModules:
             part = "_exps." in name or name.endswith(_JOINED)  # compared when it has become a parameter
             if not part and tensor.shape != expected and (1, *tensor.shape) != expected:
                 raise ValueError(f"tensor {name!r} has shape {tensor.shape}, but {expected} is expected")
+            weight = name.replace(".bias", ".weight")
+            if name.endswith("_exps.bias") and weight in file and not file.is_float(weight):
+                rows = file.tensors[weight].shape[:2]
+                if tensor.shape != rows:
+                    raise ValueError(f"tensor {name!r} has shape {tensor.shape}, but {rows} is expected")
         tied = set(model.all_tied_weights_keys)
         lacking = sorted(set(shapes) - set(parts) - tied)
         if lacking:
@@ -154,6 +167,8 @@ class GGUFModules:
                 owner, _, key = name.rpartition(".")
                 setattr(model.get_submodule(owner), key, new.eval())
                 report.replaced[name] = repr(new)
+                if guard.device == "meta":
+                    report.weights[name] = self._kinds(weights)
                 report.float_bytes += sum(weight.numel() * weight.element_size() for weight in old.parameters())
                 report.packed_bytes += sum(packed.numel() for packed in new.buffers())
                 if name in self.tied:
@@ -172,6 +187,11 @@ class GGUFModules:
             return self._experts(name, old)
         linear = self.linears.linear(weights[0], self.activation_group)
         return packed_embedding(old, linear.packed, linear.group_size) if name in self.tied else linear
+
+    def _kinds(self, weights: list[str]) -> str:
+        """What they are, in words."""
+        rows = {self.file.type_name(name): self.file.matrix(name, 0, 1) for name in weights}
+        return " and ".join(f"{name} as {weights_in_words(row.header)}" for name, row in rows.items())
 
     def _reason(self, tensors: list[str]) -> str:
         """Why what is made of them is a float."""
@@ -202,16 +222,16 @@ class GGUFQuantizer(W4A8HfQuantizer):
     def __init__(self, quantization_config: W4A8Config, model_config: Any) -> None:
         super().__init__(quantization_config, pre_quantized=True)
         self._model_config = model_config
-        self._file: GGUFFile | None = None
+        self._linears: GGUFLinears | None = None
         self._dtype = torch.get_default_dtype()
 
     def read_header(self, gguf_file: str) -> None:
         """The file, as soon as transformers knows where it is; what the keys do not tell goes into the config."""
-        self._file = GGUFFile(gguf_file)
-        config = self._model_config
-        config.tie_word_embeddings = "output.weight" not in self._file
-        if "rope_freqs.weight" in self._file:
-            scale_rope(config, self._file.tensor("rope_freqs.weight").float())
+        self._linears = open_linears(gguf_file)
+        config, file = self._model_config, self._linears.file
+        config.tie_word_embeddings = "output.weight" not in file
+        if "rope_freqs.weight" in file:
+            scale_rope(config, file.tensor("rope_freqs.weight").float())
 
     def update_dtype(self, dtype: torch.dtype | None) -> torch.dtype:
         """float32 (the default of torch) if none is asked for."""
@@ -219,10 +239,10 @@ class GGUFQuantizer(W4A8HfQuantizer):
         return self._dtype
 
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
-        if self._file is None:
+        if self._linears is None:
             raise RuntimeError("transformers has not said where the GGUF file is: this version is not supported")
         with on_cpu():
-            self._foreign = GGUFModules(model, self._file, self.quantization_config.activation_group)
+            self._foreign = GGUFModules(model, self._linears, self.quantization_config.activation_group)
 
     def get_state_dict(self, checkpoint_file: str, model: Any) -> dict[str, torch.Tensor]:
         """What transformers loads."""

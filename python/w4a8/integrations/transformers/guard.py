@@ -10,6 +10,8 @@ import torch
 
 from w4a8.nn.packed import PackedModule
 
+device = "cpu"  # where models are loaded to; within dry_run "meta"
+
 _STAY = (
     "its weights are packed for the w4a8 operators, which run on CPUs. Load the unquantized checkpoint without "
     "W4A8Config instead"

@@ -14,6 +14,7 @@ from transformers.quantizers import HfQuantizer
 from w4a8.core.memory import fresh_bytes, keeps_files_mapped
 from w4a8.formats.config import config_in
 from w4a8.formats.packed_directory import EMBEDDINGS, STANDS_FOR
+from w4a8.integrations.transformers import guard
 from w4a8.integrations.transformers.collect import Collector, Give, unstacked
 from w4a8.integrations.transformers.config import W4A8Config
 from w4a8.integrations.transformers.foreign import Foreign
@@ -80,7 +81,7 @@ class W4A8HfQuantizer(HfQuantizer):
 
     def update_device_map(self, device_map: Any) -> Any:
         """``auto`` and the like mean the CPU."""
-        return {"": "cpu"} if device_map is None or isinstance(device_map, str) else device_map
+        return {"": guard.device} if device_map is None or isinstance(device_map, str) else device_map
 
     def update_dtype(self, dtype: torch.dtype | None) -> torch.dtype | None:
         """Refuses a type that the operators do not take."""
@@ -140,7 +141,7 @@ class W4A8HfQuantizer(HfQuantizer):
         if self._foreign is not None:
             self.report = self._foreign.finish(model)
             self._foreign = None
-        if self.report is not None:
+        if self.report is not None and guard.device == "cpu":
             self._say(self.report)
         for name, module in model.named_modules():
             if isinstance(module, PackedModule):
@@ -188,5 +189,5 @@ def _copy(module: PackedModule) -> None:
 def _check(name: str, module: PackedModule) -> None:
     """That weights were loaded; their headers were compared before, and the operators compare them again."""
     for leaf, packed in module.named_buffers(recurse=False):
-        if not isinstance(packed, torch.Tensor) or packed.is_meta:
+        if not isinstance(packed, torch.Tensor) or (packed.is_meta and guard.device != "meta"):
             raise ValueError(f"{name}.{leaf} is not in the checkpoint")

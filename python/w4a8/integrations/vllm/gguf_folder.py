@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import transformers
 
-from w4a8.checkpoint.gguf_architectures import RUN_IN_VLLM, named
+from w4a8.checkpoint.gguf_architectures import BESIDE, RUN_IN_VLLM, named
 from w4a8.checkpoint.gguf_experts import layers_of
 from w4a8.checkpoint.gguf_file import GGUFFile
 from w4a8.checkpoint.gguf_keys import pooling_of
@@ -27,8 +27,6 @@ from w4a8.integrations.vllm.compiled import package_digest
 
 NAME = "w4a8_gguf"  # of the quantization method and of the load format, in vLLM
 SAYS = "gguf.json"  # in a folder: where the file is
-# Tensors that are no weights of a model: rope_freqs is in the config, the others belong to a matrix of NVFP4.
-BESIDE = ("rope_freqs.weight", ".scale", ".input_scale")
 
 
 @lru_cache(maxsize=2)

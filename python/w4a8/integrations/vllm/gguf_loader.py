@@ -11,9 +11,10 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.models.utils import is_pp_missing_parameter
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+from w4a8.checkpoint.gguf_architectures import BESIDE
 from w4a8.checkpoint.gguf_linear import GGUFLinears
 from w4a8.core.memory import on_cpu
-from w4a8.integrations.vllm.gguf_folder import BESIDE, linears_of, path_in
+from w4a8.integrations.vllm.gguf_folder import linears_of, path_in
 from w4a8.integrations.vllm.gguf_layers import W4A8GGUFLinearMethod
 from w4a8.integrations.vllm.names import checkpoint_name
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from w4a8.checkpoint.tensors import files_of
+from w4a8.checkpoint.tensors import files_of, read_index
 from w4a8.core.activation_groups import PER_TOKEN
 from w4a8.core.kind import Kind
 from w4a8.core.matrix import Matrix, PackedAs, packed_bytes, unpack_codes
@@ -72,7 +72,7 @@ def read_directory(directory: str | Path, config: Mapping[str, Any]) -> PackedDi
         ValueError: no local directory of packed tensors, or one in another format.
     """
     check_stated(*(config.get(key) for key in ("quant_method", "format", "version")))
-    files = [Path(directory) / name for name in files_of(Path(directory))]
+    files = [Path(directory) / name for name in files_of(Path(directory), read_index(Path(directory)))]
     if not files:
         raise ValueError(
             f"{directory} is no local directory with *.safetensors files, which packed weights are read from"

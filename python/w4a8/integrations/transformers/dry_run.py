@@ -1,0 +1,143 @@
+"""from_pretrained without weights: the model on the meta device, and every error but those of weights' values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers.modeling_utils as modeling
+from transformers.utils import logging
+
+from w4a8.checkpoint.gguf_file import GGUFFile
+from w4a8.checkpoint.gguf_linear import GGUFLinears
+from w4a8.core.matrix import Matrix
+from w4a8.formats.gguf_blocks import TYPES
+from w4a8.formats.packed_directory import EMBEDDINGS, STANDS_FOR
+from w4a8.formats.parts import PARTS
+from w4a8.integrations.selftest import missing
+from w4a8.integrations.transformers import gguf, guard, names
+
+# Last parts of the names of tensors whose values decide whether a matrix is read: small beside its codes and scales.
+_SMALL = {part.suffix for parts in PARTS.values() for part in parts if part.kind not in ("weight", "weight_scale")}
+_SMALL |= {"bias"}
+# Of those a view is taken, and the header is read.
+_PACKED = {**STANDS_FOR, **EMBEDDINGS}
+
+
+@contextmanager
+def dry_run(headers: Mapping[str, Mapping[str, Any]] | None = None) -> Iterator[None]:
+    """Within it models are loaded to the meta device, by the code that loads them, and no weights are read.
+
+    Layers that cannot be packed are in ``report.refused`` of the quantizer; otherwise the first is an error.
+
+    Args:
+        headers: of safetensors files, by their names: name of a tensor -> ``dtype`` (F32 and so on), ``shape``, its
+            ``file``, where it ``begin``s in it and how many ``bytes`` it has. Of a file that is not there no values are
+            known; an empty one must be in its place.
+
+    Raises:
+        ImportError: transformers is not as expected, and would read weights; says why.
+    """
+    problems = gguf.gguf_problems() + missing("modeling_utils", ("safe_open", "str_to_torch_dtype"), dir(modeling))
+    if problems:
+        raise ImportError(f"transformers is not as expected: {'; '.join(problems)}")
+    opened, shows = modeling.safe_open, logging.is_progress_bar_enabled()
+
+    def open_file(file: str, *args: Any, **options: Any) -> _File:
+        header = (headers or {}).get(Path(file).name, {})
+        is_there = all(each.is_file() for each in {tensor.file for tensor in header.values()})
+        return _File(header, opened(file, *args, **options) if is_there else None)
+
+    logging.disable_progress_bar()
+    modeling.safe_open = names.safe_open = open_file
+    guard.device, gguf.open_linears = "meta", lambda path: _Linears(_Heads(path))
+    try:
+        yield
+    finally:
+        if shows:
+            logging.enable_progress_bar()
+        modeling.safe_open = names.safe_open = opened
+        guard.device, gguf.open_linears = "cpu", gguf.linears_of
+
+
+class _Slice:
+    """What is used of a tensor in a file, as safetensors has it."""
+
+    def __init__(self, header: Any, is_read: bool) -> None:
+        self.header, self.is_read = header, is_read
+
+    def get_dtype(self) -> str:
+        return self.header.dtype
+
+    def get_shape(self) -> list[int]:
+        return list(self.header.shape)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        dtype = modeling.str_to_torch_dtype.get(self.header.dtype, torch.uint8)
+        if not self.is_read or self.header.bytes == 0:
+            return torch.empty(self.header.shape, dtype=dtype, device="meta")[index]
+        with self.header.file.open("rb", buffering=0) as file:  # a mapping would read far more around it
+            file.seek(self.header.begin)
+            data = bytearray(file.read(self.header.bytes))
+        return torch.frombuffer(data, dtype=dtype).view(self.header.shape)[index]
+
+
+class _File:
+    """What is used of a file, of its header alone if it is not there."""
+
+    def __init__(self, header: Mapping[str, Any], file: Any) -> None:
+        self.header, self.file = header, file
+
+    def __enter__(self) -> _File:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.file is not None:
+            self.file.__exit__(*error)
+
+    def metadata(self) -> dict[str, str]:
+        return {"format": "pt"} if self.file is None else self.file.metadata()
+
+    def keys(self) -> list[str]:
+        return list(self.header if self.file is None else self.file.keys())
+
+    def get_slice(self, key: str) -> Any:
+        leaf = key.replace("_bias", ".bias").rpartition(".")[2]  # gpt-oss has down_proj_bias, of all experts
+        if self.file is not None and (leaf in _PACKED or key not in self.header):  # the index may name another file
+            return self.file.get_slice(key)
+        return _Slice(self.header[key], self.file is not None and leaf in _SMALL)
+
+
+class _Heads(GGUFFile):
+    """Tensors of one dimension are read. Others are on the meta device; a single row is zeros."""
+
+    def bytes(self, name: str, begin: int = 0, end: int | None = None) -> torch.Tensor:
+        tensor = self._tensor(name)
+        if len(tensor.shape) == 1:
+            return super().bytes(name, begin, end)
+        rows = (tensor.rows if end is None else end) - begin
+        return torch.zeros(rows, tensor.row_bytes, dtype=torch.uint8, device="cpu" if rows == 1 else "meta")
+
+    def matrix(self, name: str, begin: int = 0, end: int | None = None) -> Matrix:
+        tensor = self._tensor(name)
+        key = tensor.type, tensor.row_bytes, (tensor.rows if end is None else end) - begin
+        made = self.__dict__.setdefault("made", {})
+        if key not in made or TYPES[tensor.type].name == "NVFP4":  # whose scale beside it is looked at
+            row = super().matrix(name, begin, begin + 1)
+            parts = {each: part.to("meta").expand(key[2], *part.shape[1:]) for each, part in row.tensors().items()}
+            made[key] = replace(row, **parts)
+        return made[key]
+
+
+class _Linears(GGUFLinears):
+    """Those of such a file."""
+
+    def values(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        if self.file.is_float(name):
+            return super().values(name, dtype)
+        self.order(name)
+        return torch.empty(self.file.tensors[name].shape, dtype=dtype, device="meta")

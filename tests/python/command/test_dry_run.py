@@ -1,0 +1,419 @@
+"""`w4a8 inspect` says of a file what loading it does: every damaged or odd checkpoint of the other tests, both ways.
+
+Loading is `from_pretrained`. What it loads, `w4a8.load` and `load_linear` read as well. The only exceptions are values
+of codes, scales and floats, which inspect does not read (VALUES).
+"""
+
+import copy
+import itertools
+import json
+import re
+import shutil
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", minversion="5.0")
+import test_transformers  # noqa: E402
+import test_transformers_files as files  # noqa: E402
+import test_transformers_formats as formats  # noqa: E402
+from damaged_json import damaged as damaged_configs  # noqa: E402
+from format_checkpoints import ALL_FORMATS, FLOATS, FORMATS, damages  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+from test_quantize_transformers import make_model  # noqa: E402
+from wrong_checkpoints import (  # noqa: E402
+    CODES,
+    FLOAT_CHANGES,
+    MXFP4_CHANGES,
+    NVFP4_CHANGES,
+    OF_ALL,
+    PACKED,
+    WRONG_SCHEMES,
+    WRONG_TENSORS,
+)
+
+import w4a8  # noqa: E402
+from w4a8.checkpoint import load_linear  # noqa: E402
+from w4a8.checkpoint.gguf_file import GGUFFile  # noqa: E402
+from w4a8.command import main  # noqa: E402
+from w4a8.command.headers import read_headers  # noqa: E402
+from w4a8.formats.config import config_in  # noqa: E402
+from w4a8.integrations.transformers import W4A8Config, gguf  # noqa: E402
+
+gguf_models = pytest.importorskip("gguf_models")
+import test_transformers_gguf as gguf_files  # noqa: E402
+import test_transformers_gguf_experts as gguf_experts  # noqa: E402
+
+if gguf.gguf_problems():
+    pytest.skip("GGUF files are left to transformers", allow_module_level=True)
+
+VALUES = re.compile(
+    r"not all scales are (finite|numbers)|holds values in \[|255, which is not a number|a NaN or an infin"
+)
+
+
+def loading_says(path):
+    """Why the model does not load, or loads with weights that are made up; None: it loads."""
+    config = path / "config.json"
+    packed = config.exists() and "w4a8" in config.read_text()
+    options = {} if packed else {"quantization_config": W4A8Config()}
+    options |= {"gguf_file": "model.gguf"} if (path / "model.gguf").exists() else {}
+    try:
+        load = transformers.AutoModelForCausalLM.from_pretrained
+        _, info = load(path, output_loading_info=True, **options)
+    except Exception as error:  # of many classes
+        return str(error) or type(error).__name__
+    missing = sorted(info["missing_keys"])
+    return f"has no tensor for {', '.join(missing[:3])}" if missing else None
+
+
+def inspect_says(path, capsys):
+    """The exit code, and the reasons."""
+    capsys.readouterr()
+    code = main(["inspect", str(path), "--json", "--layers", "--memory-speed", "1"])
+    said = capsys.readouterr()
+    if not said.out:
+        return code, [said.err]
+    layers = json.loads(said.out)["layers"]
+    return code, [f"{layer['name']}: {layer['why']}" for layer in layers if layer["state"] == "refused"]
+
+
+def words(text):
+    return " ".join(text.split())
+
+
+def read_without_a_model(path):
+    """By w4a8's own readers, of a checkpoint that others have quantized."""
+    file = path / "model.gguf"
+    if file.exists():
+        names = GGUFFile(file).tensors
+    else:
+        source = config_in(path)
+        if source is None or source["quant_method"] == "w4a8":
+            return
+        names = read_headers(path)
+    load_linear(path)
+    if any("experts." in name or "_exps." in name for name in names):
+        w4a8.load(path)
+
+
+def check(path, capsys, what="", readers=True):
+    """Both say the same, and so do the readers; returns what loading says."""
+    wanted, (code, reasons) = loading_says(path), inspect_says(path, capsys)
+    if wanted is not None and VALUES.search(wanted):
+        return wanted
+    assert (code != 0) == (wanted is not None), f"{what}: loading says {wanted}, inspect {code} {reasons}"
+    if wanted is not None:
+        assert any(words(wanted) in words(reason) for reason in reasons), f"{what}: {wanted}, but inspect: {reasons}"
+    elif readers:
+        read_without_a_model(path)
+    return wanted
+
+
+def put(path, tensors):
+    tensors = {key: tensor.clone().contiguous() for key, tensor in tensors.items()}
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(("name", "change", "match"), formats.DAMAGED)
+def test_damaged_tensors(name, change, match, tmp_path, capsys):
+    formats.write(tmp_path, "qwen3", ALL_FORMATS[name])
+    formats.change_file(tmp_path / "theirs", change)
+    assert re.search(match, check(tmp_path / "theirs", capsys))
+
+
+@pytest.mark.parametrize(("name", "family", "changes", "match"), formats.REFUSED, ids=str)
+def test_refused_configurations(name, family, changes, match, tmp_path, capsys):
+    formats.write(tmp_path, family, ALL_FORMATS[name], **changes)
+    assert re.search(match, check(tmp_path / "theirs", capsys))
+
+
+@pytest.mark.parametrize(("name", "written"), formats.DENIED)
+def test_zero_points_that_the_configuration_denies(name, written, tmp_path, capsys):
+    formats.write(tmp_path, "Llama", FORMATS[name], denied=written)
+    assert "zero points in [" in check(tmp_path / "theirs", capsys)
+
+
+def test_zero_points_of_the_other_version(tmp_path, capsys):
+    """Of a symmetric GPTQ checkpoint: stored as 8 instead of 7."""
+    formats.write(tmp_path, "qwen3", FORMATS["GPTQ 2"], checkpoint_format="gptq")
+    assert "zero points in [9, 9]" in check(tmp_path / "theirs", capsys)
+
+
+@pytest.mark.parametrize("where", formats.EXTRA)
+@pytest.mark.parametrize("value", [0.0, 1e-3])
+def test_biases(where, value, tmp_path, capsys):
+    formats.write(tmp_path, "qwen3", FORMATS["GPTQ"])
+    formats.change_file(tmp_path / "theirs", formats.add_bias(where, value))
+    # w4a8.load wants a bias of all experts or of none, transformers none that is not zero.
+    assert (check(tmp_path / "theirs", capsys, readers=where != "an expert") is None) == (value == 0)
+
+
+def test_a_missing_bias(tmp_path, capsys):
+    formats.write(tmp_path, "Qwen2", FORMATS["GPTQ"])
+    formats.change_file(tmp_path / "theirs", formats.without("model.layers.1.self_attn.k_proj.bias"))
+    assert "has no bias" in check(tmp_path / "theirs", capsys)
+
+
+@pytest.mark.parametrize(("tensor", "change", "match"), formats.DAMAGED_GPT_OSS)
+def test_gpt_oss(tensor, change, match, tmp_path, capsys):
+    formats.write_gpt_oss(tmp_path)
+    formats.change_gpt_oss(tmp_path / "theirs", tensor, change)
+    assert re.search(match, check(tmp_path / "theirs", capsys))
+
+
+@pytest.mark.parametrize("which", range(len(WRONG_TENSORS)))
+def test_wrong_tensors_of_an_expert(which, tmp_path, capsys):
+    """Those of w4a8.load, of a model whose matrices are smaller."""
+    name, change, _ = WRONG_TENSORS[which]
+    formats.write(tmp_path, "qwen3", FORMATS["W4A8 pack" if name.rpartition(".")[2] in PACKED else "W4A8 int"])
+    key = f"model.layers.0.mlp.experts.{name}"
+
+    def apply(tensors):
+        old = tensors.pop(key, None)
+        if change is not None and (old is not None or not callable(change)):
+            tensors[key] = change(old) if callable(change) else change.clone()
+
+    formats.change_file(tmp_path / "theirs", apply)
+    check(tmp_path / "theirs", capsys, key)
+
+
+@pytest.mark.parametrize(("part", "changes", "message"), WRONG_SCHEMES, ids=str)
+def test_wrong_schemes(part, changes, message, tmp_path, capsys):
+    config = copy.deepcopy(FORMATS["W4A8 int"].quantization_config(32))
+    config["config_groups"]["group_0"][part].update(changes)
+    formats.write(tmp_path, "qwen3", FORMATS["W4A8 int"], config_groups=config["config_groups"])
+    assert check(tmp_path / "theirs", capsys, message) is not None
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_wrong_floats_of_4_bits(name, tmp_path, capsys):
+    formats.write(tmp_path, "qwen3", FLOATS[name])
+    whole = load_file(tmp_path / "theirs" / "model.safetensors")
+    for which, change, message in FLOAT_CHANGES + (NVFP4_CHANGES if name in OF_ALL else []):
+        key = f"{formats.UP}.{which if isinstance(which, str) else which[name]}"
+        assert key.endswith(CODES[name]) or "scale" in key
+        changed = {other: tensor for other, tensor in whole.items() if other != key}
+        put(tmp_path / "theirs", changed if change is None else {**changed, key: change(whole[key])})
+        assert check(tmp_path / "theirs", capsys, f"{key} {message}") is not None
+
+
+@pytest.mark.parametrize(("suffix", "change", "message"), MXFP4_CHANGES)
+def test_wrong_stacks_of_gpt_oss(suffix, change, message, tmp_path, capsys):
+    formats.write_gpt_oss(tmp_path)
+    formats.change_gpt_oss(tmp_path / "theirs", suffix, change)
+    assert check(tmp_path / "theirs", capsys, message) is not None
+
+
+def test_missing_or_too_much(tmp_path, capsys):
+    want = formats.write(tmp_path, "qwen3", FORMATS["GPTQ"])
+    whole = load_file(tmp_path / "theirs" / "model.safetensors")
+    for name, tensors in files.missing_or_too_much(want, whole):
+        put(tmp_path / "theirs", tensors)
+        assert name in check(tmp_path / "theirs", capsys, name)
+
+
+@pytest.mark.parametrize("name", ["GPTQ", "AWQ", "W4A8 int", "W4A16 pack asymmetric", *FLOATS])
+def test_any_tensor_of_another_kind(name, tmp_path, capsys):
+    """Of another shape or dtype, or with other bits: codes, scales, zero points, and what is float."""
+    formats.write(tmp_path, "qwen3", ALL_FORMATS[name])
+    whole = load_file(tmp_path / "theirs" / "model.safetensors")
+    refused = 0
+    for key, tensor in damages(whole, 40):
+        put(tmp_path / "theirs", {**whole, key: tensor})
+        refused += check(tmp_path / "theirs", capsys, f"{key} {tensor.dtype} {list(tensor.shape)}") is not None
+    assert refused > 10
+
+
+@pytest.mark.parametrize("name", ["GPTQ asymmetric", "AWQ", "AutoRound", "W4A8 pack", *FLOATS])
+def test_any_configuration(name, tmp_path, capsys):
+    """A sample of what test_rules_broken makes of it."""
+    formats.write(tmp_path, "Llama", ALL_FORMATS[name])
+    path = tmp_path / "theirs" / "config.json"
+    config = json.loads(path.read_text())
+    stated = config["quantization_config"]
+    made = [each for each in damaged_configs(stated) if each.get("quant_method") == stated["quant_method"]]
+    refused = 0
+    for quantization in itertools.islice(made, 0, None, len(made) // 24):
+        path.write_text(json.dumps({**config, "quantization_config": quantization}))
+        refused += check(tmp_path / "theirs", capsys, str(quantization)) is not None
+    assert refused > 0
+
+
+CONFIGS = {
+    "key-value heads as a list": {"num_key_value_heads": [2, 2]},
+    "no epsilon": {"rms_norm_eps": None},
+    "negative": {"intermediate_size": -32},
+    "another size": {"hidden_size": 128},
+    "more layers": {"num_hidden_layers": 3},
+    "fewer layers": {"num_hidden_layers": 1},
+    "fewer experts": {"num_experts": 4},
+    "an unknown model": {"model_type": "no_such_model", "architectures": ["NoSuchModel"]},
+    "another activation": {"hidden_act": "tanh"},
+    "a vocabulary": {"vocab_size": 65},
+    "an odd type": {"dtype": "float64"},
+    "tied": {"tie_word_embeddings": True},
+}
+
+
+@pytest.mark.parametrize("what", CONFIGS)
+@pytest.mark.parametrize("kind", ["GPTQ", "floats", "packed"])
+def test_odd_models(kind, what, tmp_path, capsys):
+    path = tmp_path / "theirs"
+    if kind == "GPTQ":
+        formats.write(tmp_path, "qwen3", FORMATS[kind])
+    else:
+        make_model("qwen3").save_pretrained(path)
+    if kind == "packed":
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, quantization_config=W4A8Config())
+        shutil.rmtree(path)
+        model.save_pretrained(path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, **CONFIGS[what]}))
+    # Of a config with two numbers of experts each takes another.
+    check(path, capsys, what, readers=what != "fewer experts")
+
+
+@pytest.mark.parametrize("key", ["layers.1.self_attn.q_proj.weight", "layers.0.mlp.experts.", "model.norm.weight"])
+@pytest.mark.parametrize("change", ["missing", "cut", "another dimension"])
+def test_floats(key, change, tmp_path, capsys):
+    make_model("qwen3").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = next(each for each in sorted(tensors) if key in each)
+    old = tensors.pop(name)
+    if change != "missing":
+        tensors[name] = old[:-1] if change == "cut" else old[None]
+    put(tmp_path, tensors)
+    assert check(tmp_path, capsys, name) is not None
+
+
+def test_quantized_embeddings(tmp_path, capsys):
+    formats.write(tmp_path, "qwen3", FORMATS["GPTQ"])
+    tensors = load_file(tmp_path / "theirs" / "model.safetensors")
+    made = FORMATS["GPTQ"].random(64, 64, 32)
+    tensors |= {f"model.embed_tokens.{suffix}": tensor for suffix, tensor in made.items()}
+    del tensors["model.embed_tokens.weight"]
+    put(tmp_path / "theirs", tensors)
+    assert "model.embed_tokens" in check(tmp_path / "theirs", capsys)
+
+
+def test_experts_in_one_matrix(tmp_path, capsys):
+    """All of a layer, one below the other."""
+    formats.write(tmp_path, "qwen3", FORMATS["GPTQ"])
+    tensors = load_file(tmp_path / "theirs" / "model.safetensors")
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        for suffix in ("qweight", "qzeros", "scales", "g_idx"):
+            keys = [f"model.layers.0.mlp.experts.{expert}.{name}.{suffix}" for expert in range(6)]
+            parts = [tensors.pop(key) for key in keys]
+            tensors[f"model.layers.0.mlp.experts.{name}.{suffix}"] = torch.cat(parts, -1)
+    put(tmp_path / "theirs", tensors)
+    assert check(tmp_path / "theirs", capsys) is not None
+
+
+def test_scales_of_activations(tmp_path, capsys):
+    """As AWQ has them for what follows an activation function."""
+    formats.write(tmp_path, "qwen3", FORMATS["AWQ"])
+    formats.change_file(tmp_path / "theirs", formats.add("model.layers.0.mlp.act_fn.scales"))
+    assert "act_fn.scales' is not read" in check(tmp_path / "theirs", capsys)
+
+
+@pytest.mark.parametrize(("key", "options", "match"), files.IN_TWO)
+def test_a_tensor_in_two_shards(key, options, match, tmp_path, capsys):
+    formats.write(tmp_path, "qwen3", FORMATS["GPTQ"])
+    files.in_two_shards(tmp_path / "theirs", key, **options)
+    assert (check(tmp_path / "theirs", capsys) is None) == (match is None)
+
+
+@pytest.mark.parametrize("what", ["no index", "a shard is gone", "a list", "an entry too many", "whole beside"])
+def test_shards(what, tmp_path, capsys):
+    formats.write(tmp_path, "qwen3", FORMATS["GPTQ"])
+    theirs = tmp_path / "theirs"
+    whole = (theirs / "model.safetensors").read_bytes()
+    files.in_two_shards(theirs, files.UP_CODES)
+    index = theirs / "model.safetensors.index.json"
+    if what == "no index":
+        index.unlink()
+    elif what == "a shard is gone":
+        (theirs / "model-00002-of-00002.safetensors").unlink()
+    elif what == "whole beside":
+        (theirs / "model.safetensors").write_bytes(whole)
+    else:
+        stated = json.loads(index.read_text())["weight_map"]
+        more = {**stated, "model.more.weight": "model-00001-of-00002.safetensors"}
+        index.write_text(json.dumps({"metadata": {}, "weight_map": list(stated) if what == "a list" else more}))
+    wanted, (code, reasons) = loading_says(theirs), inspect_says(theirs, capsys)
+    assert (code != 0) == (wanted is not None), (wanted, reasons)
+    if what == "a list":
+        assert code == 1 and f"{index} has no weight_map" in reasons[0]
+
+
+@pytest.mark.parametrize(("change", "match"), test_transformers.DAMAGED)
+def test_packed_directories(change, match, tmp_path, capsys):
+    test_transformers.save_float("qwen3", tmp_path / "float")
+    model = test_transformers.load(tmp_path / "float", quantization_config=W4A8Config())
+    model.save_pretrained(tmp_path / "packed")
+    assert check(tmp_path / "packed", capsys) is None
+    test_transformers.damaged(tmp_path / "packed", change)
+    assert re.search(match, check(tmp_path / "packed", capsys))
+
+
+def keys(**changes):
+    """A change of keys of the architecture."""
+
+    def change(tiny):
+        named = {f"{tiny.architecture}.{name.replace('__', '.')}": value for name, value in changes.items()}
+        tiny.keys = {key: value for key, value in {**tiny.keys, **named}.items() if value is not None}
+
+    return change
+
+
+ODD_GGUF = {
+    "nothing": lambda tiny: None,
+    "key-value heads as an array": keys(attention__head_count_kv=[2, 2]),
+    "no epsilon": keys(attention__layer_norm_rms_epsilon=None),
+    "no layers": keys(block_count=0),
+    "fewer layers": keys(block_count=1),
+    "a float that is cut": lambda tiny: tiny.tensors.update({"output_norm.weight": torch.ones(3)}),
+    "quantized embeddings": lambda tiny: tiny.tensors.pop("output.weight"),
+    **{what: change for what, (change, _) in gguf_files.BROKEN.items()},
+}
+
+
+@pytest.mark.parametrize("what", ODD_GGUF)
+def test_gguf(what, tmp_path, capsys):
+    tiny, change = gguf_models.TinyModel("qwen3moe"), ODD_GGUF[what]
+    if change is not None:
+        change(tiny)
+    path = tiny.write(tmp_path)
+    if change is None:
+        path.write_bytes(path.read_bytes()[:-40])
+    wanted = check(tmp_path, capsys, what)
+    if what in gguf_files.BROKEN:
+        assert re.search(gguf_files.BROKEN[what][1], wanted)
+
+
+@pytest.mark.parametrize("what", gguf_experts.REFUSED)
+def test_gguf_routers(what, tmp_path, capsys):
+    name, changes, _ = gguf_experts.REFUSED[what]
+    tiny = gguf_models.TinyModel(name)
+    keys(**{key.replace(".", "__"): value for key, value in changes.items()})(tiny)
+    tiny.write(tmp_path)
+    assert check(tmp_path, capsys, what) is not None
+
+
+@pytest.mark.parametrize("name", gguf_models.MODELS)
+def test_any_tensor_of_gguf(name, tmp_path, capsys):
+    """Missing, or of another shape: one after the other of one layer."""
+    tiny = gguf_models.TinyModel(name)
+    kept = dict(tiny.tensors)
+    chosen = [key for key in kept if not key.startswith("blk.1.") or name.startswith(("deepseek", "glm"))]
+    for key in chosen[:: max(1, len(chosen) // 6)]:
+        tiny.tensors = copy.copy(kept)
+        old = tiny.tensors.pop(key)
+        tiny.write(tmp_path)
+        check(tmp_path, capsys, f"{key} is missing")
+        kind, rows = old if isinstance(old, tuple) else (None, old)
+        tiny.tensors[key] = rows[:-1] if kind is None else (kind, rows[:-1])
+        if rows.shape[0] > 1:
+            tiny.write(tmp_path)
+            check(tmp_path, capsys, f"{key} is cut")
