@@ -185,6 +185,40 @@ def test_float_experts_that_do_not_fit(tmp_path):
         load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "name, shapes, message",
+    [
+        (
+            "qwen3moe",
+            {"gate_exps.weight": (EXPERTS, INTER - 1, HIDDEN), "up_exps.weight": (EXPERTS, INTER + 1, HIDDEN)},
+            r"gate_up_proj is .*, which cannot be made of blk.1.ffn_gate_exps.weight \(4, 511,",
+        ),
+        ("gpt-oss", {"down_exps.bias": (HIDDEN, EXPERTS)}, r"down_proj_bias .* of blk.1.ffn_down_exps.bias \(256, 4"),
+    ],
+)
+def test_float_experts_of_as_many_elements(name, shapes, message, tmp_path):
+    """Joined or laid out anew they would have the shape of the parameter."""
+    tiny = TinyModel(name)
+    for each in ("gate", "up", "down"):
+        stack = f"blk.1.ffn_{each}_exps.weight"
+        tiny.tensors[stack] = gguf_files.meaning(*tiny.tensors[stack])
+    tiny.tensors |= {f"blk.1.ffn_{each}": torch.zeros(shape) for each, shape in shapes.items()}
+    tiny.write(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("shape", [(EXPERTS - 1, HIDDEN), (EXPERTS, HIDDEN - 32), (HIDDEN, EXPERTS)])
+def test_biases_of_experts_that_do_not_fit(shape, tmp_path):
+    """The same message without transformers."""
+    tiny = TinyModel("gpt-oss")
+    tiny.tensors["blk.1.ffn_down_exps.bias"] = torch.zeros(shape)
+    path = tiny.write(tmp_path)
+    for loading in (lambda: load(tmp_path), lambda: w4a8.load(path)):
+        with pytest.raises(ValueError, match=r"tensor 'blk.1.ffn_down_exps.bias' has shape .*, but \(4, 256\) is expe"):
+            loading()
+
+
 # ---- what is refused ----
 
 REFUSED = {

@@ -57,11 +57,11 @@ class _Layer:
                 f"blk.{self.index} has stacks of {', '.join(sorted(expected))}, expected gate, up, down"
             )
         for name, stack in self.names.items():
-            tensor = self.file.tensors[f"{stack}.weight"]
             shape = (self.settings.num_experts, *shapes.get(name, (hidden, inner)))
-            if tensor.shape != shape:
-                raise CheckpointError(f"tensor '{stack}.weight' has shape {tensor.shape}, but {shape} is expected")
-            if tensor.type not in TYPES:
+            self.file.expect_shape(f"{stack}.weight", shape)
+            if self.has_bias:
+                self.file.expect_shape(f"{stack}.bias", shape[:2])
+            if self.file.tensors[f"{stack}.weight"].type not in TYPES:
                 kind = self.file.type_name(f"{stack}.weight")
                 raise CheckpointError(f"tensor '{stack}.weight' is {kind}, but a quantized type is expected")
 

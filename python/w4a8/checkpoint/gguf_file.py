@@ -253,6 +253,12 @@ class GGUFFile:
             raise CheckpointError(f"tensor {name!r} is missing from {self.paths[0]}")
         return self.tensors[name]
 
+    def expect_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raises CheckpointError if a tensor is missing or has another shape; names it."""
+        found = self._tensor(name).shape
+        if found != shape:
+            raise CheckpointError(f"tensor {name!r} has shape {found}, but {shape} is expected")
+
     def bytes(self, name: str, begin: int = 0, end: int | None = None) -> torch.Tensor:
         """Rows [begin, end) of a tensor, counted through all its dimensions but the last: uint8 [rows, row bytes].
 

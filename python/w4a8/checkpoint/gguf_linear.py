@@ -84,10 +84,15 @@ class GGUFLinears:
         return layer(stack.pack()[0], columns, rows, group)
 
     def bias(self, name: str) -> torch.Tensor | None:
-        """float32 [N], of the layer of a ``.weight``; None: there is none beside it."""
+        """float32 [N], of the layer of a ``.weight`` [N, K]; None: there is none beside it.
+
+        Raises:
+            CheckpointError: it has another shape, or the rows of the layer are not as :meth:`order` expects them.
+        """
         bias_name, order = f"{name.removesuffix('.weight')}.bias", self.order(name)
         if bias_name not in self.file:
             return None
+        self.file.expect_shape(bias_name, self.file.tensors[name].shape[:1])
         bias = self.file.tensor(bias_name).float()
         return bias if order is None else bias[order]
 

@@ -1,5 +1,7 @@
 """`w4a8.load` of GGUF files: every weight as `gguf` has it, settings of each architecture, ranks, what is refused."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -98,17 +100,22 @@ def test_fused_gate_and_up(write):
     assert_holds(layer.w13_packed, gguf_files.meaning(*tensors["blk.0.ffn_gate_up_exps.weight"]))
 
 
+def biases():
+    """Of the experts of the first layer, [E, N] each."""
+    return {f"blk.0.ffn_{name}_exps.bias": torch.randn(EXPERTS, shape[0]) for name, shape in STACKS.items()}
+
+
 def test_biases_and_gpt_oss(write):
-    tensors = stacks("MXFP4", 1)
-    biases = {name: torch.randn(EXPERTS, shape[0]) for name, shape in STACKS.items()}
-    tensors |= {f"blk.0.ffn_{name}_exps.bias": bias for name, bias in biases.items()}
+    found = biases()
+    tensors = stacks("MXFP4", 1) | found
+    gate, up, down = found.values()
     layer = w4a8.load(write(tensors, "gpt-oss"))[FIRST]
     assert layer.activation == MoEActivation.SWIGLUOAI and layer.routing_method == RoutingMethodType.Renormalize
     assert_holds(layer.w13_packed, weights(tensors)[0])
     for expert in range(EXPERTS):
-        expected = torch.cat((biases["gate"][expert], biases["up"][expert]))
+        expected = torch.cat((gate[expert], up[expert]))
         assert torch.equal(unpacked(layer.w13_packed[expert]).bias, expected)
-        assert torch.equal(unpacked(layer.w2_packed[expert]).bias, biases["down"][expert])
+        assert torch.equal(unpacked(layer.w2_packed[expert]).bias, down[expert])
 
 
 @pytest.mark.parametrize("of_experts", [False, True])
@@ -222,6 +229,25 @@ BROKEN = {
         stacks("Q4_0") | {"blk.0.exp_probs_b.bias": torch.ones(EXPERTS)},
         {},
         r"has a correction bias \(exp_probs_b\), but qwen3_moe has none",
+    ),
+    **{
+        f"biases of {what}": (
+            stacks("Q4_0", 1) | biases() | {"blk.0.ffn_up_exps.bias": torch.ones(shape)},
+            {},
+            rf"tensor 'blk.0.ffn_up_exps.bias' has shape {re.escape(str(shape))}, but \(3, 512\) is expected",
+        )
+        for what, shape in {
+            "fewer experts": (EXPERTS - 1, INTER),
+            "more experts": (EXPERTS + 1, INTER),
+            "more features": (EXPERTS, INTER + 32),
+            "one dimension": (EXPERTS * INTER,),
+            "the other order": (INTER, EXPERTS),
+        }.items()
+    },
+    "biases of some matrices": (
+        replaced(stacks("Q4_0", 1) | biases(), "blk.0.ffn_down_exps.bias", None),
+        {},
+        "tensor 'blk.0.ffn_down_exps.bias' is missing from",
     ),
 }
 
@@ -362,6 +388,16 @@ def test_only_some_linear_layers(write):
 def test_linear_layers_that_are_refused(architecture, keys, message, write):
     with pytest.raises(CheckpointError, match=message.replace(".", r"\.")):
         load_linear(write(linear_layers(), architecture, keys))
+
+
+@pytest.mark.parametrize("shape", [(257,), (255,), (1, 256), (256, 1)])
+@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
+def test_biases_of_linear_layers_that_do_not_fit(architecture, shape, write):
+    tensors = linear_layers() | {"blk.0.attn_q.bias": torch.ones(shape)}
+    given = {f"{architecture}.{name}": value for name, value in HEADS.items()}
+    message = rf"tensor 'blk.0.attn_q.bias' has shape {re.escape(str(shape))}, but \(256,\) is expected"
+    with pytest.raises(CheckpointError, match=message):
+        load_linear(write(tensors, architecture, given))
 
 
 def test_scales_of_nvfp4_that_are_not_as_many_as_matrices(write):

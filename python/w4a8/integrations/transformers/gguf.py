@@ -112,11 +112,6 @@ class GGUFModules:
             part = "_exps." in name or name.endswith(_JOINED)  # compared when it has become a parameter
             if not part and tensor.shape != expected and (1, *tensor.shape) != expected:
                 raise ValueError(f"tensor {name!r} has shape {tensor.shape}, but {expected} is expected")
-            weight = name.replace(".bias", ".weight")
-            if name.endswith("_exps.bias") and weight in file and not file.is_float(weight):
-                rows = file.tensors[weight].shape[:2]
-                if tensor.shape != rows:
-                    raise ValueError(f"tensor {name!r} has shape {tensor.shape}, but {rows} is expected")
         tied = set(model.all_tied_weights_keys)
         lacking = sorted(set(shapes) - set(parts) - tied)
         if lacking:
@@ -129,12 +124,15 @@ class GGUFModules:
         with on_cpu():
             for parameter, names in self.floats.items():
                 tensors = {name: self.linears.values(name, dtype) for name in names}
+                expected = self._shapes[parameter]
                 try:
-                    found[parameter] = self._parameter(tensors).view(self._shapes[parameter])
+                    made = self._parameter(tensors)
                 except (RuntimeError, IndexError):
+                    made = None
+                if made is None or expected not in (made.shape, (1, *made.shape)):
                     given = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
-                    expected = self._shapes[parameter]
-                    raise ValueError(f"{parameter} is {expected}, which cannot be made of {given}") from None
+                    raise ValueError(f"{parameter} is {expected}, which cannot be made of {given}")
+                found[parameter] = made.view(expected)
         return found
 
     def _parameter(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -148,7 +146,7 @@ class GGUFModules:
         if "ffn_down_exps" not in by_leaf:
             gate_up = [by_leaf[f"ffn_{each}_exps"] for each in ("gate", "up") if f"ffn_{each}_exps" in by_leaf]
             gate_up = gate_up if len(gate_up) == 2 else first.chunk(2, 1)
-            first = torch.stack(gate_up, 2).flatten(1, 2) if self._in_turns else torch.cat(tuple(gate_up), 1)
+            first = torch.stack(tuple(gate_up), 2 if self._in_turns else 1).flatten(1, 2)
         return first.transpose(1, 2).contiguous() if self._in_turns and first.dim() == 3 else first
 
     def finish(self, model: torch.nn.Module) -> QuantizationReport:
