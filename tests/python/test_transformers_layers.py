@@ -1,6 +1,8 @@
 """What models of transformers, and PEFT, do with layers: reading weights, tying, resizing, LoRA."""
 
+import copy
 import json
+import pickle
 import re
 
 import pytest
@@ -32,6 +34,7 @@ NLLB = {
 }
 LLAMA = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
 RWKV = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "rescale_every": 1, "tie_word_embeddings": False}
+XLNET = {"vocab_size": 64, "d_model": 64, "n_layer": 1, "n_head": 4, "d_inner": 96}
 
 # Models that read .weight of layers: class, sizes, the last parts of the names of those that are left alone for it.
 READERS = {
@@ -156,6 +159,36 @@ def test_resized_vocabulary(default_skip, tmp_path):
     assert model.resize_token_embeddings() is model.get_input_embeddings()
 
 
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize(
+    ("cls", "sizes", "head"),
+    [
+        ("LlamaForCausalLM", LLAMA, "lm_head"),
+        ("RwkvForCausalLM", RWKV, "head"),
+        ("XLNetLMHeadModel", {**XLNET, "tie_word_embeddings": False}, "lm_loss"),
+    ],
+)
+def test_resized_vocabulary_of_a_quantized_model(cls, sizes, head, whole):
+    """As of a loaded one, also of a part of the module that was quantized, of copies, and until it is a float again."""
+    model = make(cls, sizes)
+    linear, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    report = w4a8.quantize_(torch.nn.ModuleList([model]) if whole else model, default_skip=False)
+    assert (f"0.{head}" if whole else head) in report.replaced
+    for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        want = each.get_input_embeddings(), each.get_output_embeddings()
+        for arguments in ((70,), (32, 8), ()):
+            options = {} if arguments else {"pad_to_multiple_of": 128}
+            message = rf"^{head} is packed, so it cannot be resized: resize the model before it is quantized, or leave "
+            with pytest.raises(RuntimeError, match=message + "the layer a float"):
+                each.resize_token_embeddings(*arguments, **options)
+        assert (each.get_input_embeddings(), each.get_output_embeddings()) == want
+        assert each.resize_token_embeddings() is want[0] and each.config.vocab_size == 64
+    assert model.get_input_embeddings() is embedding
+    model.set_output_embeddings(linear)
+    model.resize_token_embeddings(70)
+    assert model.get_output_embeddings().weight.shape[0] == model.get_input_embeddings().weight.shape[0] == 70
+
+
 def test_packed_output_layer_of_a_config_that_says_tied(tmp_path):
     """The two differ in the file, so they are not tied; a packed output layer has nothing to tie."""
     model = make("LlamaForCausalLM", LLAMA)
@@ -177,7 +210,7 @@ def test_packed_output_layer_of_a_config_that_says_tied(tmp_path):
     ("cls", "sizes", "head"),
     [
         ("RwkvForCausalLM", RWKV, "head"),
-        ("XLNetLMHeadModel", {"vocab_size": 64, "d_model": 64, "n_layer": 1, "n_head": 4, "d_inner": 96}, "lm_loss"),
+        ("XLNetLMHeadModel", XLNET, "lm_loss"),
         ("LlamaForCausalLM", LLAMA, "lm_head"),
     ],
 )

@@ -11,6 +11,7 @@ import torch
 from w4a8.nn import QuantOptions, W4A8Linear
 from w4a8.progress import progress_bar
 from w4a8.quantization.calibration import calibrate
+from w4a8.quantization.guard import refuse_resizing
 from w4a8.quantization.moe_blocks import adopt, fused_experts, listed_experts
 from w4a8.quantization.plan import Job, make_plan
 from w4a8.quantization.size import float_bytes, weight_bytes
@@ -138,6 +139,7 @@ def quantize_(
                         report,
                     ) from error
     finally:
+        refuse_resizing(model)
         report.measure(model)
     return report
 
