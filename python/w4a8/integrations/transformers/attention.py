@@ -14,8 +14,7 @@ from transformers.utils import logging
 
 import w4a8
 from w4a8.integrations.selftest import missing, parameters
-from w4a8.integrations.transformers.cache import PackedStates, W4A8Cache, fits, token_rows
-from w4a8.integrations.transformers.guard import _Guard
+from w4a8.integrations.transformers.cache import PackedStates, token_rows
 
 logger = logging.get_logger(__name__)
 
@@ -202,78 +201,3 @@ def register_attention() -> None:
     """Once per process."""
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, make_mask)
-
-
-class _MakesCache(_Guard):
-    """``_prepare_cache_for_generation`` of one model: W4A8Cache where it would be DynamicCache."""
-
-    def __init__(self, model: torch.nn.Module, kind: str, before: str) -> None:
-        super().__init__(model)
-        self.kind, self.before = kind, before
-
-    def __reduce__(self) -> tuple[type, tuple[Any, str, str]]:
-        return type(self), (self._module(), self.kind, self.before)
-
-    def __call__(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        model = self._module()
-        # What the checkpoint says is no wish of the caller: Gemma's says "hybrid", a static cache.
-        wish, default = generation_config.cache_implementation, model.generation_config.cache_implementation
-        given = model_kwargs.get("past_key_values")
-        if given is None and wish == default:
-            generation_config.cache_implementation = wish = None
-        got = type(model)._prepare_cache_for_generation(model, generation_config, model_kwargs, *args, **kwargs)
-        if given is None and wish is None and model_kwargs.get("past_key_values") is not None:
-            model_kwargs["past_key_values"] = cache = W4A8Cache(model.config, self.kind)
-            if generation_config.is_assistant:
-                cache.activate_past_recording()
-        return got
-
-
-def fast_attention(model: Any, kind: str = "int8") -> Callable[[], None]:
-    """Lets ``model.generate`` use the operator: attention ``w4a8``, and a W4A8Cache where it would make a DynamicCache.
-
-    A cache that ``generate`` is given, or asked for with ``cache_implementation=``, is used as it is.
-
-    Args:
-        model: with ``generate``, on a CPU.
-        kind: of the cache, "int8" or "bfloat16".
-
-    Returns:
-        A function that undoes it.
-
-    Raises:
-        ValueError: kind is another, or the operator cannot do this model's attention; says why.
-    """
-    hook = "_prepare_cache_for_generation"
-    if AttentionInterface().get(NAME) is None:
-        raise ValueError(f"this transformers is not as attention expects it: {'; '.join(attention_problems())}")
-    if not hasattr(model, hook):
-        raise ValueError(f"model is a {type(model).__name__}, expected one with generate")
-    if model.config.is_encoder_decoder:
-        raise ValueError("model has an encoder and a decoder, expected a decoder alone")
-    if model.device.type != "cpu":
-        raise ValueError(f"model is on {model.device}, expected a CPU")
-    text = model.config.get_text_config(decoder=True)
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    if not fits(size) and getattr(text, "kv_lora_rank", None) is None:
-        raise ValueError(f"heads have {size} numbers, expected a multiple of 16 up to 256")
-    if not W4A8Cache(model.config, kind).pages.layers:
-        raise ValueError("no layer has full or sliding attention")
-    earlier = model.__dict__.get(hook)
-    before = text._attn_implementation if earlier is None else earlier.before
-    _set(model, text, NAME)
-    if text._attn_implementation != NAME:
-        raise ValueError(f"{type(model).__name__} has attention of its own, which cannot be set")
-    setattr(model, hook, _MakesCache(model, kind, before))
-
-    def undo() -> None:
-        if model.__dict__.pop(hook, None) is not None:
-            _set(model, text, before)
-
-    return undo
-
-
-def _set(model: Any, text: Any, name: str) -> None:
-    """Of the decoder alone: encoders of pictures stay as they are."""
-    parts = [key for key in model.config.sub_configs if getattr(model.config, key, None) is text]
-    model.set_attn_implementation({parts[0]: name} if parts else name)

@@ -42,7 +42,7 @@ def refuse_device(device: Any) -> None:
         raise RuntimeError(f"the model cannot go to {device}: {_STAY}")
 
 
-class _Guard:
+class Guard:
     """A method of one module. It does not keep the module alive; a copy of the module gets a copy of it."""
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -52,7 +52,7 @@ class _Guard:
         return type(self), (self._module(),)
 
 
-class _Train(_Guard):
+class _Train(Guard):
     def __call__(self, mode: bool = True) -> torch.nn.Module:
         if mode:
             raise RuntimeError(
@@ -63,7 +63,7 @@ class _Train(_Guard):
         return type(module).train(module, False)
 
 
-class _Resize(_Guard):
+class _Resize(Guard):
     def __init__(self, module: torch.nn.Module, path: str) -> None:
         super().__init__(module)
         self._path = path
@@ -80,7 +80,7 @@ class _Resize(_Guard):
         return self._module().get_input_embeddings()
 
 
-class _Apply(_Guard):
+class _Apply(Guard):
     def __call__(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> torch.nn.Module:
         try:
             tried = fn(torch.empty(0))
