@@ -128,8 +128,8 @@ def off_by(a, b):
     return (a - b).square().mean(-1).sqrt().median().item()
 
 
-# What was measured is at most a third of these; without a window, a soft cap, sinks or padding it is 0.1 to 1.
-NEAR = {"bfloat16": 0.03, "int8": 0.08}
+# About three times what was measured; without a window, a soft cap or sinks it is 0.13 to 0.75.
+NEAR = {"bfloat16": 0.03, "int8": 0.09}
 
 
 @KINDS
@@ -245,8 +245,19 @@ def test_rows_are_selected_and_cut(kind, monkeypatch):
         sequences = torch.cat([sequences, new], 1)
         exact.check(exact.feed(new), sequences)
     exact.cache.batch_select_indices(torch.tensor([False, True, False, True]))
-    new = torch.randint(1, 64, (2, 3))
-    exact.check(exact.feed(new), torch.cat([sequences[[1, 3]], new], 1))
+    for count in (3, 5):  # the second time begins where the first one did
+        new = torch.randint(1, 64, (2, count))
+        exact.check(exact.feed(new), torch.cat([sequences[[1, 3]], new], 1))
+        exact.cache.crop(-count)
+
+
+def test_rows_with_padding_are_selected(monkeypatch):
+    exact = Exact(monkeypatch)
+    ids, mask = padded()
+    exact.feed(ids, mask)
+    exact.cache.reorder_cache(torch.tensor([1, 1, 0]))
+    ids, mask = (torch.cat([tensor[[1, 1, 0]], torch.ones(3, 1, dtype=torch.int64)], 1) for tensor in (ids, mask))
+    exact.check(exact.feed(ids[:, -1:], mask), ids, mask)
 
 
 def test_pages_are_shared_and_used_again(monkeypatch):
@@ -317,14 +328,13 @@ def test_without_a_packed_cache(name):
     options = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True, "max_new_tokens": 5}
 
     def run(cache):
-        return torch.stack(model.generate(ids, attention_mask=mask, **options, **cache).logits)
+        outs = [model.generate(ids, attention_mask=given, **options, **cache) for given in (mask, torch.ones_like(ids))]
+        return torch.stack([torch.stack(out.logits) for out in outs])
 
     stock = [run(cache) for cache in caches]
     model.set_attn_implementation("w4a8")
     for cache, want in zip(caches, stock):
         assert_same_bits(run(cache), want, str(cache))
-    out = model.generate(ids, attention_mask=mask, **options)
-    assert type(out.past_key_values) is DynamicCache
 
 
 def test_training():
@@ -362,11 +372,12 @@ def test_heads_that_the_operator_has_not(monkeypatch):
     model.set_attn_implementation("w4a8")
     cache = W4A8Cache(model.config)
     assert_same_bits(step_by_step(model, ids, mask, cache, prompt=90), stock)
+    keys = cache.layers[0].stock.keys
     cache.crop(-10)
     cache.batch_repeat_interleave(2)
-    cache.batch_select_indices(torch.tensor([0, 2, 4]))
-    cache.reorder_cache(torch.tensor([0, 2, 1]))
-    assert cache.layers[0].stock.keys.shape == (3, 2, 90, 24) and cache.get_seq_length() == 90
+    cache.batch_select_indices(torch.tensor([0, 2, 5]))
+    cache.reorder_cache(torch.tensor([2, 0, 1]))
+    assert torch.equal(cache.layers[0].stock.keys, keys[[2, 0, 1], :, :90]) and cache.get_seq_length() == 90
 
 
 def test_a_mask_of_ones_own():
@@ -393,6 +404,21 @@ def test_which_masks_are_known():
     ]  # fmt: skip
     assert window_of(causal) == 0 and window_of(sliding) == 9
     assert [window_of(function) for function in others] == [None] * len(others)
+
+
+def test_a_model_that_looks_at_the_mask():
+    """It gets the one that stock attention has, whole."""
+    mask = masking_utils.create_causal_mask
+    config = make_model("Llama").config
+    embeddings, padding = torch.zeros(2, 5, 8), torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]])
+    want = mask(config, embeddings, padding, None)
+    config._attn_implementation = "w4a8"
+    for given in (mask(config, embeddings, padding, None), mask(config, embeddings, padding.bool(), None)):
+        assert given.window == 0 and given.shape == (2, 1, 5, 5) and given.dtype == torch.bool
+        assert torch.equal(given[:, :, 1:], want[:, :, 1:]) and torch.equal(given.contiguous(), want)
+    whole = mask(config, embeddings, torch.ones(2, 5), None)
+    assert whole.stock is None and torch.equal(whole[0, 0], torch.ones(5, 5, dtype=torch.bool).tril())
+    assert mask(config, embeddings, whole, None) is whole
 
 
 def test_what_is_refused(monkeypatch):
@@ -425,7 +451,7 @@ def test_a_forward_that_failed(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         exact.feed(ids)
     hook.remove()
-    with pytest.raises(RuntimeError, match="others .*a forward was not finished"):
+    with pytest.raises(RuntimeError, match=r"others .*a forward was not finished"):
         exact.feed(ids)
     exact.cache.reset()
     exact.check(exact.feed(ids), ids)

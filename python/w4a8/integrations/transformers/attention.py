@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -36,22 +37,22 @@ class Mask:
 
     def __init__(self, window: int | None, arguments: dict[str, Any]) -> None:
         self.window, self.padding, self.arguments = window, arguments["attention_mask"], arguments
-        self.made: dict[bool, torch.Tensor | None] = {}
 
-    def bools(self, skip: bool) -> torch.Tensor | None:
-        """bool [B, 1, q, keys]; None where the argument ``is_causal`` does as well, with skip."""
-        if skip not in self.made:
-            allowed = skip and self.arguments["allow_is_causal_skip"]
-            self.made[skip] = sdpa_mask(**{**self.arguments, "allow_is_causal_skip": allowed})
-        return self.made[skip]
+    @cached_property
+    def stock(self) -> torch.Tensor | None:
+        """bool [B, 1, q, keys], as attention sdpa gets it: None where the argument ``is_causal`` does as well."""
+        return sdpa_mask(**self.arguments)
+
+    def _whole(self) -> torch.Tensor:
+        return sdpa_mask(**{**self.arguments, "allow_is_causal_skip": False})
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "made":
+        if name.startswith("__") or name == "arguments":
             raise AttributeError(name)
-        return getattr(self.bools(skip=False), name)
+        return getattr(self._whole(), name)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        return self.bools(skip=False)[index]
+        return self._whole()[index]
 
 
 def window_of(function: Callable[..., Any]) -> int | None:
@@ -158,14 +159,18 @@ def _reason(
     module: torch.nn.Module, mask: Mask | torch.Tensor | None, dropout: float, kwargs: dict[str, Any]
 ) -> str | None:
     """Why the operator cannot do it, or None."""
-    causal = kwargs.get("is_causal")
-    if mask is None and not (getattr(module, "is_causal", True) if causal is None else causal):
+    if mask is None and not _is_causal(module, kwargs):
         return "attention that is not causal"
     if mask is not None and getattr(mask, "window", None) is None:
         return "a mask that is neither causal nor a sliding window"
     if kwargs.get("position_bias") is not None:
         return "a bias for positions"
     return "dropout" if dropout else None
+
+
+def _is_causal(module: torch.nn.Module, kwargs: dict[str, Any]) -> bool:
+    causal = kwargs.get("is_causal")
+    return getattr(module, "is_causal", True) if causal is None else causal
 
 
 def _stock(
@@ -177,11 +182,12 @@ def _stock(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention sdpa, or the model's own where that has no soft cap or sinks."""
+    mask = mask.stock if isinstance(mask, Mask) else mask
     eager = getattr(sys.modules.get(type(module).__module__), "eager_attention_forward", None)
     if eager is None or (kwargs.get("softcap") is None and kwargs.get("s_aux") is None):
-        mask = mask.bools(skip=True) if isinstance(mask, Mask) else mask
         return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
-    mask = mask.bools(skip=False) if isinstance(mask, Mask) else mask
+    if mask is None and query.shape[2] > 1 and _is_causal(module, kwargs):
+        mask = torch.ones(1, 1, query.shape[2], key.shape[2], dtype=torch.bool).tril()  # what attention sdpa does then
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.where(mask, torch.zeros((), dtype=query.dtype), torch.finfo(query.dtype).min)
     return eager(module, query, key, value, mask, **kwargs)

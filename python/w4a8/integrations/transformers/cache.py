@@ -22,7 +22,7 @@ def fits(size: int) -> bool:
 
 
 class PackedStates:
-    """What ``update`` of a packed layer returns for keys and for values: attention ``w4a8`` takes it, nothing else can."""
+    """What ``update`` of a packed layer returns for keys and for values. Only attention ``w4a8`` can take it."""
 
     def __init__(self, layer: PackedLayer, key: torch.Tensor, value: torch.Tensor) -> None:
         self.layer, self.key, self.value = layer, key, value  # [B, KV, q, D], [B, KV, q, V] of the new columns
@@ -132,8 +132,8 @@ class PackedLayer(CacheLayerMixin):
 class W4A8Cache(Cache):
     """Keys and values of full and sliding attention, packed; other layers are as in ``DynamicCache``.
 
-    Only attention ``w4a8`` can read it: ``model.set_attn_implementation("w4a8")``. Each row of the batch is a sequence of
-    its own length: padding, wherever it is, is not kept, and a sliding window counts tokens. Layers with a sliding
+    Only attention ``w4a8`` can read it: ``model.set_attn_implementation("w4a8")``. Each row of the batch is a sequence
+    of its own length: padding, wherever it is, is not kept, and a sliding window counts tokens. Layers with a sliding
     window keep all tokens too, so that ``crop`` can go back by any number. Rows of beams share full pages.
 
     Args:

@@ -43,8 +43,8 @@ class _MakesCache(Guard):
 def fast_attention(model: Any, kind: str = "int8") -> Callable[[], None]:
     """Lets ``model.generate`` use the operator: attention ``w4a8``, and a W4A8Cache where it would make a DynamicCache.
 
-    A cache that ``generate`` is given, or asked for with ``cache_implementation=``, is used as it is. The model is tried
-    with one token.
+    A cache that ``generate`` is given, or asked for with ``cache_implementation=``, is used as it is. The model is
+    tried with one token.
 
     Args:
         model: with ``generate``, on a CPU.
