@@ -22,7 +22,7 @@ if _problem is not None:
 try:
     from w4a8.integrations.transformers.cache import W4A8Cache
     from w4a8.integrations.transformers.config import W4A8Config
-    from w4a8.integrations.transformers.fast_attention import fast_attention
+    from w4a8.integrations.transformers.fast import fast_attention
     from w4a8.integrations.transformers.quantizer import W4A8HfQuantizer
     from w4a8.integrations.transformers.registration import register
     from w4a8.integrations.transformers.selftest import problems
