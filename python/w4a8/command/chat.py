@@ -57,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"{args.model} has no tokenizer")
         tokenizer = Bytes()
     _tell(f"loaded in {time.perf_counter() - begin:.1f} s")
+    _use_attention(model)
     report = model.hf_quantizer.report
     if report is not None:
         _tell(str(report).splitlines()[0])
@@ -73,6 +74,16 @@ def run(args: argparse.Namespace) -> int:
         if not line:
             return 0
         _answer(model, tokenizer, line, messages, options)
+
+
+def _use_attention(model: Any) -> None:
+    """The operator over a cache of int8, unless the model has what it cannot do."""
+    from w4a8.integrations.transformers import fast_attention
+
+    try:
+        fast_attention(model)
+    except ValueError as error:
+        _tell(f"attention is transformers' own: {error}")
 
 
 def _tell(text: str) -> None:

@@ -14,8 +14,9 @@ import multiplied_out  # noqa: E402
 from gguf_models import TinyModel  # noqa: E402
 from test_quantize_transformers import make_model  # noqa: E402
 
+import w4a8  # noqa: E402
 from w4a8.command import chat, extras, loading, main  # noqa: E402
-from w4a8.integrations.transformers import W4A8Config  # noqa: E402
+from w4a8.integrations.transformers import W4A8Config, fast_attention  # noqa: E402
 
 TOOL_WRITTEN = multiplied_out.TOOL_WRITTEN
 DEMO = Path(__file__).parents[3] / "examples/tiny_moe/checkpoints/g32"
@@ -33,10 +34,12 @@ def test_the_demo(monkeypatch, capsys):
         pytest.skip("needs the examples")
     code, out, err = talk(monkeypatch, capsys, "import os\n\nnever read\n", DEMO, "--max-new-tokens", "20")
     model = transformers.AutoModelForCausalLM.from_pretrained(DEMO, quantization_config=W4A8Config())
+    fast_attention(model)
     prompt = torch.tensor([list(b"import os")])
     written = model.generate(prompt, max_new_tokens=20, do_sample=False, pad_token_id=0)[0, prompt.shape[1] :]
     assert code == 0 and out == bytes(written.tolist()).decode(errors="replace") + "\n"
     assert "prompt of 9 tokens" in err and "20 written" in err and "no chat template" in err
+    assert "attention" not in err
 
 
 @pytest.fixture
@@ -76,6 +79,25 @@ def test_floats_are_rounded(tmp_path, monkeypatch, capsys):
     model.save_pretrained(tmp_path)
     code, _, err = talk(monkeypatch, capsys, "", tmp_path, "--group-size", "16")
     assert code == 1 and f"{tmp_path} has no tokenizer" in err
+
+
+@pytest.mark.parametrize(("size", "kinds"), [(32, {"int8"}), (24, set())])
+def test_attention(size, kinds, tmp_path, monkeypatch, capsys):
+    """Over a cache of int8; transformers' own, with a reason, for heads that the operator has not."""
+    sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": size}
+    config = transformers.LlamaConfig(num_attention_heads=2, num_key_value_heads=2, **sizes)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    seen, operator = set(), w4a8.paged_attention
+
+    def attention(*args, kind, **options):
+        seen.add(kind)
+        return operator(*args, kind=kind, **options)
+
+    monkeypatch.setattr(w4a8, "paged_attention", attention)
+    code, _, err = talk(monkeypatch, capsys, "ab\n", tmp_path, "--max-new-tokens", "2")
+    assert code == 0 and "2 written" in err and seen == kinds
+    reason = "[attention is transformers' own: the heads are not of 16 to 256 numbers, a multiple of 16]"
+    assert err.count("attention") == err.count(reason) == (not kinds)
 
 
 def test_what_is_wrong(monkeypatch, capsys):

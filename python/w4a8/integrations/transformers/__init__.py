@@ -1,4 +1,5 @@
-"""from_pretrained on the operators: importing this registers a quantizer with transformers 5 (docs/transformers.md).
+"""from_pretrained on the operators: importing this registers a quantizer and attention with transformers 5
+(docs/transformers.md).
 
 An import that fails says why, and leaves transformers as it was. Environment:
 
@@ -19,7 +20,9 @@ if _problem is not None:
     raise ImportError(f"w4a8.integrations.transformers {_problem}")
 
 try:
+    from w4a8.integrations.transformers.cache import W4A8Cache
     from w4a8.integrations.transformers.config import W4A8Config
+    from w4a8.integrations.transformers.fast import fast_attention
     from w4a8.integrations.transformers.quantizer import W4A8HfQuantizer
     from w4a8.integrations.transformers.registration import register
     from w4a8.integrations.transformers.selftest import problems
@@ -36,4 +39,4 @@ if _problems:
     )
 register()
 
-__all__ = ["W4A8Config", "W4A8HfQuantizer"]
+__all__ = ["W4A8Cache", "W4A8Config", "W4A8HfQuantizer", "fast_attention"]

@@ -12,6 +12,7 @@ from transformers.quantizers import register_quantization_config, register_quant
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from w4a8.formats.packed_directory import METHOD
+from w4a8.integrations.transformers.attention import attention_problems, register_attention
 from w4a8.integrations.transformers.config import W4A8Config
 from w4a8.integrations.transformers.gguf import gguf_problems, register_gguf
 from w4a8.integrations.transformers.quantizer import W4A8HfQuantizer
@@ -34,6 +35,11 @@ def register() -> None:
         logger.info("GGUF files are left to transformers %s: %s", transformers.__version__, "; ".join(problems))
     else:
         register_gguf()
+    problems = attention_problems()
+    if problems:
+        logger.info("attention is left to transformers %s: %s", transformers.__version__, "; ".join(problems))
+    else:
+        register_attention()
 
 
 def merge_foreign(merge: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,207 @@
+"""A cache of transformers whose keys and values are packed: what ``paged_attention`` reads (docs/transformers.md)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+
+import w4a8
+from w4a8.integrations.transformers.pages import PAGE, Pages, Step
+
+KINDS = ("int8", "bfloat16")
+_BLOCK = 64
+_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def fits(size: int) -> bool:
+    """Whether the operator has heads of this size."""
+    return size % 16 == 0 and 16 <= size <= 256
+
+
+class PackedStates:
+    """What ``update`` of a packed layer returns for keys and for values. Only attention ``w4a8`` can take it."""
+
+    def __init__(self, layer: PackedLayer, key: torch.Tensor, value: torch.Tensor) -> None:
+        self.layer, self.key, self.value = layer, key, value  # [B, KV, q, D], [B, KV, q, V] of the new columns
+        self.first = layer.columns == 0  # they are all that there is
+        self.step: Step | None = None  # after they were written
+
+    def write(self, padding: torch.Tensor | None) -> Step:
+        """Puts them into the cache, unless that was done."""
+        if self.step is None:
+            self.step = self.layer.write(self.key, self.value, padding)
+        return self.step
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise RuntimeError(
+            'keys and values are packed in a W4A8Cache, which attention "w4a8" alone can read: call '
+            'model.set_attn_implementation("w4a8"); a model that does more with them cannot use this cache'
+        )
+
+
+class PackedLayer(CacheLayerMixin):
+    """Of one layer of the model. Where the operator cannot take the heads it is a layer of DynamicCache."""
+
+    is_croppable = True
+
+    def __init__(self, pages: Pages, kind: str) -> None:
+        super().__init__()
+        self.pages, self.kind, self.columns = pages, kind, 0
+        self.stock: DynamicLayer | None = None
+        self.cache: torch.Tensor | None = None  # uint8 [pages, KV, bytes]
+        pages.layers.append(self)
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        sizes = key_states.shape[-1], value_states.shape[-1]
+        if all(map(fits, sizes)) and key_states.dtype in _TYPES and key_states.device.type == "cpu":
+            block = w4a8.attention_block_bytes(self.kind, *sizes)
+            self.value_size = sizes[1]
+            self.cache = torch.empty(0, key_states.shape[1], PAGE // _BLOCK * block, dtype=torch.uint8)
+        else:
+            self.stock = DynamicLayer()
+        self.is_initialized = True
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple:
+        """Keys [B, KV, q, D], values [B, KV, q, V]; they are written when attention knows the padding among them."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if self.stock is not None:
+            return self.stock.update(key_states, value_states)
+        states = PackedStates(self, key_states, value_states)
+        return states, states
+
+    def write(self, key: torch.Tensor, value: torch.Tensor, padding: torch.Tensor | None) -> Step:
+        batch, _, fresh, _ = key.shape
+        step = self.pages.forward(self.columns, batch, fresh, padding)
+        self._reserve()
+        w4a8.paged_attention_write(
+            token_rows(key, step), token_rows(value, step), self.cache, *step.tables, kind=self.kind
+        )
+        self.columns += fresh
+        return step
+
+    def _reserve(self) -> None:
+        have, needed = len(self.cache), self.pages.count
+        if have < needed:
+            grown = self.cache.new_empty(max(needed, have * 3 // 2), *self.cache.shape[1:])
+            grown[:have] = self.cache
+            self.cache = grown
+
+    def copy_pages(self, old: list[int], new: list[int]) -> None:
+        if self.cache is not None:
+            self._reserve()
+            self.cache[new] = self.cache[old]
+
+    def get_seq_length(self) -> int:
+        return self.columns if self.stock is None else self.stock.get_seq_length()
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def reset(self) -> None:
+        self.is_initialized, self.cache, self.stock, self.columns = False, None, None, 0
+
+    # W4A8Cache does the rest of these in its pages, once for all layers.
+    def crop(self, tokens_to_remove: int) -> None:
+        if self.stock is not None:
+            self.stock.crop(tokens_to_remove)
+        else:
+            self.columns = max(0, self.columns + tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        if self.stock is not None:
+            self.stock.reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.stock is not None:
+            self.stock.batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        if self.stock is not None:
+            self.stock.batch_select_indices(indices)
+
+
+class W4A8Cache(Cache):
+    """Keys and values of full and sliding attention, packed; other layers are as in ``DynamicCache``.
+
+    Only attention ``w4a8`` can read it: ``model.set_attn_implementation("w4a8")``. Each row of the batch is a sequence
+    of its own length: padding, wherever it is, is not kept, and a sliding window counts tokens. Layers with a sliding
+    window keep all tokens too, so that ``crop`` can go back by any number. Rows of beams share full pages.
+
+    Args:
+        config: of the model.
+        kind: how they are kept, "int8" or "bfloat16".
+
+    Raises:
+        ValueError: kind is another.
+    """
+
+    def __init__(self, config: Any, kind: str = "int8") -> None:
+        if kind not in KINDS:
+            raise ValueError(f"kind is {kind!r}, expected 'int8' or 'bfloat16'")
+        self.kind, self.pages = kind, Pages()
+        layers = DynamicCache(config=config).layers
+        stock = _left_alone(config.get_text_config(decoder=True), len(layers))
+        for i, layer in enumerate(layers):
+            if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) and not stock[i]:
+                layers[i] = PackedLayer(self.pages, kind)
+        super().__init__(layers=layers)
+
+    def reset(self) -> None:
+        """Forgets everything, and lets go of the memory."""
+        self.pages.reset()
+        super().reset()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Takes the last ``-tokens_to_remove`` columns away, of each row.
+
+        Raises:
+            ValueError: the number is positive.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(f"tokens_to_remove is {tokens_to_remove}, expected 0 or less")
+        super().crop(tokens_to_remove)
+        self.pages.crop(min(-tokens_to_remove, self.pages.columns))
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Row i becomes what row ``beam_idx[i]`` was."""
+        super().reorder_cache(beam_idx)
+        if self.pages.sequences:
+            self.pages.select(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row becomes so many."""
+        super().batch_repeat_interleave(repeats)
+        self.pages.select(i for i in range(len(self.pages.sequences)) for _ in range(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keeps these rows: numbers, or a bool for each."""
+        super().batch_select_indices(indices)
+        if self.pages.sequences:
+            self.pages.select(torch.arange(len(self.pages.sequences))[indices].tolist())
+
+
+def token_rows(states: torch.Tensor, step: Step) -> torch.Tensor:
+    """[B, heads, q, D] as [tokens, heads, D], without padding."""
+    rows = states.transpose(1, 2).flatten(0, 1)
+    return rows if step.rows is None else rows[step.rows]
+
+
+def _left_alone(config: Any, layers: int) -> list[bool]:
+    """Which layers the operator is not for: those that see their own chunk of the text alone, or keep no keys and
+    values but what they are made of."""
+    if getattr(config, "kv_lora_rank", None) is not None:
+        return [True] * layers
+    types = getattr(config, "layer_types", None)
+    if types is not None:
+        return [kind == "chunked_attention" for kind in types]
+    chunk = getattr(config, "attention_chunk_size", None)
+    return [chunk is not None and getattr(config, "sliding_window", None) is None] * layers
