@@ -73,7 +73,7 @@ float tree(std::array<float, 16> x) {
 
 }  // namespace
 
-void CachedHead::append(std::vector<float> key, const std::vector<float>& value) {
+void CachedHead::append(std::vector<float> key, std::vector<float> value) {
   Token token;
   const int64_t position = tokens();
   const bool usable = finite(key) && finite(value);
@@ -90,6 +90,7 @@ void CachedHead::append(std::vector<float> key, const std::vector<float>& value)
     return;
   }
   rotate(key);
+  rotate(value);
   if (position % kBlockKeys == 0) {
     std::vector<float> reference(key.size());
     if (position > 0 && (window_ == 0 || window_ > kBlockKeys)) {
@@ -111,7 +112,7 @@ void CachedHead::append(std::vector<float> key, const std::vector<float>& value)
   }
   for (std::size_t i = 0; i < key.size(); ++i) key[i] -= references_.back()[i];
   const float most = largest(key);
-  const bool good = usable && std::isfinite(most);
+  const bool good = usable && std::isfinite(most) && finite(value);
   const float inverse = good && most > 0x1p-100f ? 127.0f / most : 0.0f;
   token.key = codes_of(key, inverse);
   token.key_scale = !good ? kNan : (inverse == 0.0f ? 0.0f : most / 127.0f);
@@ -186,6 +187,7 @@ std::vector<float> CachedHead::attend(const Row& row) const {
       const float beta = exp2_of(here - now);
       max = now;
       std::array<float, 16> sums = {};
+      std::array<float, 16> rest = {};
       std::vector<float> weights(kStepKeys, 0.0f);
       for (int64_t j = 0; j < kStepKeys; ++j) {
         const auto at = static_cast<std::size_t>(j);
@@ -193,7 +195,9 @@ std::vector<float> CachedHead::attend(const Row& row) const {
         if (int8) {
           const float log = step + j < tokens() ? keys_[static_cast<std::size_t>(step + j)].value_log : 0.0f;
           sums[at % 16] = std::fma(p, exp2_of(std::fabs(log) < 124.5f ? -log : 0.0f), sums[at % 16]);
-          weights[at] = std::nearbyint(p * 255.0f);
+          const float exact = std::fma(p, 254.0f, rest[at % 16]);
+          weights[at] = std::nearbyint(exact);
+          rest[at % 16] = exact - weights[at];
         } else {
           sums[at % 16] += p;
           weights[at] = flushed(p);
@@ -211,7 +215,7 @@ std::vector<float> CachedHead::attend(const Row& row) const {
             const float w = weights[static_cast<std::size_t>(j)];
             if (w > 0) whole += static_cast<int32_t>(w * value(step + j));
           }
-          sum = beta * (1.0f / 255.0f) * static_cast<float>(whole);
+          sum = beta * (1.0f / 254.0f) * static_cast<float>(whole);
         } else {
           for (int64_t j = 0; j < kStepKeys; j += 2) {
             sum = std::fma(value(step + j + 1), weights[static_cast<std::size_t>(j + 1)], sum);
@@ -228,7 +232,11 @@ std::vector<float> CachedHead::attend(const Row& row) const {
     all_sum = all_sum * alpha + tree(lanes) * beta;
     for (std::size_t c = 0; c < out.size(); ++c) all[c] = std::fma(alpha, all[c], beta * out[c]);
   }
-  const float inverse = all_sum == 0.0f ? 0.0f : 1.0f / all_sum;
+  float inverse = all_sum == 0.0f ? 0.0f : 1.0f / all_sum;
+  if (int8) {
+    rotate(all);
+    inverse /= static_cast<float>(shape_.value_size & -shape_.value_size);
+  }
   for (float& x : all) x = x * inverse + 0.0f;
   return all;
 }

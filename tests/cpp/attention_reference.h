@@ -13,7 +13,7 @@ namespace w4a8::test {
 class CachedHead {
  public:
   CachedHead(const CacheShape& shape, int64_t window) : shape_(shape), window_(window) {}
-  void append(std::vector<float> key, const std::vector<float>& value);
+  void append(std::vector<float> key, std::vector<float> value);
   int64_t tokens() const { return static_cast<int64_t>(keys_.size()); }
   /// What an item of the cache is: compared with the bytes of a block.
   struct Token {

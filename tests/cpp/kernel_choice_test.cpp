@@ -94,9 +94,9 @@ TEST(KernelChoiceTest, EveryFunctionOfAKernel) {
   };
   Kernel attend = named("attend");
   AttentionFunctions wrong = *scalar().attention;
-  wrong.finish_row = [](float* out, int64_t value_size, float sum) {
-    scalar().attention->finish_row(out, value_size, sum);
-    out[value_size - 1] += 1;
+  wrong.finish_row = [](const CacheShape& shape, float* out, float sum) {
+    scalar().attention->finish_row(shape, out, sum);
+    out[shape.value_size - 1] += 1;
   };
   attend.attention = &wrong;
   for (const Kernel& kernel : {quantize, store, sums, round, attend}) {

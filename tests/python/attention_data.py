@@ -66,11 +66,11 @@ class Sequences:
     def exact(self):
         """What `attend()` approximates, and how far from that it may be: float64 [T, H, V] twice.
 
-        Codes of int8 are off by up to half of a scale, weights by 1 / 510 of the largest of their step of 128 keys
-        (times the scale of its value), bfloat16 by 2^-9 of a number: errors that are even in their range and have
-        nothing to do with each other, so that their sums are within six standard deviations. What is rounded of the
-        query is in all scores. A score that is off by d changes the output by w d (v - out), and what is of higher
-        order is below exp(2 d) - 1 - 2 d of the values.
+        Codes of int8 are off by up to half of a scale. Weights are off by up to 1 / 508 of the largest of their step of
+        128 keys (times the scale of its value), and by as much that another one was rounded by. bfloat16 is off by 2^-9
+        of a number. These errors are even in their range and have nothing to do with each other, so that their sums are
+        within six standard deviations. What is rounded of the query is in all scores. A score that is off by d changes
+        the output by w d (v - out), and what is of higher order is below exp(2 d) - 1 - 2 d of the values.
         """
         outs, bounds = [], []
         first = 0
@@ -112,13 +112,14 @@ class Sequences:
         first = np.sqrt((weights * of_keys) ** 2 @ rest**2) + (weights * of_query) @ rest
         bound = SIGMAS * first + (grown - 1 - 2 * d) * (weights @ np.abs(value))
         if self.kind == "int8":
+            turned = math.sqrt(self.value_size & -self.value_size)  # values were rotated: so many times larger
+            bound = bound + grown * SIGMAS * np.sqrt((weights**2 @ half_codes**2) / 3) / turned
             scales = 2 * half_codes
-            bound = bound + grown * SIGMAS * np.sqrt((weights**2 @ scales**2) / 12)
             for step in range(begin // 128 * 128, end, 128):
                 part = slice(max(step - begin, 0), max(step + 128 - begin, 0))
                 largest = (weights[part] * scales[part]).max() * grown
-                codes = np.abs(value[part]) / scales[part, None] + 0.5
-                bound = bound + largest / 255 * SIGMAS * np.sqrt((codes**2).sum(0) / 12)
+                codes = np.abs(value[part]) / scales[part, None] + 0.5 / turned
+                bound = bound + largest / 254 * SIGMAS * np.sqrt((codes**2).sum(0) / 6)
         else:
             bound = bound + grown * SIGMAS * 2 * np.sqrt((weights**2 @ half_codes**2) / 3)
         return out, bound * 1.01 + 1e-5 * np.abs(value).max()

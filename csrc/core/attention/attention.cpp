@@ -243,7 +243,7 @@ class Attention {
     const int64_t size = cache_.shape.value_size;
     for (int64_t r = 0; r < tile.rows.size(); ++r) {
       const int64_t token = cache_.starts[tile.sequence] + (tile.rows.begin + r) / group_;
-      functions_.finish_row(own.out + r * size, size, own.sum[r]);
+      functions_.finish_row(cache_.shape, own.out + r * size, own.sum[r]);
       kernel_.store_row(own.out + r * size, size, queries_.dtype,
                         out_ + (token * queries_.heads + head(tile, r)) * size * dtype_bytes(queries_.dtype));
     }

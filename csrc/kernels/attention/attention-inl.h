@@ -15,7 +15,7 @@
 //   zero(), load<kKeys>(p), item(p)     kKeys: keys, which are unsigned, and queries; else values and weights
 //   add<kKeys>(sum, line, item)
 //   total(sum)                          the sums, as I (int8) or F (bfloat16)
-//   store_weights(p, f)                 kLanes weights 0..255 (int8), or of bfloat16, to row items
+//   store_weights(p, f)                 kLanes whole weights 0..254 (int8), or of bfloat16, to row items
 
 // 2^x for x <= 125, relative error < 3e-6; 0 below -125, 1 of 0.
 template <class Ops>
@@ -174,15 +174,17 @@ void set_reference(const CacheShape& shape, const uint8_t* before, const float* 
 }
 
 template <class Ops>
-void write_int8(const CacheShape& shape, int64_t token, float* key, const float* value, bool finite, uint8_t* block) {
+void write_int8(const CacheShape& shape, int64_t token, float* key, float* value, bool finite, uint8_t* block) {
   int8_t codes[kMostHeadSize];
   const uint8_t* reference = block + shape.reference_at();
   rotate<Ops>(key, shape.key_size);
+  rotate<Ops>(value, shape.value_size);
   for (int64_t i = 0; i < shape.key_size; i += Ops::kLanes) {
     Ops::store(key + i, Ops::sub(Ops::load(key + i), Ops::template load_as<DType::kBFloat16>(reference, i)));
   }
   const float most = largest<Ops>(key, shape.key_size);
-  finite = finite && most == most;
+  const float most_value = largest<Ops>(value, shape.value_size);
+  finite = finite && most == most && most_value == most_value;
   const float inverse = finite ? to_codes(most) : 0.0f;
   round_codes<Ops>(key, inverse, codes, shape.key_size);
   uint8_t* to = block + token * kItemBytes;
@@ -193,7 +195,7 @@ void write_int8(const CacheShape& shape, int64_t token, float* key, const float*
   __builtin_memcpy(block + shape.key_scales_at() + 4 * token, &key_scale, sizeof(float));
 
   // A scale of 2^-32 or more: what is left of smaller values is less than half of that.
-  const float scale = largest<Ops>(value, shape.value_size) / 127.0f;
+  const float scale = most_value / 127.0f;
   const float log = finite && scale > 0x1p-32f ? rough_log2(scale) : -32.0f;
   float to_value[Ops::kLanes];
   Ops::store(to_value, vec_exp2<Ops>(Ops::splat(-log)));
@@ -204,8 +206,7 @@ void write_int8(const CacheShape& shape, int64_t token, float* key, const float*
 }
 
 template <class Ops>
-void write_bfloat16(const CacheShape& shape, int64_t token, float* key, const float* value, bool finite,
-                    uint8_t* block) {
+void write_bfloat16(const CacheShape& shape, int64_t token, float* key, float* value, bool finite, uint8_t* block) {
   float rounded[kMostHeadSize];
   const auto round = [&](const float* from, int64_t n) {
     for (int64_t i = 0; i < n; i += Ops::kLanes) {
@@ -474,7 +475,10 @@ void weigh_step(const Step<Ops>& step) {
   for (int64_t r = 0; r < tile.rows; ++r) {
     const F most = Ops::splat(tile.step_max[r]);
     F sum[kVecs];
-    for_each<kVecs>([&](int v) W4A8_LAMBDA { sum[v] = Ops::splat(0.0f); });
+    // What rounding took from a weight goes to the next one of its lane, so that many small ones are not all 0. A key
+    // that the row does not see gets nothing: half of a code rounds to 0.
+    F rest[kVecs];
+    for_each<kVecs>([&](int v) W4A8_LAMBDA { sum[v] = rest[v] = Ops::splat(0.0f); });
     for (int64_t key = 0; key < keys; key += kHeadStep) {
       for_each<kVecs>([&](int v) W4A8_LAMBDA {
         const int64_t at = key + v * Ops::kLanes;
@@ -482,7 +486,10 @@ void weigh_step(const Step<Ops>& step) {
         uint8_t* to = tile.weights + r * kWeightBytes + at * Dot::kRowItemBytes / Dot::kPerItem;
         if constexpr (Dot::kInt8) {
           sum[v] = Ops::fma(p, Ops::load(unscale + at), sum[v]);
-          Dot::store_weights(to, Ops::mul(p, Ops::splat(255.0f)));
+          const F exact = Ops::fma(p, Ops::splat(kMostWeight), rest[v]);
+          const F whole = Ops::round(exact);
+          rest[v] = Ops::sub(exact, whole);
+          Dot::store_weights(to, whole);
         } else {
           sum[v] = Ops::add(sum[v], p);
           Dot::store_weights(to, round_to_bfloat16<Ops>(p));
@@ -495,7 +502,7 @@ void weigh_step(const Step<Ops>& step) {
       Ops::store(lanes + v * Ops::kLanes,
                  Ops::fma(Ops::splat(tile.alpha[r]), Ops::load(lanes + v * Ops::kLanes), sum[v]));
     });
-    if constexpr (Dot::kInt8) tile.beta[r] *= 1.0f / 255.0f;
+    if constexpr (Dot::kInt8) tile.beta[r] *= 1.0f / kMostWeight;
   }
 }
 
@@ -603,11 +610,18 @@ void merge_segment(int64_t rows, int64_t value_size, const float* segment_out, c
   }
 }
 
-// The sign of a zero depends on how many segments were merged: adding 0 makes it positive.
+// Rotated values are rotated back. The sign of a zero depends on how many segments were merged: adding 0 makes it
+// positive.
 template <class Ops>
-void finish_row(float* out, int64_t value_size, float sum) {
-  const typename Ops::F inverse = Ops::splat(sum == 0.0f ? 0.0f : 1.0f / sum);
-  for (int64_t i = 0; i < value_size; i += Ops::kLanes) {
+void finish_row(const CacheShape& shape, float* out, float sum) {
+  const int64_t n = shape.value_size;
+  float factor = sum == 0.0f ? 0.0f : 1.0f / sum;
+  if (shape.kind == CacheKind::kInt8) {
+    rotate<Ops>(out, n);
+    factor /= static_cast<float>(n & -n);
+  }
+  const typename Ops::F inverse = Ops::splat(factor);
+  for (int64_t i = 0; i < n; i += Ops::kLanes) {
     Ops::store(out + i, Ops::add(Ops::mul(Ops::load(out + i), inverse), Ops::splat(0.0f)));
   }
 }

@@ -10,7 +10,7 @@ namespace w4a8 {
 
 /// What a cache of keys and values holds. The values are part of its format.
 enum class CacheKind : uint8_t {
-  kInt8 = 0,      ///< keys: rotated, less a reference, int8 with a scale per token; values: int8 with one per token
+  kInt8 = 0,      ///< keys: rotated, less a reference; values: rotated; both int8 with a scale per token
   kBFloat16 = 1,  ///< both bfloat16
 };
 
@@ -22,6 +22,7 @@ inline constexpr int64_t kItemBytes = 4;  ///< four int8 or two bfloat16, what a
 inline constexpr int64_t kItemLine = kBlockKeys * kItemBytes;  ///< one item of each key of a block
 inline constexpr int64_t kHeadStep = 16;                       ///< head sizes are multiples of this
 inline constexpr int64_t kMostHeadSize = 256;
+inline constexpr float kMostWeight = 254;      ///< what the largest weight of a step is rounded from, kInt8
 inline constexpr int64_t kMostQueryRows = 96;  ///< of a tile
 
 /// A block: kBlockKeys tokens of one key head. Parts, in this order, and their bytes:
@@ -120,8 +121,8 @@ inline constexpr float kLowestScore = -1e29f;
 using MergeSegmentFn = void (*)(int64_t rows, int64_t value_size, const float* segment_out, const float* segment_max,
                                 const float* segment_sum, float* out, float* max, float* sum);
 
-/// out[i] /= sum, 0 where sum is 0.
-using FinishRowFn = void (*)(float* out, int64_t value_size, float sum);
+/// out[value_size] is rotated back (kInt8) and divided by sum, 0 where that is 0.
+using FinishRowFn = void (*)(const CacheShape& shape, float* out, float sum);
 
 struct AttentionFunctions {
   WriteTokensFn write_tokens;
