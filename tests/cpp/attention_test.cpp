@@ -82,6 +82,13 @@ class Sequences {
   std::vector<float> attend(const Kernel& kernel, Parallel& parallel, const std::vector<int64_t>& from,
                             const std::vector<int64_t>& to) {
     const Call call = make_call(from, to);
+    const std::vector<int32_t> whole = table_;
+    // Pages that no row sees are gone, as a server frees them.
+    for (std::size_t s = 0; s < from.size() && problem_.window > 0; ++s) {
+      for (int64_t p = 0; (p + 1) * problem_.page_tokens <= from[s] - problem_.window + 1; ++p) {
+        table_[s * static_cast<std::size_t>(width_) + static_cast<std::size_t>(p)] = -(1 << 20);
+      }
+    }
     const GuardedBuffer<float> queries(gather(queries_, call, count_heads() * problem_.shape.key_size));
     GuardedBuffer<float> out(call.starts.back() * count_heads() * problem_.shape.value_size);
     const Queries args = {queries.data(),
@@ -95,6 +102,7 @@ class Sequences {
                           problem_.causal,
                           problem_.sinks ? sinks_.data() : nullptr};
     w4a8::attend(kernel, parallel, workspace_, paged(call), args, out.data());
+    table_ = whole;
     EXPECT_TRUE(out.slack_intact());
     return {out.data(), out.data() + out.size()};
   }

@@ -173,13 +173,19 @@ class Attention {
     const int64_t rows = tile.rows.size();
     if (!split_) begin_sums(tile, own);
     int64_t last_end = 0;
-    for (int64_t r = 0; r < rows; ++r) last_end = std::max<int64_t>(last_end, own.end[r]);
+    int64_t first_begin = own.begin[0];
+    for (int64_t r = 0; r < rows; ++r) {
+      last_end = std::max<int64_t>(last_end, own.end[r]);
+      first_begin = std::min<int64_t>(first_begin, own.begin[r]);
+    }
+    // Pages in front of a window may be gone: a block that no row sees is given as the first one that is seen.
+    const int64_t first_block = first_begin / kBlockKeys;
     for (int64_t s = piece.segments.begin; s < piece.segments.end; ++s) {
       KeySegment segment = {};
       segment.first_key = s * kSegmentKeys;
       segment.count = std::min(kSegmentKeys, last_end - segment.first_key);
       for (int64_t b = 0; b < ceil_div(segment.count, kBlockKeys); ++b) {
-        segment.blocks[b] = cache_.block(tile.sequence, tile.head, s * kSegmentBlocks + b);
+        segment.blocks[b] = cache_.block(tile.sequence, tile.head, std::max(first_block, s * kSegmentBlocks + b));
       }
       for (int64_t b = 0; b < kStepKeys / kBlockKeys && s + 1 < piece.segments.end; ++b) {
         if ((s + 1) * kSegmentKeys + b * kBlockKeys >= last_end) break;

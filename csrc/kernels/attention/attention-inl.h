@@ -546,11 +546,14 @@ void attend(const QueryTile& tile, const KeySegment& segment) {
 
   int32_t all_end = tile.end[0];
   int32_t all_begin = tile.begin[0];
+  int32_t first_begin = tile.begin[0];
   for (int64_t r = 1; r < tile.rows; ++r) {
     all_end = tile.end[r] < all_end ? tile.end[r] : all_end;
     all_begin = tile.begin[r] > all_begin ? tile.begin[r] : all_begin;
+    first_begin = tile.begin[r] < first_begin ? tile.begin[r] : first_begin;
   }
   for (int64_t at = 0; at < segment.count; at += kStepKeys) {
+    if (segment.first_key + at + kStepKeys <= first_begin) continue;  // in front of all windows
     const int64_t b = at / kBlockKeys;
     const int64_t count = segment.count - at > kBlockKeys ? 2 : 1;
     Step<Ops> step = {tile, {}, {}, segment.first_key + at, count, b, {}};

@@ -107,10 +107,10 @@ using PrepareQueriesFn = void (*)(const QueryTile& tile, const void* const* rows
 
 /// A run of blocks, the keys [first_key, first_key + count) of a segment.
 struct KeySegment {
-  const uint8_t* blocks[kSegmentBlocks];
-  const uint8_t* next[kSegmentBlocks];  ///< what is read after these, to be fetched meanwhile; null: nothing
-  int64_t first_key;                    ///< a multiple of kSegmentKeys
-  int64_t count;                        ///< 1..kSegmentKeys
+  const uint8_t* blocks[kSegmentBlocks];  ///< one in front of what any row sees may be any block
+  const uint8_t* next[kSegmentBlocks];    ///< what is read after these, to be fetched meanwhile; null: nothing
+  int64_t first_key;                      ///< a multiple of kSegmentKeys
+  int64_t count;                          ///< 1..kSegmentKeys
 };
 
 /// Softmax over a segment: out, max and sum of the tile. A row that sees no key of it has max = kLowestScore and sum 0.
