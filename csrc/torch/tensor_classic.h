@@ -4,6 +4,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 
 #include <string>
@@ -70,7 +71,7 @@ inline Tensor new_tensor(const std::vector<SymSize>& sizes, ScalarType type, con
   return at::empty_symint(sizes, like.options().dtype(type));
 }
 /// Whether torch would go back to it.
-inline bool wants_gradient(const Tensor& tensor) { return at::GradMode::is_enabled() && tensor.requires_grad(); }
+inline bool wants_gradient(const Tensor& tensor) { return c10::GradMode::is_enabled() && tensor.requires_grad(); }
 inline int64_t byte_size(const Tensor& tensor) { return static_cast<int64_t>(tensor.nbytes()); }
 
 /// The data of an input. The mutable data_ptr() would copy a copy-on-write tensor.
