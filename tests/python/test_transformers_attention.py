@@ -75,6 +75,8 @@ def make_model(name, **changes):
             tensor.copy_(torch.randn_like(tensor) / tensor.shape[-1] ** 0.5 * (2 if "q_proj" in key else 1))
         elif "sinks" in key:
             tensor.copy_(torch.randn_like(tensor) + 1)
+    if name in ("Gemma2", "GptOss"):  # attention sdpa of transformers 5.19 passes over soft caps and sinks
+        model.set_attn_implementation("eager")
     return model
 
 
@@ -323,7 +325,7 @@ def test_without_a_packed_cache(name):
     model = make_model(name)
     ids, mask = padded(100, (37, 90, 0))
     caches = [{"use_cache": False}, {"cache_implementation": "dynamic"}]
-    if name != "Qwen3Next":
+    if name not in ("Qwen3Next", "Llama4"):  # stock 5.19 fails with Llama 4
         caches.append({"cache_implementation": "static"})
     options = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True, "max_new_tokens": 5}
 
