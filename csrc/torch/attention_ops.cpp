@@ -24,10 +24,16 @@ void check_table(const char* name, const Tensor& tensor, int64_t dims) {
   W4A8_CHECK(tensor.dim() == dims, name, " has ", tensor.dim(), " dimensions, expected ", dims);
 }
 
-void check_cache_type(const Tensor& cache) {
+// What both operators take.
+void check_cache_types(const Tensor& cache, const Tensor& block_table, const Tensor& seq_lens,
+                       const Tensor& query_start_loc, int64_t window) {
   W4A8_CHECK(type_of(cache) == ScalarType::Byte || type_of(cache) == ScalarType::Char, "cache has dtype ",
              type_of(cache), ", expected uint8 or int8");
   W4A8_CHECK(cache.dim() == 3, "cache has ", cache.dim(), " dimensions, expected [pages, key heads, bytes]");
+  check_table("block_table", block_table, 2);
+  check_table("seq_lens", seq_lens, 1);
+  check_table("query_start_loc", query_start_loc, 1);
+  W4A8_CHECK(window >= 0, "window is ", window, ", expected 0 (none) or more");
 }
 
 // Sizes of a call, the same for both operators; numbers of the tables are looked at.
@@ -60,7 +66,7 @@ PagedCache paged_cache(const Tensor& cache, uint8_t* data, const CacheShape& sha
   W4A8_CHECK(paged.tokens() == tokens, "query_start_loc ends with ", paged.tokens(), ", expected ", tokens,
              ", the number of tokens");
   for (int64_t s = 0; s < paged.sequences; ++s) {
-    const int64_t fresh = int64_t{paged.starts[s + 1]} - paged.starts[s];
+    const int64_t fresh = paged.fresh(s);
     W4A8_CHECK(fresh >= 0, "query_start_loc falls from ", paged.starts[s], " to ", paged.starts[s + 1], " at sequence ",
                s, ", expected ascending numbers");
     if (fresh == 0) continue;
@@ -76,7 +82,7 @@ PagedCache paged_cache(const Tensor& cache, uint8_t* data, const CacheShape& sha
 template <class First>
 void check_pages(const PagedCache& paged, int64_t pages, First first) {
   for (int64_t s = 0; s < paged.sequences; ++s) {
-    if (paged.starts[s + 1] == paged.starts[s]) continue;
+    if (paged.fresh(s) == 0) continue;
     for (int64_t p = first(s) / paged.page_tokens; p * paged.page_tokens < paged.lengths[s]; ++p) {
       const int64_t page = paged.table[s * paged.table_stride + p];
       W4A8_CHECK(page >= 0 && page < pages, "block_table of sequence ", s, " has page ", page, " at ", p,
@@ -98,11 +104,7 @@ void check_write_types(DeviceCheck check_devices, const Tensor& key, const Tenso
   check_rows("value", value);
   W4A8_CHECK(type_of(key) == type_of(value), "value has dtype ", type_of(value), ", expected ", type_of(key),
              ", that of key");
-  check_cache_type(cache);
-  check_table("block_table", block_table, 2);
-  check_table("seq_lens", seq_lens, 1);
-  check_table("query_start_loc", query_start_loc, 1);
-  W4A8_CHECK(window >= 0, "window is ", window, ", expected 0 (none) or more");
+  check_cache_types(cache, block_table, seq_lens, query_start_loc, window);
 }
 
 void check_attention_types(DeviceCheck check_devices, const Tensor& query, const Tensor& cache,
@@ -115,11 +117,7 @@ void check_attention_types(DeviceCheck check_devices, const Tensor& query, const
                  {"query_start_loc", query_start_loc},
                  {"sinks", sinks}});
   check_rows("query", query);
-  check_cache_type(cache);
-  check_table("block_table", block_table, 2);
-  check_table("seq_lens", seq_lens, 1);
-  check_table("query_start_loc", query_start_loc, 1);
-  W4A8_CHECK(window >= 0, "window is ", window, ", expected 0 (none) or more");
+  check_cache_types(cache, block_table, seq_lens, query_start_loc, window);
   if (!sinks.has_value()) return;
   W4A8_CHECK(is_floating(type_of(*sinks)), "sinks has dtype ", type_of(*sinks), ", expected a floating point type");
   W4A8_CHECK(sinks->dim() == 1, "sinks has ", sinks->dim(), " dimensions, expected [heads]");
@@ -148,7 +146,7 @@ void attention_write_cpu(const Tensor& key, const Tensor& value, const Tensor& c
   const PagedCache paged =
       paged_cache(cache, static_cast<uint8_t*>(output_data(cache)), shape, table, lengths, starts, key.size(0));
   check_pages(paged, cache.size(0), [&](int64_t s) {
-    const int64_t first = paged.lengths[s] - (paged.starts[s + 1] - paged.starts[s]);
+    const int64_t first = paged.before(s);
     // The first block wants the one before.
     const bool before = window == 0 || window > kBlockKeys;
     return before && first >= kBlockKeys ? first - kBlockKeys : first;
@@ -183,7 +181,7 @@ Tensor attention_cpu(const Tensor& query, const Tensor& cache, const Tensor& blo
   auto* data = const_cast<uint8_t*>(static_cast<const uint8_t*>(input_data(cache)));  // only read
   const PagedCache paged = paged_cache(cache, data, shape, table, lengths, starts, query.size(0));
   check_pages(paged, cache.size(0), [&](int64_t s) {
-    const int64_t first = paged.lengths[s] - (paged.starts[s + 1] - paged.starts[s]);
+    const int64_t first = paged.before(s);
     return window > 0 ? std::max<int64_t>(0, first - window + 1) : 0;
   });
   Tensor sink_scores;

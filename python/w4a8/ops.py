@@ -16,6 +16,9 @@ from w4a8 import compiled
 
 # Of round_weights.
 DEFAULT_EFFORT = 2
+# Of paged_attention: sizes that heads can have, and tokens of a block of the cache, of which a page has whole ones.
+HEAD_SIZES = range(16, 257, 16)
+BLOCK_TOKENS = 64
 
 
 class Activation(IntEnum):
@@ -415,11 +418,11 @@ def attention_block_bytes(kind: str, key_size: int, value_size: int) -> int:
         ValueError: kind is neither "int8" nor "bfloat16".
     """
     if kind == "bfloat16":
-        return 64 * 2 * (key_size + value_size)
+        return BLOCK_TOKENS * 2 * (key_size + value_size)
     if kind != "int8":
         raise ValueError(f"kind is {kind!r}, expected 'int8' or 'bfloat16'")
     reference = (2 * key_size + 63) // 64 * 64
-    return 64 * (key_size + value_size + 8) + reference
+    return BLOCK_TOKENS * (key_size + value_size + 8) + reference
 
 
 def round_weights(

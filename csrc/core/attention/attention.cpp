@@ -41,8 +41,7 @@ struct Visible {
 };
 Visible visible(const PagedCache& cache, const Queries& queries, int64_t sequence, int64_t token) {
   const int64_t length = cache.lengths[sequence];
-  const int64_t fresh = cache.starts[sequence + 1] - cache.starts[sequence];
-  const int64_t position = length - fresh + token;
+  const int64_t position = cache.before(sequence) + token;
   const int64_t before = queries.window > 0 ? std::max<int64_t>(0, position - queries.window + 1) : 0;
   if (queries.causal) return {before, position + 1};
   const int64_t behind = queries.window > 0 ? std::min(length, position + queries.window) : length;
@@ -122,14 +121,14 @@ class Attention {
       merge_tile(tiles_[static_cast<std::size_t>(task)], buffers_[static_cast<std::size_t>(worker)]);
     };
     const Phase phases[] = {{static_cast<int64_t>(pieces_.size()), attend},
-                            {split_ ? static_cast<int64_t>(tiles_.size()) : 0, merge}};
+                            {static_cast<int64_t>(tiles_.size()), merge}};
     run_phases(runner, workers, {phases, split_ ? std::size_t{2} : std::size_t{1}});
   }
 
  private:
   // The last rows first: they see most.
   void add_tiles(int64_t sequence) {
-    const int64_t rows = (cache_.starts[sequence + 1] - cache_.starts[sequence]) * group_;
+    const int64_t rows = cache_.fresh(sequence) * group_;
     if (rows == 0) return;
     const int64_t parts = ceil_div(rows, kMostQueryRows);
     for (int64_t i = parts; i-- > 0;) {
@@ -297,7 +296,7 @@ void write_cache(const Kernel& kernel, Parallel& parallel, const PagedCache& cac
   std::vector<Run> runs;
   for (int64_t s = 0; s < cache.sequences; ++s) {
     const int64_t end = cache.starts[s + 1];
-    int64_t position = cache.lengths[s] - (end - cache.starts[s]);
+    int64_t position = cache.before(s);
     for (int64_t t = cache.starts[s]; t < end;) {
       const int64_t in_block = position % kBlockKeys;
       const int64_t count = std::min(end - t, kBlockKeys - in_block);

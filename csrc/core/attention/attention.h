@@ -34,6 +34,9 @@ struct PagedCache {
            number % blocks * shape.block_bytes();
   }
   int64_t tokens() const { return starts[sequences]; }
+  /// Tokens of a sequence in this call, and in front of them.
+  int64_t fresh(int64_t sequence) const { return int64_t{starts[sequence + 1]} - starts[sequence]; }
+  int64_t before(int64_t sequence) const { return lengths[sequence] - fresh(sequence); }
 };
 
 struct NewTokens {

@@ -82,46 +82,10 @@ struct Int8Dot {
   }
 };
 
-// The odd number is added first, as VDPBF16PS does.
-struct BFloat16Dot {
-  static constexpr bool kInt8 = false;
-  static constexpr int kTileVecs = 4;
-  static constexpr int64_t kPerItem = 2;
-  static constexpr int64_t kRowItemBytes = 8;
-  using Sum = float32x4_t;
-  struct Line {
-    float32x4_t odd;
-    float32x4_t even;
-  };
-  struct Item {
-    float32x4_t odd;
-    float32x4_t even;
-  };
-  static W4A8_INLINE Sum zero() { return vdupq_n_f32(0.0f); }
-  template <bool kKeys>
-  static W4A8_INLINE Line load(const uint8_t* p) {
-    const uint32x4_t both = vreinterpretq_u32_u8(vld1q_u8(p));
-    return {vreinterpretq_f32_u32(vandq_u32(both, vdupq_n_u32(0xffff0000u))),
-            vreinterpretq_f32_u32(vshlq_n_u32(both, 16))};
-  }
-  template <bool kKeys>
-  static W4A8_INLINE Item item(const uint8_t* p) {
-    const auto* floats = reinterpret_cast<const float*>(p);
-    return {vdupq_n_f32(floats[1]), vdupq_n_f32(floats[0])};
-  }
-  template <bool kKeys>
-  static W4A8_INLINE void add(Sum& sum, Line line, Item item) {
-    sum = vfmaq_f32(sum, line.odd, item.odd);
-    sum = vfmaq_f32(sum, line.even, item.even);
-  }
-  static W4A8_INLINE Ops::F total(Sum sum) { return sum; }
-  static W4A8_INLINE void store_weights(uint8_t* p, Ops::F weights) { vst1q_f32(reinterpret_cast<float*>(p), weights); }
-};
-
 }  // namespace
 
 extern const AttentionFunctions arm_neon_attention;
-constinit const AttentionFunctions arm_neon_attention = attention_of<Ops, Int8Dot, BFloat16Dot>();
+constinit const AttentionFunctions arm_neon_attention = attention_of<Ops, Int8Dot, FmaDot<Ops, 4>>();
 
 }  // namespace w4a8::isa
 #endif

@@ -17,6 +17,43 @@
 //   total(sum)                          the sums, as I (int8) or F (bfloat16)
 //   store_weights(p, f)                 kLanes whole weights 0..254 (int8), or of bfloat16, to row items
 
+// A cache of bfloat16 where there is no instruction for it: widened to floats. The odd number is added first, as
+// VDPBF16PS does. `kVecs`: kTileVecs.
+template <class Ops, int kVecs>
+struct FmaDot {
+  static constexpr bool kInt8 = false;
+  static constexpr int kTileVecs = kVecs;
+  static constexpr int64_t kPerItem = 2;
+  static constexpr int64_t kRowItemBytes = 8;
+  using Sum = typename Ops::F;
+  struct Line {
+    typename Ops::F odd;
+    typename Ops::F even;
+  };
+  using Item = Line;
+  static W4A8_INLINE Sum zero() { return Ops::splat(0.0f); }
+  template <bool kKeys>
+  static W4A8_INLINE Line load(const uint8_t* p) {
+    const typename Ops::I both = Ops::iload(p);
+    return {Ops::float_bits(Ops::iand(both, Ops::isplat(static_cast<int32_t>(0xffff0000u)))),
+            Ops::float_bits(Ops::template shift_left<16>(both))};
+  }
+  template <bool kKeys>
+  static W4A8_INLINE Item item(const uint8_t* p) {
+    const auto* floats = reinterpret_cast<const float*>(p);
+    return {Ops::splat(floats[1]), Ops::splat(floats[0])};
+  }
+  template <bool kKeys>
+  static W4A8_INLINE void add(Sum& sum, Line line, Item item) {
+    sum = Ops::fma(line.odd, item.odd, sum);
+    sum = Ops::fma(line.even, item.even, sum);
+  }
+  static W4A8_INLINE typename Ops::F total(Sum sum) { return sum; }
+  static W4A8_INLINE void store_weights(uint8_t* p, typename Ops::F weights) {
+    Ops::store(reinterpret_cast<float*>(p), weights);
+  }
+};
+
 // 2^x for x <= 125, relative error < 3e-6; 0 below -125, 1 of 0.
 template <class Ops>
 W4A8_INLINE typename Ops::F vec_exp2(typename Ops::F x) {

@@ -61,7 +61,7 @@ struct TokensToWrite {
   DType dtype;
   int64_t first;          ///< where in the block, 0..63
   int64_t count;          ///< first + count <= 64
-  const uint8_t* before;  ///< the full block in front of this one; null: the reference of this one is 0
+  const uint8_t* before;  ///< the full block in front of this one; null: the first key is the reference
 };
 
 /// Writes tokens to a block. The one with first = 0 sets the reference of the block, the others read it.

@@ -65,41 +65,9 @@ struct Int8Dot {
   static void store_weights(uint8_t* p, float weight) { *p = static_cast<uint8_t>(Ops::to_int(weight)); }
 };
 
-// The odd number is added first, as VDPBF16PS does.
-struct BFloat16Dot {
-  static constexpr bool kInt8 = false;
-  static constexpr int kTileVecs = 16;
-  static constexpr int64_t kPerItem = 2;
-  static constexpr int64_t kRowItemBytes = 8;
-  using Sum = float;
-  using Line = uint32_t;
-  struct Item {
-    float even;
-    float odd;
-  };
-  static Sum zero() { return 0.0f; }
-  template <bool kKeys>
-  static Line load(const uint8_t* p) {
-    Line line;
-    std::memcpy(&line, p, sizeof(line));
-    return line;
-  }
-  template <bool kKeys>
-  static Item item(const uint8_t* p) {
-    return {Ops::load_bytes(p), Ops::load_bytes(p + 4)};
-  }
-  template <bool kKeys>
-  static void add(Sum& sum, Line line, Item item) {
-    sum = std::fma(bits_float(line & 0xffff0000u), item.odd, sum);
-    sum = std::fma(bits_float(line << 16), item.even, sum);
-  }
-  static float total(Sum sum) { return sum; }
-  static void store_weights(uint8_t* p, float weight) { std::memcpy(p, &weight, sizeof(weight)); }
-};
-
 }  // namespace
 
 extern const AttentionFunctions scalar_attention;
-constinit const AttentionFunctions scalar_attention = attention_of<Ops, Int8Dot, BFloat16Dot>();
+constinit const AttentionFunctions scalar_attention = attention_of<Ops, Int8Dot, FmaDot<Ops, 16>>();
 
 }  // namespace w4a8::isa

@@ -77,7 +77,7 @@ struct Int8Dot {
 }  // namespace
 
 extern const AttentionFunctions x86_avx2_attention;
-constinit const AttentionFunctions x86_avx2_attention = attention_of<Ops, Int8Dot, BFloat16Dot>();
+constinit const AttentionFunctions x86_avx2_attention = attention_of<Ops, Int8Dot, FmaDot<Ops, 1>>();
 
 }  // namespace w4a8::isa
 W4A8_TARGET_END

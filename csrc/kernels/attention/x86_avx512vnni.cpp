@@ -60,15 +60,12 @@ struct Ops : Avx512Ops {
   }
 };
 
-struct Int8Dot {
-  static constexpr bool kInt8 = true;
+// What both instructions take: four bytes of each lane, of a row the same four.
+struct FourBytes {
   static constexpr int kTileVecs = 4;
-  static constexpr int64_t kPerItem = 4;
   static constexpr int64_t kRowItemBytes = 4;
-  using Sum = __m512i;
   using Line = __m512i;
   using Item = __m512i;
-  static W4A8_INLINE Sum zero() { return _mm512_setzero_si512(); }
   template <bool kKeys>
   static W4A8_INLINE Line load(const uint8_t* p) {
     return _mm512_loadu_si512(p);
@@ -77,6 +74,13 @@ struct Int8Dot {
   static W4A8_INLINE Item item(const uint8_t* p) {
     return Ops::broadcast4(reinterpret_cast<const int8_t*>(p));
   }
+};
+
+struct Int8Dot : FourBytes {
+  static constexpr bool kInt8 = true;
+  static constexpr int64_t kPerItem = 4;
+  using Sum = __m512i;
+  static W4A8_INLINE Sum zero() { return _mm512_setzero_si512(); }
   template <bool kKeys>
   static W4A8_INLINE void add(Sum& sum, Line line, Item item) {
     Ops::dot(sum, kKeys ? line : item, kKeys ? item : line);
@@ -87,66 +91,18 @@ struct Int8Dot {
   }
 };
 
-// The operands may be denormal: VDPBF16PS takes them for 0, which is why none is (round_to_bfloat16).
-struct BFloat16Dot {
+// No operand is denormal (round_to_bfloat16): VDPBF16PS would take it for 0.
+struct BFloat16Dot : FourBytes {
   static constexpr bool kInt8 = false;
-  static constexpr int kTileVecs = 4;
   static constexpr int64_t kPerItem = 2;
-  static constexpr int64_t kRowItemBytes = 4;
   using Sum = __m512;
-  using Line = __m512i;
-  using Item = __m512i;
   static W4A8_INLINE Sum zero() { return _mm512_setzero_ps(); }
-  template <bool kKeys>
-  static W4A8_INLINE Line load(const uint8_t* p) {
-    return _mm512_loadu_si512(p);
-  }
-  template <bool kKeys>
-  static W4A8_INLINE Item item(const uint8_t* p) {
-    return Ops::broadcast4(reinterpret_cast<const int8_t*>(p));
-  }
   template <bool kKeys>
   static W4A8_INLINE void add(Sum& sum, Line line, Item item) {
     __asm__ volatile("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(line), "v"(item));
   }
   static W4A8_INLINE Ops::F total(Sum sum) { return sum; }
   static W4A8_INLINE void store_weights(uint8_t* p, Ops::F weights) { Ops::store_as<DType::kBFloat16>(p, 0, weights); }
-};
-
-// The same in two steps: the odd number is added first.
-struct BFloat16Fma {
-  static constexpr bool kInt8 = false;
-  static constexpr int kTileVecs = 4;
-  static constexpr int64_t kPerItem = 2;
-  static constexpr int64_t kRowItemBytes = 8;
-  using Sum = __m512;
-  struct Line {
-    __m512 odd;
-    __m512 even;
-  };
-  struct Item {
-    __m512 odd;
-    __m512 even;
-  };
-  static W4A8_INLINE Sum zero() { return _mm512_setzero_ps(); }
-  template <bool kKeys>
-  static W4A8_INLINE Line load(const uint8_t* p) {
-    const __m512i both = _mm512_loadu_si512(p);
-    return {_mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(static_cast<int>(0xffff0000u)))),
-            _mm512_castsi512_ps(_mm512_slli_epi32(both, 16))};
-  }
-  template <bool kKeys>
-  static W4A8_INLINE Item item(const uint8_t* p) {
-    const auto* floats = reinterpret_cast<const float*>(p);
-    return {_mm512_set1_ps(floats[1]), _mm512_set1_ps(floats[0])};
-  }
-  template <bool kKeys>
-  static W4A8_INLINE void add(Sum& sum, Line line, Item item) {
-    sum = _mm512_fmadd_ps(line.odd, item.odd, sum);
-    sum = _mm512_fmadd_ps(line.even, item.even, sum);
-  }
-  static W4A8_INLINE Ops::F total(Sum sum) { return sum; }
-  static W4A8_INLINE void store_weights(uint8_t* p, Ops::F weights) { _mm512_storeu_ps(p, weights); }
 };
 
 #ifndef W4A8_OTHER_HOST_TWIN
@@ -157,14 +113,14 @@ bool has_bfloat16() { return (host_features() & kAvx512Bf16) != 0; }
 bool has_bfloat16() { return false; }
 #endif
 
+constexpr AttentionFunctions kWithBFloat16 = attention_of<Ops, Int8Dot, BFloat16Dot>();
+constexpr AttentionFunctions kWithout = attention_of<Ops, Int8Dot, FmaDot<Ops, 4>>();
+const AttentionFunctions& of_this_cpu() { return has_bfloat16() ? kWithBFloat16 : kWithout; }
+
 void prepare(const QueryTile& tile, const void* const* rows, DType dtype) {
-  (has_bfloat16() ? prepare_queries<Ops, Int8Dot, BFloat16Dot> : prepare_queries<Ops, Int8Dot, BFloat16Fma>)(tile, rows,
-                                                                                                             dtype);
+  of_this_cpu().prepare_queries(tile, rows, dtype);
 }
-void attend_any(const QueryTile& tile, const KeySegment& segment) {
-  if (tile.shape.kind == CacheKind::kInt8) return attend<Ops, Int8Dot>(tile, segment);
-  (has_bfloat16() ? attend<Ops, BFloat16Dot> : attend<Ops, BFloat16Fma>)(tile, segment);
-}
+void attend_any(const QueryTile& tile, const KeySegment& segment) { of_this_cpu().attend_segment(tile, segment); }
 
 }  // namespace
 

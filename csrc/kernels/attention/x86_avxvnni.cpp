@@ -64,7 +64,7 @@ struct Int8Dot {
 }  // namespace
 
 extern const AttentionFunctions W4A8_ATTENTION;
-constinit const AttentionFunctions W4A8_ATTENTION = attention_of<Ops, Int8Dot, BFloat16Dot>();
+constinit const AttentionFunctions W4A8_ATTENTION = attention_of<Ops, Int8Dot, FmaDot<Ops, 1>>();
 
 }  // namespace w4a8::isa
 W4A8_TARGET_END

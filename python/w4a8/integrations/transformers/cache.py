@@ -10,15 +10,10 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, Dynam
 
 import w4a8
 from w4a8.integrations.transformers.pages import PAGE, Pages, Step
+from w4a8.ops import BLOCK_TOKENS, HEAD_SIZES
 
 KINDS = ("int8", "bfloat16")
-_BLOCK = 64
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def fits(size: int) -> bool:
-    """Whether the operator has heads of this size."""
-    return size % 16 == 0 and 16 <= size <= 256
 
 
 class PackedStates:
@@ -58,10 +53,10 @@ class PackedLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         sizes = key_states.shape[-1], value_states.shape[-1]
-        if all(map(fits, sizes)) and key_states.dtype in _TYPES and key_states.device.type == "cpu":
+        if all(size in HEAD_SIZES for size in sizes) and key_states.dtype in _TYPES and key_states.device.type == "cpu":
             block = w4a8.attention_block_bytes(self.kind, *sizes)
             self.value_size = sizes[1]
-            self.cache = torch.empty(0, key_states.shape[1], PAGE // _BLOCK * block, dtype=torch.uint8)
+            self.cache = torch.empty(0, key_states.shape[1], PAGE // BLOCK_TOKENS * block, dtype=torch.uint8)
         else:
             self.stock = DynamicLayer()
         self.is_initialized = True

@@ -25,10 +25,8 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from w4a8.integrations.vllm import settings
 from w4a8.integrations.vllm.log import logger
-from w4a8.ops import attention_block_bytes, paged_attention, paged_attention_write
+from w4a8.ops import BLOCK_TOKENS, HEAD_SIZES, attention_block_bytes, paged_attention, paged_attention_write
 
-# Tokens of a block of the cache; a page of vLLM's is some of them.
-_BLOCK = 64
 # What --kv-cache-dtype may be, and what the cache then is. A type that is not here is left to vLLM.
 _KINDS = {"auto": "int8", "int8_per_token_head": "int8", "bfloat16": "bfloat16"}
 
@@ -151,7 +149,7 @@ class Impl(AttentionImpl):
         """uint8 [pages, heads, bytes]: vLLM's [pages, heads, tokens, content], of which the end may be unused."""
         cache = kv_cache.view(torch.uint8)
         pages, heads, tokens, _ = cache.shape
-        bytes_ = tokens // _BLOCK * attention_block_bytes(self.kind, self.head_size, value_size)
+        bytes_ = tokens // BLOCK_TOKENS * attention_block_bytes(self.kind, self.head_size, value_size)
         return cache.as_strided((pages, heads, bytes_), (cache.stride(0), cache.stride(1), 1))
 
 
@@ -176,12 +174,12 @@ class Backend(CPUAttentionBackend):
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
         """As upstream's."""
-        return [MultipleOf(_BLOCK)]
+        return [MultipleOf(BLOCK_TOKENS)]
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
         """As upstream's."""
-        return list(range(16, 257, 16))
+        return list(HEAD_SIZES)
 
     @classmethod
     def get_impl_cls(cls) -> type[AttentionImpl]:
@@ -200,7 +198,7 @@ class Backend(CPUAttentionBackend):
             return spec
         block = attention_block_bytes(cls.impl.kind, spec.head_size, spec.head_size_v)
         element = spec.dtype.itemsize
-        return replace(spec, state_content_bytes=-(-block // (_BLOCK * element)) * element)
+        return replace(spec, state_content_bytes=-(-block // (BLOCK_TOKENS * element)) * element)
 
 
 class Int8Backend(Backend):
@@ -228,13 +226,13 @@ def reason_against(asked: Any, vllm_config: Any) -> str | None:
         return "latent or sparse attention"
     if asked.attn_type != AttentionType.DECODER:
         return f"attention of type {asked.attn_type}"
-    if asked.head_size % 16 != 0 or asked.head_size > 256:
+    if asked.head_size not in HEAD_SIZES:
         return f"heads of {asked.head_size}"
     if (asked.kv_cache_dtype or "auto") not in _KINDS:
         return f"a KV cache of {asked.kv_cache_dtype}"
     cache = vllm_config.cache_config
-    if cache.user_specified_block_size and cache.block_size % _BLOCK != 0:
-        return f"blocks of {cache.block_size} tokens, which are no multiple of {_BLOCK}"
+    if cache.user_specified_block_size and cache.block_size % BLOCK_TOKENS != 0:
+        return f"blocks of {cache.block_size} tokens, which are no multiple of {BLOCK_TOKENS}"
     if getattr(vllm_config.model_config, "is_hybrid", False):
         return "a model whose layers are not all attention"
     for name in ("use_mm_prefix", "use_per_head_quant_scales", "use_kv_connector", "use_dcp", "use_pcp", "use_rswa"):
