@@ -49,20 +49,24 @@ def results(checkpoints, tmp_path_factory):
 
 
 def divergence(a, b):
-    """The mean KL divergence of b from a, over all positions with the same tokens before them."""
+    """The median KL divergence of b from a, over all positions with the same tokens before them.
+
+    Not the mean: random routers send a token to another expert for the smallest difference, and one such token was seen
+    to be 1.06 where the median was 0.0019.
+    """
     pairs = []
     for x, y, s, t in zip(a["logprobs"], b["logprobs"], a["outputs"], b["outputs"]):
         same = next((i for i, (u, v) in enumerate(zip(s, t)) if u != v), len(s)) + len(x) - len(s) + 1
         pairs.append((x[:same].exp() * (x[:same] - y[:same])).sum(-1))
-    return float(torch.cat(pairs).mean())
+    return float(torch.cat(pairs).median())
 
 
 @pytest.mark.parametrize("model", ["qwen3_moe", "gpt_oss"])
 def test_beside_vllms_own(model, results):
     found, logs = results
-    # Random weights route some tokens to other experts for the smallest difference: 0.0045 was the most of 4 seen.
-    assert 0 < divergence(found[model, "off"], found[model, "int8"]) < 0.02
-    assert 0 < divergence(found[model, "off"], found[model, "bfloat16"]) < 0.02
+    # Seen: 0.0007 and 0.0016, 0.0004 and 0.0003.
+    assert 0 < divergence(found[model, "off"], found[model, "int8"]) < 0.004
+    assert 0 < divergence(found[model, "off"], found[model, "bfloat16"]) < 0.002
     assert "attention runs here, with a KV cache of int8" in logs[model]
     assert "attention runs here, with a KV cache of bfloat16" in logs[model]
     assert "attention is vLLM's: W4A8_VLLM_ATTENTION=0" in logs[model]
