@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cfenv>
 #include <exception>
 #include <memory>
 #include <stdexcept>
@@ -19,30 +18,6 @@ struct alignas(64) Counter {
     note_shared_write();
     return value.fetch_add(n, order);
   }
-};
-
-inline void relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  __asm__ volatile("yield");
-#endif
-}
-
-// docs/numerics.md is for the default environment: a thread that rounds otherwise or flushes denormals (which
-// torch.set_flush_denormal makes of the calling thread alone) would give other bits than its fellows.
-class DefaultFloatEnvironment {
- public:
-  DefaultFloatEnvironment() {
-    std::fegetenv(&caller_);
-    std::fesetenv(FE_DFL_ENV);
-  }
-  ~DefaultFloatEnvironment() { std::fesetenv(&caller_); }
-  DefaultFloatEnvironment(const DefaultFloatEnvironment&) = delete;
-  DefaultFloatEnvironment& operator=(const DefaultFloatEnvironment&) = delete;
-
- private:
-  std::fenv_t caller_;
 };
 
 // How the tasks of a phase are shared out. In rounds of one task for each worker: the first rounds are fixed, task

@@ -1,6 +1,7 @@
 // The seam between the core and whatever runs threads (ATen, OpenMP, std::thread, nothing).
 #pragma once
 
+#include <cfenv>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -57,6 +58,32 @@ struct Phase {
 };
 
 inline constexpr int kMaxPhases = 80;
+
+/// Until it is destroyed the calling thread computes in the default floating-point environment, for which
+/// docs/numerics.md is: a thread that rounds otherwise or flushes denormals (which torch.set_flush_denormal makes of
+/// the calling thread alone) would give other bits than its fellows.
+class DefaultFloatEnvironment {
+ public:
+  DefaultFloatEnvironment() {
+    std::fegetenv(&caller_);
+    std::fesetenv(FE_DFL_ENV);
+  }
+  ~DefaultFloatEnvironment() { std::fesetenv(&caller_); }
+  DefaultFloatEnvironment(const DefaultFloatEnvironment&) = delete;
+  DefaultFloatEnvironment& operator=(const DefaultFloatEnvironment&) = delete;
+
+ private:
+  std::fenv_t caller_;
+};
+
+/// Says to the CPU that this thread waits.
+inline void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  __asm__ volatile("yield");
+#endif
+}
 
 /// Runs all tasks of all phases, at most kMaxPhases, in one parallel region of at most `workers` workers. A phase
 /// starts when every task of the phase before has ended. worker is in [0, workers) and runs in the default

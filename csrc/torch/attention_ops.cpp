@@ -4,91 +4,14 @@
 #include "torch/checks.h"
 #include "torch/context.h"
 #include "torch/ops.h"
+#include "torch/paged_cache.h"
 
 namespace w4a8 {
 namespace {
 
-CacheKind kind_of(Text kind) {
-  if (kind == "int8") return CacheKind::kInt8;
-  W4A8_CHECK(kind == "bfloat16", "kind is '", kind, "', expected 'int8' or 'bfloat16'");
-  return CacheKind::kBFloat16;
-}
-
 void check_rows(const char* name, const Tensor& rows) {
   activation_dtype(name, rows);
   W4A8_CHECK(rows.dim() == 3, name, " has shape ", shape_text(rows.sizes()), ", expected [tokens, heads, head size]");
-}
-
-void check_table(const char* name, const Tensor& tensor, int64_t dims) {
-  W4A8_CHECK(type_of(tensor) == ScalarType::Int, name, " has dtype ", type_of(tensor), ", expected int32");
-  W4A8_CHECK(tensor.dim() == dims, name, " has ", tensor.dim(), " dimensions, expected ", dims);
-}
-
-// What both operators take.
-void check_cache_types(const Tensor& cache, const Tensor& block_table, const Tensor& seq_lens,
-                       const Tensor& query_start_loc, int64_t window) {
-  W4A8_CHECK(type_of(cache) == ScalarType::Byte || type_of(cache) == ScalarType::Char, "cache has dtype ",
-             type_of(cache), ", expected uint8 or int8");
-  W4A8_CHECK(cache.dim() == 3, "cache has ", cache.dim(), " dimensions, expected [pages, key heads, bytes]");
-  check_table("block_table", block_table, 2);
-  check_table("seq_lens", seq_lens, 1);
-  check_table("query_start_loc", query_start_loc, 1);
-  W4A8_CHECK(window >= 0, "window is ", window, ", expected 0 (none) or more");
-}
-
-// Sizes of a call, the same for both operators; numbers of the tables are looked at.
-PagedCache paged_cache(const Tensor& cache, uint8_t* data, const CacheShape& shape, const Tensor& block_table,
-                       const Tensor& seq_lens, const Tensor& query_start_loc, int64_t tokens) {
-  check_cache_shape(shape);
-  const int64_t block = shape.block_bytes();
-  const int64_t bytes = cache.size(2);
-  W4A8_CHECK(bytes > 0 && bytes % block == 0, "cache has ", bytes,
-             " bytes for each page and head, expected a multiple of ", block, ", a block of 64 tokens");
-  W4A8_CHECK(bytes == 1 || cache.stride(2) == 1, "cache has stride ", cache.stride(2),
-             " in its last dimension, expected 1");
-  PagedCache paged = {};
-  paged.shape = shape;
-  paged.data = data;
-  paged.page_stride = cache.stride(0);
-  paged.head_stride = cache.stride(1);
-  paged.page_tokens = bytes / block * kBlockKeys;
-  paged.heads = cache.size(1);
-  paged.sequences = seq_lens.size(0);
-  paged.table = input_data<int32_t>(block_table);
-  paged.table_stride = block_table.size(1);
-  paged.lengths = input_data<int32_t>(seq_lens);
-  paged.starts = input_data<int32_t>(query_start_loc);
-  W4A8_CHECK(block_table.size(0) == paged.sequences, "block_table has ", block_table.size(0), " rows, expected ",
-             paged.sequences, ", the elements of seq_lens");
-  W4A8_CHECK(query_start_loc.size(0) == paged.sequences + 1, "query_start_loc has ", query_start_loc.size(0),
-             " elements, expected ", paged.sequences + 1, ", one more than seq_lens");
-  W4A8_CHECK(paged.starts[0] == 0, "query_start_loc begins with ", paged.starts[0], ", expected 0");
-  W4A8_CHECK(paged.tokens() == tokens, "query_start_loc ends with ", paged.tokens(), ", expected ", tokens,
-             ", the number of tokens");
-  for (int64_t s = 0; s < paged.sequences; ++s) {
-    const int64_t fresh = paged.fresh(s);
-    W4A8_CHECK(fresh >= 0, "query_start_loc falls from ", paged.starts[s], " to ", paged.starts[s + 1], " at sequence ",
-               s, ", expected ascending numbers");
-    if (fresh == 0) continue;
-    const int64_t length = paged.lengths[s];
-    W4A8_CHECK(length >= fresh && length <= paged.table_stride * paged.page_tokens, "seq_lens of sequence ", s, " is ",
-               length, ", expected ", fresh, " (its tokens of this call) to ", paged.table_stride * paged.page_tokens,
-               " (what block_table has pages for)");
-  }
-  return paged;
-}
-
-// The pages of tokens that a call touches: those from the token `first` of each sequence on.
-template <class First>
-void check_pages(const PagedCache& paged, int64_t pages, First first) {
-  for (int64_t s = 0; s < paged.sequences; ++s) {
-    if (paged.fresh(s) == 0) continue;
-    for (int64_t p = first(s) / paged.page_tokens; p * paged.page_tokens < paged.lengths[s]; ++p) {
-      const int64_t page = paged.table[s * paged.table_stride + p];
-      W4A8_CHECK(page >= 0 && page < pages, "block_table of sequence ", s, " has page ", page, " at ", p,
-                 ", expected 0..", pages - 1, ", the pages of cache");
-    }
-  }
 }
 
 void check_write_types(DeviceCheck check_devices, const Tensor& key, const Tensor& value, const Tensor& cache,

@@ -29,8 +29,11 @@ TORCH_LIBRARY_IMPL(w4a8, Autograd, m) {
         "dynamic_4bit_int_moe.gated", "topk_routing", "round_weights", "paged_attention"}) {
     m.impl(name, torch::autograd::autogradNotImplementedFallback());
   }
-  // Refuses what wants gradients itself: the cache must not become part of a graph.
-  m.impl("paged_attention_write", torch::CppFunction::makeFallthrough());
+  // These refuse what wants gradients themselves: a cache must not become part of a graph.
+  for (const char* name : {"paged_attention_write", "decoder_create", "decoder_add_layer", "decoder_add_experts",
+                           "decoder_step", "decoder_destroy"}) {
+    m.impl(name, torch::CppFunction::makeFallthrough());
+  }
 }
 
 namespace w4a8 {

@@ -8,13 +8,6 @@
 namespace w4a8 {
 namespace {
 
-Activation activation_of(int64_t kind) {
-  W4A8_CHECK(kind >= 0 && kind < kActivationCount, "activation_kind is ", kind,
-             ", expected 0 (SiLU(g)*u), 1 (SiLU(u)*g), 2 (SiLU), 3 (gpt-oss SwiGLU), 4 (SwiGLU-step), 5 (GELU), "
-             "6 (GELU tanh) or 7 (ReLU^2)");
-  return static_cast<Activation>(kind);
-}
-
 // I2 of a gated layer; I is not checked yet, so it wraps around instead of overflowing.
 int64_t twice(int64_t I) { return static_cast<int64_t>(2 * static_cast<uint64_t>(I)); }
 

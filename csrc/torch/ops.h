@@ -61,4 +61,22 @@ Tensor attention_cpu(const Tensor& query, const Tensor& cache, const Tensor& blo
                      int64_t window, double soft_cap, const OptionalTensor& sinks);
 decltype(attention_cpu) attention_meta;
 
+Tensor decoder_create_cpu(const Tensor& norm, const OptionalTensor& head, int64_t hidden_size, double eps);
+void decoder_add_layer_cpu(const Tensor& decoder, Tensors qkv, const Tensor& out, Tensors gate_up,
+                           const OptionalTensor& down, int64_t heads, int64_t kv_heads, int64_t head_size, double scale,
+                           Text kind, int64_t window, bool drops_pages, double soft_cap, const OptionalTensor& sinks,
+                           const OptionalTensor& input_norm, const OptionalTensor& attention_norm,
+                           const OptionalTensor& mlp_input_norm, const OptionalTensor& mlp_norm,
+                           const OptionalTensor& q_norm, const OptionalTensor& k_norm, int64_t rope, bool interleaved,
+                           int64_t activation_kind, double residual);
+void decoder_add_experts_cpu(const Tensor& decoder, const Tensor& router, const OptionalTensor& router_bias,
+                             const Tensor& w13_packed, const Tensor& w2_packed, int64_t top_k, bool renormalize,
+                             Text scoring_func, Optional<int64_t> num_expert_group, Optional<int64_t> topk_group,
+                             double routed_scaling_factor, const OptionalTensor& e_score_correction_bias,
+                             int64_t activation_kind);
+Tensor decoder_step_cpu(const Tensor& decoder, const Tensor& hidden, const Tensor& positions, Tensors caches,
+                        const Tensor& block_table, const Tensor& seq_lens, const Tensor& query_start_loc, Tensors ropes,
+                        const OptionalTensor& rows);
+void decoder_destroy_cpu(const Tensor& decoder);
+
 }  // namespace w4a8

@@ -34,6 +34,8 @@ template <class T>
 using Optional = c10::optional<T>;
 /// A `str` argument.
 using Text = c10::string_view;
+/// A `Tensor[]` argument.
+using Tensors = at::TensorList;
 
 using Error = c10::Error;
 inline const char* error_text(const Error& error) { return error.what_without_backtrace(); }

@@ -36,6 +36,8 @@ struct TextArgument : std::string {
   using std::string::string;
 };
 using Text = const TextArgument&;
+/// A `Tensor[]` argument.
+using Tensors = const std::vector<Tensor>&;
 
 /// Of a check: Python makes a RuntimeError of it.
 class Error : public std::runtime_error {

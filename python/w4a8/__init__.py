@@ -30,6 +30,7 @@ from w4a8.ops import (
 
 if TYPE_CHECKING:
     from w4a8.checkpoint import load
+    from w4a8.decoder import Decoder
     from w4a8.quantization import quantize_
 
 __version__: str = compiled.__version__
@@ -37,6 +38,7 @@ compiled.check_operators(getattr(ops, name) for name in ops.OPERATORS)
 
 __all__ = [
     "Activation",
+    "Decoder",
     "PackedHeader",
     "__version__",
     "active_kernel",
@@ -60,12 +62,12 @@ __all__ = [
     "use_kernel",
 ]
 
-_FUNCTIONS = {"load": "w4a8.checkpoint", "quantize_": "w4a8.quantization"}
+_FUNCTIONS = {"Decoder": "w4a8.decoder", "load": "w4a8.checkpoint", "quantize_": "w4a8.quantization"}
 _PACKAGES = ("checkpoint", "formats", "nn", "quantization")
 
 
 def __getattr__(name: str) -> Any:
-    """Functions and packages that are not imported with this one (PEP 562)."""
+    """Functions, a class and packages that are not imported with this one (PEP 562)."""
     if name in _PACKAGES:
         return import_module(f"w4a8.{name}")
     if name in _FUNCTIONS:

@@ -1,0 +1,84 @@
+// What a decoder is made of: plain data. Pointers are to memory that outlives the plan.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "core/decoder/products.h"
+#include "core/layout.h"
+#include "core/moe/routing.h"
+#include "kernels/attention/attention.h"
+#include "kernels/kernel.h"
+
+namespace w4a8 {
+
+/// x * weight / root of the mean square; none if weight is null.
+struct NormPlan {
+  const float* weight = nullptr;  ///< of the row that is normed
+  float eps = 0.0f;
+  explicit operator bool() const { return weight != nullptr; }
+};
+
+struct AttentionPlan {
+  Products qkv;  ///< q, k and v; or one matrix of the three
+  Products out;
+  int64_t heads = 0;
+  int64_t kv_heads = 0;  ///< divides heads
+  int64_t head_size = 0;
+  NormPlan q_norm;  ///< of each head, or of all of them at once
+  NormPlan k_norm;
+  bool norms_whole_rows = false;
+  int64_t rope = -1;         ///< which of the tables of a step; -1: none
+  int64_t rotated = 0;       ///< numbers of a head that are turned, its first ones; even
+  bool interleaved = false;  ///< pairs are neighbours, else half of `rotated` apart
+  CacheKind kind = CacheKind::kInt8;
+  float scale = 1.0f;
+  float soft_cap = 0.0f;
+  int64_t window = 0;            ///< 0: none
+  bool drops_pages = false;      ///< pages in front of the window may be gone
+  const float* sinks = nullptr;  ///< [heads]
+
+  int64_t q_size() const { return heads * head_size; }
+  int64_t kv_size() const { return kv_heads * head_size; }
+};
+
+/// act(gate) * up, then down.
+struct MlpPlan {
+  Products gate_up;  ///< gate and up; or one matrix of both
+  Products down;
+  int64_t intermediate = 0;
+  Activation activation = Activation::kSilu;
+};
+
+struct ExpertsPlan {
+  const void* router = nullptr;  ///< [experts, hidden] of router_type
+  DType router_type = DType::kFloat32;
+  const float* router_bias = nullptr;  ///< [experts], added to the logits; null: none
+  RoutingArgs routing = {};            ///< logits, weights, ids and tokens are set in a step
+  const uint8_t* w13 = nullptr;        ///< as in MoeArgs
+  int64_t w13_bytes = 0;
+  const uint8_t* w2 = nullptr;
+  int64_t w2_bytes = 0;
+  int64_t intermediate = 0;
+  Activation activation = Activation::kSilu;
+};
+
+struct LayerPlan {
+  NormPlan before_attention;
+  AttentionPlan attention;
+  NormPlan after_attention;  ///< of what attention gives, before it is added
+  NormPlan before_mlp;
+  MlpPlan mlp;          ///< not used if there are experts
+  ExpertsPlan experts;  ///< router null: none
+  NormPlan after_mlp;
+  float residual = 1.0f;  ///< what both are multiplied with before they are added
+};
+
+struct DecoderPlan {
+  int64_t hidden = 0;
+  std::vector<LayerPlan> layers;
+  NormPlan norm;
+  Products head;  ///< empty: rows of the last norm are the result
+};
+
+}  // namespace w4a8

@@ -1,0 +1,109 @@
+#include "core/decoder/rows.h"
+
+#include <cmath>
+#include <cstring>
+
+#include "kernels/half.h"
+
+namespace w4a8 {
+namespace {
+
+constexpr int64_t kLanes = 16;
+using Lanes = float __attribute__((vector_size(kLanes * sizeof(float))));
+using Bits = uint32_t __attribute__((vector_size(kLanes * sizeof(float))));
+
+inline void load(const float* x, Lanes& lanes) { std::memcpy(&lanes, x, sizeof lanes); }
+
+// The halves are added until one is left.
+float total(const Lanes& lanes) {
+  float sums[kLanes];
+  std::memcpy(sums, &lanes, sizeof sums);
+  for (int64_t width = kLanes / 2; width > 0; width /= 2) {
+    for (int64_t i = 0; i < width; ++i) sums[i] += sums[i + width];
+  }
+  return sums[0];
+}
+
+template <DType kType>
+inline void load_as(const void* data, int64_t i, Lanes& lanes) {
+  if constexpr (kType == DType::kFloat32) {
+    load(static_cast<const float*>(data) + i, lanes);
+  } else {
+    const auto* halves = static_cast<const uint16_t*>(data) + i;
+    if constexpr (kType == DType::kBFloat16) {
+      using Halves = uint16_t __attribute__((vector_size(kLanes * sizeof(uint16_t))));
+      Halves narrow;
+      std::memcpy(&narrow, halves, sizeof narrow);
+      const Bits bits = __builtin_convertvector(narrow, Bits) << 16;
+      std::memcpy(&lanes, &bits, sizeof lanes);
+    } else {
+      for (int64_t lane = 0; lane < kLanes; ++lane) lanes[lane] = float_from_float16(halves[lane]);
+    }
+  }
+}
+
+// Two sums, so that an addition need not wait for the one before: of even and of odd vectors.
+template <DType kType>
+float dot_as(const float* x, const void* weight, int64_t n) {
+  Lanes even = {};
+  Lanes odd = {};
+  Lanes a;
+  Lanes b;
+  int64_t i = 0;
+  for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
+    load(x + i, a);
+    load_as<kType>(weight, i, b);
+    even += a * b;
+    load(x + i + kLanes, a);
+    load_as<kType>(weight, i + kLanes, b);
+    odd += a * b;
+  }
+  if (i < n) {
+    load(x + i, a);
+    load_as<kType>(weight, i, b);
+    even += a * b;
+  }
+  return total(even + odd);
+}
+
+}  // namespace
+
+void rms_norm(const float* x, const float* weight, float eps, int64_t n, float* out) {
+  Lanes sums = {};
+  Lanes values;
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    load(x + i, values);
+    sums += values * values;
+  }
+  for (int64_t lane = 0; i + lane < n; ++lane) sums[lane] += x[i + lane] * x[i + lane];
+  const float r = 1.0f / std::sqrt(total(sums) / static_cast<float>(n) + eps);
+  for (i = 0; i < n; ++i) out[i] = x[i] * r * weight[i];
+}
+
+void rotate(const float* angles, int64_t half, bool interleaved, float* x) {
+  const float* cosines = angles;
+  const float* sines = angles + half;
+  const int64_t step = interleaved ? 2 : 1;
+  const int64_t other = interleaved ? 1 : half;
+  for (int64_t i = 0; i < half; ++i) {
+    const float a = x[step * i];
+    const float b = x[step * i + other];
+    x[step * i] = a * cosines[i] - b * sines[i];
+    x[step * i + other] = b * cosines[i] + a * sines[i];
+  }
+}
+
+void add_scaled(const float* y, float factor, int64_t n, float* x) {
+  for (int64_t i = 0; i < n; ++i) x[i] += factor * y[i];
+}
+
+float dot_row(const float* x, const void* weight, DType dtype, int64_t n) {
+  switch (dtype) {
+    case DType::kBFloat16: return dot_as<DType::kBFloat16>(x, weight, n);
+    case DType::kFloat16: return dot_as<DType::kFloat16>(x, weight, n);
+    default: return dot_as<DType::kFloat32>(x, weight, n);
+  }
+}
+
+}  // namespace w4a8

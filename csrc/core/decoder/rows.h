@@ -1,0 +1,24 @@
+// The small work of a decoder between its products: docs/numerics.md section 10. Plain C++ in 16 lanes, so that every
+// instruction set gives the same bits.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/kernel.h"
+
+namespace w4a8 {
+
+/// out[i] = x[i] * r * weight[i] for i < n, r = 1 / sqrt(sum of x[i]^2 / n + eps). out may be x.
+void rms_norm(const float* x, const float* weight, float eps, int64_t n, float* out);
+
+/// Turns pairs of a head: of x[i] and x[i + half], or interleaved of x[2i] and x[2i + 1], (a, b) becomes
+/// (a cos - b sin, b cos + a sin), i < half. angles: cosines [half], then sines [half].
+void rotate(const float* angles, int64_t half, bool interleaved, float* x);
+
+/// x[i] += factor * y[i] for i < n.
+void add_scaled(const float* y, float factor, int64_t n, float* x);
+
+/// sum of x[i] * weight[i] over i < n; weight is of dtype, n a multiple of 16.
+float dot_row(const float* x, const void* weight, DType dtype, int64_t n);
+
+}  // namespace w4a8

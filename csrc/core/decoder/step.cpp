@@ -1,0 +1,253 @@
+#include "core/decoder/step.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "core/decoder/rows.h"
+#include "core/moe/fused_moe.h"
+#include "core/split.h"
+
+namespace w4a8 {
+namespace {
+
+// Memory of a step, for the widest layer.
+struct Buffers {
+  Buffers(Slicer& slicer, const DecoderPlan& plan, int64_t m, int64_t rows) {
+    int64_t qkv_size = 0;
+    int64_t attended_size = 0;
+    int64_t gate_up_size = 0;
+    int64_t expert_count = 0;
+    int64_t top_k = 0;
+    for (const LayerPlan& layer : plan.layers) {
+      qkv_size = std::max(qkv_size, layer.attention.qkv.n());
+      attended_size = std::max(attended_size, layer.attention.q_size());
+      if (layer.experts.router == nullptr) {
+        gate_up_size = std::max(gate_up_size, layer.mlp.gate_up.n());
+      } else {
+        expert_count = std::max(expert_count, layer.experts.routing.experts);
+        top_k = std::max(top_k, layer.experts.routing.top_k);
+      }
+    }
+    normed = slicer.take<float>(m * plan.hidden);
+    qkv = slicer.take<float>(m * qkv_size);
+    attended = slicer.take<float>(m * attended_size);
+    y = slicer.take<float>(m * plan.hidden);
+    gate_up = slicer.take<float>(m * gate_up_size);
+    h = slicer.take<float>(m * (gate_up_size / 2));
+    logits = slicer.take<float>(m * expert_count);
+    weights = slicer.take<float>(m * top_k);
+    ids = slicer.take<int32_t>(m * top_k);
+    wanted = slicer.take<float>(rows * plan.hidden);
+    head = slicer.take<float>(plan.head ? rows * plan.head.n() : 0);
+  }
+  float* normed;
+  float* qkv;
+  float* attended;
+  float* y;
+  float* gate_up;
+  float* h;
+  float* logits;
+  float* weights;
+  int32_t* ids;
+  float* wanted;
+  float* head;
+};
+
+class Step {
+ public:
+  Step(const Kernel& kernel, Team& team, Workspace& workspace, const DecoderPlan& plan, const StepArgs& args,
+       const Buffers& buffers)
+      : kernel_(kernel), team_(team), workspace_(workspace), plan_(plan), args_(args), b_(buffers), m_(args.tokens) {}
+
+  void run() {
+    for (std::size_t i = 0; i < plan_.layers.size(); ++i) {
+      const LayerPlan& layer = plan_.layers[i];
+      attention(layer, args_.caches[i]);
+      add(layer.after_attention, layer.residual);
+      norm(layer.before_mlp, args_.x, b_.normed);
+      if (layer.experts.router == nullptr) {
+        mlp(layer.mlp);
+      } else {
+        experts(layer.experts);
+      }
+      add(layer.after_mlp, layer.residual);
+    }
+    finish();
+  }
+
+ private:
+  // A function of each row; of few rows by the caller alone.
+  template <class Function>
+  void for_rows(int64_t rows, Function function) {
+    if (rows <= kFewRows) {
+      for (int64_t r = 0; r < rows; ++r) function(r);
+      return;
+    }
+    constexpr int64_t kRowsOfTask = 4;
+    const auto task = [&](int64_t, int64_t t, int) {
+      for (int64_t r = t * kRowsOfTask; r < std::min(rows, (t + 1) * kRowsOfTask); ++r) function(r);
+    };
+    const Phase phases[] = {{ceil_div(rows, kRowsOfTask), task, 0, true}};
+    run_phases(team_, team_.threads(), phases);
+  }
+
+  void norm(const NormPlan& norm, const float* x, float* out) {
+    const int64_t n = plan_.hidden;
+    for_rows(m_, [&](int64_t r) { norm_row(norm, n, x + r * n, out + r * n); });
+  }
+  static void norm_row(const NormPlan& norm, int64_t n, const float* x, float* out) {
+    if (norm) {
+      rms_norm(x, norm.weight, norm.eps, n, out);
+    } else {
+      std::copy_n(x, n, out);
+    }
+  }
+
+  // x += what attention or the MLP gave.
+  void add(const NormPlan& norm, float factor) {
+    const int64_t n = plan_.hidden;
+    for_rows(m_, [&](int64_t r) {
+      if (norm) rms_norm(b_.y + r * n, norm.weight, norm.eps, n, b_.y + r * n);
+      add_scaled(b_.y + r * n, factor, n, args_.x + r * n);
+    });
+  }
+
+  void attention(const LayerPlan& layer, const PagedCache& cache) {
+    const AttentionPlan& plan = layer.attention;
+    norm(layer.before_attention, args_.x, b_.normed);
+    plan.qkv.multiply(kernel_, team_, workspace_, b_.normed, m_, b_.qkv);
+    const FloatRows q = plan.qkv.columns(b_.qkv, m_, 0);
+    const FloatRows k = plan.qkv.columns(b_.qkv, m_, plan.q_size());
+    const FloatRows v = plan.qkv.columns(b_.qkv, m_, plan.q_size() + plan.kv_size());
+    for_rows(m_, [&](int64_t r) {
+      prepare_heads(plan, plan.q_norm, plan.heads, r, q.row(r));
+      prepare_heads(plan, plan.k_norm, plan.kv_heads, r, k.row(r));
+    });
+    const NewTokens tokens = {k.data, v.data, k.stride, plan.head_size, v.stride, plan.head_size, DType::kFloat32};
+    write_cache(kernel_, team_, cache, tokens, plan.drops_pages ? plan.window : 0);
+    const Queries queries = {q.data,     q.stride,      plan.head_size, plan.heads, DType::kFloat32,
+                             plan.scale, plan.soft_cap, plan.window,    true,       plan.sinks};
+    attend(kernel_, team_, workspace_, cache, queries, b_.attended);
+    plan.out.multiply(kernel_, team_, workspace_, b_.attended, m_, b_.y);
+  }
+
+  // Norms and turns q or k of one token.
+  void prepare_heads(const AttentionPlan& plan, const NormPlan& norm, int64_t heads, int64_t r, float* x) const {
+    if (norm) {
+      const int64_t size = plan.norms_whole_rows ? heads * plan.head_size : plan.head_size;
+      for (int64_t at = 0; at < heads * plan.head_size; at += size) {
+        rms_norm(x + at, norm.weight, norm.eps, size, x + at);
+      }
+    }
+    if (plan.rope < 0) return;
+    const RopeTable& table = args_.ropes[plan.rope];
+    const float* angles = table.angles + args_.positions[r] * 2 * table.half;
+    for (int64_t h = 0; h < heads; ++h) rotate(angles, table.half, plan.interleaved, x + h * plan.head_size);
+  }
+
+  void mlp(const MlpPlan& plan) {
+    plan.gate_up.multiply_gated(kernel_, team_, workspace_, b_.normed, m_, plan.activation, b_.gate_up, b_.h);
+    plan.down.multiply(kernel_, team_, workspace_, b_.h, m_, b_.y);
+  }
+
+  void experts(const ExpertsPlan& plan) {
+    const int64_t count = plan.routing.experts;
+    constexpr int64_t kExpertsOfTask = 16;
+    const int64_t parts = ceil_div(count, kExpertsOfTask);
+    const auto route = [&](int64_t, int64_t task, int) {
+      const int64_t r = task / parts;
+      const Range range = share(count, parts, task % parts);
+      for (int64_t e = range.begin; e < range.end; ++e) {
+        const uint8_t* row =
+            static_cast<const uint8_t*>(plan.router) + e * plan_.hidden * dtype_bytes(plan.router_type);
+        const float logit = dot_row(b_.normed + r * plan_.hidden, row, plan.router_type, plan_.hidden);
+        b_.logits[r * count + e] = plan.router_bias == nullptr ? logit : logit + plan.router_bias[e];
+      }
+    };
+    const Phase phases[] = {{m_ * parts, route, 0, true}};
+    run_phases(team_, team_.threads(), phases);
+    RoutingArgs routing = plan.routing;
+    routing.logits = b_.logits;
+    routing.dtype = DType::kFloat32;
+    routing.tokens = m_;
+    routing.weights = b_.weights;
+    routing.ids = b_.ids;
+    topk_routing(team_, workspace_, routing);
+    MoeArgs moe;
+    moe.x = b_.normed;
+    moe.out = b_.y;
+    moe.tokens = m_;
+    moe.top_k = routing.top_k;
+    moe.ids = b_.ids;
+    moe.weights = b_.weights;
+    moe.experts = count;
+    moe.w13 = plan.w13;
+    moe.w13_bytes = plan.w13_bytes;
+    moe.w2 = plan.w2;
+    moe.w2_bytes = plan.w2_bytes;
+    moe.hidden = plan_.hidden;
+    moe.intermediate = plan.intermediate;
+    moe.group = kAnyGroup;
+    moe.activation = plan.activation;
+    fused_moe(kernel_, team_, workspace_, moe);
+  }
+
+  // The last norm and the head, of the rows that are wanted.
+  void finish() {
+    const int64_t n = plan_.hidden;
+    const int64_t rows = args_.row_count;
+    if (rows == 0) return;
+    for_rows(rows, [&](int64_t r) {
+      const int64_t token = args_.rows == nullptr ? r : args_.rows[r];
+      norm_row(plan_.norm, n, args_.x + token * n, b_.wanted + r * n);
+    });
+    const float* result = b_.wanted;
+    int64_t columns = n;
+    if (plan_.head) {
+      plan_.head.multiply(kernel_, team_, workspace_, b_.wanted, rows, b_.head);
+      result = b_.head;
+      columns = plan_.head.n();
+    }
+    for_rows(rows, [&](int64_t r) {
+      kernel_.store_row(result + r * columns, columns, args_.dtype,
+                        static_cast<uint8_t*>(args_.out) + r * columns * dtype_bytes(args_.dtype));
+    });
+  }
+
+  const Kernel& kernel_;
+  Team& team_;
+  Workspace& workspace_;
+  const DecoderPlan& plan_;
+  const StepArgs& args_;
+  const Buffers& b_;
+  const int64_t m_;
+};
+
+}  // namespace
+
+void run_step(const Kernel& kernel, Team& team, Workspace& workspace, const DecoderPlan& plan, const StepArgs& args) {
+  if (args.tokens == 0) return;
+  const DefaultFloatEnvironment environment;
+  thread_local Workspace step_memory;  // `workspace` is for what the step calls
+  Slicer count(nullptr);
+  Buffers(count, plan, args.tokens, args.row_count);
+  Slicer slicer(step_memory.reserve(count.bytes()));
+  const Buffers buffers(slicer, plan, args.tokens, args.row_count);
+  Step(kernel, team, workspace, plan, args, buffers).run();
+}
+
+void cut_plan(DecoderPlan& plan, int workers) {
+  std::vector<Products*> order;
+  for (LayerPlan& layer : plan.layers) {
+    order.push_back(&layer.attention.qkv);
+    order.push_back(&layer.attention.out);
+    if (layer.experts.router != nullptr) continue;
+    order.push_back(&layer.mlp.gate_up);
+    order.push_back(&layer.mlp.down);
+  }
+  if (plan.head) order.push_back(&plan.head);
+  for (Products* products : order) products->cut(workers, nullptr);
+  for (std::size_t i = 0; i + 1 < order.size(); ++i) order[i]->cut(workers, order[i + 1]);
+}
+
+}  // namespace w4a8

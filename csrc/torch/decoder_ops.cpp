@@ -1,0 +1,459 @@
+// The ops of a decoder: checks, and what a plan points to is kept alive. The core computes.
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+#if defined(__linux__)
+#include <sched.h>
+#endif
+
+#include "core/decoder/step.h"
+#include "torch/checks.h"
+#include "torch/context.h"
+#include "torch/ops.h"
+#include "torch/paged_cache.h"
+#include "torch/routing_args.h"
+
+namespace w4a8 {
+namespace {
+
+// The team of this process, of as many threads as torch has. Never destroyed: it ends with the process. A child of a
+// fork has none of its threads and makes its own.
+class ProcessTeam {
+ public:
+  /// For one call: the team, or where another thread uses it, or there is one worker, a team of the caller alone.
+  class Use {
+   public:
+    explicit Use(ProcessTeam& owner) : alone_(1), team_(&alone_) {
+      std::unique_lock<std::mutex> making(owner.mutex_, std::try_to_lock);
+      if (!making.owns_lock()) return;
+      Team* team = owner.current();
+      if (team == nullptr) return;
+      lock_ = team->lock();
+      if (lock_.owns_lock()) team_ = team;
+    }
+    Team& team() { return *team_; }
+
+   private:
+    Team alone_;
+    Team* team_;
+    std::unique_lock<std::mutex> lock_;
+  };
+
+  /// Before weights go away.
+  void await_readers() {
+    const std::lock_guard<std::mutex> making(mutex_);
+    if (team_ == nullptr || process_ != getpid()) return;
+    std::unique_lock<std::mutex> mine = team_->lock();
+    for (; !mine.owns_lock(); mine = team_->lock()) std::this_thread::yield();
+    team_->await_readers();
+  }
+
+ private:
+  // mutex_ is held.
+  Team* current() {
+    const int threads = thread_count();
+    const bool forked = process_ != getpid();
+    if (forked) static_cast<void>(team_.release());  // its threads are the parent's
+    process_ = getpid();
+    if (threads <= 1) return nullptr;
+    if (team_ == nullptr || team_->threads() != threads) {
+      if (team_ != nullptr) {
+        const std::unique_lock<std::mutex> idle = team_->lock();
+        if (!idle.owns_lock()) return nullptr;
+      }
+      team_.reset();
+      team_ = make(threads);
+    }
+    return team_.get();
+  }
+
+  // Each thread on the CPUs of the thread of torch with the same number: whoever loads a model may have bound the
+  // calling one to a single CPU, which new threads inherit.
+  static std::unique_ptr<Team> make(int threads) {
+#if defined(__linux__)
+    std::vector<cpu_set_t> places(static_cast<std::size_t>(threads));
+    std::vector<char> known(static_cast<std::size_t>(threads), 0);
+    run_threads(threads, [&](int worker) {
+      const auto i = static_cast<std::size_t>(worker);
+      known[i] = sched_getaffinity(0, sizeof(cpu_set_t), &places[i]) == 0;
+    });
+    return std::make_unique<Team>(threads, [places, known](int worker) {
+      const auto i = static_cast<std::size_t>(worker);
+      if (known[i]) sched_setaffinity(0, sizeof(cpu_set_t), &places[i]);
+    });
+#else
+    return std::make_unique<Team>(threads);
+#endif
+  }
+
+  std::mutex mutex_;
+  std::unique_ptr<Team> team_;
+  pid_t process_ = 0;
+};
+ProcessTeam& process_team() {
+  static auto* team = new ProcessTeam;
+  return *team;
+}
+
+// A plan and what it points to.
+struct Decoder {
+  Decoder() = default;
+  Decoder(const Decoder&) = delete;
+  Decoder& operator=(const Decoder&) = delete;
+  ~Decoder() { process_team().await_readers(); }
+
+  DecoderPlan plan;
+  std::vector<Tensor> kept;
+  int workers = 0;  // that it is cut for; 0: not yet
+  std::mutex mutex;
+
+  const Tensor& keep(const Tensor& tensor) { return kept.emplace_back(tensor); }
+  const float* keep_floats(const OptionalTensor& tensor) {
+    return tensor.has_value() ? input_data<float>(keep(to_float32(*tensor))) : nullptr;
+  }
+};
+
+class Decoders {
+ public:
+  int64_t add(std::shared_ptr<Decoder> decoder) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    decoders_[++last_] = std::move(decoder);
+    return last_;
+  }
+  std::shared_ptr<Decoder> find(int64_t number) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = decoders_.find(number);
+    return found == decoders_.end() ? nullptr : found->second;
+  }
+  void remove(int64_t number) {
+    std::shared_ptr<Decoder> last;  // goes behind the lock
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = decoders_.find(number);
+    if (found == decoders_.end()) return;
+    last = std::move(found->second);
+    decoders_.erase(found);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<int64_t, std::shared_ptr<Decoder>> decoders_;
+  int64_t last_ = 0;
+};
+Decoders& decoders() {
+  static auto* all = new Decoders;  // not destroyed, since tensors may not outlive torch
+  return *all;
+}
+
+int64_t number_of(const Tensor& decoder) {
+  check_cpu({{"decoder", decoder}});
+  W4A8_CHECK(type_of(decoder) == ScalarType::Long && decoder.numel() == 1,
+             "decoder is not a tensor that decoder_create returned");
+  return *input_data<int64_t>(decoder);
+}
+
+std::shared_ptr<Decoder> decoder_of(const Tensor& decoder) {
+  const int64_t number = number_of(decoder);
+  std::shared_ptr<Decoder> found = decoders().find(number);
+  W4A8_CHECK(found != nullptr, "decoder ", number, " does not exist, or was destroyed");
+  return found;
+}
+
+void check_count(const char* name, const OptionalTensor& tensor, int64_t count) {
+  if (!tensor.has_value()) return;
+  W4A8_CHECK(is_floating(type_of(*tensor)), name, " has dtype ", type_of(*tensor), ", expected a floating point type");
+  W4A8_CHECK(tensor->dim() == 1 && tensor->size(0) == count, name, " has shape ", shape_text(tensor->sizes()),
+             ", expected [", count, "]");
+}
+
+// Packed matrices that rows of k values are multiplied with; n columns in all.
+Products products_of(Decoder& decoder, const char* name, Tensors tensors, int64_t k, int64_t n) {
+  const auto count = static_cast<std::size_t>(tensors.size());
+  W4A8_CHECK(count >= 1 && count <= Products::kMostMatrices, name, " has ", count, " tensors, expected 1..",
+             Products::kMostMatrices);
+  std::vector<PackedMatrix> matrices;
+  int64_t columns = 0;
+  for (const Tensor& tensor : tensors) {
+    check_cpu({{name, tensor}});
+    check_packed(name, tensor, /*stack=*/false);
+    const Tensor& packed = decoder.keep(dense(tensor));
+    const PackedShape shape = read_header(input_data<uint8_t>(packed), packed.numel(), name);
+    W4A8_CHECK(shape.k == k, name, " has in_features ", shape.k, ", expected ", k);
+    columns += shape.n;
+    matrices.emplace_back(shape, input_data<uint8_t>(packed));
+  }
+  W4A8_CHECK(n == 0 || columns == n, name, " has ", columns, " out_features, expected ", n);
+  return Products(std::move(matrices));
+}
+
+NormPlan norm_of(Decoder& decoder, const char* name, const OptionalTensor& weight, int64_t count, float eps) {
+  check_cpu({{name, weight}});
+  check_count(name, weight, count);
+  return {decoder.keep_floats(weight), eps};
+}
+
+float positive(const char* name, double value) {
+  const float result = to_float32(value);
+  W4A8_CHECK(result > 0 && result <= std::numeric_limits<float>::max(), name, " is ", value,
+             ", expected a positive number");
+  return result;
+}
+
+}  // namespace
+
+Tensor decoder_create_cpu(const Tensor& norm, const OptionalTensor& head, int64_t hidden_size, double eps) {
+  W4A8_CHECK(hidden_size >= 16 && hidden_size % 16 == 0 && hidden_size <= kMaxK, "hidden_size is ", hidden_size,
+             ", expected a multiple of 16 in 16..", kMaxK);
+  auto decoder = std::make_shared<Decoder>();
+  decoder->plan.hidden = hidden_size;
+  decoder->plan.norm = norm_of(*decoder, "norm", norm, hidden_size, positive("eps", eps));
+  if (head.has_value()) decoder->plan.head = products_of(*decoder, "head", std::vector<Tensor>{*head}, hidden_size, 0);
+  const Tensor result = new_tensor({1}, ScalarType::Long, norm);
+  *output_data<int64_t>(result) = decoders().add(std::move(decoder));
+  return result;
+}
+
+void decoder_add_layer_cpu(const Tensor& decoder, Tensors qkv, const Tensor& out, Tensors gate_up,
+                           const OptionalTensor& down, int64_t heads, int64_t kv_heads, int64_t head_size, double scale,
+                           Text kind, int64_t window, bool drops_pages, double soft_cap, const OptionalTensor& sinks,
+                           const OptionalTensor& input_norm, const OptionalTensor& attention_norm,
+                           const OptionalTensor& mlp_input_norm, const OptionalTensor& mlp_norm,
+                           const OptionalTensor& q_norm, const OptionalTensor& k_norm, int64_t rope, bool interleaved,
+                           int64_t activation_kind, double residual) {
+  const std::shared_ptr<Decoder> found = decoder_of(decoder);
+  const std::lock_guard<std::mutex> lock(found->mutex);
+  DecoderPlan& plan = found->plan;
+  const int64_t hidden = plan.hidden;
+  const float eps = plan.norm.eps;
+  W4A8_CHECK(heads >= 1 && heads <= 65536, "heads is ", heads, ", expected 1..65536");
+  W4A8_CHECK(kv_heads >= 1 && heads % kv_heads == 0, "kv_heads is ", kv_heads, ", expected a divisor of heads, ",
+             heads);
+  check_cache_shape({kind_of(kind), head_size, head_size});
+  W4A8_CHECK(window >= 0, "window is ", window, ", expected 0 (none) or more");
+  W4A8_CHECK(rope >= -1, "rope is ", rope, ", expected -1 (none) or the number of a table");
+  W4A8_CHECK(soft_cap >= 0, "soft_cap is ", soft_cap, ", expected 0 (none) or more");
+
+  LayerPlan layer;
+  AttentionPlan& attention = layer.attention;
+  attention.qkv = products_of(*found, "qkv", qkv, hidden, (heads + 2 * kv_heads) * head_size);
+  W4A8_CHECK(qkv.size() == 1 || qkv.size() == 3, "qkv has ", qkv.size(), " tensors, expected 1 or 3");
+  attention.out = products_of(*found, "out", std::vector<Tensor>{out}, heads * head_size, hidden);
+  attention.heads = heads;
+  attention.kv_heads = kv_heads;
+  attention.head_size = head_size;
+  // A norm is of each head, or of all of them at once.
+  attention.norms_whole_rows = q_norm.has_value() && q_norm->numel() != head_size;
+  const int64_t of_q = attention.norms_whole_rows ? heads * head_size : head_size;
+  const int64_t of_k = attention.norms_whole_rows ? kv_heads * head_size : head_size;
+  attention.q_norm = norm_of(*found, "q_norm", q_norm, of_q, eps);
+  attention.k_norm = norm_of(*found, "k_norm", k_norm, of_k, eps);
+  attention.rope = rope;
+  attention.interleaved = interleaved;
+  attention.kind = kind_of(kind);
+  attention.scale = to_float32(scale);
+  attention.soft_cap = to_float32(soft_cap);
+  attention.window = window;
+  attention.drops_pages = drops_pages;
+  check_cpu({{"sinks", sinks}});
+  check_count("sinks", sinks, heads);
+  attention.sinks = found->keep_floats(sinks);
+
+  layer.before_attention = norm_of(*found, "input_norm", input_norm, hidden, eps);
+  layer.after_attention = norm_of(*found, "attention_norm", attention_norm, hidden, eps);
+  layer.before_mlp = norm_of(*found, "mlp_input_norm", mlp_input_norm, hidden, eps);
+  layer.after_mlp = norm_of(*found, "mlp_norm", mlp_norm, hidden, eps);
+  layer.residual = to_float32(residual);
+
+  W4A8_CHECK((gate_up.size() != 0) == down.has_value(), "gate_up has ", gate_up.size(), " tensors and down is ",
+             down.has_value() ? "given" : "not given", ", expected both, or none before decoder_add_experts");
+  if (down.has_value()) {
+    W4A8_CHECK(gate_up.size() <= 2, "gate_up has ", gate_up.size(), " tensors, expected 1 or 2");
+    MlpPlan& mlp = layer.mlp;
+    mlp.gate_up = products_of(*found, "gate_up", gate_up, hidden, 0);
+    mlp.intermediate = mlp.gate_up.n() / 2;
+    W4A8_CHECK(mlp.gate_up.n() % 2 == 0 && mlp.gate_up.columns_of(0) % mlp.intermediate == 0, "gate_up has ",
+               mlp.gate_up.n(), " out_features, expected as many of gate as of up");
+    mlp.down = products_of(*found, "down", std::vector<Tensor>{*down}, mlp.intermediate, hidden);
+    mlp.activation = activation_of(activation_kind);
+  }
+  plan.layers.push_back(std::move(layer));
+  found->workers = 0;
+}
+
+void decoder_add_experts_cpu(const Tensor& decoder, const Tensor& router, const OptionalTensor& router_bias,
+                             const Tensor& w13_packed, const Tensor& w2_packed, int64_t top_k, bool renormalize,
+                             Text scoring_func, Optional<int64_t> num_expert_group, Optional<int64_t> topk_group,
+                             double routed_scaling_factor, const OptionalTensor& e_score_correction_bias,
+                             int64_t activation_kind) {
+  const std::shared_ptr<Decoder> found = decoder_of(decoder);
+  const std::lock_guard<std::mutex> lock(found->mutex);
+  check_cpu({{"router", router},
+             {"router_bias", router_bias},
+             {"w13_packed", w13_packed},
+             {"w2_packed", w2_packed},
+             {"e_score_correction_bias", e_score_correction_bias}});
+  W4A8_CHECK(!found->plan.layers.empty(), "decoder has no layer yet, expected one without gate_up and down");
+  LayerPlan& layer = found->plan.layers.back();
+  W4A8_CHECK(!layer.mlp.down && layer.experts.router == nullptr,
+             "the last layer of decoder has gate_up and down, or experts, expected one without");
+  const int64_t hidden = found->plan.hidden;
+  W4A8_CHECK(router.dim() == 2 && router.size(1) == hidden, "router has shape ", shape_text(router.sizes()),
+             ", expected [experts, ", hidden, "]");
+  const int64_t experts = router.size(0);
+  check_count("router_bias", router_bias, experts);
+  check_count("e_score_correction_bias", e_score_correction_bias, experts);
+  check_packed("w13_packed", w13_packed, /*stack=*/true);
+  check_packed("w2_packed", w2_packed, /*stack=*/true);
+  for (const auto& [name, tensor] : {NamedTensor("w13_packed", w13_packed), NamedTensor("w2_packed", w2_packed)}) {
+    W4A8_CHECK(tensor->size(0) == experts, name, " has ", tensor->size(0), " experts, expected ", experts,
+               ", those of router");
+  }
+  ExpertsPlan plan;
+  plan.routing =
+      routing_args(experts, top_k, renormalize, scoring_func, num_expert_group, topk_group, routed_scaling_factor, {});
+  plan.routing.bias = found->keep_floats(e_score_correction_bias);
+  plan.router_type = activation_dtype("router", router);
+  plan.router = input_data(found->keep(dense(router)));
+  plan.router_bias = found->keep_floats(router_bias);
+  const Tensor& w13 = found->keep(dense(w13_packed));
+  plan.w13 = input_data<uint8_t>(w13);
+  plan.w13_bytes = w13.size(1);
+  const PackedShape first = read_header(plan.w13, plan.w13_bytes, "expert 0, w13_packed");
+  W4A8_CHECK(first.k == hidden && first.n % 2 == 0, "expert 0, w13_packed has in_features ", first.k,
+             " and out_features ", first.n, ", expected ", hidden, " and an even number");
+  plan.intermediate = first.n / 2;
+  const Tensor& w2 = found->keep(dense(w2_packed));
+  plan.w2 = input_data<uint8_t>(w2);
+  plan.w2_bytes = w2.size(1);
+  plan.activation = activation_of(activation_kind);
+  layer.experts = plan;
+}
+
+Tensor decoder_step_cpu(const Tensor& decoder, const Tensor& hidden, const Tensor& positions, Tensors caches,
+                        const Tensor& block_table, const Tensor& seq_lens, const Tensor& query_start_loc, Tensors ropes,
+                        const OptionalTensor& rows) {
+  const std::shared_ptr<Decoder> found = decoder_of(decoder);
+  const std::lock_guard<std::mutex> one_call(found->mutex);
+  DecoderPlan& plan = found->plan;
+  check_cpu({{"hidden", hidden},
+             {"positions", positions},
+             {"block_table", block_table},
+             {"seq_lens", seq_lens},
+             {"query_start_loc", query_start_loc},
+             {"rows", rows}});
+  W4A8_CHECK(!wants_gradient(hidden),
+             "hidden requires gradients, which a cache does not keep, expected torch.no_grad()");
+  const DType dtype = activation_dtype("hidden", hidden);
+  W4A8_CHECK(hidden.dim() == 2 && hidden.size(1) == plan.hidden, "hidden has shape ", shape_text(hidden.sizes()),
+             ", expected [tokens, ", plan.hidden, "]");
+  const int64_t tokens = hidden.size(0);
+  W4A8_CHECK(type_of(positions) == ScalarType::Long && positions.dim() == 1 && positions.size(0) == tokens,
+             "positions has dtype ", type_of(positions), " and shape ", shape_text(positions.sizes()),
+             ", expected int64 [", tokens, "]");
+  W4A8_CHECK(static_cast<std::size_t>(caches.size()) == plan.layers.size(), "caches has ", caches.size(),
+             " tensors, expected ", plan.layers.size(), ", the layers of decoder");
+  const Tensor table = dense(block_table);
+  const Tensor lengths = dense(seq_lens);
+  const Tensor starts = dense(query_start_loc);
+  const Tensor place = dense(positions);
+
+  std::vector<PagedCache> paged;
+  paged.reserve(plan.layers.size());
+  for (std::size_t i = 0; i < plan.layers.size(); ++i) {
+    const AttentionPlan& attention = plan.layers[i].attention;
+    const Tensor& cache = caches[i];
+    check_cpu({{"caches", cache}});
+    check_cache_types(cache, table, lengths, starts, 0);
+    const CacheShape shape = {attention.kind, attention.head_size, attention.head_size};
+    paged.push_back(
+        paged_cache(cache, static_cast<uint8_t*>(output_data(cache)), shape, table, lengths, starts, tokens));
+    W4A8_CHECK(cache.size(1) == attention.kv_heads, "caches has ", cache.size(1), " heads at layer ", i, ", expected ",
+               attention.kv_heads);
+    // Layers alike have the same pages, which are looked at once.
+    const bool as_before = i > 0 && cache.size(0) >= caches[i - 1].size(0) &&
+                           paged[i].page_tokens == paged[i - 1].page_tokens &&
+                           attention.window == plan.layers[i - 1].attention.window &&
+                           attention.drops_pages == plan.layers[i - 1].attention.drops_pages;
+    if (as_before) continue;
+    check_pages(paged[i], cache.size(0), [&](int64_t s) {
+      const int64_t before = paged[i].before(s);
+      if (!attention.drops_pages) return int64_t{0};
+      const int64_t seen = std::max<int64_t>(0, before - attention.window + 1);
+      return std::max<int64_t>(0, std::min(seen, before - (attention.window > kBlockKeys ? kBlockKeys : 0)));
+    });
+  }
+
+  std::vector<RopeTable> tables;
+  std::vector<Tensor> angles;
+  int64_t most_positions = std::numeric_limits<int64_t>::max();
+  for (const Tensor& rope : ropes) {
+    check_cpu({{"ropes", rope}});
+    W4A8_CHECK(type_of(rope) == ScalarType::Float && rope.dim() == 2 && rope.size(1) % 2 == 0, "ropes has dtype ",
+               type_of(rope), " and shape ", shape_text(rope.sizes()), ", expected float32 [positions, even]");
+    angles.push_back(dense(rope));
+    tables.push_back({input_data<float>(angles.back()), rope.size(1) / 2});
+    most_positions = std::min(most_positions, rope.size(0));
+  }
+  for (const LayerPlan& layer : plan.layers) {
+    const AttentionPlan& attention = layer.attention;
+    if (attention.rope < 0) continue;
+    W4A8_CHECK(attention.rope < static_cast<int64_t>(tables.size()), "ropes has ", tables.size(),
+               " tables, expected more than ", attention.rope, ", which a layer asks for");
+    const int64_t turned = 2 * tables[static_cast<std::size_t>(attention.rope)].half;
+    W4A8_CHECK(turned <= attention.head_size, "ropes turn ", turned, " numbers of a head, expected at most ",
+               attention.head_size);
+  }
+  StepArgs args;
+  args.positions = input_data<int64_t>(place);
+  for (int64_t t = 0; t < tokens; ++t) {
+    W4A8_CHECK(args.positions[t] >= 0 && args.positions[t] < most_positions, "positions of token ", t, " is ",
+               args.positions[t], ", expected 0..", most_positions - 1, ", the positions of ropes");
+  }
+  Tensor wanted;
+  args.row_count = tokens;
+  if (rows.has_value()) {
+    W4A8_CHECK(type_of(*rows) == ScalarType::Long && rows->dim() == 1, "rows has dtype ", type_of(*rows), " and ",
+               rows->dim(), " dimensions, expected int64 [rows]");
+    wanted = dense(*rows);
+    args.rows = input_data<int64_t>(wanted);
+    args.row_count = wanted.size(0);
+    for (int64_t r = 0; r < args.row_count; ++r) {
+      W4A8_CHECK(args.rows[r] >= 0 && args.rows[r] < tokens, "rows has token ", args.rows[r], ", expected 0..",
+                 tokens - 1);
+    }
+  }
+  const Tensor given = dense(hidden);
+  Tensor x = to_float32(given);
+  if (input_data(x) == input_data(given)) {  // the step writes to it
+    x = new_tensor(given.sizes(), ScalarType::Float, given);
+    std::memcpy(output_data(x), input_data(given), static_cast<std::size_t>(byte_size(given)));
+  }
+  const int64_t columns = plan.head ? plan.head.n() : plan.hidden;
+  Tensor out = new_tensor({args.row_count, columns}, type_of(hidden), hidden);
+  args.x = output_data<float>(x);
+  args.tokens = tokens;
+  args.ropes = tables.data();
+  args.caches = paged.data();
+  args.dtype = dtype;
+  args.out = output_data(out);
+  ProcessTeam::Use use(process_team());
+  Team& team = use.team();
+  if (found->workers != team.threads()) {
+    team.await_readers();
+    cut_plan(plan, team.threads());
+    found->workers = team.threads();
+  }
+  run_step(op_kernel(), team, thread_workspace(), plan, args);
+  return out;
+}
+
+void decoder_destroy_cpu(const Tensor& decoder) { decoders().remove(number_of(decoder)); }
+
+}  // namespace w4a8

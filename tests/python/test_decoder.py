@@ -1,0 +1,353 @@
+"""decoder_step bit for bit beside the single operators, which have their own tests. The norms, the rotation and the
+residual between them are computed here in the order of docs/numerics.md section 10."""
+
+import dataclasses
+import gc
+
+import numpy as np
+import pytest
+import torch
+from common import KERNELS, assert_same_bits, make_matrix
+
+import w4a8
+from w4a8.decoder import Decoder
+
+HIDDEN, HEADS, KV, SIZE, INNER, VOCAB, POSITIONS = 96, 6, 2, 32, 160, 75, 512
+EPS = 1e-5
+KINDS = ["int4", "int4 minimums", "int8"]  # of q, k and v: they want rows quantized in different ways
+
+
+def rms_norm(x, weight, eps=EPS):
+    """Squares in 16 lanes, which are added by halves; float32 throughout."""
+    rows = np.asarray(x, np.float32).reshape(-1, x.shape[-1])
+    n = rows.shape[1]
+    squares = np.zeros((len(rows), -(-n // 16) * 16), np.float32)
+    squares[:, :n] = rows * rows
+    lanes = np.zeros((len(rows), 16), np.float32)
+    for i in range(0, squares.shape[1], 16):
+        lanes = lanes + squares[:, i : i + 16]
+    while lanes.shape[1] > 1:
+        half = lanes.shape[1] // 2
+        lanes = lanes[:, :half] + lanes[:, half:]
+    r = np.float32(1) / np.sqrt(lanes / np.float32(n) + np.float32(eps))
+    return torch.from_numpy(rows * r * weight.numpy()).view(x.shape)
+
+
+def rotate(x, angles, interleaved):
+    """x [T, heads, size]; angles [T, 2 * half]."""
+    half = angles.shape[1] // 2
+    cos, sin = angles[:, None, :half], angles[:, None, half:]
+    x = x.clone()
+    first, second = (
+        (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if interleaved else (slice(half), slice(half, 2 * half))
+    )
+    a, b = x[..., first].clone(), x[..., second].clone()
+    x[..., first], x[..., second] = a * cos - b * sin, b * cos + a * sin
+    return x
+
+
+class Model:
+    """A random decoder, by the operators one by one and as a Decoder."""
+
+    def __init__(self, *, layers=2, fused=False, experts=0, four_norms=False, head_norm=None, window=0, kind="int8",
+                 interleaved=False, turned=SIZE, head=True, activation=0, **attention):  # fmt: skip
+        norm = lambda n=HIDDEN: 1 + 0.2 * torch.randn(n)  # noqa: E731
+        self.kind, self.window, self.interleaved, self.experts = kind, window, interleaved, experts
+        self.attention, self.activation = {"scale": SIZE**-0.5, "soft_cap": 0.0, "sinks": None} | attention, activation
+        self.rope = torch.randn(POSITIONS, turned)
+        self.norm, self.layers = norm(), []
+        self.head = self.pack(VOCAB, HIDDEN, "int8") if head else None
+        self.decoder = Decoder(self.norm, self.head, hidden_size=HIDDEN, eps=EPS)
+        for _ in range(layers):
+            layer = {"input_norm": norm(), "mlp_input_norm": norm()}
+            if four_norms:
+                layer |= {"attention_norm": norm(), "mlp_norm": norm()}
+            if head_norm is not None:
+                whole = head_norm == "whole"
+                layer |= {"q_norm": norm(HEADS * SIZE if whole else SIZE), "k_norm": norm(KV * SIZE if whole else SIZE)}
+            widths = [HEADS * SIZE, KV * SIZE, KV * SIZE]
+            qkv = (
+                [self.pack(sum(widths), HIDDEN)]
+                if fused
+                else [self.pack(n, HIDDEN, kind) for n, kind in zip(widths, KINDS)]
+            )
+            out = self.pack(HIDDEN, HEADS * SIZE)
+            both = make_matrix(2 * INNER, HIDDEN, 32)
+            gate_up = [both.pack()] if fused else [half_of(both, 0), half_of(both, 1)]
+            gate_up = [] if experts else gate_up
+            down = None if experts else self.pack(HIDDEN, INNER, "int8")
+            self.decoder.add_layer(
+                qkv, out, gate_up, down, heads=HEADS, kv_heads=KV, head_size=SIZE, kind=kind, window=window, rope=0,
+                interleaved=interleaved, activation_kind=activation, residual=0.5, **layer, **self.attention,
+            )  # fmt: skip
+            parts = {"qkv": qkv, "out": out, "gate_up": gate_up, "down": down, "both": both.pack()}
+            if experts:
+                parts |= {
+                    "router": torch.randn(experts, HIDDEN), "router_bias": torch.randn(experts),
+                    "w13": torch.stack([self.pack(2 * INNER, HIDDEN) for _ in range(experts)]),
+                    "w2": torch.stack([self.pack(HIDDEN, INNER) for _ in range(experts)]),
+                }  # fmt: skip
+                self.decoder.add_experts(
+                    parts["router"], parts["router_bias"], parts["w13"], parts["w2"], top_k=2, renormalize=True,
+                    activation_kind=activation,
+                )  # fmt: skip
+            self.layers.append(layer | parts)
+        block = w4a8.attention_block_bytes(kind, SIZE, SIZE)
+        self.caches = [torch.full((9, KV, 2 * block), 255, dtype=torch.uint8) for _ in range(layers)]
+
+    def pack(self, n, k, kind="int4"):
+        return make_matrix(n, k, 32, kind=kind, bias=True).pack()
+
+    def tables(self, lengths, fresh):
+        """Sequence b has the pages 2b + 1 and 2b + 2, of 128 tokens."""
+        pages = torch.arange(1, 2 * len(lengths) + 1, dtype=torch.int32).view(-1, 2)
+        starts = torch.tensor([0, *np.cumsum(fresh)], dtype=torch.int32)
+        return pages, torch.tensor(lengths, dtype=torch.int32), starts
+
+    def positions(self, lengths, fresh):
+        return torch.cat([torch.arange(n - f, n) for n, f in zip(lengths, fresh)])
+
+    def step(self, x, lengths, fresh, rows=None):
+        rows = None if rows is None else torch.tensor(rows, dtype=torch.int64)
+        return self.decoder.step(
+            x, self.positions(lengths, fresh), self.caches, self.tables(lengths, fresh), [self.rope], rows
+        )
+
+    def one_by_one(self, x, lengths, fresh):
+        x, tables = x.float(), self.tables(lengths, fresh)
+        angles = self.rope[self.positions(lengths, fresh)]
+        caches = [torch.full_like(cache, 0) for cache in self.caches]
+        for layer, cache in zip(self.layers, caches):
+            normed = rms_norm(x, layer["input_norm"])
+            rows = torch.cat([matmul(normed, p, HIDDEN) for p in layer["qkv"]], 1)
+            q, k, v = rows.split([HEADS * SIZE, KV * SIZE, KV * SIZE], 1)
+            q, k = (self.normed(part, layer.get(name)) for part, name in ((q, "q_norm"), (k, "k_norm")))
+            q = rotate(q.view(-1, HEADS, SIZE), angles, self.interleaved)
+            k = rotate(k.view(-1, KV, SIZE), angles, self.interleaved)
+            w4a8.paged_attention_write(k, v.view(-1, KV, SIZE), cache, *tables, kind=self.kind)
+            options = {"kind": self.kind, "window": self.window, **self.attention}
+            y = w4a8.paged_attention(q, cache, *tables, options.pop("scale"), **options)
+            y = matmul(y.flatten(1), layer["out"], HEADS * SIZE)
+            x = x + np.float32(0.5) * (rms_norm(y, layer["attention_norm"]) if "attention_norm" in layer else y)
+            y = self.mlp(layer, rms_norm(x, layer["mlp_input_norm"]))
+            x = x + np.float32(0.5) * (rms_norm(y, layer["mlp_norm"]) if "mlp_norm" in layer else y)
+        x = rms_norm(x, self.norm)
+        return x if self.head is None else matmul(x, self.head, HIDDEN)
+
+    def normed(self, rows, weight):
+        return rows if weight is None else rms_norm(rows.reshape(len(rows), -1, len(weight)), weight).view(rows.shape)
+
+    def mlp(self, layer, x):
+        moe = lambda ids, weights, w13, w2: w4a8.dynamic_4bit_int_moe(  # noqa: E731
+            x, ids, weights, w13, w2, HIDDEN, INNER, 2 * INNER, 0, False, self.activation
+        )
+        if not self.experts:
+            # An MLP is an expert of weight 1.
+            ones = torch.ones(len(x), 1)
+            return moe(torch.zeros(len(x), 1, dtype=torch.int32), ones, layer["both"][None], layer["down"][None])
+        logits = dots(x, layer["router"]) + layer["router_bias"]
+        weights, ids = w4a8.topk_routing(logits, 2, True)
+        return moe(ids, weights, layer["w13"], layer["w2"])
+
+
+def matmul(x, packed, k):
+    header = w4a8.read_header(packed)
+    return w4a8.dyn_quant_matmul_4bit(x.contiguous(), packed, header["group"], k, header["n"])
+
+
+def half_of(matrix, half):
+    """The first or the second half of its rows, packed."""
+    rows = slice(half * INNER, (half + 1) * INNER)
+    return dataclasses.replace(matrix, weights=matrix.weights[rows], scales=matrix.scales[rows], n=INNER).pack()
+
+
+def dots(x, router):
+    """Even and odd vectors of 16 are summed apart."""
+    products = (x[:, None] * router[None]).numpy().reshape(len(x), len(router), -1, 16)
+    sums = [np.zeros((len(x), len(router), 16), np.float32) for _ in range(2)]
+    pairs = products.shape[2] // 2 * 2
+    for i in range(products.shape[2]):
+        sums[i % 2 if i < pairs else 0] += products[:, :, i]
+    lanes = sums[0] + sums[1]
+    while lanes.shape[-1] > 1:
+        half = lanes.shape[-1] // 2
+        lanes = lanes[..., :half] + lanes[..., half:]
+    return torch.from_numpy(lanes[..., 0].copy())
+
+
+MODELS = {
+    "plain": {},
+    "fused": {"fused": True},
+    "bfloat16": {"kind": "bfloat16"},
+    "gemma": {"four_norms": True, "head_norm": "head", "activation": 6, "window": 70},
+    "whole rows": {"head_norm": "whole", "head": False},
+    "half turned": {"turned": SIZE // 2, "interleaved": True},
+    "gpt-oss": {"sinks": torch.linspace(-1, 1, HEADS), "experts": 5, "window": 64, "activation": 3},
+    "soft cap": {"soft_cap": 3.0},
+    "experts": {"experts": 4, "fused": True},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_is_the_operators_one_by_one(name):
+    lengths = [100, 33, 7]
+    x = torch.randn(sum(lengths), HIDDEN)
+    model = Model(**MODELS[name])
+    expected = model.one_by_one(x, lengths, lengths)
+    assert expected.abs().max() > 0.5
+    assert_same_bits(model.step(x, lengths, lengths), expected)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("name", ["plain", "gemma", "experts"])
+def test_bits_depend_on_nothing_else(name, threads):
+    """One token, chunks, several sequences in a call, and any number of threads."""
+    lengths = [90, 40]
+    x = torch.randn(sum(lengths), HIDDEN)
+    model = Model(**MODELS[name])
+    expected = model.one_by_one(x, lengths, lengths)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        done = [0, 0]
+        for fresh in ([37, 2], [1, 1], [3, 8], [0, 9], [49, 20]):
+            done = [a + b for a, b in zip(done, fresh)]
+            rows = torch.cat([torch.arange(a - b, a) + first for a, b, first in zip(done, fresh, (0, lengths[0]))])
+            assert_same_bits(model.step(x[rows], done, fresh), expected[rows])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_kernels(kernel):
+    x = torch.randn(11, HIDDEN)
+    model = Model(experts=4, head_norm="head")
+    expected = model.step(x, [11], [11])
+    before = w4a8.active_kernel()
+    w4a8.use_kernel(kernel)
+    try:
+        assert_same_bits(model.step(x, [11], [11]), expected)
+        assert_same_bits(model.step(x[10:], [11], [1]), expected[10:])
+    finally:
+        w4a8.use_kernel(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_types(dtype):
+    """The type is that of what comes in and goes out; within, all is float32."""
+    x = torch.randn(5, HIDDEN).to(dtype)
+    model = Model()
+    got = model.step(x, [5], [5])
+    assert got.dtype == dtype
+    assert_same_bits(got, model.step(x.float(), [5], [5]).to(dtype))
+
+
+def test_rows():
+    x = torch.randn(20, HIDDEN)
+    model = Model()
+    everything = model.step(x, [12, 8], [12, 8])
+    assert_same_bits(model.step(x, [12, 8], [12, 8], rows=[11, 19, 11]), everything[[11, 19, 11]])
+    assert model.step(x, [12, 8], [12, 8], rows=[]).shape == (0, VOCAB)
+
+
+def test_input_stays():
+    x = torch.randn(3, HIDDEN)
+    copy = x.clone()
+    Model().step(x, [3], [3])
+    assert torch.equal(x, copy)
+
+
+def test_a_row_that_is_not_finite():
+    x = torch.randn(6, HIDDEN)
+    x[2, 5] = float("nan")
+    model = Model()
+    got = model.step(x, [3, 3], [3, 3])
+    assert got[2].isnan().all()
+    x[2] = 0
+    assert_same_bits(got[[0, 1, 3, 4, 5]], model.step(x, [3, 3], [3, 3])[[0, 1, 3, 4, 5]])
+
+
+def test_many_decoders_come_and_go():
+    for _ in range(20):
+        Model(layers=1).step(torch.randn(2, HIDDEN), [2], [2])
+    gc.collect()
+
+
+def good():
+    model = Model(layers=1)
+    tables = model.tables([3], [3])
+    return model, {
+        "hidden": torch.randn(3, HIDDEN), "positions": torch.arange(3), "caches": model.caches,
+        "tables": tables, "ropes": [model.rope], "rows": None,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("hidden", torch.zeros(3, 95), r"hidden has shape \[3, 95\], expected \[tokens, 96\]"),
+        ("hidden", torch.zeros(3, HIDDEN, dtype=torch.int32), "hidden has dtype"),
+        ("hidden", torch.zeros(3, HIDDEN, requires_grad=True), "hidden requires gradients"),
+        ("positions", torch.arange(3).int(), "positions has dtype Int"),
+        ("positions", torch.tensor([0, 1, 512]), "positions of token 2 is 512, expected 0..511"),
+        ("positions", torch.tensor([0, -1, 2]), "positions of token 1 is -1"),
+        ("caches", [], "caches has 0 tensors, expected 1, the layers of decoder"),
+        ("caches", [torch.zeros(9, KV, 100, dtype=torch.uint8)], "cache has 100 bytes"),
+        ("ropes", [], "ropes has 0 tables, expected more than 0"),
+        ("ropes", [torch.zeros(9, 2 * SIZE)], "ropes turn 64 numbers of a head, expected at most 32"),
+        ("ropes", [torch.zeros(9, SIZE, dtype=torch.float64)], "ropes has dtype Double"),
+        ("rows", torch.tensor([3]), "rows has token 3, expected 0..2"),
+        ("rows", torch.tensor([0.0]), "rows has dtype Float"),
+    ],
+)
+def test_step_refuses(name, value, message):
+    model, arguments = good()
+    with pytest.raises(RuntimeError, match=f"w4a8::decoder_step: {message}"):
+        model.decoder.step(**arguments | {name: value})
+    model.decoder.step(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"heads": 4}, "qkv has 320 out_features, expected 256"),
+        ({"kv_heads": 4}, "kv_heads is 4, expected a divisor of heads, 6"),
+        ({"head_size": 24}, "the head size of the keys is 24"),
+        ({"input_norm": torch.ones(95)}, r"input_norm has shape \[95\], expected \[96\]"),
+        ({"q_norm": torch.ones(31)}, r"q_norm has shape \[31\], expected \[192\]"),
+        ({"sinks": torch.ones(2)}, r"sinks has shape \[2\], expected \[6\]"),
+        ({"kind": "int4"}, "kind is 'int4', expected 'int8' or 'bfloat16'"),
+        ({"window": -1}, "window is -1, expected 0"),
+        ({"rope": -2}, "rope is -2, expected -1"),
+        ({"activation_kind": 9}, "activation_kind is 9"),
+        ({"down": None}, "gate_up has 2 tensors and down is not given"),
+        ({"out": torch.zeros(64, dtype=torch.uint8)}, "out"),
+    ],
+)
+def test_layers_refuse(change, message):
+    model = Model(layers=1)
+    parts = {key: model.layers[0][key] for key in ("qkv", "out", "gate_up", "down")}
+    numbers = {"heads": HEADS, "kv_heads": KV, "head_size": SIZE, "scale": 1.0}
+    with pytest.raises(RuntimeError, match=f"w4a8::decoder_add_layer: {message}"):
+        model.decoder.add_layer(**parts | numbers | change)
+
+
+def test_experts_refuse():
+    model = Model(layers=1)
+    w13, w2 = (torch.stack([model.pack(*shape)]) for shape in ((2 * INNER, HIDDEN), (HIDDEN, INNER)))
+    with pytest.raises(RuntimeError, match="the last layer of decoder has gate_up and down, or experts"):
+        model.decoder.add_experts(torch.zeros(1, HIDDEN), None, w13, w2, top_k=1, renormalize=True)
+    decoder = Decoder(model.norm, None, hidden_size=HIDDEN, eps=EPS)
+    with pytest.raises(RuntimeError, match="decoder has no layer yet"):
+        decoder.add_experts(torch.zeros(1, HIDDEN), None, w13, w2, top_k=1, renormalize=True)
+
+
+def test_decoders_refuse():
+    with pytest.raises(RuntimeError, match="hidden_size is 100, expected a multiple of 16"):
+        Decoder(torch.ones(100), None, hidden_size=100, eps=EPS)
+    with pytest.raises(RuntimeError, match="eps is 0"):
+        Decoder(torch.ones(96), None, hidden_size=96, eps=0.0)
+    with pytest.raises(RuntimeError, match="decoder -1 does not exist, or was destroyed"):
+        torch.ops.w4a8.decoder_step(
+            torch.tensor([-1]), torch.zeros(1, 96), torch.zeros(1).long(), [], *Model().tables([1], [1]), [], None
+        )
