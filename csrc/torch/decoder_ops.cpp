@@ -291,19 +291,22 @@ void decoder_add_experts_cpu(const Tensor& decoder, const Tensor& router, const 
                              const Tensor& w13_packed, const Tensor& w2_packed, int64_t top_k, bool renormalize,
                              Text scoring_func, Optional<int64_t> num_expert_group, Optional<int64_t> topk_group,
                              double routed_scaling_factor, const OptionalTensor& e_score_correction_bias,
-                             int64_t activation_kind) {
+                             int64_t activation_kind, const OptionalTensor& shared_gate) {
   const std::shared_ptr<Decoder> found = decoder_of(decoder);
   const std::lock_guard<std::mutex> lock(found->mutex);
   check_cpu({{"router", router},
              {"router_bias", router_bias},
              {"w13_packed", w13_packed},
              {"w2_packed", w2_packed},
-             {"e_score_correction_bias", e_score_correction_bias}});
-  W4A8_CHECK(!found->plan.layers.empty(), "decoder has no layer yet, expected one without gate_up and down");
+             {"e_score_correction_bias", e_score_correction_bias},
+             {"shared_gate", shared_gate}});
+  W4A8_CHECK(!found->plan.layers.empty(), "decoder has no layer yet, expected one without experts");
   LayerPlan& layer = found->plan.layers.back();
-  W4A8_CHECK(!layer.mlp.down && layer.experts.router == nullptr,
-             "the last layer of decoder has gate_up and down, or experts, expected one without");
+  W4A8_CHECK(layer.experts.router == nullptr, "the last layer of decoder has experts, expected one without");
   const int64_t hidden = found->plan.hidden;
+  check_count("shared_gate", shared_gate, hidden);
+  W4A8_CHECK(layer.mlp.down || !shared_gate.has_value(),
+             "shared_gate is given, expected a layer with gate_up and down for it");
   W4A8_CHECK(router.dim() == 2 && router.size(1) == hidden, "router has shape ", shape_text(router.sizes()),
              ", expected [experts, ", hidden, "]");
   const int64_t experts = router.size(0);
@@ -322,6 +325,7 @@ void decoder_add_experts_cpu(const Tensor& decoder, const Tensor& router, const 
   plan.router_type = activation_dtype("router", router);
   plan.router = input_data(found->keep(dense(router)));
   plan.router_bias = found->keep_floats(router_bias);
+  plan.shared_gate = found->keep_floats(shared_gate);
   const Tensor& w13 = found->keep(dense(w13_packed));
   plan.w13 = input_data<uint8_t>(w13);
   plan.w13_bytes = w13.size(1);

@@ -73,7 +73,7 @@ void decoder_add_experts_cpu(const Tensor& decoder, const Tensor& router, const 
                              const Tensor& w13_packed, const Tensor& w2_packed, int64_t top_k, bool renormalize,
                              Text scoring_func, Optional<int64_t> num_expert_group, Optional<int64_t> topk_group,
                              double routed_scaling_factor, const OptionalTensor& e_score_correction_bias,
-                             int64_t activation_kind);
+                             int64_t activation_kind, const OptionalTensor& shared_gate);
 Tensor decoder_step_cpu(const Tensor& decoder, const Tensor& hidden, const Tensor& positions, Tensors caches,
                         const Tensor& block_table, const Tensor& seq_lens, const Tensor& query_start_loc, Tensors ropes,
                         const OptionalTensor& rows);

@@ -41,7 +41,7 @@ class Decoder:
         Args:
             qkv: packed q, k and v, or one matrix of the three.
             out: packed, of attention.
-            gate_up: packed gate and up, or one matrix of both; none: :meth:`add_experts` follows.
+            gate_up: packed gate and up, or one matrix of both; none, and no down: :meth:`add_experts` follows.
             down: packed.
             **fields: the other arguments of the operator ``decoder_add_layer`` (docs/decoder.md).
 
@@ -54,7 +54,7 @@ class Decoder:
     def add_experts(
         self, router: torch.Tensor, router_bias: torch.Tensor | None, w13: torch.Tensor, w2: torch.Tensor, **fields: Any
     ) -> None:
-        """Gives the last layer experts.
+        """Gives the last layer experts. Its gate_up and down, if it has them, are an expert that all tokens share.
 
         Args:
             router: floating [experts, hidden_size].

@@ -49,8 +49,8 @@ def rotate(x, angles, interleaved):
 class Model:
     """A random decoder, by the operators one by one and as a Decoder."""
 
-    def __init__(self, *, layers=2, fused=False, experts=0, four_norms=False, head_norm=None, window=0, kind="int8",
-                 interleaved=False, turned=SIZE, head=True, activation=0, **attention):  # fmt: skip
+    def __init__(self, *, layers=2, fused=False, experts=0, shared=None, four_norms=False, head_norm=None, window=0,
+                 kind="int8", interleaved=False, turned=SIZE, head=True, activation=0, **attention):  # fmt: skip
         norm = lambda n=HIDDEN: 1 + 0.2 * torch.randn(n)  # noqa: E731
         self.kind, self.window, self.interleaved, self.experts = kind, window, interleaved, experts
         self.attention, self.activation = {"scale": SIZE**-0.5, "soft_cap": 0.0, "sinks": None} | attention, activation
@@ -74,8 +74,8 @@ class Model:
             out = self.pack(HIDDEN, HEADS * SIZE)
             both = make_matrix(2 * INNER, HIDDEN, 32)
             gate_up = [both.pack()] if fused else [half_of(both, 0), half_of(both, 1)]
-            gate_up = [] if experts else gate_up
-            down = None if experts else self.pack(HIDDEN, INNER, "int8")
+            gate_up = [] if experts and shared is None else gate_up
+            down = self.pack(HIDDEN, INNER, "int8") if gate_up else None
             self.decoder.add_layer(
                 qkv, out, gate_up, down, heads=HEADS, kv_heads=KV, head_size=SIZE, kind=kind, window=window, rope=0,
                 interleaved=interleaved, activation_kind=activation, residual=0.5, **layer, **self.attention,
@@ -87,9 +87,10 @@ class Model:
                     "w13": torch.stack([self.pack(2 * INNER, HIDDEN) for _ in range(experts)]),
                     "w2": torch.stack([self.pack(HIDDEN, INNER) for _ in range(experts)]),
                 }  # fmt: skip
+                parts["shared_gate"] = torch.randn(HIDDEN) if shared == "gated" else None
                 self.decoder.add_experts(
                     parts["router"], parts["router_bias"], parts["w13"], parts["w2"], top_k=2, renormalize=True,
-                    activation_kind=activation,
+                    activation_kind=activation, shared_gate=parts["shared_gate"],
                 )  # fmt: skip
             self.layers.append(layer | parts)
         block = w4a8.attention_block_bytes(kind, SIZE, SIZE)
@@ -141,13 +142,21 @@ class Model:
         moe = lambda ids, weights, w13, w2: w4a8.dynamic_4bit_int_moe(  # noqa: E731
             x, ids, weights, w13, w2, HIDDEN, INNER, 2 * INNER, 0, False, self.activation
         )
-        if not self.experts:
+        y = None
+        if layer["down"] is not None:
             # An MLP is an expert of weight 1.
             ones = torch.ones(len(x), 1)
-            return moe(torch.zeros(len(x), 1, dtype=torch.int32), ones, layer["both"][None], layer["down"][None])
+            y = moe(torch.zeros(len(x), 1, dtype=torch.int32), ones, layer["both"][None], layer["down"][None])
+        if not self.experts:
+            return y
         logits = dots(x, layer["router"]) + layer["router_bias"]
         weights, ids = w4a8.topk_routing(logits, 2, True)
-        return moe(ids, weights, layer["w13"], layer["w2"])
+        experts = moe(ids, weights, layer["w13"], layer["w2"])
+        if y is None:
+            return experts
+        gate = layer["shared_gate"]
+        factor = torch.ones(()) if gate is None else dots(x, gate[None]).double().sigmoid().float()
+        return experts + factor * y
 
 
 def matmul(x, packed, k):
@@ -185,6 +194,8 @@ MODELS = {
     "gpt-oss": {"sinks": torch.linspace(-1, 1, HEADS), "experts": 5, "window": 64, "activation": 3},
     "soft cap": {"soft_cap": 3.0},
     "experts": {"experts": 4, "fused": True},
+    "shared": {"experts": 4, "shared": "plain"},
+    "shared, gated": {"experts": 4, "shared": "gated"},
 }
 
 
@@ -333,9 +344,9 @@ def test_layers_refuse(change, message):
 
 
 def test_experts_refuse():
-    model = Model(layers=1)
+    model = Model(layers=1, experts=2)
     w13, w2 = (torch.stack([model.pack(*shape)]) for shape in ((2 * INNER, HIDDEN), (HIDDEN, INNER)))
-    with pytest.raises(RuntimeError, match="the last layer of decoder has gate_up and down, or experts"):
+    with pytest.raises(RuntimeError, match="the last layer of decoder has experts, expected one without"):
         model.decoder.add_experts(torch.zeros(1, HIDDEN), None, w13, w2, top_k=1, renormalize=True)
     decoder = Decoder(model.norm, None, hidden_size=HIDDEN, eps=EPS)
     with pytest.raises(RuntimeError, match="decoder has no layer yet"):

@@ -61,6 +61,7 @@ struct ExpertsPlan {
   int64_t w2_bytes = 0;
   int64_t intermediate = 0;
   Activation activation = Activation::kSilu;
+  const float* shared_gate = nullptr;  ///< [hidden]: what LayerPlan::mlp gives counts sigmoid(x * gate); null: 1
 };
 
 struct LayerPlan {
@@ -68,7 +69,7 @@ struct LayerPlan {
   AttentionPlan attention;
   NormPlan after_attention;  ///< of what attention gives, before it is added
   NormPlan before_mlp;
-  MlpPlan mlp;          ///< not used if there are experts
+  MlpPlan mlp;          ///< beside experts: of an expert that all tokens share, or none
   ExpertsPlan experts;  ///< router null: none
   NormPlan after_mlp;
   float residual = 1.0f;  ///< what both are multiplied with before they are added

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "core/real_functions.h"
 #include "kernels/half.h"
 
 namespace w4a8 {
@@ -105,5 +106,7 @@ float dot_row(const float* x, const void* weight, DType dtype, int64_t n) {
     default: return dot_as<DType::kFloat32>(x, weight, n);
   }
 }
+
+float sigmoid(float x) { return static_cast<float>(1.0 / (1.0 + exp_of(-static_cast<double>(x)))); }
 
 }  // namespace w4a8

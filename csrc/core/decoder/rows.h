@@ -21,4 +21,7 @@ void add_scaled(const float* y, float factor, int64_t n, float* x);
 /// sum of x[i] * weight[i] over i < n; weight is of dtype, n a multiple of 16.
 float dot_row(const float* x, const void* weight, DType dtype, int64_t n);
 
+/// 1 / (1 + exp(-x)), rounded once from double.
+float sigmoid(float x);
+
 }  // namespace w4a8

@@ -18,12 +18,13 @@ struct Buffers {
     int64_t gate_up_size = 0;
     int64_t expert_count = 0;
     int64_t top_k = 0;
+    bool shares = false;
     for (const LayerPlan& layer : plan.layers) {
       qkv_size = std::max(qkv_size, layer.attention.qkv.n());
       attended_size = std::max(attended_size, layer.attention.q_size());
-      if (layer.experts.router == nullptr) {
-        gate_up_size = std::max(gate_up_size, layer.mlp.gate_up.n());
-      } else {
+      if (layer.mlp.down) gate_up_size = std::max(gate_up_size, layer.mlp.gate_up.n());
+      if (layer.experts.router != nullptr) {
+        shares = shares || layer.mlp.down;
         expert_count = std::max(expert_count, layer.experts.routing.experts);
         top_k = std::max(top_k, layer.experts.routing.top_k);
       }
@@ -32,6 +33,7 @@ struct Buffers {
     qkv = slicer.take<float>(m * qkv_size);
     attended = slicer.take<float>(m * attended_size);
     y = slicer.take<float>(m * plan.hidden);
+    shared = slicer.take<float>(shares ? m * plan.hidden : 0);
     gate_up = slicer.take<float>(m * gate_up_size);
     h = slicer.take<float>(m * (gate_up_size / 2));
     logits = slicer.take<float>(m * expert_count);
@@ -44,6 +46,7 @@ struct Buffers {
   float* qkv;
   float* attended;
   float* y;
+  float* shared;
   float* gate_up;
   float* h;
   float* logits;
@@ -66,9 +69,10 @@ class Step {
       add(layer.after_attention, layer.residual);
       norm(layer.before_mlp, args_.x, b_.normed);
       if (layer.experts.router == nullptr) {
-        mlp(layer.mlp);
+        mlp(layer.mlp, b_.y);
       } else {
         experts(layer.experts);
+        if (layer.mlp.down) share_mlp(layer);
       }
       add(layer.after_mlp, layer.residual);
     }
@@ -145,9 +149,20 @@ class Step {
     for (int64_t h = 0; h < heads; ++h) rotate(angles, table.half, plan.interleaved, x + h * plan.head_size);
   }
 
-  void mlp(const MlpPlan& plan) {
+  void mlp(const MlpPlan& plan, float* out) {
     plan.gate_up.multiply_gated(kernel_, team_, workspace_, b_.normed, m_, plan.activation, b_.gate_up, b_.h);
-    plan.down.multiply(kernel_, team_, workspace_, b_.h, m_, b_.y);
+    plan.down.multiply(kernel_, team_, workspace_, b_.h, m_, out);
+  }
+
+  // The expert that all tokens share, beside the others.
+  void share_mlp(const LayerPlan& layer) {
+    mlp(layer.mlp, b_.shared);
+    const int64_t n = plan_.hidden;
+    const float* gate = layer.experts.shared_gate;
+    for_rows(m_, [&](int64_t r) {
+      const float factor = gate == nullptr ? 1.0f : sigmoid(dot_row(b_.normed + r * n, gate, DType::kFloat32, n));
+      add_scaled(b_.shared + r * n, factor, n, b_.y + r * n);
+    });
   }
 
   void experts(const ExpertsPlan& plan) {
