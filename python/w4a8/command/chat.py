@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"{args.model} has no tokenizer")
         tokenizer = Bytes()
     _tell(f"loaded in {time.perf_counter() - begin:.1f} s")
-    _use_attention(model)
+    _speed_up(model)
     report = model.hf_quantizer.report
     if report is not None:
         _tell(str(report).splitlines()[0])
@@ -76,14 +76,18 @@ def run(args: argparse.Namespace) -> int:
         _answer(model, tokenizer, line, messages, options)
 
 
-def _use_attention(model: Any) -> None:
-    """The operator over a cache of int8, unless the model has what it cannot do."""
-    from w4a8.integrations.transformers import fast_attention
+def _speed_up(model: Any) -> None:
+    """All layers in one call; of a model for which that is not known, attention over a cache of int8."""
+    from w4a8.integrations.transformers import fast_attention, fuse
 
     try:
-        fast_attention(model)
+        fuse(model)
     except ValueError as error:
-        _tell(f"attention is transformers' own: {error}")
+        _tell(f"the layers run one by one: {error}")
+        try:
+            fast_attention(model)
+        except ValueError as reason:
+            _tell(f"attention is transformers' own: {reason}")
 
 
 def _tell(text: str) -> None:

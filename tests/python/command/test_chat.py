@@ -16,7 +16,7 @@ from test_quantize_transformers import make_model  # noqa: E402
 
 import w4a8  # noqa: E402
 from w4a8.command import chat, extras, loading, main  # noqa: E402
-from w4a8.integrations.transformers import W4A8Config, fast_attention  # noqa: E402
+from w4a8.integrations.transformers import W4A8Config, fuse  # noqa: E402
 
 TOOL_WRITTEN = multiplied_out.TOOL_WRITTEN
 DEMO = Path(__file__).parents[3] / "examples/tiny_moe/checkpoints/g32"
@@ -34,12 +34,12 @@ def test_the_demo(monkeypatch, capsys):
         pytest.skip("needs the examples")
     code, out, err = talk(monkeypatch, capsys, "import os\n\nnever read\n", DEMO, "--max-new-tokens", "20")
     model = transformers.AutoModelForCausalLM.from_pretrained(DEMO, quantization_config=W4A8Config())
-    fast_attention(model)
+    fuse(model)
     prompt = torch.tensor([list(b"import os")])
     written = model.generate(prompt, max_new_tokens=20, do_sample=False, pad_token_id=0)[0, prompt.shape[1] :]
     assert code == 0 and out == bytes(written.tolist()).decode(errors="replace") + "\n"
     assert "prompt of 9 tokens" in err and "20 written" in err and "no chat template" in err
-    assert "attention" not in err
+    assert "attention" not in err and "one by one" not in err
 
 
 @pytest.fixture

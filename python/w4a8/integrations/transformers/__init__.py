@@ -23,6 +23,7 @@ try:
     from w4a8.integrations.transformers.cache import W4A8Cache
     from w4a8.integrations.transformers.config import W4A8Config
     from w4a8.integrations.transformers.fast import fast_attention
+    from w4a8.integrations.transformers.fused import fuse
     from w4a8.integrations.transformers.quantizer import W4A8HfQuantizer
     from w4a8.integrations.transformers.registration import register
     from w4a8.integrations.transformers.selftest import problems
@@ -39,4 +40,4 @@ if _problems:
     )
 register()
 
-__all__ = ["W4A8Cache", "W4A8Config", "W4A8HfQuantizer", "fast_attention"]
+__all__ = ["W4A8Cache", "W4A8Config", "W4A8HfQuantizer", "fast_attention", "fuse"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -54,11 +55,15 @@ class PackedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         sizes = key_states.shape[-1], value_states.shape[-1]
         if all(size in HEAD_SIZES for size in sizes) and key_states.dtype in _TYPES and key_states.device.type == "cpu":
-            block = w4a8.attention_block_bytes(self.kind, *sizes)
-            self.value_size = sizes[1]
-            self.cache = torch.empty(0, key_states.shape[1], PAGE // BLOCK_TOKENS * block, dtype=torch.uint8)
+            self.make_cache(key_states.shape[1], *sizes)
         else:
             self.stock = DynamicLayer()
+            self.is_initialized = True
+
+    def make_cache(self, heads: int, key_size: int, value_size: int) -> None:
+        block = w4a8.attention_block_bytes(self.kind, key_size, value_size)
+        self.value_size = value_size
+        self.cache = torch.empty(0, heads, PAGE // BLOCK_TOKENS * block, dtype=torch.uint8)
         self.is_initialized = True
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple:
@@ -73,14 +78,14 @@ class PackedLayer(CacheLayerMixin):
     def write(self, key: torch.Tensor, value: torch.Tensor, padding: torch.Tensor | None) -> Step:
         batch, _, fresh, _ = key.shape
         step = self.pages.forward(self.columns, batch, fresh, padding)
-        self._reserve()
+        self.reserve()
         w4a8.paged_attention_write(
             token_rows(key, step), token_rows(value, step), self.cache, *step.tables, kind=self.kind
         )
         self.columns += fresh
         return step
 
-    def _reserve(self) -> None:
+    def reserve(self) -> None:
         have, needed = len(self.cache), self.pages.count
         if have < needed:
             grown = self.cache.new_empty(max(needed, have * 3 // 2), *self.cache.shape[1:])
@@ -89,7 +94,7 @@ class PackedLayer(CacheLayerMixin):
 
     def copy_pages(self, old: list[int], new: list[int]) -> None:
         if self.cache is not None:
-            self._reserve()
+            self.reserve()
             self.cache[new] = self.cache[old]
 
     def get_seq_length(self) -> int:
@@ -149,6 +154,31 @@ class W4A8Cache(Cache):
             if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) and not stock[i]:
                 layers[i] = PackedLayer(self.pages, kind)
         super().__init__(layers=layers)
+
+    def begin_step(
+        self, heads: Iterable[tuple[int, int]], batch: int, fresh: int, padding: torch.Tensor | None
+    ) -> tuple[Step, list[torch.Tensor]]:
+        """Makes room for new columns of all layers, which must be packed; end_step follows when they are written.
+
+        Args:
+            heads: of each layer the size of a head and the number of key heads.
+            batch, fresh: new columns are [batch, fresh].
+            padding: bool [batch, columns before + fresh], False where there is none but padding; None: all are tokens.
+
+        Returns:
+            What the operators are told, and the cache of each layer.
+        """
+        step = self.pages.forward(self.layers[0].columns, batch, fresh, padding)
+        for layer, (size, count) in zip(self.layers, heads):
+            if layer.cache is None:
+                layer.make_cache(count, size, size)
+            layer.reserve()
+        return step, [layer.cache for layer in self.layers]
+
+    def end_step(self, fresh: int) -> None:
+        """So many new columns are in the caches of all layers."""
+        for layer in self.layers:
+            layer.columns += fresh
 
     def reset(self) -> None:
         """Forgets everything, and lets go of the memory."""

@@ -1,0 +1,213 @@
+"""Which modules of transformers' models are which parts of a Decoder's layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from w4a8.decoder import Decoder
+from w4a8.nn.experts import W4A8Experts
+from w4a8.nn.packed import PackedLinear
+from w4a8.ops import Activation
+
+_ACTIVATIONS = {
+    "silu": Activation.SILU,
+    "swish": Activation.SILU,
+    "gelu": Activation.GELU,
+    "gelu_pytorch_tanh": Activation.GELU_TANH,
+}
+
+
+def _softmax(router: Any) -> dict[str, Any]:
+    return {"renormalize": bool(getattr(router, "norm_topk_prob", False))}
+
+
+def _softmax_of_chosen(router: Any) -> dict[str, Any]:
+    """A softmax over the chosen ones alone is that over all, renormalized."""
+    return {"renormalize": True}
+
+
+def _sigmoid(router: Any) -> dict[str, Any]:
+    return {
+        "renormalize": bool(router.norm_topk_prob), "scoring_func": "sigmoid", "num_expert_group": router.num_group,
+        "topk_group": router.topk_group, "routed_scaling_factor": float(router.routed_scaling_factor),
+        "e_score_correction_bias": router.e_score_correction_bias,
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Family:
+    """How the layers of a model type differ from Llama's."""
+
+    norms: tuple[str, str, str, str] = ("input_layernorm", "", "post_attention_layernorm", "")
+    one_more: bool = False  # a norm multiplies by 1 + weight
+    router: str = "gate"  # of mlp
+    routing: Callable[[Any], dict[str, Any]] = _softmax
+    shared: tuple[str, str] = ("", "")  # of mlp: the expert that all tokens share, its gate
+    refuses: tuple[str, ...] = ()  # fields of the config that must not be set
+
+
+_GEMMA = (
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+)  # fmt: skip
+FAMILIES = {
+    "llama": Family(),
+    "mistral": Family(),
+    "qwen2": Family(),
+    "qwen3": Family(),
+    "qwen2_moe": Family(shared=("shared_expert", "shared_expert_gate")),
+    "qwen3_moe": Family(),
+    "mixtral": Family(routing=_softmax_of_chosen),
+    "olmoe": Family(refuses=("clip_qkv",)),
+    "gpt_oss": Family(router="router", routing=_softmax_of_chosen),
+    "gemma3_text": Family(norms=_GEMMA, one_more=True, refuses=("use_bidirectional_attention",)),
+    "glm4_moe": Family(routing=_sigmoid, shared=("shared_experts", "")),
+}
+_ROPES = ("default", "linear", "llama3", "yarn")  # those whose angles do not depend on the length of the text
+
+
+class NotFusedError(ValueError):
+    """Why a model stays as it is."""
+
+
+def _require(condition: object, reason: str) -> None:
+    if not condition:
+        raise NotFusedError(reason)
+
+
+class Stack:
+    """A model's layers as a Decoder.
+
+    Args:
+        model: with ``model`` (the layers) and ``lm_head``.
+        kind: of the cache.
+
+    Raises:
+        NotFusedError: something of the model is not known here; says what.
+    """
+
+    def __init__(self, model: Any, kind: str) -> None:
+        config = model.config.get_text_config(decoder=True)
+        _require(config.model_type in FAMILIES, f"models of type {config.model_type} are not known")
+        self.family, self.config, self.kind = FAMILIES[config.model_type], config, kind
+        for name in self.family.refuses:
+            _require(not getattr(config, name, None), f"config.{name} is set")
+        self.used: list[tuple[torch.nn.Module, str, torch.nn.Module]] = []  # parent, name, module
+        inner = self._part(model, "model")
+        self.rotary = self._part(inner, "rotary_emb")
+        layers = list(self._part(inner, "layers"))[: config.num_hidden_layers]
+        norm = self._part(inner, "norm")
+        self.eps = float(getattr(norm, "variance_epsilon", getattr(norm, "eps", 0.0)))
+        head = self._part(model, "lm_head")
+        packed = isinstance(head, PackedLinear)
+        self.head = None if packed else head
+        self.decoder = Decoder(
+            self._norm(norm), head.packed if packed else None, hidden_size=config.hidden_size, eps=self.eps
+        )
+        types = getattr(config, "layer_types", None) or ["full_attention"] * len(layers)
+        by_type = isinstance(next(iter(config.rope_parameters.values()), None), dict)
+        self.rope_types = sorted(set(types)) if by_type else [None]
+        for layer_type in self.rope_types:
+            parameters = config.rope_parameters[layer_type] if by_type else config.rope_parameters
+            rope = parameters.get("rope_type", "default")
+            _require(rope in _ROPES, f"rotary embeddings of type {rope} depend on the length of the text")
+        for layer, layer_type in zip(layers, types):
+            self._add(layer, self.rope_types.index(layer_type) if by_type else 0)
+        self.heads = [(layer.self_attn.head_dim, self._kv_heads(layer.self_attn)) for layer in layers]
+        self.ropes: list[torch.Tensor] = []
+        self.positions = 0
+
+    def _part(self, parent: Any, name: str) -> Any:
+        module = getattr(parent, name, None)
+        _require(isinstance(module, torch.nn.Module), f"{type(parent).__name__} has no {name}")
+        self.used.append((parent, name, module))
+        return module
+
+    def _packed(self, parent: Any, name: str) -> torch.Tensor:
+        module = self._part(parent, name)
+        _require(isinstance(module, PackedLinear), f"{type(parent).__name__}.{name} is not packed")
+        return module.packed
+
+    def _norm(self, module: Any) -> torch.Tensor:
+        eps = float(getattr(module, "variance_epsilon", getattr(module, "eps", 0.0)))
+        _require(eps == self.eps, f"norms have different eps, {eps} and {self.eps}")
+        weight = module.weight.detach().float()
+        return 1 + weight if self.family.one_more else weight
+
+    def _kv_heads(self, attention: Any) -> int:
+        return attention.k_proj.out_features // attention.head_dim
+
+    def _add(self, layer: Any, rope: int) -> None:
+        config, attention, mlp = self.config, self._part(layer, "self_attn"), self._part(layer, "mlp")
+        fields: dict[str, Any] = {}
+        for field, name in zip(("input_norm", "attention_norm", "mlp_input_norm", "mlp_norm"), self.family.norms):
+            if name:
+                fields[field] = self._norm(self._part(layer, name))
+        for name in ("q_norm", "k_norm"):
+            if getattr(attention, name, None) is not None:
+                fields[name] = self._norm(self._part(attention, name))
+        if getattr(attention, "sinks", None) is not None:
+            fields["sinks"] = attention.sinks.detach()
+        # Of the layer where layers differ, else of the config, which says None where there is none.
+        window = getattr(attention, "sliding_window", getattr(config, "sliding_window", None))
+        if not getattr(config, "use_sliding_window", True):
+            window = None
+        experts = hasattr(mlp, "experts")
+        shared, gate = self.family.shared
+        dense = (self._part(mlp, shared) if shared else None) if experts else mlp
+        gate_up, down = [], None
+        if dense is not None:
+            name = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
+            _require(name in _ACTIVATIONS, f"the activation {name} is not known")
+            fields["activation_kind"] = int(_ACTIVATIONS[name])
+            gate_up, down = (
+                [self._packed(dense, part) for part in ("gate_proj", "up_proj")],
+                self._packed(dense, "down_proj"),
+            )
+        self.decoder.add_layer(
+            [self._packed(attention, part) for part in ("q_proj", "k_proj", "v_proj")],
+            self._packed(attention, "o_proj"), gate_up, down,
+            heads=attention.q_proj.out_features // attention.head_dim, kv_heads=self._kv_heads(attention),
+            head_size=attention.head_dim, scale=float(attention.scaling), kind=self.kind, window=window or 0,
+            soft_cap=float(getattr(attention, "attn_logit_softcapping", None) or 0.0), rope=rope, **fields,
+        )  # fmt: skip
+        if experts:
+            self._add_experts(mlp, gate)
+
+    def _add_experts(self, mlp: Any, gate: str) -> None:
+        experts, router = self._part(mlp, "experts"), self._part(mlp, self.family.router)
+        _require(isinstance(experts, W4A8Experts), f"{type(mlp).__name__}.experts are not packed")
+        bias = getattr(router, "bias", None)
+        self.decoder.add_experts(
+            router.weight.detach(), None if bias is None else bias.detach(), experts.w13_packed, experts.w2_packed,
+            top_k=router.top_k, activation_kind=int(experts.activation),
+            shared_gate=self._part(mlp, gate).weight.detach()[0] if gate else None, **self.family.routing(router),
+        )  # fmt: skip
+
+    def changed(self) -> str | None:
+        """What of the model is another module now, or has a hook."""
+        for parent, name, module in self.used:
+            if getattr(parent, name) is not module:
+                return f"{name} of {type(parent).__name__} was replaced"
+            if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+                return f"{name} of {type(parent).__name__} has a hook"
+        return None
+
+    def tables(self, positions: int) -> list[torch.Tensor]:
+        """Angles of at least so many positions."""
+        if positions > self.positions:
+            self.positions = max(2 * self.positions, positions, 1024)
+            where = torch.arange(self.positions)[None]
+            self.ropes = [self._angles(where, layer_type) for layer_type in self.rope_types]
+        return self.ropes
+
+    def _angles(self, positions: torch.Tensor, layer_type: str | None) -> torch.Tensor:
+        more = {} if layer_type is None else {"layer_type": layer_type}
+        cos, sin = self.rotary(torch.zeros(1, dtype=torch.float32), positions, **more)
+        # Most models write each angle twice, for both halves of a head.
+        frequencies = getattr(self.rotary, "inv_freq" if layer_type is None else f"{layer_type}_inv_freq")
+        half = frequencies.numel()
+        return torch.cat([cos[0, :, :half], sin[0, :, :half]], -1).contiguous()

@@ -1,0 +1,155 @@
+"""``fuse``: a model whose layers run in one call (docs/decoder.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import logging
+
+from w4a8.integrations.transformers.cache import PackedLayer, W4A8Cache
+from w4a8.integrations.transformers.families import NotFusedError, Stack
+from w4a8.integrations.transformers.fast import fast_attention
+from w4a8.integrations.transformers.guard import Guard
+
+logger = logging.get_logger(__name__)
+
+# Arguments of a forward that change nothing here.
+_HARMLESS = ("use_cache", "return_dict", "cache_position")
+
+
+class _Forward(Guard):
+    """``forward`` of one model: the Decoder where it can be, the model's own elsewhere."""
+
+    def __init__(self, model: torch.nn.Module, kind: str, stack: Stack | None = None) -> None:
+        super().__init__(model)
+        self.kind, self._stack = kind, stack
+
+    @property
+    def stack(self) -> Stack:
+        """Of a copy of the model it is made when it is first asked for."""
+        if self._stack is None:
+            self._stack = Stack(self._module(), self.kind)
+        return self._stack
+
+    def __reduce__(self) -> tuple[type, tuple[Any, str]]:
+        return type(self), (self._module(), self.kind)
+
+    @torch.compiler.disable
+    def __call__(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs: Any,
+    ) -> Any:
+        model = self._module()
+        reason = self._reason(model, attention_mask, past_key_values, labels, kwargs)
+        if reason is None and past_key_values.get_seq_length() == 0:
+            reason = self.stack.changed()
+        if reason is not None:
+            logger.warning_once(f"the layers do not run in one call: {reason}")
+            return type(model).forward(
+                model, input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids,
+                past_key_values=past_key_values, inputs_embeds=inputs_embeds, labels=labels, use_cache=use_cache,
+                logits_to_keep=logits_to_keep, **kwargs,
+            )  # fmt: skip
+        if inputs_embeds is None:
+            inputs_embeds = model.get_input_embeddings()(input_ids)
+        logits = self._run(model, inputs_embeds, attention_mask, position_ids, past_key_values, logits_to_keep)
+        return CausalLMOutputWithPast(logits=logits, past_key_values=past_key_values)
+
+    def _reason(self, model: Any, mask: Any, cache: Any, labels: Any, kwargs: dict[str, Any]) -> str | None:
+        """Why this call is the model's own."""
+        if not isinstance(cache, W4A8Cache) or cache.kind != self.kind:
+            return f"past_key_values is no W4A8Cache of kind {self.kind}"
+        if not all(isinstance(layer, PackedLayer) for layer in cache.layers):
+            return "the cache has layers that are not packed"
+        if labels is not None or torch.is_grad_enabled():
+            return "gradients are on, or labels are given"
+        if mask is not None and not (isinstance(mask, torch.Tensor) and mask.dim() == 2):
+            return "attention_mask is not [batch, tokens]"
+        if kwargs.get("return_dict") is False:
+            return "return_dict is False"
+        for name, value in kwargs.items():
+            if name not in _HARMLESS and value is not None and value is not False:
+                return f"{name} is given"
+        config = self.stack.config
+        if getattr(config, "output_hidden_states", False) or getattr(config, "output_attentions", False):
+            return "hidden states or attentions are asked for"
+        return None
+
+    def _run(
+        self, model: Any, x: torch.Tensor, mask: torch.Tensor | None, position_ids: torch.Tensor | None,
+        cache: W4A8Cache, keep: int | torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        stack = self.stack
+        batch, fresh, hidden = x.shape
+        before = cache.get_seq_length()
+        if position_ids is None:
+            position_ids = torch.arange(before, before + fresh)[None]
+        positions = position_ids.expand(batch, fresh).reshape(-1)
+        step, caches = cache.begin_step(stack.heads, batch, fresh, None if mask is None else mask.bool())
+        columns = torch.arange(fresh)
+        columns = columns[keep] if isinstance(keep, torch.Tensor) else columns[-keep:] if keep else columns
+        wanted = (torch.arange(batch)[:, None] * fresh + columns).reshape(-1)  # of the rows of x
+        rows, there = wanted, None
+        flat = x.reshape(-1, hidden)
+        if step.rows is not None:  # without padding
+            number = torch.full((batch * fresh,), -1)
+            number[step.rows] = torch.arange(len(step.rows))
+            there = number[wanted] >= 0
+            rows, flat, positions = number[wanted][there], flat[step.rows], positions[step.rows]
+        ropes = stack.tables(int(positions.max()) + 1 if len(positions) else 1)
+        everything = len(rows) == len(flat) and there is None and columns.numel() == fresh
+        got = stack.decoder.step(flat, positions, caches, step.tables, ropes, None if everything else rows)
+        cache.end_step(fresh)
+        if stack.head is not None:
+            got = stack.head(got)
+        if there is not None:
+            got = got.new_zeros(len(wanted), got.shape[1]).index_copy_(0, there.nonzero()[:, 0], got)
+        got = got.view(batch, len(columns), -1)
+        cap = getattr(model.config, "final_logit_softcapping", None)
+        return got if cap is None else torch.tanh(got / cap) * cap
+
+
+def fuse(model: Any, kind: str = "int8") -> Callable[[], None]:
+    """Lets a model's layers run in one call, the operator ``decoder_step``, wherever they can.
+
+    ``generate`` stays as it is, with a W4A8Cache (:func:`fast_attention`). A call that the operator is not for, with
+    gradients, another cache, hidden states or attentions asked for, runs the model's own layers, with a warning once.
+    Whether modules were replaced or got hooks is looked at when a text begins.
+
+    Args:
+        model: with ``generate``, on a CPU; all linear layers of its decoder are packed.
+        kind: of the cache, "int8" or "bfloat16".
+
+    Returns:
+        A function that undoes it.
+
+    Raises:
+        ValueError: what of the model is not known; or as fast_attention.
+    """
+    undo_attention = fast_attention(model, kind)
+    try:
+        forward = _Forward(model, kind, Stack(model, kind))
+    except (ValueError, RuntimeError, AttributeError) as error:
+        undo_attention()
+        if isinstance(error, NotFusedError):
+            raise
+        raise NotFusedError(f"{type(model).__name__} is not as expected: {error}") from error
+    model.forward = forward
+
+    def undo() -> None:
+        if vars(model).get("forward") is forward:
+            del model.forward
+        undo_attention()
+
+    return undo

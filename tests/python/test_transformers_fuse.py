@@ -1,0 +1,216 @@
+"""fuse(): the layers of transformers' models in one call. That the call gives the operators' bits is in
+test_decoder.py; here, that each family's modules are found, and what generate does with it."""
+
+import copy
+
+import pytest
+
+transformers = pytest.importorskip("transformers", minversion="5")
+pytest.importorskip("gguf")
+
+import torch  # noqa: E402
+from common import assert_same_bits  # noqa: E402
+from gguf_models import VOCAB, TinyModel  # noqa: E402
+from transformers import AutoModelForCausalLM, DynamicCache  # noqa: E402
+
+from w4a8.integrations.transformers import W4A8Cache, fuse  # noqa: E402
+
+FUSED = ["llama", "llama, tied", "llama, biases", "gemma3", "qwen2", "qwen3", "qwen2moe", "qwen3moe", "mixtral",
+         "olmoe", "gpt-oss", "glm4moe"]  # fmt: skip
+TOKENS = torch.randint(3, VOCAB, (2, 6), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.no_grad():
+        yield
+
+
+def load(name, folder, **options):
+    TinyModel(name).write(folder)
+    return AutoModelForCausalLM.from_pretrained(
+        folder, gguf_file="model.gguf", **{"dtype": torch.float32, **options}
+    ).eval()
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    with torch.no_grad():
+        model = load("llama", tmp_path_factory.mktemp("llama"))
+    fuse(model)
+    return model
+
+
+def run(model, ids, mask=None, cache=None, **kwargs):
+    cache = W4A8Cache(model.config) if cache is None else cache
+    return model(ids, attention_mask=mask, past_key_values=cache, use_cache=True, **kwargs).logits
+
+
+def fails(*args, **kwargs):
+    raise AssertionError("the model's own layers ran")
+
+
+def differs_by(a, b):
+    """Median over positions of the root mean square, in units of the logits' spread."""
+    return ((a - b).square().mean(-1).sqrt() / b.std()).median().item()
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_families(name, tmp_path):
+    """Beside the model's own layers. Both round inputs to int8 at the same places; where one is on the other side of a
+    tie, logits move by some 2^-6 of their spread, and attention over bfloat16 by less. A norm, a scale or a rotation
+    that is wrong moves them by a tenth and more, as the last lines show for each norm."""
+    model = load(name, tmp_path, attn_implementation="eager")
+    own = model(TOKENS).logits
+    undo = fuse(model, "bfloat16")
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.forward = None  # would fail
+        del layer.self_attn.q_proj.forward
+    got = run(model, TOKENS, cache=W4A8Cache(model.config, "bfloat16"))
+    assert got.dtype == own.dtype and got.shape == own.shape
+    error = differs_by(got, own)
+    undo()
+    for norm in [part for key, part in model.named_modules() if key.endswith("norm")]:
+        norm.weight += 0.5
+    other = fuse(model, "bfloat16")
+    assert differs_by(run(model, TOKENS, cache=W4A8Cache(model.config, "bfloat16")), own) > 2 * error + 0.05
+    other()
+    assert error < 0.05, error
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3moe"])
+def test_rows_have_the_same_bits_alone(name, tmp_path):
+    """Padding to the left and to the right, chunks, and what logits_to_keep asks for."""
+    model = load(name, tmp_path)
+    fuse(model)
+    rows = [torch.randint(3, VOCAB, (n,)) for n in (9, 4, 7)]
+    alone = [run(model, row[None])[0] for row in rows]
+    for side in ("left", "right"):
+        ids, mask = torch.zeros(3, 9, dtype=torch.int64), torch.zeros(3, 9, dtype=torch.int64)
+        for i, row in enumerate(rows):
+            where = slice(9 - len(row), 9) if side == "left" else slice(len(row))
+            ids[i, where], mask[i, where] = row, 1
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        together = run(model, ids, mask, position_ids=positions)
+        for i in range(3):
+            assert_same_bits(together[i][mask[i].bool()], alone[i])
+            assert not together[i][~mask[i].bool()].any()
+    cache = W4A8Cache(model.config)
+    parts = [run(model, rows[0][None, a:b], cache=cache)[0] for a, b in ((0, 3), (3, 4), (4, 9))]
+    assert_same_bits(torch.cat(parts), alone[0])
+    assert_same_bits(run(model, rows[0][None], logits_to_keep=2)[0], alone[0][-2:])
+    assert_same_bits(run(model, rows[0][None], logits_to_keep=torch.tensor([1, 5]))[0], alone[0][[1, 5]])
+
+
+def test_generate(llama, monkeypatch):
+    """Greedy, and lossless with tokens that are guessed and taken back; beams and sampling run."""
+    assert type(llama).forward is not llama.forward
+    monkeypatch.setattr(type(llama.model), "forward", fails)
+    options = {"max_new_tokens": 12, "min_new_tokens": 12, "pad_token_id": 0}
+    ids = TOKENS[:1].repeat(1, 3)
+    greedy = llama.generate(ids, do_sample=False, **options)
+    steps = ids
+    for _ in range(12):
+        steps = torch.cat([steps, run(llama, steps)[:, -1:].argmax(-1)], 1)
+    assert torch.equal(greedy, steps)
+    assert torch.equal(llama.generate(ids, do_sample=False, prompt_lookup_num_tokens=3, **options), greedy)
+    both = torch.cat([ids, ids.flip(1)])
+    beams = llama.generate(both, num_beams=3, do_sample=False, **options)
+    assert beams.shape == (2, 30)
+    assert torch.equal(llama.generate(both[1:], num_beams=3, do_sample=False, **options), beams[1:])
+    assert llama.generate(both, do_sample=True, **options).shape == (2, 30)
+    padded = torch.cat([torch.zeros(1, 5, dtype=torch.int64), ids], 1)
+    mask = (padded != 0).long()
+    assert torch.equal(llama.generate(padded, attention_mask=mask, do_sample=False, **options)[:, 5:], greedy)
+
+
+def test_embeddings_and_positions(llama):
+    expected = run(llama, TOKENS)
+    got = run(llama, None, inputs_embeds=llama.get_input_embeddings()(TOKENS))
+    assert_same_bits(got, expected)
+    got = run(llama, TOKENS, position_ids=torch.arange(6)[None])
+    assert_same_bits(got, expected)
+    assert (run(llama, TOKENS, position_ids=torch.arange(6)[None] * 3) - expected).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"past_key_values": "dynamic"}, "no W4A8Cache of kind int8"),
+        ({"past_key_values": "bfloat16"}, "no W4A8Cache of kind int8"),
+        ({"past_key_values": None}, "no W4A8Cache of kind int8"),
+        ({"labels": TOKENS}, "labels are given"),
+        ({"output_hidden_states": True}, "output_hidden_states is given"),
+        ({"return_dict": False}, "return_dict is False"),
+    ],
+)
+def test_the_models_own_layers(llama, arguments, message, monkeypatch):
+    caches = {"dynamic": DynamicCache(), "bfloat16": W4A8Cache(llama.config, "bfloat16"), None: None}
+    said = []
+    monkeypatch.setattr("w4a8.integrations.transformers.fused.logger.warning_once", said.append)
+    given = {"past_key_values": W4A8Cache(llama.config), "use_cache": True} | arguments
+    if not isinstance(given["past_key_values"], W4A8Cache):
+        given["past_key_values"] = caches[given["past_key_values"]]
+    out = llama(TOKENS, **given)
+    assert len(said) == 1 and message in said[0]
+    logits = next(part for part in out if part.dim() == 3) if isinstance(out, tuple) else out.logits
+    assert differs_by(logits, run(llama, TOKENS)) < 0.1
+    assert not arguments.get("output_hidden_states") or len(out.hidden_states) == 3
+
+
+def test_gradients_are_the_models_own_layers(llama, monkeypatch):
+    said = []
+    monkeypatch.setattr("w4a8.integrations.transformers.fused.logger.warning_once", said.append)
+    with torch.enable_grad():
+        llama(TOKENS, past_key_values=W4A8Cache(llama.config), use_cache=True)
+    assert "gradients are on" in said[0]
+
+
+def test_modules_that_change(tmp_path, monkeypatch):
+    model = load("llama", tmp_path)
+    fuse(model)
+    said, expected = [], run(model, TOKENS)
+    monkeypatch.setattr("w4a8.integrations.transformers.fused.logger.warning_once", said.append)
+    mlp = model.model.layers[1].mlp
+    hook = mlp.down_proj.register_forward_hook(lambda module, args, out: out * 0)
+    assert differs_by(run(model, TOKENS), expected) > 0.1
+    assert "down_proj of LlamaMLP has a hook" in said[-1]
+    hook.remove()
+    up, mlp.up_proj = mlp.up_proj, copy.deepcopy(mlp.gate_proj)
+    assert differs_by(run(model, TOKENS), expected) > 0.1
+    assert "up_proj of LlamaMLP was replaced" in said[-1]
+    mlp.up_proj = up
+    assert_same_bits(run(model, TOKENS), expected)
+    assert len(said) == 2
+
+
+def test_undo_and_copies(tmp_path):
+    model = load("llama", tmp_path)
+    own, before = model(TOKENS).logits, model.config._attn_implementation
+    undo = fuse(model)
+    expected = run(model, TOKENS)
+    copied = copy.deepcopy(model)
+    assert_same_bits(run(copied, TOKENS), expected)
+    del model.model.layers[0].self_attn.k_proj.packed  # the copy has its own
+    assert_same_bits(run(copied, TOKENS), expected)
+    copied_again = load("llama", tmp_path)
+    undo = fuse(copied_again)
+    undo()
+    assert "forward" not in vars(copied_again) and copied_again.config._attn_implementation == before
+    assert_same_bits(copied_again(TOKENS).logits, own)
+
+
+def test_refuses(tmp_path):
+    model = load("deepseek-v3", tmp_path)
+    before = model.config._attn_implementation
+    with pytest.raises(ValueError, match=r"deepseek_v3 are not known|no layer keeps"):
+        fuse(model)
+    assert "forward" not in vars(model) and model.config._attn_implementation == before
+
+
+def test_refuses_layers_that_are_not_packed(tmp_path):
+    model = load("llama", tmp_path)
+    model.model.layers[1].mlp.up_proj = torch.nn.Linear(256, 512)
+    with pytest.raises(ValueError, match=r"LlamaMLP\.up_proj is not packed"):
+        fuse(model)
+    assert "forward" not in vars(model)
