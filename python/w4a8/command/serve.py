@@ -7,12 +7,13 @@ to vLLM: `w4a8 serve MODEL --tensor-parallel-size 2`.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,11 @@ from w4a8.command.doctor import VLLM, installed
 from w4a8.command.model import HELP, find, hub_name
 from w4a8.command.report import number
 from w4a8.core.json_fields import json_field, read_json
+from w4a8.formats.config import config_in, method_of
+from w4a8.formats.packed_directory import METHOD
+from w4a8.integrations.vllm import settings
 from w4a8.integrations.vllm.settings import LM_HEAD_SWITCH
+from w4a8.ops import BLOCK_TOKENS, HEAD_SIZES, attention_block_bytes
 
 CACHE = "VLLM_CPU_KVCACHE_SPACE"
 _LONGEST = 8192  # tokens of prompt and answer, where nothing else is asked for
@@ -101,7 +106,8 @@ def command_of(args: argparse.Namespace, program: list[str]) -> tuple[list[str],
     longest = args.max_model_len or min(_LONGEST, sizes["longest"] or _LONGEST)
     variables = {}
     if args.kv_cache is not None or CACHE not in os.environ:
-        needed = math.ceil(_ROOM * longest * cache_bytes(sizes) / 2**30)
+        kind = attention_kind(sizes, args.rest) if is_gguf(path) or _quantized(path) else None
+        needed = math.ceil(_ROOM * longest * cache_bytes(sizes, kind) / 2**30)
         variables[CACHE] = str(max(1, needed) if args.kv_cache is None else args.kv_cache)
     if args.lm_head is not None:
         variables[LM_HEAD_SWITCH] = args.lm_head
@@ -115,14 +121,60 @@ def _compiler() -> str:
     return os.environ.get("CXX") or "g++"
 
 
-def cache_bytes(sizes: Mapping[str, Any]) -> int:
-    """Of one token in a KV cache of 16 bits; 0 if the model does not say.
+def cache_bytes(sizes: Mapping[str, Any], kind: str | None = None) -> int:
+    """Of one token in the KV cache; 0 if the model does not say.
 
     Args:
         sizes: ``layers``; ``latent``, what multi-head latent attention keeps, or else ``heads``, ``head``.
+        kind: of :func:`attention_kind`; None is 16 bits.
     """
-    values = sizes["latent"] or 2 * (sizes["heads"] or 0) * (sizes["head"] or 0)
-    return 2 * values * (sizes["layers"] or 0)
+    heads, head = sizes["heads"] or 0, sizes["head"] or 0
+    if kind is None:
+        token = 2 * (sizes["latent"] or 2 * heads * head)
+    else:
+        token = heads * attention_block_bytes(kind, head, head) // BLOCK_TOKENS
+    return token * (sizes["layers"] or 0)
+
+
+def attention_kind(sizes: Mapping[str, Any], rest: Sequence[str]) -> str | None:
+    """What the plugin's attention keeps of a quantized model, "int8" or "bfloat16"; None where attention is vLLM's.
+
+    Args:
+        sizes: as for :func:`cache_bytes`.
+        rest: arguments of vLLM.
+
+    Raises:
+        ValueError: a setting of the plugin has a value that it cannot have; names it.
+    """
+    with settings.of_engine(_said(rest, "additional-config", "{}", json.loads)):
+        ours = settings.mode() != "0" and settings.runs_w4a16() and settings.attends()
+    blocks = _said(rest, "block-size", "0", int) % BLOCK_TOKENS == 0
+    if not (ours and blocks) or sizes["latent"] or sizes["head"] not in HEAD_SIZES:
+        return None
+    return settings.CACHE_KINDS.get(_said(rest, "kv-cache-dtype", "auto", str))
+
+
+def _said(rest: Sequence[str], name: str, default: str, read: Callable[[str], Any]) -> Any:
+    """The value of an option of vLLM, the last one; vLLM takes ``_`` for ``-``, too.
+
+    Raises:
+        ValueError: it cannot be read; names the option.
+    """
+    value, names = default, (f"--{name}", f"--{name.replace('-', '_')}")
+    for word, behind in zip(rest, [*rest[1:], ""]):
+        option, equals, text = word.partition("=")
+        if option in names:
+            value = text if equals else behind
+    try:
+        return read(value)
+    except ValueError as error:
+        raise ValueError(f"--{name} is {value!r}: {error}") from error
+
+
+def _quantized(folder: Path) -> bool:
+    """By a method of which the plugin runs layers."""
+    config = config_in(folder)
+    return config is not None and (method_of(config) is not None or config.get("quant_method") == METHOD)
 
 
 def _sizes_of_config(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """`w4a8 serve`: what vLLM is started with, and names on the Hub in the other subcommands."""
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ pytest.importorskip("transformers", minversion="5.0")  # which brings huggingfac
 import multiplied_out
 
 from w4a8.command import doctor, extras, inspect, main, model, serve
+from w4a8.integrations.vllm import settings
 
 TOOL_WRITTEN = multiplied_out.TOOL_WRITTEN
 GIB = 2**30
@@ -20,7 +22,7 @@ GIB = 2**30
 
 @pytest.fixture(autouse=True)
 def no_variables(monkeypatch):
-    for name in (serve.CACHE, "W4A8_VLLM_LM_HEAD"):
+    for name in (serve.CACHE, "W4A8_VLLM", *settings.KEYS.values()):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CXX", sys.executable)  # something that is there
 
@@ -44,7 +46,6 @@ QWEN = {"num_hidden_layers": 48, "num_key_value_heads": 4, "num_attention_heads"
 
 
 def test_the_command(tmp_path, started, capsys):
-    """Of Qwen3-30B-A3B a token takes 98,304 bytes of cache, as docs/vllm.md says."""
     folder = write(tmp_path / "m", **QWEN, max_position_embeddings=40960)
     assert main(["serve", str(folder), "--tensor-parallel-size", "2", "--dtype=float32"]) == 0
     ((arguments, environment),) = started
@@ -95,6 +96,63 @@ def test_lengths_and_caches(config, arguments, longest, cache, tmp_path, started
     assert f"--max-model-len={longest}" in command and environment[serve.CACHE] == str(cache)
 
 
+GPTQ = {**QWEN, "quantization_config": {"quant_method": "gptq"}}
+OFF = '{"w4a8": {"attention": false}}'
+
+
+@pytest.mark.parametrize(
+    "config, arguments, variables, cache",
+    [
+        # 131,072 tokens of 51,456 bytes are 6.3 GiB, of 98,304 bytes 12, and room.
+        (GPTQ, [], {}, 7),
+        ({**QWEN, "text_config": GPTQ}, [], {}, 7),
+        ({**QWEN, "quantization_config": {"quant_method": "w4a8"}}, [], {}, 7),
+        (GPTQ, ["--kv_cache_dtype=int8_per_token_head"], {}, 7),
+        (GPTQ, ["--kv-cache-dtype", "fp8", "--kv-cache-dtype", "auto", "--block-size=128"], {}, 7),
+        (GPTQ, ["--kv-cache-dtype", "bfloat16"], {}, 13),
+        (GPTQ, ["--kv-cache-dtype=fp8"], {}, 13),
+        (GPTQ, ["--block-size", "32"], {}, 13),
+        (GPTQ, ["--additional-config", OFF], {}, 13),
+        (GPTQ, [], {"W4A8_VLLM_ATTENTION": "0"}, 13),
+        (GPTQ, ["--additional-config", OFF.replace("false", "true")], {"W4A8_VLLM_ATTENTION": "0"}, 7),
+        (GPTQ, [], {"W4A8_VLLM": "0"}, 13),
+        (GPTQ, [], {"W4A8_VLLM_W4A16": "0"}, 13),
+        (QWEN, [], {}, 13),
+        ({**QWEN, "quantization_config": {"quant_method": "fp8"}}, [], {}, 13),
+        ({**GPTQ, "head_dim": 40}, [], {}, 4),  # 3.75 GiB; the operator has no such heads
+        ({**GPTQ, "kv_lora_rank": 512, "qk_rope_head_dim": 64}, [], {}, 8),  # 6.75 GiB
+    ],
+)
+def test_the_cache_of_the_plugins_attention(config, arguments, variables, cache, tmp_path, started, monkeypatch):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    folder = str(write(tmp_path / "m", **config))
+    assert main(["serve", folder, "--max-model-len", "131072", *arguments]) == 0
+    assert started[0][1][serve.CACHE] == str(cache)
+
+
+def test_bytes_of_a_token():
+    """Of Qwen3-30B-A3B, as docs/memory.md says, and 16 bits."""
+    sizes = {"layers": 48, "heads": 4, "head": 128, "latent": None}
+    assert [serve.cache_bytes(sizes, kind) for kind in ("int8", "bfloat16", None)] == [51456, 98304, 98304]
+
+
+@pytest.mark.parametrize(
+    "arguments, variables, message",
+    [
+        (["--additional-config", "{"], {}, "--additional-config is '{': "),
+        (["--additional-config", '{"w4a8": {"attend": 1}}'], {}, "has 'attend', expected"),
+        (["--block-size", "many"], {}, "--block-size is 'many': "),
+        ([], {"W4A8_VLLM_ATTENTION": "2"}, "W4A8_VLLM_ATTENTION='2', expected 0 or 1"),
+    ],
+)
+def test_wrong_settings(arguments, variables, message, tmp_path, started, monkeypatch, capsys):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert main(["serve", str(write(tmp_path / "m", **GPTQ)), *arguments]) == 1
+    assert message in capsys.readouterr().err and started == []
+
+
 def test_variables_of_the_user_stay(tmp_path, started, monkeypatch):
     monkeypatch.setenv(serve.CACHE, "3")
     assert main(["serve", str(write(tmp_path / "m", **QWEN)), "--lm-head", "int8", "--port", "9", "--host", "::"]) == 0
@@ -113,6 +171,11 @@ def test_gguf(tmp_path, started):
         else:
             values = gguf_models.MLA["kv_lora_rank"] + gguf_models.MLA["qk_rope_head_dim"]
         assert serve.cache_bytes(sizes) == gguf_models.LAYERS * values * 2
+        if name == "qwen3":  # 32 MiB of tokens; int8, with the references of docs/memory.md
+            reference = -(-2 * gguf_models.HEAD // 64) * 64 // 64
+            token = gguf_models.LAYERS * (values + gguf_models.KV_HEADS * (8 + reference))
+            assert main(["serve", str(tmp_path), "--max-model-len", str(2**25)]) == 0
+            assert started.pop()[1][serve.CACHE] == str(math.ceil(1.05 * token / 32)) != str(math.ceil(1.05 * values))
         assert main(["serve", str(tmp_path)]) == 0
         command = started.pop()[0]
         assert command[2] == str(tmp_path / "model.gguf") and "--max-model-len=128" in command

@@ -25,10 +25,8 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from w4a8.integrations.vllm import settings
 from w4a8.integrations.vllm.log import logger
+from w4a8.integrations.vllm.settings import CACHE_KINDS
 from w4a8.ops import BLOCK_TOKENS, HEAD_SIZES, attention_block_bytes, paged_attention, paged_attention_write
-
-# What --kv-cache-dtype may be, and what the cache then is. A type that is not here is left to vLLM.
-_KINDS = {"auto": "int8", "int8_per_token_head": "int8", "bfloat16": "bfloat16"}
 
 
 @dataclass
@@ -169,7 +167,7 @@ class Backend(CPUAttentionBackend):
     """What both backends have in common."""
 
     impl: ClassVar[type[Impl]]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = list(_KINDS)
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = list(CACHE_KINDS)
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
@@ -228,7 +226,7 @@ def reason_against(asked: Any, vllm_config: Any) -> str | None:
         return f"attention of type {asked.attn_type}"
     if asked.head_size not in HEAD_SIZES:
         return f"heads of {asked.head_size}"
-    if (asked.kv_cache_dtype or "auto") not in _KINDS:
+    if (asked.kv_cache_dtype or "auto") not in CACHE_KINDS:
         return f"a KV cache of {asked.kv_cache_dtype}"
     cache = vllm_config.cache_config
     if cache.user_specified_block_size and cache.block_size % BLOCK_TOKENS != 0:
@@ -275,7 +273,7 @@ def _answering(stock: Any) -> Any:
         if config is not None and _is_ours(config):
             reason = reason_against(attn_selector_config, config)
             if reason is None:
-                kind = _KINDS[attn_selector_config.kv_cache_dtype or "auto"]
+                kind = CACHE_KINDS[attn_selector_config.kv_cache_dtype or "auto"]
                 logger().info_once(
                     "w4a8: attention runs here, with a KV cache of %s (%s=0: vLLM's)", kind, settings.ATTENTION
                 )

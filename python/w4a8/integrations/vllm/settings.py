@@ -21,6 +21,8 @@ ATTENTION = "W4A8_VLLM_ATTENTION"
 # Keys of vLLM's additional_config["w4a8"], and the variables that say the same. The plugin is on or off before vLLM has
 # read any argument, so SWITCH has no key.
 KEYS = {"w4a16": W4A16_SWITCH, "lm_head": LM_HEAD_SWITCH, "activation_group": ACTIVATION_GROUP, "attention": ATTENTION}
+# What --kv-cache-dtype may be, and what the cache of this package's attention then is. Others are left to vLLM.
+CACHE_KINDS = {"auto": "int8", "int8_per_token_head": "int8", "bfloat16": "bfloat16"}
 # vLLM's additional_config while it makes an engine's configuration, which code asks for before it exists.
 _MAKING: ContextVar[Any] = ContextVar("MAKING", default=None)
 
