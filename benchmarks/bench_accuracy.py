@@ -77,14 +77,17 @@ def measure(source: Source, args: argparse.Namespace, before: dict) -> Iterator[
     }
     if args.add:
         found["ways"] = kept(before, found)
-    case = Case(source, model, reference, calibration, args.threads)
+    length = min(text.PROMPT, model.config.max_position_embeddings)
+    (prompt,), _ = text.read(source.tokenizer(), length, length)
+    case = Case(source, model, reference, calibration, args.threads, prompt)
     order = [(way.section, way.title, way.activations) for way in ways(case)]
     for way in rows(case, not args.no_llama, found["notes"]):
         name = f"{way.section}: {way.title}, {way.activations}"
         if not chosen(name, args.ways):
             continue
+        exact = reference if way.reference is None else way.reference()
         with way.start() as running:
-            score = reference.score(running.logits)
+            score = exact.score(running.logits)
         record = {"section": way.section, "title": way.title, "activations": way.activations}
         record |= {"arithmetic": running.arithmetic, "bits": running.bits, "prefill": running.prefill}
         record |= score.record()

@@ -84,4 +84,4 @@ def ways(case: Case) -> Iterator[Way]:
     files = {AS_IT_IS: case.source.path(), **{name: made(case, name, python) for name in MADE}}
     for name, file in files.items():
         title = f"{name} ({types_of(file)[1]})"
-        yield Way(SECTIONS[5], title, "its own", lambda file=file: answering(case, file, python))
+        yield Way(SECTIONS[6], title, "its own", lambda file=file: answering(case, file, python))

@@ -14,6 +14,13 @@ def percent(change: float, error: float) -> str:
     return f"{100 * math.expm1(change):+.2f} ± {100 * error * math.exp(change):.2f} %"
 
 
+def divergence(record: dict) -> str:
+    """With digits enough for small ones. Roundings can bring what is 0 below it."""
+    kl = max(0.0, record["kl"])
+    digits = 4 if kl >= 1e-3 else 6
+    return f"{kl:.{digits}f} ± {record['kl_error']:.{digits}f}"
+
+
 def row(record: dict) -> str:
     bits = "" if record["bits"] is None else f"{record['bits']:.2f}"
     cells = [
@@ -23,7 +30,7 @@ def row(record: dict) -> str:
         bits,
         f"{record['perplexity']:.2f}",
         percent(record["change"], record["change_error"]),
-        f"{record['kl']:.4f} ± {record['kl_error']:.4f}",
+        divergence(record),
         f"{100 * record['top1']:.1f} ± {100 * record['top1_error']:.1f} %",
         f"{record['prefill']:.0f}" if record.get("prefill") else "",
     ]

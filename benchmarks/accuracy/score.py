@@ -13,7 +13,7 @@ import torch
 EVERY = 2  # KL and agreement are of every second position: all logits of one are kept
 ROWS = 64  # positions that are worked on at once
 
-# Token ids [T] -> logits [T, vocabulary].
+# Token ids [T] -> logits [n, vocabulary] of all of them, or of the last n.
 Logits = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -44,13 +44,14 @@ def losses_of(logs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 
 class Reference:
-    """What the float model says of each window of tokens: a file of float32 [windows, positions, vocabulary]."""
+    """What the float model says of each window of tokens, or its end: a file of float32 [windows, n, vocabulary]."""
 
     def __init__(self, logits: Logits, windows: list[torch.Tensor], file: Path):
         self.windows = windows
         self.losses: list[torch.Tensor] = []
         for i, ids in enumerate(windows):
             found = logits(ids)
+            ids = ids[-len(found) :]
             if i == 0:
                 shape = (len(windows), -(-len(ids) // EVERY), found.shape[1])
                 file.unlink(missing_ok=True)
@@ -70,6 +71,7 @@ class Reference:
         losses, divergences, agreements = [], [], []
         for ids, exact in zip(self.windows, self.logs):
             found = logits(ids)
+            ids = ids[-len(found) :]
             for at in range(0, len(ids), ROWS):
                 logs = found[at : at + ROWS].float().log_softmax(-1)
                 losses.append(losses_of(logs[: len(ids) - 1 - at], ids[at + 1 : at + 1 + ROWS]))

@@ -52,6 +52,7 @@ OBJECTS = [
     "stft",
 ]
 LENGTH = 512  # tokens that a model reads at once
+PROMPT = 8192  # tokens of a prompt, where the model can have as many
 
 
 def torch_object(name: str) -> object:
@@ -93,9 +94,9 @@ def windows(ids: torch.Tensor, count: int, length: int, first: int | None) -> tu
     return [parts[i] for i in places], [parts[i + 1] for i in places]
 
 
-def read(tokenizer: Any, tokens: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Windows of about `tokens` tokens to measure on, and as many to calibrate with."""
+def read(tokenizer: Any, tokens: int, length: int = LENGTH) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Windows of `length`, about `tokens` tokens to measure on, and as many to calibrate with."""
     ids = tokenizer(text(), return_tensors="pt").input_ids[0]
     starts = tokenizer.bos_token_id is not None and int(ids[0]) == tokenizer.bos_token_id
     first = tokenizer.bos_token_id if starts else None
-    return windows(ids[1:] if starts else ids, max(1, tokens // LENGTH), LENGTH, first)
+    return windows(ids[1:] if starts else ids, max(1, tokens // length), length, first)

@@ -20,7 +20,15 @@ from accuracy.score import Logits, Reference
 from w4a8.nn.linear import PackedLinear
 from w4a8.nn.rounding import round_to_8_bits
 
-SECTIONS = ("activations alone", "weights", "activations with the same weights", "output layer", "GGUF", "llama.cpp")
+SECTIONS = (
+    "activations alone",
+    "weights",
+    "activations with the same weights",
+    "output layer",
+    "attention",
+    "GGUF",
+    "llama.cpp",
+)
 AS_IT_IS = "the file as it is"
 GROUPS = (128, 64, 32)
 USUAL = 32  # the group of activations beside which weights are compared
@@ -37,6 +45,7 @@ class Case:
     reference: Reference
     calibration: list[torch.Tensor]
     threads: int
+    prompt: torch.Tensor  # int64 [tokens], many: for attention
 
     @property
     def width(self) -> int:
@@ -62,6 +71,7 @@ class Way:
     title: str
     activations: str
     start: Callable[[], AbstractContextManager[Running]]
+    reference: Callable[[], Reference] | None = None  # None: the case's
 
 
 def called(activation_group: int) -> str:
@@ -239,11 +249,14 @@ def packed_file(case: Case) -> Iterator[Running]:
 
 
 def file_ways(case: Case) -> Iterator[Way]:
-    yield Way(SECTIONS[4], AS_IT_IS, called(USUAL), lambda: packed_file(case))
+    yield Way(SECTIONS[5], AS_IT_IS, called(USUAL), lambda: packed_file(case))
 
 
 def ways(case: Case) -> Iterator[Way]:
     """All but those of llama.cpp (accuracy.in_llama)."""
+    from accuracy import in_attention
+
     yield from activation_ways(case)
     yield from head_ways(case)
+    yield from in_attention.ways(case)
     yield from file_ways(case)

@@ -102,24 +102,27 @@ def test_what_a_group_is_multiplied_by():
     assert np.array_equal(in_groups(x, 32).abs().amax(1).numpy(), np.float32(127) * factor.view(np.float32))
 
 
-def test_scores_against_loops(tmp_path):
+@pytest.mark.parametrize("last", [130, 71])
+def test_scores_against_loops(last, tmp_path):
+    """Where the model answers for the last tokens alone, they are all that counts."""
     from accuracy.score import EVERY, Reference
 
     vocabulary, lengths = 11, (130, 130)
     ids = [torch.randint(vocabulary, (length,)) for length in lengths]
     true = {id(each): torch.randn(len(each), vocabulary) for each in ids}
     other = {id(each): true[id(each)] + 0.3 * torch.randn(len(each), vocabulary) for each in ids}
-    reference = Reference(lambda each: true[id(each)], ids, tmp_path / "logs.npy")
-    found = reference.score(lambda each: other[id(each)])
+    reference = Reference(lambda each: true[id(each)][-last:], ids, tmp_path / "logs.npy")
+    found = reference.score(lambda each: other[id(each)][-last:])
 
     losses, changes, divergences, same = [], [], [], []
     for each in ids:
         p, q = (torch.softmax(which[id(each)].double(), 1).numpy() for which in (true, other))
-        for i, token in enumerate(each.tolist()):
-            if i > 0:
+        first = len(each) - last
+        for i, token in enumerate(each.tolist()[first:], first):
+            if i > first:
                 losses.append(-math.log(q[i - 1, token]))
                 changes.append(losses[-1] + math.log(p[i - 1, token]))
-            if i % EVERY == 0:
+            if (i - first) % EVERY == 0:
                 divergences.append(sum(a * math.log(a / b) for a, b in zip(p[i], q[i])))
                 same.append(float(p[i].argmax() == q[i].argmax()))
     expected = {"perplexity": math.exp(np.mean(losses))}
@@ -128,7 +131,7 @@ def test_scores_against_loops(tmp_path):
         expected[f"{name}_error"] = np.std(values, ddof=1) / math.sqrt(len(values))
     assert found.record() == {name: pytest.approx(value, rel=1e-5, abs=1e-7) for name, value in expected.items()}
 
-    itself = reference.score(lambda each: true[id(each)])
+    itself = reference.score(lambda each: true[id(each)][-last:])
     assert (itself.change, itself.kl, itself.top1, itself.top1_error) == (0, 0, 1, 0)
     assert itself.perplexity == pytest.approx(reference.perplexity)
 
@@ -147,34 +150,54 @@ def test_windows():
         windows(ids, 6, 10, None)
 
 
-class Tiny(torch.nn.Module):
-    """What ways() needs of a language model."""
-
-    def __init__(self):
-        super().__init__()
-        self.config = SimpleNamespace(hidden_size=128)
-        self.embedding = torch.nn.Embedding(19, 128)
-        self.body = torch.nn.Linear(128, 128)
-        self.lm_head = torch.nn.Linear(128, 19, bias=False)
-
-    def get_output_embeddings(self):
-        return self.lm_head
-
-    def set_output_embeddings(self, layer):
-        self.lm_head = layer
-
-    def forward(self, input_ids, logits_to_keep=0):
-        x = self.embedding(input_ids)
-        return SimpleNamespace(logits=self.lm_head(x + self.body(x))[:, -logits_to_keep:])
+def tiny():
+    """A language model of transformers: one layer, in which attention looks at single tokens."""
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    sizes = {"vocab_size": 19, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=False)
+    model = transformers.LlamaForCausalLM(config).eval().requires_grad_(False)
+    for tensor in model.parameters():
+        if tensor.dim() == 2:
+            tensor.copy_(torch.randn_like(tensor) / tensor.shape[1] ** 0.5)
+    return model
 
 
-def test_rows_leave_the_model_alone(tmp_path):
+def arithmetic(way):
+    from accuracy.ways import SECTIONS
+
+    if way.section == SECTIONS[4]:
+        return "float32" if way.title.startswith("attention: exact") else "operators"
+    if way.activations == "bfloat16":
+        return "bfloat16"
+    emulated = way.section == SECTIONS[0] or way.activations in ("float32", "groups of 64", "groups of 128")
+    return "emulated" if emulated else "operators"
+
+
+def test_a_prompt_in_parts(monkeypatch):
+    from accuracy import in_attention
+    from accuracy.ways import logits_of
+
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    monkeypatch.setattr(in_attention, "LENGTH", 16)
+    monkeypatch.setattr(in_attention, "SCORED", 40)
+    model = tiny()
+    for length in (100, 96, 40, 20, 7):
+        ids = torch.randint(19, (length,))
+        found = in_attention.in_parts(model, lambda: transformers.DynamicCache(config=model.config))(ids)
+        torch.testing.assert_close(found, logits_of(model)(ids)[-40:])
+
+
+def test_rows_leave_the_model_alone(tmp_path, monkeypatch):
     """Each row answers something else than float32, and the next one starts from the same model."""
+    from accuracy import in_attention
     from accuracy.score import Reference
     from accuracy.ways import SECTIONS, Case, logits_of, ways
 
-    model = Tiny().eval()
+    monkeypatch.setattr(in_attention, "LENGTH", 16)
+    monkeypatch.setattr(in_attention, "SCORED", 40)
+    model = tiny()
     ids = [torch.randint(19, (20,)) for _ in range(2)]
+    prompt = torch.randint(19, (100,))
     reference = Reference(logits_of(model), ids[:1], tmp_path / "logs.npy")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     rows = set()
@@ -186,14 +209,15 @@ def test_rows_leave_the_model_alone(tmp_path):
             w4a8.quantize_(packed, group_size=32)
             return packed
 
-    for way in ways(Case(Source, model, reference, ids[1:], 1)):
+    for way in ways(Case(Source, model, reference, ids[1:], 1, prompt)):
+        exact = reference if way.reference is None else way.reference()
         with way.start() as running:
-            score = reference.score(running.logits)
-        assert score.kl > 0
-        assert (running.bits is None) == (way.section == SECTIONS[0])
-        emulated = way.section == SECTIONS[0] or way.activations in ("float32", "groups of 64", "groups of 128")
-        assert running.arithmetic in ("emulated" if emulated else "operators", "bfloat16")
-        assert (running.prefill is not None) == (way.section in SECTIONS[1:3] and not emulated)
+            score = exact.score(running.logits)
+        assert running.arithmetic == arithmetic(way)
+        assert abs(score.kl) < 1e-6 if running.arithmetic == "float32" else score.kl > 1e-6
+        assert (running.bits is None) == (way.section in (SECTIONS[0], SECTIONS[4]))
+        timed = way.section in SECTIONS[1:3] and running.arithmetic == "operators"
+        assert (running.prefill is not None) == timed
         rows.add((way.section, way.title, way.activations))
         assert reference.score(logits_of(model)).kl == 0
     assert {section for section, *_ in rows} == set(SECTIONS[:-1])
@@ -209,8 +233,10 @@ def record(section, title, kl=0.01, bits=4.5):
 
 
 def test_table():
-    from accuracy.report import table
+    from accuracy.report import divergence, table
 
+    assert divergence(record("attention", "a", kl=0.00024)) == "0.000240 ± 0.001000"
+    assert divergence(record("attention", "a", kl=-1e-9)) == "0.000000 ± 0.001000"
     lines = table([record("weights", "a", bits=None), record("weights", "b"), record("llama.cpp", "c")]).splitlines()
     assert len({line.count("|") for line in lines}) == 1
     assert [line.split("|")[1].strip() for line in lines[2:]] == ["**weights**", "a", "b", "**llama.cpp**", "c"]
