@@ -126,10 +126,10 @@ def test_modelopts_own_configuration_file(results, checkpoints):
 
 @pytest.mark.usual
 def test_a_cache_that_vllm_does_not_have(results, checkpoints):
-    """Of 4 bits, which it would take for 8: it has the type of the model. Its scales are in the file all the same."""
+    """Of 4 bits, which it would take for 8: the cache is the default. Its scales are in the file all the same."""
     job, result = results[0]["cache of 4 bits", False]
     check(NVFP4, checkpoints(NVFP4), job.prompts, result)
-    assert "which vLLM does not have here (it is not of 8 bits): it is of the type of the model" in results[1]
+    assert "which vLLM does not have here (it is not of 8 bits): it gets that of --kv-cache-dtype auto" in results[1]
 
 
 @pytest.mark.usual

@@ -45,7 +45,7 @@ def kv_cache_problem(asked: Any, hf_config: Any) -> str | None:
 
 
 def keep_what_is_possible(config: dict[str, Any], hf_config: Any) -> None:
-    """Takes out of a quantization_config what has a :func:`kv_cache_problem`; the cache then has the type of the model.
+    """Takes out of a quantization_config what has a :func:`kv_cache_problem`; the cache is then that of "auto".
 
     Args:
         config: what vLLM has made of the one in ``hf_config``.
@@ -58,8 +58,8 @@ def keep_what_is_possible(config: dict[str, Any], hf_config: Any) -> None:
     reason = next(filter(None, reasons), None)
     if reason is not None:
         logger().warning(
-            "w4a8: the checkpoint asks for a quantized KV cache, which vLLM does not have here (%s): it is of the type "
-            "of the model",
+            "w4a8: the checkpoint asks for a quantized KV cache, which vLLM does not have here (%s): it gets that of "
+            "--kv-cache-dtype auto",
             reason,
         )
 
