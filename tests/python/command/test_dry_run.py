@@ -17,6 +17,7 @@ transformers = pytest.importorskip("transformers", minversion="5.0")
 import test_transformers  # noqa: E402
 import test_transformers_files as files  # noqa: E402
 import test_transformers_formats as formats  # noqa: E402
+import test_transformers_gpt_oss as gpt_oss  # noqa: E402
 from damaged_json import damaged as damaged_configs  # noqa: E402
 from format_checkpoints import ALL_FORMATS, FLOATS, FORMATS, damages  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
@@ -41,7 +42,7 @@ from w4a8.formats.config import config_in  # noqa: E402
 from w4a8.integrations.transformers import W4A8Config, gguf  # noqa: E402
 
 gguf_models = pytest.importorskip("gguf_models")
-import test_transformers_gguf as gguf_files  # noqa: E402
+import test_transformers_gguf_errors as gguf_errors  # noqa: E402
 import test_transformers_gguf_experts as gguf_experts  # noqa: E402
 
 if gguf.gguf_problems():
@@ -154,10 +155,10 @@ def test_a_missing_bias(tmp_path, capsys):
     assert "has no bias" in check(tmp_path / "theirs", capsys)
 
 
-@pytest.mark.parametrize(("tensor", "change", "match"), formats.DAMAGED_GPT_OSS)
+@pytest.mark.parametrize(("tensor", "change", "match"), gpt_oss.DAMAGED_GPT_OSS)
 def test_gpt_oss(tensor, change, match, tmp_path, capsys):
-    formats.write_gpt_oss(tmp_path)
-    formats.change_gpt_oss(tmp_path / "theirs", tensor, change)
+    gpt_oss.write_gpt_oss(tmp_path)
+    gpt_oss.change_gpt_oss(tmp_path / "theirs", tensor, change)
     assert re.search(match, check(tmp_path / "theirs", capsys))
 
 
@@ -199,8 +200,8 @@ def test_wrong_floats_of_4_bits(name, tmp_path, capsys):
 
 @pytest.mark.parametrize(("suffix", "change", "message"), MXFP4_CHANGES)
 def test_wrong_stacks_of_gpt_oss(suffix, change, message, tmp_path, capsys):
-    formats.write_gpt_oss(tmp_path)
-    formats.change_gpt_oss(tmp_path / "theirs", suffix, change)
+    gpt_oss.write_gpt_oss(tmp_path)
+    gpt_oss.change_gpt_oss(tmp_path / "theirs", suffix, change)
     assert check(tmp_path / "theirs", capsys, message) is not None
 
 
@@ -373,7 +374,7 @@ ODD_GGUF = {
     "fewer layers": keys(block_count=1),
     "a float that is cut": lambda tiny: tiny.tensors.update({"output_norm.weight": torch.ones(3)}),
     "quantized embeddings": lambda tiny: tiny.tensors.pop("output.weight"),
-    **{what: change for what, (change, _) in gguf_files.BROKEN.items()},
+    **{what: change for what, (change, _) in gguf_errors.BROKEN.items()},
 }
 
 
@@ -386,8 +387,8 @@ def test_gguf(what, tmp_path, capsys):
     if change is None:
         path.write_bytes(path.read_bytes()[:-40])
     wanted = check(tmp_path, capsys, what)
-    if what in gguf_files.BROKEN:
-        assert re.search(gguf_files.BROKEN[what][1], wanted)
+    if what in gguf_errors.BROKEN:
+        assert re.search(gguf_errors.BROKEN[what][1], wanted)
 
 
 @pytest.mark.parametrize("what", gguf_experts.REFUSED)
