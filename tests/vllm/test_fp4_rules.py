@@ -206,6 +206,17 @@ def test_experts_that_are_not_quantized():
         assert experts_of(config, EXPERTS) == NOT_QUANTIZED
 
 
+def test_experts_of_gpt_oss_that_quark_has_not_quantized(monkeypatch):
+    """vLLM's model fails with them, and names no layer."""
+    config = quark(exclude=["*.0.mlp.experts.1.*"])
+    with pytest.raises(ValueError, match=rf"{EXPERTS}: .*experts\.1\.gate_proj is not quantized: .* vLLM's gpt-oss"):
+        experts_of(config, EXPERTS, activation="swigluoai")
+    assert isinstance(experts_of(config, "model.layers.1.mlp.experts", activation="swigluoai"), W4A8QuarkGptOssMethod)
+    assert experts_of(config, EXPERTS) is None  # of another model
+    monkeypatch.setenv("W4A8_VLLM_W4A16", "0")
+    assert experts_of(config, EXPERTS, activation="swigluoai") is None
+
+
 def test_what_quark_leaves_to_vllm(monkeypatch):
     """FP8 layers of layer_quant_config; gpt-oss's experts on ranks of theirs; all, where the plugin is told so."""
     config = quark(layer_quant_config={"*self_attn*": FP8, "*.layers.5.*experts*": FP8})

@@ -9,7 +9,7 @@ from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
 
 from w4a8.formats import LeftOut, Rules, Stored, rules_of
-from w4a8.integrations.vllm.config_base import RunsLayersHere
+from w4a8.integrations.vllm.config_base import RunsLayersHere, no_floats_of_gpt_oss
 from w4a8.integrations.vllm.settings import runs_w4a16
 
 
@@ -34,15 +34,11 @@ class W4A8GptOssConfig(RunsLayersHere, GptOssMxfp4Config):
         """As :meth:`RunsLayersHere.stored_of`.
 
         Raises:
-            ValueError: experts that are not quantized. vLLM's model of gpt-oss takes all experts of such a checkpoint
-                for blocks: it copies floats [E, K, N] without transposing them.
+            ValueError: experts that are not quantized: vLLM's model copies floats [E, K, N] without transposing them.
         """
         if not isinstance(layer, RoutedExperts):
             return None
         stored = self.w4a8_rules.of(prefix)
         if isinstance(stored, LeftOut) and runs_w4a16():
-            raise ValueError(
-                f"w4a8: {prefix}: {stored.reason}, but vLLM's gpt-oss reads all experts as MXFP4: floats would be "
-                "mixed up; transformers runs such a checkpoint"
-            )
+            raise no_floats_of_gpt_oss(prefix, stored)
         return stored if isinstance(stored, Stored) else None
