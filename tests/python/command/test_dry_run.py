@@ -346,6 +346,14 @@ def test_shards(what, tmp_path, capsys):
         assert code == 1 and f"{index} has no weight_map" in reasons[0]
 
 
+def test_an_order_of_no_features(tmp_path, capsys):
+    """A g_idx of 0 elements."""
+    formats.write(tmp_path, "qwen3", FORMATS["GPTQ"])
+    key = "model.layers.1.self_attn.k_proj.g_idx"
+    formats.change_file(tmp_path / "theirs", lambda tensors: tensors.update({key: torch.zeros(0, dtype=torch.int32)}))
+    assert f"{key}: shape (0,), which holds nothing" in check(tmp_path / "theirs", capsys)
+
+
 @pytest.mark.parametrize(("change", "match"), test_transformers.DAMAGED)
 def test_packed_directories(change, match, tmp_path, capsys):
     test_transformers.save_float("qwen3", tmp_path / "float")
