@@ -53,7 +53,7 @@ std::vector<float> normal_values(int64_t count, uint64_t seed);
 /// Value of --name=N on the command line, or `fallback`.
 int64_t option(int argc, char** argv, const char* name, int64_t fallback);
 
-/// Value of --kind=N: 0 int4 (the default), 1 with zero points, 2 e2m1, 3 int8, 4 int8 with zero points.
+/// Value of --kind=N: 0 int4 (the default), 1 with zero points, 2 e2m1, 3 int8, 4 int8 with zero points, 5 int6.
 WeightKind kind_option(int argc, char** argv);
 
 /// "32", "128" or "channel".

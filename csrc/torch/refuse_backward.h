@@ -1,4 +1,5 @@
-// Ops are for inference: with gradients on, an op runs, and backward through its output is an error that names it.
+// Ops are for inference: with gradients on, an op runs, and backward through its output is an error that names it. A
+// tangent of forward mode is one at once.
 // By the stable ABI, which has no such kernel: the Autograd key falls through (python/w4a8/stable), so that a call
 // without gradients pays for one question, and an op's CPU kernel looks after the rest here.
 #pragma once
@@ -23,6 +24,13 @@ inline void add_differentiable(std::vector<Tensor>& tensors, const OptionalTenso
 }
 template <class T>
 void add_differentiable(std::vector<Tensor>&, const T&) {}
+
+inline bool any_tangent(const Tensor& tensor) { return has_tangent(tensor); }
+inline bool any_tangent(const OptionalTensor& tensor) { return tensor.has_value() && has_tangent(*tensor); }
+template <class T>
+bool any_tangent(const T&) {
+  return false;
+}
 
 /// `output` as what torch can go back from, into an error (python/w4a8/stable/backward.py).
 inline void refuse(Tensor& output, const std::vector<Tensor>& inputs, const std::string& op) {
@@ -71,6 +79,8 @@ struct RefusesBackward<kName, kFunction> {
   static Result refusing(Args... args) {
     using Named = NamedOp<kName, kFunction>;
     if (!aoti_torch_grad_mode_is_enabled()) return Named::call(args...);
+    W4A8_CHECK(!autograd_is_on() || !(detail::any_tangent(args) || ...), "forward derivative for w4a8::", kName.text,
+               " is not implemented");
     std::vector<Tensor> inputs;
     (detail::add_differentiable(inputs, args), ...);
     Result result = [&] {

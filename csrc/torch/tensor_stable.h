@@ -173,6 +173,31 @@ inline bool wants_gradient(const Tensor& tensor) {
   return !torch::stable::detail::to<bool>(stack[0]);
 }
 
+/// Whether Autograd sees what is called here, as it does not in a dispatch mode: a view of a tensor that requires
+/// gradients becomes a part of its graph.
+inline bool autograd_is_on() {
+  if (!aoti_torch_grad_mode_is_enabled()) return false;
+  constexpr int64_t kSize = 1;
+  AtenTensorHandle handle = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(1, &kSize, &kSize, aoti_torch_dtype_float32(),
+                                                  aoti_torch_device_type_cpu(), 0, &handle));
+  std::array<StableIValue, 2> stack = {torch::stable::detail::from(Tensor(handle)), torch::stable::detail::from(true)};
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::requires_grad_", "", stack.data(), TORCH_ABI_VERSION));
+  return wants_gradient(torch::stable::detail::to<Tensor>(stack[0]));
+}
+/// Whether forward mode has a derivative of it, where Autograd is on, which knows no tensors of inference mode.
+inline bool has_tangent(const Tensor& tensor) {
+  if (!is_floating(type_of(tensor))) return false;
+  std::array<StableIValue, 1> known = {torch::stable::detail::from(tensor)};
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::is_inference", "", known.data(), TORCH_ABI_VERSION));
+  if (torch::stable::detail::to<bool>(known[0])) return false;
+  constexpr int64_t kLevel = 0;  // there is no other
+  std::array<StableIValue, 2> stack = {torch::stable::detail::from(tensor), torch::stable::detail::from(kLevel)};
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::_unpack_dual", "", stack.data(), TORCH_ABI_VERSION));
+  const Tensor value = torch::stable::detail::to<Tensor>(stack[0]);
+  return torch::stable::detail::to<Tensor>(stack[1]).defined();
+}
+
 inline int64_t byte_size(const Tensor& tensor) {
   return tensor.numel() * static_cast<int64_t>(aoti_torch_dtype_element_size(static_cast<int32_t>(type_of(tensor))));
 }

@@ -1,9 +1,12 @@
 """Arguments on different devices, gradients, copy-on-write memory: what torch adds to a tensor."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from common import assert_same_bits
 from op_samples import op_samples, results, tensor_arguments
+from torch.autograd import forward_ad
 
 SAMPLES = op_samples()
 NAMES = list(SAMPLES)
@@ -74,6 +77,21 @@ FLOATS = [
 ]
 
 
+def passing():
+    """A dispatch mode that changes nothing."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            return function(*args, **(kwargs or {}))
+
+    return Mode()
+
+
+NO_MODES = pytest.mark.skipif(not hasattr(torch, "func"), reason="this torch has no such modes")
+MODES = [nullcontext, pytest.param(passing, marks=NO_MODES)]
+
+
 def with_gradient(name, argument):
     op, arguments = SAMPLES[name]
     return op, {**arguments, argument: arguments[argument].clone().requires_grad_()}
@@ -114,6 +132,21 @@ DIFFERENTIABLE = [
 ]
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("name", "argument"), FLOATS)
+def test_there_is_no_tangent(name, argument, mode):
+    """Of forward mode, which no argument's requires_grad tells of."""
+    op, arguments = SAMPLES[name]
+    x = arguments[argument]
+    for primal in (x, x.clone().requires_grad_()):
+        with torch.enable_grad(), forward_ad.dual_level(), mode():
+            dual = forward_ad.make_dual(primal, torch.ones_like(x))
+            for output, expected in zip(results(op, {**arguments, argument: primal}), results(op, arguments)):
+                assert_same_bits(output.detach(), expected)
+            with pytest.raises(RuntimeError, match=rf"forward .*{op._schema.name}\b"):
+                op(**{**arguments, argument: dual})
+
+
 @pytest.mark.skipif(not hasattr(torch, "func"), reason="this torch has no torch.func")
 @pytest.mark.parametrize(("name", "argument"), DIFFERENTIABLE)
 def test_torch_func_has_no_gradient(name, argument):
@@ -147,19 +180,13 @@ def test_torch_func_without_the_operator():
     assert_same_bits(rows, op(**arguments))
 
 
-@pytest.mark.skipif(not hasattr(torch, "func"), reason="this torch has no such modes")
+@NO_MODES
 @pytest.mark.parametrize(("name", "argument"), DIFFERENTIABLE)
 def test_there_is_no_gradient_in_a_mode(name, argument):
     """As of profilers, of selective checkpointing, and of what traces."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Mode(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            return function(*args, **(kwargs or {}))
-
     loss, refused = with_another_path(name, argument)
     x = SAMPLES[name][1][argument].clone().requires_grad_()
-    with torch.enable_grad(), Mode():
+    with torch.enable_grad(), passing():
         output = loss(x)
     with refused:
         output.backward()
@@ -173,6 +200,31 @@ def test_gradients_are_off(name, argument, mode):
         outputs = results(op, arguments)
     for output, expected in zip(outputs, results(*SAMPLES[name])):
         assert not output.requires_grad
+        assert_same_bits(output, expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_forward_mode_is_off(mode):
+    """In inference mode, which ends it."""
+    op, arguments = SAMPLES["matmul bfloat16"]
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(arguments["inp"], torch.ones_like(arguments["inp"]))
+        with torch.inference_mode(), mode():
+            output = op(**{**arguments, "inp": dual})
+        assert forward_ad.unpack_dual(output).tangent is None
+    assert_same_bits(output, op(**arguments))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("name", "argument"), FLOATS)
+def test_tensors_of_inference_mode(name, argument, mode):
+    """Of which Autograd knows nothing, used where gradients and forward mode are on."""
+    op, arguments = SAMPLES[name]
+    with torch.inference_mode():
+        made = arguments[argument].clone()
+    with torch.enable_grad(), forward_ad.dual_level(), mode():
+        outputs = results(op, {**arguments, argument: made})
+    for output, expected in zip(outputs, results(op, arguments)):
         assert_same_bits(output, expected)
 
 

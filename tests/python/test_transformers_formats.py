@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from common import assert_same_bits, default_activation_group, stated_activation_group
-from format_checkpoints import ALL_FORMATS, FLOATS, FORMATS, GPT_OSS, NVFP4_ARGS, PROJECTIONS, Format
+from format_checkpoints import ALL_FORMATS, FLOATS, FORMATS, NVFP4_ARGS, PROJECTIONS, Format
 from test_quantize_transformers import make_model
 from tool_formats import pairs, parts_of
 
@@ -436,79 +436,3 @@ def test_extra_bias(name, where, tmp_path):
         extra = EXTRA[where][0].replace(".", r"\.")
         with pytest.raises(ValueError, match=f"{extra} has a bias, but the model has none"):
             load(tmp_path / "theirs")
-
-
-# --- gpt-oss: experts stacked, gate and up rows in turns --------------------------------------------------------------
-
-
-def write_gpt_oss(directory, method="mxfp4"):
-    """As it is on the Hub; the model with the same codes."""
-    form = Format("mxfp4", GPT_OSS)
-    model, tensors = skeleton(directory, "gpt-oss", skip=[*DEFAULT_SKIP, "re:.*self_attn"]), {}
-    for key, module in model.named_modules():
-        if not isinstance(module, W4A8Experts):
-            continue
-        h, i = module.hidden_size, module.intermediate_size
-        for part, stack, rows, columns in (("gate_up_proj", "w13", 2 * i, h), ("down_proj", "w2", h, i)):
-            biases = torch.randn(module.num_experts, rows).bfloat16()
-            found = [form.random(rows, columns, 32) for _ in range(module.num_experts)]
-            for suffix in ("blocks", "scales"):
-                tensors[f"{key}.{part}_{suffix}"] = torch.stack([each[suffix] for each in found])
-            tensors[f"{key}.{part}_bias"] = biases
-            order = [*range(0, rows, 2), *range(1, rows, 2)] if stack == "w13" else list(range(rows))
-            each = [{name: tensor[order] for name, tensor in matrix.items()} for matrix in found]
-            matrices = [packed(form, matrix, bias=bias[order])[0] for matrix, bias in zip(each, biases)]
-            setattr(module, f"{stack}_packed", torch.stack(matrices))
-    save(directory / "theirs", model, tensors, {**GPT_OSS, "quant_method": method})
-    return model
-
-
-@pytest.mark.parametrize("method", ["mxfp4", "MXFP4"])
-def test_gpt_oss(method, tmp_path):
-    model = check(tmp_path, write_gpt_oss(tmp_path, method))
-    header = w4a8.read_header(model.model.layers[1].mlp.experts.w13_packed[5])
-    assert (header["values"], header["scale_dtype"]) == ("e2m1", "e8m0")
-    assert set(model.hf_quantizer.report.replaced) == {f"model.layers.{i}.mlp.experts" for i in (0, 1)}
-
-
-def test_gpt_oss_in_several_files(tmp_path):
-    """Blocks, scales and biases of a layer in files of their own."""
-    want = write_gpt_oss(tmp_path)
-    directory = tmp_path / "theirs"
-    tensors = load_file(directory / "model.safetensors")
-    files = {key: f"part-{index % 3}.safetensors" for index, key in enumerate(sorted(tensors))}
-    for file in set(files.values()):
-        part = {key: tensors[key] for key in tensors if files[key] == file}
-        save_file(part, directory / file, metadata={"format": "pt"})
-    (directory / "model.safetensors").unlink()
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
-    check(tmp_path, want)
-
-
-DAMAGED_GPT_OSS = [
-    ("down_proj_scales", None, ".*down_proj.*scales is missing"),
-    ("down_proj_blocks", None, ".*down_proj"),
-    ("gate_up_proj_bias", None, ".*bias"),
-    ("gate_up_proj_scales", lambda t: t | 255, ".*255"),
-    ("gate_up_proj_blocks", lambda t: t[:4], ".*4.* experts, expected 6"),
-    ("down_proj_blocks", lambda t: t[:, :32], ".*down_proj"),
-]
-
-
-def change_gpt_oss(directory, tensor, change):
-    """One of a layer's tensors; None: without it."""
-
-    def apply(tensors):
-        old = tensors.pop(f"model.layers.1.mlp.experts.{tensor}")
-        if change is not None:
-            tensors[f"model.layers.1.mlp.experts.{tensor}"] = change(old)
-
-    change_file(directory, apply)
-
-
-@pytest.mark.parametrize(("tensor", "change", "match"), DAMAGED_GPT_OSS)
-def test_damaged_gpt_oss(tensor, change, match, tmp_path):
-    write_gpt_oss(tmp_path)
-    change_gpt_oss(tmp_path / "theirs", tensor, change)
-    with pytest.raises(ValueError, match=rf"layers\.1\.mlp\.experts: {match}"):
-        load(tmp_path / "theirs")

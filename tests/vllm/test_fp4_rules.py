@@ -13,6 +13,7 @@ from vllm.model_executor.models.utils import WeightsMapper
 from w4a8.integrations.vllm import config_base
 from w4a8.integrations.vllm.config import W4A8CompressedTensorsConfig
 from w4a8.integrations.vllm.config_awq import W4A8AWQConfig
+from w4a8.integrations.vllm.config_gpt_oss import W4A8GptOssConfig
 from w4a8.integrations.vllm.config_inc import W4A8INCConfig
 from w4a8.integrations.vllm.config_modelopt import W4A8ModelOptConfig, W4A8ModelOptMixedConfig
 from w4a8.integrations.vllm.config_quark import W4A8QuarkConfig
@@ -130,6 +131,22 @@ def test_names_beat_patterns_in_compressed_tensors():
                 assert found["weights"].group_size == size, (name, order)
 
 
+@pytest.mark.parametrize("skipped", ["model.layers.0.mlp.experts", ".*layers[.]0[.]"])
+def test_experts_of_gpt_oss_that_are_not_quantized(skipped, monkeypatch):
+    """vLLM's model would take their floats for blocks of MXFP4, and copy them without transposing them."""
+    stated = {"quant_method": "gpt_oss_mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", skipped]}
+    config = W4A8GptOssConfig.from_config(stated)  # with vLLM's own name for the method
+    with pytest.raises(ValueError, match=f"w4a8: {EXPERTS}: .*modules_to_not_convert names it, but vLLM's gpt-oss"):
+        experts_of(config, EXPERTS, activation="swigluoai")
+    other = experts_of(config, "model.layers.1.mlp.experts", activation="swigluoai")
+    assert isinstance(other, W4A8MoEMethod) and other.stored.format == "mxfp4"
+    assert isinstance(chosen(config, "model.layers.0.self_attn.o_proj"), UnquantizedLinearMethod)
+    with pytest.raises(ValueError, match="modules_to_not_convert is 5, but a list is expected"):
+        W4A8GptOssConfig.from_config({**stated, "modules_to_not_convert": 5})
+    monkeypatch.setenv("W4A8_VLLM_W4A16", "0")
+    assert experts_of(config, EXPERTS, activation="swigluoai") is None
+
+
 # --- Quark ------------------------------------------------------------------------------------------------------------
 
 
@@ -187,6 +204,17 @@ def test_experts_that_are_not_quantized():
         quark(exclude=parts),
     ):
         assert experts_of(config, EXPERTS) == NOT_QUANTIZED
+
+
+def test_experts_of_gpt_oss_that_quark_has_not_quantized(monkeypatch):
+    """vLLM's model fails with them, and names no layer."""
+    config = quark(exclude=["*.0.mlp.experts.1.*"])
+    with pytest.raises(ValueError, match=rf"{EXPERTS}: .*experts\.1\.gate_proj is not quantized: .* vLLM's gpt-oss"):
+        experts_of(config, EXPERTS, activation="swigluoai")
+    assert isinstance(experts_of(config, "model.layers.1.mlp.experts", activation="swigluoai"), W4A8QuarkGptOssMethod)
+    assert experts_of(config, EXPERTS) is None  # of another model
+    monkeypatch.setenv("W4A8_VLLM_W4A16", "0")
+    assert experts_of(config, EXPERTS, activation="swigluoai") is None
 
 
 def test_what_quark_leaves_to_vllm(monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -123,7 +124,6 @@ class _ExpertsReader:
         self.w13_interleaved = w13_interleaved
         self.layer = layer
         self.shards = layer.shards(settings.activation.is_gated)
-        self.has_bias = "bias" in layer.tensors
         self.num_experts = self._count_experts()
         _, self.expert_map = determine_expert_map(ranks.ep_size, ranks.ep_rank, self.num_experts)
         everyone = range(self.num_experts)
@@ -232,17 +232,30 @@ class _ExpertsReader:
         except ValueError as error:
             raise ValueError(f"{self.layer.name}: {error}") from None
 
+    def _has_bias(self) -> bool:
+        """Whether this rank's experts have biases: each one, or one that is not zero.
+
+        Zeros of some alone are none: older tools wrote them where a model has no biases.
+        """
+        modules = [module for _, module in self._modules(self.local)]
+        biased = [module for module in modules if "bias" in module]
+        return "bias" in self.layer.tensors and (
+            len(biased) == len(modules) or any(bool(module.get("bias").any()) for module in biased)
+        )
+
     def pack(
         self, sizes: ExpertSizes, activation_groups: Mapping[str, int], packed_one: Callable[[], object]
     ) -> ExpertPacker:
         """Reads this rank's part of its experts one by one."""
-        bias_dtype = self.settings.dtype if self.has_bias else None
+        has_bias = self._has_bias()
+        bias_dtype = self.settings.dtype if has_bias else None
         ranks = (self.ranks.tp_rank, self.ranks.tp_size)
         packer = ExpertPacker(sizes, bias_dtype, *ranks, self.w13_interleaved, activation_groups=activation_groups)
         for local, expert in enumerate(self.local):
             for projection, shard in self.shards.items():
                 module = self._module(expert, projection)
-                matrix = module.matrix(self.stored[module.name], self.has_bias)
+                matrix = module.matrix(self.stored[module.name], has_bias or "bias" in module)
+                matrix = matrix if has_bias else replace(matrix, bias=None)
                 try:
                     packer.put(local, shard, matrix, module.name)
                 except ValueError as error:

@@ -131,20 +131,27 @@ def _minimax_m2(text: Mapping[str, Any]) -> dict[str, Any]:
     return {"routing_method": RoutingMethodType.MiniMax2, "has_correction_bias": True}
 
 
-# model_type: (what it says of routing, key of an expert's intermediate size)
+# Keys of how many experts there are. Of several in one file the first counts, as in transformers: another name of a
+# class's own key replaces that one, wherever it stands. What the class does not know is looked at last.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_LOCAL = ("num_local_experts", "num_experts", "n_routed_experts")
+_ROUTED = ("num_experts", "n_routed_experts", "num_local_experts")
+_LOCAL_ROUTED = ("num_local_experts", "n_routed_experts", "num_experts")
+
+# model_type: (what it says of routing, key of an expert's intermediate size, keys of how many experts there are)
 _MODELS = {
-    "qwen2_moe": (_softmax, "moe_intermediate_size"),
-    "qwen3_moe": (_softmax, "moe_intermediate_size"),
-    "qwen3_next": (_qwen3_next, "moe_intermediate_size"),
-    "olmoe": (_softmax, "intermediate_size"),
-    "mixtral": (_always_renormalized, "intermediate_size"),
-    "gpt_oss": (_gpt_oss, "intermediate_size"),
-    "deepseek_v2": (_deepseek_v2, "moe_intermediate_size"),
-    "deepseek_v3": (_deepseek_v3, "moe_intermediate_size"),
-    "kimi_k2": (_deepseek_v3, "moe_intermediate_size"),
-    "glm4_moe": (_glm4_moe, "moe_intermediate_size"),
-    "llama4_text": (_llama4, "intermediate_size"),
-    "minimax_m2": (_minimax_m2, "intermediate_size"),
+    "qwen2_moe": (_softmax, "moe_intermediate_size", _EXPERTS),
+    "qwen3_moe": (_softmax, "moe_intermediate_size", _LOCAL),
+    "qwen3_next": (_qwen3_next, "moe_intermediate_size", _EXPERTS),
+    "olmoe": (_softmax, "intermediate_size", _LOCAL),
+    "mixtral": (_always_renormalized, "intermediate_size", _EXPERTS),
+    "gpt_oss": (_gpt_oss, "intermediate_size", _EXPERTS),
+    "deepseek_v2": (_deepseek_v2, "moe_intermediate_size", _ROUTED),
+    "deepseek_v3": (_deepseek_v3, "moe_intermediate_size", _LOCAL_ROUTED),
+    "kimi_k2": (_deepseek_v3, "moe_intermediate_size", _LOCAL_ROUTED),
+    "glm4_moe": (_glm4_moe, "moe_intermediate_size", _LOCAL_ROUTED),
+    "llama4_text": (_llama4, "intermediate_size", _LOCAL),
+    "minimax_m2": (_minimax_m2, "intermediate_size", _EXPERTS),
 }
 
 
@@ -181,10 +188,10 @@ def settings_from_config(config: Mapping[str, Any]) -> MoESettings:
             f"config.json: routing of model_type {shorten(model_type)} is not known "
             f"(known: {', '.join(sorted(_MODELS))}); pass settings=MoESettings(...)"
         )
-    routing, intermediate_key = _MODELS[model_type]
+    routing, intermediate_key, experts_keys = _MODELS[model_type]
     top_k = _first(text, "num_experts_per_tok", "num_experts_per_token", "experts_per_token")
     hidden_size = text.get("hidden_size")
-    num_experts = _first(text, "num_experts", "num_local_experts", "n_routed_experts")
+    num_experts = _first(text, *experts_keys)
     intermediate_size = text.get(intermediate_key)
     _check_positive("hidden_size", hidden_size)
     _check_positive("num_experts_per_tok", top_k)

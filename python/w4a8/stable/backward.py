@@ -1,4 +1,5 @@
-"""Operators are for inference: with gradients on they run, and backward through their outputs is an error.
+"""Operators are for inference: with gradients on they run, and backward through their outputs is an error. A tangent of
+forward mode is one at once.
 
 The key Autograd falls through: a call without gradients pays nothing. What looks after the gradients instead:
 
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 
 class _Refused(torch.autograd.Function):
@@ -57,13 +59,22 @@ def _refuse_all(outputs: Any, arguments: list[Any], op: str) -> Any:
     return _refuse(outputs, inputs, op) if differentiable and inputs else outputs
 
 
+def _has_tangent(argument: Any) -> bool:
+    """Of forward mode outside torch.func."""
+    if not isinstance(argument, torch.Tensor) or not argument.is_floating_point() or argument.is_inference():
+        return False
+    return forward_ad.unpack_dual(argument).tangent is not None
+
+
 def _in_python(op: Any) -> Callable[..., Any]:
     def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         # Whether a kernel further out, of Autograd or this one, looks after the gradients.
         below = torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradCPU)
+        arguments = [*args, *kwargs.values()]
+        if not (below or torch.is_inference_mode_enabled()) and any(map(_has_tangent, arguments)):
+            raise RuntimeError(f"forward derivative for {op._schema.name} is not implemented")
         with torch._C._AutoDispatchBelowAutograd():
             outputs = op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
-        arguments = [*args, *kwargs.values()]
         if below or not torch.is_grad_enabled() or not torch._C._any_requires_grad(*arguments):
             return outputs
         return _refuse_all(outputs, arguments, op._schema.name)

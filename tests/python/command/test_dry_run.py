@@ -17,6 +17,7 @@ transformers = pytest.importorskip("transformers", minversion="5.0")
 import test_transformers  # noqa: E402
 import test_transformers_files as files  # noqa: E402
 import test_transformers_formats as formats  # noqa: E402
+import test_transformers_gpt_oss as gpt_oss  # noqa: E402
 from damaged_json import damaged as damaged_configs  # noqa: E402
 from format_checkpoints import ALL_FORMATS, FLOATS, FORMATS, damages  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
@@ -41,7 +42,7 @@ from w4a8.formats.config import config_in  # noqa: E402
 from w4a8.integrations.transformers import W4A8Config, gguf  # noqa: E402
 
 gguf_models = pytest.importorskip("gguf_models")
-import test_transformers_gguf as gguf_files  # noqa: E402
+import test_transformers_gguf_errors as gguf_errors  # noqa: E402
 import test_transformers_gguf_experts as gguf_experts  # noqa: E402
 
 if gguf.gguf_problems():
@@ -97,7 +98,7 @@ def read_without_a_model(path):
         w4a8.load(path)
 
 
-def check(path, capsys, what="", readers=True):
+def check(path, capsys, what=""):
     """Both say the same, and so do the readers; returns what loading says."""
     wanted, (code, reasons) = loading_says(path), inspect_says(path, capsys)
     if wanted is not None and VALUES.search(wanted):
@@ -105,7 +106,7 @@ def check(path, capsys, what="", readers=True):
     assert (code != 0) == (wanted is not None), f"{what}: loading says {wanted}, inspect {code} {reasons}"
     if wanted is not None:
         assert any(words(wanted) in words(reason) for reason in reasons), f"{what}: {wanted}, but inspect: {reasons}"
-    elif readers:
+    else:
         read_without_a_model(path)
     return wanted
 
@@ -145,8 +146,7 @@ def test_zero_points_of_the_other_version(tmp_path, capsys):
 def test_biases(where, value, tmp_path, capsys):
     formats.write(tmp_path, "qwen3", FORMATS["GPTQ"])
     formats.change_file(tmp_path / "theirs", formats.add_bias(where, value))
-    # w4a8.load wants a bias of all experts or of none, transformers none that is not zero.
-    assert (check(tmp_path / "theirs", capsys, readers=where != "an expert") is None) == (value == 0)
+    assert (check(tmp_path / "theirs", capsys) is None) == (value == 0)
 
 
 def test_a_missing_bias(tmp_path, capsys):
@@ -155,10 +155,10 @@ def test_a_missing_bias(tmp_path, capsys):
     assert "has no bias" in check(tmp_path / "theirs", capsys)
 
 
-@pytest.mark.parametrize(("tensor", "change", "match"), formats.DAMAGED_GPT_OSS)
+@pytest.mark.parametrize(("tensor", "change", "match"), gpt_oss.DAMAGED_GPT_OSS)
 def test_gpt_oss(tensor, change, match, tmp_path, capsys):
-    formats.write_gpt_oss(tmp_path)
-    formats.change_gpt_oss(tmp_path / "theirs", tensor, change)
+    gpt_oss.write_gpt_oss(tmp_path)
+    gpt_oss.change_gpt_oss(tmp_path / "theirs", tensor, change)
     assert re.search(match, check(tmp_path / "theirs", capsys))
 
 
@@ -200,8 +200,8 @@ def test_wrong_floats_of_4_bits(name, tmp_path, capsys):
 
 @pytest.mark.parametrize(("suffix", "change", "message"), MXFP4_CHANGES)
 def test_wrong_stacks_of_gpt_oss(suffix, change, message, tmp_path, capsys):
-    formats.write_gpt_oss(tmp_path)
-    formats.change_gpt_oss(tmp_path / "theirs", suffix, change)
+    gpt_oss.write_gpt_oss(tmp_path)
+    gpt_oss.change_gpt_oss(tmp_path / "theirs", suffix, change)
     assert check(tmp_path / "theirs", capsys, message) is not None
 
 
@@ -270,8 +270,7 @@ def test_odd_models(kind, what, tmp_path, capsys):
         model.save_pretrained(path)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, **CONFIGS[what]}))
-    # Of a config with two numbers of experts each takes another.
-    check(path, capsys, what, readers=what != "fewer experts")
+    check(path, capsys, what)
 
 
 @pytest.mark.parametrize("key", ["layers.1.self_attn.q_proj.weight", "layers.0.mlp.experts.", "model.norm.weight"])
@@ -347,6 +346,14 @@ def test_shards(what, tmp_path, capsys):
         assert code == 1 and f"{index} has no weight_map" in reasons[0]
 
 
+def test_an_order_of_no_features(tmp_path, capsys):
+    """A g_idx of 0 elements."""
+    formats.write(tmp_path, "qwen3", FORMATS["GPTQ"])
+    key = "model.layers.1.self_attn.k_proj.g_idx"
+    formats.change_file(tmp_path / "theirs", lambda tensors: tensors.update({key: torch.zeros(0, dtype=torch.int32)}))
+    assert f"{key}: shape (0,), which holds nothing" in check(tmp_path / "theirs", capsys)
+
+
 @pytest.mark.parametrize(("change", "match"), test_transformers.DAMAGED)
 def test_packed_directories(change, match, tmp_path, capsys):
     test_transformers.save_float("qwen3", tmp_path / "float")
@@ -375,7 +382,7 @@ ODD_GGUF = {
     "fewer layers": keys(block_count=1),
     "a float that is cut": lambda tiny: tiny.tensors.update({"output_norm.weight": torch.ones(3)}),
     "quantized embeddings": lambda tiny: tiny.tensors.pop("output.weight"),
-    **{what: change for what, (change, _) in gguf_files.BROKEN.items()},
+    **{what: change for what, (change, _) in gguf_errors.BROKEN.items()},
 }
 
 
@@ -388,8 +395,8 @@ def test_gguf(what, tmp_path, capsys):
     if change is None:
         path.write_bytes(path.read_bytes()[:-40])
     wanted = check(tmp_path, capsys, what)
-    if what in gguf_files.BROKEN:
-        assert re.search(gguf_files.BROKEN[what][1], wanted)
+    if what in gguf_errors.BROKEN:
+        assert re.search(gguf_errors.BROKEN[what][1], wanted)
 
 
 @pytest.mark.parametrize("what", gguf_experts.REFUSED)

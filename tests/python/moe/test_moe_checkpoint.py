@@ -1,6 +1,7 @@
 """w4a8.load: what it reads, how much memory it takes, and what config.json means."""
 
 import dataclasses
+import itertools
 import json
 import logging
 import sys
@@ -169,6 +170,28 @@ def test_tensor_parallel(checkpoint, group_size, format_):
             Stack(w2.values[:, :, mine], w2.scales[:, :, groups], bias),
             group_size,
         )
+
+
+@safetensors
+@pytest.mark.parametrize("format_", FORMATS)
+def test_biases_of_some_experts(checkpoint, format_):
+    """Zeros, as older tools wrote them where a model has no biases, are none; others want one of every matrix."""
+    checkpoint.reset(format_)
+    want = load(checkpoint.write())[LAYER]
+    key = f"{LAYER}.2.up_proj.bias"
+    checkpoint.tensors[key] = torch.zeros(256)
+    layer = load(checkpoint.write())[LAYER]
+    assert_packed(layer, checkpoint.w13, checkpoint.w2)
+    assert torch.equal(layer.w13_packed, want.w13_packed) and torch.equal(layer.w2_packed, want.w2_packed)
+    for value in (1e-3, float("nan")):
+        checkpoint.tensors[key][255] = value
+        with pytest.raises(CheckpointError, match=rf"tensor '{LAYER}.0.gate_proj.bias' is missing"):
+            load(checkpoint.write())
+        other = load(checkpoint.write(), ep_rank=1, ep_size=2)[LAYER]  # experts 4 to 7
+        assert torch.equal(other.w13_packed, want.w13_packed[4:])
+    checkpoint.tensors[key] = torch.zeros(255)
+    with pytest.raises(CheckpointError, match=rf"tensor {key}: shape \(255,\), but 256"):
+        load(checkpoint.write())
 
 
 @safetensors
@@ -354,6 +377,7 @@ def test_an_expert_that_cannot_be_cut(checkpoint):
 
 # ---- config.json ----
 
+EXPERTS = {"num_experts", "num_local_experts", "n_routed_experts"}
 BASE = {"hidden_size": 64, "num_experts_per_tok": 2}
 
 
@@ -393,7 +417,7 @@ def test_defaults_are_those_of_transformers():
     for model_type in MODEL_TYPES:
         if model_type not in transformers.CONFIG_MAPPING:
             continue
-        sizes = {"num_experts_per_tok": 2, "num_experts": 16}
+        sizes = {"num_experts_per_tok": 2, **dict.fromkeys(EXPERTS, 16)}
         told = settings_from_config({**transformers.AutoConfig.for_model(model_type).to_dict(), **sizes})
         sizes["hidden_size"] = told.hidden_size
         found = settings_from_config({"model_type": model_type, **sizes})
@@ -402,6 +426,25 @@ def test_defaults_are_those_of_transformers():
                 assert getattr(found, field.name) == getattr(told, field.name), (model_type, field.name)
         read.add(model_type)
     assert read >= {"qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "mixtral", "gpt_oss", "deepseek_v2", "deepseek_v3"}
+
+
+def test_numbers_of_experts_are_those_of_transformers():
+    """Where a config.json has two that differ, the class of its model_type takes one, whichever comes first."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    read = set()
+    for model_type in MODEL_TYPES:
+        if model_type not in transformers.CONFIG_MAPPING:
+            continue
+        cls = transformers.CONFIG_MAPPING[model_type]
+        (own,) = EXPERTS & cls.__dataclass_fields__.keys()
+        others = {name for name, same in cls.attribute_map.items() if same == own} | {cls.attribute_map.get(own)}
+        for names in itertools.permutations(EXPERTS & {own, *others}, 2):
+            stated = dict(zip(names, (8, 16)))
+            assert settings(model_type=model_type, **stated).num_experts == getattr(cls(**stated), own), stated
+            read.add(model_type)
+        unknown = dict.fromkeys(EXPERTS - {own, *others}, 16)
+        assert settings(model_type=model_type, **{own: 8}, **unknown).num_experts == 8
+    assert read >= {"qwen3_moe", "olmoe", "mixtral", "gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe", "minimax_m2"}
 
 
 def test_settings_errors(tmp_path):

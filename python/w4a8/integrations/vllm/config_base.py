@@ -83,6 +83,11 @@ def _unquantized(layer: torch.nn.Module) -> Any:
     return UnquantizedEmbeddingMethod() if isinstance(layer, ParallelLMHead) else UnquantizedLinearMethod()
 
 
+def no_floats_of_gpt_oss(prefix: str, left_out: LeftOut) -> ValueError:
+    """The error of experts of gpt-oss that are not quantized, in a checkpoint whose others are MXFP4."""
+    return ValueError(f"w4a8: {prefix}: {left_out.reason}, but vLLM's gpt-oss reads experts of such a file as MXFP4")
+
+
 def are_alike(ways: Sequence[Any], prefix: str) -> bool:
     """Whether all matrices of a layer of experts are quantized in one way; warns if they are not."""
     if all(way == ways[0] for way in ways):

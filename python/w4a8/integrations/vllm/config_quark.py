@@ -12,11 +12,12 @@ from w4a8.core.activation import MoEActivation
 from w4a8.core.json_fields import CheckpointError
 from w4a8.formats import LeftOut, Stored
 from w4a8.formats.quark_rules import MXFP4, QuarkRules
-from w4a8.integrations.vllm.config_base import RunsLayersHere
+from w4a8.integrations.vllm.config_base import RunsLayersHere, no_floats_of_gpt_oss
 from w4a8.integrations.vllm.log import logger
 from w4a8.integrations.vllm.moe import experts_method
 from w4a8.integrations.vllm.names import joined_from, projections
 from w4a8.integrations.vllm.quark_gpt_oss import W4A8QuarkGptOssMethod
+from w4a8.integrations.vllm.settings import runs_w4a16
 
 
 class W4A8QuarkConfig(RunsLayersHere, QuarkConfig):
@@ -27,10 +28,9 @@ class W4A8QuarkConfig(RunsLayersHere, QuarkConfig):
 
     def experts_method(self, stored: Stored, layer: RoutedExperts, prefix: str) -> Any:
         """As :meth:`RunsLayersHere.experts_method`; vLLM's model of gpt-oss fills its experts in another way."""
-        moe = layer.moe_config
-        if moe.activation.value != MoEActivation.SWIGLUOAI.value:
+        if not _of_gpt_oss(layer):
             return super().experts_method(stored, layer, prefix)
-        if moe.moe_parallel_config.use_ep:
+        if layer.moe_config.moe_parallel_config.use_ep:
             logger().warning_once(
                 "w4a8: leaves gpt-oss's experts in AMD Quark's format to vLLM, because of expert parallelism, in which "
                 "vLLM's model does not fill them"
@@ -42,7 +42,7 @@ class W4A8QuarkConfig(RunsLayersHere, QuarkConfig):
         """As :meth:`RunsLayersHere.stored_of`: how all matrices of the layer are stored, if they are alike.
 
         Raises:
-            ValueError: of a linear layer's matrices some are quantized.
+            ValueError: of a linear layer's matrices some are quantized; experts of gpt-oss are not.
         """
         experts = isinstance(layer, RoutedExperts)
         names = projections(layer, prefix) if experts else joined_from(prefix, self.packed_modules_mapping)
@@ -58,5 +58,12 @@ class W4A8QuarkConfig(RunsLayersHere, QuarkConfig):
         floats = [each for each in found if isinstance(each, LeftOut) and not each.quantized]
         if floats and len(floats) < len(found) and not experts:
             raise ValueError(f"w4a8: {prefix}: {floats[0].reason}, but others of {', '.join(names)} are quantized")
+        of_fp4 = isinstance(self._read[1].default, Stored)
+        if floats and of_fp4 and experts and _of_gpt_oss(layer) and runs_w4a16():
+            raise no_floats_of_gpt_oss(prefix, floats[0])
         alike = len(floats) == len(found) or all(isinstance(each, Stored) and each.format == MXFP4 for each in found)
         return found[0] if found and alike else None
+
+
+def _of_gpt_oss(layer: RoutedExperts) -> bool:
+    return layer.moe_config.activation.value == MoEActivation.SWIGLUOAI.value
