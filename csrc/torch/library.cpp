@@ -26,12 +26,12 @@ TORCH_LIBRARY_IMPL(w4a8, Autograd, m) {
   for (const char* name :
        {"dyn_quant_pack_4bit_weight", "dyn_quant_unpack_4bit_weight", "dyn_quant_unpack_any_4bit_weight",
         "dyn_quant_matmul_4bit", "dynamic_per_token_int8_quant", "int4_gemm_w4a8", "dynamic_4bit_int_moe",
-        "dynamic_4bit_int_moe.gated", "topk_routing", "round_weights", "paged_attention"}) {
+        "dynamic_4bit_int_moe.gated", "topk_routing", "round_weights", "paged_attention", "decoder_step"}) {
     m.impl(name, torch::autograd::autogradNotImplementedFallback());
   }
-  // These refuse what wants gradients themselves: a cache must not become part of a graph.
-  for (const char* name : {"paged_attention_write", "decoder_create", "decoder_add_layer", "decoder_add_experts",
-                           "decoder_step", "decoder_destroy"}) {
+  // The first refuses what wants gradients itself: a cache must not become part of a graph. The others have no output.
+  for (const char* name :
+       {"paged_attention_write", "decoder_create", "decoder_add_layer", "decoder_add_experts", "decoder_destroy"}) {
     m.impl(name, torch::CppFunction::makeFallthrough());
   }
 }
