@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import mmap
+from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 
 from w4a8 import compiled
 
 _SMALLEST = 64 << 10  # an allocator does smaller ones better
+_LARGE = 8 << 20  # most of these lie in huge pages anyway
+_CHUNK = 64 << 20
+_LINE = 64  # bytes
 
 
 def fresh_bytes(*shape: int, packed: bool = False, like: torch.Tensor | None = None) -> torch.Tensor:
@@ -29,11 +35,8 @@ def fresh_bytes(*shape: int, packed: bool = False, like: torch.Tensor | None = N
     if like is not None and like.is_meta:
         return torch.empty(shape, dtype=torch.uint8, device="meta")
     count = math.prod(shape)
-    if count < _SMALLEST or not hasattr(mmap, "MAP_ANONYMOUS"):
-        return torch.zeros(shape, dtype=torch.uint8)
-    try:
-        pages = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError:  # too many pieces for the system
+    pages = None if count < _SMALLEST else _fresh_pages(count)
+    if pages is None:
         return torch.zeros(shape, dtype=torch.uint8)
     if packed:
         compiled.place_packed(pages)
@@ -41,6 +44,77 @@ def fresh_bytes(*shape: int, packed: bool = False, like: torch.Tensor | None = N
         with contextlib.suppress(OSError):  # a kernel without them
             pages.madvise(mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8).view(shape)
+
+
+def _fresh_pages(count: int) -> mmap.mmap | None:
+    """None where the system has none: no such system call, or too many pieces."""
+    if not hasattr(mmap, "MAP_ANONYMOUS"):
+        return None
+    try:
+        return mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError:
+        return None
+
+
+def move_together(tensors: Iterable[torch.Tensor]) -> int:
+    """Moves small packed weights behind each other into huge pages, in the order in which they are read.
+
+    A matrix of less than a few huge pages lies in pages of 4 KiB, and looking those up takes a third of the time of
+    reading it. Tensors stay what they are: their data moves. Large ones, slices, and what is mapped from a file stay.
+
+    Args:
+        tensors: uint8, contiguous.
+
+    Returns:
+        Bytes that were moved.
+
+    Raises:
+        ValueError, RuntimeError: as fresh_bytes.
+    """
+    mapped = _mapped_files()
+    found = {tensor.data_ptr(): tensor for tensor in tensors if _can_move(tensor, mapped)}
+    small, moved = list(found.values()), 0
+    while small:
+        chunk, ends = [], [0]
+        while small and (not chunk or ends[-1] + small[0].numel() <= _CHUNK):
+            chunk.append(small.pop(0))
+            ends.append(-(-(ends[-1] + chunk[-1].numel()) // _LINE) * _LINE)
+        pages = _fresh_pages(ends[-1])
+        if pages is None:
+            break
+        compiled.place_packed(pages)
+        for tensor, offset in zip(chunk, ends):
+            to = torch.frombuffer(pages, dtype=torch.uint8, count=tensor.numel(), offset=offset)
+            tensor.data = to.copy_(tensor.detach()).view(tensor.shape)
+            moved += tensor.numel()
+    if moved:
+        _give_back()
+    return moved
+
+
+def _can_move(tensor: torch.Tensor, mapped: list[tuple[int, int]]) -> bool:
+    if tensor.device.type != "cpu" or not 0 < tensor.numel() < _LARGE or not tensor.is_contiguous():
+        return False
+    if tensor.untyped_storage().nbytes() != tensor.numel():
+        return False
+    return not any(begin <= tensor.data_ptr() < end for begin, end in mapped)
+
+
+def _mapped_files() -> list[tuple[int, int]]:
+    """Addresses of this process that are of files."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:  # another system
+        return []
+    fields = [line.split(maxsplit=5) for line in lines]
+    ranges = [field[0].split("-") for field in fields if len(field) == 6 and field[4] != "0"]
+    return [(int(begin, 16), int(end, 16)) for begin, end in ranges]
+
+
+def _give_back() -> None:
+    """What the allocator keeps for later goes back to the system, where the C library can do that."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def keeps_files_mapped() -> bool:

@@ -9,10 +9,12 @@ import torch
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import logging
 
+from w4a8.core.memory import move_together
 from w4a8.integrations.transformers.cache import PackedLayer, W4A8Cache
 from w4a8.integrations.transformers.families import NotFusedError, Stack
 from w4a8.integrations.transformers.fast import fast_attention
 from w4a8.integrations.transformers.guard import Guard
+from w4a8.nn.packed import PackedLinear
 
 logger = logging.get_logger(__name__)
 
@@ -138,6 +140,7 @@ def fuse(model: Any, kind: str = "int8") -> Callable[[], None]:
         ValueError: what of the model is not known; or as fast_attention.
     """
     undo_attention = fast_attention(model, kind)
+    move_together(part.packed for part in model.modules() if isinstance(part, PackedLinear))
     try:
         forward = _Forward(model, kind, Stack(model, kind))
     except (ValueError, RuntimeError, AttributeError) as error:
