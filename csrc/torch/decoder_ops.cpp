@@ -193,6 +193,22 @@ Products products_of(Decoder& decoder, const char* name, Tensors tensors, int64_
   return Products(std::move(matrices));
 }
 
+// All experts of a stack. Rows are quantized once for all of them, so they agree in how.
+std::vector<PackedMatrix> experts_of(const char* name, const Tensor& stack, int64_t n, int64_t k) {
+  std::vector<PackedMatrix> matrices;
+  const int64_t bytes = stack.size(1);
+  for (int64_t e = 0; e < stack.size(0); ++e) {
+    const uint8_t* data = input_data<uint8_t>(stack) + e * bytes;
+    const std::string what = "expert " + std::to_string(e) + ", " + name;
+    matrices.emplace_back(open_packed(data, bytes, n, k, kAnyGroup, what));
+    RowShape rows = matrices.back().shape.rows();
+    const RowShape first = matrices.front().shape.rows();
+    if (!matrices.back().shape.kind.minimums) rows.zero = first.zero;
+    W4A8_CHECK(rows == first, what, " wants rows quantized otherwise than expert 0");
+  }
+  return matrices;
+}
+
 NormPlan norm_of(Decoder& decoder, const char* name, const OptionalTensor& weight, int64_t count, float eps) {
   check_cpu({{name, weight}});
   check_count(name, weight, count);
@@ -336,8 +352,10 @@ void decoder_add_experts_cpu(const Tensor& decoder, const Tensor& router, const 
   const Tensor& w2 = found->keep(dense(w2_packed));
   plan.w2 = input_data<uint8_t>(w2);
   plan.w2_bytes = w2.size(1);
+  plan.few = {experts_of("w13_packed", w13, 2 * plan.intermediate, hidden),
+              experts_of("w2_packed", w2, hidden, plan.intermediate)};
   plan.activation = activation_of(activation_kind);
-  layer.experts = plan;
+  layer.experts = std::move(plan);
 }
 
 Tensor decoder_step_cpu(const Tensor& decoder, const Tensor& hidden, const Tensor& positions, Tensors caches,

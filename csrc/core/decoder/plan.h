@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "core/decoder/experts.h"
 #include "core/decoder/products.h"
 #include "core/layout.h"
 #include "core/moe/routing.h"
@@ -59,6 +60,7 @@ struct ExpertsPlan {
   int64_t w13_bytes = 0;
   const uint8_t* w2 = nullptr;
   int64_t w2_bytes = 0;
+  FewExperts few;  ///< the same experts
   int64_t intermediate = 0;
   Activation activation = Activation::kSilu;
   const float* shared_gate = nullptr;  ///< [hidden]: what LayerPlan::mlp gives counts sigmoid(x * gate); null: 1

@@ -1,14 +1,12 @@
 #include "core/decoder/products.h"
 
 #include <algorithm>
-#include <memory>
 #include <utility>
+
+#include "core/decoder/product_run.h"
 
 namespace w4a8 {
 namespace {
-
-// Tasks for four workers: more of them share the work out better, fewer are longer streams of weights.
-constexpr int64_t kTasksOfFour = 6;
 
 int64_t panel_bytes(const std::vector<PackedMatrix>& matrices) {
   int64_t bytes = 0;
@@ -28,7 +26,7 @@ Products::Products(std::vector<PackedMatrix> matrices) : matrices_(std::move(mat
 // Shares of about as many bytes, in pairs of panels, which a tile is wide.
 std::vector<Products::Span> Products::spans_of(const std::vector<PackedMatrix>& matrices, int64_t columns,
                                                int workers) {
-  const int64_t tasks = std::min<int64_t>(Team::kMostTasks / 8, ceil_div(workers * kTasksOfFour, 4));
+  const int64_t tasks = tasks_of_run(workers);
   const int64_t bytes = panel_bytes(matrices);
   std::vector<Span> spans;
   for (std::size_t i = 0; i < matrices.size(); ++i) {
@@ -61,112 +59,52 @@ const uint8_t* Products::next_panel(const std::vector<Span>& spans, int64_t task
   return following_->matrices_[next.matrix].panel(next.panels.begin);
 }
 
-// What the tasks of a few rows read and write. It is in the memory of the run, behind it the rows and the tiles.
-struct Products::Few {
-  const Products* products;
-  const Kernel* kernel;
-  const std::vector<Span>* spans;
-  QuantizedRows rows[kMostMatrices];  // of each matrix
-  int64_t m;
-  float* tiles;  // [workers, tile_floats]
-  int64_t tile_floats;
-  int64_t tile_columns;
-  bool gated;
-  Activation activation;
-  float* out;
-
-  // Of u: its first panel, and where the task's first column is in it.
-  std::pair<std::size_t, int64_t> up_of(const Span& span) const {
-    const int64_t column = span.panels.begin * kPanelColumns;
-    if (products->matrices_.size() == 2) return {1, column};
-    return {0, products->n_ / 2 + column};
-  }
-
-  static void compute(void* context, int64_t task, int worker) {
-    const Few& few = *static_cast<const Few*>(context);
-    const Span& span = (*few.spans)[static_cast<std::size_t>(task)];
-    const PackedMatrix& matrix = few.products->matrices_[span.matrix];
-    const uint8_t* next = few.products->next_panel(*few.spans, task);
-    float* tile = few.tiles + worker * few.tile_floats;
-    const Rows rows = few.rows[span.matrix].from(0);
-    if (!few.gated) {
-      few.kernel->gemm(rows, few.m, matrix.panels(span.panels.begin, next), span.panels.size(), tile, few.tile_columns,
-                       nullptr);
-      return;
-    }
-    const auto [up_matrix, column] = few.up_of(span);
-    const PackedMatrix& up = few.products->matrices_[up_matrix];
-    const int64_t begin = column / kPanelColumns;
-    const int64_t end =
-        std::min(up.shape.panels(), ceil_div(column + span.panels.size() * kPanelColumns, kPanelColumns));
-    few.kernel->gemm(rows, few.m, matrix.panels(span.panels.begin, up.panel(begin)), span.panels.size(), tile,
-                     few.tile_columns, nullptr);
-    few.kernel->gemm(few.rows[up_matrix].from(0), few.m, up.panels(begin, next), end - begin,
-                     tile + few.m * few.tile_columns, few.tile_columns, nullptr);
-  }
-
-  static void commit(void* context, int64_t task, int worker) {
-    const Few& few = *static_cast<const Few*>(context);
-    const Span& span = (*few.spans)[static_cast<std::size_t>(task)];
-    const int64_t column = span.panels.begin * kPanelColumns;
-    const float* tile = few.tiles + worker * few.tile_floats;
-    const int64_t n = few.gated ? few.products->n_ / 2 : few.products->matrices_[span.matrix].shape.n;
-    const int64_t columns = std::min(n - column, span.panels.size() * kPanelColumns);
-    float* out = few.out + column + (few.gated ? 0 : few.m * few.products->begins_[span.matrix]);
-    const float* up = tile + few.m * few.tile_columns;
-    if (few.gated) up += few.up_of(span).second % kPanelColumns;
-    for (int64_t r = 0; r < few.m; ++r) {
-      const float* from = tile + r * few.tile_columns;
-      if (few.gated) {
-        few.kernel->activate(few.activation, from, up + r * few.tile_columns, out + r * n, columns);
-      } else {
-        few.kernel->store_row(from, columns, DType::kFloat32, out + r * n);
-      }
-    }
-  }
-};
-
 void Products::multiply_few(const Kernel& kernel, Team& team, const float* x, int64_t m, const Activation* activation,
                             float* out) const {
-  const std::vector<Span>& spans = activation == nullptr ? spans_ : gated_spans_;
-  int64_t widest = 0;
-  for (const Span& span : spans) widest = std::max(widest, span.panels.size());
-  // u may begin inside of a panel.
-  const int64_t tile_columns = (widest + (activation == nullptr ? 0 : 1)) * kPanelColumns;
-  const int64_t tile_floats = m * tile_columns * (activation == nullptr ? 1 : 2);
-  const auto slice = [&](Slicer& slicer, Few** few) {
-    *few = reinterpret_cast<Few*>(slicer.take<uint8_t>(sizeof(Few)));
-    float* tiles = slicer.take<float>(team.threads() * tile_floats);
-    QuantizedRows rows[kMostMatrices];
+  const bool gated = activation != nullptr;
+  const std::vector<Span>& spans = gated ? gated_spans_ : spans_;
+  const auto task_of = [&](std::size_t i, const QuantizedRows* rows) {
+    const Span& span = spans[i];
+    const PackedMatrix& matrix = matrices_[span.matrix];
+    ProductTask task = {};
+    task.matrix = &matrix;
+    task.panels = span.panels;
+    task.m = m;
+    task.n = gated ? n_ / 2 : matrix.shape.n;
+    task.out = gated ? out : out + m * begins_[span.matrix];
+    task.next = next_panel(spans, static_cast<int64_t>(i));
+    const std::size_t up = matrices_.size() - 1;  // of one matrix itself
+    if (gated) {
+      task.up = &matrices_[up];
+      task.up_column = task.column() + (up == 0 ? n_ / 2 : 0);
+    }
+    if (rows == nullptr) return task;
+    task.rows = rows[span.matrix].from(0);
+    if (gated) task.up_rows = rows[up].from(0);
+    return task;
+  };
+  int64_t most = 0;
+  for (std::size_t i = 0; i < spans.size(); ++i) most = std::max(most, task_of(i, nullptr).tile_floats());
+  QuantizedRows rows[kMostMatrices];
+  const auto slice = [&](Slicer& slicer) {
     for (std::size_t i = 0; i < matrices_.size(); ++i) {
       const std::size_t same = first_alike(i);
       rows[i] = same < i ? rows[same] : QuantizedRows::slice(slicer, m, matrices_[i].shape.rows());
     }
-    if (*few == nullptr) return;
-    std::construct_at(*few, Few{this,
-                                &kernel,
-                                &spans,
-                                {rows[0], rows[1], rows[2]},
-                                m,
-                                tiles,
-                                tile_floats,
-                                tile_columns,
-                                activation != nullptr,
-                                activation == nullptr ? Activation::kSilu : *activation,
-                                out});
+    return ProductRun(slicer, team.threads(), static_cast<int64_t>(spans.size()), most);
   };
-  Few* few = nullptr;
   Slicer count(nullptr);
-  slice(count, &few);
+  slice(count);
   Team::Work& work = team.acquire();
   Slicer slicer(work.reserve(count.bytes()));
-  slice(slicer, &few);
+  ProductRun run = slice(slicer);
   for (std::size_t i = 0; i < matrices_.size(); ++i) {
     if (first_alike(i) < i) continue;
     const RowShape shape = matrices_[i].shape.rows();
-    for (int64_t r = 0; r < m; ++r) kernel.quantize_row(x + r * k(), DType::kFloat32, shape, few->rows[i].row(r));
+    for (int64_t r = 0; r < m; ++r) kernel.quantize_row(x + r * k(), DType::kFloat32, shape, rows[i].row(r));
   }
-  team.run(work, {static_cast<int64_t>(spans.size()), Few::compute, Few::commit, few});
+  for (std::size_t i = 0; i < spans.size(); ++i) run.set(static_cast<int64_t>(i), task_of(i, rows));
+  run.run(kernel, team, work, gated ? *activation : Activation::kSilu);
 }
 
 std::size_t Products::first_alike(std::size_t matrix) const {

@@ -52,7 +52,6 @@ class Products {
     std::size_t matrix;
     Range panels;
   };
-  struct Few;
   static std::vector<Span> spans_of(const std::vector<PackedMatrix>& matrices, int64_t columns, int workers);
   std::size_t first_alike(std::size_t matrix) const;  // the first matrix that wants rows quantized like this one
   const uint8_t* next_panel(const std::vector<Span>& spans, int64_t task) const;

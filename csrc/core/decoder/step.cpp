@@ -188,6 +188,10 @@ class Step {
     routing.weights = b_.weights;
     routing.ids = b_.ids;
     topk_routing(team_, workspace_, routing);
+    if (m_ <= kFewRows && m_ * routing.top_k <= FewExperts::kMostSlots) {
+      return plan.few.run(kernel_, team_, workspace_, b_.normed, m_, routing.top_k, b_.ids, b_.weights, plan.activation,
+                          b_.y);
+    }
     MoeArgs moe;
     moe.x = b_.normed;
     moe.out = b_.y;

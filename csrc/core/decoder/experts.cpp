@@ -1,0 +1,154 @@
+#include "core/decoder/experts.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "core/decoder/product_run.h"
+#include "core/gemm.h"
+#include "core/moe/bucket.h"
+#include "core/split.h"
+
+namespace w4a8 {
+namespace {
+
+// Rows of one expert, and how their results are cut.
+struct Unit {
+  std::size_t expert;
+  Range rows;
+};
+
+// A task of each unit, or more where there are few of them.
+struct Cut {
+  Cut(int64_t units, int64_t panels, int workers)
+      : pairs(ceil_div(panels, 2)),
+        panels(panels),
+        spans(std::clamp<int64_t>(ceil_div(tasks_of_run(workers), units), 1, pairs)) {}
+  int64_t pairs;
+  int64_t panels;
+  int64_t spans;  // of each unit
+  Range span(int64_t i) const {
+    const Range range = share(pairs, spans, i);
+    return {2 * range.begin, std::min(2 * range.end, panels)};
+  }
+  int64_t most_columns() const { return 2 * ceil_div(pairs, spans) * kPanelColumns; }
+};
+
+}  // namespace
+
+FewExperts::FewExperts(std::vector<PackedMatrix> w13, std::vector<PackedMatrix> w2)
+    : w13_(std::move(w13)), w2_(std::move(w2)) {}
+
+void FewExperts::run(const Kernel& kernel, Team& team, Workspace& workspace, const float* x, int64_t m, int64_t top_k,
+                     const int32_t* ids, const float* weights, Activation activation, float* out) const {
+  const int64_t slots = m * top_k;
+  const auto experts = static_cast<int64_t>(w13_.size());
+  const int64_t hidden = w2_.front().shape.n;
+  const int64_t inner = w2_.front().shape.k;
+  const auto slice = [&](Slicer& slicer) {
+    struct {
+      Buckets buckets;
+      float* h;  // [slots, inner], sorted by expert
+      float* y;  // [slots, hidden]
+    } all = {{slicer.take<int64_t>(experts + 1), slicer.take<int32_t>(slots)},
+             slicer.take<float>(slots * inner),
+             slicer.take<float>(slots * hidden)};
+    return all;
+  };
+  Slicer count(nullptr);
+  slice(count);
+  Slicer slicer(workspace.reserve(count.bytes()));
+  const auto b = slice(slicer);
+  bucket(ids, slots, experts, b.buckets);
+  Unit units[kMostSlots];
+  int64_t unit_count = 0;
+  int64_t most_rows = 0;
+  for (int64_t e = 0; e < experts; ++e) {
+    const Range rows = {b.buckets.offsets[e], b.buckets.offsets[e + 1]};
+    if (rows.size() == 0) continue;
+    units[unit_count++] = {static_cast<std::size_t>(e), rows};
+    most_rows = std::max(most_rows, rows.size());
+  }
+
+  // One run of the units' products with their matrices, of which `rows` are the quantized rows.
+  const auto multiply = [&](const std::vector<PackedMatrix>& matrices, int64_t n, bool gated, auto quantize,
+                            float* results, const std::vector<PackedMatrix>* following) {
+    const Cut cut(unit_count, ceil_div(n, kPanelColumns), team.threads());
+    const int64_t tasks = unit_count * cut.spans;
+    const int64_t most = most_rows * (cut.most_columns() + (gated ? kPanelColumns : 0)) * (gated ? 2 : 1);
+    const RowShape shape = matrices[units[0].expert].shape.rows();
+    QuantizedRows rows;
+    const auto slice_run = [&](Slicer& slicer) {
+      rows = QuantizedRows::slice(slicer, slots, shape);
+      return ProductRun(slicer, team.threads(), tasks, most);
+    };
+    Slicer count(nullptr);
+    slice_run(count);
+    Team::Work& work = team.acquire();
+    Slicer slicer(work.reserve(count.bytes()));
+    ProductRun run = slice_run(slicer);
+    quantize(rows);
+    const auto first_panel = [&](int64_t task) -> const uint8_t* {
+      if (task < tasks) {
+        return matrices[units[task / cut.spans].expert].panel(cut.span(task % cut.spans).begin);
+      }
+      if (following == nullptr) return nullptr;
+      return (*following)[units[std::min(task - tasks, unit_count - 1)].expert].panel(0);
+    };
+    for (int64_t t = 0; t < tasks; ++t) {
+      const Unit& unit = units[t / cut.spans];
+      const PackedMatrix& matrix = matrices[unit.expert];
+      ProductTask task = {};
+      task.matrix = &matrix;
+      task.panels = cut.span(t % cut.spans);
+      task.rows = rows.from(unit.rows.begin);
+      task.m = unit.rows.size();
+      task.out = results + unit.rows.begin * n;
+      task.n = n;
+      task.next = first_panel(t + team.threads());
+      if (gated) {
+        task.up = &matrix;
+        task.up_column = n + task.column();
+        task.up_rows = task.rows;
+      }
+      run.set(t, task);
+    }
+    run.run(kernel, team, work, activation);
+  };
+
+  const auto shape_of = [](const std::vector<PackedMatrix>& matrices, int64_t e) {
+    return matrices[static_cast<std::size_t>(e)].shape.rows();
+  };
+  // Each token once; its row is copied to its other slots.
+  multiply(
+      w13_, inner, true,
+      [&](const QuantizedRows& rows) {
+        for (int64_t t = 0; t < m; ++t) {
+          const int64_t first = b.buckets.slot_row[t * top_k];
+          const RowShape shape = shape_of(w13_, ids[t * top_k]);
+          kernel.quantize_row(x + t * shape.k, DType::kFloat32, shape, rows.row(first));
+          for (int64_t j = 1; j < top_k; ++j) {
+            const int64_t row = b.buckets.slot_row[t * top_k + j];
+            rows.copy(first, shape, row, shape_of(w13_, ids[t * top_k + j]));
+            rows.quant[row] = rows.quant[first];
+          }
+        }
+      },
+      b.h, &w2_);
+  multiply(
+      w2_, hidden, false,
+      [&](const QuantizedRows& rows) {
+        for (int64_t u = 0; u < unit_count; ++u) {
+          const RowShape shape = shape_of(w2_, static_cast<int64_t>(units[u].expert));
+          for (int64_t r = units[u].rows.begin; r < units[u].rows.end; ++r) {
+            kernel.quantize_row(b.h + r * inner, DType::kFloat32, shape, rows.row(r));
+          }
+        }
+      },
+      b.y, nullptr);
+  for (int64_t t = 0; t < m; ++t) {
+    kernel.combine(b.y, hidden, b.buckets.slot_row + t * top_k, weights + t * top_k, top_k, hidden, DType::kFloat32,
+                   out + t * hidden);
+  }
+}
+
+}  // namespace w4a8
