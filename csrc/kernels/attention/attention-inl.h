@@ -68,7 +68,8 @@ W4A8_INLINE typename Ops::F vec_exp2(typename Ops::F x) {
   return Ops::select_less(x, Ops::splat(-125.0f), Ops::splat(0.0f), Ops::times_pow2(p, n));
 }
 
-// x rounded to bfloat16, as a float; 0 where it is below 2^-55, so that no sum of products is denormal.
+// x rounded to bfloat16, as a float; 0 where it is below 2^-55, so that no sum of products is denormal. A NaN becomes
+// anything: of a weight the sum L is NaN then.
 template <class Ops>
 W4A8_INLINE typename Ops::F round_to_bfloat16(typename Ops::F x) {
   const typename Ops::I bits = Ops::int_bits(x);
@@ -122,13 +123,14 @@ void widen_row(const void* from, DType dtype, float* to, int64_t n) {
   }
 }
 
-// The largest |x|; NaN if one is not finite.
+// The largest |x|; NaN if one is not finite. From 0x1.ffp127 on, what bfloat16 would round to infinity, a number counts
+// as not finite.
 template <class Ops>
 float largest(const float* x, int64_t n) {
   typename Ops::I most = Ops::isplat(0);
   for (int64_t i = 0; i < n; i += Ops::kLanes) most = Ops::imax(most, Ops::int_bits(Ops::abs(Ops::load(x + i))));
   const auto bits = static_cast<uint32_t>(Ops::reduce_max(most));
-  return bits < 0x7f800000u ? bits_float(bits) : bits_float(0x7fc00000u);
+  return bits < 0x7f7f8000u ? bits_float(bits) : bits_float(0x7fc00000u);
 }
 
 // What x is multiplied by so that its largest number becomes 127; 0 for rows of almost nothing, and of NaN.
@@ -321,8 +323,11 @@ void prepare_queries(const QueryTile& tile, const void* const* rows, DType dtype
         }
       }
     } else {
+      const float most = largest<Ops>(query, n);
+      const bool finite = most == most;
+      const typename Ops::F nan = Ops::splat(bits_float(0x7fc00000u));
       for (int64_t i = 0; i < n; i += Ops::kLanes) {
-        const typename Ops::F x = round_to_bfloat16<Ops>(Ops::load(query + i));
+        const typename Ops::F x = finite ? round_to_bfloat16<Ops>(Ops::load(query + i)) : nan;
         if constexpr (BFloat16Dot::kRowItemBytes == kItemBytes) {
           Ops::template store_as<DType::kBFloat16>(to, i, x);
         } else {
