@@ -1,5 +1,5 @@
 // Attention over a cache of blocks, once for all instruction sets. Included inside a target region and an anonymous
-// namespace, behind rows-inl.h (for_each comes from tile-inl.h). `Ops` are VectorOps with, besides,
+// namespace. `Ops` are VectorOps with, besides,
 //
 //   kTileRows                           rows of a tile of dot products
 //   swap_lanes<kDistance>(f)            lane i is lane i ^ kDistance, kDistance < kLanes
@@ -16,6 +16,8 @@
 //   add<kKeys>(sum, line, item)
 //   total(sum)                          the sums, as I (int8) or F (bfloat16)
 //   store_weights(p, f)                 kLanes whole weights 0..254 (int8), or of bfloat16, to row items
+
+#include "kernels/unroll-inl.h"
 
 // A cache of bfloat16 where there is no instruction for it: widened to floats. The odd number is added first, as
 // VDPBF16PS does. `kVecs`: kTileVecs.
