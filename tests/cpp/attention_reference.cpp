@@ -21,14 +21,15 @@ float exp2_of(float x) {
 }
 
 float to_bfloat16(float x) {
-  if (std::isnan(x)) return kNan;
+  if (std::isnan(x)) return kNan;  // a weight
   const auto bits = std::bit_cast<uint32_t>(x);
   return std::bit_cast<float>((bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u);
 }
 float flushed(float x) { return std::fabs(x) < 0x1p-55f ? 0.0f : to_bfloat16(x); }
 
+// What bfloat16 would round to infinity is not.
 bool finite(const std::vector<float>& x) {
-  return std::all_of(x.begin(), x.end(), [](float v) { return std::isfinite(v); });
+  return std::all_of(x.begin(), x.end(), [](float v) { return std::fabs(v) < 0x1.ffp127f; });
 }
 float largest(const std::vector<float>& x) {
   float most = 0;
@@ -112,7 +113,7 @@ void CachedHead::append(std::vector<float> key, std::vector<float> value) {
   }
   for (std::size_t i = 0; i < key.size(); ++i) key[i] -= references_.back()[i];
   const float most = largest(key);
-  const bool good = usable && std::isfinite(most) && finite(value);
+  const bool good = usable && !std::isnan(most) && finite(value);
   const float inverse = good && most > 0x1p-100f ? 127.0f / most : 0.0f;
   token.key = codes_of(key, inverse);
   token.key_scale = !good ? kNan : (inverse == 0.0f ? 0.0f : most / 127.0f);
@@ -139,8 +140,10 @@ std::vector<float> CachedHead::attend(const Row& row) const {
     rotated = query;
     for (float& x : rotated) x *= factor;
     query = codes_of(query, inverse);
-  } else {
+  } else if (finite(query)) {
     std::transform(query.begin(), query.end(), query.begin(), flushed);
+  } else {
+    query.assign(query.size(), kNan);
   }
 
   float all_max = row.sink == nullptr ? kLowestScore : *row.sink * 0x1.715476p+0f;

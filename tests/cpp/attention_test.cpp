@@ -62,6 +62,7 @@ class Sequences {
 
   std::vector<float>& keys() { return keys_; }
   std::vector<float>& values() { return values_; }
+  std::vector<float>& queries() { return queries_; }
   const GuardedBuffer<uint8_t>& cache() const { return cache_; }
 
   // Writes tokens [from[s], to[s]) of each sequence.
@@ -363,25 +364,53 @@ TEST_P(AttentionTest, Scratch) {
   }
 }
 
-// A row that sees something that is no number is NaN; no other row changes.
-TEST_P(AttentionTest, NotANumber) {
+// A row that sees something that is not finite is NaN, and a query row for itself; no other row changes. From
+// 0x1.ffp127 on bfloat16 would be infinite, and a NaN of all ones would become -0 by a rounding that adds.
+TEST_P(AttentionTest, NotFinite) {
   W4A8_TRACE_SEED();
   Rng rng(905);
+  enum class Part { kKey, kValue, kQuery };
   for (const CacheKind kind : {CacheKind::kInt8, CacheKind::kBFloat16}) {
-    for (const bool in_value : {false, true}) {
-      for (const float bad : {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()}) {
+    for (const Part part : {Part::kKey, Part::kValue, Part::kQuery}) {
+      for (const float bad : {std::numeric_limits<float>::quiet_NaN(), bits_float(0x7fffffff), bits_float(0xffffffff),
+                              bits_float(0x7f800001), std::numeric_limits<float>::infinity(),
+                              std::numeric_limits<float>::max(), 0x1.ffp127f, -0x1.ffp127f}) {
         const Problem problem = {
             .shape = {kind, 32, 32}, .heads = 1, .group = 1, .lengths = {90}, .fresh = {90}, .window = 20};
+        SCOPED_TRACE(text_of(problem) + " part " + std::to_string(static_cast<int>(part)) + " bits " +
+                     std::to_string(float_bits(bad)));
         Sequences sequences(rng, problem);
         SerialParallel serial;
-        (in_value ? sequences.values() : sequences.keys())[30 * 32 + 5] = bad;
+        (part == Part::kKey ? sequences.keys()
+                            : (part == Part::kValue ? sequences.values() : sequences.queries()))[30 * 32 + 5] = bad;
         sequences.write(kernel(), serial, sequences.zeros(), problem.lengths);
         const std::vector<float> out = sequences.attend(kernel(), serial, sequences.zeros(), problem.lengths);
         expect_same(out, sequences.expected(sequences.zeros(), problem.lengths));
-        for (int64_t t = 0; t < 90; ++t) {
-          ASSERT_EQ(std::isnan(out[static_cast<std::size_t>(t * 32)]), t >= 30 && t < 50) << t;
+        const int64_t end = part == Part::kQuery ? 31 : 50;
+        for (int64_t i = 0; i < 90 * 32; ++i) {
+          ASSERT_EQ(std::isnan(out[static_cast<std::size_t>(i)]), i / 32 >= 30 && i / 32 < end) << i / 32;
         }
       }
+    }
+  }
+}
+
+// The largest finite number is one: of a value it becomes NaN nowhere.
+TEST_P(AttentionTest, LargestFinite) {
+  W4A8_TRACE_SEED();
+  Rng rng(907);
+  for (const CacheKind kind : {CacheKind::kInt8, CacheKind::kBFloat16}) {
+    for (const float large : {0x1.fefffep127f, -0x1.fefffep127f}) {
+      const Problem problem = {
+          .shape = {kind, 32, 32}, .heads = 1, .group = 1, .lengths = {90}, .fresh = {90}, .window = 20};
+      SCOPED_TRACE(text_of(problem));
+      Sequences sequences(rng, problem);
+      SerialParallel serial;
+      sequences.values()[30 * 32 + 5] = large;
+      sequences.write(kernel(), serial, sequences.zeros(), problem.lengths);
+      const std::vector<float> out = sequences.attend(kernel(), serial, sequences.zeros(), problem.lengths);
+      expect_same(out, sequences.expected(sequences.zeros(), problem.lengths));
+      for (const float x : out) ASSERT_FALSE(std::isnan(x));
     }
   }
 }

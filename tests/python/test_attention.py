@@ -1,6 +1,8 @@
 """paged_attention beside exact attention in float64, and what the operators refuse. That all kernels give the bits of
 docs/numerics.md is in tests/cpp/attention_test.cpp."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -114,6 +116,34 @@ def test_pages_shared_within_a_call(first):
     wanted = [expected[:300], expected[300:]]
     wanted[other] = wanted[other][192:]
     assert_same_bits(out, torch.cat(wanted))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("part", ["key", "value", "query"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_not_finite(kind, part, dtype):
+    """NaN, also of all ones, infinity, and what bfloat16 would round to it: NaN for the rows that see it, no bit of the
+    others."""
+    ones = {torch.float32: 0x7FFFFFFF, torch.bfloat16: 0x7FFF, torch.float16: 0x7FFF}[dtype]
+    whole = torch.int32 if dtype == torch.float32 else torch.int16
+    bad = [
+        torch.tensor(ones, dtype=whole).view(dtype),
+        torch.tensor(math.nan).to(dtype),
+        torch.tensor(-math.inf).to(dtype),
+    ]
+    if dtype == torch.float32:
+        bad += [torch.tensor(x) for x in (float.fromhex("0x1.ffp127"), -float.fromhex("0x1.fffffep127"))]
+    expected = Sequences([60], [60], dtype=dtype, kind=kind, window=20).write().attend()
+    seen = torch.zeros(60, 6, dtype=torch.bool)  # by what is bad in head 1 of token 25
+    seen[slice(25, 26) if part == "query" else slice(25, 45), 1 if part == "query" else slice(3, 6)] = True
+    for kernel in KERNELS:
+        for number in bad:
+            sequences = Sequences([60], [60], dtype=dtype, kind=kind, window=20)
+            getattr(sequences, part)[25, 1, 7] = number
+            with w4a8.use_kernel(kernel):
+                out = sequences.write().attend()
+            assert torch.equal(out.isnan(), seen[..., None].expand_as(out)), (kernel, number)
+            assert_same_bits(out[~seen], expected[~seen], f"{kernel}, {number}")
 
 
 def test_bytes_of_a_block():

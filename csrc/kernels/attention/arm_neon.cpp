@@ -18,10 +18,7 @@ namespace w4a8::isa {
 namespace {
 
 #include "kernels/arm_ops-inl.h"
-#include "kernels/unroll-inl.h"
-// clang-format off: uses the ones above
 #include "kernels/attention/attention-inl.h"
-// clang-format on
 
 struct Ops : NeonOps {
   static constexpr int kTileRows = 4;

@@ -16,7 +16,6 @@ namespace {
 
 #include "kernels/attention/attention-inl.h"
 #include "kernels/scalar_ops-inl.h"
-#include "kernels/unroll-inl.h"
 
 struct Ops : ScalarOps {
   static constexpr int kTileRows = 2;

@@ -33,11 +33,8 @@ W4A8_TARGET("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")
 namespace w4a8::isa {
 namespace {
 
-#include "kernels/avx512_ops-inl.h"
-#include "kernels/unroll-inl.h"
-// clang-format off: uses the one above
 #include "kernels/attention/attention-inl.h"
-// clang-format on
+#include "kernels/avx512_ops-inl.h"
 
 struct Ops : Avx512Ops {
   static constexpr int kTileRows = 6;

@@ -26,10 +26,9 @@ W4A8_TARGET("avx2,fma,f16c,avx512vl,avx512vnni")
 namespace w4a8::isa {
 namespace {
 
-#include "kernels/avx2_ops-inl.h"
-#include "kernels/unroll-inl.h"
-// clang-format off: uses the ones above
 #include "kernels/attention/attention-inl.h"
+#include "kernels/avx2_ops-inl.h"
+// clang-format off: uses the one above
 #include "kernels/attention/avx2-inl.h"
 // clang-format on
 

@@ -1,0 +1,342 @@
+// Attention over a segment: scores, their softmax, weighted values, and the sums of segments merged.
+// Included by attention-inl.h, inside its target region and anonymous namespace.
+
+template <class Ops>
+struct Step {
+  const QueryTile& tile;
+  const uint8_t* blocks[2];
+  const uint8_t* next[2];  // to be fetched; null: nothing
+  int64_t key;             // the first one
+  int64_t count;           // of blocks
+  int64_t in_segment;      // the number of the first block in the segment
+  bool masked[2];          // some row does not see all of the block
+};
+
+// The keys of a block as scores: behind the soft cap and the mask, with the scales of values, and the largest one.
+// `first`: of the step. Once for all instruction sets, over what score_rows left.
+template <class Ops>
+W4A8_INLINE void finish_scores(const Step<Ops>& step, int64_t r, int64_t b, int64_t column, typename Ops::F t,
+                               typename Ops::F& most) {
+  using F = typename Ops::F;
+  const QueryTile& tile = step.tile;
+  if (step.masked[b]) {
+    float index[Ops::kLanes];
+    for (int i = 0; i < Ops::kLanes; ++i) index[i] = static_cast<float>(i);
+    const F key = Ops::load(index);
+    const int64_t at = step.key + b * kBlockKeys + column;
+    const F end = Ops::splat(static_cast<float>(tile.end[r] - at));
+    const F begin = Ops::splat(static_cast<float>(tile.begin[r] - at));
+    t = Ops::select_less(key, end, t, Ops::splat(10 * kLowestScore));
+    t = Ops::select_less(key, begin, Ops::splat(10 * kLowestScore), t);
+  }
+  most = Ops::max(t, most);
+  Ops::store(tile.scores + r * kStepKeys + b * kBlockKeys + column, t);
+}
+
+// cap * tanh(t / cap), tanh(x) = (1 - e) / (1 + e) with e = exp(-2 |x|).
+template <class Ops>
+W4A8_INLINE typename Ops::F cap_score(typename Ops::F t, float cap) {
+  using F = typename Ops::F;
+  const F x = Ops::mul(Ops::abs(t), Ops::splat(0x1.715476p+1f / cap));  // 2 log2(e)
+  const F e = vec_exp2<Ops>(Ops::neg(x));
+  const F y = Ops::mul(Ops::splat(cap), Ops::div(Ops::sub(Ops::splat(1.0f), e), Ops::add(Ops::splat(1.0f), e)));
+  return Ops::select_less(t, Ops::splat(0.0f), Ops::neg(y), y);
+}
+
+template <class Ops, class Dot, int R, int C, bool kKeys>
+W4A8_INLINE void multiply_items(typename Dot::Sum (&sums)[R][C], const uint8_t* rows, int64_t row_bytes,
+                                const uint8_t* lines, int64_t line_bytes, int64_t items, const uint8_t* fetch) {
+  constexpr int64_t kVecBytes = Ops::kLanes * kItemBytes;
+  for (int64_t i = 0; i < items; ++i) {
+    typename Dot::Line line[C];
+    for_each<C>([&](int c)
+                    W4A8_LAMBDA { line[c] = Dot::template load<kKeys>(lines + i * line_bytes + c * kVecBytes); });
+    if (fetch != nullptr) {
+      for (int64_t at = 0; at < C * kVecBytes; at += kLineBytes) __builtin_prefetch(fetch + i * line_bytes + at, 0, 2);
+    }
+    for_each<R>([&](int r) W4A8_LAMBDA {
+      const typename Dot::Item item = Dot::template item<kKeys>(rows + r * row_bytes + i * Dot::kRowItemBytes);
+      for_each<C>([&](int c) W4A8_LAMBDA { Dot::template add<kKeys>(sums[r][c], line[c], item); });
+    });
+  }
+}
+
+// Scores of R rows and C registers of keys.
+template <class Ops, class Dot, int R>
+__attribute__((noinline)) void score_rows(const Step<Ops>& step, int64_t row, int64_t b, int64_t column) {
+  constexpr int C = Dot::kTileVecs;
+  using F = typename Ops::F;
+  const QueryTile& tile = step.tile;
+  const CacheShape& shape = tile.shape;
+  const uint8_t* block = step.blocks[b];
+  const uint8_t* fetch = row == 0 && step.next[b] != nullptr ? step.next[b] + column * kItemBytes : nullptr;
+  typename Dot::Sum sums[R][C];
+  for_each<R, C>([&](int r, int c) W4A8_LAMBDA { sums[r][c] = Dot::zero(); });
+  multiply_items<Ops, Dot, R, C, true>(sums, tile.queries + row * query_bytes(shape.key_size),
+                                       query_bytes(shape.key_size), block + column * kItemBytes, kItemLine,
+                                       shape.key_items(), fetch);
+  for_each<R>([&](int r) W4A8_LAMBDA {
+    const int64_t at = row + r;
+    F most = b == 0 && column == 0 ? Ops::splat(kLowestScore) : Ops::load(tile.most + at * kHeadStep);
+    for_each<C>([&](int c) W4A8_LAMBDA {
+      const int64_t key = column + c * Ops::kLanes;
+      F t;
+      if constexpr (Dot::kInt8) {
+        const F sum = Ops::to_float(Ops::iadd(Dot::total(sums[r][c]), Ops::isplat(tile.starts[at])));
+        const F scaled = Ops::mul(sum, Ops::load_bytes(block + shape.key_scales_at() + 4 * key));
+        t = Ops::fma(scaled, Ops::splat(tile.scales[at]),
+                     Ops::splat(tile.bases[at * kSegmentBlocks + step.in_segment + b]));
+      } else {
+        t = Ops::mul(Dot::total(sums[r][c]), Ops::splat(tile.factor));
+      }
+      if (tile.soft_cap != 0.0f) t = cap_score<Ops>(t, tile.soft_cap);
+      if constexpr (Dot::kInt8) t = Ops::add(t, Ops::load_bytes(block + shape.value_scales_at() + 4 * key));
+      finish_scores(step, at, b, key, t, most);
+    });
+    Ops::store(tile.most + at * kHeadStep, most);
+  });
+}
+
+// out = alpha * out + beta * (weights times values), R rows and C registers of channels.
+template <class Ops, class Dot, int R, int C>
+__attribute__((noinline)) void add_values(const Step<Ops>& step, int64_t row, int64_t channel) {
+  using F = typename Ops::F;
+  const QueryTile& tile = step.tile;
+  const CacheShape& shape = tile.shape;
+  typename Dot::Sum sums[R][C];
+  for_each<R, C>([&](int r, int c) W4A8_LAMBDA { sums[r][c] = Dot::zero(); });
+  const int64_t at = shape.values_at() + channel * kItemBytes;
+  for (int64_t b = 0; b < step.count; ++b) {
+    multiply_items<Ops, Dot, R, C, false>(
+        sums, tile.weights + row * kWeightBytes + b * shape.value_items() * Dot::kRowItemBytes, kWeightBytes,
+        step.blocks[b] + at, shape.value_size * kItemBytes, shape.value_items(),
+        row == 0 && step.next[b] != nullptr ? step.next[b] + at : nullptr);
+  }
+  for_each<R>([&](int r) W4A8_LAMBDA {
+    const F alpha = Ops::splat(tile.alpha[row + r]);
+    const F beta = Ops::splat(tile.beta[row + r]);
+    for_each<C>([&](int c) W4A8_LAMBDA {
+      float* out = tile.out + (row + r) * shape.value_size + channel + c * Ops::kLanes;
+      F sum;
+      if constexpr (Dot::kInt8) {
+        sum = Ops::mul(beta, Ops::to_float(Dot::total(sums[r][c])));
+      } else {
+        sum = Dot::total(sums[r][c]);
+      }
+      Ops::store(out, Ops::fma(alpha, Ops::load(out), sum));
+    });
+  });
+}
+
+// Calls f.run<R>(row) for tiles of rows.
+template <class Ops, class F>
+W4A8_INLINE void for_row_tiles(int64_t rows, F f) {
+  int64_t row = 0;
+  for (; row + Ops::kTileRows <= rows; row += Ops::kTileRows) f.template operator()<Ops::kTileRows>(row);
+  if constexpr (Ops::kTileRows > 4) {
+    for (; row + 4 <= rows; row += 4) f.template operator()<4>(row);
+  }
+  if constexpr (Ops::kTileRows > 2) {
+    for (; row + 2 <= rows; row += 2) f.template operator()<2>(row);
+  }
+  for (; row < rows; ++row) f.template operator()<1>(row);
+}
+
+// The weights of a step, and the factors of what was summed before.
+template <class Ops, class Dot>
+void weigh_step(const Step<Ops>& step) {
+  using F = typename Ops::F;
+  constexpr int kVecs = Ops::kVecs;
+  const QueryTile& tile = step.tile;
+  const int64_t keys = step.count * kBlockKeys;
+  // By what a weight must be multiplied to be without the scale of its value; 1 where that is no number, so that a
+  // weight of 0 stays 0.
+  float unscale[kStepKeys];
+  if constexpr (Dot::kInt8) {
+    for (int64_t key = 0; key < keys; key += Ops::kLanes) {
+      const uint8_t* logs = step.blocks[key / kBlockKeys] + tile.shape.value_scales_at();
+      const F log = Ops::load_bytes(logs + 4 * (key % kBlockKeys));
+      const F usual = Ops::select_less(Ops::abs(log), Ops::splat(124.5f), log, Ops::splat(0.0f));
+      Ops::store(unscale + key, vec_exp2<Ops>(Ops::neg(usual)));
+    }
+  }
+  for (int64_t r = 0; r < tile.rows; ++r) {
+    F most = Ops::load(tile.most + r * kHeadStep);
+    const float step_max = Ops::reduce_max_float(most);
+    tile.step_max[r] = step_max > kLowestScore ? step_max : kLowestScore;
+  }
+  for (int64_t r = 0; r < tile.rows; r += Ops::kLanes) {
+    const F old = Ops::load(tile.max + r);
+    F here = Ops::load(tile.step_max + r);
+    const F now = Ops::max(old, here);
+    if (!Dot::kInt8) here = now;
+    Ops::store(tile.step_max + r, here);
+    Ops::store(tile.max + r, now);
+    Ops::store(tile.alpha + r, vec_exp2<Ops>(Ops::sub(old, now)));
+    Ops::store(tile.beta + r, vec_exp2<Ops>(Ops::sub(here, now)));
+  }
+  for (int64_t r = 0; r < tile.rows; ++r) {
+    const F most = Ops::splat(tile.step_max[r]);
+    F sum[kVecs];
+    // What rounding took from a weight goes to the next one of its lane, so that many small ones are not all 0. A key
+    // that the row does not see gets nothing: half of a code rounds to 0.
+    F rest[kVecs];
+    for_each<kVecs>([&](int v) W4A8_LAMBDA { sum[v] = rest[v] = Ops::splat(0.0f); });
+    for (int64_t key = 0; key < keys; key += kHeadStep) {
+      for_each<kVecs>([&](int v) W4A8_LAMBDA {
+        const int64_t at = key + v * Ops::kLanes;
+        const F p = vec_exp2<Ops>(Ops::sub(Ops::load(tile.scores + r * kStepKeys + at), most));
+        uint8_t* to = tile.weights + r * kWeightBytes + at * Dot::kRowItemBytes / Dot::kPerItem;
+        if constexpr (Dot::kInt8) {
+          sum[v] = Ops::fma(p, Ops::load(unscale + at), sum[v]);
+          const F exact = Ops::fma(p, Ops::splat(kMostWeight), rest[v]);
+          const F whole = Ops::round(exact);
+          rest[v] = Ops::sub(exact, whole);
+          Dot::store_weights(to, whole);
+        } else {
+          sum[v] = Ops::add(sum[v], p);
+          Dot::store_weights(to, round_to_bfloat16<Ops>(p));
+        }
+      });
+    }
+    float* lanes = tile.lanes + r * kHeadStep;
+    for_each<kVecs>([&](int v) W4A8_LAMBDA {
+      if constexpr (Dot::kInt8) sum[v] = Ops::mul(sum[v], Ops::splat(tile.beta[r]));
+      Ops::store(lanes + v * Ops::kLanes,
+                 Ops::fma(Ops::splat(tile.alpha[r]), Ops::load(lanes + v * Ops::kLanes), sum[v]));
+    });
+    if constexpr (Dot::kInt8) tile.beta[r] *= 1.0f / kMostWeight;
+  }
+}
+
+// Each row times the references of the blocks.
+template <class Ops>
+void multiply_references(const QueryTile& tile, const KeySegment& segment) {
+  constexpr int kVecs = Ops::kVecs;
+  const int64_t n = tile.shape.key_size;
+  const int64_t blocks = (segment.count + kBlockKeys - 1) / kBlockKeys;
+  float references[kSegmentBlocks * kMostHeadSize];
+  for (int64_t b = 0; b < blocks; ++b) {
+    widen_row<Ops, DType::kBFloat16>(segment.blocks[b] + tile.shape.reference_at(), references + b * n, n);
+  }
+  for (int64_t r = 0; r < tile.rows; ++r) {
+    const float* row = tile.rotated + r * n;
+    for (int64_t b = 0; b < blocks; ++b) {
+      typename Ops::F sum[kVecs];
+      for_each<kVecs>([&](int v) W4A8_LAMBDA { sum[v] = Ops::splat(0.0f); });
+      for (int64_t i = 0; i < n; i += kHeadStep) {
+        for_each<kVecs>([&](int v) W4A8_LAMBDA {
+          const int64_t at = i + v * Ops::kLanes;
+          sum[v] = Ops::fma(Ops::load(row + at), Ops::load(references + b * n + at), sum[v]);
+        });
+      }
+      tile.bases[r * kSegmentBlocks + b] = Ops::sum16(sum);
+    }
+  }
+}
+
+template <class Ops, class Dot>
+void attend(const QueryTile& tile, const KeySegment& segment) {
+  const CacheShape& shape = tile.shape;
+  const int64_t padded = (tile.rows + kHeadStep - 1) / kHeadStep * kHeadStep;
+  for (int64_t r = 0; r < padded; ++r) {
+    tile.max[r] = kLowestScore;
+    tile.step_max[r] = kLowestScore;
+  }
+  for (int64_t i = 0; i < tile.rows * shape.value_size; ++i) tile.out[i] = 0.0f;
+  for (int64_t i = 0; i < tile.rows * kHeadStep; ++i) tile.lanes[i] = 0.0f;
+  if constexpr (Dot::kInt8) multiply_references<Ops>(tile, segment);
+
+  int32_t all_end = tile.end[0];
+  int32_t all_begin = tile.begin[0];
+  int32_t first_begin = tile.begin[0];
+  for (int64_t r = 1; r < tile.rows; ++r) {
+    all_end = tile.end[r] < all_end ? tile.end[r] : all_end;
+    all_begin = tile.begin[r] > all_begin ? tile.begin[r] : all_begin;
+    first_begin = tile.begin[r] < first_begin ? tile.begin[r] : first_begin;
+  }
+  for (int64_t at = 0; at < segment.count; at += kStepKeys) {
+    if (segment.first_key + at + kStepKeys <= first_begin) continue;  // in front of all windows
+    const int64_t b = at / kBlockKeys;
+    const int64_t count = segment.count - at > kBlockKeys ? 2 : 1;
+    Step<Ops> step = {tile, {}, {}, segment.first_key + at, count, b, {}};
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t key = step.key + i * kBlockKeys;
+      step.blocks[i] = segment.blocks[b + i];
+      // The next step's blocks, or those of the next segment.
+      step.next[i] =
+          at + kStepKeys < segment.count
+              ? (b + 2 + i < (segment.count + kBlockKeys - 1) / kBlockKeys ? segment.blocks[b + 2 + i] : nullptr)
+              : segment.next[i];
+      step.masked[i] = key < all_begin || key + kBlockKeys > all_end;
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      for (int64_t column = 0; column < kBlockKeys; column += Dot::kTileVecs * Ops::kLanes) {
+        for_row_tiles<Ops>(tile.rows, [&]<int R>(int64_t row) { score_rows<Ops, Dot, R>(step, row, i, column); });
+      }
+    }
+    weigh_step<Ops, Dot>(step);
+    int64_t channel = 0;
+    constexpr int64_t kWide = Dot::kTileVecs * Ops::kLanes;
+    for (; channel + kWide <= shape.value_size; channel += kWide) {
+      for_row_tiles<Ops>(tile.rows,
+                         [&]<int R>(int64_t row) { add_values<Ops, Dot, R, Dot::kTileVecs>(step, row, channel); });
+    }
+    if constexpr (kWide > kHeadStep) {
+      for (; channel < shape.value_size; channel += Ops::kLanes) {
+        for_row_tiles<Ops>(tile.rows, [&]<int R>(int64_t row) { add_values<Ops, Dot, R, 1>(step, row, channel); });
+      }
+    }
+  }
+  for (int64_t r = 0; r < tile.rows; ++r) {
+    typename Ops::F lanes[Ops::kVecs];
+    for_each<Ops::kVecs>([&](int v)
+                             W4A8_LAMBDA { lanes[v] = Ops::load(tile.lanes + r * kHeadStep + v * Ops::kLanes); });
+    tile.sum[r] = Ops::sum16(lanes);
+  }
+}
+
+template <class Ops>
+void merge_segment(int64_t rows, int64_t value_size, const float* segment_out, const float* segment_max,
+                   const float* segment_sum, float* out, float* max, float* sum) {
+  using F = typename Ops::F;
+  for (int64_t r = 0; r < rows; ++r) {
+    const float now = segment_max[r] > max[r] ? segment_max[r] : max[r];
+    const F alpha = vec_exp2<Ops>(Ops::splat(max[r] - now));
+    const F beta = vec_exp2<Ops>(Ops::splat(segment_max[r] - now));
+    float factors[2 * Ops::kLanes];
+    Ops::store(factors, alpha);
+    Ops::store(factors + Ops::kLanes, beta);
+    max[r] = now;
+    sum[r] = sum[r] * factors[0] + segment_sum[r] * factors[Ops::kLanes];
+    for (int64_t i = 0; i < value_size; i += Ops::kLanes) {
+      float* to = out + r * value_size + i;
+      Ops::store(to, Ops::fma(alpha, Ops::load(to), Ops::mul(beta, Ops::load(segment_out + r * value_size + i))));
+    }
+  }
+}
+
+// Rotated values are rotated back. The sign of a zero depends on how many segments were merged: adding 0 makes it
+// positive.
+template <class Ops>
+void finish_row(const CacheShape& shape, float* out, float sum) {
+  const int64_t n = shape.value_size;
+  float factor = sum == 0.0f ? 0.0f : 1.0f / sum;
+  if (shape.kind == CacheKind::kInt8) {
+    rotate<Ops>(out, n);
+    factor /= static_cast<float>(n & -n);
+  }
+  const typename Ops::F inverse = Ops::splat(factor);
+  for (int64_t i = 0; i < n; i += Ops::kLanes) {
+    Ops::store(out + i, Ops::add(Ops::mul(Ops::load(out + i), inverse), Ops::splat(0.0f)));
+  }
+}
+
+template <class Ops, class Int8Dot, class BFloat16Dot>
+void attend_segment(const QueryTile& tile, const KeySegment& segment) {
+  if (tile.shape.kind == CacheKind::kInt8) {
+    attend<Ops, Int8Dot>(tile, segment);
+  } else {
+    attend<Ops, BFloat16Dot>(tile, segment);
+  }
+}
