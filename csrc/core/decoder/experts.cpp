@@ -19,10 +19,10 @@ struct Unit {
 
 // A task of each unit, or more where there are few of them.
 struct Cut {
-  Cut(int64_t units, int64_t panels, int workers)
+  Cut(int64_t units, int64_t panels, int64_t bytes, int workers)
       : pairs(ceil_div(panels, 2)),
         panels(panels),
-        spans(std::clamp<int64_t>(ceil_div(tasks_of_run(workers), units), 1, pairs)) {}
+        spans(std::clamp<int64_t>(ceil_div(tasks_of_run(bytes, workers), units), 1, pairs)) {}
   int64_t pairs;
   int64_t panels;
   int64_t spans;  // of each unit
@@ -72,14 +72,16 @@ void FewExperts::run(const Kernel& kernel, Team& team, Workspace& workspace, con
   // One run of the units' products with their matrices, of which `rows` are the quantized rows.
   const auto multiply = [&](const std::vector<PackedMatrix>& matrices, int64_t n, bool gated, auto quantize,
                             float* results, const std::vector<PackedMatrix>* following) {
-    const Cut cut(unit_count, ceil_div(n, kPanelColumns), team.threads());
+    const PackedMatrix& one = matrices[units[0].expert];
+    const int64_t panels = ceil_div(n, kPanelColumns);
+    const Cut cut(unit_count, panels, unit_count * one.shape.panels() * one.layout.panel_bytes, team.threads());
     const int64_t tasks = unit_count * cut.spans;
     const int64_t most = most_rows * (cut.most_columns() + (gated ? kPanelColumns : 0)) * (gated ? 2 : 1);
     const RowShape shape = matrices[units[0].expert].shape.rows();
     QuantizedRows rows;
     const auto slice_run = [&](Slicer& slicer) {
       rows = QuantizedRows::slice(slicer, slots, shape);
-      return ProductRun(slicer, team.threads(), tasks, most);
+      return ProductRun(slicer, team.threads(), tasks, tasks, most);
     };
     Slicer count(nullptr);
     slice_run(count);
@@ -97,20 +99,20 @@ void FewExperts::run(const Kernel& kernel, Team& team, Workspace& workspace, con
     for (int64_t t = 0; t < tasks; ++t) {
       const Unit& unit = units[t / cut.spans];
       const PackedMatrix& matrix = matrices[unit.expert];
-      ProductTask task = {};
-      task.matrix = &matrix;
-      task.panels = cut.span(t % cut.spans);
-      task.rows = rows.from(unit.rows.begin);
-      task.m = unit.rows.size();
-      task.out = results + unit.rows.begin * n;
-      task.n = n;
-      task.next = first_panel(t + team.threads());
+      Piece piece = {};
+      piece.matrix = &matrix;
+      piece.panels = cut.span(t % cut.spans);
+      piece.rows = rows.from(unit.rows.begin);
+      piece.m = unit.rows.size();
+      piece.out = results + unit.rows.begin * n;
+      piece.n = n;
+      piece.next = first_panel(t + team.threads());
       if (gated) {
-        task.up = &matrix;
-        task.up_column = n + task.column();
-        task.up_rows = task.rows;
+        piece.up = &matrix;
+        piece.up_column = n + piece.column();
+        piece.up_rows = piece.rows;
       }
-      run.set(t, task);
+      run.add(piece, true);
     }
     run.run(kernel, team, work, activation);
   };

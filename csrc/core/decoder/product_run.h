@@ -1,4 +1,4 @@
-// One run of a team whose tasks are products of few rows with some panels, and what becomes of their results.
+// One run of a team: products of few rows with some panels, and what becomes of their results.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@ namespace w4a8 {
 
 /// out[m, n] gets the columns of some panels: of the rows times `matrix`, or, with `up`, activation(these, the rows
 /// times `up` from `up_column` on).
-struct ProductTask {
+struct Piece {
   const PackedMatrix* matrix;
   Range panels;
   Rows rows;
@@ -25,7 +25,7 @@ struct ProductTask {
   int64_t m;
   float* out;           ///< [m, n], rows next to each other
   int64_t n;            ///< columns of the whole result
-  const uint8_t* next;  ///< what the worker will most likely read behind the task
+  const uint8_t* next;  ///< what the worker will most likely read behind it
 
   int64_t column() const { return panels.begin * kPanelColumns; }
   int64_t columns() const { return std::min(n - column(), panels.size() * kPanelColumns); }
@@ -34,74 +34,97 @@ struct ProductTask {
   int64_t tile_floats() const { return m * tile_columns() * (up == nullptr ? 1 : 2); }
 };
 
-/// Tasks and tiles in the memory of a run: late threads may read them when it is over.
+/// Pieces and tiles in the memory of a run: late threads may read them when it is over. A task is one piece or several,
+/// each with a tile of its own.
 class ProductRun {
  public:
-  /// most_tile_floats: ProductTask::tile_floats of each task at most.
-  ProductRun(Slicer& slicer, int workers, int64_t count, int64_t most_tile_floats)
+  /// tile_floats: of the pieces of a task together, at most.
+  ProductRun(Slicer& slicer, int workers, int64_t tasks, int64_t pieces, int64_t tile_floats)
       : state_(reinterpret_cast<State*>(slicer.take<uint8_t>(sizeof(State)))),
-        tasks_(reinterpret_cast<ProductTask*>(slicer.take<uint8_t>(count * int64_t{sizeof(ProductTask)}))),
-        tiles_(slicer.take<float>(workers * most_tile_floats)),
-        count_(count),
-        tile_floats_(most_tile_floats) {}
+        pieces_(reinterpret_cast<Piece*>(slicer.take<uint8_t>(pieces * int64_t{sizeof(Piece)}))),
+        ends_(slicer.take<int64_t>(tasks)),
+        tiles_(slicer.take<float>(workers * tile_floats)),
+        tile_floats_(tile_floats) {}
 
-  void set(int64_t task, const ProductTask& value) { std::construct_at(tasks_ + task, value); }
+  /// Another piece, of the last task or of a new one.
+  void add(const Piece& piece, bool new_task) {
+    std::construct_at(pieces_ + count_++, piece);
+    tasks_ += new_task ? 1 : 0;
+    ends_[tasks_ - 1] = count_;
+  }
 
   /// All tasks, each result stored once.
   void run(const Kernel& kernel, Team& team, Team::Work& work, Activation activation) {
-    std::construct_at(state_, State{&kernel, tasks_, tiles_, tile_floats_, activation});
-    team.run(work, {count_, compute, commit, state_});
+    std::construct_at(state_, State{&kernel, pieces_, ends_, tiles_, tile_floats_, activation});
+    team.run(work, {tasks_, compute, commit, state_});
   }
 
  private:
   struct State {
     const Kernel* kernel;
-    const ProductTask* tasks;
+    const Piece* pieces;
+    const int64_t* ends;  // of the pieces of each task
     float* tiles;
     int64_t tile_floats;
     Activation activation;
   };
 
-  static void compute(void* context, int64_t index, int worker) {
-    const State& state = *static_cast<const State*>(context);
-    const ProductTask& task = state.tasks[index];
+  // Calls function(piece, its tile) for the pieces of a task.
+  template <class Function>
+  static void for_pieces(const State& state, int64_t task, int worker, Function function) {
     float* tile = state.tiles + worker * state.tile_floats;
-    const int64_t ldc = task.tile_columns();
-    const int64_t begin = task.up_column / kPanelColumns;
-    const uint8_t* next = task.up == nullptr ? task.next : task.up->panel(begin);
-    state.kernel->gemm(task.rows, task.m, task.matrix->panels(task.panels.begin, next), task.panels.size(), tile, ldc,
-                       nullptr);
-    if (task.up == nullptr) return;
-    const int64_t end = ceil_div(task.up_column + task.columns(), kPanelColumns);
-    state.kernel->gemm(task.up_rows, task.m, task.up->panels(begin, task.next), end - begin, tile + task.m * ldc, ldc,
-                       nullptr);
-  }
-
-  static void commit(void* context, int64_t index, int worker) {
-    const State& state = *static_cast<const State*>(context);
-    const ProductTask& task = state.tasks[index];
-    const float* tile = state.tiles + worker * state.tile_floats;
-    const int64_t ldc = task.tile_columns();
-    const float* up = tile + task.m * ldc + task.up_column % kPanelColumns;
-    for (int64_t r = 0; r < task.m; ++r) {
-      float* out = task.out + r * task.n + task.column();
-      if (task.up == nullptr) {
-        state.kernel->store_row(tile + r * ldc, task.columns(), DType::kFloat32, out);
-      } else {
-        state.kernel->activate(state.activation, tile + r * ldc, up + r * ldc, out, task.columns());
-      }
+    for (int64_t i = task == 0 ? 0 : state.ends[task - 1]; i < state.ends[task]; ++i) {
+      function(state.pieces[i], tile);
+      tile += state.pieces[i].tile_floats();
     }
   }
 
+  static void compute(void* context, int64_t task, int worker) {
+    const State& state = *static_cast<const State*>(context);
+    for_pieces(state, task, worker, [&](const Piece& piece, float* tile) {
+      const int64_t ldc = piece.tile_columns();
+      const int64_t begin = piece.up_column / kPanelColumns;
+      const uint8_t* next = piece.up == nullptr ? piece.next : piece.up->panel(begin);
+      state.kernel->gemm(piece.rows, piece.m, piece.matrix->panels(piece.panels.begin, next), piece.panels.size(), tile,
+                         ldc, nullptr);
+      if (piece.up == nullptr) return;
+      const int64_t end = ceil_div(piece.up_column + piece.columns(), kPanelColumns);
+      state.kernel->gemm(piece.up_rows, piece.m, piece.up->panels(begin, piece.next), end - begin, tile + piece.m * ldc,
+                         ldc, nullptr);
+    });
+  }
+
+  static void commit(void* context, int64_t task, int worker) {
+    const State& state = *static_cast<const State*>(context);
+    for_pieces(state, task, worker, [&](const Piece& piece, const float* tile) {
+      const int64_t ldc = piece.tile_columns();
+      const float* up = tile + piece.m * ldc + piece.up_column % kPanelColumns;
+      for (int64_t r = 0; r < piece.m; ++r) {
+        float* out = piece.out + r * piece.n + piece.column();
+        if (piece.up == nullptr) {
+          state.kernel->store_row(tile + r * ldc, piece.columns(), DType::kFloat32, out);
+        } else {
+          state.kernel->activate(state.activation, tile + r * ldc, up + r * ldc, out, piece.columns());
+        }
+      }
+    });
+  }
+
   State* state_;
-  ProductTask* tasks_;
+  Piece* pieces_;
+  int64_t* ends_;
   float* tiles_;
-  int64_t count_;
   int64_t tile_floats_;
+  int64_t count_ = 0;
+  int64_t tasks_ = 0;
 };
 
-/// Tasks that the work of a run is cut into, so that each worker has one or two: more share the work out better, fewer
-/// are longer streams of weights.
-inline int64_t tasks_of_run(int workers) { return std::min<int64_t>(Team::kMostTasks / 8, ceil_div(workers * 6, 4)); }
+/// Tasks that so many bytes of weights are cut into. One for each worker is the longest stream; of many bytes there are
+/// more, so that who is late holds up less.
+inline int64_t tasks_of_run(int64_t bytes, int workers) {
+  constexpr int64_t kTaskBytes = 512 * 1024;
+  const int64_t rounds = std::clamp<int64_t>(bytes / (kTaskBytes * workers), 1, 8);
+  return std::min<int64_t>(Team::kMostTasks, rounds * workers);
+}
 
 }  // namespace w4a8

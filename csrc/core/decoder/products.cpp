@@ -6,15 +6,6 @@
 #include "core/decoder/product_run.h"
 
 namespace w4a8 {
-namespace {
-
-int64_t panel_bytes(const std::vector<PackedMatrix>& matrices) {
-  int64_t bytes = 0;
-  for (const PackedMatrix& matrix : matrices) bytes += matrix.shape.panels() * matrix.layout.panel_bytes;
-  return bytes;
-}
-
-}  // namespace
 
 Products::Products(std::vector<PackedMatrix> matrices) : matrices_(std::move(matrices)) {
   for (const PackedMatrix& matrix : matrices_) {
@@ -23,20 +14,29 @@ Products::Products(std::vector<PackedMatrix> matrices) : matrices_(std::move(mat
   }
 }
 
-// Shares of about as many bytes, in pairs of panels, which a tile is wide.
+// Shares of about as many bytes, in pairs of panels, which a tile is wide. A share may go from one matrix to the next.
 std::vector<Products::Span> Products::spans_of(const std::vector<PackedMatrix>& matrices, int64_t columns,
                                                int workers) {
-  const int64_t tasks = tasks_of_run(workers);
-  const int64_t bytes = panel_bytes(matrices);
+  int64_t bytes = 0;
+  int64_t pairs = 0;
+  const auto panels_of = [&](const PackedMatrix& matrix) {
+    return std::min(matrix.shape.panels(), ceil_div(columns, kPanelColumns));
+  };
+  for (const PackedMatrix& matrix : matrices) {
+    bytes += panels_of(matrix) * matrix.layout.panel_bytes;
+    pairs += ceil_div(panels_of(matrix), 2);
+  }
+  const int64_t tasks = std::min(tasks_of_run(bytes, workers), pairs);
   std::vector<Span> spans;
+  int64_t before = 0;  // bytes
   for (std::size_t i = 0; i < matrices.size(); ++i) {
-    const int64_t panels = std::min(matrices[i].shape.panels(), ceil_div(columns, kPanelColumns));
-    const int64_t pairs = ceil_div(panels, 2);
-    const int64_t mine = matrices[i].shape.panels() * matrices[i].layout.panel_bytes;
-    const int64_t parts = std::clamp<int64_t>((tasks * mine + bytes / 2) / bytes, 1, pairs);
-    for (int64_t p = 0; p < parts; ++p) {
-      const Range range = share(pairs, parts, p);
-      spans.push_back({i, {2 * range.begin, std::min(2 * range.end, panels)}});
+    const int64_t panels = panels_of(matrices[i]);
+    const int64_t pair_bytes = 2 * matrices[i].layout.panel_bytes;
+    for (int64_t pair = 0; 2 * pair < panels; ++pair, before += pair_bytes) {
+      const int64_t task = std::min(tasks - 1, before * tasks / bytes);
+      if (spans.empty() || spans.back().matrix != i || spans.back().task != task)
+        spans.push_back({i, {2 * pair, 0}, task});
+      spans.back().panels.end = std::min(2 * pair + 2, panels);
     }
   }
   return spans;
@@ -50,48 +50,63 @@ void Products::cut(int workers, const Products* following) {
   if (n_ % 2 == 0 && matrices_.size() <= 2) gated_spans_ = spans_of({matrices_.front()}, n_ / 2, workers);
 }
 
-// What the worker of a task will most likely read behind it.
-const uint8_t* Products::next_panel(const std::vector<Span>& spans, int64_t task) const {
-  const auto later = static_cast<std::size_t>(task + workers_);
-  if (later < spans.size()) return matrices_[spans[later].matrix].panel(spans[later].panels.begin);
+// What the worker of a span will most likely read behind it.
+const uint8_t* Products::next_panel(const std::vector<Span>& spans, std::size_t i) const {
+  const auto first = [](const Products& products, const Span& span) {
+    return products.matrices_[span.matrix].panel(span.panels.begin);
+  };
+  if (i + 1 < spans.size() && spans[i + 1].task == spans[i].task) return first(*this, spans[i + 1]);
+  for (std::size_t later = i + 1; later < spans.size(); ++later) {
+    if (spans[later].task == spans[i].task + workers_) return first(*this, spans[later]);
+  }
   if (following_ == nullptr) return nullptr;
-  const Span& next = following_->spans_[std::min(later - spans.size(), following_->spans_.size() - 1)];
-  return following_->matrices_[next.matrix].panel(next.panels.begin);
+  const std::vector<Span>& next = following_->spans_;
+  const int64_t task = spans[i].task % workers_;
+  for (const Span& span : next) {
+    if (span.task == task) return first(*following_, span);
+  }
+  return first(*following_, next.front());
 }
 
 void Products::multiply_few(const Kernel& kernel, Team& team, const float* x, int64_t m, const Activation* activation,
                             float* out) const {
   const bool gated = activation != nullptr;
   const std::vector<Span>& spans = gated ? gated_spans_ : spans_;
-  const auto task_of = [&](std::size_t i, const QuantizedRows* rows) {
+  const auto piece_of = [&](std::size_t i, const QuantizedRows* rows) {
     const Span& span = spans[i];
     const PackedMatrix& matrix = matrices_[span.matrix];
-    ProductTask task = {};
-    task.matrix = &matrix;
-    task.panels = span.panels;
-    task.m = m;
-    task.n = gated ? n_ / 2 : matrix.shape.n;
-    task.out = gated ? out : out + m * begins_[span.matrix];
-    task.next = next_panel(spans, static_cast<int64_t>(i));
+    Piece piece = {};
+    piece.matrix = &matrix;
+    piece.panels = span.panels;
+    piece.m = m;
+    piece.n = gated ? n_ / 2 : matrix.shape.n;
+    piece.out = gated ? out : out + m * begins_[span.matrix];
+    piece.next = next_panel(spans, i);
     const std::size_t up = matrices_.size() - 1;  // of one matrix itself
     if (gated) {
-      task.up = &matrices_[up];
-      task.up_column = task.column() + (up == 0 ? n_ / 2 : 0);
+      piece.up = &matrices_[up];
+      piece.up_column = piece.column() + (up == 0 ? n_ / 2 : 0);
     }
-    if (rows == nullptr) return task;
-    task.rows = rows[span.matrix].from(0);
-    if (gated) task.up_rows = rows[up].from(0);
-    return task;
+    if (rows == nullptr) return piece;
+    piece.rows = rows[span.matrix].from(0);
+    if (gated) piece.up_rows = rows[up].from(0);
+    return piece;
   };
   int64_t most = 0;
-  for (std::size_t i = 0; i < spans.size(); ++i) most = std::max(most, task_of(i, nullptr).tile_floats());
+  int64_t of_task = 0;
+  for (std::size_t i = 0; i < spans.size(); ++i) {
+    if (i > 0 && spans[i].task != spans[i - 1].task) of_task = 0;
+    of_task += piece_of(i, nullptr).tile_floats();
+    most = std::max(most, of_task);
+  }
   QuantizedRows rows[kMostMatrices];
   const auto slice = [&](Slicer& slicer) {
     for (std::size_t i = 0; i < matrices_.size(); ++i) {
       const std::size_t same = first_alike(i);
       rows[i] = same < i ? rows[same] : QuantizedRows::slice(slicer, m, matrices_[i].shape.rows());
     }
-    return ProductRun(slicer, team.threads(), static_cast<int64_t>(spans.size()), most);
+    const auto pieces = static_cast<int64_t>(spans.size());
+    return ProductRun(slicer, team.threads(), pieces, pieces, most);
   };
   Slicer count(nullptr);
   slice(count);
@@ -103,7 +118,9 @@ void Products::multiply_few(const Kernel& kernel, Team& team, const float* x, in
     const RowShape shape = matrices_[i].shape.rows();
     for (int64_t r = 0; r < m; ++r) kernel.quantize_row(x + r * k(), DType::kFloat32, shape, rows[i].row(r));
   }
-  for (std::size_t i = 0; i < spans.size(); ++i) run.set(static_cast<int64_t>(i), task_of(i, rows));
+  for (std::size_t i = 0; i < spans.size(); ++i) {
+    run.add(piece_of(i, rows), i == 0 || spans[i].task != spans[i - 1].task);
+  }
   run.run(kernel, team, work, gated ? *activation : Activation::kSilu);
 }
 

@@ -47,14 +47,15 @@ class Products {
                       Activation activation, float* scratch, float* h) const;
 
  private:
-  // A task of a few rows.
+  // What a task of a few rows does with one matrix.
   struct Span {
     std::size_t matrix;
     Range panels;
+    int64_t task;
   };
   static std::vector<Span> spans_of(const std::vector<PackedMatrix>& matrices, int64_t columns, int workers);
   std::size_t first_alike(std::size_t matrix) const;  // the first matrix that wants rows quantized like this one
-  const uint8_t* next_panel(const std::vector<Span>& spans, int64_t task) const;
+  const uint8_t* next_panel(const std::vector<Span>& spans, std::size_t i) const;
   void multiply_few(const Kernel& kernel, Team& team, const float* x, int64_t m, const Activation* activation,
                     float* out) const;
 
