@@ -4,7 +4,7 @@ export TORCH PYTHON
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full test-kernels test-benchmarks test-arm test-vllm test-vllm-full test-baseline test-package wheel test-wheel fuzz setup lint format bench bench-linear bench-attention bench-peers bench-models bench-accuracy real-size clean
+.PHONY: help demo test test-full test-kernels test-benchmarks test-arm test-vllm test-vllm-full test-baseline test-package wheel test-wheel fuzz setup lint format bench bench-linear bench-attention bench-decoder bench-peers bench-models bench-accuracy real-size clean
 
 help: ## list the targets
 	@echo "usage: make TARGET [TORCH=debian | PYTHON=/path/to/python] [ARGS='...']"
@@ -70,13 +70,16 @@ bench-linear: ## linear layers beside PyTorch's own operators and other librarie
 bench-attention: ## attention beside vLLM's and PyTorch's (ARGS='--threads 2 --questions decode')
 	@scripts/bench_attention.sh $(ARGS)
 
+bench-decoder: ## a model's layers in one call beside one by one (ARGS='--model Gemma-3-270M --rounds 5')
+	@scripts/bench_decoder.sh $(ARGS)
+
 bench-peers: ## the fused operator beside other libraries, and the goals (an hour; ARGS=--quick: minutes)
 	@scripts/bench_peers.sh bench_peers $(ARGS)
 
 bench-models: ## a model of real size in vLLM, stock and with the plugin, and in llama.cpp (ARGS='--layers 48': hours)
 	@scripts/bench_models.sh $(ARGS)
 
-bench-accuracy: ## perplexity and KL of two small language models with fewer bits (20 minutes; ARGS=--no-llama: no compiling)
+bench-accuracy: ## perplexity and KL of two small language models with fewer bits (an hour; ARGS=--no-llama: no compiling)
 	@scripts/bench_accuracy.sh $(ARGS)
 
 real-size: ## write a 30-billion-parameter model with random weights (make real-size ARGS='FOLDER --layers 4')
