@@ -157,7 +157,8 @@ void decoder_add_layer_cpu(const Tensor& decoder, Tensors qkv, const Tensor& out
                            const OptionalTensor& input_norm, const OptionalTensor& attention_norm,
                            const OptionalTensor& mlp_input_norm, const OptionalTensor& mlp_norm,
                            const OptionalTensor& q_norm, const OptionalTensor& k_norm, int64_t rope, bool interleaved,
-                           int64_t activation_kind, double residual) {
+                           int64_t activation_kind, double residual, const OptionalTensor& qkv_bias,
+                           const OptionalTensor& out_bias) {
   const std::shared_ptr<Decoder> found = decoder_of(decoder);
   const std::lock_guard<std::mutex> lock(found->mutex);
   DecoderPlan& plan = found->plan;
@@ -174,7 +175,20 @@ void decoder_add_layer_cpu(const Tensor& decoder, Tensors qkv, const Tensor& out
   LayerPlan layer;
   AttentionPlan& attention = layer.attention;
   attention.qkv = products_of(*found, "qkv", qkv, hidden, (heads + 2 * kv_heads) * head_size);
-  W4A8_CHECK(qkv.size() == 1 || qkv.size() == 3, "qkv has ", qkv.size(), " tensors, expected 1 or 3");
+  // Where a matrix ends, q or k does.
+  int64_t columns = 0;
+  for (std::size_t i = 0; i + 1 < static_cast<std::size_t>(qkv.size()); ++i) {
+    columns += attention.qkv.columns_of(i);
+    W4A8_CHECK(columns == heads * head_size || columns == (heads + kv_heads) * head_size,
+               "qkv has tensors whose first ", i + 1, " have ", columns,
+               " out_features, expected those of q or of q and k, ", heads * head_size, " or ",
+               (heads + kv_heads) * head_size);
+  }
+  check_cpu({{"qkv_bias", qkv_bias}, {"out_bias", out_bias}});
+  check_count("qkv_bias", qkv_bias, (heads + 2 * kv_heads) * head_size);
+  check_count("out_bias", out_bias, hidden);
+  attention.qkv_bias = found->keep_floats(qkv_bias);
+  attention.out_bias = found->keep_floats(out_bias);
   attention.out = products_of(*found, "out", std::vector<Tensor>{out}, heads * head_size, hidden);
   attention.heads = heads;
   attention.kv_heads = kv_heads;
@@ -274,14 +288,13 @@ void decoder_add_experts_cpu(const Tensor& decoder, const Tensor& router, const 
 }
 
 Tensor decoder_step_cpu(const Tensor& decoder, const Tensor& hidden, const Tensor& positions, Tensors caches,
-                        const Tensor& block_table, const Tensor& seq_lens, const Tensor& query_start_loc, Tensors ropes,
+                        Tensors block_tables, const Tensor& seq_lens, const Tensor& query_start_loc, Tensors ropes,
                         const OptionalTensor& rows) {
   const std::shared_ptr<Decoder> found = decoder_of(decoder);
   const std::lock_guard<std::mutex> one_call(found->mutex);
   DecoderPlan& plan = found->plan;
   check_cpu({{"hidden", hidden},
              {"positions", positions},
-             {"block_table", block_table},
              {"seq_lens", seq_lens},
              {"query_start_loc", query_start_loc},
              {"rows", rows}});
@@ -294,7 +307,14 @@ Tensor decoder_step_cpu(const Tensor& decoder, const Tensor& hidden, const Tenso
              ", expected int64 [", tokens, "]");
   W4A8_CHECK(static_cast<std::size_t>(caches.size()) == plan.layers.size(), "caches has ", caches.size(),
              " tensors, expected ", plan.layers.size(), ", the layers of decoder");
-  const Tensor table = dense(block_table);
+  const auto table_count = static_cast<std::size_t>(block_tables.size());
+  W4A8_CHECK(table_count == 1 || table_count == plan.layers.size(), "block_tables has ", table_count,
+             " tensors, expected 1, or ", plan.layers.size(), ", the layers of decoder");
+  std::vector<Tensor> pages;  // of each layer, or one for all
+  for (const Tensor& block_table : block_tables) {
+    check_cpu({{"block_tables", block_table}});
+    pages.push_back(dense(block_table));
+  }
   const Tensor lengths = dense(seq_lens);
   const Tensor starts = dense(query_start_loc);
   const Tensor place = dense(positions);
@@ -304,6 +324,7 @@ Tensor decoder_step_cpu(const Tensor& decoder, const Tensor& hidden, const Tenso
   for (std::size_t i = 0; i < plan.layers.size(); ++i) {
     const AttentionPlan& attention = plan.layers[i].attention;
     const Tensor& cache = caches[i];
+    const Tensor& table = pages[table_count == 1 ? 0 : i];
     check_cpu({{"caches", cache}});
     check_cache_types(cache, table, lengths, starts, 0);
     const CacheShape shape = {attention.kind, attention.head_size, attention.head_size};
@@ -312,7 +333,7 @@ Tensor decoder_step_cpu(const Tensor& decoder, const Tensor& hidden, const Tenso
     W4A8_CHECK(cache.size(1) == attention.kv_heads, "caches has ", cache.size(1), " heads at layer ", i, ", expected ",
                attention.kv_heads);
     // Layers alike have the same pages, which are looked at once.
-    const bool as_before = i > 0 && cache.size(0) >= caches[i - 1].size(0) &&
+    const bool as_before = i > 0 && cache.size(0) >= caches[i - 1].size(0) && paged[i].table == paged[i - 1].table &&
                            paged[i].page_tokens == paged[i - 1].page_tokens &&
                            attention.window == plan.layers[i - 1].attention.window &&
                            attention.drops_pages == plan.layers[i - 1].attention.drops_pages;

@@ -68,14 +68,15 @@ void decoder_add_layer_cpu(const Tensor& decoder, Tensors qkv, const Tensor& out
                            const OptionalTensor& input_norm, const OptionalTensor& attention_norm,
                            const OptionalTensor& mlp_input_norm, const OptionalTensor& mlp_norm,
                            const OptionalTensor& q_norm, const OptionalTensor& k_norm, int64_t rope, bool interleaved,
-                           int64_t activation_kind, double residual);
+                           int64_t activation_kind, double residual, const OptionalTensor& qkv_bias,
+                           const OptionalTensor& out_bias);
 void decoder_add_experts_cpu(const Tensor& decoder, const Tensor& router, const OptionalTensor& router_bias,
                              const Tensor& w13_packed, const Tensor& w2_packed, int64_t top_k, bool renormalize,
                              Text scoring_func, Optional<int64_t> num_expert_group, Optional<int64_t> topk_group,
                              double routed_scaling_factor, const OptionalTensor& e_score_correction_bias,
                              int64_t activation_kind, const OptionalTensor& shared_gate);
 Tensor decoder_step_cpu(const Tensor& decoder, const Tensor& hidden, const Tensor& positions, Tensors caches,
-                        const Tensor& block_table, const Tensor& seq_lens, const Tensor& query_start_loc, Tensors ropes,
+                        Tensors block_tables, const Tensor& seq_lens, const Tensor& query_start_loc, Tensors ropes,
                         const OptionalTensor& rows);
 void decoder_destroy_cpu(const Tensor& decoder);
 

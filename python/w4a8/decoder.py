@@ -39,7 +39,7 @@ class Decoder:
         """Adds a layer: ``x += attention(norm(x))``, then ``x += mlp(norm(x))``.
 
         Args:
-            qkv: packed q, k and v, or one matrix of the three.
+            qkv: packed q, k and v, or one matrix of neighbours or of the three.
             out: packed, of attention.
             gate_up: packed gate and up, or one matrix of both; none, and no down: :meth:`add_experts` follows.
             down: packed.
@@ -73,7 +73,7 @@ class Decoder:
         hidden: torch.Tensor,
         positions: torch.Tensor,
         caches: Sequence[torch.Tensor],
-        tables: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        tables: tuple[torch.Tensor | Sequence[torch.Tensor], torch.Tensor, torch.Tensor],
         ropes: Sequence[torch.Tensor],
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -83,7 +83,8 @@ class Decoder:
             hidden: floating [tokens, hidden_size], what enters the first layer.
             positions: int64 [tokens], of ``ropes``.
             caches: of each layer, uint8 [pages, kv_heads, bytes]: the tokens are written to them.
-            tables: block_table, seq_lens and query_start_loc, as ``paged_attention`` has them.
+            tables: block_table, seq_lens and query_start_loc, as ``paged_attention`` has them; a sequence of block
+                tables is one for each layer.
             ropes: float32 [positions, 2 * half]: cosines, then sines.
             rows: int64, tokens whose results are wanted; None: all.
 
@@ -93,4 +94,6 @@ class Decoder:
         Raises:
             RuntimeError: a shape, type or number does not fit; names the argument.
         """
-        return torch.ops.w4a8.decoder_step(self._number, hidden, positions, caches, *tables, ropes, rows)
+        pages, *lengths = tables
+        pages = [pages] if isinstance(pages, torch.Tensor) else pages
+        return torch.ops.w4a8.decoder_step(self._number, hidden, positions, caches, pages, *lengths, ropes, rows)

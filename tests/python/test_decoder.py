@@ -50,7 +50,8 @@ class Model:
     """A random decoder, by the operators one by one and as a Decoder."""
 
     def __init__(self, *, layers=2, fused=False, experts=0, shared=None, four_norms=False, head_norm=None, window=0,
-                 kind="int8", interleaved=False, turned=SIZE, head=True, activation=0, **attention):  # fmt: skip
+                 kind="int8", interleaved=False, turned=SIZE, head=True, activation=0, biases=False, matrices="qkv",
+                 **attention):  # fmt: skip
         norm = lambda n=HIDDEN: 1 + 0.2 * torch.randn(n)  # noqa: E731
         self.kind, self.window, self.interleaved, self.experts = kind, window, interleaved, experts
         self.attention, self.activation = {"scale": SIZE**-0.5, "soft_cap": 0.0, "sinks": None} | attention, activation
@@ -66,6 +67,10 @@ class Model:
                 whole = head_norm == "whole"
                 layer |= {"q_norm": norm(HEADS * SIZE if whole else SIZE), "k_norm": norm(KV * SIZE if whole else SIZE)}
             widths = [HEADS * SIZE, KV * SIZE, KV * SIZE]
+            if biases:
+                layer |= {"qkv_bias": torch.randn(sum(widths)), "out_bias": torch.randn(HIDDEN)}
+            if matrices != "qkv":  # two of the three are one matrix
+                widths = [widths[0] + widths[1], widths[2]] if matrices == "qk, v" else [widths[0], 2 * widths[1]]
             qkv = (
                 [self.pack(sum(widths), HIDDEN)]
                 if fused
@@ -120,7 +125,7 @@ class Model:
         caches = [torch.full_like(cache, 0) for cache in self.caches]
         for layer, cache in zip(self.layers, caches):
             normed = rms_norm(x, layer["input_norm"])
-            rows = torch.cat([matmul(normed, p, HIDDEN) for p in layer["qkv"]], 1)
+            rows = torch.cat([matmul(normed, p, HIDDEN) for p in layer["qkv"]], 1) + layer.get("qkv_bias", 0)
             q, k, v = rows.split([HEADS * SIZE, KV * SIZE, KV * SIZE], 1)
             q, k = (self.normed(part, layer.get(name)) for part, name in ((q, "q_norm"), (k, "k_norm")))
             q = rotate(q.view(-1, HEADS, SIZE), angles, self.interleaved)
@@ -128,7 +133,7 @@ class Model:
             w4a8.paged_attention_write(k, v.view(-1, KV, SIZE), cache, *tables, kind=self.kind)
             options = {"kind": self.kind, "window": self.window, **self.attention}
             y = w4a8.paged_attention(q, cache, *tables, options.pop("scale"), **options)
-            y = matmul(y.flatten(1), layer["out"], HEADS * SIZE)
+            y = matmul(y.flatten(1), layer["out"], HEADS * SIZE) + layer.get("out_bias", 0)
             x = x + np.float32(0.5) * (rms_norm(y, layer["attention_norm"]) if "attention_norm" in layer else y)
             y = self.mlp(layer, rms_norm(x, layer["mlp_input_norm"]))
             x = x + np.float32(0.5) * (rms_norm(y, layer["mlp_norm"]) if "mlp_norm" in layer else y)
@@ -194,6 +199,9 @@ MODELS = {
     "gpt-oss": {"sinks": torch.linspace(-1, 1, HEADS), "experts": 5, "window": 64, "activation": 3},
     "soft cap": {"soft_cap": 3.0},
     "experts": {"experts": 4, "fused": True},
+    "biases": {"biases": True},
+    "q and k are one": {"matrices": "qk, v"},
+    "k and v are one": {"matrices": "q, kv"},
     "shared": {"experts": 4, "shared": "plain"},
     "shared, gated": {"experts": 4, "shared": "gated"},
 }
@@ -210,7 +218,7 @@ def test_is_the_operators_one_by_one(name):
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
-@pytest.mark.parametrize("name", ["plain", "gemma", "experts"])
+@pytest.mark.parametrize("name", ["plain", "gemma", "experts", "biases", "q and k are one", "shared, gated"])
 def test_bits_depend_on_nothing_else(name, threads):
     """One token, chunks, several sequences in a call, and any number of threads."""
     lengths = [90, 40]
@@ -261,6 +269,20 @@ def test_rows():
     assert model.step(x, [12, 8], [12, 8], rows=[]).shape == (0, VOCAB)
 
 
+def test_a_block_table_for_each_layer():
+    """The second layer has its pages in another order; without pages where a window has left them."""
+    x = torch.randn(150, HIDDEN)
+    model = Model(window=70)
+    expected = model.step(x, [150], [150])
+    first, *lengths = model.tables([150], [150])
+    caches = [model.caches[0], torch.full_like(model.caches[1], 255)]
+    tables = ([first, torch.tensor([[7, 3]], dtype=torch.int32)], *lengths)
+    got = model.decoder.step(x, torch.arange(150), caches, tables, [model.rope])
+    assert_same_bits(got, expected)
+    assert torch.equal(caches[1][[7, 3]], model.caches[1][[1, 2]])
+    assert bool((caches[1][1] == 255).all())
+
+
 def test_input_stays():
     x = torch.randn(3, HIDDEN)
     copy = x.clone()
@@ -292,6 +314,9 @@ def test_many_decoders_come_and_go():
     gc.collect()
 
 
+PAGES, *LENGTHS = torch.tensor([[1, 2]]).int(), torch.tensor([3]).int(), torch.tensor([0, 3]).int()
+
+
 def good():
     model = Model(layers=1)
     tables = model.tables([3], [3])
@@ -311,6 +336,9 @@ def good():
         ("positions", torch.tensor([0, -1, 2]), "positions of token 1 is -1"),
         ("caches", [], "caches has 0 tensors, expected 1, the layers of decoder"),
         ("caches", [torch.zeros(9, KV, 100, dtype=torch.uint8)], "cache has 100 bytes"),
+        ("tables", ([], *LENGTHS), "block_tables has 0 tensors, expected 1, or 1, the layers of decoder"),
+        ("tables", ([PAGES, PAGES], *LENGTHS), "block_tables has 2 tensors, expected 1, or 1"),
+        ("tables", (PAGES.long(), *LENGTHS), "block_table has dtype Long"),
         ("ropes", [], "ropes has 0 tables, expected more than 0"),
         ("ropes", [torch.zeros(9, 2 * SIZE)], "ropes turn 64 numbers of a head, expected at most 32"),
         ("ropes", [torch.zeros(9, SIZE, dtype=torch.float64)], "ropes has dtype Double"),
@@ -332,6 +360,8 @@ def test_step_refuses(name, value, message):
         ({"kv_heads": 4}, "kv_heads is 4, expected a divisor of heads, 6"),
         ({"head_size": 24}, "the head size of the keys is 24"),
         ({"input_norm": torch.ones(95)}, r"input_norm has shape \[95\], expected \[96\]"),
+        ({"qkv_bias": torch.ones(319)}, r"qkv_bias has shape \[319\], expected \[320\]"),
+        ({"out_bias": torch.ones(95)}, r"out_bias has shape \[95\], expected \[96\]"),
         ({"q_norm": torch.ones(31)}, r"q_norm has shape \[31\], expected \[192\]"),
         ({"sinks": torch.ones(2)}, r"sinks has shape \[2\], expected \[6\]"),
         ({"kind": "int4"}, "kind is 'int4', expected 'int8' or 'bfloat16'"),
@@ -348,6 +378,15 @@ def test_layers_refuse(change, message):
     numbers = {"heads": HEADS, "kv_heads": KV, "head_size": SIZE, "scale": 1.0}
     with pytest.raises(RuntimeError, match=f"w4a8::decoder_add_layer: {message}"):
         model.decoder.add_layer(**parts | numbers | change)
+
+
+def test_a_matrix_that_ends_within_q():
+    model = Model(layers=1)
+    qkv = [model.pack(HEADS * SIZE - 16, HIDDEN), model.pack(2 * KV * SIZE + 16, HIDDEN)]
+    parts = {key: model.layers[0][key] for key in ("out", "gate_up", "down")}
+    message = "qkv has tensors whose first 1 have 176 out_features, expected those of q or of q and k, 192 or 256"
+    with pytest.raises(RuntimeError, match=message):
+        model.decoder.add_layer(qkv, **parts, heads=HEADS, kv_heads=KV, head_size=SIZE, scale=1.0)
 
 
 def test_experts_refuse():
@@ -367,5 +406,5 @@ def test_decoders_refuse():
         Decoder(torch.ones(96), None, hidden_size=96, eps=0.0)
     with pytest.raises(RuntimeError, match="decoder -1 does not exist, or was destroyed"):
         torch.ops.w4a8.decoder_step(
-            torch.tensor([-1]), torch.zeros(1, 96), torch.zeros(1).long(), [], *Model().tables([1], [1]), [], None
+            torch.tensor([-1]), torch.zeros(1, 96), torch.zeros(1).long(), [], [PAGES], *LENGTHS, [], None
         )

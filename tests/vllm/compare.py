@@ -19,6 +19,15 @@ def _typical(rows: list[torch.Tensor]) -> float:
     return _by_position(rows).median().item()
 
 
+def kl_divergences(a: dict, b: dict) -> torch.Tensor:
+    """Of b's log-probabilities from a's, at all positions with the same tokens before them."""
+    pairs = []
+    for x, y, s, t in zip(a["logprobs"], b["logprobs"], a["outputs"], b["outputs"]):
+        same = next((i for i, (u, v) in enumerate(zip(s, t)) if u != v), len(s)) + len(x) - len(s) + 1
+        pairs.append((x[:same].exp() * (x[:same] - y[:same])).sum(-1))
+    return torch.cat(pairs)
+
+
 def _differences(a: list[torch.Tensor], b: list[torch.Tensor]) -> list[torch.Tensor]:
     return [x - y for x, y in zip(a, b)]
 

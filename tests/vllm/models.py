@@ -56,6 +56,34 @@ DEEPSEEK = {
 # transformers' class, what its configuration adds, what is not quantized besides lm_head
 MODELS = {
     "qwen3": ("Qwen3", {"head_dim": 32, "intermediate_size": 256}, []),
+    "qwen2": ("Qwen2", {"intermediate_size": 256}, []),
+    "llama": ("Llama", {"intermediate_size": 256, "head_dim": 32, "attention_bias": True}, []),
+    "mistral": ("Mistral", {"intermediate_size": 256, "head_dim": 32, "sliding_window": 16}, []),
+    "olmoe": (
+        "Olmoe",
+        {"intermediate_size": 128, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": False},
+        ["re:.*mlp.gate$"],
+    ),
+    "glm4_moe": (
+        "Glm4Moe",
+        {
+            "head_dim": 32,
+            "intermediate_size": 256,
+            "moe_intermediate_size": 128,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.5,
+            "norm_topk_prob": True,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5},
+        },
+        ["re:.*mlp.gate$"],
+    ),
     "qwen3_moe": ("Qwen3Moe", {**QWEN, "norm_topk_prob": True, "intermediate_size": 256}, ["re:.*mlp.gate$"]),
     "qwen2_moe": (
         "Qwen2Moe",

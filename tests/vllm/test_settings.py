@@ -6,6 +6,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from w4a8.integrations.vllm import arguments, settings
 
+NAMES = "'w4a16', 'lm_head', 'activation_group', 'attention' or 'decoder'"
 NONE = {"w4a16": True, "lm_head": 0, "activation_group": None}
 
 
@@ -62,13 +63,13 @@ def test_it_goes_before_variables(monkeypatch):
 @pytest.mark.parametrize(
     ("additional", "message"),
     [
-        ({"lm-head": "int8"}, r"has 'lm-head', expected 'w4a16', 'lm_head', 'activation_group' or 'attention'"),
-        ({"enabled": True}, r"has 'enabled', expected 'w4a16', 'lm_head', 'activation_group' or 'attention'"),
+        ({"lm-head": "int8"}, f"has 'lm-head', expected {NAMES}"),
+        ({"enabled": True}, f"has 'enabled', expected {NAMES}"),
         ({"lm_head": "int3"}, r"\[\"lm_head\"\]='int3', expected 0, int4 or int8"),
         ({"lm_head": True}, r"\[\"lm_head\"\]='1', expected 0, int4 or int8"),
         ({"w4a16": "no"}, r"\[\"w4a16\"\]='no', expected 0 or 1"),
         ({"activation_group": 16}, r"\[\"activation_group\"\]='16', expected -1, 32, 64 or 128"),
-        ("int8", r"is 'int8', expected an object with 'w4a16', 'lm_head', 'activation_group' or 'attention'"),
+        ("int8", f"is 'int8', expected an object with {NAMES}"),
     ],
 )
 def test_refused(additional, message):

@@ -109,7 +109,7 @@ def said(monkeypatch):
         warning = info
 
     monkeypatch.setattr(summary, "logger", Log)
-    monkeypatch.setattr(BaseModelLoader, "load_model", lambda self, loaded: loaded)
+    monkeypatch.setattr(BaseModelLoader, "load_model", lambda self, loaded, *configs: loaded)
     summary.say_what_is_loaded()
     summary.say_what_is_loaded()
     return lines
@@ -117,11 +117,11 @@ def said(monkeypatch):
 
 def test_said_once_for_a_model(said):
     made = model(layer(LinearBase, weight_packed=packed(32)))
-    assert BaseModelLoader.load_model(None, made) is made
+    assert BaseModelLoader.load_model(None, made, None, None) is made
     assert [line.partition(":")[0] for line in said] == ["w4a8"]
     assert "w4a8: runs 1 linear layer (int4 in groups of 32): " in said[0]
 
 
 def test_what_fails_is_said_and_stops_nothing(said):
-    assert BaseModelLoader.load_model(None, 3) == 3
+    assert BaseModelLoader.load_model(None, 3, None, None) == 3
     assert said == ["w4a8: cannot say what runs here: AttributeError: 'int' object has no attribute 'modules'"]

@@ -23,6 +23,8 @@ struct NormPlan {
 struct AttentionPlan {
   Products qkv;  ///< q, k and v; or one matrix of the three
   Products out;
+  const float* qkv_bias = nullptr;  ///< [q, k and v], added to what qkv gives; null: none
+  const float* out_bias = nullptr;  ///< [hidden]
   int64_t heads = 0;
   int64_t kv_heads = 0;  ///< divides heads
   int64_t head_size = 0;

@@ -124,6 +124,11 @@ class Step {
     const FloatRows k = plan.qkv.columns(b_.qkv, m_, plan.q_size());
     const FloatRows v = plan.qkv.columns(b_.qkv, m_, plan.q_size() + plan.kv_size());
     for_rows(m_, [&](int64_t r) {
+      if (plan.qkv_bias != nullptr) {
+        add_scaled(plan.qkv_bias, 1.0f, plan.q_size(), q.row(r));
+        add_scaled(plan.qkv_bias + plan.q_size(), 1.0f, plan.kv_size(), k.row(r));
+        add_scaled(plan.qkv_bias + plan.q_size() + plan.kv_size(), 1.0f, plan.kv_size(), v.row(r));
+      }
       prepare_heads(plan, plan.q_norm, plan.heads, r, q.row(r));
       prepare_heads(plan, plan.k_norm, plan.kv_heads, r, k.row(r));
     });
@@ -133,6 +138,8 @@ class Step {
                              plan.scale, plan.soft_cap, plan.window,    true,       plan.sinks};
     attend(kernel_, team_, workspace_, cache, queries, b_.attended);
     plan.out.multiply(kernel_, team_, workspace_, b_.attended, m_, b_.y);
+    if (plan.out_bias == nullptr) return;
+    for_rows(m_, [&](int64_t r) { add_scaled(plan.out_bias, 1.0f, plan_.hidden, b_.y + r * plan_.hidden); });
   }
 
   // Norms and turns q or k of one token.
@@ -260,7 +267,7 @@ void cut_plan(DecoderPlan& plan, int workers) {
   for (LayerPlan& layer : plan.layers) {
     order.push_back(&layer.attention.qkv);
     order.push_back(&layer.attention.out);
-    if (layer.experts.router != nullptr) continue;
+    if (!layer.mlp.down) continue;
     order.push_back(&layer.mlp.gate_up);
     order.push_back(&layer.mlp.down);
   }

@@ -111,7 +111,7 @@ class Impl(AttentionImpl):
         tokens = attn_metadata.num_actual_tokens
         output[:tokens] = paged_attention(
             query[:tokens],
-            self._blocks(kv_cache, output.shape[-1]),
+            self.blocks(kv_cache, output.shape[-1]),
             attn_metadata.block_table,
             attn_metadata.seq_lens,
             attn_metadata.query_start_loc,
@@ -135,7 +135,7 @@ class Impl(AttentionImpl):
         paged_attention_write(
             key[:tokens],
             value[:tokens],
-            self._blocks(kv_cache, value.shape[-1]),
+            self.blocks(kv_cache, value.shape[-1]),
             metadata.block_table,
             metadata.seq_lens,
             metadata.query_start_loc,
@@ -143,7 +143,7 @@ class Impl(AttentionImpl):
             window=self.sliding_window,
         )
 
-    def _blocks(self, kv_cache: torch.Tensor, value_size: int) -> torch.Tensor:
+    def blocks(self, kv_cache: torch.Tensor, value_size: int) -> torch.Tensor:
         """uint8 [pages, heads, bytes]: vLLM's [pages, heads, tokens, content], of which the end may be unused."""
         cache = kv_cache.view(torch.uint8)
         pages, heads, tokens, _ = cache.shape
@@ -239,7 +239,8 @@ def reason_against(asked: Any, vllm_config: Any) -> str | None:
     return None
 
 
-def _is_ours(vllm_config: Any) -> bool:
+def is_ours(vllm_config: Any) -> bool:
+    """Whether an engine's model is one that the plugin runs."""
     return type(vllm_config.quant_config).__module__.startswith("w4a8.")
 
 
@@ -270,7 +271,7 @@ def _answering(stock: Any) -> Any:
         from vllm.config import get_current_vllm_config_or_none
 
         config = get_current_vllm_config_or_none()
-        if config is not None and _is_ours(config):
+        if config is not None and is_ours(config):
             reason = reason_against(attn_selector_config, config)
             if reason is None:
                 kind = CACHE_KINDS[attn_selector_config.kv_cache_dtype or "auto"]

@@ -17,10 +17,17 @@ W4A16_SWITCH = "W4A8_VLLM_W4A16"
 LM_HEAD_SWITCH = "W4A8_VLLM_LM_HEAD"
 ACTIVATION_GROUP = "W4A8_VLLM_ACTIVATION_GROUP"
 ATTENTION = "W4A8_VLLM_ATTENTION"
+DECODER = "W4A8_VLLM_DECODER"
 
 # Keys of vLLM's additional_config["w4a8"], and the variables that say the same. The plugin is on or off before vLLM has
 # read any argument, so SWITCH has no key.
-KEYS = {"w4a16": W4A16_SWITCH, "lm_head": LM_HEAD_SWITCH, "activation_group": ACTIVATION_GROUP, "attention": ATTENTION}
+KEYS = {
+    "w4a16": W4A16_SWITCH,
+    "lm_head": LM_HEAD_SWITCH,
+    "activation_group": ACTIVATION_GROUP,
+    "attention": ATTENTION,
+    "decoder": DECODER,
+}
 # What --kv-cache-dtype may be, and what the cache of this package's attention then is. Others are left to vLLM.
 CACHE_KINDS = {"auto": "int8", "int8_per_token_head": "int8", "bfloat16": "bfloat16"}
 # vLLM's additional_config while it makes an engine's configuration, which code asks for before it exists.
@@ -117,6 +124,15 @@ def attends() -> bool:
     return _read(ATTENTION, "1", "1") == "1"
 
 
+def decodes() -> bool:
+    """Whether all layers of a model run in one call, where that can be.
+
+    Raises:
+        ValueError: neither 0 nor 1.
+    """
+    return _read(DECODER, "1", "1") == "1"
+
+
 def say_int8(format_: str) -> None:
     """Tells the log, once for each format, what a weight-only model is computed with."""
     logger().info_once(
@@ -158,5 +174,5 @@ def check() -> None:
     Raises:
         ValueError: one has a value that it cannot have; names it.
     """
-    for read in (mode, runs_w4a16, lm_head_bits, activation_group, attends):
+    for read in (mode, runs_w4a16, lm_head_bits, activation_group, attends, decodes):
         read()

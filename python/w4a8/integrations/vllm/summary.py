@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from functools import wraps
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from w4a8.core.activation_groups import in_words
 from w4a8.core.words import counted, gigabytes, weights_in_words
 from w4a8.cpu import active_kernel
+from w4a8.integrations.vllm.loaded import after_loading
 from w4a8.integrations.vllm.log import logger
 from w4a8.ops import PackedHeader, read_header
 
@@ -79,21 +78,11 @@ def say_what_is_loaded() -> None:
     Raises:
         RuntimeError: vLLM's loaders are not as this expects them.
     """
-    if not hasattr(BaseModelLoader, "load_model"):
-        raise RuntimeError("BaseModelLoader has no load_model")
-    if not getattr(BaseModelLoader.load_model, "w4a8", False):
-        BaseModelLoader.load_model = _and_say(BaseModelLoader.load_model)
+    after_loading(_say)
 
 
-def _and_say(load_model: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(load_model)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        model = load_model(*args, **kwargs)
-        try:
-            logger().info("w4a8: %s", summary(model))
-        except Exception as error:  # a line in the log stops no server
-            logger().warning("w4a8: cannot say what runs here: %s: %s", type(error).__name__, error)
-        return model
-
-    wrapped.w4a8 = True
-    return wrapped
+def _say(model: Any, vllm_config: Any, model_config: Any) -> None:
+    try:
+        logger().info("w4a8: %s", summary(model))
+    except Exception as error:  # a line in the log stops no server
+        logger().warning("w4a8: cannot say what runs here: %s: %s", type(error).__name__, error)

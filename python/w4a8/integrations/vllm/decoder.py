@@ -1,0 +1,173 @@
+"""All layers of a model in one call of the operator ``decoder_step``, in place of vLLM's forward (docs/decoder.md).
+
+When a model is loaded, the forward of its part without the output layer is replaced, and not compiled, if the tables of
+:mod:`decoder_families` know all of it. Everything else keeps vLLM's own forward, and the log says why.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+import torch
+from vllm.forward_context import get_forward_context
+
+from w4a8.decoder import Decoder
+from w4a8.integrations.vllm import attention, settings
+from w4a8.integrations.vllm.decoder_families import Norms, Ropes, Unfit, family_of, layer_fields
+from w4a8.integrations.vllm.loaded import after_loading
+from w4a8.integrations.vllm.log import logger
+
+# Ways of speculation that need no hidden states of this model.
+_DRAFTS = ("ngram", "ngram_gpu", "suffix", "draft_model")
+
+
+def register() -> None:
+    """Lets loaded models run their layers in one call.
+
+    Raises:
+        RuntimeError: vLLM's loaders are not as this expects them.
+    """
+    after_loading(attach)
+
+
+def attach(model: torch.nn.Module, vllm_config: Any, model_config: Any) -> None:
+    """Replaces the forward of a model's layers, or says why not.
+
+    Args:
+        model: that vLLM has loaded.
+        vllm_config: of the engine.
+        model_config: of the model, which may be one that drafts.
+    """
+    if not attention.is_ours(vllm_config):
+        return
+    try:
+        reason = reason_against(vllm_config, model_config)
+        if reason is not None:
+            raise Unfit(reason)
+        layers = OneCall(model, vllm_config, model_config)
+        layers.take_over()
+    except (Unfit, RuntimeError, AttributeError) as error:  # the second: sizes that the operator does not have
+        reason = str(error) if isinstance(error, (Unfit, RuntimeError)) else f"{type(error).__name__}: {error}"
+        logger().info("w4a8: layers run one by one: %s", reason)
+        return
+    logger().info("w4a8: all %d layers run in one call (%s=0: one by one)", len(layers.attentions), settings.DECODER)
+
+
+def reason_against(vllm_config: Any, model_config: Any) -> str | None:
+    """Why an engine keeps vLLM's forward, whatever the model; or None.
+
+    Args:
+        vllm_config: of the engine.
+        model_config: of the model.
+    """
+    if not settings.decodes():
+        return f"{settings.DECODER}=0"
+    parallel, speculation = vllm_config.parallel_config, vllm_config.speculative_config
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) != 1:
+            return f"{name} {getattr(parallel, name)}"
+    if getattr(parallel, "decode_context_parallel_size", 1) != 1 or getattr(parallel, "use_ubatching", False):
+        return "a step that is cut into parts"
+    if vllm_config.lora_config is not None:
+        return "LoRA"
+    if speculation is not None and speculation.method not in _DRAFTS:
+        return f"hidden states for drafts ({speculation.method})"
+    if model_config.runner_type not in ("generate", "draft"):
+        return f"a {model_config.runner_type} model"
+    if getattr(getattr(vllm_config, "aux_output_config", None), "enable_return_routed_experts", False):
+        return "experts that are returned"
+    return None
+
+
+class OneCall:
+    """A loaded model whose layers run in one call.
+
+    Attributes:
+        attentions: vLLM's attention of each layer, which owns its cache.
+    """
+
+    def __init__(self, model: torch.nn.Module, vllm_config: Any, model_config: Any) -> None:
+        """Reads the modules.
+
+        Raises:
+            Unfit: there is no table for one, or it is not as the table says.
+            RuntimeError: sizes that the operator does not have.
+        """
+        self.model, self.inner = model, getattr(model, "model", None)
+        self.positions = model_config.max_model_len
+        self.family = family_of(self.inner)
+        if not hasattr(self.inner, "do_not_compile"):
+            raise Unfit("this vLLM compiles models in another way")
+        self.layers = list(self.inner.layers[self.inner.start_layer : self.inner.end_layer])
+        self.embed = self.inner.embed_input_ids
+        self.attentions = [getattr(layer, self.family.attention_at).attn for layer in self.layers]
+        self.names = [each.layer_name for each in self.attentions]
+        self._kept: list[torch.Tensor] = []  # caches as vLLM has them
+        self._caches: list[torch.Tensor] = []  # the same as the operator takes them
+        self.read()
+
+    def read(self) -> None:
+        """Makes the decoder of the weights as they are now; norms and tables are copied, packed weights are not.
+
+        Raises:
+            Unfit, RuntimeError: as above.
+        """
+        norms, ropes = Norms(), Ropes(self.positions)
+        fields = [layer_fields(layer, self.family, norms, ropes) for layer in self.layers]
+        weight = norms.weight(self.inner.norm)
+        decoder = Decoder(weight, None, hidden_size=len(weight), eps=norms.eps)
+        for layer, experts in fields:
+            decoder.add_layer(**layer)
+            if experts:
+                decoder.add_experts(**experts)
+        self.decoder, self.ropes, self._is_stale = decoder, ropes.tables, False
+
+    def take_over(self) -> None:
+        """Replaces the forward of the model's layers. Weights that are loaded later are read before the next step."""
+        load_weights = self.model.load_weights
+
+        @wraps(load_weights)
+        def loading(*args: Any, **kwargs: Any) -> Any:
+            self._is_stale = True
+            return load_weights(*args, **kwargs)
+
+        self.model.load_weights = loading
+        self.inner.do_not_compile = True
+        self.inner.forward = self.forward
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As upstream's: rows [tokens, hidden_size] behind the last norm."""
+        hidden = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
+        metadata = get_forward_context().attn_metadata
+        if isinstance(metadata, list):
+            (metadata,) = metadata
+        if not metadata:  # vLLM warms up, and there is no cache yet
+            return torch.zeros_like(hidden)
+        if self._is_stale:
+            self.read()
+        steps = [metadata[name] for name in self.names]
+        pages = [step.block_table for step in steps]
+        first, tokens = steps[0], steps[0].num_actual_tokens
+        if all(table is pages[0] for table in pages):
+            pages = pages[:1]
+        tables = (pages, first.seq_lens, first.query_start_loc)
+        found = self.decoder.step(hidden[:tokens], positions[:tokens].long(), self.caches(), tables, self.ropes)
+        if tokens == len(hidden):
+            return found
+        return torch.cat([found, hidden.new_zeros(len(hidden) - tokens, found.shape[1])])
+
+    def caches(self) -> list[torch.Tensor]:
+        """Of each layer, uint8 [pages, kv_heads, bytes]."""
+        now = [each.kv_cache for each in self.attentions]
+        if len(self._kept) != len(now) or any(a is not b for a, b in zip(now, self._kept)):
+            impls = [each.impl for each in self.attentions]
+            self._caches = [impl.blocks(cache, impl.head_size) for impl, cache in zip(impls, now)]
+            self._kept = now
+        return self._caches

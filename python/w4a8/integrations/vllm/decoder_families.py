@@ -1,0 +1,371 @@
+"""Which attributes of vLLM's modules are what of a decoder's layer: a table for each family of models.
+
+A class that is not here, or an attribute that is not as expected, is :class:`Unfit`: it may compute something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsLinearMethod
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+from w4a8.core.activation import MoEActivation, as_activation, kernel_activation_kind
+from w4a8.integrations.vllm import attention, settings
+from w4a8.integrations.vllm.gguf_layers import W4A8GGUFLinearMethod
+from w4a8.integrations.vllm.linear_layers import W4A8LinearMethod
+from w4a8.integrations.vllm.moe import W4A8MoEMethod
+from w4a8.integrations.vllm.packed_layers import W4A8PackedLinearMethod
+
+_MODELS = "vllm.model_executor.models."
+_METHODS = (W4A8LinearMethod, CompressedTensorsLinearMethod, W4A8GGUFLinearMethod, W4A8PackedLinearMethod)
+# Of a dense MLP, by vLLM's class of what stands between its matrices.
+_ACTIVATIONS = {"SiluAndMul": MoEActivation.SILU, "GeluAndMul": MoEActivation.GELU}
+
+
+class Unfit(Exception):
+    """Why the layers of a model cannot run in one call."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """The classes of a family, by module and name, and the names of their attributes.
+
+    Attributes:
+        layer, attention: classes.
+        mlps: classes of dense MLPs.
+        experts: classes with a router and experts.
+        attention_at, mlp_at, router_at: attributes of a layer, and of experts.
+        norms: attributes of a layer, by the fields of ``Decoder.add_layer``.
+        nothing: attributes of a layer or of its attention that must be None or False.
+    """
+
+    layer: str
+    attention: str
+    mlps: tuple[str, ...] = ()
+    experts: tuple[str, ...] = ()
+    attention_at: str = "self_attn"
+    mlp_at: str = "mlp"
+    router_at: str = "gate"
+    norms: tuple[tuple[str, str], ...] = (
+        ("input_norm", "input_layernorm"),
+        ("mlp_input_norm", "post_attention_layernorm"),
+    )
+    nothing: tuple[str, ...] = ()
+
+
+_FOUR_NORMS = (
+    ("input_norm", "input_layernorm"),
+    ("attention_norm", "post_attention_layernorm"),
+    ("mlp_input_norm", "pre_feedforward_layernorm"),
+    ("mlp_norm", "post_feedforward_layernorm"),
+)
+
+# By the class of the model without its output layer.
+FAMILIES = {
+    "llama.LlamaModel": Family("llama.LlamaDecoderLayer", "llama.LlamaAttention", ("llama.LlamaMLP",)),
+    "mistral.MistralModel": Family(
+        "mistral.MistralDecoderLayer",
+        "mistral.MistralAttention",
+        ("llama.LlamaMLP", "mistral.MistralMLP"),
+        nothing=("do_llama_4_scaling", "ada_rms_norm_t_cond"),
+    ),
+    "qwen2.Qwen2Model": Family(
+        "qwen2.Qwen2DecoderLayer",
+        "qwen2.Qwen2Attention",
+        ("qwen2.Qwen2MLP",),
+        nothing=("dual_chunk_attention_config",),
+    ),
+    "qwen3.Qwen3Model": Family(
+        "qwen3.Qwen3DecoderLayer",
+        "qwen3.Qwen3Attention",
+        ("qwen2.Qwen2MLP",),
+        nothing=("dual_chunk_attention_config",),
+    ),
+    "qwen3_moe.Qwen3MoeModel": Family(
+        "qwen3_moe.Qwen3MoeDecoderLayer",
+        "qwen3_moe.Qwen3MoeAttention",
+        ("qwen3_moe.Qwen3MoeMLP",),
+        ("qwen3_moe.Qwen3MoeSparseMoeBlock",),
+        nothing=("dual_chunk_attention_config",),
+    ),
+    "qwen2_moe.Qwen2MoeModel": Family(
+        "qwen2_moe.Qwen2MoeDecoderLayer",
+        "qwen2_moe.Qwen2MoeAttention",
+        ("qwen2_moe.Qwen2MoeMLP",),
+        ("qwen2_moe.Qwen2MoeSparseMoeBlock",),
+        nothing=("dual_chunk_attention_config",),
+    ),
+    "glm4_moe.Glm4MoeModel": Family(
+        "glm4_moe.Glm4MoeDecoderLayer",
+        "glm4_moe.Glm4MoeAttention",
+        ("glm4_moe.Glm4MoeMLP",),
+        ("glm4_moe.Glm4MoE",),
+    ),
+    "gemma3.Gemma3Model": Family(
+        "gemma3.Gemma3DecoderLayer", "gemma3.Gemma3Attention", ("gemma3.Gemma3MLP",), norms=_FOUR_NORMS
+    ),
+    "mixtral.MixtralModel": Family(
+        "mixtral.MixtralDecoderLayer",
+        "mixtral.MixtralAttention",
+        experts=("mixtral.MixtralMoE",),
+        mlp_at="block_sparse_moe",
+    ),
+    "olmoe.OlmoeModel": Family("olmoe.OlmoeDecoderLayer", "olmoe.OlmoeAttention", experts=("olmoe.OlmoeMoE",)),
+    "gpt_oss.GptOssModel": Family(
+        "gpt_oss.TransformerBlock",
+        "gpt_oss.OAIAttention",
+        experts=("gpt_oss.MLPBlock",),
+        attention_at="attn",
+        router_at="router",
+    ),
+}
+
+
+def class_name(module: Any) -> str:
+    """Module and name of the class of a vLLM model or of a part of one."""
+    return f"{type(module).__module__}.{type(module).__qualname__}".removeprefix(_MODELS)
+
+
+def family_of(inner: torch.nn.Module) -> Family:
+    """Of a model without its output layer.
+
+    Raises:
+        Unfit: there is no table for its class.
+    """
+    name = class_name(inner)
+    if name not in FAMILIES:
+        raise Unfit(f"there is no table for {name}")
+    return FAMILIES[name]
+
+
+def _expect(module: Any, classes: Sequence[str]) -> None:
+    if class_name(module) not in classes:
+        raise Unfit(f"there is no table for {class_name(module)}")
+
+
+class Norms:
+    """RMS norms, which all have one epsilon."""
+
+    def __init__(self) -> None:
+        """None yet."""
+        self.eps: float | None = None
+
+    def weight(self, norm: Any) -> torch.Tensor:
+        """float32, what a normed row is multiplied with.
+
+        Raises:
+            Unfit: it is another norm, or of another epsilon.
+        """
+        if type(norm) not in (RMSNorm, GemmaRMSNorm):
+            raise Unfit(f"there is no table for the norm {class_name(norm)}")
+        if getattr(norm, "variance_size_override", None) is not None:
+            raise Unfit("a norm of some values of a row")
+        if self.eps not in (None, norm.variance_epsilon):
+            raise Unfit(f"norms of several epsilons, {self.eps} and {norm.variance_epsilon}")
+        self.eps = norm.variance_epsilon
+        weight = norm.weight.data.float()
+        return 1 + weight if type(norm) is GemmaRMSNorm else weight
+
+
+class Ropes:
+    """Tables of rotary embeddings, float32 [positions, 2 * half]: cosines, then sines."""
+
+    def __init__(self, positions: int) -> None:
+        """None yet; tables are for so many positions."""
+        self.positions = positions
+        self.tables: list[torch.Tensor] = []
+        self._numbers: dict[int, int] = {}
+
+    def number(self, rotary: Any) -> int:
+        """Which table an embedding has.
+
+        Raises:
+            Unfit: it is of another kind, or knows fewer positions.
+        """
+        if id(rotary) not in self._numbers:
+            self._numbers[id(rotary)] = len(self.tables)
+            self.tables.append(self._table(rotary))
+        return self._numbers[id(rotary)]
+
+    def _table(self, rotary: Any) -> torch.Tensor:
+        if not isinstance(rotary, RotaryEmbedding) or type(rotary).forward_native is not RotaryEmbedding.forward_native:
+            raise Unfit(f"there is no table for {type(rotary).__qualname__}")
+        kept = rotary.cos_sin_cache
+        if len(kept) < self.positions:
+            raise Unfit(f"a rotary embedding of {len(kept)} positions, fewer than the {self.positions} of an answer")
+        kept = kept[: self.positions].float()
+        # vLLM keeps it in the type of the model; made again, it is exact, unless something has changed it since.
+        exact = rotary._compute_cos_sin_cache()[: self.positions].float()
+        same = exact.shape == kept.shape and bool((exact - kept).abs().max() <= 2.0**-8 * kept.abs().max())
+        return (exact if same else kept).contiguous()
+
+
+def packed(linear: Any) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    """The packed matrices of a linear layer, one under the other, and a bias that is not in them.
+
+    Raises:
+        Unfit: it is not packed, or rotates what comes in.
+    """
+    method = getattr(linear, "quant_method", None)
+    if type(method) not in _METHODS or linear.tp_size != 1:
+        raise Unfit(f"{linear.prefix} is not packed")
+    if isinstance(method, W4A8GGUFLinearMethod):
+        if any(product.group is None for product in method.products):
+            raise Unfit(f"{linear.prefix} is not packed")
+        return [getattr(linear, product.parameter).data for product in method.products], None
+    if not hasattr(linear, "weight_packed") or not (hasattr(linear, "w4a8_weights") or hasattr(linear, "w4a8_packed")):
+        raise Unfit(f"{linear.prefix} is not packed")
+    bias = None if getattr(method, "has_bias", False) or linear.bias is None else linear.bias.data
+    return [linear.weight_packed.data], bias
+
+
+def _without_bias(linear: Any) -> list[torch.Tensor]:
+    found, bias = packed(linear)
+    if bias is not None:
+        raise Unfit(f"{linear.prefix} has a bias beside its packed matrix")
+    return found
+
+
+def _only(linear: Any, found: list[torch.Tensor]) -> torch.Tensor:
+    if len(found) != 1:
+        raise Unfit(f"{linear.prefix} has {len(found)} packed matrices")
+    return found[0]
+
+
+def attention_fields(module: Any, norms: Norms, ropes: Ropes) -> dict[str, Any]:
+    """The fields of ``Decoder.add_layer`` that are about attention.
+
+    Raises:
+        Unfit: it is not computed here, or not as a decoder does it.
+    """
+    impl = module.attn.impl
+    if not isinstance(impl, attention.Impl):
+        raise Unfit(f"attention is vLLM's ({settings.ATTENTION}, or what the log says of it)")
+    if impl.kv_sharing_target_layer_name is not None:
+        raise Unfit("layers that share keys and values")
+    qkv, qkv_bias = packed(module.qkv_proj)
+    out, out_bias = packed(module.o_proj)
+    fields: dict[str, Any] = {
+        "qkv": qkv,
+        "out": _only(module.o_proj, out),
+        "qkv_bias": qkv_bias,
+        "out_bias": out_bias,
+        "heads": impl.num_heads,
+        "kv_heads": impl.num_kv_heads,
+        "head_size": impl.head_size,
+        "scale": impl.scale,
+        "kind": impl.kind,
+        "window": impl.sliding_window,
+        "drops_pages": impl.sliding_window > 0,
+        "soft_cap": impl.logits_soft_cap,
+        "sinks": None if impl.sinks is None else impl.sinks.data,
+        "rope": ropes.number(module.rotary_emb),
+        "interleaved": not module.rotary_emb.is_neox_style,
+    }
+    for name in ("q_norm", "k_norm"):
+        if hasattr(module, name):
+            fields[name] = norms.weight(getattr(module, name))
+    return fields
+
+
+def mlp_fields(module: Any) -> dict[str, Any]:
+    """The fields of ``Decoder.add_layer`` that are about a dense MLP.
+
+    Raises:
+        Unfit: it is not packed, or has another activation.
+    """
+    act = module.act_fn
+    kind = _ACTIVATIONS.get(type(act).__name__)
+    if kind is None:
+        raise Unfit(f"there is no table for {type(act).__name__}")
+    if kind == MoEActivation.GELU and act.approximate == "tanh":
+        kind = MoEActivation.GELU_TANH
+    return {
+        "gate_up": _without_bias(module.gate_up_proj),
+        "down": _only(module.down_proj, _without_bias(module.down_proj)),
+        "activation_kind": kernel_activation_kind(kind),
+    }
+
+
+def expert_fields(runner: Any, router: Any) -> dict[str, Any]:
+    """The arguments of ``Decoder.add_experts``, but for the gate of an expert that all tokens share.
+
+    Raises:
+        Unfit: experts or a router that a decoder does not have.
+    """
+    routed = runner.routed_experts
+    method = routed.quant_method
+    if not isinstance(method, W4A8MoEMethod) or not method.routes:
+        raise Unfit(f"{routed.layer_name} is not packed")
+    if runner.routed_input_transform is not None or runner.routed_output_transform is not None:
+        raise Unfit(f"{routed.layer_name} transforms its inputs or outputs")
+    if routed.custom_routing_function is not None or type(runner.router).__name__ == "ZeroExpertRouter":
+        raise Unfit(f"{routed.layer_name} routes by a function of its own")
+    if routed.expert_map is not None or routed.apply_router_weight_on_input:
+        raise Unfit(f"{routed.layer_name} holds some experts, or scales their inputs")
+    weight, bias = float_weight(router)
+    grouped = routed.use_grouped_topk
+    return {
+        "router": weight,
+        "router_bias": bias,
+        "w13": routed.w13_weight_packed.data,
+        "w2": routed.w2_weight_packed.data,
+        "top_k": routed.top_k,
+        "renormalize": routed.renormalize,
+        "scoring_func": routed.scoring_func,
+        "num_expert_group": routed.num_expert_group if grouped else None,
+        "topk_group": routed.topk_group if grouped else None,
+        "routed_scaling_factor": routed.routed_scaling_factor * runner.routed_scaling_factor,
+        "e_score_correction_bias": routed.e_score_correction_bias,
+        "activation_kind": kernel_activation_kind(as_activation(method.activation)),
+    }
+
+
+def float_weight(linear: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Floats [out_features, in_features] of a linear layer that is not quantized, and the bias.
+
+    vLLM may keep the weight only as the library has it that multiplies by it; a unit matrix gives it back exactly.
+
+    Raises:
+        Unfit: it is not a matrix of floats.
+    """
+    if type(linear.quant_method) is not UnquantizedLinearMethod:
+        raise Unfit(f"{linear.prefix} is quantized")
+    bias = None if linear.bias is None else linear.bias.data
+    if linear.weight.dim() == 2:
+        return linear.weight.data, bias
+    unit = torch.eye(linear.input_size, dtype=linear.params_dtype)
+    return linear.quant_method.apply(linear, unit).t().contiguous(), bias
+
+
+def layer_fields(layer: Any, family: Family, norms: Norms, ropes: Ropes) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arguments of ``Decoder.add_layer`` and of ``Decoder.add_experts``, {} if it has none.
+
+    Raises:
+        Unfit: something is not as the table says.
+    """
+    _expect(layer, [family.layer])
+    module, mlp = getattr(layer, family.attention_at), getattr(layer, family.mlp_at)
+    _expect(module, [family.attention])
+    _expect(mlp, family.mlps + family.experts)
+    for name in family.nothing:
+        if any(getattr(owner, name, None) for owner in (layer, module)):
+            raise Unfit(f"{class_name(layer)} with {name}")
+    fields = {field: norms.weight(getattr(layer, name)) for field, name in family.norms}
+    fields |= attention_fields(module, norms, ropes)
+    if class_name(mlp) not in family.experts:
+        return fields | mlp_fields(mlp), {}
+    experts = expert_fields(mlp.experts, getattr(mlp, family.router_at))
+    if mlp.experts.shared_experts is not None:
+        shared = mlp.experts.shared_experts._layer
+        _expect(shared, family.mlps)
+        fields |= mlp_fields(shared)
+        gate = getattr(shared, "expert_gate", None)
+        experts["shared_gate"] = None if gate is None else float_weight(gate)[0].flatten()
+    return fields, experts
