@@ -3,8 +3,8 @@
     make bench-decoder [ARGS='--model Gemma-3-270M --rounds 5']
 
 The model is a GGUF file, or SmolLM2-135M (Q4_1) or Gemma-3-270M (Q4_K_M), which are packages of PyPI. Printed are
-medians of milliseconds for a token: of the operator alone (embeddings given), of `generate` with fuse, and of `generate`
-with fast_attention, where layers run one by one; the same beside a process that keeps one CPU busy; several rows in a
+medians of milliseconds for a token: of the operator alone (embeddings given), of `generate` with fuse, and with
+fast_attention, where layers run one by one; the same beside a process that keeps one CPU busy; several rows in a
 step; and tokens/s of a prompt. Embeddings and logits are part of all but the first. See benchmarks/README.md.
 """
 

@@ -210,6 +210,22 @@ def test_the_output_layer(ranks, rows, rank, tmp_path):  # noqa: F811
     assert torch.equal(torch.cat(found)[:VOCAB], theirs) and not torch.cat(found)[VOCAB:].any()
 
 
+def test_an_output_layer_that_shares_the_embeddings(rank, tmp_path, monkeypatch):  # noqa: F811
+    """In the bits of the file, beside the embeddings; a setting leaves it to vLLM or rounds it."""
+    path = written(tmp_path, "llama, tied")
+    config = config_of(path)
+    rank(0, 1)
+    layer = ParallelLMHead(VOCAB, HIDDEN, quant_config=config, prefix="lm_head")
+    embeddings = torch.nn.Module()
+    assert layer.tie_weights(embeddings) is layer and not hasattr(layer, "weight")
+    assert layer.quant_method.load(layer) == [], "the tensor is left for the embeddings"
+    assert torch.equal(rows_of(layer)[0], linears_of(str(path)).file.floats("token_embd.weight", 0, VOCAB))
+    for value in ("0", "int8"):
+        monkeypatch.setenv("W4A8_VLLM_LM_HEAD", value)
+        other = ParallelLMHead(VOCAB, HIDDEN, quant_config=config, prefix="lm_head")
+        assert hasattr(other, "weight")
+
+
 # ---- experts ----
 
 

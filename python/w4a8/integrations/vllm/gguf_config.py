@@ -14,11 +14,13 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from w4a8.integrations.vllm.gguf_folder import NAME, SAYS, experts_of, linears_of
-from w4a8.integrations.vllm.gguf_layers import W4A8GGUFLinearMethod, W4A8GGUFMoEMethod
+from w4a8.integrations.vllm.gguf_layers import TiedGGUFOutputMethod, W4A8GGUFLinearMethod, W4A8GGUFMoEMethod
 from w4a8.integrations.vllm.lm_head import lm_head_method
 from w4a8.integrations.vllm.moe import unsupported
 from w4a8.integrations.vllm.names import checkpoint_name, joined_from
-from w4a8.integrations.vllm.settings import say_int8
+from w4a8.integrations.vllm.settings import lm_head_is_set, say_int8
+
+_EMBEDDINGS = "model.embed_tokens"
 
 
 class W4A8GGUFConfig(QuantizationConfig):
@@ -81,6 +83,8 @@ class W4A8GGUFConfig(QuantizationConfig):
             method = self._of_linear(prefix)
         if method is None and isinstance(layer, LinearBase):
             method = UnquantizedLinearMethod()
+        if isinstance(layer, ParallelLMHead) and method is None and not lm_head_is_set():
+            method = self._of_tied_output(prefix)
         if isinstance(method, W4A8GGUFLinearMethod):
             say_int8("GGUF")
         return lm_head_method(layer, method)
@@ -94,6 +98,13 @@ class W4A8GGUFConfig(QuantizationConfig):
         if all(map(linears_of(self.path).file.is_float, found)):
             return None
         return W4A8GGUFLinearMethod(self.path, prefix, found)
+
+    def _of_tied_output(self, prefix: str) -> TiedGGUFOutputMethod | None:
+        """In the bits that the file has for the embeddings, where these are its output layer too."""
+        name = self.matrices.get(_EMBEDDINGS)
+        if name is None or linears_of(self.path).file.is_float(name):
+            return None
+        return TiedGGUFOutputMethod(self.path, prefix, [name])
 
     def _of_experts(self, layer: RoutedExperts, prefix: str) -> W4A8GGUFMoEMethod:
         if prefix not in self.experts:

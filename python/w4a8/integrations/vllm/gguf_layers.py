@@ -182,6 +182,19 @@ class W4A8GGUFLinearMethod(LinearMethodBase):
         return torch.nn.functional.linear(x, weight, getattr(layer, f"{product.parameter}_bias", None))
 
 
+class TiedGGUFOutputMethod(W4A8GGUFLinearMethod):
+    """Of an output layer that shares the matrix of the embeddings: packed beside them, which vLLM multiplies out."""
+
+    def tie_weights(self, layer: torch.nn.Module, embed_tokens: torch.nn.Module) -> torch.nn.Module:
+        """The layer keeps what it reads itself (upstream's contract)."""
+        return layer
+
+    def load(self, layer: torch.nn.Module) -> list[str]:
+        """As above; the tensor stays for the embeddings."""
+        super().load(layer)
+        return []
+
+
 def _bias_name(tensor: str) -> str:
     return f"{tensor.removesuffix('.weight')}.bias"
 

@@ -153,6 +153,11 @@ def lm_head_bits() -> int:
     return {"0": 0, "int4": 4, "int8": 8}[_read(LM_HEAD_SWITCH, "0", "int4", "int8")]
 
 
+def lm_head_is_set() -> bool:
+    """Whether the bits of output layers were chosen; "0" is a choice too."""
+    return _given(LM_HEAD_SWITCH)[0] != ""
+
+
 def activation_group() -> int | None:
     """Values of k of an input that share a scale when it is quantized: 32, 64, 128, or -1 for all of a row.
 
