@@ -25,7 +25,7 @@ PACKED = {"weight_packed", "weight_shape"}
 WRONG_TENSORS = [
     ("3.up_proj.weight", None, "tensor '{}' is missing"),
     ("7.down_proj.weight_scale", None, "tensor '{}' is missing"),
-    ("0.up_proj.bias", torch.zeros(256), f"tensor '{LAYER}.0.gate_proj.bias' is missing"),
+    ("0.up_proj.bias", torch.ones(256), f"tensor '{LAYER}.0.gate_proj.bias' is missing"),
     ("3.up_proj.weight", int8(255, 128), "tensor '{}' has shape (255, 128), but (256, 128) is expected"),
     ("0.down_proj.weight", int8(128, 128), "tensor '{}' has shape (128, 128), but (128, 256) is expected"),
     ("0.down_proj.weight", int8(128), "tensor {}: shape (128,), but 2 dimensions are expected"),

@@ -269,7 +269,7 @@ def test_no_expert_of_a_number(good, name, tmp_path):
 
 def test_a_bias_that_only_some_have(good, tmp_path):
     made = good["GPTQ"].changed()
-    made.tensors[f"{UP}.bias"] = torch.zeros(64)
+    made.tensors[f"{UP}.bias"] = torch.ones(64)
     assert f"tensor '{LAYER}.0.gate_proj.bias' is missing" in message_of(made, tmp_path)
 
 
