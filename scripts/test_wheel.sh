@@ -18,7 +18,7 @@ case ${1:-} in
 esac
 pairs=("$@")
 [ ${#pairs[@]} -gt 0 ] || pairs=(3.10=2.10.0 3.11=2.13.0 3.13=2.15.0)
-tests=(builds devices compile golden errors linear_ops kinds minimums activation_groups)
+tests=(builds devices compile golden errors linear_ops attention decoder kinds minimums activation_groups)
 [ "$quick" = 1 ] || tests+=(ops moe rounding fuzz_ops threads storage memory scale_types aten)
 arch=$(uname -m)
 [ "$arm" = 0 ] || arch=aarch64
