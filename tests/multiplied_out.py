@@ -121,11 +121,12 @@ def load(directory: Path, dtype: torch.dtype) -> torch.nn.Module:
 
 def quantized_matrices(model: torch.nn.Module, attention: bool, lm_head: bool = False) -> list[torch.Tensor]:
     """Parameters whose inputs are int8: all projections, or those of the experts and MLPs only; the output layer."""
+    output = model.get_output_embeddings()  # its weight may be that of the embeddings
     return [
         parameter
         for name, parameter in model.named_parameters()
         if ("_proj" in name and not name.endswith("bias") and (attention or "self_attn" not in name))
-        or (lm_head and name == "lm_head.weight")
+        or (lm_head and output is not None and parameter is output.weight)
     ]
 
 

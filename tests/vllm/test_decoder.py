@@ -70,7 +70,7 @@ def test_beside_vllms_forward(case, families):
 @pytest.mark.parametrize("model", FROM_GGUF)
 def test_gguf_files_beside_vllms_forward(model, families):
     divergences = compared(families, Tiny(model))
-    assert divergences.abs().median() < 2e-5  # seen: 5e-6, of Gemma's six layers, else 3e-8
+    assert divergences.abs().median() < 1e-4  # seen: 3e-5, of Gemma and its output layer in int8, else 3e-8
     assert (divergences > 2e-3).float().mean() < 0.05
 
 

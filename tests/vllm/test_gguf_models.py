@@ -24,15 +24,11 @@ class Tiny:
     compiled: bool = False
     inputs = "none"
     attention = "w4a8"
+    lm_head = True  # tied to the embeddings, too
 
     @property
     def name(self):
         return f"{self.model}, {self.dtype}{', compiled' * self.compiled}"
-
-    @property
-    def lm_head(self):
-        """Tied to the embeddings it is float."""
-        return not gguf_models.MODELS[self.model][2].get("tie_word_embeddings", False)
 
     @property
     def share_of_an_expert(self):

@@ -95,7 +95,8 @@ def move_together(tensors: Iterable[torch.Tensor]) -> int:
 def _can_move(tensor: torch.Tensor, mapped: list[tuple[int, int]]) -> bool:
     if tensor.device.type != "cpu" or not 0 < tensor.numel() < _LARGE or not tensor.is_contiguous():
         return False
-    if tensor.untyped_storage().nbytes() != tensor.numel():
+    storage = getattr(tensor, "untyped_storage", tensor.storage)()  # torch 1 has no untyped one
+    if storage.nbytes() != tensor.numel():
         return False
     return not any(begin <= tensor.data_ptr() < end for begin, end in mapped)
 
