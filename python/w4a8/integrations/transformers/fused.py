@@ -110,7 +110,7 @@ class _Forward(Guard):
             there = number[wanted] >= 0
             rows, flat, positions = number[wanted][there], flat[step.rows], positions[step.rows]
         ropes = stack.tables(int(positions.max()) + 1 if len(positions) else 1)
-        everything = len(rows) == len(flat) and there is None and columns.numel() == fresh
+        everything = step.rows is None and not isinstance(keep, torch.Tensor) and len(columns) == fresh
         got = stack.decoder.step(flat, positions, caches, step.tables, ropes, None if everything else rows)
         cache.end_step(fresh)
         if stack.head is not None:
