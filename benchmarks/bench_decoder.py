@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -98,20 +99,18 @@ def of_prompt(model, count: int) -> float:
     return count / seconds(lambda: generate(model, ids, 1))
 
 
-def fused(model, call: Callable[..., float], *args: object) -> float:
-    undo = fuse(model)
+def with_help_of(
+    speed_up: Callable[..., Callable[[], None]], model, call: Callable[..., float], *args: object
+) -> float:
+    """What a call gives while ``fuse`` or ``fast_attention`` is in force."""
+    undo = speed_up(model)
     try:
         return call(model, *args)
     finally:
         undo()
 
 
-def one_by_one(model, call: Callable[..., float], *args: object) -> float:
-    undo = fast_attention(model)
-    try:
-        return call(model, *args)
-    finally:
-        undo()
+fused, one_by_one = partial(with_help_of, fuse), partial(with_help_of, fast_attention)
 
 
 def measure(model, rounds: int, rows: list[int], prompts: list[int]) -> dict[str, list[float]]:

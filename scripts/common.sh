@@ -276,3 +276,15 @@ install_w4a8() {
   fi
   printf '%s\n' "$fingerprint" >"$stamp"
 }
+
+# prepare_models: select_flavour and install_w4a8, with what small language models of transformers need.
+prepare_models() {
+  select_flavour
+  if [ "$FLAVOUR" = own ]; then
+    need_modules transformers gguf accelerate
+  else
+    pip_once "$PY" demo
+    pip_once "$PY" bench
+  fi
+  install_w4a8
+}

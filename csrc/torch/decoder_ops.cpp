@@ -222,10 +222,10 @@ void decoder_add_layer_cpu(const Tensor& decoder, Tensors qkv, const Tensor& out
     W4A8_CHECK(gate_up.size() <= 2, "gate_up has ", gate_up.size(), " tensors, expected 1 or 2");
     MlpPlan& mlp = layer.mlp;
     mlp.gate_up = products_of(*found, "gate_up", gate_up, hidden, 0);
-    mlp.intermediate = mlp.gate_up.n() / 2;
-    W4A8_CHECK(mlp.gate_up.n() % 2 == 0 && mlp.gate_up.columns_of(0) % mlp.intermediate == 0, "gate_up has ",
+    const int64_t intermediate = mlp.gate_up.n() / 2;
+    W4A8_CHECK(mlp.gate_up.n() % 2 == 0 && mlp.gate_up.columns_of(0) % intermediate == 0, "gate_up has ",
                mlp.gate_up.n(), " out_features, expected as many of gate as of up");
-    mlp.down = products_of(*found, "down", std::vector<Tensor>{*down}, mlp.intermediate, hidden);
+    mlp.down = products_of(*found, "down", std::vector<Tensor>{*down}, intermediate, hidden);
     mlp.activation = activation_of(activation_kind);
   }
   plan.layers.push_back(std::move(layer));

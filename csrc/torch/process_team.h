@@ -5,6 +5,7 @@
 
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <vector>
 
@@ -24,7 +25,7 @@ class ProcessTeam {
   /// For one call: the team, or where another thread uses it, or there is one worker, a team of the caller alone.
   class Use {
    public:
-    explicit Use(ProcessTeam& owner) : alone_(1), team_(&alone_) {
+    explicit Use(ProcessTeam& owner) {
       std::unique_lock<std::mutex> making(owner.mutex_, std::try_to_lock);
       if (!making.owns_lock()) return;
       Team* team = owner.current();
@@ -32,11 +33,14 @@ class ProcessTeam {
       lock_ = team->lock();
       if (lock_.owns_lock()) team_ = team;
     }
-    Team& team() { return *team_; }
+    Team& team() {
+      if (team_ == nullptr) team_ = &alone_.emplace(1);
+      return *team_;
+    }
 
    private:
-    Team alone_;
-    Team* team_;
+    std::optional<Team> alone_;
+    Team* team_ = nullptr;
     std::unique_lock<std::mutex> lock_;
   };
 

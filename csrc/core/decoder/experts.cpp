@@ -77,7 +77,7 @@ void FewExperts::run(const Kernel& kernel, Team& team, Workspace& workspace, con
     const Cut cut(unit_count, panels, unit_count * one.shape.panels() * one.layout.panel_bytes, team.threads());
     const int64_t tasks = unit_count * cut.spans;
     const int64_t most = most_rows * (cut.most_columns() + (gated ? kPanelColumns : 0)) * (gated ? 2 : 1);
-    const RowShape shape = matrices[units[0].expert].shape.rows();
+    const RowShape shape = one.shape.rows();
     QuantizedRows rows;
     const auto slice_run = [&](Slicer& slicer) {
       rows = QuantizedRows::slice(slicer, slots, shape);

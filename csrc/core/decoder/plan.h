@@ -32,8 +32,7 @@ struct AttentionPlan {
   NormPlan k_norm;
   bool norms_whole_rows = false;
   int64_t rope = -1;         ///< which of the tables of a step; -1: none
-  int64_t rotated = 0;       ///< numbers of a head that are turned, its first ones; even
-  bool interleaved = false;  ///< pairs are neighbours, else half of `rotated` apart
+  bool interleaved = false;  ///< pairs that are turned are neighbours, else halves
   CacheKind kind = CacheKind::kInt8;
   float scale = 1.0f;
   float soft_cap = 0.0f;
@@ -49,7 +48,6 @@ struct AttentionPlan {
 struct MlpPlan {
   Products gate_up;  ///< gate and up; or one matrix of both
   Products down;
-  int64_t intermediate = 0;
   Activation activation = Activation::kSilu;
 };
 

@@ -72,6 +72,7 @@ void Products::multiply_few(const Kernel& kernel, Team& team, const float* x, in
                             float* out) const {
   const bool gated = activation != nullptr;
   const std::vector<Span>& spans = gated ? gated_spans_ : spans_;
+  // Without rows: its sizes alone.
   const auto piece_of = [&](std::size_t i, const QuantizedRows* rows) {
     const Span& span = spans[i];
     const PackedMatrix& matrix = matrices_[span.matrix];
@@ -81,13 +82,13 @@ void Products::multiply_few(const Kernel& kernel, Team& team, const float* x, in
     piece.m = m;
     piece.n = gated ? n_ / 2 : matrix.shape.n;
     piece.out = gated ? out : out + m * begins_[span.matrix];
-    piece.next = next_panel(spans, i);
     const std::size_t up = matrices_.size() - 1;  // of one matrix itself
     if (gated) {
       piece.up = &matrices_[up];
       piece.up_column = piece.column() + (up == 0 ? n_ / 2 : 0);
     }
     if (rows == nullptr) return piece;
+    piece.next = next_panel(spans, i);
     piece.rows = rows[span.matrix].from(0);
     if (gated) piece.up_rows = rows[up].from(0);
     return piece;

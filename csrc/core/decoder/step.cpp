@@ -272,8 +272,9 @@ void cut_plan(DecoderPlan& plan, int workers) {
     order.push_back(&layer.mlp.down);
   }
   if (plan.head) order.push_back(&plan.head);
-  for (Products* products : order) products->cut(workers, nullptr);
-  for (std::size_t i = 0; i + 1 < order.size(); ++i) order[i]->cut(workers, order[i + 1]);
+  for (std::size_t i = 0; i < order.size(); ++i) {
+    order[i]->cut(workers, i + 1 < order.size() ? order[i + 1] : nullptr);
+  }
 }
 
 }  // namespace w4a8
