@@ -4,6 +4,7 @@ Two builds (docs/versions.md): the extension for one torch and one Python, or th
 
 Environment:
     W4A8_STABLE_ABI             1: the library of the wheel (scripts/build_wheel.sh sets it).
+    W4A8_KERNELS                which kernels to build, as in "x86_avx2;scalar"; default: all.
     CMAKE_ARGS                  extra arguments for the configure step.
     CMAKE_BUILD_PARALLEL_LEVEL  number of compile jobs; default: the number of CPUs.
 """
@@ -148,6 +149,7 @@ class CMakeBuild(build_ext):
             "-DCMAKE_BUILD_TYPE=Release",
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-DPYTHON_EXECUTABLE={sys.executable}",
+            f"-DW4A8_KERNELS={os.environ.get('W4A8_KERNELS', 'all')}",
             *torch_cmake_dir(),
         ]
         if STABLE:

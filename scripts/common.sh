@@ -10,6 +10,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 ROOT=$PWD
+source scripts/cpu.sh
 
 export CMAKE_BUILD_PARALLEL_LEVEL=${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc)}
 # A cache of compiled files, where there is one: .ci/run installs it. What it knows does not depend on the folder that all this is in.
@@ -249,7 +250,7 @@ select_pytest_options() {
 source_fingerprint() {
   {
     "$PY" -c 'import sys; print(sys.version, sys.prefix)'
-    echo "$TORCH_VERSION"
+    echo "$TORCH_VERSION ${W4A8_KERNELS:-all}"
     find CMakeLists.txt cmake csrc python setup.py pyproject.toml -type f \
       ! -name '*.so' ! -name '*.pyc' ! -path '*.egg-info/*' -print0 | sort -z | xargs -0 sha256sum
   } | sha256sum

@@ -21,6 +21,12 @@ case $FLAVOUR in
   own) need_modules numpy transformers safetensors tqdm ;;
   debian) die "the demo needs transformers, which Debian does not have: run it without TORCH=debian" ;;
 esac
+# Which takes half the time: only the kernel that this CPU will use, and the one that it is compared with at its first use. Not
+# where all are built already, and not with AMX, whose kernel needs others.
+if ! grep -qsx 'W4A8_KERNELS:STRING=all' "$BUILD_DIR/CMakeCache.txt" && ! grep -qsw amx_int8 /proc/cpuinfo; then
+  best=$(kernels_of_this_cpu)
+  [ -z "$best" ] || export W4A8_KERNELS="${best%% *};scalar"
+fi
 install_w4a8
 [ -z "$models" ] || wait "$models"
 models=""

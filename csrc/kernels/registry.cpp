@@ -6,9 +6,10 @@
 
 namespace w4a8 {
 
+// kernels_built.inc is CMake's: the rows of kernels.inc for this architecture, and of these what W4A8_KERNELS asks for.
 namespace isa {
 #define W4A8_KERNEL(name) extern const Kernel name;
-#include "kernels/kernels.inc"
+#include "kernels_built.inc"
 #undef W4A8_KERNEL
 }  // namespace isa
 
@@ -16,7 +17,7 @@ namespace {
 
 constexpr const Kernel* kKernels[] = {
 #define W4A8_KERNEL(name) &isa::name,
-#include "kernels/kernels.inc"
+#include "kernels_built.inc"
 #undef W4A8_KERNEL
 };
 

@@ -289,7 +289,7 @@ void decoder_add_experts_cpu(const Tensor& decoder, const Tensor& router, const 
 
 Tensor decoder_step_cpu(const Tensor& decoder, const Tensor& hidden, const Tensor& positions, Tensors caches,
                         Tensors block_tables, const Tensor& seq_lens, const Tensor& query_start_loc, Tensors ropes,
-                        const OptionalTensor& rows) {
+                        const OptionalTensor& rows, const OptionalTensor& normed) {
   const std::shared_ptr<Decoder> found = decoder_of(decoder);
   const std::lock_guard<std::mutex> one_call(found->mutex);
   DecoderPlan& plan = found->plan;
@@ -297,7 +297,8 @@ Tensor decoder_step_cpu(const Tensor& decoder, const Tensor& hidden, const Tenso
              {"positions", positions},
              {"seq_lens", seq_lens},
              {"query_start_loc", query_start_loc},
-             {"rows", rows}});
+             {"rows", rows},
+             {"normed", normed}});
   const DType dtype = activation_dtype("hidden", hidden);
   W4A8_CHECK(hidden.dim() == 2 && hidden.size(1) == plan.hidden, "hidden has shape ", shape_text(hidden.sizes()),
              ", expected [tokens, ", plan.hidden, "]");
@@ -399,6 +400,12 @@ Tensor decoder_step_cpu(const Tensor& decoder, const Tensor& hidden, const Tenso
   args.caches = paged.data();
   args.dtype = dtype;
   args.out = output_data(out);
+  if (normed.has_value()) {
+    W4A8_CHECK(type_of(*normed) == type_of(hidden) && same_sizes(*normed, hidden) && normed->is_contiguous(),
+               "normed has dtype ", type_of(*normed), " and shape ", shape_text(normed->sizes()),
+               ", expected a contiguous tensor of the dtype and shape of hidden");
+    args.normed = output_data(*normed);
+  }
   ProcessTeam::Use use(process_team());
   Team& team = use.team();
   if (found->workers != team.threads()) {

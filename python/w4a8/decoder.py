@@ -76,6 +76,7 @@ class Decoder:
         tables: tuple[torch.Tensor | Sequence[torch.Tensor], torch.Tensor, torch.Tensor],
         ropes: Sequence[torch.Tensor],
         rows: torch.Tensor | None = None,
+        normed: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Runs all layers for new tokens.
 
@@ -87,6 +88,7 @@ class Decoder:
                 tables is one for each layer.
             ropes: float32 [positions, 2 * half]: cosines, then sines.
             rows: int64, tokens whose results are wanted; None: all.
+            normed: contiguous, as hidden; rows of the last norm of all tokens are written to it.
 
         Returns:
             [rows, out_features of the head] of hidden's type, or [rows, hidden_size] without a head.
@@ -96,4 +98,4 @@ class Decoder:
         """
         pages, *lengths = tables
         pages = [pages] if isinstance(pages, torch.Tensor) else pages
-        return torch.ops.w4a8.decoder_step(self._number, hidden, positions, caches, pages, *lengths, ropes, rows)
+        return torch.ops.w4a8.decoder_step(self._number, hidden, positions, caches, pages, *lengths, ropes, rows, normed)

@@ -113,10 +113,10 @@ class Model:
     def positions(self, lengths, fresh):
         return torch.cat([torch.arange(n - f, n) for n, f in zip(lengths, fresh)])
 
-    def step(self, x, lengths, fresh, rows=None):
+    def step(self, x, lengths, fresh, rows=None, normed=None):
         rows = None if rows is None else torch.tensor(rows, dtype=torch.int64)
         return self.decoder.step(
-            x, self.positions(lengths, fresh), self.caches, self.tables(lengths, fresh), [self.rope], rows
+            x, self.positions(lengths, fresh), self.caches, self.tables(lengths, fresh), [self.rope], rows, normed
         )
 
     def one_by_one(self, x, lengths, fresh):
@@ -253,20 +253,27 @@ def test_kernels(kernel):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_types(dtype):
-    """The type is that of what comes in and goes out; within, all is float32."""
+    """The type is that of what comes in and goes out, and of what the output layer gets; within, all is float32."""
     x = torch.randn(5, HIDDEN).to(dtype)
     model = Model()
-    got = model.step(x, [5], [5])
+    normed, exact = torch.empty_like(x), torch.empty(5, HIDDEN)
+    got = model.step(x, [5], [5], normed=normed)
     assert got.dtype == dtype
-    assert_same_bits(got, model.step(x.float(), [5], [5]).to(dtype))
+    model.step(x.float(), [5], [5], normed=exact)
+    assert_same_bits(normed, exact.to(dtype))
+    assert_same_bits(got, matmul(normed, model.head, HIDDEN))
 
 
 def test_rows():
     x = torch.randn(20, HIDDEN)
     model = Model()
     everything = model.step(x, [12, 8], [12, 8])
-    assert_same_bits(model.step(x, [12, 8], [12, 8], rows=[11, 19, 11]), everything[[11, 19, 11]])
-    assert model.step(x, [12, 8], [12, 8], rows=[]).shape == (0, VOCAB)
+    for rows in ([11, 19, 11], []):
+        normed = torch.empty(20, HIDDEN)
+        got = model.step(x, [12, 8], [12, 8], rows, normed)
+        assert got.shape == (len(rows), VOCAB)
+        assert_same_bits(got, everything[rows])
+        assert_same_bits(matmul(normed, model.head, HIDDEN), everything)
 
 
 def test_a_block_table_for_each_layer():
@@ -344,6 +351,9 @@ def good():
         ("ropes", [torch.zeros(9, SIZE, dtype=torch.float64)], "ropes has dtype Double"),
         ("rows", torch.tensor([3]), "rows has token 3, expected 0..2"),
         ("rows", torch.tensor([0.0]), "rows has dtype Float"),
+        ("normed", torch.zeros(2, HIDDEN), r"normed has dtype Float and shape \[2, 96\], expected a contiguous tensor"),
+        ("normed", torch.zeros(HIDDEN, 3).T, "normed has dtype Float"),
+        ("normed", torch.zeros(3, HIDDEN).half(), "normed has dtype Half"),
     ],
 )
 def test_step_refuses(name, value, message):

@@ -16,7 +16,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
-from w4a8.integrations.vllm import decoder, settings
+from w4a8.integrations.vllm import decoder, loaded, settings
 from w4a8.integrations.vllm.decoder_families import FAMILIES, Norms, Ropes, Unfit, family_of, float_weight
 
 # Biases beside packed matrices (llama, qwen2, gpt_oss), experts that all tokens share, windows, sinks.
@@ -27,6 +27,7 @@ FLOAT32 = {model: Case(model, 32, "int-quantized", "float32", "symmetric") for m
 BFLOAT16 = [Case(model, 32, "int-quantized", "bfloat16", "symmetric") for model in ("llama", "qwen3_moe", "gpt_oss")]
 MLA = Case("deepseek_v2", 32, "int-quantized", "float32", "symmetric")
 OFF = {"W4A8_VLLM_DECODER": "0"}
+HEAD = {"W4A8_VLLM_LM_HEAD": "int8"}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
 
@@ -104,11 +105,15 @@ def steps(request, checkpoints, tmp_path_factory):
         "reloaded": Job(path, plain, reload=checkpoints(case, seed=1) / "checkpoint"),
         "reloaded, off": Job(path, plain, reload=checkpoints(case, seed=1) / "checkpoint", environment=OFF),
         "drafted": Job(path, {**plain, "speculative_config": draft}, long_prompts(), prompt_logprobs=False),
+        "head": Job(path, plain, long_prompts(), prompt_logprobs=False, environment=HEAD),
+        "head, drafted": Job(
+            path, {**plain, "speculative_config": draft}, long_prompts(), prompt_logprobs=False, environment=HEAD
+        ),
         # Last: vLLM makes no engine behind one of these in the same process.
         "guessed": Job(path, {**plain, "speculative_config": NGRAM}, long_prompts(), prompt_logprobs=False),
     }
     if case.model == "gpt_oss":
-        del jobs["drafted"]  # vLLM wants all layers of a draft to have the same pages
+        del jobs["drafted"], jobs["head, drafted"]  # vLLM wants all layers of a draft to have the same pages
     return run(jobs, tmp_path_factory.mktemp("steps"))[0]
 
 
@@ -125,6 +130,43 @@ def test_bits_do_not_depend_on_steps(way, steps):
     if way not in steps:
         pytest.skip("drafts whose layers have different pages are refused upstream")
     assert_same(steps["compiled"], steps[way])
+
+
+def test_an_output_layer_in_the_call(steps):
+    """The same bits as by itself, which it runs for guessed tokens; other ones than those of floats."""
+    assert not torch.equal(steps["head"]["logprobs"][0], steps["compiled"]["logprobs"][0])
+    if "head, drafted" in steps:
+        assert_same(steps["head"], steps["head, drafted"])
+
+
+def test_rows_that_an_output_layer_ran_for():
+    """Their logits are given away once; of others, or of rows that were changed, the layer runs."""
+    method = SimpleNamespace(apply=lambda layer, x, bias=None: x.sum(1, keepdim=True) + (0 if bias is None else bias))
+    layer = SimpleNamespace(quant_method=method)
+    head = decoder._Head(layer)
+    rows, logits = torch.randn(2, 8), torch.randn(2, 5)
+    head.keep(rows, logits)
+    assert torch.equal(method.apply(layer, rows[:1]), rows[:1].sum(1, keepdim=True))
+    assert torch.equal(method.apply(layer, rows + 1), (rows + 1).sum(1, keepdim=True))
+    assert torch.equal(method.apply(layer, rows, torch.ones(1)), rows.sum(1, keepdim=True) + 1)
+    assert method.apply(layer, rows.clone()) is logits
+    assert torch.equal(method.apply(layer, rows), rows.sum(1, keepdim=True))
+
+
+def test_small_matrices_lie_together():
+    """As parameters of inference mode, in which engines load; the loader of a parameter and ties stay."""
+    with torch.inference_mode():
+        model = torch.nn.Sequential(*(torch.nn.Module() for _ in range(3)))
+        for module in model:
+            module.weight_packed = torch.nn.Parameter(torch.randint(256, (70000,), dtype=torch.uint8), False)
+            module.weight_packed.weight_loader = test_small_matrices_lie_together
+        model[2].weight_packed = model[1].weight_packed
+        expected = [module.weight_packed.clone() for module in model]
+    loaded._move(model, None, None)
+    found = [module.weight_packed for module in model]
+    assert all(torch.equal(a, b) for a, b in zip(found, expected))
+    assert found[1] is found[2] and found[1].weight_loader is test_small_matrices_lie_together
+    assert 0 <= found[1].data_ptr() - found[0].data_ptr() - 70000 < 64
 
 
 def test_cached_prefixes_change_no_bit(steps):

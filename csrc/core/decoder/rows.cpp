@@ -99,6 +99,18 @@ void add_scaled(const float* y, float factor, int64_t n, float* x) {
   for (int64_t i = 0; i < n; ++i) x[i] += factor * y[i];
 }
 
+void load_floats(const void* x, DType dtype, int64_t n, float* out) {
+  Lanes values;
+  for (int64_t i = 0; i < n; i += kLanes) {
+    switch (dtype) {
+      case DType::kBFloat16: load_as<DType::kBFloat16>(x, i, values); break;
+      case DType::kFloat16: load_as<DType::kFloat16>(x, i, values); break;
+      default: load_as<DType::kFloat32>(x, i, values);
+    }
+    std::memcpy(out + i, &values, sizeof values);
+  }
+}
+
 float dot_row(const float* x, const void* weight, DType dtype, int64_t n) {
   switch (dtype) {
     case DType::kBFloat16: return dot_as<DType::kBFloat16>(x, weight, n);

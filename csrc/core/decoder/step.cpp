@@ -222,23 +222,39 @@ class Step {
   void finish() {
     const int64_t n = plan_.hidden;
     const int64_t rows = args_.row_count;
-    if (rows == 0) return;
+    if (args_.normed != nullptr) {
+      norm(plan_.norm, args_.x, b_.normed);
+      store(b_.normed, m_, n, args_.normed);
+    }
     for_rows(rows, [&](int64_t r) {
       const int64_t token = args_.rows == nullptr ? r : args_.rows[r];
       norm_row(plan_.norm, n, args_.x + token * n, b_.wanted + r * n);
     });
-    const float* result = b_.wanted;
-    int64_t columns = n;
-    if (plan_.head) {
-      plan_.head.multiply(kernel_, team_, workspace_, b_.wanted, rows, b_.head);
-      result = b_.head;
-      columns = plan_.head.n();
-    }
+    if (!plan_.head) return store(b_.wanted, rows, n, args_.out);
+    for_rows(rows, [&](int64_t r) { round_row(b_.wanted + r * n, n); });
+    if (rows > 0) plan_.head.multiply(kernel_, team_, workspace_, b_.wanted, rows, b_.head);
+    store(b_.head, rows, plan_.head.n(), args_.out);
+  }
+
+  // Rows in the type of the results.
+  void store(const float* x, int64_t rows, int64_t columns, void* out) {
     for_rows(rows, [&](int64_t r) {
-      kernel_.store_row(result + r * columns, columns, args_.dtype,
-                        static_cast<uint8_t*>(args_.out) + r * columns * dtype_bytes(args_.dtype));
+      kernel_.store_row(x + r * columns, columns, args_.dtype,
+                        static_cast<uint8_t*>(out) + r * columns * dtype_bytes(args_.dtype));
     });
   }
+
+  // To the type of the results and back: what a head would get that is called by itself.
+  void round_row(float* x, int64_t n) const {
+    if (args_.dtype == DType::kFloat32) return;
+    uint16_t rounded[kRoundedAtOnce];
+    for (int64_t at = 0; at < n; at += kRoundedAtOnce) {
+      const int64_t count = std::min(n - at, kRoundedAtOnce);
+      kernel_.store_row(x + at, count, args_.dtype, rounded);
+      load_floats(rounded, args_.dtype, count, x + at);
+    }
+  }
+  static constexpr int64_t kRoundedAtOnce = 256;
 
   const Kernel& kernel_;
   Team& team_;

@@ -25,8 +25,9 @@ struct StepArgs {
   const PagedCache* caches = nullptr;  ///< of each layer; the same sequences and tokens
   const int64_t* rows = nullptr;       ///< [row_count] tokens whose results are wanted; null: all, row_count of them
   int64_t row_count = 0;
-  DType dtype = DType::kFloat32;  ///< of out
+  DType dtype = DType::kFloat32;  ///< of out and normed
   void* out = nullptr;            ///< [row_count, columns of the head, or hidden without one]
+  void* normed = nullptr;         ///< [tokens, hidden]: all rows of the last norm; null: not wanted
 };
 
 /// Runs the layers (docs/numerics.md section 10). The bits of a row depend neither on the other rows of the call, nor

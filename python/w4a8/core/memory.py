@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import math
 import mmap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -56,14 +56,22 @@ def _fresh_pages(count: int) -> mmap.mmap | None:
         return None
 
 
-def move_together(tensors: Iterable[torch.Tensor]) -> int:
+def _set_data(tensor: torch.Tensor, moved: torch.Tensor) -> None:
+    tensor.data = moved
+
+
+def move_together(
+    tensors: Iterable[torch.Tensor], put: Callable[[torch.Tensor, torch.Tensor], None] = _set_data
+) -> int:
     """Moves small packed weights behind each other into huge pages, in the order in which they are read.
 
     A matrix of less than a few huge pages lies in pages of 4 KiB, and looking those up takes a third of the time of
-    reading it. Tensors stay what they are: their data moves. Large ones, slices, and what is mapped from a file stay.
+    reading it. Large ones, slices, and what is mapped from a file stay.
 
     Args:
         tensors: uint8, contiguous.
+        put: is called with a tensor and its copy in the new place, in whose stead that is to stand from then on. The
+            default gives the tensor the data of the copy.
 
     Returns:
         Bytes that were moved.
@@ -72,8 +80,8 @@ def move_together(tensors: Iterable[torch.Tensor]) -> int:
         ValueError, RuntimeError: as fresh_bytes.
     """
     mapped = _mapped_files()
-    found = {tensor.data_ptr(): tensor for tensor in tensors if _can_move(tensor, mapped)}
-    small, moved = list(found.values()), 0
+    small = list({tensor.data_ptr(): tensor for tensor in tensors if _can_move(tensor, mapped)}.values())
+    moved = 0
     while small:
         chunk, ends = [], [0]
         while small and (not chunk or ends[-1] + small[0].numel() <= _CHUNK):
@@ -85,8 +93,8 @@ def move_together(tensors: Iterable[torch.Tensor]) -> int:
         compiled.place_packed(pages)
         for tensor, offset in zip(chunk, ends):
             to = torch.frombuffer(pages, dtype=torch.uint8, count=tensor.numel(), offset=offset)
-            tensor.data = to.copy_(tensor.detach()).view(tensor.shape)
             moved += tensor.numel()
+            put(tensor, to.copy_(tensor.detach()).view(tensor.shape))
     if moved:
         _give_back()
     return moved

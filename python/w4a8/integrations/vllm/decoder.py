@@ -14,7 +14,7 @@ from vllm.forward_context import get_forward_context
 
 from w4a8.decoder import Decoder
 from w4a8.integrations.vllm import attention, settings
-from w4a8.integrations.vllm.decoder_families import Norms, Ropes, Unfit, family_of, layer_fields
+from w4a8.integrations.vllm.decoder_families import Norms, Ropes, Unfit, family_of, layer_fields, packed_head
 from w4a8.integrations.vllm.loaded import after_loading
 from w4a8.integrations.vllm.log import logger
 
@@ -80,6 +80,32 @@ def reason_against(vllm_config: Any, model_config: Any) -> str | None:
     return None
 
 
+class _Head:
+    """An output layer that runs in the call of the layers, for the last token of each sequence.
+
+    vLLM asks for logits of the rows that it samples from. Rows that are the same bit for bit have the same logits.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        """Takes the place of the layer's ``apply``."""
+        self.layer, self._alone = layer, layer.quant_method.apply
+        layer.quant_method.apply = self.apply
+        self._rows: torch.Tensor | None = None
+        self._logits: torch.Tensor | None = None
+
+    def keep(self, rows: torch.Tensor, logits: torch.Tensor) -> None:
+        """Of the step that has just run: [sequences, hidden_size], and [sequences, vocabulary]."""
+        self._rows, self._logits = rows, logits
+
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """As upstream's. Logits are given away once: whoever gets them may write to them."""
+        rows, logits = self._rows, self._logits
+        if rows is None or logits is None or bias is not None or x.shape != rows.shape or not torch.equal(x, rows):
+            return self._alone(layer, x, bias)
+        self._rows = self._logits = None
+        return logits
+
+
 class OneCall:
     """A loaded model whose layers run in one call.
 
@@ -103,6 +129,10 @@ class OneCall:
         self.embed = self.inner.embed_input_ids
         self.attentions = [getattr(layer, self.family.attention_at).attn for layer in self.layers]
         self.names = [each.layer_name for each in self.attentions]
+        head = getattr(model, "lm_head", None)
+        # Guessed tokens want logits of more rows.
+        keeps_head = vllm_config.speculative_config is None and packed_head(head) is not None
+        self._head_layer, self._head = head if keeps_head else None, None
         self._kept: list[torch.Tensor] = []  # caches as vLLM has them
         self._caches: list[torch.Tensor] = []  # the same as the operator takes them
         self.read()
@@ -116,7 +146,8 @@ class OneCall:
         norms, ropes = Norms(), Ropes(self.positions)
         fields = [layer_fields(layer, self.family, norms, ropes) for layer in self.layers]
         weight = norms.weight(self.inner.norm)
-        decoder = Decoder(weight, None, hidden_size=len(weight), eps=norms.eps)
+        head = None if self._head_layer is None else packed_head(self._head_layer)
+        decoder = Decoder(weight, head, hidden_size=len(weight), eps=norms.eps)
         for layer, experts in fields:
             decoder.add_layer(**layer)
             if experts:
@@ -133,6 +164,8 @@ class OneCall:
             return load_weights(*args, **kwargs)
 
         self.model.load_weights = loading
+        if self._head_layer is not None:
+            self._head = _Head(self._head_layer)
         self.inner.do_not_compile = True
         self.inner.forward = self.forward
 
@@ -158,7 +191,13 @@ class OneCall:
         if all(table is pages[0] for table in pages):
             pages = pages[:1]
         tables = (pages, first.seq_lens, first.query_start_loc)
-        found = self.decoder.step(hidden[:tokens], positions[:tokens].long(), self.caches(), tables, self.ropes)
+        step = (hidden[:tokens], positions[:tokens].long(), self.caches(), tables, self.ropes)
+        if self._head is None:
+            found = self.decoder.step(*step)
+        else:
+            found, last = torch.empty_like(step[0]), (first.query_start_loc[1:].long() - 1).clamp_(min=0)
+            logits = self.decoder.step(*step, last, found)
+            self._head.keep(found[last], logits)
         if tokens == len(hidden):
             return found
         return torch.cat([found, hidden.new_zeros(len(hidden) - tokens, found.shape[1])])

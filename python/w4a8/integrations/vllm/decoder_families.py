@@ -14,11 +14,13 @@ from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsLinearMethod
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from w4a8.core.activation import MoEActivation, as_activation, kernel_activation_kind
 from w4a8.integrations.vllm import attention, settings
 from w4a8.integrations.vllm.gguf_layers import W4A8GGUFLinearMethod
 from w4a8.integrations.vllm.linear_layers import W4A8LinearMethod
+from w4a8.integrations.vllm.lm_head import W4A8LMHeadMethod
 from w4a8.integrations.vllm.moe import W4A8MoEMethod
 from w4a8.integrations.vllm.packed_layers import W4A8PackedLinearMethod
 
@@ -223,6 +225,19 @@ def packed(linear: Any) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         raise Unfit(f"{linear.prefix} is not packed")
     bias = None if getattr(method, "has_bias", False) or linear.bias is None else linear.bias.data
     return [linear.weight_packed.data], bias
+
+
+def packed_head(layer: Any) -> torch.Tensor | None:
+    """The packed matrix of an output layer; None if it is not packed here, or not as one matrix."""
+    if not isinstance(layer, ParallelLMHead) or layer.tp_size != 1:
+        return None
+    method = layer.quant_method
+    if isinstance(method, W4A8LMHeadMethod):
+        return layer.weight_rounded.data
+    if isinstance(method, W4A8GGUFLinearMethod):
+        only = method.products[0] if len(method.products) == 1 else None
+        return None if only is None or only.group is None else getattr(layer, only.parameter).data
+    return layer.weight_packed.data if isinstance(method, (W4A8LinearMethod, W4A8PackedLinearMethod)) else None
 
 
 def _without_bias(linear: Any) -> list[torch.Tensor]:

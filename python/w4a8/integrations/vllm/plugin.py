@@ -74,6 +74,7 @@ def _activate() -> None:
     _try("compute attention", "attention", "register")
     _try("read settings of additional_config", "arguments", "read_arguments")
     _try("say what runs in a loaded model", "summary", "say_what_is_loaded")
+    _try("move small matrices together", "loaded", "move_weights_together")
     _try("run all layers in one call", "decoder", "register")
 
 
