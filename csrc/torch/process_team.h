@@ -3,6 +3,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -10,6 +11,7 @@
 #include <vector>
 
 #if defined(__linux__)
+#include <dlfcn.h>
 #include <sched.h>
 #endif
 
@@ -18,9 +20,31 @@
 
 namespace w4a8 {
 
+/// Ends the threads of OpenMP that the calling thread has: torch's own operators run on them, and they look for work
+/// for milliseconds, on the CPUs of the team. The next such operator makes new ones. Nothing where OpenMP is not, or is
+/// older than 5.0.
+inline void end_openmp_threads() {
+#if defined(__linux__)
+  using Pause = int (*)(int);
+  static const auto pause = reinterpret_cast<Pause>(dlsym(RTLD_DEFAULT, "omp_pause_resource_all"));
+  constexpr int kSoft = 1;  // omp_pause_soft
+  if (pause != nullptr) pause(kSoft);
+#endif
+}
+
 /// The team of this process, of as many threads as torch has. Never destroyed: it ends with the process. A child of a
 /// fork has none of its threads and makes its own.
 class ProcessTeam {
+#if defined(__linux__)
+  using Places = std::vector<cpu_set_t>;  // of each thread
+  static void bind_thread(const Places& places, int worker) {
+    if (worker != 0) sched_setaffinity(0, sizeof(cpu_set_t), &places[static_cast<std::size_t>(worker)]);
+  }
+#else
+  using Places = std::vector<int>;
+  static void bind_thread(const Places&, int) {}
+#endif
+
  public:
   /// For one call: the team, or where another thread uses it, or there is one worker, a team of the caller alone.
   class Use {
@@ -31,8 +55,16 @@ class ProcessTeam {
       Team* team = owner.current();
       if (team == nullptr) return;
       lock_ = team->lock();
-      if (lock_.owns_lock()) team_ = team;
+      if (!lock_.owns_lock()) return;
+      team_ = team;
+      end_openmp_threads();
+      places_ = owner.places_;
     }
+    ~Use() {
+      if (places_ != nullptr) bind_threads(*places_);
+    }
+    Use(const Use&) = delete;
+    Use& operator=(const Use&) = delete;
     Team& team() {
       if (team_ == nullptr) team_ = &alone_.emplace(1);
       return *team_;
@@ -42,6 +74,7 @@ class ProcessTeam {
     std::optional<Team> alone_;
     Team* team_ = nullptr;
     std::unique_lock<std::mutex> lock_;
+    std::shared_ptr<const Places> places_;
   };
 
   /// Before weights go away.
@@ -74,24 +107,33 @@ class ProcessTeam {
 
   // Each thread on the CPUs of the thread of torch with the same number: whoever loads a model may have bound the
   // calling one to a single CPU, which new threads inherit.
-  static std::unique_ptr<Team> make(int threads) {
+  std::unique_ptr<Team> make(int threads) {
+    places_ = nullptr;
 #if defined(__linux__)
-    std::vector<cpu_set_t> places(static_cast<std::size_t>(threads));
-    std::vector<char> known(static_cast<std::size_t>(threads), 0);
+    auto places = std::make_shared<Places>(static_cast<std::size_t>(threads));
+    std::vector<char> known(places->size(), 0);
     run_threads(threads, [&](int worker) {
       const auto i = static_cast<std::size_t>(worker);
-      known[i] = sched_getaffinity(0, sizeof(cpu_set_t), &places[i]) == 0;
+      known[i] = sched_getaffinity(0, sizeof(cpu_set_t), &(*places)[i]) == 0;
     });
-    return std::make_unique<Team>(threads, [places, known](int worker) {
-      const auto i = static_cast<std::size_t>(worker);
-      if (known[i]) sched_setaffinity(0, sizeof(cpu_set_t), &places[i]);
-    });
-#else
-    return std::make_unique<Team>(threads);
+    const bool all = std::find(known.begin(), known.end(), 0) == known.end();
+    const bool differ = std::any_of(places->begin(), places->end(),
+                                    [&](const cpu_set_t& place) { return !CPU_EQUAL(&place, &places->front()); });
+    if (all && differ) {
+      places_ = places;
+      return std::make_unique<Team>(threads, [places](int worker) { bind_thread(*places, worker); });
+    }
 #endif
+    return std::make_unique<Team>(threads);
+  }
+
+  // New threads of OpenMP, on the CPUs of the old ones.
+  static void bind_threads(const Places& places) {
+    run_threads(static_cast<int>(places.size()), [&](int worker) { bind_thread(places, worker); });
   }
 
   std::mutex mutex_;
+  std::shared_ptr<const Places> places_;  // of the team's threads; null: they are alike
   std::unique_ptr<Team> team_;
   pid_t process_ = 0;
 };

@@ -3,6 +3,10 @@ residual between them are computed here in the order of docs/numerics.md section
 
 import dataclasses
 import gc
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -418,3 +422,37 @@ def test_decoders_refuse():
         torch.ops.w4a8.decoder_step(
             torch.tensor([-1]), torch.zeros(1, 96), torch.zeros(1).long(), [], [PAGES], *LENGTHS, [], None
         )
+
+
+BOUND = """
+import os, sys
+import torch
+from test_decoder import HIDDEN, Model
+
+torch.set_num_threads(2)
+first, second = sorted(os.sched_getaffinity(0))[:2]
+everything = torch.ones(1 << 20)
+
+def places():
+    return sorted(sorted(os.sched_getaffinity(int(task))) for task in os.listdir("/proc/self/task"))
+
+model, x = Model(), torch.randn(1, HIDDEN)
+everything.add(1)
+for task in map(int, os.listdir("/proc/self/task")):
+    os.sched_setaffinity(task, {first if task == os.getpid() else second})
+counts = []
+for _ in range(5):
+    model.step(x, [1], [1])
+    everything.add(1)
+    counts.append(len(places()))
+print(counts[0] == counts[-1], places() == [[first]] + [[second]] * (counts[-1] - 1))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2, reason="one CPU")
+def test_threads_of_torch_stay_bound():
+    """A step ends the threads of OpenMP, which would look for work on the CPUs of its own. New ones are bound as these
+    were: whoever bound them (vLLM) would find them on the CPU of the caller."""
+    where = Path(__file__).parent
+    done = subprocess.run([sys.executable, "-c", BOUND], cwd=where, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["True", "True"], done.stderr
