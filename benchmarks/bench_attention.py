@@ -19,10 +19,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import torch
-import vllm._C  # noqa: F401
 from vllm import _custom_ops as vllm_ops
+from vllm.platforms import current_platform
 
 import w4a8
+
+current_platform.import_kernels()  # those of this CPU
 
 HEADS, KEY_HEADS, SIZE, PAGE = 32, 4, 128, 128
 SCALE = SIZE**-0.5

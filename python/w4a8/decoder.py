@@ -98,4 +98,6 @@ class Decoder:
         """
         pages, *lengths = tables
         pages = [pages] if isinstance(pages, torch.Tensor) else pages
-        return torch.ops.w4a8.decoder_step(self._number, hidden, positions, caches, pages, *lengths, ropes, rows, normed)
+        return torch.ops.w4a8.decoder_step(
+            self._number, hidden, positions, caches, pages, *lengths, ropes, rows, normed
+        )
