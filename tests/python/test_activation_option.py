@@ -131,10 +131,10 @@ def compressed(inputs):
 )
 def test_what_checkpoints_say(config, module, expected):
     """None is the default; what is asked for comes first, what is packed already before that."""
-    stored = rules_of(config).of(module)
-    assert stored.wanted_activation_group(None) == expected
-    assert stored.wanted_activation_group(64) == 64
-    assert replace(stored, activation_group=-1).wanted_activation_group(64) == -1
+    scheme = rules_of(config).of(module)
+    assert scheme.wanted_activation_group(None) == expected
+    assert scheme.wanted_activation_group(64) == 64
+    assert replace(scheme, activation_group=-1).wanted_activation_group(64) == -1
 
 
 def test_config_of_transformers():

@@ -79,10 +79,10 @@ def test_names_of_the_code(document, least):
         ("csrc/core/gemm.cpp", "store_row", False),  # likewise
         ("csrc/core/moe/fused_moe.cpp", "Batch::gate_up", True),
         ("csrc/core/moe/fused_moe.cpp", "Batch::gate_down", False),
-        ("python/w4a8/formats/stored.py", "Stored.read", True),
-        ("python/w4a8/formats/stored.py", "Stored.reads", False),
-        ("python/w4a8/formats/stored.py", "read", False),
-        ("python/w4a8/formats/stored.py", "from_gptq", False),  # imported
+        ("python/w4a8/formats/scheme.py", "Scheme.read", True),
+        ("python/w4a8/formats/scheme.py", "Scheme.reads", False),
+        ("python/w4a8/formats/scheme.py", "read", False),
+        ("python/w4a8/formats/scheme.py", "checked_zeros", False),  # imported
         ("csrc/kernels/kernels.inc", "x86_avx512vnni", True),
         ("csrc/kernels/kernels.inc", "x86_avx512", False),
     ],

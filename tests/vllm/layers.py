@@ -11,7 +11,7 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-from w4a8.formats import Stored
+from w4a8.formats import Scheme
 from w4a8.integrations.vllm.moe import W4A8MoEMethod
 
 HIDDEN, EXPERTS = 128, 2
@@ -101,7 +101,7 @@ def make_layer(
     )
     layer.local_num_experts = EXPERTS
     layer._map_global_expert_id_to_local_expert_id = MethodType(lambda self, expert: expert, layer)
-    stored = Stored(form, group_size, symmetric, bits=bits)
-    method = W4A8MoEMethod(stored, layer, "model.layers.0.mlp.experts")
+    scheme = Scheme(form, group_size, symmetric, bits=bits)
+    method = W4A8MoEMethod(scheme, layer, "model.layers.0.mlp.experts")
     method.create_weights(layer, EXPERTS, HIDDEN, intermediate // tp_size, torch.bfloat16)
     return layer, method

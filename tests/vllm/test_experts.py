@@ -8,10 +8,11 @@ from compressed_tensors.quantization import QuantizationArgs
 from layers import EXPERTS, HIDDEN, make_layer
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
-from w4a8.formats import Stored
+from w4a8.core.json_fields import CheckpointError
+from w4a8.formats import Scheme
+from w4a8.formats.compressed_tensors import scheme_of_args
 from w4a8.integrations.vllm import moe
 from w4a8.integrations.vllm.moe import experts_method, unsupported
-from w4a8.integrations.vllm.scheme import is_weight_only
 
 
 def load(layer, name, shape, shard, expert, dtype=torch.bfloat16):
@@ -79,8 +80,14 @@ def test_numbers_of_the_clamped_activation(activation, numbers, reason):
 @pytest.mark.parametrize(("bits", "taken"), [(4, True), (8, True), (2, False)])
 def test_weights_without_quantized_inputs(bits, taken):
     weights = QuantizationArgs(num_bits=bits, strategy="group", group_size=32)
-    assert is_weight_only(weights, None) == taken
-    assert not is_weight_only(weights, QuantizationArgs(num_bits=8, strategy="token", dynamic=True))
+    if not taken:
+        with pytest.raises(CheckpointError, match=r"group\.weights\.num_bits is 2, but 4 or 8 is expected"):
+            scheme_of_args("pack-quantized", weights, None, "group")
+        return
+    assert scheme_of_args("pack-quantized", weights, None, "group").weight_only == "group.input_activations is missing"
+    if bits == 4:
+        inputs = QuantizationArgs(num_bits=8, strategy="token", dynamic=True)
+        assert scheme_of_args("pack-quantized", weights, inputs, "group").weight_only is None
 
 
 def test_what_is_left_to_vllm(monkeypatch):
@@ -89,9 +96,9 @@ def test_what_is_left_to_vllm(monkeypatch):
     monkeypatch.setattr(moe, "logger", lambda: log)
     layer, _ = make_layer(form="gptq")
     for bits in (4, 8):
-        assert experts_method(Stored("gptq", 32, True, bits=bits), layer, "layers.0") is not None and not said
+        assert experts_method(Scheme("gptq", 32, True, bits=bits), layer, "layers.0") is not None and not said
     layer.moe_config.is_lora_enabled = True
-    assert experts_method(Stored("gptq", 32, True, bits=8), layer, "layers.0") is None
+    assert experts_method(Scheme("gptq", 32, True, bits=8), layer, "layers.0") is None
     assert said == ["w4a8: leaves layers of experts to vLLM, because of LoRA"]
     with pytest.raises(ValueError, match="intermediate size per partition 41, which is odd"):
         make_layer(-1, 41, form="gptq", bits=8)

@@ -6,7 +6,7 @@ import torch
 from layers import HIDDEN, NAME, close, expert_values, load, make_layer, rank, values_of
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 
-from w4a8.formats import Stored
+from w4a8.formats import Scheme
 from w4a8.integrations.vllm.config import W4A8CompressedTensorsConfig
 from w4a8.integrations.vllm.config_modelopt import W4A8ModelOptConfig
 from w4a8.integrations.vllm.config_quark import W4A8QuarkConfig
@@ -232,8 +232,8 @@ def test_a_missing_scale_of_experts(form):
 
 def empty_gpt_oss(layer):
     """Its method; parameters of gpt-oss's experts in the layer."""
-    stored = Stored("quark-mxfp4", 32, True, weight_only="input_tensors is not int8")
-    method = W4A8QuarkGptOssMethod(stored, make_layer(32, 64, has_bias=True, activation="swigluoai")[0], NAME)
+    scheme = Scheme("quark-mxfp4", 32, True, weight_only="input_tensors is not int8")
+    method = W4A8QuarkGptOssMethod(scheme, make_layer(32, 64, has_bias=True, activation="swigluoai")[0], NAME)
     method.create_weights(layer, 2, HIDDEN, 64, torch.bfloat16)
     return method
 

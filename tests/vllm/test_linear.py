@@ -7,7 +7,7 @@ import torch
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-from w4a8.formats import Stored
+from w4a8.formats import Scheme
 from w4a8.integrations.vllm.config_gptq import W4A8GPTQConfig
 from w4a8.integrations.vllm.linear_layers import W4A8LinearScheme
 
@@ -21,7 +21,7 @@ def make_layer(monkeypatch, format_, symmetric=True):
         name = f"vllm.model_executor.parameter.get_tensor_model_parallel_{what}"
         monkeypatch.setattr(name, lambda value=value: value)
     layer = torch.nn.Module()
-    layer.scheme = W4A8LinearScheme(Stored(format_, GROUP, symmetric), NAME)
+    layer.scheme = W4A8LinearScheme(Scheme(format_, GROUP, symmetric), NAME)
 
     def load(param, loaded, part):
         rows = param.shape[param.output_dim] // 2
@@ -141,8 +141,8 @@ def test_gptq_rules_of_a_layer_of_three_matrices(dynamic, bits):
     if bits is None:
         assert isinstance(method, UnquantizedLinearMethod)
     else:
-        stored = Stored("gptq", GROUP, True, bits=bits, weight_only="quant_method is 'gptq'")
-        assert method.stored == stored
+        scheme = Scheme("gptq", GROUP, True, bits=bits, weight_only="quant_method is 'gptq'")
+        assert method.scheme == scheme
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -153,7 +153,7 @@ def test_a_padded_vocabulary(bits, monkeypatch):
         layer = ParallelLMHead.__new__(ParallelLMHead)
         torch.nn.Module.__init__(layer)
         layer.shard_indices = SimpleNamespace(num_org_elements=rows, org_vocab_start_index=0)
-        scheme = W4A8LinearScheme(Stored("gptq", GROUP, False, bits=bits), NAME)
+        scheme = W4A8LinearScheme(Scheme("gptq", GROUP, False, bits=bits), NAME)
         scheme.create_weights(layer, K, [padded], K, padded, torch.bfloat16, weight_loader=None)
         for name, tensor in made.items():
             getattr(layer, name).weight_loader(getattr(layer, name), tensor)

@@ -15,14 +15,14 @@ from w4a8.checkpoint.tensors import CheckpointTensors
 from w4a8.core.activation_groups import check_activation_group
 from w4a8.core.json_fields import CheckpointError, read_json
 from w4a8.core.memory import on_cpu
-from w4a8.formats import LeftOut, Rules, Stored, find_config, rules_of, stored_as
-from w4a8.formats.parts import QUANTIZED_SUFFIXES
+from w4a8.formats import LeftOut, Rules, Scheme, find_config, rules_of, scheme_of
+from w4a8.formats.format import quantized_suffixes
 from w4a8.nn import W4A8Linear, W8A8Linear, linear_from_matrix
 from w4a8.progress import progress_bar
 
 logger = logging.getLogger(__name__)
 
-_KEY = re.compile(rf"(?P<module>.+)\.(?P<tensor>weight|{'|'.join(QUANTIZED_SUFFIXES)})")
+_KEY = re.compile(rf"(?P<module>.+)\.(?P<tensor>weight|{'|'.join(quantized_suffixes())})")
 _EXPERT = re.compile(r".+\.experts\.[0-9]+\.\w+")
 
 
@@ -71,7 +71,7 @@ def load_linear(
 
 def _packed(
     tensors: CheckpointTensors,
-    found: dict[str, Stored],
+    found: dict[str, Scheme],
     quantize_w4a16: bool,
     activation_group: int | None,
     progress: bool,
@@ -79,18 +79,18 @@ def _packed(
     """The layers, one after the other."""
     loaded: dict[str, W4A8Linear | W8A8Linear] = {}
     with progress_bar(len(found), progress, "layer", "packing linear layers") as advance:
-        for name, stored in found.items():
-            check_input(stored, name, quantize_w4a16)
-            matrix = Module(tensors, name).matrix(stored, has_bias=f"{name}.bias" in tensors)
+        for name, scheme in found.items():
+            check_input(scheme, name, quantize_w4a16)
+            matrix = Module(tensors, name).matrix(scheme, has_bias=f"{name}.bias" in tensors)
             try:
-                loaded[name] = linear_from_matrix(matrix, stored.wanted_activation_group(activation_group))
+                loaded[name] = linear_from_matrix(matrix, scheme.wanted_activation_group(activation_group))
             except (ValueError, RuntimeError) as error:  # sizes or scales that the operators do not have
                 raise CheckpointError(f"{name}: {error}") from error
             advance()
     return loaded
 
 
-def _stored_layers(tensors: CheckpointTensors, rules: Rules, only: Callable[[str], bool] | None) -> dict[str, Stored]:
+def _stored_layers(tensors: CheckpointTensors, rules: Rules, only: Callable[[str], bool] | None) -> dict[str, Scheme]:
     """Name of a quantized layer -> how it is stored; what is left out is reported.
 
     Raises:
@@ -103,14 +103,14 @@ def _stored_layers(tensors: CheckpointTensors, rules: Rules, only: Callable[[str
             continue
         if only is None or only(match["module"]):
             suffixes.setdefault(match["module"], []).append(match["tensor"])
-    found: dict[str, Stored | LeftOut] = {}
+    found: dict[str, Scheme | LeftOut] = {}
     for name, there in suffixes.items():
-        stored = stored_as(rules, name, there, partial(tensors.is_int8, f"{name}.weight"))
-        if isinstance(stored, Stored) or there != ["weight"]:
-            found[name] = stored
-    reasons = {name: stored.reason for name, stored in found.items() if isinstance(stored, LeftOut)}
+        scheme = scheme_of(rules, name, there, partial(tensors.is_int8, f"{name}.weight"))
+        if isinstance(scheme, Scheme) or there != ["weight"]:
+            found[name] = scheme
+    reasons = {name: scheme.reason for name, scheme in found.items() if isinstance(scheme, LeftOut)}
     if reasons and len(reasons) == len(found):
         raise CheckpointError(next(iter(reasons.values())))
     for name, reason in reasons.items():
         logger.warning("%s is left out: %s", name, reason)
-    return {name: stored for name, stored in found.items() if isinstance(stored, Stored)}
+    return {name: scheme for name, scheme in found.items() if isinstance(scheme, Scheme)}

@@ -11,7 +11,7 @@ from w4a8.checkpoint.tensors import CheckpointTensors
 from w4a8.core.activation_groups import in_words
 from w4a8.core.json_fields import CheckpointError
 from w4a8.core.matrix import Matrix
-from w4a8.formats import Stored
+from w4a8.formats import Scheme
 from w4a8.formats.compressed_tensors import check_words
 from w4a8.formats.matrix import groups_of
 
@@ -49,67 +49,67 @@ class Module:
         """
         return self.tensors.get(self.key(suffix), self.expert)
 
-    def shape(self, stored: Stored) -> tuple[int, int]:
+    def shape(self, scheme: Scheme) -> tuple[int, int]:
         """(N, K), as its tensors say; of the codes the header of the file is read alone.
 
         Raises:
             CheckpointError: the one that says so is missing, or has no such shape.
         """
-        stated = self.get("weight_shape") if stored.format == "pack-quantized" else None
+        stated = self.get("weight_shape") if scheme.states_shape else None
         try:
-            return stored.shape(self._codes_shape(stored), self.name, stated)
+            return scheme.shape(self._codes_shape(scheme), self.name, stated)
         except CheckpointError:
             raise
         except ValueError as error:
             raise self._named(error) from error
 
-    def _codes_shape(self, stored: Stored) -> tuple[int, ...]:
-        shape = self.tensors.shape(self.key(stored.weight))
+    def _codes_shape(self, scheme: Scheme) -> tuple[int, ...]:
+        shape = self.tensors.shape(self.key(scheme.weight))
         return shape if self.expert is None else shape[1:]
 
-    def check_shape(self, stored: Stored, shape: tuple[int, int], because: str) -> None:
+    def check_shape(self, scheme: Scheme, shape: tuple[int, int], because: str) -> None:
         """Compares the size of the weight with what is needed, before it is read or anything of that size is made.
 
         Args:
-            stored: how it is stored.
+            scheme: how it is stored.
             shape: (N, K) that it must have.
             because: end of the message if it has another one.
 
         Raises:
             CheckpointError: it has another size, or one that its groups do not divide, or a tensor is missing.
         """
-        stated, codes = self.shape(stored), self._codes_shape(stored)
+        stated, codes = self.shape(scheme), self._codes_shape(scheme)
         if stated != shape:
-            if stored.format == "pack-quantized":
+            if scheme.states_shape:
                 what = f"{self.key('weight_shape')!r} says {list(stated)}, but {list(shape)} is expected"
-            elif stored.format == "int-quantized":
-                what = f"{self.key(stored.weight)!r} has shape {stated}, but {shape} is expected"
+            elif stated == codes:
+                what = f"{self.key(scheme.weight)!r} has shape {stated}, but {shape} is expected"
             else:
-                what = f"{self.key(stored.weight)!r} has shape {codes}, which is {stated}, but {shape} is expected"
+                what = f"{self.key(scheme.weight)!r} has shape {codes}, which is {stated}, but {shape} is expected"
             raise CheckpointError(f"tensor {what}{because}")
         try:
-            groups_of(shape[1], stored.group_size, self.name, stored.weight)
-            if stored.format == "pack-quantized":
-                check_words(codes, self.name, *shape, stored.bits)
+            groups_of(shape[1], scheme.group_size, self.name, scheme.weight)
+            if scheme.states_shape:
+                check_words(codes, self.name, *shape, scheme.bits)
         except ValueError as error:
             raise self._named(error) from error
 
-    def matrix(self, stored: Stored, has_bias: bool) -> Matrix:
+    def matrix(self, scheme: Scheme, has_bias: bool) -> Matrix:
         """The matrix of the module.
 
         Args:
-            stored: how it is stored.
+            scheme: how it is stored.
             has_bias: it must have a bias.
 
         Raises:
             CheckpointError: a tensor is missing, or has another dtype, shape or value than it should.
         """
-        names = [*stored.required, *(name for name in stored.optional if name in self)]
+        names = [*scheme.required, *(name for name in scheme.optional if name in self)]
         if has_bias:
             names.append("bias")
         found = {name: self.get(name) for name in names}
         try:
-            return stored.read(found, self.name)
+            return scheme.read(found, self.name)
         except ValueError as error:
             raise self._named(error) from error
 
@@ -120,18 +120,18 @@ class Module:
         return CheckpointError(f"tensor {text}{expert}")
 
 
-def check_input(stored: Stored, name: str, quantize_w4a16: bool) -> None:
+def check_input(scheme: Scheme, name: str, quantize_w4a16: bool) -> None:
     """Raises CheckpointError for a weight-only module if it is not to run with int8 activations."""
-    if stored.weight_only is not None and not quantize_w4a16:
+    if scheme.weight_only is not None and not quantize_w4a16:
         raise CheckpointError(
-            f"{stored.weight_only}: {name} is W4A16; pass quantize_w4a16=True to run it with activations quantized to "
+            f"{scheme.weight_only}: {name} is W4A16; pass quantize_w4a16=True to run it with activations quantized to "
             "int8"
         )
 
 
-def say_int8(stored: Iterable[Stored], activation_group: int | None) -> None:
+def say_int8(scheme: Iterable[Scheme], activation_group: int | None) -> None:
     """Tells the log if weight-only modules are among those that were loaded, and what they are computed with."""
-    if any(each.weight_only is not None for each in stored):
+    if any(each.weight_only is not None for each in scheme):
         logger.info(
             "weights made for float activations run with activations rounded to int8 %s (activation_group)",
             in_words(activation_group),

@@ -22,9 +22,9 @@ from w4a8.core.experts import ExpertSizes, determine_expert_map
 from w4a8.core.json_fields import CheckpointError, read_json
 from w4a8.core.memory import on_cpu
 from w4a8.core.packer import ExpertPacker
-from w4a8.formats import LeftOut, Rules, Stored, find_config, rules_of, stored_as
-from w4a8.formats.parts import PARTS, QUANTIZED_SUFFIXES
-from w4a8.formats.stored import wanted_by_all
+from w4a8.formats import LeftOut, Rules, Scheme, find_config, rules_of, scheme_of
+from w4a8.formats.format import FORMATS, quantized_suffixes
+from w4a8.formats.scheme import wanted_by_all
 from w4a8.nn import W4A8MoE
 from w4a8.progress import progress_bar
 
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 _EXPERT_KEY = re.compile(
     r"(?P<layer>.+\.experts)\.(?P<expert>[0-9]{1,9})\.(?P<projection>\w+)\."
-    rf"(?P<tensor>weight|bias|scales|{'|'.join(QUANTIZED_SUFFIXES)})"
+    rf"(?P<tensor>weight|bias|scales|{'|'.join(quantized_suffixes())})"
 )
 # One tensor for all experts.
 _FUSED_KEY = re.compile(
@@ -130,7 +130,7 @@ class _ExpertsReader:
         self.local: Sequence[int] = everyone
         if self.expert_map is not None:
             self.local = torch.nonzero(self.expert_map != -1).flatten().tolist()
-        self.stored = {module.name: self._stored_as(rules, module) for _, module in self._modules(everyone)}
+        self.scheme = {module.name: self._scheme_of(rules, module) for _, module in self._modules(everyone)}
 
     def _count_experts(self) -> int:
         """Fails before anything is allocated or listed for experts that the checkpoint only claims to have."""
@@ -156,7 +156,7 @@ class _ExpertsReader:
         # A rank of expert parallelism may have a part of the files.
         if experts > len(layer.experts) * self.ranks.ep_size:
             missing = next(expert for expert in range(experts) if expert not in layer.experts)
-            codes = (parts[0].suffix for parts in PARTS.values())
+            codes = (each.parts[0].suffix for each in FORMATS.values())
             weight = next((suffix for suffix in codes if suffix in layer.tensors), "weight")
             raise CheckpointError(
                 f"tensor {f'{layer.name}.{missing}.{next(iter(self.shards))}.{weight}'!r} is missing: of {experts} "
@@ -164,8 +164,8 @@ class _ExpertsReader:
             )
         return experts
 
-    def _stored_as(self, rules: Rules, module: Module) -> Stored | LeftOut:
-        return stored_as(rules, module.name, self.layer.tensors, lambda: self.tensors.is_int8(module.key("weight")))
+    def _scheme_of(self, rules: Rules, module: Module) -> Scheme | LeftOut:
+        return scheme_of(rules, module.name, self.layer.tensors, lambda: self.tensors.is_int8(module.key("weight")))
 
     def _module(self, expert: int, projection: str) -> Module:
         return self.layer.module(self.tensors, expert, projection)
@@ -178,8 +178,8 @@ class _ExpertsReader:
 
     def reason_left_out(self) -> str | None:
         """Why no expert is of codes that are read here, or None."""
-        found = list(self.stored.values())
-        return found[0].reason if all(isinstance(stored, LeftOut) for stored in found) else None
+        found = list(self.scheme.values())
+        return found[0].reason if all(isinstance(scheme, LeftOut) for scheme in found) else None
 
     def check_files(self) -> None:
         """Fails before anything is read if a file with tensors of this rank's experts is missing."""
@@ -193,18 +193,18 @@ class _ExpertsReader:
         All modules must be quantized, in groups of one size. w13 and w2 may be stored differently, and any matrix with
         zero points or without.
         """
-        firsts: dict[str, tuple[str, Stored]] = {}  # of all, and of each stack
+        firsts: dict[str, tuple[str, Scheme]] = {}  # of all, and of each stack
         for projection, module in self._modules(range(self.num_experts)):
-            name, stored = module.name, self.stored[module.name]
-            if isinstance(stored, LeftOut):
-                raise CheckpointError(stored.reason)
-            first, of_all = firsts.setdefault("", (name, stored))
-            if stored.group_size != of_all.group_size:
+            name, scheme = module.name, self.scheme[module.name]
+            if isinstance(scheme, LeftOut):
+                raise CheckpointError(scheme.reason)
+            first, of_all = firsts.setdefault("", (name, scheme))
+            if scheme.group_size != of_all.group_size:
                 raise CheckpointError(f"{name} is quantized differently from {first}")
-            first, of_stack = firsts.setdefault("w2" if self.shards[projection] == "w2" else "w13", (name, stored))
-            if stored.kind != of_stack.kind:
+            first, of_stack = firsts.setdefault("w2" if self.shards[projection] == "w2" else "w13", (name, scheme))
+            if scheme.kind != of_stack.kind:
                 raise CheckpointError(f"{name} is quantized differently from {first}")
-            check_input(stored, self.layer.name, quantize_w4a16)
+            check_input(scheme, self.layer.name, quantize_w4a16)
         return firsts[""][1].group_size
 
     def _intermediate_size(self) -> int:
@@ -213,7 +213,7 @@ class _ExpertsReader:
             return self.settings.intermediate_size
         first = next(iter(self.shards))
         module = self._module(self.local[0] if self.local else 0, first)
-        rows, _ = module.shape(self.stored[module.name])
+        rows, _ = module.shape(self.scheme[module.name])
         return rows // 2 if self.shards[first] == "w13" else rows
 
     def _check_shapes(self, intermediate: int) -> None:
@@ -223,12 +223,12 @@ class _ExpertsReader:
         shapes = {"w13": (2 * intermediate, hidden), "w2": (hidden, intermediate)}
         for projection, module in self._modules(self.local):
             shape = shapes.get(self.shards[projection], (intermediate, hidden))
-            module.check_shape(self.stored[module.name], shape, because)
+            module.check_shape(self.scheme[module.name], shape, because)
 
     def _activation_groups(self, sizes: ExpertSizes, asked: int | None) -> dict[str, int]:
         """Of w13 and w2, alike for all experts; call after :meth:`check_stored`."""
         try:
-            return sizes.activation_groups(wanted_by_all(self.stored.values(), asked))
+            return sizes.activation_groups(wanted_by_all(self.scheme.values(), asked))
         except ValueError as error:
             raise ValueError(f"{self.layer.name}: {error}") from None
 
@@ -254,7 +254,7 @@ class _ExpertsReader:
         for local, expert in enumerate(self.local):
             for projection, shard in self.shards.items():
                 module = self._module(expert, projection)
-                matrix = module.matrix(self.stored[module.name], has_bias or "bias" in module)
+                matrix = module.matrix(self.scheme[module.name], has_bias or "bias" in module)
                 matrix = matrix if has_bias else replace(matrix, bias=None)
                 try:
                     packer.put(local, shard, matrix, module.name)
@@ -397,6 +397,6 @@ def load(
         all_readers = [_ExpertsReader(tensors, rules, settings, ranks, interleaved, layer) for layer in layers]
         readers = _without_left_out(all_readers)
         loaded = _build(readers, quantize_w4a16, activation_group, progress)
-    say_int8((stored for reader in readers for stored in reader.stored.values()), activation_group)
+    say_int8((scheme for reader in readers for scheme in reader.scheme.values()), activation_group)
     logger.info("packed %d layers of %s", len(loaded), path)
     return loaded

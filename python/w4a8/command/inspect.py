@@ -35,8 +35,8 @@ from w4a8.command.model import HELP, find, hub_name
 from w4a8.command.report import add_json, labelled, number, show
 from w4a8.core.json_fields import json_field, read_json
 from w4a8.core.words import counted, gigabytes
-from w4a8.formats.config import config_in
 from w4a8.formats.packed_directory import METHOD
+from w4a8.formats.rules import config_in
 
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 _FORMATS = {METHOD: "a packed directory", "floats": "floats, rounded while they are loaded"}

@@ -11,8 +11,8 @@ from w4a8.checkpoint.gguf_file import GGUFFile, is_gguf
 from w4a8.checkpoint.gguf_linear import GGUFLinears
 from w4a8.command import extras
 from w4a8.command.report import UsageError
-from w4a8.formats.config import config_in
 from w4a8.formats.packed_directory import METHOD
+from w4a8.formats.rules import config_in
 
 # Options of rounding floats: name on the command line, of W4A8Config, and how argparse reads it.
 _ROUNDING = (

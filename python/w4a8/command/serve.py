@@ -25,8 +25,8 @@ from w4a8.command.doctor import VLLM, installed
 from w4a8.command.model import HELP, find, hub_name
 from w4a8.command.report import number
 from w4a8.core.json_fields import json_field, read_json
-from w4a8.formats.config import config_in, method_of
 from w4a8.formats.packed_directory import METHOD
+from w4a8.formats.rules import config_in, method_of
 from w4a8.integrations.vllm import settings
 from w4a8.integrations.vllm.settings import LM_HEAD_SWITCH
 from w4a8.ops import BLOCK_TOKENS, HEAD_SIZES, attention_block_bytes

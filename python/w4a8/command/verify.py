@@ -18,8 +18,8 @@ from w4a8.command.headers import Header, Mapped, read_headers
 from w4a8.command.report import add_json, labelled, show
 from w4a8.core.json_fields import read_json
 from w4a8.core.words import gigabytes
-from w4a8.formats.config import config_in
 from w4a8.formats.packed_directory import EMBEDDINGS, STANDS_FOR, check_listed, check_stated
+from w4a8.formats.rules import config_in
 from w4a8.ops import read_header
 from w4a8.progress import progress_bar
 

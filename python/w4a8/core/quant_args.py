@@ -30,6 +30,7 @@ class QuantizationArgs:
         group_size: input features per scale, with strategy ``group``.
         strategy: what shares a scale.
         dynamic: quantized while the layer runs.
+        actorder: of weights: the order of input features in groups, if it is not that of the file.
     """
 
     num_bits: int = 8
@@ -38,3 +39,4 @@ class QuantizationArgs:
     group_size: int | None = None
     strategy: str | None = None
     dynamic: bool = False
+    actorder: str | bool | None = None

@@ -1,4 +1,5 @@
-"""Checkpoint formats: one pure function each turns the tensors of one matrix into a :class:`Matrix`.
+"""Checkpoint formats, one file each: a pure function that turns the tensors of one matrix into a :class:`Matrix`, what
+is known of the format (:class:`Format`), and which modules its configuration says are quantized (:class:`Rules`).
 
 Nothing is dequantized and nothing is rounded: the codes are put in another order, scales and biases stay the tensors
 that came. Codes have 4 bits, or 8 in GPTQ and pack-quantized.
@@ -17,28 +18,37 @@ that came. Codes have 4 bits, or 8 in GPTQ and pack-quantized.
 Each takes the tensors by the last part of their names, and the name of the matrix for its errors. Which of them reads a
 module, and with which group size, says the ``quantization_config`` of the checkpoint:
 
-    rules_of(config).of(name)    Stored, with read(tensors, name), or LeftOut, with the reason
+    rules_of(config).of(name)    Scheme, with read(tensors, name), or LeftOut, with the reason
 """
 
 from w4a8.core.kind import E2M1_VALUES as E2M1
 from w4a8.core.kind import Kind
 from w4a8.core.matrix import Matrix
-from w4a8.formats.awq import from_auto_round, from_awq
+from w4a8.formats import modelopt, quark  # noqa: F401 (their rules)
+from w4a8.formats.auto_round import from_auto_round
+from w4a8.formats.awq import from_awq
 from w4a8.formats.compressed_tensors import from_int_quantized, from_pack_quantized
-from w4a8.formats.config import METHODS, Rules, find_config, method_of, rules_of, stored_as
+from w4a8.formats.format import FORMATS, Format, Part
 from w4a8.formats.gptq import from_gptq
 from w4a8.formats.mxfp4 import from_mxfp4, from_mxfp4_pack_quantized, from_quark_mxfp4
 from w4a8.formats.nvfp4 import from_nvfp4, from_nvfp4_pack_quantized
-from w4a8.formats.stored import LeftOut, Stored
+from w4a8.formats.rules import RULES, Rules, find_config, method_of, rules_of, scheme_of
+from w4a8.formats.scheme import LeftOut, Scheme
+
+# Whose checkpoints are read.
+METHODS = tuple(sorted(RULES))
 
 __all__ = [
     "E2M1",
+    "FORMATS",
     "METHODS",
+    "Format",
     "Kind",
     "LeftOut",
     "Matrix",
+    "Part",
     "Rules",
-    "Stored",
+    "Scheme",
     "find_config",
     "from_auto_round",
     "from_awq",
@@ -52,5 +62,5 @@ __all__ = [
     "from_quark_mxfp4",
     "method_of",
     "rules_of",
-    "stored_as",
+    "scheme_of",
 ]

@@ -1,13 +1,17 @@
-"""AWQ (AutoAWQ's GEMM packing), and AutoRound's format, which is this or GPTQ's."""
+"""AWQ: AutoAWQ's GEMM packing."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
+from w4a8.core.json_fields import check_field, shorten
 from w4a8.core.kind import Kind
 from w4a8.core.matrix import Matrix
 from w4a8.core.nibbles import CODES, word_bytes, word_codes
-from w4a8.formats.gptq import from_gptq
+from w4a8.formats.format import Format, Part, register
 from w4a8.formats.matrix import (
     Tensors,
     checked_zeros,
@@ -17,6 +21,18 @@ from w4a8.formats.matrix import (
     take_bias,
     take_scales,
 )
+from w4a8.formats.rules import (
+    WHERE,
+    BaseRules,
+    bits_field,
+    first_of,
+    flag_field,
+    group_size_field,
+    named,
+    rules_for,
+    strings,
+)
+from w4a8.formats.scheme import LeftOut, Scheme
 
 # Where the codes of a word belong: code i is output feature 8 c + ORDER[i], so feature j is code INVERSE[j].
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -72,31 +88,40 @@ def from_awq(tensors: Tensors, name: str, group_size: int, symmetric: bool = Fal
     return Matrix(output_nibbles(weight), scales.T.contiguous(), zeros, Kind.INT4, take_bias(tensors, name, rows))
 
 
-def packing_of(packing: str) -> tuple[str, int] | None:
-    """What AutoRound's ``packing_format`` is: ``gptq`` or ``awq``, and the version of GPTQ; None if it is another."""
-    kind = packing.rpartition(":")[2]
-    if kind in ("awq", "auto_awq"):
-        return "awq", 1
-    if kind in ("gptq", "auto_gptq", "auto"):
-        return "gptq", 1
-    if kind in ("auto_round", "gptqmodel"):  # zero points as they are
-        return "gptq", 2
-    return None
+AWQ = register(
+    Format(
+        "awq",
+        (
+            Part("qweight", "weight", torch.int32, ("k", "n"), 1),
+            Part("scales", "weight_scale", torch.float32, ("g", "n")),
+            Part("qzeros", "zero_points", torch.int32, ("g", "n"), 1),
+        ),
+        lambda tensors, name, scheme: from_awq(tensors, name, scheme.group_size, scheme.symmetric),
+        spare_zeros=lambda words, scheme: output_features(words).T,
+        spare_biases=True,
+    )
+)
 
 
-def from_auto_round(tensors: Tensors, name: str, group_size: int, symmetric: bool, packing: str) -> Matrix:
-    """A matrix of an AutoRound checkpoint: :func:`from_awq`, or :func:`from_gptq` without ``g_idx``.
+@rules_for("awq", file="quant_config.json")
+class AwqRules(BaseRules):
+    """``quant_method: awq``: AutoAWQ's GEMM packing."""
 
-    Args:
-        tensors, name, group_size, symmetric: as there.
-        packing: the configuration's ``packing_format``, such as ``auto_round:auto_gptq``.
+    def read_exceptions(self, config: Mapping[str, Any]) -> None:
+        self._skipped = strings(config, "modules_to_not_convert")
 
-    Raises:
-        ValueError: an unknown packing, and as there.
-    """
-    found = packing_of(packing)
-    if found is None:
-        raise ValueError(f"{name}: packing_format {packing!r}, but one of auto_gptq and auto_awq is expected")
-    if found[0] == "awq":
-        return from_awq(tensors, name, group_size, symmetric)
-    return from_gptq(tensors, name, group_size, symmetric, version=found[1])
+    def of(self, module: str) -> Scheme | LeftOut:
+        """As :meth:`Rules.of`: a module whose name contains an entry of ``modules_to_not_convert`` is left out."""
+        entry = named(module, self._skipped)
+        if entry is not None:
+            return LeftOut.not_quantized(module, f"{WHERE}.modules_to_not_convert has {shorten(entry)}")
+        return self.left_out_head(module) or self.default
+
+    def scheme(self, config: Mapping[str, Any]) -> Scheme:
+        bits_field(*first_of(config, ("bits", "w_bit")), 4)
+        group = group_size_field(*first_of(config, ("group_size", "q_group_size"), 128))
+        zeros = flag_field(*first_of(config, ("zero_point",), True))
+        version, key = first_of(config, ("version", "format"), "gemm")
+        valid = isinstance(version, str) and version.lower() == "gemm"
+        check_field(valid, key, version, "'gemm'")
+        return Scheme("awq", group, not zeros, weight_only=f"{WHERE}.quant_method is 'awq'")

@@ -1,22 +1,37 @@
-"""compressed-tensors (llm-compressor). Whether the inputs are int8 (W4A8) or not (W4A16) changes nothing here."""
+"""compressed-tensors (llm-compressor). Whether inputs are int8 (W4A8) or not (W4A16) changes nothing of the weights."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
 import torch
 
+from w4a8.core.json_fields import CheckpointError, check_field, json_field, shorten
 from w4a8.core.kind import integers_of
-from w4a8.core.matrix import Matrix
+from w4a8.core.matrix import GROUP_SIZES, Matrix, is_group_size
 from w4a8.core.nibbles import check_int4_range, to_nibbles, word_bytes, word_codes
+from w4a8.core.patterns import Pattern, name_or_pattern, names_field
+from w4a8.core.quant_args import QuantizationArgs
+from w4a8.formats.format import Format, Part, register
 from w4a8.formats.matrix import (
     Tensors,
     check_g_idx,
     checked_zeros,
     expect_shape,
     groups_of,
+    stated_shape,
     take,
     take_bias,
     take_scales,
 )
+from w4a8.formats.mxfp4 import BLOCK as MX_BLOCK
+from w4a8.formats.mxfp4 import MXFP4_PACK
+from w4a8.formats.nvfp4 import BLOCK as NV_BLOCK
+from w4a8.formats.nvfp4 import NVFP4_PACK
+from w4a8.formats.rules import rules_for
+from w4a8.formats.scheme import LeftOut, Scheme, scheme_or_left_out
 
 
 def _rest(
@@ -95,17 +110,163 @@ def from_pack_quantized(tensors: Tensors, name: str, group_size: int, symmetric:
     return _rest(tensors, name, stored, zeros, group_size, symmetric, bits)
 
 
-def stated_shape(tensors: Tensors, name: str) -> tuple[int, int]:
-    """(N, K), as ``weight_shape`` says, int64 or int32 [2].
-
-    Raises:
-        ValueError: it is missing, or another tensor than that.
-    """
-    shape = take(tensors, name, "weight_shape", (torch.int64, torch.int32), 1)
-    expect_shape(shape.shape, name, "weight_shape", (2,), "rows and columns")
-    return int(shape[0]), int(shape[1])
-
-
 def check_words(words: tuple[int, ...], name: str, rows: int, features: int, bits: int) -> None:
     """Raises ValueError unless ``weight_packed``, of this shape, has words for that many codes, and no others."""
     expect_shape(words, name, "weight_packed", (rows, -(-features // (32 // bits))), f"{rows} x {features} features")
+
+
+_SCALES = Part("weight_scale", "weight_scale", torch.float32, ("n", "g"))
+_G_IDX = Part("weight_g_idx", "g_idx", torch.int32, ("k",))
+INT_QUANTIZED = register(
+    Format(
+        "int-quantized",
+        (
+            Part("weight", "weight", torch.int8, ("n", "k")),
+            _SCALES,
+            Part("weight_zero_point", "zero_points", torch.int8, ("n", "g")),
+            _G_IDX,
+        ),
+        lambda tensors, name, scheme: from_int_quantized(tensors, name, scheme.group_size, scheme.symmetric),
+    )
+)
+PACK_QUANTIZED = register(
+    Format(
+        "pack-quantized",
+        (
+            Part("weight_packed", "weight", torch.int32, ("n", "k"), 1),
+            Part("weight_shape", "shape", torch.int64),
+            _SCALES,
+            Part("weight_zero_point", "zero_points", torch.int32, ("n", "g"), 0),
+            _G_IDX,
+        ),
+        lambda tensors, name, scheme: from_pack_quantized(
+            tensors, name, scheme.group_size, scheme.symmetric, scheme.bits
+        ),
+    )
+)
+
+# Formats of 4-bit floats, and how many share a scale.
+_BLOCKS = {MXFP4_PACK.name: MX_BLOCK, NVFP4_PACK.name: NV_BLOCK}
+_FORMATS = (INT_QUANTIZED.name, PACK_QUANTIZED.name, *_BLOCKS)
+
+
+def _args(entry: Mapping[str, Any]) -> QuantizationArgs:
+    names = ("num_bits", "type", "symmetric", "group_size", "strategy", "dynamic", "actorder")
+    return QuantizationArgs(**{name: entry[name] for name in names if entry.get(name) is not None})
+
+
+def scheme_of_args(format_: object, weights: Any, inputs: Any, key: str) -> Scheme:
+    """How weights are stored of which QuantizationArgs are known.
+
+    Args:
+        format_: of the group of modules, or of the whole checkpoint.
+        weights, inputs: QuantizationArgs, compressed-tensors' own or this package's; inputs None: not quantized.
+        key: of the group, for errors.
+
+    Raises:
+        CheckpointError: weights or inputs that the operators do not have; names the key.
+    """
+    check_field(format_ in _FORMATS, f"format of {key}", format_, f"one of {', '.join(map(repr, _FORMATS))}")
+    block, where = _BLOCKS.get(format_), f"{key}.weights"
+    if block is not None:
+        _check_fields(weights, where, type="float", symmetric=True, dynamic=False, group_size=block, num_bits=(4,))
+        return Scheme(format_, block, True, weight_only=f"{key}.input_activations is not int8")
+    # Of 8 bits in int8, or with int8 inputs, is another kind of layer, which has kernels of its own everywhere.
+    both = format_ == PACK_QUANTIZED.name and inputs is None
+    _check_fields(weights, where, num_bits=(4, 8) if both else (4,), type="int", dynamic=False)
+    check_field(isinstance(weights.symmetric, bool), f"{where}.symmetric", weights.symmetric, "true or false")
+    strategy, order, size = _text(weights.strategy), _text(getattr(weights, "actorder", None)), weights.group_size
+    check_field(strategy in ("group", "channel"), f"{where}.strategy", strategy, "'group' or 'channel'")
+    if strategy == "group":
+        check_field(size != -1 and is_group_size(size), f"{where}.group_size", size, GROUP_SIZES)
+    if order in (True, "group", "dynamic"):
+        raise CheckpointError(f"{where}.actorder is {order!r}: reordered input features")
+    if inputs is not None:
+        # Declared symmetric or not, the op quantizes asymmetrically, which represents at least as much.
+        _check_fields(inputs, f"{key}.input_activations", num_bits=(8,), type="int", strategy="token", dynamic=True)
+    weight_only = None if inputs is not None else f"{key}.input_activations is missing"
+    group = size if strategy == "group" else -1
+    return Scheme(format_, group, weights.symmetric, weight_only=weight_only, bits=weights.num_bits)
+
+
+def _text(value: object) -> object:
+    """Of an enum of compressed-tensors its string."""
+    return getattr(value, "value", value)
+
+
+def _check_fields(args: Any, key: str, **wanted: Any) -> None:
+    """Raises CheckpointError if an attribute is not as it should be; a tuple is of integers that it may be."""
+    for name, value in wanted.items():
+        found = _text(getattr(args, name))
+        if isinstance(value, tuple):
+            # 4.0 and True are equal to integers, and none of them.
+            valid, expected = type(found) is int and found in value, " or ".join(map(str, value))
+        else:
+            valid = found is value if isinstance(value, bool) else found == value
+            expected = str(value).lower() if isinstance(value, bool) else repr(value)
+        check_field(valid, f"{key}.{name}", found, expected)
+
+
+def _compiled(entries: Iterable[str], key: str) -> dict[str, Pattern | None]:
+    """Entries, and their expressions in the order in which ``compressed_tensors.utils.match_targets`` asks them."""
+    return {entry: name_or_pattern(entry, key) for entry in sorted(entries)}
+
+
+def _match(module: str, entries: Mapping[str, Pattern | None]) -> str | None:
+    """The first that matches the name of a linear module, else its class or the class above."""
+    if entries.get(module, False) is None:
+        return module
+    for entry, pattern in entries.items():
+        if pattern is not None and pattern.match(module):
+            return entry
+    return next((name for name in ("Linear", "Module") if name in entries), None)
+
+
+@rules_for("compressed-tensors")
+class CompressedTensorsRules:
+    """What ``quant_method: compressed-tensors`` says of each module."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        """Reads a quantization_config.
+
+        Raises:
+            CheckpointError: rotated or sparse weights, or a value of another type than it should be.
+        """
+        for name, what in (("transform_config", "rotated"), ("sparsity_config", "sparse")):
+            entry = json_field(config, name, dict, f"quantization_config.{name}") or {}
+            if entry.get("config_groups") or entry.get("format", "dense") != "dense":
+                raise CheckpointError(f"quantization_config.{name} is set: {what} weights are not supported")
+        self._format = config.get("format")
+        key = "quantization_config.ignore"
+        self._ignore = _compiled(names_field(config, "ignore", key), f"an entry of {key}")
+        key = "quantization_config.config_groups"
+        self._groups: dict[str, Mapping[str, Any]] = json_field(config, "config_groups", dict, key) or {}
+        group_of: dict[str, str] = {}  # of several with one target, the last
+        for name, group in self._groups.items():
+            check_field(isinstance(group, dict), f"{key}.{name}", group, "an object")
+            group_of.update(dict.fromkeys(names_field(group, "targets", f"{key}.{name}.targets"), name))
+        self._group_of = group_of
+        self._targets = _compiled(group_of, f"a target of {key}")
+
+    def of(self, module: str) -> Scheme | LeftOut:
+        """How a linear module is stored, or why it is left out: its name beats a pattern, and that its class."""
+        entry = _match(module, self._ignore)
+        if entry is not None:
+            return LeftOut.not_quantized(module, f"quantization_config.ignore has {shorten(entry)}")
+        target = _match(module, self._targets)
+        if target is None:
+            key = "quantization_config.config_groups"
+            why = f"no target in {key} matches it" if self._groups else f"{key} is missing"
+            return LeftOut.not_quantized(module, why)
+        return scheme_or_left_out(partial(self._scheme, self._group_of[target], module))
+
+    def _scheme(self, name: str, module: str) -> Scheme:
+        group = self._groups[name]
+        key = f"quantization_config.config_groups.{name}"
+        if not json_field(group, "weights", dict, f"{key}.weights"):
+            raise CheckpointError(f"{key}.weights is missing: {module} is not quantized")
+        activations = json_field(group, "input_activations", dict, f"{key}.input_activations")
+        if group.get("output_activations"):
+            raise CheckpointError(f"{key}.output_activations is set: outputs are not quantized here")
+        inputs = _args(activations) if activations else None
+        return scheme_of_args(group.get("format") or self._format, _args(group["weights"]), inputs, key)

@@ -1,12 +1,18 @@
-"""GPTQ (AutoGPTQ, GPTQModel)."""
+"""GPTQ: AutoGPTQ, GPTQModel, and others that write the same."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
+from w4a8.core.json_fields import check_field, shorten
 from w4a8.core.kind import integers_of
 from w4a8.core.matrix import Matrix
 from w4a8.core.nibbles import word_bytes, word_codes
+from w4a8.core.patterns import Pattern
+from w4a8.formats.format import Format, Part, register
 from w4a8.formats.matrix import (
     Tensors,
     check_g_idx,
@@ -17,6 +23,20 @@ from w4a8.formats.matrix import (
     take_bias,
     take_scales,
 )
+from w4a8.formats.rules import (
+    WHERE,
+    BaseRules,
+    bits_field,
+    first_of,
+    flag_field,
+    group_size_field,
+    named,
+    objects,
+    pattern,
+    rules_for,
+    strings,
+)
+from w4a8.formats.scheme import LeftOut, Scheme
 
 
 def from_gptq(tensors: Tensors, name: str, group_size: int, symmetric: bool, version: int = 1, bits: int = 4) -> Matrix:
@@ -64,3 +84,65 @@ def from_gptq(tensors: Tensors, name: str, group_size: int, symmetric: bool, ver
 def stored_zeros(words: torch.Tensor, version: int, bits: int) -> torch.Tensor:
     """``qzeros``, int32 [K/g, N/c], as zero points int32 [N, K/g], which may be no codes."""
     return word_codes(words, bits).T.to(torch.int32) + (2 - version)
+
+
+def _read(tensors: Tensors, name: str, scheme: Scheme) -> Matrix:
+    if scheme.activation_order and tensors.get("g_idx") is None:
+        raise ValueError(f"{name}.g_idx is missing, though the configuration says desc_act")
+    return from_gptq(tensors, name, scheme.group_size, scheme.symmetric, scheme.version, scheme.bits)
+
+
+GPTQ = register(
+    Format(
+        "gptq",
+        (
+            Part("qweight", "weight", torch.int32, ("k", "n"), 0),
+            Part("scales", "weight_scale", torch.float32, ("g", "n")),
+            Part("qzeros", "zero_points", torch.int32, ("g", "n"), 1),
+            Part("g_idx", "g_idx", torch.int32, ("k",)),
+        ),
+        _read,
+        spare_zeros=lambda words, scheme: stored_zeros(words, scheme.version, scheme.bits),
+        spare_biases=True,
+    )
+)
+
+
+@rules_for("gptq", file="quantize_config.json")
+class GptqRules(BaseRules):
+    """``quant_method: gptq``: AutoGPTQ, GPTQModel, AutoRound's export."""
+
+    def read_exceptions(self, config: Mapping[str, Any]) -> None:
+        self._inside = strings(config, "modules_in_block_to_quantize")
+        self._dynamic: list[tuple[Pattern, str, Scheme | LeftOut | None]] = []
+        for text, changes in objects(config, "dynamic").items():
+            where = f"{WHERE}.dynamic[{shorten(text)}]"
+            expression = pattern(text[2:] if text[:2] in ("+:", "-:") else text, where)
+            found = None if text.startswith("-:") else self.attempt(changes, f" (by {where})")
+            self._dynamic.append((expression, where, found))
+
+    def of(self, module: str) -> Scheme | LeftOut:
+        """As :meth:`Rules.of`: the first entry of ``dynamic`` that matches from the start, else the default."""
+        for expression, where, found in self._dynamic:
+            if expression.match(module):
+                return found or LeftOut.not_quantized(module, f"{where} leaves it out")
+        head = self.left_out_head(module)
+        if head is not None:
+            return head
+        if self._inside and named(module, self._inside) is None and module.rpartition(".")[2] != "lm_head":
+            return LeftOut.not_quantized(module, f"{WHERE}.modules_in_block_to_quantize does not name it")
+        return self.default
+
+    def scheme(self, config: Mapping[str, Any]) -> Scheme:
+        bits = bits_field(*first_of(config, ("bits",)), 4, 8)
+        group = group_size_field(*first_of(config, ("group_size",), 128))
+        symmetric = flag_field(*first_of(config, ("sym",), True))
+        ordered = flag_field(*first_of(config, ("desc_act",), False))
+        words, key = first_of(config, ("pack_dtype",), "int32")
+        check_field(words == "int32", key, words, "'int32'")
+        form, key = first_of(config, ("checkpoint_format", "format"), "gptq")
+        form = form.lower() if isinstance(form, str) else form
+        check_field(form in ("gptq", "gptq_v2"), key, form, "'gptq' or 'gptq_v2'")
+        version = 2 if form == "gptq_v2" else 1
+        weight_only = f"{WHERE}.quant_method is 'gptq'"
+        return Scheme("gptq", group, symmetric, version, ordered and group != -1, weight_only, bits)

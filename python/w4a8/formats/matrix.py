@@ -139,3 +139,14 @@ def check_consecutive(g_idx: torch.Tensor, name: str, width: int | None = None) 
         raise ValueError(
             f"{name}: groups are not consecutive input features (activation order, desc_act), which is not supported"
         )
+
+
+def stated_shape(tensors: Tensors, name: str) -> tuple[int, int]:
+    """(N, K), as ``weight_shape`` says, int64 or int32 [2].
+
+    Raises:
+        ValueError: it is missing, or another tensor than that.
+    """
+    shape = take(tensors, name, "weight_shape", (torch.int64, torch.int32), 1)
+    expect_shape(shape.shape, name, "weight_shape", (2,), "rows and columns")
+    return int(shape[0]), int(shape[1])

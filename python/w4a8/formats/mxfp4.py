@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from w4a8.core.float8 import powers_of_two
 from w4a8.core.kind import Kind
 from w4a8.core.matrix import Matrix
+from w4a8.formats.format import Format, Part, register
 from w4a8.formats.matrix import Tensors, expect_shape, groups_of, take, take_bias
+from w4a8.formats.rules import WHERE, BaseRules, patterns, rules_for
+from w4a8.formats.scheme import LeftOut, Scheme
 
 BLOCK = 32
 
@@ -88,3 +94,70 @@ def from_mxfp4(tensors: Tensors, name: str) -> Matrix:
     expect_shape(exponents.shape, name, "scales", (rows, groups), f"{rows} x {groups} blocks")
     scales = block_scales(exponents, f"{name}.scales")
     return Matrix(blocks.flatten(1).contiguous(), scales, None, Kind.E2M1, take_bias(tensors, name, rows))
+
+
+def _features(blocks: tuple[int, ...], name: str) -> tuple[int, int]:
+    if len(blocks) != 3:
+        raise ValueError(f"{name}.blocks: shape {blocks}, but 3 dimensions are expected")
+    expect_shape(blocks, name, "blocks", (*blocks[:2], BLOCK // 2), f"blocks of {BLOCK}")
+    return blocks[0], BLOCK * blocks[1]
+
+
+def _codes(suffix: str) -> Part:
+    return Part(suffix, "weight", torch.uint8, ("n", "k"), 1)
+
+
+def _exponents(suffix: str) -> Part:
+    return Part(suffix, "weight_scale", torch.uint8, ("n", "g"))
+
+
+MXFP4 = register(
+    Format(
+        "mxfp4",
+        (_codes("blocks"), _exponents("scales")),
+        lambda tensors, name, scheme: from_mxfp4(tensors, name),
+        kind=Kind.E2M1,
+        features=_features,
+        is_stacked=True,
+    )
+)
+MXFP4_PACK = register(
+    Format(
+        "mxfp4-pack-quantized",
+        (_codes("weight_packed"), _exponents("weight_scale")),
+        lambda tensors, name, scheme: from_mxfp4_pack_quantized(tensors, name),
+        kind=Kind.E2M1,
+    )
+)
+QUARK_MXFP4 = register(
+    Format(
+        "quark-mxfp4",
+        (
+            _codes("weight"),
+            _exponents("weight_scale"),
+            Part("input_rotation", "input_scale", torch.float32, ("k", "k")),
+        ),
+        lambda tensors, name, scheme: from_quark_mxfp4(tensors, name),
+        kind=Kind.E2M1,
+        unused=("input_scale",),
+    )
+)
+
+
+@rules_for("mxfp4")
+class Mxfp4Rules(BaseRules):
+    """``quant_method: mxfp4``: the experts of gpt-oss."""
+
+    def read_exceptions(self, config: Mapping[str, Any]) -> None:
+        self._skipped = patterns(config, "modules_to_not_convert")
+
+    def of(self, module: str) -> Scheme | LeftOut:
+        """As :meth:`Rules.of`: experts that no entry of ``modules_to_not_convert`` matches from the start."""
+        if "experts" not in module.split("."):
+            return LeftOut.not_quantized(module, "MXFP4 is for experts")
+        if any(pattern.match(module) for pattern in self._skipped):
+            return LeftOut.not_quantized(module, f"{WHERE}.modules_to_not_convert names it")
+        return self.default
+
+    def scheme(self, config: Mapping[str, Any]) -> Scheme:
+        return Scheme(MXFP4.name, BLOCK, True, weight_only=f"{WHERE}.quant_method is 'mxfp4'")

@@ -7,6 +7,7 @@ import torch
 from w4a8.core.float8 import E4M3, bits_of
 from w4a8.core.kind import Kind
 from w4a8.core.matrix import Matrix
+from w4a8.formats.format import Format, Part, register
 from w4a8.formats.matrix import Tensors, expect_shape, groups_of, take, take_bias
 
 BLOCK = 16
@@ -92,3 +93,33 @@ def from_nvfp4_pack_quantized(tensors: Tensors, name: str) -> Matrix:
     Args, Raises: as :func:`from_nvfp4`.
     """
     return _read(tensors, name, ("weight_packed", "weight_global_scale"), reciprocal=True)
+
+
+def _parts(suffixes: tuple[str, str], *more: Part) -> tuple[Part, ...]:
+    weight, global_scale = suffixes
+    return (
+        Part(weight, "weight", torch.uint8, ("n", "k"), 1),
+        Part("weight_scale", "weight_scale", E4M3, ("n", "g")),
+        Part(global_scale, "global_scale", torch.float32),
+        *more,
+    )
+
+
+NVFP4_PACK = register(
+    Format(
+        "nvfp4-pack-quantized",
+        _parts(("weight_packed", "weight_global_scale")),
+        lambda tensors, name, scheme: from_nvfp4_pack_quantized(tensors, name),
+        kind=Kind.E2M1,
+        unused=("input_global_scale",),
+    )
+)
+MODELOPT_NVFP4 = register(
+    Format(
+        "modelopt-nvfp4",
+        _parts(("weight", "weight_scale_2"), Part("pre_quant_scale", "input_scale", torch.float32, ("k",))),
+        lambda tensors, name, scheme: from_nvfp4(tensors, name),
+        kind=Kind.E2M1,
+        unused=("input_scale",),
+    )
+)

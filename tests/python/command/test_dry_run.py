@@ -38,7 +38,7 @@ from w4a8.checkpoint import load_linear  # noqa: E402
 from w4a8.checkpoint.gguf_file import GGUFFile  # noqa: E402
 from w4a8.command import main  # noqa: E402
 from w4a8.command.headers import read_headers  # noqa: E402
-from w4a8.formats.config import config_in  # noqa: E402
+from w4a8.formats.rules import config_in  # noqa: E402
 from w4a8.integrations.transformers import W4A8Config, gguf  # noqa: E402
 
 gguf_models = pytest.importorskip("gguf_models")

@@ -18,22 +18,22 @@ from format_checkpoints import (
 from test_load_formats import meaning
 
 from w4a8.checkpoint import CheckpointError, load, load_linear
-from w4a8.formats import LeftOut, Stored, rules_of, stored_as
+from w4a8.formats import LeftOut, Scheme, rules_of, scheme_of
 
 UP = f"{LAYER}.1.up_proj"
 FORM, WEIGHT, MXFP4 = ALL_FORMATS["MXFP4 Quark"], QUARK_WEIGHT, QUARK_LAYER
 FP8 = {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False}}
 
 
-def stored(where="global_quant_config"):
-    return Stored("quark-mxfp4", 32, True, weight_only=f"quantization_config.{where}.input_tensors is not int8")
+def scheme(where="global_quant_config"):
+    return Scheme("quark-mxfp4", 32, True, weight_only=f"quantization_config.{where}.input_tensors is not int8")
 
 
 @pytest.mark.parametrize("inputs", [None, MXFP4["input_tensors"], {"dtype": "fp8_e4m3", "is_dynamic": False}])
 def test_all_modules(inputs):
     """Whatever the inputs are."""
     rules = rules_of({**QUARK, "global_quant_config": {**MXFP4, "input_tensors": inputs}})
-    assert rules.of(UP) == rules.of(QUERY) == rules.default == stored()
+    assert rules.of(UP) == rules.of(QUERY) == rules.default == scheme()
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_other_weights(changes, reason):
 
 
 def test_stages_and_outputs():
-    assert rules_of({**QUARK, "global_quant_config": {**MXFP4, "weight": [WEIGHT]}}).of(UP) == stored()
+    assert rules_of({**QUARK, "global_quant_config": {**MXFP4, "weight": [WEIGHT]}}).of(UP) == scheme()
     for changes, reason in (
         ({"weight": [WEIGHT, FP8["weight"]]}, "weight has 2 stages, but one is expected: MXFP4"),
         ({"output_tensors": FP8["weight"]}, "output_tensors is set: only weights are quantized here"),
@@ -72,7 +72,7 @@ def test_algorithms():
     """Those that are merged into the weights are no matter; old files have one that is no list."""
     merged = [{"name": "rotation", "r1": True, "r2": True, "r4": False, "online_r1_rotation": None}, {"name": "gptq"}]
     for algorithms in (None, [], merged, merged[0]):
-        assert rules_of({**QUARK, "algo_config": algorithms}).of(UP) == stored()
+        assert rules_of({**QUARK, "algo_config": algorithms}).of(UP) == scheme()
     for change, message in (
         ({"name": "rotation", "r1": True, "online_r1_rotation": True}, "has online_r1_rotation: inputs that are rot"),
         ({"name": "rotation", "r4": True}, "has r4: inputs that are rotated are not supported"),
@@ -91,7 +91,7 @@ def test_outputs_for_the_kv_cache():
     rules = rules_of({**QUARK, "layer_quant_config": layers, "export": export})
     for name in "qkv":
         module = f"model.layers.0.self_attn.{name}_proj"
-        assert rules.of(module) == stored(f"layer_quant_config['*{name}_proj']")
+        assert rules.of(module) == scheme(f"layer_quant_config['*{name}_proj']")
     assert "output_tensors is set" in rules.of("model.layers.0.self_attn.o_proj").reason
     assert "output_tensors is set" in rules_of({**QUARK, "layer_quant_config": layers}).of(QUERY).reason
 
@@ -109,18 +109,18 @@ def test_what_is_left_out():
         expected = f"{name} is not quantized: quantization_config.exclude has {entry!r}"
         assert rules.of(name) == LeftOut(expected, quantized=False)
         # Files decide.
-        assert rules.of(name) == stored_as(rules, name, ["weight"])
-        assert stored_as(rules, name, ["weight", "weight_scale"]) == stored()
+        assert rules.of(name) == scheme_of(rules, name, ["weight"])
+        assert scheme_of(rules, name, ["weight", "weight_scale"]) == scheme()
     for name in ("model.layers.0.mlp.gate_proj", "model.layers.1.mlp.experts.2.down_proj", "model.layers.44.up_proj"):
-        assert rules.of(name) == stored()
-    assert not stored_as(rules, UP, ["weight"]).quantized
+        assert rules.of(name) == scheme()
+    assert not scheme_of(rules, UP, ["weight"]).quantized
 
 
 def test_single_layers_and_types():
     """The first entry of layer_quant_config that matches; then linear layers; then all."""
     layers = {"*.experts.*": MXFP4, "*self_attn*": FP8, "*.q_proj": MXFP4, "*.shared_expert.*": {"weight": None}}
     rules = rules_of({**QUARK, "global_quant_config": None, "layer_quant_config": layers})
-    assert rules.of(UP) == stored("layer_quant_config['*.experts.*']")
+    assert rules.of(UP) == scheme("layer_quant_config['*.experts.*']")
     found = rules.of(QUERY)
     assert found.quantized and "layer_quant_config['*self_attn*'].weight.dtype is 'fp8_e4m3'" in found.reason
     for name, where in (
@@ -132,10 +132,10 @@ def test_single_layers_and_types():
     for first, other in ((MXFP4, FP8), (FP8, MXFP4)):
         for name, pattern in ((UP, "*"), ("*.up_proj", UP), ("*.up_proj", "*")):
             found = rules_of({**QUARK, "layer_quant_config": {name: first, pattern: other}}).of(UP)
-            assert found == stored(f"layer_quant_config[{name!r}]") if first is MXFP4 else found.quantized
+            assert found == scheme(f"layer_quant_config[{name!r}]") if first is MXFP4 else found.quantized
     types = {"Conv2d": FP8, "Linear": MXFP4}
     rules = rules_of({**QUARK, "global_quant_config": FP8, "layer_type_quant_config": types})
-    assert rules.of(UP) == stored("layer_type_quant_config['Linear']")
+    assert rules.of(UP) == scheme("layer_type_quant_config['Linear']")
 
 
 def test_linear_beside_fp8(tmp_path, caplog):

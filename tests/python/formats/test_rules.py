@@ -9,7 +9,7 @@ import torch
 from format_checkpoints import GPT_OSS as MXFP4
 
 from w4a8.core.json_fields import CheckpointError
-from w4a8.formats import LeftOut, Stored, find_config, rules_of, stored_as
+from w4a8.formats import LeftOut, Scheme, find_config, rules_of, scheme_of
 
 Q, UP, HEAD = "model.layers.3.self_attn.q_proj", "model.layers.3.mlp.experts.7.up_proj", "lm_head"
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
@@ -41,19 +41,19 @@ def in_hf_quant_config(**changes):
 
 
 def gptq(group=128, symmetric=True, version=1, ordered=False, bits=4):
-    return Stored("gptq", group, symmetric, version, ordered, "quantization_config.quant_method is 'gptq'", bits)
+    return Scheme("gptq", group, symmetric, version, ordered, "quantization_config.quant_method is 'gptq'", bits)
 
 
 def awq(group=64, symmetric=False):
-    return Stored("awq", group, symmetric, weight_only="quantization_config.quant_method is 'awq'")
+    return Scheme("awq", group, symmetric, weight_only="quantization_config.quant_method is 'awq'")
 
 
 def modelopt(stated="quant_algo is 'NVFP4'"):
-    return Stored("modelopt-nvfp4", 16, True, weight_only=f"quantization_config.{stated}")
+    return Scheme("modelopt-nvfp4", 16, True, weight_only=f"quantization_config.{stated}")
 
 
 def auto_round(format_="gptq", group=128, symmetric=False, version=1, bits=4):
-    return Stored(format_, group, symmetric, version, weight_only="quantization_config.act_bits is 16", bits=bits)
+    return Scheme(format_, group, symmetric, version, weight_only="quantization_config.act_bits is 16", bits=bits)
 
 
 def compressed(inputs=True, **changes):
@@ -84,34 +84,34 @@ def compressed(inputs=True, **changes):
         ({**ROUND, "quant_method": "auto_round", "packing_format": "auto_round:gptq"}, auto_round()),
         ({**ROUND, "packing_format": "auto_round"}, auto_round(version=2)),
         ({**ROUND, "packing_format": "auto_round:gptqmodel", "sym": True}, auto_round(symmetric=True, version=2)),
-        (compressed(), Stored("pack-quantized", 32, True)),
-        (compressed(strategy="channel", group_size=None), Stored("pack-quantized", -1, True)),
+        (compressed(), Scheme("pack-quantized", 32, True)),
+        (compressed(strategy="channel", group_size=None), Scheme("pack-quantized", -1, True)),
         (
             compressed(inputs=False, symmetric=False),
-            Stored("pack-quantized", 32, False,
+            Scheme("pack-quantized", 32, False,
                    weight_only="quantization_config.config_groups.group_0.input_activations is missing"),
         ),
         (
             compressed(inputs=False, num_bits=8),
-            Stored("pack-quantized", 32, True, bits=8,
+            Scheme("pack-quantized", 32, True, bits=8,
                    weight_only="quantization_config.config_groups.group_0.input_activations is missing"),
         ),
         (
             {**compressed(**FLOATS), "format": MXFP4_PACK},
-            Stored(MXFP4_PACK, 32, True,
+            Scheme(MXFP4_PACK, 32, True,
                    weight_only="quantization_config.config_groups.group_0.input_activations is not int8"),
         ),
         (
             {**compressed(type="float", group_size=16, strategy="tensor_group"), "format": NVFP4_PACK},
-            Stored(NVFP4_PACK, 16, True,
+            Scheme(NVFP4_PACK, 16, True,
                    weight_only="quantization_config.config_groups.group_0.input_activations is not int8"),
         ),
-        (ROUND_NV, Stored(NVFP4_PACK, 16, True, weight_only="quantization_config.data_type is 'nv_fp'")),
+        (ROUND_NV, Scheme(NVFP4_PACK, 16, True, weight_only="quantization_config.data_type is 'nv_fp'")),
         (MODELOPT, modelopt()),
         ({**MODELOPT, "quant_algo": "w4a16_nvfp4"}, modelopt("quant_algo is 'W4A16_NVFP4'")),
         (in_hf_quant_config(), modelopt("quantization.quant_algo is 'NVFP4'")),
-        (ROUND_MX, Stored(MXFP4_PACK, 32, True, weight_only="quantization_config.data_type is 'mx_fp'")),
-        (MXFP4, Stored("mxfp4", 32, True, weight_only="quantization_config.quant_method is 'mxfp4'")),
+        (ROUND_MX, Scheme(MXFP4_PACK, 32, True, weight_only="quantization_config.data_type is 'mx_fp'")),
+        (MXFP4, Scheme("mxfp4", 32, True, weight_only="quantization_config.quant_method is 'mxfp4'")),
     ],
 )  # fmt: skip
 def test_of_all_modules(config, expected):
@@ -213,9 +213,9 @@ def test_named_modules_of_gptq():
 def test_head(config):
     found = rules_of(config).of(HEAD)
     assert not found.quantized and found.reason == "lm_head is not quantized: quantization_config.lm_head is not true"
-    assert isinstance(rules_of({**config, "lm_head": True}).of(HEAD), Stored)
+    assert isinstance(rules_of({**config, "lm_head": True}).of(HEAD), Scheme)
     # A file that has codes of it says more.
-    assert isinstance(stored_as(rules_of(config), HEAD, ["qweight", "qzeros", "scales"]), Stored)
+    assert isinstance(scheme_of(rules_of(config), HEAD, ["qweight", "qzeros", "scales"]), Scheme)
 
 
 def test_what_awq_leaves_out():
@@ -225,8 +225,8 @@ def test_what_awq_leaves_out():
         assert not rules.of(name).quantized
         assert "modules_to_not_convert has '" in rules.of(name).reason
     # By parts of names, this is left out as well; by its tensors it is not.
-    assert stored_as(rules, "model.layers.0.mlp.gate_proj", ["qweight", "qzeros", "scales"]) == awq()
-    assert not stored_as(rules, "model.layers.0.mlp.gate", ["weight"]).quantized
+    assert scheme_of(rules, "model.layers.0.mlp.gate_proj", ["qweight", "qzeros", "scales"]) == awq()
+    assert not scheme_of(rules, "model.layers.0.mlp.gate", ["weight"]).quantized
 
 
 def test_extra_config_of_auto_round():
@@ -252,7 +252,7 @@ def test_extra_config_of_auto_round():
     shared = "model.layers.3.mlp.shared_expert.up_proj"
     assert rules.of(shared) == auto_round(bits=8)
     suffixes = ["qweight", "qzeros", "scales"]
-    assert stored_as(rules, shared, suffixes) == auto_round(bits=8)
+    assert scheme_of(rules, shared, suffixes) == auto_round(bits=8)
     dense = rules.of("model.layers.3.mlp.dense.up_proj")
     assert (
         dense.quantized and "bits is 2, but 4 or 8 is expected (by quantization_config.extra_config['" in dense.reason
@@ -264,8 +264,8 @@ def test_extra_config_of_auto_round():
 
 def test_only_experts_are_mxfp4():
     rules = rules_of(MXFP4)
-    assert isinstance(rules.of("model.layers.0.mlp.experts"), Stored)
-    assert isinstance(rules.of("model.layers.0.mlp.experts.gate_up_proj"), Stored)
+    assert isinstance(rules.of("model.layers.0.mlp.experts"), Scheme)
+    assert isinstance(rules.of("model.layers.0.mlp.experts.gate_up_proj"), Scheme)
     for name in (Q, HEAD, "model.layers.0.mlp.router"):
         assert rules.of(name).reason == f"{name} is not quantized: MXFP4 is for experts"
     skipped = rules_of({**MXFP4, "modules_to_not_convert": ["model.layers.0.mlp.experts"]})
@@ -279,13 +279,13 @@ def test_what_modelopt_leaves_out(config):
     assert rules.of(UP) == modelopt(rules.default.weight_only.partition(".")[2])
     for name in (Q, HEAD, "model.layers.3.self_attn"):
         assert not rules.of(name).quantized and " has 'model.layers.3.self_attn*'" in rules.of(Q).reason
-    assert isinstance(rules.of("model.layers.13.self_attn.q_proj"), Stored)
-    assert isinstance(rules.of("model.lm_head_norm"), Stored)
+    assert isinstance(rules.of("model.layers.13.self_attn.q_proj"), Scheme)
+    assert isinstance(rules.of("model.lm_head_norm"), Scheme)
     # A file that has codes of it says more.
-    assert stored_as(rules, Q, ["weight", "weight_scale", "weight_scale_2"]) == rules.default
-    assert not stored_as(rules, Q, ["weight"]).quantized
+    assert scheme_of(rules, Q, ["weight", "weight_scale", "weight_scale_2"]) == rules.default
+    assert not scheme_of(rules, Q, ["weight"]).quantized
     # Named by nothing, and not quantized all the same.
-    assert stored_as(rules, "model.embed_tokens", ["weight"]).reason.endswith("it has weights without scales")
+    assert scheme_of(rules, "model.embed_tokens", ["weight"]).reason.endswith("it has weights without scales")
 
 
 @pytest.mark.parametrize("inside", [True, False])
@@ -308,29 +308,29 @@ def test_mixed_precision_of_modelopt(inside):
     for name in ("model.layers.3.self_attn.v_proj", "model.layers.33.mlp.experts", HEAD):
         found = rules.of(name)
         assert found.reason == f"{name} is not quantized: quantization_config.{where} does not name it"
-        assert not found.quantized and stored_as(rules, name, ["weight", "weight_scale", "weight_scale_2"]) == found
+        assert not found.quantized and scheme_of(rules, name, ["weight", "weight_scale", "weight_scale_2"]) == found
 
 
 def test_patterns_of_modelopt():
     rules = rules_of({**MODELOPT, "ignore": ["model.layers.?.gate", "*.experts.1"]})
     assert not rules.of("model.layers.3.gate").quantized
-    assert isinstance(rules.of("model.layers.3.gate_proj"), Stored)
-    assert isinstance(rules.of("model.layers.33.gate"), Stored)
+    assert isinstance(rules.of("model.layers.3.gate_proj"), Scheme)
+    assert isinstance(rules.of("model.layers.33.gate"), Scheme)
     assert not rules.of("model.layers.3.mlp.experts.1.up_proj").quantized
-    assert isinstance(rules.of("model.layers.3.mlp.experts.11.up_proj"), Stored)
+    assert isinstance(rules.of("model.layers.3.mlp.experts.11.up_proj"), Scheme)
 
 
 def test_files_without_codes():
-    found = stored_as(rules_of(GPTQ), UP, ["weight", "bias"])
+    found = scheme_of(rules_of(GPTQ), UP, ["weight", "bias"])
     assert found == LeftOut(f"{UP} is not quantized: it has weights without scales", quantized=False)
-    assert stored_as(rules_of({**GPTQ, "bits": 8}), UP, ["qweight"]).bits == 8
-    assert stored_as(rules_of({**GPTQ, "bits": 3}), UP, ["qweight"]).quantized
+    assert scheme_of(rules_of({**GPTQ, "bits": 8}), UP, ["qweight"]).bits == 8
+    assert scheme_of(rules_of({**GPTQ, "bits": 3}), UP, ["qweight"]).quantized
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({}, "quant_method is None, but one of compressed-tensors, gptq, awq, auto-round, mxfp4, modelopt, quark is"),
+        ({}, "quant_method is None, but one of auto-round, awq, compressed-tensors, gptq, modelopt, mxfp4, quark is"),
         ({"quant_method": ["gptq"]}, "quant_method is ['gptq'], but one of"),
         ({**GPTQ, "dynamic": 5}, "quantization_config.dynamic is 5, but an object is expected"),
         ({**GPTQ, "dynamic": {"+:(": {}}}, "dynamic['+:('] is '(', but a regular expression is expected"),
@@ -387,7 +387,7 @@ def test_values_of_any_type():
                 except CheckpointError as error:
                     assert key in str(error)
                     continue
-                assert isinstance(found, (Stored, LeftOut))
+                assert isinstance(found, (Scheme, LeftOut))
 
 
 def test_where_the_config_is():
@@ -431,7 +431,7 @@ def test_targets_of_compressed_tensors():
             if not expected or match.is_match(name, linear, ignore):
                 assert isinstance(found, LeftOut) and not found.quantized, (name, targets, ignore)
             else:
-                assert found == Stored("pack-quantized", size_of[expected[0]], True), (name, targets)
+                assert found == Scheme("pack-quantized", size_of[expected[0]], True), (name, targets)
 
 
 @pytest.mark.parametrize(

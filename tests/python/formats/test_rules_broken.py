@@ -5,7 +5,7 @@ from damaged_json import damaged
 from format_checkpoints import LAYER
 
 from w4a8.core.json_fields import CheckpointError
-from w4a8.formats import Stored, rules_of
+from w4a8.formats import Scheme, rules_of
 
 FP4 = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0", "ch_axis": -1}
 NVFP4 = {"num_bits": 4, "type": "float", "group_size": 16}
@@ -54,7 +54,7 @@ def test_rules_of_anything(method):
             assert config is not method
             continue
         for stored in found:
-            if isinstance(stored, Stored):
+            if isinstance(stored, Scheme):
                 read += 1
                 assert type(stored.bits) is int and stored.bits in (4, 8)
                 assert type(stored.group_size) is int and stored.groups(64) >= 0

@@ -57,7 +57,7 @@ def _mixed(config, group):
     config["quantization_config"]["config_groups"]["group_1"] = other
 
 
-METHODS = "compressed-tensors, gptq, awq, auto-round, mxfp4, modelopt, quark"
+METHODS = "auto-round, awq, compressed-tensors, gptq, modelopt, mxfp4, quark"
 NOT_QUANTIZED = "is not quantized: "
 NO_TARGET = f"{NOT_QUANTIZED}no target in quantization_config.config_groups matches it"
 ROTATED, SPARSE = {"config_groups": {"u": {}}}, {"format": "sparse-24-bitmask"}

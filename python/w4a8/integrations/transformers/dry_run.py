@@ -15,14 +15,16 @@ from transformers.utils import logging
 from w4a8.checkpoint.gguf_file import GGUFFile
 from w4a8.checkpoint.gguf_linear import GGUFLinears
 from w4a8.core.matrix import Matrix
+from w4a8.formats import FORMATS
 from w4a8.formats.gguf_blocks import TYPES
 from w4a8.formats.packed_directory import EMBEDDINGS, STANDS_FOR
-from w4a8.formats.parts import PARTS
 from w4a8.integrations.selftest import missing
 from w4a8.integrations.transformers import gguf, guard, names
 
 # Last parts of the names of tensors whose values decide whether a matrix is read: small beside its codes and scales.
-_SMALL = {part.suffix for parts in PARTS.values() for part in parts if part.kind not in ("weight", "weight_scale")}
+_SMALL = {
+    part.suffix for each in FORMATS.values() for part in each.parts if part.kind not in ("weight", "weight_scale")
+}
 _SMALL |= {"bias"}
 # Of those a view is taken, and the header is read.
 _PACKED = {**STANDS_FOR, **EMBEDDINGS}

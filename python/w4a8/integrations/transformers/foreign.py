@@ -17,10 +17,10 @@ from w4a8.core.experts import ExpertSizes
 from w4a8.core.matrix import Matrix
 from w4a8.core.packer import ExpertPacker
 from w4a8.core.words import weights_in_words
-from w4a8.formats import METHODS, LeftOut, Rules, Stored, method_of, rules_of, stored_as
+from w4a8.formats import METHODS, LeftOut, Rules, Scheme, method_of, rules_of, scheme_of
+from w4a8.formats.format import quantized_suffixes
 from w4a8.formats.matrix import groups_of
-from w4a8.formats.parts import QUANTIZED_SUFFIXES
-from w4a8.formats.stored import wanted_by_all
+from w4a8.formats.scheme import wanted_by_all
 from w4a8.integrations.transformers import guard
 from w4a8.integrations.transformers.initialised import stand_in
 from w4a8.integrations.transformers.memory import Pages
@@ -35,7 +35,7 @@ from w4a8.quantization.size import Large
 
 logger = logging.getLogger(__name__)
 
-_SUFFIXES = (*QUANTIZED_SUFFIXES, "scales", "weight", "bias")  # the last part of a tensor's name
+_SUFFIXES = (*quantized_suffixes(), "scales", "weight", "bias")  # the last part of a tensor's name
 # MXFP4 as gpt-oss has it: all experts in one tensor, ``model.layers.0.mlp.experts.gate_up_proj_blocks``.
 _STACKED = re.compile(r"(.+\.experts\.\w+)_(blocks|scales|bias)")
 # The same of each expert, as AMD Quark has it: ``model.layers.0.mlp.experts.3.gate_up_proj``.
@@ -145,10 +145,10 @@ class Foreign:
 
     def _known(self, name: str) -> tuple[str, ...]:
         """Last parts of the names of the tensors that a matrix is made of."""
-        stored = stored_as(self.rules, name, self.tensors[name], partial(_is_int8, self.tensors[name]))
-        if isinstance(stored, LeftOut):  # which is said when it is to be read
+        scheme = scheme_of(self.rules, name, self.tensors[name], partial(_is_int8, self.tensors[name]))
+        if isinstance(scheme, LeftOut):  # which is said when it is to be read
             return _SUFFIXES
-        return (*stored.required, *stored.optional, "bias")
+        return (*scheme.required, *scheme.optional, "bias")
 
     def _check_others(self, model: torch.nn.Module, names: Names, keys: Sequence[str]) -> set[str]:
         """The parameters that the tensors go to which no matrix is made of.
@@ -183,9 +183,9 @@ class Foreign:
         return set(renamed.values())
 
     def _is_quantized(self, name: str, parts: Mapping[str, Any]) -> bool:
-        if any(suffix in QUANTIZED_SUFFIXES for suffix in parts):
+        if any(suffix in quantized_suffixes() for suffix in parts):
             return True
-        return "weight" in parts and isinstance(stored_as(self.rules, name, parts, partial(_is_int8, parts)), Stored)
+        return "weight" in parts and isinstance(scheme_of(self.rules, name, parts, partial(_is_int8, parts)), Scheme)
 
     def _add(self, model: torch.nn.Module, names: Names, name: str) -> bool:
         """Whether the model has a module for a matrix."""
@@ -235,7 +235,7 @@ class Foreign:
                 report.packed_bytes += sum(packed.numel() for packed in new.buffers())
                 advance()
         if not report.refused:
-            say_int8(map(self._stored, self.tensors), self.activation_group)
+            say_int8(map(self._scheme, self.tensors), self.activation_group)
         large = Large(model)
         for name, module in model.named_modules():
             for parameter in large.of(module):
@@ -291,15 +291,15 @@ class Foreign:
                 if set(found.values()) != {count}:
                     raise ValueError(f"{lists[0][0]} is of {found} experts, expected {count}")
         for shard, names in shards.items():
-            stored = self._stored(names[0])
-            groups_of(intermediate if shard == "w2" else hidden, stored.group_size, names[0], stored.weight)
+            scheme = self._scheme(names[0])
+            groups_of(intermediate if shard == "w2" else hidden, scheme.group_size, names[0], scheme.weight)
         packer, biased = None, experts.w13_bias is not None
         for expert in range(count):
             for shard, names in shards.items():
                 name = names[0 if self.stacked else expert]
                 matrix = self._matrix(name, biased, pages, expert if self.stacked else None)
                 if packer is None:
-                    sizes = ExpertSizes(count, hidden, intermediate, self._stored(name).group_size)
+                    sizes = ExpertSizes(count, hidden, intermediate, self._scheme(name).group_size)
                     activations = sizes.activation_groups(self._wanted(module))
                     bias = None if matrix.bias is None else matrix.bias.dtype
                     packer = ExpertPacker(sizes, bias, w13_interleaved=True, activation_groups=activations)
@@ -309,14 +309,14 @@ class Foreign:
     def _wanted(self, module: _Module) -> int | None:
         """The activation group to be asked for."""
         names = (name for lists in module.matrices.values() for names in lists for name in names)
-        return wanted_by_all((self._stored(name) for name in names), self.activation_group)
+        return wanted_by_all((self._scheme(name) for name in names), self.activation_group)
 
-    def _stored(self, name: str) -> Stored:
+    def _scheme(self, name: str) -> Scheme:
         parts = self.tensors[name]
-        stored = stored_as(self.rules, name, parts, partial(_is_int8, parts))
-        if isinstance(stored, LeftOut):
-            raise ValueError(stored.reason)
-        return stored
+        scheme = scheme_of(self.rules, name, parts, partial(_is_int8, parts))
+        if isinstance(scheme, LeftOut):
+            raise ValueError(scheme.reason)
+        return scheme
 
     def _matrix(self, name: str, biased: bool, pages: Pages, expert: int | None = None) -> Matrix:
         """Reads a matrix, or that of one expert of a stack, which must have a bias if the model has."""
@@ -325,7 +325,7 @@ class Foreign:
             tensors = {suffix: part[...] for suffix, part in parts.items()}
         else:
             tensors = {suffix: part[expert : expert + 1][0] for suffix, part in parts.items()}
-        matrix = self._stored(name).read(tensors, name)
+        matrix = self._scheme(name).read(tensors, name)
         # Whatever the matrix has of the tensors is a view; it comes from the file again.
         pages.release(tensors.values())
         matrix = _with_bias(matrix, biased, name)

@@ -12,8 +12,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.quantizers import HfQuantizer
 
 from w4a8.core.memory import fresh_bytes, keeps_files_mapped
-from w4a8.formats.config import config_in
 from w4a8.formats.packed_directory import EMBEDDINGS, STANDS_FOR
+from w4a8.formats.rules import config_in
 from w4a8.integrations.transformers import guard
 from w4a8.integrations.transformers.collect import Collector, Give, unstacked
 from w4a8.integrations.transformers.config import W4A8Config

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,12 +12,13 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-from w4a8.formats import LeftOut, Stored
+from w4a8.core.json_fields import CheckpointError
+from w4a8.formats import LeftOut, Scheme
+from w4a8.formats.compressed_tensors import scheme_of_args
 from w4a8.integrations.vllm.config_base import RunsLayersHere
 from w4a8.integrations.vllm.kv_cache import KeepsKVCache
 from w4a8.integrations.vllm.linear_layers import W4A8LinearScheme
 from w4a8.integrations.vllm.names import joined_from, projections
-from w4a8.integrations.vllm.scheme import is_mxfp4, is_nvfp4, is_w4a8, is_weight_only, stored_in
 from w4a8.integrations.vllm.settings import runs_w4a16, say_int8
 
 
@@ -49,11 +49,11 @@ class W4A8CompressedTensorsConfig(RunsLayersHere, KeepsKVCache, CompressedTensor
             ValueError: experts or an output layer to be run here, of which the checkpoint rotates inputs or outputs.
         """
         if isinstance(layer, RoutedExperts):
-            method = self.method_for(self.stored_of(layer, prefix), layer, prefix)
+            method = self.method_for(self.scheme_of_layer(layer, prefix), layer, prefix)
             if method is not None:
                 self._refuse_rotated(projections(layer, prefix))
             return method
-        if isinstance(layer, ParallelLMHead) and self._stored(self.get_scheme_dict(layer, prefix), prefix) is not None:
+        if isinstance(layer, ParallelLMHead) and self._scheme(self.get_scheme_dict(layer, prefix), prefix) is not None:
             self._refuse_rotated([prefix])
         return None
 
@@ -73,27 +73,28 @@ class W4A8CompressedTensorsConfig(RunsLayersHere, KeepsKVCache, CompressedTensor
     def get_scheme(self, layer: torch.nn.Module, layer_name: str | None = None):
         """The scheme of a linear layer, or None (upstream's contract)."""
         if isinstance(layer, (LinearBase, ParallelLMHead)):
-            stored = self._stored(self.get_scheme_dict(layer, layer_name), layer_name)
-            if stored is not None:
-                return W4A8LinearScheme(stored, layer_name)
+            scheme = self._scheme(self.get_scheme_dict(layer, layer_name), layer_name)
+            if scheme is not None:
+                return W4A8LinearScheme(scheme, layer_name)
         return super().get_scheme(layer, layer_name)
 
-    def _stored(self, found: dict | None, name: str | None) -> Stored | None:
+    def _scheme(self, found: dict | None, name: str | None) -> Scheme | None:
         """How weights of a scheme, of the layer of a name, are stored, if they are to be run here."""
-        if found is None or found.get("output_activations") is not None:
+        if found is None or found.get("output_activations") is not None or found.get("weights") is None:
             return None
-        weights, inputs = found.get("weights"), found.get("input_activations")
-        weight_only = is_weight_only(weights, inputs) or is_mxfp4(weights) or is_nvfp4(weights)
-        if not (is_w4a8(weights, inputs) or (weight_only and runs_w4a16())):
+        try:
+            form = found.get("format") or self.quant_format
+            scheme = scheme_of_args(form, found["weights"], found.get("input_activations"), "its group")
+        except CheckpointError:  # other weights or inputs, which are upstream's
             return None
-        stored = stored_in(weights, found.get("format") or self.quant_format)
-        if stored is None or not weight_only:
-            return stored
-        say_int8("compressed-tensors")
-        return replace(stored, weight_only="input_activations is not int8")
+        if scheme.weight_only is not None:
+            if not runs_w4a16():
+                return None
+            say_int8("compressed-tensors")
+        return scheme
 
-    def stored_of(self, layer: RoutedExperts, prefix: str) -> Stored | LeftOut | None:
-        """As :meth:`RunsLayersHere.stored_of`, of a layer of experts."""
+    def scheme_of_layer(self, layer: RoutedExperts, prefix: str) -> Scheme | LeftOut | None:
+        """As :meth:`RunsLayersHere.scheme_of_layer`, of a layer of experts."""
         self._add_fused_moe_to_target_scheme_map()
         names = (layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name)
         schemes = [self.get_scheme_dict(layer, f"{prefix}.0.{name}") for name in names if name is not None]
@@ -101,4 +102,4 @@ class W4A8CompressedTensorsConfig(RunsLayersHere, KeepsKVCache, CompressedTensor
             return None  # not alike: upstream's to handle
         if schemes[0] is None:
             return LeftOut.not_quantized(prefix, "no target matches it, or it is ignored")
-        return self._stored(schemes[0], prefix)
+        return self._scheme(schemes[0], prefix)

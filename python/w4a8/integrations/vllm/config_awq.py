@@ -8,7 +8,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.auto_awq import AutoAWQConfig
 
 from w4a8.core.matrix import is_group_size
-from w4a8.formats import LeftOut, Stored
+from w4a8.formats import LeftOut, Scheme
 from w4a8.integrations.vllm.config_base import RunsLayersHere, are_alike
 from w4a8.integrations.vllm.names import projections
 
@@ -18,8 +18,8 @@ class W4A8AWQConfig(RunsLayersHere, AutoAWQConfig):
 
     w4a8_says = "AWQ"
 
-    def stored_of(self, layer: torch.nn.Module, prefix: str) -> Stored | LeftOut | None:
-        """As :meth:`RunsLayersHere.stored_of`."""
+    def scheme_of_layer(self, layer: torch.nn.Module, prefix: str) -> Scheme | LeftOut | None:
+        """As :meth:`RunsLayersHere.scheme_of_layer`."""
         version = str(self.full_config.get("version") or "gemm").lower()
         if version != "gemm" or self.weight_bits != 4 or not is_group_size(self.group_size):
             return None
@@ -34,4 +34,4 @@ class W4A8AWQConfig(RunsLayersHere, AutoAWQConfig):
             method = AutoAWQConfig.get_quant_method(self, layer, prefix)
             if method is None or isinstance(method, UnquantizedLinearMethod):
                 return None
-        return Stored("awq", self.group_size, not self.zero_point, weight_only="quant_method is 'awq'")
+        return Scheme("awq", self.group_size, not self.zero_point, weight_only="quant_method is 'awq'")

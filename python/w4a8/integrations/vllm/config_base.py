@@ -10,7 +10,7 @@ from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFused
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 
-from w4a8.formats import LeftOut, Stored
+from w4a8.formats import LeftOut, Scheme
 from w4a8.integrations.vllm.linear_layers import W4A8LinearMethod
 from w4a8.integrations.vllm.lm_head import lm_head_method
 from w4a8.integrations.vllm.log import logger
@@ -21,7 +21,7 @@ from w4a8.integrations.vllm.settings import runs_w4a16, say_int8
 class RunsLayersHere:
     """A base class that comes before vLLM's: it runs the layers that are read here, and leaves all others to vLLM's.
 
-    A class says in :meth:`stored_of` which layers these are, or, where vLLM decides by rules of its own, in
+    A class says in :meth:`scheme_of_layer` which layers these are, or, where vLLM decides by rules of its own, in
     :meth:`method_of`. It must be at module level, because vLLM pickles configurations for its worker processes.
 
     Attributes:
@@ -30,7 +30,7 @@ class RunsLayersHere:
 
     w4a8_says: str
 
-    def stored_of(self, layer: torch.nn.Module, prefix: str) -> Stored | LeftOut | None:
+    def scheme_of_layer(self, layer: torch.nn.Module, prefix: str) -> Scheme | LeftOut | None:
         """How the weights of a layer are stored, if they are to be run here, or that they are not quantized.
 
         None leaves the layer to vLLM's own rules, which may find a layer quantized that is not.
@@ -43,25 +43,25 @@ class RunsLayersHere:
 
     def method_of(self, layer: torch.nn.Module, prefix: str) -> Any:
         """The method of such a layer, or None for vLLM's."""
-        return self.method_for(self.stored_of(layer, prefix), layer, prefix)
+        return self.method_for(self.scheme_of_layer(layer, prefix), layer, prefix)
 
-    def method_for(self, stored: Stored | LeftOut | None, layer: torch.nn.Module, prefix: str) -> Any:
+    def method_for(self, scheme: Scheme | LeftOut | None, layer: torch.nn.Module, prefix: str) -> Any:
         """The method of a layer that is stored so, or None if it is not to be run here: weight-only ones on demand."""
-        if isinstance(stored, LeftOut):
-            return None if stored.quantized or not runs_w4a16() else _unquantized(layer)
-        if stored is None or (stored.weight_only is not None and not runs_w4a16()):
+        if isinstance(scheme, LeftOut):
+            return None if scheme.quantized or not runs_w4a16() else _unquantized(layer)
+        if scheme is None or (scheme.weight_only is not None and not runs_w4a16()):
             return None
         if isinstance(layer, RoutedExperts):
-            method = self.experts_method(stored, layer, prefix)
+            method = self.experts_method(scheme, layer, prefix)
         else:
-            method = W4A8LinearMethod(stored, prefix)
-        if method is not None and stored.weight_only is not None:
+            method = W4A8LinearMethod(scheme, prefix)
+        if method is not None and scheme.weight_only is not None:
             say_int8(self.w4a8_says)
         return method
 
-    def experts_method(self, stored: Stored, layer: RoutedExperts, prefix: str) -> Any:
+    def experts_method(self, scheme: Scheme, layer: RoutedExperts, prefix: str) -> Any:
         """The method of a layer of experts; None, with a warning, if it cannot be run here."""
-        return experts_method(stored, layer, prefix)
+        return experts_method(scheme, layer, prefix)
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         """The method of a layer, or None (upstream's contract)."""

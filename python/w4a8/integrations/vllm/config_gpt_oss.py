@@ -8,7 +8,7 @@ import torch
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
 
-from w4a8.formats import LeftOut, Rules, Stored, rules_of
+from w4a8.formats import LeftOut, Rules, Scheme, rules_of
 from w4a8.integrations.vllm.config_base import RunsLayersHere, no_floats_of_gpt_oss
 from w4a8.integrations.vllm.settings import runs_w4a16
 
@@ -30,15 +30,15 @@ class W4A8GptOssConfig(RunsLayersHere, GptOssMxfp4Config):
         made.w4a8_rules = rules_of({**config, "quant_method": "mxfp4"})  # vLLM has a name of its own
         return made
 
-    def stored_of(self, layer: torch.nn.Module, prefix: str) -> Stored | None:
-        """As :meth:`RunsLayersHere.stored_of`.
+    def scheme_of_layer(self, layer: torch.nn.Module, prefix: str) -> Scheme | None:
+        """As :meth:`RunsLayersHere.scheme_of_layer`.
 
         Raises:
             ValueError: experts that are not quantized: vLLM's model copies floats [E, K, N] without transposing them.
         """
         if not isinstance(layer, RoutedExperts):
             return None
-        stored = self.w4a8_rules.of(prefix)
-        if isinstance(stored, LeftOut) and runs_w4a16():
-            raise no_floats_of_gpt_oss(prefix, stored)
-        return stored if isinstance(stored, Stored) else None
+        scheme = self.w4a8_rules.of(prefix)
+        if isinstance(scheme, LeftOut) and runs_w4a16():
+            raise no_floats_of_gpt_oss(prefix, scheme)
+        return scheme if isinstance(scheme, Scheme) else None

@@ -18,7 +18,7 @@ from vllm.model_executor.layers.quantization.utils.gptq_utils import (
 from vllm.scalar_type import scalar_types
 
 from w4a8.core.matrix import is_group_size
-from w4a8.formats import Stored
+from w4a8.formats import Scheme
 from w4a8.integrations.vllm.activation_order import ChecksActivationOrder
 from w4a8.integrations.vllm.config_base import RunsLayersHere, are_alike
 from w4a8.integrations.vllm.names import joined_from, projections
@@ -43,7 +43,7 @@ class W4A8GPTQConfig(RunsLayersHere, ChecksActivationOrder, AutoGPTQConfig):
             self.TYPE_MAP = {**AutoGPTQConfig.TYPE_MAP, **zero_points}
         super().__init__(*args, **kwargs)
 
-    def stored(self) -> Stored | None:
+    def scheme(self) -> Scheme | None:
         """How weights are stored, if they are to be run here; of a copy for one layer."""
         full = self.full_config
         version = _VERSIONS.get(full.get("checkpoint_format") or full.get("format"))
@@ -54,7 +54,7 @@ class W4A8GPTQConfig(RunsLayersHere, ChecksActivationOrder, AutoGPTQConfig):
         if self.desc_act and self.group_size != -1:
             raise ValueError("w4a8: GPTQ with activation order (desc_act) and groups is not supported")
         how = {"bits": self.weight_bits, "weight_only": "quant_method is 'gptq'"}
-        return Stored("gptq", self.group_size, bool(self.is_sym), version, **how)
+        return Scheme("gptq", self.group_size, bool(self.is_sym), version, **how)
 
     def method_of(self, layer: torch.nn.Module, prefix: str) -> Any:
         """As :meth:`RunsLayersHere.method_of`; which layers are quantized, and how, is decided by upstream's rules."""
@@ -83,9 +83,9 @@ class W4A8GPTQConfig(RunsLayersHere, ChecksActivationOrder, AutoGPTQConfig):
             return UnquantizedFusedMoEMethod(layer.moe_config)
         config = deepcopy(self)
         override_config(config, prefix if get_dynamic_override(self, names[0]) is None else names[0])
-        return config.method_for(config.stored(), layer, prefix)
+        return config.method_for(config.scheme(), layer, prefix)
 
 
 def _linear_method(config: W4A8GPTQConfig, layer: torch.nn.Module, prefix: str) -> Any:
     """The method of a linear layer, whose rules ``config`` has taken over; None for vLLM's."""
-    return config.method_for(config.stored(), layer, prefix)
+    return config.method_for(config.scheme(), layer, prefix)

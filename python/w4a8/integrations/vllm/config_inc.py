@@ -9,8 +9,8 @@ from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.quantization.inc import INCConfig
 
 from w4a8.core.matrix import is_group_size
-from w4a8.formats import LeftOut, Stored
-from w4a8.formats.awq import packing_of
+from w4a8.formats import LeftOut, Scheme
+from w4a8.formats.auto_round import packing_of
 from w4a8.formats.mxfp4 import BLOCK
 from w4a8.formats.nvfp4 import BLOCK as NVFP4_BLOCK
 from w4a8.integrations.vllm.activation_order import ChecksActivationOrder
@@ -24,7 +24,7 @@ class W4A8INCConfig(RunsLayersHere, ChecksActivationOrder, INCConfig):
 
     Attributes:
         w4a8_version: of GPTQ's packing: 2 stores zero points as they are.
-        w4a8_weight_only: as in :class:`Stored`, of integers.
+        w4a8_weight_only: as in :class:`Scheme`, of integers.
         w4a8_nvfp4: floats are NVFP4's, which upstream takes for MXFP4's, the only ones that it knows.
     """
 
@@ -69,13 +69,13 @@ class W4A8INCConfig(RunsLayersHere, ChecksActivationOrder, INCConfig):
             raise ValueError(f"w4a8: {prefix}: a layer of NVFP4 that this cannot run, and vLLM neither")
         return None
 
-    def stored_of(self, layer: torch.nn.Module, prefix: str) -> Stored | LeftOut | None:
-        """As :meth:`RunsLayersHere.stored_of`."""
+    def scheme_of_layer(self, layer: torch.nn.Module, prefix: str) -> Scheme | LeftOut | None:
+        """As :meth:`RunsLayersHere.scheme_of_layer`."""
         # Upstream's rules for experts want a layer class that is no longer called so; names of matrices need none.
         names = _matrices(layer, prefix)
         if self._is_excluded(prefix) or not any(self.config_parser.resolve(layer, name).quantized for name in names):
             return LeftOut.not_quantized(prefix, "the configuration says so")
-        ways = [self._stored(layer, name) for name in names]
+        ways = [self._scheme(layer, name) for name in names]
         return ways[0] if are_alike(ways, prefix) else None
 
     def _is_excluded(self, prefix: str) -> bool:
@@ -84,22 +84,22 @@ class W4A8INCConfig(RunsLayersHere, ChecksActivationOrder, INCConfig):
         found = [entries[name] for name in (prefix, f"model.{prefix}") if name in entries]
         return any(entry.get("bits", 16) >= 16 for entry in found)
 
-    def _stored(self, layer: torch.nn.Module, name: str) -> Stored | None:
+    def _scheme(self, layer: torch.nn.Module, name: str) -> Scheme | None:
         found = self.config_parser.resolve(layer, name)
         if found.quantized and getattr(found, "is_mxfp4", False):
             block = NVFP4_BLOCK if self.w4a8_nvfp4 else BLOCK
             if found.group_size != block:
                 return None
             form = f"{'nv' if self.w4a8_nvfp4 else 'mx'}fp4-pack-quantized"
-            return Stored(form, block, True, weight_only="data_type is of floats")
+            return Scheme(form, block, True, weight_only="data_type is of floats")
         if not found.quantized or found.data_type != "int" or not is_group_size(found.group_size):
             return None
         if not (found.is_gptq and found.bits in (4, 8)) and not (found.is_awq and found.bits == 4):
             return None
         symmetric, inputs = bool(found.sym), {"weight_only": self.w4a8_weight_only}
         if found.is_gptq:
-            return Stored("gptq", found.group_size, symmetric, self.w4a8_version, bits=found.bits, **inputs)
-        return Stored("awq", found.group_size, symmetric, **inputs)
+            return Scheme("gptq", found.group_size, symmetric, self.w4a8_version, bits=found.bits, **inputs)
+        return Scheme("awq", found.group_size, symmetric, **inputs)
 
 
 def _matrices(layer: torch.nn.Module, prefix: str) -> list[str]:

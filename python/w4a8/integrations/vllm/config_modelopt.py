@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from vllm.model_executor.layers.quantization.modelopt import ModelOptMixedPrecisionConfig, ModelOptNvFp4Config
 
-from w4a8.formats import LeftOut, Stored
-from w4a8.formats.modelopt_rules import ALGORITHMS, NVFP4
-from w4a8.formats.nvfp4 import BLOCK
+from w4a8.formats import LeftOut, Scheme
+from w4a8.formats.modelopt import ALGORITHMS
+from w4a8.formats.nvfp4 import BLOCK, MODELOPT_NVFP4
 from w4a8.integrations.vllm.config_base import RunsLayersHere
 from w4a8.integrations.vllm.kv_cache import KeepsKVCache
 
@@ -24,8 +24,8 @@ class _NVFP4Layers(RunsLayersHere, KeepsKVCache):
         """What a layer is quantized by, and in which groups."""
         raise NotImplementedError
 
-    def stored_of(self, layer: torch.nn.Module, prefix: str) -> Stored | LeftOut | None:
-        """As :meth:`RunsLayersHere.stored_of`."""
+    def scheme_of_layer(self, layer: torch.nn.Module, prefix: str) -> Scheme | LeftOut | None:
+        """As :meth:`RunsLayersHere.scheme_of_layer`."""
         if self.is_layer_excluded(prefix) or any(part in prefix for part in _NEVER_QUANTIZED):
             return LeftOut.not_quantized(prefix, "the configuration excludes it")
         algorithm, group = self._algorithm(prefix)
@@ -33,7 +33,7 @@ class _NVFP4Layers(RunsLayersHere, KeepsKVCache):
             return LeftOut.not_quantized(prefix, "quantized_layers does not name it")
         if algorithm not in ALGORITHMS or group != BLOCK:
             return None
-        return Stored(NVFP4, BLOCK, True, weight_only=f"quant_algo is {algorithm!r}")
+        return Scheme(MODELOPT_NVFP4.name, BLOCK, True, weight_only=f"quant_algo is {algorithm!r}")
 
 
 class W4A8ModelOptConfig(_NVFP4Layers, ModelOptNvFp4Config):

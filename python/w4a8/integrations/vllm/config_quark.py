@@ -10,8 +10,9 @@ from vllm.model_executor.layers.quantization.quark.quark import QuarkConfig
 
 from w4a8.core.activation import MoEActivation
 from w4a8.core.json_fields import CheckpointError
-from w4a8.formats import LeftOut, Stored
-from w4a8.formats.quark_rules import MXFP4, QuarkRules
+from w4a8.formats import LeftOut, Scheme
+from w4a8.formats.mxfp4 import QUARK_MXFP4
+from w4a8.formats.quark import QuarkRules
 from w4a8.integrations.vllm.config_base import RunsLayersHere, no_floats_of_gpt_oss
 from w4a8.integrations.vllm.log import logger
 from w4a8.integrations.vllm.moe import experts_method
@@ -26,20 +27,20 @@ class W4A8QuarkConfig(RunsLayersHere, QuarkConfig):
     w4a8_says = "AMD Quark"
     _read: tuple[dict[str, Any], QuarkRules | None] | None = None
 
-    def experts_method(self, stored: Stored, layer: RoutedExperts, prefix: str) -> Any:
+    def experts_method(self, scheme: Scheme, layer: RoutedExperts, prefix: str) -> Any:
         """As :meth:`RunsLayersHere.experts_method`; vLLM's model of gpt-oss fills its experts in another way."""
         if not _of_gpt_oss(layer):
-            return super().experts_method(stored, layer, prefix)
+            return super().experts_method(scheme, layer, prefix)
         if layer.moe_config.moe_parallel_config.use_ep:
             logger().warning_once(
                 "w4a8: leaves gpt-oss's experts in AMD Quark's format to vLLM, because of expert parallelism, in which "
                 "vLLM's model does not fill them"
             )
             return None
-        return experts_method(stored, layer, prefix, W4A8QuarkGptOssMethod)
+        return experts_method(scheme, layer, prefix, W4A8QuarkGptOssMethod)
 
-    def stored_of(self, layer: torch.nn.Module, prefix: str) -> Stored | LeftOut | None:
-        """As :meth:`RunsLayersHere.stored_of`: how all matrices of the layer are stored, if they are alike.
+    def scheme_of_layer(self, layer: torch.nn.Module, prefix: str) -> Scheme | LeftOut | None:
+        """As :meth:`RunsLayersHere.scheme_of_layer`: how all matrices of the layer are stored, if they are alike.
 
         Raises:
             ValueError: of a linear layer's matrices some are quantized; experts of gpt-oss are not.
@@ -58,10 +59,12 @@ class W4A8QuarkConfig(RunsLayersHere, QuarkConfig):
         floats = [each for each in found if isinstance(each, LeftOut) and not each.quantized]
         if floats and len(floats) < len(found) and not experts:
             raise ValueError(f"w4a8: {prefix}: {floats[0].reason}, but others of {', '.join(names)} are quantized")
-        of_fp4 = isinstance(self._read[1].default, Stored)
+        of_fp4 = isinstance(self._read[1].default, Scheme)
         if floats and of_fp4 and experts and _of_gpt_oss(layer) and runs_w4a16():
             raise no_floats_of_gpt_oss(prefix, floats[0])
-        alike = len(floats) == len(found) or all(isinstance(each, Stored) and each.format == MXFP4 for each in found)
+        alike = len(floats) == len(found) or all(
+            isinstance(each, Scheme) and each.facts is QUARK_MXFP4 for each in found
+        )
         return found[0] if found and alike else None
 
 

@@ -21,7 +21,7 @@ from w4a8.core.matrix import SUPER, Matrix
 from w4a8.core.packer import ExpertPacker
 from w4a8.core.stack import MatrixStack
 from w4a8.core.weight_utils import replace_parameter
-from w4a8.formats import Stored
+from w4a8.formats import Scheme
 from w4a8.formats.gguf_blocks import TYPES
 from w4a8.integrations.vllm.gguf_folder import experts_of, linears_of
 from w4a8.integrations.vllm.moe import W4A8MoEMethod
@@ -256,7 +256,7 @@ class W4A8GGUFMoEMethod(W4A8MoEMethod):
         Raises:
             ValueError: this rank's part of an expert would cut blocks.
         """
-        super().__init__(Stored("packed", -1, True), layer, layer_name)
+        super().__init__(Scheme("packed", -1, True), layer, layer_name)
         self.path, self.index, self.is_loaded = path, index, False
         experts = experts_of(self.path)[self.index]
         first = next(name for name in ("gate", "gate_up") if name in experts.names)

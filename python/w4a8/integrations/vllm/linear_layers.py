@@ -27,10 +27,9 @@ from w4a8.core.matrix import Matrix, PackedAs
 from w4a8.core.memory import fresh_bytes
 from w4a8.core.stack import MatrixStack
 from w4a8.core.weight_utils import replace_parameter
-from w4a8.formats import Stored
-from w4a8.formats.parts import Part
-from w4a8.integrations.vllm.loading import form_of, is_dummy_load, random_matrix
-from w4a8.integrations.vllm.scheme import ignored_in, loaded_parts
+from w4a8.formats import Scheme
+from w4a8.formats.format import Part
+from w4a8.integrations.vllm.loading import form_of, is_dummy_load, loaded_parts, random_matrix
 from w4a8.integrations.vllm.settings import activation_group
 from w4a8.ops import dyn_quant_matmul_4bit
 
@@ -81,14 +80,14 @@ class LinearWeights:
     A base class of what vLLM calls for a layer.
     """
 
-    def __init__(self, stored: Stored, layer_name: str | None) -> None:
+    def __init__(self, scheme: Scheme, layer_name: str | None) -> None:
         """For one layer.
 
         Args:
-            stored: how its matrix is.
+            scheme: how its matrix is.
             layer_name: for errors.
         """
-        self.stored, self.parts = stored, tuple(loaded_parts(stored).values())
+        self.scheme, self.parts = scheme, tuple(loaded_parts(scheme).values())
         self.layer_name = layer_name
         self.packed_as: PackedAs | None = None  # once packed
         self._lacking: dict[str, int] = {}
@@ -117,14 +116,14 @@ class LinearWeights:
         if isinstance(layer, ParallelLMHead):
             self._load = MethodType(_load_output_layer, layer)
             sizes = [layer.shard_indices.num_org_elements]
-        group = self.stored.group_size
+        group = self.scheme.group_size
         if self.k % max(group, 2) != 0:
             raise ValueError(
                 f"w4a8: {self.layer_name}: {self.k} input features per rank (of {input_size}) are not a multiple of "
                 f"{max(group, 2)}"
             )
         try:
-            asked = self.stored.wanted_activation_group(activation_group())
+            asked = self.scheme.wanted_activation_group(activation_group())
             self.activation_group = resolve_activation_group(asked, group, self.k)
         except ValueError as error:
             raise ValueError(f"w4a8: {self.layer_name}: {error}") from None
@@ -132,17 +131,17 @@ class LinearWeights:
         for part in self.parts:
             try:
                 for rows in sizes:
-                    part.shape(rows, self.k, self.stored.groups(self.k))
+                    part.shape(rows, self.k, self.scheme.groups(self.k))
             except ValueError as error:
                 raise ValueError(f"w4a8: {self.layer_name}: {error} per rank and part of the layer") from None
             self._register(layer, part)
-        if self.stored.format == "pack-quantized":
+        if self.scheme.states_shape:
             shape = BasevLLMParameter(
                 data=torch.zeros(2, dtype=torch.int64), weight_loader=MethodType(load_parameter, layer)
             )
             shape.weight_loader_numel = 0  # not counted among what a layer lacks: it comes once per part of a layer
             layer.register_parameter("weight_shape", shape)
-        for suffix in ignored_in(self.stored):
+        for suffix in self.scheme.facts.unused:
             # It stays when the rest is packed: it may come later.
             data = torch.zeros(len(sizes), dtype=torch.float32)
             ignored = PerTensorScaleParameter(data=data, weight_loader=load_nothing)
@@ -159,7 +158,7 @@ class LinearWeights:
             layer.register_parameter(part.suffix, param)
             self._lacking[part.suffix] = param.numel()
             return
-        shape = part.shape(self.rows, self.k, self.stored.groups(self.k))
+        shape = part.shape(self.rows, self.k, self.scheme.groups(self.k))
         size = torch.empty((), dtype=part.dtype).element_size()
         arguments: dict[str, Any] = {
             "data": fresh_bytes(shape[0], size * shape[1]).view(part.dtype),
@@ -167,7 +166,7 @@ class LinearWeights:
             "weight_loader": MethodType(load_parameter, layer),
         }
         # One group for all of a row is the same on each rank, however many a row is cut into.
-        whole = "g" in part.axes and self.stored.group_size == -1
+        whole = "g" in part.axes and self.scheme.group_size == -1
         if not whole:
             arguments["input_dim"] = 1 - arguments["output_dim"]
         if part.packed is not None:
@@ -180,7 +179,7 @@ class LinearWeights:
         param = kind(**arguments)
         layer.register_parameter(part.suffix, param)
         self._lacking[part.suffix] = param.numel()
-        if not self.stored.requires(part):
+        if not self.scheme.requires(part):
             param.weight_loader_numel = 0
 
     def load(
@@ -200,7 +199,7 @@ class LinearWeights:
                 load = _load_number if part is not None and part.kind == "global_scale" else self._load
                 found = load(param, loaded_weight, *args, **kwargs)
         except (AssertionError, IndexError, RuntimeError) as error:
-            whole = f"[{self.n}, {self.k}] in groups of {self.stored.group_size} ({self.stored.format})"
+            whole = f"[{self.n}, {self.k}] in groups of {self.scheme.group_size} ({self.scheme.format})"
             shape = tuple(loaded_weight.shape)
             raise ValueError(f"w4a8: {name}: shape {shape} is no part of a weight {whole}: {error}") from error
         if part is not None and part.suffix in self._lacking:
@@ -220,7 +219,7 @@ class LinearWeights:
         """
         tensors, missing = {}, []
         for part in self.parts:
-            optional = not self.stored.requires(part)
+            optional = not self.scheme.requires(part)
             if optional and self.packed_as is not None:
                 continue  # of other weights, they may come when their layer is complete
             tensor = getattr(layer, part.suffix).data
@@ -231,7 +230,7 @@ class LinearWeights:
                 missing.append(f"{part.suffix}: {tensor.numel() - lacking} of {tensor.numel()} elements")
         if missing:
             raise ValueError(f"w4a8: {self.layer_name}: the checkpoint lacks weights: {', '.join(missing)}")
-        if self.stored.format == "pack-quantized":
+        if self.scheme.states_shape:
             tensors["weight_shape"] = torch.tensor([self.rows, self.k])
         return tensors
 
@@ -244,11 +243,11 @@ class LinearWeights:
             ValueError: a tensor that is not there, or values that the format does not have; scales do not fit into what
                 the first weight was packed as.
         """
-        first = getattr(layer, self.stored.weight, None)
+        first = getattr(layer, self.scheme.weight, None)
         if first is None or getattr(first, "w4a8_is_packed", False):
             return
         if self.dummy:
-            matrices = iter([random_matrix(self.rows, self.k, self.stored.group_size, form_of(self.stored))])
+            matrices = iter([random_matrix(self.rows, self.k, self.scheme.group_size, form_of(self.scheme))])
         else:
             matrices = self._matrices(self._complete_tensors(layer))
         self._lacking, self.dummy = {}, False
@@ -266,16 +265,16 @@ class LinearWeights:
         """The weight; where each part of the layer has a number for all of its scales, the matrix of each part."""
         number = next((part for part in self.parts if part.kind == "global_scale"), None)
         if number is None:
-            yield self.stored.read(tensors, "weight")
+            yield self.scheme.read(tensors, "weight")
             return
         rows = {part.suffix: tensors[part.suffix].split(self.sizes) for part in self.parts if part is not number}
         for index, factor in enumerate(tensors[number.suffix].split(1)):
             mine = {suffix: parts[index] for suffix, parts in rows.items()}
-            yield self.stored.read({**mine, number.suffix: factor}, "weight")
+            yield self.scheme.read({**mine, number.suffix: factor}, "weight")
 
     def _pack(self, matrices: Iterator[Matrix]) -> torch.Tensor:
         """uint8 [bytes] of the rows of all; the second time in the place, and so the form, of the first."""
-        group, row = self.stored.group_size, 0
+        group, row = self.scheme.group_size, 0
         how = {"packed_as": self.packed_as, "activation_group": self.activation_group}
         stack = MatrixStack(1, self.n, self.k, group, **how)
         for matrix in matrices:
@@ -288,7 +287,7 @@ class LinearWeights:
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [..., K] to [..., N] of its type."""
-        group = self.k if self.stored.group_size == -1 else self.stored.group_size
+        group = self.k if self.scheme.group_size == -1 else self.scheme.group_size
         out = dyn_quant_matmul_4bit(x, layer.weight_packed, group, self.k, self.n)
         return out if bias is None else out + bias
 

@@ -14,9 +14,8 @@ from w4a8.core.kind import Kind
 from w4a8.core.matrix import SUPER, Matrix, PackedAs
 from w4a8.core.memory import fresh_bytes
 from w4a8.core.packer import ExpertPacker
-from w4a8.formats import Stored
+from w4a8.formats import Part, Scheme
 from w4a8.formats.mxfp4 import BLOCK
-from w4a8.integrations.vllm.scheme import ignored_in, loaded_parts
 
 # Shards of vLLM's loader for gpt-oss, which has gate and up in one tensor.
 _SHARDS = {"gpt_oss_w13": "w13", "gpt_oss_w2": "w2"}
@@ -63,16 +62,29 @@ def random_matrix(rows: int, columns: int, group_size: int, form: PackedAs, has_
     return Matrix(codes, scales, zeros, kind, small[:, 0] if has_bias else None, channels, **more)
 
 
-def form_of(stored: Stored) -> PackedAs:
+def loaded_parts(scheme: Scheme) -> dict[str, Part]:
+    """The tensors that vLLM's loaders bring, but for ``weight_shape``, by the names that vLLM has for their last parts.
+
+    Zero points of a symmetric scheme are among them if its files have them all the same. vLLM names the tensors of a
+    stack of all experts after what they are.
+    """
+    kinds = ("weight", "weight_scale", "zero_points", "global_scale")
+    parts = [part for part in scheme.parts if part.kind in kinds]
+    if scheme.facts.is_stacked:
+        return {part.kind: part for part in parts}
+    return {part.suffix: part for part in parts if scheme.facts.spare_zeros is not None or scheme.requires(part)}
+
+
+def form_of(scheme: Scheme) -> PackedAs:
     """As far as it is known before anything has come."""
-    return PackedAs(stored.kind, zero_points=not stored.symmetric, channel_scales=stored.channel_scales)
+    return PackedAs(scheme.kind, zero_points=not scheme.symmetric, channel_scales=scheme.channel_scales)
 
 
-def pack_dummy(packer: ExpertPacker, stored: Stored) -> None:
+def pack_dummy(packer: ExpertPacker, scheme: Scheme) -> None:
     """Random experts."""
     for name, rows, columns in packer.sizes.stacks:
         for expert in range(packer.sizes.experts):
-            matrix = random_matrix(rows, columns, packer.sizes.group_size, form_of(stored), packer.has_bias)
+            matrix = random_matrix(rows, columns, packer.sizes.group_size, form_of(scheme), packer.has_bias)
             packer.stacks[name].put(expert, 0, matrix)
 
 
@@ -106,7 +118,7 @@ class ExpertsLoader:
         self,
         layer: torch.nn.Module,
         sizes: ExpertSizes,
-        stored: Stored,
+        scheme: Scheme,
         bias_dtype: torch.dtype | None,
         tp_rank: int,
         tp_size: int,
@@ -118,7 +130,7 @@ class ExpertsLoader:
         Args:
             layer: vLLM's RoutedExperts.
             sizes: of this rank's experts.
-            stored: how their matrices are.
+            scheme: how their matrices are.
             bias_dtype: of the model; None if there are no biases.
             tp_rank, tp_size: of the experts: 0 and 1 under expert parallelism.
             w13_interleaved: rows of a w13 that comes in one piece alternate gate and up.
@@ -127,12 +139,12 @@ class ExpertsLoader:
         Raises:
             ValueError: groups that do not fit this rank's part of an expert.
         """
-        self._layer, self._sizes, self._stored = layer, sizes, stored
+        self._layer, self._sizes, self._scheme = layer, sizes, scheme
         self._has_bias, self._interleaved = bias_dtype is not None, w13_interleaved
-        self._parts = loaded_parts(stored)
-        required = [suffix for suffix, part in self._parts.items() if stored.requires(part)]
+        self._parts = loaded_parts(scheme)
+        required = [suffix for suffix, part in self._parts.items() if scheme.requires(part)]
         self._needed = dict.fromkeys(required + ["bias"] * self._has_bias).keys()
-        self._ignored = ("weight_shape", *ignored_in(stored))
+        self._ignored = ("weight_shape", *scheme.facts.unused)
         self._loaded: dict[str, set[tuple[int, str]]] = {}
         self._waiting: dict[tuple[int, str], dict[str, torch.Tensor]] = {}  # by expert on this rank, and shard
         self._packed_as: dict[str, PackedAs] | None = None  # once packed
@@ -206,7 +218,7 @@ class ExpertsLoader:
         elif suffix in self._needed:
             self._collect(tensor, suffix, shard, expert[0], name)
         else:
-            self._stored.check_zero_points(tensor, name)
+            self._scheme.check_zero_points(tensor, name)
 
     def _collect(self, tensor: torch.Tensor, suffix: str, shard: str, expert: int, name: str) -> None:
         """Keeps a tensor that the matrix needs; the last one makes the matrix, which goes to the packer."""
@@ -217,11 +229,11 @@ class ExpertsLoader:
             return
         del self._waiting[expert, shard]
         tensors = {self._parts[key].suffix if key in self._parts else key: each for key, each in found.items()}
-        if self._stored.format == "pack-quantized":
+        if self._scheme.states_shape:
             tensors["weight_shape"] = torch.tensor(self.packer.shape(shard))
-        elif self._stored.format == "mxfp4":
+        elif self._scheme.facts.is_stacked:
             tensors["blocks"] = tensors["blocks"].unflatten(-1, (-1, BLOCK // 2))
-        self.packer.put(expert, shard, self._stored.read(tensors, name), name)
+        self.packer.put(expert, shard, self._scheme.read(tensors, name), name)
 
     def pack(self) -> dict[str, torch.Tensor]:
         """``w13`` and ``w2``, uint8 [E, bytes]. What comes afterwards is another set of weights, of the same types."""

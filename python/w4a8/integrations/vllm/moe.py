@@ -13,17 +13,14 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 from w4a8.core.activation import MoEActivation
 from w4a8.core.experts import ExpertSizes, run_experts
 from w4a8.core.weight_utils import replace_parameter
-from w4a8.formats import Stored
-from w4a8.integrations.vllm.loading import ExpertsLoader, is_dummy_load, load_expert, pack_dummy
+from w4a8.formats import Scheme
+from w4a8.integrations.vllm.loading import ExpertsLoader, is_dummy_load, load_expert, loaded_parts, pack_dummy
 from w4a8.integrations.vllm.log import logger
 from w4a8.integrations.vllm.routing import select
-from w4a8.integrations.vllm.scheme import ignored_in, loaded_parts
 from w4a8.integrations.vllm.settings import activation_group
 
 # Of the clamped SwiGLU: limit, slope of the sigmoid, what is added to the up half.
 _SWIGLU = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702, "swiglu_beta": 1.0}
-# Some tools that write these write biases of zeros where a model has none.
-_ZERO_BIASES = ("gptq", "awq")
 _CLAMPED = (MoEActivation.SWIGLUOAI, MoEActivation.SWIGLUOAI_UNINTERLEAVE)
 
 
@@ -75,11 +72,11 @@ class W4A8MoEMethod(FusedMoEMethodBase):
     layers that select experts by token id are routed by vLLM.
     """
 
-    def __init__(self, stored: Stored, layer: torch.nn.Module, layer_name: str) -> None:
+    def __init__(self, scheme: Scheme, layer: torch.nn.Module, layer_name: str) -> None:
         """A method for one layer.
 
         Args:
-            stored: how its matrices are.
+            scheme: how its matrices are.
             layer: vLLM's RoutedExperts, whose ``moe_config`` is not :func:`unsupported`.
             layer_name: of the layer, for errors.
 
@@ -87,8 +84,8 @@ class W4A8MoEMethod(FusedMoEMethodBase):
             ValueError: groups that do not fit this rank's part of an expert; names the sizes.
         """
         super().__init__(layer.moe_config)
-        self.stored = stored
-        self.sizes = expert_sizes(layer.moe_config, stored.group_size)
+        self.scheme = scheme
+        self.sizes = expert_sizes(layer.moe_config, scheme.group_size)
         self.activation = _activation(layer.moe_config)
         problem = self.sizes.unsupported()
         if problem is not None:
@@ -121,15 +118,15 @@ class W4A8MoEMethod(FusedMoEMethodBase):
             self.sizes, experts=num_experts, hidden=hidden_size, intermediate=intermediate_size_per_partition
         )
         try:
-            groups = self.sizes.activation_groups(self.stored.wanted_activation_group(activation_group()))
+            groups = self.sizes.activation_groups(self.scheme.wanted_activation_group(activation_group()))
         except ValueError as error:
             raise ValueError(f"w4a8: {self.layer_name}: {error}") from None
         # vLLM itself cuts the stacks of all experts that it hands over.
-        cut = self.stored.format == "mxfp4"
+        cut = self.scheme.facts.is_stacked
         layer.w4a8_loader = ExpertsLoader(
             layer,
             self.sizes,
-            self.stored,
+            self.scheme,
             bias_dtype,
             tp_rank=0 if cut else parallel.tp_rank,
             tp_size=1 if cut else parallel.tp_size,
@@ -139,19 +136,19 @@ class W4A8MoEMethod(FusedMoEMethodBase):
         self._raw: list[str] = []
         for stack, rows, columns in self.sizes.stacks:
             halves = 2 if stack == "w13" and self.sizes.gated else 1
-            for suffix, part in loaded_parts(self.stored).items():
+            for suffix, part in loaded_parts(self.scheme).items():
                 number = part.kind == "global_scale"  # one of each matrix of a file
-                shape = (halves,) if number else part.shape(rows, columns, self.stored.groups(columns))
-                counted = self.stored.requires(part)
+                shape = (halves,) if number else part.shape(rows, columns, self.scheme.groups(columns))
+                counted = self.scheme.requires(part)
                 self._register(layer, f"{stack}_{suffix}", (num_experts, *shape), part.dtype, counted)
-            for suffix in ignored_in(self.stored):
+            for suffix in self.scheme.facts.unused:
                 self._register(layer, f"{stack}_{suffix}", (num_experts, halves), torch.float32, False)
-            if self.moe.has_bias or self.stored.format in _ZERO_BIASES:
+            if self.moe.has_bias or self.scheme.facts.spare_biases:
                 self._register(layer, f"{stack}_bias", (num_experts, rows), params_dtype, self.moe.has_bias)
-            if self.stored.format == "pack-quantized":
+            if self.scheme.states_shape:
                 # Stays when the rest is packed: the last shapes of other weights come when their layer is complete.
                 self._register(layer, f"{stack}_weight_shape", (num_experts, 2), torch.int64, False, meta=False)
-            elif self.stored.weight != "weight_packed":
+            elif self.scheme.weight != "weight_packed":
                 self._register(layer, f"{stack}_weight_packed", (0,), torch.uint8, True, meta=False)
         self.dummy = is_dummy_load()
 
@@ -184,7 +181,7 @@ class W4A8MoEMethod(FusedMoEMethodBase):
         if loader.nothing_new:
             return
         if self.dummy:
-            pack_dummy(loader.packer, self.stored)
+            pack_dummy(loader.packer, self.scheme)
             self.dummy = False
         else:
             missing = loader.missing()
@@ -235,11 +232,11 @@ class W4A8MoEMethod(FusedMoEMethodBase):
 
 
 def experts_method(
-    stored: Stored, layer: torch.nn.Module, prefix: str, method: type[W4A8MoEMethod] = W4A8MoEMethod
+    scheme: Scheme, layer: torch.nn.Module, prefix: str, method: type[W4A8MoEMethod] = W4A8MoEMethod
 ) -> W4A8MoEMethod | None:
     """The method of a layer of vLLM's RoutedExperts; None, with a warning, if it cannot be run here."""
     reason = unsupported(layer.moe_config)
     if reason is not None:
         logger().warning_once("w4a8: leaves layers of experts to vLLM, because of %s", reason)
         return None
-    return method(stored, layer, prefix)
+    return method(scheme, layer, prefix)

@@ -16,7 +16,7 @@ from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from w4a8.formats import Stored
+from w4a8.formats import Scheme
 from w4a8.formats.packed_directory import METHOD, Parts
 from w4a8.integrations.vllm.config import W4A8CompressedTensorsConfig
 from w4a8.integrations.vllm.moe import unsupported
@@ -76,7 +76,7 @@ class W4A8PackedConfig(W4A8CompressedTensorsConfig):
                 raise ValueError(f"w4a8: {prefix}: a packed directory with {reason} cannot be served with {problem}")
         return super().method_of(layer, prefix)
 
-    def _stored(self, found: dict | None, name: str | None) -> Stored | None:
+    def _stored(self, found: dict | None, name: str | None) -> Scheme | None:
         """As that of a compressed-tensors checkpoint, with the activation group that the headers say."""
         stored = super()._stored(found, name)
         names = [name] if name in self.modules else joined_from(name or "", self.packed_modules_mapping)

@@ -16,7 +16,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from w4a8.core.matrix import PackedAs, pack_as
 from w4a8.core.memory import fresh_bytes
-from w4a8.formats import Stored
+from w4a8.formats import Scheme
 from w4a8.integrations.vllm.loading import is_dummy_load, random_matrix
 from w4a8.integrations.vllm.moe import W4A8MoEMethod
 from w4a8.integrations.vllm.packed import (
@@ -230,7 +230,7 @@ class W4A8PackedMoEMethod(W4A8MoEMethod):
             name: in the files.
             parts: ``w13_packed`` and ``w2_packed``.
         """
-        super().__init__(Stored("packed", group_of(parts), True), layer, layer_name)
+        super().__init__(Scheme("packed", group_of(parts), True), layer, layer_name)
         self.name, self.parts = name, parts
         groups = group_sizes(parts)
         self.sizes = replace(self.sizes, group_size=groups["w13_packed"], w2_group_size=groups["w2_packed"])

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from w4a8.formats import Stored
+from w4a8.formats import Scheme
+from w4a8.formats.mxfp4 import MXFP4
 from w4a8.integrations.vllm.moe import W4A8MoEMethod
 
 
@@ -25,11 +26,11 @@ def _nothing(name: str) -> float:
 class W4A8QuarkGptOssMethod(W4A8MoEMethod):
     """Of a layer of experts, which may be cut among ranks, not dealt out: vLLM's model copies to global indices."""
 
-    weight_dtype = "mxfp4"  # vLLM's model asks for it
+    weight_dtype = MXFP4.name  # vLLM's model asks for it
 
-    def __init__(self, stored: Stored, layer: torch.nn.Module, layer_name: str) -> None:
+    def __init__(self, scheme: Scheme, layer: torch.nn.Module, layer_name: str) -> None:
         """A method for one layer, whose tensors vLLM's model gives the shapes of gpt-oss's own MXFP4."""
-        super().__init__(replace(stored, format="mxfp4"), layer, layer_name)
+        super().__init__(replace(scheme, format=MXFP4.name), layer, layer_name)
 
     def create_weights(
         self,

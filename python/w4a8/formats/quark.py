@@ -9,13 +9,12 @@ from typing import Any
 
 from w4a8.core.json_fields import CheckpointError, check_field, json_field, shorten
 from w4a8.core.patterns import Pattern, name_or_pattern, names_field
-from w4a8.formats.mxfp4 import BLOCK
-from w4a8.formats.stored import LeftOut, Stored, stored_or_left_out
-
-_WHERE = "quantization_config"
-MXFP4 = "quark-mxfp4"
+from w4a8.formats.mxfp4 import BLOCK, QUARK_MXFP4
+from w4a8.formats.rules import WHERE, rules_for
+from w4a8.formats.scheme import LeftOut, Scheme, scheme_or_left_out
 
 
+@rules_for("quark")
 class QuarkRules:
     """``quant_method: quark``: MXFP4 weights, of all modules or of those that are named so.
 
@@ -31,19 +30,19 @@ class QuarkRules:
                 quantized and back; an algorithm that leaves more to do than to multiply by the weights.
         """
         _check_algorithms(config)
-        export = json_field(config, "export", dict, f"{_WHERE}.export") or {}
+        export = json_field(config, "export", dict, f"{WHERE}.export") or {}
         form = export.get("weight_format")
-        check_field(form in (None, "real_quantized"), f"{_WHERE}.export.weight_format", form, "'real_quantized'")
-        self._cached = names_field(export, "kv_cache_group", f"{_WHERE}.export.kv_cache_group")
-        key = f"{_WHERE}.exclude"
+        check_field(form in (None, "real_quantized"), f"{WHERE}.export.weight_format", form, "'real_quantized'")
+        self._cached = names_field(export, "kv_cache_group", f"{WHERE}.export.kv_cache_group")
+        key = f"{WHERE}.exclude"
         self._excluded = _Entries(names_field(config, "exclude", key), f"an entry of {key}")
         self._layers = self._entries(config, "layer_quant_config")
-        self._named = _Entries(self._layers, f"a key of {_WHERE}.layer_quant_config")
+        self._named = _Entries(self._layers, f"a key of {WHERE}.layer_quant_config")
         self._types = self._entries(config, "layer_type_quant_config")
-        key = f"{_WHERE}.global_quant_config"
+        key = f"{WHERE}.global_quant_config"
         self.default = self._try(json_field(config, "global_quant_config", dict, key) or {}, key)
 
-    def of(self, module: str) -> Stored | LeftOut:
+    def of(self, module: str) -> Scheme | LeftOut:
         """As :meth:`Rules.of`: an entry of ``exclude`` that matches all of its name leaves a module out.
 
         Of others the first entry of ``layer_quant_config`` that does says how they are, then what
@@ -51,16 +50,16 @@ class QuarkRules:
         """
         entry = self._excluded.first(module)
         if entry is not None:
-            return LeftOut.not_quantized(module, f"{_WHERE}.exclude has {shorten(entry)}")
+            return LeftOut.not_quantized(module, f"{WHERE}.exclude has {shorten(entry)}")
         entry = self._named.first(module)
         found = self._types.get("Linear", self.default) if entry is None else self._layers[entry]
         if isinstance(found, LeftOut):
             return LeftOut(f"{module}: {found.reason}", found.quantized)
         return found
 
-    def _entries(self, config: Mapping[str, Any], name: str) -> dict[str, Stored | LeftOut]:
+    def _entries(self, config: Mapping[str, Any], name: str) -> dict[str, Scheme | LeftOut]:
         """An object of objects, each of which says how some modules are."""
-        key = f"{_WHERE}.{name}"
+        key = f"{WHERE}.{name}"
         found = json_field(config, name, dict, key) or {}
         for entry in found:
             name_or_pattern(entry, f"a key of {key}")
@@ -69,13 +68,13 @@ class QuarkRules:
             entry: self._try(json_field(found, entry, dict, where[entry]) or {}, where[entry], entry) for entry in found
         }
 
-    def _try(self, entry: Mapping[str, Any], where: str, name: str = "") -> Stored | LeftOut:
+    def _try(self, entry: Mapping[str, Any], where: str, name: str = "") -> Scheme | LeftOut:
         if entry.get("weight") is None:
             return LeftOut(f"{where}.weight is missing: not quantized", quantized=False)
         # What the KV cache is to hold; here it has another type. Queries may be quantized with it.
         outputs = any(fnmatchcase(name, cached) for cached in self._cached)
         outputs = outputs or (bool(self._cached) and name.endswith("q_proj"))
-        return stored_or_left_out(partial(_stored, entry, where, outputs))
+        return scheme_or_left_out(partial(_scheme, entry, where, outputs))
 
 
 def _check_algorithms(config: Mapping[str, Any]) -> None:
@@ -86,9 +85,9 @@ def _check_algorithms(config: Mapping[str, Any]) -> None:
             continue
         for name in ("online_r1_rotation", "r4"):
             if entry.get(name):
-                raise CheckpointError(f"{_WHERE}.algo_config has {name}: inputs that are rotated are not supported")
+                raise CheckpointError(f"{WHERE}.algo_config has {name}: inputs that are rotated are not supported")
         if entry.get("name") == "svdquant":
-            raise CheckpointError(f"{_WHERE}.algo_config has 'svdquant', whose corrections are not supported")
+            raise CheckpointError(f"{WHERE}.algo_config has 'svdquant', whose corrections are not supported")
 
 
 class _Entries:
@@ -117,7 +116,7 @@ class _Entries:
         return None if exact is None else module
 
 
-def _stored(entry: Mapping[str, Any], where: str, outputs: bool) -> Stored:
+def _scheme(entry: Mapping[str, Any], where: str, outputs: bool) -> Scheme:
     """What an object of the configuration says that has a ``weight``.
 
     Raises:
@@ -139,4 +138,4 @@ def _stored(entry: Mapping[str, Any], where: str, outputs: bool) -> Stored:
     for name in ("bias",) if outputs else ("bias", "output_tensors"):
         if entry.get(name):
             raise CheckpointError(f"{where}.{name} is set: only weights are quantized here")
-    return Stored(MXFP4, BLOCK, True, weight_only=f"{where}.input_tensors is not int8")
+    return Scheme(QUARK_MXFP4.name, BLOCK, True, weight_only=f"{where}.input_tensors is not int8")

@@ -1,4 +1,4 @@
-"""How the tensors of one module hold its quantized weights."""
+"""How the tensors of one module hold its quantized weights, or why the module is not read here."""
 
 from __future__ import annotations
 
@@ -11,32 +11,16 @@ from w4a8.core.activation_groups import PER_TOKEN
 from w4a8.core.json_fields import CheckpointError
 from w4a8.core.kind import Kind, integers_of
 from w4a8.core.matrix import Matrix
-from w4a8.formats.awq import from_awq, output_features
-from w4a8.formats.compressed_tensors import from_int_quantized, from_pack_quantized, stated_shape
-from w4a8.formats.gptq import from_gptq, stored_zeros
-from w4a8.formats.matrix import Tensors, checked_zeros, expect_shape, take
-from w4a8.formats.mxfp4 import BLOCK, from_mxfp4, from_mxfp4_pack_quantized, from_quark_mxfp4
-from w4a8.formats.nvfp4 import from_nvfp4, from_nvfp4_pack_quantized
-from w4a8.formats.parts import Part, parts_of
-
-# Readers of 4-bit floats, which need no configuration.
-_FLOAT_READERS: dict[str, Callable[[Tensors, str], Matrix]] = {
-    "mxfp4": from_mxfp4,
-    "mxfp4-pack-quantized": from_mxfp4_pack_quantized,
-    "quark-mxfp4": from_quark_mxfp4,
-    "nvfp4-pack-quantized": from_nvfp4_pack_quantized,
-    "modelopt-nvfp4": from_nvfp4,
-}
+from w4a8.formats.format import FORMATS, Format, Part, parts_of
+from w4a8.formats.matrix import Tensors, checked_zeros, stated_shape, take
 
 
 @dataclass(frozen=True)
-class Stored:
+class Scheme:
     """How one module is stored, as the configuration of its checkpoint says.
 
     Attributes:
-        format: ``gptq``, ``awq``, ``int-quantized``, ``pack-quantized``, ``mxfp4-pack-quantized``,
-            ``nvfp4-pack-quantized``, ``modelopt-nvfp4``, ``quark-mxfp4`` or ``mxfp4``. AutoRound has the
-            first two, or those of 4-bit floats with ``pack``.
+        format: a name of :data:`FORMATS`. AutoRound has ``gptq`` or ``awq``, or those of 4-bit floats with ``pack``.
         group_size: input features per scale, 16 or a multiple of 32; -1 is one group.
         symmetric: all zero points are 8, or 128 of 8 bits.
         version: of ``gptq``: 1, or 2 where zero points are stored as they are.
@@ -66,6 +50,11 @@ class Stored:
         return PER_TOKEN if asked is None and self.weight_only is None else asked
 
     @property
+    def facts(self) -> Format:
+        """What all matrices of the format have in common."""
+        return FORMATS[self.format]
+
+    @property
     def parts(self) -> tuple[Part, ...]:
         """The tensors of the format, the codes first."""
         return parts_of(self.format, self.bits)
@@ -73,12 +62,17 @@ class Stored:
     @property
     def kind(self) -> Kind:
         """Of the codes."""
-        return Kind.E2M1 if self.format in _FLOAT_READERS else integers_of(self.bits)
+        return self.facts.kind or integers_of(self.bits)
 
     @property
     def channel_scales(self) -> bool:
         """Whether scales have two levels (:class:`Matrix`)."""
         return any(part.kind == "global_scale" for part in self.parts)
+
+    @property
+    def states_shape(self) -> bool:
+        """Whether a tensor ``weight_shape`` says (N, K): codes may fill more words than that."""
+        return any(part.kind == "shape" for part in self.parts)
 
     def groups(self, columns: int) -> int:
         """Scales of a row of so many input features."""
@@ -117,20 +111,15 @@ class Stored:
         Args:
             codes: shape of the tensor of codes.
             name: of the module, for errors.
-            weight_shape: the tensor of this name, which says it of ``pack-quantized``.
+            weight_shape: the tensor of this name, if the format has one.
 
         Raises:
             ValueError: a tensor that has no such shape; names it.
         """
-        if self.format == "pack-quantized":
+        if self.states_shape:
             return stated_shape({"weight_shape": weight_shape}, name)
-        dim = 3 if self.format == "mxfp4" else 2
-        if len(codes) != dim:
-            raise ValueError(f"{name}.{self.weight}: shape {codes}, but {dim} dimensions are expected")
-        if self.format == "mxfp4":
-            expect_shape(codes, name, self.weight, (*codes[:2], BLOCK // 2), f"blocks of {BLOCK}")
-            return codes[0], BLOCK * codes[1]
-        return self.parts[0].features(codes)
+        features = self.facts.features or self.parts[0].features
+        return features(codes, name)
 
     def read(self, tensors: Tensors, name: str) -> Matrix:
         """The matrix of a module, once all of its tensors are there that are :attr:`required`.
@@ -143,21 +132,12 @@ class Stored:
             ValueError: a tensor is missing, has another dtype or shape, or values that this format does not have;
                 names it.
         """
-        if self.format in _FLOAT_READERS:
-            return _FLOAT_READERS[self.format](tensors, name)
-        if self.format == "gptq":
-            if self.activation_order and tensors.get("g_idx") is None:
-                raise ValueError(f"{name}.g_idx is missing, though the configuration says desc_act")
-            return from_gptq(tensors, name, self.group_size, self.symmetric, self.version, self.bits)
-        if self.format == "pack-quantized":
-            return from_pack_quantized(tensors, name, self.group_size, self.symmetric, self.bits)
-        read = {"awq": from_awq, "int-quantized": from_int_quantized}.get(self.format)
-        if read is None:
+        if self.format not in FORMATS:
             raise ValueError(f"{name}: the format {self.format!r} has no reader")
-        return read(tensors, name, self.group_size, self.symmetric)
+        return self.facts.read(tensors, name, self)
 
     def check_zero_points(self, tensor: torch.Tensor, name: str) -> None:
-        """Looks at zero points of a symmetric ``gptq`` or ``awq``, without which a matrix is read if they come late.
+        """Looks at zero points of a symmetric scheme, without which a matrix is read if they come late.
 
         Args:
             tensor: ``qzeros``.
@@ -166,14 +146,14 @@ class Stored:
         Raises:
             ValueError: another dtype or number of dimensions, or one that is not in the middle of the codes.
         """
-        words = take({"qzeros": tensor}, name, "qzeros", (torch.int32,), 2)
-        zeros = output_features(words) if self.format == "awq" else stored_zeros(words, self.version, self.bits)
-        checked_zeros(zeros, name, "qzeros", True, self.bits)
+        part = next(part for part in self.parts if part.kind == "zero_points")
+        words = take({part.suffix: tensor}, name, part.suffix, (part.dtype,), 2)
+        checked_zeros(self.facts.spare_zeros(words, self), name, part.suffix, True, self.bits)
 
 
-def wanted_by_all(stored: Iterable[Stored], asked: int | None) -> int | None:
-    """As :meth:`Stored.wanted_activation_group`, of one layer's experts: per token if that is wanted of any."""
-    wanted = [each.wanted_activation_group(asked) for each in stored]
+def wanted_by_all(schemes: Iterable[Scheme], asked: int | None) -> int | None:
+    """As :meth:`Scheme.wanted_activation_group`, of one layer's experts: per token if that is wanted of any."""
+    wanted = [each.wanted_activation_group(asked) for each in schemes]
     return PER_TOKEN if PER_TOKEN in wanted else wanted[0]
 
 
@@ -195,7 +175,7 @@ class LeftOut:
         return cls(f"{module} is not quantized: {why}", quantized=False)
 
 
-def stored_or_left_out(read: Callable[[], Stored], where: str = "") -> Stored | LeftOut:
+def scheme_or_left_out(read: Callable[[], Scheme], where: str = "") -> Scheme | LeftOut:
     """What a part of a configuration says, or that it says something that is not read here.
 
     Args:

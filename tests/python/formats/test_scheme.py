@@ -4,19 +4,19 @@ import pytest
 import torch
 from tool_formats import least_zero, store, store_mxfp4, store_nvfp4
 
-from w4a8.formats import Stored
-from w4a8.formats.parts import PARTS, Part
-from w4a8.formats.stored import wanted_by_all
+from w4a8.formats import Scheme
+from w4a8.formats.format import Part
+from w4a8.formats.scheme import wanted_by_all
 
 ROWS, COLUMNS, GROUP = 16, 128, 32
 
 
-def how(name: str, symmetric: bool) -> Stored:
-    return Stored(name.removesuffix("_v2"), GROUP, symmetric, 2 if name == "gptq_v2" else 1)
+def how(name: str, symmetric: bool) -> Scheme:
+    return Scheme(name.removesuffix("_v2"), GROUP, symmetric, 2 if name == "gptq_v2" else 1)
 
 
-def part_of(stored: Stored, kind: str):
-    return next(part for part in stored.parts if part.kind == kind)
+def part_of(scheme: Scheme, kind: str):
+    return next(part for part in scheme.parts if part.kind == kind)
 
 
 def written(name: str, symmetric: bool) -> dict[str, torch.Tensor]:
@@ -35,32 +35,32 @@ NAMES = ("gptq", "gptq_v2", "awq", "int-quantized", "pack-quantized")
 @pytest.mark.parametrize("name", NAMES)
 def test_shapes(name, symmetric):
     """What a format's parts say of the tensors is what is in the files, and the reader's matrix has that shape."""
-    stored, tensors = how(name, symmetric), written(name, symmetric)
-    for part in stored.parts:
+    scheme, tensors = how(name, symmetric), written(name, symmetric)
+    for part in scheme.parts:
         if part.kind not in ("shape", "g_idx") and part.suffix in tensors:
             assert part.shape(ROWS, COLUMNS, COLUMNS // GROUP) == tensors[part.suffix].shape
             assert part.takes(tensors[part.suffix].dtype)
-    assert stored.shape(tensors[stored.weight].shape, "m", tensors.get("weight_shape")) == (ROWS, COLUMNS)
-    found = stored.read({name: tensors[name] for name in stored.required}, "m")
-    assert (found.rows, found.columns, found.group, found.kind) == (ROWS, COLUMNS, GROUP, stored.kind)
+    assert scheme.shape(tensors[scheme.weight].shape, "m", tensors.get("weight_shape")) == (ROWS, COLUMNS)
+    found = scheme.read({name: tensors[name] for name in scheme.required}, "m")
+    assert (found.rows, found.columns, found.group, found.kind) == (ROWS, COLUMNS, GROUP, scheme.kind)
     assert (found.zero_points is None) == symmetric
 
 
 def test_mxfp4():
     codes, exponents = torch.randint(16, (ROWS, COLUMNS)), torch.randint(100, 140, (ROWS, 4))
     made, flat = store_mxfp4("mxfp4", codes, exponents), store_mxfp4("quark", codes, exponents)
-    quark = Stored("quark-mxfp4", 32, True)
+    quark = Scheme("quark-mxfp4", 32, True)
     assert quark.kind == "e2m1" and quark.required == ("weight", "weight_scale")
     assert quark.shape(flat["weight"].shape, "m") == (ROWS, COLUMNS)
     for part in quark.parts[:2]:
         assert part.shape(ROWS, COLUMNS, COLUMNS // 32) == flat[part.suffix].shape
-    one, other = Stored("mxfp4", 32, True).read(made, "m"), quark.read(flat, "m")
+    one, other = Scheme("mxfp4", 32, True).read(made, "m"), quark.read(flat, "m")
     for found in (one, other):
         assert torch.equal(found.codes, made["blocks"].flatten(1))
         assert torch.equal(found.scales, 2.0 ** (made["scales"].float() - 127))
     made["scales"][0, 0] = flat["weight_scale"][0, 0] = 255
     with pytest.raises(ValueError, match=r"m.scales: 255, which is not a number"):
-        Stored("mxfp4", 32, True).read(made, "m")
+        Scheme("mxfp4", 32, True).read(made, "m")
     with pytest.raises(ValueError, match=r"m.weight_scale: 255, which is not a number"):
         quark.read(flat, "m")
 
@@ -69,20 +69,20 @@ def test_mxfp4():
 def test_nvfp4(name):
     scales = torch.randint(1, 127, (ROWS, COLUMNS // 16))
     made = store_nvfp4(name, torch.randint(16, (ROWS, COLUMNS)), scales, 0.3)
-    stored = Stored(name, 16, True)
-    assert stored.kind == "e2m1" and stored.channel_scales
-    assert stored.shape(made[stored.weight].shape, "m") == (ROWS, COLUMNS)
-    for part in stored.parts:
-        if stored.requires(part):
+    scheme = Scheme(name, 16, True)
+    assert scheme.kind == "e2m1" and scheme.channel_scales
+    assert scheme.shape(made[scheme.weight].shape, "m") == (ROWS, COLUMNS)
+    for part in scheme.parts:
+        if scheme.requires(part):
             shape = part.shape(ROWS, COLUMNS, COLUMNS // 16)
             assert shape == (() if part.kind == "global_scale" else made[part.suffix].shape)
-    of_all = next(part for part in stored.parts if part.kind == "global_scale")
+    of_all = next(part for part in scheme.parts if part.kind == "global_scale")
     for value, message in (
         (made[of_all.suffix].bfloat16(), "dtype torch.bfloat16, but float32 is expected"),
         (torch.tensor(float("nan")), "is nan, of which no finite scales can be made"),
     ):
         with pytest.raises(ValueError, match=rf"m.{of_all.suffix}:? {message}"):
-            stored.read({**made, of_all.suffix: value}, "m")
+            scheme.read({**made, of_all.suffix: value}, "m")
 
 
 @pytest.mark.parametrize(
@@ -99,25 +99,25 @@ def test_nvfp4(name):
     ],
 )
 def test_refusals(kind, change, message):
-    stored, tensors = how("gptq", False), written("gptq", False)
-    part = part_of(stored, kind)
+    scheme, tensors = how("gptq", False), written("gptq", False)
+    part = part_of(scheme, kind)
     with pytest.raises(ValueError, match=message):
-        stored.read({**tensors, part.suffix: change(tensors[part.suffix])}, "m")
+        scheme.read({**tensors, part.suffix: change(tensors[part.suffix])}, "m")
 
 
 @pytest.mark.parametrize(("name", "bits"), [("gptq", 4), ("gptq", 8), ("gptq_v2", 4), ("gptq_v2", 8), ("awq", 4)])
 def test_zero_points_that_come_late(name, bits):
     """Of a symmetric format they are only looked at."""
-    stored = Stored(name.removesuffix("_v2"), GROUP, True, 2 if name == "gptq_v2" else 1, bits=bits)
+    scheme = Scheme(name.removesuffix("_v2"), GROUP, True, 2 if name == "gptq_v2" else 1, bits=bits)
     middle = (1 << (bits - 1)) - (name == "gptq")
     word = sum(middle << bits * i for i in range(32 // bits))
     words = torch.full((COLUMNS // GROUP, ROWS * bits // 32), word - (1 << 32 if word >= 1 << 31 else 0)).int()
-    stored.check_zero_points(words, "m")
+    scheme.check_zero_points(words, "m")
     words[1, 1] += 1
     with pytest.raises(ValueError, match=r"m.qzeros: zero points in .*, but the configuration says symmetric"):
-        stored.check_zero_points(words, "m")
+        scheme.check_zero_points(words, "m")
     with pytest.raises(ValueError, match=r"m.qzeros: dtype torch.float32, but int32 is expected"):
-        stored.check_zero_points(words.float(), "m")
+        scheme.check_zero_points(words.float(), "m")
 
 
 def test_features_that_are_no_whole_words():
@@ -133,16 +133,16 @@ def test_codes_in_an_element(dtype, codes):
     assert part.features((ROWS, COLUMNS // codes)) == (ROWS, COLUMNS)
 
 
-def test_a_format_without_a_reader(monkeypatch):
-    """It is not taken for another one."""
-    monkeypatch.setitem(PARTS, "new", PARTS["int-quantized"])
+def test_a_format_that_is_not_known():
     with pytest.raises(ValueError, match="m: the format 'new' has no reader"):
-        Stored("new", GROUP, True).read(written("int-quantized", True), "m")
+        Scheme("new", GROUP, True).read(written("int-quantized", True), "m")
+    with pytest.raises(ValueError, match="the format 'new' is not one of awq, gptq"):
+        _ = Scheme("new", GROUP, True).parts
 
 
 def test_activation_group_of_a_layer_of_experts():
     """Per token if one of them wants that; what is asked for goes before."""
-    int8, weight_only = Stored("gptq", 32, True), Stored("gptq", 32, True, weight_only="quant_method is 'gptq'")
+    int8, weight_only = Scheme("gptq", 32, True), Scheme("gptq", 32, True, weight_only="quant_method is 'gptq'")
     for one, other in ((int8, weight_only), (weight_only, int8)):
         assert wanted_by_all((one, other), None) == -1
         assert wanted_by_all((one, other), 64) == 64

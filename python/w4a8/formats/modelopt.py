@@ -8,16 +8,16 @@ from functools import partial
 from typing import Any
 
 from w4a8.core.json_fields import check_field, json_field, shorten
-from w4a8.formats.nvfp4 import BLOCK
-from w4a8.formats.stored import LeftOut, Stored, stored_or_left_out
+from w4a8.formats.nvfp4 import BLOCK, MODELOPT_NVFP4
+from w4a8.formats.rules import WHERE, rules_for
+from w4a8.formats.scheme import LeftOut, Scheme, scheme_or_left_out
 
-_WHERE = "quantization_config"
-NVFP4 = "modelopt-nvfp4"
 MIXED = "MIXED_PRECISION"
 # Of 4-bit weights with inputs in 4 bits, or in floats.
 ALGORITHMS = ("NVFP4", "W4A16_NVFP4")
 
 
+@rules_for("modelopt", file="hf_quant_config.json")
 class ModelOptRules:
     """``quant_method: modelopt``: NVFP4, of all modules or, in MIXED_PRECISION, of those that are named so.
 
@@ -31,17 +31,17 @@ class ModelOptRules:
         Raises:
             CheckpointError: a value of another type than it should be.
         """
-        self._where = _WHERE
-        inside = json_field(config, "quantization", dict, f"{_WHERE}.quantization")
+        self._where = WHERE
+        inside = json_field(config, "quantization", dict, f"{WHERE}.quantization")
         if inside is not None:
-            config, self._where = inside, f"{_WHERE}.quantization"
+            config, self._where = inside, f"{WHERE}.quantization"
         skipped = "ignore" if config.get("ignore") is not None else "exclude_modules"
         self._skipped_key = f"{self._where}.{skipped}"
         self._skipped = json_field(config, skipped, list, self._skipped_key) or []
         for entry in self._skipped:
             check_field(isinstance(entry, str), f"an entry of {self._skipped_key}", entry, "a name")
-        self._layers: dict[str, Stored | LeftOut] | None = None
-        self.default: Stored | LeftOut
+        self._layers: dict[str, Scheme | LeftOut] | None = None
+        self.default: Scheme | LeftOut
         if _algorithm(config) == MIXED:
             key = f"{self._where}.quantized_layers"
             layers = json_field(config, "quantized_layers", dict, key) or {}
@@ -53,7 +53,7 @@ class ModelOptRules:
         else:
             self.default = _found(config, self._where)
 
-    def of(self, module: str) -> Stored | LeftOut:
+    def of(self, module: str) -> Scheme | LeftOut:
         """As :meth:`Rules.of`: a module is left out if an entry matches its name, or that of one it is part of.
 
         In MIXED_PRECISION it is what the longest such name of ``quantized_layers`` says.
@@ -69,8 +69,8 @@ class ModelOptRules:
         return self._layers[name] if name else LeftOut(f"{module} is {self.default.reason}", quantized=False)
 
 
-def _found(config: Mapping[str, Any], where: str) -> Stored | LeftOut:
-    return stored_or_left_out(partial(_stored, config, where))
+def _found(config: Mapping[str, Any], where: str) -> Scheme | LeftOut:
+    return scheme_or_left_out(partial(_scheme, config, where))
 
 
 def _algorithm(config: Mapping[str, Any]) -> object:
@@ -78,7 +78,7 @@ def _algorithm(config: Mapping[str, Any]) -> object:
     return algorithm.upper() if isinstance(algorithm, str) else algorithm
 
 
-def _stored(config: Mapping[str, Any], where: str) -> Stored:
+def _scheme(config: Mapping[str, Any], where: str) -> Scheme:
     """What some object of the configuration says.
 
     Raises:
@@ -95,4 +95,4 @@ def _stored(config: Mapping[str, Any], where: str) -> Stored:
         sizes[f"{group_key}.weights.group_size"] = weights.get("group_size")
     for size_key, size in sizes.items():
         check_field(size in (None, BLOCK), size_key, size, str(BLOCK))
-    return Stored(NVFP4, BLOCK, True, weight_only=f"{key} is {algorithm!r}")
+    return Scheme(MODELOPT_NVFP4.name, BLOCK, True, weight_only=f"{key} is {algorithm!r}")

@@ -1,0 +1,133 @@
+"""What a format of quantized weights is: one object each, in the file of the format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+
+from w4a8.core.kind import Kind
+from w4a8.core.matrix import Matrix
+
+if TYPE_CHECKING:
+    from w4a8.formats.scheme import Scheme
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor of a matrix.
+
+    Attributes:
+        suffix: the last part of its name.
+        kind: ``weight`` (the codes), ``weight_scale``, ``zero_points``, ``shape``, ``g_idx``, ``global_scale`` (one
+            number, of all scales) or ``input_scale`` (that must not be there).
+        dtype: that holds it; float32 stands for all floats, but for ``global_scale``.
+        axes: ``n`` output features, ``k`` input features, ``g`` groups of them. (MXFP4's codes as a matrix; one number
+            may have a dimension of one.)
+        packed: the axis along which codes share an element, a word or a byte; None if none do.
+        bits: of a code.
+    """
+
+    suffix: str
+    kind: str
+    dtype: torch.dtype
+    axes: tuple[str, ...] = ()
+    packed: int | None = None
+    bits: int = 4
+
+    def takes(self, dtype: torch.dtype) -> bool:
+        """Whether a tensor of a file may have this type."""
+        floats = self.dtype == torch.float32 and self.kind != "global_scale"
+        return dtype == self.dtype or (floats and dtype.is_floating_point)
+
+    @property
+    def codes_in_an_element(self) -> int:
+        """Of the packed axis."""
+        return torch.iinfo(self.dtype).bits // self.bits
+
+    def shape(self, rows: int, columns: int, groups: int) -> tuple[int, ...]:
+        """Of a matrix [rows, columns].
+
+        Raises:
+            ValueError: the packed axis does not fill whole words.
+        """
+        sizes = [{"n": rows, "k": columns, "g": groups}[axis] for axis in self.axes]
+        if self.packed is not None:
+            width, size = self.codes_in_an_element, sizes[self.packed]
+            if size % width != 0:
+                which = "output" if self.axes[self.packed] == "n" else "input"
+                raise ValueError(f"{size} {which} features are not whole words of {width} ({self.suffix})")
+            sizes[self.packed] = size // width
+        return tuple(sizes)
+
+    def features(self, shape: tuple[int, ...], name: str) -> tuple[int, int]:
+        """(N, K) of the codes of a matrix: the inverse of :meth:`shape`.
+
+        Raises:
+            ValueError: another number of dimensions.
+        """
+        if len(shape) != len(self.axes):
+            raise ValueError(f"{name}.{self.suffix}: shape {shape}, but {len(self.axes)} dimensions are expected")
+        sizes = dict(zip(self.axes, shape))
+        if self.packed is not None:
+            sizes[self.axes[self.packed]] *= self.codes_in_an_element
+        return sizes["n"], sizes["k"]
+
+
+@dataclass(frozen=True)
+class Format:
+    """What is the same for all matrices of a format.
+
+    Attributes:
+        name: as :attr:`Scheme.format` has it.
+        parts: the tensors of a matrix, the codes first.
+        read: the matrix of the tensors of a module, by the last part of their names; takes also the name of the module.
+        kind: of the codes; None: integers of as many bits as the scheme has.
+        features: (N, K) from the shape of the codes and the name of the module; None: as :meth:`Part.features`.
+        spare_zeros: codes [N, K/g] of zero points in the tensor of that kind, which files have though the scheme is
+            symmetric; None: files have none then.
+        is_stacked: one tensor has the codes of all experts of a layer.
+        spare_biases: some tools write biases of zeros where a model has none.
+        unused: last parts of the names of tensors that files have and nothing here needs: scales of inputs.
+    """
+
+    name: str
+    parts: tuple[Part, ...]
+    read: Callable[[Mapping[str, torch.Tensor], str, Scheme], Matrix]
+    kind: Kind | None = None
+    features: Callable[[tuple[int, ...], str], tuple[int, int]] | None = None
+    spare_zeros: Callable[[torch.Tensor, Scheme], torch.Tensor] | None = None
+    is_stacked: bool = False
+    spare_biases: bool = False
+    unused: tuple[str, ...] = ()
+
+
+FORMATS: dict[str, Format] = {}
+
+
+def register(made: Format) -> Format:
+    """Adds a format to :data:`FORMATS`."""
+    FORMATS[made.name] = made
+    return made
+
+
+@cache
+def parts_of(form: str, bits: int) -> tuple[Part, ...]:
+    """The tensors of a format with codes of 4 or 8 bits, the codes first.
+
+    Raises:
+        ValueError: there is no such format.
+    """
+    if form not in FORMATS:
+        raise ValueError(f"the format {form!r} is not one of {', '.join(sorted(FORMATS))}")
+    return tuple(replace(part, bits=bits) for part in FORMATS[form].parts)
+
+
+@cache
+def quantized_suffixes() -> tuple[str, ...]:
+    """What only a quantized module has. (Layers of other kinds may have ``scales``; ``weight`` says nothing.)"""
+    suffixes = (part.suffix for each in FORMATS.values() for part in each.parts)
+    return tuple(dict.fromkeys(suffix for suffix in suffixes if suffix not in ("weight", "scales")))

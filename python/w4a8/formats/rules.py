@@ -1,0 +1,246 @@
+"""What a ``quantization_config`` says of each module: how its weights are stored, or why it is left out.
+
+The one reading of it: ``w4a8.load`` and the integration in transformers ask :func:`rules_of`. (In vLLM its own
+configuration classes read it, whose rules are to hold there.) Each method has its rules in a file of this folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from w4a8.core.json_fields import CheckpointError, check_field, json_field, read_json, shorten
+from w4a8.core.matrix import GROUP_SIZES, is_group_size
+from w4a8.core.patterns import Pattern
+from w4a8.formats.format import quantized_suffixes
+from w4a8.formats.scheme import LeftOut, Scheme, scheme_or_left_out
+
+WHERE = "quantization_config"
+RULES: dict[str, Callable[[Mapping[str, Any]], Rules]] = {}
+_OLDER: dict[str, str] = {}  # name of a file -> method
+
+
+def rules_for(method: str, file: str | None = None) -> Callable[[Any], Any]:
+    """Registers the class that reads a method's configuration.
+
+    Args:
+        method: ``quant_method``.
+        file: where tools had the configuration before config.json had it.
+    """
+
+    def register(rules: Any) -> Any:
+        RULES[method] = rules
+        if file is not None:
+            _OLDER[file] = method
+        return rules
+
+    return register
+
+
+class Rules(Protocol):
+    """What a configuration says of each module."""
+
+    def of(self, module: str) -> Scheme | LeftOut:
+        """How a module is stored.
+
+        Args:
+            module: its name in the files, of a linear layer: ``model.layers.0.mlp.experts.3.gate_proj`` say; of MXFP4
+                also of all experts of a layer, ``model.layers.0.mlp.experts``.
+        """
+
+
+def rules_of(config: Mapping[str, Any]) -> Rules:
+    """Reads a quantization_config.
+
+    Args:
+        config: the object ``quantization_config`` of config.json.
+
+    Raises:
+        CheckpointError: a method that is not known here, or a value that is missing or of another type than it should
+            be; names the key.
+    """
+    method = method_of(config)
+    if method is None:
+        stated = shorten(config.get("quant_method"))
+        raise CheckpointError(f"{WHERE}.quant_method is {stated}, but one of {', '.join(sorted(RULES))} is expected")
+    return RULES[method](config)
+
+
+def method_of(config: Mapping[str, Any]) -> str | None:
+    """The one of :data:`RULES` that a quantization_config names, in any spelling that tools have; None if none."""
+    method = config.get("quant_method")
+    name = method.lower().replace("_", "-").rpartition("/")[2] if isinstance(method, str) else None
+    return name if name in RULES else None
+
+
+def find_config(config: Mapping[str, Any], directory: Path | None = None) -> Mapping[str, Any]:
+    """The quantization_config in config.json, which may state it for the text part of a larger model.
+
+    Args:
+        config: the object in config.json.
+        directory: of the checkpoint, whose other files are looked at if config.json has none (:func:`older_config`).
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    found = _in_config(config)
+    if found is None and directory is not None:
+        found = older_config(directory)
+    if found is None:
+        raise CheckpointError("config.json has no quantization_config: this is not a quantized checkpoint")
+    return found
+
+
+def config_in(directory: Path) -> Mapping[str, Any] | None:
+    """What the files of a directory say, config.json first; None if they say nothing.
+
+    Raises:
+        CheckpointError: a file is no JSON object.
+    """
+    path = directory / "config.json"
+    found = _in_config(read_json(path)) if path.is_file() else None
+    return older_config(directory) if found is None else found
+
+
+def _in_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    for owner in (config, json_field(config, "text_config", dict, "text_config") or {}):
+        for name in ("quantization_config", "compression_config"):
+            found = json_field(owner, name, dict, name)
+            if found:
+                return found
+    return None
+
+
+def older_config(directory: Path) -> dict[str, Any] | None:
+    """The quantization_config in a file of its own, as tools wrote it before config.json had it; None if none is there.
+
+    Raises:
+        CheckpointError: the file is no JSON object.
+    """
+    for name, method in _OLDER.items():
+        if (directory / name).is_file():
+            return {"quant_method": method, **read_json(directory / name)}
+    return None
+
+
+def scheme_of(
+    rules: Rules,
+    module: str,
+    suffixes: Collection[str],
+    is_int8: Callable[[], bool] = lambda: False,
+) -> Scheme | LeftOut:
+    """How a module is stored whose tensors are known.
+
+    Files decide whether a module is quantized: where methods name what is left out, they do so by parts of names, and
+    differently from version to version.
+
+    Args:
+        rules: of the checkpoint.
+        module: its name.
+        suffixes: last parts of the names of its tensors.
+        is_int8: whether the tensor ``weight`` is; asked where nothing else says that a module is quantized whose codes
+            it may be.
+    """
+    found = rules.of(module)
+    quantized = any(suffix in suffixes for suffix in quantized_suffixes())
+    if isinstance(found, Scheme):
+        quantized = quantized or (found.weight == "weight" and "weight" in suffixes and is_int8())
+        return found if quantized else LeftOut.not_quantized(module, "it has weights without scales")
+    default = getattr(rules, "default", None)
+    if not found.quantized and quantized and isinstance(default, Scheme) and default.weight in suffixes:
+        return default
+    return found
+
+
+def group_size_field(value: object, key: str) -> int:
+    check_field(is_group_size(value), key, value, f"-1, {GROUP_SIZES}")
+    return value
+
+
+def bits_field(value: object, key: str, *allowed: int) -> int:
+    valid = isinstance(value, int) and not isinstance(value, bool) and value in allowed
+    check_field(valid, key, value, " or ".join(map(str, allowed)))
+    return value
+
+
+def flag_field(value: object, key: str) -> bool:
+    check_field(isinstance(value, bool), key, value, "true or false")
+    return value
+
+
+def first_of(config: Mapping[str, Any], names: Iterable[str], default: object = None) -> tuple[Any, str]:
+    """The first of some values that is there, and its key."""
+    names = tuple(names)
+    name = next((name for name in names if config.get(name) is not None), names[0])
+    value = config.get(name)
+    return default if value is None else value, f"{WHERE}.{name}"
+
+
+def strings(config: Mapping[str, Any], name: str) -> list[str]:
+    """A list of strings, or of lists of them; a string is one with commas."""
+    key = f"{WHERE}.{name}"
+    value = config.get(name)
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",")]
+    found: list[str] = []
+    for entry in json_field(config, name, list, key) or []:
+        for part in entry if isinstance(entry, list) else [entry]:
+            check_field(isinstance(part, str), f"an entry of {key}", part, "a name")
+            found.append(part)
+    return found
+
+
+def pattern(text: str, key: str) -> Pattern:
+    return Pattern(text, f"{key} is {shorten(text)}")
+
+
+def patterns(config: Mapping[str, Any], name: str) -> list[Pattern]:
+    """A list of regular expressions."""
+    return [pattern(text, f"{WHERE}.{name}") for text in strings(config, name)]
+
+
+def objects(config: Mapping[str, Any], name: str) -> dict[str, Mapping[str, Any]]:
+    """An object of objects."""
+    found = json_field(config, name, dict, f"{WHERE}.{name}") or {}
+    return {key: json_field(found, key, dict, f"{WHERE}.{name}[{shorten(key)}]") or {} for key in found}
+
+
+class BaseRules:
+    """One way of storing for all modules, and exceptions.
+
+    Attributes:
+        default: how a module is stored that no rule names; LeftOut where nothing is.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        """Reads a quantization_config.
+
+        Raises:
+            CheckpointError: a value of another type than it should be.
+        """
+        self.config = config
+        self.default = self.attempt({}, "")
+        self.read_exceptions(config)
+
+    def read_exceptions(self, config: Mapping[str, Any]) -> None:
+        raise NotImplementedError
+
+    def attempt(self, changes: Mapping[str, Any], where: str) -> Scheme | LeftOut:
+        """How a module is stored for which some values are others; ``where`` they are stated, for messages."""
+        return scheme_or_left_out(partial(self.scheme, {**self.config, **changes}), where)
+
+    def scheme(self, config: Mapping[str, Any]) -> Scheme:
+        raise NotImplementedError
+
+    def left_out_head(self, module: str) -> LeftOut | None:
+        """Why the head of the model is not quantized, where nothing says that it is."""
+        if module.rpartition(".")[2] != "lm_head" or self.config.get("lm_head") is True:
+            return None
+        return LeftOut.not_quantized(module, f"{WHERE}.lm_head is not true")
+
+
+def named(module: str, entries: Iterable[str]) -> str | None:
+    """The entry that a name contains."""
+    return next((entry for entry in entries if entry in module), None)
