@@ -1,5 +1,6 @@
 // exp, the normal distribution function and the activations (docs/numerics.md section 5), once for all ISAs.
 // Included inside a target region and an anonymous namespace; Ops is the ISA's vector type set.
+#pragma once
 
 // exp(x), relative error < 1.2e-7. Overflows to infinity, underflows through the denormals to 0.
 // exp(x) = 2^n * exp(r), n = rint(x / ln 2), |r| <= ln(2) / 2; ln 2 in two parts (Cody and Waite), the first with

@@ -1,5 +1,6 @@
 // The tile unit of AMX (Intel SDM volume 1, chapter 18; instructions in volume 2).
 // Included inside a target region and an anonymous namespace.
+#pragma once
 
 struct AmxTiles {
   // Palette 1: eight tiles of up to 16 rows of 64 bytes.

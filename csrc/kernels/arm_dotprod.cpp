@@ -28,11 +28,7 @@ extern const Kernel arm_neon;
 
 namespace {
 
-#include "kernels/activation-inl.h"
-#include "kernels/arm_ops-inl.h"
-#include "kernels/rows-inl.h"
-#include "kernels/tile-inl.h"
-#include "kernels/tile_driver-inl.h"
+#include "kernels/row_functions-inl.h"
 #include "kernels/tile_sdot-inl.h"
 
 using Ops = DotOps;
@@ -59,7 +55,7 @@ struct FewOps : DotOps {
     if constexpr (kCode == Code::kInt8) for_each<4>([&](int v) W4A8_LAMBDA { out[v] = isub(out[v], isplat(128)); });
   }
 
-  // start_accumulators and start_at_zeros of tile-inl.h; starts move to the next group.
+  // start_accumulators and start_at_zeros of tile_args-inl.h; starts move to the next group.
   template <int R, int C, Code kCode>
   static W4A8_INLINE void start_group(I (&acc)[R][C][4], const int32_t* (&starts)[R], const uint8_t* const (&zeros)[C],
                                       bool has_zeros) {

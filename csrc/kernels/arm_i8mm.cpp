@@ -35,11 +35,7 @@ extern const Kernel arm_neon;
 
 namespace {
 
-#include "kernels/activation-inl.h"
-#include "kernels/arm_ops-inl.h"
-#include "kernels/rows-inl.h"
-#include "kernels/tile-inl.h"
-#include "kernels/tile_driver-inl.h"
+#include "kernels/row_functions-inl.h"
 #include "kernels/tile_sdot-inl.h"
 
 using Ops = DotOps;
@@ -181,7 +177,7 @@ struct Pairs : SignedTiles<Pairs> {
     __builtin_memcpy(&two, p, sizeof(two));
     return vreinterpretq_f32_f64(vdupq_n_f64(two));
   }
-  // finish_channelwise and finish_groups of tile-inl.h for pairs of rows, in `out`.
+  // finish_channelwise and finish_groups of tile_args-inl.h for pairs of rows, in `out`.
   template <bool kChannelwise>
   static __attribute__((noinline)) void finish(const TileArgs& t, int64_t count) {
     const Panels& panels = *t.panels;

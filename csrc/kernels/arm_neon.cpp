@@ -32,12 +32,9 @@
 namespace w4a8::isa {
 namespace {
 
-#include "kernels/activation-inl.h"
-#include "kernels/arm_ops-inl.h"
-#include "kernels/rows-inl.h"
+#include "kernels/ops_tiles-inl.h"
+#include "kernels/row_functions-inl.h"
 #include "kernels/rows_arm-inl.h"
-#include "kernels/tile-inl.h"
-#include "kernels/tile_driver-inl.h"
 
 struct Ops : NeonOps {
   static constexpr int kRows[] = {2};

@@ -1,5 +1,6 @@
 // The element-wise operations of the Arm kernels: NEON registers of 4 lanes. Plain armv8-a.
 // Included inside a target region and an anonymous namespace.
+#pragma once
 
 struct NeonOps : TileDefaults {
   using F = float32x4_t;

@@ -1,5 +1,6 @@
 // The element-wise operations of the 256-bit x86 kernels: AVX2, FMA and F16C.
 // Included inside a target region and an anonymous namespace.
+#pragma once
 
 struct Avx2Ops : TileDefaults {
   static constexpr bool kNarrowProducts = true;

@@ -1,5 +1,6 @@
 // The operations of the 512-bit x86 kernels: AVX-512 F, BW, DQ, VL and VNNI.
 // Included inside a target region and an anonymous namespace.
+#pragma once
 
 struct Avx512Ops : TileDefaults {
   using F = __m512;

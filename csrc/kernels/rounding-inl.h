@@ -1,12 +1,15 @@
 // Float weights to codes and scales (docs/numerics.md section 8): 16 groups at once, the same group of 16 rows,
 // one to a lane. Every lane adds in the order of k and no sum goes across lanes, so the width of the registers changes
-// no bit. Included by rows-inl.h: inside a target region and an anonymous namespace.
+// no bit. Included inside a target region and an anonymous namespace.
 //
 //   u     a group's weights over a power of two, [group, 16]: the largest magnitude is in [1, 2)
 //   i     what an error counts, [group, 16]
 //   q     values of the codes, u ~ f q
 //
 // For fixed q the best factor is f = sum(i u q) / sum(i q q), which leaves sum(i u u) - sum(i u q)^2 / sum(i q q).
+#pragma once
+
+#include "kernels/rows-inl.h"
 
 constexpr int64_t kGroupLanes = kPanelColumns;
 // A float between 2^23 and 2^24 has no fraction bits: x + kShift - kShift is rint(x) for |x| < 2^22.

@@ -1,5 +1,8 @@
 // Work on whole rows: quantize, combine, round to the output type. Once for all ISAs.
-// Included inside a target region and an anonymous namespace, behind activation-inl.h.
+// Included inside a target region and an anonymous namespace.
+#pragma once
+
+#include "kernels/activation-inl.h"
 
 // call.operator()<kType>() for the type that is known at run time only.
 template <class Call>
@@ -333,30 +336,4 @@ void add_weight_sums(const uint8_t* scales, ScaleType type, const int32_t* group
     }
   }
   for (int v = 0; v < kVecs; ++v) Ops::store(sums + v * Ops::kLanes, w[v]);
-}
-
-#include "kernels/rounding-inl.h"
-
-inline bool always() { return true; }
-
-// What Ops makes of the definitions above and of activation-inl.h. For constinit, as all of a kernel: no code of an
-// instruction set may run before it was chosen.
-template <VectorOps Ops>
-constexpr RowFunctions rows_of(QuantizeRowFn quantize = quantize_row<Ops>) {
-  return {quantize,         activate<Ops>, combine<Ops>, store_row<Ops>, quantize_token<Ops>, add_weight_sums<Ops>,
-          round_groups<Ops>};
-}
-
-// Those of another kernel, which needs no feature that this one does not: the same code is compiled once. Passed on,
-// since no constant expression can read a kernel of another file.
-template <const Kernel& kOther, auto kMember, class... Args>
-void pass_on(Args... args) {
-  (kOther.*kMember)(args...);
-}
-template <const Kernel& kOther>
-constexpr RowFunctions shared_rows() {
-  return {pass_on<kOther, &Kernel::quantize_row>,   pass_on<kOther, &Kernel::activate>,
-          pass_on<kOther, &Kernel::combine>,        pass_on<kOther, &Kernel::store_row>,
-          pass_on<kOther, &Kernel::quantize_token>, pass_on<kOther, &Kernel::add_weight_sums>,
-          pass_on<kOther, &Kernel::round_groups>};
 }

@@ -1,11 +1,15 @@
 // Quantizing a row 16 elements at a time with NEON's own minimum and narrowing. The same answer as quantize_row of
 // rows-inl.h, which takes the rows this one is not for: with a NaN or an infinity, or K not a multiple of 16.
-// Included inside a target region and an anonymous namespace, behind arm_ops-inl.h and rows-inl.h.
+// Included inside a target region and an anonymous namespace.
 //
 //   first pass     FMIN, FMAX keep a NaN, so the extremes tell whether all is finite     (-0 and 0 give the same row)
 //   second pass    |rint(x * scale)| <= 256 and |zp| <= 128 fit 16 bits; SQXTN to 8 bits is the clamp
 //   sums           SADALP adds two of q to 16 bits, 128 times: |sum| <= 128 * 2 * 128 = 2^15, with 2^15 itself only
 //   below 0
+#pragma once
+
+#include "kernels/arm_ops-inl.h"
+#include "kernels/rows-inl.h"
 
 constexpr int64_t kQuantizeStep = 16;
 

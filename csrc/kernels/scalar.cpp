@@ -16,11 +16,9 @@
 namespace w4a8::isa {
 namespace {
 
-#include "kernels/activation-inl.h"
-#include "kernels/rows-inl.h"
+#include "kernels/ops_tiles-inl.h"
+#include "kernels/row_functions-inl.h"
 #include "kernels/scalar_ops-inl.h"
-#include "kernels/tile-inl.h"
-#include "kernels/tile_driver-inl.h"
 
 struct Ops : ScalarOps {
   static constexpr int kRows[] = {2};

@@ -1,4 +1,5 @@
 // The operations of the portable kernel: one lane, plain C++. Included inside an anonymous namespace.
+#pragma once
 
 struct ScalarOps : TileDefaults {
   using F = float;

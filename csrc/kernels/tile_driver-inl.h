@@ -1,5 +1,5 @@
 // The driver of the tiles: how rows times panels are cut into tiles, once for all ISAs.
-// Included inside a target region and an anonymous namespace, behind tile-inl.h.
+// Included inside a target region and an anonymous namespace.
 //
 //   for each batch of rows              all of them, or as many as have room
 //     for each span of panels           those of one tile; all of them, if they share prepared rows
@@ -11,8 +11,8 @@
 //           unpack them                 each      [ steps, 128 bytes each | scales [groups, 16] float32 | zero points ]
 //           for each tile's rows: add the chunk to the sums in `out`
 //
-// An ISA has Tiles for few rows and Tiles for many; OpsTiles makes both of its Ops. An object of them, so that they can
-// have state, with
+// An ISA has Tiles for few rows and Tiles for many; OpsTiles (ops_tiles-inl.h) makes both of its Ops. An object of
+// them, so that they can have state, with
 //     Vectors                             the Ops that unpack scales
 //     kUnpacks                            false: weights are read packed, and there is one chunk
 //     kRowBytes                           bytes a prepared row takes per step; 0: rows are read where they are
@@ -29,103 +29,10 @@
 //     unpack(t, chunk, bytes)             the steps of a chunk of one panel to kByteStepBytes each
 // and with kRowBytes, since rows are prepared in pairs
 //     prepare(q, count, stride, steps, bytes)            the rows of one tile into its own order
+#pragma once
 
-constexpr int64_t kScaleBytes = 4 * kPanelColumns;  // of a panel's group, once unpacked
-
-// Zero points of 16 columns that are all alike: what unpacked e2m1 counts from, or weights with minimums.
-template <uint8_t kZero>
-W4A8_INLINE const uint8_t* sixteen_times() {
-  alignas(16) static constexpr uint8_t kZeros[kPanelColumns] = {kZero, kZero, kZero, kZero, kZero, kZero, kZero, kZero,
-                                                                kZero, kZero, kZero, kZero, kZero, kZero, kZero, kZero};
-  return kZeros;
-}
-
-// The steps of a panel that are unpacked at once.
-struct Chunk {
-  const PanelLayout& layout;
-  const uint8_t* panel;
-  int64_t step;  // the first
-  int64_t steps;
-  int64_t group;          // the first
-  int64_t groups;         // 1 if the chunk is less than a group
-  int64_t ahead;          // bytes from each to what is unpacked after it, to be fetched meanwhile
-  const uint8_t* behind;  // the panels that come when all steps of these are done; null: unknown
-  bool first;             // of the panels of a tile and of the chunks of K
-};
-
-// Walks through the packed groups of a chunk.
-struct PackedGroups {
-  const PanelLayout& layout;
-  const uint8_t* record;
-  int64_t inside;   // groups of the record before this one
-  int64_t skipped;  // bytes of the group's steps before the chunk, where a chunk is less than a group
-
-  W4A8_INLINE explicit PackedGroups(const Chunk& chunk)
-      : layout(chunk.layout),
-        record(chunk.panel + layout.records_offset + chunk.group / layout.record_groups * layout.record_bytes),
-        inside(chunk.group % layout.record_groups),
-        skipped((chunk.step - chunk.group * layout.group_steps) * layout.step_bytes) {}
-  W4A8_INLINE const uint8_t* steps() const {
-    return record + layout.head_bytes + inside * layout.group_steps * layout.step_bytes + skipped;
-  }
-  W4A8_INLINE const uint8_t* scales() const { return record + inside * layout.scale_line; }
-  // Behind the scales of all groups of the record.
-  W4A8_INLINE const uint8_t* supers() const { return record + layout.zeros_offset; }
-  W4A8_INLINE const uint8_t* zeros() const {
-    if (layout.kind.minimums) return sixteen_times<0>();
-    return record + layout.zeros_offset + inside * kPanelColumns;
-  }
-  // Groups whose steps follow each other, of `left`.
-  W4A8_INLINE int64_t run(int64_t left) const {
-    const int64_t rest = layout.record_groups - inside;
-    return rest < left ? rest : left;
-  }
-  W4A8_INLINE void skip(int64_t groups) {
-    inside += groups;
-    if (inside < layout.record_groups) return;
-    inside = 0;
-    record += layout.record_bytes;
-  }
-};
-
-// call(packed, count, zeros) for steps of a chunk that follow each other: of one group each if kByGroup, else of as
-// many as a record has.
-template <bool kByGroup, class Call>
-W4A8_INLINE void for_each_run(const Chunk& chunk, Call call) {
-  PackedGroups walk(chunk);
-  const int64_t group_steps = chunk.steps / chunk.groups;
-  for (int64_t left = chunk.groups; left > 0;) {
-    const int64_t groups = kByGroup ? 1 : walk.run(left);
-    call(walk.steps(), groups * group_steps, walk.zeros());
-    walk.skip(groups);
-    left -= groups;
-  }
-}
-
-// The scales of a chunk as float32, and behind them, where kZeros, its zero points.
-template <class Ops, bool kZeros>
-W4A8_INLINE void unpack_heads(const Chunk& chunk, uint8_t* bytes) {
-  PackedGroups walk(chunk);
-  auto* scales = reinterpret_cast<float*>(bytes);
-  uint8_t* zeros = bytes + chunk.groups * kScaleBytes;
-  const bool has_zeros = kZeros && chunk.layout.kind.zero_points;
-  for (int64_t g = 0; g < chunk.groups; ++g, scales += kPanelColumns, zeros += kPanelColumns) {
-    const uint8_t* packed = walk.scales();
-    __builtin_prefetch(packed + chunk.ahead, 0, 2);
-    for (int64_t i = 0; i < kPanelColumns; i += Ops::kLanes) {
-      Ops::store(scales + i, chunk.layout.scale_type == ScaleType::kSuper
-                                 ? load_super_scales<Ops>(packed, walk.supers(), i)
-                                 : load_any_scales<Ops>(packed, i, chunk.layout.scale_type));
-    }
-    if (has_zeros) __builtin_memcpy(zeros, walk.zeros(), kPanelColumns);
-    walk.skip(1);
-  }
-}
-
-// Bytes of a panel's chunk, unpacked: whole lines.
-constexpr int64_t unpacked_bytes(int64_t steps, int64_t groups) {
-  return (steps * kByteStepBytes + groups * (kScaleBytes + kPanelColumns) + kLineBytes - 1) / kLineBytes * kLineBytes;
-}
+#include "kernels/tile_args-inl.h"
+#include "kernels/unpack-inl.h"
 
 // Chunks that are less than a group are multiples of this, but for the last of the group: 128 k, a multiple of each
 // part and of what AMX multiplies at once.
@@ -176,16 +83,6 @@ struct ShareEnds {
   int64_t units = 0;
   int64_t over = 0;  // units so far are this / parts too few
 };
-
-// Rows of the smallest tile when `least` rows or more are cut into even shares of at most `most`.
-constexpr int64_t least_share(int64_t least, int64_t most) {
-  int64_t smallest = most;
-  for (int64_t m = least; m <= least + most; ++m) {
-    const int64_t share = m / ((m + most - 1) / most);
-    smallest = share < smallest ? share : smallest;
-  }
-  return smallest;
-}
 
 // The panels at t.panel, as they are packed.
 W4A8_INLINE void point_to_packed(TileArgs& t) {
@@ -361,6 +258,9 @@ __attribute__((noinline)) void multiply(Tiles& tiles, const Rows& rows, int64_t 
   }
 }
 
+// wants_scratch of an ISA that is always faster with unpacked weights.
+inline bool always() { return true; }
+
 // ScratchBytesFn of multiply<Tiles>, if fewer rows than kLeastRows take none.
 template <class Tiles, int64_t kLeastRows>
 int64_t scratch_bytes(int64_t rows, int64_t k, int64_t group) {
@@ -380,176 +280,4 @@ int64_t cached_rows(int64_t k) {
   constexpr int64_t kMost = 512;
   const int64_t rows = kBytes / k;
   return rows < kTileRows ? kTileRows : (rows > kMost ? kMost : rows);
-}
-
-// The nibbles of a chunk to bytes, one step to 128: the 64 low nibbles, then the 64 high ones. What will be unpacked
-// after this is fetched into the second-level cache meanwhile.
-static inline void unpack_nibbles(const Chunk& chunk, uint8_t* bytes) {
-  for_each_run<false>(chunk, [&](const uint8_t* from, int64_t count, const uint8_t*) {
-    // Restricted, since it would be asked before every step whether what is written is what is read.
-    const uint8_t* __restrict packed = from;
-    uint8_t* __restrict to = bytes;
-    for (int64_t s = 0; s < count; ++s, packed += kStepBytes, to += kByteStepBytes) {
-      __builtin_prefetch(packed + chunk.ahead, 0, 2);
-      for (int64_t i = 0; i < kStepBytes; ++i) {
-        to[i] = packed[i] & 0x0f;
-        to[kStepBytes + i] = packed[i] >> 4;
-      }
-    }
-    bytes += count * kByteStepBytes;
-  });
-}
-
-// The same for e2m1, with the table of the ISA.
-template <class Ops>
-void unpack_e2m1(const Chunk& chunk, uint8_t* bytes) {
-  for_each_run<false>(chunk, [&](const uint8_t* packed, int64_t count, const uint8_t*) {
-    for (; count > 0; --count, packed += kStepBytes, bytes += kByteStepBytes) {
-      __builtin_prefetch(packed + chunk.ahead, 0, 2);
-      Ops::unpack_e2m1(packed, bytes);
-    }
-  });
-}
-
-// Eight codes of six bits of each of 16 columns, step kStep of a block: the first four, then the others.
-template <int kStep>
-W4A8_INLINE void unpack_six_step(const uint8_t* __restrict nibbles, const uint8_t* __restrict high,
-                                 uint8_t* __restrict to) {
-  for (int64_t i = 0; i < kStepBytes; ++i) {
-    const int bits = high[i] >> (4 * kStep);
-    to[i] = static_cast<uint8_t>((nibbles[i] & 0x0f) | (bits << 4 & 0x30));
-    to[kStepBytes + i] = static_cast<uint8_t>(nibbles[i] >> 4 | (bits << 2 & 0x30));
-  }
-}
-
-// The same as unpack_nibbles for int6.
-static inline void unpack_sixes(const Chunk& chunk, uint8_t* bytes) {
-  for_each_run<false>(chunk, [&](const uint8_t* packed, int64_t count, const uint8_t*) {
-    for (; count > 0; count -= kSixSteps, packed += kSixBlockBytes, bytes += kSixSteps * kByteStepBytes) {
-      for (int64_t i = 0; i < kSixBlockBytes; i += kLineBytes) __builtin_prefetch(packed + i + chunk.ahead, 0, 2);
-      const uint8_t* high = packed + kSixSteps * kStepBytes;
-      unpack_six_step<0>(packed, high, bytes);
-      unpack_six_step<1>(packed + kStepBytes, high, bytes + kByteStepBytes);
-    }
-  });
-}
-
-// The tile of `rows` rows, kLeast <= rows <= kRows[C - 1].
-template <class Ops, int C, Grouping kGrouping, Code kCode, int kLeast, int... R>
-TileFn pick_rows(int64_t rows, std::integer_sequence<int, R...>) {
-  if constexpr (Ops::takes(is_least(kGrouping), is_scaled(kGrouping))) {
-    static constexpr TileFn kTiles[] = {&tile<Ops, kLeast + R, C, kGrouping, kCode>...};
-    return kTiles[rows - kLeast];
-  } else {
-    return nullptr;
-  }
-}
-
-// kOfRows: fewest rows of all tiles together.
-template <class Ops, int C, Code kCode, int64_t kOfRows>
-TileFn pick_tile(int64_t rows, Grouping grouping) {
-  constexpr int kLeast = static_cast<int>(least_share(kOfRows, Ops::kRows[C - 1]));
-  constexpr std::make_integer_sequence<int, Ops::kRows[C - 1] - kLeast + 1> kSequence;
-  switch (grouping) {
-    case Grouping::kChannelwise: return pick_rows<Ops, C, Grouping::kChannelwise, kCode, kLeast>(rows, kSequence);
-    case Grouping::kLeast: return pick_rows<Ops, C, Grouping::kLeast, kCode, kLeast>(rows, kSequence);
-    case Grouping::kBlocks: return pick_rows<Ops, C, Grouping::kBlocks, kCode, kLeast>(rows, kSequence);
-    case Grouping::kScaledLeast: return pick_rows<Ops, C, Grouping::kScaledLeast, kCode, kLeast>(rows, kSequence);
-    case Grouping::kScaledBlocks: return pick_rows<Ops, C, Grouping::kScaledBlocks, kCode, kLeast>(rows, kSequence);
-    default: return pick_rows<Ops, C, Grouping::kParts, kCode, kLeast>(rows, kSequence);
-  }
-}
-
-// The tiles of tile-inl.h.
-template <class Ops, bool kUnpacked>
-struct OpsTiles {
-  using Vectors = Ops;
-  static constexpr bool kUnpacks = kUnpacked;
-  static constexpr int64_t kRowBytes = 0;
-  static constexpr int64_t kBatchRows = 0;
-  static constexpr int64_t kMostColumns = static_cast<int64_t>(sizeof(Ops::kRows) / sizeof(Ops::kRows[0]));
-  static constexpr int64_t kChunkSteps = Ops::kUnpackSteps;
-  static constexpr bool kSplitsGroups = false;
-
-  static constexpr uint8_t kE2M1Zero = Ops::kE2M1Zero;
-  static constexpr bool kTakesZeros = false;
-
-  bool fetches = true;
-
-  static int64_t tile_rows(int64_t columns, bool) { return Ops::kRows[columns - 1]; }
-  static void unpack(const TileArgs&, const Chunk& chunk, uint8_t* bytes) {
-    if (chunk.layout.kind == kE2M1) {
-      unpack_e2m1<Ops>(chunk, bytes);
-    } else if (chunk.layout.kind.values == Values::kInt6) {
-      unpack_sixes(chunk, bytes);
-    } else {
-      unpack_nibbles(chunk, bytes);
-    }
-  }
-  template <Code kCode>
-  static TileFn pick(int64_t count, int64_t columns, Grouping grouping) {
-    constexpr int64_t kOfRows = kUnpacked ? Ops::kUnpackRows : 1;
-    if constexpr (kMostColumns == 2) {
-      if (columns == 2) return pick_tile<Ops, 2, kCode, kOfRows>(count, grouping);
-    }
-    return pick_tile<Ops, 1, kCode, kOfRows>(count, grouping);
-  }
-  static TileFn pick(int64_t count, int64_t columns, const PanelLayout& layout) {
-    const Grouping grouping = grouping_of(layout);
-    if constexpr (kUnpacked) {
-      if constexpr (Ops::kE2M1IsWide) {
-        if (layout.kind == kE2M1) return pick<Code::kWideBytes>(count, columns, grouping);
-      }
-      if constexpr (Ops::kInt6IsWide) {
-        if (layout.kind.values == Values::kInt6) return pick<Code::kSixBytes>(count, columns, grouping);
-      }
-      return pick<Code::kBytes>(count, columns, grouping);
-    } else {
-      switch (layout.kind.values) {
-        case Values::kE2M1: return pick<Code::kE2M1>(count, columns, grouping);
-        case Values::kInt8: return pick<Code::kInt8>(count, columns, grouping);
-        case Values::kIQ4: return pick<Code::kIQ4>(count, columns, grouping);
-        case Values::kInt6: return pick<Code::kSix>(count, columns, grouping);
-        default: return pick<Code::kNibbles>(count, columns, grouping);
-      }
-    }
-  }
-  static void tile(int64_t count, const TileArgs& t) { pick(count, t.columns, *t.panels)(t); }
-};
-
-// GemmFn of an ISA that brings Ops alone. More rows than one tile of packed weights has get scratch: that they do says
-// that unpacking costs. Bytes are read as they are packed, and so is iq4, whose bytes VPMADDUBSW could not multiply.
-template <class Ops>
-void gemm(const Rows& rows, int64_t m, const Panels& panels, int64_t panel_count, float* out, int64_t ldc,
-          uint8_t* scratch) {
-  using Few = OpsTiles<Ops, false>;
-  Few few;
-  const bool unpacks = scratch != nullptr && !are_wide(panels.kind.values);
-  if constexpr (Ops::kUnpackRows != 0) {
-    if (unpacks && m >= Ops::kUnpackRows) {
-      OpsTiles<Ops, true> many;
-      return multiply(many, rows, m, panels, panel_count, out, ldc, scratch, many.kMostColumns);
-    }
-  }
-  // Two panels at once share each broadcast. Where unpacking costs and would be done again for more rows, one panel is
-  // better: its tile has more rows. So it is for few rows, which wait for memory, where the hardware likes one stream.
-  const bool again = unpacks && m > Ops::kRows[Few::kMostColumns - 1];
-  const bool is_few = m <= Ops::kStreamedRows;
-  few.fetches = !(is_few && host_streams_by_itself());
-  const bool streamed = is_few && (!few.fetches || host_likes_one_stream());
-  multiply(few, rows, m, panels, panel_count, out, ldc, nullptr, again || streamed ? 1 : Few::kMostColumns);
-}
-
-inline int64_t no_scratch(int64_t, int64_t, int64_t) { return 0; }
-
-template <TileOps Ops>
-constexpr GemmFunctions gemm_of(bool (*wants_scratch)() = always) {
-  using Many = OpsTiles<Ops, true>;
-  constexpr int64_t kTileRows = Ops::kRows[0];
-  if constexpr (Ops::kUnpackRows == 0) {
-    return {gemm<Ops>, cached_rows<kTileRows>, no_scratch, wants_scratch};
-  } else {
-    return {gemm<Ops>, cached_rows<kTileRows>, scratch_bytes<Many, Ops::kRows[Many::kMostColumns - 1] + 1>,
-            wants_scratch};
-  }
 }

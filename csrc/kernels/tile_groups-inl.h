@@ -1,5 +1,8 @@
 // The matrix tile's loops over groups: where a sum of int32 becomes float and meets its scales.
-// Included by tile-inl.h, inside its target region and anonymous namespace.
+// Included inside a target region and an anonymous namespace.
+#pragma once
+
+#include "kernels/tile_args-inl.h"
 
 // Whether a loop over groups starts at t.zeros: where registers are scarce it has a loop of its own, since a branch in
 // it makes GCC spill more for the others.

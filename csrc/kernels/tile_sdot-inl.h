@@ -1,5 +1,5 @@
 // What arm_dotprod and arm_i8mm share: SDOT on packed weights, and unpacking.
-// Included inside a target region with dotprod and an anonymous namespace, behind arm_ops-inl.h and tile_driver-inl.h.
+// Included inside a target region with dotprod and an anonymous namespace.
 //
 //   A step of a panel (8 k x 16 columns) is four registers, j = 0..3:
 //      w[j]   [ b0 b1 b2 b3 | b0 b1 .. ]   byte i of column 4 j + c: low nibble k0 + i, high nibble k0 + 4 + i
@@ -17,6 +17,10 @@
 // Loads and SDOT of the loops are asm statements: GCC 12 takes one row after the other through several steps otherwise,
 // loads the weights again for each and spills. `volatile` keeps their order. Packed weights and rows were written
 // long before by other functions; what was just unpacked needs a barrier in front.
+#pragma once
+
+#include "kernels/arm_ops-inl.h"
+#include "kernels/ops_tiles-inl.h"
 
 alignas(32) constexpr float kMiddles[] = {0x1.8p23f, 0x1.8p23f, 0x1.8p23f, 0x1.8p23f,
                                           0x1.8p23f, 0x1.8p23f, 0x1.8p23f, 0x1.8p23f};

@@ -1,5 +1,8 @@
 // The loop over groups on a unit of tiles: multiplying, storing and converting, three groups behind each other.
-// Included by tile_unit-inl.h, inside its target region and anonymous namespace.
+// Included inside a target region and an anonymous namespace.
+#pragma once
+
+#include "kernels/tile_unit_base-inl.h"
 
 // One chunk of steps of a band times a panel.
 struct Visit {

@@ -1,5 +1,5 @@
 // The integer part of tiles with VPDPBUSD, whatever the width of the registers.
-// Included inside a target region and an anonymous namespace, behind tile-inl.h.
+// Included inside a target region and an anonymous namespace.
 //
 // Base brings, besides the element-wise operations:
 //     broadcast4(p)                       4 activations in every lane
@@ -8,6 +8,10 @@
 //     load_six<kQuarter>(block, u)        u of four of the 16 k of a block of six bits, kVecs registers
 //     kDoubled                            up to so many accumulators, a second set hides the latency of dot
 //     take_half(w, u)                     one half of a step of bytes: to hold both takes registers that others need
+#pragma once
+
+#include "kernels/tile_args-inl.h"
+
 template <class Base>
 struct VnniOps : Base {
   using I = typename Base::I;

@@ -1,4 +1,5 @@
 // Loops that the compiler unrolls. Included inside a target region and an anonymous namespace.
+#pragma once
 
 // body(i, j, ..) for each i < N, j < the next number, .., unrolled: arrays indexed by them stay in registers. Where
 // there are no vector registers (W4A8_NO_VECTORS) the compiler does better with loops.

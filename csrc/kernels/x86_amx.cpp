@@ -37,12 +37,9 @@ extern const Kernel x86_avx512vnni;
 
 namespace {
 
-#include "kernels/activation-inl.h"
-#include "kernels/amx_tiles-inl.h"
 #include "kernels/avx512_ops-inl.h"
-#include "kernels/rows-inl.h"
-#include "kernels/tile-inl.h"
-#include "kernels/tile_driver-inl.h"
+#include "kernels/ops_tiles-inl.h"
+#include "kernels/row_functions-inl.h"
 #include "kernels/tile_unit-inl.h"
 struct AmxOps : Avx512Ops {
   // The matrix of VGF2P8AFFINEQB that makes of a byte the int8 n - 8, n its nibble at bit `shift`: result bits 0..2 are

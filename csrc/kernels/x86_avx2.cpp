@@ -32,11 +32,9 @@ W4A8_TARGET("avx2,fma,f16c")
 namespace w4a8::isa {
 namespace {
 
-#include "kernels/activation-inl.h"
 #include "kernels/avx2_ops-inl.h"
-#include "kernels/rows-inl.h"
-#include "kernels/tile-inl.h"
-#include "kernels/tile_driver-inl.h"
+#include "kernels/ops_tiles-inl.h"
+#include "kernels/row_functions-inl.h"
 
 struct Ops : Avx2Ops {
   // 4 rows x 2 halves of 16-bit sums, two weights, broadcast, product: 12 of 16 registers; 32-bit sums live in memory.

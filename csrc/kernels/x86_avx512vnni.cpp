@@ -50,11 +50,9 @@ bool host_streams_by_itself() { return !w4a8::host_streams_by_itself(); }
 bool host_likes_one_stream() { return !w4a8::host_likes_one_stream(); }
 #endif
 
-#include "kernels/activation-inl.h"
 #include "kernels/avx512_ops-inl.h"
-#include "kernels/rows-inl.h"
-#include "kernels/tile-inl.h"
-#include "kernels/tile_driver-inl.h"
+#include "kernels/ops_tiles-inl.h"
+#include "kernels/row_functions-inl.h"
 #include "kernels/tile_vnni-inl.h"
 
 using Ops = VnniOps<Avx512Ops>;

@@ -42,11 +42,9 @@ extern const Kernel x86_avx2;
 
 namespace {
 
-#include "kernels/activation-inl.h"
 #include "kernels/avx2_ops-inl.h"
-#include "kernels/rows-inl.h"
-#include "kernels/tile-inl.h"
-#include "kernels/tile_driver-inl.h"
+#include "kernels/ops_tiles-inl.h"
+#include "kernels/row_functions-inl.h"
 #include "kernels/tile_vnni-inl.h"
 
 struct AvxVnniOps : Avx2Ops {

@@ -1,5 +1,8 @@
 // Attention: writing keys and values to the blocks of a cache.
-// Included by attention-inl.h, inside its target region and anonymous namespace.
+// Included inside a target region and an anonymous namespace.
+#pragma once
+
+#include "kernels/attention/base-inl.h"
 
 // About log2(x) for a normal x > 0; what error there is changes a scale, not the number that it stands for.
 inline float rough_log2(float x) {

@@ -1,5 +1,8 @@
 // Attention: queries are rotated and quantized, or rounded.
-// Included by attention-inl.h, inside its target region and anonymous namespace.
+// Included inside a target region and an anonymous namespace.
+#pragma once
+
+#include "kernels/attention/base-inl.h"
 
 template <class Ops>
 void prepare_int8(const QueryTile& tile, int64_t r, float* query, int8_t* codes) {

@@ -1,5 +1,8 @@
 // Attention over a segment: scores, their softmax, weighted values, and the sums of segments merged.
-// Included by attention-inl.h, inside its target region and anonymous namespace.
+// Included inside a target region and an anonymous namespace.
+#pragma once
+
+#include "kernels/attention/base-inl.h"
 
 template <class Ops>
 struct Step {
