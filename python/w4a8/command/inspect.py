@@ -40,7 +40,7 @@ from w4a8.formats.rules import config_in
 
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 _FORMATS = {METHOD: "a packed directory", "floats": "floats, rounded while they are loaded"}
-_GGUF_AT_ONCE = 200_000_000  # bytes above what is packed while a GGUF file is read (docs/vllm.md)
+_GGUF_AT_ONCE = 200_000_000  # bytes above what is packed while a GGUF file is read (docs/memory.md)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
