@@ -14,7 +14,7 @@ from accuracy.ways import SECTIONS, Case, Way, logits_of, ways
 from folders import ACCURACY_RESULTS
 from peers.environments import Unavailable, own_version
 from peers.ggml import ENVIRONMENT
-from peers.options import names
+from peers.options import chosen, names
 from peers.report import machine, now
 from trained_models import FOLDER, SOURCES, Source
 
@@ -29,10 +29,6 @@ def options() -> argparse.Namespace:
     parser.add_argument("--add", action="store_true", help="keep the other rows that the file has")
     parser.add_argument("--output", default="accuracy", help="name of the files in benchmarks/results")
     return parser.parse_args()
-
-
-def chosen(name: str, parts: list[str]) -> bool:
-    return not parts or any(part.lower() in name.lower() for part in parts)
 
 
 def rows(case: Case, llama: bool, notes: list[str]) -> Iterator[Way]:

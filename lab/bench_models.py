@@ -10,20 +10,13 @@ from pathlib import Path
 from folders import ROOT
 from models import base, in_llama, in_vllm, report, serving
 from peers.environments import Unavailable
-from peers.options import names
+from peers.options import chosen, names
 from peers.report import Collected, goals_table
 from peers.session import Failed, Worker
 from qwen3_moe import Shapes
 from real_size.write import NotEnoughSpace, write
 
 ENTRIES = [*in_vllm.ENTRIES, *in_llama.ENTRIES]
-
-
-class Place:
-    """What a Worker wants of files: their folder."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
 
 
 def options() -> argparse.Namespace:
@@ -64,7 +57,7 @@ def run_once(entry: type[base.Model], record: dict, args: argparse.Namespace, ve
     print(f"{entry.name}: starting", file=sys.stderr, flush=True)
     worker = None
     try:
-        worker = Worker(entry, Place(args.folder / entry.format), args.threads, patience=3600)
+        worker = Worker(entry, args.folder / entry.format, args.threads, patience=3600)
         versions.update(worker.versions)
         loading = worker.ask(do="ask", method="loading", arguments=[])["value"]
         record["load_seconds"].append(loading["seconds"])
@@ -84,7 +77,7 @@ def run_once(entry: type[base.Model], record: dict, args: argparse.Namespace, ve
 def main() -> None:
     args = options()
     shapes = Shapes.cut(args.layers)
-    chosen = [e for e in ENTRIES if not args.ways or any(w.lower() in e.name.lower() for w in args.ways)]
+    entries = [entry for entry in ENTRIES if chosen(entry.name, args.ways)]
     records = {
         entry: {
             "entry": entry.name,
@@ -97,9 +90,9 @@ def main() -> None:
             "rates": {},
             "served": {},
         }
-        for entry in chosen
+        for entry in entries
     }
-    able = [entry for entry in chosen if records[entry]["note"] is None]
+    able = [entry for entry in entries if records[entry]["note"] is None]
     try:
         write(shapes, args.folder, sorted({entry.format for entry in able}))
     except (NotEnoughSpace, ValueError) as error:

@@ -74,7 +74,6 @@ def main() -> None:
     collected = report.Collected(options.output)
     printed: dict[str, list[str]] = {}
     other_goals: list[dict] = []
-    experts: list[dict] = []
     if "moe" in options.parts:
         measure_experts(options, shapes, collected)
     experts = list(collected.records)

@@ -1,6 +1,6 @@
 """Activations rounded to int8 and back in float32, and packed weights multiplied out: the operators, slowly.
 
-The operators multiply integers and round less often; tests/python/test_benchmark_accuracy.py compares both.
+The operators multiply integers and round less often; lab/tests/test_accuracy.py compares both.
 """
 
 from __future__ import annotations

@@ -112,10 +112,7 @@ class Int8Linear(TorchEntry):
 
     def __init__(self, files: Files, threads: int):
         super().__init__(files, threads)
-        w = self.tensor(files.float_weights("w", 0))
-        scale = w.abs().amax(1) / 127
-        q = (w / scale[:, None]).round().to(self.torch.int8)
-        self.layers = [(q.t(), scale) for q, scale in self.copies(q, scale)]
+        self.layers = [(q.t(), scale) for q, scale in self.copies(*self.int8_weights("w", 0))]
 
     def call(self, i: int) -> Any:
         q, scale = self.layers[i % len(self.layers)]

@@ -105,6 +105,12 @@ class TorchEntry(Entry):
         """float32 [E, N, groups]"""
         return self.tensor(self.files["s" + name[1:]])
 
+    def int8_weights(self, name: str, expert: int) -> tuple[Any, Any]:
+        """int8 [N, K] and a float32 scale for each row."""
+        w = self.tensor(self.files.float_weights(name, expert))
+        scale = w.abs().amax(1) / 127
+        return (w / scale[:, None]).round().to(self.torch.int8), scale
+
     def copies(self, *tensors: Any) -> list[tuple]:
         """The tensors, and as many clones at other addresses as the problem asks for."""
         more = [tuple(t.clone() if t is not None else None for t in tensors) for _ in range(self.problem.copies - 1)]

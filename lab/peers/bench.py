@@ -25,7 +25,6 @@ class Plan:
     rounds: int
     seconds: float  # of each entry in each round
     most_bytes: float  # of memory
-    pause: bool = False  # wait for Enter before measuring
     slowest: float = 8.0  # seconds a call may be expected to take
 
 
@@ -71,11 +70,7 @@ def measure_rows(
     problem = session.files.problem
     errors = session.inputs(m, expected, set(too_slow))
     wrong = {entry.name for entry in batch if entry.checked and not is_right(entry, errors.get(entry.name))}
-    if plan.pause:
-        input(f"ready to measure {problem.title}, M={m}: press Enter\n")
     times = session.measure(plan.rounds, plan.seconds, wrong | set(too_slow))
-    if plan.pause:
-        print("measured", flush=True)
     used = problems.experts_used(session.files, m) if problem.kind == "moe" else 1
     common = {
         "model": problem.model,

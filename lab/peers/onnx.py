@@ -87,10 +87,6 @@ class Moe(Onnx):
     name = "onnxruntime QMoE"
     kind = "moe"
 
-    @classmethod
-    def refuse(cls, problem: Problem) -> str | None:
-        return None
-
     def __init__(self, files: Files, threads: int):
         super().__init__(files, threads)
         from onnx import helper

@@ -16,6 +16,11 @@ def names(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
+def chosen(name: str, parts: list[str]) -> bool:
+    """Whether a name has one of the parts in it. No parts choose all."""
+    return not parts or any(part.lower() in name.lower() for part in parts)
+
+
 def add_options(
     parser: argparse.ArgumentParser, rows: str, shapes: str, seconds: float, threads: Sequence[int] = (2,)
 ) -> None:
@@ -33,7 +38,6 @@ def add_options(
     )
     parser.add_argument("--memory", type=float, default=7, help="GB that the processes may take together (default: 7)")
     parser.add_argument("--output", default="", help="name of the files in lab/results (default: the benchmark's)")
-    parser.add_argument("--pause", action="store_true", help="wait for Enter before each measurement")
     parser.add_argument("--quick", action="store_true", help="one shape, fewer rows and rounds")
 
     parser.add_argument(
@@ -52,11 +56,7 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 def chosen_entries(all_entries: list[type[Entry]], options: argparse.Namespace) -> list[type[Entry]]:
     """w4a8 and the limits always; of the others those whose name has one of --peers in it."""
-
-    def wanted(entry: type[Entry]) -> bool:
-        return entry.always or not options.peers or any(part.lower() in entry.name.lower() for part in options.peers)
-
-    return [entry for entry in all_entries if wanted(entry)]
+    return [entry for entry in all_entries if entry.always or chosen(entry.name, options.peers)]
 
 
 def groups_of(options: argparse.Namespace, *widths: int) -> list[int]:
@@ -67,4 +67,4 @@ def groups_of(options: argparse.Namespace, *widths: int) -> list[int]:
 
 def plan_of(options: argparse.Namespace) -> Plan:
     rounds = min(options.rounds, 4) if options.quick else options.rounds
-    return Plan(rounds, options.seconds, options.memory * 1e9, options.pause)
+    return Plan(rounds, options.seconds, options.memory * 1e9)

@@ -14,6 +14,8 @@ SHAPES = LAB / "shapes"
 
 # 16 equally likely weights: near-symmetric, both ends used.
 VALUES = np.array([-8, -6, -5, -4, -3, -2, -1, 0, 0, 1, 2, 3, 4, 5, 6, 7], np.int8)
+_NIBBLES = (VALUES + 8).astype(np.uint8)
+PAIRS = (_NIBBLES[None, :] | (_NIBBLES[:, None] << 4)).reshape(-1)  # uint8 [256]: two weights of a random byte
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,21 @@ def from_bfloat16(bits: np.ndarray) -> np.ndarray:
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
+def unpacked(packed: np.ndarray) -> np.ndarray:
+    """int8 [rows, columns] of uint8 [rows, columns / 2] or int32 [rows, columns / 8], low nibble first, value + 8."""
+    pairs = np.ascontiguousarray(packed).view(np.uint8)
+    values = np.empty((*pairs.shape, 2), np.int8)
+    values[..., 0], values[..., 1] = pairs & 15, pairs >> 4
+    values -= 8
+    return values.reshape(pairs.shape[0], -1)
+
+
+def dequantized(packed: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """float32 [rows, columns] of what `unpacked` takes and scales [rows, groups]."""
+    values = unpacked(packed)
+    return (values.reshape(*scales.shape, -1) * scales[..., None]).reshape(values.shape)
+
+
 class Files:
     """The arrays of a problem in a folder. The benchmark writes them; every worker maps them into memory.
 
@@ -115,32 +132,22 @@ class Files:
 
     def int_weights(self, name: str, expert: int) -> np.ndarray:
         """int8 [N, K] in [-8, 7]."""
-        packed = self[name][expert]
-        values = np.empty((*packed.shape, 2), np.int8)
-        values[..., 0] = packed & 15
-        values[..., 1] = packed >> 4
-        values -= 8
-        return values.reshape(packed.shape[0], -1)
+        return unpacked(self[name][expert])
 
     def float_weights(self, name: str, expert: int) -> np.ndarray:
         """float32 [N, K], dequantized."""
-        q = self.int_weights(name, expert)
-        scales = self["s" + name[1:]][expert]
-        n, k = q.shape
-        return (q.reshape(n, scales.shape[1], -1) * scales[:, :, None]).reshape(n, k)
+        return dequantized(self[name][expert], self["s" + name[1:]][expert])
 
 
 def write(problem: Problem, folder: Path, rows: list[int], calls: int = 8) -> Files:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "problem.json").write_text(json.dumps(asdict(problem)))
     random = np.random.default_rng(1)
-    nibbles = (VALUES + 8).astype(np.uint8)
-    pairs = (nibbles[None, :] | (nibbles[:, None] << 4)).reshape(-1)
     features = 0
     for name, (e, n, k) in problem.matrices().items():
         groups = 1 if problem.group == -1 else k // problem.group
         raw = np.frombuffer(random.bytes(e * n * k // 2), np.uint8)
-        np.save(folder / f"{name}.npy", pairs[raw].reshape(e, n, k // 2))
+        np.save(folder / f"{name}.npy", PAIRS[raw].reshape(e, n, k // 2))
         # Around 2^-8 with three mantissa bits; rows of w2 or w13 need no other size for an honest error.
         steps = random.integers(0, 8, (e, n, groups), np.uint8)
         np.save(folder / f"s{name[1:]}.npy", (1 + steps.astype(np.float32) / 8) / 256)

@@ -23,7 +23,7 @@ class Failed(Exception):
 
 
 class Worker:
-    def __init__(self, entry: type[Entry], files: Files, threads: int, patience: float = 600):
+    def __init__(self, entry: type[Entry], folder: Path, threads: int, patience: float = 600):
         self.entry = entry
         self.patience = patience
         python = python_of(entry.environment)
@@ -36,7 +36,7 @@ class Worker:
             "HF_HUB_OFFLINE": "1",
             **entry.environment.variables,
         }
-        command = [python, "-m", "peers.worker", entry.__module__, entry.__name__, str(files.folder), str(threads)]
+        command = [python, "-m", "peers.worker", entry.__module__, entry.__name__, str(folder), str(threads)]
         with open(log, "w") as errors:
             pipe = subprocess.PIPE
             self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, env=variables, cwd=FOLDER)
@@ -102,7 +102,7 @@ class Session:
             reason = f"{entry.most_threads} thread only"
         if reason is None:
             try:
-                self.workers.append(Worker(entry, self.files, self.threads))
+                self.workers.append(Worker(entry, self.files.folder, self.threads))
                 self.versions.update(self.workers[-1].versions)
                 return
             except (Failed, Unavailable) as error:

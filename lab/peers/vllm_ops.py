@@ -51,12 +51,6 @@ class Vllm(TorchEntry):
         """How often a scale is repeated along k."""
         return 1
 
-    def pack_int8(self, name: str, expert: int) -> tuple[Any, Any]:
-        """(weights in its order, float32 scale of each row)"""
-        w = self.tensor(self.files.float_weights(name, expert))
-        scale = w.abs().amax(1) / 127
-        return (w / scale[:, None]).round().to(self.torch.int8), scale
-
 
 class Int4Linear(Vllm):
     name = "vllm int4 W4A8"
@@ -79,7 +73,7 @@ class Int8Linear(Vllm):
 
     def __init__(self, files: Files, threads: int):
         super().__init__(files, threads)
-        q, scale = self.pack_int8("w", 0)
+        q, scale = self.int8_weights("w", 0)
         self.layers = self.copies(self.ops.convert_weight_packed(q), scale)
 
     def call(self, i: int) -> Any:
@@ -140,7 +134,7 @@ class Int8Moe(Experts):
         super().__init__(files, threads)
         stacks = []
         for name in ("w13", "w2"):
-            packed = [self.pack_int8(name, e) for e in range(self.problem.experts)]
+            packed = [self.int8_weights(name, e) for e in range(self.problem.experts)]
             weights = self.ops.convert_weight_packed(self.torch.stack([q for q, _ in packed]))
             stacks += [weights, self.torch.stack([scale for _, scale in packed]), None]
         self.layers = self.copies(*stacks)

@@ -11,12 +11,10 @@ import zlib
 from collections.abc import Iterator
 
 import numpy as np
-from peers.problem import VALUES, to_bfloat16
+from peers.problem import PAIRS, VALUES, dequantized, to_bfloat16
 from qwen3_moe import Tensor
 
 MOST_VALUES = 16 << 20  # at a time
-_NIBBLES = (VALUES + 8).astype(np.uint8)
-_PAIRS = (_NIBBLES[None, :] | (_NIBBLES[:, None] << 4)).reshape(-1)
 # Scales are (8 to 15) / 8 times a power of two: exact in bfloat16 and in float16.
 _DEVIATION = float(np.sqrt(np.mean(VALUES.astype(np.float64) ** 2) * np.mean((1 + np.arange(8) / 8) ** 2)))
 
@@ -34,29 +32,13 @@ def scale_step(columns: int) -> float:
 def words(module: str, rows: int, columns: int) -> np.ndarray:
     """int32 [rows, columns / 8], nibble i of a word = column i, value + 8."""
     raw = np.frombuffer(generator(f"{module}.weight_packed").bytes(rows * columns // 2), np.uint8)
-    return _PAIRS[raw].view("<i4").reshape(rows, columns // 8)
+    return PAIRS[raw].view("<i4").reshape(rows, columns // 8)
 
 
 def scales(module: str, rows: int, columns: int, group: int) -> np.ndarray:
     """float32 [rows, columns / group]."""
     eighths = generator(f"{module}.weight_scale").integers(0, 8, (rows, columns // group), np.uint8)
     return (1 + eighths.astype(np.float32) / 8) * np.float32(scale_step(columns))
-
-
-def unpacked(packed: np.ndarray) -> np.ndarray:
-    """int8 [rows, columns] of int32 words [rows, columns / 8]."""
-    pairs = np.ascontiguousarray(packed).view(np.uint8)
-    values = np.empty((*pairs.shape, 2), np.int8)
-    values[..., 0], values[..., 1] = pairs & 15, pairs >> 4
-    values -= 8
-    return values.reshape(pairs.shape[0], -1)
-
-
-def dequantized(packed: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """float32 [rows, columns] of words and scales."""
-    values = unpacked(packed)
-    grouped = values.reshape(*scale.shape, -1) * scale[..., None]
-    return grouped.reshape(values.shape)
 
 
 def chunks(tensor: Tensor, group: int) -> Iterator[np.ndarray]:

@@ -29,7 +29,7 @@ from torch import Tensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import w4a8
-from training.quantize import named_matrices, write_config
+from training.quantize import named_matrices, words, write_config
 from w4a8.checkpoint import load_linear
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -108,12 +108,6 @@ def _e2m1(ratios: Tensor) -> tuple[Tensor, Tensor]:
     codes = nearest + 8 * (ratios < 0)
     numbers = E2M1[nearest] * torch.where(ratios < 0, -1.0, 1.0)
     return codes.to(torch.uint8).flatten(1), numbers.flatten(1)
-
-
-def words(codes: Tensor) -> Tensor:
-    """uint8 [..., 8 m] to int32 [..., m], the first of eight in the lowest bits."""
-    shifted = codes.unflatten(-1, (-1, 8)).long() << torch.arange(0, 32, 4)
-    return shifted.sum(-1).to(torch.uint32).view(torch.int32)
 
 
 def gptq_tensors(matrix: Codes) -> dict[str, Tensor]:

@@ -40,12 +40,10 @@ def round_to_nearest(weight: Tensor, group_size: int | None, candidates: int) ->
     return gptq.round_matrix(weight, torch.eye(weight.shape[-1]), group_size, candidates)
 
 
-def pack_int32(values: Tensor) -> Tensor:
-    """int8 [N, K] in [-8, 7] to int32 [N, K/8]: value + 8, the first of eight in the lowest four bits."""
-    nibbles = (values + 8).to(torch.int64).unflatten(-1, (-1, 8))
-    words = (nibbles << torch.arange(0, 32, 4)).sum(dim=-1)
-    # Above 2**31 the word is a negative int32 with the same bits.
-    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+def words(codes: Tensor) -> Tensor:
+    """uint8 [..., 8 m] to int32 [..., m], the first of eight in the lowest bits."""
+    shifted = codes.unflatten(-1, (-1, 8)).long() << torch.arange(0, 32, 4)
+    return shifted.sum(-1).to(torch.uint32).view(torch.int32)
 
 
 def named_matrices(state: dict[str, Tensor], config: Qwen3MoeConfig) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -97,7 +95,7 @@ def write_checkpoint(
     error = energy = 0.0
     for name, weight in matrices.items():
         values, scales = rounded[name]
-        tensors[f"{name}.weight_packed"] = pack_int32(values)
+        tensors[f"{name}.weight_packed"] = words((values + 8).to(torch.uint8))
         tensors[f"{name}.weight_scale"] = scales.contiguous()
         tensors[f"{name}.weight_shape"] = torch.tensor(weight.shape, dtype=torch.int64)
         error += (gptq.dequantize(values, scales) - weight).double().square().sum().item()

@@ -28,6 +28,10 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from training.muon import Muon
 
+WARMUP = 0.02  # share of the run
+WEIGHT_DECAY = 0.1
+SAVE_MINUTES = 3.0
+
 
 def model_config(args: argparse.Namespace) -> Qwen3MoeConfig:
     """The architecture: every quantized matrix has a multiple of 32 input features."""
@@ -52,15 +56,15 @@ def model_config(args: argparse.Namespace) -> Qwen3MoeConfig:
         bos_token_id=data.SEPARATOR,
         eos_token_id=data.SEPARATOR,
         attn_implementation="sdpa",
-        experts_implementation=args.experts_implementation,
+        experts_implementation="grouped_mm",
     )
 
 
-def learning_rate(progress: float, warmup: float, peak: float) -> float:
+def learning_rate(progress: float, peak: float) -> float:
     """Linear warm-up, then a cosine down to 1 % of the peak; ``progress`` runs from 0 to 1."""
-    if progress < warmup:
-        return peak * progress / warmup
-    x = (progress - warmup) / (1 - warmup)
+    if progress < WARMUP:
+        return peak * progress / WARMUP
+    x = (progress - WARMUP) / (1 - WARMUP)
     return peak * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(x, 1.0))))
 
 
@@ -83,9 +87,8 @@ def make_optimizers(model: torch.nn.Module, args: argparse.Namespace) -> list[to
             others.append(parameter)
         else:
             vectors.append(parameter)
-    decay = args.weight_decay
-    muon = Muon([{"params": halves, "halves": True}, {"params": matrices}], lr=args.lr, weight_decay=decay)
-    groups = [{"params": others, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
+    muon = Muon([{"params": halves, "halves": True}, {"params": matrices}], lr=args.lr, weight_decay=WEIGHT_DECAY)
+    groups = [{"params": others, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
     return [muon, torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)]
 
 
@@ -113,14 +116,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--intermediate", type=int, default=256, help="width of one expert")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--experts", type=int, default=8)
-    parser.add_argument("--experts-implementation", default="grouped_mm", choices=("eager", "grouped_mm"))
     parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--warmup", type=float, default=0.02, help="share of the run")
-    parser.add_argument("--weight-decay", type=float, default=0.1)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--save-minutes", type=float, default=3.0)
     parser.add_argument("--resume", action="store_true", help="continue from the state in the output directory")
-    parser.add_argument("--log-every", type=int, default=0, help="also print a plain line every so many steps")
     return parser.parse_args()
 
 
@@ -155,7 +153,7 @@ def main() -> None:
         seconds = seconds_before + time.monotonic() - started
         # Whichever budget is nearer its end drives the schedule: a busy machine still anneals fully.
         progress = max((step + 1) / args.steps, seconds / 60 / args.max_minutes)
-        rate = learning_rate(min(progress, 1.0), args.warmup, args.lr)
+        rate = learning_rate(min(progress, 1.0), args.lr)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate
@@ -176,10 +174,7 @@ def main() -> None:
         smooth = bits if smooth is None else 0.98 * smooth + 0.02 * bits
         bar.set_postfix_str(f"{smooth:.3f} bits/byte, lr {rate:.1e}", refresh=False)
         bar.update()
-        if args.log_every and step % args.log_every == 0:
-            elapsed = seconds_before + time.monotonic() - started
-            tqdm.write(f"step {step} {elapsed:.0f} s  {smooth:.4f} bits/byte  lr {rate:.2e}")
-        if time.monotonic() - last_saved > 60 * args.save_minutes:
+        if time.monotonic() - last_saved > 60 * SAVE_MINUTES:
             last_saved = time.monotonic()
             seconds = seconds_before + last_saved - started
             save(
@@ -208,7 +203,7 @@ def main() -> None:
         "batch": args.batch,
         "context": args.context,
         "learning_rate": args.lr,
-        "weight_decay": args.weight_decay,
+        "weight_decay": WEIGHT_DECAY,
         "cpu": processor(),
         "python": platform.python_version(),
         "torch": torch.__version__,
