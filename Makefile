@@ -25,7 +25,7 @@ test-full: ## the same with 600 examples of each property and the kernels' twins
 test-kernels: ## the C++ tests that need no torch: core and kernels (ARGS='-R x86_avx2': those of one kernel)
 	@scripts/test_kernels.sh $(ARGS)
 
-test-benchmarks: ## the tests of the benchmarks: their harness, tables and emulations
+test-benchmarks: ## the tests of the benchmarks in lab: their harness, tables and emulations
 	@scripts/test_benchmarks.sh $(ARGS)
 
 test-arm: ## the Arm kernels on emulated CPUs (installs a cross compiler and qemu when root)
@@ -64,7 +64,7 @@ format: ## let the formatters write
 bench: ## build and run the benchmarks (benchmarks/README.md)
 	@scripts/bench.sh $(ARGS)
 
-bench-linear: ## linear layers beside PyTorch's own operators and other libraries (benchmarks/README.md)
+bench-linear: ## linear layers beside PyTorch's own operators and other libraries (lab/README.md)
 	@scripts/bench_peers.sh bench_linear $(ARGS)
 
 bench-attention: ## attention beside vLLM's and PyTorch's (ARGS='--threads 2 --questions decode')
@@ -87,4 +87,4 @@ real-size: ## write a 30-billion-parameter model with random weights (make real-
 
 clean: ## remove what the build made; .venv and .venv-debian stay
 	@rm -rf build dist python/w4a8.egg-info python/w4a8/*.so .pytest_cache .ruff_cache
-	@find python tests examples scripts -name __pycache__ -type d -prune -exec rm -rf {} +
+	@find python tests examples scripts benchmarks lab -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from accuracy.models import SOURCES
+from trained_models import SOURCES
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import transformers
-from real_size.shapes import Shapes
+from qwen3_moe import Shapes
 
 import w4a8
 from w4a8.integrations.transformers import W4A8Config

@@ -1,4 +1,4 @@
-// machine_limits.h for other languages: a shared library of three C functions (benchmarks/peers/limits.py).
+// machine_limits.h for other languages: a shared library of three C functions (lab/peers/limits.py).
 #include <algorithm>
 #include <memory>
 #include <stdexcept>

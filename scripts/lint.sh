@@ -12,7 +12,7 @@ if ! [ -x "$PY" ]; then
 fi
 pip_once "$PY" lint
 
-mapfile -t cpp < <(find csrc tests examples benchmarks -path '*/build/*' -prune -o \( -name '*.h' -o -name '*.cpp' \) -print | sort)
+mapfile -t cpp < <(find csrc tests examples benchmarks lab -path '*/build/*' -prune -o \( -name '*.h' -o -name '*.cpp' \) -print | sort)
 if [ "${1:-}" = --fix ]; then
   clang-format -i "${cpp[@]}"
   "$PY" -m ruff check --fix .

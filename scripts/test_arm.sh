@@ -156,7 +156,7 @@ lap "testing"
 
 if [ "$quick" = 0 ]; then
   say "instructions per multiply-accumulate"
-  benchmarks/arm_instructions/run.sh build/aarch64/libw4a8_core.a | tee build/log/arm-instructions.txt
+  lab/arm_instructions/run.sh build/aarch64/libw4a8_core.a | tee build/log/arm-instructions.txt
   lap "counting instructions"
 fi
 say "Arm: all passed in $((SECONDS - start)) s"

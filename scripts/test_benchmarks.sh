@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The tests of the benchmarks: harness, tables and emulations, without a model or another library. Arguments go to pytest.
+# The tests of lab/: harness, tables and emulations, without a model or another library. Arguments go to pytest.
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 select_flavour
 case $FLAVOUR in
@@ -8,4 +8,4 @@ case $FLAVOUR in
 esac
 install_w4a8
 select_pytest_options
-"$PY" -m pytest "${PYTEST_OPTIONS[@]}" "$@" benchmarks/tests
+"$PY" -m pytest "${PYTEST_OPTIONS[@]}" "$@" lab/tests

@@ -32,6 +32,7 @@ for file in LICENSE NOTICE README.md CMakeLists.txt cmake/torch.cmake csrc/core/
   grep -q "/$file\$" <<<"$listing" || die "the sdist lacks $file"
 done
 if grep -E '\.(so|o|pyc)$|/build/' <<<"$listing"; then die "the sdist holds what a build made"; fi
+if grep -E '^[^/]+/(benchmarks|lab)/' <<<"$listing"; then die "the sdist holds what measures"; fi
 
 say "wheel from the sdist"
 # Unpacked within this folder, of which a cache of compiled files knows what was compiled before.

@@ -1,5 +1,5 @@
 """A model of a few hundred megabytes for tests of memory, whose tensors come in no order: each is in one of several
-files by chance, so that what belongs together is far apart. Written by benchmarks/real_size.
+files by chance, so that what belongs together is far apart. Written by lab/real_size.
 """
 
 import random
@@ -25,10 +25,9 @@ FILES = 12
 
 def write(folder: Path, shuffled: bool = True, **sizes: int) -> Path:
     """Makes the checkpoint, shuffled over FILES files or in the order of the model; returns its folder."""
-    if str(ROOT / "benchmarks") not in sys.path:
-        sys.path.insert(0, str(ROOT / "benchmarks"))
-    from real_size.shapes import Shapes
-    from real_size.write import write_files, write_settings
+    if str(ROOT / "lab") not in sys.path:
+        sys.path.insert(0, str(ROOT / "lab"))
+    from real_size.write import Shapes, write_files, write_settings
 
     shapes = Shapes(**{**SIZES, **sizes})
     tensors = list(shapes.tensors())

@@ -32,6 +32,7 @@
 #pragma once
 
 #include "kernels/tile_args-inl.h"
+#include "kernels/tile_groups-inl.h"
 #include "kernels/unpack-inl.h"
 
 // Chunks that are less than a group are multiples of this, but for the last of the group: 128 k, a multiple of each

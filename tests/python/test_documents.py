@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PATH = re.compile(r"(?:python|csrc|docs|tests|scripts|examples|benchmarks)/[\w./-]+")
+PATH = re.compile(r"(?:python|csrc|docs|tests|scripts|examples|benchmarks|lab)/[\w./-]+")
 
 
 def rows(text):
@@ -92,7 +92,7 @@ def test_what_counts_as_defined(file, name, expected):
 
 
 def documents():
-    folders = [ROOT / folder for folder in ("docs", "tests", "benchmarks", "examples")]
+    folders = [ROOT / folder for folder in ("docs", "tests", "benchmarks", "examples", "lab")]
     return sorted([*ROOT.glob("*.md"), *(path for folder in folders for path in folder.rglob("*.md"))])
 
 

@@ -11,8 +11,8 @@ import torch
 from compare import check
 from conftest import Job, run_engines
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))  # behind this folder: it has models.py, too
-from accuracy.models import SOURCES
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+from trained_models import SOURCES
 
 pytestmark = pytest.mark.full
 QUESTION, ANSWER = "The days of the week are Monday, Tuesday, Wednesday,", "Thursday"

@@ -1,1 +1,0 @@
-"""Models of real size in vLLM and llama.cpp, each in a process and an environment of its own (bench_models.py)."""

@@ -1,0 +1,144 @@
+"""Tables, goals and a plot of records: a flat dictionary per way."""
+
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from peers.goals import FIGURES, Line, goal_line
+from peers.plots import COLORS, pyplot, save
+from peers.report import command_lines, goal_lines, heading
+from qwen3_moe import Shapes
+
+from models.base import DECODE_BATCHES, PREFILL_TOKENS
+
+OWN, INT4_HEAD, LLAMA = "vLLM, w4a8", "vLLM, w4a8, int4 lm_head", "llama.cpp, Q4_0"
+OWN_GGUF, LLAMA_GGUF = "vLLM, GGUF Q4_K_M", "llama.cpp, Q4_K_M"  # one file
+OWN_Q4_0 = "vLLM, GGUF Q4_0"  # the file of LLAMA
+RATES = {
+    **{f"prefill {n}": ("prefill", n) for n in PREFILL_TOKENS},
+    **{f"decode, batch {n}": ("decode", n) for n in DECODE_BATCHES},
+}
+
+
+def middle(values: list[float]) -> float | None:
+    return median(values) if values else None
+
+
+def rate(record: dict, title: str) -> float | None:
+    return middle(record["rates"].get(title, []))
+
+
+def _rates(record: dict, title: str) -> str:
+    """The median, and from where to where."""
+    found = record["rates"].get(title)
+    return "–" if not found else f"{median(found):.1f} ({min(found):.1f}–{max(found):.1f})"
+
+
+def _cell(value: float | None, form: str = "{:.1f}") -> str:
+    return "–" if value is None else form.format(value)
+
+
+def tables(records: list[dict]) -> str:
+    """Loading, memory and tokens per second; then the served load; then what could not be measured."""
+    measured = [record for record in records if record["rates"]]
+    lines = ["", "| | load, s | peak loading, GB | peak, GB | " + " | ".join(f"{t}, tokens/s" for t in RATES) + " |"]
+    lines.append("|---" * (4 + len(RATES)) + "|")
+    for record in measured:
+        cells = [_cell(middle(record["load_seconds"]))]
+        cells += [_cell(record[key] and record[key] / 1e9) for key in ("load_peak", "peak")]
+        cells += [_rates(record, title) for title in RATES]
+        lines.append(f"| {record['entry']} | " + " | ".join(cells) + " |")
+    served = [record for record in measured if record["served"]]
+    if served:
+        counts = list(served[0]["served"])
+        lines += [
+            "",
+            "| served: requests/s (ms to the first token) | " + " | ".join(f"{n} at once" for n in counts) + " |",
+        ]
+        lines.append("|---" * (1 + len(counts)) + "|")
+        for record in served:
+            cells = [
+                f"{found['requests_per_second']:.3f} ({found['first_token_ms']:.0f})"
+                for found in record["served"].values()
+            ]
+            lines.append(f"| {record['entry']} | " + " | ".join(cells) + " |")
+    notes = [f"- {record['entry']}: {record[key]}" for record in records for key in ("ran", "note") if record.get(key)]
+    return "\n".join([*lines, "", *notes] if notes else lines)
+
+
+def goals(records: list[dict], layers: int, threads: int) -> list[dict]:
+    """Against llama.cpp, and the peak of loading against what is loaded."""
+    by_name = {record["entry"]: record for record in records}
+    figures = FIGURES["models"]
+    lines: list[Line] = []
+    for name, beside, row in (
+        (OWN, LLAMA, "times as fast as llama.cpp"),
+        (INT4_HEAD, LLAMA, "times as fast as llama.cpp"),
+        (OWN_GGUF, LLAMA_GGUF, "times as fast as llama.cpp on one file"),
+        (OWN_Q4_0, LLAMA, "times as fast as llama.cpp on one file"),
+    ):
+        record, llama = by_name.get(name), by_name.get(beside)
+        for title, goal in figures[row].items():
+            ours, theirs = record and rate(record, title), llama and rate(llama, title)
+            if ours and theirs:
+                lines.append((f"{name}: {title}, times as fast as llama.cpp", "", goal, ours / theirs))
+    for name in (OWN, OWN_GGUF, OWN_Q4_0):
+        record, most = by_name.get(name), figures["peak while loading" if name == OWN else "peak while loading GGUF"]
+        if record and record.get("weights_bytes"):
+            allowed = most["times the weights"] * record["weights_bytes"] + most["and bytes"]
+            lines.append((f"{name}: allowed / peak while loading", "", 1.0, allowed / record["weights_peak"]))
+    title = f"{layers} layers" if layers == Shapes.layers else f"{layers} layers (the goals are for {Shapes.layers})"
+    return [goal_line(title, threads, line) for line in lines]
+
+
+def document(found: dict) -> str:
+    """Markdown of a JSON file that bench_models.py wrote."""
+    layers = found["records"][0]["layers"]
+    title = f"A model with the shapes of Qwen3-30B-A3B, {layers} of {Shapes.layers} layers"
+    lines = [*heading(found, title, "bench-models", "bench_modelspy"), *command_lines(found)]
+    lines += ["", "Medians; in brackets from the least to the most.", tables(found["records"]), *goal_lines(found)]
+    return "\n".join(lines) + "\n"
+
+
+def plot(records: list[dict], path: Path, versions: dict[str, str]) -> Path | None:
+    """Tokens per second of every way, a panel per question."""
+    plt = pyplot()
+    measured: list[dict[str, Any]] = [record for record in records if record["rates"]]
+    if plt is None or not measured:
+        return None
+    figure, panels = plt.subplots(1, len(RATES), figsize=(3 * len(RATES), 3.2), squeeze=False)
+    for axes, title in zip(panels[0], RATES):
+        for place, record in enumerate(measured):
+            axes.bar(place, rate(record, title) or 0, color=COLORS[place % len(COLORS)])
+        axes.set_xticks(range(len(measured)), [r["entry"].replace(", ", "\n") for r in measured], fontsize=7)
+        axes.set_title(title, fontsize=8)
+        axes.set_ylabel("tokens / s")
+    return save(plt, figure, path, measured, versions)
+
+
+QUESTIONS = {
+    "prefill 512": "reading a prompt\nof 512 tokens",
+    "prefill 2048": "reading a prompt\nof 2048 tokens",
+    "decode, batch 1": "writing an answer",
+    "decode, batch 8": "writing eight answers\nat once",
+}
+
+
+def picture(records: list[dict], path: Path, versions: dict[str, str]) -> Path | None:
+    """One file in both programs: a pair of bars per question, with the times that the one is as fast as the other."""
+    plt = pyplot()
+    by_name = {record["entry"]: record for record in records}
+    ours, theirs = by_name.get(OWN_GGUF), by_name.get(LLAMA_GGUF)
+    if plt is None or not (ours and theirs and ours["rates"] and theirs["rates"]):
+        return None
+    figure, panels = plt.subplots(1, len(QUESTIONS), figsize=(2.4 * len(QUESTIONS), 2.8), squeeze=False)
+    for axes, (title, words) in zip(panels[0], QUESTIONS.items()):
+        rates = [rate(theirs, title) or 0, rate(ours, title) or 0]
+        bars = axes.bar(["llama.cpp", "w4a8"], rates, color=["lightgray", COLORS[0]])
+        axes.bar_label(bars, [f"{value:.3g}" for value in rates])
+        times = f"\n{rates[1] / rates[0]:.1f} times as fast" if rates[0] else ""
+        axes.set_title(words + times, fontsize=9)
+        axes.set_ylim(0, 1.15 * max(rates))
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0][0].set_ylabel("tokens per second")
+    return save(plt, figure, path, [ours, theirs], versions)

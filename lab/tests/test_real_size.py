@@ -1,0 +1,276 @@
+"""lab/real_size: what it writes at small sizes, read by the packages that models are read with."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from qwen3_moe import Shapes
+from real_size import gguf_file, gguf_q4_0, gguf_q4_k_m, values, write
+
+import w4a8
+
+FORMATS = ["w4a8", "w4a16", "bfloat16"]
+
+
+@pytest.fixture(scope="module")
+def small():
+    return Shapes(
+        layers=2,
+        vocabulary=320,
+        group=32,
+        hidden=256,
+        heads=4,
+        kv_heads=2,
+        head_dim=64,
+        intermediate=96,
+        experts=16,
+        top_k=4,
+        positions=512,
+    )
+
+
+@pytest.fixture(scope="module")
+def written(small, tmp_path_factory):
+    """A folder with the formats of safetensors, in several files each."""
+    folder = tmp_path_factory.mktemp("real_size")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(write, "SHARD_BYTES", 300_000)
+        write.write(small, folder, FORMATS)
+    return folder
+
+
+def _tensors(folder):
+    load_file = pytest.importorskip("safetensors.torch").load_file
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    found = {}
+    for file in sorted(set(index["weight_map"].values())):
+        part = load_file(folder / file)
+        assert {name for name, where in index["weight_map"].items() if where == file} == set(part)
+        found.update(part)
+    assert index["metadata"]["total_size"] == sum(t.numel() * t.element_size() for t in found.values())
+    return found
+
+
+def _dequantized(tensors, module, group):
+    words = tensors[f"{module}.weight_packed"]
+    nibbles = torch.stack([words >> 4 * i & 15 for i in range(8)], -1).flatten(1)
+    grouped = (nibbles - 8).float().unflatten(1, (-1, group))
+    assert tensors[f"{module}.weight_shape"].tolist() == [words.shape[0], words.shape[1] * 8]
+    return (grouped * tensors[f"{module}.weight_scale"].float().unsqueeze(-1)).flatten(1)
+
+
+def test_full_size_is_that_of_the_model():
+    """Names, sizes and bytes of the whole; nothing is written."""
+    full = Shapes()
+    count = sum(
+        t.matrix[0] * t.matrix[1] for t in full.tensors() if t.content in ("words", "unit", "normal", "weights", "ones")
+    )
+    assert count == 30_532_122_624  # parameters of Qwen3-30B-A3B
+    config = full.config()
+    assert (config["num_hidden_layers"], config["vocab_size"], config["num_experts_per_tok"]) == (48, 151936, 8)
+    scheme = config["quantization_config"]["config_groups"]["group_0"]
+    assert scheme["weights"]["group_size"] == 128
+    assert scheme["input_activations"]["num_bits"] == 8
+    w4a16 = replace(full, scheme="w4a16").config()["quantization_config"]
+    assert w4a16["config_groups"]["group_0"]["input_activations"] is None
+    assert "quantization_config" not in replace(full, scheme="bfloat16").config()
+    assert 16.4e9 < full.nbytes < 17.2e9
+
+
+def test_tensors(small, written):
+    """Those and only those of the model, of the right shapes; the bfloat16 ones are the int4 ones multiplied out."""
+    tensors, plain = _tensors(written / "w4a8"), _tensors(written / "bfloat16")
+    assert len(list((written / "w4a8").glob("*.safetensors"))) > 2
+    for index in range(small.layers):
+        experts = [f"mlp.experts.{e}.{p}_proj" for e in range(small.experts) for p in ("gate", "up", "down")]
+        for name in ("self_attn.q_proj", "self_attn.o_proj", *experts):
+            module = f"model.layers.{index}.{name}"
+            expected = _dequantized(tensors, module, small.group)
+            assert torch.equal(plain[f"{module}.weight"].float(), expected)
+            assert expected.abs().max() > 0
+    assert tensors["model.layers.1.mlp.experts.3.down_proj.weight_packed"].shape == (256, 96 // 8)
+    assert torch.equal(tensors["lm_head.weight"], plain["lm_head.weight"])
+    assert sum(name.endswith("weight_packed") for name in tensors) == small.layers * (4 + 3 * small.experts)
+
+
+def test_w4a16_is_the_same_files(written):
+    for path in (written / "w4a16").glob("*.safetensors"):
+        assert path.samefile(written / "w4a8" / path.name)
+    config = json.loads((written / "w4a16" / "config.json").read_text())
+    assert config["quantization_config"]["config_groups"]["group_0"]["input_activations"] is None
+
+
+def test_a_tensor_does_not_depend_on_what_else_is_written(small, written, tmp_path):
+    write.write(replace(small, layers=1), tmp_path, ["w4a8"])
+    one, two = _tensors(tmp_path / "w4a8"), _tensors(written / "w4a8")
+    assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
+
+
+def test_load_reads_it(small, written):
+    layers = w4a8.load(written / "w4a8")
+    assert list(layers) == [f"model.layers.{i}.mlp.experts" for i in range(small.layers)]
+    out = layers["model.layers.0.mlp.experts"](torch.randn(5, small.hidden), torch.randn(5, small.experts))
+    assert torch.isfinite(out).all()
+
+
+def test_transformers_runs_it(small, written):
+    """Activations stay finite and of one size, and tokens go to all experts."""
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(written / "bfloat16")
+    text = "w5 w300 w17"
+    assert tokenizer(text)["input_ids"] == [5, 300, 17]
+    assert tokenizer.decode([5, 300, 17]) == text
+    model = transformers.AutoModelForCausalLM.from_pretrained(written / "bfloat16", dtype=torch.float32).eval()
+    ids = torch.randint(small.vocabulary, (1, 200), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        out = model(ids, output_hidden_states=True, output_router_logits=True)
+    for hidden in out.hidden_states:
+        assert 0.3 < hidden.square().mean().sqrt() < 5
+    assert torch.isfinite(out.logits).all()
+    for logits in out.router_logits:
+        used = torch.bincount(logits.topk(small.top_k).indices.flatten(), minlength=small.experts)
+        # 50 expected; a favourite of a random router has not many times as many.
+        assert used.min() > 0
+        assert used.max() < 4 * 200 * small.top_k / small.experts
+
+
+@pytest.mark.parametrize("group", [32, 128])
+def test_q4_0_has_the_same_numbers(group):
+    quants, types = _gguf()
+    words = values.words("m", 8, 256)
+    scales = values.scales("m", 8, 256, group)
+    blocks = gguf_q4_0.q4_0(words, scales)
+    expected = values.dequantized(words, scales)
+    assert np.array_equal(quants.dequantize(blocks, types.Q4_0), expected)
+    if (
+        group == 32
+    ):  # and the same bits as gguf's own packing of these numbers, which knows only what spans all of [-8, 7]
+        extreme = np.abs(expected.reshape(8, -1, 32)).argmax(-1)
+        chosen = np.take_along_axis(expected.reshape(8, -1, 32), extreme[..., None], -1)[..., 0] == -8 * scales
+        theirs = quants.quantize(expected, types.Q4_0).reshape(8, -1, 18)
+        assert chosen.any()
+        assert np.array_equal(theirs[chosen], blocks.reshape(8, -1, 18)[chosen])
+
+
+def test_q4_0_refuses_scales_that_it_would_round():
+    words = values.words("m", 1, 32)
+    with pytest.raises(ValueError, match="not exact in float16"):
+        gguf_q4_0.q4_0(words, np.float32([[2.0**-30]]))
+
+
+def test_q6_k_is_near():
+    quants, types = _gguf()
+    values = np.random.default_rng(0).standard_normal((6, 512)).astype(np.float32)
+    values[0] = 0
+    back = quants.dequantize(gguf_q4_0.q6_k(values), types.Q6_K)
+    # Half a step of 31 up to the largest of 16 values, plus what rounding the step up to an eighth of a bit adds.
+    step = np.abs(values.reshape(6, -1, 16)).max(-1) / 31
+    largest = np.abs(values.reshape(6, -1, 256)).max(-1) / 31 / 127
+    bound = np.repeat((step + np.repeat(largest, 16, 1) * 1.01) / 2, 16, 1)
+    assert (np.abs(back - values) <= bound * 1.01).all()
+
+
+def test_gguf_file(small, written, tmp_path):
+    """Read back by the package: keys, names, shapes, and the weights of the checkpoint."""
+    quants, types = _gguf()
+    import gguf
+
+    shutil.copytree(written, tmp_path / "m", symlinks=True)
+    write.write(small, tmp_path / "m", ["gguf"])
+    path = tmp_path / "m" / "gguf" / "model.gguf"
+    expected = gguf_file.nbytes(small, write.gguf_source(small, "gguf", tmp_path))
+    assert abs(path.stat().st_size - expected) < 65536
+    reader = gguf.GGUFReader(path)
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    assert fields["general.architecture"] == "qwen3moe"
+    assert fields["qwen3moe.expert_used_count"] == small.top_k
+    assert fields["qwen3moe.vocab_size"] == small.vocabulary
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    assert len(tensors) == 3 + 12 * small.layers
+    checkpoint = _tensors(written / "w4a8")
+    stack = tensors["blk.1.ffn_down_exps.weight"]
+    assert stack.tensor_type == types.Q4_0
+    assert stack.shape.tolist() == [small.intermediate, small.hidden, small.experts]
+    values = quants.dequantize(stack.data, types.Q4_0)
+    for expert in range(small.experts):
+        module = f"model.layers.1.mlp.experts.{expert}.down_proj"
+        assert np.array_equal(values[expert], _dequantized(checkpoint, module, small.group).numpy())
+    query = quants.dequantize(tensors["blk.0.attn_q.weight"].data, types.Q4_0)
+    assert np.array_equal(query, _dequantized(checkpoint, "model.layers.0.self_attn.q_proj", small.group).numpy())
+    router = tensors["blk.0.ffn_gate_inp.weight"].data
+    assert np.array_equal(router, checkpoint["model.layers.0.mlp.gate.weight"].float().numpy())
+
+
+def test_q4_k_m_file(small, tmp_path):
+    """Types as llama.cpp chooses them, weights of the size that keeps activations, and the file runs in w4a8."""
+    quants, types = _gguf()
+    import gguf
+
+    wide = replace(small, layers=8, intermediate=256)
+    write.write(wide, tmp_path, ["gguf-q4_k_m"])
+    path = tmp_path / "gguf-q4_k_m" / "model.gguf"
+    expected = gguf_file.nbytes(wide, gguf_q4_k_m.RandomBlocks(wide))
+    assert abs(path.stat().st_size - expected) < 65536
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    downs = [tensors[f"blk.{layer}.ffn_down_exps.weight"].tensor_type for layer in range(8)]
+    # The first and last eighth, and every third of the others, from the third on.
+    assert [kind == types.Q6_K for kind in downs] == [True, False, False, True, False, False, True, True]
+    assert all(kind in (types.Q4_K, types.Q6_K) for kind in downs)
+    assert tensors["blk.3.attn_v.weight"].tensor_type == types.Q6_K == tensors["output.weight"].tensor_type
+    assert tensors["blk.3.attn_k.weight"].tensor_type == types.Q4_K == tensors["token_embd.weight"].tensor_type
+    for name in ("blk.0.ffn_down_exps.weight", "blk.1.ffn_down_exps.weight"):
+        values = quants.dequantize(tensors[name].data, tensors[name].tensor_type)
+        size = np.sqrt(np.mean(np.square(values)))
+        # To the next power of two, either way; the mean of as many of this size is within five of its deviations.
+        assert 0.7 < size * 16 < 1.42
+        assert abs(values.mean()) < 5 * size / np.sqrt(values.size)
+    layers = w4a8.load(path)
+    out = layers["model.layers.0.mlp.experts"](torch.randn(5, 256), torch.randn(5, small.experts))
+    assert 0.01 < out.square().mean().sqrt() < 10
+
+
+def test_refuses_without_the_space(small, tmp_path, monkeypatch):
+    free = shutil.disk_usage(tmp_path)._replace(free=1_000_000_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
+    with pytest.raises(write.NotEnoughSpace, match=r"need .* GB .* has 1\.0 GB free"):
+        write.write(small, tmp_path / "m", ["w4a8"])
+    assert not any((tmp_path / "m").iterdir())
+
+
+def test_writes_once(small, tmp_path, capfd):
+    """What is there is kept, what was cut short is written again, another model is not overwritten."""
+    tiny = replace(small, layers=1, experts=4)
+    write.write(tiny, tmp_path, ["w4a8"])
+    said = capfd.readouterr().err
+    assert "about 1 min" in said
+    assert "s left" in said
+    before = (tmp_path / "w4a8" / "config.json").stat().st_mtime_ns
+    write.write(tiny, tmp_path, ["w4a8"])
+    assert (tmp_path / "w4a8" / "config.json").stat().st_mtime_ns == before
+    with pytest.raises(ValueError, match="other sizes"):
+        write.write(small, tmp_path, ["w4a8"])
+    (tmp_path / "w4a8" / "complete.json").unlink()
+    write.write(small, tmp_path, ["w4a8"])
+    assert len(_tensors(tmp_path / "w4a8")) > 100
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"group": 48}, "group is 48"), ({"layers": 0}, "layers is 0"), ({"scheme": "x"}, "scheme is")],
+)
+def test_bad_sizes(changes, message):
+    with pytest.raises(ValueError, match=message):
+        Shapes(**changes)
+
+
+def test_bad_format(small, tmp_path):
+    with pytest.raises(ValueError, match="formats are 'w8'"):
+        write.write(small, tmp_path, ["w8"])
+
+
+def _gguf():
+    gguf = pytest.importorskip("gguf")
+    return gguf.quants, gguf.GGMLQuantizationType
