@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
 from w4a8.core.kind import Kind
 from w4a8.core.matrix import Matrix
-
-if TYPE_CHECKING:
-    from w4a8.formats.scheme import Scheme
-
 
 @dataclass(frozen=True)
 class Part:
@@ -84,11 +80,11 @@ class Format:
     Attributes:
         name: as :attr:`Scheme.format` has it.
         parts: the tensors of a matrix, the codes first.
-        read: the matrix of the tensors of a module, by the last part of their names; takes also the name of the module.
+        read: the matrix of a module, of its tensors by the last part of their names, its name, and its ``Scheme``.
         kind: of the codes; None: integers of as many bits as the scheme has.
         features: (N, K) from the shape of the codes and the name of the module; None: as :meth:`Part.features`.
-        spare_zeros: codes [N, K/g] of zero points in the tensor of that kind, which files have though the scheme is
-            symmetric; None: files have none then.
+        spare_zeros: codes [N, K/g] of zero points, of the tensor of that kind and the ``Scheme``: files have them though
+            the scheme is symmetric. None: files have none then.
         is_stacked: one tensor has the codes of all experts of a layer.
         spare_biases: some tools write biases of zeros where a model has none.
         unused: last parts of the names of tensors that files have and nothing here needs: scales of inputs.
@@ -96,10 +92,10 @@ class Format:
 
     name: str
     parts: tuple[Part, ...]
-    read: Callable[[Mapping[str, torch.Tensor], str, Scheme], Matrix]
+    read: Callable[[Mapping[str, torch.Tensor], str, Any], Matrix]
     kind: Kind | None = None
     features: Callable[[tuple[int, ...], str], tuple[int, int]] | None = None
-    spare_zeros: Callable[[torch.Tensor, Scheme], torch.Tensor] | None = None
+    spare_zeros: Callable[[torch.Tensor, Any], torch.Tensor] | None = None
     is_stacked: bool = False
     spare_biases: bool = False
     unused: tuple[str, ...] = ()
