@@ -12,6 +12,7 @@ import torch
 from w4a8.core.kind import Kind
 from w4a8.core.matrix import Matrix
 
+
 @dataclass(frozen=True)
 class Part:
     """One tensor of a matrix.
@@ -83,8 +84,8 @@ class Format:
         read: the matrix of a module, of its tensors by the last part of their names, its name, and its ``Scheme``.
         kind: of the codes; None: integers of as many bits as the scheme has.
         features: (N, K) from the shape of the codes and the name of the module; None: as :meth:`Part.features`.
-        spare_zeros: codes [N, K/g] of zero points, of the tensor of that kind and the ``Scheme``: files have them though
-            the scheme is symmetric. None: files have none then.
+        spare_zeros: codes [N, K/g] of zero points, of the tensor of that kind and the ``Scheme``: files have them
+            though the scheme is symmetric. None: files have none then.
         is_stacked: one tensor has the codes of all experts of a layer.
         spare_biases: some tools write biases of zeros where a model has none.
         unused: last parts of the names of tensors that files have and nothing here needs: scales of inputs.

@@ -130,7 +130,9 @@ def test_features_that_are_no_whole_words():
 def test_codes_in_an_element(dtype, codes):
     part = Part("w", "weight", dtype, ("n", "k"), 1)
     assert part.shape(ROWS, COLUMNS, 4) == (ROWS, COLUMNS // codes)
-    assert part.features((ROWS, COLUMNS // codes)) == (ROWS, COLUMNS)
+    assert part.features((ROWS, COLUMNS // codes), "m") == (ROWS, COLUMNS)
+    with pytest.raises(ValueError, match=r"m.w: shape \(3,\), but 2 dimensions are expected"):
+        part.features((3,), "m")
 
 
 def test_a_format_that_is_not_known():
