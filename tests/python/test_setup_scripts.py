@@ -5,6 +5,7 @@ import http.server
 import os
 import re
 import runpy
+import shutil
 import socket
 import subprocess
 import sys
@@ -111,3 +112,26 @@ def test_setup_and_scripts_build_in_one_folder():
     rules = runpy.run_path(str(ROOT / "setup.py"), run_name="rules")
     result = run_in_common("select_flavour >&2; echo $BUILD_DIR", PYTHON=sys.executable, TORCH="")
     assert result.stdout.strip() == str(rules["build_dir"]().relative_to(ROOT)), result.stderr
+
+
+def test_kernels_of_this_cpu():
+    """By Linux' word, and by w4a8's own detection: the best first, without AMX. `make demo` builds the first one."""
+    import w4a8
+
+    told = run_in_common("kernels_of_this_cpu").stdout.split()
+    own = [kernel["name"] for kernel in w4a8.kernels() if kernel["supported"]]
+    assert told == [name for name in own if name.startswith("x86_") and name != "x86_amx"]
+
+
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="there is no cmake")
+@pytest.mark.parametrize("kernels", ["x86_avx2", "none;scalar"])
+def test_a_build_of_some_kernels(kernels, tmp_path):
+    """scalar must be among them; what is not in the list is not built."""
+    options = ["-DW4A8_BUILD_TORCH=OFF", f"-DW4A8_KERNELS={kernels}"]
+    found = subprocess.run(["cmake", "-S", ROOT, "-B", tmp_path, *options], capture_output=True, text=True, check=False)
+    if "scalar" not in kernels:
+        assert found.returncode != 0
+        assert "W4A8_KERNELS=x86_avx2: scalar must be among them" in found.stderr
+        return
+    assert found.returncode == 0, found.stderr
+    assert (tmp_path / "generated/kernels_built.inc").read_text().split() == ["W4A8_KERNEL(scalar)"]
