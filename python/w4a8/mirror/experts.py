@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from w4a8.core.activation import MoEActivation, as_activation, kernel_activation_kind
-from w4a8.core.experts import ExpertSizes, run_experts, unsupported_width
+from w4a8.core.experts import unsupported_width
 from w4a8.core.matrix import is_group_size
 from w4a8.core.routing import ROUTING_METHODS, RoutingMethodType
 from w4a8.mirror.config import FusedMoEConfig, FusedMoEParallelConfig, GroupShape, QuantKey, current_platform
@@ -40,7 +40,7 @@ def upstream_activation_kind(activation: MoEActivation) -> int:
 
 
 class _Int4Experts(FusedMoEExperts):
-    """What the two kinds of experts share: what they support, and the call of the op."""
+    """What the two kinds of experts share: what they support."""
 
     @property
     def expects_unquantized_inputs(self) -> bool:
@@ -102,24 +102,6 @@ class _Int4Experts(FusedMoEExperts):
     def _activation_kind(self, activation: MoEActivation | str) -> int:
         """The op's ``activation_kind``; not upstream's integers, see :func:`kernel_activation_kind`."""
         return kernel_activation_kind(as_activation(activation))
-
-    def run(
-        self,
-        hidden_states: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        w13_packed: torch.Tensor,
-        w2_packed: torch.Tensor,
-        activation: MoEActivation | str,
-        expert_map: torch.Tensor | None,
-        apply_router_weight_on_input: bool,
-    ) -> torch.Tensor:
-        """One call of the op: hidden states [T, H], weights and global ids [T, k], packed stacks -> [T, H]."""
-        moe, group_size, activation = self.moe_config, self.quant_config.group_size, as_activation(activation)
-        inner = moe.intermediate_size_per_partition
-        sizes = ExpertSizes(moe.num_local_experts, moe.hidden_dim, inner, group_size, activation.is_gated)
-        what = (hidden_states, topk_weights, topk_ids, w13_packed, w2_packed)
-        return run_experts(*what, sizes, activation, expert_map, apply_router_weight_on_input)
 
 
 class CPUExpertsInt4(_Int4Experts, FusedMoEExpertsMonolithic):

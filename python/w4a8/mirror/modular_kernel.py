@@ -12,7 +12,8 @@ from enum import Enum
 
 import torch
 
-from w4a8.core.activation import MoEActivation
+from w4a8.core.activation import MoEActivation, as_activation
+from w4a8.core.experts import ExpertSizes, run_experts
 from w4a8.core.routing import RoutingMethodType, route
 from w4a8.mirror.config import FusedMoEConfig, FusedMoEParallelConfig, FusedMoEQuantConfig, QuantKey, current_platform
 
@@ -33,7 +34,7 @@ class TopKWeightAndReduceNoOP:
 
 
 class FusedMoEExperts(ABC):
-    """Base of both kinds of experts: what they support, and their two configurations."""
+    """Base of both kinds of experts: what they support, their configurations, and the call of ``torch.ops.w4a8``."""
 
     def __init__(self, moe_config: FusedMoEConfig, quant_config: FusedMoEQuantConfig) -> None:
         self.moe_config = moe_config
@@ -108,21 +109,15 @@ class FusedMoEExperts(ABC):
         Static, as upstream, so the class that is asked is given. ``activation_key`` is of the input before it reaches
         the experts.
         """
-        parallel, routing, logits = (
-            moe_config.moe_parallel_config,
-            moe_config.routing_method,
-            moe_config.router_logits_dtype,
-        )
+        parallel, routing = moe_config.moe_parallel_config, moe_config.routing_method
+        logits, scheme = moe_config.router_logits_dtype, (weight_key, activation_key)
         checks = (
             (cls._supports_current_device(), f"current device {current_platform.device_name}"),
             (moe_config.is_act_and_mul or cls._supports_no_act_and_mul(), "no act_and_mul MLP layer"),
             (cls._supports_activation(moe_config.activation), f"{moe_config.activation} activation"),
-            (
-                cls._supports_quant_scheme(weight_key, activation_key),
-                f"quantization scheme {weight_key}x{activation_key}",
-            ),
+            (cls._supports_quant_scheme(*scheme), f"quantization scheme {weight_key}x{activation_key}"),
             (cls._supports_parallel_config(parallel), f"parallel config {parallel}"),
-            (cls._supports_routing_method(routing, weight_key, activation_key), f"routing method {routing!r}"),
+            (cls._supports_routing_method(routing, *scheme), f"routing method {routing!r}"),
             (cls._supports_router_logits_dtype(logits, routing), f"router logits dtype {logits}"),
         )
         reason = next((what for supported, what in checks if not supported), None)
@@ -142,8 +137,12 @@ class FusedMoEExperts(ABC):
         expert_map: torch.Tensor | None,
         apply_router_weight_on_input: bool,
     ) -> torch.Tensor:
-        """What ``apply`` of both kinds does: hidden states [T, H], weights and global ids [T, k], stacks -> [T, H]."""
-        raise NotImplementedError
+        """One call of the op: hidden states [T, H], weights and global ids [T, k], packed stacks -> [T, H]."""
+        moe, group_size, activation = self.moe_config, self.quant_config.group_size, as_activation(activation)
+        inner = moe.intermediate_size_per_partition
+        sizes = ExpertSizes(moe.num_local_experts, moe.hidden_dim, inner, group_size, activation.is_gated)
+        what = (hidden_states, topk_weights, topk_ids, w13_packed, w2_packed)
+        return run_experts(*what, sizes, activation, expert_map, apply_router_weight_on_input)
 
 
 class FusedMoEExpertsMonolithic(FusedMoEExperts):

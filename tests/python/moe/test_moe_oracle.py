@@ -18,31 +18,18 @@ from w4a8.mirror import (
     MoEActivation,
     RoutingMethodType,
     W4A8Int8MoeBackend,
+    config,
     method_v0_17,
+    modular_kernel,
     oracle,
     upstream_activation_kind,
 )
-from w4a8.mirror.config import (
-    CpuPlatform,
-    GroupShape,
-    QuantKey,
-    ScaleDesc,
-    int4_weight_key,
-    kInt4W4A8StaticChannelSym,
-    kInt4W4A8StaticGroup32Sym,
-    kInt4W4A8StaticGroup64Sym,
-    kInt4W4A8StaticGroup128Sym,
-    kInt4W4A8StaticGroupSym,
-)
-from w4a8.mirror.modular_kernel import (
-    FusedMoEActivationFormat,
-    FusedMoEExperts,
-    FusedMoEKernel,
-    MoEPrepareAndFinalizeNoDPEPModular,
-)
+from w4a8.mirror.config import GroupShape, QuantKey, ScaleDesc, int4_weight_key
+from w4a8.mirror.modular_kernel import FusedMoEActivationFormat, FusedMoEExperts
 
-G32 = kInt4W4A8StaticGroup32Sym
-KEYS = {32: G32, 64: kInt4W4A8StaticGroup64Sym, 128: kInt4W4A8StaticGroup128Sym, -1: kInt4W4A8StaticChannelSym}
+G32 = config.kInt4W4A8StaticGroup32Sym
+G128, CHANNEL = config.kInt4W4A8StaticGroup128Sym, config.kInt4W4A8StaticChannelSym
+KEYS = {32: G32, 64: config.kInt4W4A8StaticGroup64Sym, 128: G128, -1: CHANNEL}
 QUANT_CONFIG = oracle.make_w4a8_int8_moe_quant_config((1, 32))
 
 
@@ -53,7 +40,7 @@ def say_everything_again():
 
 @pytest.fixture
 def not_a_cpu(monkeypatch):
-    monkeypatch.setattr(CpuPlatform, "is_cpu", lambda self: False)
+    monkeypatch.setattr(config.CpuPlatform, "is_cpu", lambda self: False)
 
 
 @pytest.fixture
@@ -148,39 +135,31 @@ DATA, CONTEXT = parallel(dp_size=2), parallel(pcp_size=2)
 CUSTOM = RoutingMethodType.Custom
 ASYMMETRIC = int4_weight_key(32, symmetric=False)
 PER_RANK = "intermediate size per partition"
+MULTIPLE = "which is not a multiple of the group size"
 UNSUPPORTED = [
-    (NoGate, {"activation": "silu_no_mul"}, G32, None, "no act_and_mul MLP layer"),
-    (NoGelu, {"activation": "gelu"}, G32, None, "MoEActivation.GELU activation"),
-    (NoLogits, {}, G32, None, "router logits dtype None"),
-    (CPUExpertsInt4, {}, None, None, "quantization scheme NonexNone"),
-    (CPUExpertsInt4, {}, ASYMMETRIC, None, f"quantization scheme {ASYMMETRIC}xNone"),
-    (CPUExpertsInt4, {}, G32, G32, f"quantization scheme {G32}x{G32}"),
-    (CPUExpertsInt4, DATA, G32, None, f"parallel config {DATA['moe_parallel_config']}"),
-    (CPUExpertsInt4, CONTEXT, G32, None, f"parallel config {CONTEXT['moe_parallel_config']}"),
-    (CPUExpertsInt4, {"routing_method": CUSTOM}, G32, None, f"routing method {CUSTOM!r}"),
-    (CPUExpertsInt4, {"in_dtype": torch.float64}, G32, None, "input dtype torch.float64"),
-    (CPUExpertsInt4, {"hidden_dim": 144}, G32, None, "hidden size 144, which is not a multiple of the group size 32"),
-    (
-        CPUExpertsInt4,
-        {"intermediate_size": 1408, **parallel(tp_size=2)},
-        kInt4W4A8StaticGroup128Sym,
-        None,
-        f"{PER_RANK} 704, which is not a multiple of the group size 128",
-    ),
-    (
-        CPUExpertsInt4,
-        {"intermediate_size": 77},
-        kInt4W4A8StaticChannelSym,
-        None,
-        f"{PER_RANK} 77, which is odd (two int4 values share a byte)",
-    ),
+    ({"activation": "silu_no_mul"}, "no act_and_mul MLP layer", NoGate),
+    ({"activation": "gelu"}, "MoEActivation.GELU activation", NoGelu),
+    ({}, "router logits dtype None", NoLogits),
+    ({}, "quantization scheme NonexNone", CPUExpertsInt4, None),
+    ({}, f"quantization scheme {ASYMMETRIC}xNone", CPUExpertsInt4, ASYMMETRIC),
+    ({}, f"quantization scheme {G32}x{G32}", CPUExpertsInt4, G32, G32),
+    (DATA, f"parallel config {DATA['moe_parallel_config']}"),
+    (CONTEXT, f"parallel config {CONTEXT['moe_parallel_config']}"),
+    ({"routing_method": CUSTOM}, f"routing method {CUSTOM!r}"),
+    ({"in_dtype": torch.float64}, "input dtype torch.float64"),
+    ({"hidden_dim": 144}, f"hidden size 144, {MULTIPLE} 32"),
+    ({"intermediate_size": 1408, **parallel(tp_size=2)}, f"{PER_RANK} 704, {MULTIPLE} 128", CPUExpertsInt4, G128),
+    ({"intermediate_size": 77}, f"{PER_RANK} 77, which is odd (two int4 values share a byte)", CPUExpertsInt4, CHANNEL),
 ]
 
 
-@pytest.mark.parametrize(("cls", "changes", "weight_key", "activation_key", "reason"), UNSUPPORTED)
-def test_reason(cls, changes, weight_key, activation_key, reason):
-    args = (cls, make_config(**changes), weight_key, activation_key, FusedMoEActivationFormat.Standard)
-    assert cls.is_supported_config(*args) == (False, f"kernel does not support {reason}")
+@pytest.mark.parametrize("case", UNSUPPORTED, ids=lambda case: case[1][:40])
+def test_reason(case):
+    def check(changes, reason, cls=CPUExpertsInt4, weight_key=G32, activation_key=None):
+        args = (cls, make_config(**changes), weight_key, activation_key, FusedMoEActivationFormat.Standard)
+        assert cls.is_supported_config(*args) == (False, f"kernel does not support {reason}")
+
+    check(*case)
 
 
 def test_reason_activation_format():
@@ -200,11 +179,11 @@ def test_supported(cls):
     logits = (None, torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int8)
     changes += [{"router_logits_dtype": dtype} for dtype in logits]
     changes += [{**parallel(ep_size=2, use_ep=True), "num_local_experts": 4}, parallel(tp_size=2), {"has_bias": True}]
-    for config in (make_config(**change) for change in changes):
+    for moe in (make_config(**change) for change in changes):
         for key in KEYS.values():
-            found = cls.is_supported_config(cls, config, key, None, FusedMoEActivationFormat.Standard)
+            found = cls.is_supported_config(cls, moe, key, None, FusedMoEActivationFormat.Standard)
             assert found == (True, None)
-        assert cls(config, QUANT_CONFIG).supports_expert_map()
+        assert cls(moe, QUANT_CONFIG).supports_expert_map()
 
 
 def test_supported_schemes():
@@ -214,7 +193,7 @@ def test_supported_schemes():
         for dtype in (torch.float32, torch.bfloat16):
             key = int4_weight_key(size, scale_dtype=dtype)
             assert CPUExpertsInt4._supports_quant_scheme(key, None) == (size == 16 or size % 32 == 0)
-    assert kInt4W4A8StaticGroupSym == kInt4W4A8StaticChannelSym
+    assert config.kInt4W4A8StaticGroupSym == CHANNEL
     for size, key in KEYS.items():
         shape = GroupShape(-1, 1) if size == -1 else GroupShape(1, size)
         dtype = torch.float32 if size == -1 else torch.bfloat16
@@ -259,8 +238,8 @@ def test_kernel(cls, kind, logged):
     if kind == "Monolithic":
         assert make(QUANT_CONFIG, make_config(), cls).is_monolithic
         text = "MoEPrepareAndFinalizeNoDPEPModular and CPUExpertsInt4 are not of the same kind"
-        parts = MoEPrepareAndFinalizeNoDPEPModular(), kernel.fused_experts
-        assert_raises(ValueError, text, FusedMoEKernel, *parts)
+        parts = modular_kernel.MoEPrepareAndFinalizeNoDPEPModular(), kernel.fused_experts
+        assert_raises(ValueError, text, modular_kernel.FusedMoEKernel, *parts)
     else:
         assert_raises(ValueError, message + "CPUExpertsInt4Modular", make, QUANT_CONFIG, make_config(), cls)
 
