@@ -92,10 +92,15 @@ class MoEWeightLoader:
         loaded = self._unpacked(param, loaded_weight, weight_name, shard_id)
         if loaded.dim() != target.dim():
             raise ValueError(f"{weight_name}: shape {tuple(loaded.shape)}, but {target.dim()} dimensions are expected")
-        if shard_id == "w2":
-            self._load_w2(param, target, loaded, weight_name)
-        else:
-            self._load_w13(target, loaded, weight_name, shard_id)
+        for place, part, dim in self._places(param, target, loaded, weight_name, shard_id):
+            if dim is not None:
+                part = slice_of_rank(part, dim, place.shape[dim], self.tp_rank, self.tp_size, weight_name)
+            if place.shape != part.shape:
+                shape, expected = tuple(part.shape), tuple(place.shape)
+                raise ValueError(f"{weight_name}: shape {shape}, but {expected} is expected")
+            place.copy_(part)
+        if shard_id == "w2" and target.dim() == 1 and self.tp_rank != 0:
+            target.zero_()
         return True if return_success else None
 
     def _unpacked(self, param: torch.Tensor, loaded: torch.Tensor, weight_name: str, shard_id: str) -> torch.Tensor:
@@ -113,33 +118,23 @@ class MoEWeightLoader:
             raise ValueError(f"{weight_name}: dtype {loaded.dtype}, but int8 or packed int32 is expected")
         return loaded
 
-    def _load_w2(self, param: torch.Tensor, target: torch.Tensor, loaded: torch.Tensor, weight_name: str) -> None:
-        if target.dim() == 2 and getattr(param, "quant_method", None) != "channel":
-            loaded = slice_of_rank(loaded, 1, target.shape[1], self.tp_rank, self.tp_size, weight_name)
-        _copy(target, loaded, weight_name)
-        if target.dim() == 1 and self.tp_rank != 0:
-            target.zero_()
-
-    def _load_w13(self, target: torch.Tensor, loaded: torch.Tensor, weight_name: str, shard_id: str) -> None:
+    def _places(
+        self, param: torch.Tensor, target: torch.Tensor, loaded: torch.Tensor, weight_name: str, shard_id: str
+    ) -> list[tuple[torch.Tensor, torch.Tensor, int | None]]:
+        """Where the parts of a tensor go, and the dimension that is cut for tensor parallelism, if one is."""
+        if shard_id == "w2":
+            whole = target.dim() == 1 or getattr(param, "quant_method", None) == "channel"
+            return [(target, loaded, None if whole else 1)]
         if not self.gated and shard_id != "w1":
             raise ValueError(f"{weight_name}: a layer without a gate has w1 and w2, but no {shard_id}")
-        gate, up = (target[mine] for mine in gate_and_up(len(target), self.w13_interleaved))
         if not self.gated or (shard_id == "w13" and self.w13_interleaved):
             # Pairs of interleaved rows stay together: a cut by rows is a cut by features.
-            parts = [(target, loaded)]
-        elif shard_id == "w13":
+            return [(target, loaded, 0)]
+        gate, up = (target[mine] for mine in gate_and_up(len(target), self.w13_interleaved))
+        if shard_id == "w13":
             half = len(loaded) // 2
-            parts = [(gate, loaded[:half]), (up, loaded[half:])]
-        else:
-            parts = [(gate if shard_id == "w1" else up, loaded)]
-        for place, part in parts:
-            _copy(place, slice_of_rank(part, 0, len(place), self.tp_rank, self.tp_size, weight_name), weight_name)
-
-
-def _copy(target: torch.Tensor, loaded: torch.Tensor, weight_name: str) -> None:
-    if target.shape != loaded.shape:
-        raise ValueError(f"{weight_name}: shape {tuple(loaded.shape)}, but {tuple(target.shape)} is expected")
-    target.copy_(loaded)
+            return [(gate, loaded[:half], 0), (up, loaded[half:], 0)]
+        return [(gate if shard_id == "w1" else up, loaded, 0)]
 
 
 class RoutedExperts(PackedModule):
