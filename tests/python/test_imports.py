@@ -83,14 +83,14 @@ def test_no_circle(graph):
     assert find_circle(graph) is None
 
 
+MIRROR = ("w4a8.mirror", "w4a8.moe", "w4a8.linear")
+
+
 def test_core_knows_no_user(graph):
-    users = ("w4a8.moe", "w4a8.linear", "w4a8.nn", "w4a8.checkpoint", "w4a8.integrations", "w4a8.quantization")
+    users = (*MIRROR, "w4a8.nn", "w4a8.checkpoint", "w4a8.integrations", "w4a8.quantization")
     for name, imported in graph.items():
         if name.startswith("w4a8.core"):
             assert not [other for other in imported if other.startswith(users)], name
-
-
-MIRROR = ("w4a8.moe", "w4a8.linear")
 
 
 def test_nothing_imports_the_mirror_of_vllm(graph):
@@ -103,7 +103,7 @@ def test_import_w4a8_imports_no_readers():
     """The operators alone; what reads checkpoints comes when it is first asked for."""
     code = """
 import sys, w4a8
-late = ("checkpoint", "formats", "nn", "quantization", "moe", "linear", "integrations")
+late = ("checkpoint", "formats", "nn", "quantization", "mirror", "moe", "linear", "integrations")
 there = [name for name in sys.modules if name.startswith(tuple(f"w4a8.{package}" for package in late))]
 assert not there, there
 assert {"load", "quantize_", "nn"} <= set(dir(w4a8))

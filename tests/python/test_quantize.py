@@ -18,7 +18,7 @@ from test_rounding import KINDS, kinds, new_kinds
 from torch import nn
 
 import w4a8
-from w4a8.moe import RoutingMethodType, route
+from w4a8.core.routing import RoutingMethodType, route
 from w4a8.nn import W4A8Experts, W4A8Linear
 from w4a8.ops import DEFAULT_EFFORT
 from w4a8.quantization import DEFAULT_SKIP, QuantizationError

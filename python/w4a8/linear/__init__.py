@@ -1,7 +1,5 @@
-"""Linear layers with int4 weights and int8 activations, shaped like vLLM's mixed-precision kernels, without vLLM."""
+"""The module :mod:`w4a8.mirror.linear` under the names that vLLM gives its parts, as in :mod:`w4a8.moe`."""
 
-from w4a8.linear.cpu_w4a8_int import CPUW4A8IntLinearKernel
-from w4a8.linear.mixed_precision import MPLinearKernel, MPLinearLayerConfig
-from w4a8.linear.scalar_type import ScalarType, scalar_types
-
-__all__ = ["CPUW4A8IntLinearKernel", "MPLinearKernel", "MPLinearLayerConfig", "ScalarType", "scalar_types"]
+from w4a8.linear import cpu_w4a8_int, mixed_precision, scalar_type  # noqa: F401
+from w4a8.mirror.linear import *  # noqa: F403
+from w4a8.mirror.linear import __all__ as __all__

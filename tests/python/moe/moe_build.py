@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from w4a8.moe import (
+from w4a8.mirror import (
     CompressedTensorsW4A8Int8MoEMethod,
     FusedMoEConfig,
     MoEActivation,
@@ -44,6 +44,12 @@ def random_stack(experts, rows, columns, group_size, bias=False, dtype=torch.bfl
     values = torch.randint(-8, 8, (experts, rows, columns), dtype=torch.int8)
     scales = (torch.rand(experts, rows, groups) + 0.5) * 0.3 / columns**0.5
     return Stack(values, scales.to(scale_dtype), torch.randn(experts, rows).to(dtype) * 0.3 if bias else None)
+
+
+def interleaved(stack):
+    """The same experts with rows g0 u0 g1 u1 ... instead of g0 g1 ... u0 u1 ..."""
+    order = torch.arange(stack.values.shape[1]).view(2, -1).t().flatten()
+    return Stack(stack.values[:, order], stack.scales[:, order], None if stack.bias is None else stack.bias[:, order])
 
 
 def op_pack(stack, group_size, **options):

@@ -5,12 +5,22 @@ import pytest
 import reference
 import torch
 from common import assert_within
-from moe_build import ACTIVATIONS, GROUP_SIZES, TOKEN_INT8, make_config, make_layer, make_stacks, op_moe, weight_args
+from moe_build import (
+    ACTIVATIONS,
+    GROUP_SIZES,
+    TOKEN_INT8,
+    Stack,
+    interleaved,
+    make_config,
+    make_layer,
+    make_stacks,
+    op_moe,
+    op_pack,
+    weight_args,
+)
 
-from w4a8.core.experts import local_expert_ids
 from w4a8.core.routing import ROUTING_METHODS
-from w4a8.core.weight_utils import replace_parameter, set_weight_attrs
-from w4a8.moe import (
+from w4a8.mirror import (
     CompressedTensorsW4A8Int8MoEMethod,
     FusedMoEParallelConfig,
     GroupShape,
@@ -24,10 +34,11 @@ from w4a8.moe import (
     method_v0_17,
     route,
 )
-from w4a8.moe import method as method_module
+from w4a8.mirror import method as method_module
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 METHODS = [CompressedTensorsW4A8Int8MoEMethod, method_v0_17.CompressedTensorsW4A8Int8MoEMethod]
+both_methods = pytest.mark.parametrize("cls", METHODS, ids=["v0_24", "v0_17"])
 
 
 def ids_of(value):
@@ -37,34 +48,32 @@ def ids_of(value):
 # ---- construction ----
 
 
-@pytest.mark.parametrize("cls", METHODS)
-def test_constructor_errors(cls):
-    moe = make_config()
-    not_dynamic = "W4A8-int MoE needs dynamic per-token activation quantization."
-    for input_quant in (
-        moe_build.QuantizationArgs(strategy=QuantizationStrategy.TENSOR, dynamic=True),
-        moe_build.QuantizationArgs(strategy=QuantizationStrategy.TOKEN, dynamic=False),
-    ):
-        with pytest.raises(ValueError) as caught:
-            cls(weight_args(32), input_quant, moe)
-        assert str(caught.value) == not_dynamic
-    with pytest.raises(ValueError) as caught:
-        cls(weight_args(32, num_bits=8), TOKEN_INT8, moe)
-    assert str(caught.value) == "This method only supports 4-bit weights (num_bits=4)."
-    with pytest.raises(NotImplementedError, match="No W4A8 Int8 MoE backend supports the deployment"):
-        cls(weight_args(32, symmetric=False), TOKEN_INT8, moe)
-
-
-@pytest.mark.parametrize("cls", METHODS)
-def test_attributes(cls):
-    moe = make_config(has_bias=True)
-    grouped, channel = weight_args(64), weight_args(None)
+@both_methods
+def test_constructor(cls):
+    moe, grouped = make_config(has_bias=True), weight_args(64)
     method = cls(grouped, TOKEN_INT8, moe, "model.layers.0.mlp.experts")
     assert method.moe is moe and method.weight_quant is grouped and method.input_quant is TOKEN_INT8
     assert (method.group_size, method.has_bias, method.static_input_scales) == (64, True, False)
     assert method.is_monolithic and method.moe_kernel is None and method.moe_quant_config is None
     assert method.layer_name == "model.layers.0.mlp.experts"
-    assert cls(channel, TOKEN_INT8, moe).group_size == -1
+    assert cls(weight_args(None), TOKEN_INT8, moe).group_size == -1
+    assert not method_module.FusedMoEMethodBase(moe).is_monolithic  # of no experts
+    static = moe_build.QuantizationArgs(strategy=QuantizationStrategy.TOKEN, dynamic=False)
+    tensor = moe_build.QuantizationArgs(strategy=QuantizationStrategy.TENSOR, dynamic=True)
+    for weights, inputs, kind, message in (
+        (grouped, static, ValueError, "W4A8-int MoE needs dynamic per-token activation quantization."),
+        (grouped, tensor, ValueError, "W4A8-int MoE needs dynamic per-token activation quantization."),
+        (weight_args(32, num_bits=8), TOKEN_INT8, ValueError, "This method only supports 4-bit weights (num_bits=4)."),
+        (
+            weight_args(32, symmetric=False),
+            TOKEN_INT8,
+            NotImplementedError,
+            "No W4A8 Int8 MoE backend supports the deployment configuration.",
+        ),
+    ):
+        with pytest.raises(kind) as caught:
+            cls(weights, inputs, moe)
+        assert str(caught.value) == message
 
 
 @pytest.mark.parametrize(
@@ -74,67 +83,55 @@ def test_attributes(cls):
 def test_weight_key(group_size, shape, scale_dtype, monkeypatch):
     """The key that the oracle is asked with."""
     asked = []
-    real = method_module.select_w4a8_int8_moe_backend
-
-    def select(config, weight_key, activation_key):
-        asked.append((weight_key, activation_key))
-        return real(config, weight_key, activation_key)
-
-    monkeypatch.setattr(method_module, "select_w4a8_int8_moe_backend", select)
+    monkeypatch.setattr(
+        method_module,
+        "select_w4a8_int8_moe_backend",
+        lambda *args, **named: asked.append((args, named)) or (None, None),
+    )
     moe = make_config(hidden_dim=192, intermediate_size=288)
     CompressedTensorsW4A8Int8MoEMethod(weight_args(group_size), TOKEN_INT8, moe)
     scale = ScaleDesc(scale_dtype, static=True, group_shape=GroupShape(*shape))
-    assert asked == [(QuantKey(torch.int8, scale, symmetric=True), None)]
-
-
-def test_method_without_experts_is_not_monolithic():
-    from w4a8.moe.method import FusedMoEMethodBase
-
-    assert not FusedMoEMethodBase(make_config()).is_monolithic
+    assert asked == [((moe, QuantKey(torch.int8, scale, symmetric=True)), {"activation_key": None})]
 
 
 # ---- create_weights ----
 
 
-@pytest.mark.parametrize("cls", METHODS)
+@both_methods
 @pytest.mark.parametrize("activation", ["silu", "silu_no_mul"])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("group_size", GROUP_SIZES)
 def test_create_weights(group_size, bias, activation, cls):
     moe = make_config(has_bias=bias, activation=activation)
     layer, loader = torch.nn.Module(), object()
-    method = cls(weight_args(group_size), TOKEN_INT8, moe)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)  # as vLLM does while it loads a model
     try:
+        method = cls(weight_args(group_size), TOKEN_INT8, moe)
         method.create_weights(layer, 8, 128, 256, torch.float16, weight_loader=loader, extra=3)
     finally:
         torch.set_default_dtype(before)
     rows = 512 if activation == "silu" else 256
-    groups = {128: 1, 256: 1} if group_size == -1 else {128: 128 // group_size, 256: 256 // group_size}
+    groups = (1, 1) if group_size == -1 else (128 // group_size, 256 // group_size)
     scale_dtype = torch.float32 if group_size == -1 else torch.bfloat16
     expected = {
         "w13_weight": (torch.int8, (8, rows, 128)),
         "w2_weight": (torch.int8, (8, 128, 256)),
-        "w13_weight_scale": (scale_dtype, (8, rows, groups[128])),
-        "w2_weight_scale": (scale_dtype, (8, 128, groups[256])),
+        "w13_weight_scale": (scale_dtype, (8, rows, groups[0])),
+        "w2_weight_scale": (scale_dtype, (8, 128, groups[1])),
         "w13_weight_packed": (torch.uint8, (0,)),
         "w2_weight_packed": (torch.uint8, (0,)),
     }
     if bias:
-        expected["w13_bias"] = (torch.float16, (8, rows))
-        expected["w2_bias"] = (torch.float16, (8, 128))
+        expected.update(w13_bias=(torch.float16, (8, rows)), w2_bias=(torch.float16, (8, 128)))
     parameters = dict(layer.named_parameters())
     assert {name: (p.dtype, tuple(p.shape)) for name, p in parameters.items()} == expected
     for name, parameter in parameters.items():
         assert parameter.weight_loader is loader and parameter.extra == 3 and not parameter.requires_grad
-        if name.endswith("scale"):
-            assert parameter.quant_method == ("channel" if group_size == -1 else "group")
-            assert (parameter == 1).all()
-        else:
-            assert not hasattr(parameter, "quant_method")
-        if name.endswith("bias"):
-            assert (parameter == 0).all()
+        kind = ("channel" if group_size == -1 else "group") if name.endswith("scale") else None
+        assert getattr(parameter, "quant_method", None) == kind
+        assert not name.endswith("scale") or (parameter == 1).all()
+        assert not name.endswith("bias") or (parameter == 0).all()
     sizes = (layer.w13_in_features, layer.w13_out_features, layer.w2_in_features, layer.w2_out_features)
     assert sizes == (128, rows, 256, 128) and layer.group_size == group_size
 
@@ -152,59 +149,46 @@ def test_create_weights_refuses_cut_groups(hidden, intermediate, message):
         method.create_weights(torch.nn.Module(), 8, hidden, intermediate, torch.float32)
 
 
-def test_set_weight_attrs_and_replace_parameter():
-    layer = torch.nn.Module()
-    parameter = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
-    set_weight_attrs(parameter, None)
-    set_weight_attrs(parameter, {"weight_loader": "loader", "other": 1})
-    with pytest.raises(ValueError, match="parameter attribute 'other' is already set and would be overwritten"):
-        set_weight_attrs(parameter, {"other": 2})
-    layer.register_parameter("weight", parameter)
-    replace_parameter(layer, "weight", torch.nn.Parameter(torch.ones(3)))
-    assert layer.weight.tolist() == [1, 1, 1] and layer.weight.weight_loader == "loader"
-    assert not layer.weight.requires_grad and not hasattr(layer.weight, "other")
-    replace_parameter(layer, "new", torch.ones(1, dtype=torch.uint8))
-    assert dict(layer.named_parameters())["new"].dtype == torch.uint8
-
-
 # ---- process_weights_after_loading ----
 
 
-@pytest.mark.parametrize("cls", METHODS)
+@both_methods
 @pytest.mark.parametrize("bias", [False, True])
-def test_raw_parameters_are_freed(bias, cls):
-    moe = make_config(has_bias=bias)
-    layer, w13, w2 = make_layer(moe, 32, method_cls=cls)
-    assert torch.equal(layer.w13_weight_packed.data, moe_build.op_pack(w13, 32))
-    assert torch.equal(layer.w2_weight_packed.data, moe_build.op_pack(w2, 32))
-    empty = [name for name, parameter in layer.named_parameters() if parameter.numel() == 0]
-    names = ["w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale"]
-    assert sorted(empty) == sorted(names + (["w13_bias", "w2_bias"] if bias else []))
+@pytest.mark.parametrize(("group_size", "block_shape"), [(-1, [-1, 1]), (32, [1, 32])])
+def test_process_weights_after_loading(group_size, block_shape, bias, cls):
+    """Packs, frees the raw parameters and, of vLLM 0.24, makes the kernel."""
+    layer, w13, w2 = make_layer(make_config(has_bias=bias), group_size, method_cls=cls)
+    assert torch.equal(layer.w13_weight_packed.data, op_pack(w13, group_size))
+    assert torch.equal(layer.w2_weight_packed.data, op_pack(w2, group_size))
+    empty = {name for name, parameter in layer.named_parameters() if parameter.numel() == 0}
+    names = {"w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale"}
+    assert empty == names | ({"w13_bias", "w2_bias"} if bias else set())
     assert all(parameter.weight_loader is layer.weight_loader for parameter in layer.parameters())
-
-
-def test_kernel_and_quant_config():
-    for group_size, block_shape in ((-1, [-1, 1]), (32, [1, 32])):
-        layer, *_ = make_layer(make_config(), group_size)
-        method = layer.quant_method
-        assert method.is_monolithic and method.moe_kernel.is_monolithic
-        assert method.moe_quant_config.block_shape == block_shape
-        assert method.get_fused_moe_quant_config(layer) == method.moe_quant_config
-        assert method.moe_quant_config.group_size == group_size
-
-
-def test_old_method_has_no_kernel():
-    layer, *_ = make_layer(make_config(), 32, method_cls=METHODS[1])
-    assert layer.quant_method.moe_kernel is None
-    assert layer.quant_method.get_fused_moe_quant_config(layer) is None
+    method = layer.quant_method
+    config = method.get_fused_moe_quant_config(layer)
+    assert method.is_monolithic and config == method.moe_quant_config
+    if cls is METHODS[0]:
+        assert method.moe_kernel.is_monolithic
+        assert (config.block_shape, config.group_size) == (block_shape, group_size)
+    else:
+        assert config is None and method.moe_kernel is None
 
 
 # ---- running: against the op by hand (same bits) ----
 
 
-def check_layer(layer, w13, w2, x, logits, group_size):
+def logits_for(tokens, experts):
+    """Logits on a grid, a permutation per token: no ties and no near-ties."""
+    grid = (torch.arange(experts) - experts / 2) / 4
+    return torch.stack([grid[torch.randperm(experts)] for _ in range(tokens)])
+
+
+def check_layer(moe, group_size, w13=None, w2=None, as_loaded=lambda w13: w13, **layer_args):
     """The layer's bits are the op's. Routing: test_moe_routing.py."""
-    moe = layer.moe_config
+    if w13 is None:
+        w13, w2 = make_stacks(moe, group_size)
+    layer, *_ = make_layer(moe, group_size, as_loaded(w13), w2, **layer_args)
+    x, logits = torch.randn(9, moe.hidden_dim).to(moe.in_dtype), logits_for(9, moe.num_experts)
     routing = {
         "num_expert_group": layer.num_expert_group,
         "topk_group": layer.topk_group,
@@ -218,116 +202,75 @@ def check_layer(layer, w13, w2, x, logits, group_size):
     assert torch.equal(out, op_moe(moe, group_size, x, ids, weights, w13, w2, on_input))
 
 
-def logits_for(tokens, experts):
-    """Logits on a grid, a permutation per token: no ties and no near-ties."""
-    grid = (torch.arange(experts) - experts / 2) / 4
-    return torch.stack([grid[torch.randperm(experts)] for _ in range(tokens)])
-
-
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("group_size", [*GROUP_SIZES, 96])
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=ids_of)
 def test_activations(activation, group_size, bias):
     sizes = {"hidden_dim": 192, "intermediate_size": 288} if group_size == 96 else {}
-    moe = make_config(activation=activation, has_bias=bias, **sizes)
-    layer, w13, w2 = make_layer(moe, group_size)
-    check_layer(layer, w13, w2, torch.randn(9, moe.hidden_dim), logits_for(9, 8), group_size)
+    check_layer(make_config(activation=activation, has_bias=bias, **sizes), group_size)
 
 
 @pytest.mark.parametrize("group_size", GROUP_SIZES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_dtypes(dtype, group_size):
-    moe = make_config(in_dtype=dtype, has_bias=True)
-    layer, w13, w2 = make_layer(moe, group_size)
-    check_layer(layer, w13, w2, torch.randn(9, 128).to(dtype), logits_for(9, 8), group_size)
+    check_layer(make_config(in_dtype=dtype, has_bias=True), group_size)
 
 
 @pytest.mark.parametrize("group_size", [-1, 64])
 @pytest.mark.parametrize("method", sorted(ROUTING_METHODS), ids=ids_of)
 def test_routing_methods(method, group_size):
     moe = make_config(routing_method=method)
-    on_input = method is RoutingMethodType.Llama4
-    layer, w13, w2 = make_layer(moe, group_size, apply_router_weight_on_input=on_input)
-    check_layer(layer, w13, w2, torch.randn(9, 128), logits_for(9, 8), group_size)
+    check_layer(moe, group_size, apply_router_weight_on_input=method is RoutingMethodType.Llama4)
 
 
-@pytest.mark.parametrize("method", [RoutingMethodType.DeepSeekV3, RoutingMethodType.Default], ids=ids_of)
-def test_grouped_routing(method):
-    moe = make_config(routing_method=method, num_experts=16)
+@pytest.mark.parametrize(
+    ("cls", "method"), [(METHODS[0], "DeepSeekV3"), (METHODS[0], "Default"), (METHODS[1], "Default")]
+)
+def test_grouped_routing(cls, method):
+    moe = make_config(routing_method=RoutingMethodType[method], num_experts=16)
     # On a grid that no difference of two sigmoids of the logits' grid meets.
-    bias = torch.tensor([0.0137 * ((5 * e) % 16) for e in range(16)]) if method.name == "DeepSeekV3" else None
-    layer, w13, w2 = make_layer(
-        moe, 32, num_expert_group=4, topk_group=2, e_score_correction_bias=bias, routed_scaling_factor=2.5
-    )
-    check_layer(layer, w13, w2, torch.randn(9, 128), logits_for(9, 16), 32)
+    bias = torch.tensor([0.0137 * ((5 * e) % 16) for e in range(16)]) if method == "DeepSeekV3" else None
+    groups = {"num_expert_group": 4, "topk_group": 2, "e_score_correction_bias": bias, "routed_scaling_factor": 2.5}
+    check_layer(moe, 32, method_cls=cls, **groups)
 
 
-def test_old_method_gives_the_same_bits():
+@both_methods
+def test_any_shape_and_string(cls):
+    """Leading dimensions, no tokens, activations by name; a token with NaN changes no other."""
+    layer, *_ = make_layer(make_config(), 32, method_cls=cls)
+    x, logits = torch.randn(2, 3, 128), torch.randn(2, 3, 8)
+    flat = layer(x.view(6, 128), logits.view(6, 8))
+    assert torch.equal(layer(x, logits), flat.view(2, 3, 128))
+    assert layer(x[:0], logits[:0]).shape == (0, 3, 128)
+    layer.activation = "silu"
+    assert torch.equal(layer(x, logits), flat.view(2, 3, 128))
+    x[0, 1, 5] = float("nan")
+    dirty = layer(x, logits).view(6, 128)
+    assert torch.isnan(dirty[1]).all() and torch.equal(dirty[[0, 2, 3, 4, 5]], flat[[0, 2, 3, 4, 5]])
+
+
+def test_old_method():
     moe = make_config(routing_method=RoutingMethodType.Renormalize)
     w13, w2 = make_stacks(moe, 32)
     x, logits = torch.randn(9, 128), logits_for(9, 8)
     layers = [make_layer(moe, 32, w13, w2, method_cls=cls)[0] for cls in METHODS]
     assert torch.equal(layers[0](x, logits), layers[1](x, logits))
-
-
-def test_old_method_errors():
-    moe = make_config()
-    layer, *_ = make_layer(moe, 32, method_cls=METHODS[1])
-    x, logits = torch.randn(2, 128), torch.randn(2, 8)
-    layer.enable_eplb = True
-    with pytest.raises(NotImplementedError) as caught:
-        layer(x, logits)
-    assert str(caught.value) == "EPLB not supported for W4A8-int MoE yet."
-    layer.enable_eplb = False
-    layer.activation = 7
-    with pytest.raises(ValueError) as caught:
-        layer(x, logits)
-    assert str(caught.value) == "Unknown activation '7'"
-
-
-def test_activation_may_be_a_string():
-    moe = make_config()
-    layer, *_ = make_layer(moe, 32)
-    x, logits = torch.randn(2, 128), torch.randn(2, 8)
-    expected = layer(x, logits)
-    layer.activation = "silu"
-    assert torch.equal(layer(x, logits), expected)
-
-
-def test_leading_dimensions_and_zero_tokens():
-    layer, *_ = make_layer(make_config(), 32)
-    x, logits = torch.randn(2, 3, 128), torch.randn(2, 3, 8)
-    flat = layer(x.view(6, 128), logits.view(6, 8))
-    assert torch.equal(layer(x, logits), flat.view(2, 3, 128))
-    assert layer(x[:0], logits[:0]).shape == (0, 3, 128)
-
-
-def test_a_token_with_nan_changes_no_other():
-    layer, *_ = make_layer(make_config(), 32)
-    x, logits = torch.randn(3, 128), torch.randn(3, 8)
-    clean = layer(x, logits)
-    x[1, 5] = float("nan")
-    dirty = layer(x, logits)
-    assert torch.isnan(dirty[1]).all() and torch.equal(dirty[[0, 2]], clean[[0, 2]])
-
-
-# ---- interleaved w13 ----
+    for name, value, kind, message in (
+        ("activation", 7, ValueError, "Unknown activation '7'"),
+        ("enable_eplb", True, NotImplementedError, "EPLB not supported for W4A8-int MoE yet."),
+    ):
+        setattr(layers[1], name, value)
+        with pytest.raises(kind) as caught:
+            layers[1](x, logits)
+        assert str(caught.value) == message
 
 
 @pytest.mark.parametrize("group_size", [-1, 32])
 def test_interleaved_w13_is_the_same_layer(group_size):
     moe = make_config(activation=MoEActivation.SWIGLUOAI, has_bias=True)
-    halves, w2 = make_stacks(moe, group_size)
-    order = torch.arange(2 * moe.intermediate_size).view(2, -1).t().flatten()
-    rows = moe_build.Stack(halves.values[:, order], halves.scales[:, order], halves.bias[:, order])
-    layer, *_ = make_layer(moe, group_size, rows, w2, w13_interleaved=True)
-    check_layer(layer, halves, w2, torch.randn(9, 128), logits_for(9, 8), group_size)
-
-
-def test_interleaved_w13_needs_a_gate():
-    moe = make_config(activation="relu2_no_mul")
+    check_layer(moe, group_size, as_loaded=interleaved, w13_interleaved=True)
     with pytest.raises(ValueError, match="w13_interleaved needs a gate, which activation 'relu2_no_mul' does not have"):
-        make_layer(moe, 32, w13_interleaved=True)
+        make_layer(make_config(activation="relu2_no_mul"), 32, w13_interleaved=True)
 
 
 # ---- modular ----
@@ -343,14 +286,10 @@ def test_modular_experts(dtype, on_input):
     x = torch.randn(5, 128).to(dtype)
     k = moe.experts_per_token
     ids, weights = torch.rand(5, 8).argsort(1)[:, :k], torch.rand(5, k)
-    for given in (ids, ids.to(torch.int32)):
-        out = layer(x, topk_weights=weights, topk_ids=given)
-        if on_input:
-            weighted = x * weights.to(dtype)
-            expected = op_moe(moe, 32, weighted, ids, torch.ones_like(weights), w13, w2)
-        else:
-            expected = op_moe(moe, 32, x, ids, weights, w13, w2)
-        assert torch.equal(out, expected)
+    given = (x * weights.to(dtype), ids, torch.ones_like(weights)) if on_input else (x, ids, weights)
+    expected = op_moe(moe, 32, *given, w13, w2)
+    for some_ids in (ids, ids.to(torch.int32)):
+        assert torch.equal(layer(x, topk_weights=weights, topk_ids=some_ids), expected)
 
 
 def test_modular_problem_size_and_workspaces():
@@ -380,28 +319,7 @@ def test_modular_errors():
         monolithic(x, topk_weights=weights, topk_ids=ids)
 
 
-# ---- expert parallelism and tensor parallelism, in one process ----
-
-
-def test_determine_expert_map():
-    assert determine_expert_map(1, 0, 8) == (8, None)
-    maps = [determine_expert_map(3, rank, 8) for rank in range(3)]
-    assert [count for count, _ in maps] == [3, 3, 2]
-    assert [m.tolist() for _, m in maps] == [
-        [0, 1, 2, -1, -1, -1, -1, -1],
-        [-1, -1, -1, 0, 1, 2, -1, -1],
-        [-1, -1, -1, -1, -1, -1, 0, 1],
-    ]
-    with pytest.raises(ValueError, match=r"ep_rank 2 is outside \[0, 2\)"):
-        determine_expert_map(2, 2, 8)
-
-
-def test_local_expert_ids():
-    ids = torch.tensor([[0, 3], [-1, 2]], dtype=torch.int32)
-    assert local_expert_ids(ids, None) is ids  # the operator takes both types
-    expert_map = torch.tensor([0, -1, 1, -1], dtype=torch.int32)
-    assert local_expert_ids(ids, expert_map).tolist() == [[0, -1], [-1, 1]]
-    assert local_expert_ids(ids, expert_map).dtype == torch.int64
+# ---- expert parallelism, in one process ----
 
 
 @pytest.mark.parametrize(("cls", "custom"), [(METHODS[0], False), (METHODS[0], True), (METHODS[1], False)])
@@ -423,12 +341,10 @@ def test_expert_parallel_ranks_add_up(ranks, cls, custom):
     for rank in range(ranks):
         local, expert_map = determine_expert_map(ranks, rank, 8)
         mine = (expert_map >= 0).nonzero().flatten()
-        part13 = moe_build.Stack(w13.values[mine], w13.scales[mine], w13.bias[mine])
-        part2 = moe_build.Stack(w2.values[mine], w2.scales[mine], w2.bias[mine])
+        parts = [Stack(stack.values[mine], stack.scales[mine], stack.bias[mine]) for stack in (w13, w2)]
         parallel = FusedMoEParallelConfig(ep_size=ranks, ep_rank=rank, use_ep=True)
         moe = make_config(has_bias=True, routing_method=method, moe_parallel_config=parallel, num_local_experts=local)
-        layer, *_ = make_layer(moe, 32, part13, part2, method_cls=cls, expert_map=expert_map)
-        out = run(layer)
+        out = run(make_layer(moe, 32, *parts, method_cls=cls, expert_map=expert_map)[0])
         remote_skipped = torch.where(torch.isin(ids.long(), mine), ids, torch.full_like(ids, -1))
         assert torch.equal(out, op_moe(whole, 32, x, remote_skipped, weights, w13, w2))
         total += out.double()
@@ -438,16 +354,12 @@ def test_expert_parallel_ranks_add_up(ranks, cls, custom):
     assert_within(one.numpy(), total.numpy(), bound.numpy())
 
 
-def test_remote_experts_need_a_map():
+def test_printing_and_a_missing_map():
+    text = "experts=8/8, top_k=3, hidden=128, intermediate=256, group_size=32, activation=silu"
+    assert repr(make_layer(make_config(), 32)[0]) == f"RoutedExperts({text})"
     moe = make_config(num_local_experts=4)
     with pytest.raises(ValueError, match="4 of 8 experts are local: an expert_map is needed"):
         RoutedExperts(moe, CompressedTensorsW4A8Int8MoEMethod(weight_args(32), TOKEN_INT8, moe))
-
-
-def test_printing():
-    layer, *_ = make_layer(make_config(), 32)
-    text = "experts=8/8, top_k=3, hidden=128, intermediate=256, group_size=32, activation=silu"
-    assert repr(layer) == f"RoutedExperts({text})"
 
 
 @pytest.mark.skipif(not hasattr(torch, "compile"), reason="torch.compile needs torch 2")

@@ -1,213 +1,154 @@
-"""Every public name of the mirrored modules of vLLM 0.24 and 0.17 is here, with the same signature."""
+"""Every public name of the mirrored modules of vLLM 0.24 and 0.17 is here, with the same signature, by both paths."""
 
+import importlib
 import inspect
 import os
+import pickle
 import subprocess
 import sys
 
 import pytest
 import torch
 
+import w4a8.linear
+import w4a8.moe
 from w4a8.core.activation import MoEActivation
 from w4a8.core.routing import select_experts
-from w4a8.moe import method, method_v0_17
-from w4a8.moe.config import (
+from w4a8.mirror import linear, method, method_v0_17, oracle
+from w4a8.mirror.config import (
     FusedMoEConfig,
     FusedMoEParallelConfig,
     FusedMoEQuantConfig,
     FusedMoEQuantDesc,
+    GroupShape,
+    QuantKey,
     RoutingMethodType,
+    ScaleDesc,
 )
-from w4a8.moe.experts.cpu_int4_moe import CPUExpertsInt4, CPUExpertsInt4Modular
-from w4a8.moe.modular_kernel import FusedMoEExperts, FusedMoEExpertsModular, FusedMoEExpertsMonolithic
-from w4a8.moe.oracle import w4a8_int8 as oracle
-from w4a8.moe.quant_key import GroupShape, QuantKey, ScaleDesc
-
-REQUIRED = inspect.Parameter.empty
-VARIADIC = object()
-
-
-def parameters(function):
-    """Name -> default of what can be given by position, and names of what cannot."""
-    positional, others = {}, []
-    for name, parameter in inspect.signature(function).parameters.items():
-        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
-            positional[name] = parameter.default
-        else:
-            others.append(name)
-    return positional, others
-
-
-def required(*names):
-    return dict.fromkeys(names, REQUIRED)
-
-
-METHOD_INIT = {**required("self", "weight_quant", "input_quant", "moe"), "layer_name": None}
-METHOD_CREATE = required(
-    "self", "layer", "num_experts", "hidden_size", "intermediate_size_per_partition", "params_dtype"
-)
-MONOLITHIC_APPLY = {
-    **required("self", "hidden_states", "w1", "w2", "router_logits", "activation", "global_num_experts", "expert_map"),
-    **required("a1q_scale", "apply_router_weight_on_input"),
-    "num_expert_group": None,
-    "e_score_correction_bias": None,
-    "routed_scaling_factor": None,
-    "topk_group": None,
-}
+from w4a8.mirror.experts import CPUExpertsInt4, CPUExpertsInt4Modular
+from w4a8.mirror.modular_kernel import FusedMoEExperts, FusedMoEExpertsModular, FusedMoEExpertsMonolithic
 
 NEW, OLD = method.CompressedTensorsW4A8Int8MoEMethod, method_v0_17.CompressedTensorsW4A8Int8MoEMethod
-# function: what upstream can be given by position, what else is here
+INIT = "self, weight_quant, input_quant, moe, layer_name=None"
+CREATE = "self, layer, num_experts, hidden_size, intermediate_size_per_partition, params_dtype, **extra_weight_attrs"
+MONOLITHIC = (
+    "self, hidden_states, w1, w2, router_logits, activation, global_num_experts, expert_map, a1q_scale, "
+    "apply_router_weight_on_input, num_expert_group=None, e_score_correction_bias=None, routed_scaling_factor=None, "
+    "topk_group=None"
+)
+MODULAR = (
+    "self, output, hidden_states, w1, w2, topk_weights, topk_ids, activation, global_num_experts, expert_map, "
+    "a1q_scale, a2_scale, workspace13, workspace2, expert_tokens_meta, apply_router_weight_on_input"
+)
+# Behind the star: what upstream does not have.
+CONVERT = (
+    "w13_weight, w2_weight, w13_weight_scale, w2_weight_scale, group_size, w13_bias=None, w2_bias=None, *, "
+    "w13_interleaved=False, in_place=False, scale_dtype=None"
+)
 SIGNATURES = [
-    (NEW.__init__, METHOD_INIT, []),
-    (NEW.create_weights, METHOD_CREATE, ["extra_weight_attrs"]),
-    (NEW.process_weights_after_loading, required("self", "layer"), []),
-    (NEW.get_fused_moe_quant_config, required("self", "layer"), []),
-    (NEW.apply_monolithic, {**required("self", "layer", "x", "router_logits"), "input_ids": None}, []),
-    (
-        NEW.apply,
-        required("self", "layer", "x", "topk_weights", "topk_ids", "shared_experts", "shared_experts_input"),
-        [],
-    ),
-    (OLD.__init__, METHOD_INIT, []),
-    (OLD.create_weights, METHOD_CREATE, ["extra_weight_attrs"]),
-    (OLD.process_weights_after_loading, required("self", "layer"), []),
-    (OLD.get_fused_moe_quant_config, required("self", "layer"), []),
-    (OLD.apply_monolithic, required("self", "layer", "x", "router_logits"), []),
-    (oracle._get_priority_backends, required("moe_config"), []),
-    (oracle.backend_to_kernel_cls, required("backend"), []),
-    (oracle.map_w4a8_int8_backend, required("runner_backend"), []),
-    (oracle.select_w4a8_int8_moe_backend, required("config", "weight_key", "activation_key"), []),
-    (oracle.make_w4a8_int8_moe_quant_config, {"block_shape": None}, []),
-    (
-        oracle.pack_int4_weights_for_kleidi,
-        required("int4_as_int8", "scales", "bias", "in_features", "out_features", "group_size"),
-        [],
-    ),
-    (
-        oracle.convert_to_w4a8_int8_moe_format,
-        {
-            **required("w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale", "group_size"),
-            "w13_bias": None,
-            "w2_bias": None,
-        },
-        ["w13_interleaved", "in_place", "scale_dtype"],
-    ),
+    (NEW.__init__, INIT),
+    (NEW.create_weights, CREATE),
+    (NEW.process_weights_after_loading, "self, layer"),
+    (NEW.get_fused_moe_quant_config, "self, layer"),
+    (NEW.apply_monolithic, "self, layer, x, router_logits, input_ids=None"),
+    (NEW.apply, "self, layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input"),
+    (OLD.__init__, INIT),
+    (OLD.create_weights, CREATE),
+    (OLD.process_weights_after_loading, "self, layer"),
+    (OLD.get_fused_moe_quant_config, "self, layer"),
+    (OLD.apply_monolithic, "self, layer, x, router_logits"),
+    (oracle._get_priority_backends, "moe_config"),
+    (oracle.backend_to_kernel_cls, "backend"),
+    (oracle.map_w4a8_int8_backend, "runner_backend"),
+    (oracle.select_w4a8_int8_moe_backend, "config, weight_key, activation_key"),
+    (oracle.make_w4a8_int8_moe_quant_config, "block_shape=None"),
+    (oracle.pack_int4_weights_for_kleidi, "int4_as_int8, scales, bias, in_features, out_features, group_size"),
+    (oracle.convert_to_w4a8_int8_moe_format, CONVERT),
     (
         oracle.make_w4a8_int8_moe_kernel,
-        {**required("moe_quant_config", "moe_config", "experts_cls"), "routing_tables": None},
-        ["allow_modular"],
+        "moe_quant_config, moe_config, experts_cls, routing_tables=None, *, allow_modular=False",
     ),
-    (CPUExpertsInt4.__init__, required("self", "moe_config", "quant_config"), []),
-    (CPUExpertsInt4.activation_format, {}, []),
-    (CPUExpertsInt4._supports_current_device, {}, []),
-    (CPUExpertsInt4._supports_no_act_and_mul, {}, []),
-    (CPUExpertsInt4._supports_activation, required("activation"), []),
-    (CPUExpertsInt4._supports_parallel_config, required("moe_parallel_config"), []),
-    (CPUExpertsInt4._supports_quant_scheme, required("weight_key", "activation_key"), []),
-    (CPUExpertsInt4._supports_routing_method, required("routing_method", "weight_key", "activation_key"), []),
-    (CPUExpertsInt4._supports_router_logits_dtype, required("router_logits_dtype", "routing_method"), []),
-    (CPUExpertsInt4.supports_expert_map, required("self"), []),
-    (CPUExpertsInt4._activation_kind, required("self", "activation"), []),
-    (CPUExpertsInt4.apply, MONOLITHIC_APPLY, []),
-    (FusedMoEExpertsMonolithic.apply, MONOLITHIC_APPLY, []),
-    (
-        CPUExpertsInt4Modular.apply,
-        required(
-            "self",
-            "output",
-            "hidden_states",
-            "w1",
-            "w2",
-            "topk_weights",
-            "topk_ids",
-            "activation",
-            "global_num_experts",
-            "expert_map",
-            "a1q_scale",
-            "a2_scale",
-            "workspace13",
-            "workspace2",
-            "expert_tokens_meta",
-            "apply_router_weight_on_input",
-        ),
-        [],
-    ),
-    (
-        FusedMoEExperts.is_supported_config,
-        required("cls", "moe_config", "weight_key", "activation_key", "activation_format"),
-        [],
-    ),
+    (CPUExpertsInt4.__init__, "self, moe_config, quant_config"),
+    (CPUExpertsInt4.activation_format, ""),
+    (CPUExpertsInt4._supports_current_device, ""),
+    (CPUExpertsInt4._supports_no_act_and_mul, ""),
+    (CPUExpertsInt4._supports_activation, "activation"),
+    (CPUExpertsInt4._supports_parallel_config, "moe_parallel_config"),
+    (CPUExpertsInt4._supports_quant_scheme, "weight_key, activation_key"),
+    (CPUExpertsInt4._supports_routing_method, "routing_method, weight_key, activation_key"),
+    (CPUExpertsInt4._supports_router_logits_dtype, "router_logits_dtype, routing_method"),
+    (CPUExpertsInt4.supports_expert_map, "self"),
+    (CPUExpertsInt4._activation_kind, "self, activation"),
+    (CPUExpertsInt4.apply, MONOLITHIC),
+    (FusedMoEExpertsMonolithic.apply, MONOLITHIC),
+    (CPUExpertsInt4Modular.apply, MODULAR),
+    (FusedMoEExperts.is_supported_config, "cls, moe_config, weight_key, activation_key, activation_format"),
     (
         select_experts,
-        {
-            **required("hidden_states", "router_logits", "top_k", "use_grouped_topk", "renormalize"),
-            "topk_group": None,
-            "num_expert_group": None,
-            "custom_routing_function": None,
-            "scoring_func": "softmax",
-            "routed_scaling_factor": 1.0,
-            "e_score_correction_bias": None,
-        },
-        [],
+        "hidden_states, router_logits, top_k, use_grouped_topk, renormalize, topk_group=None, num_expert_group=None, "
+        "custom_routing_function=None, scoring_func='softmax', routed_scaling_factor=1.0, e_score_correction_bias=None",
     ),
+    (linear.CPUW4A8IntLinearKernel.can_implement, "c"),
+    (linear.CPUW4A8IntLinearKernel.get_min_capability, ""),
+    (linear.CPUW4A8IntLinearKernel._pack_int4_weight, "self, w"),
+    (linear.CPUW4A8IntLinearKernel.process_weights_after_loading, "self, layer"),
+    (linear.CPUW4A8IntLinearKernel.apply_weights, "self, layer, x, bias=None"),
 ]
 
 
-@pytest.mark.parametrize(("function", "positional", "others"), SIGNATURES, ids=lambda v: getattr(v, "__qualname__", ""))
-def test_signature(function, positional, others):
-    found_positional, found_others = parameters(function)
-    assert list(found_positional.items()) == list(positional.items())
-    assert found_others == others
+@pytest.mark.parametrize(("function", "expected"), SIGNATURES, ids=lambda v: getattr(v, "__qualname__", ""))
+def test_signature(function, expected):
+    signature = inspect.signature(function)
+    bare = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
+    assert str(signature.replace(parameters=bare, return_annotation=signature.empty)) == f"({expected})"
 
 
-@pytest.mark.parametrize(
-    ("owner", "name"),
-    [(NEW, "is_monolithic"), (OLD, "is_monolithic"), (CPUExpertsInt4, "expects_unquantized_inputs")],
-)
-def test_property(owner, name):
-    assert isinstance(inspect.getattr_static(owner, name), property)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "activation_format",
-        "is_supported_config",
-        "_supports_activation",
-        "_supports_current_device",
-        "_supports_no_act_and_mul",
-        "_supports_parallel_config",
-        "_supports_quant_scheme",
-        "_supports_router_logits_dtype",
-        "_supports_routing_method",
-    ],
-)
-def test_static_method(name):
-    assert isinstance(inspect.getattr_static(CPUExpertsInt4, name), staticmethod)
-
-
-def test_class_hierarchy():
+def test_kinds_of_members():
+    """Properties and static methods are that, and classes derive from each other, as upstream."""
+    for owner, name in ((NEW, "is_monolithic"), (OLD, "is_monolithic"), (CPUExpertsInt4, "expects_unquantized_inputs")):
+        assert isinstance(inspect.getattr_static(owner, name), property)
+    what = "current_device no_act_and_mul activation parallel_config quant_scheme routing_method router_logits_dtype"
+    for name in ["activation_format", "is_supported_config", *(f"_supports_{one}" for one in what.split())]:
+        assert isinstance(inspect.getattr_static(CPUExpertsInt4, name), staticmethod), name
     assert issubclass(CPUExpertsInt4, FusedMoEExpertsMonolithic) and CPUExpertsInt4.is_monolithic()
     assert issubclass(CPUExpertsInt4Modular, FusedMoEExpertsModular) and not CPUExpertsInt4Modular.is_monolithic()
     assert issubclass(NEW, method.CompressedTensorsMoEMethod)
     assert issubclass(method.CompressedTensorsMoEMethod, method.FusedMoEMethodBase)
 
 
+PATHS = {
+    "config": ["moe.config", "moe.quant_key", "moe.platforms"],
+    "experts": ["moe.experts.cpu_int4_moe"],
+    "layer": ["moe.layer", "moe.loader"],
+    "linear": ["linear.cpu_w4a8_int", "linear.mixed_precision", "linear.scalar_type"],
+    "method": ["moe.method"],
+    "method_v0_17": ["moe.method_v0_17"],
+    "modular_kernel": ["moe.modular_kernel"],
+    "oracle": ["moe.oracle.w4a8_int8"],
+}
+
+
+def test_modules_by_the_names_of_vllm():
+    """The same module object, also as an attribute of its package; what was pickled by such a name is found."""
+    for name, paths in PATHS.items():
+        module = importlib.import_module(f"w4a8.mirror.{name}")
+        for path in paths:
+            assert importlib.import_module(f"w4a8.{path}") is module
+            package, _, last = f"w4a8.{path}".rpartition(".")
+            assert getattr(sys.modules[package], last) is module
+    assert w4a8.moe.__all__ == w4a8.mirror.__all__ and w4a8.linear.__all__ == linear.__all__
+    assert all(getattr(w4a8.moe, name) is getattr(w4a8.mirror, name) for name in w4a8.moe.__all__)
+    assert all(getattr(w4a8.linear, name) is getattr(linear, name) for name in linear.__all__)
+    key = QuantKey(torch.int8, ScaleDesc(torch.float32, True, GroupShape(1, 64)))
+    for value in (key, oracle.W4A8Int8MoeBackend.CPU_INT4, linear.scalar_types.int4, NEW, OLD):
+        assert pickle.loads(pickle.dumps(value)) == value
+    assert pickle.loads(b"cw4a8.moe.quant_key\nQuantKey\n.") is QuantKey
+
+
 def test_routing_method_numbers():
-    assert {member.name: int(member) for member in RoutingMethodType} == {
-        "Default": 0,
-        "Renormalize": 1,
-        "DeepSeekV3": 2,
-        "Llama4": 3,
-        "RenormalizeNaive": 4,
-        "TopK": 5,
-        "SigmoidRenorm": 6,
-        "MiniMax2": 7,
-        "Sigmoid": 8,
-        "Unspecified": 9,
-        "DeepseekV4": 100,
-        "Custom": 101,
-    }
+    names = "Default Renormalize DeepSeekV3 Llama4 RenormalizeNaive TopK SigmoidRenorm MiniMax2 Sigmoid Unspecified"
+    expected = {**{name: number for number, name in enumerate(names.split())}, "DeepseekV4": 100, "Custom": 101}
+    assert {member.name: int(member) for member in RoutingMethodType} == expected
 
 
 def test_activations():
@@ -226,10 +167,11 @@ def test_quant_key_is_a_value():
     shape = GroupShape(1, 64)
     assert (shape.row, shape.col, shape.is_per_group(), shape.is_per_channel()) == (1, 64, True, False)
     assert GroupShape.PER_TOKEN.is_per_token() and GroupShape.PER_TENSOR.is_per_tensor()
-    one = QuantKey(torch.int8, ScaleDesc(torch.bfloat16, static=True, group_shape=GroupShape(1, 64)), symmetric=True)
+    one = QuantKey(torch.int8, ScaleDesc(torch.bfloat16, static=True, group_shape=shape), symmetric=True)
     two = QuantKey(torch.int8, ScaleDesc(torch.bfloat16, True, GroupShape(1, 64)))
     assert one == two and hash(one) == hash(two)
-    assert one != QuantKey(torch.int8, ScaleDesc(torch.float32, True, GroupShape(1, 64)))
+    assert one != QuantKey(torch.int8, ScaleDesc(torch.float32, True, shape))
+    assert str(one) == "QuantKey(int8, scale(bfloat16, static, group (1, 64)), symmetric)"
     with pytest.raises(AttributeError):
         one.symmetric = False
 
@@ -247,10 +189,10 @@ def test_quant_key_is_a_value():
 def test_block_shape(shape, block_shape, per_token, group_size):
     desc = FusedMoEQuantDesc(shape=shape)
     config = FusedMoEQuantConfig(_a1=desc, _a2=desc, _w1=desc, _w2=desc)
-    assert config.block_shape == block_shape
-    assert config.is_per_act_token is per_token
-    assert config.group_size == group_size
-    assert config.quant_dtype is None
+    found = (config.block_shape, config.is_per_act_token, config.group_size, config.quant_dtype)
+    assert found == (block_shape, per_token, group_size, None)
+    if shape is None or block_shape is not None:  # what the method gives
+        assert oracle.make_w4a8_int8_moe_quant_config(shape and tuple(shape)) == config
 
 
 def test_config_sizes():
@@ -259,6 +201,10 @@ def test_config_sizes():
     assert moe.moe_backend == "auto" and not moe.has_bias and moe.is_act_and_mul
     assert FusedMoEConfig(8, 2, 64, 96, 8, activation="relu2", is_act_and_mul=False).activation.value == "relu2_no_mul"
     assert not FusedMoEConfig(8, 2, 64, 96, 8, activation="gelu_no_mul").is_act_and_mul
+    with pytest.raises(ValueError, match="is_act_and_mul=True contradicts activation 'gelu_no_mul'"):
+        FusedMoEConfig(8, 2, 64, 96, 8, activation="gelu_no_mul", is_act_and_mul=True)
+    with pytest.raises(ValueError, match="intermediate_size 96 cannot be cut for 5 tensor-parallel ranks"):
+        FusedMoEConfig(8, 2, 64, 96, 8, moe_parallel_config=FusedMoEParallelConfig(tp_size=5))
 
 
 IMPORT_ALL = """

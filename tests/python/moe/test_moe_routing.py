@@ -8,8 +8,7 @@ import torch
 from common import assert_same_bits
 
 import w4a8
-from w4a8.core.routing import ROUTING_METHODS
-from w4a8.moe import RoutingMethodType, route, select_experts
+from w4a8.core.routing import ROUTING_METHODS, RoutingMethodType, route, select_experts
 
 # Scoring function and whether the weights are divided by their sum.
 TABLE = {

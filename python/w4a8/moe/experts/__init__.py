@@ -1,1 +1,1 @@
-"""Experts classes, under the module names that upstream gives them."""
+"""The module :mod:`w4a8.mirror.experts`, where upstream has it."""

@@ -1,1 +1,1 @@
-"""Oracles: which backend and which experts class run a layer, and how its weights are converted for them."""
+"""The module :mod:`w4a8.mirror.oracle`, where upstream has it."""

@@ -1,0 +1,70 @@
+"""vLLM's W4A8-int8 classes, mirrored without vLLM; docs/vllm_mirror.md says what is the same and what is not.
+
+    method            CompressedTensorsW4A8Int8MoEMethod of vLLM 0.24
+    method_v0_17      the same of vLLM 0.17
+    oracle            selection of the experts class, conversion of weights
+    experts           CPUExpertsInt4, CPUExpertsInt4Modular
+    layer             RoutedExperts, the module that holds the weights, and MoEWeightLoader, which fills them
+    config, modular_kernel
+                      what the modules above read of vLLM
+    linear            CPUW4A8IntLinearKernel and what it reads of vLLM
+
+Routing (``select_experts``), activations and the call of the operator are ``w4a8.core``'s. Nothing else in the package
+imports this mirror: ``w4a8.load`` gives layers of ``w4a8.nn``. The packages ``w4a8.moe`` and ``w4a8.linear`` are these
+modules under the names that vLLM gives them.
+"""
+
+from w4a8.core.activation import MoEActivation, kernel_activation_kind
+from w4a8.core.experts import determine_expert_map
+from w4a8.core.quant_args import QuantizationArgs, QuantizationStrategy
+from w4a8.core.routing import RoutingMethodType, route, select_experts
+from w4a8.mirror.config import (
+    FusedMoEConfig,
+    FusedMoEParallelConfig,
+    FusedMoEQuantConfig,
+    FusedMoEQuantDesc,
+    GroupShape,
+    QuantKey,
+    ScaleDesc,
+)
+from w4a8.mirror.experts import CPUExpertsInt4, CPUExpertsInt4Modular, upstream_activation_kind
+from w4a8.mirror.layer import MoEWeightLoader, RoutedExperts
+from w4a8.mirror.method import CompressedTensorsW4A8Int8MoEMethod
+from w4a8.mirror.oracle import (
+    W4A8Int8MoeBackend,
+    convert_to_w4a8_int8_moe_format,
+    make_w4a8_int8_moe_kernel,
+    make_w4a8_int8_moe_quant_config,
+    pack_int4_weights_for_kleidi,
+    select_w4a8_int8_moe_backend,
+)
+
+__all__ = [
+    "CPUExpertsInt4",
+    "CPUExpertsInt4Modular",
+    "CompressedTensorsW4A8Int8MoEMethod",
+    "FusedMoEConfig",
+    "FusedMoEParallelConfig",
+    "FusedMoEQuantConfig",
+    "FusedMoEQuantDesc",
+    "GroupShape",
+    "MoEActivation",
+    "MoEWeightLoader",
+    "QuantKey",
+    "QuantizationArgs",
+    "QuantizationStrategy",
+    "RoutedExperts",
+    "RoutingMethodType",
+    "ScaleDesc",
+    "W4A8Int8MoeBackend",
+    "convert_to_w4a8_int8_moe_format",
+    "determine_expert_map",
+    "kernel_activation_kind",
+    "make_w4a8_int8_moe_kernel",
+    "make_w4a8_int8_moe_quant_config",
+    "pack_int4_weights_for_kleidi",
+    "route",
+    "select_experts",
+    "select_w4a8_int8_moe_backend",
+    "upstream_activation_kind",
+]

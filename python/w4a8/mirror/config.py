@@ -1,0 +1,255 @@
+"""What a mixture-of-experts layer is: sizes, routing, parallelism, quantization; and the machine that it runs on.
+
+Mirrors what the W4A8 method, its oracle and its experts read of vLLM's ``...layers.fused_moe.config``,
+``...quantization.utils.quant_utils`` and ``vllm.platforms``.
+"""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import ClassVar, NamedTuple
+
+import torch
+
+from w4a8.core.activation import MoEActivation, as_activation
+from w4a8.core.routing import RoutingMethodType
+
+
+class CpuArchEnum(Enum):
+    """Families of CPUs."""
+
+    X86 = "x86"
+    ARM = "arm"
+    OTHER = "other"
+
+
+_ARCHITECTURES = {
+    **dict.fromkeys(("x86_64", "amd64", "i686"), CpuArchEnum.X86),
+    **dict.fromkeys(("aarch64", "arm64"), CpuArchEnum.ARM),
+}
+
+
+class CpuPlatform:
+    """The platform of this package: always the CPU."""
+
+    device_name = "cpu"
+    device_type = "cpu"
+
+    def is_cpu(self) -> bool:
+        """Whether layers run on the CPU."""
+        return True
+
+    def get_cpu_architecture(self) -> CpuArchEnum:
+        """Family of the CPU of this machine."""
+        return _ARCHITECTURES.get(platform.machine().lower(), CpuArchEnum.OTHER)
+
+
+current_platform = CpuPlatform()
+
+
+class _Shape(NamedTuple):
+    row: int
+    col: int
+
+
+class GroupShape(_Shape):
+    """How many rows and columns of a matrix share one scale; -1 is all of them."""
+
+    PER_TENSOR: ClassVar[GroupShape]
+    PER_TOKEN: ClassVar[GroupShape]
+    PER_CHANNEL: ClassVar[GroupShape]
+
+    def is_per_tensor(self) -> bool:
+        """One scale for the whole matrix."""
+        return self == GroupShape.PER_TENSOR
+
+    def is_per_token(self) -> bool:
+        """One scale per row of activations."""
+        return self == GroupShape.PER_TOKEN
+
+    def is_per_channel(self) -> bool:
+        """One scale per output channel of a weight."""
+        return self == GroupShape.PER_CHANNEL
+
+    def is_per_group(self) -> bool:
+        """One scale per output channel and run of ``col`` input features."""
+        return self.row == 1 and self.col >= 1
+
+
+GroupShape.PER_TENSOR = GroupShape(-1, -1)
+GroupShape.PER_TOKEN = GroupShape(1, -1)
+GroupShape.PER_CHANNEL = GroupShape(-1, 1)
+_SHAPE_NAMES = {
+    GroupShape.PER_TENSOR: "per tensor",
+    GroupShape.PER_TOKEN: "per token",
+    GroupShape.PER_CHANNEL: "per channel",
+}
+
+
+@dataclass(frozen=True)
+class ScaleDesc:
+    """Scales of a quantized tensor: ``static`` ones, as those of weights, are known before the layer runs."""
+
+    dtype: torch.dtype
+    static: bool
+    group_shape: GroupShape
+
+    def __str__(self) -> str:
+        shape = _SHAPE_NAMES.get(self.group_shape, f"group {tuple(self.group_shape)}")
+        return f"{str(self.dtype)[len('torch.') :]}, {'static' if self.static else 'dynamic'}, {shape}"
+
+
+@dataclass(frozen=True)
+class QuantKey:
+    """A quantization scheme, as a value that can be compared."""
+
+    dtype: torch.dtype  # that holds the quantized values; int4 weights travel in int8
+    scale: ScaleDesc
+    scale2: ScaleDesc | None = None  # scales of the scales, which no scheme here has
+    symmetric: bool = True  # zero is represented by zero
+
+    def __str__(self) -> str:
+        second = f", scale2({self.scale2})" if self.scale2 is not None else ""
+        symmetry = "symmetric" if self.symmetric else "asymmetric"
+        return f"QuantKey({str(self.dtype)[len('torch.') :]}, scale({self.scale}){second}, {symmetry})"
+
+
+def int4_weight_key(group_size: int, scale_dtype: torch.dtype | None = None, symmetric: bool = True) -> QuantKey:
+    """The key of int4 weights held as int8.
+
+    Args:
+        group_size: input features per scale; -1 is channelwise.
+        scale_dtype: float32 for channelwise and bfloat16 for groups if not given.
+        symmetric: whether the weights have no zero points.
+    """
+    channelwise = group_size == -1
+    if scale_dtype is None:
+        scale_dtype = torch.float32 if channelwise else torch.bfloat16
+    shape = GroupShape.PER_CHANNEL if channelwise else GroupShape(1, group_size)
+    return QuantKey(torch.int8, ScaleDesc(scale_dtype, static=True, group_shape=shape), symmetric=symmetric)
+
+
+kInt4W4A8StaticGroup32Sym = int4_weight_key(32)
+kInt4W4A8StaticGroup64Sym = int4_weight_key(64)
+kInt4W4A8StaticGroup128Sym = int4_weight_key(128)
+# Upstream has a fourth group key whose shape the method never makes, and no key for what the method makes for
+# channelwise weights. Here both names are the channelwise key.
+kInt4W4A8StaticChannelSym = int4_weight_key(-1)
+kInt4W4A8StaticGroupSym = kInt4W4A8StaticChannelSym
+
+
+@dataclass(frozen=True)
+class FusedMoEParallelConfig:
+    """How a layer is spread over processes.
+
+    Tensor parallel (``tp``): each rank holds a slice of every expert. Expert parallel (``ep``, if ``use_ep``): each
+    rank holds some experts whole, and tp_size is 1. ``pcp`` is prefill context parallel, ``dp`` data parallel.
+    """
+
+    tp_size: int = 1
+    pcp_size: int = 1
+    dp_size: int = 1
+    ep_size: int = 1
+    tp_rank: int = 0
+    pcp_rank: int = 0
+    dp_rank: int = 0
+    ep_rank: int = 0
+    use_ep: bool = False
+    use_batched_activation_format: bool = False  # tokens arrive sorted into one batch per expert
+
+
+@dataclass
+class FusedMoEConfig:
+    """One mixture-of-experts layer."""
+
+    num_experts: int  # of the model (global)
+    experts_per_token: int  # k
+    hidden_dim: int  # H
+    intermediate_size: int  # of one expert, before tensor parallelism
+    num_local_experts: int  # held by this rank
+    activation: MoEActivation = MoEActivation.SILU
+    device: torch.device | str = "cpu"
+    routing_method: RoutingMethodType = RoutingMethodType.Renormalize
+    moe_parallel_config: FusedMoEParallelConfig = field(default_factory=FusedMoEParallelConfig)
+    in_dtype: torch.dtype = torch.bfloat16  # of the activations: float32, bfloat16 or float16
+    router_logits_dtype: torch.dtype | None = None  # None if unknown
+    moe_backend: str = "auto"  # or the backend that the user demands
+    has_bias: bool = False  # of w13 and w2
+    # Gated: None is what the activation is; False turns a gated activation into its ungated relative.
+    is_act_and_mul: bool | None = None
+
+    def __post_init__(self) -> None:
+        self.activation = as_activation(self.activation)
+        if self.is_act_and_mul is None:
+            self.is_act_and_mul = self.activation.is_gated
+        elif not self.is_act_and_mul:
+            self.activation = self.activation.without_mul()
+        if self.is_act_and_mul != self.activation.is_gated:
+            raise ValueError(f"is_act_and_mul={self.is_act_and_mul} contradicts activation {self.activation.value!r}")
+        if self.intermediate_size % self.tp_size != 0:
+            raise ValueError(
+                f"intermediate_size {self.intermediate_size} cannot be cut for {self.tp_size} tensor-parallel ranks"
+            )
+
+    @property
+    def tp_size(self) -> int:
+        """Ranks that share each expert."""
+        return self.moe_parallel_config.tp_size
+
+    @property
+    def intermediate_size_per_partition(self) -> int:
+        """I: intermediate features of an expert on this rank."""
+        return self.intermediate_size // self.tp_size
+
+
+@dataclass(frozen=True)
+class FusedMoEQuantDesc:
+    """Quantization of one operand: what shares a scale, and its tensors where they are not packed into the weights.
+
+    ``dtype`` is None for packed weights and for activations that are quantized inside the kernel.
+    """
+
+    dtype: torch.dtype | str | None = None
+    shape: GroupShape | None = None
+    scale: torch.Tensor | None = None
+    zp: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class FusedMoEQuantConfig:
+    """Quantization of the four operands of a layer: input, intermediate, w13, w2."""
+
+    _a1: FusedMoEQuantDesc
+    _a2: FusedMoEQuantDesc
+    _w1: FusedMoEQuantDesc
+    _w2: FusedMoEQuantDesc
+
+    @property
+    def quant_dtype(self) -> torch.dtype | str | None:
+        """Of the activations."""
+        return self._a1.dtype
+
+    @property
+    def is_per_act_token(self) -> bool:
+        """One scale per row of activations, and nothing said of columns."""
+        return self._a1.shape == GroupShape.PER_TOKEN
+
+    @property
+    def block_shape(self) -> list[int] | None:
+        """[rows, columns] that share a scale, or None for per-tensor, per-token and not given."""
+        shape = self._a1.shape
+        if shape is None or shape.is_per_tensor() or shape.is_per_token():
+            return None
+        return [shape.row, shape.col]
+
+    @property
+    def group_size(self) -> int:
+        """``group_size`` of the op: -1 (channelwise) unless the shape is (1, g).
+
+        Upstream 0.24 hands its op ``block_shape[1]``, which is 1 for channelwise weights.
+        """
+        block_shape = self.block_shape
+        return block_shape[1] if block_shape is not None and block_shape[0] == 1 else -1

@@ -1,0 +1,234 @@
+"""The quantization method of compressed-tensors W4A8-int8 mixture-of-experts layers.
+
+Mirrors ``CompressedTensorsW4A8Int8MoEMethod`` of vLLM 0.24
+(``...compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w4a8_int8``). Its life:
+
+    create_weights                  int8 parameters that a weight loader fills
+    process_weights_after_loading   packs them, frees them, builds the kernel
+    apply_monolithic / apply        runs the layer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from w4a8.core.experts import ExpertSizes
+from w4a8.core.quant_args import QuantizationStrategy
+from w4a8.core.weight_utils import replace_parameter, set_weight_attrs
+from w4a8.mirror.config import FusedMoEConfig, FusedMoEQuantConfig, QuantKey, int4_weight_key
+from w4a8.mirror.modular_kernel import FusedMoEExperts, FusedMoEKernel
+from w4a8.mirror.oracle import (
+    convert_to_w4a8_int8_moe_format,
+    make_w4a8_int8_moe_kernel,
+    make_w4a8_int8_moe_quant_config,
+    select_w4a8_int8_moe_backend,
+)
+
+
+def _register(layer: torch.nn.Module, name: str, data: torch.Tensor, attrs: Mapping[str, Any]) -> None:
+    layer.register_parameter(name, torch.nn.Parameter(data, requires_grad=False))
+    set_weight_attrs(getattr(layer, name), attrs)
+
+
+class FusedMoEMethodBase:
+    """What every method of a mixture-of-experts layer has."""
+
+    def __init__(self, moe: FusedMoEConfig) -> None:
+        self.moe = moe
+        self.moe_quant_config: FusedMoEQuantConfig | None = None
+        self.moe_kernel: FusedMoEKernel | None = None
+        self.experts_cls: type[FusedMoEExperts] | None = None
+
+    @property
+    def is_monolithic(self) -> bool:
+        """Whether the layer takes router logits (``apply_monolithic``); known once the experts are selected."""
+        if self.moe_kernel is not None:
+            return self.moe_kernel.is_monolithic
+        return self.experts_cls is not None and self.experts_cls.is_monolithic()
+
+
+class CompressedTensorsMoEMethod(FusedMoEMethodBase):
+    """Base of the methods for compressed-tensors checkpoints."""
+
+
+class CompressedTensorsW4A8Int8MoEMethod(CompressedTensorsMoEMethod):
+    """int4 weights, activations quantized to int8 per token inside the op.
+
+    Weights are loaded as int8 in [-8, 7], scales as float32 (channelwise) or bfloat16 (groups), biases in the dtype of
+    the model.
+    """
+
+    def __init__(self, weight_quant: Any, input_quant: Any, moe: FusedMoEConfig, layer_name: str | None = None) -> None:
+        """Checks the scheme and selects the experts.
+
+        Args:
+            weight_quant: QuantizationArgs of the weights: 4 bits, symmetric, channelwise (no group size) or in groups.
+            input_quant: QuantizationArgs of the activations: dynamic, per token.
+            moe: the layer.
+            layer_name: of the layer in the model.
+
+        Raises:
+            ValueError: another scheme, or a layer that the demanded backend cannot run.
+            NotImplementedError: a layer that no backend can run.
+        """
+        super().__init__(moe)
+        self.has_bias = moe.has_bias
+        self.weight_quant = weight_quant
+        self.input_quant = input_quant
+        self.layer_name = layer_name
+        self.static_input_scales = False
+        self.group_size: int = -1 if weight_quant.group_size is None else weight_quant.group_size
+        if input_quant.strategy != QuantizationStrategy.TOKEN or not input_quant.dynamic:
+            raise ValueError("W4A8-int MoE needs dynamic per-token activation quantization.")
+        if weight_quant.num_bits != 4:
+            raise ValueError("This method only supports 4-bit weights (num_bits=4).")
+        self._select_experts(int4_weight_key(self.group_size, symmetric=getattr(weight_quant, "symmetric", True)))
+
+    def _select_experts(self, weight_key: QuantKey) -> None:
+        self.backend, self.experts_cls = select_w4a8_int8_moe_backend(self.moe, weight_key, activation_key=None)
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Gives a layer its sizes, and the parameters that a weight loader fills.
+
+        With E experts on this rank, N = 2 I rows of w13 (I without a gate) and G(K) scales per row:
+
+            w13_weight        int8 [E, N, H]          w2_weight        int8 [E, H, I]
+            w13_weight_scale  [E, N, G(H)]            w2_weight_scale  [E, H, G(I)]
+            w13_bias          [E, N], params_dtype    w2_bias          [E, H], params_dtype
+
+        and ``w13_weight_packed``, ``w2_weight_packed``, empty until the weights are packed. ``extra_weight_attrs``,
+        ``weight_loader`` among them, are set on every parameter.
+
+        Raises:
+            ValueError: H or I is no multiple of the group size, or odd.
+        """
+        gated, group_size = bool(self.moe.is_act_and_mul), self.group_size
+        sizes = ExpertSizes(num_experts, hidden_size, intermediate_size_per_partition, group_size, gated)
+        problem = sizes.unsupported()
+        if problem is not None:
+            raise ValueError(f"kernel does not support {problem}")
+        # As upstream. Where a checkpoint has scales that bfloat16 would round, the loader makes the parameter float32.
+        scale_dtype = torch.float32 if group_size == -1 else torch.bfloat16
+        scale_attrs = {"quant_method": "channel" if group_size == -1 else "group", **extra_weight_attrs}
+        for name, rows, columns in sizes.stacks:
+            weight = torch.empty(num_experts, rows, columns, dtype=torch.int8)
+            _register(layer, f"{name}_weight", weight, extra_weight_attrs)
+            scale = torch.ones(num_experts, rows, sizes.scale_columns(columns), dtype=scale_dtype)
+            _register(layer, f"{name}_weight_scale", scale, scale_attrs)
+            if self.has_bias:
+                bias = torch.zeros(num_experts, rows, dtype=params_dtype)
+                _register(layer, f"{name}_bias", bias, extra_weight_attrs)
+            # The dtype is explicit, because a model's loader may have changed the default one.
+            _register(layer, f"{name}_weight_packed", torch.empty(0, dtype=torch.uint8), extra_weight_attrs)
+        layer.w13_in_features, layer.w13_out_features = hidden_size, sizes.w13_rows
+        layer.w2_in_features, layer.w2_out_features = intermediate_size_per_partition, hidden_size
+        layer.group_size = group_size
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Packs the loaded weights, frees them, and builds the kernel.
+
+        Peak memory is the raw weights, the packed ones and the temporaries of one matrix: the int8 storage is
+        overwritten, so nothing else may share it. Rows of w13 alternate gate and up if ``layer.w13_interleaved``.
+        """
+        w13_packed, w2_packed, *_ = convert_to_w4a8_int8_moe_format(
+            layer.w13_weight,
+            layer.w2_weight,
+            layer.w13_weight_scale,
+            layer.w2_weight_scale,
+            self.group_size,
+            getattr(layer, "w13_bias", None),
+            getattr(layer, "w2_bias", None),
+            w13_interleaved=getattr(layer, "w13_interleaved", False),
+            in_place=True,
+        )
+        self.take_packed(layer, w13_packed, w2_packed)
+
+    def take_packed(self, layer: torch.nn.Module, w13_packed: torch.Tensor, w2_packed: torch.Tensor) -> None:
+        """Makes packed stacks, uint8 [E, bytes], the weights of a layer, whose raw parameters become empty."""
+        for name, packed in (("w13", w13_packed), ("w2", w2_packed)):
+            replace_parameter(layer, f"{name}_weight_packed", packed)
+            replace_parameter(layer, f"{name}_weight", torch.empty(0, dtype=torch.int8))
+            for rest in (f"{name}_weight_scale", f"{name}_bias"):
+                if hasattr(layer, rest):
+                    replace_parameter(layer, rest, torch.empty(0, dtype=torch.float32))
+        self._make_kernel(layer)
+
+    def _make_kernel(self, layer: torch.nn.Module) -> None:
+        self.moe_quant_config = self.get_fused_moe_quant_config(layer)
+        assert self.moe_quant_config is not None
+        assert self.experts_cls is not None
+        self.moe_kernel = make_w4a8_int8_moe_kernel(
+            self.moe_quant_config, self.moe, self.experts_cls, layer._expert_routing_tables(), allow_modular=True
+        )
+
+    def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> FusedMoEQuantConfig | None:
+        """Quantization of the packed weights: block shape (-1, 1) channelwise, (1, g) for groups."""
+        block_shape = (-1, 1) if self.group_size == -1 else (1, self.group_size)
+        return make_w4a8_int8_moe_quant_config(block_shape=block_shape)
+
+    def apply_monolithic(
+        self,
+        layer: torch.nn.Module,
+        x: torch.Tensor,
+        router_logits: torch.Tensor,
+        input_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Routes x, float32, bfloat16 or float16 [T, H], by its logits [T, global experts], and runs: [T, H] like x.
+
+        ``input_ids`` are unused; some routers of other methods read the tokens.
+        """
+        assert self.is_monolithic
+        assert self.moe_kernel is not None
+        return self.moe_kernel.apply_monolithic(
+            x,
+            layer.w13_weight_packed,
+            layer.w2_weight_packed,
+            router_logits,
+            activation=layer.activation,
+            global_num_experts=layer.global_num_experts,
+            expert_map=layer.expert_map,
+            apply_router_weight_on_input=layer.apply_router_weight_on_input,
+            num_expert_group=layer.num_expert_group,
+            topk_group=layer.topk_group,
+            e_score_correction_bias=layer.e_score_correction_bias,
+            routed_scaling_factor=layer.routed_scaling_factor,
+        )
+
+    def apply(
+        self,
+        layer: torch.nn.Module,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: object | None,
+        shared_experts_input: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Runs what a router outside has chosen for x, float32, bfloat16 or float16 [T, H]: [T, H] like x.
+
+        The choice is weights [T, k] and global ids, int32 or int64 [T, k]. Shared experts are the caller's: None.
+        """
+        assert self.moe_kernel is not None
+        return self.moe_kernel.apply(
+            x,
+            layer.w13_weight_packed,
+            layer.w2_weight_packed,
+            topk_weights,
+            topk_ids,
+            activation=layer.activation,
+            global_num_experts=layer.global_num_experts,
+            expert_map=layer.expert_map,
+            apply_router_weight_on_input=layer.apply_router_weight_on_input,
+            shared_experts=shared_experts,
+            shared_experts_input=shared_experts_input,
+        )

@@ -1,0 +1,367 @@
+"""What a fused mixture-of-experts kernel is made of (upstream: ``vllm...layers.fused_moe.modular_kernel``).
+
+    FusedMoEKernel = PrepareAndFinalize (what happens before and after) + Experts (the computation)
+
+Monolithic experts take router logits, modular ones take the experts and weights that a router outside has chosen.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from enum import Enum
+
+import torch
+
+from w4a8.core.activation import MoEActivation, as_activation
+from w4a8.core.experts import ExpertSizes, run_experts
+from w4a8.core.routing import RoutingMethodType, route
+from w4a8.mirror.config import FusedMoEConfig, FusedMoEParallelConfig, FusedMoEQuantConfig, QuantKey, current_platform
+
+
+class FusedMoEActivationFormat(Enum):
+    """How tokens reach the experts."""
+
+    Standard = "standard"  # [T, H]
+    BatchedExperts = "batched_experts"  # [E, tokens of an expert, H]
+
+
+class TopKWeightAndReduceNoOP:
+    """The experts have already weighted and added a token's outputs."""
+
+    def apply(self, output: torch.Tensor) -> torch.Tensor:
+        """Returns [T, H] as it is."""
+        return output
+
+
+class FusedMoEExperts(ABC):
+    """Base of both kinds of experts: what they support, their configurations, and the call of ``torch.ops.w4a8``."""
+
+    def __init__(self, moe_config: FusedMoEConfig, quant_config: FusedMoEQuantConfig) -> None:
+        self.moe_config = moe_config
+        self.quant_config = quant_config
+
+    @staticmethod
+    def is_monolithic() -> bool:
+        """Whether ``apply`` takes router logits."""
+        raise NotImplementedError
+
+    @property
+    def expects_unquantized_inputs(self) -> bool:
+        """Whether the experts quantize their input themselves."""
+        return False
+
+    @staticmethod
+    @abstractmethod
+    def activation_format() -> FusedMoEActivationFormat:
+        """How they want the tokens."""
+
+    @staticmethod
+    @abstractmethod
+    def _supports_current_device() -> bool: ...
+
+    @staticmethod
+    @abstractmethod
+    def _supports_no_act_and_mul() -> bool: ...
+
+    @staticmethod
+    @abstractmethod
+    def _supports_activation(activation: MoEActivation) -> bool: ...
+
+    @staticmethod
+    @abstractmethod
+    def _supports_quant_scheme(weight_key: QuantKey | None, activation_key: QuantKey | None) -> bool: ...
+
+    @staticmethod
+    @abstractmethod
+    def _supports_parallel_config(moe_parallel_config: FusedMoEParallelConfig) -> bool: ...
+
+    @staticmethod
+    def _supports_routing_method(
+        routing_method: RoutingMethodType, weight_key: QuantKey | None, activation_key: QuantKey | None
+    ) -> bool:
+        return True
+
+    @staticmethod
+    def _supports_router_logits_dtype(
+        router_logits_dtype: torch.dtype | None, routing_method: RoutingMethodType
+    ) -> bool:
+        return True
+
+    @staticmethod
+    def _unsupported_shape(moe_config: FusedMoEConfig, weight_key: QuantKey | None) -> str | None:
+        """What about the sizes and the input dtype is not supported, in words, or None."""
+        return None
+
+    def supports_expert_map(self) -> bool:
+        """Whether ``apply`` takes an expert map."""
+        return False
+
+    @staticmethod
+    def is_supported_config(
+        cls: type[FusedMoEExperts],
+        moe_config: FusedMoEConfig,
+        weight_key: QuantKey | None,
+        activation_key: QuantKey | None,
+        activation_format: FusedMoEActivationFormat,
+    ) -> tuple[bool, str | None]:
+        """(True, None) if the experts can run a layer, else (False, "kernel does not support ..."), the first reason.
+
+        Static, as upstream, so the class that is asked is given. ``activation_key`` is of the input before it reaches
+        the experts.
+        """
+        parallel, routing = moe_config.moe_parallel_config, moe_config.routing_method
+        logits, scheme = moe_config.router_logits_dtype, (weight_key, activation_key)
+        checks = (
+            (cls._supports_current_device(), f"current device {current_platform.device_name}"),
+            (moe_config.is_act_and_mul or cls._supports_no_act_and_mul(), "no act_and_mul MLP layer"),
+            (cls._supports_activation(moe_config.activation), f"{moe_config.activation} activation"),
+            (cls._supports_quant_scheme(*scheme), f"quantization scheme {weight_key}x{activation_key}"),
+            (cls._supports_parallel_config(parallel), f"parallel config {parallel}"),
+            (cls._supports_routing_method(routing, *scheme), f"routing method {routing!r}"),
+            (cls._supports_router_logits_dtype(logits, routing), f"router logits dtype {logits}"),
+        )
+        reason = next((what for supported, what in checks if not supported), None)
+        reason = reason or cls._unsupported_shape(moe_config, weight_key)
+        if reason is None and activation_format != cls.activation_format():
+            reason = f"{activation_format.value} activation format"
+        return (True, None) if reason is None else (False, f"kernel does not support {reason}")
+
+    def run(
+        self,
+        hidden_states: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        w13_packed: torch.Tensor,
+        w2_packed: torch.Tensor,
+        activation: MoEActivation | str,
+        expert_map: torch.Tensor | None,
+        apply_router_weight_on_input: bool,
+    ) -> torch.Tensor:
+        """One call of the op: hidden states [T, H], weights and global ids [T, k], packed stacks -> [T, H]."""
+        moe, group_size, activation = self.moe_config, self.quant_config.group_size, as_activation(activation)
+        inner = moe.intermediate_size_per_partition
+        sizes = ExpertSizes(moe.num_local_experts, moe.hidden_dim, inner, group_size, activation.is_gated)
+        what = (hidden_states, topk_weights, topk_ids, w13_packed, w2_packed)
+        return run_experts(*what, sizes, activation, expert_map, apply_router_weight_on_input)
+
+
+class FusedMoEExpertsMonolithic(FusedMoEExperts):
+    """Experts that route by themselves. Router logits of any dtype are converted to float32 first."""
+
+    @staticmethod
+    def is_monolithic() -> bool:
+        return True
+
+    def apply(
+        self,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        router_logits: torch.Tensor,
+        activation: MoEActivation,
+        global_num_experts: int,
+        expert_map: torch.Tensor | None,
+        a1q_scale: torch.Tensor | None,
+        apply_router_weight_on_input: bool,
+        num_expert_group: int | None = None,
+        e_score_correction_bias: torch.Tensor | None = None,
+        routed_scaling_factor: float | None = None,
+        topk_group: int | None = None,
+    ) -> torch.Tensor:
+        """Routes, and runs the experts this rank holds.
+
+        Args:
+            hidden_states: float32, bfloat16 or float16 [T, H].
+            w1, w2: packed w13 and w2, uint8 [local experts, bytes].
+            router_logits: [T, global experts], any real dtype.
+            activation: between w13 and w2.
+            global_num_experts: columns of router_logits; -1 if unknown.
+            expert_map: [global experts], local index or -1, or None if this rank holds all experts.
+            a1q_scale: unused: the op quantizes rows.
+            apply_router_weight_on_input: router weights multiply the input instead of the output.
+            num_expert_group: groups of experts, None for routing without groups; ``topk_group`` of them are kept.
+            e_score_correction_bias: [global experts] or None, added to scores for selecting.
+            routed_scaling_factor: multiplies router weights; None is 1.
+
+        Returns:
+            [T, H] in the dtype of hidden_states: the sum over the experts of this rank.
+        """
+        method, top_k = self.moe_config.routing_method, self.moe_config.experts_per_token
+        groups = (num_expert_group, topk_group, e_score_correction_bias, routed_scaling_factor)
+        chosen = route(method, hidden_states, router_logits, top_k, *groups)
+        return self.run(hidden_states, *chosen, w1, w2, activation, expert_map, apply_router_weight_on_input)
+
+
+class FusedMoEExpertsModular(FusedMoEExperts):
+    """Experts behind a router of someone else's, which need no workspaces and add a token's outputs themselves."""
+
+    @staticmethod
+    def is_monolithic() -> bool:
+        return False
+
+    def moe_problem_size(
+        self, a1: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_ids: torch.Tensor
+    ) -> tuple[int, int, int, int, int]:
+        """(Local experts, T, rows of w13, H, k), not all of which packed weights [E, bytes] show."""
+        intermediate = self.moe_config.intermediate_size_per_partition
+        rows = 2 * intermediate if self.moe_config.is_act_and_mul else intermediate
+        return w1.shape[0], a1.shape[0], rows, self.moe_config.hidden_dim, topk_ids.shape[1]
+
+    def workspace_shapes(
+        self,
+        M: int,
+        N: int,
+        K: int,
+        topk: int,
+        global_num_experts: int,
+        local_num_experts: int,
+        expert_tokens_meta: object | None,
+        activation: MoEActivation,
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """Shapes of the two workspaces and of the output: none, none (the op has its own scratch), and [M, K]."""
+        return (0,), (0,), (M, K)
+
+    def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduceNoOP:
+        """What remains to be done with the output."""
+        return TopKWeightAndReduceNoOP()
+
+    def apply(
+        self,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        activation: MoEActivation,
+        global_num_experts: int,
+        expert_map: torch.Tensor | None,
+        a1q_scale: torch.Tensor | None,
+        a2_scale: torch.Tensor | None,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+        expert_tokens_meta: object | None,
+        apply_router_weight_on_input: bool,
+    ) -> None:
+        """Runs the experts this rank holds and writes their weighted sum to ``output`` [T, H].
+
+        What :meth:`FusedMoEExpertsMonolithic.apply` has too is the same. topk_weights and topk_ids are [T, k], the ids
+        global; -1 is skipped. With ``apply_router_weight_on_input`` the weights are already in hidden_states
+        (``prepare`` does it), so the experts must not weight again. Scales and workspaces are unused.
+        """
+        weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
+        output.copy_(self.run(hidden_states, weights, topk_ids, w1, w2, activation, expert_map, False))
+
+
+class MoEPrepareAndFinalizeNoDPEPMonolithic:
+    """Nothing is exchanged between ranks, and the experts quantize for themselves: nothing to do."""
+
+    def prepare(self, hidden_states: torch.Tensor, router_logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns hidden states [T, H] and logits [T, E] as they are."""
+        return hidden_states, router_logits
+
+    def finalize(self, output: torch.Tensor) -> torch.Tensor:
+        """Returns [T, H] as it is."""
+        return output
+
+
+class MoEPrepareAndFinalizeNoDPEPModular:
+    """Nothing is exchanged between ranks; router weights may go into the input here."""
+
+    def prepare(
+        self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, apply_router_weight_on_input: bool
+    ) -> torch.Tensor:
+        """The input of the experts, [T, H] like hidden_states: each row times its weight, if that is asked for.
+
+        Raises:
+            ValueError: a row has more weights than one: topk_weights [T, k] with k above 1.
+        """
+        if not apply_router_weight_on_input:
+            return hidden_states
+        if topk_weights.shape[1] != 1:
+            raise ValueError(
+                "apply_router_weight_on_input with a router outside the experts is only implemented for top-1, "
+                f"but each token has {topk_weights.shape[1]} experts"
+            )
+        return hidden_states * topk_weights.to(hidden_states.dtype)
+
+    def finalize(self, output: torch.Tensor, reduce: TopKWeightAndReduceNoOP) -> torch.Tensor:
+        """The layer's result [T, H] from what the experts wrote."""
+        return reduce.apply(output)
+
+
+class FusedMoEKernel:
+    """Prepare, experts, finalize: two parts of the same kind (monolithic or modular), else a ValueError."""
+
+    def __init__(
+        self,
+        prepare_finalize: MoEPrepareAndFinalizeNoDPEPMonolithic | MoEPrepareAndFinalizeNoDPEPModular,
+        fused_experts: FusedMoEExperts,
+    ) -> None:
+        if isinstance(prepare_finalize, MoEPrepareAndFinalizeNoDPEPMonolithic) != fused_experts.is_monolithic():
+            raise ValueError(
+                f"{type(prepare_finalize).__name__} and {type(fused_experts).__name__} are not of the same kind"
+            )
+        self.prepare_finalize = prepare_finalize
+        self.fused_experts = fused_experts
+
+    @property
+    def is_monolithic(self) -> bool:
+        """Whether ``apply_monolithic`` is the one to call; else ``apply``."""
+        return self.fused_experts.is_monolithic()
+
+    def apply_monolithic(
+        self,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        router_logits: torch.Tensor,
+        activation: MoEActivation,
+        global_num_experts: int,
+        expert_map: torch.Tensor | None,
+        apply_router_weight_on_input: bool,
+        num_expert_group: int | None = None,
+        e_score_correction_bias: torch.Tensor | None = None,
+        routed_scaling_factor: float | None = None,
+        topk_group: int | None = None,
+    ) -> torch.Tensor:
+        """The layer from hidden states [T, H] and router logits [T, E] to [T, H]."""
+        assert isinstance(self.fused_experts, FusedMoEExpertsMonolithic)
+        hidden_states, router_logits = self.prepare_finalize.prepare(hidden_states, router_logits)
+        how = (activation, global_num_experts, expert_map, None, apply_router_weight_on_input)
+        groups = (num_expert_group, e_score_correction_bias, routed_scaling_factor, topk_group)
+        output = self.fused_experts.apply(hidden_states, w1, w2, router_logits, *how, *groups)
+        return self.prepare_finalize.finalize(output)
+
+    def apply(
+        self,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        activation: MoEActivation,
+        global_num_experts: int,
+        expert_map: torch.Tensor | None,
+        apply_router_weight_on_input: bool,
+        shared_experts: object | None = None,
+        shared_experts_input: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The layer from hidden states [T, H] and a router's choice [T, k] to [T, H].
+
+        Shared experts overlap with communication upstream; there is none here, so they are the caller's to run.
+        """
+        experts = self.fused_experts
+        assert isinstance(experts, FusedMoEExpertsModular)
+        if shared_experts is not None:
+            raise ValueError("shared experts are not run here: call them and add their output to this one")
+        a1 = self.prepare_finalize.prepare(hidden_states, topk_weights, apply_router_weight_on_input)
+        local_experts, tokens, rows, hidden, top_k = experts.moe_problem_size(a1, w1, w2, topk_ids)
+        *shapes, out_shape = experts.workspace_shapes(
+            tokens, rows, hidden, top_k, global_num_experts, local_experts, None, activation
+        )
+        output = torch.empty(out_shape, dtype=hidden_states.dtype, device=hidden_states.device)
+        how = (topk_weights, topk_ids, activation, global_num_experts, expert_map, None, None)
+        workspaces = [output.new_empty(shape) for shape in shapes]
+        experts.apply(output, a1, w1, w2, *how, *workspaces, None, apply_router_weight_on_input)
+        return self.prepare_finalize.finalize(output, experts.finalize_weight_and_reduce_impl())
