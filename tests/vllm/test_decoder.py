@@ -113,7 +113,8 @@ def steps(request, checkpoints, tmp_path_factory):
         "guessed": Job(path, {**plain, "speculative_config": NGRAM}, long_prompts(), prompt_logprobs=False),
     }
     if case.model == "gpt_oss":
-        del jobs["drafted"], jobs["head, drafted"]  # vLLM wants all layers of a draft to have the same pages
+        del jobs["drafted"]  # vLLM wants all layers of a draft to have the same pages
+        del jobs["head"], jobs["head, drafted"]  # vLLM asks no configuration about the output layer of gpt-oss
     return run(jobs, tmp_path_factory.mktemp("steps"))[0]
 
 
@@ -134,9 +135,10 @@ def test_bits_do_not_depend_on_steps(way, steps):
 
 def test_an_output_layer_in_the_call(steps):
     """The same bits as by itself, which it runs for guessed tokens; other ones than those of floats."""
+    if "head" not in steps:
+        pytest.skip("vLLM asks no configuration about the output layer of gpt-oss")
     assert not torch.equal(steps["head"]["logprobs"][0], steps["compiled"]["logprobs"][0])
-    if "head, drafted" in steps:
-        assert_same(steps["head"], steps["head, drafted"])
+    assert_same(steps["head"], steps["head, drafted"])
 
 
 def test_rows_that_an_output_layer_ran_for():
