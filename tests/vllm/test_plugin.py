@@ -129,9 +129,9 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False,
 def test_weight_only_models_are_left_on_demand(fresh, monkeypatch):
     from w4a8.integrations.vllm.config_gptq import W4A8GPTQConfig
 
-    assert W4A8GPTQConfig.from_config(GPTQ).stored() is not None
+    assert W4A8GPTQConfig.from_config(GPTQ).scheme() is not None
     monkeypatch.setenv("W4A8_VLLM_W4A16", "0")
-    assert W4A8GPTQConfig.from_config({**GPTQ, "sym": True}).stored() is None
+    assert W4A8GPTQConfig.from_config({**GPTQ, "sym": True}).scheme() is None
     with pytest.raises(ValueError, match="Unsupported quantization config"):
         W4A8GPTQConfig.from_config(GPTQ)
 
@@ -182,8 +182,8 @@ def test_activation_order_is_refused(fresh):
     from w4a8.integrations.vllm.config_gptq import W4A8GPTQConfig
 
     with pytest.raises(ValueError, match="desc_act"):
-        W4A8GPTQConfig.from_config({**GPTQ, "desc_act": True}).stored()
-    assert W4A8GPTQConfig.from_config({**GPTQ, "desc_act": True, "group_size": -1}).stored() is not None
+        W4A8GPTQConfig.from_config({**GPTQ, "desc_act": True}).scheme()
+    assert W4A8GPTQConfig.from_config({**GPTQ, "desc_act": True, "group_size": -1}).scheme() is not None
 
 
 @pytest.mark.parametrize("groups", [[0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 2, 3], [0, 1, 0, 1], [1, 1, 0, 0]])
