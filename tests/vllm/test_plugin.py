@@ -159,7 +159,7 @@ def test_weight_only_is_one_rule(fresh, monkeypatch, name):
     stated = {**stated, "sym": True} if name == "W4A8GPTQConfig" else stated
     layer = "model.layers.0.self_attn.o_proj"
     weight_only = rules_of(stated).of(layer).weight_only is not None
-    assert (chosen(cls.from_config(stated), layer).stored.weight_only is not None) == weight_only
+    assert (chosen(cls.from_config(stated), layer).scheme.weight_only is not None) == weight_only
     monkeypatch.setenv("W4A8_VLLM_W4A16", "0")
     assert isinstance(chosen(cls.from_config(stated), layer), W4A8LinearMethod) != weight_only
 
