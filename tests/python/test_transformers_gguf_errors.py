@@ -10,7 +10,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 package = pytest.importorskip("gguf")
 import gguf_files  # noqa: E402
 import gguf_models  # noqa: E402
-from gguf_models import HEAD, HIDDEN, INTER, TinyModel  # noqa: E402
+from gguf_models import HIDDEN, INTER, TinyModel  # noqa: E402
 from test_transformers_gguf import config_of, llama3_factors, load, no_gradients, packed_modules  # noqa: E402, F401
 from transformers import GgufConfig  # noqa: E402
 
@@ -36,7 +36,7 @@ BROKEN = {
     ),
     "missing experts": (
         lambda tiny: without(tiny, "blk.1.ffn_up_exps.weight"),
-        r"blk.1 has stacks of down, gate, expected gate, up, down",
+        r"model.gguf holds no tensor for model.layers.1.mlp.experts.gate_up_proj",
     ),
     "a shape": (
         lambda tiny: tiny.tensors.update({"blk.0.attn_norm.weight": torch.ones(4)}),
@@ -111,36 +111,32 @@ def test_other_experts(tmp_path):
 
 
 @pytest.fixture
-def gemma2(tmp_path):
+def starcoder2(tmp_path):
     """A file of an architecture that is transformers' alone."""
-    keys = {f"gemma2.{key.partition('.')[2]}": value for key, value in TinyModel("gemma3").keys.items()
-            if key.startswith("gemma3.")}  # fmt: skip
-    keys["gemma2.block_count"] = 1
-    config = transformers.Gemma2Config(
-        vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=HEAD,
+    sizes = {"block_count": 1, "embedding_length": 64, "feed_forward_length": 64, "context_length": 128,
+             "attention.head_count": 4, "attention.head_count_kv": 2, "attention.layer_norm_epsilon": 1e-5,
+             "rope.freq_base": 10000.0}  # fmt: skip
+    keys = {f"starcoder2.{key}": value for key, value in sizes.items()}
+    config = transformers.Starcoder2Config(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2,
     )  # fmt: skip
-    model = transformers.Gemma2ForCausalLM(config)
-    keys |= {"gemma2.embedding_length": 64, "gemma2.feed_forward_length": 64}
-    names = package.get_tensor_name_map(package.MODEL_ARCH.GEMMA2, 1)
-    tensors = {
-        f"{names.get_name(key.removesuffix('.weight'))}.weight": parameter
-        for key, parameter in model.named_parameters()
-    }
-    gguf_files.write(tmp_path / "model.gguf", "gemma2", keys, tensors)
+    names = package.get_tensor_name_map(package.MODEL_ARCH.STARCODER2, 1)
+    parameters = transformers.Starcoder2ForCausalLM(config).named_parameters()
+    stems = ((*key.rpartition("."), parameter) for key, parameter in parameters)
+    tensors = {f"{names.get_name(stem)}.{suffix}": parameter for stem, _, suffix, parameter in stems}
+    gguf_files.write(tmp_path / "model.gguf", "starcoder2", keys, tensors)
     return tmp_path
 
 
-def test_other_architectures(gemma2, caplog):
-    known = "llama, mixtral, gemma3_text, qwen2, qwen3, qwen2_moe, qwen3_moe, olmoe, gpt_oss, deepseek_v2, "
-    known += "deepseek_v3, glm4_moe"
-    message = f"w4a8 packs GGUF files of {known}, but this is"
-    with pytest.raises(ValueError, match=f"{message} gemma2: load it without W4A8Config"):
-        load(gemma2, quantization_config=W4A8Config())
+def test_other_architectures(starcoder2, caplog):
+    known = f"w4a8 packs GGUF files of {', '.join(gguf.BY_MODEL_TYPE)}, but this is starcoder2"
+    with pytest.raises(ValueError, match=f"{known}: load it without W4A8Config"):
+        load(starcoder2, quantization_config=W4A8Config())
     with caplog.at_level(logging.WARNING, "w4a8"):
-        model = load(gemma2)
+        model = load(starcoder2)
     assert not packed_modules(model)
-    assert f"{message} gemma2: transformers loads it" in caplog.text
+    assert f"{known}: transformers loads it" in caplog.text
 
 
 def test_other_devices(tmp_path, monkeypatch):

@@ -11,16 +11,16 @@ if int(transformers.__version__.split(".")[0]) < 5:
 
 from w4a8.checkpoint import load_linear  # noqa: E402
 from w4a8.checkpoint.gguf_architectures import ARCHITECTURES  # noqa: E402
-from w4a8.checkpoint.gguf_key_table import APPLIED, EQUAL, HARMLESS, NEUTRAL, check_keys  # noqa: E402
+from w4a8.checkpoint.gguf_config import config_of  # noqa: E402
+from w4a8.checkpoint.gguf_key_table import EQUAL, HARMLESS, NEUTRAL, check_keys  # noqa: E402
 from w4a8.checkpoint.gguf_keys import pooling_of  # noqa: E402
 from w4a8.checkpoint.gguf_settings import settings_from_keys  # noqa: E402
 from w4a8.checkpoint.settings import settings_from_config  # noqa: E402
 from w4a8.command import main  # noqa: E402
-from w4a8.integrations.transformers.gguf_config import config_of  # noqa: E402
 from w4a8.integrations.vllm.gguf_folder import folder_of  # noqa: E402
 
-IN_FILES = {"mixtral": "llama", "deepseek3": "deepseek2"}
-WITH_EXPERTS = [name for name, known in ARCHITECTURES.items() if known.routing is not None]
+IN_FILES = {"mixtral": "llama", "deepseek3": "deepseek2", "olmo3": "olmo2", "granitemoeshared": "granitemoe"}
+WITH_EXPERTS = [name for name, known in ARCHITECTURES.items() if known.routing is not None and known.routing.is_known]
 # Of a key: a value, and another one.
 VALUES = {
     "context_length": (4096, 8192),
@@ -64,6 +64,34 @@ VALUES = {
     "expert_group_count": (None, 4),
     "expert_group_used_count": (1, 2),
     "pooling_type": (1, 4),
+    "attn_logit_softcapping": (50.0, 40.0),
+    "attention.key_length_swa": (96, 64),
+    "attention.value_length_swa": (96, 64),
+    "attention.shared_kv_layers": (0, 2),
+    "embedding_length_per_layer_input": (0, 16),
+    "rope.dimension_count_swa": (96, 64),
+    "rope.dimension_sections": ([4, 2, 2, 0], [2, 2, 4, 0]),
+    "rope.scaling.finetuned": (False, True),
+    "attention.recurrent_layers": ([True, False] * 3, [False, True] * 3),
+    "full_attention_interval": (4, 3),
+    "ssm.conv_kernel": (4, 3),
+    "ssm.state_size": (32, 64),
+    "ssm.group_count": (2, 4),
+    "ssm.time_step_rank": (8, 4),
+    "ssm.inner_size": (512, 256),
+    "shortconv.l_cache": (3, 4),
+    "moe_latent_size": (32, 64),
+    "attention.indexer.head_count": (2, 4),
+    "attention.indexer.key_length": (32, 64),
+    "attention.indexer.top_k": (8, 16),
+    "attention.indexer.types": ([True, False] * 3, [True] * 6),
+    "attention.layer_norm_epsilon": (1e-5, 1e-6),
+    "attention.scale": (0.1, 0.2),
+    "embedding_scale": (12.0, 6.0),
+    "residual_scale": (0.2, 0.3),
+    "logit_scale": (8.0, 0.5),
+    "interleave_moe_layer_step": (1, 2),
+    "attention.temperature_scale": (0.1, 0.2),
 }
 
 
@@ -81,14 +109,13 @@ def keys_of(name, values):
 def values_of(name):
     """Of every key that is applied."""
     routing = ARCHITECTURES[name].routing
-    found = {key: VALUES[key][0] for key in APPLIED[name]}
-    if name == "llama":
-        found["expert_count"] = 0
-    if name.startswith("deepseek"):
+    found = {key: VALUES[key][0] for key in ARCHITECTURES[name].reads}
+    found |= dict.fromkeys(ARCHITECTURES[name].told_by, 0)
+    if name.startswith(("deepseek", "glm-dsa")):
         found["rope.dimension_count"] = 32
     if routing is not None:
         found |= {"expert_gating_func": routing.gating, "expert_weights_norm": routing.renormalize}
-        found["expert_group_count"] = 2 if name in ("deepseek2", "deepseek3", "glm4moe") else 1
+        found["expert_group_count"] = 2 if "expert_group_count" in routing.follows else 1
     return found
 
 
@@ -144,7 +171,12 @@ def test_one_router(name, key):
 # ---- the table of keys ----
 
 # What is read if other keys are not there.
-WITHOUT = [(), ("rope.scaling.factor",), ("attention.key_length_mla", "attention.value_length_mla")]
+WITHOUT = [
+    (),
+    ("rope.scaling.factor",),
+    ("attention.recurrent_layers",),
+    ("attention.key_length_mla", "attention.value_length_mla"),
+]
 
 
 class Noting(dict):
@@ -185,19 +217,19 @@ def test_what_is_read_is_in_the_table(name):
         assert not isinstance(made(keys), str), made(keys)
         prefix = f"{IN_FILES.get(name, name)}."
         asked |= {key.removeprefix(prefix) for key in keys.asked if key.startswith(prefix)}
-    assert asked == APPLIED[name]
+    assert asked == ARCHITECTURES[name].reads
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_what_is_applied_matters_and_what_is_harmless_does_not(name):
-    for key in APPLIED[name]:
+    for key in ARCHITECTURES[name].reads:
         of_gating = {"expert_gating_func": (4,), "expert_weights_norm": (False, True)}
         others = of_gating.get(key, VALUES[key][1:])
         found = {str(made(keys_of(name, values | {key: other}))) != str(made(keys_of(name, values)))
                  for values in variants(name) if key in values for other in others}  # fmt: skip
         assert True in found, key
     values = values_of(name)
-    for key in HARMLESS.keys() - APPLIED[name]:
+    for key in HARMLESS.keys() - ARCHITECTURES[name].reads:
         assert made(keys_of(name, values | {key: 3})) == made(keys_of(name, values)), key
 
 
@@ -209,7 +241,7 @@ def test_what_is_ignored_is_refused(name):
     neutral |= {"rope.dimension_sections": ([0, 0, 0, 0], [8, 12, 12, 0]), "swiglu_clamp_exp": ([0.0] * 3, [0.0, 7.0])}
     neutral |= {key: (values.get(other), 7) for key, other in EQUAL.items()}
     neutral |= {"attention.sliding_window": (values["context_length"], 7), "attention.indexer.top_k": (None, 7)}
-    for key in neutral.keys() - APPLIED[name]:
+    for key in neutral.keys() - ARCHITECTURES[name].reads:
         nothing, something = neutral[key]
         assert made(keys_of(name, values | {key: nothing})) == made(keys_of(name, values)), key
         keys = keys_of(name, values | {key: something})

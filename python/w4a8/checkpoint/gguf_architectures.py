@@ -7,6 +7,35 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from w4a8.checkpoint.gguf_features import (
+    Feature,
+    attention_scale,
+    chunks_of_llama4,
+    gated_delta_net,
+    gemma4,
+    greedy_or_grouped,
+    heads,
+    heads_in_part,
+    indexer,
+    interleaved_sections,
+    last_layer_of_ernie,
+    latent_attention,
+    layers_without_keys,
+    long_rope,
+    mamba,
+    nemotron,
+    norms_of_heads,
+    output_bias,
+    output_layer_bias,
+    rests_from_rotation,
+    rotates_if_finetuned,
+    soft_caps,
+    temperature_of_mistral,
+    two_rotations,
+    windows,
+    windows_of_exaone4,
+    yarn_of_gpt_oss,
+)
 from w4a8.checkpoint.gguf_keys import Keys
 from w4a8.core.activation import MoEActivation
 
@@ -15,14 +44,18 @@ SOFTMAX, SIGMOID, SOFTMAX_OF_SELECTED = 1, 2, 3
 # Keys of a router that some models follow.
 NORM, SCALE, GROUPS = "expert_weights_norm", "expert_weights_scale", "expert_group_count"
 
+RMS_EPS = "attention.layer_norm_rms_epsilon"
 # Keys, after the architecture's name: fields of a config.
 SIZES = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
     "block_count": "num_hidden_layers",
     "attention.head_count": "num_attention_heads",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
+_ROPE = "type factor attn_factor original_context_length yarn_beta_fast yarn_beta_slow"
+# Of every architecture.
+ALWAYS_READ = frozenset(SIZES) | {f"rope.scaling.{name}" for name in _ROPE.split()}
+ALWAYS_READ |= {"rope.freq_base", "rope.scale_linear", "nextn_predict_layers", "vocab_size", "pooling_type"}
 _DENSE = {"feed_forward_length": "intermediate_size"}
 _EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
 _QWEN_EXPERTS = _EXPERTS | {"expert_feed_forward_length": "moe_intermediate_size"}
@@ -55,7 +88,7 @@ _LAYER = {
 }
 _SHARED_EXPERTS = {f"ffn_{each}_shexp": f"mlp.shared_experts.{each}_proj" for each in ("gate", "up", "down")}
 # Tensors that are no weights of a model: rope_freqs is in the config, the others belong to a matrix of NVFP4.
-BESIDE = ("rope_freqs.weight", ".scale", ".input_scale")
+BESIDE = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight", ".scale", ".input_scale")
 # Of multi-head latent attention. k_b and v_b are the parts of kv_b.
 _MLA = {
     "attn_q_a": "self_attn.q_a_proj",
@@ -73,23 +106,31 @@ _TENSOR = re.compile(r"(?:blk\.(\d{1,4})\.)?(\w+)\.(weight|bias)")
 
 @dataclass(frozen=True)
 class Routing:
-    """Of a layer of experts: what llama.cpp takes where the file does not say, and what the model has a choice of.
+    """Of layers of experts: what llama.cpp takes where the file does not say, and what the model has a choice of.
 
     Attributes:
         gating: ``expert_gating_func``.
         renormalize: ``expert_weights_norm``.
         size_key: of an expert's intermediate size.
         activation: between w13 and w2.
-        follows: keys of the router that the model follows; it is as it is in all others.
+        follows: keys of the router that the model follows, and the fields of its config; it is as it is in all others.
         has_bias: it has a correction bias.
+        is_known: :func:`w4a8.load`, which has no model around the experts, can route as it does.
     """
 
     gating: int = SOFTMAX
     renormalize: bool = False
     size_key: str = "expert_feed_forward_length"
     activation: MoEActivation = MoEActivation.SILU
-    follows: tuple[str, ...] = (NORM,)
+    follows: Mapping[str, str] = field(default_factory=lambda: {NORM: "norm_topk_prob"})
     has_bias: bool = False
+    is_known: bool = True
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """That are read of the file."""
+        read = {"expert_count", "expert_used_count", "expert_gating_func", NORM, SCALE, GROUPS, self.size_key}
+        return frozenset(read | ({"expert_group_used_count"} if GROUPS in self.follows else set()))
 
 
 @dataclass(frozen=True)
@@ -99,30 +140,52 @@ class Architecture:
     Attributes:
         model: how its classes in transformers begin.
         model_type: in the config.
-        keys: more of them, all needed.
+        keys: fields of the config by keys, beside those of all; all needed.
+        optional: the same of keys that may not be there.
+        constants: fields that no key says, since llama.cpp has them in its code.
+        features: more fields (gguf_features.py), in this order.
         routing: of its experts, or None.
-        names: of tensors, other than those of most.
+        eps: the key of the epsilon of norms, and the field.
+        names: of tensors, other than those of most, for readers without a model; None: they cannot read it.
         turned: rows of q and k are in ggml's order: of each head the pairs that are rotated together are neighbours.
-        in_turns: a stack of gate and up alternates them, in its last dimension; stacks are transposed.
+        transposed: stacks of experts are, in the model.
+        in_turns: a stack of gate and up alternates them, in its last dimension.
         norm_plus: what is added to the weights of norms in the file.
-        window_period: every so manieth layer sees the whole text, the others a sliding window, if the file has one and
-            does not say otherwise; 0: the model has none.
+        tiled: heads of values of linear attention stand in another order: the first of each head of keys, then the
+            second of each, and so on.
+        told_by: keys that tell it from another of the same name (:func:`named`).
+        joined: queries, keys and values are one matrix in the model, where the file has them so.
     """
 
     model: str
     model_type: str
     keys: Mapping[str, str] = field(default_factory=lambda: _DENSE)
     routing: Routing | None = None
-    names: Mapping[str, str] = field(default_factory=dict)
+    names: Mapping[str, str] | None = None
+    optional: Mapping[str, str] = field(default_factory=dict)
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    features: tuple[Feature, ...] = (heads,)
+    eps: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
     turned: bool = False
+    transposed: bool = False
     in_turns: bool = False
     norm_plus: int = 0
-    window_period: int = 0
+    tiled: bool = False
+    joined: bool = False
+    told_by: tuple[str, ...] = ()
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """What comes behind ``<architecture>.`` in the keys that are read; of others gguf_key_table.py decides."""
+        found = {*ALWAYS_READ, *self.keys, *self.optional, *self.told_by, self.eps[0]}
+        found |= {key for each in self.features for key in each.keys}
+        found |= set() if "intermediate_size" in self.keys.values() else {"feed_forward_length"}
+        return frozenset(found | (self.routing.keys if self.routing is not None else set()))
 
     def parameter(self, name: str) -> str | None:
-        """The parameter that a tensor is, or is part of."""
+        """The parameter that a tensor is, or is part of; None as well where ``names`` is None."""
         match = _TENSOR.fullmatch(name)
-        if match is None:
+        if match is None or self.names is None:
             return None
         layer, leaf, suffix = match.groups()
         module = _OTHERS.get(leaf) if layer is None else self.names.get(leaf, _LAYER.get(leaf))
@@ -140,53 +203,270 @@ _ROUTED = {
     "expert_shared_count": "n_shared_experts",
     "expert_feed_forward_length": "moe_intermediate_size",
 }
-_DEEPSEEK = _DENSE | _ROUTED | {"attention.kv_lora_rank": "kv_lora_rank", "rope.dimension_count": "qk_rope_head_dim"}
-_BIASED = {"follows": (NORM, SCALE, GROUPS), "has_bias": True}
+_LEADING = {"leading_dense_block_count": "first_k_dense_replace"}
+_GROUPED = {SCALE: "routed_scaling_factor", GROUPS: "n_group"}
+_BIASED = {"follows": {NORM: "norm_topk_prob", **_GROUPED}, "has_bias": True}
 _DEEPSEEK_NAMES = _SHARED_EXPERTS | _MLA
 _GEMMA_NAMES = {"ffn_norm": "pre_feedforward_layernorm"}
 _OSS_NAMES = {"ffn_gate_inp": "mlp.router", "attn_sinks": "self_attn.sinks"}
-# By general.architecture. Mixtral's is llama's with experts, that of DeepSeek-V3 deepseek2 with a sigmoid.
+_NO_DENSE = {"first_k_dense_replace": 0}
+_NO_MTP = _NO_DENSE | {"num_nextn_predict_layers": 0}
+_SHARED = {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
+_EPS = ("attention.layer_norm_epsilon", "layer_norm_eps")
+_CAPS = {"final_logit_softcapping": "final_logit_softcapping"}
+_GRANITE = {
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
+_GRANITE_SHARED = {"expert_shared_feed_forward_length": "shared_intermediate_size"}
+_GRANITE_EXPERTS = Routing(renormalize=True, size_key="feed_forward_length", follows={}, is_known=False)
+_DELTA_NET = (heads_in_part, gated_delta_net)
+# By general.architecture, or what `named` makes of it.
 ARCHITECTURES = {
-    "llama": Architecture("Llama", "llama", turned=True),
+    "llama": Architecture("Llama", "llama", names={}, turned=True, told_by=("expert_count",)),
     "mixtral": Architecture(
         "Mixtral",
         "mixtral",
         _DENSE | _LOCAL_EXPERTS,
-        Routing(renormalize=True, size_key="feed_forward_length", follows=()),
+        Routing(renormalize=True, size_key="feed_forward_length", follows={}),
+        {},
         turned=True,
+    ),
+    "gemma2": Architecture(
+        "Gemma2",
+        "gemma2",
+        constants={"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        optional=_CAPS | {"attn_logit_softcapping": "attn_logit_softcapping"},
+        features=(heads, windows(2, 4096), attention_scale(46)),
+        norm_plus=1,
     ),
     "gemma3": Architecture(
         "Gemma3",
         "gemma3_text",
         names=_GEMMA_NAMES,
+        features=(heads, windows(6), attention_scale(62), soft_caps, two_rotations(10000.0)),
         norm_plus=1,
-        window_period=6,
     ),
-    "qwen2": Architecture("Qwen2", "qwen2"),
-    "qwen3": Architecture("Qwen3", "qwen3"),
-    "qwen2moe": Architecture(
-        "Qwen2Moe",
-        "qwen2_moe",
-        _QWEN_EXPERTS | {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
-        Routing(),
+    "gemma4": Architecture(
+        "Gemma4",
+        "gemma4_text",
+        {},
+        routing=Routing(renormalize=True, activation=MoEActivation.GELU_TANH, follows={}, is_known=False),
+        features=(gemma4, soft_caps),
     ),
-    "qwen3moe": Architecture("Qwen3Moe", "qwen3_moe", _QWEN_EXPERTS, Routing(renormalize=True)),
-    "olmoe": Architecture("Olmoe", "olmoe", _DENSE | _EXPERTS, Routing(size_key="feed_forward_length")),
+    "qwen2": Architecture("Qwen2", "qwen2", names={}),
+    "qwen3": Architecture("Qwen3", "qwen3", names={}),
+    "qwen2moe": Architecture("Qwen2Moe", "qwen2_moe", _QWEN_EXPERTS | _SHARED, Routing(), {}),
+    "qwen3moe": Architecture("Qwen3Moe", "qwen3_moe", _QWEN_EXPERTS, Routing(renormalize=True), {}),
+    "qwen3next": Architecture(
+        "Qwen3Next",
+        "qwen3_next",
+        _QWEN_EXPERTS | _SHARED,
+        Routing(renormalize=True),
+        features=_DELTA_NET,
+        norm_plus=1,
+        joined=True,
+    ),
+    "qwen35": Architecture(
+        "Qwen3_5", "qwen3_5_text", features=(*_DELTA_NET, interleaved_sections), norm_plus=1, tiled=True, joined=True
+    ),
+    "qwen35moe": Architecture(
+        "Qwen3_5Moe",
+        "qwen3_5_moe_text",
+        _QWEN_EXPERTS | _SHARED,
+        Routing(renormalize=True, follows={}, is_known=False),
+        features=(*_DELTA_NET, interleaved_sections),
+        norm_plus=1,
+        tiled=True,
+        joined=True,
+    ),
+    "olmoe": Architecture("Olmoe", "olmoe", _DENSE | _EXPERTS, Routing(size_key="feed_forward_length"), {}),
+    "olmo2": Architecture("Olmo2", "olmo2", told_by=("attention.sliding_window",)),
+    "olmo3": Architecture("Olmo3", "olmo3", features=(heads, windows(4), two_rotations())),
     "gpt-oss": Architecture(
         "GptOss",
         "gpt_oss",
         _LOCAL_EXPERTS | {"expert_feed_forward_length": "intermediate_size"},
-        Routing(SOFTMAX_OF_SELECTED, activation=MoEActivation.SWIGLUOAI, follows=()),
-        names=_OSS_NAMES,
+        Routing(SOFTMAX_OF_SELECTED, activation=MoEActivation.SWIGLUOAI, follows={}),
+        _OSS_NAMES,
+        features=(heads, windows(2), yarn_of_gpt_oss),
+        transposed=True,
         in_turns=True,
-        window_period=2,
     ),
     "deepseek2": Architecture(
-        "DeepseekV2", "deepseek_v2", _DEEPSEEK, Routing(follows=(SCALE, GROUPS)), _DEEPSEEK_NAMES
+        "DeepseekV2",
+        "deepseek_v2",
+        _DENSE | _ROUTED,
+        Routing(follows=_GROUPED),
+        _DEEPSEEK_NAMES,
+        optional=_LEADING,
+        constants=_NO_DENSE,
+        features=(latent_attention, greedy_or_grouped),
     ),
-    "deepseek3": Architecture("DeepseekV3", "deepseek_v3", _DEEPSEEK, Routing(SIGMOID, **_BIASED), _DEEPSEEK_NAMES),
+    "deepseek3": Architecture(
+        "DeepseekV3",
+        "deepseek_v3",
+        _DENSE | _ROUTED,
+        Routing(SIGMOID, **_BIASED),
+        _DEEPSEEK_NAMES,
+        optional=_LEADING,
+        constants=_NO_MTP,
+        features=(latent_attention,),
+    ),
+    "glm-dsa": Architecture(
+        "GlmMoeDsa",
+        "glm_moe_dsa",
+        _DENSE | _ROUTED,
+        Routing(SIGMOID, **_BIASED, is_known=False),
+        optional=_LEADING,
+        features=(latent_attention, indexer),
+    ),
+    "glm4": Architecture("Glm4", "glm4", features=(heads_in_part,)),
     "glm4moe": Architecture(
-        "Glm4Moe", "glm4_moe", _DENSE | _ROUTED, Routing(SIGMOID, renormalize=True, **_BIASED), _SHARED_EXPERTS
+        "Glm4Moe",
+        "glm4_moe",
+        _DENSE | _ROUTED,
+        Routing(SIGMOID, renormalize=True, **_BIASED),
+        _SHARED_EXPERTS,
+        optional=_LEADING,
+        constants=_NO_MTP,
+        features=(heads_in_part, norms_of_heads),
+    ),
+    "minimax-m2": Architecture(
+        "MiniMaxM2",
+        "minimax_m2",
+        _LOCAL_EXPERTS | {"expert_feed_forward_length": "intermediate_size"},
+        Routing(SIGMOID, renormalize=True, follows={}, has_bias=True),
+        features=(heads_in_part,),
+    ),
+    "llama4": Architecture(
+        "Llama4",
+        "llama4_text",
+        {"feed_forward_length": "intermediate_size_mlp", "expert_feed_forward_length": "intermediate_size"}
+        | _LOCAL_EXPERTS,
+        Routing(SIGMOID, follows={}, is_known=False),
+        optional={"interleave_moe_layer_step": "interleave_moe_layer_step"},
+        features=(heads, chunks_of_llama4),
+        transposed=True,
+    ),
+    "granite": Architecture("Granite", "granite", optional=_GRANITE, turned=True),
+    "granitemoe": Architecture(
+        "GraniteMoe",
+        "granitemoe",
+        _DENSE | _LOCAL_EXPERTS,
+        _GRANITE_EXPERTS,
+        optional=_GRANITE,
+        turned=True,
+        told_by=tuple(_GRANITE_SHARED),
+    ),
+    "granitemoeshared": Architecture(
+        "GraniteMoeShared",
+        "granitemoeshared",
+        _DENSE | _LOCAL_EXPERTS | _GRANITE_SHARED,
+        _GRANITE_EXPERTS,
+        optional=_GRANITE,
+        turned=True,
+    ),
+    "granitehybrid": Architecture(
+        "GraniteMoeHybrid",
+        "granitemoehybrid",
+        routing=_GRANITE_EXPERTS,
+        optional=_GRANITE | _GRANITE_SHARED | _LOCAL_EXPERTS,
+        constants={"num_local_experts": 0},
+        features=(mamba(1), layers_without_keys("mamba", "attention"), rotates_if_finetuned),
+        turned=True,
+    ),
+    "lfm2": Architecture(
+        "Lfm2",
+        "lfm2",
+        _DENSE | {"shortconv.l_cache": "conv_L_cache"},
+        constants={"block_auto_adjust_ff_dim": False},
+        features=(layers_without_keys("conv"),),
+        eps=(RMS_EPS, "norm_eps"),
+    ),
+    "lfm2moe": Architecture(
+        "Lfm2Moe",
+        "lfm2_moe",
+        _DENSE | _QWEN_EXPERTS | {"shortconv.l_cache": "conv_L_cache"},
+        Routing(SIGMOID, renormalize=True, follows={}, has_bias=True, is_known=False),
+        optional={"leading_dense_block_count": "num_dense_layers"},
+        features=(layers_without_keys("conv"),),
+        eps=(RMS_EPS, "norm_eps"),
+    ),
+    "nemotron_h": Architecture(
+        "NemotronH",
+        "nemotron_h",
+        {},
+        features=(mamba(0), nemotron),
+        eps=(RMS_EPS, "layer_norm_epsilon"),
+        turned=True,
+    ),
+    "nemotron_h_moe": Architecture(
+        "NemotronH",
+        "nemotron_h",
+        _ROUTED | {"expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size"},
+        Routing(SIGMOID, activation=MoEActivation.RELU2_NO_MUL, **_BIASED, is_known=False),
+        optional={"moe_latent_size": "moe_latent_size"},
+        features=(mamba(0), nemotron),
+        eps=(RMS_EPS, "layer_norm_epsilon"),
+        turned=True,
+    ),
+    "ernie4_5": Architecture("Ernie4_5", "ernie4_5"),
+    "ernie4_5-moe": Architecture(
+        "Ernie4_5_Moe",
+        "ernie4_5_moe",
+        _DENSE
+        | {"expert_count": "moe_num_experts", "expert_used_count": "moe_k"}
+        | {"expert_feed_forward_length": "moe_intermediate_size"},
+        Routing(renormalize=True, follows={}, has_bias=True, is_known=False),
+        optional={"interleave_moe_layer_step": "moe_layer_interval", "expert_shared_count": "moe_num_shared_experts"}
+        | {"leading_dense_block_count": "moe_layer_start_index"},
+        constants={"moe_layer_start_index": 0, "moe_num_shared_experts": 0},
+        features=(heads, last_layer_of_ernie),
+    ),
+    "hunyuan-moe": Architecture(
+        "HunYuanMoEV1",
+        "hunyuan_v1_moe",
+        {"expert_count": "num_experts", "expert_used_count": "moe_topk"}
+        | {"expert_feed_forward_length": "intermediate_size"},
+        Routing(renormalize=True, follows={}, is_known=False),
+    ),
+    "hunyuan-dense": Architecture("HunYuanDenseV1", "hunyuan_v1_dense"),
+    "seed_oss": Architecture("SeedOss", "seed_oss", features=(heads, output_bias)),
+    "smollm3": Architecture("SmolLM3", "smollm3", features=(heads, rests_from_rotation(4)), turned=True),
+    "phi3": Architecture("Phi3", "phi3", features=(heads_in_part, long_rope), joined=True),
+    "phimoe": Architecture(
+        "Phimoe",
+        "phimoe",
+        _DENSE | _LOCAL_EXPERTS,
+        Routing(size_key="feed_forward_length", follows={}, is_known=False),
+        features=(heads, long_rope, output_layer_bias),
+    ),
+    "mistral3": Architecture(
+        "Ministral3",
+        "ministral3",
+        features=(heads, temperature_of_mistral),
+        constants={"sliding_window": None},
+        turned=True,
+    ),
+    "exaone4": Architecture("Exaone4", "exaone4", features=(heads, windows_of_exaone4)),
+    "exaone-moe": Architecture(
+        "ExaoneMoe",
+        "exaone_moe",
+        _DENSE
+        | _EXPERTS
+        | {"expert_feed_forward_length": "moe_intermediate_size", "expert_shared_count": "num_shared_experts"},
+        Routing(SIGMOID, renormalize=True, **_BIASED, is_known=False),
+        optional=_LEADING,
+        features=(heads, windows(4, 128)),
+    ),
+    "command-r": Architecture(
+        "Cohere", "cohere", optional={"logit_scale": "logit_scale"}, eps=_EPS, features=(heads, norms_of_heads)
+    ),
+    "cohere2": Architecture(
+        "Cohere2", "cohere2", optional={"logit_scale": "logit_scale"}, eps=_EPS, features=(heads, windows(4))
     ),
 }
 # The others have tensors that vLLM's models join otherwise: DeepSeek's kv_b, MTP's blocks.
@@ -204,6 +484,10 @@ def named(keys: Mapping[str, Any]) -> str | None:
     name = found.architecture
     if name == "llama" and found.typed("expert_count", int, 0) > 0:
         name = "mixtral"
+    if name == "granitemoe" and found.get("expert_shared_feed_forward_length"):
+        name = "granitemoeshared"
+    if name == "olmo2" and found.get("attention.sliding_window"):
+        name = "olmo3"
     if name == "deepseek2":
         # The first files of GLM-4.7-Flash do not say it. llama.cpp knows them by their sizes.
         tokens = keys.get("tokenizer.ggml.tokens", 0)

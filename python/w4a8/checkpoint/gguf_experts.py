@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from w4a8.checkpoint.gguf_settings import settings_from_keys
 from w4a8.checkpoint.moe_layer import checked_correction_bias, moe_layer, sizes_of_rank
 from w4a8.checkpoint.settings import MoESettings
 from w4a8.core.activation_groups import in_words
-from w4a8.core.experts import determine_expert_map
+from w4a8.core.experts import ExpertSizes, determine_expert_map
 from w4a8.core.json_fields import CheckpointError
 from w4a8.core.matrix import Matrix
 from w4a8.core.memory import on_cpu
@@ -37,27 +37,49 @@ def _name(layer: int) -> str:
     return f"model.layers.{layer}.mlp.experts"
 
 
-class _Layer:
+class ExpertStacks:
     """The experts of one layer: one stack for each projection."""
 
-    def __init__(self, file: GGUFFile, index: int, names: list[str], settings: MoESettings) -> None:
-        self.file, self.index, self.settings = file, index, settings
-        self.names = {name: f"blk.{index}.ffn_{name}_exps" for name in sorted(names)}
-        self.name = _name(index)
+    def __init__(
+        self, file: GGUFFile, index: int, names: Iterable[str], name: str, settings: MoESettings | None = None
+    ) -> None:
+        """Compares types and shapes, before anything is read.
+
+        Args:
+            file: that has them.
+            index: of the layer.
+            names: of the stacks: gate, up, down, or gate_up; without a gate up and down.
+            name: of the experts in the model, for errors.
+            settings: what the keys say of the layer; None: its sizes are those of its tensors.
+
+        Raises:
+            CheckpointError: other stacks, shapes or types.
+        """
+        self.file, self.index, self.name, self.settings = file, index, name, settings
+        self.names = {stack: f"blk.{index}.ffn_{stack}_exps" for stack in sorted(names)}
         self.has_bias = any(f"{name}.bias" in file for name in self.names.values())
+        if set(self.names) not in ({"gate", "up", "down"}, {"gate_up", "down"}, {"up", "down"}):
+            raise CheckpointError(f"blk.{index} has stacks of {', '.join(self.names)}, expected gate, up, down")
+        self.is_gated = len(self.names) == 3 or "gate_up" in self.names
+        if settings is not None and settings.activation.is_gated != self.is_gated:
+            raise CheckpointError(f"blk.{index} has stacks of {', '.join(self.names)}, expected gate, up, down")
+        down = self._shape("down")
+        if settings is not None:
+            down = settings.num_experts, settings.hidden_size, settings.intermediate_size
+        self.experts, self.hidden, self.intermediate = down
         self._check()
 
+    def _shape(self, stack: str) -> tuple[int, ...]:
+        shape = self.file.tensors[f"{self.names[stack]}.weight"].shape
+        if len(shape) != 3:
+            raise CheckpointError(f"tensor '{self.names[stack]}.weight' has shape {shape}, expected 3 dimensions")
+        return shape
+
     def _check(self) -> None:
-        """Types and shapes, before anything is read."""
-        hidden, inner = self.settings.hidden_size, self.settings.intermediate_size
+        hidden, inner = self.hidden, self.intermediate
         shapes = {"gate": (inner, hidden), "up": (inner, hidden), "gate_up": (2 * inner, hidden)}
-        expected = set(self.names)
-        if expected not in ({"gate", "up", "down"}, {"gate_up", "down"}):
-            raise CheckpointError(
-                f"blk.{self.index} has stacks of {', '.join(sorted(expected))}, expected gate, up, down"
-            )
         for name, stack in self.names.items():
-            shape = (self.settings.num_experts, *shapes.get(name, (hidden, inner)))
+            shape = (self.experts, *shapes.get(name, (hidden, inner)))
             self.file.expect_shape(f"{stack}.weight", shape)
             if self.has_bias:
                 self.file.expect_shape(f"{stack}.bias", shape[:2])
@@ -65,28 +87,70 @@ class _Layer:
                 kind = self.file.type_name(f"{stack}.weight")
                 raise CheckpointError(f"tensor '{stack}.weight' is {kind}, but a quantized type is expected")
 
-    def group_size(self, name: str) -> int:
-        """Weights that share a scale."""
-        return TYPES[self.file.tensors[f"{self.names[name]}.weight"].type].group
+    @property
+    def group_sizes(self) -> tuple[int, int]:
+        """Weights that share a scale, of w13 and of w2."""
+        first = next(name for name in ("gate", "gate_up", "up") if name in self.names)
+        types = (self.file.tensors[f"{self.names[name]}.weight"].type for name in (first, "down"))
+        return tuple(TYPES[kind].group for kind in types)
 
-    def matrix(self, name: str, expert: int) -> Matrix:
-        """One projection of one expert."""
-        stack = self.names[name]
-        rows = self.file.tensors[f"{stack}.weight"].shape[1]
-        matrix = self.file.matrix(f"{stack}.weight", expert * rows, (expert + 1) * rows)
-        if not self.has_bias:
-            return matrix
-        return replace(matrix, bias=self.file.floats(f"{stack}.bias", expert, expert + 1)[0].float())
+    def matrices(self, expert: int) -> Iterator[tuple[str, Matrix, str]]:
+        """Of one expert: what each of its matrices is called (``w1``, ``w13`` ...), the matrix, and its tensor."""
+        for name, stack in self.names.items():
+            rows = self.file.tensors[f"{stack}.weight"].shape[1]
+            matrix = self.file.matrix(f"{stack}.weight", expert * rows, (expert + 1) * rows)
+            if self.has_bias:
+                matrix = replace(matrix, bias=self.file.floats(f"{stack}.bias", expert, expert + 1)[0].float())
+            yield SHARDS[name] if self.is_gated or name == "down" else "w1", matrix, stack
 
     def correction_bias(self) -> torch.Tensor | None:
         """float32 [experts], or None."""
         name = f"blk.{self.index}.exp_probs_b.bias"
         if name not in self.file and not self.settings.has_correction_bias:
             return None
-        return checked_correction_bias(self.file.tensor(name), name, self.settings.num_experts)
+        return checked_correction_bias(self.file.tensor(name), name, self.experts)
+
+    def pack(
+        self,
+        experts: Sequence[int],
+        tp_rank: int,
+        tp_size: int,
+        activation_group: int | None,
+        packed_one: Callable[[], object] = lambda: None,
+    ) -> tuple[ExpertSizes, dict[str, torch.Tensor]]:
+        """Packed stacks of ``w13`` and ``w2``, uint8 [E, bytes], and their sizes.
+
+        Args:
+            experts: those of this rank.
+            tp_rank, tp_size: which part of each expert this rank holds.
+            activation_group: as of :func:`w4a8.load`.
+            packed_one: called after each expert.
+
+        Raises:
+            CheckpointError: gate and up are of different types.
+            NotImplementedError: the operators cannot run it.
+            ValueError: the experts cannot be cut for so many ranks, or ``activation_group`` does not fit; names the
+                layer.
+        """
+        whole = self.intermediate, self.hidden, self.is_gated
+        sizes = sizes_of_rank(self.name, len(experts), *whole, tp_size, self.group_sizes)
+        try:
+            activation_groups = sizes.activation_groups(activation_group)
+        except ValueError as error:
+            raise ValueError(f"{self.name}: {error}") from None
+        bias_dtype = torch.float32 if self.has_bias else None
+        packer = ExpertPacker(sizes, bias_dtype, tp_rank, tp_size, activation_groups=activation_groups)
+        for index, expert in enumerate(experts):
+            for shard, matrix, name in self.matrices(expert):
+                try:
+                    packer.put(index, shard, matrix, name)
+                except ValueError as error:
+                    raise CheckpointError(str(error)) from error
+            packed_one()
+        return sizes, packer.pack()
 
 
-def layers_of(file: GGUFFile, settings: MoESettings | None, only: Callable[[str], bool] | None) -> list[_Layer]:
+def layers_of(file: GGUFFile, settings: MoESettings | None, only: Callable[[str], bool] | None) -> list[ExpertStacks]:
     """The layers of experts of a file, in the order of the model.
 
     Raises:
@@ -103,11 +167,11 @@ def layers_of(file: GGUFFile, settings: MoESettings | None, only: Callable[[str]
     if settings is None:
         has_bias = any(f"blk.{index}.exp_probs_b.bias" in file for index in stacks)
         settings = settings_from_keys(file.keys, has_bias)
-    return [_Layer(file, index, stacks[index], settings) for index in sorted(stacks)]
+    return [ExpertStacks(file, index, stacks[index], _name(index), settings) for index in sorted(stacks)]
 
 
 def build(
-    layer: _Layer,
+    layer: ExpertStacks,
     ranks: tuple[int, int, int, int],
     activation_group: int | None,
     packed_one: Callable[[], object],
@@ -121,30 +185,15 @@ def build(
         packed_one: called after each expert.
 
     Raises:
-        CheckpointError: gate and up are of different types, or the correction bias is not one finite number an expert.
-        NotImplementedError: the operators cannot run it.
-        ValueError: the experts cannot be cut for so many ranks, or ``activation_group`` does not fit; names the layer.
+        CheckpointError: the correction bias is not one finite number an expert.
+        CheckpointError, NotImplementedError, ValueError: as of :meth:`ExpertStacks.pack`.
     """
-    settings, (tp_rank, tp_size, ep_rank, ep_size) = layer.settings, ranks
-    count, expert_map = determine_expert_map(ep_size, ep_rank, settings.num_experts)
+    tp_rank, tp_size, ep_rank, ep_size = ranks
+    count, expert_map = determine_expert_map(ep_size, ep_rank, layer.experts)
     local = range(count) if expert_map is None else torch.nonzero(expert_map != -1).flatten().tolist()
-    first = next(name for name in ("gate", "gate_up") if name in layer.names)
-    groups = layer.group_size(first), layer.group_size("down")
-    sizes = sizes_of_rank(layer.name, settings, count, settings.intermediate_size, tp_size, groups)
-    try:
-        activation_groups = sizes.activation_groups(activation_group)
-    except ValueError as error:
-        raise ValueError(f"{layer.name}: {error}") from None
-    correction_bias, bias_dtype = layer.correction_bias(), torch.float32 if layer.has_bias else None
-    packer = ExpertPacker(sizes, bias_dtype, tp_rank, tp_size, activation_groups=activation_groups)
-    for index, expert in enumerate(local):
-        for name, stack in layer.names.items():
-            try:
-                packer.put(index, SHARDS[name], layer.matrix(name, expert), stack)
-            except ValueError as error:
-                raise CheckpointError(str(error)) from error
-        packed_one()
-    return moe_layer(settings, sizes, packer.pack(), expert_map, correction_bias)
+    correction_bias = layer.correction_bias()
+    sizes, packed = layer.pack(local, tp_rank, tp_size, activation_group, packed_one)
+    return moe_layer(layer.settings, sizes, packed, expert_map, correction_bias)
 
 
 def load_gguf(
@@ -160,7 +209,7 @@ def load_gguf(
     loaded: dict[str, W4A8MoE] = {}
     with on_cpu():
         layers = layers_of(file, settings, only)
-        count, _ = determine_expert_map(ranks[3], ranks[2], layers[0].settings.num_experts)
+        count, _ = determine_expert_map(ranks[3], ranks[2], layers[0].experts)
         with progress_bar(len(layers) * count, progress, "expert", "packing experts") as advance:
             for layer in layers:
                 loaded[layer.name] = build(layer, ranks, activation_group, advance)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import mmap
 import re
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -252,6 +252,28 @@ class GGUFFile:
         if name not in self.tensors:
             raise CheckpointError(f"tensor {name!r} is missing from {self.paths[0]}")
         return self.tensors[name]
+
+    def split(self, name: str, parts: Mapping[str, int]) -> None:
+        """Puts tensors in the place of one that has their rows, one below the other.
+
+        Args:
+            name: of the tensor.
+            parts: names, and rows of the slowest dimension.
+
+        Raises:
+            CheckpointError: the tensor has another number of rows, or one of the parts is there already.
+        """
+        tensor, begin = self.tensors[name], 0
+        if tensor.shape[0] != sum(parts.values()) or any(part in self.tensors for part in parts):
+            raise CheckpointError(f"tensor {name!r} has {tensor.shape[0]} rows, but {dict(parts)} are expected in it")
+        run = tensor.row_bytes if len(tensor.shape) > 1 else tensor.row_bytes // tensor.shape[0]
+        for part, rows in parts.items():
+            offset = tensor.offset + begin * run
+            row_bytes = tensor.row_bytes if len(tensor.shape) > 1 else rows * run
+            shape = (rows, *tensor.shape[1:])
+            self.tensors[part] = replace(tensor, shape=shape, offset=offset, row_bytes=row_bytes)
+            begin += rows
+        del self.tensors[name]
 
     def expect_shape(self, name: str, shape: tuple[int, ...]) -> None:
         """Raises CheckpointError if a tensor is missing or has another shape; names it."""

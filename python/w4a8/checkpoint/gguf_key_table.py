@@ -1,6 +1,7 @@
-"""Which keys of an architecture in a GGUF file are applied, which change nothing, and which values of others do not.
+"""Which keys in a GGUF file change nothing though they are not read, and which values of others do not.
 
-What is in none of these lists is refused by name: it may be of a model that computes something else.
+A key of the architecture that is not read (``Architecture.reads``) and in none of these lists is refused by name: it
+may be of a model that computes something else.
 """
 
 from __future__ import annotations
@@ -10,41 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from w4a8.checkpoint.gguf_architectures import named
+from w4a8.checkpoint.gguf_architectures import ARCHITECTURES, named
 from w4a8.checkpoint.gguf_keys import Keys
 from w4a8.core.json_fields import CheckpointError, shorten
 
-
-def _under(prefix: str, names: str) -> frozenset[str]:
-    return frozenset(prefix + name for name in names.split())
-
-
-_ALL = _under("", "context_length embedding_length block_count nextn_predict_layers vocab_size pooling_type")
-_ALL |= _under("", "attention.head_count attention.layer_norm_rms_epsilon rope.freq_base rope.scale_linear")
-_ALL |= _under("rope.scaling.", "type factor attn_factor original_context_length yarn_beta_fast yarn_beta_slow")
-_DENSE = _under("", "feed_forward_length")
-_HEADS = _under("", "attention.head_count_kv attention.key_length attention.value_length rope.dimension_count")
-_LATENT = _under("attention.", "kv_lora_rank q_lora_rank key_length value_length key_length_mla value_length_mla")
-_LATENT |= _under("rope.", "dimension_count scaling.yarn_log_multiplier")
-_ROUTER = _under("expert_", "count used_count gating_func weights_norm weights_scale group_count")
-_EXPERTS = _ROUTER | _under("expert_", "feed_forward_length")
-_ROUTED = _DENSE | _EXPERTS | _under("", "expert_group_used_count expert_shared_count leading_dense_block_count")
-_WINDOW = _under("attention.", "sliding_window sliding_window_pattern")
-# Of each of ARCHITECTURES, by what comes behind "<architecture>.": keys that are read.
-APPLIED = {
-    "llama": _ALL | _DENSE | _HEADS | _under("", "expert_count"),  # with experts it is mixtral
-    "mixtral": _ALL | _DENSE | _HEADS | _ROUTER,
-    "gemma3": _ALL | _DENSE | _HEADS | _WINDOW | _under("", "final_logit_softcapping rope.freq_base_swa"),
-    "qwen2": _ALL | _DENSE | _HEADS,
-    "qwen3": _ALL | _DENSE | _HEADS,
-    "qwen2moe": _ALL | _DENSE | _HEADS | _EXPERTS | _under("", "expert_shared_feed_forward_length"),
-    "qwen3moe": _ALL | _DENSE | _HEADS | _EXPERTS,
-    "olmoe": _ALL | _DENSE | _HEADS | _ROUTER,
-    "gpt-oss": _ALL | _HEADS | _EXPERTS | _WINDOW,
-    "deepseek2": _ALL | _LATENT | _ROUTED,
-    "deepseek3": _ALL | _LATENT | _ROUTED,
-    "glm4moe": _ALL | _HEADS | _ROUTED,
-}
 _SIZES = "feed_forward_length expert_feed_forward_length expert_shared_count expert_shared_feed_forward_length"
 # In every architecture that does not apply it: why it changes nothing.
 HARMLESS = {
@@ -52,8 +22,10 @@ HARMLESS = {
     "expert_group_used_count": "there is one group",
     "attention.head_count_kv": "of the attention that llama.cpp computes of two parts of kv_b",
     "attention.layer_norm_epsilon": "there is no such norm",
+    "attention.layer_norm_rms_epsilon": "there is no such norm",
     "attention.sliding_window_pattern": "there is no window",
     "attention.temperature_length": "there is no temperature",
+    "rope.dimension_count": "nothing is rotated",
     "rope.scaling.finetuned": "says how the model was made",
     "tensor_data_layout": "says how the model was made",
 }
@@ -95,7 +67,7 @@ def check_keys(keys: Mapping[str, Any]) -> None:
     prefix = f"{found.architecture}."
     for full, value in keys.items():
         key = full.removeprefix(prefix)
-        if name is None or key == full or key in APPLIED[name] or key in HARMLESS:
+        if name is None or key == full or key in ARCHITECTURES[name].reads or key in HARMLESS:
             continue
         allowed = NEUTRAL.get(key, (found.get(EQUAL[key]),) if key in EQUAL else ())
         if key == "attention.sliding_window":  # one that holds the whole text is none

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -56,8 +57,8 @@ class Keys:
         architecture: ``general.architecture``.
     """
 
-    def __init__(self, keys: Mapping[str, Any]) -> None:
-        """Takes all keys of a file.
+    def __init__(self, keys: Mapping[str, Any], changes: Mapping[str, Any] | None = None) -> None:
+        """Takes all keys of a file, and values that go before, by names behind ``<architecture>.``.
 
         Raises:
             CheckpointError: there is no architecture.
@@ -65,11 +66,16 @@ class Keys:
         self.architecture = keys.get("general.architecture")
         if not isinstance(self.architecture, str):
             raise CheckpointError(f"general.architecture is {shorten(self.architecture)}, but a string is expected")
-        self._keys = keys
+        self._keys, self._changes = keys, changes or {}
 
     def get(self, name: str, default: Any = None) -> Any:
         """A value, whatever it is."""
-        return self._keys.get(f"{self.architecture}.{name}", default)
+        found = self._changes[name] if name in self._changes else self._keys.get(f"{self.architecture}.{name}")
+        return default if found is None else found
+
+    def having(self, changes: Mapping[str, Any]) -> Keys:
+        """The same keys with other values; None is a key that is not there."""
+        return Keys(self._keys, {**self._changes, **changes})
 
     @property
     def layers(self) -> int:
@@ -116,14 +122,15 @@ class Keys:
             raise CheckpointError(f"{self.architecture}.{name} is {value}, but {least}..2**31-1 is expected")
         return value
 
-    def number(self, name: str, default: float | None = None) -> float:
-        """A number above 0, of the type that it has.
+    def number(self, name: str, default: float | None = None, least: int | None = None) -> float:
+        """A number above 0, or from ``least`` on, of the type that it has.
 
         Raises:
             CheckpointError: it is none.
         """
         value = self.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-            key = f"{self.architecture}.{name}"
-            raise CheckpointError(f"{key} is {shorten(value)} in the GGUF file, but a number above 0 is expected")
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        if not is_number or not (value > 0 if least is None else value >= least):
+            key, expected = f"{self.architecture}.{name}", "above 0" if least is None else f"from {least} on"
+            raise CheckpointError(f"{key} is {shorten(value)} in the GGUF file, but a number {expected} is expected")
         return value

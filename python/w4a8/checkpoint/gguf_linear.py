@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from w4a8.checkpoint.gguf_architectures import ARCHITECTURES, named
@@ -16,7 +17,7 @@ from w4a8.checkpoint.gguf_keys import Keys
 from w4a8.core.activation_groups import in_words, resolve_activation_group
 from w4a8.core.json_fields import CheckpointError, shorten
 from w4a8.core.kind import Kind
-from w4a8.core.matrix import Matrix
+from w4a8.core.matrix import Matrix, joined
 from w4a8.core.memory import on_cpu
 from w4a8.core.stack import MatrixStack
 from w4a8.formats.gguf_blocks import TYPES
@@ -27,6 +28,9 @@ logger = logging.getLogger(__name__)
 
 AT_ONCE = 1 << 25  # weights that are unpacked at once
 _HEADS = {"attn_q": "head_count", "attn_k": "head_count_kv"}
+# Of linear attention: tensors whose rows are heads of values, and those that have heads of keys before them.
+_OF_VALUES = ("attn_gate", "ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt")
+_BEHIND_KEYS = ("attn_qkv", "ssm_conv1d")
 
 
 class GGUFLinears:
@@ -46,6 +50,20 @@ class GGUFLinears:
             )
         check_keys(file.keys)
         self.file, self.keys, self.architecture = file, Keys(file.keys), ARCHITECTURES[name]
+        if not self.architecture.joined:
+            self._split_joined()
+
+    def _split_joined(self) -> None:
+        """Queries, keys and values that some files have in one matrix become three."""
+        names = [name for name in self.file.tensors if ".attn_qkv." in name]
+        if not names:
+            return
+        heads = self.keys.count("attention.head_count")
+        others = self.keys.count("attention.head_count_kv", heads)
+        key = self.keys.count("attention.key_length", self.keys.count("embedding_length") // heads)
+        rows = {"q": heads * key, "k": others * key, "v": others * self.keys.count("attention.value_length", key)}
+        for name in names:
+            self.file.split(name, {name.replace("attn_qkv", f"attn_{each}"): count for each, count in rows.items()})
 
     def order(self, name: str) -> torch.Tensor | None:
         """Which rows of a tensor, and elements of its bias, are the first and so on in transformers; None: as they are.
@@ -53,32 +71,76 @@ class GGUFLinears:
         Raises:
             CheckpointError: the rows are not those of so many heads as the keys say.
         """
-        key = _HEADS.get(name.split(".")[-2]) if self.architecture.turned else None
-        if key is None:
-            return None
-        keys, rows = self.keys, self.file.tensors[name].shape[0]
-        heads = keys.get(f"attention.{key}", keys.get("attention.head_count"))
+        leaf, shape = name.split(".")[2] if name.startswith("blk.") else name, self.file.tensors[name].shape
+        if self.architecture.turned and leaf in _HEADS:
+            return self._turned(name, leaf, shape[0])
+        if self.architecture.tiled and leaf in _OF_VALUES:
+            return self._heads_of_values(name, shape[0])
+        if self.architecture.tiled and leaf in _BEHIND_KEYS:
+            keys = 2 * self.keys.count("ssm.group_count") * self.keys.count("ssm.state_size")
+            return torch.cat((torch.arange(keys), keys + self._heads_of_values(name, shape[0] - keys)))
+        return None
+
+    def _turned(self, name: str, leaf: str, rows: int) -> torch.Tensor:
+        keys, key = self.keys, f"attention.{_HEADS[leaf]}"
+        heads = keys.get(key, keys.get("attention.head_count"))
+        heads = int(heads[int(name.split(".")[1])]) if isinstance(heads, np.ndarray) else heads
         if not isinstance(heads, int) or heads < 1 or rows % (2 * heads) != 0:
-            key = f"{keys.architecture}.attention.{key}"
-            raise CheckpointError(f"tensor {name!r} has {rows} rows, but {key} is {shorten(heads)}")
+            raise CheckpointError(f"tensor {name!r} has {rows} rows, but {keys.architecture}.{key} is {shorten(heads)}")
         return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()
 
-    def linear(self, name: str, activation_group: int | None) -> W4A8Linear | W8A8Linear:
+    def _heads_of_values(self, name: str, rows: int) -> torch.Tensor:
+        """Of so many rows: those of the heads of values of a head of keys come together."""
+        heads, keys = self.keys.count("ssm.time_step_rank"), self.keys.count("ssm.group_count")
+        if heads % keys != 0 or rows < 1 or rows % heads != 0:
+            raise CheckpointError(f"tensor {name!r} does not have rows of {heads} heads of values of {keys} of keys")
+        return torch.arange(rows).view(heads // keys, keys, -1).transpose(0, 1).flatten()
+
+    def runs(self, name: str) -> torch.Tensor | None:
+        """Which runs of columns are the first and so on in transformers; None: as they are."""
+        if not self.architecture.tiled or ".ssm_out." not in name:
+            return None
+        return self._heads_of_values(name, self.keys.count("ssm.time_step_rank"))
+
+    def joined_order(self, names: Sequence[str]) -> torch.Tensor | None:
+        """Which rows of several tensors, one below the other, are the first and so on in transformers.
+
+        Of Qwen3-Next's q, k, v and z: those of a head of keys come together.
+        """
+        if [name.split(".")[2] for name in names] != ["attn_qkv", "attn_gate"]:
+            return None
+        keys, size = self.keys.count("ssm.group_count"), self.keys.count("ssm.state_size")
+        inner, rows = self.keys.count("ssm.inner_size"), sum(self.file.tensors[name].shape[0] for name in names)
+        counts = [keys * size, keys * size, inner, inner]
+        if sum(counts) != rows or inner % keys != 0:
+            raise CheckpointError(f"tensors {', '.join(names)} have {rows} rows, but {sum(counts)} are expected")
+        parts = torch.arange(rows).split(counts)
+        return torch.cat([part.view(keys, -1) for part in parts], 1).flatten()
+
+    def linear(self, names: str | Sequence[str], activation_group: int | None) -> W4A8Linear | W8A8Linear:
         """A matrix in blocks, packed.
 
         Args:
-            name: of the tensor, ``blk.0.attn_q.weight`` say. If there is a ``.bias`` beside it, it is the layer's.
+            names: of the tensor, ``blk.0.attn_q.weight`` say, or of those that make it. If there is a ``.bias`` beside
+                it, it is the layer's.
             activation_group: as of :func:`w4a8.load`.
 
         Raises:
             ValueError: the operators cannot run it, or ``activation_group`` does not fit.
         """
-        rows, columns = self.file.tensors[name].shape
-        group, bias = TYPES[self.file.tensors[name].type].group, self.bias(name)
+        names = [names] if isinstance(names, str) else list(names)
+        rows, columns = sum(self.file.tensors[name].shape[0] for name in names), self.file.tensors[names[0]].shape[-1]
+        if len(names) > 1:
+            whole, order = joined([each for name in names for _, each in self.pieces(name)]), self.joined_order(names)
+            bias, found = None, [(0, whole if order is None else whole.with_rows(order))]
+            group = whole.group
+        else:
+            bias, found = self.bias(names[0]), self.pieces(names[0])
+            group = TYPES[self.file.tensors[names[0]].type].group
         activations = resolve_activation_group(activation_group, group, columns)
         how = {"bias_dtype": None if bias is None else torch.float32, "activation_group": activations}
         stack = MatrixStack(1, rows, columns, group, **how)
-        for row, matrix in self.pieces(name, 0, rows):
+        for row, matrix in found:
             stack.put(0, row, matrix if bias is None else replace(matrix, bias=bias[row : row + matrix.rows]))
         layer = W8A8Linear if matrix.kind == Kind.INT8 else W4A8Linear
         return layer(stack.pack()[0], columns, rows, group)
@@ -96,29 +158,34 @@ class GGUFLinears:
         bias = self.file.tensor(bias_name).float()
         return bias if order is None else bias[order]
 
-    def pieces(self, name: str, begin: int, end: int) -> Iterator[tuple[int, Matrix]]:
+    def pieces(self, name: str, begin: int = 0, end: int | None = None) -> Iterator[tuple[int, Matrix]]:
         """Rows [begin, end) of a matrix in blocks, AT_ONCE weights at a time: the first row's number, and the rows."""
-        order, step = self.order(name), max(1, AT_ONCE // self.file.tensors[name].shape[-1])
+        order, runs, shape = self.order(name), self.runs(name), self.file.tensors[name].shape
+        end, step = self.file.tensors[name].rows if end is None else end, max(1, AT_ONCE // shape[-1])
         for first in range(begin, end, step):
             rows = torch.arange(first, min(first + step, end))
             rows = rows if order is None else order[rows]
             low, high = int(rows.min()), int(rows.max()) + 1
             matrix = self.file.matrix(name, low, high)
-            yield first, matrix if order is None else matrix.with_rows(rows - low)
+            matrix = matrix if order is None else matrix.with_rows(rows - low)
+            yield first, matrix if runs is None else matrix.with_runs(runs)
 
     def values(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """A tensor as transformers has it: what is in blocks in ``dtype``, all others in the type of the file."""
         tensor = self.file.tensors[name]
         if self.file.is_float(name):
-            order, values = self.order(name), self.file.tensor(name)
+            order, runs, values = self.order(name), self.runs(name), self.file.tensor(name)
             values = values if order is None else values[order]
+            values = values if runs is None else values.unflatten(1, (len(runs), -1))[:, runs].flatten(1)
         else:
             values = torch.empty(tensor.rows, tensor.shape[-1], dtype=dtype)
-            for row, matrix in self.pieces(name, 0, tensor.rows):
+            for row, matrix in self.pieces(name):
                 values[row : row + matrix.rows] = matrix.floats()
             values = values.view(tensor.shape)
-        if name.endswith("norm.weight") and self.architecture.norm_plus:
+        if name.endswith("norm.weight") and ".ssm_norm." not in name and self.architecture.norm_plus:
             values = values.float() - self.architecture.norm_plus
+        if name.endswith(".ssm_a"):  # -exp of the parameter
+            values = (-values.float()).log()
         return values[None] if "_inp_shexp" in name and values.dim() == 1 else values
 
     def layers(self) -> dict[str, str]:

@@ -13,15 +13,16 @@ from w4a8.nn import W4A8MoE
 
 
 def sizes_of_rank(
-    name: str, settings: MoESettings, experts: int, intermediate: int, tp_size: int, groups: tuple[int, int]
+    name: str, experts: int, intermediate: int, hidden: int, gated: bool, tp_size: int, groups: tuple[int, int]
 ) -> ExpertSizes:
     """Sizes of what one rank holds of a layer.
 
     Args:
         name: of the layer, for errors.
-        settings: of the layer.
         experts: that the rank holds.
         intermediate: of a whole expert.
+        hidden: H.
+        gated: experts have a gate.
         tp_size: ranks that each expert is cut for.
         groups: weights that share a scale, of w13 and w2.
 
@@ -31,8 +32,7 @@ def sizes_of_rank(
     """
     if intermediate % tp_size != 0:
         raise ValueError(f"intermediate_size {intermediate} cannot be cut for {tp_size} tensor-parallel ranks")
-    part, gated = intermediate // tp_size, settings.activation.is_gated
-    sizes = ExpertSizes(experts, settings.hidden_size, part, groups[0], gated, groups[1])
+    sizes = ExpertSizes(experts, hidden, intermediate // tp_size, groups[0], gated, groups[1])
     problem = sizes.unsupported()
     if problem is not None:
         raise NotImplementedError(f"{name}: kernel does not support {problem}")

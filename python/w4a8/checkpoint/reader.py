@@ -275,7 +275,8 @@ class _ExpertsReader:
         intermediate = self._intermediate_size()
         self._check_shapes(intermediate)
         groups, tp_size = (group_size, group_size), self.ranks.tp_size
-        sizes = sizes_of_rank(self.layer.name, self.settings, len(self.local), intermediate, tp_size, groups)
+        whole = intermediate, self.settings.hidden_size, self.settings.activation.is_gated
+        sizes = sizes_of_rank(self.layer.name, len(self.local), *whole, tp_size, groups)
         activation_groups = self._activation_groups(sizes, activation_group)
         packed = self.pack(sizes, activation_groups, packed_one).pack()
         return moe_layer(self.settings, sizes, packed, self.expert_map, self._correction_bias())

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -280,6 +281,61 @@ class Matrix:
         cut = {name: part[:, begin // units[name] : end // units[name]] for name, part in parts.items()}
         return replace(self, **cut)
 
+    def one_level(self) -> Matrix:
+        """The same weights without super-scales: float32 scales and minimums, which hold the products exactly."""
+        if self.super_scales is None:
+            return self
+
+        def products(values: torch.Tensor | None, supers: torch.Tensor | None) -> torch.Tensor | None:
+            if values is None:
+                return None
+            return values.float() * supers.float().repeat_interleave(values.shape[1] // supers.shape[1], 1)
+
+        scales, minimums = products(self.scales, self.super_scales), products(self.minimums, self.super_minimums)
+        return replace(self, scales=scales, minimums=minimums, super_scales=None, super_minimums=None)
+
+    def with_runs(self, order: torch.Tensor) -> Matrix:
+        """The matrix with runs of columns in another order; the bias stays.
+
+        Args:
+            order: of runs, int64 [R]: which of them is the first and so on. A run is K / R columns, whole groups.
+
+        Raises:
+            ValueError: a run would cut a group.
+        """
+        run, same = self.columns // len(order), self.one_level()
+        if run * len(order) != self.columns or run % self.group != 0:
+            raise ValueError(f"{len(order)} runs of the {self.columns} columns cut groups of {self.group}")
+        moved = {name: part for name, part in same.tensors().items() if name not in ("bias", "channel_scales")}
+        return replace(
+            same, **{name: part.unflatten(1, (len(order), -1))[:, order].flatten(1) for name, part in moved.items()}
+        )
+
+    def as_integers(self, kind: Kind, group: int) -> Matrix:
+        """The same weights in one level of scales, with minimums, in codes of another kind.
+
+        Args:
+            kind: INT6 or INT8, which has room for all codes: of INT8, IQ4 and E2M1 INT8.
+            group: that divides the own one.
+        """
+        same, times = self.one_level(), self.group // group
+        scales = multiplied_scales(same.scales, same.channel_scales) if same.channel_scales is not None else same.scales
+        scales = scales.float().repeat_interleave(times, 1)
+        codes = same.codes if self.kind.codes_in_a_byte == 1 else apart(same.codes)
+        if self.kind.table is not None:
+            halves = 2 if self.kind == Kind.E2M1 else 1  # of which its numbers are multiples
+            numbers = halves * torch.tensor(self.kind.table, device=codes.device)
+            codes, scales = numbers[codes.long()].to(torch.int16), scales / halves
+        elif self.zero_points is not None:
+            codes = codes.to(torch.int16) - self.zero_points.to(torch.int16).repeat_interleave(self.group, 1)
+        else:
+            middle = 0 if self.minimums is not None and self.kind.bits == 4 else self.kind.middle
+            codes = codes.to(torch.int16) - middle
+        minimums = (
+            torch.zeros_like(scales) if same.minimums is None else same.minimums.float().repeat_interleave(times, 1)
+        )
+        return Matrix((codes + kind.middle).to(torch.uint8), scales, None, kind, self.bias, minimums=minimums)
+
     def zeros(self, rows: int) -> Matrix:
         """[rows, K] of the same kind, all weights of it zero; of e2m1 by their codes, since e8m0 has no scale of 0."""
         tensors = {name: part.new_zeros(rows, *part.shape[1:]) for name, part in self.tensors().items()}
@@ -351,3 +407,18 @@ class Matrix:
         """Those that it has, by the names of the attributes."""
         found = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+
+
+def joined(matrices: Sequence[Matrix]) -> Matrix:
+    """Matrices of the same K, one below the other. Those of several kinds become one that holds the weights of all.
+
+    Biases are left out.
+    """
+    matrices = [replace(each, bias=None) for each in matrices]
+    forms = {(each.kind, each.group, *((k, v.dtype) for k, v in each.tensors().items())) for each in matrices}
+    if len(forms) > 1:
+        group, narrow = math.gcd(*(each.group for each in matrices)), (Kind.INT4, Kind.INT6)
+        kind = Kind.INT6 if all(each.kind in narrow for each in matrices) else Kind.INT8
+        matrices = [each.as_integers(kind, group) for each in matrices]
+    tensors = {name: torch.cat([each.tensors()[name] for each in matrices]) for name in matrices[0].tensors()}
+    return replace(matrices[0], **tensors)

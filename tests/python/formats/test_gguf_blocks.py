@@ -9,7 +9,7 @@ import torch
 
 import w4a8
 from w4a8.checkpoint.gguf_file import GGUFFile
-from w4a8.core.matrix import Matrix, unpack_codes
+from w4a8.core.matrix import Matrix, joined, unpack_codes
 from w4a8.formats.gguf_blocks import TYPES
 
 gguf = pytest.importorskip("gguf")
@@ -113,3 +113,31 @@ def test_blocks_that_ggml_has_written(name):
     assert file.type_name(name) == name
     expected = file.tensor(f"{name}.as_floats")
     torch.testing.assert_close(file.tensor(name), expected, rtol=2**-23, atol=2**-23 * float(expected.abs().max()))
+
+
+def random_matrix(name, shape, generator):
+    """Of some type, and its weights."""
+    blocks = torch.from_numpy(gguf_files.random_blocks(name, shape, generator))
+    return BY_NAME[name].matrix(blocks), torch.from_numpy(np.asarray(gguf_files.meaning(name, blocks.numpy())))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_runs_of_columns(name, generator):
+    """Of half a block of two levels, as heads are that stand in another order."""
+    matrix, weights = random_matrix(name, (5, 768), generator)
+    order = torch.from_numpy(generator.permutation(6))
+    assert torch.equal(matrix.with_runs(order).floats(), weights.unflatten(1, (6, 128))[:, order].flatten(1))
+    with pytest.raises(ValueError, match=r"96 runs of the 768 columns cut groups of \d+"):
+        matrix.with_runs(torch.arange(96))
+
+
+@pytest.mark.parametrize("other", ["Q4_0", "Q4_K", "Q6_K", "Q8_0", "IQ4_XS"])
+@pytest.mark.parametrize("name", NAMES)
+def test_joined(name, other, generator):
+    """Two types, one below the other: every weight of both, in one matrix that can be packed."""
+    (upper, above), (lower, below) = (random_matrix(each, rows, generator) for each, rows in
+                                      ((name, (3, 512)), (other, (4, 512))))  # fmt: skip
+    whole = joined([upper, lower])
+    assert torch.equal(whole.floats(), torch.cat((above, below)))
+    assert torch.equal(unpacked(whole.pack(activation_group=None)).floats(), torch.cat((above, below)))
+    assert name != other or whole.header == upper.header

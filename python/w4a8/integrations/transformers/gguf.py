@@ -7,25 +7,26 @@ Matrices of linear layers and experts go past it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
 import torch
 import transformers.modeling_utils as modeling
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils.logging import is_progress_bar_enabled
 
 from w4a8.checkpoint.gguf_architectures import ARCHITECTURES, BESIDE, BY_MODEL_TYPE
-from w4a8.checkpoint.gguf_experts import build, layers_of
+from w4a8.checkpoint.gguf_config import config_of
+from w4a8.checkpoint.gguf_experts import ExpertStacks
 from w4a8.checkpoint.gguf_file import GGUFFile
 from w4a8.checkpoint.gguf_linear import GGUFLinears
+from w4a8.checkpoint.gguf_names import sources_of
+from w4a8.checkpoint.gguf_rope import scale_rope
 from w4a8.core.memory import on_cpu
 from w4a8.core.words import weights_in_words
 from w4a8.integrations.selftest import missing, parameters
 from w4a8.integrations.transformers import guard
 from w4a8.integrations.transformers.config import W4A8Config
-from w4a8.integrations.transformers.gguf_config import config_of
 from w4a8.integrations.transformers.quantizer import W4A8HfQuantizer, on_cpus
 from w4a8.integrations.transformers.tied import output_of, packed_embedding, share, take_out
 from w4a8.nn import W4A8Experts
@@ -40,8 +41,6 @@ logger = logging.getLogger(__name__)
 _JOINED = (".attn_k_b.weight", ".attn_v_b.weight")
 # What transformers calls with; an older version has no gguf_file there.
 _CALLED_WITH = ("config", "quantization_config", "device_map", "weights_only", "user_agent", "gguf_file")
-# Of Llama 3.1 and later. The file has the factors alone that follow from it.
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 def linears_of(path: str) -> GGUFLinears:
@@ -68,7 +67,6 @@ class GGUFModules:
         """
         self.file, self.linears, self.activation_group = linears.file, linears, activation_group
         self.packed: dict[str, tuple[torch.nn.Module, list[str]]] = {}  # name in the model: module, weights
-        self._in_turns = self.linears.architecture.in_turns
         self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         parts = self._parts(model)
         self.tied: dict[str, str] = {}  # embedding: output layer
@@ -83,14 +81,11 @@ class GGUFModules:
             output = output_of(model, path) if isinstance(module, torch.nn.Embedding) else None
             if output is not None:
                 self.tied[path] = output
-            linear = type(module) is torch.nn.Linear and len(names) == 1
+            linear = type(module) is torch.nn.Linear and all(len(self.file.tensors[name].shape) == 2 for name in names)
             if linear or output is not None or path.endswith(".experts"):
                 self.packed[path] = module, names
         # Parameter: tensors.
         self.floats = {name: names for name, names in parts.items() if name.rpartition(".")[0] not in self.packed}
-        paths = {path for path in self.packed if path.endswith(".experts")}
-        layers = layers_of(self.file, None, paths.__contains__) if paths else []
-        self.layers = {layer.name: layer for layer in layers}
         for output in self.tied.values():
             take_out(model, output)
         for path in self.packed:
@@ -100,22 +95,21 @@ class GGUFModules:
     def _parts(self, model: torch.nn.Module) -> dict[str, list[str]]:
         """Parameter: the tensors that make it."""
         shapes, file = self._shapes, self.file
-        parts: dict[str, list[str]] = {}
-        for name, tensor in file.tensors.items():
-            if name.endswith(BESIDE) or self.linears.keys.is_left_out(name):
-                continue
-            parameter = self.linears.architecture.parameter(name)
-            if parameter not in shapes:
-                raise ValueError(f"tensor {name!r} of {file.paths[0]}: {type(model).__name__} has no such weight")
-            parts.setdefault(parameter, []).append(name)
-            expected = shapes[parameter]
-            part = "_exps." in name or name.endswith(_JOINED)  # compared when it has become a parameter
-            if not part and tensor.shape != expected and (1, *tensor.shape) != expected:
-                raise ValueError(f"tensor {name!r} has shape {tensor.shape}, but {expected} is expected")
+        sources = sources_of(model, file.tensors, self.linears.keys.architecture)
+        parts = {parameter: list(source.tensors) for parameter, source in sources.items()}
+        for parameter, names in parts.items():
+            found, expected = file.tensors[names[0]].shape, shapes[parameter]
+            part = len(names) > 1 or "_exps." in names[0]  # compared when it has become a parameter
+            if not part and without_ones(found) != without_ones(expected):
+                raise ValueError(f"tensor {names[0]!r} has shape {found}, but {expected} is expected")
         tied = set(model.all_tied_weights_keys)
         lacking = sorted(set(shapes) - set(parts) - tied)
         if lacking:
             raise ValueError(f"{file.paths[0]} holds no tensor for {', '.join(lacking[:3])}")
+        left = set(file.tensors).difference(*parts.values())
+        for name in sorted(left):
+            if not name.endswith(BESIDE) and not self.linears.keys.is_left_out(name):
+                raise ValueError(f"tensor {name!r} of {file.paths[0]}: {type(model).__name__} has no such weight")
         return parts
 
     def state_dict(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -129,25 +123,26 @@ class GGUFModules:
                     made = self._parameter(tensors)
                 except (RuntimeError, IndexError):
                     made = None
-                if made is None or expected not in (made.shape, (1, *made.shape)):
+                if made is None or without_ones(expected) != without_ones(made.shape):
                     given = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
                     raise ValueError(f"{parameter} is {expected}, which cannot be made of {given}")
-                found[parameter] = made.view(expected)
+                found[parameter] = made.reshape(expected)
         return found
 
     def _parameter(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
         """Of the tensors that make it."""
-        by_leaf = {name.split(".")[-2]: tensor for name, tensor in tensors.items()}
-        first = next(iter(by_leaf.values()))
-        if "attn_k_b" in by_leaf and "attn_v_b" in by_leaf:  # [heads, rank, k], [heads, v, rank]
-            return torch.cat((by_leaf["attn_k_b"].transpose(1, 2), by_leaf["attn_v_b"]), 1).flatten(0, 1)
-        if not any(leaf.endswith("_exps") for leaf in by_leaf):
-            return first
-        if "ffn_down_exps" not in by_leaf:
-            gate_up = [by_leaf[f"ffn_{each}_exps"] for each in ("gate", "up") if f"ffn_{each}_exps" in by_leaf]
-            gate_up = gate_up if len(gate_up) == 2 else first.chunk(2, 1)
-            first = torch.stack(tuple(gate_up), 2 if self._in_turns else 1).flatten(1, 2)
-        return first.transpose(1, 2).contiguous() if self._in_turns and first.dim() == 3 else first
+        architecture, values = self.linears.architecture, list(tensors.values())
+        first, leaves = values[0], [name.split(".")[-2] for name in tensors]
+        if leaves == ["attn_k_b", "attn_v_b"]:  # [heads, rank, k], [heads, v, rank]
+            return torch.cat((first.transpose(1, 2), values[1]), 1).flatten(0, 1)
+        if not any(name.endswith(("_exps.weight", "_exps.bias")) for name in tensors):
+            order = self.linears.joined_order(list(tensors)) if len(values) > 1 else None
+            made = torch.cat(values) if len(values) > 1 else first
+            return made if order is None else made[order]
+        if leaves[0] in ("ffn_gate_exps", "ffn_gate_up_exps"):
+            gate_up = values if len(values) == 2 else first.chunk(2, 1)
+            first = torch.stack(tuple(gate_up), 2 if architecture.in_turns else 1).flatten(1, 2)
+        return first.transpose(1, 2).contiguous() if architecture.transposed and first.dim() == 3 else first
 
     def finish(self, model: torch.nn.Module) -> QuantizationReport:
         """Packs, module by module, and puts the modules into the model.
@@ -181,9 +176,9 @@ class GGUFModules:
         return report
 
     def _new(self, name: str, old: torch.nn.Module, weights: list[str]) -> torch.nn.Module:
-        if name in self.layers:
-            return self._experts(name, old)
-        linear = self.linears.linear(weights[0], self.activation_group)
+        if name.endswith(".experts"):
+            return self._experts(name, old, weights)
+        linear = self.linears.linear(weights, self.activation_group)
         return packed_embedding(old, linear.packed, linear.group_size) if name in self.tied else linear
 
     def _kinds(self, weights: list[str]) -> str:
@@ -200,18 +195,24 @@ class GGUFModules:
         joined = any(name.endswith(_JOINED) for name in tensors)
         return "a part of it is quantized along the other axis" if joined else "it is no linear layer and no experts"
 
-    def _experts(self, name: str, old: torch.nn.Module) -> W4A8Experts:
+    def _experts(self, name: str, old: torch.nn.Module, weights: list[str]) -> W4A8Experts:
         experts = fused_experts(old)
         if experts is None or experts.activation is None:
             raise ValueError(f"packed experts, but {type(old).__name__} is no block that W4A8Experts can stand for")
-        packed = build(self.layers[name], (0, 1, 0, 1), self.activation_group, lambda: None)
-        sizes = packed.sizes
-        given, expected = (sizes.experts, sizes.hidden, sizes.intermediate), tuple(experts.sizes)
-        if given != expected or self.layers[name].has_bias != (experts.w13_bias is not None):
+        stacks = [weight.split("_")[1:-1] for weight in weights]  # of ffn_gate_up_exps.weight gate and up
+        index = int(weights[0].split(".")[1])
+        layer = ExpertStacks(self.file, index, ["_".join(each) for each in stacks], name)
+        given, expected = (layer.experts, layer.hidden, layer.intermediate), tuple(experts.sizes)
+        if given != expected or layer.has_bias != (experts.w13_bias is not None):
             raise ValueError(f"experts, hidden and intermediate size {given}, but {expected} with its biases expected")
-        stacks = packed.w13_packed, packed.w2_packed
+        sizes, packed = layer.pack(range(layer.experts), 0, 1, self.activation_group)
         groups = sizes.group_size, experts.activation, sizes.w2_group_size
-        return W4A8Experts(*stacks, sizes.hidden, sizes.intermediate, *groups)
+        return W4A8Experts(packed["w13"], packed["w2"], sizes.hidden, sizes.intermediate, *groups)
+
+
+def without_ones(shape: Sequence[int]) -> tuple[int, ...]:
+    """The dimensions of a shape that say something."""
+    return tuple(size for size in shape if size != 1)
 
 
 class GGUFQuantizer(W4A8HfQuantizer):
@@ -228,8 +229,7 @@ class GGUFQuantizer(W4A8HfQuantizer):
         self._linears = open_linears(gguf_file)
         config, file = self._model_config, self._linears.file
         config.tie_word_embeddings = "output.weight" not in file
-        if "rope_freqs.weight" in file:
-            scale_rope(config, file.tensor("rope_freqs.weight").float())
+        scale_rope(config, file)
 
     def update_dtype(self, dtype: torch.dtype | None) -> torch.dtype:
         """float32 (the default of torch) if none is asked for."""
@@ -245,24 +245,6 @@ class GGUFQuantizer(W4A8HfQuantizer):
     def get_state_dict(self, checkpoint_file: str, model: Any) -> dict[str, torch.Tensor]:
         """What transformers loads."""
         return self._foreign.state_dict(self._dtype)
-
-
-def scale_rope(config: Any, factors: torch.Tensor) -> None:
-    """Puts the scaling of Llama 3.1 and later into a config.
-
-    Args:
-        config: with rope_parameters that say nothing of it.
-        factors: of the file, which frequencies are divided by.
-
-    Raises:
-        ValueError: other factors than those of Llama 3.
-    """
-    frequencies = config.rope_parameters["rope_theta"] ** -(torch.arange(0, config.head_dim, 2) / config.head_dim)
-    rope = {**config.rope_parameters, "rope_type": "llama3", "factor": float(factors.max()), **_LLAMA3}
-    config.rope_parameters = rope
-    expected = frequencies / ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))[0]
-    if factors.shape != expected.shape or not torch.allclose(factors, expected, rtol=1e-3):
-        raise ValueError("rope_freqs.weight has other factors than Llama 3's, which is not supported")
 
 
 def gguf_problems() -> list[str]:
@@ -281,7 +263,7 @@ def register_gguf() -> None:
     from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
 
     for name in ARCHITECTURES:
-        GGUF_CONFIG_ARCHS.setdefault(name, config_of)
+        GGUF_CONFIG_ARCHS[name] = config_of
     # There is nothing to register this with: by name, a quantizer is not told what the model is.
     modeling.get_hf_quantizer = with_gguf(modeling.get_hf_quantizer)
 

@@ -18,10 +18,12 @@ import torch
 import transformers
 
 from w4a8.checkpoint.gguf_architectures import BESIDE, RUN_IN_VLLM, named
+from w4a8.checkpoint.gguf_config import config_of
 from w4a8.checkpoint.gguf_experts import layers_of
 from w4a8.checkpoint.gguf_file import GGUFFile
 from w4a8.checkpoint.gguf_keys import pooling_of
 from w4a8.checkpoint.gguf_linear import GGUFLinears
+from w4a8.checkpoint.gguf_rope import scale_rope
 from w4a8.core.json_fields import read_json, shorten
 from w4a8.integrations.vllm.compiled import package_digest
 
@@ -103,13 +105,8 @@ def folder_of(path: Path, cache: Path, with_tokenizer: bool) -> Path:
 
 
 def _write_config(file: GGUFFile, folder: Path) -> None:
-    from w4a8.integrations.transformers.gguf_config import config_of
-
     config = transformers.AutoConfig.for_model(**config_of(file.keys, list(file.tensors)))
-    if "rope_freqs.weight" in file:
-        from w4a8.integrations.transformers.gguf import scale_rope
-
-        scale_rope(config, file.tensor("rope_freqs.weight").float())
+    scale_rope(config, file)
     config.dtype = torch.bfloat16  # which a file does not say
     config.quantization_config = json.loads((folder / SAYS).read_text())
     if "attention_factor" in str(config.rope_parameters):  # Gemma 3 has two kinds of rope

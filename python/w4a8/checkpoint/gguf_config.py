@@ -1,0 +1,103 @@
+"""The config of a GGUF file, as transformers has it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from w4a8.checkpoint.gguf_architectures import ARCHITECTURES, GROUPS, NORM, SCALE, SIZES, Routing, named
+from w4a8.checkpoint.gguf_features import latent_attention, long_rope
+from w4a8.checkpoint.gguf_key_table import check_keys
+from w4a8.checkpoint.gguf_keys import Keys
+from w4a8.checkpoint.gguf_settings import Router, router_of
+
+
+def config_of(metadata: Mapping[str, Any], tensor_names: Sequence[str]) -> dict[str, Any]:
+    """The config of a file of one of ARCHITECTURES.
+
+    Args:
+        metadata: all keys; of an array of strings its length is enough.
+        tensor_names: of the file, or of the first one of several.
+
+    Raises:
+        ValueError: a key is missing, not as it should be, or would be ignored and may matter; names it.
+    """
+    check_keys(metadata)
+    keys, known = Keys(metadata), ARCHITECTURES[named(metadata)]
+    config = {"model_type": known.model_type, "architectures": [f"{known.model}ForCausalLM"], **known.constants}
+    config |= {renamed: keys.number(key) for key, renamed in {**SIZES, **known.keys}.items()}
+    config[known.eps[1]] = keys.number(known.eps[0])
+    config |= {
+        renamed: keys.number(key, least=0) for key, renamed in known.optional.items() if keys.get(key) is not None
+    }
+    config["num_hidden_layers"] = keys.layers
+    config["rope_parameters"] = _rope(keys, latent_attention in known.features, long_rope in known.features)
+    if "intermediate_size" not in config and isinstance(keys.get("feed_forward_length"), int):  # beside the experts'
+        config["intermediate_size"] = keys.number("feed_forward_length")
+    if not known.model.startswith("Qwen2") and any(name.endswith(".attn_q.bias") for name in tensor_names):
+        config["attention_bias"] = True
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    config["vocab_size"] = keys.number(
+        "vocab_size", tokens if tokens is None or isinstance(tokens, int) else len(tokens)
+    )
+    config["tie_word_embeddings"] = "output.weight" not in tensor_names
+    if known.routing is not None and keys.get("expert_count"):
+        # The names may be those of one file of several.
+        has_bias = any("exp_probs_b" in tensor for tensor in tensor_names) or None
+        config |= _router(known.routing, router_of(metadata, has_bias))
+    for feature in known.features:
+        config |= feature(keys, config, tensor_names)
+    return config | _token_ids(metadata)
+
+
+def _router(routing: Routing, router: Router) -> dict[str, Any]:
+    """What the model has a choice of."""
+    stated = {NORM: router.renormalize, SCALE: router.scale, GROUPS: router.groups}
+    found = {field: stated[key] for key, field in routing.follows.items()}
+    return found | ({"topk_group": router.kept} if GROUPS in routing.follows else {})
+
+
+def _rope(keys: Keys, latent: bool, long: bool) -> dict[str, Any]:
+    """As llama.cpp reads it: a factor without a type is linear, and an older key for it counts as well.
+
+    llama.cpp takes 32 and 1 for the two of yarn_beta_*, whatever the file says; the model has what the file says.
+    """
+    scaled = "rope.scaling.factor" if keys.get("rope.scaling.factor") is not None else "rope.scale_linear"
+    factor = keys.typed(scaled, float, 0.0)
+    kind = keys.typed("rope.scaling.type", str, "linear" if factor else "none")
+    more = keys.typed("rope.scaling.attn_factor", float, 1.0)  # times the one that follows from the factor
+    multiplier = keys.get("rope.scaling.yarn_log_multiplier") if latent else None
+    if more != 1 and (kind != "yarn" or multiplier is not None) and not long:
+        key = f"{keys.architecture}.rope.scaling.attn_factor"
+        raise ValueError(
+            f"{key} is {more} in the GGUF file, which is supported with yarn and without yarn_log_multiplier alone"
+        )
+    rope = {"rope_type": "default", "rope_theta": float(keys.number("rope.freq_base", 10000.0))}
+    if kind == "none" or (kind == "linear" and factor in (0, 1)):
+        return rope
+    if kind not in ("linear", "yarn"):
+        raise ValueError(f"rope.scaling.type is {kind!r} in the GGUF file, but none, linear or yarn is expected")
+    rope |= {"rope_type": kind, "factor": float(keys.number(scaled))}
+    if kind == "yarn":
+        rope["original_max_position_embeddings"] = keys.number("rope.scaling.original_context_length")
+        if more != 1:
+            rope["attention_factor"] = more * (0.1 * math.log(rope["factor"]) + 1)
+        for each in ("beta_fast", "beta_slow"):
+            if keys.get(f"rope.scaling.yarn_{each}") is not None:
+                rope[each] = float(keys.number(f"rope.scaling.yarn_{each}"))
+        # The scripts write a tenth of it. The other one is as large, which llama.cpp takes for granted, too.
+        if multiplier is not None:
+            scale = round(10 * keys.number("rope.scaling.yarn_log_multiplier"), 6)
+            rope |= {"mscale": scale, "mscale_all_dim": scale}
+    return rope
+
+
+def _token_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the file; the end of a turn ends the text as well, as in llama.cpp."""
+    found = {which: metadata.get(f"tokenizer.ggml.{which}_token_id") for which in ("bos", "eos", "eot", "eom")}
+    ends = list(dict.fromkeys(found[which] for which in ("eos", "eot", "eom") if found[which] is not None))
+    ids = {"bos_token_id": found["bos"], "eos_token_id": ends[0] if len(ends) == 1 else ends or None}
+    found = {name: value for name, value in ids.items() if value is not None}
+    # A class has one of the models that it was made for, which need not be in this vocabulary.
+    return found | {"pad_token_id": metadata.get("tokenizer.ggml.padding_token_id")}

@@ -1,0 +1,131 @@
+"""Which tensors of a GGUF file make which parameter of a model of transformers: found, without a table of names.
+
+A parameter has names in the checkpoints that its maker publishes, which transformers knows. Of these the package
+``gguf`` knows the names in GGUF files. What neither knows stands in RULES.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, ClassVar
+
+from w4a8.core.json_fields import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+# Stacks of experts, by the last name of a parameter: what is joined, or a tensor that is so already.
+STACKS = {
+    "gate_up_proj": (("gate", "up"), ("gate_up",)),
+    "up_proj": (("up",),),
+    "down_proj": (("down",),),
+}
+_EXPERTS = re.compile(r"(?P<path>.+\.experts)\.(?P<leaf>gate_up_proj|up_proj|down_proj)(?P<bias>_bias)?")
+_LAYER = re.compile(r"\.(\d+)\.")
+# How a name in a checkpoint ends, and the tensors of the layer that make it, one below the other.
+RULES = {
+    ".in_proj_qkvz.weight": ("attn_qkv.weight", "attn_gate.weight"),
+    ".kv_b_proj.weight": ("attn_k_b.weight", "attn_v_b.weight"),
+    ".shared_mlp.input_linear.weight": ("ffn_gate_shexp.weight", "ffn_up_shexp.weight"),
+    ".dt_bias": ("ssm_dt.bias",),
+    ".A_log": ("ssm_a",),
+    ".D": ("ssm_d",),
+    ".e_score_correction_bias": ("exp_probs_b.bias",),
+    ".expert_bias": ("exp_probs_b.bias",),
+    ".router.scale": ("ffn_gate_inp.scale",),
+    ".router.per_expert_scale": ("ffn_down_exps.scale",),
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """Of a parameter.
+
+    Attributes:
+        tensors: of the file, in the order of their rows in the parameter.
+        checkpoint: what published checkpoints call it; of experts the parameter's own name.
+    """
+
+    tensors: tuple[str, ...]
+    checkpoint: str
+
+
+def sources_of(model: torch.nn.Module, tensors: Collection[str], architecture: str) -> dict[str, Source]:
+    """What makes each parameter and each buffer that is saved; those that no tensor makes are not in it.
+
+    Args:
+        model: of transformers, on any device.
+        tensors: of the file.
+        architecture: ``general.architecture``.
+
+    Raises:
+        CheckpointError: the package ``gguf`` does not know the architecture.
+    """
+    layers = 1 + max((int(match[1]) for match in map(re.compile(r"blk\.(\d+)\.").match, tensors) if match), default=0)
+    names, found = _name_map(architecture, layers), {}
+    to_checkpoint = _CheckpointNames(model)
+    for parameter in model.state_dict():
+        experts = _EXPERTS.fullmatch(parameter)
+        checkpoint = parameter if experts else to_checkpoint(parameter)
+        candidates = _stacks(experts) if experts else _candidates(checkpoint, names)
+        made = next((each for each in candidates if all(name in tensors for name in each)), None)
+        if made is not None:
+            found[parameter] = Source(made, checkpoint)
+    return found
+
+
+def _stacks(match: re.Match[str]) -> Iterable[tuple[str, ...]]:
+    layer, suffix = _LAYER.search(match["path"])[1], "bias" if match["bias"] else "weight"
+    return [tuple(f"blk.{layer}.ffn_{stack}_exps.{suffix}" for stack in each) for each in STACKS[match["leaf"]]]
+
+
+def _candidates(checkpoint: str, names: Mapping[str, str]) -> Iterable[tuple[str, ...]]:
+    """Tensors that may make a parameter, those of RULES first: some names mean others in older files."""
+    layer = _LAYER.search(checkpoint)
+    for end, leaves in RULES.items():
+        if layer is not None and checkpoint.endswith(end):
+            yield tuple(f"blk.{layer[1]}.{leaf}" for leaf in leaves)
+    stem, _, suffix = checkpoint.rpartition(".")
+    if suffix not in ("weight", "bias"):
+        stem, suffix = checkpoint, "weight"
+    name = names.get(stem)
+    if name is not None:
+        yield (f"{name}.{suffix}",)
+
+
+class _CheckpointNames:
+    """Names in published checkpoints. All layers of a kind have the same but for their number, and are asked once."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        self._revert = lambda name, tensor: revert_weight_conversion(model, {name: tensor})
+        self._parameters, self._known = model.state_dict(), {}
+
+    def __call__(self, parameter: str) -> str:
+        layer = _LAYER.search(parameter)
+        pattern = _LAYER.sub(".{}.", parameter, count=1)
+        if pattern not in self._known:
+            found = list(self._revert(parameter, self._parameters[parameter].to("meta")))
+            name = found[0] if len(found) == 1 else parameter
+            self._known[pattern] = _LAYER.sub(".{}.", name, count=1)
+        return self._known[pattern].format(*([layer[1]] if layer else []))
+
+
+@lru_cache(maxsize=8)
+def _name_map(architecture: str, layers: int) -> Mapping[str, str]:
+    """Names in checkpoints, less ``.weight``: names in files."""
+    import gguf
+
+    known = [key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture]
+    if not known:
+        raise CheckpointError(f"general.architecture is {architecture!r}, which the package gguf does not know")
+
+    class Map(gguf.TensorNameMap):
+        # The package changes this table of its class for some architectures, and then has it changed for all.
+        block_mappings_cfg: ClassVar = dict(gguf.TensorNameMap.block_mappings_cfg)
+
+    return {name: found for name, (_, found) in Map(known[0], layers).mapping.items()}

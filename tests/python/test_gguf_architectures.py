@@ -1,0 +1,205 @@
+"""Architectures whose names need no table: every parameter of a model of transformers, from a GGUF file and back."""
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("gguf")
+
+if int(transformers.__version__.split(".")[0]) < 5:
+    pytest.skip("transformers 5 is needed", allow_module_level=True)
+
+import multiplied_out  # noqa: E402
+from gguf_architectures import (  # noqa: E402
+    HIDDEN,
+    LAYERS,
+    MODELS,
+    VOCAB,
+    Written,
+    beside,
+    digest_of,
+    model_of,
+    write,
+    written_by_llama_cpp,
+)
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+import w4a8  # noqa: E402
+from w4a8.core.matrix import Matrix, unpack_codes  # noqa: E402
+from w4a8.integrations.transformers import gguf  # noqa: E402
+from w4a8.nn.embedding import PackedEmbedding  # noqa: E402
+from w4a8.nn.packed import PackedLinear, PackedModule  # noqa: E402
+
+if gguf.gguf_problems():
+    pytest.skip(f"left to transformers: {gguf.gguf_problems()}", allow_module_level=True)
+
+TOKENS = torch.randint(3, VOCAB, (4, 12), generator=torch.Generator().manual_seed(1))
+# Short: the later a position, the likelier an input before it is on the other side of a tie.
+SHORT = torch.randint(3, VOCAB, (24, 3), generator=torch.Generator().manual_seed(2))
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.no_grad():
+        yield
+
+
+def load(folder, **options):
+    options = {"dtype": torch.float32, "attn_implementation": "eager", "experts_implementation": "eager", **options}
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, gguf_file="model.gguf", output_loading_info=True, **options
+    )
+    assert not any(info.values()), info
+    return model
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_files_are_those_of_llama_cpp(name):
+    found = written_by_llama_cpp(name)
+    assert digest_of(Written(model_of(name), found["architecture"]).tensors | beside(name)) == found["digest"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_floats(name, tmp_path):
+    """Every parameter exactly, but for logarithms of exponentials; and so the logits, which a wrong config changes."""
+    floats = model_of(name)
+    write(name, floats, tmp_path)
+    model = load(tmp_path)
+    expected, found = floats.state_dict(), model.state_dict()
+    assert set(found) == set(expected)
+    for key, tensor in expected.items():
+        if key.endswith("A_log"):
+            torch.testing.assert_close(found[key], tensor, rtol=0, atol=1e-6)
+            found[key].copy_(tensor)
+        else:
+            assert torch.equal(found[key], tensor), key
+    assert torch.equal(model(TOKENS, use_cache=False).logits, floats(TOKENS, use_cache=False).logits)
+
+
+def weights_of(packed):
+    header = w4a8.read_header(packed)
+    matrix = Matrix(kind=header["values"], **unpack_codes(packed, header["group"], header["k"], header["n"]))
+    return matrix.floats()
+
+
+# Linear layers that stay float: along another axis in the file, or routers, which files have as floats.
+LEFT = ("kv_b_proj", "shared_expert_gate", "gate.wg", "router.proj")
+
+
+def assert_same_weights(name, module, floats):
+    if isinstance(module, PackedEmbedding):
+        ids = torch.arange(VOCAB)
+        assert torch.equal(module(ids), floats(ids)), name
+    elif isinstance(module, PackedLinear):
+        assert torch.equal(weights_of(module.packed), floats.weight), name
+    else:
+        transposed = floats.down_proj.shape[1] != module.hidden_size
+        first = floats.gate_up_proj if hasattr(floats, "gate_up_proj") else floats.up_proj
+        for expert, (w13, w2) in enumerate(zip(module.w13_packed, module.w2_packed)):
+            expected = first[expert], floats.down_proj[expert]
+            expected = [each.T for each in expected] if transposed else expected
+            assert torch.equal(weights_of(w13), expected[0]) and torch.equal(weights_of(w2), expected[1]), name
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "nemotron_h_moe"])
+def test_blocks(name, tmp_path):
+    """Every linear layer and all experts are packed, with the weights of the file; logits as in the next test."""
+    floats = model_of(name)
+    write(name, floats, tmp_path, quantized=True)
+    model = load(tmp_path)
+    packed = {key: module for key, module in model.named_modules() if isinstance(module, PackedModule)}
+    for key, module in packed.items():
+        assert_same_weights(key, module, floats.get_submodule(key))
+    linear = {key for key, module in floats.named_modules() if type(module) is torch.nn.Linear}
+    experts = {key for key, module in floats.named_modules() if key.endswith(".experts")}
+    tied = {key for key in ("lm_head",) if floats.config.tie_word_embeddings}
+    left = (linear | experts) - set(packed) - tied
+    assert all(key.endswith(LEFT) or "indexer" in key for key in left), left
+    for key, parameter in model.named_parameters():
+        if not key.endswith("A_log"):
+            assert torch.equal(parameter, floats.get_parameter(key)), key
+
+    int8 = [p for key, p in floats.named_parameters() if key.rpartition(".")[0] in packed and "bias" not in key]
+    with multiplied_out.Int8Inputs(int8, 32):
+        rounded = floats(SHORT, use_cache=False).logits
+    exact, found = floats(SHORT, use_cache=False).logits, model(SHORT, use_cache=False).logits
+    noise, off = ((each - rounded).square().mean((1, 2)).sqrt() for each in (exact, found))
+    print(f"{name}: off by {off.quantile(0.25):.7f}, int8 {noise.median():.5f} of {exact.std():.3f}")
+    assert 0 < noise.median() < exact.std() / 4, "the noise hides what is to be seen"
+    # Sums of float32 in another order, where no input is on the other side of a tie: in a quarter of the texts or more.
+    assert off.quantile(0.25) <= 0.0005 * noise.median()
+
+
+def joined_qkv(tensors):
+    """As the script makes it with --fuse-qkv."""
+    for suffix in ("weight", "bias"):
+        for layer in range(LAYERS):
+            names = [f"blk.{layer}.attn_{each}.{suffix}" for each in "qkv"]
+            if names[0] in tensors:
+                tensors[f"blk.{layer}.attn_qkv.{suffix}"] = torch.cat([tensors.pop(name) for name in names])
+    return tensors
+
+
+def joined_gate_up(tensors):
+    """As the script makes it with --fuse-gate-up-exps."""
+    for layer in range(LAYERS):
+        names = [f"blk.{layer}.ffn_{each}_exps.weight" for each in ("gate", "up")]
+        if names[0] in tensors:
+            tensors[f"blk.{layer}.ffn_gate_up_exps.weight"] = torch.cat([tensors.pop(name) for name in names], 1)
+    return tensors
+
+
+def old_qwen3next(tensors):
+    """As older scripts left in_proj_qkvz: the rows of a head of keys together."""
+    for layer in range(LAYERS - 1):
+        qkv, gate = (tensors.pop(f"blk.{layer}.attn_{each}.weight") for each in ("qkv", "gate"))
+        heads = [part.view(2, -1, HIDDEN) for part in (*qkv.split([64, 64, 128]), gate)]
+        tensors[f"blk.{layer}.ssm_in.weight"] = torch.cat(heads, 1).flatten(0, 1)
+    return tensors
+
+
+@pytest.mark.parametrize("quantized", [False, True], ids=["floats", "blocks"])
+@pytest.mark.parametrize("name, change", [
+    ("granite", joined_qkv), ("glm4", joined_qkv), ("minimax-m2", joined_gate_up), ("lfm2moe", joined_gate_up),
+    ("qwen3next", old_qwen3next),
+])  # fmt: skip
+def test_tensors_joined_otherwise(name, change, quantized, tmp_path):
+    """The same model."""
+    floats = model_of(name)
+    write(name, floats, tmp_path, quantized, change)
+    model = load(tmp_path)
+    packed = {key: module for key, module in model.named_modules() if isinstance(module, PackedModule)}
+    assert bool(packed) == quantized
+    for key, module in packed.items():
+        assert_same_weights(key, module, floats.get_submodule(key))
+    for key, parameter in model.named_parameters():
+        assert key.endswith("A_log") or torch.equal(parameter, floats.get_parameter(key)), key
+
+
+def test_another_number_of_rows(tmp_path):
+    def cut(tensors):
+        found = joined_qkv(tensors)
+        return found | {"blk.1.attn_qkv.weight": found["blk.1.attn_qkv.weight"][:-1]}
+
+    write("granite", model_of("granite"), tmp_path, change=cut)
+    with pytest.raises(
+        ValueError, match=r"tensor 'blk.1.attn_qkv.weight' has 127 rows, but .*'blk.1.attn_v.weight': 32"
+    ):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("name, tensor, shape", [
+    ("qwen35", "blk.0.ssm_alpha.weight", (6, 64)), ("qwen35", "blk.0.attn_qkv.weight", (255, 64)),
+    ("qwen3next", "blk.0.attn_gate.weight", (127, 64)),
+])  # fmt: skip
+def test_heads_that_do_not_fit(name, tensor, shape, tmp_path):
+    write(name, model_of(name), tmp_path, change=lambda tensors: tensors | {tensor: torch.zeros(shape)})
+    with pytest.raises(ValueError, match=f"tensors? .*{tensor}.* "):
+        load(tmp_path)
+
+
+def test_no_quarter_is_rotated(tmp_path):
+    factors = {"rope_freqs.weight": torch.ones(32)}
+    write("gemma4", model_of("gemma4"), tmp_path, change=lambda tensors: tensors | factors)
+    with pytest.raises(ValueError, match=r"rope_freqs.weight does not rotate a quarter of the heads"):
+        load(tmp_path)
