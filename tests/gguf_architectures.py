@@ -32,18 +32,19 @@ QUARTER = {"full_attention": {"rope_type": "proportional", "rope_theta": 5000.0,
            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}  # fmt: skip
 QWEN = {"num_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": INTER}
 LOCAL = {"num_local_experts": EXPERTS, "num_experts_per_tok": 2}
-MLA = {"num_key_value_heads": HEADS, "q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": HEAD,
-       "qk_rope_head_dim": 32, "v_head_dim": HEAD, "head_dim": 32}  # fmt: skip
+MLA = {"num_key_value_heads": HEADS, "q_lora_rank": 64, "kv_lora_rank": 512, "qk_nope_head_dim": HEAD,
+       "qk_rope_head_dim": 64, "v_head_dim": HEAD, "head_dim": 64}  # fmt: skip
 ROUTED = {"n_routed_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": INTER, "n_shared_experts": 2,
           "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True}  # fmt: skip
-LINEAR = {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+LINEAR = {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
           "linear_num_key_heads": 2, "linear_num_value_heads": 4, "shared_expert_intermediate_size": INTER,
           "layer_types": ["linear_attention"] * 3 + ["full_attention"]}  # fmt: skip
 WINDOWS = {"sliding_window": 8, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]}
-GRANITE = {**ROPE, "head_dim": 16, "embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.22,
+FEW = {"num_attention_heads": 2, "num_key_value_heads": 1}  # so that heads of 32 fill the hidden size
+GRANITE = {**ROPE, **FEW, "embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.22,
            "attention_multiplier": 0.1}  # fmt: skip
 LONG = {"rope_type": "longrope", "rope_theta": 5000.0, "original_max_position_embeddings": 128,
-        "short_factor": [1 + i / 8 for i in range(8)], "long_factor": [2 + i / 2 for i in range(8)]}  # fmt: skip
+        "short_factor": [1 + i / 8 for i in range(16)], "long_factor": [2 + i / 2 for i in range(16)]}  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0,
         "mscale_all_dim": 1.0, "original_max_position_embeddings": 32, "llama_4_scaling_beta": 0.1}  # fmt: skip
 # How the classes of transformers begin, and fields of the config. A name is an architecture's, and what is special.
@@ -71,7 +72,7 @@ MODELS = {
     }),
     "deepseek2, GLM-4.7-Flash": ("Glm4MoeLite", {**ROPE, **MLA, **ROUTED, "routed_scaling_factor": 2.5}),
     "minimax-m2": ("MiniMaxM2", {**IN_PART, **LOCAL}),
-    "llama4": ("Llama4", {**ROPE, **LOCAL, "num_experts_per_tok": 1, "intermediate_size_mlp": 128,
+    "llama4": ("Llama4", {**ROPE, **LOCAL, **FEW, "num_experts_per_tok": 1, "intermediate_size_mlp": 128,
                           "interleave_moe_layer_step": 2}),
     "granite": ("Granite", GRANITE),
     "granitemoe": ("GraniteMoe", {**GRANITE, **LOCAL}),
@@ -81,10 +82,10 @@ MODELS = {
         "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_expand": 2,
         "mamba_d_conv": 4, "position_embedding_type": None,
     }),
-    "lfm2": ("Lfm2", {**ROPE, "layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 3,
+    "lfm2": ("Lfm2", {**ROPE, **FEW, "layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 3,
                       "block_auto_adjust_ff_dim": False, "norm_eps": 2.0**-18}),
     "lfm2moe": ("Lfm2Moe", {
-        **ROPE, **QWEN, "layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 3, "norm_eps": 2.0**-18,
+        **ROPE, **QWEN, **FEW, "layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 3, "norm_eps": 2.0**-18,
         "num_dense_layers": 1, "tie_word_embeddings": True, "norm_topk_prob": True,
     }),
     "nemotron_h_moe": ("NemotronH", {
@@ -104,13 +105,13 @@ MODELS = {
     "smollm3": ("SmolLM3", {**ROPE, "no_rope_layers": [1, 1, 1, 0]}),
     "olmo2": ("Olmo2", ROPE),
     "olmo2, OLMo 3": ("Olmo3", {**WINDOWS, "rope_parameters": dict.fromkeys(QUARTER, _ROPE)}),
-    "phi3": ("Phi3", {**ROPE, "head_dim": 16, "original_max_position_embeddings": 128, "sliding_window": None}),
+    "phi3": ("Phi3", {**ROPE, **FEW, "original_max_position_embeddings": 128, "sliding_window": None}),
     "phi3, long": ("Phi3", {
-        "rope_parameters": LONG, "head_dim": 16, "original_max_position_embeddings": 128, "sliding_window": None,
+        "rope_parameters": LONG, **FEW, "original_max_position_embeddings": 128, "sliding_window": None,
         "max_position_embeddings": 256,
     }),
     "phimoe": ("Phimoe", {
-        **ROPE, **LOCAL, "head_dim": 16, "attention_bias": True, "lm_head_bias": True, "sliding_window": None,
+        **ROPE, **LOCAL, **FEW, "attention_bias": True, "lm_head_bias": True, "sliding_window": None,
     }),
     "mistral3": ("Ministral3", {"rope_parameters": YARN, "sliding_window": None}),
     "exaone4": ("Exaone4", {**ROPE, **WINDOWS, "sliding_window_pattern": 4}),
@@ -118,9 +119,9 @@ MODELS = {
         **ROPE, **QWEN, **WINDOWS, "num_shared_experts": 1, "first_k_dense_replace": 1, "norm_topk_prob": True,
         "routed_scaling_factor": 2.5, "mlp_layer_types": ["dense"] + ["sparse"] * 3,
     }),
-    "command-r": ("Cohere", {**ROPE, "head_dim": 16, "logit_scale": 0.0625, "layer_norm_eps": 2.0**-18,
+    "command-r": ("Cohere", {**ROPE, **FEW, "logit_scale": 0.0625, "layer_norm_eps": 2.0**-18,
                              "tie_word_embeddings": True}),
-    "cohere2": ("Cohere2", {**ROPE, **WINDOWS, "head_dim": 16, "logit_scale": 0.0625, "layer_norm_eps": 2.0**-18,
+    "cohere2": ("Cohere2", {**ROPE, **WINDOWS, **FEW, "logit_scale": 0.0625, "layer_norm_eps": 2.0**-18,
                             "tie_word_embeddings": True}),
 }  # fmt: skip
 STEP = 2.0**-5  # of matrices: whole numbers from -8 to 7 times this, which blocks of any type hold
@@ -142,7 +143,8 @@ def model_of(name):
         codes = torch.from_numpy(generator.integers(-8, 8, tensor.shape, np.int8)).float()
         is_norm = "norm" in key and key.endswith("weight")
         vector = (codes.abs() if "A_log" in key or "scale" in key else codes) / 16 + is_norm
-        tensor.copy_(codes * STEP if tensor.dim() > 1 else vector)
+        sharp = name.startswith("gemma4") and "q_norm" in key  # its attention has no other scale
+        tensor.copy_(codes * STEP if tensor.dim() > 1 else vector / 8 if sharp else vector)
     model.tie_weights()
     return model
 
@@ -190,8 +192,8 @@ class Written:
             self.tensors[f"{layer}attn_v_b.weight"] = parts[1]
         elif rest.endswith("in_proj_qkvz.weight"):
             heads = self.config.linear_num_key_heads
-            width = len(tensor) // heads
-            sizes = [HEAD, HEAD, (width - 2 * HEAD) // 2, (width - 2 * HEAD) // 2]
+            width, key = len(tensor) // heads, self.config.linear_key_head_dim
+            sizes = [key, key, width // 2 - key, width // 2 - key]
             *qkv, z = (part.flatten(0, 1) for part in tensor.view(heads, width, -1).split(sizes, 1))
             self.tensors |= {f"{layer}attn_qkv.weight": torch.cat(qkv), f"{layer}attn_gate.weight": z}
         elif rest.endswith("shared_mlp.input_linear.weight"):
@@ -221,7 +223,8 @@ class Written:
             name = next(f"{self.names[each]}.{suffix}" for each in spellings if each in self.names)
         leaf = name.split(".")[2] if layer else name
         if self.architecture in _TURNED and leaf in ("attn_q", "attn_k"):
-            tensor = _turned(tensor, HEADS if leaf == "attn_q" else KV_HEADS)
+            config = self.config
+            tensor = _turned(tensor, config.num_attention_heads if leaf == "attn_q" else config.num_key_value_heads)
         if self.architecture.startswith("qwen35"):
             tensor = self.tiled(leaf, tensor)
         plus = self.architecture.startswith(("qwen3next", "qwen35", "gemma2"))
@@ -284,7 +287,7 @@ def blocks(tensor, kind):
     return kind, np.concatenate((scale, data), -1).reshape(*tensor.shape[:-1], -1)
 
 
-def write(name, model, folder, quantized=False, change=dict):
+def write(name, model, folder, quantized=False, change=dict, **keys):
     """model.gguf in a folder, with the keys of llama.cpp's script.
 
     Args:
@@ -293,6 +296,7 @@ def write(name, model, folder, quantized=False, change=dict):
         folder: that the file is put in.
         quantized: matrices of linear layers and experts are in blocks of Q4_0 or Q8_0, in turns.
         change: of the tensors, before they become blocks.
+        keys: others than those of the script.
     """
     found = written_by_llama_cpp(name)
     tensors, kinds = change(Written(model, found["architecture"]).tensors | beside(name)), 0
@@ -301,4 +305,4 @@ def write(name, model, folder, quantized=False, change=dict):
         if quantized and is_matrix and key.endswith(".weight") and "indexer" not in key and "ssm_norm" not in key:
             kinds += "_up_" not in key  # gate and up of experts are of one type
             tensors[key] = blocks(tensor, ("Q4_0", "Q8_0")[kinds % 2])
-    return gguf_files.write(folder / "model.gguf", found["architecture"], found["keys"], tensors)
+    return gguf_files.write(folder / "model.gguf", found["architecture"], found["keys"] | keys, tensors)

@@ -119,13 +119,19 @@ def load(directory: Path, dtype: torch.dtype) -> torch.nn.Module:
     ).eval()
 
 
+def _is_projection(name: str, parameter: torch.Tensor) -> bool:
+    """By its name: Granite calls those of its MLPs and of Mamba otherwise."""
+    named = any(part in name for part in ("_proj", "input_linear", "output_linear", "per_layer_input_gate"))
+    return named and parameter.dim() > 1 and not name.endswith("bias")
+
+
 def quantized_matrices(model: torch.nn.Module, attention: bool, lm_head: bool = False) -> list[torch.Tensor]:
     """Parameters whose inputs are int8: all projections, or those of the experts and MLPs only; the output layer."""
     output = model.get_output_embeddings()  # its weight may be that of the embeddings
     return [
         parameter
         for name, parameter in model.named_parameters()
-        if ("_proj" in name and not name.endswith("bias") and (attention or "self_attn" not in name))
+        if (_is_projection(name, parameter) and (attention or "self_attn" not in name))
         or (lm_head and output is not None and parameter is output.weight)
     ]
 

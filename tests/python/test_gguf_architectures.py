@@ -153,7 +153,7 @@ def old_qwen3next(tensors):
     """As older scripts left in_proj_qkvz: the rows of a head of keys together."""
     for layer in range(LAYERS - 1):
         qkv, gate = (tensors.pop(f"blk.{layer}.attn_{each}.weight") for each in ("qkv", "gate"))
-        heads = [part.view(2, -1, HIDDEN) for part in (*qkv.split([64, 64, 128]), gate)]
+        heads = [part.view(2, -1, HIDDEN) for part in (*qkv.split([256, 256, 512]), gate)]
         tensors[f"blk.{layer}.ssm_in.weight"] = torch.cat(heads, 1).flatten(0, 1)
     return tensors
 
@@ -189,7 +189,7 @@ def test_another_number_of_rows(tmp_path):
 
 
 @pytest.mark.parametrize("name, tensor, shape", [
-    ("qwen35", "blk.0.ssm_alpha.weight", (6, 64)), ("qwen35", "blk.0.attn_qkv.weight", (255, 64)),
+    ("qwen35", "blk.0.ssm_alpha.weight", (6, 64)), ("qwen35", "blk.0.attn_qkv.weight", (1022, 64)),
     ("qwen3next", "blk.0.attn_gate.weight", (127, 64)),
 ])  # fmt: skip
 def test_heads_that_do_not_fit(name, tensor, shape, tmp_path):

@@ -22,7 +22,7 @@ import w4a8
 from w4a8.checkpoint import load_linear
 from w4a8.core.matrix import Matrix, unpack_codes
 from w4a8.integrations.vllm.gguf_config import W4A8GGUFConfig
-from w4a8.integrations.vllm.gguf_folder import linears_of
+from w4a8.integrations.vllm.gguf_folder import experts_of, linears_of
 from w4a8.integrations.vllm.gguf_layers import W4A8GGUFMoEMethod
 
 MAPPING = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
@@ -240,7 +240,8 @@ def experts_layer(path, name, *, tp=(0, 1), ep=None, intermediate=INTER):
     moe.activation = MoEActivation(activation)
     local = {expert: index for index, expert in enumerate(mine)}
     layer._map_global_expert_id_to_local_expert_id = MethodType(lambda self, expert: local.get(expert, -1), layer)
-    method = W4A8GGUFMoEMethod(str(path), 0, layer, f"{MLP}.experts")
+    (first, *_) = experts_of(str(path))
+    method = W4A8GGUFMoEMethod(str(path), first, layer, f"{MLP}.experts")
     method.create_weights(layer, len(mine), HIDDEN, intermediate // tp[1], torch.bfloat16)
     method.load(layer)
     method.process_weights_after_loading(layer)
@@ -252,9 +253,10 @@ def test_experts(name, rank, tmp_path):  # noqa: F811
     """To the byte what w4a8.load packs: whole, half of each for two ranks, and some of them; unequal groups run."""
     path = TinyModel(name).write(tmp_path)
     key = f"{MLP}.experts"
-    assert config_of(path).experts == {
-        f"model.layers.{i}.{'block_sparse_moe' if name == 'mixtral' else 'mlp'}.experts": i for i in (0, 1)
-    }
+    published = "block_sparse_moe" if name == "mixtral" else "mlp"
+    names = {f"model.layers.{i}.{each}.experts": f"model.layers.{i}.{published}.experts" for i in (0, 1)
+             for each in {published, "mlp"}}  # fmt: skip
+    assert config_of(path).experts == names
     for tp, theirs in (
         ((0, 1), w4a8.load(path)),
         ((0, 2), w4a8.load(path, tp_rank=0, tp_size=2)),

@@ -201,12 +201,13 @@ BROKEN = {
 }
 REFUSED = {
     "an architecture that transformers runs": (
-        lambda tiny: setattr(tiny, "architecture", "glm4moe"),
-        r"model.gguf: general.architecture is 'glm4moe', which is not run here \(known: gemma3, gpt-oss, llama, ",
+        lambda tiny: setattr(tiny, "architecture", "glm-dsa"),
+        r"model.gguf: general.architecture is 'glm-dsa', which is not run here: its CPU backend has no sparse attention "
+        r"\(known: cohere2, ",
     ),
     "an architecture": (
         lambda tiny: setattr(tiny, "architecture", "bloom"),
-        r"model.gguf: general.architecture is 'bloom', which is not run here \(known: gemma3, gpt-oss, llama, ",
+        r"model.gguf: general.architecture is 'bloom', which is not run here \(known: cohere2, command-r, ",
     ),
     "a tensor": (
         lambda tiny: tiny.tensors.update({"blk.0.attn_sub_norm.weight": torch.ones(HIDDEN)}),

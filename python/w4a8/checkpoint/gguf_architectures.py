@@ -10,6 +10,7 @@ from typing import Any
 from w4a8.checkpoint.gguf_features import (
     Feature,
     attention_scale,
+    blocks_of_lfm2,
     chunks_of_llama4,
     gated_delta_net,
     gemma4,
@@ -312,7 +313,7 @@ ARCHITECTURES = {
         Routing(SIGMOID, **_BIASED),
         _DEEPSEEK_NAMES,
         optional=_LEADING,
-        constants=_NO_MTP,
+        constants=_NO_MTP | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
         features=(latent_attention,),
     ),
     "glm-dsa": Architecture(
@@ -337,8 +338,9 @@ ARCHITECTURES = {
     "minimax-m2": Architecture(
         "MiniMaxM2",
         "minimax_m2",
-        _LOCAL_EXPERTS | {"expert_feed_forward_length": "intermediate_size"},
+        _LOCAL_EXPERTS | {"expert_feed_forward_length": "intermediate_size", "rope.dimension_count": "rotary_dim"},
         Routing(SIGMOID, renormalize=True, follows={}, has_bias=True),
+        constants={"scoring_func": "sigmoid", "use_routing_bias": True},
         features=(heads_in_part,),
     ),
     "llama4": Architecture(
@@ -383,7 +385,7 @@ ARCHITECTURES = {
         "lfm2",
         _DENSE | {"shortconv.l_cache": "conv_L_cache"},
         constants={"block_auto_adjust_ff_dim": False},
-        features=(layers_without_keys("conv"),),
+        features=(layers_without_keys("conv"), blocks_of_lfm2),
         eps=(RMS_EPS, "norm_eps"),
     ),
     "lfm2moe": Architecture(
@@ -392,7 +394,7 @@ ARCHITECTURES = {
         _DENSE | _QWEN_EXPERTS | {"shortconv.l_cache": "conv_L_cache"},
         Routing(SIGMOID, renormalize=True, follows={}, has_bias=True, is_known=False),
         optional={"leading_dense_block_count": "num_dense_layers"},
-        features=(layers_without_keys("conv"),),
+        features=(layers_without_keys("conv"), blocks_of_lfm2),
         eps=(RMS_EPS, "norm_eps"),
     ),
     "nemotron_h": Architecture(
@@ -469,8 +471,14 @@ ARCHITECTURES = {
         "Cohere2", "cohere2", optional={"logit_scale": "logit_scale"}, eps=_EPS, features=(heads, windows(4))
     ),
 }
-# The others have tensors that vLLM's models join otherwise: DeepSeek's kv_b, MTP's blocks.
-RUN_IN_VLLM = ("llama", "mixtral", "qwen2", "qwen3", "qwen2moe", "qwen3moe", "gemma3", "gpt-oss")
+# Why vLLM does not run the others on CPUs (0.32).
+_NO_SPARSE, _OTHERWISE = "its CPU backend has no sparse attention", "its model computes or loads something otherwise"
+NOT_IN_VLLM = {
+    "glm-dsa": _NO_SPARSE,
+    "nemotron_h": "its CPU backend has no experts without a gate",
+    "nemotron_h_moe": "its CPU backend has no experts without a gate",
+    **dict.fromkeys(("qwen35", "qwen35moe", "llama4", "phimoe", "lfm2", "lfm2moe", "exaone-moe"), _OTHERWISE),
+}
 BY_MODEL_TYPE = {each.model_type: each for each in ARCHITECTURES.values()}
 
 

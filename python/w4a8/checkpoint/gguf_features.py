@@ -6,6 +6,7 @@ says which keys it reads, by what comes behind ``<architecture>.``: what no feat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -213,6 +214,13 @@ def layers_without_keys(other: str, usual: str = "full_attention") -> Feature:
     return kinds
 
 
+@reads("")
+def blocks_of_lfm2(keys: Keys, config: Mapping[str, Any], tensors: Sequence[str]) -> dict[str, Any]:
+    """Sizes that published configs have, and vLLM reads."""
+    hidden = config["hidden_size"]
+    return {"conv_dim": hidden, "block_dim": hidden, "block_ff_dim": config["intermediate_size"]}
+
+
 @reads("attention.head_count_kv attention.key_length attention.value_length feed_forward_length")
 def nemotron(keys: Keys, config: Mapping[str, Any], tensors: Sequence[str]) -> dict[str, Any]:
     """Layers that are attention, Mamba, or experts or an MLP, and nothing is rotated (Nemotron-H)."""
@@ -305,7 +313,9 @@ def long_rope(keys: Keys, config: Mapping[str, Any], tensors: Sequence[str]) -> 
     window = keys.count("attention.sliding_window", 0, least=0)
     factor, rope = keys.typed("rope.scaling.attn_factor", float, 1.0), config["rope_parameters"]
     found = {"original_max_position_embeddings": context, "sliding_window": window or None}
-    return found | ({"rope_parameters": {**rope, "attention_factor": factor}} if factor != 1 else {})
+    longer = max(1.0, config["max_position_embeddings"] / context)
+    usual = math.sqrt(1 + math.log(longer) / math.log(context))  # what classes compute themselves
+    return found if abs(factor - usual) < 1e-5 else {**found, "rope_parameters": {**rope, "attention_factor": factor}}
 
 
 @reads("attention.sliding_window attention.sliding_window_pattern")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -107,7 +107,7 @@ class GGUFLinears:
 
         Of Qwen3-Next's q, k, v and z: those of a head of keys come together.
         """
-        if [name.split(".")[2] for name in names] != ["attn_qkv", "attn_gate"]:
+        if [name.split(".")[-2] for name in names] != ["attn_qkv", "attn_gate"]:
             return None
         keys, size = self.keys.count("ssm.group_count"), self.keys.count("ssm.state_size")
         inner, rows = self.keys.count("ssm.inner_size"), sum(self.file.tensors[name].shape[0] for name in names)
@@ -188,6 +188,43 @@ class GGUFLinears:
             values = (-values.float()).log()
         return values[None] if "_inp_shexp" in name and values.dim() == 1 else values
 
+    def parameter(self, names: Sequence[str], shape: Sequence[int], name: str, dtype: torch.dtype) -> torch.Tensor:
+        """A parameter of a model of transformers, as :meth:`values`.
+
+        Args:
+            names: of the tensors that make it.
+            shape: of the parameter.
+            name: of the parameter, for errors.
+            dtype: of what is in blocks.
+
+        Raises:
+            ValueError: it has another shape than the tensors give.
+        """
+        tensors = {each: self.values(each, dtype) for each in names}
+        try:
+            made = self._joined(tensors)
+        except (RuntimeError, IndexError):
+            made = None
+        if made is None or without_ones(shape) != without_ones(made.shape):
+            given = ", ".join(f"{each} {tuple(tensor.shape)}" for each, tensor in tensors.items())
+            raise ValueError(f"{name} is {tuple(shape)}, which cannot be made of {given}")
+        return made.reshape(shape)
+
+    def _joined(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Several tensors as one parameter."""
+        values, leaves = list(tensors.values()), [name.split(".")[-2] for name in tensors]
+        first = values[0]
+        if leaves == ["attn_k_b", "attn_v_b"]:  # [heads, rank, k], [heads, v, rank]
+            return torch.cat((first.transpose(1, 2), values[1]), 1).flatten(0, 1)
+        if not any(name.endswith(("_exps.weight", "_exps.bias")) for name in tensors):
+            order = self.joined_order(list(tensors)) if len(values) > 1 else None
+            made = torch.cat(values) if len(values) > 1 else first
+            return made if order is None else made[order]
+        if leaves[0] in ("ffn_gate_exps", "ffn_gate_up_exps"):
+            gate_up = values if len(values) == 2 else first.chunk(2, 1)
+            first = torch.stack(tuple(gate_up), 2 if self.architecture.in_turns else 1).flatten(1, 2)
+        return first.transpose(1, 2).contiguous() if self.architecture.transposed and first.dim() == 3 else first
+
     def layers(self) -> dict[str, str]:
         """Name in transformers -> tensor, of matrices in blocks that are linear layers: no experts, no embeddings."""
         found = {}
@@ -200,6 +237,11 @@ class GGUFLinears:
             if name != "token_embd.weight" and not self.file.is_float(name):
                 found[parameter.removesuffix(".weight")] = name
         return found
+
+
+def without_ones(shape: Sequence[int]) -> tuple[int, ...]:
+    """The dimensions of a shape that say something."""
+    return tuple(size for size in shape if size != 1)
 
 
 def load_gguf_linear(

@@ -46,11 +46,15 @@ class Source:
 
     Attributes:
         tensors: of the file, in the order of their rows in the parameter.
-        checkpoint: what published checkpoints call it; of experts the parameter's own name.
+        checkpoint: what published checkpoints call it; of a stack of experts what they call all that are in it.
+        shape: of the parameter.
+        of_experts: it is a stack of experts, or of their biases.
     """
 
     tensors: tuple[str, ...]
     checkpoint: str
+    shape: tuple[int, ...]
+    of_experts: bool
 
 
 def sources_of(model: torch.nn.Module, tensors: Collection[str], architecture: str) -> dict[str, Source]:
@@ -67,13 +71,15 @@ def sources_of(model: torch.nn.Module, tensors: Collection[str], architecture: s
     layers = 1 + max((int(match[1]) for match in map(re.compile(r"blk\.(\d+)\.").match, tensors) if match), default=0)
     names, found = _name_map(architecture, layers), {}
     to_checkpoint = _CheckpointNames(model)
-    for parameter in model.state_dict():
-        experts = _EXPERTS.fullmatch(parameter)
-        checkpoint = parameter if experts else to_checkpoint(parameter)
+    for parameter, tensor in model.state_dict().items():
+        experts, checkpoint = _EXPERTS.fullmatch(parameter), to_checkpoint(parameter)
+        if experts and ".experts." not in checkpoint:
+            checkpoint = parameter
         candidates = _stacks(experts) if experts else _candidates(checkpoint, names)
         made = next((each for each in candidates if all(name in tensors for name in each)), None)
         if made is not None:
-            found[parameter] = Source(made, checkpoint)
+            path = f"{checkpoint.partition('.experts.')[0]}.experts" if experts else checkpoint
+            found[parameter] = Source(made, path, tuple(tensor.shape), experts is not None)
     return found
 
 
@@ -109,8 +115,7 @@ class _CheckpointNames:
         layer = _LAYER.search(parameter)
         pattern = _LAYER.sub(".{}.", parameter, count=1)
         if pattern not in self._known:
-            found = list(self._revert(parameter, self._parameters[parameter].to("meta")))
-            name = found[0] if len(found) == 1 else parameter
+            name = next(iter(self._revert(parameter, self._parameters[parameter].to("meta"))))
             self._known[pattern] = _LAYER.sub(".{}.", name, count=1)
         return self._known[pattern].format(*([layer[1]] if layer else []))
 

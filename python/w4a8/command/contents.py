@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from w4a8.checkpoint.gguf_architectures import RUN_IN_VLLM, named
+from w4a8.checkpoint.gguf_architectures import NOT_IN_VLLM, named
 from w4a8.checkpoint.gguf_file import GGUFFile
 from w4a8.command.headers import Header, Mapped
 from w4a8.core.words import weights_in_words
@@ -111,8 +111,9 @@ def packed_not_in_vllm(layers: Iterable[Layer]) -> str:
 
 def gguf_not_in_vllm(file: GGUFFile) -> str:
     """Why vLLM does not run a file that transformers does; "" if it does, as far as is known."""
-    if named(file.keys) not in RUN_IN_VLLM:
-        return f"the architecture {file.keys.get('general.architecture')!r} is not run there"
+    if named(file.keys) in NOT_IN_VLLM:
+        name = file.keys.get("general.architecture")
+        return f"the architecture {name!r} is not run there: {NOT_IN_VLLM[named(file.keys)]}"
     floats = [name for name in file.tensors if "_exps.w" in name and file.is_float(name)]
     return f"its experts are not all quantized ({floats[0]} is {file.type_name(floats[0])})" if floats else ""
 

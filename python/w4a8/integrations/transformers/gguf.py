@@ -7,7 +7,7 @@ Matrices of linear layers and experts go past it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
@@ -19,7 +19,7 @@ from w4a8.checkpoint.gguf_architectures import ARCHITECTURES, BESIDE, BY_MODEL_T
 from w4a8.checkpoint.gguf_config import config_of
 from w4a8.checkpoint.gguf_experts import ExpertStacks
 from w4a8.checkpoint.gguf_file import GGUFFile
-from w4a8.checkpoint.gguf_linear import GGUFLinears
+from w4a8.checkpoint.gguf_linear import GGUFLinears, without_ones
 from w4a8.checkpoint.gguf_names import sources_of
 from w4a8.checkpoint.gguf_rope import scale_rope
 from w4a8.core.memory import on_cpu
@@ -114,35 +114,11 @@ class GGUFModules:
 
     def state_dict(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """What transformers loads: what is in blocks in ``dtype``, all others in the type of the file."""
-        found = {}
         with on_cpu():
-            for parameter, names in self.floats.items():
-                tensors = {name: self.linears.values(name, dtype) for name in names}
-                expected = self._shapes[parameter]
-                try:
-                    made = self._parameter(tensors)
-                except (RuntimeError, IndexError):
-                    made = None
-                if made is None or without_ones(expected) != without_ones(made.shape):
-                    given = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
-                    raise ValueError(f"{parameter} is {expected}, which cannot be made of {given}")
-                found[parameter] = made.reshape(expected)
-        return found
-
-    def _parameter(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Of the tensors that make it."""
-        architecture, values = self.linears.architecture, list(tensors.values())
-        first, leaves = values[0], [name.split(".")[-2] for name in tensors]
-        if leaves == ["attn_k_b", "attn_v_b"]:  # [heads, rank, k], [heads, v, rank]
-            return torch.cat((first.transpose(1, 2), values[1]), 1).flatten(0, 1)
-        if not any(name.endswith(("_exps.weight", "_exps.bias")) for name in tensors):
-            order = self.linears.joined_order(list(tensors)) if len(values) > 1 else None
-            made = torch.cat(values) if len(values) > 1 else first
-            return made if order is None else made[order]
-        if leaves[0] in ("ffn_gate_exps", "ffn_gate_up_exps"):
-            gate_up = values if len(values) == 2 else first.chunk(2, 1)
-            first = torch.stack(tuple(gate_up), 2 if architecture.in_turns else 1).flatten(1, 2)
-        return first.transpose(1, 2).contiguous() if architecture.transposed and first.dim() == 3 else first
+            return {
+                parameter: self.linears.parameter(names, self._shapes[parameter], parameter, dtype)
+                for parameter, names in self.floats.items()
+            }
 
     def finish(self, model: torch.nn.Module) -> QuantizationReport:
         """Packs, module by module, and puts the modules into the model.
@@ -208,11 +184,6 @@ class GGUFModules:
         sizes, packed = layer.pack(range(layer.experts), 0, 1, self.activation_group)
         groups = sizes.group_size, experts.activation, sizes.w2_group_size
         return W4A8Experts(packed["w13"], packed["w2"], sizes.hidden, sizes.intermediate, *groups)
-
-
-def without_ones(shape: Sequence[int]) -> tuple[int, ...]:
-    """The dimensions of a shape that say something."""
-    return tuple(size for size in shape if size != 1)
 
 
 class GGUFQuantizer(W4A8HfQuantizer):

@@ -13,11 +13,11 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-from w4a8.integrations.vllm.gguf_folder import NAME, SAYS, experts_of, linears_of
+from w4a8.integrations.vllm.gguf_folder import NAME, SAYS, config_of_file, experts_of, linears_of, sources_of_file
 from w4a8.integrations.vllm.gguf_layers import TiedGGUFOutputMethod, W4A8GGUFLinearMethod, W4A8GGUFMoEMethod
 from w4a8.integrations.vllm.lm_head import lm_head_method
 from w4a8.integrations.vllm.moe import unsupported
-from w4a8.integrations.vllm.names import checkpoint_name, joined_from
+from w4a8.integrations.vllm.names import joined_from
 from w4a8.integrations.vllm.settings import lm_head_is_set, say_int8
 
 _EMBEDDINGS = "model.embed_tokens"
@@ -34,13 +34,19 @@ class W4A8GGUFConfig(QuantizationConfig):
         """
         super().__init__()
         self.path, linears = path, linears_of(path)
-        self.matrices: dict[str, str] = {}  # vLLM's name: tensor, of two dimensions
-        for name, tensor in linears.file.tensors.items():
-            parameter = checkpoint_name(linears.architecture, name)
-            if parameter is not None and parameter.endswith(".weight") and len(tensor.shape) == 2:
-                self.matrices[parameter.removesuffix(".weight")] = name
-        experts = experts_of(path).items()
-        self.experts = {checkpoint_name(linears.architecture, layer.name): index for index, layer in experts}
+        self.matrices: dict[str, tuple[str, ...]] = {}  # vLLM's name: tensors of two dimensions, one below the other
+        for source in sources_of_file(path).values():
+            shapes = [linears.file.tensors[name].shape for name in source.tensors]
+            is_matrix = source.checkpoint.endswith(".weight") and all(len(shape) == 2 for shape in shapes)
+            if is_matrix and not source.of_experts and linears.joined_order(source.tensors) is None:
+                self.matrices[source.checkpoint.removesuffix(".weight")] = source.tensors
+        # Where a layer has no values, its keys are these as well (Gemma 4).
+        self.keys_are_values = getattr(config_of_file(path), "attention_k_eq_v", False)
+        # vLLM's name: that of checkpoints. Its models have one or that of transformers.
+        self.experts = {name: name for name in experts_of(path)}
+        for parameter, source in sources_of_file(path).items():
+            if source.of_experts:
+                self.experts[parameter.rpartition(".")[0]] = source.checkpoint
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> W4A8GGUFConfig:
@@ -91,20 +97,22 @@ class W4A8GGUFConfig(QuantizationConfig):
 
     def _of_linear(self, prefix: str) -> W4A8GGUFLinearMethod | None:
         names = joined_from(prefix, self.packed_modules_mapping)
-        found = [self.matrices[name] for name in names if name in self.matrices]
-        if found and len(found) < len(names):
-            lacking = ", ".join(name for name in names if name not in self.matrices)
-            raise ValueError(f"w4a8: {self.path} holds no tensor for {lacking}")
+        found = [tensor for name in names for tensor in self.matrices.get(name, ())]
+        lacking = [name for name in names if name not in self.matrices]
+        if lacking and lacking == [name for name in names if name.endswith(".v_proj")] and self.keys_are_values:
+            found, lacking = [*found, found[-1]], []
+        if found and lacking:
+            raise ValueError(f"w4a8: {self.path} holds no tensor for {', '.join(lacking)}")
         if all(map(linears_of(self.path).file.is_float, found)):
             return None
         return W4A8GGUFLinearMethod(self.path, prefix, found)
 
     def _of_tied_output(self, prefix: str) -> TiedGGUFOutputMethod | None:
         """In the bits that the file has for the embeddings, where these are its output layer too."""
-        name = self.matrices.get(_EMBEDDINGS)
-        if name is None or linears_of(self.path).file.is_float(name):
+        names = self.matrices.get(_EMBEDDINGS)
+        if names is None or linears_of(self.path).file.is_float(names[0]):
             return None
-        return TiedGGUFOutputMethod(self.path, prefix, [name])
+        return TiedGGUFOutputMethod(self.path, prefix, list(names))
 
     def _of_experts(self, layer: RoutedExperts, prefix: str) -> W4A8GGUFMoEMethod:
         if prefix not in self.experts:

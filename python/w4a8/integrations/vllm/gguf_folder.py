@@ -6,6 +6,7 @@ folder is made once for each file, in vLLM's cache; the weights stay in the file
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import shutil
@@ -17,12 +18,13 @@ from typing import Any
 import torch
 import transformers
 
-from w4a8.checkpoint.gguf_architectures import BESIDE, RUN_IN_VLLM, named
+from w4a8.checkpoint.gguf_architectures import ARCHITECTURES, BESIDE, NOT_IN_VLLM, named
 from w4a8.checkpoint.gguf_config import config_of
-from w4a8.checkpoint.gguf_experts import layers_of
+from w4a8.checkpoint.gguf_experts import ExpertStacks
 from w4a8.checkpoint.gguf_file import GGUFFile
 from w4a8.checkpoint.gguf_keys import pooling_of
 from w4a8.checkpoint.gguf_linear import GGUFLinears
+from w4a8.checkpoint.gguf_names import Source, sources_of
 from w4a8.checkpoint.gguf_rope import scale_rope
 from w4a8.core.json_fields import read_json, shorten
 from w4a8.integrations.vllm.compiled import package_digest
@@ -36,29 +38,64 @@ def linears_of(path: str) -> GGUFLinears:
     """A file, opened once in a process.
 
     Raises:
-        CheckpointError: it cannot be read, or its architecture or one of its tensors is not known here.
+        CheckpointError: it cannot be read, or its architecture is not known here.
     """
     file = GGUFFile(path)
-    if named(file.keys) not in RUN_IN_VLLM:
-        found, known = file.keys.get("general.architecture"), ", ".join(sorted(RUN_IN_VLLM))
-        raise ValueError(f"{path}: general.architecture is {shorten(found)}, which is not run here (known: {known})")
-    linears = GGUFLinears(file)
-    for name in file.tensors:
-        if not name.endswith(BESIDE) and linears.architecture.parameter(name) is None:
-            raise ValueError(f"{path}: tensor {name!r} is none of a model that is {named(file.keys)}")
-    return linears
+    name = named(file.keys)
+    if name is None or name in NOT_IN_VLLM:
+        found, known = file.keys.get("general.architecture"), ", ".join(sorted(set(ARCHITECTURES) - set(NOT_IN_VLLM)))
+        why = f": {NOT_IN_VLLM[name]}" if name else ""
+        raise ValueError(
+            f"{path}: general.architecture is {shorten(found)}, which is not run here{why} (known: {known})"
+        )
+    return GGUFLinears(file)
 
 
 @lru_cache(maxsize=2)
-def experts_of(path: str) -> dict[int, Any]:
-    """Its layers of experts, by number.
+def config_of_file(path: str) -> Any:
+    """Its config, of transformers."""
+    file = linears_of(path).file
+    config = transformers.AutoConfig.for_model(**config_of(file.keys, list(file.tensors)))
+    scale_rope(config, file)
+    config.dtype = torch.bfloat16  # which a file does not say
+    return config
+
+
+@lru_cache(maxsize=2)
+def sources_of_file(path: str) -> dict[str, Source]:
+    """What makes the parameters of the model that transformers makes of it, by their names there.
 
     Raises:
-        CheckpointError: one cannot be read: it is not as the keys say, or its weights are floats.
+        ValueError: a tensor that the model does not have.
     """
-    file = linears_of(path).file
-    layers = layers_of(file, None, None) if any("_exps." in name for name in file.tensors) else []
-    return {layer.index: layer for layer in layers}
+    linears, config = linears_of(path), config_of_file(path)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    found = sources_of(model, linears.file.tensors, linears.keys.architecture)
+    left = set(linears.file.tensors).difference(*(source.tensors for source in found.values()))
+    for name in sorted(left):
+        if not name.endswith(BESIDE) and not linears.keys.is_left_out(name):
+            raise ValueError(f"{path}: tensor {name!r} is none of a model that is {named(linears.file.keys)}")
+    return found
+
+
+@lru_cache(maxsize=2)
+def experts_of(path: str) -> dict[str, ExpertStacks]:
+    """Its layers of experts, by the names that checkpoints have for them.
+
+    Raises:
+        CheckpointError: one cannot be read: its tensors do not fit each other, or its weights are floats.
+    """
+    file, stacks = linears_of(path).file, {}
+    for source in sources_of_file(path).values():
+        if source.of_experts:
+            stacks.setdefault(source.checkpoint, []).extend(source.tensors)
+    found = {}
+    for name, tensors in stacks.items():
+        weights = [each.removesuffix("_exps.weight") for each in tensors if each.endswith("_exps.weight")]
+        projections = [each.partition(".ffn_")[2] for each in weights]
+        found[name] = ExpertStacks(file, int(tensors[0].split(".")[1]), projections, name)
+    return found
 
 
 def path_in(folder: str | Path) -> str:
@@ -90,7 +127,7 @@ def folder_of(path: Path, cache: Path, with_tokenizer: bool) -> Path:
     making = Path(tempfile.mkdtemp(dir=cache, prefix="making-"))
     try:
         (making / SAYS).write_text(json.dumps({"quant_method": NAME, "file": str(path)}))
-        _write_config(linears.file, making)
+        _write_config(str(path), making)
         _write_pooling(linears.file, making)
         if with_tokenizer:
             _write_tokenizer(linears.file, making)
@@ -104,13 +141,11 @@ def folder_of(path: Path, cache: Path, with_tokenizer: bool) -> Path:
     return folder
 
 
-def _write_config(file: GGUFFile, folder: Path) -> None:
-    config = transformers.AutoConfig.for_model(**config_of(file.keys, list(file.tensors)))
-    scale_rope(config, file)
-    config.dtype = torch.bfloat16  # which a file does not say
+def _write_config(path: str, folder: Path) -> None:
+    config = copy.copy(config_of_file(path))
     config.quantization_config = json.loads((folder / SAYS).read_text())
     if "attention_factor" in str(config.rope_parameters):  # Gemma 3 has two kinds of rope
-        raise ValueError(f"{file.paths[0]}: rope.scaling.attn_factor is not 1, which vLLM does not apply")
+        raise ValueError(f"{path}: rope.scaling.attn_factor is not 1, which vLLM does not apply")
     config.save_pretrained(folder)
 
 

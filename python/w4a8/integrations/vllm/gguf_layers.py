@@ -14,7 +14,6 @@ import torch
 from vllm.model_executor.layers.linear import LinearMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-from w4a8.checkpoint.gguf_experts import SHARDS
 from w4a8.checkpoint.gguf_linear import GGUFLinears
 from w4a8.core.activation_groups import resolve_activation_group
 from w4a8.core.matrix import SUPER, Matrix
@@ -109,9 +108,12 @@ class W4A8GGUFLinearMethod(LinearMethodBase):
             # Ranks send each other as much: without others there is no need for rows of zeros.
             padding = 0 if layer.tp_size == 1 else sum(output_partition_sizes) - mine.num_org_elements
         else:
-            if len(self.tensors) != len(output_partition_sizes):
-                self._refuse(f"{len(self.tensors)} tensors, but {len(output_partition_sizes)} are expected")
-            sizes = zip(self.tensors, output_partition_sizes)
+            sizes = output_partition_sizes
+            if len(self.tensors) == 1 and layer.tp_size == 1:  # joined in the file as well
+                sizes = [sum(sizes)]
+            if len(self.tensors) != len(sizes):
+                self._refuse(f"{len(self.tensors)} tensors, but {len(sizes)} are expected")
+            sizes = zip(self.tensors, sizes)
             parts = [self._part(layer, name, size, input_size_per_partition, input_size) for name, size in sizes]
         for index, (kind, group) in enumerate(groupby(parts, lambda part: types.tensors[part.tensor].type)):
             size = TYPES[kind].group if kind in TYPES else None
@@ -244,12 +246,12 @@ def _pieces(linears: GGUFLinears, part: _Part) -> Iterator[tuple[int, Matrix]]:
 class W4A8GGUFMoEMethod(W4A8MoEMethod):
     """Of a layer of experts."""
 
-    def __init__(self, path: str, index: int, layer: torch.nn.Module, layer_name: str) -> None:
+    def __init__(self, path: str, name: str, layer: torch.nn.Module, layer_name: str) -> None:
         """A method for one layer.
 
         Args:
             path: of the file.
-            index: of the layer in the file.
+            name: of the experts, in :func:`experts_of`.
             layer: vLLM's RoutedExperts, whose ``moe_config`` is not :func:`unsupported`.
             layer_name: for errors.
 
@@ -257,10 +259,10 @@ class W4A8GGUFMoEMethod(W4A8MoEMethod):
             ValueError: this rank's part of an expert would cut blocks.
         """
         super().__init__(Scheme("packed", -1, True), layer, layer_name)
-        self.path, self.index, self.is_loaded = path, index, False
-        experts = experts_of(self.path)[self.index]
-        first = next(name for name in ("gate", "gate_up") if name in experts.names)
-        self.sizes = replace(self.sizes, group_size=experts.group_size(first), w2_group_size=experts.group_size("down"))
+        self.path, self.is_loaded = path, False
+        self.experts = experts = experts_of(path)[name]
+        first, down = experts.group_sizes
+        self.sizes = replace(self.sizes, group_size=first, w2_group_size=down)
         name = f"{experts.names['down']}.weight"
         tensor, mine = experts.file.tensors[name], self.sizes.intermediate
         if mine != tensor.shape[-1] and mine % unit_of(tensor.type) != 0:
@@ -287,9 +289,8 @@ class W4A8GGUFMoEMethod(W4A8MoEMethod):
         self.sizes = replace(
             self.sizes, experts=num_experts, hidden=hidden_size, intermediate=intermediate_size_per_partition
         )
-        experts, ranks = experts_of(self.path)[self.index], self.moe.moe_parallel_config.tp_size
-        known = experts.settings
-        found = (known.num_experts, known.hidden_size, known.intermediate_size, experts.has_bias)
+        experts, ranks = self.experts, self.moe.moe_parallel_config.tp_size
+        found = (experts.experts, experts.hidden, experts.intermediate, experts.has_bias)
         expected = (self.moe.num_experts, hidden_size, intermediate_size_per_partition * ranks, self.moe.has_bias)
         if found != expected:
             names = "(experts, hidden size, intermediate size, bias)"
@@ -309,7 +310,7 @@ class W4A8GGUFMoEMethod(W4A8MoEMethod):
         Raises:
             ValueError: gate and up are of different types, or values that the operators do not have.
         """
-        experts, parallel = experts_of(self.path)[self.index], self.moe.moe_parallel_config
+        experts, parallel = self.experts, self.moe.moe_parallel_config
         bias_dtype = torch.float32 if experts.has_bias else None
         ranks = {"tp_rank": parallel.tp_rank, "tp_size": parallel.tp_size}
         packer = ExpertPacker(self.sizes, bias_dtype, **ranks, activation_groups=self.activation_groups)
@@ -317,9 +318,9 @@ class W4A8GGUFMoEMethod(W4A8MoEMethod):
             local = layer._map_global_expert_id_to_local_expert_id(expert)
             if local == -1:
                 continue
-            for name, stack in experts.names.items():
+            for shard, matrix, tensor in experts.matrices(expert):
                 try:
-                    packer.put(local, SHARDS[name], experts.matrix(name, expert), stack)
+                    packer.put(local, shard, matrix, tensor)
                 except ValueError as error:
                     raise ValueError(f"w4a8: {self.layer_name} of {self.path}: {error}") from error
         for stack, packed in packer.pack().items():

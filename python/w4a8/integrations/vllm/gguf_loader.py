@@ -11,12 +11,11 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.models.utils import is_pp_missing_parameter
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from w4a8.checkpoint.gguf_architectures import BESIDE
 from w4a8.checkpoint.gguf_linear import GGUFLinears
+from w4a8.checkpoint.gguf_names import Source
 from w4a8.core.memory import on_cpu
-from w4a8.integrations.vllm.gguf_folder import linears_of, path_in
+from w4a8.integrations.vllm.gguf_folder import linears_of, path_in, sources_of_file
 from w4a8.integrations.vllm.gguf_layers import W4A8GGUFLinearMethod
-from w4a8.integrations.vllm.names import checkpoint_name
 
 FLOATS_AT_ONCE = 1 << 22
 
@@ -44,12 +43,10 @@ class _Filled:
     def __init__(self, model: torch.nn.Module, linears: GGUFLinears, dtype: torch.dtype) -> None:
         self.model, self.linears, self.dtype = model, linears, dtype
         self.file, mapper = linears.file, getattr(model, "hf_to_vllm_mapper", None)
-        self.names: dict[str, tuple[str, str]] = {}  # of tensors: in checkpoints and in vLLM
-        for name in self.file.tensors:
-            found = None if name.endswith(BESIDE) else checkpoint_name(linears.architecture, name)
-            if found is not None:
-                mapped = found if mapper is None else mapper.get_rename_mapper().map_name(found)
-                self.names[name] = found, mapped
+        self.sources: list[tuple[Source, str]] = []  # and their names in vLLM
+        for source in sources_of_file(str(linears.file.paths[0])).values():
+            name = source.checkpoint
+            self.sources.append((source, name if mapper is None else mapper.get_rename_mapper().map_name(name)))
         self.here = dict(model.named_modules())
 
     def fill(self) -> None:
@@ -69,8 +66,8 @@ class _Filled:
 
     def _pack_output_layer(self) -> None:
         """Of models that vLLM makes without asking how it is quantized (gpt-oss)."""
-        for name, (_, mapped) in self.names.items():
-            layer = self.here.get(mapped.removesuffix(".weight"))
+        for source, mapped in self.sources:
+            layer, name = self.here.get(mapped.removesuffix(".weight")), source.tensors[0]
             if type(layer) is not ParallelLMHead or hasattr(layer, "w4a8_gguf") or self.file.is_float(name):
                 continue
             layer.quant_method = W4A8GGUFLinearMethod(str(self.file.paths[0]), mapped.removesuffix(".weight"), [name])
@@ -82,8 +79,8 @@ class _Filled:
     def _fill_embeddings(self, taken: set[str]) -> list[tuple[str, torch.Tensor]]:
         """Those in blocks, some rows at a time: tensors, and the parameters that they fill."""
         found = []
-        for name, (_, mapped) in self.names.items():
-            layer = self.here.get(mapped.removesuffix(".weight"))
+        for source, mapped in self.sources:
+            layer, name = self.here.get(mapped.removesuffix(".weight")), source.tensors[0]
             if name in taken or self.file.is_float(name) or type(layer) is not VocabParallelEmbedding:
                 continue
             shape, expected = self.file.tensors[name].shape, (layer.org_vocab_size, layer.embedding_dim)
@@ -102,7 +99,8 @@ class _Filled:
 
     def _others(self, taken: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """What has not been taken, as the model's ``load_weights`` takes it."""
-        for name, (found, mapped) in self.names.items():
-            if name not in taken and "_exps." not in name and not is_pp_missing_parameter(mapped, self.model):
-                dtype = self.params[mapped].dtype if mapped in self.params else self.dtype
-                yield found, self.linears.values(name, dtype).to(dtype)
+        for source, mapped in self.sources:
+            if taken.issuperset(source.tensors) or source.of_experts or is_pp_missing_parameter(mapped, self.model):
+                continue
+            dtype = self.params[mapped].dtype if mapped in self.params else self.dtype
+            yield source.checkpoint, self.linears.parameter(source.tensors, source.shape, mapped, dtype).to(dtype)
