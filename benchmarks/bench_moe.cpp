@@ -47,9 +47,9 @@ void timed_quantize(const void* x, DType dtype, const RowShape& shape, const Qua
   const Timer timer(shape.k == kHidden ? kQuantize : kRequantize);
   g_kernel->quantize_row(x, dtype, shape, to);
 }
-void timed_activate(Activation kind, const float* g, const float* u, float* h, int64_t n) {
+void timed_activate(Activation activation, const float* g, const float* u, float* h, int64_t n) {
   const Timer timer(kActivation);
-  g_kernel->activate(kind, g, u, h, n);
+  g_kernel->activate(activation, g, u, h, n);
 }
 void timed_combine(const float* y, int64_t ldy, const int32_t* slots, const float* weights, int64_t count, int64_t n,
                    DType dtype, void* out) {

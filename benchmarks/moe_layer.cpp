@@ -61,7 +61,7 @@ MoeArgs make_args(const Layers& layers, int64_t layer, Batch& batch, int64_t tok
   args.hidden = kHidden;
   args.intermediate = kInner;
   args.group = layers.group;
-  args.activation = Activation::kSilu;
+  args.activation = ActivationKind::kSilu;
   return args;
 }
 

@@ -66,81 +66,74 @@ W4A8_INLINE typename Ops::F vec_gelu_tanh(typename Ops::F x) {
   return vec_gate<Ops>(x, Ops::mul(Ops::splat(0x1.988454p+0f), inner));  // 2 * sqrt(2 / pi)
 }
 
-template <class Ops>
-W4A8_INLINE typename Ops::F vec_clamp7(typename Ops::F u) {
-  return Ops::max(Ops::splat(-7.0f), Ops::min(Ops::splat(7.0f), u));
-}
-
-template <class Ops, Activation kKind, bool kGated>
-W4A8_INLINE typename Ops::F activation(typename Ops::F g, typename Ops::F u) {
+// The factor of g alone. kKind: kGelu, kGeluTanh, kRelu2, or kSilu for all others, which are one form with two limits,
+// one of them infinite.
+template <class Ops, ActivationKind kKind>
+W4A8_INLINE typename Ops::F gate_factor(const Activation& activation, typename Ops::F g) {
   using F = typename Ops::F;
-  const F seven = Ops::splat(7.0f);
-  if constexpr (kKind == Activation::kSiluUpGate && kGated) {
-    return Ops::mul(vec_gate<Ops>(u, u), g);
-  } else if constexpr (kKind == Activation::kSwigluOai) {
-    const F c = Ops::min(seven, g);
-    const F gate = vec_gate<Ops>(c, Ops::mul(Ops::splat(1.702f), c));
-    if constexpr (!kGated) return gate;
-    return Ops::mul(gate, Ops::add(vec_clamp7<Ops>(u), Ops::splat(1.0f)));
+  if constexpr (kKind == ActivationKind::kGelu) {
+    return vec_gelu<Ops>(g);
+  } else if constexpr (kKind == ActivationKind::kGeluTanh) {
+    return vec_gelu_tanh<Ops>(g);
+  } else if constexpr (kKind == ActivationKind::kRelu2) {
+    const F positive = Ops::max(Ops::splat(0.0f), g);
+    return Ops::mul(positive, positive);
   } else {
-    F a;
-    if constexpr (kKind == Activation::kSwigluStep) {
-      a = Ops::min(seven, vec_gate<Ops>(g, g));
-      u = vec_clamp7<Ops>(u);
-    } else if constexpr (kKind == Activation::kGelu) {
-      a = vec_gelu<Ops>(g);
-    } else if constexpr (kKind == Activation::kGeluTanh) {
-      a = vec_gelu_tanh<Ops>(g);
-    } else if constexpr (kKind == Activation::kRelu2) {
-      const F positive = Ops::max(Ops::splat(0.0f), g);
-      a = Ops::mul(positive, positive);
-    } else {
-      a = vec_gate<Ops>(g, g);
-    }
-    if constexpr (!kGated) return a;
-    return Ops::mul(a, u);
+    constexpr float kNone = std::numeric_limits<float>::infinity();
+    const bool behind = activation.kind == ActivationKind::kSwigluStep;
+    const F c = Ops::min(Ops::splat(behind ? kNone : activation.limit), g);
+    const F gate = vec_gate<Ops>(c, Ops::mul(Ops::splat(activation.alpha), c));
+    return Ops::min(Ops::splat(behind ? activation.limit : kNone), gate);
   }
 }
 
-template <class Ops, Activation kKind, bool kGated>
-void activate_as(const float* g, const float* u, float* h, int64_t n) {
-  constexpr int64_t kLanes = Ops::kLanes;
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    const typename Ops::F gv = Ops::load(g + i);
-    Ops::store(h + i, activation<Ops, kKind, kGated>(gv, kGated ? Ops::load(u + i) : gv));
+// n: whole vectors.
+template <class Ops, ActivationKind kKind>
+void activate_vectors(Activation activation, const float* g, const float* u, float* h, int64_t n) {
+  using F = typename Ops::F;
+  const F limit = Ops::splat(activation.limit);
+  const F least = Ops::splat(-activation.limit);
+  const F beta = Ops::splat(activation.beta);
+  for (int64_t i = 0; i < n; i += Ops::kLanes) {
+    F value = gate_factor<Ops, kKind>(activation, Ops::load(g + i));
+    if (u != nullptr) {
+      F up = Ops::load(u + i);
+      if constexpr (kKind == ActivationKind::kSilu) up = Ops::add(Ops::max(least, Ops::min(limit, up)), beta);
+      value = Ops::mul(value, up);
+    }
+    Ops::store(h + i, value);
   }
-  if (i == n) return;
+}
+
+template <class Ops, ActivationKind kKind>
+void activate_as(Activation activation, const float* g, const float* u, float* h, int64_t n) {
+  constexpr int64_t kLanes = Ops::kLanes;
+  const int64_t whole = n - n % kLanes;
+  activate_vectors<Ops, kKind>(activation, g, u, h, whole);
+  if (whole == n) return;
   // The rest in one padded vector: what is behind the arrays is never touched.
   float gb[kLanes] = {};
   float ub[kLanes] = {};
-  for (int64_t j = i; j < n; ++j) {
-    gb[j - i] = g[j];
-    if (kGated) ub[j - i] = u[j];
+  for (int64_t i = whole; i < n; ++i) {
+    gb[i - whole] = g[i];
+    if (u != nullptr) ub[i - whole] = u[i];
   }
-  Ops::store(gb, activation<Ops, kKind, kGated>(Ops::load(gb), Ops::load(ub)));
-  for (int64_t j = i; j < n; ++j) h[j] = gb[j - i];
-}
-
-template <class Ops, Activation kKind>
-void activate_kind(const float* g, const float* u, float* h, int64_t n) {
-  if (u != nullptr) {
-    activate_as<Ops, kKind, true>(g, u, h, n);
-  } else {
-    activate_as<Ops, kKind, false>(g, u, h, n);
-  }
+  activate_vectors<Ops, kKind>(activation, gb, u != nullptr ? ub : nullptr, gb, kLanes);
+  for (int64_t i = whole; i < n; ++i) h[i] = gb[i - whole];
 }
 
 template <class Ops>
-void activate(Activation kind, const float* g, const float* u, float* h, int64_t n) {
-  switch (kind) {
-    case Activation::kSiluGateUp:
-    case Activation::kSilu: return activate_kind<Ops, Activation::kSilu>(g, u, h, n);
-    case Activation::kSiluUpGate: return activate_kind<Ops, Activation::kSiluUpGate>(g, u, h, n);
-    case Activation::kSwigluOai: return activate_kind<Ops, Activation::kSwigluOai>(g, u, h, n);
-    case Activation::kSwigluStep: return activate_kind<Ops, Activation::kSwigluStep>(g, u, h, n);
-    case Activation::kGelu: return activate_kind<Ops, Activation::kGelu>(g, u, h, n);
-    case Activation::kGeluTanh: return activate_kind<Ops, Activation::kGeluTanh>(g, u, h, n);
-    case Activation::kRelu2: return activate_kind<Ops, Activation::kRelu2>(g, u, h, n);
+void activate(Activation activation, const float* g, const float* u, float* h, int64_t n) {
+  switch (activation.kind) {
+    case ActivationKind::kGelu: return activate_as<Ops, ActivationKind::kGelu>(activation, g, u, h, n);
+    case ActivationKind::kGeluTanh: return activate_as<Ops, ActivationKind::kGeluTanh>(activation, g, u, h, n);
+    case ActivationKind::kRelu2: return activate_as<Ops, ActivationKind::kRelu2>(activation, g, u, h, n);
+    case ActivationKind::kSiluUpGate:
+      if (u != nullptr) return activate_as<Ops, ActivationKind::kSilu>(activation, u, g, h, n);
+      [[fallthrough]];
+    case ActivationKind::kSiluGateUp:
+    case ActivationKind::kSilu:
+    case ActivationKind::kSwigluOai:
+    case ActivationKind::kSwigluStep: return activate_as<Ops, ActivationKind::kSilu>(activation, g, u, h, n);
   }
 }

@@ -104,17 +104,36 @@ constexpr int8_t kIQ4Weights[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1,
 
 /// What the fused op applies between w13 and w2, with g = rows [0, I) of w13 and u = rows [I, 2I) when gated.
 /// Ungated, the factor of the other operand is dropped and g is the one operand there is.
-enum class Activation : int32_t {
-  kSiluGateUp = 0,  ///< SiLU(g) * u
-  kSiluUpGate = 1,  ///< SiLU(u) * g
-  kSilu = 2,        ///< SiLU(g) * u
-  kSwigluOai = 3,   ///< g' = min(g, 7): g' * sigmoid(1.702 g') * (clamp(u, -7, 7) + 1)
-  kSwigluStep = 4,  ///< min(SiLU(g), 7) * clamp(u, -7, 7)
+enum class ActivationKind : int32_t {
+  kSiluGateUp = 0,  ///< as kSilu
+  kSiluUpGate = 1,  ///< gated: kSilu with g and u exchanged
+  kSilu = 2,        ///< g' = min(g, limit): g' * sigmoid(alpha g') * (clamp(u, -limit, limit) + beta)
+  kSwigluOai = 3,   ///< as kSilu, with other numbers where none are given
+  kSwigluStep = 4,  ///< min(SiLU(g), limit) * clamp(u, -limit, limit)
   kGelu = 5,        ///< g * Phi(g) * u, Phi the normal distribution function (the "erf" GELU)
   kGeluTanh = 6,    ///< the tanh approximation of GELU(g) * u
   kRelu2 = 7,       ///< max(g, 0)^2 * u
 };
 inline constexpr int kActivationCount = 8;
+
+/// A kind and its numbers, those of the kind alone where none are given.
+struct Activation {
+  constexpr Activation(ActivationKind kind)  // NOLINT: implicit
+      : kind(kind),
+        limit(kind == ActivationKind::kSwigluOai || kind == ActivationKind::kSwigluStep
+                  ? 7.0f
+                  : std::numeric_limits<float>::infinity()),
+        alpha(kind == ActivationKind::kSwigluOai ? 1.702f : 1.0f),
+        beta(kind == ActivationKind::kSwigluOai ? 1.0f : -0.0f) {}
+  /// Whether the kind has a limit; and alpha and beta.
+  constexpr bool has_limit() const { return kind <= ActivationKind::kSwigluStep; }
+  constexpr bool has_slope() const { return kind <= ActivationKind::kSwigluOai; }
+
+  ActivationKind kind;
+  float limit;  ///< above 0, may be infinity
+  float alpha;  ///< finite, as beta
+  float beta;   ///< none is -0: u of -0 plus 0 would be 0
+};
 
 // Geometry of packed weights, the same for every kernel (diagram in core/layout.h).
 inline constexpr int64_t kPanelColumns = 16;              ///< output columns of one panel
@@ -263,7 +282,7 @@ using QuantizeTokenFn = void (*)(const void* x, DType dtype, int64_t k, bool sym
                                  TokenQuant* quant);
 
 /// h[i] = activation(g[i], u[i]) for i < n; u is null when ungated. h may be g.
-using ActivateFn = void (*)(Activation kind, const float* g, const float* u, float* h, int64_t n);
+using ActivateFn = void (*)(Activation activation, const float* g, const float* u, float* h, int64_t n);
 
 /// out[i] = sum over j < count, ascending, skipping slots[j] < 0, of weights[j] * y[slots[j] * ldy + i], i < n, each
 /// step one fma in float32. weights null means 1 for all. NaN is stored as the canonical quiet NaN of `dtype`.

@@ -63,14 +63,6 @@ inline DType activation_dtype(const char* name, const Tensor& tensor) {
   }
 }
 
-/// The argument `activation_kind` of the ops.
-inline Activation activation_of(int64_t kind) {
-  W4A8_CHECK(kind >= 0 && kind < kActivationCount, "activation_kind is ", kind,
-             ", expected 0 (SiLU(g)*u), 1 (SiLU(u)*g), 2 (SiLU), 3 (gpt-oss SwiGLU), 4 (SwiGLU-step), 5 (GELU), "
-             "6 (GELU tanh) or 7 (ReLU^2)");
-  return static_cast<Activation>(kind);
-}
-
 /// The argument `values` of the ops.
 inline Values values_of(Text values) {
   for (const Values known : {Values::kInt4, Values::kE2M1, Values::kInt8, Values::kIQ4, Values::kInt6}) {

@@ -1,6 +1,8 @@
 // What an op call runs with: a kernel, ATen's threads, this thread's workspace, and arguments as float32.
 #pragma once
 
+#include <cmath>
+
 #include "core/float64.h"
 #include "core/kernel_choice.h"
 #include "core/parallel.h"
@@ -43,6 +45,27 @@ inline float to_float32(double number) {
   float result;
   float32_from_float64(serial, &number, 1, &result);
   return result;
+}
+
+/// The arguments `activation_kind`, `limit`, `alpha` and `beta` of the ops.
+inline Activation activation_of(int64_t kind, Optional<double> limit = {}, Optional<double> alpha = {},
+                                Optional<double> beta = {}) {
+  W4A8_CHECK(kind >= 0 && kind < kActivationCount, "activation_kind is ", kind,
+             ", expected 0 (SiLU(g)*u), 1 (SiLU(u)*g), 2 (SiLU), 3 (gpt-oss SwiGLU), 4 (SwiGLU-step), 5 (GELU), "
+             "6 (GELU tanh) or 7 (ReLU^2)");
+  Activation activation(static_cast<ActivationKind>(kind));
+  const auto take = [kind](const char* name, Optional<double> given, bool has, bool finite, float& number) {
+    if (!given.has_value()) return;
+    W4A8_CHECK(has, name, " is ", *given, ", expected none with activation_kind ", kind);
+    number = to_float32(*given);
+    W4A8_CHECK(finite ? std::isfinite(number) : number > 0, name, " is ", *given, ", expected ",
+               finite ? "a finite number" : "a number above 0");
+  };
+  take("limit", limit, activation.has_limit(), false, activation.limit);
+  take("alpha", alpha, activation.has_slope(), true, activation.alpha);
+  take("beta", beta, activation.has_slope(), true, activation.beta);
+  if (activation.beta == 0) activation.beta = -0.0f;
+  return activation;
 }
 
 /// Kept from call to call, so that a large batch does not fault in its scratch memory every time. Its size is bounded

@@ -236,7 +236,8 @@ void decoder_add_experts_cpu(const Tensor& decoder, const Tensor& router, const 
                              const Tensor& w13_packed, const Tensor& w2_packed, int64_t top_k, bool renormalize,
                              Text scoring_func, Optional<int64_t> num_expert_group, Optional<int64_t> topk_group,
                              double routed_scaling_factor, const OptionalTensor& e_score_correction_bias,
-                             int64_t activation_kind, const OptionalTensor& shared_gate) {
+                             int64_t activation_kind, const OptionalTensor& shared_gate, Optional<double> limit,
+                             Optional<double> alpha, Optional<double> beta) {
   const std::shared_ptr<Decoder> found = decoder_of(decoder);
   const std::lock_guard<std::mutex> lock(found->mutex);
   check_cpu({{"router", router},
@@ -283,7 +284,7 @@ void decoder_add_experts_cpu(const Tensor& decoder, const Tensor& router, const 
   plan.w2_bytes = w2.size(1);
   plan.few = {experts_of("w13_packed", w13, 2 * plan.intermediate, hidden),
               experts_of("w2_packed", w2, hidden, plan.intermediate)};
-  plan.activation = activation_of(activation_kind);
+  plan.activation = activation_of(activation_kind, limit, alpha, beta);
   layer.experts = std::move(plan);
 }
 

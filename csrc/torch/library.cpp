@@ -98,10 +98,11 @@ at::Tensor int4_gemm_w4a8(const at::Tensor& quant_x, const at::Tensor& x_scale, 
 at::Tensor dynamic_4bit_int_moe(const at::Tensor& x, const at::Tensor& topk_ids, const at::Tensor& topk_weights,
                                 const at::Tensor& w13_packed, const at::Tensor& w2_packed, int64_t H, int64_t I,
                                 int64_t I2, int64_t group_size, bool apply_router_weight_on_input,
-                                int64_t activation_kind) {
+                                int64_t activation_kind, c10::optional<double> limit, c10::optional<double> alpha,
+                                c10::optional<double> beta) {
   return op<"dynamic_4bit_int_moe", decltype(dynamic_4bit_int_moe)>().call(
       x, topk_ids, topk_weights, w13_packed, w2_packed, H, I, I2, group_size, apply_router_weight_on_input,
-      activation_kind);
+      activation_kind, limit, alpha, beta);
 }
 
 std::tuple<at::Tensor, at::Tensor> topk_routing(const at::Tensor& router_logits, int64_t top_k, bool renormalize,

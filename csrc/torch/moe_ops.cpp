@@ -12,16 +12,17 @@ namespace {
 int64_t twice(int64_t I) { return static_cast<int64_t>(2 * static_cast<uint64_t>(I)); }
 
 // Everything that does not need the data of a tensor, for CPU and Meta alike.
-void check_arguments(DeviceCheck check_devices, const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights,
-                     const Tensor& w13_packed, const Tensor& w2_packed, int64_t H, int64_t I, int64_t I2,
-                     int64_t group_size, int64_t activation_kind) {
+Activation check_arguments(DeviceCheck check_devices, const Tensor& x, const Tensor& topk_ids,
+                           const Tensor& topk_weights, const Tensor& w13_packed, const Tensor& w2_packed, int64_t H,
+                           int64_t I, int64_t I2, int64_t group_size, int64_t activation_kind, Optional<double> limit,
+                           Optional<double> alpha, Optional<double> beta) {
   check_devices({{"x", x},
                  {"topk_ids", topk_ids},
                  {"topk_weights", topk_weights},
                  {"w13_packed", w13_packed},
                  {"w2_packed", w2_packed}});
   activation_dtype("x", x);
-  activation_of(activation_kind);
+  const Activation activation = activation_of(activation_kind, limit, alpha, beta);
   W4A8_CHECK(type_of(topk_ids) == ScalarType::Int || type_of(topk_ids) == ScalarType::Long, "topk_ids has dtype ",
              type_of(topk_ids), ", expected int32 or int64");
   W4A8_CHECK(is_floating(type_of(topk_weights)), "topk_weights has dtype ", type_of(topk_weights),
@@ -40,14 +41,17 @@ void check_arguments(DeviceCheck check_devices, const Tensor& x, const Tensor& t
                name, " = ", value);
   }
   W4A8_CHECK(I2 == 2 * I || I2 == I, "I2 is ", I2, ", expected 2 * I = ", 2 * I, " (gated) or I = ", I);
+  return activation;
 }
 
 }  // namespace
 
 Tensor moe_cpu(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights, const Tensor& w13_packed,
                const Tensor& w2_packed, int64_t H, int64_t I, int64_t I2, int64_t group_size,
-               bool apply_router_weight_on_input, int64_t activation_kind) {
-  check_arguments(check_cpu, x, topk_ids, topk_weights, w13_packed, w2_packed, H, I, I2, group_size, activation_kind);
+               bool apply_router_weight_on_input, int64_t activation_kind, Optional<double> limit,
+               Optional<double> alpha, Optional<double> beta) {
+  const Activation activation = check_arguments(check_cpu, x, topk_ids, topk_weights, w13_packed, w2_packed, H, I, I2,
+                                                group_size, activation_kind, limit, alpha, beta);
   W4A8_CHECK(x.size(-1) == H, "x has shape ", shape_text(x.sizes()), ", expected [..., ", H, "] for H = ", H);
   const int64_t tokens = x.numel() / H;
   W4A8_CHECK(topk_ids.size(0) == tokens, "topk_ids has shape ", shape_text(topk_ids.sizes()), ", expected [", tokens,
@@ -86,7 +90,7 @@ Tensor moe_cpu(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weigh
   args.gated = I2 == 2 * I;
   args.group = group_size;
   args.weight_on_input = apply_router_weight_on_input;
-  args.activation = activation_of(activation_kind);
+  args.activation = activation;
   AtenParallel parallel;
   fused_moe(op_kernel(), parallel, thread_workspace(), args);
   return out;
@@ -94,8 +98,10 @@ Tensor moe_cpu(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weigh
 
 Tensor moe_meta(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights, const Tensor& w13_packed,
                 const Tensor& w2_packed, int64_t H, int64_t I, int64_t I2, int64_t group_size,
-                bool /*apply_router_weight_on_input*/, int64_t activation_kind) {
-  check_arguments(check_meta, x, topk_ids, topk_weights, w13_packed, w2_packed, H, I, I2, group_size, activation_kind);
+                bool /*apply_router_weight_on_input*/, int64_t activation_kind, Optional<double> limit,
+                Optional<double> alpha, Optional<double> beta) {
+  check_arguments(check_meta, x, topk_ids, topk_weights, w13_packed, w2_packed, H, I, I2, group_size, activation_kind,
+                  limit, alpha, beta);
   const std::vector<SymSize> sizes = sym_sizes_of(x);
   W4A8_CHECK(sizes.back() == H, "x has last dimension ", sizes.back(), ", expected H = ", H);
   return new_tensor(sizes, type_of(x), x);
@@ -103,16 +109,18 @@ Tensor moe_meta(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weig
 
 Tensor moe_gated_cpu(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights, const Tensor& w13_packed,
                      const Tensor& w2_packed, int64_t H, int64_t I, int64_t group_size,
-                     bool apply_router_weight_on_input, int64_t activation_kind) {
+                     bool apply_router_weight_on_input, int64_t activation_kind, Optional<double> limit,
+                     Optional<double> alpha, Optional<double> beta) {
   return moe_cpu(x, topk_ids, topk_weights, w13_packed, w2_packed, H, I, twice(I), group_size,
-                 apply_router_weight_on_input, activation_kind);
+                 apply_router_weight_on_input, activation_kind, limit, alpha, beta);
 }
 
 Tensor moe_gated_meta(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights, const Tensor& w13_packed,
                       const Tensor& w2_packed, int64_t H, int64_t I, int64_t group_size,
-                      bool apply_router_weight_on_input, int64_t activation_kind) {
+                      bool apply_router_weight_on_input, int64_t activation_kind, Optional<double> limit,
+                      Optional<double> alpha, Optional<double> beta) {
   return moe_meta(x, topk_ids, topk_weights, w13_packed, w2_packed, H, I, twice(I), group_size,
-                  apply_router_weight_on_input, activation_kind);
+                  apply_router_weight_on_input, activation_kind, limit, alpha, beta);
 }
 
 }  // namespace w4a8

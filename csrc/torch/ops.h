@@ -37,11 +37,13 @@ decltype(int4_gemm_cpu) int4_gemm_meta;
 
 Tensor moe_cpu(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights, const Tensor& w13_packed,
                const Tensor& w2_packed, int64_t H, int64_t I, int64_t I2, int64_t group_size,
-               bool apply_router_weight_on_input, int64_t activation_kind);
+               bool apply_router_weight_on_input, int64_t activation_kind, Optional<double> limit,
+               Optional<double> alpha, Optional<double> beta);
 decltype(moe_cpu) moe_meta;
 Tensor moe_gated_cpu(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights, const Tensor& w13_packed,
                      const Tensor& w2_packed, int64_t H, int64_t I, int64_t group_size,
-                     bool apply_router_weight_on_input, int64_t activation_kind);
+                     bool apply_router_weight_on_input, int64_t activation_kind, Optional<double> limit,
+                     Optional<double> alpha, Optional<double> beta);
 decltype(moe_gated_cpu) moe_gated_meta;
 
 std::tuple<Tensor, Tensor> routing_cpu(const Tensor& router_logits, int64_t top_k, bool renormalize, Text scoring_func,
@@ -74,7 +76,8 @@ void decoder_add_experts_cpu(const Tensor& decoder, const Tensor& router, const 
                              const Tensor& w13_packed, const Tensor& w2_packed, int64_t top_k, bool renormalize,
                              Text scoring_func, Optional<int64_t> num_expert_group, Optional<int64_t> topk_group,
                              double routed_scaling_factor, const OptionalTensor& e_score_correction_bias,
-                             int64_t activation_kind, const OptionalTensor& shared_gate);
+                             int64_t activation_kind, const OptionalTensor& shared_gate, Optional<double> limit,
+                             Optional<double> alpha, Optional<double> beta);
 Tensor decoder_step_cpu(const Tensor& decoder, const Tensor& hidden, const Tensor& positions, Tensors caches,
                         Tensors block_tables, const Tensor& seq_lens, const Tensor& query_start_loc, Tensors ropes,
                         const OptionalTensor& rows, const OptionalTensor& normed);

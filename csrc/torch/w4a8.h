@@ -81,12 +81,15 @@ W4A8_EXPORT at::Tensor int4_gemm_w4a8(const at::Tensor& quant_x, const at::Tenso
 
 /// The fused mixture-of-experts layer. x: [..., H]; topk_ids: int32 or int64 [T, k], -1 skips the slot; topk_weights:
 /// floating [T, k]; w13_packed: uint8 [E, bytes], I2 x H; w2_packed: [E, bytes], H x I. I2: 2 * I (gated) or I.
-/// group_size: -1 is channelwise. activation_kind: 0..7, docs/numerics.md section 5. Returns the shape and type of x.
+/// group_size: -1 is channelwise. activation_kind: 0..7, and limit, alpha, beta, which have a value of the kind's own:
+/// docs/numerics.md section 5. Returns the shape and type of x.
 W4A8_EXPORT at::Tensor dynamic_4bit_int_moe(const at::Tensor& x, const at::Tensor& topk_ids,
                                             const at::Tensor& topk_weights, const at::Tensor& w13_packed,
                                             const at::Tensor& w2_packed, int64_t H, int64_t I, int64_t I2,
                                             int64_t group_size, bool apply_router_weight_on_input,
-                                            int64_t activation_kind);
+                                            int64_t activation_kind, c10::optional<double> limit = c10::nullopt,
+                                            c10::optional<double> alpha = c10::nullopt,
+                                            c10::optional<double> beta = c10::nullopt);
 
 /// Selects top_k experts for each token from router_logits [T, E] (float32, bfloat16, float16): (topk_weights float32
 /// [T, k], topk_ids int32 [T, k]), best first; ties go to the lower index. scoring_func: softmax, sigmoid, sqrtsoftplus

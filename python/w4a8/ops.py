@@ -22,13 +22,17 @@ BLOCK_TOKENS = 64
 
 
 class Activation(IntEnum):
-    """``activation_kind`` of dynamic_4bit_int_moe. g is the gate half of w13, u the other half."""
+    """``activation_kind`` of dynamic_4bit_int_moe. g is the gate half of w13, u the other half.
+
+    0 to 3 are one formula, that of SWIGLU_OAI. Where none are given, limit, alpha and beta are infinity, 1 and 0; of
+    SWIGLU_OAI 7, 1.702 and 1. The limit of SWIGLU_STEP is 7.
+    """
 
     SILU_GATE_UP = 0  # SiLU(g) * u
     SILU_UP_GATE = 1  # SiLU(u) * g
     SILU = 2  # SiLU(g) * u, or SiLU(g) when ungated
-    SWIGLU_OAI = 3  # c * sigmoid(1.702 c) * (clamp(u, -7, 7) + 1) with c = min(g, 7)
-    SWIGLU_STEP = 4  # min(SiLU(g), 7) * clamp(u, -7, 7)
+    SWIGLU_OAI = 3  # c * sigmoid(alpha c) * (clamp(u, -limit, limit) + beta) with c = min(g, limit)
+    SWIGLU_STEP = 4  # min(SiLU(g), limit) * clamp(u, -limit, limit)
     GELU = 5  # GELU(g) * u, by the normal distribution function
     GELU_TANH = 6  # GELU(g) * u, by its tanh approximation
     RELU2 = 7  # max(g, 0)^2 * u
@@ -261,6 +265,10 @@ def dynamic_4bit_int_moe(
     group_size: int,
     apply_router_weight_on_input: bool,
     activation_kind: int,
+    *,
+    limit: float | None = None,
+    alpha: float | None = None,
+    beta: float | None = None,
 ) -> torch.Tensor:
     """A mixture-of-experts layer: ``out[t] = sum_j topk_weights[t, j] * w2[e](act(w13[e](x[t])))``, e = topk_ids[t, j].
 
@@ -276,15 +284,16 @@ def dynamic_4bit_int_moe(
         group_size: block size of both weights; -1 is channelwise.
         apply_router_weight_on_input: the router weight multiplies the input row instead of the output.
         activation_kind: an Activation.
+        limit: above 0, may be infinity; of kinds 0 to 4. None: the kind's own.
+        alpha, beta: finite; of kinds 0 to 3.
 
     Returns:
         The shape and dtype of x. A token's bits depend on nothing but that token: not on the kernel, the number of
         threads, or the rest of the batch.
     """
     op = torch.ops.w4a8.dynamic_4bit_int_moe.default
-    weight_on_input = apply_router_weight_on_input
-    kind = int(activation_kind)
-    return op(x, topk_ids, topk_weights, w13_packed, w2_packed, H, I, I2, group_size, weight_on_input, kind)
+    how = (H, I, I2, group_size, apply_router_weight_on_input, int(activation_kind))
+    return op(x, topk_ids, topk_weights, w13_packed, w2_packed, *how, limit=limit, alpha=alpha, beta=beta)
 
 
 def topk_routing(

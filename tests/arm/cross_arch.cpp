@@ -154,7 +154,8 @@ Bytes run(const Case& c, const Kernel& kernel) {
   args.gated = s.gated != 0;
   args.group = s.group;
   args.weight_on_input = s.weight_on_input != 0;
-  args.activation = static_cast<Activation>(s.activation);
+  args.activation = static_cast<ActivationKind>(s.activation);
+  if (s.dtype == 1 && args.activation.has_limit()) args.activation.limit = 0.5f;
   fused_moe(kernel, serial, workspace, args);
   return out;
 }

@@ -12,26 +12,62 @@ constexpr float kMax = std::numeric_limits<float>::max();
 constexpr float kMin = std::numeric_limits<float>::min();
 constexpr float kDenormal = std::numeric_limits<float>::denorm_min();
 
+struct Case {
+  Activation activation;
+  ref::Numbers numbers;
+};
+
+// Each kind with its own numbers, then with others.
+std::vector<Case> cases() {
+  std::vector<Case> all;
+  for (int kind = 0; kind < kActivationCount; ++kind) {
+    all.push_back({static_cast<ActivationKind>(kind), ref::numbers_of(kind)});
+  }
+  const auto add = [&](ActivationKind kind, float limit, float alpha, float beta) {
+    Activation activation = kind;
+    activation.limit = limit;
+    activation.alpha = alpha;
+    activation.beta = beta == 0 ? -0.0f : beta;
+    all.push_back({activation, {limit, alpha, beta}});
+  };
+  add(ActivationKind::kSilu, 10, 1, 0);
+  add(ActivationKind::kSilu, 0.25f, 1, 0);
+  add(ActivationKind::kSilu, 7, 1.702f, 1);
+  add(ActivationKind::kSilu, kInf, 0, -2.5f);
+  add(ActivationKind::kSiluGateUp, 3, -0.7f, 0.5f);
+  add(ActivationKind::kSiluUpGate, 2, 1.3f, -1);
+  add(ActivationKind::kSwigluOai, 5, 1.5f, 0);
+  add(ActivationKind::kSwigluStep, 16, 1, 0);
+  add(ActivationKind::kSwigluStep, 0.25f, 1, 0);
+  add(ActivationKind::kSwigluStep, kInf, 1, 0);
+  return all;
+}
+
+std::string describe(const Activation& a) {
+  return "kind " + std::to_string(static_cast<int>(a.kind)) + " limit " + std::to_string(a.limit) + " alpha " +
+         std::to_string(a.alpha) + " beta " + std::to_string(a.beta);
+}
+
 class ActivationTest : public KernelFixture {
  protected:
-  std::vector<float> run(int kind, const std::vector<float>& g, const std::vector<float>* u) {
+  std::vector<float> run(Activation activation, const std::vector<float>& g, const std::vector<float>* u) {
     GuardedBuffer<float> gate(g);
     gate.freeze();
     GuardedBuffer<float> h(gate.size());
     GuardedBuffer<float> up(u != nullptr ? *u : std::vector<float>());
     up.freeze();
-    kernel().activate(static_cast<Activation>(kind), gate.data(), u != nullptr ? up.data() : nullptr, h.data(),
-                      h.size());
+    kernel().activate(activation, gate.data(), u != nullptr ? up.data() : nullptr, h.data(), h.size());
     EXPECT_TRUE(h.slack_intact());
     return {h.data(), h.data() + h.size()};
   }
 
-  void check(int kind, bool gated, const std::vector<float>& g, const std::vector<float>& u) {
-    const std::vector<float> h = run(kind, g, gated ? &u : nullptr);
+  void check(const Case& c, bool gated, const std::vector<float>& g, const std::vector<float>& u) {
+    const std::vector<float> h = run(c.activation, g, gated ? &u : nullptr);
     for (std::size_t i = 0; i < g.size(); ++i) {
-      const ref::Bounded expected = ref::activate(kind, gated, g[i], gated ? u[i] : 0.0f);
+      const ref::Bounded expected =
+          ref::activate(static_cast<int>(c.activation.kind), c.numbers, gated, g[i], gated ? u[i] : 0.0f);
       const double actual = h[i];
-      const std::string where = "kind " + std::to_string(kind) + (gated ? " gated" : " ungated") + " element " +
+      const std::string where = describe(c.activation) + (gated ? " gated" : " ungated") + " element " +
                                 std::to_string(i) + " g=" + testing::PrintToString(g[i]) +
                                 " u=" + testing::PrintToString(gated ? u[i] : 0.0f);
       if (std::isnan(expected.value)) {
@@ -46,9 +82,9 @@ class ActivationTest : public KernelFixture {
   }
 
   void check_all_kinds(const std::vector<float>& g, const std::vector<float>& u) {
-    for (int kind = 0; kind < kActivationCount; ++kind) {
+    for (const Case& c : cases()) {
       for (const bool gated : {false, true}) {
-        check(kind, gated, g, u);
+        check(c, gated, g, u);
         if (HasFatalFailure()) return;
       }
     }
@@ -103,7 +139,7 @@ TEST_P(ActivationTest, HugeAndTiny) {
 }
 
 TEST_P(ActivationTest, NanPropagates) {
-  for (int kind = 0; kind < kActivationCount; ++kind) {
+  for (const auto& [activation, numbers] : cases()) {
     // In every lane, and in every position of a vector that is not full.
     for (std::size_t n = 1; n <= 33; n += 4) {
       for (std::size_t at = 0; at < n; ++at) {
@@ -111,11 +147,10 @@ TEST_P(ActivationTest, NanPropagates) {
         std::vector<float> dirty = clean;
         dirty[at] = NAN;
         for (int operand = 0; operand < 3; ++operand) {  // ungated, g, u
-          SCOPED_TRACE("kind " + std::to_string(kind) + " operand " + std::to_string(operand) + " element " +
-                       std::to_string(at));
+          SCOPED_TRACE(describe(activation) + " operand " + std::to_string(operand) + " element " + std::to_string(at));
           const std::vector<float>& g = operand == 2 ? clean : dirty;
           const std::vector<float>& u = operand == 2 ? dirty : clean;
-          const std::vector<float> h = run(kind, g, operand == 0 ? nullptr : &u);
+          const std::vector<float> h = run(activation, g, operand == 0 ? nullptr : &u);
           for (std::size_t i = 0; i < n; ++i) ASSERT_EQ(std::isnan(h[i]), i == at) << "element " << i;
         }
       }
@@ -128,6 +163,9 @@ TEST_P(ActivationTest, Infinity) {
   const std::vector<float> g = {kInf};
   const std::vector<float> minus = {-kInf};
   const std::vector<float> u = {2.0f};
+  const auto run = [this](int kind, const auto& g, const auto* u) {
+    return ActivationTest::run(static_cast<ActivationKind>(kind), g, u);
+  };
   for (const int kind : {0, 2, 6}) EXPECT_EQ(run(kind, g, &u)[0], kInf) << "kind " << kind;
   EXPECT_EQ(run(1, u, &g)[0], kInf);
   EXPECT_NEAR(run(3, g, &u)[0], 7 / (1 + std::exp(-1.702 * 7)) * 3, 1e-5);
@@ -149,13 +187,13 @@ TEST_P(ActivationTest, EveryLengthAndInPlace) {
       g.push_back(rng.normal() * 3);
       u.push_back(rng.normal());
     }
-    for (int kind = 0; kind < kActivationCount; ++kind) {
+    for (const Case& c : cases()) {
       for (const bool gated : {false, true}) {
-        check(kind, gated, g, u);
+        check(c, gated, g, u);
         if (HasFatalFailure()) return;
-        const std::vector<float> apart = run(kind, g, gated ? &u : nullptr);
+        const std::vector<float> apart = run(c.activation, g, gated ? &u : nullptr);
         GuardedBuffer<float> h(g, Guard::kBefore);
-        kernel().activate(static_cast<Activation>(kind), h.data(), gated ? u.data() : nullptr, h.data(), n);
+        kernel().activate(c.activation, h.data(), gated ? u.data() : nullptr, h.data(), n);
         for (int64_t i = 0; i < n; ++i) {
           ASSERT_EQ(float_bits(h[i]), float_bits(apart[static_cast<std::size_t>(i)]))
               << "in place, element " << i << " of " << n;
@@ -180,21 +218,53 @@ TEST_P(ActivationTest, SameBitsAsScalar) {
   for (std::size_t i = 0; i < g.size(); ++i)
     u.push_back(i % 5 == 0 ? bits_float(static_cast<uint32_t>(rng.bits())) : rng.normal() * 5);
   const auto n = static_cast<int64_t>(g.size());
-  for (int kind = 0; kind < kActivationCount; ++kind) {
+  for (const auto& [activation, numbers] : cases()) {
     for (const bool gated : {false, true}) {
-      const std::vector<float> h = run(kind, g, gated ? &u : nullptr);
+      const std::vector<float> h = run(activation, g, gated ? &u : nullptr);
       std::vector<float> expected(g.size());
-      scalar.activate(static_cast<Activation>(kind), g.data(), gated ? u.data() : nullptr, expected.data(), n);
+      scalar.activate(activation, g.data(), gated ? u.data() : nullptr, expected.data(), n);
       std::vector<float> shifted(g.size() - 1);
-      kernel().activate(static_cast<Activation>(kind), g.data() + 1, gated ? u.data() + 1 : nullptr, shifted.data(),
-                        n - 1);
+      kernel().activate(activation, g.data() + 1, gated ? u.data() + 1 : nullptr, shifted.data(), n - 1);
       for (std::size_t i = 0; i < g.size(); ++i) {
-        ASSERT_TRUE(same_float(h[i], expected[i])) << "kind " << kind << " gated " << gated << " g=" << g[i]
+        ASSERT_TRUE(same_float(h[i], expected[i])) << describe(activation) << " gated " << gated << " g=" << g[i]
                                                    << " u=" << u[i] << ": " << h[i] << " and " << expected[i];
         if (i > 0) {
-          ASSERT_TRUE(same_float(shifted[i - 1], h[i])) << "kind " << kind << " g=" << g[i] << " in another lane";
+          ASSERT_TRUE(same_float(shifted[i - 1], h[i])) << describe(activation) << " g=" << g[i] << " in another lane";
         }
       }
+    }
+  }
+}
+
+// One form computes kinds 0 to 4: numbers that do nothing change no bit, of zeros neither.
+TEST_P(ActivationTest, NumbersThatDoNothingAreExact) {
+  W4A8_TRACE_SEED();
+  Rng rng(13);
+  std::vector<float> g;
+  std::vector<float> u;
+  for (int i = 0; i < 20000; ++i) {
+    g.push_back(i % 3 == 0 ? bits_float(static_cast<uint32_t>(rng.bits())) : rng.normal() * 8);
+    u.push_back(i % 2 == 0 ? bits_float(static_cast<uint32_t>(rng.bits())) : rng.normal() * 8);
+  }
+  for (const float special : {0.0f, -0.0f, kMax, -kMax, kDenormal, -kDenormal, kInf, -kInf}) {
+    for (const float other : {0.0f, -0.0f, 1.0f, -1.0f, kDenormal}) {
+      g.insert(g.end(), {special, other});
+      u.insert(u.end(), {other, special});
+    }
+  }
+  const auto min = [](float a, float b) { return a < b ? a : b; };
+  const auto clamped = [&](float v) { return min(7, v) > -7 ? min(7, v) : (v < -7 ? -7 : v); };
+  const std::vector<float> silu_g = run(ActivationKind::kSilu, g, nullptr);
+  const std::vector<float> silu_u = run(ActivationKind::kSilu, u, nullptr);
+  const std::vector<float> oai_g = run(ActivationKind::kSwigluOai, g, nullptr);
+  for (int kind = 0; kind <= 4; ++kind) {
+    const std::vector<float> h = run(static_cast<ActivationKind>(kind), g, &u);
+    for (std::size_t i = 0; i < g.size(); ++i) {
+      float expected = silu_g[i] * u[i];
+      if (kind == 1) expected = silu_u[i] * g[i];
+      if (kind == 3) expected = oai_g[i] * (clamped(u[i]) + 1);
+      if (kind == 4) expected = min(7, silu_g[i]) * clamped(u[i]);
+      ASSERT_TRUE(same_float(h[i], expected)) << "kind " << kind << " g=" << g[i] << " u=" << u[i] << ": " << h[i];
     }
   }
 }

@@ -18,6 +18,8 @@ ref::MoeLayer random_layer(Rng& rng, const MoeCase& c) {
   layer.gated = c.gated;
   layer.weight_on_input = c.weight_on_input;
   layer.kind = c.kind;
+  layer.numbers = ref::numbers_of(c.kind);
+  if (c.limit != 0) layer.numbers.limit = c.limit;
   return layer;
 }
 
@@ -35,11 +37,17 @@ PackedShape shape2(const MoeCase& c) {
 std::string describe(const MoeCase& c) {
   return "T=" + std::to_string(c.tokens) + " k=" + std::to_string(c.top_k) + " E=" + std::to_string(c.experts) +
          " H=" + std::to_string(c.hidden) + " I=" + std::to_string(c.intermediate) +
-         " group=" + std::to_string(c.group) + " kind=" + std::to_string(c.kind) + (c.gated ? " gated" : " ungated") +
-         (c.bias ? " bias" : "") + (c.weight_on_input ? " weight_on_input" : "") +
+         " group=" + std::to_string(c.group) + " kind=" + std::to_string(c.kind) + " limit=" + std::to_string(c.limit) +
+         (c.gated ? " gated" : " ungated") + (c.bias ? " bias" : "") + (c.weight_on_input ? " weight_on_input" : "") +
          " scales=" + scale_type_name(c.scales) + " x=" + dtype_name(c.dtype) + " w13 " + kind_name(c.kind13) + " w2 " +
          kind_name(c.kind2) + " activation groups " + std::to_string(c.activation13) + " and " +
          std::to_string(c.activation2);
+}
+
+Activation activation_of(const MoeCase& c) {
+  Activation activation = static_cast<ActivationKind>(c.kind);
+  if (c.limit != 0) activation.limit = c.limit;
+  return activation;
 }
 
 MoeData::MoeData(Rng& rng, const MoeCase& c)
@@ -84,7 +92,7 @@ MoeArgs MoeData::args() const {
   args.gated = shape.gated;
   args.group = shape.group;
   args.weight_on_input = shape.weight_on_input;
-  args.activation = static_cast<Activation>(shape.kind);
+  args.activation = activation_of(shape);
   return args;
 }
 
@@ -118,7 +126,7 @@ std::vector<uint32_t> MoeData::compose(const Kernel& kernel, int64_t t) const {
     if (shape.weight_on_input) input.recip = row.recip * router[slot];
     const std::vector<float> gu = ref::dot_all(input, layer.w13[e]);
     std::vector<float> h(inner);
-    kernel.activate(static_cast<Activation>(shape.kind), gu.data(), shape.gated ? gu.data() + inner : nullptr, h.data(),
+    kernel.activate(activation_of(shape), gu.data(), shape.gated ? gu.data() + inner : nullptr, h.data(),
                     shape.intermediate);
     const std::vector<float> y = ref::dot_all(ref::quantize(h, shape.activation2), layer.w2[e]);
     const float weight = shape.weight_on_input ? 1.0f : router[slot];

@@ -20,6 +20,7 @@ struct MoeCase {
   bool gated = true;
   bool weight_on_input = false;
   int kind = 2;
+  float limit = 0;  // 0: the kind's own
   bool bias = false;
   ScaleType scales = ScaleType::kFloat32;
   DType dtype = DType::kFloat32;
@@ -30,6 +31,7 @@ struct MoeCase {
 };
 
 std::string describe(const MoeCase& c);
+Activation activation_of(const MoeCase& c);
 
 PackedShape shape13(const MoeCase& c);
 PackedShape shape2(const MoeCase& c);

@@ -36,6 +36,7 @@ MoeCase varied(const Sizes& s, int variant) {
   c.intermediate = s.intermediate;
   c.group = s.group;
   c.kind = variant % kActivationCount;
+  c.limit = variant % 8 < 5 && variant % 3 == 1 ? 0.5f : 0;  // kinds from 5 on have none
   c.gated = variant % 4 != 1;
   c.bias = variant % 3 == 0;
   c.weight_on_input = variant % 5 == 0;
@@ -58,6 +59,7 @@ TEST_P(MoeTest, ActivationsAndShapes) {
         c.tokens = MoeCase().tokens;
         c.top_k = MoeCase().top_k;
         c.kind = kind;
+        if (kind > 4) c.limit = 0;
         c.gated = gated;
         const int64_t kinds = s.group == 16 ? 3 : kKindCount;  // the first three are nibbles, which e5m3 goes with
         if (s.group == 16) c.scales = ScaleType::kE5M3;
@@ -229,6 +231,7 @@ TEST_P(MoeTest, WithinTheBoundOfTheReference) {
         c.intermediate = group == -1 ? 26 : 96;
         c.group = group;
         c.kind = kind;
+        c.limit = kind == 4 || (kind == 2 && gated) ? 0.75f : 0;
         c.gated = gated;
         c.weight_on_input = kind % 2 == 1;
         c.bias = gated;

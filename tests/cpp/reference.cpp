@@ -6,6 +6,7 @@
 #include <limits>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace w4a8::ref {
 namespace {
@@ -119,22 +120,23 @@ Approximate gelu_tanh(double x) {
   return logistic(x, 2 * t, 7 * kRound);
 }
 
-double clamp7(double u) { return max2(-7.0, min2(7.0, u)); }
-
-Approximate activation(int kind, bool gated, double g, double u) {
+Approximate activation(int kind, const Numbers& numbers, bool gated, double g, double u) {
+  const auto clamped = [&](double v) { return max2(-numbers.limit, min2(numbers.limit, v)); };
   switch (kind) {
     case 0:
-    case 2: return gated ? times(silu(g), exact(u)) : silu(g);
-    case 1: return gated ? times(silu(u), exact(g)) : silu(g);
+    case 1:
+    case 2:
     case 3: {
-      const double c = min2(7.0, g);
-      const Approximate gate = logistic(c, 1.702 * c, 2 * kRound);
-      return gated ? times(gate, {clamp7(u) + 1, kRound, 0}) : gate;
+      if (kind == 1 && gated) std::swap(g, u);
+      const double c = min2(numbers.limit, g);
+      // alpha and the product round, but 1 does not.
+      const Approximate gate = logistic(c, numbers.alpha * c, numbers.alpha == 1 ? 0 : 2 * kRound);
+      return gated ? times(gate, {clamped(u) + numbers.beta, numbers.beta == 0 ? 0 : kRound, 0}) : gate;
     }
     case 4: {
       Approximate gate = silu(g);
-      gate.value = min2(7.0, gate.value);
-      return gated ? times(gate, exact(clamp7(u))) : gate;
+      gate.value = min2(numbers.limit, gate.value);
+      return gated ? times(gate, exact(clamped(u))) : gate;
     }
     case 5: return gated ? times(gelu(g), exact(u)) : gelu(g);
     case 6: return gated ? times(gelu_tanh(g), exact(u)) : gelu_tanh(g);
@@ -379,8 +381,13 @@ std::vector<float> dot_all(const Row& row, const Weights& weights) {
   return out;
 }
 
-Bounded activate(int kind, bool gated, float g, float u) {
-  const Approximate result = activation(kind, gated, g, u);
+Numbers numbers_of(int kind) {
+  if (kind == 3) return {7, 1.702, 1};
+  return {kind == 4 ? 7 : std::numeric_limits<double>::infinity(), 1, 0};
+}
+
+Bounded activate(int kind, const Numbers& numbers, bool gated, float g, float u) {
+  const Approximate result = activation(kind, numbers, gated, g, u);
   // An intermediate that underflows is off by half of the smallest denormal, and multiplied by g, u or both after that.
   const double factor =
       std::max(1.0, std::fabs(static_cast<double>(g))) * std::max(1.0, std::fabs(static_cast<double>(u)));
@@ -406,8 +413,8 @@ std::vector<Bounded> moe_token(const MoeLayer& layer, const std::vector<float>& 
     std::vector<double> error;
     for (int64_t i = 0; i < inner; ++i) {
       const auto at = static_cast<std::size_t>(i);
-      const Bounded b =
-          activate(layer.kind, layer.gated, gu[at], layer.gated ? gu[at + static_cast<std::size_t>(inner)] : 0);
+      const Bounded b = activate(layer.kind, layer.numbers, layer.gated, gu[at],
+                                 layer.gated ? gu[at + static_cast<std::size_t>(inner)] : 0);
       h.push_back(static_cast<float>(b.value));
       error.push_back(b.error + std::fabs(b.value) * kRound);
     }

@@ -80,8 +80,16 @@ struct Bounded {
   double error;
 };
 
+/// The numbers of an activation of section 5, and those that a kind has by itself.
+struct Numbers {
+  double limit;
+  double alpha;
+  double beta;
+};
+Numbers numbers_of(int kind);
+
 /// Section 5 in double precision, without its clamps of exp. u is ignored when not gated.
-Bounded activate(int kind, bool gated, float g, float u);
+Bounded activate(int kind, const Numbers& numbers, bool gated, float g, float u);
 
 /// Section 4 for one token in double precision: everything before the activation is exact (dot), what follows carries
 /// the error of `activate`, and a quantized value that this error can move across a tie counts as moved.
@@ -91,6 +99,7 @@ struct MoeLayer {
   bool gated = true;
   bool weight_on_input = false;
   int kind = 2;
+  Numbers numbers = numbers_of(2);
 };
 std::vector<Bounded> moe_token(const MoeLayer& layer, const std::vector<float>& x, const std::vector<int>& ids,
                                const std::vector<float>& router);

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -66,6 +67,20 @@ class Random {
  private:
   uint64_t state_;
 };
+
+/// A kind with its own numbers or others.
+inline Activation pick_activation(Bytes& in) {
+  constexpr float kLimits[] = {0.25f, 7.0f, 10.0f, std::numeric_limits<float>::infinity()};
+  constexpr float kSlopes[] = {1.0f, 1.702f, 0.0f, -0.7f};
+  constexpr float kAdded[] = {-0.0f, 1.0f, -2.5f};
+  Activation activation = static_cast<ActivationKind>(in.integer(0, kActivationCount - 1));
+  if (in.flag() && activation.has_limit()) activation.limit = in.pick(kLimits);
+  if (in.flag() && activation.has_slope()) {
+    activation.alpha = in.pick(kSlopes);
+    activation.beta = in.pick(kAdded);
+  }
+  return activation;
+}
 
 /// Weights in -8..7: random, all of one value, alternating extremes, or the input's own bytes.
 std::vector<int> weights(Bytes& in, int64_t count);

@@ -193,7 +193,7 @@ void fuzz_moe(Bytes& in) {
   args.intermediate = grouped ? args.group * in.integer(1, 3) : 2 * in.integer(1, 60);
   args.gated = in.flag();
   args.weight_on_input = in.flag();
-  args.activation = static_cast<Activation>(in.integer(0, kActivationCount - 1));
+  args.activation = pick_activation(in);
   args.dtype = in.pick(kDTypes);
   args.experts = in.integer(0, 5);
   args.top_k = in.integer(0, 4);
@@ -237,7 +237,8 @@ void fuzz_moe(Bytes& in) {
   args.w13_bytes = packed_bytes(shape13);
   args.w2 = w2.bytes.data();
   args.w2_bytes = packed_bytes(shape2);
-  const std::string what = "kind " + std::to_string(static_cast<int>(args.activation)) + ", w13 " + describe(shape13);
+  const std::string what =
+      "kind " + std::to_string(static_cast<int>(args.activation.kind)) + ", w13 " + describe(shape13);
   check_moe({w13.naive, w2.naive, shape13.activation_group, shape2.activation_group}, args, workers, what);
 }
 

@@ -332,7 +332,7 @@ void fuzz_experts(Bytes& in) {
   args.hidden = grouped ? 32 * in.pick({1, 2, 3, 8}) : 2 * in.integer(1, 20);
   args.intermediate = grouped ? 32 * in.pick({1, 2, 8}) : 2 * in.integer(1, 20);
   args.gated = in.flag();
-  args.activation = static_cast<Activation>(in.integer(0, kActivationCount - 1));
+  args.activation = pick_activation(in);
   args.experts = kExperts;
   args.tokens = in.integer(1, 5);
   args.top_k = in.integer(1, 3);

@@ -215,7 +215,9 @@ void fuzz_given(Bytes& in) {
 }
 
 void fuzz_activation(Bytes& in) {
-  const auto kind = static_cast<int>(in.integer(0, kActivationCount - 1));
+  const Activation activation = pick_activation(in);
+  const auto kind = static_cast<int>(activation.kind);
+  const ref::Numbers numbers = {activation.limit, activation.alpha, activation.beta};
   const bool gated = in.flag();
   const int64_t count = in.integer(0, 70);
   const std::vector<float> g = floats(in, count);
@@ -223,13 +225,15 @@ void fuzz_activation(Bytes& in) {
   std::vector<float> first;
   for (const Kernel* kernel : test::supported_kernels()) {
     std::vector<float> h(static_cast<std::size_t>(count));
-    kernel->activate(static_cast<Activation>(kind), g.data(), gated ? u.data() : nullptr, h.data(), count);
+    kernel->activate(activation, g.data(), gated ? u.data() : nullptr, h.data(), count);
     if (first.empty()) first = h;
     for (std::size_t i = 0; i < h.size(); ++i) {
-      const std::string what = std::string("activation ") + kernel->name + " kind " + std::to_string(kind) +
-                               (gated ? " gated" : "") + " g=" + std::to_string(g[i]) + " u=" + std::to_string(u[i]);
+      const std::string what =
+          std::string("activation ") + kernel->name + " kind " + std::to_string(kind) + (gated ? " gated" : "") +
+          " limit=" + std::to_string(activation.limit) + " alpha=" + std::to_string(activation.alpha) +
+          " beta=" + std::to_string(activation.beta) + " g=" + std::to_string(g[i]) + " u=" + std::to_string(u[i]);
       require(same(h[i], first[i]), what + ": kernels differ");
-      const ref::Bounded bound = ref::activate(kind, gated, g[i], gated ? u[i] : 0.0f);
+      const ref::Bounded bound = ref::activate(kind, numbers, gated, g[i], gated ? u[i] : 0.0f);
       const double actual = h[i];
       if (std::isnan(bound.value)) {
         require(std::isnan(actual), what + ": not NaN");

@@ -262,9 +262,10 @@ class Layer:
     def arrays(self):
         return [[m.arrays(e) for e in range(self.experts)] for m in (self.w13, self.w2)]
 
-    def __call__(self, x, ids, router, kind=0, weight_on_input=False):
+    def __call__(self, x, ids, router, kind=0, weight_on_input=False, **numbers):
         sizes = (self.hidden, self.intermediate, self.w13_rows, self.group_size)
-        return w4a8.dynamic_4bit_int_moe(x, ids, router, self.w13_packed, self.w2_packed, *sizes, weight_on_input, kind)
+        how = (*sizes, weight_on_input, kind)
+        return w4a8.dynamic_4bit_int_moe(x, ids, router, self.w13_packed, self.w2_packed, *how, **numbers)
 
 
 def make_layer(
@@ -289,17 +290,18 @@ def make_layer(
     return Layer(w13, w2, hidden, intermediate, gated, group_size)
 
 
-def check_layer(layer, x, ids, router, kind=0, weight_on_input=False, what="", most=None):
+def check_layer(layer, x, ids, router, kind=0, weight_on_input=False, what="", most=None, **numbers):
     """The fused operator is as near to reference.moe as it must be; returns its output.
 
+    numbers: limit, alpha, beta.
     most: the largest share of the output that may be granted to it, of the medians.
     """
-    out = layer(x, ids, router, kind, weight_on_input)
+    out = layer(x, ids, router, kind, weight_on_input, **numbers)
     assert out.dtype == x.dtype
     assert out.shape == x.shape
     rows = x.reshape(-1, layer.hidden).float().numpy()
     groups = (layer.w13.activation_group, layer.w2.activation_group)
-    options = (layer.intermediate, layer.gated, weight_on_input, int(kind), groups)
+    options = (layer.intermediate, layer.gated, weight_on_input, int(kind), groups, numbers)
     want, explained = reference.moe(rows, ids.numpy(), router.float().numpy(), *layer.arrays(), *options)
     # Rounding to the output type adds half a unit in the last place of a number that may itself be off by `explained`.
     relative, absolute = ROUNDING[x.dtype]

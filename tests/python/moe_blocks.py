@@ -101,13 +101,16 @@ class DeepseekV3MoE(nn.Module):
 
 def expert_weights(experts):
     """[(w13 [2I, H], w13 bias or None, w2 [H, I], w2 bias or None)] of either form of experts."""
-    if hasattr(experts, "gate_up_proj_bias"):  # gpt-oss: gate and up in turns, transposed
-        halves = [(0, 2), (1, 2)]
+    if hasattr(experts, "gate_up_proj_bias"):  # transposed; gpt-oss: gate and up in turns
+        turns = type(experts).__name__ == "GptOssExperts"
+        halves = [(0, 2), (1, 2)] if turns else [(0, 1)]
         w13 = [torch.cat([w.T[begin::step] for begin, step in halves]) for w in experts.gate_up_proj]
         b13 = [torch.cat([b[begin::step] for begin, step in halves]) for b in experts.gate_up_proj_bias]
         return list(zip(w13, b13, [w.T for w in experts.down_proj], experts.down_proj_bias))
     if type(experts).__name__ == "Llama4TextExperts":  # transposed
         return [(w13.T, None, w2.T, None) for w13, w2 in zip(experts.gate_up_proj, experts.down_proj)]
+    if not getattr(experts, "has_gate", True):
+        return [(w13, None, w2, None) for w13, w2 in zip(experts.up_proj, experts.down_proj)]
     if hasattr(experts, "gate_up_proj"):
         return [(w13, None, w2, None) for w13, w2 in zip(experts.gate_up_proj, experts.down_proj)]
     found = []

@@ -135,6 +135,10 @@ def op_samples():
             ops.dynamic_4bit_int_moe.default,
             {**moe, "x": torch.randn(5, 64).half(), "topk_ids": ids.int()},
         ),
+        "moe with numbers": (
+            ops.dynamic_4bit_int_moe.default,
+            {**moe, "activation_kind": 3, "limit": 0.5, "alpha": 1.5, "beta": 0.25},
+        ),
         "moe of 10 arguments": (
             ops.dynamic_4bit_int_moe.gated,
             {name: value for name, value in moe.items() if name != "I2"},

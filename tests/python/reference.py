@@ -229,9 +229,10 @@ def rounding_bound(terms, groups, bias=0.0, products=0):
 EXP_ERROR, ERFC_ERROR = 2e-7, 5e-7
 
 
-def activation(kind, g, u):
+def activation(kind, g, u, numbers=None):
     """float32 g, u (u None when ungated) -> h float64, and a bound on how far float32 arithmetic may be from it.
 
+    numbers: limit, alpha and beta, where they are not the kind's own.
     The bound adds, relative to h: the error of exp or erfc, U for each rounding, and the error of the argument times
     the condition of the function (|a| for exp(a); a**2 + 1 for the normal distribution function at a).
     """
@@ -242,18 +243,20 @@ def activation(kind, g, u):
         with np.errstate(over="ignore"):
             return v / (1 + np.exp(-v))
 
+    own = {3: (7, 1.702, 1), 4: (7, 1, 0)}.get(kind, (np.inf, 1, 0))
+    limit, alpha, beta = {**dict(zip(("limit", "alpha", "beta"), own)), **(numbers or {})}.values()
     silu_error = EXP_ERROR + 2 * U
     if kind == 1 and u is not None:
         gate, up = up, gate
-    if kind in (0, 1, 2):
-        h, relative = silu(gate) * up, silu_error + U
-    elif kind == 3:
-        c = np.minimum(7, gate)
-        a = 1.702 * c
-        h = c / (1 + np.exp(-a)) * (1 if u is None else np.clip(up, -7, 7) + 1)
-        relative = EXP_ERROR + 2 * U * np.abs(a) + 5 * U
+    if kind in (0, 1, 2, 3):
+        c = np.minimum(limit, gate)
+        a = alpha * c
+        with np.errstate(over="ignore"):
+            h = c / (1 + np.exp(-a)) * (1 if u is None else np.clip(up, -limit, limit) + beta)
+        relative = EXP_ERROR + 3 * U if (alpha, beta) == (1, 0) else EXP_ERROR + 2 * U * np.abs(a) + 5 * U
     elif kind == 4:
-        h, relative = np.minimum(7, silu(gate)) * (1 if u is None else np.clip(up, -7, 7)), silu_error + U
+        h = np.minimum(limit, silu(gate)) * (1 if u is None else np.clip(up, -limit, limit))
+        relative = silu_error + U
     elif kind == 5:
         phi = np.vectorize(math.erfc, otypes=[np.float64])(-gate / math.sqrt(2)) / 2
         h, relative = gate * phi * up, ERFC_ERROR + 2 * U * (gate**2 + 1) + 3 * U
@@ -341,7 +344,7 @@ def second_matmul(h, error, weights, scales, bias, channel_scales=None, minimums
     return y, moved + rounding + shared
 
 
-def moe(x, ids, router, w13, w2, intermediate, gated, weight_on_input, kind, activation_groups=(-1, -1)):
+def moe(x, ids, router, w13, w2, intermediate, gated, weight_on_input, kind, activation_groups=(-1, -1), numbers=None):
     """The fused layer.
 
     x float32 [T, H], ids int [T, k], router float32 [T, k], w13 and w2 lists of (weights, scales, bias or None[,
@@ -358,7 +361,7 @@ def moe(x, ids, router, w13, w2, intermediate, gated, weight_on_input, kind, act
         row_recip = recip[rows] * router[rows, slot] if weight_on_input else recip[rows]
         in_groups = {"x_scales": x_scales[0][rows]} if x_scales else {}
         gu = matmul_quantized(q[rows], zp[rows], row_recip, *w13[expert], **in_groups)
-        h, error = activation(kind, gu[:, :intermediate], gu[:, intermediate:] if gated else None)
+        h, error = activation(kind, gu[:, :intermediate], gu[:, intermediate:] if gated else None, numbers)
         y[rows, slot], y_error[rows, slot] = second_matmul(h, error, *w2[expert], activation_group=activation_groups[1])
 
     out = np.zeros((tokens, hidden), F32)

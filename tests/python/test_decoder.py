@@ -55,10 +55,11 @@ class Model:
 
     def __init__(self, *, layers=2, fused=False, experts=0, shared=None, four_norms=False, head_norm=None, window=0,
                  kind="int8", interleaved=False, turned=SIZE, head=True, activation=0, biases=False, matrices="qkv",
-                 **attention):  # fmt: skip
+                 numbers=None, **attention):  # fmt: skip
         norm = lambda n=HIDDEN: 1 + 0.2 * torch.randn(n)  # noqa: E731
         self.kind, self.window, self.interleaved, self.experts = kind, window, interleaved, experts
         self.attention, self.activation = {"scale": SIZE**-0.5, "soft_cap": 0.0, "sinks": None} | attention, activation
+        self.numbers = numbers or {}  # of the experts
         self.rope = torch.randn(POSITIONS, turned)
         self.norm, self.layers = norm(), []
         self.head = self.pack(VOCAB, HIDDEN, "int8") if head else None
@@ -99,7 +100,7 @@ class Model:
                 parts["shared_gate"] = torch.randn(HIDDEN) if shared == "gated" else None
                 self.decoder.add_experts(
                     parts["router"], parts["router_bias"], parts["w13"], parts["w2"], top_k=2, renormalize=True,
-                    activation_kind=activation, shared_gate=parts["shared_gate"],
+                    activation_kind=activation, shared_gate=parts["shared_gate"], **self.numbers,
                 )  # fmt: skip
             self.layers.append(layer | parts)
         block = w4a8.attention_block_bytes(kind, SIZE, SIZE)
@@ -148,8 +149,8 @@ class Model:
         return rows if weight is None else rms_norm(rows.reshape(len(rows), -1, len(weight)), weight).view(rows.shape)
 
     def mlp(self, layer, x):
-        moe = lambda ids, weights, w13, w2: w4a8.dynamic_4bit_int_moe(  # noqa: E731
-            x, ids, weights, w13, w2, HIDDEN, INNER, 2 * INNER, 0, False, self.activation
+        moe = lambda ids, weights, w13, w2, **numbers: w4a8.dynamic_4bit_int_moe(  # noqa: E731
+            x, ids, weights, w13, w2, HIDDEN, INNER, 2 * INNER, 0, False, self.activation, **numbers
         )
         y = None
         if layer["down"] is not None:
@@ -160,7 +161,7 @@ class Model:
             return y
         logits = dots(x, layer["router"]) + layer["router_bias"]
         weights, ids = w4a8.topk_routing(logits, 2, True)
-        experts = moe(ids, weights, layer["w13"], layer["w2"])
+        experts = moe(ids, weights, layer["w13"], layer["w2"], **self.numbers)
         if y is None:
             return experts
         gate = layer["shared_gate"]
@@ -201,6 +202,8 @@ MODELS = {
     "whole rows": {"head_norm": "whole", "head": False},
     "half turned": {"turned": SIZE // 2, "interleaved": True},
     "gpt-oss": {"sinks": torch.linspace(-1, 1, HEADS), "experts": 5, "window": 64, "activation": 3},
+    "other numbers": {"experts": 4, "shared": "plain", "numbers": {"limit": 0.25, "alpha": 1.3, "beta": 0.5}},
+    "step": {"experts": 4, "activation": 4, "numbers": {"limit": 0.25}},
     "soft cap": {"soft_cap": 3.0},
     "experts": {"experts": 4, "fused": True},
     "biases": {"biases": True},
@@ -408,6 +411,12 @@ def test_experts_refuse():
     w13, w2 = (torch.stack([model.pack(*shape)]) for shape in ((2 * INNER, HIDDEN), (HIDDEN, INNER)))
     with pytest.raises(RuntimeError, match="the last layer of decoder has experts, expected one without"):
         model.decoder.add_experts(torch.zeros(1, HIDDEN), None, w13, w2, top_k=1, renormalize=True)
+    model = Model(layers=1, experts=2)
+    parts = {"heads": HEADS, "kv_heads": KV, "head_size": SIZE, "scale": 1.0}
+    model.decoder.add_layer(model.layers[0]["qkv"], model.layers[0]["out"], **parts)
+    two = {"w13": model.layers[0]["w13"], "w2": model.layers[0]["w2"], "top_k": 1, "renormalize": True}
+    with pytest.raises(RuntimeError, match="w4a8::decoder_add_experts: limit is -1, expected a number above 0"):
+        model.decoder.add_experts(torch.zeros(2, HIDDEN), None, **two, limit=-1.0)
     decoder = Decoder(model.norm, None, hidden_size=HIDDEN, eps=EPS)
     with pytest.raises(RuntimeError, match="decoder has no layer yet"):
         decoder.add_experts(torch.zeros(1, HIDDEN), None, w13, w2, top_k=1, renormalize=True)

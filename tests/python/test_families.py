@@ -5,19 +5,28 @@ float beside the report.
 """
 
 import copy
+import json
+from types import SimpleNamespace
 
 import moe_blocks
 import pytest
+import reference
 import torch
-from common import assert_within
+from common import assert_same_bits, assert_within
 from test_quantize import expected_experts, rounded
 from test_quantize_transformers import FAMILIES, make_model
 
 import w4a8
+from w4a8.integrations.vllm.packed import only_whole, read_directory
 from w4a8.nn import W4A8Experts
+from w4a8.quantization.moe_blocks import fused_experts
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 import multiplied_out  # noqa: E402 (needs transformers itself)
+from safetensors.torch import load_file, save_file  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+from w4a8.integrations.transformers import W4A8Config  # noqa: E402
 
 if int(transformers.__version__.split(".")[0]) < 5:
     pytest.skip("transformers 5 is needed", allow_module_level=True)
@@ -56,6 +65,108 @@ def test_experts(name, group):
     assert chosen.sum() == 18
     assert_within(got[chosen].numpy(), want[chosen], explained[chosen])
     assert not got[~chosen].any()
+
+
+# Experts whose gate is not the usual one: class, numbers of its module, kind and numbers of docs/numerics.md.
+GATES = [
+    ("deepseek_v4.DeepseekV4Experts", {"limit": 0.5}, 2, {"limit": 0.5}),
+    ("hy_v4.HYV4Experts", {"swiglu_limit": 0.5}, 2, {"limit": 0.5}),
+    ("glm5_next.Glm5NextTextExperts", {"swiglu_limit": 10.0}, 2, {"limit": 10.0}),
+    ("minimax_m3_vl.MiniMaxM3VLExperts", {"swiglu_limit": 0.75, "swiglu_alpha": 1.5}, 3, {"limit": 0.75, "alpha": 1.5}),
+    ("gpt_oss.GptOssExperts", {"limit": 0.75, "alpha": 1.5}, 3, {"limit": 0.75, "alpha": 1.5}),
+    ("gpt_oss.GptOssExperts", {}, 3, {}),
+    ("openai_privacy_filter.OpenAIPrivacyFilterExperts", {"limit": 0.75}, 3, {"limit": 0.75}),
+    ("step3p7.Step3p7Experts", {"limit": 0.5}, 4, {"limit": 0.5}),
+    ("step3p7.Step3p7Experts", {}, 2, {}),
+    ("nemotron_h.NemotronHExperts", {}, 7, {}),
+]
+
+
+@pytest.mark.parametrize(("name", "numbers", "kind", "expected"), GATES, ids=str)
+@torch.no_grad()
+def test_gates(name, numbers, kind, expected):
+    module, _, cls = name.partition(".")
+    modeling = pytest.importorskip(f"transformers.models.{module}.modeling_{module}")
+    config = SimpleNamespace(
+        num_local_experts=4, n_routed_experts=4, hidden_size=64, intermediate_size=32, moe_intermediate_size=32,
+        moe_latent_size=None, hidden_act="silu", mlp_hidden_act="relu2", swiglu_limit=7.0, swiglu_alpha=1.702,
+        _experts_implementation="eager",
+    )  # fmt: skip
+    experts = getattr(modeling, cls)(config)
+    vars(experts).update(numbers)
+    for tensor in experts.parameters():
+        tensor.copy_(4 * torch.randn_like(tensor) / 8)
+    gated = kind != 7
+    rows = 4 * torch.randn(50, 64, dtype=torch.double)
+    halves = list(rows.chunk(2, -1))
+    turned = torch.stack(halves, -1).flatten(-2) if cls == "GptOssExperts" else rows
+    own = experts._apply_gate(turned) if gated else experts.act_fn(halves[0])
+    # The formula, before what is packed.
+    want, error = reference.activation(kind, halves[0], halves[1] if gated else None, expected)
+    assert_within(own.numpy(), want, error)
+    torch.testing.assert_close(fused_experts(experts).between(rows if gated else halves[0]), own)  # of calibration
+    floats, model = moe_blocks.expert_weights(experts), torch.nn.ModuleDict({"experts": experts})
+    report = w4a8.quantize_(model)
+    assert list(report.replaced) == ["experts"] and report.left_bytes == 0
+    x, ids, weights = torch.randn(9, 64), torch.rand(9, 4).argsort(-1)[:, :2], torch.rand(9, 2)
+    want, explained = expected_experts(floats, x, ids, weights, 32, kind, **expected)
+    assert_within(model["experts"](x, ids, weights).numpy(), want, explained)
+
+
+@torch.no_grad()
+def test_without_a_gate(tmp_path):
+    """The same bits when it is packed while it is loaded, saved and loaded, and read from int4 codes. For vLLM its
+    experts are not cut."""
+    model, tokens = make_model("nemotron h"), torch.randint(3, 64, (1, 9))
+    model.save_pretrained(tmp_path / "float")
+    w4a8.quantize_(model)
+    want = model(tokens).logits
+
+    def check(folder, **options):
+        found = AutoModelForCausalLM.from_pretrained(tmp_path / folder, dtype=torch.float32, **options)
+        (experts,) = (module for module in found.modules() if isinstance(module, W4A8Experts))
+        assert repr(experts).endswith("activation=RELU2, gated=False)")
+        assert_same_bits(found(tokens).logits, want)
+        return found
+
+    check("float", quantization_config=W4A8Config()).save_pretrained(tmp_path / "packed")
+    check("packed")
+    config = json.loads((tmp_path / "packed" / "config.json").read_text())
+    said = read_directory(tmp_path / "packed", config["quantization_config"])
+    reasons = {name: only_whole(parts, "nemotron_h") for name, parts in said.packed.items()}
+    assert reasons.pop("backbone.layers.1.mixer.experts") == "experts without a gate" and set(reasons.values()) == {
+        None
+    }
+    tensors = {}
+    for key, tensor in load_file(tmp_path / "packed" / "model.safetensors").items():
+        name, _, leaf = key.rpartition(".")
+        part = {"w13_packed": "up_proj", "w2_packed": "down_proj"}.get(leaf)
+        if leaf == "packed":
+            tensors.update(linear_as_tensors(name, tensor))
+        elif part is None:
+            tensors[key] = tensor
+        else:
+            for expert, packed in enumerate(tensor):
+                tensors.update(linear_as_tensors(f"{name}.{expert}.{part}", packed))
+    (tmp_path / "int4").mkdir()
+    save_file(tensors, tmp_path / "int4" / "model.safetensors", {"format": "pt"})
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+    quantization = {
+        "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
+        "ignore": ["lm_head"], "config_groups": {"one": {"targets": ["Linear"], "weights": weights}},
+    }  # fmt: skip
+    (tmp_path / "int4" / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
+    check("int4", quantization_config=W4A8Config())
+
+
+def linear_as_tensors(name, packed):
+    """A packed int4 matrix as compressed-tensors has it."""
+    said = w4a8.read_header(packed)
+    codes, scales, _ = w4a8.dyn_quant_unpack_4bit_weight(packed, 32, said["k"], said["n"])
+    nibbles = torch.stack([codes & 15, codes >> 4], -1).flatten(-2).unflatten(-1, (-1, 8)).long()
+    words = (nibbles << 4 * torch.arange(8)).sum(-1).to(torch.uint32).view(torch.int32)
+    found = {"weight_packed": words, "weight_scale": scales, "weight_shape": torch.tensor([said["n"], said["k"]])}
+    return {f"{name}.{suffix}": tensor.contiguous() for suffix, tensor in found.items()}
 
 
 def float_model_of_the_rounded_weights(model, report):

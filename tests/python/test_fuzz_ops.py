@@ -130,11 +130,15 @@ def test_moe(data, tokens, top_k, experts, dtype, kind):
     router = torch.randn(tokens, top_k).to(data.draw(st.sampled_from([*DTYPES, torch.float64])))
     ids, router = data.draw(strided(ids)), data.draw(strided(router))
     on_input = data.draw(st.booleans())
+    numbers = {"limit": data.draw(st.sampled_from([None, 0.25, 7.0, float("inf")]))} if kind < 5 else {}
+    if kind < 4:
+        numbers |= {name: data.draw(st.none() | st.floats(-3, 3)) for name in ("alpha", "beta")}
     answers = []
     for kernel in KERNELS:
         with w4a8.use_kernel(kernel):
-            answers.append(layer(x, ids, router, kind, on_input))
-            alone = [layer(x[t : t + 1], ids[t : t + 1], router[t : t + 1], kind, on_input) for t in range(tokens)]
+            answers.append(layer(x, ids, router, kind, on_input, **numbers))
+            rows = [slice(t, t + 1) for t in range(tokens)]
+            alone = [layer(x[row], ids[row], router[row], kind, on_input, **numbers) for row in rows]
         assert_same_bits(answers[-1], answers[0], kernel)
         for t, row in enumerate(alone):
             assert_same_bits(row[0], answers[0][t], f"{kernel}, token {t} alone")
@@ -170,12 +174,14 @@ def test_sizes_of_anything(data):
             assert refused(call, name).startswith(f"w4a8::{name}: ")
     sizes = (draw(64), draw(32), draw(64), draw(32))
     kind = data.draw(st.one_of(st.integers(0, 7), SIZES))
+    limit = data.draw(st.none() | st.floats())
     weights, ids = torch.rand(2, 2), torch.zeros(2, 2, dtype=torch.int64)
     call = lambda: torch.ops.w4a8.dynamic_4bit_int_moe(  # noqa: E731
-        x, ids, weights, layer.w13_packed, layer.w2_packed, *sizes, False, kind
+        x, ids, weights, layer.w13_packed, layer.w2_packed, *sizes, False, kind, limit=limit
     )
-    # group_size 0: as the packed tensors say.
-    if sizes in ((64, 32, 64, 32), (64, 32, 64, 0)) and 0 <= kind <= 7:
+    # group_size 0: as the packed tensors say. Half of the least float32 above 0 is rounded to 0.
+    good = 0 <= kind <= 7 and (limit is None or (kind <= 4 and limit > 2.0**-150))
+    if sizes in ((64, 32, 64, 32), (64, 32, 64, 0)) and good:
         call()
     else:
         assert refused(call, "dynamic_4bit_int_moe").startswith("w4a8::dynamic_4bit_int_moe: ")

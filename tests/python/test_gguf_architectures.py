@@ -101,7 +101,7 @@ def assert_same_weights(name, module, floats):
             assert torch.equal(weights_of(w13), expected[0]) and torch.equal(weights_of(w2), expected[1]), name
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "nemotron_h_moe"])
+@pytest.mark.parametrize("name", MODELS)
 def test_blocks(name, tmp_path):
     """Every linear layer and all experts are packed, with the weights of the file; logits as in the next test."""
     floats = model_of(name)

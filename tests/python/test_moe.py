@@ -1,5 +1,7 @@
 """The fused mixture-of-experts operator against reference.moe, and its bits against themselves."""
 
+import functools
+
 import pytest
 import reference
 import torch
@@ -24,6 +26,74 @@ def test_kinds_far_from_zero(kernel, kind):
     """Inputs large enough for every clamp and for the flat ends of exp and erfc."""
     layer = make_layer(2, 64, 64, 32, bias=True)
     check(layer, 40 * torch.randn(9, 64), *route(9, 2, 2), kind)
+
+
+# Limits that bite, slopes of both signs and 0, an up half that something is added to or nothing.
+NUMBERS = [
+    (w4a8.Activation.SILU, {"limit": 10.0}),
+    (w4a8.Activation.SILU, {"limit": 0.25}),
+    (w4a8.Activation.SILU, {"limit": 1.5, "alpha": 1.702, "beta": 1.0}),
+    (w4a8.Activation.SILU, {"alpha": 0.0, "beta": -2.0}),
+    (w4a8.Activation.SILU_UP_GATE, {"limit": 0.75, "alpha": -0.7, "beta": 0.5}),
+    (w4a8.Activation.SWIGLU_OAI, {"limit": 3.0}),
+    (w4a8.Activation.SWIGLU_OAI, {"limit": float("inf"), "alpha": 1.3, "beta": 0.0}),
+    (w4a8.Activation.SWIGLU_STEP, {"limit": 0.5}),
+    (w4a8.Activation.SWIGLU_STEP, {"limit": 16.0}),
+]
+
+
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "ungated"])
+@pytest.mark.parametrize(("kind", "numbers"), NUMBERS, ids=str)
+def test_numbers(kernel, kind, numbers, gated):
+    for sizes, size in (((18, 6, -1), 4), ((64, 96, 32), 20)):
+        layer = make_layer(3, *sizes, gated, bias=True)
+        x, chosen = size * torch.randn(9, sizes[0]), route(9, 2, 3)
+        out = check(layer, x, *chosen, kind, **numbers)
+        assert not torch.equal(out, layer(x, *chosen, kind)) or numbers == {"alpha": 1.0}
+
+
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "ungated"])
+def test_numbers_of_kinds(kernel, gated):
+    """Kinds are points of the numbers, with the bits of each other, and so are numbers that are given as they are."""
+    layer = make_layer(3, 64, 96, 32, gated)
+    x, chosen = 20 * torch.randn(9, 64), route(9, 2, 3)
+    kinds, inf = w4a8.Activation, float("inf")
+    silu, oai, step = (layer(x, *chosen, kind) for kind in (kinds.SILU, kinds.SWIGLU_OAI, kinds.SWIGLU_STEP))
+    assert_same_bits(layer(x, *chosen, kinds.SILU, limit=7, alpha=1.702, beta=1), oai)
+    assert_same_bits(layer(x, *chosen, kinds.SWIGLU_OAI, limit=inf, alpha=1, beta=0), silu)
+    assert_same_bits(layer(x, *chosen, kinds.SWIGLU_STEP, limit=inf), silu)
+    assert_same_bits(layer(x, *chosen, kinds.SILU, limit=inf, alpha=1, beta=0), silu)
+    assert_same_bits(layer(x, *chosen, kinds.SWIGLU_STEP, limit=7), step)
+
+
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "ungated"])
+def test_numbers_by_torch(kernel, gated):
+    """The formula in float64 by torch, near what the layer gives: w2 is the unit matrix, what is left is int8."""
+    layer = make_layer(1, 64, 64, 32, gated)
+    layer.w2_packed = make_unit(64)
+    x, ids, router = 8 * torch.randn(33, 64), torch.zeros(33, 1, dtype=torch.int64), torch.ones(33, 1)
+    rows = w4a8.dyn_quant_matmul_4bit(x, layer.w13_packed[0], 32, 64, layer.w13_rows).double()
+    g, u = rows[:, :64], rows[:, 64:] if gated else torch.full((), 1.0, dtype=torch.double)
+    for limit in (0.5, 2.0, 10.0):
+        c = g.clamp(max=limit)
+        up = u.clamp(-limit, limit) if gated else u
+        clamped = c * torch.sigmoid(1.3 * c) * (up + 0.75 if gated else 1)
+        step = torch.nn.functional.silu(g).clamp(max=limit) * up
+        for kind, numbers, h in (
+            (w4a8.Activation.SILU, {"limit": limit, "alpha": 1.3, "beta": 0.75}, clamped),
+            (w4a8.Activation.SWIGLU_STEP, {"limit": limit}, step),
+        ):
+            out = layer(x, ids, router, kind, **numbers).double()
+            # A row is rounded to 255 steps of its range, zero included.
+            steps = (h.clamp(min=0).amax(1) - h.clamp(max=0).amin(1)) / 255
+            assert ((out - h).abs() <= 0.51 * steps[:, None] + 1e-5 * h.abs()).all(), (kind, numbers)
+
+
+def make_unit(size):
+    """uint8 [1, bytes]: a packed unit matrix."""
+    codes = (torch.eye(size, dtype=torch.int64) + 8).to(torch.uint8)
+    nibbles = codes[:, ::2] | codes[:, 1::2] << 4
+    return w4a8.dyn_quant_pack_4bit_weight(nibbles, torch.ones(size, size // 32), None, 32, size, size)[None]
 
 
 def test_kind_2_is_kind_0():
@@ -166,6 +236,9 @@ def test_ten_arguments_are_the_gated_eleven(dtype, group_size):
     assert_same_bits(op(x, ids, router, *packed, 64, 32, group_size, False, 1), want)
     assert_same_bits(op.gated(x, ids, router, *packed, 64, 32, group_size, False, 1), want)
     assert_same_bits(op.default(x, ids, router, *packed, 64, 32, 64, group_size, False, 1), want)
+    numbers = {"limit": 0.5, "alpha": 1.5, "beta": 0.5}
+    want = op(x, ids, router, *packed, 64, 32, 64, group_size, False, 1, **numbers)
+    assert_same_bits(op(x, ids, router, *packed, 64, 32, group_size, False, 1, **numbers), want)
 
 
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "ungated"])
@@ -175,19 +248,20 @@ def test_same_bits_over_kernels_threads_and_batches(supported_kernels, set_threa
     layer = make_layer(8, 192, 128, group_size, gated, bias=True)
     x, (ids, router) = torch.randn(43, 192).to(dtype), route(43, 3, 8)
     ids[7, 1] = -1
-    for kind in KINDS:
+    for kind, numbers in [(kind, {}) for kind in KINDS] + NUMBERS:
+        layer_of = functools.partial(layer, kind=kind, **numbers)
         with w4a8.use_kernel("scalar"):
-            want = layer(x, ids, router, kind)
+            want = layer_of(x, ids, router)
         for name in supported_kernels:
             with w4a8.use_kernel(name):
                 for threads in (1, 2, 3):
                     set_threads(threads)
-                    out = layer(x, ids, router, kind)
-                    assert_same_bits(out, want, f"{kind.name}, {name}, {threads} threads")
+                    out = layer_of(x, ids, router)
+                    assert_same_bits(out, want, f"{kind.name} {numbers}, {name}, {threads} threads")
                 batches = ([0], [7], [42, 1], list(range(9, 31)), torch.randperm(43).tolist(), [5] * 20)
                 for rows in batches:
-                    out = layer(x[rows], ids[rows], router[rows], kind)
-                    assert_same_bits(out, want[rows], f"{kind.name}, {name}, tokens {rows}")
+                    out = layer_of(x[rows], ids[rows], router[rows])
+                    assert_same_bits(out, want[rows], f"{kind.name} {numbers}, {name}, tokens {rows}")
 
 
 def test_it_is_the_definition_step_by_step(kernel):

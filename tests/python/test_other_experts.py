@@ -12,6 +12,7 @@ from torch import nn
 
 import w4a8
 from w4a8.nn import W4A8Experts
+from w4a8.quantization.moe_blocks import fused_experts
 
 
 def other_experts(**attributes):
@@ -43,11 +44,24 @@ def patched():
     return experts
 
 
+def soft_capped(self, gate_up):
+    gate, up = gate_up.chunk(2, -1)
+    return 10 * torch.tanh(gate / 10) * torch.sigmoid(gate) * 10 * torch.tanh(up / 10)
+
+
+def clamped(self, gate_up, up=1):
+    limit = getattr(self, "real_limit", self.limit)
+    gate, added = gate_up.chunk(2, -1)
+    gate = gate.clamp(max=limit)
+    return gate * torch.sigmoid(1.702 * gate) * (added.clamp(-limit, limit) + up)
+
+
 @pytest.mark.parametrize(
     "experts, reason",
     [
-        (lambda: other_experts(has_gate=False), "its experts have has_gate = False"),
-        (lambda: other_experts(has_bias=True), "its experts have has_bias = True"),
+        (lambda: other_experts(has_gate=False), "its experts have other parameters than up_proj and down_proj"),
+        (lambda: other_experts(has_bias=True),
+         "its experts have other parameters than gate_up_proj, down_proj, gate_up_proj_bias and down_proj_bias"),
         (lambda: other_experts(is_concatenated=False), "its experts have is_concatenated = False"),
         (with_norm, "its experts have has_post_expert_norm = True"),
         (
@@ -66,6 +80,13 @@ def patched():
         (lambda: other_experts(is_transposed=True),
          "gate_up_proj is [6, 64, 64] beside a down_proj of [6, 64, 32], expected [6, 32, 128]"),
         (patched, "it has a forward of its own"),
+        (lambda: other_experts(_apply_gate=soft_capped), "its experts join gate and up in a way of their own"),
+        (lambda: other_experts(_apply_gate=clamped, limit=7.5, real_limit=7.0),
+         "its experts join gate and up in a way of their own"),
+        (lambda: other_experts(_apply_gate=lambda self, x: clamped(self, x, up=1.25), limit=7.0),
+         "its experts join gate and up in a way of their own"),
+        (lambda: other_experts(_apply_gate=lambda self, x: self.missing),
+         "its experts join gate and up in a way of their own"),
     ],
 )  # fmt: skip
 def test_other_experts_are_named(experts, reason):
@@ -94,6 +115,22 @@ def test_any_experts_of_the_interface():
     assert set(w4a8.quantize_(model).replaced) == {"a", "b"}
     assert_within(model["a"](x, ids, weights).numpy(), want, explained)
     assert_same_bits(model["b"](x, ids, weights), model["a"](x, ids, weights))
+
+
+@torch.no_grad()
+def test_any_gate_of_the_operator():
+    """By what a class's own gate computes and by the numbers in its module, on the meta device as well."""
+    x, ids, weights = 4 * torch.randn(5, 64), torch.tensor([[0, 5]] * 5), torch.rand(5, 2)
+    made = {"_apply_gate": clamped, "limit": 0.75, "alpha": 1.702}
+    want, explained = expected_experts(moe_blocks.expert_weights(one := other_experts(**made)), x, ids, weights, 32, 3,
+                                       limit=0.75)  # fmt: skip
+    with torch.device("meta"):
+        found = fused_experts(other_experts(**made))
+    assert (found.activation, found.numbers) == (w4a8.Activation.SWIGLU_OAI, (0.75, None, None))
+    model = nn.ModuleDict({"a": one})
+    report = w4a8.quantize_(model)
+    assert "activation=SWIGLU_OAI, limit=0.75" in report.replaced["a"]
+    assert_within(model["a"](x, ids, weights).numpy(), want, explained)
 
 
 def test_rows_of_each_expert_in_turn():

@@ -349,7 +349,7 @@ def _rounded(numbers, shape, group):
     return codes[:, ::2] | codes[:, 1::2] << 4, scales
 
 
-def expected_experts(experts, tokens, ids, weights, group, kind=2):
+def expected_experts(experts, tokens, ids, weights, group, kind=2, **numbers):
     """docs/numerics.md for float experts of either form, and the difference that the error of exp explains."""
     numpy = [[None if bias is None else bias.detach().numpy() for bias in (b13, b2)] for _, b13, _, b2 in experts]
     w13 = [(*rounded(w, group), bias[0]) for (w, _, _, _), bias in zip(experts, numpy)]
@@ -357,7 +357,8 @@ def expected_experts(experts, tokens, ids, weights, group, kind=2):
     arguments = tokens.float().numpy(), ids.numpy(), weights.float().numpy(), w13, w2
     hidden, intermediate = experts[0][2].shape
     activation_groups = [default_activation_group(group, k) for k in (hidden, intermediate)]
-    return reference.moe(*arguments, intermediate, True, False, kind, activation_groups)
+    gated = len(experts[0][0]) != intermediate
+    return reference.moe(*arguments, intermediate, gated, False, kind, activation_groups, numbers)
 
 
 @pytest.mark.parametrize("group", [32, 16, -1])

@@ -75,13 +75,18 @@ FAMILIES = {
          "expert_layer_offset": 1, "mamba_d_state": 16, "mamba_dt_rank": 32},
     ),
 }  # fmt: skip
+NEMOTRON_H = {
+    "num_hidden_layers": 2, "layers_block_type": ["attention", "moe"], "head_dim": 32, "n_routed_experts": 6,
+    "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 64, "mamba_num_heads": 4, "mamba_head_dim": 32,
+    "n_groups": 2, "ssm_state_size": 16, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
 CONFIGS = {"Llama4": "Llama4Text"}  # where the name of the config is another than that of the model
 
 DENSE = {name: (name, {"num_experts_per_tok": None}) for name in ("Llama", "Qwen3", "Qwen2")}  # Qwen2 has biases
 
 
 def make_model(name):
-    family, sizes = {**MODELS, **DENSE, **FAMILIES}[name]
+    family, sizes = {**MODELS, **DENSE, **FAMILIES, "nemotron h": ("NemotronH", NEMOTRON_H)}[name]
     config = getattr(transformers, f"{CONFIGS.get(family, family)}Config")(**{**COMMON, **sizes})
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval().requires_grad_(False)
     for key, tensor in [*model.named_parameters(), *model.named_buffers()]:

@@ -2,6 +2,7 @@
 test_decoder.py; here, that each family's modules are found, and what generate does with it."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +15,7 @@ from gguf_models import VOCAB, TinyModel  # noqa: E402
 from transformers import AutoModelForCausalLM, DynamicCache  # noqa: E402
 
 from w4a8.integrations.transformers import W4A8Cache, fuse  # noqa: E402
+from w4a8.nn import GateNumbers, W4A8Experts  # noqa: E402
 
 FUSED = ["llama", "llama, tied", "llama, biases", "gemma3", "qwen2", "qwen3", "qwen2moe", "qwen3moe", "mixtral",
          "olmoe", "gpt-oss", "glm4moe"]  # fmt: skip
@@ -76,6 +78,24 @@ def test_families(name, tmp_path):
     assert differs_by(run(model, TOKENS, cache=W4A8Cache(model.config, "bfloat16")), own) > 2 * error + 0.05
     other()
     assert error < 0.05, error
+
+
+def test_numbers_of_experts(tmp_path):
+    """They go into the call; experts without a gate do not."""
+    model = load("gpt-oss", tmp_path, attn_implementation="eager")
+    plain = model(TOKENS).logits
+    experts = [module for module in model.modules() if isinstance(module, W4A8Experts)]
+    for each in experts:
+        each.numbers = GateNumbers(0.05, 0.5)
+    own = model(TOKENS).logits
+    undo = fuse(model, "bfloat16")
+    error = differs_by(run(model, TOKENS, cache=W4A8Cache(model.config, "bfloat16")), own)
+    assert error < 0.05 < 0.1 < differs_by(plain, own)
+    undo()
+    sizes = experts[-1].sizes  # the model itself runs first
+    experts[-1].sizes = SimpleNamespace(gated=False, w13_rows=sizes.w13_rows, operator_group_size=32)
+    with pytest.raises(ValueError, match=r"experts have no gate"):
+        fuse(model)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3moe"])

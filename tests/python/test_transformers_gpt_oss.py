@@ -7,13 +7,16 @@ import torch
 from format_checkpoints import GPT_OSS, Format
 
 import w4a8
-from w4a8.nn import W4A8Experts
+from w4a8.nn import GateNumbers, W4A8Experts
 from w4a8.quantization import DEFAULT_SKIP
 
 pytest.importorskip("transformers", minversion="5.0")
 
 from safetensors.torch import load_file, save_file
 from test_transformers_formats import change_file, check, load, no_gradients, packed, save, skeleton  # noqa: F401
+from transformers import GptOssConfig
+
+from w4a8.integrations.transformers import foreign
 
 
 def write_gpt_oss(directory, method="mxfp4"):
@@ -44,6 +47,27 @@ def test_gpt_oss(method, tmp_path):
     header = w4a8.read_header(model.model.layers[1].mlp.experts.w13_packed[5])
     assert (header["values"], header["scale_dtype"]) == ("e2m1", "e8m0")
     assert set(model.hf_quantizer.report.replaced) == {f"model.layers.{i}.mlp.experts" for i in (0, 1)}
+
+
+@pytest.mark.parametrize("numbers", [{}, {"swiglu_limit": 0.5, "swiglu_alpha": 1.25}])
+def test_numbers_of_the_gate(numbers, tmp_path):
+    """Those of config.json, in every layer."""
+    if not hasattr(GptOssConfig(), "swiglu_limit"):
+        pytest.skip("this transformers has them in the code")
+    write_gpt_oss(tmp_path)
+    config = tmp_path / "theirs" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **numbers}))
+    model = load(tmp_path / "theirs")
+    found = {module.numbers for module in model.modules() if isinstance(module, W4A8Experts)}
+    assert found == {GateNumbers(*numbers.values())}
+
+
+def test_other_experts_in_one_tensor(tmp_path, monkeypatch):
+    """Only of gpt-oss it is known that their rows alternate."""
+    write_gpt_oss(tmp_path)
+    monkeypatch.setattr(foreign, "is_gpt_oss", lambda module: False)
+    with pytest.raises(ValueError, match="all experts of a GptOssExperts in one tensor: do its rows alternate"):
+        load(tmp_path / "theirs")
 
 
 def test_gpt_oss_in_several_files(tmp_path):

@@ -14,10 +14,21 @@ from test_gguf_models import Tiny
 from test_gguf_models import write as write_gguf
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
+from w4a8.core.activation import GateNumbers
 from w4a8.integrations.vllm import decoder, loaded, settings
-from w4a8.integrations.vllm.decoder_families import FAMILIES, Norms, Ropes, Unfit, family_of, float_weight
+from w4a8.integrations.vllm.decoder_families import (
+    FAMILIES,
+    Norms,
+    Ropes,
+    Unfit,
+    expert_fields,
+    family_of,
+    float_weight,
+)
+from w4a8.integrations.vllm.moe import W4A8MoEMethod
 
 # Biases beside packed matrices (llama, qwen2, gpt_oss), experts that all tokens share, windows, sinks.
 FROM_FILES = ("llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "glm4_moe", "gpt_oss")
@@ -275,6 +286,32 @@ def test_tables_of_angles_are_exact():
         Ropes(65).number(first)
 
 
+def test_numbers_of_experts():
+    """They go into the call; experts without a gate do not."""
+    routed = SimpleNamespace(
+        layer_name="experts", custom_routing_function=None, expert_map=None, apply_router_weight_on_input=False,
+        use_grouped_topk=False, top_k=2, renormalize=True, scoring_func="softmax", routed_scaling_factor=1.0,
+        e_score_correction_bias=None, w13_weight_packed=torch.empty(0), w2_weight_packed=torch.empty(0),
+    )  # fmt: skip
+    runner = SimpleNamespace(
+        routed_experts=routed, routed_input_transform=None, routed_output_transform=None, router=None,
+        routed_scaling_factor=1.0,
+    )  # fmt: skip
+    router = SimpleNamespace(
+        quant_method=UnquantizedLinearMethod.__new__(UnquantizedLinearMethod), bias=None, weight=torch.ones(2, 16)
+    )
+    routed.quant_method = method = W4A8MoEMethod.__new__(W4A8MoEMethod)
+    method.activation, method.numbers, method.routes = "silu", GateNumbers(10.0), True
+    method.sizes = SimpleNamespace(gated=True)
+    fields = expert_fields(runner, router)
+    assert {name: fields[name] for name in ("activation_kind", "limit", "alpha", "beta")} == {
+        "activation_kind": 2, "limit": 10.0, "alpha": None, "beta": None,
+    }  # fmt: skip
+    method.sizes.gated = False
+    with pytest.raises(Unfit, match="experts has experts without a gate"):
+        expert_fields(runner, router)
+
+
 def test_every_table_names_classes_of_vllm():
     """Of the versions that are tested; a class that is gone keeps vLLM's forward without anyone noticing."""
     from importlib import import_module
@@ -287,8 +324,6 @@ def test_every_table_names_classes_of_vllm():
 
 def test_a_router_that_vllm_has_in_another_form():
     """Its weight is gone: the rows of a unit matrix give it back, to the last bit."""
-    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-
     weight = torch.randn(5, 32).bfloat16()
     method = UnquantizedLinearMethod.__new__(UnquantizedLinearMethod)
     method.apply = lambda layer, x, bias=None: x @ weight.t()

@@ -8,11 +8,13 @@ from compressed_tensors.quantization import QuantizationArgs
 from layers import EXPERTS, HIDDEN, make_layer
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
+import w4a8
 from w4a8.core.json_fields import CheckpointError
 from w4a8.formats import Scheme
 from w4a8.formats.compressed_tensors import scheme_of_args
 from w4a8.integrations.vllm import moe
-from w4a8.integrations.vllm.moe import experts_method, unsupported
+from w4a8.integrations.vllm.moe import W4A8MoEMethod, experts_method, unsupported
+from w4a8.nn import W4A8Experts
 
 
 def load(layer, name, shape, shard, expert, dtype=torch.bfloat16):
@@ -63,11 +65,23 @@ def test_parallelism_that_is_left_to_vllm(name):
     ("activation", "numbers", "reason"),
     [
         ("swigluoai", {"swiglu_limit": 7.0, "swiglu_alpha": 1.702, "swiglu_beta": 1.0}, None),
-        ("swigluoai", {"swiglu_alpha": 1.5}, "swiglu_alpha 1.5 with activation swigluoai"),
-        ("swigluoai", {"swiglu_limit": 6.0}, "swiglu_limit 6.0 with activation swigluoai"),
-        ("swigluoai_uninterleave", {"swiglu_alpha": 1.702}, None),
-        ("swigluoai_uninterleave", {}, "swiglu_alpha not given with activation swigluoai_uninterleave"),
-        ("silu", {"swiglu_limit": 7.0}, "swiglu_limit 7.0 with activation silu"),
+        ("swigluoai", {"swiglu_alpha": 1.5}, None),
+        ("swigluoai_uninterleave", {"swiglu_limit": 5.0, "swiglu_alpha": 1.5, "swiglu_beta": 0.0}, None),
+        (
+            "swigluoai_uninterleave",
+            {"swiglu_limit": 7.0, "swiglu_alpha": 1.702},
+            "swiglu_beta not given with activation swigluoai_uninterleave",
+        ),
+        ("silu", {"swiglu_limit": 10.0}, None),
+        ("silu", {"swiglu_limit": 0.0}, "swiglu_limit 0.0 with activation silu"),
+        ("silu", {"swiglu_limit": 10.0, "swiglu_alpha": 1.5}, "swiglu_alpha 1.5 with activation silu"),
+        ("swigluoai", {"swiglu_alpha": float("inf")}, "swiglu_alpha inf with activation swigluoai"),
+        ("swiglustep", {"swiglu_limit": 16.0}, None),
+        ("gelu_tanh", {}, None),
+        ("gelu_tanh", {"swiglu_limit": 7.0}, "swiglu_limit 7.0 with activation gelu_tanh"),
+        ("relu2_no_mul", {}, None),
+        ("relu2_no_mul", {"swiglu_limit": 7.0}, "swiglu_limit 7.0 with activation relu2_no_mul"),
+        ("situ", {}, "activation situ"),
     ],
 )
 def test_numbers_of_the_clamped_activation(activation, numbers, reason):
@@ -75,6 +89,36 @@ def test_numbers_of_the_clamped_activation(activation, numbers, reason):
     layer.moe_config.activation = MoEActivation(activation)
     vars(layer.moe_config).update(numbers)
     assert unsupported(layer.moe_config) == reason
+
+
+@pytest.mark.parametrize(
+    ("activation", "numbers", "kind"),
+    [
+        ("silu", {"swiglu_limit": 0.5}, 2),
+        ("swigluoai_uninterleave", {"swiglu_limit": 0.5, "swiglu_alpha": 1.3, "swiglu_beta": 0.25}, 3),
+        ("swiglustep", {"swiglu_limit": 0.5}, 4),
+        ("gelu_tanh", {}, 6),
+        ("relu2_no_mul", {}, 7),
+    ],
+)
+def test_the_numbers_are_computed_with(activation, numbers, kind):
+    """The layer gives what the operator gives with them."""
+    layer, made = make_layer(activation=activation)
+    vars(layer.moe_config).update(numbers)
+    method = W4A8MoEMethod(made.scheme, layer, "experts")
+    gated = not activation.endswith("no_mul")
+    packed = W4A8Experts.from_float(torch.randn(EXPERTS, (1 + gated) * 64, HIDDEN), torch.randn(EXPERTS, HIDDEN, 64))
+    for name in ("w13", "w2"):
+        stack = torch.nn.Parameter(getattr(packed, f"{name}_packed"), requires_grad=False)
+        setattr(layer, f"{name}_weight_packed", stack)
+    layer.expert_map, layer.apply_router_weight_on_input = None, False
+    x, ids, weights = torch.randn(5, HIDDEN), torch.tensor([[0, 1]] * 5), torch.rand(5, 2)
+    arguments = (x, ids, weights, layer.w13_weight_packed, layer.w2_weight_packed, HIDDEN, 64, (1 + gated) * 64, 32)
+    given = {name.removeprefix("swiglu_"): value for name, value in numbers.items()}
+    expected = w4a8.dynamic_4bit_int_moe(*arguments, False, kind, **given)
+    found = method.apply(layer, x, weights, ids)
+    assert torch.equal(found, expected)
+    assert not numbers or not torch.equal(found, w4a8.dynamic_4bit_int_moe(*arguments, False, kind))
 
 
 @pytest.mark.parametrize(("bits", "taken"), [(4, True), (8, True), (2, False)])

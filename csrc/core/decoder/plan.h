@@ -48,7 +48,7 @@ struct AttentionPlan {
 struct MlpPlan {
   Products gate_up;  ///< gate and up; or one matrix of both
   Products down;
-  Activation activation = Activation::kSilu;
+  Activation activation = ActivationKind::kSilu;
 };
 
 struct ExpertsPlan {
@@ -62,7 +62,7 @@ struct ExpertsPlan {
   int64_t w2_bytes = 0;
   FewExperts few;  ///< the same experts
   int64_t intermediate = 0;
-  Activation activation = Activation::kSilu;
+  Activation activation = ActivationKind::kSilu;
   const float* shared_gate = nullptr;  ///< [hidden]: what LayerPlan::mlp gives counts sigmoid(x * gate); null: 1
 };
 

@@ -122,7 +122,7 @@ void Products::multiply_few(const Kernel& kernel, Team& team, const float* x, in
   for (std::size_t i = 0; i < spans.size(); ++i) {
     run.add(piece_of(i, rows), i == 0 || spans[i].task != spans[i - 1].task);
   }
-  run.run(kernel, team, work, gated ? *activation : Activation::kSilu);
+  run.run(kernel, team, work, gated ? *activation : ActivationKind::kSilu);
 }
 
 std::size_t Products::first_alike(std::size_t matrix) const {

@@ -30,7 +30,7 @@ struct MoeArgs {
   bool gated = true;             ///< I2 == 2 I (else I2 == I)
   int64_t group = -1;            ///< of w13 and w2, -1: channelwise; or kAnyGroup: each has what its header says
   bool weight_on_input = false;  ///< the router weight multiplies the row that enters w13 instead of the output
-  Activation activation = Activation::kSilu;
+  Activation activation = ActivationKind::kSilu;
 };
 
 /// Runs the layer. Throws std::invalid_argument, before anything is written, for H or I outside the layout's range, an

@@ -82,4 +82,5 @@ def moe_layer(
         topk_group=settings.topk_group,
         e_score_correction_bias=correction_bias,
         routed_scaling_factor=settings.routed_scaling_factor,
+        numbers=settings.numbers,
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from w4a8.core.activation import MoEActivation
+from w4a8.core.activation import OWN_NUMBERS, GateNumbers, MoEActivation
 from w4a8.core.json_fields import CheckpointError, json_field, read_json, shorten
 from w4a8.core.routing import RoutingMethodType
 
@@ -33,6 +33,7 @@ class MoESettings:
         w13_interleaved: rows of a fused gate and up projection alternate gate and up.
         has_correction_bias: the router has an ``e_score_correction_bias``, which must then be in the checkpoint.
         dtype: of the activations.
+        numbers: of the activation.
     """
 
     hidden_size: int
@@ -48,6 +49,7 @@ class MoESettings:
     w13_interleaved: bool = False
     has_correction_bias: bool = False
     dtype: torch.dtype = torch.bfloat16
+    numbers: GateNumbers = OWN_NUMBERS
 
 
 # What config.json does not say is as the model's configuration class in transformers has it.
@@ -71,11 +73,20 @@ def _always_renormalized(text: Mapping[str, Any]) -> dict[str, Any]:
     return {"routing_method": RoutingMethodType.Renormalize}
 
 
+def _number(text: Mapping[str, Any], name: str, own: float) -> float | None:
+    """None: the activation's own."""
+    found = json_field(text, name, (int, float), f"config.json: {name}")
+    if found is not None and not 0 < found <= torch.finfo(torch.float32).max:
+        raise CheckpointError(f"config.json: {name} is {shorten(found)}, but a finite number above 0 is expected")
+    return None if found == own else found
+
+
 def _gpt_oss(text: Mapping[str, Any]) -> dict[str, Any]:
     # hidden_act says silu; the model's code has the clamped SwiGLU.
     return {
         "routing_method": RoutingMethodType.Renormalize,
         "activation": MoEActivation.SWIGLUOAI,
+        "numbers": GateNumbers(_number(text, "swiglu_limit", 7.0), _number(text, "swiglu_alpha", 1.702)),
         "w13_interleaved": True,
     }
 

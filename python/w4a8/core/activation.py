@@ -3,6 +3,22 @@
 from __future__ import annotations
 
 from enum import Enum
+from typing import NamedTuple
+
+
+class GateNumbers(NamedTuple):
+    """The numbers of an activation (docs/numerics.md, section 5); None: the activation's own."""
+
+    limit: float | None = None
+    alpha: float | None = None
+    beta: float | None = None
+
+    def __str__(self) -> str:
+        """Those that are given, for print()."""
+        return "".join(f", {name}={value:g}" for name, value in self._asdict().items() if value is not None)
+
+
+OWN_NUMBERS = GateNumbers()
 
 
 class MoEActivation(Enum):

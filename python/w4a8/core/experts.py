@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from w4a8.core.activation import MoEActivation, as_activation, kernel_activation_kind
+from w4a8.core.activation import OWN_NUMBERS, GateNumbers, MoEActivation, as_activation, kernel_activation_kind
 from w4a8.core.activation_groups import resolve_activation_group
 
 
@@ -157,6 +157,7 @@ def run_experts(
     activation: MoEActivation | str,
     expert_map: torch.Tensor | None = None,
     apply_router_weight_on_input: bool = False,
+    numbers: GateNumbers = OWN_NUMBERS,
 ) -> torch.Tensor:
     """Runs what a router has chosen: one call of the operator.
 
@@ -169,6 +170,7 @@ def run_experts(
         activation: between w13 and w2.
         expert_map: [global experts], local index or -1; None if this rank holds all.
         apply_router_weight_on_input: the weights multiply the input instead of the output.
+        numbers: of the activation.
 
     Returns:
         [T, H] in the dtype of hidden_states.
@@ -185,4 +187,7 @@ def run_experts(
         sizes.operator_group_size,
         apply_router_weight_on_input,
         kernel_activation_kind(as_activation(activation)),
+        limit=numbers.limit,
+        alpha=numbers.alpha,
+        beta=numbers.beta,
     )

@@ -1,6 +1,6 @@
 """Modules of quantized layers."""
 
-from w4a8.core.activation import MoEActivation
+from w4a8.core.activation import GateNumbers, MoEActivation
 from w4a8.core.experts import ExpertSizes, determine_expert_map
 from w4a8.core.routing import RoutingMethodType
 from w4a8.nn.experts import W4A8Experts
@@ -10,6 +10,7 @@ from w4a8.nn.options import QuantOptions
 
 __all__ = [
     "ExpertSizes",
+    "GateNumbers",
     "MoEActivation",
     "QuantOptions",
     "RoutingMethodType",

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from w4a8.core.activation import OWN_NUMBERS, GateNumbers
 from w4a8.core.experts import ExpertSizes
 from w4a8.core.matrix import PackedAs, pack_as
 from w4a8.nn.options import DEFAULT_GROUP_SIZE, QuantOptions
@@ -67,25 +68,32 @@ class W4A8Experts(PackedExperts):
         group_size: int = DEFAULT_GROUP_SIZE,
         activation: Activation = Activation.SILU,
         w2_group_size: int | None = None,
+        *,
+        numbers: GateNumbers = OWN_NUMBERS,
+        gated: bool = True,
     ) -> None:
         """Takes packed stacks.
 
         Args:
-            w13_packed: uint8 [E, bytes] of dyn_quant_pack_4bit_weight: gate rows, then up rows.
+            w13_packed: uint8 [E, bytes] of dyn_quant_pack_4bit_weight: gate rows, then up rows; without a gate those of
+                the one projection.
             w2_packed: uint8 [E, bytes].
             hidden_size: H.
             intermediate_size: I.
             group_size: values of k per scale; -1 is channelwise.
             activation: between w13 and w2.
             w2_group_size: of w2, if it has groups of another size than w13.
+            numbers: of the activation.
+            gated: w13 has a gate half and an up half.
         """
-        sizes = ExpertSizes(len(w13_packed), hidden_size, intermediate_size, group_size, w2_group_size=w2_group_size)
+        sizes = ExpertSizes(len(w13_packed), hidden_size, intermediate_size, group_size, gated, w2_group_size)
         super().__init__(w13_packed, w2_packed, sizes)
         self.num_experts = len(w13_packed)
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size
         self.group_size = group_size
         self.activation = Activation(activation)
+        self.numbers = numbers
 
     @classmethod
     def from_float(
@@ -95,6 +103,7 @@ class W4A8Experts(PackedExperts):
         options: QuantOptions | int | None = None,
         activation: Activation = Activation.SILU,
         *,
+        numbers: GateNumbers = OWN_NUMBERS,
         w13_bias: Sequence[torch.Tensor] | None = None,
         w2_bias: Sequence[torch.Tensor] | None = None,
         w13_importance: torch.Tensor | None = None,
@@ -106,9 +115,11 @@ class W4A8Experts(PackedExperts):
 
         Args:
             w13: [E, 2I, H], or a sequence of E matrices [2I, H]: gate rows, then up rows. Any floating point type.
+                [I, H] without a gate.
             w2: [E, H, I], or a sequence of E matrices [H, I].
             options: a :class:`QuantOptions`, whose group divides H and I, or its group size alone.
             activation: between them.
+            numbers: of the activation.
             w13_bias: [E, 2I] or a sequence of E; None for none.
             w2_bias: [E, H] or a sequence of E; None for none.
             w13_importance: floating point [E, H], what the squared error of a weight counts, as the mean square of its
@@ -126,7 +137,8 @@ class W4A8Experts(PackedExperts):
         hidden, intermediate = w2[0].shape
         options = QuantOptions.of(options, fields)
         group_size = options.group_size
-        groups = ExpertSizes(len(w13), hidden, intermediate, group_size).activation_groups(options.activation_group)
+        sizes = ExpertSizes(len(w13), hidden, intermediate, group_size, len(w13[0]) != intermediate)
+        groups = sizes.activation_groups(options.activation_group)
         packed_as = PackedAs(options.values, options.scale_dtype, zero_points=not options.symmetric)
         parts = (("w13", w13, w13_bias, w13_importance), ("w2", w2, w2_bias, w2_importance))
         for name, weights, _, importances in parts:
@@ -148,7 +160,7 @@ class W4A8Experts(PackedExperts):
                     stacks[which] = packed.new_empty(len(w13), len(packed))
                 stacks[which][expert] = packed
                 packed_one()
-        return cls(*stacks, hidden, intermediate, group_size, activation)
+        return cls(*stacks, hidden, intermediate, group_size, activation, numbers=numbers, gated=sizes.gated)
 
     def forward(
         self,
@@ -184,10 +196,13 @@ class W4A8Experts(PackedExperts):
             self.w2_packed,
             self.hidden_size,
             self.intermediate_size,
-            2 * self.intermediate_size,
+            self.sizes.w13_rows,
             self.sizes.operator_group_size,
             False,
             self.activation,
+            limit=self.numbers.limit,
+            alpha=self.numbers.alpha,
+            beta=self.numbers.beta,
         )
 
     def _in_turn(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -201,8 +216,9 @@ class W4A8Experts(PackedExperts):
     def extra_repr(self) -> str:
         """Sizes and kind, for print()."""
         groups = list(dict.fromkeys(self.sizes.group_sizes.values()))
+        gate = "" if self.sizes.gated else ", gated=False"
         return (
             f"num_experts={self.num_experts}, hidden_size={self.hidden_size}, "
             f"intermediate_size={self.intermediate_size}, group_size={groups[0] if len(groups) == 1 else groups}, "
-            f"activation={self.activation.name}{self.kind_repr()}"
+            f"activation={self.activation.name}{self.numbers}{gate}{self.kind_repr()}"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from w4a8.core.activation import MoEActivation
+from w4a8.core.activation import OWN_NUMBERS, GateNumbers, MoEActivation
 from w4a8.core.experts import ExpertSizes, run_experts
 from w4a8.core.routing import RoutingMethodType, route
 from w4a8.nn.experts import PackedExperts
@@ -39,6 +39,7 @@ class W4A8MoE(PackedExperts):
         e_score_correction_bias: torch.Tensor | None = None,
         routed_scaling_factor: float | None = None,
         apply_router_weight_on_input: bool = False,
+        numbers: GateNumbers = OWN_NUMBERS,
     ) -> None:
         """Takes packed stacks and what says how tokens are routed to them.
 
@@ -53,6 +54,7 @@ class W4A8MoE(PackedExperts):
             e_score_correction_bias: float32 [experts of the model], or None.
             routed_scaling_factor: multiplies the router's weights; None is 1.
             apply_router_weight_on_input: the router's weights multiply the input instead of the output.
+            numbers: of the activation.
 
         Raises:
             ValueError: a stack is not of these sizes; says why.
@@ -62,6 +64,7 @@ class W4A8MoE(PackedExperts):
         self.top_k = top_k
         self.routing_method = routing_method
         self.activation = activation
+        self.numbers = numbers
         self.num_expert_group = num_expert_group
         self.topk_group = topk_group
         self.routed_scaling_factor = routed_scaling_factor
@@ -100,6 +103,7 @@ class W4A8MoE(PackedExperts):
             self.activation,
             self.expert_map,
             self.apply_router_weight_on_input,
+            self.numbers,
         )
 
     def forward(self, hidden_states: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
@@ -125,5 +129,5 @@ class W4A8MoE(PackedExperts):
         return (
             f"experts={sizes.experts}/{self.num_experts}, top_k={self.top_k}, hidden={sizes.hidden}, "
             f"intermediate={sizes.intermediate}, group_size={sizes.group_size}, "
-            f"activation={self.activation.value}{self.kind_repr()}"
+            f"activation={self.activation.value}{self.numbers}{self.kind_repr()}"
         )

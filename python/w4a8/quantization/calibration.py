@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from w4a8.ops import Activation
-from w4a8.quantization.moe_blocks import SWIGLU_OAI, Experts, fused_experts, listed_linears
+from w4a8.quantization.moe_blocks import Experts, fused_experts, listed_linears
 from w4a8.quantization.plan import Job
 
 
@@ -156,12 +155,7 @@ def _between(experts: Experts, expert: int, rows: torch.Tensor) -> torch.Tensor:
     """What w2 of an expert is multiplied by, for rows [., H]."""
     w13 = experts.w13[expert]
     bias = None if experts.w13_bias is None else experts.w13_bias[expert]
-    gate, up = torch.nn.functional.linear(rows.to(w13.dtype), w13, bias).float().chunk(2, -1)
-    if experts.act_fn is Activation.SWIGLU_OAI:
-        alpha, limit = SWIGLU_OAI
-        gate = gate.clamp(max=limit)
-        return gate * torch.sigmoid(alpha * gate) * (up.clamp(-limit, limit) + 1)
-    return experts.act_fn(gate) * up
+    return experts.between(torch.nn.functional.linear(rows.to(w13.dtype), w13, bias).float())
 
 
 def _adds(squares: MeanSquares, matrix: int) -> Callable[..., None]:

@@ -9,12 +9,14 @@ transformers 4    ``experts`` is a ModuleList. It is replaced, and the block get
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 
 import torch
 
+from w4a8.core.activation import OWN_NUMBERS, GateNumbers
 from w4a8.core.experts import gate_and_up
 from w4a8.core.routing import RoutingMethodType, route
 from w4a8.nn import QuantOptions, W4A8Experts
@@ -23,17 +25,8 @@ from w4a8.ops import Activation
 _SOFTMAX = re.compile(r"(Qwen2Moe|Qwen3Moe|Mixtral|Olmoe)SparseMoeBlock")
 _DEEPSEEK = re.compile(r"Deepseek(V2|V3)(MoE|Moe)")
 
-# What the operator's activation has as constants.
-SWIGLU_OAI = (1.702, 7.0)
-_GPT_OSS_PARAMETERS = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
-
-# What use_experts_implementation says of a class, where it is what the operator computes. Older versions lack some.
-_INTERFACE = {
-    "has_gate": True,
-    "is_concatenated": True,
-    "has_bias": False,
-    "has_post_expert_norm": False,
-}
+# Without the decorator, but their forward is the common one.
+_UNDECORATED = ("Llama4TextExperts", "Step3p7Experts")
 
 # Names of an expert's projections: gate, up, down.
 _PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
@@ -57,6 +50,8 @@ class Experts:
         w2: sequence of [H, I].
         w13_bias, w2_bias: sequences, or None.
         act_fn: the module or function between them, or the operator's activation itself.
+        numbers: of the operator's activation.
+        gated: w13 has a gate half and an up half, else [I, H].
     """
 
     def __init__(
@@ -66,9 +61,11 @@ class Experts:
         activation: Callable[[torch.Tensor], torch.Tensor] | Activation,
         w13_bias: Sequence[torch.Tensor] | None = None,
         w2_bias: Sequence[torch.Tensor] | None = None,
+        numbers: GateNumbers = OWN_NUMBERS,
+        gated: bool = True,
     ) -> None:
         self.w13, self.w2, self.w13_bias, self.w2_bias = w13, w2, w13_bias, w2_bias
-        self.act_fn = activation
+        self.act_fn, self.numbers, self.gated = activation, numbers, gated
 
     @property
     def activation(self) -> Activation | None:
@@ -80,6 +77,15 @@ class Experts:
         if self.act_fn is torch.nn.functional.silu:
             return Activation.SILU
         return _ACTIVATIONS.get(type(self.act_fn).__name__)
+
+    def between(self, rows: torch.Tensor) -> torch.Tensor:
+        """What w2 is multiplied by, by torch: what w13 gives, gate then up, to [., I]."""
+        if not self.gated:
+            return self.act_fn(rows)
+        gate, up = rows.chunk(2, -1)
+        if isinstance(self.act_fn, Activation):
+            return _joined(gate, up, self.act_fn, self.numbers)
+        return self.act_fn(gate) * up
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -95,6 +101,7 @@ class Experts:
             self.w2,
             options,
             self.activation,
+            numbers=self.numbers,
             w13_bias=self.w13_bias,
             w2_bias=self.w2_bias,
             packed_one=packed_one,
@@ -140,12 +147,14 @@ def fused_experts(
     if not has_stacks(module) or stacks_problem(module) is not None:
         return None
     chosen = {**dict(module.named_parameters(recurse=False)), **(weights or {})}
-    if is_gpt_oss(module):
-        return _gpt_oss_experts(*(chosen[parameter] for parameter in _GPT_OSS_PARAMETERS))
-    w13, w2 = chosen["gate_up_proj"], chosen["down_proj"]
+    names = _parameters(module)
+    w13, w2, w13_bias, w2_bias = (*(chosen[name] for name in names), None, None)[:4]
     if _is_transposed(module):
         w13, w2 = (_Each(stack, lambda weight: weight.T) for stack in (w13, w2))
-    return Experts(w13, w2, module.act_fn)
+    if _alternates(module):
+        w13, w13_bias = (None if stack is None else _Each(stack, _gate_then_up) for stack in (w13, w13_bias))
+    activation, numbers = _gate(module)
+    return Experts(w13, w2, activation, w13_bias, w2_bias, numbers, _has_gate(module))
 
 
 def has_stacks(module: torch.nn.Module) -> bool:
@@ -158,25 +167,45 @@ def stacks_problem(module: torch.nn.Module) -> str | None:
     """Why a module that has stacks is not computed as the operator does, or None."""
     if has_own_forward(module):
         return "it has a forward of its own"
-    if is_gpt_oss(module):
-        return None if _is_gpt_oss_of_5(module) else "its experts are not those of gpt-oss in transformers 5"
-    gate = getattr(type(module), "_apply_gate", None)
-    if gate is None and not _is_llama4(module):
-        return f"{type(module).__name__} has not the common interface of experts, so what it computes is not known"
-    for name, usual in _INTERFACE.items():
-        if getattr(module, name, usual) != usual:
-            return f"its experts have {name} = {not usual}"
-    if gate is not None and gate.__name__ != "_default_apply_gate":
+    if is_gpt_oss(module) and hasattr(module, "expert_dim"):  # called with the weights of all experts, [T, E]
+        return "its experts are not those of gpt-oss in transformers 5"
+    gate, name = getattr(type(module), "_apply_gate", None), type(module).__name__
+    # The decorator gives a class its gate, if it has none, and says how the matrices are.
+    decorated = gate is not None and (_has_usual_gate(module) or hasattr(module, "is_transposed"))
+    if not decorated and name not in _UNDECORATED:
+        return f"{name} has not the common interface of experts, so what it computes is not known"
+    if getattr(module, "has_post_expert_norm", False):
+        return "its experts have has_post_expert_norm = True"
+    if _alternates(module) and _has_usual_gate(module):
+        return "its experts have is_concatenated = False"
+    names = _parameters(module)
+    given = dict(module.named_parameters())
+    if set(given) != set(names) or (_has_usual_gate(module) and getattr(module, "act_fn", None) is None):
+        return f"its experts have other parameters than {', '.join(names[:-1])} and {names[-1]}"
+    if _gate(module) is None:
         return "its experts join gate and up in a way of their own"
-    w13, w2, act_fn = (getattr(module, name, None) for name in ("gate_up_proj", "down_proj", "act_fn"))
-    if not isinstance(w13, torch.Tensor) or act_fn is None or len(list(module.parameters())) != 2:
-        return "its experts have other parameters than gate_up_proj and down_proj"
+    w13, w2, *biases = (given[name] for name in names)
     count, hidden, intermediate = w2.transpose(1, 2).shape if _is_transposed(module) else w2.shape
-    expected = [2 * intermediate, hidden]
-    expected = [count, *(reversed(expected) if _is_transposed(module) else expected)]
-    if list(w13.shape) != expected:
-        return f"gate_up_proj is {list(w13.shape)} beside a down_proj of {list(w2.shape)}, expected {expected}"
+    rows = (1 + _has_gate(module)) * intermediate
+    for found, name, expected in zip(
+        [w13, *biases],
+        [names[0], *names[2:]],
+        ([count, *((hidden, rows) if _is_transposed(module) else (rows, hidden))], [count, rows], [count, hidden]),
+    ):
+        if list(found.shape) != expected:
+            return f"{name} is {list(found.shape)} beside a down_proj of {list(w2.shape)}, expected {expected}"
     return None
+
+
+def _has_gate(module: torch.nn.Module) -> bool:
+    """Whether there is a gate, and one matrix of each expert for gate and up."""
+    return getattr(module, "has_gate", True)
+
+
+def _parameters(module: torch.nn.Module) -> tuple[str, ...]:
+    """Names of w13 and w2, and of their biases if there are any."""
+    names = ("gate_up_proj" if _has_gate(module) else "up_proj", "down_proj")
+    return (*names, *(f"{name}_bias" for name in names)) if getattr(module, "has_bias", False) else names
 
 
 def _is_transposed(module: torch.nn.Module) -> bool:
@@ -194,34 +223,66 @@ def is_gpt_oss(module: torch.nn.Module) -> bool:
     return type(module).__name__ == "GptOssExperts"
 
 
-def _is_gpt_oss_of_5(module: torch.nn.Module) -> bool:
-    """Its matrices are [H, 2I] with gate and up in turns, and [I, H]; both have biases."""
-    if hasattr(module, "expert_dim"):  # transformers 4 calls it with the weights of all experts, [T, E]
-        return False
-    tensors = [getattr(module, name, None) for name in _GPT_OSS_PARAMETERS]
-    if not all(isinstance(tensor, torch.Tensor) for tensor in tensors) or [t.dim() for t in tensors] != [3, 2, 3, 2]:
-        return False
-    w13, w13_bias, w2, w2_bias = tensors
-    count, intermediate, hidden = w2.shape
-    if w13.shape != (count, hidden, 2 * intermediate) or w13_bias.shape != w13.shape[::2]:
-        return False
-    constants = (getattr(module, "alpha", None), getattr(module, "limit", None))
-    return w2_bias.shape == w2.shape[::2] and constants == SWIGLU_OAI
+def _alternates(module: torch.nn.Module) -> bool:
+    return is_gpt_oss(module) or not getattr(module, "is_concatenated", True)
 
 
-def _gpt_oss_experts(
-    w13: Sequence[torch.Tensor],
-    w13_bias: Sequence[torch.Tensor],
-    w2: Sequence[torch.Tensor],
-    w2_bias: Sequence[torch.Tensor],
-) -> Experts:
-    return Experts(
-        _Each(w13, lambda weight: _gate_then_up(weight.T)),
-        _Each(w2, lambda weight: weight.T),
-        Activation.SWIGLU_OAI,
-        _Each(w13_bias, _gate_then_up),
-        w2_bias,
+def _has_usual_gate(module: torch.nn.Module) -> bool:
+    """Whether gate and up are joined by ``act_fn(gate) * up``, or there is no gate."""
+    gate = getattr(type(module), "_apply_gate", None)
+    return gate is None or not _has_gate(module) or getattr(gate, "__name__", "") == "_default_apply_gate"
+
+
+def _gate(module: torch.nn.Module) -> tuple[Callable[[torch.Tensor], torch.Tensor] | Activation, GateNumbers] | None:
+    """What joins gate and up; None if the operator does not.
+
+    A class's own gate is compared with those of the operator, of the numbers that the module states, where these are
+    bent and far outside: its name says nothing, and the next version may compute something else.
+    """
+    if _has_usual_gate(module):
+        return module.act_fn, OWN_NUMBERS
+    limit, alpha = (
+        next((found for name in names if isinstance(found := getattr(module, name, None), (int, float))), default)
+        for names, default in ((("swiglu_limit", "limit"), math.inf), (("swiglu_alpha", "alpha"), 1.0))
     )
+    scale = limit if 0 < limit < math.inf else 10.0
+    steps = torch.linspace(-2.5 * scale, 2.5 * scale, 41, dtype=torch.double, device="cpu")
+    steps = torch.cat([steps, *(steps.new_tensor([-size, size]) for size in (1e3, 1e6))])
+    gate, up = torch.meshgrid(steps, steps, indexing="ij")
+    rows = torch.stack([gate, up], -1).flatten(-2) if _alternates(module) else torch.cat([gate, up], -1)
+    try:
+        given = type(module)._apply_gate(module, rows)
+    except Exception:  # whatever it needs besides
+        return None
+    if not isinstance(given, torch.Tensor) or given.shape != gate.shape:
+        return None
+    for activation, numbers in (
+        (Activation.SWIGLU_OAI, GateNumbers(limit, alpha)),
+        (Activation.SILU, GateNumbers(limit, alpha)),
+        (Activation.SWIGLU_STEP, GateNumbers(limit)),
+    ):
+        if torch.allclose(given, _joined(gate, up, activation, numbers), 1e-6, 0.0):
+            own = _DEFAULTS[activation]
+            return activation, GateNumbers(*(None if x == y else x for x, y in zip(numbers, own)))
+    return None
+
+
+# Of the operator, where none are given.
+_DEFAULTS = {
+    Activation.SILU: GateNumbers(math.inf, 1.0, 0.0),
+    Activation.SWIGLU_OAI: GateNumbers(7.0, 1.702, 1.0),
+    Activation.SWIGLU_STEP: GateNumbers(7.0, 1.0, 0.0),
+}
+
+
+def _joined(gate: torch.Tensor, up: torch.Tensor, activation: Activation, numbers: GateNumbers) -> torch.Tensor:
+    """What the operator computes, by torch (docs/numerics.md, section 5)."""
+    limit, alpha, beta = (own if x is None else x for x, own in zip(numbers, _DEFAULTS[activation]))
+    up = up.clamp(-limit, limit)
+    if activation == Activation.SWIGLU_STEP:
+        return torch.nn.functional.silu(gate).clamp(max=limit) * up
+    gate = gate.clamp(max=limit)
+    return gate * torch.sigmoid(alpha * gate) * (up + beta)
 
 
 def _gate_then_up(rows: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from w4a8.checkpoint import CheckpointError, MoESettings, load, read_settings
 from w4a8.checkpoint.reader import _find_layers
 from w4a8.checkpoint.settings import _MODELS as MODEL_TYPES
 from w4a8.checkpoint.settings import settings_from_config
-from w4a8.nn import MoEActivation, RoutingMethodType
+from w4a8.nn import GateNumbers, MoEActivation, RoutingMethodType
 
 LAYER = moe_checkpoint.FIRST
 FORMATS = ["int-quantized", "pack-quantized"]
@@ -395,6 +395,8 @@ def test_settings_of_models():
     assert found == MoESettings(64, 2, renormalize, num_experts=8, intermediate_size=96, dtype=torch.float16)
     found = settings(model_type="gpt_oss", hidden_act="silu", intermediate_size=96)
     assert (found.routing_method, found.activation) == (renormalize, MoEActivation.SWIGLUOAI)
+    assert found.numbers == (None, None, None)
+    assert settings(model_type="gpt_oss", swiglu_limit=5, swiglu_alpha=1.702).numbers == (5, None, None)
     found = settings(model_type="deepseek_v2", n_routed_experts=64, n_group=1, topk_group=1, routed_scaling_factor=1.0)
     assert (found.num_expert_group, found.routing_method, found.num_experts) == (None, default, 64)
     grouped = {"n_group": 8, "topk_group": 3, "topk_method": "group_limited_greedy", "routed_scaling_factor": 16.0}
@@ -453,6 +455,9 @@ def test_settings_errors(tmp_path):
             settings(model_type="deepseek_v3", **{name: "no"})
     with pytest.raises(CheckpointError, match=r"routing of model_type 'phimoe' is not known \(known: deepseek_v2, "):
         settings(model_type="phimoe")
+    for limit in (0, float("inf"), float("nan")):
+        with pytest.raises(CheckpointError, match=f"swiglu_limit is {limit}, but a finite number above 0 is expected"):
+            settings(model_type="gpt_oss", swiglu_limit=limit)
     with pytest.raises(CheckpointError, match="hidden_size is None, but an integer is expected"):
         settings(model_type="mixtral", hidden_size=None)
     with pytest.raises(CheckpointError, match="num_experts_per_tok is None, but an integer is expected"):
@@ -471,6 +476,16 @@ def test_settings_beat_config_json(checkpoint):
     assert (layer.num_experts, layer.sizes.intermediate, layer.top_k) == (8, 256, 2)  # from the tensors
     assert layer.activation is MoEActivation.GELU and layer.routing_method is RoutingMethodType.Sigmoid
     assert_packed(layer, checkpoint.w13, checkpoint.w2)
+    numbers = GateNumbers(limit=0.5, alpha=1.5, beta=0.25)
+    limited = load(
+        checkpoint.write(), settings=dataclasses.replace(own, activation=MoEActivation.SILU, numbers=numbers)
+    )
+    x, weights, ids = torch.randn(3, 128), torch.rand(3, 2), torch.tensor([[0, 7]] * 3)
+    out = limited[LAYER].run(x, weights, ids)
+    sizes, packed = layer.sizes, (layer.w13_packed, layer.w2_packed)
+    how = (sizes.hidden, sizes.intermediate, sizes.w13_rows, sizes.operator_group_size, False, w4a8.Activation.SILU)
+    assert torch.equal(out, w4a8.dynamic_4bit_int_moe(x, ids, weights, *packed, *how, **numbers._asdict()))
+    assert "activation=silu, limit=0.5, alpha=1.5, beta=0.25" in repr(limited[LAYER])
     with pytest.raises(CheckpointError, match=r"gate_proj.weight' has shape \(256, 128\), but \(256, 64\) is expected"):
         load(checkpoint.write(), settings=dataclasses.replace(own, hidden_size=64))
 

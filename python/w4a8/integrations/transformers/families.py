@@ -180,11 +180,13 @@ class Stack:
     def _add_experts(self, mlp: Any, gate: str) -> None:
         experts, router = self._part(mlp, "experts"), self._part(mlp, self.family.router)
         _require(isinstance(experts, W4A8Experts), f"{type(mlp).__name__}.experts are not packed")
+        _require(experts.sizes.gated, f"{type(mlp).__name__}.experts have no gate")
         bias = getattr(router, "bias", None)
         self.decoder.add_experts(
             router.weight.detach(), None if bias is None else bias.detach(), experts.w13_packed, experts.w2_packed,
             top_k=router.top_k, activation_kind=int(experts.activation),
             shared_gate=self._part(mlp, gate).weight.detach()[0] if gate else None, **self.family.routing(router),
+            **experts.numbers._asdict(),
         )  # fmt: skip
 
     def changed(self) -> str | None:

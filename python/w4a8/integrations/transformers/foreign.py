@@ -194,7 +194,7 @@ class Foreign:
         if parameter is None and one is not None:
             parameter, sources, pattern = names.parameter(".".join(one.groups()))
             if parameter is not None and not is_gpt_oss(model.get_submodule(parameter.rpartition(".")[0])):
-                parameter = None  # whether its rows alternate is not known
+                parameter = None  # whether rows alternate is not known
         if parameter is None:
             return False
         path, _, leaf = parameter.rpartition(".")
@@ -258,16 +258,21 @@ class Foreign:
             raise ValueError(f"quantized {sorted(module.matrices)} of a {type(old).__name__}, which is not supported")
         if experts.activation is None:
             raise ValueError(f"activation {type(experts.act_fn).__name__} is not one of the operator")
-        fused = self.stacked or is_gpt_oss(old)
+        fused = is_gpt_oss(old)
+        if self.stacked and not fused:
+            raise ValueError(f"all experts of a {type(old).__name__} in one tensor: do its rows alternate?")
         given = {leaf: len(lists) for leaf, lists in module.matrices.items()}
-        expected = {"gate_up_proj": 1 if fused else 2, "down_proj": 1}
+        up = "gate_up_proj" if experts.gated else "up_proj"
+        expected = {up: 1 if fused or not experts.gated else 2, "down_proj": 1}
         if given != expected:
             raise ValueError(f"matrices of {given} in the files, expected {expected}")
-        sources = [*module.matrices["gate_up_proj"], *module.matrices["down_proj"]]
-        shards = dict(zip(("w13", "w2") if fused else ("w1", "w3", "w2"), sources))
+        sources = [*module.matrices[up], *module.matrices["down_proj"]]
+        apart = ("w1", "w3", "w2") if experts.gated else ("w1", "w2")
+        shards = dict(zip(("w13", "w2") if fused else apart, sources))
         packed, group = self._pack_experts(module, shards, experts, pages)
         _, hidden, intermediate = experts.sizes
-        return W4A8Experts(packed["w13"], packed["w2"], hidden, intermediate, group, experts.activation)
+        how = {"numbers": experts.numbers, "gated": experts.gated}
+        return W4A8Experts(packed["w13"], packed["w2"], hidden, intermediate, group, experts.activation, **how)
 
     def _pack_experts(
         self, module: _Module, shards: Mapping[str, list[str]], experts: Experts, pages: Pages
@@ -299,7 +304,7 @@ class Foreign:
                 name = names[0 if self.stacked else expert]
                 matrix = self._matrix(name, biased, pages, expert if self.stacked else None)
                 if packer is None:
-                    sizes = ExpertSizes(count, hidden, intermediate, self._scheme(name).group_size)
+                    sizes = ExpertSizes(count, hidden, intermediate, self._scheme(name).group_size, experts.gated)
                     activations = sizes.activation_groups(self._wanted(module))
                     bias = None if matrix.bias is None else matrix.bias.dtype
                     packer = ExpertPacker(sizes, bias, w13_interleaved=True, activation_groups=activations)

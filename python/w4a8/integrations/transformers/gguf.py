@@ -179,11 +179,14 @@ class GGUFModules:
         index = int(weights[0].split(".")[1])
         layer = ExpertStacks(self.file, index, ["_".join(each) for each in stacks], name)
         given, expected = (layer.experts, layer.hidden, layer.intermediate), tuple(experts.sizes)
+        if layer.is_gated != experts.gated:
+            raise ValueError(f"experts {'with' if layer.is_gated else 'without'} a gate, but others expected")
         if given != expected or layer.has_bias != (experts.w13_bias is not None):
             raise ValueError(f"experts, hidden and intermediate size {given}, but {expected} with its biases expected")
         sizes, packed = layer.pack(range(layer.experts), 0, 1, self.activation_group)
         groups = sizes.group_size, experts.activation, sizes.w2_group_size
-        return W4A8Experts(packed["w13"], packed["w2"], sizes.hidden, sizes.intermediate, *groups)
+        how = {"numbers": experts.numbers, "gated": layer.is_gated}
+        return W4A8Experts(packed["w13"], packed["w2"], sizes.hidden, sizes.intermediate, *groups, **how)
 
 
 class GGUFQuantizer(W4A8HfQuantizer):

@@ -72,6 +72,8 @@ def _of_modules(names: Names, packed: Mapping[str, Parts]) -> dict[str, Parts]:
     for module, parts in packed.items():
         for leaf, entry in parts.items():
             parameter = names.parameter(f"{module}.{_STANDS_FOR[leaf]}")[0]
+            if parameter is None and leaf == "w13_packed":  # of experts without a gate
+                parameter = names.parameter(f"{module}.up_proj")[0]
             if parameter is not None:
                 found.setdefault(parameter.rpartition(".")[0], {})[leaf] = entry
     return found
@@ -106,7 +108,8 @@ def _new_module(old: torch.nn.Module, entries: Parts, tied: bool) -> torch.nn.Mo
     check("packed tensors of experts", sorted(entries), ["w13_packed", "w2_packed"])
     count, hidden, intermediate = experts.sizes
     biased = experts.w13_bias is not None
-    for leaf, n, k in (("w13_packed", 2 * intermediate, hidden), ("w2_packed", hidden, intermediate)):
+    rows = (1 + experts.gated) * intermediate
+    for leaf, n, k in (("w13_packed", rows, hidden), ("w2_packed", hidden, intermediate)):
         check(f"{leaf}: bias", headers[leaf]["has_bias"], biased)
         given = [entries[leaf].shape[0], headers[leaf]["n"], headers[leaf]["k"]]
         check(f"{leaf}: [experts, n, k]", given, [count, n, k])
@@ -114,4 +117,5 @@ def _new_module(old: torch.nn.Module, entries: Parts, tied: bool) -> torch.nn.Mo
     if groups == [hidden, intermediate]:
         groups = [-1, -1]
     stacks = tensors["w13_packed"], tensors["w2_packed"]
-    return W4A8Experts(*stacks, hidden, intermediate, groups[0], experts.activation, groups[1])
+    how = {"numbers": experts.numbers, "gated": experts.gated}
+    return W4A8Experts(*stacks, hidden, intermediate, groups[0], experts.activation, groups[1], **how)

@@ -322,6 +322,8 @@ def expert_fields(runner: Any, router: Any) -> dict[str, Any]:
         raise Unfit(f"{routed.layer_name} transforms its inputs or outputs")
     if routed.custom_routing_function is not None or type(runner.router).__name__ == "ZeroExpertRouter":
         raise Unfit(f"{routed.layer_name} routes by a function of its own")
+    if not method.sizes.gated:
+        raise Unfit(f"{routed.layer_name} has experts without a gate")
     if routed.expert_map is not None or routed.apply_router_weight_on_input:
         raise Unfit(f"{routed.layer_name} holds some experts, or scales their inputs")
     weight, bias = float_weight(router)
@@ -339,6 +341,7 @@ def expert_fields(runner: Any, router: Any) -> dict[str, Any]:
         "routed_scaling_factor": routed.routed_scaling_factor * runner.routed_scaling_factor,
         "e_score_correction_bias": routed.e_score_correction_bias,
         "activation_kind": kernel_activation_kind(as_activation(method.activation)),
+        **method.numbers._asdict(),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from types import MethodType
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
-from w4a8.core.activation import MoEActivation
+from w4a8.core.activation import GateNumbers, MoEActivation
 from w4a8.core.experts import ExpertSizes, run_experts
 from w4a8.core.weight_utils import replace_parameter
 from w4a8.formats import Scheme
@@ -19,9 +20,14 @@ from w4a8.integrations.vllm.log import logger
 from w4a8.integrations.vllm.routing import select
 from w4a8.integrations.vllm.settings import activation_group
 
-# Of the clamped SwiGLU: limit, slope of the sigmoid, what is added to the up half.
-_SWIGLU = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702, "swiglu_beta": 1.0}
-_CLAMPED = (MoEActivation.SWIGLUOAI, MoEActivation.SWIGLUOAI_UNINTERLEAVE)
+# Limit, slope of the sigmoid and what is added to the up half, and which of them vLLM lets an activation have.
+_SWIGLU = ("swiglu_limit", "swiglu_alpha", "swiglu_beta")
+_HAS = {
+    MoEActivation.SILU: _SWIGLU[:1],
+    MoEActivation.SWIGLUSTEP: _SWIGLU[:1],
+    MoEActivation.SWIGLUOAI: _SWIGLU,
+    MoEActivation.SWIGLUOAI_UNINTERLEAVE: _SWIGLU,
+}
 
 
 def _activation(moe: Any) -> MoEActivation | None:
@@ -31,17 +37,24 @@ def _activation(moe: Any) -> MoEActivation | None:
         return None
 
 
+def gate_numbers(moe: Any) -> GateNumbers:
+    """Of vLLM's FusedMoEConfig: "silu" with a limit is the clamped form."""
+    return GateNumbers(*(getattr(moe, name) for name in _SWIGLU))
+
+
 def unsupported(moe: Any) -> str | None:
     """Why a layer of vLLM's FusedMoEConfig cannot be run here, or None."""
     parallel, activation = moe.moe_parallel_config, _activation(moe)
     if activation is None:
         return f"activation {moe.activation.value}"
-    for name, value in _SWIGLU.items():
-        given = getattr(moe, name)
-        if given is not None and (activation not in _CLAMPED or given != value):
+    for name, given in zip(_SWIGLU, gate_numbers(moe)):
+        if given is None:
+            if activation == MoEActivation.SWIGLUOAI_UNINTERLEAVE:
+                return f"{name} not given with activation {activation.value}"
+            continue
+        good = math.isfinite(given) if name != "swiglu_limit" else given > 0
+        if name not in _HAS.get(activation, ()) or not good:
             return f"{name} {given} with activation {activation.value}"
-    if activation == MoEActivation.SWIGLUOAI_UNINTERLEAVE and moe.swiglu_alpha is None:
-        return "swiglu_alpha not given with activation swigluoai_uninterleave"
     if not hasattr(moe, "has_hash_routing") and getattr(moe.routing_method, "name", None) == "DeepseekV4":
         return "experts that may be selected by token id"
     if moe.is_lora_enabled:
@@ -86,7 +99,7 @@ class W4A8MoEMethod(FusedMoEMethodBase):
         super().__init__(layer.moe_config)
         self.scheme = scheme
         self.sizes = expert_sizes(layer.moe_config, scheme.group_size)
-        self.activation = _activation(layer.moe_config)
+        self.activation, self.numbers = _activation(layer.moe_config), gate_numbers(layer.moe_config)
         problem = self.sizes.unsupported()
         if problem is not None:
             raise ValueError(f"w4a8: {layer_name}: kernel does not support {problem}")
@@ -228,6 +241,7 @@ class W4A8MoEMethod(FusedMoEMethodBase):
             self.activation,
             layer.expert_map,
             layer.apply_router_weight_on_input,
+            self.numbers,
         )
 
 

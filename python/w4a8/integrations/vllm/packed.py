@@ -121,6 +121,8 @@ def only_whole(parts: Parts, model_type: str | None) -> str | None:
     """Why the matrices of a module cannot be unpacked for vLLM to cut them, or None."""
     if model_type in _WHOLE_EXPERTS and "packed" not in parts:
         return f"experts of {model_type}"
+    if "packed" not in parts and parts["w13_packed"].header["n"] == parts["w2_packed"].header["k"]:
+        return "experts without a gate"
     forms = [stored.packed_as for stored in parts.values()]
     kinds = [form.kind for form in forms]
     for kind in kinds:
