@@ -67,7 +67,7 @@ MODELS = {
     }),
     "glm4": ("Glm4", {**IN_PART, "attention_bias": True}),
     "glm-dsa": ("GlmMoeDsa", {
-        **ROPE, **MLA, **ROUTED, "routed_scaling_factor": 2.5, "index_topk": 8, "index_head_dim": 32,
+        **ROPE, **MLA, **ROUTED, "routed_scaling_factor": 2.5, "index_topk": 8, "index_head_dim": 64,
         "index_n_heads": 2,
     }),
     "deepseek2, GLM-4.7-Flash": ("Glm4MoeLite", {**ROPE, **MLA, **ROUTED, "routed_scaling_factor": 2.5}),

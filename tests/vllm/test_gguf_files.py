@@ -202,8 +202,8 @@ BROKEN = {
 REFUSED = {
     "an architecture that transformers runs": (
         lambda tiny: setattr(tiny, "architecture", "glm-dsa"),
-        r"model.gguf: general.architecture is 'glm-dsa', which is not run here: its CPU backend has no sparse attention "
-        r"\(known: cohere2, ",
+        r"model.gguf: general.architecture is 'glm-dsa', which is not run here: its CPU backend has no sparse "
+        r"attention \(known: cohere2, ",
     ),
     "an architecture": (
         lambda tiny: setattr(tiny, "architecture", "bloom"),
