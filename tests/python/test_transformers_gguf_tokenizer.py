@@ -55,12 +55,22 @@ def made(tmp_path):
         ("llama-bpe", "<s> 123 4 abc .a xyz !."),
         ("falcon3", "<s> 123 4 abc .a xyz !."),
         ("smaug-bpe", "123 4 abc .a x y z !."),
-        ("glm4", "123 4 abc .a x y z !."),
+        ("glm4", "123 4 abc .a xyz !."),
+        ("glm5", "123 4 abc .a xyz !."),
+        ("chatglm-bpe", "123 4 abc .a x y z !."),
         ("tekken", "<s> 1 2 3 4 abc .a xyz !."),
         ("gpt-4o", "123 4 abc .a x y z !."),
         ("smollm", "1 2 3 4 abc . a x y z !."),
         ("command-r", "1 2 3 4 abc . a x y z !."),
         ("deepseek-v3", "123 4 abc .a x y z !."),
+        ("hunyuan-dense", "123 4 abc .a x y z !."),
+        ("hunyuan", "1 2 3 4 abc .a x y z !."),
+        ("deepseek-coder", "1 2 3 4 abc . a x y z !."),
+        ("default", "123 4 abc . a x y z !."),
+        ("bailingmoe2", "1 2 3 4 abc .a x y z !."),
+        ("seed-coder", "1 2 3 4 abc .a x y z !."),
+        ("exaone-moe", "1 2 3 4 abc .a x y z !."),
+        ("kimi-k2", "123 4 abc .a x y z !."),
     ],
 )
 def test_does_what_the_name_says(pre, expected, made):
@@ -74,7 +84,7 @@ def test_does_what_the_name_says(pre, expected, made):
     assert ("<s>" in parts) == ("<s>" in expected)
 
 
-@pytest.mark.parametrize("pre", ["deepseek-llm", "kimi-k2", "default", None])
+@pytest.mark.parametrize("pre", ["deepseek-llm", "superbpe", None])
 def test_an_unknown_name_is_said(pre, made):
     with pytest.warns(UserWarning, match=rf"tokenizer.ggml.pre of the GGUF file is {pre!r}, and how that splits"):
         tokenizer = made(**{"ggml.pre": pre})
