@@ -24,7 +24,7 @@ from gguf_architectures import (  # noqa: E402
 )
 from transformers import AutoModelForCausalLM  # noqa: E402
 
-import w4a8  # noqa: E402
+import w4a8.checkpoint  # noqa: E402
 from w4a8.core.matrix import Matrix, unpack_codes  # noqa: E402
 from w4a8.integrations.transformers import gguf  # noqa: E402
 from w4a8.nn.embedding import PackedEmbedding  # noqa: E402
@@ -203,3 +203,12 @@ def test_no_quarter_is_rotated(tmp_path):
     write("gemma4", model_of("gemma4"), tmp_path, change=lambda tensors: tensors | factors)
     with pytest.raises(ValueError, match=r"rope_freqs.weight does not rotate a quarter of the heads"):
         load(tmp_path)
+
+
+def test_linear_layers_without_a_model(tmp_path):
+    """Which have no names there."""
+    path = write("granite", model_of("granite"), tmp_path, quantized=True)
+    with pytest.raises(
+        ValueError, match=r"'granite', whose linear layers have no names here without a model \("
+    ):
+        w4a8.checkpoint.load_linear(path)

@@ -249,6 +249,12 @@ def load_gguf_linear(
 ) -> dict[str, W4A8Linear | W8A8Linear]:
     """:func:`w4a8.checkpoint.load_linear` of a GGUF file."""
     linears = GGUFLinears(GGUFFile(path))
+    if linears.architecture.names is None:
+        known = ", ".join(sorted(name for name, each in ARCHITECTURES.items() if each.names is not None))
+        raise CheckpointError(
+            f"general.architecture is {linears.keys.architecture!r}, whose linear layers have no names here without a "
+            f"model (known: {known}): load it with transformers"
+        )
     wanted = {name: tensor for name, tensor in linears.layers().items() if only is None or only(name)}
     loaded: dict[str, W4A8Linear | W8A8Linear] = {}
     with on_cpu(), progress_bar(len(wanted), progress, "layer", "packing linear layers") as advance:
