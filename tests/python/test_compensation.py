@@ -34,8 +34,8 @@ def literal(weight, group, kind, x, exact, matrix):
     """GPTQ as the paper states it (Frantar et al. 2022, equation 3): float64 [N, K] of the rounded weights.
 
     What is left of the inverse Hessian shrinks by a row and a column with each weight. Scales and zero points are those
-    of the matrix, if they are within 2 % of those that the reference finds: a search from weights that differ by 1e-6
-    can end elsewhere, and the search itself is within 2 % of the least error (docs/quantization.md, "Rounding").
+    of the matrix, which must be as good as those that the reference finds, but for one group in twenty: a search in
+    weights that differ by 1e-6 can end elsewhere.
     """
     x = x.double().numpy()
     hessian = x.T @ x
@@ -45,18 +45,19 @@ def literal(weight, group, kind, x, exact, matrix):
     weight = weight.double().numpy().copy()
     if exact is not None:
         weight += CORRECTION * weight @ ((exact.double().numpy() - x).T @ x) @ inverse
-    rounded = np.empty_like(weight)
+    rounded, as_good = np.empty_like(weight), []
     for k in range(weight.shape[1]):
         if k % group == 0:
             own, importance = (each[..., k : k + group].astype(np.float32) for each in (weight, counts))
             _, *found = rounding_reference.round_weights(own, group, kind, effort=2, importance=importance)
             scale = matrix.scales.float().numpy()[:, k // group, None]
             zero = matrix.zero_points.float().numpy()[:, k // group, None] if kind == "zeros" else np.zeros_like(scale)
-            assert (lost(own, scale, zero, kind, importance) <= 1.02 * lost(own, *found, kind, importance)).all()
+            as_good += list(lost(own, scale, zero, kind, importance) <= 1.001 * lost(own, *found, kind, importance))
         steps = (weight[:, k : k + 1] / scale).astype(np.float32)
         rounded[:, k] = rounding_reference.nearest(steps, zero[:, 0], kind)[:, 0] * scale[:, 0].astype(np.float64)
         weight[:, k:] -= np.outer((weight[:, k] - rounded[:, k]) / inverse[0, 0], inverse[0])
         inverse = (inverse - np.outer(inverse[:, 0], inverse[0]) / inverse[0, 0])[1:, 1:]
+    assert np.mean(as_good) >= 0.95
     return rounded
 
 

@@ -79,7 +79,7 @@ class Inputs:
 
     @cached_property
     def factor(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of H = gram / size: the diagonal float32 [K], and upper triangular U float64 [K, K]: U^T U (H + damping) = 1.
+        """Of H = gram / size: the diagonal [K], and upper triangular U [K, K], both float32: U^T U (H + damping) = 1.
 
         A channel that was always 0 counts as the mean of the others.
 
@@ -95,7 +95,7 @@ class Inputs:
         importance = diagonal.float()
         diagonal += DAMPING * diagonal.mean()
         # A A^T = hessian + damping with A upper triangular: U is the inverse of A.
-        factor = torch.linalg.cholesky(hessian.flip(0, 1)).flip(0, 1)
+        factor = torch.linalg.cholesky(hessian.flip(0, 1)).flip(0, 1).float()
         unit = torch.eye(len(factor), dtype=factor.dtype)
         return importance, torch.linalg.solve_triangular(factor, unit, upper=True)
 
@@ -127,8 +127,8 @@ def round_compensated(
     weight = weight.detach().float()
     if inputs.drift.any():
         # W + W D (H + d)^-1 in place of W keeps the difference of W f and W x smallest, and (H + d)^-1 is U^T U.
-        weight = weight + CORRECTION * (weight.double() @ (inputs.drift / inputs.size) @ upper.T @ upper).float()
-    rounding = _Rounding(weight, upper.float(), importance, group, options)
+        weight = weight + CORRECTION * (weight @ (inputs.drift / inputs.size).float() @ upper.T @ upper)
+    rounding = _Rounding(weight, upper, importance, group, options)
     rounding.run()
     return rounding.matrix(bias), rounding.rounded()
 
