@@ -8,7 +8,7 @@ from common import assert_same_bits
 
 import w4a8
 from w4a8.nn import QuantOptions, W4A8Linear
-from w4a8.nn.compensation import CORRECTION, DAMPING, Inputs, round_compensated
+from w4a8.nn.compensation import CORRECTION, DAMPING, Inputs, _nearest_e2m1, round_compensated
 
 KINDS = {"int4": {}, "zeros": {"symmetric": False}, "e2m1": {"values": "e2m1"}}
 
@@ -145,6 +145,17 @@ def test_inputs_that_are_always_0(kind):
     silent = Inputs.none(128)
     silent.add(torch.zeros(128, 128))
     assert_same_bits(round_compensated(weight, options, silent)[0].codes, codes)
+
+
+def test_halfway_between_numbers_of_e2m1():
+    """The number with the even code, as everywhere else; and beside it the nearest."""
+    numbers = rounding_reference.E2M1.astype(np.float32)
+    middles = torch.from_numpy((numbers[1:] + numbers[:-1]) / 2)
+    infinity = torch.tensor(float("inf"))
+    x = torch.cat([middles, middles.nextafter(infinity), middles.nextafter(-infinity), torch.tensor([0.0, 7.0, 1e9])])
+    x = torch.cat([x, -x])
+    expected = rounding_reference.nearest_e2m1(x.numpy()[None])[0]
+    assert np.array_equal(_nearest_e2m1(x).numpy(), expected)
 
 
 def test_few_inputs():
