@@ -176,6 +176,20 @@ def test_a_layer_that_is_used_twice():
     assert_same_bits(model.layers[0].left.packed, left.packed)
 
 
+def test_behind_a_layer_that_is_used_twice():
+    """The next one gets what the second call gives."""
+    model = Model(layers=3)
+    model.layers.insert(1, model.layers[1])
+    last = copy.deepcopy(model.layers[3])
+    w4a8.quantize_(model, calibration=BATCHES)
+    with torch.no_grad():
+        states = [torch.sin(3 * x) for x in BATCHES]
+        for layer in model.layers[:3]:
+            states = [layer(x, scale=0.5) for x in states]
+        left = W4A8Linear.from_float(last.left, inputs=sums([x + 0.25 for x in states]))
+    assert_same_bits(model.layers[3].left.packed, left.packed)
+
+
 @pytest.mark.parametrize("options", [{}, {"effort": 1, "symmetric": False}, {"values": "e2m1"}], ids=str)
 def test_linear(options):
     """Every form of a batch; layers that are in no list; nothing is left of it."""
@@ -195,12 +209,15 @@ def test_linear(options):
 
 
 def test_what_is_not_reached():
-    """Rounded by itself, and said."""
+    """Rounded by itself, and said; few inputs of the other are filled up."""
     model = nn.ModuleDict({"used": nn.Linear(64, 8), "idle": nn.Linear(64, 8)})
     model.forward = lambda x: model["used"](x)
+    x = torch.randn(5, 64)
     want = W4A8Linear.from_float(model["idle"], 32)
-    report = w4a8.quantize_(model, 32, calibration=[torch.randn(5, 64)])
+    used = W4A8Linear.from_float(model["used"], 32, inputs=sums([x]))
+    report = w4a8.quantize_(model, 32, calibration=[x])
     assert_same_packed(model["idle"], want)
+    assert_same_packed(model["used"], used)
     assert report.uncalibrated == {"idle": "no batch reached it"}
     assert "idle: not calibrated: no batch reached it" in str(report)
 
