@@ -208,7 +208,5 @@ def test_no_quarter_is_rotated(tmp_path):
 def test_linear_layers_without_a_model(tmp_path):
     """Which have no names there."""
     path = write("granite", model_of("granite"), tmp_path, quantized=True)
-    with pytest.raises(
-        ValueError, match=r"'granite', whose linear layers have no names here without a model \("
-    ):
+    with pytest.raises(ValueError, match=r"'granite', whose linear layers have no names here without a model \("):
         w4a8.checkpoint.load_linear(path)

@@ -10,7 +10,7 @@ import torch
 
 from w4a8.core.activation import OWN_NUMBERS, GateNumbers
 from w4a8.core.experts import ExpertSizes
-from w4a8.core.matrix import PackedAs, pack_as
+from w4a8.core.matrix import Matrix, PackedAs, pack_as
 from w4a8.nn.options import DEFAULT_GROUP_SIZE, QuantOptions
 from w4a8.nn.packed import PackedModule
 from w4a8.nn.rounding import round_weight
@@ -54,6 +54,10 @@ class PackedExperts(PackedModule):
         if packed.dim() != 2 or len(packed) != self.sizes.experts:
             raise ValueError(f"{name} is {list(packed.shape)}, expected [{self.sizes.experts}, bytes]")
         super().check_packed(name, packed)
+
+
+# Name of the stack, expert, weight [N, K] and bias [N] or None -> the matrix.
+RoundExpert = Callable[[str, int, torch.Tensor, "torch.Tensor | None"], Matrix]
 
 
 class W4A8Experts(PackedExperts):
@@ -108,6 +112,7 @@ class W4A8Experts(PackedExperts):
         w2_bias: Sequence[torch.Tensor] | None = None,
         w13_importance: torch.Tensor | None = None,
         w2_importance: torch.Tensor | None = None,
+        round_one: RoundExpert | None = None,
         packed_one: Callable[[], object] = lambda: None,
         **fields: Any,
     ) -> W4A8Experts:
@@ -125,6 +130,8 @@ class W4A8Experts(PackedExperts):
             w13_importance: floating point [E, H], what the squared error of a weight counts, as the mean square of its
                 input channel; None: all alike.
             w2_importance: [E, I].
+            round_one: rounds a matrix instead of :func:`round_weight`, w13 of an expert before its w2; then without
+                importances.
             packed_one: called after each of the 2 E matrices.
             **fields: of :class:`QuantOptions`, by name.
 
@@ -150,7 +157,10 @@ class W4A8Experts(PackedExperts):
                 importance = None if importances is None else importances[expert]
                 bias = None if biases is None else biases[expert]
                 try:
-                    matrix = round_weight(weights[expert], options, bias, importance)
+                    if round_one is None:
+                        matrix = round_weight(weights[expert], options, bias, importance)
+                    else:
+                        matrix = round_one(name, expert, weights[expert], bias)
                 except ValueError as error:
                     raise ValueError(f"{name} of expert {expert}: {error}") from error
                 tensors = {"codes": matrix.codes, "scales": matrix.scales, "zero_points": matrix.zero_points}

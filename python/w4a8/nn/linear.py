@@ -23,6 +23,7 @@ from w4a8.formats import (
     from_pack_quantized,
     from_quark_mxfp4,
 )
+from w4a8.nn.compensation import Inputs, round_compensated
 from w4a8.nn.options import QuantOptions
 from w4a8.nn.packed import PackedLinear
 from w4a8.nn.rounding import round_weight
@@ -41,6 +42,7 @@ class W4A8Linear(PackedLinear):
         options: QuantOptions | int | None = None,
         *,
         importance: torch.Tensor | None = None,
+        inputs: Inputs | None = None,
         **fields: Any,
     ) -> W4A8Linear:
         """Quantizes a layer (docs/quantization.md, "Rounding").
@@ -50,6 +52,7 @@ class W4A8Linear(PackedLinear):
             options: a :class:`QuantOptions`, whose group divides in_features, or its group size alone.
             importance: floating point [in_features], what the squared error of a weight counts, as the mean square of
                 its input channel; None: all alike.
+            inputs: sums over inputs of the layer, whose products are to change little; then without ``importance``.
             **fields: of :class:`QuantOptions`, by name.
 
         Raises:
@@ -57,7 +60,10 @@ class W4A8Linear(PackedLinear):
             ValueError: a group that does not divide, or the weight or the bias has a NaN or an infinity.
         """
         options = QuantOptions.of(options, fields)
-        matrix = round_weight(linear.weight, options, linear.bias, importance)
+        if inputs is None:
+            matrix = round_weight(linear.weight, options, linear.bias, importance)
+        else:
+            matrix, _ = round_compensated(linear.weight, options, inputs, linear.bias)
         return cls.from_matrix(matrix, options.scale_dtype, activation_group=options.activation_group)
 
     @classmethod

@@ -33,12 +33,8 @@ def round_weight(
         ValueError: the group does not divide K, or the weight or the bias has a NaN or an infinity.
         RuntimeError: the importance has another size, or numbers that are negative or not finite.
     """
-    k = weight.shape[1]
-    group = k if options.group_size == -1 else options.group_size
-    if group <= 0 or k % group != 0:
-        raise ValueError(f"group_size is {options.group_size}, expected -1 or a divisor of in_features = {k}")
-    if bias is not None and not bias.is_meta and not bias.isfinite().all():
-        raise ValueError(f"the bias has {_NOT_FINITE}")
+    group = group_of(weight, options)
+    check_finite(bias=bias)
     codes, scales, zeros = _rounded(
         weight,
         group,
@@ -49,6 +45,26 @@ def round_weight(
         importance=importance,
     )
     return Matrix(codes, scales, None if options.symmetric else zeros, options.values, bias)
+
+
+def group_of(weight: torch.Tensor, options: QuantOptions) -> int:
+    """Values of k per scale of a matrix [N, K].
+
+    Raises:
+        ValueError: that does not divide K.
+    """
+    k = weight.shape[1]
+    group = k if options.group_size == -1 else options.group_size
+    if group <= 0 or k % group != 0:
+        raise ValueError(f"group_size is {options.group_size}, expected -1 or a divisor of in_features = {k}")
+    return group
+
+
+def check_finite(weight: torch.Tensor | None = None, bias: torch.Tensor | None = None) -> None:
+    """Raises ValueError if one of the two has a NaN or an infinity; says which."""
+    for name, tensor in (("bias", bias), ("weight", weight)):
+        if tensor is not None and not tensor.is_meta and not tensor.isfinite().all():
+            raise ValueError(f"the {name} has {_NOT_FINITE}")
 
 
 def round_to_8_bits(weight: torch.Tensor, effort: int = DEFAULT_EFFORT) -> Matrix:

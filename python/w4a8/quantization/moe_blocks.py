@@ -20,6 +20,7 @@ from w4a8.core.activation import OWN_NUMBERS, GateNumbers
 from w4a8.core.experts import gate_and_up
 from w4a8.core.routing import RoutingMethodType, route
 from w4a8.nn import QuantOptions, W4A8Experts
+from w4a8.nn.experts import RoundExpert
 from w4a8.ops import Activation
 
 _SOFTMAX = re.compile(r"(Qwen2Moe|Qwen3Moe|Mixtral|Olmoe)SparseMoeBlock")
@@ -93,7 +94,10 @@ class Experts:
         return len(self.w2), *self.w2[0].shape
 
     def quantize(
-        self, options: QuantOptions, packed_one: Callable[[], object] = lambda: None, **importance: torch.Tensor
+        self,
+        options: QuantOptions,
+        packed_one: Callable[[], object] = lambda: None,
+        round_one: RoundExpert | None = None,
     ) -> W4A8Experts:
         """The packed experts; arguments as in :meth:`W4A8Experts.from_float`."""
         return W4A8Experts.from_float(
@@ -104,8 +108,8 @@ class Experts:
             numbers=self.numbers,
             w13_bias=self.w13_bias,
             w2_bias=self.w2_bias,
+            round_one=round_one,
             packed_one=packed_one,
-            **importance,
         )
 
 

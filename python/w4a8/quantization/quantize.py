@@ -10,7 +10,8 @@ import torch
 
 from w4a8.nn import QuantOptions, W4A8Linear
 from w4a8.progress import progress_bar
-from w4a8.quantization.calibration import calibrate
+from w4a8.quantization.calibration import Found, round_in_turn
+from w4a8.quantization.expert_rows import ExpertRounding
 from w4a8.quantization.guard import refuse_resizing
 from w4a8.quantization.moe_blocks import adopt, fused_experts, listed_experts
 from w4a8.quantization.plan import Job, make_plan
@@ -32,6 +33,7 @@ class QuantizationReport:
         model_bytes: of all parameters and packed weights that it has now.
         weights: name -> what the packed weights are; of a model on the meta device, where they have no headers.
         refused: name -> why a layer cannot be packed; on the meta device, where that is no error.
+        uncalibrated: name -> what of a module the batches of ``calibration`` said too little of.
     """
 
     replaced: dict[str, str] = field(default_factory=dict)
@@ -42,6 +44,7 @@ class QuantizationReport:
     model_bytes: int = 0
     weights: dict[str, str] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
+    uncalibrated: dict[str, str] = field(default_factory=dict)
 
     def measure(self, model: torch.nn.Module) -> None:
         """Takes the sizes of the model as it is now."""
@@ -59,6 +62,7 @@ class QuantizationReport:
             "now"
         ]
         lines += [f"  {name}: {reason}" for name, reason in self.skipped.items()]
+        lines += [f"  {name}: not calibrated: {reason}" for name, reason in self.uncalibrated.items()]
         return "\n".join(lines)
 
 
@@ -104,9 +108,9 @@ def quantize_(
             A skipped module is left alone with all that is below it.
         default_skip: leave output layers and routers (``w4a8.quantization.DEFAULT_SKIP``) alone as well, and of models
             of transformers linear layers that the checkpoint did not have. False quantizes those that can be.
-        calibration: inputs of the model, each a tensor, a tuple or list of arguments or a dict of named ones: the model
-            runs on them, and the squared errors of weights count as the mean squares of their input channels then. An
-            expert counts what is routed to it, or where nothing is what the others get. None: all channels alike.
+        calibration: inputs of the model, each a tensor, a tuple or list of arguments or a dict of named ones. The model
+            runs on them, several times, layer after layer, and errors of weights are made up for by other weights of
+            the same output feature (docs/quantization.md, "Calibration"). None: each weight by itself.
         progress: show a progress bar, if tqdm is installed.
         **fields: of :class:`QuantOptions` by name: ``quantize_(model, group_size=64, symmetric=False)``.
 
@@ -126,18 +130,26 @@ def quantize_(
     if calibration is not None and options.effort == 0:
         raise ValueError("calibration is given, expected None for effort = 0, which searches for nothing")
     report = QuantizationReport(skipped=plan.skipped)
-    importances = [{} for _ in plan.jobs] if calibration is None else calibrate(model, plan.jobs, calibration)
     matrices = sum(job.matrices for job in plan.jobs)
     try:
         with progress_bar(matrices, progress, "matrix", "quantizing") as advance:
-            for job, importance in zip(plan.jobs, importances):
+
+            def round_job(job: Job, found: Found = None) -> None:
+                if calibration is not None and found is None:
+                    report.uncalibrated.update(dict.fromkeys(job.names, "no batch reached it"))
                 try:
-                    run_job(job, options, advance, report, importance)
+                    run_job(job, options, advance, report, found)
                 except (ValueError, RuntimeError) as error:
                     raise QuantizationError(
                         f"{job.names[0]}: {error}; {len(report.replaced)} modules were replaced before it and stay so",
                         report,
                     ) from error
+
+            if calibration is not None:
+                round_in_turn(model, plan.jobs, calibration, round_job)
+            else:
+                for job in plan.jobs:
+                    round_job(job)
     finally:
         refuse_resizing(model)
         report.measure(model)
@@ -149,7 +161,7 @@ def run_job(
     options: QuantOptions,
     packed_one: Callable[[], object],
     report: QuantizationReport,
-    importance: Mapping[str, torch.Tensor] | None = None,
+    found: Found = None,
     weights: Mapping[str, Sequence[torch.Tensor]] | None = None,
 ) -> None:
     """Makes the new module, and only then puts it in its places; the old one is freed on return.
@@ -159,17 +171,21 @@ def run_job(
         options: of quantizing.
         packed_one: called after each matrix.
         report: gets an entry.
-        importance: what ``calibrate`` found of the job; None for nothing.
+        found: what a calibration says of its inputs (:func:`round_in_turn`); None for nothing.
         weights: for ``fused`` experts: parameter name -> the tensors of the experts, instead of the module's own.
     """
     owner, key = job.places[0]
     old = getattr(owner, key)
     if job.kind == "linear":
-        new: torch.nn.Module = W4A8Linear.from_float(old, options, **(importance or {}))
+        new: torch.nn.Module = W4A8Linear.from_float(old, options, inputs=found)
         packed_one()
     else:
         experts = fused_experts(old, weights) if job.kind == "fused" else listed_experts(owner)
-        new = experts.quantize(options, packed_one, **(importance or {}))
+        round_one = None if found is None else ExpertRounding(experts, found, options)
+        new = experts.quantize(options, packed_one, round_one)
+        if round_one is not None and round_one.few > 0:
+            few = f"{round_one.few} of {round_one.count} experts got fewer tokens than the hidden size"
+            report.uncalibrated.update(dict.fromkeys(job.names, f"{few}: those of all experts stand in"))
     new.train(old.training)
     if job.kind == "listed":
         adopt(owner, new)
