@@ -61,18 +61,12 @@ _DENSE = {"feed_forward_length": "intermediate_size"}
 _EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
 _QWEN_EXPERTS = _EXPERTS | {"expert_feed_forward_length": "moe_intermediate_size"}
 _LOCAL_EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
-# Tensors of a layer, less "blk.<n>." and ".weight" or ".bias".
+# Linear layers by tensors, less "blk.<n>." and ".weight", for who has no model that says so (gguf_names.py).
 _LAYER = {
-    "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
@@ -81,28 +75,18 @@ _LAYER = {
     "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
-    "exp_probs_b": "mlp.gate.e_score_correction",
-    "ffn_gate_exps": "mlp.experts.gate_up_proj",
-    "ffn_up_exps": "mlp.experts.gate_up_proj",
-    "ffn_gate_up_exps": "mlp.experts.gate_up_proj",
-    "ffn_down_exps": "mlp.experts.down_proj",
 }
 _SHARED_EXPERTS = {f"ffn_{each}_shexp": f"mlp.shared_experts.{each}_proj" for each in ("gate", "up", "down")}
 # Tensors that are no weights of a model: rope_freqs is in the config, the others belong to a matrix of NVFP4.
 BESIDE = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight", ".scale", ".input_scale")
-# Of multi-head latent attention. k_b and v_b are the parts of kv_b.
+# Of multi-head latent attention.
 _MLA = {
     "attn_q_a": "self_attn.q_a_proj",
-    "attn_q_a_norm": "self_attn.q_a_layernorm",
     "attn_q_b": "self_attn.q_b_proj",
     "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
-    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
     "attn_kv_b": "self_attn.kv_b_proj",
-    "attn_k_b": "self_attn.kv_b_proj",
-    "attn_v_b": "self_attn.kv_b_proj",
 }
-_OTHERS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_TENSOR = re.compile(r"(?:blk\.(\d{1,4})\.)?(\w+)\.(weight|bias)")
+_TENSOR = re.compile(r"blk\.(\d{1,4})\.(\w+)\.weight")
 
 
 @dataclass(frozen=True)
@@ -183,19 +167,13 @@ class Architecture:
         found |= set() if "intermediate_size" in self.keys.values() else {"feed_forward_length"}
         return frozenset(found | (self.routing.keys if self.routing is not None else set()))
 
-    def parameter(self, name: str) -> str | None:
-        """The parameter that a tensor is, or is part of; None as well where ``names`` is None."""
-        match = _TENSOR.fullmatch(name)
-        if match is None or self.names is None:
-            return None
-        layer, leaf, suffix = match.groups()
-        module = _OTHERS.get(leaf) if layer is None else self.names.get(leaf, _LAYER.get(leaf))
-        if module is None:
-            return None
-        path = module if layer is None else f"model.layers.{layer}.{module}"
-        if path.endswith((".sinks", ".e_score_correction", ".experts.gate_up_proj", ".experts.down_proj")):
-            return path if suffix == "weight" else f"{path}_bias"
-        return f"{path}.{suffix}"
+    def linear_layer(self, tensor: str) -> str | None:
+        """The name in transformers of the linear layer that a tensor is the weight of; None: of none, or not known."""
+        match = _TENSOR.fullmatch(tensor)
+        if self.names is None or match is None:
+            return "lm_head" if self.names is not None and tensor == "output.weight" else None
+        module = self.names.get(match[2], _LAYER.get(match[2]))
+        return None if module is None else f"model.layers.{match[1]}.{module}"
 
 
 _ROUTED = {
@@ -208,8 +186,7 @@ _LEADING = {"leading_dense_block_count": "first_k_dense_replace"}
 _GROUPED = {SCALE: "routed_scaling_factor", GROUPS: "n_group"}
 _BIASED = {"follows": {NORM: "norm_topk_prob", **_GROUPED}, "has_bias": True}
 _DEEPSEEK_NAMES = _SHARED_EXPERTS | _MLA
-_GEMMA_NAMES = {"ffn_norm": "pre_feedforward_layernorm"}
-_OSS_NAMES = {"ffn_gate_inp": "mlp.router", "attn_sinks": "self_attn.sinks"}
+_OSS_NAMES = {"ffn_gate_inp": "mlp.router"}
 _NO_DENSE = {"first_k_dense_replace": 0}
 _NO_MTP = _NO_DENSE | {"num_nextn_predict_layers": 0}
 _SHARED = {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
@@ -246,7 +223,7 @@ ARCHITECTURES = {
     "gemma3": Architecture(
         "Gemma3",
         "gemma3_text",
-        names=_GEMMA_NAMES,
+        names={},
         features=(heads, windows(6), attention_scale(62), soft_caps, two_rotations(10000.0)),
         norm_plus=1,
     ),

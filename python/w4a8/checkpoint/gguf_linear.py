@@ -229,13 +229,10 @@ class GGUFLinears:
         """Name in transformers -> tensor, of matrices in blocks that are linear layers: no experts, no embeddings."""
         found = {}
         for name, tensor in self.file.tensors.items():
-            parameter = self.architecture.parameter(name)
-            if parameter is None or not parameter.endswith(".weight") or len(tensor.shape) != 2:
-                continue
-            if self.keys.is_left_out(name):
-                continue
-            if name != "token_embd.weight" and not self.file.is_float(name):
-                found[parameter.removesuffix(".weight")] = name
+            layer = self.architecture.linear_layer(name)
+            is_packed = len(tensor.shape) == 2 and not self.file.is_float(name)
+            if layer is not None and is_packed and not self.keys.is_left_out(name):
+                found[layer] = name
         return found
 
 
