@@ -81,14 +81,14 @@ def test_gguf(tmp_path):
 
     if gguf.gguf_problems():
         pytest.skip("GGUF files are left to transformers")
-    for name in ("llama", "llama, tied", "qwen3moe", "gpt-oss", "deepseek-v3", "glm4moe"):
+    for name in ("llama", "llama, tied", "qwen3moe", "gpt-oss", "deepseek-v3", "olmoe"):
         gguf_models.TinyModel(name).write(tmp_path)
         answer, _ = examine(tmp_path)
         report = load(tmp_path, gguf_file="model.gguf").hf_quantizer.report
         assert answer["packed_bytes"] == report.packed_bytes, name
         assert answer["float_bytes"] == report.left_bytes, name
         assert answer["refused"] == [] and answer["format"] == "GGUF"
-        assert bool(answer["not_in_vllm"]) == (name in ("deepseek-v3", "glm4moe"))
+        assert bool(answer["not_in_vllm"]) == (name == "olmoe")
 
 
 def test_gguf_of_another_kind(tmp_path, capsys):

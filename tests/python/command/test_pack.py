@@ -220,10 +220,12 @@ def stop(how):
 
 @pytest.fixture
 def interrupts():
-    """A shell that starts the tests in the background has them ignore SIGINT."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    """A shell that starts the tests in the background has them ignore SIGINT, nohup SIGHUP."""
+    handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    before = {each: signal.signal(each, handler) for each, handler in handlers.items()}
     yield
-    signal.signal(signal.SIGINT, before)
+    for each, handler in before.items():
+        signal.signal(each, handler)
 
 
 @pytest.mark.usefixtures("interrupts")
