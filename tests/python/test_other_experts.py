@@ -124,8 +124,7 @@ def test_any_gate_of_the_operator():
     made = {"_apply_gate": clamped, "limit": 0.75, "alpha": 1.702}
     want, explained = expected_experts(moe_blocks.expert_weights(one := other_experts(**made)), x, ids, weights, 32, 3,
                                        limit=0.75)  # fmt: skip
-    with torch.device("meta"):
-        found = fused_experts(other_experts(**made))
+    found = fused_experts(other_experts(**made).to("meta"))
     assert (found.activation, found.numbers) == (w4a8.Activation.SWIGLU_OAI, (0.75, None, None))
     model = nn.ModuleDict({"a": one})
     report = w4a8.quantize_(model)
