@@ -100,7 +100,7 @@ class Routing:
         activation: between w13 and w2.
         follows: keys of the router that the model follows, and the fields of its config; it is as it is in all others.
         has_bias: it has a correction bias.
-        is_known: :func:`w4a8.load`, which has no model around the experts, can route as it does.
+        is_known: :func:`w4a8.load`, which has no model around the experts, can route as it does (settings.py has it).
     """
 
     gating: int = SOFTMAX
@@ -109,7 +109,7 @@ class Routing:
     activation: MoEActivation = MoEActivation.SILU
     follows: Mapping[str, str] = field(default_factory=lambda: {NORM: "norm_topk_prob"})
     has_bias: bool = False
-    is_known: bool = True
+    is_known: bool = False
 
     @property
     def keys(self) -> frozenset[str]:
@@ -199,7 +199,7 @@ _GRANITE = {
     "logit_scale": "logits_scaling",
 }
 _GRANITE_SHARED = {"expert_shared_feed_forward_length": "shared_intermediate_size"}
-_GRANITE_EXPERTS = Routing(renormalize=True, size_key="feed_forward_length", follows={}, is_known=False)
+_GRANITE_EXPERTS = Routing(renormalize=True, size_key="feed_forward_length", follows={})
 _DELTA_NET = (heads_in_part, gated_delta_net)
 # By general.architecture, or what `named` makes of it.
 ARCHITECTURES = {
@@ -208,7 +208,7 @@ ARCHITECTURES = {
         "Mixtral",
         "mixtral",
         _DENSE | _LOCAL_EXPERTS,
-        Routing(renormalize=True, size_key="feed_forward_length", follows={}),
+        Routing(renormalize=True, size_key="feed_forward_length", follows={}, is_known=True),
         {},
         turned=True,
     ),
@@ -231,18 +231,18 @@ ARCHITECTURES = {
         "Gemma4",
         "gemma4_text",
         {},
-        routing=Routing(renormalize=True, activation=MoEActivation.GELU_TANH, follows={}, is_known=False),
+        routing=Routing(renormalize=True, activation=MoEActivation.GELU_TANH, follows={}),
         features=(gemma4, soft_caps),
     ),
     "qwen2": Architecture("Qwen2", "qwen2", names={}),
     "qwen3": Architecture("Qwen3", "qwen3", names={}),
-    "qwen2moe": Architecture("Qwen2Moe", "qwen2_moe", _QWEN_EXPERTS | _SHARED, Routing(), {}),
-    "qwen3moe": Architecture("Qwen3Moe", "qwen3_moe", _QWEN_EXPERTS, Routing(renormalize=True), {}),
+    "qwen2moe": Architecture("Qwen2Moe", "qwen2_moe", _QWEN_EXPERTS | _SHARED, Routing(is_known=True), {}),
+    "qwen3moe": Architecture("Qwen3Moe", "qwen3_moe", _QWEN_EXPERTS, Routing(renormalize=True, is_known=True), {}),
     "qwen3next": Architecture(
         "Qwen3Next",
         "qwen3_next",
         _QWEN_EXPERTS | _SHARED,
-        Routing(renormalize=True),
+        Routing(renormalize=True, is_known=True),
         features=_DELTA_NET,
         norm_plus=1,
         joined=True,
@@ -254,20 +254,22 @@ ARCHITECTURES = {
         "Qwen3_5Moe",
         "qwen3_5_moe_text",
         _QWEN_EXPERTS | _SHARED,
-        Routing(renormalize=True, follows={}, is_known=False),
+        Routing(renormalize=True, follows={}),
         features=(*_DELTA_NET, interleaved_sections),
         norm_plus=1,
         tiled=True,
         joined=True,
     ),
-    "olmoe": Architecture("Olmoe", "olmoe", _DENSE | _EXPERTS, Routing(size_key="feed_forward_length"), {}),
+    "olmoe": Architecture(
+        "Olmoe", "olmoe", _DENSE | _EXPERTS, Routing(size_key="feed_forward_length", is_known=True), {}
+    ),
     "olmo2": Architecture("Olmo2", "olmo2", told_by=("attention.sliding_window",)),
     "olmo3": Architecture("Olmo3", "olmo3", features=(heads, windows(4), two_rotations())),
     "gpt-oss": Architecture(
         "GptOss",
         "gpt_oss",
         _LOCAL_EXPERTS | {"expert_feed_forward_length": "intermediate_size"},
-        Routing(SOFTMAX_OF_SELECTED, activation=MoEActivation.SWIGLUOAI, follows={}),
+        Routing(SOFTMAX_OF_SELECTED, activation=MoEActivation.SWIGLUOAI, follows={}, is_known=True),
         _OSS_NAMES,
         features=(heads, windows(2), yarn_of_gpt_oss),
         transposed=True,
@@ -277,7 +279,7 @@ ARCHITECTURES = {
         "DeepseekV2",
         "deepseek_v2",
         _DENSE | _ROUTED,
-        Routing(follows=_GROUPED),
+        Routing(follows=_GROUPED, is_known=True),
         _DEEPSEEK_NAMES,
         optional=_LEADING,
         constants=_NO_DENSE,
@@ -287,7 +289,7 @@ ARCHITECTURES = {
         "DeepseekV3",
         "deepseek_v3",
         _DENSE | _ROUTED,
-        Routing(SIGMOID, **_BIASED),
+        Routing(SIGMOID, **_BIASED, is_known=True),
         _DEEPSEEK_NAMES,
         optional=_LEADING,
         constants=_NO_MTP | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
@@ -297,7 +299,7 @@ ARCHITECTURES = {
         "GlmMoeDsa",
         "glm_moe_dsa",
         _DENSE | _ROUTED,
-        Routing(SIGMOID, **_BIASED, is_known=False),
+        Routing(SIGMOID, **_BIASED),
         optional=_LEADING,
         features=(latent_attention, indexer),
     ),
@@ -306,7 +308,7 @@ ARCHITECTURES = {
         "Glm4Moe",
         "glm4_moe",
         _DENSE | _ROUTED,
-        Routing(SIGMOID, renormalize=True, **_BIASED),
+        Routing(SIGMOID, renormalize=True, **_BIASED, is_known=True),
         _SHARED_EXPERTS,
         optional=_LEADING,
         constants=_NO_MTP,
@@ -316,7 +318,7 @@ ARCHITECTURES = {
         "MiniMaxM2",
         "minimax_m2",
         _LOCAL_EXPERTS | {"expert_feed_forward_length": "intermediate_size", "rope.dimension_count": "rotary_dim"},
-        Routing(SIGMOID, renormalize=True, follows={}, has_bias=True),
+        Routing(SIGMOID, renormalize=True, follows={}, has_bias=True, is_known=True),
         constants={"scoring_func": "sigmoid", "use_routing_bias": True},
         features=(heads_in_part,),
     ),
@@ -325,7 +327,7 @@ ARCHITECTURES = {
         "llama4_text",
         {"feed_forward_length": "intermediate_size_mlp", "expert_feed_forward_length": "intermediate_size"}
         | _LOCAL_EXPERTS,
-        Routing(SIGMOID, follows={}, is_known=False),
+        Routing(SIGMOID, follows={}),
         optional={"interleave_moe_layer_step": "interleave_moe_layer_step"},
         features=(heads, chunks_of_llama4),
         transposed=True,
@@ -369,7 +371,7 @@ ARCHITECTURES = {
         "Lfm2Moe",
         "lfm2_moe",
         _DENSE | _QWEN_EXPERTS | {"shortconv.l_cache": "conv_L_cache"},
-        Routing(SIGMOID, renormalize=True, follows={}, has_bias=True, is_known=False),
+        Routing(SIGMOID, renormalize=True, follows={}, has_bias=True),
         optional={"leading_dense_block_count": "num_dense_layers"},
         features=(layers_without_keys("conv"), blocks_of_lfm2),
         eps=(RMS_EPS, "norm_eps"),
@@ -386,7 +388,7 @@ ARCHITECTURES = {
         "NemotronH",
         "nemotron_h",
         _ROUTED | {"expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size"},
-        Routing(SIGMOID, activation=MoEActivation.RELU2_NO_MUL, **_BIASED, is_known=False),
+        Routing(SIGMOID, activation=MoEActivation.RELU2_NO_MUL, **_BIASED),
         optional={"moe_latent_size": "moe_latent_size"},
         features=(mamba(0), nemotron),
         eps=(RMS_EPS, "layer_norm_epsilon"),
@@ -399,7 +401,7 @@ ARCHITECTURES = {
         _DENSE
         | {"expert_count": "moe_num_experts", "expert_used_count": "moe_k"}
         | {"expert_feed_forward_length": "moe_intermediate_size"},
-        Routing(renormalize=True, follows={}, has_bias=True, is_known=False),
+        Routing(renormalize=True, follows={}, has_bias=True),
         optional={"interleave_moe_layer_step": "moe_layer_interval", "expert_shared_count": "moe_num_shared_experts"}
         | {"leading_dense_block_count": "moe_layer_start_index"},
         constants={"moe_layer_start_index": 0, "moe_num_shared_experts": 0},
@@ -410,7 +412,7 @@ ARCHITECTURES = {
         "hunyuan_v1_moe",
         {"expert_count": "num_experts", "expert_used_count": "moe_topk"}
         | {"expert_feed_forward_length": "intermediate_size"},
-        Routing(renormalize=True, follows={}, is_known=False),
+        Routing(renormalize=True, follows={}),
     ),
     "hunyuan-dense": Architecture("HunYuanDenseV1", "hunyuan_v1_dense"),
     "seed_oss": Architecture("SeedOss", "seed_oss", features=(heads, output_bias)),
@@ -420,7 +422,7 @@ ARCHITECTURES = {
         "Phimoe",
         "phimoe",
         _DENSE | _LOCAL_EXPERTS,
-        Routing(size_key="feed_forward_length", follows={}, is_known=False),
+        Routing(size_key="feed_forward_length", follows={}),
         features=(heads, long_rope, output_layer_bias),
     ),
     "mistral3": Architecture(
@@ -437,7 +439,7 @@ ARCHITECTURES = {
         _DENSE
         | _EXPERTS
         | {"expert_feed_forward_length": "moe_intermediate_size", "expert_shared_count": "num_shared_experts"},
-        Routing(SIGMOID, renormalize=True, **_BIASED, is_known=False),
+        Routing(SIGMOID, renormalize=True, **_BIASED),
         optional=_LEADING,
         features=(heads, windows(4, 128)),
     ),
