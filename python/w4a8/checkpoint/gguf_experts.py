@@ -69,6 +69,12 @@ class ExpertStacks:
         self.experts, self.hidden, self.intermediate = down
         self._check()
 
+    @classmethod
+    def of_tensors(cls, file: GGUFFile, tensors: Iterable[str], name: str) -> ExpertStacks:
+        """Those of one layer by the names of its tensors, of sizes that these have; biases may be among them."""
+        found = [match for match in map(_STACK.fullmatch, tensors) if match is not None]
+        return cls(file, int(found[0][1]), [match[2] for match in found], name)
+
     def _shape(self, stack: str) -> tuple[int, ...]:
         shape = self.file.tensors[f"{self.names[stack]}.weight"].shape
         if len(shape) != 3:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from w4a8.checkpoint.gguf_architectures import ARCHITECTURES, named
+from w4a8.checkpoint.gguf_architectures import ARCHITECTURES, BESIDE, named
 from w4a8.checkpoint.gguf_file import GGUFFile
 from w4a8.checkpoint.gguf_key_table import check_keys
 from w4a8.checkpoint.gguf_keys import Keys
+from w4a8.checkpoint.gguf_names import Source
 from w4a8.core.activation_groups import in_words, resolve_activation_group
 from w4a8.core.json_fields import CheckpointError, shorten
 from w4a8.core.kind import Kind
@@ -64,6 +65,11 @@ class GGUFLinears:
         rows = {"q": heads * key, "k": others * key, "v": others * self.keys.count("attention.value_length", key)}
         for name in names:
             self.file.split(name, {name.replace("attn_qkv", f"attn_{each}"): count for each, count in rows.items()})
+
+    def unused(self, sources: Iterable[Source]) -> list[str]:
+        """Tensors that no parameter is made of, less those that belong to none."""
+        left = set(self.file.tensors).difference(*(source.tensors for source in sources))
+        return sorted(name for name in left if not name.endswith(BESIDE) and not self.keys.is_left_out(name))
 
     def order(self, name: str) -> torch.Tensor | None:
         """Which rows of a tensor, and elements of its bias, are the first and so on in transformers; None: as they are.

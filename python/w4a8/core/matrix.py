@@ -326,15 +326,18 @@ class Matrix:
             halves = 2 if self.kind == Kind.E2M1 else 1  # of which its numbers are multiples
             numbers = halves * torch.tensor(self.kind.table, device=codes.device)
             codes, scales = numbers[codes.long()].to(torch.int16), scales / halves
-        elif self.zero_points is not None:
-            codes = codes.to(torch.int16) - self.zero_points.to(torch.int16).repeat_interleave(self.group, 1)
         else:
-            middle = 0 if self.minimums is not None and self.kind.bits == 4 else self.kind.middle
-            codes = codes.to(torch.int16) - middle
+            codes = self._integers(codes)
         minimums = (
             torch.zeros_like(scales) if same.minimums is None else same.minimums.float().repeat_interleave(times, 1)
         )
         return Matrix((codes + kind.middle).to(torch.uint8), scales, None, kind, self.bias, minimums=minimums)
+
+    def _integers(self, codes: torch.Tensor) -> torch.Tensor:
+        """int16: integer codes, one to an element, less what they count from."""
+        if self.zero_points is not None:
+            return codes.to(torch.int16) - self.zero_points.to(torch.int16).repeat_interleave(self.group, 1)
+        return codes.to(torch.int16) - (0 if self.minimums is not None and self.kind.bits == 4 else self.kind.middle)
 
     def zeros(self, rows: int) -> Matrix:
         """[rows, K] of the same kind, all weights of it zero; of e2m1 by their codes, since e8m0 has no scale of 0."""
@@ -385,23 +388,19 @@ class Matrix:
         """The weights, float32 [N, K]: scales and minimums times their second level, then the formula above."""
         codes = self.codes if self.kind.codes_in_a_byte == 1 else apart(self.codes)
 
-        def by_weight(values: torch.Tensor, supers: torch.Tensor | None) -> torch.Tensor:
-            values = values.float()
-            if supers is not None:
-                values = values * supers.float().repeat_interleave(values.shape[1] // supers.shape[1], 1)
-            return values.repeat_interleave(self.group, 1)
+        def by_weight(values: torch.Tensor) -> torch.Tensor:
+            return values.float().repeat_interleave(self.group, 1)
 
-        scales = self.scales
+        same = self.one_level()
+        scales = same.scales
         if self.channel_scales is not None:
             scales = multiplied_scales(scales, self.channel_scales)
         if self.kind.table is not None:
             integers = torch.tensor(self.kind.table, dtype=torch.float32)[codes.long()]
-        elif self.zero_points is not None:
-            integers = codes.float() - by_weight(self.zero_points, None)
         else:
-            integers = codes.float() - (0 if self.minimums is not None and self.kind.bits == 4 else self.kind.middle)
-        weights = integers * by_weight(scales, self.super_scales)
-        return weights if self.minimums is None else weights - by_weight(self.minimums, self.super_minimums)
+            integers = self._integers(codes).float()
+        weights = integers * by_weight(scales)
+        return weights if self.minimums is None else weights - by_weight(same.minimums)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Those that it has, by the names of the attributes."""

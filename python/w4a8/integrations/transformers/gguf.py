@@ -15,7 +15,7 @@ import torch
 import transformers.modeling_utils as modeling
 from transformers.utils.logging import is_progress_bar_enabled
 
-from w4a8.checkpoint.gguf_architectures import ARCHITECTURES, BESIDE, BY_MODEL_TYPE
+from w4a8.checkpoint.gguf_architectures import ARCHITECTURES, BY_MODEL_TYPE
 from w4a8.checkpoint.gguf_config import config_of
 from w4a8.checkpoint.gguf_experts import ExpertStacks
 from w4a8.checkpoint.gguf_file import GGUFFile
@@ -106,10 +106,8 @@ class GGUFModules:
         lacking = sorted(set(shapes) - set(parts) - tied)
         if lacking:
             raise ValueError(f"{file.paths[0]} holds no tensor for {', '.join(lacking[:3])}")
-        left = set(file.tensors).difference(*parts.values())
-        for name in sorted(left):
-            if not name.endswith(BESIDE) and not self.linears.keys.is_left_out(name):
-                raise ValueError(f"tensor {name!r} of {file.paths[0]}: {type(model).__name__} has no such weight")
+        for name in self.linears.unused(sources.values()):
+            raise ValueError(f"tensor {name!r} of {file.paths[0]}: {type(model).__name__} has no such weight")
         return parts
 
     def state_dict(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -175,9 +173,7 @@ class GGUFModules:
         experts = fused_experts(old)
         if experts is None or experts.activation is None:
             raise ValueError(f"packed experts, but {type(old).__name__} is no block that W4A8Experts can stand for")
-        stacks = [weight.split("_")[1:-1] for weight in weights]  # of ffn_gate_up_exps.weight gate and up
-        index = int(weights[0].split(".")[1])
-        layer = ExpertStacks(self.file, index, ["_".join(each) for each in stacks], name)
+        layer = ExpertStacks.of_tensors(self.file, weights, name)
         given, expected = (layer.experts, layer.hidden, layer.intermediate), tuple(experts.sizes)
         if layer.is_gated != experts.gated:
             raise ValueError(f"experts {'with' if layer.is_gated else 'without'} a gate, but others expected")

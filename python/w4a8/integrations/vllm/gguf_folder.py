@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import transformers
 
-from w4a8.checkpoint.gguf_architectures import ARCHITECTURES, BESIDE, NOT_IN_VLLM, named
+from w4a8.checkpoint.gguf_architectures import ARCHITECTURES, NOT_IN_VLLM, named
 from w4a8.checkpoint.gguf_config import config_of
 from w4a8.checkpoint.gguf_experts import ExpertStacks
 from w4a8.checkpoint.gguf_file import GGUFFile
@@ -72,10 +72,8 @@ def sources_of_file(path: str) -> dict[str, Source]:
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     found = sources_of(model, linears.file.tensors, linears.keys.architecture)
-    left = set(linears.file.tensors).difference(*(source.tensors for source in found.values()))
-    for name in sorted(left):
-        if not name.endswith(BESIDE) and not linears.keys.is_left_out(name):
-            raise ValueError(f"{path}: tensor {name!r} is none of a model that is {named(linears.file.keys)}")
+    for name in linears.unused(found.values()):
+        raise ValueError(f"{path}: tensor {name!r} is none of a model that is {named(linears.file.keys)}")
     return found
 
 
@@ -90,12 +88,7 @@ def experts_of(path: str) -> dict[str, ExpertStacks]:
     for source in sources_of_file(path).values():
         if source.of_experts:
             stacks.setdefault(source.checkpoint, []).extend(source.tensors)
-    found = {}
-    for name, tensors in stacks.items():
-        weights = [each.removesuffix("_exps.weight") for each in tensors if each.endswith("_exps.weight")]
-        projections = [each.partition(".ffn_")[2] for each in weights]
-        found[name] = ExpertStacks(file, int(tensors[0].split(".")[1]), projections, name)
-    return found
+    return {name: ExpertStacks.of_tensors(file, tensors, name) for name, tensors in stacks.items()}
 
 
 def path_in(folder: str | Path) -> str:
