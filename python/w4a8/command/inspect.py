@@ -160,8 +160,7 @@ def _loaded(path: Path, headers: Mapping[str, Header] | None = None) -> tuple[An
         files.setdefault(header.file.name, {})[key] = header
     if all((path / file).is_file() for file in files):
         with dry_run(files):
-            model = loading.load(path, loading.DEFAULTS)
-        return model, model.hf_quantizer.report
+            return loading.load(path, loading.DEFAULTS)
     with tempfile.TemporaryDirectory() as name, dry_run(files):
         folder = Path(name)
         for each in path.iterdir():
@@ -170,10 +169,9 @@ def _loaded(path: Path, headers: Mapping[str, Header] | None = None) -> tuple[An
         for file in files:
             (folder / file).touch()
         try:
-            model = loading.load(folder, loading.DEFAULTS)
+            return loading.load(folder, loading.DEFAULTS)
         except ValueError as error:
             raise ValueError(str(error).replace(name, str(path))) from error
-    return model, model.hf_quantizer.report
 
 
 def _head(name: str, path: Path, form: str, architecture: str, layers: Any, disk: int, files: int) -> dict[str, Any]:

@@ -44,8 +44,8 @@ class W4A8Linear(PackedLinear):
         importance: torch.Tensor | None = None,
         inputs: Inputs | None = None,
         **fields: Any,
-    ) -> W4A8Linear:
-        """Quantizes a layer (docs/quantization.md, "Rounding").
+    ) -> W4A8Linear | W8A8Linear:
+        """Quantizes a layer (docs/quantization.md, "Rounding"); of ``int8`` it is a :class:`W8A8Linear`.
 
         Args:
             linear: with any floating point weight. It is left alone. One on the meta device gives one there.
@@ -64,7 +64,8 @@ class W4A8Linear(PackedLinear):
             matrix = round_weight(linear.weight, options, linear.bias, importance)
         else:
             matrix, _ = round_compensated(linear.weight, options, inputs, linear.bias)
-        return cls.from_matrix(matrix, options.scale_dtype, activation_group=options.activation_group)
+        layer = W8A8Linear if matrix.kind == Kind.INT8 else cls
+        return layer.from_matrix(matrix, options.scale_dtype, activation_group=options.activation_group)
 
     @classmethod
     def from_compressed_tensors(

@@ -18,6 +18,7 @@ from w4a8.quantization import QuantizationError, QuantizationReport
 from w4a8.quantization.moe_blocks import GateUp
 from w4a8.quantization.plan import Job, make_plan
 from w4a8.quantization.quantize import run_job
+from w4a8.quantization.recipe import choose
 from w4a8.quantization.skip import NOT_LOADED
 
 # A parameter as it comes: a tensor, or those of the experts, not stacked.
@@ -52,12 +53,13 @@ class Collector:
         Raises:
             ValueError: an ``activation_group`` that does not divide the group size.
         """
-        self.options = config.quant_options()
         self.files = files
         self.default_skip = config.default_skip
         self.error: QuantizationError | None = None
         self.pending: dict[str, tuple[_Pending, str]] = {}  # by name in the model: module and parameter
-        plan = make_plan(model, self.options, config.skipped())
+        options = config.quant_options()
+        plan = make_plan(model, options, config.skipped())
+        choose(model, plan.jobs, options)
         self.report = QuantizationReport(skipped=plan.skipped)
         # transformers ties when all is loaded, so the plan could not see it.
         tied = {**model.all_tied_weights_keys, **{v: k for k, v in model.all_tied_weights_keys.items()}}
@@ -133,7 +135,7 @@ class Collector:
                 pages.release(tensor for value in values for tensor in _of_expert(value, expert))
 
         try:
-            run_job(pending.job, self.options, packed_one, self.report, weights=stacks)
+            run_job(pending.job, packed_one, self.report, weights=stacks)
         except (ValueError, RuntimeError) as error:
             self.error = QuantizationError(f"{pending.job.names[0]}: {error}", self.report)
             self.error.__cause__ = error
