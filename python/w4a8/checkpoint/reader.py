@@ -187,7 +187,7 @@ class _ExpertsReader:
         for _, module in self._modules(self.local):
             self.tensors.check_files(module.key(kind) for kind in kinds)
 
-    def check_stored(self, quantize_w4a16: bool) -> int:
+    def check_schemes(self, quantize_w4a16: bool) -> int:
         """Their group size.
 
         All modules must be quantized, in groups of one size. w13 and w2 may be stored differently, and any matrix with
@@ -226,7 +226,7 @@ class _ExpertsReader:
             module.check_shape(self.scheme[module.name], shape, because)
 
     def _activation_groups(self, sizes: ExpertSizes, asked: int | None) -> dict[str, int]:
-        """Of w13 and w2, alike for all experts; call after :meth:`check_stored`."""
+        """Of w13 and w2, alike for all experts; call after :meth:`check_schemes`."""
         try:
             return sizes.activation_groups(wanted_by_all(self.scheme.values(), asked))
         except ValueError as error:
@@ -271,7 +271,7 @@ class _ExpertsReader:
             NotImplementedError: the operators cannot run it.
             ValueError: the experts cannot be cut for so many ranks, or ``activation_group`` does not fit.
         """
-        group_size = self.check_stored(quantize_w4a16)
+        group_size = self.check_schemes(quantize_w4a16)
         intermediate = self._intermediate_size()
         self._check_shapes(intermediate)
         groups, tp_size = (group_size, group_size), self.ranks.tp_size

@@ -27,7 +27,6 @@ from w4a8.command.model import HELP, find
 from w4a8.command.report import UsageError, add_json, labelled, show
 from w4a8.command.verify import SUMS, write_sums
 from w4a8.core.words import gigabytes
-from w4a8.formats.packed_directory import METHOD
 
 _SHARD = "2GB"  # of a file: older versions of safetensors copy what they write
 
@@ -49,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     if out.is_mount() or out == Path.cwd():
         raise UsageError(f"{args.out} is a mount point or the folder that this runs in: name a directory inside")
     path = find(args.model)
-    if loading.method_of(path) == METHOD:
+    if loading.is_packed(path):
         raise UsageError(f"{args.model} is packed already: copy the directory")
     os.environ.pop("W4A8_MEMORY", None)  # what is written does not depend on it, and what is read again stays mapped
     with _appearing(out) as folder:

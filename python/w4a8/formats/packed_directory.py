@@ -42,6 +42,11 @@ class PackedTensor:
 Parts = Mapping[str, PackedTensor]
 
 
+def is_packed(config: Mapping[str, Any] | None) -> bool:
+    """Whether a quantization_config is that of a directory of packed weights."""
+    return config is not None and config.get("quant_method") == METHOD
+
+
 def check_stated(method: object, kind: object, version: object) -> None:
     """Raises ValueError if a quantization_config is of another method, format or version than this package reads."""
     if (method, kind, version) != (METHOD, FORMAT, VERSION):

@@ -75,6 +75,12 @@ def method_of(config: Mapping[str, Any]) -> str | None:
     return name if name in RULES else None
 
 
+def are_stacked(rules: Rules) -> bool:
+    """Whether one tensor has the codes of all experts of a layer."""
+    default = getattr(rules, "default", None)
+    return isinstance(default, Scheme) and default.facts.is_stacked
+
+
 def find_config(config: Mapping[str, Any], directory: Path | None = None) -> Mapping[str, Any]:
     """The quantization_config in config.json, which may state it for the text part of a larger model.
 

@@ -210,11 +210,11 @@ class GGUFQuantizer(W4A8HfQuantizer):
         if self._linears is None:
             raise RuntimeError("transformers has not said where the GGUF file is: this version is not supported")
         with on_cpu():
-            self._foreign = GGUFModules(model, self._linears, self.quantization_config.activation_group)
+            self._modules = GGUFModules(model, self._linears, self.quantization_config.activation_group)
 
     def get_state_dict(self, checkpoint_file: str, model: Any) -> dict[str, torch.Tensor]:
         """What transformers loads."""
-        return self._foreign.state_dict(self._dtype)
+        return self._modules.state_dict(self._dtype)
 
 
 def gguf_problems() -> list[str]:

@@ -20,6 +20,7 @@ from w4a8.core.words import weights_in_words
 from w4a8.formats import METHODS, LeftOut, Rules, Scheme, method_of, rules_of, scheme_of
 from w4a8.formats.format import quantized_suffixes
 from w4a8.formats.matrix import groups_of
+from w4a8.formats.rules import are_stacked
 from w4a8.formats.scheme import wanted_by_all
 from w4a8.integrations.transformers import guard
 from w4a8.integrations.transformers.initialised import stand_in
@@ -80,7 +81,7 @@ class _Module:
     matrices: dict[str, list[list[str]]] = field(default_factory=dict)
 
 
-class Foreign:
+class PrequantizedModules:
     """The quantized modules of a model. transformers loads all others, and sees nothing of these."""
 
     def __init__(
@@ -102,7 +103,7 @@ class Foreign:
             ValueError: the method cannot be run, a tensor belongs to nothing in the model, or a layer has none.
         """
         self.rules = checked_rules(source)
-        self.stacked = method_of(source) == "mxfp4"
+        self.stacked = are_stacked(self.rules)
         self.files = files
         self.activation_group = activation_group
         self.tensors: dict[str, dict[str, Any]] = {}  # by name of the matrix, then the last part of the tensor's
