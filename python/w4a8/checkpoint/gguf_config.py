@@ -10,7 +10,8 @@ from w4a8.checkpoint.gguf_architectures import ARCHITECTURES, GROUPS, NORM, SCAL
 from w4a8.checkpoint.gguf_features import latent_attention, long_rope
 from w4a8.checkpoint.gguf_key_table import check_keys
 from w4a8.checkpoint.gguf_keys import Keys
-from w4a8.checkpoint.gguf_settings import Router, router_of
+from w4a8.checkpoint.settings import router_in_file
+from w4a8.core.routing import Router
 
 
 def config_of(metadata: Mapping[str, Any], tensor_names: Sequence[str]) -> dict[str, Any]:
@@ -45,7 +46,7 @@ def config_of(metadata: Mapping[str, Any], tensor_names: Sequence[str]) -> dict[
     if known.routing is not None and keys.get("expert_count"):
         # The names may be those of one file of several.
         has_bias = any("exp_probs_b" in tensor for tensor in tensor_names) or None
-        config |= _router(known.routing, router_of(metadata, has_bias))
+        config |= _router(known.routing, router_in_file(metadata, has_bias))
     for feature in known.features:
         config |= feature(keys, config, tensor_names)
     return config | _token_ids(metadata)
@@ -53,9 +54,10 @@ def config_of(metadata: Mapping[str, Any], tensor_names: Sequence[str]) -> dict[
 
 def _router(routing: Routing, router: Router) -> dict[str, Any]:
     """What the model has a choice of."""
-    stated = {NORM: router.renormalize, SCALE: router.scale, GROUPS: router.groups}
+    renormalizes = router.arguments["renormalize"]
+    stated = {NORM: renormalizes, SCALE: router.routed_scaling_factor, GROUPS: router.num_expert_group or 1}
     found = {field: stated[key] for key, field in routing.follows.items()}
-    return found | ({"topk_group": router.kept} if GROUPS in routing.follows else {})
+    return found | ({"topk_group": router.topk_group or 1} if GROUPS in routing.follows else {})
 
 
 def _rope(keys: Keys, latent: bool, long: bool) -> dict[str, Any]:

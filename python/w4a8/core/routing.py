@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import IntEnum
+from typing import Any, NamedTuple
 
 import torch
 
@@ -133,6 +134,39 @@ _METHODS = {
 }
 
 ROUTING_METHODS = frozenset(_METHODS)
+
+
+class Router(NamedTuple):
+    """How logits become experts and weights, beside the number of experts and the values of a bias.
+
+    Every reader of a model makes one: of the keys of a GGUF file, of a config.json, of a config of transformers.
+
+    Attributes:
+        routing_method: scoring function and renormalization.
+        num_expert_group, topk_group: groups of neighbouring experts, and how many a token keeps; None for no groups.
+        routed_scaling_factor: multiplies the weights, last.
+        has_correction_bias: scores get an ``e_score_correction_bias`` for selecting.
+        apply_router_weight_on_input: the weights multiply the input of the experts.
+    """
+
+    routing_method: RoutingMethodType
+    num_expert_group: int | None = None
+    topk_group: int | None = None
+    routed_scaling_factor: float = 1.0
+    has_correction_bias: bool = False
+    apply_router_weight_on_input: bool = False
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Of the operators ``topk_routing`` and ``decoder_add_experts``, by name; a bias comes beside them."""
+        scoring_func, renormalize = _METHODS[self.routing_method]
+        return {
+            "scoring_func": scoring_func,
+            "renormalize": renormalize,
+            "num_expert_group": self.num_expert_group,
+            "topk_group": self.topk_group,
+            "routed_scaling_factor": self.routed_scaling_factor,
+        }
 
 
 def route(

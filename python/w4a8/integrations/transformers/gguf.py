@@ -179,7 +179,7 @@ class GGUFModules:
             raise ValueError(f"experts {'with' if layer.is_gated else 'without'} a gate, but others expected")
         if given != expected or layer.has_bias != (experts.w13_bias is not None):
             raise ValueError(f"experts, hidden and intermediate size {given}, but {expected} with its biases expected")
-        sizes, packed = layer.pack(range(layer.experts), 0, 1, self.activation_group)
+        sizes, packed = layer.pack(range(layer.experts), self.activation_group)
         groups = sizes.group_size, experts.activation, sizes.w2_group_size
         how = {"numbers": experts.numbers, "gated": layer.is_gated}
         return W4A8Experts(packed["w13"], packed["w2"], sizes.hidden, sizes.intermediate, *groups, **how)
