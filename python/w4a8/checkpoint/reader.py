@@ -8,11 +8,18 @@ from functools import partial
 from pathlib import Path
 
 from w4a8.checkpoint.experts import Ranks, build_all
-from w4a8.checkpoint.folder import FolderExperts, find_layers, linear_schemes, without_left_out
+from w4a8.checkpoint.folder import (
+    FolderExperts,
+    Module,
+    check_input,
+    find_layers,
+    linear_schemes,
+    say_int8,
+    without_left_out,
+)
 from w4a8.checkpoint.gguf_experts import layers_of
 from w4a8.checkpoint.gguf_file import GGUFFile, gguf_in
 from w4a8.checkpoint.gguf_linear import GGUFLinears
-from w4a8.checkpoint.modules import Module, check_input, say_int8
 from w4a8.checkpoint.settings import MoESettings, settings_from_config
 from w4a8.checkpoint.tensors import CheckpointTensors
 from w4a8.core.activation_groups import check_activation_group, in_words

@@ -13,27 +13,23 @@ from typing import Any
 
 import torch
 import transformers.modeling_utils as modeling
-from transformers.utils.logging import is_progress_bar_enabled
 
 from w4a8.checkpoint.gguf_architectures import ARCHITECTURES, BY_MODEL_TYPE
-from w4a8.checkpoint.gguf_config import config_of
+from w4a8.checkpoint.gguf_config import config_of, scale_rope
 from w4a8.checkpoint.gguf_experts import ExpertStacks
 from w4a8.checkpoint.gguf_file import GGUFFile
 from w4a8.checkpoint.gguf_linear import GGUFLinears, without_ones
 from w4a8.checkpoint.gguf_names import sources_of
-from w4a8.checkpoint.gguf_rope import scale_rope
 from w4a8.core.memory import on_cpu
 from w4a8.core.words import weights_in_words
 from w4a8.integrations.selftest import missing, parameters
-from w4a8.integrations.transformers import guard
 from w4a8.integrations.transformers.config import W4A8Config
+from w4a8.integrations.transformers.prequantized import ModulesApart
 from w4a8.integrations.transformers.quantizer import W4A8HfQuantizer, on_cpus
-from w4a8.integrations.transformers.tied import output_of, packed_embedding, share, take_out
+from w4a8.integrations.transformers.tied import output_of, packed_embedding, put, share, take_out
 from w4a8.nn import W4A8Experts
-from w4a8.progress import progress_bar
 from w4a8.quantization import QuantizationReport
 from w4a8.quantization.moe_blocks import fused_experts
-from w4a8.quantization.size import Large
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +47,8 @@ def linears_of(path: str) -> GGUFLinears:
 open_linears = linears_of  # within dry_run one that reads no weights
 
 
-class GGUFModules:
-    """The modules of a model whose weights are in blocks; transformers sees nothing of them until ``finish``."""
+class GGUFModules(ModulesApart):
+    """The modules of a model whose weights are in blocks."""
 
     def __init__(self, model: torch.nn.Module, linears: GGUFLinears, activation_group: int | None) -> None:
         """Finds the modules, and takes them out of the model.
@@ -66,7 +62,7 @@ class GGUFModules:
             ValueError: the model lacks a tensor of the file or the other way round, or one has another shape.
         """
         self.file, self.linears, self.activation_group = linears.file, linears, activation_group
-        self.packed: dict[str, tuple[torch.nn.Module, list[str]]] = {}  # name in the model: module, weights
+        self.old, self.weights = {}, {}  # of modules that are packed, by their names
         self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         parts = self._parts(model)
         self.tied: dict[str, str] = {}  # embedding: output layer
@@ -83,14 +79,13 @@ class GGUFModules:
                 self.tied[path] = output
             linear = type(module) is torch.nn.Linear and all(len(self.file.tensors[name].shape) == 2 for name in names)
             if linear or output is not None or path.endswith(".experts"):
-                self.packed[path] = module, names
+                self.old[path], self.weights[path] = module, names
         # Parameter: tensors.
-        self.floats = {name: names for name, names in parts.items() if name.rpartition(".")[0] not in self.packed}
+        self.floats = {name: names for name, names in parts.items() if name.rpartition(".")[0] not in self.old}
         for output in self.tied.values():
             take_out(model, output)
-        for path in self.packed:
-            owner, _, key = path.rpartition(".")
-            setattr(model.get_submodule(owner), key, torch.nn.Module())
+        for path in self.old:
+            put(model, path, torch.nn.Module())
 
     def _parts(self, model: torch.nn.Module) -> dict[str, list[str]]:
         """Parameter: the tensors that make it."""
@@ -118,50 +113,27 @@ class GGUFModules:
                 for parameter, names in self.floats.items()
             }
 
-    def finish(self, model: torch.nn.Module) -> QuantizationReport:
-        """Packs, module by module, and puts the modules into the model.
-
-        Raises:
-            ValueError: a matrix that cannot be packed; names the module.
-        """
-        report, wanted = QuantizationReport(), is_progress_bar_enabled()
-        with on_cpu(), progress_bar(len(self.packed), wanted, "layer", "Packing") as advance:
-            for name, (old, weights) in self.packed.items():
-                try:
-                    new = self._new(name, old, weights)
-                except (ValueError, RuntimeError) as error:  # the second: values that the operators do not have
-                    raise ValueError(f"{name}: {error}") from error
-                owner, _, key = name.rpartition(".")
-                setattr(model.get_submodule(owner), key, new.eval())
-                report.replaced[name] = repr(new)
-                if guard.device == "meta":
-                    report.weights[name] = self._kinds(weights)
-                report.float_bytes += sum(weight.numel() * weight.element_size() for weight in old.parameters())
-                report.packed_bytes += sum(packed.numel() for packed in new.buffers())
-                if name in self.tied:
-                    report.replaced[self.tied[name]] = repr(share(model, name, self.tied[name]))
-                advance()
-        large = Large(model)
-        for name, module in model.named_modules():
-            for parameter in large.of(module):
-                tensors = self.floats.get(f"{name}.{parameter}", [])
-                report.skipped[name or parameter] = self._reason(tensors)
-        report.measure(model)
-        return report
-
-    def _new(self, name: str, old: torch.nn.Module, weights: list[str]) -> torch.nn.Module:
+    def pack(self, name: str) -> torch.nn.Module:
+        """As :meth:`ModulesApart.pack`."""
+        old, weights = self.old[name], self.weights[name]
         if name.endswith(".experts"):
             return self._experts(name, old, weights)
         linear = self.linears.linear(weights, self.activation_group)
         return packed_embedding(old, linear.packed, linear.group_size) if name in self.tied else linear
 
-    def _kinds(self, weights: list[str]) -> str:
-        """What they are, in words."""
-        rows = {self.file.type_name(name): self.file.matrix(name, 0, 1) for name in weights}
+    def finish_one(self, model: torch.nn.Module, name: str, report: QuantizationReport) -> None:
+        """An output layer that shares the weight comes back."""
+        if name in self.tied:
+            report.replaced[self.tied[name]] = repr(share(model, name, self.tied[name]))
+
+    def kinds(self, name: str) -> str:
+        """As :meth:`ModulesApart.kinds`."""
+        rows = {self.file.type_name(each): self.file.matrix(each, 0, 1) for each in self.weights[name]}
         return " and ".join(f"{name} as {weights_in_words(row.header)}" for name, row in rows.items())
 
-    def _reason(self, tensors: list[str]) -> str:
-        """Why what is made of them is a float."""
+    def why_float(self, parameter: str) -> str:
+        """As :meth:`ModulesApart.why_float`."""
+        tensors = self.floats.get(parameter, [])
         if all(map(self.file.is_float, tensors)):
             return "it is not quantized in the file"
         if any(map(self.file.is_float, tensors)):

@@ -10,9 +10,8 @@ import torch
 
 from w4a8.core.kind import Kind
 from w4a8.formats.packed_directory import EMBEDDINGS, STANDS_FOR, Parts, check_listed, packed_tensors
-from w4a8.integrations.transformers.initialised import stand_in
 from w4a8.integrations.transformers.names import Names, refuse_missing, slices
-from w4a8.integrations.transformers.tied import output_of, packed_embedding, take_out, untie
+from w4a8.integrations.transformers.tied import output_of, packed_embedding, stand_in, take_out, untie
 from w4a8.nn import W4A8Experts, W4A8Linear, W8A8Linear
 from w4a8.quantization.moe_blocks import fused_experts
 from w4a8.quantization.readers import reader_of

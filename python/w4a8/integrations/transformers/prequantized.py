@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from transformers.utils.logging import is_progress_bar_enabled
 
-from w4a8.checkpoint.modules import say_int8
+from w4a8.checkpoint.folder import say_int8
 from w4a8.core.experts import ExpertSizes
 from w4a8.core.matrix import Matrix
+from w4a8.core.memory import on_cpu
 from w4a8.core.packer import ExpertPacker
 from w4a8.core.words import weights_in_words
 from w4a8.formats import METHODS, LeftOut, Rules, Scheme, method_of, rules_of, scheme_of
@@ -23,10 +24,9 @@ from w4a8.formats.matrix import groups_of
 from w4a8.formats.rules import are_stacked
 from w4a8.formats.scheme import wanted_by_all
 from w4a8.integrations.transformers import guard
-from w4a8.integrations.transformers.initialised import stand_in
 from w4a8.integrations.transformers.memory import Pages
 from w4a8.integrations.transformers.names import Names, left_out, refuse_missing, slices
-from w4a8.integrations.transformers.tied import untie
+from w4a8.integrations.transformers.tied import put, stand_in, untie
 from w4a8.nn import W4A8Experts, linear_from_matrix
 from w4a8.progress import progress_bar
 from w4a8.quantization import QuantizationReport
@@ -81,8 +81,76 @@ class _Module:
     matrices: dict[str, list[list[str]]] = field(default_factory=dict)
 
 
-class PrequantizedModules:
-    """The quantized modules of a model. transformers loads all others, and sees nothing of these."""
+class ModulesApart:
+    """The modules of a model that are packed of a file; transformers loads all others, and sees nothing of these.
+
+    Attributes:
+        old: the float modules by name, on the meta device.
+        activation_group: as :class:`W4A8Config` has it.
+        refuses_one: within a dry run a module that cannot be packed is reported, and the next one is looked at.
+    """
+
+    old: dict[str, torch.nn.Module]
+    activation_group: int | None
+    refuses_one = False
+
+    def pack(self, name: str) -> torch.nn.Module:
+        """What stands for a module.
+
+        Raises:
+            ValueError, RuntimeError: it cannot be packed; the second: values that the operators do not have.
+        """
+        raise NotImplementedError
+
+    def kinds(self, name: str) -> str:
+        """What the weights of a module are, in words, within a dry run."""
+        raise NotImplementedError
+
+    def why_float(self, parameter: str) -> str:
+        """Why a large parameter stays a float."""
+        raise NotImplementedError
+
+    def finish(self, model: torch.nn.Module) -> QuantizationReport:
+        """Packs, module by module, and puts the modules into the model.
+
+        Raises:
+            ValueError: a tensor is missing, or has another shape or values than it should; names the module.
+        """
+        report, shows = QuantizationReport(), is_progress_bar_enabled()
+        with on_cpu(), progress_bar(len(self.old), shows, "layer", "Packing") as advance:
+            for name, old in self.old.items():
+                try:
+                    new = self.pack(name)
+                except (ValueError, RuntimeError) as error:
+                    if not self.refuses_one or guard.device != "meta":
+                        raise ValueError(f"{name}: {error}") from error
+                    report.refused[name] = str(error)
+                    put(model, name, old.eval())
+                    continue
+                put(model, name, new.eval())
+                report.replaced[name] = repr(new)
+                kinds = self.kinds(name) if guard.device == "meta" else ""
+                if kinds:
+                    report.weights[name] = kinds
+                report.float_bytes += sum(weight.numel() * weight.element_size() for weight in old.parameters())
+                report.packed_bytes += sum(packed.numel() for packed in new.buffers())
+                self.finish_one(model, name, report)
+                advance()
+        large = Large(model)
+        for name, module in model.named_modules():
+            for parameter in large.of(module):
+                report.skipped[name or parameter] = self.why_float(f"{name}.{parameter}")
+        report.measure(model)
+        return report
+
+    def finish_one(self, model: torch.nn.Module, name: str, report: QuantizationReport) -> None:
+        """What is to be done when a module is in the model."""
+
+
+class PrequantizedModules(ModulesApart):
+    """The quantized modules of a model."""
+
+    refuses_one = True
 
     def __init__(
         self,
@@ -136,11 +204,11 @@ class PrequantizedModules:
         known = {name: self._known(name) for name in self.tensors}
         self.keys = {key for key, (name, suffix) in keys.items() if suffix in known.get(name, ())}
         given = self._check_others(model, names, [key for key in keys if keys[key][0] not in unknown])
-        for name in self.modules:
-            owner, _, key = name.rpartition(".")
+        self.old = {name: module.old for name, module in self.modules.items()}
+        for name, old in self.old.items():
             hole = torch.nn.Module()
-            stand_in(hole, self.modules[name].old)
-            setattr(model.get_submodule(owner), key, hole)
+            stand_in(hole, old)
+            put(model, name, hole)
             untie(model, name)
         refuse_missing(model, given)
 
@@ -208,42 +276,28 @@ class PrequantizedModules:
         return True
 
     def finish(self, model: torch.nn.Module) -> QuantizationReport:
-        """Packs, module by module, and puts the modules into the model.
-
-        Raises:
-            ValueError: a tensor is missing, or has another shape or values than it should; names the module.
-        """
-        report = QuantizationReport()
-        with progress_bar(len(self.modules), is_progress_bar_enabled(), "layer", "Packing") as advance:
-            for name, module in self.modules.items():
-                self._kinds.clear()
-                try:
-                    new = self._pack(module)
-                    if name in self.unread:
-                        raise ValueError(self.unread[name])
-                except (ValueError, RuntimeError) as error:  # the second: what the operators do not have
-                    if guard.device != "meta":
-                        raise ValueError(f"{name}: {error}") from error
-                    report.refused[name], new = str(error), module.old
-                owner, _, key = name.rpartition(".")
-                setattr(model.get_submodule(owner), key, new.eval())
-                if name in report.refused:
-                    continue
-                report.replaced[name] = repr(new)
-                if self._kinds:
-                    report.weights[name] = " and ".join(self._kinds)
-                report.float_bytes += sum(weight.numel() * weight.element_size() for weight in module.old.parameters())
-                report.packed_bytes += sum(packed.numel() for packed in new.buffers())
-                advance()
+        """As :meth:`ModulesApart.finish`."""
+        report = super().finish(model)
         if not report.refused:
             say_int8(map(self._scheme, self.tensors), self.activation_group)
-        large = Large(model)
-        for name, module in model.named_modules():
-            for parameter in large.of(module):
-                report.skipped[name or parameter] = "it is not quantized in the checkpoint"
         report.skipped.update(dict.fromkeys(self.left_out, f"{type(model).__name__} ignores it"))
-        report.measure(model)
         return report
+
+    def kinds(self, name: str) -> str:
+        """As :meth:`ModulesApart.kinds`."""
+        return " and ".join(self._kinds)
+
+    def why_float(self, parameter: str) -> str:
+        """As :meth:`ModulesApart.why_float`."""
+        return "it is not quantized in the checkpoint"
+
+    def pack(self, name: str) -> torch.nn.Module:
+        """As :meth:`ModulesApart.pack`."""
+        self._kinds.clear()
+        new = self._pack(self.modules[name])
+        if name in self.unread:
+            raise ValueError(self.unread[name])
+        return new
 
     def _pack(self, module: _Module) -> torch.nn.Module:
         old, pages = module.old, Pages(self.files)

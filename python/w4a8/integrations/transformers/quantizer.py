@@ -18,11 +18,10 @@ from w4a8.integrations.transformers import guard
 from w4a8.integrations.transformers.collect import Collector, Give, unstacked
 from w4a8.integrations.transformers.config import W4A8Config
 from w4a8.integrations.transformers.guard import inference_only, refuse_device
-from w4a8.integrations.transformers.initialised import let_go
 from w4a8.integrations.transformers.names import check_files, check_inside
 from w4a8.integrations.transformers.packed import build_packed
 from w4a8.integrations.transformers.prequantized import PrequantizedModules
-from w4a8.integrations.transformers.tied import share
+from w4a8.integrations.transformers.tied import let_go, share
 from w4a8.nn.output_layer import multiply_once
 from w4a8.nn.packed import PackedModule
 from w4a8.quantization import QuantizationReport

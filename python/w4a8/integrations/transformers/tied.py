@@ -1,4 +1,5 @@
-"""An output layer that shares the weight of the embeddings: packed, the two share the bytes."""
+"""Packed layers in a model that transformers still loads: what its ``_init_weights`` finds of them, and an output layer
+that shares the weight of the embeddings (packed, the two share the bytes)."""
 
 from __future__ import annotations
 
@@ -7,6 +8,34 @@ import re
 import torch
 
 from w4a8.nn.embedding import PackedEmbedding
+
+_NAMES = ("weight", "bias")
+
+
+def stand_in(new: torch.nn.Module, old: torch.nn.Linear) -> None:
+    """Gives a packed layer, until :func:`let_go`, a weight and a bias without storage that count as initialised.
+
+    transformers initialises whatever the checkpoint had not, module by module, and the code for one that holds linear
+    layers (T5, Mamba) reads theirs, loaded or not.
+
+    Args:
+        new: what stands for the linear layer. Other modules are left alone.
+        old: the linear layer.
+    """
+    if not isinstance(old, torch.nn.Linear):
+        return
+    for name in _NAMES:
+        tensor = getattr(old, name)
+        if tensor is not None:
+            tensor = torch.empty_like(tensor, device="meta", requires_grad=False)
+            tensor._is_hf_initialized = True
+        new.__dict__[name] = tensor
+
+
+def let_go(module: torch.nn.Module) -> None:
+    """Takes away what :func:`stand_in` gave."""
+    for name in _NAMES:
+        module.__dict__.pop(name, None)
 
 
 def scale_of(module: torch.nn.Module) -> float | None:
@@ -42,7 +71,7 @@ def untie(model: torch.nn.Module, layer: str) -> None:
 def take_out(model: torch.nn.Module, output: str) -> None:
     """Takes the output layer of a packed embedding out of the model, until :func:`share`."""
     untie(model, output)
-    _put(model, output, torch.nn.Module())
+    put(model, output, torch.nn.Module())
 
 
 def packed_embedding(old: torch.nn.Module, packed: torch.Tensor, group: int) -> PackedEmbedding:
@@ -55,10 +84,11 @@ def packed_embedding(old: torch.nn.Module, packed: torch.Tensor, group: int) -> 
 def share(model: torch.nn.Module, embedding: str, output: str) -> torch.nn.Module:
     """Gives the model the output layer of a packed embedding."""
     layer = model.get_submodule(embedding).output_layer().eval()
-    _put(model, output, layer)
+    put(model, output, layer)
     return layer
 
 
-def _put(model: torch.nn.Module, path: str, module: torch.nn.Module) -> None:
+def put(model: torch.nn.Module, path: str, module: torch.nn.Module) -> None:
+    """Puts a module in the place of another."""
     owner, _, key = path.rpartition(".")
     setattr(model.get_submodule(owner), key, module)
