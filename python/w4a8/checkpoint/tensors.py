@@ -15,14 +15,6 @@ MOST_MAPPED = 128 << 20  # bytes; a file is then opened again, which takes as lo
 INDEX_NAME = "model.safetensors.index.json"
 
 
-def _safe_open() -> Any:
-    try:
-        from safetensors import safe_open
-    except ImportError as error:
-        raise ImportError("reading checkpoints needs the safetensors package: pip install safetensors") from error
-    return safe_open
-
-
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
@@ -111,7 +103,11 @@ class CheckpointTensors:
             ImportError: safetensors is not installed.
             CheckpointError: no safetensors file, or an index that is damaged.
         """
-        self._open = _safe_open()
+        try:
+            from safetensors import safe_open
+        except ImportError as error:
+            raise ImportError("reading checkpoints needs the safetensors package: pip install safetensors") from error
+        self._open = safe_open
         self.directory = Path(directory)
         self._handles: dict[str, Any] = {}
         self._headers: dict[str, tuple[int, dict[str, Any]]] = {}

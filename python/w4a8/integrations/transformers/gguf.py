@@ -26,10 +26,17 @@ from w4a8.integrations.selftest import missing, parameters
 from w4a8.integrations.transformers.config import W4A8Config
 from w4a8.integrations.transformers.prequantized import ModulesApart
 from w4a8.integrations.transformers.quantizer import W4A8HfQuantizer, on_cpus
-from w4a8.integrations.transformers.tied import output_of, packed_embedding, put, share, take_out
+from w4a8.integrations.transformers.tied import (
+    experts_to_pack,
+    output_of,
+    packed_embedding,
+    packed_experts,
+    put,
+    share,
+    take_out,
+)
 from w4a8.nn import W4A8Experts
 from w4a8.quantization import QuantizationReport
-from w4a8.quantization.moe_blocks import fused_experts
 
 logger = logging.getLogger(__name__)
 
@@ -142,9 +149,7 @@ class GGUFModules(ModulesApart):
         return "a part of it is quantized along the other axis" if joined else "it is no linear layer and no experts"
 
     def _experts(self, name: str, old: torch.nn.Module, weights: list[str]) -> W4A8Experts:
-        experts = fused_experts(old)
-        if experts is None or experts.activation is None:
-            raise ValueError(f"packed experts, but {type(old).__name__} is no block that W4A8Experts can stand for")
+        experts = experts_to_pack(old)
         layer = ExpertStacks.of_tensors(self.file, weights, name)
         given, expected = (layer.experts, layer.hidden, layer.intermediate), tuple(experts.sizes)
         if layer.is_gated != experts.gated:
@@ -152,9 +157,7 @@ class GGUFModules(ModulesApart):
         if given != expected or layer.has_bias != (experts.w13_bias is not None):
             raise ValueError(f"experts, hidden and intermediate size {given}, but {expected} with its biases expected")
         sizes, packed = layer.pack(range(layer.experts), self.activation_group)
-        groups = sizes.group_size, experts.activation, sizes.w2_group_size
-        how = {"numbers": experts.numbers, "gated": layer.is_gated}
-        return W4A8Experts(packed["w13"], packed["w2"], sizes.hidden, sizes.intermediate, *groups, **how)
+        return packed_experts(experts, packed["w13"], packed["w2"], (sizes.group_size, sizes.w2_group_size))
 
 
 class GGUFQuantizer(W4A8HfQuantizer):

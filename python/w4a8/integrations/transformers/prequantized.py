@@ -18,7 +18,7 @@ from w4a8.core.matrix import Matrix
 from w4a8.core.memory import on_cpu
 from w4a8.core.packer import ExpertPacker
 from w4a8.core.words import weights_in_words
-from w4a8.formats import METHODS, LeftOut, Rules, Scheme, method_of, rules_of, scheme_of
+from w4a8.formats import METHODS, LeftOut, Scheme, method_of, rules_of, scheme_of
 from w4a8.formats.format import quantized_suffixes
 from w4a8.formats.matrix import groups_of
 from w4a8.formats.rules import are_stacked
@@ -26,8 +26,8 @@ from w4a8.formats.scheme import wanted_by_all
 from w4a8.integrations.transformers import guard
 from w4a8.integrations.transformers.memory import Pages
 from w4a8.integrations.transformers.names import Names, left_out, refuse_missing, slices
-from w4a8.integrations.transformers.tied import put, stand_in, untie
-from w4a8.nn import W4A8Experts, linear_from_matrix
+from w4a8.integrations.transformers.tied import packed_experts, put, stand_in, untie
+from w4a8.nn import linear_from_matrix
 from w4a8.progress import progress_bar
 from w4a8.quantization import QuantizationReport
 from w4a8.quantization.moe_blocks import Experts, fused_experts, is_gpt_oss
@@ -50,21 +50,6 @@ def _is_int8(parts: Mapping[str, Any]) -> bool:
     """Whether ``weight`` of some lazy tensors is an int8 matrix."""
     shape = parts["weight"].get_shape()
     return len(shape) == 2 and shape[0] > 0 and parts["weight"][:1].dtype == torch.int8
-
-
-def checked_rules(source: Mapping[str, Any]) -> Rules:
-    """What a quantization_config says of each module.
-
-    Raises:
-        ValueError: a method or setting that the operators cannot run; names it.
-    """
-    if method_of(source) is None:
-        raise ValueError(
-            f"the checkpoint is quantized with {source.get('quant_method')!r}; W4A8Config reads "
-            f"{', '.join(METHODS[:-1])} and {METHODS[-1]}. Load it without W4A8Config, or an unquantized checkpoint "
-            "with it"
-        )
-    return rules_of(source)
 
 
 @dataclass
@@ -170,7 +155,13 @@ class PrequantizedModules(ModulesApart):
         Raises:
             ValueError: the method cannot be run, a tensor belongs to nothing in the model, or a layer has none.
         """
-        self.rules = checked_rules(source)
+        if method_of(source) is None:
+            raise ValueError(
+                f"the checkpoint is quantized with {source.get('quant_method')!r}; W4A8Config reads "
+                f"{', '.join(METHODS[:-1])} and {METHODS[-1]}. Load it without W4A8Config, or an unquantized "
+                "checkpoint with it"
+            )
+        self.rules = rules_of(source)
         self.stacked = are_stacked(self.rules)
         self.files = files
         self.activation_group = activation_group
@@ -325,9 +316,7 @@ class PrequantizedModules(ModulesApart):
         apart = ("w1", "w3", "w2") if experts.gated else ("w1", "w2")
         shards = dict(zip(("w13", "w2") if fused else apart, sources))
         packed, group = self._pack_experts(module, shards, experts, pages)
-        _, hidden, intermediate = experts.sizes
-        how = {"numbers": experts.numbers, "gated": experts.gated}
-        return W4A8Experts(packed["w13"], packed["w2"], hidden, intermediate, group, experts.activation, **how)
+        return packed_experts(experts, packed["w13"], packed["w2"], (group, group))
 
     def _pack_experts(
         self, module: _Module, shards: Mapping[str, list[str]], experts: Experts, pages: Pages

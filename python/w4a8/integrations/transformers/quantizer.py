@@ -142,7 +142,12 @@ class W4A8HfQuantizer(HfQuantizer):
             self.report = self._modules.finish(model)
             self._modules = None
         if self.report is not None and guard.device == "cpu":
-            self._say(self.report)
+            logger.info("%s", self.report)
+            if self.report.left_share > 0.5:
+                logger.warning(
+                    "%.1f%% of the model's bytes stay float; model.hf_quantizer.report says which and why",
+                    100 * self.report.left_share,
+                )
         for name, module in model.named_modules():
             if isinstance(module, PackedModule):
                 let_go(module)
@@ -155,14 +160,6 @@ class W4A8HfQuantizer(HfQuantizer):
         refuse_resizing(model)
         multiply_once(model.get_output_embeddings())
         return model
-
-    def _say(self, report: QuantizationReport) -> None:
-        logger.info("%s", report)
-        if report.left_share > 0.5:
-            logger.warning(
-                "%.1f%% of the model's bytes stay float; model.hf_quantizer.report says which and why",
-                100 * report.left_share,
-            )
 
 
 def _devices(device_map: Any) -> list[Any]:

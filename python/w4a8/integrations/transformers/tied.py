@@ -4,10 +4,13 @@ that shares the weight of the embeddings (packed, the two share the bytes)."""
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import torch
 
+from w4a8.nn import W4A8Experts
 from w4a8.nn.embedding import PackedEmbedding
+from w4a8.quantization.moe_blocks import Experts, fused_experts
 
 _NAMES = ("weight", "bias")
 
@@ -79,6 +82,24 @@ def packed_embedding(old: torch.nn.Module, packed: torch.Tensor, group: int) -> 
     scale = scale_of(old)
     sizes = old.num_embeddings, old.embedding_dim, group
     return PackedEmbedding(packed, *sizes, old.weight.dtype, None if scale == 1.0 else scale)
+
+
+def experts_to_pack(old: torch.nn.Module) -> Experts:
+    """The float experts that packed ones are to stand for.
+
+    Raises:
+        ValueError: the operators do not compute what the module does.
+    """
+    experts = fused_experts(old)
+    if experts is None or experts.activation is None:
+        raise ValueError(f"packed experts, but {type(old).__name__} is no block that W4A8Experts can stand for")
+    return experts
+
+
+def packed_experts(experts: Experts, w13: torch.Tensor, w2: torch.Tensor, groups: Sequence[int]) -> W4A8Experts:
+    """What stands for float experts; ``groups``: weights that share a scale, of w13 and of w2."""
+    sizes, how = experts.sizes[1:], {"numbers": experts.numbers, "gated": experts.gated}
+    return W4A8Experts(w13, w2, *sizes, groups[0], experts.activation, groups[1], **how)
 
 
 def share(model: torch.nn.Module, embedding: str, output: str) -> torch.nn.Module:
