@@ -19,7 +19,7 @@ from w4a8.core.json_fields import CheckpointError
 from w4a8.core.matrix import Matrix
 from w4a8.formats import LeftOut, Rules, Scheme, scheme_of
 from w4a8.formats.compressed_tensors import check_words
-from w4a8.formats.format import FORMATS, quantized_suffixes
+from w4a8.formats.format import FORMATS, all_suffixes, quantized_suffixes
 from w4a8.formats.matrix import groups_of
 from w4a8.formats.scheme import wanted_by_all
 from w4a8.nn import W4A8MoE
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 _EXPERT_KEY = re.compile(
     r"(?P<layer>.+\.experts)\.(?P<expert>[0-9]{1,9})\.(?P<projection>\w+)\."
-    rf"(?P<tensor>weight|bias|scales|{'|'.join(quantized_suffixes())})"
+    rf"(?P<tensor>{'|'.join(all_suffixes())})"
 )
 # One tensor for all experts.
 _FUSED_KEY = re.compile(
@@ -96,15 +96,11 @@ class Module:
         return shape if self.expert is None else shape[1:]
 
     def check_shape(self, scheme: Scheme, shape: tuple[int, int], because: str) -> None:
-        """Compares the size of the weight with what is needed, before it is read or anything of that size is made.
-
-        Args:
-            scheme: how it is stored.
-            shape: (N, K) that it must have.
-            because: end of the message if it has another one.
+        """Compares (N, K) of the weight with what is needed, before it is read or anything of that size is made.
 
         Raises:
-            CheckpointError: it has another size, or one that its groups do not divide, or a tensor is missing.
+            CheckpointError: it has another size (the message ends with ``because``), or one that its groups do not
+                divide, or a tensor is missing.
         """
         stated, codes = self.shape(scheme), self._codes_shape(scheme)
         if stated != shape:
@@ -123,11 +119,7 @@ class Module:
             raise self._named(error) from error
 
     def matrix(self, scheme: Scheme, has_bias: bool) -> Matrix:
-        """The matrix of the module.
-
-        Args:
-            scheme: how it is stored.
-            has_bias: it must have a bias.
+        """The matrix of the module; ``has_bias``: it must have one.
 
         Raises:
             CheckpointError: a tensor is missing, or has another dtype, shape or value than it should.
@@ -167,11 +159,8 @@ class LayerNames:
 
 def _natural(name: str) -> list[Any]:
     """Sorts names by the numbers in them: a number by how many digits it has, then by these."""
-    parts = re.split(r"([0-9]+)", name)  # every second one is a number
-    for index, digits in enumerate(parts[1::2]):
-        value = digits.lstrip("0")
-        parts[2 * index + 1] = (len(value), value)
-    return parts
+    parts = [part.lstrip("0") if i % 2 else part for i, part in enumerate(re.split(r"([0-9]+)", name))]
+    return [(len(part), part) if i % 2 else part for i, part in enumerate(parts)]  # every second one is a number
 
 
 def find_layers(keys: Sequence[str], only: Callable[[str], bool] | None) -> list[LayerNames]:
@@ -382,10 +371,7 @@ def say_int8(scheme: Iterable[Scheme], activation_group: int | None) -> None:
 
 
 def without_left_out(reasons: Mapping[str, str | None]) -> list[str]:
-    """The layers that are read here; of others the log says the reason.
-
-    Args:
-        reasons: by name of a layer why it is left out; None: it is not.
+    """The layers that no reason is given for; of the others the log says it.
 
     Raises:
         CheckpointError: there are some, and all are left out.

@@ -8,21 +8,18 @@ from typing import Any
 
 import torch
 
-from w4a8.checkpoint.gguf_architectures import ARCHITECTURES, GROUPS, NORM, SCALE, SIZES, Routing, named
+from w4a8.checkpoint.gguf_architectures import ARCHITECTURES, GROUPS, NORM, SCALE, SIZES, named
 from w4a8.checkpoint.gguf_features import latent_attention, long_rope
 from w4a8.checkpoint.gguf_file import GGUFFile
 from w4a8.checkpoint.gguf_key_table import check_keys
 from w4a8.checkpoint.gguf_keys import Keys
 from w4a8.checkpoint.settings import router_in_file
-from w4a8.core.routing import Router
 
 
 def config_of(metadata: Mapping[str, Any], tensor_names: Sequence[str]) -> dict[str, Any]:
-    """The config of a file of one of ARCHITECTURES.
+    """The config of a file of one of ARCHITECTURES, by its keys and the names in the first file of several.
 
-    Args:
-        metadata: all keys; of an array of strings its length is enough.
-        tensor_names: of the file, or of the first one of several.
+    Of an array of strings its length is enough.
 
     Raises:
         ValueError: a key is missing, not as it should be, or would be ignored and may matter; names it.
@@ -49,18 +46,14 @@ def config_of(metadata: Mapping[str, Any], tensor_names: Sequence[str]) -> dict[
     if known.routing is not None and keys.get("expert_count"):
         # The names may be those of one file of several.
         has_bias = any("exp_probs_b" in tensor for tensor in tensor_names) or None
-        config |= _router(known.routing, router_in_file(metadata, has_bias))
+        router, follows = router_in_file(metadata, has_bias), known.routing.follows
+        renormalizes, groups = router.arguments["renormalize"], router.num_expert_group or 1
+        stated = {NORM: renormalizes, SCALE: router.routed_scaling_factor, GROUPS: groups}
+        config |= {field: stated[key] for key, field in follows.items()}
+        config |= {"topk_group": router.topk_group or 1} if GROUPS in follows else {}
     for feature in known.features:
         config |= feature(keys, config, tensor_names)
     return config | _token_ids(metadata)
-
-
-def _router(routing: Routing, router: Router) -> dict[str, Any]:
-    """What the model has a choice of."""
-    renormalizes = router.arguments["renormalize"]
-    stated = {NORM: renormalizes, SCALE: router.routed_scaling_factor, GROUPS: router.num_expert_group or 1}
-    found = {field: stated[key] for key, field in routing.follows.items()}
-    return found | ({"topk_group": router.topk_group or 1} if GROUPS in routing.follows else {})
 
 
 def _rope(keys: Keys, latent: bool, long: bool) -> dict[str, Any]:

@@ -15,11 +15,11 @@ from w4a8.checkpoint.gguf_keys import Keys
 from w4a8.checkpoint.gguf_names import Source
 from w4a8.core.activation_groups import resolve_activation_group
 from w4a8.core.json_fields import CheckpointError, shorten
-from w4a8.core.kind import Kind
 from w4a8.core.matrix import Matrix, joined
 from w4a8.core.stack import MatrixStack
 from w4a8.formats.gguf_blocks import TYPES
 from w4a8.nn import W4A8Linear, W8A8Linear
+from w4a8.nn.linear import linear_class
 
 AT_ONCE = 1 << 25  # weights that are unpacked at once
 _HEADS = {"attn_q": "head_count", "attn_k": "head_count_kv"}
@@ -118,12 +118,9 @@ class GGUFLinears:
         return torch.cat([part.view(keys, -1) for part in parts], 1).flatten()
 
     def linear(self, names: str | Sequence[str], activation_group: int | None) -> W4A8Linear | W8A8Linear:
-        """A matrix in blocks, packed.
+        """A matrix in blocks, packed, of a tensor (``blk.0.attn_q.weight`` say) or of those that make it.
 
-        Args:
-            names: of the tensor, ``blk.0.attn_q.weight`` say, or of those that make it. If there is a ``.bias`` beside
-                it, it is the layer's.
-            activation_group: as of :func:`w4a8.load`.
+        A ``.bias`` beside one tensor is the layer's. ``activation_group`` is as of :func:`w4a8.load`.
 
         Raises:
             ValueError: the operators cannot run it, or ``activation_group`` does not fit.
@@ -142,8 +139,7 @@ class GGUFLinears:
         stack = MatrixStack(1, rows, columns, group, **how)
         for row, matrix in found:
             stack.put(0, row, matrix if bias is None else replace(matrix, bias=bias[row : row + matrix.rows]))
-        layer = W8A8Linear if matrix.kind == Kind.INT8 else W4A8Linear
-        return layer(stack.pack()[0], columns, rows, group)
+        return linear_class(matrix.kind)(stack.pack()[0], columns, rows, group)
 
     def bias(self, name: str) -> torch.Tensor | None:
         """float32 [N], of the layer of a ``.weight`` [N, K]; None: there is none beside it.
@@ -189,16 +185,10 @@ class GGUFLinears:
         return values[None] if "_inp_shexp" in name and values.dim() == 1 else values
 
     def parameter(self, names: Sequence[str], shape: Sequence[int], name: str, dtype: torch.dtype) -> torch.Tensor:
-        """A parameter of a model of transformers, as :meth:`values`.
-
-        Args:
-            names: of the tensors that make it.
-            shape: of the parameter.
-            name: of the parameter, for errors.
-            dtype: of what is in blocks.
+        """A parameter of a model of transformers, as :meth:`values`, of the tensors that make it.
 
         Raises:
-            ValueError: it has another shape than the tensors give.
+            ValueError: it has another shape than the tensors give; names it.
         """
         tensors = {each: self.values(each, dtype) for each in names}
         try:

@@ -48,10 +48,6 @@ def _no_file(directory: Path, name: object) -> str:
 def files_of(directory: Path, index: Mapping[str, str] | None) -> list[str]:
     """Names of the safetensors files of a directory that loading reads; [] if it has none.
 
-    Args:
-        directory: of the files.
-        index: as :func:`read_index` gives it.
-
     Raises:
         CheckpointError: several files, and no index.
     """
@@ -66,12 +62,7 @@ def files_of(directory: Path, index: Mapping[str, str] | None) -> list[str]:
 
 
 def file_of_each(directory: Path, keys: Mapping[str, Iterable[str]], index: Mapping[str, str] | None) -> dict[str, str]:
-    """Tensor -> name of its file: of two files that have one the index decides.
-
-    Args:
-        directory: of the files.
-        keys: name of a file -> its tensors.
-        index: as :func:`read_index` gives it.
+    """Tensor -> name of its file, of the tensors by files: of two files that have one the index decides.
 
     Raises:
         CheckpointError: two files have a tensor, and the index names neither; names it.

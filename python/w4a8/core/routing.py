@@ -179,24 +179,11 @@ def route(
     e_score_correction_bias: torch.Tensor | None = None,
     routed_scaling_factor: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`select_experts` with the scoring function and the renormalization of a routing method.
+    """As :func:`select_experts`, with the scoring function and the renormalization of one of ROUTING_METHODS.
 
-    Groups, a correction bias and a scaling factor are honoured whenever they are given, with every method: DeepSeek-V2
-    is Default with groups, for example. That Llama4's weights go into the input is the layer's
+    Groups, a correction bias and a scaling factor (None is 1) are honoured whenever they are given, with every method:
+    DeepSeek-V2 is Default with groups, for example. That Llama4's weights go into the input is the layer's
     ``apply_router_weight_on_input``.
-
-    Args:
-        routing_method: one of ROUTING_METHODS.
-        hidden_states: [T, H].
-        router_logits: [T, E].
-        top_k: experts per token.
-        num_expert_group: None for no groups.
-        topk_group: groups that are kept.
-        e_score_correction_bias: [E] or None.
-        routed_scaling_factor: None is 1.
-
-    Returns:
-        Weights float32 [T, top_k] and global expert indices int32 [T, top_k].
 
     Raises:
         ValueError: a method that says nothing of the arithmetic (Unspecified, Custom).

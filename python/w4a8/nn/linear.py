@@ -200,7 +200,11 @@ class W8A8Linear(PackedLinear):
         return {"packed": {**super().packed_shapes()["packed"], "values": Kind.INT8.value}}
 
 
+def linear_class(kind: str) -> type[W4A8Linear] | type[W8A8Linear]:
+    """Of layers whose codes are of a :class:`Kind`."""
+    return W8A8Linear if kind == Kind.INT8 else W4A8Linear
+
+
 def linear_from_matrix(matrix: Matrix, activation_group: int | None = None) -> W4A8Linear | W8A8Linear:
     """The layer of what a reader of a format gives; ``activation_group`` as in :meth:`PackedLinear.from_matrix`."""
-    layer = W8A8Linear if matrix.kind == Kind.INT8 else W4A8Linear
-    return layer.from_matrix(matrix, activation_group=activation_group)
+    return linear_class(matrix.kind).from_matrix(matrix, activation_group=activation_group)

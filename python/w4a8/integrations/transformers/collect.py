@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserList
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -42,12 +43,7 @@ class Collector:
     """
 
     def __init__(self, model: torch.nn.Module, config: W4A8Config, files: Sequence[str]) -> None:
-        """Plans.
-
-        Args:
-            model: on the meta device.
-            config: the options.
-            files: which the weights are mapped from.
+        """Plans, for a model on the meta device whose weights are mapped from files.
 
         Raises:
             ValueError: an ``activation_group`` that does not divide the group size.
@@ -95,9 +91,6 @@ class Collector:
         """Quantizes what the checkpoint had not all weights of, with those that transformers has made up: new heads.
 
         Linear layers without a weight are left alone, unless ``default_skip`` is False.
-
-        Args:
-            model: with all weights.
 
         Raises:
             QuantizationError: a weight has a NaN or an infinity; names the module.
@@ -224,20 +217,8 @@ class Unstacked(_Op):
         lists = [input_dict[pattern] for pattern in source_patterns]
         if any(len(tensors) != len(lists[0]) for tensors in lists):
             raise ValueError(f"{full_layer_name}: {[len(tensors) for tensors in lists]} tensors of {source_patterns}")
-        return {target_patterns[0]: GateUp(*lists) if len(lists) == 2 else _List(lists[0])}
-
-
-class _List(Sequence):
-    """Not a list: transformers would take the first of it."""
-
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        self.tensors = tensors
-
-    def __getitem__(self, expert: int) -> torch.Tensor:
-        return self.tensors[expert]
-
-    def __len__(self) -> int:
-        return len(self.tensors)
+        # Of a list transformers would take the first.
+        return {target_patterns[0]: GateUp(*lists) if len(lists) == 2 else UserList(lists[0])}
 
 
 def unstacked(converter: Any, collector: Collector) -> WeightConverter | None:

@@ -58,12 +58,7 @@ class GGUFModules(ModulesApart):
     """The modules of a model whose weights are in blocks."""
 
     def __init__(self, model: torch.nn.Module, linears: GGUFLinears, activation_group: int | None) -> None:
-        """Finds the modules, and takes them out of the model.
-
-        Args:
-            model: on the meta device.
-            linears: of the file.
-            activation_group: as :class:`W4A8Config` has it.
+        """Finds the modules, and takes them out of the model, which is on the meta device.
 
         Raises:
             ValueError: the model lacks a tensor of the file or the other way round, or one has another shape.

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from w4a8.core.kind import Kind
 from w4a8.formats.packed_directory import EMBEDDINGS, STANDS_FOR, Parts, check_listed, packed_tensors
 from w4a8.integrations.transformers.names import Names, refuse_missing, slices
 from w4a8.integrations.transformers.tied import (
@@ -20,7 +19,7 @@ from w4a8.integrations.transformers.tied import (
     take_out,
     untie,
 )
-from w4a8.nn import W4A8Linear, W8A8Linear
+from w4a8.nn.linear import linear_class
 from w4a8.quantization.readers import reader_of
 
 _STANDS_FOR = {**STANDS_FOR, **EMBEDDINGS}
@@ -98,8 +97,7 @@ def _new_module(old: torch.nn.Module, entries: Parts, tied: bool) -> torch.nn.Mo
         given, sizes = [header["n"], header["k"]], [old.out_features, old.in_features]
         check("packed: [n, k]", given, sizes)
         check("packed: bias", header["has_bias"], old.bias is not None)
-        layer = W8A8Linear if header["values"] == Kind.INT8 else W4A8Linear
-        return layer(tensors["packed"], old.in_features, old.out_features, header["group"])
+        return linear_class(header["values"])(tensors["packed"], old.in_features, old.out_features, header["group"])
     if isinstance(old, torch.nn.Embedding):
         check("packed tensors", sorted(entries), ["rows_packed"])
         header = headers["rows_packed"]
