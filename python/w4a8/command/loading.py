@@ -11,7 +11,7 @@ from w4a8.checkpoint.gguf_file import GGUFFile, is_gguf
 from w4a8.checkpoint.gguf_linear import GGUFLinears
 from w4a8.command import extras
 from w4a8.command.report import UsageError, number
-from w4a8.formats.packed_directory import METHOD
+from w4a8.formats.packed_directory import is_packed as is_packed_config
 from w4a8.formats.rules import config_in
 from w4a8.quantization import QuantizationReport, quantize_
 from w4a8.quantization.texts import windows
@@ -82,6 +82,11 @@ def method_of(path: Path) -> str | None:
     return None if source is None else str(source.get("quant_method"))
 
 
+def is_packed(path: Path) -> bool:
+    """Whether a path is a directory of packed weights."""
+    return not is_gguf(path) and is_packed_config(config_in(path))
+
+
 def source_of(path: Path) -> tuple[Path, dict[str, str]]:
     """What ``from_pretrained`` is given: the folder, and the name of a GGUF file."""
     return (path.parent, {"gguf_file": path.name}) if is_gguf(path) else (path, {})
@@ -100,15 +105,15 @@ def load(path: Path, args: argparse.Namespace, text: str | None = None) -> tuple
         ValueError: it cannot be loaded, or lacks a weight, which transformers would make up.
     """
     given = {field: getattr(args, field) for _, field, _ in _ROUNDING if getattr(args, field) is not None}
-    method, activation_group = method_of(path), args.activation_group
+    method, packed, activation_group = method_of(path), is_packed(path), args.activation_group
     if method is not None and (given or text is not None):
         names = ", ".join(
             [name for name, field, _ in _ROUNDING if field in given] + ["--calibration"] * (text is not None)
         )
         raise UsageError(f"{path} is quantized already ({method}): leave {names} out")
-    if method == METHOD and activation_group is not None:
+    if packed and activation_group is not None:
         raise UsageError(f"{path} is packed already: leave --activation-group out")
-    if method == "gguf":
+    if is_gguf(path):
         GGUFLinears(GGUFFile(path))  # says which architectures are known, if this is none
     transformers = import_transformers()
     from w4a8.integrations.transformers import W4A8Config
@@ -117,10 +122,10 @@ def load(path: Path, args: argparse.Namespace, text: str | None = None) -> tuple
     config = W4A8Config(activation_group=activation_group, **given)
     if text is not None:
         options["dtype"] = "auto"
-    elif method != METHOD:
+    elif not packed:
         options["quantization_config"] = config
     try:
-        loader = transformers.AutoModelForCausalLM if method == "gguf" else _class_of(transformers, folder)
+        loader = transformers.AutoModelForCausalLM if is_gguf(path) else _class_of(transformers, folder)
         model, info = loader.from_pretrained(folder, output_loading_info=True, **options)
     except (ValueError, OSError, ImportError, RuntimeError):  # whose messages say what is wrong
         raise

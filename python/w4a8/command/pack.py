@@ -27,7 +27,6 @@ from w4a8.command.model import HELP, find
 from w4a8.command.report import UsageError, add_json, labelled, show
 from w4a8.command.verify import SUMS, write_sums
 from w4a8.core.words import gigabytes
-from w4a8.formats.packed_directory import METHOD
 from w4a8.quantization.texts import PYDOC, text_of
 
 _SHARD = "2GB"  # of a file: older versions of safetensors copy what they write
@@ -56,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     if out.is_mount() or out == Path.cwd():
         raise UsageError(f"{args.out} is a mount point or the folder that this runs in: name a directory inside")
     path = find(args.model)
-    if loading.method_of(path) == METHOD:
+    if loading.is_packed(path):
         raise UsageError(f"{args.model} is packed already: copy the directory")
     try:
         text = None if args.calibration is None else text_of(args.calibration)

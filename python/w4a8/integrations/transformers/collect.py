@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserList
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -11,9 +12,9 @@ import torch
 from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, WeightConverter
 
 from w4a8.integrations.transformers.config import W4A8Config
-from w4a8.integrations.transformers.initialised import stand_in
 from w4a8.integrations.transformers.memory import Pages
 from w4a8.integrations.transformers.names import refuse_made_up
+from w4a8.integrations.transformers.tied import stand_in
 from w4a8.quantization import QuantizationError, QuantizationReport
 from w4a8.quantization.moe_blocks import GateUp
 from w4a8.quantization.plan import Job, make_plan
@@ -43,12 +44,7 @@ class Collector:
     """
 
     def __init__(self, model: torch.nn.Module, config: W4A8Config, files: Sequence[str]) -> None:
-        """Plans.
-
-        Args:
-            model: on the meta device.
-            config: the options.
-            files: which the weights are mapped from.
+        """Plans, for a model on the meta device whose weights are mapped from files.
 
         Raises:
             ValueError: an ``activation_group`` that does not divide the group size.
@@ -97,9 +93,6 @@ class Collector:
         """Quantizes what the checkpoint had not all weights of, with those that transformers has made up: new heads.
 
         Linear layers without a weight are left alone, unless ``default_skip`` is False.
-
-        Args:
-            model: with all weights.
 
         Raises:
             QuantizationError: a weight has a NaN or an infinity; names the module.
@@ -226,20 +219,8 @@ class Unstacked(_Op):
         lists = [input_dict[pattern] for pattern in source_patterns]
         if any(len(tensors) != len(lists[0]) for tensors in lists):
             raise ValueError(f"{full_layer_name}: {[len(tensors) for tensors in lists]} tensors of {source_patterns}")
-        return {target_patterns[0]: GateUp(*lists) if len(lists) == 2 else _List(lists[0])}
-
-
-class _List(Sequence):
-    """Not a list: transformers would take the first of it."""
-
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        self.tensors = tensors
-
-    def __getitem__(self, expert: int) -> torch.Tensor:
-        return self.tensors[expert]
-
-    def __len__(self) -> int:
-        return len(self.tensors)
+        # Of a list transformers would take the first.
+        return {target_patterns[0]: GateUp(*lists) if len(lists) == 2 else UserList(lists[0])}
 
 
 def unstacked(converter: Any, collector: Collector) -> WeightConverter | None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from w4a8.checkpoint.settings import router_in_config
 from w4a8.decoder import Decoder
 from w4a8.nn.experts import W4A8Experts
 from w4a8.nn.packed import PackedLinear
@@ -21,23 +21,6 @@ _ACTIVATIONS = {
 }
 
 
-def _softmax(router: Any) -> dict[str, Any]:
-    return {"renormalize": bool(getattr(router, "norm_topk_prob", False))}
-
-
-def _softmax_of_chosen(router: Any) -> dict[str, Any]:
-    """A softmax over the chosen ones alone is that over all, renormalized."""
-    return {"renormalize": True}
-
-
-def _sigmoid(router: Any) -> dict[str, Any]:
-    return {
-        "renormalize": bool(router.norm_topk_prob), "scoring_func": "sigmoid", "num_expert_group": router.num_group,
-        "topk_group": router.topk_group, "routed_scaling_factor": float(router.routed_scaling_factor),
-        "e_score_correction_bias": router.e_score_correction_bias,
-    }  # fmt: skip
-
-
 @dataclass(frozen=True)
 class Family:
     """How the layers of a model type differ from Llama's."""
@@ -45,7 +28,6 @@ class Family:
     norms: tuple[str, str, str, str] = ("input_layernorm", "", "post_attention_layernorm", "")
     one_more: bool = False  # a norm multiplies by 1 + weight
     router: str = "gate"  # of mlp
-    routing: Callable[[Any], dict[str, Any]] = _softmax
     shared: tuple[str, str] = ("", "")  # of mlp: the expert that all tokens share, its gate
     refuses: tuple[str, ...] = ()  # fields of the config that must not be set
 
@@ -60,11 +42,11 @@ FAMILIES = {
     "qwen3": Family(),
     "qwen2_moe": Family(shared=("shared_expert", "shared_expert_gate")),
     "qwen3_moe": Family(),
-    "mixtral": Family(routing=_softmax_of_chosen),
+    "mixtral": Family(),
     "olmoe": Family(refuses=("clip_qkv",)),
-    "gpt_oss": Family(router="router", routing=_softmax_of_chosen),
+    "gpt_oss": Family(router="router"),
     "gemma3_text": Family(norms=_GEMMA, one_more=True, refuses=("use_bidirectional_attention",)),
-    "glm4_moe": Family(routing=_sigmoid, shared=("shared_experts", "")),
+    "glm4_moe": Family(shared=("shared_experts", "")),
 }
 _ROPES = ("default", "linear", "llama3", "yarn")  # those whose angles do not depend on the length of the text
 
@@ -181,11 +163,12 @@ class Stack:
         experts, router = self._part(mlp, "experts"), self._part(mlp, self.family.router)
         _require(isinstance(experts, W4A8Experts), f"{type(mlp).__name__}.experts are not packed")
         _require(experts.sizes.gated, f"{type(mlp).__name__}.experts have no gate")
-        bias = getattr(router, "bias", None)
+        bias, routed = getattr(router, "bias", None), router_in_config(self.config.model_type, self.config.to_dict())
         self.decoder.add_experts(
             router.weight.detach(), None if bias is None else bias.detach(), experts.w13_packed, experts.w2_packed,
             top_k=router.top_k, activation_kind=int(experts.activation),
-            shared_gate=self._part(mlp, gate).weight.detach()[0] if gate else None, **self.family.routing(router),
+            shared_gate=self._part(mlp, gate).weight.detach()[0] if gate else None, **routed.arguments,
+            e_score_correction_bias=router.e_score_correction_bias if routed.has_correction_bias else None,
             **experts.numbers._asdict(),
         )  # fmt: skip
 
