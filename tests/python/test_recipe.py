@@ -113,7 +113,7 @@ def test_near_the_best_of_all_ways(seed):
                 cost[kind] += (
                     8 * W4A8Linear.from_float(nn.Linear(*linear.weight.shape[::-1], False), rounded).packed.numel()
                 )
-                error = linear.weight - round_weight(linear.weight, rounded, importance=known.inputs).floats()
+                error = linear.weight.detach() - round_weight(linear.weight, rounded, importance=known.inputs).floats()
                 lost[kind] += float(torch.einsum("n,nk,k->", known.slopes, error.square(), known.inputs))
         costs.append(cost)
         losses.append(lost)
