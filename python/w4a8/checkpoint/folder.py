@@ -46,21 +46,20 @@ _LINEAR_KEY = re.compile(rf"(?P<module>.+)\.(?P<tensor>weight|{'|'.join(quantize
 _LINEAR_OF_EXPERT = re.compile(r".+\.experts\.[0-9]+\.\w+")
 
 
+@dataclass
 class Module:
-    """Where the tensors of a module are: in tensors of its own, or one of the experts of some that are for all."""
+    """Where the tensors of a module are: in tensors of its own, or one of the experts of some that are for all.
 
-    def __init__(self, tensors: CheckpointTensors, name: str, expert: int | None = None) -> None:
-        """A module.
+    Attributes:
+        tensors: of the checkpoint.
+        name: ``<layer>.experts.3.up_proj`` say. Of a fused one, ``<layer>.experts.down_proj``, whose tensors are
+            ``..._blocks`` and so on.
+        expert: of a fused one, index into the first dimension.
+    """
 
-        Args:
-            tensors: of the checkpoint.
-            name: of the module, ``<layer>.experts.3.up_proj`` say. Of a fused one, ``<layer>.experts.down_proj``, whose
-                tensors are ``..._blocks`` and so on.
-            expert: of a fused one, index into the first dimension.
-        """
-        self.tensors = tensors
-        self.name = name
-        self.expert = expert
+    tensors: CheckpointTensors
+    name: str
+    expert: int | None = None
 
     def key(self, suffix: str) -> str:
         """Name of a tensor, by its last part."""

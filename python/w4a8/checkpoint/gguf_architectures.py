@@ -173,7 +173,7 @@ class Architecture:
     optional: Mapping[str, str] = field(default_factory=dict)
     constants: Mapping[str, Any] = field(default_factory=dict)
     features: tuple[Feature, ...] = (heads,)
-    eps: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
+    eps: tuple[str, str] = (RMS_EPS, "rms_norm_eps")
     turned: bool = False
     transposed: bool = False
     in_turns: bool = False
@@ -186,7 +186,7 @@ class Architecture:
     def reads(self) -> frozenset[str]:
         """What comes behind ``<architecture>.`` in the keys that are read; of others gguf_key_table.py decides."""
         found = {*ALWAYS_READ, *self.keys, *self.optional, *self.told_by, self.eps[0]}
-        found |= {key for each in self.features for key in each.keys}
+        found |= {key for each in self.features for key in getattr(each, "keys", ())}
         found |= set() if "intermediate_size" in self.keys.values() else {"feed_forward_length"}
         return frozenset(found | (self.routing.keys if self.routing is not None else set()))
 

@@ -1,7 +1,7 @@
 """What several architectures of GGUF files have, and the fields of a config that say so.
 
 A feature is a function of the keys, of the config so far and of the names of the tensors; it returns more fields. Each
-says which keys it reads, by what comes behind ``<architecture>.``: what no feature reads is refused elsewhere.
+says which keys it reads, if any, by what comes behind ``<architecture>.``: what no feature reads is refused elsewhere.
 """
 
 from __future__ import annotations
@@ -208,7 +208,6 @@ def layers_without_keys(other: str, usual: str = "full_attention") -> Feature:
     return kinds
 
 
-@reads("")
 def blocks_of_lfm2(keys: Keys, config: Mapping[str, Any], tensors: Sequence[str]) -> dict[str, Any]:
     """Sizes that published configs have, and vLLM reads."""
     hidden = config["hidden_size"]
@@ -236,7 +235,6 @@ def rotates_if_finetuned(keys: Keys, config: Mapping[str, Any], tensors: Sequenc
 def rests_from_rotation(period: int) -> Feature:
     """In each layer of so manieth number nothing is rotated (SmolLM3)."""
 
-    @reads("")
     def rests(keys: Keys, config: Mapping[str, Any], tensors: Sequence[str]) -> dict[str, Any]:
         return {"no_rope_layers": [int((layer + 1) % period != 0) for layer in range(config["num_hidden_layers"])]}
 
@@ -246,7 +244,6 @@ def rests_from_rotation(period: int) -> Feature:
 def attention_scale(largest: int) -> Feature:
     """Of Gemma 2 and 3: by the size of a head. The largest model alone has another one, known by its layers."""
 
-    @reads("")
     def scale(keys: Keys, config: Mapping[str, Any], tensors: Sequence[str]) -> dict[str, Any]:
         whole = config["hidden_size"] // config["num_attention_heads"]
         return {"query_pre_attn_scalar": whole if config["num_hidden_layers"] == largest else config["head_dim"]}
@@ -278,7 +275,6 @@ def two_rotations(default: float | None = None) -> Feature:
     return rotations
 
 
-@reads("")
 def yarn_of_gpt_oss(keys: Keys, config: Mapping[str, Any], tensors: Sequence[str]) -> dict[str, Any]:
     """What its files do not say."""
     rope = config["rope_parameters"]
@@ -330,7 +326,6 @@ def chunks_of_llama4(keys: Keys, config: Mapping[str, Any], tensors: Sequence[st
     return found | scaled | {"attention_chunk_size": chunk}
 
 
-@reads("")
 def greedy_or_grouped(keys: Keys, config: Mapping[str, Any], tensors: Sequence[str]) -> dict[str, Any]:
     """How DeepSeek-V2 calls its router."""
     return {"topk_method": "greedy" if config["n_group"] == 1 else "group_limited_greedy"}
@@ -360,25 +355,21 @@ def _any(tensors: Sequence[str], end: str) -> bool:
     return any(name.endswith(end) for name in tensors)
 
 
-@reads("")
 def norms_of_heads(keys: Keys, config: Mapping[str, Any], tensors: Sequence[str]) -> dict[str, Any]:
     """Where there are tensors of them."""
     return {"use_qk_norm": _any(tensors, ".attn_q_norm.weight")}
 
 
-@reads("")
 def output_bias(keys: Keys, config: Mapping[str, Any], tensors: Sequence[str]) -> dict[str, Any]:
     """Of attention, where there is a tensor of it."""
     return {"attention_out_bias": _any(tensors, ".attn_output.bias")}
 
 
-@reads("")
 def output_layer_bias(keys: Keys, config: Mapping[str, Any], tensors: Sequence[str]) -> dict[str, Any]:
     """Where there is a tensor of it."""
     return {"lm_head_bias": "output.bias" in tensors}
 
 
-@reads("")
 def last_layer_of_ernie(keys: Keys, config: Mapping[str, Any], tensors: Sequence[str]) -> dict[str, Any]:
     """Its experts go on to the last layer."""
     return {"moe_layer_end_index": config["num_hidden_layers"] - 1}

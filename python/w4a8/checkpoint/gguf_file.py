@@ -228,7 +228,7 @@ class GGUFFile:
         self.tensors: dict[str, GGUFTensor] = {}
         for index, part in enumerate(self.paths):
             with _mapped(part) as data:
-                keys, tensors = _Head(_Cursor(data, part), index).read()
+                keys, tensors = _Head(data, part).read(index)
             stated = keys.get("split.count", 0) or 1
             if stated != len(self.paths):
                 raise CheckpointError(f"{part}: split.count is {stated}, but the name says {len(self.paths)}")
@@ -345,75 +345,71 @@ def _mapped(path: Path) -> Iterator[mmap.mmap]:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
-class _Head:
+class _Head(_Cursor):
     """Reads what is in front of the data."""
 
-    def __init__(self, cursor: _Cursor, index: int) -> None:
-        self._cursor, self._index = cursor, index
-
-    def read(self) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
-        cursor = self._cursor
-        if cursor.bytes(4, "the magic") != b"GGUF":
-            raise cursor.fail("no GGUF file: it does not begin with 'GGUF'")
-        version = cursor.number("I", "the version")
+    def read(self, index: int) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
+        """Keys and tensors; ``index``: of the file."""
+        if self.bytes(4, "the magic") != b"GGUF":
+            raise self.fail("no GGUF file: it does not begin with 'GGUF'")
+        version = self.number("I", "the version")
         if version != VERSION:
-            raise cursor.fail(f"version is {shorten(version)}, expected {VERSION}, little-endian")
+            raise self.fail(f"version is {shorten(version)}, expected {VERSION}, little-endian")
         # A name of no bytes, a type; a dimension, a type, an offset.
-        tensor_count = cursor.count("the number of tensors", 8 + 4 + 8 + 4 + 8)
-        keys = dict(self._keys(cursor.count("the number of keys", 8 + 4 + 1)))
+        tensor_count = self.count("the number of tensors", 8 + 4 + 8 + 4 + 8)
+        keys = dict(self._keys(self.count("the number of keys", 8 + 4 + 1)))
         alignment = keys.get("general.alignment", ALIGNMENT)
         if not isinstance(alignment, int) or not 8 <= alignment <= 1 << 20 or alignment & (alignment - 1) != 0:
-            raise cursor.fail(f"general.alignment is {shorten(alignment)}, expected a power of two in 8..{1 << 20}")
+            raise self.fail(f"general.alignment is {shorten(alignment)}, expected a power of two in 8..{1 << 20}")
         places = [self._place() for _ in range(tensor_count)]
-        start = -(-cursor.at // alignment) * alignment
-        return keys, self._tensors(places, start, alignment, cursor.at + cursor.left)
+        start = -(-self.at // alignment) * alignment
+        return keys, self._tensors(index, places, start, alignment)
 
     def _keys(self, count: int) -> Iterator[tuple[str, Any]]:
         seen = set()
         for _ in range(count):
-            name = self._cursor.string("the name of a key")
+            name = self.string("the name of a key")
             if name in seen:
-                raise self._cursor.fail(f"key {shorten(name)} is there twice")
+                raise self.fail(f"key {shorten(name)} is there twice")
             seen.add(name)
-            yield name, self._cursor.value(self._cursor.number("I", name), name)
+            yield name, self.value(self.number("I", name), name)
 
     def _place(self) -> tuple[str, tuple[int, ...], int, int]:
-        cursor = self._cursor
-        name = cursor.string("the name of a tensor")
+        name = self.string("the name of a tensor")
         what = f"tensor {shorten(name)}"
-        dimensions = cursor.number("I", what)
+        dimensions = self.number("I", what)
         if not 1 <= dimensions <= MOST_DIMENSIONS:
-            raise cursor.fail(f"{what} has {dimensions} dimensions, expected 1..{MOST_DIMENSIONS}")
-        shape = tuple(cursor.number("Q", what) for _ in range(dimensions))[::-1]
-        return name, shape, cursor.number("I", what), cursor.number("Q", what)
+            raise self.fail(f"{what} has {dimensions} dimensions, expected 1..{MOST_DIMENSIONS}")
+        shape = tuple(self.number("Q", what) for _ in range(dimensions))[::-1]
+        return name, shape, self.number("I", what), self.number("Q", what)
 
     def _row_bytes(self, what: str, kind: int, last: int) -> int:
         if kind in _FLOATS:
             return last * torch.empty((), dtype=_FLOATS[kind]).element_size()
         if kind not in TYPES:
-            raise self._cursor.fail(f"{what} has type {_OTHERS.get(kind, kind)}, which is not read")
+            raise self.fail(f"{what} has type {_OTHERS.get(kind, kind)}, which is not read")
         block = TYPES[kind]
         if last % block.weights != 0:
-            raise self._cursor.fail(f"{what} has rows of {last}, but {block.name} has blocks of {block.weights}")
+            raise self.fail(f"{what} has rows of {last}, but {block.name} has blocks of {block.weights}")
         return last // block.weights * block.bytes
 
-    def _tensors(self, places: list, start: int, alignment: int, size: int) -> dict[str, GGUFTensor]:
+    def _tensors(self, index: int, places: list, start: int, alignment: int) -> dict[str, GGUFTensor]:
         found: dict[str, GGUFTensor] = {}
         behind, before = start, "the tensors' descriptions"
         for name, shape, kind, offset in sorted(places, key=lambda place: place[3]):
             what = f"tensor {shorten(name)}"
             if name in found:
-                raise self._cursor.fail(f"{what} is there twice")
+                raise self.fail(f"{what} is there twice")
             if 0 in shape or np.prod(shape, dtype=object) > MOST_BYTES:
-                raise self._cursor.fail(f"{what} has shape {shape}, expected 1 to {MOST_BYTES} elements")
-            tensor = GGUFTensor(self._index, shape, kind, start + offset, self._row_bytes(what, kind, shape[-1]))
+                raise self.fail(f"{what} has shape {shape}, expected 1 to {MOST_BYTES} elements")
+            tensor = GGUFTensor(index, shape, kind, start + offset, self._row_bytes(what, kind, shape[-1]))
             end = tensor.offset + tensor.rows * tensor.row_bytes
             if offset % alignment != 0:
-                raise self._cursor.fail(f"{what} is at {offset}, which is no multiple of {alignment}")
-            if end > size:
-                raise self._cursor.fail(f"{what} ends at {end}, but the file at {size}")
+                raise self.fail(f"{what} is at {offset}, which is no multiple of {alignment}")
+            if end > len(self._data):
+                raise self.fail(f"{what} ends at {end}, but the file at {len(self._data)}")
             if tensor.offset < behind:
-                raise self._cursor.fail(f"{what} begins inside {before}")
+                raise self.fail(f"{what} begins inside {before}")
             behind, before = end, what
             found[name] = tensor
         return {name: found[name] for name, *_ in places}

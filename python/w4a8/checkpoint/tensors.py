@@ -103,18 +103,13 @@ class CheckpointTensors:
         self._handles: dict[str, Any] = {}
         self._headers: dict[str, tuple[int, dict[str, Any]]] = {}
         self._mapped = 0  # bytes that were read since the files were opened
-        self._absent: set[str] = set()
-        self._file_of = self._files()
-
-    def _files(self) -> dict[str, str]:
-        file_of = read_index(self.directory)
-        if file_of is not None:
-            self._absent = {name for name in set(file_of.values()) if not _is_file(self.directory / name)}
-            return file_of
-        files = files_of(self.directory, None)
-        if not files:
-            raise CheckpointError(f"{self.directory} holds no *.safetensors file")
-        return dict.fromkeys(self._handle(files[0]).keys(), files[0])
+        self._file_of = read_index(self.directory)
+        self._absent = {name for name in set((self._file_of or {}).values()) if not _is_file(self.directory / name)}
+        if self._file_of is None:
+            files = files_of(self.directory, None)
+            if not files:
+                raise CheckpointError(f"{self.directory} holds no *.safetensors file")
+            self._file_of = dict.fromkeys(self._handle(files[0]).keys(), files[0])
 
     def _handle(self, name: str) -> Any:
         if name not in self._handles:

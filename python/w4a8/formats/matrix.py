@@ -66,6 +66,18 @@ def take_scales(tensors: Tensors, name: str, suffix: str, shape: tuple[int, int]
     return scales
 
 
+def take_blocks(
+    tensors: Tensors, name: str, suffix: str, block: int, scales: tuple[torch.dtype, ...]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes in pairs, uint8 [N, K/2], and ``weight_scale`` of each block of them, [N, K/block] of such a type."""
+    codes = take(tensors, name, suffix, (torch.uint8,), 2)
+    rows, columns = codes.shape[0], 2 * codes.shape[1]
+    groups = groups_of(columns, block, name, suffix)
+    found = take(tensors, name, "weight_scale", scales, 2)
+    expect_shape(found.shape, name, "weight_scale", (rows, groups), f"{columns} x {rows} features in blocks of {block}")
+    return codes.contiguous(), found
+
+
 def take_bias(tensors: Tensors, name: str, rows: int) -> torch.Tensor | None:
     """The bias, if there is one: floats [N]."""
     if tensors.get("bias") is None:

@@ -11,7 +11,7 @@ from w4a8.core.float8 import powers_of_two
 from w4a8.core.kind import Kind
 from w4a8.core.matrix import Matrix
 from w4a8.formats.format import Format, Part, register
-from w4a8.formats.matrix import Tensors, expect_shape, groups_of, take, take_bias
+from w4a8.formats.matrix import Tensors, expect_shape, take, take_bias, take_blocks
 from w4a8.formats.rules import WHERE, BaseRules, patterns, rules_for
 from w4a8.formats.scheme import LeftOut, Scheme
 
@@ -60,15 +60,9 @@ def from_quark_mxfp4(tensors: Tensors, name: str) -> Matrix:
 
 def _read(tensors: Tensors, name: str, suffix: str) -> Matrix:
     """``suffix``: of the codes."""
-    codes = take(tensors, name, suffix, (torch.uint8,), 2)
-    rows, columns = codes.shape[0], 2 * codes.shape[1]
-    groups = groups_of(columns, BLOCK, name, suffix)
-    exponents = take(tensors, name, "weight_scale", (torch.uint8,), 2)
-    expect_shape(
-        exponents.shape, name, "weight_scale", (rows, groups), f"{columns} x {rows} features in blocks of {BLOCK}"
-    )
+    codes, exponents = take_blocks(tensors, name, suffix, BLOCK, (torch.uint8,))
     scales = block_scales(exponents, f"{name}.weight_scale")
-    return Matrix(codes.contiguous(), scales, None, Kind.E2M1, take_bias(tensors, name, rows))
+    return Matrix(codes, scales, None, Kind.E2M1, take_bias(tensors, name, len(codes)))
 
 
 def from_mxfp4(tensors: Tensors, name: str) -> Matrix:

@@ -8,7 +8,7 @@ from w4a8.core.float8 import E4M3, bits_of
 from w4a8.core.kind import Kind
 from w4a8.core.matrix import Matrix
 from w4a8.formats.format import Format, Part, register
-from w4a8.formats.matrix import Tensors, expect_shape, groups_of, take, take_bias
+from w4a8.formats.matrix import Tensors, take, take_bias, take_blocks
 
 BLOCK = 16
 
@@ -41,19 +41,14 @@ def checked_global_scale(scale: torch.Tensor, name: str, reciprocal: bool) -> to
 
 def _read(tensors: Tensors, name: str, suffixes: tuple[str, str], reciprocal: bool) -> Matrix:
     weight, global_scale = suffixes
-    codes = take(tensors, name, weight, (torch.uint8,), 2)
-    rows, columns = codes.shape[0], 2 * codes.shape[1]
-    groups = groups_of(columns, BLOCK, name, weight)
-    scales = take(tensors, name, "weight_scale", (E4M3, torch.uint8), 2)
-    expect_shape(
-        scales.shape, name, "weight_scale", (rows, groups), f"{columns} x {rows} features in blocks of {BLOCK}"
-    )
+    codes, scales = take_blocks(tensors, name, weight, BLOCK, (E4M3, torch.uint8))
+    rows = len(codes)
     bits = checked_block_scales(scales, f"{name}.weight_scale")
     of_all = tensors.get(global_scale)
     of_all = take(tensors, name, global_scale, (torch.float32,), 0 if of_all is None else of_all.dim())
     factor = checked_global_scale(of_all, f"{name}.{global_scale}", reciprocal)
     bias = take_bias(tensors, name, rows)
-    return Matrix(codes.contiguous(), bits.contiguous(), None, Kind.E2M1, bias, factor.repeat(rows))
+    return Matrix(codes, bits.contiguous(), None, Kind.E2M1, bias, factor.repeat(rows))
 
 
 def from_nvfp4(tensors: Tensors, name: str) -> Matrix:
