@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from w4a8.core.families import FAMILIES
 from w4a8.decoder import Decoder
 from w4a8.nn.experts import W4A8Experts
 from w4a8.nn.packed import PackedLinear
@@ -21,51 +21,16 @@ _ACTIVATIONS = {
 }
 
 
-def _softmax(router: Any) -> dict[str, Any]:
-    return {"renormalize": bool(getattr(router, "norm_topk_prob", False))}
-
-
-def _softmax_of_chosen(router: Any) -> dict[str, Any]:
-    """A softmax over the chosen ones alone is that over all, renormalized."""
-    return {"renormalize": True}
-
-
-def _sigmoid(router: Any) -> dict[str, Any]:
-    return {
+# How a router weights the experts that it chooses, by Family.routing.
+_ROUTING: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "softmax": lambda router: {"renormalize": bool(getattr(router, "norm_topk_prob", False))},
+    "chosen": lambda router: {"renormalize": True},  # that is the softmax over all, renormalized
+    "sigmoid": lambda router: {
         "renormalize": bool(router.norm_topk_prob), "scoring_func": "sigmoid", "num_expert_group": router.num_group,
         "topk_group": router.topk_group, "routed_scaling_factor": float(router.routed_scaling_factor),
         "e_score_correction_bias": router.e_score_correction_bias,
-    }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Family:
-    """How the layers of a model type differ from Llama's."""
-
-    norms: tuple[str, str, str, str] = ("input_layernorm", "", "post_attention_layernorm", "")
-    one_more: bool = False  # a norm multiplies by 1 + weight
-    router: str = "gate"  # of mlp
-    routing: Callable[[Any], dict[str, Any]] = _softmax
-    shared: tuple[str, str] = ("", "")  # of mlp: the expert that all tokens share, its gate
-    refuses: tuple[str, ...] = ()  # fields of the config that must not be set
-
-
-_GEMMA = (
-    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
-)  # fmt: skip
-FAMILIES = {
-    "llama": Family(),
-    "mistral": Family(),
-    "qwen2": Family(),
-    "qwen3": Family(),
-    "qwen2_moe": Family(shared=("shared_expert", "shared_expert_gate")),
-    "qwen3_moe": Family(),
-    "mixtral": Family(routing=_softmax_of_chosen),
-    "olmoe": Family(refuses=("clip_qkv",)),
-    "gpt_oss": Family(router="router", routing=_softmax_of_chosen),
-    "gemma3_text": Family(norms=_GEMMA, one_more=True, refuses=("use_bidirectional_attention",)),
-    "glm4_moe": Family(routing=_sigmoid, shared=("shared_experts", "")),
-}
+    },
+}  # fmt: skip
 _ROPES = ("default", "linear", "llama3", "yarn")  # those whose angles do not depend on the length of the text
 
 
@@ -142,10 +107,7 @@ class Stack:
 
     def _add(self, layer: Any, rope: int) -> None:
         config, attention, mlp = self.config, self._part(layer, "self_attn"), self._part(layer, "mlp")
-        fields: dict[str, Any] = {}
-        for field, name in zip(("input_norm", "attention_norm", "mlp_input_norm", "mlp_norm"), self.family.norms):
-            if name:
-                fields[field] = self._norm(self._part(layer, name))
+        fields: dict[str, Any] = {name: self._norm(self._part(layer, at)) for name, at in self.family.norms}
         for name in ("q_norm", "k_norm"):
             if getattr(attention, name, None) is not None:
                 fields[name] = self._norm(self._part(attention, name))
@@ -185,8 +147,8 @@ class Stack:
         self.decoder.add_experts(
             router.weight.detach(), None if bias is None else bias.detach(), experts.w13_packed, experts.w2_packed,
             top_k=router.top_k, activation_kind=int(experts.activation),
-            shared_gate=self._part(mlp, gate).weight.detach()[0] if gate else None, **self.family.routing(router),
-            **experts.numbers._asdict(),
+            shared_gate=self._part(mlp, gate).weight.detach()[0] if gate else None,
+            **_ROUTING[self.family.routing](router), **experts.numbers._asdict(),
         )  # fmt: skip
 
     def changed(self) -> str | None:

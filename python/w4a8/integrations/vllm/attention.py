@@ -255,11 +255,12 @@ def register() -> None:
     for owner, name in ((selector, "_cached_get_attn_backend"), (AttentionBackend, "customize_spec")):
         if not hasattr(owner, name):
             raise RuntimeError(f"{owner.__name__} has no {name}")
+    settings.read_arguments(forget)
     CpuPlatform.get_attn_backend_cls = classmethod(_answering(CpuPlatform.get_attn_backend_cls.__func__))
 
 
-def forget() -> None:
-    """Vllm keeps the answers for the whole process; those for another engine may differ."""
+def forget(arguments: Any) -> None:
+    """vLLM keeps the answers for the whole process; those for another engine may differ."""
     selector._cached_get_attn_backend.cache_clear()
 
 

@@ -1,7 +1,7 @@
 """All layers of a model in one call of the operator ``decoder_step``, in place of vLLM's forward (docs/decoder.md).
 
-When a model is loaded, the forward of its part without the output layer is replaced, and not compiled, if the tables of
-:mod:`decoder_families` know all of it. Everything else keeps vLLM's own forward, and the log says why.
+When a model is loaded, the forward of its part without the output layer is replaced, and not compiled, if
+:mod:`decoder_layers` knows all of it. Everything else keeps vLLM's own forward, and the log says why.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from vllm.forward_context import get_forward_context
 
 from w4a8.decoder import Decoder
 from w4a8.integrations.vllm import attention, settings
-from w4a8.integrations.vllm.decoder_families import Norms, Ropes, Unfit, family_of, layer_fields, packed_head
+from w4a8.integrations.vllm.decoder_layers import Norms, Ropes, Unfit, family_of, layer_fields, packed_head
 from w4a8.integrations.vllm.loaded import after_loading
 from w4a8.integrations.vllm.log import logger
 

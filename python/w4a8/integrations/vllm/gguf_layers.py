@@ -86,15 +86,9 @@ class W4A8GGUFLinearMethod(LinearMethodBase):
         self.is_loaded = False
 
     def create_weights(
-        self,
-        layer: torch.nn.Module,
-        input_size_per_partition: int,
-        output_partition_sizes: list[int],
-        input_size: int,
-        output_size: int,
-        params_dtype: torch.dtype,
-        **extra_weight_attrs: Any,
-    ) -> None:
+        self, layer: torch.nn.Module, input_size_per_partition: int, output_partition_sizes: list[int], input_size: int,
+        output_size: int, params_dtype: torch.dtype, **extra_weight_attrs: Any,
+    ) -> None:  # fmt: skip
         """Registers a parameter for each product, empty until the file is read.
 
         Raises:
@@ -272,33 +266,19 @@ class W4A8GGUFMoEMethod(W4A8MoEMethod):
                 f"({experts.file.type_name(name)}): expert parallelism does not (--enable-expert-parallel)"
             )
 
-    def create_weights(
-        self,
-        layer: torch.nn.Module,
-        num_experts: int,
-        hidden_size: int,
-        intermediate_size_per_partition: int,
-        params_dtype: torch.dtype,
-        **extra_weight_attrs: Any,
-    ) -> None:
-        """Registers ``w13_weight_packed`` and ``w2_weight_packed``, empty until the file is read.
+    def register(self, layer: torch.nn.Module, params_dtype: torch.dtype) -> None:
+        """``w13_weight_packed`` and ``w2_weight_packed``, empty until the file is read.
 
         Raises:
             ValueError: the tensors are not those of the layer; an activation group that does not fit.
         """
-        self.sizes = replace(
-            self.sizes, experts=num_experts, hidden=hidden_size, intermediate=intermediate_size_per_partition
-        )
         experts, ranks = self.experts, self.moe.moe_parallel_config.tp_size
         found = (experts.experts, experts.hidden, experts.intermediate, experts.has_bias)
-        expected = (self.moe.num_experts, hidden_size, intermediate_size_per_partition * ranks, self.moe.has_bias)
+        expected = (self.moe.num_experts, self.sizes.hidden, self.sizes.intermediate * ranks, self.moe.has_bias)
         if found != expected:
             names = "(experts, hidden size, intermediate size, bias)"
             raise ValueError(f"w4a8: {self.layer_name} of {self.path}: {names} are {found}, expected {expected}")
-        try:
-            self.activation_groups = self.sizes.activation_groups(activation_group())
-        except ValueError as error:
-            raise ValueError(f"w4a8: {self.layer_name}: {error}") from None
+        self.activation_groups = self.groups_of_activations(activation_group())
         for stack, _, _ in self.sizes.stacks:
             empty = torch.nn.Parameter(torch.empty(0, dtype=torch.uint8), requires_grad=False)
             layer.register_parameter(f"{stack}_weight_packed", empty)
