@@ -344,20 +344,20 @@ class W4A8PackedConfig(W4A8CompressedTensorsConfig):
                 raise ValueError(f"w4a8: {prefix}: a packed directory with {reason} cannot be served with {problem}")
         return super().method_of(layer, prefix)
 
-    def _stored(self, found: dict | None, name: str | None) -> Scheme | None:
+    def _scheme(self, found: dict | None, name: str | None) -> Scheme | None:
         """As that of a compressed-tensors checkpoint, with the activation group that the headers say."""
-        stored = super()._stored(found, name)
+        scheme = super()._scheme(found, name)
         names = [name] if name in self.modules else joined_from(name or "", self.packed_modules_mapping)
         parts = [part for each in names if each in self.modules for part in self.modules[each][1].values()]
         groups = {part.header["activation_group"] for part in parts}
-        if stored is None or not groups:
-            return stored
+        if scheme is None or not groups:
+            return scheme
         if len(groups) > 1:
             raise ValueError(
                 f"w4a8: {name}: a packed directory whose matrices of a layer have several activation groups "
                 f"({', '.join(map(str, sorted(groups)))}) cannot be served with layers that are cut"
             )
-        return replace(stored, activation_group=groups.pop())
+        return replace(scheme, activation_group=groups.pop())
 
     def _not_whole(self, layer: torch.nn.Module, experts: bool) -> str | None:
         """Why packed matrices cannot be taken as they are, or None."""
