@@ -315,18 +315,18 @@ def test_missing_module(fresh, monkeypatch):
 
 
 def test_wrong_operators(fresh, monkeypatch):
-    monkeypatch.setattr("w4a8.integrations.selftest.dyn_quant_matmul_4bit", lambda x, *rest: x[:, :32] + 1)
+    monkeypatch.setattr("w4a8.integrations.vllm.linear_layers.dyn_quant_matmul_4bit", lambda x, *rest: x[:, :128] + 1)
     assert fresh() == "CompressedTensorsConfig"
-    assert "dyn_quant_matmul_4bit gives wrong sums" in fresh.warnings[0]
+    assert "a linear layer of vLLM gives wrong sums" in fresh.warnings[0]
 
 
 def test_wrong_experts(fresh, monkeypatch):
-    from w4a8.integrations import selftest as shared
+    from w4a8.integrations.vllm import moe
 
-    right = shared.dynamic_4bit_int_moe
-    monkeypatch.setattr(shared, "dynamic_4bit_int_moe", lambda *args: right(*args) * 1.1)
+    right = moe.run_experts
+    monkeypatch.setattr(moe, "run_experts", lambda *args: right(*args) * 1.1)
     assert fresh() == "CompressedTensorsConfig"
-    assert "dynamic_4bit_int_moe gives wrong sums" in fresh.warnings[0]
+    assert "a layer of experts of vLLM gives wrong sums" in fresh.warnings[0]
 
 
 def test_a_layer_that_computes_something_else(fresh, monkeypatch):

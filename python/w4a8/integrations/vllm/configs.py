@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from copy import deepcopy
-from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -175,7 +174,7 @@ class GPTQLayers(RunsLayersHere, ChecksActivationOrder):
         first, *others = (get_dynamic_override(self, name) for name in names)
         alike = first is not None and all(rule == first for rule in others)
         ruled = names[0] if alike and get_dynamic_override(self, prefix) is None else prefix
-        return get_linear_quant_method(self, layer, ruled, partial(_gptq_linear_method, layer=layer, prefix=prefix))
+        return get_linear_quant_method(self, layer, ruled, lambda own: own.method_for(own.scheme(), layer, prefix))
 
     def _method_of_experts(self, layer: RoutedExperts, prefix: str) -> Any:
         names = projections(layer, prefix)
@@ -191,11 +190,6 @@ class GPTQLayers(RunsLayersHere, ChecksActivationOrder):
         config = deepcopy(self)
         override_config(config, prefix if get_dynamic_override(self, names[0]) is None else names[0])
         return config.method_for(config.scheme(), layer, prefix)
-
-
-def _gptq_linear_method(config: Any, layer: torch.nn.Module, prefix: str) -> Any:
-    """The method of a linear layer, whose rules ``config`` has taken over; None for vLLM's."""
-    return config.method_for(config.scheme(), layer, prefix)
 
 
 class AWQLayers(RunsLayersHere):

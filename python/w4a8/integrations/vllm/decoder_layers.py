@@ -23,7 +23,6 @@ from w4a8.integrations.vllm.linear_layers import W4A8LinearMethod, W4A8LMHeadMet
 from w4a8.integrations.vllm.moe import W4A8MoEMethod
 from w4a8.integrations.vllm.packed_layers import W4A8PackedLinearMethod
 
-_MODELS = "vllm.model_executor.models."
 _METHODS = (W4A8LinearMethod, CompressedTensorsLinearMethod, W4A8GGUFLinearMethod, W4A8PackedLinearMethod)
 # Of a dense MLP, by vLLM's class of what stands between its matrices.
 _ACTIVATIONS = {"SiluAndMul": MoEActivation.SILU, "GeluAndMul": MoEActivation.GELU}
@@ -35,7 +34,8 @@ class Unfit(Exception):
 
 def class_name(module: Any) -> str:
     """Module and name of the class of a vLLM model or of a part of one."""
-    return f"{type(module).__module__}.{type(module).__qualname__}".removeprefix(_MODELS)
+    name = f"{type(module).__module__}.{type(module).__qualname__}"
+    return name.removeprefix("vllm.model_executor.models.")
 
 
 def family_of(inner: torch.nn.Module) -> Family:
@@ -44,10 +44,10 @@ def family_of(inner: torch.nn.Module) -> Family:
     Raises:
         Unfit: there is no table for its class.
     """
-    found = [family for family in FAMILIES.values() if family.classes("Model") == (class_name(inner),)]
-    if not found:
-        raise Unfit(f"there is no table for {class_name(inner)}")
-    return found[0]
+    for family in FAMILIES.values():
+        if family.classes("Model") == (class_name(inner),):
+            return family
+    raise Unfit(f"there is no table for {class_name(inner)}")
 
 
 def _expect(module: Any, classes: Sequence[str]) -> None:
@@ -205,11 +205,9 @@ def mlp_fields(module: Any) -> dict[str, Any]:
         raise Unfit(f"there is no table for {type(act).__name__}")
     if kind == MoEActivation.GELU and act.approximate == "tanh":
         kind = MoEActivation.GELU_TANH
-    return {
-        "gate_up": _without_bias(module.gate_up_proj),
-        "down": _only(module.down_proj, _without_bias(module.down_proj)),
-        "activation_kind": kernel_activation_kind(kind),
-    }
+    gate_up, down = _without_bias(module.gate_up_proj), _without_bias(module.down_proj)
+    down = _only(module.down_proj, down)
+    return {"gate_up": gate_up, "down": down, "activation_kind": kernel_activation_kind(kind)}
 
 
 def expert_fields(runner: Any, router: Any) -> dict[str, Any]:

@@ -53,10 +53,7 @@ _ARGUMENTS = ("model", "tokenizer", "skip_tokenizer_init", "served_model_name", 
 
 
 def take_file(arguments: Any) -> None:
-    """Puts the folder of a GGUF file in its place, if the model is one.
-
-    Args:
-        arguments: vLLM's EngineArgs.
+    """Puts the folder of a GGUF file in its place, if the model of vLLM's EngineArgs is one.
 
     Raises:
         ValueError: a file that cannot be run, or an argument that a GGUF file cannot have.
@@ -107,16 +104,16 @@ class W4A8GGUFConfig(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> W4A8GGUFConfig:
-        """Of what the folder says (upstream's contract)."""
+        """Of what the folder says."""
         return cls(config["file"])
 
     @staticmethod
     def get_config_filenames() -> list[str]:
-        """Where that is, if the config is another one (upstream's contract)."""
+        """Where that is, if the config is another one."""
         return [SAYS]
 
     def get_name(self) -> str:
-        """Of the method (upstream's contract)."""
+        """As upstream's."""
         return NAME
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
@@ -129,7 +126,7 @@ class W4A8GGUFConfig(QuantizationConfig):
         return -1
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
-        """Gives modules the names that vLLM has for them (upstream's contract)."""
+        """Gives modules the names that vLLM has for them."""
         self.matrices = hf_to_vllm_mapper.apply_dict(self.matrices)
         self.experts = hf_to_vllm_mapper.apply_dict(self.experts)
 
@@ -139,15 +136,17 @@ class W4A8GGUFConfig(QuantizationConfig):
         Raises:
             ValueError: a layer that cannot be run, or that the file has not all matrices of.
         """
-        method = None
         if isinstance(layer, RoutedExperts):
             return self._of_experts(layer, prefix)
-        if isinstance(layer, (LinearBase, ParallelLMHead)):
-            method = self._of_linear(prefix)
+        is_head = isinstance(layer, ParallelLMHead)
+        method = self._of_linear(prefix) if is_head or isinstance(layer, LinearBase) else None
         if method is None and isinstance(layer, LinearBase):
             method = UnquantizedLinearMethod()
-        if isinstance(layer, ParallelLMHead) and method is None and not lm_head_is_set():
-            method = self._of_tied_output(prefix)
+        if method is None and is_head and not lm_head_is_set():
+            # In the bits that the file has for the embeddings, where these are its output layer too.
+            names = self.matrices.get("model.embed_tokens")
+            if names is not None and not linears_of(self.path).file.is_float(names[0]):
+                method = TiedGGUFOutputMethod(self.path, prefix, list(names))
         if isinstance(method, W4A8GGUFLinearMethod):
             say_int8("GGUF")
         return lm_head_method(layer, method)
@@ -163,13 +162,6 @@ class W4A8GGUFConfig(QuantizationConfig):
         if all(map(linears_of(self.path).file.is_float, found)):
             return None
         return W4A8GGUFLinearMethod(self.path, prefix, found)
-
-    def _of_tied_output(self, prefix: str) -> TiedGGUFOutputMethod | None:
-        """In the bits that the file has for the embeddings, where these are its output layer too."""
-        names = self.matrices.get("model.embed_tokens")
-        if names is None or linears_of(self.path).file.is_float(names[0]):
-            return None
-        return TiedGGUFOutputMethod(self.path, prefix, list(names))
 
     def _of_experts(self, layer: RoutedExperts, prefix: str) -> W4A8GGUFMoEMethod:
         if prefix not in self.experts:
@@ -188,7 +180,7 @@ class W4A8GGUFLoader(BaseModelLoader):
         """The file is there."""
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
-        """Fills a model.
+        """Fills a model (upstream's contract).
 
         Raises:
             ValueError: the file lacks a weight, or has one that cannot be packed; names it.

@@ -5,7 +5,6 @@ A linear layer that vLLM makes of several matrices is one product if these are o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -16,7 +15,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from w4a8.checkpoint.gguf_linear import GGUFLinears
 from w4a8.core.activation_groups import resolve_activation_group
-from w4a8.core.matrix import SUPER, Matrix
+from w4a8.core.matrix import SUPER
 from w4a8.core.packer import ExpertPacker
 from w4a8.core.stack import MatrixStack
 from w4a8.core.weight_utils import replace_parameter
@@ -30,7 +29,7 @@ from w4a8.ops import dyn_quant_matmul_4bit
 
 @dataclass
 class _Part:
-    """Rows [begin, end) and columns [first, last) of a tensor."""
+    """Rows [begin, end) and columns [first, last) of a tensor of the file."""
 
     tensor: str
     begin: int
@@ -74,13 +73,7 @@ class W4A8GGUFLinearMethod(LinearMethodBase):
     """Of a linear layer, or of an output layer."""
 
     def __init__(self, path: str, layer_name: str, tensors: list[str]) -> None:
-        """A method for one layer.
-
-        Args:
-            path: of the file.
-            layer_name: for errors.
-            tensors: of the file, in the order of their rows in the layer; not all of them floats.
-        """
+        """Of a layer of tensors of a file, not all of them floats, in the order of their rows in the layer."""
         self.path, self.layer_name, self.tensors = path, layer_name, tensors
         self.products: list[_Product] = []
         self.is_loaded = False
@@ -159,7 +152,8 @@ class W4A8GGUFLinearMethod(LinearMethodBase):
         if getattr(layer, "bias", None) is not None:
             layer.bias.data.zero_()  # it is in what is packed
         self.is_loaded = True
-        return self.tensors + [name for name in map(_bias_name, self.tensors) if name in linears.file]
+        biases = [f"{tensor.removesuffix('.weight')}.bias" for tensor in self.tensors]
+        return self.tensors + [name for name in biases if name in linears.file]
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Raises ValueError if the file was not read."""
@@ -168,14 +162,15 @@ class W4A8GGUFLinearMethod(LinearMethodBase):
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [..., K] to [..., N] of its type. A bias is in what is packed, not in vLLM's own."""
-        found = [self._multiply(layer, product, x) for product in self.products]
+        found = []
+        for product in self.products:
+            weight = getattr(layer, product.parameter)
+            if product.group is not None:
+                found.append(dyn_quant_matmul_4bit(x, weight, product.group, product.k, product.n))
+            else:
+                own = getattr(layer, f"{product.parameter}_bias", None)
+                found.append(torch.nn.functional.linear(x, weight, own))
         return found[0] if len(found) == 1 else torch.cat(found, -1)
-
-    def _multiply(self, layer: torch.nn.Module, product: _Product, x: torch.Tensor) -> torch.Tensor:
-        weight = getattr(layer, product.parameter)
-        if product.group is not None:
-            return dyn_quant_matmul_4bit(x, weight, product.group, product.k, product.n)
-        return torch.nn.functional.linear(x, weight, getattr(layer, f"{product.parameter}_bias", None))
 
 
 class TiedGGUFOutputMethod(W4A8GGUFLinearMethod):
@@ -189,10 +184,6 @@ class TiedGGUFOutputMethod(W4A8GGUFLinearMethod):
         """As above; the tensor stays for the embeddings."""
         super().load(layer)
         return []
-
-
-def _bias_name(tensor: str) -> str:
-    return f"{tensor.removesuffix('.weight')}.bias"
 
 
 def _biases(linears: GGUFLinears, product: _Product) -> list[torch.Tensor] | None:
@@ -219,7 +210,11 @@ def _read(linears: GGUFLinears, product: _Product, dtype: torch.dtype) -> dict[s
     how = {"bias_dtype": None if biases is None else torch.float32, "activation_group": activations}
     stack, row = MatrixStack(1, product.n, product.k, product.group, **how), 0
     for index, part in enumerate(product.parts):
-        for at, matrix in _pieces(linears, part):
+        whole = linears.file.tensors[part.tensor].shape[-1]
+        for first, matrix in linears.pieces(part.tensor, part.begin, part.end):
+            at = first - part.begin
+            if part.last - part.first != whole:
+                matrix = matrix.with_columns(part.first, part.last)
             if biases is not None:
                 matrix = replace(matrix, bias=biases[index][at : at + matrix.rows])
             stack.put(0, row + at, matrix)
@@ -227,14 +222,6 @@ def _read(linears: GGUFLinears, product: _Product, dtype: torch.dtype) -> dict[s
     if product.padding:
         stack.put(0, row, linears.file.matrix(part.tensor, 0, 1).zeros(product.padding))
     return {"": stack.pack()[0]}
-
-
-def _pieces(linears: GGUFLinears, part: _Part) -> Iterator[tuple[int, Matrix]]:
-    """The rows of a part, some at a time: how many came before, and they."""
-    whole = linears.file.tensors[part.tensor].shape[-1]
-    for row, matrix in linears.pieces(part.tensor, part.begin, part.end):
-        cut = matrix if part.last - part.first == whole else matrix.with_columns(part.first, part.last)
-        yield row - part.begin, cut
 
 
 class W4A8GGUFMoEMethod(W4A8MoEMethod):

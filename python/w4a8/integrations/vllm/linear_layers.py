@@ -84,29 +84,15 @@ class LinearWeights:
     """
 
     def __init__(self, scheme: Scheme, layer_name: str | None) -> None:
-        """For one layer.
-
-        Args:
-            scheme: how its matrix is.
-            layer_name: for errors.
-        """
-        self.scheme, self.parts = scheme, tuple(loaded_parts(scheme).values())
-        self.layer_name = layer_name
+        """Of one layer: how its matrix is, and its name, for errors."""
+        self.scheme, self.parts, self.layer_name = scheme, tuple(loaded_parts(scheme).values()), layer_name
         self.packed_as: PackedAs | None = None  # once packed
         self._lacking: dict[str, int] = {}
 
     def create_weights(
-        self,
-        layer: torch.nn.Module,
-        input_size_per_partition: int,
-        output_partition_sizes: list[int],
-        input_size: int,
-        output_size: int,
-        params_dtype: torch.dtype,
-        *,
-        weight_loader: Callable,
-        **extra_weight_attrs: Any,
-    ) -> None:
+        self, layer: torch.nn.Module, input_size_per_partition: int, output_partition_sizes: list[int], input_size: int,
+        output_size: int, params_dtype: torch.dtype, *, weight_loader: Callable, **extra_weight_attrs: Any,
+    ) -> None:  # fmt: skip
         """Registers the tensors of the format for this rank's part, as vLLM's loaders cut them; scales as float32.
 
         Raises:
@@ -138,51 +124,45 @@ class LinearWeights:
             except ValueError as error:
                 raise ValueError(f"w4a8: {self.layer_name}: {error} per rank and part of the layer") from None
             self._register(layer, part)
+        # Neither is counted among what a layer lacks. A shape comes once per part of a layer; what is unused stays when
+        # the rest is packed, because it may come later.
+        uncounted: dict[str, torch.nn.Parameter] = {}
         if self.scheme.states_shape:
-            shape = BasevLLMParameter(
-                data=torch.zeros(2, dtype=torch.int64), weight_loader=MethodType(load_parameter, layer)
-            )
-            shape.weight_loader_numel = 0  # not counted among what a layer lacks: it comes once per part of a layer
-            layer.register_parameter("weight_shape", shape)
+            data = torch.zeros(2, dtype=torch.int64)
+            uncounted["weight_shape"] = BasevLLMParameter(data=data, weight_loader=MethodType(load_parameter, layer))
         for suffix in self.scheme.facts.unused:
-            # It stays when the rest is packed: it may come later.
             data = torch.zeros(len(sizes), dtype=torch.float32)
-            ignored = PerTensorScaleParameter(data=data, weight_loader=load_nothing)
-            ignored.weight_loader_numel = 0
-            layer.register_parameter(suffix, ignored)
+            uncounted[suffix] = PerTensorScaleParameter(data=data, weight_loader=load_nothing)
+        for suffix, param in uncounted.items():
+            param.weight_loader_numel = 0
+            layer.register_parameter(suffix, param)
         self.dummy = is_dummy_load()
 
     def _register(self, layer: torch.nn.Module, part: Part) -> None:
+        arguments: dict[str, Any] = {"weight_loader": MethodType(load_parameter, layer)}
         if part.kind == "global_scale":
-            loader = MethodType(load_parameter, layer)
-            param = PerTensorScaleParameter(
-                data=torch.zeros(len(self.sizes), dtype=torch.float32), weight_loader=loader
-            )
-            layer.register_parameter(part.suffix, param)
-            self._lacking[part.suffix] = param.numel()
-            return
-        shape = part.shape(self.rows, self.k, self.scheme.groups(self.k))
-        size = torch.empty((), dtype=part.dtype).element_size()
-        arguments: dict[str, Any] = {
-            "data": fresh_bytes(shape[0], size * shape[1]).view(part.dtype),
-            "output_dim": part.axes.index("n"),
-            "weight_loader": MethodType(load_parameter, layer),
-        }
-        # One group for all of a row is the same on each rank, however many a row is cut into.
-        whole = "g" in part.axes and self.scheme.group_size == -1
-        if not whole:
-            arguments["input_dim"] = 1 - arguments["output_dim"]
-        if part.packed is not None:
-            arguments.update(packed_dim=part.packed, packed_factor=part.codes_in_an_element)
-            kind = PackedColumnParameter if whole else PackedvLLMParameter
-        elif part.kind == "weight":
-            kind = ModelWeightParameter
+            arguments["data"] = torch.zeros(len(self.sizes), dtype=torch.float32)
+            kind = PerTensorScaleParameter
         else:
-            kind = ChannelQuantScaleParameter if whole else GroupQuantScaleParameter
+            rows, columns = part.shape(self.rows, self.k, self.scheme.groups(self.k))
+            size = torch.empty((), dtype=part.dtype).element_size()
+            arguments["data"] = fresh_bytes(rows, size * columns).view(part.dtype)
+            arguments["output_dim"] = part.axes.index("n")
+            # One group for all of a row is the same on each rank, however many a row is cut into.
+            whole = "g" in part.axes and self.scheme.group_size == -1
+            if not whole:
+                arguments["input_dim"] = 1 - arguments["output_dim"]
+            if part.packed is not None:
+                arguments.update(packed_dim=part.packed, packed_factor=part.codes_in_an_element)
+                kind = PackedColumnParameter if whole else PackedvLLMParameter
+            elif part.kind == "weight":
+                kind = ModelWeightParameter
+            else:
+                kind = ChannelQuantScaleParameter if whole else GroupQuantScaleParameter
         param = kind(**arguments)
         layer.register_parameter(part.suffix, param)
         self._lacking[part.suffix] = param.numel()
-        if not self.scheme.requires(part):
+        if part.kind != "global_scale" and not self.scheme.requires(part):
             param.weight_loader_numel = 0
 
     def load(
@@ -319,14 +299,9 @@ HEAD_GROUP = 32  # of an output layer in int4
 
 
 def lm_head_method(layer: torch.nn.Module, method: Any) -> Any:
-    """What runs a layer: ``method``, the one chosen so far, or integers for an unquantized output layer.
+    """What runs any layer: ``method``, the one chosen so far, or integers for an output layer of an unquantized method.
 
-    Args:
-        layer: any.
-        method: vLLM's, or None, which is unquantized.
-
-    Raises:
-        ValueError: the variable is neither 0 nor int4 nor int8.
+    None is unquantized too. Raises ValueError if the setting is neither 0 nor int4 nor int8.
     """
     bits = lm_head_bits()
     if not isinstance(layer, ParallelLMHead) or bits == 0:

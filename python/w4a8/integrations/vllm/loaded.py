@@ -53,11 +53,7 @@ def after_loading(action: Callable[[Any, Any, Any], None]) -> None:
 
 
 def move_weights_together() -> None:
-    """Lets small packed matrices of loaded models lie in huge pages.
-
-    Raises:
-        RuntimeError: vLLM's loaders are not as this expects them.
-    """
+    """Lets small packed matrices of loaded models lie in huge pages; raises as :func:`after_loading`."""
     after_loading(_move)
 
 
@@ -125,11 +121,7 @@ def summary(model: torch.nn.Module) -> str:
 
 
 def say_what_is_loaded() -> None:
-    """Lets vLLM's loaders say the line when they have loaded a model.
-
-    Raises:
-        RuntimeError: vLLM's loaders are not as this expects them.
-    """
+    """Lets vLLM's loaders say the line when they have loaded a model; raises as :func:`after_loading`."""
     after_loading(_say)
 
 

@@ -17,7 +17,7 @@ from w4a8.core.routing import select_experts
 from w4a8.core.weight_utils import replace_parameter
 from w4a8.formats import Scheme
 from w4a8.formats.mxfp4 import MXFP4
-from w4a8.integrations.vllm.loading import ExpertsLoader, is_dummy_load, load_expert, loaded_parts, pack_dummy
+from w4a8.integrations.vllm.loading import ExpertsLoader, is_dummy_load, load_expert, loaded_parts
 from w4a8.integrations.vllm.log import logger
 from w4a8.integrations.vllm.settings import activation_group
 
@@ -38,17 +38,12 @@ def _activation(moe: Any) -> MoEActivation | None:
         return None
 
 
-def gate_numbers(moe: Any) -> GateNumbers:
-    """Of vLLM's FusedMoEConfig: "silu" with a limit is the clamped form."""
-    return GateNumbers(*(getattr(moe, name) for name in _SWIGLU))
-
-
 def unsupported(moe: Any) -> str | None:
     """Why a layer of vLLM's FusedMoEConfig cannot be run here, or None."""
     parallel, activation = moe.moe_parallel_config, _activation(moe)
     if activation is None:
         return f"activation {moe.activation.value}"
-    for name, given in zip(_SWIGLU, gate_numbers(moe)):
+    for name, given in zip(_SWIGLU, [getattr(moe, name) for name in _SWIGLU]):
         if given is None:
             if activation == MoEActivation.SWIGLUOAI_UNINTERLEAVE:
                 return f"{name} not given with activation {activation.value}"
@@ -68,17 +63,6 @@ def unsupported(moe: Any) -> str | None:
     return None
 
 
-def expert_sizes(moe: Any, group: int) -> ExpertSizes:
-    """Of what this rank holds of a layer of vLLM's FusedMoEConfig; ``group`` is -1 if channelwise."""
-    return ExpertSizes(
-        moe.num_local_experts,
-        moe.hidden_dim,
-        moe.intermediate_size // moe.moe_parallel_config.tp_size,
-        group,
-        _activation(moe).is_gated,
-    )
-
-
 class W4A8MoEMethod(FusedMoEMethodBase):
     """4-bit or 8-bit experts with activations quantized to int8, per token or in groups.
 
@@ -92,20 +76,22 @@ class W4A8MoEMethod(FusedMoEMethodBase):
         Args:
             scheme: how its matrices are.
             layer: vLLM's RoutedExperts, whose ``moe_config`` is not :func:`unsupported`.
-            layer_name: of the layer, for errors.
+            layer_name: for errors.
 
         Raises:
             ValueError: groups that do not fit this rank's part of an expert; names the sizes.
         """
         super().__init__(layer.moe_config)
-        self.scheme = scheme
-        self.sizes = expert_sizes(layer.moe_config, scheme.group_size)
-        self.activation, self.numbers = _activation(layer.moe_config), gate_numbers(layer.moe_config)
+        self.scheme, self.layer_name = scheme, layer_name
+        moe, self.activation = layer.moe_config, _activation(layer.moe_config)
+        # "silu" with a limit is the clamped form.
+        self.numbers = GateNumbers(*(getattr(moe, name) for name in _SWIGLU))
+        inner, gated = moe.intermediate_size // moe.moe_parallel_config.tp_size, self.activation.is_gated
+        self.sizes = ExpertSizes(moe.num_local_experts, moe.hidden_dim, inner, scheme.group_size, gated)
         problem = self.sizes.unsupported()
         if problem is not None:
             raise ValueError(f"w4a8: {layer_name}: kernel does not support {problem}")
-        self.layer_name = layer_name
-        self.routes = not getattr(layer.moe_config, "has_hash_routing", False)  # vLLM has it since 0.31
+        self.routes = not getattr(moe, "has_hash_routing", False)  # vLLM has it since 0.31
 
     @property
     def is_monolithic(self) -> bool:
@@ -192,7 +178,7 @@ class W4A8MoEMethod(FusedMoEMethodBase):
         if loader.nothing_new:
             return
         if self.dummy:
-            pack_dummy(loader.packer, self.scheme)
+            loader.fill_randomly()
             self.dummy = False
         else:
             missing = loader.missing()

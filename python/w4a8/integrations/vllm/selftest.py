@@ -1,6 +1,7 @@
-"""Whether vLLM is what the plugin builds on: two layers as vLLM makes, fills and runs them, and the operators alone.
+"""Whether vLLM is what the plugin builds on: a linear layer and a layer of experts as vLLM makes, fills and runs them.
 
-The layers read what the plugin reads of vLLM. What else a version of vLLM must have, tests/vllm know.
+The layers read what the plugin reads of vLLM, and run both operators. What else a version of vLLM must have, tests/vllm
+know.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from types import SimpleNamespace
 import torch
 
 from w4a8.core.activation_groups import PER_TOKEN
-from w4a8.integrations.selftest import missing, more_to_implement, operator_problems, parameters
+from w4a8.integrations.selftest import missing, more_to_implement, parameters
 from w4a8.integrations.vllm.log import silence
 from w4a8.integrations.vllm.settings import SELF_TEST, activation_group
 
@@ -181,5 +182,4 @@ def problems() -> list[str]:
         found = interface_problems()
     except (ImportError, AttributeError, TypeError) as error:
         found = [f"{type(error).__name__}: {error}"]
-    found += operator_problems()
     return found or layer_problems()
