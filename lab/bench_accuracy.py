@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from accuracy import in_llama, report, text
@@ -18,12 +19,15 @@ from peers.options import chosen, names
 from peers.report import machine, now
 from trained_models import FOLDER, SOURCES, Source
 
+from w4a8.quantization.texts import PYDOC, text_of, windows
+
 
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", type=names, default=[], help="parts of names (default: all)")
     parser.add_argument("--ways", type=names, default=[], help=f"parts of titles or of {', '.join(SECTIONS)}")
     parser.add_argument("--tokens", type=int, default=2048, help="of the text (default: 2048)")
+    parser.add_argument("--text", type=Path, help="a file (default: documentation of Python and PyTorch)")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--no-llama", action="store_true", help="leave out llama.cpp, which is compiled first")
     parser.add_argument("--add", action="store_true", help="keep the other rows that the file has")
@@ -62,20 +66,23 @@ def measure(source: Source, args: argparse.Namespace, before: dict) -> Iterator[
     """What is known of a model, after each of its rows. `before` is what was known earlier."""
     print(f"== {source.name}: float32", file=sys.stderr, flush=True)
     model = source.float_model()
-    measured, calibration = text.read(source.tokenizer(), args.tokens)
+    own = text.text() if args.text is None else args.text.read_text()
+    tokenizer = source.tokenizer()
+    measured = text.read(tokenizer, own, args.tokens)
+    calibration = windows(tokenizer, text_of(PYDOC))
     reference = Reference(logits_of(model), measured, FOLDER / "reference.npy")
     found = {
         "packages": [wheel.requirement for wheel in source.wheels],
         "float": reference.perplexity,
         "tokens": sum(len(ids) for ids in measured),
-        "text": text.digest(),
+        "text": text.digest(own),
         "notes": [],
         "ways": [],
     }
     if args.add:
         found["ways"] = kept(before, found)
     length = min(text.PROMPT, model.config.max_position_embeddings)
-    (prompt,), _ = text.read(source.tokenizer(), length, length)
+    (prompt,) = text.read(tokenizer, text.text(), length, length)
     case = Case(source, model, reference, calibration, args.threads, prompt)
     order = [(way.section, way.title, way.activations) for way in ways(case)]
     for way in rows(case, not args.no_llama, found["notes"]):

@@ -24,7 +24,7 @@ struct FloatWeights {
 
 /// Where they go. The memory is the caller's.
 struct RoundedWeights {
-  uint8_t* codes;        ///< [count, n, k / 2]: low nibble = even k, high = odd k; kInt8: [count, n, k]
+  uint8_t* codes;        ///< [count, n, k / 2]: low nibble = even k, high = odd k; kInt6, kInt8: [count, n, k]
   void* scales;          ///< [count, n, groups] of shape.scale_type
   uint8_t* zero_points;  ///< [count, n, groups], written for kInt4ZeroPoints
 };

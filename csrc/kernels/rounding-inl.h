@@ -66,29 +66,30 @@ constexpr Ladders ladders_of(WeightKind kind, int effort, bool is_long) {
     }
     return quick ? Ladders{{{0.6875f, 0.0625f, 8}, {}}, false, 1} : Ladders{{{0.625f, 0.0625f, 18}, {}}, false, 2};
   }
-  return quick ? Ladders{{{1, 0.125f, 1}, {-0.9921875f, -0.125f, 1}}, false, 1}
-               : Ladders{{{1, 0.0625f, 5}, {-0.9921875f, -0.0625f, 5}}, false, 2};
+  // The multiple that makes the peak the largest code instead of the least one.
+  const float turned = kind == kInt6 ? -0.96875f : -0.9921875f;
+  return quick ? Ladders{{{1, 0.125f, 1}, {turned, -0.125f, 1}}, false, 1}
+               : Ladders{{{1, 0.0625f, 5}, {turned, -0.0625f, 5}}, false, 2};
 }
 
-// What weights are rounded to, once they are multiplied: -8..7, -z..15 - z and -128..127, with both ends plus kShift;
-// or the numbers of e2m1.
-template <class Ops, WeightKind kKind>
+// The zero point of symmetric integers, and the largest code: 8 and 15, 32 and 63, 128 and 255.
+constexpr float middle_code(WeightKind kind) { return static_cast<float>(counts_from({kind.values})); }
+constexpr float largest_code(WeightKind kind) { return 2.0f * middle_code(kind) - 1.0f; }
+
+// What weights are rounded to, once they are multiplied: integers from -zero to largest - zero, with both ends plus
+// kShift; or the numbers of e2m1. Integers of all sizes share the code.
+template <class Ops, bool kE2M1Values>
 struct Grid {
   using F = typename Ops::F;
   F low;
   F high;
 
-  static W4A8_INLINE Grid of(F zero) {
-    if constexpr (kKind == kInt4ZeroPoints) {
-      return {Ops::sub(Ops::splat(kShift), zero), Ops::sub(Ops::splat(kShift + 15.0f), zero)};
-    } else {
-      constexpr float kLow = kKind == kInt4 ? -8.0f : -128.0f;
-      return {Ops::splat(kShift + kLow), Ops::splat(kShift - kLow - 1.0f)};
-    }
+  static W4A8_INLINE Grid of(WeightKind kind, F zero) {
+    return {Ops::sub(Ops::splat(kShift), zero), Ops::sub(Ops::splat(kShift + largest_code(kind)), zero)};
   }
   // The nearest to v, |v| < 2^22: ties to the even integer, or the even code of e2m1.
   W4A8_INLINE F nearest(F v) const {
-    if constexpr (kKind == kE2M1) {
+    if constexpr (kE2M1Values) {
       // Steps of 0.5 below 2, 1 below 4, 2 above.
       const F size = Ops::abs(v);
       const F upper = Ops::select_less(size, Ops::splat(4.0f), Ops::splat(kShift), Ops::splat(2.0f * kShift));
@@ -101,7 +102,7 @@ struct Grid {
   }
   // nearest(u * inverse); the product of integers is not rounded before.
   W4A8_INLINE F nearest_product(F u, F inverse) const {
-    if constexpr (kKind == kE2M1) {
+    if constexpr (kE2M1Values) {
       return nearest(Ops::mul(u, inverse));
     } else {
       return clamped(Ops::fma(u, inverse, Ops::splat(kShift)));
@@ -114,20 +115,18 @@ struct Grid {
   }
 };
 
-// The codes of values: n = q + 8, q + z, q + 128, or of e2m1 the four bits.
-template <class Ops, WeightKind kKind>
+// The codes of values: q + zero, or of e2m1 the four bits.
+template <class Ops, bool kE2M1Values>
 W4A8_INLINE typename Ops::F code_of(typename Ops::F q, typename Ops::F zero) {
   using F = typename Ops::F;
-  if constexpr (kKind == kE2M1) {
+  if constexpr (kE2M1Values) {
     // Twice the size, 0 to 4, 6, 8, 12, is the code up to 4; half of it and 2 above (8, for 12, is one too many).
     const F twice = Ops::abs(Ops::add(q, q));
     const F above = Ops::min(Ops::splat(7.0f), Ops::fma(twice, Ops::splat(0.5f), Ops::splat(2.0f)));
     const F size = Ops::min(twice, above);
     return Ops::select_less(q, Ops::splat(0.0f), Ops::add(size, Ops::splat(8.0f)), size);
-  } else if constexpr (kKind == kInt4ZeroPoints) {
-    return Ops::add(q, zero);
   } else {
-    return Ops::add(q, Ops::splat(kKind == kInt4 ? 8.0f : 128.0f));
+    return Ops::add(q, zero);
   }
 }
 
@@ -144,8 +143,8 @@ struct Try {
 };
 
 // Rounds u to the grid at each of some inverse factors and keeps the best.
-template <class Ops, WeightKind kKind, int kTries>
-void attempt(const float* u, const float* counts, int64_t group, const Try (&tries)[2], BestTry* best) {
+template <class Ops, bool kE2M1Values, int kTries>
+void attempt(const GroupsToRound& task, const float* u, const float* counts, const Try (&tries)[2], BestTry* best) {
   using F = typename Ops::F;
   constexpr int kVecs = kGroupLanes / Ops::kLanes;
   for (int v = 0; v < kVecs; ++v) {
@@ -153,13 +152,13 @@ void attempt(const float* u, const float* counts, int64_t group, const Try (&tri
     F inverse[kTries];
     F a[kTries];
     F b[kTries];
-    Grid<Ops, kKind> grid[kTries];
+    Grid<Ops, kE2M1Values> grid[kTries];
     for (int t = 0; t < kTries; ++t) {
       inverse[t] = Ops::load(tries[t].inverse.v + lane);
-      grid[t] = Grid<Ops, kKind>::of(Ops::load(tries[t].zero.v + lane));
+      grid[t] = Grid<Ops, kE2M1Values>::of(task.kind, Ops::load(tries[t].zero.v + lane));
       a[t] = b[t] = Ops::splat(0.0f);
     }
-    for (int64_t k = 0; k < group; ++k) {
+    for (int64_t k = 0; k < task.group; ++k) {
       const F x = Ops::load(u + k * kGroupLanes + lane);
       const F i = Ops::load(counts + k * kGroupLanes + lane);
 #pragma GCC unroll 2
@@ -183,15 +182,15 @@ void attempt(const float* u, const float* counts, int64_t group, const Try (&tri
 }
 
 // sum(i (u - f q)^2) of rounding with a factor and a zero point, for each lane.
-template <class Ops, WeightKind kKind>
-void lost_by(const float* u, const float* counts, int64_t group, const LaneFloats& factor, const LaneFloats& zero,
-             LaneFloats* lost) {
+template <class Ops, bool kE2M1Values>
+void lost_by(const GroupsToRound& task, const float* u, const float* counts, const LaneFloats& factor,
+             const LaneFloats& zero, LaneFloats* lost) {
   using F = typename Ops::F;
   for (int64_t lane = 0; lane < kGroupLanes; lane += Ops::kLanes) {
     const F f = Ops::load(factor.v + lane);
-    const auto grid = Grid<Ops, kKind>::of(Ops::load(zero.v + lane));
+    const auto grid = Grid<Ops, kE2M1Values>::of(task.kind, Ops::load(zero.v + lane));
     F sum = Ops::splat(0.0f);
-    for (int64_t k = 0; k < group; ++k) {
+    for (int64_t k = 0; k < task.group; ++k) {
       const F x = Ops::load(u + k * kGroupLanes + lane);
       const F error = Ops::fma(Ops::neg(grid.nearest(Ops::div(x, f))), f, x);
       sum = Ops::fma(error, Ops::mul(error, Ops::load(counts + k * kGroupLanes + lane)), sum);
@@ -280,7 +279,7 @@ void find_extremes(const float* u, int64_t group, GroupState* state) {
 }
 
 // Scale and zero point by the rule, and u. A group whose scale is too small to be kept becomes zeros with a scale of 1.
-template <class Ops, WeightKind kKind>
+template <class Ops>
 void apply_rule(const GroupsToRound& task, float* u, GroupState* state) {
   find_extremes<Ops>(u, task.group, state);
   LaneFloats first;
@@ -296,11 +295,10 @@ void apply_rule(const GroupsToRound& task, float* u, GroupState* state) {
     low = static_cast<float>(low * inverse);
     high = static_cast<float>(high * inverse);
     peak = static_cast<float>(peak * inverse);
-    float factor = -0.125f * peak;                              // the peak becomes -8
-    if constexpr (kKind == kInt8) factor = -0.0078125f * peak;  // -128
-    if constexpr (kKind == kE2M1) factor = (peak < 0.0f ? -peak : peak) / 6.0f;
-    if constexpr (kKind == kInt4ZeroPoints) factor = high / 15.0f - low / 15.0f;
-    scale = stored_scale(factor, e, task.scale_type, kKind);
+    float factor = -peak / middle_code(task.kind);  // the peak becomes the least value
+    if (task.kind == kE2M1) factor = (peak < 0.0f ? -peak : peak) / 6.0f;
+    if (task.kind.zero_points) factor = high / 15.0f - low / 15.0f;
+    scale = stored_scale(factor, e, task.scale_type, task.kind);
     first.v[i] = static_cast<float>(power_of_two(-(e / 2)));
     second.v[i] = static_cast<float>(power_of_two(-(e - e / 2)));
     if (scale == 0.0f) {
@@ -311,7 +309,7 @@ void apply_rule(const GroupsToRound& task, float* u, GroupState* state) {
     state->scale.v[i] = scale;
     state->factor.v[i] = static_cast<float>(scale * power_of_two(-e));
     const float zero = (-low / state->factor.v[i] + kShift) - kShift;
-    state->zero.v[i] = kKind == kInt4ZeroPoints ? (zero > 15.0f ? 15.0f : zero) : 0.0f;
+    state->zero.v[i] = !task.kind.zero_points ? middle_code(task.kind) : zero > 15.0f ? 15.0f : zero;
   }
   using F = typename Ops::F;
   for (int64_t lane = 0; lane < kGroupLanes; lane += Ops::kLanes) {
@@ -332,13 +330,13 @@ W4A8_INLINE typename Ops::F zero_point_of(typename Ops::F x) {
 }
 
 // The multiple t of the rule's 1 / scale. Of zero points the one that cuts off as much at both ends.
-template <class Ops, WeightKind kKind>
-W4A8_INLINE void set_try(const GroupState& state, float t, Try* out) {
+template <class Ops>
+W4A8_INLINE void set_try(WeightKind kind, const GroupState& state, float t, Try* out) {
   using F = typename Ops::F;
   for (int64_t lane = 0; lane < kGroupLanes; lane += Ops::kLanes) {
     const F inverse = Ops::div(Ops::splat(1.0f), Ops::load(state.factor.v + lane));
-    F zero = Ops::splat(0.0f);
-    if constexpr (kKind == kInt4ZeroPoints) {
+    F zero = Ops::load(state.zero.v + lane);
+    if (kind.zero_points) {
       const F ends = Ops::add(Ops::load(state.low.v + lane), Ops::load(state.high.v + lane));
       const F middle = Ops::mul(ends, Ops::mul(Ops::splat(0.5f), inverse));
       zero = zero_point_of<Ops>(Ops::sub(Ops::splat(7.5f), Ops::mul(middle, Ops::splat(t))));
@@ -349,50 +347,49 @@ W4A8_INLINE void set_try(const GroupState& state, float t, Try* out) {
 }
 
 // The best factor for the best codes, with another zero point if it is `step` off.
-template <class Ops, WeightKind kKind>
-W4A8_INLINE void set_refit(const BestTry& best, float step, Try* out) {
+template <class Ops>
+W4A8_INLINE void set_refit(WeightKind kind, const BestTry& best, float step, Try* out) {
   using F = typename Ops::F;
   for (int64_t lane = 0; lane < kGroupLanes; lane += Ops::kLanes) {
     const F zero = Ops::add(Ops::load(best.zero.v + lane), Ops::splat(step));
     Ops::store(out->inverse.v + lane, Ops::div(Ops::splat(1.0f), Ops::load(best.factor.v + lane)));
-    Ops::store(out->zero.v + lane, zero_point_of<Ops>(zero));
+    Ops::store(out->zero.v + lane, kind.zero_points ? zero_point_of<Ops>(zero) : zero);
   }
 }
 
 // Puts a better scale and zero point into `state`, where there is one.
-template <class Ops, WeightKind kKind>
+template <class Ops, bool kE2M1Values>
 void search(const GroupsToRound& task, const float* u, const float* counts, GroupState* state) {
-  const int64_t group = task.group;
-  const Ladders ladders = ladders_of(kKind, task.effort, group >= kLongGroup);
+  const Ladders ladders = ladders_of(task.kind, task.effort, task.group >= kLongGroup);
   BestTry best = {{}, state->factor, state->zero};
   Try tries[2];
   const int count = ladders.count();
   for (int j = 0; j < count; j += 2) {
-    set_try<Ops, kKind>(*state, ladders.at(j), &tries[0]);
-    set_try<Ops, kKind>(*state, ladders.at(j + 1 < count ? j + 1 : j), &tries[1]);
-    attempt<Ops, kKind, 2>(u, counts, group, tries, &best);
+    set_try<Ops>(task.kind, *state, ladders.at(j), &tries[0]);
+    set_try<Ops>(task.kind, *state, ladders.at(j + 1 < count ? j + 1 : j), &tries[1]);
+    attempt<Ops, kE2M1Values, 2>(task, u, counts, tries, &best);
   }
   if (ladders.neighbours) {
-    set_refit<Ops, kKind>(best, -1.0f, &tries[0]);
-    set_refit<Ops, kKind>(best, 1.0f, &tries[1]);
-    attempt<Ops, kKind, 2>(u, counts, group, tries, &best);
+    set_refit<Ops>(task.kind, best, -1.0f, &tries[0]);
+    set_refit<Ops>(task.kind, best, 1.0f, &tries[1]);
+    attempt<Ops, kE2M1Values, 2>(task, u, counts, tries, &best);
   }
   for (int j = 0; j < ladders.refits; ++j) {
-    set_refit<Ops, kKind>(best, 0.0f, &tries[0]);
-    attempt<Ops, kKind, 1>(u, counts, group, tries, &best);
+    set_refit<Ops>(task.kind, best, 0.0f, &tries[0]);
+    attempt<Ops, kE2M1Values, 1>(task, u, counts, tries, &best);
   }
   LaneFloats scale;
   for (int64_t i = 0; i < kGroupLanes; ++i) {
     const int e = state->exponent[i];
-    scale.v[i] = stored_scale(best.factor.v[i], e, task.scale_type, kKind);
+    scale.v[i] = stored_scale(best.factor.v[i], e, task.scale_type, task.kind);
     best.factor.v[i] = scale.v[i] == 0.0f ? state->factor.v[i] : static_cast<float>(scale.v[i] * power_of_two(-e));
   }
   LaneFloats before;
   LaneFloats after;
-  lost_by<Ops, kKind>(u, counts, group, state->factor, state->zero, &before);
-  lost_by<Ops, kKind>(u, counts, group, best.factor, best.zero, &after);
+  lost_by<Ops, kE2M1Values>(task, u, counts, state->factor, state->zero, &before);
+  lost_by<Ops, kE2M1Values>(task, u, counts, best.factor, best.zero, &after);
   // Either sum is within group + 8 roundings of what is lost, so what seems less by this much is less.
-  const float share = 1.0f - static_cast<float>(group + 64) * 0x1p-23f;
+  const float share = 1.0f - static_cast<float>(task.group + 64) * 0x1p-23f;
   for (int64_t i = 0; i < kGroupLanes; ++i) {
     if (!(after.v[i] < before.v[i] * share - 0x1p-100f) || scale.v[i] == 0.0f) continue;
     state->scale.v[i] = scale.v[i];
@@ -402,21 +399,21 @@ void search(const GroupsToRound& task, const float* u, const float* counts, Grou
 }
 
 // Codes as they are kept, [rows, bytes of a group]; `bytes` holds [bytes of a group, 16] meanwhile.
-template <class Ops, WeightKind kKind>
+template <class Ops, bool kE2M1Values>
 void store_codes(const GroupsToRound& task, const float* u, const GroupState& state, int8_t* bytes) {
   using F = typename Ops::F;
-  constexpr int64_t kInByte = kKind == kInt8 ? 1 : 2;
-  const int64_t count = task.group / kInByte;
+  const int64_t in_byte = are_nibbles(task.kind.values) ? 2 : 1;
+  const int64_t count = task.group / in_byte;
   for (int64_t lane = 0; lane < kGroupLanes; lane += Ops::kLanes) {
     const F factor = Ops::load(state.factor.v + lane);
     const F zero = Ops::load(state.zero.v + lane);
-    const auto grid = Grid<Ops, kKind>::of(zero);
+    const auto grid = Grid<Ops, kE2M1Values>::of(task.kind, zero);
     for (int64_t j = 0; j < count; ++j) {
-      const float* x = u + j * kInByte * kGroupLanes + lane;
-      F code = code_of<Ops, kKind>(grid.nearest(Ops::div(Ops::load(x), factor)), zero);
-      if constexpr (kInByte == 2) {
+      const float* x = u + j * in_byte * kGroupLanes + lane;
+      F code = code_of<Ops, kE2M1Values>(grid.nearest(Ops::div(Ops::load(x), factor)), zero);
+      if (in_byte == 2) {
         const F odd = grid.nearest(Ops::div(Ops::load(x + kGroupLanes), factor));
-        code = Ops::fma(code_of<Ops, kKind>(odd, zero), Ops::splat(16.0f), code);
+        code = Ops::fma(code_of<Ops, kE2M1Values>(odd, zero), Ops::splat(16.0f), code);
       }
       // 128..255 become -128..-1, the same byte: store_int8 may saturate.
       code = Ops::select_less(Ops::splat(127.0f), code, Ops::sub(code, Ops::splat(256.0f)), code);
@@ -465,7 +462,7 @@ void take_magnitudes(const float* u, int64_t group, float* counts) {
   }
 }
 
-template <class Ops, WeightKind kKind>
+template <class Ops, bool kE2M1Values>
 void round_groups_as(GroupsToRound& task) {
   float* u = task.scratch;
   float* counts = u + kGroupLanes * task.group;
@@ -473,19 +470,19 @@ void round_groups_as(GroupsToRound& task) {
   with_dtype(task.dtype, [&]<DType kType>() { task.finite = load_groups<Ops, kType>(task, u); });
   if (!task.finite) return;
   GroupState state;
-  apply_rule<Ops, kKind>(task, u, &state);
+  apply_rule<Ops>(task, u, &state);
   if (task.effort > 0) {
     if (!take_importance(task, counts)) take_magnitudes<Ops>(u, task.group, counts);
-    search<Ops, kKind>(task, u, counts, &state);
+    search<Ops, kE2M1Values>(task, u, counts, &state);
   }
-  store_codes<Ops, kKind>(task, u, state, bytes);
+  store_codes<Ops, kE2M1Values>(task, u, state, bytes);
   for (int64_t r = 0; r < task.rows; ++r) {
     if (task.scale_type == ScaleType::kFloat32) {
       static_cast<float*>(task.scales)[r * task.scales_stride] = state.scale.v[r];
     } else {
       static_cast<uint16_t*>(task.scales)[r * task.scales_stride] = bfloat16_from_float(state.scale.v[r]);
     }
-    if constexpr (kKind == kInt4ZeroPoints) {
+    if (task.kind.zero_points) {
       task.zero_points[r * task.scales_stride] = static_cast<uint8_t>(state.zero.v[r]);
     }
   }
@@ -493,8 +490,6 @@ void round_groups_as(GroupsToRound& task) {
 
 template <class Ops>
 void round_groups(GroupsToRound& task) {
-  if (task.kind == kInt4) return round_groups_as<Ops, kInt4>(task);
-  if (task.kind == kInt4ZeroPoints) return round_groups_as<Ops, kInt4ZeroPoints>(task);
-  if (task.kind == kE2M1) return round_groups_as<Ops, kE2M1>(task);
-  round_groups_as<Ops, kInt8>(task);
+  if (task.kind == kE2M1) return round_groups_as<Ops, true>(task);
+  round_groups_as<Ops, false>(task);
 }

@@ -9,8 +9,8 @@ namespace w4a8 {
 namespace {
 
 WeightKind rounded_kind(Text values, bool zero_points) {
-  W4A8_CHECK(values == "int4" || values == "e2m1" || values == "int8", "values is '", values,
-             "', expected 'int4', 'e2m1' or 'int8'");
+  W4A8_CHECK(values == "int4" || values == "e2m1" || values == "int6" || values == "int8", "values is '", values,
+             "', expected 'int4', 'e2m1', 'int6' or 'int8'");
   const WeightKind kind = {values_of(values), zero_points};
   W4A8_CHECK(!zero_points || kind == kInt4ZeroPoints, "zero_points is True, expected False for values = '", values,
              "'");

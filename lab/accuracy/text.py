@@ -67,17 +67,17 @@ def text() -> str:
     return "\n\n".join(inspect.getdoc(thing) or "" for thing in things)
 
 
-def digest() -> str:
+def digest(text: str) -> str:
     """Says whether two runs read the same."""
-    return hashlib.sha256(text().encode()).hexdigest()[:16]
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def windows(ids: torch.Tensor, count: int, length: int, first: int | None) -> tuple[list, list]:
-    """`count` windows to measure on, evenly spread, and as many to calibrate with, each behind one of the former.
+def windows(ids: torch.Tensor, count: int, length: int, first: int | None) -> list[torch.Tensor]:
+    """`count` windows, evenly spread.
 
     Args:
         ids: int64 [tokens].
-        count: of each.
+        count: of windows.
         length: tokens of a window.
         first: a token that each window starts with, part of its length; None: there is none.
 
@@ -86,17 +86,16 @@ def windows(ids: torch.Tensor, count: int, length: int, first: int | None) -> tu
     """
     own = length if first is None else length - 1
     found = len(ids) // own
-    if found < 2 * count:
-        raise ValueError(f"the text has {len(ids)} tokens, expected {2 * count * own} or more")
+    if found < count:
+        raise ValueError(f"the text has {len(ids)} tokens, expected {count * own} or more")
     start = torch.tensor([] if first is None else [first], dtype=ids.dtype)
-    parts = [torch.cat((start, ids[i * own : (i + 1) * own])) for i in range(found)]
     places = [i * found // count for i in range(count)]
-    return [parts[i] for i in places], [parts[i + 1] for i in places]
+    return [torch.cat((start, ids[place * own : (place + 1) * own])) for place in places]
 
 
-def read(tokenizer: Any, tokens: int, length: int = LENGTH) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Windows of `length`, about `tokens` tokens to measure on, and as many to calibrate with."""
-    ids = tokenizer(text(), return_tensors="pt").input_ids[0]
+def read(tokenizer: Any, text: str, tokens: int, length: int = LENGTH) -> list[torch.Tensor]:
+    """Windows of `length`, about `tokens` tokens."""
+    ids = tokenizer(text, return_tensors="pt").input_ids[0]
     starts = tokenizer.bos_token_id is not None and int(ids[0]) == tokenizer.bos_token_id
     first = tokenizer.bos_token_id if starts else None
     return windows(ids[1:] if starts else ids, max(1, tokens // length), length, first)

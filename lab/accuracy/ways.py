@@ -43,7 +43,7 @@ class Case:
     source: Source
     model: torch.nn.Module  # float32, left as it is
     reference: Reference
-    calibration: list[torch.Tensor]
+    calibration: list[dict[str, torch.Tensor]]
     threads: int
     prompt: torch.Tensor  # int64 [tokens], many: for attention
 
@@ -148,7 +148,7 @@ def quantized(case: Case, activation_group: int, calibrated: bool, options: dict
     """By w4a8.quantize_, which leaves the output layer alone."""
     model = shallow(case.model)
     told = in_operators(activation_group, options["group_size"])
-    batches = [{"input_ids": ids[None], "logits_to_keep": 1} for ids in case.calibration] if calibrated else None
+    batches = case.calibration if calibrated else None
     w4a8.quantize_(model, scale_dtype=torch.bfloat16, calibration=batches, **options, **(told or {}))
     bits = bits_of(layers_of(model))
     if told is not None:
@@ -176,6 +176,11 @@ def weight_ways(case: Case) -> Iterator[Way]:
             start = lambda o=options, e=effort, c=calibrated: quantized(case, USUAL, c, {**o, "effort": e})  # noqa: E731
             said = f"{title}, effort {effort}" + (", calibrated" if calibrated else "")
             yield Way(SECTIONS[1], said, called(USUAL), start)
+    for bits, calibrated in itertools.product((5.0, 5.53), (False, True)):
+        options = {"group_size": 32, "bits": bits}
+        said = f"{bits} bits" + (", calibrated" if calibrated else "")
+        start = lambda o=options, c=calibrated: quantized(case, USUAL, c, o)  # noqa: E731
+        yield Way(SECTIONS[1], said, called(USUAL), start)
 
 
 def activation_ways(case: Case) -> Iterator[Way]:

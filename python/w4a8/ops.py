@@ -452,7 +452,7 @@ def round_weights(
         weights: float32, bfloat16, float16 or float64 (rounded to float32) [N, K], or [E, N, K] for a stack of experts;
             finite.
         block_size: values of k per scale: K, or 16 or a multiple of 32 that divides K.
-        values: ``int4``, ``e2m1`` or ``int8``.
+        values: ``int4``, ``e2m1``, ``int6`` or ``int8``.
         zero_points: a zero point for each group, of int4.
         scale_dtype: float32 (None) or bfloat16.
         effort: 0, a rule for each group; 1 or 2, scales and zero points with a smaller error are searched for, which is
@@ -461,8 +461,8 @@ def round_weights(
             None, and zeros in all of a group: the weight's magnitude plus the root mean square of its group.
 
     Returns:
-        codes uint8 [..., N, K/2] (int8: [..., N, K]), scales [..., N, K/block_size], zero_points uint8 of the shape of
-        scales, or [0] without. The bits depend neither on the CPU nor on the number of threads.
+        codes uint8 [..., N, K/2] (int6 and int8: [..., N, K]), scales [..., N, K/block_size], zero_points uint8 of the
+        shape of scales, or [0] without. The bits depend neither on the CPU nor on the number of threads.
     """
     op = torch.ops.w4a8.round_weights.default
     return op(

@@ -46,7 +46,7 @@ std::vector<float> awkward_weights(Rng& rng, const PackedShape& shape, DType dty
 
 Rounded rounded(const Kernel& kernel, Parallel& parallel, const PackedShape& shape, const std::vector<uint8_t>& weights,
                 DType dtype, const std::vector<float>& importance, int effort, Guard guard) {
-  const bool bytes = shape.kind == kInt8;
+  const bool bytes = !are_nibbles(shape.kind.values);
   GuardedBuffer<uint8_t> input(weights, guard);
   GuardedBuffer<float> counts(importance, guard);
   input.freeze();
@@ -72,7 +72,7 @@ TEST_P(RoundingTest, AsThePortableKernel) {
   ThreadParallel threads(3);
   const Kernel& portable = *all_kernels().back();
   int turn = 0;
-  for (const WeightKind kind : {kInt4, kInt4ZeroPoints, kE2M1, kInt8}) {
+  for (const WeightKind kind : {kInt4, kInt4ZeroPoints, kE2M1, kInt6, kInt8}) {
     for (const auto& [n, k, group] :
          {std::tuple{1, 32, 32}, {17, 96, 16}, {5, 288, 96}, {33, 160, 160}, {3, 192, 64}}) {
       for (const DType dtype : kAllDTypes) {
@@ -100,7 +100,7 @@ TEST_P(RoundingTest, AnyEvenLength) {
   Rng rng(2);
   SerialParallel serial;
   for (int64_t k = 2; k <= 70; k += 2) {
-    const WeightKind kind = k % 3 == 0 ? kInt4ZeroPoints : (k % 3 == 1 ? kE2M1 : kInt8);
+    const WeightKind kind = k % 3 == 0 ? kInt4ZeroPoints : (k % 3 == 1 ? kE2M1 : (k % 4 == 0 ? kInt6 : kInt8));
     const PackedShape shape = shape_of(2, k, k, kind, ScaleType::kFloat32);
     const DType dtype = k % 5 < 2 ? DType::kBFloat16 : DType::kFloat32;
     const std::vector<uint8_t> weights = to_dtype(awkward_weights(rng, shape, dtype), dtype);

@@ -16,7 +16,7 @@ namespace {
 
 constexpr DType kDTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
 constexpr ScaleType kScaleTypes[] = {ScaleType::kFloat32, ScaleType::kBFloat16};
-constexpr WeightKind kKinds[] = {kInt4, kInt4ZeroPoints, kE2M1, kInt8};
+constexpr WeightKind kKinds[] = {kInt4, kInt4ZeroPoints, kE2M1, kInt8, kInt6};
 constexpr int64_t kGroups[] = {16, 32, 64, 160};
 
 struct Rounded {
@@ -40,7 +40,7 @@ struct Problem {
 Rounded Problem::solve(const Kernel& kernel, int effort, int workers) const {
   const int64_t scales = shape.n * shape.groups();
   Rounded out;
-  out.codes.resize(static_cast<std::size_t>(shape.n * shape.k / (shape.kind == kInt8 ? 1 : 2)));
+  out.codes.resize(static_cast<std::size_t>(shape.n * shape.k / (are_nibbles(shape.kind.values) ? 2 : 1)));
   out.scales.resize(static_cast<std::size_t>(scales * scale_bytes(shape.scale_type)));
   out.zeros.resize(static_cast<std::size_t>(scales));
   test::ThreadParallel parallel(workers);
@@ -82,10 +82,10 @@ double Problem::lost(const Rounded& rounded, int64_t row, int64_t group) const {
   double sum = 0;
   for (int64_t i = 0; i < shape.group; ++i) {
     const auto e = static_cast<std::size_t>(first + i);
-    const uint8_t byte = rounded.codes[shape.kind == kInt8 ? e : e / 2];
-    const int code = shape.kind == kInt8 ? byte : (e % 2 == 0 ? byte & 15 : byte >> 4);
-    double q = code - 8;
-    if (shape.kind == kInt8) q = code - 128;
+    const bool bytes = !are_nibbles(shape.kind.values);
+    const uint8_t byte = rounded.codes[bytes ? e : e / 2];
+    const int code = bytes ? byte : (e % 2 == 0 ? byte & 15 : byte >> 4);
+    double q = code - (shape.kind == kInt8 ? 128 : shape.kind == kInt6 ? 32 : 8);
     if (shape.kind == kInt4ZeroPoints) q = code - rounded.zeros[static_cast<std::size_t>(at)];
     if (shape.kind == kE2M1) q = kE2M1Weights[code] / 2.0;
     const double error = w[static_cast<std::size_t>(i)] - scale * q;

@@ -26,10 +26,11 @@ def ladder(kind, effort, group):
         else:
             tries = steps(0.875, 1.625, 0.0625), steps(0.8125, 1.5625, 0.0625)
         return np.concatenate([tries[0], -tries[1]]), False, 2 if long or effort == 2 else 1
-    if kind == "int8":
-        tries = (steps(1, 1, 1), np.array([127 / 128]))
+    if kind in ("int6", "int8"):
+        turned = 31 / 32 if kind == "int6" else 127 / 128  # makes the peak the largest code instead of the least one
+        tries = (steps(1, 1, 1), np.array([turned]))
         if effort == 2:
-            tries = steps(1, 1.25, 0.0625), steps(127 / 128, 127 / 128 + 0.25, 0.0625)
+            tries = steps(1, 1.25, 0.0625), steps(turned, turned + 0.25, 0.0625)
         return np.concatenate([tries[0], -tries[1]]), False, effort
     if kind == "zeros":
         fine, coarse = {
@@ -56,7 +57,8 @@ def nearest(x, zero, kind):
     """float64 or float32 [groups, g] to values float32; zero [groups]."""
     if kind == "e2m1":
         return nearest_e2m1(x)
-    low, high = {"int4": (-8, 7), "int8": (-128, 127), "zeros": (-zero[:, None], 15 - zero[:, None])}[kind]
+    ends = {"int4": (-8, 7), "int6": (-32, 31), "int8": (-128, 127), "zeros": (-zero[:, None], 15 - zero[:, None])}
+    low, high = ends[kind]
     return np.clip(np.rint(x), low, high).astype(F32)
 
 
@@ -82,6 +84,7 @@ def rule(w, kind, dtype):
     high = np.maximum(0, np.ldexp(w.max(1).astype(np.float64), -e)).astype(F32)
     factor = {
         "int4": lambda: top / F32(-8),
+        "int6": lambda: top / F32(-32),
         "int8": lambda: top / F32(-128),
         "e2m1": lambda: np.abs(top) / F32(6),
         "zeros": lambda: high / F32(15) - low / F32(15),

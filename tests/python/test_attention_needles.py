@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers", minversion="5.0")
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 from w4a8.integrations.transformers import W4A8Cache  # noqa: E402
-from w4a8.integrations.transformers.pages import PAGE  # noqa: E402
+from w4a8.integrations.transformers.cache import PAGE  # noqa: E402
 
 TOKENS, PART = 8192, 2048
 # Where a fact begins: at both ends of the prompt, of blocks of 64 tokens, pages of 128 and segments of 512.

@@ -23,11 +23,12 @@ OTHER = {"group_size": 64, "scale_dtype": torch.bfloat16, "effort": 1, "symmetri
         ({"scale_dtype": "half"}, ValueError, "scale_dtype is half, expected torch.float32 or torch.bfloat16"),
         *(({"effort": e}, ValueError, f"effort is {e!r}, expected 0, 1 or 2") for e in (-1, 3, True, "1")),
         ({"symmetric": 0}, TypeError, "symmetric is 0, expected True or False"),
-        ({"values": "fp4"}, ValueError, "values is 'fp4', expected 'int4' or 'e2m1'"),
+        ({"values": "fp4"}, ValueError, "values is 'fp4', expected 'int4', 'e2m1', 'int6' or 'int8'"),
         ({"values": "e2m1", "symmetric": False}, ValueError, "symmetric is False, expected True for values = 'e2m1'"),
         ({"activation_group": 16}, ValueError, "activation_group is 16, expected None, -1, 32, 64 or 128"),
         ({"activation_group": 64}, ValueError, "activation_group is 64, expected None, -1 or 32: it must divide"),
-        ({"bits": 4}, TypeError, "bits"),
+        ({"bits": "4"}, TypeError, "bits is '4', expected a number"),
+        ({"nbits": 4}, TypeError, "nbits"),
     ],
     ids=str,
 )
@@ -73,12 +74,28 @@ def test_names_go_before_the_object():
 
 
 def test_as_json():
+    fields = {field.name for field in dataclasses.fields(QuantOptions)}
     for options in (QuantOptions(), QuantOptions(**OTHER), QuantOptions(-1, "bfloat16", values="e2m1")):
         stated = json.loads(json.dumps(options.to_dict()))
-        assert sorted(stated) == sorted(field.name for field in dataclasses.fields(QuantOptions))
+        assert stated.keys() == fields - {"bits"}  # so that earlier versions read it
+        assert QuantOptions(**stated) == options
+    for options in (QuantOptions(bits=5), QuantOptions(**OTHER, bits=5.5)):
+        stated = json.loads(json.dumps(options.to_dict()))
+        assert stated.keys() == fields
         assert QuantOptions(**stated) == options
 
 
 def test_it_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         QuantOptions().group_size = 64
+
+
+def test_bits_are_those_of_a_model():
+    """A layer by itself has no other that could get fewer; scales of bfloat16 are the default beside bits."""
+    linear, options = torch.nn.Linear(64, 4), QuantOptions(bits=5)
+    assert options.scale_dtype == torch.bfloat16
+    assert QuantOptions(bits=5, scale_dtype="float32").scale_dtype == torch.float32
+    with pytest.raises(ValueError, match="bits is 5, expected None: of one matrix there is no average"):
+        W4A8Linear.from_float(linear, options)
+    with pytest.raises(ValueError, match="w13 of expert 0: bits is 5, expected None"):
+        W4A8Experts.from_float(torch.randn(1, 64, 64), torch.randn(1, 64, 32), options)

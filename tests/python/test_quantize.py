@@ -233,7 +233,7 @@ def test_widest_layer(kind):
 
 def test_bad_arguments():
     model = float_model()
-    with pytest.raises(ValueError, match="values is 'nf4', expected 'int4' or 'e2m1'"):
+    with pytest.raises(ValueError, match="values is 'nf4', expected 'int4', 'e2m1', 'int6' or 'int8'"):
         w4a8.quantize_(model, values="nf4")
     with pytest.raises(ValueError, match="symmetric is False, expected True for values = 'e2m1'"):
         w4a8.quantize_(model, symmetric=False, values="e2m1")

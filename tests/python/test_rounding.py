@@ -15,7 +15,8 @@ from w4a8.nn.rounding import round_to_8_bits, round_weight
 SCALE_TYPES = [torch.float32, torch.bfloat16]
 # What from_float takes, and what the operator takes.
 KINDS = {"int4": {}, "zeros": {"symmetric": False}, "e2m1": {"values": "e2m1"}}
-OP_KINDS = {"int4": {}, "zeros": {"zero_points": True}, "e2m1": {"values": "e2m1"}, "int8": {"values": "int8"}}
+OP_KINDS = {"int4": {}, "zeros": {"zero_points": True}}
+OP_KINDS |= {values: {"values": values} for values in ("e2m1", "int6", "int8")}
 kinds = pytest.mark.parametrize("kind", KINDS)
 op_kinds = pytest.mark.parametrize("kind", OP_KINDS)
 new_kinds = pytest.mark.parametrize("kind", ["zeros", "e2m1"])
@@ -53,8 +54,8 @@ def awkward_importance(k):
 
 def values_of(codes, zeros, kind):
     """Codes of the operator as the numbers that scales multiply, float64 [..., K]."""
-    if kind == "int8":
-        return codes.numpy().astype(np.float64) - 128
+    if kind in ("int6", "int8"):
+        return codes.numpy().astype(np.float64) - (32 if kind == "int6" else 128)
     integers = reference.integers(codes.numpy(), zeros.numpy() if kind == "zeros" else None, values_name(kind))
     return integers / 2 if kind == "e2m1" else integers.astype(np.float64)
 
@@ -135,7 +136,7 @@ def test_search_is_never_worse(kind, effort, scale_dtype):
                     found = lost(weight, group, kind, effort=effort, **options)
                     plain = lost(weight, group, kind, effort=0, **options)
                     assert (found <= plain * (1 + k * 2.0**-52)).all()
-                    if importance is None and kind != "int8" and weight[0].any():
+                    if importance is None and kind not in ("int6", "int8") and weight[0].any():
                         assert (found < plain).mean() > 0.5
 
 
@@ -183,6 +184,7 @@ def test_error_of_normal_weights():
     assert found["int4"] == pytest.approx([0.0860, 0.0816, 0.0811], abs=1e-3)
     assert found["zeros"] == pytest.approx([0.0808, 0.0770, 0.0767], abs=1e-3)
     assert found["e2m1"] == pytest.approx([0.1011, 0.0903, 0.0897], abs=1e-3)
+    assert found["int6"] == pytest.approx([0.0213, 0.0202, 0.0200], abs=1e-3)
     assert found["int8"] == pytest.approx([0.0053, 0.0050, 0.0050], abs=1e-4)
     for three in found.values():
         assert three[0] > three[1] >= three[2]
@@ -285,8 +287,9 @@ def test_packing_takes_it(kind):
         ({"block_size": 0}, "group \\(block_size\\) is 0"),
         ({"block_size": 24}, "group \\(block_size\\) is 24"),
         ({"block_size": 128}, "group \\(block_size\\) is 128"),
-        ({"values": "fp4"}, "values is 'fp4', expected 'int4', 'e2m1' or 'int8'"),
+        ({"values": "fp4"}, "values is 'fp4', expected 'int4', 'e2m1', 'int6' or 'int8'"),
         ({"values": "e2m1", "zero_points": True}, "zero_points is True, expected False for values = 'e2m1'"),
+        ({"values": "int6", "zero_points": True}, "zero_points is True, expected False for values = 'int6'"),
         ({"values": "int8", "zero_points": True}, "zero_points is True, expected False for values = 'int8'"),
         ({"scale_dtype": torch.float16}, "scale_dtype is .*, expected float32 or bfloat16"),
         ({"effort": 3}, r"effort is 3, expected 0\.\.2"),

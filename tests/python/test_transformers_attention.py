@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers", minversion="5.0")
 from transformers import DynamicCache  # noqa: E402
 
 from w4a8.integrations.transformers import W4A8Cache, fast_attention  # noqa: E402
-from w4a8.integrations.transformers.pages import PAGE  # noqa: E402
+from w4a8.integrations.transformers.cache import PAGE  # noqa: E402
 
 COMMON = {
     "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from test_transformers_formats import TOKENS, UP, load, no_gradients, write  # noqa: E402, F401
 from transformers import AutoModelForCausalLM  # noqa: E402
 
-from w4a8.checkpoint.linear_layers import load_linear  # noqa: E402
+from w4a8.checkpoint import load_linear  # noqa: E402
 from w4a8.command.headers import read_headers  # noqa: E402
 from w4a8.integrations.transformers import W4A8Config  # noqa: E402
 

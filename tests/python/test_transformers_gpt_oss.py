@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from test_transformers_formats import change_file, check, load, no_gradients, packed, save, skeleton  # noqa: F401
 from transformers import GptOssConfig
 
-from w4a8.integrations.transformers import foreign
+from w4a8.integrations.transformers import prequantized
 
 
 def write_gpt_oss(directory, method="mxfp4"):
@@ -65,7 +65,7 @@ def test_numbers_of_the_gate(numbers, tmp_path):
 def test_other_experts_in_one_tensor(tmp_path, monkeypatch):
     """Only of gpt-oss it is known that their rows alternate."""
     write_gpt_oss(tmp_path)
-    monkeypatch.setattr(foreign, "is_gpt_oss", lambda module: False)
+    monkeypatch.setattr(prequantized, "is_gpt_oss", lambda module: False)
     with pytest.raises(ValueError, match="all experts of a GptOssExperts in one tensor: do its rows alternate"):
         load(tmp_path / "theirs")
 

@@ -15,7 +15,7 @@ from transformers.utils.quantization_config import GPTQConfig  # noqa: E402
 
 from w4a8.integrations import selftest as shared  # noqa: E402
 from w4a8.integrations.transformers import W4A8Config, selftest, versions  # noqa: E402
-from w4a8.integrations.transformers.registration import merge_foreign  # noqa: E402
+from w4a8.integrations.transformers.registration import merge_prequantized  # noqa: E402
 
 # For each case a process that begins with transformers as it was imported: imports, and says what of it transformers
 # knows then.
@@ -202,7 +202,7 @@ def test_merging_passes_everything_on():
         calls.append((quantization_config, quantization_config_from_args, model, more, strict))
         return "merged"
 
-    merged = merge_foreign(merge)
+    merged = merge_prequantized(merge)
     ours, gptq = W4A8Config(), GPTQConfig(bits=4)
     assert merged(THEIRS, gptq, "model", 1, 2, strict=True) == "merged"
     assert merged(THEIRS, None) == "merged"
@@ -223,7 +223,7 @@ def test_merging_passes_everything_on():
     ):
         assert isinstance(config, W4A8Config) and config.source["bits"] == 4 and ours.source is None
     assert not calls
-    assert merge_foreign(lambda: "other")() == "other"
+    assert merge_prequantized(lambda: "other")() == "other"
 
 
 def test_merging_in_transformers():

@@ -20,7 +20,7 @@ NO_NVFP4 = "Failed to find a kernel that can implement the NVFP4 linear layer"
 NO_NVFP4_MOE = "No NvFp4 MoE backend supports the deployment configuration."
 
 # Weight-only experts in other formats, without AMX.
-FOREIGN = {
+OTHER_FORMATS = {
     Case("qwen3_moe", 128, "gptq", "bfloat16", "none"): NO_WNA16,
     Case("qwen3_moe", 128, "gptq_v2", "bfloat16", "none"): NO_WNA16,
     Case("qwen3_moe", 128, "gptq", "bfloat16", "none", symmetric=False): "Unsupported quantization config: bits=4",
@@ -93,17 +93,19 @@ def test_runs_weight_only_with_amx(with_amx, checkpoints):
 
 
 @pytest.fixture(scope="module")
-def foreign_without_amx(checkpoints, tmp_path_factory):
-    jobs = [Job(checkpoints(case) / "checkpoint", {"enforce_eager": True, "dtype": case.dtype}) for case in FOREIGN]
+def other_formats_without_amx(checkpoints, tmp_path_factory):
+    jobs = [
+        Job(checkpoints(case) / "checkpoint", {"enforce_eager": True, "dtype": case.dtype}) for case in OTHER_FORMATS
+    ]
     off = {"W4A8_VLLM": "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    done, _ = run_engines(jobs, tmp_path_factory.mktemp("stock-foreign"), 900, True, **off)
-    return dict(zip(FOREIGN, done))
+    done, _ = run_engines(jobs, tmp_path_factory.mktemp("stock-other-formats"), 900, True, **off)
+    return dict(zip(OTHER_FORMATS, done))
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case", FOREIGN, ids=lambda case: case.name)
-def test_refusal_of_other_formats(case, foreign_without_amx):
-    assert FOREIGN[case] in foreign_without_amx[case].get("error", "no error")
+@pytest.mark.parametrize("case", OTHER_FORMATS, ids=lambda case: case.name)
+def test_refusal_of_other_formats(case, other_formats_without_amx):
+    assert OTHER_FORMATS[case] in other_formats_without_amx[case].get("error", "no error")
 
 
 @pytest.mark.full

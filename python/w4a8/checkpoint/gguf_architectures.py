@@ -39,11 +39,13 @@ from w4a8.checkpoint.gguf_features import (
 )
 from w4a8.checkpoint.gguf_keys import Keys
 from w4a8.core.activation import MoEActivation
+from w4a8.core.routing import Router, RoutingMethodType
 
 # expert_gating_func in the file (llama_expert_gating_func_type).
 SOFTMAX, SIGMOID, SOFTMAX_OF_SELECTED = 1, 2, 3
 # Keys of a router that some models follow.
 NORM, SCALE, GROUPS = "expert_weights_norm", "expert_weights_scale", "expert_group_count"
+KEPT_GROUPS = "expert_group_used_count"
 
 RMS_EPS = "attention.layer_norm_rms_epsilon"
 # Keys, after the architecture's name: fields of a config.
@@ -100,7 +102,11 @@ class Routing:
         activation: between w13 and w2.
         follows: keys of the router that the model follows, and the fields of its config; it is as it is in all others.
         has_bias: it has a correction bias.
-        is_known: :func:`w4a8.load`, which has no model around the experts, can route as it does (settings.py has it).
+        is_known: :func:`w4a8.load`, which has no model around the experts, can route as it does.
+        on_input: the weights of experts multiply their input.
+        in_config: what a config.json means that does not say it, by keys, where that is not what is above; or which
+            is read of a config.json alone.
+        also: another name that the class of transformers has for the field of ``expert_count``.
     """
 
     gating: int = SOFTMAX
@@ -110,12 +116,29 @@ class Routing:
     follows: Mapping[str, str] = field(default_factory=lambda: {NORM: "norm_topk_prob"})
     has_bias: bool = False
     is_known: bool = False
+    on_input: bool = False
+    in_config: Mapping[str, Any] = field(default_factory=dict)
+    also: str | None = None
+
+    def router(self, renormalize: bool, scale: float, groups: int, kept: int) -> Router:
+        """The router of a model, of what the keys NORM, SCALE, GROUPS and KEPT_GROUPS, or a config, say."""
+        if self.gating != SIGMOID:
+            renormalizes = renormalize or self.gating == SOFTMAX_OF_SELECTED
+            method = RoutingMethodType.Renormalize if renormalizes else RoutingMethodType.Default
+        elif self.on_input:
+            method = RoutingMethodType.Llama4
+        elif not renormalize:
+            method = RoutingMethodType.Sigmoid
+        else:
+            method = RoutingMethodType.DeepSeekV3 if GROUPS in self.follows else RoutingMethodType.MiniMax2
+        of_groups = (groups, kept) if groups > 1 else (None, None)
+        return Router(method, *of_groups, scale, self.has_bias, self.on_input)
 
     @property
     def keys(self) -> frozenset[str]:
         """That are read of the file."""
         read = {"expert_count", "expert_used_count", "expert_gating_func", NORM, SCALE, GROUPS, self.size_key}
-        return frozenset(read | ({"expert_group_used_count"} if GROUPS in self.follows else set()))
+        return frozenset(read | ({KEPT_GROUPS} if GROUPS in self.follows else set()))
 
 
 @dataclass(frozen=True)
@@ -208,7 +231,7 @@ ARCHITECTURES = {
         "Mixtral",
         "mixtral",
         _DENSE | _LOCAL_EXPERTS,
-        Routing(renormalize=True, size_key="feed_forward_length", follows={}, is_known=True),
+        Routing(renormalize=True, size_key="feed_forward_length", follows={}, is_known=True, also="num_experts"),
         {},
         turned=True,
     ),
@@ -237,7 +260,13 @@ ARCHITECTURES = {
     "qwen2": Architecture("Qwen2", "qwen2", names={}),
     "qwen3": Architecture("Qwen3", "qwen3", names={}),
     "qwen2moe": Architecture("Qwen2Moe", "qwen2_moe", _QWEN_EXPERTS | _SHARED, Routing(is_known=True), {}),
-    "qwen3moe": Architecture("Qwen3Moe", "qwen3_moe", _QWEN_EXPERTS, Routing(renormalize=True, is_known=True), {}),
+    "qwen3moe": Architecture(
+        "Qwen3Moe",
+        "qwen3_moe",
+        _QWEN_EXPERTS,
+        Routing(renormalize=True, is_known=True, in_config={NORM: False}, also="num_local_experts"),
+        {},
+    ),
     "qwen3next": Architecture(
         "Qwen3Next",
         "qwen3_next",
@@ -261,7 +290,11 @@ ARCHITECTURES = {
         joined=True,
     ),
     "olmoe": Architecture(
-        "Olmoe", "olmoe", _DENSE | _EXPERTS, Routing(size_key="feed_forward_length", is_known=True), {}
+        "Olmoe",
+        "olmoe",
+        _DENSE | _EXPERTS,
+        Routing(size_key="feed_forward_length", is_known=True, also="num_local_experts"),
+        {},
     ),
     "olmo2": Architecture("Olmo2", "olmo2", told_by=("attention.sliding_window",)),
     "olmo3": Architecture("Olmo3", "olmo3", features=(heads, windows(4), two_rotations())),
@@ -269,7 +302,7 @@ ARCHITECTURES = {
         "GptOss",
         "gpt_oss",
         _LOCAL_EXPERTS | {"expert_feed_forward_length": "intermediate_size"},
-        Routing(SOFTMAX_OF_SELECTED, activation=MoEActivation.SWIGLUOAI, follows={}, is_known=True),
+        Routing(SOFTMAX_OF_SELECTED, activation=MoEActivation.SWIGLUOAI, follows={}, is_known=True, also="num_experts"),
         _OSS_NAMES,
         features=(heads, windows(2), yarn_of_gpt_oss),
         transposed=True,
@@ -279,7 +312,7 @@ ARCHITECTURES = {
         "DeepseekV2",
         "deepseek_v2",
         _DENSE | _ROUTED,
-        Routing(follows=_GROUPED, is_known=True),
+        Routing(follows=_GROUPED, is_known=True, in_config={NORM: False}, also="num_experts"),
         _DEEPSEEK_NAMES,
         optional=_LEADING,
         constants=_NO_DENSE,
@@ -289,7 +322,13 @@ ARCHITECTURES = {
         "DeepseekV3",
         "deepseek_v3",
         _DENSE | _ROUTED,
-        Routing(SIGMOID, **_BIASED, is_known=True),
+        Routing(
+            SIGMOID,
+            **_BIASED,
+            is_known=True,
+            in_config={NORM: True, SCALE: 2.5, GROUPS: 8, KEPT_GROUPS: 4},
+            also="num_local_experts",
+        ),
         _DEEPSEEK_NAMES,
         optional=_LEADING,
         constants=_NO_MTP | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
@@ -308,7 +347,7 @@ ARCHITECTURES = {
         "Glm4Moe",
         "glm4_moe",
         _DENSE | _ROUTED,
-        Routing(SIGMOID, renormalize=True, **_BIASED, is_known=True),
+        Routing(SIGMOID, renormalize=True, **_BIASED, is_known=True, also="num_local_experts"),
         _SHARED_EXPERTS,
         optional=_LEADING,
         constants=_NO_MTP,
@@ -318,7 +357,7 @@ ARCHITECTURES = {
         "MiniMaxM2",
         "minimax_m2",
         _LOCAL_EXPERTS | {"expert_feed_forward_length": "intermediate_size", "rope.dimension_count": "rotary_dim"},
-        Routing(SIGMOID, renormalize=True, follows={}, has_bias=True, is_known=True),
+        Routing(SIGMOID, renormalize=True, follows={}, has_bias=True, is_known=True, also="num_experts"),
         constants={"scoring_func": "sigmoid", "use_routing_bias": True},
         features=(heads_in_part,),
     ),
@@ -327,7 +366,7 @@ ARCHITECTURES = {
         "llama4_text",
         {"feed_forward_length": "intermediate_size_mlp", "expert_feed_forward_length": "intermediate_size"}
         | _LOCAL_EXPERTS,
-        Routing(SIGMOID, follows={}),
+        Routing(SIGMOID, follows={}, on_input=True),
         optional={"interleave_moe_layer_step": "interleave_moe_layer_step"},
         features=(heads, chunks_of_llama4),
         transposed=True,

@@ -1,4 +1,4 @@
-"""The config of a GGUF file, as transformers has it."""
+"""The config of a GGUF file, as transformers has it: of the keys, and of the tensors that say how to rotate."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from w4a8.checkpoint.gguf_architectures import ARCHITECTURES, GROUPS, NORM, SCALE, SIZES, Routing, named
+import torch
+
+from w4a8.checkpoint.gguf_architectures import ARCHITECTURES, GROUPS, NORM, SCALE, SIZES, named
 from w4a8.checkpoint.gguf_features import latent_attention, long_rope
+from w4a8.checkpoint.gguf_file import GGUFFile
 from w4a8.checkpoint.gguf_key_table import check_keys
 from w4a8.checkpoint.gguf_keys import Keys
-from w4a8.checkpoint.gguf_settings import Router, router_of
+from w4a8.checkpoint.settings import router_in_file
 
 
 def config_of(metadata: Mapping[str, Any], tensor_names: Sequence[str]) -> dict[str, Any]:
-    """The config of a file of one of ARCHITECTURES.
+    """The config of a file of one of ARCHITECTURES, by its keys and the names in the first file of several.
 
-    Args:
-        metadata: all keys; of an array of strings its length is enough.
-        tensor_names: of the file, or of the first one of several.
+    Of an array of strings its length is enough.
 
     Raises:
         ValueError: a key is missing, not as it should be, or would be ignored and may matter; names it.
@@ -45,17 +46,14 @@ def config_of(metadata: Mapping[str, Any], tensor_names: Sequence[str]) -> dict[
     if known.routing is not None and keys.get("expert_count"):
         # The names may be those of one file of several.
         has_bias = any("exp_probs_b" in tensor for tensor in tensor_names) or None
-        config |= _router(known.routing, router_of(metadata, has_bias))
+        router, follows = router_in_file(metadata, has_bias), known.routing.follows
+        renormalizes, groups = router.arguments["renormalize"], router.num_expert_group or 1
+        stated = {NORM: renormalizes, SCALE: router.routed_scaling_factor, GROUPS: groups}
+        config |= {field: stated[key] for key, field in follows.items()}
+        config |= {"topk_group": router.topk_group or 1} if GROUPS in follows else {}
     for feature in known.features:
         config |= feature(keys, config, tensor_names)
     return config | _token_ids(metadata)
-
-
-def _router(routing: Routing, router: Router) -> dict[str, Any]:
-    """What the model has a choice of."""
-    stated = {NORM: router.renormalize, SCALE: router.scale, GROUPS: router.groups}
-    found = {field: stated[key] for key, field in routing.follows.items()}
-    return found | ({"topk_group": router.kept} if GROUPS in routing.follows else {})
 
 
 def _rope(keys: Keys, latent: bool, long: bool) -> dict[str, Any]:
@@ -101,3 +99,51 @@ def _token_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
     found = {name: value for name, value in ids.items() if value is not None}
     # A class has one of the models that it was made for, which need not be in this vocabulary.
     return found | {"pad_token_id": metadata.get("tokenizer.ggml.padding_token_id")}
+
+
+# Of Llama 3.1 and later. The file has the factors alone that follow from it.
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def scale_rope(config: Any, file: GGUFFile) -> None:
+    """Puts into a config of transformers what the tensors say.
+
+    Args:
+        config: made of the keys.
+        file: with ``rope_freqs.weight``, what frequencies are divided by; or ``rope_factors_long.weight`` and
+            ``rope_factors_short.weight``, the same for long texts and for others; or none of these.
+
+    Raises:
+        ValueError: factors that the model does not have.
+    """
+    if "rope_factors_long.weight" in file:
+        names = ("short_factor", "rope_factors_short.weight"), ("long_factor", "rope_factors_long.weight")
+        factors = {field: file.tensor(name).float().tolist() for field, name in names}
+        original = {"original_max_position_embeddings": config.original_max_position_embeddings}
+        config.rope_parameters = {**config.rope_parameters, "rope_type": "longrope", **factors, **original}
+    if "rope_freqs.weight" not in file:
+        return
+    factors = file.tensor("rope_freqs.weight").float()
+    if config.model_type == "gemma4_text":
+        rotated = round(config.rope_parameters["full_attention"]["partial_rotary_factor"] * len(factors))
+        if not bool((factors[:rotated] == 1).all() and (factors[rotated:] > 1e20).all()):
+            raise ValueError("rope_freqs.weight does not rotate a quarter of the heads, which is not supported")
+        return
+    _llama3(config, factors)
+
+
+def _llama3(config: Any, factors: torch.Tensor) -> None:
+    """The scaling of Llama 3.1 and later; ``config`` says nothing of it yet.
+
+    Raises:
+        ValueError: other factors than those of Llama 3.
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    size = config.head_dim
+    frequencies = config.rope_parameters["rope_theta"] ** -(torch.arange(0, size, 2) / size)
+    rope = {**config.rope_parameters, "rope_type": "llama3", "factor": float(factors.max()), **_LLAMA3}
+    config.rope_parameters = rope
+    expected = frequencies / ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))[0]
+    if factors.shape != expected.shape or not torch.allclose(factors, expected, rtol=1e-3):
+        raise ValueError("rope_freqs.weight has other factors than Llama 3's, which is not supported")

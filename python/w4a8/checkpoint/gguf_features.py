@@ -47,12 +47,6 @@ def per_layer(keys: Keys, name: str, layers: int) -> list[int]:
 def flags(keys: Keys, name: str, period: int, layers: int) -> list[bool]:
     """A flag for each layer, of which the file has a list, or a period p: all but each p-th have it; 0 is all.
 
-    Args:
-        keys: of the file.
-        name: of the key.
-        period: where the key is not there.
-        layers: of the model.
-
     Raises:
         CheckpointError: a list of another length, or what is no period.
     """

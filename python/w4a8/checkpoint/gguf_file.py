@@ -121,14 +121,7 @@ class Strings(Sequence[str]):
     """An array of strings. They are read when one is asked for: a list of them takes some six times their bytes."""
 
     def __init__(self, path: Path, what: str, count: int, at: int) -> None:
-        """Of a file that has been checked.
-
-        Args:
-            path: of it.
-            what: the key.
-            count: how many.
-            at: where the first one is.
-        """
+        """Of a file that has been checked: so many strings of the key ``what``, the first of them at byte ``at``."""
         self._path, self._what, self._count, self._at = path, what, count, at
 
     def __len__(self) -> int:
@@ -254,11 +247,7 @@ class GGUFFile:
         return self.tensors[name]
 
     def split(self, name: str, parts: Mapping[str, int]) -> None:
-        """Puts tensors in the place of one that has their rows, one below the other.
-
-        Args:
-            name: of the tensor.
-            parts: names, and rows of the slowest dimension.
+        """Puts tensors in the place of one that has their rows, one below the other; ``parts``: how many each has.
 
         Raises:
             CheckpointError: the tensor has another number of rows, or one of the parts is there already.

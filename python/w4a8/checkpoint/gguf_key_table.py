@@ -55,10 +55,7 @@ EQUAL = {
 
 
 def check_keys(keys: Mapping[str, Any]) -> None:
-    """Refuses what would be ignored and may change numbers.
-
-    Args:
-        keys: all of a file.
+    """Refuses what would be ignored and may change numbers, among all keys of a file.
 
     Raises:
         CheckpointError: a key of the architecture that is not applied, with a value that matters; names the key.

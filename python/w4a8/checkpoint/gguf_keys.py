@@ -17,14 +17,7 @@ _WITH_BOS = (*LLAMA3, "tekken", "chameleon")
 
 
 def added_tokens(keys: Mapping[str, Any]) -> dict[str, bool]:
-    """Whether a text begins with bos and ends with eos, as llama.cpp has it. transformers does not read these keys.
-
-    Args:
-        keys: all of a file.
-
-    Returns:
-        ``add_bos_token`` and ``add_eos_token``, attributes of a tokenizer.
-    """
+    """``add_bos_token`` and ``add_eos_token`` of a tokenizer, as in llama.cpp; transformers reads no such keys."""
     model, split = (keys.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
     adds_bos = keys.get("tokenizer.ggml.add_bos_token", model == "llama" or split in _WITH_BOS)
     return {"add_bos_token": bool(adds_bos), "add_eos_token": bool(keys.get("tokenizer.ggml.add_eos_token"))}
@@ -36,9 +29,6 @@ _POOLINGS = {1: "pooling_mode_mean_tokens", 2: "pooling_mode_cls_token", 3: "poo
 
 def pooling_of(keys: Mapping[str, Any]) -> str | None:
     """Of an embedding model: how the vectors of a text become one; None: the file does not say.
-
-    Args:
-        keys: all of a file.
 
     Raises:
         CheckpointError: neither none (0), mean (1), cls (2) nor last (3).

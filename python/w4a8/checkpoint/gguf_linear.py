@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,17 +13,13 @@ from w4a8.checkpoint.gguf_file import GGUFFile
 from w4a8.checkpoint.gguf_key_table import check_keys
 from w4a8.checkpoint.gguf_keys import Keys
 from w4a8.checkpoint.gguf_names import Source
-from w4a8.core.activation_groups import in_words, resolve_activation_group
+from w4a8.core.activation_groups import resolve_activation_group
 from w4a8.core.json_fields import CheckpointError, shorten
-from w4a8.core.kind import Kind
 from w4a8.core.matrix import Matrix, joined
-from w4a8.core.memory import on_cpu
 from w4a8.core.stack import MatrixStack
 from w4a8.formats.gguf_blocks import TYPES
 from w4a8.nn import W4A8Linear, W8A8Linear
-from w4a8.progress import progress_bar
-
-logger = logging.getLogger(__name__)
+from w4a8.nn.linear import linear_class
 
 AT_ONCE = 1 << 25  # weights that are unpacked at once
 _HEADS = {"attn_q": "head_count", "attn_k": "head_count_kv"}
@@ -124,12 +118,9 @@ class GGUFLinears:
         return torch.cat([part.view(keys, -1) for part in parts], 1).flatten()
 
     def linear(self, names: str | Sequence[str], activation_group: int | None) -> W4A8Linear | W8A8Linear:
-        """A matrix in blocks, packed.
+        """A matrix in blocks, packed, of a tensor (``blk.0.attn_q.weight`` say) or of those that make it.
 
-        Args:
-            names: of the tensor, ``blk.0.attn_q.weight`` say, or of those that make it. If there is a ``.bias`` beside
-                it, it is the layer's.
-            activation_group: as of :func:`w4a8.load`.
+        A ``.bias`` beside one tensor is the layer's. ``activation_group`` is as of :func:`w4a8.load`.
 
         Raises:
             ValueError: the operators cannot run it, or ``activation_group`` does not fit.
@@ -148,8 +139,7 @@ class GGUFLinears:
         stack = MatrixStack(1, rows, columns, group, **how)
         for row, matrix in found:
             stack.put(0, row, matrix if bias is None else replace(matrix, bias=bias[row : row + matrix.rows]))
-        layer = W8A8Linear if matrix.kind == Kind.INT8 else W4A8Linear
-        return layer(stack.pack()[0], columns, rows, group)
+        return linear_class(matrix.kind)(stack.pack()[0], columns, rows, group)
 
     def bias(self, name: str) -> torch.Tensor | None:
         """float32 [N], of the layer of a ``.weight`` [N, K]; None: there is none beside it.
@@ -195,16 +185,10 @@ class GGUFLinears:
         return values[None] if "_inp_shexp" in name and values.dim() == 1 else values
 
     def parameter(self, names: Sequence[str], shape: Sequence[int], name: str, dtype: torch.dtype) -> torch.Tensor:
-        """A parameter of a model of transformers, as :meth:`values`.
-
-        Args:
-            names: of the tensors that make it.
-            shape: of the parameter.
-            name: of the parameter, for errors.
-            dtype: of what is in blocks.
+        """A parameter of a model of transformers, as :meth:`values`, of the tensors that make it.
 
         Raises:
-            ValueError: it has another shape than the tensors give.
+            ValueError: it has another shape than the tensors give; names it.
         """
         tensors = {each: self.values(each, dtype) for each in names}
         try:
@@ -232,7 +216,17 @@ class GGUFLinears:
         return first.transpose(1, 2).contiguous() if self.architecture.transposed and first.dim() == 3 else first
 
     def layers(self) -> dict[str, str]:
-        """Name in transformers -> tensor, of matrices in blocks that are linear layers: no experts, no embeddings."""
+        """Name in transformers -> tensor, of matrices in blocks that are linear layers: no experts, no embeddings.
+
+        Raises:
+            CheckpointError: there are no names of the architecture's without a model.
+        """
+        if self.architecture.names is None:
+            known = ", ".join(sorted(name for name, each in ARCHITECTURES.items() if each.names is not None))
+            raise CheckpointError(
+                f"general.architecture is {self.keys.architecture!r}, whose linear layers have no names here without a "
+                f"model (known: {known}): load it with transformers"
+            )
         found = {}
         for name, tensor in self.file.tensors.items():
             layer = self.architecture.linear_layer(name)
@@ -245,27 +239,3 @@ class GGUFLinears:
 def without_ones(shape: Sequence[int]) -> tuple[int, ...]:
     """The dimensions of a shape that say something."""
     return tuple(size for size in shape if size != 1)
-
-
-def load_gguf_linear(
-    path: Path, only: Callable[[str], bool] | None, activation_group: int | None, progress: bool
-) -> dict[str, W4A8Linear | W8A8Linear]:
-    """:func:`w4a8.checkpoint.load_linear` of a GGUF file."""
-    linears = GGUFLinears(GGUFFile(path))
-    if linears.architecture.names is None:
-        known = ", ".join(sorted(name for name, each in ARCHITECTURES.items() if each.names is not None))
-        raise CheckpointError(
-            f"general.architecture is {linears.keys.architecture!r}, whose linear layers have no names here without a "
-            f"model (known: {known}): load it with transformers"
-        )
-    wanted = {name: tensor for name, tensor in linears.layers().items() if only is None or only(name)}
-    loaded: dict[str, W4A8Linear | W8A8Linear] = {}
-    with on_cpu(), progress_bar(len(wanted), progress, "layer", "packing linear layers") as advance:
-        for name, tensor in wanted.items():
-            try:
-                loaded[name] = linears.linear(tensor, activation_group)
-            except (ValueError, RuntimeError) as error:  # sizes or scales that the operators do not have
-                raise CheckpointError(f"{name}: {error}") from error
-            advance()
-    logger.info("packed %d layers of %s: activations rounded to int8 %s", len(loaded), path, in_words(activation_group))
-    return loaded

@@ -1,7 +1,11 @@
-"""What config.json of a model says about its mixture-of-experts layers."""
+"""What config.json, or the keys of a GGUF file, say about mixture-of-experts layers. All readers ask here.
+
+What differs from model to model is in ARCHITECTURES (gguf_architectures.py), one entry each for both kinds of files.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,11 +13,30 @@ from typing import Any
 
 import torch
 
+from w4a8.checkpoint.gguf_architectures import (
+    ARCHITECTURES,
+    BY_MODEL_TYPE,
+    GROUPS,
+    KEPT_GROUPS,
+    NORM,
+    SCALE,
+    named,
+)
+from w4a8.checkpoint.gguf_features import greedy_or_grouped
+from w4a8.checkpoint.gguf_key_table import check_keys
+from w4a8.checkpoint.gguf_keys import Keys
 from w4a8.core.activation import OWN_NUMBERS, GateNumbers, MoEActivation
 from w4a8.core.json_fields import CheckpointError, json_field, read_json, shorten
-from w4a8.core.routing import RoutingMethodType
+from w4a8.core.routing import Router, RoutingMethodType
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# By model_type. Experts of Llama 4 are known of config.json alone; Kimi K2 has DeepSeek-V3's classes.
+_MODELS = {
+    model_type: each
+    for model_type, each in {**BY_MODEL_TYPE, "kimi_k2": BY_MODEL_TYPE["deepseek_v3"]}.items()
+    if each.routing is not None and (each.routing.is_known or each.routing.on_input)
+}
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True)
@@ -52,25 +75,146 @@ class MoESettings:
     numbers: GateNumbers = OWN_NUMBERS
 
 
-# What config.json does not say is as the model's configuration class in transformers has it.
+def router_in_file(keys: Mapping[str, Any], has_bias: bool | None) -> Router:
+    """The router of a GGUF file of one of ARCHITECTURES that has experts.
+
+    Args:
+        keys: of the file.
+        has_bias: there are tensors ``exp_probs_b``; None: not known here.
+
+    Raises:
+        CheckpointError: a key that is missing or wrong, or another router than the model's; names the key.
+    """
+    known, found = ARCHITECTURES[named(keys)], Keys(keys)
+    routing, model = known.routing, known.model_type
+    gating = found.typed("expert_gating_func", int, routing.gating)
+    renormalize = found.typed(NORM, bool, routing.renormalize)
+    scale = found.typed(SCALE, float, 1.0) or 1.0  # 0 is none, as in llama.cpp
+    groups = found.count(GROUPS, 1, least=0) or 1
+    stated = {"expert_gating_func": (gating, routing.gating), NORM: (renormalize, routing.renormalize)}
+    for key, (value, computed) in {**stated, SCALE: (scale, 1.0), GROUPS: (groups, 1)}.items():
+        if value != computed and (key not in routing.follows or not math.isfinite(value)):
+            key = f"{found.architecture}.{key}"
+            raise CheckpointError(f"{key} is {value} in the GGUF file, but {model} computes {computed}")
+    kept = found.count(KEPT_GROUPS) if groups > 1 else 1
+    experts, used = found.count("expert_count"), found.count("expert_used_count")
+    if kept > groups or experts % groups != 0 or used > experts // groups * kept:
+        which = f"{found.architecture}.{GROUPS} is {groups} and {KEPT_GROUPS} {kept}"
+        raise CheckpointError(f"{which}, which does not fit {used} of {experts} experts")
+    if has_bias is not None and has_bias != routing.has_bias:
+        which, where = ("has", "has none") if has_bias else ("lacks", "has one")
+        raise CheckpointError(f"the GGUF file {which} a correction bias (exp_probs_b), but {model} {where}")
+    return routing.router(renormalize, scale, groups, kept)
 
 
-def _renormalizes(text: Mapping[str, Any], default: bool) -> bool:
-    found = json_field(text, "norm_topk_prob", bool, "config.json: norm_topk_prob")
-    return bool(found) if "norm_topk_prob" in text else default
+def settings_from_keys(keys: Mapping[str, Any], has_bias: bool | None) -> MoESettings:
+    """Settings of the layers of experts of a GGUF file; arguments as of :func:`router_in_file`.
+
+    Raises:
+        CheckpointError: an architecture whose experts are not known here, and as :func:`router_in_file`.
+    """
+    check_keys(keys)
+    found, known = Keys(keys), ARCHITECTURES.get(named(keys))
+    if known is None or known.routing is None or not known.routing.is_known:
+        names = sorted(name for name, each in ARCHITECTURES.items() if each.routing and each.routing.is_known)
+        raise CheckpointError(
+            f"general.architecture is {found.architecture!r}, whose experts are not known here (known: "
+            f"{', '.join(names)})"
+        )
+    router = router_in_file(keys, has_bias)
+    return MoESettings(
+        hidden_size=found.count("embedding_length"),
+        top_k=found.count("expert_used_count"),
+        activation=known.routing.activation,
+        num_experts=found.count("expert_count"),
+        intermediate_size=found.count(known.routing.size_key),
+        **router._asdict(),
+    )
 
 
-def _softmax(text: Mapping[str, Any], renormalize: bool = False) -> dict[str, Any]:
-    renormalize = _renormalizes(text, renormalize)
-    return {"routing_method": RoutingMethodType.Renormalize if renormalize else RoutingMethodType.Default}
+def router_in_config(model_type: str, text: Mapping[str, Any]) -> Router:
+    """The router of a model that :func:`settings_from_config` knows; ``text``: its config.json, or the text part of it.
+
+    What the config does not say is as the model's configuration class in transformers has it.
+
+    Raises:
+        CheckpointError: a value of another type, or out of range; names the key.
+    """
+    known = _MODELS[model_type]
+    routing = known.routing
+    meant = {NORM: routing.renormalize, SCALE: 1.0, GROUPS: 1, KEPT_GROUPS: 1, **routing.in_config}
+    for key, name, kind in ((NORM, "norm_topk_prob", bool), (SCALE, "routed_scaling_factor", (int, float))):
+        if name in text and key in {*routing.follows, *routing.in_config}:
+            meant[key] = json_field(text, name, kind, f"config.json: {name}")
+    scale = 1.0 if meant[SCALE] is None else meant[SCALE]
+    if not abs(scale) <= torch.finfo(torch.float32).max:
+        raise CheckpointError(
+            f"config.json: routed_scaling_factor is {shorten(scale)}, but a finite number is expected"
+        )
+    greedy = greedy_or_grouped in known.features and text.get("topk_method") != "group_limited_greedy"
+    groups = kept = 1
+    if GROUPS in routing.follows and not greedy:
+        groups = text.get("n_group", meant[GROUPS]) or 1
+    if groups != 1:  # one group is none
+        kept = text.get("topk_group", meant[KEPT_GROUPS])
+        _check_positive("n_group", groups)
+        _check_positive("topk_group", kept)
+    return routing.router(bool(meant[NORM]), float(scale), groups, kept)
 
 
-def _qwen3_next(text: Mapping[str, Any]) -> dict[str, Any]:
-    return _softmax(text, renormalize=True)
+def settings_from_config(config: Mapping[str, Any]) -> MoESettings:
+    """Settings from the content of config.json.
+
+    Raises:
+        CheckpointError: a model type whose routing is not known here, or a key that is missing.
+    """
+    text = json_field(config, "text_config", dict, "config.json: text_config") or config
+    model_type = text.get("model_type")
+    if not isinstance(model_type, str) or model_type not in _MODELS:
+        raise CheckpointError(
+            f"config.json: routing of model_type {shorten(model_type)} is not known "
+            f"(known: {', '.join(sorted(_MODELS))}); pass settings=MoESettings(...)"
+        )
+    known, routing = _MODELS[model_type], _MODELS[model_type].routing
+    size_key = known.keys[routing.size_key]
+    # Of several in one file the first counts, as in transformers: another name of a class's own key replaces that one,
+    # wherever it stands. What the class does not know is looked at last.
+    counts = (*((routing.also,) if routing.also else ()), known.keys["expert_count"], *_EXPERT_COUNTS)
+    hidden_size, intermediate_size, num_experts = text.get("hidden_size"), text.get(size_key), _first(text, *counts)
+    top_k = _first(text, "num_experts_per_tok", "num_experts_per_token", "experts_per_token")
+    _check_positive("hidden_size", hidden_size)
+    _check_positive("num_experts_per_tok", top_k)
+    for name, size in (("num_experts", num_experts), (size_key, intermediate_size)):
+        if size is not None:
+            _check_positive(name, size)
+    dtype = str(_first(text, "dtype", "torch_dtype") or _first(config, "dtype", "torch_dtype") or "bfloat16")
+    if dtype not in _DTYPES:
+        raise CheckpointError(f"config.json: dtype is {shorten(dtype)}, but one of {', '.join(_DTYPES)} is expected")
+    activation, numbers = _activation(text), OWN_NUMBERS
+    router = router_in_config(model_type, text)
+    if routing.activation is MoEActivation.SWIGLUOAI:  # hidden_act says silu; the model's code has the clamped SwiGLU
+        activation = routing.activation
+        numbers = GateNumbers(_number(text, "swiglu_limit", 7.0), _number(text, "swiglu_alpha", 1.702))
+    return MoESettings(
+        hidden_size=hidden_size,
+        top_k=top_k,
+        activation=activation,
+        num_experts=num_experts,
+        intermediate_size=intermediate_size,
+        w13_interleaved=known.in_turns,
+        dtype=_DTYPES[dtype],
+        numbers=numbers,
+        **router._asdict(),
+    )
 
 
-def _always_renormalized(text: Mapping[str, Any]) -> dict[str, Any]:
-    return {"routing_method": RoutingMethodType.Renormalize}
+def read_settings(path: str | Path) -> MoESettings:
+    """Settings of a checkpoint directory; change them with ``dataclasses.replace`` and give them to ``load``."""
+    return settings_from_config(read_json(Path(path) / "config.json"))
+
+
+def _first(text: Mapping[str, Any], *names: str) -> Any:
+    return next((text[name] for name in names if text.get(name) is not None), None)
 
 
 def _number(text: Mapping[str, Any], name: str, own: float) -> float | None:
@@ -79,95 +223,6 @@ def _number(text: Mapping[str, Any], name: str, own: float) -> float | None:
     if found is not None and not 0 < found <= torch.finfo(torch.float32).max:
         raise CheckpointError(f"config.json: {name} is {shorten(found)}, but a finite number above 0 is expected")
     return None if found == own else found
-
-
-def _gpt_oss(text: Mapping[str, Any]) -> dict[str, Any]:
-    # hidden_act says silu; the model's code has the clamped SwiGLU.
-    return {
-        "routing_method": RoutingMethodType.Renormalize,
-        "activation": MoEActivation.SWIGLUOAI,
-        "numbers": GateNumbers(_number(text, "swiglu_limit", 7.0), _number(text, "swiglu_alpha", 1.702)),
-        "w13_interleaved": True,
-    }
-
-
-def _groups(text: Mapping[str, Any], groups: int = 1, kept: int = 1) -> dict[str, Any]:
-    groups = text.get("n_group", groups) or 1
-    if groups == 1:  # one group is none
-        return {}
-    kept = text.get("topk_group", kept)
-    _check_positive("n_group", groups)
-    _check_positive("topk_group", kept)
-    return {"num_expert_group": groups, "topk_group": kept}
-
-
-def _scaling_factor(text: Mapping[str, Any], default: float = 1.0) -> float:
-    factor = json_field(text, "routed_scaling_factor", (int, float), "config.json: routed_scaling_factor")
-    if factor is None:
-        factor = default if "routed_scaling_factor" not in text else 1.0
-    if not abs(factor) <= torch.finfo(torch.float32).max:
-        raise CheckpointError(
-            f"config.json: routed_scaling_factor is {shorten(factor)}, but a finite number is expected"
-        )
-    return float(factor)
-
-
-def _deepseek_v2(text: Mapping[str, Any]) -> dict[str, Any]:
-    found = _softmax(text)
-    found["routed_scaling_factor"] = _scaling_factor(text)
-    if text.get("topk_method") == "group_limited_greedy":
-        found.update(_groups(text))
-    return found
-
-
-def _glm4_moe(text: Mapping[str, Any], factor: float = 1.0, groups: int = 1, kept: int = 1) -> dict[str, Any]:
-    renormalize = _renormalizes(text, True)
-    return {
-        "routing_method": RoutingMethodType.DeepSeekV3 if renormalize else RoutingMethodType.Sigmoid,
-        "routed_scaling_factor": _scaling_factor(text, factor),
-        "has_correction_bias": True,
-        **_groups(text, groups, kept),
-    }
-
-
-def _deepseek_v3(text: Mapping[str, Any]) -> dict[str, Any]:
-    return _glm4_moe(text, 2.5, 8, 4)
-
-
-def _llama4(text: Mapping[str, Any]) -> dict[str, Any]:
-    return {"routing_method": RoutingMethodType.Llama4, "apply_router_weight_on_input": True}
-
-
-def _minimax_m2(text: Mapping[str, Any]) -> dict[str, Any]:
-    return {"routing_method": RoutingMethodType.MiniMax2, "has_correction_bias": True}
-
-
-# Keys of how many experts there are. Of several in one file the first counts, as in transformers: another name of a
-# class's own key replaces that one, wherever it stands. What the class does not know is looked at last.
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-_LOCAL = ("num_local_experts", "num_experts", "n_routed_experts")
-_ROUTED = ("num_experts", "n_routed_experts", "num_local_experts")
-_LOCAL_ROUTED = ("num_local_experts", "n_routed_experts", "num_experts")
-
-# model_type: (what it says of routing, key of an expert's intermediate size, keys of how many experts there are)
-_MODELS = {
-    "qwen2_moe": (_softmax, "moe_intermediate_size", _EXPERTS),
-    "qwen3_moe": (_softmax, "moe_intermediate_size", _LOCAL),
-    "qwen3_next": (_qwen3_next, "moe_intermediate_size", _EXPERTS),
-    "olmoe": (_softmax, "intermediate_size", _LOCAL),
-    "mixtral": (_always_renormalized, "intermediate_size", _EXPERTS),
-    "gpt_oss": (_gpt_oss, "intermediate_size", _EXPERTS),
-    "deepseek_v2": (_deepseek_v2, "moe_intermediate_size", _ROUTED),
-    "deepseek_v3": (_deepseek_v3, "moe_intermediate_size", _LOCAL_ROUTED),
-    "kimi_k2": (_deepseek_v3, "moe_intermediate_size", _LOCAL_ROUTED),
-    "glm4_moe": (_glm4_moe, "moe_intermediate_size", _LOCAL_ROUTED),
-    "llama4_text": (_llama4, "intermediate_size", _LOCAL),
-    "minimax_m2": (_minimax_m2, "intermediate_size", _EXPERTS),
-}
-
-
-def _first(text: Mapping[str, Any], *names: str) -> Any:
-    return next((text[name] for name in names if text.get(name) is not None), None)
 
 
 def _check_positive(name: str, value: object) -> None:
@@ -184,46 +239,3 @@ def _activation(text: Mapping[str, Any]) -> MoEActivation:
     except (ValueError, TypeError, AttributeError):
         known = ", ".join(activation.value for activation in MoEActivation)
         raise CheckpointError(f"config.json: hidden_act is {shorten(name)}, but one of {known} is expected") from None
-
-
-def settings_from_config(config: Mapping[str, Any]) -> MoESettings:
-    """Settings from the content of config.json.
-
-    Raises:
-        CheckpointError: a model type whose routing is not known here, or a key that is missing.
-    """
-    text = json_field(config, "text_config", dict, "config.json: text_config") or config
-    model_type = text.get("model_type")
-    if not isinstance(model_type, str) or model_type not in _MODELS:
-        raise CheckpointError(
-            f"config.json: routing of model_type {shorten(model_type)} is not known "
-            f"(known: {', '.join(sorted(_MODELS))}); pass settings=MoESettings(...)"
-        )
-    routing, intermediate_key, experts_keys = _MODELS[model_type]
-    top_k = _first(text, "num_experts_per_tok", "num_experts_per_token", "experts_per_token")
-    hidden_size = text.get("hidden_size")
-    num_experts = _first(text, *experts_keys)
-    intermediate_size = text.get(intermediate_key)
-    _check_positive("hidden_size", hidden_size)
-    _check_positive("num_experts_per_tok", top_k)
-    if num_experts is not None:
-        _check_positive("num_experts", num_experts)
-    if intermediate_size is not None:
-        _check_positive(intermediate_key, intermediate_size)
-    dtype = str(_first(text, "dtype", "torch_dtype") or _first(config, "dtype", "torch_dtype") or "bfloat16")
-    if dtype not in _DTYPES:
-        raise CheckpointError(f"config.json: dtype is {shorten(dtype)}, but one of {', '.join(_DTYPES)} is expected")
-    found = {"activation": _activation(text), **routing(text)}
-    return MoESettings(
-        hidden_size=hidden_size,
-        top_k=top_k,
-        num_experts=num_experts,
-        intermediate_size=intermediate_size,
-        dtype=_DTYPES[dtype],
-        **found,
-    )
-
-
-def read_settings(path: str | Path) -> MoESettings:
-    """Settings of a checkpoint directory; change them with ``dataclasses.replace`` and give them to ``load``."""
-    return settings_from_config(read_json(Path(path) / "config.json"))

@@ -15,14 +15,6 @@ MOST_MAPPED = 128 << 20  # bytes; a file is then opened again, which takes as lo
 INDEX_NAME = "model.safetensors.index.json"
 
 
-def _safe_open() -> Any:
-    try:
-        from safetensors import safe_open
-    except ImportError as error:
-        raise ImportError("reading checkpoints needs the safetensors package: pip install safetensors") from error
-    return safe_open
-
-
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
@@ -56,10 +48,6 @@ def _no_file(directory: Path, name: object) -> str:
 def files_of(directory: Path, index: Mapping[str, str] | None) -> list[str]:
     """Names of the safetensors files of a directory that loading reads; [] if it has none.
 
-    Args:
-        directory: of the files.
-        index: as :func:`read_index` gives it.
-
     Raises:
         CheckpointError: several files, and no index.
     """
@@ -74,12 +62,7 @@ def files_of(directory: Path, index: Mapping[str, str] | None) -> list[str]:
 
 
 def file_of_each(directory: Path, keys: Mapping[str, Iterable[str]], index: Mapping[str, str] | None) -> dict[str, str]:
-    """Tensor -> name of its file: of two files that have one the index decides.
-
-    Args:
-        directory: of the files.
-        keys: name of a file -> its tensors.
-        index: as :func:`read_index` gives it.
+    """Tensor -> name of its file, of the tensors by files: of two files that have one the index decides.
 
     Raises:
         CheckpointError: two files have a tensor, and the index names neither; names it.
@@ -111,7 +94,11 @@ class CheckpointTensors:
             ImportError: safetensors is not installed.
             CheckpointError: no safetensors file, or an index that is damaged.
         """
-        self._open = _safe_open()
+        try:
+            from safetensors import safe_open
+        except ImportError as error:
+            raise ImportError("reading checkpoints needs the safetensors package: pip install safetensors") from error
+        self._open = safe_open
         self.directory = Path(directory)
         self._handles: dict[str, Any] = {}
         self._headers: dict[str, tuple[int, dict[str, Any]]] = {}

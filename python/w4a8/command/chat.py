@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     begin, path = time.perf_counter(), find(args.model)
-    model = loading.load(path, args)
+    model, report = loading.load(path, args)
     tokenizer = loading.tokenizer_of(path)
     if tokenizer is None:
         if model.config.vocab_size != 256:
@@ -58,7 +58,6 @@ def run(args: argparse.Namespace) -> int:
         tokenizer = Bytes()
     _tell(f"loaded in {time.perf_counter() - begin:.1f} s")
     _speed_up(model)
-    report = model.hf_quantizer.report
     if report is not None:
         _tell(str(report).splitlines()[0])
     options = {"max_new_tokens": args.max_new_tokens, "do_sample": args.temperature > 0}

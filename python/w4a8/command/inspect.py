@@ -35,7 +35,7 @@ from w4a8.command.model import HELP, find, hub_name
 from w4a8.command.report import add_json, labelled, number, show
 from w4a8.core.json_fields import json_field, read_json
 from w4a8.core.words import counted, gigabytes
-from w4a8.formats.packed_directory import METHOD
+from w4a8.formats.packed_directory import METHOD, is_packed
 from w4a8.formats.rules import config_in
 
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k", "top_k_experts")
@@ -125,7 +125,8 @@ def _folder(name: str, path: Path) -> tuple[dict[str, Any], list[Layer], int | N
     text = json_field(config, "text_config", dict, "config.json: text_config") or config
     source = config_in(path)
     method = "floats" if source is None else str(source.get("quant_method"))
-    if method == METHOD:
+    packed = is_packed(source)
+    if packed:
         path = find(name)  # headers of matrices are in the data
     headers = read_headers(path, hub_name(name))
     files: Counter[Path] = Counter()
@@ -135,10 +136,10 @@ def _folder(name: str, path: Path) -> tuple[dict[str, Any], list[Layer], int | N
     architecture = str(classes[0])
     layers_count = text.get("num_hidden_layers")
     answer = _head(name, path, method, architecture, layers_count, sum(files.values()), len(files))
-    answer["reading"] = 0 if method == METHOD else max(files.values())
+    answer["reading"] = 0 if packed else max(files.values())
     model, report = _loaded(path, headers)
-    layers = list(of_packed(headers)) if method == METHOD else of_model(model, report)
-    answer["not_in_vllm"] = packed_not_in_vllm(layers) if method == METHOD else ""
+    layers = list(of_packed(headers)) if packed else of_model(model, report)
+    answer["not_in_vllm"] = packed_not_in_vllm(layers) if packed else ""
     if source is None:
         answer["not_in_vllm"] = "floats are not rounded there: `w4a8 pack` makes a directory that it serves"
     top_k = next((text[key] for key in _TOP_K if isinstance(text.get(key), int)), None)
@@ -160,8 +161,7 @@ def _loaded(path: Path, headers: Mapping[str, Header] | None = None) -> tuple[An
         files.setdefault(header.file.name, {})[key] = header
     if all((path / file).is_file() for file in files):
         with dry_run(files):
-            model = loading.load(path, loading.DEFAULTS)
-        return model, model.hf_quantizer.report
+            return loading.load(path, loading.DEFAULTS)
     with tempfile.TemporaryDirectory() as name, dry_run(files):
         folder = Path(name)
         for each in path.iterdir():
@@ -170,10 +170,9 @@ def _loaded(path: Path, headers: Mapping[str, Header] | None = None) -> tuple[An
         for file in files:
             (folder / file).touch()
         try:
-            model = loading.load(folder, loading.DEFAULTS)
+            return loading.load(folder, loading.DEFAULTS)
         except ValueError as error:
             raise ValueError(str(error).replace(name, str(path))) from error
-    return model, model.hf_quantizer.report
 
 
 def _head(name: str, path: Path, form: str, architecture: str, layers: Any, disk: int, files: int) -> dict[str, Any]:

@@ -10,16 +10,31 @@ from typing import Any
 from w4a8.checkpoint.gguf_file import GGUFFile, is_gguf
 from w4a8.checkpoint.gguf_linear import GGUFLinears
 from w4a8.command import extras
-from w4a8.command.report import UsageError
-from w4a8.formats.packed_directory import METHOD
+from w4a8.command.report import UsageError, number
+from w4a8.formats.packed_directory import is_packed as is_packed_config
 from w4a8.formats.rules import config_in
+from w4a8.quantization import QuantizationReport, quantize_
+from w4a8.quantization.texts import windows
 
 # Options of rounding floats: name on the command line, of W4A8Config, and how argparse reads it.
 _ROUNDING = (
     ("--group-size", "group_size", {"type": int, "metavar": "N", "help": "weights that share a scale (32)"}),
-    ("--values", "values", {"choices": ("int4", "e2m1"), "help": "int4 (the default), or the numbers of MXFP4"}),
+    ("--values", "values", {"choices": ("int4", "e2m1", "int6", "int8"), "help": "int4 (the default); e2m1: MXFP4's"}),
+    (
+        "--bits",
+        "bits",
+        {
+            "type": number(float, 4, 9),
+            "metavar": "B",
+            "help": "of a weight on average: 5, say; what matters more gets more of them",
+        },
+    ),
     ("--zero-points", "symmetric", {"action": "store_const", "const": False, "help": "of int4, for each group"}),
-    ("--scale-dtype", "scale_dtype", {"choices": ("float32", "bfloat16"), "help": "of scales (float32)"}),
+    (
+        "--scale-dtype",
+        "scale_dtype",
+        {"choices": ("float32", "bfloat16"), "help": "of scales (float32; with --bits bfloat16)"},
+    ),
     ("--effort", "effort", {"type": int, "choices": (0, 1, 2), "help": "of the search for good scales (2)"}),
     ("--skip", "skip", {"action": "append", "metavar": "NAME", "help": "a module to leave float, or re:PATTERN"}),
 )
@@ -27,8 +42,8 @@ _ROUNDING = (
 DEFAULTS = argparse.Namespace(activation_group=None, **{field: None for _, field, _ in _ROUNDING})
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """How floats are rounded, and activations."""
+def add_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """How floats are rounded, the group that is returned, and activations."""
     group = parser.add_argument_group("rounding of floats (docs/quantization.md)")
     for name, field, how in _ROUNDING:
         group.add_argument(name, dest=field, default=None, **how)
@@ -39,6 +54,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="values of an activation that share a scale, -1 is all of a token; the default is 32 where it fits, and "
         "what a packed directory or a W4A8 checkpoint says",
     )
+    return group
 
 
 def import_transformers() -> Any:
@@ -66,39 +82,50 @@ def method_of(path: Path) -> str | None:
     return None if source is None else str(source.get("quant_method"))
 
 
+def is_packed(path: Path) -> bool:
+    """Whether a path is a directory of packed weights."""
+    return not is_gguf(path) and is_packed_config(config_in(path))
+
+
 def source_of(path: Path) -> tuple[Path, dict[str, str]]:
     """What ``from_pretrained`` is given: the folder, and the name of a GGUF file."""
     return (path.parent, {"gguf_file": path.name}) if is_gguf(path) else (path, {})
 
 
-def load(path: Path, args: argparse.Namespace) -> Any:
-    """The model, with everything packed that can be.
+def load(path: Path, args: argparse.Namespace, text: str | None = None) -> tuple[Any, QuantizationReport | None]:
+    """The model, with everything packed that can be, and what became of its layers; None of a packed directory.
 
     Args:
         path: of a folder or a GGUF file.
         args: with the options above.
+        text: that floats are rounded for; None: without.
 
     Raises:
         UsageError: options that have no effect on this model.
         ValueError: it cannot be loaded, or lacks a weight, which transformers would make up.
     """
     given = {field: getattr(args, field) for _, field, _ in _ROUNDING if getattr(args, field) is not None}
-    method, activation_group = method_of(path), args.activation_group
-    if method is not None and given:
-        names = ", ".join(name for name, field, _ in _ROUNDING if field in given)
+    method, packed, activation_group = method_of(path), is_packed(path), args.activation_group
+    if method is not None and (given or text is not None):
+        names = ", ".join(
+            [name for name, field, _ in _ROUNDING if field in given] + ["--calibration"] * (text is not None)
+        )
         raise UsageError(f"{path} is quantized already ({method}): leave {names} out")
-    if method == METHOD and activation_group is not None:
+    if packed and activation_group is not None:
         raise UsageError(f"{path} is packed already: leave --activation-group out")
-    if method == "gguf":
+    if is_gguf(path):
         GGUFLinears(GGUFFile(path))  # says which architectures are known, if this is none
     transformers = import_transformers()
     from w4a8.integrations.transformers import W4A8Config
 
     folder, options = source_of(path)
-    if method != METHOD:
-        options["quantization_config"] = W4A8Config(activation_group=activation_group, **given)
+    config = W4A8Config(activation_group=activation_group, **given)
+    if text is not None:
+        options["dtype"] = "auto"
+    elif not packed:
+        options["quantization_config"] = config
     try:
-        loader = transformers.AutoModelForCausalLM if method == "gguf" else _class_of(transformers, folder)
+        loader = transformers.AutoModelForCausalLM if is_gguf(path) else _class_of(transformers, folder)
         model, info = loader.from_pretrained(folder, output_loading_info=True, **options)
     except (ValueError, OSError, ImportError, RuntimeError):  # whose messages say what is wrong
         raise
@@ -107,7 +134,16 @@ def load(path: Path, args: argparse.Namespace) -> Any:
     missing = sorted(info["missing_keys"])
     if missing:
         raise ValueError(f"{path} has no tensor for {', '.join(missing[:3])}{', ...' if missing[3:] else ''}")
-    return model
+    if text is None:
+        return model, getattr(model.hf_quantizer, "report", None)
+    tokenizer = tokenizer_of(path)
+    if tokenizer is None:
+        raise ValueError(f"{path} has no tokenizer, which --calibration needs")
+    batches = windows(tokenizer, text)
+    skip = {"skip": config.skip, "default_skip": config.default_skip}
+    report = quantize_(model.eval(), config.quant_options(), calibration=batches, progress=sys.stderr.isatty(), **skip)
+    model.config.quantization_config = config
+    return model, report
 
 
 def _class_of(transformers: Any, folder: Path) -> Any:

@@ -27,7 +27,7 @@ from w4a8.command.model import HELP, find
 from w4a8.command.report import UsageError, add_json, labelled, show
 from w4a8.command.verify import SUMS, write_sums
 from w4a8.core.words import gigabytes
-from w4a8.formats.packed_directory import METHOD
+from w4a8.quantization.texts import PYDOC, text_of
 
 _SHARD = "2GB"  # of a file: older versions of safetensors copy what they write
 
@@ -36,7 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Of ``w4a8 pack``."""
     parser.add_argument("model", metavar="MODEL", help=HELP)
     parser.add_argument("out", metavar="OUT", type=Path, help="the directory to make")
-    loading.add_options(parser)
+    group = loading.add_options(parser)
+    group.add_argument(
+        "--calibration",
+        metavar="TEXT",
+        help="a text file like what the model will read: layers are rounded for what they see there and lose less; "
+        f"{PYDOC}: the language reference that Python brings along",
+    )
     add_json(parser)
 
 
@@ -49,12 +55,15 @@ def run(args: argparse.Namespace) -> int:
     if out.is_mount() or out == Path.cwd():
         raise UsageError(f"{args.out} is a mount point or the folder that this runs in: name a directory inside")
     path = find(args.model)
-    if loading.method_of(path) == METHOD:
+    if loading.is_packed(path):
         raise UsageError(f"{args.model} is packed already: copy the directory")
+    try:
+        text = None if args.calibration is None else text_of(args.calibration)
+    except OSError as error:
+        raise UsageError(f"--calibration {args.calibration}: {error.strerror}") from None
     os.environ.pop("W4A8_MEMORY", None)  # what is written does not depend on it, and what is read again stays mapped
     with _appearing(out) as folder:
-        model = loading.load(path, args)
-        report = model.hf_quantizer.report
+        model, report = loading.load(path, args, text)
         model.save_pretrained(folder, max_shard_size=_SHARD)
         without = _write_tokenizer(path, folder)
         _compare(model, folder)

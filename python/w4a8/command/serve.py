@@ -25,7 +25,7 @@ from w4a8.command.doctor import VLLM, installed
 from w4a8.command.model import HELP, find, hub_name
 from w4a8.command.report import number
 from w4a8.core.json_fields import json_field, read_json
-from w4a8.formats.packed_directory import METHOD
+from w4a8.formats.packed_directory import is_packed
 from w4a8.formats.rules import config_in, method_of
 from w4a8.integrations.vllm import settings
 from w4a8.integrations.vllm.settings import LM_HEAD_SWITCH
@@ -174,7 +174,7 @@ def _said(rest: Sequence[str], name: str, default: str, read: Callable[[str], An
 def _quantized(folder: Path) -> bool:
     """By a method of which the plugin runs layers."""
     config = config_in(folder)
-    return config is not None and (method_of(config) is not None or config.get("quant_method") == METHOD)
+    return config is not None and (method_of(config) is not None or is_packed(config))
 
 
 def _sizes_of_config(config: Mapping[str, Any]) -> dict[str, Any]:

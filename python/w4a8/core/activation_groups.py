@@ -15,14 +15,10 @@ DEFAULT_ACTIVATION_GROUP = 32
 
 
 def check_activation_group(asked: int | None, group_size: int | None = None) -> None:
-    """Refuses what no matrix can have.
-
-    Args:
-        asked: None (the default), -1, 32, 64 or 128.
-        group_size: of the weights, if it is known: values of k per scale; -1 is channelwise.
+    """Refuses what no matrix can have, and, if ``group_size`` of the weights is known, what does not divide it.
 
     Raises:
-        ValueError: another number, or one that does not divide ``group_size``.
+        ValueError: neither None (the default), -1, 32, 64 nor 128, or one that does not divide ``group_size``.
     """
     if asked is None:
         return

@@ -35,8 +35,6 @@ class Family:
         norms: attributes of a layer.
         one_more: a norm multiplies by 1 + weight. vLLM has a class of norms for it.
         router: attribute of what has experts.
-        routing: "softmax", over all experts, "chosen", over the chosen ones alone, or "sigmoid", with groups. In vLLM
-            layers of experts say it themselves.
         shared: attributes of what has experts in transformers: the expert that all tokens share, its gate; "": none.
     """
 
@@ -52,7 +50,6 @@ class Family:
     norms: Norms = _TWO
     one_more: bool = False
     router: str = "gate"
-    routing: str = "softmax"
     shared: tuple[str, str] = ("", "")
 
     def classes(self, *ends: str) -> tuple[str, ...]:
@@ -76,7 +73,7 @@ FAMILIES = {
         shared=("shared_expert", "shared_expert_gate"),
     ),
     "qwen3_moe": Family("qwen3_moe.Qwen3Moe", experts="SparseMoeBlock", nothing=_CHUNKED),
-    "mixtral": Family("mixtral.Mixtral", (), "MoE", mlp_at="block_sparse_moe", routing="chosen"),
+    "mixtral": Family("mixtral.Mixtral", (), "MoE", mlp_at="block_sparse_moe"),
     "olmoe": Family("olmoe.Olmoe", (), "MoE", refuses=("clip_qkv",)),
     "gpt_oss": Family(
         "gpt_oss.GptOss",
@@ -86,10 +83,7 @@ FAMILIES = {
         "gpt_oss.OAIAttention",
         "attn",
         router="router",
-        routing="chosen",
     ),
     "gemma3_text": Family("gemma3.Gemma3", refuses=("use_bidirectional_attention",), norms=_FOUR, one_more=True),
-    "glm4_moe": Family(
-        "glm4_moe.Glm4Moe", experts="glm4_moe.Glm4MoE", routing="sigmoid", shared=("shared_experts", "")
-    ),
+    "glm4_moe": Family("glm4_moe.Glm4Moe", experts="glm4_moe.Glm4MoE", shared=("shared_experts", "")),
 }

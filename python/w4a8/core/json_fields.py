@@ -32,16 +32,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def json_field(owner: Mapping[str, Any], name: str, kind: type | tuple[type, ...], key: str) -> Any:
-    """A value of a JSON object, or None if it is null or not there.
-
-    Args:
-        owner: the object.
-        name: of the value.
-        kind: what it must be; bool counts as an integer only if it is asked for.
-        key: where the value is, for the message.
+    """A value of a JSON object, or None if it is null or not there; bool counts as an integer only if it is asked for.
 
     Raises:
-        CheckpointError: it is something else.
+        CheckpointError: it is not of ``kind``; names ``key``, where the value is.
     """
     value = owner.get(name)
     kinds = kind if isinstance(kind, tuple) else (kind,)

@@ -8,14 +8,7 @@ _said: set[tuple] = set()
 
 
 def log_once(logger: logging.Logger, level: int, message: str, *args: object) -> None:
-    """Logs a message the first time this logger is given it with these arguments.
-
-    Args:
-        logger: where to log.
-        level: a level of ``logging``.
-        message: a %-format.
-        *args: hashable values for the format.
-    """
+    """Logs a %-format the first time this logger is given it with these arguments, which are hashable."""
     key = (logger.name, level, message, args)
     # A message nobody would see must not use up its one occasion: the level may be raised later.
     if key in _said or not logger.isEnabledFor(level):

@@ -95,8 +95,9 @@ def move_together(
             to = torch.frombuffer(pages, dtype=torch.uint8, count=tensor.numel(), offset=offset)
             moved += tensor.numel()
             put(tensor, to.copy_(tensor.detach()).view(tensor.shape))
-    if moved:
-        _give_back()
+    if moved:  # what the allocator keeps for later goes back to the system, where the C library can do that
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)
     return moved
 
 
@@ -118,12 +119,6 @@ def _mapped_files() -> list[tuple[int, int]]:
     fields = [line.split(maxsplit=5) for line in lines]
     ranges = [field[0].split("-") for field in fields if len(field) == 6 and field[4] != "0"]
     return [(int(begin, 16), int(end, 16)) for begin, end in ranges]
-
-
-def _give_back() -> None:
-    """What the allocator keeps for later goes back to the system, where the C library can do that."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def keeps_files_mapped() -> bool:

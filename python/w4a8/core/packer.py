@@ -74,15 +74,14 @@ class ExpertPacker:
         return (2 if shard == "w13" else 1) * intermediate, self.sizes.hidden
 
     def put(self, expert: int, shard: str, matrix: Matrix, name: str) -> None:
-        """Takes one matrix of one expert, as a reader of a format gives it; it is copied.
+        """Takes one matrix of a whole expert, as a reader of a format gives it; it is copied.
 
         It has a bias if and only if the packer has; gate and up, and all experts, are of one kind.
 
         Args:
             expert: index on this rank.
             shard: ``w1``, ``w2``, ``w3``, or ``w13`` for a fused one.
-            matrix: of the whole expert.
-            name: for errors.
+            matrix, name: the matrix, and its name for errors.
 
         Raises:
             ValueError: a matrix of another size, groups or kind, or a shard that the layer does not have.

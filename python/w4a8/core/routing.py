@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import IntEnum
+from typing import Any, NamedTuple
 
 import torch
 
@@ -135,6 +136,39 @@ _METHODS = {
 ROUTING_METHODS = frozenset(_METHODS)
 
 
+class Router(NamedTuple):
+    """How logits become experts and weights, beside the number of experts and the values of a bias.
+
+    Every reader of a model makes one: of the keys of a GGUF file, of a config.json, of a config of transformers.
+
+    Attributes:
+        routing_method: scoring function and renormalization.
+        num_expert_group, topk_group: groups of neighbouring experts, and how many a token keeps; None for no groups.
+        routed_scaling_factor: multiplies the weights, last.
+        has_correction_bias: scores get an ``e_score_correction_bias`` for selecting.
+        apply_router_weight_on_input: the weights multiply the input of the experts.
+    """
+
+    routing_method: RoutingMethodType
+    num_expert_group: int | None = None
+    topk_group: int | None = None
+    routed_scaling_factor: float = 1.0
+    has_correction_bias: bool = False
+    apply_router_weight_on_input: bool = False
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Of the operators ``topk_routing`` and ``decoder_add_experts``, by name; a bias comes beside them."""
+        scoring_func, renormalize = _METHODS[self.routing_method]
+        return {
+            "scoring_func": scoring_func,
+            "renormalize": renormalize,
+            "num_expert_group": self.num_expert_group,
+            "topk_group": self.topk_group,
+            "routed_scaling_factor": self.routed_scaling_factor,
+        }
+
+
 def route(
     routing_method: RoutingMethodType,
     hidden_states: torch.Tensor,
@@ -145,24 +179,11 @@ def route(
     e_score_correction_bias: torch.Tensor | None = None,
     routed_scaling_factor: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`select_experts` with the scoring function and the renormalization of a routing method.
+    """As :func:`select_experts`, with the scoring function and the renormalization of one of ROUTING_METHODS.
 
-    Groups, a correction bias and a scaling factor are honoured whenever they are given, with every method: DeepSeek-V2
-    is Default with groups, for example. That Llama4's weights go into the input is the layer's
+    Groups, a correction bias and a scaling factor (None is 1) are honoured whenever they are given, with every method:
+    DeepSeek-V2 is Default with groups, for example. That Llama4's weights go into the input is the layer's
     ``apply_router_weight_on_input``.
-
-    Args:
-        routing_method: one of ROUTING_METHODS.
-        hidden_states: [T, H].
-        router_logits: [T, E].
-        top_k: experts per token.
-        num_expert_group: None for no groups.
-        topk_group: groups that are kept.
-        e_score_correction_bias: [E] or None.
-        routed_scaling_factor: None is 1.
-
-    Returns:
-        Weights float32 [T, top_k] and global expert indices int32 [T, top_k].
 
     Raises:
         ValueError: a method that says nothing of the arithmetic (Unspecified, Custom).

@@ -121,12 +121,7 @@ class MatrixStack:
         """Copies a matrix to rows [row, row + its rows) of an expert; it has a bias if and only if the stack has.
 
         A matrix without zero points beside others that have them gets the middle everywhere, which is the same.
-
-        Args:
-            expert: index.
-            row: of the stack.
-            matrix: of the same columns, groups and kind.
-            has_bias: False puts zeros in place of the bias: another rank adds it.
+        ``has_bias`` False puts zeros in place of the bias: another rank adds it.
 
         Raises:
             ValueError: a matrix of another shape, or of another kind than those before, or one that completes an

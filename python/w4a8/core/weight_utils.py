@@ -11,10 +11,6 @@ import torch
 def set_weight_attrs(weight: torch.Tensor, weight_attrs: Mapping[str, Any] | None) -> None:
     """Sets attributes on a parameter, each for the first time.
 
-    Args:
-        weight: the parameter.
-        weight_attrs: names and values; None for none.
-
     Raises:
         ValueError: the parameter already has one of them.
     """

@@ -42,11 +42,7 @@ def packing_of(packing: str) -> tuple[str, int] | None:
 
 
 def from_auto_round(tensors: Tensors, name: str, group_size: int, symmetric: bool, packing: str) -> Matrix:
-    """A matrix of an AutoRound checkpoint: :func:`from_awq`, or :func:`from_gptq` without ``g_idx``.
-
-    Args:
-        tensors, name, group_size, symmetric: as there.
-        packing: the configuration's ``packing_format``, such as ``auto_round:auto_gptq``.
+    """A matrix of AutoRound: :func:`from_awq`, or :func:`from_gptq` without ``g_idx``, as ``packing_format`` says.
 
     Raises:
         ValueError: an unknown packing, and as there.

@@ -156,15 +156,10 @@ def _args(entry: Mapping[str, Any]) -> QuantizationArgs:
 
 
 def scheme_of_args(format_: object, weights: Any, inputs: Any, key: str) -> Scheme:
-    """How weights are stored of which QuantizationArgs are known.
-
-    Args:
-        format_: of the group of modules, or of the whole checkpoint.
-        weights, inputs: QuantizationArgs, compressed-tensors' own or this package's; inputs None: not quantized.
-        key: of the group, for errors.
+    """The scheme of QuantizationArgs, compressed-tensors' own or this package's; inputs None: not quantized.
 
     Raises:
-        CheckpointError: weights or inputs that the operators do not have; names the key.
+        CheckpointError: weights or inputs that the operators do not have; names ``key``, of the group.
     """
     check_field(format_ in _FORMATS, f"format of {key}", format_, f"one of {', '.join(map(repr, _FORMATS))}")
     block, where = _BLOCKS.get(format_), f"{key}.weights"

@@ -124,6 +124,12 @@ def parts_of(form: str, bits: int) -> tuple[Part, ...]:
 
 
 @cache
+def all_suffixes() -> tuple[str, ...]:
+    """Last parts of the names of all tensors that a module may have in some format."""
+    return (*quantized_suffixes(), "scales", "weight", "bias")
+
+
+@cache
 def quantized_suffixes() -> tuple[str, ...]:
     """What only a quantized module has. (Layers of other kinds may have ``scales``; ``weight`` says nothing.)"""
     suffixes = (part.suffix for each in FORMATS.values() for part in each.parts)

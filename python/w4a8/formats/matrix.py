@@ -10,17 +10,10 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def take(tensors: Tensors, name: str, suffix: str, dtypes: tuple[torch.dtype, ...], dim: int) -> torch.Tensor:
-    """A tensor that must be there.
-
-    Args:
-        tensors: of the matrix, by the last part of their names.
-        name: of the matrix.
-        suffix: which one.
-        dtypes: that it may have.
-        dim: number of its dimensions.
+    """A tensor of a matrix that must be there, by the last part of its name.
 
     Raises:
-        ValueError: it is missing, of another dtype or number of dimensions, or empty.
+        ValueError: it is missing, of none of ``dtypes``, not of ``dim`` dimensions, or empty.
     """
     tensor = tensors.get(suffix)
     if tensor is None:
@@ -83,16 +76,10 @@ def take_bias(tensors: Tensors, name: str, rows: int) -> torch.Tensor | None:
 
 
 def checked_zeros(zeros: torch.Tensor, name: str, suffix: str, symmetric: bool, bits: int = 4) -> torch.Tensor | None:
-    """Zero points as uint8, None if all are in the middle of the codes: 8, or 128 of 8 bits.
-
-    Args:
-        zeros: integers [N, G].
-        name, suffix: of the tensor that they come from.
-        symmetric: what the configuration says: all are in the middle.
-        bits: of a code, 4 or 8.
+    """Zero points [N, G] as uint8; None if all are in the middle of codes of 4 or 8 bits: 8, or 128.
 
     Raises:
-        ValueError: one is no code, or not the middle although the configuration says so.
+        ValueError: one is no code, or not the middle although the configuration says ``symmetric``.
     """
     if zeros.is_meta:
         return None if symmetric else zeros.to(torch.uint8).contiguous()
@@ -119,12 +106,7 @@ def check_g_idx(tensors: Tensors, name: str, suffix: str, features: int, group_s
 
 
 def check_consecutive(g_idx: torch.Tensor, name: str, width: int | None = None) -> None:
-    """Checks that groups are consecutive input features.
-
-    Args:
-        g_idx: integers [K], the group of each input feature.
-        name: of the tensor, for errors.
-        width: of a group; None: what divides K into as many groups as there are numbers.
+    """Checks that ``g_idx``, integers [K], has groups of ``width`` consecutive input features; None: of any one width.
 
     Raises:
         ValueError: there is none, or they are not, or of several widths: activation order is not supported.

@@ -26,15 +26,10 @@ def checked_block_scales(scales: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def checked_global_scale(scale: torch.Tensor, name: str, reciprocal: bool) -> torch.Tensor:
-    """What the scales of all blocks are multiplied by, float32 [1].
-
-    Args:
-        scale: float32 [] or [1].
-        name: of the tensor, for errors.
-        reciprocal: scales are to be divided by it. 1 / scale is rounded to float32, once.
+    """What the scales of all blocks are multiplied by, float32 [1]; ``reciprocal``: 1 / scale, rounded to float32 once.
 
     Raises:
-        ValueError: another shape, or a number that is not finite or whose reciprocal is not.
+        ValueError: another shape than [] or [1], or a number that is not finite or whose reciprocal is not.
     """
     if scale.numel() != 1 or scale.dim() > 1:
         raise ValueError(f"{name}: shape {tuple(scale.shape)}, but one number is expected")

@@ -42,6 +42,11 @@ class PackedTensor:
 Parts = Mapping[str, PackedTensor]
 
 
+def is_packed(config: Mapping[str, Any] | None) -> bool:
+    """Whether a quantization_config is that of a directory of packed weights."""
+    return config is not None and config.get("quant_method") == METHOD
+
+
 def check_stated(method: object, kind: object, version: object) -> None:
     """Raises ValueError if a quantization_config is of another method, format or version than this package reads."""
     if (method, kind, version) != (METHOD, FORMAT, VERSION):
@@ -52,15 +57,10 @@ def check_stated(method: object, kind: object, version: object) -> None:
 
 
 def check_listed(listed: object, found: Collection[str], where: str) -> None:
-    """Compares the tensors in files with those that config.json lists (older directories have no list).
-
-    Args:
-        listed: ``packed`` of the quantization_config.
-        found: names of all tensors in the files.
-        where: of the files, for the message.
+    """Compares the tensors in files with ``packed`` of the quantization_config (older directories have no list).
 
     Raises:
-        ValueError: one is not there; names it.
+        ValueError: one is not in the files; names it, and ``where`` they are.
     """
     if listed is None:
         return
@@ -75,10 +75,6 @@ def packed_tensors(
     slices: Iterable[tuple[str, Any]], leaves: Collection[str] = STANDS_FOR.keys()
 ) -> dict[str, dict[str, PackedTensor]]:
     """Module -> last part of the name -> packed tensor, of safetensors' slices by name; of others nothing is read.
-
-    Args:
-        slices: name and lazy tensor.
-        leaves: last parts of names of packed tensors.
 
     Raises:
         ValueError: a tensor of such a name is no packed matrix, or stack of them; names it.

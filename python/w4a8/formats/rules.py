@@ -75,12 +75,14 @@ def method_of(config: Mapping[str, Any]) -> str | None:
     return name if name in RULES else None
 
 
-def find_config(config: Mapping[str, Any], directory: Path | None = None) -> Mapping[str, Any]:
-    """The quantization_config in config.json, which may state it for the text part of a larger model.
+def are_stacked(rules: Rules) -> bool:
+    """Whether one tensor has the codes of all experts of a layer."""
+    default = getattr(rules, "default", None)
+    return isinstance(default, Scheme) and default.facts.is_stacked
 
-    Args:
-        config: the object in config.json.
-        directory: of the checkpoint, whose other files are looked at if config.json has none (:func:`older_config`).
+
+def find_config(config: Mapping[str, Any], directory: Path | None = None) -> Mapping[str, Any]:
+    """The quantization_config in config.json, of the whole model or of its text part, or in an older file beside it.
 
     Raises:
         CheckpointError: there is none.
@@ -131,17 +133,11 @@ def scheme_of(
     suffixes: Collection[str],
     is_int8: Callable[[], bool] = lambda: False,
 ) -> Scheme | LeftOut:
-    """How a module is stored whose tensors are known.
+    """How a module is stored that has tensors with these last parts of their names.
 
     Files decide whether a module is quantized: where methods name what is left out, they do so by parts of names, and
-    differently from version to version.
-
-    Args:
-        rules: of the checkpoint.
-        module: its name.
-        suffixes: last parts of the names of its tensors.
-        is_int8: whether the tensor ``weight`` is; asked where nothing else says that a module is quantized whose codes
-            it may be.
+    differently from version to version. ``is_int8``, whether ``weight`` is, is asked where nothing else says that a
+    module is quantized whose codes it may be.
     """
     found = rules.of(module)
     quantized = any(suffix in suffixes for suffix in quantized_suffixes())

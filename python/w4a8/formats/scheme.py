@@ -106,12 +106,7 @@ class Scheme:
         return tuple(part.suffix for part in self.parts if not self.requires(part))
 
     def shape(self, codes: tuple[int, ...], name: str, weight_shape: torch.Tensor | None = None) -> tuple[int, int]:
-        """(N, K) of a module.
-
-        Args:
-            codes: shape of the tensor of codes.
-            name: of the module, for errors.
-            weight_shape: the tensor of this name, if the format has one.
+        """(N, K) of a module, by the shape of its codes, or the tensor ``weight_shape`` if the format has one.
 
         Raises:
             ValueError: a tensor that has no such shape; names it.
@@ -122,11 +117,7 @@ class Scheme:
         return features(codes, name)
 
     def read(self, tensors: Tensors, name: str) -> Matrix:
-        """The matrix of a module, once all of its tensors are there that are :attr:`required`.
-
-        Args:
-            tensors: by the last part of their names; others are not looked at.
-            name: of the module, for errors.
+        """The matrix of a module, once all of its :attr:`required` tensors are there; others are not looked at.
 
         Raises:
             ValueError: a tensor is missing, has another dtype or shape, or values that this format does not have;
@@ -137,11 +128,7 @@ class Scheme:
         return self.facts.read(tensors, name, self)
 
     def check_zero_points(self, tensor: torch.Tensor, name: str) -> None:
-        """Looks at zero points of a symmetric scheme, without which a matrix is read if they come late.
-
-        Args:
-            tensor: ``qzeros``.
-            name: of the matrix, for errors.
+        """Looks at ``qzeros`` of a symmetric scheme, without which a matrix is read if they come late.
 
         Raises:
             ValueError: another dtype or number of dimensions, or one that is not in the middle of the codes.

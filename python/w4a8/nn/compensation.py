@@ -201,7 +201,8 @@ class _Rounding:
             return _nearest_e2m1(x)
         if zero is not None:
             return torch.minimum(torch.maximum(x.round_(), -zero), 15 - zero)
-        return x.round_().clamp_(-8, 7)
+        middle = Kind(self.options.values).middle
+        return x.round_().clamp_(-middle, middle - 1)
 
     def _pass_on(self, first: int, last: int, begin: int, end: int) -> None:
         """Subtracts the errors of some columns from later ones."""
@@ -213,17 +214,18 @@ class _Rounding:
         return (self.values.unflatten(0, (-1, self.group)) * self.scales.unsqueeze(1)).flatten(0, 1).T.contiguous()
 
     def matrix(self, bias: torch.Tensor | None) -> Matrix:
-        """The codes, packed two to a byte."""
+        """The codes, those of 4 bits two to a byte."""
+        kind = Kind(self.options.values)
         values = self.values.unflatten(0, (-1, self.group))
-        if self.options.values == Kind.E2M1:
+        if kind == Kind.E2M1:
             codes = torch.bucketize(values.abs(), _E2M1) + 8 * (values < 0)
         else:
-            codes = values + (8 if self.zeros is None else self.zeros.unsqueeze(1))
+            codes = values + (kind.middle if self.zeros is None else self.zeros.unsqueeze(1))
         codes = codes.flatten(0, 1).T.to(torch.uint8)
-        codes = (codes[:, ::2] | codes[:, 1::2] << 4).contiguous()
+        codes = (codes[:, ::2] | codes[:, 1::2] << 4 if kind.bits == 4 else codes).contiguous()
         scales = self.scales.T.contiguous().to(self.options.scale_dtype)
         zeros = None if self.zeros is None else self.zeros.T.to(torch.uint8).contiguous()
-        return Matrix(codes, scales, zeros, self.options.values, bias)
+        return Matrix(codes, scales, zeros, kind, bias)
 
 
 def _nearest_e2m1(x: torch.Tensor) -> torch.Tensor:

@@ -44,8 +44,8 @@ class W4A8Linear(PackedLinear):
         importance: torch.Tensor | None = None,
         inputs: Inputs | None = None,
         **fields: Any,
-    ) -> W4A8Linear:
-        """Quantizes a layer (docs/quantization.md, "Rounding").
+    ) -> W4A8Linear | W8A8Linear:
+        """Quantizes a layer (docs/quantization.md, "Rounding"); of ``int8`` it is a :class:`W8A8Linear`.
 
         Args:
             linear: with any floating point weight. It is left alone. One on the meta device gives one there.
@@ -64,7 +64,8 @@ class W4A8Linear(PackedLinear):
             matrix = round_weight(linear.weight, options, linear.bias, importance)
         else:
             matrix, _ = round_compensated(linear.weight, options, inputs, linear.bias)
-        return cls.from_matrix(matrix, options.scale_dtype, activation_group=options.activation_group)
+        layer = W8A8Linear if matrix.kind == Kind.INT8 else cls
+        return layer.from_matrix(matrix, options.scale_dtype, activation_group=options.activation_group)
 
     @classmethod
     def from_compressed_tensors(
@@ -87,10 +88,9 @@ class W4A8Linear(PackedLinear):
             weight_shape: (N, K); None is that of the weight, with K = 8 times the words of a row.
             bias: [N] or None.
             weight_zero_point: int32 [ceil(N/8), K/g] (pack-quantized) or int8 [N, K/g] in [-8, 7]; None if symmetric.
-            scale_dtype: float32, bfloat16 or float16, that scales are rounded to; if not given, the type of the fewest
-                bytes that holds them exactly: bfloat16, float16 or float32.
-            activation_group: as in :class:`QuantOptions`, but None is -1 for int-quantized: as W4A8 checkpoints are
-                stored, which say that inputs are quantized per token.
+            scale_dtype: as in :meth:`from_matrix`.
+            activation_group: as in :meth:`from_matrix`, but None is -1 for int-quantized: W4A8 checkpoints say that
+                inputs are quantized per token.
 
         Raises:
             ValueError: the tensors do not fit each other, values are outside [-8, 7], or a scale is not finite.
@@ -116,6 +116,10 @@ class W4A8Linear(PackedLinear):
             activation_group = PER_TOKEN
         return cls.from_matrix(matrix, scale_dtype, activation_group=activation_group)
 
+    # Of the tensors of one matrix, by the last part of their names, as the reader of the format has them. ``name`` is
+    # for errors, ``**how`` as in from_matrix. Raise ValueError: a tensor is missing, has another dtype or shape, or
+    # values that the format does not have.
+
     @classmethod
     def from_gptq(
         cls,
@@ -125,25 +129,10 @@ class W4A8Linear(PackedLinear):
         symmetric: bool = True,
         version: int = 1,
         name: str = "layer",
-        scale_dtype: torch.dtype | None = None,
-        activation_group: int | None = None,
+        **how: Any,
     ) -> W4A8Linear:
-        """A layer of a GPTQ checkpoint.
-
-        Args:
-            tensors: ``qweight``, ``qzeros``, ``scales``, ``g_idx``, ``bias``: see :func:`w4a8.formats.from_gptq`.
-            group_size: input features per scale; -1 is one group.
-            symmetric: the configuration's ``sym``: zero points are 8.
-            version: 1, or 2 for ``checkpoint_format: gptq_v2``.
-            name: of the layer, for errors.
-            scale_dtype: as in :meth:`from_compressed_tensors`.
-            activation_group: as in :class:`QuantOptions`.
-
-        Raises:
-            ValueError: a tensor is missing, has another dtype or shape, or values that this format does not have.
-        """
-        matrix = from_gptq(tensors, name, group_size, symmetric, version)
-        return cls.from_matrix(matrix, scale_dtype, activation_group=activation_group)
+        """A layer of a GPTQ checkpoint: :func:`w4a8.formats.from_gptq`; ``**how`` as in :meth:`from_matrix`."""
+        return cls.from_matrix(from_gptq(tensors, name, group_size, symmetric, version), **how)
 
     @classmethod
     def from_awq(
@@ -153,16 +142,10 @@ class W4A8Linear(PackedLinear):
         *,
         symmetric: bool = False,
         name: str = "layer",
-        scale_dtype: torch.dtype | None = None,
-        activation_group: int | None = None,
+        **how: Any,
     ) -> W4A8Linear:
-        """A layer of an AWQ checkpoint; ``tensors`` are ``qweight``, ``qzeros``, ``scales``, ``bias``.
-
-        ``symmetric`` is ``zero_point: false``; the rest as in :meth:`from_gptq`, and see
-        :func:`w4a8.formats.from_awq`.
-        """
-        matrix = from_awq(tensors, name, group_size, symmetric)
-        return cls.from_matrix(matrix, scale_dtype, activation_group=activation_group)
+        """A layer of an AWQ checkpoint: :func:`w4a8.formats.from_awq`; ``**how`` as in :meth:`from_matrix`."""
+        return cls.from_matrix(from_awq(tensors, name, group_size, symmetric), **how)
 
     @classmethod
     def from_auto_round(
@@ -173,57 +156,38 @@ class W4A8Linear(PackedLinear):
         symmetric: bool = True,
         packing: str = "auto_round:auto_gptq",
         name: str = "layer",
-        scale_dtype: torch.dtype | None = None,
-        activation_group: int | None = None,
+        **how: Any,
     ) -> W4A8Linear:
-        """A layer of an AutoRound checkpoint of some ``packing_format``; the rest as in :meth:`from_gptq`."""
-        matrix = from_auto_round(tensors, name, group_size, symmetric, packing)
-        return cls.from_matrix(matrix, scale_dtype, activation_group=activation_group)
+        """A layer of AutoRound: :func:`w4a8.formats.from_auto_round`; ``**how`` as in :meth:`from_matrix`."""
+        return cls.from_matrix(from_auto_round(tensors, name, group_size, symmetric, packing), **how)
 
     @classmethod
-    def from_mxfp4(
-        cls,
-        tensors: Mapping[str, torch.Tensor],
-        *,
-        name: str = "layer",
-        scale_dtype: torch.dtype | None = None,
-        activation_group: int | None = None,
-    ) -> W4A8Linear:
-        """A layer of MXFP4's tensors.
+    def from_mxfp4(cls, tensors: Mapping[str, torch.Tensor], *, name: str = "layer", **how: Any) -> W4A8Linear:
+        """A layer in MXFP4; ``**how`` as in :meth:`from_matrix`.
+
+        Scales stay e8m0, a byte as in the file (of one group in a row bfloat16), if no ``scale_dtype`` is given.
 
         Args:
-            tensors: ``blocks``, ``scales``, ``bias``, as gpt-oss has them: see :func:`w4a8.formats.from_mxfp4`; or
-                ``weight_packed``, ``weight_scale``, ``bias``, as compressed-tensors has: see
-                :func:`w4a8.formats.from_mxfp4_pack_quantized`; or ``weight``, ``weight_scale``, ``bias``, as AMD Quark
-                has: see :func:`w4a8.formats.from_quark_mxfp4`.
+            tensors: of gpt-oss :func:`w4a8.formats.from_mxfp4`; with ``weight_packed`` of compressed-tensors
+                :func:`w4a8.formats.from_mxfp4_pack_quantized`; with ``weight`` and ``weight_scale`` of AMD Quark
+                :func:`w4a8.formats.from_quark_mxfp4`.
             name: of the layer, for errors.
-            scale_dtype: as in :meth:`from_compressed_tensors`; if not given, e8m0, a byte as in the file (of one group
-                in a row bfloat16).
-            activation_group: as in :class:`QuantOptions`.
-
-        Raises:
-            ValueError: a tensor is missing, has another dtype or shape, or values that this format does not have.
         """
         read = from_mxfp4
         if "weight_scale" in tensors:
             read = from_mxfp4_pack_quantized if "weight_packed" in tensors else from_quark_mxfp4
-        return cls.from_matrix(read(tensors, name), scale_dtype, activation_group=activation_group)
+        return cls.from_matrix(read(tensors, name), **how)
 
     @classmethod
     def from_nvfp4(
         cls, tensors: Mapping[str, torch.Tensor], *, name: str = "layer", activation_group: int | None = None
     ) -> W4A8Linear:
-        """A layer of NVFP4's tensors.
+        """A layer in NVFP4; ``activation_group`` as in :meth:`from_matrix`.
 
         Args:
-            tensors: ``weight``, ``weight_scale``, ``weight_scale_2``, ``bias``, as nvidia-modelopt has them: see
-                :func:`w4a8.formats.from_nvfp4`; or ``weight_packed``, ``weight_scale``, ``weight_global_scale``,
-                ``bias``, as compressed-tensors has: see :func:`w4a8.formats.from_nvfp4_pack_quantized`.
+            tensors: of nvidia-modelopt :func:`w4a8.formats.from_nvfp4`; with ``weight_packed`` of compressed-tensors
+                :func:`w4a8.formats.from_nvfp4_pack_quantized`.
             name: of the layer, for errors.
-            activation_group: as in :class:`QuantOptions`.
-
-        Raises:
-            ValueError: a tensor is missing, has another dtype or shape, or values that this format does not have.
         """
         read = from_nvfp4_pack_quantized if "weight_packed" in tensors else from_nvfp4
         return cls.from_matrix(read(tensors, name), activation_group=activation_group)
@@ -237,7 +201,11 @@ class W8A8Linear(PackedLinear):
         return {"packed": {**super().packed_shapes()["packed"], "values": Kind.INT8.value}}
 
 
+def linear_class(kind: str) -> type[W4A8Linear] | type[W8A8Linear]:
+    """Of layers whose codes are of a :class:`Kind`."""
+    return W8A8Linear if kind == Kind.INT8 else W4A8Linear
+
+
 def linear_from_matrix(matrix: Matrix, activation_group: int | None = None) -> W4A8Linear | W8A8Linear:
     """The layer of what a reader of a format gives; ``activation_group`` as in :meth:`PackedLinear.from_matrix`."""
-    layer = W8A8Linear if matrix.kind == Kind.INT8 else W4A8Linear
-    return layer.from_matrix(matrix, activation_group=activation_group)
+    return linear_class(matrix.kind).from_matrix(matrix, activation_group=activation_group)

@@ -23,15 +23,19 @@ class QuantOptions:
 
     Attributes:
         group_size: weights that share a scale, 16 or a multiple of 32; -1 is one scale for each output feature.
-        scale_dtype: of the weights' scales: float32 or bfloat16, as a torch.dtype or by name.
+        scale_dtype: of the weights' scales: float32 or bfloat16, as a torch.dtype or by name. None: float32, or with
+            ``bits`` bfloat16.
         effort: 0 to 2: how long scales, and zero points, with a small squared error are searched for. 0 is a rule for
             each group; 1 and 2 never lose more than that in any group, and take 1 to 5 ns more per weight and thread.
         symmetric: False: int4 values get a zero point for each group, one byte more; better where the weights of a
             group are not spread evenly around 0.
-        values: ``int4``, or ``e2m1`` for the numbers of MXFP4 (then ``symmetric``), with scales of any value.
+        values: ``int4``, ``int6`` or ``int8``, or ``e2m1`` for the numbers of MXFP4, with scales of any value. All but
+            ``int4`` are ``symmetric``.
         activation_group: values of k of an input that share a scale when it is quantized to int8: 32, 64 or 128 that
             divides the group, or the input size in groups of 16; -1, all of a row, which costs more quality and less
             time. None: 32, or -1 of a matrix that 32 does not fit.
+        bits: of a weight of a model on average, scales included: matrices that matter more get zero points, int6 or
+            int8 instead of ``values``. None, as for a single layer: all get ``values``.
 
     Raises:
         TypeError: an option that there is not; ``group_size`` is no int or ``symmetric`` no bool.
@@ -39,17 +43,22 @@ class QuantOptions:
     """
 
     group_size: int = DEFAULT_GROUP_SIZE
-    scale_dtype: torch.dtype = torch.float32
+    scale_dtype: torch.dtype | None = None
     effort: int = DEFAULT_EFFORT
     symmetric: bool = True
     values: str = "int4"
     activation_group: int | None = None
+    bits: float | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.group_size, bool) or not isinstance(self.group_size, int):
             raise TypeError(f"group_size is {self.group_size!r}, expected an int")
         if not is_group_size(self.group_size):
             raise ValueError(f"group_size is {self.group_size}, expected -1, {GROUP_SIZES}")
+        if self.bits is not None and (isinstance(self.bits, bool) or not isinstance(self.bits, (int, float))):
+            raise TypeError(f"bits is {self.bits!r}, expected a number")
+        if self.scale_dtype is None:
+            object.__setattr__(self, "scale_dtype", torch.float32 if self.bits is None else torch.bfloat16)
         dtype = _SCALE_DTYPES.get(str(self.scale_dtype).removeprefix("torch."))
         if dtype is None:
             raise ValueError(f"scale_dtype is {self.scale_dtype}, expected torch.float32 or torch.bfloat16")
@@ -57,10 +66,10 @@ class QuantOptions:
         check_effort(self.effort)
         if not isinstance(self.symmetric, bool):
             raise TypeError(f"symmetric is {self.symmetric!r}, expected True or False")
-        if self.values not in ("int4", "e2m1"):
-            raise ValueError(f"values is {self.values!r}, expected 'int4' or 'e2m1'")
-        if self.values == "e2m1" and not self.symmetric:
-            raise ValueError("symmetric is False, expected True for values = 'e2m1', which have no zero points")
+        if self.values not in ("int4", "e2m1", "int6", "int8"):
+            raise ValueError(f"values is {self.values!r}, expected 'int4', 'e2m1', 'int6' or 'int8'")
+        if self.values != "int4" and not self.symmetric:
+            raise ValueError(f"symmetric is False, expected True for values = {self.values!r}: no zero points are made")
         check_activation_group(self.activation_group, self.group_size)
 
     @classmethod
@@ -81,11 +90,12 @@ class QuantOptions:
     @property
     def most_in_features(self) -> int:
         """The largest K that the operators take."""
-        return 1 << 20 if self.symmetric and self.values == "int4" else 1 << 19
+        return 1 << {"e2m1": 19, "int6": 18, "int8": 16}.get(self.values, 20 if self.symmetric else 19)
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON has them: the constructor takes them again."""
-        return {**asdict(self), "scale_dtype": str(self.scale_dtype).removeprefix("torch.")}
+        found = {**asdict(self), "scale_dtype": str(self.scale_dtype).removeprefix("torch.")}
+        return found if self.bits is not None else {key: value for key, value in found.items() if key != "bits"}
 
 
 def check_effort(effort: int) -> None:

@@ -51,8 +51,10 @@ def group_of(weight: torch.Tensor, options: QuantOptions) -> int:
     """Values of k per scale of a matrix [N, K].
 
     Raises:
-        ValueError: that does not divide K.
+        ValueError: that does not divide K, or the options have ``bits``.
     """
+    if options.bits is not None:
+        raise ValueError(f"bits is {options.bits}, expected None: of one matrix there is no average")
     k = weight.shape[1]
     group = k if options.group_size == -1 else options.group_size
     if group <= 0 or k % group != 0:

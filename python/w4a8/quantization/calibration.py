@@ -22,7 +22,23 @@ Found = Any
 Round = Callable[[Job, Found], None]
 
 
-def round_in_turn(model: torch.nn.Module, jobs: Iterable[Job], batches: Iterable[Any], round_job: Round) -> None:
+def batches_of(calibration: Iterable[Any]) -> list[Any]:
+    """The batches of a calibration: a tensor, or a tuple or list of arguments, or a dict of named ones, each.
+
+    Raises:
+        ValueError: there are none.
+        TypeError: ``calibration`` is a batch itself.
+    """
+    if isinstance(calibration, (torch.Tensor, Mapping, str)):
+        name = type(calibration).__name__
+        raise TypeError(f"calibration is a {name}, expected a list of batches: [calibration] of one")
+    batches = list(calibration)
+    if not batches:
+        raise ValueError("calibration has no batches, expected one or more")
+    return batches
+
+
+def round_in_turn(model: torch.nn.Module, jobs: Iterable[Job], batches: list[Any], round_job: Round) -> None:
     """Runs the model on batches, and rounds each job when its inputs are known.
 
     The model is run unit by unit: a unit is an element of a ``ModuleList``, as a decoder layer is, or a layer by
@@ -33,19 +49,11 @@ def round_in_turn(model: torch.nn.Module, jobs: Iterable[Job], batches: Iterable
     Args:
         model: is changed by ``round_job`` alone.
         jobs: of its plan.
-        batches: a tensor, or a tuple or list of arguments, or a dict of named ones, each; none of these itself.
+        batches: of :func:`batches_of`.
         round_job: called for each job with :class:`Inputs` of a linear layer, :class:`ExpertRows` of experts, or None
             if no batch reaches it.
-
-    Raises:
-        ValueError: there are no batches.
-        TypeError: ``batches`` is a batch.
     """
-    if isinstance(batches, (torch.Tensor, Mapping, str)):
-        raise TypeError(f"calibration is a {type(batches).__name__}, expected a list of batches: [calibration] of one")
-    runner = _Runner(model, list(batches), list(jobs))
-    if not runner.batches:
-        raise ValueError("calibration has no batches, expected one or more")
+    runner = _Runner(model, batches, list(jobs))
     with torch.no_grad():
         runner.record()
         for unit in runner.units:
@@ -104,9 +112,9 @@ class _Runner:
                 stack.enter_context(_watching(unit.module, before, after))
                 for job in unit.jobs:
                     see = lambda args, unit=unit, job=job: inputs[id(unit)].append((job, args[0]))  # noqa: E731
-                    for module in _watched(job):
+                    for module in watched(job):
                         stack.enter_context(_watching(module, see))
-            _call(self.model, self.batches[0])
+            call(self.model, self.batches[0])
         times = Counter(id(unit) for unit, _ in calls)
         last: _Unit | None = None
         for unit, first in calls:
@@ -148,14 +156,14 @@ class _Runner:
                 calls: list[torch.Tensor] = []
                 found[id(stage[0])].append(calls)
                 keep = lambda args, calls=calls: calls.append(args[0].detach().clone())  # noqa: E731
-                watchers += [(module, keep) for module in _watched(stage[0])]
+                watchers += [(module, keep) for module in watched(stage[0])]
             given.append(self._run(unit, i, self.exact, watchers))
         self.exact = given
         return found
 
     def _inputs(self, unit: _Unit, job: Job, exact: list[list[torch.Tensor]]) -> Found:
         """What goes into a job behind whatever is rounded; None for nothing."""
-        modules = _watched(job)
+        modules = watched(job)
         found = Inputs.none(modules[0].in_features) if job.kind == "linear" else ExpertRows()
         for i in range(len(self.batches)):
             seen = 0
@@ -199,7 +207,7 @@ class _Runner:
             for module, hook in watchers:
                 stack.enter_context(_watching(module, hook))
             with suppress(_Enough):
-                _call(self.model, self.batches[batch])
+                call(self.model, self.batches[batch])
         return given
 
 
@@ -237,7 +245,7 @@ def _find_stages(unit: _Unit, inputs: list[tuple[Job, Any]]) -> None:
         last = rows
 
 
-def _watched(job: Job) -> list[torch.nn.Module]:
+def watched(job: Job) -> list[torch.nn.Module]:
     """The modules that are called with the inputs of a job: of listed experts the gate of each."""
     owner, _ = job.places[0]
     if job.kind == "listed":
@@ -296,10 +304,8 @@ def _watching(
         yield
 
 
-def _call(model: torch.nn.Module, batch: Any) -> None:
+def call(model: torch.nn.Module, batch: Any) -> Any:
+    """What a model answers to a batch: a tensor, a tuple or list of arguments, or a dict of named ones."""
     if isinstance(batch, Mapping):
-        model(**batch)
-    elif isinstance(batch, (tuple, list)):
-        model(*batch)
-    else:
-        model(batch)
+        return model(**batch)
+    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)

@@ -18,7 +18,7 @@ import torch
 
 from w4a8.core.activation import OWN_NUMBERS, GateNumbers
 from w4a8.core.experts import gate_and_up
-from w4a8.core.routing import RoutingMethodType, route
+from w4a8.core.routing import select_experts
 from w4a8.nn import QuantOptions, W4A8Experts
 from w4a8.nn.experts import RoundExpert
 from w4a8.ops import Activation
@@ -355,8 +355,7 @@ class _SoftmaxBlock:
         router_logits = self.gate(tokens)
         # Mixtral has no such attribute and always normalizes.
         renormalize = getattr(self, "norm_topk_prob", True)
-        method = RoutingMethodType.Renormalize if renormalize else RoutingMethodType.Default
-        weights, ids = route(method, tokens, router_logits, self.top_k)
+        weights, ids = select_experts(tokens, router_logits, self.top_k, False, renormalize)
         out = self.experts(tokens, ids, weights)
         if hasattr(self, "shared_expert"):
             out = out + torch.sigmoid(self.shared_expert_gate(tokens)) * self.shared_expert(tokens)

@@ -43,12 +43,14 @@ class Job:
         names: of the module in the model; a shared one has several.
         places: owner and key under which it is found; for ``listed`` the block itself, which stays.
         matrices: how many will be packed.
+        options: what they are rounded to.
     """
 
     kind: str
     names: list[str]
     places: list[tuple[torch.nn.Module, str]]
     matrices: int = 1
+    options: QuantOptions = field(default_factory=QuantOptions)
 
 
 @dataclass

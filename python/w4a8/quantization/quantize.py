@@ -10,11 +10,12 @@ import torch
 
 from w4a8.nn import QuantOptions, W4A8Linear
 from w4a8.progress import progress_bar
-from w4a8.quantization.calibration import Found, round_in_turn
+from w4a8.quantization.calibration import Found, batches_of, round_in_turn
 from w4a8.quantization.expert_rows import ExpertRounding
 from w4a8.quantization.guard import refuse_resizing
 from w4a8.quantization.moe_blocks import adopt, fused_experts, listed_experts
 from w4a8.quantization.plan import Job, make_plan
+from w4a8.quantization.recipe import choose, moments_of
 from w4a8.quantization.size import float_bytes, weight_bytes
 from w4a8.quantization.skip import Skip, Skipped
 
@@ -129,24 +130,27 @@ def quantize_(
     plan = make_plan(model, options, Skipped(skip, default_skip))
     if calibration is not None and options.effort == 0:
         raise ValueError("calibration is given, expected None for effort = 0, which searches for nothing")
+    batches = None if calibration is None else batches_of(calibration)
+    measured = batches is not None and options.bits is not None
+    choose(model, plan.jobs, options, moments_of(model, plan.jobs, batches) if measured else None)
     report = QuantizationReport(skipped=plan.skipped)
     matrices = sum(job.matrices for job in plan.jobs)
     try:
         with progress_bar(matrices, progress, "matrix", "quantizing") as advance:
 
             def round_job(job: Job, found: Found = None) -> None:
-                if calibration is not None and found is None:
+                if batches is not None and found is None:
                     report.uncalibrated.update(dict.fromkeys(job.names, "no batch reached it"))
                 try:
-                    run_job(job, options, advance, report, found)
+                    run_job(job, advance, report, found)
                 except (ValueError, RuntimeError) as error:
                     raise QuantizationError(
                         f"{job.names[0]}: {error}; {len(report.replaced)} modules were replaced before it and stay so",
                         report,
                     ) from error
 
-            if calibration is not None:
-                round_in_turn(model, plan.jobs, calibration, round_job)
+            if batches is not None:
+                round_in_turn(model, plan.jobs, batches, round_job)
             else:
                 for job in plan.jobs:
                     round_job(job)
@@ -158,7 +162,6 @@ def quantize_(
 
 def run_job(
     job: Job,
-    options: QuantOptions,
     packed_one: Callable[[], object],
     report: QuantizationReport,
     found: Found = None,
@@ -168,7 +171,6 @@ def run_job(
 
     Args:
         job: of a plan.
-        options: of quantizing.
         packed_one: called after each matrix.
         report: gets an entry.
         found: what a calibration says of its inputs (:func:`round_in_turn`); None for nothing.
@@ -177,12 +179,12 @@ def run_job(
     owner, key = job.places[0]
     old = getattr(owner, key)
     if job.kind == "linear":
-        new: torch.nn.Module = W4A8Linear.from_float(old, options, inputs=found)
+        new: torch.nn.Module = W4A8Linear.from_float(old, job.options, inputs=found)
         packed_one()
     else:
         experts = fused_experts(old, weights) if job.kind == "fused" else listed_experts(owner)
-        round_one = None if found is None else ExpertRounding(experts, found, options)
-        new = experts.quantize(options, packed_one, round_one)
+        round_one = None if found is None else ExpertRounding(experts, found, job.options)
+        new = experts.quantize(job.options, packed_one, round_one)
         if round_one is not None and round_one.few > 0:
             few = f"{round_one.few} of {round_one.count} experts got fewer tokens than the hidden size"
             report.uncalibrated.update(dict.fromkeys(job.names, f"{few}: those of all experts stand in"))

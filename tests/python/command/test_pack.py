@@ -18,9 +18,11 @@ import multiplied_out  # noqa: E402
 import safetensors.torch  # noqa: E402
 from test_quantize_transformers import make_model  # noqa: E402
 
+import w4a8  # noqa: E402
 from w4a8.command import main, pack  # noqa: E402
 from w4a8.integrations.transformers import W4A8Config  # noqa: E402
 from w4a8.integrations.vllm.packed import read_directory  # noqa: E402
+from w4a8.quantization.texts import windows  # noqa: E402
 
 TOOL_WRITTEN = multiplied_out.TOOL_WRITTEN
 
@@ -79,6 +81,39 @@ def test_floats(options, tmp_path, capsys):
     assert_same_model(
         load(tmp_path / "out"), load(tmp_path / "floats", quantization_config=W4A8Config(**OPTIONS[options]))
     )
+
+
+@pytest.mark.parametrize("name", ["qwen3", "glm4"])
+def test_calibration(name, tmp_path, capsys):
+    """Of a text: what quantize_ makes of the model and windows of the text. The directory loads as any other."""
+    model = make_model(name)
+    model.save_pretrained(tmp_path / "floats")
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"w0": 0, "w1": 1, "w2": 2, "w3": 3}, unk_token="w0"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0")
+    tokenizer.save_pretrained(tmp_path / "floats")
+    (tmp_path / "text").write_text("w1 w2 w3 w2 " * 40)
+    arguments = ("--calibration", tmp_path / "text", "--bits", "6.5")
+    code, answer = run_json(capsys, "pack", tmp_path / "floats", tmp_path / "out", *arguments)
+    assert code == 0 and answer["packed"] > 0 and answer["not_in_vllm"] == ""
+    model = load(tmp_path / "floats")
+    w4a8.quantize_(model, bits=6.5, calibration=windows(tokenizer, "w1 w2 w3 w2 " * 40))
+    assert_same_model(load(tmp_path / "out"), model)
+    kinds = {repr(module).rpartition(", ")[2] for module in model.modules() if hasattr(module, "packed")}
+    assert len(kinds) > 1  # more than one
+
+
+def test_what_a_calibration_needs(tmp_path, capsys):
+    make_model("qwen3").save_pretrained(tmp_path / "floats")
+    for text, model, message in (
+        (tmp_path / "none", "floats", "none: No such file"),
+        ("pydoc", "floats", "has no tokenizer, which --calibration needs"),
+        ("pydoc", TOOL_WRITTEN / "gptq", "quantized already (gptq): leave --calibration out"),
+    ):
+        assert main(["pack", str(tmp_path / model), str(tmp_path / "out"), "--calibration", str(text)]) != 0
+        assert message in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("name", ["llama, tied", "qwen3moe"])

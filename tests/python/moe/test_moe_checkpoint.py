@@ -16,7 +16,7 @@ from moe_build import Stack, assert_packed, config_of, op_moe
 import w4a8.checkpoint
 from w4a8 import formats
 from w4a8.checkpoint import CheckpointError, MoESettings, load, read_settings
-from w4a8.checkpoint.reader import _find_layers
+from w4a8.checkpoint.folder import find_layers
 from w4a8.checkpoint.settings import _MODELS as MODEL_TYPES
 from w4a8.checkpoint.settings import settings_from_config
 from w4a8.nn import GateNumbers, MoEActivation, RoutingMethodType
@@ -35,7 +35,7 @@ safetensors = pytest.mark.skipif(
 @pytest.mark.parametrize("form", formats.FORMATS)
 def test_tensors_of_every_format_are_found(form):
     suffixes = {part.suffix for part in formats.FORMATS[form].parts} | {"bias"}
-    (layer,) = _find_layers([f"{LAYER}.3.up_proj.{suffix}" for suffix in suffixes], None)
+    (layer,) = find_layers([f"{LAYER}.3.up_proj.{suffix}" for suffix in suffixes], None)
     assert layer.tensors == suffixes
 
 

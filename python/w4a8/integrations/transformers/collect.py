@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserList
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -11,13 +12,14 @@ import torch
 from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, WeightConverter
 
 from w4a8.integrations.transformers.config import W4A8Config
-from w4a8.integrations.transformers.initialised import stand_in
 from w4a8.integrations.transformers.memory import Pages
 from w4a8.integrations.transformers.names import refuse_made_up
+from w4a8.integrations.transformers.tied import stand_in
 from w4a8.quantization import QuantizationError, QuantizationReport
 from w4a8.quantization.moe_blocks import GateUp
 from w4a8.quantization.plan import Job, make_plan
 from w4a8.quantization.quantize import run_job
+from w4a8.quantization.recipe import choose
 from w4a8.quantization.skip import NOT_LOADED
 
 # A parameter as it comes: a tensor, or those of the experts, not stacked.
@@ -42,22 +44,18 @@ class Collector:
     """
 
     def __init__(self, model: torch.nn.Module, config: W4A8Config, files: Sequence[str]) -> None:
-        """Plans.
-
-        Args:
-            model: on the meta device.
-            config: the options.
-            files: which the weights are mapped from.
+        """Plans, for a model on the meta device whose weights are mapped from files.
 
         Raises:
             ValueError: an ``activation_group`` that does not divide the group size.
         """
-        self.options = config.quant_options()
         self.files = files
         self.default_skip = config.default_skip
         self.error: QuantizationError | None = None
         self.pending: dict[str, tuple[_Pending, str]] = {}  # by name in the model: module and parameter
-        plan = make_plan(model, self.options, config.skipped())
+        options = config.quant_options()
+        plan = make_plan(model, options, config.skipped())
+        choose(model, plan.jobs, options)
         self.report = QuantizationReport(skipped=plan.skipped)
         # transformers ties when all is loaded, so the plan could not see it.
         tied = {**model.all_tied_weights_keys, **{v: k for k, v in model.all_tied_weights_keys.items()}}
@@ -96,9 +94,6 @@ class Collector:
 
         Linear layers without a weight are left alone, unless ``default_skip`` is False.
 
-        Args:
-            model: with all weights.
-
         Raises:
             QuantizationError: a weight has a NaN or an infinity; names the module.
             ValueError: the checkpoint lacks another weight; names it.
@@ -133,7 +128,7 @@ class Collector:
                 pages.release(tensor for value in values for tensor in _of_expert(value, expert))
 
         try:
-            run_job(pending.job, self.options, packed_one, self.report, weights=stacks)
+            run_job(pending.job, packed_one, self.report, weights=stacks)
         except (ValueError, RuntimeError) as error:
             self.error = QuantizationError(f"{pending.job.names[0]}: {error}", self.report)
             self.error.__cause__ = error
@@ -224,20 +219,8 @@ class Unstacked(_Op):
         lists = [input_dict[pattern] for pattern in source_patterns]
         if any(len(tensors) != len(lists[0]) for tensors in lists):
             raise ValueError(f"{full_layer_name}: {[len(tensors) for tensors in lists]} tensors of {source_patterns}")
-        return {target_patterns[0]: GateUp(*lists) if len(lists) == 2 else _List(lists[0])}
-
-
-class _List(Sequence):
-    """Not a list: transformers would take the first of it."""
-
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        self.tensors = tensors
-
-    def __getitem__(self, expert: int) -> torch.Tensor:
-        return self.tensors[expert]
-
-    def __len__(self) -> int:
-        return len(self.tensors)
+        # Of a list transformers would take the first.
+        return {target_patterns[0]: GateUp(*lists) if len(lists) == 2 else UserList(lists[0])}
 
 
 def unstacked(converter: Any, collector: Collector) -> WeightConverter | None:

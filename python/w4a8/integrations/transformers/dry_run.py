@@ -16,7 +16,6 @@ from w4a8.checkpoint.gguf_file import GGUFFile
 from w4a8.checkpoint.gguf_linear import GGUFLinears
 from w4a8.core.matrix import Matrix
 from w4a8.formats import FORMATS
-from w4a8.formats.gguf_blocks import TYPES
 from w4a8.formats.packed_directory import EMBEDDINGS, STANDS_FOR
 from w4a8.integrations.selftest import missing
 from w4a8.integrations.transformers import gguf, guard, names
@@ -128,7 +127,7 @@ class _Heads(GGUFFile):
         tensor = self._tensor(name)
         key = tensor.type, tensor.row_bytes, (tensor.rows if end is None else end) - begin
         made = self.__dict__.setdefault("made", {})
-        if key not in made or TYPES[tensor.type].name == "NVFP4":  # whose scale beside it is looked at
+        if key not in made or made[key].channel_scales is not None:  # a scale beside it is looked at
             row = super().matrix(name, begin, begin + 1)
             parts = {each: part.to("meta").expand(key[2], *part.shape[1:]) for each, part in row.tensors().items()}
             made[key] = replace(row, **parts)

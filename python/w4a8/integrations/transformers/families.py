@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from w4a8.checkpoint.settings import router_in_config
 from w4a8.core.families import FAMILIES
 from w4a8.decoder import Decoder
 from w4a8.nn.experts import W4A8Experts
@@ -19,18 +19,6 @@ _ACTIVATIONS = {
     "gelu": Activation.GELU,
     "gelu_pytorch_tanh": Activation.GELU_TANH,
 }
-
-
-# How a router weights the experts that it chooses, by Family.routing.
-_ROUTING: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "softmax": lambda router: {"renormalize": bool(getattr(router, "norm_topk_prob", False))},
-    "chosen": lambda router: {"renormalize": True},  # that is the softmax over all, renormalized
-    "sigmoid": lambda router: {
-        "renormalize": bool(router.norm_topk_prob), "scoring_func": "sigmoid", "num_expert_group": router.num_group,
-        "topk_group": router.topk_group, "routed_scaling_factor": float(router.routed_scaling_factor),
-        "e_score_correction_bias": router.e_score_correction_bias,
-    },
-}  # fmt: skip
 _ROPES = ("default", "linear", "llama3", "yarn")  # those whose angles do not depend on the length of the text
 
 
@@ -143,12 +131,13 @@ class Stack:
         experts, router = self._part(mlp, "experts"), self._part(mlp, self.family.router)
         _require(isinstance(experts, W4A8Experts), f"{type(mlp).__name__}.experts are not packed")
         _require(experts.sizes.gated, f"{type(mlp).__name__}.experts have no gate")
-        bias = getattr(router, "bias", None)
+        bias, routed = getattr(router, "bias", None), router_in_config(self.config.model_type, self.config.to_dict())
         self.decoder.add_experts(
             router.weight.detach(), None if bias is None else bias.detach(), experts.w13_packed, experts.w2_packed,
             top_k=router.top_k, activation_kind=int(experts.activation),
-            shared_gate=self._part(mlp, gate).weight.detach()[0] if gate else None,
-            **_ROUTING[self.family.routing](router), **experts.numbers._asdict(),
+            shared_gate=self._part(mlp, gate).weight.detach()[0] if gate else None, **routed.arguments,
+            e_score_correction_bias=router.e_score_correction_bias if routed.has_correction_bias else None,
+            **experts.numbers._asdict(),
         )  # fmt: skip
 
     def changed(self) -> str | None:

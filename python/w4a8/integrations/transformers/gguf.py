@@ -13,27 +13,30 @@ from typing import Any
 
 import torch
 import transformers.modeling_utils as modeling
-from transformers.utils.logging import is_progress_bar_enabled
 
 from w4a8.checkpoint.gguf_architectures import ARCHITECTURES, BY_MODEL_TYPE
-from w4a8.checkpoint.gguf_config import config_of
+from w4a8.checkpoint.gguf_config import config_of, scale_rope
 from w4a8.checkpoint.gguf_experts import ExpertStacks
 from w4a8.checkpoint.gguf_file import GGUFFile
 from w4a8.checkpoint.gguf_linear import GGUFLinears, without_ones
 from w4a8.checkpoint.gguf_names import sources_of
-from w4a8.checkpoint.gguf_rope import scale_rope
 from w4a8.core.memory import on_cpu
 from w4a8.core.words import weights_in_words
 from w4a8.integrations.selftest import missing, parameters
-from w4a8.integrations.transformers import guard
 from w4a8.integrations.transformers.config import W4A8Config
+from w4a8.integrations.transformers.prequantized import ModulesApart
 from w4a8.integrations.transformers.quantizer import W4A8HfQuantizer, on_cpus
-from w4a8.integrations.transformers.tied import output_of, packed_embedding, share, take_out
+from w4a8.integrations.transformers.tied import (
+    experts_to_pack,
+    output_of,
+    packed_embedding,
+    packed_experts,
+    put,
+    share,
+    take_out,
+)
 from w4a8.nn import W4A8Experts
-from w4a8.progress import progress_bar
 from w4a8.quantization import QuantizationReport
-from w4a8.quantization.moe_blocks import fused_experts
-from w4a8.quantization.size import Large
 
 logger = logging.getLogger(__name__)
 
@@ -51,22 +54,17 @@ def linears_of(path: str) -> GGUFLinears:
 open_linears = linears_of  # within dry_run one that reads no weights
 
 
-class GGUFModules:
-    """The modules of a model whose weights are in blocks; transformers sees nothing of them until ``finish``."""
+class GGUFModules(ModulesApart):
+    """The modules of a model whose weights are in blocks."""
 
     def __init__(self, model: torch.nn.Module, linears: GGUFLinears, activation_group: int | None) -> None:
-        """Finds the modules, and takes them out of the model.
-
-        Args:
-            model: on the meta device.
-            linears: of the file.
-            activation_group: as :class:`W4A8Config` has it.
+        """Finds the modules, and takes them out of the model, which is on the meta device.
 
         Raises:
             ValueError: the model lacks a tensor of the file or the other way round, or one has another shape.
         """
         self.file, self.linears, self.activation_group = linears.file, linears, activation_group
-        self.packed: dict[str, tuple[torch.nn.Module, list[str]]] = {}  # name in the model: module, weights
+        self.old, self.weights = {}, {}  # of modules that are packed, by their names
         self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         parts = self._parts(model)
         self.tied: dict[str, str] = {}  # embedding: output layer
@@ -83,14 +81,13 @@ class GGUFModules:
                 self.tied[path] = output
             linear = type(module) is torch.nn.Linear and all(len(self.file.tensors[name].shape) == 2 for name in names)
             if linear or output is not None or path.endswith(".experts"):
-                self.packed[path] = module, names
+                self.old[path], self.weights[path] = module, names
         # Parameter: tensors.
-        self.floats = {name: names for name, names in parts.items() if name.rpartition(".")[0] not in self.packed}
+        self.floats = {name: names for name, names in parts.items() if name.rpartition(".")[0] not in self.old}
         for output in self.tied.values():
             take_out(model, output)
-        for path in self.packed:
-            owner, _, key = path.rpartition(".")
-            setattr(model.get_submodule(owner), key, torch.nn.Module())
+        for path in self.old:
+            put(model, path, torch.nn.Module())
 
     def _parts(self, model: torch.nn.Module) -> dict[str, list[str]]:
         """Parameter: the tensors that make it."""
@@ -118,50 +115,27 @@ class GGUFModules:
                 for parameter, names in self.floats.items()
             }
 
-    def finish(self, model: torch.nn.Module) -> QuantizationReport:
-        """Packs, module by module, and puts the modules into the model.
-
-        Raises:
-            ValueError: a matrix that cannot be packed; names the module.
-        """
-        report, wanted = QuantizationReport(), is_progress_bar_enabled()
-        with on_cpu(), progress_bar(len(self.packed), wanted, "layer", "Packing") as advance:
-            for name, (old, weights) in self.packed.items():
-                try:
-                    new = self._new(name, old, weights)
-                except (ValueError, RuntimeError) as error:  # the second: values that the operators do not have
-                    raise ValueError(f"{name}: {error}") from error
-                owner, _, key = name.rpartition(".")
-                setattr(model.get_submodule(owner), key, new.eval())
-                report.replaced[name] = repr(new)
-                if guard.device == "meta":
-                    report.weights[name] = self._kinds(weights)
-                report.float_bytes += sum(weight.numel() * weight.element_size() for weight in old.parameters())
-                report.packed_bytes += sum(packed.numel() for packed in new.buffers())
-                if name in self.tied:
-                    report.replaced[self.tied[name]] = repr(share(model, name, self.tied[name]))
-                advance()
-        large = Large(model)
-        for name, module in model.named_modules():
-            for parameter in large.of(module):
-                tensors = self.floats.get(f"{name}.{parameter}", [])
-                report.skipped[name or parameter] = self._reason(tensors)
-        report.measure(model)
-        return report
-
-    def _new(self, name: str, old: torch.nn.Module, weights: list[str]) -> torch.nn.Module:
+    def pack(self, name: str) -> torch.nn.Module:
+        """As :meth:`ModulesApart.pack`."""
+        old, weights = self.old[name], self.weights[name]
         if name.endswith(".experts"):
             return self._experts(name, old, weights)
         linear = self.linears.linear(weights, self.activation_group)
         return packed_embedding(old, linear.packed, linear.group_size) if name in self.tied else linear
 
-    def _kinds(self, weights: list[str]) -> str:
-        """What they are, in words."""
-        rows = {self.file.type_name(name): self.file.matrix(name, 0, 1) for name in weights}
+    def finish_one(self, model: torch.nn.Module, name: str, report: QuantizationReport) -> None:
+        """An output layer that shares the weight comes back."""
+        if name in self.tied:
+            report.replaced[self.tied[name]] = repr(share(model, name, self.tied[name]))
+
+    def kinds(self, name: str) -> str:
+        """As :meth:`ModulesApart.kinds`."""
+        rows = {self.file.type_name(each): self.file.matrix(each, 0, 1) for each in self.weights[name]}
         return " and ".join(f"{name} as {weights_in_words(row.header)}" for name, row in rows.items())
 
-    def _reason(self, tensors: list[str]) -> str:
-        """Why what is made of them is a float."""
+    def why_float(self, parameter: str) -> str:
+        """As :meth:`ModulesApart.why_float`."""
+        tensors = self.floats.get(parameter, [])
         if all(map(self.file.is_float, tensors)):
             return "it is not quantized in the file"
         if any(map(self.file.is_float, tensors)):
@@ -170,19 +144,15 @@ class GGUFModules:
         return "a part of it is quantized along the other axis" if joined else "it is no linear layer and no experts"
 
     def _experts(self, name: str, old: torch.nn.Module, weights: list[str]) -> W4A8Experts:
-        experts = fused_experts(old)
-        if experts is None or experts.activation is None:
-            raise ValueError(f"packed experts, but {type(old).__name__} is no block that W4A8Experts can stand for")
+        experts = experts_to_pack(old)
         layer = ExpertStacks.of_tensors(self.file, weights, name)
         given, expected = (layer.experts, layer.hidden, layer.intermediate), tuple(experts.sizes)
         if layer.is_gated != experts.gated:
             raise ValueError(f"experts {'with' if layer.is_gated else 'without'} a gate, but others expected")
         if given != expected or layer.has_bias != (experts.w13_bias is not None):
             raise ValueError(f"experts, hidden and intermediate size {given}, but {expected} with its biases expected")
-        sizes, packed = layer.pack(range(layer.experts), 0, 1, self.activation_group)
-        groups = sizes.group_size, experts.activation, sizes.w2_group_size
-        how = {"numbers": experts.numbers, "gated": layer.is_gated}
-        return W4A8Experts(packed["w13"], packed["w2"], sizes.hidden, sizes.intermediate, *groups, **how)
+        sizes, packed = layer.pack(range(layer.experts), self.activation_group)
+        return packed_experts(experts, packed["w13"], packed["w2"], (sizes.group_size, sizes.w2_group_size))
 
 
 class GGUFQuantizer(W4A8HfQuantizer):
@@ -210,11 +180,11 @@ class GGUFQuantizer(W4A8HfQuantizer):
         if self._linears is None:
             raise RuntimeError("transformers has not said where the GGUF file is: this version is not supported")
         with on_cpu():
-            self._foreign = GGUFModules(model, self._linears, self.quantization_config.activation_group)
+            self._modules = GGUFModules(model, self._linears, self.quantization_config.activation_group)
 
     def get_state_dict(self, checkpoint_file: str, model: Any) -> dict[str, torch.Tensor]:
         """What transformers loads."""
-        return self._foreign.state_dict(self._dtype)
+        return self._modules.state_dict(self._dtype)
 
 
 def gguf_problems() -> list[str]:

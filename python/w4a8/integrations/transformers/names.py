@@ -61,11 +61,7 @@ def slices(files: Sequence[str]) -> Iterator[tuple[str, Any]]:
 
 
 def check_inside(files: Sequence[str], folder: str) -> None:
-    """Compares the files that transformers is going to read with the folder and its index.
-
-    Args:
-        files: of the checkpoint.
-        folder: its folder, or a name on the Hub.
+    """Compares the files that transformers is going to read with the folder (or name on the Hub) and its index.
 
     Raises:
         ValueError: a file outside of the folder, several folders, or a model.safetensors beside the files that an index
@@ -83,11 +79,7 @@ def check_inside(files: Sequence[str], folder: str) -> None:
 
 
 def check_files(files: Sequence[str], ours: Collection[str] = ()) -> None:
-    """Compares where transformers reads tensors with what the index says: it takes the last file that has one.
-
-    Args:
-        files: of the checkpoint.
-        ours: tensors that it does not read.
+    """Compares where transformers reads tensors, but for ``ours``, with the index: it takes the last file that has one.
 
     Raises:
         ValueError: a tensor that stands in two files, and the index does not name the last one or there is none.
@@ -133,13 +125,9 @@ def left_out(model: torch.nn.Module, keys: Iterable[str]) -> set[str]:
 
 
 def refuse_missing(model: torch.nn.Module, given: Collection[str]) -> None:
-    """Raises ValueError for a parameter of a linear layer or of experts that transformers would make up.
+    """Raises ValueError for a parameter of linear layers or experts that is not given: transformers would make it up.
 
     New heads, outside of the base model, are not looked at: they are what somebody wants to train.
-
-    Args:
-        model: on the meta device.
-        given: parameters that there are tensors of.
     """
     lacking = [
         f"{name}.{parameter}"

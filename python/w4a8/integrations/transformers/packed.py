@@ -8,13 +8,18 @@ from typing import Any
 
 import torch
 
-from w4a8.core.kind import Kind
 from w4a8.formats.packed_directory import EMBEDDINGS, STANDS_FOR, Parts, check_listed, packed_tensors
-from w4a8.integrations.transformers.initialised import stand_in
 from w4a8.integrations.transformers.names import Names, refuse_missing, slices
-from w4a8.integrations.transformers.tied import output_of, packed_embedding, take_out, untie
-from w4a8.nn import W4A8Experts, W4A8Linear, W8A8Linear
-from w4a8.quantization.moe_blocks import fused_experts
+from w4a8.integrations.transformers.tied import (
+    experts_to_pack,
+    output_of,
+    packed_embedding,
+    packed_experts,
+    stand_in,
+    take_out,
+    untie,
+)
+from w4a8.nn.linear import linear_class
 from w4a8.quantization.readers import reader_of
 
 _STANDS_FOR = {**STANDS_FOR, **EMBEDDINGS}
@@ -92,8 +97,7 @@ def _new_module(old: torch.nn.Module, entries: Parts, tied: bool) -> torch.nn.Mo
         given, sizes = [header["n"], header["k"]], [old.out_features, old.in_features]
         check("packed: [n, k]", given, sizes)
         check("packed: bias", header["has_bias"], old.bias is not None)
-        layer = W8A8Linear if header["values"] == Kind.INT8 else W4A8Linear
-        return layer(tensors["packed"], old.in_features, old.out_features, header["group"])
+        return linear_class(header["values"])(tensors["packed"], old.in_features, old.out_features, header["group"])
     if isinstance(old, torch.nn.Embedding):
         check("packed tensors", sorted(entries), ["rows_packed"])
         header = headers["rows_packed"]
@@ -102,9 +106,7 @@ def _new_module(old: torch.nn.Module, entries: Parts, tied: bool) -> torch.nn.Mo
         if not tied:
             raise ValueError("rows_packed, but no output layer shares its weight")
         return packed_embedding(old, tensors["rows_packed"], header["group"])
-    experts = fused_experts(old)
-    if experts is None or experts.activation is None:
-        raise ValueError(f"packed experts, but {type(old).__name__} is no block that W4A8Experts can stand for")
+    experts = experts_to_pack(old)
     check("packed tensors of experts", sorted(entries), ["w13_packed", "w2_packed"])
     count, hidden, intermediate = experts.sizes
     biased = experts.w13_bias is not None
@@ -116,6 +118,4 @@ def _new_module(old: torch.nn.Module, entries: Parts, tied: bool) -> torch.nn.Mo
     groups = [headers[leaf]["group"] for leaf in ("w13_packed", "w2_packed")]
     if groups == [hidden, intermediate]:
         groups = [-1, -1]
-    stacks = tensors["w13_packed"], tensors["w2_packed"]
-    how = {"numbers": experts.numbers, "gated": experts.gated}
-    return W4A8Experts(*stacks, hidden, intermediate, groups[0], experts.activation, groups[1], **how)
+    return packed_experts(experts, tensors["w13_packed"], tensors["w2_packed"], groups)

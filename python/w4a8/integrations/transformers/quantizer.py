@@ -17,12 +17,11 @@ from w4a8.formats.rules import config_in
 from w4a8.integrations.transformers import guard
 from w4a8.integrations.transformers.collect import Collector, Give, unstacked
 from w4a8.integrations.transformers.config import W4A8Config
-from w4a8.integrations.transformers.foreign import Foreign
 from w4a8.integrations.transformers.guard import inference_only, refuse_device
-from w4a8.integrations.transformers.initialised import let_go
 from w4a8.integrations.transformers.names import check_files, check_inside
 from w4a8.integrations.transformers.packed import build_packed
-from w4a8.integrations.transformers.tied import share
+from w4a8.integrations.transformers.prequantized import PrequantizedModules
+from w4a8.integrations.transformers.tied import let_go, share
 from w4a8.nn.output_layer import multiply_once
 from w4a8.nn.packed import PackedModule
 from w4a8.quantization import QuantizationReport
@@ -44,7 +43,7 @@ class W4A8HfQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         self.report: QuantizationReport | None = None
         self._collector: Collector | None = None
-        self._foreign: Foreign | None = None
+        self._modules: PrequantizedModules | None = None
         self._tied: dict[str, str] = {}  # packed embedding: output layer
         self._originals: dict[int, Any] = {}  # by id of a converter: the one of transformers that it stands for
 
@@ -100,12 +99,12 @@ class W4A8HfQuantizer(HfQuantizer):
             # A method that transformers does not know (modelopt) is none to it, as one in a file of its own.
             source = config_in(Path(files[0]).parent)
         if source is not None:
-            self._foreign = Foreign(model, source, files, self.quantization_config.activation_group)
+            self._modules = PrequantizedModules(model, source, files, self.quantization_config.activation_group)
         elif self.pre_quantized:
             self._tied = build_packed(model, files, self.quantization_config.packed)
         else:
             self._collector = Collector(model, self.quantization_config, files)
-        check_files(files, () if self._foreign is None else self._foreign.keys)
+        check_files(files, () if self._modules is None else self._modules.keys)
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any = None) -> list[Any]:
         """Experts are quantized from where they are, instead of being stacked first. (5.19 gives no model.)"""
@@ -139,11 +138,16 @@ class W4A8HfQuantizer(HfQuantizer):
             used = getattr(model, "_weight_conversions", None) or []
             model._weight_conversions = [self._originals.get(id(conversion), conversion) for conversion in used]
             self._originals.clear()
-        if self._foreign is not None:
-            self.report = self._foreign.finish(model)
-            self._foreign = None
+        if self._modules is not None:
+            self.report = self._modules.finish(model)
+            self._modules = None
         if self.report is not None and guard.device == "cpu":
-            self._say(self.report)
+            logger.info("%s", self.report)
+            if self.report.left_share > 0.5:
+                logger.warning(
+                    "%.1f%% of the model's bytes stay float; model.hf_quantizer.report says which and why",
+                    100 * self.report.left_share,
+                )
         for name, module in model.named_modules():
             if isinstance(module, PackedModule):
                 let_go(module)
@@ -156,14 +160,6 @@ class W4A8HfQuantizer(HfQuantizer):
         refuse_resizing(model)
         multiply_once(model.get_output_embeddings())
         return model
-
-    def _say(self, report: QuantizationReport) -> None:
-        logger.info("%s", report)
-        if report.left_share > 0.5:
-            logger.warning(
-                "%.1f%% of the model's bytes stay float; model.hf_quantizer.report says which and why",
-                100 * report.left_share,
-            )
 
 
 def _devices(device_map: Any) -> list[Any]:

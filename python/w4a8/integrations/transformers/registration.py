@@ -11,7 +11,7 @@ import transformers
 from transformers.quantizers import register_quantization_config, register_quantizer
 from transformers.quantizers.auto import AutoHfQuantizer
 
-from w4a8.formats.packed_directory import METHOD
+from w4a8.formats.packed_directory import METHOD, is_packed
 from w4a8.integrations.transformers.attention import attention_problems, register_attention
 from w4a8.integrations.transformers.config import W4A8Config
 from w4a8.integrations.transformers.gguf import gguf_problems, register_gguf
@@ -29,7 +29,7 @@ def register() -> None:
     register_quantizer(METHOD)(W4A8HfQuantizer)
     # There is nothing to register this with.
     merge = AutoHfQuantizer.merge_quantization_configs
-    AutoHfQuantizer.merge_quantization_configs = staticmethod(merge_foreign(merge))
+    AutoHfQuantizer.merge_quantization_configs = staticmethod(merge_prequantized(merge))
     problems = gguf_problems()
     if problems:
         logger.info("GGUF files are left to transformers %s: %s", transformers.__version__, "; ".join(problems))
@@ -42,7 +42,7 @@ def register() -> None:
         register_attention()
 
 
-def merge_foreign(merge: Callable[..., Any]) -> Callable[..., Any]:
+def merge_prequantized(merge: Callable[..., Any]) -> Callable[..., Any]:
     """Lets W4A8Config stand beside the config of another method, which transformers takes for a mistake.
 
     Whatever else transformers gives is passed on: every ``from_pretrained`` of a quantized model comes through here.
@@ -53,7 +53,7 @@ def merge_foreign(merge: Callable[..., Any]) -> Callable[..., Any]:
         found, ours = ({**dict(zip(MERGED, args)), **kwargs}.get(name) for name in MERGED)
         if isinstance(ours, W4A8Config) and found is not None:
             source = found if isinstance(found, dict) else found.to_dict()
-            if source.get("quant_method") != METHOD:
+            if not is_packed(source):
                 return ours.for_source(source)
         return merge(*args, **kwargs)
 

@@ -1,12 +1,44 @@
-"""An output layer that shares the weight of the embeddings: packed, the two share the bytes."""
+"""Packed layers in a model that transformers still loads: what its ``_init_weights`` finds of them, and an output layer
+that shares the weight of the embeddings (packed, the two share the bytes)."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import torch
 
+from w4a8.nn import W4A8Experts
 from w4a8.nn.embedding import PackedEmbedding
+from w4a8.quantization.moe_blocks import Experts, fused_experts
+
+_NAMES = ("weight", "bias")
+
+
+def stand_in(new: torch.nn.Module, old: torch.nn.Linear) -> None:
+    """Gives a packed layer, until :func:`let_go`, a weight and a bias without storage that count as initialised.
+
+    transformers initialises whatever the checkpoint had not, module by module, and the code for one that holds linear
+    layers (T5, Mamba) reads theirs, loaded or not.
+
+    Args:
+        new: what stands for the linear layer. Other modules are left alone.
+        old: the linear layer.
+    """
+    if not isinstance(old, torch.nn.Linear):
+        return
+    for name in _NAMES:
+        tensor = getattr(old, name)
+        if tensor is not None:
+            tensor = torch.empty_like(tensor, device="meta", requires_grad=False)
+            tensor._is_hf_initialized = True
+        new.__dict__[name] = tensor
+
+
+def let_go(module: torch.nn.Module) -> None:
+    """Takes away what :func:`stand_in` gave."""
+    for name in _NAMES:
+        module.__dict__.pop(name, None)
 
 
 def scale_of(module: torch.nn.Module) -> float | None:
@@ -42,7 +74,7 @@ def untie(model: torch.nn.Module, layer: str) -> None:
 def take_out(model: torch.nn.Module, output: str) -> None:
     """Takes the output layer of a packed embedding out of the model, until :func:`share`."""
     untie(model, output)
-    _put(model, output, torch.nn.Module())
+    put(model, output, torch.nn.Module())
 
 
 def packed_embedding(old: torch.nn.Module, packed: torch.Tensor, group: int) -> PackedEmbedding:
@@ -52,13 +84,32 @@ def packed_embedding(old: torch.nn.Module, packed: torch.Tensor, group: int) -> 
     return PackedEmbedding(packed, *sizes, old.weight.dtype, None if scale == 1.0 else scale)
 
 
+def experts_to_pack(old: torch.nn.Module) -> Experts:
+    """The float experts that packed ones are to stand for.
+
+    Raises:
+        ValueError: the operators do not compute what the module does.
+    """
+    experts = fused_experts(old)
+    if experts is None or experts.activation is None:
+        raise ValueError(f"packed experts, but {type(old).__name__} is no block that W4A8Experts can stand for")
+    return experts
+
+
+def packed_experts(experts: Experts, w13: torch.Tensor, w2: torch.Tensor, groups: Sequence[int]) -> W4A8Experts:
+    """What stands for float experts; ``groups``: weights that share a scale, of w13 and of w2."""
+    sizes, how = experts.sizes[1:], {"numbers": experts.numbers, "gated": experts.gated}
+    return W4A8Experts(w13, w2, *sizes, groups[0], experts.activation, groups[1], **how)
+
+
 def share(model: torch.nn.Module, embedding: str, output: str) -> torch.nn.Module:
     """Gives the model the output layer of a packed embedding."""
     layer = model.get_submodule(embedding).output_layer().eval()
-    _put(model, output, layer)
+    put(model, output, layer)
     return layer
 
 
-def _put(model: torch.nn.Module, path: str, module: torch.nn.Module) -> None:
+def put(model: torch.nn.Module, path: str, module: torch.nn.Module) -> None:
+    """Puts a module in the place of another."""
     owner, _, key = path.rpartition(".")
     setattr(model.get_submodule(owner), key, module)

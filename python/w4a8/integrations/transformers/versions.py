@@ -12,9 +12,6 @@ SWITCH = "W4A8_TRANSFORMERS"
 def version_problem(version: str) -> str | None:
     """Why a version of transformers should not be used without being told to, or None.
 
-    Args:
-        version: ``transformers.__version__``.
-
     Raises:
         ValueError: the variable ``W4A8_TRANSFORMERS`` is neither ``auto`` nor ``1``.
     """

@@ -19,13 +19,12 @@ import torch
 import transformers
 
 from w4a8.checkpoint.gguf_architectures import ARCHITECTURES, NOT_IN_VLLM, named
-from w4a8.checkpoint.gguf_config import config_of
+from w4a8.checkpoint.gguf_config import config_of, scale_rope
 from w4a8.checkpoint.gguf_experts import ExpertStacks
 from w4a8.checkpoint.gguf_file import GGUFFile
 from w4a8.checkpoint.gguf_keys import pooling_of
 from w4a8.checkpoint.gguf_linear import GGUFLinears
 from w4a8.checkpoint.gguf_names import Source, sources_of
-from w4a8.checkpoint.gguf_rope import scale_rope
 from w4a8.core.json_fields import read_json, shorten
 from w4a8.integrations.vllm.compiled import package_digest
 
