@@ -18,9 +18,9 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
 from w4a8.core.activation import GateNumbers
+from w4a8.core.families import FAMILIES
 from w4a8.integrations.vllm import decoder, loaded, settings
-from w4a8.integrations.vllm.decoder_families import (
-    FAMILIES,
+from w4a8.integrations.vllm.decoder_layers import (
     Norms,
     Ropes,
     Unfit,
@@ -316,8 +316,8 @@ def test_every_table_names_classes_of_vllm():
     """Of the versions that are tested; a class that is gone keeps vLLM's forward without anyone noticing."""
     from importlib import import_module
 
-    for name, family in FAMILIES.items():
-        for each in (name, family.layer, family.attention, *family.mlps, *family.experts):
+    for family in FAMILIES.values():
+        for each in family.classes("Model", family.layer, family.attention, *family.mlps, family.experts):
             module, _, cls = each.partition(".")
             assert hasattr(import_module(f"vllm.model_executor.models.{module}"), cls), each
 

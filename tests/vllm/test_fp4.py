@@ -7,10 +7,8 @@ from layers import HIDDEN, NAME, close, expert_values, load, make_layer, rank, v
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 
 from w4a8.formats import Scheme
-from w4a8.integrations.vllm.config import W4A8CompressedTensorsConfig
-from w4a8.integrations.vllm.config_modelopt import W4A8ModelOptConfig
-from w4a8.integrations.vllm.config_quark import W4A8QuarkConfig
-from w4a8.integrations.vllm.quark_gpt_oss import W4A8QuarkGptOssMethod
+from w4a8.integrations.vllm.configs import W4A8CompressedTensorsConfig, W4A8ModelOptConfig, W4A8QuarkConfig
+from w4a8.integrations.vllm.moe import W4A8QuarkGptOssMethod
 
 __all__ = ["rank"]  # a fixture
 

@@ -10,16 +10,18 @@ from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLine
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.models.utils import WeightsMapper
 
-from w4a8.integrations.vllm import config_base
-from w4a8.integrations.vllm.config import W4A8CompressedTensorsConfig
-from w4a8.integrations.vllm.config_awq import W4A8AWQConfig
-from w4a8.integrations.vllm.config_gpt_oss import W4A8GptOssConfig
-from w4a8.integrations.vllm.config_inc import W4A8INCConfig
-from w4a8.integrations.vllm.config_modelopt import W4A8ModelOptConfig, W4A8ModelOptMixedConfig
-from w4a8.integrations.vllm.config_quark import W4A8QuarkConfig
+from w4a8.integrations.vllm import config as shared
+from w4a8.integrations.vllm.configs import (
+    W4A8AWQConfig,
+    W4A8CompressedTensorsConfig,
+    W4A8GptOssConfig,
+    W4A8INCConfig,
+    W4A8ModelOptConfig,
+    W4A8ModelOptMixedConfig,
+    W4A8QuarkConfig,
+)
 from w4a8.integrations.vllm.linear_layers import W4A8LinearMethod, W4A8LinearScheme
-from w4a8.integrations.vllm.moe import W4A8MoEMethod
-from w4a8.integrations.vllm.quark_gpt_oss import W4A8QuarkGptOssMethod
+from w4a8.integrations.vllm.moe import W4A8MoEMethod, W4A8QuarkGptOssMethod
 
 NOT_QUANTIZED, EXPERTS = "not quantized", "model.layers.0.mlp.experts"
 FP8 = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False, "symmetric": True}
@@ -40,7 +42,7 @@ LEFT_OUT = ["lm_head", "model.layers.0.mlp.gate", *(f"model.layers.2.self_attn.{
 @pytest.fixture(autouse=True)
 def floats(monkeypatch):
     """vLLM's method of experts that are not quantized wants more of a layer than there is here."""
-    monkeypatch.setattr(config_base, "UnquantizedFusedMoEMethod", lambda moe: NOT_QUANTIZED)
+    monkeypatch.setattr(shared, "UnquantizedFusedMoEMethod", lambda moe: NOT_QUANTIZED)
 
 
 def assert_taken(config, names):

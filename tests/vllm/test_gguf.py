@@ -21,7 +21,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 import w4a8
 from w4a8.checkpoint import load_linear
 from w4a8.core.matrix import Matrix, unpack_codes
-from w4a8.integrations.vllm.gguf_config import W4A8GGUFConfig
+from w4a8.integrations.vllm.gguf import W4A8GGUFConfig
 from w4a8.integrations.vllm.gguf_folder import experts_of, linears_of
 from w4a8.integrations.vllm.gguf_layers import W4A8GGUFMoEMethod
 

@@ -21,9 +21,8 @@ from vllm.model_executor.models import registry
 from vllm.transformers_utils.config import get_pooling_config
 
 from w4a8.integrations.vllm import gguf, plugin
-from w4a8.integrations.vllm.gguf_config import W4A8GGUFConfig
+from w4a8.integrations.vllm.gguf import W4A8GGUFConfig, W4A8GGUFLoader
 from w4a8.integrations.vllm.gguf_folder import NAME, folder_of, linears_of
-from w4a8.integrations.vllm.gguf_loader import W4A8GGUFLoader
 
 CHARACTERS = [chr(code) for code in range(33, 33 + VOCAB - 5)]
 TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"

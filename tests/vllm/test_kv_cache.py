@@ -7,8 +7,7 @@ import pytest
 from vllm.utils.torch_utils import get_kv_cache_quant_algo_string
 
 from w4a8.integrations.vllm import kv_cache
-from w4a8.integrations.vllm.config import W4A8CompressedTensorsConfig
-from w4a8.integrations.vllm.config_modelopt import W4A8ModelOptConfig
+from w4a8.integrations.vllm.configs import W4A8CompressedTensorsConfig, W4A8ModelOptConfig
 
 EIGHT = {"dynamic": False, "num_bits": 8, "type": "float"}
 FOUR = {"dynamic": False, "num_bits": 4, "type": "float"}

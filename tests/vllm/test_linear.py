@@ -8,7 +8,7 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from w4a8.formats import Scheme
-from w4a8.integrations.vllm.config_gptq import W4A8GPTQConfig
+from w4a8.integrations.vllm.configs import W4A8GPTQConfig
 from w4a8.integrations.vllm.linear_layers import W4A8LinearScheme
 
 N, K, GROUP = 64, 128, 32

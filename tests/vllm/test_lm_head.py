@@ -6,7 +6,7 @@ import pytest
 import torch
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 
-from w4a8.integrations.vllm.lm_head import W4A8LMHeadMethod, lm_head_method
+from w4a8.integrations.vllm.linear_layers import W4A8LMHeadMethod, lm_head_method
 from w4a8.ops import read_header
 
 

@@ -18,6 +18,7 @@ from tool_formats import E2M1
 
 from w4a8.integrations.transformers import W4A8Config
 from w4a8.integrations.vllm.packed import compressed_tensors_config, matrix_of, read_directory, unpacked
+from w4a8.integrations.vllm.packed_layers import W4A8PackedConfig
 
 # Name: key of models.MODELS, options of W4A8Config.
 SAME = {
@@ -256,3 +257,13 @@ def test_two_ranks(parallel, name):
 def test_what_cannot_be_cut_is_refused(parallel):
     assert "error" in parallel[0]["refused"][1]
     assert "packed directory with weights of type e2m1 cannot be served with layers cut among 2 ranks" in parallel[2]
+
+
+def test_the_activation_group_of_layers_that_are_cut(tmp_path):
+    """That of the packed matrices, which no field of a compressed-tensors checkpoint says."""
+    directory = write_packed(tmp_path, "qwen3_moe", {"group_size": 64, "activation_group": 32})
+    stated = json.loads((directory / "config.json").read_text())["quantization_config"]
+    config = W4A8PackedConfig.from_config(stated)
+    config.maybe_update_config(str(directory))
+    for name in ("model.layers.0.self_attn.o_proj", "model.layers.0.mlp.experts"):
+        assert config._scheme(config.target_scheme_map["Linear"], name).activation_group == 32

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from importlib import import_module
 
 import pytest
 import tool_formats
@@ -15,8 +14,8 @@ from conftest import environment
 from layers import chosen
 
 from w4a8.formats import rules_of
-from w4a8.integrations.vllm import plugin, selftest, settings
-from w4a8.integrations.vllm.linear_layers import W4A8LinearMethod
+from w4a8.integrations.vllm import configs, plugin, selftest, settings
+from w4a8.integrations.vllm.linear_layers import W4A8LinearMethod, W4A8LinearScheme
 
 
 @pytest.fixture
@@ -84,7 +83,8 @@ def test_a_format_that_moved(fresh, monkeypatch):
     """The others are taken over all the same."""
     from vllm.model_executor.layers.quantization import get_quantization_config
 
-    monkeypatch.setitem(sys.modules, "w4a8.integrations.vllm.config_inc", None)
+    monkeypatch.delitem(vars(configs), "W4A8INCConfig", raising=False)
+    monkeypatch.setitem(configs.CONFIGS, "W4A8INCConfig", (configs.INCLayers, "moved.INCConfig", ("inc",)))
     assert fresh() == "W4A8CompressedTensorsConfig"
     assert get_quantization_config("inc").__name__ == "INCConfig"
     assert get_quantization_config("gptq").__name__ == "W4A8GPTQConfig"
@@ -127,35 +127,33 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False,
 
 
 def test_weight_only_models_are_left_on_demand(fresh, monkeypatch):
-    from w4a8.integrations.vllm.config_gptq import W4A8GPTQConfig
-
-    assert W4A8GPTQConfig.from_config(GPTQ).scheme() is not None
+    assert configs.W4A8GPTQConfig.from_config(GPTQ).scheme() is not None
     monkeypatch.setenv("W4A8_VLLM_W4A16", "0")
-    assert W4A8GPTQConfig.from_config({**GPTQ, "sym": True}).scheme() is None
+    assert configs.W4A8GPTQConfig.from_config({**GPTQ, "sym": True}).scheme() is None
     with pytest.raises(ValueError, match="Unsupported quantization config"):
-        W4A8GPTQConfig.from_config(GPTQ)
+        configs.W4A8GPTQConfig.from_config(GPTQ)
 
 
 WEIGHT_ONLY = {
-    "W4A8GPTQConfig": ("config_gptq", GPTQ),
-    "W4A8AWQConfig": ("config_awq", tool_formats.config("awq", 128, False, [], False)),
-    "W4A8INCConfig": ("config_inc", tool_formats.config("auto_round:auto_gptq", 128, True, [], False)),
-    "W4A8GptOssConfig": ("config_gpt_oss", tool_formats.config("mxfp4", 32, True, [], False)),
-    "W4A8ModelOptConfig": ("config_modelopt", tool_formats.config("modelopt-nvfp4", 16, True, [], False)),
-    "W4A8QuarkConfig": ("config_quark", tool_formats.config("quark", 32, True, [], False)),
+    "W4A8GPTQConfig": GPTQ,
+    "W4A8AWQConfig": tool_formats.config("awq", 128, False, [], False),
+    "W4A8INCConfig": tool_formats.config("auto_round:auto_gptq", 128, True, [], False),
+    "W4A8GptOssConfig": tool_formats.config("mxfp4", 32, True, [], False),
+    "W4A8ModelOptConfig": tool_formats.config("modelopt-nvfp4", 16, True, [], False),
+    "W4A8QuarkConfig": tool_formats.config("quark", 32, True, [], False),
 }
 
 
 LINEAR = {name: found for name, found in WEIGHT_ONLY.items() if name != "W4A8GptOssConfig"}
-LINEAR["AutoRound, int8 inputs"] = "config_inc", {**WEIGHT_ONLY["W4A8INCConfig"][1], "act_bits": 8}
+LINEAR["AutoRound, int8 inputs"] = {**WEIGHT_ONLY["W4A8INCConfig"], "act_bits": 8}
 
 
 @pytest.mark.parametrize("name", LINEAR)
 def test_weight_only_is_one_rule(fresh, monkeypatch, name):
     """What is weight-only to w4a8.load and transformers is so in vLLM, and on demand only that is left to vLLM."""
-    module, stated = LINEAR[name]
+    stated = LINEAR[name]
     name = "W4A8INCConfig" if name.startswith("AutoRound") else name
-    cls = getattr(import_module(f"w4a8.integrations.vllm.{module}"), name)
+    cls = getattr(configs, name)
     stated = {**stated, "sym": True} if name == "W4A8GPTQConfig" else stated
     layer = "model.layers.0.self_attn.o_proj"
     weight_only = rules_of(stated).of(layer).weight_only is not None
@@ -167,8 +165,8 @@ def test_weight_only_is_one_rule(fresh, monkeypatch, name):
 @pytest.mark.parametrize("name", WEIGHT_ONLY)
 def test_dtypes_are_those_of_whoever_runs_the_model(fresh, monkeypatch, name):
     """The operators have three; vLLM's layers, on demand, what vLLM says of them."""
-    module, config = WEIGHT_ONLY[name]
-    cls = getattr(import_module(f"w4a8.integrations.vllm.{module}"), name)
+    config = WEIGHT_ONLY[name]
+    cls = getattr(configs, name)
     config = {**config, "sym": True} if name == "W4A8GPTQConfig" else config
     stock = next(base for base in cls.__mro__ if base.__module__.startswith("vllm."))
     assert set(cls.from_config(config).get_supported_act_dtypes()) == {torch.float16, torch.bfloat16, torch.float32}
@@ -179,11 +177,9 @@ def test_dtypes_are_those_of_whoever_runs_the_model(fresh, monkeypatch, name):
 
 
 def test_activation_order_is_refused(fresh):
-    from w4a8.integrations.vllm.config_gptq import W4A8GPTQConfig
-
     with pytest.raises(ValueError, match="desc_act"):
-        W4A8GPTQConfig.from_config({**GPTQ, "desc_act": True}).scheme()
-    assert W4A8GPTQConfig.from_config({**GPTQ, "desc_act": True, "group_size": -1}).scheme() is not None
+        configs.W4A8GPTQConfig.from_config({**GPTQ, "desc_act": True}).scheme()
+    assert configs.W4A8GPTQConfig.from_config({**GPTQ, "desc_act": True, "group_size": -1}).scheme() is not None
 
 
 @pytest.mark.parametrize("groups", [[0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 2, 3], [0, 1, 0, 1], [1, 1, 0, 0]])
@@ -191,10 +187,8 @@ def test_input_features_in_another_order(fresh, groups):
     """The loader of every model drops g_idx; before that, it is looked at."""
     from vllm.model_executor.models.utils import WeightsMapper
 
-    from w4a8.integrations.vllm.config_gptq import W4A8GPTQConfig
-
     mapper = WeightsMapper(orig_to_new_prefix={"a.": "b."})
-    mapper |= W4A8GPTQConfig.from_config(GPTQ).get_cache_scale_mapper()
+    mapper |= configs.W4A8GPTQConfig.from_config(GPTQ).get_cache_scale_mapper()
     mapper |= WeightsMapper(orig_to_new_substr={".unused": None})
     tensors = {"a.g_idx": torch.tensor(groups), "a.qweight": torch.zeros(1), "a.unused": torch.zeros(1)}
     if groups == sorted(groups):
@@ -229,7 +223,7 @@ def test_off(fresh, monkeypatch):
 def test_says_what_it_leaves(fresh, monkeypatch):
     """Weight-only models on demand, and a method that this vLLM does not know."""
     monkeypatch.setenv("W4A8_VLLM_W4A16", "0")
-    monkeypatch.setattr(plugin, "CONFIGS", (*plugin.CONFIGS, ("config_awq", "W4A8AWQConfig", ("new", "newer"))))
+    monkeypatch.setitem(configs.CONFIGS, "Another", (*configs.CONFIGS["W4A8AWQConfig"][:2], ("new", "newer")))
     assert fresh() == "W4A8CompressedTensorsConfig"
     assert fresh.warnings == []
     assert fresh.infos == [
@@ -263,10 +257,23 @@ def test_newer_version(fresh, monkeypatch, version):
 
 
 def test_newer_version_that_is_not_as_expected(fresh, monkeypatch):
+    from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+
     monkeypatch.setattr("vllm.__version__", "0.34.0")
-    monkeypatch.setattr(selftest, "MOE_FIELDS", (*selftest.MOE_FIELDS, "moved"))
+
+    def apply(self, layer, x, weights, topk_ids):
+        pass
+
+    monkeypatch.setattr(FusedMoEMethodBase, "apply", apply)
     assert fresh() == "CompressedTensorsConfig"
-    assert len(fresh.warnings) == 1 and "whose self-test failed: FusedMoEConfig has no moved" in fresh.warnings[0]
+    assert len(fresh.warnings) == 1 and "whose self-test failed: apply has no topk_weights" in fresh.warnings[0]
+
+
+def test_newer_version_that_wants_more(fresh, monkeypatch):
+    monkeypatch.setattr("vllm.__version__", "0.34.0")
+    monkeypatch.setattr(W4A8LinearScheme, "__abstractmethods__", frozenset({"moved"}))
+    assert fresh() == "CompressedTensorsConfig"
+    assert len(fresh.warnings) == 1 and "whose self-test failed: W4A8LinearScheme wants moved" in fresh.warnings[0]
 
 
 def test_other_architecture(fresh, monkeypatch):
@@ -297,7 +304,8 @@ def test_changed_internals(fresh, monkeypatch):
     monkeypatch.delattr(RoutedExperts, "_map_global_expert_id_to_local_expert_id")
     assert fresh() == "CompressedTensorsConfig"
     (warning,) = fresh.warnings
-    assert "self-test failed: RoutedExperts has no _map_global_expert_id_to_local_expert_id" in warning
+    assert "self-test failed: a layer could not be made and run: AttributeError: " in warning
+    assert "_map_global_expert_id_to_local_expert_id" in warning
 
 
 def test_missing_module(fresh, monkeypatch):
@@ -307,18 +315,18 @@ def test_missing_module(fresh, monkeypatch):
 
 
 def test_wrong_operators(fresh, monkeypatch):
-    monkeypatch.setattr("w4a8.integrations.selftest.dyn_quant_matmul_4bit", lambda x, *rest: x[:, :32] + 1)
+    monkeypatch.setattr("w4a8.integrations.vllm.linear_layers.dyn_quant_matmul_4bit", lambda x, *rest: x[:, :128] + 1)
     assert fresh() == "CompressedTensorsConfig"
-    assert "dyn_quant_matmul_4bit gives wrong sums" in fresh.warnings[0]
+    assert "a linear layer of vLLM gives wrong sums" in fresh.warnings[0]
 
 
 def test_wrong_experts(fresh, monkeypatch):
-    from w4a8.integrations import selftest as shared
+    from w4a8.integrations.vllm import moe
 
-    right = shared.dynamic_4bit_int_moe
-    monkeypatch.setattr(shared, "dynamic_4bit_int_moe", lambda *args: right(*args) * 1.1)
+    right = moe.run_experts
+    monkeypatch.setattr(moe, "run_experts", lambda *args: right(*args) * 1.1)
     assert fresh() == "CompressedTensorsConfig"
-    assert "dynamic_4bit_int_moe gives wrong sums" in fresh.warnings[0]
+    assert "a layer of experts of vLLM gives wrong sums" in fresh.warnings[0]
 
 
 def test_a_layer_that_computes_something_else(fresh, monkeypatch):
@@ -351,8 +359,6 @@ def test_experts_that_are_asked_for_otherwise(fresh, monkeypatch):
         del self.top_k
 
     monkeypatch.setattr(RoutedExperts, "__init__", renamed)
-    # Signatures look as before.
-    monkeypatch.setattr(selftest, "interface_problems", list)
     assert fresh() == "CompressedTensorsConfig"
     assert "a layer could not be made and run: AttributeError" in fresh.warnings[0]
 

@@ -15,7 +15,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.transform.linear
 from vllm.model_executor.layers.quantization.compressed_tensors.transform.module import HadamardTransform
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-from w4a8.integrations.vllm.config import W4A8CompressedTensorsConfig
+from w4a8.integrations.vllm.configs import W4A8CompressedTensorsConfig
 from w4a8.integrations.vllm.linear_layers import W4A8LinearScheme
 from w4a8.integrations.vllm.moe import W4A8MoEMethod
 

@@ -4,7 +4,7 @@ import pytest
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 
-from w4a8.integrations.vllm import arguments, settings
+from w4a8.integrations.vllm import settings
 
 NAMES = "'w4a16', 'lm_head', 'activation_group', 'attention' or 'decoder'"
 NONE = {"w4a16": True, "lm_head": 0, "activation_group": None}
@@ -82,10 +82,10 @@ def test_refused(additional, message):
 def test_an_engine_reads_them_first(monkeypatch):
     """Before vLLM looks at the model, which does not exist here."""
     seen = []
-    monkeypatch.setattr(arguments, "_readers", [])
+    monkeypatch.setattr(settings, "_readers", [])
     monkeypatch.setattr(EngineArgs, "create_engine_config", lambda self: (found(), self.model))
-    arguments.read_arguments(lambda given: seen.append(given.model))
-    arguments.read_arguments()  # as where two parts of the plugin ask for it
+    settings.read_arguments(lambda given: seen.append(given.model))
+    settings.read_arguments()  # as where two parts of the plugin ask for it
     engine = EngineArgs(model="nowhere", additional_config={"w4a8": {"lm_head": "int8"}})
     assert engine.create_engine_config() == ({**NONE, "lm_head": 8}, "nowhere")
     assert seen == ["nowhere"]
@@ -97,4 +97,4 @@ def test_an_engine_reads_them_first(monkeypatch):
 def test_vllm_without_what_it_builds_on(monkeypatch):
     monkeypatch.delattr(EngineArgs, "create_engine_config")
     with pytest.raises(RuntimeError, match="EngineArgs has no create_engine_config"):
-        arguments.read_arguments()
+        settings.read_arguments()

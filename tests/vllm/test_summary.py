@@ -8,7 +8,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from w4a8.cpu import active_kernel
-from w4a8.integrations.vllm import summary
+from w4a8.integrations.vllm import loaded
 from w4a8.ops import dyn_quant_pack_4bit_weight
 
 K = 128
@@ -44,7 +44,7 @@ def experts(count, **stacks):
 def test_what_runs_here():
     q4, q8 = packed(32), packed(K, values="int8")
     zeros = packed(64, zero_points=torch.full((32, 2), 8, dtype=torch.uint8))
-    found = summary.summary(
+    found = loaded.summary(
         model(
             layer(LinearBase, weight_packed=q4),
             layer(LinearBase, weight_packed=q4),
@@ -65,7 +65,7 @@ def test_what_runs_here():
 def test_formats_with_a_name():
     mxfp4 = packed(32, values="e2m1", scales=torch.full((32, K // 32), 127, dtype=torch.uint8))
     per_token = packed(32, activation_group=-1)
-    found = summary.summary(model(layer(LinearBase, weight_packed=mxfp4), layer(LinearBase, weight_packed=per_token)))
+    found = loaded.summary(model(layer(LinearBase, weight_packed=mxfp4), layer(LinearBase, weight_packed=per_token)))
     assert "runs 2 linear layers (1 MXFP4 in groups of 32, 1 int4 in groups of 32): " in found
     assert "activations in groups of 32 and per token, kernel " in found
 
@@ -76,7 +76,7 @@ class Marlin:
 
 def test_what_vllm_runs_and_why():
     floats, codes = torch.zeros(4, 8), torch.zeros(4, 8, dtype=torch.uint8)
-    found = summary.summary(
+    found = loaded.summary(
         model(
             layer(LinearBase, weight_packed=packed(32)),
             layer(LinearBase, UnquantizedLinearMethod(), weight=floats),
@@ -94,7 +94,7 @@ def test_what_vllm_runs_and_why():
 
 
 def test_nothing_runs_here():
-    found = summary.summary(model(layer(LinearBase, UnquantizedLinearMethod(), weight=torch.zeros(4, 8))))
+    found = loaded.summary(model(layer(LinearBase, UnquantizedLinearMethod(), weight=torch.zeros(4, 8))))
     assert found == "runs no layer of this model; vLLM runs 1 linear layer (not quantized)"
 
 
@@ -108,10 +108,10 @@ def said(monkeypatch):
 
         warning = info
 
-    monkeypatch.setattr(summary, "logger", Log)
+    monkeypatch.setattr(loaded, "logger", Log)
     monkeypatch.setattr(BaseModelLoader, "load_model", lambda self, loaded, *configs: loaded)
-    summary.say_what_is_loaded()
-    summary.say_what_is_loaded()
+    loaded.say_what_is_loaded()
+    loaded.say_what_is_loaded()
     return lines
 
 

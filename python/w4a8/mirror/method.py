@@ -91,14 +91,9 @@ class CompressedTensorsW4A8Int8MoEMethod(CompressedTensorsMoEMethod):
         self.backend, self.experts_cls = select_w4a8_int8_moe_backend(self.moe, weight_key, activation_key=None)
 
     def create_weights(
-        self,
-        layer: torch.nn.Module,
-        num_experts: int,
-        hidden_size: int,
-        intermediate_size_per_partition: int,
-        params_dtype: torch.dtype,
-        **extra_weight_attrs: Any,
-    ) -> None:
+        self, layer: torch.nn.Module, num_experts: int, hidden_size: int, intermediate_size_per_partition: int,
+        params_dtype: torch.dtype, **extra_weight_attrs: Any,
+    ) -> None:  # fmt: skip
         """Gives a layer its sizes, and the parameters that a weight loader fills.
 
         With E experts on this rank, N = 2 I rows of w13 (I without a gate) and G(K) scales per row:
@@ -195,40 +190,27 @@ class CompressedTensorsW4A8Int8MoEMethod(CompressedTensorsMoEMethod):
             layer.w13_weight_packed,
             layer.w2_weight_packed,
             router_logits,
-            activation=layer.activation,
-            global_num_experts=layer.global_num_experts,
-            expert_map=layer.expert_map,
-            apply_router_weight_on_input=layer.apply_router_weight_on_input,
             num_expert_group=layer.num_expert_group,
             topk_group=layer.topk_group,
             e_score_correction_bias=layer.e_score_correction_bias,
             routed_scaling_factor=layer.routed_scaling_factor,
+            **self._how(layer),
         )
 
+    @staticmethod
+    def _how(layer: torch.nn.Module) -> dict[str, Any]:
+        names = ("activation", "global_num_experts", "expert_map", "apply_router_weight_on_input")
+        return {name: getattr(layer, name) for name in names}
+
     def apply(
-        self,
-        layer: torch.nn.Module,
-        x: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        shared_experts: object | None,
-        shared_experts_input: torch.Tensor | None,
-    ) -> torch.Tensor:
+        self, layer: torch.nn.Module, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor,
+        shared_experts: object | None, shared_experts_input: torch.Tensor | None,
+    ) -> torch.Tensor:  # fmt: skip
         """Runs what a router outside has chosen for x, float32, bfloat16 or float16 [T, H]: [T, H] like x.
 
         The choice is weights [T, k] and global ids, int32 or int64 [T, k]. Shared experts are the caller's: None.
         """
         assert self.moe_kernel is not None
-        return self.moe_kernel.apply(
-            x,
-            layer.w13_weight_packed,
-            layer.w2_weight_packed,
-            topk_weights,
-            topk_ids,
-            activation=layer.activation,
-            global_num_experts=layer.global_num_experts,
-            expert_map=layer.expert_map,
-            apply_router_weight_on_input=layer.apply_router_weight_on_input,
-            shared_experts=shared_experts,
-            shared_experts_input=shared_experts_input,
-        )
+        packed = (layer.w13_weight_packed, layer.w2_weight_packed)
+        shared = {"shared_experts": shared_experts, "shared_experts_input": shared_experts_input}
+        return self.moe_kernel.apply(x, *packed, topk_weights, topk_ids, **self._how(layer), **shared)

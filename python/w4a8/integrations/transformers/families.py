@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from w4a8.checkpoint.settings import router_in_config
+from w4a8.core.families import FAMILIES
 from w4a8.decoder import Decoder
 from w4a8.nn.experts import W4A8Experts
 from w4a8.nn.packed import PackedLinear
@@ -18,35 +18,6 @@ _ACTIVATIONS = {
     "swish": Activation.SILU,
     "gelu": Activation.GELU,
     "gelu_pytorch_tanh": Activation.GELU_TANH,
-}
-
-
-@dataclass(frozen=True)
-class Family:
-    """How the layers of a model type differ from Llama's."""
-
-    norms: tuple[str, str, str, str] = ("input_layernorm", "", "post_attention_layernorm", "")
-    one_more: bool = False  # a norm multiplies by 1 + weight
-    router: str = "gate"  # of mlp
-    shared: tuple[str, str] = ("", "")  # of mlp: the expert that all tokens share, its gate
-    refuses: tuple[str, ...] = ()  # fields of the config that must not be set
-
-
-_GEMMA = (
-    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
-)  # fmt: skip
-FAMILIES = {
-    "llama": Family(),
-    "mistral": Family(),
-    "qwen2": Family(),
-    "qwen3": Family(),
-    "qwen2_moe": Family(shared=("shared_expert", "shared_expert_gate")),
-    "qwen3_moe": Family(),
-    "mixtral": Family(),
-    "olmoe": Family(refuses=("clip_qkv",)),
-    "gpt_oss": Family(router="router"),
-    "gemma3_text": Family(norms=_GEMMA, one_more=True, refuses=("use_bidirectional_attention",)),
-    "glm4_moe": Family(shared=("shared_experts", "")),
 }
 _ROPES = ("default", "linear", "llama3", "yarn")  # those whose angles do not depend on the length of the text
 
@@ -124,10 +95,7 @@ class Stack:
 
     def _add(self, layer: Any, rope: int) -> None:
         config, attention, mlp = self.config, self._part(layer, "self_attn"), self._part(layer, "mlp")
-        fields: dict[str, Any] = {}
-        for field, name in zip(("input_norm", "attention_norm", "mlp_input_norm", "mlp_norm"), self.family.norms):
-            if name:
-                fields[field] = self._norm(self._part(layer, name))
+        fields: dict[str, Any] = {name: self._norm(self._part(layer, at)) for name, at in self.family.norms}
         for name in ("q_norm", "k_norm"):
             if getattr(attention, name, None) is not None:
                 fields[name] = self._norm(self._part(attention, name))

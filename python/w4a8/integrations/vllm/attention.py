@@ -43,8 +43,8 @@ class Metadata:
 class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
     """Of a group of layers."""
 
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+    def __init__(self, *args: Any) -> None:  # upstream's is abstract
+        super().__init__(*args)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
         """As upstream's."""
@@ -67,19 +67,11 @@ class Impl(AttentionImpl):
     kind: ClassVar[str]
 
     def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        alibi_slopes: list[float] | None,
-        sliding_window: int | None,
-        kv_cache_dtype: str,
-        logits_soft_cap: float | None = None,
-        attn_type: str = AttentionType.DECODER,
-        kv_sharing_target_layer_name: str | None = None,
+        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, alibi_slopes: list[float] | None,
+        sliding_window: int | None, kv_cache_dtype: str, logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER, kv_sharing_target_layer_name: str | None = None,
         sinks: torch.Tensor | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if alibi_slopes is not None:
             raise NotImplementedError(f"w4a8's attention has no ALiBi; {settings.ATTENTION}=0 leaves attention to vLLM")
         self.num_heads, self.head_size, self.num_kv_heads = num_heads, head_size, num_kv_heads
@@ -92,17 +84,10 @@ class Impl(AttentionImpl):
         self.attn_type = attn_type
 
     def forward(
-        self,
-        layer: Any,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        kv_cache: torch.Tensor,
-        attn_metadata: Metadata | None,
-        output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, layer: Any, query: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None,
+        kv_cache: torch.Tensor, attn_metadata: Metadata | None, output: torch.Tensor,
+        output_scale: torch.Tensor | None = None, output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """As upstream's."""
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("w4a8: outputs of attention that are quantized")
@@ -212,12 +197,7 @@ class BFloat16Backend(Backend):
 
 
 def reason_against(asked: Any, vllm_config: Any) -> str | None:
-    """Why a layer is left to vLLM's attention, or None.
-
-    Args:
-        asked: vLLM's AttentionSelectorConfig of the layer.
-        vllm_config: of the engine.
-    """
+    """Why a layer of an engine, by vLLM's AttentionSelectorConfig, is left to vLLM's attention, or None."""
     if not settings.attends():
         return f"{settings.ATTENTION}=0"
     if asked.use_mla or asked.use_sparse:
@@ -244,6 +224,11 @@ def is_ours(vllm_config: Any) -> bool:
     return type(vllm_config.quant_config).__module__.startswith("w4a8.")
 
 
+def forget(arguments: Any) -> None:
+    """vLLM keeps the answers for the whole process; those for another engine may differ."""
+    selector._cached_get_attn_backend.cache_clear()
+
+
 def register() -> None:
     """Lets the platform answer with the backends here.
 
@@ -255,19 +240,11 @@ def register() -> None:
     for owner, name in ((selector, "_cached_get_attn_backend"), (AttentionBackend, "customize_spec")):
         if not hasattr(owner, name):
             raise RuntimeError(f"{owner.__name__} has no {name}")
-    CpuPlatform.get_attn_backend_cls = classmethod(_answering(CpuPlatform.get_attn_backend_cls.__func__))
+    settings.read_arguments(forget)
+    stock = CpuPlatform.get_attn_backend_cls.__func__
 
-
-def forget() -> None:
-    """Vllm keeps the answers for the whole process; those for another engine may differ."""
-    selector._cached_get_attn_backend.cache_clear()
-
-
-def _answering(stock: Any) -> Any:
     @wraps(stock)
-    def get_attn_backend_cls(
-        cls: Any, selected_backend: Any, attn_selector_config: Any, *args: Any, **kwargs: Any
-    ) -> str:
+    def get_attn_backend_cls(cls: Any, selected: Any, attn_selector_config: Any, *args: Any, **kwargs: Any) -> str:
         from vllm.config import get_current_vllm_config_or_none
 
         config = get_current_vllm_config_or_none()
@@ -280,7 +257,7 @@ def _answering(stock: Any) -> Any:
                 )
                 return f"{__name__}.{'Int8Backend' if kind == 'int8' else 'BFloat16Backend'}"
             logger().info_once("w4a8: attention is vLLM's: %s", reason)
-        return stock(cls, selected_backend, attn_selector_config, *args, **kwargs)
+        return stock(cls, selected, attn_selector_config, *args, **kwargs)
 
     get_attn_backend_cls.w4a8 = True
-    return get_attn_backend_cls
+    CpuPlatform.get_attn_backend_cls = classmethod(get_attn_backend_cls)

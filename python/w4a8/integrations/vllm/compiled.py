@@ -104,18 +104,15 @@ def load_from_disk() -> None:
         logger().debug("w4a8: compiled models are not loaded from disk here: %s", error)
         return
     if not getattr(model_hash_key, "w4a8", False):
-        decorators._model_hash_key = _with_structure(model_hash_key)
+
+        @wraps(model_hash_key)
+        def with_structure(forward: Callable[..., Any]) -> str:
+            return f"{model_hash_key(forward)} {structure(getattr(forward, '__self__', None))} {_cpu()}"
+
+        with_structure.w4a8 = True
+        decorators._model_hash_key = with_structure
     if not hasattr(Saved, "finalize_loading"):
         Saved.finalize_loading = _finalize_loading
-
-
-def _with_structure(model_hash_key: Callable[[Callable[..., Any]], str]) -> Callable[[Callable[..., Any]], str]:
-    @wraps(model_hash_key)
-    def wrapped(forward: Callable[..., Any]) -> str:
-        return f"{model_hash_key(forward)} {structure(getattr(forward, '__self__', None))} {_cpu()}"
-
-    wrapped.w4a8 = True
-    return wrapped
 
 
 def _finalize_loading(self: Any, vllm_config: Any) -> None:

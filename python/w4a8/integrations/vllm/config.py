@@ -1,105 +1,135 @@
-"""vLLM's configuration class for compressed-tensors, with this package behind 4-bit and weight-only int8 layers."""
+"""What this package's configuration classes for vLLM share: which layers run here, and by which method."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from compressed_tensors.utils import is_match
-from vllm.model_executor.layers.fused_moe import RoutedExperts
-from vllm.model_executor.layers.linear import LinearBase
-from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+from vllm.model_executor.models.utils import WeightsMapper
 
-from w4a8.core.json_fields import CheckpointError
 from w4a8.formats import LeftOut, Scheme
-from w4a8.formats.compressed_tensors import scheme_of_args
-from w4a8.integrations.vllm.config_base import RunsLayersHere
-from w4a8.integrations.vllm.kv_cache import KeepsKVCache
-from w4a8.integrations.vllm.linear_layers import W4A8LinearScheme
-from w4a8.integrations.vllm.names import joined_from, projections
+from w4a8.formats.matrix import check_consecutive
+from w4a8.integrations.vllm.linear_layers import W4A8LinearMethod, lm_head_method
+from w4a8.integrations.vllm.log import logger
+from w4a8.integrations.vllm.moe import experts_method
 from w4a8.integrations.vllm.settings import runs_w4a16, say_int8
 
 
-class W4A8CompressedTensorsConfig(RunsLayersHere, KeepsKVCache, CompressedTensorsConfig):
-    """Chooses this package for W4A8 and W4A16 layers, and vLLM's own methods for all others."""
+def projections(layer: Any, prefix: str) -> list[str]:
+    """Every matrix of a layer of vLLM's RoutedExperts, whose name is ``prefix``, by its name in a checkpoint."""
+    names = [layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name]
+    return [f"{prefix}.{e}.{name}" for e in range(layer.moe_config.num_experts) for name in names if name is not None]
 
-    w4a8_name = w4a8_says = "compressed-tensors"
 
-    def __init__(self, target_scheme_map: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """As upstream's, which takes the first target that matches: names go before patterns here."""
-        targets = sorted(target_scheme_map, key=lambda target: (target.startswith("re:"), target))
-        super().__init__({target: target_scheme_map[target] for target in targets}, *args, **kwargs)
+def joined_from(prefix: str, packed_modules_mapping: Mapping[str, Sequence[str]]) -> list[str]:
+    """The matrices whose rows vLLM joins in a linear layer of this name: ``qkv_proj`` has three; most layers one."""
+    owner, _, last = prefix.rpartition(".")
+    return [f"{owner}.{part}" for part in packed_modules_mapping.get(last, ())] or [prefix]
 
-    def get_scheme_dict(self, layer: torch.nn.Module, layer_name: str | None = None) -> dict | None:
-        """As upstream's; where targets are the names of all that a layer is joined from, they beat patterns too."""
-        names = joined_from(layer_name or "", self.packed_modules_mapping)
-        found = [self.target_scheme_map.get(name) for name in names]
-        if len(names) > 1 and None not in found:
-            kinds = [(scheme["weights"], scheme["input_activations"]) for scheme in found]
-            if all(kind == kinds[0] for kind in kinds):
-                layer_name = names[0]
-        return super().get_scheme_dict(layer, layer_name)
+
+def are_alike(ways: Sequence[Any], prefix: str) -> bool:
+    """Whether all matrices of a layer of experts are quantized in one way; warns if they are not."""
+    if all(way == ways[0] for way in ways):
+        return True
+    logger().warning_once("w4a8: leaves %s to vLLM: its experts are not quantized alike", prefix)
+    return False
+
+
+def unquantized(layer: torch.nn.Module) -> Any:
+    """vLLM's method of a layer that is not quantized."""
+    if isinstance(layer, RoutedExperts):
+        return UnquantizedFusedMoEMethod(layer.moe_config)
+    return UnquantizedEmbeddingMethod() if isinstance(layer, ParallelLMHead) else UnquantizedLinearMethod()
+
+
+class RunsLayersHere:
+    """A base class that comes before vLLM's: it runs the layers that are read here, and leaves all others to vLLM's.
+
+    A class says in :meth:`scheme_of_layer` which layers these are, or, where vLLM decides by rules of its own, in
+    :meth:`method_of`.
+
+    Attributes:
+        w4a8_says: what the log calls its checkpoints.
+    """
+
+    w4a8_says: str
+
+    def scheme_of_layer(self, layer: torch.nn.Module, prefix: str) -> Scheme | LeftOut | None:
+        """How the weights of a layer are stored, if they are to be run here, or that they are not quantized.
+
+        None leaves the layer to vLLM's own rules, which may find a layer quantized that is not.
+
+        Args:
+            layer: vLLM's LinearBase, ParallelLMHead or RoutedExperts.
+            prefix: its name.
+        """
+        raise NotImplementedError
 
     def method_of(self, layer: torch.nn.Module, prefix: str) -> Any:
-        """As :meth:`RunsLayersHere.method_of`; of linear and output layers upstream's method asks :meth:`get_scheme`.
+        """The method of such a layer, or None for vLLM's."""
+        return self.method_for(self.scheme_of_layer(layer, prefix), layer, prefix)
 
-        Raises:
-            ValueError: experts or an output layer to be run here, of which the checkpoint rotates inputs or outputs.
-        """
+    def method_for(self, scheme: Scheme | LeftOut | None, layer: torch.nn.Module, prefix: str) -> Any:
+        """The method of a layer that is stored so, or None if it is not to be run here: weight-only ones on demand."""
+        if isinstance(scheme, LeftOut):
+            return None if scheme.quantized or not runs_w4a16() else unquantized(layer)
+        if scheme is None or (scheme.weight_only is not None and not runs_w4a16()):
+            return None
         if isinstance(layer, RoutedExperts):
-            method = self.method_for(self.scheme_of_layer(layer, prefix), layer, prefix)
-            if method is not None:
-                self._refuse_rotated(projections(layer, prefix))
-            return method
-        if isinstance(layer, ParallelLMHead) and self._scheme(self.get_scheme_dict(layer, prefix), prefix) is not None:
-            self._refuse_rotated([prefix])
-        return None
+            method = self.experts_method(scheme, layer, prefix)
+        else:
+            method = W4A8LinearMethod(scheme, prefix)
+        if method is not None and scheme.weight_only is not None:
+            say_int8(self.w4a8_says)
+        return method
 
-    def _refuse_rotated(self, names: Iterable[str]) -> None:
-        """Of matrices that upstream does not wrap: around other linear layers it puts its own rotations."""
-        groups = self.transform_config.config_groups if self.transform_config is not None else {}
-        online = [(key, args) for key, scheme in groups.items() for args in scheme.apply if args.is_online()]
-        linear = torch.nn.Linear(1, 1, bias=False, device="meta")  # what the names were when the file was written
-        for name in names if online else ():
-            for key, args in online:
-                if is_match(name, linear, args.targets, args.ignore):
-                    raise ValueError(
-                        f"w4a8: {name}: transform_config.config_groups.{key} rotates the {args.location} of "
-                        f"{', '.join(args.targets)} while the model runs, which is not supported here"
-                    )
+    def experts_method(self, scheme: Scheme, layer: RoutedExperts, prefix: str) -> Any:
+        """The method of a layer of experts; None, with a warning, if it cannot be run here."""
+        return experts_method(scheme, layer, prefix)
 
-    def get_scheme(self, layer: torch.nn.Module, layer_name: str | None = None):
-        """The scheme of a linear layer, or None (upstream's contract)."""
-        if isinstance(layer, (LinearBase, ParallelLMHead)):
-            scheme = self._scheme(self.get_scheme_dict(layer, layer_name), layer_name)
-            if scheme is not None:
-                return W4A8LinearScheme(scheme, layer_name)
-        return super().get_scheme(layer, layer_name)
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
+        """The method of a layer, or None (upstream's contract)."""
+        ours = isinstance(layer, (LinearBase, ParallelLMHead, RoutedExperts))
+        method = self.method_of(layer, prefix) if ours else None
+        return lm_head_method(layer, super().get_quant_method(layer, prefix) if method is None else method)
 
-    def _scheme(self, found: dict | None, name: str | None) -> Scheme | None:
-        """How weights of a scheme, of the layer of a name, are stored, if they are to be run here."""
-        if found is None or found.get("output_activations") is not None or found.get("weights") is None:
-            return None
-        try:
-            form = found.get("format") or self.quant_format
-            scheme = scheme_of_args(form, found["weights"], found.get("input_activations"), "its group")
-        except CheckpointError:  # other weights or inputs, which are upstream's
-            return None
-        if scheme.weight_only is not None:
-            if not runs_w4a16():
-                return None
-            say_int8("compressed-tensors")
-        return scheme
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        """Each type that the operators have, in place of upstream's, unless weight-only models are left to vLLM."""
+        if not runs_w4a16():
+            return super().get_supported_act_dtypes()
+        return [torch.float16, torch.bfloat16, torch.float32]
 
-    def scheme_of_layer(self, layer: RoutedExperts, prefix: str) -> Scheme | LeftOut | None:
-        """As :meth:`RunsLayersHere.scheme_of_layer`, of a layer of experts."""
-        self._add_fused_moe_to_target_scheme_map()
-        names = (layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name)
-        schemes = [self.get_scheme_dict(layer, f"{prefix}.0.{name}") for name in names if name is not None]
-        if any(other != schemes[0] for other in schemes):
-            return None  # not alike: upstream's to handle
-        if schemes[0] is None:
-            return LeftOut.not_quantized(prefix, "no target matches it, or it is ignored")
-        return self._scheme(schemes[0], prefix)
+
+class _ChecksOrder(WeightsMapper):
+    """Drops ``g_idx`` as upstream's mapper does, but looks at it first: groups must be consecutive input features."""
+
+    def __ror__(self, other: WeightsMapper) -> WeightsMapper:
+        """``other | self``: Python asks the class that knows more."""
+        return _ChecksOrder(**vars(WeightsMapper.__or__(other, self)))
+
+    def __or__(self, other: WeightsMapper) -> WeightsMapper:
+        """As upstream's."""
+        return _ChecksOrder(**vars(super().__or__(other)))
+
+    def apply(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
+        """As upstream's."""
+
+        def seen() -> Iterable[tuple[str, torch.Tensor]]:
+            for name, tensor in weights:
+                if name.endswith(".g_idx"):
+                    check_consecutive(tensor, f"w4a8: {name}")
+                yield name, tensor
+
+        return super().apply(seen())
+
+
+class ChecksActivationOrder:
+    """Of formats whose ``g_idx`` says in which order the input features of groups are, and which vLLM drops."""
+
+    def get_cache_scale_mapper(self) -> WeightsMapper:
+        """Upstream's mapper, which every model's loader applies; ``g_idx`` is discarded once it says nothing."""
+        return super().get_cache_scale_mapper() | _ChecksOrder(orig_to_new_suffix={".g_idx": None})

@@ -1,7 +1,7 @@
 """All layers of a model in one call of the operator ``decoder_step``, in place of vLLM's forward (docs/decoder.md).
 
-When a model is loaded, the forward of its part without the output layer is replaced, and not compiled, if the tables of
-:mod:`decoder_families` know all of it. Everything else keeps vLLM's own forward, and the log says why.
+When a model is loaded, the forward of its part without the output layer is replaced, and not compiled, if
+:mod:`decoder_layers` knows all of it. Everything else keeps vLLM's own forward, and the log says why.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from vllm.forward_context import get_forward_context
 
 from w4a8.decoder import Decoder
 from w4a8.integrations.vllm import attention, settings
-from w4a8.integrations.vllm.decoder_families import Norms, Ropes, Unfit, family_of, layer_fields, packed_head
+from w4a8.integrations.vllm.decoder_layers import Norms, Ropes, Unfit, family_of, layer_fields, packed_head
 from w4a8.integrations.vllm.loaded import after_loading
 from w4a8.integrations.vllm.log import logger
 
@@ -23,22 +23,12 @@ _DRAFTS = ("ngram", "ngram_gpu", "suffix", "draft_model")
 
 
 def register() -> None:
-    """Lets loaded models run their layers in one call.
-
-    Raises:
-        RuntimeError: vLLM's loaders are not as this expects them.
-    """
+    """Lets loaded models run their layers in one call; raises as :func:`after_loading`."""
     after_loading(attach)
 
 
 def attach(model: torch.nn.Module, vllm_config: Any, model_config: Any) -> None:
-    """Replaces the forward of a model's layers, or says why not.
-
-    Args:
-        model: that vLLM has loaded.
-        vllm_config: of the engine.
-        model_config: of the model, which may be one that drafts.
-    """
+    """Replaces the forward of the layers of a loaded model, which may be one that drafts, or says why not."""
     if not attention.is_ours(vllm_config):
         return
     try:
@@ -55,12 +45,7 @@ def attach(model: torch.nn.Module, vllm_config: Any, model_config: Any) -> None:
 
 
 def reason_against(vllm_config: Any, model_config: Any) -> str | None:
-    """Why an engine keeps vLLM's forward, whatever the model; or None.
-
-    Args:
-        vllm_config: of the engine.
-        model_config: of the model.
-    """
+    """Why an engine keeps vLLM's forward, whatever the model; or None."""
     if not settings.decodes():
         return f"{settings.DECODER}=0"
     parallel, speculation = vllm_config.parallel_config, vllm_config.speculative_config
@@ -88,7 +73,7 @@ class _Head:
 
     def __init__(self, layer: Any) -> None:
         """Takes the place of the layer's ``apply``."""
-        self.layer, self._alone = layer, layer.quant_method.apply
+        self._alone = layer.quant_method.apply
         layer.quant_method.apply = self.apply
         self._rows: torch.Tensor | None = None
         self._logits: torch.Tensor | None = None
@@ -170,12 +155,9 @@ class OneCall:
         self.inner.forward = self.forward
 
     def forward(
-        self,
-        input_ids: torch.Tensor | None,
-        positions: torch.Tensor,
-        intermediate_tensors: Any = None,
+        self, input_ids: torch.Tensor | None, positions: torch.Tensor, intermediate_tensors: Any = None,
         inputs_embeds: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor:  # fmt: skip
         """As upstream's: rows [tokens, hidden_size] behind the last norm."""
         hidden = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
         metadata = get_forward_context().attn_metadata

@@ -1,50 +1,59 @@
-"""GGUF files in vLLM: what is registered, and how a path becomes a model.
+"""GGUF files in vLLM: how a path becomes a model, which layers read what is in the file in blocks, and the loader.
 
 vLLM reads a config before it asks any of what can be registered, and a GGUF file has none. So the arguments of an
-engine get the folder that is made of the file (gguf_folder.py) in its place.
+engine get the folder that is made of the file (gguf_folder.py) in its place. The class of configurations is at module
+level because vLLM pickles it for its worker processes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import torch
 from vllm import envs
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.model_executor.models.utils import is_pp_missing_parameter
+from vllm.utils.torch_utils import set_default_torch_dtype
 
 from w4a8.checkpoint.gguf_file import gguf_in
+from w4a8.checkpoint.gguf_linear import GGUFLinears
+from w4a8.checkpoint.gguf_names import Source
+from w4a8.core.memory import on_cpu
 from w4a8.integrations.selftest import missing, more_to_implement
-from w4a8.integrations.vllm.arguments import read_arguments
-from w4a8.integrations.vllm.gguf_config import W4A8GGUFConfig
-from w4a8.integrations.vllm.gguf_folder import NAME, folder_of
-from w4a8.integrations.vllm.gguf_loader import W4A8GGUFLoader
-
-_ARGUMENTS = (
-    *("model", "tokenizer", "skip_tokenizer_init", "served_model_name"),
-    *("quantization", "load_format", "config_format"),
+from w4a8.integrations.vllm.config import joined_from
+from w4a8.integrations.vllm.gguf_folder import (
+    NAME,
+    SAYS,
+    config_of_file,
+    experts_of,
+    folder_of,
+    linears_of,
+    path_in,
+    sources_of_file,
 )
+from w4a8.integrations.vllm.gguf_layers import TiedGGUFOutputMethod, W4A8GGUFLinearMethod, W4A8GGUFMoEMethod
+from w4a8.integrations.vllm.linear_layers import lm_head_method
+from w4a8.integrations.vllm.moe import unsupported
+from w4a8.integrations.vllm.settings import lm_head_is_set, read_arguments, say_int8
+
+FLOATS_AT_ONCE = 1 << 22
 # What users may say of a file: the second name is what a plugin for GPUs registers.
 _MAY_BE = {"quantization": (None, "gguf"), "load_format": ("auto", "gguf"), "config_format": ("auto", "hf", "gguf")}
-
-
-def problems() -> list[str]:
-    """What of vLLM is not as this expects it."""
-    return [
-        *missing("EngineArgs", _ARGUMENTS, [field.name for field in fields(EngineArgs)]),
-        *missing("vllm.envs", ("VLLM_CACHE_ROOT",), dir(envs)),
-        *more_to_implement(BaseModelLoader, ("download_model", "load_weights")),
-    ]
+_ARGUMENTS = ("model", "tokenizer", "skip_tokenizer_init", "served_model_name", *_MAY_BE)
 
 
 def take_file(arguments: Any) -> None:
-    """Puts the folder of a GGUF file in its place, if the model is one.
-
-    Args:
-        arguments: vLLM's EngineArgs.
+    """Puts the folder of a GGUF file in its place, if the model of vLLM's EngineArgs is one.
 
     Raises:
         ValueError: a file that cannot be run, or an argument that a GGUF file cannot have.
@@ -68,6 +77,188 @@ def take_file(arguments: Any) -> None:
         arguments.served_model_name = model
 
 
+class W4A8GGUFConfig(QuantizationConfig):
+    """Linear layers and experts that are in blocks are packed as they are; what is float stays float."""
+
+    def __init__(self, path: str) -> None:
+        """Of a file.
+
+        Raises:
+            ValueError: it is none that can be run.
+        """
+        super().__init__()
+        self.path, linears = path, linears_of(path)
+        self.matrices: dict[str, tuple[str, ...]] = {}  # vLLM's name: tensors of two dimensions, one below the other
+        for source in sources_of_file(path).values():
+            shapes = [linears.file.tensors[name].shape for name in source.tensors]
+            is_matrix = source.checkpoint.endswith(".weight") and all(len(shape) == 2 for shape in shapes)
+            if is_matrix and not source.of_experts and linears.joined_order(source.tensors) is None:
+                self.matrices[source.checkpoint.removesuffix(".weight")] = source.tensors
+        # Where a layer has no values, its keys are these as well (Gemma 4).
+        self.keys_are_values = getattr(config_of_file(path), "attention_k_eq_v", False)
+        # vLLM's name: that of checkpoints. Its models have one or that of transformers.
+        self.experts = {name: name for name in experts_of(path)}
+        for parameter, source in sources_of_file(path).items():
+            if source.of_experts:
+                self.experts[parameter.rpartition(".")[0]] = source.checkpoint
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> W4A8GGUFConfig:
+        """Of what the folder says."""
+        return cls(config["file"])
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        """Where that is, if the config is another one."""
+        return [SAYS]
+
+    def get_name(self) -> str:
+        """As upstream's."""
+        return NAME
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        """Each type that the operators have."""
+        return [torch.float16, torch.bfloat16, torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """CPUs have no such number."""
+        return -1
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
+        """Gives modules the names that vLLM has for them."""
+        self.matrices = hf_to_vllm_mapper.apply_dict(self.matrices)
+        self.experts = hf_to_vllm_mapper.apply_dict(self.experts)
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
+        """The method of a layer, or None (upstream's contract).
+
+        Raises:
+            ValueError: a layer that cannot be run, or that the file has not all matrices of.
+        """
+        if isinstance(layer, RoutedExperts):
+            return self._of_experts(layer, prefix)
+        is_head = isinstance(layer, ParallelLMHead)
+        method = self._of_linear(prefix) if is_head or isinstance(layer, LinearBase) else None
+        if method is None and isinstance(layer, LinearBase):
+            method = UnquantizedLinearMethod()
+        if method is None and is_head and not lm_head_is_set():
+            # In the bits that the file has for the embeddings, where these are its output layer too.
+            names = self.matrices.get("model.embed_tokens")
+            if names is not None and not linears_of(self.path).file.is_float(names[0]):
+                method = TiedGGUFOutputMethod(self.path, prefix, list(names))
+        if isinstance(method, W4A8GGUFLinearMethod):
+            say_int8("GGUF")
+        return lm_head_method(layer, method)
+
+    def _of_linear(self, prefix: str) -> W4A8GGUFLinearMethod | None:
+        names = joined_from(prefix, self.packed_modules_mapping)
+        found = [tensor for name in names for tensor in self.matrices.get(name, ())]
+        lacking = [name for name in names if name not in self.matrices]
+        if lacking and lacking == [name for name in names if name.endswith(".v_proj")] and self.keys_are_values:
+            found, lacking = [*found, found[-1]], []
+        if found and lacking:
+            raise ValueError(f"w4a8: {self.path} holds no tensor for {', '.join(lacking)}")
+        if all(map(linears_of(self.path).file.is_float, found)):
+            return None
+        return W4A8GGUFLinearMethod(self.path, prefix, found)
+
+    def _of_experts(self, layer: RoutedExperts, prefix: str) -> W4A8GGUFMoEMethod:
+        if prefix not in self.experts:
+            raise ValueError(f"w4a8: {self.path} holds no tensors for {prefix}")
+        reason = unsupported(layer.moe_config)
+        if reason is not None:
+            raise ValueError(f"w4a8: {prefix}: experts of a GGUF file cannot be served with {reason}")
+        say_int8("GGUF")
+        return W4A8GGUFMoEMethod(self.path, self.experts[prefix], layer, prefix)
+
+
+class W4A8GGUFLoader(BaseModelLoader):
+    """Reads a file tensor by tensor."""
+
+    def download_model(self, model_config: Any) -> None:
+        """The file is there."""
+
+    def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+        """Fills a model (upstream's contract).
+
+        Raises:
+            ValueError: the file lacks a weight, or has one that cannot be packed; names it.
+        """
+        path = path_in(model_config.model)
+        with on_cpu(), set_default_torch_dtype(torch.float32):
+            _Filled(model, linears_of(path), model_config.dtype).fill()
+
+
+class _Filled:
+    """A model that is being filled."""
+
+    def __init__(self, model: torch.nn.Module, linears: GGUFLinears, dtype: torch.dtype) -> None:
+        self.model, self.linears, self.dtype = model, linears, dtype
+        self.file, mapper = linears.file, getattr(model, "hf_to_vllm_mapper", None)
+        self.sources: list[tuple[Source, str]] = []  # and their names in vLLM
+        for source in sources_of_file(str(linears.file.paths[0])).values():
+            name = source.checkpoint
+            self.sources.append((source, name if mapper is None else mapper.get_rename_mapper().map_name(name)))
+        self.here = dict(model.named_modules())
+
+    def fill(self) -> None:
+        """As :meth:`W4A8GGUFLoader.load_weights`."""
+        self._pack_output_layer()
+        self.params = dict(self.model.named_parameters())
+        params = {id(param): name for name, param in self.params.items()}
+        packed = [module for module in self.here.values() if hasattr(module, "w4a8_gguf")]
+        mine = {params.pop(id(param), None) for module in packed for param in module.parameters(recurse=False)}
+        taken = [name for module in packed for name in module.w4a8_gguf.load(module)]
+        embeddings = self._fill_embeddings(set(taken))
+        mine |= {params[id(param)] for _, param in embeddings}
+        came = self.model.load_weights(self._others({*taken, *(name for name, _ in embeddings)}))
+        lacking = sorted(set(params.values()) - mine - set(came))
+        if lacking:
+            raise ValueError(f"w4a8: {self.file.paths[0]} holds no tensor for {', '.join(lacking[:3])}")
+
+    def _pack_output_layer(self) -> None:
+        """Of models that vLLM makes without asking how it is quantized (gpt-oss)."""
+        for source, mapped in self.sources:
+            layer, name = self.here.get(mapped.removesuffix(".weight")), source.tensors[0]
+            if type(layer) is not ParallelLMHead or hasattr(layer, "w4a8_gguf") or self.file.is_float(name):
+                continue
+            layer.quant_method = W4A8GGUFLinearMethod(str(self.file.paths[0]), mapped.removesuffix(".weight"), [name])
+            del layer.weight
+            width, dtype = layer.embedding_dim, layer.params_dtype
+            rows = layer.num_embeddings_per_partition, layer.num_embeddings_padded
+            layer.quant_method.create_weights(layer, width, [rows[0]], width, rows[1], dtype)
+
+    def _fill_embeddings(self, taken: set[str]) -> list[tuple[str, torch.Tensor]]:
+        """Those in blocks, some rows at a time: tensors, and the parameters that they fill."""
+        found = []
+        for source, mapped in self.sources:
+            layer, name = self.here.get(mapped.removesuffix(".weight")), source.tensors[0]
+            if name in taken or self.file.is_float(name) or type(layer) is not VocabParallelEmbedding:
+                continue
+            shape, expected = self.file.tensors[name].shape, (layer.org_vocab_size, layer.embedding_dim)
+            if shape != expected:
+                raise ValueError(
+                    f"w4a8: tensor {name!r} of {self.file.paths[0]} has shape {shape}, but {expected} is expected"
+                )
+            begin, end = layer.shard_indices.org_vocab_start_index, layer.shard_indices.org_vocab_end_index
+            step = max(1, FLOATS_AT_ONCE // shape[1])
+            for row in range(begin, end, step):
+                rows = self.file.floats(name, row, min(row + step, end))
+                layer.weight.data[row - begin : row - begin + len(rows)].copy_(rows)
+            layer.weight.data[end - begin :].zero_()
+            found.append((name, layer.weight))
+        return found
+
+    def _others(self, taken: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """What has not been taken, as the model's ``load_weights`` takes it."""
+        for source, mapped in self.sources:
+            if taken.issuperset(source.tensors) or source.of_experts or is_pp_missing_parameter(mapped, self.model):
+                continue
+            dtype = self.params[mapped].dtype if mapped in self.params else self.dtype
+            yield source.checkpoint, self.linears.parameter(source.tensors, source.shape, mapped, dtype).to(dtype)
+
+
 def register() -> None:
     """Once per process.
 
@@ -76,7 +267,11 @@ def register() -> None:
     Raises:
         RuntimeError: vLLM is not as this expects it.
     """
-    found = problems()
+    found = [
+        *missing("EngineArgs", _ARGUMENTS, [field.name for field in fields(EngineArgs)]),
+        *missing("vllm.envs", ("VLLM_CACHE_ROOT",), dir(envs)),
+        *more_to_implement(BaseModelLoader, ("download_model", "load_weights")),
+    ]
     if found:
         raise RuntimeError("; ".join(found))
     read_arguments(take_file)  # first: it may refuse

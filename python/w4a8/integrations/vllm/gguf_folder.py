@@ -118,8 +118,13 @@ def folder_of(path: Path, cache: Path, with_tokenizer: bool) -> Path:
     cache.mkdir(parents=True, exist_ok=True)
     making = Path(tempfile.mkdtemp(dir=cache, prefix="making-"))
     try:
-        (making / SAYS).write_text(json.dumps({"quant_method": NAME, "file": str(path)}))
-        _write_config(str(path), making)
+        says = {"quant_method": NAME, "file": str(path)}
+        (making / SAYS).write_text(json.dumps(says))
+        config = copy.copy(config_of_file(str(path)))
+        config.quantization_config = says
+        if "attention_factor" in str(config.rope_parameters):  # Gemma 3 has two kinds of rope
+            raise ValueError(f"{path}: rope.scaling.attn_factor is not 1, which vLLM does not apply")
+        config.save_pretrained(making)
         _write_pooling(linears.file, making)
         if with_tokenizer:
             _write_tokenizer(linears.file, making)
@@ -131,14 +136,6 @@ def folder_of(path: Path, cache: Path, with_tokenizer: bool) -> Path:
     finally:
         shutil.rmtree(making, ignore_errors=True)
     return folder
-
-
-def _write_config(path: str, folder: Path) -> None:
-    config = copy.copy(config_of_file(path))
-    config.quantization_config = json.loads((folder / SAYS).read_text())
-    if "attention_factor" in str(config.rope_parameters):  # Gemma 3 has two kinds of rope
-        raise ValueError(f"{path}: rope.scaling.attn_factor is not 1, which vLLM does not apply")
-    config.save_pretrained(folder)
 
 
 def _write_pooling(file: GGUFFile, folder: Path) -> None:

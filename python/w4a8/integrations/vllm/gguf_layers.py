@@ -5,7 +5,6 @@ A linear layer that vLLM makes of several matrices is one product if these are o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -16,7 +15,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from w4a8.checkpoint.gguf_linear import GGUFLinears
 from w4a8.core.activation_groups import resolve_activation_group
-from w4a8.core.matrix import SUPER, Matrix
+from w4a8.core.matrix import SUPER
 from w4a8.core.packer import ExpertPacker
 from w4a8.core.stack import MatrixStack
 from w4a8.core.weight_utils import replace_parameter
@@ -30,7 +29,7 @@ from w4a8.ops import dyn_quant_matmul_4bit
 
 @dataclass
 class _Part:
-    """Rows [begin, end) and columns [first, last) of a tensor."""
+    """Rows [begin, end) and columns [first, last) of a tensor of the file."""
 
     tensor: str
     begin: int
@@ -74,27 +73,15 @@ class W4A8GGUFLinearMethod(LinearMethodBase):
     """Of a linear layer, or of an output layer."""
 
     def __init__(self, path: str, layer_name: str, tensors: list[str]) -> None:
-        """A method for one layer.
-
-        Args:
-            path: of the file.
-            layer_name: for errors.
-            tensors: of the file, in the order of their rows in the layer; not all of them floats.
-        """
+        """Of a layer of tensors of a file, not all of them floats, in the order of their rows in the layer."""
         self.path, self.layer_name, self.tensors = path, layer_name, tensors
         self.products: list[_Product] = []
         self.is_loaded = False
 
     def create_weights(
-        self,
-        layer: torch.nn.Module,
-        input_size_per_partition: int,
-        output_partition_sizes: list[int],
-        input_size: int,
-        output_size: int,
-        params_dtype: torch.dtype,
-        **extra_weight_attrs: Any,
-    ) -> None:
+        self, layer: torch.nn.Module, input_size_per_partition: int, output_partition_sizes: list[int], input_size: int,
+        output_size: int, params_dtype: torch.dtype, **extra_weight_attrs: Any,
+    ) -> None:  # fmt: skip
         """Registers a parameter for each product, empty until the file is read.
 
         Raises:
@@ -165,7 +152,8 @@ class W4A8GGUFLinearMethod(LinearMethodBase):
         if getattr(layer, "bias", None) is not None:
             layer.bias.data.zero_()  # it is in what is packed
         self.is_loaded = True
-        return self.tensors + [name for name in map(_bias_name, self.tensors) if name in linears.file]
+        biases = [f"{tensor.removesuffix('.weight')}.bias" for tensor in self.tensors]
+        return self.tensors + [name for name in biases if name in linears.file]
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Raises ValueError if the file was not read."""
@@ -174,14 +162,15 @@ class W4A8GGUFLinearMethod(LinearMethodBase):
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [..., K] to [..., N] of its type. A bias is in what is packed, not in vLLM's own."""
-        found = [self._multiply(layer, product, x) for product in self.products]
+        found = []
+        for product in self.products:
+            weight = getattr(layer, product.parameter)
+            if product.group is not None:
+                found.append(dyn_quant_matmul_4bit(x, weight, product.group, product.k, product.n))
+            else:
+                own = getattr(layer, f"{product.parameter}_bias", None)
+                found.append(torch.nn.functional.linear(x, weight, own))
         return found[0] if len(found) == 1 else torch.cat(found, -1)
-
-    def _multiply(self, layer: torch.nn.Module, product: _Product, x: torch.Tensor) -> torch.Tensor:
-        weight = getattr(layer, product.parameter)
-        if product.group is not None:
-            return dyn_quant_matmul_4bit(x, weight, product.group, product.k, product.n)
-        return torch.nn.functional.linear(x, weight, getattr(layer, f"{product.parameter}_bias", None))
 
 
 class TiedGGUFOutputMethod(W4A8GGUFLinearMethod):
@@ -195,10 +184,6 @@ class TiedGGUFOutputMethod(W4A8GGUFLinearMethod):
         """As above; the tensor stays for the embeddings."""
         super().load(layer)
         return []
-
-
-def _bias_name(tensor: str) -> str:
-    return f"{tensor.removesuffix('.weight')}.bias"
 
 
 def _biases(linears: GGUFLinears, product: _Product) -> list[torch.Tensor] | None:
@@ -225,7 +210,11 @@ def _read(linears: GGUFLinears, product: _Product, dtype: torch.dtype) -> dict[s
     how = {"bias_dtype": None if biases is None else torch.float32, "activation_group": activations}
     stack, row = MatrixStack(1, product.n, product.k, product.group, **how), 0
     for index, part in enumerate(product.parts):
-        for at, matrix in _pieces(linears, part):
+        whole = linears.file.tensors[part.tensor].shape[-1]
+        for first, matrix in linears.pieces(part.tensor, part.begin, part.end):
+            at = first - part.begin
+            if part.last - part.first != whole:
+                matrix = matrix.with_columns(part.first, part.last)
             if biases is not None:
                 matrix = replace(matrix, bias=biases[index][at : at + matrix.rows])
             stack.put(0, row + at, matrix)
@@ -233,14 +222,6 @@ def _read(linears: GGUFLinears, product: _Product, dtype: torch.dtype) -> dict[s
     if product.padding:
         stack.put(0, row, linears.file.matrix(part.tensor, 0, 1).zeros(product.padding))
     return {"": stack.pack()[0]}
-
-
-def _pieces(linears: GGUFLinears, part: _Part) -> Iterator[tuple[int, Matrix]]:
-    """The rows of a part, some at a time: how many came before, and they."""
-    whole = linears.file.tensors[part.tensor].shape[-1]
-    for row, matrix in linears.pieces(part.tensor, part.begin, part.end):
-        cut = matrix if part.last - part.first == whole else matrix.with_columns(part.first, part.last)
-        yield row - part.begin, cut
 
 
 class W4A8GGUFMoEMethod(W4A8MoEMethod):
@@ -272,33 +253,19 @@ class W4A8GGUFMoEMethod(W4A8MoEMethod):
                 f"({experts.file.type_name(name)}): expert parallelism does not (--enable-expert-parallel)"
             )
 
-    def create_weights(
-        self,
-        layer: torch.nn.Module,
-        num_experts: int,
-        hidden_size: int,
-        intermediate_size_per_partition: int,
-        params_dtype: torch.dtype,
-        **extra_weight_attrs: Any,
-    ) -> None:
-        """Registers ``w13_weight_packed`` and ``w2_weight_packed``, empty until the file is read.
+    def register(self, layer: torch.nn.Module, params_dtype: torch.dtype) -> None:
+        """``w13_weight_packed`` and ``w2_weight_packed``, empty until the file is read.
 
         Raises:
             ValueError: the tensors are not those of the layer; an activation group that does not fit.
         """
-        self.sizes = replace(
-            self.sizes, experts=num_experts, hidden=hidden_size, intermediate=intermediate_size_per_partition
-        )
         experts, ranks = self.experts, self.moe.moe_parallel_config.tp_size
         found = (experts.experts, experts.hidden, experts.intermediate, experts.has_bias)
-        expected = (self.moe.num_experts, hidden_size, intermediate_size_per_partition * ranks, self.moe.has_bias)
+        expected = (self.moe.num_experts, self.sizes.hidden, self.sizes.intermediate * ranks, self.moe.has_bias)
         if found != expected:
             names = "(experts, hidden size, intermediate size, bias)"
             raise ValueError(f"w4a8: {self.layer_name} of {self.path}: {names} are {found}, expected {expected}")
-        try:
-            self.activation_groups = self.sizes.activation_groups(activation_group())
-        except ValueError as error:
-            raise ValueError(f"w4a8: {self.layer_name}: {error}") from None
+        self.activation_groups = self.groups_of_activations(activation_group())
         for stack, _, _ in self.sizes.stacks:
             empty = torch.nn.Parameter(torch.empty(0, dtype=torch.uint8), requires_grad=False)
             layer.register_parameter(f"{stack}_weight_packed", empty)

@@ -44,50 +44,38 @@ def kv_cache_problem(asked: Any, hf_config: Any) -> str | None:
     return f"heads of {head} are no multiple of 32" if head % 32 != 0 else None
 
 
-def keep_what_is_possible(config: dict[str, Any], hf_config: Any) -> None:
-    """Takes out of a quantization_config what has a :func:`kv_cache_problem`; the cache is then that of "auto".
-
-    Args:
-        config: what vLLM has made of the one in ``hf_config``.
-        hf_config: of the model, which vLLM reads again.
-    """
-    reasons = [_take_out(config, hf_config)]
-    for owner in (hf_config, getattr(hf_config, "text_config", None)):
-        for name in ("quantization_config", "compression_config"):
-            reasons.append(_take_out(getattr(owner, name, None), hf_config))
-    reason = next(filter(None, reasons), None)
-    if reason is not None:
-        logger().warning(
-            "w4a8: the checkpoint asks for a quantized KV cache, which vLLM does not have here (%s): it gets that of "
-            "--kv-cache-dtype auto",
-            reason,
-        )
-
-
 def _take_out(config: Any, hf_config: Any) -> str | None:
-    """Returns why, or None if all stays."""
+    """Takes out of a quantization_config what has a :func:`kv_cache_problem`; returns that, or None if all stays."""
     found = None
     for owner in (config, config.get("quantization")) if isinstance(config, dict) else ():
         for key in _KEYS if isinstance(owner, dict) else ():
             asked = owner.get(key)
             # Scales of their own for each head are loaded by the rule that would be taken out.
-            reason = kv_cache_problem(asked, hf_config) if asked and not _per_head(asked) else None
+            per_head = isinstance(asked, Mapping) and asked.get("strategy") == "attn_head"
+            reason = kv_cache_problem(asked, hf_config) if asked and not per_head else None
             if reason is not None:
                 owner[key], found = None, reason
     return found
 
 
-def _per_head(asked: Any) -> bool:
-    return isinstance(asked, Mapping) and asked.get("strategy") == "attn_head"
-
-
 class KeepsKVCache:
-    """Of a configuration class: asked before vLLM decides on the cache."""
+    """Of a configuration class: asked before vLLM decides on the cache, which is then that of "auto" if it must be."""
 
     @classmethod
     def override_quantization_method(cls, hf_quant_cfg: dict[str, Any], user_quant: Any, hf_config: Any = None) -> Any:
-        """As upstream's."""
+        """As upstream's. What is asked for is in what vLLM has made of a configuration, and in what it reads again."""
         found = super().override_quantization_method(hf_quant_cfg, user_quant, hf_config=hf_config)
-        if runs_w4a16() and (found or hf_quant_cfg.get("quant_method")) == cls.w4a8_name:
-            keep_what_is_possible(hf_quant_cfg, hf_config)
+        if not runs_w4a16() or (found or hf_quant_cfg.get("quant_method")) != cls.w4a8_name:
+            return found
+        configs = [hf_quant_cfg]
+        for owner in (hf_config, getattr(hf_config, "text_config", None)):
+            configs += [getattr(owner, name, None) for name in ("quantization_config", "compression_config")]
+        reasons = [_take_out(config, hf_config) for config in configs]
+        reason = next(filter(None, reasons), None)
+        if reason is not None:
+            logger().warning(
+                "w4a8: the checkpoint asks for a quantized KV cache, which vLLM does not have here (%s): it gets that "
+                "of --kv-cache-dtype auto",
+                reason,
+            )
         return found

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.model_executor.layers import linear as vllm_linear
-from vllm.model_executor.layers.linear import LinearMethodBase
+from vllm.model_executor.layers.linear import LinearMethodBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsScheme
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.model_executor.parameter import (
     BasevLLMParameter,
     ChannelQuantScaleParameter,
@@ -30,7 +30,10 @@ from w4a8.core.weight_utils import replace_parameter
 from w4a8.formats import Scheme
 from w4a8.formats.format import Part
 from w4a8.integrations.vllm.loading import form_of, is_dummy_load, loaded_parts, random_matrix
-from w4a8.integrations.vllm.settings import activation_group
+from w4a8.integrations.vllm.log import logger
+from w4a8.integrations.vllm.settings import LM_HEAD_SWITCH, activation_group, lm_head_bits
+from w4a8.nn import QuantOptions
+from w4a8.nn.rounding import round_to_8_bits, round_weight
 from w4a8.ops import dyn_quant_matmul_4bit
 
 
@@ -81,29 +84,15 @@ class LinearWeights:
     """
 
     def __init__(self, scheme: Scheme, layer_name: str | None) -> None:
-        """For one layer.
-
-        Args:
-            scheme: how its matrix is.
-            layer_name: for errors.
-        """
-        self.scheme, self.parts = scheme, tuple(loaded_parts(scheme).values())
-        self.layer_name = layer_name
+        """Of one layer: how its matrix is, and its name, for errors."""
+        self.scheme, self.parts, self.layer_name = scheme, tuple(loaded_parts(scheme).values()), layer_name
         self.packed_as: PackedAs | None = None  # once packed
         self._lacking: dict[str, int] = {}
 
     def create_weights(
-        self,
-        layer: torch.nn.Module,
-        input_size_per_partition: int,
-        output_partition_sizes: list[int],
-        input_size: int,
-        output_size: int,
-        params_dtype: torch.dtype,
-        *,
-        weight_loader: Callable,
-        **extra_weight_attrs: Any,
-    ) -> None:
+        self, layer: torch.nn.Module, input_size_per_partition: int, output_partition_sizes: list[int], input_size: int,
+        output_size: int, params_dtype: torch.dtype, *, weight_loader: Callable, **extra_weight_attrs: Any,
+    ) -> None:  # fmt: skip
         """Registers the tensors of the format for this rank's part, as vLLM's loaders cut them; scales as float32.
 
         Raises:
@@ -135,51 +124,45 @@ class LinearWeights:
             except ValueError as error:
                 raise ValueError(f"w4a8: {self.layer_name}: {error} per rank and part of the layer") from None
             self._register(layer, part)
+        # Neither is counted among what a layer lacks. A shape comes once per part of a layer; what is unused stays when
+        # the rest is packed, because it may come later.
+        uncounted: dict[str, torch.nn.Parameter] = {}
         if self.scheme.states_shape:
-            shape = BasevLLMParameter(
-                data=torch.zeros(2, dtype=torch.int64), weight_loader=MethodType(load_parameter, layer)
-            )
-            shape.weight_loader_numel = 0  # not counted among what a layer lacks: it comes once per part of a layer
-            layer.register_parameter("weight_shape", shape)
+            data = torch.zeros(2, dtype=torch.int64)
+            uncounted["weight_shape"] = BasevLLMParameter(data=data, weight_loader=MethodType(load_parameter, layer))
         for suffix in self.scheme.facts.unused:
-            # It stays when the rest is packed: it may come later.
             data = torch.zeros(len(sizes), dtype=torch.float32)
-            ignored = PerTensorScaleParameter(data=data, weight_loader=load_nothing)
-            ignored.weight_loader_numel = 0
-            layer.register_parameter(suffix, ignored)
+            uncounted[suffix] = PerTensorScaleParameter(data=data, weight_loader=load_nothing)
+        for suffix, param in uncounted.items():
+            param.weight_loader_numel = 0
+            layer.register_parameter(suffix, param)
         self.dummy = is_dummy_load()
 
     def _register(self, layer: torch.nn.Module, part: Part) -> None:
+        arguments: dict[str, Any] = {"weight_loader": MethodType(load_parameter, layer)}
         if part.kind == "global_scale":
-            loader = MethodType(load_parameter, layer)
-            param = PerTensorScaleParameter(
-                data=torch.zeros(len(self.sizes), dtype=torch.float32), weight_loader=loader
-            )
-            layer.register_parameter(part.suffix, param)
-            self._lacking[part.suffix] = param.numel()
-            return
-        shape = part.shape(self.rows, self.k, self.scheme.groups(self.k))
-        size = torch.empty((), dtype=part.dtype).element_size()
-        arguments: dict[str, Any] = {
-            "data": fresh_bytes(shape[0], size * shape[1]).view(part.dtype),
-            "output_dim": part.axes.index("n"),
-            "weight_loader": MethodType(load_parameter, layer),
-        }
-        # One group for all of a row is the same on each rank, however many a row is cut into.
-        whole = "g" in part.axes and self.scheme.group_size == -1
-        if not whole:
-            arguments["input_dim"] = 1 - arguments["output_dim"]
-        if part.packed is not None:
-            arguments.update(packed_dim=part.packed, packed_factor=part.codes_in_an_element)
-            kind = PackedColumnParameter if whole else PackedvLLMParameter
-        elif part.kind == "weight":
-            kind = ModelWeightParameter
+            arguments["data"] = torch.zeros(len(self.sizes), dtype=torch.float32)
+            kind = PerTensorScaleParameter
         else:
-            kind = ChannelQuantScaleParameter if whole else GroupQuantScaleParameter
+            rows, columns = part.shape(self.rows, self.k, self.scheme.groups(self.k))
+            size = torch.empty((), dtype=part.dtype).element_size()
+            arguments["data"] = fresh_bytes(rows, size * columns).view(part.dtype)
+            arguments["output_dim"] = part.axes.index("n")
+            # One group for all of a row is the same on each rank, however many a row is cut into.
+            whole = "g" in part.axes and self.scheme.group_size == -1
+            if not whole:
+                arguments["input_dim"] = 1 - arguments["output_dim"]
+            if part.packed is not None:
+                arguments.update(packed_dim=part.packed, packed_factor=part.codes_in_an_element)
+                kind = PackedColumnParameter if whole else PackedvLLMParameter
+            elif part.kind == "weight":
+                kind = ModelWeightParameter
+            else:
+                kind = ChannelQuantScaleParameter if whole else GroupQuantScaleParameter
         param = kind(**arguments)
         layer.register_parameter(part.suffix, param)
         self._lacking[part.suffix] = param.numel()
-        if not self.scheme.requires(part):
+        if part.kind != "global_scale" and not self.scheme.requires(part):
             param.weight_loader_numel = 0
 
     def load(
@@ -310,3 +293,67 @@ class W4A8LinearScheme(LinearWeights, CompressedTensorsScheme):
     def get_min_capability(cls) -> int:
         """CPUs have no such number."""
         return -1
+
+
+HEAD_GROUP = 32  # of an output layer in int4
+
+
+def lm_head_method(layer: torch.nn.Module, method: Any) -> Any:
+    """What runs any layer: ``method``, the one chosen so far, or integers for an output layer of an unquantized method.
+
+    None is unquantized too. Raises ValueError if the setting is neither 0 nor int4 nor int8.
+    """
+    bits = lm_head_bits()
+    if not isinstance(layer, ParallelLMHead) or bits == 0:
+        return method
+    if method is not None and not isinstance(method, (UnquantizedEmbeddingMethod, UnquantizedLinearMethod)):
+        return method
+    if layer.embedding_dim % HEAD_GROUP != 0:
+        logger().warning_once(
+            "w4a8: the output layer stays as it is: %d columns are no multiple of %d", layer.embedding_dim, HEAD_GROUP
+        )
+        return method
+    return W4A8LMHeadMethod(bits)
+
+
+class W4A8LMHeadMethod(UnquantizedEmbeddingMethod):
+    """Loads the weight as vLLM does, and multiplies by integers.
+
+    int4 in groups of 32, or int8 with one scale a row; inputs as for weights that were made for float ones.
+    """
+
+    tied = False  # to the embedding's weight
+
+    def __init__(self, bits: int) -> None:
+        """Of 4 or 8 bits."""
+        super().__init__()
+        self.bits, self.activation_group = bits, activation_group()
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Packs the weight into ``layer.weight_rounded``, uint8 [bytes], and frees it unless an embedding has it."""
+        weight = layer.weight
+        self.n, self.k = weight.shape
+        if self.bits == 8:
+            matrix, groups = round_to_8_bits(weight.data), "with a scale for each row"
+        else:
+            matrix = round_weight(weight.data, QuantOptions(HEAD_GROUP, torch.bfloat16))
+            groups = f"in groups of {HEAD_GROUP}"
+        self.group = matrix.group
+        try:
+            packed = matrix.pack(activation_group=self.activation_group)
+        except ValueError as error:
+            raise ValueError(f"w4a8: the output layer: {error}") from None
+        replace_parameter(layer, "weight_rounded", packed)
+        if not self.tied:
+            del layer.weight
+        logger().info_once("w4a8: the output layer is int%d %s (%s)", self.bits, groups, LM_HEAD_SWITCH)
+
+    def tie_weights(self, layer: torch.nn.Module, embed_tokens: torch.nn.Module) -> torch.nn.Module:
+        """As vLLM's; the weight stays."""
+        self.tied = True
+        return super().tie_weights(layer, embed_tokens)
+
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x [..., K] to logits [..., N] of its type."""
+        out = dyn_quant_matmul_4bit(x, layer.weight_rounded, self.group, self.k, self.n)
+        return out if bias is None else out + bias

@@ -1,20 +1,30 @@
-"""What is done with a model when vLLM has loaded it."""
+"""What is done with a model when vLLM has loaded it: small matrices move together, and one line says what runs here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any
 
 import torch
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
+from w4a8.core.activation_groups import in_words
 from w4a8.core.memory import move_together
+from w4a8.core.words import counted, gigabytes, weights_in_words
+from w4a8.cpu import active_kernel
+from w4a8.integrations.vllm.log import logger
+from w4a8.ops import PackedHeader, read_header
 
-Action = Callable[[Any, Any, Any], None]
+# Layers that have weights to multiply by, and what the line calls one of them.
+_LAYERS = ((RoutedExperts, "layer of experts"), (ParallelLMHead, "output layer"), (LinearBase, "linear layer"))
 
 
-def after_loading(action: Action) -> None:
+def after_loading(action: Callable[[Any, Any, Any], None]) -> None:
     """Lets vLLM's loaders call ``action(model, vllm_config, model_config)`` when they have loaded a model.
 
     Args:
@@ -25,19 +35,25 @@ def after_loading(action: Action) -> None:
     """
     if not hasattr(BaseModelLoader, "load_model"):
         raise RuntimeError("BaseModelLoader has no load_model")
-    if not hasattr(BaseModelLoader.load_model, "w4a8"):
-        BaseModelLoader.load_model = _with_actions(BaseModelLoader.load_model, [])
+    load_model = BaseModelLoader.load_model
+    if not hasattr(load_model, "w4a8"):
+
+        @wraps(load_model)
+        def wrapped(self: Any, vllm_config: Any, model_config: Any, *args: Any, **kwargs: Any) -> Any:
+            model = load_model(self, vllm_config, model_config, *args, **kwargs)
+            for each in wrapped.w4a8:
+                each(model, vllm_config, model_config)
+            return model
+
+        wrapped.w4a8 = []
+        BaseModelLoader.load_model = wrapped
     actions = BaseModelLoader.load_model.w4a8
     if action not in actions:
         actions.append(action)
 
 
 def move_weights_together() -> None:
-    """Lets small packed matrices of loaded models lie in huge pages.
-
-    Raises:
-        RuntimeError: vLLM's loaders are not as this expects them.
-    """
+    """Lets small packed matrices of loaded models lie in huge pages; raises as :func:`after_loading`."""
     after_loading(_move)
 
 
@@ -58,13 +74,59 @@ def _move(model: torch.nn.Module, vllm_config: Any, model_config: Any) -> None:
     move_together(list(owners), put)
 
 
-def _with_actions(load_model: Callable[..., Any], actions: list[Action]) -> Callable[..., Any]:
-    @wraps(load_model)
-    def wrapped(self: Any, vllm_config: Any, model_config: Any, *args: Any, **kwargs: Any) -> Any:
-        model = load_model(self, vllm_config, model_config, *args, **kwargs)
-        for action in actions:
-            action(model, vllm_config, model_config)
-        return model
+def _headers(layer: torch.nn.Module) -> Iterator[tuple[torch.Tensor, PackedHeader]]:
+    """The packed tensors of a layer, uint8 [bytes] or [experts, bytes], and what the first matrix of each says."""
+    for tensor in layer.parameters(recurse=False):
+        if tensor.dtype == torch.uint8 and tensor.dim() in (1, 2) and tensor.numel() > 0:
+            try:
+                yield tensor, read_header(tensor.data if tensor.dim() == 1 else tensor.data[0])
+            except ValueError:  # codes of another format, which vLLM itself multiplies by
+                continue
 
-    wrapped.w4a8 = actions
-    return wrapped
+
+def _why(layer: torch.nn.Module) -> str:
+    """Why vLLM runs a layer itself."""
+    method = type(getattr(layer, "quant_method", None)).__name__
+    return "not quantized" if method.startswith(("Unquantized", "NoneType")) else f"by its {method}"
+
+
+def summary(model: torch.nn.Module) -> str:
+    """The line for a loaded model of vLLM, of this rank."""
+    here: Counter[str] = Counter()
+    left: Counter[str] = Counter()
+    activations: Counter[str] = Counter()
+    total = 0
+    for layer in model.modules():
+        kind = next((name for cls, name in _LAYERS if isinstance(layer, cls)), None)
+        if kind is None:
+            continue
+        found = list(_headers(layer))
+        if not found:
+            left[f"{kind}: {_why(layer)}"] += 1
+            continue
+        weights = dict.fromkeys(weights_in_words(header) for _, header in found)
+        here[f"{kind}: {' and '.join(weights)}"] += 1
+        activations.update(in_words(header["activation_group"]) for _, header in found)
+        total += sum(tensor.nbytes for tensor, _ in found)
+    parts = []
+    if here:
+        groups = " and ".join(name for name, _ in activations.most_common())
+        packed = f"{gigabytes(total)} packed"
+        parts.append(f"runs {counted(here)}: {packed}, activations {groups}, kernel {active_kernel()}")
+    else:
+        parts.append("runs no layer of this model")
+    if left:
+        parts.append(f"vLLM runs {counted(left)}")
+    return "; ".join(parts)
+
+
+def say_what_is_loaded() -> None:
+    """Lets vLLM's loaders say the line when they have loaded a model; raises as :func:`after_loading`."""
+    after_loading(_say)
+
+
+def _say(model: Any, vllm_config: Any, model_config: Any) -> None:
+    try:
+        logger().info("w4a8: %s", summary(model))
+    except Exception as error:  # a line in the log stops no server
+        logger().warning("w4a8: cannot say what runs here: %s: %s", type(error).__name__, error)

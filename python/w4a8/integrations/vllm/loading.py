@@ -80,23 +80,10 @@ def form_of(scheme: Scheme) -> PackedAs:
     return PackedAs(scheme.kind, zero_points=not scheme.symmetric, channel_scales=scheme.channel_scales)
 
 
-def pack_dummy(packer: ExpertPacker, scheme: Scheme) -> None:
-    """Random experts."""
-    for name, rows, columns in packer.sizes.stacks:
-        for expert in range(packer.sizes.experts):
-            matrix = random_matrix(rows, columns, packer.sizes.group_size, form_of(scheme), packer.has_bias)
-            packer.stacks[name].put(expert, 0, matrix)
-
-
 def load_expert(
-    layer: torch.nn.Module,
-    param: torch.Tensor,
-    loaded_weight: torch.Tensor,
-    weight_name: str,
-    shard_id: str | None,
-    expert_id: int | None,
-    return_success: bool = False,
-) -> bool | None:
+    layer: torch.nn.Module, param: torch.Tensor, loaded_weight: torch.Tensor, weight_name: str, shard_id: str | None,
+    expert_id: int | None, return_success: bool = False,
+) -> bool | None:  # fmt: skip
     """``layer.w4a8_loader`` as vLLM wants the loader of a parameter: bound to its layer, with a name.
 
     What vLLM keeps of a layer for loading other weights must not keep the layer alive; it knows how to untie methods.
@@ -115,16 +102,9 @@ class ExpertsLoader:
     """
 
     def __init__(
-        self,
-        layer: torch.nn.Module,
-        sizes: ExpertSizes,
-        scheme: Scheme,
-        bias_dtype: torch.dtype | None,
-        tp_rank: int,
-        tp_size: int,
-        w13_interleaved: bool,
-        activation_groups: Mapping[str, int] | None = None,
-    ) -> None:
+        self, layer: torch.nn.Module, sizes: ExpertSizes, scheme: Scheme, bias_dtype: torch.dtype | None, tp_rank: int,
+        tp_size: int, w13_interleaved: bool, activation_groups: Mapping[str, int],
+    ) -> None:  # fmt: skip
         """A loader for one layer.
 
         Args:
@@ -158,14 +138,9 @@ class ExpertsLoader:
         return self._packed_as is not None and self.packer.is_empty and not self._waiting
 
     def __call__(
-        self,
-        param: torch.Tensor,
-        loaded_weight: torch.Tensor,
-        weight_name: str,
-        shard_id: str | None,
-        expert_id: int | None,
-        return_success: bool = False,
-    ) -> bool | None:
+        self, param: torch.Tensor, loaded_weight: torch.Tensor, weight_name: str, shard_id: str | None,
+        expert_id: int | None, return_success: bool = False,
+    ) -> bool | None:  # fmt: skip
         """Takes one tensor of one expert, or that of all experts of this rank.
 
         Args:
@@ -225,7 +200,9 @@ class ExpertsLoader:
         found = self._waiting.setdefault((expert, shard), {})
         found[suffix] = tensor
         if self._needed - found.keys():
-            found[suffix] = _copied(tensor)
+            # A copy whose memory goes back to the system with it.
+            copy = fresh_bytes(tensor.numel() * tensor.element_size()).view(tensor.dtype).view(tensor.shape)
+            found[suffix] = copy.copy_(tensor)
             return
         del self._waiting[expert, shard]
         tensors = {self._parts[key].suffix if key in self._parts else key: each for key, each in found.items()}
@@ -234,6 +211,14 @@ class ExpertsLoader:
         elif self._scheme.facts.is_stacked:
             tensors["blocks"] = tensors["blocks"].unflatten(-1, (-1, BLOCK // 2))
         self.packer.put(expert, shard, self._scheme.read(tensors, name), name)
+
+    def fill_randomly(self) -> None:
+        """Of all experts, where there is no checkpoint."""
+        for name, rows, columns in self._sizes.stacks:
+            for expert in range(self._sizes.experts):
+                form = form_of(self._scheme)
+                matrix = random_matrix(rows, columns, self._sizes.group_size, form, self._has_bias)
+                self.packer.stacks[name].put(expert, 0, matrix)
 
     def pack(self) -> dict[str, torch.Tensor]:
         """``w13`` and ``w2``, uint8 [E, bytes]. What comes afterwards is another set of weights, of the same types."""
@@ -254,9 +239,3 @@ class ExpertsLoader:
             if have != want:
                 lacking.append(f"{name}: {have} of {want} tensors")
         return lacking
-
-
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy whose memory goes back to the system with it."""
-    size = tensor.element_size()
-    return fresh_bytes(tensor.numel() * size).view(tensor.dtype).view(tensor.shape).copy_(tensor)

@@ -48,19 +48,10 @@ def _unless_silent(write: Callable[..., None]) -> Callable[..., None]:
     return wrapped
 
 
-def _handle_unless_silent(handle: Callable[..., None]) -> Callable[..., None]:
-    @wraps(handle)
-    def wrapped(self: logging.Logger, record: logging.LogRecord) -> None:
-        if record.levelno > logging.WARNING or not _is_silent():
-            handle(self, record)
-
-    return wrapped
-
-
 @contextlib.contextmanager
-def _replaced(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
+def _replaced(owner: Any, name: str, by: Any) -> Iterator[None]:
     before = getattr(owner, name)
-    setattr(owner, name, wrap(before))
+    setattr(owner, name, by)
     try:
         yield
     finally:
@@ -75,11 +66,17 @@ def silence() -> Iterator[None]:
     """
     import vllm.logger
 
+    handle = logging.Logger.handle
+
+    def handle_unless_silent(self: logging.Logger, record: logging.LogRecord) -> None:
+        if record.levelno > logging.WARNING or not _is_silent():
+            handle(self, record)
+
     with contextlib.ExitStack() as replaced:
-        replaced.enter_context(_replaced(logging.Logger, "handle", _handle_unless_silent))
+        replaced.enter_context(_replaced(logging.Logger, "handle", handle_unless_silent))
         for name in _VLLM_ONCE:
             if hasattr(vllm.logger, name):
-                replaced.enter_context(_replaced(vllm.logger, name, _unless_silent))
+                replaced.enter_context(_replaced(vllm.logger, name, _unless_silent(getattr(vllm.logger, name))))
         _silent.depth = getattr(_silent, "depth", 0) + 1
         try:
             yield

@@ -13,11 +13,12 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 
 from w4a8.core.activation import GateNumbers, MoEActivation
 from w4a8.core.experts import ExpertSizes, run_experts
+from w4a8.core.routing import select_experts
 from w4a8.core.weight_utils import replace_parameter
 from w4a8.formats import Scheme
-from w4a8.integrations.vllm.loading import ExpertsLoader, is_dummy_load, load_expert, loaded_parts, pack_dummy
+from w4a8.formats.mxfp4 import MXFP4
+from w4a8.integrations.vllm.loading import ExpertsLoader, is_dummy_load, load_expert, loaded_parts
 from w4a8.integrations.vllm.log import logger
-from w4a8.integrations.vllm.routing import select
 from w4a8.integrations.vllm.settings import activation_group
 
 # Limit, slope of the sigmoid and what is added to the up half, and which of them vLLM lets an activation have.
@@ -37,17 +38,12 @@ def _activation(moe: Any) -> MoEActivation | None:
         return None
 
 
-def gate_numbers(moe: Any) -> GateNumbers:
-    """Of vLLM's FusedMoEConfig: "silu" with a limit is the clamped form."""
-    return GateNumbers(*(getattr(moe, name) for name in _SWIGLU))
-
-
 def unsupported(moe: Any) -> str | None:
     """Why a layer of vLLM's FusedMoEConfig cannot be run here, or None."""
     parallel, activation = moe.moe_parallel_config, _activation(moe)
     if activation is None:
         return f"activation {moe.activation.value}"
-    for name, given in zip(_SWIGLU, gate_numbers(moe)):
+    for name, given in zip(_SWIGLU, [getattr(moe, name) for name in _SWIGLU]):
         if given is None:
             if activation == MoEActivation.SWIGLUOAI_UNINTERLEAVE:
                 return f"{name} not given with activation {activation.value}"
@@ -67,17 +63,6 @@ def unsupported(moe: Any) -> str | None:
     return None
 
 
-def expert_sizes(moe: Any, group: int) -> ExpertSizes:
-    """Of what this rank holds of a layer of vLLM's FusedMoEConfig; ``group`` is -1 if channelwise."""
-    return ExpertSizes(
-        moe.num_local_experts,
-        moe.hidden_dim,
-        moe.intermediate_size // moe.moe_parallel_config.tp_size,
-        group,
-        _activation(moe).is_gated,
-    )
-
-
 class W4A8MoEMethod(FusedMoEMethodBase):
     """4-bit or 8-bit experts with activations quantized to int8, per token or in groups.
 
@@ -91,20 +76,22 @@ class W4A8MoEMethod(FusedMoEMethodBase):
         Args:
             scheme: how its matrices are.
             layer: vLLM's RoutedExperts, whose ``moe_config`` is not :func:`unsupported`.
-            layer_name: of the layer, for errors.
+            layer_name: for errors.
 
         Raises:
             ValueError: groups that do not fit this rank's part of an expert; names the sizes.
         """
         super().__init__(layer.moe_config)
-        self.scheme = scheme
-        self.sizes = expert_sizes(layer.moe_config, scheme.group_size)
-        self.activation, self.numbers = _activation(layer.moe_config), gate_numbers(layer.moe_config)
+        self.scheme, self.layer_name = scheme, layer_name
+        moe, self.activation = layer.moe_config, _activation(layer.moe_config)
+        # "silu" with a limit is the clamped form.
+        self.numbers = GateNumbers(*(getattr(moe, name) for name in _SWIGLU))
+        inner, gated = moe.intermediate_size // moe.moe_parallel_config.tp_size, self.activation.is_gated
+        self.sizes = ExpertSizes(moe.num_local_experts, moe.hidden_dim, inner, scheme.group_size, gated)
         problem = self.sizes.unsupported()
         if problem is not None:
             raise ValueError(f"w4a8: {layer_name}: kernel does not support {problem}")
-        self.layer_name = layer_name
-        self.routes = not getattr(layer.moe_config, "has_hash_routing", False)  # vLLM has it since 0.31
+        self.routes = not getattr(moe, "has_hash_routing", False)  # vLLM has it since 0.31
 
     @property
     def is_monolithic(self) -> bool:
@@ -112,39 +99,41 @@ class W4A8MoEMethod(FusedMoEMethodBase):
         return self.routes
 
     def create_weights(
-        self,
-        layer: torch.nn.Module,
-        num_experts: int,
-        hidden_size: int,
-        intermediate_size_per_partition: int,
-        params_dtype: torch.dtype,
-        **extra_weight_attrs: Any,
-    ) -> None:
-        """Registers the parameters that vLLM's loader finds tensors by, and the packed ones, empty.
+        self, layer: torch.nn.Module, num_experts: int, hidden_size: int, intermediate_size_per_partition: int,
+        params_dtype: torch.dtype, **extra_weight_attrs: Any,
+    ) -> None:  # fmt: skip
+        """Takes the sizes of this rank's experts, and registers the parameters (upstream's contract).
 
         Raises:
-            ValueError: an activation group that does not fit this rank's part of an expert.
+            ValueError: an activation group that does not fit this rank's part of an expert; other sizes than those of
+                the file that a subclass reads.
         """
-        parallel = self.moe.moe_parallel_config
-        bias_dtype = params_dtype if self.moe.has_bias else None
         self.sizes = replace(
             self.sizes, experts=num_experts, hidden=hidden_size, intermediate=intermediate_size_per_partition
         )
+        self.register(layer, params_dtype)
+
+    def groups_of_activations(self, asked: int | None) -> dict[str, int]:
+        """As :meth:`ExpertSizes.activation_groups`; an error names the layer."""
         try:
-            groups = self.sizes.activation_groups(self.scheme.wanted_activation_group(activation_group()))
+            return self.sizes.activation_groups(asked)
         except ValueError as error:
             raise ValueError(f"w4a8: {self.layer_name}: {error}") from None
+
+    def register(self, layer: torch.nn.Module, params_dtype: torch.dtype) -> None:
+        """The parameters that vLLM's loader finds tensors by, and the packed ones, empty."""
+        parallel, num_experts = self.moe.moe_parallel_config, self.sizes.experts
         # vLLM itself cuts the stacks of all experts that it hands over.
         cut = self.scheme.facts.is_stacked
         layer.w4a8_loader = ExpertsLoader(
             layer,
             self.sizes,
             self.scheme,
-            bias_dtype,
+            params_dtype if self.moe.has_bias else None,
             tp_rank=0 if cut else parallel.tp_rank,
             tp_size=1 if cut else parallel.tp_size,
             w13_interleaved=self.activation == MoEActivation.SWIGLUOAI,
-            activation_groups=groups,
+            activation_groups=self.groups_of_activations(self.scheme.wanted_activation_group(activation_group())),
         )
         self._raw: list[str] = []
         for stack, rows, columns in self.sizes.stacks:
@@ -166,14 +155,9 @@ class W4A8MoEMethod(FusedMoEMethodBase):
         self.dummy = is_dummy_load()
 
     def _register(
-        self,
-        layer: torch.nn.Module,
-        name: str,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        counted: bool,
+        self, layer: torch.nn.Module, name: str, shape: tuple[int, ...], dtype: torch.dtype, counted: bool,
         meta: bool = True,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """A parameter; on "meta", what comes for it goes to the packer. vLLM waits for all values that are counted."""
         data = torch.zeros(shape, dtype=dtype, device="meta" if meta else "cpu")
         param = torch.nn.Parameter(data, requires_grad=False)
@@ -194,7 +178,7 @@ class W4A8MoEMethod(FusedMoEMethodBase):
         if loader.nothing_new:
             return
         if self.dummy:
-            pack_dummy(loader.packer, self.scheme)
+            loader.fill_randomly()
             self.dummy = False
         else:
             missing = loader.missing()
@@ -211,38 +195,86 @@ class W4A8MoEMethod(FusedMoEMethodBase):
         return FUSED_MOE_UNQUANTIZED_CONFIG
 
     def apply_monolithic(
-        self,
-        layer: torch.nn.Module,
-        x: torch.Tensor,
-        router_logits: torch.Tensor,
+        self, layer: torch.nn.Module, x: torch.Tensor, router_logits: torch.Tensor,
         input_ids: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor:  # fmt: skip
         """Routes and runs: tokens [T, H] and router logits [T, E] to this rank's part of the sum, [T, H]."""
-        weights, ids = select(layer, x, router_logits)
+        weights, ids = select_experts(
+            x,
+            router_logits,
+            layer.top_k,
+            use_grouped_topk=layer.use_grouped_topk,
+            renormalize=layer.renormalize,
+            topk_group=layer.topk_group,
+            num_expert_group=layer.num_expert_group,
+            custom_routing_function=layer.custom_routing_function,
+            scoring_func=layer.scoring_func,
+            routed_scaling_factor=layer.routed_scaling_factor,
+            e_score_correction_bias=layer.e_score_correction_bias,
+        )
         return self.apply(layer, x, weights, ids)
 
     def apply(
-        self,
-        layer: torch.nn.Module,
-        x: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        shared_experts: Any = None,
-        shared_experts_input: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, layer: torch.nn.Module, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor,
+        shared_experts: Any = None, shared_experts_input: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """Runs: tokens [T, H], weights and global expert ids [T, k] to [T, H]. vLLM adds shared experts itself."""
-        return run_experts(
-            x,
-            topk_weights,
-            topk_ids,
-            layer.w13_weight_packed,
-            layer.w2_weight_packed,
-            self.sizes,
-            self.activation,
-            layer.expert_map,
-            layer.apply_router_weight_on_input,
-            self.numbers,
-        )
+        packed, on_input = (layer.w13_weight_packed, layer.w2_weight_packed), layer.apply_router_weight_on_input
+        how = (self.sizes, self.activation, layer.expert_map, on_input, self.numbers)
+        return run_experts(x, topk_weights, topk_ids, *packed, *how)
+
+
+def _nothing(name: str) -> float:
+    """What is in a parameter that nothing has come for: codes of -0, exponents that are no numbers, NaN for biases."""
+    if name.endswith("_weight"):
+        return 0x88
+    return 255 if name.endswith("_weight_scale") else float("nan")
+
+
+class W4A8QuarkGptOssMethod(W4A8MoEMethod):
+    """Of the experts of gpt-oss as AMD Quark writes them, which may be cut among ranks, not dealt out.
+
+    vLLM's model asks no loader for these: it copies what it reads, to global indices, into parameters of the names that
+    vLLM's own method has, cut for the rank. So they have memory here, and are packed when the model has been loaded,
+    layer by layer.
+    """
+
+    weight_dtype = MXFP4.name  # vLLM's model asks for it
+
+    def __init__(self, scheme: Scheme, layer: torch.nn.Module, layer_name: str) -> None:
+        """A method for one layer, whose tensors vLLM's model gives the shapes of gpt-oss's own MXFP4."""
+        super().__init__(replace(scheme, format=MXFP4.name), layer, layer_name)
+
+    def register(self, layer: torch.nn.Module, params_dtype: torch.dtype) -> None:
+        """The parameters that vLLM's model fills."""
+        super().register(layer, params_dtype)
+        for name in self._raw:
+            meta = getattr(layer, name)
+            data = torch.full(meta.shape, _nothing(name), dtype=meta.dtype, device="cpu")
+            layer.register_parameter(name, torch.nn.Parameter(data, requires_grad=False))
+        for stack in ("w13", "w2"):  # of inputs that are FP8 in other engines; nothing here needs it
+            scales = torch.zeros(self.sizes.experts, dtype=torch.float32, device="cpu")
+            layer.register_parameter(f"{stack}_input_scale", torch.nn.Parameter(scales, requires_grad=False))
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Packs what has come; once.
+
+        Raises:
+            ValueError: the checkpoint did not have all weights of the layer.
+        """
+        if not self.dummy and getattr(layer, self._raw[0]).numel() > 0:
+            for name in self._raw:
+                nothing = torch.tensor(_nothing(name))
+                for expert, part in enumerate(getattr(layer, name).data):
+                    if (part.isnan() if nothing.isnan() else part == nothing).all():
+                        message = f"the checkpoint lacks weights: {name} of expert {expert}"
+                        raise ValueError(f"w4a8: {self.layer_name}: {message}")
+            for expert in range(self.sizes.experts):
+                for name in self._raw:
+                    param = getattr(layer, name)
+                    shard = f"gpt_oss_{name.partition('_')[0]}"
+                    layer.w4a8_loader(param, param.data[expert], name, shard_id=shard, expert_id=expert)
+        super().process_weights_after_loading(layer)
 
 
 def experts_method(

@@ -62,10 +62,10 @@ class PackedDirectory:
 
 
 def read_directory(directory: str | Path, config: Mapping[str, Any]) -> PackedDirectory:
-    """Reads the headers of a directory's safetensors files, and those of the packed matrices in them.
+    """Reads the headers of a local directory's safetensors files, and those of the packed matrices in them.
 
     Args:
-        directory: local.
+        directory: with the files.
         config: the quantization_config in its config.json.
 
     Raises:
@@ -221,16 +221,13 @@ def matrix_of(packed: torch.Tensor, name: str) -> Matrix:
     return Matrix(kind=header["values"], **found)
 
 
-def joined(matrices: Sequence[Matrix], headers: Sequence[PackedHeader]) -> torch.Tensor:
+def joined(matrices: Iterable[Matrix], headers: Sequence[PackedHeader]) -> torch.Tensor:
     """The rows of all as one packed matrix, uint8 [bytes]; they are of one kind, K, group and activation group.
 
-    Args:
-        matrices: what was unpacked.
-        headers: of what it was unpacked from. They alone say how many bytes there will be: values do not.
+    The headers are of what the matrices were unpacked from. They alone say how many bytes there will be: values do not.
     """
-    rows, columns, group, has_bias = _joined_sizes(headers)
-    bias_dtype = torch.float32 if has_bias else None
-    stack, row = MatrixStack(1, rows, columns, group, bias_dtype, packed_as=_joined_as(headers)), 0
+    rows, columns, group, has_bias, form = _joined_form(headers)
+    stack, row = MatrixStack(1, rows, columns, group, torch.float32 if has_bias else None, packed_as=form), 0
     for matrix in matrices:
         stack.put(0, row, matrix, has_bias=matrix.bias is not None)
         row += matrix.rows
@@ -239,25 +236,21 @@ def joined(matrices: Sequence[Matrix], headers: Sequence[PackedHeader]) -> torch
 
 def joined_bytes(headers: Sequence[PackedHeader]) -> int:
     """How long :func:`joined` makes what is packed with these headers."""
-    return packed_bytes(*_joined_sizes(headers), _joined_as(headers))
+    return packed_bytes(*_joined_form(headers))
 
 
-def _joined_sizes(headers: Sequence[PackedHeader]) -> tuple[int, int, int, bool]:
-    """N of all, K, values of k per scale, and whether one has a bias."""
-    rows, has_bias = sum(header["n"] for header in headers), any(header["has_bias"] for header in headers)
-    return rows, headers[0]["k"], headers[0]["group"], has_bias
-
-
-def _joined_as(headers: Sequence[PackedHeader]) -> PackedAs:
-    """The form that holds the zero points and scales of all.
+def _joined_form(headers: Sequence[PackedHeader]) -> tuple[int, int, int, bool, PackedAs]:
+    """N of all, K, values of k per scale, whether one has a bias, and the form that holds zeros and scales of all.
 
     One type of scales is that of all. bfloat16 holds e8m0 as well. Every other mixture is float32.
     """
+    rows, has_bias = sum(header["n"] for header in headers), any(header["has_bias"] for header in headers)
     forms = [PackedAs.of_header(header) for header in headers]
     dtypes = {form.scale_dtype for form in forms}
     dtype = torch.bfloat16 if dtypes == {E8M0, torch.bfloat16} else torch.float32
     dtype = dtypes.pop() if len(dtypes) == 1 else dtype
-    return replace(forms[0], scale_dtype=dtype, zero_points=any(form.zero_points for form in forms))
+    form = replace(forms[0], scale_dtype=dtype, zero_points=any(form.zero_points for form in forms))
+    return rows, headers[0]["k"], headers[0]["group"], has_bias, form
 
 
 def _integers(packed: torch.Tensor, name: str) -> Matrix:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import wraps
 from typing import Any
 
 from w4a8.core.activation_groups import PER_TOKEN, SIZES, in_words
@@ -35,6 +36,9 @@ _MAKING: ContextVar[Any] = ContextVar("MAKING", default=None)
 
 # Whether weight-only layers run whatever the user asks for: the self-test makes such ones.
 SELF_TEST: ContextVar[bool] = ContextVar("SELF_TEST", default=False)
+
+# Each is called with vLLM's EngineArgs before vLLM makes an engine's configuration of them, and may change them.
+_readers: list[Callable[[Any], None]] = []
 
 
 def _from_engine() -> dict[str, Any]:
@@ -97,59 +101,58 @@ def _listed_keys() -> str:
     return f"{', '.join(names)} or {last}"
 
 
-def mode() -> str:
-    """``auto``, ``0`` or ``1``.
+def read_arguments(*readers: Callable[[Any], None]) -> None:
+    """Lets an engine's arguments be checked for settings of this plugin, and be handed to ``readers``.
 
     Raises:
-        ValueError: another value.
+        RuntimeError: vLLM's EngineArgs is not as this expects it.
     """
+    from vllm.engine.arg_utils import EngineArgs
+
+    for name in ("create_engine_config", "additional_config"):
+        if name not in (*dir(EngineArgs), *EngineArgs.__dataclass_fields__):
+            raise RuntimeError(f"EngineArgs has no {name}")
+    _readers.extend(reader for reader in readers if reader not in _readers)
+    create_engine_config = EngineArgs.create_engine_config
+    if getattr(create_engine_config, "w4a8", False):
+        return
+
+    @wraps(create_engine_config)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with of_engine(self.additional_config):
+            for reader in _readers:
+                reader(self)
+            return create_engine_config(self, *args, **kwargs)
+
+    wrapped.w4a8 = True
+    EngineArgs.create_engine_config = wrapped
+
+
+# All of these raise ValueError, with the name of the setting, if it has a value that it cannot have.
+
+
+def mode() -> str:
+    """``auto``, ``0`` or ``1``."""
     return _read(SWITCH, "auto", "1")
 
 
 def runs_w4a16() -> bool:
-    """Whether weight-only 4-bit models run here, with int8 activations.
-
-    Raises:
-        ValueError: neither 0 nor 1.
-    """
+    """Whether weight-only 4-bit models run here, with int8 activations."""
     return SELF_TEST.get() or _read(W4A16_SWITCH, "1", "1") == "1"
 
 
 def attends() -> bool:
-    """Whether attention of the models that the plugin runs is computed here, where that can be.
-
-    Raises:
-        ValueError: neither 0 nor 1.
-    """
+    """Whether attention of the models that the plugin runs is computed here, where that can be."""
     return _read(ATTENTION, "1", "1") == "1"
 
 
 def decodes() -> bool:
-    """Whether all layers of a model run in one call, where that can be.
-
-    Raises:
-        ValueError: neither 0 nor 1.
-    """
+    """Whether all layers of a model run in one call, where that can be."""
     return _read(DECODER, "1", "1") == "1"
 
 
-def say_int8(format_: str) -> None:
-    """Tells the log, once for each format, what a weight-only model is computed with."""
-    logger().info_once(
-        "w4a8: %s weights run with activations rounded to int8 %s (%s); %s=0 leaves such models to vLLM",
-        format_,
-        in_words(activation_group()),
-        ACTIVATION_GROUP,
-        W4A16_SWITCH,
-    )
-
-
 def lm_head_bits() -> int:
-    """What an output layer that is not quantized is rounded to while the model is loaded: 4 or 8 bits, or 0: it is not.
-
-    Raises:
-        ValueError: neither 0 nor int4 nor int8.
-    """
+    """Bits that an output layer that is not quantized is rounded to while the model is loaded: 4, 8, or 0 for none."""
     return {"0": 0, "int4": 4, "int8": 8}[_read(LM_HEAD_SWITCH, "0", "int4", "int8")]
 
 
@@ -162,9 +165,6 @@ def activation_group() -> int | None:
     """Values of k of an input that share a scale when it is quantized: 32, 64, 128, or -1 for all of a row.
 
     None is what the checkpoint says, and the default where it says nothing.
-
-    Raises:
-        ValueError: another value.
     """
     value, where = _given(ACTIVATION_GROUP)
     allowed = {"": None, **{str(size): size for size in (PER_TOKEN, *SIZES)}}
@@ -174,10 +174,17 @@ def activation_group() -> int | None:
 
 
 def check() -> None:
-    """Reads all of them.
-
-    Raises:
-        ValueError: one has a value that it cannot have; names it.
-    """
+    """Reads all of them."""
     for read in (mode, runs_w4a16, lm_head_bits, activation_group, attends, decodes):
         read()
+
+
+def say_int8(format_: str) -> None:
+    """Tells the log, once for each format, what a weight-only model is computed with."""
+    logger().info_once(
+        "w4a8: %s weights run with activations rounded to int8 %s (%s); %s=0 leaves such models to vLLM",
+        format_,
+        in_words(activation_group()),
+        ACTIVATION_GROUP,
+        W4A16_SWITCH,
+    )

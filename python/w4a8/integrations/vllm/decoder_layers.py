@@ -1,12 +1,11 @@
-"""Which attributes of vLLM's modules are what of a decoder's layer: a table for each family of models.
+"""Modules of vLLM's models as a decoder's layers, by the table of families (w4a8/core/families.py).
 
-A class that is not here, or an attribute that is not as expected, is :class:`Unfit`: it may compute something else.
+A class that is not in it, or an attribute that is not as expected, is :class:`Unfit`: it may compute something else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,14 +16,13 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from w4a8.core.activation import MoEActivation, as_activation, kernel_activation_kind
+from w4a8.core.families import FAMILIES, Family
 from w4a8.integrations.vllm import attention, settings
 from w4a8.integrations.vllm.gguf_layers import W4A8GGUFLinearMethod
-from w4a8.integrations.vllm.linear_layers import W4A8LinearMethod
-from w4a8.integrations.vllm.lm_head import W4A8LMHeadMethod
+from w4a8.integrations.vllm.linear_layers import W4A8LinearMethod, W4A8LMHeadMethod
 from w4a8.integrations.vllm.moe import W4A8MoEMethod
 from w4a8.integrations.vllm.packed_layers import W4A8PackedLinearMethod
 
-_MODELS = "vllm.model_executor.models."
 _METHODS = (W4A8LinearMethod, CompressedTensorsLinearMethod, W4A8GGUFLinearMethod, W4A8PackedLinearMethod)
 # Of a dense MLP, by vLLM's class of what stands between its matrices.
 _ACTIVATIONS = {"SiluAndMul": MoEActivation.SILU, "GeluAndMul": MoEActivation.GELU}
@@ -34,104 +32,10 @@ class Unfit(Exception):
     """Why the layers of a model cannot run in one call."""
 
 
-@dataclass(frozen=True)
-class Family:
-    """The classes of a family, by module and name, and the names of their attributes.
-
-    Attributes:
-        layer, attention: classes.
-        mlps: classes of dense MLPs.
-        experts: classes with a router and experts.
-        attention_at, mlp_at, router_at: attributes of a layer, and of experts.
-        norms: attributes of a layer, by the fields of ``Decoder.add_layer``.
-        nothing: attributes of a layer or of its attention that must be None or False.
-    """
-
-    layer: str
-    attention: str
-    mlps: tuple[str, ...] = ()
-    experts: tuple[str, ...] = ()
-    attention_at: str = "self_attn"
-    mlp_at: str = "mlp"
-    router_at: str = "gate"
-    norms: tuple[tuple[str, str], ...] = (
-        ("input_norm", "input_layernorm"),
-        ("mlp_input_norm", "post_attention_layernorm"),
-    )
-    nothing: tuple[str, ...] = ()
-
-
-_FOUR_NORMS = (
-    ("input_norm", "input_layernorm"),
-    ("attention_norm", "post_attention_layernorm"),
-    ("mlp_input_norm", "pre_feedforward_layernorm"),
-    ("mlp_norm", "post_feedforward_layernorm"),
-)
-
-# By the class of the model without its output layer.
-FAMILIES = {
-    "llama.LlamaModel": Family("llama.LlamaDecoderLayer", "llama.LlamaAttention", ("llama.LlamaMLP",)),
-    "mistral.MistralModel": Family(
-        "mistral.MistralDecoderLayer",
-        "mistral.MistralAttention",
-        ("llama.LlamaMLP", "mistral.MistralMLP"),
-        nothing=("do_llama_4_scaling", "ada_rms_norm_t_cond"),
-    ),
-    "qwen2.Qwen2Model": Family(
-        "qwen2.Qwen2DecoderLayer",
-        "qwen2.Qwen2Attention",
-        ("qwen2.Qwen2MLP",),
-        nothing=("dual_chunk_attention_config",),
-    ),
-    "qwen3.Qwen3Model": Family(
-        "qwen3.Qwen3DecoderLayer",
-        "qwen3.Qwen3Attention",
-        ("qwen2.Qwen2MLP",),
-        nothing=("dual_chunk_attention_config",),
-    ),
-    "qwen3_moe.Qwen3MoeModel": Family(
-        "qwen3_moe.Qwen3MoeDecoderLayer",
-        "qwen3_moe.Qwen3MoeAttention",
-        ("qwen3_moe.Qwen3MoeMLP",),
-        ("qwen3_moe.Qwen3MoeSparseMoeBlock",),
-        nothing=("dual_chunk_attention_config",),
-    ),
-    "qwen2_moe.Qwen2MoeModel": Family(
-        "qwen2_moe.Qwen2MoeDecoderLayer",
-        "qwen2_moe.Qwen2MoeAttention",
-        ("qwen2_moe.Qwen2MoeMLP",),
-        ("qwen2_moe.Qwen2MoeSparseMoeBlock",),
-        nothing=("dual_chunk_attention_config",),
-    ),
-    "glm4_moe.Glm4MoeModel": Family(
-        "glm4_moe.Glm4MoeDecoderLayer",
-        "glm4_moe.Glm4MoeAttention",
-        ("glm4_moe.Glm4MoeMLP",),
-        ("glm4_moe.Glm4MoE",),
-    ),
-    "gemma3.Gemma3Model": Family(
-        "gemma3.Gemma3DecoderLayer", "gemma3.Gemma3Attention", ("gemma3.Gemma3MLP",), norms=_FOUR_NORMS
-    ),
-    "mixtral.MixtralModel": Family(
-        "mixtral.MixtralDecoderLayer",
-        "mixtral.MixtralAttention",
-        experts=("mixtral.MixtralMoE",),
-        mlp_at="block_sparse_moe",
-    ),
-    "olmoe.OlmoeModel": Family("olmoe.OlmoeDecoderLayer", "olmoe.OlmoeAttention", experts=("olmoe.OlmoeMoE",)),
-    "gpt_oss.GptOssModel": Family(
-        "gpt_oss.TransformerBlock",
-        "gpt_oss.OAIAttention",
-        experts=("gpt_oss.MLPBlock",),
-        attention_at="attn",
-        router_at="router",
-    ),
-}
-
-
 def class_name(module: Any) -> str:
     """Module and name of the class of a vLLM model or of a part of one."""
-    return f"{type(module).__module__}.{type(module).__qualname__}".removeprefix(_MODELS)
+    name = f"{type(module).__module__}.{type(module).__qualname__}"
+    return name.removeprefix("vllm.model_executor.models.")
 
 
 def family_of(inner: torch.nn.Module) -> Family:
@@ -140,10 +44,10 @@ def family_of(inner: torch.nn.Module) -> Family:
     Raises:
         Unfit: there is no table for its class.
     """
-    name = class_name(inner)
-    if name not in FAMILIES:
-        raise Unfit(f"there is no table for {name}")
-    return FAMILIES[name]
+    for family in FAMILIES.values():
+        if family.classes("Model") == (class_name(inner),):
+            return family
+    raise Unfit(f"there is no table for {class_name(inner)}")
 
 
 def _expect(module: Any, classes: Sequence[str]) -> None:
@@ -301,11 +205,9 @@ def mlp_fields(module: Any) -> dict[str, Any]:
         raise Unfit(f"there is no table for {type(act).__name__}")
     if kind == MoEActivation.GELU and act.approximate == "tanh":
         kind = MoEActivation.GELU_TANH
-    return {
-        "gate_up": _without_bias(module.gate_up_proj),
-        "down": _only(module.down_proj, _without_bias(module.down_proj)),
-        "activation_kind": kernel_activation_kind(kind),
-    }
+    gate_up, down = _without_bias(module.gate_up_proj), _without_bias(module.down_proj)
+    down = _only(module.down_proj, down)
+    return {"gate_up": gate_up, "down": down, "activation_kind": kernel_activation_kind(kind)}
 
 
 def expert_fields(runner: Any, router: Any) -> dict[str, Any]:
@@ -368,22 +270,23 @@ def layer_fields(layer: Any, family: Family, norms: Norms, ropes: Ropes) -> tupl
     Raises:
         Unfit: something is not as the table says.
     """
-    _expect(layer, [family.layer])
+    experts = family.classes(family.experts)
+    _expect(layer, family.classes(family.layer))
     module, mlp = getattr(layer, family.attention_at), getattr(layer, family.mlp_at)
-    _expect(module, [family.attention])
-    _expect(mlp, family.mlps + family.experts)
+    _expect(module, family.classes(family.attention))
+    _expect(mlp, family.classes(*family.mlps) + experts)
     for name in family.nothing:
         if any(getattr(owner, name, None) for owner in (layer, module)):
             raise Unfit(f"{class_name(layer)} with {name}")
     fields = {field: norms.weight(getattr(layer, name)) for field, name in family.norms}
     fields |= attention_fields(module, norms, ropes)
-    if class_name(mlp) not in family.experts:
+    if class_name(mlp) not in experts:
         return fields | mlp_fields(mlp), {}
-    experts = expert_fields(mlp.experts, getattr(mlp, family.router_at))
+    routed = expert_fields(mlp.experts, getattr(mlp, family.router))
     if mlp.experts.shared_experts is not None:
         shared = mlp.experts.shared_experts._layer
-        _expect(shared, family.mlps)
+        _expect(shared, family.classes(*family.mlps))
         fields |= mlp_fields(shared)
         gate = getattr(shared, "expert_gate", None)
-        experts["shared_gate"] = None if gate is None else float_weight(gate)[0].flatten()
-    return fields, experts
+        routed["shared_gate"] = None if gate is None else float_weight(gate)[0].flatten()
+    return fields, routed

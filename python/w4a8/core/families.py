@@ -1,0 +1,89 @@
+"""Families of models whose layers run in one call (docs/decoder.md): what their parts are called in both frameworks.
+
+Where nothing else is said, attributes of a layer and of its parts have the same names in vLLM and in transformers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Attributes of a layer, by the fields of ``Decoder.add_layer``.
+Norms = tuple[tuple[str, str], ...]
+_TWO: Norms = (("input_norm", "input_layernorm"), ("mlp_input_norm", "post_attention_layernorm"))
+_FOUR: Norms = (
+    ("input_norm", "input_layernorm"),
+    ("attention_norm", "post_attention_layernorm"),
+    ("mlp_input_norm", "pre_feedforward_layernorm"),
+    ("mlp_norm", "post_feedforward_layernorm"),
+)
+
+
+@dataclass(frozen=True)
+class Family:
+    """How the layers of a family differ from Llama's.
+
+    Classes of vLLM are given by what their names have behind ``vllm``, or in full where they begin otherwise.
+
+    Attributes:
+        vllm: module and beginning of the names of classes; that of the model ends with "Model".
+        mlps: classes of dense MLPs in vLLM, and of experts that all tokens share.
+        experts: class with a router and experts in vLLM; "": none.
+        layer, attention: classes in vLLM.
+        attention_at, mlp_at: attributes of a layer in vLLM; in transformers "self_attn" and "mlp".
+        nothing: attributes of a layer or of its attention in vLLM that must be None or False.
+        refuses: fields of transformers' config that must not be set.
+        norms: attributes of a layer.
+        one_more: a norm multiplies by 1 + weight. vLLM has a class of norms for it.
+        router: attribute of what has experts.
+        shared: attributes of what has experts in transformers: the expert that all tokens share, its gate; "": none.
+    """
+
+    vllm: str
+    mlps: tuple[str, ...] = ("MLP",)
+    experts: str = ""
+    layer: str = "DecoderLayer"
+    attention: str = "Attention"
+    attention_at: str = "self_attn"
+    mlp_at: str = "mlp"
+    nothing: tuple[str, ...] = ()
+    refuses: tuple[str, ...] = ()
+    norms: Norms = _TWO
+    one_more: bool = False
+    router: str = "gate"
+    shared: tuple[str, str] = ("", "")
+
+    def classes(self, *ends: str) -> tuple[str, ...]:
+        """Module and name of classes of vLLM, by their ends."""
+        return tuple(end if "." in end else self.vllm + end for end in ends if end)
+
+
+_CHUNKED = ("dual_chunk_attention_config",)
+# By transformers' model_type.
+FAMILIES = {
+    "llama": Family("llama.Llama"),
+    "mistral": Family(
+        "mistral.Mistral", ("llama.LlamaMLP", "MLP"), nothing=("do_llama_4_scaling", "ada_rms_norm_t_cond")
+    ),
+    "qwen2": Family("qwen2.Qwen2", nothing=_CHUNKED),
+    "qwen3": Family("qwen3.Qwen3", ("qwen2.Qwen2MLP",), nothing=_CHUNKED),
+    "qwen2_moe": Family(
+        "qwen2_moe.Qwen2Moe",
+        experts="SparseMoeBlock",
+        nothing=_CHUNKED,
+        shared=("shared_expert", "shared_expert_gate"),
+    ),
+    "qwen3_moe": Family("qwen3_moe.Qwen3Moe", experts="SparseMoeBlock", nothing=_CHUNKED),
+    "mixtral": Family("mixtral.Mixtral", (), "MoE", mlp_at="block_sparse_moe"),
+    "olmoe": Family("olmoe.Olmoe", (), "MoE", refuses=("clip_qkv",)),
+    "gpt_oss": Family(
+        "gpt_oss.GptOss",
+        (),
+        "gpt_oss.MLPBlock",
+        "gpt_oss.TransformerBlock",
+        "gpt_oss.OAIAttention",
+        "attn",
+        router="router",
+    ),
+    "gemma3_text": Family("gemma3.Gemma3", refuses=("use_bidirectional_attention",), norms=_FOUR, one_more=True),
+    "glm4_moe": Family("glm4_moe.Glm4Moe", experts="glm4_moe.Glm4MoE", shared=("shared_experts", "")),
+}
