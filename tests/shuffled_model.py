@@ -43,3 +43,20 @@ def write(folder: Path, shuffled: bool = True, **sizes: int) -> Path:
 def largest_file(folder: Path) -> int:
     """Bytes of the largest file: a reader maps one at a time."""
     return max(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def in_small_files(folder: Path, **sizes: int) -> None:
+    """A Qwen3-MoE of transformers with random weights, in the order of the model, over files of 8 MB."""
+    import torch
+    import transformers
+
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=512, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
+        num_experts_per_tok=8, max_position_embeddings=512, **sizes,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.Qwen3MoeForCausalLM(config).bfloat16()
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        parameter.data.uniform_(-0.05, 0.05)
+    model.save_pretrained(folder, max_shard_size="8MB")

@@ -23,6 +23,7 @@ EVERY_KIND = [*KINDS, "int8", *TWO_LEVELS]
 INTEGERS = ["int4", "int6", "plain8"]
 SUPERS = [*(f"{kind}{more} supers" for more in ("", " minimums") for kind in INTEGERS), "iq4 supers"]
 OF_GGUF = [*(f"{kind} minimums" for kind in INTEGERS), "int6", "iq4", *SUPERS]
+ALL_KINDS = [*EVERY_KIND, *OF_GGUF]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Relative error of rounding to a type, and what rounding below its normal range may add.
 ROUNDING = {torch.float32: (0.0, 0.0), torch.bfloat16: (2.0**-8, 0.0), torch.float16: (2.0**-11, 2.0**-25)}
@@ -177,6 +178,46 @@ def floats(numbers, supers):
     if supers is not None:
         numbers = numbers.float() * supers.float().repeat_interleave(numbers.shape[-1] // supers.shape[-1], -1)
     return numbers.float().numpy()
+
+
+def has(kind, group, k):
+    """Whether there are matrices of a kind in such groups."""
+    if kind in TWO_LEVELS:
+        return group == 16 and k != 16
+    if kind in SUPERS:
+        return group in (16, 32, 64, 128) and k % 256 == 0
+    return "minimums" not in kind or (group < k and group <= 256)
+
+
+def grouped(kind, group=32):
+    """The group, but 16 of those that have no other."""
+    return 16 if kind in TWO_LEVELS else group
+
+
+def activation_groups(group, k):
+    """Those that matrices in such groups may want: -1, and of 32, 64 and 128."""
+    unit = k if group == 16 else group
+    return [-1, *(size for size in (32, 64, 128) if unit % size == 0)]
+
+
+def packed_size(matrix):
+    """Bytes of a packed matrix as docs/packed_layout.md says."""
+
+    def lines(count):
+        return -(-count // 64) * 64
+
+    groups, blocks = matrix.k // matrix.group, 0 if matrix.supers is None else matrix.k // 256
+    of_group = 16 * (matrix.scales.element_size() + (matrix.zero_points is not None))
+    record = next((m for m in range(1, groups) if m * of_group % 64 == 0), groups)
+    if blocks:
+        record = 256 // matrix.group
+    heads = -(-groups // record) * lines(record * of_group + (32 if blocks else 0))
+    of_minimums = 0 if matrix.minimums is None else lines(groups * of_group + blocks * 32)
+    steps = -(-matrix.k // 8) * (128 if matrix.values == "int8" else 64)
+    if matrix.values == "int6":
+        steps = -(-matrix.k // 16) * 192
+    more = 2 if matrix.channels is None else 3
+    return 64 + -(-matrix.n // 16) * (heads + steps + 64 * more + of_minimums)
 
 
 def make_matrix(

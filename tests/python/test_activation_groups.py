@@ -16,7 +16,6 @@ from common import (
     make_matrix,
     matmul,
     route,
-    unpack,
 )
 from test_linear_ops import words
 
@@ -59,32 +58,6 @@ def test_matmul(kernel, n, k, group, kind, size, bias):
     for rows in (4, 5, 23):
         matrix = make_matrix(n, k, group, torch.bfloat16, bias, kind=kind, activation_group=size)
         check(make_rows(rows, k), matrix, f"{rows} rows")
-    packed = matrix.pack()
-    assert w4a8.read_header(packed)["activation_group"] == size
-    # Meta tensors cannot tell, and nothing but the header has to: as many bytes as without activation groups.
-    assert packed.shape == matrix.pack(activation_group=-1).shape
-    for part, given in zip(unpack(matrix), (matrix.weights, matrix.scales, matrix.zero_points)):
-        if given is not None:
-            assert_same_bits(part, given)
-
-
-@pytest.mark.parametrize("size", [-1, *SIZES])
-@pytest.mark.parametrize("experts", [None, 2], ids=["matrix", "stack"])
-def test_what_is_unpacked_packs_to_the_same_bytes(size, experts):
-    for kind in ("int4", "zeros", "e2m1", "int8", "int4 minimums supers"):
-        matrix = make_matrix(24, 256, 128, torch.bfloat16, True, experts, kind=kind, activation_group=size)
-        packed = matrix.pack()
-        found = w4a8.dyn_quant_unpack_any_4bit_weight(packed, 128, 256, 24)
-        assert found.activation_group == size
-        given = {k: None if torch.is_tensor(v) and v.numel() == 0 else v for k, v in found._asdict().items()}
-        assert_same_bits(
-            w4a8.dyn_quant_pack_4bit_weight(**given, block_size=128, in_features=256, out_features=24), packed, kind
-        )
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_types_of_inputs(kernel, dtype):
-    check(torch.randn(6, 128).to(dtype), make_matrix(24, 128, 64, activation_group=32))
 
 
 def test_an_outlier_costs_less_than_per_token():

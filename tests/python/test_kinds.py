@@ -1,20 +1,26 @@
-"""What single kinds of weights have: their bytes, sizes and headers, what is refused, Meta and compile, scales."""
+"""What kinds of weights have: bytes, sizes and headers, what is refused, Meta and compile, scales, minimums."""
 
 import numpy as np
 import pytest
 import reference
 import torch
 from common import (
-    EVERY_KIND,
+    ALL_KINDS,
+    DTYPES,
+    OF_GGUF,
+    SUPERS,
     TORCH_VERSION,
     TWO_LEVELS,
     assert_same_bits,
     assert_within,
     check,
     check_layer,
+    grouped,
+    has,
     make_layer,
     make_matrix,
     matmul,
+    packed_size,
     route,
     unpack,
 )
@@ -23,41 +29,23 @@ import w4a8
 from w4a8.core.matrix import Matrix
 
 compiles = pytest.mark.skipif(not hasattr(torch.library, "opcheck"), reason=f"torch {TORCH_VERSION} has no opcheck")
-every_kind = pytest.mark.parametrize("kind", EVERY_KIND)
-other_kinds = pytest.mark.parametrize("kind", EVERY_KIND[1:])
+all_kinds = pytest.mark.parametrize("kind", ALL_KINDS)
 NVFP4 = TWO_LEVELS[-1]
-
-
-def grouped(kind, group=32):
-    return 16 if kind in TWO_LEVELS else group
 
 
 # --- bytes and sizes --------------------------------------------------------------------------------------------------
 
 
-def packed_size(matrix):
-    """Bytes of a packed matrix as docs/packed_layout.md says."""
-    groups = matrix.k // matrix.group
-    of_group = 16 * (matrix.scales.element_size() + (matrix.zero_points is not None))
-    record = next((m for m in range(1, groups) if m * of_group % 64 == 0), groups)
-    head = -(-record * of_group // 64) * 64
-    step, lines = 128 if matrix.values == "int8" else 64, 2 if matrix.channels is None else 3
-    return 64 + -(-matrix.n // 16) * (-(-groups // record) * head + -(-matrix.k // 8) * step + 64 * lines)
-
-
-@every_kind
-@pytest.mark.parametrize(
-    "scale_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["s_f32", "s_bf16", "s_f16"]
-)
+@all_kinds
+@pytest.mark.parametrize("scale_dtype", DTYPES, ids=str)
 def test_header(kind, scale_dtype):
     """The size is that of docs/packed_layout.md, for records that fill their lines and that do not."""
-    for n, k, group in [(33, 96, 32), (16, 256, 32), (17, 34, 34), (48, 320, 64), (31, 80, 16), (5, 1024, 128)]:
-        if kind in TWO_LEVELS and group != 16:
-            continue
-        for bias in (False, True):
+    name = "e5m3" if kind in TWO_LEVELS else "super" if kind in SUPERS else str(scale_dtype).removeprefix("torch.")
+    shapes = [(33, 96, 32), (16, 256, 32), (17, 34, 34), (48, 320, 64), (31, 80, 16), (5, 1024, 128), (5, 512, 16)]
+    for n, k, group in shapes:
+        for bias in (False, True) if has(kind, group, k) else ():
             matrix = make_matrix(n, k, group, scale_dtype, bias, kind=kind)
             packed = matrix.pack()
-            name = "e5m3" if kind in TWO_LEVELS else str(scale_dtype).removeprefix("torch.")
             assert w4a8.read_header(packed) == {
                 "version": 5,
                 "n": n,
@@ -67,7 +55,7 @@ def test_header(kind, scale_dtype):
                 "scale_dtype": name,
                 "has_bias": bias,
                 "has_zero_points": matrix.zero_points is not None,
-                "has_minimums": False,
+                "has_minimums": "minimums" in kind,
                 "activation_group": -1,
                 "bytes": packed.numel(),
             }
@@ -252,6 +240,30 @@ def test_a_wrong_channel_scale_is_seen(kinds, stack, expert):
         check_layer(layer, x, ids, router)
 
 
+def test_special_numbers(kernel):
+    """Infinities and NaN among minimums and super-scales; -0 and denormals."""
+    for kind in OF_GGUF:
+        matrix = make_matrix(40, 512, 32, kind=kind)
+        floats = [part for part in (matrix.minimums, matrix.supers, matrix.minimum_supers) if part is not None]
+        for i, value in enumerate((float("inf"), -float("inf"), float("nan"), -0.0, 6e-8, 0.0)):
+            for part in floats:
+                if part.is_floating_point():
+                    part[3 * i + 1, -1] = value
+        check(torch.randn(5, 512), matrix, kind)
+
+
+def test_a_minimum_is_subtracted():
+    """Against float64: what the words of docs/numerics.md say, computed by no reference."""
+    matrix = make_matrix(20, 256, 32, kind="int4 minimums")
+    x = torch.randint(-127, 128, (6, 256)).float()
+    x[:, 0], x[:, 1] = -128, 127
+    codes = torch.stack([matrix.weights & 15, matrix.weights >> 4], -1).flatten(1).double()
+    weights = codes * matrix.scales.double().repeat_interleave(32, 1)
+    weights -= matrix.minimums.double().repeat_interleave(32, 1)
+    y = matmul(x, matrix, matrix.pack())
+    torch.testing.assert_close(y.double(), x.double() @ weights.T, rtol=1e-5, atol=1e-4)
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -264,8 +276,16 @@ def with_element(tensor, index, value):
     return tensor
 
 
+def sizes_of(kind):
+    """K and the group of the matrices that are refused and damaged here."""
+    return 256 if kind in OF_GGUF and kind not in ("int6", "iq4") else 64, grouped(kind)
+
+
 LONG = {"in_features": 2**16 + 2, "block_size": 2**16 + 2, "out_features": 1}
-# Kind of [24, 64] in groups of 32 (of two levels 16): what is changed, and the message.
+HALVES = torch.ones(24, 1, dtype=torch.float16)
+ONES8 = torch.ones(24, 16, dtype=torch.int8)
+# Kind of [24, 64], with minimums or super-scales [24, 256], in groups of 32 (of two levels 16): what is changed, and the
+# message.
 PACK = {
     "unknown values": ("int4", {"values": "fp4"}, r"values is 'fp4', expected 'int4', 'e2m1', 'int8', 'iq4' or 'int6'"),
     "zero points of iq4": ("iq4", {"zero_points": full(24, 2)}, r"zero_points is given, expected none for values = 'iq4'"),
@@ -300,6 +320,20 @@ PACK = {
     "two levels channelwise": (NVFP4, {"block_size": 64, "scales_zeros": full(24, 1)}, r"channel_scales is given, expected none for block_size = 64 and in_features = 64: groups of 16 alone"),
     "two levels in groups of 32": (NVFP4, {"block_size": 32, "scales_zeros": full(24, 2)}, r"channel_scales is given, expected none for block_size = 32 and in_features = 64: groups of 16 alone"),
     "NaN of e4m3": (NVFP4, {"scales_zeros": full(24, 4, value=127)}, r"scales_zeros: element 0 is the float8_e4m3fn with bits 127, expected a number without a sign"),
+    "shape of minimums": ("int4 minimums", {"minimums": torch.ones(24, 7)}, r"minimums has shape \[24, 7\], expected that of scales_zeros, \[24, 8\]"),
+    "type of minimums": ("int4 minimums", {"minimums": torch.ones(24, 8).half()}, r"minimums has dtype .*, expected float32"),
+    "minimums of e2m1": ("int4 minimums", {"values": "e2m1"}, "minimums beside e2m1, expected them beside int4, int8 or int6"),
+    "minimums and zero points": ("int4 minimums", {"zero_points": full(24, 8)}, "minimums beside int4 with zero points, expected them beside int4, int8 or int6 without zero points"),
+    "minimums channelwise": ("int4 minimums", {"block_size": 256, "scales_zeros": torch.ones(24, 1), "minimums": torch.ones(24, 1)}, r"minimums in groups of 256 \(channelwise\), expected groups of at most 256"),
+    "meta minimums": ("int4 minimums", {"minimums": torch.ones(24, 8, device="meta")}, "minimums is on device meta"),
+    "float scales beside super-scales": ("int4 supers", {"scales_zeros": torch.ones(24, 8)}, r"scales_zeros has dtype (Float|float), expected int8 beside super_scales"),
+    "no super-scales": ("int4 supers", {"super_scales": None}, r"scales_zeros has dtype (Char|signed char|int8), expected"),
+    "type of super-scales": ("int4 supers", {"super_scales": HALVES.float()}, r"super_scales has dtype (Float|float), expected float16"),
+    "shape of super-scales": ("int4 supers", {"super_scales": HALVES[:, :0]}, r"super_scales has shape \[24, 0\], expected"),
+    "no super-minimums": ("int4 minimums supers", {"super_minimums": None}, "super_minimums is not given, expected it beside minimums and super_scales"),
+    "super-minimums alone": ("int4 supers", {"super_minimums": HALVES}, "super_minimums is given, expected none without minimums and super_scales"),
+    "both levels": ("int4 supers", {"block_size": 16, "scales_zeros": ONES8, "channel_scales": torch.ones(24)}, "super_scales is given beside channel_scales, expected one of both"),
+    "super-scales of groups of 256": ("int4 supers", {"block_size": 256, "scales_zeros": ONES8[:, :1]}, "scale type is super, expected a float type for k = 256 and group = 256"),
     "a sign of e4m3": (NVFP4, {"scales_zeros": full(24, 4, value=129)}, r"scales_zeros: element 0 is the float8_e4m3fn with bits 129, expected a number without a sign"),
 }  # fmt: skip
 
@@ -307,7 +341,31 @@ PACK = {
 @pytest.mark.parametrize(("kind", "changes", "message"), PACK.values(), ids=PACK)
 def test_pack_errors(kind, changes, message):
     with pytest.raises(RuntimeError, match=r"^w4a8::dyn_quant_pack_4bit_weight: .*" + message):
-        make_matrix(24, 64, grouped(kind), kind=kind).pack(**changes)
+        make_matrix(24, *sizes_of(kind), kind=kind).pack(**changes)
+
+
+@pytest.mark.parametrize("k", [128, 384])
+def test_super_scales_need_whole_blocks(k):
+    matrix = make_matrix(24, 512, 32, kind="int4 supers")
+    weights, scales = matrix.weights[:, : k // 2], matrix.scales[:, : k // 32]
+    with pytest.raises(RuntimeError, match=r"it needs k that is a multiple of 256|super_scales has shape"):
+        matrix.pack(weights=weights, scales_zeros=scales, in_features=k, super_scales=matrix.supers[:, : k // 256])
+
+
+@pytest.mark.parametrize(
+    ("scale_dtype", "other", "message"),
+    [
+        (torch.float16, (32, torch.float32), "kind is int4, expected that of expert 0, int4 with minimums"),
+        (torch.float32, (16, torch.float32), "group is 16, expected that of expert 0, 32"),
+    ],
+    ids=["kind", "group"],
+)
+def test_stacks_whose_experts_differ_are_refused(scale_dtype, other, message):
+    """A token is quantized once for all its experts. The other matrix has as many bytes."""
+    layer = make_layer(2, 256, 256, (32, 32), scale_dtype=scale_dtype, kinds=("int4", "int4 minimums"))
+    layer.w2_packed[1] = make_matrix(256, 256, *other).pack()
+    with pytest.raises(RuntimeError, match=f"expert 1, w2_packed: {message}"):
+        layer(torch.randn(4, 256), torch.tensor([[0, 1]] * 4), torch.rand(4, 2))
 
 
 @pytest.mark.parametrize("kind", ["zeros", "e2m1"])
@@ -320,18 +378,20 @@ def test_largest_k(kind):
         w4a8.dyn_quant_pack_4bit_weight(weights, scales, None, k, k, 1, **more)
 
 
-@other_kinds
+@pytest.mark.parametrize("kind", ALL_KINDS[1:])
 def test_unpack_of_three_results_refuses(kind):
-    packed = make_matrix(24, 64, grouped(kind), kind=kind).pack()
+    k, group = sizes_of(kind)
+    packed = make_matrix(24, k, group, kind=kind).pack()
     names = {
         "zeros": "int4 with zero points",
         "int8": "int8 with zero points",
+        "int4 minimums": "int4 with minimums",
         TWO_LEVELS[0]: "int4 with channel scales",
     }
     name = names.get(kind, ".*")
     message = rf"packed_weights holds {name}, expected int4: dyn_quant_unpack_any_4bit_weight unpacks every kind"
     with pytest.raises(RuntimeError, match=message):
-        w4a8.dyn_quant_unpack_4bit_weight(packed, grouped(kind), 64, 24)
+        w4a8.dyn_quant_unpack_4bit_weight(packed, group, k, 24)
 
 
 # Of every kind; then of single ones. Byte of the header, what it becomes, and the message.
@@ -364,21 +424,21 @@ MORE_HEADERS = {
 }
 
 
-@every_kind
+@all_kinds
 def test_hostile_headers(kind):
-    group = grouped(kind)
-    good = make_matrix(24, 64, group, kind=kind).pack()
-    x = torch.randn(3, 64)
+    k, group = sizes_of(kind)
+    good = make_matrix(24, k, group, kind=kind).pack()
+    x = torch.randn(3, k)
     for at, value, message in [*HEADERS, *MORE_HEADERS.get(kind, [])]:
         bad = good.clone()
         bad[at] = value
         with pytest.raises(RuntimeError, match=rf"packed_weights: .*{message}"):
-            w4a8.dyn_quant_matmul_4bit(x, bad, group, 64, 24)
+            w4a8.dyn_quant_matmul_4bit(x, bad, group, k, 24)
         with pytest.raises(ValueError, match=message):
             w4a8.read_header(bad)
     for bad in (good[:-1], torch.cat([good, good[:1]])):
         with pytest.raises(RuntimeError, match=r"size is \d+ bytes, its header .* needs"):
-            w4a8.dyn_quant_matmul_4bit(x, bad, group, 64, 24)
+            w4a8.dyn_quant_matmul_4bit(x, bad, group, k, 24)
 
 
 def test_hostile_zero_points(supported_kernels):
@@ -400,10 +460,10 @@ def test_hostile_zero_points(supported_kernels):
 # --- Meta and compile -------------------------------------------------------------------------------------------------
 
 
-@every_kind
+@all_kinds
 @pytest.mark.parametrize("experts", [None, 3], ids=["matrix", "stack"])
 def test_meta(kind, experts):
-    matrix = make_matrix(24, 64, grouped(kind), bias=True, experts=experts, kind=kind)
+    matrix = make_matrix(24, *sizes_of(kind), bias=True, experts=experts, kind=kind)
     shape = matrix.pack().shape
     for name, tensor in matrix.tensors().items():
         setattr(matrix, name, tensor.to("meta"))
@@ -428,16 +488,23 @@ def test_zero_points_of_eight_compiled():
 
 
 @compiles
-@pytest.mark.parametrize("kind", ["zeros", "e2m1", "int8", NVFP4])
+@pytest.mark.parametrize("kind", ["zeros", "e2m1", "int8", NVFP4, *OF_GGUF])
 def test_packed_and_multiplied_in_a_graph(kind):
-    matrix = make_matrix(24, 64, grouped(kind), bias=True, kind=kind)
+    k, group = sizes_of(kind)
+    matrix, stack = (make_matrix(24, k, group, bias=True, experts=experts, kind=kind) for experts in (None, 2))
+    names = ("weights", "scales_zeros", "bias", "block_size", "in_features", "out_features")
+    named = stack.arguments()
+    torch.library.opcheck(
+        torch.ops.w4a8.dyn_quant_pack_4bit_weight.default, tuple(named.pop(name) for name in names), named
+    )
     others = {name: value for name, value in matrix.arguments().items() if not isinstance(value, torch.Tensor)}
     tensors = {name: value for name, value in matrix.arguments().items() if name not in others}
 
     def pack_and_multiply(x, tensors):
         packed = w4a8.dyn_quant_pack_4bit_weight(**others, **tensors)
-        return w4a8.dyn_quant_matmul_4bit(x, packed, matrix.group, 64, 24)
+        return w4a8.dyn_quant_matmul_4bit(x, packed, group, k, 24)
 
-    x = torch.randn(5, 64)
+    x = torch.randn(5, k)
+    torch._dynamo.reset()  # there are more kinds than variants of one function that torch keeps
     compiled = torch.compile(pack_and_multiply, fullgraph=True, backend="aot_eager")
     assert_same_bits(compiled(x, tensors), matmul(x, matrix, matrix.pack()))

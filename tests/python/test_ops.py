@@ -2,26 +2,33 @@
 threads; the fused operator and int4_gemm_w4a8 with kinds of all sorts. What one kind alone has is in test_kinds.py.
 """
 
+import itertools
+
 import numpy as np
 import pytest
 import reference
 import torch
 from common import (
+    ALL_KINDS,
     DTYPES,
     EVERY_KIND,
     KINDS,
     OF_GGUF,
     SUPERS,
     TWO_LEVELS,
+    activation_groups,
     assert_same_bits,
     assert_within,
     check,
     check_layer,
     expected,
     from_numpy,
+    grouped,
+    has,
     make_layer,
     make_matrix,
     matmul,
+    packed_size,
     route,
     unpack,
 )
@@ -31,6 +38,7 @@ from test_linear_ops import gemm, make_x, words
 import w4a8
 
 every_kind = pytest.mark.parametrize("kind", EVERY_KIND)
+all_kinds = pytest.mark.parametrize("kind", ALL_KINDS)
 
 # m, n, k, group: below, at and beyond one panel (16 columns), odd counts of groups, k that is no multiple of 8.
 SHAPES = [
@@ -52,41 +60,44 @@ SHAPES = [
     (7, 33, 80, 16),
     (5, 16, 256, 16),
     (40, 40, 208, 16),
+    (13, 19, 512, 256),
+    # Whole blocks of 256, which super-scales need.
+    (1, 1, 256, 16),
+    (3, 17, 256, 32),
+    (9, 33, 512, 64),
+    (17, 40, 768, 128),
+    (70, 16, 256, 16),
+    (2, 50, 1280, 32),
 ]
-
-
-def has(kind, group, k):
-    """Whether there are matrices of a kind in such groups."""
-    return kind not in TWO_LEVELS or (group == 16 and k != 16)
 
 
 @pytest.mark.parametrize(
     ("shape", "kind"),
-    [(shape, kind) for shape in SHAPES for kind in EVERY_KIND if has(kind, *shape[:1:-1])],
+    [(shape, kind) for shape in SHAPES for kind in ALL_KINDS if has(kind, *shape[:1:-1])],
     ids=lambda value: value if isinstance(value, str) else "x".join(map(str, value)),
 )
 def test_matmul_bits(kernel, shape, kind):
+    """Types of scales and inputs, and activations per token and in groups."""
     m, n, k, group = shape
-    for s, scale_dtype in enumerate(DTYPES[:1] if kind in TWO_LEVELS else DTYPES):
-        for i, dtype in enumerate(DTYPES):
-            matrix = make_matrix(n, k, group, scale_dtype, (s + i) % 2 == 1, kind=kind)
-            check(torch.randn(m, k).to(dtype), matrix, f"{scale_dtype} scales, {dtype}")
+    types = itertools.product(DTYPES[:1] if kind in TWO_LEVELS else DTYPES, DTYPES)
+    sizes = activation_groups(group, k)[1:]
+    for i, (scale_dtype, dtype) in enumerate(types if kind in EVERY_KIND else zip(DTYPES, DTYPES[1:] + DTYPES[:1])):
+        for size in (-1, sizes[i % len(sizes)]) if sizes else (-1,):
+            matrix = make_matrix(n, k, group, scale_dtype, i % 2 == 1, kind=kind, activation_group=size)
+            check(torch.randn(m, k).to(dtype), matrix, f"{scale_dtype} scales, {dtype}, activations in {size}")
 
 
-@every_kind
+@all_kinds
 @pytest.mark.sweep
 def test_every_number_of_rows(kernel, kind):
     """More than one tile of rows of every kernel, with a last tile of every size."""
-    group = 16 if kind in TWO_LEVELS else 32
-    matrix = make_matrix(37, 96, group, kind=kind)
-    for m in (*range(1, 30), 47, 70):
-        check(torch.randn(m, 96), matrix, f"{m} rows")
-        if kind not in TWO_LEVELS:
-            check(
-                torch.randn(m, 100),
-                make_matrix(37, 100, 100, torch.bfloat16, True, kind=kind),
-                f"{m} rows, channelwise",
-            )
+    k = 256 if kind in SUPERS else 96
+    matrices = [make_matrix(37, k, grouped(kind), kind=kind, activation_group=size) for size in (-1, 32)]
+    if has(kind, 100, 100):
+        matrices.append(make_matrix(37, 100, 100, torch.bfloat16, True, kind=kind))
+    for matrix in matrices:
+        for m in (*range(1, 30), 47, 70):
+            check(torch.randn(m, matrix.k), matrix, f"{m} rows of {matrix.k}, activations in {matrix.activation_group}")
 
 
 @pytest.mark.sweep
@@ -101,7 +112,7 @@ def test_every_number_of_columns_and_k(kernel):
 def test_values(kind):
     """Against float64, with the values of docs/numerics.md's tables: no reference decides what a code is."""
     table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
-    group = 16 if kind in TWO_LEVELS else 32
+    group = grouped(kind)
     matrix = make_matrix(33, 256, group, kind=kind)
     codes = matrix.weights if kind == "int8" else torch.stack([matrix.weights & 15, matrix.weights >> 4], -1).flatten(1)
     if matrix.values == "e2m1":
@@ -123,7 +134,7 @@ def test_values(kind):
     assert np.median(bound) < 1e-4 * np.median(y.abs())
 
 
-@pytest.mark.parametrize("kind", [*EVERY_KIND, *OF_GGUF])
+@all_kinds
 def test_rows_of_zeros_give_the_bias_exactly(kernel, kind):
     """Zeros, of both signs, and what is too small for a scale: padding, masked tokens, dead units."""
     x = torch.zeros(20, 4096)
@@ -131,7 +142,7 @@ def test_rows_of_zeros_give_the_bias_exactly(kernel, kind):
     x[2, 7], x[3, 9] = 1e-40, -3e-37
     x[4] = torch.randn(4096)
     for group, bias in ((16, True), (32, False), (256, True)):
-        if group not in ({16} if kind in TWO_LEVELS else {16, 32} if kind in SUPERS else {16, 32, 256}):
+        if not has(kind, group, 4096):
             continue
         matrix = make_matrix(18, 4096, group, bias=bias, kind=kind)
         want = torch.zeros(18) if matrix.bias is None else matrix.bias.float()
@@ -155,15 +166,20 @@ def test_sums_that_cancel():
     assert np.abs(y - real).max(1).max() > 3e-7 * np.abs(real).max(1).min()
 
 
-@every_kind
+@all_kinds
 @pytest.mark.parametrize("value", [0x00, 0xFF, 0x0F, 0xF0, 0x77, 0x88], ids=hex)
 def test_extreme_values(kernel, value, kind):
-    """Weights at both ends against rows of -128 and 127: the largest sums that integers can reach."""
-    for group in (16,) if kind in TWO_LEVELS else (32, 256, 4096):
+    """Codes at both ends against rows of -128 and 127, the largest sums that integers can reach; scales of int8 too."""
+    for group in (16, 128) if kind in SUPERS else (16,) if kind in TWO_LEVELS else (32, 256, 4096):
+        if not has(kind, group, 4096):
+            continue
         matrix = make_matrix(18, 4096, group, kind=kind)
-        matrix.weights.fill_(value)
+        matrix.weights.fill_(value & 0x3F if matrix.values == "int6" else value)
         if matrix.zero_points is not None:
             matrix.zero_points[::2], matrix.zero_points[1::2] = 0, 255 if kind == "int8" else 15
+        for part in (matrix.scales, matrix.minimums):
+            if part is not None and part.dtype == torch.int8:
+                part[::2], part[1::2] = -128, 127
         x = torch.zeros(4, 4096)
         x[0], x[1] = 1.0, -1.0
         x[2] = torch.tensor([255.0, 0.0]).repeat(2048)
@@ -171,26 +187,36 @@ def test_extreme_values(kernel, value, kind):
         check(x, matrix, f"groups of {group}")
 
 
-@every_kind
+@all_kinds
 @pytest.mark.parametrize("experts", [None, 3], ids=["matrix", "stack"])
 def test_unpack_is_the_inverse(kind, experts):
-    for _, n, k, group in SHAPES:
-        for bias, scale_dtype in ((False, torch.float32), (True, torch.bfloat16), (True, torch.float16)):
-            if not has(kind, group, k):
-                continue
-            matrix = make_matrix(n, k, group, scale_dtype, bias, experts, kind=kind)
-            packed, none = matrix.pack(), torch.zeros(0)
-            weights, scales, zero_points, bias_out, values, channels = unpack(matrix, packed)
-            assert values == matrix.values
-            assert_same_bits(weights, matrix.weights)
-            assert_same_bits(scales, matrix.scales)
-            assert_same_bits(zero_points, none.byte() if matrix.zero_points is None else matrix.zero_points)
-            assert_same_bits(bias_out, matrix.bias if bias else none)
-            assert_same_bits(channels, none if matrix.channels is None else matrix.channels)
+    """The operators that unpack give what was packed; that packs to the same bytes, as many as the header says."""
+    types = [(False, torch.float32), (True, torch.bfloat16), (True, torch.float16)]
+    for i, (_, n, k, group) in enumerate(shape for shape in SHAPES if has(kind, *shape[:1:-1])):
+        for bias, scale_dtype in types if kind in EVERY_KIND else types[i % 3 : i % 3 + 1]:
+            sizes = activation_groups(group, k)
+            how = {"kind": kind, "activation_group": sizes[i % len(sizes)]}
+            matrix = make_matrix(n, k, group, scale_dtype, bias, experts, **how)
+            packed, given = matrix.pack(), matrix.arguments()
+            found = w4a8.dyn_quant_unpack_any_4bit_weight(packed, group, k, n)._asdict()
+            for name, part in found.items():
+                if given[name] is None:
+                    assert part.numel() == 0, name
+                elif torch.is_tensor(part):
+                    assert_same_bits(part, given[name], name)
+                else:
+                    assert part == given[name], name
+            again = {name: None if torch.is_tensor(part) and not part.numel() else part for name, part in found.items()}
+            assert_same_bits(matrix.pack(**again), packed)
+            header = w4a8.read_header(packed if experts is None else packed[1])
+            assert header["bytes"] == packed.shape[-1] == packed_size(matrix)
+            assert header["activation_group"] == matrix.activation_group
+            # Meta tensors cannot tell, and nothing but the header has to: as many bytes as without activation groups.
+            assert packed.shape == matrix.pack(activation_group=-1).shape
             if kind == "int4":  # the operator of three results
                 three = w4a8.dyn_quant_unpack_4bit_weight(packed, group, k, n)
-                for part, same in zip(three, (weights, scales, bias_out)):
-                    assert_same_bits(part, same)
+                for part, name in zip(three, ("weights", "scales_zeros", "bias")):
+                    assert_same_bits(part, found[name])
 
 
 def test_every_code_survives():
@@ -203,15 +229,15 @@ def test_every_code_survives():
     assert_same_bits(unpack(matrix)[1], matrix.scales)
 
 
-@every_kind
+@all_kinds
 def test_stack_is_packed_matrices(kind):
     """Row e of a packed stack is the packed matrix of expert e, byte for byte."""
-    stack = make_matrix(25, 64, 16, bias=True, experts=5, kind=kind)
+    stack = make_matrix(25, 256, 16, bias=True, experts=5, kind=kind)
     packed = stack.pack()
-    x = torch.randn(3, 64)
+    x = torch.randn(3, 256)
     for e in range(5):
         assert_same_bits(packed[e], stack.pack(**{name: part[e] for name, part in _named(stack).items()}))
-        y = w4a8.dyn_quant_matmul_4bit(x, packed[e], 16, 64, 25)
+        y = w4a8.dyn_quant_matmul_4bit(x, packed[e], 16, 256, 25)
         assert_same_bits(y, from_numpy(reference.matmul(x.numpy(), *stack.arrays(e))))
 
 
@@ -267,17 +293,17 @@ def test_strided_input(kernel, dtype):
         check(x, matrix, what)
 
 
-@every_kind
+@all_kinds
 def test_strided_weights(kind):
     """Each tensor as every third element of a longer one, and transposed."""
-    matrix = make_matrix(24, 64, 16, bias=True, kind=kind)
+    matrix = make_matrix(24, 256, 16, bias=True, kind=kind)
     want = matrix.pack()
     for name, tensor in _named(matrix).items():
         strided = [tensor.repeat_interleave(3, -1)[..., ::3]]
         if tensor.dim() == 2:
             strided.append(tensor.t().contiguous().t())
         for view in strided:
-            assert not view.is_contiguous()
+            assert not view.is_contiguous() or tensor.shape[-1] == 1
             assert_same_bits(matrix.pack(**{name: view}), want, name)
 
 
@@ -383,6 +409,25 @@ def test_moe_of_mixed_kinds(kernel, kinds):
             ids[3, 1] = -1
             what = f"{hidden}, {inner}, groups of {group}"
             check_layer(layer, x, ids, router, 0, weight_on_input, what)
+
+
+@pytest.mark.parametrize("groups", [(-1, -1), (32, 32)], ids=["per token", "groups of 32"])
+@pytest.mark.parametrize(
+    ("kinds", "group"),
+    [
+        *(((kind, kind), 32) for kind in OF_GGUF),
+        (("int4 minimums supers", "int6 supers"), (32, 16)),  # Q4_K beside Q6_K
+        (("int4", "int4 minimums"), 32),
+        (("int4", "int8"), (128, 32)),
+    ],
+    ids=str,
+)
+def test_moe_of_gguf(kernel, kinds, group, groups):
+    layer = make_layer(3, 256, 256, group, bias=True, kinds=kinds, activation_groups=groups)
+    for tokens in (1, 5, 40):
+        ids, router = route(tokens, 2, 3)
+        ids[0, 0] = -1
+        check_layer(layer, torch.randn(tokens, 256), ids, router, what=f"{tokens} tokens", most=0.1)
 
 
 @pytest.mark.parametrize("size", [-1, 32])

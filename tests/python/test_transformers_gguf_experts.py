@@ -250,18 +250,6 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_refused(what, tmp_path):
-    name, changes, message = REFUSED[what]
-    tiny = TinyModel(name)
-    for key, value in changes.items():
-        tiny.keys[f"{tiny.architecture}.{key}"] = value
-    tiny.keys = {key: value for key, value in tiny.keys.items() if value is not None}
-    tiny.write(tmp_path)
-    with pytest.raises(ValueError, match=message):
-        load(tmp_path)
-
-
 @pytest.mark.parametrize(
     "shape, message",
     [

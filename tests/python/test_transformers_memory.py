@@ -26,6 +26,7 @@ SERVER = (
     + """
 import os, socket
 import torch, transformers
+from shuffled_model import in_small_files as make
 from transformers import AutoModelForCausalLM
 from w4a8.integrations.transformers import W4A8Config
 
@@ -44,18 +45,6 @@ def of_file(name):  # bytes of /proc/self/smaps, summed over the mappings of fil
             elif inside and line.endswith("kB\\n"):
                 found[first[:-1]] = found.get(first[:-1], 0) + (int(line.split()[1]) << 10)
     return found
-
-def make(directory, **sizes):
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=512, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
-        num_experts_per_tok=8, max_position_embeddings=512, **sizes
-    )
-    with torch.device("meta"):
-        model = transformers.Qwen3MoeForCausalLM(config).bfloat16()
-    model.to_empty(device="cpu")
-    for parameter in model.parameters():
-        parameter.data.uniform_(-0.05, 0.05)
-    model.save_pretrained(directory, max_shard_size="8MB")
 
 def read(model):  # every weight, once: all tokens and enough of them for all experts
     with torch.no_grad():

@@ -19,19 +19,10 @@ import test_transformers_files as files  # noqa: E402
 import test_transformers_formats as formats  # noqa: E402
 import test_transformers_gpt_oss as gpt_oss  # noqa: E402
 from damaged_json import damaged as damaged_configs  # noqa: E402
+from defects import CONFIGS, EMPTY, TENSORS, change_config, change_tensors, keys_of, rows_of  # noqa: E402
 from format_checkpoints import ALL_FORMATS, FLOATS, FORMATS, damages  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from test_quantize_transformers import make_model  # noqa: E402
-from wrong_checkpoints import (  # noqa: E402
-    CODES,
-    FLOAT_CHANGES,
-    MXFP4_CHANGES,
-    NVFP4_CHANGES,
-    OF_ALL,
-    PACKED,
-    WRONG_SCHEMES,
-    WRONG_TENSORS,
-)
 
 import w4a8  # noqa: E402
 from w4a8.checkpoint import load_linear  # noqa: E402
@@ -53,7 +44,7 @@ VALUES = re.compile(
 )
 
 
-def loading_says(path):
+def loading_says(path, kind=Exception):
     """Why the model does not load, or loads with weights that are made up; None: it loads."""
     config = path / "config.json"
     packed = config.exists() and "w4a8" in config.read_text()
@@ -62,7 +53,7 @@ def loading_says(path):
     try:
         load = transformers.AutoModelForCausalLM.from_pretrained
         _, info = load(path, output_loading_info=True, **options)
-    except Exception as error:  # of many classes
+    except kind as error:
         return str(error) or type(error).__name__
     missing = sorted(info["missing_keys"])
     return f"has no tensor for {', '.join(missing[:3])}" if missing else None
@@ -98,9 +89,9 @@ def read_without_a_model(path):
         w4a8.load(path)
 
 
-def check(path, capsys, what=""):
-    """Both say the same, and so do the readers; returns what loading says."""
-    wanted, (code, reasons) = loading_says(path), inspect_says(path, capsys)
+def check(path, capsys, what="", kind=Exception):
+    """Both say the same, and so do the readers; returns what loading says, in an error of that kind."""
+    wanted, (code, reasons) = loading_says(path, kind), inspect_says(path, capsys)
     if wanted is not None and VALUES.search(wanted):
         return wanted
     assert (code != 0) == (wanted is not None), f"{what}: loading says {wanted}, inspect {code} {reasons}"
@@ -120,19 +111,20 @@ def put(path, tensors):
 def test_damaged_tensors(name, change, match, tmp_path, capsys):
     formats.write(tmp_path, "qwen3", ALL_FORMATS[name])
     formats.change_file(tmp_path / "theirs", change)
-    assert re.search(match, check(tmp_path / "theirs", capsys))
+    assert re.search(match, check(tmp_path / "theirs", capsys, kind=ValueError))
 
 
 @pytest.mark.parametrize(("name", "family", "changes", "match"), formats.REFUSED, ids=str)
 def test_refused_configurations(name, family, changes, match, tmp_path, capsys):
     formats.write(tmp_path, family, ALL_FORMATS[name], **changes)
-    assert re.search(match, check(tmp_path / "theirs", capsys))
+    assert re.search(match, check(tmp_path / "theirs", capsys, kind=ValueError))
 
 
 @pytest.mark.parametrize(("name", "written"), formats.DENIED)
 def test_zero_points_that_the_configuration_denies(name, written, tmp_path, capsys):
     formats.write(tmp_path, "Llama", FORMATS[name], denied=written)
-    assert "zero points in [" in check(tmp_path / "theirs", capsys)
+    said = check(tmp_path / "theirs", capsys, kind=ValueError)
+    assert re.search(r"layers\.0\.\S+: .*zero points in \[[01], 15\], but the configuration says", said)
 
 
 def test_zero_points_of_the_other_version(tmp_path, capsys):
@@ -149,68 +141,74 @@ def test_biases(where, value, tmp_path, capsys):
     assert (check(tmp_path / "theirs", capsys) is None) == (value == 0)
 
 
-def test_a_missing_bias(tmp_path, capsys):
-    formats.write(tmp_path, "Qwen2", FORMATS["GPTQ"])
+@pytest.mark.parametrize("name", ["GPTQ", "W4A8 pack"])
+def test_a_missing_bias(name, tmp_path, capsys):
+    """The model has one, so without it every number is another."""
+    formats.write(tmp_path, "Qwen2", FORMATS[name])
     formats.change_file(tmp_path / "theirs", formats.without("model.layers.1.self_attn.k_proj.bias"))
-    assert "has no bias" in check(tmp_path / "theirs", capsys)
+    said = check(tmp_path / "theirs", capsys, kind=ValueError)
+    assert "layers.1.self_attn.k_proj has no bias, but the model has" in said
 
 
 @pytest.mark.parametrize(("tensor", "change", "match"), gpt_oss.DAMAGED_GPT_OSS)
 def test_gpt_oss(tensor, change, match, tmp_path, capsys):
     gpt_oss.write_gpt_oss(tmp_path)
-    gpt_oss.change_gpt_oss(tmp_path / "theirs", tensor, change)
-    assert re.search(match, check(tmp_path / "theirs", capsys))
+    key = f"model.layers.1.mlp.experts.{tensor}"
+    formats.change_file(tmp_path / "theirs", lambda tensors: change_tensors(tensors, key, change))
+    said = check(tmp_path / "theirs", capsys, kind=ValueError)
+    assert re.search(rf"layers\.1\.mlp\.experts: {match}", said)
 
 
-@pytest.mark.parametrize("which", range(len(WRONG_TENSORS)))
-def test_wrong_tensors_of_an_expert(which, tmp_path, capsys):
+def one_format_each(table):
+    """A row of each kind for readers of experts, in the first of its formats, and in all of those of 4-bit floats."""
+    short = [(names if {*names} <= {*FLOATS} else [*names][:1], *rest) for names, *rest in table]
+    rows = [row for row in rows_of(short) if row[-1] != "load_linear" and not row[1].startswith("q.")]
+    return [row for row in rows if row[3] != EMPTY]  # which inspect does not see
+
+
+def of_the_model(path, name, where):
+    """A checkpoint of a model, and the tensor of a row in it."""
+    if name == "MXFP4":
+        gpt_oss.write_gpt_oss(path)
+        return f"model.layers.1.mlp.experts.{where}"
+    formats.write(path, "qwen3", ALL_FORMATS[name])
+    return keys_of(name, where)["load"]
+
+
+@pytest.mark.parametrize("row", one_format_each(TENSORS), ids=lambda row: "-".join(row[:2]))
+def test_defects_of_tensors(row, tmp_path, capsys):
     """Those of w4a8.load, of a model whose matrices are smaller."""
-    name, change, _ = WRONG_TENSORS[which]
-    formats.write(tmp_path, "qwen3", FORMATS["W4A8 pack" if name.rpartition(".")[2] in PACKED else "W4A8 int"])
-    key = f"model.layers.0.mlp.experts.{name}"
-
-    def apply(tensors):
-        old = tensors.pop(key, None)
-        if change is not None and (old is not None or not callable(change)):
-            tensors[key] = change(old) if callable(change) else change.clone()
-
-    formats.change_file(tmp_path / "theirs", apply)
-    check(tmp_path / "theirs", capsys, key)
+    name, where, change, words, *more = row
+    key = of_the_model(tmp_path, name, where)
+    formats.change_file(tmp_path / "theirs", lambda tensors: change_tensors(tensors, key, change))
+    if more:
+        config = tmp_path / "theirs" / "config.json"
+        stated = json.loads(config.read_text())
+        stated["quantization_config"].update(more[0])
+        config.write_text(json.dumps(stated))
+    assert check(tmp_path / "theirs", capsys, f"{key} {words}") is not None
 
 
-@pytest.mark.parametrize(("part", "changes", "message"), WRONG_SCHEMES, ids=str)
-def test_wrong_schemes(part, changes, message, tmp_path, capsys):
-    config = copy.deepcopy(FORMATS["W4A8 int"].quantization_config(32))
-    config["config_groups"]["group_0"][part].update(changes)
-    formats.write(tmp_path, "qwen3", FORMATS["W4A8 int"], config_groups=config["config_groups"])
-    assert check(tmp_path / "theirs", capsys, message) is not None
-
-
-@pytest.mark.parametrize("name", FLOATS)
-def test_wrong_floats_of_4_bits(name, tmp_path, capsys):
-    formats.write(tmp_path, "qwen3", FLOATS[name])
-    whole = load_file(tmp_path / "theirs" / "model.safetensors")
-    for which, change, message in FLOAT_CHANGES + (NVFP4_CHANGES if name in OF_ALL else []):
-        key = f"{formats.UP}.{which if isinstance(which, str) else which[name]}"
-        assert key.endswith(CODES[name]) or "scale" in key
-        changed = {other: tensor for other, tensor in whole.items() if other != key}
-        put(tmp_path / "theirs", changed if change is None else {**changed, key: change(whole[key])})
-        assert check(tmp_path / "theirs", capsys, f"{key} {message}") is not None
-
-
-@pytest.mark.parametrize(("suffix", "change", "message"), MXFP4_CHANGES)
-def test_wrong_stacks_of_gpt_oss(suffix, change, message, tmp_path, capsys):
-    gpt_oss.write_gpt_oss(tmp_path)
-    gpt_oss.change_gpt_oss(tmp_path / "theirs", suffix, change)
-    assert check(tmp_path / "theirs", capsys, message) is not None
+@pytest.mark.parametrize("row", one_format_each(CONFIGS), ids=lambda row: "-".join(row[:2]))
+def test_defects_of_configurations(row, tmp_path, capsys):
+    """Without a quantization_config a model is one of floats, for both."""
+    name, where, value, words, *_ = row
+    of_the_model(tmp_path, name, where)
+    path = tmp_path / "theirs" / "config.json"
+    config = json.loads(path.read_text())
+    change_config(config, where, value)
+    path.write_text(json.dumps(config))
+    assert (check(tmp_path / "theirs", capsys, words) is None) == (where == "/quantization_config")
 
 
 def test_missing_or_too_much(tmp_path, capsys):
+    """A tensor of any part of the model that nothing reads, and any linear layer or experts without tensors."""
     want = formats.write(tmp_path, "qwen3", FORMATS["GPTQ"])
     whole = load_file(tmp_path / "theirs" / "model.safetensors")
     for name, tensors in files.missing_or_too_much(want, whole):
         put(tmp_path / "theirs", tensors)
-        assert name in check(tmp_path / "theirs", capsys, name)
+        said = check(tmp_path / "theirs", capsys, name, ValueError)
+        assert re.search(f"{name}.*(is not read|is not in the checkpoint)", said)
 
 
 @pytest.mark.parametrize("name", ["GPTQ", "AWQ", "W4A8 int", "W4A16 pack asymmetric", *FLOATS])
@@ -320,7 +318,7 @@ def test_scales_of_activations(tmp_path, capsys):
 def test_a_tensor_in_two_shards(key, options, match, tmp_path, capsys):
     formats.write(tmp_path, "qwen3", FORMATS["GPTQ"])
     files.in_two_shards(tmp_path / "theirs", key, **options)
-    assert (check(tmp_path / "theirs", capsys) is None) == (match is None)
+    assert (check(tmp_path / "theirs", capsys, kind=ValueError) is None) == (match is None)
 
 
 @pytest.mark.parametrize("what", ["no index", "a shard is gone", "a list", "an entry too many", "whole beside"])
@@ -361,7 +359,7 @@ def test_packed_directories(change, match, tmp_path, capsys):
     model.save_pretrained(tmp_path / "packed")
     assert check(tmp_path / "packed", capsys) is None
     test_transformers.damaged(tmp_path / "packed", change)
-    assert re.search(match, check(tmp_path / "packed", capsys))
+    assert re.search(match, check(tmp_path / "packed", capsys, kind=ValueError))
 
 
 def keys(**changes):
@@ -394,18 +392,18 @@ def test_gguf(what, tmp_path, capsys):
     path = tiny.write(tmp_path)
     if change is None:
         path.write_bytes(path.read_bytes()[:-40])
-    wanted = check(tmp_path, capsys, what)
+    wanted = check(tmp_path, capsys, what, ValueError if what in gguf_errors.BROKEN else Exception)
     if what in gguf_errors.BROKEN:
         assert re.search(gguf_errors.BROKEN[what][1], wanted)
 
 
 @pytest.mark.parametrize("what", gguf_experts.REFUSED)
 def test_gguf_routers(what, tmp_path, capsys):
-    name, changes, _ = gguf_experts.REFUSED[what]
+    name, changes, message = gguf_experts.REFUSED[what]
     tiny = gguf_models.TinyModel(name)
     keys(**{key.replace(".", "__"): value for key, value in changes.items()})(tiny)
     tiny.write(tmp_path)
-    assert check(tmp_path, capsys, what) is not None
+    assert re.search(message, check(tmp_path, capsys, what, ValueError))
 
 
 @pytest.mark.parametrize("name", gguf_models.MODELS)

@@ -442,21 +442,10 @@ def test_as_a_module(packed, tmp_path):
 
 PROGRAM = """
 import torch, transformers
+from shuffled_model import in_small_files as make
 from w4a8.command import main
 
 torch.set_num_threads(1)
-def make(directory, **sizes):
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=512, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
-        num_experts_per_tok=8, max_position_embeddings=512, **sizes
-    )
-    with torch.device("meta"):
-        model = transformers.Qwen3MoeForCausalLM(config).bfloat16()
-    model.to_empty(device="cpu")
-    for parameter in model.parameters():
-        parameter.data.uniform_(-0.05, 0.05)
-    model.save_pretrained(directory, max_shard_size="8MB")
-
 make(f"{sys.argv[1]}/small", hidden_size=64, moe_intermediate_size=32, num_experts=4, num_hidden_layers=1)
 make(f"{sys.argv[1]}/large", hidden_size=256, moe_intermediate_size=256, num_experts=64, num_hidden_layers=8)
 assert main(["pack", f"{sys.argv[1]}/small", f"{sys.argv[1]}/small-packed"]) == 0

@@ -1,28 +1,15 @@
-"""nvidia-modelopt: algorithms that are refused, and layers of several of them (its rules: test_rules.py)."""
-
-import re
+"""nvidia-modelopt: layers of several algorithms (its rules: test_rules.py; what is refused: test_load_broken.py)."""
 
 import pytest
 import torch
 from format_checkpoints import ALL_FORMATS, LAYER, QUERY, experts_checkpoint
 from test_load_formats import assert_meant, meaning
 
-from w4a8.checkpoint import CheckpointError, load, load_linear
+from w4a8.checkpoint import load, load_linear
 
 pytest.importorskip("safetensors", reason="the safetensors package is not installed")
 FORM = ALL_FORMATS["NVFP4 modelopt"]
 E4M3 = getattr(torch, "float8_e4m3fn", torch.uint8)  # of old, the files of these tests have bytes
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{"quant_algo": "NVFP4_SVD"}, {"quant_algo": "W4A8_NVFP4_FP8"}, {"quant_algo": "FP8"}, {"group_size": 32}],
-)
-def test_other_algorithms_are_refused_by_name(changes, tmp_path):
-    made = experts_checkpoint(FORM, 64, 64).changed(**changes)
-    (key, value), *_ = changes.items()
-    with pytest.raises(CheckpointError, match=re.escape(f"quantization_config.{key} is {value!r}, but ")):
-        load(made.write(tmp_path), quantize_w4a16=True)
 
 
 def test_mixed_precision(tmp_path, caplog):

@@ -1,7 +1,5 @@
 """AMD Quark: what its configuration says of each module, and files with FP8 beside MXFP4."""
 
-import re
-
 import pytest
 import torch
 from format_checkpoints import (
@@ -12,12 +10,11 @@ from format_checkpoints import (
     QUARK_WEIGHT,
     QUERY,
     Checkpoint,
-    experts_checkpoint,
     model_config,
 )
 from test_load_formats import meaning
 
-from w4a8.checkpoint import CheckpointError, load, load_linear
+from w4a8.checkpoint import CheckpointError, load_linear
 from w4a8.formats import LeftOut, Scheme, rules_of, scheme_of
 
 UP = f"{LAYER}.1.up_proj"
@@ -152,10 +149,3 @@ def test_linear_beside_fp8(tmp_path, caplog):
     assert list(layers) == [QUERY] and torch.equal(meaning(layers[QUERY].packed)[0], made.meant[QUERY])
     assert f"{keys} is left out: " in caplog.text
     assert "layer_quant_config['*k_proj'].weight.dtype is 'fp8_e4m3', but 'fp4' (MXFP4) is" in caplog.text
-
-
-def test_fp8_experts_are_refused_by_name(tmp_path):
-    pytest.importorskip("safetensors", reason="the safetensors package is not installed")
-    made = experts_checkpoint(FORM, 64, 32).changed(global_quant_config=FP8)
-    with pytest.raises(CheckpointError, match=re.escape("global_quant_config.weight.dtype is 'fp8_e4m3', but 'fp4'")):
-        load(made.write(tmp_path), quantize_w4a16=True)

@@ -109,6 +109,12 @@ def make_layer(moe, group_size, w13=None, w2=None, method_cls=CompressedTensorsW
     return layer, w13, w2
 
 
+def logits_for(tokens, experts=8):
+    """Logits on a grid, a permutation per token: no ties and no near-ties."""
+    grid = (torch.arange(experts) - experts / 2) / 4
+    return torch.stack([grid[torch.randperm(experts)] for _ in range(tokens)])
+
+
 def kernel_kind(activation):
     """activation_kind of the op, by docs/numerics.md section 5 (not by the package's own table)."""
     kinds = {"silu": 2, "swigluoai": 3, "swigluoai_uninterleave": 3, "swiglustep": 4}

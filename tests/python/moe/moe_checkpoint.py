@@ -1,7 +1,9 @@
 """Checkpoints for the tests: written by hand (safetensors only), or by the real compressed-tensors package."""
 
+import importlib.util
 import json
 
+import pytest
 import torch
 from moe_build import Stack, random_stack
 
@@ -10,6 +12,10 @@ from w4a8.core.nibbles import to_nibbles
 HIDDEN, INTER, EXPERTS = 128, 256, 8
 LAYER = "model.layers.{}.mlp.experts"
 FIRST = LAYER.format(0)
+
+needs_safetensors = pytest.mark.skipif(
+    importlib.util.find_spec("safetensors") is None, reason="the safetensors package is not installed"
+)
 
 
 def model_config(quantization, **changes):

@@ -68,64 +68,26 @@ def test_nothing_quantized(checkpoint):
     assert load_linear(checkpoint.write()) == {}
 
 
-def without(*suffixes):
-    def spoil(c):
-        for suffix in suffixes:
-            del c.tensors[f"{Q}.{suffix}"]
-
-    return spoil
-
-
-def with_words(c):
-    without("weight_scale")(c)
-    c.tensors[f"{Q}.weight_packed"] = torch.zeros(64, 16, dtype=torch.int32)
-
-
-def beside_others(c):
-    without("weight_scale")(c)
-    add_linear(c, DOWN, 64, 128, 32)
-
-
-def with_tensor(suffix, tensor):
-    return lambda c: c.tensors.update({f"{Q}.{suffix}": tensor})
-
-
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (with_words, f"tensor '{Q}.weight_scale' is missing"),
-        (without("weight_scale"), f"tensor '{Q}.weight_scale' is missing"),
-        (beside_others, f"tensor '{Q}.weight_scale' is missing"),
-        (without("weight"), f"tensor '{Q}.weight' is missing"),
-        (
-            with_tensor("weight", torch.full((64, 128), 8).to(torch.int8)),
-            f"tensor {Q}.weight holds values in [8, 8], but int4 values are in [-8, 7]",
-        ),
-        (
-            with_tensor("weight_scale", torch.ones(64, 2)),
-            f"tensor {Q}.weight_scale: shape (64, 2), but 128 x 64 features in groups of 32 make (64, 4)",
-        ),
-        (with_tensor("bias", torch.ones(63)), f"tensor {Q}.bias: shape (63,), but 64 output features make (64,)"),
-        (lambda c: c.group["weights"].update(num_bits=8), "group_0.weights.num_bits is 8, but 4 is expected"),
-        (lambda c: c.group.update(input_activations=None), f"{Q} is W4A16; pass quantize_w4a16=True"),
-        (
-            lambda c: c.group.update(targets=["re:.*experts.*"]),
-            f"{Q} is not quantized: no target in quantization_config.config_groups matches it",
-        ),
-    ],
-)
-def test_errors(checkpoint, spoil, message):
+@pytest.mark.parametrize("beside", ["words", "another layer"])
+def test_errors(checkpoint, beside):
+    """A layer without scales is quantized all the same (other damages: formats/test_load_broken.py)."""
     add_linear(checkpoint, Q, 64, 128, 32)
-    spoil(checkpoint)
-    with pytest.raises(CheckpointError) as caught:
+    del checkpoint.tensors[f"{Q}.weight_scale"]
+    if beside == "words":
+        checkpoint.tensors[f"{Q}.weight_packed"] = torch.zeros(64, 16, dtype=torch.int32)
+    else:
+        add_linear(checkpoint, DOWN, 64, 128, 32)
+    with pytest.raises(CheckpointError, match=f"tensor '{Q}.weight_scale' is missing"):
         load_linear(checkpoint.write(), quantize_w4a16=False)
-    assert message in str(caught.value)
 
 
 def test_weight_only_on_demand(checkpoint):
     query = add_linear(checkpoint, Q, 64, 128, 32)
     checkpoint.group["input_activations"] = None
-    layers = load_linear(checkpoint.write(), quantize_w4a16=True)
+    path = checkpoint.write()
+    with pytest.raises(CheckpointError, match=f"{Q} is W4A16; pass quantize_w4a16=True"):
+        load_linear(path, quantize_w4a16=False)
+    layers = load_linear(path, quantize_w4a16=True)
     assert torch.equal(layers[Q].packed, packed(*query, 32, activation_group=32))
 
 

@@ -23,10 +23,6 @@ from w4a8.nn import GateNumbers, MoEActivation, RoutingMethodType
 
 LAYER = moe_checkpoint.FIRST
 FORMATS = ["int-quantized", "pack-quantized"]
-safetensors = pytest.mark.skipif(
-    __import__("importlib.util").util.find_spec("safetensors") is None,
-    reason="the safetensors package is not installed",
-)
 
 
 # ---- reading ----
@@ -39,7 +35,7 @@ def test_tensors_of_every_format_are_found(form):
     assert layer.tensors == suffixes
 
 
-@safetensors
+@moe_checkpoint.needs_safetensors
 def test_layers_in_the_order_of_the_model(checkpoint):
     for index in (10, 2):
         layer = moe_checkpoint.LAYER.format(index)
@@ -51,7 +47,7 @@ def test_layers_in_the_order_of_the_model(checkpoint):
     assert list(load(path, only=lambda name: ".2." in name)) == [moe_checkpoint.LAYER.format(2)]
 
 
-@safetensors
+@moe_checkpoint.needs_safetensors
 @pytest.mark.parametrize("format_", FORMATS)
 def test_interleaved_gate_up(checkpoint, format_):
     """gpt-oss: rows of gate_up_proj alternate gate and up, and there are biases."""
@@ -80,7 +76,7 @@ def test_interleaved_gate_up(checkpoint, format_):
         )
 
 
-@safetensors
+@moe_checkpoint.needs_safetensors
 @pytest.mark.parametrize("options", [{}, {"w13_interleaved": True}])
 def test_separate_gate_and_up_are_not_interleaved(checkpoint, options):
     """Whatever is said of fused tensors: these come apart."""
@@ -97,7 +93,7 @@ def test_separate_gate_and_up_are_not_interleaved(checkpoint, options):
         )
 
 
-@safetensors
+@moe_checkpoint.needs_safetensors
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_scales_of_mixed_types(checkpoint, dtype):
     """The first tensor says nothing of the others: a stack is of the least type that holds all its scales."""
@@ -111,7 +107,7 @@ def test_scales_of_mixed_types(checkpoint, dtype):
     assert_packed(layer, checkpoint.w13, Stack(checkpoint.w2.values, least_scales(scales), None))
 
 
-@safetensors
+@moe_checkpoint.needs_safetensors
 @pytest.mark.parametrize("intermediate", [256, None])
 def test_a_rank_with_a_part_of_the_files(checkpoint, intermediate):
     """Rank 1 of 2 has experts 4 to 7, in a file of their own, or in shards whose index names more."""
@@ -133,7 +129,7 @@ def test_a_rank_with_a_part_of_the_files(checkpoint, intermediate):
             load(path, settings=own, **options)
 
 
-@safetensors
+@moe_checkpoint.needs_safetensors
 @pytest.mark.parametrize("how", ["ignored", "without scales"])
 def test_unquantized_layers_are_left_out(checkpoint, how, caplog):
     """An ignored first layer, or a layer for predicting several tokens that was copied as it was."""
@@ -152,7 +148,7 @@ def test_unquantized_layers_are_left_out(checkpoint, how, caplog):
         load(checkpoint.write(), only=lambda name: name == other)
 
 
-@safetensors
+@moe_checkpoint.needs_safetensors
 @pytest.mark.parametrize("format_", FORMATS)
 @pytest.mark.parametrize("group_size", [-1, 32])
 def test_tensor_parallel(checkpoint, group_size, format_):
@@ -172,7 +168,7 @@ def test_tensor_parallel(checkpoint, group_size, format_):
         )
 
 
-@safetensors
+@moe_checkpoint.needs_safetensors
 @pytest.mark.parametrize("format_", FORMATS)
 def test_biases_of_some_experts(checkpoint, format_):
     """Zeros, as older tools wrote them where a model has no biases, are none; others want one of every matrix."""
@@ -194,7 +190,7 @@ def test_biases_of_some_experts(checkpoint, format_):
         load(checkpoint.write())
 
 
-@safetensors
+@moe_checkpoint.needs_safetensors
 def test_correction_bias(checkpoint):
     checkpoint.config.update(model_type="deepseek_v3", n_routed_experts=8, n_group=4, topk_group=2)
     checkpoint.config.update(routed_scaling_factor=2.5)
@@ -212,14 +208,14 @@ def test_correction_bias(checkpoint):
         load(checkpoint.write())
 
 
-@safetensors
+@moe_checkpoint.needs_safetensors
 def test_zero_points_of_zero_are_none(checkpoint):
     """Older versions write them for symmetric weights too."""
     checkpoint.tensors[f"{LAYER}.0.up_proj.weight_zero_point"] = torch.zeros(256, 4, dtype=torch.int8)
     assert_packed(load(checkpoint.write())[LAYER], checkpoint.w13, checkpoint.w2)
 
 
-@safetensors
+@moe_checkpoint.needs_safetensors
 def test_progress_and_log(checkpoint, capfd, caplog, monkeypatch):
     caplog.set_level(logging.INFO, "w4a8")
     path = checkpoint.write()
@@ -233,7 +229,7 @@ def test_progress_and_log(checkpoint, capfd, caplog, monkeypatch):
     assert "no progress bar: tqdm is not installed" in caplog.messages
 
 
-@safetensors
+@moe_checkpoint.needs_safetensors
 def test_progress_bar_counts_experts(checkpoint, capfd):
     pytest.importorskip("tqdm")
     load(checkpoint.write(), progress=True)
@@ -262,7 +258,7 @@ print(packed, len(layers), memory("VmHWM") - memory("VmRSS"), memory("RssAnon") 
 """
 
 
-@safetensors
+@moe_checkpoint.needs_safetensors
 @meter.needs_proc
 def test_memory_is_bounded(tmp_path):
     """A layer's raw weights are gone before the next is read: the peak exceeds the end by one layer, not by all."""
@@ -297,7 +293,7 @@ def two_layers(checkpoint, bias=False):
     return [load(checkpoint.reset(bias=bias).write())[LAYER] for _ in range(2)]
 
 
-@safetensors
+@moe_checkpoint.needs_safetensors
 def test_state_dict(checkpoint):
     """What was packed loads into a layer with other weights."""
     key = "model.layers.0.mlp.gate.e_score_correction_bias"
@@ -316,7 +312,7 @@ def test_state_dict(checkpoint):
     assert torch.equal(other(x, logits), want)
 
 
-@safetensors
+@moe_checkpoint.needs_safetensors
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
@@ -335,7 +331,7 @@ def test_state_dict_is_checked(checkpoint, name, change, message):
     assert all(torch.equal(tensor, before[key]) for key, tensor in other.state_dict().items())
 
 
-@safetensors
+@moe_checkpoint.needs_safetensors
 def test_a_router_outside(checkpoint):
     """``run`` takes its choice, by the experts of the model, on each rank; ``forward`` cannot guess it."""
     own = MoESettings(128, 3, RoutingMethodType.Custom, dtype=torch.float32)
@@ -354,14 +350,14 @@ def test_a_router_outside(checkpoint):
     assert ((parts[0] + parts[1] - got).abs() <= (2 * 3 + 2) * 2.0**-24 * size).all()
 
 
-@safetensors
+@moe_checkpoint.needs_safetensors
 def test_logits_of_other_experts(checkpoint):
     layer = load(checkpoint.write(), ep_rank=0, ep_size=2)[LAYER]
     with pytest.raises(ValueError, match=r"router_logits is \[5, 4\], expected \[..., 8\]"):
         layer(torch.randn(5, 128), torch.randn(5, 4))
 
 
-@safetensors
+@moe_checkpoint.needs_safetensors
 def test_repr(checkpoint):
     layer = load(checkpoint.write(), ep_rank=0, ep_size=2)[LAYER]
     assert repr(layer) == (
@@ -369,7 +365,7 @@ def test_repr(checkpoint):
     )
 
 
-@safetensors
+@moe_checkpoint.needs_safetensors
 def test_an_expert_that_cannot_be_cut(checkpoint):
     with pytest.raises(ValueError, match="intermediate_size 256 cannot be cut for 3 tensor-parallel ranks"):
         load(checkpoint.write(), tp_size=3)
@@ -468,7 +464,7 @@ def test_settings_errors(tmp_path):
     assert read_settings(tmp_path) == settings(model_type="mixtral")
 
 
-@safetensors
+@moe_checkpoint.needs_safetensors
 def test_settings_beat_config_json(checkpoint):
     checkpoint.config["model_type"] = "something_new"
     own = MoESettings(128, 2, RoutingMethodType.Sigmoid, activation=MoEActivation.GELU, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""w4a8.load: every way a checkpoint can be wrong, each with its message."""
+"""w4a8.load: files that are no checkpoint, and what it says of W4A16 (damaged tensors: formats/test_load_broken.py)."""
 
 import json
 import logging
@@ -7,104 +7,14 @@ import moe_checkpoint
 import pytest
 import torch
 from moe_build import assert_packed
-from wrong_checkpoints import PACKED, WRONG_SCHEMES, WRONG_TENSORS
 
 import w4a8
 from w4a8.checkpoint import CheckpointError, load
 
 LAYER = moe_checkpoint.FIRST
-FORMATS = ["int-quantized", "pack-quantized"]
-safetensors = pytest.mark.skipif(
-    __import__("importlib.util").util.find_spec("safetensors") is None,
-    reason="the safetensors package is not installed",
-)
 
 
-@safetensors
-@pytest.mark.parametrize(("name", "change", "message"), WRONG_TENSORS)
-def test_wrong_tensor(checkpoint, name, change, message):
-    if name.rpartition(".")[2] in PACKED:
-        checkpoint.reset("pack-quantized")
-    full = f"{LAYER}.{name}"
-    old = checkpoint.tensors.pop(full, None)
-    if change is not None:
-        checkpoint.tensors[full] = change(old) if callable(change) else change.clone()
-    with pytest.raises(CheckpointError) as caught:
-        load(checkpoint.write())
-    assert message.format(full) in str(caught.value)
-
-
-@safetensors
-def test_missing_expert(checkpoint):
-    for key in [key for key in checkpoint.tensors if key.startswith(f"{LAYER}.5.")]:
-        del checkpoint.tensors[key]
-    with pytest.raises(CheckpointError, match=rf"tensor '{LAYER}\.5\.gate_proj\.weight' is missing"):
-        load(checkpoint.write())
-
-
-@safetensors
-@pytest.mark.parametrize(("part", "changes", "message"), WRONG_SCHEMES)
-def test_wrong_scheme(checkpoint, part, changes, message):
-    checkpoint.group[part].update(changes)
-    with pytest.raises(CheckpointError) as caught:
-        load(checkpoint.write())
-    assert message in str(caught.value)
-
-
-def _mixed(config, group):
-    other = json.loads(json.dumps(group))
-    other["targets"], other["weights"]["group_size"] = ["re:.*experts.3.up_proj"], 64
-    config["quantization_config"]["config_groups"]["group_1"] = other
-
-
-METHODS = "auto-round, awq, compressed-tensors, gptq, modelopt, mxfp4, quark"
-NOT_QUANTIZED = "is not quantized: "
-NO_TARGET = f"{NOT_QUANTIZED}no target in quantization_config.config_groups matches it"
-ROTATED, SPARSE = {"config_groups": {"u": {}}}, {"format": "sparse-24-bitmask"}
-
-
-@safetensors
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            lambda config, group: config.pop("quantization_config"),
-            "config.json has no quantization_config: this is not a quantized checkpoint",
-        ),
-        (
-            lambda config, group: config["quantization_config"].update(quant_method="fp8"),
-            f"quant_method is 'fp8', but one of {METHODS} is expected",
-        ),
-        (
-            lambda config, group: group.update(format="marlin-24"),
-            "group_0 is 'marlin-24', but one of 'int-quantized', 'pack-quantized', ",
-        ),
-        (lambda config, group: group.update(weights=None), "group_0.weights is missing"),
-        (
-            lambda config, group: config["quantization_config"]["ignore"].append("re:.*experts.3.*"),
-            f"{LAYER}.3.gate_proj {NOT_QUANTIZED}quantization_config.ignore has 're:.*experts.3.*'",
-        ),
-        (lambda config, group: group.update(targets=["re:.*self_attn.*"]), f"{LAYER}.0.gate_proj {NO_TARGET}"),
-        (lambda config, group: group.update(output_activations={"num_bits": 8}), "group_0.output_activations is set"),
-        (
-            lambda config, group: config["quantization_config"].update(transform_config=ROTATED),
-            "quantization_config.transform_config is set: rotated weights are not supported",
-        ),
-        (
-            lambda config, group: config["quantization_config"].update(sparsity_config=SPARSE),
-            "quantization_config.sparsity_config is set: sparse weights are not supported",
-        ),
-        (_mixed, f"{LAYER}.3.up_proj is quantized differently from {LAYER}.0.gate_proj"),
-    ],
-)
-def test_wrong_quantization_config(checkpoint, change, message):
-    change(checkpoint.config, checkpoint.group)
-    with pytest.raises(CheckpointError) as caught:
-        load(checkpoint.write())
-    assert message in str(caught.value)
-
-
-@safetensors
+@moe_checkpoint.needs_safetensors
 def test_scheme_found_by_name_beats_the_class(checkpoint):
     """Attention in W8A8 and experts in W4A8, whichever comes first."""
     quantization = checkpoint.config["quantization_config"]
@@ -115,7 +25,7 @@ def test_scheme_found_by_name_beats_the_class(checkpoint):
     assert_packed(load(checkpoint.write())[LAYER], checkpoint.w13, checkpoint.w2)
 
 
-@safetensors
+@moe_checkpoint.needs_safetensors
 def test_weight_only(checkpoint, caplog):
     """It runs, and the log says with what; or it is refused."""
     checkpoint.reset("pack-quantized")
@@ -135,54 +45,47 @@ def test_weight_only(checkpoint, caplog):
     assert said == ["per token (activation_group)", "in groups of 32 (activation_group)"]
 
 
-@safetensors
+@moe_checkpoint.needs_safetensors
 def test_nothing_is_said_of_what_asks_for_int8(checkpoint, caplog):
     caplog.set_level(logging.INFO, "w4a8")
     load(checkpoint.write())
     assert not any("rounded to int8" in message for message in caplog.messages)
 
 
-@safetensors
+@moe_checkpoint.needs_safetensors
 def test_wrong_files(checkpoint, tmp_path):
-    with pytest.raises(CheckpointError, match=r"config.json is missing"):
-        load(tmp_path)
+    def refused(message, path=tmp_path):
+        with pytest.raises(CheckpointError, match=message):
+            load(path)
+
+    config = tmp_path / "config.json"
+    refused("config.json is missing")
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match=r"config.json cannot be read"):
-        load(tmp_path / "file")
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"config.json is not valid JSON"):
-        load(tmp_path)
-    (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(CheckpointError, match=r"config.json is not a JSON object"):
-        load(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(checkpoint.config))
-    with pytest.raises(CheckpointError, match=r"holds no \*.safetensors file"):
-        load(tmp_path)
+    refused("config.json cannot be read", tmp_path / "file")
+    for text, message in (("{", "is not valid JSON"), ("[]", "is not a JSON object")):
+        config.write_text(text)
+        refused(f"config.json {message}")
+    config.write_text(json.dumps(checkpoint.config))
+    refused(r"holds no \*.safetensors file")
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 64)
-    with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read"):
-        load(tmp_path)
+    refused("model.safetensors cannot be read")
 
     path = checkpoint.write(files=2)
-    index = path / "model.safetensors.index.json"
-    good = json.loads(index.read_text())
-    index.write_text(json.dumps({"weight_map": {**good["weight_map"], f"{LAYER}.0.up_proj.weight": "../other"}}))
-    with pytest.raises(CheckpointError, match=r"names '../other', which is no file of"):
-        load(path)
-    index.write_text("{}")
-    with pytest.raises(CheckpointError, match="has no weight_map"):
-        load(path)
-    swapped = dict(good["weight_map"])
-    names = sorted(set(swapped.values()))
-    swapped[f"{LAYER}.0.up_proj.weight"] = names[1 - names.index(swapped[f"{LAYER}.0.up_proj.weight"])]
-    index.write_text(json.dumps({"weight_map": swapped}))
-    with pytest.raises(CheckpointError, match=f"tensor '{LAYER}.0.up_proj.weight' cannot be read from"):
-        load(path)
+    index, key = path / "model.safetensors.index.json", f"{LAYER}.0.up_proj.weight"
+    good = json.loads(index.read_text())["weight_map"]
+    (other,) = {*good.values()} - {good[key]}
+    for text, message in (
+        ({"weight_map": {**good, key: "../other"}}, r"names '../other', which is no file of"),
+        ({}, "has no weight_map"),
+        ({"weight_map": {**good, key: other}}, f"tensor '{key}' cannot be read from"),
+    ):
+        index.write_text(json.dumps(text))
+        refused(message, path)
     index.unlink()
-    with pytest.raises(CheckpointError, match=r"holds 2 \*.safetensors files, but no model.safetensors.index.json"):
-        load(path)
+    refused(r"holds 2 \*.safetensors files, but no model.safetensors.index.json", path)
 
 
-@safetensors
+@moe_checkpoint.needs_safetensors
 def test_no_experts(checkpoint):
     checkpoint.tensors = {"model.layers.0.mlp.experts.gate_up_proj": torch.zeros(2, 2)}
     with pytest.raises(CheckpointError, match="three-dimensional experts must be linearized before they are quantized"):
@@ -194,7 +97,7 @@ def test_either_cut_or_distributed(tmp_path):
         load(tmp_path, tp_size=2, ep_size=2)
 
 
-@safetensors
+@moe_checkpoint.needs_safetensors
 def test_groups_that_tensor_parallelism_cuts(checkpoint):
     checkpoint.reset(group_size=128)
     message = (

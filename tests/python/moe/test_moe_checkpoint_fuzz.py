@@ -12,6 +12,7 @@ import moe_checkpoint
 import pytest
 import torch
 from damaged_json import HUGE, ODD, paths_in, put, remove
+from format_checkpoints import FORMATS, experts_checkpoint, gpt_oss_checkpoint
 
 from w4a8.checkpoint import CheckpointError, load
 
@@ -51,31 +52,6 @@ def little_memory():
     resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-def gpt_oss():
-    """MXFP4 experts of one tensor each, and config.json."""
-    tensors = {}
-    for name, rows, columns in (("gate_up_proj", 64, 64), ("down_proj", 64, 32)):
-        blocks = torch.randint(256, (3, rows, columns // 32, 16), dtype=torch.uint8)
-        exponents = torch.randint(110, 124, (3, rows, columns // 32), dtype=torch.uint8)
-        bias = torch.randn(3, rows).to(torch.bfloat16)
-        made = {"blocks": blocks, "scales": exponents, "bias": bias}
-        tensors.update({f"{moe_checkpoint.FIRST}.{name}_{kind}": tensor for kind, tensor in made.items()})
-    sizes = {"hidden_size": 64, "intermediate_size": 32, "num_local_experts": 3, "num_experts_per_tok": 2}
-    config = {"model_type": "gpt_oss", **sizes, "dtype": "float32", "quantization_config": {"quant_method": "mxfp4"}}
-    return tensors, config
-
-
-def with_zero_points(tensors, config):
-    """The same, pack-quantized, with zero points."""
-    tensors, config = dict(tensors), copy.deepcopy(config)
-    config["quantization_config"]["config_groups"]["group_0"]["weights"]["symmetric"] = False
-    for key in [key for key in tensors if key.endswith("weight_scale")]:
-        rows, groups = tensors[key].shape
-        zeros = torch.randint(-(2**31), 2**31, (rows // 8, groups)).to(torch.int32)
-        tensors[key.replace("weight_scale", "weight_zero_point")] = zeros
-    return tensors, config
-
-
 class Checkpoints(dict):
     """Tensors and config.json, for each of NAMES; hypothesis prints it in a few words."""
 
@@ -86,24 +62,13 @@ class Checkpoints(dict):
 @pytest.fixture(scope="module")
 def good():
     """A layer small enough to be loaded many times: its tensors and config.json, for each of NAMES."""
-    before = moe_checkpoint.HIDDEN, moe_checkpoint.INTER, moe_checkpoint.EXPERTS
-    moe_checkpoint.HIDDEN, moe_checkpoint.INTER, moe_checkpoint.EXPERTS = 64, 32, 3
     torch.manual_seed(1)
-    made = Checkpoints()
-    for format_ in ("int-quantized", "pack-quantized"):
-        w13, w2 = moe_checkpoint.random_layer(32, experts=3)
-        config = moe_checkpoint.model_config(
-            moe_checkpoint.quantization_config(32, format_),
-            hidden_size=64,
-            moe_intermediate_size=32,
-            num_experts=3,
-            num_experts_per_tok=2,
-        )
-        made[format_] = moe_checkpoint.tensors_of_layer(w13, w2, format_), config
-    moe_checkpoint.HIDDEN, moe_checkpoint.INTER, moe_checkpoint.EXPERTS = before
-    made["zero points"] = with_zero_points(*made["pack-quantized"])
-    made["mxfp4"] = gpt_oss()
-    return made
+    kinds = {"int-quantized": "W4A8 int", "pack-quantized": "W4A8 pack", "zero points": "W4A8 pack asymmetric"}
+    made = {name: experts_checkpoint(FORMATS[kind], 64, 32, 32, dtype=torch.bfloat16) for name, kind in kinds.items()}
+    made["mxfp4"] = gpt_oss_checkpoint(64, 32)
+    for name in ("num_experts", "moe_intermediate_size"):  # which gpt-oss has by other names
+        del made["mxfp4"].config[name]
+    return Checkpoints({name: (each.tensors, each.config) for name, each in made.items()})
 
 
 def answer(layers):
@@ -132,7 +97,7 @@ def parts(tensors):
     header, data = {}, b""
     names = {torch.int8: "I8", torch.uint8: "U8", torch.int32: "I32", torch.int64: "I64", torch.bfloat16: "BF16"}
     for name in sorted(tensors):
-        raw = tensors[name].contiguous().view(torch.uint8).numpy().tobytes() if tensors[name].dim() else b""
+        raw = tensors[name].flatten().view(torch.uint8).numpy().tobytes() if tensors[name].dim() else b""
         offsets = [len(data), len(data) + len(raw)]
         header[name] = {
             "dtype": names[tensors[name].dtype],
@@ -153,7 +118,7 @@ def prepare(tmp_path, tensors, config):
 
 
 NAMES = ["int-quantized", "pack-quantized", "zero points", "mxfp4"]
-FORMATS = st.sampled_from(NAMES)
+ANY_NAME = st.sampled_from(NAMES)
 
 
 @pytest.mark.parametrize("format_", NAMES)
@@ -168,7 +133,7 @@ def test_undamaged(good, tmp_path, format_):
     assert mine[0].abs().max() > 0
 
 
-@fuzz(format_=FORMATS, data=st.data())
+@fuzz(format_=ANY_NAME, data=st.data())
 def test_config_of_anything(good, tmp_path, format_, data):
     """One to three values of config.json replaced or removed."""
     tensors, config = good[format_]
@@ -190,7 +155,7 @@ def test_config_of_anything(good, tmp_path, format_, data):
             assert layer.num_experts == 3
 
 
-@fuzz(format_=FORMATS, data=st.data())
+@fuzz(format_=ANY_NAME, data=st.data())
 def test_header_of_anything(good, tmp_path, format_, data):
     """Fields of the safetensors header replaced: huge or negative sizes, offsets that overlap or lie outside."""
     tensors, config = good[format_]
@@ -204,7 +169,7 @@ def test_header_of_anything(good, tmp_path, format_, data):
     load_or_refuse(tmp_path)
 
 
-@fuzz(format_=FORMATS, data=st.data())
+@fuzz(format_=ANY_NAME, data=st.data())
 def test_bytes_of_anything(good, tmp_path, format_, data):
     """The file cut off, or some of its bytes changed."""
     tensors, config = good[format_]
@@ -220,7 +185,7 @@ def test_bytes_of_anything(good, tmp_path, format_, data):
     load_or_refuse(tmp_path)
 
 
-@fuzz(format_=FORMATS, data=st.data())
+@fuzz(format_=ANY_NAME, data=st.data())
 def test_tensors_of_anything(good, tmp_path, format_, data):
     """A tensor missing, of another shape, under another name, or with a value that cannot be."""
     tensors, config = good[format_]
@@ -270,7 +235,7 @@ def test_sizes_of_nothing(good, tmp_path, data):
     assert load_or_refuse(tmp_path) is None
 
 
-@fuzz(format_=FORMATS, data=st.data())
+@fuzz(format_=ANY_NAME, data=st.data())
 def test_a_tensor_of_nothing(good, tmp_path, format_, data):
     """One tensor without a byte, of any size beside."""
     tensors, config = good[format_]
@@ -290,7 +255,7 @@ def test_a_tensor_of_nothing(good, tmp_path, format_, data):
     assert load_or_refuse(tmp_path) is None
 
 
-@fuzz(format_=FORMATS, weight_map=st.one_of(JUNK, st.dictionaries(st.text(max_size=3), JUNK, max_size=3)), whole=JUNK)
+@fuzz(format_=ANY_NAME, weight_map=st.one_of(JUNK, st.dictionaries(st.text(max_size=3), JUNK, max_size=3)), whole=JUNK)
 def test_index_of_anything(good, tmp_path, format_, weight_map, whole):
     tensors, config = good[format_]
     prepare(tmp_path, tensors, config)
@@ -372,12 +337,12 @@ def test_expert_number_of_a_tensor_alone(good, tmp_path):
 
 @pytest.mark.parametrize("experts", [10**6, 2**31 - 1, 2**31, 2**62])
 @pytest.mark.parametrize("said", [True, False])
-def test_experts_of_nothing(tmp_path, experts, said):
+def test_experts_of_nothing(good, tmp_path, experts, said):
     """A file of 600 bytes with any number of experts, each without a row."""
     header = {}
     for name, shape in (("gate_up_proj_blocks", [0, 2, 16]), ("down_proj_blocks", [0, 1, 16])):
         header[f"{moe_checkpoint.FIRST}.{name}"] = {"dtype": "U8", "shape": [experts, *shape], "data_offsets": [0, 0]}
-    config = gpt_oss()[1]
+    config = dict(good["mxfp4"][1])
     config["num_local_experts"] = experts if said and experts < 2**31 else None
     prepare(tmp_path, {}, config)
     (tmp_path / "model.safetensors").write_bytes(raw_file(header, b""))

@@ -7,7 +7,7 @@ import moe_checkpoint
 import pytest
 import tool_formats
 import torch
-from moe_build import GROUP_SIZES, assert_packed, config_of, make_config, op_moe, op_pack
+from moe_build import GROUP_SIZES, assert_packed, config_of, logits_for, make_config, op_moe, op_pack
 
 import w4a8.checkpoint
 from w4a8.mirror import CompressedTensorsW4A8Int8MoEMethod, RoutedExperts, RoutingMethodType, route
@@ -62,11 +62,6 @@ def load_through_weight_loader(path, moe, group_size):
             parameter.weight_loader(parameter, file.get_tensor(key), key, shards[projection], int(expert))
     layer.process_weights_after_loading()
     return layer
-
-
-def logits_for(tokens):
-    grid = (torch.arange(8) - 4) / 4
-    return torch.stack([grid[torch.randperm(8)] for _ in range(tokens)])
 
 
 def check(layer, path, group_size):

@@ -4,13 +4,14 @@ import moe_build
 import pytest
 import reference
 import torch
-from common import assert_within
+from common import DTYPES, assert_within
 from moe_build import (
     ACTIVATIONS,
     GROUP_SIZES,
     TOKEN_INT8,
     Stack,
     interleaved,
+    logits_for,
     make_config,
     make_layer,
     make_stacks,
@@ -36,7 +37,6 @@ from w4a8.mirror import (
 )
 from w4a8.mirror import method as method_module
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 METHODS = [CompressedTensorsW4A8Int8MoEMethod, method_v0_17.CompressedTensorsW4A8Int8MoEMethod]
 both_methods = pytest.mark.parametrize("cls", METHODS, ids=["v0_24", "v0_17"])
 
@@ -175,12 +175,6 @@ def test_process_weights_after_loading(group_size, block_shape, bias, cls):
 
 
 # ---- running: against the op by hand (same bits) ----
-
-
-def logits_for(tokens, experts):
-    """Logits on a grid, a permutation per token: no ties and no near-ties."""
-    grid = (torch.arange(experts) - experts / 2) / 4
-    return torch.stack([grid[torch.randperm(experts)] for _ in range(tokens)])
 
 
 def check_layer(moe, group_size, w13=None, w2=None, as_loaded=lambda w13: w13, **layer_args):
