@@ -116,6 +116,7 @@ TENSORS = [
     (PACK, "1.up_proj.weight_shape", shapes(128, 60), "'{key}' says [128, 60], but [128, 64] is expected"),
     (PACK, "1.up_proj.weight_shape", shapes(128, -64), "'{key}' says [128, -64], but [128, 64] is expected"),
     (PACK, "1.up_proj.weight_shape", shapes(2**62, 64), "'{key}' says [4611686018427387904, 64], but [128, 64] is expected"),
+    (PACK, "weight_zero_point", torch.zeros(16, 2).int(), "tensor {key}: zero points in [0, 0], but the configuration says symmetric"),
     # Floats of 4 bits.
     (FLOATS, "weight weight_packed", None, "{key} ... is missing"),
     (FLOATS, "weight weight_packed", to(torch.int32), "{key} ... dtype torch.int32, but uint8 is expected"),
@@ -126,7 +127,8 @@ TENSORS = [
     (FLOATS, "weight_scale", lambda t: t[:7], "{key} ... shape (7, "),
     (FLOATS, "weight_scale", to(torch.float32), DTYPE),
     (FLOATS, "weight_scale", lambda t: t.view(torch.int8), DTYPE),
-    (FLOATS, "weight_scale", element((5, 1), 0xFF), "{key} ... not "),
+    (["MXFP4 pack", "MXFP4 Quark"], "weight_scale", element((5, 1), 0xFF), "{key} ... 255, which is not a number"),
+    (NVFP4, "weight_scale", element((5, 1), 0xFF), "{key} ... not all scales are numbers without a sign"),
     (NVFP4, "weight_scale_2 weight_global_scale", None, "{key} ... is missing"),
     (NVFP4, "weight_scale_2 weight_global_scale", to(torch.bfloat16), "{key} ... dtype torch.bfloat16, but float32 is expected"),
     (NVFP4, "weight_scale_2 weight_global_scale", torch.ones(64), "{key} ... shape (64,), but one number is expected"),

@@ -209,7 +209,7 @@ def test_e2m1_values():
         assert torch.signbit(torch.tensor(value)) == (code >= 8)
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- what is refused, beside the table of test_load_broken.py ---------------------------------------------------------
 
 
 def make(reader, symmetric=False):
@@ -223,10 +223,6 @@ def make(reader, symmetric=False):
     if "nvfp4" in form:
         return store_nvfp4(form, codes, nvfp4_scales(16, 64), 0.3), lambda t: read(t, "a.b")
     return store_mxfp4(form, codes, torch.full((16, 2), 127)), lambda t: read(t, "a.b")
-
-
-def scales_in(tensors):
-    return "scales" if "scales" in tensors else "weight_scale"
 
 
 @pytest.mark.parametrize("reader", EACH)
@@ -278,25 +274,6 @@ def test_wrong_group(reader, group):
         read(tensors, group)
 
 
-def test_zero_point_of_16():
-    """Version 1 stores it as 15; some tools write it where they mean 0, others mean 16."""
-    tensors, read = make("gptq")
-    tensors["qzeros"][0, 0] |= 15 << 12
-    with pytest.raises(ValueError, match=r"^a\.b\.qzeros: zero points in \[\d+, 16\], but \[0, 15\] is expected"):
-        read(tensors)
-
-
-@pytest.mark.parametrize("reader", EACH_INTEGER)
-def test_zero_points_of_a_symmetric_matrix(reader):
-    """A version 2 file that says it is version 1, for instance."""
-    tensors, read = make(reader, symmetric=True)
-    read(tensors)
-    suffix = "qzeros" if "qzeros" in tensors else "weight_zero_point"
-    tensors[suffix][0, 0] ^= 1
-    with pytest.raises(ValueError, match=rf"^a\.b\.{suffix}: zero points in .*, but the configuration says symmetric"):
-        read(tensors)
-
-
 @pytest.mark.parametrize("version", [1, 2])
 def test_gptq_of_the_other_version(version):
     form = "gptq" if version == 1 else "gptq_v2"
@@ -323,23 +300,6 @@ def test_activation_order(reader):
             check_consecutive(identity[:0], "a.g_idx", width)
 
 
-@pytest.mark.parametrize("reader", EACH_INTEGER)
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_scales_that_are_no_numbers(reader, value):
-    tensors, read = make(reader)
-    tensors[scales_in(tensors)][1, 1] = value
-    with pytest.raises(ValueError, match=rf"^a\.b\.{scales_in(tensors)}: not all scales are finite"):
-        read(tensors)
-
-
-@pytest.mark.parametrize("reader", ["mxfp4", "mxfp4 pack", "mxfp4 quark"])
-def test_mxfp4_scale_of_255(reader):
-    tensors, read = make(reader)
-    tensors[scales_in(tensors)][3, 1] = 255
-    with pytest.raises(ValueError, match=rf"^a\.b\.{scales_in(tensors)}: 255"):
-        read(tensors)
-
-
 @pytest.mark.parametrize("reader", ["nvfp4", "nvfp4 pack"])
 def test_scales_of_nvfp4_that_are_no_numbers(reader):
     tensors, read = make(reader)
@@ -354,28 +314,10 @@ def test_scales_of_nvfp4_that_are_no_numbers(reader):
             read({**tensors, name: torch.tensor(value)})
 
 
-def test_what_nvfp4_does_not_have():
+def test_width_of_nvfp4():
     tensors, read = make("nvfp4")
-    for suffix, tensor, message in (
-        (
-            "weight_scale",
-            tensors["weight_scale"][:, :2],
-            r": shape \(16, 2\), but 64 x 16 features in blocks of 16 make",
-        ),
-        ("weight", tensors["weight"][:, :20], ": 40 input features are not groups of 16"),
-        ("weight_scale_2", torch.ones(16), r": shape \(16,\), but one number is expected"),
-        ("weight_scale_2", torch.tensor(0.5).half(), r": dtype torch\.float16, but float32 is expected"),
-        ("pre_quant_scale", torch.ones(64), ": inputs that are scaled"),
-    ):
-        with pytest.raises(ValueError, match=rf"^a\.b\.{suffix}{message}"):
-            read({**tensors, suffix: tensor})
-
-
-def test_int_values_outside_int4():
-    tensors, read = make("int")
-    tensors["weight"][0, 0] = 8
-    with pytest.raises(ValueError, match=r"^a\.b\.weight holds values in "):
-        read(tensors)
+    with pytest.raises(ValueError, match=r"^a\.b\.weight: 40 input features are not groups of 16"):
+        read({**tensors, "weight": tensors["weight"][:, :20]})
 
 
 def test_unknown_packing():

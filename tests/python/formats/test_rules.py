@@ -359,37 +359,6 @@ def test_damaged(config, message):
         rules_of(config)
 
 
-def test_values_of_any_type():
-    """Nothing but CheckpointError and LeftOut, whatever a value is."""
-    junk = [None, 7, -1, 0, True, "x", "(", [], [1], [[["a"]]], {}, {"x": 1}, {"(": {}}, 1.5, 10**5000]
-    keys = {
-        "bits", "group_size", "sym", "desc_act", "checkpoint_format", "pack_dtype", "dynamic", "lm_head", "version",
-        "modules_in_block_to_quantize", "modules_to_not_convert", "zero_point", "extra_config", "data_type",
-        "packing_format", "act_bits", "block_name_to_quantize", "config_groups", "ignore", "format", "quant_algo",
-        "exclude_modules", "quantization", "quantized_layers", "exclude", "export", "global_quant_config",
-        "layer_quant_config", "layer_type_quant_config", "algo_config",
-    }  # fmt: skip
-    for base in (
-        GPTQ,
-        AWQ,
-        ROUND,
-        ROUND_NV,
-        MXFP4,
-        MODELOPT,
-        {**MODELOPT, "quant_algo": "MIXED_PRECISION"},
-        QUARK,
-        compressed(),
-    ):
-        for key in keys:
-            for value in junk:
-                try:
-                    found = rules_of({**base, key: value}).of(UP)
-                except CheckpointError as error:
-                    assert key in str(error)
-                    continue
-                assert isinstance(found, (Scheme, LeftOut))
-
-
 def test_where_the_config_is():
     assert find_config({"quantization_config": GPTQ}) is GPTQ
     assert find_config({"text_config": {"compression_config": GPTQ}}) is GPTQ

@@ -5,7 +5,7 @@ from damaged_json import damaged
 from format_checkpoints import LAYER
 
 from w4a8.core.json_fields import CheckpointError
-from w4a8.formats import Scheme, rules_of
+from w4a8.formats import LeftOut, Scheme, rules_of
 
 FP4 = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0", "ch_axis": -1}
 NVFP4 = {"num_bits": 4, "type": "float", "group_size": 16}
@@ -20,6 +20,8 @@ METHODS = [
      "extra_config": {".*down.*": {"bits": 8}, "lm_head": {"bits": 16}}, "block_name_to_quantize": "model.layers",
      "modules_to_not_convert": ["gate"]},
     {"quant_method": "auto-round", "data_type": "mx_fp", "bits": 4, "group_size": 32,
+     "packing_format": "auto_round:llm_compressor"},
+    {"quant_method": "auto-round", "data_type": "nv_fp", "bits": 4, "group_size": 16,
      "packing_format": "auto_round:llm_compressor"},
     {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
     {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"],
@@ -39,8 +41,32 @@ METHODS = [
      }},
 ]  # fmt: skip
 
+JUNK = [None, 7, -1, 0, True, "x", "(", [], [1], [[["a"]]], {}, {"x": 1}, {"(": {}}, 1.5, 10**5000]
+# Of any method, also where it does not have them.
+KEYS = [
+    "bits", "group_size", "sym", "desc_act", "checkpoint_format", "pack_dtype", "dynamic", "lm_head", "version",
+    "modules_in_block_to_quantize", "modules_to_not_convert", "zero_point", "extra_config", "data_type",
+    "packing_format", "act_bits", "block_name_to_quantize", "config_groups", "ignore", "format", "quant_algo",
+    "exclude_modules", "quantization", "quantized_layers", "exclude", "export", "global_quant_config",
+    "layer_quant_config", "layer_type_quant_config", "algo_config",
+]  # fmt: skip
+methods = pytest.mark.parametrize("method", METHODS, ids=lambda method: method["quant_method"])
 
-@pytest.mark.parametrize("method", METHODS, ids=lambda method: method["quant_method"])
+
+@methods
+@pytest.mark.parametrize("key", KEYS)
+def test_values_of_any_type(method, key):
+    """Rules, or an error that names the key."""
+    for value in JUNK:
+        try:
+            found = rules_of({**method, key: value}).of(f"{LAYER}.7.up_proj")
+        except CheckpointError as error:
+            assert key in str(error)
+            continue
+        assert isinstance(found, (Scheme, LeftOut))
+
+
+@methods
 def test_rules_of_anything(method):
     """They say how a module is stored, in integers, or why they cannot."""
     modules = ("lm_head", "model.layers.0.mlp.gate", f"{LAYER}.3.down_proj", QUERY)
