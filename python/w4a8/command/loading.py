@@ -141,9 +141,18 @@ def load(path: Path, args: argparse.Namespace, text: str | None = None) -> tuple
         raise ValueError(f"{path} has no tokenizer, which --calibration needs")
     batches = windows(tokenizer, text)
     skip = {"skip": config.skip, "default_skip": config.default_skip}
+    floats = {name: tensor.dtype for name, tensor in _tensors(model) if tensor.is_floating_point()}
+    model.float()  # few CPUs are fast at bfloat16
     report = quantize_(model.eval(), config.quant_options(), calibration=batches, progress=sys.stderr.isatty(), **skip)
+    for name, tensor in _tensors(model):
+        if name in floats:
+            tensor.data = tensor.data.to(floats[name])
     model.config.quantization_config = config
     return model, report
+
+
+def _tensors(model: Any) -> list[tuple[str, Any]]:
+    return [*model.named_parameters(), *model.named_buffers()]
 
 
 def _class_of(transformers: Any, folder: Path) -> Any:

@@ -86,7 +86,7 @@ def test_floats(options, tmp_path, capsys):
 @pytest.mark.parametrize("name", ["qwen3", "glm4"])
 def test_calibration(name, tmp_path, capsys):
     """Of a text: what quantize_ makes of the model and windows of the text. The directory loads as any other."""
-    model = make_model(name)
+    model = make_model(name).bfloat16()
     model.save_pretrained(tmp_path / "floats")
     tokenizers = pytest.importorskip("tokenizers")
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"w0": 0, "w1": 1, "w2": 2, "w3": 3}, unk_token="w0"))
@@ -97,8 +97,12 @@ def test_calibration(name, tmp_path, capsys):
     arguments = ("--calibration", tmp_path / "text", "--bits", "6.5")
     code, answer = run_json(capsys, "pack", tmp_path / "floats", tmp_path / "out", *arguments)
     assert code == 0 and answer["packed"] > 0 and answer["not_in_vllm"] == ""
-    model = load(tmp_path / "floats")
+    model = load(tmp_path / "floats", dtype="float32")
     w4a8.quantize_(model, bits=6.5, calibration=windows(tokenizer, "w1 w2 w3 w2 " * 40))
+    kept = load(tmp_path / "floats")  # of what stays float, the type that the file has
+    assert {tensor.dtype for tensor in kept.parameters()} >= {torch.bfloat16}
+    for name, tensor in model.named_parameters():
+        tensor.data = tensor.data.to(kept.get_parameter(name).dtype)
     assert_same_model(load(tmp_path / "out"), model)
     kinds = {repr(module).rpartition(", ")[2] for module in model.modules() if hasattr(module, "packed")}
     assert len(kinds) > 1  # more than one
