@@ -58,9 +58,14 @@ class MoEWeightLoader:
         return expert_id if self.expert_map is None else int(self.expert_map[expert_id])
 
     def __call__(
-        self, param: torch.Tensor, loaded_weight: torch.Tensor, weight_name: str, shard_id: str, expert_id: int,
+        self,
+        param: torch.Tensor,
+        loaded_weight: torch.Tensor,
+        weight_name: str,
+        shard_id: str,
+        expert_id: int,
         return_success: bool = False,
-    ) -> bool | None:  # fmt: skip
+    ) -> bool | None:
         """Loads one tensor.
 
         Args:
@@ -142,12 +147,19 @@ class RoutedExperts(PackedModule):
     """
 
     def __init__(
-        self, moe: FusedMoEConfig, quant_method: CompressedTensorsW4A8Int8MoEMethod,
-        params_dtype: torch.dtype | None = None, *, expert_map: torch.Tensor | None = None,
-        apply_router_weight_on_input: bool = False, num_expert_group: int | None = None, topk_group: int | None = None,
-        e_score_correction_bias: torch.Tensor | None = None, routed_scaling_factor: float | None = None,
+        self,
+        moe: FusedMoEConfig,
+        quant_method: CompressedTensorsW4A8Int8MoEMethod,
+        params_dtype: torch.dtype | None = None,
+        *,
+        expert_map: torch.Tensor | None = None,
+        apply_router_weight_on_input: bool = False,
+        num_expert_group: int | None = None,
+        topk_group: int | None = None,
+        e_score_correction_bias: torch.Tensor | None = None,
+        routed_scaling_factor: float | None = None,
         w13_interleaved: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Creates the parameters.
 
         Args:

@@ -91,9 +91,14 @@ class CompressedTensorsW4A8Int8MoEMethod(CompressedTensorsMoEMethod):
         self.backend, self.experts_cls = select_w4a8_int8_moe_backend(self.moe, weight_key, activation_key=None)
 
     def create_weights(
-        self, layer: torch.nn.Module, num_experts: int, hidden_size: int, intermediate_size_per_partition: int,
-        params_dtype: torch.dtype, **extra_weight_attrs: Any,
-    ) -> None:  # fmt: skip
+        self,
+        layer: torch.nn.Module,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
         """Gives a layer its sizes, and the parameters that a weight loader fills.
 
         With E experts on this rank, N = 2 I rows of w13 (I without a gate) and G(K) scales per row:
@@ -203,9 +208,14 @@ class CompressedTensorsW4A8Int8MoEMethod(CompressedTensorsMoEMethod):
         return {name: getattr(layer, name) for name in names}
 
     def apply(
-        self, layer: torch.nn.Module, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor,
-        shared_experts: object | None, shared_experts_input: torch.Tensor | None,
-    ) -> torch.Tensor:  # fmt: skip
+        self,
+        layer: torch.nn.Module,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: object | None,
+        shared_experts_input: torch.Tensor | None,
+    ) -> torch.Tensor:
         """Runs what a router outside has chosen for x, float32, bfloat16 or float16 [T, H]: [T, H] like x.
 
         The choice is weights [T, k] and global ids, int32 or int64 [T, k]. Shared experts are the caller's: None.

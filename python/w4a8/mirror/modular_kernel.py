@@ -127,10 +127,16 @@ class FusedMoEExperts(ABC):
         return (True, None) if reason is None else (False, f"kernel does not support {reason}")
 
     def run(
-        self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, w13_packed: torch.Tensor,
-        w2_packed: torch.Tensor, activation: MoEActivation | str, expert_map: torch.Tensor | None,
+        self,
+        hidden_states: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        w13_packed: torch.Tensor,
+        w2_packed: torch.Tensor,
+        activation: MoEActivation | str,
+        expert_map: torch.Tensor | None,
         apply_router_weight_on_input: bool,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         """One call of the op: hidden states [T, H], weights and global ids [T, k], packed stacks -> [T, H]."""
         moe, group_size, activation = self.moe_config, self.quant_config.group_size, as_activation(activation)
         inner = moe.intermediate_size_per_partition
@@ -147,12 +153,21 @@ class FusedMoEExpertsMonolithic(FusedMoEExperts):
         return True
 
     def apply(
-        self, hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, router_logits: torch.Tensor,
-        activation: MoEActivation, global_num_experts: int, expert_map: torch.Tensor | None,
-        a1q_scale: torch.Tensor | None, apply_router_weight_on_input: bool, num_expert_group: int | None = None,
-        e_score_correction_bias: torch.Tensor | None = None, routed_scaling_factor: float | None = None,
+        self,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        router_logits: torch.Tensor,
+        activation: MoEActivation,
+        global_num_experts: int,
+        expert_map: torch.Tensor | None,
+        a1q_scale: torch.Tensor | None,
+        apply_router_weight_on_input: bool,
+        num_expert_group: int | None = None,
+        e_score_correction_bias: torch.Tensor | None = None,
+        routed_scaling_factor: float | None = None,
         topk_group: int | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         """Routes, and runs the experts this rank holds.
 
         Args:
@@ -193,9 +208,16 @@ class FusedMoEExpertsModular(FusedMoEExperts):
         return w1.shape[0], a1.shape[0], rows, self.moe_config.hidden_dim, topk_ids.shape[1]
 
     def workspace_shapes(
-        self, M: int, N: int, K: int, topk: int, global_num_experts: int, local_num_experts: int,
-        expert_tokens_meta: object | None, activation: MoEActivation,
-    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:  # fmt: skip
+        self,
+        M: int,
+        N: int,
+        K: int,
+        topk: int,
+        global_num_experts: int,
+        local_num_experts: int,
+        expert_tokens_meta: object | None,
+        activation: MoEActivation,
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
         """Shapes of the two workspaces and of the output: none, none (the op has its own scratch), and [M, K]."""
         return (0,), (0,), (M, K)
 
@@ -204,12 +226,23 @@ class FusedMoEExpertsModular(FusedMoEExperts):
         return TopKWeightAndReduceNoOP()
 
     def apply(
-        self, output: torch.Tensor, hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor,
-        topk_weights: torch.Tensor, topk_ids: torch.Tensor, activation: MoEActivation, global_num_experts: int,
-        expert_map: torch.Tensor | None, a1q_scale: torch.Tensor | None, a2_scale: torch.Tensor | None,
-        workspace13: torch.Tensor, workspace2: torch.Tensor, expert_tokens_meta: object | None,
+        self,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        activation: MoEActivation,
+        global_num_experts: int,
+        expert_map: torch.Tensor | None,
+        a1q_scale: torch.Tensor | None,
+        a2_scale: torch.Tensor | None,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+        expert_tokens_meta: object | None,
         apply_router_weight_on_input: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Runs the experts this rank holds and writes their weighted sum to ``output`` [T, H].
 
         What :meth:`FusedMoEExpertsMonolithic.apply` has too is the same. topk_weights and topk_ids are [T, k], the ids
@@ -278,12 +311,20 @@ class FusedMoEKernel:
         return self.fused_experts.is_monolithic()
 
     def apply_monolithic(
-        self, hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, router_logits: torch.Tensor,
-        activation: MoEActivation, global_num_experts: int, expert_map: torch.Tensor | None,
-        apply_router_weight_on_input: bool, num_expert_group: int | None = None,
-        e_score_correction_bias: torch.Tensor | None = None, routed_scaling_factor: float | None = None,
+        self,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        router_logits: torch.Tensor,
+        activation: MoEActivation,
+        global_num_experts: int,
+        expert_map: torch.Tensor | None,
+        apply_router_weight_on_input: bool,
+        num_expert_group: int | None = None,
+        e_score_correction_bias: torch.Tensor | None = None,
+        routed_scaling_factor: float | None = None,
         topk_group: int | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         """The layer from hidden states [T, H] and router logits [T, E] to [T, H]."""
         assert isinstance(self.fused_experts, FusedMoEExpertsMonolithic)
         hidden_states, router_logits = self.prepare_finalize.prepare(hidden_states, router_logits)
@@ -293,11 +334,19 @@ class FusedMoEKernel:
         return self.prepare_finalize.finalize(output)
 
     def apply(
-        self, hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor, activation: MoEActivation, global_num_experts: int, expert_map: torch.Tensor | None,
-        apply_router_weight_on_input: bool, shared_experts: object | None = None,
+        self,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        activation: MoEActivation,
+        global_num_experts: int,
+        expert_map: torch.Tensor | None,
+        apply_router_weight_on_input: bool,
+        shared_experts: object | None = None,
         shared_experts_input: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         """The layer from hidden states [T, H] and a router's choice [T, k] to [T, H].
 
         Shared experts overlap with communication upstream; there is none here, so they are the caller's to run.

@@ -67,11 +67,19 @@ class Impl(AttentionImpl):
     kind: ClassVar[str]
 
     def __init__(
-        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, alibi_slopes: list[float] | None,
-        sliding_window: int | None, kv_cache_dtype: str, logits_soft_cap: float | None = None,
-        attn_type: str = AttentionType.DECODER, kv_sharing_target_layer_name: str | None = None,
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
         sinks: torch.Tensor | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if alibi_slopes is not None:
             raise NotImplementedError(f"w4a8's attention has no ALiBi; {settings.ATTENTION}=0 leaves attention to vLLM")
         self.num_heads, self.head_size, self.num_kv_heads = num_heads, head_size, num_kv_heads
@@ -84,10 +92,17 @@ class Impl(AttentionImpl):
         self.attn_type = attn_type
 
     def forward(
-        self, layer: Any, query: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None,
-        kv_cache: torch.Tensor, attn_metadata: Metadata | None, output: torch.Tensor,
-        output_scale: torch.Tensor | None = None, output_block_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        attn_metadata: Metadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """As upstream's."""
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("w4a8: outputs of attention that are quantized")

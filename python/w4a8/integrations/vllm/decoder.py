@@ -155,9 +155,12 @@ class OneCall:
         self.inner.forward = self.forward
 
     def forward(
-        self, input_ids: torch.Tensor | None, positions: torch.Tensor, intermediate_tensors: Any = None,
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors: Any = None,
         inputs_embeds: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         """As upstream's: rows [tokens, hidden_size] behind the last norm."""
         hidden = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
         metadata = get_forward_context().attn_metadata

@@ -79,9 +79,15 @@ class W4A8GGUFLinearMethod(LinearMethodBase):
         self.is_loaded = False
 
     def create_weights(
-        self, layer: torch.nn.Module, input_size_per_partition: int, output_partition_sizes: list[int], input_size: int,
-        output_size: int, params_dtype: torch.dtype, **extra_weight_attrs: Any,
-    ) -> None:  # fmt: skip
+        self,
+        layer: torch.nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
         """Registers a parameter for each product, empty until the file is read.
 
         Raises:

@@ -90,9 +90,17 @@ class LinearWeights:
         self._lacking: dict[str, int] = {}
 
     def create_weights(
-        self, layer: torch.nn.Module, input_size_per_partition: int, output_partition_sizes: list[int], input_size: int,
-        output_size: int, params_dtype: torch.dtype, *, weight_loader: Callable, **extra_weight_attrs: Any,
-    ) -> None:  # fmt: skip
+        self,
+        layer: torch.nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        *,
+        weight_loader: Callable,
+        **extra_weight_attrs: Any,
+    ) -> None:
         """Registers the tensors of the format for this rank's part, as vLLM's loaders cut them; scales as float32.
 
         Raises:

@@ -81,9 +81,14 @@ def form_of(scheme: Scheme) -> PackedAs:
 
 
 def load_expert(
-    layer: torch.nn.Module, param: torch.Tensor, loaded_weight: torch.Tensor, weight_name: str, shard_id: str | None,
-    expert_id: int | None, return_success: bool = False,
-) -> bool | None:  # fmt: skip
+    layer: torch.nn.Module,
+    param: torch.Tensor,
+    loaded_weight: torch.Tensor,
+    weight_name: str,
+    shard_id: str | None,
+    expert_id: int | None,
+    return_success: bool = False,
+) -> bool | None:
     """``layer.w4a8_loader`` as vLLM wants the loader of a parameter: bound to its layer, with a name.
 
     What vLLM keeps of a layer for loading other weights must not keep the layer alive; it knows how to untie methods.
@@ -102,9 +107,16 @@ class ExpertsLoader:
     """
 
     def __init__(
-        self, layer: torch.nn.Module, sizes: ExpertSizes, scheme: Scheme, bias_dtype: torch.dtype | None, tp_rank: int,
-        tp_size: int, w13_interleaved: bool, activation_groups: Mapping[str, int],
-    ) -> None:  # fmt: skip
+        self,
+        layer: torch.nn.Module,
+        sizes: ExpertSizes,
+        scheme: Scheme,
+        bias_dtype: torch.dtype | None,
+        tp_rank: int,
+        tp_size: int,
+        w13_interleaved: bool,
+        activation_groups: Mapping[str, int],
+    ) -> None:
         """A loader for one layer.
 
         Args:
@@ -138,9 +150,14 @@ class ExpertsLoader:
         return self._packed_as is not None and self.packer.is_empty and not self._waiting
 
     def __call__(
-        self, param: torch.Tensor, loaded_weight: torch.Tensor, weight_name: str, shard_id: str | None,
-        expert_id: int | None, return_success: bool = False,
-    ) -> bool | None:  # fmt: skip
+        self,
+        param: torch.Tensor,
+        loaded_weight: torch.Tensor,
+        weight_name: str,
+        shard_id: str | None,
+        expert_id: int | None,
+        return_success: bool = False,
+    ) -> bool | None:
         """Takes one tensor of one expert, or that of all experts of this rank.
 
         Args:

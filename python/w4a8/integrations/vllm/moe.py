@@ -99,9 +99,14 @@ class W4A8MoEMethod(FusedMoEMethodBase):
         return self.routes
 
     def create_weights(
-        self, layer: torch.nn.Module, num_experts: int, hidden_size: int, intermediate_size_per_partition: int,
-        params_dtype: torch.dtype, **extra_weight_attrs: Any,
-    ) -> None:  # fmt: skip
+        self,
+        layer: torch.nn.Module,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
         """Takes the sizes of this rank's experts, and registers the parameters (upstream's contract).
 
         Raises:
@@ -155,9 +160,14 @@ class W4A8MoEMethod(FusedMoEMethodBase):
         self.dummy = is_dummy_load()
 
     def _register(
-        self, layer: torch.nn.Module, name: str, shape: tuple[int, ...], dtype: torch.dtype, counted: bool,
+        self,
+        layer: torch.nn.Module,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        counted: bool,
         meta: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """A parameter; on "meta", what comes for it goes to the packer. vLLM waits for all values that are counted."""
         data = torch.zeros(shape, dtype=dtype, device="meta" if meta else "cpu")
         param = torch.nn.Parameter(data, requires_grad=False)
@@ -195,9 +205,12 @@ class W4A8MoEMethod(FusedMoEMethodBase):
         return FUSED_MOE_UNQUANTIZED_CONFIG
 
     def apply_monolithic(
-        self, layer: torch.nn.Module, x: torch.Tensor, router_logits: torch.Tensor,
+        self,
+        layer: torch.nn.Module,
+        x: torch.Tensor,
+        router_logits: torch.Tensor,
         input_ids: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         """Routes and runs: tokens [T, H] and router logits [T, E] to this rank's part of the sum, [T, H]."""
         weights, ids = select_experts(
             x,
@@ -215,9 +228,14 @@ class W4A8MoEMethod(FusedMoEMethodBase):
         return self.apply(layer, x, weights, ids)
 
     def apply(
-        self, layer: torch.nn.Module, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor,
-        shared_experts: Any = None, shared_experts_input: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+        self,
+        layer: torch.nn.Module,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: Any = None,
+        shared_experts_input: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Runs: tokens [T, H], weights and global expert ids [T, k] to [T, H]. vLLM adds shared experts itself."""
         packed, on_input = (layer.w13_weight_packed, layer.w2_weight_packed), layer.apply_router_weight_on_input
         how = (self.sizes, self.activation, layer.expert_map, on_input, self.numbers)

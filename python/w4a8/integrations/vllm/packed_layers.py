@@ -125,9 +125,15 @@ class W4A8PackedLinearMethod(_TakesPacked, LinearMethodBase):
         self._came: dict[int, torch.Tensor] = {}
 
     def create_weights(
-        self, layer: torch.nn.Module, input_size_per_partition: int, output_partition_sizes: list[int], input_size: int,
-        output_size: int, params_dtype: torch.dtype, **extra_weight_attrs: Any,
-    ) -> None:  # fmt: skip
+        self,
+        layer: torch.nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
         """Registers ``weight_packed``, uint8 [bytes].
 
         Raises:
@@ -217,9 +223,11 @@ class W4A8PackedMoEMethod(_TakesPacked, W4A8MoEMethod):
 
 
 def read_packed(
-    tensors: Iterable[tuple[str, torch.Tensor]], model: torch.nn.Module, directory: PackedDirectory,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    model: torch.nn.Module,
+    directory: PackedDirectory,
     model_type: str | None,
-) -> Iterator[tuple[str, torch.Tensor]]:  # fmt: skip
+) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a packed directory as a model's ``load_weights`` takes them.
 
     Experts go to their layers from here: models know tensors of single experts only, each by its own names. Matrices

@@ -107,14 +107,27 @@ def _experts_problem(config: object, generator: torch.Generator) -> str | None:
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
 
     moe = FusedMoEConfig(
-        num_experts=EXPERTS, num_local_experts=EXPERTS, num_logical_experts=EXPERTS, experts_per_token=1,
-        hidden_dim=K, intermediate_size=N, activation=MoEActivation.SILU, device="cpu", in_dtype=torch.float32,
-        routing_method=RoutingMethodType.Renormalize, moe_parallel_config=FusedMoEParallelConfig.make_no_parallel(),
-    )  # fmt: skip
+        num_experts=EXPERTS,
+        num_local_experts=EXPERTS,
+        num_logical_experts=EXPERTS,
+        experts_per_token=1,
+        hidden_dim=K,
+        intermediate_size=N,
+        activation=MoEActivation.SILU,
+        device="cpu",
+        in_dtype=torch.float32,
+        routing_method=RoutingMethodType.Renormalize,
+        moe_parallel_config=FusedMoEParallelConfig.make_no_parallel(),
+    )
     all_here = SimpleNamespace(
-        local_num_experts=EXPERTS, placement_strategy="linear", expert_map=None, expert_mask=None, routing_tables=None,
-        num_fused_shared_experts=0, map_global_to_local=lambda expert: expert,
-    )  # fmt: skip
+        local_num_experts=EXPERTS,
+        placement_strategy="linear",
+        expert_map=None,
+        expert_mask=None,
+        routing_tables=None,
+        num_fused_shared_experts=0,
+        map_global_to_local=lambda expert: expert,
+    )
     layer = RoutedExperts("w4a8_selftest.experts", torch.float32, moe, config, expert_map_manager=all_here)
     values: dict[tuple[int, str], torch.Tensor] = {}
     for expert in range(EXPERTS):
