@@ -11,7 +11,7 @@ from w4a8.checkpoint.gguf_architectures import NOT_IN_VLLM, named
 from w4a8.checkpoint.gguf_file import GGUFFile
 from w4a8.command.headers import Header, Mapped
 from w4a8.core.words import weights_in_words
-from w4a8.formats.packed_directory import EMBEDDINGS, STANDS_FOR
+from w4a8.formats.packed_directory import EMBEDDINGS, STANDS_FOR, joined_as
 from w4a8.ops import read_header
 
 RUNS, FLOAT, REFUSED = "runs", "stays float", "refused"
@@ -84,10 +84,6 @@ def of_packed(headers: Mapping[str, Header]) -> Iterator[Layer]:
     yield from experts.values()
 
 
-# What vLLM makes one layer of.
-_JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-
-
 def packed_not_in_vllm(layers: Iterable[Layer]) -> str:
     """Why vLLM does not serve a packed directory; "" if it does, as far as headers tell.
 
@@ -96,12 +92,11 @@ def packed_not_in_vllm(layers: Iterable[Layer]) -> str:
     """
     kinds: dict[tuple[str, int], dict[str, str]] = defaultdict(dict)
     for layer in layers:
-        owner, _, last = layer.name.rpartition(".")
+        last, joined = layer.name.rpartition(".")[2], joined_as(layer.name)
         if "embed" in last and layer.state == RUNS:
             return f"{layer.name} is packed, which is an embedding"
-        for number, names in enumerate(_JOINED):
-            if last in names:
-                kinds[owner, number][last] = layer.what
+        if joined is not None:
+            kinds[joined][last] = layer.what
     for (owner, _), there in kinds.items():
         if len(set(there.values())) > 1:
             listed = ", ".join(f"{name} {what}" for name, what in there.items())

@@ -18,6 +18,8 @@ FORMAT, VERSION = "packed", 1
 STANDS_FOR = {"packed": "weight", "w13_packed": "gate_up_proj", "w2_packed": "down_proj"}
 # Of an embedding, whose output layer shares it. No layer of vLLM takes it.
 EMBEDDINGS = {"rows_packed": "weight"}
+# Projections that vLLM makes one layer of: it runs them if they are of one kind.
+JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,12 @@ Parts = Mapping[str, PackedTensor]
 def is_packed(config: Mapping[str, Any] | None) -> bool:
     """Whether a quantization_config is that of a directory of packed weights."""
     return config is not None and config.get("quant_method") == METHOD
+
+
+def joined_as(name: str) -> tuple[str, int] | None:
+    """Which layer of vLLM a projection becomes a part of: its owner, and the number in JOINED; None: a layer alone."""
+    owner, _, last = name.rpartition(".")
+    return next(((owner, number) for number, names in enumerate(JOINED) if last in names), None)
 
 
 def check_stated(method: object, kind: object, version: object) -> None:

@@ -12,14 +12,13 @@ from typing import Any
 import torch
 
 from w4a8.core.matrix import PackedAs, packed_bytes
+from w4a8.formats.packed_directory import joined_as
 from w4a8.nn import QuantOptions
 from w4a8.nn.rounding import round_weight
 from w4a8.quantization.calibration import call, watched
 from w4a8.quantization.moe_blocks import fused_experts, listed_experts
 from w4a8.quantization.plan import Job
 
-# Projections that vLLM makes one layer of, which must be of one kind there.
-JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 # Squared error over the squares of normal weights in groups of 32 (docs/quantization.md, "Rounding"). Without
 # calibration an error is that, times a factor by the name of the matrix.
 _LOST = {
@@ -35,9 +34,13 @@ _FACTORS = (
 )
 
 
+# [N, K] of the matrices of a job, of one expert, and how many weights a token reads.
+_Sizes = tuple[list[tuple[int, int]], float]
+
+
 @dataclass
 class _Choice:
-    """One way to round the matrices of a step: bits that a token reads, the error, options."""
+    """One way to round matrices of one kind: bits that a token reads, the error, options."""
 
     bits: float
     lost: float
@@ -49,8 +52,8 @@ class Moments:
     """Sums over the tokens of a calibration, of a layer.
 
     Attributes:
-        inputs: of the squares of each input channel, or None of experts.
-        outputs: of the squares of each output feature.
+        inputs: of the squares of each input channel of a linear layer.
+        outputs: of the squares of each output feature of experts.
         slopes: of the squares of the derivative of the logarithm of a token's probability by each output feature: the
             diagonal of the Fisher information.
     """
@@ -86,18 +89,17 @@ def choose(
         return
     together: dict[object, list[Job]] = {}
     for job in jobs:
-        owner, _, last = job.names[0].rpartition(".")
-        part = next((i for i, names in enumerate(JOINED) if last in names), None)
-        together.setdefault(job.names[0] if part is None else (owner, part), []).append(job)
-    ladders = [_ladder(model, group, base, moments) for group in together.values()]
-    weights = sum(_matrices(model, job)[1] for job in jobs)
-    left = options.bits * weights - sum(ladder[0].bits for ladder in ladders)
+        together.setdefault(joined_as(job.names[0]) or job.names[0], []).append(job)
+    sizes = {id(job): _matrices(model, job) for job in jobs}
+    ladders = [_ladder(group, sizes, base, moments) for group in together.values()]
+    weights, least = sum(read for _, read in sizes.values()), sum(ladder[0].bits for ladder in ladders)
+    left = options.bits * weights - least
     if left < 0:
-        least = sum(ladder[0].bits for ladder in ladders) / weights
+        least /= weights
         raise ValueError(f"bits is {options.bits}, expected {least:.2f} or more: those of {base.values} in such groups")
     taken = [0] * len(ladders)
     steps = sorted(
-        ((here.lost - there.lost) / (there.bits - here.bits), i, step)
+        (_gain(here, there), i, step)
         for i, ladder in enumerate(ladders)
         for step, (here, there) in enumerate(pairwise(ladder))
     )
@@ -111,7 +113,7 @@ def choose(
 
 
 def _ladder(
-    model: torch.nn.Module, jobs: list[Job], base: QuantOptions, moments: dict[int, Moments] | None
+    jobs: list[Job], sizes: dict[int, _Sizes], base: QuantOptions, moments: dict[int, Moments] | None
 ) -> list[_Choice]:
     """Ways to round jobs of one kind, from few bits to many: those of which each further bit takes less error away."""
     kinds = [base]
@@ -120,39 +122,36 @@ def _ladder(
     kinds += [replace(base, values=values, symmetric=True) for values in ("int6", "int8") if values != base.values]
     found: list[_Choice] = []
     for options in kinds:
-        sizes = [_matrices(model, job) for job in jobs]
-        if any(columns > options.most_in_features for shapes, _ in sizes for _, columns in shapes):
+        own = [sizes[id(job)] for job in jobs]
+        if any(columns > options.most_in_features for shapes, _ in own for _, columns in shapes):
             continue
-        bits = sum(_bits(shapes, options) * weights for shapes, weights in sizes)
-        lost = sum(_lost(job, options, weights, moments) for job, (_, weights) in zip(jobs, sizes))
+        bits = sum(_bits(shapes, options) * weights for shapes, weights in own)
+        lost = sum(_lost(job, options, weights, moments) for job, (_, weights) in zip(jobs, own))
+        way = _Choice(bits, lost, options)
         # A way above the line between its neighbours is never the best.
-        while len(found) > 1 and _slope(found[-2], found[-1]) <= (found[-1].lost - lost) / (bits - found[-1].bits):
+        while len(found) > 1 and _gain(found[-2], found[-1]) <= _gain(found[-1], way):
             found.pop()
         if not found or (bits > found[-1].bits and lost < found[-1].lost):
-            found.append(_Choice(bits, lost, options))
+            found.append(way)
     return found
 
 
-def _slope(here: _Choice, there: _Choice) -> float:
+def _gain(here: _Choice, there: _Choice) -> float:
+    """The error that each bit from one way to the next takes away."""
     return (here.lost - there.lost) / (there.bits - here.bits)
 
 
-def _experts(job: Job) -> Any:
+def _matrices(model: torch.nn.Module, job: Job) -> _Sizes:
     owner, key = job.places[0]
-    return fused_experts(getattr(owner, key)) if job.kind == "fused" else listed_experts(owner)
-
-
-def _matrices(model: torch.nn.Module, job: Job) -> tuple[list[tuple[int, int]], float]:
-    """[N, K] of the matrices of a job, of one expert, and how many weights a token reads."""
     if job.kind == "linear":
-        owner, key = job.places[0]
         shape = tuple(getattr(owner, key).weight.shape)
         return [shape], float(shape[0] * shape[1])
-    experts = _experts(job)
-    shapes = [tuple(experts.w13[0].shape), tuple(experts.w2[0].shape)]
+    experts = fused_experts(getattr(owner, key)) if job.kind == "fused" else listed_experts(owner)
+    count, hidden, intermediate = experts.sizes
+    shapes = [((1 + experts.gated) * intermediate, hidden), (hidden, intermediate)]
     config = getattr(model, "config", None)
     config = getattr(config, "get_text_config", lambda: config)()
-    used = getattr(config, "num_experts_per_tok", None) or len(experts.w2)
+    used = getattr(config, "num_experts_per_tok", None) or count
     return shapes, float(used * sum(rows * columns for rows, columns in shapes))
 
 
@@ -236,7 +235,8 @@ class _Observer:
         of = self.found.setdefault(id(self.job), Moments())
         if self.job.kind == "linear":
             of.inputs = of.inputs + _squares(args[0])
-        of.outputs = of.outputs + _squares(first)
+        else:
+            of.outputs = of.outputs + _squares(first)
         if not first.requires_grad:  # derivatives begin at the first layers
             first = first.detach().requires_grad_().clone()
         first.register_hook(lambda slope: setattr(of, "slopes", of.slopes + _squares(slope)))
