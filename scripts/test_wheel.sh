@@ -18,8 +18,9 @@ case ${1:-} in
 esac
 pairs=("$@")
 [ ${#pairs[@]} -gt 0 ] || pairs=(3.10=2.10.0 3.11=2.13.0 3.13=2.15.0)
-tests=(builds devices compile golden errors linear_ops attention decoder kinds minimums activation_groups)
-[ "$quick" = 1 ] || tests+=(ops moe rounding fuzz_ops threads storage memory scale_types aten)
+tests=(tests/python/test_{builds,devices,compile,golden,errors,linear_ops,attention,decoder,kinds,activation_groups}.py
+  tests/python/moe/test_topk_routing.py)
+[ "$quick" = 1 ] || tests+=(tests/python/test_{ops,moe,rounding,fuzz_ops,threads,storage,memory,scale_types,aten}.py)
 arch=$(uname -m)
 [ "$arm" = 0 ] || arch=aarch64
 wheel=$(scripts/build_wheel.sh --arch "$arch" | tail -n 1)
@@ -52,7 +53,7 @@ run_tests() {
     cd "$work/away"
     unset PYTHONPATH CC CXX
     PATH=$env/bin:$work/bin OMP_WAIT_POLICY=passive "$env/bin/python" -m pytest "${options[@]}" \
-      -o "markers=sweep: as in pyproject.toml" $(printf ' tests/python/test_%s.py' "${tests[@]}") tests/python/moe/test_topk_routing.py
+      -o "markers=sweep: as in pyproject.toml" "${tests[@]}"
   ) >"$log" 2>&1 || status=$?
   [ "$status" = 0 ] || { grep -E '^(FAILED|ERROR)' "$log" || tail -n 20 "$log"; } >&2
   tail -n 1 "$log"
