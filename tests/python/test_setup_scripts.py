@@ -114,9 +114,12 @@ def test_setup_and_scripts_build_in_one_folder():
     assert result.stdout.strip() == str(rules["build_dir"]().relative_to(ROOT)), result.stderr
 
 
-@pytest.mark.parametrize("script", [*ROOT.glob("scripts/*.sh"), ROOT / ".ci/run", ROOT / "pyproject.toml"], ids=lambda path: path.name)
+SCRIPTS = [*ROOT.glob("scripts/*.sh"), ROOT / ".ci/run", ROOT / "pyproject.toml"]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_files_that_a_script_names_exist(script):
-    """pytest runs no test at all when one of the files that it is given is not there, and accepts any name in --ignore."""
+    """pytest runs no test when one of the files that it is given is not there, and accepts any name in --ignore."""
     for before, names, after in re.findall(r"\b(tests/[\w/]*)(\{[\w,]+\})?(\w*\.py)\b", script.read_text()):
         for name in names.strip("{}").split(","):
             assert (ROOT / (before + name + after)).is_file(), before + name + after

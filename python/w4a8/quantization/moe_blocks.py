@@ -21,6 +21,7 @@ from w4a8.core.experts import gate_and_up
 from w4a8.core.routing import select_experts
 from w4a8.nn import QuantOptions, W4A8Experts
 from w4a8.nn.experts import RoundExpert
+from w4a8.nn.hooks import has_own_forward
 from w4a8.ops import Activation
 
 _SOFTMAX = re.compile(r"(Qwen2Moe|Qwen3Moe|Mixtral|Olmoe)SparseMoeBlock")
@@ -329,15 +330,6 @@ def listed_linears(block: torch.nn.Module) -> list[list[torch.nn.Linear]] | None
         if all(type(linear) is torch.nn.Linear for three in linears for linear in three):
             return linears
     return None
-
-
-def has_own_forward(module: torch.nn.Module) -> bool:
-    """Whether someone has put another forward into this very module, as hooks of accelerate do.
-
-    transformers, after recording outputs, leaves the forward of the class there.
-    """
-    own = module.__dict__.get("forward")
-    return own is not None and getattr(own, "__func__", None) is not type(module).forward
 
 
 def adopt(block: torch.nn.Module, experts: W4A8Experts) -> None:

@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 import torch
 
 from w4a8.nn import QuantOptions
-from w4a8.nn.output_layer import own_strides
+from w4a8.nn.hooks import has_hooks, has_own_forward
 from w4a8.quantization.moe_blocks import (
     Experts,
     fused_experts,
-    has_own_forward,
     has_stacks,
     listed_experts,
     stacks_problem,
@@ -21,16 +20,6 @@ from w4a8.quantization.size import Large
 from w4a8.quantization.skip import Skipped, heads
 
 _WEIGHT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
 _LOST = "it has hooks, which would be lost"
 
 
@@ -164,7 +153,7 @@ class _Planner:
         reader = reader_of(self.model, name)
         if reader is not None:
             return f"{reader} reads its weight or bias itself"
-        if _has_hooks(linear) or has_own_forward(linear):
+        if has_hooks(linear) or has_own_forward(linear):
             return _LOST
         if linear.out_features == 0:
             return "out_features = 0"
@@ -172,7 +161,7 @@ class _Planner:
 
     def experts_problem(self, module: torch.nn.Module, experts: Experts) -> str | None:
         """Why experts, those of a module, cannot be replaced, or None."""
-        if _has_hooks(module):
+        if any(map(has_hooks, module.modules())):
             return _LOST
         if experts.activation is None:
             return f"activation {type(experts.act_fn).__name__} is not one of the operator"
@@ -218,14 +207,6 @@ class _Planner:
             tied[parameters].names += entry.names
             tied[parameters].places += entry.places
         return self.plan
-
-
-def _has_hooks(module: torch.nn.Module) -> bool:
-    """Whether something was hung on a module or on one below it that is not this package's."""
-    hooks = [
-        hook for part in module.modules() for kind in _HOOKS for hook in (getattr(part, kind, None) or {}).values()
-    ]
-    return any(hook is not own_strides for hook in hooks)
 
 
 def _join(prefix: str, key: str) -> str:

@@ -10,6 +10,7 @@ from w4a8.checkpoint.settings import router_in_config
 from w4a8.core.families import FAMILIES
 from w4a8.decoder import Decoder
 from w4a8.nn.experts import W4A8Experts
+from w4a8.nn.hooks import OF_FORWARD, has_hooks, has_own_forward
 from w4a8.nn.packed import PackedLinear
 from w4a8.ops import Activation
 
@@ -145,7 +146,7 @@ class Stack:
         for parent, name, module in self.used:
             if getattr(parent, name) is not module:
                 return f"{name} of {type(parent).__name__} was replaced"
-            if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+            if has_hooks(module, OF_FORWARD) or has_own_forward(module):
                 return f"{name} of {type(parent).__name__} has a hook"
         return None
 
