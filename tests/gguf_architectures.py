@@ -1,4 +1,5 @@
-"""Tiny models of transformers, one for each architecture of GGUF files or more, and the files that they make.
+"""Tiny models of transformers, one for each architecture of GGUF files or more, and the files that they make: GGUF's,
+and safetensors of int4.
 
 gguf_architectures.json has what llama.cpp's own script (convert_hf_to_gguf.py of llama-cpp-python 0.3.36) wrote for
 each of them: all keys, and a digest of the names, shapes and values of all tensors. The writer here makes the same.
@@ -13,8 +14,10 @@ from pathlib import Path
 import gguf
 import gguf_files
 import numpy as np
+import tool_formats
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 HIDDEN, INTER, VOCAB, LAYERS, HEADS, KV_HEADS, HEAD, EXPERTS = 64, 96, 96, 4, 4, 2, 32, 4
 SIZES = {
@@ -306,3 +309,30 @@ def write(name, model, folder, quantized=False, change=dict, **keys):
             kinds += "_up_" not in key  # gate and up of experts are of one type
             tensors[key] = blocks(tensor, ("Q4_0", "Q8_0")[kinds % 2])
     return gguf_files.write(folder / "model.gguf", found["architecture"], found["keys"] | keys, tensors)
+
+
+# Linear layers that files of int4 leave as floats, by the names in a checkpoint.
+_FLOATS = re.compile(r"embed|norm|conv|router|(^|\.)gate$|gate\.wg|indexer|lm_head|_gate$|kv_b_proj|per_layer")
+
+
+def write_int4(model, folder):
+    """A checkpoint as llm-compressor writes it: W4A16 in groups of 32, with exactly the weights of `model_of`."""
+    model.save_pretrained(folder)
+    tensors, ignored = {}, []
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        module, is_matrix = name.removesuffix(".weight"), name.endswith(".weight") and tensor.dim() == 2
+        if is_matrix and not _FLOATS.search(module):
+            codes, scales = (tensor / STEP).int() + 8, torch.full((len(tensor), tensor.shape[1] // 32), STEP)
+            stored = tool_formats.store("pack-quantized", codes, None, scales)
+            tensors |= {f"{module}.{suffix}": each.contiguous() for suffix, each in stored.items()}
+        else:
+            tensors[name] = tensor
+            ignored += [module] * is_matrix
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ignored,
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))

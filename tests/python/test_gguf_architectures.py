@@ -1,4 +1,5 @@
-"""Architectures whose names need no table: every parameter of a model of transformers, from a GGUF file and back."""
+"""Architectures whose names need no table: every parameter of a model of transformers, from a GGUF file and back, and
+from safetensors of int4."""
 
 import pytest
 import torch
@@ -20,13 +21,14 @@ from gguf_architectures import (  # noqa: E402
     digest_of,
     model_of,
     write,
+    write_int4,
     written_by_llama_cpp,
 )
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 import w4a8.checkpoint  # noqa: E402
 from w4a8.core.matrix import Matrix, unpack_codes  # noqa: E402
-from w4a8.integrations.transformers import gguf  # noqa: E402
+from w4a8.integrations.transformers import W4A8Config, gguf  # noqa: E402
 from w4a8.nn.embedding import PackedEmbedding  # noqa: E402
 from w4a8.nn.packed import PackedLinear, PackedModule  # noqa: E402
 
@@ -45,10 +47,9 @@ def no_gradients():
 
 
 def load(folder, **options):
-    options = {"dtype": torch.float32, "attn_implementation": "eager", "experts_implementation": "eager", **options}
-    model, info = AutoModelForCausalLM.from_pretrained(
-        folder, gguf_file="model.gguf", output_loading_info=True, **options
-    )
+    """Of the file, unless options say otherwise."""
+    options = {"gguf_file": "model.gguf", "attn_implementation": "eager", "experts_implementation": "eager"} | options
+    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True, **options)
     assert not any(info.values()), info
     return model
 
@@ -106,7 +107,25 @@ def test_blocks(name, tmp_path):
     """Every linear layer and all experts are packed, with the weights of the file; logits as in the next test."""
     floats = model_of(name)
     write(name, floats, tmp_path, quantized=True)
-    model = load(tmp_path)
+    assert_packed(load(tmp_path), floats, LEFT)
+
+
+# Experts that their model has in one stack have no int4 format, nor have the convolutions around linear layers of LFM2.
+LEFT_IN_INT4 = (*LEFT, "per_layer_input_gate", "per_layer_projection", "per_layer_model_projection", "lm_head")
+STACKED = {"gemma4, experts", "llama4", "granitemoe", "granitemoe, shared", "granitehybrid"}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_int4_safetensors(name, tmp_path):
+    """A checkpoint of compressed-tensors with the same weights."""
+    floats = model_of(name)
+    write_int4(floats, tmp_path)
+    left = (*LEFT_IN_INT4, *["experts"] * (name in STACKED), *["conv.in_proj", "conv.out_proj"] * ("lfm2" in name))
+    assert_packed(load(tmp_path, gguf_file=None, quantization_config=W4A8Config()), floats, left)
+
+
+def assert_packed(model, floats, may_be_left):
+    """The same weights, packed but for names that end so; the logits of the floats but for the int8 of inputs."""
     packed = {key: module for key, module in model.named_modules() if isinstance(module, PackedModule)}
     for key, module in packed.items():
         assert_same_weights(key, module, floats.get_submodule(key))
@@ -114,7 +133,7 @@ def test_blocks(name, tmp_path):
     experts = {key for key, module in floats.named_modules() if key.endswith(".experts")}
     tied = {key for key in ("lm_head",) if floats.config.tie_word_embeddings}
     left = (linear | experts) - set(packed) - tied
-    assert all(key.endswith(LEFT) or "indexer" in key for key in left), left
+    assert all(key.endswith(may_be_left) or "indexer" in key for key in left), left
     for key, parameter in model.named_parameters():
         if not key.endswith("A_log"):
             assert torch.equal(parameter, floats.get_parameter(key)), key
@@ -124,7 +143,7 @@ def test_blocks(name, tmp_path):
         rounded = floats(SHORT, use_cache=False).logits
     exact, found = floats(SHORT, use_cache=False).logits, model(SHORT, use_cache=False).logits
     noise, off = ((each - rounded).square().mean((1, 2)).sqrt() for each in (exact, found))
-    print(f"{name}: off by {off.quantile(0.25):.7f}, int8 {noise.median():.5f} of {exact.std():.3f}")
+    print(f"off by {off.quantile(0.25):.7f}, int8 {noise.median():.5f} of {exact.std():.3f}")
     assert 0 < noise.median() < exact.std() / 4, "the noise hides what is to be seen"
     # Sums of float32 in another order, where no input is on the other side of a tie: in a quarter of the texts or more.
     assert off.quantile(0.25) <= 0.0005 * noise.median()
