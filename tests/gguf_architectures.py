@@ -19,6 +19,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from w4a8.checkpoint.gguf_architectures import NOT_IN_VLLM
+
 HIDDEN, INTER, VOCAB, LAYERS, HEADS, KV_HEADS, HEAD, EXPERTS = 64, 96, 96, 4, 4, 2, 32, 4
 SIZES = {
     "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": INTER, "num_hidden_layers": LAYERS,
@@ -127,6 +129,35 @@ MODELS = {
     "cohere2": ("Cohere2", {**ROPE, **WINDOWS, **FEW, "logit_scale": 0.0625, "layer_norm_eps": 2.0**-18,
                             "tie_word_embeddings": True}),
 }  # fmt: skip
+# Besides, as safetensors of int4; gguf_models.py has their GGUF files.
+INT4 = MODELS | {
+    "llama": ("Llama", ROPE),
+    "mixtral": ("Mixtral", {**ROPE, **LOCAL}),
+    "gemma3": ("Gemma3", {
+        **WINDOWS, "rope_parameters": dict.fromkeys(QUARTER, _ROPE), "tie_word_embeddings": True,
+        "query_pre_attn_scalar": HEAD,
+    }),
+    "qwen2": ("Qwen2", {**ROPE, **FEW}),
+    "qwen3": ("Qwen3", ROPE),
+    "qwen2moe": ("Qwen2Moe", {**ROPE, **QWEN, **FEW, "shared_expert_intermediate_size": 64, "norm_topk_prob": False}),
+    "qwen3moe": ("Qwen3Moe", {**ROPE, **QWEN, "norm_topk_prob": True}),
+    "olmoe": ("Olmoe", {**ROPE, **FEW, "num_experts": EXPERTS, "num_experts_per_tok": 2, "norm_topk_prob": False}),
+    "deepseek2, V2": ("DeepseekV2", {
+        **ROPE, **MLA, **ROUTED, "topk_method": "group_limited_greedy", "norm_topk_prob": False,
+        "routed_scaling_factor": 4.0,
+    }),
+    "deepseek2, V3": ("DeepseekV3", {**ROPE, **MLA, **ROUTED, "routed_scaling_factor": 2.5, "num_mtp_layers": 0}),
+    "glm4moe": ("Glm4Moe", {**IN_PART, **ROUTED, "routed_scaling_factor": 2.5, "use_qk_norm": True}),
+}  # fmt: skip
+# Whose experts are one tensor in safetensors, too: int4 formats have none for that.
+STACKED = {"gemma4, experts", "llama4", "granitemoe", "granitemoe, shared", "granitehybrid"}
+# Architectures that vLLM does not run from int4; docs/formats.md says why.
+NOT_INT4_IN_VLLM = NOT_IN_VLLM.keys() - {"exaone-moe", "olmoe"} | {
+    "command-r",
+    "cohere2",
+    "granitemoe",
+    "granitehybrid",
+}
 STEP = 2.0**-5  # of matrices: whole numbers from -8 to 7 times this, which blocks of any type hold
 WRITTEN = Path(__file__).with_suffix(".json")
 
@@ -138,7 +169,7 @@ def written_by_llama_cpp(name):
 
 def model_of(name):
     """A model with numbers that are the same everywhere."""
-    family, fields = copy.deepcopy(MODELS[name])
+    family, fields = copy.deepcopy(INT4[name])
     made = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
     model = getattr(transformers, f"{family}ForCausalLM")(made(**{**SIZES, **fields})).eval()
     generator = np.random.default_rng(len(name))
@@ -315,6 +346,15 @@ def write(name, model, folder, quantized=False, change=dict, **keys):
 _FLOATS = re.compile(r"embed|norm|conv|router|(^|\.)gate$|gate\.wg|indexer|lm_head|_gate$|kv_b_proj|per_layer")
 
 
+# Fields that files on the Hub have, for code of their own and for vLLM.
+_ON_THE_HUB = {
+    "minimax_m2": {"rotary_dim": HEAD // 2, "scoring_func": "sigmoid", "use_routing_bias": True},
+    "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "lfm2": {"conv_dim": HIDDEN, "conv_dim_out": HIDDEN, "block_dim": HIDDEN, "block_ff_dim": INTER,
+             "block_multiple_of": 32, "block_ffn_dim_multiplier": 1.0},
+}  # fmt: skip
+
+
 def write_int4(model, folder):
     """A checkpoint as llm-compressor writes it: W4A16 in groups of 32, with exactly the weights of `model_of`."""
     model.save_pretrained(folder)
@@ -329,7 +369,7 @@ def write_int4(model, folder):
             tensors[name] = tensor
             ignored += [module] * is_matrix
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text()) | _ON_THE_HUB.get(model.config.model_type, {})
     weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
     config["quantization_config"] = {
         "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ignored,

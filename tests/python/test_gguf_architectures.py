@@ -1,6 +1,9 @@
 """Architectures whose names need no table: every parameter of a model of transformers, from a GGUF file and back, and
 from safetensors of int4."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -10,11 +13,15 @@ pytest.importorskip("gguf")
 if int(transformers.__version__.split(".")[0]) < 5:
     pytest.skip("transformers 5 is needed", allow_module_level=True)
 
+import gguf_models  # noqa: E402
 import multiplied_out  # noqa: E402
 from gguf_architectures import (  # noqa: E402
     HIDDEN,
+    INT4,
     LAYERS,
     MODELS,
+    NOT_INT4_IN_VLLM,
+    STACKED,
     VOCAB,
     Written,
     beside,
@@ -27,6 +34,7 @@ from gguf_architectures import (  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 import w4a8.checkpoint  # noqa: E402
+from w4a8.checkpoint.gguf_architectures import NOT_IN_VLLM  # noqa: E402
 from w4a8.core.matrix import Matrix, unpack_codes  # noqa: E402
 from w4a8.integrations.transformers import W4A8Config, gguf  # noqa: E402
 from w4a8.nn.embedding import PackedEmbedding  # noqa: E402
@@ -110,12 +118,11 @@ def test_blocks(name, tmp_path):
     assert_packed(load(tmp_path), floats, LEFT)
 
 
-# Experts that their model has in one stack have no int4 format, nor have the convolutions around linear layers of LFM2.
+# Written as floats; experts in one stack, and what is around the convolutions of LFM2, besides.
 LEFT_IN_INT4 = (*LEFT, "per_layer_input_gate", "per_layer_projection", "per_layer_model_projection", "lm_head")
-STACKED = {"gemma4, experts", "llama4", "granitemoe", "granitemoe, shared", "granitehybrid"}
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", INT4)
 def test_int4_safetensors(name, tmp_path):
     """A checkpoint of compressed-tensors with the same weights."""
     floats = model_of(name)
@@ -229,3 +236,20 @@ def test_linear_layers_without_a_model(tmp_path):
     path = write("granite", model_of("granite"), tmp_path, quantized=True)
     with pytest.raises(ValueError, match=r"'granite', whose linear layers have no names here without a model \("):
         w4a8.checkpoint.load_linear(path)
+
+
+def test_the_table_of_the_documents():
+    """docs/formats.md, "Architectures": each has a row, and a tick stands where these tests and vLLM's have a case."""
+    text = (Path(__file__).parents[2] / "docs/formats.md").read_text().partition("## Architectures")[2]
+    found = {}
+    for line in text.partition("\n## ")[0].splitlines():
+        names, _, *cells = line.strip("|").split(" | ")[:6] if line.startswith("| `") else ("", "")
+        found |= {
+            name: [cell in ("✓", "in bfloat16", "dense; a") for cell in cells] for name in re.findall("`(.+?)`", names)
+        }
+    gguf_cases = {name.partition(",")[0] for name in MODELS} | {each[0] for each in gguf_models.MODELS.values()}
+    int4_cases = {name.partition(",")[0] for name in INT4.keys() - STACKED} - {"mixtral"}
+    assert found.keys() == gguf_cases | {"nemotron_h"}
+    for name, cells in found.items():
+        in_vllm = gguf_cases - NOT_IN_VLLM.keys(), int4_cases - NOT_INT4_IN_VLLM
+        assert cells == [name in cases for cases in (gguf_cases, in_vllm[0], int4_cases, in_vllm[1])], name

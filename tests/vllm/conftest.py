@@ -95,6 +95,8 @@ def environment(hide_amx: bool = False, **variables) -> dict:
     return {**clean, **found, **variables}
 
 
+# Of jobs whose output layer is as the plugin has it by default: int8, or as a GGUF file has it. Others leave it alone.
+DEFAULT_HEAD = {"W4A8_VLLM_LM_HEAD": ""}
 # Of engines whose weights are compared: in one process, and with attention as exact as vLLM's own.
 ALONE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "W4A8_VLLM_ATTENTION": "0"}
 

@@ -62,6 +62,8 @@ def chosen(config, name, experts=False, head=False):
     torch.nn.Module.__init__(layer)
     if experts:
         layer.moe_config = make_layer()[0].moe_config
+    if head:
+        layer.embedding_dim = 64
     return config.get_quant_method(layer, name)
 
 

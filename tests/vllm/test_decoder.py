@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from compare import kl_divergences
-from conftest import Job, arguments, run_engines
+from conftest import DEFAULT_HEAD, Job, arguments, run_engines
 from models import Case
 from test_attention import CHUNKS, assert_same, long_prompts
 from test_gguf_models import Tiny
@@ -38,7 +38,6 @@ FLOAT32 = {model: Case(model, 32, "int-quantized", "float32", "symmetric") for m
 BFLOAT16 = [Case(model, 32, "int-quantized", "bfloat16", "symmetric") for model in ("llama", "qwen3_moe", "gpt_oss")]
 MLA = Case("deepseek_v2", 32, "int-quantized", "float32", "symmetric")
 OFF = {"W4A8_VLLM_DECODER": "0"}
-HEAD = {"W4A8_VLLM_LM_HEAD": "int8"}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
 
@@ -61,7 +60,9 @@ def families(checkpoints, tmp_path_factory):
         else:
             made = Job(checkpoints(case) / "checkpoint", arguments(case))
         for on in (True, False):
-            jobs[case, on] = Job(made.model, made.arguments, made.prompts, environment={} if on else OFF)
+            jobs[case, on] = Job(
+                made.model, made.arguments, made.prompts, environment=made.environment | ({} if on else OFF)
+            )
     return run(jobs, tmp_path_factory.mktemp("families"))
 
 
@@ -116,9 +117,13 @@ def steps(request, checkpoints, tmp_path_factory):
         "reloaded": Job(path, plain, reload=checkpoints(case, seed=1) / "checkpoint"),
         "reloaded, off": Job(path, plain, reload=checkpoints(case, seed=1) / "checkpoint", environment=OFF),
         "drafted": Job(path, {**plain, "speculative_config": draft}, long_prompts(), prompt_logprobs=False),
-        "head": Job(path, plain, long_prompts(), prompt_logprobs=False, environment=HEAD),
+        "head": Job(path, plain, long_prompts(), prompt_logprobs=False, environment=DEFAULT_HEAD),
         "head, drafted": Job(
-            path, {**plain, "speculative_config": draft}, long_prompts(), prompt_logprobs=False, environment=HEAD
+            path,
+            {**plain, "speculative_config": draft},
+            long_prompts(),
+            prompt_logprobs=False,
+            environment=DEFAULT_HEAD,
         ),
         # Last: vLLM makes no engine behind one of these in the same process.
         "guessed": Job(path, {**plain, "speculative_config": NGRAM}, long_prompts(), prompt_logprobs=False),

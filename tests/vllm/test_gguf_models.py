@@ -9,7 +9,7 @@ import gguf_models
 import numpy as np
 import pytest
 from compare import check
-from conftest import ALONE, Job, prompts, run_engines
+from conftest import ALONE, DEFAULT_HEAD, Job, prompts, run_engines
 from gguf_models import EXPERTS, VOCAB, TinyModel
 from test_example import serving
 from test_gguf_files import TOKENIZER
@@ -73,7 +73,7 @@ def write(case, directory, lost=None, cut=False, **options):
     (path, *_) = sorted(directory.glob("*.gguf"))
     arguments = {"enforce_eager": not case.compiled, "dtype": case.dtype, "max_model_len": 128}
     few = [[token % (VOCAB - 3) + 3 for token in prompt] for prompt in prompts()]
-    return Job(path, arguments, few)
+    return Job(path, arguments, few, environment=DEFAULT_HEAD)
 
 
 @pytest.fixture(scope="module")

@@ -20,17 +20,16 @@ def make_head(rows=48, columns=64, seed=0) -> ParallelLMHead:
     return head
 
 
-@pytest.mark.parametrize("value", [None, "", "0"])
-def test_off(value, monkeypatch):
-    monkeypatch.delenv("W4A8_VLLM_LM_HEAD", raising=False)
-    if value is not None:
-        monkeypatch.setenv("W4A8_VLLM_LM_HEAD", value)
+def test_off(monkeypatch):
+    monkeypatch.setenv("W4A8_VLLM_LM_HEAD", "0")
     assert lm_head_method(make_head(), None) is None
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_on(bits, monkeypatch):
-    monkeypatch.setenv("W4A8_VLLM_LM_HEAD", f"int{bits}")
+@pytest.mark.parametrize(("value", "bits"), [(None, 8), ("", 8), ("int4", 4), ("int8", 8)])
+def test_on(value, bits, monkeypatch):
+    monkeypatch.delenv("W4A8_VLLM_LM_HEAD", raising=False)
+    if value is not None:
+        monkeypatch.setenv("W4A8_VLLM_LM_HEAD", value)
     method = lm_head_method(make_head(), None)
     assert isinstance(method, W4A8LMHeadMethod) and method.bits == bits
     assert isinstance(lm_head_method(make_head(), UnquantizedEmbeddingMethod()), W4A8LMHeadMethod)
@@ -38,6 +37,13 @@ def test_on(bits, monkeypatch):
     assert lm_head_method(make_head(), quantized) is quantized
     assert lm_head_method(other, None) is None
     assert lm_head_method(make_head(columns=48), None) is None
+
+
+def test_models_that_vllm_runs_are_left_alone(monkeypatch):
+    monkeypatch.delenv("W4A8_VLLM_LM_HEAD", raising=False)
+    assert lm_head_method(make_head(), None, by_default=False) is None
+    monkeypatch.setenv("W4A8_VLLM_LM_HEAD", "int4")
+    assert lm_head_method(make_head(), None, by_default=False).bits == 4
 
 
 def test_another_value(monkeypatch):

@@ -9,7 +9,7 @@ import multiplied_out
 import pytest
 import torch
 from compare import check
-from conftest import Job, run_engines
+from conftest import DEFAULT_HEAD, Job, run_engines
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from trained_models import SOURCES
@@ -53,7 +53,7 @@ def is_answer(source, tokens):
 def test_in_vllm(source, tmp_path):
     found, folder, ids = source
     arguments = {"enforce_eager": True, "dtype": "float32", "max_model_len": 64}
-    job = Job(found.path(), arguments, [ids], TOKENS)
+    job = Job(found.path(), arguments, [ids], TOKENS, environment=DEFAULT_HEAD)
     (result,), log = run_engines([job], tmp_path, 900, VLLM_ENABLE_V1_MULTIPROCESSING="0")
     assert "error" not in result, result["error"]
     assert "w4a8: runs " in log

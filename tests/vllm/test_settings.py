@@ -7,7 +7,7 @@ from vllm.engine.arg_utils import EngineArgs
 from w4a8.integrations.vllm import settings
 
 NAMES = "'w4a16', 'lm_head', 'activation_group', 'attention' or 'decoder'"
-NONE = {"w4a16": True, "lm_head": 0, "activation_group": None}
+NONE = {"w4a16": True, "lm_head": 8, "activation_group": None}
 
 
 def found():
@@ -38,6 +38,8 @@ def test_nothing_is_said(additional):
         ({"w4a16": 0}, {"w4a16": False}),
         ({"w4a16": "1"}, {"w4a16": True}),
         ({"lm_head": "int8"}, {"lm_head": 8}),
+        ({"lm_head": "0"}, {"lm_head": 0}),
+        ({"lm_head": False}, {"lm_head": 0}),
         ({"lm_head": "int4", "activation_group": 64}, {"lm_head": 4, "activation_group": 64}),
         ({"activation_group": "-1"}, {"activation_group": -1}),
         ({"activation_group": -1, "lm_head": None}, {"activation_group": -1}),
@@ -86,8 +88,8 @@ def test_an_engine_reads_them_first(monkeypatch):
     monkeypatch.setattr(EngineArgs, "create_engine_config", lambda self: (found(), self.model))
     settings.read_arguments(lambda given: seen.append(given.model))
     settings.read_arguments()  # as where two parts of the plugin ask for it
-    engine = EngineArgs(model="nowhere", additional_config={"w4a8": {"lm_head": "int8"}})
-    assert engine.create_engine_config() == ({**NONE, "lm_head": 8}, "nowhere")
+    engine = EngineArgs(model="nowhere", additional_config={"w4a8": {"lm_head": "int4"}})
+    assert engine.create_engine_config() == ({**NONE, "lm_head": 4}, "nowhere")
     assert seen == ["nowhere"]
     with pytest.raises(ValueError, match=r"has 'lmhead', expected"):
         EngineArgs(model="nowhere", additional_config={"w4a8": {"lmhead": 1}}).create_engine_config()

@@ -56,8 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--lm-head",
-        choices=("int8", "int4"),
-        help=f"round the output layer ({LM_HEAD_SWITCH}): int8 decodes 1.15 times as fast and costs little",
+        choices=("int8", "int4", "0"),
+        help=f"what an output layer of floats is rounded to ({LM_HEAD_SWITCH}); 0: nothing. The default is int8",
     )
     parser.add_argument("--dry-run", action="store_true", help="print the command and do not run it")
 

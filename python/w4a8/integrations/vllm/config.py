@@ -57,6 +57,7 @@ class RunsLayersHere:
     """
 
     w4a8_says: str
+    _runs_some = False  # whether layers so far run here; models make their output layer last
 
     def scheme_of_layer(self, layer: torch.nn.Module, prefix: str) -> Scheme | LeftOut | None:
         """How the weights of a layer are stored, if they are to be run here, or that they are not quantized.
@@ -95,7 +96,11 @@ class RunsLayersHere:
         """The method of a layer, or None (upstream's contract)."""
         ours = isinstance(layer, (LinearBase, ParallelLMHead, RoutedExperts))
         method = self.method_of(layer, prefix) if ours else None
-        return lm_head_method(layer, super().get_quant_method(layer, prefix) if method is None else method)
+        if method is None:
+            method = super().get_quant_method(layer, prefix)
+        own = (type(part).__module__.startswith("w4a8.") for part in (method, getattr(layer, "scheme", None)))
+        self._runs_some = self._runs_some or any(own)
+        return lm_head_method(layer, method, by_default=self._runs_some)
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
         """Each type that the operators have, in place of upstream's, unless weight-only models are left to vLLM."""

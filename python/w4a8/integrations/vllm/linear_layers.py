@@ -31,7 +31,7 @@ from w4a8.formats import Scheme
 from w4a8.formats.format import Part
 from w4a8.integrations.vllm.loading import form_of, is_dummy_load, loaded_parts, random_matrix
 from w4a8.integrations.vllm.log import logger
-from w4a8.integrations.vllm.settings import LM_HEAD_SWITCH, activation_group, lm_head_bits
+from w4a8.integrations.vllm.settings import LM_HEAD_SWITCH, activation_group, lm_head_bits, lm_head_is_set
 from w4a8.nn import QuantOptions
 from w4a8.nn.rounding import round_to_8_bits, round_weight
 from w4a8.ops import dyn_quant_matmul_4bit
@@ -306,13 +306,19 @@ class W4A8LinearScheme(LinearWeights, CompressedTensorsScheme):
 HEAD_GROUP = 32  # of an output layer in int4
 
 
-def lm_head_method(layer: torch.nn.Module, method: Any) -> Any:
+def lm_head_method(layer: torch.nn.Module, method: Any, by_default: bool = True) -> Any:
     """What runs any layer: ``method``, the one chosen so far, or integers for an output layer of an unquantized method.
 
-    None is unquantized too. Raises ValueError if the setting is neither 0 nor int4 nor int8.
+    Args:
+        layer: of vLLM.
+        method: None is unquantized too.
+        by_default: whether to round where the user has not chosen.
+
+    Raises:
+        ValueError: the setting is neither 0 nor int4 nor int8.
     """
     bits = lm_head_bits()
-    if not isinstance(layer, ParallelLMHead) or bits == 0:
+    if not isinstance(layer, ParallelLMHead) or bits == 0 or not (by_default or lm_head_is_set()):
         return method
     if method is not None and not isinstance(method, (UnquantizedEmbeddingMethod, UnquantizedLinearMethod)):
         return method

@@ -153,7 +153,7 @@ def decodes() -> bool:
 
 def lm_head_bits() -> int:
     """Bits that an output layer that is not quantized is rounded to while the model is loaded: 4, 8, or 0 for none."""
-    return {"0": 0, "int4": 4, "int8": 8}[_read(LM_HEAD_SWITCH, "0", "int4", "int8")]
+    return {"0": 0, "int4": 4, "int8": 8}[_read(LM_HEAD_SWITCH, "int8", "int4", "int8")]
 
 
 def lm_head_is_set() -> bool:
