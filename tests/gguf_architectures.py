@@ -22,12 +22,7 @@ from safetensors.torch import load_file, save_file
 from w4a8.checkpoint.gguf_architectures import NOT_IN_VLLM
 
 HIDDEN, INTER, VOCAB, LAYERS, HEADS, KV_HEADS, HEAD, EXPERTS = 64, 96, 96, 4, 4, 2, 32, 4
-SIZES = {
-    "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": INTER, "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD, "rms_norm_eps": 2.0**-18,
-    "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-    "tie_word_embeddings": False, "attn_implementation": "eager", "experts_implementation": "eager",
-}  # fmt: skip
+SIZES = gguf_files.config_sizes(HIDDEN, INTER, LAYERS, HEADS, KV_HEADS, HEAD, VOCAB)
 _ROPE = {"rope_type": "default", "rope_theta": 5000.0}
 ROPE = {"rope_parameters": _ROPE}
 IN_PART = {"rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5}}

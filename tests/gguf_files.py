@@ -30,6 +30,16 @@ _FLOAT16 = {
 }
 
 
+def config_sizes(hidden, inter, layers, heads, kv_heads, head, vocab):
+    """Fields of the config of a tiny model of transformers, of any family."""
+    return {
+        "vocab_size": vocab, "hidden_size": hidden, "intermediate_size": inter, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head, "rms_norm_eps": 2.0**-18,
+        "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+        "tie_word_embeddings": False, "attn_implementation": "eager", "experts_implementation": "eager",
+    }  # fmt: skip
+
+
 def random_blocks(name, shape, generator, scale=0.01):
     """Blocks of a type with random bits, float16 numbers of about `scale`: uint8 [..., bytes of a row].
 

@@ -10,12 +10,7 @@ import torch
 import transformers
 
 LAYERS, HEADS, KV_HEADS, HEAD, HIDDEN, INTER, VOCAB, EXPERTS = 2, 4, 2, 64, 256, 512, 96, 4
-SIZES = {
-    "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": INTER, "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD, "rms_norm_eps": 2.0**-18,
-    "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-    "tie_word_embeddings": False, "attn_implementation": "eager", "experts_implementation": "eager",
-}  # fmt: skip
+SIZES = gguf_files.config_sizes(HIDDEN, INTER, LAYERS, HEADS, KV_HEADS, HEAD, VOCAB)
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}
 YARN = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
         "truncate": False, "original_max_position_embeddings": 32}  # fmt: skip

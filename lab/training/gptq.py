@@ -8,7 +8,6 @@ another, and each error is subtracted from the columns still to come in the way 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import data
 import numpy as np
@@ -17,22 +16,13 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import Qwen3MoeForCausalLM
 
+from w4a8.core.threads import one_thread
+
 # Share of the mean of the Hessian's diagonal that is added to the diagonal.
 DAMPING = 0.01
 
 # Values int8 [..., N, K] in [-8, 7] and bfloat16 scales [..., N, groups].
 Rounded = tuple[Tensor, Tensor]
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """For very many tiny operations, whose threads would mostly wait for each other if the machine is busy."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _round_block(columns: Tensor, scale: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
@@ -45,7 +35,7 @@ def _round_block(columns: Tensor, scale: Tensor, upper: Tensor) -> tuple[Tensor,
     return values, errors
 
 
-@_one_thread()
+@one_thread()
 def round_matrix(weight: Tensor, hessian: Tensor, group_size: int | None, candidates: int) -> Rounded:
     """Symmetric int4 of [..., N, K], of which row n is multiplied with inputs x that have the ``hessian`` sum(x x^T).
 

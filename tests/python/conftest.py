@@ -53,6 +53,12 @@ def set_threads():
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def no_gradients():
+    with torch.no_grad():
+        yield
+
+
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item):
     report = (yield).get_result()

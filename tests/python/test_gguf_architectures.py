@@ -4,18 +4,12 @@ from safetensors of int4."""
 import re
 from pathlib import Path
 
+import available  # noqa: F401
+import gguf_models
+import multiplied_out
 import pytest
 import torch
-
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-pytest.importorskip("gguf")
-
-if int(transformers.__version__.split(".")[0]) < 5:
-    pytest.skip("transformers 5 is needed", allow_module_level=True)
-
-import gguf_models  # noqa: E402
-import multiplied_out  # noqa: E402
-from gguf_architectures import (  # noqa: E402
+from gguf_architectures import (
     HIDDEN,
     INT4,
     LAYERS,
@@ -31,27 +25,19 @@ from gguf_architectures import (  # noqa: E402
     write_int4,
     written_by_llama_cpp,
 )
-from transformers import AutoModelForCausalLM  # noqa: E402
+from transformers import AutoModelForCausalLM
 
-import w4a8.checkpoint  # noqa: E402
-from w4a8.checkpoint.gguf_architectures import NOT_IN_VLLM  # noqa: E402
-from w4a8.core.matrix import Matrix, unpack_codes  # noqa: E402
-from w4a8.integrations.transformers import W4A8Config, gguf  # noqa: E402
-from w4a8.nn.embedding import PackedEmbedding  # noqa: E402
-from w4a8.nn.packed import PackedLinear, PackedModule  # noqa: E402
-
-if gguf.gguf_problems():
-    pytest.skip(f"left to transformers: {gguf.gguf_problems()}", allow_module_level=True)
+import w4a8.checkpoint
+from w4a8.checkpoint.gguf_architectures import NOT_IN_VLLM
+from w4a8.core.matrix import Matrix, unpack_codes
+from w4a8.integrations.transformers import W4A8Config
+from w4a8.nn.embedding import PackedEmbedding
+from w4a8.nn.packed import PackedLinear, PackedModule
 
 TOKENS = torch.randint(3, VOCAB, (4, 12), generator=torch.Generator().manual_seed(1))
 # Short: the later a position, the likelier an input before it is on the other side of a tie.
 SHORT = torch.randint(3, VOCAB, (24, 3), generator=torch.Generator().manual_seed(2))
-
-
-@pytest.fixture(autouse=True)
-def no_gradients():
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_gradients")
 
 
 def load(folder, **options):

@@ -23,12 +23,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 from w4a8.integrations.transformers import W4A8Config  # noqa: E402
 
 TOKENS = torch.randint(1, 64, (2, 7), generator=torch.Generator().manual_seed(0))
-
-
-@pytest.fixture(autouse=True)
-def no_gradients():
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_gradients")
 
 
 def save_float(name, directory, dtype=torch.bfloat16, change=lambda model: None, **options):

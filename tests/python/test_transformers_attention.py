@@ -56,12 +56,7 @@ OTHERS = {
 }  # fmt: skip
 KINDS = pytest.mark.parametrize("kind", ["int8", "bfloat16"])
 NAMES = pytest.mark.parametrize("name", MODELS)
-
-
-@pytest.fixture(autouse=True)
-def no_gradients():
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_gradients")
 
 
 def make_model(name, **changes):

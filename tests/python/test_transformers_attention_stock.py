@@ -6,11 +6,13 @@ from common import assert_same_bits
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
-from test_transformers_attention import MODELS, make_model, no_gradients, padded, step_by_step  # noqa: E402, F401
+from test_transformers_attention import MODELS, make_model, padded, step_by_step  # noqa: E402
 from transformers import DynamicCache, masking_utils  # noqa: E402
 
 from w4a8.integrations.transformers import W4A8Cache  # noqa: E402
 from w4a8.integrations.transformers.attention import window_of  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("no_gradients")
 
 
 @pytest.mark.parametrize("name", [*MODELS, "Llama4", "Qwen3Next", "DeepseekV3"])

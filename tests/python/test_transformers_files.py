@@ -12,12 +12,14 @@ from w4a8.quantization import DEFAULT_SKIP
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
 from safetensors.torch import load_file, save_file  # noqa: E402
-from test_transformers_formats import TOKENS, UP, load, no_gradients, write  # noqa: E402, F401
+from test_transformers_formats import TOKENS, UP, load, write  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from w4a8.checkpoint import load_linear  # noqa: E402
 from w4a8.command.headers import read_headers  # noqa: E402
 from w4a8.integrations.transformers import W4A8Config  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("no_gradients")
 
 # What transformers knows the names of that predict further tokens: in the list of the class, and past the last layer.
 FURTHER = {

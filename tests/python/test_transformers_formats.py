@@ -24,12 +24,7 @@ from w4a8.integrations.transformers import W4A8Config  # noqa: E402
 TINY = Path(__file__).resolve().parents[2] / "examples/tiny_moe/checkpoints/g32"
 TOKENS = torch.randint(1, 64, (2, 7), generator=torch.Generator().manual_seed(0))
 UP = "model.layers.1.mlp.experts.3.up_proj"
-
-
-@pytest.fixture(autouse=True)
-def no_gradients():
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_gradients")
 
 
 def packed(form, *stored, bias=None, asked=None):

@@ -21,12 +21,7 @@ from w4a8.nn.output_layer import multiply_once  # noqa: E402
 FUSED = ["llama", "llama, tied", "llama, biases", "gemma3", "qwen2", "qwen3", "qwen2moe", "qwen3moe", "mixtral",
          "olmoe", "gpt-oss", "glm4moe"]  # fmt: skip
 TOKENS = torch.randint(3, VOCAB, (2, 6), generator=torch.Generator().manual_seed(1))
-
-
-@pytest.fixture(autouse=True)
-def no_gradients():
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_gradients")
 
 
 def load(name, folder, **options):

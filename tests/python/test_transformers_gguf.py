@@ -2,43 +2,29 @@
 
 import math
 
+import available  # noqa: F401
+import gguf_files
+import gguf_models
+import multiplied_out
 import numpy as np
 import pytest
+import safetensors
 import torch
 from common import assert_same_bits
+from gguf_models import HEAD, HIDDEN, INTER, MODELS, TinyModel
+from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-pytest.importorskip("gguf")
-import gguf_files  # noqa: E402
-import safetensors  # noqa: E402
-
-if int(transformers.__version__.split(".")[0]) < 5:
-    pytest.skip("transformers 5 is needed", allow_module_level=True)
-
-import gguf_models  # noqa: E402
-import multiplied_out  # noqa: E402
-from gguf_models import HEAD, HIDDEN, INTER, MODELS, TinyModel  # noqa: E402
-from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig  # noqa: E402
-
-import w4a8  # noqa: E402
-from w4a8.checkpoint import gguf_linear  # noqa: E402
-from w4a8.core.matrix import Matrix, unpack_codes  # noqa: E402
-from w4a8.integrations.transformers import W4A8Config, gguf  # noqa: E402
-from w4a8.nn.embedding import PackedEmbedding  # noqa: E402
-from w4a8.nn.packed import PackedLinear, PackedModule  # noqa: E402
-
-if gguf.gguf_problems():
-    pytest.skip(f"left to transformers: {gguf.gguf_problems()}", allow_module_level=True)
+import w4a8
+from w4a8.checkpoint import gguf_linear
+from w4a8.core.matrix import Matrix, unpack_codes
+from w4a8.integrations.transformers import W4A8Config
+from w4a8.nn.embedding import PackedEmbedding
+from w4a8.nn.packed import PackedLinear, PackedModule
 
 # Those whose tensors transformers' own loader does not know.
 OURS = {"mixtral", "gpt-oss", "olmoe", "deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "glm4moe"}
 THEIRS = sorted(set(MODELS) - OURS)
-
-
-@pytest.fixture(autouse=True)
-def no_gradients():
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_gradients")
 
 
 def load(folder, **options):

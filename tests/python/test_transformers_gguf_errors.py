@@ -11,10 +11,12 @@ package = pytest.importorskip("gguf")
 import gguf_files  # noqa: E402
 import gguf_models  # noqa: E402
 from gguf_models import HIDDEN, INTER, TinyModel  # noqa: E402
-from test_transformers_gguf import config_of, llama3_factors, load, no_gradients, packed_modules  # noqa: E402, F401
+from test_transformers_gguf import config_of, llama3_factors, load, packed_modules  # noqa: E402
 from transformers import GgufConfig  # noqa: E402
 
 from w4a8.integrations.transformers import W4A8Config, gguf  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("no_gradients")
 
 
 def without(tiny, name):

@@ -1,35 +1,21 @@
 """`from_pretrained(gguf_file=)` of models with experts: routers, multi-head latent attention, MTP, float experts."""
 
+import available  # noqa: F401
+import gguf_files
 import numpy as np
 import pytest
 import torch
+import transformers
+from gguf_models import EXPERTS, HEAD, HEADS, HIDDEN, INTER, MODELS, TinyModel, blocks
+from test_transformers_gguf import assert_same_weights, load, packed_modules
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-pytest.importorskip("gguf")
-import gguf_files  # noqa: E402
-
-if int(transformers.__version__.split(".")[0]) < 5:
-    pytest.skip("transformers 5 is needed", allow_module_level=True)
-
-from gguf_models import EXPERTS, HEAD, HEADS, HIDDEN, INTER, MODELS, TinyModel, blocks  # noqa: E402
-from test_transformers_gguf import assert_same_weights, load, packed_modules  # noqa: E402
-
-import w4a8  # noqa: E402
-from w4a8.checkpoint import load_linear  # noqa: E402
-from w4a8.integrations.transformers import gguf  # noqa: E402
-from w4a8.nn.packed import PackedLinear  # noqa: E402
-
-if gguf.gguf_problems():
-    pytest.skip(f"left to transformers: {gguf.gguf_problems()}", allow_module_level=True)
+import w4a8
+from w4a8.checkpoint import load_linear
+from w4a8.nn.packed import PackedLinear
 
 WITH_EXPERTS = [name for name in MODELS if TinyModel.has_experts(name)]
 DEEPSEEK = [name for name in MODELS if name.startswith("deepseek")]
-
-
-@pytest.fixture(autouse=True)
-def no_gradients():
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_gradients")
 
 
 def by_expert(weights, ids):

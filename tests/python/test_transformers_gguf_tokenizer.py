@@ -2,24 +2,15 @@
 
 import warnings
 
+import available  # noqa: F401
+import gguf_files
 import pytest
 import torch
+import transformers
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-pytest.importorskip("gguf")
-import gguf_files  # noqa: E402
-
-if int(transformers.__version__.split(".")[0]) < 5:
-    pytest.skip("transformers 5 is needed", allow_module_level=True)
-
-from w4a8.checkpoint.gguf_file import GGUFFile  # noqa: E402
-from w4a8.integrations.transformers import gguf  # noqa: E402
-
-if gguf.gguf_problems():
-    pytest.skip(f"left to transformers: {gguf.gguf_problems()}", allow_module_level=True)
-
-from w4a8.integrations.transformers.gguf_tokenizer import tokenizer_of  # noqa: E402
-from w4a8.integrations.vllm.gguf_folder import folder_of  # noqa: E402
+from w4a8.checkpoint.gguf_file import GGUFFile
+from w4a8.integrations.transformers.gguf_tokenizer import tokenizer_of
+from w4a8.integrations.vllm.gguf_folder import folder_of
 
 LETTERS = [*map(chr, range(ord("0"), ord("9") + 1)), *map(chr, range(ord("a"), ord("z") + 1)), ".", "!", "\u0120"]
 TOKENS = ["<pad>", "<s>", "</s>", *LETTERS, "12", "123", "1234", "ab", "abc", "xyz", ".a", "!."]

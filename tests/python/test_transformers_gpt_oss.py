@@ -13,10 +13,12 @@ from w4a8.quantization import DEFAULT_SKIP
 pytest.importorskip("transformers", minversion="5.0")
 
 from safetensors.torch import load_file, save_file
-from test_transformers_formats import change_file, check, load, no_gradients, packed, save, skeleton  # noqa: F401
+from test_transformers_formats import check, load, packed, save, skeleton
 from transformers import GptOssConfig
 
 from w4a8.integrations.transformers import prequantized
+
+pytestmark = pytest.mark.usefixtures("no_gradients")
 
 
 def write_gpt_oss(directory, method="mxfp4"):

@@ -18,11 +18,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 
 from w4a8.integrations.transformers import W4A8Config  # noqa: E402
 
-
-@pytest.fixture(autouse=True)
-def no_gradients():
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_gradients")
 
 
 def quantized(directory):

@@ -45,12 +45,7 @@ READERS = {
     "RWKV": ("RwkvForCausalLM", RWKV, {"attention.output", "feed_forward.value"}),
     "Mamba": ("MambaForCausalLM", {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 1}, {"dt_proj"}),
 }
-
-
-@pytest.fixture(autouse=True)
-def no_gradients():
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_gradients")
 
 
 def make(name, sizes, **more):

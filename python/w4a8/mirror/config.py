@@ -7,6 +7,7 @@ Mirrors what the W4A8 method, its oracle and its experts read of vLLM's ``...lay
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import ClassVar, NamedTuple
@@ -14,7 +15,15 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from w4a8.core.activation import MoEActivation, as_activation
+from w4a8.core.experts import ExpertSizes
 from w4a8.core.routing import RoutingMethodType
+
+INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of activations
+
+
+def first_reason(checks: Iterable[tuple[bool | None, str]]) -> str | None:
+    """Of (what is asked for holds, why not) the first reason, or None if all hold."""
+    return next((reason for holds, reason in checks if not holds), None)
 
 
 class CpuArchEnum(Enum):
@@ -77,6 +86,16 @@ class GroupShape(_Shape):
         """One scale per output channel and run of ``col`` input features."""
         return self.row == 1 and self.col >= 1
 
+    @classmethod
+    def of_weights(cls, group_size: int) -> GroupShape:
+        """Of weights with ``group_size`` input features per scale; -1 is channelwise."""
+        return cls.PER_CHANNEL if group_size == -1 else cls(1, group_size)
+
+    @property
+    def group_size(self) -> int:
+        """``group_size`` of the op: -1 (channelwise) unless the shape is (1, g)."""
+        return self.col if self.row == 1 else -1
+
 
 GroupShape.PER_TENSOR = GroupShape(-1, -1)
 GroupShape.PER_TOKEN = GroupShape(1, -1)
@@ -116,19 +135,15 @@ class QuantKey:
         return f"QuantKey({str(self.dtype)[len('torch.') :]}, scale({self.scale}){second}, {symmetry})"
 
 
-def int4_weight_key(group_size: int, scale_dtype: torch.dtype | None = None, symmetric: bool = True) -> QuantKey:
-    """The key of int4 weights held as int8.
+def weight_scale_dtype(group_size: int) -> torch.dtype:
+    """The type of the scales of weights, as upstream: float32 if channelwise (-1), bfloat16 in groups."""
+    return torch.float32 if group_size == -1 else torch.bfloat16
 
-    Args:
-        group_size: input features per scale; -1 is channelwise.
-        scale_dtype: float32 for channelwise and bfloat16 for groups if not given.
-        symmetric: whether the weights have no zero points.
-    """
-    channelwise = group_size == -1
-    if scale_dtype is None:
-        scale_dtype = torch.float32 if channelwise else torch.bfloat16
-    shape = GroupShape.PER_CHANNEL if channelwise else GroupShape(1, group_size)
-    return QuantKey(torch.int8, ScaleDesc(scale_dtype, static=True, group_shape=shape), symmetric=symmetric)
+
+def int4_weight_key(group_size: int, scale_dtype: torch.dtype | None = None, symmetric: bool = True) -> QuantKey:
+    """The key of int4 weights held as int8; without zero points, if ``symmetric``."""
+    scale = ScaleDesc(scale_dtype or weight_scale_dtype(group_size), True, GroupShape.of_weights(group_size))
+    return QuantKey(torch.int8, scale, symmetric=symmetric)
 
 
 kInt4W4A8StaticGroup32Sym = int4_weight_key(32)
@@ -203,6 +218,11 @@ class FusedMoEConfig:
         """I: intermediate features of an expert on this rank."""
         return self.intermediate_size // self.tp_size
 
+    def expert_sizes(self, group_size: int = -1) -> ExpertSizes:
+        """Sizes of the experts of this rank, with weights of ``group_size`` input features per scale."""
+        inner, gated = self.intermediate_size_per_partition, bool(self.is_act_and_mul)
+        return ExpertSizes(self.num_local_experts, self.hidden_dim, inner, group_size, gated)
+
 
 @dataclass(frozen=True)
 class FusedMoEQuantDesc:
@@ -247,9 +267,5 @@ class FusedMoEQuantConfig:
 
     @property
     def group_size(self) -> int:
-        """``group_size`` of the op: -1 (channelwise) unless the shape is (1, g).
-
-        Upstream 0.24 hands its op ``block_shape[1]``, which is 1 for channelwise weights.
-        """
-        block_shape = self.block_shape
-        return block_shape[1] if block_shape is not None and block_shape[0] == 1 else -1
+        """``group_size`` of the op. Upstream 0.24 gives its op ``block_shape[1]``, 1 for channelwise weights."""
+        return -1 if self._a1.shape is None else self._a1.shape.group_size

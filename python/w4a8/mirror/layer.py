@@ -7,29 +7,23 @@ from collections.abc import Mapping
 
 import torch
 
-from w4a8.core.experts import ExpertSizes, gate_and_up, slice_of_rank
+from w4a8.core.experts import gate_and_up, slice_of_rank
 from w4a8.core.nibbles import from_int32
 from w4a8.core.routing import RoutingMethodType
 from w4a8.core.scale_types import holds_scales
 from w4a8.mirror.config import FusedMoEConfig
 from w4a8.mirror.method import CompressedTensorsW4A8Int8MoEMethod
-from w4a8.nn.packed import PackedModule
+from w4a8.nn.experts import PackedStacks
 
 
 class MoEWeightLoader:
     """Copies one tensor of one expert into its place, cut for tensor parallelism.
 
-    What goes where, for I intermediate features on this rank:
-
-        w1 (gate)   rows [0, I) of w13      cut by rows            weights, scales and biases alike
-        w3 (up)     rows [I, 2I) of w13     cut by rows
-        w13         both in one tensor, gate rows first; if w13_interleaved, rows alternate: in the tensor, and then in
-                    the parameter, where w1 goes to the even rows and w3 to the odd ones
-        w2 (down)   w2                      cut by columns         scales: whole if channelwise, else by columns
-                                                                   bias: on rank 0 only, so that the sum has it once
-
-    A layer without a gate has w1 only. Packed int32 words (``weight_packed``) are unpacked on the way. A parameter of
-    scales in bfloat16 becomes float32 when a tensor comes that it would round; packing finds the least type for all.
+    What goes where is in the table of :class:`w4a8.core.packer.ExpertPacker`; scales and biases go with the weights of
+    their rows and groups, channel scales of w2 to every rank. Rows of w13 that alternate, if w13_interleaved, do so in
+    the parameter too: w1 goes to the even rows and w3 to the odd ones. Packed int32 words (``weight_packed``) are
+    unpacked on the way. A parameter of scales in bfloat16 becomes float32 when a tensor comes that it would round;
+    packing finds the least type for all.
     """
 
     def __init__(
@@ -42,10 +36,7 @@ class MoEWeightLoader:
     ) -> None:
         """A loader for rank ``tp_rank`` of ``tp_size`` that share each expert.
 
-        Args:
-            expert_map: [global experts], local index or -1 for experts of other ranks; None if this rank has all.
-            w13_interleaved: rows of a fused w13 alternate gate and up.
-            gated: w13 has a gate half and an up half; otherwise w1 is all of it.
+        ``expert_map`` and ``w13_interleaved`` are those of :class:`RoutedExperts`. If not ``gated``, w1 is all of w13.
         """
         self.tp_rank = tp_rank
         self.tp_size = tp_size
@@ -137,7 +128,7 @@ class MoEWeightLoader:
         return [(gate if shard_id == "w1" else up, loaded, 0)]
 
 
-class RoutedExperts(PackedModule):
+class RoutedExperts(PackedStacks):
     """Expert weights, how tokens are routed to them, and the method that runs them.
 
     On construction it has the int8 parameters of ``create_weights``, each with a ``weight_loader``; fill them, call
@@ -145,6 +136,8 @@ class RoutedExperts(PackedModule):
     summand: all-reduce it. The state dict of a packed layer loads into one that is packed or not, and makes it packed;
     that it has stacks of these shapes is checked.
     """
+
+    suffix = "weight_packed"
 
     def __init__(
         self,
@@ -160,17 +153,13 @@ class RoutedExperts(PackedModule):
         routed_scaling_factor: float | None = None,
         w13_interleaved: bool = False,
     ) -> None:
-        """Creates the parameters.
+        """Creates the parameters. Arguments that are not here are those of :class:`w4a8.nn.W4A8MoE`.
 
         Args:
             moe: the layer.
             quant_method: made for the same ``moe``.
             params_dtype: of the biases; ``moe.in_dtype`` if not given.
             expert_map: int32 [global experts], local index or -1; None if this rank has all.
-            apply_router_weight_on_input: router weights multiply the input instead of the output.
-            num_expert_group: groups of experts to route in, None for no groups; ``topk_group`` of them are kept.
-            e_score_correction_bias: [global experts], or None.
-            routed_scaling_factor: multiplies router weights; None is 1.
             w13_interleaved: a fused w13 will be loaded whose rows alternate gate and up.
         """
         super().__init__()
@@ -179,6 +168,7 @@ class RoutedExperts(PackedModule):
         if w13_interleaved and not moe.is_act_and_mul:
             raise ValueError(f"w13_interleaved needs a gate, which activation {moe.activation.value!r} does not have")
         self.moe_config = moe
+        self.sizes = moe.expert_sizes(quant_method.group_size)
         self.quant_method = quant_method
         self.activation = moe.activation
         self.global_num_experts = moe.num_experts
@@ -190,32 +180,10 @@ class RoutedExperts(PackedModule):
         self.w13_interleaved = w13_interleaved
         self.register_buffer("expert_map", expert_map, persistent=False)
         self.register_buffer("e_score_correction_bias", e_score_correction_bias)
-        parallel, gated = moe.moe_parallel_config, bool(moe.is_act_and_mul)
-        self.weight_loader = MoEWeightLoader(parallel.tp_rank, parallel.tp_size, expert_map, w13_interleaved, gated)
-        quant_method.create_weights(
-            self,
-            num_experts=moe.num_local_experts,
-            hidden_size=moe.hidden_dim,
-            intermediate_size_per_partition=moe.intermediate_size_per_partition,
-            params_dtype=params_dtype if params_dtype is not None else moe.in_dtype,
-            weight_loader=self.weight_loader,
-        )
-
-    def packed_shapes(self) -> dict[str, dict[str, int | str]]:
-        """What the headers must say."""
-        moe, group = self.moe_config, self.quant_method.group_size
-        inner, gated = moe.intermediate_size_per_partition, bool(moe.is_act_and_mul)
-        return {
-            f"{name}_weight_packed": {"n": rows, "k": columns, "group": columns if group == -1 else group}
-            for name, rows, columns in ExpertSizes(moe.num_local_experts, moe.hidden_dim, inner, gated=gated).stacks
-        }
-
-    def check_packed(self, name: str, packed: torch.Tensor) -> None:
-        """Raises ValueError if a tensor is not the packed stack of this name; says why."""
-        experts = self.moe_config.num_local_experts
-        if packed.dim() != 2 or len(packed) != experts:
-            raise ValueError(f"{name} is {list(packed.shape)}, expected [{experts}, bytes]")
-        super().check_packed(name, packed)
+        tp_rank, tp_size, sizes = moe.moe_parallel_config.tp_rank, moe.tp_size, self.sizes
+        self.weight_loader = MoEWeightLoader(tp_rank, tp_size, expert_map, w13_interleaved, sizes.gated)
+        args = (sizes.experts, sizes.hidden, sizes.intermediate, params_dtype or moe.in_dtype)
+        quant_method.create_weights(self, *args, weight_loader=self.weight_loader)
 
     def _load_from_state_dict(self, state_dict, prefix, *rest):
         given = [state_dict.get(prefix + name) for name in self.packed_shapes()]
@@ -257,14 +225,8 @@ class RoutedExperts(PackedModule):
     ) -> torch.Tensor:
         """Runs the layer: with the router's logits, or, if its routing method is custom, with a router's choice.
 
-        Args:
-            hidden_states: float32, bfloat16 or float16 [..., H].
-            router_logits: [..., global experts].
-            topk_weights: [..., k].
-            topk_ids: int32 or int64 [..., k], global.
-
-        Returns:
-            The shape and dtype of hidden_states.
+        Hidden states are float32, bfloat16 or float16 [..., H], and so is the result. Logits are [..., global experts],
+        a choice is weights [..., k] and global ids, int32 or int64 [..., k].
         """
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         if self.quant_method.is_monolithic:
@@ -280,9 +242,5 @@ class RoutedExperts(PackedModule):
 
     def extra_repr(self) -> str:
         """Sizes, for printing."""
-        moe = self.moe_config
-        return (
-            f"experts={moe.num_local_experts}/{moe.num_experts}, top_k={moe.experts_per_token}, "
-            f"hidden={moe.hidden_dim}, intermediate={moe.intermediate_size_per_partition}, "
-            f"group_size={self.quant_method.group_size}, activation={moe.activation.value}"
-        )
+        sizes = self.routed_repr(self.global_num_experts, self.top_k)
+        return f"{sizes}, activation={self.moe_config.activation.value}"

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
-from w4a8.core.matrix import GROUP_SIZES, is_group_size
+from w4a8.core.matrix import GROUP_SIZES, is_group_size, pack_codes
 from w4a8.core.nibbles import check_int4_range, to_nibbles
 from w4a8.core.scale_types import SCALE_TYPES
 from w4a8.core.weight_utils import replace_parameter
-from w4a8.mirror.config import current_platform
-from w4a8.ops import dyn_quant_pack_4bit_weight, dynamic_per_token_int8_quant, int4_gemm_w4a8
+from w4a8.mirror.config import INPUT_DTYPES, current_platform, first_reason
+from w4a8.ops import dynamic_per_token_int8_quant, int4_gemm_w4a8
 
 __all__ = ["CPUW4A8IntLinearKernel", "MPLinearKernel", "MPLinearLayerConfig", "ScalarType", "scalar_types"]
 
@@ -102,38 +102,28 @@ class MPLinearKernel(ABC):
 
 
 class CPUW4A8IntLinearKernel(MPLinearKernel):
-    """Symmetric int4 weights in groups or per channel, times activations quantized per token to symmetric int8.
-
-    Differs from upstream where CPUs allow more: float32 activations, any even input size, any output size. The output
-    is rounded once, to the type of the activations; upstream rounds to float16 first.
-    """
+    """Symmetric int4 weights in groups or per channel, times activations quantized per token to symmetric int8."""
 
     @classmethod
     def get_min_capability(cls) -> int:
-        """-1: any CPU."""
         return -1
 
     @classmethod
     def can_implement(cls, c: MPLinearLayerConfig) -> tuple[bool, str | None]:
-        """Whether the kernel can run such a layer, and else why not."""
-        in_size, _ = c.partition_weight_shape
-        if not current_platform.is_cpu():
-            return False, "CPUW4A8Int only supported on CPU"
-        if c.act_type not in (torch.float32, torch.bfloat16, torch.float16):
-            return False, f"CPUW4A8Int requires FP32/BF16/FP16 activations, got {c.act_type}"
-        if c.weight_type != scalar_types.int4:
-            return False, f"CPUW4A8Int requires int4 weights, got {c.weight_type}"
-        if c.zero_points:
-            return False, "CPUW4A8Int only supports symmetric weight quantization"
-        if c.has_g_idx:
-            return False, "CPUW4A8Int does not support reordered input features (g_idx)"
-        if not is_group_size(c.group_size):
-            return False, f"Group size ({c.group_size}) not supported by CPUW4A8Int, must be {GROUP_SIZES}"
-        if in_size <= 0 or in_size % 2 != 0:
-            return False, f"in size ({in_size}) must be even"
-        if c.group_size != -1 and in_size % c.group_size != 0:
-            return False, f"in size ({in_size}) must be a multiple of the group size ({c.group_size})"
-        return True, None
+        in_size, group = c.partition_weight_shape[0], c.group_size
+        fits = is_group_size(group) and (group == -1 or in_size % group == 0)
+        checks = (
+            (current_platform.is_cpu(), "CPUW4A8Int only supported on CPU"),
+            (c.act_type in INPUT_DTYPES, f"CPUW4A8Int requires FP32/BF16/FP16 activations, got {c.act_type}"),
+            (c.weight_type == scalar_types.int4, f"CPUW4A8Int requires int4 weights, got {c.weight_type}"),
+            (not c.zero_points, "CPUW4A8Int only supports symmetric weight quantization"),
+            (not c.has_g_idx, "CPUW4A8Int does not support reordered input features (g_idx)"),
+            (is_group_size(group), f"Group size ({group}) not supported by CPUW4A8Int, must be {GROUP_SIZES}"),
+            (in_size > 0 and in_size % 2 == 0, f"in size ({in_size}) must be even"),
+            (fits, f"in size ({in_size}) must be a multiple of the group size ({group})"),
+        )
+        reason = first_reason(checks)
+        return reason is None, reason
 
     def _pack_int4_weight(self, w: torch.Tensor) -> torch.Tensor:
         """int8 [N, K] in [-8, 7] to int32 [N, K/8], nibble i of a word = value + 8 of k = 8 j + i. K: multiple of 8.
@@ -145,12 +135,10 @@ class CPUW4A8IntLinearKernel(MPLinearKernel):
         return to_nibbles(w).view(torch.int32)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Packs the weight once and frees what it was made of.
+        """Packs the weight int8 [N, K] and its scales [N, K/g], and frees them. A second call changes nothing.
 
-        Args:
-            layer: with the weight int8 [N, K] under the kernel's weight name and scales [N, K/g] under that of the
-                scales. Afterwards the first is the packed weight, uint8 [bytes], the second is empty, [0, N], and
-                ``weight_zero_point`` is 8. A second call changes nothing.
+        Under the name of the weight the layer has the packed one then, uint8 [bytes], under that of the scales [0, N];
+        ``weight_zero_point`` is 8.
         """
         weight = getattr(layer, self.w_q_name)
         if weight.dtype == torch.uint8 and weight.dim() == 1:
@@ -158,13 +146,10 @@ class CPUW4A8IntLinearKernel(MPLinearKernel):
         scales = getattr(layer, self.w_s_name).detach()
         values = weight.detach()
         check_int4_range(values, self.w_q_name)
-        n, k = values.shape
-        if scales.dtype not in SCALE_TYPES:
-            scales = scales.float()
-        group = k if self.config.group_size == -1 else self.config.group_size
-        packed = dyn_quant_pack_4bit_weight(to_nibbles(values), scales, None, group, k, n)
+        scale_dtype = scales.dtype if scales.dtype in SCALE_TYPES else torch.float32
+        packed = pack_codes(to_nibbles(values), scales, None, self.config.group_size, scale_dtype)
         replace_parameter(layer, self.w_q_name, packed)
-        replace_parameter(layer, self.w_s_name, scales.new_empty(0, n))
+        replace_parameter(layer, self.w_s_name, scales.new_empty(0, len(values), dtype=scale_dtype))
         zero_point = torch.tensor([8], dtype=torch.int8)
         layer.register_parameter("weight_zero_point", torch.nn.Parameter(zero_point, requires_grad=False))
         if self.w_q_name != "weight":

@@ -10,7 +10,6 @@ Mirrors ``CompressedTensorsW4A8Int8MoEMethod`` of vLLM 0.24
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,7 +17,14 @@ import torch
 from w4a8.core.experts import ExpertSizes
 from w4a8.core.quant_args import QuantizationStrategy
 from w4a8.core.weight_utils import replace_parameter, set_weight_attrs
-from w4a8.mirror.config import FusedMoEConfig, FusedMoEQuantConfig, QuantKey, int4_weight_key
+from w4a8.mirror.config import (
+    FusedMoEConfig,
+    FusedMoEQuantConfig,
+    GroupShape,
+    QuantKey,
+    int4_weight_key,
+    weight_scale_dtype,
+)
 from w4a8.mirror.modular_kernel import FusedMoEExperts, FusedMoEKernel
 from w4a8.mirror.oracle import (
     convert_to_w4a8_int8_moe_format,
@@ -27,10 +33,9 @@ from w4a8.mirror.oracle import (
     select_w4a8_int8_moe_backend,
 )
 
-
-def _register(layer: torch.nn.Module, name: str, data: torch.Tensor, attrs: Mapping[str, Any]) -> None:
-    layer.register_parameter(name, torch.nn.Parameter(data, requires_grad=False))
-    set_weight_attrs(getattr(layer, name), attrs)
+# Attributes of a layer that the kernel takes by these names, in this order; and those of its router.
+_OF_LAYER = ("activation", "global_num_experts", "expert_map", "apply_router_weight_on_input")
+_OF_ROUTER = ("num_expert_group", "topk_group", "e_score_correction_bias", "routed_scaling_factor")
 
 
 class FusedMoEMethodBase:
@@ -62,7 +67,7 @@ class CompressedTensorsW4A8Int8MoEMethod(CompressedTensorsMoEMethod):
     """
 
     def __init__(self, weight_quant: Any, input_quant: Any, moe: FusedMoEConfig, layer_name: str | None = None) -> None:
-        """Checks the scheme and selects the experts.
+        """Checks the scheme, and selects the experts as :func:`select_w4a8_int8_moe_backend` does, with its errors.
 
         Args:
             weight_quant: QuantizationArgs of the weights: 4 bits, symmetric, channelwise (no group size) or in groups.
@@ -71,8 +76,7 @@ class CompressedTensorsW4A8Int8MoEMethod(CompressedTensorsMoEMethod):
             layer_name: of the layer in the model.
 
         Raises:
-            ValueError: another scheme, or a layer that the demanded backend cannot run.
-            NotImplementedError: a layer that no backend can run.
+            ValueError: another scheme.
         """
         super().__init__(moe)
         self.has_bias = moe.has_bias
@@ -118,41 +122,37 @@ class CompressedTensorsW4A8Int8MoEMethod(CompressedTensorsMoEMethod):
         problem = sizes.unsupported()
         if problem is not None:
             raise ValueError(f"kernel does not support {problem}")
-        # As upstream. Where a checkpoint has scales that bfloat16 would round, the loader makes the parameter float32.
-        scale_dtype = torch.float32 if group_size == -1 else torch.bfloat16
+        # Where a checkpoint has scales that bfloat16 would round, the loader makes the parameter float32.
+        scale_dtype = weight_scale_dtype(group_size)
         scale_attrs = {"quant_method": "channel" if group_size == -1 else "group", **extra_weight_attrs}
         for name, rows, columns in sizes.stacks:
-            weight = torch.empty(num_experts, rows, columns, dtype=torch.int8)
-            _register(layer, f"{name}_weight", weight, extra_weight_attrs)
-            scale = torch.ones(num_experts, rows, sizes.scale_columns(columns), dtype=scale_dtype)
-            _register(layer, f"{name}_weight_scale", scale, scale_attrs)
-            if self.has_bias:
-                bias = torch.zeros(num_experts, rows, dtype=params_dtype)
-                _register(layer, f"{name}_bias", bias, extra_weight_attrs)
-            # The dtype is explicit, because a model's loader may have changed the default one.
-            _register(layer, f"{name}_weight_packed", torch.empty(0, dtype=torch.uint8), extra_weight_attrs)
+            scale_shape = (num_experts, rows, sizes.scale_columns(columns))
+            tensors = {
+                "weight": torch.empty(num_experts, rows, columns, dtype=torch.int8),
+                "weight_scale": torch.ones(scale_shape, dtype=scale_dtype),
+                "bias": torch.zeros(num_experts, rows, dtype=params_dtype) if self.has_bias else None,
+                # The dtype is explicit, because a model's loader may have changed the default one.
+                "weight_packed": torch.empty(0, dtype=torch.uint8),
+            }
+            for suffix, data in tensors.items():
+                if data is not None:
+                    parameter = torch.nn.Parameter(data, requires_grad=False)
+                    layer.register_parameter(f"{name}_{suffix}", parameter)
+                    set_weight_attrs(parameter, scale_attrs if suffix == "weight_scale" else extra_weight_attrs)
         layer.w13_in_features, layer.w13_out_features = hidden_size, sizes.w13_rows
         layer.w2_in_features, layer.w2_out_features = intermediate_size_per_partition, hidden_size
         layer.group_size = group_size
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Packs the loaded weights, frees them, and builds the kernel.
+        """Packs the loaded weights in place, frees them, and builds the kernel.
 
-        Peak memory is the raw weights, the packed ones and the temporaries of one matrix: the int8 storage is
-        overwritten, so nothing else may share it. Rows of w13 alternate gate and up if ``layer.w13_interleaved``.
+        Rows of w13 alternate gate and up if ``layer.w13_interleaved``.
         """
-        w13_packed, w2_packed, *_ = convert_to_w4a8_int8_moe_format(
-            layer.w13_weight,
-            layer.w2_weight,
-            layer.w13_weight_scale,
-            layer.w2_weight_scale,
-            self.group_size,
-            getattr(layer, "w13_bias", None),
-            getattr(layer, "w2_bias", None),
-            w13_interleaved=getattr(layer, "w13_interleaved", False),
-            in_place=True,
-        )
-        self.take_packed(layer, w13_packed, w2_packed)
+        weights_and_scales = (layer.w13_weight, layer.w2_weight, layer.w13_weight_scale, layer.w2_weight_scale)
+        biases = (getattr(layer, "w13_bias", None), getattr(layer, "w2_bias", None))
+        how = {"w13_interleaved": getattr(layer, "w13_interleaved", False), "in_place": True}
+        packed = convert_to_w4a8_int8_moe_format(*weights_and_scales, self.group_size, *biases, **how)
+        self.take_packed(layer, *packed[:2])
 
     def take_packed(self, layer: torch.nn.Module, w13_packed: torch.Tensor, w2_packed: torch.Tensor) -> None:
         """Makes packed stacks, uint8 [E, bytes], the weights of a layer, whose raw parameters become empty."""
@@ -166,16 +166,13 @@ class CompressedTensorsW4A8Int8MoEMethod(CompressedTensorsMoEMethod):
 
     def _make_kernel(self, layer: torch.nn.Module) -> None:
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
-        assert self.moe_quant_config is not None
-        assert self.experts_cls is not None
-        self.moe_kernel = make_w4a8_int8_moe_kernel(
-            self.moe_quant_config, self.moe, self.experts_cls, layer._expert_routing_tables(), allow_modular=True
-        )
+        assert self.moe_quant_config is not None and self.experts_cls is not None
+        args = (self.moe_quant_config, self.moe, self.experts_cls, layer._expert_routing_tables())
+        self.moe_kernel = make_w4a8_int8_moe_kernel(*args, allow_modular=True)
 
     def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> FusedMoEQuantConfig | None:
         """Quantization of the packed weights: block shape (-1, 1) channelwise, (1, g) for groups."""
-        block_shape = (-1, 1) if self.group_size == -1 else (1, self.group_size)
-        return make_w4a8_int8_moe_quant_config(block_shape=block_shape)
+        return make_w4a8_int8_moe_quant_config(block_shape=GroupShape.of_weights(self.group_size))
 
     def apply_monolithic(
         self,
@@ -188,24 +185,10 @@ class CompressedTensorsW4A8Int8MoEMethod(CompressedTensorsMoEMethod):
 
         ``input_ids`` are unused; some routers of other methods read the tokens.
         """
-        assert self.is_monolithic
-        assert self.moe_kernel is not None
-        return self.moe_kernel.apply_monolithic(
-            x,
-            layer.w13_weight_packed,
-            layer.w2_weight_packed,
-            router_logits,
-            num_expert_group=layer.num_expert_group,
-            topk_group=layer.topk_group,
-            e_score_correction_bias=layer.e_score_correction_bias,
-            routed_scaling_factor=layer.routed_scaling_factor,
-            **self._how(layer),
-        )
-
-    @staticmethod
-    def _how(layer: torch.nn.Module) -> dict[str, Any]:
-        names = ("activation", "global_num_experts", "expert_map", "apply_router_weight_on_input")
-        return {name: getattr(layer, name) for name in names}
+        assert self.is_monolithic and self.moe_kernel is not None
+        how = {name: getattr(layer, name) for name in (*_OF_LAYER, *_OF_ROUTER)}
+        packed = (layer.w13_weight_packed, layer.w2_weight_packed)
+        return self.moe_kernel.apply_monolithic(x, *packed, router_logits, **how)
 
     def apply(
         self,
@@ -221,6 +204,6 @@ class CompressedTensorsW4A8Int8MoEMethod(CompressedTensorsMoEMethod):
         The choice is weights [T, k] and global ids, int32 or int64 [T, k]. Shared experts are the caller's: None.
         """
         assert self.moe_kernel is not None
-        packed = (layer.w13_weight_packed, layer.w2_weight_packed)
-        shared = {"shared_experts": shared_experts, "shared_experts_input": shared_experts_input}
-        return self.moe_kernel.apply(x, *packed, topk_weights, topk_ids, **self._how(layer), **shared)
+        chosen = (layer.w13_weight_packed, layer.w2_weight_packed, topk_weights, topk_ids)
+        how = [getattr(layer, name) for name in _OF_LAYER]
+        return self.moe_kernel.apply(x, *chosen, *how, shared_experts, shared_experts_input)

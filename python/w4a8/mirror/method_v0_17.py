@@ -38,7 +38,7 @@ class CompressedTensorsW4A8Int8MoEMethod(method.CompressedTensorsW4A8Int8MoEMeth
     def apply_monolithic(  # type: ignore[override]
         self, layer: torch.nn.Module, x: torch.Tensor, router_logits: torch.Tensor
     ) -> torch.Tensor:
-        """Routes x, float32, bfloat16 or float16 [T, H], by its logits [T, global experts], and runs: [T, H] like x.
+        """As that of :mod:`w4a8.mirror.method`.
 
         The layer has top_k, use_grouped_topk, renormalize, activation, expert_map, apply_router_weight_on_input; it may
         have sizes of groups, a scoring function (softmax if not), a correction bias and a scaling factor.

@@ -7,15 +7,24 @@ Monolithic experts take router logits, modular ones take the experts and weights
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from dataclasses import replace
 from enum import Enum
 
 import torch
 
-from w4a8.core.activation import MoEActivation, as_activation
-from w4a8.core.experts import ExpertSizes, run_experts
+from w4a8.core.activation import MoEActivation, as_activation, kernel_activation_kind
+from w4a8.core.experts import run_experts
+from w4a8.core.matrix import is_group_size
 from w4a8.core.routing import RoutingMethodType, route
-from w4a8.mirror.config import FusedMoEConfig, FusedMoEParallelConfig, FusedMoEQuantConfig, QuantKey, current_platform
+from w4a8.mirror.config import (
+    INPUT_DTYPES,
+    FusedMoEConfig,
+    FusedMoEParallelConfig,
+    FusedMoEQuantConfig,
+    QuantKey,
+    current_platform,
+    first_reason,
+)
 
 
 class FusedMoEActivationFormat(Enum):
@@ -33,8 +42,11 @@ class TopKWeightAndReduceNoOP:
         return output
 
 
-class FusedMoEExperts(ABC):
-    """Base of both kinds of experts: what they support, their configurations, and the call of ``torch.ops.w4a8``."""
+class FusedMoEExperts:
+    """Base of both kinds of experts: what they support, their configurations, and the call of ``torch.ops.w4a8``.
+
+    All experts here have int4 weights, and activations that the op quantizes to int8.
+    """
 
     def __init__(self, moe_config: FusedMoEConfig, quant_config: FusedMoEQuantConfig) -> None:
         self.moe_config = moe_config
@@ -47,38 +59,51 @@ class FusedMoEExperts(ABC):
 
     @property
     def expects_unquantized_inputs(self) -> bool:
-        """Whether the experts quantize their input themselves."""
-        return False
+        """The op quantizes each row itself."""
+        return True
 
     @staticmethod
-    @abstractmethod
     def activation_format() -> FusedMoEActivationFormat:
         """How they want the tokens."""
+        return FusedMoEActivationFormat.Standard
 
     @staticmethod
-    @abstractmethod
-    def _supports_current_device() -> bool: ...
+    def _supports_current_device() -> bool:
+        return current_platform.is_cpu()
 
     @staticmethod
-    @abstractmethod
-    def _supports_no_act_and_mul() -> bool: ...
+    def _supports_no_act_and_mul() -> bool:
+        return True
 
     @staticmethod
-    @abstractmethod
-    def _supports_activation(activation: MoEActivation) -> bool: ...
+    def _supports_activation(activation: MoEActivation) -> bool:
+        return isinstance(activation, MoEActivation)
 
     @staticmethod
-    @abstractmethod
-    def _supports_quant_scheme(weight_key: QuantKey | None, activation_key: QuantKey | None) -> bool: ...
+    def _supports_parallel_config(moe_parallel_config: FusedMoEParallelConfig) -> bool:
+        """Tensor and expert parallelism, whose only exchange is the caller's all-reduce.
+
+        Data and context parallelism would have to bring tokens of other ranks here first.
+        """
+        return moe_parallel_config.dp_size == 1 and moe_parallel_config.pcp_size == 1
 
     @staticmethod
-    @abstractmethod
-    def _supports_parallel_config(moe_parallel_config: FusedMoEParallelConfig) -> bool: ...
+    def _supports_quant_scheme(weight_key: QuantKey | None, activation_key: QuantKey | None) -> bool:
+        """Symmetric int4 weights in int8, channelwise or in groups that the operators have; unquantized input."""
+        if weight_key is None or activation_key is not None:
+            return False
+        scale, shape = weight_key.scale, weight_key.scale.group_shape
+        return (
+            (weight_key.dtype, weight_key.scale2, weight_key.symmetric) == (torch.int8, None, True)
+            and (scale.static and scale.dtype in (torch.float32, torch.bfloat16))
+            and (shape.is_per_channel() or (shape.is_per_group() and is_group_size(shape.col)))
+        )
 
     @staticmethod
     def _supports_routing_method(
         routing_method: RoutingMethodType, weight_key: QuantKey | None, activation_key: QuantKey | None
     ) -> bool:
+        """Any: a router outside may be anything."""
         return True
 
     @staticmethod
@@ -88,13 +113,19 @@ class FusedMoEExperts(ABC):
         return True
 
     @staticmethod
-    def _unsupported_shape(moe_config: FusedMoEConfig, weight_key: QuantKey | None) -> str | None:
-        """What about the sizes and the input dtype is not supported, in words, or None."""
-        return None
+    def _unsupported_shape(moe_config: FusedMoEConfig, weight_key: QuantKey) -> str | None:
+        """What about the input dtype and the sizes is not supported, in words, or None."""
+        if moe_config.in_dtype not in INPUT_DTYPES:
+            return f"input dtype {moe_config.in_dtype}"
+        return moe_config.expert_sizes(weight_key.scale.group_shape.group_size).unsupported()
 
     def supports_expert_map(self) -> bool:
-        """Whether ``apply`` takes an expert map."""
-        return False
+        """Remote experts become skipped slots of the op."""
+        return True
+
+    def _activation_kind(self, activation: MoEActivation | str) -> int:
+        """The op's ``activation_kind``; not upstream's integers, see :func:`kernel_activation_kind`."""
+        return kernel_activation_kind(as_activation(activation))
 
     @staticmethod
     def is_supported_config(
@@ -104,10 +135,9 @@ class FusedMoEExperts(ABC):
         activation_key: QuantKey | None,
         activation_format: FusedMoEActivationFormat,
     ) -> tuple[bool, str | None]:
-        """(True, None) if the experts can run a layer, else (False, "kernel does not support ..."), the first reason.
+        """(True, None) if ``cls`` can run a layer, else (False, "kernel does not support ..."), the first reason.
 
-        Static, as upstream, so the class that is asked is given. ``activation_key`` is of the input before it reaches
-        the experts.
+        ``activation_key`` is of the input before it reaches the experts.
         """
         parallel, routing = moe_config.moe_parallel_config, moe_config.routing_method
         logits, scheme = moe_config.router_logits_dtype, (weight_key, activation_key)
@@ -120,8 +150,7 @@ class FusedMoEExperts(ABC):
             (cls._supports_routing_method(routing, *scheme), f"routing method {routing!r}"),
             (cls._supports_router_logits_dtype(logits, routing), f"router logits dtype {logits}"),
         )
-        reason = next((what for supported, what in checks if not supported), None)
-        reason = reason or cls._unsupported_shape(moe_config, weight_key)
+        reason = first_reason(checks) or cls._unsupported_shape(moe_config, weight_key)
         if reason is None and activation_format != cls.activation_format():
             reason = f"{activation_format.value} activation format"
         return (True, None) if reason is None else (False, f"kernel does not support {reason}")
@@ -137,10 +166,9 @@ class FusedMoEExperts(ABC):
         expert_map: torch.Tensor | None,
         apply_router_weight_on_input: bool,
     ) -> torch.Tensor:
-        """One call of the op: hidden states [T, H], weights and global ids [T, k], packed stacks -> [T, H]."""
-        moe, group_size, activation = self.moe_config, self.quant_config.group_size, as_activation(activation)
-        inner = moe.intermediate_size_per_partition
-        sizes = ExpertSizes(moe.num_local_experts, moe.hidden_dim, inner, group_size, activation.is_gated)
+        """:func:`run_experts` with the sizes of this rank's experts."""
+        sizes = self.moe_config.expert_sizes(self.quant_config.group_size)
+        sizes = replace(sizes, gated=as_activation(activation).is_gated)
         what = (hidden_states, topk_weights, topk_ids, w13_packed, w2_packed)
         return run_experts(*what, sizes, activation, expert_map, apply_router_weight_on_input)
 
@@ -168,23 +196,10 @@ class FusedMoEExpertsMonolithic(FusedMoEExperts):
         routed_scaling_factor: float | None = None,
         topk_group: int | None = None,
     ) -> torch.Tensor:
-        """Routes, and runs the experts this rank holds.
+        """Routes hidden states [T, H] by logits [T, global experts] (:func:`route`) and runs the experts of this rank.
 
-        Args:
-            hidden_states: float32, bfloat16 or float16 [T, H].
-            w1, w2: packed w13 and w2, uint8 [local experts, bytes].
-            router_logits: [T, global experts], any real dtype.
-            activation: between w13 and w2.
-            global_num_experts: columns of router_logits; -1 if unknown.
-            expert_map: [global experts], local index or -1, or None if this rank holds all experts.
-            a1q_scale: unused: the op quantizes rows.
-            apply_router_weight_on_input: router weights multiply the input instead of the output.
-            num_expert_group: groups of experts, None for routing without groups; ``topk_group`` of them are kept.
-            e_score_correction_bias: [global experts] or None, added to scores for selecting.
-            routed_scaling_factor: multiplies router weights; None is 1.
-
-        Returns:
-            [T, H] in the dtype of hidden_states: the sum over the experts of this rank.
+        w1 and w2 are the packed stacks; the other arguments are those of :func:`run_experts`. global_num_experts and
+        a1q_scale are unused: the logits show the one, and the op quantizes rows. Returns this rank's sum, [T, H].
         """
         method, top_k = self.moe_config.routing_method, self.moe_config.experts_per_token
         groups = (num_expert_group, topk_group, e_score_correction_bias, routed_scaling_factor)
@@ -203,9 +218,8 @@ class FusedMoEExpertsModular(FusedMoEExperts):
         self, a1: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_ids: torch.Tensor
     ) -> tuple[int, int, int, int, int]:
         """(Local experts, T, rows of w13, H, k), not all of which packed weights [E, bytes] show."""
-        intermediate = self.moe_config.intermediate_size_per_partition
-        rows = 2 * intermediate if self.moe_config.is_act_and_mul else intermediate
-        return w1.shape[0], a1.shape[0], rows, self.moe_config.hidden_dim, topk_ids.shape[1]
+        sizes = self.moe_config.expert_sizes()
+        return w1.shape[0], a1.shape[0], sizes.w13_rows, sizes.hidden, topk_ids.shape[1]
 
     def workspace_shapes(
         self,
@@ -243,11 +257,10 @@ class FusedMoEExpertsModular(FusedMoEExperts):
         expert_tokens_meta: object | None,
         apply_router_weight_on_input: bool,
     ) -> None:
-        """Runs the experts this rank holds and writes their weighted sum to ``output`` [T, H].
+        """Runs the experts of this rank (:func:`run_experts`) and writes their weighted sum to ``output`` [T, H].
 
-        What :meth:`FusedMoEExpertsMonolithic.apply` has too is the same. topk_weights and topk_ids are [T, k], the ids
-        global; -1 is skipped. With ``apply_router_weight_on_input`` the weights are already in hidden_states
-        (``prepare`` does it), so the experts must not weight again. Scales and workspaces are unused.
+        With ``apply_router_weight_on_input`` the weights are already in hidden_states (``prepare`` does it), so the
+        experts must not weight again. Scales and workspaces are unused.
         """
         weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
         output.copy_(self.run(hidden_states, weights, topk_ids, w1, w2, activation, expert_map, False))
@@ -271,11 +284,7 @@ class MoEPrepareAndFinalizeNoDPEPModular:
     def prepare(
         self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, apply_router_weight_on_input: bool
     ) -> torch.Tensor:
-        """The input of the experts, [T, H] like hidden_states: each row times its weight, if that is asked for.
-
-        Raises:
-            ValueError: a row has more weights than one: topk_weights [T, k] with k above 1.
-        """
+        """The input of the experts, [T, H] like hidden_states: each row times its one weight, if that is asked for."""
         if not apply_router_weight_on_input:
             return hidden_states
         if topk_weights.shape[1] != 1:
@@ -307,7 +316,7 @@ class FusedMoEKernel:
 
     @property
     def is_monolithic(self) -> bool:
-        """Whether ``apply_monolithic`` is the one to call; else ``apply``."""
+        """Whether ``apply_monolithic`` is to be called; else ``apply``."""
         return self.fused_experts.is_monolithic()
 
     def apply_monolithic(
@@ -356,12 +365,9 @@ class FusedMoEKernel:
         if shared_experts is not None:
             raise ValueError("shared experts are not run here: call them and add their output to this one")
         a1 = self.prepare_finalize.prepare(hidden_states, topk_weights, apply_router_weight_on_input)
-        local_experts, tokens, rows, hidden, top_k = experts.moe_problem_size(a1, w1, w2, topk_ids)
-        *shapes, out_shape = experts.workspace_shapes(
-            tokens, rows, hidden, top_k, global_num_experts, local_experts, None, activation
-        )
-        output = torch.empty(out_shape, dtype=hidden_states.dtype, device=hidden_states.device)
+        local_experts, *sizes = experts.moe_problem_size(a1, w1, w2, topk_ids)
+        shapes = experts.workspace_shapes(*sizes, global_num_experts, local_experts, None, activation)
+        *workspaces, output = (hidden_states.new_empty(shape) for shape in shapes)
         how = (topk_weights, topk_ids, activation, global_num_experts, expert_map, None, None)
-        workspaces = [output.new_empty(shape) for shape in shapes]
         experts.apply(output, a1, w1, w2, *how, *workspaces, None, apply_router_weight_on_input)
         return self.prepare_finalize.finalize(output, experts.finalize_weight_and_reduce_impl())

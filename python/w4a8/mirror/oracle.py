@@ -22,6 +22,7 @@ from w4a8.mirror.config import (
     GroupShape,
     QuantKey,
     current_platform,
+    weight_scale_dtype,
 )
 from w4a8.mirror.experts import CPUExpertsInt4, CPUExpertsInt4Modular
 
@@ -60,9 +61,8 @@ def map_w4a8_int8_backend(runner_backend: str) -> W4A8Int8MoeBackend:
 
 
 def _unsupported_message(backend: W4A8Int8MoeBackend, reason: str | None) -> str:
-    if reason:
-        return f"W4A8 Int8 MoE backend {backend.value} does not support the deployment configuration since {reason}."
-    return f"W4A8 Int8 MoE backend '{backend.value}' does not support the deployment configuration."
+    name, since = (backend.value, f" since {reason}") if reason else (f"'{backend.value}'", "")
+    return f"W4A8 Int8 MoE backend {name} does not support the deployment configuration{since}."
 
 
 def select_w4a8_int8_moe_backend(
@@ -71,8 +71,7 @@ def select_w4a8_int8_moe_backend(
     """Chooses what runs a layer, whose ``moe_backend`` is ``auto`` or the name of the backend it must be.
 
     Raises:
-        NotImplementedError: no backend on this platform, or none that supports the layer (the log, at level DEBUG,
-            has the reasons).
+        NotImplementedError: no backend on this platform, or none that supports the layer (the log has the reasons).
         ValueError: the backend that was asked for is unknown, or does not support the layer; says why.
     """
     available = _get_priority_backends(config)
@@ -116,40 +115,33 @@ def pack_int4_weights_for_kleidi(
     """Packs one matrix to uint8 [bytes]. The name is upstream's; the layout is that of this package, on Arm too.
 
     Args:
-        int4_as_int8: int8 [N, K] in [-8, 7]; other values raise ValueError.
-        scales: [N, 1] if channelwise (kept as float32), else [N, K / group_size] (kept as bfloat16).
+        int4_as_int8: int8 [N, K] in [-8, 7], K even; other values raise ValueError.
+        scales: [N, K / group_size], or [N, 1] if channelwise (-1); kept as :func:`weight_scale_dtype` says.
         bias: [N] or None (kept as float32).
-        in_features: K, even.
-        out_features: N.
-        group_size: -1 is channelwise.
+        in_features, out_features: K, N.
     """
     check_int4_range(int4_as_int8, "int4_as_int8")
     if int4_as_int8.shape != (out_features, in_features):
         raise ValueError(
             f"int4_as_int8 has shape {tuple(int4_as_int8.shape)}, but {(out_features, in_features)} is expected"
         )
-    scale_dtype = torch.float32 if group_size == -1 else torch.bfloat16
-    return pack_codes(to_nibbles(int4_as_int8), scales, bias, group_size, scale_dtype)
+    return pack_codes(to_nibbles(int4_as_int8), scales, bias, group_size, weight_scale_dtype(group_size))
 
 
-def _nibble_stack(weights: torch.Tensor, interleaved: bool, in_place: bool) -> torch.Tensor:
-    """A stack of int8 matrices [E, N, K] as nibbles [E, N, K / 2], with one matrix of temporaries.
+def _nibble_stack(weights: torch.Tensor, order: torch.Tensor | slice, in_place: bool) -> torch.Tensor:
+    """A stack of int8 matrices [E, N, K], rows in an order, as nibbles [E, N, K / 2], with temporaries of one matrix.
 
     In place, matrix e goes to bytes [e * N * K / 2, (e + 1) * N * K / 2) of the stack's own storage. That is never
     beyond matrix e itself, so going upwards no matrix is overwritten before it has been read.
     """
     experts, rows, columns = weights.shape
-    if in_place:
-        if not weights.is_contiguous():
-            raise ValueError("weights must be contiguous to be packed in place")
-        flat = weights.view(-1)[: weights.numel() // 2].view(torch.uint8)
-        nibbles = flat.view(experts, rows, columns // 2)
-    else:
-        nibbles = torch.empty(experts, rows, columns // 2, dtype=torch.uint8, device=weights.device)
+    if in_place and not weights.is_contiguous():
+        raise ValueError("weights must be contiguous to be packed in place")
+    room = experts * rows * (columns // 2)
+    flat = weights.view(-1)[:room].view(torch.uint8) if in_place else weights.new_empty(room, dtype=torch.uint8)
+    nibbles = flat.view(experts, rows, columns // 2)
     for expert in range(experts):
-        packed = to_nibbles(weights[expert])
-        for half, source in zip(gate_and_up(rows, False), gate_and_up(rows, interleaved)):
-            nibbles[expert, half] = packed[source]
+        nibbles[expert] = to_nibbles(weights[expert])[order]
     return nibbles
 
 
@@ -168,9 +160,8 @@ def convert_to_w4a8_int8_moe_format(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Packs the weights of a layer, each stack of experts in one call of the op.
 
-    The op wants nibbles, half of the int8 bytes. With ``in_place`` they are written over the int8 values, so that
-    the peak is the raw weights, the packed weights and the temporaries of one matrix; without it there is one more
-    stack, half as large as the larger raw one.
+    The op wants nibbles, half of the int8 bytes. With ``in_place`` they are written over the int8 values: the peak of
+    memory is the raw weights, the packed ones and the temporaries of one matrix.
 
     Args:
         w13_weight: int8 [E, N, H] in [-8, 7]; N is 2 I, or I for layers without a gate.
@@ -180,9 +171,8 @@ def convert_to_w4a8_int8_moe_format(
         w13_bias, w2_bias: [E, N] and [E, H], or None.
         w13_interleaved: rows of w13 (weights, scales, bias) alternate gate and up, as gpt-oss ships them; they are
             packed as a gate half and an up half.
-        in_place: the contents of w13_weight and w2_weight are destroyed. They must be contiguous and writable.
-        scale_dtype: that scales are rounded to; if not given, bfloat16 or float16 where that holds all of a stack
-            exactly, else float32.
+        in_place: w13_weight and w2_weight are overwritten. They must be contiguous, and share no storage.
+        scale_dtype: that scales are rounded to; if not given, the least that holds all of a stack exactly.
 
     Returns:
         w13 uint8 [E, bytes], w2 uint8 [E, bytes], and four empty tensors: scales and biases are in the packed ones.
@@ -192,15 +182,17 @@ def convert_to_w4a8_int8_moe_format(
     """
     check_int4_range(w13_weight, "w13_weight")
     check_int4_range(w2_weight, "w2_weight")
+    order: torch.Tensor | slice = slice(None)
     if w13_interleaved:
-        halves = gate_and_up(w13_weight.shape[1], True)
-        w13_weight_scale = torch.cat([w13_weight_scale[:, rows] for rows in halves], 1)
-        w13_bias = None if w13_bias is None else torch.cat([w13_bias[:, rows] for rows in halves], 1)
-    w13 = _nibble_stack(w13_weight.detach(), w13_interleaved, in_place)
-    w13_packed = pack_codes(w13, w13_weight_scale, w13_bias, group_size, scale_dtype)
-    del w13
-    w2 = _nibble_stack(w2_weight.detach(), False, in_place)
-    w2_packed = pack_codes(w2, w2_weight_scale, w2_bias, group_size, scale_dtype)
+        rows = torch.arange(w13_weight.shape[1])
+        order = torch.cat([rows[half] for half in gate_and_up(len(rows), True)])
+        w13_weight_scale = w13_weight_scale[:, order]
+        w13_bias = None if w13_bias is None else w13_bias[:, order]
+    nibbles = _nibble_stack(w13_weight.detach(), order, in_place)
+    w13_packed = pack_codes(nibbles, w13_weight_scale, w13_bias, group_size, scale_dtype)
+    del nibbles  # before those of w2 are made
+    nibbles = _nibble_stack(w2_weight.detach(), slice(None), in_place)
+    w2_packed = pack_codes(nibbles, w2_weight_scale, w2_bias, group_size, scale_dtype)
     empty = torch.empty(0, dtype=torch.float32)
     return w13_packed, w2_packed, empty, empty, empty, empty
 

@@ -10,7 +10,6 @@ https://arxiv.org/abs/2504.02692).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,6 +17,7 @@ import torch
 
 from w4a8.core.kind import E2M1_VALUES, Kind
 from w4a8.core.matrix import Matrix
+from w4a8.core.threads import one_thread
 from w4a8.nn.options import QuantOptions
 from w4a8.nn.rounding import check_finite, group_of
 from w4a8.ops import round_weights
@@ -154,7 +154,7 @@ class _Rounding:
             for first, last in block:
                 if first % self.group == 0:
                     self._search(first // self.group)
-                with _one_thread():
+                with one_thread():
                     self._round(first, last)
                 self._pass_on(first, last, last, end)
             self._pass_on(begin, end, end, k)
@@ -234,14 +234,3 @@ def _nearest_e2m1(x: torch.Tensor) -> torch.Tensor:
     # A middle belongs to the upper number, so behind an even code it is moved up.
     middles[::2] = torch.nextafter(middles[::2], _E2M1[-1:])
     return _E2M1[torch.bucketize(x.abs(), middles, right=True)] * x.sign()
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """For very many tiny operations, whose threads would mostly wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

@@ -17,11 +17,44 @@ from w4a8.nn.rounding import round_weight
 from w4a8.ops import Activation, dynamic_4bit_int_moe
 
 
-class PackedExperts(PackedModule):
-    """Two packed stacks, which are buffers and so part of the state dict; loading checks that they have these sizes.
+class PackedStacks(PackedModule):
+    """A module with two packed stacks, uint8 [E, bytes]; loading checks that they have the sizes of the experts.
 
     Attributes:
         sizes: of the experts in the stacks.
+        suffix: the stacks are ``w13_`` and ``w2_`` with this suffix.
+    """
+
+    sizes: ExpertSizes
+    suffix = "packed"
+
+    def packed_shapes(self) -> dict[str, dict[str, int | str]]:
+        """What the headers must say."""
+        groups = self.sizes.group_sizes
+        return {
+            f"{name}_{self.suffix}": {"n": rows, "k": columns, "group": columns if groups[name] == -1 else groups[name]}
+            for name, rows, columns in self.sizes.stacks
+        }
+
+    def check_packed(self, name: str, packed: torch.Tensor) -> None:
+        """Raises ValueError if a tensor cannot be the stack of this name; says why."""
+        if packed.dim() != 2 or len(packed) != self.sizes.experts:
+            raise ValueError(f"{name} is {list(packed.shape)}, expected [{self.sizes.experts}, bytes]")
+        super().check_packed(name, packed)
+
+    def routed_repr(self, num_experts: int, top_k: int) -> str:
+        """For print(): the sizes of experts that a router chooses ``top_k`` of ``num_experts`` for."""
+        sizes = self.sizes
+        return (
+            f"experts={sizes.experts}/{num_experts}, top_k={top_k}, hidden={sizes.hidden}, "
+            f"intermediate={sizes.intermediate}, group_size={sizes.group_size}"
+        )
+
+
+class PackedExperts(PackedStacks):
+    """The two packed stacks as buffers, and so part of the state dict.
+
+    Attributes:
         w13_packed: uint8 [E, bytes] of ``dyn_quant_pack_4bit_weight``: gate rows, then up rows.
         w2_packed: uint8 [E, bytes].
     """
@@ -40,20 +73,6 @@ class PackedExperts(PackedModule):
         for name, packed in (("w13_packed", w13_packed), ("w2_packed", w2_packed)):
             self.check_packed(name, packed)
             self.register_buffer(name, packed)
-
-    def packed_shapes(self) -> dict[str, dict[str, int | str]]:
-        """What the headers must say."""
-        groups = self.sizes.group_sizes
-        return {
-            f"{name}_packed": {"n": rows, "k": columns, "group": columns if groups[name] == -1 else groups[name]}
-            for name, rows, columns in self.sizes.stacks
-        }
-
-    def check_packed(self, name: str, packed: torch.Tensor) -> None:
-        """Raises ValueError if a tensor cannot be the stack of this name; says why."""
-        if packed.dim() != 2 or len(packed) != self.sizes.experts:
-            raise ValueError(f"{name} is {list(packed.shape)}, expected [{self.sizes.experts}, bytes]")
-        super().check_packed(name, packed)
 
 
 # Name of the stack, expert, weight [N, K] and bias [N] or None -> the matrix.

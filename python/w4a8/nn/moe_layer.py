@@ -125,9 +125,5 @@ class W4A8MoE(PackedExperts):
 
     def extra_repr(self) -> str:
         """Sizes and kind, for print()."""
-        sizes = self.sizes
-        return (
-            f"experts={sizes.experts}/{self.num_experts}, top_k={self.top_k}, hidden={sizes.hidden}, "
-            f"intermediate={sizes.intermediate}, group_size={sizes.group_size}, "
-            f"activation={self.activation.value}{self.numbers}{self.kind_repr()}"
-        )
+        kind = f"activation={self.activation.value}{self.numbers}{self.kind_repr()}"
+        return f"{self.routed_repr(self.num_experts, self.top_k)}, {kind}"

@@ -2,16 +2,15 @@
 
 import moe_checkpoint
 import pytest
-import torch
+
+from w4a8.core.threads import one_thread
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
+def few_threads():
     """The layers here are so small that waking threads would be most of the time; the bits are the same."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with one_thread():
+        yield
 
 
 @pytest.fixture

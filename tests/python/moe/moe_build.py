@@ -36,6 +36,12 @@ class Stack:
     def of(self, expert):
         return self.values[expert], self.scales[expert], None if self.bias is None else self.bias[expert]
 
+    def experts(self, which):
+        return Stack(*self.of(which))
+
+    def rows(self, order):
+        return Stack(self.values[:, order], self.scales[:, order], None if self.bias is None else self.bias[:, order])
+
 
 def random_stack(experts, rows, columns, group_size, bias=False, dtype=torch.bfloat16):
     """Values over the whole range, -8 included; scales that keep outputs near 1."""
@@ -48,8 +54,17 @@ def random_stack(experts, rows, columns, group_size, bias=False, dtype=torch.bfl
 
 def interleaved(stack):
     """The same experts with rows g0 u0 g1 u1 ... instead of g0 g1 ... u0 u1 ..."""
-    order = torch.arange(stack.values.shape[1]).view(2, -1).t().flatten()
-    return Stack(stack.values[:, order], stack.scales[:, order], None if stack.bias is None else stack.bias[:, order])
+    return stack.rows(torch.arange(stack.values.shape[1]).view(2, -1).t().flatten())
+
+
+def part_of_rank(w13, w2, rank, ranks):
+    """What a tensor-parallel rank has: rows of w1 and w3; columns of w2 and of its groups; the bias of w2 once."""
+    inner = w2.values.shape[2]
+    mine = torch.arange(inner).chunk(ranks)[rank]
+    rows = mine if w13.values.shape[1] == inner else torch.cat([mine, inner + mine])
+    scales = w2.scales if w2.scales.shape[2] == 1 else w2.scales.chunk(ranks, 2)[rank]
+    bias = w2.bias if rank == 0 or w2.bias is None else torch.zeros_like(w2.bias)
+    return w13.rows(rows), Stack(w2.values[:, :, mine], scales, bias)
 
 
 def op_pack(stack, group_size, **options):
@@ -166,6 +181,6 @@ def packed_stacks(layer):
     return layer.w13_weight_packed, layer.w2_weight_packed
 
 
-def assert_packed(layer, w13, w2, group_size=32):
+def assert_packed(layer, w13, w2, group_size=32, **options):
     for packed, stack in zip(packed_stacks(layer), (w13, w2)):
-        assert torch.equal(packed, op_pack(stack, group_size))
+        assert torch.equal(packed, op_pack(stack, group_size, **options))

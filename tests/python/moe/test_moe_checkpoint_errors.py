@@ -8,7 +8,6 @@ import pytest
 import torch
 from moe_build import assert_packed
 
-import w4a8
 from w4a8.checkpoint import CheckpointError, load
 
 LAYER = moe_checkpoint.FIRST
@@ -38,11 +37,12 @@ def test_weight_only(checkpoint, caplog):
         "quantize_w4a16=True to run it with activations quantized to int8"
     )
     caplog.set_level(logging.INFO, "w4a8")
-    assert_packed(load(path, activation_group=-1)[LAYER], checkpoint.w13, checkpoint.w2)
-    default = load(path)[LAYER]
-    assert {w4a8.read_header(packed)["activation_group"] for packed in default.w13_packed} == {32}
+    stacks = (checkpoint.w13, checkpoint.w2)
+    assert_packed(load(path, activation_group=-1)[LAYER], *stacks)
+    assert_packed(load(path)[LAYER], *stacks, activation_group=32)
     said = [message.split("rounded to int8 ")[1] for message in caplog.messages if "rounded to int8" in message]
     assert said == ["per token (activation_group)", "in groups of 32 (activation_group)"]
+    assert_packed(load(path, quantize_w4a16=True)[LAYER], *stacks, activation_group=32)
 
 
 @moe_checkpoint.needs_safetensors

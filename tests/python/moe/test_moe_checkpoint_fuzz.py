@@ -108,13 +108,26 @@ def parts(tensors):
     return header, data
 
 
-def prepare(tmp_path, tensors, config):
+def prepare(tmp_path, config, header, data=b""):
+    """A checkpoint of such a header, which may be wrong, and nothing else."""
     for path in tmp_path.iterdir():
         path.unlink()
     (tmp_path / "config.json").write_text(json.dumps(config))
-    header, data = parts(tensors)
     (tmp_path / "model.safetensors").write_bytes(raw_file(header, data))
-    return header, data
+
+
+def prepare_tensors(tmp_path, tensors, config):
+    prepare(tmp_path, config, *parts(tensors))
+
+
+def without_number(config):
+    return {key: value for key, value in config.items() if key != "num_experts"}
+
+
+def refused(tmp_path, message, **options):
+    with pytest.raises(CheckpointError) as caught:
+        load(tmp_path, **options)
+    assert message in str(caught.value)
 
 
 NAMES = ["int-quantized", "pack-quantized", "zero points", "mxfp4"]
@@ -124,7 +137,7 @@ ANY_NAME = st.sampled_from(NAMES)
 @pytest.mark.parametrize("format_", NAMES)
 def test_undamaged(good, tmp_path, format_):
     tensors, config = good[format_]
-    prepare(tmp_path, tensors, config)
+    prepare_tensors(tmp_path, tensors, config)
     moe_checkpoint.write(tmp_path / "other", tensors, config)
     mine = answer(load(tmp_path, quantize_w4a16=True))
     theirs = answer(load(tmp_path / "other", quantize_w4a16=True))
@@ -146,7 +159,7 @@ def test_config_of_anything(good, tmp_path, format_, data):
             put(config, place, data.draw(JUNK))
         else:
             remove(config, place)
-    prepare(tmp_path, tensors, config)
+    prepare_tensors(tmp_path, tensors, config)
     layers = load_or_refuse(tmp_path)
     if layers is not None:
         for layer in layers.values():
@@ -159,13 +172,12 @@ def test_config_of_anything(good, tmp_path, format_, data):
 def test_header_of_anything(good, tmp_path, format_, data):
     """Fields of the safetensors header replaced: huge or negative sizes, offsets that overlap or lie outside."""
     tensors, config = good[format_]
-    header, body = prepare(tmp_path, tensors, config)
-    header = copy.deepcopy(header)
+    header, body = parts(tensors)
     for _ in range(data.draw(st.integers(1, 2))):
         place = data.draw(st.sampled_from(paths_in(header)))
         dtypes = st.sampled_from(["F64", "F32", "F16", "BF16", "F8_E4M3", "I64", "U8", "BOOL", "I8", "I32", "C64", "X"])
         put(header, place, data.draw(dtypes if place[-1] == "dtype" else st.one_of(JUNK, st.integers(0, len(body)))))
-    (tmp_path / "model.safetensors").write_bytes(raw_file(header, body))
+    prepare(tmp_path, config, header, body)
     load_or_refuse(tmp_path)
 
 
@@ -173,7 +185,7 @@ def test_header_of_anything(good, tmp_path, format_, data):
 def test_bytes_of_anything(good, tmp_path, format_, data):
     """The file cut off, or some of its bytes changed."""
     tensors, config = good[format_]
-    prepare(tmp_path, tensors, config)
+    prepare_tensors(tmp_path, tensors, config)
     file = tmp_path / "model.safetensors"
     content = bytearray(file.read_bytes())
     if data.draw(st.booleans()):
@@ -208,7 +220,7 @@ def test_tensors_of_anything(good, tmp_path, format_, data):
         assume(not old.is_floating_point())
         tensors[key] = old.clone()
         tensors[key].view(-1)[0] = data.draw(st.sampled_from([-128, 127, 8, -9]))
-    prepare(tmp_path, tensors, config)
+    prepare_tensors(tmp_path, tensors, config)
     layers = load_or_refuse(tmp_path)
     if what in ("missing", "nan"):
         assert layers is None
@@ -230,8 +242,7 @@ def test_sizes_of_nothing(good, tmp_path, data):
             header[f"{moe_checkpoint.FIRST}.{name}_{kind}"] = {"dtype": "U8", "shape": size, "data_offsets": [0, 0]}
     config.update(num_local_experts=data.draw(st.sampled_from([experts, None])), hidden_size=data.draw(sizes))
     config["intermediate_size"] = data.draw(st.sampled_from([rows, rows // 2, None]))
-    prepare(tmp_path, {}, config)
-    (tmp_path / "model.safetensors").write_bytes(raw_file(header, b""))
+    prepare(tmp_path, config, header)
     assert load_or_refuse(tmp_path) is None
 
 
@@ -250,15 +261,14 @@ def test_a_tensor_of_nothing(good, tmp_path, format_, data):
         config.pop("moe_intermediate_size", None)
         config.pop("num_experts", None)
         config.update(dict.fromkeys(("intermediate_size", "num_local_experts") if format_ == "mxfp4" else ()))
-    prepare(tmp_path, {}, config)
-    (tmp_path / "model.safetensors").write_bytes(raw_file(header, body))
+    prepare(tmp_path, config, header, body)
     assert load_or_refuse(tmp_path) is None
 
 
 @fuzz(format_=ANY_NAME, weight_map=st.one_of(JUNK, st.dictionaries(st.text(max_size=3), JUNK, max_size=3)), whole=JUNK)
 def test_index_of_anything(good, tmp_path, format_, weight_map, whole):
     tensors, config = good[format_]
-    prepare(tmp_path, tensors, config)
+    prepare_tensors(tmp_path, tensors, config)
     names = dict.fromkeys(tensors, "model.safetensors")
     if isinstance(weight_map, dict):
         weight_map = {**names, **dict(zip(sorted(names), weight_map.values()))}
@@ -267,60 +277,45 @@ def test_index_of_anything(good, tmp_path, format_, weight_map, whole):
     load_or_refuse(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"num_experts": 10**9}, "tensor 'model.layers.0.mlp.experts.3.gate_proj.weight' is missing: of 1000000000"),
-        ({"num_experts": -3}, "config.json: num_experts is -3, but 1..2**31-1 is expected"),
-        ({"hidden_size": 2**30}, "has shape (32, 64), but (32, 1073741824) is expected for hidden_size 1073741824"),
-        ({"moe_intermediate_size": 2**30}, "has shape (32, 64), but (1073741824, 64) is expected"),
-        ({"hidden_size": 2**70}, "config.json: hidden_size is 1180591620717411303424, but 1..2**31-1 is expected"),
-        ({"hidden_size": True}, "config.json: hidden_size is True, but an integer is expected"),
-        ({"num_experts": "3"}, "config.json: num_experts is '3', but an integer is expected"),
-        ({"model_type": ["qwen3_moe"]}, "routing of model_type ['qwen3_moe'] is not known"),
-        ({"hidden_act": 5}, "config.json: hidden_act is 5, but one of silu"),
-        ({"text_config": [1]}, "text_config is [1], but an object is expected"),
-        ({"quantization_config": "int4"}, "quantization_config is 'int4', but an object is expected"),
-        ({"routed_scaling_factor": "2", "model_type": "deepseek_v2"}, "routed_scaling_factor is '2', but a number"),
-        ({"n_group": 3.5, "model_type": "deepseek_v3"}, "config.json: n_group is 3.5, but an integer is expected"),
-    ],
-)
+GROUP = ("config_groups", "group_0")  # of a quantization_config
+CLAIMS = [
+    ({"num_experts": 10**9}, "tensor 'model.layers.0.mlp.experts.3.gate_proj.weight' is missing: of 1000000000"),
+    ({"num_experts": -3}, "config.json: num_experts is -3, but 1..2**31-1 is expected"),
+    ({"hidden_size": 2**30}, "has shape (32, 64), but (32, 1073741824) is expected for hidden_size 1073741824"),
+    ({"moe_intermediate_size": 2**30}, "has shape (32, 64), but (1073741824, 64) is expected"),
+    ({"hidden_size": 2**70}, "config.json: hidden_size is 1180591620717411303424, but 1..2**31-1 is expected"),
+    ({"hidden_size": True}, "config.json: hidden_size is True, but an integer is expected"),
+    ({"num_experts": "3"}, "config.json: num_experts is '3', but an integer is expected"),
+    ({"model_type": ["qwen3_moe"]}, "routing of model_type ['qwen3_moe'] is not known"),
+    ({"hidden_act": 5}, "config.json: hidden_act is 5, but one of silu"),
+    ({"text_config": [1]}, "text_config is [1], but an object is expected"),
+    ({"quantization_config": "int4"}, "quantization_config is 'int4', but an object is expected"),
+    ({"routed_scaling_factor": "2", "model_type": "deepseek_v2"}, "routed_scaling_factor is '2', but a number"),
+    ({"n_group": 3.5, "model_type": "deepseek_v3"}, "config.json: n_group is 3.5, but an integer is expected"),
+    # A place in quantization_config, and what stands there.
+    (("ignore", 7), "quantization_config.ignore is 7, but a list is expected"),
+    (("config_groups", [1]), "quantization_config.config_groups is [1], but an object is expected"),
+    ((*GROUP, 3), "config_groups.group_0 is 3, but an object is expected"),
+    ((*GROUP, "targets", ["re:("]), "targets is 're:(', but a name or a regular"),
+    ((*GROUP, "weights", [4]), "group_0.weights is [4], but an object"),
+    ((*GROUP, "input_activations", 8), "input_activations is 8, but an object"),
+    ((*GROUP, "weights", "num_bits", 4.0), "num_bits is 4.0, but 4 is expected"),
+    ((*GROUP, "input_activations", "num_bits", 8.0), "input_activations.num_bits is 8.0, but 8 is expected"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), CLAIMS)
 def test_claims_are_checked_first(good, tmp_path, changes, message):
     """Sizes that would exhaust the memory, and values of another type, are refused by name."""
     tensors, config = good["int-quantized"]
-    prepare(tmp_path, tensors, {**config, **changes})
-    with pytest.raises(CheckpointError) as caught:
-        load(tmp_path)
-    assert message in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda q: q.update(ignore=7), "quantization_config.ignore is 7, but a list is expected"),
-        (lambda q: q.update(config_groups=[1]), "quantization_config.config_groups is [1], but an object is expected"),
-        (lambda q: q["config_groups"].update(group_0=3), "config_groups.group_0 is 3, but an object is expected"),
-        (
-            lambda q: q["config_groups"]["group_0"].update(targets=["re:("]),
-            "targets is 're:(', but a name or a regular",
-        ),
-        (lambda q: q["config_groups"]["group_0"].update(weights=[4]), "group_0.weights is [4], but an object"),
-        (lambda q: q["config_groups"]["group_0"].update(input_activations=8), "input_activations is 8, but an object"),
-        (lambda q: q["config_groups"]["group_0"]["weights"].update(num_bits=4.0), "num_bits is 4.0, but 4 is expected"),
-        (
-            lambda q: q["config_groups"]["group_0"]["input_activations"].update(num_bits=8.0),
-            "input_activations.num_bits is 8.0, but 8 is expected",
-        ),
-    ],
-)
-def test_quantization_config_of_other_types(good, tmp_path, change, message):
-    tensors, config = good["int-quantized"]
     config = copy.deepcopy(config)
-    change(config["quantization_config"])
-    prepare(tmp_path, tensors, config)
-    with pytest.raises(CheckpointError) as caught:
-        load(tmp_path)
-    assert message in str(caught.value)
+    if isinstance(changes, dict):
+        config.update(changes)
+    else:
+        *place, value = changes
+        put(config, ("quantization_config", *place), value)
+    prepare_tensors(tmp_path, tensors, config)
+    refused(tmp_path, message)
 
 
 def test_expert_number_of_a_tensor_alone(good, tmp_path):
@@ -330,9 +325,8 @@ def test_expert_number_of_a_tensor_alone(good, tmp_path):
         **tensors,
         "model.layers.0.mlp.experts.999999999.gate_proj.weight": torch.zeros(32, 64, dtype=torch.int8),
     }
-    prepare(tmp_path, tensors, {key: value for key, value in config.items() if key != "num_experts"})
-    with pytest.raises(CheckpointError, match=r"experts.3.gate_proj.weight' is missing: of 1000000000 experts"):
-        load(tmp_path)
+    prepare_tensors(tmp_path, tensors, without_number(config))
+    refused(tmp_path, "experts.3.gate_proj.weight' is missing: of 1000000000 experts")
 
 
 @pytest.mark.parametrize("experts", [10**6, 2**31 - 1, 2**31, 2**62])
@@ -344,17 +338,15 @@ def test_experts_of_nothing(good, tmp_path, experts, said):
         header[f"{moe_checkpoint.FIRST}.{name}"] = {"dtype": "U8", "shape": [experts, *shape], "data_offsets": [0, 0]}
     config = dict(good["mxfp4"][1])
     config["num_local_experts"] = experts if said and experts < 2**31 else None
-    prepare(tmp_path, {}, config)
-    (tmp_path / "model.safetensors").write_bytes(raw_file(header, b""))
-    message = rf"gate_up_proj_blocks' has shape \({experts}, 0, 2, 16\), which holds nothing"
-    with pytest.raises(CheckpointError, match=message):
-        load(tmp_path, quantize_w4a16=True)
+    prepare(tmp_path, config, header)
+    message = f"gate_up_proj_blocks' has shape ({experts}, 0, 2, 16), which holds nothing"
+    refused(tmp_path, message, quantize_w4a16=True)
 
 
 def test_experts_that_the_index_alone_has(good, tmp_path):
     """Names of tensors that no file has make no room for their experts."""
     tensors, config = good["int-quantized"]
-    prepare(tmp_path, tensors, {key: value for key, value in config.items() if key != "num_experts"})
+    prepare_tensors(tmp_path, tensors, without_number(config))
     more = {
         f"{moe_checkpoint.FIRST}.{expert}.{name}.{kind}": "model.safetensors"
         for expert in range(3, 3000)
@@ -380,14 +372,14 @@ def test_numbers_of_layers(good, tmp_path, numbers):
     several = {
         key.replace(".layers.0.", f".layers.{number}."): tensor for number in numbers for key, tensor in tensors.items()
     }
-    prepare(tmp_path, dict(reversed(several.items())), config)
+    prepare_tensors(tmp_path, dict(reversed(several.items())), config)
     assert list(load(tmp_path)) == [moe_checkpoint.LAYER.format(number) for number in numbers]
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a": ' + "9" * 5000 + "}", "\udcff", "", "NaN"])
 def test_json_of_anything(good, tmp_path, text):
     tensors, config = good["int-quantized"]
-    prepare(tmp_path, tensors, config)
+    prepare_tensors(tmp_path, tensors, config)
     (tmp_path / "config.json").write_bytes(text.encode(errors="surrogateescape"))
     if text.startswith("{") and sys.version_info < (3, 11):
         pytest.skip("integers of any length are read")
@@ -398,7 +390,7 @@ def test_json_of_anything(good, tmp_path, text):
 @pytest.mark.parametrize("name", [5, None, ["model.safetensors"], "a\x00b", "x" * 5000, "../model.safetensors", ""])
 def test_index_names_no_file(good, tmp_path, name):
     tensors, config = good["int-quantized"]
-    prepare(tmp_path, tensors, config)
+    prepare_tensors(tmp_path, tensors, config)
     index = {"weight_map": {key: name if i == 1 else "model.safetensors" for i, key in enumerate(tensors)}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match=r"index.json names .*, which is no file of"):

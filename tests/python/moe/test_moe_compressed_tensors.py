@@ -7,7 +7,7 @@ import moe_checkpoint
 import pytest
 import tool_formats
 import torch
-from moe_build import GROUP_SIZES, assert_packed, config_of, logits_for, make_config, op_moe, op_pack
+from moe_build import GROUP_SIZES, assert_packed, config_of, logits_for, make_config, op_moe
 
 import w4a8.checkpoint
 from w4a8.mirror import CompressedTensorsW4A8Int8MoEMethod, RoutedExperts, RoutingMethodType, route
@@ -124,11 +124,6 @@ def test_load_ungated(checkpoints):
 
 
 def test_load_weight_only(checkpoints):
+    """Refusal and default: test_moe_checkpoint_errors.py."""
     path, _ = checkpoints(32, "pack-quantized", weight_only=True)
-    with pytest.raises(w4a8.checkpoint.CheckpointError, match="is W4A16; pass quantize_w4a16=True"):
-        w4a8.checkpoint.load(path, quantize_w4a16=False)
-    check(w4a8.checkpoint.load(path, quantize_w4a16=True, activation_group=-1)[LAYER], path, 32)
-    layer = w4a8.checkpoint.load(path, quantize_w4a16=True)[LAYER]
-    w13, w2 = moe_checkpoint.read_stacks(path, 32)
-    for packed, stack in ((layer.w13_packed, w13), (layer.w2_packed, w2)):
-        assert torch.equal(packed, op_pack(stack, 32, activation_group=32))
+    check(w4a8.checkpoint.load(path, activation_group=-1)[LAYER], path, 32)

@@ -16,6 +16,7 @@ from moe_build import (
     make_stacks,
     op_moe,
     packed_stacks,
+    part_of_rank,
     weight_args,
 )
 
@@ -29,6 +30,7 @@ from w4a8.mirror import (
     method_v0_17,
     route,
 )
+from w4a8.nn import W4A8MoE
 
 RAW = [f"{name}_{tensor}" for name in ("w13", "w2") for tensor in ("weight", "weight_scale", "bias")]
 EVERY_OTHER = torch.arange(512).view(2, 256).t().flatten()  # rows g0 u0 g1 u1 ... of rows g0 g1 ... u0 u1 ...
@@ -82,24 +84,17 @@ def test_tensor_parallel(ranks, activation, group_size):
     """
     whole = make_config(has_bias=True, activation=activation)
     w13, w2 = make_stacks(whole, group_size)
-    inner = 256 // ranks
     x, logits = torch.randn(5, 128), torch.randn(5, 8)
     weights, ids = route(whole.routing_method, x, logits, 3)
     for rank in range(ranks):
         moe = tp_config(rank, ranks, activation=activation)
         layer = fresh(moe, group_size)
         load_all(layer, w13, w2)
-        mine = torch.arange(rank * inner, (rank + 1) * inner)
-        rows = torch.cat([mine, 256 + mine]) if whole.is_act_and_mul else mine
-        groups = slice(None) if group_size == -1 else slice(rank * inner // 32, (rank + 1) * inner // 32)
-        part13 = Stack(w13.values[:, rows], w13.scales[:, rows], w13.bias[:, rows])
-        bias = w2.bias if rank == 0 else torch.zeros_like(w2.bias)
-        part2 = Stack(w2.values[:, :, mine], w2.scales[:, :, groups], bias)
-        expected = [part13.values, part13.scales, part13.bias, part2.values, part2.scales, part2.bias]
-        for name, tensor in zip(RAW, expected):
+        parts = part_of_rank(w13, w2, rank, ranks)
+        for name, tensor in zip(RAW, (tensor for part in parts for tensor in (part.values, part.scales, part.bias))):
             assert torch.equal(getattr(layer, name).data, tensor), name
         layer.process_weights_after_loading()
-        assert torch.equal(layer(x, logits), op_moe(moe, group_size, x, ids, weights, part13, part2))
+        assert torch.equal(layer(x, logits), op_moe(moe, group_size, x, ids, weights, *parts))
 
 
 def test_expert_parallel_skips_remote_experts():
@@ -336,15 +331,27 @@ WRONG = {
 }
 
 
+def packed_moe(layer):
+    """The same experts in the layer that w4a8.load gives."""
+    return W4A8MoE(*packed_stacks(layer), layer.sizes, layer.top_k, layer.moe_config.routing_method)
+
+
+LAYERS = {"fresh": fresh, "packed": lambda moe, group: make_layer(moe, group)[0]}
+LAYERS["of w4a8.load"] = lambda moe, group: packed_moe(make_layer(moe, group)[0])
+
+
 @pytest.mark.parametrize("name", WRONG)
-@pytest.mark.parametrize("packed", [False, True], ids=["fresh", "packed"])
-def test_refused(name, packed):
+@pytest.mark.parametrize("kind", LAYERS)
+def test_refused(name, kind):
     """In words, and the layer is what it was."""
     change, message = WRONG[name]
     moe = make_config()
     state = saved(make_layer(moe, 32)[0])
     change(state, moe)
-    layer = make_layer(moe, 32)[0] if packed else fresh(moe, 32)
+    layer = LAYERS[kind](moe, 32)
+    if kind == "of w4a8.load":
+        state = {key.replace("_weight", ""): state[key] for key in NAMES}
+        message = message.replace("_weight", "")
     before = {key: tensor.clone() for key, tensor in layer.state_dict().items()}
     with pytest.raises(RuntimeError, match=message):
         layer.load_state_dict(state)

@@ -9,7 +9,6 @@ from moe_build import (
     ACTIVATIONS,
     GROUP_SIZES,
     TOKEN_INT8,
-    Stack,
     interleaved,
     logits_for,
     make_config,
@@ -335,7 +334,7 @@ def test_expert_parallel_ranks_add_up(ranks, cls, custom):
     for rank in range(ranks):
         local, expert_map = determine_expert_map(ranks, rank, 8)
         mine = (expert_map >= 0).nonzero().flatten()
-        parts = [Stack(stack.values[mine], stack.scales[mine], stack.bias[mine]) for stack in (w13, w2)]
+        parts = [stack.experts(mine) for stack in (w13, w2)]
         parallel = FusedMoEParallelConfig(ep_size=ranks, ep_rank=rank, use_ep=True)
         moe = make_config(has_bias=True, routing_method=method, moe_parallel_config=parallel, num_local_experts=local)
         out = run(make_layer(moe, 32, *parts, method_cls=cls, expert_map=expert_map)[0])

@@ -30,6 +30,7 @@ from w4a8.mirror.modular_kernel import FusedMoEActivationFormat, FusedMoEExperts
 G32 = config.kInt4W4A8StaticGroup32Sym
 G128, CHANNEL = config.kInt4W4A8StaticGroup128Sym, config.kInt4W4A8StaticChannelSym
 KEYS = {32: G32, 64: config.kInt4W4A8StaticGroup64Sym, 128: G128, -1: CHANNEL}
+STANDARD = FusedMoEActivationFormat.Standard
 QUANT_CONFIG = oracle.make_w4a8_int8_moe_quant_config((1, 32))
 
 
@@ -90,7 +91,7 @@ def test_only_cpus(not_a_cpu):
     args = (moe_build.weight_args(32), moe_build.TOKEN_INT8, make_config())
     message = "CompressedTensorsW4A8Int8MoEMethod is CPU-only."
     assert_raises(ValueError, message, method_v0_17.CompressedTensorsW4A8Int8MoEMethod, *args)
-    args = (CPUExpertsInt4, make_config(), None, None, FusedMoEActivationFormat.Standard)
+    args = (CPUExpertsInt4, make_config(), None, None, STANDARD)
     reason = "kernel does not support current device cpu"  # the first of several
     assert CPUExpertsInt4.is_supported_config(*args) == (False, reason)
 
@@ -150,25 +151,22 @@ UNSUPPORTED = [
     ({"hidden_dim": 144}, f"hidden size 144, {MULTIPLE} 32"),
     ({"intermediate_size": 1408, **parallel(tp_size=2)}, f"{PER_RANK} 704, {MULTIPLE} 128", CPUExpertsInt4, G128),
     ({"intermediate_size": 77}, f"{PER_RANK} 77, which is odd (two int4 values share a byte)", CPUExpertsInt4, CHANNEL),
+    ({}, "batched_experts activation format", CPUExpertsInt4, G32, None, FusedMoEActivationFormat.BatchedExperts),
 ]
 
 
 @pytest.mark.parametrize("case", UNSUPPORTED, ids=lambda case: case[1][:40])
 def test_reason(case):
-    def check(changes, reason, cls=CPUExpertsInt4, weight_key=G32, activation_key=None):
-        args = (cls, make_config(**changes), weight_key, activation_key, FusedMoEActivationFormat.Standard)
+    def check(changes, reason, cls=CPUExpertsInt4, weight_key=G32, activation_key=None, layout=STANDARD):
+        args = (cls, make_config(**changes), weight_key, activation_key, layout)
         assert cls.is_supported_config(*args) == (False, f"kernel does not support {reason}")
 
     check(*case)
 
 
-def test_reason_activation_format():
-    batched = {**parallel(use_batched_activation_format=True), "moe_backend": "cpu"}
-    args = (CPUExpertsInt4, make_config(**batched), G32, None, FusedMoEActivationFormat.BatchedExperts)
-    reason = "kernel does not support batched_experts activation format"
-    assert CPUExpertsInt4.is_supported_config(*args) == (False, reason)
-    with pytest.raises(ValueError, match=f"since {reason}"):
-        select(**batched)
+def test_selection_asks_for_the_layout_of_the_layer():
+    with pytest.raises(ValueError, match="since kernel does not support batched_experts activation format"):
+        select(**parallel(use_batched_activation_format=True), moe_backend="cpu")
 
 
 @pytest.mark.parametrize("cls", [CPUExpertsInt4, CPUExpertsInt4Modular])
@@ -181,8 +179,7 @@ def test_supported(cls):
     changes += [{**parallel(ep_size=2, use_ep=True), "num_local_experts": 4}, parallel(tp_size=2), {"has_bias": True}]
     for moe in (make_config(**change) for change in changes):
         for key in KEYS.values():
-            found = cls.is_supported_config(cls, moe, key, None, FusedMoEActivationFormat.Standard)
-            assert found == (True, None)
+            assert cls.is_supported_config(cls, moe, key, None, STANDARD) == (True, None)
         assert cls(moe, QUANT_CONFIG).supports_expert_map()
 
 

@@ -218,27 +218,6 @@ def test_zero_points_of_some_matrices_of_8_bits(with_zeros, reverse):
     assert _same(packer.pack(), _expected(matrices, GROUP))
 
 
-def test_8_bits_again():
-    """Into the same bytes: where there were no zero points, none fit; nor do codes of 4 bits, or words of too few."""
-    first, second = _experts("bytes", "int8"), _experts("int8")
-    packer = _put(_packer(), first)
-    sizes = {name: packed.shape for name, packed in packer.pack().items()}
-    packed_as = _packed_as(_put(_packer(), first))
-    packed = _put(_packer(packed_as=packed_as), second).pack()
-    assert {name: tensor.shape for name, tensor in packed.items()} == sizes
-    middle = {key: torch.full(matrix.scales.shape, 128, dtype=torch.uint8) for key, matrix in second.items()}
-    for expert, shard in second:
-        if shard != "w2":
-            second[expert, shard] = replace(second[expert, shard], zero_points=middle[expert, shard])
-    assert _same(packed, _expected(second, GROUP))
-    packer = _packer(packed_as=packed_as)
-    with pytest.raises(ValueError, match="the name: the zero points of expert 0 are not 128"):
-        packer.put(0, "w2", _matrix(HIDDEN, INTERMEDIATE, "bytes"), "the name")
-    packer = _packer(packed_as=packed_as)
-    with pytest.raises(ValueError, match="the name: the codes are int4, but int8 is expected"):
-        packer.put(0, "w2", _matrix(HIDDEN, INTERMEDIATE, "int4"), "the name")
-
-
 def test_values_of_8_bits_that_the_operators_do_not_have():
     """Groups whose products would not sum up in int32: of one row, 2^16; with zero points 2^15."""
     for kind, most in (("int8", 1 << 16), ("bytes", 1 << 15)):
@@ -263,44 +242,58 @@ def test_zero_points_that_are_all_8():
     assert _same(packer.pack(), _expected(matrices, GROUP))
 
 
-@pytest.mark.parametrize("last", range(EXPERTS))
-def test_scales_that_bfloat16_would_round_come_late(last):
-    """All of the stack becomes float32, whatever was packed before, and nothing is rounded; w2 stays."""
-    matrices = _experts("int4", scale_dtype=torch.bfloat16)
-    scales = matrices[last, "w1"].scales.float()
+def _finer(matrix):
+    """With a scale that bfloat16 would round."""
+    scales = matrix.scales.float()
     scales[5, 1] = 1 / 3
-    matrices[last, "w1"] = replace(matrices[last, "w1"], scales=scales)
+    return replace(matrix, scales=scales)
+
+
+def _with_zeros(matrix):
+    return replace(matrix, zero_points=torch.randint(0, 8, matrix.scales.shape, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "change", "packed_as"),
+    [
+        *(("int4", (last, "w1"), _finer, PackedAs("int4", torch.float32)) for last in range(EXPERTS)),
+        ("int4", (2, "w3"), lambda matrix: _finer(_with_zeros(matrix)), PackedAs("int4", torch.float32, True)),
+        ("levels", (2, "w3"), _with_zeros, PackedAs("int4", zero_points=True, channel_scales=True)),
+    ],
+)
+def test_what_comes_late(kind, key, change, packed_as):
+    """Finer scales, zero points: all of the stack becomes that, whatever was packed before, exactly; w2 stays."""
+    experts = _experts(kind, scale_dtype=torch.bfloat16)
+    matrices = {where: replace(matrix, kind="int4") for where, matrix in experts.items()}
+    matrices[key] = change(matrices[key])
     packer = _put(_packer(), matrices)
-    assert (packer.stacks["w13"].scale_dtype, packer.stacks["w2"].scale_dtype) == (torch.float32, torch.bfloat16)
+    assert packer.stacks["w13"].packed_as == packed_as
+    assert packer.stacks["w2"].packed_as == replace(packed_as, scale_dtype=torch.bfloat16, zero_points=False)
     assert _same(packer.pack(), _expected(matrices, GROUP))
 
 
-def test_scales_and_zero_points_come_late():
-    matrices = _experts("int4", scale_dtype=torch.bfloat16)
-    matrices[2, "w3"] = _matrix(*SHAPES["w3"], "zeros", scale_dtype=torch.float32)
-    packer = _put(_packer(), matrices)
-    assert packer.stacks["w13"].packed_as == PackedAs("int4", torch.float32, True)
-    assert packer.stacks["w2"].packed_as == PackedAs("int4", torch.bfloat16, False)
-    assert _same(packer.pack(), _expected(matrices, GROUP))
-
-
-def test_again():
-    """Into the same bytes: what needs less gets as much, what needs more is refused."""
-    first = _experts("zeros", "int4")
-    packer = _put(_packer(), first)
-    sizes = {name: packed.shape for name, packed in packer.pack().items()}
+@pytest.mark.parametrize(
+    ("kinds", "middle", "others"),
+    [
+        (("zeros", "int4"), 8, {"zeros": "zero points of expert 0 are not 8", "e2m1": "codes are e2m1, but int4"}),
+        (("bytes", "int8"), 128, {"bytes": "zero points of expert 0 are not 128", "int4": "codes are int4, but int8"}),
+    ],
+)
+def test_again(kinds, middle, others):
+    """Into the same bytes: what needs less gets as much, what needs more or is of another kind is refused."""
+    first, second = _experts(*kinds), _experts(kinds[1])
+    sizes = {name: packed.shape for name, packed in _put(_packer(), first).pack().items()}
     packed_as = _packed_as(_put(_packer(), first))
-    second = _experts("int4")
     packed = _put(_packer(packed_as=packed_as), second).pack()
     assert {name: tensor.shape for name, tensor in packed.items()} == sizes
-    unpacked = w4a8.dyn_quant_unpack_any_4bit_weight(packed["w13"], GROUP, HIDDEN, 2 * INTERMEDIATE)
-    assert torch.equal(unpacked[0][1], torch.cat([second[1, "w1"].codes, second[1, "w3"].codes]))
-    assert (unpacked[2] == 8).all()
-    packer = _packer(packed_as=packed_as)
-    with pytest.raises(ValueError, match="the name: the zero points of expert 0 are not 8"):
-        packer.put(0, "w2", _matrix(HIDDEN, INTERMEDIATE, "zeros"), "the name")
-    with pytest.raises(ValueError, match="the name: the codes are e2m1, but int4 is expected"):
-        packer.put(0, "w2", _matrix(HIDDEN, INTERMEDIATE, "e2m1"), "the name")
+    for (expert, shard), matrix in second.items():
+        if shard != "w2":
+            zeros = torch.full(matrix.scales.shape, middle, dtype=torch.uint8)
+            second[expert, shard] = replace(matrix, zero_points=zeros)
+    assert _same(packed, _expected(second, GROUP))
+    for kind, message in others.items():
+        with pytest.raises(ValueError, match=f"the name: the {message}"):
+            _packer(packed_as=packed_as).put(0, "w2", _matrix(HIDDEN, INTERMEDIATE, kind), "the name")
 
 
 def test_other_scales_again():
@@ -335,16 +328,6 @@ def test_exactness_is_one_rule():
         assert stack.scale_dtype == dtype
 
 
-def test_scales_of_two_levels_beside_one():
-    """A stack is of one kind, whichever comes first."""
-    one, two = _matrix(*SHAPES["w1"], "e2m1"), _matrix(*SHAPES["w3"], "levels")
-    for first, second, message in ((one, two, "have two levels, but one"), (two, one, "have one level, but two")):
-        packer = _packer()
-        packer.put(0, "w1", first, "name")
-        with pytest.raises(ValueError, match=f"the other: scales {message} is expected: a stack is of one kind"):
-            packer.put(0, "w3", second, "the other")
-
-
 def test_two_levels_again():
     """Into the same bytes; what has one level does not fit."""
     first, second = (_experts("levels", "e2m1") for _ in range(2))
@@ -352,20 +335,9 @@ def test_two_levels_again():
     assert packed_as["w13"] == PackedAs("e2m1", channel_scales=True) and not packed_as["w2"].channel_scales
     assert _same(_put(_packer(packed_as=packed_as), second).pack(), _expected(second, GROUP))
     for shard, kind, message in (("w1", "e2m1", "one level, but two"), ("w2", "levels", "two levels, but one")):
-        with pytest.raises(ValueError, match=f"the name: scales have {message} is expected: a stack is of one kind"):
+        with pytest.raises(ValueError, match=f"the name: scales have {message} {LEVELS}"):
             _packer(packed_as=packed_as).put(0, shard, _matrix(*SHAPES[shard], kind), "the name")
     assert MatrixStack(0, 16, 64, 16, None, packed_as["w13"]).pack().shape[0] == 0
-
-
-def test_zero_points_come_late_beside_two_levels():
-    """Integers of two levels too: what is packed already is packed again, and stays what it was."""
-    matrices = _experts("levels")
-    matrices = {key: replace(matrix, kind="int4") for key, matrix in matrices.items()}
-    zeros = torch.randint(0, 8, matrices[2, "w3"].scales.shape, dtype=torch.uint8)
-    matrices[2, "w3"] = replace(matrices[2, "w3"], zero_points=zeros)
-    packer = _put(_packer(), matrices)
-    assert packer.stacks["w13"].packed_as == PackedAs("int4", zero_points=True, channel_scales=True)
-    assert _same(packer.pack(), _expected(matrices, GROUP))
 
 
 def test_no_experts():
@@ -379,20 +351,24 @@ def test_no_experts():
         assert one.pack().shape[1] == found.shape[1]
 
 
-@pytest.mark.parametrize(
-    ("shard", "matrix", "message"),
-    [
-        ("w1", (64, 64, "int4"), r"is \[64, 64\], but \[64, 128\] is expected"),
-        ("w13", (64, 128, "int4"), r"is \[64, 128\], but \[128, 128\] is expected"),
-        ("w2", (64, 128, "int4"), r"is \[64, 128\], but \[128, 64\] is expected"),
-        ("w3", (64, 128, "e2m1"), "the codes are e2m1, but int4 is expected"),
-        ("w3", (64, 128, "zeros", 64), r"scales have shape \(64, 2\), but \(64, 8\) is expected"),
-        ("w3", (64, 128, "zeros", GROUP, torch.float16, False), "has no bias, unlike the layer"),
-    ],
-)
-def test_wrong_matrices(shard, matrix, message):
+LEVELS = "is expected: a stack is of one kind"
+WRONG = [
+    ("int4", "w1", (64, 64, "int4"), r"is \[64, 64\], but \[64, 128\] is expected"),
+    ("int4", "w13", (64, 128, "int4"), r"is \[64, 128\], but \[128, 128\] is expected"),
+    ("int4", "w2", (64, 128, "int4"), r"is \[64, 128\], but \[128, 64\] is expected"),
+    ("int4", "w3", (64, 128, "e2m1"), "the codes are e2m1, but int4 is expected"),
+    ("int4", "w3", (64, 128, "zeros", 64), r"scales have shape \(64, 2\), but \(64, 8\) is expected"),
+    ("int4", "w3", (64, 128, "zeros", GROUP, torch.float16, False), "has no bias, unlike the layer"),
+    ("e2m1", "w3", (64, 128, "levels"), f"scales have two levels, but one {LEVELS}"),
+    ("levels", "w3", (64, 128, "e2m1"), f"scales have one level, but two {LEVELS}"),
+]
+
+
+@pytest.mark.parametrize(("first", "shard", "matrix", "message"), WRONG)
+def test_wrong_matrices(first, shard, matrix, message):
+    """Behind a first one of some kind."""
     packer = _packer()
-    packer.put(0, "w1", _matrix(64, 128, "int4"), "w1")
+    packer.put(0, "w1", _matrix(64, 128, first), "w1")
     with pytest.raises(ValueError, match=f"the name:? {message}"):
         packer.put(0, shard, _matrix(*matrix), "the name")
 
