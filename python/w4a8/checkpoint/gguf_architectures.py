@@ -209,6 +209,7 @@ _LEADING = {"leading_dense_block_count": "first_k_dense_replace"}
 _GROUPED = {SCALE: "routed_scaling_factor", GROUPS: "n_group"}
 _BIASED = {"follows": {NORM: "norm_topk_prob", **_GROUPED}, "has_bias": True}
 _DEEPSEEK_NAMES = _SHARED_EXPERTS | _MLA
+_DEEPSEEK_CONFIG = {NORM: True, SCALE: 2.5, GROUPS: 8, KEPT_GROUPS: 4}
 _OSS_NAMES = {"ffn_gate_inp": "mlp.router"}
 _NO_DENSE = {"first_k_dense_replace": 0}
 _NO_MTP = _NO_DENSE | {"num_nextn_predict_layers": 0}
@@ -322,13 +323,7 @@ ARCHITECTURES = {
         "DeepseekV3",
         "deepseek_v3",
         _DENSE | _ROUTED,
-        Routing(
-            SIGMOID,
-            **_BIASED,
-            is_known=True,
-            in_config={NORM: True, SCALE: 2.5, GROUPS: 8, KEPT_GROUPS: 4},
-            also="num_local_experts",
-        ),
+        Routing(SIGMOID, **_BIASED, is_known=True, in_config=_DEEPSEEK_CONFIG, also="num_local_experts"),
         _DEEPSEEK_NAMES,
         optional=_LEADING,
         constants=_NO_MTP | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
