@@ -12,6 +12,8 @@ import torch
 from w4a8.core.kind import Kind
 from w4a8.core.matrix import Matrix
 
+FLOAT8_SCALE = "weight_scale_inv"  # of the scales of FP8 checkpoints, by which weights are multiplied all the same
+
 
 @dataclass(frozen=True)
 class Part:
@@ -132,5 +134,5 @@ def all_suffixes() -> tuple[str, ...]:
 @cache
 def quantized_suffixes() -> tuple[str, ...]:
     """What only a quantized module has. (Layers of other kinds may have ``scales``; ``weight`` says nothing.)"""
-    suffixes = (part.suffix for each in FORMATS.values() for part in each.parts)
-    return tuple(dict.fromkeys(suffix for suffix in suffixes if suffix not in ("weight", "scales")))
+    suffixes = [part.suffix for each in FORMATS.values() for part in each.parts]
+    return tuple(dict.fromkeys(suffix for suffix in [*suffixes, FLOAT8_SCALE] if suffix not in ("weight", "scales")))
