@@ -40,7 +40,8 @@ class Part:
     def takes(self, dtype: torch.dtype) -> bool:
         """Whether a tensor of a file may have this type."""
         floats = self.dtype == torch.float32 and self.kind != "global_scale"
-        return dtype == self.dtype or (floats and dtype.is_floating_point)
+        # Floats of 8 bits say nothing without scales.
+        return dtype == self.dtype or (floats and dtype.is_floating_point and torch.finfo(dtype).bits > 8)
 
     @property
     def codes_in_an_element(self) -> int:
