@@ -6,7 +6,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from w4a8.integrations.vllm import settings
 
-NAMES = "'w4a16', 'lm_head', 'activation_group', 'attention' or 'decoder'"
+NAMES = "'w4a16', 'lm_head', 'activation_group', 'attention', 'decoder', 'values' or 'group_size'"
 NONE = {"w4a16": True, "lm_head": 8, "activation_group": None}
 
 

@@ -140,8 +140,8 @@ def _folder(name: str, path: Path) -> tuple[dict[str, Any], list[Layer], int | N
     model, report = _loaded(path, headers)
     layers = list(of_packed(headers)) if packed else of_model(model, report)
     answer["not_in_vllm"] = packed_not_in_vllm(layers) if packed else ""
-    if source is None:
-        answer["not_in_vllm"] = "floats are not rounded there: `w4a8 pack` makes a directory that it serves"
+    if loading.is_rounded(path):
+        answer["not_in_vllm"] = "floats stay floats there, unless --quantization w4a8 rounds them"
     top_k = next((text[key] for key in _TOP_K if isinstance(text.get(key), int)), None)
     return answer, layers, top_k
 

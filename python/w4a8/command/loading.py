@@ -11,6 +11,7 @@ from w4a8.checkpoint.gguf_file import GGUFFile, is_gguf
 from w4a8.checkpoint.gguf_linear import GGUFLinears
 from w4a8.command import extras
 from w4a8.command.report import UsageError, number
+from w4a8.formats.float8 import has_float8
 from w4a8.formats.packed_directory import is_packed as is_packed_config
 from w4a8.formats.rules import config_in
 from w4a8.quantization import QuantizationReport, quantize_
@@ -82,6 +83,12 @@ def method_of(path: Path) -> str | None:
     return None if source is None else str(source.get("quant_method"))
 
 
+def is_rounded(path: Path) -> bool:
+    """Whether weights are floats, of 8 bits or more, which are rounded while they are loaded."""
+    source = None if is_gguf(path) else config_in(path)
+    return not is_gguf(path) and (source is None or has_float8(source))
+
+
 def is_packed(path: Path) -> bool:
     """Whether a path is a directory of packed weights."""
     return not is_gguf(path) and is_packed_config(config_in(path))
@@ -106,10 +113,10 @@ def load(path: Path, args: argparse.Namespace, text: str | None = None) -> tuple
     """
     given = {field: getattr(args, field) for _, field, _ in _ROUNDING if getattr(args, field) is not None}
     method, packed, activation_group = method_of(path), is_packed(path), args.activation_group
-    if method is not None and (given or text is not None):
-        names = ", ".join(
-            [name for name, field, _ in _ROUNDING if field in given] + ["--calibration"] * (text is not None)
-        )
+    useless = [] if is_rounded(path) else [name for name, field, _ in _ROUNDING if field in given]
+    useless += ["--calibration"] * (text is not None and method is not None)
+    if useless:
+        names = ", ".join(useless)
         raise UsageError(f"{path} is quantized already ({method}): leave {names} out")
     if packed and activation_group is not None:
         raise UsageError(f"{path} is packed already: leave --activation-group out")

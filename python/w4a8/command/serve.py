@@ -25,7 +25,7 @@ from w4a8.command.doctor import VLLM, installed
 from w4a8.command.model import HELP, find, hub_name
 from w4a8.command.report import number
 from w4a8.core.json_fields import json_field, read_json
-from w4a8.formats.packed_directory import is_packed
+from w4a8.formats.packed_directory import METHOD, is_packed
 from w4a8.formats.rules import config_in, method_of
 from w4a8.integrations.vllm import settings
 from w4a8.integrations.vllm.settings import LM_HEAD_SWITCH
@@ -106,7 +106,8 @@ def command_of(args: argparse.Namespace, program: list[str]) -> tuple[list[str],
     longest = args.max_model_len or min(_LONGEST, sizes["longest"] or _LONGEST)
     variables = {}
     if args.kv_cache is not None or CACHE not in os.environ:
-        kind = attention_kind(sizes, args.rest) if is_gguf(path) or _quantized(path) else None
+        ours = is_gguf(path) or _quantized(path) or _said(args.rest, "quantization", "", str) == METHOD
+        kind = attention_kind(sizes, args.rest) if ours else None
         needed = math.ceil(_ROOM * longest * cache_bytes(sizes, kind) / 2**30)
         variables[CACHE] = str(max(1, needed) if args.kv_cache is None else args.kv_cache)
     if args.lm_head is not None:

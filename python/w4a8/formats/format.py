@@ -12,6 +12,8 @@ import torch
 from w4a8.core.kind import Kind
 from w4a8.core.matrix import Matrix
 
+FLOAT8_SCALE = "weight_scale_inv"  # of the scales of FP8 checkpoints, by which weights are multiplied all the same
+
 
 @dataclass(frozen=True)
 class Part:
@@ -38,7 +40,8 @@ class Part:
     def takes(self, dtype: torch.dtype) -> bool:
         """Whether a tensor of a file may have this type."""
         floats = self.dtype == torch.float32 and self.kind != "global_scale"
-        return dtype == self.dtype or (floats and dtype.is_floating_point)
+        # Floats of 8 bits say nothing without scales.
+        return dtype == self.dtype or (floats and dtype.is_floating_point and torch.finfo(dtype).bits > 8)
 
     @property
     def codes_in_an_element(self) -> int:
@@ -132,5 +135,5 @@ def all_suffixes() -> tuple[str, ...]:
 @cache
 def quantized_suffixes() -> tuple[str, ...]:
     """What only a quantized module has. (Layers of other kinds may have ``scales``; ``weight`` says nothing.)"""
-    suffixes = (part.suffix for each in FORMATS.values() for part in each.parts)
-    return tuple(dict.fromkeys(suffix for suffix in suffixes if suffix not in ("weight", "scales")))
+    suffixes = [part.suffix for each in FORMATS.values() for part in each.parts]
+    return tuple(dict.fromkeys(suffix for suffix in [*suffixes, FLOAT8_SCALE] if suffix not in ("weight", "scales")))

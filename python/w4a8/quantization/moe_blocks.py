@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -127,10 +128,10 @@ class GateUp(Sequence):
         return len(self.gates)
 
 
-class _Each(Sequence):
-    """A function of each expert's tensor, called when it is asked for."""
+class Each(Sequence):
+    """A function of each expert's tensor, or of what it is read from, called when it is asked for."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, tensors: Sequence[Any], function: Callable[[Any], torch.Tensor]) -> None:
         self.tensors, self.function = tensors, function
 
     def __getitem__(self, expert: int) -> torch.Tensor:
@@ -155,9 +156,9 @@ def fused_experts(
     names = _parameters(module)
     w13, w2, w13_bias, w2_bias = (*(chosen[name] for name in names), None, None)[:4]
     if _is_transposed(module):
-        w13, w2 = (_Each(stack, lambda weight: weight.T) for stack in (w13, w2))
+        w13, w2 = (Each(stack, lambda weight: weight.T) for stack in (w13, w2))
     if _alternates(module):
-        w13, w13_bias = (None if stack is None else _Each(stack, _gate_then_up) for stack in (w13, w13_bias))
+        w13, w13_bias = (None if stack is None else Each(stack, _gate_then_up) for stack in (w13, w13_bias))
     activation, numbers = _gate(module)
     return Experts(w13, w2, activation, w13_bias, w2_bias, numbers, _has_gate(module))
 

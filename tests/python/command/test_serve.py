@@ -118,6 +118,7 @@ OFF = '{"w4a8": {"attention": false}}'
         (GPTQ, [], {"W4A8_VLLM": "0"}, 13),
         (GPTQ, [], {"W4A8_VLLM_W4A16": "0"}, 13),
         (QWEN, [], {}, 13),
+        (QWEN, ["--quantization", "w4a8"], {}, 7),
         ({**QWEN, "quantization_config": {"quant_method": "fp8"}}, [], {}, 13),
         ({**GPTQ, "head_dim": 40}, [], {}, 4),  # 3.75 GiB; the operator has no such heads
         ({**GPTQ, "kv_lora_rank": 512, "qk_rope_head_dim": 64}, [], {}, 8),  # 6.75 GiB

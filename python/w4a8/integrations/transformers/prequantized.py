@@ -1,4 +1,7 @@
-"""Checkpoints that others have quantized: their codes are packed as they are (readers: ``w4a8.formats``)."""
+"""Checkpoints that others have quantized (readers: ``w4a8.formats``).
+
+Codes are packed as they are. Floats of 8 bits are rounded as ``quantize_`` rounds the numbers that they stand for.
+"""
 
 from __future__ import annotations
 
@@ -14,24 +17,29 @@ from transformers.utils.logging import is_progress_bar_enabled
 
 from w4a8.checkpoint.folder import say_int8
 from w4a8.core.experts import ExpertSizes
+from w4a8.core.float8 import E4M3
 from w4a8.core.matrix import Matrix
 from w4a8.core.memory import on_cpu
 from w4a8.core.packer import ExpertPacker
 from w4a8.core.words import weights_in_words
-from w4a8.formats import METHODS, LeftOut, Scheme, method_of, rules_of, scheme_of
+from w4a8.formats import METHODS, LeftOut, Scheme, float8, method_of, scheme_of
+from w4a8.formats.float8 import Float8Scheme
 from w4a8.formats.format import all_suffixes, quantized_suffixes
 from w4a8.formats.matrix import groups_of
 from w4a8.formats.rules import are_stacked
 from w4a8.formats.scheme import wanted_by_all
 from w4a8.integrations.transformers import guard
+from w4a8.integrations.transformers.config import W4A8Config
 from w4a8.integrations.transformers.memory import Pages
 from w4a8.integrations.transformers.names import Names, left_out, refuse_missing, slices
 from w4a8.integrations.transformers.tied import packed_experts, put, stand_in, untie
-from w4a8.nn import linear_from_matrix
+from w4a8.nn import QuantOptions, W4A8Linear, linear_from_matrix
 from w4a8.progress import progress_bar
 from w4a8.quantization import QuantizationReport
-from w4a8.quantization.moe_blocks import Experts, fused_experts, is_gpt_oss
+from w4a8.quantization.moe_blocks import Each, Experts, GateUp, fused_experts, is_gpt_oss
+from w4a8.quantization.plan import make_plan
 from w4a8.quantization.readers import reader_of
+from w4a8.quantization.recipe import choose
 from w4a8.quantization.size import Large
 
 logger = logging.getLogger(__name__)
@@ -45,10 +53,10 @@ _ONE_OF_A_STACK = re.compile(r"(.+\.experts)\.\d+\.(gate_up_proj|down_proj)")
 _BESIDE = re.compile(r".+\.((input|output)_(scale|global_scale|zero_point)|[qkv]_(scale|zero_point)|prob_output_scale)")
 
 
-def _is_int8(parts: Mapping[str, Any]) -> bool:
-    """Whether ``weight`` of some lazy tensors is an int8 matrix."""
+def _has_codes(parts: Mapping[str, Any]) -> bool:
+    """Whether ``weight`` of some lazy tensors is a matrix of int8 or float8_e4m3fn."""
     shape = parts["weight"].get_shape()
-    return len(shape) == 2 and shape[0] > 0 and parts["weight"][:1].dtype == torch.int8
+    return len(shape) == 2 and shape[0] > 0 and parts["weight"][:1].dtype in (torch.int8, E4M3)
 
 
 class ModulesApart:
@@ -65,7 +73,7 @@ class ModulesApart:
     refuses_one = False
 
     def pack(self, name: str) -> torch.nn.Module:
-        """What stands for a module.
+        """What stands for a module; the module itself, with its floats, if it is to be left alone.
 
         Raises:
             ValueError, RuntimeError: it cannot be packed; the second: values that the operators do not have.
@@ -98,6 +106,10 @@ class ModulesApart:
                     put(model, name, old.eval())
                     continue
                 put(model, name, new.eval())
+                if new is old:
+                    report.skipped[name] = self.why_float(f"{name}.weight")
+                    advance()
+                    continue
                 report.replaced[name] = repr(new)
                 kinds = self.kinds(name) if guard.device == "meta" else ""
                 if kinds:
@@ -127,7 +139,7 @@ class PrequantizedModules(ModulesApart):
         model: torch.nn.Module,
         source: Mapping[str, Any],
         files: Sequence[str],
-        activation_group: int | None = None,
+        config: W4A8Config,
     ) -> None:
         """Finds the modules, and takes them out of the model, which is on the meta device, until ``finish``.
 
@@ -135,16 +147,17 @@ class PrequantizedModules(ModulesApart):
             ValueError: the method of ``source``, the quantization_config, cannot be run, a tensor belongs to nothing
                 in the model, or a layer has none.
         """
-        if method_of(source) is None:
+        if method_of(source) is None and not float8.has_float8(source):
             raise ValueError(
                 f"the checkpoint is quantized with {source.get('quant_method')!r}; W4A8Config reads "
-                f"{', '.join(METHODS[:-1])} and {METHODS[-1]}. Load it without W4A8Config, or an unquantized "
-                "checkpoint with it"
+                f"{', '.join(METHODS)} and {float8.METHOD}. Load it without W4A8Config, or an unquantized checkpoint "
+                "with it"
             )
-        self.rules = rules_of(source)
+        self.rules = float8.rules_with_float8(source)
         self.stacked = are_stacked(self.rules)
         self.files = files
-        self.activation_group = activation_group
+        self.activation_group = config.activation_group
+        floats: dict[str, str] = {}  # of 8 bits: their types by the keys
         self.tensors: dict[str, dict[str, Any]] = {}  # by name of the matrix, then the last part of the tensor's
         keys: dict[str, tuple[str, str]] = {}
         with torch.device("cpu"):  # transformers builds models with the meta device as default
@@ -153,7 +166,9 @@ class PrequantizedModules(ModulesApart):
                 name, suffix = keys[key] = stacked.groups() if stacked else key.rpartition(".")[::2]
                 if suffix in all_suffixes():
                     self.tensors.setdefault(name, {})[suffix] = part
-        self.tensors = {name: parts for name, parts in self.tensors.items() if self._is_quantized(name, parts)}
+                if part.get_dtype().startswith("F8"):
+                    floats[key] = part.get_dtype()
+        self.tensors = {name: parts for name, parts in self.tensors.items() if self._is_quantized(name)}
         if not self.tensors:
             raise ValueError(f"no quantized tensors, though config.json says {source.get('quant_method')!r}")
         self.old = {}
@@ -177,6 +192,14 @@ class PrequantizedModules(ModulesApart):
             del self.tensors[name]
         known = {name: self._known(name) for name in self.tensors}
         self.keys = {key for key, (name, suffix) in keys.items() if suffix in known.get(name, ())}
+        for key in floats.keys() - self.keys:
+            if keys[key][0] not in unknown:  # which transformers would load as if it had no scales
+                raise ValueError(f"tensor {key!r} is of {floats[key]}, which is read of single matrices alone")
+        # Of modules of floats of 8 bits that are rounded; of others the reason.
+        self.options: dict[str, QuantOptions] = {}
+        self.reasons: dict[str, str] = {}
+        if float8.has_float8(source):
+            self._plan(model, config)
         given = self._check_others(model, names, [key for key in keys if keys[key][0] not in unknown])
         for name, old in self.old.items():
             hole = torch.nn.Module()
@@ -185,12 +208,31 @@ class PrequantizedModules(ModulesApart):
             untie(model, name)
         refuse_missing(model, given)
 
+    def _found(self, name: str) -> Scheme | LeftOut:
+        parts = self.tensors[name]
+        return scheme_of(self.rules, name, parts, partial(_has_codes, parts))
+
     def _known(self, name: str) -> tuple[str, ...]:
         """Last parts of the names of the tensors that a matrix is made of."""
-        scheme = scheme_of(self.rules, name, self.tensors[name], partial(_is_int8, self.tensors[name]))
+        scheme = self._found(name)
         if isinstance(scheme, LeftOut):  # which is said when it is to be read
             return all_suffixes()
         return (*scheme.required, *scheme.optional, "bias")
+
+    def _are_float8(self, path: str) -> set[bool]:
+        """Of the matrices of a module: whether they are floats of 8 bits."""
+        names = (name for lists in self.matrices[path].values() for names in lists for name in names)
+        return {isinstance(self._found(name), Float8Scheme) for name in names}
+
+    def _plan(self, model: torch.nn.Module, config: W4A8Config) -> None:
+        """Which of the modules of floats of 8 bits are rounded, and how, as if the model were of floats."""
+        options = config.quant_options()
+        plan = make_plan(model, options, config.skipped())
+        ours = {name for name in self.old if True in self._are_float8(name)}
+        jobs = [job for job in plan.jobs if ours.issuperset(job.names)]
+        choose(model, jobs, options)
+        self.options = {name: job.options for job in jobs for name in job.names}
+        self.reasons = {name: reason for name, reason in plan.skipped.items() if name in ours}
 
     def _check_others(self, model: torch.nn.Module, names: Names, keys: Sequence[str]) -> set[str]:
         """The parameters that the tensors go to which no matrix is made of.
@@ -224,10 +266,11 @@ class PrequantizedModules(ModulesApart):
         model._keys_to_ignore_on_load_unexpected = {rf"^(?!(?:{'|'.join(theirs)})$)"}
         return set(renamed.values())
 
-    def _is_quantized(self, name: str, parts: Mapping[str, Any]) -> bool:
+    def _is_quantized(self, name: str) -> bool:
+        parts = self.tensors[name]
         if any(suffix in quantized_suffixes() for suffix in parts):
             return True
-        return "weight" in parts and isinstance(scheme_of(self.rules, name, parts, partial(_is_int8, parts)), Scheme)
+        return "weight" in parts and isinstance(self._found(name), Scheme)
 
     def _add(self, model: torch.nn.Module, names: Names, name: str) -> bool:
         """Whether the model has a module for a matrix."""
@@ -262,30 +305,71 @@ class PrequantizedModules(ModulesApart):
 
     def why_float(self, parameter: str) -> str:
         """As :meth:`ModulesApart.why_float`."""
-        return "it is not quantized in the checkpoint"
+        return self.reasons.get(parameter.rpartition(".")[0], "it is not quantized in the checkpoint")
 
     def pack(self, name: str) -> torch.nn.Module:
         """As :meth:`ModulesApart.pack`."""
         self._kinds.clear()
-        new = self._pack(self.old[name], self.matrices[name])
+        are_float8 = self._are_float8(name)
+        if len(are_float8) > 1:
+            raise ValueError("some of its matrices are floats of 8 bits, others are not")
+        new = self._round(name) if True in are_float8 else self._pack(self.old[name], self.matrices[name])
         if name in self.unread:
             raise ValueError(self.unread[name])
         return new
 
     def _pack(self, old: torch.nn.Module, matrices: Mapping[str, list[list[str]]]) -> torch.nn.Module:
+        """What stands for a module of codes."""
         pages = Pages(self.files)
         if type(old) is torch.nn.Linear:
             name = matrices["weight"][0][0]
             matrix = self._matrix(name, old.bias is not None, pages)
-            if (matrix.rows, matrix.columns) != (old.out_features, old.in_features):
-                shape = [old.out_features, old.in_features]
-                raise ValueError(f"{name} is [{matrix.rows}, {matrix.columns}], but {shape} is expected")
+            _check_shape(name, (matrix.rows, matrix.columns), old.weight.shape)
             return linear_from_matrix(matrix, self._wanted(matrices))
+        experts, shards = self._shards(old, matrices)
+        if experts.activation is None:
+            raise ValueError(f"activation {type(experts.act_fn).__name__} is not one of the operator")
+        packed, group = self._pack_experts(matrices, shards, experts, pages)
+        return packed_experts(experts, packed["w13"], packed["w2"], (group, group))
+
+    def _round(self, path: str) -> torch.nn.Module:
+        """What stands for a module of floats of 8 bits, of which one matrix, or expert, is read at a time."""
+        old, matrices, options, pages = self.old[path], self.matrices[path], self.options.get(path), Pages(self.files)
+        if list(matrices) == ["weight"]:
+            name = matrices["weight"][0][0]
+            weight, bias = self._floats(name, old.weight.shape, pages)
+            bias = _checked_bias(bias, getattr(old, "bias", None) is not None, name)
+            new = old if options is None else torch.nn.Linear(1, 1, bias is not None, device="meta")
+            for leaf, tensor in (("weight", weight), ("bias", bias)):
+                if tensor is not None:
+                    setattr(new, leaf, _parameter(tensor if new is not old else tensor.to(getattr(old, leaf).dtype)))
+            return old if options is None else W4A8Linear.from_float(new, options)
+        experts, shards = self._shards(old, matrices)
+        _, hidden, intermediate = experts.sizes
+
+        def of_shard(shard: str) -> Sequence[torch.Tensor]:
+            shape = (hidden, intermediate) if shard == "w2" else (intermediate, hidden)
+            return Each(shards[shard], lambda name: self._floats(name, shape, pages)[0])
+
+        if experts.w13_bias is not None or (options is None and not isinstance(experts.w13, torch.Tensor)):
+            raise ValueError(f"floats of 8 bits of a {type(old).__name__}, which is not supported")
+        w2, w13 = of_shard("w2"), GateUp(of_shard("w1"), of_shard("w3")) if experts.gated else of_shard("w1")
+        if options is not None:
+            return Experts(w13, w2, experts.act_fn, numbers=experts.numbers, gated=experts.gated).quantize(options)
+        for leaf in matrices:
+            floats = torch.empty_like(getattr(old, leaf), device=guard.device)
+            for expert, target in enumerate(floats):
+                target.copy_((w2 if leaf == "down_proj" else w13)[expert])
+            setattr(old, leaf, _parameter(floats))
+        return old
+
+    def _shards(
+        self, old: torch.nn.Module, matrices: Mapping[str, list[list[str]]]
+    ) -> tuple[Experts, dict[str, list[str]]]:
+        """The experts that a module is, and the names of their matrices: see :meth:`_pack_experts`."""
         experts = fused_experts(old)
         if experts is None:
             raise ValueError(f"quantized {sorted(matrices)} of a {type(old).__name__}, which is not supported")
-        if experts.activation is None:
-            raise ValueError(f"activation {type(experts.act_fn).__name__} is not one of the operator")
         fused = is_gpt_oss(old)
         if self.stacked and not fused:
             raise ValueError(f"all experts of a {type(old).__name__} in one tensor: do its rows alternate?")
@@ -294,11 +378,14 @@ class PrequantizedModules(ModulesApart):
         expected = {up: 1 if fused or not experts.gated else 2, "down_proj": 1}
         if given != expected:
             raise ValueError(f"matrices of {given} in the files, expected {expected}")
+        count = experts.sizes[0]
+        for lists in matrices.values():
+            found = [len(names) for names in lists]
+            if not self.stacked and set(found) != {count}:
+                raise ValueError(f"matrices of {found} experts, expected {count}")
         sources = [*matrices[up], *matrices["down_proj"]]
         apart = ("w1", "w3", "w2") if experts.gated else ("w1", "w2")
-        shards = dict(zip(("w13", "w2") if fused else apart, sources))
-        packed, group = self._pack_experts(matrices, shards, experts, pages)
-        return packed_experts(experts, packed["w13"], packed["w2"], (group, group))
+        return experts, dict(zip(("w13", "w2") if fused else apart, sources))
 
     def _pack_experts(
         self, matrices: Mapping[str, list[list[str]]], shards: Mapping[str, list[str]], experts: Experts, pages: Pages
@@ -309,14 +396,10 @@ class PrequantizedModules(ModulesApart):
         matrices by expert, or one name for all of a stack.
         """
         count, hidden, intermediate = experts.sizes
-        for lists in matrices.values():
-            given = [len(names) for names in lists]
-            if not self.stacked and set(given) != {count}:
-                raise ValueError(f"matrices of {given} experts, expected {count}")
-            if self.stacked:
-                found = {suffix: part.get_shape()[0] for suffix, part in self.tensors[lists[0][0]].items()}
-                if set(found.values()) != {count}:
-                    raise ValueError(f"{lists[0][0]} is of {found} experts, expected {count}")
+        for lists in matrices.values() if self.stacked else ():
+            found = {suffix: part.get_shape()[0] for suffix, part in self.tensors[lists[0][0]].items()}
+            if set(found.values()) != {count}:
+                raise ValueError(f"{lists[0][0]} is of {found} experts, expected {count}")
         for shard, names in shards.items():
             scheme = self._scheme(names[0])
             groups_of(intermediate if shard == "w2" else hidden, scheme.group_size, names[0], scheme.weight)
@@ -339,11 +422,18 @@ class PrequantizedModules(ModulesApart):
         return wanted_by_all((self._scheme(name) for name in names), self.activation_group)
 
     def _scheme(self, name: str) -> Scheme:
-        parts = self.tensors[name]
-        scheme = scheme_of(self.rules, name, parts, partial(_is_int8, parts))
+        scheme = self._found(name)
         if isinstance(scheme, LeftOut):
             raise ValueError(scheme.reason)
         return scheme
+
+    def _floats(self, name: str, shape: Sequence[int], pages: Pages) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Reads a matrix of floats of 8 bits, as float32 of a shape, and its bias."""
+        tensors = {suffix: part[...] for suffix, part in self.tensors[name].items()}
+        floats, bias = self._scheme(name).floats(tensors, name)
+        pages.release(tensors.values())
+        _check_shape(name, floats.shape, shape)
+        return floats, bias
 
     def _matrix(self, name: str, biased: bool, pages: Pages, expert: int | None = None) -> Matrix:
         """Reads a matrix, or that of one expert of a stack, which must have a bias if the model has."""
@@ -355,19 +445,28 @@ class PrequantizedModules(ModulesApart):
         matrix = self._scheme(name).read(tensors, name)
         # Whatever the matrix has of the tensors is a view; it comes from the file again.
         pages.release(tensors.values())
-        matrix = _with_bias(matrix, biased, name)
+        matrix = replace(matrix, bias=_checked_bias(matrix.bias, biased, name))
         if matrix.codes.is_meta:
             matrix = matrix.on_meta()
             self._kinds[weights_in_words(matrix.header)] = None
         return matrix
 
 
-def _with_bias(matrix: Matrix, biased: bool, name: str) -> Matrix:
-    """The matrix, with a bias exactly if the model has one. (Older tools wrote zeros where it has none.)"""
-    if biased and matrix.bias is None:
+def _parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
+    return torch.nn.Parameter(tensor, requires_grad=False)
+
+
+def _check_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    if tuple(found) != tuple(expected):
+        raise ValueError(f"{name} is {list(found)}, but {list(expected)} is expected")
+
+
+def _checked_bias(bias: torch.Tensor | None, biased: bool, name: str) -> torch.Tensor | None:
+    """The bias of a matrix, exactly if the model has one. (Older tools wrote zeros where it has none.)"""
+    if biased and bias is None:
         raise ValueError(f"{name} has no bias, but the model has")
-    if biased or matrix.bias is None:
-        return matrix
-    if not matrix.bias.is_meta and matrix.bias.any():
+    if biased or bias is None:
+        return bias
+    if not bias.is_meta and bias.any():
         raise ValueError(f"{name} has a bias, but the model has none")
-    return replace(matrix, bias=None)
+    return None

@@ -99,7 +99,7 @@ class W4A8HfQuantizer(HfQuantizer):
             # A method that transformers does not know (modelopt) is none to it, as one in a file of its own.
             source = config_in(Path(files[0]).parent)
         if source is not None:
-            self._modules = PrequantizedModules(model, source, files, self.quantization_config.activation_group)
+            self._modules = PrequantizedModules(model, source, files, self.quantization_config)
         elif self.pre_quantized:
             self._tied = build_packed(model, files, self.quantization_config.packed)
         else:

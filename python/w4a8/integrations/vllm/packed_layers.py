@@ -24,9 +24,10 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from w4a8.core.matrix import PackedAs, pack_as
 from w4a8.core.memory import fresh_bytes
 from w4a8.formats import Scheme
-from w4a8.formats.packed_directory import METHOD
+from w4a8.formats.packed_directory import METHOD, is_packed
 from w4a8.integrations.vllm.config import joined_from
 from w4a8.integrations.vllm.configs import W4A8CompressedTensorsConfig
+from w4a8.integrations.vllm.floats import W4A8FloatsConfig, floats_of
 from w4a8.integrations.vllm.loading import is_dummy_load, random_matrix
 from w4a8.integrations.vllm.moe import W4A8MoEMethod, unsupported
 from w4a8.integrations.vllm.packed import (
@@ -323,6 +324,22 @@ class W4A8PackedConfig(W4A8CompressedTensorsConfig):
         return replace(scheme, activation_group=groups.pop())
 
 
+class W4A8MethodConfig(W4A8FloatsConfig):
+    """What the method ``w4a8`` is: packed directories say so themselves; of floats the user does."""
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Any:
+        """Of a quantization_config."""
+        return W4A8PackedConfig.from_config(config) if is_packed(config) else cls()
+
+
+def _source_of(hf_config: Any) -> Any:
+    """The quantization_config that vLLM takes, or None."""
+    owners = ((hf_config, "quantization_config"), (getattr(hf_config, "text_config", None), "quantization_config"))
+    found = (getattr(owner, name, None) for owner, name in (*owners, (hf_config, "compression_config")))
+    return next((each for each in found if each is not None), None)
+
+
 def register() -> None:
     """Once per process. vLLM has no place to register a form of files, only loaders that users would have to name."""
     get_all_weights = DefaultModelLoader.get_all_weights
@@ -333,8 +350,11 @@ def register() -> None:
         if model_config.quantization != METHOD:
             return weights
         config = model_config.hf_config
+        source = _source_of(config)
+        if not is_packed(source):
+            return weights if source is None else floats_of(weights, source)
         directory = read_directory(model_config.model, config.quantization_config)
         return read_packed(weights, model, directory, config.model_type)
 
-    register_quantization_config(METHOD)(W4A8PackedConfig)
+    register_quantization_config(METHOD)(W4A8MethodConfig)
     DefaultModelLoader.get_all_weights = wrapped

@@ -11,7 +11,9 @@ from functools import wraps
 from typing import Any
 
 from w4a8.core.activation_groups import PER_TOKEN, SIZES, in_words
+from w4a8.core.matrix import GROUP_SIZES, is_group_size
 from w4a8.integrations.vllm.log import logger
+from w4a8.nn.options import DEFAULT_GROUP_SIZE, QuantOptions
 
 SWITCH = "W4A8_VLLM"
 W4A16_SWITCH = "W4A8_VLLM_W4A16"
@@ -19,6 +21,8 @@ LM_HEAD_SWITCH = "W4A8_VLLM_LM_HEAD"
 ACTIVATION_GROUP = "W4A8_VLLM_ACTIVATION_GROUP"
 ATTENTION = "W4A8_VLLM_ATTENTION"
 DECODER = "W4A8_VLLM_DECODER"
+VALUES = "W4A8_VLLM_VALUES"
+GROUP_SIZE = "W4A8_VLLM_GROUP_SIZE"
 
 # Keys of vLLM's additional_config["w4a8"], and the variables that say the same. The plugin is on or off before vLLM has
 # read any argument, so SWITCH has no key.
@@ -28,6 +32,8 @@ KEYS = {
     "activation_group": ACTIVATION_GROUP,
     "attention": ATTENTION,
     "decoder": DECODER,
+    "values": VALUES,
+    "group_size": GROUP_SIZE,
 }
 # What --kv-cache-dtype may be, and what the cache of this package's attention then is. Others are left to vLLM.
 CACHE_KINDS = {"auto": "int8", "int8_per_token_head": "int8", "bfloat16": "bfloat16"}
@@ -173,9 +179,21 @@ def activation_group() -> int | None:
     return allowed[value]
 
 
+def rounding() -> QuantOptions:
+    """How weights of models are rounded that come as floats (``--quantization w4a8``)."""
+    given, where = _given(GROUP_SIZE)
+    size = int(given or DEFAULT_GROUP_SIZE) if given.removeprefix("-").isdecimal() or not given else None
+    if not is_group_size(size):
+        raise ValueError(f"{where}={given!r}, expected -1, {GROUP_SIZES}")
+    values, where = _given(VALUES)
+    if values not in ("", "int4", "int8"):
+        raise ValueError(f"{where}={values!r}, expected int4 or int8")
+    return QuantOptions(size, values=values or "int4")
+
+
 def check() -> None:
     """Reads all of them."""
-    for read in (mode, runs_w4a16, lm_head_bits, activation_group, attends, decodes):
+    for read in (mode, runs_w4a16, lm_head_bits, activation_group, attends, decodes, rounding):
         read()
 
 

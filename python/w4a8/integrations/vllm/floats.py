@@ -1,0 +1,155 @@
+"""Checkpoints of floats, of 8 bits too, that are rounded while vLLM loads them: ``--quantization w4a8``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+from w4a8.core.float8 import E4M3
+from w4a8.core.matrix import Matrix
+from w4a8.formats import LeftOut, Scheme
+from w4a8.formats.float8 import Float8Scheme, has_float8, rules_with_float8
+from w4a8.formats.format import Format, Part
+from w4a8.formats.matrix import FLOAT_TYPES, Tensors, take, take_bias
+from w4a8.formats.packed_directory import METHOD
+from w4a8.integrations.vllm.config import RunsLayersHere, unquantized
+from w4a8.integrations.vllm.linear_layers import lm_head_method
+from w4a8.integrations.vllm.log import logger
+from w4a8.integrations.vllm.settings import rounding
+from w4a8.nn import QuantOptions
+from w4a8.nn.rounding import round_weight
+from w4a8.quantization.skip import Skipped
+
+# Of no files that others have written; loaders register its parameters.
+_FLOATS = Format(
+    "floats", (Part("weight", "weight", torch.float32, ("n", "k")),), lambda found, name, s: s.read(found, name)
+)
+
+
+@dataclass(frozen=True)
+class RoundedScheme(Scheme):
+    """Of a matrix of floats: its codes are made when it is read.
+
+    Attributes:
+        options: how it is rounded, to int4 or int8.
+    """
+
+    options: QuantOptions = field(default_factory=QuantOptions)
+
+    facts, parts = _FLOATS, _FLOATS.parts
+
+    @classmethod
+    def of(cls, options: QuantOptions) -> RoundedScheme:
+        """With some options."""
+        bits = 8 if options.values == "int8" else 4
+        how = {"weight_only": "--quantization is w4a8", "bits": bits, "options": options}
+        return cls("floats", options.group_size, options.symmetric, **how)
+
+    def read(self, tensors: Tensors, name: str) -> Matrix:
+        """As :meth:`Scheme.read`; ValueError too for a NaN or an infinity."""
+        weight = take(tensors, name, "weight", FLOAT_TYPES, 2)
+        try:
+            return round_weight(weight, self.options, take_bias(tensors, name, len(weight)))
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+
+
+def floats_of(
+    tensors: Iterable[tuple[str, torch.Tensor]], source: Mapping[str, Any]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a checkpoint with floats of 8 bits as those of a float one: matrices in float32, one at a time.
+
+    Args:
+        tensors: names and tensors, in any order.
+        source: its quantization_config.
+
+    Raises:
+        ValueError: a scale or a weight is missing, or another tensor than it should be; names it.
+    """
+    rules, waiting = rules_with_float8(source), {}
+    for key, tensor in tensors:
+        module, _, leaf = key.rpartition(".")
+        scheme = rules.of(module)
+        ours = isinstance(scheme, Float8Scheme)
+        if ours and (leaf in scheme.optional or (leaf == "weight" and (tensor.dtype == E4M3 or module in waiting))):
+            found = waiting.setdefault(module, {})
+            found[leaf] = tensor
+            if len(found) == 2:
+                yield f"{module}.weight", _floats(scheme, waiting.pop(module), module)
+        elif tensor.dtype == E4M3:
+            raise ValueError(f"w4a8: {key}: {tensor.dtype}, which is read of single matrices with scales alone")
+        elif not ours or leaf != "input_scale":  # of inputs that are FP8 in other engines
+            yield key, tensor
+    for module, found in waiting.items():
+        _floats(rules.of(module), found, module)  # something is missing
+
+
+def _floats(scheme: Float8Scheme, tensors: Tensors, name: str) -> torch.Tensor:
+    try:
+        return scheme.floats(tensors, name)[0]
+    except ValueError as error:
+        raise ValueError(f"w4a8: {error}") from None
+
+
+class W4A8FloatsConfig(RunsLayersHere, QuantizationConfig):
+    """Linear layers and experts are rounded, routers stay floats, and ``lm_head`` says what output layers are."""
+
+    w4a8_says = "float"
+
+    def get_name(self) -> str:
+        """Of the method in vLLM."""
+        return METHOD
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """CPUs have no such number."""
+        return -1
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        """There are none: nothing has to be known."""
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Any:
+        """Of a quantization_config, which :func:`floats_of` reads."""
+        return cls()
+
+    @classmethod
+    def override_quantization_method(
+        cls, hf_quant_cfg: Mapping[str, Any], user_quant: str | None, hf_config: Any = None
+    ) -> str | None:
+        """Takes FP8 checkpoints where the user asks for it (upstream's contract)."""
+        return METHOD if user_quant == METHOD and has_float8(hf_quant_cfg) else None
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        """Each type that the operators have."""
+        return [torch.float16, torch.bfloat16, torch.float32]
+
+    def scheme_of_layer(self, layer: torch.nn.Module, prefix: str) -> Scheme | LeftOut:
+        """As :meth:`RunsLayersHere.scheme_of_layer`."""
+        options, skipped = rounding(), Skipped()
+        if isinstance(layer, ParallelLMHead) or skipped(prefix, layer):
+            return LeftOut.not_quantized(prefix, "it is left alone by default")
+        moe = getattr(layer, "moe_config", None)
+        sizes = (layer.input_size,) if moe is None else (moe.hidden_dim, moe.intermediate_size)
+        if any(size % max(options.group_size, 2) != 0 or size > options.most_in_features for size in sizes):
+            words = " and ".join(map(str, sizes))
+            logger().warning_once(
+                "w4a8: layers with %s input features stay floats: groups of %d", words, options.group_size
+            )
+            return LeftOut.not_quantized(prefix, "its input size does not fit")
+        return RoundedScheme.of(options)
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
+        """The method of a layer, or None (upstream's contract)."""
+        if not isinstance(layer, (LinearBase, ParallelLMHead, RoutedExperts)):
+            return None
+        return lm_head_method(layer, self.method_of(layer, prefix) or unquantized(layer))
