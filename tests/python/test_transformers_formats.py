@@ -266,7 +266,7 @@ REFUSED = [
     ("GPTQ", "qwen3", {"group_size": 24}, "group_size is 24"),
     ("AWQ", "qwen3", {"version": "marlin"}, "'marlin'"),
     ("GPTQ", "qwen3", {"quant_method": "mxfp4"}, "is quantized, but Qwen3MoeForCausalLM has no such weight"),
-    ("GPTQ", "qwen3", {"quant_method": "fp8"}, "quantized with 'fp8'"),
+    ("GPTQ", "qwen3", {"quant_method": "fbgemm_fp8"}, "quantized with 'fbgemm_fp8'"),
     ("GPTQ", "qwen3", FORMATS["W4A8 pack"].quantization_config(32), "weight_packed is missing"),
     (
         "GPTQ 2",
