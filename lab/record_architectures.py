@@ -21,9 +21,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-# Fields of config.json that the script reads, and that transformers does not write.
+# Fields of config.json that the script reads, beside those of ON_THE_HUB (tests/gguf_architectures.py).
 FIELDS = {
-    "minimax-m2": {"scoring_func": "sigmoid", "rotary_dim": 16},
     "deepseek2, GLM-4.7-Flash": {"first_k_dense_replace": 1, "scoring_func": "sigmoid"},
     "glm-dsa": {"scoring_func": "sigmoid"},
     "cohere2": {"rotary_pct": 1.0},
@@ -39,10 +38,12 @@ FIELDS = {
 def convert(name: str, model: torch.nn.Module, folder: Path, vocabulary: int) -> Path:
     """The file that the script makes of a model, without its tokenizer."""
     import gguf
+    import gguf_architectures as tiny
     from conversion import ModelBase, ModelType, get_model_architecture, get_model_class
 
     model.save_pretrained(folder)
-    config = json.loads((folder / "config.json").read_text()) | FIELDS.get(name, {})
+    config = json.loads((folder / "config.json").read_text())
+    config |= tiny.ON_THE_HUB.get(config["model_type"], {}) | FIELDS.get(name, {})
     (folder / "config.json").write_text(json.dumps(config))
     words = {"model": {"vocab": {f"w{i}": i for i in range(vocabulary)}}, "added_tokens": []}
     (folder / "tokenizer.json").write_text(json.dumps(words))

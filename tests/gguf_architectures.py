@@ -341,13 +341,11 @@ def write(name, model, folder, quantized=False, change=dict, **keys):
 _FLOATS = re.compile(r"embed|norm|conv|router|(^|\.)gate$|gate\.wg|indexer|lm_head|_gate$|kv_b_proj|per_layer")
 
 
-# Fields that files on the Hub have, for code of their own and for vLLM.
-_ON_THE_HUB = {
+# Fields of config.json on the Hub that transformers does not write, by the type of a model.
+ON_THE_HUB = {
     "minimax_m2": {"rotary_dim": HEAD // 2, "scoring_func": "sigmoid", "use_routing_bias": True},
     "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
-    "lfm2": {"conv_dim": HIDDEN, "conv_dim_out": HIDDEN, "block_dim": HIDDEN, "block_ff_dim": INTER,
-             "block_multiple_of": 32, "block_ffn_dim_multiplier": 1.0},
-}  # fmt: skip
+}
 
 
 def write_int4(model, folder):
@@ -364,7 +362,7 @@ def write_int4(model, folder):
             tensors[name] = tensor
             ignored += [module] * is_matrix
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text()) | _ON_THE_HUB.get(model.config.model_type, {})
+    config = json.loads((folder / "config.json").read_text()) | ON_THE_HUB.get(model.config.model_type, {})
     weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
     config["quantization_config"] = {
         "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ignored,

@@ -19,6 +19,15 @@ def _typical(rows: list[torch.Tensor]) -> float:
     return _by_position(rows).median().item()
 
 
+def assert_same(a: dict, b: dict) -> None:
+    """The same tokens, and the same bits of all log-probabilities."""
+    for each in (a, b):
+        assert "error" not in each, each["error"]
+    assert a["outputs"] == b["outputs"]
+    assert len(a["logprobs"]) == len(b["logprobs"])
+    assert all(map(torch.equal, a["logprobs"], b["logprobs"]))
+
+
 def kl_divergences(a: dict, b: dict) -> torch.Tensor:
     """Of b's log-probabilities from a's, at all positions with the same tokens before them."""
     pairs = []

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from compare import kl_divergences
+from compare import assert_same, kl_divergences
 from conftest import Job, arguments, run_engines
 from models import Case
 
@@ -70,11 +70,6 @@ def test_beside_vllms_own(model, results):
     assert "attention is vLLM's: W4A8_VLLM_ATTENTION=0" in logs[model]
     assert "attention is vLLM's: blocks of 32 tokens, which are no multiple of 64" in logs[model]
     assert_same(found[model, "off"], found[model, "blocks"])
-
-
-def assert_same(a, b):
-    assert a["outputs"] == b["outputs"]
-    assert all(map(torch.equal, a["logprobs"], b["logprobs"]))
 
 
 @pytest.mark.parametrize("model", ["qwen3_moe", "gpt_oss"])

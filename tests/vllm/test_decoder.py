@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from compare import kl_divergences
+from compare import assert_same, kl_divergences
 from conftest import DEFAULT_HEAD, Job, arguments, run_engines
 from models import Case
-from test_attention import CHUNKS, assert_same, long_prompts
+from test_attention import CHUNKS, long_prompts
 from test_gguf_models import Tiny
 from test_gguf_models import write as write_gguf
 from vllm.config import VllmConfig, set_current_vllm_config

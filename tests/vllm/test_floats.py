@@ -4,6 +4,7 @@ import float8_files
 import pytest
 import torch
 import transformers
+from compare import assert_same
 from conftest import ALONE, Job, prompts, run_engines
 from layers import HIDDEN, NAME, make_layer, rank  # noqa: F401
 from test_packed import write_packed
@@ -55,18 +56,10 @@ def results(tmp_path_factory):
     return run_engines(jobs, tmp_path_factory.mktemp("engines"), 1800, **ALONE)
 
 
-def same(found, expected):
-    for each in (found, expected):
-        assert "error" not in each, each["error"]
-    assert found["outputs"] == expected["outputs"]
-    for ours, theirs in zip(found["logprobs"], expected["logprobs"]):
-        assert torch.equal(ours, theirs)
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_the_bits_of_a_packed_directory(case, results):
     index = 2 * list(CASES).index(case)
-    same(*results[0][index : index + 2])
+    assert_same(*results[0][index : index + 2])
 
 
 def test_biases(results):
@@ -86,7 +79,7 @@ def test_two_ranks(tmp_path):
     """Rounded before or after they are cut: groups are whole."""
     jobs = jobs_of(tmp_path, *CASES["one scale"], tensor_parallel_size=2)
     done, _ = run_engines(jobs, tmp_path / "engines", 1800, VLLM_CPU_OMP_THREADS_BIND="0|1")
-    same(*done)
+    assert_same(*done)
 
 
 def layer_of(cls=RowParallelLinear, **more):

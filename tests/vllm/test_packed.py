@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from cases import FIRST_EXPERTS
-from compare import check
+from compare import assert_same, check
 from conftest import ALONE, Job, arguments, run_engines
 from models import COMMON, MODELS, Case, _random_weights, _stacked, write
 from safetensors.torch import load_file, save_file
@@ -187,12 +187,7 @@ def results(tmp_path_factory):
 
 @pytest.mark.parametrize("case", SAME)
 def test_the_bits_of_a_compressed_tensors_checkpoint(results, case):
-    packed, theirs = results[0][case]
-    assert "error" not in packed, packed["error"]
-    assert "error" not in theirs, theirs["error"]
-    assert packed["outputs"] == theirs["outputs"]
-    for found, expected in zip(packed["logprobs"], theirs["logprobs"]):
-        assert torch.equal(found, expected)
+    assert_same(*results[0][case])
 
 
 @pytest.mark.parametrize("name", OTHERS)

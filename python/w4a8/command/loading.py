@@ -85,8 +85,10 @@ def method_of(path: Path) -> str | None:
 
 def is_rounded(path: Path) -> bool:
     """Whether weights are floats, of 8 bits or more, which are rounded while they are loaded."""
-    source = None if is_gguf(path) else config_in(path)
-    return not is_gguf(path) and (source is None or has_float8(source))
+    if is_gguf(path):
+        return False
+    source = config_in(path)
+    return source is None or has_float8(source)
 
 
 def is_packed(path: Path) -> bool:

@@ -17,7 +17,6 @@ from transformers.utils.logging import is_progress_bar_enabled
 
 from w4a8.checkpoint.folder import say_int8
 from w4a8.core.experts import ExpertSizes
-from w4a8.core.float8 import E4M3
 from w4a8.core.matrix import Matrix
 from w4a8.core.memory import on_cpu
 from w4a8.core.packer import ExpertPacker
@@ -56,7 +55,7 @@ _BESIDE = re.compile(r".+\.((input|output)_(scale|global_scale|zero_point)|[qkv]
 def _has_codes(parts: Mapping[str, Any]) -> bool:
     """Whether ``weight`` of some lazy tensors is a matrix of int8 or float8_e4m3fn."""
     shape = parts["weight"].get_shape()
-    return len(shape) == 2 and shape[0] > 0 and parts["weight"][:1].dtype in (torch.int8, E4M3)
+    return len(shape) == 2 and shape[0] > 0 and parts["weight"].get_dtype() in ("I8", "F8_E4M3")
 
 
 class ModulesApart:
@@ -147,7 +146,8 @@ class PrequantizedModules(ModulesApart):
             ValueError: the method of ``source``, the quantization_config, cannot be run, a tensor belongs to nothing
                 in the model, or a layer has none.
         """
-        if method_of(source) is None and not float8.has_float8(source):
+        has_float8 = float8.has_float8(source)
+        if method_of(source) is None and not has_float8:
             raise ValueError(
                 f"the checkpoint is quantized with {source.get('quant_method')!r}; W4A8Config reads "
                 f"{', '.join(METHODS)} and {float8.METHOD}. Load it without W4A8Config, or an unquantized checkpoint "
@@ -195,10 +195,11 @@ class PrequantizedModules(ModulesApart):
         for key in floats.keys() - self.keys:
             if keys[key][0] not in unknown:  # which transformers would load as if it had no scales
                 raise ValueError(f"tensor {key!r} is of {floats[key]}, which is read of single matrices alone")
-        # Of modules of floats of 8 bits that are rounded; of others the reason.
+        # Of modules: whether their matrices are floats of 8 bits; how those are rounded, or why not.
+        self.are_float8: dict[str, set[bool]] = {}
         self.options: dict[str, QuantOptions] = {}
         self.reasons: dict[str, str] = {}
-        if float8.has_float8(source):
+        if has_float8:
             self._plan(model, config)
         given = self._check_others(model, names, [key for key in keys if keys[key][0] not in unknown])
         for name, old in self.old.items():
@@ -219,16 +220,14 @@ class PrequantizedModules(ModulesApart):
             return all_suffixes()
         return (*scheme.required, *scheme.optional, "bias")
 
-    def _are_float8(self, path: str) -> set[bool]:
-        """Of the matrices of a module: whether they are floats of 8 bits."""
-        names = (name for lists in self.matrices[path].values() for names in lists for name in names)
-        return {isinstance(self._found(name), Float8Scheme) for name in names}
-
     def _plan(self, model: torch.nn.Module, config: W4A8Config) -> None:
         """Which of the modules of floats of 8 bits are rounded, and how, as if the model were of floats."""
         options = config.quant_options()
         plan = make_plan(model, options, config.skipped())
-        ours = {name for name in self.old if True in self._are_float8(name)}
+        for path in self.old:
+            names = (name for lists in self.matrices[path].values() for names in lists for name in names)
+            self.are_float8[path] = {isinstance(self._found(name), Float8Scheme) for name in names}
+        ours = {path for path, found in self.are_float8.items() if True in found}
         jobs = [job for job in plan.jobs if ours.issuperset(job.names)]
         choose(model, jobs, options)
         self.options = {name: job.options for job in jobs for name in job.names}
@@ -310,7 +309,7 @@ class PrequantizedModules(ModulesApart):
     def pack(self, name: str) -> torch.nn.Module:
         """As :meth:`ModulesApart.pack`."""
         self._kinds.clear()
-        are_float8 = self._are_float8(name)
+        are_float8 = self.are_float8.get(name, ())
         if len(are_float8) > 1:
             raise ValueError("some of its matrices are floats of 8 bits, others are not")
         new = self._round(name) if True in are_float8 else self._pack(self.old[name], self.matrices[name])
