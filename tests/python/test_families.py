@@ -17,7 +17,7 @@ from test_quantize import expected_experts, rounded
 from test_quantize_transformers import FAMILIES, make_model
 
 import w4a8
-from w4a8.integrations.vllm.packed import only_whole, read_directory
+from w4a8.checkpoint.packed_as_tensors import only_whole, read_directory
 from w4a8.nn import W4A8Experts
 from w4a8.quantization.moe_blocks import fused_experts
 

@@ -7,10 +7,10 @@ import torch
 from common import KERNELS, assert_same_bits, least_scales
 
 import w4a8
-from w4a8.core.matrix import Matrix, PackedAs
+from w4a8.core.matrix import Matrix, PackedAs, matrix_of
 from w4a8.core.scale_types import E8M0, kept_scale_dtypes
 from w4a8.core.stack import MatrixStack
-from w4a8.integrations.vllm.packed import joined, joined_bytes, matrix_of
+from w4a8.integrations.vllm.packed import joined, joined_bytes
 from w4a8.nn import W4A8Linear
 
 ANY, BF16, F16, F32 = 0.1, 1 + 2**-7, 1 + 2**-10, 1 + 2**-20

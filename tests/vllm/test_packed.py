@@ -3,6 +3,7 @@ compressed-tensors checkpoint, and what such a checkpoint cannot have beside tra
 
 import json
 import re
+import shutil
 from dataclasses import dataclass, field
 
 import multiplied_out
@@ -16,14 +17,16 @@ from models import COMMON, MODELS, Case, _random_weights, _stacked, write
 from safetensors.torch import load_file, save_file
 from tool_formats import E2M1
 
+from w4a8.checkpoint.packed_as_tensors import export, read_directory
+from w4a8.core.matrix import matrix_of
 from w4a8.integrations.transformers import W4A8Config
-from w4a8.integrations.vllm.packed import compressed_tensors_config, matrix_of, read_directory, unpacked
 from w4a8.integrations.vllm.packed_layers import W4A8PackedConfig
 
 # Name: key of models.MODELS, options of W4A8Config.
 SAME = {
     "experts": ("qwen3_moe", {}),
     "other names, zero points": ("mixtral", {"group_size": 64, "symmetric": False}),
+    "several kinds": ("qwen3_moe", {"bits": 5.6}),
 }
 
 
@@ -77,15 +80,9 @@ def write_packed(directory, name, options, seed=0):
 
 
 def write_compressed(packed, directory):
-    """The same as a compressed-tensors checkpoint."""
-    directory.mkdir()
-    stated = json.loads((packed / "config.json").read_text())
-    found = read_directory(packed, stated["quantization_config"])
-    same = compressed_tensors_config(found, stated["model_type"])
-    (directory / "config.json").write_text(json.dumps({**stated, "quantization_config": same}))
-    tensors = dict(unpacked(load_file(packed / "model.safetensors").items(), found.symmetric))
-    tensors = {key: tensor.clone() for key, tensor in tensors.items()}
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    """The same as a compressed-tensors checkpoint, as ``w4a8 pack --format compressed-tensors`` makes it."""
+    shutil.copytree(packed, directory)
+    export(directory)
     return directory
 
 

@@ -13,20 +13,23 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from w4a8.checkpoint import packed_as_tensors
 from w4a8.command import loading
 from w4a8.command.contents import of_packed, packed_not_in_vllm
 from w4a8.command.headers import read_headers
 from w4a8.command.model import HELP, find
 from w4a8.command.report import UsageError, add_json, labelled, show
 from w4a8.command.verify import SUMS, write_sums
+from w4a8.core.matrix import matrix_of
 from w4a8.core.words import gigabytes
+from w4a8.formats.packed_directory import STANDS_FOR
 from w4a8.quantization.texts import PYDOC, text_of
 
 _SHARD = "2GB"  # of a file: older versions of safetensors copy what they write
@@ -43,6 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a text file like what the model will read: layers are rounded for what they see there and lose less; "
         f"{PYDOC}: the language reference that Python brings along",
     )
+    parser.add_argument(
+        "--format",
+        choices=("packed", "compressed-tensors"),
+        default="packed",
+        help="compressed-tensors: OUT is for other readers, too (pack-quantized, 4 and 8 bits); of a model of floats",
+    )
     add_json(parser)
 
 
@@ -57,6 +66,11 @@ def run(args: argparse.Namespace) -> int:
     path = find(args.model)
     if loading.is_packed(path):
         raise UsageError(f"{args.model} is packed already: copy the directory")
+    others = args.format != "packed"
+    if others and not loading.is_rounded(path):
+        raise UsageError(f"{args.model} is quantized already: leave --format {args.format} out")
+    if others and args.scale_dtype is None:
+        args.scale_dtype = "bfloat16"  # what other readers make of scales
     try:
         text = None if args.calibration is None else text_of(args.calibration)
     except OSError as error:
@@ -67,7 +81,14 @@ def run(args: argparse.Namespace) -> int:
         model.save_pretrained(folder, max_shard_size=_SHARD)
         without = _write_tokenizer(path, folder)
         _compare(model, folder)
-        sums = write_sums(folder)
+        if others:
+            from w4a8.integrations.transformers import W4A8Config
+
+            packed_as_tensors.export(folder)
+            _compare(model, folder, _same_weights, quantization_config=W4A8Config())
+        else:
+            write_sums(folder)
+        files = sum(path.is_file() for path in folder.rglob("*"))
     answer = {
         "model": args.model,
         "out": str(args.out),
@@ -75,9 +96,10 @@ def run(args: argparse.Namespace) -> int:
         "packed_bytes": report.packed_bytes,
         "float_bytes": report.left_bytes,
         "stays_float": report.skipped,
-        "files": len(sums) + 1,
+        "files": files,
+        "format": args.format,
         "no_tokenizer": without,
-        "not_in_vllm": packed_not_in_vllm(of_packed(read_headers(args.out))),
+        "not_in_vllm": "" if others else packed_not_in_vllm(of_packed(read_headers(args.out))),
         "seconds": round(time.perf_counter() - begin, 1),
     }
     show(answer, _text(answer), args.json)
@@ -125,23 +147,38 @@ def _umask() -> int:
     return mask
 
 
-def _compare(model: Any, folder: Path) -> None:
-    """Loads what was written and compares every tensor with the model's.
+def _compare(model: Any, folder: Path, same: Callable[..., bool] | None = None, **options: Any) -> None:
+    """Loads what was written, with options of ``from_pretrained``, and compares every tensor with the model's.
+
+    Args:
+        same: of the name and both tensors: whether they are the same, if not by their bits.
 
     Raises:
         RuntimeError: one differs; names it.
     """
     from w4a8.integrations.transformers.memory import Pages
 
-    written = type(model).from_pretrained(folder).state_dict()
+    written = type(model).from_pretrained(folder, **options).state_dict()
     pages = Pages(map(str, folder.glob("*.safetensors")))
     given = model.state_dict()
     if written.keys() != given.keys():
         raise RuntimeError(f"{folder} was written with other tensors: {sorted(written.keys() ^ given.keys())[:3]}")
     for name, tensor in given.items():
-        if written[name].dtype != tensor.dtype or not torch.equal(_bits(written[name]), _bits(tensor)):
+        if not (same or _same_bits)(name, written[name], tensor):
             raise RuntimeError(f"{folder} was written wrongly: {name} differs from what is in memory")
         pages.release([written[name]])
+
+
+def _same_bits(_: str, written: torch.Tensor, tensor: torch.Tensor) -> bool:
+    return written.dtype == tensor.dtype and torch.equal(_bits(written), _bits(tensor))
+
+
+def _same_weights(name: str, written: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Packed matrices may have other codes."""
+    if name.rpartition(".")[2] not in STANDS_FOR:
+        return _same_bits(name, written, tensor)
+    pairs = zip(*(each.reshape(-1, each.shape[-1]) for each in (written, tensor)))
+    return all(torch.equal(*(matrix_of(each, name).floats() for each in pair)) for pair in pairs)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -154,8 +191,12 @@ def _text(answer: dict[str, Any]) -> list[str]:
     rows = [
         ("packed", f"{answer['packed']} layers: {sizes}"),
         ("written", f"{answer['out']}, {answer['files']} files in {answer['seconds']} s"),
-        ("checked", f"loaded again, the same bit for bit; checksums are in {SUMS} (`w4a8 verify {answer['out']}`)"),
     ]
+    if answer["format"] == "packed":
+        how = f"loaded again, the same bit for bit; checksums are in {SUMS} (`w4a8 verify {answer['out']}`)"
+    else:
+        how = "loaded again, every weight the same number"
+    rows.append(("checked", how))
     if answer["not_in_vllm"]:
         rows.append(("not in vLLM", answer["not_in_vllm"]))
     if answer["no_tokenizer"]:

@@ -13,7 +13,7 @@ from w4a8.core.float8 import exponents_of, multiplied_scales, powers_of_two
 from w4a8.core.kind import Kind
 from w4a8.core.nibbles import apart
 from w4a8.core.scale_types import E8M0, has_two_levels, kept_scale_dtypes, scale_type_name, scale_type_named
-from w4a8.ops import dyn_quant_unpack_any_4bit_weight
+from w4a8.ops import dyn_quant_unpack_any_4bit_weight, read_header
 
 GROUP_SIZES = "16 or a multiple of 32"
 # What the header of a packed matrix calls scales of two levels: float8 beside channel scales, int8 beside super-scales.
@@ -406,6 +406,20 @@ class Matrix:
         """Those that it has, by the names of the attributes."""
         found = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+
+
+def matrix_of(packed: torch.Tensor, name: str) -> Matrix:
+    """What a packed matrix, uint8 [bytes], was packed of.
+
+    Raises:
+        ValueError: it is none; begins with ``name``.
+    """
+    try:
+        header = read_header(packed)
+        found = unpack_codes(packed, header["group"], header["k"], header["n"])
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise ValueError(f"{name}: {error}") from error
+    return Matrix(kind=header["values"], **found)
 
 
 def joined(matrices: Sequence[Matrix]) -> Matrix:

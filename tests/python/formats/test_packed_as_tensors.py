@@ -10,19 +10,17 @@ import torch
 from common import assert_same_bits
 from test_quantize_transformers import make_model
 
-from w4a8.core.matrix import Matrix
-from w4a8.formats.packed_directory import PackedTensor
-from w4a8.integrations.vllm.packed import (
+from w4a8.checkpoint.packed_as_tensors import (
     compressed_tensors_config,
     group_of,
     group_sizes,
-    joined,
-    joined_bytes,
-    matrix_of,
     only_whole,
     read_directory,
     unpacked,
 )
+from w4a8.core.matrix import Matrix, matrix_of
+from w4a8.formats.packed_directory import PackedTensor
+from w4a8.integrations.vllm.packed import joined, joined_bytes
 from w4a8.nn import W4A8Experts, W4A8Linear
 from w4a8.ops import read_header
 from w4a8.quantization import DEFAULT_SKIP

@@ -21,7 +21,18 @@ from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from w4a8.core.matrix import PackedAs, pack_as
+from w4a8.checkpoint.packed_as_tensors import (
+    PackedDirectory,
+    PackedTensor,
+    Parts,
+    compressed_tensors_config,
+    group_of,
+    group_sizes,
+    only_whole,
+    read_directory,
+    unpacked,
+)
+from w4a8.core.matrix import PackedAs, matrix_of, pack_as
 from w4a8.core.memory import fresh_bytes
 from w4a8.formats import Scheme
 from w4a8.formats.packed_directory import METHOD, is_packed
@@ -30,20 +41,7 @@ from w4a8.integrations.vllm.configs import W4A8CompressedTensorsConfig
 from w4a8.integrations.vllm.floats import W4A8FloatsConfig, floats_of
 from w4a8.integrations.vllm.loading import is_dummy_load, random_matrix
 from w4a8.integrations.vllm.moe import W4A8MoEMethod, unsupported
-from w4a8.integrations.vllm.packed import (
-    PackedDirectory,
-    PackedTensor,
-    Parts,
-    compressed_tensors_config,
-    group_of,
-    group_sizes,
-    joined,
-    joined_bytes,
-    matrix_of,
-    only_whole,
-    read_directory,
-    unpacked,
-)
+from w4a8.integrations.vllm.packed import joined, joined_bytes
 from w4a8.ops import PackedHeader, dyn_quant_matmul_4bit, read_header
 
 # vLLM's names of the parts of a layer for queries, keys and values.

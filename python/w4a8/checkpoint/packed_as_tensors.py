@@ -1,0 +1,310 @@
+"""A directory of packed weights (docs/transformers.md) as a compressed-tensors checkpoint.
+
+``w4a8 pack --format compressed-tensors`` writes one. vLLM is told of a packed directory as of one: for what vLLM knows
+of the model, and for layers that are cut among ranks, since vLLM cuts and places tensors by the names of
+checkpoints. Their packed matrices are unpacked one by one as they are read.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from w4a8.checkpoint.tensors import INDEX_NAME, files_of, read_index
+from w4a8.core.activation_groups import PER_TOKEN
+from w4a8.core.kind import Kind
+from w4a8.core.matrix import Matrix, matrix_of
+from w4a8.core.nibbles import pairs, words_of
+from w4a8.formats.packed_directory import (
+    EMBEDDINGS,
+    STANDS_FOR,
+    PackedTensor,
+    Parts,
+    check_listed,
+    check_stated,
+    joined_as,
+    packed_tensors,
+)
+
+# Part of the name of a block -> what its experts' gate, up and down projections are called.
+_PROJECTIONS = (("block_sparse_moe", ("w1", "w3", "w2")), ("", ("gate_proj", "up_proj", "down_proj")))
+# Their experts come in one piece, whose rows and biases have an order of their own, in every checkpoint but this.
+_WHOLE_EXPERTS = ("gpt_oss",)
+# What compressed-tensors checkpoints have.
+_INTEGERS = (Kind.INT4, Kind.INT8)
+
+
+@dataclass
+class PackedDirectory:
+    """What is in the files of a directory.
+
+    Attributes:
+        packed: by module.
+        floats: modules with a weight that is not packed.
+    """
+
+    packed: dict[str, dict[str, PackedTensor]]
+    floats: set[str]
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether no matrix of 4 bits has zero points; as tensors of compressed-tensors, those of 8 bits always do."""
+        forms = [stored.packed_as for parts in self.packed.values() for stored in parts.values()]
+        return not any(form.zero_points for form in forms if form.kind.bits == 4)
+
+
+def read_directory(directory: str | Path, config: Mapping[str, Any]) -> PackedDirectory:
+    """Reads the headers of a local directory's safetensors files, and those of the packed matrices in them.
+
+    Args:
+        directory: with the files.
+        config: the quantization_config in its config.json.
+
+    Raises:
+        ValueError: no local directory of packed tensors, or one in another format.
+    """
+    check_stated(*(config.get(key) for key in ("quant_method", "format", "version")))
+    files = [Path(directory) / name for name in files_of(Path(directory), read_index(Path(directory)))]
+    if not files:
+        raise ValueError(
+            f"{directory} is no local directory with *.safetensors files, which packed weights are read from"
+        )
+    packed: dict[str, dict[str, PackedTensor]] = {}
+    floats: set[str] = set()
+    for file in files:
+        with safe_open(str(file), framework="pt") as tensors:
+            embeddings = [key for key in tensors.keys() if key.rpartition(".")[2] in EMBEDDINGS]  # noqa: SIM118
+            if embeddings:
+                raise ValueError(
+                    f"{file}: tensor {embeddings[0]!r} is packed embeddings, which vLLM has no layer for: serve the "
+                    "GGUF file that this directory was made of"
+                )
+            try:
+                found = packed_tensors((key, tensors.get_slice(key)) for key in tensors.keys())  # noqa: SIM118 (no dict)
+            except ValueError as error:
+                raise ValueError(f"{file}: {error}") from error
+            floats.update(key.removesuffix(".weight") for key in tensors.keys() if key.endswith(".weight"))  # noqa: SIM118
+        for module, parts in found.items():
+            twice = parts.keys() & packed.get(module, {}).keys()
+            if twice:  # vLLM gives the tensors of both
+                raise ValueError(f"{file}: tensor '{module}.{min(twice)}' stands in another file, too")
+            packed.setdefault(module, {}).update(parts)
+    names = {f"{module}.{leaf}" for module, parts in packed.items() for leaf in parts}
+    check_listed(config.get("packed"), names, str(directory))
+    if not packed:
+        raise ValueError(f"{directory}: no packed tensors, though config.json says so")
+    return PackedDirectory(packed, floats)
+
+
+def group_sizes(parts: Parts) -> dict[str, int]:
+    """Values of k per scale of each matrix or stack of a module; -1 if all have one scale per row."""
+    headers = {name: stored.header for name, stored in parts.items()}
+    if all(header["group"] == header["k"] for header in headers.values()):
+        return dict.fromkeys(headers, -1)
+    return {name: header["group"] for name, header in headers.items()}
+
+
+def group_of(parts: Parts) -> int:
+    """The least of :func:`group_sizes`."""
+    return min(group_sizes(parts).values())
+
+
+def only_whole(parts: Parts, model_type: str | None, exported: bool = False) -> str | None:
+    """Why the matrices of a module cannot be unpacked, for vLLM to cut them or for others to read; None if they can.
+
+    Args:
+        parts: of the module.
+        model_type: of config.json.
+        exported: as of :func:`unpacked`.
+    """
+    if model_type in _WHOLE_EXPERTS and "packed" not in parts:
+        return f"experts of {model_type}"
+    if "packed" not in parts and parts["w13_packed"].header["n"] == parts["w2_packed"].header["k"]:
+        return "experts without a gate"
+    forms = [stored.packed_as for stored in parts.values()]
+    kinds = [form.kind for form in forms]
+    for kind in kinds:
+        if kind not in _INTEGERS and not exported:
+            return f"weights of type {kind}"
+    if len({_bits(kind) for kind in kinds}) > 1:
+        return "experts of 4 and 8 bits"
+    for what, there in (
+        ("minimums", [form.minimums for form in forms]),
+        ("super-scales", [form.super_scales for form in forms]),
+        ("scales of two levels", [form.channel_scales for form in forms]),
+    ):
+        if any(there):
+            return what
+    groups = set(group_sizes(parts).values())
+    return f"groups of {' and '.join(map(str, sorted(groups)))}" if len(groups) > 1 else None
+
+
+@dataclass(frozen=True, order=True)
+class _Form:
+    """What modules of one group of a configuration have in common; ``group`` -1: one scale for each output feature."""
+
+    group: int
+    bits: int
+    symmetric: bool
+    per_token: bool  # inputs are int8
+
+    def entry(self, targets: list[str]) -> dict[str, Any]:
+        size = {"strategy": "channel"} if self.group == -1 else {"strategy": "group", "group_size": self.group}
+        weights = {"num_bits": self.bits, "type": "int", "symmetric": self.symmetric, "dynamic": False, **size}
+        inputs = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": True, "strategy": "token"}
+        return {"targets": targets, "weights": weights, "input_activations": inputs if self.per_token else None}
+
+
+def compressed_tensors_config(
+    directory: PackedDirectory, model_type: str | None, exported: bool = False
+) -> dict[str, Any]:
+    """The quantization_config that a compressed-tensors checkpoint of the same weights would have.
+
+    Args:
+        directory: what cannot be unpacked (:func:`only_whole`) is not in the configuration.
+        model_type: of config.json.
+        exported: as of :func:`unpacked`. Nothing is said of inputs then.
+    """
+    forms: dict[_Form, list[str]] = {}
+    for module, parts in directory.packed.items():
+        if only_whole(parts, model_type, exported) is None:
+            target = module if "packed" in parts else f"re:{re.escape(module)}[.]"
+            bits = max(_bits(stored.packed_as.kind) for stored in parts.values())
+            symmetric = is_symmetric(directory, module) if exported else directory.symmetric and bits == 4
+            # Weights and inputs of 8 bits are another kind of layer there.
+            per_token = bits == 4 and all(stored.header["activation_group"] == PER_TOKEN for stored in parts.values())
+            form = _Form(group_of(parts), bits, symmetric, per_token and not exported)
+            forms.setdefault(form, []).append(target)
+    # The most frequent form is that of all linear layers but those that are named. Other readers get all names: vLLM
+    # itself asks for the class of a joined layer before it asks for the names of its projections.
+    ordered = sorted(forms.items(), key=lambda entry: (-len(entry[1]), entry[0]))
+    by_class = not exported or len(ordered) == 1
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "ignore": sorted(directory.floats),
+        "config_groups": {
+            f"group_{i}": form.entry(["Linear"] if i == 0 and by_class else modules)
+            for i, (form, modules) in enumerate(ordered)
+        },
+    }
+
+
+def is_symmetric(directory: PackedDirectory, module: str) -> bool:
+    """Whether neither a module nor one that vLLM makes one layer of with it has zero points."""
+    owner = joined_as(module)
+    names = [module] if owner is None else [name for name in directory.packed if joined_as(name) == owner]
+    forms = [stored.packed_as for name in names for stored in directory.packed[name].values()]
+    return not any(form.zero_points for form in forms)
+
+
+def unpacked(
+    tensors: Iterable[tuple[str, torch.Tensor]], symmetric: bool, exported: bool = False
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a packed directory as those of a compressed-tensors checkpoint (``pack-quantized``).
+
+    Args:
+        tensors: names and tensors, in any order.
+        symmetric: otherwise every matrix gets zero points.
+        exported: for other readers: int6, e2m1 and iq4 become integers of 8 bits with the same weights, and matrices of
+            8 bits have no zero points where they are ``symmetric``.
+
+    Yields:
+        For each packed matrix ``weight_packed``, ``weight_scale``, ``weight_shape``, if not symmetric
+        ``weight_zero_point``, and ``bias`` if it has one; experts one by one, gate and up apart. Others as they are.
+    """
+    for key, tensor in tensors:
+        module, _, leaf = key.rpartition(".")
+        if leaf not in STANDS_FOR:
+            yield key, tensor
+        elif leaf == "packed":
+            yield from _named(module, _integers(tensor, key, exported), symmetric, exported)
+        else:
+            gate, up, down = next(names for block, names in _PROJECTIONS if block in module)
+            for expert, packed in enumerate(tensor):
+                matrix, name = _integers(packed, f"{key}[{expert}]", exported), f"{module}.{expert}"
+                if leaf == "w2_packed":
+                    yield from _named(f"{name}.{down}", matrix, symmetric, exported)
+                    continue
+                half = matrix.rows // 2
+                yield from _named(f"{name}.{gate}", matrix.with_rows(slice(half)), symmetric, exported)
+                yield from _named(f"{name}.{up}", matrix.with_rows(slice(half, None)), symmetric, exported)
+
+
+def _bits(kind: Kind) -> int:
+    """Of the integers that the codes of a kind are written as."""
+    return 4 if kind == Kind.INT4 else 8
+
+
+def _integers(packed: torch.Tensor, name: str, exported: bool) -> Matrix:
+    matrix = matrix_of(packed, name)
+    two_levels = matrix.super_scales is not None or matrix.channel_scales is not None
+    for has, what in ((matrix.minimums is not None, "minimums"), (two_levels, "scales of two levels")):
+        if has:
+            raise ValueError(f"{name} has {what}, which a compressed-tensors checkpoint cannot have")
+    if matrix.kind in _INTEGERS:
+        return matrix
+    if not exported:
+        raise ValueError(f"{name} is {matrix.kind}, which a compressed-tensors checkpoint cannot have")
+    wide = matrix.as_integers(Kind.INT8, matrix.group)
+    return replace(wide, scales=wide.scales.to(matrix.scales.dtype), minimums=None)
+
+
+def _named(module: str, matrix: Matrix, symmetric: bool, exported: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    scales, zeros = matrix.scales, matrix.zero_points
+    yield f"{module}.weight_packed", words_of(matrix.codes)
+    yield f"{module}.weight_scale", scales.contiguous()
+    yield f"{module}.weight_shape", torch.tensor([matrix.rows, matrix.columns])
+    if not symmetric or (matrix.kind == Kind.INT8 and not exported):
+        zeros = matrix.kind.middles(scales) if zeros is None else zeros
+        columns = zeros.T  # words along N
+        if matrix.kind == Kind.INT4:
+            columns = pairs(torch.nn.functional.pad(columns, (0, -len(zeros) % 2)))
+        yield f"{module}.weight_zero_point", words_of(columns).T.contiguous()
+    if matrix.bias is not None:
+        yield f"{module}.bias", matrix.bias
+
+
+def export(folder: Path) -> None:
+    """Turns a packed directory into a compressed-tensors checkpoint with the same weights, file by file, in place.
+
+    Args:
+        folder: of config.json, safetensors files, and their index if they are several.
+
+    Raises:
+        ValueError: a matrix that such a checkpoint cannot have; names it, and nothing was changed.
+    """
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    model_type = config.get("model_type")
+    directory = read_directory(folder, config["quantization_config"])
+    for module, parts in directory.packed.items():
+        reason = only_whole(parts, model_type, exported=True)
+        if reason is not None:
+            raise ValueError(f"{module}: a compressed-tensors checkpoint cannot have {reason}")
+    placed: dict[str, str] = {}  # name of a tensor: its file
+    total, ignored = 0, {"lm_head"}  # which is in no file where it is the embedding
+    for name in files_of(folder, read_index(folder)):
+        found = {}
+        for key, tensor in load_file(folder / name).items():
+            symmetric = key.rpartition(".")[2] not in STANDS_FOR or is_symmetric(directory, key.rpartition(".")[0])
+            found.update(unpacked([(key, tensor)], symmetric, exported=True))
+            if key.endswith(".weight") and tensor.dim() == 2:
+                ignored.add(key.removesuffix(".weight"))
+        save_file(found, folder / name, {"format": "pt"})
+        placed |= dict.fromkeys(found, name)
+        total += sum(tensor.nbytes for tensor in found.values())
+    index = folder / INDEX_NAME
+    if index.exists():
+        index.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": placed}, indent=2) + "\n")
+    stated = compressed_tensors_config(directory, model_type, exported=True)
+    config["quantization_config"] = {**stated, "quantization_status": "compressed", "ignore": sorted(ignored)}
+    path.write_text(json.dumps(config, indent=2) + "\n")
