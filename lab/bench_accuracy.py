@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from accuracy import in_llama, report, text
+from accuracy import in_llama, in_tools, report, text
 from accuracy.score import Reference
 from accuracy.ways import SECTIONS, Case, Way, logits_of, ways
 from folders import ACCURACY_RESULTS
@@ -37,6 +37,7 @@ def options() -> argparse.Namespace:
 
 def rows(case: Case, llama: bool, notes: list[str]) -> Iterator[Way]:
     yield from ways(case)
+    yield from in_tools.ways(case)
     try:
         if not llama:
             return
@@ -90,8 +91,12 @@ def measure(source: Source, args: argparse.Namespace, before: dict) -> Iterator[
         if not chosen(name, args.ways):
             continue
         exact = reference if way.reference is None else way.reference()
-        with way.start() as running:
-            score = exact.score(running.logits)
+        try:
+            with way.start() as running:
+                score = exact.score(running.logits)
+        except Unavailable as error:
+            found["notes"].append(f"{name}: {error}")
+            continue
         record = {"section": way.section, "title": way.title, "activations": way.activations}
         record |= {"arithmetic": running.arithmetic, "bits": running.bits, "prefill": running.prefill}
         record |= score.record()

@@ -18,6 +18,7 @@ from accuracy.ways import AS_IT_IS, SECTIONS, Case, Running, Way
 
 SCRIPT = Path(__file__).with_name("llama_logits.py")
 MADE = ("Q8_0", "Q4_0", "Q4_K_S", "Q4_K_M")
+IMATRIX = "Q4_K_M with imatrix"
 
 
 def types_of(file: Path) -> tuple[float, str]:
@@ -65,12 +66,43 @@ def answering(case: Case, file: Path, python: str) -> Iterator[Running]:
         process.wait()
 
 
+def importance(case: Case) -> dict[str, torch.Tensor]:
+    """What llama.cpp's imatrix has: by name of a tensor, the mean square of each input channel of its layer."""
+    from gguf import MODEL_ARCH_NAMES, GGUFReader, get_tensor_name_map
+
+    wanted = GGUFReader(case.source.path()).get_field("general.architecture").contents()
+    arch = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == wanted)
+    names = get_tensor_name_map(arch, case.model.config.num_hidden_layers)
+    sums: dict[str, torch.Tensor] = {}
+
+    def add(name: str, inputs: torch.Tensor) -> None:
+        squares = inputs.flatten(0, -2).double().square().mean(0) / len(case.calibration)
+        sums[name] = sums.get(name, 0) + squares
+
+    linear = {key: module for key, module in case.model.named_modules() if isinstance(module, torch.nn.Linear)}
+    known = {f"{names.get_name(key)}.weight": module for key, module in linear.items() if names.get_name(key)}
+    handles = [
+        module.register_forward_pre_hook(lambda _, args, name=name: add(name, args[0]))
+        for name, module in known.items()
+    ]
+    with torch.no_grad():
+        for batch in case.calibration:
+            case.model(**batch)
+    for handle in handles:
+        handle.remove()
+    return {name: total.float() for name, total in sums.items()}
+
+
 def made(case: Case, name: str, python: str) -> Path:
     """The file in this format, made of the source's."""
-    file = FOLDER / f"{case.source.name}.{name}.gguf"
+    file = FOLDER / f"{case.source.name}.{name.replace(' ', '-')}.gguf"
     if not file.exists():
         part, log = file.with_suffix(".part"), FOLDER / "llama.log"
-        command = [python, str(SCRIPT), "quantize", str(case.source.path()), str(part), f"MOSTLY_{name}"]
+        form = name.partition(" ")[0]
+        command = [python, str(SCRIPT), "quantize", str(case.source.path()), str(part), f"MOSTLY_{form}"]
+        if name == IMATRIX:
+            command.append(str(FOLDER / "imatrix.npz"))
+            np.savez(command[-1], **{key: each.numpy() for key, each in importance(case).items()})
         with open(log, "w") as errors:
             if subprocess.run(command, stdout=errors, stderr=errors, check=False).returncode != 0:
                 raise failure(log)
@@ -81,7 +113,7 @@ def made(case: Case, name: str, python: str) -> Path:
 def ways(case: Case) -> Iterator[Way]:
     """Raises peers.environments.Unavailable if llama-cpp-python cannot be had."""
     python = python_of(ENVIRONMENT)
-    files = {AS_IT_IS: case.source.path(), **{name: made(case, name, python) for name in MADE}}
+    files = {AS_IT_IS: case.source.path(), **{name: made(case, name, python) for name in (*MADE, IMATRIX)}}
     for name, file in files.items():
         title = f"{name} ({types_of(file)[1]})"
         yield Way(SECTIONS[6], title, "its own", lambda file=file: answering(case, file, python))

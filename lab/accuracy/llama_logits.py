@@ -2,6 +2,7 @@
 
 llama_logits.py logits FILE.gguf TOKENS.npy THREADS   int64 [windows, T] -> stdout: float32 [windows, T, vocabulary]
 llama_logits.py quantize FILE.gguf OUT.gguf FTYPE     a name of llama_ftype, e.g. MOSTLY_Q4_0
+                [IMATRIX.npz]                         float32 [K] by name of a tensor: the importance of its inputs
 """
 
 import ctypes
@@ -40,10 +41,17 @@ def logits(file: str, tokens: str, threads: str) -> None:
     answers.close()
 
 
-def quantize(file: str, out: str, ftype: str) -> None:
+def quantize(file: str, out: str, ftype: str, imatrix: str = "") -> None:
     wanted = c.llama_model_quantize_default_params()
     wanted.ftype = getattr(c, f"LLAMA_FTYPE_{ftype}")
     wanted.allow_requantize = True  # from the floats that the file stands for
+    if imatrix:
+        data = {name.encode(): np.ascontiguousarray(each) for name, each in np.load(imatrix).items()}
+        entries = (c.llama_model_imatrix_data * (len(data) + 1))()  # one without a name ends them
+        for entry, (name, each) in zip(entries, data.items()):
+            entry.name, entry.size = name, each.size
+            entry.data = each.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+        wanted.imatrix = entries
     if c.llama_model_quantize(file.encode(), out.encode(), ctypes.byref(wanted)) != 0:
         raise RuntimeError(f"llama.cpp cannot quantize {file} as {ftype}")
 

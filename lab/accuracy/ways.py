@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import median
 from typing import Any
 
@@ -19,6 +20,7 @@ from accuracy.emulate import PER_TOKEN, Emulated, emulate_, rounding
 from accuracy.score import Logits, Reference
 from w4a8.nn.linear import PackedLinear
 from w4a8.nn.rounding import round_to_8_bits
+from w4a8.quantization.texts import own_text
 
 SECTIONS = (
     "activations alone",
@@ -28,6 +30,7 @@ SECTIONS = (
     "attention",
     "GGUF",
     "llama.cpp",
+    "other quantizers",
 )
 AS_IT_IS = "the file as it is"
 GROUPS = (128, 64, 32)
@@ -51,6 +54,11 @@ class Case:
     def width(self) -> int:
         """What groups must divide: input features of most layers."""
         return self.model.config.hidden_size
+
+    @cached_property
+    def own_text(self) -> list[dict[str, torch.Tensor]]:
+        """What the model writes, to be calibrated with."""
+        return own_text(self.model)
 
 
 @dataclass(frozen=True)
@@ -144,12 +152,13 @@ def prefill_rate(model: torch.nn.Module, rounds: int = 5) -> float:
 
 
 @contextmanager
-def quantized(case: Case, activation_group: int, calibrated: bool, options: dict[str, Any]) -> Iterator[Running]:
-    """By w4a8.quantize_, which leaves the output layer alone."""
+def quantized(
+    case: Case, activation_group: int, batches: Callable[[], Any], options: dict[str, Any]
+) -> Iterator[Running]:
+    """By w4a8.quantize_, which leaves the output layer alone, calibrated with batches or with None."""
     model = shallow(case.model)
     told = in_operators(activation_group, options["group_size"])
-    batches = case.calibration if calibrated else None
-    w4a8.quantize_(model, scale_dtype=torch.bfloat16, calibration=batches, **options, **(told or {}))
+    w4a8.quantize_(model, scale_dtype=torch.bfloat16, calibration=batches(), **options, **(told or {}))
     bits = bits_of(layers_of(model))
     if told is not None:
         yield Running(logits_of(model), bits, "operators", prefill_rate(model))
@@ -171,16 +180,19 @@ def kinds(width: int) -> dict[str, dict[str, Any]]:
 
 
 def weight_ways(case: Case) -> Iterator[Way]:
-    for title, options in kinds(case.width).items():
-        for effort, calibrated in ((0, False), (1, False), (2, False), (2, True)):
-            start = lambda o=options, e=effort, c=calibrated: quantized(case, USUAL, c, {**o, "effort": e})  # noqa: E731
-            said = f"{title}, effort {effort}" + (", calibrated" if calibrated else "")
-            yield Way(SECTIONS[1], said, called(USUAL), start)
-    for bits, calibrated in itertools.product((5.0, 5.53), (False, True)):
-        options = {"group_size": 32, "bits": bits}
-        said = f"{bits} bits" + (", calibrated" if calibrated else "")
-        start = lambda o=options, c=calibrated: quantized(case, USUAL, c, o)  # noqa: E731
-        yield Way(SECTIONS[1], said, called(USUAL), start)
+    given = {"": lambda: None, ", calibrated": lambda: case.calibration, ", own text": lambda: case.own_text}
+    cases = [
+        (f"{title}, effort {effort}{how}", {**options, "effort": effort}, how)
+        for title, options in kinds(case.width).items()
+        for effort, how in ((0, ""), (1, ""), (2, ""), (2, ", calibrated"))
+    ]
+    cases += [
+        (f"{bits} bits{how}", {"group_size": 32, "bits": bits}, how)
+        for bits, how in itertools.product((5.0, 5.53), given)
+    ]
+    for title, options, how in cases:
+        start = lambda o=options, batches=given[how]: quantized(case, USUAL, batches, o)  # noqa: E731
+        yield Way(SECTIONS[1], title, called(USUAL), start)
 
 
 def activation_ways(case: Case) -> Iterator[Way]:
@@ -192,7 +204,7 @@ def activation_ways(case: Case) -> Iterator[Way]:
         options = kinds(case.width)[title]
         for size in (FLOAT, *sizes):
             if size != USUAL:
-                start = lambda size=size, o=options: quantized(case, size, False, o)  # noqa: E731
+                start = lambda size=size, o=options: quantized(case, size, lambda: None, o)  # noqa: E731
                 yield Way(SECTIONS[2], title, called(size), start)
 
 

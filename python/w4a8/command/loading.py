@@ -15,7 +15,7 @@ from w4a8.formats.float8 import has_float8
 from w4a8.formats.packed_directory import is_packed as is_packed_config
 from w4a8.formats.rules import config_in
 from w4a8.quantization import QuantizationReport, quantize_
-from w4a8.quantization.texts import windows
+from w4a8.quantization.texts import OWN, own_text, windows
 
 # Options of rounding floats: name on the command line, of W4A8Config, and how argparse reads it.
 _ROUNDING = (
@@ -107,7 +107,7 @@ def load(path: Path, args: argparse.Namespace, text: str | None = None) -> tuple
     Args:
         path: of a folder or a GGUF file.
         args: with the options above.
-        text: that floats are rounded for; None: without.
+        text: that floats are rounded for; OWN: what the model writes itself; None: without.
 
     Raises:
         UsageError: options that have no effect on this model.
@@ -145,14 +145,14 @@ def load(path: Path, args: argparse.Namespace, text: str | None = None) -> tuple
         raise ValueError(f"{path} has no tensor for {', '.join(missing[:3])}{', ...' if missing[3:] else ''}")
     if text is None:
         return model, getattr(model.hf_quantizer, "report", None)
-    tokenizer = tokenizer_of(path)
-    if tokenizer is None:
+    tokenizer = None if text == OWN else tokenizer_of(path)
+    if tokenizer is None and text != OWN:
         raise ValueError(f"{path} has no tokenizer, which --calibration needs")
-    batches = windows(tokenizer, text)
     skip = {"skip": config.skip, "default_skip": config.default_skip}
     floats = {name: tensor.dtype for name, tensor in _tensors(model) if tensor.is_floating_point()}
-    model.float()  # few CPUs are fast at bfloat16
-    report = quantize_(model.eval(), config.quant_options(), calibration=batches, progress=sys.stderr.isatty(), **skip)
+    model.float().eval()  # few CPUs are fast at bfloat16
+    batches = own_text(model) if tokenizer is None else windows(tokenizer, text)
+    report = quantize_(model, config.quant_options(), calibration=batches, progress=sys.stderr.isatty(), **skip)
     for name, tensor in _tensors(model):
         if name in floats:
             tensor.data = tensor.data.to(floats[name])

@@ -30,7 +30,7 @@ from w4a8.command.verify import SUMS, write_sums
 from w4a8.core.matrix import matrix_of
 from w4a8.core.words import gigabytes
 from w4a8.formats.packed_directory import STANDS_FOR
-from w4a8.quantization.texts import PYDOC, text_of
+from w4a8.quantization.texts import OWN, PYDOC, text_of
 
 _SHARD = "2GB"  # of a file: older versions of safetensors copy what they write
 
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--calibration",
         metavar="TEXT",
         help="a text file like what the model will read: layers are rounded for what they see there and lose less; "
-        f"{PYDOC}: the language reference that Python brings along",
+        f"{PYDOC}: the language reference that Python brings along; {OWN}: text that the model writes itself",
     )
     parser.add_argument(
         "--format",
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     if others and args.scale_dtype is None:
         args.scale_dtype = "bfloat16"  # what other readers make of scales
     try:
-        text = None if args.calibration is None else text_of(args.calibration)
+        text = args.calibration if args.calibration in (None, OWN) else text_of(args.calibration)
     except OSError as error:
         raise UsageError(f"--calibration {args.calibration}: {error.strerror}") from None
     os.environ.pop("W4A8_MEMORY", None)  # what is written does not depend on it, and what is read again stays mapped

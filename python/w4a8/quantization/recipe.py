@@ -209,9 +209,11 @@ def moments_of(model: torch.nn.Module, jobs: list[Job], batches: Iterable[Any]) 
             logits = getattr(out, "logits", None)
             try:
                 if logits is not None:
-                    logs = logits.float().log_softmax(-1)
-                    drawn = torch.multinomial(logs.detach().exp().flatten(0, -2), 1, generator=generator)
-                    logs.flatten(0, -2).gather(1, drawn).sum().backward()
+                    logs = logits.float().log_softmax(-1).flatten(0, -2)
+                    # torch.multinomial takes three times as long.
+                    sums = logs.detach().exp().cumsum(-1)
+                    point = torch.rand(len(sums), 1, generator=generator) * sums[:, -1:]
+                    logs.gather(1, torch.searchsorted(sums, point)).sum().backward()
                 else:
                     out = out[0] if isinstance(out, (tuple, list)) else out
                     signs = torch.randint(2, out.shape, generator=generator) * 2 - 1

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 PYDOC = "pydoc"
+OWN = "own"
 
 
 def text_of(given: str) -> str:
@@ -47,3 +48,29 @@ def windows(tokenizer: Any, text: str, count: int = 8, length: int = 512) -> lis
     if most < count * own:
         places = list(range(0, most, own))
     return [{"input_ids": torch.tensor([start + ids[place : place + own]])} for place in places]
+
+
+def own_text(model: Any, count: int = 16, length: int = 256) -> list[dict[str, torch.Tensor]]:
+    """Text that a model writes itself, drawn from its own distribution, as ``calibration`` takes it: no data is needed.
+
+    As in LLM-QAT (Liu et al. 2023, https://arxiv.org/abs/2305.17888). The same model gives the same text.
+
+    Args:
+        model: of transformers, that generates text.
+        count: of texts, which are written side by side.
+        length: tokens of a text; it begins with the one for the beginning, or else the end, of texts.
+
+    Returns:
+        ``input_ids`` int64 [1, length], each.
+    """
+    known = model.generation_config
+    first = next((each for each in (known.bos_token_id, known.eos_token_id) if each is not None), 0)
+    ids = torch.full((count, 1), first[0] if isinstance(first, list) else first)
+    plain = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    more = length - 1
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        found = model.generate(
+            ids, attention_mask=torch.ones_like(ids), min_new_tokens=more, max_new_tokens=more, **plain
+        )
+    return [{"input_ids": row[None]} for row in found]

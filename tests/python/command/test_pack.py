@@ -23,7 +23,7 @@ from w4a8.checkpoint.packed_as_tensors import read_directory  # noqa: E402
 from w4a8.command import main, pack  # noqa: E402
 from w4a8.core.matrix import matrix_of  # noqa: E402
 from w4a8.integrations.transformers import W4A8Config  # noqa: E402
-from w4a8.quantization.texts import windows  # noqa: E402
+from w4a8.quantization.texts import own_text, windows  # noqa: E402
 
 TOOL_WRITTEN = multiplied_out.TOOL_WRITTEN
 
@@ -84,9 +84,9 @@ def test_floats(options, tmp_path, capsys):
     )
 
 
-@pytest.mark.parametrize("name", ["qwen3", "glm4"])
-def test_calibration(name, tmp_path, capsys):
-    """Of a text: what quantize_ makes of the model and windows of the text. The directory loads as any other."""
+@pytest.mark.parametrize(("name", "own"), [("qwen3", False), ("glm4", False), ("qwen3", True)])
+def test_calibration(name, own, tmp_path, capsys):
+    """What quantize_ makes of the model and windows of a text, or text of its own. The directory loads as any other."""
     model = make_model(name).bfloat16()
     model.save_pretrained(tmp_path / "floats")
     tokenizers = pytest.importorskip("tokenizers")
@@ -95,11 +95,12 @@ def test_calibration(name, tmp_path, capsys):
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0")
     tokenizer.save_pretrained(tmp_path / "floats")
     (tmp_path / "text").write_text("w1 w2 w3 w2 " * 40)
-    arguments = ("--calibration", tmp_path / "text", "--bits", "6.5")
+    arguments = ("--calibration", "own" if own else tmp_path / "text", "--bits", "6.5")
     code, answer = run_json(capsys, "pack", tmp_path / "floats", tmp_path / "out", *arguments)
     assert code == 0 and answer["packed"] > 0 and answer["not_in_vllm"] == ""
     model = load(tmp_path / "floats", dtype="float32")
-    w4a8.quantize_(model, bits=6.5, calibration=windows(tokenizer, "w1 w2 w3 w2 " * 40))
+    batches = own_text(model) if own else windows(tokenizer, "w1 w2 w3 w2 " * 40)
+    w4a8.quantize_(model, bits=6.5, calibration=batches)
     kept = load(tmp_path / "floats")  # of what stays float, the type that the file has
     assert {tensor.dtype for tensor in kept.parameters()} >= {torch.bfloat16}
     for name, tensor in model.named_parameters():
@@ -193,6 +194,27 @@ def test_what_others_cannot_read(model, options, why, tmp_path, capsys):
     arguments = [str(tmp_path / "floats" if model == "gpt-oss" else model), str(tmp_path / "out")]
     assert main(["pack", *arguments, "--format", "compressed-tensors", *options.split()]) != 0
     assert why in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_own_text():
+    """Tokens are drawn from the distribution of the model: all of it, and the same each time."""
+    model = make_model("Qwen3")
+    model.lm_head.weight.mul_(3)  # not all tokens alike
+    model.generation_config.bos_token_id, model.generation_config.eos_token_id = 1, 2
+    state = torch.get_rng_state()
+    one, other = own_text(model, 3000, 2), own_text(model, 3000, 2)
+    assert torch.equal(state, torch.get_rng_state())
+    assert len(one) == 3000 and all(torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(one, other))
+    drawn = torch.cat([each["input_ids"] for each in one])
+    assert drawn.shape == (3000, 2) and (drawn[:, 0] == 1).all()
+    logits = model(drawn[:1, :1]).logits[0, 0].double()
+    logits[2] = -torch.inf  # texts do not end early
+    expected = logits.softmax(-1)
+    counts = torch.bincount(drawn[:, 1], minlength=len(expected))
+    # Pearson's statistic has the mean V - 1 and the variance 2 (V - 1), or a little more.
+    chi = ((counts - 3000 * expected).square() / (3000 * expected).clamp(min=1e-9))[expected > 0].sum()
+    freedom = len(expected) - 2
+    assert abs(chi - freedom) < 6 * (2 * freedom) ** 0.5
 
 
 def test_what_a_calibration_needs(tmp_path, capsys):
