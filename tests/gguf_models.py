@@ -174,6 +174,12 @@ class TinyModel:
                 buffer.copy_(torch.from_numpy(generator.standard_normal(buffer.shape, np.float32)))
                 self.tensors[self.name_of(key.replace("_bias", ".bias"))] = buffer.clone()
 
+    def update(self, keys=(), tensors=()):
+        """Puts keys, named without the architecture, and tensors into the file; None takes one out."""
+        named = {f"{self.architecture}.{key}": value for key, value in dict(keys).items()}
+        self.keys = {key: value for key, value in {**self.keys, **named}.items() if value is not None}
+        self.tensors = {key: value for key, value in {**self.tensors, **dict(tensors)}.items() if value is not None}
+
     @staticmethod
     def has_experts(name):
         """Of MODELS."""

@@ -19,15 +19,6 @@ int64_t row_stride(int64_t k) {
   return (ceil_div(k, kLineBytes) + 1) * kLineBytes;
 }
 
-// Everything one call of matmul needs besides its arguments.
-struct MatmulBuffers {
-  MatmulBuffers(Slicer& slicer, const PackedShape& shape, int64_t m, int workers, int64_t tile_floats,
-                int64_t scratch_bytes)
-      : rows(QuantizedRows::slice(slicer, m, shape.rows())), own(slicer, workers, tile_floats, scratch_bytes) {}
-  QuantizedRows rows;
-  WorkerBuffers own;
-};
-
 const uint8_t* row_at(const void* x, DType dtype, int64_t row, int64_t k) {
   return static_cast<const uint8_t*>(x) + row * k * dtype_bytes(dtype);
 }
@@ -47,11 +38,11 @@ void multiply_batch(const Kernel& kernel, Parallel& parallel, int workers, Works
   const int64_t ldc = max_span(shape.panels(), spans) * kPanelColumns;
   const int64_t scratch_bytes = gemm_scratch_bytes(kernel, unit_rows, shape.k, shape.group);
 
-  Slicer size(nullptr);
-  MatmulBuffers(size, shape, m, workers, unit_rows * ldc, scratch_bytes);
-  Slicer slicer(workspace.reserve(size.bytes()));
-  const MatmulBuffers buffers(slicer, shape, m, workers, unit_rows * ldc, scratch_bytes);
-  const QuantizedRows& rows = buffers.rows;
+  QuantizedRows rows;
+  const WorkerBuffers own = sliced(workspace, [&](Slicer& slicer) {
+    rows = QuantizedRows::slice(slicer, m, shape.rows());
+    return WorkerBuffers(slicer, workers, unit_rows * ldc, scratch_bytes);
+  });
 
   const auto quantize = [&](int64_t, int64_t task, int) {
     const int64_t end = std::min(m, (task + 1) * kQuantizeRowsPerTask);
@@ -62,13 +53,13 @@ void multiply_batch(const Kernel& kernel, Parallel& parallel, int workers, Works
   const auto multiply = [&](int64_t, int64_t task, int worker) {
     const Range unit = share(m, units, task / spans);
     const Range panels = share(shape.panels(), spans, task % spans);
-    float* tile = buffers.own.tile(worker);
+    float* tile = own.tile(worker);
     // What this worker will most likely take next; nothing is fetched behind the last tasks.
     const int64_t later = task + workers;
     const uint8_t* next =
         later < units * spans ? matrix.panel(share(shape.panels(), spans, later % spans).begin) : nullptr;
     kernel.gemm(rows.from(unit.begin), unit.size(), matrix.panels(panels.begin, next), panels.size(), tile, ldc,
-                buffers.own.scratch(worker));
+                own.scratch(worker));
     const int64_t column = panels.begin * kPanelColumns;
     const int64_t columns = std::min(shape.n, panels.end * kPanelColumns) - column;
     for (int64_t r = 0; r < unit.size(); ++r) {

@@ -234,10 +234,9 @@ PackedShape read_header(const uint8_t* src, int64_t size, const std::string& wha
     fail(what + ": flags are " + str(header.flags) +
          ", expected a sum of 1 (bias), 2 (zero points), 4 (channel scales) and 8 (minimums)");
   }
-  for (const uint8_t byte : header.reserved) {
-    if (byte != 0) fail(what + ": reserved bytes of the header are not zero");
+  if (header.zero != 0 || header.reserved != Header{}.reserved) {
+    fail(what + ": reserved bytes of the header are not zero");
   }
-  if (header.zero != 0) fail(what + ": reserved bytes of the header are not zero");
   PackedShape shape;
   shape.n = header.n;
   shape.k = header.k;

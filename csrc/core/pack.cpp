@@ -10,6 +10,7 @@
 #include "core/pack_checks.h"
 #include "core/placement.h"
 #include "core/scale_codec.h"
+#include "core/split.h"
 #include "kernels/half.h"
 
 namespace w4a8 {
@@ -39,7 +40,7 @@ class PanelPacker {
         panel_(panel) {}
 
   void run() {
-    const int64_t records = (layout_.groups + layout_.record_groups - 1) / layout_.record_groups;
+    const int64_t records = ceil_div(layout_.groups, layout_.record_groups);
     // No byte of the padding may depend on what was in the memory before.
     clear(0, layout_.records_offset);
     for (int64_t r = 0; r < records; ++r) {
@@ -231,7 +232,7 @@ void pack(const Kernel& kernel, const PackedShape& shape, int64_t count, const R
   check_packable(shape, count * shape.n * shape.groups(), raw.scales,
                  shape.kind.zero_points ? raw.zero_points : nullptr);
   const int64_t bytes = packed_bytes(shape);
-  const int64_t tasks_per_matrix = (shape.panels() + kPanelsPerTask - 1) / kPanelsPerTask;
+  const int64_t tasks_per_matrix = ceil_div(shape.panels(), kPanelsPerTask);
   const PackedMatrix matrix(shape, dst);
   place_packed(dst, count * bytes);
   const auto pack_panels = [&](int64_t, int64_t task, int) {

@@ -45,4 +45,13 @@ class Workspace {
   int64_t capacity_ = 0;
 };
 
+/// slice(slicer) in `memory`, which reserves as a Workspace does; called once before, to count the bytes.
+template <class Memory, class Slice>
+auto sliced(Memory& memory, Slice slice) {
+  Slicer count(nullptr);
+  slice(count);
+  Slicer slicer(memory.reserve(count.bytes()));
+  return slice(slicer);
+}
+
 }  // namespace w4a8

@@ -50,7 +50,6 @@ TEST(BucketTest, Random) {
           for (int64_t i = 0; i < tokens * slots; ++i)
             ids.push_back(static_cast<int32_t>(rng.integer(lowest, experts - 1)));
           check(ids, experts);
-          if (testing::Test::HasFatalFailure()) return;
         }
       }
     }

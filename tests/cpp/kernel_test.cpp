@@ -1,5 +1,6 @@
 // GemmFn of every kernel against the reference, bit for bit: docs/numerics.md leaves no choice to a kernel.
 #include <cmath>
+#include <span>
 
 #include "test_util.h"
 
@@ -94,6 +95,12 @@ ref::Row random_row(Rng& rng, const PackedShape& shape) {
   return row;
 }
 
+std::vector<ref::Row> random_rows(Rng& rng, const PackedShape& shape, int64_t count) {
+  std::vector<ref::Row> rows;
+  for (int64_t r = 0; r < count; ++r) rows.push_back(random_row(rng, shape));
+  return rows;
+}
+
 // Runs the kernel on the first m rows and compares each output, the gaps between rows and the memory around.
 void check_gemm(const Kernel& kernel, const Packed& packed, const QuantizedInput& input, int64_t m, int64_t first_panel,
                 int64_t panel_count, const std::vector<std::vector<float>>& expected, bool with_scratch, Guard guard) {
@@ -129,32 +136,50 @@ std::vector<std::vector<float>> expect(const std::vector<ref::Row>& rows, const 
   return expected;
 }
 
+// A random matrix, random rows and their products.
+struct Problem : RandomMatrix {
+  Problem(Rng& rng, const PackedShape& shape, int64_t m)
+      : RandomMatrix(rng, shape),
+        rows(random_rows(rng, shape, m)),
+        expected(expect(rows, weights)),
+        input(rows, shape, 0, Guard::kAfter) {}
+  std::vector<ref::Row> rows;
+  std::vector<std::vector<float>> expected;
+  QuantizedInput input;
+};
+
 class KernelTest : public KernelFixture {
  protected:
-  // All row counts that can select a different tile, and some that need several.
-  std::vector<int64_t> row_counts() const {
-    std::vector<int64_t> counts = {25, 32, 47};
-    for (int64_t m = 1; m <= 17; ++m) counts.push_back(m);
-    return counts;
-  }
-
   void check_shape_for_all_rows(const PackedShape& shape, uint64_t stream) {
     SCOPED_TRACE(describe(shape));
     Rng rng(stream);
     const ref::Weights weights = random_weights(rng, shape);
     Packed packed = pack_one(shape, weights);
     packed.bytes.freeze();
-    std::vector<ref::Row> rows;
-    for (int64_t r = 0; r < 47; ++r) rows.push_back(random_row(rng, shape));
+    const std::vector<ref::Row> rows = random_rows(rng, shape, 47);
     const auto expected = expect(rows, weights);
-    for (const int64_t m : row_counts()) {
+    // All row counts that can select a different tile, and some that need several.
+    for (const int64_t m : {25, 32, 47, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17}) {
       const std::vector<ref::Row> some(rows.begin(), rows.begin() + m);
       const Guard guard = m % 2 == 0 ? Guard::kBefore : Guard::kAfter;
       const QuantizedInput input(some, shape, m % 3 == 0 ? 0 : 8 * m, guard);
       for (const bool with_scratch : {false, true}) {
         check_gemm(kernel(), packed, input, m, 0, shape.panels(), expected, with_scratch, guard);
-        if (HasFatalFailure()) return;
       }
+    }
+  }
+
+  // Each type of scales, with which `stream` goes up by one, and each kind; one to three panels.
+  void check_types(std::span<const ScaleType> types, int64_t k, int64_t group, int64_t activation_group,
+                   uint64_t& stream) {
+    for (const ScaleType scales : types) {
+      const int64_t n = 16 * (static_cast<int64_t>(stream) % 3) + 1 + static_cast<int64_t>(stream) % 16;
+      for (const WeightKind kind : kAllKinds) {
+        PackedShape shape{n, k, group, scales, stream % 2 == 0, kind, activation_group};
+        if (k == group && activation_group == kWholeRow) shape = as_taken(shape);
+        if (is_shape(shape)) check_shape_for_all_rows(shape, stream);
+      }
+      ++stream;
     }
   }
 };
@@ -162,16 +187,9 @@ class KernelTest : public KernelFixture {
 TEST_P(KernelTest, ChannelwiseEveryRowCount) {
   W4A8_TRACE_SEED();
   uint64_t stream = 100;
-  // K below, at and off the multiples of 8, 16, 32 and 64; one to three panels.
+  // K below, at and off the multiples of 8, 16, 32 and 64.
   for (const int64_t k : {2, 6, 8, 10, 16, 30, 34, 64, 66, 136, 250}) {
-    for (const ScaleType scales : kFloatScales) {
-      const int64_t n = 16 * (static_cast<int64_t>(stream) % 3) + 1 + static_cast<int64_t>(stream) % 16;
-      for (const WeightKind kind : kAllKinds) {
-        check_shape_for_all_rows(as_taken({n, k, k, scales, stream % 2 == 0, kind}), stream);
-        if (HasFatalFailure()) return;
-      }
-      ++stream;
-    }
+    check_types(kFloatScales, k, k, kWholeRow, stream);
   }
 }
 
@@ -186,16 +204,7 @@ TEST_P(KernelTest, GroupsEveryRowCount) {
   for (const Case c :
        {Case{16, 2}, Case{16, 3}, Case{16, 11}, Case{32, 2}, Case{32, 3}, Case{32, 11}, Case{64, 2}, Case{64, 3},
         Case{96, 2}, Case{96, 3}, Case{128, 2}, Case{128, 5}, Case{256, 3}, Case{16, 16}, Case{32, 24}, Case{64, 4}}) {
-    for (const ScaleType scales : kScaleTypes) {
-      const int64_t n = 16 * (static_cast<int64_t>(stream) % 3) + 1 + static_cast<int64_t>(stream) % 16;
-      for (const WeightKind kind : kAllKinds) {
-        const PackedShape shape{n, c.group * c.groups, c.group, scales, stream % 2 == 0, kind};
-        if (!is_shape(shape)) continue;
-        check_shape_for_all_rows(shape, stream);
-        if (HasFatalFailure()) return;
-      }
-      ++stream;
-    }
+    check_types(kScaleTypes, c.group * c.groups, c.group, kWholeRow, stream);
   }
 }
 
@@ -207,23 +216,14 @@ TEST_P(KernelTest, ActivationGroupsEveryRowCount) {
     int64_t group;
     int64_t activation_group;
   };
-  // As large as the weights' groups, parts of them, parts of a channel, and twice or more groups of 16. One to three
-  // panels; one to eleven groups.
+  // As large as the weights' groups, parts of them, parts of a channel, and twice or more groups of 16. One to eleven
+  // groups.
   for (const Case c :
        {Case{32, 32, 32}, Case{352, 32, 32}, Case{96, 32, 32}, Case{192, 64, 64}, Case{256, 128, 128},
         Case{128, 64, 32}, Case{384, 128, 32}, Case{192, 96, 32}, Case{640, 128, 64}, Case{768, 256, 128},
         Case{192, 192, 64}, Case{160, 160, 32}, Case{256, 256, 128}, Case{32, 16, 32}, Case{192, 16, 64},
         Case{384, 16, 128}, Case{256, 16, 32}, Case{768, 32, 32}, Case{512, 64, 32}}) {
-    for (const ScaleType scales : kScaleTypes) {
-      const int64_t n = 16 * (static_cast<int64_t>(stream) % 3) + 1 + static_cast<int64_t>(stream) % 16;
-      for (const WeightKind kind : kAllKinds) {
-        const PackedShape shape{n, c.k, c.group, scales, stream % 2 == 0, kind, c.activation_group};
-        if (!is_shape(shape)) continue;
-        check_shape_for_all_rows(shape, stream);
-        if (HasFatalFailure()) return;
-      }
-      ++stream;
-    }
+    check_types(kScaleTypes, c.k, c.group, c.activation_group, stream);
   }
 }
 
@@ -250,15 +250,9 @@ TEST_P(KernelTest, ManyRowsOfManyChunks) {
           c.group == 16 && kind != kInt8 && kind != kInt6 ? ScaleType::kE5M3 : ScaleType::kBFloat16;
       const PackedShape shape{35, c.k, c.group, scales, true, kind, c.activation_group};
       SCOPED_TRACE(describe(shape));
-      const ref::Weights weights = random_weights(rng, shape);
-      const Packed packed = pack_one(shape, weights);
-      std::vector<ref::Row> rows;
-      for (int64_t r = 0; r < c.m; ++r) rows.push_back(random_row(rng, shape));
-      const QuantizedInput input(rows, shape, 0, Guard::kAfter);
-      const auto expected = expect(rows, weights);
+      const Problem p(rng, shape, c.m);
       for (const bool with_scratch : {false, true}) {
-        check_gemm(kernel(), packed, input, c.m, 0, shape.panels(), expected, with_scratch, Guard::kAfter);
-        if (HasFatalFailure()) return;
+        check_gemm(kernel(), p.packed, p.input, c.m, 0, shape.panels(), p.expected, with_scratch, Guard::kAfter);
       }
     }
   }
@@ -273,18 +267,12 @@ TEST_P(KernelTest, PanelRanges) {
     if (!is_shape(shape)) shape.scale_type = ScaleType::kFloat16;
     shape = as_taken(shape);
     SCOPED_TRACE(describe(shape));
-    const ref::Weights weights = random_weights(rng, shape);
-    const Packed packed = pack_one(shape, weights);
-    std::vector<ref::Row> rows;
-    for (int64_t r = 0; r < 12; ++r) rows.push_back(random_row(rng, shape));
-    const auto expected = expect(rows, weights);
-    const QuantizedInput input(rows, shape, 0, Guard::kAfter);
+    const Problem p(rng, shape, 12);
     for (int64_t first = 0; first < shape.panels(); ++first) {
       for (int64_t count = 1; first + count <= shape.panels(); ++count) {
         SCOPED_TRACE("panels " + std::to_string(first) + " + " + std::to_string(count));
         for (const int64_t m : {1, 2, 12}) {
-          check_gemm(kernel(), packed, input, m, first, count, expected, count % 2 == 0, Guard::kAfter);
-          if (HasFatalFailure()) return;
+          check_gemm(kernel(), p.packed, p.input, m, first, count, p.expected, count % 2 == 0, Guard::kAfter);
         }
       }
     }
@@ -348,12 +336,10 @@ void check_extremes(const Kernel& kernel, const PackedShape& shape, const ref::W
   const QuantizedInput input(rows, shape, 0, Guard::kAfter);
   for (const bool with_scratch : {false, true}) {
     check_gemm(kernel, packed, input, input.m, 0, 2, expected, with_scratch, Guard::kAfter);
-    if (testing::Test::HasFatalFailure()) return;
   }
   for (std::size_t r = 0; r < rows.size(); ++r) {
     const QuantizedInput one({rows[r]}, shape, 0, Guard::kAfter);
     check_gemm(kernel, packed, one, 1, 0, 2, {expected[r]}, false, Guard::kAfter);
-    if (testing::Test::HasFatalFailure()) return;
   }
 }
 
@@ -372,7 +358,6 @@ TEST_P(KernelTest, ExtremesAreExactIntegers) {
         const PackedShape shape = as_taken({17, k, group, ScaleType::kFloat32, false, kind});
         SCOPED_TRACE(describe(shape) + " weight pattern " + std::to_string(pattern));
         check_extremes(kernel(), shape, extreme_weights(shape, pattern));
-        if (HasFatalFailure()) return;
       }
     }
   }
@@ -432,7 +417,6 @@ void check_largest_sums(const Kernel& kernel, const LargestSums& data) {
   const Packed packed = pack_one(data.shape, data.weights);
   const QuantizedInput input(data.rows, data.shape, 0, Guard::kAfter);
   check_gemm(kernel, packed, input, 3, 0, 1, data.expected, false, Guard::kAfter);
-  if (testing::Test::HasFatalFailure()) return;
   // So many rows that every kernel unpacks, if it ever does.
   constexpr int64_t kMany = 32;
   if (kernel.scratch_bytes(kMany, data.k, data.shape.group) == 0) return;
@@ -455,7 +439,6 @@ TEST_P(KernelTest, LargestSumFitsInt32) {
     if (kind.minimums) continue;  // in small groups alone
     for (const bool channelwise : {true, false}) {
       check_largest_sums(kernel(), LargestSums(rng, kind, channelwise));
-      if (HasFatalFailure()) return;
     }
   }
 }
@@ -474,8 +457,7 @@ TEST_P(KernelTest, SpecialScales) {
     for (std::size_t i = 0; i < weights.scales.size(); i += 3) weights.scales[i] = specials[i / 3 % 8];
     for (std::size_t i = 0; i < weights.minimums.size(); i += 5) weights.minimums[i] = specials[i / 5 % 8];
     const Packed packed = pack_one(shape, weights);
-    std::vector<ref::Row> rows;
-    for (int64_t r = 0; r < 13; ++r) rows.push_back(random_row(rng, shape));
+    std::vector<ref::Row> rows = random_rows(rng, shape, 13);
     rows[1].q.assign(rows[1].q.size(), 0);
     rows[1].zero_point = 0;
     rows[1].recip = NAN;
@@ -484,7 +466,6 @@ TEST_P(KernelTest, SpecialScales) {
     const QuantizedInput input(rows, shape, 0, Guard::kAfter);
     SCOPED_TRACE(describe(shape));
     check_gemm(kernel(), packed, input, input.m, 0, 1, expected, false, Guard::kAfter);
-    if (HasFatalFailure()) return;
   }
 }
 
@@ -498,28 +479,22 @@ TEST_P(KernelTest, UnalignedBuffers) {
     if (!is_shape(shape)) shape.scale_type = ScaleType::kE8M0;
     if (!is_shape(shape)) shape.scale_type = ScaleType::kBFloat16;
     shape = as_taken(shape);
-    const ref::Weights weights = random_weights(rng, shape);
-    const Packed aligned = pack_one(shape, weights);
     const int64_t m = 12;
-    std::vector<ref::Row> rows;
-    for (int64_t r = 0; r < m; ++r) rows.push_back(random_row(rng, shape));
-    const auto expected = expect(rows, weights);
+    const Problem p(rng, shape, m);
     for (int64_t offset = 1; offset < 64; ++offset) {
       SCOPED_TRACE("offset " + std::to_string(offset));
       GuardedBuffer<uint8_t> bytes(packed_bytes(shape) + offset, Guard::kBefore);
-      std::copy_n(aligned.bytes.data(), packed_bytes(shape), bytes.data() + offset);
+      std::copy_n(p.packed.bytes.data(), packed_bytes(shape), bytes.data() + offset);
       const PackedMatrix matrix = open_packed(bytes.data() + offset, packed_bytes(shape), 32, 64, group, "matrix");
-      const QuantizedInput input(rows, shape, 0, Guard::kAfter);
-      GuardedBuffer<int8_t> q(input.q.size() + offset, Guard::kBefore);
-      std::copy_n(input.q.data(), input.q.size(), q.data() + offset);
-      Rows view = input.rows();
+      GuardedBuffer<int8_t> q(p.input.q.size() + offset, Guard::kBefore);
+      std::copy_n(p.input.q.data(), p.input.q.size(), q.data() + offset);
+      Rows view = p.input.rows();
       view.q = q.data() + offset;
       GuardedBuffer<float> out(m * 32 + offset, Guard::kBefore);
       kernel().gemm(view, m, matrix.panels(0), 2, out.data() + offset, 32, nullptr);
       for (int64_t i = 0; i < m * 32; ++i) {
-        ASSERT_TRUE(
-            same_float(out[offset + i], expected[static_cast<std::size_t>(i / 32)][static_cast<std::size_t>(i % 32)]))
-            << "row " << i / 32 << " column " << i % 32;
+        const float wanted = p.expected[static_cast<std::size_t>(i / 32)][static_cast<std::size_t>(i % 32)];
+        ASSERT_TRUE(same_float(out[offset + i], wanted)) << "row " << i / 32 << " column " << i % 32;
       }
       ASSERT_TRUE(out.slack_intact());
     }
@@ -532,18 +507,13 @@ TEST_P(KernelTest, HostileZeroPoints) {
   Rng rng(600);
   for (const int64_t group : {int64_t{192}, int64_t{96}, int64_t{16}}) {
     const PackedShape shape{16, 192, group, ScaleType::kFloat32, false, kInt4ZeroPoints};
-    const ref::Weights weights = random_weights(rng, shape);
-    Packed packed = pack_one(shape, weights);
+    Problem p(rng, shape, 25);
     for (int64_t g = 0; g < shape.groups(); ++g) {
-      uint8_t* zeros = packed.bytes.data() + kHeaderBytes + panel_layout(shape).zeros_at(g);
+      uint8_t* zeros = p.packed.bytes.data() + kHeaderBytes + panel_layout(shape).zeros_at(g);
       for (int i = 0; i < 16; ++i) zeros[i] = static_cast<uint8_t>(zeros[i] + 16 * i);
     }
-    std::vector<ref::Row> rows;
-    for (int64_t r = 0; r < 25; ++r) rows.push_back(random_row(rng, shape));
-    const QuantizedInput input(rows, shape, 0, Guard::kAfter);
     for (const int64_t m : {1, 3, 25}) {
-      check_gemm(kernel(), packed, input, m, 0, 1, expect(rows, weights), m != 3, Guard::kAfter);
-      if (HasFatalFailure()) return;
+      check_gemm(kernel(), p.packed, p.input, m, 0, 1, p.expected, m != 3, Guard::kAfter);
     }
   }
 }

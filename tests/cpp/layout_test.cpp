@@ -34,12 +34,6 @@ std::string refusal(const std::vector<uint8_t>& header, int64_t size = packed_by
   return message_of([&] { read_header(header.data(), size, "expert 7 of w13"); });
 }
 
-void expect_words(const std::string& message, const std::vector<std::string>& words) {
-  for (const std::string& word : words) {
-    EXPECT_NE(message.find(word), std::string::npos) << "'" << word << "' is missing in: " << message;
-  }
-}
-
 TEST(LayoutTest, HeaderRoundTrip) {
   for (const ScaleType scales : kFloatScales) {
     for (const bool bias : {false, true}) {

@@ -35,12 +35,10 @@ class MatmulTest : public KernelFixture {
 
   // Random weights of a shape, with few and many rows of every type.
   void check_rows(Parallel& parallel, Rng& rng, const PackedShape& shape) {
-    const ref::Weights weights = random_weights(rng, shape);
-    const Packed packed = pack_one(shape, weights);
+    const auto [weights, packed] = RandomMatrix(rng, shape);
     for (const int64_t m : {0, 1, 2, 4, 7, 12, 16, 33, 70}) {
       const DType dtype = kAllDTypes[(m + shape.n) % 3];
       check(parallel, shape, weights, packed, random_activations(rng, m * shape.k, dtype), dtype);
-      if (HasFatalFailure()) return;
     }
   }
 
@@ -56,12 +54,10 @@ TEST_P(MatmulTest, EveryN) {
     const bool groups = n % 2 == 0;
     const PackedShape shape = as_taken({n, groups ? 96 : 38, groups ? (n % 4 == 0 ? 16 : 32) : 38, kFloatScales[n % 3],
                                         n % 4 < 2, kAllKinds[i % kKindCount]});
-    const ref::Weights weights = random_weights(rng, shape);
-    const Packed packed = pack_one(shape, weights);
+    const auto [weights, packed] = RandomMatrix(rng, shape);
     for (const DType dtype : kAllDTypes) {
       for (const int64_t m : {1, 5}) {
         check(serial, shape, weights, packed, random_activations(rng, m * shape.k, dtype), dtype);
-        if (HasFatalFailure()) return;
       }
     }
   }
@@ -78,15 +74,13 @@ TEST_P(MatmulTest, EveryM) {
     if (!is_shape(shape)) shape.scale_type = ScaleType::kE8M0;
     if (!is_shape(shape)) shape.scale_type = ScaleType::kFloat16;
     shape = as_taken(shape);
-    const ref::Weights weights = random_weights(rng, shape);
-    const Packed packed = pack_one(shape, weights);
+    const auto [weights, packed] = RandomMatrix(rng, shape);
     std::vector<int64_t> counts = {0, 29, 63, 64, 65, 100};
     for (int64_t m = 1; m <= 25; ++m) counts.push_back(m);
     for (const int64_t m : counts) {
       const std::vector<float> x = random_activations(rng, m * shape.k, DType::kBFloat16);
       check(serial, shape, weights, packed, x, DType::kBFloat16);
       check(threads, shape, weights, packed, x, DType::kFloat32);
-      if (HasFatalFailure()) return;
     }
   }
 }
@@ -102,7 +96,6 @@ TEST_P(MatmulTest, Int8) {
       const PackedShape shape{
           n, k, group, n == 16 ? ScaleType::kFloat32 : ScaleType::kBFloat16, n != 16, n == 1 ? kInt8 : kInt8ZeroPoints};
       check_rows(threads, rng, shape);
-      if (HasFatalFailure()) return;
     }
   }
 }
@@ -124,7 +117,6 @@ TEST_P(MatmulTest, ActivationGroups) {
     for (const int64_t n : {1, 16, 41}) {
       const WeightKind kind = kAllKinds[variant++ % kKindCount];
       check_rows(threads, rng, as_taken({n, k, group, kFloatScales[n % 3], n != 16, kind, activation_group}));
-      if (HasFatalFailure()) return;
     }
   }
 }
@@ -171,8 +163,7 @@ TEST_P(MatmulTest, Int8MultipliedOut) {
   SerialParallel serial;
   for (const int64_t group : {int64_t{192}, int64_t{32}}) {
     const PackedShape shape{37, 192, group, ScaleType::kFloat32, true, kInt8ZeroPoints};
-    const ref::Weights weights = random_weights(rng, shape);
-    const Packed packed = pack_one(shape, weights);
+    const auto [weights, packed] = RandomMatrix(rng, shape);
     const std::vector<float> x = random_activations(rng, 3 * shape.k, DType::kFloat32);
     std::vector<float> out(static_cast<std::size_t>(3 * shape.n));
     matmul(kernel(), serial, workspace_, packed.matrix(), x.data(), DType::kFloat32, 3, out.data());
@@ -212,13 +203,11 @@ TEST_P(MatmulTest, LargerShapes) {
                         {{36, 1024, 1024, ScaleType::kFloat32, true, kInt8}, 140},
                         {{36, 1024, 128, ScaleType::kBFloat16, true, kInt8ZeroPoints}, 140}};
   for (const Case& c : cases) {
-    const ref::Weights weights = random_weights(rng, c.shape);
-    const Packed packed = pack_one(c.shape, weights);
+    const auto [weights, packed] = RandomMatrix(rng, c.shape);
     for (const int count : {1, 3}) {
       ThreadParallel threads(count);
       check(threads, c.shape, weights, packed, random_activations(rng, c.m * c.shape.k, DType::kFloat32),
             DType::kFloat32);
-      if (HasFatalFailure()) return;
     }
   }
 }
@@ -227,8 +216,7 @@ TEST_P(MatmulTest, LargerShapes) {
 TEST_P(MatmulTest, WorkersAreCountedOnce) {
   Rng rng(69);
   const PackedShape shape{300, 1024, 128, ScaleType::kFloat32, false};
-  const ref::Weights weights = random_weights(rng, shape);
-  const Packed packed = pack_one(shape, weights);
+  const auto [weights, packed] = RandomMatrix(rng, shape);
   GrowingParallel parallel(2);
   check(parallel, shape, weights, packed, random_activations(rng, 40 * shape.k, DType::kFloat32), DType::kFloat32);
   EXPECT_EQ(parallel.most(), 2);
@@ -247,8 +235,7 @@ TEST_P(MatmulTest, BadRowsAreNanAndAlone) {
                                                       {16, kE2M1, 64},
                                                       {32, kInt8, 32}}) {
     const PackedShape shape{21, 64, group, ScaleType::kFloat32, true, kind, activation_group};
-    const ref::Weights weights = random_weights(rng, shape);
-    const Packed packed = pack_one(shape, weights);
+    const auto [weights, packed] = RandomMatrix(rng, shape);
     const int64_t m = 15;
     for (const DType dtype : kAllDTypes) {
       const std::vector<float> clean = random_activations(rng, m * shape.k, dtype);
@@ -257,7 +244,6 @@ TEST_P(MatmulTest, BadRowsAreNanAndAlone) {
       x[static_cast<std::size_t>(7 * shape.k)] = std::numeric_limits<float>::infinity();
       x[static_cast<std::size_t>(14 * shape.k + 17)] = -std::numeric_limits<float>::infinity();
       check(serial, shape, weights, packed, x, dtype);
-      if (HasFatalFailure()) return;
       std::vector<uint8_t> out(static_cast<std::size_t>(m * shape.n * dtype_bytes(dtype)));
       std::vector<uint8_t> clean_out(out.size());
       matmul(kernel(), serial, workspace_, packed.matrix(), to_dtype(x, dtype).data(), dtype, m, out.data());
@@ -279,8 +265,7 @@ TEST_P(MatmulTest, ExtremeRows) {
   Rng rng(64);
   for (const int64_t activation_group : {kWholeRow, int64_t{64}, int64_t{32}}) {
     const PackedShape shape{17, 64, 64, ScaleType::kFloat32, false, kInt4, activation_group};
-    const ref::Weights weights = random_weights(rng, shape);
-    const Packed packed = pack_one(shape, weights);
+    const auto [weights, packed] = RandomMatrix(rng, shape);
     constexpr float kMax = std::numeric_limits<float>::max();
     std::vector<float> x;
     for (const auto& [low, high] :
@@ -288,7 +273,6 @@ TEST_P(MatmulTest, ExtremeRows) {
       for (int i = 0; i < 64; ++i) x.push_back(i % 2 == 0 ? low : high);
     }
     check(serial, shape, weights, packed, x, DType::kFloat32);
-    if (HasFatalFailure()) return;
     std::vector<float> out(6 * 17);
     matmul(kernel(), serial, workspace_, packed.matrix(), x.data(), DType::kFloat32, 6, out.data());
     for (std::size_t i = 0; i < out.size(); ++i) EXPECT_FALSE(std::isnan(out[i])) << "finite input, row " << i / 17;
@@ -302,8 +286,7 @@ TEST_P(MatmulTest, GivenRows) {
   ThreadParallel threads(3);
   for (const auto& [group, kind] : {std::pair{160, kInt4}, {32, kInt4}, {16, kInt4}, {160, kInt8}, {32, kInt8}}) {
     const PackedShape shape{41, 160, group, ScaleType::kFloat32, false, kind};
-    const ref::Weights weights = random_weights(rng, shape);
-    const Packed packed = pack_one(shape, weights);
+    const auto [weights, packed] = RandomMatrix(rng, shape);
     std::vector<float> bias(41);
     for (float& value : bias) value = rng.normal();
     for (const int64_t m : {0, 1, 7, 30}) {
@@ -341,8 +324,7 @@ TEST_P(MatmulTest, GivenRowsInGroups) {
   for (const auto& [group, activation_group, kind] :
        {std::tuple{int64_t{128}, int64_t{32}, kInt4}, {32, 32, kInt8}, {16, 128, kE2M1}, {256, 64, kInt4ZeroPoints}}) {
     const PackedShape shape{41, 256, group, ScaleType::kFloat32, true, kind, activation_group};
-    const ref::Weights weights = random_weights(rng, shape);
-    const Packed packed = pack_one(shape, weights);
+    const auto [weights, packed] = RandomMatrix(rng, shape);
     for (const int64_t m : {0, 1, 7, 30}) {
       std::vector<ref::Row> rows(static_cast<std::size_t>(m));
       std::vector<uint8_t> q;
@@ -385,7 +367,7 @@ TEST_P(MatmulTest, GivenZeroPointsAreChecked) {
         matmul_quantized(kernel(), serial, workspace_, packed.matrix(),
                          {q.data(), is_unsigned, scale.data(), zero.data()}, nullptr, DType::kFloat32, 2, out.data());
       });
-      EXPECT_NE(message.find("zero point of token 1 is " + std::to_string(bad)), std::string::npos) << message;
+      expect_words(message, {"zero point of token 1 is " + std::to_string(bad)});
     }
   }
 }
@@ -395,8 +377,7 @@ TEST_P(MatmulTest, BatchesOfRows) {
   W4A8_TRACE_SEED();
   Rng rng(66);
   const PackedShape shape{1, 2, 2, ScaleType::kFloat32, true};
-  const ref::Weights weights = random_weights(rng, shape);
-  const Packed packed = pack_one(shape, weights);
+  const auto [weights, packed] = RandomMatrix(rng, shape);
   const int64_t batch = matmul_batch_rows(shape);
   ASSERT_LE(batch, 1 << 20) << "too large for a test";
   const int64_t m = batch + 3;

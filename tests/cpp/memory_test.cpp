@@ -83,16 +83,6 @@ TEST_P(MemoryTest, FusedMoe) {
     MoeCase moe;
     int threads;
   };
-  const auto moe = [](int64_t tokens, int64_t slots, int64_t experts, int64_t hidden, int64_t inter, int64_t group) {
-    MoeCase c;
-    c.tokens = tokens;
-    c.top_k = slots;
-    c.experts = experts;
-    c.hidden = hidden;
-    c.intermediate = inter;
-    c.group = group;
-    return c;
-  };
   const auto int8 = [](MoeCase c, bool w13, bool w2) {
     if (w13) c.kind13 = kInt8;
     if (w2) c.kind2 = kInt8;
@@ -108,16 +98,12 @@ TEST_P(MemoryTest, FusedMoe) {
     return c;
   };
   for (const Case& c :
-       {Case{moe(1, 1, 1, 2, 2, -1), 1}, Case{moe(40, 8, 3, 1310, 6, -1), 3}, Case{moe(9, 3, 300, 34, 98, -1), 2},
-        Case{moe(200, 64, 2, 1026, 2, -1), 2}, Case{moe(129, 100, 2, 4096, 32, 32), 4},
-        Case{moe(3, 2, 2, 66, 20002, -1), 2}, Case{moe(66, 520, 2, 64, 2900, -1), 1},
-        Case{moe(90, 20, 2, 256, 96, 32), 1}, Case{moe(104, 64, 2, 64, 2896, 16), 1},
-        Case{int8(moe(200, 64, 2, 1024, 32, -1), true, false), 2},
-        Case{int8(moe(66, 520, 2, 64, 2912, 32), false, true), 1},
-        Case{in_groups(moe(3, 2, 1, 2048, 64, 64), 32, 64), 1},
-        Case{in_groups(moe(66, 520, 2, 64, 2912, 32), 32, 32), 1},
-        Case{in_groups(moe(9, 3, 1, 1024, 64, 16), 64, kWholeRow), 2},
-        Case{minimums(moe(66, 520, 2, 64, 2912, 32)), 1}}) {
+       {Case{{1, 1, 1, 2, 2, -1}, 1}, Case{{40, 8, 3, 1310, 6, -1}, 3}, Case{{9, 3, 300, 34, 98, -1}, 2},
+        Case{{200, 64, 2, 1026, 2, -1}, 2}, Case{{129, 100, 2, 4096, 32, 32}, 4}, Case{{3, 2, 2, 66, 20002, -1}, 2},
+        Case{{66, 520, 2, 64, 2900, -1}, 1}, Case{{90, 20, 2, 256, 96, 32}, 1}, Case{{104, 64, 2, 64, 2896, 16}, 1},
+        Case{int8({200, 64, 2, 1024, 32, -1}, true, false), 2}, Case{int8({66, 520, 2, 64, 2912, 32}, false, true), 1},
+        Case{in_groups({3, 2, 1, 2048, 64, 64}, 32, 64), 1}, Case{in_groups({66, 520, 2, 64, 2912, 32}, 32, 32), 1},
+        Case{in_groups({9, 3, 1, 1024, 64, 16}, 64, kWholeRow), 2}, Case{minimums({66, 520, 2, 64, 2912, 32}), 1}}) {
     SCOPED_TRACE(describe(c.moe));
     Rng rng(101);
     MoeData data(rng, c.moe);

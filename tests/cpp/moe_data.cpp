@@ -5,12 +5,6 @@
 namespace w4a8::test {
 namespace {
 
-std::vector<ref::Weights> random_stack(Rng& rng, const PackedShape& shape, int64_t experts) {
-  std::vector<ref::Weights> stack;
-  for (int64_t e = 0; e < experts; ++e) stack.push_back(random_weights(rng, shape));
-  return stack;
-}
-
 ref::MoeLayer random_layer(Rng& rng, const MoeCase& c) {
   ref::MoeLayer layer;
   layer.w13 = random_stack(rng, shape13(c), c.experts);
@@ -112,6 +106,13 @@ std::vector<uint8_t> MoeData::run(const Kernel& kernel, Parallel& parallel, Work
   fused_moe(kernel, parallel, workspace, call);
   EXPECT_TRUE(out.slack_intact());
   return {out.data(), out.data() + out.size()};
+}
+
+std::vector<uint8_t> MoeData::run(const Kernel& kernel, Parallel& parallel, Workspace& workspace, MoeArgs args) const {
+  std::vector<uint8_t> out(x.size(), 0xff);
+  args.out = out.data();
+  fused_moe(kernel, parallel, workspace, args);
+  return out;
 }
 
 std::vector<uint32_t> MoeData::compose(const Kernel& kernel, int64_t t) const {

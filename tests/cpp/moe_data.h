@@ -45,6 +45,8 @@ class MoeData {
 
   /// Runs the op. Inputs and output are guarded, inputs read-only. The result has as many bytes as x.
   std::vector<uint8_t> run(const Kernel& kernel, Parallel& parallel, Workspace& workspace) const;
+  /// The same with other arguments, without guards.
+  std::vector<uint8_t> run(const Kernel& kernel, Parallel& parallel, Workspace& workspace, MoeArgs args) const;
 
   /// Arguments of a call; the pointers belong to this object, except `out`, which is null.
   MoeArgs args() const;

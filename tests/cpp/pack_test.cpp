@@ -38,12 +38,6 @@ const std::vector<PackedShape>& shapes() {
   return all;
 }
 
-std::vector<ref::Weights> random_stack(Rng& rng, const PackedShape& shape, int64_t count) {
-  std::vector<ref::Weights> stack;
-  for (int64_t i = 0; i < count; ++i) stack.push_back(random_weights(rng, shape));
-  return stack;
-}
-
 uint32_t read32(const uint8_t* bytes) {
   uint32_t value = 0;
   std::memcpy(&value, bytes, sizeof(value));
@@ -229,7 +223,6 @@ void check_bytes(const PackedShape& shape, const ref::Weights& weights, const ui
     check_codes(shape, weights, at, panel, 16 * p);
     check_heads(shape, weights, at, panel, 16 * p);
     check_tail(shape, weights, at, panel, 16 * p);
-    if (testing::Test::HasFatalFailure()) return;
   }
 }
 
@@ -241,7 +234,6 @@ TEST(PackTest, BytesFollowTheFormula) {
     const auto stack = random_stack(rng, shape, 1);
     const Packed packed = pack_stack(shape, stack);
     check_bytes(shape, stack[0], packed.bytes.data());
-    if (HasFatalFailure()) return;
     EXPECT_TRUE(packed.bytes.slack_intact());
   }
 }
@@ -257,7 +249,6 @@ TEST(PackTest, EveryMatrixOfAStackIsValid) {
       const uint8_t* bytes = packed.bytes.data() + e * packed_bytes(shape);
       EXPECT_EQ(read_header(bytes, packed_bytes(shape), "expert"), shape);
       check_bytes(shape, stack[static_cast<std::size_t>(e)], bytes);
-      if (HasFatalFailure()) return;
     }
   }
 }
@@ -517,8 +508,7 @@ TEST(PackTest, RefusesValuesByName) {
     std::memcpy(values.scales.data() + 4 * size, &odd.bits, size);
     const std::string message =
         message_of([&] { pack(active_kernel(), e2m1, 1, values.raw(), packed.data(), serial); });
-    EXPECT_NE(message.find("scales_zeros: element 4 is a number below " + std::string(odd.limit)), std::string::npos)
-        << message;
+    expect_words(message, {"scales_zeros: element 4 is a number below " + std::string(odd.limit)});
   }
 }
 
@@ -605,10 +595,8 @@ TEST(PackTest, ScalesOfOneByteAreChecked) {
     return message_of([&] { pack(active_kernel(), shape, 1, source.raw(), packed.data(), serial); });
   };
   for (const int byte : {0x7f, 0x80, 0x81, 0xff}) {
-    const std::string message = refusal(two_level, byte);
-    EXPECT_NE(message.find("scales_zeros: element 5 is the float8_e4m3fn with bits " + std::to_string(byte)),
-              std::string::npos)
-        << message;
+    expect_words(refusal(two_level, byte),
+                 {"scales_zeros: element 5 is the float8_e4m3fn with bits " + std::to_string(byte)});
   }
   EXPECT_EQ(refusal(e8m0, 255), "scales_zeros: element 5 is 255, the NaN of float8_e8m0fnu, expected 0..254");
   // Packed bytes that no scale becomes: kernels take them, unpacking does not.
@@ -621,8 +609,7 @@ TEST(PackTest, ScalesOfOneByteAreChecked) {
     const std::string message = message_of([&] {
       unpack(packed.matrix(), {weights.data(), scales.data(), nullptr, nullptr, channels.data()}, serial);
     });
-    EXPECT_NE(message.find("scales_zeros: element " + std::to_string(2 * shape.groups()) + " is"), std::string::npos)
-        << message;
+    expect_words(message, {"scales_zeros: element " + std::to_string(2 * shape.groups()) + " is"});
   }
 }
 

@@ -2,7 +2,7 @@
 #include <cmath>
 #include <limits>
 
-#include "test_util.h"
+#include "activation_rows.h"
 
 namespace w4a8::test {
 namespace {
@@ -50,7 +50,6 @@ class QuantizeTest : public KernelFixture {
   void check_everywhere(const std::vector<float>& x) {
     for (const DType dtype : kAllDTypes) {
       check(x, dtype, static_cast<int64_t>(x.size()));
-      if (HasFatalFailure()) return;
     }
   }
 };
@@ -61,12 +60,10 @@ TEST_P(QuantizeTest, EveryLength) {
   for (int64_t k = 1; k <= 130; ++k) {
     for (const DType dtype : kAllDTypes) {
       check(random_activations(rng, k, dtype), dtype, k, k % 2 == 0 ? Guard::kBefore : Guard::kAfter);
-      if (HasFatalFailure()) return;
     }
   }
   for (const int64_t k : {1000, 2048, 4097}) {
     check_everywhere(random_activations(rng, k, DType::kFloat32));
-    if (HasFatalFailure()) return;
   }
 }
 
@@ -77,7 +74,6 @@ TEST_P(QuantizeTest, Groups) {
     for (int64_t groups = 1; groups <= 5; ++groups) {
       for (const DType dtype : kAllDTypes) {
         check(random_activations(rng, group * groups, dtype), dtype, group);
-        if (HasFatalFailure()) return;
       }
     }
   }
@@ -93,7 +89,6 @@ TEST_P(QuantizeTest, ActivationGroups) {
           std::vector<float> x = random_activations(rng, activation_group * groups, dtype);
           if (groups == 3) std::fill_n(x.begin() + activation_group, activation_group, -0.0f);
           check(x, dtype, part, groups % 2 == 0 ? Guard::kBefore : Guard::kAfter, activation_group);
-          if (HasFatalFailure()) return;
         }
       }
     }
@@ -109,14 +104,12 @@ TEST_P(QuantizeTest, ActivationGroupsOfAnySize) {
     for (int i = 0; i < 64; ++i) x.push_back(std::ldexp(rng.uniform(-1, 1), exponent));
     x[9] = std::ldexp(exponent == 127 ? 0x1.fffffep0f : 1.0f, exponent);
     check(x, DType::kFloat32, 32, Guard::kAfter, 32);
-    if (HasFatalFailure()) return;
   }
   // The largest scale whose shift is a number, and a larger one.
   for (const float most : {127 * 0x1p104f, 128 * 0x1p104f}) {
     std::vector<float> x(64, 1.0f);
     x[40] = -most;
     check(x, DType::kFloat32, 32, Guard::kAfter, 32);
-    if (HasFatalFailure()) return;
     EXPECT_EQ(ref::quantize(x, 32).recip, most == 127 * 0x1p104f ? 1.0f : 0x1p24f);
   }
   std::vector<float> x(32, 0.0f);
@@ -141,25 +134,15 @@ TEST_P(QuantizeTest, ActivationGroupsOfAnySize) {
 TEST_P(QuantizeTest, RangesAndOffsets) {
   W4A8_TRACE_SEED();
   Rng rng(3);
-  for (int exponent = -149; exponent <= 127; exponent += 3) {
-    for (const float offset : {-2.0f, -1.0f, -0.5f, 0.0f, 0.5f, 1.0f, 2.0f}) {
-      std::vector<float> x;
-      for (int i = 0; i < 37; ++i) x.push_back(std::ldexp(rng.uniform(-1, 1) + offset, exponent - 2));
-      check(x, DType::kFloat32, 37);
-      if (HasFatalFailure()) return;
-      check(x, DType::kBFloat16, 37);
-      if (HasFatalFailure()) return;
-    }
-  }
+  for_ranges_and_offsets(rng, [&](const std::vector<float>& x) {
+    check(x, DType::kFloat32, 37);
+    check(x, DType::kBFloat16, 37);
+  });
 }
 
 TEST_P(QuantizeTest, ConstantAndZeroRows) {
-  for (const float value : {0.0f, -0.0f, 1.0f, -1.0f, 3.25f, -700.0f, 6e-5f}) {
-    for (const std::size_t k : {1u, 2u, 15u, 16u, 17u, 64u}) {
-      check_everywhere(std::vector<float>(k, value));
-      if (HasFatalFailure()) return;
-    }
-  }
+  for_constant_rows({0.0f, -0.0f, 1.0f, -1.0f, 3.25f, -700.0f, 6e-5f},
+                    [&](const std::vector<float>& x) { check_everywhere(x); });
 }
 
 // A range of 255 makes the scale 1, so that halves are ties: of the values and of the zero point.
@@ -168,7 +151,6 @@ TEST_P(QuantizeTest, TiesGoToEven) {
     std::vector<float> x = {-128.0f + shift, 127.0f + shift};
     for (int i = -100; i <= 100; ++i) x.push_back(static_cast<float>(i) + 0.5f);
     check(x, DType::kFloat32, static_cast<int64_t>(x.size()));
-    if (HasFatalFailure()) return;
   }
   // The same by hand, apart from the reference: scale 1, zero point 0, 0.5 -> 0, 1.5 -> 2, 2.5 -> 2, -0.5 -> 0, -1.5 ->
   // -2.
@@ -185,24 +167,10 @@ TEST_P(QuantizeTest, TiesGoToEven) {
 
 TEST_P(QuantizeTest, NotFiniteAnywhere) {
   constexpr float kInf = std::numeric_limits<float>::infinity();
-  for (const float bad : {NAN, -NAN, kInf, -kInf}) {
-    for (const std::size_t k : {1u, 7u, 16u, 33u, 96u}) {
-      for (std::size_t at = 0; at < k; ++at) {
-        std::vector<float> x(k, 1.0f);
-        x[at] = bad;
-        check_everywhere(x);
-        if (HasFatalFailure()) return;
-      }
-    }
-  }
-  for (const float bad : {NAN, -NAN, kInf, -kInf}) {
-    for (std::size_t at = 0; at < 96; ++at) {
-      std::vector<float> x(96, 1.0f);
-      x[at] = bad;
-      for (const DType dtype : kAllDTypes) check(x, dtype, 32, Guard::kAfter, 32);
-      if (HasFatalFailure()) return;
-    }
-  }
+  for_not_finite({1, 7, 16, 33, 96}, [&](const std::vector<float>& x) { check_everywhere(x); });
+  for_not_finite({96}, [&](const std::vector<float>& x) {
+    for (const DType dtype : kAllDTypes) check(x, dtype, 32, Guard::kAfter, 32);
+  });
   // A signaling NaN, and both infinities, which would make the range a NaN.
   check({1.0f, bits_float(0x7f800001), 2.0f}, DType::kFloat32, 3);
   check_everywhere({kInf, -kInf, 0.0f});
@@ -212,11 +180,7 @@ TEST_P(QuantizeTest, RangeBeyondFloat) {
   constexpr float kMax = std::numeric_limits<float>::max();
   for (const auto& [low, high] :
        {std::pair{-kMax, kMax}, {-kMax, kMax / 3}, {-kMax / 7, kMax}, {-3e38f, 1e38f}, {-1e38f, 3e38f}}) {
-    std::vector<float> x = {low, high};
-    for (int i = 0; i <= 40; ++i)
-      x.push_back(low / 40 * static_cast<float>(i) + high / 40 * static_cast<float>(40 - i));
-    check(x, DType::kFloat32, static_cast<int64_t>(x.size()));
-    if (HasFatalFailure()) return;
+    check(between(low, high), DType::kFloat32, 43);
   }
 }
 
@@ -227,27 +191,14 @@ TEST_P(QuantizeTest, RangeOfDenormals) {
     std::vector<float> x;
     for (int i = -8; i <= 8; ++i) x.push_back(size / 16 * static_cast<float>(i));
     check(x, DType::kFloat32, static_cast<int64_t>(x.size()));
-    if (HasFatalFailure()) return;
     check({size, 0.0f}, DType::kBFloat16, 2);
-    if (HasFatalFailure()) return;
   }
   // float16 denormals are ordinary floats.
   check({6e-8f, -6e-8f, 3e-6f}, DType::kFloat16, 3);
 }
 
 TEST_P(QuantizeTest, AllHalfValues) {
-  // Every finite float16 and bfloat16 as an input, in rows of 64.
-  for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
-    std::vector<float> x;
-    for (uint32_t bits = 0; bits < 0x10000; ++bits) {
-      const float value = ref::widen(bits, ref_type(dtype));
-      if (std::isfinite(value)) x.push_back(value);
-      if (x.size() < 64) continue;
-      check(x, dtype, 64);
-      if (HasFatalFailure()) return;
-      x.clear();
-    }
-  }
+  for_all_half_values([&](const std::vector<float>& x, DType dtype, uint32_t) { check(x, dtype, 64); });
 }
 
 W4A8_FOR_ALL_KERNELS(QuantizeTest);

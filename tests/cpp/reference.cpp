@@ -1,6 +1,7 @@
 #include "reference.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -21,22 +22,10 @@ constexpr double kErfcError = 5e-7;
 constexpr double kExpLarge = 87;
 constexpr double kExpHuge = 104;
 
-uint32_t to_bits(float x) {
-  uint32_t bits = 0;
-  std::memcpy(&bits, &x, sizeof(bits));
-  return bits;
-}
-
-float from_bits(uint32_t bits) {
-  float x = 0;
-  std::memcpy(&x, &bits, sizeof(x));
-  return x;
-}
-
 // A sign, an exponent and a mantissa of `mantissa_bits` stored bits, out of a finite float. max_exponent is the largest
 // biased exponent, the one of infinity.
 uint32_t round_to(float x, int mantissa_bits, int exponent_bits) {
-  const uint32_t bits = to_bits(x);
+  const uint32_t bits = std::bit_cast<uint32_t>(x);
   const uint32_t sign = bits >> 31 << (mantissa_bits + exponent_bits);
   const int bias = (1 << (exponent_bits - 1)) - 1;
   const uint32_t infinity = ((1u << exponent_bits) - 1) << mantissa_bits;
@@ -157,8 +146,8 @@ int64_t size_of(Type type) {
 }
 
 float widen(uint32_t bits, Type type) {
-  if (type == Type::kF32) return from_bits(bits);
-  if (type == Type::kBF16) return from_bits(bits << 16);
+  if (type == Type::kF32) return std::bit_cast<float>(bits);
+  if (type == Type::kBF16) return std::bit_cast<float>(bits << 16);
   if (type == Type::kE8M0) {
     return bits == 255 ? std::numeric_limits<float>::quiet_NaN() : std::ldexp(1.0f, static_cast<int>(bits) - 127);
   }
@@ -190,9 +179,9 @@ float widen_e4m3(uint32_t bits) {
 }
 
 uint32_t narrow(float x, Type type) {
-  const bool nan = (to_bits(x) & 0x7fffffff) > 0x7f800000;
+  const bool nan = (std::bit_cast<uint32_t>(x) & 0x7fffffff) > 0x7f800000;
   switch (type) {
-    case Type::kF32: return nan ? 0x7fc00000u : to_bits(x);
+    case Type::kF32: return nan ? 0x7fc00000u : std::bit_cast<uint32_t>(x);
     case Type::kBF16: return nan ? 0x7fc0u : round_to(x, 7, 8);
     default: return nan ? 0x7e00u : round_to(x, 10, 5);
   }
@@ -212,7 +201,7 @@ int iq4(int nibble) {
   return kNumbers[nibble];
 }
 
-float cut(float scale) { return from_bits(to_bits(scale) / 4 * 4); }
+float cut(float scale) { return std::bit_cast<float>(std::bit_cast<uint32_t>(scale) / 4 * 4); }
 
 void limit_scales(Row& row) {
   if (std::none_of(row.scales.begin(), row.scales.end(), [](float scale) { return std::fabs(scale) > 0x1p104f; }))

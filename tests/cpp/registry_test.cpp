@@ -102,21 +102,18 @@ TEST_F(RegistryTest, FindKernel) {
     EXPECT_EQ(&find_kernel(kernel->name, kernel->needs, "test"), kernel);
   }
   const std::string unknown = message_of([] { find_kernel("doesnotexist", kEverything, "somewhere"); });
-  EXPECT_NE(unknown.find("somewhere"), std::string::npos) << unknown;
-  EXPECT_NE(unknown.find("doesnotexist"), std::string::npos) << unknown;
-  for (const Kernel* kernel : all_kernels()) EXPECT_NE(unknown.find(kernel->name), std::string::npos) << unknown;
+  expect_words(unknown, {"somewhere", "doesnotexist"});
+  for (const Kernel* kernel : all_kernels()) expect_words(unknown, {kernel->name});
   for (const char* near : {"", "Scalar", "scalar ", "scala", "scalarx"}) {
     EXPECT_THROW(find_kernel(near, kEverything, "test"), std::invalid_argument) << "'" << near << "'";
   }
   // A zero byte must not cut the message off.
   const std::string zero = message_of([] { find_kernel({"a\0b", 3}, kEverything, "test"); });
-  EXPECT_NE(zero.find("'a?b' does not exist; kernels that can run here: "), std::string::npos) << zero;
+  expect_words(zero, {"'a?b' does not exist; kernels that can run here: "});
   for (const Kernel* kernel : all_kernels()) {
     if (kernel->needs == 0) continue;
     const std::string message = message_of([&] { find_kernel(kernel->name, 0, "test"); });
-    EXPECT_NE(message.find(kernel->name), std::string::npos) << message;
-    EXPECT_NE(message.find(feature_names(kernel->needs)), std::string::npos) << message;
-    EXPECT_NE(message.find("scalar"), std::string::npos) << "the choice is not listed: " << message;
+    expect_words(message, {kernel->name, feature_names(kernel->needs), "scalar"});  // the last: what may be chosen
   }
 }
 
@@ -201,9 +198,7 @@ TEST_F(RegistryTest, EnvironmentWithUnknownName) {
   if (chosen_by_environment() != "doesnotexist") GTEST_SKIP() << "needs W4A8_KERNEL=doesnotexist";
   for (int i = 0; i < 2; ++i) {  // the second time as well: a failure is not forgotten
     const std::string message = message_of([] { active_kernel(); });
-    EXPECT_NE(message.find("W4A8_KERNEL"), std::string::npos) << message;
-    EXPECT_NE(message.find("doesnotexist"), std::string::npos) << message;
-    EXPECT_NE(message.find("scalar"), std::string::npos) << message;
+    expect_words(message, {"W4A8_KERNEL", "doesnotexist", "scalar"});
   }
   use_kernel("scalar");  // an explicit choice comes before the environment
   EXPECT_STREQ(active_kernel().name, "scalar");

@@ -5,6 +5,20 @@
 #include <cstring>
 
 namespace w4a8::test {
+namespace {
+
+// A failed ASSERT_ of a helper ends its test, not the helper alone: docs of GoogleTest, "Asserting on Subroutines".
+struct EndsTheTest final : testing::EmptyTestEventListener {
+  void OnTestPartResult(const testing::TestPartResult& result) override {
+    if (result.type() == testing::TestPartResult::kFatalFailure) throw testing::AssertionException(result);
+  }
+};
+[[maybe_unused]] const bool kListens = [] {
+  testing::UnitTest::GetInstance()->listeners().Append(new EndsTheTest);
+  return true;
+}();
+
+}  // namespace
 
 uint64_t seed() {
   static const uint64_t value = [] {
@@ -12,18 +26,6 @@ uint64_t seed() {
     return text != nullptr ? static_cast<uint64_t>(std::strtoull(text, nullptr, 0)) : uint64_t{20260821};
   }();
   return value;
-}
-
-uint32_t float_bits(float x) {
-  uint32_t bits = 0;
-  std::memcpy(&bits, &x, sizeof(bits));
-  return bits;
-}
-
-float bits_float(uint32_t bits) {
-  float x = 0;
-  std::memcpy(&x, &bits, sizeof(x));
-  return x;
 }
 
 bool same_float(float a, float b) { return (std::isnan(a) && std::isnan(b)) || float_bits(a) == float_bits(b); }
@@ -165,6 +167,12 @@ ref::Weights random_weights(Rng& rng, const PackedShape& shape) {
   return weights;
 }
 
+std::vector<ref::Weights> random_stack(Rng& rng, const PackedShape& shape, int64_t count) {
+  std::vector<ref::Weights> stack;
+  for (int64_t i = 0; i < count; ++i) stack.push_back(random_weights(rng, shape));
+  return stack;
+}
+
 namespace {
 
 // Of values that the type has; one of these as float8_e4m3fn or e8m0 is looked for.
@@ -248,5 +256,11 @@ std::string describe(const PackedShape& shape) {
 }
 
 std::string kernel_name(const testing::TestParamInfo<const Kernel*>& info) { return info.param->name; }
+
+void expect_words(const std::string& message, const std::vector<std::string>& words) {
+  for (const std::string& word : words) {
+    EXPECT_NE(message.find(word), std::string::npos) << "'" << word << "' is missing in: " << message;
+  }
+}
 
 }  // namespace w4a8::test

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <bit>
 #include <cstdint>
 #include <iterator>
 #include <ostream>
@@ -53,8 +54,8 @@ class Rng {
   uint64_t state_;
 };
 
-uint32_t float_bits(float x);
-float bits_float(uint32_t bits);
+inline uint32_t float_bits(float x) { return std::bit_cast<uint32_t>(x); }
+inline float bits_float(uint32_t bits) { return std::bit_cast<float>(bits); }
 
 /// Same bits, or both NaN (whose payload kernels do not define).
 bool same_float(float a, float b);
@@ -108,6 +109,8 @@ int code_at(const PackedShape& shape, const ref::Weights& weights, int64_t colum
 /// representable in shape.scale_type; of kE5M3 any that a float8_e4m3fn can be.
 ref::Weights random_weights(Rng& rng, const PackedShape& shape);
 
+std::vector<ref::Weights> random_stack(Rng& rng, const PackedShape& shape, int64_t count);
+
 /// A checkpoint's tensors.
 struct Checkpoint {
   std::vector<uint8_t> weights;          // [count, n, row_bytes()]
@@ -136,9 +139,18 @@ struct Packed {
   PackedShape shape;
   GuardedBuffer<uint8_t> bytes;
   PackedMatrix matrix(int64_t index = 0) const { return {shape, bytes.data() + index * packed_bytes(shape)}; }
+  std::vector<uint8_t> copy() const { return {bytes.data(), bytes.data() + bytes.size()}; }
 };
 Packed pack_stack(const PackedShape& shape, const std::vector<ref::Weights>& stack);
 inline Packed pack_one(const PackedShape& shape, const ref::Weights& weights) { return pack_stack(shape, {weights}); }
+
+/// Random weights, and packed.
+struct RandomMatrix {
+  RandomMatrix(Rng& rng, const PackedShape& shape)
+      : weights(random_weights(rng, shape)), packed(pack_one(shape, weights)) {}
+  ref::Weights weights;
+  Packed packed;
+};
 
 std::string describe(const PackedShape& shape);
 
@@ -156,6 +168,9 @@ std::string message_of(Body body) {
   ADD_FAILURE() << "nothing was thrown";
   return "";
 }
+
+/// The words are in the message.
+void expect_words(const std::string& message, const std::vector<std::string>& words);
 
 /// Base of the tests that run once for each kernel that runs here, twins among them.
 class KernelFixture : public testing::TestWithParam<const Kernel*> {

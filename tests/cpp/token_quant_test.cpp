@@ -5,7 +5,7 @@
 #include <cmath>
 #include <limits>
 
-#include "test_util.h"
+#include "activation_rows.h"
 #include "thread_parallel.h"
 
 namespace w4a8::test {
@@ -72,7 +72,6 @@ class TokenQuantTest : public KernelFixture {
     for (const DType dtype : kAllDTypes) {
       for (const bool symmetric : {true, false}) {
         check(x, dtype, symmetric, bits);
-        if (HasFatalFailure()) return;
       }
     }
   }
@@ -86,13 +85,11 @@ TEST_P(TokenQuantTest, EveryLength) {
       for (const bool symmetric : {true, false}) {
         const Guard guard = k % 2 == 0 ? Guard::kBefore : Guard::kAfter;
         check(random_activations(rng, k, dtype), dtype, symmetric, 8, guard);
-        if (HasFatalFailure()) return;
       }
     }
   }
   for (const int64_t k : {1000, 2048, 4097}) {
     check_everywhere(random_activations(rng, k, DType::kFloat32));
-    if (HasFatalFailure()) return;
   }
 }
 
@@ -102,7 +99,6 @@ TEST_P(TokenQuantTest, EveryNumberOfBits) {
   for (int bits = 2; bits <= 8; ++bits) {
     for (int repeat = 0; repeat < 10; ++repeat) {
       check_everywhere(random_activations(rng, 37, DType::kFloat32), bits);
-      if (HasFatalFailure()) return;
     }
   }
 }
@@ -111,35 +107,18 @@ TEST_P(TokenQuantTest, EveryNumberOfBits) {
 TEST_P(TokenQuantTest, RangesAndOffsets) {
   W4A8_TRACE_SEED();
   Rng rng(3);
-  for (int exponent = -149; exponent <= 127; exponent += 3) {
-    for (const float offset : {-2.0f, -1.0f, -0.5f, 0.0f, 0.5f, 1.0f, 2.0f}) {
-      std::vector<float> x;
-      for (int i = 0; i < 37; ++i) x.push_back(std::ldexp(rng.uniform(-1, 1) + offset, exponent - 2));
-      check_everywhere(x);
-      if (HasFatalFailure()) return;
-    }
-  }
+  for_ranges_and_offsets(rng, [&](const std::vector<float>& x) { check_everywhere(x); });
 }
 
 TEST_P(TokenQuantTest, ConstantZeroAndDenormalRows) {
-  for (const float value : {0.0f, -0.0f, 1.0f, -1.0f, 3.25f, -700.0f, 6e-5f, 1e-5f, 1e-40f, -1e-45f}) {
-    for (const std::size_t k : {1u, 2u, 15u, 16u, 17u, 64u}) {
-      check_everywhere(std::vector<float>(k, value));
-      if (HasFatalFailure()) return;
-    }
-  }
+  for_constant_rows({0.0f, -0.0f, 1.0f, -1.0f, 3.25f, -700.0f, 6e-5f, 1e-5f, 1e-40f, -1e-45f},
+                    [&](const std::vector<float>& x) { check_everywhere(x); });
 }
 
 TEST_P(TokenQuantTest, RangeBeyondFloat) {
   constexpr float kMax = std::numeric_limits<float>::max();
   for (const auto& [low, high] : {std::pair{-kMax, kMax}, {-kMax, kMax / 3}, {kMax, kMax}, {-kMax, 0.0f}}) {
-    std::vector<float> x = {low, high};
-    for (int i = 0; i <= 40; ++i)
-      x.push_back(low / 40 * static_cast<float>(i) + high / 40 * static_cast<float>(40 - i));
-    for (const bool symmetric : {true, false}) {
-      check(x, DType::kFloat32, symmetric, 8);
-      if (HasFatalFailure()) return;
-    }
+    for (const bool symmetric : {true, false}) check(between(low, high), DType::kFloat32, symmetric, 8);
   }
 }
 
@@ -161,31 +140,12 @@ TEST_P(TokenQuantTest, TiesGoToEven) {
 }
 
 TEST_P(TokenQuantTest, NotFiniteAnywhere) {
-  constexpr float kInf = std::numeric_limits<float>::infinity();
-  for (const float bad : {NAN, -NAN, kInf, -kInf}) {
-    for (const std::size_t k : {1u, 7u, 16u, 33u}) {
-      for (std::size_t at = 0; at < k; ++at) {
-        std::vector<float> x(k, 1.0f);
-        x[at] = bad;
-        check_everywhere(x);
-        if (HasFatalFailure()) return;
-      }
-    }
-  }
+  for_not_finite({1, 7, 16, 33}, [&](const std::vector<float>& x) { check_everywhere(x); });
 }
 
 TEST_P(TokenQuantTest, AllHalfValues) {
-  for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
-    std::vector<float> x;
-    for (uint32_t bits = 0; bits < 0x10000; ++bits) {
-      const float value = ref::widen(bits, ref_type(dtype));
-      if (std::isfinite(value)) x.push_back(value);
-      if (x.size() < 64) continue;
-      check(x, dtype, bits % 128 < 64, 8);
-      if (HasFatalFailure()) return;
-      x.clear();
-    }
-  }
+  for_all_half_values(
+      [&](const std::vector<float>& x, DType dtype, uint32_t bits) { check(x, dtype, bits % 128 < 64, 8); });
 }
 
 // Rows one after the other, from any number of threads.

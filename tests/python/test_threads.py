@@ -186,6 +186,14 @@ def float64_cases():
     }
 
 
+def run_script(script, *arguments):
+    """What it prints in a process of its own, in which sys.argv[1] is this folder."""
+    command = [sys.executable, "-c", textwrap.dedent(script), os.path.dirname(__file__), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 FLUSHED = """
     import hashlib, sys
     import torch
@@ -206,10 +214,7 @@ def test_flushed_denormals_and_float64():
         pytest.skip("this CPU cannot flush denormals")
     printed = []
     for mode in ("as it is", "flushed"):
-        command = [sys.executable, "-c", textwrap.dedent(FLUSHED), os.path.dirname(__file__), mode]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-        assert done.returncode == 0, done.stderr
-        printed.append(done.stdout.splitlines())
+        printed.append(run_script(FLUSHED, mode).splitlines())
     assert len(printed[0]) == len(float64_cases())
     assert printed[1] == printed[0]
 
@@ -309,13 +314,4 @@ def test_after_fork(tmp_path, before, inside):
     libgomp's threads do not exist in the child of a process that had started them, and the first parallel region
     waits for them forever. That is so for every operator of torch; torch.set_num_threads(1) in the child avoids it.
     """
-    arguments = [os.path.dirname(__file__), before, inside, str(tmp_path / "y.pt")]
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(FORK), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "same", done.stdout
+    assert run_script(FORK, before, inside, str(tmp_path / "y.pt")).strip() == "same"

@@ -19,73 +19,39 @@ from w4a8.integrations.transformers import W4A8Config, gguf  # noqa: E402
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
 
-def without(tiny, name):
-    del tiny.tensors[name]
-
-
+UNLIKE = gguf_models.blocks("Q5_K", (gguf_models.EXPERTS, INTER, HIDDEN), np.random.default_rng(0))[0]
+# Keys and tensors of qwen3moe that are changed (TinyModel.update), and the message; test_dry_run.py loads these files.
 BROKEN = {
-    "an unknown tensor": (
-        lambda tiny: tiny.tensors.update({"blk.0.attn_sub_norm.weight": torch.ones(4)}),
-        r"tensor 'blk.0.attn_sub_norm.weight' of .*model.gguf: Qwen3MoeForCausalLM has no such weight",
-    ),
-    "a layer too many": (
-        lambda tiny: tiny.tensors.update({"blk.2.attn_norm.weight": torch.ones(HIDDEN)}),
-        r"tensor 'blk.2.attn_norm.weight' of .*: Qwen3MoeForCausalLM has no such weight",
-    ),
-    "a missing tensor": (
-        lambda tiny: without(tiny, "blk.1.attn_k.weight"),
-        r"model.gguf holds no tensor for model.layers.1.self_attn.k_proj.weight",
-    ),
-    "missing experts": (
-        lambda tiny: without(tiny, "blk.1.ffn_up_exps.weight"),
-        r"model.gguf holds no tensor for model.layers.1.mlp.experts.gate_up_proj",
-    ),
-    "a shape": (
-        lambda tiny: tiny.tensors.update({"blk.0.attn_norm.weight": torch.ones(4)}),
-        r"tensor 'blk.0.attn_norm.weight' has shape \(4,\), but \(256,\) is expected",
-    ),
-    "unlike experts": (
-        lambda tiny: tiny.tensors.update({"blk.0.ffn_up_exps.weight": gguf_models.blocks(
-            "Q5_K", (gguf_models.EXPERTS, INTER, HIDDEN), np.random.default_rng(0))[0]}),
-        r"model.layers.0.mlp.experts: blk.0.ffn_up_exps: the codes are",
-    ),
-    "a missing key": (
-        lambda tiny: tiny.keys.pop("qwen3moe.expert_feed_forward_length"),
-        r"qwen3moe.expert_feed_forward_length is None in the GGUF file, but a number above 0 is expected",
-    ),
-    "a key": (
-        lambda tiny: tiny.keys.update({"qwen3moe.attention.head_count": [4, 4]}),
-        r"qwen3moe.attention.head_count is \[4, 4\] in the GGUF file, but a number above 0 is expected",
-    ),
-    "no vocabulary": (
-        lambda tiny: tiny.keys.pop("qwen3moe.vocab_size"),
-        r"qwen3moe.vocab_size is None in the GGUF file",
-    ),
-    "part of a head": (
-        lambda tiny: tiny.keys.update({"qwen3moe.rope.dimension_count": 32}),
-        r"qwen3moe.rope.dimension_count is 32 in the GGUF file, but qwen3_moe has 64 there",
-    ),
-    "rope": (
-        lambda tiny: tiny.keys.update({"qwen3moe.rope.scaling.type": "longrope"}),
-        r"rope.scaling.type is 'longrope' in the GGUF file, but none, linear or yarn is expected",
-    ),
-    "a factor of attention": (
-        lambda tiny: tiny.keys.update({"qwen3moe.rope.scaling.attn_factor": 2.0}),
-        r"qwen3moe.rope.scaling.attn_factor is 2.0 in the GGUF file",
-    ),
-    "scaled weights of experts": (
-        lambda tiny: tiny.keys.update({"qwen3moe.expert_weights_scale": 2.5}),
-        r"qwen3moe.expert_weights_scale is 2.5 in the GGUF file, but qwen3_moe computes 1.0",
-    ),
-    "groups of experts": (
-        lambda tiny: tiny.keys.update({"qwen3moe.expert_group_count": 4}),
-        r"qwen3moe.expert_group_count is 4 in the GGUF file, but qwen3_moe computes 1",
-    ),
-    "factors of rope": (
-        lambda tiny: tiny.tensors.update({"rope_freqs.weight": llama3_factors() * 1.5}),
-        r"rope_freqs.weight has other factors than Llama 3's",
-    ),
-    "a cut file": (None, r"tensor '.*' ends at \d+, but the file at \d+"),
+    "an unknown tensor": ({}, {"blk.0.attn_sub_norm.weight": torch.ones(4)},
+        r"tensor 'blk.0.attn_sub_norm.weight' of .*model.gguf: Qwen3MoeForCausalLM has no such weight"),
+    "a layer too many": ({}, {"blk.2.attn_norm.weight": torch.ones(HIDDEN)},
+        r"tensor 'blk.2.attn_norm.weight' of .*: Qwen3MoeForCausalLM has no such weight"),
+    "a missing tensor": ({}, {"blk.1.attn_k.weight": None},
+        r"model.gguf holds no tensor for model.layers.1.self_attn.k_proj.weight"),
+    "missing experts": ({}, {"blk.1.ffn_up_exps.weight": None},
+        r"model.gguf holds no tensor for model.layers.1.mlp.experts.gate_up_proj"),
+    "a shape": ({}, {"blk.0.attn_norm.weight": torch.ones(4)},
+        r"tensor 'blk.0.attn_norm.weight' has shape \(4,\), but \(256,\) is expected"),
+    "unlike experts": ({}, {"blk.0.ffn_up_exps.weight": UNLIKE},
+        r"model.layers.0.mlp.experts: blk.0.ffn_up_exps: the codes are"),
+    "a missing key": ({"expert_feed_forward_length": None}, {},
+        r"qwen3moe.expert_feed_forward_length is None in the GGUF file, but a number above 0 is expected"),
+    "a key": ({"attention.head_count": [4, 4]}, {},
+        r"qwen3moe.attention.head_count is \[4, 4\] in the GGUF file, but a number above 0 is expected"),
+    "no vocabulary": ({"vocab_size": None}, {}, r"qwen3moe.vocab_size is None in the GGUF file"),
+    "part of a head": ({"rope.dimension_count": 32}, {},
+        r"qwen3moe.rope.dimension_count is 32 in the GGUF file, but qwen3_moe has 64 there"),
+    "rope": ({"rope.scaling.type": "longrope"}, {},
+        r"rope.scaling.type is 'longrope' in the GGUF file, but none, linear or yarn is expected"),
+    "a factor of attention": ({"rope.scaling.attn_factor": 2.0}, {},
+        r"qwen3moe.rope.scaling.attn_factor is 2.0 in the GGUF file"),
+    "scaled weights of experts": ({"expert_weights_scale": 2.5}, {},
+        r"qwen3moe.expert_weights_scale is 2.5 in the GGUF file, but qwen3_moe computes 1.0"),
+    "groups of experts": ({"expert_group_count": 4}, {},
+        r"qwen3moe.expert_group_count is 4 in the GGUF file, but qwen3_moe computes 1"),
+    "factors of rope": ({}, {"rope_freqs.weight": llama3_factors() * 1.5},
+        r"rope_freqs.weight has other factors than Llama 3's"),
+    "a cut file": (None, None, r"tensor '.*' ends at \d+, but the file at \d+"),
 }  # fmt: skip
 
 

@@ -207,33 +207,19 @@ def test_biases_of_experts_that_do_not_fit(shape, tmp_path):
 
 # ---- what is refused ----
 
+# A model, keys that are changed (TinyModel.update), and the message; test_dry_run.py loads these files.
 REFUSED = {
-    "another router": (
-        "glm4moe",
-        {"expert_gating_func": 1},
-        "glm4moe.expert_gating_func is 1 in the GGUF file, but glm4_moe computes 2",
-    ),
-    "weights that are divided by their sum": (
-        "deepseek-v2",
-        {"expert_weights_norm": True},
-        "deepseek2.expert_weights_norm is True in the GGUF file, but deepseek_v2 computes False",
-    ),
-    "temperature": (
-        "deepseek-v3",
-        {"attention.temperature_scale": 0.1},
-        "deepseek2.attention.temperature_scale is 0.1.* in the GGUF file, but 0 is expected: it is not applied",
-    ),
-    "no rank": (
-        "deepseek-v3",
-        {"attention.kv_lora_rank": None},
-        "deepseek2.attention.kv_lora_rank is None in the GGUF file, but a number above 0 is expected",
-    ),
-    "groups": (
-        "glm4moe",
-        {"expert_group_count": 3},
-        "glm4moe.expert_group_count is 3 and expert_group_used_count 1, which does not fit 2 of 4 experts",
-    ),
-}
+    "another router": ("glm4moe", {"expert_gating_func": 1},
+        "glm4moe.expert_gating_func is 1 in the GGUF file, but glm4_moe computes 2"),
+    "weights that are divided by their sum": ("deepseek-v2", {"expert_weights_norm": True},
+        "deepseek2.expert_weights_norm is True in the GGUF file, but deepseek_v2 computes False"),
+    "temperature": ("deepseek-v3", {"attention.temperature_scale": 0.1},
+        "deepseek2.attention.temperature_scale is 0.1.* in the GGUF file, but 0 is expected: it is not applied"),
+    "no rank": ("deepseek-v3", {"attention.kv_lora_rank": None},
+        "deepseek2.attention.kv_lora_rank is None in the GGUF file, but a number above 0 is expected"),
+    "groups": ("glm4moe", {"expert_group_count": 3},
+        "glm4moe.expert_group_count is 3 and expert_group_used_count 1, which does not fit 2 of 4 experts"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

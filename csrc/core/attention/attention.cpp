@@ -103,17 +103,13 @@ class Attention {
     const int workers = runner.threads();
     const int64_t partial_rows = cut(workers);
     const int64_t size = cache_.shape.value_size;
-    const auto slice = [&](Slicer& slicer) {
+    sliced(workspace, [&](Slicer& slicer) {
       partial_out_ = slicer.take<float>(partial_rows * size);
       partial_max_ = slicer.take<float>(partial_rows);
       partial_sum_ = slicer.take<float>(partial_rows);
       buffers_.clear();
       for (int i = 0; i < workers; ++i) buffers_.emplace_back(slicer, cache_.shape, most_rows_);
-    };
-    Slicer count(nullptr);
-    slice(count);
-    Slicer slicer(workspace.reserve(count.bytes()));
-    slice(slicer);
+    });
     const auto attend = [&](int64_t, int64_t task, int worker) {
       run_piece(pieces_[static_cast<std::size_t>(task)], buffers_[static_cast<std::size_t>(worker)]);
     };

@@ -44,7 +44,7 @@ void FewExperts::run(const Kernel& kernel, Team& team, Workspace& workspace, con
   const auto experts = static_cast<int64_t>(w13_.size());
   const int64_t hidden = w2_.front().shape.n;
   const int64_t inner = w2_.front().shape.k;
-  const auto slice = [&](Slicer& slicer) {
+  const auto b = sliced(workspace, [&](Slicer& slicer) {
     struct {
       Buckets buckets;
       float* h;  // [slots, inner], sorted by expert
@@ -53,11 +53,7 @@ void FewExperts::run(const Kernel& kernel, Team& team, Workspace& workspace, con
              slicer.take<float>(slots * inner),
              slicer.take<float>(slots * hidden)};
     return all;
-  };
-  Slicer count(nullptr);
-  slice(count);
-  Slicer slicer(workspace.reserve(count.bytes()));
-  const auto b = slice(slicer);
+  });
   bucket(ids, slots, experts, b.buckets);
   Unit units[kMostSlots];
   int64_t unit_count = 0;
@@ -79,15 +75,11 @@ void FewExperts::run(const Kernel& kernel, Team& team, Workspace& workspace, con
     const int64_t most = most_rows * (cut.most_columns() + (gated ? kPanelColumns : 0)) * (gated ? 2 : 1);
     const RowShape shape = one.shape.rows();
     QuantizedRows rows;
-    const auto slice_run = [&](Slicer& slicer) {
+    Team::Work& work = team.acquire();
+    ProductRun run = sliced(work, [&](Slicer& slicer) {
       rows = QuantizedRows::slice(slicer, slots, shape);
       return ProductRun(slicer, team.threads(), tasks, tasks, most);
-    };
-    Slicer count(nullptr);
-    slice_run(count);
-    Team::Work& work = team.acquire();
-    Slicer slicer(work.reserve(count.bytes()));
-    ProductRun run = slice_run(slicer);
+    });
     quantize(rows);
     const auto first_panel = [&](int64_t task) -> const uint8_t* {
       if (task < tasks) {

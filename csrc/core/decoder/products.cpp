@@ -101,19 +101,15 @@ void Products::multiply_few(const Kernel& kernel, Team& team, const float* x, in
     most = std::max(most, of_task);
   }
   QuantizedRows rows[kMostMatrices];
-  const auto slice = [&](Slicer& slicer) {
+  Team::Work& work = team.acquire();
+  ProductRun run = sliced(work, [&](Slicer& slicer) {
     for (std::size_t i = 0; i < matrices_.size(); ++i) {
       const std::size_t same = first_alike(i);
       rows[i] = same < i ? rows[same] : QuantizedRows::slice(slicer, m, matrices_[i].shape.rows());
     }
     const auto pieces = static_cast<int64_t>(spans.size());
     return ProductRun(slicer, team.threads(), pieces, pieces, most);
-  };
-  Slicer count(nullptr);
-  slice(count);
-  Team::Work& work = team.acquire();
-  Slicer slicer(work.reserve(count.bytes()));
-  ProductRun run = slice(slicer);
+  });
   for (std::size_t i = 0; i < matrices_.size(); ++i) {
     if (first_alike(i) < i) continue;
     const RowShape shape = matrices_[i].shape.rows();

@@ -271,10 +271,8 @@ void run_step(const Kernel& kernel, Team& team, Workspace& workspace, const Deco
   if (args.tokens == 0) return;
   const DefaultFloatEnvironment environment;
   thread_local Workspace step_memory;  // `workspace` is for what the step calls
-  Slicer count(nullptr);
-  Buffers(count, plan, args.tokens, args.row_count);
-  Slicer slicer(step_memory.reserve(count.bytes()));
-  const Buffers buffers(slicer, plan, args.tokens, args.row_count);
+  const Buffers buffers =
+      sliced(step_memory, [&](Slicer& slicer) { return Buffers(slicer, plan, args.tokens, args.row_count); });
   Step(kernel, team, workspace, plan, args, buffers).run();
 }
 

@@ -435,10 +435,7 @@ void fused_moe(const Kernel& kernel, Parallel& parallel, Workspace& workspace, c
   const Experts experts(args);
   const Plan plan(kernel, args, experts, runner.threads());
 
-  Slicer size(nullptr);
-  MoeBuffers(size, args, experts, plan);
-  Slicer slicer(workspace.reserve(size.bytes()));
-  const MoeBuffers buffers(slicer, args, experts, plan);
+  const MoeBuffers buffers = sliced(workspace, [&](Slicer& slicer) { return MoeBuffers(slicer, args, experts, plan); });
   for (int64_t i = 0; i < plan.batches; ++i) {
     Batch(kernel, args, experts, plan, buffers, share(args.tokens, plan.batches, i)).run(runner);
   }

@@ -10,7 +10,7 @@ import platform
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -44,7 +44,6 @@ class CpuPlatform:
     """The platform of this package: always the CPU."""
 
     device_name = "cpu"
-    device_type = "cpu"
 
     def is_cpu(self) -> bool:
         """Whether layers run on the CPU."""
@@ -58,38 +57,16 @@ class CpuPlatform:
 current_platform = CpuPlatform()
 
 
-class _Shape(NamedTuple):
-    row: int
-    col: int
-
-
-class GroupShape(_Shape):
+class GroupShape(NamedTuple):
     """How many rows and columns of a matrix share one scale; -1 is all of them."""
 
-    PER_TENSOR: ClassVar[GroupShape]
-    PER_TOKEN: ClassVar[GroupShape]
-    PER_CHANNEL: ClassVar[GroupShape]
-
-    def is_per_tensor(self) -> bool:
-        """One scale for the whole matrix."""
-        return self == GroupShape.PER_TENSOR
-
-    def is_per_token(self) -> bool:
-        """One scale per row of activations."""
-        return self == GroupShape.PER_TOKEN
-
-    def is_per_channel(self) -> bool:
-        """One scale per output channel of a weight."""
-        return self == GroupShape.PER_CHANNEL
-
-    def is_per_group(self) -> bool:
-        """One scale per output channel and run of ``col`` input features."""
-        return self.row == 1 and self.col >= 1
+    row: int
+    col: int
 
     @classmethod
     def of_weights(cls, group_size: int) -> GroupShape:
         """Of weights with ``group_size`` input features per scale; -1 is channelwise."""
-        return cls.PER_CHANNEL if group_size == -1 else cls(1, group_size)
+        return cls(-1, 1) if group_size == -1 else cls(1, group_size)
 
     @property
     def group_size(self) -> int:
@@ -168,8 +145,6 @@ class FusedMoEParallelConfig:
     dp_size: int = 1
     ep_size: int = 1
     tp_rank: int = 0
-    pcp_rank: int = 0
-    dp_rank: int = 0
     ep_rank: int = 0
     use_ep: bool = False
     use_batched_activation_format: bool = False  # tokens arrive sorted into one batch per expert
@@ -226,16 +201,10 @@ class FusedMoEConfig:
 
 @dataclass(frozen=True)
 class FusedMoEQuantDesc:
-    """Quantization of one operand: what shares a scale, and its tensors where they are not packed into the weights.
+    """Quantization of one operand: what shares a scale."""
 
-    ``dtype`` is None for packed weights and for activations that are quantized inside the kernel.
-    """
-
-    dtype: torch.dtype | str | None = None
+    dtype: torch.dtype | str | None = None  # of packed weights, and of activations that the op quantizes: None
     shape: GroupShape | None = None
-    scale: torch.Tensor | None = None
-    zp: torch.Tensor | None = None
-    bias: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -248,11 +217,6 @@ class FusedMoEQuantConfig:
     _w2: FusedMoEQuantDesc
 
     @property
-    def quant_dtype(self) -> torch.dtype | str | None:
-        """Of the activations."""
-        return self._a1.dtype
-
-    @property
     def is_per_act_token(self) -> bool:
         """One scale per row of activations, and nothing said of columns."""
         return self._a1.shape == GroupShape.PER_TOKEN
@@ -261,9 +225,7 @@ class FusedMoEQuantConfig:
     def block_shape(self) -> list[int] | None:
         """[rows, columns] that share a scale, or None for per-tensor, per-token and not given."""
         shape = self._a1.shape
-        if shape is None or shape.is_per_tensor() or shape.is_per_token():
-            return None
-        return [shape.row, shape.col]
+        return None if shape in (None, GroupShape.PER_TENSOR, GroupShape.PER_TOKEN) else list(shape)
 
     @property
     def group_size(self) -> int:

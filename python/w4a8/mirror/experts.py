@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from w4a8.core.activation import MoEActivation
 from w4a8.core.routing import ROUTING_METHODS, RoutingMethodType
-from w4a8.mirror.config import INPUT_DTYPES as INPUT_DTYPES
 from w4a8.mirror.config import QuantKey
 from w4a8.mirror.modular_kernel import FusedMoEExpertsModular, FusedMoEExpertsMonolithic
 

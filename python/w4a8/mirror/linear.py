@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 
@@ -17,30 +18,20 @@ from w4a8.core.weight_utils import replace_parameter
 from w4a8.mirror.config import INPUT_DTYPES, current_platform, first_reason
 from w4a8.ops import dynamic_per_token_int8_quant, int4_gemm_w4a8
 
-__all__ = ["CPUW4A8IntLinearKernel", "MPLinearKernel", "MPLinearLayerConfig", "ScalarType", "scalar_types"]
+__all__ = ["CPUW4A8IntLinearKernel", "MPLinearKernel", "MPLinearLayerConfig", "scalar_types"]
 
 
-@dataclass(frozen=True)
-class ScalarType:
-    """An integer type of a few bits, which torch has no dtype for."""
+class scalar_types(Enum):
+    """The types that weights of linear layers come in, integers of a few bits; b8 and b128: with so much added."""
 
-    name: str  # as messages print it
-    size_bits: int
-    signed: bool  # a value may be negative once the bias is subtracted
-    bias: int = 0  # added to a value to store it
+    int4 = "int4"
+    uint4 = "uint4"
+    int8 = "int8"
+    uint4b8 = "uint4b8"
+    uint8b128 = "uint8b128"
 
     def __str__(self) -> str:
-        return self.name
-
-
-class scalar_types:
-    """The types that weights of linear layers come in."""
-
-    int4 = ScalarType("int4", 4, signed=True)
-    uint4 = ScalarType("uint4", 4, signed=False)
-    int8 = ScalarType("int8", 8, signed=True)
-    uint4b8 = ScalarType("uint4b8", 4, signed=False, bias=8)
-    uint8b128 = ScalarType("uint8b128", 8, signed=False, bias=128)
+        return self.value
 
 
 @dataclass
@@ -49,21 +40,15 @@ class MPLinearLayerConfig:
 
     full_weight_shape: tuple[int, int]  # [in, out] of the whole layer
     partition_weight_shape: tuple[int, int]  # [in, out] of what this rank holds
-    weight_type: ScalarType
+    weight_type: scalar_types
     act_type: torch.dtype
     group_size: int  # input features per scale; -1 is one scale per output feature
     zero_points: bool
     has_g_idx: bool  # the input features are reordered
-    out_type: torch.dtype | None = None  # None is act_type
 
 
 class MPLinearKernel(ABC):
-    """Base of the kernels: prepares the weights of a layer once and then applies them."""
-
-    @classmethod
-    @abstractmethod
-    def get_min_capability(cls) -> int:
-        """Least capability of the device; -1 where there is no such number."""
+    """Base of the kernels, which prepare the weights of a layer once and then apply them."""
 
     @classmethod
     @abstractmethod
@@ -92,20 +77,13 @@ class MPLinearKernel(ABC):
         self.w_zp_name = w_zp_param_name
         self.w_gidx_name = w_gidx_param_name
 
-    @abstractmethod
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Brings the layer's parameters into the form that ``apply_weights`` takes."""
-
-    @abstractmethod
-    def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """The layer's output for x [..., in]: [..., out]."""
-
 
 class CPUW4A8IntLinearKernel(MPLinearKernel):
     """Symmetric int4 weights in groups or per channel, times activations quantized per token to symmetric int8."""
 
     @classmethod
     def get_min_capability(cls) -> int:
+        """Least capability of the device: -1, as a CPU has no such number."""
         return -1
 
     @classmethod

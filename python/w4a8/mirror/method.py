@@ -33,7 +33,7 @@ from w4a8.mirror.oracle import (
     select_w4a8_int8_moe_backend,
 )
 
-# Attributes of a layer that the kernel takes by these names, in this order; and those of its router.
+# Attributes of a layer that the kernel takes by these names; and those of its router.
 _OF_LAYER = ("activation", "global_num_experts", "expert_map", "apply_router_weight_on_input")
 _OF_ROUTER = ("num_expert_group", "topk_group", "e_score_correction_bias", "routed_scaling_factor")
 
@@ -205,5 +205,5 @@ class CompressedTensorsW4A8Int8MoEMethod(CompressedTensorsMoEMethod):
         """
         assert self.moe_kernel is not None
         chosen = (layer.w13_weight_packed, layer.w2_weight_packed, topk_weights, topk_ids)
-        how = [getattr(layer, name) for name in _OF_LAYER]
-        return self.moe_kernel.apply(x, *chosen, *how, shared_experts, shared_experts_input)
+        how = {name: getattr(layer, name) for name in _OF_LAYER}
+        return self.moe_kernel.apply(x, *chosen, **how, shared_experts=shared_experts)

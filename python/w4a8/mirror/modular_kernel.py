@@ -1,7 +1,6 @@
 """What a fused mixture-of-experts kernel is made of (upstream: ``vllm...layers.fused_moe.modular_kernel``).
 
-    FusedMoEKernel = PrepareAndFinalize (what happens before and after) + Experts (the computation)
-
+Upstream a kernel is what happens before and after the experts, and the experts; here nothing happens before and after.
 Monolithic experts take router logits, modular ones take the experts and weights that a router outside has chosen.
 """
 
@@ -9,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from enum import Enum
+from typing import Any
 
 import torch
 
@@ -21,6 +21,7 @@ from w4a8.mirror.config import (
     FusedMoEConfig,
     FusedMoEParallelConfig,
     FusedMoEQuantConfig,
+    GroupShape,
     QuantKey,
     current_platform,
     first_reason,
@@ -32,14 +33,6 @@ class FusedMoEActivationFormat(Enum):
 
     Standard = "standard"  # [T, H]
     BatchedExperts = "batched_experts"  # [E, tokens of an expert, H]
-
-
-class TopKWeightAndReduceNoOP:
-    """The experts have already weighted and added a token's outputs."""
-
-    def apply(self, output: torch.Tensor) -> torch.Tensor:
-        """Returns [T, H] as it is."""
-        return output
 
 
 class FusedMoEExperts:
@@ -96,7 +89,7 @@ class FusedMoEExperts:
         return (
             (weight_key.dtype, weight_key.scale2, weight_key.symmetric) == (torch.int8, None, True)
             and (scale.static and scale.dtype in (torch.float32, torch.bfloat16))
-            and (shape.is_per_channel() or (shape.is_per_group() and is_group_size(shape.col)))
+            and (shape == GroupShape.of_weights(shape.group_size) and is_group_size(shape.group_size))
         )
 
     @staticmethod
@@ -208,40 +201,14 @@ class FusedMoEExpertsMonolithic(FusedMoEExperts):
 
 
 class FusedMoEExpertsModular(FusedMoEExperts):
-    """Experts behind a router of someone else's, which need no workspaces and add a token's outputs themselves."""
+    """Experts behind a router of someone else's."""
 
     @staticmethod
     def is_monolithic() -> bool:
         return False
 
-    def moe_problem_size(
-        self, a1: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_ids: torch.Tensor
-    ) -> tuple[int, int, int, int, int]:
-        """(Local experts, T, rows of w13, H, k), not all of which packed weights [E, bytes] show."""
-        sizes = self.moe_config.expert_sizes()
-        return w1.shape[0], a1.shape[0], sizes.w13_rows, sizes.hidden, topk_ids.shape[1]
-
-    def workspace_shapes(
-        self,
-        M: int,
-        N: int,
-        K: int,
-        topk: int,
-        global_num_experts: int,
-        local_num_experts: int,
-        expert_tokens_meta: object | None,
-        activation: MoEActivation,
-    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """Shapes of the two workspaces and of the output: none, none (the op has its own scratch), and [M, K]."""
-        return (0,), (0,), (M, K)
-
-    def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduceNoOP:
-        """What remains to be done with the output."""
-        return TopKWeightAndReduceNoOP()
-
     def apply(
         self,
-        output: torch.Tensor,
         hidden_states: torch.Tensor,
         w1: torch.Tensor,
         w2: torch.Tensor,
@@ -250,53 +217,30 @@ class FusedMoEExpertsModular(FusedMoEExperts):
         activation: MoEActivation,
         global_num_experts: int,
         expert_map: torch.Tensor | None,
-        a1q_scale: torch.Tensor | None,
-        a2_scale: torch.Tensor | None,
-        workspace13: torch.Tensor,
-        workspace2: torch.Tensor,
-        expert_tokens_meta: object | None,
         apply_router_weight_on_input: bool,
-    ) -> None:
-        """Runs the experts of this rank (:func:`run_experts`) and writes their weighted sum to ``output`` [T, H].
+    ) -> torch.Tensor:
+        """Runs what a router has chosen for hidden states [T, H], weights and ids [T, k]: this rank's sum, [T, H].
 
-        With ``apply_router_weight_on_input`` the weights are already in hidden_states (``prepare`` does it), so the
-        experts must not weight again. Scales and workspaces are unused.
+        The arguments are those of :func:`run_experts`; global_num_experts is unused. With
+        ``apply_router_weight_on_input`` each row of hidden_states is first multiplied by its one weight.
         """
-        weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
-        output.copy_(self.run(hidden_states, weights, topk_ids, w1, w2, activation, expert_map, False))
+        if apply_router_weight_on_input:
+            if topk_weights.shape[1] != 1:
+                raise ValueError(
+                    "apply_router_weight_on_input with a router outside the experts is only implemented for top-1, "
+                    f"but each token has {topk_weights.shape[1]} experts"
+                )
+            hidden_states = hidden_states * topk_weights.to(hidden_states.dtype)
+            topk_weights = torch.ones_like(topk_weights)
+        return self.run(hidden_states, topk_weights, topk_ids, w1, w2, activation, expert_map, False)
 
 
 class MoEPrepareAndFinalizeNoDPEPMonolithic:
-    """Nothing is exchanged between ranks, and the experts quantize for themselves: nothing to do."""
-
-    def prepare(self, hidden_states: torch.Tensor, router_logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns hidden states [T, H] and logits [T, E] as they are."""
-        return hidden_states, router_logits
-
-    def finalize(self, output: torch.Tensor) -> torch.Tensor:
-        """Returns [T, H] as it is."""
-        return output
+    """Before and after monolithic experts: nothing is exchanged between ranks, so there is nothing to do."""
 
 
 class MoEPrepareAndFinalizeNoDPEPModular:
-    """Nothing is exchanged between ranks; router weights may go into the input here."""
-
-    def prepare(
-        self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, apply_router_weight_on_input: bool
-    ) -> torch.Tensor:
-        """The input of the experts, [T, H] like hidden_states: each row times its one weight, if that is asked for."""
-        if not apply_router_weight_on_input:
-            return hidden_states
-        if topk_weights.shape[1] != 1:
-            raise ValueError(
-                "apply_router_weight_on_input with a router outside the experts is only implemented for top-1, "
-                f"but each token has {topk_weights.shape[1]} experts"
-            )
-        return hidden_states * topk_weights.to(hidden_states.dtype)
-
-    def finalize(self, output: torch.Tensor, reduce: TopKWeightAndReduceNoOP) -> torch.Tensor:
-        """The layer's result [T, H] from what the experts wrote."""
-        return reduce.apply(output)
+    """Before and after modular experts: nothing to do either."""
 
 
 class FusedMoEKernel:
@@ -319,55 +263,23 @@ class FusedMoEKernel:
         """Whether ``apply_monolithic`` is to be called; else ``apply``."""
         return self.fused_experts.is_monolithic()
 
-    def apply_monolithic(
-        self,
-        hidden_states: torch.Tensor,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
-        router_logits: torch.Tensor,
-        activation: MoEActivation,
-        global_num_experts: int,
-        expert_map: torch.Tensor | None,
-        apply_router_weight_on_input: bool,
-        num_expert_group: int | None = None,
-        e_score_correction_bias: torch.Tensor | None = None,
-        routed_scaling_factor: float | None = None,
-        topk_group: int | None = None,
-    ) -> torch.Tensor:
-        """The layer from hidden states [T, H] and router logits [T, E] to [T, H]."""
+    def apply_monolithic(self, *args: torch.Tensor, **how: Any) -> torch.Tensor:
+        """As :meth:`FusedMoEExpertsMonolithic.apply`, without ``a1q_scale``."""
         assert isinstance(self.fused_experts, FusedMoEExpertsMonolithic)
-        hidden_states, router_logits = self.prepare_finalize.prepare(hidden_states, router_logits)
-        how = (activation, global_num_experts, expert_map, None, apply_router_weight_on_input)
-        groups = (num_expert_group, e_score_correction_bias, routed_scaling_factor, topk_group)
-        output = self.fused_experts.apply(hidden_states, w1, w2, router_logits, *how, *groups)
-        return self.prepare_finalize.finalize(output)
+        return self.fused_experts.apply(*args, a1q_scale=None, **how)
 
     def apply(
         self,
-        hidden_states: torch.Tensor,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        activation: MoEActivation,
-        global_num_experts: int,
-        expert_map: torch.Tensor | None,
-        apply_router_weight_on_input: bool,
+        *args: torch.Tensor,
         shared_experts: object | None = None,
         shared_experts_input: torch.Tensor | None = None,
+        **how: Any,
     ) -> torch.Tensor:
-        """The layer from hidden states [T, H] and a router's choice [T, k] to [T, H].
+        """As :meth:`FusedMoEExpertsModular.apply`.
 
         Shared experts overlap with communication upstream; there is none here, so they are the caller's to run.
         """
-        experts = self.fused_experts
-        assert isinstance(experts, FusedMoEExpertsModular)
+        assert isinstance(self.fused_experts, FusedMoEExpertsModular)
         if shared_experts is not None:
             raise ValueError("shared experts are not run here: call them and add their output to this one")
-        a1 = self.prepare_finalize.prepare(hidden_states, topk_weights, apply_router_weight_on_input)
-        local_experts, *sizes = experts.moe_problem_size(a1, w1, w2, topk_ids)
-        shapes = experts.workspace_shapes(*sizes, global_num_experts, local_experts, None, activation)
-        *workspaces, output = (hidden_states.new_empty(shape) for shape in shapes)
-        how = (topk_weights, topk_ids, activation, global_num_experts, expert_map, None, None)
-        experts.apply(output, a1, w1, w2, *how, *workspaces, None, apply_router_weight_on_input)
-        return self.prepare_finalize.finalize(output, experts.finalize_weight_and_reduce_impl())
+        return self.fused_experts.apply(*args, **how)

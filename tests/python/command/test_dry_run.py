@@ -362,46 +362,37 @@ def test_packed_directories(change, match, tmp_path, capsys):
     assert re.search(match, check(tmp_path / "packed", capsys, kind=ValueError))
 
 
-def keys(**changes):
-    """A change of keys of the architecture."""
-
-    def change(tiny):
-        named = {f"{tiny.architecture}.{name.replace('__', '.')}": value for name, value in changes.items()}
-        tiny.keys = {key: value for key, value in {**tiny.keys, **named}.items() if value is not None}
-
-    return change
-
-
+# Keys and tensors that are changed, or None for a file that is cut.
 ODD_GGUF = {
-    "nothing": lambda tiny: None,
-    "key-value heads as an array": keys(attention__head_count_kv=[2, 2]),
-    "no epsilon": keys(attention__layer_norm_rms_epsilon=None),
-    "no layers": keys(block_count=0),
-    "fewer layers": keys(block_count=1),
-    "a float that is cut": lambda tiny: tiny.tensors.update({"output_norm.weight": torch.ones(3)}),
-    "quantized embeddings": lambda tiny: tiny.tensors.pop("output.weight"),
-    **{what: change for what, (change, _) in gguf_errors.BROKEN.items()},
+    "nothing": ({}, {}),
+    "key-value heads as an array": ({"attention.head_count_kv": [2, 2]}, {}),
+    "no epsilon": ({"attention.layer_norm_rms_epsilon": None}, {}),
+    "no layers": ({"block_count": 0}, {}),
+    "fewer layers": ({"block_count": 1}, {}),
+    "a float that is cut": ({}, {"output_norm.weight": torch.ones(3)}),
+    "quantized embeddings": ({}, {"output.weight": None}),
+    **{what: (keys, tensors) for what, (keys, tensors, _) in gguf_errors.BROKEN.items()},
 }
 
 
 @pytest.mark.parametrize("what", ODD_GGUF)
 def test_gguf(what, tmp_path, capsys):
-    tiny, change = gguf_models.TinyModel("qwen3moe"), ODD_GGUF[what]
-    if change is not None:
-        change(tiny)
+    tiny, (keys, tensors) = gguf_models.TinyModel("qwen3moe"), ODD_GGUF[what]
+    if keys is not None:
+        tiny.update(keys, tensors)
     path = tiny.write(tmp_path)
-    if change is None:
+    if keys is None:
         path.write_bytes(path.read_bytes()[:-40])
     wanted = check(tmp_path, capsys, what, ValueError if what in gguf_errors.BROKEN else Exception)
     if what in gguf_errors.BROKEN:
-        assert re.search(gguf_errors.BROKEN[what][1], wanted)
+        assert re.search(gguf_errors.BROKEN[what][2], wanted)
 
 
 @pytest.mark.parametrize("what", gguf_experts.REFUSED)
 def test_gguf_routers(what, tmp_path, capsys):
     name, changes, message = gguf_experts.REFUSED[what]
     tiny = gguf_models.TinyModel(name)
-    keys(**{key.replace(".", "__"): value for key, value in changes.items()})(tiny)
+    tiny.update(changes)
     tiny.write(tmp_path)
     assert re.search(message, check(tmp_path, capsys, what, ValueError))
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import pytest
 import torch
 
 from w4a8.mirror import (
@@ -15,6 +16,13 @@ from w4a8.mirror import (
 from w4a8.nn import W4A8MoE
 
 TOKEN_INT8 = QuantizationArgs(num_bits=8, strategy=QuantizationStrategy.TOKEN, dynamic=True)
+
+
+def assert_raises(kind, message, function, *args, **named):
+    """The whole message."""
+    with pytest.raises(kind) as caught:
+        function(*args, **named)
+    assert str(caught.value) == message
 
 
 def weight_args(group_size, **changes):

@@ -10,6 +10,7 @@ from moe_build import (
     TOKEN_INT8,
     Stack,
     assert_packed,
+    assert_raises,
     fill,
     make_config,
     make_layer,
@@ -186,9 +187,7 @@ def test_loader_errors(name, tensor, shard, message):
     layer = fresh(make_config(has_bias=True, activation="silu_no_mul" if ungated else "silu"), 32)
     parameter = getattr(layer, name)
     before = parameter.clone()
-    with pytest.raises(ValueError) as caught:
-        layer.weight_loader(parameter, tensor, "key", shard, 0)
-    assert str(caught.value) == message
+    assert_raises(ValueError, message, layer.weight_loader, parameter, tensor, "key", shard, 0)
     assert torch.equal(parameter, before)
 
 

@@ -7,7 +7,7 @@ import meter
 import moe_build
 import pytest
 import torch
-from moe_build import GROUP_SIZES, Stack, interleaved, make_config, make_stacks, op_pack, random_stack
+from moe_build import GROUP_SIZES, Stack, assert_raises, interleaved, make_config, make_stacks, op_pack, random_stack
 
 from w4a8.core.activation import kernel_activation_kind
 from w4a8.core.log import forget_logged
@@ -52,12 +52,6 @@ def logged(caplog):
 
 def select(key=G32, **changes):
     return oracle.select_w4a8_int8_moe_backend(make_config(**changes), key, None)
-
-
-def assert_raises(kind, message, function, *args, **named):
-    with pytest.raises(kind) as caught:
-        function(*args, **named)
-    assert str(caught.value) == message
 
 
 def parallel(**sizes):
