@@ -16,6 +16,7 @@ import torch
 transformers = pytest.importorskip("transformers", minversion="5.0")
 import test_transformers  # noqa: E402
 import test_transformers_files as files  # noqa: E402
+import test_transformers_float8 as float8  # noqa: E402
 import test_transformers_formats as formats  # noqa: E402
 import test_transformers_gpt_oss as gpt_oss  # noqa: E402
 from damaged_json import damaged as damaged_configs  # noqa: E402
@@ -190,14 +191,36 @@ def test_defects_of_tensors(row, tmp_path, capsys):
 
 @pytest.mark.parametrize("row", one_format_each(CONFIGS), ids=lambda row: "-".join(row[:2]))
 def test_defects_of_configurations(row, tmp_path, capsys):
-    """Without a quantization_config a model is one of floats, for both."""
     name, where, value, words, *_ = row
     of_the_model(tmp_path, name, where)
     path = tmp_path / "theirs" / "config.json"
     config = json.loads(path.read_text())
     change_config(config, where, value)
     path.write_text(json.dumps(config))
-    assert (check(tmp_path / "theirs", capsys, words) is None) == (where == "/quantization_config")
+    assert check(tmp_path / "theirs", capsys, words) is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("W4A8 int", ".0.down_proj.weight' is of I8, but config.json has no quantization_config"),
+        ("NVFP4 modelopt", ".0.down_proj.weight' is of U8, but config.json has no quantization_config"),
+        ("blocks", ".0.down_proj.weight' is of F8_E4M3, but config.json has no quantization_config"),
+        ("GPTQ", ".down_proj is not in the checkpoint"),
+        ("W4A8 pack", ".down_proj is not in the checkpoint"),
+    ],
+)
+def test_without_a_configuration(name, words, tmp_path, capsys):
+    """Codes are not taken for floats."""
+    if name in float8.FORMATS:
+        float8.write(tmp_path, "qwen3", name)
+    else:
+        formats.write(tmp_path, "qwen3", ALL_FORMATS[name])
+    path = tmp_path / "theirs" / "config.json"
+    config = json.loads(path.read_text())
+    del config["quantization_config"]
+    path.write_text(json.dumps(config))
+    assert f"model.layers.0.mlp.experts{words}" in check(tmp_path / "theirs", capsys, kind=ValueError)
 
 
 def test_missing_or_too_much(tmp_path, capsys):
