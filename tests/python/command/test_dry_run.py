@@ -108,11 +108,28 @@ def put(path, tensors):
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize(("name", "change", "match"), formats.DAMAGED)
-def test_damaged_tensors(name, change, match, tmp_path, capsys):
-    formats.write(tmp_path, "qwen3", ALL_FORMATS[name])
+KEY = "model.layers.1.self_attn.k_proj"
+NO_GROUPS = {f"{KEY}.g_idx": torch.zeros(0, dtype=torch.int32)}
+NO_BIAS = "layers.1.self_attn.k_proj has no bias, but the model has"
+# Formats, models, what becomes of the tensors, what is said of them; None: they load.
+CHANGED = [
+    *((name, "qwen3", change, match) for name, change, match in formats.DAMAGED),
+    *(("GPTQ", "qwen3", formats.add_bias(where, 0.0), None) for where in formats.EXTRA),
+    *(("GPTQ", "qwen3", formats.add_bias(where, 1e-3), "") for where in formats.EXTRA),
+    # The model has a bias, so without it every number is another.
+    *((name, "Qwen2", formats.without(f"{KEY}.bias"), NO_BIAS) for name in ("GPTQ", "W4A8 pack")),
+    # As AWQ has them for what follows an activation function.
+    ("AWQ", "qwen3", formats.add("model.layers.0.mlp.act_fn.scales"), r"act_fn\.scales' is not read"),
+    ("GPTQ", "qwen3", lambda tensors: tensors.update(NO_GROUPS), rf"{KEY}.g_idx: shape \(0,\), which holds nothing"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "family", "change", "match"), CHANGED)
+def test_changed_tensors(name, family, change, match, tmp_path, capsys):
+    formats.write(tmp_path, family, ALL_FORMATS[name])
     formats.change_file(tmp_path / "theirs", change)
-    assert re.search(match, check(tmp_path / "theirs", capsys, kind=ValueError))
+    said = check(tmp_path / "theirs", capsys, kind=ValueError)
+    assert (said is None) == (match is None) and (match is None or re.search(match, said))
 
 
 @pytest.mark.parametrize(("name", "family", "changes", "match"), formats.REFUSED, ids=str)
@@ -132,23 +149,6 @@ def test_zero_points_of_the_other_version(tmp_path, capsys):
     """Of a symmetric GPTQ checkpoint: stored as 8 instead of 7."""
     formats.write(tmp_path, "qwen3", FORMATS["GPTQ 2"], checkpoint_format="gptq")
     assert "zero points in [9, 9]" in check(tmp_path / "theirs", capsys)
-
-
-@pytest.mark.parametrize("where", formats.EXTRA)
-@pytest.mark.parametrize("value", [0.0, 1e-3])
-def test_biases(where, value, tmp_path, capsys):
-    formats.write(tmp_path, "qwen3", FORMATS["GPTQ"])
-    formats.change_file(tmp_path / "theirs", formats.add_bias(where, value))
-    assert (check(tmp_path / "theirs", capsys) is None) == (value == 0)
-
-
-@pytest.mark.parametrize("name", ["GPTQ", "W4A8 pack"])
-def test_a_missing_bias(name, tmp_path, capsys):
-    """The model has one, so without it every number is another."""
-    formats.write(tmp_path, "Qwen2", FORMATS[name])
-    formats.change_file(tmp_path / "theirs", formats.without("model.layers.1.self_attn.k_proj.bias"))
-    said = check(tmp_path / "theirs", capsys, kind=ValueError)
-    assert "layers.1.self_attn.k_proj has no bias, but the model has" in said
 
 
 @pytest.mark.parametrize(("tensor", "change", "match"), gpt_oss.DAMAGED_GPT_OSS)
@@ -329,13 +329,6 @@ def test_experts_in_one_matrix(tmp_path, capsys):
     assert check(tmp_path / "theirs", capsys) is not None
 
 
-def test_scales_of_activations(tmp_path, capsys):
-    """As AWQ has them for what follows an activation function."""
-    formats.write(tmp_path, "qwen3", FORMATS["AWQ"])
-    formats.change_file(tmp_path / "theirs", formats.add("model.layers.0.mlp.act_fn.scales"))
-    assert "act_fn.scales' is not read" in check(tmp_path / "theirs", capsys)
-
-
 @pytest.mark.parametrize(("key", "options", "match"), files.IN_TWO)
 def test_a_tensor_in_two_shards(key, options, match, tmp_path, capsys):
     formats.write(tmp_path, "qwen3", FORMATS["GPTQ"])
@@ -364,14 +357,6 @@ def test_shards(what, tmp_path, capsys):
     assert (code != 0) == (wanted is not None), (wanted, reasons)
     if what == "a list":
         assert code == 1 and f"{index} has no weight_map" in reasons[0]
-
-
-def test_an_order_of_no_features(tmp_path, capsys):
-    """A g_idx of 0 elements."""
-    formats.write(tmp_path, "qwen3", FORMATS["GPTQ"])
-    key = "model.layers.1.self_attn.k_proj.g_idx"
-    formats.change_file(tmp_path / "theirs", lambda tensors: tensors.update({key: torch.zeros(0, dtype=torch.int32)}))
-    assert f"{key}: shape (0,), which holds nothing" in check(tmp_path / "theirs", capsys)
 
 
 @pytest.mark.parametrize(("change", "match"), test_transformers.DAMAGED)
