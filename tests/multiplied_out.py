@@ -8,6 +8,7 @@ dtype cost, and so the measure for what another library may be off.
 import functools
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import tool_formats
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch.overrides import TorchFunctionMode
 
 TOOL_WRITTEN = Path(__file__).parent / "tool_written"
+Rows = Iterable[torch.Tensor]  # [length, vocabulary] per sequence
 PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.bmm)
 
 
@@ -151,3 +153,19 @@ def logprobs(
         assert len(mode.seen) == len(mode.storages), "a quantized matrix was not used as the reference expects"
         rows.append(torch.log_softmax(logits.float(), -1))
     return rows
+
+
+def assert_near(found: Rows, exact: Rows, rounded: Rows, share: float) -> tuple[float, float]:
+    """That the rows of a sequence each are those of int8 inputs, but for `share` of what these cost.
+
+    Compared is the root mean square over the vocabulary at the median position: elsewhere noise may have selected
+    another expert. Returns what `found` and `rounded` are off `exact`.
+    """
+    pairs = ((found, exact), (rounded, exact), (found, rounded))
+    off, noise, rest = (
+        torch.cat([x - y for x, y in zip(a, b)]).square().mean(1).sqrt().median().item() for a, b in pairs
+    )
+    print(f"off by {off:.5f}, int8 {noise:.5f}, from the emulation {rest:.6f}")
+    assert 0 < noise < torch.cat(tuple(exact)).std() / 4, "the noise hides what is to be seen"
+    assert rest <= share * noise
+    return off, noise

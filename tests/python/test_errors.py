@@ -1,6 +1,7 @@
 """Every bad argument is refused with a message that says which one, what it was, and what was expected."""
 
 import re
+from functools import partial
 
 import numpy as np
 import pytest
@@ -57,24 +58,12 @@ PACK = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PACK)
-def test_pack(name):
-    changes, message = PACK[name]
-    refuse(lambda: w4a8.dyn_quant_pack_4bit_weight(**{**pack_arguments(), **changes}), message)
-
-
 PACK_STACK = {
     "scales without E": ({"scales_zeros": torch.zeros(24, 2)}, r"scales_zeros has shape \[24, 2\], expected \[3, 24, 2\]"),
     "scales of other E": ({"scales_zeros": torch.zeros(2, 24, 2)}, r"scales_zeros has shape \[2, 24, 2\], expected \[3, 24, 2\]"),
     "bias without E": ({"bias": torch.zeros(24)}, r"bias has shape \[24\], expected \[3, 24\]"),
     "bias of other E": ({"bias": torch.zeros(4, 24)}, r"bias has shape \[4, 24\], expected \[3, 24\]"),
 }  # fmt: skip
-
-
-@pytest.mark.parametrize("name", PACK_STACK)
-def test_pack_stack(name):
-    changes, message = PACK_STACK[name]
-    refuse(lambda: w4a8.dyn_quant_pack_4bit_weight(**{**pack_arguments(3), **changes}), message)
 
 
 # --- matmul ---------------------------------------------------------------------------------------------------------------
@@ -101,12 +90,6 @@ MATMUL = {
     "other K": ({"inp": torch.zeros(3, 96), "in_features": 96}, r"packed_weights: k \(in_features\) is 64, expected 96"),
     "group 48": ({"block_size": 48}, r"dyn_quant_matmul_4bit: group \(block_size\) is 48, expected"),
 }  # fmt: skip
-
-
-@pytest.mark.parametrize("name", MATMUL)
-def test_matmul(name):
-    changes, message = MATMUL[name]
-    refuse(lambda: w4a8.dyn_quant_matmul_4bit(**{**matmul_arguments(), **changes}), message)
 
 
 @pytest.mark.parametrize("name", ["other group", "other N", "other K", "packed float", "group 48"])
@@ -287,12 +270,6 @@ MOE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MOE)
-def test_moe(name):
-    changes, message = MOE[name]
-    refuse(lambda: w4a8.dynamic_4bit_int_moe(**{**moe_arguments(), **changes}), message)
-
-
 def test_moe_without_i2():
     """It is twice I, which must not overflow before I is looked at."""
     arguments = {**moe_arguments(), "I": 2**62}
@@ -362,33 +339,34 @@ def test_ten_arguments_check_the_same():
     refuse(lambda: op(**{**arguments, "I": 64}), r"w13_packed: n \(out_features\) is 64, expected 128")
 
 
-# --- the same on Meta tensors: a mistake is found while tracing ---------------------------------------------------------------
+# --- all of these tables, and the same on Meta tensors: a mistake is found while tracing --------------------------------------
 
+TABLES = {
+    "pack": (w4a8.dyn_quant_pack_4bit_weight, pack_arguments, PACK),
+    "pack a stack": (w4a8.dyn_quant_pack_4bit_weight, partial(pack_arguments, 3), PACK_STACK),
+    "matmul": (w4a8.dyn_quant_matmul_4bit, matmul_arguments, MATMUL),
+    "moe": (w4a8.dynamic_4bit_int_moe, moe_arguments, MOE),
+}
+ROWS = [(op, name) for op, (_, _, table) in TABLES.items() for name in table]
 NEEDS_DATA = re.compile(r"packed_weights: |expert |x has 5 tokens|that of topk_ids")
 
 
-def on_meta(arguments):
-    return {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
+@pytest.mark.parametrize(("op", "name"), ROWS)
+def test_arguments(op, name):
+    call, arguments, table = TABLES[op]
+    changes, message = table[name]
+    refuse(lambda: call(**{**arguments(), **changes}), message)
 
 
-@pytest.mark.parametrize("name", PACK)
-def test_pack_on_meta(name):
-    changes, message = PACK[name]
-    refuse(lambda: w4a8.dyn_quant_pack_4bit_weight(**on_meta({**pack_arguments(), **changes})), message)
-
-
-@pytest.mark.parametrize("name", [n for n, (_, message) in MATMUL.items() if not NEEDS_DATA.search(message)])
-def test_matmul_on_meta(name):
-    changes, message = MATMUL[name]
-    message = message.split(", expected")[0].replace("shape", ".*").split(r"\[")[0]
-    refuse(lambda: w4a8.dyn_quant_matmul_4bit(**on_meta({**matmul_arguments(), **changes})), message)
-
-
-@pytest.mark.parametrize("name", [n for n, (_, message) in MOE.items() if not NEEDS_DATA.search(message)])
-def test_moe_on_meta(name):
-    changes, message = MOE[name]
-    message = message.split(", expected")[0].replace("shape", ".*").split(r"\[")[0]
-    refuse(lambda: w4a8.dynamic_4bit_int_moe(**on_meta({**moe_arguments(), **changes})), message)
+@pytest.mark.parametrize(("op", "name"), [row for row in ROWS if not NEEDS_DATA.search(TABLES[row[0]][2][row[1]][1])])
+def test_arguments_on_meta(op, name):
+    call, arguments, table = TABLES[op]
+    changes, message = table[name]
+    if not op.startswith("pack"):
+        message = message.split(", expected")[0].replace("shape", ".*").split(r"\[")[0]
+    given = {**arguments(), **changes}
+    on_meta = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in given.items()}
+    refuse(lambda: call(**on_meta), message)
 
 
 def test_a_refused_call_leaves_the_library_working():

@@ -2,12 +2,14 @@
 from safetensors of int4."""
 
 import re
+from functools import partial
 from pathlib import Path
 
 import available  # noqa: F401
 import gguf_models
 import multiplied_out
 import pytest
+import test_transformers
 import torch
 from gguf_architectures import (
     HIDDEN,
@@ -25,11 +27,10 @@ from gguf_architectures import (
     write_int4,
     written_by_llama_cpp,
 )
-from transformers import AutoModelForCausalLM
+from test_transformers_gguf import unpacked
 
 import w4a8.checkpoint
 from w4a8.checkpoint.gguf_architectures import NOT_IN_VLLM
-from w4a8.core.matrix import Matrix, unpack_codes
 from w4a8.integrations.transformers import W4A8Config
 from w4a8.nn.embedding import PackedEmbedding
 from w4a8.nn.packed import PackedLinear, PackedModule
@@ -43,9 +44,7 @@ pytestmark = pytest.mark.usefixtures("no_gradients")
 def load(folder, **options):
     """Of the file, unless options say otherwise."""
     options = {"gguf_file": "model.gguf", "attn_implementation": "eager", "experts_implementation": "eager"} | options
-    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True, **options)
-    assert not any(info.values()), info
-    return model
+    return test_transformers.load(folder, dtype=torch.float32, **options)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -71,12 +70,6 @@ def test_floats(name, tmp_path):
     assert torch.equal(model(TOKENS, use_cache=False).logits, floats(TOKENS, use_cache=False).logits)
 
 
-def weights_of(packed):
-    header = w4a8.read_header(packed)
-    matrix = Matrix(kind=header["values"], **unpack_codes(packed, header["group"], header["k"], header["n"]))
-    return matrix.floats()
-
-
 # Linear layers that stay float: along another axis in the file, or routers, which files have as floats.
 LEFT = ("kv_b_proj", "shared_expert_gate", "gate.wg", "router.proj")
 
@@ -86,14 +79,13 @@ def assert_same_weights(name, module, floats):
         ids = torch.arange(VOCAB)
         assert torch.equal(module(ids), floats(ids)), name
     elif isinstance(module, PackedLinear):
-        assert torch.equal(weights_of(module.packed), floats.weight), name
+        assert torch.equal(unpacked(module.packed).floats(), floats.weight), name
     else:
         transposed = floats.down_proj.shape[1] != module.hidden_size
         first = floats.gate_up_proj if hasattr(floats, "gate_up_proj") else floats.up_proj
-        for expert, (w13, w2) in enumerate(zip(module.w13_packed, module.w2_packed)):
-            expected = first[expert], floats.down_proj[expert]
-            expected = [each.T for each in expected] if transposed else expected
-            assert torch.equal(weights_of(w13), expected[0]) and torch.equal(weights_of(w2), expected[1]), name
+        for packed, expected in ((module.w13_packed, first), (module.w2_packed, floats.down_proj)):
+            for one, weight in zip(packed, expected):
+                assert torch.equal(unpacked(one).floats(), weight.T if transposed else weight), name
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -142,23 +134,18 @@ def assert_packed(model, floats, may_be_left):
     assert off.quantile(0.25) <= 0.0005 * noise.median()
 
 
-def joined_qkv(tensors):
-    """As the script makes it with --fuse-qkv."""
+def joined(whole, parts, dim, tensors):
+    """As the script makes them with --fuse-qkv and --fuse-gate-up-exps."""
     for suffix in ("weight", "bias"):
         for layer in range(LAYERS):
-            names = [f"blk.{layer}.attn_{each}.{suffix}" for each in "qkv"]
+            names = [f"blk.{layer}.{part}.{suffix}" for part in parts]
             if names[0] in tensors:
-                tensors[f"blk.{layer}.attn_qkv.{suffix}"] = torch.cat([tensors.pop(name) for name in names])
+                tensors[f"blk.{layer}.{whole}.{suffix}"] = torch.cat([tensors.pop(name) for name in names], dim)
     return tensors
 
 
-def joined_gate_up(tensors):
-    """As the script makes it with --fuse-gate-up-exps."""
-    for layer in range(LAYERS):
-        names = [f"blk.{layer}.ffn_{each}_exps.weight" for each in ("gate", "up")]
-        if names[0] in tensors:
-            tensors[f"blk.{layer}.ffn_gate_up_exps.weight"] = torch.cat([tensors.pop(name) for name in names], 1)
-    return tensors
+joined_qkv = partial(joined, "attn_qkv", ("attn_q", "attn_k", "attn_v"), 0)
+joined_gate_up = partial(joined, "ffn_gate_up_exps", ("ffn_gate_exps", "ffn_up_exps"), 1)
 
 
 def old_qwen3next(tensors):

@@ -17,6 +17,7 @@ from w4a8.quantization import DEFAULT_SKIP
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
+import test_transformers  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
@@ -59,11 +60,7 @@ def write(directory, family, name, skip=DEFAULT_SKIP, **options):
 
 
 def load(directory, config=None, **options):
-    config = config or W4A8Config()
-    load = AutoModelForCausalLM.from_pretrained
-    model, info = load(directory, quantization_config=config, output_loading_info=True, **options)
-    assert not any(info.values()), info
-    return model
+    return test_transformers.load(directory, quantization_config=config or W4A8Config(), **options)
 
 
 def check(model, want):

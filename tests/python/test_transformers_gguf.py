@@ -9,6 +9,7 @@ import multiplied_out
 import numpy as np
 import pytest
 import safetensors
+import test_transformers
 import torch
 from common import assert_same_bits
 from gguf_models import HEAD, HIDDEN, INTER, MODELS, TinyModel
@@ -29,11 +30,7 @@ pytestmark = pytest.mark.usefixtures("no_gradients")
 
 def load(folder, **options):
     options = {"dtype": torch.float32, "attn_implementation": "eager", **options}
-    model, info = AutoModelForCausalLM.from_pretrained(
-        folder, gguf_file="model.gguf", output_loading_info=True, **options
-    )
-    assert not any(info.values()), info
-    return model
+    return test_transformers.load(folder, gguf_file="model.gguf", **options)
 
 
 def unpacked(packed):
@@ -90,11 +87,6 @@ def logprobs(model, int8=()):
     return torch.log_softmax(logits, -1)
 
 
-def off_by(a, b):
-    """As in test_transformers_tools.py."""
-    return (a - b).square().mean(-1).sqrt().median().item()
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_models(name, tmp_path):
     """Weights exactly; logits beside an emulation of int8 inputs, as in test_transformers_tools.py; saved packed.
@@ -120,10 +112,7 @@ def test_models(name, tmp_path):
 
     int8 = [p for key, p in tiny.model.named_parameters() if key.rpartition(".")[0] in packed and "bias" not in key]
     found, exact, rounded = logprobs(model), logprobs(tiny.model), logprobs(tiny.model, int8)
-    noise = off_by(rounded, exact)
-    print(f"off by {off_by(found, exact):.5f}, int8 {noise:.5f}, from the emulation {off_by(found, rounded):.6f}")
-    assert 0 < noise < exact.std() / 4, "the noise hides what is to be seen"
-    assert off_by(found, rounded) <= 0.0005 * noise
+    multiplied_out.assert_near(found, exact, rounded, 0.0005)
 
     model.save_pretrained(tmp_path / "packed")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "packed", attn_implementation="eager")

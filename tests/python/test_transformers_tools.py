@@ -12,6 +12,7 @@ from common import assert_same_bits
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
 import multiplied_out  # noqa: E402
+import test_transformers  # noqa: E402
 
 from w4a8.integrations.transformers import W4A8Config  # noqa: E402
 from w4a8.nn import W4A8Linear, W8A8Linear  # noqa: E402
@@ -24,11 +25,6 @@ def prompts(model):
     return [torch.randint(2, model.config.vocab_size, (n,), generator=generator).tolist() for n in (5, 17, 40)]
 
 
-def off_by(a, b):
-    """Root mean square over the vocabulary at the median position: elsewhere noise may have selected another expert."""
-    return torch.cat([x - y for x, y in zip(a, b)]).square().mean(1).sqrt().median().item()
-
-
 @pytest.mark.parametrize("folder", FOLDERS)
 @torch.no_grad()
 def test_tools(folder, tmp_path):
@@ -36,10 +32,7 @@ def test_tools(folder, tmp_path):
     tokens, by an emulation that shares no code with the package. What is left from the emulation is inputs that float32
     arithmetic puts on the other side of a tie: 2 % of that difference, as tests/vllm allows."""
     checkpoint = multiplied_out.TOOL_WRITTEN / folder
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(
-        checkpoint, quantization_config=W4A8Config(), dtype=torch.float32, output_loading_info=True
-    )
-    assert not any(info.values()), info
+    model = test_transformers.load(checkpoint, quantization_config=W4A8Config(), dtype=torch.float32)
     multiplied_out.write(checkpoint, tmp_path / "floats")
     floats = multiplied_out.load(tmp_path / "floats", torch.float32)
     attention = isinstance(model.model.layers[0].self_attn.q_proj, (W4A8Linear, W8A8Linear))
@@ -48,11 +41,8 @@ def test_tools(folder, tmp_path):
     exact = multiplied_out.logprobs(floats, prompts(model))
     stated = json.loads((checkpoint / "config.json").read_text())["quantization_config"]
     rounded = multiplied_out.logprobs(floats, prompts(model), int8, multiplied_out.activation_group(stated))
-    noise = off_by(rounded, exact)
-    print(f"off by {off_by(found, exact):.5f}, int8 {noise:.5f}, from the emulation {off_by(found, rounded):.6f}")
-    assert 0 < noise < torch.cat(exact).std() / 4, "the noise hides what is to be seen"
-    assert off_by(found, rounded) <= 0.02 * noise
-    assert off_by(found, exact) <= 1.02 * noise
+    off, noise = multiplied_out.assert_near(found, exact, rounded, 0.02)
+    assert off <= 1.02 * noise
 
     model.save_pretrained(tmp_path / "packed")
     packed = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed")

@@ -28,11 +28,12 @@ CASES = {
     "one scale": ("mixtral", {"group_size": 64}, (STATIC, "weight_scale", None)),
 }
 BIASES = ("qwen2_moe", {"group_size": 64}, None)
+RELOADED = ("floats", "blocks")
 
 
-def write(directory, model, options, float8):
+def write(directory, model, options, float8, seed=0):
     """What is rounded while it is loaded, and the same packed by transformers."""
-    packed = write_packed(directory, model, options)
+    packed = write_packed(directory, model, options, seed)
     if float8 is None:
         return directory / "float", packed
     theirs = float8_files.write(directory / "float", directory / "theirs", *float8)
@@ -41,17 +42,24 @@ def write(directory, model, options, float8):
     return theirs, directory / "again"
 
 
-def jobs_of(directory, model, options, float8, **more):
-    """Both engines."""
+def jobs_of(directory, model, options, float8, reload=None, **more):
+    """Both engines; reload: a folder for other weights, which both take after their answers."""
     floats, packed = write(directory, model, options, float8)
     how = {"enforce_eager": True, "dtype": "bfloat16", **more}
     asked = {"quantization": "w4a8", "additional_config": {"w4a8": options}}
-    return [Job(floats, {**how, **asked}, tokens=8), Job(packed, how, tokens=8)]
+    jobs = [Job(floats, {**how, **asked}, tokens=8), Job(packed, how, tokens=8)]
+    if reload is not None:
+        for job, path in zip(jobs, write(reload, model, options, float8, seed=1)):
+            job.reload = path
+    return jobs
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    jobs = [job for case in CASES.values() for job in jobs_of(tmp_path_factory.mktemp("floats"), *case)]
+    jobs = []
+    for name, case in CASES.items():
+        reload = tmp_path_factory.mktemp("reloaded") if name in RELOADED else None
+        jobs += jobs_of(tmp_path_factory.mktemp("floats"), *case, reload)
     jobs += jobs_of(tmp_path_factory.mktemp("floats"), *BIASES, dtype="float32")
     return run_engines(jobs, tmp_path_factory.mktemp("engines"), 1800, **ALONE)
 
@@ -60,6 +68,15 @@ def results(tmp_path_factory):
 def test_the_bits_of_a_packed_directory(case, results):
     index = 2 * list(CASES).index(case)
     assert_same(*results[0][index : index + 2])
+
+
+@pytest.mark.parametrize("case", RELOADED)
+def test_other_weights_are_reloaded(case, results):
+    """In the same memory: the bits of the other packed directory."""
+    index = 2 * list(CASES).index(case)
+    found, expected = results[0][index : index + 2]
+    assert_same(found["reloaded"], expected["reloaded"])
+    assert found["reloaded"]["outputs"] != found["outputs"]
 
 
 def test_biases(results):

@@ -9,6 +9,7 @@ from typing import Any
 
 from w4a8.checkpoint.gguf_file import GGUFFile, is_gguf
 from w4a8.checkpoint.gguf_linear import GGUFLinears
+from w4a8.checkpoint.tensors import files_of, read_index
 from w4a8.command import extras
 from w4a8.command.report import UsageError, number
 from w4a8.formats.float8 import has_float8
@@ -126,6 +127,7 @@ def load(path: Path, args: argparse.Namespace, text: str | None = None) -> tuple
         GGUFLinears(GGUFFile(path))  # says which architectures are known, if this is none
     transformers = import_transformers()
     from w4a8.integrations.transformers import W4A8Config
+    from w4a8.integrations.transformers.names import refuse_codes
 
     folder, options = source_of(path)
     config = W4A8Config(activation_group=activation_group, **given)
@@ -145,6 +147,7 @@ def load(path: Path, args: argparse.Namespace, text: str | None = None) -> tuple
         raise ValueError(f"{path} has no tensor for {', '.join(missing[:3])}{', ...' if missing[3:] else ''}")
     if text is None:
         return model, getattr(model.hf_quantizer, "report", None)
+    refuse_codes(model, [str(folder / name) for name in files_of(folder, read_index(folder))])
     tokenizer = None if text == OWN else tokenizer_of(path)
     if tokenizer is None and text != OWN:
         raise ValueError(f"{path} has no tokenizer, which --calibration needs")

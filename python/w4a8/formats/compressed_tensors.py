@@ -95,9 +95,7 @@ def from_pack_quantized(tensors: Tensors, name: str, group_size: int, symmetric:
     """
     in_word = 32 // bits
     words = take(tensors, name, "weight_packed", (torch.int32,), 2)
-    shape = tensors.get("weight_shape")
-    unknown = shape is not None and shape.is_meta
-    rows, features = (len(words), in_word * words.shape[1]) if unknown else stated_shape(tensors, name)
+    rows, features = stated_shape(tensors, name, (len(words), in_word * words.shape[1]))
     groups_of(features, group_size, name, "weight_shape")
     check_words(words.shape, name, rows, features, bits)
     zeros = None

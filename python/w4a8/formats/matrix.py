@@ -135,12 +135,19 @@ def check_consecutive(g_idx: torch.Tensor, name: str, width: int | None = None) 
         )
 
 
-def stated_shape(tensors: Tensors, name: str) -> tuple[int, int]:
+def stated_shape(tensors: Tensors, name: str, codes: tuple[int, int] | None = None) -> tuple[int, int]:
     """(N, K), as ``weight_shape`` says, int64 or int32 [2].
+
+    Args:
+        tensors: by the last parts of their names.
+        name: of the matrix, for errors.
+        codes: (N, K) that the words have room for, which stands for a ``weight_shape`` on the meta device.
 
     Raises:
         ValueError: it is missing, or another tensor than that.
     """
     shape = take(tensors, name, "weight_shape", (torch.int64, torch.int32), 1)
     expect_shape(shape.shape, name, "weight_shape", (2,), "rows and columns")
+    if shape.is_meta and codes is not None:
+        return codes
     return int(shape[0]), int(shape[1])

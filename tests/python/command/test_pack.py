@@ -219,9 +219,15 @@ def test_own_text():
 
 def test_what_a_calibration_needs(tmp_path, capsys):
     make_model("qwen3").save_pretrained(tmp_path / "floats")
+    shutil.copytree(tmp_path / "floats", tmp_path / "codes")
+    tensors = safetensors.torch.load_file(tmp_path / "codes" / "model.safetensors")
+    key = "model.layers.0.self_attn.q_proj.weight"
+    tensors[key] = tensors[key].to(torch.int8)
+    safetensors.torch.save_file(tensors, tmp_path / "codes" / "model.safetensors", metadata={"format": "pt"})
     for text, model, message in (
         (tmp_path / "none", "floats", "none: No such file"),
         ("pydoc", "floats", "has no tokenizer, which --calibration needs"),
+        ("pydoc", "codes", f"tensor '{key}' is of I8, but config.json has no quantization_config"),
         ("pydoc", TOOL_WRITTEN / "gptq", "quantized already (gptq): leave --calibration out"),
     ):
         assert main(["pack", str(tmp_path / model), str(tmp_path / "out"), "--calibration", str(text)]) != 0

@@ -211,6 +211,8 @@ def test_e2m1_values():
 
 # --- what is refused, beside the table of test_load_broken.py ---------------------------------------------------------
 
+needs_meta = pytest.mark.skipif(not hasattr(torch, "func"), reason="torch 1 has no shifts on the meta device")
+
 
 def make(reader, symmetric=False):
     """Tensors of a format and how they are read, N 16, K 64, g 32 (NVFP4 16)."""
@@ -236,12 +238,16 @@ def test_bias(reader):
             read({**tensors, "bias": broken})
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("meta", marks=needs_meta)])
 @pytest.mark.parametrize("reader", EACH)
-def test_every_tensor_is_named_when_it_is_missing_truncated_or_of_another_type(reader):
+def test_every_tensor_is_named_when_it_is_missing_truncated_or_of_another_type(reader, device):
+    """On the meta device too: of a file on the Hub `w4a8 inspect` reads the header alone."""
     tensors, read = make(reader)
     before = {suffix: tensor.clone() for suffix, tensor in tensors.items()}
     read(tensors)
     assert all(torch.equal(tensors[suffix], tensor) for suffix, tensor in before.items())
+    tensors = {suffix: tensor.to(device) for suffix, tensor in tensors.items()}
+    read(tensors)
     for suffix, tensor in tensors.items():
         if suffix != "g_idx":
             with pytest.raises(ValueError, match=rf"^a\.b\.{suffix} is missing$"):

@@ -1,8 +1,6 @@
 """Checkpoints for the tests: written by hand (safetensors only), or by the real compressed-tensors package."""
 
-import importlib.util
-import json
-
+import format_checkpoints
 import pytest
 import torch
 from moe_build import Stack, random_stack
@@ -13,27 +11,12 @@ HIDDEN, INTER, EXPERTS = 128, 256, 8
 LAYER = "model.layers.{}.mlp.experts"
 FIRST = LAYER.format(0)
 
-needs_safetensors = pytest.mark.skipif(
-    importlib.util.find_spec("safetensors") is None, reason="the safetensors package is not installed"
-)
-
 
 def model_config(quantization, **changes):
     """config.json of a small Qwen3-MoE."""
-    config = {
-        "model_type": "qwen3_moe",
-        "hidden_size": HIDDEN,
-        "moe_intermediate_size": INTER,
-        "num_experts": EXPERTS,
-        "num_experts_per_tok": 3,
-        "norm_topk_prob": True,
-        "hidden_act": "silu",
-        "dtype": "float32",
-        **changes,
-    }
-    if quantization is not None:
-        config["quantization_config"] = quantization
-    return config
+    changes = {"num_experts_per_tok": 3, **changes}
+    config = format_checkpoints.model_config(quantization, HIDDEN, INTER, EXPERTS, **changes)
+    return {key: value for key, value in config.items() if key != "quantization_config" or value is not None}
 
 
 def quantization_config(group_size, format_, **changes):
@@ -75,21 +58,8 @@ def tensors_of_layer(w13, w2, format_, layer=FIRST, names=("gate_proj", "up_proj
 
 def write(path, tensors, config, files=1):
     """Writes config.json and one safetensors file, or several and their index."""
-    from safetensors.torch import save_file
-
-    path.mkdir(parents=True, exist_ok=True)
-    (path / "config.json").write_text(json.dumps(config))
-    if files == 1:
-        save_file(tensors, path / "model.safetensors")
-        return path
-    weight_map = {}
-    for i in range(files):
-        name = f"model-{i + 1:05d}-of-{files:05d}.safetensors"
-        part = {key: tensors[key] for key in sorted(tensors)[i::files]}
-        save_file(part, path / name)
-        weight_map.update(dict.fromkeys(part, name))
-    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    return path
+    pytest.importorskip("safetensors", reason="the safetensors package is not installed")
+    return format_checkpoints.Checkpoint(tensors, config).write(path, files)
 
 
 def random_layer(group_size, bias=False, gated=True, experts=EXPERTS):

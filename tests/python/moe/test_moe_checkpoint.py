@@ -42,7 +42,6 @@ def test_tensors_of_every_format_are_found(form):
     assert layer.tensors == suffixes
 
 
-@moe_checkpoint.needs_safetensors
 def test_layers_in_the_order_of_the_model(checkpoint):
     for index in (10, 2):
         layer = moe_checkpoint.LAYER.format(index)
@@ -54,7 +53,6 @@ def test_layers_in_the_order_of_the_model(checkpoint):
     assert list(load(path, only=lambda name: ".2." in name)) == [moe_checkpoint.LAYER.format(2)]
 
 
-@moe_checkpoint.needs_safetensors
 @pytest.mark.parametrize("format_", FORMATS)
 def test_interleaved_gate_up(checkpoint, format_):
     """gpt-oss: rows of gate_up_proj alternate gate and up, and there are biases."""
@@ -73,7 +71,6 @@ def test_interleaved_gate_up(checkpoint, format_):
     assert_parts(path, w13, w2)
 
 
-@moe_checkpoint.needs_safetensors
 @pytest.mark.parametrize("options", [{}, {"w13_interleaved": True}])
 def test_separate_gate_and_up_are_not_interleaved(checkpoint, options):
     """Whatever is said of fused tensors: these come apart."""
@@ -83,7 +80,6 @@ def test_separate_gate_and_up_are_not_interleaved(checkpoint, options):
     assert_parts(path, checkpoint.w13, checkpoint.w2, **options)
 
 
-@moe_checkpoint.needs_safetensors
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_scales_of_mixed_types(checkpoint, dtype):
     """The first tensor says nothing of the others: a stack is of the least type that holds all its scales."""
@@ -97,7 +93,6 @@ def test_scales_of_mixed_types(checkpoint, dtype):
     assert_packed(layer, checkpoint.w13, Stack(checkpoint.w2.values, least_scales(scales), None))
 
 
-@moe_checkpoint.needs_safetensors
 @pytest.mark.parametrize("intermediate", [256, None])
 def test_a_rank_with_a_part_of_the_files(checkpoint, intermediate):
     """Rank 1 of 2 has experts 4 to 7, in a file of their own, or in shards whose index names more."""
@@ -119,7 +114,6 @@ def test_a_rank_with_a_part_of_the_files(checkpoint, intermediate):
             load(path, settings=own, **options)
 
 
-@moe_checkpoint.needs_safetensors
 @pytest.mark.parametrize("how", ["ignored", "without scales"])
 def test_unquantized_layers_are_left_out(checkpoint, how, caplog):
     """An ignored first layer, or a layer for predicting several tokens that was copied as it was."""
@@ -138,7 +132,6 @@ def test_unquantized_layers_are_left_out(checkpoint, how, caplog):
         load(checkpoint.write(), only=lambda name: name == other)
 
 
-@moe_checkpoint.needs_safetensors
 @pytest.mark.parametrize("format_", FORMATS)
 @pytest.mark.parametrize("group_size", [-1, 32])
 def test_tensor_parallel(checkpoint, group_size, format_):
@@ -146,7 +139,6 @@ def test_tensor_parallel(checkpoint, group_size, format_):
     assert_parts(path, checkpoint.w13, checkpoint.w2, group_size)
 
 
-@moe_checkpoint.needs_safetensors
 @pytest.mark.parametrize("format_", FORMATS)
 def test_biases_of_some_experts(checkpoint, format_):
     """Zeros, as older tools wrote them where a model has no biases, are none; others want one of every matrix."""
@@ -168,7 +160,6 @@ def test_biases_of_some_experts(checkpoint, format_):
         load(checkpoint.write())
 
 
-@moe_checkpoint.needs_safetensors
 def test_correction_bias(checkpoint):
     checkpoint.config.update(model_type="deepseek_v3", n_routed_experts=8, n_group=4, topk_group=2)
     checkpoint.config.update(routed_scaling_factor=2.5)
@@ -186,14 +177,12 @@ def test_correction_bias(checkpoint):
         load(checkpoint.write())
 
 
-@moe_checkpoint.needs_safetensors
 def test_zero_points_of_zero_are_none(checkpoint):
     """Older versions write them for symmetric weights too."""
     checkpoint.tensors[f"{LAYER}.0.up_proj.weight_zero_point"] = torch.zeros(256, 4, dtype=torch.int8)
     assert_packed(load(checkpoint.write())[LAYER], checkpoint.w13, checkpoint.w2)
 
 
-@moe_checkpoint.needs_safetensors
 def test_progress_and_log(checkpoint, capfd, caplog, monkeypatch):
     caplog.set_level(logging.INFO, "w4a8")
     path = checkpoint.write()
@@ -207,7 +196,6 @@ def test_progress_and_log(checkpoint, capfd, caplog, monkeypatch):
     assert "no progress bar: tqdm is not installed" in caplog.messages
 
 
-@moe_checkpoint.needs_safetensors
 def test_progress_bar_counts_experts(checkpoint, capfd):
     pytest.importorskip("tqdm")
     load(checkpoint.write(), progress=True)
@@ -236,7 +224,6 @@ print(packed, len(layers), memory("VmHWM") - memory("VmRSS"), memory("RssAnon") 
 """
 
 
-@moe_checkpoint.needs_safetensors
 @meter.needs_proc
 def test_memory_is_bounded(tmp_path):
     """A layer's raw weights are gone before the next is read: the peak exceeds the end by one layer, not by all."""
@@ -266,7 +253,6 @@ def test_memory_is_bounded(tmp_path):
 # ---- the layer ----
 
 
-@moe_checkpoint.needs_safetensors
 def test_state_dict(checkpoint):
     """What was packed loads into a layer with other weights (what is refused: test_moe_loader.py)."""
     key = "model.layers.0.mlp.gate.e_score_correction_bias"
@@ -285,7 +271,6 @@ def test_state_dict(checkpoint):
     assert torch.equal(other(x, logits), want)
 
 
-@moe_checkpoint.needs_safetensors
 def test_a_router_outside(checkpoint):
     """``run`` takes its choice, by the experts of the model, on each rank; ``forward`` cannot guess it."""
     own = MoESettings(128, 3, RoutingMethodType.Custom, dtype=torch.float32)
@@ -304,14 +289,12 @@ def test_a_router_outside(checkpoint):
     assert ((parts[0] + parts[1] - got).abs() <= (2 * 3 + 2) * 2.0**-24 * size).all()
 
 
-@moe_checkpoint.needs_safetensors
 def test_logits_of_other_experts(checkpoint):
     layer = load(checkpoint.write(), ep_rank=0, ep_size=2)[LAYER]
     with pytest.raises(ValueError, match=r"router_logits is \[5, 4\], expected \[..., 8\]"):
         layer(torch.randn(5, 128), torch.randn(5, 4))
 
 
-@moe_checkpoint.needs_safetensors
 def test_repr(checkpoint):
     layer = load(checkpoint.write(), ep_rank=0, ep_size=2)[LAYER]
     assert repr(layer) == (
@@ -319,7 +302,6 @@ def test_repr(checkpoint):
     )
 
 
-@moe_checkpoint.needs_safetensors
 def test_an_expert_that_cannot_be_cut(checkpoint):
     with pytest.raises(ValueError, match="intermediate_size 256 cannot be cut for 3 tensor-parallel ranks"):
         load(checkpoint.write(), tp_size=3)
@@ -417,7 +399,6 @@ def test_settings_errors(tmp_path):
     assert read_settings(tmp_path) == settings(model_type="mixtral")
 
 
-@moe_checkpoint.needs_safetensors
 def test_settings_beat_config_json(checkpoint):
     checkpoint.config["model_type"] = "something_new"
     own = MoESettings(128, 2, RoutingMethodType.Sigmoid, activation=MoEActivation.GELU, dtype=torch.float32)

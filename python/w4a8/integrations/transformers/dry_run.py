@@ -79,8 +79,9 @@ class _Slice:
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         dtype = modeling.str_to_torch_dtype.get(self.header.dtype, torch.uint8)
-        if not self.is_read or self.header.bytes == 0:
-            return torch.empty(self.header.shape, dtype=dtype, device="meta")[index]
+        if not self.is_read or self.header.bytes == 0:  # of 0 bytes torch.frombuffer makes no tensor
+            device = "cpu" if self.is_read else "meta"
+            return torch.empty(self.header.shape, dtype=dtype, device=device)[index]
         with self.header.file.open("rb", buffering=0) as file:  # a mapping would read far more around it
             file.seek(self.header.begin)
             data = bytearray(file.read(self.header.bytes))

@@ -16,6 +16,8 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 from w4a8.checkpoint.tensors import file_of_each, read_index
 from w4a8.quantization.moe_blocks import fused_experts
 
+_FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors calls them
+
 
 class Names:
     """What transformers would make of the names in files."""
@@ -93,6 +95,26 @@ def check_files(files: Sequence[str], ours: Collection[str] = ()) -> None:
             raise ValueError(
                 f"tensor {key!r} stands in {file} and in {last[key]}, which transformers would read though the index "
                 "names the first: remove it there"
+            )
+
+
+def refuse_codes(model: torch.nn.Module, files: Sequence[str]) -> None:
+    """Looks for codes in a checkpoint whose config.json has no quantization_config: transformers would cast them.
+
+    Raises:
+        ValueError: a tensor of integers, or of floats of 8 bits or less, goes to a parameter of floats; names it.
+    """
+    if not all(str(file).endswith(".safetensors") for file in files):
+        return
+    types = {key: part.get_dtype() for key, part in slices(files)}
+    codes = {key: dtype for key, dtype in types.items() if dtype not in _FLOATS}
+    names = Names(model) if codes else None
+    for key, dtype in codes.items():
+        parameter = names.parameters.get(names.renamed(key))
+        if parameter is not None and parameter.is_floating_point():
+            raise ValueError(
+                f"tensor {key!r} is of {dtype}, but config.json has no quantization_config, which would say what the "
+                "codes stand for"
             )
 
 

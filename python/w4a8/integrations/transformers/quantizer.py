@@ -18,7 +18,7 @@ from w4a8.integrations.transformers import guard
 from w4a8.integrations.transformers.collect import Collector, Give, unstacked
 from w4a8.integrations.transformers.config import W4A8Config
 from w4a8.integrations.transformers.guard import inference_only, refuse_device
-from w4a8.integrations.transformers.names import check_files, check_inside
+from w4a8.integrations.transformers.names import check_files, check_inside, refuse_codes
 from w4a8.integrations.transformers.packed import build_packed
 from w4a8.integrations.transformers.prequantized import PrequantizedModules
 from w4a8.integrations.transformers.tied import let_go, share
@@ -103,6 +103,7 @@ class W4A8HfQuantizer(HfQuantizer):
         elif self.pre_quantized:
             self._tied = build_packed(model, files, self.quantization_config.packed)
         else:
+            refuse_codes(model, files)
             self._collector = Collector(model, self.quantization_config, files)
         check_files(files, () if self._modules is None else self._modules.keys)
 

@@ -24,6 +24,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from w4a8.integrations.vllm import settings
+from w4a8.integrations.vllm.config import is_ours
 from w4a8.integrations.vllm.log import logger
 from w4a8.integrations.vllm.settings import CACHE_KINDS
 from w4a8.ops import BLOCK_TOKENS, HEAD_SIZES, attention_block_bytes, paged_attention, paged_attention_write
@@ -234,11 +235,6 @@ def reason_against(asked: Any, vllm_config: Any) -> str | None:
     return None
 
 
-def is_ours(vllm_config: Any) -> bool:
-    """Whether an engine's model is one that the plugin runs."""
-    return type(vllm_config.quant_config).__module__.startswith("w4a8.")
-
-
 def forget(arguments: Any) -> None:
     """vLLM keeps the answers for the whole process; those for another engine may differ."""
     selector._cached_get_attn_backend.cache_clear()
@@ -263,7 +259,7 @@ def register() -> None:
         from vllm.config import get_current_vllm_config_or_none
 
         config = get_current_vllm_config_or_none()
-        if config is not None and is_ours(config):
+        if config is not None and is_ours(config.quant_config):
             reason = reason_against(attn_selector_config, config)
             if reason is None:
                 kind = CACHE_KINDS[attn_selector_config.kv_cache_dtype or "auto"]

@@ -39,6 +39,11 @@ def are_alike(ways: Sequence[Any], prefix: str) -> bool:
     return False
 
 
+def is_ours(thing: Any) -> bool:
+    """Whether what vLLM holds of a layer, or of an engine (its ``quant_config``), is an object of this package."""
+    return type(thing).__module__.startswith("w4a8.")
+
+
 def unquantized(layer: torch.nn.Module) -> Any:
     """vLLM's method of a layer that is not quantized."""
     if isinstance(layer, RoutedExperts):
@@ -98,8 +103,7 @@ class RunsLayersHere:
         method = self.method_of(layer, prefix) if ours else None
         if method is None:
             method = super().get_quant_method(layer, prefix)
-        own = (type(part).__module__.startswith("w4a8.") for part in (method, getattr(layer, "scheme", None)))
-        self._runs_some = self._runs_some or any(own)
+        self._runs_some = self._runs_some or is_ours(method) or is_ours(getattr(layer, "scheme", None))
         return lm_head_method(layer, method, by_default=self._runs_some)
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:

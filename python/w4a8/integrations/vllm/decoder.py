@@ -13,7 +13,8 @@ import torch
 from vllm.forward_context import get_forward_context
 
 from w4a8.decoder import Decoder
-from w4a8.integrations.vllm import attention, settings
+from w4a8.integrations.vllm import settings
+from w4a8.integrations.vllm.config import is_ours
 from w4a8.integrations.vllm.decoder_layers import Norms, Ropes, Unfit, family_of, layer_fields, packed_head
 from w4a8.integrations.vllm.loaded import after_loading
 from w4a8.integrations.vllm.log import logger
@@ -29,7 +30,7 @@ def register() -> None:
 
 def attach(model: torch.nn.Module, vllm_config: Any, model_config: Any) -> None:
     """Replaces the forward of the layers of a loaded model, which may be one that drafts, or says why not."""
-    if not attention.is_ours(vllm_config):
+    if not is_ours(vllm_config.quant_config):
         return
     try:
         reason = reason_against(vllm_config, model_config)
