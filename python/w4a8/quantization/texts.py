@@ -66,7 +66,7 @@ def own_text(model: Any, count: int = 16, length: int = 256) -> list[dict[str, t
     known = model.generation_config
     first = next((each for each in (known.bos_token_id, known.eos_token_id) if each is not None), 0)
     ids = torch.full((count, 1), first[0] if isinstance(first, list) else first)
-    plain = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    plain = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
     more = length - 1
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
