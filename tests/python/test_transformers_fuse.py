@@ -14,7 +14,7 @@ from common import assert_same_bits  # noqa: E402
 from gguf_models import VOCAB, TinyModel  # noqa: E402
 from transformers import AutoModelForCausalLM, DynamicCache  # noqa: E402
 
-from w4a8.integrations.transformers import W4A8Cache, fuse  # noqa: E402
+from w4a8.integrations.transformers import W4A8Cache, W4A8Config, fuse  # noqa: E402
 from w4a8.nn import GateNumbers, W4A8Experts  # noqa: E402
 from w4a8.nn.output_layer import multiply_once  # noqa: E402
 
@@ -203,6 +203,20 @@ def test_modules_that_change(tmp_path, monkeypatch):
     up.forward = up.forward  # of the class, as transformers leaves one after recording outputs
     assert_same_bits(run(model, TOKENS), expected)
     assert len(said) == 2
+
+
+def test_an_option_of_loading(llama, tmp_path, caplog):
+    """W4A8Config(fuse=): the bits of fuse(). What is not known loads as ever, and is named. It is not saved."""
+    config = W4A8Config(fuse="int8")
+    model = load("llama", tmp_path, quantization_config=config)
+    assert type(vars(model)["forward"]) is type(vars(llama)["forward"]) and "fuse" not in config.to_dict()
+    options = {"max_new_tokens": 5, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    found, expected = (each.generate(TOKENS, **options) for each in (model, llama))
+    assert_same_bits(torch.stack(found.logits), torch.stack(expected.logits))
+    other = load("deepseek-v3", tmp_path, quantization_config=config)
+    assert "forward" not in vars(other) and "the layers do not run in one call: " in caplog.text
+    with pytest.raises(ValueError, match="fuse is 'int4', expected None or one of int8, bfloat16"):
+        W4A8Config(fuse="int4")
 
 
 def test_undo_and_copies(tmp_path):

@@ -11,6 +11,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from w4a8.core.activation_groups import check_activation_group
 from w4a8.formats.packed_directory import FORMAT, METHOD, VERSION, check_stated
+from w4a8.integrations.transformers.cache import KINDS
 from w4a8.nn import QuantOptions
 from w4a8.quantization.skip import Skipped
 
@@ -24,6 +25,7 @@ class W4A8Config(QuantizationConfigMixin):
         *,
         skip: str | Iterable[str] = (),
         default_skip: bool = True,
+        fuse: str | None = None,
         quant_method: str = METHOD,
         format: str | None = None,
         version: int = VERSION,
@@ -36,6 +38,8 @@ class W4A8Config(QuantizationConfigMixin):
             options: a :class:`w4a8.nn.QuantOptions`, or its group size alone.
             skip: names of modules to leave alone besides, and ``re:`` with regular expressions.
             default_skip: leave output layers and routers alone as well; False quantizes those that are linear layers.
+            fuse: the kind of cache, "int8" or "bfloat16", with which all layers run in one call where they can
+                (:func:`w4a8.integrations.transformers.fuse`); None: they do not. It is not saved.
             quant_method, format, version: of a config.json; ``format`` is None where the weights are floats.
             packed: of a config.json; the packed tensors of the directory, None if it does not say.
             **fields: of :class:`w4a8.nn.QuantOptions`, by name. ``activation_group`` is for checkpoints that others
@@ -45,7 +49,7 @@ class W4A8Config(QuantizationConfigMixin):
         Raises:
             TypeError, ValueError: as :class:`w4a8.nn.QuantOptions`.
             TypeError: a function as ``skip``, which no config.json could hold.
-            ValueError: a directory in a format that this version does not know.
+            ValueError: a directory in a format that this version does not know; another kind of cache.
         """
         if isinstance(options, QuantOptions):
             fields = {**options.to_dict(), **fields}
@@ -61,6 +65,9 @@ class W4A8Config(QuantizationConfigMixin):
         self.default_skip = default_skip
         self.skipped()  # refuses what is neither a name nor a pattern
         check_stated(quant_method, FORMAT if format is None else format, version)
+        if fuse not in (None, *KINDS):
+            raise ValueError(f"fuse is {fuse!r}, expected None or one of {', '.join(KINDS)}")
+        self.fuse = fuse
         self.format = format
         self.packed = packed
         self.source: dict[str, Any] | None = None

@@ -17,6 +17,7 @@ from w4a8.formats.rules import config_in
 from w4a8.integrations.transformers import guard
 from w4a8.integrations.transformers.collect import Collector, Give, unstacked
 from w4a8.integrations.transformers.config import W4A8Config
+from w4a8.integrations.transformers.fused import fuse
 from w4a8.integrations.transformers.guard import inference_only, refuse_device
 from w4a8.integrations.transformers.names import check_files, check_inside, refuse_codes
 from w4a8.integrations.transformers.packed import build_packed
@@ -160,6 +161,11 @@ class W4A8HfQuantizer(HfQuantizer):
         inference_only(model)
         refuse_resizing(model)
         multiply_once(model.get_output_embeddings())
+        if self.quantization_config.fuse is not None and guard.device == "cpu":
+            try:
+                fuse(model, self.quantization_config.fuse)
+            except ValueError as error:
+                logger.warning("the layers do not run in one call: %s", error)
         return model
 
 
