@@ -8,6 +8,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
 from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
@@ -65,6 +66,23 @@ def chosen(config, name, experts=False, head=False):
     if head:
         layer.embedding_dim = 64
     return config.get_quant_method(layer, name)
+
+
+def moe_config(experts, size, dtype):
+    """vLLM's configuration of a layer of experts, of one rank."""
+    return FusedMoEConfig(
+        num_experts=experts,
+        experts_per_token=2,
+        hidden_dim=size,
+        intermediate_size=size,
+        num_local_experts=experts,
+        num_logical_experts=experts,
+        activation=MoEActivation.SILU,
+        device="cpu",
+        routing_method=RoutingMethodType.Renormalize,
+        moe_parallel_config=FusedMoEParallelConfig.make_no_parallel(),
+        in_dtype=dtype,
+    )
 
 
 def make_layer(

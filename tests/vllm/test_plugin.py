@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import pkgutil
 import subprocess
 import sys
 import threading
@@ -314,53 +315,38 @@ def test_missing_module(fresh, monkeypatch):
     assert "self-test failed" in fresh.warnings[0]
 
 
-def test_wrong_operators(fresh, monkeypatch):
-    monkeypatch.setattr("w4a8.integrations.vllm.linear_layers.dyn_quant_matmul_4bit", lambda x, *rest: x[:, :128] + 1)
-    assert fresh() == "CompressedTensorsConfig"
-    assert "a linear layer of vLLM gives wrong sums" in fresh.warnings[0]
-
-
-def test_wrong_experts(fresh, monkeypatch):
-    from w4a8.integrations.vllm import moe
-
-    right = moe.run_experts
-    monkeypatch.setattr(moe, "run_experts", lambda *args: right(*args) * 1.1)
-    assert fresh() == "CompressedTensorsConfig"
-    assert "a layer of experts of vLLM gives wrong sums" in fresh.warnings[0]
-
-
-def test_a_layer_that_computes_something_else(fresh, monkeypatch):
-    """Layers of vLLM's own are made, loaded and run: something in between has changed."""
-    from w4a8.integrations.vllm import linear_layers as linear
-
-    right = linear.LinearWeights.apply
-    monkeypatch.setattr(linear.LinearWeights, "apply", lambda *args: right(*args) + 1)
-    assert fresh() == "CompressedTensorsConfig"
-    assert "self-test failed: a linear layer of vLLM gives wrong sums" in fresh.warnings[0]
-
-
-def test_a_loader_that_puts_things_elsewhere(fresh, monkeypatch):
-    from vllm.model_executor.layers.linear import ReplicatedLinear
-
-    monkeypatch.setattr(
-        ReplicatedLinear, "weight_loader", lambda self, param, loaded: param.data.copy_(loaded.flip(0)), raising=False
-    )
-    assert fresh() == "CompressedTensorsConfig"
-    assert "a linear layer of vLLM gives wrong sums" in fresh.warnings[0]
-
-
-def test_experts_that_are_asked_for_otherwise(fresh, monkeypatch):
-    from vllm.model_executor.layers.fused_moe import RoutedExperts
-
-    right = RoutedExperts.__init__
-
+def without_top_k(right):
     def renamed(self, *args, **kwargs):
         right(self, *args, **kwargs)
         del self.top_k
 
-    monkeypatch.setattr(RoutedExperts, "__init__", renamed)
+    return renamed
+
+
+def loads_reversed(right):
+    return lambda self, param, loaded: param.data.copy_(loaded.flip(0))
+
+
+# What stands at a place, what becomes of it there, and what the self-test says. It makes, loads and runs vLLM's layers.
+OURS, THEIRS = "w4a8.integrations.vllm.", "vllm.model_executor.layers."
+LINEAR_SUMS = "self-test failed: a linear layer of vLLM gives wrong sums"
+EXPERT_SUMS = "a layer of experts of vLLM gives wrong sums"
+CHANGED = [
+    (f"{OURS}linear_layers.dyn_quant_matmul_4bit", lambda right: lambda x, *rest: x[:, :128] + 1, LINEAR_SUMS),
+    (f"{OURS}linear_layers.LinearWeights.apply", lambda right: lambda *args: right(*args) + 1, LINEAR_SUMS),
+    (f"{THEIRS}linear.ReplicatedLinear.weight_loader", loads_reversed, LINEAR_SUMS),
+    (f"{OURS}moe.run_experts", lambda right: lambda *args: right(*args) * 1.1, EXPERT_SUMS),
+    (f"{THEIRS}fused_moe.RoutedExperts.__init__", without_top_k, "a layer could not be made and run: AttributeError"),
+]
+
+
+@pytest.mark.parametrize(("place", "change", "message"), CHANGED, ids=[row[0].rpartition(".")[2] for row in CHANGED])
+def test_something_in_between_has_changed(fresh, monkeypatch, place, change, message):
+    owner, _, name = place.rpartition(".")
+    owner = pkgutil.resolve_name(owner)
+    monkeypatch.setattr(owner, name, change(getattr(owner, name, None)), raising=False)
     assert fresh() == "CompressedTensorsConfig"
-    assert "a layer could not be made and run: AttributeError" in fresh.warnings[0]
+    assert message in fresh.warnings[0]
 
 
 def test_the_self_test_leaves_nothing_behind(fresh):

@@ -4,11 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from layers import rank
+from layers import moe_config, rank
 from vllm.model_executor.layers.fused_moe import RoutedExperts
-from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
 from vllm.model_executor.layers.linear import ReplicatedLinear
+from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors  # noqa: F401  the next one wants it
 from vllm.model_executor.layers.quantization.compressed_tensors.transform.linear import (
     CompressedTensorsLinearTransformMethod,
 )
@@ -41,19 +40,7 @@ def config_of(*rotations, inputs=True, targets=("Linear",)):
 
 def experts(config):
     """The method of a layer of experts as vLLM makes it."""
-    moe = FusedMoEConfig(
-        num_experts=EXPERTS,
-        experts_per_token=2,
-        hidden_dim=K,
-        intermediate_size=K,
-        num_local_experts=EXPERTS,
-        num_logical_experts=EXPERTS,
-        activation=MoEActivation.SILU,
-        device="cpu",
-        routing_method=RoutingMethodType.Renormalize,
-        moe_parallel_config=FusedMoEParallelConfig.make_no_parallel(),
-        in_dtype=torch.float32,
-    )
+    moe = moe_config(EXPERTS, K, torch.float32)
     here = SimpleNamespace(
         local_num_experts=EXPERTS,
         placement_strategy="linear",

@@ -128,30 +128,13 @@ def test_the_wrong_answer_to_gptq_v2(checkpoints, tmp_path):
 def test_selection_of_weight_only_experts(monkeypatch, amx):
     """That it is AMX which decides, shown on every CPU: nothing is run."""
     from compressed_tensors.quantization import QuantizationArgs
-    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-    from vllm.model_executor.layers.fused_moe.config import (
-        FusedMoEConfig,
-        FusedMoEParallelConfig,
-        RoutingMethodType,
-    )
+    from layers import moe_config
     from vllm.model_executor.layers.fused_moe.oracle.int_wna16 import select_wna16_moe_backend
     from vllm.model_executor.layers.quantization.utils.quant_utils import QuantKey, kInt4StaticGroupScale
     from vllm.scalar_type import scalar_types
 
     monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: amx)
-    config = FusedMoEConfig(
-        num_experts=8,
-        experts_per_token=2,
-        hidden_dim=128,
-        intermediate_size=128,
-        num_local_experts=8,
-        num_logical_experts=8,
-        activation=MoEActivation.SILU,
-        device="cpu",
-        routing_method=RoutingMethodType.Renormalize,
-        moe_parallel_config=FusedMoEParallelConfig.make_no_parallel(),
-        in_dtype=torch.bfloat16,
-    )
+    config = moe_config(8, 128, torch.bfloat16)
 
     def select():
         weights = QuantizationArgs(num_bits=4, symmetric=True, strategy="group", group_size=128)
