@@ -1,4 +1,4 @@
-"""Rounds the layers of a model one after another, each for the inputs that it gets behind those rounded before it."""
+"""Rounds the layers of a model one after another, each for its inputs behind the layers rounded before."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from w4a8.quantization.expert_rows import ExpertRows
 from w4a8.quantization.moe_blocks import listed_linears
 from w4a8.quantization.plan import Job
 
-# What is known of the inputs of a job: Inputs of a linear layer, ExpertRows of experts; None: no batch reaches it.
+# The inputs of a job: Inputs of a linear layer, ExpertRows of experts; None: no batch reaches the job.
 Found = Any
 Round = Callable[[Job, Found], None]
 
 
 def batches_of(calibration: Iterable[Any]) -> list[Any]:
-    """The batches of a calibration: a tensor, or a tuple or list of arguments, or a dict of named ones, each.
+    """The batches of a calibration. Each is a tensor, a tuple or list of arguments, or a dict of named arguments.
 
     Raises:
         ValueError: there are none.
@@ -41,10 +41,10 @@ def batches_of(calibration: Iterable[Any]) -> list[Any]:
 def round_in_turn(model: torch.nn.Module, jobs: Iterable[Job], batches: list[Any], round_job: Round) -> None:
     """Runs the model on batches, and rounds each job when its inputs are known.
 
-    The model is run unit by unit: a unit is an element of a ``ModuleList``, as a decoder layer is, or a layer by
-    itself. A unit whose input is the output of the unit before it gets what that unit gave: the units before it are not
-    run again, whatever else the model computes is. Beside the inputs behind rounded units, those of the float model are
-    kept; what is kept of both are the outputs of one unit, and the float inputs inside it.
+    The model is run unit by unit. A unit is an element of a ``ModuleList``, such as a decoder layer, or a single layer.
+    If the input of a unit is the output of the unit before, that output is kept, and the units before are not run
+    again. All else in the model is. Outputs are kept twice, behind rounded units and of the float model. Memory holds
+    the outputs of one unit, and the float inputs inside one unit.
 
     Args:
         model: is changed by ``round_job`` alone.
@@ -69,12 +69,12 @@ class _Unit:
 
     Attributes:
         module: it.
-        jobs: below it, or it.
-        alone: it is what a job replaces, not a list's element around some.
-        stages: jobs that have an input in common, in the order in which they are called.
-        calls: of the modules of a stage's first job, by id of the job, in one batch.
-        before: units that need not run when this one does: a chain, each with the output of the one before as input.
-        feeds: the next unit has this one in ``before``.
+        jobs: of the module and its submodules.
+        alone: a job replaces the module itself; it is no element of a list with jobs inside.
+        stages: jobs with the same input, in the order of their calls.
+        calls: by id of the first job of a stage: how often one batch calls its modules.
+        before: units that need not run for this unit: a chain, where each unit's output is the next unit's input.
+        feeds: this unit is in ``before`` of the next unit.
     """
 
     module: torch.nn.Module
@@ -87,7 +87,7 @@ class _Unit:
 
 
 class _Enough(BaseException):
-    """Ends a run of the model when what was wanted of it is there."""
+    """Ends a run of the model when nothing more is needed."""
 
 
 class _Runner:
@@ -95,7 +95,7 @@ class _Runner:
         self.model, self.batches, self.jobs = model, batches, jobs
         self.units: list[_Unit] = []  # in the order of their first calls
         self.rounded: set[int] = set()  # ids of jobs
-        # Of each batch: what the last unit of a chain gave, behind rounded units and in the float model.
+        # Outputs of the last unit of a chain, by batch: behind rounded units, and in the float model.
         self.outputs: list[Any] = []
         self.exact: list[Any] = []
 
@@ -125,7 +125,7 @@ class _Runner:
             if chained and not unit.alone and times[id(unit)] == times[id(last)] == 1:
                 unit.before, last.feeds = [*last.before, last], True
             last = None if unit.alone else unit
-        # Those whose own forward is not what is called, but those of layers below.
+        # Units whose own forward is never called: the model calls the layers inside.
         self.units += [unit for unit in units if inputs[id(unit)] and unit not in self.units]
         for unit in self.units:
             _find_stages(unit, inputs[id(unit)])
@@ -147,7 +147,7 @@ class _Runner:
             self.outputs = [self._run(unit, i, self.outputs) for i in range(len(self.batches))]
 
     def _float_inputs(self, unit: _Unit) -> dict[int, list[list[torch.Tensor]]]:
-        """What goes into the first job of each stage in the float model; the unit is not rounded yet."""
+        """Inputs of the first job of each stage in the float model; the unit is not rounded yet."""
         found: dict[int, list[list[torch.Tensor]]] = {id(stage[0]): [] for stage in unit.stages}
         given = []
         for i in range(len(self.batches)):
@@ -162,7 +162,7 @@ class _Runner:
         return found
 
     def _inputs(self, unit: _Unit, job: Job, exact: list[list[torch.Tensor]]) -> Found:
-        """What goes into a job behind whatever is rounded; None for nothing."""
+        """Inputs of a job behind the layers rounded so far; None: no batch reaches the job."""
         modules = watched(job)
         found = Inputs.none(modules[0].in_features) if job.kind == "linear" else ExpertRows()
         for i in range(len(self.batches)):
@@ -190,7 +190,7 @@ class _Runner:
         return found.filled() if job.kind == "linear" else found
 
     def _run(self, unit: _Unit, batch: int, outputs: list[Any], watchers: Iterable[tuple] = ()) -> Any:
-        """Runs a unit on a batch, behind outputs of the unit before it, and returns what it gives."""
+        """Runs a unit on a batch, with the kept output of the unit before, and returns the unit's output."""
         given = None
 
         def end(out: Any) -> None:
@@ -212,7 +212,7 @@ class _Runner:
 
 
 def _units(model: torch.nn.Module, jobs: list[Job]) -> list[_Unit]:
-    """Elements of the outermost lists of modules that have jobs below, and jobs that are in no list."""
+    """Elements of the outermost module lists with jobs inside, and jobs outside of such lists."""
     own = {id(owner if job.kind == "listed" else getattr(owner, key)): job for job in jobs for owner, key in job.places}
     units, taken = [], set()
 
@@ -233,7 +233,7 @@ def _units(model: torch.nn.Module, jobs: list[Job]) -> list[_Unit]:
 
 
 def _find_stages(unit: _Unit, inputs: list[tuple[Job, Any]]) -> None:
-    """Jobs that are called one after another with the same tensor are a stage."""
+    """Puts jobs that are called one after another with the same tensor into one stage."""
     last = None
     for job, rows in inputs:
         if unit.calls[id(job)] == 0:
@@ -246,7 +246,7 @@ def _find_stages(unit: _Unit, inputs: list[tuple[Job, Any]]) -> None:
 
 
 def watched(job: Job) -> list[torch.nn.Module]:
-    """The modules that are called with the inputs of a job: of listed experts the gate of each."""
+    """The modules that get the inputs of a job: for listed experts each expert's gate."""
     owner, _ = job.places[0]
     if job.kind == "listed":
         return [gate for gate, _, _ in listed_linears(owner)]
@@ -259,7 +259,7 @@ def _first(out: Any) -> Any:
 
 
 def _copy(out: Any) -> Any:
-    """What a unit gave, so that the model may change it in place."""
+    """A copy of a unit's output, which the model may change in place."""
     if isinstance(out, torch.Tensor):
         return out.clone()
     return type(out)(_copy(each) for each in out) if type(out) in (tuple, list) else out
@@ -284,14 +284,14 @@ def _watching(
     before: Callable[[tuple[Any, ...]], None] | None = None,
     after: Callable[[Any], None] | None = None,
 ) -> Iterator[None]:
-    """Calls hooks with what the module is called with, by position or by name, and with what it gives.
+    """Calls hooks with the arguments of a module, given by position or by name, and with its output.
 
-    Hooks of torch 1.13 do not get what is passed by name.
+    Hooks of torch 1.13 do not get arguments given by name.
     """
     forward = module.forward
     signature = inspect.signature(forward)
 
-    @wraps(forward)  # so that the signature of what is watched twice is known
+    @wraps(forward)  # keeps the signature, for a module that is watched twice
     def watched(*args: Any, **kwargs: Any) -> Any:
         if before is not None:
             before(signature.bind(*args, **kwargs).args)
@@ -305,7 +305,7 @@ def _watching(
 
 
 def call(model: torch.nn.Module, batch: Any) -> Any:
-    """What a model answers to a batch: a tensor, a tuple or list of arguments, or a dict of named ones."""
+    """The model's output for a batch: a tensor, a tuple or list of arguments, or a dict of named arguments."""
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)

@@ -1,4 +1,4 @@
-"""What a calibration routes to the experts of a layer, and their rounding for it."""
+"""The rows that a calibration routes to the experts of a layer, and rounding for these rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ExpertRows:
         rows: of each call: rows [T, H], or one tensor [., H] of an expert.
         ids: of each call: the experts [T, k] of each row; None: an equal run of rows for each expert (Llama 4); an int:
             all rows are that expert's.
-        exact: of each call: what the float model has in place of the rows, or None.
+        exact: of each call: the float model's rows, or None.
     """
 
     rows: list[torch.Tensor] = field(default_factory=list)
@@ -29,7 +29,7 @@ class ExpertRows:
     exact: list[torch.Tensor | None] = field(default_factory=list)
 
     def of(self, expert: int, count: int) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-        """Rows [., H] of an expert of ``count``, with those of the float model, of each call that has some."""
+        """Rows [., H] of one of ``count`` experts, with the float model's rows; of each call that has some."""
         found = []
         for rows, ids, exact in zip(self.rows, self.ids, self.exact):
             if isinstance(ids, int):
@@ -81,6 +81,6 @@ class ExpertRounding:
 
 
 def between(experts: Experts, expert: int, w13: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """What w2 of an expert is multiplied by, for rows [., H] and its w13."""
+    """The input of an expert's w2, for rows [., H] and the expert's w13."""
     bias = None if experts.w13_bias is None else experts.w13_bias[expert].to(w13.dtype)
     return experts.between(torch.nn.functional.linear(rows.to(w13.dtype), w13, bias).float())

@@ -1,4 +1,4 @@
-"""What a model with packed layers cannot do is refused in words, instead of failing somewhere inside."""
+"""Refuses with a message what a model with packed layers cannot do."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def refuse_resizing(model: torch.nn.Module) -> None:
 
 
 def _packed(model: torch.nn.Module) -> tuple[str, str] | None:
-    """The name of what is packed of the two in a model, and what else could be done."""
+    """The packed one of output layer and embedding, and what the user can do instead."""
     skipped = ", or leave the layer a float (default_skip=True)"
     for get, instead in (("get_input_embeddings", ""), ("get_output_embeddings", skipped)):
         try:

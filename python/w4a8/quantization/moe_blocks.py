@@ -1,10 +1,12 @@
-"""The mixture-of-experts blocks of transformers, recognized by class name and attributes; it is never imported.
+"""The mixture-of-experts blocks of transformers, recognized by class name and attributes.
 
-transformers 5    a block has an ``experts`` module with all weights in two parameters. Only that one is replaced, so
-                  the block, its router and its shared experts, and what hooks read of them, stay what they are. The
-                  decorator ``use_experts_implementation`` says of its class what it computes, whatever its name.
-transformers 4    ``experts`` is a ModuleList. It is replaced, and the block gets a subclass of its class that calls it:
-                  whoever looks for blocks by class (to record router logits) still finds it.
+Nothing is imported from transformers.
+
+transformers 5    a block has an ``experts`` module with all weights in two parameters. Only ``experts`` is replaced:
+                  the block, its router, its shared experts and hooks on these stay. The decorator
+                  ``use_experts_implementation`` says what a class computes; the name of the class does not matter.
+transformers 4    ``experts`` is a ModuleList and is replaced. The block gets a subclass of its class, which calls the
+                  new experts. Code that looks for blocks by class (to record router logits) still finds the block.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from w4a8.ops import Activation
 _SOFTMAX = re.compile(r"(Qwen2Moe|Qwen3Moe|Mixtral|Olmoe)SparseMoeBlock")
 _DEEPSEEK = re.compile(r"Deepseek(V2|V3)(MoE|Moe)")
 
-# Without the decorator, but their forward is the common one.
+# Classes without the decorator whose forward is the common one.
 _UNDECORATED = ("Llama4TextExperts", "Step3p7Experts")
 
 # Names of an expert's projections: gate, up, down.
@@ -46,7 +48,7 @@ _ACTIVATIONS = {
 
 
 class Experts:
-    """The float weights of a block's experts: what W4A8Experts.from_float takes.
+    """The float weights of a block's experts, for W4A8Experts.from_float.
 
     Attributes:
         w13: sequence of [2I, H], gate rows, then up rows.
@@ -82,7 +84,7 @@ class Experts:
         return _ACTIVATIONS.get(type(self.act_fn).__name__)
 
     def between(self, rows: torch.Tensor) -> torch.Tensor:
-        """What w2 is multiplied by, by torch: what w13 gives, gate then up, to [., I]."""
+        """The activation, by torch: output of w13 (gate, then up) to the input of w2 [., I]."""
         if not self.gated:
             return self.act_fn(rows)
         gate, up = rows.chunk(2, -1)
@@ -129,7 +131,7 @@ class GateUp(Sequence):
 
 
 class Each(Sequence):
-    """A function of each expert's tensor, or of what it is read from, called when it is asked for."""
+    """A function of each expert's tensor, or of the tensor's source, called when the expert is asked for."""
 
     def __init__(self, tensors: Sequence[Any], function: Callable[[Any], torch.Tensor]) -> None:
         self.tensors, self.function = tensors, function
@@ -240,10 +242,10 @@ def _has_usual_gate(module: torch.nn.Module) -> bool:
 
 
 def _gate(module: torch.nn.Module) -> tuple[Callable[[torch.Tensor], torch.Tensor] | Activation, GateNumbers] | None:
-    """What joins gate and up; None if the operator does not.
+    """The activation that joins gate and up; None if the operator does not have it.
 
-    A class's own gate is compared with those of the operator, of the numbers that the module states, where these are
-    bent and far outside: its name says nothing, and the next version may compute something else.
+    The gate that a class defines is compared with the operator's, with the numbers of the module, near the bends and
+    far outside. The name of the gate proves nothing: the next version may compute something else.
     """
     if _has_usual_gate(module):
         return module.act_fn, OWN_NUMBERS
@@ -282,7 +284,7 @@ _DEFAULTS = {
 
 
 def _joined(gate: torch.Tensor, up: torch.Tensor, activation: Activation, numbers: GateNumbers) -> torch.Tensor:
-    """What the operator computes, by torch (docs/numerics.md, section 5)."""
+    """The operator's activation, by torch (docs/numerics.md, section 5)."""
     limit, alpha, beta = (own if x is None else x for x, own in zip(numbers, _DEFAULTS[activation]))
     up = up.clamp(-limit, limit)
     if activation == Activation.SWIGLU_STEP:
@@ -359,7 +361,7 @@ class _SoftmaxBlock:
 
 
 class _DeepseekBlock:
-    """Its forward and its router (groups, correction bias, scaling) stay; the loop over experts becomes one call."""
+    """Forward and router (groups, correction bias, scaling) stay; the loop over experts becomes one call."""
 
     def moe(self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weight: torch.Tensor) -> torch.Tensor:
         return self.experts(hidden_states, topk_ids, topk_weight)

@@ -1,4 +1,4 @@
-"""What of a model can be replaced, found before anything is."""
+"""Finds what can be replaced in a model, before anything is replaced."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Job:
     Attributes:
         kind: ``linear``, ``fused`` (experts of transformers 5) or ``listed`` (a block of transformers 4).
         names: of the module in the model; a shared one has several.
-        places: owner and key under which it is found; for ``listed`` the block itself, which stays.
+        places: owner and key of the module; for ``listed`` the block itself, which stays.
         matrices: how many will be packed.
         options: what they are rounded to.
     """
@@ -44,7 +44,7 @@ class Job:
 
 @dataclass
 class Plan:
-    """Jobs in the order of the model, and what is left alone with the reason."""
+    """Jobs in the order of the model, and the reason for each module that is left alone."""
 
     jobs: list[Job] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class Plan:
 
 @dataclass
 class _Linear:
-    """A linear layer that can be replaced unless it shares its weight with something that cannot."""
+    """A linear layer that can be replaced, unless a module that stays shares the weight."""
 
     module: torch.nn.Linear
     names: list[str]
@@ -71,7 +71,7 @@ class _Planner:
         self.excluded: dict[int, str] = {}  # by id of a module to leave alone under all of its names: the reason
 
     def visit(self, module: torch.nn.Module, name: str, owner: torch.nn.Module | None, key: str, left: bool) -> None:
-        """Looks at a module and what is below it; ``left`` if it is below one that is left alone."""
+        """Looks at a module and its submodules; ``left``: a module above is left alone."""
         left = left or (owner is not None and bool(self.skip(name, module)))
         if isinstance(module, torch.nn.Linear):
             reason = "skip" if left else self.heads.get(id(module)) or self.linear_problem(module, name)
@@ -105,7 +105,7 @@ class _Planner:
         reason: str | None,
         job: Job | None = None,
     ) -> None:
-        """Notes what is to become of a module under one of its names."""
+        """Notes the job, or the reason, of a module under one of its names."""
         if reason is None and owner is None:
             raise ValueError(
                 f"model is itself a {type(module).__name__}, which cannot be replaced in place: use "
@@ -122,7 +122,7 @@ class _Planner:
             entry.places.append((owner, key))
 
     def name_large(self, module: torch.nn.Module, name: str, left: bool) -> None:
-        """Names a module of another kind that has large parameters of its own (the model itself: these)."""
+        """Names a module of another kind with large parameters of its own; of the model itself, the parameters."""
         large = self.large.of(module)
         reason = "skip" if left else f"{', '.join(large)} of {type(module).__name__}, which is not replaced"
         if not left and has_stacks(module):
@@ -181,7 +181,7 @@ class _Planner:
         return None
 
     def leave_shared(self, model: torch.nn.Module) -> None:
-        """Leaves linear layers alone whose weight something else needs as floats, an embedding say."""
+        """Leaves a linear layer alone if a module that stays, such as an embedding, has the same weight."""
         holders: dict[int, list[tuple[int, str]]] = {}
         for name, module in model.named_modules():
             for parameter in module._parameters.values():

@@ -26,15 +26,15 @@ class QuantizationReport:
 
     Attributes:
         replaced: name -> the new module, as text. A shared module is there under each of its names.
-        skipped: name -> why a module was left alone: every linear layer, all experts, and whatever else has a large
-            parameter that stays float: of two or more dimensions, and 1/10,000 or more of the model's bytes.
+        skipped: name -> why a module was left alone: linear layers, experts, and other modules with a large parameter
+            (two or more dimensions, 1/10,000 or more of the model's bytes).
         float_bytes: of the weights that were replaced.
-        packed_bytes: of what stands in their place.
-        left_bytes: of the floating-point parameters that the model has now.
-        model_bytes: of all parameters and packed weights that it has now.
-        weights: name -> what the packed weights are; of a model on the meta device, where they have no headers.
-        refused: name -> why a layer cannot be packed; on the meta device, where that is no error.
-        uncalibrated: name -> what of a module the batches of ``calibration`` said too little of.
+        packed_bytes: of the packed weights in their place.
+        left_bytes: of the model's floating-point parameters now.
+        model_bytes: of the model's parameters and packed weights now.
+        weights: name -> kind of the packed weights; on the meta device, where headers are missing.
+        refused: name -> why a layer cannot be packed; on the meta device, instead of an error.
+        uncalibrated: name -> which part of a module got too few inputs from ``calibration``.
     """
 
     replaced: dict[str, str] = field(default_factory=dict)
@@ -90,28 +90,24 @@ def quantize_(
     ``torch.nn.Linear`` becomes ``w4a8.nn.W4A8Linear``. Gated experts become ``w4a8.nn.W4A8Experts``: those of
     transformers 5 with the common interface of experts (Qwen, Mixtral, DeepSeek, GLM, MiniMax, Ernie and many others),
     gpt-oss and Llama 4; of transformers 4 those of Qwen2-MoE, Qwen3-MoE, Mixtral, OLMoE, DeepSeek-V2 and -V3. Routers,
-    shared experts and what a block returns stay as they are. One module is replaced after another and its float
-    weights are let go at once, so memory peaks at the model, the packed weights of one module, and those of one matrix
-    before packing.
+    shared experts and what a block returns stay. Float weights of a module are freed when it is replaced, so memory
+    peaks at the model, the packed weights of one module, and one matrix before packing.
 
-    What is left alone, with the reason in the report: what ``skip`` names; layers whose input size is odd or no
-    multiple of the group size (both input sizes, of experts); subclasses of Linear; layers and experts with hooks;
-    layers that share their weight with something that is not replaced, like an output layer tied to the embedding, or
-    whose weight the code around them reads; weights of other types than float32, bfloat16, float16; other experts;
-    embeddings and whatever else has large parameters. What is quantized already is not listed. Modules on the meta
-    device become modules there, to be filled by ``load_state_dict(..., assign=True)``.
+    The report names each module that is left alone, with the reason (docs/quantization.md, "What is left alone").
+    Quantized modules are not listed. Modules on the meta device become modules there, to be filled by
+    ``load_state_dict(..., assign=True)``.
 
     Args:
         model: for inference: the quantized layers have no gradients. An exception leaves it usable, each module either
             replaced or untouched.
         options: a :class:`QuantOptions`, or its group size alone.
-        skip: what to leave alone besides: names, ``re:`` with a regular expression, or a function of name and module.
-            A skipped module is left alone with all that is below it.
-        default_skip: leave output layers and routers (``w4a8.quantization.DEFAULT_SKIP``) alone as well, and of models
-            of transformers linear layers that the checkpoint did not have. False quantizes those that can be.
-        calibration: inputs of the model, each a tensor, a tuple or list of arguments or a dict of named ones. The model
-            runs on them, several times, layer after layer, and errors of weights are made up for by other weights of
-            the same output feature (docs/quantization.md, "Calibration"). None: each weight by itself.
+        skip: other modules to leave alone, with their submodules: names, ``re:`` with a regular expression, or a
+            function of name and module.
+        default_skip: leave output layers and routers (``w4a8.quantization.DEFAULT_SKIP``) alone as well; in models of
+            transformers also linear layers that the checkpoint did not have. False quantizes those that can be.
+        calibration: batches of inputs: each a tensor, a tuple or list of arguments, or a dict of named arguments. The
+            model runs on them several times. Other weights of an output feature make up for the error of a weight
+            (docs/quantization.md, "Calibration"). None: each weight by itself.
         progress: show a progress bar, if tqdm is installed.
         **fields: of :class:`QuantOptions` by name: ``quantize_(model, group_size=64, symmetric=False)``.
 
@@ -173,7 +169,7 @@ def run_job(
         job: of a plan.
         packed_one: called after each matrix.
         report: gets an entry.
-        found: what a calibration says of its inputs (:func:`round_in_turn`); None for nothing.
+        found: inputs of the job (:func:`round_in_turn`); None: not calibrated.
         weights: for ``fused`` experts: parameter name -> the tensors of the experts, instead of the module's own.
     """
     owner, key = job.places[0]

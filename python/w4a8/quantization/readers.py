@@ -1,4 +1,4 @@
-"""Layers whose weights are read by the code around them: a packed layer has none that it could show."""
+"""Layers whose ``weight`` or ``bias`` other code reads: a packed layer has neither."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _NOT_ON_CPUS = "cuda"
 
 @cache
 def read_by(owner: type) -> frozenset[str]:
-    """What the forward of a module's class reads ``weight`` or ``bias`` of.
+    """The submodules of which the forward of a class reads ``weight`` or ``bias``.
 
     Args:
-        owner: its ``forward`` is looked through, and the methods of its own that this names. What stands behind ``if
-            self.training`` is not run.
+        owner: ``forward`` is searched, and the methods of the class that ``forward`` names, but no code behind
+            ``if self.training``.
 
     Returns:
-        ``wo``, of ``self.wo.weight``: a path below the module; and ``.attention.output``, of
-        ``block.attention.output.weight``: the end of such a path, since what ``block`` is is not known.
+        Paths below the module: ``wo`` for ``self.wo.weight``. Ends of paths: ``.attention.output`` for
+        ``block.attention.output.weight``, since ``block`` is unknown.
     """
     found, seen, names = set(), set(), {"forward"}
     while names:

@@ -1,4 +1,4 @@
-"""Which matrices of a model get more bits than others, so that all of them together have so many on average."""
+"""Chooses the bits of each matrix of a model for a given average."""
 
 from __future__ import annotations
 
@@ -68,10 +68,10 @@ def choose(
 ) -> None:
     """Gives each job its options, such that all have ``options.bits`` of a weight on average, or a little less.
 
-    Without ``options.bits`` these are the options of all.
+    Without ``options.bits`` all jobs get ``options``.
 
-    A weight of an expert counts as often as a token reads it. Steps to more bits are taken in the order of the error
-    that each takes away for a bit. Matrices that vLLM makes one layer of get the same kind.
+    A weight of an expert counts as often as a token reads the weight. The steps to more bits that reduce the error most
+    for a bit come first. Matrices that vLLM joins get the same kind.
 
     Args:
         model: is not changed.
@@ -115,7 +115,7 @@ def choose(
 def _ladder(
     jobs: list[Job], sizes: dict[int, _Sizes], base: QuantOptions, moments: dict[int, Moments] | None
 ) -> list[_Choice]:
-    """Ways to round jobs of one kind, from few bits to many: those of which each further bit takes less error away."""
+    """Ways to round jobs of one kind, from few bits to many: each further bit reduces the error less."""
     kinds = [base]
     if base.values == "int4" and base.symmetric:
         kinds.append(replace(base, symmetric=False))
@@ -163,7 +163,7 @@ def _bits(shapes: list[tuple[int, int]], options: QuantOptions) -> float:
 
 
 def _lost(job: Job, options: QuantOptions, weights: float, moments: dict[int, Moments] | None) -> float:
-    """How much the answers change, in a unit that is the same for all jobs."""
+    """The error of a job, in one unit for all jobs."""
     usual = _LOST[options.values, options.symmetric]
     if moments is None:
         return usual * weights * next((factor for name, factor in _FACTORS if name.search(job.names[0])), 1.0)
@@ -181,8 +181,8 @@ def _lost(job: Job, options: QuantOptions, weights: float, moments: dict[int, Mo
 def moments_of(model: torch.nn.Module, jobs: list[Job], batches: Iterable[Any]) -> dict[int, Moments]:
     """Runs the model forward and backward on batches.
 
-    The derivative is that of the logarithm of the probability of a token drawn from the model's own distribution
-    (``logits`` of what it returns); of another model, that of a sum of its outputs with random signs.
+    For a model that returns ``logits``: the derivative of the logarithm of the probability of a token, drawn from the
+    model's own distribution. For other models: the derivative of a sum of the outputs with random signs.
 
     Args:
         model: is not changed.

@@ -9,12 +9,12 @@ from torch.nn.parameter import is_lazy
 
 from w4a8.nn.packed import PackedModule
 
-# A parameter is large, and named if it stays float, from this part of all bytes of the model's parameters on.
+# A parameter with this share of the bytes of all parameters, or more, is large, and is named if it stays float.
 _LARGE = 1 / 10_000
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Of tensors, each counted once; those on the meta device have the bytes that they stand for, lazy ones none."""
+    """Of tensors, each counted once. Tensors on the meta device count in full, lazy tensors as 0."""
     different = {id(tensor): tensor for tensor in tensors if not is_lazy(tensor)}
     return sum(tensor.numel() * tensor.element_size() for tensor in different.values())
 

@@ -12,20 +12,20 @@ Skip = str | Iterable[str] | Callable[[str, torch.nn.Module], bool]
 # Output layers decide between many close candidates, and routers between experts: both are small and sensitive.
 DEFAULT_SKIP = (r"re:(.*\.)?lm_head$", r"re:(.*\.)?(gate|router|shared_expert_gate)$")
 
-# Why a head that transformers made up is left alone: it is to be trained, or is of no use.
+# Why a head with made-up weights is left alone: somebody wants to train it, or nobody needs it.
 NOT_LOADED = "the checkpoint does not have it"
 
 
 class Skipped:
-    """Says of each module whether to leave it alone; what is left alone is so with all that is below it."""
+    """Says of each module whether to leave it alone; its submodules are then left alone too."""
 
     def __init__(self, skip: Skip = (), default_skip: bool = True) -> None:
-        """Takes what is to be left alone.
+        """Takes names, patterns or a function.
 
         Args:
             skip: names, regular expressions behind ``re:`` (matched from the beginning of a name, as compressed-tensors
                 does in ``ignore``), or a function of name and module.
-            default_skip: besides, what ``DEFAULT_SKIP`` says, and :func:`heads`.
+            default_skip: also leave ``DEFAULT_SKIP`` and :func:`heads` alone.
 
         Raises:
             TypeError: none of these, or ``default_skip`` is no bool.
@@ -46,10 +46,10 @@ class Skipped:
         return self._function is not None and bool(self._function(name, module))
 
     def check(self, model: torch.nn.Module) -> None:
-        """Looks for entries that no module of a model has the name of; those of DEFAULT_SKIP may be without one.
+        """Looks for entries that match no module of a model; an entry of DEFAULT_SKIP may match none.
 
         Raises:
-            ValueError: there is one; names it.
+            ValueError: an entry matches nothing; names the entry.
         """
         names = [name for name, _ in model.named_modules(remove_duplicate=False)]
         for entry, matches in self._given:
@@ -85,7 +85,7 @@ def _is_loaded(parameter: torch.nn.Parameter) -> bool:
 
 
 def _matcher(entry: object) -> Callable[[str], object]:
-    """What a name is given to; true if the entry means it."""
+    """A function of a name; true if the entry matches the name."""
     if not isinstance(entry, str):
         raise TypeError(f"skip holds {entry!r}, expected names, 're:' and a regular expression, or a callable")
     if not entry.startswith("re:"):

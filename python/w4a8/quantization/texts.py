@@ -25,10 +25,10 @@ def text_of(given: str) -> str:
 
 
 def windows(tokenizer: Any, text: str, count: int = 8, length: int = 512) -> list[dict[str, torch.Tensor]]:
-    """Evenly spread windows of a text, as ``calibration`` takes them; fewer of a text that is shorter than all.
+    """Evenly spread windows of a text for ``calibration``; fewer if the text is shorter than all together.
 
     Args:
-        tokenizer: of transformers. If it begins a text with its token for that, each window begins with it.
+        tokenizer: of transformers. If the tokenizer puts bos in front of a text, each window begins with bos.
         text: any.
         count: of windows.
         length: tokens of a window, all but the last of a short text.
@@ -58,7 +58,7 @@ def own_text(model: Any, count: int = 16, length: int = 256) -> list[dict[str, t
     Args:
         model: of transformers, that generates text.
         count: of texts, which are written side by side.
-        length: tokens of a text; it begins with the one for the beginning, or else the end, of texts.
+        length: tokens of a text, the first of them bos, or else eos.
 
     Returns:
         ``input_ids`` int64 [1, length], each.
