@@ -1,10 +1,9 @@
 """Rounding in which later columns of a matrix make up for the rounding errors of earlier ones.
 
 GPTQ (Frantar et al. 2022, https://arxiv.org/abs/2210.17323) keeps the error of the products with a layer's inputs
-small, not that of the weights: columns are rounded one after another, and each error is subtracted from the columns
-still to come in the way that changes the products least. The products are those of the float model, whose inputs
-differ from the inputs that the layer gets behind rounded layers: GPTAQ (Li et al. 2025,
-https://arxiv.org/abs/2504.02692).
+small, not the error of the weights. Columns are rounded one after another. Each error is subtracted from later columns
+such that the products change least. GPTAQ (Li et al. 2025, https://arxiv.org/abs/2504.02692) takes the float model's
+products, whose inputs differ from the inputs behind rounded layers.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from w4a8.ops import round_weights
 
 # Share of the mean of the Hessian's diagonal that is added to the diagonal.
 DAMPING = 0.05
-# Share of the difference between float and rounded inputs that weights are moved by: all of it fits the calibration
-# text too closely (docs/quantization.md, "Calibration").
+# Share of the step that moves weights for the float model's inputs. The whole step fits the calibration text too
+# closely (docs/quantization.md, "Calibration").
 CORRECTION = 0.5
 BLOCK = 128  # columns that are rounded before their errors reach all later columns
 _E2M1 = torch.tensor(E2M1_VALUES[:8])  # by code; the fourth bit of a code is the sign
@@ -37,7 +36,7 @@ class Inputs:
 
     Attributes:
         gram: float64 [K, K], of x x^T: the Hessian of the products' squared error, but for a factor.
-        drift: float64 [K, K], of (f - x) x^T, f the input that the float model has in place of x.
+        drift: float64 [K, K], of (f - x) x^T; f is the float model's input in place of x.
         rows: how many inputs there were.
     """
 
@@ -51,7 +50,7 @@ class Inputs:
         return cls(*(torch.zeros(columns, columns, dtype=torch.float64) for _ in range(2)))
 
     def add(self, rows: torch.Tensor, exact: torch.Tensor | None = None) -> None:
-        """Takes inputs [..., K], and those of the float model, of the same shape."""
+        """Takes inputs [..., K], and the float model's inputs, of the same shape."""
         rows = rows.detach().reshape(-1, len(self.gram)).float()
         self.gram += rows.T @ rows
         self.rows += len(rows)
@@ -59,10 +58,10 @@ class Inputs:
             self.drift += (exact.detach().reshape(rows.shape).float() - rows).T @ rows
 
     def filled(self, mean: Inputs | None = None) -> Inputs:
-        """With as many inputs as columns at least: fewer say too little of correlations.
+        """At least as many inputs as columns: fewer inputs do not determine the correlations.
 
         Args:
-            mean: the missing ones are like those; None: like these, but uncorrelated.
+            mean: stands in for the missing inputs. None: these inputs do, as if uncorrelated.
         """
         missing = max(0, len(self.gram) - self.rows)
         if missing == 0:
@@ -74,7 +73,7 @@ class Inputs:
 
     @cached_property
     def size(self) -> torch.Tensor:
-        """The mean square of an input times ``rows``, what sums are divided by."""
+        """The mean square of an input times ``rows``: the divisor of sums."""
         return self.gram.diagonal().mean().clamp(min=torch.finfo(torch.float64).tiny)
 
     @cached_property
@@ -105,9 +104,9 @@ def round_compensated(
 ) -> tuple[Matrix, torch.Tensor]:
     """Rounds a matrix such that its products with inputs change little.
 
-    The scale, and the zero point, of a group are searched for when the group is reached: ``round_weights`` of the
-    weights as they are by then, with the mean squares of their inputs as importance. With uncorrelated inputs nothing
-    is compensated, and the result is that of ``round_weights``.
+    Scale and zero point of a group are searched for when the group is reached: by ``round_weights`` of the weights
+    changed so far, with the mean squares of the inputs as importance. With uncorrelated inputs nothing is compensated,
+    and the result is the result of ``round_weights``.
 
     Args:
         weight: floating point [N, K], K even.
@@ -160,7 +159,7 @@ class _Rounding:
             self._pass_on(begin, end, end, k)
 
     def _blocks(self) -> Iterator[list[tuple[int, int]]]:
-        """Runs of columns of one group each, at most BLOCK; those of a block together, too."""
+        """Runs of columns of one group each, at most BLOCK; and the runs of each block together."""
         k, group = len(self.columns), self.group
         if group > BLOCK:
             for start in range(0, k, group):
@@ -188,7 +187,7 @@ class _Rounding:
             self.zeros[index] = zeros[:, 0].float()
 
     def _round(self, first: int, last: int) -> None:
-        """Rounds columns of a group; each makes up for the errors of those before it in the run."""
+        """Rounds columns of a group; each column makes up for the errors of earlier columns of the run."""
         scale = self.scales[first // self.group]
         zero = None if self.zeros is None else self.zeros[first // self.group]
         for k in range(first, last):
@@ -214,7 +213,7 @@ class _Rounding:
         return (self.values.unflatten(0, (-1, self.group)) * self.scales.unsqueeze(1)).flatten(0, 1).T.contiguous()
 
     def matrix(self, bias: torch.Tensor | None) -> Matrix:
-        """The codes, those of 4 bits two to a byte."""
+        """The codes; 4-bit codes two to a byte."""
         kind = Kind(self.options.values)
         values = self.values.unflatten(0, (-1, self.group))
         if kind == Kind.E2M1:
@@ -229,7 +228,7 @@ class _Rounding:
 
 
 def _nearest_e2m1(x: torch.Tensor) -> torch.Tensor:
-    """Of two numbers as near the one whose code is even."""
+    """Of two equally near numbers, the number with the even code."""
     middles = (_E2M1[1:] + _E2M1[:-1]) / 2
     # A middle belongs to the upper number, so behind an even code it is moved up.
     middles[::2] = torch.nextafter(middles[::2], _E2M1[-1:])

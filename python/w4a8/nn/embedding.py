@@ -12,7 +12,7 @@ from w4a8.nn.linear import W4A8Linear, W8A8Linear
 from w4a8.nn.packed import PackedLinear, PackedModule
 from w4a8.ops import read_header
 
-# A graph cannot hold it: what unpacking gives depends on the header.
+# Not in a graph: unpacking depends on the header.
 _outside_of_graphs = getattr(getattr(torch, "compiler", None), "disable", lambda function: function)
 
 
@@ -22,12 +22,12 @@ def _rows(packed: torch.Tensor, which: torch.Tensor, dtype: torch.dtype) -> torc
 
 
 class PackedEmbedding(PackedModule):
-    """Token ids to rows of a packed matrix, which are unpacked when they are asked for.
+    """Token ids to rows of a packed matrix, unpacked at each call.
 
     Attributes:
         rows_packed: uint8 [bytes] of dyn_quant_pack_4bit_weight, [num_embeddings, embedding_dim].
         dtype: of the rows; it follows ``.to(dtype)``.
-        scale: what rows are multiplied with, as Gemma does, or None.
+        scale: factor of the rows (Gemma has one), or None.
     """
 
     rows_packed: torch.Tensor
@@ -68,7 +68,7 @@ class PackedEmbedding(PackedModule):
         """Integers [...] to ``dtype`` [..., embedding_dim].
 
         Raises:
-            IndexError: an id that is none.
+            IndexError: an id outside of the rows.
         """
         rows = _rows(self.rows_packed, input.reshape(-1), self.dtype)
         if self.scale is not None:
@@ -76,7 +76,7 @@ class PackedEmbedding(PackedModule):
         return rows.view(*input.shape, self.embedding_dim)
 
     def output_layer(self) -> PackedLinear:
-        """The linear layer of the same matrix. It shares the bytes, and is no part of its state dict."""
+        """The linear layer of the same matrix. The layer shares the bytes, which are not in the layer's state dict."""
         is_int8 = not self.rows_packed.is_meta and read_header(self.rows_packed)["values"] == Kind.INT8
         layer = W8A8Linear if is_int8 else W4A8Linear
         output = layer(self.rows_packed, self.embedding_dim, self.num_embeddings, self.group_size)

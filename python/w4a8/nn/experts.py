@@ -1,4 +1,4 @@
-"""The experts of a mixture-of-experts layer with 4-bit or 8-bit weights, given what the router has chosen."""
+"""The experts of a mixture-of-experts layer with 4-bit or 8-bit weights, for a given choice of the router."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class PackedStacks(PackedModule):
         super().check_packed(name, packed)
 
     def routed_repr(self, num_experts: int, top_k: int) -> str:
-        """For print(): the sizes of experts that a router chooses ``top_k`` of ``num_experts`` for."""
+        """For print(): the sizes; a router chooses ``top_k`` of ``num_experts``."""
         sizes = self.sizes
         return (
             f"experts={sizes.experts}/{num_experts}, top_k={top_k}, hidden={sizes.hidden}, "
@@ -98,8 +98,7 @@ class W4A8Experts(PackedExperts):
         """Takes packed stacks.
 
         Args:
-            w13_packed: uint8 [E, bytes] of dyn_quant_pack_4bit_weight: gate rows, then up rows; without a gate those of
-                the one projection.
+            w13_packed: uint8 [E, bytes] of dyn_quant_pack_4bit_weight: gate rows, then up rows; without a gate up rows.
             w2_packed: uint8 [E, bytes].
             hidden_size: H.
             intermediate_size: I.
@@ -146,8 +145,8 @@ class W4A8Experts(PackedExperts):
             numbers: of the activation.
             w13_bias: [E, 2I] or a sequence of E; None for none.
             w2_bias: [E, H] or a sequence of E; None for none.
-            w13_importance: floating point [E, H], what the squared error of a weight counts, as the mean square of its
-                input channel; None: all alike.
+            w13_importance: floating point [E, H], factors of the squared errors of weights, such as the mean square of
+                the input channel; None: all alike.
             w2_importance: [E, I].
             round_one: rounds a matrix instead of :func:`round_weight`, w13 of an expert before its w2; then without
                 importances.
@@ -202,15 +201,15 @@ class W4A8Experts(PackedExperts):
         Args:
             hidden_states: float32, bfloat16 or float16 [..., H], T rows in all.
             top_k_index: int32 or int64 [T, k], in [0, E); -1 or E is a slot without an expert. None, with
-                ``top_k_weights``, is how Llama 4 calls its experts: T / E rows for each of them in turn, multiplied by
-                the router's weight already. A row of zeros gives zeros, and is not multiplied.
+                ``top_k_weights``, for Llama 4: T / E rows for each expert in turn, already multiplied by the router's
+                weight. A row of zeros gives zeros, and is not multiplied.
             top_k_weights: floating point [T, k].
 
         Returns:
             The shape and dtype of hidden_states.
 
         Raises:
-            ValueError: one of the two is missing, or the rows are no multiple of the experts.
+            ValueError: only one of index and weights is given, or the rows are no multiple of the experts.
         """
         if top_k_index is None and top_k_weights is None:
             top_k_index, top_k_weights = self._in_turn(hidden_states)

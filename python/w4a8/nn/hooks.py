@@ -1,4 +1,4 @@
-"""What others hung on a module: hooks, and a forward of its own."""
+"""Looks for hooks on a module, and for a forward of its own."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def has_hooks(module: torch.nn.Module, kinds: Iterable[str] = _ALL) -> bool:
 def has_own_forward(module: torch.nn.Module) -> bool:
     """Whether someone has put another forward into this very module, as hooks of accelerate do.
 
-    transformers, after recording outputs, leaves the forward of the class there.
+    After recording outputs transformers leaves the forward of the class in the module: that does not count.
     """
     own = module.__dict__.get("forward")
     return own is not None and getattr(own, "__func__", None) is not type(module).forward

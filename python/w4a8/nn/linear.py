@@ -48,11 +48,12 @@ class W4A8Linear(PackedLinear):
         """Quantizes a layer (docs/quantization.md, "Rounding"); of ``int8`` it is a :class:`W8A8Linear`.
 
         Args:
-            linear: with any floating point weight. It is left alone. One on the meta device gives one there.
+            linear: with any floating point weight, and not changed. A layer on the meta device gives a layer there.
             options: a :class:`QuantOptions`, whose group divides in_features, or its group size alone.
-            importance: floating point [in_features], what the squared error of a weight counts, as the mean square of
-                its input channel; None: all alike.
-            inputs: sums over inputs of the layer, whose products are to change little; then without ``importance``.
+            importance: floating point [in_features], factors of the squared errors of weights, such as the mean square
+                of the input channel; None: all alike.
+            inputs: sums over inputs of the layer; products with these inputs shall change little. Then no
+                ``importance``.
             **fields: of :class:`QuantOptions`, by name.
 
         Raises:
@@ -85,7 +86,7 @@ class W4A8Linear(PackedLinear):
             weight: ``weight_packed``, int32 [N, ceil(K/8)] (pack-quantized), or ``weight``, int8 [N, K]
                 (int-quantized).
             weight_scale: float32, bfloat16 or float16 [N, K/g], or [N, 1] per channel.
-            weight_shape: (N, K); None is that of the weight, with K = 8 times the words of a row.
+            weight_shape: (N, K); None: from the weight, with K = 8 times the words of a row.
             bias: [N] or None.
             weight_zero_point: int32 [ceil(N/8), K/g] (pack-quantized) or int8 [N, K/g] in [-8, 7]; None if symmetric.
             scale_dtype: as in :meth:`from_matrix`.
@@ -116,9 +117,9 @@ class W4A8Linear(PackedLinear):
             activation_group = PER_TOKEN
         return cls.from_matrix(matrix, scale_dtype, activation_group=activation_group)
 
-    # Of the tensors of one matrix, by the last part of their names, as the reader of the format has them. ``name`` is
-    # for errors, ``**how`` as in from_matrix. Raise ValueError: a tensor is missing, has another dtype or shape, or
-    # values that the format does not have.
+    # From the tensors of one matrix, by the last part of their names. ``name`` is for errors, ``**how`` as in
+    # from_matrix. Raise ValueError: a tensor is missing, has another dtype or shape, or values that the format does not
+    # have.
 
     @classmethod
     def from_gptq(
@@ -165,7 +166,7 @@ class W4A8Linear(PackedLinear):
     def from_mxfp4(cls, tensors: Mapping[str, torch.Tensor], *, name: str = "layer", **how: Any) -> W4A8Linear:
         """A layer in MXFP4; ``**how`` as in :meth:`from_matrix`.
 
-        Scales stay e8m0, a byte as in the file (of one group in a row bfloat16), if no ``scale_dtype`` is given.
+        Without ``scale_dtype`` scales stay e8m0, one byte; with one group in a row bfloat16.
 
         Args:
             tensors: of gpt-oss :func:`w4a8.formats.from_mxfp4`; with ``weight_packed`` of compressed-tensors
@@ -194,7 +195,7 @@ class W4A8Linear(PackedLinear):
 
 
 class W8A8Linear(PackedLinear):
-    """``x @ W.T + bias`` with W packed as ``int8``, as mixed checkpoints have it; the rest as :class:`W4A8Linear`."""
+    """``x @ W.T + bias`` with W packed as ``int8``, for mixed checkpoints; otherwise as :class:`W4A8Linear`."""
 
     def packed_shapes(self) -> dict[str, dict[str, int | str]]:
         """What the header must say."""
@@ -202,10 +203,10 @@ class W8A8Linear(PackedLinear):
 
 
 def linear_class(kind: str) -> type[W4A8Linear] | type[W8A8Linear]:
-    """Of layers whose codes are of a :class:`Kind`."""
+    """The class of layers for a :class:`Kind` of codes."""
     return W8A8Linear if kind == Kind.INT8 else W4A8Linear
 
 
 def linear_from_matrix(matrix: Matrix, activation_group: int | None = None) -> W4A8Linear | W8A8Linear:
-    """The layer of what a reader of a format gives; ``activation_group`` as in :meth:`PackedLinear.from_matrix`."""
+    """The layer of a matrix from a reader; ``activation_group`` as in :meth:`PackedLinear.from_matrix`."""
     return linear_class(matrix.kind).from_matrix(matrix, activation_group=activation_group)

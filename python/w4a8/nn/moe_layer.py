@@ -11,13 +11,13 @@ from w4a8.nn.experts import PackedExperts
 
 
 class W4A8MoE(PackedExperts):
-    """Tokens and their router logits to the weighted sum of their experts: what ``w4a8.load`` gives.
+    """Tokens and router logits to the weighted sum of the chosen experts. ``w4a8.load`` makes these layers.
 
     Where the experts are cut or distributed over processes, the output is this process's summand.
 
     Attributes:
         sizes: of the experts that this process holds.
-        num_experts: of the model, which is how many logits a token has.
+        num_experts: of the model; a token has as many logits.
         top_k, routing_method and so on: what the constructor was given.
     """
 
@@ -41,7 +41,7 @@ class W4A8MoE(PackedExperts):
         apply_router_weight_on_input: bool = False,
         numbers: GateNumbers = OWN_NUMBERS,
     ) -> None:
-        """Takes packed stacks and what says how tokens are routed to them.
+        """Takes packed stacks and the settings of routing.
 
         Args:
             w13_packed, w2_packed, sizes: as :class:`PackedExperts`.
@@ -76,7 +76,7 @@ class W4A8MoE(PackedExperts):
         """Tokens [T, H] and logits [T, num_experts] to weights float32 [T, k] and expert ids of the model int32 [T, k].
 
         Raises:
-            ValueError: another number of logits, or a routing method that says nothing of the arithmetic.
+            ValueError: another number of logits, or a routing method without defined arithmetic.
         """
         if router_logits.shape[-1] != self.num_experts:
             raise ValueError(f"router_logits is {list(router_logits.shape)}, expected [..., {self.num_experts}]")
@@ -92,7 +92,7 @@ class W4A8MoE(PackedExperts):
         )
 
     def run(self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
-        """What a router has chosen: tokens [T, H], weights [T, k] and expert ids of the model [T, k] to [T, H]."""
+        """Runs the chosen experts: tokens [T, H], weights [T, k] and expert ids of the model [T, k] to [T, H]."""
         return run_experts(
             hidden_states,
             topk_weights,

@@ -1,4 +1,4 @@
-"""What floats are quantized to, and the one place that checks it."""
+"""The options of quantizing floats, and the only place that checks the options."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from w4a8.core.activation_groups import check_activation_group
 from w4a8.core.matrix import GROUP_SIZES, is_group_size
 from w4a8.ops import DEFAULT_EFFORT
 
-# Weights that share a scale where floats are quantized and nothing else is asked for.
+# The default of weights that share a scale when floats are quantized.
 DEFAULT_GROUP_SIZE = 32
 
 _SCALE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -25,20 +25,19 @@ class QuantOptions:
         group_size: weights that share a scale, 16 or a multiple of 32; -1 is one scale for each output feature.
         scale_dtype: of the weights' scales: float32 or bfloat16, as a torch.dtype or by name. None: float32, or with
             ``bits`` bfloat16.
-        effort: 0 to 2: how long scales, and zero points, with a small squared error are searched for. 0 is a rule for
-            each group; 1 and 2 never lose more than that in any group, and take 1 to 5 ns more per weight and thread.
-        symmetric: False: int4 values get a zero point for each group, one byte more; better where the weights of a
-            group are not spread evenly around 0.
+        effort: 0 to 2: how long scales and zero points with a small squared error are searched for. 0 is a rule for
+            each group. 1 and 2 never lose more in any group, and take 1 to 5 ns more per weight and thread.
+        symmetric: False: int4 values get a zero point for each group, one byte more; better if the weights of a group
+            are not spread evenly around 0.
         values: ``int4``, ``int6`` or ``int8``, or ``e2m1`` for the numbers of MXFP4, with scales of any value. All but
             ``int4`` are ``symmetric``.
-        activation_group: values of k of an input that share a scale when it is quantized to int8: 32, 64 or 128 that
-            divides the group, or the input size in groups of 16; -1, all of a row, which costs more quality and less
-            time. None: 32, or -1 of a matrix that 32 does not fit.
+        activation_group: values of k of an input that share a scale: 32, 64 or 128 that divides the group, or the input
+            size in groups of 16; -1: all of a row, for less quality and less time. None: 32, or -1 if 32 does not fit.
         bits: of a weight of a model on average, scales included: matrices that matter more get zero points, int6 or
             int8 instead of ``values``. None, as for a single layer: all get ``values``.
 
     Raises:
-        TypeError: an option that there is not; ``group_size`` is no int or ``symmetric`` no bool.
+        TypeError: an unknown option; ``group_size`` is no int or ``symmetric`` no bool.
         ValueError: a value that is none of these; names the option.
     """
 
@@ -74,7 +73,7 @@ class QuantOptions:
 
     @classmethod
     def of(cls, given: QuantOptions | int | None, fields: dict[str, Any]) -> QuantOptions:
-        """The options of a call that takes them whole, or by name.
+        """The options of a call, given as an object or by name.
 
         Args:
             given: options, or the group size alone, or None.
@@ -93,7 +92,7 @@ class QuantOptions:
         return 1 << {"e2m1": 19, "int6": 18, "int8": 16}.get(self.values, 20 if self.symmetric else 19)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has them: the constructor takes them again."""
+        """The options as JSON can hold them; the constructor takes the result."""
         found = {**asdict(self), "scale_dtype": str(self.scale_dtype).removeprefix("torch.")}
         return found if self.bits is not None else {key: value for key, value in found.items() if key != "bits"}
 

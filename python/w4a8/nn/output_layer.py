@@ -10,9 +10,9 @@ import torch
 def multiply_once(layer: torch.nn.Module | None) -> None:
     """Lets a linear layer whose weight needs no gradient multiply part of a longer tensor without copying the weight.
 
-    torch multiplies x[:, -1:] of [B, T, K], which is what generating needs of a prompt, with a batch of B copies of
-    such a weight: the strides of x do not say that its rows are one matrix. A copy of x, of few rows, is one matrix
-    (``contiguous()`` is no copy where B is 1).
+    Generating multiplies x[:, -1:] of [B, T, K], the last tokens of prompts. From the strides of x torch does not see
+    that these rows are one matrix, and copies the weight B times. A copy of x, of few rows, is one matrix
+    (``contiguous()`` does not copy for B = 1).
 
     Args:
         layer: a ``torch.nn.Linear``; anything else is left alone.

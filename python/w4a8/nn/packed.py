@@ -1,4 +1,4 @@
-"""What modules with packed weights have in common: they check what is loaded into them."""
+"""Base classes of modules with packed weights. They check the tensors that are loaded."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class PackedModule(torch.nn.Module):
                     raise ValueError(f"{where}: {field} is {header[field]}, expected {value}")
 
     def kind_repr(self) -> str:
-        """For print(): what is not plain int4; nothing on the meta device."""
+        """For print(): everything but plain int4; nothing on the meta device."""
         kinds = []
         for name in self.packed_shapes():
             packed = getattr(self, name)
@@ -45,8 +45,8 @@ class PackedModule(torch.nn.Module):
         return "".join(f", {kind}" for kind in dict.fromkeys(kinds) if kind)
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
-        # Bytes of another matrix of the same size would load, and fail only in forward. One with a bias (or without,
-        # or with scales of another type) is as good, whatever its size.
+        # Bytes of a matrix of another shape may have the same size: they would load, and fail only in forward. A
+        # matrix with or without a bias, or with scales of another type, has another size and fits.
         count = len(errors)
         given = {name: state_dict[prefix + name] for name in self.packed_shapes() if prefix + name in state_dict}
         for name, packed in given.items():
@@ -59,7 +59,7 @@ class PackedModule(torch.nn.Module):
             super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
 
     def _make_room(self, given: Mapping[str, torch.Tensor]) -> None:
-        """Makes the buffers of the sizes of what is to be loaded into them, which has been checked."""
+        """Gives the buffers the sizes of the checked tensors that will be loaded."""
         for name, packed in given.items():
             own = getattr(self, name)
             if packed.shape != own.shape and packed.shape[:-1] == own.shape[:-1]:
@@ -93,14 +93,13 @@ class PackedLinear(PackedModule):
     def from_matrix(
         cls, matrix: Matrix, scale_dtype: torch.dtype | None = None, *, activation_group: int | None = None
     ) -> PackedLinear:
-        """A layer of what a reader of a format gives (:mod:`w4a8.formats`).
+        """A layer of a matrix from a reader (:mod:`w4a8.formats`).
 
         Args:
             matrix: of any kind.
-            scale_dtype: float32, bfloat16 or float16, that scales are rounded to; if not given, the type of the fewest
-                bytes that holds them exactly (docs/formats.md).
-            activation_group: values of k of an input that share a scale when it is quantized to int8: 32, 64 or 128
-                that divides the group, or K of groups of 16; -1, all of a row. None: 32, or -1 where 32 does not fit.
+            scale_dtype: float32, bfloat16 or float16: rounds the scales. None: the smallest type that holds all scales
+                exactly (docs/formats.md).
+            activation_group: as in :class:`QuantOptions`.
 
         Raises:
             ValueError: an ``activation_group`` that does not fit; says what does.

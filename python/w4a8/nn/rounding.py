@@ -22,9 +22,9 @@ def round_weight(
 
     Args:
         weight: floating point [N, K], K even.
-        options: their group divides K. Weights are rounded with the scale as it is stored.
+        options: their group divides K. Weights are rounded with the stored scale.
         bias: [N] of the matrix, or None; not rounded, but checked.
-        importance: floating point [K], what the squared error of a weight counts; None: all alike.
+        importance: floating point [K], factors of the squared errors of weights; None: all alike.
 
     Returns:
         A weight on the meta device gives tensors on the meta device.
@@ -51,7 +51,7 @@ def group_of(weight: torch.Tensor, options: QuantOptions) -> int:
     """Values of k per scale of a matrix [N, K].
 
     Raises:
-        ValueError: that does not divide K, or the options have ``bits``.
+        ValueError: the group does not divide K, or the options have ``bits``.
     """
     if options.bits is not None:
         raise ValueError(f"bits is {options.bits}, expected None: of one matrix there is no average")
