@@ -1,4 +1,4 @@
-"""The experts of one layer, packed and ready to run: what is the same whatever the files are."""
+"""The experts of one layer, packed and ready to run: the part common to all kinds of files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Ranks(NamedTuple):
     ep_size: int = 1
 
     def local(self, experts: int) -> tuple[Sequence[int], torch.Tensor | None]:
-        """The experts of this process, of so many, and :attr:`W4A8MoE.expert_map`."""
+        """This process's part of so many experts, and :attr:`W4A8MoE.expert_map`."""
         _, expert_map = determine_expert_map(self.ep_size, self.ep_rank, experts)
         return range(experts) if expert_map is None else torch.nonzero(expert_map != -1).flatten().tolist(), expert_map
 
@@ -35,12 +35,12 @@ class Experts:
 
     Attributes:
         name: of the layer.
-        settings: of the layer; None: it is packed, but not built.
+        settings: of the layer; None: the layer is packed, but not built.
         experts: of the layer, in all processes.
         hidden, intermediate: sizes of a whole expert.
         is_gated: experts have a gate.
         group_sizes: weights that share a scale, of w13 and of w2.
-        bias_dtype: that biases are rounded to; None: there are none.
+        bias_dtype: biases are rounded to this type; None: there are no biases.
         w13_interleaved: rows of a fused gate and up projection alternate.
     """
 
@@ -55,7 +55,7 @@ class Experts:
     w13_interleaved: bool = False
 
     def matrices(self, expert: int) -> Iterator[tuple[str, Matrix, str]]:
-        """Of one expert: what each of its matrices is called (``w1``, ``w13`` ...), the matrix, and its name."""
+        """The matrices of one expert: kind (``w1``, ``w13`` ...), matrix, name in the files."""
         raise NotImplementedError
 
     def correction_bias(self) -> tuple[torch.Tensor, str] | None:
@@ -63,7 +63,7 @@ class Experts:
         raise NotImplementedError
 
     def wanted_activation_group(self, asked: int | None) -> int | None:
-        """``activation_group`` of :func:`w4a8.load`, or what the checkpoint says of its inputs."""
+        """``activation_group`` of :func:`w4a8.load`, or the checkpoint's setting for inputs."""
         return asked
 
     def pack(
@@ -76,7 +76,7 @@ class Experts:
         """Packed stacks of ``w13`` and ``w2``, uint8 [E, bytes], and their sizes.
 
         Args:
-            experts: those of this process.
+            experts: of this process.
             activation_group: as of :func:`w4a8.load`.
             ranks: which part of each expert this process holds.
             packed_one: called after each expert.
@@ -111,7 +111,7 @@ class Experts:
         return sizes, packer.pack()
 
     def build(self, ranks: Ranks, activation_group: int | None, packed_one: Callable[[], object]) -> W4A8MoE:
-        """The layer, which routes as the settings say; arguments and errors as of :meth:`pack`.
+        """The layer, with routing by the settings; arguments and errors as of :meth:`pack`.
 
         Raises:
             CheckpointError: the correction bias is not one finite number an expert; names the key.

@@ -35,7 +35,7 @@ _FUSED_KEY = re.compile(
     r"(?P<layer>.+\.experts)\.(?P<projection>gate_up_proj|down_proj)_(?P<tensor>blocks|scales|bias)"
 )
 
-# Names of the projections in checkpoints: what each is in a layer.
+# Projection of a layer by its names in checkpoints.
 _GATED = (
     {"gate_up_proj": "w13", "down_proj": "w2"},
     {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
@@ -48,13 +48,13 @@ _LINEAR_OF_EXPERT = re.compile(r".+\.experts\.[0-9]+\.\w+")
 
 @dataclass
 class Module:
-    """Where the tensors of a module are: in tensors of its own, or one of the experts of some that are for all.
+    """The place of a module's tensors: tensors of its own, or one expert's part of tensors for all experts (fused).
 
     Attributes:
         tensors: of the checkpoint.
-        name: ``<layer>.experts.3.up_proj`` say. Of a fused one, ``<layer>.experts.down_proj``, whose tensors are
-            ``..._blocks`` and so on.
-        expert: of a fused one, index into the first dimension.
+        name: ``<layer>.experts.3.up_proj`` say. Fused: ``<layer>.experts.down_proj``, with tensors ``..._blocks`` and
+            so on.
+        expert: fused: index into the first dimension.
     """
 
     tensors: CheckpointTensors
@@ -69,18 +69,18 @@ class Module:
         return self.key(suffix) in self.tensors
 
     def get(self, suffix: str) -> torch.Tensor:
-        """A tensor, or what this expert has of it.
+        """A tensor, or this expert's part.
 
         Raises:
-            CheckpointError: it is not there, or not readable; names the key.
+            CheckpointError: the tensor is missing or not readable; names the key.
         """
         return self.tensors.get(self.key(suffix), self.expert)
 
     def shape(self, scheme: Scheme) -> tuple[int, int]:
-        """(N, K), as its tensors say; of the codes the header of the file is read alone.
+        """(N, K) by the module's tensors; for codes only the header of the file is read.
 
         Raises:
-            CheckpointError: the one that says so is missing, or has no such shape.
+            CheckpointError: the tensor with the shape is missing, or has another number of dimensions.
         """
         stated = self.get("weight_shape") if scheme.states_shape else None
         try:
@@ -95,11 +95,11 @@ class Module:
         return shape if self.expert is None else shape[1:]
 
     def check_shape(self, scheme: Scheme, shape: tuple[int, int], because: str) -> None:
-        """Compares (N, K) of the weight with what is needed, before it is read or anything of that size is made.
+        """Compares (N, K) of the weight with the expected shape, before the weight is read or memory is taken.
 
         Raises:
-            CheckpointError: it has another size (the message ends with ``because``), or one that its groups do not
-                divide, or a tensor is missing.
+            CheckpointError: another size (the message ends with ``because``), a size that the groups do not divide, or
+                a missing tensor.
         """
         stated, codes = self.shape(scheme), self._codes_shape(scheme)
         if stated != shape:
@@ -133,7 +133,7 @@ class Module:
             raise self._named(error) from error
 
     def _named(self, error: ValueError) -> CheckpointError:
-        """The error of a reader, which joins names by a point."""
+        """The error of a reader, with this module's key: readers join names by a point."""
         text = str(error).replace(f"{self.name}.", self.key(""), 1)
         expert = "" if self.expert is None else f" (expert {self.expert})"
         return CheckpointError(f"tensor {text}{expert}")
@@ -141,11 +141,11 @@ class Module:
 
 @dataclass
 class LayerNames:
-    """What the names of the tensors say about one layer of experts.
+    """One layer of experts, by the names of its tensors.
 
     Attributes:
         name: of the layer.
-        experts: their numbers; none if all experts are in one tensor.
+        experts: numbers of experts; empty if all experts are in one tensor.
         projections: ``up_proj`` and so on.
         tensors: kinds of tensors: weight, weight_scale, bias ...
     """
@@ -157,7 +157,7 @@ class LayerNames:
 
 
 def _natural(name: str) -> list[Any]:
-    """Sorts names by the numbers in them: a number by how many digits it has, then by these."""
+    """A key that sorts names by the numbers inside: by count of digits, then by digits."""
     parts = [part.lstrip("0") if i % 2 else part for i, part in enumerate(re.split(r"([0-9]+)", name))]
     return [(len(part), part) if i % 2 else part for i, part in enumerate(parts)]  # every second one is a number
 
@@ -181,7 +181,7 @@ class FolderExperts(Experts):
     """The experts of one layer.
 
     Attributes:
-        schemes: of each module, by name: where one tensor is for all experts, of one of them.
+        schemes: of each module, by name; if one tensor is for all experts, of one expert.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class FolderExperts(Experts):
         w13_interleaved: bool,
         names: LayerNames,
     ) -> None:
-        """Takes what the names of the tensors and config.json say.
+        """Takes the names of the tensors and the settings of config.json.
 
         Raises:
             CheckpointError: there are more or fewer experts than config.json says.
@@ -201,7 +201,7 @@ class FolderExperts(Experts):
         self.name, self.names, self.tensors, self.settings = names.name, names, tensors, settings
         self.hidden, self.is_gated = settings.hidden_size, settings.activation.is_gated
         self.w13_interleaved = w13_interleaved
-        # Projection -> shard: the family of names of which most are there.
+        # Projection -> shard: of the families of names, the one with most names present.
         families, there = _GATED if self.is_gated else _UNGATED, names.projections
         self.shards = max(families, key=lambda family: len(there & family.keys()) / len(family))
         self.experts = self._count_experts(ranks.ep_size)
@@ -212,7 +212,7 @@ class FolderExperts(Experts):
         }
 
     def _count_experts(self, ep_size: int) -> int:
-        """Fails before anything is allocated or listed for experts that the checkpoint only claims to have."""
+        """Fails before memory is taken for experts that the checkpoint only claims to have."""
         there, experts, first = self.names.experts, self.settings.num_experts, next(iter(self.shards))
         if not there:
             key = self._module(0, first).key("blocks")
@@ -243,14 +243,14 @@ class FolderExperts(Experts):
         return Module(self.tensors, f"{self.name}.{projection}", expert)
 
     def _modules(self, experts: Sequence[int]) -> Iterator[tuple[str, Module]]:
-        """What each is of a layer, and the module: where one tensor is for all experts, that of one of them."""
+        """Projection and module of each expert; if one tensor is for all experts, of one expert."""
         for expert in experts if self.names.experts else experts[:1]:
             for projection, shard in self.shards.items():
                 yield shard, self._module(expert, projection)
 
     @property
     def reason_left_out(self) -> str | None:
-        """Why no expert is of codes that are read here, or None."""
+        """Why the codes of no expert are read here, or None."""
         found = list(self.schemes.values())
         return found[0].reason if all(isinstance(scheme, LeftOut) for scheme in found) else None
 
@@ -279,7 +279,7 @@ class FolderExperts(Experts):
         return firsts[""][1].group_size
 
     def check(self, quantize_w4a16: bool) -> None:
-        """Fails before memory is taken for this rank's experts if the files do not hold such weights.
+        """Fails, before memory is taken for this rank's experts, if the files do not hold their weights.
 
         Raises:
             CheckpointError: a module that is not quantized, or not as the others, or of another shape; names it.
@@ -298,7 +298,8 @@ class FolderExperts(Experts):
 
     def build(self, ranks: Ranks, activation_group: int | None, packed_one: Callable[[], object]) -> W4A8MoE:
         """As :meth:`Experts.build`, after :meth:`check`."""
-        # They have biases if each one has, or one is not zero: older tools wrote zeros where a model has no biases.
+        # There are biases if each expert has one, or one is not zero: older tools wrote zeros for a model without
+        # biases.
         modules = [module for _, module in self._modules(self.local)]
         biased = [module for module in modules if "bias" in module]
         has_bias = len(biased) == len(modules) or any(bool(module.get("bias").any()) for module in biased)
@@ -330,10 +331,10 @@ class FolderExperts(Experts):
 
 
 def linear_schemes(tensors: CheckpointTensors, rules: Rules, only: Callable[[str], bool] | None) -> dict[str, Scheme]:
-    """Name of a quantized linear layer, but for experts -> its scheme; what is left out is reported.
+    """Name of a quantized linear layer (no experts) -> its scheme; layers that are left out are logged.
 
     Raises:
-        CheckpointError: all are left out.
+        CheckpointError: all layers are left out.
     """
     suffixes: dict[str, list[str]] = {}
     for key in tensors.keys():  # noqa: SIM118 (no mapping)
@@ -352,7 +353,7 @@ def linear_schemes(tensors: CheckpointTensors, rules: Rules, only: Callable[[str
 
 
 def check_input(scheme: Scheme, name: str, quantize_w4a16: bool) -> None:
-    """Raises CheckpointError for a weight-only module if it is not to run with int8 activations."""
+    """Raises CheckpointError for a weight-only module unless int8 activations are allowed."""
     if scheme.weight_only is not None and not quantize_w4a16:
         raise CheckpointError(
             f"{scheme.weight_only}: {name} is W4A16; pass quantize_w4a16=True to run it with activations quantized to "
@@ -361,7 +362,7 @@ def check_input(scheme: Scheme, name: str, quantize_w4a16: bool) -> None:
 
 
 def say_int8(scheme: Iterable[Scheme], activation_group: int | None) -> None:
-    """Tells the log if weight-only modules are among those that were loaded, and what they are computed with."""
+    """Logs that weight-only modules were loaded, and the type of their activations."""
     if any(each.weight_only is not None for each in scheme):
         logger.info(
             "weights made for float activations run with activations rounded to int8 %s (activation_group)",
@@ -370,7 +371,7 @@ def say_int8(scheme: Iterable[Scheme], activation_group: int | None) -> None:
 
 
 def without_left_out(reasons: Mapping[str, str | None]) -> list[str]:
-    """The layers that no reason is given for; of the others the log says it.
+    """The layers without a reason; the reasons of the others are logged.
 
     Raises:
         CheckpointError: there are some, and all are left out.

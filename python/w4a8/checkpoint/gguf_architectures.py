@@ -1,4 +1,4 @@
-"""Architectures of GGUF files: what transformers calls their keys and tensors, and what it has stored otherwise."""
+"""Architectures of GGUF files: names of keys and tensors in transformers, and differences in storage."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ _DENSE = {"feed_forward_length": "intermediate_size"}
 _EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
 _QWEN_EXPERTS = _EXPERTS | {"expert_feed_forward_length": "moe_intermediate_size"}
 _LOCAL_EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
-# Linear layers by tensors, less "blk.<n>." and ".weight", for who has no model that says so (gguf_names.py).
+# Linear layers by tensors, less "blk.<n>." and ".weight", for readers without a model (gguf_names.py).
 _LAYER = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -79,7 +79,7 @@ _LAYER = {
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
 _SHARED_EXPERTS = {f"ffn_{each}_shexp": f"mlp.shared_experts.{each}_proj" for each in ("gate", "up", "down")}
-# Tensors that are no weights of a model: rope_freqs is in the config, the others belong to a matrix of NVFP4.
+# Tensors that are no weights of a model: rope_freqs is in the config; the others belong to a matrix of NVFP4.
 BESIDE = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight", ".scale", ".input_scale")
 # Of multi-head latent attention.
 _MLA = {
@@ -93,20 +93,21 @@ _TENSOR = re.compile(r"blk\.(\d{1,4})\.(\w+)\.weight")
 
 @dataclass(frozen=True)
 class Routing:
-    """Of layers of experts: what llama.cpp takes where the file does not say, and what the model has a choice of.
+    """Routing of layers of experts: llama.cpp's defaults for missing keys, and the choices of the model.
 
     Attributes:
         gating: ``expert_gating_func``.
         renormalize: ``expert_weights_norm``.
         size_key: of an expert's intermediate size.
         activation: between w13 and w2.
-        follows: keys of the router that the model follows, and the fields of its config; it is as it is in all others.
-        has_bias: it has a correction bias.
-        is_known: :func:`w4a8.load`, which has no model around the experts, can route as it does.
+        follows: keys of the router that change the model, and the fields of its config. Other keys do not change the
+            model.
+        has_bias: the router has a correction bias.
+        is_known: :func:`w4a8.load`, without a model around the experts, can route so.
         on_input: the weights of experts multiply their input.
-        in_config: what a config.json means that does not say it, by keys, where that is not what is above; or which
-            is read of a config.json alone.
-        also: another name that the class of transformers has for the field of ``expert_count``.
+        in_config: defaults for fields missing in a config.json, by keys, if they differ from the defaults above; and
+            values that only a config.json has.
+        also: a second name of transformers' class for the field of ``expert_count``.
     """
 
     gating: int = SOFTMAX
@@ -121,7 +122,7 @@ class Routing:
     also: str | None = None
 
     def router(self, renormalize: bool, scale: float, groups: int, kept: int) -> Router:
-        """The router of a model, of what the keys NORM, SCALE, GROUPS and KEPT_GROUPS, or a config, say."""
+        """The router of a model, by the values of NORM, SCALE, GROUPS and KEPT_GROUPS from keys or a config."""
         if self.gating != SIGMOID:
             renormalizes = renormalize or self.gating == SOFTMAX_OF_SELECTED
             method = RoutingMethodType.Renormalize if renormalizes else RoutingMethodType.Default
@@ -136,33 +137,34 @@ class Routing:
 
     @property
     def keys(self) -> frozenset[str]:
-        """That are read of the file."""
+        """The keys that are read in the file."""
         read = {"expert_count", "expert_used_count", "expert_gating_func", NORM, SCALE, GROUPS, self.size_key}
         return frozenset(read | ({KEPT_GROUPS} if GROUPS in self.follows else set()))
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """One that is known here.
+    """An architecture that is known here.
 
     Attributes:
         model: how its classes in transformers begin.
         model_type: in the config.
-        keys: fields of the config by keys, beside those of all; all needed.
-        optional: the same of keys that may not be there.
-        constants: fields that no key says, since llama.cpp has them in its code.
+        keys: fields of the config by keys, beside the fields of every architecture; all keys are needed.
+        optional: the same for keys that may be missing.
+        constants: fields without a key, since llama.cpp has the values in its code.
         features: more fields (gguf_features.py), in this order.
-        routing: of its experts, or None.
+        routing: of the experts, or None.
         eps: the key of the epsilon of norms, and the field.
-        names: of tensors, other than those of most, for readers without a model; None: they cannot read it.
-        turned: rows of q and k are in ggml's order: of each head the pairs that are rotated together are neighbours.
-        transposed: stacks of experts are, in the model.
-        in_turns: a stack of gate and up alternates them, in its last dimension.
+        names: names of tensors that differ from most architectures', for readers without a model. None: such readers
+            cannot read the file.
+        turned: rows of q and k are in ggml's order: in each head the rows that are rotated together are neighbours.
+        transposed: stacks of experts are transposed in the model.
+        in_turns: gate and up alternate in the last dimension of their stack.
         norm_plus: what is added to the weights of norms in the file.
-        tiled: heads of values of linear attention stand in another order: the first of each head of keys, then the
-            second of each, and so on.
-        told_by: keys that tell it from another of the same name (:func:`named`).
-        joined: queries, keys and values are one matrix in the model, where the file has them so.
+        tiled: order of the value heads of linear attention: the first of each key head, then the second of each, and so
+            on.
+        told_by: keys that distinguish architectures of the same name (:func:`named`).
+        joined: if queries, keys and values are one matrix in the file, they are one in the model.
     """
 
     model: str
@@ -184,14 +186,14 @@ class Architecture:
 
     @property
     def reads(self) -> frozenset[str]:
-        """What comes behind ``<architecture>.`` in the keys that are read; of others gguf_key_table.py decides."""
+        """The keys that are read, without ``<architecture>.``; gguf_key_table.py decides on all others."""
         found = {*ALWAYS_READ, *self.keys, *self.optional, *self.told_by, self.eps[0]}
         found |= {key for each in self.features for key in getattr(each, "keys", ())}
         found |= set() if "intermediate_size" in self.keys.values() else {"feed_forward_length"}
         return frozenset(found | (self.routing.keys if self.routing is not None else set()))
 
     def linear_layer(self, tensor: str) -> str | None:
-        """The name in transformers of the linear layer that a tensor is the weight of; None: of none, or not known."""
+        """The linear layer in transformers with this tensor as weight; None: there is none, or it is not known."""
         match = _TENSOR.fullmatch(tensor)
         if self.names is None or match is None:
             return "lm_head" if self.names is not None and tensor == "output.weight" else None
@@ -225,7 +227,7 @@ _GRANITE = {
 _GRANITE_SHARED = {"expert_shared_feed_forward_length": "shared_intermediate_size"}
 _GRANITE_EXPERTS = Routing(renormalize=True, size_key="feed_forward_length", follows={})
 _DELTA_NET = (heads_in_part, gated_delta_net)
-# By general.architecture, or what `named` makes of it.
+# By general.architecture, or the name from `named`.
 ARCHITECTURES = {
     "llama": Architecture("Llama", "llama", names={}, turned=True, told_by=("expert_count",)),
     "mixtral": Architecture(
@@ -499,7 +501,7 @@ def named(keys: Mapping[str, Any]) -> str | None:
     """The key of ARCHITECTURES that a file has, or None.
 
     Raises:
-        CheckpointError: it does not say what it is, or a key that tells is no integer.
+        CheckpointError: there is no architecture, or a key of ``told_by`` is no integer.
     """
     found = Keys(keys)
     name = found.architecture
@@ -510,7 +512,7 @@ def named(keys: Mapping[str, Any]) -> str | None:
     if name == "olmo2" and found.get("attention.sliding_window"):
         name = "olmo3"
     if name == "deepseek2":
-        # The first files of GLM-4.7-Flash do not say it. llama.cpp knows them by their sizes.
+        # The first files of GLM-4.7-Flash lack expert_gating_func. llama.cpp recognizes these files by their sizes.
         tokens = keys.get("tokenizer.ggml.tokens", 0)
         words = found.typed("vocab_size", int, tokens if isinstance(tokens, int) else len(tokens))
         flash = words == 154880 and found.typed("block_count", int, 0) in (47, 48)

@@ -1,4 +1,4 @@
-"""The config of a GGUF file, as transformers has it: of the keys, and of the tensors that say how to rotate."""
+"""The config of a GGUF file in transformers, from the keys and from the tensors of rotation."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from w4a8.checkpoint.settings import router_in_file
 
 
 def config_of(metadata: Mapping[str, Any], tensor_names: Sequence[str]) -> dict[str, Any]:
-    """The config of a file of one of ARCHITECTURES, by its keys and the names in the first file of several.
+    """The config of a file of one of ARCHITECTURES, by the keys and the names in the (first) file.
 
-    Of an array of strings its length is enough.
+    An array of strings needs only its length.
 
     Raises:
-        ValueError: a key is missing, not as it should be, or would be ignored and may matter; names it.
+        ValueError: a key is missing, has a wrong value, or would be ignored and may matter; names the key.
     """
     check_keys(metadata)
     keys, known = Keys(metadata), ARCHITECTURES[named(metadata)]
@@ -57,9 +57,9 @@ def config_of(metadata: Mapping[str, Any], tensor_names: Sequence[str]) -> dict[
 
 
 def _rope(keys: Keys, latent: bool, long: bool) -> dict[str, Any]:
-    """As llama.cpp reads it: a factor without a type is linear, and an older key for it counts as well.
+    """As llama.cpp reads the keys: a factor without a type is linear, and the older key of the factor counts too.
 
-    llama.cpp takes 32 and 1 for the two of yarn_beta_*, whatever the file says; the model has what the file says.
+    llama.cpp takes 32 and 1 for yarn_beta_* and ignores the file; the model gets the file's values.
     """
     scaled = "rope.scaling.factor" if keys.get("rope.scaling.factor") is not None else "rope.scale_linear"
     factor = keys.typed(scaled, float, 0.0)
@@ -84,7 +84,7 @@ def _rope(keys: Keys, latent: bool, long: bool) -> dict[str, Any]:
         for each in ("beta_fast", "beta_slow"):
             if keys.get(f"rope.scaling.yarn_{each}") is not None:
                 rope[each] = float(keys.number(f"rope.scaling.yarn_{each}"))
-        # The scripts write a tenth of it. The other one is as large, which llama.cpp takes for granted, too.
+        # The scripts write a tenth of the value. The other value is as large; llama.cpp assumes so, too.
         if multiplier is not None:
             scale = round(10 * keys.number("rope.scaling.yarn_log_multiplier"), 6)
             rope |= {"mscale": scale, "mscale_all_dim": scale}
@@ -92,26 +92,26 @@ def _rope(keys: Keys, latent: bool, long: bool) -> dict[str, Any]:
 
 
 def _token_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the file; the end of a turn ends the text as well, as in llama.cpp."""
+    """The token ids of the file; the end of a turn also ends the text, as in llama.cpp."""
     found = {which: metadata.get(f"tokenizer.ggml.{which}_token_id") for which in ("bos", "eos", "eot", "eom")}
     ends = list(dict.fromkeys(found[which] for which in ("eos", "eot", "eom") if found[which] is not None))
     ids = {"bos_token_id": found["bos"], "eos_token_id": ends[0] if len(ends) == 1 else ends or None}
     found = {name: value for name, value in ids.items() if value is not None}
-    # A class has one of the models that it was made for, which need not be in this vocabulary.
+    # A class has an id of its first models, which may be missing in this vocabulary.
     return found | {"pad_token_id": metadata.get("tokenizer.ggml.padding_token_id")}
 
 
-# Of Llama 3.1 and later. The file has the factors alone that follow from it.
+# Of Llama 3.1 and later. The file has only the factors that follow from these numbers.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 def scale_rope(config: Any, file: GGUFFile) -> None:
-    """Puts into a config of transformers what the tensors say.
+    """Puts the scaling by tensors into a config of transformers.
 
     Args:
         config: made of the keys.
-        file: with ``rope_freqs.weight``, what frequencies are divided by; or ``rope_factors_long.weight`` and
-            ``rope_factors_short.weight``, the same for long texts and for others; or none of these.
+        file: with ``rope_freqs.weight``, the divisors of frequencies; or with ``rope_factors_long.weight`` and
+            ``rope_factors_short.weight``, divisors for long texts and for others; or without.
 
     Raises:
         ValueError: factors that the model does not have.
@@ -133,10 +133,10 @@ def scale_rope(config: Any, file: GGUFFile) -> None:
 
 
 def _llama3(config: Any, factors: torch.Tensor) -> None:
-    """The scaling of Llama 3.1 and later; ``config`` says nothing of it yet.
+    """The scaling of Llama 3.1 and later; not in ``config`` yet.
 
     Raises:
-        ValueError: other factors than those of Llama 3.
+        ValueError: the factors are not Llama 3's.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

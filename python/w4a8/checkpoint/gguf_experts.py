@@ -17,7 +17,7 @@ from w4a8.core.matrix import Matrix
 from w4a8.formats.gguf_blocks import TYPES
 
 _STACK = re.compile(r"blk\.([0-9]{1,4})\.ffn_(gate_up|gate|up|down)_exps\.weight")
-# What a stack is of a layer.
+# Kind of a stack in a layer.
 SHARDS = {"gate": "w1", "up": "w3", "down": "w2", "gate_up": "w13"}
 
 
@@ -35,11 +35,11 @@ class ExpertStacks(Experts):
         """Compares types and shapes, before anything is read.
 
         Args:
-            file: that has them.
+            file: with the stacks.
             index: of the layer.
             names: of the stacks: gate, up, down, or gate_up; without a gate up and down.
             name: of the experts in the model, for errors.
-            settings: what the keys say of the layer; None: its sizes are those of its tensors.
+            settings: of the layer, by the keys; None: sizes by the tensors.
 
         Raises:
             CheckpointError: other stacks, shapes or types.
@@ -64,7 +64,7 @@ class ExpertStacks(Experts):
 
     @classmethod
     def of_tensors(cls, file: GGUFFile, tensors: Iterable[str], name: str) -> ExpertStacks:
-        """Those of one layer by the names of its tensors, of sizes that these have; biases may be among them."""
+        """The stacks of one layer, by names and sizes of its tensors; biases may be among them."""
         found = [match for match in map(_STACK.fullmatch, tensors) if match is not None]
         return cls(file, int(found[0][1]), [match[2] for match in found], name)
 
@@ -87,7 +87,7 @@ class ExpertStacks(Experts):
                 raise CheckpointError(f"tensor '{stack}.weight' is {kind}, but a quantized type is expected")
 
     def matrices(self, expert: int) -> Iterator[tuple[str, Matrix, str]]:
-        """Of one expert: what each of its matrices is called (``w1``, ``w13`` ...), the matrix, and its tensor."""
+        """The matrices of one expert: kind (``w1``, ``w13`` ...), matrix, tensor."""
         for name, stack in self.names.items():
             rows = self.file.tensors[f"{stack}.weight"].shape[1]
             matrix = self.file.matrix(f"{stack}.weight", expert * rows, (expert + 1) * rows)
@@ -107,7 +107,7 @@ def layers_of(file: GGUFFile, settings: MoESettings | None, only: Callable[[str]
     """The layers of experts of a file, in the order of the model.
 
     Raises:
-        CheckpointError: there is none, or one is not as the keys say.
+        CheckpointError: there is no such layer, or a layer contradicts the keys.
     """
     stacks: dict[int, list[str]] = {}
     keys = Keys(file.keys)

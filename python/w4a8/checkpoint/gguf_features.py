@@ -1,7 +1,7 @@
-"""What several architectures of GGUF files have, and the fields of a config that say so.
+"""Features of several architectures of GGUF files, and their fields of a config.
 
-A feature is a function of the keys, of the config so far and of the names of the tensors; it returns more fields. Each
-says which keys it reads, if any, by what comes behind ``<architecture>.``: what no feature reads is refused elsewhere.
+A feature is a function of the keys, of the config so far and of the names of the tensors, and returns more fields. A
+feature states the keys that it reads, without ``<architecture>.``: keys that no feature reads are refused elsewhere.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Feature = Callable[[Keys, Mapping[str, Any], Sequence[str]], dict[str, Any]]
 
 
 def reads(names: str) -> Callable[[Feature], Feature]:
-    """Says which keys a feature reads."""
+    """States the keys that a feature reads."""
 
     def noted(feature: Feature) -> Feature:
         feature.keys = frozenset(names.split())
@@ -29,10 +29,10 @@ def reads(names: str) -> Callable[[Feature], Feature]:
 
 
 def per_layer(keys: Keys, name: str, layers: int) -> list[int]:
-    """A count for each layer, of which the file has one or a list.
+    """A count for each layer; the file has one number or a list.
 
     Raises:
-        CheckpointError: a list of another length, or what is no count.
+        CheckpointError: a list of another length, or no count.
     """
     value = keys.get(name)
     if not isinstance(value, (list, np.ndarray)):
@@ -45,10 +45,10 @@ def per_layer(keys: Keys, name: str, layers: int) -> list[int]:
 
 
 def flags(keys: Keys, name: str, period: int, layers: int) -> list[bool]:
-    """A flag for each layer, of which the file has a list, or a period p: all but each p-th have it; 0 is all.
+    """A flag for each layer. The file has a list, or a period p: true but for each p-th layer; 0: true for all.
 
     Raises:
-        CheckpointError: a list of another length, or what is no period.
+        CheckpointError: a list of another length, or no period.
     """
     pattern = keys.get(name, period)
     if isinstance(pattern, int) and not isinstance(pattern, bool):
@@ -70,8 +70,8 @@ def windows(period: int, default: int = 0) -> Feature:
     """Some layers see a sliding window alone, as llama.cpp has it (llama_hparams::set_swa_pattern).
 
     Args:
-        period: every so manieth layer sees the whole text, if the file has a window and does not say otherwise.
-        default: the window where the file has none.
+        period: each layer of this period sees the whole text, if the file has a window and no pattern.
+        default: the window if the file has none.
     """
 
     @reads("attention.sliding_window attention.sliding_window_pattern")
@@ -86,7 +86,7 @@ def windows(period: int, default: int = 0) -> Feature:
 
 @reads("attention.head_count_kv attention.key_length attention.value_length rope.dimension_count")
 def heads(keys: Keys, config: Mapping[str, Any], tensors: Sequence[str]) -> dict[str, Any]:
-    """Numbers and sizes of heads, which are rotated as a whole."""
+    """Numbers and sizes of heads that are rotated as a whole."""
     size = keys.number("attention.key_length", config["hidden_size"] // config["num_attention_heads"])
     found = {"head_dim": size}
     found["num_key_value_heads"] = keys.number("attention.head_count_kv", config["num_attention_heads"])
@@ -96,7 +96,7 @@ def heads(keys: Keys, config: Mapping[str, Any], tensors: Sequence[str]) -> dict
 
 
 def _expect(keys: Keys, key: str, expected: float, model: str) -> None:
-    """Raises CheckpointError if a key that is there is another number."""
+    """Raises CheckpointError if the key is present with another number."""
     value = keys.number(key, expected)
     if value != expected:
         raise CheckpointError(
@@ -106,7 +106,7 @@ def _expect(keys: Keys, key: str, expected: float, model: str) -> None:
 
 @reads("attention.head_count_kv attention.key_length attention.value_length rope.dimension_count")
 def heads_in_part(keys: Keys, config: Mapping[str, Any], tensors: Sequence[str]) -> dict[str, Any]:
-    """The same of heads of which a part is rotated."""
+    """Numbers and sizes of heads that are rotated in part."""
     rotated = keys.get("rope.dimension_count")
     found = heads(keys.having({"rope.dimension_count": None}), config, tensors)
     part = (found["head_dim"] if rotated is None else keys.number("rope.dimension_count")) / found["head_dim"]
@@ -118,7 +118,7 @@ def heads_in_part(keys: Keys, config: Mapping[str, Any], tensors: Sequence[str])
     "attention.value_length_mla rope.dimension_count rope.scaling.yarn_log_multiplier"
 )
 def latent_attention(keys: Keys, config: Mapping[str, Any], tensors: Sequence[str]) -> dict[str, Any]:
-    """Multi-head latent attention. Of a file with k_b and v_b the usual keys describe what llama.cpp multiplies."""
+    """Multi-head latent attention. In a file with k_b and v_b the usual keys describe llama.cpp's products."""
     rotated = keys.count("rope.dimension_count")
     key, value = (keys.get(f"attention.{each}_length_mla") for each in ("key", "value"))
     key = keys.count("attention.key_length") if key is None else keys.count("attention.key_length_mla")
@@ -139,7 +139,7 @@ def latent_attention(keys: Keys, config: Mapping[str, Any], tensors: Sequence[st
     "full_attention_interval"
 )
 def gated_delta_net(keys: Keys, config: Mapping[str, Any], tensors: Sequence[str]) -> dict[str, Any]:
-    """Layers of linear attention between those of the other kind (Qwen3-Next, Qwen3.5)."""
+    """Layers of linear attention between layers of full attention (Qwen3-Next, Qwen3.5)."""
     layers, value_heads = config["num_hidden_layers"], keys.count("ssm.time_step_rank")
     period = keys.count("full_attention_interval", 4)
     linear = flags(keys, "attention.recurrent_layers", period, layers)
@@ -159,7 +159,7 @@ def gated_delta_net(keys: Keys, config: Mapping[str, Any], tensors: Sequence[str
 
 @reads("rope.dimension_sections")
 def interleaved_sections(keys: Keys, config: Mapping[str, Any], tensors: Sequence[str]) -> dict[str, Any]:
-    """Rotations by time, height and width of an image, which are one for text (Qwen3.5)."""
+    """Rotations by time, height and width of an image; the same rotation for text (Qwen3.5)."""
     sections = [int(each) for each in keys.get("rope.dimension_sections", ()) if each]
     more = {"mrope_section": sections, "mrope_interleaved": True} if sections else {}
     return {"rope_parameters": {**config["rope_parameters"], **more}}
@@ -177,7 +177,7 @@ def mamba(names: int) -> Feature:
     """Sizes of layers of Mamba 2.
 
     Args:
-        names: of the fields: 0 those of Nemotron-H, 1 those of Granite.
+        names: of the fields: 0 Nemotron-H's, 1 Granite's.
     """
 
     @reads(f"{' '.join(_MAMBA)} ssm.inner_size")
@@ -195,7 +195,7 @@ def layers_without_keys(other: str, usual: str = "full_attention") -> Feature:
     """Layers without heads of keys are of another kind.
 
     Args:
-        other: the name of that kind in ``layer_types``.
+        other: the name of the other kind in ``layer_types``.
         usual: the name of layers of attention.
     """
 
@@ -228,12 +228,12 @@ def nemotron(keys: Keys, config: Mapping[str, Any], tensors: Sequence[str]) -> d
 
 @reads("rope.scaling.finetuned")
 def rotates_if_finetuned(keys: Keys, config: Mapping[str, Any], tensors: Sequence[str]) -> dict[str, Any]:
-    """Granite says so where nothing is rotated."""
+    """Granite's key for a model without rotation."""
     return {"position_embedding_type": "rope" if keys.typed("rope.scaling.finetuned", bool, True) else None}
 
 
 def rests_from_rotation(period: int) -> Feature:
-    """In each layer of so manieth number nothing is rotated (SmolLM3)."""
+    """In each layer of this period nothing is rotated (SmolLM3)."""
 
     def rests(keys: Keys, config: Mapping[str, Any], tensors: Sequence[str]) -> dict[str, Any]:
         return {"no_rope_layers": [int((layer + 1) % period != 0) for layer in range(config["num_hidden_layers"])]}
@@ -242,7 +242,7 @@ def rests_from_rotation(period: int) -> Feature:
 
 
 def attention_scale(largest: int) -> Feature:
-    """Of Gemma 2 and 3: by the size of a head. The largest model alone has another one, known by its layers."""
+    """Of Gemma 2 and 3: by the size of a head. The largest model, known by its layers, has another scale."""
 
     def scale(keys: Keys, config: Mapping[str, Any], tensors: Sequence[str]) -> dict[str, Any]:
         whole = config["hidden_size"] // config["num_attention_heads"]
@@ -253,16 +253,16 @@ def attention_scale(largest: int) -> Feature:
 
 @reads("final_logit_softcapping")
 def soft_caps(keys: Keys, config: Mapping[str, Any], tensors: Sequence[str]) -> dict[str, Any]:
-    """Of the logits, where the file has one above 0."""
+    """Soft caps of the logits, if the file has one above 0."""
     cap = keys.typed("final_logit_softcapping", float, 0.0)
     return {"final_logit_softcapping": cap} if cap > 0 else {}
 
 
 def two_rotations(default: float | None = None) -> Feature:
-    """Layers with a window have a base of their own.
+    """Layers with a window have their own base of rotation.
 
     Args:
-        default: where the file has none; None: that of the other layers.
+        default: if the file has none; None: the base of the other layers.
     """
 
     @reads("rope.freq_base_swa")
@@ -276,7 +276,7 @@ def two_rotations(default: float | None = None) -> Feature:
 
 
 def yarn_of_gpt_oss(keys: Keys, config: Mapping[str, Any], tensors: Sequence[str]) -> dict[str, Any]:
-    """What its files do not say."""
+    """Settings of YaRN that files of gpt-oss lack."""
     rope = config["rope_parameters"]
     more = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False} if rope["rope_type"] == "yarn" else {}
     return {"rope_parameters": more | rope}
@@ -284,7 +284,7 @@ def yarn_of_gpt_oss(keys: Keys, config: Mapping[str, Any], tensors: Sequence[str
 
 @reads("rope.scaling.yarn_log_multiplier attention.temperature_scale")
 def temperature_of_mistral(keys: Keys, config: Mapping[str, Any], tensors: Sequence[str]) -> dict[str, Any]:
-    """Of attention over long texts; and the multiplier, which stands as it is, unlike DeepSeek's."""
+    """Temperature of attention over long texts; and the multiplier, which is stored unchanged, unlike DeepSeek's."""
     rope = dict(config["rope_parameters"])
     multiplier, temperature = (
         keys.typed(name, float, 0.0) for name in ("rope.scaling.yarn_log_multiplier", "attention.temperature_scale")
@@ -298,7 +298,7 @@ def temperature_of_mistral(keys: Keys, config: Mapping[str, Any], tensors: Seque
 
 @reads("attention.sliding_window")
 def long_rope(keys: Keys, config: Mapping[str, Any], tensors: Sequence[str]) -> dict[str, Any]:
-    """Of Phi-3: the context that it was trained with first, and a window in all layers, if there is one."""
+    """Of Phi-3: the context of the first training, and a window in all layers, if there is one."""
     context = keys.number("rope.scaling.original_context_length", config["max_position_embeddings"])
     window = keys.count("attention.sliding_window", 0, least=0)
     factor, rope = keys.typed("rope.scaling.attn_factor", float, 1.0), config["rope_parameters"]
@@ -310,13 +310,13 @@ def long_rope(keys: Keys, config: Mapping[str, Any], tensors: Sequence[str]) -> 
 
 @reads("attention.sliding_window attention.sliding_window_pattern")
 def windows_of_exaone4(keys: Keys, config: Mapping[str, Any], tensors: Sequence[str]) -> dict[str, Any]:
-    """The larger model alone has them, with 64 layers."""
+    """Only the larger model has windows, with 64 layers."""
     return windows(4, 4096 if config["num_hidden_layers"] == 64 else 0)(keys, config, tensors)
 
 
 @reads("attention.sliding_window")
 def chunks_of_llama4(keys: Keys, config: Mapping[str, Any], tensors: Sequence[str]) -> dict[str, Any]:
-    """Chunks of text that layers see alone, but each fourth, in which nothing is rotated; a window of 0: none of it."""
+    """Layers see a chunk of the text; each fourth layer all, without rotation. A window of 0: neither."""
     found = {"use_qk_norm": config["num_local_experts"] != 128}
     chunk = keys.count("attention.sliding_window", 8192, least=0)
     if chunk == 0:
@@ -327,7 +327,7 @@ def chunks_of_llama4(keys: Keys, config: Mapping[str, Any], tensors: Sequence[st
 
 
 def greedy_or_grouped(keys: Keys, config: Mapping[str, Any], tensors: Sequence[str]) -> dict[str, Any]:
-    """How DeepSeek-V2 calls its router."""
+    """DeepSeek-V2's name of its router."""
     return {"topk_method": "greedy" if config["n_group"] == 1 else "group_limited_greedy"}
 
 
@@ -336,7 +336,7 @@ def greedy_or_grouped(keys: Keys, config: Mapping[str, Any], tensors: Sequence[s
     "context_length"
 )
 def indexer(keys: Keys, config: Mapping[str, Any], tensors: Sequence[str]) -> dict[str, Any]:
-    """Which tokens layers attend to, by scores of their own in some layers (GLM-5)."""
+    """The tokens that layers attend to, by separate scores in some layers (GLM-5)."""
     layers = config["num_hidden_layers"]
     full = [True] * layers
     if keys.get("attention.indexer.types") is not None:
@@ -356,22 +356,22 @@ def _any(tensors: Sequence[str], end: str) -> bool:
 
 
 def norms_of_heads(keys: Keys, config: Mapping[str, Any], tensors: Sequence[str]) -> dict[str, Any]:
-    """Where there are tensors of them."""
+    """Norms of heads, if there are tensors."""
     return {"use_qk_norm": _any(tensors, ".attn_q_norm.weight")}
 
 
 def output_bias(keys: Keys, config: Mapping[str, Any], tensors: Sequence[str]) -> dict[str, Any]:
-    """Of attention, where there is a tensor of it."""
+    """Bias of attention's output, if there is a tensor."""
     return {"attention_out_bias": _any(tensors, ".attn_output.bias")}
 
 
 def output_layer_bias(keys: Keys, config: Mapping[str, Any], tensors: Sequence[str]) -> dict[str, Any]:
-    """Where there is a tensor of it."""
+    """Bias of the output layer, if there is a tensor."""
     return {"lm_head_bias": "output.bias" in tensors}
 
 
 def last_layer_of_ernie(keys: Keys, config: Mapping[str, Any], tensors: Sequence[str]) -> dict[str, Any]:
-    """Its experts go on to the last layer."""
+    """Experts up to the last layer."""
     return {"moe_layer_end_index": config["num_hidden_layers"] - 1}
 
 
@@ -384,7 +384,7 @@ _SWA = "attention.key_length_swa attention.value_length_swa rope.dimension_count
     "embedding_length_per_layer_input expert_feed_forward_length"
 )
 def gemma4(keys: Keys, config: Mapping[str, Any], tensors: Sequence[str]) -> dict[str, Any]:
-    """Layers with a window, and others with larger heads of which a quarter is rotated."""
+    """Layers with a window; and layers with larger heads, of which a quarter is rotated."""
     layers, vocabulary = config["num_hidden_layers"], config["vocab_size"]
     found = windows(6)(keys, config, tensors)
     slides = [each == _ATTENTION[True] for each in found["layer_types"]]

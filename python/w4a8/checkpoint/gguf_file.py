@@ -1,13 +1,13 @@
-"""GGUF files: keys, and the names, types, shapes and places of tensors. All is checked before memory is taken for it.
+"""GGUF files: keys, and names, types, shapes and places of tensors. Everything is checked before memory is taken.
 
     file:    "GGUF" | version 3 | tensors, keys (how many) | keys | tensors | zeros | data of the tensors
-    key:     name, type, value           an array: type of its elements, how many, they
+    key:     name, type, value           an array: type of its elements, how many, elements
     tensor:  name, dimensions (how many, the fastest first), type, offset in the data
 
 Little-endian; lengths and counts have 8 bytes. The data begin at a multiple of ``general.alignment`` (32).
 
-The reader of the package ``gguf`` is not used: it loops as often as a count in the file says, and makes an object of
-each element of an array.
+The reader of the package ``gguf`` is not used: it trusts counts in the file, and makes an object of each element of an
+array.
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ class GGUFTensor:
     """Where a tensor is.
 
     Attributes:
-        file: its index among the files of a split one.
+        file: index among the files of a split model.
         shape: the slowest dimension first, as torch has it: [N, K] of a matrix, [E, N, K] of a stack.
         type: a key of TYPES, or of the floats.
-        offset: of its first byte in the file.
-        row_bytes: of the values that differ in the last dimension alone.
+        offset: of the first byte in the file.
+        row_bytes: bytes of a row, the last dimension.
     """
 
     file: int
@@ -89,17 +89,17 @@ class GGUFTensor:
 
     @property
     def rows(self) -> int:
-        """All of them."""
+        """Rows in all dimensions but the last."""
         return int(np.prod(self.shape[:-1], dtype=object))
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a name ends as those of GGUF files do, however it is written."""
+    """Whether a name ends in ``.gguf``, in any case."""
     return path.suffix.lower() == ".gguf"
 
 
 def gguf_in(path: str | Path) -> Path | None:
-    """The GGUF file that a path means: itself, or the one in a directory without config.json; None: there is none.
+    """The GGUF file at a path, or in a directory without config.json; None: there is none.
 
     Raises:
         CheckpointError: a directory with several models.
@@ -118,10 +118,10 @@ def gguf_in(path: str | Path) -> Path | None:
 
 
 class Strings(Sequence[str]):
-    """An array of strings. They are read when one is asked for: a list of them takes some six times their bytes."""
+    """An array of strings, read one by one on demand: a list of all takes some six times the bytes."""
 
     def __init__(self, path: Path, what: str, count: int, at: int) -> None:
-        """Of a file that has been checked: so many strings of the key ``what``, the first of them at byte ``at``."""
+        """Takes ``count`` strings of the key ``what`` from byte ``at`` on, in a checked file."""
         self._path, self._what, self._count, self._at = path, what, count, at
 
     def __len__(self) -> int:
@@ -141,7 +141,7 @@ class Strings(Sequence[str]):
 
 
 class _Cursor:
-    """Reads one value after the other, and never behind the end."""
+    """Reads one value after the other, never past the end."""
 
     def __init__(self, data: mmap.mmap, path: Path, at: int = 0) -> None:
         self._data, self._path, self.at = data, path, at
@@ -166,7 +166,7 @@ class _Cursor:
         return struct.unpack("<" + form, self.bytes(struct.calcsize("<" + form), what))[0]
 
     def count(self, what: str, least: int) -> int:
-        """How many things follow, each of at least so many bytes."""
+        """A count of things, each of at least ``least`` bytes."""
         count = self.number("Q", what)
         if count > self.left // least:
             raise self.fail(f"{what} is {count}, which the rest of the file, {self.left} bytes, does not hold")
@@ -204,17 +204,17 @@ class _Cursor:
 
 
 class GGUFFile:
-    """One file, or all files of a model that is split."""
+    """One file, or all files of a split model."""
 
     def __init__(self, path: str | Path) -> None:
-        """Reads keys, and where tensors are; none of their data.
+        """Reads keys and the places of tensors, no data.
 
         Args:
-            path: of the file; of a split model any of ``...-00001-of-0000N.gguf``, which are in one folder.
+            path: of the file; for a split model any of ``...-00001-of-0000N.gguf``, all in one folder.
 
         Raises:
             CheckpointError: not a GGUF file of version 3, damaged, of types that are not read, or a file of a split
-                model is missing. Says which file and what.
+                model is missing. Names the file and the problem.
         """
         path = Path(path)
         found = _SPLIT.search(path.name)
@@ -247,10 +247,10 @@ class GGUFFile:
         return self.tensors[name]
 
     def split(self, name: str, parts: Mapping[str, int]) -> None:
-        """Puts tensors in the place of one that has their rows, one below the other; ``parts``: how many each has.
+        """Splits a tensor by rows. ``parts``: number of rows by name of the new tensor, from the first row on.
 
         Raises:
-            CheckpointError: the tensor has another number of rows, or one of the parts is there already.
+            CheckpointError: the tensor has another number of rows, or a new name exists already.
         """
         tensor, begin = self.tensors[name], 0
         if tensor.shape[0] != sum(parts.values()) or any(part in self.tensors for part in parts):
@@ -265,7 +265,7 @@ class GGUFFile:
         del self.tensors[name]
 
     def expect_shape(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raises CheckpointError if a tensor is missing or has another shape; names it."""
+        """Raises CheckpointError if a tensor is missing or has another shape; names the tensor."""
         found = self._tensor(name).shape
         if found != shape:
             raise CheckpointError(f"tensor {name!r} has shape {found}, but {shape} is expected")
@@ -294,7 +294,7 @@ class GGUFFile:
         return data
 
     def type_name(self, name: str) -> str:
-        """As ggml calls it."""
+        """ggml's name of the type."""
         kind = self._tensor(name).type
         return TYPES[kind].name if kind in TYPES else {0: "F32", 1: "F16", 30: "BF16", 28: "F64"}[kind]
 
@@ -303,10 +303,10 @@ class GGUFFile:
         return self._tensor(name).type in _FLOATS
 
     def matrix(self, name: str, begin: int = 0, end: int | None = None) -> Matrix:
-        """Rows of a tensor in blocks, as :meth:`bytes` counts them. Of NVFP4 with the ``.scale`` beside it, if any.
+        """Rows of a tensor in blocks, counted as in :meth:`bytes`. NVFP4: with the tensor ``.scale``, if there is one.
 
         Raises:
-            CheckpointError: as :meth:`bytes`, its type is a float, or there are other than one scale or one a matrix.
+            CheckpointError: as :meth:`bytes`; the type is a float; neither one scale nor one for each matrix.
         """
         if self.is_float(name):
             raise CheckpointError(f"tensor {name!r} is {self.type_name(name)}, expected a type in blocks")
@@ -321,14 +321,14 @@ class GGUFFile:
         return replace(matrix, channel_scales=matrix.channel_scales * scales[which])
 
     def floats(self, name: str, begin: int = 0, end: int | None = None) -> torch.Tensor:
-        """Rows of a tensor, as :meth:`bytes` counts them: of a float in its type, of blocks float32; [rows, last]."""
+        """Rows of a tensor [rows, last], counted as in :meth:`bytes`: floats in their type, blocks as float32."""
         tensor = self._tensor(name)
         if tensor.type in _FLOATS:
             return self.bytes(name, begin, end).view(_FLOATS[tensor.type])
         return self.matrix(name, begin, end).floats()
 
     def tensor(self, name: str) -> torch.Tensor:
-        """All of it, as :meth:`floats`, in its shape."""
+        """The whole tensor in its shape, as :meth:`floats`."""
         return self.floats(name).view(self._tensor(name).shape)
 
 
@@ -346,7 +346,7 @@ def _mapped(path: Path) -> Iterator[mmap.mmap]:
 
 
 class _Head(_Cursor):
-    """Reads what is in front of the data."""
+    """Reads the part before the data."""
 
     def read(self, index: int) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
         """Keys and tensors; ``index``: of the file."""

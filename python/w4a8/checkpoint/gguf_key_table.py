@@ -1,7 +1,7 @@
-"""Which keys in a GGUF file change nothing though they are not read, and which values of others do not.
+"""Keys in a GGUF file that may be ignored: with any value, or with some values.
 
-A key of the architecture that is not read (``Architecture.reads``) and in none of these lists is refused by name: it
-may be of a model that computes something else.
+A key of the architecture that is neither read (``Architecture.reads``) nor in these lists is refused by name: the model
+may compute something else.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from w4a8.checkpoint.gguf_keys import Keys
 from w4a8.core.json_fields import CheckpointError, shorten
 
 _SIZES = "feed_forward_length expert_feed_forward_length expert_shared_count expert_shared_feed_forward_length"
-# In every architecture that does not apply it: why it changes nothing.
+# Keys that change nothing in architectures that do not read them: the reason.
 HARMLESS = {
     **dict.fromkeys(_SIZES.split(), "tensors have the size"),
     "expert_group_used_count": "there is one group",
@@ -35,7 +35,7 @@ _OFF += "attention.clamp_kqv attention.max_alibi_bias attention.shared_kv_layers
 _OFF += "attention.scale rope.dimension_sections rope.scaling.alpha rope.scaling.yarn_log_multiplier"
 _ONE = "logit_scale residual_scale embedding_scale expert_group_scale attention.output_scale attention.value_scale "
 _ONE += "interleave_moe_layer_step moe_every_n_layers full_attention_interval"
-# In every architecture that does not apply it: values that change nothing; of an array all are one of them.
+# Keys with values that change nothing in architectures that do not read them; in an array all elements.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(_OFF.split(), (0,)),
     **dict.fromkeys(_ONE.split(), (0, 1)),
@@ -44,7 +44,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_parallel_residual": (False,),
     "norm_top_k_prob": (True,),
 }
-# In every architecture that does not apply it: the key that it has to be equal to.
+# Keys that change nothing, in architectures that do not read them, if equal to another key.
 EQUAL = {
     "embedding_length_out": "embedding_length",
     "rope.freq_base_swa": "rope.freq_base",
@@ -55,7 +55,7 @@ EQUAL = {
 
 
 def check_keys(keys: Mapping[str, Any]) -> None:
-    """Refuses what would be ignored and may change numbers, among all keys of a file.
+    """Refuses keys of a file that would be ignored and may change numbers.
 
     Raises:
         CheckpointError: a key of the architecture that is not applied, with a value that matters; names the key.
@@ -67,7 +67,7 @@ def check_keys(keys: Mapping[str, Any]) -> None:
         if name is None or key == full or key in ARCHITECTURES[name].reads or key in HARMLESS:
             continue
         allowed = NEUTRAL.get(key, (found.get(EQUAL[key]),) if key in EQUAL else ())
-        if key == "attention.sliding_window":  # one that holds the whole text is none
+        if key == "attention.sliding_window":  # a window over the whole text is no window
             allowed = (0, value) if found.count("context_length") <= found.count(key, least=0) else (0,)
         if not all(each in allowed for each in np.ravel(value).tolist()):
             known = f"but {' or '.join(map(str, allowed))} is expected: it is not applied"

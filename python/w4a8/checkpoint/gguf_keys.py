@@ -1,4 +1,4 @@
-"""Keys of a GGUF file: of the right type, or an error that names them."""
+"""Keys of a GGUF file: of the right type, or an error that names the key."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from w4a8.core.json_fields import CheckpointError, shorten
 # Names of Llama 3's way to split a text (tokenizer.ggml.pre).
 _MADE_SO = ("falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano")
 LLAMA3 = ("llama3", "llama-v3", "llama-bpe", *_MADE_SO)
-# With these llama.cpp begins a text with bos, if the file does not say.
+# With these llama.cpp begins a text with bos, if the file does not state it.
 _WITH_BOS = (*LLAMA3, "tekken", "chameleon")
 
 
@@ -23,12 +23,12 @@ def added_tokens(keys: Mapping[str, Any]) -> dict[str, bool]:
     return {"add_bos_token": bool(adds_bos), "add_eos_token": bool(keys.get("tokenizer.ggml.add_eos_token"))}
 
 
-# pooling_type (llama_pooling_type): how a layer of sentence-transformers calls it.
+# pooling_type (llama_pooling_type): the name in a layer of sentence-transformers.
 _POOLINGS = {1: "pooling_mode_mean_tokens", 2: "pooling_mode_cls_token", 3: "pooling_mode_lasttoken"}
 
 
 def pooling_of(keys: Mapping[str, Any]) -> str | None:
-    """Of an embedding model: how the vectors of a text become one; None: the file does not say.
+    """Pooling of an embedding model, the way from the vectors of a text to one; None: not in the file.
 
     Raises:
         CheckpointError: neither none (0), mean (1), cls (2) nor last (3).
@@ -41,14 +41,14 @@ def pooling_of(keys: Mapping[str, Any]) -> str | None:
 
 
 class Keys:
-    """Those of the architecture that a file has, by their names behind ``<architecture>.``.
+    """Keys of a file's architecture, by names without ``<architecture>.``.
 
     Attributes:
         architecture: ``general.architecture``.
     """
 
     def __init__(self, keys: Mapping[str, Any], changes: Mapping[str, Any] | None = None) -> None:
-        """Takes all keys of a file, and values that go before, by names behind ``<architecture>.``.
+        """Takes all keys of a file; ``changes`` take precedence, by names without ``<architecture>.``.
 
         Raises:
             CheckpointError: there is no architecture.
@@ -59,7 +59,7 @@ class Keys:
         self._keys, self._changes = keys, changes or {}
 
     def get(self, name: str, default: Any = None) -> Any:
-        """A value, whatever it is."""
+        """A value of any type."""
         found = self._changes[name] if name in self._changes else self._keys.get(f"{self.architecture}.{name}")
         return default if found is None else found
 
@@ -69,7 +69,7 @@ class Keys:
 
     @property
     def layers(self) -> int:
-        """Layers of the model. Those behind them, which predict further tokens (MTP), are left out everywhere.
+        """Number of layers of the model. Layers behind these predict further tokens (MTP), and are left out everywhere.
 
         Raises:
             CheckpointError: there are none.
@@ -91,7 +91,7 @@ class Keys:
         """A value of a type; an integer is a float, too.
 
         Raises:
-            CheckpointError: it is another, or not there and without a default.
+            CheckpointError: another type, or missing without a default.
         """
         value = self.get(name, default)
         if isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
@@ -105,7 +105,7 @@ class Keys:
         """A number of things.
 
         Raises:
-            CheckpointError: it is none, or less than ``least``.
+            CheckpointError: no integer, or less than ``least``.
         """
         value = self.typed(name, int, default)
         if not least <= value < 2**31:
@@ -113,10 +113,10 @@ class Keys:
         return value
 
     def number(self, name: str, default: float | None = None, least: int | None = None) -> float:
-        """A number above 0, or from ``least`` on, of the type that it has.
+        """A number above 0, or from ``least`` on, of its own type.
 
         Raises:
-            CheckpointError: it is none.
+            CheckpointError: no such number.
         """
         value = self.get(name, default)
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

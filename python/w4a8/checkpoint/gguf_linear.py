@@ -23,19 +23,19 @@ from w4a8.nn.linear import linear_class
 
 AT_ONCE = 1 << 25  # weights that are unpacked at once
 _HEADS = {"attn_q": "head_count", "attn_k": "head_count_kv"}
-# Of linear attention: tensors whose rows are heads of values, and those that have heads of keys before them.
+# Of linear attention: tensors whose rows are value heads; and tensors with key heads before the value heads.
 _OF_VALUES = ("attn_gate", "ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt")
 _BEHIND_KEYS = ("attn_qkv", "ssm_conv1d")
 
 
 class GGUFLinears:
-    """The linear layers of a file, by the names of its tensors; rows in the order that transformers has."""
+    """The linear layers of a file, by the names of its tensors; rows in transformers' order."""
 
     def __init__(self, file: GGUFFile) -> None:
         """Takes the names of the file's architecture.
 
         Raises:
-            CheckpointError: they are not known here.
+            CheckpointError: the architecture is not known here.
         """
         name = named(file.keys)
         if name is None:
@@ -49,7 +49,7 @@ class GGUFLinears:
             self._split_joined()
 
     def _split_joined(self) -> None:
-        """Queries, keys and values that some files have in one matrix become three."""
+        """Splits queries, keys and values, which some files have in one matrix."""
         names = [name for name in self.file.tensors if ".attn_qkv." in name]
         if not names:
             return
@@ -61,15 +61,15 @@ class GGUFLinears:
             self.file.split(name, {name.replace("attn_qkv", f"attn_{each}"): count for each, count in rows.items()})
 
     def unused(self, sources: Iterable[Source]) -> list[str]:
-        """Tensors that no parameter is made of, less those that belong to none."""
+        """Tensors that no parameter uses, without those that belong to no parameter."""
         left = set(self.file.tensors).difference(*(source.tensors for source in sources))
         return sorted(name for name in left if not name.endswith(BESIDE) and not self.keys.is_left_out(name))
 
     def order(self, name: str) -> torch.Tensor | None:
-        """Which rows of a tensor, and elements of its bias, are the first and so on in transformers; None: as they are.
+        """Rows of a tensor, and elements of its bias, in transformers' order; None: the order of the file.
 
         Raises:
-            CheckpointError: the rows are not those of so many heads as the keys say.
+            CheckpointError: the rows do not fit the number of heads in the keys.
         """
         leaf, shape = name.split(".")[2] if name.startswith("blk.") else name, self.file.tensors[name].shape
         if self.architecture.turned and leaf in _HEADS:
@@ -90,22 +90,22 @@ class GGUFLinears:
         return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()
 
     def _heads_of_values(self, name: str, rows: int) -> torch.Tensor:
-        """Of so many rows: those of the heads of values of a head of keys come together."""
+        """The order of rows in which the value heads of a key head are neighbours."""
         heads, keys = self.keys.count("ssm.time_step_rank"), self.keys.count("ssm.group_count")
         if heads % keys != 0 or rows < 1 or rows % heads != 0:
             raise CheckpointError(f"tensor {name!r} does not have rows of {heads} heads of values of {keys} of keys")
         return torch.arange(rows).view(heads // keys, keys, -1).transpose(0, 1).flatten()
 
     def runs(self, name: str) -> torch.Tensor | None:
-        """Which runs of columns are the first and so on in transformers; None: as they are."""
+        """Runs of columns in transformers' order; None: the order of the file."""
         if not self.architecture.tiled or ".ssm_out." not in name:
             return None
         return self._heads_of_values(name, self.keys.count("ssm.time_step_rank"))
 
     def joined_order(self, names: Sequence[str]) -> torch.Tensor | None:
-        """Which rows of several tensors, one below the other, are the first and so on in transformers.
+        """Rows of several tensors, one below the other, in transformers' order.
 
-        Of Qwen3-Next's q, k, v and z: those of a head of keys come together.
+        Qwen3-Next's q, k, v and z: the rows of a key head are neighbours.
         """
         if [name.split(".")[-2] for name in names] != ["attn_qkv", "attn_gate"]:
             return None
@@ -118,7 +118,7 @@ class GGUFLinears:
         return torch.cat([part.view(keys, -1) for part in parts], 1).flatten()
 
     def linear(self, names: str | Sequence[str], activation_group: int | None) -> W4A8Linear | W8A8Linear:
-        """A matrix in blocks, packed, of a tensor (``blk.0.attn_q.weight`` say) or of those that make it.
+        """A packed matrix, of one tensor in blocks (``blk.0.attn_q.weight`` say) or of several.
 
         A ``.bias`` beside one tensor is the layer's. ``activation_group`` is as of :func:`w4a8.load`.
 
@@ -142,10 +142,10 @@ class GGUFLinears:
         return linear_class(matrix.kind)(stack.pack()[0], columns, rows, group)
 
     def bias(self, name: str) -> torch.Tensor | None:
-        """float32 [N], of the layer of a ``.weight`` [N, K]; None: there is none beside it.
+        """Bias float32 [N] of the layer of a ``.weight`` [N, K]; None: no bias.
 
         Raises:
-            CheckpointError: it has another shape, or the rows of the layer are not as :meth:`order` expects them.
+            CheckpointError: the bias has another shape, or as :meth:`order`.
         """
         bias_name, order = f"{name.removesuffix('.weight')}.bias", self.order(name)
         if bias_name not in self.file:
@@ -167,7 +167,7 @@ class GGUFLinears:
             yield first, matrix if runs is None else matrix.with_runs(runs)
 
     def values(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor as transformers has it: what is in blocks in ``dtype``, all others in the type of the file."""
+        """A tensor in transformers' form: blocks as ``dtype``, floats in the type of the file."""
         tensor = self.file.tensors[name]
         if self.file.is_float(name):
             order, runs, values = self.order(name), self.runs(name), self.file.tensor(name)
@@ -185,10 +185,10 @@ class GGUFLinears:
         return values[None] if "_inp_shexp" in name and values.dim() == 1 else values
 
     def parameter(self, names: Sequence[str], shape: Sequence[int], name: str, dtype: torch.dtype) -> torch.Tensor:
-        """A parameter of a model of transformers, as :meth:`values`, of the tensors that make it.
+        """A parameter of a model of transformers, from its tensors, as :meth:`values`.
 
         Raises:
-            ValueError: it has another shape than the tensors give; names it.
+            ValueError: the tensors give another shape than ``shape``; names the parameter.
         """
         tensors = {each: self.values(each, dtype) for each in names}
         try:
@@ -216,10 +216,10 @@ class GGUFLinears:
         return first.transpose(1, 2).contiguous() if self.architecture.transposed and first.dim() == 3 else first
 
     def layers(self) -> dict[str, str]:
-        """Name in transformers -> tensor, of matrices in blocks that are linear layers: no experts, no embeddings.
+        """Name in transformers -> tensor, of linear layers in blocks: no experts, no embeddings.
 
         Raises:
-            CheckpointError: there are no names of the architecture's without a model.
+            CheckpointError: the names of the architecture are not known without a model.
         """
         if self.architecture.names is None:
             known = ", ".join(sorted(name for name, each in ARCHITECTURES.items() if each.names is not None))
@@ -237,5 +237,5 @@ class GGUFLinears:
 
 
 def without_ones(shape: Sequence[int]) -> tuple[int, ...]:
-    """The dimensions of a shape that say something."""
+    """The dimensions of a shape that are not 1."""
     return tuple(size for size in shape if size != 1)

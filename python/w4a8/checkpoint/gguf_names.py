@@ -1,7 +1,7 @@
-"""Which tensors of a GGUF file make which parameter of a model of transformers: found, without a table of names.
+"""Finds the tensors of a GGUF file for each parameter of a model of transformers, without a table of names.
 
-A parameter has names in the checkpoints that its maker publishes, which transformers knows. Of these the package
-``gguf`` knows the names in GGUF files. What neither knows stands in RULES.
+transformers knows the names of a parameter in published checkpoints. For these the package ``gguf`` knows the names in
+GGUF files. RULES has the names that both lack.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from w4a8.core.json_fields import CheckpointError
 if TYPE_CHECKING:
     import torch
 
-# Stacks of experts, by the last name of a parameter: what is joined, or a tensor that is so already.
+# Stacks of experts, by the last name of a parameter: tensors to join, or a tensor that is joined already.
 STACKS = {
     "gate_up_proj": (("gate", "up"), ("gate_up",)),
     "up_proj": (("up",),),
@@ -25,7 +25,7 @@ STACKS = {
 }
 _EXPERTS = re.compile(r"(?P<path>.+\.experts)\.(?P<leaf>gate_up_proj|up_proj|down_proj)(?P<bias>_bias)?")
 _LAYER = re.compile(r"\.(\d+)\.")
-# How a name in a checkpoint ends, and the tensors of the layer that make it, one below the other.
+# End of a name in a checkpoint, and its tensors of the layer, one below the other.
 RULES = {
     ".in_proj_qkvz.weight": ("attn_qkv.weight", "attn_gate.weight"),
     ".kv_b_proj.weight": ("attn_k_b.weight", "attn_v_b.weight"),
@@ -42,13 +42,13 @@ RULES = {
 
 @dataclass(frozen=True)
 class Source:
-    """Of a parameter.
+    """The tensors of a parameter.
 
     Attributes:
         tensors: of the file, in the order of their rows in the parameter.
-        checkpoint: what published checkpoints call it; of a stack of experts what they call all that are in it.
+        checkpoint: name in published checkpoints; for a stack of experts the common name of its matrices.
         shape: of the parameter.
-        of_experts: it is a stack of experts, or of their biases.
+        of_experts: the parameter is a stack of experts, or of their biases.
     """
 
     tensors: tuple[str, ...]
@@ -58,7 +58,7 @@ class Source:
 
 
 def sources_of(model: torch.nn.Module, tensors: Collection[str], architecture: str) -> dict[str, Source]:
-    """What makes each parameter and each buffer that is saved; those that no tensor makes are not in it.
+    """The source of each parameter and each saved buffer, if the file has tensors for it.
 
     Args:
         model: of transformers, on any device.
@@ -89,7 +89,7 @@ def _stacks(match: re.Match[str]) -> Iterable[tuple[str, ...]]:
 
 
 def _candidates(checkpoint: str, names: Mapping[str, str]) -> Iterable[tuple[str, ...]]:
-    """Tensors that may make a parameter, those of RULES first: some names mean others in older files."""
+    """Tensors that may make a parameter, first by RULES: some names mean other tensors in older files."""
     layer = _LAYER.search(checkpoint)
     for end, leaves in RULES.items():
         if layer is not None and checkpoint.endswith(end):
@@ -103,7 +103,7 @@ def _candidates(checkpoint: str, names: Mapping[str, str]) -> Iterable[tuple[str
 
 
 class _CheckpointNames:
-    """Names in published checkpoints. All layers of a kind have the same but for their number, and are asked once."""
+    """Names in published checkpoints. Names of layers of a kind differ only in the number: one layer is asked for."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         from transformers.core_model_loading import revert_weight_conversion
@@ -130,7 +130,7 @@ def _name_map(architecture: str, layers: int) -> Mapping[str, str]:
         raise CheckpointError(f"general.architecture is {architecture!r}, which the package gguf does not know")
 
     class Map(gguf.TensorNameMap):
-        # The package changes this table of its class for some architectures, and then has it changed for all.
+        # For some architectures the package changes this table of its class, and with it the table of all others.
         block_mappings_cfg: ClassVar = dict(gguf.TensorNameMap.block_mappings_cfg)
 
     return {name: found for name, (_, found) in Map(known[0], layers).mapping.items()}

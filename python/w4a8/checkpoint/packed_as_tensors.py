@@ -1,8 +1,8 @@
 """A directory of packed weights (docs/transformers.md) as a compressed-tensors checkpoint.
 
-``w4a8 pack --format compressed-tensors`` writes one. vLLM is told of a packed directory as of one: for what vLLM knows
-of the model, and for layers that are cut among ranks, since vLLM cuts and places tensors by the names of
-checkpoints. Their packed matrices are unpacked one by one as they are read.
+``w4a8 pack --format compressed-tensors`` writes such a checkpoint. To vLLM a packed directory is presented as one, for
+the description of the model and for layers that are cut among ranks: vLLM cuts and places tensors by the names of
+checkpoints. The packed matrices of these layers are unpacked one by one while reading.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from w4a8.formats.packed_directory import (
     packed_tensors,
 )
 
-# Part of the name of a block -> what its experts' gate, up and down projections are called.
+# Part of the name of a block -> names of its experts' gate, up and down projections.
 _PROJECTIONS = (("block_sparse_moe", ("w1", "w3", "w2")), ("", ("gate_proj", "up_proj", "down_proj")))
-# Their experts come in one piece, whose rows and biases have an order of their own, in every checkpoint but this.
+# Model types whose checkpoints have all experts in one piece, with another order of rows and biases.
 _WHOLE_EXPERTS = ("gpt_oss",)
 # What compressed-tensors checkpoints have.
 _INTEGERS = (Kind.INT4, Kind.INT8)
@@ -44,7 +44,7 @@ _INTEGERS = (Kind.INT4, Kind.INT8)
 
 @dataclass
 class PackedDirectory:
-    """What is in the files of a directory.
+    """The content of the files of a directory.
 
     Attributes:
         packed: by module.
@@ -56,13 +56,13 @@ class PackedDirectory:
 
     @property
     def symmetric(self) -> bool:
-        """Whether no matrix of 4 bits has zero points; as tensors of compressed-tensors, those of 8 bits always do."""
+        """Whether no matrix of 4 bits has zero points; matrices of 8 bits always get some in compressed-tensors."""
         forms = [stored.packed_as for parts in self.packed.values() for stored in parts.values()]
         return not any(form.zero_points for form in forms if form.kind.bits == 4)
 
 
 def read_directory(directory: str | Path, config: Mapping[str, Any]) -> PackedDirectory:
-    """Reads the headers of a local directory's safetensors files, and those of the packed matrices in them.
+    """Reads the headers of a local directory's safetensors files, and the headers of the packed matrices inside.
 
     Args:
         directory: with the files.
@@ -118,7 +118,7 @@ def group_of(parts: Parts) -> int:
 
 
 def only_whole(parts: Parts, model_type: str | None, exported: bool = False) -> str | None:
-    """Why the matrices of a module cannot be unpacked, for vLLM to cut them or for others to read; None if they can.
+    """Why the matrices of a module cannot be unpacked for vLLM's cuts or for other readers; None: they can.
 
     Args:
         parts: of the module.
@@ -149,7 +149,7 @@ def only_whole(parts: Parts, model_type: str | None, exported: bool = False) -> 
 
 @dataclass(frozen=True, order=True)
 class _Form:
-    """What modules of one group of a configuration have in common; ``group`` -1: one scale for each output feature."""
+    """The form of the modules of one group of a configuration; ``group`` -1: one scale for each output feature."""
 
     group: int
     bits: int
@@ -169,9 +169,9 @@ def compressed_tensors_config(
     """The quantization_config that a compressed-tensors checkpoint of the same weights would have.
 
     Args:
-        directory: what cannot be unpacked (:func:`only_whole`) is not in the configuration.
+        directory: modules that cannot be unpacked (:func:`only_whole`) are not in the configuration.
         model_type: of config.json.
-        exported: as of :func:`unpacked`. Nothing is said of inputs then.
+        exported: as of :func:`unpacked`; the configuration then has no inputs.
     """
     forms: dict[_Form, list[str]] = {}
     for module, parts in directory.packed.items():
@@ -183,8 +183,8 @@ def compressed_tensors_config(
             per_token = bits == 4 and all(stored.header["activation_group"] == PER_TOKEN for stored in parts.values())
             form = _Form(group_of(parts), bits, symmetric, per_token and not exported)
             forms.setdefault(form, []).append(target)
-    # The most frequent form is that of all linear layers but those that are named. Other readers get all names: vLLM
-    # itself asks for the class of a joined layer before it asks for the names of its projections.
+    # The most frequent form is for all linear layers that are not named. Other readers get all names: vLLM itself
+    # asks for the class of a joined layer first, then for the names of its projections.
     ordered = sorted(forms.items(), key=lambda entry: (-len(entry[1]), entry[0]))
     by_class = not exported or len(ordered) == 1
     return {
@@ -199,7 +199,7 @@ def compressed_tensors_config(
 
 
 def is_symmetric(directory: PackedDirectory, module: str) -> bool:
-    """Whether neither a module nor one that vLLM makes one layer of with it has zero points."""
+    """Whether a module, and the modules that vLLM joins with it, have no zero points."""
     owner = joined_as(module)
     names = [module] if owner is None else [name for name in directory.packed if joined_as(name) == owner]
     forms = [stored.packed_as for name in names for stored in directory.packed[name].values()]
@@ -214,8 +214,8 @@ def unpacked(
     Args:
         tensors: names and tensors, in any order.
         symmetric: otherwise every matrix gets zero points.
-        exported: for other readers: int6, e2m1 and iq4 become integers of 8 bits with the same weights, and matrices of
-            8 bits have no zero points where they are ``symmetric``.
+        exported: for other readers: int6, e2m1 and iq4 become integers of 8 bits with the same weights; ``symmetric``
+            matrices of 8 bits have no zero points.
 
     Yields:
         For each packed matrix ``weight_packed``, ``weight_scale``, ``weight_shape``, if not symmetric
@@ -240,7 +240,7 @@ def unpacked(
 
 
 def _bits(kind: Kind) -> int:
-    """Of the integers that the codes of a kind are written as."""
+    """Bits of the integers for the codes of a kind."""
     return 4 if kind == Kind.INT4 else 8
 
 
@@ -280,7 +280,7 @@ def export(folder: Path) -> None:
         folder: of config.json, safetensors files, and their index if they are several.
 
     Raises:
-        ValueError: a matrix that such a checkpoint cannot have; names it, and nothing was changed.
+        ValueError: such a checkpoint cannot have a matrix; names the matrix. Nothing was changed.
     """
     path = folder / "config.json"
     config = json.loads(path.read_text())
@@ -291,7 +291,7 @@ def export(folder: Path) -> None:
         if reason is not None:
             raise ValueError(f"{module}: a compressed-tensors checkpoint cannot have {reason}")
     placed: dict[str, str] = {}  # name of a tensor: its file
-    total, ignored = 0, {"lm_head"}  # which is in no file where it is the embedding
+    total, ignored = 0, {"lm_head"}  # in no file if it is the embedding
     for name in files_of(folder, read_index(folder)):
         found = {}
         for key, tensor in load_file(folder / name).items():

@@ -30,7 +30,7 @@ from w4a8.nn import W4A8Linear, W4A8MoE, W8A8Linear, linear_from_matrix
 from w4a8.progress import progress_bar
 
 logger = logging.getLogger(__name__)
-# What the log says of a GGUF file.
+# The log line of a GGUF file.
 _PACKED = "packed %d layers of %s: activations rounded to int8 %s"
 
 
@@ -55,40 +55,38 @@ def load(
     ``gate_proj``, ``down_proj`` (or ``w1``, ``w3``, ``w2``, or ``gate_up_proj``); and MXFP4 as gpt-oss has it,
     ``<layer>.experts.gate_up_proj_blocks`` of all experts. Codes stay as they are.
 
-    An expert is packed as soon as it has been read. Memory peaks at the packed layers, a few
-    experts and about 128 MiB of mapped files. The router itself is not read (but for its correction bias): a layer
-    takes its logits. Linear layers are :func:`w4a8.checkpoint.load_linear`'s.
+    An expert is packed as soon as it has been read. Memory peaks at the packed layers, a few experts and about 128 MiB
+    of mapped files. Of the router only the correction bias is read: a layer takes logits.
+    :func:`w4a8.checkpoint.load_linear` reads linear layers.
 
-    Experts may have codes of 8 bits in GPTQ, AutoRound (packed as GPTQ) and weight-only ``pack-quantized``: of some
-    layers, or of ``down_proj`` alone, say; all experts of a layer alike. A layer of other codes than are read here
-    (left out in config.json, with weights without scales, of other widths) is left out, and the log names it.
+    Experts may have codes of 8 bits in GPTQ, AutoRound (packed as GPTQ) and weight-only ``pack-quantized``: in some
+    layers, or in ``down_proj`` alone, say; all experts of a layer alike. Layers with other codes (left out in
+    config.json, weights without scales, other widths) are left out, and the log names them.
 
     Args:
         path: directory with config.json and model.safetensors (or several files and their index); or a GGUF file, the
             first of a split one, or a directory with one.
-        settings: what config.json does not say or says wrongly (``read_settings`` reads what it says).
-        only: takes the name of a layer, ``model.layers.0.mlp.experts`` say, and tells whether to load it.
+        settings: instead of those in config.json (``read_settings``), if these are missing or wrong.
+        only: whether to load a layer, by its name, ``model.layers.0.mlp.experts`` say.
         tp_rank, tp_size: tensor parallel: this rank's slice of each expert.
         ep_rank, ep_size: expert parallel: only this rank's experts are read, and files with others may be missing.
-        quantize_w4a16: run weight-only (W4A16) checkpoints, which most are, with activations quantized to int8 as
-            well, and say so in the log; as vLLM with the plugin and transformers with ``W4A8Config`` do. False refuses
-            them.
-        activation_group: values of k of an input that share a scale when it is quantized to int8: 32, 64 or 128 that
-            divides the weights' group, or K of groups of 16; -1, all of a row. None: -1 where the checkpoint says that
-            inputs are quantized per token (W4A8), else 32, or -1 of a matrix that 32 does not fit.
-        w13_interleaved: rows of ``gate_up_proj`` alternate gate and up, as gpt-oss has them; None is what the
-            settings say. Separate gate and up projections are never mistaken for such rows.
+        quantize_w4a16: run weight-only (W4A16) checkpoints with int8 activations, as vLLM with the plugin and
+            transformers with ``W4A8Config`` do; the log says so. False refuses such checkpoints.
+        activation_group: as in :class:`w4a8.nn.QuantOptions`, but None is -1 if the checkpoint says that inputs are
+            quantized per token (W4A8).
+        w13_interleaved: rows of ``gate_up_proj`` alternate gate and up, as in gpt-oss; None: by the settings. Without
+            effect on separate gate and up projections.
         progress: show a progress bar, if tqdm is installed.
 
     Returns:
-        Layers by name, in the order of the model, on the CPU. Under tensor or expert parallelism their outputs are
-        summands.
+        Layers by name, in the order of the model, on the CPU. With tensor or expert parallelism the outputs of all
+        processes are to be added.
 
     Raises:
         ImportError: safetensors is not installed.
-        CheckpointError: a tensor that is missing or has the wrong dtype, shape or values; names the key. No layer of
-            experts has weights that are read here; says why.
-        NotImplementedError: a layer that the op cannot run, as when tensor parallelism cuts groups; names the sizes.
+        CheckpointError: a tensor is missing or has the wrong dtype, shape or values; names the key. No layer of experts
+            has weights that are read here; gives the reason.
+        NotImplementedError: the operator cannot run a layer, as when tensor parallelism cuts groups; names the sizes.
     """
     if tp_size > 1 and ep_size > 1:
         raise ValueError("experts are either cut (tp_size) or distributed (ep_size), not both")
@@ -134,13 +132,13 @@ def load_linear(
 ) -> dict[str, W4A8Linear | W8A8Linear]:
     """Reads and packs the quantized linear layers of a checkpoint, all but those of experts.
 
-    The counterpart of :func:`w4a8.load`, which reads the experts; the same formats, and 8-bit codes where the format
-    has them. Layers are read one by one. A layer of another kind is left out, and the log names it.
+    The counterpart of :func:`w4a8.load`, for the same formats, and 8-bit codes if the format has them. Layers are read
+    one by one. The log names layers of other kinds, which are left out.
 
     Args:
         path: directory with config.json and model.safetensors (or several files and their index), or a GGUF file as
             for :func:`w4a8.load`: names are those of transformers, rows of q and k are put back in its order.
-        only: takes the name of a layer, ``model.layers.0.self_attn.q_proj`` say, and tells whether to load it.
+        only: whether to load a layer, by its name, ``model.layers.0.self_attn.q_proj`` say.
         quantize_w4a16: as in :func:`w4a8.load`.
         activation_group: as in :func:`w4a8.load`.
         progress: show a progress bar, if tqdm is installed.
@@ -150,9 +148,9 @@ def load_linear(
 
     Raises:
         ImportError: safetensors is not installed.
-        ValueError: ``activation_group`` is none.
-        CheckpointError: a tensor that is missing or has the wrong dtype, shape or values; names the key. There are
-            quantized layers, but none of such bits; says why the first is not.
+        ValueError: ``activation_group`` is no possible value.
+        CheckpointError: a tensor is missing or has the wrong dtype, shape or values; names the key. No quantized layer
+            has bits that are read here; gives the reason for the first.
     """
     check_activation_group(activation_group)
     file = gguf_in(path)

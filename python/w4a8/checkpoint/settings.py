@@ -1,6 +1,6 @@
-"""What config.json, or the keys of a GGUF file, say about mixture-of-experts layers. All readers ask here.
+"""Settings of mixture-of-experts layers, by config.json or the keys of a GGUF file, for all readers.
 
-What differs from model to model is in ARCHITECTURES (gguf_architectures.py), one entry each for both kinds of files.
+ARCHITECTURES (gguf_architectures.py) has the differences of models, one entry each for both kinds of files.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from w4a8.core.json_fields import CheckpointError, json_field, read_json, shorte
 from w4a8.core.routing import Router, RoutingMethodType
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# By model_type. Experts of Llama 4 are known of config.json alone; Kimi K2 has DeepSeek-V3's classes.
+# By model_type. Experts of Llama 4 are known from config.json alone; Kimi K2 has DeepSeek-V3's classes.
 _MODELS = {
     model_type: each
     for model_type, each in {**BY_MODEL_TYPE, "kimi_k2": BY_MODEL_TYPE["deepseek_v3"]}.items()
@@ -41,20 +41,20 @@ _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 @dataclass(frozen=True)
 class MoESettings:
-    """Everything about the layers that their tensors do not show.
+    """The properties of the layers that tensors do not show.
 
     Attributes:
         hidden_size: H.
         top_k: experts per token.
         routing_method: how router logits are read.
         activation: between w13 and w2.
-        num_experts: of a layer; None: as many as there are tensors for.
-        intermediate_size: of an expert; None: as the first expert's tensors say.
+        num_experts: of a layer; None: by the tensors.
+        intermediate_size: of an expert; None: by the first expert's tensors.
         num_expert_group, topk_group: grouped routing, or None.
         routed_scaling_factor: multiplies router weights.
         apply_router_weight_on_input: router weights multiply the input.
         w13_interleaved: rows of a fused gate and up projection alternate gate and up.
-        has_correction_bias: the router has an ``e_score_correction_bias``, which must then be in the checkpoint.
+        has_correction_bias: the checkpoint must have the router's ``e_score_correction_bias``.
         dtype: of the activations.
         numbers: of the activation.
     """
@@ -83,7 +83,7 @@ def router_in_file(keys: Mapping[str, Any], has_bias: bool | None) -> Router:
         has_bias: there are tensors ``exp_probs_b``; None: not known here.
 
     Raises:
-        CheckpointError: a key that is missing or wrong, or another router than the model's; names the key.
+        CheckpointError: a key is missing or wrong, or the router is not the model's; names the key.
     """
     known, found = ARCHITECTURES[named(keys)], Keys(keys)
     routing, model = known.routing, known.model_type
@@ -135,7 +135,7 @@ def settings_from_keys(keys: Mapping[str, Any], has_bias: bool | None) -> MoESet
 def router_in_config(model_type: str, text: Mapping[str, Any]) -> Router:
     """The router of a model that :func:`settings_from_config` knows; ``text``: its config.json, or the text part of it.
 
-    What the config does not say is as the model's configuration class in transformers has it.
+    Missing fields have the defaults of the model's configuration class in transformers.
 
     Raises:
         CheckpointError: a value of another type, or out of range; names the key.
@@ -166,7 +166,7 @@ def settings_from_config(config: Mapping[str, Any]) -> MoESettings:
     """Settings from the content of config.json.
 
     Raises:
-        CheckpointError: a model type whose routing is not known here, or a key that is missing.
+        CheckpointError: the routing of the model type is not known here, or a key is missing.
     """
     text = json_field(config, "text_config", dict, "config.json: text_config") or config
     model_type = text.get("model_type")
@@ -177,8 +177,8 @@ def settings_from_config(config: Mapping[str, Any]) -> MoESettings:
         )
     known, routing = _MODELS[model_type], _MODELS[model_type].routing
     size_key = known.keys[routing.size_key]
-    # Of several in one file the first counts, as in transformers: another name of a class's own key replaces that one,
-    # wherever it stands. What the class does not know is looked at last.
+    # Of several names in one file the first here counts, as in transformers: another name for a key of a class
+    # replaces the key, in any order of the file. Names that the class does not know come last.
     counts = (*((routing.also,) if routing.also else ()), known.keys["expert_count"], *_EXPERT_COUNTS)
     hidden_size, intermediate_size, num_experts = text.get("hidden_size"), text.get(size_key), _first(text, *counts)
     top_k = _first(text, "num_experts_per_tok", "num_experts_per_token", "experts_per_token")

@@ -26,8 +26,7 @@ def read_index(directory: Path) -> dict[str, str] | None:
     """Tensor -> name of its file, as the index of a directory says; None if there is no index.
 
     Raises:
-        CheckpointError: it is damaged, or names something that cannot be a file of the directory: a name that leads out
-            of it is not one that a writer of checkpoints makes.
+        CheckpointError: the index is damaged, or a name leads out of the directory.
     """
     index = directory / INDEX_NAME
     if not index.exists():
@@ -62,10 +61,10 @@ def files_of(directory: Path, index: Mapping[str, str] | None) -> list[str]:
 
 
 def file_of_each(directory: Path, keys: Mapping[str, Iterable[str]], index: Mapping[str, str] | None) -> dict[str, str]:
-    """Tensor -> name of its file, of the tensors by files: of two files that have one the index decides.
+    """Tensor -> name of its file; if two files have a tensor, the index decides.
 
     Raises:
-        CheckpointError: two files have a tensor, and the index names neither; names it.
+        CheckpointError: two files have a tensor, and the index names neither; names the tensor.
     """
     found: dict[str, str] = {}
     for file, names in keys.items():
@@ -87,7 +86,7 @@ class CheckpointTensors:
     def __init__(self, directory: str | Path) -> None:
         """Reads the names of all tensors, and none of their data.
 
-        Files that the index names may be missing, as where a rank holds a part of them, until a tensor is asked for
+        Files in the index may be missing, if a rank needs only a part, until a tensor is asked for
         (:meth:`check_files`, :meth:`get`).
 
         Raises:
@@ -121,7 +120,7 @@ class CheckpointTensors:
         return self._handles[name]
 
     def release(self) -> None:
-        """Closes the files, which are memory-mapped: pages that have been read stop counting as this process's."""
+        """Closes the memory-mapped files: pages that have been read no longer count as this process's."""
         self._handles.clear()
         self._mapped = 0
 
@@ -133,18 +132,18 @@ class CheckpointTensors:
         return key in self._file_of
 
     def check_files(self, keys: Iterable[str]) -> None:
-        """Raises CheckpointError if the file of a tensor is missing; tensors that are not listed are passed over."""
+        """Raises CheckpointError if the file of a tensor is missing; ignores tensors that are not listed."""
         for key in keys:
             name = self._file_of.get(key)
             if name in self._absent:
                 raise CheckpointError(f"{_no_file(self.directory, name)}, but tensor {key!r} is needed")
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """Shape of a tensor, of which nothing else is read: so many bytes are in the file.
+        """Shape of a tensor, without reading it: the file has as many bytes.
 
         Raises:
-            CheckpointError: it is not there, not readable, or without a byte: then its other dimensions, which sizes
-                are compared with, may be any number.
+            CheckpointError: the tensor is missing, not readable, or empty: the other dimensions of an empty tensor may
+                be any number.
         """
         shape = self._shape(key)
         if 0 in shape:
@@ -159,10 +158,10 @@ class CheckpointTensors:
             raise self._unreadable(key, error) from error
 
     def is_int8(self, key: str) -> bool:
-        """Whether a matrix is int8; False if there is none of this name.
+        """Whether a matrix is int8; False if it is missing.
 
         Raises:
-            CheckpointError: it is not readable; names the key.
+            CheckpointError: the matrix is not readable; names the key.
         """
         if key not in self:
             return False
@@ -170,12 +169,12 @@ class CheckpointTensors:
         return len(shape) == 2 and shape[0] > 0 and self.get(key, 0).dtype == torch.int8
 
     def get(self, key: str, index: int | None = None) -> torch.Tensor:
-        """One tensor, or what it has at an index of its first dimension; nothing else of it is read.
+        """One tensor, or only its part at an index of the first dimension.
 
-        A float8_e4m3fn is uint8, its bits, where torch has no such type.
+        float8_e4m3fn becomes its bits, uint8, if torch has no such type.
 
         Raises:
-            CheckpointError: it is not there, or not readable; names the key.
+            CheckpointError: the tensor is missing or not readable; names the key.
         """
         handle = self._handle_of(key)
         try:
