@@ -1,7 +1,7 @@
 """from_pretrained on the operators: importing this registers a quantizer and attention with transformers 5
 (docs/transformers.md).
 
-An import that fails says why, and leaves transformers as it was. Environment:
+If the import fails, the error has the reason, and transformers is unchanged. Environment:
 
     W4A8_TRANSFORMERS=1    also with a version of transformers 5 that this was not tested with
 """

@@ -26,9 +26,9 @@ _SLIDING = sliding_window_overlay(1).__code__
 
 
 class Mask:
-    """A causal mask of transformers that is not there yet: the operator needs none, stock attention makes it.
+    """A causal mask of transformers, not made yet: the operator needs no mask, stock attention makes it.
 
-    Whatever a model does with it is done with the mask itself.
+    Any other use by a model makes the mask.
 
     Args:
         window: tokens that a token sees, itself included; 0: all before it; None: another mask.
@@ -40,7 +40,7 @@ class Mask:
 
     @cached_property
     def stock(self) -> torch.Tensor | None:
-        """bool [B, 1, q, keys], as attention sdpa gets it: None where the argument ``is_causal`` does as well."""
+        """bool [B, 1, q, keys], as attention sdpa gets it: None if the argument ``is_causal`` is enough."""
         return sdpa_mask(**self.arguments)
 
     def _whole(self) -> torch.Tensor:
@@ -56,7 +56,7 @@ class Mask:
 
 
 def window_of(function: Callable[..., Any]) -> int | None:
-    """Of a mask function: the sliding window, 0 for a causal mask without one, None for any other."""
+    """The sliding window of a mask function; 0: a causal mask without a window; None: another mask."""
     if function is causal_mask_function:
         return 0
     parts = _enclosed(function, _BOTH).get("mask_functions", ())
@@ -66,7 +66,7 @@ def window_of(function: Callable[..., Any]) -> int | None:
 
 
 def _enclosed(function: Callable[..., Any], code: Any) -> dict[str, Any]:
-    """The variables around a function that was made of this code."""
+    """The enclosed variables of a function with this code."""
     if getattr(function, "__code__", None) is not code:
         return {}
     return dict(zip(code.co_freevars, (cell.cell_contents for cell in function.__closure__)))
@@ -83,7 +83,7 @@ def make_mask(
     allow_is_causal_skip: bool = True,
     **kwargs: Any,
 ) -> Mask | torch.Tensor | None:
-    """What AttentionMaskInterface calls: a Mask where a W4A8Cache may be behind it, else what attention sdpa gets."""
+    """For AttentionMaskInterface: a Mask if the cache may be a W4A8Cache, else the mask of attention sdpa."""
     if isinstance(attention_mask, Mask):
         return attention_mask
     arguments = {
@@ -108,7 +108,7 @@ def attend(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What AttentionInterface calls.
+    """For AttentionInterface.
 
     Args:
         module: of the model.
@@ -122,7 +122,7 @@ def attend(
         [B, q, H, V], and None or, of stock attention, weights.
 
     Raises:
-        NotImplementedError: what is in a W4A8Cache would have to be attended to in a way that the operator has not.
+        NotImplementedError: the operator does not have the attention that is needed over a W4A8Cache.
     """
     if not isinstance(key, PackedStates):
         return _stock(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
@@ -158,7 +158,7 @@ def attend(
 def _reason(
     module: torch.nn.Module, mask: Mask | torch.Tensor | None, dropout: float, kwargs: dict[str, Any]
 ) -> str | None:
-    """Why the operator cannot do it, or None."""
+    """Why the operator cannot compute this attention, or None."""
     if mask is None and not _is_causal(module, kwargs):
         return "attention that is not causal"
     if mask is not None and getattr(mask, "window", None) is None:
@@ -181,7 +181,7 @@ def _stock(
     mask: Mask | torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention sdpa, or the model's own where that has no soft cap or sinks."""
+    """Attention sdpa; the model's own (eager) for soft caps or sinks, which sdpa does not have."""
     mask = mask.stock if isinstance(mask, Mask) else mask
     eager = getattr(sys.modules.get(type(module).__module__), "eager_attention_forward", None)
     if eager is None or (kwargs.get("softcap") is None and kwargs.get("s_aux") is None):
@@ -194,7 +194,7 @@ def _stock(
 
 
 def attention_problems() -> list[str]:
-    """What of transformers is not as this expects it."""
+    """Parts of transformers that are not as this file expects."""
     needed = ("q_length", "kv_length", "q_offset", "kv_offset", "mask_function", "allow_is_causal_skip")
     found = missing("sdpa_mask", needed, parameters(sdpa_mask))
     sliding = and_masks(sliding_window_overlay(7), causal_mask_function)

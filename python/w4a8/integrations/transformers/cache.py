@@ -1,4 +1,4 @@
-"""A cache of transformers whose keys and values are packed: what ``paged_attention`` reads (docs/transformers.md)."""
+"""A cache of transformers with packed keys and values for ``paged_attention`` (docs/transformers.md)."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class Sequence:
 
 @dataclass
 class Step:
-    """What the operators are told in one forward, the same for all layers."""
+    """Arguments of the operators in one forward, the same for all layers."""
 
-    begin: int  # columns that were there before
+    begin: int  # columns before this step
     rows: torch.Tensor | None  # int64: which of the B * q new columns are tokens, in order; None: all
     tables: tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # block_table, seq_lens, query_start_loc
 
 
 class Pages:
-    """Which page of the layers' caches holds which tokens. Page p of one layer stands for the same as that of another.
+    """The pages of tokens in the layers' caches. Page p has the same tokens in every layer.
 
     Full pages are shared by rows that begin alike. A page that is written to belongs to one row.
     """
@@ -47,7 +47,7 @@ class Pages:
         self.reset()
 
     def reset(self) -> None:
-        """Nothing is held."""
+        """Makes all pages free."""
         self.columns = 0  # of the mask: tokens and padding
         self.sequences: list[Sequence] = []
         self.tokens: torch.Tensor | None = None  # bool [B, columns]: no padding; None: there was none
@@ -56,12 +56,12 @@ class Pages:
         self.step: Step | None = None
 
     def forward(self, begin: int, batch: int, fresh: int, padding: torch.Tensor | None) -> Step:
-        """Makes room for new columns, by the first layer of a forward; the others get what it got.
+        """Makes room for new columns, for the first layer of a forward; the other layers get the same step.
 
         Args:
             begin: columns of the layer.
             batch, fresh: new columns are ``[batch, fresh]``.
-            padding: bool [batch, begin + fresh], False where there is none but padding; None: all are tokens.
+            padding: bool [batch, begin + fresh], False for padding; None: all are tokens.
         """
         if self.step is not None and self.step.begin == begin:
             return self.step
@@ -93,7 +93,7 @@ class Pages:
     def _note_padding(
         self, begin: int, batch: int, fresh: int, padding: torch.Tensor | None
     ) -> tuple[list[int], torch.Tensor | None]:
-        """New tokens of each row, and where they are."""
+        """Counts and places of the new tokens of each row."""
         if padding is not None:
             if padding.shape != (batch, begin + fresh):
                 expected = [batch, begin + fresh]
@@ -117,7 +117,7 @@ class Pages:
         return self.count - 1
 
     def _own_last_pages(self, counts: Iterable[int]) -> None:
-        """Copies a page that is going to be written to where another row has it too."""
+        """Copies a page that will be written to, if another row has this page too."""
         used = Counter(page for sequence in self.sequences for page in sequence.pages) if self.shared() else {}
         copies = {}
         for sequence, count in zip(self.sequences, counts):
@@ -135,7 +135,7 @@ class Pages:
         return sum(len(sequence.pages) for sequence in self.sequences) > self.count - len(self.free)
 
     def select(self, rows: Iterable[int]) -> None:
-        """These rows are the batch now, in this order; one may be there several times."""
+        """Makes these rows the batch, in this order; a row may occur several times."""
         rows = list(rows)
         self.sequences = [Sequence(self.sequences[i].length, list(self.sequences[i].pages)) for i in rows]
         if self.tokens is not None:
@@ -143,7 +143,7 @@ class Pages:
         self._changed()
 
     def crop(self, columns: int) -> None:
-        """Takes the last ones away."""
+        """Keeps the first ``columns``."""
         keep = self.columns - columns
         gone = [columns] * len(self.sequences)
         if self.tokens is not None:
@@ -162,15 +162,15 @@ class Pages:
 
 
 class PackedStates:
-    """What ``update`` of a packed layer returns for keys and for values. Only attention ``w4a8`` can take it."""
+    """The result of ``update`` of a packed layer, for keys and for values. Only attention ``w4a8`` can take it."""
 
     def __init__(self, layer: PackedLayer, key: torch.Tensor, value: torch.Tensor) -> None:
         self.layer, self.key, self.value = layer, key, value  # [B, KV, q, D], [B, KV, q, V] of the new columns
-        self.first = layer.columns == 0  # they are all that there is
-        self.step: Step | None = None  # after they were written
+        self.first = layer.columns == 0  # no columns before
+        self.step: Step | None = None  # set by write
 
     def write(self, padding: torch.Tensor | None) -> Step:
-        """Puts them into the cache, unless that was done."""
+        """Writes keys and values into the cache, once."""
         if self.step is None:
             self.step = self.layer.write(self.key, self.value, padding)
         return self.step
@@ -185,7 +185,7 @@ class PackedStates:
 
 
 class PackedLayer(CacheLayerMixin):
-    """Of one layer of the model. Where the operator cannot take the heads it is a layer of DynamicCache."""
+    """The cache of one layer of the model; a layer of DynamicCache if the operator cannot take the heads."""
 
     is_croppable = True
 
@@ -211,7 +211,7 @@ class PackedLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple:
-        """Keys [B, KV, q, D], values [B, KV, q, V]; they are written when attention knows the padding among them."""
+        """Takes keys [B, KV, q, D], values [B, KV, q, V]. Attention, which knows the padding, writes both."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if self.stock is not None:
@@ -253,7 +253,7 @@ class PackedLayer(CacheLayerMixin):
     def reset(self) -> None:
         self.is_initialized, self.cache, self.stock, self.columns = False, None, None, 0
 
-    # W4A8Cache does the rest of these in its pages, once for all layers.
+    # W4A8Cache does these in its pages, once for all layers.
     def crop(self, tokens_to_remove: int) -> None:
         if self.stock is not None:
             self.stock.crop(tokens_to_remove)
@@ -276,13 +276,13 @@ class PackedLayer(CacheLayerMixin):
 class W4A8Cache(Cache):
     """Keys and values of full and sliding attention, packed; other layers are as in ``DynamicCache``.
 
-    Only attention ``w4a8`` can read it: ``model.set_attn_implementation("w4a8")``. Each row of the batch is a sequence
-    of its own length: padding, wherever it is, is not kept, and a sliding window counts tokens. Layers with a sliding
-    window keep all tokens too, so that ``crop`` can go back by any number. Rows of beams share full pages.
+    Only attention ``w4a8`` can read the cache: ``model.set_attn_implementation("w4a8")``. Each row of the batch is a
+    sequence of its own length. Padding is never kept, and a sliding window counts tokens. Layers with a sliding window
+    keep all tokens too, so that ``crop`` can go back by any number. Rows of beams share full pages.
 
     Args:
         config: of the model.
-        kind: how they are kept, "int8" or "bfloat16".
+        kind: of keys and values, "int8" or "bfloat16".
 
     Raises:
         ValueError: kind is another.
@@ -302,15 +302,15 @@ class W4A8Cache(Cache):
     def begin_step(
         self, heads: Iterable[tuple[int, int]], batch: int, fresh: int, padding: torch.Tensor | None
     ) -> tuple[Step, list[torch.Tensor]]:
-        """Makes room for new columns of all layers, which must be packed; end_step follows when they are written.
+        """Makes room for new columns of all layers, which must be packed; end_step follows the writing.
 
         Args:
-            heads: of each layer the size of a head and the number of key heads.
+            heads: size of a head and number of key heads, by layer.
             batch, fresh: new columns are [batch, fresh].
-            padding: bool [batch, columns before + fresh], False where there is none but padding; None: all are tokens.
+            padding: bool [batch, columns before + fresh], False for padding; None: all are tokens.
 
         Returns:
-            What the operators are told, and the cache of each layer.
+            Arguments of the operators, and the cache of each layer.
         """
         step = self.pages.forward(self.layers[0].columns, batch, fresh, padding)
         for layer, (size, count) in zip(self.layers, heads):
@@ -320,17 +320,17 @@ class W4A8Cache(Cache):
         return step, [layer.cache for layer in self.layers]
 
     def end_step(self, fresh: int) -> None:
-        """So many new columns are in the caches of all layers."""
+        """Counts ``fresh`` new columns, written in all layers."""
         for layer in self.layers:
             layer.columns += fresh
 
     def reset(self) -> None:
-        """Forgets everything, and lets go of the memory."""
+        """Forgets everything, and frees the memory."""
         self.pages.reset()
         super().reset()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Takes the last ``-tokens_to_remove`` columns away, of each row.
+        """Removes the last ``-tokens_to_remove`` columns of each row.
 
         Raises:
             ValueError: the number is positive.
@@ -347,7 +347,7 @@ class W4A8Cache(Cache):
             self.pages.select(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row becomes so many."""
+        """Repeats each row."""
         super().batch_repeat_interleave(repeats)
         self.pages.select(i for i in range(len(self.pages.sequences)) for _ in range(repeats))
 
@@ -365,8 +365,7 @@ def token_rows(states: torch.Tensor, step: Step) -> torch.Tensor:
 
 
 def _left_alone(config: Any, layers: int) -> list[bool]:
-    """Which layers the operator is not for: those that see their own chunk of the text alone, or keep no keys and
-    values but what they are made of."""
+    """Which layers the operator cannot run: chunked attention, and layers with other states than keys and values."""
     if getattr(config, "kv_lora_rank", None) is not None:
         return [True] * layers
     types = getattr(config, "layer_types", None)

@@ -22,7 +22,7 @@ from w4a8.quantization.quantize import run_job
 from w4a8.quantization.recipe import choose
 from w4a8.quantization.skip import NOT_LOADED
 
-# A parameter as it comes: a tensor, or those of the experts, not stacked.
+# A parameter as transformers gives it: a tensor, or the experts' tensors, not stacked.
 Value = Sequence[torch.Tensor]
 
 
@@ -37,7 +37,7 @@ class _Pending:
 
 
 class Collector:
-    """The modules of a model that are to be quantized, and what has come of their weights.
+    """The modules of a model to quantize, and the weights read so far.
 
     Attributes:
         report: what became of the modules.
@@ -57,7 +57,7 @@ class Collector:
         plan = make_plan(model, options, config.skipped())
         choose(model, plan.jobs, options)
         self.report = QuantizationReport(skipped=plan.skipped)
-        # transformers ties when all is loaded, so the plan could not see it.
+        # transformers ties weights after loading, so the plan could not see ties.
         tied = {**model.all_tied_weights_keys, **{v: k for k, v in model.all_tied_weights_keys.items()}}
         for job in plan.jobs:
             partner = next((tied[f"{name}.weight"] for name in job.names if f"{name}.weight" in tied), None)
@@ -72,7 +72,7 @@ class Collector:
             self.pending.update({f"{name}.{part}": (pending, part) for name in job.names for part in parameters})
 
     def give(self, name: str, value: Value) -> None:
-        """Takes a parameter; the module is replaced when it was the last.
+        """Takes a parameter, and replaces the module after its last parameter.
 
         An error is kept for ``finish``: transformers would only log it.
         """
@@ -80,7 +80,7 @@ class Collector:
             return
         pending, part = self.pending[name]
         expected, shape = pending.module.get_parameter(part).shape, _shape_of(value)
-        if shape != expected:  # which transformers does not look at where a parameter is quantized
+        if shape != expected:  # transformers does not check shapes of quantized parameters
             problem = f"{name} has shape {list(shape)}, but {list(expected)} is expected"
             self.error = QuantizationError(problem, self.report)
             return
@@ -90,7 +90,7 @@ class Collector:
             self._replace(pending)
 
     def finish(self, model: torch.nn.Module) -> QuantizationReport:
-        """Quantizes what the checkpoint had not all weights of, with those that transformers has made up: new heads.
+        """Quantizes modules with missing weights (new heads), with the weights that transformers has made up.
 
         Linear layers without a weight are left alone, unless ``default_skip`` is False.
 
@@ -141,12 +141,12 @@ class Collector:
 
 
 def _tensors(value: Value) -> list[torch.Tensor]:
-    """All that a parameter was read from."""
+    """All tensors of a parameter."""
     return [value] if isinstance(value, torch.Tensor) else [t for e in range(len(value)) for t in _of_expert(value, e)]
 
 
 def _shape_of(value: Value) -> torch.Size:
-    """Of all that comes; with 0 for what experts differ in."""
+    """The shape of all tensors of a value; 0 for a dimension in which experts differ."""
     if isinstance(value, torch.Tensor):
         return value.shape
     shapes = {tuple(tensor.shape for tensor in _of_expert(value, expert)) for expert in range(len(value))}
@@ -161,7 +161,7 @@ def _of_expert(value: Value, expert: int) -> list[torch.Tensor]:
 
 
 class _Op(ConversionOps):
-    """transformers copies the operations for each parameter; these are one for the model."""
+    """An operation that stays one object for the model: transformers copies operations for each parameter."""
 
     def __init__(self, collector: Collector) -> None:
         self.collector = collector
@@ -175,7 +175,7 @@ class _Op(ConversionOps):
 
 
 class Give(_Op):
-    """Hands a parameter to the collector; transformers has nothing to set."""
+    """Gives a parameter to the collector; transformers sets nothing."""
 
     def convert(
         self, input_dict: dict[str, Any], full_layer_name: str, missing_keys: set[str] | None = None, **_: Any
@@ -191,7 +191,7 @@ class Give(_Op):
 
 
 class Unstacked(_Op):
-    """Leaves the experts' tensors where they are, instead of stacking them: that would be several copies of a layer."""
+    """Leaves the experts' tensors apart: stacking makes several copies of a layer."""
 
     def __init__(self, collector: Collector, operations: list[ConversionOps]) -> None:
         super().__init__(collector)
@@ -224,7 +224,7 @@ class Unstacked(_Op):
 
 
 def unstacked(converter: Any, collector: Collector) -> WeightConverter | None:
-    """The same converter without the copies, or None if it does something else than stacking experts."""
+    """The converter without the copies, or None if the converter does more than stacking experts."""
     if not isinstance(converter, WeightConverter) or len(converter.target_patterns) != 1:
         return None
     merge, *others = converter.operations

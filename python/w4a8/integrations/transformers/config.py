@@ -1,4 +1,4 @@
-"""What from_pretrained is given, and what config.json says of a directory with packed weights."""
+"""The argument of from_pretrained, and the quantization_config of a packed directory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from w4a8.quantization.skip import Skipped
 
 
 class W4A8Config(QuantizationConfigMixin):
-    """Options of quantizing while loading: those of ``w4a8.quantize_``, as JSON can hold them."""
+    """Options of quantizing while loading: the options of ``w4a8.quantize_`` that JSON can hold."""
 
     def __init__(
         self,
@@ -36,26 +36,26 @@ class W4A8Config(QuantizationConfigMixin):
 
         Args:
             options: a :class:`w4a8.nn.QuantOptions`, or its group size alone.
-            skip: names of modules to leave alone besides, and ``re:`` with regular expressions.
-            default_skip: leave output layers and routers alone as well; False quantizes those that are linear layers.
-            fuse: the kind of cache, "int8" or "bfloat16", with which all layers run in one call where they can
-                (:func:`w4a8.integrations.transformers.fuse`); None: they do not. It is not saved.
-            quant_method, format, version: of a config.json; ``format`` is None where the weights are floats.
-            packed: of a config.json; the packed tensors of the directory, None if it does not say.
-            **fields: of :class:`w4a8.nn.QuantOptions`, by name. ``activation_group`` is for checkpoints that others
-                have quantized too, whatever their groups; None is what the checkpoint says, if it says something. Of a
-                packed directory the packed tensors say it.
+            skip: names of other modules to leave alone, and ``re:`` with regular expressions.
+            default_skip: leave output layers and routers alone as well; False quantizes the linear layers among them.
+            fuse: run all layers in one call if possible (:func:`w4a8.integrations.transformers.fuse`), with this kind
+                of cache, "int8" or "bfloat16"; None: do not. Not saved.
+            quant_method, format, version: of a config.json; ``format`` is None for weights of floats.
+            packed: of a config.json: the packed tensors of the directory; None: not listed.
+            **fields: of :class:`w4a8.nn.QuantOptions`, by name. ``activation_group`` also applies to checkpoints of
+                other methods; None: as the checkpoint says, if it does. In a packed directory the tensors have the
+                group.
 
         Raises:
             TypeError, ValueError: as :class:`w4a8.nn.QuantOptions`.
-            TypeError: a function as ``skip``, which no config.json could hold.
-            ValueError: a directory in a format that this version does not know; another kind of cache.
+            TypeError: ``skip`` is a function, which config.json cannot hold.
+            ValueError: this version does not know the format of the directory, or the kind of cache.
         """
         if isinstance(options, QuantOptions):
             fields = {**options.to_dict(), **fields}
             options = None
         self.quant_method = METHOD
-        # A checkpoint that others have quantized has groups of its own, matrix by matrix.
+        # A checkpoint of another method has its own groups, matrix by matrix.
         self.activation_group = fields.pop("activation_group", None)
         check_activation_group(self.activation_group)
         self._options = QuantOptions.of(options, fields)
@@ -91,7 +91,7 @@ class W4A8Config(QuantizationConfigMixin):
         return replace(self._options, activation_group=self.activation_group)
 
     def to_dict(self) -> dict[str, Any]:
-        """As config.json gets it: a model is saved packed, whatever it was loaded from."""
+        """The dict for config.json: every model is saved packed."""
         return {
             "quant_method": METHOD,
             "format": FORMAT,

@@ -1,4 +1,4 @@
-"""from_pretrained without weights: the model on the meta device, and every error but those of weights' values."""
+"""from_pretrained without weights: the model on the meta device, and all errors except those of values of weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from w4a8.formats.packed_directory import EMBEDDINGS, STANDS_FOR
 from w4a8.integrations.selftest import missing
 from w4a8.integrations.transformers import gguf, guard, names
 
-# Last parts of the names of tensors whose values decide whether a matrix is read: small beside its codes and scales.
+# Last parts of the names of tensors whose values decide whether a matrix is read: small beside codes and scales.
 _SMALL = {
     part.suffix for each in FORMATS.values() for part in each.parts if part.kind not in ("weight", "weight_scale")
 }
@@ -31,14 +31,15 @@ _PACKED = {**STANDS_FOR, **EMBEDDINGS}
 
 @contextmanager
 def dry_run(headers: Mapping[str, Mapping[str, Any]] | None = None) -> Iterator[None]:
-    """Within it models are loaded to the meta device, by the code that loads them, and no weights are read.
+    """A context in which models are loaded to the meta device, by the usual code, and no weights are read.
 
-    Layers that cannot be packed are in ``report.refused`` of the quantizer; otherwise the first is an error.
+    Layers that cannot be packed go to ``report.refused`` of the quantizer; outside of this context the first is an
+    error.
 
     Args:
-        headers: of safetensors files, by their names: name of a tensor -> ``dtype`` (F32 and so on), ``shape``, its
-            ``file``, where it ``begin``s in it and how many ``bytes`` it has. Of a file that is not there no values are
-            known; an empty one must be in its place.
+        headers: of safetensors files, by their names: name of a tensor -> ``dtype`` (F32 and so on), ``shape``,
+            ``file``, ``begin`` in the file and ``bytes``. Instead of a missing file there must be an empty file; its
+            values are then unknown.
 
     Raises:
         ImportError: transformers is not as expected, and would read weights; says why.
@@ -66,7 +67,7 @@ def dry_run(headers: Mapping[str, Mapping[str, Any]] | None = None) -> Iterator[
 
 
 class _Slice:
-    """What is used of a tensor in a file, as safetensors has it."""
+    """The used part of safetensors' interface of a tensor in a file."""
 
     def __init__(self, header: Any, is_read: bool) -> None:
         self.header, self.is_read = header, is_read
@@ -89,7 +90,7 @@ class _Slice:
 
 
 class _File:
-    """What is used of a file, of its header alone if it is not there."""
+    """The used part of safetensors' interface of a file; by the header alone if the file is missing."""
 
     def __init__(self, header: Mapping[str, Any], file: Any) -> None:
         self.header, self.file = header, file
@@ -115,7 +116,7 @@ class _File:
 
 
 class _Heads(GGUFFile):
-    """Tensors of one dimension are read. Others are on the meta device; a single row is zeros."""
+    """A GGUF file. Tensors of one dimension are read; others are on the meta device; a single row is zeros."""
 
     def bytes(self, name: str, begin: int = 0, end: int | None = None) -> torch.Tensor:
         tensor = self._tensor(name)
@@ -136,7 +137,7 @@ class _Heads(GGUFFile):
 
 
 class _Linears(GGUFLinears):
-    """Those of such a file."""
+    """The linear layers of such a file."""
 
     def values(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         if self.file.is_float(name):

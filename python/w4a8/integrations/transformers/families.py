@@ -1,4 +1,4 @@
-"""Which modules of transformers' models are which parts of a Decoder's layer."""
+"""Finds the parts of a Decoder's layer among the modules of transformers' models."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ACTIVATIONS = {
     "gelu": Activation.GELU,
     "gelu_pytorch_tanh": Activation.GELU_TANH,
 }
-_ROPES = ("default", "linear", "llama3", "yarn")  # those whose angles do not depend on the length of the text
+_ROPES = ("default", "linear", "llama3", "yarn")  # angles do not depend on the length of the text
 
 
 class NotFusedError(ValueError):
@@ -40,7 +40,7 @@ class Stack:
         kind: of the cache.
 
     Raises:
-        NotFusedError: something of the model is not known here; says what.
+        NotFusedError: a part of the model is not known here; names the part.
     """
 
     def __init__(self, model: Any, kind: str) -> None:
@@ -102,7 +102,7 @@ class Stack:
                 fields[name] = self._norm(self._part(attention, name))
         if getattr(attention, "sinks", None) is not None:
             fields["sinks"] = attention.sinks.detach()
-        # Of the layer where layers differ, else of the config, which says None where there is none.
+        # Of the layer if layers differ, else of the config; None: no window.
         window = getattr(attention, "sliding_window", getattr(config, "sliding_window", None))
         if not getattr(config, "use_sliding_window", True):
             window = None
@@ -142,7 +142,7 @@ class Stack:
         )  # fmt: skip
 
     def changed(self) -> str | None:
-        """What of the model is another module now, or has a hook."""
+        """The first module of the model that was replaced or got a hook, or None."""
         for parent, name, module in self.used:
             if getattr(parent, name) is not module:
                 return f"{name} of {type(parent).__name__} was replaced"
@@ -151,7 +151,7 @@ class Stack:
         return None
 
     def tables(self, positions: int) -> list[torch.Tensor]:
-        """Angles of at least so many positions."""
+        """Angles of at least ``positions`` positions."""
         if positions > self.positions:
             self.positions = max(2 * self.positions, positions, 1024)
             where = torch.arange(self.positions)[None]

@@ -16,7 +16,7 @@ _HOOK = "_prepare_cache_for_generation"
 
 
 class _MakesCache(Guard):
-    """``_prepare_cache_for_generation`` of one model: W4A8Cache where it would be DynamicCache."""
+    """``_prepare_cache_for_generation`` of one model: W4A8Cache in place of DynamicCache."""
 
     def __init__(self, model: torch.nn.Module, kind: str, before: str) -> None:
         super().__init__(model)
@@ -27,7 +27,7 @@ class _MakesCache(Guard):
 
     def __call__(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         model = self._module()
-        # What the checkpoint says is no wish of the caller: Gemma's says "hybrid", a static cache.
+        # The checkpoint's setting is no wish of the caller: Gemma's is "hybrid", a static cache.
         wish, default = generation_config.cache_implementation, model.generation_config.cache_implementation
         given = model_kwargs.get("past_key_values")
         if wish == default and (given is None or isinstance(given, W4A8Cache)):
@@ -41,20 +41,20 @@ class _MakesCache(Guard):
 
 
 def fast_attention(model: Any, kind: str = "int8") -> Callable[[], None]:
-    """Lets ``model.generate`` use the operator: attention ``w4a8``, and a W4A8Cache where it would make a DynamicCache.
+    """Lets ``model.generate`` use the operator: attention ``w4a8``, and a W4A8Cache in place of a DynamicCache.
 
-    A cache that ``generate`` is given, or asked for with ``cache_implementation=``, is used as it is. The model is
-    tried with one token.
+    A cache that ``generate`` gets, or makes for ``cache_implementation=``, is used unchanged. The model is tried with
+    one token.
 
     Args:
         model: with ``generate``, on a CPU.
         kind: of the cache, "int8" or "bfloat16".
 
     Returns:
-        A function that undoes it.
+        A function that undoes the change.
 
     Raises:
-        ValueError: kind is another, or the operator cannot do this model's attention; says why.
+        ValueError: another kind, or the operator cannot compute this model's attention; gives the reason.
     """
     if NAME not in AttentionInterface():
         raise ValueError(f"this transformers is not as attention expects it: {'; '.join(attention_problems())}")
@@ -83,13 +83,13 @@ def fast_attention(model: Any, kind: str = "int8") -> Callable[[], None]:
 
 
 def _set(model: Any, text: Any, name: str) -> None:
-    """Of the decoder alone: encoders of pictures stay as they are."""
+    """Sets the attention of the decoder alone: encoders of pictures stay."""
     parts = [key for key in model.config.sub_configs if getattr(model.config, key, None) is text]
     model.set_attn_implementation({parts[0]: name} if parts else name)
 
 
 def _try(model: Any, text: Any, cache: W4A8Cache) -> None:
-    """Raises ValueError, with a reason, unless all layers that might be packed are."""
+    """Raises ValueError, with a reason, unless all possible layers of the cache are packed."""
     if text._attn_implementation != NAME:
         raise ValueError(f"{type(model).__name__} has attention of its own, which cannot be set")
     if not cache.pages.layers:

@@ -23,7 +23,7 @@ _HARMLESS = ("use_cache", "return_dict", "cache_position")
 
 
 class _Forward(Guard):
-    """``forward`` of one model: the Decoder where it can be, the model's own elsewhere."""
+    """``forward`` of one model: the Decoder if possible, otherwise the model's own."""
 
     def __init__(self, model: torch.nn.Module, kind: str, stack: Stack | None = None) -> None:
         super().__init__(model)
@@ -31,7 +31,7 @@ class _Forward(Guard):
 
     @property
     def stack(self) -> Stack:
-        """Of a copy of the model it is made when it is first asked for."""
+        """The layers as a Decoder. A copy of the model makes its own at the first call."""
         if self._stack is None:
             self._stack = Stack(self._module(), self.kind)
         return self._stack
@@ -69,7 +69,7 @@ class _Forward(Guard):
         return CausalLMOutputWithPast(logits=logits, past_key_values=past_key_values)
 
     def _reason(self, model: Any, mask: Any, cache: Any, labels: Any, kwargs: dict[str, Any]) -> str | None:
-        """Why this call is the model's own."""
+        """Why the model's own forward takes this call, or None."""
         if not isinstance(cache, W4A8Cache) or cache.kind != self.kind:
             return f"past_key_values is no W4A8Cache of kind {self.kind}"
         if not all(isinstance(layer, PackedLayer) for layer in cache.layers):
@@ -123,21 +123,21 @@ class _Forward(Guard):
 
 
 def fuse(model: Any, kind: str = "int8") -> Callable[[], None]:
-    """Lets a model's layers run in one call, the operator ``decoder_step``, wherever they can.
+    """Lets a model's layers run in one call, the operator ``decoder_step``, if possible.
 
-    ``generate`` stays as it is, with a W4A8Cache (:func:`fast_attention`). A call that the operator is not for, with
-    gradients, another cache, hidden states or attentions asked for, runs the model's own layers, with a warning once.
-    Whether modules were replaced or got hooks is looked at when a text begins.
+    ``generate`` uses a W4A8Cache (:func:`fast_attention`). A call with gradients, with another cache, or for hidden
+    states or attentions runs the model's own layers, with one warning. At the beginning of a text the model is checked
+    for replaced modules and hooks.
 
     Args:
         model: with ``generate``, on a CPU; all linear layers of its decoder are packed.
         kind: of the cache, "int8" or "bfloat16".
 
     Returns:
-        A function that undoes it.
+        A function that undoes the change.
 
     Raises:
-        ValueError: what of the model is not known; or as fast_attention.
+        ValueError: a part of the model is not known; or as fast_attention.
     """
     undo_attention = fast_attention(model, kind)
     move_together(part.packed for part in model.modules() if isinstance(part, PackedLinear))

@@ -1,7 +1,7 @@
-"""GGUF files: ``from_pretrained(folder, gguf_file=...)`` packs what is in blocks, as it is.
+"""GGUF files: ``from_pretrained(folder, gguf_file=...)`` packs matrices in blocks unchanged.
 
-transformers makes the config (``gguf_config``) and the tokenizer of the file, builds the model and loads what is float.
-Matrices of linear layers and experts go past it.
+transformers makes the config (``gguf_config``) and the tokenizer of the file, builds the model and loads the floats.
+Matrices of linear layers and experts are loaded here.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ logger = logging.getLogger(__name__)
 
 # Parts of a matrix.
 _JOINED = (".attn_k_b.weight", ".attn_v_b.weight")
-# What transformers calls with; an older version has no gguf_file there.
+# Arguments of transformers' call; an older version has no gguf_file there.
 _CALLED_WITH = ("config", "quantization_config", "device_map", "weights_only", "user_agent", "gguf_file")
 
 
 def linears_of(path: str) -> GGUFLinears:
-    """Of a file."""
+    """The linear layers of a file."""
     return GGUFLinears(GGUFFile(path))
 
 
-open_linears = linears_of  # within dry_run one that reads no weights
+open_linears = linears_of  # within dry_run a function that reads no weights
 
 
 class GGUFModules(ModulesApart):
@@ -61,7 +61,7 @@ class GGUFModules(ModulesApart):
         """Finds the modules, and takes them out of the model, which is on the meta device.
 
         Raises:
-            ValueError: the model lacks a tensor of the file or the other way round, or one has another shape.
+            ValueError: a tensor or a parameter has no counterpart, or another shape.
         """
         self.file, self.linears, self.activation_group = linears.file, linears, activation_group
         self.old, self.weights = {}, {}  # of modules that are packed, by their names
@@ -96,7 +96,7 @@ class GGUFModules(ModulesApart):
         parts = {parameter: list(source.tensors) for parameter, source in sources.items()}
         for parameter, names in parts.items():
             found, expected = file.tensors[names[0]].shape, shapes[parameter]
-            part = len(names) > 1 or "_exps." in names[0]  # compared when it has become a parameter
+            part = len(names) > 1 or "_exps." in names[0]  # compared later, as a parameter
             if not part and without_ones(found) != without_ones(expected):
                 raise ValueError(f"tensor {names[0]!r} has shape {found}, but {expected} is expected")
         tied = set(model.all_tied_weights_keys)
@@ -108,7 +108,7 @@ class GGUFModules(ModulesApart):
         return parts
 
     def state_dict(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """What transformers loads: what is in blocks in ``dtype``, all others in the type of the file."""
+        """The parameters that transformers loads: blocks as ``dtype``, floats in the type of the file."""
         with on_cpu():
             return {
                 parameter: self.linears.parameter(names, self._shapes[parameter], parameter, dtype)
@@ -124,7 +124,7 @@ class GGUFModules(ModulesApart):
         return packed_embedding(old, linear.packed, linear.group_size) if name in self.tied else linear
 
     def finish_one(self, model: torch.nn.Module, name: str, report: QuantizationReport) -> None:
-        """An output layer that shares the weight comes back."""
+        """Puts an output layer that shares the weight back."""
         if name in self.tied:
             report.replaced[self.tied[name]] = repr(share(model, name, self.tied[name]))
 
@@ -156,7 +156,7 @@ class GGUFModules(ModulesApart):
 
 
 class GGUFQuantizer(W4A8HfQuantizer):
-    """Packs what a GGUF file has in blocks."""
+    """Packs the blocks of a GGUF file."""
 
     def __init__(self, quantization_config: W4A8Config, model_config: Any) -> None:
         super().__init__(quantization_config, pre_quantized=True)
@@ -165,14 +165,14 @@ class GGUFQuantizer(W4A8HfQuantizer):
         self._dtype = torch.get_default_dtype()
 
     def read_header(self, gguf_file: str) -> None:
-        """The file, as soon as transformers knows where it is; what the keys do not tell goes into the config."""
+        """Opens the file as soon as transformers has its path; settings by tensors go into the config."""
         self._linears = open_linears(gguf_file)
         config, file = self._model_config, self._linears.file
         config.tie_word_embeddings = "output.weight" not in file
         scale_rope(config, file)
 
     def update_dtype(self, dtype: torch.dtype | None) -> torch.dtype:
-        """float32 (the default of torch) if none is asked for."""
+        """float32 (torch's default) if no type is given."""
         self._dtype = super().update_dtype(self._dtype if dtype is None else dtype)
         return self._dtype
 
@@ -183,12 +183,12 @@ class GGUFQuantizer(W4A8HfQuantizer):
             self._modules = GGUFModules(model, self._linears, self.quantization_config.activation_group)
 
     def get_state_dict(self, checkpoint_file: str, model: Any) -> dict[str, torch.Tensor]:
-        """What transformers loads."""
+        """The parameters that transformers loads."""
         return self._modules.state_dict(self._dtype)
 
 
 def gguf_problems() -> list[str]:
-    """Why GGUF files are left to transformers; empty if they are not."""
+    """Why GGUF files are left to transformers; empty: they are not."""
     try:
         from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
     except ImportError as error:
@@ -204,12 +204,12 @@ def register_gguf() -> None:
 
     for name in ARCHITECTURES:
         GGUF_CONFIG_ARCHS[name] = config_of
-    # There is nothing to register this with: by name, a quantizer is not told what the model is.
+    # A quantizer registered by name would not learn which model it is for.
     modeling.get_hf_quantizer = with_gguf(modeling.get_hf_quantizer)
 
 
 def with_gguf(get: Callable[..., Any]) -> Callable[..., Any]:
-    """Lets GGUFQuantizer load GGUF files. Whatever it does not load is transformers' own."""
+    """Lets GGUFQuantizer load GGUF files; transformers loads all others."""
 
     @wraps(get)
     def got(config: Any, quantization_config: Any, device_map: Any, *args: Any, **kwargs: Any) -> Any:
@@ -230,7 +230,7 @@ def with_gguf(get: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _may_pack(asked: Any, device_map: Any) -> bool:
-    """Whether nothing speaks against it, where W4A8Config is not given."""
+    """Whether packing is allowed without a W4A8Config."""
     if asked is not None and (type(asked).__name__ != "GgufConfig" or asked.dequantize):
         return False
     return on_cpus(device_map)

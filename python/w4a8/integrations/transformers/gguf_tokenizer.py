@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file: as transformers makes it, and what it leaves out."""
+"""The tokenizer of a GGUF file: transformers' tokenizer, completed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _AS_GPT2 = (
     *("modern-bert", "jina-v1-en", "jina-v2-code", "roberta-bpe", "mpt", "olmo", "jais", "trillion"),
     *("granite-docling", "exaone4"),
 )
-# Those that transformers does not know: like one that it knows, or expressions, one after the other.
+# Ways that transformers does not know: like a known way, or expressions, one after the other.
 _LIKE = {
     **dict.fromkeys(("glm4", "glm5", "chatglm-bpe"), "llama-bpe"),
     **dict.fromkeys(("stablelm2", "hunyuan", "solar-open", "grok-2"), "qwen2"),
@@ -66,16 +66,16 @@ _SPLITS = {
 
 
 def tokenizer_of(path: Path, keys: Mapping[str, Any]) -> Any:
-    """The tokenizer. Beside what transformers reads: bos and eos, merges, splits, and chat templates with names.
+    """The tokenizer. Added to transformers' reading: bos and eos, merges, splits, and chat templates with names.
 
-    Warns if it is not known how the file's tokenizer splits a text.
+    Warns of an unknown way to split a text.
 
     Args:
         path: of the file.
-        keys: all of it.
+        keys: all keys of the file.
 
     Raises:
-        Exception: of any kind: transformers cannot make it.
+        Exception: of any kind: transformers cannot make the tokenizer.
     """
     # A model's own class would take the words and the merges alone when it is saved and loaded again.
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(path.parent, gguf_file=path.name)
@@ -91,7 +91,7 @@ def tokenizer_of(path: Path, keys: Mapping[str, Any]) -> Any:
 
 
 def _split(backend: Any, name: str | None) -> None:
-    """Does what the name says."""
+    """Sets the way to split a text by its name."""
     try:
         from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS as known
     except ImportError:

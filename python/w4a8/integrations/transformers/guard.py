@@ -1,4 +1,4 @@
-"""What a packed model cannot do is refused in words, before torch fails somewhere inside or half a model has moved."""
+"""Refuses with a message what a packed model cannot do, before torch fails or moves half a model."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _STAY = (
 
 
 def inference_only(model: torch.nn.Module) -> None:
-    """Lets a model neither be trained nor leave the CPU, nor a part of it that has packed weights."""
+    """Keeps a model, and every part with packed weights, from being trained or leaving the CPU."""
     model.requires_grad_(False)
     for module in list(model.modules()):
         if any(isinstance(part, PackedModule) for part in module.modules()):
-            # torch calls these two of whatever is below a module that is moved or trained, and of the module itself.
+            # torch calls these two for a module that is moved or trained, and for all its submodules.
             module.train = _Train(module)
             module._apply = _Apply(module)
 

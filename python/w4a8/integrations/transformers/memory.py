@@ -1,4 +1,4 @@
-"""Lets go of what has been read of a mapped file."""
+"""Frees pages of mapped files that have been read."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _MADV_DONTNEED = 4
 
 
 class Pages:
-    """Takes pages under tensors out of this process, where the tensors are views of mapped files.
+    """Takes pages of mapped files, of which tensors are views, out of this process.
 
-    The tensors stay valid: what is read again comes from the file again. Without this a process that reads a checkpoint
-    through a mapping holds all of it in the end, as far as memory goes. Tensors elsewhere are not touched.
+    The tensors stay valid: a second read comes from the file. Without this a process that reads a checkpoint through a
+    mapping ends with the whole checkpoint in memory. Tensors elsewhere are not touched.
     """
 
     def __init__(self, files: Iterable[str]) -> None:
-        """Finds the mappings as they are now.
+        """Finds the present mappings.
 
         Args:
             files: paths; mappings of other files are left alone.
@@ -32,10 +32,9 @@ class Pages:
             self.libc = ctypes.CDLL(None)
 
     def release(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Lets go of tensors that were not written to since they were mapped.
+        """Frees the pages of tensors that were never written to.
 
-        A page that is not all of one tensor stays: the mapping is private, and what was written to a neighbour would be
-        lost.
+        A page with another tensor stays: the mapping is private, and a write to the other tensor would be lost.
         """
         for tensor in tensors:
             begin = tensor.data_ptr()

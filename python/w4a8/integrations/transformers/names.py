@@ -1,4 +1,4 @@
-"""Names in checkpoint files, as others wrote them, and in the model: they differ for some architectures."""
+"""Names in checkpoint files, and in the model: the names differ for some architectures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors calls them
 
 
 class Names:
-    """What transformers would make of the names in files."""
+    """transformers' mapping of names in files to names in the model."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         """Takes the names of a model of transformers with float weights."""
@@ -31,15 +31,15 @@ class Names:
         self.parameters = model.state_dict()
 
     def renamed(self, key: str) -> str:
-        """What transformers calls a tensor of a float checkpoint, whether or not the model has such."""
+        """transformers' name of a tensor of a float checkpoint, even if the model lacks it."""
         return rename_source_key(key, self.renamings, self.converters, self.prefix, self.parameters)[0]
 
     def parameter(self, key: str) -> tuple[str | None, list[str], str | None]:
-        """Where a tensor of a float checkpoint goes.
+        """The parameter that gets a tensor of a float checkpoint.
 
         Returns:
-            Name of the parameter, None if the model has no such; the patterns of the tensors that are joined into it;
-            and the one of them that ``key`` matched. Without joining there are none.
+            Name of the parameter, None if the model lacks it; the patterns of the tensors that are joined into the
+            parameter; and the pattern that ``key`` matched. Without joining there are no patterns.
         """
         name, pattern = rename_source_key(key, self.renamings, self.converters, self.prefix, self.parameters)
         if name not in self.parameters:
@@ -49,10 +49,10 @@ class Names:
 
 
 def slices(files: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Name and lazy tensor of all that is in safetensors files, in transformers' order.
+    """Name and lazy tensor of all tensors in safetensors files, in transformers' order.
 
     Raises:
-        ValueError: other files; a tensor that stands in two of them, and no index says in which.
+        ValueError: other files, or a tensor in two files without an index that decides.
     """
     for file in files:
         if not str(file).endswith(".safetensors"):
@@ -81,10 +81,10 @@ def check_inside(files: Sequence[str], folder: str) -> None:
 
 
 def check_files(files: Sequence[str], ours: Collection[str] = ()) -> None:
-    """Compares where transformers reads tensors, but for ``ours``, with the index: it takes the last file that has one.
+    """Compares with the index the file of each tensor, except ``ours``: transformers takes the last file with it.
 
     Raises:
-        ValueError: a tensor that stands in two files, and the index does not name the last one or there is none.
+        ValueError: a tensor is in two files, and no index names the last one.
     """
     if not all(str(file).endswith(".safetensors") for file in files):
         return
@@ -129,10 +129,10 @@ def _places(files: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def left_out(model: torch.nn.Module, keys: Iterable[str]) -> set[str]:
-    """Those of some tensors, by transformers' names, that the class of a model ignores in checkpoints.
+    """The tensors among ``keys``, by transformers' names, that the class of a model ignores in checkpoints.
 
-    Layers past the last that predict further tokens (MTP) among them: classes name these by the numbers that they have
-    in the models that were released.
+    Layers behind the last, which predict further tokens (MTP), are included: classes name these layers by their numbers
+    in the released models.
     """
     keys = set(keys)
     found = SimpleNamespace(missing_keys=set(), unexpected_keys=set(keys))
@@ -147,9 +147,9 @@ def left_out(model: torch.nn.Module, keys: Iterable[str]) -> set[str]:
 
 
 def refuse_missing(model: torch.nn.Module, given: Collection[str]) -> None:
-    """Raises ValueError for a parameter of linear layers or experts that is not given: transformers would make it up.
+    """Raises ValueError for a missing parameter of linear layers or experts: transformers would make it up.
 
-    New heads, outside of the base model, are not looked at: they are what somebody wants to train.
+    New heads, outside of the base model, may be missing: somebody wants to train them.
     """
     lacking = [
         f"{name}.{parameter}"
@@ -161,7 +161,7 @@ def refuse_missing(model: torch.nn.Module, given: Collection[str]) -> None:
 
 
 def refuse_made_up(model: torch.nn.Module, lacking: Iterable[str]) -> None:
-    """Raises ValueError for the first of some parameters that are in no file, but for those of new heads."""
+    """Raises ValueError for the first of these parameters, which no file has, except those of new heads."""
     found = SimpleNamespace(missing_keys=set(lacking), unexpected_keys=set())
     model._adjust_missing_and_unexpected_keys(found)
     output, prefix = model.get_output_embeddings(), f"{model.base_model_prefix}."

@@ -1,4 +1,4 @@
-"""A directory whose tensors are packed: what the model looks like, from the headers in its files."""
+"""A packed directory: builds the model from the headers in the files."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ _STANDS_FOR = {**STANDS_FOR, **EMBEDDINGS}
 
 
 def build_packed(model: torch.nn.Module, files: Sequence[str], listed: object = None) -> dict[str, str]:
-    """Puts modules for packed weights, on the meta device, where the files have such weights.
+    """Puts modules for packed weights, on the meta device, in place of layers with packed weights in the files.
 
     Args:
         model: of transformers, on the meta device.
         files: safetensors.
-        listed: the packed tensors that config.json lists, if it does.
+        listed: the list of packed tensors in config.json, or None.
 
     Returns:
-        Embeddings that an output layer shares the weight of: the output layer, which :func:`share` makes when the
-        weights are there.
+        Embedding -> output layer that shares the weight; :func:`share` makes the output layer when the weights are
+        loaded.
 
     Raises:
-        ValueError: no packed tensors, ones that do not fit the model, or a layer that has none.
+        ValueError: no packed tensors, tensors that do not fit the model, or a layer without tensors.
     """
     names = Names(model)
     with torch.device("cpu"):  # transformers builds models with the meta device as default
@@ -72,7 +72,7 @@ def build_packed(model: torch.nn.Module, files: Sequence[str], listed: object = 
 
 
 def _of_modules(names: Names, packed: Mapping[str, Parts]) -> dict[str, Parts]:
-    """What is packed, by the names that the modules have in the model; what it has no place for is left out."""
+    """Packed tensors by the names of modules in the model, without tensors that the model has no place for."""
     found: dict[str, dict[str, Any]] = {}
     for module, parts in packed.items():
         for leaf, entry in parts.items():

@@ -1,6 +1,6 @@
-"""Checkpoints that others have quantized (readers: ``w4a8.formats``).
+"""Checkpoints of other quantization methods (readers: ``w4a8.formats``).
 
-Codes are packed as they are. Floats of 8 bits are rounded as ``quantize_`` rounds the numbers that they stand for.
+Codes are packed unchanged. Floats of 8 bits, times their scales, are rounded as by ``quantize_``.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ def _has_codes(parts: Mapping[str, Any]) -> bool:
 
 
 class ModulesApart:
-    """The modules of a model that are packed of a file; transformers loads all others, and sees nothing of these.
+    """The modules of a model that are packed from a file, without transformers, which loads all others.
 
     Attributes:
         old: the float modules by name, on the meta device.
-        activation_group: as :class:`W4A8Config` has it.
-        refuses_one: within a dry run a module that cannot be packed is reported, and the next one is looked at.
+        activation_group: of :class:`W4A8Config`.
+        refuses_one: within a dry run a module that cannot be packed is reported, and the next one is checked.
     """
 
     old: dict[str, torch.nn.Module]
@@ -72,15 +72,16 @@ class ModulesApart:
     refuses_one = False
 
     def pack(self, name: str) -> torch.nn.Module:
-        """What stands for a module; the module itself, with its floats, if it is to be left alone.
+        """The packed module; the float module itself if it is left alone.
 
         Raises:
-            ValueError, RuntimeError: it cannot be packed; the second: values that the operators do not have.
+            ValueError: the module cannot be packed.
+            RuntimeError: the operators do not have the values.
         """
         raise NotImplementedError
 
     def kinds(self, name: str) -> str:
-        """What the weights of a module are, in words, within a dry run."""
+        """Kinds of weights of a module, in words, within a dry run."""
         raise NotImplementedError
 
     def why_float(self, parameter: str) -> str:
@@ -88,10 +89,10 @@ class ModulesApart:
         raise NotImplementedError
 
     def finish(self, model: torch.nn.Module) -> QuantizationReport:
-        """Packs, module by module, and puts the modules into the model.
+        """Packs the modules one by one, and puts them into the model.
 
         Raises:
-            ValueError: a tensor is missing, or has another shape or values than it should; names the module.
+            ValueError: a tensor is missing, or has a wrong shape or wrong values; names the module.
         """
         report, shows = QuantizationReport(), is_progress_bar_enabled()
         with on_cpu(), progress_bar(len(self.old), shows, "layer", "Packing") as advance:
@@ -125,7 +126,7 @@ class ModulesApart:
         return report
 
     def finish_one(self, model: torch.nn.Module, name: str, report: QuantizationReport) -> None:
-        """What is to be done when a module is in the model."""
+        """Called when a module is in the model."""
 
 
 class PrequantizedModules(ModulesApart):
@@ -143,8 +144,8 @@ class PrequantizedModules(ModulesApart):
         """Finds the modules, and takes them out of the model, which is on the meta device, until ``finish``.
 
         Raises:
-            ValueError: the method of ``source``, the quantization_config, cannot be run, a tensor belongs to nothing
-                in the model, or a layer has none.
+            ValueError: the method of ``source``, the quantization_config, cannot be run, a tensor has no place in the
+                model, or a layer has no tensors.
         """
         has_float8 = float8.has_float8(source)
         if method_of(source) is None and not has_float8:
@@ -158,7 +159,7 @@ class PrequantizedModules(ModulesApart):
         self.files = files
         self.activation_group = config.activation_group
         floats: dict[str, str] = {}  # of 8 bits: their types by the keys
-        self.tensors: dict[str, dict[str, Any]] = {}  # by name of the matrix, then the last part of the tensor's
+        self.tensors: dict[str, dict[str, Any]] = {}  # by name of the matrix, then last part of the tensor's name
         keys: dict[str, tuple[str, str]] = {}
         with torch.device("cpu"):  # transformers builds models with the meta device as default
             for key, part in slices(files):
@@ -172,8 +173,8 @@ class PrequantizedModules(ModulesApart):
         if not self.tensors:
             raise ValueError(f"no quantized tensors, though config.json says {source.get('quant_method')!r}")
         self.old = {}
-        # Module -> parameter -> for each of its sources the names of the matrices in the files, by expert; one name for
-        # all where they are stacked.
+        # Module -> parameter -> for each source of the parameter, the names of the matrices in the files, by expert;
+        # one name for a stack.
         self.matrices: dict[str, dict[str, list[list[str]]]] = {}
         self.unread: dict[str, str] = {}  # module: what is wrong with a tensor of it
         self._kinds: dict[str, None] = {}  # of a module that is packed on the meta device
@@ -193,9 +194,9 @@ class PrequantizedModules(ModulesApart):
         known = {name: self._known(name) for name in self.tensors}
         self.keys = {key for key, (name, suffix) in keys.items() if suffix in known.get(name, ())}
         for key in floats.keys() - self.keys:
-            if keys[key][0] not in unknown:  # which transformers would load as if it had no scales
+            if keys[key][0] not in unknown:  # transformers would load it without its scales
                 raise ValueError(f"tensor {key!r} is of {floats[key]}, which is read of single matrices alone")
-        # Of modules: whether their matrices are floats of 8 bits; how those are rounded, or why not.
+        # By module: whether its matrices are floats of 8 bits; how they are rounded, or why not.
         self.are_float8: dict[str, set[bool]] = {}
         self.options: dict[str, QuantOptions] = {}
         self.reasons: dict[str, str] = {}
@@ -214,14 +215,14 @@ class PrequantizedModules(ModulesApart):
         return scheme_of(self.rules, name, parts, partial(_has_codes, parts))
 
     def _known(self, name: str) -> tuple[str, ...]:
-        """Last parts of the names of the tensors that a matrix is made of."""
+        """Last parts of the names of a matrix's tensors."""
         scheme = self._found(name)
-        if isinstance(scheme, LeftOut):  # which is said when it is to be read
+        if isinstance(scheme, LeftOut):  # the error comes when it is read
             return all_suffixes()
         return (*scheme.required, *scheme.optional, "bias")
 
     def _plan(self, model: torch.nn.Module, config: W4A8Config) -> None:
-        """Which of the modules of floats of 8 bits are rounded, and how, as if the model were of floats."""
+        """Chooses which modules of floats of 8 bits are rounded, and how, as for a model of floats."""
         options = config.quant_options()
         plan = make_plan(model, options, config.skipped())
         for path in self.old:
@@ -234,14 +235,13 @@ class PrequantizedModules(ModulesApart):
         self.reasons = {name: reason for name, reason in plan.skipped.items() if name in ours}
 
     def _check_others(self, model: torch.nn.Module, names: Names, keys: Sequence[str]) -> set[str]:
-        """The parameters that the tensors go to which no matrix is made of.
+        """The parameters of the tensors that belong to no matrix.
 
-        Of what transformers finds no place for, it is to report what this leaves to it alone: heads and other parts
-        that the model does not have at all.
+        transformers shall report only tensors of parts that the model does not have at all, such as heads.
 
         Raises:
-            ValueError: a tensor in a part that the model has, which has no use for it. (Of a quantized module it is
-                said when that is packed: it may lack others, which says more.)
+            ValueError: a part of the model has no use for one of its tensors. (For a quantized module the error comes
+                when it is packed: a missing tensor is the better error.)
         """
         renamed = {key: names.renamed(key) for key in keys if key not in self.keys}
         unknown = {key: target for key, target in renamed.items() if target not in names.parameters}
@@ -318,7 +318,7 @@ class PrequantizedModules(ModulesApart):
         return new
 
     def _pack(self, old: torch.nn.Module, matrices: Mapping[str, list[list[str]]]) -> torch.nn.Module:
-        """What stands for a module of codes."""
+        """The packed module of a module of codes."""
         pages = Pages(self.files)
         if type(old) is torch.nn.Linear:
             name = matrices["weight"][0][0]
@@ -332,7 +332,7 @@ class PrequantizedModules(ModulesApart):
         return packed_experts(experts, packed["w13"], packed["w2"], (group, group))
 
     def _round(self, path: str) -> torch.nn.Module:
-        """What stands for a module of floats of 8 bits, of which one matrix, or expert, is read at a time."""
+        """The packed module of floats of 8 bits; one matrix, or one expert, is read at a time."""
         old, matrices, options, pages = self.old[path], self.matrices[path], self.options.get(path), Pages(self.files)
         if list(matrices) == ["weight"]:
             name = matrices["weight"][0][0]
@@ -365,7 +365,7 @@ class PrequantizedModules(ModulesApart):
     def _shards(
         self, old: torch.nn.Module, matrices: Mapping[str, list[list[str]]]
     ) -> tuple[Experts, dict[str, list[str]]]:
-        """The experts that a module is, and the names of their matrices: see :meth:`_pack_experts`."""
+        """The experts of a module, and the names of their matrices: see :meth:`_pack_experts`."""
         experts = fused_experts(old)
         if experts is None:
             raise ValueError(f"quantized {sorted(matrices)} of a {type(old).__name__}, which is not supported")
@@ -391,8 +391,8 @@ class PrequantizedModules(ModulesApart):
     ) -> tuple[dict[str, torch.Tensor], int]:
         """``w13`` and ``w2``, uint8 [E, bytes], and their group size.
 
-        Of ``w1``, ``w3`` and ``w2``, or of ``w13``, whose rows alternate, and ``w2``, ``shards`` has the names of the
-        matrices by expert, or one name for all of a stack.
+        ``shards`` has ``w1``, ``w3`` and ``w2``, or ``w13``, whose rows alternate, and ``w2``: names of matrices by
+        expert, or one name for a stack.
         """
         count, hidden, intermediate = experts.sizes
         for lists in matrices.values() if self.stacked else ():
@@ -416,7 +416,7 @@ class PrequantizedModules(ModulesApart):
         return packer.pack(), sizes.group_size
 
     def _wanted(self, matrices: Mapping[str, list[list[str]]]) -> int | None:
-        """The activation group to be asked for."""
+        """The activation group to ask for."""
         names = (name for lists in matrices.values() for names in lists for name in names)
         return wanted_by_all((self._scheme(name) for name in names), self.activation_group)
 
@@ -435,14 +435,14 @@ class PrequantizedModules(ModulesApart):
         return floats, bias
 
     def _matrix(self, name: str, biased: bool, pages: Pages, expert: int | None = None) -> Matrix:
-        """Reads a matrix, or that of one expert of a stack, which must have a bias if the model has."""
+        """Reads a matrix, or one expert's matrix of a stack. ``biased``: there must be a bias."""
         parts = self.tensors[name]
         if expert is None:
             tensors = {suffix: part[...] for suffix, part in parts.items()}
         else:
             tensors = {suffix: part[expert : expert + 1][0] for suffix, part in parts.items()}
         matrix = self._scheme(name).read(tensors, name)
-        # Whatever the matrix has of the tensors is a view; it comes from the file again.
+        # The matrix may have views of the tensors; their pages come from the file again.
         pages.release(tensors.values())
         matrix = replace(matrix, bias=_checked_bias(matrix.bias, biased, name))
         if matrix.codes.is_meta:

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class W4A8HfQuantizer(HfQuantizer):
-    """Quantizes float checkpoints while they load, packs what others have quantized, and maps packed directories.
+    """Quantizes float checkpoints while loading, packs checkpoints of other methods, and maps packed directories.
 
     Attributes:
         report: of quantizing or packing, as ``w4a8.quantize_`` gives it; None for a packed directory.
@@ -46,7 +46,7 @@ class W4A8HfQuantizer(HfQuantizer):
         self._collector: Collector | None = None
         self._modules: PrequantizedModules | None = None
         self._tied: dict[str, str] = {}  # packed embedding: output layer
-        self._originals: dict[int, Any] = {}  # by id of a converter: the one of transformers that it stands for
+        self._originals: dict[int, Any] = {}  # by id of a converter: transformers' converter that it replaces
 
     # What the model can do.
 
@@ -65,7 +65,7 @@ class W4A8HfQuantizer(HfQuantizer):
         return True
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor] | None, dict[str, str]]:
-        """save_pretrained asks for this before it writes config.json, which is to list what is packed."""
+        """Called by save_pretrained before it writes config.json, which gets the list of packed tensors."""
         leaves = {**STANDS_FOR, **EMBEDDINGS}
         packed = {name: tensor for name, tensor in model.state_dict().items() if name.rpartition(".")[2] in leaves}
         self.quantization_config.packed = sorted(revert_weight_conversion(model, packed))
@@ -97,7 +97,7 @@ class W4A8HfQuantizer(HfQuantizer):
         check_inside(files, str(model.config.name_or_path))
         source = self.quantization_config.source
         if source is None and not self.pre_quantized and files:
-            # A method that transformers does not know (modelopt) is none to it, as one in a file of its own.
+            # transformers ignores a method that it does not know (modelopt), or that has a file of its own.
             source = config_in(Path(files[0]).parent)
         if source is not None:
             self._modules = PrequantizedModules(model, source, files, self.quantization_config)
@@ -109,7 +109,7 @@ class W4A8HfQuantizer(HfQuantizer):
         check_files(files, () if self._modules is None else self._modules.keys)
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any = None) -> list[Any]:
-        """Experts are quantized from where they are, instead of being stacked first. (5.19 gives no model.)"""
+        """Lets experts be quantized one by one, without stacking them first. (5.19 gives no model.)"""
         if self._collector is None:
             return weight_conversions
         updated = []
@@ -127,7 +127,7 @@ class W4A8HfQuantizer(HfQuantizer):
         return self._collector is not None and param_name in self._collector.pending
 
     def get_quantize_ops(self) -> Give:
-        """What a parameter that needs quantization is handed to."""
+        """The operation that takes a parameter to quantize."""
         return Give(self._collector)
 
     # After loading.
@@ -177,21 +177,21 @@ def _devices(device_map: Any) -> list[Any]:
 
 
 def on_cpus(device_map: Any) -> bool:
-    """Whether a model goes to CPUs alone; one that may go anywhere does where there is nothing else."""
+    """Whether a model goes to CPUs alone; ``auto`` does on a machine without other devices."""
     if device_map is None or (isinstance(device_map, str) and not _devices(device_map)):
         return device_map is None or not torch.accelerator.is_available()
     return all(str(device) in ("cpu", "meta") for device in _devices(device_map))
 
 
 def _copy(module: PackedModule) -> None:
-    """Out of the mapped file, whose pages are of 4 KiB and on the node of whoever read them first."""
+    """Copies weights out of the mapped file, whose pages have 4 KiB and are on the NUMA node of their first reader."""
     for name in module.packed_shapes():
         mapped = getattr(module, name)
         setattr(module, name, fresh_bytes(*mapped.shape, packed=True).copy_(mapped))
 
 
 def _check(name: str, module: PackedModule) -> None:
-    """That weights were loaded; their headers were compared before, and the operators compare them again."""
+    """Checks that weights were loaded. Headers were compared before, and the operators compare them again."""
     for leaf, packed in module.named_buffers(recurse=False):
         if not isinstance(packed, torch.Tensor) or (packed.is_meta and guard.device != "meta"):
             raise ValueError(f"{name}.{leaf} is not in the checkpoint")

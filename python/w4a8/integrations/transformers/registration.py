@@ -19,7 +19,7 @@ from w4a8.integrations.transformers.quantizer import W4A8HfQuantizer
 
 logger = logging.getLogger(__name__)
 
-# What merge_quantization_configs is given: of the checkpoint, and of from_pretrained.
+# Arguments of merge_quantization_configs: of the checkpoint, and of from_pretrained.
 MERGED = ("quantization_config", "quantization_config_from_args")
 
 
@@ -43,9 +43,9 @@ def register() -> None:
 
 
 def merge_prequantized(merge: Callable[..., Any]) -> Callable[..., Any]:
-    """Lets W4A8Config stand beside the config of another method, which transformers takes for a mistake.
+    """Allows W4A8Config beside the config of another method, which transformers takes for a mistake.
 
-    Whatever else transformers gives is passed on: every ``from_pretrained`` of a quantized model comes through here.
+    All other arguments are passed on: every ``from_pretrained`` of a quantized model comes through here.
     """
 
     @wraps(merge)

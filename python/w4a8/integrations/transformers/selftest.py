@@ -1,4 +1,4 @@
-"""Whether transformers' internals are what this builds on, and whether the operators compute what they should."""
+"""Checks that transformers' internals are as expected, and that the operators compute right."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from w4a8.integrations.transformers.registration import MERGED
 from w4a8.nn import QuantOptions
 from w4a8.quantization.moe_blocks import GateUp, fused_experts, stacks_problem
 
-# What transformers calls of a quantizer: of another name it would be passed over without a word.
+# Methods of a quantizer that transformers calls: under another name a method would silently never run.
 CALLED = (
     "validate_environment",
     "update_device_map",
@@ -40,7 +40,7 @@ EXPERTS, HIDDEN, INTERMEDIATE = 3, 64, 32
 
 
 def interface_problems() -> list[str]:
-    """What of transformers is not as this expects it."""
+    """Parts of transformers that are not as expected."""
     merge = AutoHfQuantizer.merge_quantization_configs
     return [
         *missing("HfQuantizer", CALLED, dir(HfQuantizer)),
@@ -61,7 +61,7 @@ def interface_problems() -> list[str]:
 
 
 def loading_problems() -> list[str]:
-    """Tensors of experts go the way that they go while a checkpoint loads; empty if they arrive as they should."""
+    """Sends tensors of experts through the loading of a checkpoint; empty if they arrive right."""
     target, name = "mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.gate_up_proj"
     sources = [f"mlp.experts.*.{part}_proj.weight" for part in ("gate", "up")]
     converter = WeightConverter(sources, target, [MergeModulelist(dim=0), Concatenate(dim=1)])
@@ -91,7 +91,7 @@ def loading_problems() -> list[str]:
 
 
 def experts_problems() -> list[str]:
-    """What is wrong with a layer of experts as transformers' interface makes and runs it, beside its replacement."""
+    """Compares a layer of experts, made and run by transformers' interface, with its replacement; empty if right."""
 
     @use_experts_implementation
     class Experts(torch.nn.Module):
@@ -118,7 +118,7 @@ def experts_problems() -> list[str]:
     ids = torch.tensor([[0, 2], [1, 0], [2, 1], [0, 1], [1, 2]])
     weights = torch.rand(5, 2, generator=generator)
     want, got = layer(x, ids, weights), fused_experts(layer).quantize(QuantOptions())(x, ids, weights)
-    # What is between the two matrices is rounded to 127 steps, or as many over a range of both signs: half a step off.
+    # Values between the two matrices are rounded to 127 steps, or as many over both signs: half a step off.
     gate, up = (x @ layer.gate_up_proj.mT).chunk(2, -1)
     most = (layer.act_fn(gate) * up).abs().amax()
     bound = 0.51 * most / 127 * layer.down_proj.abs().sum(2).amax() * weights.sum(1, keepdim=True)
@@ -127,7 +127,7 @@ def experts_problems() -> list[str]:
 
 @torch.no_grad()
 def problems() -> list[str]:
-    """Everything that speaks against going on; empty if nothing does."""
+    """All reasons against going on; empty if there are none."""
     found = []
     for look in (interface_problems, loading_problems, experts_problems, operator_problems):
         try:

@@ -1,5 +1,7 @@
-"""Packed layers in a model that transformers still loads: what its ``_init_weights`` finds of them, and an output layer
-that shares the weight of the embeddings (packed, the two share the bytes)."""
+"""Packed layers in a model that transformers is still loading: stand-ins for ``_init_weights``, and an output layer.
+
+The output layer shares the packed bytes of the embeddings.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,13 @@ _NAMES = ("weight", "bias")
 
 
 def stand_in(new: torch.nn.Module, old: torch.nn.Linear) -> None:
-    """Gives a packed layer, until :func:`let_go`, a weight and a bias without storage that count as initialised.
+    """Gives a packed layer a weight and a bias without storage that count as initialised, until :func:`let_go`.
 
-    transformers initialises whatever the checkpoint had not, module by module, and the code for one that holds linear
-    layers (T5, Mamba) reads theirs, loaded or not.
+    transformers initialises missing weights, module by module. The code for a module with linear layers (T5, Mamba)
+    reads their weights, loaded or not.
 
     Args:
-        new: what stands for the linear layer. Other modules are left alone.
+        new: the module in place of the linear layer. Other modules are left alone.
         old: the linear layer.
     """
     if not isinstance(old, torch.nn.Linear):
@@ -36,13 +38,13 @@ def stand_in(new: torch.nn.Module, old: torch.nn.Linear) -> None:
 
 
 def let_go(module: torch.nn.Module) -> None:
-    """Takes away what :func:`stand_in` gave."""
+    """Removes the parameters of :func:`stand_in`."""
     for name in _NAMES:
         module.__dict__.pop(name, None)
 
 
 def scale_of(module: torch.nn.Module) -> float | None:
-    """What an embedding multiplies rows with: 1 for torch's own; None if it does something else."""
+    """The factor of an embedding's rows: 1 for torch's own; None: the embedding computes something else."""
     if type(module) is torch.nn.Embedding:
         return 1.0
     scale = getattr(module, "scalar_embed_scale", None)
@@ -65,7 +67,7 @@ def untie(model: torch.nn.Module, layer: str) -> None:
     keys = {target: source for target, source in model.all_tied_weights_keys.items() if target != f"{layer}.weight"}
     if len(keys) < len(model.all_tied_weights_keys):
         model.all_tied_weights_keys = keys
-        # Of this model alone, from here on. Patterns, which transformers makes the others of.
+        # Of this model alone, from here on. transformers expands these patterns into names.
         patterns = model._tied_weights_keys or {}
         kept = {pattern: source for pattern, source in patterns.items() if not re.search(pattern, f"{layer}.weight")}
         model._tied_weights_keys = kept or None
@@ -78,14 +80,14 @@ def take_out(model: torch.nn.Module, output: str) -> None:
 
 
 def packed_embedding(old: torch.nn.Module, packed: torch.Tensor, group: int) -> PackedEmbedding:
-    """What stands for an embedding that :func:`output_of` has a name for."""
+    """The packed module for an embedding with an :func:`output_of`."""
     scale = scale_of(old)
     sizes = old.num_embeddings, old.embedding_dim, group
     return PackedEmbedding(packed, *sizes, old.weight.dtype, None if scale == 1.0 else scale)
 
 
 def experts_to_pack(old: torch.nn.Module) -> Experts:
-    """The float experts that packed ones are to stand for.
+    """The float experts that packed experts will replace.
 
     Raises:
         ValueError: the operators do not compute what the module does.
@@ -97,7 +99,7 @@ def experts_to_pack(old: torch.nn.Module) -> Experts:
 
 
 def packed_experts(experts: Experts, w13: torch.Tensor, w2: torch.Tensor, groups: Sequence[int]) -> W4A8Experts:
-    """What stands for float experts; ``groups``: weights that share a scale, of w13 and of w2."""
+    """The packed module for float experts; ``groups``: weights that share a scale, of w13 and of w2."""
     sizes, how = experts.sizes[1:], {"numbers": experts.numbers, "gated": experts.gated}
     return W4A8Experts(w13, w2, *sizes, groups[0], experts.activation, groups[1], **how)
 
