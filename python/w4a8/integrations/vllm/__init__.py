@@ -1,7 +1,7 @@
 """The vLLM plugin: 4-bit models (compressed-tensors, GPTQ, AWQ, AutoRound, ModelOpt, gpt-oss) on every x86 CPU.
 
 vLLM finds :func:`register` through the entry point ``vllm.general_plugins`` and calls it in every process it starts.
-docs/vllm.md says what is taken over. Environment:
+docs/vllm.md lists what the plugin runs. Environment:
 
     W4A8_VLLM=0         off
     W4A8_VLLM=1         on, also for a version of vLLM or a CPU architecture the plugin was not tested with
@@ -20,7 +20,7 @@ __all__ = ["register"]
 def register() -> None:
     """Makes vLLM use this package for layers with 4-bit weights; may be called any number of times.
 
-    Never raises: what is wrong is said in one warning, and vLLM goes on without the plugin.
+    Never raises: one warning has the problem, and vLLM goes on without the plugin.
     """
     from w4a8.integrations.vllm.plugin import activate
 

@@ -1,7 +1,7 @@
 """Attention by this package's operators, over a cache of int8 or bfloat16 in their layout (docs/numerics.md section 9).
 
-vLLM asks its platform for an attention backend once for each layer. For layers of a model that the plugin runs, and
-that the operators can compute, the answer is one of the two backends here; all others get vLLM's own.
+vLLM asks its platform for an attention backend once for each layer. The answer is one of the two backends here if the
+plugin runs the model and the operators can compute the layer; otherwise vLLM's own.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from w4a8.ops import BLOCK_TOKENS, HEAD_SIZES, attention_block_bytes, paged_atte
 
 @dataclass
 class Metadata:
-    """What a step is, the same for all layers of a group."""
+    """Arguments of a step, the same for all layers of a group."""
 
     num_actual_tokens: int
     query_start_loc: torch.Tensor  # int32 [B + 1]
@@ -42,7 +42,7 @@ class Metadata:
 
 
 class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
-    """Of a group of layers."""
+    """Makes the metadata of a group of layers."""
 
     def __init__(self, *args: Any) -> None:  # upstream's is abstract
         super().__init__(*args)
@@ -63,7 +63,7 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
 
 
 class Impl(AttentionImpl):
-    """Of a layer. A subclass says what the cache is."""
+    """Attention of a layer. A subclass states the kind of cache."""
 
     kind: ClassVar[str]
 
@@ -129,7 +129,7 @@ class Impl(AttentionImpl):
     def do_kv_cache_update(
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
-        """As upstream's. Where tokens go is in the metadata: a block needs the one before it, which no slot tells."""
+        """As upstream's. The metadata has the places of tokens: a block needs the block before, which no slot tells."""
         metadata = get_forward_context().attn_metadata
         metadata = (metadata[0] if isinstance(metadata, list) else metadata)[layer.layer_name]
         tokens = metadata.num_actual_tokens
@@ -165,7 +165,7 @@ class BFloat16Impl(Impl):
 
 
 class Backend(CPUAttentionBackend):
-    """What both backends have in common."""
+    """The common part of both backends."""
 
     impl: ClassVar[type[Impl]]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = list(CACHE_KINDS)
@@ -236,7 +236,7 @@ def reason_against(asked: Any, vllm_config: Any) -> str | None:
 
 
 def forget(arguments: Any) -> None:
-    """vLLM keeps the answers for the whole process; those for another engine may differ."""
+    """Clears vLLM's cached answers: they stay for the whole process, and another engine may need others."""
     selector._cached_get_attn_backend.cache_clear()
 
 
@@ -244,7 +244,7 @@ def register() -> None:
     """Lets the platform answer with the backends here.
 
     Raises:
-        RuntimeError: vLLM's platform or selector is not as this expects it.
+        RuntimeError: vLLM's platform or selector is not as expected.
     """
     if getattr(CpuPlatform.get_attn_backend_cls, "w4a8", False):
         return

@@ -1,8 +1,8 @@
-"""The compiled models that vLLM keeps on disk: what they are named after, and that they are loaded on CPUs at all.
+"""The compiled models that vLLM keeps on disk: their names, and loading on CPUs.
 
 vLLM saves a compiled model and loads it at the next start (``VLLM_USE_AOT_COMPILE``, its default). The loading ends
-with a call of ``finalize_loading``, a method of vLLM's own backend. CPUs have torch's inductor as it is, whose saved
-models need no such step and lack the method, so vLLM 0.28 to 0.33 throws what it has loaded away and compiles again.
+with a call of ``finalize_loading``, a method of vLLM's own backend. CPUs use torch's inductor directly. Its saved
+models need no such step and lack the method, so vLLM 0.28 to 0.33 discards the loaded model and compiles again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from w4a8.integrations.vllm.log import logger
 
 @cache
 def package_digest() -> str:
-    """Of all files of this package that compute: one that was built or edited anew gets graphs of its own."""
+    """A digest of all files of this package that compute: another build or edit gets its own graphs."""
     root = Path(__file__).parents[2]
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*")):
@@ -33,7 +33,7 @@ def package_digest() -> str:
 
 
 def name_after_the_plugin() -> None:
-    """Tells vLLM that its compiled graphs depend on the plugin, as it does on variables of its own."""
+    """Tells vLLM that compiled graphs depend on the plugin, as they do on vLLM's own variables."""
     from vllm import envs
 
     envs.environment_variables[settings.SWITCH] = lambda: (
@@ -42,7 +42,7 @@ def name_after_the_plugin() -> None:
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
-    """What a graph may have taken from a value, the same in every process: numbers, types and shapes."""
+    """The parts of a value that a graph may depend on, the same in every process: numbers, types and shapes."""
     if isinstance(value, (bool, int, float, str, Enum, torch.dtype, type(None))):
         return repr(value)
     if isinstance(value, torch.Tensor):
@@ -59,19 +59,19 @@ def _of_module(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     for group in (module._parameters, module._buffers):
         yield from ((name, _plain(tensor)) for name, tensor in group.items())
     for name, value in sorted(vars(module).items()):
-        # Each rank has a place of its own already, and all of them one for what a compiler makes of the graphs.
+        # Ranks are left out: each rank has its own folder already, and all share one for compiled kernels.
         if isinstance(value, (bool, int, float, torch.Tensor)) and not name.endswith("rank"):
             yield name, _plain(value)
-        # Strings of vLLM's may be anything; by these a graph finds a layer again.
+        # Of vLLM's strings only these matter: a graph finds a layer by them.
         if name in ("quant_method", "scheme") or (name in ("layer_name", "prefix") and isinstance(value, str)):
             yield name, _plain(value)
 
 
 def structure(model: Any) -> str:
-    """Of a module: a digest of its tensors' types and shapes and of the numbers in its layers; "" of anything else.
+    """A digest of a module's types and shapes of tensors, and of the numbers in its layers; "" for other objects.
 
-    A saved graph has these built in and is run without looking at them again. vLLM names it after configurations, of
-    which the files in a directory may say more: how a packed matrix is grouped, say.
+    A saved graph has these built in, and runs without checking them again. vLLM names a graph after configurations.
+    Files may hold more than these: the groups of a packed matrix, say.
     """
     if not isinstance(model, torch.nn.Module):
         return ""
@@ -83,16 +83,16 @@ def structure(model: Any) -> str:
 
 
 def _cpu() -> str:
-    """What inductor writes code for, which the names of torch and of vLLM lack: a folder may be of several machines."""
+    """The instruction set of inductor's code, missing in torch's and vLLM's names: machines may share a folder."""
     from torch._inductor.cpu_vec_isa import pick_vec_isa
 
     return f"{pick_vec_isa()} {torch.backends.cpu.get_cpu_capability()}"
 
 
 def load_from_disk() -> None:
-    """Lets vLLM load the compiled models of CPUs that it saves, and names each after all that is built into it.
+    """Lets vLLM load its saved compiled models on CPUs, and names each after everything built into it.
 
-    Does nothing where vLLM or torch have moved what this builds on: models are compiled at each start then, as ever.
+    Does nothing if vLLM's or torch's internals have moved: models are then compiled at each start, as in stock vLLM.
     """
     try:
         from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable as Saved
@@ -116,10 +116,10 @@ def load_from_disk() -> None:
 
 
 def _finalize_loading(self: Any, vllm_config: Any) -> None:
-    """Of a model that torch's inductor has compiled: all of it is there; what it wraps may have such a step.
+    """``finalize_loading`` of a model of torch's inductor: only a wrapped object may have something to do.
 
     Raises:
-        RuntimeError: weights are built in (vLLM's ``max_autotune`` on CPUs), which may be those of other files.
+        RuntimeError: weights are built in (vLLM's ``max_autotune`` on CPUs), perhaps of other files.
     """
     if torch._inductor.config.freezing:
         raise RuntimeError("its weights are built into it (freezing)")

@@ -1,4 +1,4 @@
-"""What this package's configuration classes for vLLM share: which layers run here, and by which method."""
+"""The common part of this package's configuration classes for vLLM: which layers run here, by which method."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from w4a8.integrations.vllm.settings import runs_w4a16, say_int8
 
 
 def projections(layer: Any, prefix: str) -> list[str]:
-    """Every matrix of a layer of vLLM's RoutedExperts, whose name is ``prefix``, by its name in a checkpoint."""
+    """Names in a checkpoint of all matrices of vLLM's RoutedExperts with the name ``prefix``."""
     names = [layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name]
     return [f"{prefix}.{e}.{name}" for e in range(layer.moe_config.num_experts) for name in names if name is not None]
 
 
 def joined_from(prefix: str, packed_modules_mapping: Mapping[str, Sequence[str]]) -> list[str]:
-    """The matrices whose rows vLLM joins in a linear layer of this name: ``qkv_proj`` has three; most layers one."""
+    """The matrices that vLLM joins in a linear layer of this name: three for ``qkv_proj``, one for most layers."""
     owner, _, last = prefix.rpartition(".")
     return [f"{owner}.{part}" for part in packed_modules_mapping.get(last, ())] or [prefix]
 
@@ -40,7 +40,7 @@ def are_alike(ways: Sequence[Any], prefix: str) -> bool:
 
 
 def is_ours(thing: Any) -> bool:
-    """Whether what vLLM holds of a layer, or of an engine (its ``quant_config``), is an object of this package."""
+    """Whether vLLM's method of a layer, or an engine's ``quant_config``, is an object of this package."""
     return type(thing).__module__.startswith("w4a8.")
 
 
@@ -52,35 +52,34 @@ def unquantized(layer: torch.nn.Module) -> Any:
 
 
 class RunsLayersHere:
-    """A base class that comes before vLLM's: it runs the layers that are read here, and leaves all others to vLLM's.
+    """A base class before vLLM's class. It runs the layers that are read here, and leaves others to vLLM's class.
 
-    A class says in :meth:`scheme_of_layer` which layers these are, or, where vLLM decides by rules of its own, in
-    :meth:`method_of`.
+    :meth:`scheme_of_layer` decides which layers these are; or :meth:`method_of`, if vLLM has its own rules.
 
     Attributes:
-        w4a8_says: what the log calls its checkpoints.
+        w4a8_says: name of the checkpoints in the log.
     """
 
     w4a8_says: str
     _runs_some = False  # whether layers so far run here; models make their output layer last
 
     def scheme_of_layer(self, layer: torch.nn.Module, prefix: str) -> Scheme | LeftOut | None:
-        """How the weights of a layer are stored, if they are to be run here, or that they are not quantized.
+        """How the weights of a layer are stored, if the layer runs here, or that they are not quantized.
 
-        None leaves the layer to vLLM's own rules, which may find a layer quantized that is not.
+        None leaves the layer to vLLM's own rules, which may wrongly take a layer for quantized.
 
         Args:
             layer: vLLM's LinearBase, ParallelLMHead or RoutedExperts.
-            prefix: its name.
+            prefix: name of the layer.
         """
         raise NotImplementedError
 
     def method_of(self, layer: torch.nn.Module, prefix: str) -> Any:
-        """The method of such a layer, or None for vLLM's."""
+        """The method of a layer, or None for vLLM's."""
         return self.method_for(self.scheme_of_layer(layer, prefix), layer, prefix)
 
     def method_for(self, scheme: Scheme | LeftOut | None, layer: torch.nn.Module, prefix: str) -> Any:
-        """The method of a layer that is stored so, or None if it is not to be run here: weight-only ones on demand."""
+        """The method of a layer for a scheme, or None to leave it to vLLM; weight-only layers can be switched off."""
         if isinstance(scheme, LeftOut):
             return None if scheme.quantized or not runs_w4a16() else unquantized(layer)
         if scheme is None or (scheme.weight_only is not None and not runs_w4a16()):
@@ -107,7 +106,7 @@ class RunsLayersHere:
         return lm_head_method(layer, method, by_default=self._runs_some)
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        """Each type that the operators have, in place of upstream's, unless weight-only models are left to vLLM."""
+        """The types of the operators; upstream's types if weight-only models are left to vLLM."""
         if not runs_w4a16():
             return super().get_supported_act_dtypes()
         return [torch.float16, torch.bfloat16, torch.float32]
@@ -117,7 +116,7 @@ class _ChecksOrder(WeightsMapper):
     """Drops ``g_idx`` as upstream's mapper does, but looks at it first: groups must be consecutive input features."""
 
     def __ror__(self, other: WeightsMapper) -> WeightsMapper:
-        """``other | self``: Python asks the class that knows more."""
+        """``other | self``: Python asks the subclass first."""
         return _ChecksOrder(**vars(WeightsMapper.__or__(other, self)))
 
     def __or__(self, other: WeightsMapper) -> WeightsMapper:
@@ -137,8 +136,8 @@ class _ChecksOrder(WeightsMapper):
 
 
 class ChecksActivationOrder:
-    """Of formats whose ``g_idx`` says in which order the input features of groups are, and which vLLM drops."""
+    """For formats with ``g_idx``, the order of the input features of groups, which vLLM drops."""
 
     def get_cache_scale_mapper(self) -> WeightsMapper:
-        """Upstream's mapper, which every model's loader applies; ``g_idx`` is discarded once it says nothing."""
+        """Upstream's mapper, which every model's loader applies. ``g_idx`` is checked, then dropped."""
         return super().get_cache_scale_mapper() | _ChecksOrder(orig_to_new_suffix={".g_idx": None})

@@ -1,7 +1,7 @@
-"""vLLM's configuration classes, with this package behind the layers that it runs: which, and how they are stored.
+"""vLLM's configuration classes with this package's rules: which layers run here, and how they are stored.
 
-A class is made of the rules here and of vLLM's own class when it is first asked for: where vLLM has moved one, the
-others are as ever. vLLM pickles classes for its worker processes, which ask for them by their names in this module.
+A class is made of the rules here and of vLLM's own class at its first use: if vLLM has moved one class, the others
+still work. vLLM pickles classes for its worker processes, which import them by name from this module.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ from w4a8.integrations.vllm.settings import runs_w4a16, say_int8
 
 
 class CompressedTensorsLayers(RunsLayersHere, KeepsKVCache):
-    """W4A8 and W4A16 layers, and int8 ones that are weight-only."""
+    """W4A8 and W4A16 layers, and weight-only int8 layers."""
 
     w4a8_name = w4a8_says = "compressed-tensors"
 
     def __init__(self, target_scheme_map: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """As upstream's, which takes the first target that matches: names go before patterns here."""
+        """As upstream's, which takes the first matching target; here names come before patterns."""
         targets = sorted(target_scheme_map, key=lambda target: (target.startswith("re:"), target))
         super().__init__({target: target_scheme_map[target] for target in targets}, *args, **kwargs)
 
     def get_scheme_dict(self, layer: torch.nn.Module, layer_name: str | None = None) -> dict | None:
-        """As upstream's; where targets are the names of all that a layer is joined from, they beat patterns too."""
+        """As upstream's; names of all matrices that a layer is joined from also come before patterns."""
         names = joined_from(layer_name or "", self.packed_modules_mapping)
         found = [self.target_scheme_map.get(name) for name in names]
         if len(names) > 1 and None not in found:
@@ -71,10 +71,10 @@ class CompressedTensorsLayers(RunsLayersHere, KeepsKVCache):
         return super().get_scheme_dict(layer, layer_name)
 
     def method_of(self, layer: torch.nn.Module, prefix: str) -> Any:
-        """As :meth:`RunsLayersHere.method_of`; of linear and output layers upstream's method asks :meth:`get_scheme`.
+        """As :meth:`RunsLayersHere.method_of`; for linear and output layers upstream's method asks :meth:`get_scheme`.
 
         Raises:
-            ValueError: experts or an output layer to be run here, of which the checkpoint rotates inputs or outputs.
+            ValueError: the checkpoint rotates inputs or outputs of experts or of an output layer that run here.
         """
         if isinstance(layer, RoutedExperts):
             method = self.method_for(self.scheme_of_layer(layer, prefix), layer, prefix)
@@ -86,10 +86,10 @@ class CompressedTensorsLayers(RunsLayersHere, KeepsKVCache):
         return None
 
     def _refuse_rotated(self, names: Iterable[str]) -> None:
-        """Of matrices that upstream does not wrap: around other linear layers it puts its own rotations."""
+        """For matrices that upstream does not wrap: other linear layers get upstream's own rotations."""
         groups = self.transform_config.config_groups if self.transform_config is not None else {}
         online = [(key, args) for key, scheme in groups.items() for args in scheme.apply if args.is_online()]
-        linear = torch.nn.Linear(1, 1, bias=False, device="meta")  # what the names were when the file was written
+        linear = torch.nn.Linear(1, 1, bias=False, device="meta")  # the names at the time of writing the file
         for name in names if online else ():
             for key, args in online:
                 if is_match(name, linear, args.targets, args.ignore):
@@ -107,13 +107,13 @@ class CompressedTensorsLayers(RunsLayersHere, KeepsKVCache):
         return super().get_scheme(layer, layer_name)
 
     def _scheme(self, found: dict | None, name: str | None) -> Scheme | None:
-        """How weights of a scheme, of the layer of a name, are stored, if they are to be run here."""
+        """How the weights of a layer are stored, by upstream's scheme, if the layer runs here."""
         if found is None or found.get("output_activations") is not None or found.get("weights") is None:
             return None
         try:
             form = found.get("format") or self.quant_format
             scheme = scheme_of_args(form, found["weights"], found.get("input_activations"), "its group")
-        except CheckpointError:  # other weights or inputs, which are upstream's
+        except CheckpointError:  # other weights or inputs: upstream's layer
             return None
         if scheme.weight_only is not None:
             if not runs_w4a16():
@@ -297,22 +297,22 @@ class INCLayers(RunsLayersHere, ChecksActivationOrder):
 
 
 def _no_floats_of_gpt_oss(prefix: str, left_out: LeftOut) -> ValueError:
-    """Of experts that are not quantized: vLLM's model copies floats [E, K, N] without transposing them."""
+    """The error for experts that are not quantized: vLLM's model copies floats [E, K, N] without transposing them."""
     return ValueError(f"w4a8: {prefix}: {left_out.reason}, but vLLM's gpt-oss reads experts of such a file as MXFP4")
 
 
 class GptOssLayers(RunsLayersHere):
-    """Experts of gpt-oss as it is published; everything else is not quantized, and vLLM's."""
+    """Experts of the published gpt-oss; all other layers are floats, and vLLM's."""
 
     w4a8_says = "MXFP4"
     w4a8_rules: Rules
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Any:
-        """Reads what upstream does not: ``modules_to_not_convert``.
+        """Also reads ``modules_to_not_convert``, which upstream does not.
 
         Raises:
-            CheckpointError: it is not a list of regular expressions; names it.
+            CheckpointError: that is not a list of regular expressions; names the key.
         """
         made = super().from_config(config)
         made.w4a8_rules = rules_of({**config, "quant_method": "mxfp4"})  # vLLM has a name of its own
@@ -333,12 +333,12 @@ class GptOssLayers(RunsLayersHere):
 
 
 class ModelOptLayers(RunsLayersHere, KeepsKVCache):
-    """NVFP4: all layers that are quantized."""
+    """NVFP4: all quantized layers."""
 
     w4a8_name, w4a8_says = "modelopt_fp4", "ModelOpt"
 
     def _algorithm(self, prefix: str) -> tuple[str | None, int]:
-        """What a layer is quantized by, and in which groups."""
+        """Algorithm and group size of a layer."""
         return self.quant_method, self.group_size
 
     def scheme_of_layer(self, layer: torch.nn.Module, prefix: str) -> Scheme | LeftOut | None:
@@ -355,7 +355,7 @@ class ModelOptLayers(RunsLayersHere, KeepsKVCache):
 
 
 class ModelOptMixedLayers(ModelOptLayers):
-    """Layers of NVFP4 among others, of FP8 say."""
+    """Layers of NVFP4 among other layers, such as FP8."""
 
     w4a8_name = "modelopt_mixed"
 
@@ -370,7 +370,7 @@ class QuarkLayers(RunsLayersHere):
     _read: tuple[dict[str, Any], QuarkRules | None] | None = None
 
     def experts_method(self, scheme: Scheme, layer: RoutedExperts, prefix: str) -> Any:
-        """As :meth:`RunsLayersHere.experts_method`; vLLM's model of gpt-oss fills its experts in another way."""
+        """As :meth:`RunsLayersHere.experts_method`; vLLM's model of gpt-oss fills its experts itself."""
         if not _of_gpt_oss(layer):
             return super().experts_method(scheme, layer, prefix)
         if layer.moe_config.moe_parallel_config.use_ep:
@@ -385,11 +385,11 @@ class QuarkLayers(RunsLayersHere):
         """As :meth:`RunsLayersHere.scheme_of_layer`: how all matrices of the layer are stored, if they are alike.
 
         Raises:
-            ValueError: of a linear layer's matrices some are quantized; experts of gpt-oss are not.
+            ValueError: only some matrices of a linear layer are quantized; experts of gpt-oss are not quantized.
         """
         experts = isinstance(layer, RoutedExperts)
         names = projections(layer, prefix) if experts else joined_from(prefix, self.packed_modules_mapping)
-        if self._read is None or self._read[0] is not self.quant_config:  # vLLM renames what it has
+        if self._read is None or self._read[0] is not self.quant_config:  # vLLM replaces it to rename modules
             try:
                 rules = QuarkRules(self.quant_config)
             except CheckpointError:
@@ -414,8 +414,8 @@ def _of_gpt_oss(layer: RoutedExperts) -> bool:
     return layer.moe_config.activation.value == MoEActivation.SWIGLUOAI.value
 
 
-# Name of the class -> what it runs, vLLM's class (below vllm.model_executor.layers.quantization), and the names under
-# which vLLM looks it up.
+# Name of the class -> rules, vLLM's class (below vllm.model_executor.layers.quantization), and vLLM's names of the
+# method.
 CONFIGS: dict[str, tuple[type[RunsLayersHere], str, tuple[str, ...]]] = {
     "W4A8CompressedTensorsConfig": (
         CompressedTensorsLayers,

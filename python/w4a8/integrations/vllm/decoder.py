@@ -1,7 +1,7 @@
 """All layers of a model in one call of the operator ``decoder_step``, in place of vLLM's forward (docs/decoder.md).
 
-When a model is loaded, the forward of its part without the output layer is replaced, and not compiled, if
-:mod:`decoder_layers` knows all of it. Everything else keeps vLLM's own forward, and the log says why.
+If :mod:`decoder_layers` knows all of a loaded model, the forward of the part without the output layer is replaced, and
+not compiled. Other models keep vLLM's forward, and the log says why.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from w4a8.integrations.vllm.decoder_layers import Norms, Ropes, Unfit, family_of
 from w4a8.integrations.vllm.loaded import after_loading
 from w4a8.integrations.vllm.log import logger
 
-# Ways of speculation that need no hidden states of this model.
+# Methods of speculation that need no hidden states of this model.
 _DRAFTS = ("ngram", "ngram_gpu", "suffix", "draft_model")
 
 
@@ -29,7 +29,7 @@ def register() -> None:
 
 
 def attach(model: torch.nn.Module, vllm_config: Any, model_config: Any) -> None:
-    """Replaces the forward of the layers of a loaded model, which may be one that drafts, or says why not."""
+    """Replaces the forward of the layers of a loaded model (also a draft model), or logs why not."""
     if not is_ours(vllm_config.quant_config):
         return
     try:
@@ -46,7 +46,7 @@ def attach(model: torch.nn.Module, vllm_config: Any, model_config: Any) -> None:
 
 
 def reason_against(vllm_config: Any, model_config: Any) -> str | None:
-    """Why an engine keeps vLLM's forward, whatever the model; or None."""
+    """Why an engine keeps vLLM's forward for any model; or None."""
     if not settings.decodes():
         return f"{settings.DECODER}=0"
     parallel, speculation = vllm_config.parallel_config, vllm_config.speculative_config
@@ -69,7 +69,7 @@ def reason_against(vllm_config: Any, model_config: Any) -> str | None:
 class _Head:
     """An output layer that runs in the call of the layers, for the last token of each sequence.
 
-    vLLM asks for logits of the rows that it samples from. Rows that are the same bit for bit have the same logits.
+    vLLM asks for the logits of sampled rows. Rows with the same bits have the same logits.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -80,11 +80,11 @@ class _Head:
         self._logits: torch.Tensor | None = None
 
     def keep(self, rows: torch.Tensor, logits: torch.Tensor) -> None:
-        """Of the step that has just run: [sequences, hidden_size], and [sequences, vocabulary]."""
+        """Keeps rows [sequences, hidden_size] and logits [sequences, vocabulary] of the last step."""
         self._rows, self._logits = rows, logits
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """As upstream's. Logits are given away once: whoever gets them may write to them."""
+        """As upstream's. Logits are returned once: the caller may write to them."""
         rows, logits = self._rows, self._logits
         if rows is None or logits is None or bias is not None or x.shape != rows.shape or not torch.equal(x, rows):
             return self._alone(layer, x, bias)
@@ -96,14 +96,14 @@ class OneCall:
     """A loaded model whose layers run in one call.
 
     Attributes:
-        attentions: vLLM's attention of each layer, which owns its cache.
+        attentions: vLLM's attention of each layer, which owns the cache.
     """
 
     def __init__(self, model: torch.nn.Module, vllm_config: Any, model_config: Any) -> None:
         """Reads the modules.
 
         Raises:
-            Unfit: there is no table for one, or it is not as the table says.
+            Unfit: there is no table for a module, or the module differs from the table.
             RuntimeError: sizes that the operator does not have.
         """
         self.model, self.inner = model, getattr(model, "model", None)
@@ -119,12 +119,12 @@ class OneCall:
         # Guessed tokens want logits of more rows.
         keeps_head = vllm_config.speculative_config is None and packed_head(head) is not None
         self._head_layer, self._head = head if keeps_head else None, None
-        self._kept: list[torch.Tensor] = []  # caches as vLLM has them
-        self._caches: list[torch.Tensor] = []  # the same as the operator takes them
+        self._kept: list[torch.Tensor] = []  # caches in vLLM's form
+        self._caches: list[torch.Tensor] = []  # the same in the operator's form
         self.read()
 
     def read(self) -> None:
-        """Makes the decoder of the weights as they are now; norms and tables are copied, packed weights are not.
+        """Makes the decoder from the present weights. Norms and tables are copied, packed weights are not.
 
         Raises:
             Unfit, RuntimeError: as above.

@@ -1,6 +1,6 @@
 """Modules of vLLM's models as a decoder's layers, by the table of families (w4a8/core/families.py).
 
-A class that is not in it, or an attribute that is not as expected, is :class:`Unfit`: it may compute something else.
+A class outside of the table, or an unexpected attribute, is :class:`Unfit`: the class may compute something else.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from w4a8.integrations.vllm.moe import W4A8MoEMethod
 from w4a8.integrations.vllm.packed_layers import W4A8PackedLinearMethod
 
 _METHODS = (W4A8LinearMethod, CompressedTensorsLinearMethod, W4A8GGUFLinearMethod, W4A8PackedLinearMethod)
-# Of a dense MLP, by vLLM's class of what stands between its matrices.
+# Activation of a dense MLP, by vLLM's class.
 _ACTIVATIONS = {"SiluAndMul": MoEActivation.SILU, "GeluAndMul": MoEActivation.GELU}
 
 
@@ -39,10 +39,10 @@ def class_name(module: Any) -> str:
 
 
 def family_of(inner: torch.nn.Module) -> Family:
-    """Of a model without its output layer.
+    """The family of a model without its output layer.
 
     Raises:
-        Unfit: there is no table for its class.
+        Unfit: there is no table for the class.
     """
     for family in FAMILIES.values():
         if family.classes("Model") == (class_name(inner),):
@@ -56,17 +56,17 @@ def _expect(module: Any, classes: Sequence[str]) -> None:
 
 
 class Norms:
-    """RMS norms, which all have one epsilon."""
+    """RMS norms with one epsilon."""
 
     def __init__(self) -> None:
         """None yet."""
         self.eps: float | None = None
 
     def weight(self, norm: Any) -> torch.Tensor:
-        """float32, what a normed row is multiplied with.
+        """The factors of a normed row, float32.
 
         Raises:
-            Unfit: it is another norm, or of another epsilon.
+            Unfit: another norm, or another epsilon.
         """
         if type(norm) not in (RMSNorm, GemmaRMSNorm):
             raise Unfit(f"there is no table for the norm {class_name(norm)}")
@@ -83,16 +83,16 @@ class Ropes:
     """Tables of rotary embeddings, float32 [positions, 2 * half]: cosines, then sines."""
 
     def __init__(self, positions: int) -> None:
-        """None yet; tables are for so many positions."""
+        """No tables yet; each will be for ``positions`` positions."""
         self.positions = positions
         self.tables: list[torch.Tensor] = []
         self._numbers: dict[int, int] = {}
 
     def number(self, rotary: Any) -> int:
-        """Which table an embedding has.
+        """Index of the table of an embedding.
 
         Raises:
-            Unfit: it is of another kind, or knows fewer positions.
+            Unfit: another kind of embedding, or fewer positions.
         """
         if id(rotary) not in self._numbers:
             self._numbers[id(rotary)] = len(self.tables)
@@ -106,17 +106,17 @@ class Ropes:
         if len(kept) < self.positions:
             raise Unfit(f"a rotary embedding of {len(kept)} positions, fewer than the {self.positions} of an answer")
         kept = kept[: self.positions].float()
-        # vLLM keeps it in the type of the model; made again, it is exact, unless something has changed it since.
+        # vLLM keeps the table in the type of the model. A new table is exact; vLLM's is taken if it was changed since.
         exact = rotary._compute_cos_sin_cache()[: self.positions].float()
         same = exact.shape == kept.shape and bool((exact - kept).abs().max() <= 2.0**-8 * kept.abs().max())
         return (exact if same else kept).contiguous()
 
 
 def packed(linear: Any) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-    """The packed matrices of a linear layer, one under the other, and a bias that is not in them.
+    """The packed matrices of a linear layer, one under the other, and a bias that is not packed.
 
     Raises:
-        Unfit: it is not packed, or rotates what comes in.
+        Unfit: the layer is not packed, or rotates its input.
     """
     method = getattr(linear, "quant_method", None)
     if type(method) not in _METHODS or linear.tp_size != 1:
@@ -132,7 +132,7 @@ def packed(linear: Any) -> tuple[list[torch.Tensor], torch.Tensor | None]:
 
 
 def packed_head(layer: Any) -> torch.Tensor | None:
-    """The packed matrix of an output layer; None if it is not packed here, or not as one matrix."""
+    """The packed matrix of an output layer; None if the layer is not packed here, or not as one matrix."""
     if not isinstance(layer, ParallelLMHead) or layer.tp_size != 1:
         return None
     method = layer.quant_method
@@ -158,10 +158,10 @@ def _only(linear: Any, found: list[torch.Tensor]) -> torch.Tensor:
 
 
 def attention_fields(module: Any, norms: Norms, ropes: Ropes) -> dict[str, Any]:
-    """The fields of ``Decoder.add_layer`` that are about attention.
+    """The fields of ``Decoder.add_layer`` for attention.
 
     Raises:
-        Unfit: it is not computed here, or not as a decoder does it.
+        Unfit: attention is not computed here, or differs from a decoder's.
     """
     impl = module.attn.impl
     if not isinstance(impl, attention.Impl):
@@ -194,10 +194,10 @@ def attention_fields(module: Any, norms: Norms, ropes: Ropes) -> dict[str, Any]:
 
 
 def mlp_fields(module: Any) -> dict[str, Any]:
-    """The fields of ``Decoder.add_layer`` that are about a dense MLP.
+    """The fields of ``Decoder.add_layer`` for a dense MLP.
 
     Raises:
-        Unfit: it is not packed, or has another activation.
+        Unfit: the MLP is not packed, or has another activation.
     """
     act = module.act_fn
     kind = _ACTIVATIONS.get(type(act).__name__)
@@ -211,7 +211,7 @@ def mlp_fields(module: Any) -> dict[str, Any]:
 
 
 def expert_fields(runner: Any, router: Any) -> dict[str, Any]:
-    """The arguments of ``Decoder.add_experts``, but for the gate of an expert that all tokens share.
+    """The arguments of ``Decoder.add_experts``, except the gate of a shared expert.
 
     Raises:
         Unfit: experts or a router that a decoder does not have.
@@ -250,10 +250,11 @@ def expert_fields(runner: Any, router: Any) -> dict[str, Any]:
 def float_weight(linear: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Floats [out_features, in_features] of a linear layer that is not quantized, and the bias.
 
-    vLLM may keep the weight only as the library has it that multiplies by it; a unit matrix gives it back exactly.
+    vLLM may keep the weight only in the form of the multiplying library. Multiplying a unit matrix gives the weight
+    exactly.
 
     Raises:
-        Unfit: it is not a matrix of floats.
+        Unfit: the weight is no matrix of floats.
     """
     if type(linear.quant_method) is not UnquantizedLinearMethod:
         raise Unfit(f"{linear.prefix} is quantized")
@@ -265,10 +266,10 @@ def float_weight(linear: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 def layer_fields(layer: Any, family: Family, norms: Norms, ropes: Ropes) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arguments of ``Decoder.add_layer`` and of ``Decoder.add_experts``, {} if it has none.
+    """The arguments of ``Decoder.add_layer`` and of ``Decoder.add_experts``, {} without experts.
 
     Raises:
-        Unfit: something is not as the table says.
+        Unfit: a part differs from the table.
     """
     experts = family.classes(family.experts)
     _expect(layer, family.classes(family.layer))

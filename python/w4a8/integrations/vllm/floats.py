@@ -27,7 +27,7 @@ from w4a8.nn import QuantOptions
 from w4a8.nn.rounding import round_weight
 from w4a8.quantization.skip import Skipped
 
-# Of no files that others have written; loaders register its parameters.
+# No format of files; loaders register its parameters.
 _FLOATS = Format(
     "floats", (Part("weight", "weight", torch.float32, ("n", "k")),), lambda found, name, s: s.read(found, name)
 )
@@ -35,10 +35,10 @@ _FLOATS = Format(
 
 @dataclass(frozen=True)
 class RoundedScheme(Scheme):
-    """Of a matrix of floats: its codes are made when it is read.
+    """The scheme of a matrix of floats: codes are made while reading.
 
     Attributes:
-        options: how it is rounded, to int4 or int8.
+        options: of rounding, to int4 or int8.
     """
 
     options: QuantOptions = field(default_factory=QuantOptions)
@@ -47,7 +47,7 @@ class RoundedScheme(Scheme):
 
     @classmethod
     def of(cls, options: QuantOptions) -> RoundedScheme:
-        """With some options."""
+        """The scheme with these options."""
         bits = 8 if options.values == "int8" else 4
         how = {"weight_only": "--quantization is w4a8", "bits": bits, "options": options}
         return cls("floats", options.group_size, options.symmetric, **how)
@@ -64,14 +64,14 @@ class RoundedScheme(Scheme):
 def floats_of(
     tensors: Iterable[tuple[str, torch.Tensor]], source: Mapping[str, Any]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a checkpoint with floats of 8 bits as those of a float one: matrices in float32, one at a time.
+    """Turns the tensors of a checkpoint with floats of 8 bits into float32 matrices, one at a time.
 
     Args:
         tensors: names and tensors, in any order.
         source: its quantization_config.
 
     Raises:
-        ValueError: a scale or a weight is missing, or another tensor than it should be; names it.
+        ValueError: a scale or a weight is missing or wrong; names the tensor.
     """
     rules, waiting = rules_with_float8(source), {}
     for key, tensor in tensors:
@@ -85,7 +85,7 @@ def floats_of(
                 yield f"{module}.weight", _floats(scheme, waiting.pop(module), module)
         elif tensor.dtype == E4M3:
             raise ValueError(f"w4a8: {key}: {tensor.dtype}, which is read of single matrices with scales alone")
-        elif not ours or leaf != "input_scale":  # of inputs that are FP8 in other engines
+        elif not ours or leaf != "input_scale":  # for FP8 inputs of other engines
             yield key, tensor
     for module, found in waiting.items():
         _floats(rules.of(module), found, module)  # something is missing
@@ -99,7 +99,7 @@ def _floats(scheme: Float8Scheme, tensors: Tensors, name: str) -> torch.Tensor:
 
 
 class W4A8FloatsConfig(RunsLayersHere, QuantizationConfig):
-    """Linear layers and experts are rounded, routers stay floats, and ``lm_head`` says what output layers are."""
+    """Rounds linear layers and experts; routers stay floats; ``lm_head`` is the setting of output layers."""
 
     w4a8_says = "float"
 
@@ -114,7 +114,7 @@ class W4A8FloatsConfig(RunsLayersHere, QuantizationConfig):
 
     @staticmethod
     def get_config_filenames() -> list[str]:
-        """There are none: nothing has to be known."""
+        """No files are needed."""
         return []
 
     @classmethod

@@ -1,8 +1,8 @@
-"""GGUF files in vLLM: how a path becomes a model, which layers read what is in the file in blocks, and the loader.
+"""GGUF files in vLLM: how a path becomes a model, which layers read blocks from the file, and the loader.
 
-vLLM reads a config before it asks any of what can be registered, and a GGUF file has none. So the arguments of an
-engine get the folder that is made of the file (gguf_folder.py) in its place. The class of configurations is at module
-level because vLLM pickles it for its worker processes.
+vLLM reads a config before any registered code runs, and a GGUF file has no config. So the arguments of an engine get a
+folder made from the file (gguf_folder.py) instead. The class of configurations is at module level because vLLM pickles
+it for its worker processes.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ from w4a8.integrations.vllm.moe import unsupported
 from w4a8.integrations.vllm.settings import lm_head_is_set, read_arguments, say_int8
 
 FLOATS_AT_ONCE = 1 << 22
-# What users may say of a file: the second name is what a plugin for GPUs registers.
+# Names that users may give: the second is registered by a plugin for GPUs.
 _MAY_BE = {"quantization": (None, "gguf"), "load_format": ("auto", "gguf"), "config_format": ("auto", "hf", "gguf")}
 _ARGUMENTS = ("model", "tokenizer", "skip_tokenizer_init", "served_model_name", *_MAY_BE)
 
 
 def take_file(arguments: Any) -> None:
-    """Puts the folder of a GGUF file in its place, if the model of vLLM's EngineArgs is one.
+    """Replaces a GGUF file as the model of vLLM's EngineArgs by its folder.
 
     Raises:
-        ValueError: a file that cannot be run, or an argument that a GGUF file cannot have.
+        ValueError: the file cannot be run, or has an argument that GGUF files cannot have.
     """
     path = gguf_in(arguments.model)
     if path is None:
@@ -78,13 +78,13 @@ def take_file(arguments: Any) -> None:
 
 
 class W4A8GGUFConfig(QuantizationConfig):
-    """Linear layers and experts that are in blocks are packed as they are; what is float stays float."""
+    """Packs linear layers and experts in blocks unchanged; floats stay floats."""
 
     def __init__(self, path: str) -> None:
         """Of a file.
 
         Raises:
-            ValueError: it is none that can be run.
+            ValueError: the file cannot be run.
         """
         super().__init__()
         self.path, linears = path, linears_of(path)
@@ -94,9 +94,9 @@ class W4A8GGUFConfig(QuantizationConfig):
             is_matrix = source.checkpoint.endswith(".weight") and all(len(shape) == 2 for shape in shapes)
             if is_matrix and not source.of_experts and linears.joined_order(source.tensors) is None:
                 self.matrices[source.checkpoint.removesuffix(".weight")] = source.tensors
-        # Where a layer has no values, its keys are these as well (Gemma 4).
+        # If a layer has no value matrix, its keys are also its values (Gemma 4).
         self.keys_are_values = getattr(config_of_file(path), "attention_k_eq_v", False)
-        # vLLM's name: that of checkpoints. Its models have one or that of transformers.
+        # vLLM's name: name in checkpoints. vLLM's models use either this name or transformers'.
         self.experts = {name: name for name in experts_of(path)}
         for parameter, source in sources_of_file(path).items():
             if source.of_experts:
@@ -104,12 +104,12 @@ class W4A8GGUFConfig(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> W4A8GGUFConfig:
-        """Of what the folder says."""
+        """Takes the settings of the folder."""
         return cls(config["file"])
 
     @staticmethod
     def get_config_filenames() -> list[str]:
-        """Where that is, if the config is another one."""
+        """The file with these settings, if the config is another one."""
         return [SAYS]
 
     def get_name(self) -> str:
@@ -126,7 +126,7 @@ class W4A8GGUFConfig(QuantizationConfig):
         return -1
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
-        """Gives modules the names that vLLM has for them."""
+        """Renames modules to vLLM's names."""
         self.matrices = hf_to_vllm_mapper.apply_dict(self.matrices)
         self.experts = hf_to_vllm_mapper.apply_dict(self.experts)
 
@@ -134,7 +134,7 @@ class W4A8GGUFConfig(QuantizationConfig):
         """The method of a layer, or None (upstream's contract).
 
         Raises:
-            ValueError: a layer that cannot be run, or that the file has not all matrices of.
+            ValueError: the layer cannot be run, or the file lacks a matrix.
         """
         if isinstance(layer, RoutedExperts):
             return self._of_experts(layer, prefix)
@@ -143,7 +143,7 @@ class W4A8GGUFConfig(QuantizationConfig):
         if method is None and isinstance(layer, LinearBase):
             method = UnquantizedLinearMethod()
         if method is None and is_head and not lm_head_is_set():
-            # In the bits that the file has for the embeddings, where these are its output layer too.
+            # In the bits of the embeddings in the file, if the embeddings are the output layer too.
             names = self.matrices.get("model.embed_tokens")
             if names is not None and not linears_of(self.path).file.is_float(names[0]):
                 method = TiedGGUFOutputMethod(self.path, prefix, list(names))
@@ -177,13 +177,13 @@ class W4A8GGUFLoader(BaseModelLoader):
     """Reads a file tensor by tensor."""
 
     def download_model(self, model_config: Any) -> None:
-        """The file is there."""
+        """Nothing: the file is local."""
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
         """Fills a model (upstream's contract).
 
         Raises:
-            ValueError: the file lacks a weight, or has one that cannot be packed; names it.
+            ValueError: a weight is missing, or cannot be packed; names the weight.
         """
         path = path_in(model_config.model)
         with on_cpu(), set_default_torch_dtype(torch.float32):
@@ -196,7 +196,7 @@ class _Filled:
     def __init__(self, model: torch.nn.Module, linears: GGUFLinears, dtype: torch.dtype) -> None:
         self.model, self.linears, self.dtype = model, linears, dtype
         self.file, mapper = linears.file, getattr(model, "hf_to_vllm_mapper", None)
-        self.sources: list[tuple[Source, str]] = []  # and their names in vLLM
+        self.sources: list[tuple[Source, str]] = []  # with the names in vLLM
         for source in sources_of_file(str(linears.file.paths[0])).values():
             name = source.checkpoint
             self.sources.append((source, name if mapper is None else mapper.get_rename_mapper().map_name(name)))
@@ -218,7 +218,7 @@ class _Filled:
             raise ValueError(f"w4a8: {self.file.paths[0]} holds no tensor for {', '.join(lacking[:3])}")
 
     def _pack_output_layer(self) -> None:
-        """Of models that vLLM makes without asking how it is quantized (gpt-oss)."""
+        """Packs the output layer of models that vLLM makes without asking for its method (gpt-oss)."""
         for source, mapped in self.sources:
             layer, name = self.here.get(mapped.removesuffix(".weight")), source.tensors[0]
             if type(layer) is not ParallelLMHead or hasattr(layer, "w4a8_gguf") or self.file.is_float(name):
@@ -230,7 +230,7 @@ class _Filled:
             layer.quant_method.create_weights(layer, width, [rows[0]], width, rows[1], dtype)
 
     def _fill_embeddings(self, taken: set[str]) -> list[tuple[str, torch.Tensor]]:
-        """Those in blocks, some rows at a time: tensors, and the parameters that they fill."""
+        """Fills embeddings in blocks, some rows at a time: returns tensors, and the parameters that they fill."""
         found = []
         for source, mapped in self.sources:
             layer, name = self.here.get(mapped.removesuffix(".weight")), source.tensors[0]
@@ -251,7 +251,7 @@ class _Filled:
         return found
 
     def _others(self, taken: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """What has not been taken, as the model's ``load_weights`` takes it."""
+        """The tensors that are left, in the form of the model's ``load_weights``."""
         for source, mapped in self.sources:
             if taken.issuperset(source.tensors) or source.of_experts or is_pp_missing_parameter(mapped, self.model):
                 continue
@@ -262,7 +262,7 @@ class _Filled:
 def register() -> None:
     """Once per process.
 
-    Under a name of its own: ``gguf`` is that of vllm-gguf-plugin, which may be loaded before or after this one.
+    The name is not ``gguf``: vllm-gguf-plugin has that name, and may be loaded before or after this plugin.
 
     Raises:
         RuntimeError: vLLM is not as this expects it.

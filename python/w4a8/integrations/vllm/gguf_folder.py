@@ -1,7 +1,7 @@
-"""A GGUF file as vLLM is told of it: a folder with the config and the tokenizer that transformers makes of the file.
+"""A GGUF file for vLLM: a folder with the config and the tokenizer that transformers makes from the file.
 
-vLLM reads names of folders in many places and in every process it starts: so nothing else has to know of GGUF. The
-folder is made once for each file, in vLLM's cache; the weights stay in the file.
+vLLM reads folders in many places and in every process: so only this file knows of GGUF. The folder is made once for
+each file, in vLLM's cache; the weights stay in the file.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def linears_of(path: str) -> GGUFLinears:
     """A file, opened once in a process.
 
     Raises:
-        CheckpointError: it cannot be read, or its architecture is not known here.
+        CheckpointError: the file cannot be read, or its architecture is not known here.
     """
     file = GGUFFile(path)
     name = named(file.keys)
@@ -52,20 +52,20 @@ def linears_of(path: str) -> GGUFLinears:
 
 @lru_cache(maxsize=2)
 def config_of_file(path: str) -> Any:
-    """Its config, of transformers."""
+    """transformers' config of a file."""
     file = linears_of(path).file
     config = transformers.AutoConfig.for_model(**config_of(file.keys, list(file.tensors)))
     scale_rope(config, file)
-    config.dtype = torch.bfloat16  # which a file does not say
+    config.dtype = torch.bfloat16  # not in the file
     return config
 
 
 @lru_cache(maxsize=2)
 def sources_of_file(path: str) -> dict[str, Source]:
-    """What makes the parameters of the model that transformers makes of it, by their names there.
+    """Sources of the parameters of transformers' model of a file, by parameter.
 
     Raises:
-        ValueError: a tensor that the model does not have.
+        ValueError: the model lacks a tensor of the file.
     """
     linears, config = linears_of(path), config_of_file(path)
     with torch.device("meta"):
@@ -78,10 +78,10 @@ def sources_of_file(path: str) -> dict[str, Source]:
 
 @lru_cache(maxsize=2)
 def experts_of(path: str) -> dict[str, ExpertStacks]:
-    """Its layers of experts, by the names that checkpoints have for them.
+    """The layers of experts of a file, by their names in checkpoints.
 
     Raises:
-        CheckpointError: one cannot be read: its tensors do not fit each other, or its weights are floats.
+        CheckpointError: tensors of a layer do not fit each other, or its weights are floats.
     """
     file, stacks = linears_of(path).file, {}
     for source in sources_of_file(path).values():
@@ -91,12 +91,12 @@ def experts_of(path: str) -> dict[str, ExpertStacks]:
 
 
 def path_in(folder: str | Path) -> str:
-    """Of the file that a folder was made of."""
+    """Path of the file of a folder."""
     return read_json(Path(folder) / SAYS)["file"]
 
 
 def folder_of(path: Path, cache: Path, with_tokenizer: bool) -> Path:
-    """The folder of a file, made if it is not there.
+    """The folder of a file, made if missing.
 
     Args:
         path: of the file.
@@ -104,7 +104,7 @@ def folder_of(path: Path, cache: Path, with_tokenizer: bool) -> Path:
         with_tokenizer: the tokenizer of the file is asked for.
 
     Raises:
-        ValueError: the file is none that can be run, or transformers cannot make its tokenizer.
+        ValueError: the file cannot be run, or transformers cannot make its tokenizer.
     """
     path = path.absolute()
     linears, _ = linears_of(str(path)), experts_of(str(path))
@@ -131,7 +131,7 @@ def folder_of(path: Path, cache: Path, with_tokenizer: bool) -> Path:
         try:
             making.rename(folder)
         except OSError:
-            if not folder.is_dir():  # or else another process was faster
+            if not folder.is_dir():  # otherwise another process was faster
                 raise
     finally:
         shutil.rmtree(making, ignore_errors=True)
@@ -139,7 +139,7 @@ def folder_of(path: Path, cache: Path, with_tokenizer: bool) -> Path:
 
 
 def _write_pooling(file: GGUFFile, folder: Path) -> None:
-    """Of an embedding model, as sentence-transformers has it: vLLM looks there. llama.cpp normalizes as well."""
+    """Writes the pooling of an embedding model as sentence-transformers does. llama.cpp normalizes as well."""
     pooling = pooling_of(file.keys)
     if pooling is None:
         return
@@ -153,7 +153,7 @@ def _write_tokenizer(file: GGUFFile, folder: Path) -> None:
     from w4a8.integrations.transformers.gguf_tokenizer import tokenizer_of
 
     path = file.paths[0]
-    link = folder / "model.gguf"  # away from what else is in the file's folder
+    link = folder / "model.gguf"  # away from other files in the file's folder
     link.symlink_to(path)
     try:
         tokenizer = tokenizer_of(link, file.keys)  # chat templates write bos themselves, and vLLM adds none to them

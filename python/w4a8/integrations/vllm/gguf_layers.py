@@ -1,6 +1,6 @@
-"""Layers that read their weights from a GGUF file by themselves: each rank its part, packed as it is.
+"""Layers that read their weights from a GGUF file: each rank reads its part, packed unchanged.
 
-A linear layer that vLLM makes of several matrices is one product if these are of one type, and several otherwise.
+If vLLM joins several matrices in a linear layer, there is one product for each run of one type.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Part:
 
 @dataclass
 class _Product:
-    """What is multiplied at once: parts of one type, one under the other.
+    """One product: parts of one type, one under the other.
 
     Attributes:
         parameter: of the layer.
@@ -70,10 +70,10 @@ def unit_of(kind: int) -> int:
 
 
 class W4A8GGUFLinearMethod(LinearMethodBase):
-    """Of a linear layer, or of an output layer."""
+    """The method of a linear layer or of an output layer."""
 
     def __init__(self, path: str, layer_name: str, tensors: list[str]) -> None:
-        """Of a layer of tensors of a file, not all of them floats, in the order of their rows in the layer."""
+        """Takes the tensors of a layer, not all of them floats, in the order of their rows in the layer."""
         self.path, self.layer_name, self.tensors = path, layer_name, tensors
         self.products: list[_Product] = []
         self.is_loaded = False
@@ -91,14 +91,14 @@ class W4A8GGUFLinearMethod(LinearMethodBase):
         """Registers a parameter for each product, empty until the file is read.
 
         Raises:
-            ValueError: the tensors are not those of the layer, or this rank's part of them would cut blocks.
+            ValueError: the tensors do not fit the layer, or this rank's part cuts blocks.
         """
         self.dtype, padding, types = params_dtype, 0, linears_of(self.path).file
         if isinstance(layer, ParallelLMHead):
             mine = layer.shard_indices
             parts = [self._part(layer, self.tensors[0], mine.num_org_elements, input_size_per_partition, input_size)]
             parts[0].begin, parts[0].end = mine.org_vocab_start_index, mine.org_vocab_end_index
-            # Ranks send each other as much: without others there is no need for rows of zeros.
+            # Rows of zeros are for several ranks, which send each other the same amount.
             padding = 0 if layer.tp_size == 1 else sum(output_partition_sizes) - mine.num_org_elements
         else:
             sizes = output_partition_sizes
@@ -121,7 +121,7 @@ class W4A8GGUFLinearMethod(LinearMethodBase):
         raise ValueError(f"w4a8: {self.layer_name} of {self.path}: {problem}")
 
     def _part(self, layer: torch.nn.Module, name: str, rows: int, columns: int, all_columns: int) -> _Part:
-        """Which part of a tensor is this rank's, that has so many rows and columns of it."""
+        """This rank's part of a tensor, of ``rows`` rows and ``columns`` columns."""
         file, ranks, rank = linears_of(self.path).file, layer.tp_size, layer.tp_rank
         tensor = file.tensors[name]
         found, width = tensor.shape
@@ -130,7 +130,7 @@ class W4A8GGUFLinearMethod(LinearMethodBase):
         cuts = 1 if is_head else found // rows
         if width != all_columns or cuts < 1 or found != cuts * expected or ranks % cuts != 0:
             self._refuse(f"tensor {name!r} has shape {tensor.shape}, but ({expected}, {all_columns}) is expected")
-        # Where there are fewer parts than ranks, neighbours have the same one: heads of keys and values.
+        # With fewer parts than ranks (heads of keys and values) neighbours have the same part.
         begin = rank // (ranks // cuts) * rows
         first = 0 if columns == width else rank * columns
         if columns != width and not file.is_float(name) and columns % unit_of(tensor.type) != 0:
@@ -156,7 +156,7 @@ class W4A8GGUFLinearMethod(LinearMethodBase):
             for suffix, tensor in found.items():
                 replace_parameter(layer, product.parameter + suffix, tensor)
         if getattr(layer, "bias", None) is not None:
-            layer.bias.data.zero_()  # it is in what is packed
+            layer.bias.data.zero_()  # the packed matrix has it
         self.is_loaded = True
         biases = [f"{tensor.removesuffix('.weight')}.bias" for tensor in self.tensors]
         return self.tensors + [name for name in biases if name in linears.file]
@@ -167,7 +167,7 @@ class W4A8GGUFLinearMethod(LinearMethodBase):
             self._refuse("nothing was read")
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """x [..., K] to [..., N] of its type. A bias is in what is packed, not in vLLM's own."""
+        """x [..., K] to [..., N] of its type. A bias is packed, not in vLLM's parameter."""
         found = []
         for product in self.products:
             weight = getattr(layer, product.parameter)
@@ -180,10 +180,10 @@ class W4A8GGUFLinearMethod(LinearMethodBase):
 
 
 class TiedGGUFOutputMethod(W4A8GGUFLinearMethod):
-    """Of an output layer that shares the matrix of the embeddings: packed beside them, which vLLM multiplies out."""
+    """The method of an output layer that shares the embeddings' matrix: packed beside vLLM's dequantized embeddings."""
 
     def tie_weights(self, layer: torch.nn.Module, embed_tokens: torch.nn.Module) -> torch.nn.Module:
-        """The layer keeps what it reads itself (upstream's contract)."""
+        """The layer keeps its own weight (upstream's contract)."""
         return layer
 
     def load(self, layer: torch.nn.Module) -> list[str]:
@@ -193,7 +193,7 @@ class TiedGGUFOutputMethod(W4A8GGUFLinearMethod):
 
 
 def _biases(linears: GGUFLinears, product: _Product) -> list[torch.Tensor] | None:
-    """float32, of each part; None: no part has one, or another rank adds them, where each has some columns."""
+    """Biases of the parts, float32. None: no part has one; or ranks split the columns, and another rank adds them."""
     found = [linears.bias(part.tensor) if part.first == 0 else None for part in product.parts]
     if all(bias is None for bias in found):
         return None
@@ -202,7 +202,7 @@ def _biases(linears: GGUFLinears, product: _Product) -> list[torch.Tensor] | Non
 
 
 def _read_floats(linears: GGUFLinears, product: _Product, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The weight and the bias, by what is put behind the name of the parameter."""
+    """Weight and bias of floats, by the suffix of the parameter's name."""
     read = [(linears.values(part.tensor, dtype), part) for part in product.parts]
     weights = [weight[part.begin : part.end, part.first : part.last] for weight, part in read]
     found, biases = {"": torch.cat(weights).to(dtype)}, _biases(linears, product)
@@ -210,7 +210,7 @@ def _read_floats(linears: GGUFLinears, product: _Product, dtype: torch.dtype) ->
 
 
 def _read(linears: GGUFLinears, product: _Product, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The same of what is in blocks, packed with its bias: uint8 [bytes]."""
+    """The matrix of blocks, packed with its bias: uint8 [bytes]."""
     biases = _biases(linears, product)
     activations = resolve_activation_group(activation_group(), product.group, product.k)
     how = {"bias_dtype": None if biases is None else torch.float32, "activation_group": activations}
@@ -243,7 +243,7 @@ class W4A8GGUFMoEMethod(W4A8MoEMethod):
             layer_name: for errors.
 
         Raises:
-            ValueError: this rank's part of an expert would cut blocks.
+            ValueError: this rank's part of an expert cuts blocks.
         """
         super().__init__(Scheme("packed", -1, True), layer, layer_name)
         self.path, self.is_loaded = path, False
@@ -263,7 +263,7 @@ class W4A8GGUFMoEMethod(W4A8MoEMethod):
         """``w13_weight_packed`` and ``w2_weight_packed``, empty until the file is read.
 
         Raises:
-            ValueError: the tensors are not those of the layer; an activation group that does not fit.
+            ValueError: the tensors do not fit the layer; the activation group does not fit.
         """
         experts, ranks = self.experts, self.moe.moe_parallel_config.tp_size
         found = (experts.experts, experts.hidden, experts.intermediate, experts.has_bias)

@@ -1,4 +1,4 @@
-"""KV caches of fewer bits that a checkpoint asks for, where vLLM has none on this CPU."""
+"""Quantized KV caches that a checkpoint asks for, if vLLM has none on this CPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from w4a8.integrations.vllm.log import logger
 from w4a8.integrations.vllm.settings import runs_w4a16
 
-# The two ways in which a quantization_config asks for it: compressed-tensors' object, and ModelOpt's name.
+# The two keys of a quantization_config for such a cache: compressed-tensors' object, and ModelOpt's name.
 _KEYS = ("kv_cache_scheme", "kv_cache_quant_algo")
 
 
@@ -22,9 +22,9 @@ def kv_cache_problem(asked: Any, hf_config: Any) -> str | None:
         hf_config: of the model, from transformers.
 
     Returns:
-        The reason, or None if it can: floats of 8 bits, in layers that keep keys and values, with AVX-512 or AMX. (What
-        it does not check for: 4 bits it takes for 8, and latent keys and values fail at the first token.) None also for
-        what vLLM knows nowhere, which it says itself.
+        The reason; or None if vLLM can: floats of 8 bits, in layers that keep keys and values, with AVX-512 or AMX.
+        (vLLM itself takes 4 bits for 8, and fails with latent keys and values at the first token.) None also for caches
+        that vLLM refuses itself.
     """
     if isinstance(asked, Mapping):
         bits = asked.get("num_bits") if asked.get("type") == "float" else None
@@ -45,12 +45,12 @@ def kv_cache_problem(asked: Any, hf_config: Any) -> str | None:
 
 
 def _take_out(config: Any, hf_config: Any) -> str | None:
-    """Takes out of a quantization_config what has a :func:`kv_cache_problem`; returns that, or None if all stays."""
+    """Removes a cache with a :func:`kv_cache_problem` from a quantization_config; returns the problem, or None."""
     found = None
     for owner in (config, config.get("quantization")) if isinstance(config, dict) else ():
         for key in _KEYS if isinstance(owner, dict) else ():
             asked = owner.get(key)
-            # Scales of their own for each head are loaded by the rule that would be taken out.
+            # Scales for each head are loaded by this rule: it must stay.
             per_head = isinstance(asked, Mapping) and asked.get("strategy") == "attn_head"
             reason = kv_cache_problem(asked, hf_config) if asked and not per_head else None
             if reason is not None:
@@ -59,11 +59,11 @@ def _take_out(config: Any, hf_config: Any) -> str | None:
 
 
 class KeepsKVCache:
-    """Of a configuration class: asked before vLLM decides on the cache, which is then that of "auto" if it must be."""
+    """Base of a configuration class: called before vLLM decides on the cache, which becomes "auto" if necessary."""
 
     @classmethod
     def override_quantization_method(cls, hf_quant_cfg: dict[str, Any], user_quant: Any, hf_config: Any = None) -> Any:
-        """As upstream's. What is asked for is in what vLLM has made of a configuration, and in what it reads again."""
+        """As upstream's. Changes both vLLM's copy of the configuration and the one that vLLM reads again."""
         found = super().override_quantization_method(hf_quant_cfg, user_quant, hf_config=hf_config)
         if not runs_w4a16() or (found or hf_quant_cfg.get("quant_method")) != cls.w4a8_name:
             return found

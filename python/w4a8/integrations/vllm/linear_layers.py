@@ -58,7 +58,7 @@ def load_parameter(
 
 
 def load_nothing(param: torch.Tensor, loaded_weight: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-    """The loader of a parameter for what a file has and nothing here needs: scales of inputs."""
+    """The loader of a parameter that is not needed here: scales of inputs."""
 
 
 def _load_output_layer(layer: torch.nn.Module, param: torch.Tensor, loaded: torch.Tensor) -> None:
@@ -71,20 +71,20 @@ def _load_output_layer(layer: torch.nn.Module, param: torch.Tensor, loaded: torc
 
 
 def _load_number(param: torch.Tensor, loaded: torch.Tensor, loaded_shard_id: Any = None) -> None:
-    """A number for a part of a layer: one, several that are one matrix in the file, or all (None)."""
+    """A number for one part of a layer, for several parts that are one matrix in the file, or for all (None)."""
     shards = range(len(param)) if loaded_shard_id is None else loaded_shard_id
     for shard in shards if isinstance(shards, (range, tuple)) else (shards,):
         param.data["qkv".index(shard) if isinstance(shard, str) else shard].copy_(loaded.reshape(()))
 
 
 class LinearWeights:
-    """The weight of one linear layer: parameters that a checkpoint fills, packed when the last of them is full.
+    """The weight of one linear layer: parameters that a checkpoint fills, packed when the last one is full.
 
-    A base class of what vLLM calls for a layer.
+    A base class of vLLM's methods and schemes of a layer.
     """
 
     def __init__(self, scheme: Scheme, layer_name: str | None) -> None:
-        """Of one layer: how its matrix is, and its name, for errors."""
+        """Takes the scheme of the layer's matrix, and the layer's name, for errors."""
         self.scheme, self.parts, self.layer_name = scheme, tuple(loaded_parts(scheme).values()), layer_name
         self.packed_as: PackedAs | None = None  # once packed
         self._lacking: dict[str, int] = {}
@@ -104,8 +104,8 @@ class LinearWeights:
         """Registers the tensors of the format for this rank's part, as vLLM's loaders cut them; scales as float32.
 
         Raises:
-            ValueError: features of this rank that are not whole groups or words, or that the operators do not have; an
-                activation group that does not fit.
+            ValueError: this rank's features are no whole groups or words, or not possible in the operators; the
+                activation group does not fit.
         """
         layer.w4a8_weights = self
         self.n, self.k = sum(output_partition_sizes), input_size_per_partition
@@ -132,8 +132,8 @@ class LinearWeights:
             except ValueError as error:
                 raise ValueError(f"w4a8: {self.layer_name}: {error} per rank and part of the layer") from None
             self._register(layer, part)
-        # Neither is counted among what a layer lacks. A shape comes once per part of a layer; what is unused stays when
-        # the rest is packed, because it may come later.
+        # A layer may lack shapes and unused tensors. A shape comes once per part of a layer. Unused tensors stay when
+        # the rest is packed, because they may come later.
         uncounted: dict[str, torch.nn.Parameter] = {}
         if self.scheme.states_shape:
             data = torch.zeros(2, dtype=torch.int64)
@@ -156,7 +156,7 @@ class LinearWeights:
             size = torch.empty((), dtype=part.dtype).element_size()
             arguments["data"] = fresh_bytes(rows, size * columns).view(part.dtype)
             arguments["output_dim"] = part.axes.index("n")
-            # One group for all of a row is the same on each rank, however many a row is cut into.
+            # One group for a row is the same on each rank, for any number of cuts.
             whole = "g" in part.axes and self.scheme.group_size == -1
             if not whole:
                 arguments["input_dim"] = 1 - arguments["output_dim"]
@@ -176,10 +176,10 @@ class LinearWeights:
     def load(
         self, layer: torch.nn.Module, param: torch.Tensor, loaded_weight: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        """vLLM's loader of a parameter; packs the weight when that was the last of its first tensors.
+        """vLLM's loader of a parameter; packs the weight after the last tensor of the first load.
 
         Raises:
-            ValueError: a tensor of another dtype or shape than the format has; names it.
+            ValueError: a tensor has a wrong dtype or shape; names the tensor.
         """
         part = next((part for part in self.parts if getattr(layer, part.suffix, None) is param), None)
         name = f"{self.layer_name}.{'weight_shape' if part is None else part.suffix}"
@@ -198,15 +198,15 @@ class LinearWeights:
             if all(count <= 0 for count in self._lacking.values()):
                 filled = [getattr(layer, part.suffix) for part in self.parts]
                 self.process_weights_after_loading(layer)
-                for old in filled:  # the model's loader keeps them until it has loaded all layers
+                for old in filled:  # the model's loader keeps these until all layers are loaded
                     old.data = torch.empty(0, dtype=old.dtype)
         return found
 
     def _complete_tensors(self, layer: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """The tensors that the checkpoint had.
+        """The tensors of the checkpoint.
 
         Raises:
-            ValueError: one of those that the format needs is not complete: the layer would run on zeros.
+            ValueError: a tensor that the format needs is not complete: the layer would run on zeros.
         """
         tensors, missing = {}, []
         for part in self.parts:
@@ -228,11 +228,11 @@ class LinearWeights:
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Packs the weight into ``layer.weight_packed``, uint8 [bytes], and frees the rest.
 
-        Again when vLLM has loaded another weight.
+        vLLM calls this again after loading another weight.
 
         Raises:
-            ValueError: a tensor that is not there, or values that the format does not have; scales do not fit into what
-                the first weight was packed as.
+            ValueError: a tensor is missing, or has impossible values; scales do not fit the packed form of the first
+                weight.
         """
         first = getattr(layer, self.scheme.weight, None)
         if first is None or getattr(first, "w4a8_is_packed", False):
@@ -246,14 +246,14 @@ class LinearWeights:
             packed = self._pack(matrices)
         except (ValueError, RuntimeError) as error:  # the second: values that the operators do not have
             raise ValueError(f"w4a8: {self.layer_name}: {error}") from None
-        # A parameter weight_shape stays: of other weights, the last one comes when its layer is complete.
+        # A parameter weight_shape stays: when other weights are loaded, the last shape comes to a complete layer.
         for part in self.parts:
             delattr(layer, part.suffix)
         replace_parameter(layer, "weight_packed", packed)
         layer.weight_packed.w4a8_is_packed = True
 
     def _matrices(self, tensors: dict[str, torch.Tensor]) -> Iterator[Matrix]:
-        """The weight; where each part of the layer has a number for all of its scales, the matrix of each part."""
+        """The weight; or the matrix of each part, if parts have a global scale."""
         number = next((part for part in self.parts if part.kind == "global_scale"), None)
         if number is None:
             yield self.scheme.read(tensors, "weight")
@@ -264,7 +264,7 @@ class LinearWeights:
             yield self.scheme.read({**mine, number.suffix: factor}, "weight")
 
     def _pack(self, matrices: Iterator[Matrix]) -> torch.Tensor:
-        """uint8 [bytes] of the rows of all; the second time in the place, and so the form, of the first."""
+        """uint8 [bytes] of all rows; the second time in the memory, and so the form, of the first."""
         group, row = self.scheme.group_size, 0
         how = {"packed_as": self.packed_as, "activation_group": self.activation_group}
         stack = MatrixStack(1, self.n, self.k, group, **how)
@@ -284,16 +284,16 @@ class LinearWeights:
 
 
 class W4A8LinearMethod(LinearWeights, LinearMethodBase):
-    """What vLLM calls for a linear layer."""
+    """vLLM's method of a linear layer."""
 
 
-# Layers give the loaders that know packed tensors to methods of these names only.
+# Only methods of these names get the loaders that know packed tensors.
 if W4A8LinearMethod.__name__ not in vllm_linear.WEIGHT_LOADER_V2_SUPPORTED:
     vllm_linear.WEIGHT_LOADER_V2_SUPPORTED.append(W4A8LinearMethod.__name__)
 
 
 class W4A8LinearScheme(LinearWeights, CompressedTensorsScheme):
-    """What vLLM's method for compressed-tensors calls for a linear layer."""
+    """The scheme of a linear layer for vLLM's method of compressed-tensors."""
 
     apply_weights = LinearWeights.apply
 
@@ -307,12 +307,12 @@ HEAD_GROUP = 32  # of an output layer in int4
 
 
 def lm_head_method(layer: torch.nn.Module, method: Any, by_default: bool = True) -> Any:
-    """What runs any layer: ``method``, the one chosen so far, or integers for an output layer of an unquantized method.
+    """The method of any layer: ``method``, chosen so far, or integers for an output layer with an unquantized method.
 
     Args:
         layer: of vLLM.
         method: None is unquantized too.
-        by_default: whether to round where the user has not chosen.
+        by_default: whether to round without a setting of the user.
 
     Raises:
         ValueError: the setting is neither 0 nor int4 nor int8.
@@ -333,7 +333,7 @@ def lm_head_method(layer: torch.nn.Module, method: Any, by_default: bool = True)
 class W4A8LMHeadMethod(UnquantizedEmbeddingMethod):
     """Loads the weight as vLLM does, and multiplies by integers.
 
-    int4 in groups of 32, or int8 with one scale a row; inputs as for weights that were made for float ones.
+    int4 in groups of 32, or int8 with one scale a row; inputs as in weight-only checkpoints.
     """
 
     tied = False  # to the embedding's weight
@@ -344,7 +344,7 @@ class W4A8LMHeadMethod(UnquantizedEmbeddingMethod):
         self.bits, self.activation_group = bits, activation_group()
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Packs the weight into ``layer.weight_rounded``, uint8 [bytes], and frees it unless an embedding has it."""
+        """Packs the weight into ``layer.weight_rounded``, uint8 [bytes]; frees the floats if no embedding has them."""
         weight = layer.weight
         self.n, self.k = weight.shape
         if self.bits == 8:

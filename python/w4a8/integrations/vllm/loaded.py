@@ -1,4 +1,4 @@
-"""What is done with a model when vLLM has loaded it: small matrices move together, and one line says what runs here."""
+"""Actions on a loaded model of vLLM: small matrices move together, and one line of the log says what runs here."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from w4a8.cpu import active_kernel
 from w4a8.integrations.vllm.log import logger
 from w4a8.ops import PackedHeader, read_header
 
-# Layers that have weights to multiply by, and what the line calls one of them.
+# Layers with weights to multiply by, and their names in the line.
 _LAYERS = ((RoutedExperts, "layer of experts"), (ParallelLMHead, "output layer"), (LinearBase, "linear layer"))
 
 
 def after_loading(action: Callable[[Any, Any, Any], None]) -> None:
-    """Lets vLLM's loaders call ``action(model, vllm_config, model_config)`` when they have loaded a model.
+    """Lets vLLM's loaders call ``action(model, vllm_config, model_config)`` after loading a model.
 
     Args:
-        action: it may change the model, and raises nothing.
+        action: may change the model; raises nothing.
 
     Raises:
-        RuntimeError: vLLM's loaders are not as this expects them.
+        RuntimeError: vLLM's loaders are not as expected.
     """
     if not hasattr(BaseModelLoader, "load_model"):
         raise RuntimeError("BaseModelLoader has no load_model")
@@ -53,7 +53,7 @@ def after_loading(action: Callable[[Any, Any, Any], None]) -> None:
 
 
 def move_weights_together() -> None:
-    """Lets small packed matrices of loaded models lie in huge pages; raises as :func:`after_loading`."""
+    """Moves small packed matrices of loaded models into huge pages; raises as :func:`after_loading`."""
     after_loading(_move)
 
 
@@ -75,12 +75,12 @@ def _move(model: torch.nn.Module, vllm_config: Any, model_config: Any) -> None:
 
 
 def _headers(layer: torch.nn.Module) -> Iterator[tuple[torch.Tensor, PackedHeader]]:
-    """The packed tensors of a layer, uint8 [bytes] or [experts, bytes], and what the first matrix of each says."""
+    """The packed tensors of a layer, uint8 [bytes] or [experts, bytes], and the header of the first matrix of each."""
     for tensor in layer.parameters(recurse=False):
         if tensor.dtype == torch.uint8 and tensor.dim() in (1, 2) and tensor.numel() > 0:
             try:
                 yield tensor, read_header(tensor.data if tensor.dim() == 1 else tensor.data[0])
-            except ValueError:  # codes of another format, which vLLM itself multiplies by
+            except ValueError:  # codes of a layer that vLLM itself runs
                 continue
 
 
@@ -121,7 +121,7 @@ def summary(model: torch.nn.Module) -> str:
 
 
 def say_what_is_loaded() -> None:
-    """Lets vLLM's loaders say the line when they have loaded a model; raises as :func:`after_loading`."""
+    """Lets vLLM's loaders log the line after loading a model; raises as :func:`after_loading`."""
     after_loading(_say)
 
 

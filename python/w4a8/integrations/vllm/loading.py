@@ -1,4 +1,4 @@
-"""What loading a model means for parameters that are packed afterwards."""
+"""Loading of parameters that are packed afterwards."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def is_dummy_load() -> bool:
 
 
 def random_matrix(rows: int, columns: int, group_size: int, form: PackedAs, has_bias: bool = False) -> Matrix:
-    """What a layer gets where there is no checkpoint.
+    """Random weights of a layer, without a checkpoint.
 
-    Scales are of the size that vLLM's dummy loader gives to what it fills, and take as many bytes as those of a
-    checkpoint: bfloat16, powers of two (MXFP4), or the least numbers of float8_e4m3fn (NVFP4). Zero points are near the
-    middle of the codes: weights are of both signs.
+    Scales are as large as the values of vLLM's dummy loader, and take as many bytes as in a checkpoint: bfloat16,
+    powers of two (MXFP4), or the least numbers of float8_e4m3fn (NVFP4). Zero points are near the middle of the codes,
+    so weights have both signs.
 
     Args:
         rows, columns: N and K.
@@ -63,10 +63,10 @@ def random_matrix(rows: int, columns: int, group_size: int, form: PackedAs, has_
 
 
 def loaded_parts(scheme: Scheme) -> dict[str, Part]:
-    """The tensors that vLLM's loaders bring, but for ``weight_shape``, by the names that vLLM has for their last parts.
+    """The tensors from vLLM's loaders, without ``weight_shape``, by vLLM's last parts of their names.
 
-    Zero points of a symmetric scheme are among them if its files have them all the same. vLLM names the tensors of a
-    stack of all experts after what they are.
+    Zero points of a symmetric scheme are included if the files have some. vLLM names the tensors of a stack of all
+    experts by their kind.
     """
     kinds = ("weight", "weight_scale", "zero_points", "global_scale")
     parts = [part for part in scheme.parts if part.kind in kinds]
@@ -76,7 +76,7 @@ def loaded_parts(scheme: Scheme) -> dict[str, Part]:
 
 
 def form_of(scheme: Scheme) -> PackedAs:
-    """As far as it is known before anything has come."""
+    """The packed form, as far as it is known before tensors come."""
     return PackedAs(scheme.kind, zero_points=not scheme.symmetric, channel_scales=scheme.channel_scales)
 
 
@@ -89,9 +89,9 @@ def load_expert(
     expert_id: int | None,
     return_success: bool = False,
 ) -> bool | None:
-    """``layer.w4a8_loader`` as vLLM wants the loader of a parameter: bound to its layer, with a name.
+    """``layer.w4a8_loader`` in vLLM's form of a parameter's loader: bound to its layer, with a name.
 
-    What vLLM keeps of a layer for loading other weights must not keep the layer alive; it knows how to untie methods.
+    vLLM keeps loaders for loading other weights. They must not keep the layer alive; vLLM can untie bound methods.
     """
     return layer.w4a8_loader(param, loaded_weight, weight_name, shard_id, expert_id, return_success)
 
@@ -100,10 +100,10 @@ load_expert.supports_moe_loading = True  # vLLM asks for it
 
 
 class ExpertsLoader:
-    """Reads and packs what vLLM's calls bring, and remembers what has come.
+    """Reads and packs the tensors of vLLM's calls, and remembers which have come.
 
-    The parameters that vLLM knows have no memory (they are on the device "meta"): the tensors of a matrix wait here,
-    copied, until its last one comes, and a matrix of an expert in the packer until the others are there.
+    vLLM's parameters have no memory (device "meta"). The tensors of a matrix wait here, copied, until the last one
+    comes. Then the matrix waits in the packer for the others of its expert.
     """
 
     def __init__(
@@ -122,11 +122,11 @@ class ExpertsLoader:
         Args:
             layer: vLLM's RoutedExperts.
             sizes: of this rank's experts.
-            scheme: how their matrices are.
+            scheme: of their matrices.
             bias_dtype: of the model; None if there are no biases.
             tp_rank, tp_size: of the experts: 0 and 1 under expert parallelism.
             w13_interleaved: rows of a w13 that comes in one piece alternate gate and up.
-            activation_groups: as :class:`ExpertPacker` takes them.
+            activation_groups: as of :class:`ExpertPacker`.
 
         Raises:
             ValueError: groups that do not fit this rank's part of an expert.
@@ -146,7 +146,7 @@ class ExpertsLoader:
 
     @property
     def nothing_new(self) -> bool:
-        """Whether the layer has been packed, and nothing has come since."""
+        """Whether the layer has been packed, and no tensor has come since."""
         return self._packed_as is not None and self.packer.is_empty and not self._waiting
 
     def __call__(
@@ -158,18 +158,18 @@ class ExpertsLoader:
         expert_id: int | None,
         return_success: bool = False,
     ) -> bool | None:
-        """Takes one tensor of one expert, or that of all experts of this rank.
+        """Takes one tensor of one expert, or of all experts of this rank.
 
         Args:
-            param: the parameter that vLLM found for it.
-            loaded_weight: the checkpoint's tensor of the whole expert; or a stack of those of this rank, cut by vLLM.
+            param: vLLM's parameter for the tensor.
+            loaded_weight: the checkpoint's tensor of the whole expert; or a stack for this rank's experts, cut by vLLM.
             weight_name: ends with the parameter's name.
-            shard_id: ``w1``, ``w2``, ``w3``, one for gpt-oss, or None for a stack.
+            shard_id: ``w1``, ``w2``, ``w3``, a shard of gpt-oss, or None for a stack.
             expert_id: global; None for a stack.
             return_success: return whether this rank holds the expert, instead of None.
 
         Raises:
-            ValueError: a tensor that the layer or the format does not have; names it.
+            ValueError: the layer or the format does not have such a tensor; names the tensor.
         """
         held = True
         if shard_id is None:
@@ -181,7 +181,7 @@ class ExpertsLoader:
             local = self._layer._map_global_expert_id_to_local_expert_id(expert_id)
             held = local != -1
             if self._interleaved and shard in ("w1", "w3"):
-                # The models of vLLM that hand over halves may have cut a fused tensor in two, whose rows alternate.
+                # A model of vLLM that gives halves may have cut a fused tensor with alternating rows in two.
                 raise ValueError(
                     f"w4a8: {weight_name}: {shard} of a layer whose rows alternate gate and up: only a fused tensor "
                     "can be told apart; vLLM's own model of this architecture loads it (--model-impl vllm)"
@@ -193,11 +193,11 @@ class ExpertsLoader:
     def _take(
         self, param: torch.Tensor, tensor: torch.Tensor, weight_name: str, shard: str, expert: tuple[int, int]
     ) -> None:
-        """One tensor of one expert, whose index is (on this rank, global)."""
+        """Takes one tensor of one expert with the index (on this rank, global)."""
         stack = "w2" if shard == "w2" else "w13"
         suffix = weight_name.rpartition(f"{stack}_")[2]
         if self._packed_as is not None and param.is_meta:
-            # Other weights: vLLM first counts what a call copies, and calls again when it has the whole layer.
+            # Other weights: vLLM first counts the values that a call copies, and calls again for the whole layer.
             halves = 2 if stack == "w13" and shard != "w13" and self._sizes.gated else 1
             counted = torch.empty(param[expert[0]].numel() // halves, dtype=param.dtype, device="meta")
             counted.copy_(counted)
@@ -217,7 +217,7 @@ class ExpertsLoader:
         found = self._waiting.setdefault((expert, shard), {})
         found[suffix] = tensor
         if self._needed - found.keys():
-            # A copy whose memory goes back to the system with it.
+            # A copy that gives its memory back to the system when it is freed.
             copy = fresh_bytes(tensor.numel() * tensor.element_size()).view(tensor.dtype).view(tensor.shape)
             found[suffix] = copy.copy_(tensor)
             return
@@ -230,7 +230,7 @@ class ExpertsLoader:
         self.packer.put(expert, shard, self._scheme.read(tensors, name), name)
 
     def fill_randomly(self) -> None:
-        """Of all experts, where there is no checkpoint."""
+        """Fills all experts, without a checkpoint."""
         for name, rows, columns in self._sizes.stacks:
             for expert in range(self._sizes.experts):
                 form = form_of(self._scheme)
@@ -238,7 +238,7 @@ class ExpertsLoader:
                 self.packer.stacks[name].put(expert, 0, matrix)
 
     def pack(self) -> dict[str, torch.Tensor]:
-        """``w13`` and ``w2``, uint8 [E, bytes]. What comes afterwards is another set of weights, of the same types."""
+        """``w13`` and ``w2``, uint8 [E, bytes]. Later tensors are another set of weights, of the same types."""
         packed = self.packer.pack()
         self._packed_as = {name: stack.packed_as for name, stack in self.packer.stacks.items()}
         self.packer = self._new_packer(packed_as=self._packed_as)
@@ -246,7 +246,7 @@ class ExpertsLoader:
         return packed
 
     def missing(self) -> list[str]:
-        """What a layer lacks: of each stack, as many tensors as it has experts (and halves of w13)."""
+        """The missing tensors of a layer: each stack needs one for each expert (and half of w13)."""
         lacking = []
         for name in [f"{stack}_{suffix}" for suffix in self._needed for stack in ("w13", "w2")]:
             shards = [shard for _, shard in self._loaded.get(name, ())]

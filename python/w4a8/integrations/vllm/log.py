@@ -1,4 +1,4 @@
-"""The plugin's logger, and silence for what it tries out. Imports vLLM only when it is asked for."""
+"""The plugin's logger, and silence for trials. Imports vLLM only when the logger is asked for."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 from w4a8.core.log import log_once
 
 _silent = threading.local()  # .depth: how many silence() this thread is in
-# What remembers in vLLM's module for logging, after its first call, that a message was said.
+# Functions of vLLM's logging that remember their messages.
 _VLLM_ONCE = ("_print_debug_once", "_print_info_once", "_print_warning_once")
 
 
 class _Once:
-    """vLLM's logger, but what is said once is said once: vLLM forgets it after 128 other messages of its own."""
+    """vLLM's logger, with reliable ``_once``: vLLM forgets a message after 128 others."""
 
     def __init__(self, base: Any) -> None:
         self._base = base
@@ -60,9 +60,10 @@ def _replaced(owner: Any, name: str, by: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def silence() -> Iterator[None]:
-    """Nothing that this thread logs inside is written, up to warnings, whoever logs it.
+    """Suppresses all messages of this thread up to warnings, of any logger.
 
-    It does not count as said either: what vLLM or this plugin says once is still to be said. Other threads log as ever.
+    Suppressed messages do not count as said: ``_once`` messages of vLLM or this plugin can still come. Other threads
+        log as usual.
     """
     import vllm.logger
 

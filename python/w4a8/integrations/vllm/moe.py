@@ -21,7 +21,7 @@ from w4a8.integrations.vllm.loading import ExpertsLoader, is_dummy_load, load_ex
 from w4a8.integrations.vllm.log import logger
 from w4a8.integrations.vllm.settings import activation_group
 
-# Limit, slope of the sigmoid and what is added to the up half, and which of them vLLM lets an activation have.
+# Limit, slope of the sigmoid and addend of the up half, and which of these vLLM lets an activation have.
 _SWIGLU = ("swiglu_limit", "swiglu_alpha", "swiglu_beta")
 _HAS = {
     MoEActivation.SILU: _SWIGLU[:1],
@@ -66,15 +66,15 @@ def unsupported(moe: Any) -> str | None:
 class W4A8MoEMethod(FusedMoEMethodBase):
     """4-bit or 8-bit experts with activations quantized to int8, per token or in groups.
 
-    It routes by itself, because vLLM's router for CPUs does not know every combination that models ask for; only
-    layers that select experts by token id are routed by vLLM.
+    The method also routes, because vLLM's router for CPUs lacks some combinations. vLLM routes only layers that select
+    experts by token id.
     """
 
     def __init__(self, scheme: Scheme, layer: torch.nn.Module, layer_name: str) -> None:
         """A method for one layer.
 
         Args:
-            scheme: how its matrices are.
+            scheme: of the matrices.
             layer: vLLM's RoutedExperts, whose ``moe_config`` is not :func:`unsupported`.
             layer_name: for errors.
 
@@ -95,7 +95,7 @@ class W4A8MoEMethod(FusedMoEMethodBase):
 
     @property
     def is_monolithic(self) -> bool:
-        """Whether the layer hands over router logits; otherwise vLLM has routed."""
+        """Whether the layer gives router logits; otherwise vLLM has routed."""
         return self.routes
 
     def create_weights(
@@ -110,8 +110,8 @@ class W4A8MoEMethod(FusedMoEMethodBase):
         """Takes the sizes of this rank's experts, and registers the parameters (upstream's contract).
 
         Raises:
-            ValueError: an activation group that does not fit this rank's part of an expert; other sizes than those of
-                the file that a subclass reads.
+            ValueError: the activation group does not fit this rank's part of an expert; the sizes differ from a
+                subclass's file.
         """
         self.sizes = replace(
             self.sizes, experts=num_experts, hidden=hidden_size, intermediate=intermediate_size_per_partition
@@ -126,9 +126,9 @@ class W4A8MoEMethod(FusedMoEMethodBase):
             raise ValueError(f"w4a8: {self.layer_name}: {error}") from None
 
     def register(self, layer: torch.nn.Module, params_dtype: torch.dtype) -> None:
-        """The parameters that vLLM's loader finds tensors by, and the packed ones, empty."""
+        """Registers the parameters for vLLM's loader, and empty packed parameters."""
         parallel, num_experts = self.moe.moe_parallel_config, self.sizes.experts
-        # vLLM itself cuts the stacks of all experts that it hands over.
+        # vLLM itself cuts stacks of all experts.
         cut = self.scheme.facts.is_stacked
         layer.w4a8_loader = ExpertsLoader(
             layer,
@@ -144,7 +144,7 @@ class W4A8MoEMethod(FusedMoEMethodBase):
         for stack, rows, columns in self.sizes.stacks:
             halves = 2 if stack == "w13" and self.sizes.gated else 1
             for suffix, part in loaded_parts(self.scheme).items():
-                number = part.kind == "global_scale"  # one of each matrix of a file
+                number = part.kind == "global_scale"  # one for each matrix of a file
                 shape = (halves,) if number else part.shape(rows, columns, self.scheme.groups(columns))
                 counted = self.scheme.requires(part)
                 self._register(layer, f"{stack}_{suffix}", (num_experts, *shape), part.dtype, counted)
@@ -153,7 +153,8 @@ class W4A8MoEMethod(FusedMoEMethodBase):
             if self.moe.has_bias or self.scheme.facts.spare_biases:
                 self._register(layer, f"{stack}_bias", (num_experts, rows), params_dtype, self.moe.has_bias)
             if self.scheme.states_shape:
-                # Stays when the rest is packed: the last shapes of other weights come when their layer is complete.
+                # Stays when the rest is packed: when other weights are loaded, the last shapes come to a complete
+                # layer.
                 self._register(layer, f"{stack}_weight_shape", (num_experts, 2), torch.int64, False, meta=False)
             elif self.scheme.weight != "weight_packed":
                 self._register(layer, f"{stack}_weight_packed", (0,), torch.uint8, True, meta=False)
@@ -168,7 +169,7 @@ class W4A8MoEMethod(FusedMoEMethodBase):
         counted: bool,
         meta: bool = True,
     ) -> None:
-        """A parameter; on "meta", what comes for it goes to the packer. vLLM waits for all values that are counted."""
+        """Registers a parameter; on "meta", its tensors go to the packer. vLLM waits for all counted values."""
         data = torch.zeros(shape, dtype=dtype, device="meta" if meta else "cpu")
         param = torch.nn.Parameter(data, requires_grad=False)
         param.weight_loader = MethodType(load_expert, layer)
@@ -179,7 +180,7 @@ class W4A8MoEMethod(FusedMoEMethodBase):
             self._raw.append(name)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Takes what was packed while it was loaded; again when vLLM has loaded other weights.
+        """Takes the stacks packed while loading. vLLM calls this again after loading other weights.
 
         Raises:
             ValueError: the checkpoint did not have all weights of the layer.
@@ -201,7 +202,7 @@ class W4A8MoEMethod(FusedMoEMethodBase):
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
 
     def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> Any:
-        """vLLM only asks whether there is one; what it would say is in the packed weights."""
+        """vLLM only asks whether there is a config; the packed weights have its content."""
         return FUSED_MOE_UNQUANTIZED_CONFIG
 
     def apply_monolithic(
@@ -243,28 +244,28 @@ class W4A8MoEMethod(FusedMoEMethodBase):
 
 
 def _nothing(name: str) -> float:
-    """What is in a parameter that nothing has come for: codes of -0, exponents that are no numbers, NaN for biases."""
+    """Values of a parameter that is not filled: codes of -0, exponents that are no numbers, NaN for biases."""
     if name.endswith("_weight"):
         return 0x88
     return 255 if name.endswith("_weight_scale") else float("nan")
 
 
 class W4A8QuarkGptOssMethod(W4A8MoEMethod):
-    """Of the experts of gpt-oss as AMD Quark writes them, which may be cut among ranks, not dealt out.
+    """The method of gpt-oss's experts in AMD Quark's form: with tensor parallelism, without expert parallelism.
 
-    vLLM's model asks no loader for these: it copies what it reads, to global indices, into parameters of the names that
-    vLLM's own method has, cut for the rank. So they have memory here, and are packed when the model has been loaded,
-    layer by layer.
+    vLLM's model calls no loader for these experts: it copies tensors, cut for the rank, to global indices of parameters
+    with the names of vLLM's own method. So the parameters have memory here, and are packed layer by layer after
+    loading.
     """
 
     weight_dtype = MXFP4.name  # vLLM's model asks for it
 
     def __init__(self, scheme: Scheme, layer: torch.nn.Module, layer_name: str) -> None:
-        """A method for one layer, whose tensors vLLM's model gives the shapes of gpt-oss's own MXFP4."""
+        """A method for one layer. vLLM's model gives its tensors the shapes of gpt-oss's own MXFP4."""
         super().__init__(replace(scheme, format=MXFP4.name), layer, layer_name)
 
     def register(self, layer: torch.nn.Module, params_dtype: torch.dtype) -> None:
-        """The parameters that vLLM's model fills."""
+        """Registers the parameters that vLLM's model fills."""
         super().register(layer, params_dtype)
         for name in self._raw:
             meta = getattr(layer, name)
@@ -275,7 +276,7 @@ class W4A8QuarkGptOssMethod(W4A8MoEMethod):
             layer.register_parameter(f"{stack}_input_scale", torch.nn.Parameter(scales, requires_grad=False))
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Packs what has come; once.
+        """Packs the filled parameters; once.
 
         Raises:
             ValueError: the checkpoint did not have all weights of the layer.

@@ -1,4 +1,4 @@
-"""Packed matrices that vLLM makes one layer of (docs/vllm.md)."""
+"""Packed matrices that vLLM joins in one layer (docs/vllm.md)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from w4a8.ops import PackedHeader
 def joined(matrices: Iterable[Matrix], headers: Sequence[PackedHeader]) -> torch.Tensor:
     """The rows of all as one packed matrix, uint8 [bytes]; they are of one kind, K, group and activation group.
 
-    The headers are of what the matrices were unpacked from. They alone say how many bytes there will be: values do not.
+    ``headers``: of the packed matrices before unpacking. The number of bytes depends on the headers alone, not on
+    values.
     """
     rows, columns, group, has_bias, form = _joined_form(headers)
     stack, row = MatrixStack(1, rows, columns, group, torch.float32 if has_bias else None, packed_as=form), 0
@@ -27,14 +28,14 @@ def joined(matrices: Iterable[Matrix], headers: Sequence[PackedHeader]) -> torch
 
 
 def joined_bytes(headers: Sequence[PackedHeader]) -> int:
-    """How long :func:`joined` makes what is packed with these headers."""
+    """Bytes of the result of :func:`joined` for these headers."""
     return packed_bytes(*_joined_form(headers))
 
 
 def _joined_form(headers: Sequence[PackedHeader]) -> tuple[int, int, int, bool, PackedAs]:
     """N of all, K, values of k per scale, whether one has a bias, and the form that holds zeros and scales of all.
 
-    One type of scales is that of all. bfloat16 holds e8m0 as well. Every other mixture is float32.
+    A single type of scales stays. bfloat16 and e8m0 become bfloat16. Every other mixture becomes float32.
     """
     rows, has_bias = sum(header["n"] for header in headers), any(header["has_bias"] for header in headers)
     forms = [PackedAs.of_header(header) for header in headers]

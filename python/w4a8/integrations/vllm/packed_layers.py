@@ -1,8 +1,8 @@
-"""Directories of packed weights in vLLM: layers that take packed matrices as they are, and their configuration.
+"""Directories of packed weights in vLLM: layers that take packed matrices unchanged, and their configuration.
 
-Nothing is unpacked or cut of a layer that is whole on its rank. A linear layer that vLLM makes of several matrices gets
-their rows joined, and packed again. The class of configurations is at module level because vLLM pickles it for its
-worker processes.
+A layer that is whole on its rank is neither unpacked nor cut. If vLLM joins several matrices in a linear layer, their
+rows are joined and packed again. The class of configurations is at module level because vLLM pickles it for its worker
+processes.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ def load_packed(
 class _TakesPacked:
     """A method of a layer whose parameters are filled with packed tensors (``load``), or with random ones (``fill``).
 
-    When vLLM loads other weights it calls ``load`` twice: first to count what is copied, with a ``param`` on "meta".
+    When vLLM loads other weights it calls ``load`` twice, first with a ``param`` on "meta" to count copied values.
     """
 
     layer_name: str
 
     def start(self, layer: torch.nn.Module, names: Sequence[str], shapes: dict[str, tuple[int, ...]]) -> None:
-        """Registers parameters, uint8, which take memory as they are filled; the layer takes the modules of the names.
+        """Registers parameters, uint8, which take memory when filled; the layer takes the modules ``names``.
 
         Args:
             layer: vLLM's.
@@ -79,7 +79,7 @@ class _TakesPacked:
             layer.register_parameter(name, param)
 
     def expect(self, what: str, found: Any, expected: Any) -> None:
-        """Raises ValueError if they are not the same."""
+        """Raises ValueError if ``found`` differs from ``expected``."""
         if found != expected:
             raise ValueError(f"w4a8: {self.layer_name}: {what} is {found}, expected {expected}")
 
@@ -101,13 +101,13 @@ def _random(header: PackedHeader) -> torch.Tensor:
 
 
 class W4A8PackedLinearMethod(_TakesPacked, LinearMethodBase):
-    """Of a linear layer."""
+    """The method of a linear layer."""
 
     def __init__(self, layer_name: str, parts: Sequence[tuple[str, PackedTensor]]) -> None:
-        """Of a layer of packed matrices, with their names in the files, in the order of their rows in the layer.
+        """Takes the packed matrices of a layer, with their names in the files, in the order of their rows in the layer.
 
         Raises:
-            ValueError: they are of several kinds.
+            ValueError: the matrices are of several kinds.
         """
         self.layer_name, self.names = layer_name, [name for name, _ in parts]
         self.headers = [stored.header for _, stored in parts]
@@ -146,7 +146,7 @@ class W4A8PackedLinearMethod(_TakesPacked, LinearMethodBase):
         self.expect("[out_features, in_features]", [found, self.k], expected)
 
     def load(self, layer: torch.nn.Module, param: torch.Tensor, tensor: torch.Tensor, shard: str | int | None) -> None:
-        """Keeps the tensor until the others are there."""
+        """Keeps the tensor until the others have come."""
         index = shard if isinstance(shard, int) else _SHARDS[shard]
         self.expect(f"header of {self.names[index]}", read_header(tensor), self.headers[index])
         self._came[index] = tensor
@@ -163,12 +163,12 @@ class W4A8PackedLinearMethod(_TakesPacked, LinearMethodBase):
             param.data.copy_(joined(map(matrix_of, tensors, self.names), self.headers))
 
     def fill(self, layer: torch.nn.Module) -> None:
-        """As a checkpoint would."""
+        """Fills the layer without a checkpoint."""
         for index, header in enumerate(self.headers):
             self.load(layer, layer.weight_packed, _random(header), index)
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """x [..., K] to [..., N] of its type. Where a bias is packed, nothing was loaded into vLLM's own."""
+        """x [..., K] to [..., N] of its type. With a packed bias vLLM's own parameter is not loaded."""
         out = dyn_quant_matmul_4bit(x, layer.weight_packed, self.group, self.k, self.n)
         return out if bias is None or self.has_bias else out + bias
 
@@ -177,7 +177,7 @@ class W4A8PackedMoEMethod(_TakesPacked, W4A8MoEMethod):
     """Of a layer of experts."""
 
     def __init__(self, layer: torch.nn.Module, layer_name: str, name: str, parts: Parts) -> None:
-        """Of vLLM's RoutedExperts, whose experts are whole on a rank: ``w13_packed`` and ``w2_packed`` of a name."""
+        """For vLLM's RoutedExperts with whole experts on a rank: ``w13_packed`` and ``w2_packed`` of ``name``."""
         super().__init__(Scheme("packed", group_of(parts), True), layer, layer_name)
         self.name, groups = name, group_sizes(parts)
         self.stored = {f"{stack}_weight_packed": parts[f"{stack}_packed"] for stack in ("w13", "w2")}
@@ -210,7 +210,7 @@ class W4A8PackedMoEMethod(_TakesPacked, W4A8MoEMethod):
                 param.data[local].copy_(matrix)
 
     def fill(self, layer: torch.nn.Module) -> None:
-        """Each expert of this rank."""
+        """Fills each expert of this rank."""
         for name, stored in self.stored.items():
             for matrix in getattr(layer, name).data:
                 matrix.copy_(_random(stored.header))
@@ -227,15 +227,15 @@ def read_packed(
     directory: PackedDirectory,
     model_type: str | None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a packed directory as a model's ``load_weights`` takes them.
+    """The tensors of a packed directory in the form of a model's ``load_weights``.
 
-    Experts go to their layers from here: models know tensors of single experts only, each by its own names. Matrices
-    that no layer takes as they are come as :func:`unpacked` gives them.
+    Experts go to their layers from here: models know only tensors of single experts, by each model's names. Matrices
+    that no layer takes packed are :func:`unpacked`.
 
     Args:
         tensors: names and tensors.
         model: of vLLM.
-        directory: that they are from, with ``model_type`` in its config.json.
+        directory: of the tensors, with ``model_type`` in its config.json.
     """
     layers = {name: module for module in model.modules() for name in getattr(module, "w4a8_names", ())}
     for key, tensor in tensors:
@@ -254,7 +254,7 @@ def read_packed(
 
 
 class W4A8PackedConfig(W4A8CompressedTensorsConfig):
-    """Layers that are whole on a rank take what is packed; to others this is a compressed-tensors checkpoint."""
+    """Layers that are whole on a rank take packed matrices; to others this is a compressed-tensors checkpoint."""
 
     packed_config: dict[str, Any]
     model_type: str | None
@@ -262,7 +262,7 @@ class W4A8PackedConfig(W4A8CompressedTensorsConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> W4A8PackedConfig:
-        """Takes the quantization_config of the directory; what is packed, and how, is in the files."""
+        """Takes the quantization_config of the directory; the files have the details."""
         made = cls(target_scheme_map={}, ignore=[], quant_format="pack-quantized", config=config)
         made.packed_config, made.model_type, made.modules = dict(config), None, {}
         return made
@@ -280,7 +280,7 @@ class W4A8PackedConfig(W4A8CompressedTensorsConfig):
         self.modules = {name: (name, parts) for name, parts in directory.packed.items()}
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
-        """Gives modules the names that vLLM has for them (upstream's contract)."""
+        """Renames modules to vLLM's names (upstream's contract)."""
         super().apply_vllm_mapper(hf_to_vllm_mapper)
         self.modules = hf_to_vllm_mapper.apply_dict(self.modules)
 
@@ -288,7 +288,7 @@ class W4A8PackedConfig(W4A8CompressedTensorsConfig):
         """As :meth:`RunsLayersHere.method_of`.
 
         Raises:
-            ValueError: a layer whose weights can only be taken whole, which is cut among ranks or none that can be run.
+            ValueError: a layer with weights that cannot be cut is cut among ranks, or cannot be run.
         """
         experts = isinstance(layer, RoutedExperts)
         names = [prefix] if experts else joined_from(prefix, self.packed_modules_mapping)
@@ -307,7 +307,7 @@ class W4A8PackedConfig(W4A8CompressedTensorsConfig):
         return super().method_of(layer, prefix)
 
     def _scheme(self, found: dict | None, name: str | None) -> Scheme | None:
-        """As that of a compressed-tensors checkpoint, with the activation group that the headers say."""
+        """The scheme as for compressed-tensors, with the activation group of the headers."""
         scheme = super()._scheme(found, name)
         names = [name] if name in self.modules else joined_from(name or "", self.packed_modules_mapping)
         parts = [part for each in names if each in self.modules for part in self.modules[each][1].values()]
@@ -323,23 +323,23 @@ class W4A8PackedConfig(W4A8CompressedTensorsConfig):
 
 
 class W4A8MethodConfig(W4A8FloatsConfig):
-    """What the method ``w4a8`` is: packed directories say so themselves; of floats the user does."""
+    """The method ``w4a8``: named in the config.json of packed directories; for floats the user names it."""
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Any:
-        """Of a quantization_config."""
+        """From a quantization_config: packed, or for floats."""
         return W4A8PackedConfig.from_config(config) if is_packed(config) else cls()
 
 
 def _source_of(hf_config: Any) -> Any:
-    """The quantization_config that vLLM takes, or None."""
+    """The quantization_config that vLLM reads, or None."""
     owners = ((hf_config, "quantization_config"), (getattr(hf_config, "text_config", None), "quantization_config"))
     found = (getattr(owner, name, None) for owner, name in (*owners, (hf_config, "compression_config")))
     return next((each for each in found if each is not None), None)
 
 
 def register() -> None:
-    """Once per process. vLLM has no place to register a form of files, only loaders that users would have to name."""
+    """Once per process. vLLM cannot register formats of files, only loaders that users would have to name."""
     get_all_weights = DefaultModelLoader.get_all_weights
 
     @wraps(get_all_weights)

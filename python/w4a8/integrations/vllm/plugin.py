@@ -1,4 +1,4 @@
-"""Decides whether to take over, and if so registers with vLLM what takes over. Imports vLLM only when it does."""
+"""Decides whether the plugin runs layers, and registers it with vLLM. Imports vLLM only if so."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from w4a8.integrations.vllm.log import logger
 from w4a8.integrations.vllm.selftest import problems
 from w4a8.integrations.vllm.versions import reasons_against, untested
 
-# What else is registered: what a warning calls it, a module of this package, and its function.
+# Other registrations: name in a warning, module of this package, function.
 PARTS = (
     ("read packed directories", "packed_layers", "register"),
     ("read GGUF files", "gguf", "register"),
@@ -25,7 +25,7 @@ _state = {"done": False}
 
 
 def _goes_on_without(mode: str) -> bool:
-    """Whether the plugin is not to take over; says why."""
+    """Whether vLLM runs without the plugin; logs why."""
     import vllm
 
     log, off = logger(), settings.SWITCH
@@ -66,7 +66,7 @@ def _activate() -> None:
 
     compiled.name_after_the_plugin()
     compiled.load_from_disk()
-    # From here on some classes are registered, so what fails is said of the one that fails.
+    # From here on some classes are registered, so a warning names the class that fails.
     configs = import_module("w4a8.integrations.vllm.configs")
     for cls, (_, _, names) in configs.CONFIGS.items():
         try:
@@ -84,7 +84,7 @@ def _activate() -> None:
 
 
 def _register(config: type, names: tuple[str, ...]) -> None:
-    """A configuration class for those of the names that vLLM knows: a new name would be asked before vLLM's own."""
+    """Registers a configuration class for the names that vLLM knows: vLLM would ask new names before its own."""
     from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, register_quantization_config
 
     known = [name for name in names if name in QUANTIZATION_METHODS]

@@ -1,7 +1,6 @@
-"""Whether vLLM is what the plugin builds on: a linear layer and a layer of experts as vLLM makes, fills and runs them.
+"""Checks that vLLM is as expected: makes, fills and runs a linear layer and a layer of experts by vLLM's code.
 
-The layers read what the plugin reads of vLLM, and run both operators. What else a version of vLLM must have, tests/vllm
-know.
+The layers use the internals of vLLM that the plugin uses, and run both operators. tests/vllm check the rest.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from w4a8.integrations.selftest import missing, more_to_implement, parameters
 from w4a8.integrations.vllm.log import silence
 from w4a8.integrations.vllm.settings import SELF_TEST, activation_group
 
-# Whatever activation group is asked for fits these.
+# Every activation group fits these sizes.
 K, N, EXPERTS, GROUP = 256, 128, 2, 128
 CONFIG = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False}
 CONFIG["modules_in_block_to_quantize"] = ["w4a8_selftest", "w4a8_selftest.experts"]
@@ -27,9 +26,9 @@ _ZERO = 5
 
 
 def _configuration() -> object:
-    """A configuration of vLLM's, which sets variables of the process for what it is to run: they are set back.
+    """A configuration of vLLM. Making it sets variables of the process, which are restored here.
 
-    One by one, and those that changed only: other threads read them meanwhile.
+    Only changed variables are restored, one by one: other threads read the environment meanwhile.
     """
     from vllm.config import VllmConfig
 
@@ -47,7 +46,7 @@ def _configuration() -> object:
 
 @contextlib.contextmanager
 def _surroundings() -> Iterator[None]:
-    """What vLLM's layers expect to be there: a configuration, and a tensor-parallel group, here of one rank."""
+    """Sets what vLLM's layers need: a configuration, and a tensor-parallel group, here of one rank."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
 
@@ -154,7 +153,7 @@ def _experts_problem(config: object, generator: torch.Generator) -> str | None:
 
 @torch.no_grad()
 def layer_problems() -> list[str]:
-    """What is wrong with layers that are made, loaded and run by vLLM's own interfaces; empty if nothing is."""
+    """Problems of layers that vLLM's own interfaces make, load and run; empty: none."""
     generator = torch.Generator().manual_seed(0)
     try:
         from w4a8.integrations.vllm.configs import W4A8GPTQConfig
@@ -168,7 +167,7 @@ def layer_problems() -> list[str]:
 
 
 def interface_problems() -> list[str]:
-    """Arguments by which vLLM calls the classes here, and methods that it wants of them, if they are others."""
+    """Differences in vLLM's arguments of calls to the classes here, and in the methods that vLLM needs."""
     from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 
@@ -190,7 +189,7 @@ def interface_problems() -> list[str]:
 
 
 def problems() -> list[str]:
-    """Everything that speaks against taking over; empty if nothing does."""
+    """All reasons against the plugin; empty: none."""
     try:
         found = interface_problems()
     except (ImportError, AttributeError, TypeError) as error:

@@ -1,4 +1,4 @@
-"""What the user asks for: environment variables, and before them ``--additional-config '{"w4a8": {...}}'``."""
+"""Settings of the user: ``--additional-config '{"w4a8": {...}}'``, then environment variables."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ DECODER = "W4A8_VLLM_DECODER"
 VALUES = "W4A8_VLLM_VALUES"
 GROUP_SIZE = "W4A8_VLLM_GROUP_SIZE"
 
-# Keys of vLLM's additional_config["w4a8"], and the variables that say the same. The plugin is on or off before vLLM has
-# read any argument, so SWITCH has no key.
+# Keys of vLLM's additional_config["w4a8"], and their variables. SWITCH has no key: the plugin is on or off before vLLM
+# reads arguments.
 KEYS = {
     "w4a16": W4A16_SWITCH,
     "lm_head": LM_HEAD_SWITCH,
@@ -35,20 +35,20 @@ KEYS = {
     "values": VALUES,
     "group_size": GROUP_SIZE,
 }
-# What --kv-cache-dtype may be, and what the cache of this package's attention then is. Others are left to vLLM.
+# Values of --kv-cache-dtype, and the kind of cache for this package's attention. Other values are left to vLLM.
 CACHE_KINDS = {"auto": "int8", "int8_per_token_head": "int8", "bfloat16": "bfloat16"}
-# vLLM's additional_config while it makes an engine's configuration, which code asks for before it exists.
+# vLLM's additional_config while an engine's configuration is being made: code needs it earlier.
 _MAKING: ContextVar[Any] = ContextVar("MAKING", default=None)
 
-# Whether weight-only layers run whatever the user asks for: the self-test makes such ones.
+# Whether weight-only layers run in spite of the settings: the self-test makes such layers.
 SELF_TEST: ContextVar[bool] = ContextVar("SELF_TEST", default=False)
 
-# Each is called with vLLM's EngineArgs before vLLM makes an engine's configuration of them, and may change them.
+# Each is called with vLLM's EngineArgs, which it may change, before vLLM makes an engine's configuration.
 _readers: list[Callable[[Any], None]] = []
 
 
 def _from_engine() -> dict[str, Any]:
-    """What the engine that is being made, or runs, was given for this plugin; {} outside of engines."""
+    """Settings of the engine that is being made or runs; {} outside of engines."""
     additional = _MAKING.get()
     if additional is None:
         if "vllm.config" not in sys.modules:  # no engine can exist; `w4a8 doctor` asks without importing vLLM
@@ -61,7 +61,7 @@ def _from_engine() -> dict[str, Any]:
 
 
 def _given(name: str) -> tuple[str, str]:
-    """The value of a setting, "" if there is none, and what to call the setting in an error."""
+    """The value of a setting, "" if there is none, and the setting's name for errors."""
     for key, variable in KEYS.items():
         if variable == name:
             value = _from_engine().get(key)
@@ -80,13 +80,13 @@ def _read(name: str, default: str, *on: str) -> str:
 
 @contextmanager
 def of_engine(additional_config: Any) -> Iterator[None]:
-    """Settings are those of an engine that is being made.
+    """A context with the settings of an engine that is being made.
 
     Args:
-        additional_config: vLLM's; what it has under "w4a8" is checked.
+        additional_config: vLLM's; the value of "w4a8" is checked.
 
     Raises:
-        ValueError: a key that is no setting of this plugin, or a value that the setting cannot have.
+        ValueError: an unknown key, or a value that the setting cannot have.
     """
     given = additional_config.get("w4a8", {}) if isinstance(additional_config, dict) else {}
     if not isinstance(given, dict):
@@ -108,10 +108,10 @@ def _listed_keys() -> str:
 
 
 def read_arguments(*readers: Callable[[Any], None]) -> None:
-    """Lets an engine's arguments be checked for settings of this plugin, and be handed to ``readers``.
+    """Checks an engine's arguments for settings of this plugin, and passes the arguments to ``readers``.
 
     Raises:
-        RuntimeError: vLLM's EngineArgs is not as this expects it.
+        RuntimeError: vLLM's EngineArgs is not as expected.
     """
     from vllm.engine.arg_utils import EngineArgs
 
@@ -134,7 +134,7 @@ def read_arguments(*readers: Callable[[Any], None]) -> None:
     EngineArgs.create_engine_config = wrapped
 
 
-# All of these raise ValueError, with the name of the setting, if it has a value that it cannot have.
+# All of these raise ValueError, with the name of the setting, for an impossible value.
 
 
 def mode() -> str:
@@ -148,17 +148,17 @@ def runs_w4a16() -> bool:
 
 
 def attends() -> bool:
-    """Whether attention of the models that the plugin runs is computed here, where that can be."""
+    """Whether attention of models that the plugin runs is computed here, if possible."""
     return _read(ATTENTION, "1", "1") == "1"
 
 
 def decodes() -> bool:
-    """Whether all layers of a model run in one call, where that can be."""
+    """Whether all layers of a model run in one call, if possible."""
     return _read(DECODER, "1", "1") == "1"
 
 
 def lm_head_bits() -> int:
-    """Bits that an output layer that is not quantized is rounded to while the model is loaded: 4, 8, or 0 for none."""
+    """Bits for rounding an output layer of floats while loading: 4, 8, or 0 for none."""
     return {"0": 0, "int4": 4, "int8": 8}[_read(LM_HEAD_SWITCH, "int8", "int4", "int8")]
 
 
@@ -170,7 +170,7 @@ def lm_head_is_set() -> bool:
 def activation_group() -> int | None:
     """Values of k of an input that share a scale when it is quantized: 32, 64, 128, or -1 for all of a row.
 
-    None is what the checkpoint says, and the default where it says nothing.
+    None: as the checkpoint says, otherwise the default.
     """
     value, where = _given(ACTIVATION_GROUP)
     allowed = {"": None, **{str(size): size for size in (PER_TOKEN, *SIZES)}}
@@ -180,7 +180,7 @@ def activation_group() -> int | None:
 
 
 def rounding() -> QuantOptions:
-    """How weights of models are rounded that come as floats (``--quantization w4a8``)."""
+    """Options of rounding models of floats (``--quantization w4a8``)."""
     given, where = _given(GROUP_SIZE)
     size = int(given or DEFAULT_GROUP_SIZE) if given.removeprefix("-").isdecimal() or not given else None
     if not is_group_size(size):
@@ -192,13 +192,13 @@ def rounding() -> QuantOptions:
 
 
 def check() -> None:
-    """Reads all of them."""
+    """Reads all settings."""
     for read in (mode, runs_w4a16, lm_head_bits, activation_group, attends, decodes, rounding):
         read()
 
 
 def say_int8(format_: str) -> None:
-    """Tells the log, once for each format, what a weight-only model is computed with."""
+    """Logs, once for each format, the type of activations of a weight-only model."""
     logger().info_once(
         "w4a8: %s weights run with activations rounded to int8 %s (%s); %s=0 leaves such models to vLLM",
         format_,

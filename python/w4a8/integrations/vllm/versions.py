@@ -16,7 +16,7 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def untested(vllm_version: str) -> str | None:
-    """That a version of vLLM has not been tested with the plugin, in words; None if it has been."""
+    """A message that a version of vLLM was not tested with the plugin; None if it was."""
     if OLDEST <= _release(vllm_version) <= NEWEST:
         return None
     tested = ".".join(map(str, OLDEST)) + " to " + ".".join(map(str, NEWEST))
@@ -24,7 +24,7 @@ def untested(vllm_version: str) -> str | None:
 
 
 def reasons_against(vllm_version: str, machine: str) -> list[str]:
-    """Why the plugin should not take over without being told to: a vLLM older than those tested, or a CPU architecture.
+    """Reasons against the plugin without W4A8_VLLM=1: an older vLLM than tested, or another CPU architecture.
 
     A newer vLLM is no reason: the self-test decides.
     """
