@@ -1,5 +1,5 @@
-// The codes of a packed step, eight values of k of one column, and of a checkpoint, as one word. Those of six bits: of
-// a block of two steps.
+// The codes of a packed step (eight values of k of one column) and of a checkpoint, as one word. Six-bit codes: of a
+// block of two steps.
 #pragma once
 
 #include <array>
@@ -10,8 +10,8 @@
 
 namespace w4a8 {
 
-/// Nibbles. In a checkpoint nibble j of a word is the code of k0 + j. In a packed step nibbles 2 i and 2 i + 1 are
-/// those of k0 + i and k0 + 4 + i.
+/// Nibbles. In a checkpoint nibble j of a word is the code of k0 + j. In a packed step nibbles 2 i and 2 i + 1 are the
+/// codes of k0 + i and k0 + 4 + i.
 struct NibbleCodes {
   using Word = uint32_t;
   static constexpr int64_t kSteps = 1;  // of a word
@@ -49,7 +49,7 @@ struct NibbleCodes {
   }
 };
 
-/// Numbers of a table: packed as nibbles are, but a sum is of the integers that they stand for.
+/// Numbers of a table: packed as nibbles. A sum is of the integers in the table, not of the codes.
 template <const int8_t (&kWeights)[16]>
 struct TableCodes : NibbleCodes {
   template <std::size_t kCount>
@@ -90,7 +90,7 @@ struct ByteCodes {
   }
   template <std::size_t kCount>
   static int32_t sum(const Word (&words)[kCount]) {
-    static_assert(kCount <= 4);  // the sum of all fits the 16 bits that are left of the product
+    static_assert(kCount <= 4);  // the sum of all fits 16 bits of the product
     constexpr Word kEvenBytes = 0x00ff00ff00ff00ffu;
     Word pairs = 0;
     for (const Word word : words) pairs += (word & kEvenBytes) + ((word >> 8) & kEvenBytes);
@@ -137,7 +137,7 @@ struct SixCodes {
     for (const Word& word : words) total += ByteCodes::sum(word.steps);
     return total;
   }
-  /// Whether a code has more than six bits, which no code of a checkpoint may have.
+  /// Whether a code has more than six bits, an error in a checkpoint.
   static bool exceed(const Word& word) {
     return ((word.steps[0] | word.steps[1]) & ByteCodes::repeat(uint8_t{0xc0})) != 0;
   }

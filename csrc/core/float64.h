@@ -1,4 +1,4 @@
-// float64 arguments of an op, which the core takes as float32.
+// Converts float64 arguments of an op to the core's float32.
 #pragma once
 
 #include <cstdint>
@@ -7,8 +7,8 @@
 
 namespace w4a8 {
 
-/// to[i] = from[i], rounded to nearest even, i < count. Denormals stay, whatever the floating-point environments of the
-/// calling thread and of the workers are.
+/// to[i] = from[i], rounded to nearest even, i < count. Denormals stay, in any floating-point environment of the
+/// calling thread and of the workers.
 void float32_from_float64(Parallel& parallel, const double* from, int64_t count, float* to);
 
 }  // namespace w4a8

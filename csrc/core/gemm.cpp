@@ -23,10 +23,10 @@ const uint8_t* row_at(const void* x, DType dtype, int64_t row, int64_t k) {
   return static_cast<const uint8_t*>(x) + row * k * dtype_bytes(dtype);
 }
 
-// How the rows of a product come about: fills what a tile reads of row r. Called once for each row.
+// Fills row r of the quantized rows of a product. Called once for each row.
 using PrepareRow = FunctionRef<void(int64_t r, const QuantizedRow& to)>;
 
-// One batch of the rows of the product. A null bias adds nothing beyond what is packed.
+// One batch of the rows of the product. With a null bias only the packed bias is added.
 void multiply_batch(const Kernel& kernel, Parallel& parallel, int workers, Workspace& workspace,
                     const PackedMatrix& matrix, const float* bias, DType dtype, Range batch, void* out,
                     PrepareRow prepare) {
@@ -54,7 +54,7 @@ void multiply_batch(const Kernel& kernel, Parallel& parallel, int workers, Works
     const Range unit = share(m, units, task / spans);
     const Range panels = share(shape.panels(), spans, task % spans);
     float* tile = own.tile(worker);
-    // What this worker will most likely take next; nothing is fetched behind the last tasks.
+    // The task that this worker will most likely take next; after the last tasks nothing is fetched.
     const int64_t later = task + workers;
     const uint8_t* next =
         later < units * spans ? matrix.panel(share(shape.panels(), spans, later % spans).begin) : nullptr;

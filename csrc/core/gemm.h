@@ -17,14 +17,14 @@ struct QuantizedRows {
   int32_t* starts = nullptr;  ///< [rows, parts]
   float* scales = nullptr;    ///< [parts, scales_stride]; null unless RowShape::scaled
   float* shifts = nullptr;    ///< as scales
-  int64_t scales_stride = 0;  ///< rows and 16 more, so that those of the parts do not fall into the same cache sets
-  float* offsets = nullptr;   ///< [rows, RowShape::offsets()]; null if those are none
+  int64_t scales_stride = 0;  ///< rows and 16 more, so that scales of the parts do not fall into the same cache sets
+  float* offsets = nullptr;   ///< [rows, RowShape::offsets()]; null if offsets() is 0
   int64_t offset_count = 0;
   int64_t parts = 0;
   RowQuant* quant = nullptr;  ///< [rows]
 
   static QuantizedRows slice(Slicer& slicer, int64_t rows, const RowShape& shape);
-  /// What slice takes for each row; besides, where RowShape::scaled, as much as 16 rows of scales and of shifts.
+  /// Bytes that slice takes for each row. If RowShape::scaled, slice takes 16 more rows of scales and of shifts.
   static int64_t row_bytes(const RowShape& shape);
   Rows from(int64_t row) const {
     return {q + row * stride, stride,          starts + row * parts, parts,           quant + row,
@@ -33,7 +33,7 @@ struct QuantizedRows {
   QuantizedRow row(int64_t i) const {
     return {q + i * stride, starts + i * parts, quant + i, at(scales, i), scales_stride, at(shifts, i), offsets_of(i)};
   }
-  /// Row `to` becomes what row `from` is, but for quant, and with the starts of another RowShape::zero. Without
+  /// Copies row `from` to row `to`, without quant, and with the starts of another RowShape::zero. Only without
   /// minimums, or with the same zero.
   void copy(int64_t from, const RowShape& from_shape, int64_t to, const RowShape& to_shape) const;
 
@@ -42,7 +42,7 @@ struct QuantizedRows {
   float* offsets_of(int64_t row) const { return offsets == nullptr ? nullptr : offsets + row * offset_count; }
 };
 
-/// What each worker has to itself in a product: float tiles, and what Kernel::gemm asks for.
+/// Memory of each worker in a product: float tiles, and the scratch of Kernel::gemm.
 struct WorkerBuffers {
   /// scratch_bytes: gemm_scratch_bytes.
   WorkerBuffers(Slicer& slicer, int workers, int64_t tile_floats, int64_t scratch_bytes)
@@ -59,7 +59,7 @@ struct WorkerBuffers {
   uint8_t* scratches;
 };
 
-/// Bytes of scratch that gemm calls of at most `rows` rows are to get, 0: none.
+/// Bytes of scratch for gemm calls of at most `rows` rows; 0: none.
 inline int64_t gemm_scratch_bytes(const Kernel& kernel, int64_t rows, int64_t k, int64_t group) {
   return kernel.wants_scratch() ? kernel.scratch_bytes(rows, k, group) : 0;
 }

@@ -19,7 +19,7 @@ struct Case {
   PackedShape shape;  // n, k, group, type of scales, bias, kind
 };
 
-// Every way that a kernel multiplies in: 1 row, a few, and bands of 8, 9, 12 and 16 rows; one panel, two and a third;
+// Every way in which a kernel multiplies: 1 row, a few, and bands of 8, 9, 12 and 16 rows; one panel, two and a third;
 // groups of 16, 32, 64 and 128 and channelwise; a K that goes on behind a chunk (512) and one that ends inside a step;
 // activations in groups as large as the weights', in parts of them and in more than one; minimums, super-scales,
 // tables. AmxTest.KernelDifferenceRunsEveryInstruction shows that these run every instruction of AMX that any product

@@ -81,7 +81,7 @@ KernelChoice::Entry* KernelChoice::entry_of(const Kernel& kernel) {
 bool KernelChoice::is_on(Entry& entry) {
   const Kernel& kernel = *entry.kernel;
   if (entry.is_known || &entry == &entries_.back()) return entry.refusal.empty();
-  // Known at the end only: what throws on the way, for want of memory say, is asked again.
+  // Noted only at the end: if an exception comes first (no memory, say), the check runs again.
   if (kernel.ask != nullptr && !kernel.ask()) {
     entry.refusal = "the operating system does not let this process use it";
     entry.is_known = true;

@@ -12,29 +12,28 @@
 
 namespace w4a8 {
 
-/// The kernels of one process. Before a kernel is used for the first time, the operating system is asked for what it
-/// wants (Kernel::ask), and its results are compared with those of the next kernel of the list that wants nothing
-/// (kernel_difference). A kernel that fails is turned off: the next one takes its place. Each is asked and compared
-/// once. Thread safe.
+/// The kernels of one process. Before the first use of a kernel, Kernel::ask requests permissions of the operating
+/// system. Then the kernel's results are compared with the results of the next kernel of the list that needs no
+/// permission (kernel_difference). A kernel that fails is turned off, and the next one is used. Both happen once for
+/// each kernel. Thread safe.
 class KernelChoice {
  public:
   using Check = std::string(const Kernel& kernel, const Kernel& reference);
 
-  /// kernels: what this CPU can run, best first. The last one is used unasked.
+  /// kernels: all that this CPU can run, best first. The last one is used without a check.
   explicit KernelChoice(std::vector<const Kernel*> kernels, Check* check = kernel_difference);
 
   /// The first that is not turned off.
   const Kernel& best();
 
-  /// Throws std::invalid_argument, with the reason and the other kernels, if the kernel is turned off. `source` names
-  /// where its name came from.
+  /// Throws std::invalid_argument, with the reason and the other kernels, if the kernel is turned off. `source`: where
+  /// the name came from.
   void require(const Kernel& kernel, std::string_view source);
 
   /// Why a kernel is turned off, as far as is known: "" if it is not, or has not been used yet.
   std::string refusal(const Kernel& kernel) const;
 
-  /// For each kernel that gave other results, a sentence that says so, once: the next call returns nothing. For who may
-  /// warn.
+  /// A sentence for each kernel that gave other results, for a warning. Once: the next call returns nothing.
   std::vector<std::string> take_warnings();
 
  private:
@@ -53,7 +52,7 @@ class KernelChoice {
   mutable std::mutex mutex_;
 };
 
-/// That of this process.
+/// The choice of this process.
 KernelChoice& kernel_choice();
 
 /// The kernel the ops run: the one given to use_kernel, else the environment variable W4A8_KERNEL, else the best.

@@ -1,13 +1,13 @@
-// The packed matrix: what it is and how large. Where a group or a step is in a panel: PanelLayout (kernels/kernel.h);
-// where a code is in a step: core/codes.h. docs/packed_layout.md tells the same in words.
+// Parts and sizes of the packed matrix. Places of groups and steps in a panel: PanelLayout (kernels/kernel.h). Places
+// of codes in a step: core/codes.h. docs/packed_layout.md has the same in words.
 //
 //   buffer:  header (64 bytes) | panel 0 | panel 1 | ... | panel ceil(N/16)-1      a panel: 16 columns
 //   panel:   minimums [G, 16] | record 0 | record 1 | ... | sums [16] | bias [16] float32 | channel scales [16] float32
 //   record:  scales [m, 16] | zero points [m, 16] | zeros up to a whole line of 64 bytes | the steps of these m groups
 //
-// A kernel reads a panel from its first byte to its last, one stream. m is the least number of groups whose scales and
-// zero points fill whole lines: 1 for float32 scales, 2 for those of two bytes, 4 for those of one byte; with zero
-// points 4, 4 and 2. It is not more than the matrix has groups. The head of the last record is as long as the others.
+// A kernel reads a panel from the first byte to the last, one stream. m is the least number of groups whose scales and
+// zero points fill whole lines: 1 for float32 scales, 2 for scales of two bytes, 4 for scales of one byte; with zero
+// points 4, 4 and 2. m is at most the number of groups. The head of the last record is as long as the others.
 //
 //   step:    8 values of k for 16 columns. Nibbles, 64 bytes:
 //
@@ -39,16 +39,16 @@ namespace w4a8 {
 inline constexpr int64_t kLeastGroup = 16;
 inline constexpr int64_t kMostMinimumGroup = 256;
 inline constexpr int64_t kHeaderBytes = 64;
-/// Of the layout; versions 1 to 4 were never released.
+/// Version of the layout; versions 1 to 4 were never released.
 inline constexpr uint32_t kPackedVersion = 5;
 inline constexpr int64_t kMaxN = int64_t{1} << 31;
 inline constexpr int64_t kMaxK = int64_t{1} << 20;
 
-/// What a packed matrix is. `group == k` means channelwise.
+/// Sizes and kind of a packed matrix. `group == k` means channelwise.
 struct PackedShape {
   int64_t n = 0;      ///< out_features (columns of the packed matrix)
   int64_t k = 0;      ///< in_features, even
-  int64_t group = 0;  ///< values of k that share a scale: k, or what is_group allows
+  int64_t group = 0;  ///< values of k that share a scale: see is_group
   ScaleType scale_type = ScaleType::kFloat32;
   bool has_bias = false;
   WeightKind kind = kInt4;
@@ -62,7 +62,7 @@ struct PackedShape {
   constexpr bool in_supers() const { return scale_type == ScaleType::kSuper; }  ///< has super-scales
   /// Bytes of the codes of a row in a checkpoint.
   constexpr int64_t row_bytes() const { return are_nibbles(kind.values) ? k / 2 : k; }
-  /// How the rows that this matrix is multiplied with are quantized. A part is the lesser of both kinds of groups.
+  /// How rows are quantized for this matrix. A part is the lesser of both kinds of groups.
   constexpr RowShape rows() const {
     const bool whole = activation_group == kWholeRow || activation_group > group;
     return {k, whole ? group : activation_group, activation_group, kind.minimums ? group : 0, counts_from(kind)};
@@ -70,15 +70,15 @@ struct PackedShape {
   bool operator==(const PackedShape&) const = default;
 };
 
-/// Whether activations may share a scale in groups of so many values: in whole rows; or 32, 64 or 128 that divide the
-/// weights' group, or with weights in groups of 16 that divide k.
+/// Whether activations may share a scale in groups of this size: whole rows; or 32, 64 or 128, a divisor of the
+/// weights' group, or of k for weights in groups of 16.
 constexpr bool is_activation_group(int64_t activation_group, int64_t group, int64_t k) {
   if (activation_group == kWholeRow) return true;
   if (activation_group != 32 && activation_group != 64 && activation_group != 128) return false;
   return (group == kLeastGroup && group != k ? k : group) % activation_group == 0;
 }
 
-/// Whether so many values of k may share a scale: k (channelwise), or 16 or a multiple of 32 that divides k.
+/// Whether this many values of k may share a scale: k (channelwise), or 16 or a multiple of 32 that divides k.
 constexpr bool is_group(int64_t group, int64_t k) {
   return group == k || (group > 0 && (group == kLeastGroup || group % 32 == 0) && k % group == 0);
 }
@@ -100,14 +100,14 @@ const char* values_name(Values values);
 /// "float32", "bfloat16", "float16", "e5m3", "e8m0" or "super".
 const char* scale_type_name(ScaleType type);
 
-/// Throws std::invalid_argument naming the field if no kernel has such a matrix: 1 <= n <= kMaxN, k even in
-/// [2, max_k(kind)], is_group(group, k), group <= max_summed(kind), is_activation_group, a known kind, and scales that
-/// belong to it: e5m3 in groups of 16 of int4 and e2m1, e8m0 of e2m1 in groups of 32 and more, super of all but e2m1,
-/// without zero points in groups that divide 256, as k is to be divided by it. Minimums are of int4, int8 and int6
-/// without zero points, in groups of at most kMostMinimumGroup.
+/// Throws std::invalid_argument naming the field unless kernels have such a matrix: 1 <= n <= kMaxN, k even in [2,
+/// max_k(kind)], is_group(group, k), group <= max_summed(kind), is_activation_group, a known kind. Scales: e5m3 for
+/// int4 and e2m1 in groups of 16; e8m0 for e2m1 in groups of 32 and more; super for all but e2m1, without zero points,
+/// in groups of 16 to 128, with k a multiple of 256. Minimums: for int4, int8 and int6 without zero points, in groups
+/// of at most kMostMinimumGroup.
 void check_shape(const PackedShape& shape);
 
-/// Where everything of a panel is. The shape must have passed check_shape.
+/// The places of all parts of a panel. The shape must have passed check_shape.
 PanelLayout panel_layout(const PackedShape& shape);
 
 /// Bytes of the whole packed matrix, header included. The shape must have passed check_shape.

@@ -18,7 +18,7 @@ namespace {
 
 constexpr int64_t kPanelsPerTask = 4;
 
-// What codes without zero points count from, or the code of the least weight: 1 of iq4, which has no 0.
+// The zero of codes without zero points, or the code of the least weight: 1 for iq4, which has no 0.
 constexpr uint8_t middle(WeightKind kind) {
   if (kind.values == Values::kInt8) return 128;
   if (kind.values == Values::kInt6) return 32;
@@ -72,7 +72,7 @@ class PanelPacker {
     std::memcpy(panel_ + offset, values + first_row_, static_cast<std::size_t>(columns_) * sizeof(float));
   }
 
-  // As many groups at once as give runs of a row's scales that are worth reading.
+  // Enough groups at once for long runs of a row's scales.
   void pack_groups() {
     constexpr int64_t kGroups = 32;
     uint8_t scales[kGroups * kLineBytes];
@@ -125,7 +125,7 @@ class PanelPacker {
     }
   }
 
-  // What the codes of a group count from, which is also what pads them.
+  // The zero of a group's codes; padding codes have this value too.
   void take_zeros(int64_t group, uint8_t (&zeros)[kPanelColumns]) {
     if (!shape_.kind.zero_points) {
       std::fill(std::begin(zeros), std::end(zeros), middle(shape_.kind));
@@ -167,8 +167,8 @@ class PanelPacker {
     Codes::store(word, column, to);
   }
 
-  // Scales, or minimums, of groups [begin, begin + count) to their places, and one behind the other to `lines`. at(g):
-  // where those of group g are in the panel.
+  // Writes scales, or minimums, of groups [begin, begin + count) to their places, and one behind the other to `lines`.
+  // at(g): the place for group g in the panel.
   template <class At>
   void pack_scales(const void* given, int64_t begin, int64_t count, uint8_t* lines, At at) {
     const int64_t line = layout_.scale_line;

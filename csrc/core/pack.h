@@ -13,25 +13,24 @@ namespace w4a8 {
 struct RawWeights {
   const uint8_t* weights;  ///< [count, n, shape.row_bytes()]: nibbles, low nibble = even k, high = odd k; of int8 and
                            ///< int6 bytes
-  const void* scales;      ///< [count, n, groups] of shape.scale_type; of kE5M3 float8_e4m3fn
+  const void* scales;      ///< [count, n, groups] of shape.scale_type; kE5M3: float8_e4m3fn
   const float* bias;       ///< [count, n] or null
   const uint8_t* zero_points = nullptr;   ///< shape.kind.zero_points: [count, n, groups], 0..15, of int8 0..255
-  const float* channel_scales = nullptr;  ///< kE5M3: [count, n], what the scales of a column are multiplied by
+  const float* channel_scales = nullptr;  ///< kE5M3: [count, n], factors of the scales of a column
   const void* minimums = nullptr;         ///< shape.kind.minimums: [count, n, groups] of shape.scale_type
-  /// kSuper: the bits of float16, [count, n, k / kSuperK], what scales and minimums are multiplied by.
+  /// kSuper: the bits of float16, [count, n, k / kSuperK], factors of scales and minimums.
   const uint16_t* super_scales = nullptr;
   const uint16_t* super_minimums = nullptr;
 };
 
 /// Packs `count` matrices, each packed_bytes(shape) bytes, one after the other at `dst`.
-/// The bytes do not depend on the kernel. shape must have passed check_shape; shape.has_bias says whether raw.bias is
-/// read. Throws std::invalid_argument for a zero point above 15 of nibbles, for a code of int6 above 63, for a
-/// float8_e4m3fn that has a sign or is a NaN, for the NaN of e8m0, and beside e2m1 values for a scale whose half is not
-/// exact.
+/// The bytes do not depend on the kernel. shape must have passed check_shape. raw.bias is read if shape.has_bias.
+/// Throws std::invalid_argument for a zero point of nibbles above 15, a code of int6 above 63, a float8_e4m3fn with a
+/// sign or that is a NaN, a NaN of e8m0, and, for e2m1, a scale whose half is not exact.
 void pack(const Kernel& kernel, const PackedShape& shape, int64_t count, const RawWeights& raw, uint8_t* dst,
           Parallel& parallel);
 
-/// Where unpack writes one matrix. What the matrix does not have is left alone, and may be null.
+/// Where unpack writes one matrix. Parts that the matrix does not have are not written, and may be null.
 struct UnpackedWeights {
   uint8_t* weights;                    ///< [n, row_bytes()]
   void* scales;                        ///< [n, groups]
@@ -43,7 +42,7 @@ struct UnpackedWeights {
   uint16_t* super_minimums = nullptr;  ///< [n, k / kSuperK]
 };
 
-/// The exact inverse of pack, for one matrix. Throws std::invalid_argument for a zero point above 15 of nibbles and for
+/// The exact inverse of pack, for one matrix. Throws std::invalid_argument for a zero point of nibbles above 15 and for
 /// a scale that `pack` cannot have written.
 void unpack(const PackedMatrix& matrix, const UnpackedWeights& to, Parallel& parallel);
 

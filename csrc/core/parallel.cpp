@@ -20,9 +20,9 @@ struct alignas(64) Counter {
   }
 };
 
-// How the tasks of a phase are shared out. In rounds of one task for each worker: the first rounds are fixed, task
-// i * workers + w is worker w's; the others are taken by who is free, which evens out what took longer. One round is
-// fixed, or half of those of even tasks.
+// How the tasks of a phase are shared out, in rounds of one task for each worker. In the first rounds tasks are fixed:
+// task i * workers + w is worker w's. Later tasks are taken by free workers, which evens out slow tasks. One round is
+// fixed; of even tasks half of the rounds.
 struct Share {
   int64_t begin;        // tasks of the phases before
   int64_t tasks;        // of this phase
@@ -39,7 +39,7 @@ struct Share {
   int64_t free(int64_t workers) const { return std::max<int64_t>(0, tasks - fixed * workers); }
 };
 
-constexpr int kFewWorkers = 16;  // for whom there is room without an allocation
+constexpr int kFewWorkers = 16;  // have room without an allocation
 constexpr int kWorkersOfGate = 8;
 // Looks at a gate before a worker looks for fixed tasks of others, and before it gives its CPU away.
 constexpr int kSpinsBeforeHelp = 1024;
@@ -47,13 +47,13 @@ constexpr int kSpinsBeforeYield = 4096;
 
 // One call of run_phases on several workers.
 //
-// Lines that several workers write travel from core to core, so each has few writes. A worker takes its fixed tasks
-// from a counter of its own, which others write only to help (below); a free task costs one write to `taken_`. What a
-// worker has done in a phase is counted once, in `done_`. Nobody waits at either: who completes a phase opens its
-// gates, each of which few workers look at.
+// A cache line that several workers write travels from core to core, so each line has few writes. A worker takes its
+// fixed tasks from its own counter, which others write only to help (below). A free task costs one write to `taken_`. A
+// worker adds its tasks of a phase to `done_` once. Nobody waits at `taken_` or `done_`: the worker that completes a
+// phase opens the gates, and few workers look at each gate.
 //
-// No deadlock, even if the workers run one after another: who waits long enough takes the fixed tasks of workers that
-// have not come for them. A free task is held only by a worker that is running, and waits for tasks of phases before.
+// No deadlock, even if the workers run one after another: a worker that waits long enough takes fixed tasks of workers
+// that have not come. A free task is held only by a running worker, and waits for tasks of earlier phases.
 class Run {
  public:
   Run(int workers, std::span<const Phase> phases)
@@ -116,7 +116,7 @@ class Run {
     return !failed_.load(std::memory_order_relaxed);
   }
 
-  // Runs the fixed tasks that the others have not come for, of the phase that phase p waits for.
+  // Runs fixed tasks of workers that have not come, of the phase that phase p waits for.
   void help(std::size_t p, int worker) {
     do {
       --p;
@@ -127,7 +127,7 @@ class Run {
     }
   }
 
-  // The fixed tasks of `owner` that are left; how many of them there were.
+  // Runs the remaining fixed tasks of `owner`; returns their number.
   int64_t run_fixed(std::size_t p, int owner, int worker) {
     const Share& s = share(p);
     std::atomic<int64_t>& next = own_[owner].value;
@@ -135,7 +135,7 @@ class Run {
     int64_t mine = next.load(std::memory_order_relaxed);
     while (mine < s.fixed_begin + s.fixed) {
       if (owner != worker) note_shared_write();
-      // Those of phases before that were left are tasks that do not exist.
+      // Remaining numbers of earlier phases are tasks that do not exist.
       const int64_t taken = std::max(mine, s.fixed_begin);
       if (!next.compare_exchange_weak(mine, taken + 1, std::memory_order_relaxed)) continue;
       const int64_t task = (taken - s.fixed_begin) * workers_ + owner;
@@ -148,7 +148,7 @@ class Run {
     return count;
   }
 
-  // Free tasks until one is of a later phase, which is held; how many were run.
+  // Runs free tasks until one is of a later phase, which is held; returns the number of tasks run.
   int64_t run_free(std::size_t p, int worker, int64_t& held) {
     const Share& s = share(p);
     const int64_t end = s.free_begin + s.free(workers_);
@@ -162,7 +162,7 @@ class Run {
     }
   }
 
-  // `done_` counts tasks of later phases too, but none of these can end before every one of this phase has.
+  // `done_` counts tasks of later phases too, but no later task ends before all tasks of this phase have ended.
   void note_done(std::size_t p, int64_t count) {
     const int64_t end = share(p).begin + share(p).tasks;
     if (done_.add_shared(count, std::memory_order_acq_rel) + count != end) return;

@@ -1,4 +1,4 @@
-// The seam between the core and whatever runs threads (ATen, OpenMP, std::thread, nothing).
+// The interface between the core and the owner of threads (ATen, OpenMP, std::thread, nothing).
 #pragma once
 
 #include <cfenv>
@@ -30,11 +30,12 @@ class FunctionRef<R(Args...)> {
   R (*call_)(void*, Args...);
 };
 
-/// Runs a body on several workers. Results never depend on which implementation runs or on how many workers it has.
+/// Runs a body on several workers. Results depend neither on the implementation nor on the number of workers.
 class Parallel {
  public:
   virtual ~Parallel() = default;
-  /// Workers that can run at once, at least 1. May change from call to call: what is sized by it asks once.
+  /// Workers that can run at once, at least 1. May change from call to call: code that sizes memory by the number asks
+  /// once.
   virtual int threads() const = 0;
   /// Calls body(worker) once for each worker in [0, workers), at once or one after another, and returns when all did.
   virtual void run(int workers, FunctionRef<void(int)> body) = 0;
@@ -54,14 +55,14 @@ struct Phase {
   int64_t tasks;
   FunctionRef<void(int64_t part, int64_t task, int worker)> run;
   int64_t part = 0;   ///< given to run, for phases that share a function
-  bool even = false;  ///< tasks take about as long as each other: fewer are left for who is free
+  bool even = false;  ///< all tasks take about the same time: fewer are left for free workers
 };
 
 inline constexpr int kMaxPhases = 80;
 
-/// Until it is destroyed the calling thread computes in the default floating-point environment, for which
-/// docs/numerics.md is: a thread that rounds otherwise or flushes denormals (which torch.set_flush_denormal makes of
-/// the calling thread alone) would give other bits than its fellows.
+/// Until it is destroyed the calling thread computes in the default floating-point environment, which docs/numerics.md
+/// assumes. A thread that rounds differently or flushes denormals would give other bits than the other threads.
+/// (torch.set_flush_denormal changes the calling thread alone.)
 class DefaultFloatEnvironment {
  public:
   DefaultFloatEnvironment() {
@@ -76,7 +77,7 @@ class DefaultFloatEnvironment {
   std::fenv_t caller_;
 };
 
-/// Says to the CPU that this thread waits.
+/// Tells the CPU that this thread waits.
 inline void relax() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
@@ -87,12 +88,12 @@ inline void relax() {
 
 /// Runs all tasks of all phases, at most kMaxPhases, in one parallel region of at most `workers` workers. A phase
 /// starts when every task of the phase before has ended. worker is in [0, workers) and runs in the default
-/// floating-point environment; behind task t it most likely runs task t + workers. An exception thrown by a task is
-/// rethrown once all workers have stopped; tasks that had not begun are dropped.
+/// floating-point environment; after task t the worker most likely runs task t + workers. An exception thrown by a task
+/// is rethrown once all workers have stopped; tasks that had not begun are dropped.
 void run_phases(Parallel& parallel, int workers, std::span<const Phase> phases);
 
-/// Said before each write to a cache line that other workers write too: benchmarks/split_balance.cpp counts them, in a
-/// build of its own.
+/// Called before each write to a cache line that other workers write too: benchmarks/split_balance.cpp counts the
+/// calls, in its own build.
 #ifdef W4A8_COUNT_SHARED_WRITES
 void note_shared_write();
 #else

@@ -26,7 +26,7 @@ struct Pages {
   uintptr_t bytes;
 };
 
-// Whole pages only: what else lies on the first and the last one is not ours.
+// Whole pages only: other data on the first and the last page is not ours.
 Pages whole_pages(void* data, int64_t bytes) {
   const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
   const auto address = reinterpret_cast<uintptr_t>(data);

@@ -7,11 +7,11 @@
 
 namespace w4a8 {
 
-/// Asks the system to back [data, data + bytes) with huge pages where it can: 4 KiB ones cost a stream of weights up
-/// to a tenth. Best before the first touch. Blocks below 4 MiB are left alone; a refusal changes nothing but speed.
+/// Asks the system to back [data, data + bytes) with huge pages: pages of 4 KiB cost a stream of weights up to a tenth.
+/// Best before the first touch. Blocks below 4 MiB are left alone; a refusal changes nothing but speed.
 void advise_huge_pages(void* data, int64_t bytes);
 
-/// What the environment variable W4A8_MEMORY asks for of packed weights.
+/// Values of the environment variable W4A8_MEMORY.
 enum class PackedMemory {
   kDefault,     ///< unset or empty: on the node of the thread that packs; mapped files stay mapped
   kCopy,        ///< "copy": mapped files are copied into memory with huge pages
@@ -21,8 +21,8 @@ enum class PackedMemory {
 /// Throws std::invalid_argument that names the variable if its value is none of these.
 PackedMemory packed_memory();
 
-/// For packed weights that are about to be written: huge pages, and interleaved pages where they are asked for and
-/// there is more than one NUMA node. Throws as packed_memory() and interleave_pages() do.
+/// For packed weights before they are written: huge pages, and interleaved pages if W4A8_MEMORY asks for them and there
+/// is more than one NUMA node. Throws as packed_memory() and interleave_pages() do.
 void place_packed(void* data, int64_t bytes);
 
 /// NUMA nodes of a list as Linux writes it: "0-1,4" is {0, 1, 4}; empty if it is no such list.
@@ -32,9 +32,9 @@ std::vector<int> parse_nodes(const std::string& list);
 using MemoryBind = long (*)(void* begin, unsigned long bytes, int mode, const unsigned long* nodes,
                             unsigned long max_node, unsigned flags);
 
-/// Lets the whole pages of [data, data + bytes) lie on the given nodes in turns; those that have been touched are
-/// moved. nodes: from 0 to 1023, at least one. bind: the system call; tests pass another function. Throws
-/// std::runtime_error that says what the system answered.
+/// Puts the whole pages of [data, data + bytes) on the given nodes in turns; touched pages are moved. nodes: from 0 to
+/// 1023, at least one. bind: the system call; tests pass another function. Throws std::runtime_error with the system's
+/// answer.
 void interleave_pages(void* data, int64_t bytes, const std::vector<int>& nodes, MemoryBind bind = nullptr);
 
 }  // namespace w4a8

@@ -1,5 +1,5 @@
-// exp and log1p in double, rounded later to float: the same bits on every CPU and with every C library, which <cmath>
-// does not promise. Additions, multiplications and divisions only; a loop over them is vectorized by the compiler.
+// exp and log1p in double, rounded later to float. Unlike <cmath> the bits are the same on every CPU and with every C
+// library. Additions, multiplications and divisions only; a loop over them is vectorized by the compiler.
 #pragma once
 
 #include <bit>
@@ -7,8 +7,8 @@
 
 namespace w4a8 {
 
-/// exp(x), relative error < 2e-11, with x clamped to [-300, 300]: as a float, and so its root, that is 0 or infinity.
-/// NaN stays NaN.
+/// exp(x), relative error < 2e-11, with x clamped to [-300, 300]: beyond, exp(x) as a float, and its root, is 0 or
+/// infinity. NaN stays NaN.
 inline double exp_of(double x) {
   x = x < -300.0 ? -300.0 : x;
   x = x > 300.0 ? 300.0 : x;
@@ -32,7 +32,7 @@ inline double exp_of(double x) {
 
 /// log(1 + y) for y in [0, 2^30], relative error < 1e-10. NaN stays NaN.
 inline double log1p_of(double y) {
-  if (!(y >= 1e-5)) return y - 0.5 * y * y;  // the next term is y^3 / 3; what 1 + y would round away is kept
+  if (!(y >= 1e-5)) return y - 0.5 * y * y;  // the next term is y^3 / 3; keeps the bits that 1 + y rounds away
   // log(m 2^n) = n ln 2 + 2 artanh(s), m in [sqrt(1/2), sqrt(2)), s = (m - 1) / (m + 1), |s| < 0.172.
   const auto bits = std::bit_cast<uint64_t>(1.0 + y);
   const uint64_t n = (bits - 0x3fe6a09e667f3bcdu) >> 52;

@@ -12,7 +12,7 @@
 namespace w4a8 {
 namespace {
 
-// Weights of 16 rows that a task has at least, where they have so many.
+// Least number of weights of a task in 16 rows, if the rows have as many.
 constexpr int64_t kTaskWeights = 1 << 15;
 
 void check_importance(const FloatWeights& from, int64_t count, int64_t k) {
@@ -26,7 +26,7 @@ void check_importance(const FloatWeights& from, int64_t count, int64_t k) {
   }
 }
 
-// Of one call: which groups of which rows a task has, and where their parts are.
+// One call: the groups and rows of each task, and the places of their parts.
 class Rounding {
  public:
   Rounding(const Kernel& kernel, const PackedShape& shape, const FloatWeights& from, int effort,

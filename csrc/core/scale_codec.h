@@ -1,7 +1,7 @@
-// Scales as a checkpoint has them and as they are packed, as bits: nothing depends on how the CPU treats denormals.
+// Scales in the forms of a checkpoint and of a packed matrix, as bits: independent of the CPU's treatment of denormals.
 //
-// Beside e2m1 values a scale is packed halved, since w is twice the number that a nibble stands for. (Of e8m0 the byte
-// is packed as it is; kernels halve the scale.)
+// Scales of e2m1 are packed halved, since w is twice the number of a nibble. (e8m0 is packed unchanged; kernels halve
+// the scale.)
 #pragma once
 
 #include <algorithm>
@@ -14,8 +14,8 @@
 
 namespace w4a8 {
 
-/// Floats as bits, with kMantissa bits of mantissa: 23 float32, 7 bfloat16, 10 float16. Infinities and NaN stay what
-/// they are, halved or doubled.
+/// Floats as bits, with kMantissa bits of mantissa: 23 float32, 7 bfloat16, 10 float16. Infinities and NaN stay, halved
+/// or doubled.
 template <class BitsType, int kMantissa>
 struct FloatScale {
   using Bits = BitsType;
@@ -39,7 +39,7 @@ struct FloatScale {
 
   static Bits packed(Bits given, bool halve) { return halve ? halved(given) : given; }
   static Bits given(Bits packed, bool halve) { return halve ? doubled(packed) : packed; }
-  /// Whether it can be packed; if not, what it is.
+  /// Whether a scale can be packed; if not, the reason in words.
   static bool fits(Bits given, bool halve) {
     return !halve || magnitude(given) >= 2 * kLeastNormal || (given & 1) == 0;
   }
@@ -49,12 +49,12 @@ struct FloatScale {
   }
 };
 
-/// float8_e4m3fn without signs, packed as e5m3, in which all of them and their halves are normal numbers: the exponent
+/// float8_e4m3fn without signs, packed as e5m3. There all scales and their halves are normal numbers: the exponent
 /// counts from 2^-11, not 2^-7.
 struct E5M3Scale {
   using Bits = uint8_t;
   static constexpr int kMost = 0x7e;
-  static constexpr Bits kNone = 0xff;  ///< what `given` returns for an e5m3 that no float8_e4m3fn becomes
+  static constexpr Bits kNone = 0xff;  ///< result of `given` for an e5m3 without a float8_e4m3fn
 
   static constexpr Bits convert(Bits e4m3, bool halve) {
     if (e4m3 == 0) return 0;

@@ -21,15 +21,15 @@ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 /// The float tile of a task should stay in cache beside the int8 rows.
 inline constexpr int64_t kTileFloats = 32 * 1024;
 
-/// Into how many spans the panels of each of `units` units are cut, so that every worker gets many tasks to take and a
-/// tile [rows, 16 * span] has about kTileFloats. rows: of the largest unit.
+/// Number of spans for the panels of each of `units` units: every worker gets many tasks, and a tile [rows, 16 * span]
+/// has about kTileFloats. rows: of the largest unit.
 inline int64_t panel_spans(int64_t panels, int64_t units, int64_t rows, int64_t workers) {
   constexpr int64_t kTasksPerWorker = 8;
   const int64_t for_balance = workers == 1 ? 1 : ceil_div(kTasksPerWorker * workers, std::max<int64_t>(units, 1));
   const int64_t most_panels = std::max<int64_t>(2, kTileFloats / (kPanelColumns * std::max<int64_t>(rows, 1)));
   const int64_t spans = std::max(for_balance, ceil_div(panels, most_panels));
-  // At least 2 panels a span, since tiles are two panels wide; but one, where pairs are so few for each worker that a
-  // last round which not all have a task of would take more than a tenth longer.
+  // At least 2 panels a span, since tiles are two panels wide. One panel, if each worker has so few pairs that an
+  // incomplete last round would take more than a tenth longer.
   const int64_t pairs = std::max<int64_t>(1, panels / 2);
   const int64_t rounds = ceil_div(units * pairs, workers);
   const bool even = 10 * rounds * workers <= 11 * units * pairs;

@@ -13,7 +13,7 @@ using Clock = std::chrono::steady_clock;
 
 // Longer than from one run to the next within a step, and much shorter than the system lets a thread run.
 constexpr auto kSpin = std::chrono::microseconds(100);
-// A task takes up to about as long; who waits longer has most likely lost a thread to the system.
+// A task takes up to about as long. If the wait is longer, the system has most likely stopped a thread.
 constexpr auto kBeforeAgain = std::chrono::microseconds(40);
 constexpr int kLooksBeforeClock = 64;  // a look at the clock costs more than one at the ticket
 constexpr std::size_t kMostWorks = 64;
@@ -34,7 +34,7 @@ Team::Team(int threads, const std::function<void(int)>& begin) : entered_(static
       });
     }
   } catch (const std::system_error&) {
-    // The system gives no more threads: those that are there do.
+    // The system gives no more threads: the team has fewer.
   }
 }
 
@@ -45,9 +45,9 @@ Team::~Team() {
   for (std::thread& worker : workers_) worker.join();
 }
 
-// A thread that comes for a task says which run it found, then takes one. Threads that said a later run, or nothing,
-// read nothing of this one: the ticket is past it. Numbers of runs begin again after 2^31 of them: what is less than
-// half of that behind is earlier.
+// A thread that comes for a task notes the run that it found, then takes a task. Threads with a later run, or none,
+// read no memory of this run: the ticket is past it. Run numbers begin again after 2^31: a number less than half of
+// that behind is earlier.
 bool Team::is_read(const Work& work) const {
   for (const Entered& entered : entered_) {
     const uint64_t run = entered.run.load();
@@ -99,7 +99,7 @@ bool Team::take(int worker) {
   return taken.has_task();
 }
 
-// Tasks that other threads hold.
+// Runs tasks that other threads hold.
 void Team::again(Work& work) {
   for (int64_t task = 0; task < work.tasks_.count; ++task) {
     if (work.committed_[static_cast<std::size_t>(task)].load(std::memory_order_acquire) == 0) execute(work, task, 0);
@@ -164,7 +164,7 @@ void Team::loop(int worker) {
     if (now - since < kSpin) continue;
     const uint32_t calls = calls_.load();
     sleepers_.fetch_add(1);
-    // A run that came before this thread counted itself has not called it.
+    // A run before this thread counted itself as asleep has not woken the thread.
     if (!Ticket::of(ticket_.load()).has_task() && !stop_.load()) calls_.wait(calls);
     sleepers_.fetch_sub(1);
     since = {};

@@ -1,5 +1,5 @@
-// A team of threads for work of microseconds: tasks are taken, never dealt, and nobody waits for a thread that has not
-// come.
+// A team of threads for work of microseconds. Threads take tasks when they are free. Nobody waits for a thread that has
+// not come.
 #pragma once
 
 #include <atomic>
@@ -15,9 +15,9 @@
 
 namespace w4a8 {
 
-/// What the tasks of one run are. Nothing throws. A task that has a commit is run again by another thread if the one
-/// that took it was stopped by the system: compute then reads what nobody writes during the run, and writes to memory
-/// of its worker alone; commit is called once for each task, by one worker, behind its compute.
+/// The tasks of one run. Nothing throws. If the system stops a thread that holds a task with a commit, another thread
+/// runs the task again. So such a compute reads only memory that nobody writes during the run, and writes only memory
+/// of its worker. commit is called once for each task, by one worker, after its compute.
 struct TeamTasks {
   int64_t count = 0;  ///< at most Team::kMostTasks
   void (*compute)(void* context, int64_t task, int worker) = nullptr;
@@ -30,8 +30,8 @@ class Team final : public Parallel {
  public:
   static constexpr int64_t kMostTasks = 4096;
 
-  /// threads: the caller included, 1 to 4096. begin: called first in each new thread, with its number from 1 on: the
-  /// place to bind it to a CPU, since it inherits those of the thread that makes the team.
+  /// threads: the caller included, 1 to 4096. begin: called first in each new thread, with the thread's number from 1
+  /// on, to bind the thread to a CPU: without, it has the CPUs of the thread that makes the team.
   explicit Team(int threads, const std::function<void(int)>& begin = nullptr);
   /// Waits for the threads.
   ~Team() override;
@@ -41,7 +41,7 @@ class Team final : public Parallel {
   /// Empty if another thread is using the team.
   std::unique_lock<std::mutex> lock() { return std::unique_lock<std::mutex>(mutex_, std::try_to_lock); }
 
-  /// One run, and the memory of what its tasks read: a late thread may still be reading when the run has ended.
+  /// One run, and the memory that its tasks read: a late thread may still be reading when the run has ended.
   class Work {
    public:
     /// At least `bytes` bytes, 64-byte aligned, until the next acquire() that returns this work.
@@ -60,8 +60,7 @@ class Team final : public Parallel {
   Work& acquire();
   /// All tasks; returns when they have ended. work: of acquire, for this one run.
   void run(Work& work, const TeamTasks& tasks);
-  /// Returns when no thread reads anything of an earlier run: before the weights of its tasks go away. The caller has
-  /// the lock.
+  /// Returns when no thread reads memory of an earlier run. Call this, with the lock, before weights are freed.
   void await_readers() const;
 
   int threads() const override { return static_cast<int>(workers_.size()) + 1; }
@@ -69,8 +68,8 @@ class Team final : public Parallel {
   void run(int workers, FunctionRef<void(int)> body) override;
 
  private:
-  // What changes when a task is taken: number of the run, its work, its tasks, the next task. In one word, so that a
-  // late thread that takes a task takes one of the run that is on.
+  // Run number, work, count of tasks and next task, which change when a task is taken. One word, so that a late thread
+  // takes a task of the present run.
   struct Ticket {
     static constexpr int kNextBits = 14;  // room for all workers that come when no task is left
     static constexpr int kCountBits = 13;
@@ -96,7 +95,7 @@ class Team final : public Parallel {
   };
   static constexpr uint64_t kRunMask = (uint64_t{1} << Ticket::kRunBits) - 1;
   static constexpr uint64_t kOutside = ~uint64_t{0};
-  // The run that a thread found when it came for a task: it reads nothing of runs before.
+  // The run that a thread found when it came for a task. The thread reads no memory of earlier runs.
   struct alignas(64) Entered {
     std::atomic<uint64_t> run{kOutside};
   };
@@ -105,12 +104,12 @@ class Team final : public Parallel {
   bool take(int worker);
   void execute(Work& work, int64_t task, int worker);
   void again(Work& work);
-  // Whether a thread may be reading what this work is of.
+  // Whether a thread may be reading memory of this work.
   bool is_read(const Work& work) const;
 
   std::mutex mutex_;
   alignas(64) std::atomic<uint64_t> ticket_{0};
-  alignas(64) std::atomic<uint32_t> calls_{0};  // runs that found a thread asleep; what those wait for
+  alignas(64) std::atomic<uint32_t> calls_{0};  // runs that found a thread asleep; sleepers wait for it
   std::atomic<int> sleepers_{0};
   std::atomic<bool> stop_{false};
   std::vector<Entered> entered_;

@@ -96,7 +96,7 @@ class PanelUnpacker {
   const UnpackedWeights& to_;
 };
 
-// A finite scale whose double is none, beside e2m1. scales: what came of them, all of which `pack` would take.
+// e2m1: throws for a finite packed scale whose double is not finite. scales: unpacked, and accepted by `pack`.
 void check_doubles(const PackedMatrix& matrix, const void* scales) {
   const PackedShape& shape = matrix.shape;
   if (shape.kind.values != Values::kE2M1) return;
@@ -119,7 +119,7 @@ void unpack(const PackedMatrix& matrix, const UnpackedWeights& to, Parallel& par
   const auto unpack_one = [&](int64_t, int64_t index, int) { PanelUnpacker(matrix, index, to).run(); };
   const Phase phases[] = {{shape.panels(), unpack_one}};
   run_phases(parallel, parallel.threads(), phases);
-  // Packed bytes may come from anywhere: what `pack` refuses, nothing may return.
+  // Packed bytes may come from anywhere: unpacking never returns values that `pack` refuses.
   check_packable(shape, shape.n * shape.groups(), to.scales, shape.kind.zero_points ? to.zero_points : nullptr);
   check_doubles(matrix, to.scales);
 }

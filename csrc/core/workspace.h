@@ -28,8 +28,8 @@ class Slicer {
   int64_t used_ = 0;
 };
 
-/// Memory that grows when more is asked for, by half of what it was or 8 MiB more than that at most. Not thread safe:
-/// one per calling thread.
+/// Memory that grows on demand, to 1.5 times its size, but at most 8 MiB beyond the demand. Not thread safe: one per
+/// calling thread.
 class Workspace {
  public:
   Workspace() = default;

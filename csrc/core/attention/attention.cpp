@@ -12,7 +12,7 @@ namespace w4a8 {
 namespace {
 
 constexpr float kLog2E = 0x1.715476p+0f;
-// Sums of segments that wait to be merged: as many as this at most, else a task has all keys of its rows.
+// The most sums of segments that may wait to be merged; beyond, a task has all keys of its rows.
 constexpr int64_t kMostPartialBytes = 64 * 1024 * 1024;
 constexpr int64_t kTasksPerWorker = 4;
 
@@ -48,7 +48,7 @@ Visible visible(const PagedCache& cache, const Queries& queries, int64_t sequenc
   return {before, behind};
 }
 
-/// What a worker has to itself.
+/// Memory of a worker.
 struct TileBuffers {
   TileBuffers(Slicer& slicer, const CacheShape& shape, int64_t rows) {
     const auto floats = [&](int64_t count) { return slicer.take<float>(rows * count); };
@@ -139,7 +139,7 @@ class Attention {
     }
   }
 
-  // Into pieces; returns how many rows of sums wait to be merged.
+  // Cuts into pieces; returns the number of rows of sums to be merged.
   int64_t cut(int workers) {
     int64_t partial_rows = 0;
     for (Tile& tile : tiles_) {
@@ -173,7 +173,7 @@ class Attention {
       last_end = std::max<int64_t>(last_end, own.end[r]);
       first_begin = std::min<int64_t>(first_begin, own.begin[r]);
     }
-    // Pages in front of a window may be gone: a block that no row sees is given as the first one that is seen.
+    // Pages in front of a window may be gone: a block that no row sees is replaced by the first visible block.
     const int64_t first_block = first_begin / kBlockKeys;
     for (int64_t s = piece.segments.begin; s < piece.segments.end; ++s) {
       KeySegment segment = {};
@@ -301,7 +301,7 @@ void write_cache(const Kernel& kernel, Parallel& parallel, const PagedCache& cac
       position += count;
     }
   }
-  // A block wants the one before it, which another sequence of the call may be writing: sequences that begin alike can
+  // A block needs the block before, which another sequence of the call may be writing: sequences that begin alike can
   // share pages from the first step on. So the blocks of a head are written in the order of their numbers.
   std::stable_sort(runs.begin(), runs.end(), [](const Run& a, const Run& b) { return a.number < b.number; });
   const auto write = [&](int64_t, int64_t head, int) {

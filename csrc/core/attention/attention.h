@@ -24,7 +24,7 @@ struct PagedCache {
   int64_t sequences;
   const int32_t* table;  ///< [sequences, table_stride] numbers of pages
   int64_t table_stride;
-  const int32_t* lengths;  ///< [sequences] tokens of a sequence, those of this call included
+  const int32_t* lengths;  ///< [sequences] tokens of a sequence, with the tokens of this call
   const int32_t* starts;  ///< [sequences + 1] the tokens of a sequence in this call: starts[i]..starts[i + 1], its last
                           ///< ones
 
@@ -49,8 +49,8 @@ struct NewTokens {
   DType dtype;
 };
 
-/// Writes the tokens of a call. A block is the same however its tokens were spread over calls. window: what attention
-/// will be called with, 0 for none; behind a short one the block before a block may be gone.
+/// Writes the tokens of a call. A block is the same however its tokens were spread over calls. window: the window of
+/// later attention, 0: none. With a short window the block before a block may be gone.
 void write_cache(const Kernel& kernel, Parallel& parallel, const PagedCache& cache, const NewTokens& tokens,
                  int64_t window);
 

@@ -7,7 +7,7 @@
 
 namespace w4a8 {
 
-/// "" if it does on a small problem of each kind of cache, else what differs.
+/// "" if the bits agree on a small problem of each kind of cache, else the difference.
 std::string attention_difference(const Kernel& kernel, const Kernel& reference);
 
 }  // namespace w4a8

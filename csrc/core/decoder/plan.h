@@ -1,4 +1,4 @@
-// What a decoder is made of: plain data. Pointers are to memory that outlives the plan.
+// The parts of a decoder: plain data. Pointers are to memory that outlives the plan.
 #pragma once
 
 #include <cstdint>
@@ -23,12 +23,12 @@ struct NormPlan {
 struct AttentionPlan {
   Products qkv;  ///< q, k and v; or one matrix of the three
   Products out;
-  const float* qkv_bias = nullptr;  ///< [q, k and v], added to what qkv gives; null: none
+  const float* qkv_bias = nullptr;  ///< [q, k and v], added to the results of qkv; null: none
   const float* out_bias = nullptr;  ///< [hidden]
   int64_t heads = 0;
   int64_t kv_heads = 0;  ///< divides heads
   int64_t head_size = 0;
-  NormPlan q_norm;  ///< of each head, or of all of them at once
+  NormPlan q_norm;  ///< of each head, or of all heads at once
   NormPlan k_norm;
   bool norms_whole_rows = false;
   int64_t rope = -1;         ///< which of the tables of a step; -1: none
@@ -63,18 +63,18 @@ struct ExpertsPlan {
   FewExperts few;  ///< the same experts
   int64_t intermediate = 0;
   Activation activation = ActivationKind::kSilu;
-  const float* shared_gate = nullptr;  ///< [hidden]: what LayerPlan::mlp gives counts sigmoid(x * gate); null: 1
+  const float* shared_gate = nullptr;  ///< [hidden]: LayerPlan::mlp's output is multiplied by sigmoid(x * gate); null: 1
 };
 
 struct LayerPlan {
   NormPlan before_attention;
   AttentionPlan attention;
-  NormPlan after_attention;  ///< of what attention gives, before it is added
+  NormPlan after_attention;  ///< of attention's output, before it is added
   NormPlan before_mlp;
-  MlpPlan mlp;          ///< beside experts: of an expert that all tokens share, or none
+  MlpPlan mlp;          ///< beside experts: the shared expert, or none
   ExpertsPlan experts;  ///< router null: none
   NormPlan after_mlp;
-  float residual = 1.0f;  ///< what both are multiplied with before they are added
+  float residual = 1.0f;  ///< factor of both outputs before they are added
 };
 
 struct DecoderPlan {

@@ -1,4 +1,4 @@
-// One run of a team: products of few rows with some panels, and what becomes of their results.
+// One run of a team: products of few rows with some panels, and the storing of results.
 #pragma once
 
 #include <algorithm>
@@ -13,29 +13,29 @@
 
 namespace w4a8 {
 
-/// out[m, n] gets the columns of some panels: of the rows times `matrix`, or, with `up`, activation(these, the rows
-/// times `up` from `up_column` on).
+/// out[m, n] gets the columns of some panels: g, the rows times `matrix`; or, with `up`, activation(g, u), u the rows
+/// times `up` from `up_column` on.
 struct Piece {
   const PackedMatrix* matrix;
   Range panels;
   Rows rows;
   const PackedMatrix* up;  ///< null: no activation
-  int64_t up_column;       ///< of the first column; may be inside of a panel
+  int64_t up_column;       ///< the first column; may be inside of a panel
   Rows up_rows;
   int64_t m;
   float* out;           ///< [m, n], rows next to each other
   int64_t n;            ///< columns of the whole result
-  const uint8_t* next;  ///< what the worker will most likely read behind it
+  const uint8_t* next;  ///< the worker's most likely next read
 
   int64_t column() const { return panels.begin * kPanelColumns; }
   int64_t columns() const { return std::min(n - column(), panels.size() * kPanelColumns); }
-  /// Of a tile: one of g, or of g and of u, which may begin inside of a panel.
+  /// Columns of a tile, of g, or of g and of u: u may begin inside of a panel.
   int64_t tile_columns() const { return (panels.size() + (up == nullptr ? 0 : 1)) * kPanelColumns; }
   int64_t tile_floats() const { return m * tile_columns() * (up == nullptr ? 1 : 2); }
 };
 
-/// Pieces and tiles in the memory of a run: late threads may read them when it is over. A task is one piece or several,
-/// each with a tile of its own.
+/// Pieces and tiles, in the memory of a run: late threads may read both after the run. A task is one piece or several,
+/// each with its own tile.
 class ProductRun {
  public:
   /// tile_floats: of the pieces of a task together, at most.
@@ -119,8 +119,8 @@ class ProductRun {
   int64_t tasks_ = 0;
 };
 
-/// Tasks that so many bytes of weights are cut into. One for each worker is the longest stream; of many bytes there are
-/// more, so that who is late holds up less.
+/// Number of tasks for this many bytes of weights. One task for each worker is the longest stream. Many bytes are cut
+/// into more tasks, so that a late worker delays less.
 inline int64_t tasks_of_run(int64_t bytes, int workers) {
   constexpr int64_t kTaskBytes = 512 * 1024;
   const int64_t rounds = std::clamp<int64_t>(bytes / (kTaskBytes * workers), 1, 8);

@@ -50,7 +50,7 @@ void Products::cut(int workers, const Products* following) {
   if (n_ % 2 == 0 && matrices_.size() <= 2) gated_spans_ = spans_of({matrices_.front()}, n_ / 2, workers);
 }
 
-// What the worker of a span will most likely read behind it.
+// The most likely next read of the worker of a span.
 const uint8_t* Products::next_panel(const std::vector<Span>& spans, std::size_t i) const {
   const auto first = [](const Products& products, const Span& span) {
     return products.matrices_[span.matrix].panel(span.panels.begin);

@@ -32,13 +32,13 @@ class Products {
   int64_t columns_of(std::size_t matrix) const { return matrices_[matrix].shape.n; }
   static constexpr std::size_t kMostMatrices = 3;
 
-  /// Cuts the work of a few rows for that many workers. following: what will be multiplied next, whose weights are
-  /// fetched meanwhile; it stays where it is.
+  /// Cuts the work of a few rows for this many workers. following: the next products, whose weights are fetched
+  /// meanwhile; it must not move.
   void cut(int workers, const Products* following);
 
   /// x[m, k] times the matrices: out[m * n] has a block [m, n of the matrix] for each of them. x: contiguous rows.
   void multiply(const Kernel& kernel, Team& team, Workspace& workspace, const float* x, int64_t m, float* out) const;
-  /// Where the results of the columns from `column` on are, up to the end of a matrix.
+  /// The results of the columns from `column` on, up to the end of a matrix.
   FloatRows columns(float* out, int64_t m, int64_t column) const;
 
   /// h[m, n / 2] = activation(g, u), g the first and u the second half of the columns of x times the matrices: one, or
@@ -47,14 +47,14 @@ class Products {
                       Activation activation, float* scratch, float* h) const;
 
  private:
-  // What a task of a few rows does with one matrix.
+  // The part of one matrix in a task of a few rows.
   struct Span {
     std::size_t matrix;
     Range panels;
     int64_t task;
   };
   static std::vector<Span> spans_of(const std::vector<PackedMatrix>& matrices, int64_t columns, int workers);
-  std::size_t first_alike(std::size_t matrix) const;  // the first matrix that wants rows quantized like this one
+  std::size_t first_alike(std::size_t matrix) const;  // the first matrix with the same quantization of rows
   const uint8_t* next_panel(const std::vector<Span>& spans, std::size_t i) const;
   void multiply_few(const Kernel& kernel, Team& team, const float* x, int64_t m, const Activation* activation,
                     float* out) const;

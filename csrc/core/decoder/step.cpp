@@ -107,7 +107,7 @@ class Step {
     }
   }
 
-  // x += what attention or the MLP gave.
+  // x += output of attention or the MLP.
   void add(const NormPlan& norm, float factor) {
     const int64_t n = plan_.hidden;
     for_rows(m_, [&](int64_t r) {
@@ -161,7 +161,7 @@ class Step {
     plan.down.multiply(kernel_, team_, workspace_, b_.h, m_, out);
   }
 
-  // The expert that all tokens share, beside the others.
+  // The shared expert, beside the others.
   void share_mlp(const LayerPlan& layer) {
     mlp(layer.mlp, b_.shared);
     const int64_t n = plan_.hidden;
@@ -244,7 +244,7 @@ class Step {
     });
   }
 
-  // To the type of the results and back: what a head would get that is called by itself.
+  // To the type of the results and back, as for a head that is called by itself.
   void round_row(float* x, int64_t n) const {
     if (args_.dtype == DType::kFloat32) return;
     uint16_t rounded[kRoundedAtOnce];
@@ -270,7 +270,7 @@ class Step {
 void run_step(const Kernel& kernel, Team& team, Workspace& workspace, const DecoderPlan& plan, const StepArgs& args) {
   if (args.tokens == 0) return;
   const DefaultFloatEnvironment environment;
-  thread_local Workspace step_memory;  // `workspace` is for what the step calls
+  thread_local Workspace step_memory;  // `workspace` is for the functions that the step calls
   const Buffers buffers =
       sliced(step_memory, [&](Slicer& slicer) { return Buffers(slicer, plan, args.tokens, args.row_count); });
   Step(kernel, team, workspace, plan, args, buffers).run();

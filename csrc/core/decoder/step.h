@@ -18,10 +18,10 @@ struct RopeTable {
 };
 
 struct StepArgs {
-  float* x = nullptr;  ///< [tokens, hidden]: what enters the first layer; overwritten
+  float* x = nullptr;  ///< [tokens, hidden]: input of the first layer; overwritten
   int64_t tokens = 0;
   const int64_t* positions = nullptr;  ///< [tokens], in the tables
-  const RopeTable* ropes = nullptr;    ///< what AttentionPlan::rope counts
+  const RopeTable* ropes = nullptr;    ///< AttentionPlan::rope is an index into these
   const PagedCache* caches = nullptr;  ///< of each layer; the same sequences and tokens
   const int64_t* rows = nullptr;       ///< [row_count] tokens whose results are wanted; null: all, row_count of them
   int64_t row_count = 0;
@@ -35,7 +35,7 @@ struct StepArgs {
 /// team.
 void run_step(const Kernel& kernel, Team& team, Workspace& workspace, const DecoderPlan& plan, const StepArgs& args);
 
-/// Cuts the work of few rows for that many workers, and lets each product know the next. The plan stays where it is.
+/// Cuts the work of few rows for this many workers, and links each product to the next. The plan must not move.
 void cut_plan(DecoderPlan& plan, int workers);
 
 }  // namespace w4a8

@@ -37,8 +37,8 @@ struct Unit {
   Range rows;
 };
 
-// The ids of all tokens [T, k], checked. The caller's are read here, each once, and nowhere else: another thread may
-// write them meanwhile, and one that was not checked is an index outside of everything.
+// The checked ids of all tokens [T, k]. Each id of the caller is read once, here only: another thread may write ids
+// meanwhile, and an unchecked id would be a wild index.
 template <class Id>
 std::vector<int32_t> checked_ids(const MoeArgs& args, const Id* given) {
   std::vector<int32_t> ids(static_cast<std::size_t>(args.tokens * args.top_k));
@@ -80,9 +80,9 @@ PackedMatrix open_expert(const uint8_t* base, int64_t bytes, const char* name, i
   }
 }
 
-// Which experts are used, and their matrices, opened before the first result is written. From then on nothing reads an
-// id or a header of the caller's, so one that changes meanwhile does no harm. A layer may have a thousand experts and
-// a token use eight: the others take four bytes each.
+// The used experts and their matrices, opened before the first result is written. After that nothing reads ids or
+// headers of the caller, so changes do no harm. A layer may have a thousand experts and a token use eight: an unused
+// expert takes four bytes.
 struct Experts {
   explicit Experts(const MoeArgs& args)
       : ids(checked_ids(args)),
@@ -185,7 +185,7 @@ struct Plan {
   int64_t scratch_bytes;
 };
 
-// Spans of a unit that are left until its rows of h are complete. A cache line: workers on other units have others.
+// Spans that are missing until the rows of h of a unit are complete. Each unit has its own cache line.
 struct SpansLeft {
   int32_t count;  // atomic while tasks run
   uint8_t rest[kLineBytes - sizeof(int32_t)];
@@ -313,8 +313,8 @@ class Batch {
     }
   }
 
-  // h[rows, columns] = activation(w13). Who completes the rows of a unit quantizes them, while h is in a cache. u
-  // starts at row I of w13, which may be inside a panel.
+  // h[rows, columns] = activation(w13). The worker that completes the rows of a unit quantizes them, while h is in a
+  // cache. u starts at row I of w13, which may be inside a panel.
   void gate_up(int64_t task, int worker) {
     const Unit unit = up_.unit(task);
     const Range panels = up_.span(plan_.gate_panels, task);
@@ -387,8 +387,8 @@ class Batch {
     return {all.begin + part.begin, all.begin + part.end};
   }
 
-  // The weights that task `task` of a phase begins with, or one of the next phase that multiplies; null if there is
-  // none. Workers take turns: task + workers is what a worker will most likely take after `task`.
+  // The first weights of task `task` of a phase, or of a task of the next phase that multiplies; null: none. Workers
+  // take turns: after `task` a worker will most likely take task + workers.
   const uint8_t* gate_up_panels(int64_t task) const {
     if (task >= up_.tasks()) return down_panels(0, task - up_.tasks());
     return w13(up_.unit(task)).panel(up_.span(plan_.gate_panels, task).begin);

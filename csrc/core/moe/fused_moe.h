@@ -28,20 +28,19 @@ struct MoeArgs {
   int64_t hidden = 0;            ///< H
   int64_t intermediate = 0;      ///< I
   bool gated = true;             ///< I2 == 2 I (else I2 == I)
-  int64_t group = -1;            ///< of w13 and w2, -1: channelwise; or kAnyGroup: each has what its header says
+  int64_t group = -1;            ///< of w13 and w2, -1: channelwise; or kAnyGroup: as in the headers
   bool weight_on_input = false;  ///< the router weight multiplies the row that enters w13 instead of the output
   Activation activation = ActivationKind::kSilu;
 };
 
 /// Runs the layer. Throws std::invalid_argument, before anything is written, for H or I outside the layout's range, an
-/// id outside [-1, E) (naming the token), and for a packed matrix of an expert that is used whose header disagrees
-/// (naming expert and field), also if the experts of a stack differ in the group, the activation group or in having
-/// minimums. Scratch is bounded: tokens are
-/// worked off in batches (moe_batch_tokens).
+/// id outside [-1, E) (naming the token), and for a header that disagrees, of a used expert (naming expert and field).
+/// Experts of a stack must agree in the group, the activation group and in having minimums. Scratch is bounded: tokens
+/// are worked off in batches (moe_batch_tokens).
 void fused_moe(const Kernel& kernel, Parallel& parallel, Workspace& workspace, const MoeArgs& args);
 
-/// Tokens worked off at once: as many as keep the scratch near 96 MiB, at least 64. x, h: how tokens and what the
-/// activation gives are quantized.
+/// Tokens worked off at once: as many as keep the scratch near 96 MiB, at least 64. x, h: quantization of tokens, and
+/// of the activation's output.
 int64_t moe_batch_tokens(int64_t top_k, const RowShape& x, const RowShape& h);
 
 }  // namespace w4a8

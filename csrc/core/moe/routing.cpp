@@ -20,7 +20,7 @@ constexpr int64_t kInsertedBest = 32;
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 constexpr float kLeast = -std::numeric_limits<float>::infinity();
 
-// What one worker needs for a token.
+// Memory of a worker for a token.
 struct Scratch {
   float* logits;   // [E], widened
   float* ranked;   // [E], scores with their bias
@@ -45,7 +45,7 @@ const float* widen(const void* x, DType dtype, int64_t n, float* buffer) {
   return buffer;
 }
 
-// Larger for what is selected first: by value, a NaN first, then by index, the lower first. -0 is 0.
+// Larger if selected earlier: by value, a NaN first, then by index, the lower first. -0 is 0.
 inline uint64_t key_of(float value, int64_t index) {
   const uint32_t bits = float_bits(value + 0.0f);
   const uint32_t ordered = value != value ? ~0u : bits ^ ((bits >> 31) != 0 ? ~0u : 0x80000000u);
@@ -54,7 +54,7 @@ inline uint64_t key_of(float value, int64_t index) {
 
 inline int64_t index_of(uint64_t key) { return static_cast<int64_t>(~static_cast<uint32_t>(key)); }
 
-// The k first of the values that are offered: once finished, keys[0..k) are theirs, in order.
+// Selects the first k of the offered values: once finished, keys[0..k) are their keys, in order.
 class Best {
  public:
   /// keys: room for as many as are offered.
@@ -114,8 +114,8 @@ void keep_best_groups(const RoutingArgs& args, const float* ranked, const Scratc
   for (int64_t i = 0; i < args.kept_groups; ++i) ratings[index_of(scratch.keys[i])] = 1.0f;
 }
 
-// scratch.keys[0..k) become those of the experts that are selected. Experts of other groups are not offered: a score of
-// -inf in a group that is kept is still one that can be selected.
+// scratch.keys[0..k) become the keys of the selected experts. Experts of other groups are not offered: a score of -inf
+// in a kept group can still be selected.
 void select_experts(const RoutingArgs& args, const float* ranked, const Scratch& scratch) {
   const bool all = args.kept_groups == args.groups;
   if (!all) keep_best_groups(args, ranked, scratch);

@@ -9,7 +9,7 @@
 
 namespace w4a8 {
 
-/// What makes a score of a logit x.
+/// The function from a logit x to a score.
 enum class Scoring : int32_t {
   kSoftmax,       ///< exp(x) / sum of exp over all experts
   kSigmoid,       ///< 1 / (1 + exp(-x))
@@ -27,15 +27,15 @@ struct RoutingArgs {
   bool renormalize;             ///< the weights of a token are divided by their sum
   const float* bias = nullptr;  ///< [experts], added to the scores that select, not to the weights; null: none
   int64_t groups = 1;           ///< of neighbouring experts; divides experts
-  int64_t kept_groups = 1;      ///< experts of that many groups can be selected, at least top_k
+  int64_t kept_groups = 1;      ///< groups whose experts can be selected; these have at least top_k experts
   float scale = 1.0f;           ///< multiplies the weights
   float* weights;               ///< [tokens, top_k]
   int32_t* ids;                 ///< [tokens, top_k], best first
 };
 
 /// Selects top_k experts for each token. Between equal scores the lower index wins; a NaN counts as the largest. An
-/// expert of another group than the kept ones is never selected, also where fewer than top_k scores of those are
-/// finite: then experts of -inf are.
+/// expert outside of the kept groups is never selected. If the kept groups have fewer than top_k finite scores, experts
+/// of -inf are selected.
 void topk_routing(Parallel& parallel, Workspace& workspace, const RoutingArgs& args);
 
 }  // namespace w4a8
