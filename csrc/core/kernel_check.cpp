@@ -160,7 +160,7 @@ constexpr RoundingCase kRoundingCases[] = {
     {kInt8, DType::kFloat32, kBF16, 16, false},
 };
 
-// What round_groups writes, of either kernel from the same random bits.
+// Results of round_groups, of either kernel from the same random bits.
 struct RoundedGroups {
   std::array<uint8_t, kPanelColumns* kRoundedGroup> codes = {};
   std::array<float, kPanelColumns> scales = {};

@@ -52,7 +52,7 @@ void check_codes(unsigned values, unsigned scale_type, const std::string& where)
   }
 }
 
-// What scales of one byte go with.
+// Checks kind and groups of matrices with scales of one byte.
 void check_scale_type(const PackedShape& shape) {
   const std::string name = std::string("scale type is ") + scale_type_name(shape.scale_type);
   if (shape.scale_type == ScaleType::kE5M3) {

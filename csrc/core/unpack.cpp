@@ -52,7 +52,7 @@ class PanelUnpacker {
     }
   }
 
-  // at(g): where those of group g are in the panel.
+  // at(g): the place for group g in the panel.
   template <class Codec, class At>
   void unpack_scales(void* to, At at) const {
     using Bits = typename Codec::Bits;

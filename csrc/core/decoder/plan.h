@@ -63,7 +63,7 @@ struct ExpertsPlan {
   FewExperts few;  ///< the same experts
   int64_t intermediate = 0;
   Activation activation = ActivationKind::kSilu;
-  const float* shared_gate = nullptr;  ///< [hidden]: LayerPlan::mlp's output is multiplied by sigmoid(x * gate); null: 1
+  const float* shared_gate = nullptr;  ///< [hidden]: factor sigmoid(x * gate) of LayerPlan::mlp's output; null: 1
 };
 
 struct LayerPlan {

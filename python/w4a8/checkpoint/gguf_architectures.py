@@ -160,7 +160,7 @@ class Architecture:
         turned: rows of q and k are in ggml's order: in each head the rows that are rotated together are neighbours.
         transposed: stacks of experts are transposed in the model.
         in_turns: gate and up alternate in the last dimension of their stack.
-        norm_plus: what is added to the weights of norms in the file.
+        norm_plus: number that the file adds to the weights of norms.
         tiled: order of the value heads of linear attention: the first of each key head, then the second of each, and so
             on.
         told_by: keys that distinguish architectures of the same name (:func:`named`).

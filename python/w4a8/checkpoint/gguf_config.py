@@ -44,7 +44,7 @@ def config_of(metadata: Mapping[str, Any], tensor_names: Sequence[str]) -> dict[
     )
     config["tie_word_embeddings"] = "output.weight" not in tensor_names
     if known.routing is not None and keys.get("expert_count"):
-        # The names may be those of one file of several.
+        # The names may come from one file of several.
         has_bias = any("exp_probs_b" in tensor for tensor in tensor_names) or None
         router, follows = router_in_file(metadata, has_bias), known.routing.follows
         renormalizes, groups = router.arguments["renormalize"], router.num_expert_group or 1

@@ -81,7 +81,7 @@ class Keys:
         return count - further
 
     def is_left_out(self, tensor: str) -> bool:
-        """Whether a tensor belongs to a layer behind those of the model."""
+        """Whether a tensor belongs to a layer behind the layers of the model."""
         if self.count("nextn_predict_layers", 0, least=0) == 0:
             return False
         found = re.match(r"blk\.(\d{1,4})\.", tensor)

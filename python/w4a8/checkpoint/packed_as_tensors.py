@@ -38,7 +38,7 @@ from w4a8.formats.packed_directory import (
 _PROJECTIONS = (("block_sparse_moe", ("w1", "w3", "w2")), ("", ("gate_proj", "up_proj", "down_proj")))
 # Model types whose checkpoints have all experts in one piece, with another order of rows and biases.
 _WHOLE_EXPERTS = ("gpt_oss",)
-# What compressed-tensors checkpoints have.
+# Limits of compressed-tensors checkpoints.
 _INTEGERS = (Kind.INT4, Kind.INT8)
 
 
@@ -209,7 +209,7 @@ def is_symmetric(directory: PackedDirectory, module: str) -> bool:
 def unpacked(
     tensors: Iterable[tuple[str, torch.Tensor]], symmetric: bool, exported: bool = False
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a packed directory as those of a compressed-tensors checkpoint (``pack-quantized``).
+    """Turns the tensors of a packed directory into tensors of a compressed-tensors checkpoint (``pack-quantized``).
 
     Args:
         tensors: names and tensors, in any order.

@@ -137,7 +137,7 @@ def load_linear(
 
     Args:
         path: directory with config.json and model.safetensors (or several files and their index), or a GGUF file as
-            for :func:`w4a8.load`: names are those of transformers, rows of q and k are put back in its order.
+            for :func:`w4a8.load`: with transformers' names, and rows of q and k in its order.
         only: whether to load a layer, by its name, ``model.layers.0.self_attn.q_proj`` say.
         quantize_w4a16: as in :func:`w4a8.load`.
         activation_group: as in :func:`w4a8.load`.

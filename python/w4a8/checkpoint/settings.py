@@ -133,7 +133,7 @@ def settings_from_keys(keys: Mapping[str, Any], has_bias: bool | None) -> MoESet
 
 
 def router_in_config(model_type: str, text: Mapping[str, Any]) -> Router:
-    """The router of a model that :func:`settings_from_config` knows; ``text``: its config.json, or the text part of it.
+    """The router of a model that :func:`settings_from_config` knows; ``text``: config.json or its text part.
 
     Missing fields have the defaults of the model's configuration class in transformers.
 

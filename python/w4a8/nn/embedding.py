@@ -61,7 +61,7 @@ class PackedEmbedding(PackedModule):
         self.register_buffer("rows_packed", rows_packed)
 
     def packed_shapes(self) -> dict[str, dict[str, int | str]]:
-        """What the header must say."""
+        """The required fields of the header."""
         return {"rows_packed": {"n": self.num_embeddings, "k": self.embedding_dim, "group": self.group_size}}
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ class PackedStacks(PackedModule):
     suffix = "packed"
 
     def packed_shapes(self) -> dict[str, dict[str, int | str]]:
-        """What the headers must say."""
+        """The sizes that the headers must have."""
         groups = self.sizes.group_sizes
         return {
             f"{name}_{self.suffix}": {"n": rows, "k": columns, "group": columns if groups[name] == -1 else groups[name]}

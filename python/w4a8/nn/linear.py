@@ -198,7 +198,7 @@ class W8A8Linear(PackedLinear):
     """``x @ W.T + bias`` with W packed as ``int8``, for mixed checkpoints; otherwise as :class:`W4A8Linear`."""
 
     def packed_shapes(self) -> dict[str, dict[str, int | str]]:
-        """What the header must say."""
+        """The required fields of the header."""
         return {"packed": {**super().packed_shapes()["packed"], "values": Kind.INT8.value}}
 
 

@@ -18,7 +18,7 @@ class W4A8MoE(PackedExperts):
     Attributes:
         sizes: of the experts that this process holds.
         num_experts: of the model; a token has as many logits.
-        top_k, routing_method and so on: what the constructor was given.
+        top_k, routing_method and so on: arguments of the constructor.
     """
 
     expert_map: torch.Tensor | None

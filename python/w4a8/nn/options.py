@@ -77,7 +77,7 @@ class QuantOptions:
 
         Args:
             given: options, or the group size alone, or None.
-            fields: options by name, instead of those of ``given``.
+            fields: options by name, which replace fields of ``given``.
 
         Raises:
             TypeError, ValueError: as the constructor.

@@ -15,7 +15,7 @@ class PackedModule(torch.nn.Module):
     """A module whose weights are packed matrices (uint8 [bytes]) or stacks of them ([E, bytes]), by default buffers."""
 
     def packed_shapes(self) -> dict[str, dict[str, int | str]]:
-        """Buffer name -> what its header must say: ``n``, ``k`` and ``group``, and perhaps ``values``."""
+        """Buffer name -> required fields of the header: ``n``, ``k`` and ``group``, and perhaps ``values``."""
         raise NotImplementedError
 
     def check_packed(self, name: str, packed: torch.Tensor) -> None:
@@ -102,7 +102,7 @@ class PackedLinear(PackedModule):
             activation_group: as in :class:`QuantOptions`.
 
         Raises:
-            ValueError: an ``activation_group`` that does not fit; says what does.
+            ValueError: an ``activation_group`` that does not fit; names sizes that fit.
         """
         packed = matrix.pack(scale_dtype, activation_group=activation_group)
         return cls(packed, matrix.columns, matrix.rows, matrix.group)
@@ -122,5 +122,5 @@ class PackedLinear(PackedModule):
         return sizes + self.kind_repr()
 
     def packed_shapes(self) -> dict[str, dict[str, int | str]]:
-        """What the header must say."""
+        """The required fields of the header."""
         return {"packed": {"n": self.out_features, "k": self.in_features, "group": self.group_size}}

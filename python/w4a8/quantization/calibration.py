@@ -103,7 +103,7 @@ class _Runner:
         """Finds units, stages and chains by running the first batch."""
         units = _units(self.model, self.jobs)
         calls: list[tuple[_Unit, Any]] = []  # with the first argument
-        given: dict[int, Any] = {}  # by id of a unit: what it gave
+        given: dict[int, Any] = {}  # by id of a unit: its output
         inputs: dict[int, list[tuple[Job, Any]]] = {id(unit): [] for unit in units}
         with ExitStack() as stack:
             for unit in units:

@@ -46,7 +46,7 @@ class ExpertRows:
 class ExpertRounding:
     """Rounds the matrices of experts, w13 of each before its w2.
 
-    For an expert that got fewer rows than a matrix has columns, those of all experts stand in for the missing ones.
+    If an expert got fewer rows than a matrix has columns, rows of all experts stand in for the missing rows.
 
     Attributes:
         few: how many experts got fewer rows than w13 has columns.

@@ -13,7 +13,7 @@ from w4a8.nn.packed import PackedModule
 class Guard:
     """A method of one module, set on the instance: a class made here would show in config.json and not be pickled.
 
-    It does not keep the module alive; a copy of the module gets a copy of it.
+    A guard does not keep the module alive; a copy of the module gets a copy of the guard.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:

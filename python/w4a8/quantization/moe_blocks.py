@@ -150,7 +150,7 @@ def fused_experts(
 
     Args:
         module: what to recognize.
-        weights: parameter name -> the experts' tensors of it, to take instead of the module's.
+        weights: parameter name -> the experts' tensors, to take instead of the module's.
     """
     if not has_stacks(module) or stacks_problem(module) is not None:
         return None

@@ -32,7 +32,7 @@ class Job:
         names: of the module in the model; a shared one has several.
         places: owner and key of the module; for ``listed`` the block itself, which stays.
         matrices: how many will be packed.
-        options: what they are rounded to.
+        options: of rounding the matrices.
     """
 
     kind: str
@@ -131,7 +131,7 @@ class _Planner:
             self.plan.skipped.update(dict.fromkeys([name] if name else large, reason))
 
     def leave(self, key: int, reason: str) -> None:
-        """Leaves a module alone, whatever was planned for it."""
+        """Leaves a module alone, and drops its job."""
         self.excluded[key] = reason
         earlier = self.found.pop(key, None)
         if earlier is not None:
@@ -160,7 +160,7 @@ class _Planner:
         return self.weight_problem(linear.weight) or self.width_problem("in_features", linear.in_features)
 
     def experts_problem(self, module: torch.nn.Module, experts: Experts) -> str | None:
-        """Why experts, those of a module, cannot be replaced, or None."""
+        """Why the experts of a module cannot be replaced, or None."""
         if any(map(has_hooks, module.modules())):
             return _LOST
         if experts.activation is None:

@@ -38,7 +38,7 @@ class Large:
         self._least = _LARGE * _bytes(model.parameters())
 
     def of(self, module: torch.nn.Module) -> list[str]:
-        """Names of those that a module itself has."""
+        """Names of the large parameters that a module itself has."""
         return [name for name, parameter in module._parameters.items() if parameter is not None and self._is(parameter)]
 
     def _is(self, parameter: torch.nn.Parameter) -> bool:

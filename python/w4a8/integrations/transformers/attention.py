@@ -113,7 +113,7 @@ def attend(
     Args:
         module: of the model.
         query: [B, H, q, D].
-        key, value: what the cache's update returned, or [B, KV, keys, D] and [B, KV, keys, V].
+        key, value: results of the cache's update, or [B, KV, keys, D] and [B, KV, keys, V].
         attention_mask: of make_mask, or the model's own.
         dropout, scaling: as for attention sdpa.
         kwargs: of the model.

@@ -176,7 +176,7 @@ class PrequantizedModules(ModulesApart):
         # Module -> parameter -> for each source of the parameter, the names of the matrices in the files, by expert;
         # one name for a stack.
         self.matrices: dict[str, dict[str, list[list[str]]]] = {}
-        self.unread: dict[str, str] = {}  # module: what is wrong with a tensor of it
+        self.unread: dict[str, str] = {}  # module: the problem of one of its tensors
         self._kinds: dict[str, None] = {}  # of a module that is packed on the meta device
         names = Names(model)
         unknown = {name for name in self.tensors if not self._add(model, names, name)}

@@ -63,7 +63,7 @@ def output_of(model: torch.nn.Module, path: str) -> str | None:
 
 
 def untie(model: torch.nn.Module, layer: str) -> None:
-    """Lets transformers tie no weight to a layer that is packed, whatever the configuration says."""
+    """Keeps transformers from tying weights to a packed layer, in spite of the configuration."""
     keys = {target: source for target, source in model.all_tied_weights_keys.items() if target != f"{layer}.weight"}
     if len(keys) < len(model.all_tied_weights_keys):
         model.all_tied_weights_keys = keys
@@ -90,7 +90,7 @@ def experts_to_pack(old: torch.nn.Module) -> Experts:
     """The float experts that packed experts will replace.
 
     Raises:
-        ValueError: the operators do not compute what the module does.
+        ValueError: the operators do not have the computation of the module.
     """
     experts = fused_experts(old)
     if experts is None or experts.activation is None:

@@ -136,7 +136,7 @@ class W4A8PackedLinearMethod(_TakesPacked, LinearMethodBase):
         """Registers ``weight_packed``, uint8 [bytes].
 
         Raises:
-            ValueError: the matrices are not those of the layer.
+            ValueError: the matrices do not fit the layer.
         """
         if isinstance(layer, ParallelLMHead):
             output_partition_sizes = [layer.shard_indices.num_org_elements]  # without padding
@@ -184,10 +184,10 @@ class W4A8PackedMoEMethod(_TakesPacked, W4A8MoEMethod):
         self.sizes = replace(self.sizes, group_size=groups["w13_packed"], w2_group_size=groups["w2_packed"])
 
     def register(self, layer: torch.nn.Module, params_dtype: torch.dtype) -> None:
-        """``w13_weight_packed`` and ``w2_weight_packed``, uint8 [experts of this rank, bytes].
+        """Registers ``w13_weight_packed`` and ``w2_weight_packed``, uint8 [experts of this rank, bytes].
 
         Raises:
-            ValueError: the matrices are not those of the layer.
+            ValueError: the matrices do not fit the layer.
         """
         self.start(layer, [self.name], {key: (self.sizes.experts, part.shape[1]) for key, part in self.stored.items()})
         for stack, rows, columns in self.sizes.stacks:
