@@ -1,6 +1,6 @@
 """Runs in the environment of llm-compressor: quantizes a folder of floats, in groups of 32.
 
-llm_compressor.py HOW FLOATS TOKENS.json OUT THREADS    HOW: gptq or awq, alone or with "asymmetric"; TOKENS: lists
+llm_compressor.py HOW FLOATS TOKENS.json OUT THREADS    HOW: gptq or "gptq asymmetric"; TOKENS: lists
 """
 
 import json
@@ -12,17 +12,13 @@ import transformers
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from datasets import Dataset
 from llmcompressor import oneshot
-from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
+from llmcompressor.modifiers.quantization import GPTQModifier
 
 
 def recipe_of(how: str) -> list:
     weights = QuantizationArgs(num_bits=4, symmetric="asymmetric" not in how, strategy="group", group_size=32)
     groups = {"group_0": QuantizationScheme(targets=["Linear"], weights=weights)}
-    if how.startswith("gptq"):
-        return [GPTQModifier(config_groups=groups, ignore=["lm_head"])]
-    from llmcompressor.modifiers.transform.awq import AWQModifier
-
-    return [AWQModifier(), QuantizationModifier(config_groups=groups, ignore=["lm_head"])]
+    return [GPTQModifier(config_groups=groups, ignore=["lm_head"])]
 
 
 def main(how: str, floats: str, tokens: str, out: str, threads: str) -> None:
