@@ -9,14 +9,16 @@ from collections.abc import Iterable
 
 import torch
 
+# Without instructions for bfloat16, products in it take far longer than in float32.
+HAS_BFLOAT16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
 # Odd quintic whose iterates push every singular value towards 1 (Keller Jordan's published coefficients).
 _QUINTIC = (3.4445, -4.7750, 2.0315)
 
 
 def orthogonalize(update: torch.Tensor, iterations: int = 5) -> torch.Tensor:
-    """Approximate U V^T of every matrix: [..., rows, columns] to the same shape, in bfloat16."""
+    """Approximate U V^T of every matrix: [..., rows, columns] to the same shape, in bfloat16 where that is fast."""
     a, b, c = _QUINTIC
-    x = update.bfloat16()
+    x = update.bfloat16() if HAS_BFLOAT16 else update
     wide = x.shape[-2] <= x.shape[-1]
     if not wide:
         x = x.mT.contiguous()

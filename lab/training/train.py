@@ -26,7 +26,7 @@ from peers.report import cpu_name
 from tqdm import tqdm
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from training.muon import Muon
+from training.muon import HAS_BFLOAT16, Muon
 
 WARMUP = 0.02  # share of the run
 WEIGHT_DECAY = 0.1
@@ -159,7 +159,7 @@ def main() -> None:
                 group["lr"] = rate
 
         window = batches(text, args, step)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=HAS_BFLOAT16):
             output = model(input_ids=window[:, :-1], use_cache=False, output_router_logits=True)
             loss = torch.nn.functional.cross_entropy(output.logits.flatten(0, 1).float(), window[:, 1:].reshape(-1))
             total = loss + config.router_aux_loss_coef * balance_loss(output.router_logits, config)
