@@ -3,8 +3,9 @@
     python -m training.quantize_accuracy    # in lab/
 
 reads what ``train.py`` wrote (``float32.pt``, ``config.json``), quantizes copies of it to nearest with and without
-the search of scales, to each kind of weights, in groups of 32, of 128 and per channel, and prints a table: every
-attention projection and every expert has 4-bit weights, every activation before them is int8, through the ``w4a8`` ops.
+the search of scales, to each kind of weights, in groups of 32, of 128 and per channel, calibrated with windows of the
+training text and with bits, and prints a table: every attention projection and every expert has packed weights, every
+activation before them is int8, through the ``w4a8`` ops.
 """
 
 from __future__ import annotations
@@ -22,12 +23,19 @@ from folders import EXAMPLE
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import w4a8
+from training import gptq
 
 # Kind of weights: options of quantize_, and the groups to measure.
 KINDS = {
     "int4": ({}, (32, 128, -1)),
     "int4 with zero points": ({"symmetric": False}, (32, 128, -1)),
     "e2m1": ({"values": "e2m1"}, (32,)),
+}
+# Options of quantize_ that are measured with and without calibration, in groups of 32.
+CALIBRATED = {
+    "int4, g32, bfloat16 scales": {"scale_dtype": "bfloat16"},
+    "zero points, g32, bfloat16 scales": {"scale_dtype": "bfloat16", "symmetric": False},
+    "5.0 bits": {"bits": 5.0},
 }
 
 
@@ -60,6 +68,18 @@ def main() -> None:
                 bits = bits_per_byte(quantized, text, name)
                 cost = f"{bits:.4f} | {bits / float32 - 1:+.2%}"
                 print(f"| {name} | {effort} | {cost} | {report.packed_bytes:,} | {seconds:.1f} |", flush=True)
+
+    windows = [window[None] for window in gptq.calibration_windows(16, context)]
+    for name, options in CALIBRATED.items():
+        for batches in (None, windows):
+            quantized = copy.deepcopy(model)
+            started = time.monotonic()
+            report = w4a8.quantize_(quantized, 32, calibration=batches, **options)
+            seconds = time.monotonic() - started
+            name += ", calibrated" * (batches is not None)
+            bits = bits_per_byte(quantized, text, name)
+            cost = f"{bits:.4f} | {bits / float32 - 1:+.2%}"
+            print(f"| {name} | 2 | {cost} | {report.packed_bytes:,} | {seconds:.1f} |", flush=True)
 
     quantized = copy.deepcopy(model)
     report = w4a8.quantize_(quantized, 32, effort=2)
