@@ -37,13 +37,11 @@ def options() -> argparse.Namespace:
 
 def rows(case: Case, llama: bool, notes: list[str]) -> Iterator[Way]:
     yield from ways(case)
-    yield from in_tools.ways(case)
     try:
-        if not llama:
-            return
-        yield from in_llama.ways(case)
+        yield from in_llama.ways(case) if llama else ()
     except Unavailable as error:
         notes.append(f"llama.cpp: {error}")
+    yield from in_tools.ways(case)
 
 
 def kept(before: dict, found: dict) -> list[dict]:

@@ -15,6 +15,7 @@ import copy
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import data
 import torch
@@ -57,29 +58,25 @@ def main() -> None:
     print("| weights | effort | bits per byte | to float32 | bytes of weights | seconds to quantize |")
     print("|---|---|---|---|---|---|")
     print(f"| float32 | | {float32:.4f} | | | |")
+
+    def measure(name: str, group_size: int, effort: int, **options: Any) -> None:
+        quantized = copy.deepcopy(model)
+        started = time.monotonic()
+        report = w4a8.quantize_(quantized, group_size, effort=effort, **options)
+        seconds = time.monotonic() - started
+        bits = bits_per_byte(quantized, text, name)
+        cost = f"{bits:.4f} | {bits / float32 - 1:+.2%}"
+        print(f"| {name} | {effort} | {cost} | {report.packed_bytes:,} | {seconds:.1f} |", flush=True)
+
     for kind, (options, groups) in KINDS.items():
         for group_size in groups:
             for effort in (0, 1, 2):
                 name = f"{kind}, {f'g{group_size}' if group_size != -1 else 'channelwise'}"
-                quantized = copy.deepcopy(model)
-                started = time.monotonic()
-                report = w4a8.quantize_(quantized, group_size, effort=effort, **options)
-                seconds = time.monotonic() - started
-                bits = bits_per_byte(quantized, text, name)
-                cost = f"{bits:.4f} | {bits / float32 - 1:+.2%}"
-                print(f"| {name} | {effort} | {cost} | {report.packed_bytes:,} | {seconds:.1f} |", flush=True)
-
+                measure(name, group_size, effort, **options)
     windows = [window[None] for window in gptq.calibration_windows(16, context)]
     for name, options in CALIBRATED.items():
-        for batches in (None, windows):
-            quantized = copy.deepcopy(model)
-            started = time.monotonic()
-            report = w4a8.quantize_(quantized, 32, calibration=batches, **options)
-            seconds = time.monotonic() - started
-            name += ", calibrated" * (batches is not None)
-            bits = bits_per_byte(quantized, text, name)
-            cost = f"{bits:.4f} | {bits / float32 - 1:+.2%}"
-            print(f"| {name} | 2 | {cost} | {report.packed_bytes:,} | {seconds:.1f} |", flush=True)
+        measure(name, 32, 2, **options)
+        measure(f"{name}, calibrated", 32, 2, calibration=windows, **options)
 
     quantized = copy.deepcopy(model)
     report = w4a8.quantize_(quantized, 32, effort=2)

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,18 @@ class PackedDirectory:
         """Whether no matrix of 4 bits has zero points; matrices of 8 bits always get some in compressed-tensors."""
         forms = [stored.packed_as for parts in self.packed.values() for stored in parts.values()]
         return not any(form.zero_points for form in forms if form.kind.bits == 4)
+
+    def is_symmetric(self, module: str) -> bool:
+        """Whether a module, and the modules that vLLM joins with it, have no zero points."""
+        return (joined_as(module) or module) not in self._with_zero_points
+
+    @cached_property
+    def _with_zero_points(self) -> set[object]:
+        return {
+            joined_as(module) or module
+            for module, parts in self.packed.items()
+            if any(stored.packed_as.zero_points for stored in parts.values())
+        }
 
 
 def read_directory(directory: str | Path, config: Mapping[str, Any]) -> PackedDirectory:
@@ -178,7 +191,7 @@ def compressed_tensors_config(
         if only_whole(parts, model_type, exported) is None:
             target = module if "packed" in parts else f"re:{re.escape(module)}[.]"
             bits = max(_bits(stored.packed_as.kind) for stored in parts.values())
-            symmetric = is_symmetric(directory, module) if exported else directory.symmetric and bits == 4
+            symmetric = directory.is_symmetric(module) if exported else directory.symmetric and bits == 4
             # Weights and inputs of 8 bits are another kind of layer there.
             per_token = bits == 4 and all(stored.header["activation_group"] == PER_TOKEN for stored in parts.values())
             form = _Form(group_of(parts), bits, symmetric, per_token and not exported)
@@ -196,14 +209,6 @@ def compressed_tensors_config(
             for i, (form, modules) in enumerate(ordered)
         },
     }
-
-
-def is_symmetric(directory: PackedDirectory, module: str) -> bool:
-    """Whether a module, and the modules that vLLM joins with it, have no zero points."""
-    owner = joined_as(module)
-    names = [module] if owner is None else [name for name in directory.packed if joined_as(name) == owner]
-    forms = [stored.packed_as for name in names for stored in directory.packed[name].values()]
-    return not any(form.zero_points for form in forms)
 
 
 def unpacked(
@@ -246,9 +251,12 @@ def _bits(kind: Kind) -> int:
 
 def _integers(packed: torch.Tensor, name: str, exported: bool) -> Matrix:
     matrix = matrix_of(packed, name)
-    two_levels = matrix.super_scales is not None or matrix.channel_scales is not None
-    for has, what in ((matrix.minimums is not None, "minimums"), (two_levels, "scales of two levels")):
-        if has:
+    for what, there in (
+        ("minimums", matrix.minimums),
+        ("super-scales", matrix.super_scales),
+        ("scales of two levels", matrix.channel_scales),
+    ):
+        if there is not None:
             raise ValueError(f"{name} has {what}, which a compressed-tensors checkpoint cannot have")
     if matrix.kind in _INTEGERS:
         return matrix
@@ -295,7 +303,7 @@ def export(folder: Path) -> None:
     for name in files_of(folder, read_index(folder)):
         found = {}
         for key, tensor in load_file(folder / name).items():
-            symmetric = key.rpartition(".")[2] not in STANDS_FOR or is_symmetric(directory, key.rpartition(".")[0])
+            symmetric = directory.is_symmetric(key.rpartition(".")[0])
             found.update(unpacked([(key, tensor)], symmetric, exported=True))
             if key.endswith(".weight") and tensor.dim() == 2:
                 ignored.add(key.removesuffix(".weight"))
