@@ -58,7 +58,8 @@ struct Ops : Avx2Ops {
 
   // kFirst: the sums are set instead of added to.
   template <int R, Code kCode, bool kUpperK, bool kFirst, Part kPart>
-  static W4A8_INLINE void add_products(I (&sums)[R][2], const int8_t* const (&rows)[R], const uint8_t* w, int64_t s) {
+  static W4A8_INLINE void add_products(I (&sums)[R][2], const int8_t* const (&rows)[R], const uint8_t* w, int64_t s,
+                                       int64_t k) {
     I u[2];
     load_half<kCode == Code::kIQ4 ? Code::kNibbles : kCode, kUpperK>(w, s, u);
     if constexpr (kCode == Code::kIQ4) {
@@ -69,7 +70,7 @@ struct Ops : Avx2Ops {
         u[v] = _mm256_and_si256(kPart == Part::kHigh ? _mm256_srli_epi16(u[v], 4) : u[v], _mm256_set1_epi8(0x0f));
       });
     }
-    multiply<R, kFirst>(sums, rows, s * kStepK + (kUpperK ? 4 : 0), u);
+    multiply<R, kFirst>(sums, rows, k + (kUpperK ? 4 : 0), u);
   }
   // Four k from `k` on.
   template <int R, bool kFirst>
@@ -88,13 +89,16 @@ struct Ops : Avx2Ops {
   // Steps [s, s + kCount), which fit 16 bits.
   template <int R, Code kCode, int64_t kCount, Part kPart>
   static W4A8_INLINE void add_part(I (&acc)[R][1][2], const int8_t* const (&rows)[R], const uint8_t* w, int64_t s) {
+    int64_t k = s * kStepK;
+    // Otherwise GCC would keep the broadcasts of all rows for the other part, in memory.
+    if constexpr (kPart == Part::kHigh) __asm__("" : "+r"(k), "+r"(w));
     I sums[R][2];
-    add_products<R, kCode, false, true, kPart>(sums, rows, w, s);
-    add_products<R, kCode, true, false, kPart>(sums, rows, w, s);
+    add_products<R, kCode, false, true, kPart>(sums, rows, w, s, k);
+    add_products<R, kCode, true, false, kPart>(sums, rows, w, s, k);
 #pragma GCC unroll 4
     for (int64_t i = 1; i < kCount; ++i) {
-      add_products<R, kCode, false, false, kPart>(sums, rows, w, s + i);
-      add_products<R, kCode, true, false, kPart>(sums, rows, w, s + i);
+      add_products<R, kCode, false, false, kPart>(sums, rows, w, s + i, k + i * kStepK);
+      add_products<R, kCode, true, false, kPart>(sums, rows, w, s + i, k + i * kStepK);
     }
     widen<R, kPart>(acc, sums);
   }

@@ -21,7 +21,6 @@ namespace {
 #include "kernels/attention/attention-inl.h"
 
 struct Ops : NeonOps {
-  static constexpr int kTileRows = 4;
   template <int kDistance>
   static W4A8_INLINE F swap_lanes(F x) {
     if constexpr (kDistance == 1) return vrev64q_f32(x);
@@ -39,6 +38,7 @@ struct Ops : NeonOps {
 
 struct Int8Dot {
   static constexpr bool kInt8 = true;
+  static constexpr int kTileRows = 4;
   static constexpr int kTileVecs = 1;
   static constexpr int64_t kPerItem = 4;
   static constexpr int64_t kRowItemBytes = 8;
@@ -82,7 +82,7 @@ struct Int8Dot {
 }  // namespace
 
 extern const AttentionFunctions arm_neon_attention;
-constinit const AttentionFunctions arm_neon_attention = attention_of<Ops, Int8Dot, FmaDot<Ops, 4>>();
+constinit const AttentionFunctions arm_neon_attention = attention_of<Ops, Int8Dot, FmaDot<Ops, 4, 4>>();
 
 }  // namespace w4a8::isa
 #endif

@@ -5,7 +5,6 @@
 #include "kernels/avx2_ops-inl.h"
 
 struct Ops : Avx2Ops {
-  static constexpr int kTileRows = 6;
   template <int kDistance>
   static W4A8_INLINE F swap_lanes(F x) {
     if constexpr (kDistance == 1) return _mm256_permute_ps(x, 0xb1);

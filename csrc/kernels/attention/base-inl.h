@@ -1,7 +1,6 @@
 // What all of attention over a cache of blocks works with, once for all instruction sets. Included inside a target
 // region and an anonymous namespace. `Ops` are VectorOps with, besides,
 //
-//   kTileRows                           rows of a tile of dot products
 //   swap_lanes<kDistance>(f)            lane i is lane i ^ kDistance, kDistance < kLanes
 //   round(f), times_pow2(f, n)          to a whole number; f * 2^n, n whole in [-125, 125] (anything if f is not used)
 //   reduce_max(f)                       the largest lane; of NaN, any
@@ -10,7 +9,7 @@
 // and Dot is how it multiplies the items of a cache kind:
 //
 //   Sum, Line, Item                     sums of kLanes keys or channels; their items; an item of one row, broadcast
-//   kTileVecs                           registers of keys or channels of a tile
+//   kTileRows, kTileVecs                rows, and registers of keys or channels, of a tile
 //   kRowItemBytes                       bytes of an item of a row in scratch
 //   zero(), load<kKeys>(p), item(p)     kKeys: keys, which are unsigned, and queries; else values and weights
 //   add<kKeys>(sum, line, item)
@@ -22,10 +21,11 @@
 #include "kernels/unroll-inl.h"
 
 // A cache of bfloat16 where there is no instruction for it: widened to floats. The odd number is added first, as
-// VDPBF16PS does. `kVecs`: kTileVecs.
-template <class Ops, int kVecs>
+// VDPBF16PS does.
+template <class Ops, int kRows, int kVecs>
 struct FmaDot {
   static constexpr bool kInt8 = false;
+  static constexpr int kTileRows = kRows;
   static constexpr int kTileVecs = kVecs;
   static constexpr int64_t kPerItem = 2;
   static constexpr int64_t kRowItemBytes = 8;
@@ -57,6 +57,13 @@ struct FmaDot {
     Ops::store(reinterpret_cast<float*>(p), weights);
   }
 };
+
+// Bytes of the items of a row of scratch: of key_size numbers of a query, or of the weights of kStepKeys keys. Rows are
+// dense, so that those of a tile of queries share a first-level cache with a block.
+template <class Dot>
+constexpr int64_t row_bytes(int64_t numbers) {
+  return numbers * Dot::kRowItemBytes / Dot::kPerItem;
+}
 
 // 2^x for x <= 125, relative error < 3e-6; 0 below -125, 1 of 0.
 template <class Ops>

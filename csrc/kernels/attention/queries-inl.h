@@ -25,9 +25,9 @@ void prepare_queries(const QueryTile& tile, const void* const* rows, DType dtype
   const int64_t n = tile.shape.key_size;
   float query[kMostHeadSize];
   for (int64_t r = 0; r < tile.rows; ++r) {
-    uint8_t* to = tile.queries + r * query_bytes(n);
     widen_row<Ops>(rows[r], dtype, query, n);
     if (tile.shape.kind == CacheKind::kInt8) {
+      uint8_t* to = tile.queries + r * row_bytes<Int8Dot>(n);
       int8_t codes[kMostHeadSize];
       prepare_int8<Ops>(tile, r, query, codes);
       if constexpr (Int8Dot::kRowItemBytes == kItemBytes) {
@@ -39,6 +39,7 @@ void prepare_queries(const QueryTile& tile, const void* const* rows, DType dtype
         }
       }
     } else {
+      uint8_t* to = tile.queries + r * row_bytes<BFloat16Dot>(n);
       const float most = largest<Ops>(query, n);
       const bool finite = most == most;
       const typename Ops::F nan = Ops::splat(bits_float(0x7fc00000u));

@@ -18,7 +18,6 @@ namespace {
 #include "kernels/scalar_ops-inl.h"
 
 struct Ops : ScalarOps {
-  static constexpr int kTileRows = 2;
   template <int kDistance>
   static F swap_lanes(F x) {
     return x;
@@ -39,6 +38,7 @@ struct Ops : ScalarOps {
 // An item of a row is four bytes, as in the cache.
 struct Int8Dot {
   static constexpr bool kInt8 = true;
+  static constexpr int kTileRows = 2;
   static constexpr int kTileVecs = 16;
   static constexpr int64_t kPerItem = 4;
   static constexpr int64_t kRowItemBytes = 4;
@@ -67,6 +67,6 @@ struct Int8Dot {
 }  // namespace
 
 extern const AttentionFunctions scalar_attention;
-constinit const AttentionFunctions scalar_attention = attention_of<Ops, Int8Dot, FmaDot<Ops, 16>>();
+constinit const AttentionFunctions scalar_attention = attention_of<Ops, Int8Dot, FmaDot<Ops, 2, 16>>();
 
 }  // namespace w4a8::isa

@@ -75,9 +75,9 @@ __attribute__((noinline)) void score_rows(const Step<Ops>& step, int64_t row, in
   const uint8_t* fetch = row == 0 && step.next[b] != nullptr ? step.next[b] + column * kItemBytes : nullptr;
   typename Dot::Sum sums[R][C];
   for_each<R, C>([&](int r, int c) W4A8_LAMBDA { sums[r][c] = Dot::zero(); });
-  multiply_items<Ops, Dot, R, C, true>(sums, tile.queries + row * query_bytes(shape.key_size),
-                                       query_bytes(shape.key_size), block + column * kItemBytes, kItemLine,
-                                       shape.key_items(), fetch);
+  const int64_t query_bytes = row_bytes<Dot>(shape.key_size);
+  multiply_items<Ops, Dot, R, C, true>(sums, tile.queries + row * query_bytes, query_bytes, block + column * kItemBytes,
+                                       kItemLine, shape.key_items(), fetch);
   for_each<R>([&](int r) W4A8_LAMBDA {
     const int64_t at = row + r;
     F most = b == 0 && column == 0 ? Ops::splat(kLowestScore) : Ops::load(tile.most + at * kHeadStep);
@@ -109,9 +109,10 @@ __attribute__((noinline)) void add_values(const Step<Ops>& step, int64_t row, in
   typename Dot::Sum sums[R][C];
   for_each<R, C>([&](int r, int c) W4A8_LAMBDA { sums[r][c] = Dot::zero(); });
   const int64_t at = shape.values_at() + channel * kItemBytes;
+  constexpr int64_t kRowBytes = row_bytes<Dot>(kStepKeys);
   for (int64_t b = 0; b < step.count; ++b) {
     multiply_items<Ops, Dot, R, C, false>(
-        sums, tile.weights + row * kWeightBytes + b * shape.value_items() * Dot::kRowItemBytes, kWeightBytes,
+        sums, tile.weights + row * kRowBytes + b * shape.value_items() * Dot::kRowItemBytes, kRowBytes,
         step.blocks[b] + at, shape.value_size * kItemBytes, shape.value_items(),
         row == 0 && step.next[b] != nullptr ? step.next[b] + at : nullptr);
   }
@@ -132,14 +133,14 @@ __attribute__((noinline)) void add_values(const Step<Ops>& step, int64_t row, in
 }
 
 // Calls f.run<R>(row) for tiles of rows.
-template <class Ops, class F>
+template <class Dot, class F>
 W4A8_INLINE void for_row_tiles(int64_t rows, F f) {
   int64_t row = 0;
-  for (; row + Ops::kTileRows <= rows; row += Ops::kTileRows) f.template operator()<Ops::kTileRows>(row);
-  if constexpr (Ops::kTileRows > 4) {
+  for (; row + Dot::kTileRows <= rows; row += Dot::kTileRows) f.template operator()<Dot::kTileRows>(row);
+  if constexpr (Dot::kTileRows > 4) {
     for (; row + 4 <= rows; row += 4) f.template operator()<4>(row);
   }
-  if constexpr (Ops::kTileRows > 2) {
+  if constexpr (Dot::kTileRows > 2) {
     for (; row + 2 <= rows; row += 2) f.template operator()<2>(row);
   }
   for (; row < rows; ++row) f.template operator()<1>(row);
@@ -189,7 +190,7 @@ void weigh_step(const Step<Ops>& step) {
       for_each<kVecs>([&](int v) W4A8_LAMBDA {
         const int64_t at = key + v * Ops::kLanes;
         const F p = vec_exp2<Ops>(Ops::sub(Ops::load(tile.scores + r * kStepKeys + at), most));
-        uint8_t* to = tile.weights + r * kWeightBytes + at * Dot::kRowItemBytes / Dot::kPerItem;
+        uint8_t* to = tile.weights + r * row_bytes<Dot>(kStepKeys) + row_bytes<Dot>(at);
         if constexpr (Dot::kInt8) {
           sum[v] = Ops::fma(p, Ops::load(unscale + at), sum[v]);
           const F exact = Ops::fma(p, Ops::splat(kMostWeight), rest[v]);
@@ -274,20 +275,23 @@ void attend(const QueryTile& tile, const KeySegment& segment) {
       step.masked[i] = key < all_begin || key + kBlockKeys > all_end;
     }
     for (int64_t i = 0; i < count; ++i) {
-      for (int64_t column = 0; column < kBlockKeys; column += Dot::kTileVecs * Ops::kLanes) {
-        for_row_tiles<Ops>(tile.rows, [&]<int R>(int64_t row) { score_rows<Ops, Dot, R>(step, row, i, column); });
-      }
+      // All keys for one tile of rows: the block stays in a first-level cache, the queries of all rows may not fit.
+      for_row_tiles<Dot>(tile.rows, [&]<int R>(int64_t row) {
+        for (int64_t column = 0; column < kBlockKeys; column += Dot::kTileVecs * Ops::kLanes) {
+          score_rows<Ops, Dot, R>(step, row, i, column);
+        }
+      });
     }
     weigh_step<Ops, Dot>(step);
     int64_t channel = 0;
     constexpr int64_t kWide = Dot::kTileVecs * Ops::kLanes;
     for (; channel + kWide <= shape.value_size; channel += kWide) {
-      for_row_tiles<Ops>(tile.rows,
+      for_row_tiles<Dot>(tile.rows,
                          [&]<int R>(int64_t row) { add_values<Ops, Dot, R, Dot::kTileVecs>(step, row, channel); });
     }
     if constexpr (kWide > kHeadStep) {
       for (; channel < shape.value_size; channel += Ops::kLanes) {
-        for_row_tiles<Ops>(tile.rows, [&]<int R>(int64_t row) { add_values<Ops, Dot, R, 1>(step, row, channel); });
+        for_row_tiles<Dot>(tile.rows, [&]<int R>(int64_t row) { add_values<Ops, Dot, R, 1>(step, row, channel); });
       }
     }
   }

@@ -33,6 +33,7 @@ namespace {
 
 struct Int8Dot {
   static constexpr bool kInt8 = true;
+  static constexpr int kTileRows = 6;
   static constexpr int kTileVecs = 1;
   static constexpr int64_t kPerItem = 4;
   static constexpr int64_t kRowItemBytes = 8;
@@ -63,6 +64,8 @@ struct Int8Dot {
   static W4A8_INLINE void add(Sum& sum, Line line, Item item) {
     sum.low = _mm256_add_epi32(sum.low, _mm256_madd_epi16(line.low, item));
     sum.high = _mm256_add_epi32(sum.high, _mm256_madd_epi16(line.high, item));
+    // Otherwise GCC would compute the products of all rows first, which spills the sums.
+    __asm__("" : "+x"(sum.low), "+x"(sum.high));
   }
   static W4A8_INLINE Ops::I total(Sum sum) {
     // The halves of both registers alternate.
@@ -76,7 +79,7 @@ struct Int8Dot {
 }  // namespace
 
 extern const AttentionFunctions x86_avx2_attention;
-constinit const AttentionFunctions x86_avx2_attention = attention_of<Ops, Int8Dot, FmaDot<Ops, 1>>();
+constinit const AttentionFunctions x86_avx2_attention = attention_of<Ops, Int8Dot, FmaDot<Ops, 4, 2>>();
 
 }  // namespace w4a8::isa
 W4A8_TARGET_END

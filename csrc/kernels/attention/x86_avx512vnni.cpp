@@ -37,7 +37,6 @@ namespace {
 #include "kernels/avx512_ops-inl.h"
 
 struct Ops : Avx512Ops {
-  static constexpr int kTileRows = 6;
   template <int kDistance>
   static W4A8_INLINE F swap_lanes(F x) {
     if constexpr (kDistance == 1) return _mm512_permute_ps(x, 0xb1);
@@ -59,6 +58,7 @@ struct Ops : Avx512Ops {
 
 // What both instructions take: four bytes of each lane, of a row the same four.
 struct FourBytes {
+  static constexpr int kTileRows = 6;
   static constexpr int kTileVecs = 4;
   static constexpr int64_t kRowItemBytes = 4;
   using Line = __m512i;
@@ -111,7 +111,7 @@ bool has_bfloat16() { return false; }
 #endif
 
 constexpr AttentionFunctions kWithBFloat16 = attention_of<Ops, Int8Dot, BFloat16Dot>();
-constexpr AttentionFunctions kWithout = attention_of<Ops, Int8Dot, FmaDot<Ops, 4>>();
+constexpr AttentionFunctions kWithout = attention_of<Ops, Int8Dot, FmaDot<Ops, 6, 4>>();
 const AttentionFunctions& of_this_cpu() { return has_bfloat16() ? kWithBFloat16 : kWithout; }
 
 void prepare(const QueryTile& tile, const void* const* rows, DType dtype) {

@@ -34,6 +34,7 @@ namespace {
 
 struct Int8Dot {
   static constexpr bool kInt8 = true;
+  static constexpr int kTileRows = 6;
   static constexpr int kTileVecs = 2;
   static constexpr int64_t kPerItem = 4;
   static constexpr int64_t kRowItemBytes = 4;
@@ -63,7 +64,7 @@ struct Int8Dot {
 }  // namespace
 
 extern const AttentionFunctions W4A8_ATTENTION;
-constinit const AttentionFunctions W4A8_ATTENTION = attention_of<Ops, Int8Dot, FmaDot<Ops, 1>>();
+constinit const AttentionFunctions W4A8_ATTENTION = attention_of<Ops, Int8Dot, FmaDot<Ops, 4, 2>>();
 
 }  // namespace w4a8::isa
 W4A8_TARGET_END
