@@ -108,7 +108,7 @@ def put(path, tensors):
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
 
 
-KEY = "model.layers.1.self_attn.k_proj"
+KEY, NORM = "model.layers.1.self_attn.k_proj", "model.norm.weight"
 NO_GROUPS = {f"{KEY}.g_idx": torch.zeros(0, dtype=torch.int32)}
 NO_BIAS = "layers.1.self_attn.k_proj has no bias, but the model has"
 # Formats, models, what becomes of the tensors, what is said of them; None: they load.
@@ -121,6 +121,9 @@ CHANGED = [
     # As AWQ has them for what follows an activation function.
     ("AWQ", "qwen3", formats.add("model.layers.0.mlp.act_fn.scales"), r"act_fn\.scales' is not read"),
     ("GPTQ", "qwen3", lambda tensors: tensors.update(NO_GROUPS), rf"{KEY}.g_idx: shape \(0,\), which holds nothing"),
+    *((name, "qwen3", lambda tensors: tensors.update({NORM: tensors[NORM].to(torch.int8)}),
+       rf"tensor '{NORM}' is of I8, but the quantization_config leaves its module in floats")
+      for name in ("GPTQ", "W4A8 int")),
 ]  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 from w4a8.checkpoint.tensors import file_of_each, read_index
 from w4a8.quantization.moe_blocks import fused_experts
 
-_FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors calls them
+FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors calls them
 
 
 class Names:
@@ -107,7 +107,7 @@ def refuse_codes(model: torch.nn.Module, files: Sequence[str]) -> None:
     if not all(str(file).endswith(".safetensors") for file in files):
         return
     types = {key: part.get_dtype() for key, part in slices(files)}
-    codes = {key: dtype for key, dtype in types.items() if dtype not in _FLOATS}
+    codes = {key: dtype for key, dtype in types.items() if dtype not in FLOATS}
     names = Names(model) if codes else None
     for key, dtype in codes.items():
         parameter = names.parameters.get(names.renamed(key))

@@ -30,7 +30,7 @@ from w4a8.formats.scheme import wanted_by_all
 from w4a8.integrations.transformers import guard
 from w4a8.integrations.transformers.config import W4A8Config
 from w4a8.integrations.transformers.memory import Pages
-from w4a8.integrations.transformers.names import Names, left_out, refuse_missing, slices
+from w4a8.integrations.transformers.names import FLOATS, Names, left_out, refuse_missing, slices
 from w4a8.integrations.transformers.tied import packed_experts, put, stand_in, untie
 from w4a8.nn import QuantOptions, W4A8Linear, linear_from_matrix
 from w4a8.progress import progress_bar
@@ -158,7 +158,7 @@ class PrequantizedModules(ModulesApart):
         self.stacked = are_stacked(self.rules)
         self.files = files
         self.activation_group = config.activation_group
-        floats: dict[str, str] = {}  # of 8 bits: their types by the keys
+        codes: dict[str, str] = {}  # tensors that are no floats of 16 bits or more: their types by the keys
         self.tensors: dict[str, dict[str, Any]] = {}  # by name of the matrix, then last part of the tensor's name
         keys: dict[str, tuple[str, str]] = {}
         with torch.device("cpu"):  # transformers builds models with the meta device as default
@@ -167,8 +167,8 @@ class PrequantizedModules(ModulesApart):
                 name, suffix = keys[key] = stacked.groups() if stacked else key.rpartition(".")[::2]
                 if suffix in all_suffixes():
                     self.tensors.setdefault(name, {})[suffix] = part
-                if part.get_dtype().startswith("F8"):
-                    floats[key] = part.get_dtype()
+                if part.get_dtype() not in FLOATS:
+                    codes[key] = part.get_dtype()
         self.tensors = {name: parts for name, parts in self.tensors.items() if self._is_quantized(name)}
         if not self.tensors:
             raise ValueError(f"no quantized tensors, though config.json says {source.get('quant_method')!r}")
@@ -193,9 +193,16 @@ class PrequantizedModules(ModulesApart):
             del self.tensors[name]
         known = {name: self._known(name) for name in self.tensors}
         self.keys = {key for key, (name, suffix) in keys.items() if suffix in known.get(name, ())}
-        for key in floats.keys() - self.keys:
-            if keys[key][0] not in unknown:  # transformers would load it without its scales
-                raise ValueError(f"tensor {key!r} is of {floats[key]}, which is read of single matrices alone")
+        for key in codes.keys() - self.keys:
+            if keys[key][0] in unknown:
+                continue
+            if codes[key].startswith("F8"):  # transformers would load it without its scales
+                raise ValueError(f"tensor {key!r} is of {codes[key]}, which is read of single matrices alone")
+            parameter = names.parameters.get(names.renamed(key))
+            if parameter is not None and parameter.is_floating_point():  # transformers would cast it
+                raise ValueError(
+                    f"tensor {key!r} is of {codes[key]}, but the quantization_config leaves its module in floats"
+                )
         # By module: whether its matrices are floats of 8 bits; how they are rounded, or why not.
         self.are_float8: dict[str, set[bool]] = {}
         self.options: dict[str, QuantOptions] = {}
