@@ -6,6 +6,7 @@ auto_rounding.py HOW FLOATS TOKENS.json OUT THREADS    HOW: signed or asymmetric
 import json
 import sys
 import time
+from pathlib import Path
 
 import torch
 import transformers
@@ -37,7 +38,8 @@ def main(how: str, floats: str, tokens: str, out: str, threads: str) -> None:
         enable_torch_compile=False,
         amp=False,
     )
-    tuned.quantize_and_save(out, format="auto_round")
+    _, folders = tuned.quantize_and_save(f"{out}-of", format="auto_round")  # in a folder that it names itself
+    Path(folders if isinstance(folders, str) else folders[0]).rename(out)
     print(f"{how}: {time.perf_counter() - begin:.0f} s")
 
 
