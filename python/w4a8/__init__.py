@@ -1,8 +1,8 @@
 """w4a8: int4-weight, int8-activation matmul and mixture-of-experts operators for CPUs.
 
-The operators are registered with PyTorch as ``torch.ops.w4a8.*`` when this package is imported; ``w4a8.ops`` has typed
-wrappers of them, exported here. The command ``w4a8 doctor`` tells what this machine can run. What reads checkpoints and
-quantizes models (``load``, ``quantize_`` and the packages that they are in) is imported when it is first asked for.
+Importing this package registers the operators ``torch.ops.w4a8.*`` with PyTorch. ``w4a8.ops`` has typed wrappers of the
+operators, exported here. ``load``, ``quantize_``, ``Decoder`` and the packages ``checkpoint``, ``formats``, ``nn`` and
+``quantization`` are imported at their first use. The command ``w4a8 doctor`` shows what this machine can run.
 """
 
 from importlib import import_module
@@ -67,7 +67,7 @@ _PACKAGES = ("checkpoint", "formats", "nn", "quantization")
 
 
 def __getattr__(name: str) -> Any:
-    """Functions, a class and packages that are not imported with this one (PEP 562)."""
+    """Imports ``_FUNCTIONS`` and ``_PACKAGES`` at their first use (PEP 562)."""
     if name in _PACKAGES:
         return import_module(f"w4a8.{name}")
     if name in _FUNCTIONS:

@@ -1,10 +1,10 @@
-"""The compiled part of w4a8, of which a package has one of two builds with the same functions.
+"""Loads the compiled part of w4a8. A package has one of two builds, which have the same functions.
 
-* The extension ``w4a8._C`` and ``libw4a8_torch.so``: a build from source, for the torch and the Python it was built
-  with, and for C++.
-* ``libw4a8_stable.so``: the wheel's, for torch 2.10 and newer and for every Python.
+* The extension ``w4a8._C`` and ``libw4a8_torch.so``: built from source, for one version of torch and of Python, and
+  for C++.
+* ``libw4a8_stable.so``: in the wheel, for torch 2.10 and newer and for every Python.
 
-Either registers the operators of ``torch.ops.w4a8``, which a process can have from one build only.
+Each build registers the operators of ``torch.ops.w4a8``. A process can have the operators of one build only.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _is_loaded(library: Path) -> bool:
 
 
 def _loaded_libraries() -> str:
-    """Files of any build of w4a8 that this process has mapped, as far as the system tells."""
+    """The files of w4a8's builds that this process has mapped, as text, if the system lists mapped files."""
     try:
         maps = Path("/proc/self/maps").read_text()
     except OSError:
@@ -53,7 +53,7 @@ def _loaded_libraries() -> str:
 
 
 def _refuse_second(library: Path) -> None:
-    """Raises ImportError if another build than `library` has registered its operators: a second one would crash."""
+    """Raises ImportError if a build other than `library` has registered operators: a second build would crash."""
     if hasattr(torch.ops.w4a8, _AN_OP) and not _is_loaded(library):
         raise ImportError(
             f"this process has the operators of another build of w4a8, from {_loaded_libraries()}; {library} cannot be "
@@ -62,7 +62,7 @@ def _refuse_second(library: Path) -> None:
 
 
 def _load() -> ModuleType:
-    """The build that the package has."""
+    """Loads the build that the package has."""
     stable_library = _FOLDER / "stable" / "libw4a8_stable.so"
     if importlib.util.find_spec("w4a8._C") is not None:
         _refuse_second(_FOLDER / "libw4a8_torch.so")
@@ -85,10 +85,10 @@ def _load() -> ModuleType:
 
 
 def check_operators(wrappers: Iterable[Callable[..., object]]) -> None:
-    """Compares the operators that were registered with what calls them.
+    """Compares the registered operators with their Python wrappers.
 
     Args:
-        wrappers: functions of the names of operators, with the same arguments.
+        wrappers: functions with the names and the arguments of operators.
 
     Raises:
         ImportError: an operator is missing or has other arguments: the library is older or newer than the Python files.

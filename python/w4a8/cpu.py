@@ -1,7 +1,7 @@
-"""What this CPU can run, and choosing a kernel by hand.
+"""The kernels that this CPU can run, and the choice of a kernel by hand.
 
-Every kernel gives the same bits (docs/numerics.md), so a choice changes only speed. It holds for the whole process,
-from the next call on: an operator that runs in another thread meanwhile ends with the kernel it began with.
+Every kernel gives the same bits (docs/numerics.md), so the choice changes speed alone. The choice holds for the whole
+process, from the next call on. An operator that is running in another thread keeps its kernel.
 """
 
 from typing import TypedDict
@@ -15,19 +15,19 @@ class KernelInfo(TypedDict):
     name: str
     supported: bool  # this CPU has the features, and the kernel is not turned off
     needs: str  # CPU features, separated by spaces
-    turned_off: str  # why it is turned off in this process, as far as is known; else ""
+    turned_off: str  # why the kernel is turned off in this process; "" if no reason is known
 
 
-# What was last forced from Python; "" leaves the choice to W4A8_KERNEL or else to the CPU.
+# The last name given to use_kernel; "": W4A8_KERNEL decides, or else the CPU.
 _forced = ""
 
 
 def kernels() -> list[KernelInfo]:
     """All kernels compiled in, best first.
 
-    Before a kernel is used for the first time in a process, its results are compared with those of the next one, and
-    the operating system is asked for what it gives on request (AMX). A kernel that fails is turned off, with a warning
-    by the next operator. Listing the kernels asks for nothing and compares nothing.
+    Before the first use of a kernel in a process, a kernel of AMX asks the operating system for permission. The results
+    are then compared with those of the next kernel that needs no permission. A kernel that fails is turned off. If its
+    results differ, the next operator warns. A call of this function neither asks nor compares.
     """
     return compiled.kernels()
 
@@ -43,12 +43,12 @@ def active_kernel() -> str:
 
 
 def cpu_features() -> str:
-    """The features of this CPU that kernels ask for, separated by spaces."""
+    """The features of this CPU that kernels need, separated by spaces."""
     return compiled.cpu_features()
 
 
 class _Choice:
-    """Returned by use_kernel; leaving a ``with`` block on it restores the choice before."""
+    """The result of use_kernel. The end of its ``with`` block restores the previous choice."""
 
     def __init__(self, previous: str) -> None:
         self._previous = previous
@@ -68,11 +68,11 @@ def use_kernel(name: str) -> _Choice:
             ...
 
     Args:
-        name: a name out of kernels(), or "" for the default: W4A8_KERNEL if set, else the best one for this CPU.
+        name: a name from kernels(), or "" for the default: W4A8_KERNEL if set, else the best kernel for this CPU.
 
     Raises:
-        ValueError: no kernel of that name exists, this CPU cannot run it, or it is turned off. Lists the choices;
-            nothing is changed.
+        ValueError: no kernel has this name, this CPU cannot run the kernel, or the kernel is turned off. Lists the
+            choices; the kernel stays as before.
     """
     global _forced
     compiled.use_kernel(name)

@@ -1,4 +1,4 @@
-"""All layers of a decoder in one call: docs/decoder.md."""
+"""All layers of a decoder in one call (docs/decoder.md)."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 
 
 class Decoder:
-    """The layers of a model, its last norm and its output layer, as the operator ``decoder_step`` runs them.
+    """The layers of a model, its last norm and its output layer, which the operator ``decoder_step`` runs.
 
-    Layers are added in their order. Packed tensors are used where they are; norms and other floats are copied as
-    float32.
+    Add the layers in their order. Packed tensors and routers are used where they are, if contiguous. Norms, biases and
+    other floats are kept as float32.
 
     Args:
         norm: floating [hidden_size], the weight of the last RMS norm.
-        head: the packed output layer, uint8; None: steps return rows of the last norm.
+        head: the packed output layer, uint8; None: a step returns rows of the last norm.
         hidden_size: a multiple of 16.
         eps: of all norms.
     """
@@ -39,9 +39,9 @@ class Decoder:
         """Adds a layer: ``x += attention(norm(x))``, then ``x += mlp(norm(x))``.
 
         Args:
-            qkv: packed q, k and v, or one matrix of neighbours or of the three.
-            out: packed, of attention.
-            gate_up: packed gate and up, or one matrix of both; none, and no down: :meth:`add_experts` follows.
+            qkv: packed q, k and v; q and k, k and v, or all three may be one matrix.
+            out: packed, the output projection of attention.
+            gate_up: packed gate and up, or one matrix of both. Empty, without down, if :meth:`add_experts` follows.
             down: packed.
             **fields: the other arguments of the operator ``decoder_add_layer`` (docs/decoder.md).
 
@@ -54,7 +54,7 @@ class Decoder:
     def add_experts(
         self, router: torch.Tensor, router_bias: torch.Tensor | None, w13: torch.Tensor, w2: torch.Tensor, **fields: Any
     ) -> None:
-        """Gives the last layer experts. Its gate_up and down, if it has them, are an expert that all tokens share.
+        """Gives the last layer experts. The layer's gate_up and down, if given, become an expert that all tokens share.
 
         Args:
             router: floating [experts, hidden_size].
@@ -81,17 +81,17 @@ class Decoder:
         """Runs all layers for new tokens.
 
         Args:
-            hidden: floating [tokens, hidden_size], what enters the first layer.
-            positions: int64 [tokens], of ``ropes``.
-            caches: of each layer, uint8 [pages, kv_heads, bytes]: the tokens are written to them.
-            tables: block_table, seq_lens and query_start_loc, as ``paged_attention`` has them; a sequence of block
-                tables is one for each layer.
-            ropes: float32 [positions, 2 * half]: cosines, then sines.
-            rows: int64, tokens whose results are wanted; None: all.
-            normed: contiguous, as hidden; rows of the last norm of all tokens are written to it.
+            hidden: floating [tokens, hidden_size], the input of the first layer.
+            positions: int64 [tokens], rows of the tables in ``ropes``.
+            caches: one of each layer, uint8 or int8 [pages, kv_heads, bytes]; keys and values are written there.
+            tables: block_table, seq_lens and query_start_loc of ``paged_attention``; block_table may be a sequence
+                with one table of each layer.
+            ropes: tables, float32 [positions, 2 * half]: cosines, then sines.
+            rows: int64 [rows], the tokens that get a result; None: all tokens.
+            normed: None, or an output, contiguous, of hidden's shape and dtype: the last norm's rows of all tokens.
 
         Returns:
-            [rows, out_features of the head] of hidden's type, or [rows, hidden_size] without a head.
+            [rows, out_features of the head] in hidden's dtype; without a head [rows, hidden_size].
 
         Raises:
             RuntimeError: a shape, type or number does not fit; names the argument.

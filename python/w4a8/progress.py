@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def progress_bar(total: int, wanted: bool, unit: str, description: str) -> Iterator[Callable[[], object]]:
-    """A tqdm bar while the block runs, and what moves it on by one: nothing if it is not wanted or not installed."""
+    """Shows a tqdm bar, if wanted and installed, while the block runs. Yields the function that adds one step."""
     if not wanted:
         yield _nothing
         return

@@ -1,6 +1,6 @@
 """The command ``w4a8`` (docs/command.md): one module for each subcommand.
 
-Exit codes: 0, good; 1, the model or the machine is not fit for what was asked; 2, wrong usage.
+Exit codes: 0, good; 1, the model or the machine is not fit for the task; 2, wrong usage.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ COMMANDS = {
     "chat": chat,
     "serve": serve,
 }
-_GIVE_ON = ("serve",)  # whose unknown arguments are another program's
-# What the library and the system say in words; safetensors, which need not be installed, has a class of its own.
+_GIVE_ON = ("serve",)  # subcommands that pass unknown arguments to another program
+# Errors whose message is for the user. SafetensorError is caught by its name: safetensors may not be installed.
 _SAID = (ValueError, OSError, ImportError, RuntimeError)
 
 
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command.
 
     Args:
-        argv: without the program's name; None: those of the process.
+        argv: the arguments without the program's name; None: the arguments of the process.
 
     Returns:
         The exit code.
@@ -40,10 +40,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _run(argv)
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # `| head`: who reads has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
+    except BrokenPipeError:  # the reader has closed the pipe, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout when it exits
         return 0
-    except SystemExit as stop:  # argparse has said why
+    except SystemExit as stop:  # argparse has printed the reason
         return stop.code if isinstance(stop.code, int) else 1
     except KeyboardInterrupt:
         return 130
@@ -67,7 +67,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _say(error: Exception, code: int) -> int:
-    """One line, however many the message has."""
+    """Prints an error as one line, and returns the exit code."""
     print(f"w4a8: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
     return code
 

@@ -22,7 +22,7 @@ from w4a8.command.report import number
 
 
 class Bytes:
-    """In place of a tokenizer, for models of bytes (vocabulary 256)."""
+    """Stands in for a tokenizer: one token is one byte (vocabulary 256)."""
 
     eos_token_id = None
 
@@ -34,7 +34,7 @@ class Bytes:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of ``w4a8 chat``."""
+    """Adds the options of ``w4a8 chat``."""
     parser.add_argument("model", metavar="MODEL", help=HELP)
     parser.add_argument("--raw", action="store_true", help="continue the text instead of answering in the chat format")
     parser.add_argument("--max-new-tokens", type=number(int, 1), default=512, help="of an answer (%(default)s)")
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _speed_up(model: Any) -> None:
-    """All layers in one call; of a model for which that is not known, attention over a cache of int8."""
+    """Makes all layers run in one call; in an unknown family of models, replaces attention alone (cache of int8)."""
     from w4a8.integrations.transformers import fast_attention, fuse
 
     try:
@@ -94,7 +94,7 @@ def _tell(text: str) -> None:
 
 
 def _counter(tokenizer: Any) -> Any:
-    """A streamer that writes text as it comes and takes times: of the prompt, and of each token after the first."""
+    """A streamer that writes text as it comes. ``times``: when the prompt was given, and when each token came."""
     from transformers import TextStreamer
 
     class Counter(TextStreamer):
@@ -103,18 +103,18 @@ def _counter(tokenizer: Any) -> Any:
             self.times: list[float] = []
 
         def put(self, value: torch.Tensor) -> None:
-            self.times.append(time.perf_counter())  # the first is the prompt, before it is read
+            self.times.append(time.perf_counter())  # the first call has the prompt, before the model reads it
             super().put(value)
 
     return Counter()
 
 
 def speeds(prompt_tokens: int, times: list[float]) -> str:
-    """Tokens per second of reading and of writing.
+    """The speed of reading the prompt and of writing the answer, in tokens per second, as text.
 
     Args:
-        prompt_tokens: of the prompt.
-        times: seconds: when the prompt was given, and when each token came.
+        prompt_tokens: length of the prompt.
+        times: in seconds: when the prompt was given, and when each token came.
     """
     steps = [later - earlier for earlier, later in pairwise(times)]
     if not steps:
@@ -127,7 +127,7 @@ def speeds(prompt_tokens: int, times: list[float]) -> str:
 def _answer(
     model: Any, tokenizer: Any, text: str, messages: list[dict[str, str]] | None, options: dict[str, Any]
 ) -> None:
-    """Streams what the model writes; ``messages`` is the conversation, which grows by it."""
+    """Streams the answer of the model. ``text`` and the answer are added to the conversation, ``messages``."""
     if messages is None:
         inputs = dict(tokenizer(text, return_tensors="pt"))
     else:
@@ -135,7 +135,7 @@ def _answer(
         template = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
         try:
             inputs = tokenizer.apply_chat_template(messages, **template)
-        except Exception as error:  # of any code that a model's author wrote, run by jinja2
+        except Exception as error:  # the template is code of the model's author and may raise any error
             raise ValueError(f"the chat template fails: {error}; --raw does without") from error
     prompt = inputs["input_ids"].shape[1]
     streamer = _counter(tokenizer)

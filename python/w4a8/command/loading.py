@@ -1,4 +1,4 @@
-"""Loads MODEL by transformers, whatever its format: for ``pack`` and ``chat``."""
+"""Loads MODEL, of any format, by transformers: for ``pack``, ``chat`` and ``inspect``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from w4a8.formats.rules import config_in
 from w4a8.quantization import QuantizationReport, quantize_
 from w4a8.quantization.texts import OWN, own_text, windows
 
-# Options of rounding floats: name on the command line, of W4A8Config, and how argparse reads it.
+# Options of rounding floats: name on the command line, field of W4A8Config, arguments of ``add_argument``.
 _ROUNDING = (
     ("--group-size", "group_size", {"type": int, "metavar": "N", "help": "weights that share a scale (32)"}),
     ("--values", "values", {"choices": ("int4", "e2m1", "int6", "int8"), "help": "int4 (the default); e2m1: MXFP4's"}),
@@ -40,12 +40,12 @@ _ROUNDING = (
     ("--effort", "effort", {"type": int, "choices": (0, 1, 2), "help": "of the search for good scales (2)"}),
     ("--skip", "skip", {"action": "append", "metavar": "NAME", "help": "a module to leave float, or re:PATTERN"}),
 )
-# Of ``load``: nothing is asked for.
+# Arguments of ``load`` when no option is given.
 DEFAULTS = argparse.Namespace(activation_group=None, **{field: None for _, field, _ in _ROUNDING})
 
 
 def add_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """How floats are rounded, the group that is returned, and activations."""
+    """Adds the options of rounding floats and of activations. Returns the group of the options of rounding."""
     group = parser.add_argument_group("rounding of floats (docs/quantization.md)")
     for name, field, how in _ROUNDING:
         group.add_argument(name, dest=field, default=None, **how)
@@ -60,10 +60,10 @@ def add_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
 
 
 def import_transformers() -> Any:
-    """transformers, with the quantizer registered.
+    """The package transformers, with the quantizer registered.
 
     Raises:
-        ImportError: it is not installed, or not as expected; says what to do.
+        ImportError: transformers is not installed, or not as expected; says what to do.
     """
     try:
         import transformers
@@ -77,7 +77,7 @@ def import_transformers() -> Any:
 
 
 def method_of(path: Path) -> str | None:
-    """How a model is quantized: ``gguf``, ``w4a8`` (packed), a method of others; None: its weights are floats."""
+    """How a model is quantized: ``gguf``, ``w4a8`` (packed) or another tool's method; None: its weights are floats."""
     if is_gguf(path):
         return "gguf"
     source = config_in(path)
@@ -85,7 +85,7 @@ def method_of(path: Path) -> str | None:
 
 
 def is_rounded(path: Path) -> bool:
-    """Whether weights are floats, of 8 bits or more, which are rounded while they are loaded."""
+    """Whether the weights are floats, of 8 bits or more. Floats are rounded while they are loaded."""
     if is_gguf(path):
         return False
     source = config_in(path)
@@ -98,21 +98,21 @@ def is_packed(path: Path) -> bool:
 
 
 def source_of(path: Path) -> tuple[Path, dict[str, str]]:
-    """What ``from_pretrained`` is given: the folder, and the name of a GGUF file."""
+    """Arguments of ``from_pretrained``: the folder, and ``gguf_file``, the name of a GGUF file."""
     return (path.parent, {"gguf_file": path.name}) if is_gguf(path) else (path, {})
 
 
 def load(path: Path, args: argparse.Namespace, text: str | None = None) -> tuple[Any, QuantizationReport | None]:
-    """The model, with everything packed that can be, and what became of its layers; None of a packed directory.
+    """The packed model, and the report of what became of its layers; a packed directory has no report (None).
 
     Args:
         path: of a folder or a GGUF file.
-        args: with the options above.
-        text: that floats are rounded for; OWN: what the model writes itself; None: without.
+        args: with the options of :func:`add_options`.
+        text: for calibration; OWN: text that the model writes itself; None: no calibration.
 
     Raises:
         UsageError: options that have no effect on this model.
-        ValueError: it cannot be loaded, or lacks a weight, which transformers would make up.
+        ValueError: the model cannot be loaded, or lacks a weight, whose numbers transformers would make up.
     """
     given = {field: getattr(args, field) for _, field, _ in _ROUNDING if getattr(args, field) is not None}
     method, packed, activation_group = method_of(path), is_packed(path), args.activation_group
@@ -124,7 +124,7 @@ def load(path: Path, args: argparse.Namespace, text: str | None = None) -> tuple
     if packed and activation_group is not None:
         raise UsageError(f"{path} is packed already: leave --activation-group out")
     if is_gguf(path):
-        GGUFLinears(GGUFFile(path))  # says which architectures are known, if this is none
+        GGUFLinears(GGUFFile(path))  # an unknown architecture is an error that lists the known ones
     transformers = import_transformers()
     from w4a8.integrations.transformers import W4A8Config
     from w4a8.integrations.transformers.names import refuse_codes
@@ -138,7 +138,7 @@ def load(path: Path, args: argparse.Namespace, text: str | None = None) -> tuple
     try:
         loader = transformers.AutoModelForCausalLM if is_gguf(path) else _class_of(transformers, folder)
         model, info = loader.from_pretrained(folder, output_loading_info=True, **options)
-    except (ValueError, OSError, ImportError, RuntimeError):  # whose messages say what is wrong
+    except (ValueError, OSError, ImportError, RuntimeError):  # their messages say what is wrong
         raise
     except Exception as error:
         raise ValueError(f"transformers cannot load {path}: {type(error).__name__}: {error}") from error
@@ -168,7 +168,7 @@ def _tensors(model: Any) -> list[tuple[str, Any]]:
 
 
 def _class_of(transformers: Any, folder: Path) -> Any:
-    """AutoModelForCausalLM, or the class that config.json names, where that knows none: of models that see images."""
+    """AutoModelForCausalLM, or, for a config unknown to it (models that see images), the class in config.json."""
     auto, config = transformers.AutoModelForCausalLM, transformers.AutoConfig.from_pretrained(folder)
     named = getattr(transformers, (config.architectures or [""])[0], None)
     is_model = isinstance(named, type) and issubclass(named, transformers.PreTrainedModel)
@@ -176,10 +176,10 @@ def _class_of(transformers: Any, folder: Path) -> Any:
 
 
 def tokenizer_of(path: Path) -> Any:
-    """The model's tokenizer; None: it has none.
+    """The model's tokenizer; None: the model has no tokenizer.
 
     Raises:
-        ValueError: transformers cannot make it; says why.
+        ValueError: transformers cannot make the tokenizer; says why.
     """
     keys = GGUFFile(path).keys if is_gguf(path) else None
     if keys is not None:
@@ -195,6 +195,6 @@ def tokenizer_of(path: Path) -> Any:
         from w4a8.integrations.transformers.gguf_tokenizer import tokenizer_of as of_gguf
 
         return of_gguf(path, keys)
-    except Exception as error:  # of many classes
+    except Exception as error:  # transformers raises many classes
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"transformers cannot make the tokenizer of {path} ({reason})") from error

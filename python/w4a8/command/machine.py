@@ -1,4 +1,4 @@
-"""What the system says of the machine, and how fast its memory is read."""
+"""CPU, memory and pages of this machine, as the system reports them, and the measured speed of memory."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 
 from w4a8.core.memory import fresh_bytes
 
-_READ = 512 << 20  # bytes that are read again and again: several times the caches of most CPUs
+_READ = 512 << 20  # bytes of one pass: several times the caches of most CPUs
 
 
 def _text(path: str) -> str:
-    """Of a file of the system; "" if there is none."""
+    """The text of a file of the system; "" if the file cannot be read."""
     try:
         return Path(path).read_text()
     except OSError:
@@ -23,23 +23,23 @@ def _text(path: str) -> str:
 
 
 def cpu_model() -> str:
-    """As the system calls it."""
+    """The system's name of the CPU."""
     lines = (line.partition(":") for line in _text("/proc/cpuinfo").splitlines())
     return next((value.strip() for name, _, value in lines if name.strip() == "model name"), platform.processor())
 
 
 def cpus() -> int:
-    """That this process may use."""
+    """The number of CPUs that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def numa_nodes() -> int:
-    """At least 1."""
+    """The number of NUMA nodes, at least 1."""
     return max(1, len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))))
 
 
 def memory() -> tuple[int, int]:
-    """Bytes that the machine or the container has, and that are available now; 0 where the system does not say."""
+    """Bytes of memory of the machine or the container: in all, and available now; 0 if the system does not say."""
     fields = dict(line.split(":", 1) for line in _text("/proc/meminfo").splitlines() if ":" in line)
     total, free = (int(fields.get(name, "0").split()[0]) << 10 for name in ("MemTotal", "MemAvailable"))
     limit, used = (_text(f"/sys/fs/cgroup/memory.{name}").strip() for name in ("max", "current"))
@@ -49,22 +49,22 @@ def memory() -> tuple[int, int]:
 
 
 def huge_pages() -> str:
-    """``always``, ``madvise`` or ``never``; "" where the system has none."""
+    """The mode of huge pages: ``always``, ``madvise`` or ``never``; "" if the system has no huge pages."""
     modes = _text("/sys/kernel/mm/transparent_hugepage/enabled")
     return modes.partition("[")[2].partition("]")[0]
 
 
 def read_speed(seconds: float = 2.0) -> float:
-    """Bytes a second that torch's threads read of memory, the best of several passes.
+    """Bytes per second that torch's threads read from memory, the best of several passes.
 
     Args:
-        seconds: that it may take, about.
+        seconds: about how long the measurement takes.
     """
     end = time.perf_counter() + seconds
     _, free = memory()
     size = min(_READ, free // 4 if free else _READ) & ~0xFFFF or 1 << 16
     numbers = fresh_bytes(size, packed=True).view(torch.float32)
-    numbers.fill_(1.0)  # takes the pages, on all threads
+    numbers.fill_(1.0)  # the first write takes the pages; all threads write
     best = float("inf")
     while best == float("inf") or time.perf_counter() < end:
         begin = time.perf_counter()

@@ -12,28 +12,28 @@ from w4a8.command import extras
 HELP = "a folder, a GGUF file, or a name on the Hugging Face hub: OWNER/NAME, of GGUF files OWNER/NAME/FILE.gguf"
 _NAME = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:/(?P<file>[\w./-]+\.gguf))?")
 _SPLIT = re.compile(r"-\d{5}-of-(\d{5}\.gguf)$")
-# What is not needed of weights: config, tokenizer, chat template.
+# Files without weights: config, tokenizer, chat template.
 _SMALL = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
 
 
 def find(name: str, weights: bool = True) -> Path:
-    """Where a model is on this machine; of the Hub it is downloaded, if it is not there (HF_HUB_OFFLINE is respected).
+    """The path of a model; a model on the Hub is downloaded if it is not here yet (HF_HUB_OFFLINE is respected).
 
     Args:
-        name: as the user gives it.
-        weights: False: of a folder of the Hub everything but the weights is enough.
+        name: MODEL as the user gives it.
+        weights: False: the safetensors files of a model on the Hub are not downloaded.
 
     Returns:
         A folder with config.json, or a GGUF file.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: the name is none of these.
         OSError: the Hub has no such model, or cannot be reached.
         ImportError: huggingface_hub is not installed.
     """
     path = Path(name)
     if not path.exists():
-        if path.parent != Path(".") and path.parent.is_dir():  # no OWNER of the Hub, but a slip of the pen
+        if path.parent != Path(".") and path.parent.is_dir():  # a wrong file name, not an OWNER of the Hub
             raise ValueError(f"{name} is not there, though {path.parent} is a folder of this machine")
         path = _of_hub(name, weights)
     found = gguf_in(path)
@@ -44,7 +44,7 @@ def find(name: str, weights: bool = True) -> Path:
 
 
 def hub_name(name: str) -> str | None:
-    """OWNER/NAME, if a model is not on this machine and can be on the Hub."""
+    """OWNER/NAME, if there is no such path here and the name can be one of the Hub; otherwise None."""
     match = _NAME.fullmatch(name)
     return None if Path(name).exists() or match is None else match["repo"]
 
@@ -53,7 +53,7 @@ def hub() -> Any:
     """The package huggingface_hub.
 
     Raises:
-        ImportError: it is not installed; says what to install.
+        ImportError: huggingface_hub is not installed; says what to install.
     """
     try:
         import huggingface_hub
@@ -71,7 +71,7 @@ def _of_hub(name: str, weights: bool) -> Path:
     patterns = of_folder if file is None else [_SPLIT.sub(r"-*-of-\1", file)]
     try:
         folder = Path(hub().snapshot_download(repo, allow_patterns=patterns, ignore_patterns=["original/*"]))
-    except OSError as error:  # which may not say of what
+    except OSError as error:  # the message may not name the model
         raise OSError(f"{repo} of the Hugging Face hub: {error}") from error
     if file is not None and not (folder / file).is_file():
         raise ValueError(f"{repo} has no file {file}{_gguf_files(name, folder)}")
@@ -79,12 +79,12 @@ def _of_hub(name: str, weights: bool) -> Path:
 
 
 def _gguf_files(name: str, folder: Path) -> str:
-    """GGUF files of a model on the Hub, as a hint."""
+    """The GGUF files of a model on the Hub, as a hint at the end of an error."""
     repo = hub_name(name)
     if repo is None:
         return ""
     try:
         files = [each for each in hub().list_repo_files(repo) if each.endswith(".gguf")]
-    except OSError:  # offline: what has been downloaded before
+    except OSError:  # offline: list the files that were downloaded before
         files = [str(each.relative_to(folder)) for each in folder.rglob("*.gguf")]
     return f"; name one of its GGUF files: {', '.join(f'{repo}/{each}' for each in sorted(files))}" if files else ""

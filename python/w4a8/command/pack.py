@@ -32,11 +32,11 @@ from w4a8.core.words import gigabytes
 from w4a8.formats.packed_directory import STANDS_FOR
 from w4a8.quantization.texts import OWN, PYDOC, text_of
 
-_SHARD = "2GB"  # of a file: older versions of safetensors copy what they write
+_SHARD = "2GB"  # size of a file: older versions of safetensors copy its tensors while writing
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of ``w4a8 pack``."""
+    """Adds the options of ``w4a8 pack``."""
     parser.add_argument("model", metavar="MODEL", help=HELP)
     parser.add_argument("out", metavar="OUT", type=Path, help="the directory to make")
     group = loading.add_options(parser)
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Packs a model."""
     begin = time.perf_counter()
-    out = args.out.resolve()  # of a link to a folder that folder: a folder cannot take the place of a link
+    out = args.out.resolve()  # follows a link: a folder cannot be renamed onto a link
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{args.out} is there already: name another directory, or remove it")
     if out.is_mount() or out == Path.cwd():
@@ -70,12 +70,12 @@ def run(args: argparse.Namespace) -> int:
     if others and not loading.is_rounded(path):
         raise UsageError(f"{args.model} is quantized already: leave --format {args.format} out")
     if others and args.scale_dtype is None:
-        args.scale_dtype = "bfloat16"  # what other readers make of scales
+        args.scale_dtype = "bfloat16"  # the type to which other readers convert scales
     try:
         text = args.calibration if args.calibration in (None, OWN) else text_of(args.calibration)
     except OSError as error:
         raise UsageError(f"--calibration {args.calibration}: {error.strerror}") from None
-    os.environ.pop("W4A8_MEMORY", None)  # what is written does not depend on it, and what is read again stays mapped
+    os.environ.pop("W4A8_MEMORY", None)  # does not change OUT; unset, OUT is mapped when loaded again
     with _appearing(out) as folder:
         model, report = loading.load(path, args, text)
         model.save_pretrained(folder, max_shard_size=_SHARD)
@@ -120,17 +120,17 @@ def _write_tokenizer(path: Path, folder: Path) -> str:
 
 @contextmanager
 def _appearing(out: Path) -> Iterator[Path]:
-    """A folder beside ``out``, an absolute path, that takes its name at the end, and is removed if there is no end."""
+    """A folder beside ``out``, an absolute path. The end of the block renames it to ``out``; an error removes it."""
     out.parent.mkdir(parents=True, exist_ok=True)
     making = Path(tempfile.mkdtemp(prefix=f".{out.name}.packing-", dir=out.parent))
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         for number, handler in before.items():
-            if handler != signal.SIG_IGN:  # as with nohup
-                signal.signal(number, lambda number, _: sys.exit(128 + number))  # so that what is below runs
+            if handler != signal.SIG_IGN:  # an ignored signal stays ignored, as with nohup
+                signal.signal(number, lambda number, _: sys.exit(128 + number))  # so that the finally block runs
         yield making
-        for path in [*making.rglob("*"), making]:  # on the disk before it has its name
-            path.chmod((0o777 if path.is_dir() else 0o666) & ~_umask())  # some are made for their owner alone
+        for path in [*making.rglob("*"), making]:  # flush to the disk before the rename
+            path.chmod((0o777 if path.is_dir() else 0o666) & ~_umask())  # some files are made for their owner alone
             handle = os.open(path, os.O_RDONLY)
             os.fsync(handle)
             os.close(handle)
@@ -148,13 +148,13 @@ def _umask() -> int:
 
 
 def _compare(model: Any, folder: Path, same: Callable[..., bool] | None = None, **options: Any) -> None:
-    """Loads what was written, with options of ``from_pretrained``, and compares every tensor with the model's.
+    """Loads the written folder, with options of ``from_pretrained``, and compares every tensor with the model's.
 
     Args:
-        same: of the name and both tensors: whether they are the same, if not by their bits.
+        same: (name, written tensor, model's tensor) -> whether they are the same; None: compares bits.
 
     Raises:
-        RuntimeError: one differs; names it.
+        RuntimeError: a tensor differs; names the tensor.
     """
     from w4a8.integrations.transformers.memory import Pages
 
@@ -174,7 +174,7 @@ def _same_bits(_: str, written: torch.Tensor, tensor: torch.Tensor) -> bool:
 
 
 def _same_weights(name: str, written: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Packed matrices may have other codes."""
+    """Compares packed matrices by the numbers of their weights, as codes may differ; other tensors by bits."""
     if name.rpartition(".")[2] not in STANDS_FOR:
         return _same_bits(name, written, tensor)
     pairs = zip(*(each.reshape(-1, each.shape[-1]) for each in (written, tensor)))
@@ -182,7 +182,7 @@ def _same_weights(name: str, written: torch.Tensor, tensor: torch.Tensor) -> boo
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """So that NaN are compared, too."""
+    """The bytes of a tensor: two equal NaN have equal bytes."""
     return tensor.contiguous().flatten().view(torch.uint8)
 
 

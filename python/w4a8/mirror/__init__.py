@@ -1,17 +1,17 @@
-"""vLLM's W4A8-int8 classes, mirrored without vLLM; docs/vllm_mirror.md says what is the same and what is not.
+"""vLLM's W4A8-int8 classes, mirrored without vLLM. docs/vllm_mirror.md lists what is the same and what differs.
 
     method            CompressedTensorsW4A8Int8MoEMethod of vLLM 0.24
-    method_v0_17      the same of vLLM 0.17
+    method_v0_17      the class of that name in vLLM 0.17
     oracle            selection of the experts class, conversion of weights
     experts           CPUExpertsInt4, CPUExpertsInt4Modular
-    layer             RoutedExperts, the module that holds the weights, and MoEWeightLoader, which fills them
+    layer             RoutedExperts, the module that holds the weights, and MoEWeightLoader, which loads the weights
     config, modular_kernel
-                      what the modules above read of vLLM
-    linear            CPUW4A8IntLinearKernel and what it reads of vLLM
+                      the classes of vLLM that the modules above use
+    linear            CPUW4A8IntLinearKernel, its base class and its configuration
 
-Routing (``select_experts``), activations and the call of the operator are ``w4a8.core``'s. Nothing else in the package
-imports this mirror: ``w4a8.load`` gives layers of ``w4a8.nn``. The packages ``w4a8.moe`` and ``w4a8.linear`` are these
-modules under the names that vLLM gives them.
+Routing (``select_experts``), activations and the call of the operator are in ``w4a8.core``. The packages ``w4a8.moe``
+and ``w4a8.linear`` are these modules under vLLM's names. Nothing else in the package imports this mirror:
+``w4a8.load`` gives layers of ``w4a8.nn``.
 """
 
 from w4a8.core.activation import MoEActivation, kernel_activation_kind

@@ -1,6 +1,6 @@
-"""What a mixture-of-experts layer is: sizes, routing, parallelism, quantization; and the machine that it runs on.
+"""Configuration of a mixture-of-experts layer: sizes, routing, parallelism, quantization; and the platform.
 
-Mirrors what the W4A8 method, its oracle and its experts read of vLLM's ``...layers.fused_moe.config``,
+Mirrors the classes that the W4A8 method, its oracle and its experts use of vLLM's ``...layers.fused_moe.config``,
 ``...quantization.utils.quant_utils`` and ``vllm.platforms``.
 """
 
@@ -22,7 +22,7 @@ INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of activations
 
 
 def first_reason(checks: Iterable[tuple[bool | None, str]]) -> str | None:
-    """Of (what is asked for holds, why not) the first reason, or None if all hold."""
+    """The reason of the first (condition, reason) whose condition is false, or None if all conditions are true."""
     return next((reason for holds, reason in checks if not holds), None)
 
 
@@ -65,7 +65,7 @@ class GroupShape(NamedTuple):
 
     @classmethod
     def of_weights(cls, group_size: int) -> GroupShape:
-        """Of weights with ``group_size`` input features per scale; -1 is channelwise."""
+        """The shape for weights with ``group_size`` input features per scale; -1 is channelwise."""
         return cls(-1, 1) if group_size == -1 else cls(1, group_size)
 
     @property
@@ -86,7 +86,7 @@ _SHAPE_NAMES = {
 
 @dataclass(frozen=True)
 class ScaleDesc:
-    """Scales of a quantized tensor: ``static`` ones, as those of weights, are known before the layer runs."""
+    """Scales of a quantized tensor. ``static`` scales, such as scales of weights, are known before the layer runs."""
 
     dtype: torch.dtype
     static: bool
@@ -101,9 +101,9 @@ class ScaleDesc:
 class QuantKey:
     """A quantization scheme, as a value that can be compared."""
 
-    dtype: torch.dtype  # that holds the quantized values; int4 weights travel in int8
+    dtype: torch.dtype  # of the tensor of quantized values; int4 weights are in int8
     scale: ScaleDesc
-    scale2: ScaleDesc | None = None  # scales of the scales, which no scheme here has
+    scale2: ScaleDesc | None = None  # scales of the scales; no scheme here has any
     symmetric: bool = True  # zero is represented by zero
 
     def __str__(self) -> str:
@@ -113,12 +113,12 @@ class QuantKey:
 
 
 def weight_scale_dtype(group_size: int) -> torch.dtype:
-    """The type of the scales of weights, as upstream: float32 if channelwise (-1), bfloat16 in groups."""
+    """The dtype of scales of weights, as upstream: float32 if channelwise (-1), bfloat16 in groups."""
     return torch.float32 if group_size == -1 else torch.bfloat16
 
 
 def int4_weight_key(group_size: int, scale_dtype: torch.dtype | None = None, symmetric: bool = True) -> QuantKey:
-    """The key of int4 weights held as int8; without zero points, if ``symmetric``."""
+    """The key of int4 weights held as int8; ``symmetric`` weights have no zero points."""
     scale = ScaleDesc(scale_dtype or weight_scale_dtype(group_size), True, GroupShape.of_weights(group_size))
     return QuantKey(torch.int8, scale, symmetric=symmetric)
 
@@ -126,8 +126,8 @@ def int4_weight_key(group_size: int, scale_dtype: torch.dtype | None = None, sym
 kInt4W4A8StaticGroup32Sym = int4_weight_key(32)
 kInt4W4A8StaticGroup64Sym = int4_weight_key(64)
 kInt4W4A8StaticGroup128Sym = int4_weight_key(128)
-# Upstream has a fourth group key whose shape the method never makes, and no key for what the method makes for
-# channelwise weights. Here both names are the channelwise key.
+# The method never makes the shape of upstream's fourth group key, kInt4W4A8StaticGroupSym. Upstream has no key for the
+# channelwise shape that the method makes. Here both names are the channelwise key.
 kInt4W4A8StaticChannelSym = int4_weight_key(-1)
 kInt4W4A8StaticGroupSym = kInt4W4A8StaticChannelSym
 
@@ -137,7 +137,7 @@ class FusedMoEParallelConfig:
     """How a layer is spread over processes.
 
     Tensor parallel (``tp``): each rank holds a slice of every expert. Expert parallel (``ep``, if ``use_ep``): each
-    rank holds some experts whole, and tp_size is 1. ``pcp`` is prefill context parallel, ``dp`` data parallel.
+    rank holds whole experts, and tp_size is 1. ``pcp`` is prefill context parallel, ``dp`` data parallel.
     """
 
     tp_size: int = 1
@@ -158,16 +158,16 @@ class FusedMoEConfig:
     experts_per_token: int  # k
     hidden_dim: int  # H
     intermediate_size: int  # of one expert, before tensor parallelism
-    num_local_experts: int  # held by this rank
+    num_local_experts: int  # experts that this rank holds
     activation: MoEActivation = MoEActivation.SILU
     device: torch.device | str = "cpu"
     routing_method: RoutingMethodType = RoutingMethodType.Renormalize
     moe_parallel_config: FusedMoEParallelConfig = field(default_factory=FusedMoEParallelConfig)
     in_dtype: torch.dtype = torch.bfloat16  # of the activations: float32, bfloat16 or float16
     router_logits_dtype: torch.dtype | None = None  # None if unknown
-    moe_backend: str = "auto"  # or the backend that the user demands
+    moe_backend: str = "auto"  # or the name of the required backend
     has_bias: bool = False  # of w13 and w2
-    # Gated: None is what the activation is; False turns a gated activation into its ungated relative.
+    # Whether w13 has a gate half. None: if the activation is gated. False: a gated activation becomes its ungated one.
     is_act_and_mul: bool | None = None
 
     def __post_init__(self) -> None:
@@ -185,7 +185,7 @@ class FusedMoEConfig:
 
     @property
     def tp_size(self) -> int:
-        """Ranks that share each expert."""
+        """The number of ranks that share each expert."""
         return self.moe_parallel_config.tp_size
 
     @property
@@ -201,9 +201,9 @@ class FusedMoEConfig:
 
 @dataclass(frozen=True)
 class FusedMoEQuantDesc:
-    """Quantization of one operand: what shares a scale."""
+    """Quantization of one operand: its dtype, and the rows and columns that share a scale."""
 
-    dtype: torch.dtype | str | None = None  # of packed weights, and of activations that the op quantizes: None
+    dtype: torch.dtype | str | None = None  # None: packed weights, or activations that the op quantizes
     shape: GroupShape | None = None
 
 
@@ -218,16 +218,16 @@ class FusedMoEQuantConfig:
 
     @property
     def is_per_act_token(self) -> bool:
-        """One scale per row of activations, and nothing said of columns."""
+        """Whether each row of activations has one scale."""
         return self._a1.shape == GroupShape.PER_TOKEN
 
     @property
     def block_shape(self) -> list[int] | None:
-        """[rows, columns] that share a scale, or None for per-tensor, per-token and not given."""
+        """[rows, columns] that share a scale; None if the shape is per tensor, per token or not given."""
         shape = self._a1.shape
         return None if shape in (None, GroupShape.PER_TENSOR, GroupShape.PER_TOKEN) else list(shape)
 
     @property
     def group_size(self) -> int:
-        """``group_size`` of the op. Upstream 0.24 gives its op ``block_shape[1]``, 1 for channelwise weights."""
+        """``group_size`` of the op. Upstream 0.24 passes ``block_shape[1]``: 1 for channelwise weights."""
         return -1 if self._a1.shape is None else self._a1.shape.group_size

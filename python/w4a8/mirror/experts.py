@@ -1,7 +1,7 @@
 """Experts with int4 weights and dynamically quantized int8 activations, computed by ``torch.ops.w4a8``.
 
-Mirrors ``vllm.model_executor.layers.fused_moe.experts.cpu_int4_moe`` of vLLM 0.24; docs/vllm_mirror.md lists what these
-support beyond it.
+Mirrors ``vllm.model_executor.layers.fused_moe.experts.cpu_int4_moe`` of vLLM 0.24; docs/vllm_mirror.md lists what
+these classes support beyond upstream.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from w4a8.mirror.modular_kernel import FusedMoEExpertsModular, FusedMoEExpertsMo
 
 
 def upstream_activation_kind(activation: MoEActivation) -> int:
-    """The integer that upstream vLLM 0.24 hands its own op: 0 SWIGLUSTEP, 1 SWIGLUOAI, 2 SILU.
+    """The integer that upstream vLLM 0.24 passes to its own op: 0 SWIGLUSTEP, 1 SWIGLUOAI, 2 SILU.
 
-    For code that must agree with upstream's numbering; nothing in this package computes with it, because upstream's
-    kernel reads 1 as the clamped SwiGLU of gpt-oss, and this op as the plain ``SiLU(u) * g`` that the number is
-    documented to mean; and for SWIGLUSTEP upstream's kernel forgets the clamps at 7.
+    For code that must agree with upstream's numbers. This package does not compute with these numbers: upstream
+    documents 1 as the plain ``SiLU(u) * g``, which this package's op computes for 1, but upstream's kernel computes the
+    clamped SwiGLU of gpt-oss. For SWIGLUSTEP upstream's kernel lacks the clamps at 7.
 
     Raises:
-        ValueError: one of the activations that upstream 0.24 does not have.
+        ValueError: upstream 0.24 does not have the activation.
     """
     kinds = {MoEActivation.SWIGLUSTEP: 0, MoEActivation.SWIGLUOAI: 1, MoEActivation.SILU: 2}
     if activation not in kinds:
@@ -35,9 +35,9 @@ class CPUExpertsInt4(FusedMoEExpertsMonolithic):
     def _supports_routing_method(
         routing_method: RoutingMethodType, weight_key: QuantKey | None, activation_key: QuantKey | None
     ) -> bool:
-        """All that say how to route; a custom router needs :class:`CPUExpertsInt4Modular`."""
+        """All of ROUTING_METHODS; a custom router needs :class:`CPUExpertsInt4Modular`."""
         return routing_method in ROUTING_METHODS
 
 
 class CPUExpertsInt4Modular(FusedMoEExpertsModular):
-    """Experts alone: the router is outside, and may be anything."""
+    """Experts alone, behind any router outside of the layer."""

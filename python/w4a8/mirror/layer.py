@@ -1,5 +1,5 @@
-"""The experts of one mixture-of-experts layer as a module (upstream: ``RoutedExperts``), and what fills its parameters
-from the tensors of a checkpoint (upstream: ``FusedMoE.weight_loader``)."""
+"""The experts of one mixture-of-experts layer as a module (upstream: ``RoutedExperts``), and the loader of its
+parameters from the tensors of a checkpoint (upstream: ``FusedMoE.weight_loader``)."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from w4a8.nn.experts import PackedStacks
 
 
 class MoEWeightLoader:
-    """Copies one tensor of one expert into its place, cut for tensor parallelism.
+    """Copies one tensor of one expert into its parameter, cut for tensor parallelism.
 
-    What goes where is in the table of :class:`w4a8.core.packer.ExpertPacker`; scales and biases go with the weights of
-    their rows and groups, channel scales of w2 to every rank. Rows of w13 that alternate, if w13_interleaved, do so in
-    the parameter too: w1 goes to the even rows and w3 to the odd ones. Packed int32 words (``weight_packed``) are
-    unpacked on the way. A parameter of scales in bfloat16 becomes float32 when a tensor comes that it would round;
-    packing finds the least type for all.
+    :class:`w4a8.core.packer.ExpertPacker` has the table of places. Scales and biases are cut with the rows and groups
+    of their weights. Every rank gets all channel scales of w2. With w13_interleaved the rows of the parameter
+    alternate, too: w1 goes to the even rows and w3 to the odd rows. Packed int32 words (``weight_packed``) are
+    unpacked. If bfloat16 would round a tensor of scales, the whole parameter of scales becomes float32. Packing then
+    finds the smallest type that holds all scales.
     """
 
     def __init__(
@@ -34,9 +34,9 @@ class MoEWeightLoader:
         w13_interleaved: bool = False,
         gated: bool = True,
     ) -> None:
-        """A loader for rank ``tp_rank`` of ``tp_size`` that share each expert.
+        """A loader for rank ``tp_rank`` of the ``tp_size`` ranks that share each expert.
 
-        ``expert_map`` and ``w13_interleaved`` are those of :class:`RoutedExperts`. If not ``gated``, w1 is all of w13.
+        ``expert_map`` and ``w13_interleaved``: as in :class:`RoutedExperts`. If not ``gated``, w1 is all of w13.
         """
         self.tp_rank = tp_rank
         self.tp_size = tp_size
@@ -45,7 +45,7 @@ class MoEWeightLoader:
         self.gated = gated
 
     def local_expert(self, expert_id: int) -> int:
-        """Index of a global expert on this rank, or -1."""
+        """Index of a global expert on this rank; -1 if another rank holds the expert."""
         return expert_id if self.expert_map is None else int(self.expert_map[expert_id])
 
     def __call__(
@@ -60,11 +60,11 @@ class MoEWeightLoader:
         """Loads one tensor.
 
         Args:
-            param: [E, rows, columns] (weights, scales) or [E, rows] (biases), as create_weights made it.
+            param: from create_weights: [E, rows, columns] (weights, scales) or [E, rows] (biases).
             loaded_weight: the checkpoint's tensor of one expert: [rows, columns], [rows], or for weights int32
                 [rows, ceil(columns / 8)].
-            weight_name: named in errors.
-            shard_id: ``w1``, ``w2``, ``w3``, or ``w13`` for a fused one.
+            weight_name: for errors.
+            shard_id: ``w1``, ``w2``, ``w3``, or ``w13`` for a fused matrix.
             expert_id: global.
             return_success: return whether this rank holds the expert, instead of None.
 
@@ -112,7 +112,7 @@ class MoEWeightLoader:
     def _places(
         self, param: torch.Tensor, target: torch.Tensor, loaded: torch.Tensor, weight_name: str, shard_id: str
     ) -> list[tuple[torch.Tensor, torch.Tensor, int | None]]:
-        """Where the parts of a tensor go, and the dimension that is cut for tensor parallelism, if one is."""
+        """Of each part of a tensor: place in the parameter, part, dimension to cut for tensor parallelism or None."""
         if shard_id == "w2":
             whole = target.dim() == 1 or getattr(param, "quant_method", None) == "channel"
             return [(target, loaded, None if whole else 1)]
@@ -129,12 +129,12 @@ class MoEWeightLoader:
 
 
 class RoutedExperts(PackedStacks):
-    """Expert weights, how tokens are routed to them, and the method that runs them.
+    """Weights of experts, the settings of routing, and the method that runs the layer.
 
-    On construction it has the int8 parameters of ``create_weights``, each with a ``weight_loader``; fill them, call
-    ``process_weights_after_loading()``, and it can run. Under tensor or expert parallelism its output is this rank's
-    summand: all-reduce it. The state dict of a packed layer loads into one that is packed or not, and makes it packed;
-    that it has stacks of these shapes is checked.
+    A new layer has the int8 parameters of ``create_weights``, each with a ``weight_loader``. Load all parameters and
+    call ``process_weights_after_loading()``; then the layer can run. Under tensor or expert parallelism the output is
+    this rank's summand: all-reduce the output. The state dict of a packed layer loads into any layer, packed or not,
+    and makes the layer packed. Loading checks the shapes of the stacks.
     """
 
     suffix = "weight_packed"
@@ -153,14 +153,14 @@ class RoutedExperts(PackedStacks):
         routed_scaling_factor: float | None = None,
         w13_interleaved: bool = False,
     ) -> None:
-        """Creates the parameters. Arguments that are not here are those of :class:`w4a8.nn.W4A8MoE`.
+        """Creates the parameters. :class:`w4a8.nn.W4A8MoE` explains the other arguments.
 
         Args:
             moe: the layer.
             quant_method: made for the same ``moe``.
-            params_dtype: of the biases; ``moe.in_dtype`` if not given.
-            expert_map: int32 [global experts], local index or -1; None if this rank has all.
-            w13_interleaved: a fused w13 will be loaded whose rows alternate gate and up.
+            params_dtype: of the biases; None: ``moe.in_dtype``.
+            expert_map: int32 [global experts], local index or -1; None if this rank has all experts.
+            w13_interleaved: the rows of a loaded fused w13 alternate gate and up.
         """
         super().__init__()
         if expert_map is None and moe.num_local_experts != moe.num_experts:
@@ -187,7 +187,7 @@ class RoutedExperts(PackedStacks):
 
     def _load_from_state_dict(self, state_dict, prefix, *rest):
         given = [state_dict.get(prefix + name) for name in self.packed_shapes()]
-        if all(packed is not None and packed.shape == (0,) for packed in given):  # of a layer that is not packed yet
+        if all(packed is not None and packed.shape == (0,) for packed in given):  # from a layer that is not packed yet
             torch.nn.Module._load_from_state_dict(self, state_dict, prefix, *rest)
             return
         super()._load_from_state_dict(state_dict, prefix, *rest)
@@ -200,7 +200,7 @@ class RoutedExperts(PackedStacks):
 
     @property
     def use_grouped_topk(self) -> bool:
-        """Whether routing knows groups."""
+        """Whether experts are routed in groups."""
         return self.num_expert_group is not None
 
     @property
@@ -213,7 +213,7 @@ class RoutedExperts(PackedStacks):
         return None
 
     def process_weights_after_loading(self) -> None:
-        """Packs what was loaded; afterwards the layer can run."""
+        """Packs the loaded weights; afterwards the layer can run."""
         self.quant_method.process_weights_after_loading(self)
 
     def forward(
@@ -223,10 +223,10 @@ class RoutedExperts(PackedStacks):
         topk_weights: torch.Tensor | None = None,
         topk_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Runs the layer: with the router's logits, or, if its routing method is custom, with a router's choice.
+        """Runs the layer with the router's logits; if the routing method is custom, with the choice of a router.
 
-        Hidden states are float32, bfloat16 or float16 [..., H], and so is the result. Logits are [..., global experts],
-        a choice is weights [..., k] and global ids, int32 or int64 [..., k].
+        hidden_states and the result are float32, bfloat16 or float16 [..., H]. router_logits: [..., global experts].
+        topk_weights: [..., k]. topk_ids: global, int32 or int64 [..., k].
         """
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         if self.quant_method.is_monolithic:
@@ -241,6 +241,6 @@ class RoutedExperts(PackedStacks):
         return out.view(hidden_states.shape)
 
     def extra_repr(self) -> str:
-        """Sizes, for printing."""
+        """Sizes and activation, for print()."""
         sizes = self.routed_repr(self.global_num_experts, self.top_k)
         return f"{sizes}, activation={self.moe_config.activation.value}"

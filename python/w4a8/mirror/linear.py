@@ -1,6 +1,6 @@
 """A linear layer with int4 weights and int8 activations: the CPU sibling of vLLM 0.24's ``XPUW4A8IntLinearKernel``.
 
-Mirrors ``...kernels.linear.mixed_precision`` and the types of weights that it names (``vllm.scalar_type``).
+Mirrors ``...kernels.linear.mixed_precision`` and its types of weights (``vllm.scalar_type``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["CPUW4A8IntLinearKernel", "MPLinearKernel", "MPLinearLayerConfig", "s
 
 
 class scalar_types(Enum):
-    """The types that weights of linear layers come in, integers of a few bits; b8 and b128: with so much added."""
+    """Types of weights of linear layers, integers of a few bits. b8 and b128: 8 or 128 is added to each value."""
 
     int4 = "int4"
     uint4 = "uint4"
@@ -39,7 +39,7 @@ class MPLinearLayerConfig:
     """A linear layer with weights and activations of different types."""
 
     full_weight_shape: tuple[int, int]  # [in, out] of the whole layer
-    partition_weight_shape: tuple[int, int]  # [in, out] of what this rank holds
+    partition_weight_shape: tuple[int, int]  # [in, out] of this rank's part
     weight_type: scalar_types
     act_type: torch.dtype
     group_size: int  # input features per scale; -1 is one scale per output feature
@@ -48,12 +48,12 @@ class MPLinearLayerConfig:
 
 
 class MPLinearKernel(ABC):
-    """Base of the kernels, which prepare the weights of a layer once and then apply them."""
+    """Base of the kernels. A kernel prepares the weights of a layer once and then applies them."""
 
     @classmethod
     @abstractmethod
     def can_implement(cls, c: MPLinearLayerConfig) -> tuple[bool, str | None]:
-        """Whether the kernel can run such a layer, and else why not."""
+        """Whether the kernel can run such a layer; if not, the reason."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class MPLinearKernel(ABC):
         """Takes a configuration and the names of the layer's parameters.
 
         Raises:
-            ValueError: the kernel cannot implement it; says why.
+            ValueError: the kernel cannot run such a layer; says why.
         """
         possible, reason = self.can_implement(c)
         if not possible:
@@ -79,11 +79,11 @@ class MPLinearKernel(ABC):
 
 
 class CPUW4A8IntLinearKernel(MPLinearKernel):
-    """Symmetric int4 weights in groups or per channel, times activations quantized per token to symmetric int8."""
+    """Symmetric int4 weights, in groups or per channel. Activations are quantized per token to symmetric int8."""
 
     @classmethod
     def get_min_capability(cls) -> int:
-        """Least capability of the device: -1, as a CPU has no such number."""
+        """The least compute capability of the device: -1, as a CPU has none."""
         return -1
 
     @classmethod
@@ -104,19 +104,19 @@ class CPUW4A8IntLinearKernel(MPLinearKernel):
         return reason is None, reason
 
     def _pack_int4_weight(self, w: torch.Tensor) -> torch.Tensor:
-        """int8 [N, K] in [-8, 7] to int32 [N, K/8], nibble i of a word = value + 8 of k = 8 j + i. K: multiple of 8.
+        """int8 [N, K] in [-8, 7] to int32 [N, K/8]: nibble i of word j is value + 8 of k = 8 j + i. K: multiple of 8.
 
-        ``int4_gemm_w4a8`` takes its transpose; the layer itself keeps the packed form.
+        ``int4_gemm_w4a8`` takes the transpose of the result. The layer does not use this form.
         """
         if w.shape[1] % 8 != 0:
             raise ValueError(f"int32 words hold 8 values each, but the weight has {w.shape[1]} input features")
         return to_nibbles(w).view(torch.int32)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Packs the weight int8 [N, K] and its scales [N, K/g], and frees them. A second call changes nothing.
+        """Packs the weight int8 [N, K] and its scales [N, K/g], and frees both. A second call changes nothing.
 
-        Under the name of the weight the layer has the packed one then, uint8 [bytes], under that of the scales [0, N];
-        ``weight_zero_point`` is 8.
+        Afterwards the parameter of the weight is the packed weight, uint8 [bytes], and the parameter of the scales is
+        empty, [0, N]. ``weight_zero_point`` is 8.
         """
         weight = getattr(layer, self.w_q_name)
         if weight.dtype == torch.uint8 and weight.dim() == 1:
@@ -134,7 +134,7 @@ class CPUW4A8IntLinearKernel(MPLinearKernel):
             layer.register_parameter("weight", None)
 
     def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """x [..., K] times the packed weight, plus bias [N]: [..., N] of the type of x."""
+        """x [..., K] times the packed weight, plus bias [N]. Returns [..., N] in the dtype of x."""
         quantized = dynamic_per_token_int8_quant(x, True, 8)
         weight, scales = getattr(layer, self.w_q_name), getattr(layer, self.w_s_name)
         zero_point, group = layer.weight_zero_point, self.config.group_size

@@ -1,10 +1,10 @@
 """The quantization method of compressed-tensors W4A8-int8 mixture-of-experts layers.
 
 Mirrors ``CompressedTensorsW4A8Int8MoEMethod`` of vLLM 0.24
-(``...compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w4a8_int8``). Its life:
+(``...compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w4a8_int8``). The calls, in order:
 
-    create_weights                  int8 parameters that a weight loader fills
-    process_weights_after_loading   packs them, frees them, builds the kernel
+    create_weights                  makes int8 parameters, which a weight loader fills
+    process_weights_after_loading   packs the parameters, frees the raw ones, builds the kernel
     apply_monolithic / apply        runs the layer
 """
 
@@ -33,13 +33,13 @@ from w4a8.mirror.oracle import (
     select_w4a8_int8_moe_backend,
 )
 
-# Attributes of a layer that the kernel takes by these names; and those of its router.
+# Attributes of a layer that the kernel takes as arguments of the same names: of the layer, and of its router.
 _OF_LAYER = ("activation", "global_num_experts", "expert_map", "apply_router_weight_on_input")
 _OF_ROUTER = ("num_expert_group", "topk_group", "e_score_correction_bias", "routed_scaling_factor")
 
 
 class FusedMoEMethodBase:
-    """What every method of a mixture-of-experts layer has."""
+    """Base of the methods of mixture-of-experts layers."""
 
     def __init__(self, moe: FusedMoEConfig) -> None:
         self.moe = moe
@@ -49,7 +49,7 @@ class FusedMoEMethodBase:
 
     @property
     def is_monolithic(self) -> bool:
-        """Whether the layer takes router logits (``apply_monolithic``); known once the experts are selected."""
+        """Whether the layer takes router logits (``apply_monolithic``); False until the experts are selected."""
         if self.moe_kernel is not None:
             return self.moe_kernel.is_monolithic
         return self.experts_cls is not None and self.experts_cls.is_monolithic()
@@ -60,23 +60,23 @@ class CompressedTensorsMoEMethod(FusedMoEMethodBase):
 
 
 class CompressedTensorsW4A8Int8MoEMethod(CompressedTensorsMoEMethod):
-    """int4 weights, activations quantized to int8 per token inside the op.
+    """int4 weights; the op quantizes activations to int8 per token.
 
     Weights are loaded as int8 in [-8, 7], scales as float32 (channelwise) or bfloat16 (groups), biases in the dtype of
     the model.
     """
 
     def __init__(self, weight_quant: Any, input_quant: Any, moe: FusedMoEConfig, layer_name: str | None = None) -> None:
-        """Checks the scheme, and selects the experts as :func:`select_w4a8_int8_moe_backend` does, with its errors.
+        """Checks the scheme and selects the experts, with the errors of :func:`select_w4a8_int8_moe_backend`.
 
         Args:
             weight_quant: QuantizationArgs of the weights: 4 bits, symmetric, channelwise (no group size) or in groups.
             input_quant: QuantizationArgs of the activations: dynamic, per token.
             moe: the layer.
-            layer_name: of the layer in the model.
+            layer_name: the layer's name in the model.
 
         Raises:
-            ValueError: another scheme.
+            ValueError: weights do not have 4 bits, or activations are not dynamic per token.
         """
         super().__init__(moe)
         self.has_bias = moe.has_bias
@@ -111,8 +111,8 @@ class CompressedTensorsW4A8Int8MoEMethod(CompressedTensorsMoEMethod):
             w13_weight_scale  [E, N, G(H)]            w2_weight_scale  [E, H, G(I)]
             w13_bias          [E, N], params_dtype    w2_bias          [E, H], params_dtype
 
-        and ``w13_weight_packed``, ``w2_weight_packed``, empty until the weights are packed. ``extra_weight_attrs``,
-        ``weight_loader`` among them, are set on every parameter.
+        ``w13_weight_packed`` and ``w2_weight_packed`` are empty until the weights are packed. ``extra_weight_attrs``,
+        such as ``weight_loader``, are set on every parameter.
 
         Raises:
             ValueError: H or I is no multiple of the group size, or odd.
@@ -122,7 +122,7 @@ class CompressedTensorsW4A8Int8MoEMethod(CompressedTensorsMoEMethod):
         problem = sizes.unsupported()
         if problem is not None:
             raise ValueError(f"kernel does not support {problem}")
-        # Where a checkpoint has scales that bfloat16 would round, the loader makes the parameter float32.
+        # If bfloat16 would round the scales of a checkpoint, the loader makes the parameter float32.
         scale_dtype = weight_scale_dtype(group_size)
         scale_attrs = {"quant_method": "channel" if group_size == -1 else "group", **extra_weight_attrs}
         for name, rows, columns in sizes.stacks:
@@ -131,7 +131,7 @@ class CompressedTensorsW4A8Int8MoEMethod(CompressedTensorsMoEMethod):
                 "weight": torch.empty(num_experts, rows, columns, dtype=torch.int8),
                 "weight_scale": torch.ones(scale_shape, dtype=scale_dtype),
                 "bias": torch.zeros(num_experts, rows, dtype=params_dtype) if self.has_bias else None,
-                # The dtype is explicit, because a model's loader may have changed the default one.
+                # An explicit dtype: a model's loader may have changed the default dtype.
                 "weight_packed": torch.empty(0, dtype=torch.uint8),
             }
             for suffix, data in tensors.items():
@@ -144,7 +144,7 @@ class CompressedTensorsW4A8Int8MoEMethod(CompressedTensorsMoEMethod):
         layer.group_size = group_size
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Packs the loaded weights in place, frees them, and builds the kernel.
+        """Packs the loaded weights in place, frees the raw weights, and builds the kernel.
 
         Rows of w13 alternate gate and up if ``layer.w13_interleaved``.
         """
@@ -155,7 +155,7 @@ class CompressedTensorsW4A8Int8MoEMethod(CompressedTensorsMoEMethod):
         self.take_packed(layer, *packed[:2])
 
     def take_packed(self, layer: torch.nn.Module, w13_packed: torch.Tensor, w2_packed: torch.Tensor) -> None:
-        """Makes packed stacks, uint8 [E, bytes], the weights of a layer, whose raw parameters become empty."""
+        """Makes packed stacks, uint8 [E, bytes], the weights of a layer. The layer's raw parameters become empty."""
         for name, packed in (("w13", w13_packed), ("w2", w2_packed)):
             replace_parameter(layer, f"{name}_weight_packed", packed)
             replace_parameter(layer, f"{name}_weight", torch.empty(0, dtype=torch.int8))
@@ -171,7 +171,7 @@ class CompressedTensorsW4A8Int8MoEMethod(CompressedTensorsMoEMethod):
         self.moe_kernel = make_w4a8_int8_moe_kernel(*args, allow_modular=True)
 
     def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> FusedMoEQuantConfig | None:
-        """Quantization of the packed weights: block shape (-1, 1) channelwise, (1, g) for groups."""
+        """Quantization of the packed weights: block shape (-1, 1) if channelwise, (1, g) for groups of g."""
         return make_w4a8_int8_moe_quant_config(block_shape=GroupShape.of_weights(self.group_size))
 
     def apply_monolithic(
@@ -181,9 +181,9 @@ class CompressedTensorsW4A8Int8MoEMethod(CompressedTensorsMoEMethod):
         router_logits: torch.Tensor,
         input_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Routes x, float32, bfloat16 or float16 [T, H], by its logits [T, global experts], and runs: [T, H] like x.
+        """Routes x by router_logits [T, global experts] and runs the experts. Returns [T, H] in the dtype of x.
 
-        ``input_ids`` are unused; some routers of other methods read the tokens.
+        x: float32, bfloat16 or float16 [T, H]. ``input_ids`` are unused: routers of other methods read the tokens.
         """
         assert self.is_monolithic and self.moe_kernel is not None
         how = {name: getattr(layer, name) for name in (*_OF_LAYER, *_OF_ROUTER)}
@@ -199,9 +199,10 @@ class CompressedTensorsW4A8Int8MoEMethod(CompressedTensorsMoEMethod):
         shared_experts: object | None,
         shared_experts_input: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Runs what a router outside has chosen for x, float32, bfloat16 or float16 [T, H]: [T, H] like x.
+        """Runs the experts that a router outside has chosen for x. Returns [T, H] in the dtype of x.
 
-        The choice is weights [T, k] and global ids, int32 or int64 [T, k]. Shared experts are the caller's: None.
+        x: float32, bfloat16 or float16 [T, H]. topk_weights: [T, k]. topk_ids: global, int32 or int64 [T, k].
+        shared_experts: None; the caller runs shared experts.
         """
         assert self.moe_kernel is not None
         chosen = (layer.w13_weight_packed, layer.w2_weight_packed, topk_weights, topk_ids)

@@ -1,7 +1,7 @@
-"""The same method with the interface it had in vLLM 0.17 (``...compressed_tensors.compressed_tensors_moe``).
+"""The W4A8-int8 method with the interface of vLLM 0.17 (``...compressed_tensors.compressed_tensors_moe``).
 
-Layers of that version carry ``top_k``, ``renormalize`` and ``use_grouped_topk`` themselves, and no kernel object stands
-between the method and the op. Construction, parameters and packing are those of :mod:`w4a8.mirror.method`.
+Layers of vLLM 0.17 have ``top_k``, ``renormalize`` and ``use_grouped_topk`` as attributes. The method calls the op
+without a kernel object. Construction, parameters and packing are inherited from :mod:`w4a8.mirror.method`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from w4a8.mirror.config import FusedMoEQuantConfig, QuantKey, current_platform
 
 
 class CompressedTensorsW4A8Int8MoEMethod(method.CompressedTensorsW4A8Int8MoEMethod):
-    """W4A8-int8 for layers of vLLM 0.17."""
+    """The W4A8-int8 method for layers of vLLM 0.17."""
 
     def _select_experts(self, weight_key: QuantKey) -> None:
         if not current_platform.is_cpu():
@@ -29,23 +29,23 @@ class CompressedTensorsW4A8Int8MoEMethod(method.CompressedTensorsW4A8Int8MoEMeth
         return True
 
     def _make_kernel(self, layer: torch.nn.Module) -> None:
-        """There is none."""
+        """Does nothing: this method has no kernel object."""
 
     def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> FusedMoEQuantConfig | None:
-        """None: nothing here reads one."""
+        """None: this method reads no quantization config."""
         return None
 
     def apply_monolithic(  # type: ignore[override]
         self, layer: torch.nn.Module, x: torch.Tensor, router_logits: torch.Tensor
     ) -> torch.Tensor:
-        """As that of :mod:`w4a8.mirror.method`.
+        """As ``apply_monolithic`` of :mod:`w4a8.mirror.method`.
 
-        The layer has top_k, use_grouped_topk, renormalize, activation, expert_map, apply_router_weight_on_input; it may
-        have sizes of groups, a scoring function (softmax if not), a correction bias and a scaling factor.
+        The layer has top_k, use_grouped_topk, renormalize, activation, expert_map, apply_router_weight_on_input. It may
+        have sizes of groups, a scoring function (default: softmax), a correction bias and a scaling factor.
 
         Raises:
             NotImplementedError: the layer moves experts between ranks (EPLB).
-            ValueError: an activation that does not exist.
+            ValueError: the activation does not exist.
         """
         if getattr(layer, "enable_eplb", False):
             raise NotImplementedError("EPLB not supported for W4A8-int MoE yet.")

@@ -1,7 +1,7 @@
-"""What a fused mixture-of-experts kernel is made of (upstream: ``vllm...layers.fused_moe.modular_kernel``).
+"""The parts of a fused mixture-of-experts kernel (upstream: ``vllm...layers.fused_moe.modular_kernel``).
 
-Upstream a kernel is what happens before and after the experts, and the experts; here nothing happens before and after.
-Monolithic experts take router logits, modular ones take the experts and weights that a router outside has chosen.
+An upstream kernel runs three steps: prepare, experts, finalize. Here prepare and finalize do nothing. Monolithic
+experts take router logits. Modular experts take the expert ids and weights that a router outside has chosen.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class FusedMoEActivationFormat(Enum):
 
 
 class FusedMoEExperts:
-    """Base of both kinds of experts: what they support, their configurations, and the call of ``torch.ops.w4a8``.
+    """Base of both kinds of experts: supported configurations, and the call of ``torch.ops.w4a8``.
 
-    All experts here have int4 weights, and activations that the op quantizes to int8.
+    All experts here have int4 weights. The op quantizes their activations to int8.
     """
 
     def __init__(self, moe_config: FusedMoEConfig, quant_config: FusedMoEQuantConfig) -> None:
@@ -52,12 +52,12 @@ class FusedMoEExperts:
 
     @property
     def expects_unquantized_inputs(self) -> bool:
-        """The op quantizes each row itself."""
+        """True: the op quantizes each row."""
         return True
 
     @staticmethod
     def activation_format() -> FusedMoEActivationFormat:
-        """How they want the tokens."""
+        """The format of tokens that the experts take."""
         return FusedMoEActivationFormat.Standard
 
     @staticmethod
@@ -74,15 +74,15 @@ class FusedMoEExperts:
 
     @staticmethod
     def _supports_parallel_config(moe_parallel_config: FusedMoEParallelConfig) -> bool:
-        """Tensor and expert parallelism, whose only exchange is the caller's all-reduce.
+        """Tensor and expert parallelism: ranks exchange data only in the caller's all-reduce.
 
-        Data and context parallelism would have to bring tokens of other ranks here first.
+        Data and context parallelism would first have to bring tokens of other ranks here.
         """
         return moe_parallel_config.dp_size == 1 and moe_parallel_config.pcp_size == 1
 
     @staticmethod
     def _supports_quant_scheme(weight_key: QuantKey | None, activation_key: QuantKey | None) -> bool:
-        """Symmetric int4 weights in int8, channelwise or in groups that the operators have; unquantized input."""
+        """Symmetric int4 weights held as int8, channelwise or in groups that the operators have; unquantized input."""
         if weight_key is None or activation_key is not None:
             return False
         scale, shape = weight_key.scale, weight_key.scale.group_shape
@@ -96,7 +96,7 @@ class FusedMoEExperts:
     def _supports_routing_method(
         routing_method: RoutingMethodType, weight_key: QuantKey | None, activation_key: QuantKey | None
     ) -> bool:
-        """Any: a router outside may be anything."""
+        """Any method: the router is outside of the layer."""
         return True
 
     @staticmethod
@@ -107,17 +107,17 @@ class FusedMoEExperts:
 
     @staticmethod
     def _unsupported_shape(moe_config: FusedMoEConfig, weight_key: QuantKey) -> str | None:
-        """What about the input dtype and the sizes is not supported, in words, or None."""
+        """The input dtype or size that is not supported, in words, or None."""
         if moe_config.in_dtype not in INPUT_DTYPES:
             return f"input dtype {moe_config.in_dtype}"
         return moe_config.expert_sizes(weight_key.scale.group_shape.group_size).unsupported()
 
     def supports_expert_map(self) -> bool:
-        """Remote experts become skipped slots of the op."""
+        """True: the op skips slots with experts of other ranks."""
         return True
 
     def _activation_kind(self, activation: MoEActivation | str) -> int:
-        """The op's ``activation_kind``; not upstream's integers, see :func:`kernel_activation_kind`."""
+        """The op's ``activation_kind``, not upstream's integer (see :func:`kernel_activation_kind`)."""
         return kernel_activation_kind(as_activation(activation))
 
     @staticmethod
@@ -128,9 +128,9 @@ class FusedMoEExperts:
         activation_key: QuantKey | None,
         activation_format: FusedMoEActivationFormat,
     ) -> tuple[bool, str | None]:
-        """(True, None) if ``cls`` can run a layer, else (False, "kernel does not support ..."), the first reason.
+        """(True, None) if ``cls`` can run a layer, else (False, "kernel does not support ...") with the first reason.
 
-        ``activation_key`` is of the input before it reaches the experts.
+        ``activation_key``: quantization of the input of the experts; None if the input is not quantized.
         """
         parallel, routing = moe_config.moe_parallel_config, moe_config.routing_method
         logits, scheme = moe_config.router_logits_dtype, (weight_key, activation_key)
@@ -167,7 +167,7 @@ class FusedMoEExperts:
 
 
 class FusedMoEExpertsMonolithic(FusedMoEExperts):
-    """Experts that route by themselves. Router logits of any dtype are converted to float32 first."""
+    """Experts that also route. Router logits may have any dtype; routing computes in float32."""
 
     @staticmethod
     def is_monolithic() -> bool:
@@ -191,8 +191,8 @@ class FusedMoEExpertsMonolithic(FusedMoEExperts):
     ) -> torch.Tensor:
         """Routes hidden states [T, H] by logits [T, global experts] (:func:`route`) and runs the experts of this rank.
 
-        w1 and w2 are the packed stacks; the other arguments are those of :func:`run_experts`. global_num_experts and
-        a1q_scale are unused: the logits show the one, and the op quantizes rows. Returns this rank's sum, [T, H].
+        w1 and w2 are the packed stacks. Other arguments: as in :func:`run_experts`. global_num_experts is unused, since
+        the logits show it; a1q_scale is unused, since the op quantizes rows. Returns this rank's sum, [T, H].
         """
         method, top_k = self.moe_config.routing_method, self.moe_config.experts_per_token
         groups = (num_expert_group, topk_group, e_score_correction_bias, routed_scaling_factor)
@@ -201,7 +201,7 @@ class FusedMoEExpertsMonolithic(FusedMoEExperts):
 
 
 class FusedMoEExpertsModular(FusedMoEExperts):
-    """Experts behind a router of someone else's."""
+    """Experts behind a router outside of the layer."""
 
     @staticmethod
     def is_monolithic() -> bool:
@@ -219,10 +219,10 @@ class FusedMoEExpertsModular(FusedMoEExperts):
         expert_map: torch.Tensor | None,
         apply_router_weight_on_input: bool,
     ) -> torch.Tensor:
-        """Runs what a router has chosen for hidden states [T, H], weights and ids [T, k]: this rank's sum, [T, H].
+        """Runs the experts with the router's ids and weights [T, k] for hidden states [T, H].
 
-        The arguments are those of :func:`run_experts`; global_num_experts is unused. With
-        ``apply_router_weight_on_input`` each row of hidden_states is first multiplied by its one weight.
+        Arguments: as in :func:`run_experts`; global_num_experts is unused. ``apply_router_weight_on_input`` needs k of
+        1: each row of hidden_states is first multiplied by its weight. Returns this rank's sum, [T, H].
         """
         if apply_router_weight_on_input:
             if topk_weights.shape[1] != 1:
@@ -236,15 +236,15 @@ class FusedMoEExpertsModular(FusedMoEExperts):
 
 
 class MoEPrepareAndFinalizeNoDPEPMonolithic:
-    """Before and after monolithic experts: nothing is exchanged between ranks, so there is nothing to do."""
+    """Prepare and finalize of monolithic experts. Both do nothing: ranks exchange nothing."""
 
 
 class MoEPrepareAndFinalizeNoDPEPModular:
-    """Before and after modular experts: nothing to do either."""
+    """Prepare and finalize of modular experts. Both do nothing: ranks exchange nothing."""
 
 
 class FusedMoEKernel:
-    """Prepare, experts, finalize: two parts of the same kind (monolithic or modular), else a ValueError."""
+    """Prepare and finalize, and experts. A ValueError if one is monolithic and the other modular."""
 
     def __init__(
         self,
@@ -260,7 +260,7 @@ class FusedMoEKernel:
 
     @property
     def is_monolithic(self) -> bool:
-        """Whether ``apply_monolithic`` is to be called; else ``apply``."""
+        """Whether to call ``apply_monolithic``; otherwise ``apply``."""
         return self.fused_experts.is_monolithic()
 
     def apply_monolithic(self, *args: torch.Tensor, **how: Any) -> torch.Tensor:
@@ -277,7 +277,7 @@ class FusedMoEKernel:
     ) -> torch.Tensor:
         """As :meth:`FusedMoEExpertsModular.apply`.
 
-        Shared experts overlap with communication upstream; there is none here, so they are the caller's to run.
+        The caller runs shared experts. Upstream overlaps shared experts with communication; there is none here.
         """
         assert isinstance(self.fused_experts, FusedMoEExpertsModular)
         if shared_experts is not None:

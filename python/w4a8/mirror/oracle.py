@@ -1,4 +1,4 @@
-"""Which backend runs a W4A8-int8 layer, and the conversion of its weights.
+"""Selects the backend of a W4A8-int8 layer, and converts the layer's weights.
 
 Mirrors ``vllm.model_executor.layers.fused_moe.oracle.w4a8_int8`` of vLLM 0.24.
 """
@@ -26,7 +26,7 @@ from w4a8.mirror.config import (
 )
 from w4a8.mirror.experts import CPUExpertsInt4, CPUExpertsInt4Modular
 
-logger = logging.getLogger("w4a8.moe.oracle.w4a8_int8")  # as upstream calls the module
+logger = logging.getLogger("w4a8.moe.oracle.w4a8_int8")  # as upstream's module
 
 
 class W4A8Int8MoeBackend(Enum):
@@ -43,7 +43,7 @@ def _get_priority_backends(moe_config: FusedMoEConfig) -> list[W4A8Int8MoeBacken
 def backend_to_kernel_cls(backend: W4A8Int8MoeBackend) -> list[type[mk.FusedMoEExperts]]:
     """Experts classes of a backend, best first.
 
-    Upstream has the monolithic class only; the modular one takes the layers whose routing is custom.
+    Upstream has the monolithic class only. The modular class takes layers with custom routing.
     """
     if backend == W4A8Int8MoeBackend.CPU_INT4:
         return [CPUExpertsInt4, CPUExpertsInt4Modular]
@@ -51,7 +51,7 @@ def backend_to_kernel_cls(backend: W4A8Int8MoeBackend) -> list[type[mk.FusedMoEE
 
 
 def map_w4a8_int8_backend(runner_backend: str) -> W4A8Int8MoeBackend:
-    """The backend a user asks for by name."""
+    """The backend for a user's ``moe_backend``."""
     by_name = {"cpu": W4A8Int8MoeBackend.CPU_INT4}
     if runner_backend in by_name:
         return by_name[runner_backend]
@@ -68,11 +68,11 @@ def _unsupported_message(backend: W4A8Int8MoeBackend, reason: str | None) -> str
 def select_w4a8_int8_moe_backend(
     config: FusedMoEConfig, weight_key: QuantKey | None, activation_key: QuantKey | None
 ) -> tuple[W4A8Int8MoeBackend, type[mk.FusedMoEExperts]]:
-    """Chooses what runs a layer, whose ``moe_backend`` is ``auto`` or the name of the backend it must be.
+    """Chooses backend and experts class of a layer. Its ``moe_backend`` is ``auto`` or the name of a required backend.
 
     Raises:
         NotImplementedError: no backend on this platform, or none that supports the layer (the log has the reasons).
-        ValueError: the backend that was asked for is unknown, or does not support the layer; says why.
+        ValueError: the required backend is unknown, or does not support the layer; says why.
     """
     available = _get_priority_backends(config)
     if not available:
@@ -98,7 +98,7 @@ def select_w4a8_int8_moe_backend(
 
 
 def make_w4a8_int8_moe_quant_config(block_shape: tuple[int, int] | None = None) -> FusedMoEQuantConfig:
-    """The quantization of weights packed channelwise (block shape (-1, 1) or None) or in groups of g ((1, g))."""
+    """The quantization of packed weights: channelwise (block_shape (-1, 1) or None), or in groups of g ((1, g))."""
     shape = None if block_shape is None else GroupShape(*block_shape)
     desc = FusedMoEQuantDesc(dtype=None, shape=shape)
     return FusedMoEQuantConfig(_a1=desc, _a2=desc, _w1=desc, _w2=desc)
@@ -112,12 +112,12 @@ def pack_int4_weights_for_kleidi(
     out_features: int,
     group_size: int,
 ) -> torch.Tensor:
-    """Packs one matrix to uint8 [bytes]. The name is upstream's; the layout is that of this package, on Arm too.
+    """Packs one matrix to uint8 [bytes]. The name is upstream's; the layout is this package's, on Arm too.
 
     Args:
         int4_as_int8: int8 [N, K] in [-8, 7], K even; other values raise ValueError.
-        scales: [N, K / group_size], or [N, 1] if channelwise (-1); kept as :func:`weight_scale_dtype` says.
-        bias: [N] or None (kept as float32).
+        scales: [N, K / group_size], or [N, 1] if channelwise (-1); packed in the dtype of :func:`weight_scale_dtype`.
+        bias: [N] or None; packed as float32.
         in_features, out_features: K, N.
     """
     check_int4_range(int4_as_int8, "int4_as_int8")
@@ -129,10 +129,10 @@ def pack_int4_weights_for_kleidi(
 
 
 def _nibble_stack(weights: torch.Tensor, order: torch.Tensor | slice, in_place: bool) -> torch.Tensor:
-    """A stack of int8 matrices [E, N, K], rows in an order, as nibbles [E, N, K / 2], with temporaries of one matrix.
+    """int8 matrices [E, N, K] to nibbles [E, N, K / 2], rows in the given order. Temporaries: those of one matrix.
 
-    In place, matrix e goes to bytes [e * N * K / 2, (e + 1) * N * K / 2) of the stack's own storage. That is never
-    beyond matrix e itself, so going upwards no matrix is overwritten before it has been read.
+    In place, matrix e goes to bytes [e * N * K / 2, (e + 1) * N * K / 2) of the stack's own storage. This range does
+    not reach matrix e + 1. The loop goes upwards, so each matrix is read before another one overwrites it.
     """
     experts, rows, columns = weights.shape
     if in_place and not weights.is_contiguous():
@@ -160,8 +160,8 @@ def convert_to_w4a8_int8_moe_format(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Packs the weights of a layer, each stack of experts in one call of the op.
 
-    The op wants nibbles, half of the int8 bytes. With ``in_place`` they are written over the int8 values: the peak of
-    memory is the raw weights, the packed ones and the temporaries of one matrix.
+    The op takes nibbles, half of the int8 bytes. With ``in_place`` the nibbles overwrite the int8 values: the peak of
+    memory is the raw weights, the packed weights and the temporaries of one matrix.
 
     Args:
         w13_weight: int8 [E, N, H] in [-8, 7]; N is 2 I, or I for layers without a gate.
@@ -169,13 +169,13 @@ def convert_to_w4a8_int8_moe_format(
         w13_weight_scale: [E, N, H / group_size], or [E, N, 1] if channelwise (group_size -1).
         w2_weight_scale: [E, H, I / group_size], or [E, H, 1].
         w13_bias, w2_bias: [E, N] and [E, H], or None.
-        w13_interleaved: rows of w13 (weights, scales, bias) alternate gate and up, as gpt-oss ships them; they are
-            packed as a gate half and an up half.
-        in_place: w13_weight and w2_weight are overwritten. They must be contiguous, and share no storage.
-        scale_dtype: that scales are rounded to; if not given, the least that holds all of a stack exactly.
+        w13_interleaved: rows of w13 (weights, scales, bias) alternate gate and up, as in gpt-oss. The packed stack has
+            a gate half and an up half.
+        in_place: overwrites w13_weight and w2_weight, which must be contiguous and share no storage.
+        scale_dtype: rounds the scales; None: the smallest type that holds all scales of a stack exactly.
 
     Returns:
-        w13 uint8 [E, bytes], w2 uint8 [E, bytes], and four empty tensors: scales and biases are in the packed ones.
+        w13 uint8 [E, bytes], w2 uint8 [E, bytes], and four empty tensors: scales and biases are in w13 and w2.
 
     Raises:
         ValueError: a value outside [-8, 7] (before anything is overwritten).
@@ -190,7 +190,7 @@ def convert_to_w4a8_int8_moe_format(
         w13_bias = None if w13_bias is None else w13_bias[:, order]
     nibbles = _nibble_stack(w13_weight.detach(), order, in_place)
     w13_packed = pack_codes(nibbles, w13_weight_scale, w13_bias, group_size, scale_dtype)
-    del nibbles  # before those of w2 are made
+    del nibbles  # frees them before the nibbles of w2 are made
     nibbles = _nibble_stack(w2_weight.detach(), slice(None), in_place)
     w2_packed = pack_codes(nibbles, w2_weight_scale, w2_bias, group_size, scale_dtype)
     empty = torch.empty(0, dtype=torch.float32)
@@ -208,8 +208,8 @@ def make_w4a8_int8_moe_kernel(
     """Builds the kernel of a layer, with the experts that :func:`select_w4a8_int8_moe_backend` chose.
 
     Args:
-        routing_tables: unused; upstream's all-to-all kernels want them.
-        allow_modular: take modular experts too; without, they are a ValueError, as upstream.
+        routing_tables: unused; for upstream's all-to-all kernels.
+        allow_modular: takes modular experts, too. False: modular experts are a ValueError, as upstream.
     """
     monolithic = issubclass(experts_cls, mk.FusedMoEExpertsMonolithic)
     parts = mk.MoEPrepareAndFinalizeNoDPEPMonolithic if monolithic else mk.MoEPrepareAndFinalizeNoDPEPModular
