@@ -15,7 +15,7 @@ class KernelInfo(TypedDict):
     name: str
     supported: bool  # this CPU has the features, and the kernel is not turned off
     needs: str  # CPU features, separated by spaces
-    turned_off: str  # why the kernel is turned off in this process; "" if no reason is known
+    turned_off: str  # why the kernel is turned off in this process; "" as long as it is on, as far as is known
 
 
 # The last name given to use_kernel; "": W4A8_KERNEL decides, or else the CPU.
