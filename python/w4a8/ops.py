@@ -102,7 +102,7 @@ def dyn_quant_pack_4bit_weight(
         super_scales: float16 [N, K / 256] ([E, N, K / 256]): the second level of scales, as in GGUF's K-quants.
             scales_zeros is then int8, and a scale is the int8 number times its super-scale. K must be a multiple of
             256, block_size 16, 32, 64 or 128, and weights iq4, int6, or int4 or int8 without zero points.
-        super_minimums: float16 of the shape of super_scales. Needed if both super_scales and minimums are given.
+        super_minimums: float16 of the shape of super_scales. Given if and only if super_scales and minimums are.
 
     Returns:
         uint8 [bytes], or [E, bytes]: row e is itself a valid packed matrix. The bytes are the same on every machine and
@@ -350,7 +350,7 @@ def paged_attention_write(
 ) -> None:
     """Writes the last tokens of sequences to a paged cache of keys and values (docs/numerics.md section 9).
 
-    A token is quantized once, when it is written: the cache is the same however its tokens were spread over calls.
+    A token is quantized once, when it is written: the split of tokens into calls does not change the cache.
 
     Args:
         key: float32, bfloat16 or float16 [T, KV, D], D a multiple of 16 up to 256, after the rotary embedding.
@@ -385,7 +385,7 @@ def paged_attention(
 ) -> torch.Tensor:
     """Attention of the last tokens of sequences over a paged cache, to which these tokens are already written.
 
-    The bits of a row depend on nothing but its sequence: not on the other rows, on chunks or on the number of threads.
+    The bits of a row depend on its sequence alone, not on other rows, on chunks or on the number of threads.
 
     Args:
         query: float32, bfloat16 or float16 [T, H, D]; query head h uses key head h // (H / KV).

@@ -60,7 +60,7 @@ class ExpertSizes:
         return (("w13", self.w13_rows, self.hidden), ("w2", self.hidden, self.intermediate))
 
     def scale_columns(self, columns: int) -> int:
-        """Scales per row of so many columns."""
+        """Scales in a row of ``columns`` columns, in groups of ``group_size``."""
         return 1 if self.group_size == -1 else columns // self.group_size
 
     def activation_groups(self, asked: int | None) -> dict[str, int]:

@@ -22,7 +22,7 @@ _FOUR: Norms = (
 class Family:
     """How the layers of a family differ from Llama's.
 
-    A class of vLLM is given by the end of its name, to which ``vllm`` is the beginning, or as module and name.
+    A vLLM class without a dot is the end of a name that begins with ``vllm``; one with a dot is module and name.
 
     Attributes:
         vllm: module and beginning of the names of vLLM's classes; the model's class ends with "Model".
@@ -34,7 +34,7 @@ class Family:
         refuses: fields of transformers' config that must not be set.
         norms: the norms of a layer.
         one_more: a norm multiplies by 1 + weight. vLLM has a class for such norms.
-        router: attribute of the module with experts.
+        router: the router's attribute in the module with experts.
         shared: attributes of the module with experts in transformers: the shared expert and its gate; "": none.
     """
 

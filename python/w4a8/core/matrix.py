@@ -339,7 +339,7 @@ class Matrix:
         return codes.to(torch.int16) - (0 if self.minimums is not None and self.kind.bits == 4 else self.kind.middle)
 
     def zeros(self, rows: int) -> Matrix:
-        """A matrix [rows, K] of zeros, of the same kind. e2m1 has codes of 0 and scales of 1: e8m0 has no 0."""
+        """A matrix [rows, K] of zeros, of the same kind. MXFP4 has codes of 0 and scales of 1: e8m0 has no 0."""
         tensors = {name: part.new_zeros(rows, *part.shape[1:]) for name, part in self.tensors().items()}
         if self.kind == Kind.E2M1 and self.channel_scales is None:
             tensors["scales"].fill_(1)

@@ -19,7 +19,7 @@ except ImportError:  # Python 3.10
 
 # Limits of a pattern: ways to match one name (10^8 take some seconds), and seconds for all names.
 _WAYS, _SECONDS = 10**8, 2.0
-_LENGTH = 64  # a pattern must keep to _WAYS for names of this length
+_LENGTH = 64  # length of names for which every pattern must keep to _WAYS
 _REPEATS = [ops.MAX_REPEAT, ops.MIN_REPEAT, getattr(ops, "POSSESSIVE_REPEAT", None)]
 _ONE = {ops.LITERAL, ops.NOT_LITERAL, ops.ANY, ops.IN, ops.AT, ops.GROUPREF, ops.CATEGORY, ops.RANGE, ops.NEGATE}
 

@@ -120,9 +120,9 @@ class MatrixStack:
     def put(self, expert: int, row: int, matrix: Matrix, has_bias: bool = True) -> None:
         """Copies ``matrix`` to the rows of an expert from ``row`` on.
 
-        The matrix needs a bias if and only if the stack has biases. If other matrices have zero points, a matrix
-        without zero points gets the middle everywhere, which means the same.
-        ``has_bias`` False puts zeros in place of the bias, which another rank adds.
+        The matrix needs a bias if and only if the stack has biases; ``has_bias`` False puts zeros in its place, because
+        another rank adds the bias. If other matrices have zero points, a matrix without zero points gets the middle
+        everywhere, which means the same.
 
         Raises:
             ValueError: a matrix of another shape or kind than the stack, or a complete expert that cannot be packed as

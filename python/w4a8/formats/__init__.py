@@ -1,7 +1,7 @@
 """Checkpoint formats, one file each, with a function that turns the tensors of one matrix into a :class:`Matrix`, facts
 of the format (:class:`Format`), and the modules that its configuration quantizes (:class:`Rules`).
 
-Nothing is dequantized or rounded, except NVFP4's 1 / weight_global_scale. Codes get another order; scales and biases
+Nothing is dequantized or rounded, except NVFP4's 1 / weight_global_scale. Codes are reordered; scales and biases
 keep their values. Codes have 4 bits, or 8 in GPTQ and pack-quantized.
 
     from_gptq                GPTQ, versions 1 and 2 (``checkpoint_format: gptq_v2``)

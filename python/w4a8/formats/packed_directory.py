@@ -68,7 +68,7 @@ def check_listed(listed: object, found: Collection[str], where: str) -> None:
     """Compares the tensors in files with ``packed`` of the quantization_config (older directories have no list).
 
     Raises:
-        ValueError: a listed tensor is not in the files, or ``packed`` is no list of names. ``where``: the files.
+        ValueError: a listed tensor is not in the files (names it and ``where``), or ``listed`` is no list of names.
     """
     if listed is None:
         return

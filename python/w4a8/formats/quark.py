@@ -71,7 +71,7 @@ class QuarkRules:
     def _try(self, entry: Mapping[str, Any], where: str, name: str = "") -> Scheme | LeftOut:
         if entry.get("weight") is None:
             return LeftOut(f"{where}.weight is missing: not quantized", quantized=False)
-        # Quantized outputs for the KV cache are ignored, also those of q_proj beside them: the cache here has its type.
+        # Quantized outputs for the KV cache, and of q_proj beside it, are ignored: the cache has its own type here.
         outputs = any(fnmatchcase(name, cached) for cached in self._cached)
         outputs = outputs or (bool(self._cached) and name.endswith("q_proj"))
         return scheme_or_left_out(partial(_scheme, entry, where, outputs))

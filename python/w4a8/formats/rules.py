@@ -166,7 +166,7 @@ def flag_field(value: object, key: str) -> bool:
 
 
 def first_of(config: Mapping[str, Any], names: Iterable[str], default: object = None) -> tuple[Any, str]:
-    """The first of the values ``names`` that is not null or missing, and its key."""
+    """The first value of ``names`` in ``config`` that is not null or missing, else ``default``; and its key."""
     names = tuple(names)
     name = next((name for name in names if config.get(name) is not None), names[0])
     value = config.get(name)

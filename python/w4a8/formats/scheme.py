@@ -127,7 +127,7 @@ class Scheme:
         return self.facts.read(tensors, name, self)
 
     def check_zero_points(self, tensor: torch.Tensor, name: str) -> None:
-        """Checks zero points of a symmetric scheme, for a matrix that was read before they were loaded.
+        """Checks zero points of a symmetric scheme, for a matrix that was read before its zero points were loaded.
 
         Raises:
             ValueError: another dtype or number of dimensions, or a zero point that is not the middle of the codes.
